@@ -1,0 +1,116 @@
+# Each target works as the first command in a fresh clone: it makes .venv, installs what it needs, and runs.
+#   make demo PYTHON=python3.12    another interpreter (3.10 or later)
+#   make demo SEED=101             another seed
+
+PYTHON  ?= python3
+WORKERS ?= 2
+VENV    := .venv
+PY      := $(VENV)/bin/python
+PIP     := $(PY) -m pip install -qq --disable-pip-version-check --no-input
+GPU     := $(shell nvidia-smi -L 2>/dev/null | grep -q '^GPU' && echo yes)
+TORCH   := $(shell grep '^torch==' constraints.txt)
+CPU_TORCH := https://download.pytorch.org/whl/cpu
+# the pins need Python 3.11; on 3.10 pip resolves settings.ini's bounds by itself
+PINS    := $(shell $(PYTHON) -c 'import sys; print("-c constraints.txt" if sys.version_info >= (3, 11) else "")')
+# notebooks that export a module; the run notebooks 9x are run by tests/, through papermill
+LIBRARY := ^([0-8][0-9]_.*|index)\.ipynb$$
+
+export TORCH_EXTENSIONS_DIR := $(CURDIR)/$(VENV)/torch_extensions
+ifeq ($(GPU),)
+export DS_ACCELERATOR := cpu
+endif
+
+# An install step writes the process id of its make into .venv/.installing and removes the file when it is done.
+# A file whose process is gone tells of an install that was cut short: the environment is made anew.
+INSTALLING := $(shell f=$(VENV)/.installing; if [ -e $$f ]; then \
+    if kill -0 "$$(cat $$f)" 2>/dev/null; then echo busy; else rm -rf $(VENV) 2>/dev/null || { sleep 2; rm -rf $(VENV); }; echo gone; fi; fi)
+ifeq ($(INSTALLING),busy)
+$(error another make is installing into $(VENV); wait for it, or delete $(VENV))
+endif
+ifeq ($(INSTALLING),gone)
+$(info An earlier install was cut short: making $(VENV) anew.)
+endif
+begin = @mkdir -p $(VENV) && echo $$PPID > $(VENV)/.installing
+end   = @rm $(VENV)/.installing && touch $@
+
+.DEFAULT_GOAL := help
+.PHONY: help demo compare test lab export clean
+
+help:
+	@echo 'make demo      train on the tiny world, a few minutes on a CPU   (SEED=101 for another seed)'
+	@echo 'make compare   every method on the same questions and seeds, with the comparison report'
+	@echo 'make test      export the modules, run every notebook and tests/, check that nothing changed'
+	@echo 'make lab       JupyterLab on the notebooks'
+	@echo 'make export    write credit_rl/ from the notebooks'
+	@echo 'make clean     delete what builds and tests left behind (not .venv)'
+
+# ---- the environment ----
+
+$(VENV)/.ok-python:
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 10) else "got Python %d.%d, wanted 3.10 or later: make PYTHON=python3.12 ..." % v[:2])'
+	@echo '[1/3] a new environment in $(VENV)'
+	$(begin)
+	@$(PYTHON) -m venv $(VENV)
+	$(end)
+
+$(VENV)/.ok-torch: $(VENV)/.ok-python constraints.txt
+	@echo '[2/3] $(TORCH) for $(if $(GPU),the GPU,the CPU)'
+	$(begin)
+	@if [ -z '$(GPU)' ]; then \
+	    $(PIP) --no-deps --retries 0 --timeout 15 --index-url $(CPU_TORCH) '$(TORCH)' 2>/dev/null \
+	    || echo "      PyTorch's CPU wheels are out of reach: taking the default index's"; fi
+	@$(PIP) $(PINS) '$(TORCH)'
+	$(end)
+
+$(VENV)/.ok-demo: $(VENV)/.ok-torch constraints.txt settings.ini setup.py pyproject.toml
+	@echo '[3/3] credit_rl and what it rests on'
+	$(begin)
+	@$(PIP) $(PINS) -e .
+	$(end)
+
+$(VENV)/.ok-test: $(VENV)/.ok-torch constraints.txt settings.ini setup.py pyproject.toml
+	@echo '[3/3] credit_rl, the trainers and the test tools'
+	$(begin)
+	@$(PIP) $(PINS) -e '.[train,dev]'
+	@touch $(VENV)/.ok-demo
+	$(end)
+
+# ---- the work ----
+
+# The demo's folder is made anew each time; give a run that should stay a name of its own (see nbs/90_train.ipynb).
+demo: $(VENV)/.ok-demo
+	@rm -rf runs/demo && mkdir -p runs/demo
+	@$(PY) -m papermill nbs/90_train.ipynb runs/demo/notebook.ipynb -f runs/params/demo.yaml \
+	    $(if $(SEED),-p seed $(SEED)) --log-output --no-progress-bar
+
+# COMPARE holds the arguments of `python -m credit_rl.compare`.
+COMPARE ?=
+compare: $(VENV)/.ok-demo
+	@$(PY) -m credit_rl.compare $(COMPARE)
+
+lab: $(VENV)/.ok-test
+	@$(PY) -m jupyter lab nbs
+
+export: $(VENV)/.ok-test
+	@$(VENV)/bin/nbdev_export
+
+# The state of the notebooks and modules: a checksum for each file.
+tree = find nbs credit_rl -type f ! -path '*/__pycache__/*' ! -path '*/.ipynb_checkpoints/*' -exec cksum {} + | sort -k 3
+
+test: export OMP_NUM_THREADS := 1
+test: $(VENV)/.ok-test
+	@$(tree) > $(VENV)/tree-before
+	@echo '== export: modules from notebooks'
+	@$(VENV)/bin/nbdev_export
+	@echo '== notebooks'
+	@$(VENV)/bin/nbdev_test --path nbs --file_re '$(LIBRARY)' --n_workers $(WORKERS)
+	@echo '== tests/'
+	@$(PY) -m pytest tests -n $(WORKERS) --dist loadfile -ra
+	@$(tree) > $(VENV)/tree-after
+	@diff $(VENV)/tree-before $(VENV)/tree-after \
+	    || { echo 'The files above differ from what was checked out: modules are stale (make export, then commit), or a test wrote into the tree.'; exit 1; }
+	@echo '== notebooks, tests and modules agree'
+
+clean:
+	@rm -rf build dist *.egg-info .pytest_cache .hypothesis $(VENV)/tree-before $(VENV)/tree-after
+	@find . -path ./$(VENV) -prune -o -type d \( -name __pycache__ -o -name .ipynb_checkpoints \) -prune -exec rm -rf {} +

@@ -1,0 +1,88 @@
+"""How much faster is BM25 (bm25s) than rank_bm25, in one run on one machine, and how much memory does its index take?
+
+    python tests/bench_retrieval.py [--passages 100000] [--queries 400] [--slow-queries 20]
+
+Passages are synthetic: words drawn by Zipf's law, as many as a block of Wikipedia has. Both search the same corpus, with the same
+words and parameters, for the same queries in the same process; scores are compared before they are timed.
+"""
+import argparse
+import json
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+
+from credit_rl.datasets import Passage
+from credit_rl.retrieval import BM25, RankBM25
+
+
+def corpus(passages, length, vocabulary, rng):
+    "Passages of about `length` words, the r-th most frequent word with weight 1 / (r + 10)."
+    weight = 1 / (np.arange(vocabulary) + 10)
+    lengths = rng.integers(length // 2, length * 3 // 2, passages)
+    ids = rng.choice(vocabulary, lengths.sum(), p=weight / weight.sum())
+    parts = np.split(ids, np.cumsum(lengths)[:-1])
+    return [Passage(str(i), f'title{i}', ' '.join(f'w{j}' for j in part)) for i, part in enumerate(parts)]
+
+
+def questions(passages, number, words, rng):
+    "Queries of `words` words, each drawn from one passage."
+    texts = [passages[i].text.split() for i in rng.integers(0, len(passages), number)]
+    return [' '.join(rng.choice(t, words)) for t in texts]
+
+
+def seconds(function):
+    start = time.perf_counter()
+    function()
+    return time.perf_counter() - start
+
+
+def index_bytes(bm25):
+    "Bytes of the index in memory without the passages: scores, their rows and starts, and the vocabulary about as it is."
+    arrays = sum(a.nbytes for a in (bm25._data, bm25._rows, bm25._start))
+    return arrays, sum(len(w) + 49 + 104 for w in bm25.index.vocab_dict)   # a str and its place in a dict
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, value in (('passages', 100_000), ('length', 100), ('vocabulary', 200_000), ('queries', 400), ('slow-queries', 20),
+                        ('words', 8), ('k', 3)):
+        parser.add_argument(f'--{name}', type=int, default=value)
+    a = parser.parse_args()
+    rng = np.random.default_rng(0)
+    passages = corpus(a.passages, a.length, a.vocabulary, rng)
+    queries = questions(passages, a.queries, a.words, rng)
+    k1, b = 1.5, 0.75
+
+    start = time.perf_counter()
+    fast = BM25(passages, k1, b, variant='robertson', progress=False)
+    fast_index = time.perf_counter() - start
+    start = time.perf_counter()
+    slow = RankBM25(passages, k1, b)
+    slow_index = time.perf_counter() - start
+
+    part = queries[:a.slow_queries]
+    common = {w for w, i in fast.index.vocab_dict.items() if fast._start[i + 1] - fast._start[i] > len(passages) / 2}
+    equal = [q for q in part if not common & set(q.split())]   # a word in over half of the passages is weighed differently by rank_bm25
+    assert equal and np.allclose((k1 + 1) * fast.scores(equal), slow.scores(equal), atol=1e-3), 'the two do not agree'
+    per_slow = min(seconds(lambda: slow.search(part, a.k)) for _ in range(2)) / len(part)
+    per_fast = min(seconds(lambda: fast.search(queries, a.k)) for _ in range(3)) / len(queries)
+    arrays, vocabulary = index_bytes(fast)
+    with tempfile.TemporaryDirectory() as folder:
+        fast.save(Path(folder) / 'index')
+        disk = sum(f.stat().st_size for f in (Path(folder) / 'index').iterdir())
+        load = seconds(lambda: BM25.load(Path(folder) / 'index').search(queries[:1], a.k))
+    million = 1e6 / a.passages / 2 ** 30
+    print(json.dumps({'passages': a.passages, 'words_per_passage': a.length, 'words_per_query': a.words,
+                      'rank_bm25_ms_per_query': round(per_slow * 1e3, 3), 'bm25_ms_per_query': round(per_fast * 1e3, 3),
+                      'ratio': round(per_slow / per_fast, 1),
+                      'index_seconds': {'bm25': round(fast_index, 1), 'rank_bm25': round(slow_index, 1)},
+                      'gib_per_million_passages': {'scores': round(arrays * million, 3),
+                                                   'vocabulary (does not grow so fast)': round(vocabulary * million, 3),
+                                                   'on disk, passages included': round(disk * million, 3)},
+                      'load_and_first_search_seconds': round(load, 3)}, indent=1))
+
+
+if __name__ == '__main__':
+    main()

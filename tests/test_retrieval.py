@@ -1,0 +1,191 @@
+"BM25 against its written-out formula, bm25s and rank_bm25; ties, doors, and saving all or nothing."
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from credit_rl.datasets import Passage, load_corpus, load_questions
+from credit_rl.retrieval import BM25, PassageFile, RankBM25, Retriever, bm25_reference, document, words
+
+DATA = os.environ.get('CREDIT_RL_DATA')
+WORD = st.sampled_from('abcdefgh')
+QUERY = st.lists(st.sampled_from('abcdefghxy'), max_size=6).map(' '.join)
+VARIANTS = ['lucene', 'robertson', 'atire']
+
+
+@st.composite
+def corpora(draw):
+    texts = draw(st.lists(st.lists(WORD, max_size=10).map(' '.join), min_size=1, max_size=14))
+    if not any(texts): texts[0] = 'a'
+    return [Passage(str(i), draw(st.sampled_from(['', 'a', 'B b'])), t) for i, t in enumerate(texts)]
+
+
+PARAMETERS = st.tuples(st.sampled_from([0.9, 1.5, 0.1]), st.sampled_from([0.4, 0.75, 0.0, 1.0]))
+
+
+@settings(deadline=None)
+@given(corpora(), st.lists(QUERY, max_size=4), PARAMETERS, st.sampled_from(VARIANTS))
+def test_scores_are_the_formula_and_bm25s_to_the_bit(corpus, queries, parameters, variant):
+    import bm25s
+    k1, b = parameters
+    bm25 = BM25(corpus, k1, b, variant)
+    by_table = bm25.scores(queries)
+    bm25._table = None
+    by_lists = bm25.scores(queries)
+    assert by_table.shape == (len(queries), len(corpus)) and np.array_equal(by_table, by_lists)
+    theirs = bm25s.BM25(k1=k1, b=b, method=variant)
+    theirs.index([words(document(p)) for p in corpus], show_progress=False)
+    for q, row in zip(queries, by_lists):
+        assert np.allclose(row, bm25_reference(corpus, q, k1, b, variant), rtol=1e-5, atol=1e-6)
+        if q: assert np.array_equal(row, theirs.get_scores(words(q)))
+
+
+@settings(deadline=None)
+@given(corpora(), QUERY.filter(bool), PARAMETERS)
+def test_robertson_is_rank_bm25_up_to_k1_plus_1_where_no_word_is_common(corpus, query, parameters):
+    k1, b = parameters
+    ours, theirs = BM25(corpus, k1, b, 'robertson').scores([query])[0], RankBM25(corpus, k1, b).scores([query])[0]
+    common = [w for w in words(query) if sum(w in words(document(p)) for p in corpus) > len(corpus) / 2]
+    rare = ' '.join(w for w in words(query) if w not in common)
+    if common: assert np.allclose(ours, bm25_reference(corpus, query, k1, b, 'robertson'), rtol=1e-5, atol=1e-6)
+    else: assert np.allclose((k1 + 1) * ours, theirs, rtol=1e-5, atol=1e-6)
+    # the common words weigh nothing here, so what is left is rank_bm25's score of the rare ones
+    assert np.allclose((k1 + 1) * ours, RankBM25(corpus, k1, b).scores([rare])[0], rtol=1e-5, atol=1e-6)
+
+
+@settings(deadline=None)
+@given(corpora(), st.lists(QUERY, max_size=5), st.integers(1, 40))
+def test_search_is_a_stable_sort_of_the_positive_scores(corpus, queries, k):
+    bm25 = BM25(corpus)
+    found = bm25.search(queries, k)
+    assert len(found) == len(queries)
+    for query, passages in zip(queries, found):
+        scores = bm25.scores([query])[0]
+        order = [i for i in sorted(range(len(corpus)), key=lambda i: -scores[i]) if scores[i] > 0][:k]   # sorted is stable
+        assert [p.id for p in passages] == [str(i) for i in order]
+        assert [p.score for p in passages] == [float(scores[i]) for i in order]
+        assert [p.text for p in passages] == [corpus[i].text for i in order]
+        assert bm25.search([query], k)[0] == passages                                               # a batch changes nothing
+
+
+@pytest.mark.parametrize('k', [2, 100])
+def test_ties_go_by_the_place_in_the_corpus(k):
+    corpus = [Passage(str(i), '', 'same text' if i % 2 else 'other thing') for i in range(50)]
+    for retriever in (BM25(corpus), RankBM25(corpus + [Passage('x', '', 'filler')] * 60)):
+        assert [p.id for p in retriever.search(['same'], k)[0]] == [str(i) for i in range(1, 50, 2)][:k]
+
+
+def test_chunks_of_queries_do_not_change_the_result(monkeypatch):
+    rng = np.random.default_rng(0)
+    corpus = [Passage(str(i), '', ' '.join(rng.choice(list('abcdefghij'), 5))) for i in range(3000)]
+    queries = [' '.join(rng.choice(list('abcdefghij'), 2)) for _ in range(90)] + ['a b'] * 400
+    bm25 = BM25(corpus)
+    assert 2 ** 20 // len(corpus) < len(queries)
+    assert bm25.search(queries, 3) == [bm25.search([q], 3)[0] for q in queries]
+
+
+def test_results_of_equal_queries_are_separate_lists():
+    bm25 = BM25([Passage('0', '', 'a'), Passage('1', '', 'b')])
+    first, second = bm25.search(['a', 'a'], 1)
+    first.clear()
+    assert len(second) == 1
+
+
+def test_the_doors():
+    corpus = [Passage('0', '', 'a b'), Passage('1', '', '?!')]
+    for kind in (BM25, RankBM25):
+        with pytest.raises(ValueError, match='empty'): kind([])
+        with pytest.raises(ValueError, match='has a word'): kind(corpus[1:])
+        with pytest.raises(TypeError, match='list of Passage'): kind(['a b'])
+        retriever = kind(corpus)
+        assert isinstance(retriever, Retriever)
+        with pytest.raises(TypeError, match='list of strings'): retriever.search('a', 3)
+        with pytest.raises(TypeError, match='list of strings'): retriever.search([3], 3)
+        with pytest.raises(ValueError, match='at least 1'): retriever.search(['a'], 0)
+        assert retriever.search([], 3) == [] and retriever.search(['', '!', 'zebra'], 3) == [[], [], []]
+    with pytest.raises(ValueError, match='variant'): BM25(corpus, variant='bm25+')
+    for k1, b in ((-1, 0.4), (0.9, -0.1), (0.9, 1.1)):
+        with pytest.raises(ValueError, match='k1'): BM25(corpus, k1, b)
+    assert not isinstance(corpus, Retriever)
+
+
+def test_progress_is_shown_when_asked_for(capsys):
+    corpus = [Passage('0', '', 'a b')]
+    BM25(corpus)
+    assert not capsys.readouterr().err
+    BM25(corpus, progress=True)
+    assert 'words' in capsys.readouterr().err
+
+
+@pytest.fixture
+def corpus():
+    return [Passage(f'id{i}', 'Tïtle "q"', f'text {i}\nnext line \ud800 {"odd" if i % 2 else "even"}') for i in range(7)]
+
+
+def test_save_and_load_give_the_same_search(corpus, tmp_path):
+    bm25 = BM25(corpus, 1.2, 0.3, 'robertson')
+    bm25.save(tmp_path / 'deep' / 'index')
+    again = BM25.load(tmp_path / 'deep' / 'index')
+    queries = ['odd', 'text 3', 'tïtle', 'zebra']
+    assert again.search(queries, 3) == bm25.search(queries, 3) and (again.k1, again.b, again.variant) == (1.2, 0.3, 'robertson')
+    assert isinstance(again.passages, PassageFile) and list(again.passages) == corpus and again.passages[1:3] == corpus[1:3]
+    assert isinstance(again.index.scores['data'], np.memmap)
+    again.save(tmp_path / 'copy')                                  # from one memory-mapped index to another folder
+    assert BM25.load(tmp_path / 'copy').search(queries, 3) == bm25.search(queries, 3)
+    with pytest.raises(IndexError): again.passages[7]
+
+
+def test_an_interrupted_save_leaves_what_was_there(corpus, tmp_path, monkeypatch):
+    folder = tmp_path / 'index'
+    def fail(*args, **kwargs): raise OSError('disk full')
+    monkeypatch.setattr(np, 'save', fail)
+    with pytest.raises(OSError, match='disk full'): BM25(corpus).save(folder)
+    assert not list(tmp_path.iterdir())
+    monkeypatch.undo()
+    BM25(corpus).save(folder)
+    monkeypatch.setattr(np, 'save', fail)
+    with pytest.raises(OSError, match='disk full'): BM25(corpus[:2]).save(folder)
+    monkeypatch.undo()
+    assert len(BM25.load(folder).passages) == 7 and [p.name for p in tmp_path.iterdir()] == ['index']
+
+
+def test_a_failed_last_move_puts_the_old_index_back(corpus, tmp_path, monkeypatch):
+    folder, rename = tmp_path / 'index', Path.rename
+    BM25(corpus).save(folder)
+    def fail(self, target):
+        if self.name.endswith('.new'): raise OSError('no')
+        return rename(self, target)
+    monkeypatch.setattr(Path, 'rename', fail)
+    with pytest.raises(OSError, match='no'): BM25(corpus[:2]).save(folder)
+    monkeypatch.undo()
+    assert len(BM25.load(folder).passages) == 7 and [p.name for p in tmp_path.iterdir()] == ['index']
+
+
+def test_a_damaged_index_is_refused(corpus, tmp_path):
+    with pytest.raises(FileNotFoundError, match='no saved index'): BM25.load(tmp_path)
+    (tmp_path / 'mine.txt').write_text('notes')
+    with pytest.raises(FileExistsError, match='not a saved index'): BM25(corpus).save(tmp_path)
+    with pytest.raises(FileExistsError, match='not a saved index'): BM25(corpus).save(tmp_path / 'mine.txt')
+    folder = tmp_path / 'index'
+    BM25(corpus).save(folder)
+    text = (folder / 'passages.jsonl').read_bytes()
+    (folder / 'passages.jsonl').write_bytes(text[:-5])
+    with pytest.raises(ValueError, match='cut off'): BM25.load(folder)
+    (folder / 'passages.jsonl').write_bytes(text)
+    about = json.loads((folder / 'index.json').read_text())
+    (folder / 'index.json').write_text(json.dumps({**about, 'passages': 8}))
+    with pytest.raises(ValueError, match='damaged'): BM25.load(folder)
+    (folder / 'index.json').write_text(json.dumps({**about, 'format': 2}))
+    with pytest.raises(ValueError, match='format'): BM25.load(folder)
+
+
+@pytest.mark.skipif(not DATA, reason='CREDIT_RL_DATA is not set')
+def test_real_questions_find_a_supporting_passage():
+    folder = Path(DATA) / 'hotpotqa'
+    questions, corpus = load_questions('hotpotqa', folder, 'dev'), load_corpus('hotpotqa', folder)
+    found = BM25(corpus).search([q.text for q in questions], 10)
+    hits = [{p.title for p in f} & {t for t, _ in q.meta['supporting_facts']} for q, f in zip(questions, found)]
+    assert sum(map(bool, hits)) > 0.8 * len(questions)

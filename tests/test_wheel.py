@@ -1,0 +1,95 @@
+"""The wheel that users get, and the promise that the credit functions (floors 3 and 4) need torch alone."""
+import re
+import shutil
+import subprocess
+import sys
+import venv
+from configparser import ConfigParser
+from importlib.metadata import distribution
+from pathlib import Path
+from zipfile import ZipFile
+
+import pytest
+from packaging.requirements import Requirement
+
+ROOT = Path(__file__).resolve().parents[1]
+SHIPPED = ['setup.py', 'settings.ini', 'pyproject.toml', 'LICENSE', 'README.md', 'credit_rl']
+
+
+@pytest.fixture(scope='session')
+def wheel(tmp_path_factory, run_python):
+    "The wheel, built from a copy, so that no build folder is left in the checkout and none of an earlier build gets in."
+    source, out = tmp_path_factory.mktemp('source'), tmp_path_factory.mktemp('wheel')
+    for name in SHIPPED:
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns('__pycache__'))
+        elif (ROOT / name).exists():
+            shutil.copy(ROOT / name, source / name)
+    run_python('-m', 'pip', 'wheel', source, '--no-deps', '--no-build-isolation', '--no-index', '--wheel-dir', out)
+    return next(out.glob('*.whl'))
+
+
+def needed(name, seen):
+    "Distributions that `name` needs here, itself included, extras apart."
+    if name not in seen:
+        seen[name] = distribution(name)
+        for line in seen[name].requires or []:
+            requirement = Requirement(line)
+            if requirement.marker is None or requirement.marker.evaluate({'extra': ''}):
+                needed(re.sub(r'[-_.]+', '-', requirement.name).lower(), seen)
+    return seen
+
+
+@pytest.fixture(scope='session')
+def torch_python(wheel, tmp_path_factory):
+    "Python of a fresh environment that holds the wheel, torch and what torch needs, by links to the packages of this one."
+    folder = tmp_path_factory.mktemp('torch_alone')
+    venv.create(folder, with_pip=False, symlinks=True)
+    python = folder / 'bin' / 'python'
+    site = Path(subprocess.check_output([python, '-Ic', 'import sysconfig; print(sysconfig.get_path("purelib"))'], text=True).strip())
+    for dist in needed('torch', {}).values():
+        for top in {Path(f).parts[0] for f in dist.files} - {'..', '__pycache__', 'distutils-precedence.pth'}:
+            if not (site / top).exists():
+                (site / top).symlink_to(dist.locate_file(top))
+    ZipFile(wheel).extractall(site)  # a wheel of pure Python is installed by unpacking it
+    return python
+
+
+def test_the_wheel_holds_the_modules_and_nothing_else(wheel):
+    names = ZipFile(wheel).namelist()
+    assert {n for n in names if n.startswith('credit_rl/')} == {f'credit_rl/{p.name}' for p in (ROOT / 'credit_rl').glob('*.py')}
+    assert {n.split('/')[0].split('-')[0] for n in names} == {'credit_rl'}
+
+
+def test_the_wheel_says_what_settings_say(wheel):
+    settings = ConfigParser(delimiters=['='], interpolation=None)
+    settings.read(ROOT / 'settings.ini')
+    cfg, zipped = settings['DEFAULT'], ZipFile(wheel)
+    metadata = zipped.read(next(n for n in zipped.namelist() if n.endswith('.dist-info/METADATA'))).decode()
+    assert f'\nVersion: {cfg["version"]}\n' in metadata and f'\nRequires-Python: >={cfg["min_python"]}\n' in metadata
+    asked = [Requirement(line) for line in re.findall(r'^Requires-Dist: (.*)$', metadata, re.M)]
+    assert {r.name for r in asked if r.marker is None} == {Requirement(r).name for r in cfg['requirements'].split()}
+    assert {'train', 'vllm', 'dense', 'judge', 'dev', 'all'} == set(re.findall(r'^Provides-Extra: (.*)$', metadata, re.M))
+
+
+def test_credit_functions_need_torch_alone(torch_python):
+    modules = sorted(p.stem[3:] for p in (ROOT / 'nbs').glob('[34][0-9]_*.ipynb'))
+    if not modules:
+        pytest.skip('no notebooks 30-49 yet')
+    script = f"""
+import importlib, sys, traceback
+for absent in ('transformers', 'numpy', 'pandas', 'yaml', 'nbdev', 'fastcore'):
+    try: importlib.import_module(absent)
+    except ModuleNotFoundError: continue
+    sys.exit(f'{{absent}} can be imported: this is not an environment with torch alone')
+import torch
+failed = []
+for module in {modules}:
+    try: loaded = importlib.import_module(f'credit_rl.{{module}}')
+    except Exception: failed.append(traceback.format_exc())
+    else: assert loaded.__file__.startswith(sys.prefix), loaded.__file__
+print(*failed, sep='\\n')
+sys.exit(len(failed))
+"""
+    done = subprocess.run([torch_python, '-Ic', script], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert done.returncode == 0, done.stdout
