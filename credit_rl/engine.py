@@ -278,8 +278,8 @@ def _finish(self, row, reason):
 Stream._stopped, Stream._finish = _stopped, _finish
 
 # %% ../nbs/20_engine.ipynb #c030
-class HFEngine:
-    "Generate with a Hugging Face causal model on its own device."
+class _Generator:
+    "The part of `HFEngine` that generates."
 
     def __init__(self, model, tokenizer,
                  max_length=4096,     # most ids in a conversation
@@ -315,22 +315,27 @@ class HFEngine:
                 if keys is None: stream.release(f.key)
         return Samples(*([getattr(out[name], field) for name in names] for field in ('ids', 'logps', 'stop')))
 
+# %% ../nbs/20_engine.ipynb #c031
+class HFEngine(_Generator):
+    "Generate with a Hugging Face causal model on its own device; the model may be the one that is being trained."
+
     def release(self, keys):
         "Forget kept conversations."
         for key in keys: self._standing.release(key)
 
     def may_stop(self, stop):
-        "Bool (V,): tokens whose text holds the last character of a stop string, the only ones after which text is looked at."
+        "Bool (V,): tokens that can complete a stop string (it lies in their text, or ends with how their text begins); only after these text is looked at."
         if stop not in self._tables:
             size = self.model.get_input_embeddings().num_embeddings
             texts = self.tokenizer.batch_decode([[i] for i in range(size)])
-            self._tables[stop] = torch.tensor([any(s[-1] in text for s in stop) for text in texts], device=self.device)
+            completes = lambda text, s: s in text or any(s.endswith(text[:j]) for j in range(1, len(text) + 1))
+            self._tables[stop] = torch.tensor([any(completes(text, s) for s in stop) for text in texts], device=self.device)
         return self._tables[stop]
 
     @torch.no_grad()
     def load(self, named):
         "Take new weights, {name: tensor}; kept conversations are forgotten. Raises KeyError on a name the model lacks."
-        own = dict(self.model.named_parameters())
+        own = dict(self.model.named_parameters(remove_duplicate=False))   # tied weights stand under both names
         for name, tensor in named.items():
             if own[name].data_ptr() != tensor.data_ptr(): own[name].copy_(tensor)
         self._standing = None
@@ -342,7 +347,7 @@ class HFEngine:
     def wake(self):
         "Nothing to do for this engine; others reload here."
 
-# %% ../nbs/20_engine.ipynb #c045
+# %% ../nbs/20_engine.ipynb #c046
 class ScriptedEngine:
     "An engine whose words come from `act(text, rng) -> text`: everything so far as text, and a `random.Random` of the request's own."
 

@@ -39,8 +39,9 @@ def _rows(t, prefix):
     rows, states = [[list(t.prompt_ids), [-1] * len(t.prompt_ids), [0.] * len(t.prompt_ids)]], [(0, len(t.prompt_ids) - prefix - 1)]
     for k, turn in enumerate(t.turns):
         if turn.context_ids is not None:
-            n, fresh = len(turn.context_ids), k == 0
-            rows = rows[:0 if fresh else None] + [[list(turn.context_ids), [-1] * n, [0.] * n]]
+            n = len(turn.context_ids)
+            if k == 0: rows, states = [], [(0, n - prefix - 1)]   # nothing was said after the prompt as it was
+            rows.append([list(turn.context_ids), [-1] * n, [0.] * n])
         ids, turns, logps = rows[-1]
         a, o = len(turn.action_ids), len(turn.observation_ids)
         ids += [*turn.action_ids, *turn.observation_ids]

@@ -99,20 +99,25 @@ class Chat:
         return self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=generation_prompt)
 
     def encode(self, text):
-        "Token ids of `text`, nothing added."
+        "Token ids of `text`, or of each text in a list; nothing is added."
         return self.tokenizer(text, add_special_tokens=False).input_ids
 
     def prompt_ids(self, question):
-        "Ids of the prompt for a question text, generation prefix included."
-        return self.encode(question.join(self._question))
+        "Ids of the prompt for a question text (or of each in a list), generation prefix included."
+        return self.encode(question.join(self._question) if isinstance(question, str) else [q.join(self._question) for q in question])
 
     def observation_ids(self, text, ended=False):
         "Ids to append after an action: the end of its message (unless the model `ended` it itself), the response, the next prefix."
-        between = self._between
-        eos = self.tokenizer.eos_token
+        return self.encode(self._wrap(text, ended))
+
+    def batch_observation_ids(self, texts, ended):
+        "`observation_ids` of many texts, encoded together; `ended` is a list of bool."
+        return self.encode([self._wrap(*pair) for pair in zip(texts, ended)]) if texts else []
+
+    def _wrap(self, text, ended):
+        between, eos, tag = self._between, self.tokenizer.eos_token, self.protocol.response_tag
         if ended and eos and between.startswith(eos): between = between[len(eos):]
-        tag = self.protocol.response_tag
-        return self.encode(f'{between}<{tag}>\n{text}\n</{tag}>{self._after}')
+        return f'{between}<{tag}>\n{text}\n</{tag}>{self._after}'
 
 # %% ../nbs/14_protocol.ipynb #c016
 CHATML = ("{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"

@@ -45,19 +45,20 @@ def _answer_or_observe(env, draft, finished, text, action, reply):
     if finished.stop == 'length' or room <= 1 or len(draft.turns) + 1 == env.max_turns:
         draft.add(finished, text, action, result=Result.SKIPPED if action.call else Result.MALFORMED)
         return draft.trajectory(Stop.TURN_CAP if len(draft.turns) == env.max_turns else Stop.LENGTH)
-    observation, result = reply
-    ended = finished.stop == 'eos'
-    ids = env.chat.observation_ids(observation, ended)
+    observation, result, ids = reply
     draft.add(finished, text, action, ids[:room], observation, result)
     return draft.trajectory(Stop.LENGTH) if len(ids) + 1 > room else None
 
 # %% ../nbs/22_rollout.ipynb #c008
-def _replies(env, drafts, actions):
-    "What the environment says to each action: (text, Result), or None where it will not be read. All calls run as one batch."
-    replies = [None if a.answer is not None or len(d.turns) + 1 == env.max_turns else (f'Error: {a.error}', Result.MALFORMED) for d, a in zip(drafts, actions)]
-    calling = [i for i, a in enumerate(actions) if a.call and replies[i]]
-    for i, reply in zip(calling, env.tool.call([actions[i].call['queries'] for i in calling]) if calling else ()): replies[i] = reply
-    return replies
+def _replies(env, drafts, actions, ended):
+    "What the environment says to each action: (text, Result, ids), or None where it will not be read. All calls run as one batch."
+    open_ = [i for i, (d, a) in enumerate(zip(drafts, actions)) if a.answer is None and len(d.turns) + 1 < env.max_turns]
+    calling = [i for i in open_ if actions[i].call]
+    said = {i: (f'Error: {actions[i].error}', Result.MALFORMED) for i in open_}
+    said.update(zip(calling, env.tool.call([actions[i].call['queries'] for i in calling]) if calling else ()))
+    ids = env.chat.batch_observation_ids([said[i][0] for i in open_], [ended[i] for i in open_])
+    coded = {i: (*said[i], x) for i, x in zip(open_, ids)}
+    return [coded.get(i) for i in range(len(actions))]
 
 # %% ../nbs/22_rollout.ipynb #c009
 def rollout(
@@ -78,8 +79,7 @@ def rollout(
 
     def submit(draft): stream.submit(draft.key, draft.ids, seed_of(seed, draft.question.id, draft.key[1], len(draft.turns)))
 
-    for b, question in enumerate(questions):
-        prompt = env.chat.prompt_ids(question.text)
+    for b, (question, prompt) in enumerate(zip(questions, env.chat.prompt_ids([q.text for q in questions]))):
         if len(prompt) >= limit: raise ValueError(f'question {question.id!r} has a prompt of {len(prompt)} ids, which leaves nothing of {limit}: raise max_tokens or drop it')
         for g in range(group_size):
             drafts[b, g] = _Draft((b, g), question, prompt)
@@ -89,7 +89,7 @@ def rollout(
         actions = [parse(env.chat.protocol, text) for text in texts]
         active = [drafts[f.key] for f in batch]
         ended = 0
-        for f, text, action, draft, reply in zip(batch, texts, actions, active, _replies(env, active, actions)):
+        for f, text, action, draft, reply in zip(batch, texts, actions, active, _replies(env, active, actions, [f.stop == 'eos' for f in batch])):
             trajectory = _answer_or_observe(env, draft, f, text, action, reply)
             if trajectory is None: submit(draft)
             else:

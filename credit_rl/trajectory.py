@@ -69,7 +69,7 @@ class Turn:
                 observation_ids=tuple(self.observation_ids), result=Result(self.result),
                 context_ids=None if self.context_ids is None else tuple(self.context_ids))
 
-# %% ../nbs/00_trajectory.ipynb #c014
+# %% ../nbs/00_trajectory.ipynb #c015
 @dataclass(frozen=True)
 class Trajectory:
     "One attempt at one question."
@@ -82,7 +82,7 @@ class Trajectory:
     def __post_init__(self):
         _freeze(self, prompt_ids=tuple(self.prompt_ids), turns=tuple(self.turns), stop=Stop(self.stop))
 
-# %% ../nbs/00_trajectory.ipynb #c015
+# %% ../nbs/00_trajectory.ipynb #c016
 @dataclass(frozen=True)
 class Group:
     "Several attempts at one question: the unit that is compared within."
@@ -95,7 +95,7 @@ class Group:
             if t.question.id != self.question.id:
                 raise ValueError(f'a group holds attempts at one question: group {self.question.id!r} was given a trajectory of {t.question.id!r}')
 
-# %% ../nbs/00_trajectory.ipynb #c017
+# %% ../nbs/00_trajectory.ipynb #c018
 _EXAMPLE = {
     'right': [
         ('The film is Casablanca, so first its director.', 'director of Casablanca', 'Casablanca is a 1942 film directed by Michael Curtiz.'),
@@ -113,7 +113,7 @@ _EXAMPLE = {
         ('Perhaps Rabat.', 'Rabat film', 'Rabat has a film festival.'),
         ('The festival is in Rabat.', None, 'Rabat')]}
 
-# %% ../nbs/00_trajectory.ipynb #c018
+# %% ../nbs/00_trajectory.ipynb #c019
 def _example_vocabulary():
     "Word → id for everything said in the running example, sorted so that ids do not depend on order."
     words = {'<user>', '<assistant>', 'In', 'which', 'city', 'was', 'the', 'director', 'of', 'Casablanca', 'born?',
@@ -121,7 +121,7 @@ def _example_vocabulary():
     words |= {w for turns in _EXAMPLE.values() for turn in turns for text in turn if text for w in text.split()}
     return {w: i for i, w in enumerate(sorted(words))}
 
-# %% ../nbs/00_trajectory.ipynb #c019
+# %% ../nbs/00_trajectory.ipynb #c020
 def _example_turn(encode, think, query, text):
     "One turn of the running example from its texts; an answer turn has no query."
     tag = ('tool_call', query) if query else ('answer', text)
@@ -132,7 +132,7 @@ def _example_turn(encode, think, query, text):
                 action_text=action, observation_text=text if query else '',
                 call={'name': 'search', 'queries': [query]} if query else None, result=Result.OK if query else Result.NONE)
 
-# %% ../nbs/00_trajectory.ipynb #c020
+# %% ../nbs/00_trajectory.ipynb #c021
 def example_group():
     "The running example: a right, a near-miss and a lost rollout of one two-hop question, as a `Group` of G = 3, K = 4."
     vocabulary = _example_vocabulary()
@@ -142,27 +142,27 @@ def example_group():
                 for turns in _EXAMPLE.values()]
     return Group(q, rollouts)
 
-# %% ../nbs/00_trajectory.ipynb #c024
+# %% ../nbs/00_trajectory.ipynb #c025
 def to_json(x):
     "Plain JSON values of a `Question`, `Turn`, `Trajectory` or `Group`."
     return json.loads(json.dumps(dataclasses.asdict(x)))
 
-# %% ../nbs/00_trajectory.ipynb #c025
+# %% ../nbs/00_trajectory.ipynb #c026
 def turn_from_json(d):
     "`Turn` from `to_json`'s dictionary."
     return Turn(**d)
 
-# %% ../nbs/00_trajectory.ipynb #c026
+# %% ../nbs/00_trajectory.ipynb #c027
 def trajectory_from_json(d):
     "`Trajectory` from `to_json`'s dictionary."
     return Trajectory(Question(**d['question']), d['prompt_ids'], [turn_from_json(t) for t in d['turns']], d['stop'], d['answer'])
 
-# %% ../nbs/00_trajectory.ipynb #c027
+# %% ../nbs/00_trajectory.ipynb #c028
 def group_from_json(d):
     "`Group` from `to_json`'s dictionary."
     return Group(Question(**d['question']), [trajectory_from_json(t) for t in d['trajectories']])
 
-# %% ../nbs/00_trajectory.ipynb #c030
+# %% ../nbs/00_trajectory.ipynb #c031
 def turn_counts(groups):
     "Number of turns of each trajectory, in order: list of N ints. Raises on a trajectory without turns."
     counts = [len(t.turns) for g in groups for t in g.trajectories]
@@ -170,7 +170,7 @@ def turn_counts(groups):
         raise ValueError(f'trajectory {counts.index(0)} has no turns; a rollout has at least one turn, drop it before credit is assigned')
     return counts
 
-# %% ../nbs/00_trajectory.ipynb #c031
+# %% ../nbs/00_trajectory.ipynb #c032
 def group_index(groups):
     "Group of each trajectory, in order: list of N ints in [0, B)."
     return [b for b, g in enumerate(groups) for _ in g.trajectories]

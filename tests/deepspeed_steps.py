@@ -1,0 +1,127 @@
+"""A few updates of a learner on two small batches. As a program, one process per rank: `deepspeed_steps.py OUT.pt STAGE ...`."""
+import dataclasses
+import faulthandler
+import os
+import sys
+
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from credit_rl.engine import ScriptedEngine
+from credit_rl.layout import pack, take
+from credit_rl.learner import DeepSpeedLearner, Learner, Loss, Optimiser
+from credit_rl.methods import METHODS
+from credit_rl.protocol import PROTOCOLS, Chat
+from credit_rl.rollout import rollout
+from credit_rl.tiny import NOISY, act, tiny_environment, tiny_tokenizer
+from credit_rl.trajectory import Group, example_group
+from credit_rl.world import make_world
+
+STEPS = 5
+SPREAD_ALL = {'zero_optimization': {'stage3_param_persistence_threshold': 0}}  # or these small weights would never be spread
+
+
+def model(seed, vocabulary, tied=False):
+    torch.manual_seed(seed)
+    return Qwen2ForCausalLM(Qwen2Config(vocab_size=vocabulary, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
+                                        num_key_value_heads=1, tie_word_embeddings=tied, pad_token_id=None, bos_token_id=None, eos_token_id=None))
+
+
+def played(tokenizer):
+    "Groups of 4, 2, 3 and 4 noisy games; the second trajectory reads its third turn in a context of its own, so it is two rows."
+    chat = Chat(PROTOCOLS['tiny'], tokenizer)
+    world = make_world('train', 6, size=60, questions=4)
+    groups = rollout(ScriptedEngine(lambda text, rng: act(text, rng, NOISY), tokenizer), tiny_environment(world, chat), world.questions, group_size=4, seed=1)
+    groups = [Group(g.question, g.trajectories[:n]) for g, n in zip(groups, (4, 2, 3, 4))]
+    first, second, *others = groups[0].trajectories
+    turns = [dataclasses.replace(t, context_ids=second.prompt_ids) if k == 1 else t for k, t in enumerate(second.turns)]
+    return [Group(groups[0].question, [first, dataclasses.replace(second, turns=turns), *others]), *groups[1:]]
+
+
+def grpo():
+    "The running example: two mini-batches of two and one trajectories, so on two ranks one has no rows, in micro-batches of one row."
+    groups, method = [example_group()], METHODS['grpo']
+    layout = pack(groups)
+    credit = method.credit(method.text_rewards(groups, method.settings({})), layout, None, method.settings({}))
+    parts = dict(loss=Loss(average='token-mean'), optimiser=Optimiser(learning_rate=1e-3, minibatches=2, row_tokens=1))
+    return layout, credit, ('logp',), lambda: dict(model=model(0, 100), **parts)
+
+
+def tspo(**changes):
+    "Unequal groups and rows, some micro-batches, warm-up, KL, entropy, a weight per trajectory, and tied embeddings."
+    tokenizer, method = tiny_tokenizer(), METHODS['tspo']
+    groups = played(tokenizer)
+    layout, options = pack(groups), method.settings({'strategy': 'all'})
+    credit = method.credit(method.text_rewards(groups, options), layout, None, options)
+    credit = dataclasses.replace(credit, trajectory_weight=torch.linspace(.5, 1.5, len(layout.groups)))
+    optimiser = Optimiser(**{**dict(learning_rate=1e-3, warmup=6, minibatches=2, row_tokens=2 * layout.ids.shape[1], clip=.5), **changes})
+    parts = dict(loss=Loss(average='group-mean-token-sum', kl=.1, entropy=.01), optimiser=optimiser)
+    return layout, credit, ('logp', 'ref_logp'), lambda: dict(model=model(0, len(tokenizer), True), reference=model(1, len(tokenizer), True), **parts)
+
+
+class SGD:
+    "Plain gradient descent in place of AdamW: shows a gradient's size, which AdamW hides."
+    def _adamw(self): return torch.optim.SGD(self.scorer.parameters(), lr=self.optimiser.learning_rate)
+
+
+class PlainSGD(SGD, Learner): pass
+class DeepSpeedSGD(SGD, DeepSpeedLearner): pass
+
+
+def steps(learner, layout, credit, sees, count=STEPS):
+    return [learner.step(layout, learner.evaluate(layout, sees) if sees else None, credit) for _ in range(count)]
+
+
+def follow(learner, layout, credit, sees, count=STEPS):
+    "What a learner logs over some steps, then over one with a single trajectory's credit and one with none; what it says of rows then; its weights."
+    logs = steps(learner, layout, credit, sees, count)
+    for rows in (layout.row_trajectory == 0, layout.row_trajectory < 0):
+        logs += steps(learner, layout, dataclasses.replace(credit, advantages=credit.advantages * rows[:, None]), sees, 1)
+    return {'logs': logs, 'logp': learner.evaluate(layout).logp, 'one': learner.evaluate(take(layout, [0])).logp,
+            'weights': {n: w.detach().float().clone() for n, w in learner.weights().items()}}
+
+
+def cases(adamw, sgd, **how):
+    "Name, learner and batch of each case, for two kinds of learner."
+    for name, kind, (*batch, parts) in (('tspo', adamw, tspo()), ('sgd', sgd, tspo(learning_rate=.3, epochs=2)), ('grpo', adamw, grpo())):
+        yield name, kind(**parts(), **how), batch, 2 if name == 'sgd' else STEPS
+
+
+def plain():
+    "What the plain learner does in every case."
+    return {name: follow(learner, *batch, count) for name, learner, batch, count in cases(Learner, PlainSGD)}
+
+
+def sharded(stage, folder):
+    "The same through DeepSpeed at a ZeRO stage; besides, what follows a checkpoint, twice, and a run in bfloat16."
+    how, out = dict(stage=stage, settings=SPREAD_ALL), {}
+    for name, learner, batch, count in cases(DeepSpeedLearner, DeepSpeedSGD, **how): out[name] = follow(learner, *batch, count)
+    *batch, parts = grpo()
+    learner.save(folder)  # the last case's
+    before = steps(learner, *batch, 1)
+    fresh = DeepSpeedLearner(**parts(), **how)
+    fresh.restore(folder)
+    out['resumed'] = before, steps(fresh, *batch, 1)
+    if stage:
+        half = DeepSpeedLearner(**parts(), reference=model(0, 100), dtype='bfloat16', **how)
+        seen = half.evaluate(batch[0], ('logp', 'ref_logp'))  # the reference is the same model
+        out['bfloat16'] = {'apart': float((seen.logp - seen.ref_logp).abs().max()), 'logs': steps(half, *batch),
+                           'buffers': sorted({str(b.dtype) for b in half.scorer.buffers() if b.is_floating_point()})}
+    return out
+
+
+if __name__ == '__main__':
+    faulthandler.dump_traceback_later(280, exit=True)  # a rank that waits for ever ends here
+    torch.set_num_threads(1)
+    target = sys.argv[1]
+    results = {}
+    for stage in map(int, sys.argv[2:]):
+        folder = f'{target}-{stage}'
+        os.makedirs(folder, exist_ok=True)
+        results[stage] = sharded(stage, folder)
+    rank = torch.distributed.get_rank()
+    results |= {'rank': rank, 'ranks': torch.distributed.get_world_size()}
+    torch.save(results, f'{target}.{rank}')
+    torch.distributed.barrier()
+    if rank == 0: os.replace(f'{target}.0', target)  # judged by this file: gloo may still fall over at exit
+    torch.distributed.destroy_process_group()

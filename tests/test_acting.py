@@ -1,0 +1,515 @@
+"""Acting and reading agree: what the engine sampled, token by token, is what one plain forward and the learner see, whoever else is in the batch."""
+import copy
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+
+from credit_rl.advantages import to_tokens
+from credit_rl.engine import HFEngine, Sampling, ScriptedEngine, draw
+from credit_rl.layout import AVERAGES, loss_weights, pack, take, token_logps
+from credit_rl.learner import Credit, Learner, Loss, Optimiser, deal
+from credit_rl.methods import METHODS
+from credit_rl.outcome import outcome_rewards
+from credit_rl.protocol import PROTOCOLS, Chat, byte_tokenizer
+from credit_rl.rollout import Environment, rollout
+from credit_rl.tiny import tiny_environment
+from credit_rl.tools import SearchTool
+from credit_rl.train import load_model
+from credit_rl.trajectory import Group, Question, Stop, Trajectory, Turn
+from credit_rl.world import make_world
+
+ATTENTION = ['eager', 'sdpa']
+CLOSE = dict(atol=1e-4, rtol=0)
+SAMPLING = Sampling(max_tokens=24)
+TEMPERATURE = 1.7
+
+
+# ---- a model that plays, and its rollouts ----
+
+@pytest.fixture(scope='module')
+def base(root):
+    "The small base and its tokenizer, on the CPU."
+    model, tokenizer = load_model(str(root / 'data' / 'tiny_base'))
+    return model.cpu(), tokenizer
+
+
+@pytest.fixture(scope='module')
+def play(base):
+    "Function that lets the base play some questions; settings of the engine and of the rollout may be given."
+    model, tokenizer = base
+    world = make_world('train', seed=3, size=200, questions=8)
+    env = tiny_environment(world, Chat(PROTOCOLS['tiny'], tokenizer))
+
+    def play(attention='eager', questions=world.questions, group_size=4, sampling=SAMPLING, seed=5, **engine):
+        model.set_attn_implementation(attention)
+        return rollout(HFEngine(model, tokenizer, **engine), env, list(questions), group_size, sampling, seed)
+    play.questions = world.questions
+    return play
+
+
+@pytest.fixture(scope='module')
+def groups(play):
+    return play()
+
+
+def trajectories(groups):
+    return [t for g in groups for t in g.trajectories]
+
+
+def said(t):
+    "What a trajectory's model wrote: the ids of each turn."
+    return [turn.action_ids for turn in t.turns]
+
+
+def spread(t):
+    "Ids of a trajectory that is one row, and the positions of those that the model wrote."
+    ids, own = list(t.prompt_ids), []
+    for turn in t.turns:
+        own += range(len(ids), len(ids) + len(turn.action_ids))
+        ids += [*turn.action_ids, *turn.observation_ids]
+    return torch.tensor(ids), torch.tensor(own)
+
+
+def recorded(t):
+    return torch.tensor([p for turn in t.turns for p in turn.action_logps])
+
+
+@torch.no_grad()
+def plain(model, t, temperature=1.0, **forward):
+    "Log-probabilities (n,) of what the model wrote in `t`, by Hugging Face's own forward over the whole row."
+    ids, own = spread(t)
+    logits = model(ids[None], **forward).logits[0, own - 1].float()
+    return (logits / temperature).log_softmax(-1).gather(-1, ids[own][:, None])[:, 0]
+
+
+# ---- one plain forward gives the sampled log-probabilities ----
+
+@pytest.mark.parametrize('read', ATTENTION)
+@pytest.mark.parametrize('act', ATTENTION)
+def test_a_plain_forward_gives_the_sampled_logps(base, play, act, read):
+    flat = trajectories(play(act))
+    assert max(len(t.turns) for t in flat) >= 3                       # the cache lived through several turns
+    base[0].set_attn_implementation(read)
+    for t in flat:
+        torch.testing.assert_close(plain(base[0], t), recorded(t), **CLOSE)
+
+
+@pytest.mark.parametrize('attention', ATTENTION)
+def test_the_learner_reads_what_the_engine_sampled(base, groups, attention):
+    base[0].set_attn_implementation(attention)
+    layout = pack(groups)
+    seen = Learner(base[0], optimiser=Optimiser(row_tokens=256)).evaluate(layout)
+    torch.testing.assert_close(seen.logp, layout.logps, **CLOSE)
+
+
+@pytest.mark.parametrize('temperature', [.5, TEMPERATURE])
+def test_logps_are_those_of_the_tempered_distribution(base, play, temperature):
+    groups = play(sampling=dataclasses.replace(SAMPLING, temperature=temperature))
+    for t in trajectories(groups):
+        torch.testing.assert_close(plain(base[0], t, temperature), recorded(t), **CLOSE)
+    assert any((plain(base[0], t) - recorded(t)).abs().max() > .05 for t in trajectories(groups))
+    layout = pack(groups)
+    torch.testing.assert_close(Learner(base[0], temperature=temperature).evaluate(layout).logp, layout.logps, **CLOSE)
+
+
+def test_greedy_takes_the_most_probable_token(base, play):
+    groups = play(group_size=2, sampling=dataclasses.replace(SAMPLING, greedy=True))
+    for t in trajectories(groups):
+        ids, own = spread(t)
+        with torch.no_grad():
+            logits = base[0](ids[None]).logits[0, own - 1]
+        chosen = logits.gather(-1, ids[own][:, None])[:, 0]
+        assert (logits.max(-1).values - chosen).max() < 1e-4           # the best, or one that equals it up to rounding
+        torch.testing.assert_close(plain(base[0], t), recorded(t), **CLOSE)
+    assert all(said(a) == said(b) for a, b in (g.trajectories for g in groups))
+
+
+def test_draws_follow_the_distribution():
+    logits = torch.randn(1, 7, generator=torch.Generator().manual_seed(0)) * 2
+    n = 20000
+    ids, _ = draw(logits.expand(n, 7), (torch.arange(n) + .5) / n, Sampling(temperature=TEMPERATURE))
+    frequency = torch.bincount(ids, minlength=7) / n
+    torch.testing.assert_close(frequency, (logits[0] / TEMPERATURE).softmax(-1), atol=2 / n, rtol=0)
+
+
+# ---- who else is there changes nothing ----
+
+COMPANY = {'few rows': dict(max_rows=3), 'small readings': dict(read_tokens=64), 'both': dict(max_rows=5, read_tokens=32), 'sdpa': dict(attention='sdpa')}
+
+
+@pytest.mark.parametrize('setting', COMPANY.values(), ids=COMPANY)
+def test_the_batch_changes_no_sample(play, groups, setting):
+    for a, b in zip(trajectories(groups), trajectories(play(**setting))):
+        assert said(a) == said(b)
+        torch.testing.assert_close(recorded(a), recorded(b), **CLOSE)
+
+
+def test_order_and_company_change_no_sample(play, groups):
+    backwards = play(questions=play.questions[::-1])[::-1]
+    alone = play(questions=play.questions[4:5])
+    fewer = play(group_size=2)
+    for g, b, f in zip(groups, backwards, fewer):
+        assert [said(t) for t in g.trajectories] == [said(t) for t in b.trajectories]
+        assert [said(t) for t in g.trajectories[:2]] == [said(t) for t in f.trajectories]
+    for a, b in zip(groups[4].trajectories, alone[0].trajectories):
+        assert said(a) == said(b)
+        torch.testing.assert_close(recorded(a), recorded(b), **CLOSE)
+
+
+@pytest.mark.parametrize('attention', ATTENTION)
+def test_padding_order_and_company_change_no_logp(base, groups, attention):
+    model, _ = base
+    model.set_attn_implementation(attention)
+    layout = pack(groups)
+    order = torch.randperm(len(layout.ids), generator=torch.Generator().manual_seed(0))
+    pad = torch.randint(len(layout.ids), (len(layout.ids), 17)) + 5    # rubbish, if anybody looked
+    beyond = torch.arange(layout.ids.shape[1]) >= layout.lengths[:, None]
+    dirty = torch.where(beyond, 7, layout.ids)
+    with torch.no_grad():
+        whole = token_logps(model, layout.ids, layout.trained)
+        shuffled = token_logps(model, layout.ids[order], layout.trained[order])
+        padded = token_logps(model, torch.cat([dirty, pad], 1), torch.nn.functional.pad(layout.trained, (0, 17)))
+        alone = [token_logps(model, layout.ids[i:i + 1, :n], layout.trained[i:i + 1, :n])[0] for i, n in enumerate(layout.lengths.tolist())]
+    torch.testing.assert_close(shuffled, whole[order], **CLOSE)
+    torch.testing.assert_close(padded[:, :-17], whole, **CLOSE)
+    for i, row in enumerate(alone):
+        torch.testing.assert_close(row, whole[i, :len(row)], **CLOSE)
+
+
+def test_padding_on_the_left_gives_the_same(base, groups):
+    "Ours pads on the right and needs no mask; a forward that pads on the left, with mask and positions, agrees."
+    model, _ = base
+    model.set_attn_implementation('sdpa')
+    layout = pack(groups)
+    width, shift = layout.ids.shape[1], layout.ids.shape[1] - layout.lengths
+    source = torch.arange(width) - shift[:, None]                       # < 0: padding
+    ids = layout.ids.gather(1, source.clamp(min=0))
+    with torch.no_grad():
+        logits = model(ids, attention_mask=(source >= 0).long(), position_ids=source.clamp(min=0)).logits
+        right = token_logps(model, layout.ids, layout.trained)
+    left = logits.log_softmax(-1)[:, :-1].gather(-1, ids[:, 1:, None])[..., 0]
+    for i, (n, s) in enumerate(zip(layout.lengths.tolist(), shift.tolist())):
+        own = layout.trained[i, 1:n]
+        torch.testing.assert_close(left[i, s:][own], right[i, 1:n][own], **CLOSE)
+
+
+# ---- observations are read, and are no targets ----
+
+class Fed(torch.nn.Module):
+    "A model that reads given ids whatever it is told to read, so that targets can be altered apart from inputs."
+
+    def __init__(self, model, ids):
+        super().__init__()
+        self.model, self.ids = model, ids
+
+    def base_model(self, input_ids, use_cache):
+        return self.model.base_model(input_ids=self.ids, use_cache=use_cache)
+
+    def get_output_embeddings(self):
+        return self.model.get_output_embeddings()
+
+
+def gradients(model, layout, targets):
+    "Every parameter's gradient of the weighted loss for some target ids; the inputs are the layout's own."
+    model.zero_grad()
+    loss = -(token_logps(Fed(model, layout.ids), targets, layout.trained) * loss_weights(layout.token_turns, layout.row_trajectory)).sum()
+    loss.backward()
+    return [p.grad.clone() for p in model.parameters()]
+
+
+def test_perturbed_observation_targets_change_no_gradient(base, groups):
+    model, layout = base[0], pack(groups[:3])
+    observed = ~layout.trained & (torch.arange(layout.ids.shape[1]) >= len(groups[0].trajectories[0].prompt_ids))
+    assert observed.any()
+    true = gradients(model, layout, layout.ids)
+    for mask, moves in ((observed, False), (~layout.trained, False), (layout.trained, True)):
+        perturbed = gradients(model, layout, torch.where(mask, (layout.ids + 1) % len(base[1]), layout.ids))
+        assert any(not torch.equal(a, b) for a, b in zip(true, perturbed)) is moves
+
+
+@pytest.mark.parametrize('kind', ['ppo', 'gspo'])
+def test_no_gradient_starts_at_an_observation(base, groups, kind):
+    "A whole update with clipping, KL and entropy: the last hidden states that predict observations, prompt or padding get a gradient of exactly 0."
+    learner = Learner(copy.deepcopy(base[0]), Loss(kind, kl=.1, entropy=.1), Optimiser(minibatches=1), reference=base[0])
+    base[0].requires_grad_(True)                                       # the reference froze it
+    layout, kept = pack(groups[:3]), []
+
+    def keep(module, args, out):
+        if out.requires_grad:
+            out.retain_grad()
+            kept.append(out)
+    learner.scorer.model.model.norm.register_forward_hook(keep)
+    credit = Credit(torch.randn(layout.ids.shape, generator=torch.Generator().manual_seed(0)) * layout.trained)
+    learner.step(layout, learner.evaluate(layout, ('logp', 'ref_logp')), credit)
+    (hidden,) = kept
+    predicts = layout.trained.roll(-1, 1)                              # position t predicts t + 1
+    size = hidden.grad.norm(dim=-1)
+    assert (size[~predicts] == 0).all() and (size[predicts] > 0).float().mean() > .9
+
+
+@pytest.mark.parametrize('attention', ATTENTION)
+def test_hidden_observations_change_the_logps(base, groups, attention):
+    "What would happen if the loss mask were used as attention mask: the log-probabilities before the first observation stay, those after it move."
+    model, _ = base
+    model.set_attn_implementation(attention)
+    moved = 0
+    for t in trajectories(groups):
+        ids, own = spread(t)
+        if not t.turns[0].observation_ids:
+            continue
+        seen = torch.zeros(len(ids), dtype=torch.long)
+        seen[:len(t.prompt_ids)] = 1
+        seen[own] = 1
+        hidden = plain(model, t, attention_mask=seen[None], position_ids=torch.arange(len(ids))[None]) - plain(model, t)
+        first = len(t.turns[0].action_ids)
+        assert hidden[:first].abs().max() < 1e-4
+        moved += bool(len(hidden) > first and hidden[first:].abs().max() > .1)
+    assert moved > 8
+
+
+# ---- every id is prompt, action or observation ----
+
+@st.composite
+def random_groups(draw):
+    "Groups of random trajectories; some turns come with an edited context. Every id is used once, so that places can be told from ids."
+    fresh = iter(range(1, 10 ** 9))
+    some = lambda least, most: [next(fresh) for _ in range(draw(st.integers(least, most)))]
+
+    def trajectory(question):
+        turns = []
+        for k in range(draw(st.integers(1, 4))):
+            action = some(1, 4)
+            turns.append(Turn('tool', action, [-i / 8 for i in range(1, len(action) + 1)], some(0, 3), '', '',
+                              context_ids=some(1, 4) if draw(st.integers(0, 3)) == 0 else None))
+        return Trajectory(question, some(1, 4), turns, Stop.LENGTH)
+
+    groups = []
+    for b in range(draw(st.integers(1, 3))):
+        question = Question(str(b), '?', ['x'])
+        groups.append(Group(question, [trajectory(question) for _ in range(draw(st.integers(1, 3)))]))
+    return groups
+
+
+def spelled(t):
+    "A trajectory's rows, spelled out: lists of (id, what it is, turn, log-probability)."
+    rows = [[(i, 'prompt', -1, 0.) for i in t.prompt_ids]]
+    for k, turn in enumerate(t.turns):
+        if turn.context_ids is not None:
+            rows.append([(i, 'prompt', -1, 0.) for i in turn.context_ids])
+        rows[-1] += [(i, 'action', k, p) for i, p in zip(turn.action_ids, turn.action_logps)]
+        rows[-1] += [(i, 'observation', -1, 0.) for i in turn.observation_ids]
+    return [row for row in rows if any(what == 'action' for _, what, _, _ in row)]   # a first context that was replaced was never acted in
+
+
+@settings(deadline=None, max_examples=60)
+@given(random_groups())
+def test_each_id_is_prompt_action_or_observation(groups):
+    layout, flat = pack(groups), trajectories(groups)
+    rows = [(i, row) for i, t in enumerate(flat) for row in spelled(t)]
+    assert layout.row_trajectory.tolist() == [i for i, _ in rows] and layout.lengths.tolist() == [len(row) for _, row in rows]
+    for r, (_, row) in enumerate(rows):
+        n = len(row)
+        ids, what, turns, logps = zip(*row)
+        assert layout.ids[r, :n].tolist() == list(ids) and (layout.ids[r, n:] == 0).all()
+        assert layout.token_turns[r, :n].tolist() == list(turns) and (layout.token_turns[r, n:] == -1).all()
+        assert layout.trained[r, :n].tolist() == [w == 'action' for w in what]
+        assert layout.logps[r, :n].tolist() == list(logps)
+    for i, t in enumerate(flat):
+        of = layout.row_trajectory == i
+        for k, turn in enumerate(t.turns):
+            assert sorted(layout.ids[of][layout.token_turns[of] == k].tolist()) == sorted(turn.action_ids)
+        assert layout.turn_mask[i].tolist() == [k < len(t.turns) for k in range(layout.turn_mask.shape[1])]
+    kinds = [what for _, row in rows for _, what, _, _ in row]
+    assert kinds.count('action') == layout.trained.sum() and len(kinds) == layout.lengths.sum()
+
+
+@settings(deadline=None, max_examples=60)
+@given(random_groups())
+def test_states_end_where_the_next_turn_has_not_begun(groups):
+    "State k is everything up to turn k's context: its last id is the one before turn k's first action, in the row where turn k acted."
+    layout, flat = pack(groups), trajectories(groups)
+    for i, t in enumerate(flat):
+        for k in range(len(t.turns) + 1):
+            row, position = layout.states[i, k].tolist()
+            assert layout.row_trajectory[row] == i
+            before = t.turns[k - 1] if k else None
+            last = layout.ids[row, position].item()
+            if before is None:
+                edited = t.turns[0].context_ids
+                assert last == (edited or t.prompt_ids)[-1]
+            else:
+                assert last == (before.observation_ids or before.action_ids)[-1]
+        assert (layout.states[i, len(t.turns) + 1:] == -1).all()
+        row, position = layout.states[i, len(t.turns)].tolist()
+        assert position == layout.lengths[row] - 1                     # by length; the sum of a mask is no position
+
+
+@settings(deadline=None, max_examples=60)
+@given(random_groups(), st.randoms(use_true_random=False))
+def test_taking_some_keeps_everything_about_them(groups, rng):
+    layout = pack(groups)
+    some = rng.sample(range(len(layout.groups)), rng.randint(1, len(layout.groups)))
+    part = take(layout, some)
+    assert part.ids.shape[1] == part.lengths.max() and torch.equal(part.groups, layout.groups[some])
+    for i, old in enumerate(some):
+        a, b = part.row_trajectory == i, layout.row_trajectory == old
+        width = min(part.ids.shape[1], layout.ids.shape[1])
+        for name in ('ids', 'token_turns', 'logps', 'trained'):
+            assert torch.equal(getattr(part, name)[a][:, :width], getattr(layout, name)[b][:, :width])
+        assert torch.equal(part.lengths[a], layout.lengths[b]) and torch.equal(part.turn_mask[i], layout.turn_mask[old])
+        for (r, p), (r_old, p_old) in zip(part.states[i].tolist(), layout.states[old].tolist()):
+            assert p == p_old and (r == r_old == -1 or part.ids[r, p] == layout.ids[r_old, p_old])
+    assert part.trained.sum() == sum((layout.trained[layout.row_trajectory == i]).sum() for i in some)
+
+
+# ---- weights ----
+
+@settings(deadline=None, max_examples=60)
+@given(random_groups(), st.randoms(use_true_random=False))
+def test_weights_sum_to_what_the_average_says(groups, rng):
+    layout = pack(groups)
+    n, tokens, turns = len(layout.groups), layout.trained.sum().item(), layout.turn_mask.sum().item()
+    omega = torch.tensor([rng.choice([0., .5, 1., 2.]) for _ in range(n)])
+    own = torch.tensor([layout.trained[layout.row_trajectory == i].sum() for i in range(n)])
+    expected = {'token-mean': 1, 'token-sum': tokens, 'group-mean-token-sum': tokens / n, 'sequence-mean-token-mean': 1,
+                'sequence-mean-token-sum': tokens / n, 'segment-mean': turns / n}
+    weighted = {'token-mean': (omega * own).sum() / tokens, 'token-sum': (omega * own).sum(), 'group-mean-token-sum': (omega * own).sum() / n,
+                'sequence-mean-token-mean': omega.mean(), 'sequence-mean-token-sum': (omega * own).sum() / n,
+                'segment-mean': (omega * layout.turn_mask.sum(1)).sum() / n}
+    assert set(expected) == set(AVERAGES)
+    for average in AVERAGES:
+        w = loss_weights(layout.token_turns, layout.row_trajectory, average)
+        assert (w[~layout.trained] == 0).all() and (w[layout.trained] > 0).all()
+        assert w.sum().item() == pytest.approx(expected[average], rel=1e-5)
+        w = loss_weights(layout.token_turns, layout.row_trajectory, average, omega)
+        assert w.sum().item() == pytest.approx(float(weighted[average]), rel=1e-5, abs=1e-6)
+
+
+@settings(deadline=None, max_examples=60)
+@given(random_groups(), st.integers(1, 40), st.integers(1, 3), st.sampled_from(AVERAGES))
+def test_micro_batches_and_ranks_add_up(groups, budget, ranks, average):
+    "Each trajectory is computed once, all ranks run equally many forwards, and the parts sum to the whole."
+    layout = pack(groups)
+    weights = loss_weights(layout.token_turns, layout.row_trajectory, average)
+    terms = torch.randn(layout.ids.shape, generator=torch.Generator().manual_seed(budget))
+    sizes = [int(layout.lengths[layout.row_trajectory == i].max()) * int((layout.row_trajectory == i).sum()) for i in range(len(layout.groups))]
+    shares = deal(sizes, budget, ranks)
+    assert sorted(i for parts in shares for part in parts for i in part) == list(range(len(sizes)))
+    assert len({len(parts) for parts in shares}) == 1 and len(shares) == ranks
+    total = 0.
+    for part in (part for parts in shares for part in parts if part):
+        assert len(part) == 1 or len(part) * max(sizes[i] for i in part) <= budget
+        rows = torch.isin(layout.row_trajectory, torch.tensor(part))
+        total += (weights[rows] * terms[rows]).sum().item()
+    assert total == pytest.approx((weights * terms).sum().item(), rel=1e-4, abs=1e-5)
+
+
+# ---- traps ----
+
+def random_model(vocabulary, length=512, seed=0, **settings):
+    "A small Qwen2 with sharp random weights."
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+    torch.manual_seed(seed)
+    config = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, initializer_range=.1)
+    return Qwen2ForCausalLM(Qwen2Config(vocab_size=vocabulary, max_position_embeddings=length, **{**config, **settings})).eval()
+
+
+class Nothing:
+    "A retriever that finds nothing."
+    def search(self, queries, k):
+        return [[] for _ in queries]
+
+
+def merging_tokenizer():
+    "Bytes, and a token for each pair of letters: what a model says letter by letter would be encoded otherwise."
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+    plain = byte_tokenizer()
+    letters = 'abcdefghijklmnopqrstuvwxyz'
+    pairs = [(a, b) for a in letters for b in letters]
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {c: i for i, c in enumerate([*alphabet, *(a + b for a, b in pairs)])}
+    core = Tokenizer(models.BPE(vocab=vocabulary, merges=pairs))
+    core.pre_tokenizer, core.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=core, eos_token='<|im_end|>', pad_token='<|endoftext|>',
+                                   additional_special_tokens=['<|im_start|>'], chat_template=plain.chat_template)
+
+
+def test_sampled_ids_are_kept_where_encoding_their_text_would_give_others():
+    tokenizer = merging_tokenizer()
+    model = random_model(len(tokenizer), initializer_range=.02)
+    env = Environment(Chat(PROTOCOLS['tiny'], tokenizer), SearchTool(Nothing(), k=1, max_tokens=9), max_turns=3, max_tokens=400)
+    groups = rollout(HFEngine(model, tokenizer), env, [Question('q', 'who?', ['x'])], 4, Sampling(max_tokens=40), seed=1)
+    drifted, layout = 0, pack(groups)
+    for i, t in enumerate(trajectories(groups)):
+        ids, own = spread(t)
+        assert layout.ids[i, :len(ids)].tolist() == ids.tolist()
+        drifted += sum(tokenizer(tokenizer.decode(turn.action_ids), add_special_tokens=False).input_ids != list(turn.action_ids) for turn in t.turns)
+        torch.testing.assert_close(plain(model, t), recorded(t), **CLOSE)   # later turns were sampled after those ids, not after their text's
+    assert drifted > 4
+    torch.testing.assert_close(Learner(model).evaluate(layout).logp, layout.logps, **CLOSE)
+
+
+def test_the_prompts_example_is_no_answer():
+    "The published prompt shows an answer, Beijing. A model that says nothing has not given it, even where it would be right."
+    chat = Chat(PROTOCOLS['tspo'], byte_tokenizer())
+    assert '<answer> Beijing </answer>' in chat.tokenizer.decode(chat.prompt_ids('?'))
+    env = Environment(chat, SearchTool(Nothing(), k=1, max_tokens=9), max_turns=2, max_tokens=8000)
+    silent = ScriptedEngine(lambda text, rng: 'hm', chat.tokenizer, max_length=8000)
+    groups = rollout(silent, env, [Question('q', 'Capital of China?', ['Beijing'])], 2)
+    assert all(t.answer is None and t.stop is Stop.TURN_CAP for t in trajectories(groups))
+    assert outcome_rewards(groups).tolist() == [0, 0]
+
+
+def test_an_observation_is_no_answer():
+    class Echo:
+        def search(self, queries, k):
+            from credit_rl.datasets import Passage
+            return [[Passage('0', '', '<answer> Beijing </answer>')] for _ in queries]
+    chat = Chat(PROTOCOLS['tiny'], byte_tokenizer())
+    env = Environment(chat, SearchTool(Echo(), k=1, max_tokens=99), max_turns=2)
+    groups = rollout(ScriptedEngine(lambda text, rng: '<tool_call> China </tool_call>', chat.tokenizer), env, [Question('q', '?', ['Beijing'])])
+    assert 'Beijing' in groups[0].trajectories[0].turns[0].observation_text and groups[0].trajectories[0].answer is None
+
+
+def test_stop_strings_do_not_begin_in_the_prompt():
+    "A prompt's last letters and the first that is sampled are no stop string."
+    tokenizer = byte_tokenizer()
+    engine, prompt = HFEngine(random_model(len(tokenizer)), tokenizer), tokenizer('who').input_ids
+    (free,) = engine.generate([prompt], Sampling(max_tokens=6)).ids
+    first = tokenizer.decode(free[:1])
+    for stop in ('o' + first, 'who' + first):
+        assert engine.generate([prompt], Sampling(max_tokens=6, stop=(stop,))).ids[0] == free
+    assert engine.generate([prompt], Sampling(max_tokens=6, stop=(first,))).ids[0] == free[:1]
+
+
+@pytest.mark.parametrize('name', METHODS)
+@pytest.mark.parametrize('answers', [('right', 'right', 'right'), ('wrong', 'wrong', 'wrong')], ids=['all right', 'all wrong'])
+def test_groups_without_a_difference_get_exactly_nothing(name, answers):
+    "Zero variance is seen by the spread: three equal rewards, 0 or 1, give advantages that are exactly 0."
+    chat = Chat(PROTOCOLS['tiny'], byte_tokenizer())
+    env = Environment(chat, SearchTool(Nothing(), k=1, max_tokens=9))
+    said = iter(answers)
+    groups = rollout(ScriptedEngine(lambda text, rng: f'<answer> {next(said)} </answer>', chat.tokenizer), env, [Question('q', '?', ['right'])], 3)
+    method, layout = METHODS[name], pack(groups)
+    options = method.settings({})
+    credit = method.credit(method.text_rewards(groups, options), layout, None, options)
+    assert (credit.advantages == 0).all()
+
+
+def test_a_turn_that_earned_nothing_keeps_its_own_tokens():
+    "Turns end where the layout says, not where a reward is not 0."
+    turns = torch.tensor([[-1, 0, 0, -1, 1, 1, -1, 2]])
+    assert to_tokens(torch.tensor([[1., 0., 2.]]), turns).tolist() == [[0, 1, 1, 0, 0, 0, 0, 2]]
+
+
+def test_every_gold_counts_and_an_empty_one_matches_nothing():
+    chat = Chat(PROTOCOLS['tiny'], byte_tokenizer())
+    env = Environment(chat, SearchTool(Nothing(), k=1, max_tokens=9))
+
+    def reward(answer, golds):
+        return outcome_rewards(rollout(ScriptedEngine(lambda text, rng: f'<answer> {answer} </answer>', chat.tokenizer), env, [Question('q', '?', golds)])).item()
+    assert reward('second', ['first', 'second']) == 1 and reward('third', ['first', 'second']) == 0
+    assert reward('the', ['a', '!']) == 0                              # all of these are empty once normalised

@@ -1,0 +1,245 @@
+"""A comparison that is killed, resumed and reported: which runs are made, which are not made again, and what is said of those that failed."""
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import yaml
+
+from credit_rl import compare
+from credit_rl.compare import Job, common_seeds, find_runs, load_runs, main, markdown_table, module_hashes, paired_differences, run_jobs, seed_curves
+from credit_rl.runlog import RunLog
+
+SCORES = {'em': .5, '1': .7, '2': .4, '3': .3}
+
+
+def made_up(folder, method, seed, final=.5, steps=4, finished=True, params={}, **summary):
+    "A run folder of invented numbers."
+    log = RunLog(folder / f'{method}-{seed}')
+    log.write_params({'method': method, 'seed': seed, 'steps': steps, 'data': 'tiny', **params})
+    for step in range(steps + 1):
+        log.metrics(step, dev_em=.2 + .3 * step / steps, **({'reward': .1 * step, 'trajectories': 8} if step else {}))
+    if finished:
+        log.summary({'method': method, 'seed': seed, 'base_em': .2, 'final_em': final, 'questions': 60, 'seconds': 30, 'ceiling': {**SCORES, 'all': .9},
+                     'base': SCORES, 'final': {**SCORES, 'em': final}, **summary})
+    return log.folder
+
+
+# What the fake of 90_train does, given its parameters: writes a run folder. It fails where a file FAIL-METHOD-SEED stands beside the runs.
+FAKE = textwrap.dedent("""
+    import json, os, pathlib
+    folder = pathlib.Path(run)
+    with open(folder.parent/'started.jsonl', 'a') as f:
+        f.write(json.dumps({'run': folder.name, 'resume': resume, 'model': model, 'steps': steps, 'threads': os.environ['OMP_NUM_THREADS']}) + '\\n')
+    from credit_rl.runlog import RunLog
+    log = RunLog(run, resume)
+    log.write_params({'method': method, 'seed': seed, 'steps': steps, 'data': 'tiny', 'run': run}, may_change=['steps'])
+    log.cut(-1)
+    log.metrics(0, dev_em=0.2)
+    if (folder.parent/f'FAIL-{folder.name}').exists(): raise RuntimeError(f'{method} fell over a chair')
+    log.metrics(steps, dev_em=0.5, reward=0.5, trajectories=8)
+    scores = {'em': 0.5, '2': 0.5}
+    log.summary({'method': method, 'seed': seed, 'base_em': 0.2, 'final_em': 0.5 + seed / 100, 'questions': 60, 'seconds': 30, 'base': scores, 'final': scores})
+""")
+DEFAULTS = {'method': 'grpo', 'seed': 0, 'run': 'runs/x', 'model': 'elsewhere', 'steps': 4, 'resume': False}
+
+
+def fake_command(job, notebook, params=None, model=None):
+    "Stands for `papermill_command`: the fake as a plain script, which starts in no time."
+    given = DEFAULTS | yaml.safe_load(Path(params).read_text()) | {'method': job.method, 'seed': job.seed, 'run': str(job.folder), 'resume': job.begun}
+    return [sys.executable, '-c', '\n'.join(f'{k} = {v!r}' for k, v in given.items()) + FAKE]
+
+
+def started(out):
+    "Names of the runs that were begun, in order; with a star where they were told to resume."
+    return [json.loads(line)['run'] + '*' * json.loads(line)['resume'] for line in (out / 'started.jsonl').read_text().splitlines()]
+
+
+@pytest.fixture
+def settings(tmp_path):
+    "A parameters file whose model is not the tiny one, so that no base is made."
+    (tmp_path / 'params.yaml').write_text('steps: 4\nmodel: elsewhere\n')
+    return tmp_path / 'params.yaml'
+
+
+def arguments(settings, out, methods='grpo tspo', seeds='1 2', **more):
+    "Arguments of the command. The fake stands for both notebooks."
+    given = {'methods': methods, 'seeds': seeds, 'params': settings, 'out': out, 'workers': 2, 'notebook': __file__, 'report': __file__, **more}
+    return [word for name, value in given.items() for word in (f'--{name}', *str(value).split())]
+
+
+def test_only_what_is_missing_is_made(tmp_path, settings, monkeypatch, capsys):
+    out, reports = tmp_path / 'runs', []
+    out.mkdir()
+    monkeypatch.setattr(compare, 'papermill_command', fake_command)
+    monkeypatch.setattr(compare, '_report', lambda notebook, out, folders, baseline, say: reports.append(([f.name for f in folders], baseline)) or True)
+    (out / 'FAIL-tspo-1').touch()
+
+    assert main(arguments(settings, out)) == 1
+    said = capsys.readouterr().out
+    assert sorted(started(out)) == ['grpo-1', 'grpo-2', 'tspo-1', 'tspo-2']
+    assert 'tspo, seed 1 failed: RuntimeError: tspo fell over a chair' in said and '3 of 4 done, 1 failed' in said
+    table = [line.split() for line in said.splitlines()]
+    assert ['grpo', '1', 'to', 'do'] in table and ['grpo', '1', 'done', '4/4', '0.500'] in table and ['tspo', '1', 'FAILED', '0/4', '0.200'] in table
+    assert reports.pop() == (['grpo-1', 'grpo-2', 'tspo-2'], 'grpo')   # seed by seed; the failed run is left out, the report is made
+
+    (out / 'FAIL-tspo-1').unlink()
+    assert main(arguments(settings, out)) == 0
+    assert started(out)[4:] == ['tspo-1*'] and len(reports.pop()[0]) == 4
+    assert main(arguments(settings, out)) == 0 and len(started(out)) == 5
+
+    settings.write_text('steps: 5\nmodel: elsewhere\n')
+    with pytest.raises(SystemExit, match=r'(?s)other parameters.*steps is 4, asked for 5'):
+        main(arguments(settings, out))
+    assert len(started(out)) == 5
+
+
+def test_nothing_done_makes_no_report(tmp_path, settings, monkeypatch):
+    (tmp_path / 'FAIL-grpo-1').touch()
+    monkeypatch.setattr(compare, 'papermill_command', fake_command)
+    monkeypatch.setattr(compare, '_report', lambda *args: pytest.fail('there was nothing to report'))
+    assert main(arguments(settings, tmp_path, 'grpo', '1')) == 1
+
+
+@pytest.mark.parametrize('change, message', [({'methods': 'grppo'}, "did you mean 'grpo'"), ({'params': 'none.yaml'}, 'none.yaml does not exist'),
+                                             ({'notebook': 'none.ipynb'}, 'none.ipynb does not exist'), ({'workers': 0}, 'at least 1')])
+def test_bad_arguments_are_refused_before_anything_is_made(tmp_path, settings, change, message):
+    with pytest.raises(SystemExit, match=message):
+        main(arguments(settings, tmp_path / 'runs', **change))
+    assert not (tmp_path / 'runs').exists()
+
+
+def test_each_seed_has_one_base(tmp_path, monkeypatch):
+    import credit_rl.tiny
+    made = []
+    monkeypatch.setattr(credit_rl.tiny, 'make_base', lambda folder, seed, **more: made.append((folder, seed, more['target'])) or folder)
+    jobs = [Job(m, s, tmp_path / f'{m}-{s}') for s in (1, 2) for m in ('grpo', 'tspo')]
+    for job in jobs[:2]:
+        made_up(tmp_path, job.method, job.seed)
+    assert compare._bases(jobs, {'base_target': .3}, tmp_path / 'bases', print) == {2: tmp_path / 'bases' / '2'}   # nothing of seed 1 is to do
+    assert made == [(tmp_path / 'bases' / '2', 2, .3)] and compare._bases(jobs, {'model': 'a/b'}, tmp_path, print) == {}
+
+
+# A run that says that it began, then waits for a file `go` (or gives up), then is done.
+PATIENT = """
+import pathlib, sys, time
+folder = pathlib.Path(sys.argv[1])
+with open(folder/'begun', 'a') as f: f.write('x')
+for _ in range(600):
+    if (folder.parent/'go').exists(): break
+    time.sleep(.1)
+else: sys.exit('nobody said go')
+(folder/'summary.json').write_text('{}')
+"""
+SITTING = """
+import sys, pathlib
+from credit_rl.compare import Job, run_jobs
+run_jobs([Job('a', 1, pathlib.Path(sys.argv[1]))], lambda job: [sys.executable, '-c', sys.argv[2], job.folder])
+"""
+
+
+@pytest.mark.parametrize('sign, times', [(signal.SIGKILL, 1), (signal.SIGINT, 2)], ids=['killed', 'interrupted'])
+def test_a_command_that_ends_early(tmp_path, root, sign, times):
+    """Killed, it leaves its process running, and the next command waits for that instead of starting a second one in the same folder.
+    Interrupted, it ends its process, and the next command starts the run again."""
+    job = Job('a', 1, tmp_path / 'a-1')
+    first = subprocess.Popen([sys.executable, '-c', SITTING, job.folder, PATIENT], cwd=root, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    while not (job.folder / 'begun').exists():
+        assert first.poll() is None
+    first.send_signal(sign)
+    first.wait()
+    said = []
+
+    def say(line):
+        said.append(line)
+        (tmp_path / 'go').touch()
+
+    assert run_jobs([job], lambda job: [sys.executable, '-c', PATIENT, job.folder], say=say) == {} and job.done
+    assert (job.folder / 'begun').read_text() == 'x' * times and ('waiting' in said[0]) == (sign == signal.SIGKILL)
+
+
+def test_through_papermill(tmp_path, settings, root, run_python):
+    "The command itself: one run by a notebook that stands for 90_train, and the real report."
+    import nbformat
+    from nbformat.v4 import new_code_cell, new_notebook
+    out = tmp_path / 'runs'
+    parameters = new_code_cell('\n'.join(f'{k} = {v!r}' for k, v in DEFAULTS.items()), metadata={'tags': ['parameters']})
+    kernel = {'kernelspec': {'display_name': 'python3', 'language': 'python', 'name': 'python3'}}
+    nbformat.write(new_notebook(cells=[parameters, new_code_cell(FAKE)], metadata=kernel), tmp_path / '90.ipynb')
+    made_up(out, 'tspo', 1, final=.6, params={'run': 'x'})             # done before
+    said = run_python('-m', 'credit_rl.compare', *arguments(settings, out, seeds='1', notebook=tmp_path / '90.ipynb', report=root / 'nbs' / '94_compare.ipynb', workers=1))
+    assert 'grpo, seed 1: done  [2 of 2 done, 0 failed]' in said
+    (line,) = map(json.loads, (out / 'started.jsonl').read_text().splitlines())
+    assert line == {'run': 'grpo-1', 'resume': False, 'model': 'elsewhere', 'steps': 4, 'threads': str(os.cpu_count())}
+    assert {p.name for p in (out / 'figures').iterdir()} == {'dev_em_by_step.png', 'dev_em_by_trajectories.png', 'dev_em_by_seconds.png', 'grpo-1.png', 'tspo-1.png'}
+    report = nbformat.read(out / 'report.ipynb', 4)
+    outputs = [o for c in report.cells for o in c.get('outputs', [])]
+    assert not [o for o in outputs if o.output_type == 'error'] and sum('image/png' in o.get('data', {}) for o in outputs) == 5
+    assert '| tspo | 1 |' in (out / 'table.md').read_text() and any('tspo − grpo' in o.get('data', {}).get('text/html', '') for o in outputs)
+
+
+# ---- tables ----
+
+def test_differences_are_paired_by_seed(tmp_path):
+    for seed, luck in ((1, 0), (2, .2), (3, -.1), (4, .1), (5, 0)):
+        made_up(tmp_path, 'grpo', seed, .5 + luck)
+        made_up(tmp_path, 'tspo', seed, .5 + luck + (.04 if seed % 2 else .01))
+    row = paired_differences(tmp_path).loc['tspo − grpo']
+    assert abs(row['mean difference'] - (3 * .04 + 2 * .01) / 5) < 1e-9 and .01 - 1e-9 <= row.low < row['mean difference'] < row.high <= .04 + 1e-9
+    assert row['better in'] == '5 of 5' and row.seeds == 5 and row.says == 'enough seeds for a claim'
+    back = paired_differences(tmp_path, baseline='tspo').loc['grpo − tspo']
+    assert abs(back['mean difference'] + row['mean difference']) < 1e-12 and back['better in'] == '0 of 5'
+    with pytest.raises(KeyError, match="no 'final_f1'"):
+        paired_differences(tmp_path, 'final_f1')
+
+
+def test_what_cannot_be_paired_is_refused(tmp_path):
+    for method, seeds in (('grpo', (1, 2)), ('tspo', (2, 3))):
+        for seed in seeds:
+            made_up(tmp_path, method, seed)
+    made_up(tmp_path, 'prs', 2, finished=False)
+    with pytest.raises(ValueError, match=r'tspo has finished the seeds \[2, 3\], grpo \[1, 2\]'):
+        paired_differences(tmp_path)
+    kept, left_out = common_seeds(tmp_path)
+    assert [f.name for f in kept] == ['grpo-2', 'tspo-2'] and len(left_out) == 3 and 'prs-2 has not finished' in left_out
+    made_up(tmp_path, 'tips', 2, params={'data': 'hotpotqa'})
+    with pytest.raises(ValueError, match='different questions: data is'):
+        paired_differences(kept + [tmp_path / 'tips-2'])
+    made_up(tmp_path / 'again', 'tspo', 2)
+    with pytest.raises(ValueError, match='both tspo with seed 2'):
+        load_runs([tmp_path / 'tspo-2', tmp_path / 'again' / 'tspo-2'])
+
+
+def test_options_make_a_method_of_its_own(tmp_path):
+    made_up(tmp_path, 'tspo', 1, .5)
+    made_up(tmp_path / 'other', 'tspo', 1, .6, params={'options': {'alpha': .5}})
+    folders = [*find_runs(tmp_path), *find_runs(tmp_path / 'other')]
+    assert set(load_runs(folders).method) == {'tspo', 'tspo (alpha=0.5)'} and '| tspo (alpha=0.5) | 1 |' in markdown_table(folders)
+
+
+def test_table(tmp_path):
+    made_up(tmp_path, 'grpo', 1, .5, code=module_hashes(['outcome']))
+    made_up(tmp_path, 'grpo', 2, .7, code=module_hashes(['outcome']))
+    made_up(tmp_path, 'tspo', 1, .8, collapsed=True, code={'folr': 'old', 'no_such_module': 'old'})
+    made_up(tmp_path, 'tips', 1, finished=False)
+    head, rule, *rows = [[cell.strip() for cell in line.strip('|').split('|')] for line in markdown_table(tmp_path).splitlines()]
+    assert head == ['method', 'seeds', 'base EM', 'final EM', 'gain', '1 hop', '2 hops', '3 hops', 'minutes', 'note'] and len(rule) == 10
+    assert [row[0] for row in rows] == ['tspo', 'grpo', 'ceiling']     # best first
+    assert rows[1][3:5] == ['0.600 (0.500 to 0.700)', '+0.400 (+0.300 to +0.500)'] and rows[1][-1] == ''
+    assert rows[0][-1] == 'rerun needed: folr, no_such_module changed; 1 collapsed' and rows[2][3] == '0.900'
+    with pytest.raises(ValueError, match='none of the runs has finished'):
+        markdown_table([tmp_path / 'tips-1'])
+
+
+def test_curves_keep_to_where_every_seed_has_been(tmp_path):
+    made_up(tmp_path, 'grpo', 1, steps=4)
+    made_up(tmp_path, 'grpo', 2, steps=8, finished=False)
+    made_up(tmp_path, 'tspo', 1, steps=8)
+    curves = seed_curves(load_runs(tmp_path))
+    assert curves.groupby('method').x.max().to_dict() == {'grpo': 4, 'tspo': 8} and curves.groupby(['method', 'x']).seed.count()['grpo'].eq(2).all()
+    by_rollouts = seed_curves(load_runs(tmp_path), x='trajectories')
+    assert by_rollouts[by_rollouts.method == 'tspo'].x.tolist() == [8 * step for step in range(9)]

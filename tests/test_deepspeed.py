@@ -1,0 +1,109 @@
+"""52_learner: DeepSpeedLearner takes the plain learner's steps, at every ZeRO stage, on one rank and on two."""
+import importlib.util
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+if not importlib.util.find_spec('deepspeed'):
+    pytest.skip('deepspeed is not installed: pip install credit_rl[train]', allow_module_level=True)
+
+import deepspeed_steps
+
+STAGES = {1: (2, 3), 2: (0, 1, 2, 3)}  # ranks: the stages they run
+RUNS = [(ranks, stage) for ranks, stages in STAGES.items() for stage in stages]
+HANG = 300  # seconds after which a launch is ended
+
+
+def launch(ranks, folder):
+    "Run the steps on some ranks: what each rank found. Judged by the files they write, for gloo may fall over at exit."
+    with socket.socket() as free:
+        free.bind(('127.0.0.1', 0))
+        port = free.getsockname()[1]
+    out, log = folder / 'out.pt', folder / 'log.txt'
+    command = [sys.executable, '-m', 'torch.distributed.run', '--nproc_per_node', ranks, '--master_addr', '127.0.0.1', '--master_port', port,
+               Path(deepspeed_steps.__file__), out, *STAGES[ranks]]
+    with open(log, 'w') as f:
+        process = subprocess.Popen(list(map(str, command)), stdin=subprocess.DEVNULL, stdout=f, stderr=subprocess.STDOUT,
+                                   env={**os.environ, 'OMP_NUM_THREADS': '1', 'PYTHONUNBUFFERED': '1',
+                                        **({'GLOO_SOCKET_IFNAME': 'lo'} if sys.platform == 'linux' else {})})
+        try:
+            process.wait(HANG)
+        except subprocess.TimeoutExpired:
+            process.terminate()  # torchrun ends its ranks
+            try: process.wait(60)
+            except subprocess.TimeoutExpired: process.kill()
+    files = [Path(f'{out}.{rank}') if rank else out for rank in range(ranks)]
+    assert all(map(Path.exists, files)), f'{ranks} ranks left no result:\n{log.read_text()[-6000:]}'
+    return [torch.load(file, weights_only=True) for file in files]
+
+
+@pytest.fixture(scope='module')
+def results(tmp_path_factory):
+    "Results of each rank by the number of ranks; each launch happens once, when it is first asked for."
+    done = {}
+    def get(ranks):
+        if ranks not in done: done[ranks] = launch(ranks, tmp_path_factory.mktemp(f'ranks{ranks}'))
+        return done[ranks]
+    return get
+
+
+@pytest.fixture(scope='module')
+def plain():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield deepspeed_steps.plain()
+    torch.set_num_threads(threads)
+
+
+def assert_same_logs(logs, expected, **tolerance):
+    assert [set(log) for log in logs] == [set(log) for log in expected]
+    for i, (log, wanted) in enumerate(zip(logs, expected)):
+        for name in log:
+            assert_close(float(log[name]), float(wanted[name]), **tolerance, msg=lambda text: f'step {i}, {name}: {text}')
+
+
+@pytest.mark.parametrize('case', ['grpo', 'tspo', 'sgd'])
+@pytest.mark.parametrize('ranks, stage', RUNS)
+def test_steps_are_those_of_the_plain_learner(results, plain, ranks, stage, case):
+    got, wanted = results(ranks)[0][stage][case], plain[case]
+    assert_same_logs(got['logs'], wanted['logs'], atol=1e-4, rtol=1e-5)
+    assert_close(got['weights'], wanted['weights'], atol=1e-4 if case != 'sgd' else 1e-5, rtol=0)
+    for name in ('logp', 'one'): assert_close(got[name], wanted[name], atol=1e-4, rtol=0)
+
+
+def test_the_batches_are_what_they_should_be(plain):
+    "Several updates a step, some with one trajectory only, none without credit unless a KL term moves the weights; a trajectory in two rows."
+    assert [log['updates'] for log in plain['grpo']['logs']] == [2] * deepspeed_steps.STEPS + [1, 0]
+    assert [log['updates'] for log in plain['tspo']['logs']] == [2] * (deepspeed_steps.STEPS + 2)
+    layout = deepspeed_steps.tspo()[0]
+    assert len(layout.ids) == len(layout.groups) + 1 and layout.groups.bincount().tolist() == [4, 2, 3, 4]
+    assert max(log['clip_fraction'] for log in plain['sgd']['logs']) > 0
+
+
+def test_ranks_agree(results):
+    first, second = results(2)
+    assert (first['rank'], second['rank']) == (0, 1) and first['ranks'] == second['ranks'] == 2
+    for stage in STAGES[2]:
+        for case in ('grpo', 'tspo', 'sgd'):
+            assert first[stage][case]['logs'] == second[stage][case]['logs']
+            for name in ('logp', 'one', 'weights'): assert_close(first[stage][case][name], second[stage][case][name], atol=0, rtol=0)
+
+
+@pytest.mark.parametrize('ranks, stage', RUNS)
+def test_a_restored_learner_goes_on_as_if_nothing_had_happened(results, ranks, stage):
+    went_on, restored = results(ranks)[0][stage]['resumed']
+    assert went_on == restored and went_on[0]['updates'] == 2
+
+
+@pytest.mark.parametrize('ranks, stage', [run for run in RUNS if run[1]])
+def test_bfloat16_is_near_with_exact_positions_and_a_reference_like_the_policy(results, plain, ranks, stage):
+    half = results(ranks)[0][stage]['bfloat16']
+    assert_same_logs(half['logs'], plain['grpo']['logs'][:deepspeed_steps.STEPS], atol=.01, rtol=.02)
+    assert half['logs'] != plain['grpo']['logs'][:deepspeed_steps.STEPS] and half['buffers'] == ['torch.float32']
+    assert half['apart'] == 0
