@@ -34,12 +34,13 @@ begin = @mkdir -p $(VENV) && echo $$PPID > $(VENV)/.installing
 end   = @rm $(VENV)/.installing && touch $@
 
 .DEFAULT_GOAL := help
-.PHONY: help demo compare test lab export clean
+.PHONY: help demo compare test readme lab export clean
 
 help:
 	@echo 'make demo      train on the tiny world, a few minutes on a CPU   (SEED=101 for another seed)'
-	@echo 'make compare   every method on the same questions and seeds, with the comparison report'
+	@echo 'make compare   TSPO against GRPO on the same budget, three seeds each, with the comparison report'
 	@echo 'make test      export the modules, run every notebook and tests/, check that nothing changed'
+	@echo 'make readme    README.md from nbs/index.ipynb'
 	@echo 'make lab       JupyterLab on the notebooks'
 	@echo 'make export    write credit_rl/ from the notebooks'
 	@echo 'make clean     delete what builds and tests left behind (not .venv)'
@@ -84,9 +85,12 @@ demo: $(VENV)/.ok-demo
 	    $(if $(SEED),-p seed $(SEED)) --log-output --no-progress-bar
 
 # COMPARE holds the arguments of `python -m credit_rl.compare`.
-COMPARE ?=
+COMPARE ?= --methods tspo grpo --seeds 101 102 103 --params runs/params/demo.yaml --out runs/compare --workers $(WORKERS)
 compare: $(VENV)/.ok-demo
 	@$(PY) -m credit_rl.compare $(COMPARE)
+
+readme: $(VENV)/.ok-test
+	@$(PY) -m jupyter nbconvert --log-level WARN --to markdown --output-dir . --output README nbs/index.ipynb
 
 lab: $(VENV)/.ok-test
 	@$(PY) -m jupyter lab nbs

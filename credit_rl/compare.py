@@ -4,16 +4,16 @@
 
 # %% auto #0
 __all__ = ['find_runs', 'load_runs', 'seed_curves', 'learning_curves', 'common_seeds', 'paired_differences',
-           'setting_differences', 'module_hashes', 'markdown_table', 'Job', 'status_table', 'run_jobs',
-           'papermill_command', 'check_made_with', 'main']
+           'setting_differences', 'markdown_table', 'Job', 'status_table', 'run_jobs', 'papermill_command',
+           'check_made_with', 'main']
 
 # %% ../nbs/64_compare.ipynb #c003
-import hashlib, importlib.util, json, math, os, re, signal, subprocess, sys, textwrap, time
+import json, math, os, re, signal, subprocess, sys, textwrap, time
 from dataclasses import dataclass
 from pathlib import Path
 import yaml
 from .diagnostics import method_colour
-from .runlog import METRICS, read_metrics
+from .runlog import module_hashes, METRICS, read_metrics
 
 # %% ../nbs/64_compare.ipynb #c008
 def find_runs(folders):  # a run folder, a folder of run folders, or a list of run folders
@@ -77,7 +77,7 @@ def seed_curves(runs, metric='dev_em', x='step'):
         places = np.unique(np.concatenate([c[column] for c in curves.values()]))
         places = places[(places >= begin) & (places <= end)]
         parts += [pd.DataFrame({'method': method, 'seed': seed, 'x': places, 'y': np.interp(places, c[column], c[metric])}) for seed, c in curves.items()]
-    return pd.concat(parts, ignore_index=True)
+    return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame(columns=['method', 'seed', 'x', 'y'])
 
 # %% ../nbs/64_compare.ipynb #c016
 def _apart(heights, gap):
@@ -112,6 +112,7 @@ def learning_curves(
     "Draw a metric of several methods: mean over seeds, with a band from the lowest seed to the highest: matplotlib figure."
     import matplotlib.pyplot as plt, seaborn as sns
     curves = seed_curves(runs, metric, x)
+    if curves.empty: raise ValueError(f'nothing to draw: no method has seeds that share any {x} at which {metric!r} was logged')
     methods = list(dict.fromkeys(curves.method))
     with sns.axes_style('ticks'):
         fig, ax = plt.subplots(figsize=(7, 3.4), layout='constrained')
@@ -122,7 +123,9 @@ def learning_curves(
             ax.axhline(top, color='#999999', ls='--', lw=0.8)
             ax.text(ax.get_xlim()[0], top, ' ceiling', va='bottom', fontsize=8, color='#666666')
         _name_lines(ax, curves)
-        ax.set_title('line: mean over seeds; band: lowest to highest seed', fontsize=9, loc='left')
+        absent = [m for m in dict.fromkeys(runs.method) if m not in methods]
+        ax.set_title('line: mean over seeds; band: lowest to highest seed' + (f'\nnot drawn, since their seeds share no {x}: {", ".join(absent)}' if absent else ''),
+                     fontsize=9, loc='left')
         ax.set_xlabel(_AXES[x][1])
         ax.set_ylabel(textwrap.fill(METRICS.get(metric, metric), 36), fontsize=9)
         sns.despine(fig)
@@ -204,18 +207,12 @@ def setting_differences(folders):  # as in find_runs
     return pd.DataFrame({n: {run: p.get(n) for run, p in params.items()} for n in names if len({str(p.get(n)) for p in params.values()}) > 1})
 
 # %% ../nbs/64_compare.ipynb #c036
-def module_hashes(modules):  # iterable of names such as 'folr'
-    "Hash the source of modules of this library as they are now: dict name → 12 hexadecimal digits."
-    files = {m: importlib.util.find_spec(f'credit_rl.{m}') for m in modules}
-    return {m: hashlib.sha256(Path(f.origin).read_bytes()).hexdigest()[:12] if f else 'gone' for m, f in files.items()}
-
-# %% ../nbs/64_compare.ipynb #c037
 def _spread(values, form='{:.3f}'):
     "Mean, and the lowest and highest of more than one value, as text."
     mean = form.format(sum(values) / len(values))
     return mean if len(values) == 1 else f'{mean} ({form.format(min(values))} to {form.format(max(values))})'
 
-# %% ../nbs/64_compare.ipynb #c038
+# %% ../nbs/64_compare.ipynb #c037
 def _table_row(method, runs):
     "One method's row: cells as text, its hops columns by name."
     summaries = list(runs.values())
@@ -227,7 +224,7 @@ def _table_row(method, runs):
             **{f'{h} hop{"s" * (h != "1")}': f'{sum(s["final"][h] for s in summaries) / len(summaries):.3f}' for h in hops},
             'minutes': f'{sum(s["seconds"] for s in summaries) / len(summaries) / 60:.1f}', 'note': '; '.join(notes)}
 
-# %% ../nbs/64_compare.ipynb #c039
+# %% ../nbs/64_compare.ipynb #c038
 def markdown_table(folders):  # as in find_runs; unfinished runs don't count
     "Markdown table of finished runs, a row for each method, best first: mean over seeds (lowest to highest), and the ceiling. Raises where none has finished."
     finished = {m: runs for m, runs in _finished(folders).items() if runs}
@@ -241,7 +238,7 @@ def markdown_table(folders):  # as in find_runs; unfinished runs don't count
     lines = [columns, ['---'] + ['---:'] * (len(columns) - 1), *[[r.get(c, '') for c in columns] for r in rows]]
     return '\n'.join('| ' + ' | '.join(line) + ' |' for line in lines)
 
-# %% ../nbs/64_compare.ipynb #c042
+# %% ../nbs/64_compare.ipynb #c041
 @dataclass(frozen=True)
 class Job:
     "One run of a comparison: a method, a seed, and the folder of the run."
@@ -258,7 +255,7 @@ class Job:
     @property
     def begun(self): return any((self.folder/n).exists() for n in ('params.yaml', 'metrics.jsonl', 'turns.jsonl.gz', 'checkpoints'))
 
-# %% ../nbs/64_compare.ipynb #c043
+# %% ../nbs/64_compare.ipynb #c042
 def status_table(jobs,        # list of Job
                  states={}):  # Job → text, where it is known better than from its folder
     "Text table of jobs: state, step, and exact match on the development questions so far."
@@ -274,7 +271,7 @@ def status_table(jobs,        # list of Job
     widths = [max(len(line[i]) for line in lines) for i in range(5)]
     return '\n'.join('  '.join(cell.ljust(w) for cell, w in zip(line, widths)).rstrip() for line in lines)
 
-# %% ../nbs/64_compare.ipynb #c046
+# %% ../nbs/64_compare.ipynb #c045
 def _locked(folder):
     "Open and lock a run folder's `.lock`; None if a process still holds it."
     import fcntl
@@ -286,7 +283,7 @@ def _locked(folder):
         return None
     return file
 
-# %% ../nbs/64_compare.ipynb #c047
+# %% ../nbs/64_compare.ipynb #c046
 def _start(job, command, threads):
     "Start a job's process, its output going to `log.txt`: Popen, or None if another process is at it."
     lock = _locked(job.folder)
@@ -295,7 +292,7 @@ def _start(job, command, threads):
         return subprocess.Popen(list(map(str, command)), stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, pass_fds=[lock.fileno()],
                                 env={**os.environ, 'OMP_NUM_THREADS': str(threads)})
 
-# %% ../nbs/64_compare.ipynb #c048
+# %% ../nbs/64_compare.ipynb #c047
 def _last_words(job):
     "The error in a job's log: the last line that names one, else the last line."
     text = re.sub(r'\x1b\[[0-9;]*[A-Za-z]', '', (job.folder/'log.txt').read_text(errors='replace'))
@@ -303,7 +300,7 @@ def _last_words(job):
     named = [line for line in lines if re.match(r'[\w.]*(Error|Exception|Interrupt|Exit)\b', line)]
     return (named or lines or ['it said nothing'])[-1][:300]
 
-# %% ../nbs/64_compare.ipynb #c049
+# %% ../nbs/64_compare.ipynb #c048
 def _stop(processes):
     "End processes that are still running: politely, so that papermill saves the notebook and ends its kernel, then not."
     for p in processes: p.terminate()
@@ -312,7 +309,7 @@ def _stop(processes):
         try: p.wait(max(0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired: p.kill()
 
-# %% ../nbs/64_compare.ipynb #c050
+# %% ../nbs/64_compare.ipynb #c049
 class _Sitting:
     "Jobs under way: which wait, which run, which failed with which words."
     def __init__(self, jobs, command, threads, say):
@@ -341,7 +338,7 @@ class _Sitting:
             outcome = f'FAILED (exit code {process.returncode}): {self.failed[job]}; all of it in {job.folder/"log.txt"}' if job in self.failed else 'done'
             self.say(f'{job.name}: {outcome}  [{sum(j.done and j not in self.failed for j in self.jobs)} of {len(self.jobs)} done, {len(self.failed)} failed]')
 
-# %% ../nbs/64_compare.ipynb #c051
+# %% ../nbs/64_compare.ipynb #c050
 def run_jobs(
     jobs,         # list of Job; those that are done are left alone
     command,      # function Job → list of str, the program that makes the run
@@ -363,14 +360,14 @@ def run_jobs(
     finally: _stop(sitting.running.values())
     return sitting.failed
 
-# %% ../nbs/64_compare.ipynb #c056
+# %% ../nbs/64_compare.ipynb #c055
 def papermill_command(job, notebook, params=None, model=None):
     "The command that makes a job's run: papermill on `notebook` with the job's parameters over those of the file `params`."
     given = {'method': job.method, 'seed': job.seed, 'run': job.folder, **({'model': model} if model else {}), **({'resume': True} if job.begun else {})}
     return [sys.executable, '-m', 'papermill', str(notebook), str(job.folder/'notebook.ipynb'), '--no-progress-bar', '--log-output',
             *(['-f', str(params)] if params else []), *[str(x) for name, value in given.items() for x in ('-p', name, value)]]
 
-# %% ../nbs/64_compare.ipynb #c058
+# %% ../nbs/64_compare.ipynb #c057
 def check_made_with(jobs,     # list of Job
                     params):  # dict, the parameters that are asked for now
     "Refuse finished runs that other parameters have made: they would be compared with runs made by these. Raises ValueError naming them."
@@ -380,7 +377,7 @@ def check_made_with(jobs,     # list of Job
         other += [f'{job.folder}: {n} is {made[n]!r}, asked for {params[n]!r}' for n in params if n in made and n not in _OWN and made[n] != params[n]]
     if other: raise ValueError('these runs are finished, but with other parameters; choose another --out or delete them:\n  ' + '\n  '.join(other))
 
-# %% ../nbs/64_compare.ipynb #c060
+# %% ../nbs/64_compare.ipynb #c059
 def _bases(jobs, params, folder, say):
     "Folder of the base model for each seed with runs to do, made if missing; {} where the parameters name a model of their own."
     if params.get('model', 'tiny') != 'tiny': return {}
@@ -395,7 +392,7 @@ def _bases(jobs, params, folder, say):
         models[seed] = make_base(folder/str(seed), seed, target=c.base_target, known=known, progress=lambda line: say(f'base of seed {seed}: {line}'))
     return models
 
-# %% ../nbs/64_compare.ipynb #c061
+# %% ../nbs/64_compare.ipynb #c060
 def _report(notebook, out, folders, baseline, say):
     "Execute the report on finished runs into OUT/report.ipynb. Returns whether that worked."
     job = Job('report', 0, out)
@@ -405,7 +402,7 @@ def _report(notebook, out, folders, baseline, say):
     say(f'report: {out/"report.ipynb"}' + ('' if code == 0 else f' FAILED: {_last_words(job)}'))
     return code == 0
 
-# %% ../nbs/64_compare.ipynb #c062
+# %% ../nbs/64_compare.ipynb #c061
 def _arguments(arguments):
     "Parse and check the command's arguments: (namespace, parameters). Raises ValueError or FileNotFoundError."
     import argparse
@@ -429,7 +426,7 @@ def _arguments(arguments):
     given.baseline = given.baseline or ('grpo' if 'grpo' in given.methods else given.methods[0])
     return given, yaml.safe_load(Path(given.params).read_text()) or {}
 
-# %% ../nbs/64_compare.ipynb #c063
+# %% ../nbs/64_compare.ipynb #c062
 def _compare(given, params, say):
     "Make the runs that are missing, then the report. Returns the exit code."
     jobs = [Job(m, s, given.out/f'{m}-{s}') for s in dict.fromkeys(given.seeds) for m in dict.fromkeys(given.methods)]   # seed by seed: pairs come early
@@ -445,7 +442,7 @@ def _compare(given, params, say):
     reported = bool(finished) and _report(given.report, given.out, finished, given.baseline, say)
     return int(bool(failed) or not reported)
 
-# %% ../nbs/64_compare.ipynb #c064
+# %% ../nbs/64_compare.ipynb #c063
 def main(arguments=None):  # list of str; None: the command line's
     "`python -m credit_rl.compare`: make the runs of a comparison and its report. Returns the exit code: 1 if anything failed."
     say = lambda text: print(text, flush=True)
@@ -455,7 +452,7 @@ def main(arguments=None):  # list of str; None: the command line's
         say('interrupted; the same command goes on from here')
         return 130
 
-# %% ../nbs/64_compare.ipynb #c065
+# %% ../nbs/64_compare.ipynb #c064
 if __name__ == '__main__' and '__file__' in globals():  # a notebook has no file
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that a killed command ends what it started
     sys.exit(main())

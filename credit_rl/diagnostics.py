@@ -9,7 +9,7 @@ __all__ = ['METHOD_COLOURS', 'method_colour', 'training_curves', 'wilson', 'gain
 import json, math, zlib
 from pathlib import Path
 import yaml
-from .runlog import read_metrics, read_turns
+from .runlog import _by_step, read_metrics, read_turns
 
 # %% ../nbs/61_diagnostics.ipynb #c006
 METHOD_COLOURS = {
@@ -45,34 +45,26 @@ _PANELS = (  # title, unit, metric → its name in the legend
 _STACKED = {'groups': ('#0173b2', '#d0d0d0', '#de8f05'), 'time': ('#0173b2', '#56b4e9', '#de8f05', '#949494', '#029e73', '#cc78bc')}
 
 # %% ../nbs/61_diagnostics.ipynb #c013
-def _line(ax, steps, values, label, colour, style, marks=True):
-    "One metric; NaN are gaps, unless it was logged at fewer than half of the steps."
-    known = values.notna()
-    if known.sum() < len(values) / 2:
-        ax.plot(steps[known], values[known], style, color=colour, label=label, marker='o' if marks else None, markersize=3, lw=1.5)
-        return
-    smooth = len(values) >= 40
-    ax.plot(steps, values, style, color=colour, lw=0.7 if smooth else 1.5, alpha=0.4 if smooth else 1, label=None if smooth else label)
-    if smooth: ax.plot(steps, values.rolling(len(values) // 20, center=True, min_periods=1).mean().where(known), style, color=colour, lw=1.6, label=label)
+def _line(ax, logged, label, colour, style):
+    "One metric at the steps that logged it, a Series by step; its NaN are gaps."
+    smooth = len(logged) >= 40
+    ax.plot(logged, style, color=colour, lw=0.7 if smooth else 1.5, alpha=0.4 if smooth else 1, label=None if smooth else label,
+            marker=None if smooth else 'o', markersize=2.5)
+    if smooth: ax.plot(logged.rolling(len(logged) // 20, center=True, min_periods=1).mean().where(logged.notna()), style, color=colour, lw=1.6, label=label)
 
 # %% ../nbs/61_diagnostics.ipynb #c014
-def _stack(ax, steps, columns, labels, colours):
-    "Metrics on top of each other, a column for each step."
-    ax.stackplot(steps, [c.fillna(0) for c in columns], labels=labels, colors=colours, step='mid', lw=0)
-    ax.margins(x=0, y=0)
-
-# %% ../nbs/61_diagnostics.ipynb #c015
-def _panel(ax, table, title, unit, metrics, colour):
-    "One panel of `training_curves`."
+def _panel(ax, table, steps, title, unit, metrics, colour):
+    "One panel of `training_curves`; `steps` tells which steps logged a metric."
     if title in _STACKED:
-        logged = table[[m for m in metrics if m in table]].dropna(how='all')
-        colours = [c for m, c in zip(metrics, _STACKED[title]) if m in table]
-        _stack(ax, table.step[logged.index], [logged[m] for m in logged], [metrics[m] for m in logged], colours)
-        if title == 'time': ax.set_ylim(0, 1.35 * logged.sum(axis=1).max())  # room for the legend
+        rows = table[[m for m in metrics if m in table]].dropna(how='all')
+        ax.stackplot(table.step[rows.index], rows.fillna(0).T.to_numpy(), labels=[metrics[m] for m in rows], step='mid', lw=0,
+                     colors=[c for m, c in zip(metrics, _STACKED[title]) if m in rows])
+        ax.margins(x=0, y=0)
+        if title == 'time': ax.set_ylim(0, 1.35 * rows.sum(axis=1).max())  # room for the legend
     else:
         shades = colour, '#333333', '#6b6b6b', '#999999', '#c0c0c0'
         for (m, label), shade, style in zip(metrics.items(), shades, ('-', '--', '-.', ':', ':')):
-            if m in table: _line(ax, table.step, table[m], label, shade, style, marks=style == '-')
+            if m in table: _line(ax, table.set_index('step')[m][steps[m]], label, shade, style)
     ax.set(title=title, ylabel=unit)
     ax.xaxis.get_major_locator().set_params(integer=True)
     if any(label for m, label in metrics.items() if m in table):
@@ -81,27 +73,26 @@ def _panel(ax, table, title, unit, metrics, colour):
         ax.legend(handles[order], labels[order], ncols=2 if len(labels) > 3 else 1, fontsize=7, frameon=title in _STACKED, framealpha=0.85,
                   edgecolor='none', handlelength=1.8, labelspacing=0.25, columnspacing=1, borderaxespad=0.2)
 
-# %% ../nbs/61_diagnostics.ipynb #c016
+# %% ../nbs/61_diagnostics.ipynb #c015
 def _read_run(folder):
-    "Parameters, metrics and summary ({} if unfinished) of a run."
-    folder, table = Path(folder), read_metrics(folder)
-    if table.empty: raise ValueError(f'{folder} holds no line of metrics yet; wait for its first step')
+    "Parameters, metrics, the steps at which each metric was logged, and summary ({} if unfinished) of a run."
+    folder, table = Path(folder), read_metrics(folder).dropna(axis='columns', how='all')
+    steps = {m: [step for step, row in _by_step(folder).items() if m in row] for m in table}
+    if 'groups_mixed' in table: table, steps = table.assign(groups_equal=1 - table.groups_mixed), steps | {'groups_equal': steps['groups_mixed']}
     params, summary = folder/'params.yaml', folder/'summary.json'
-    table = table.dropna(axis='columns', how='all')
-    if 'groups_mixed' in table: table = table.assign(groups_equal=1 - table.groups_mixed)
-    return yaml.safe_load(params.read_text()) if params.exists() else {}, table, json.loads(summary.read_text()) if summary.exists() else {}
+    return yaml.safe_load(params.read_text()) if params.exists() else {}, table, steps, json.loads(summary.read_text()) if summary.exists() else {}
 
-# %% ../nbs/61_diagnostics.ipynb #c017
+# %% ../nbs/61_diagnostics.ipynb #c016
 def training_curves(folder):  # of a run, finished or not
     "Draw what a run logged, a panel for each question one asks of it: matplotlib figure. Raises where the folder holds no metrics."
     import matplotlib.pyplot as plt, seaborn as sns
-    params, table, summary = _read_run(folder)
+    params, table, steps, summary = _read_run(folder)
     panels = [p for p in _PANELS if any(m in table for m in p[2])]
-    if not panels: raise ValueError(f'{folder} has logged none of the metrics that are drawn here; it has {", ".join(table)}')
+    if not panels: raise ValueError(f'{folder} has logged none of the metrics that are drawn here; it has {", ".join(table) or "no line yet"}')
     rows, columns = math.ceil(len(panels) / 4), min(4, len(panels))
     with sns.axes_style('ticks'), plt.rc_context({'font.size': 8, 'axes.titlesize': 9, 'axes.labelsize': 8}):
         fig, axes = plt.subplots(rows, columns, figsize=(3.25 * columns, 2.3 * rows), layout='constrained', squeeze=False)
-        for ax, panel in zip(axes.flat, panels): _panel(ax, table, *panel, method_colour(params.get('method', '')))
+        for ax, panel in zip(axes.flat, panels): _panel(ax, table, steps, *panel, method_colour(params.get('method', '')))
         for ax in axes.flat[len(panels):]: ax.remove()
         for ax in axes.flat[max(0, len(panels) - columns):len(panels)]: ax.set_xlabel('training step')
         if panels[0][0] == 'development questions': _frame(axes.flat[0], summary)
@@ -111,7 +102,7 @@ def training_curves(folder):  # of a run, finished or not
     plt.close(fig)  # notebooks show the returned figure; without this they would show it twice
     return fig
 
-# %% ../nbs/61_diagnostics.ipynb #c018
+# %% ../nbs/61_diagnostics.ipynb #c017
 def _frame(ax, summary):
     "Ceiling and chosen step on the panel of the development questions."
     top = (summary.get('ceiling') or {}).get('all')
@@ -121,7 +112,7 @@ def _frame(ax, summary):
     if 'best_step' in summary: ax.axvline(summary['best_step'], color='#999999', lw=0.8, ls=(0, (1, 2)))
     ax.set(ylim=(0, 1.35), yticks=[0, .25, .5, .75, 1])  # room for the legend
 
-# %% ../nbs/61_diagnostics.ipynb #c024
+# %% ../nbs/61_diagnostics.ipynb #c023
 def wilson(
     share,      # in [0, 1]
     questions,  # n >= 1
@@ -132,7 +123,7 @@ def wilson(
     middle, width = share + z * z / (2 * questions), z * math.sqrt(share * (1 - share) / questions + (z / (2 * questions)) ** 2)
     return (middle - width) / (1 + z * z / questions), (middle + width) / (1 + z * z / questions)
 
-# %% ../nbs/61_diagnostics.ipynb #c028
+# %% ../nbs/61_diagnostics.ipynb #c027
 def gain_interval(
     before,     # share in [0, 1]
     after,      # share in [0, 1]
@@ -143,10 +134,10 @@ def gain_interval(
     gain = after - before
     return gain - math.hypot(after - a_low, b_high - before), gain + math.hypot(a_high - after, before - b_low)
 
-# %% ../nbs/61_diagnostics.ipynb #c030
+# %% ../nbs/61_diagnostics.ipynb #c029
 def _range(interval): return f'{interval[0]:.2f} to {interval[1]:.2f}'.replace('-', '−')
 
-# %% ../nbs/61_diagnostics.ipynb #c031
+# %% ../nbs/61_diagnostics.ipynb #c030
 def before_after(folder):  # of a finished run
     """Table of a run's exact match before and after training, overall and by hops, with 95 % intervals: pandas DataFrame.
     Raises FileNotFoundError on a run without summary."""
@@ -163,7 +154,7 @@ def before_after(folder):  # of a finished run
             'base, 95 %': _range(wilson(b, n)) if n else '', 'after, 95 %': _range(wilson(a, n)) if n else '', 'gain, 95 %': _range(gain_interval(b, a, n)) if n else ''}
     return pd.DataFrame.from_dict(rows, orient='index')
 
-# %% ../nbs/61_diagnostics.ipynb #c036
+# %% ../nbs/61_diagnostics.ipynb #c035
 def advantage_histogram(folder,      # of a run
                         first=0,     # steps before this one are left out
                         bins=31):
@@ -175,12 +166,12 @@ def advantage_histogram(folder,      # of a run
     limit = max(abs(a) for a, _ in turns) or 1.0
     values = [[a for a, right in turns if a and right == wanted] for wanted in (False, True)]
     with sns.axes_style('ticks'):
-        fig, ax = plt.subplots(figsize=(5, 2.2), layout='constrained')
+        fig, ax = plt.subplots(figsize=(6, 2.2), layout='constrained')
         ax.hist(values, bins, range=(-limit, limit), stacked=True, color=['#de8f05', '#0173b2'], label=['no reward', 'rewarded'])
         ax.axvline(0, color='black', lw=0.6)
         silent = sum(a == 0 for a, _ in turns) / len(turns)
         ax.set(xlabel='advantage of a turn', ylabel='turns', title=f'{len(turns):,} turns; {silent:.0%} have advantage 0 (not drawn)')
-        ax.legend(title='rollout', frameon=False)
+        ax.legend(title='rollout', frameon=False, loc='upper left', bbox_to_anchor=(1, 1))
         sns.despine(fig)
     plt.close(fig)
     return fig

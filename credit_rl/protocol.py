@@ -69,8 +69,8 @@ def parse(protocol, text):
     except ValueError as e: return Action(error=str(e))
 
 # %% ../nbs/14_protocol.ipynb #c014
-class Chat:
-    "A protocol in the ids of one tokenizer's chat template."
+class _Template:
+    "The pieces of a chat template around question, action and observation."
 
     def __init__(self, protocol, tokenizer):
         if not getattr(tokenizer, 'chat_template', None):
@@ -89,7 +89,6 @@ class Chat:
             self._between, self._after = whole.split(marks[1])[-1].split(marks[2])
         if not start.startswith(bare) or not whole.startswith(start):
             raise ValueError(f'the chat template of {tokenizer.name_or_path!r} rewrites earlier turns, so ids cannot be kept: use a template that only appends')
-        self.prefix_ids = self.encode(self._prefix)
 
     def _messages(self, question):
         system = [{'role': 'system', 'content': self.protocol.system}] if self.protocol.system else []
@@ -97,6 +96,15 @@ class Chat:
 
     def _render(self, messages, generation_prompt):
         return self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=generation_prompt)
+
+# %% ../nbs/14_protocol.ipynb #c015
+class Chat(_Template):
+    "A protocol in the ids of one tokenizer's chat template. Raises ValueError on a template that is missing or rewrites earlier turns."
+
+    @property
+    def prefix_ids(self):
+        "Ids of the generation prefix."
+        return self.encode(self._prefix)
 
     def encode(self, text):
         "Token ids of `text`, or of each text in a list; nothing is added."
@@ -119,11 +127,11 @@ class Chat:
         if ended and eos and between.startswith(eos): between = between[len(eos):]
         return f'{between}<{tag}>\n{text}\n</{tag}>{self._after}'
 
-# %% ../nbs/14_protocol.ipynb #c016
+# %% ../nbs/14_protocol.ipynb #c017
 CHATML = ("{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
           "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
 
-# %% ../nbs/14_protocol.ipynb #c017
+# %% ../nbs/14_protocol.ipynb #c018
 def byte_tokenizer(chat_template=CHATML):
     "A Hugging Face tokenizer with one token per byte and three special tokens: for lessons and tests."
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -134,7 +142,7 @@ def byte_tokenizer(chat_template=CHATML):
     return PreTrainedTokenizerFast(tokenizer_object=core, eos_token='<|im_end|>', pad_token='<|endoftext|>',
                                    additional_special_tokens=['<|im_start|>'], chat_template=chat_template)
 
-# %% ../nbs/14_protocol.ipynb #c024
+# %% ../nbs/14_protocol.ipynb #c025
 _TOOLS = '''You are a helpful and harmless assistant.
 
 # Tools
@@ -151,7 +159,7 @@ For each function call, return a json object with function name and arguments wi
 {"name": <function-name>, "arguments": <args-json-object>}
 </tool_call>'''
 
-# %% ../nbs/14_protocol.ipynb #c025
+# %% ../nbs/14_protocol.ipynb #c026
 _TSPO = ('Answer the given question. You must conduct reasoning inside <think> and </think> first every time you get new information. '
          'After reasoning, if you find you lack some knowledge, you can call a search engine by <tool_call> {"name": <function-name>, '
          '"arguments": <args-json-object>} </tool_call> and it will return the top searched results between <tool_response> and '
@@ -159,7 +167,7 @@ _TSPO = ('Answer the given question. You must conduct reasoning inside <think> a
          'provide the answer inside <answer> and </answer>, without detailed illustrations. For example, <answer> Beijing </answer>. '
          'Question: {question}')
 
-# %% ../nbs/14_protocol.ipynb #c026
+# %% ../nbs/14_protocol.ipynb #c027
 PROTOCOLS = {p.name: p for p in (
     Protocol('tiny', call_style='text', source='the tiny world'),
     Protocol('tspo', user=_TSPO, system=_TOOLS, source='TSPO, appendix (prompt); TIPS, appendix (tool schema)'))}

@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['METRICS', 'atomic_write', 'atomic_folder', 'check_metrics', 'save_checkpoint', 'latest_checkpoint',
-           'named_checkpoint', 'RunLog', 'read_metrics', 'read_turns', 'same_metrics']
+           'named_checkpoint', 'RunLog', 'read_metrics', 'read_turns', 'same_metrics', 'module_hashes']
 
 # %% ../nbs/02_runlog.ipynb #c002
-import contextlib, difflib, gzip, json, math, numbers, os, shutil, time, zlib
+import contextlib, difflib, gzip, hashlib, importlib.util, json, math, numbers, os, shutil, time, zlib
 from pathlib import Path
 import yaml
 
@@ -422,3 +422,9 @@ def same_metrics(a, b,           # folders of two runs
             if not name.startswith('seconds') and not _equal(x.get(name), y.get(name), tolerance):
                 differences.append(f'step {step}: {name} is {x.get(name, "absent")} in the first run, {y.get(name, "absent")} in the second')
     return differences
+
+# %% ../nbs/02_runlog.ipynb #c069
+def module_hashes(modules):  # iterable of names such as 'folr'
+    "Hash the source of modules of this library as they are now: dict name → 12 hexadecimal digits."
+    files = {m: importlib.util.find_spec(f'credit_rl.{m}') for m in modules}
+    return {m: hashlib.sha256(Path(f.origin).read_bytes()).hexdigest()[:12] if f else 'gone' for m, f in files.items()}

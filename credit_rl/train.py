@@ -9,6 +9,7 @@ __all__ = ['Config', 'make_config', 'read_parameters', 'enter_project', 'check',
 
 # %% ../nbs/55_train.ipynb #c002
 import dataclasses, difflib, json, os, random, sys, time
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 import torch
@@ -23,7 +24,7 @@ from .outcome import group_share
 from .protocol import PROTOCOLS, Chat
 from .retrieval import BM25
 from .rollout import Environment, rollout
-from .runlog import RunLog, latest_checkpoint, named_checkpoint, save_checkpoint
+from .runlog import RunLog, latest_checkpoint, module_hashes, named_checkpoint, save_checkpoint
 from .tiny import ceiling, make_base, tiny_environment
 from .tools import SearchTool
 from .trajectory import to_json
@@ -31,15 +32,8 @@ from .world import make_world
 
 # %% ../nbs/55_train.ipynb #c005
 @dataclass
-class Config:
-    "Everything that determines a training run."
-    run: str = 'runs/train'      # folder of the run
-    method: str = 'tspo'         # a row of METHODS
-    options: dict = field(default_factory=dict)  # the row's own knobs, e.g. {'alpha': 0.5}
-    seed: int = 0                # of worlds, base, questions and samples
-    steps: int = 60              # training steps
-    resume: bool = False         # continue the run in this folder from its last checkpoint
-    # what is asked
+class _Task:
+    "What is asked, and who acts."
     data: str = 'tiny'           # 'tiny', or a data set of 10_datasets
     path: str = None             # its file or folder; None: by name from the hub
     train_split: str = 'train'
@@ -50,14 +44,25 @@ class Config:
     test_questions: int = 600
     # who acts
     model: str = 'tiny'          # 'tiny': made from nothing; else a Hugging Face folder or name
-    base_target: float = 0.17    # greedy exact match at which a tiny base is ready
+    base_target: float = 0.25    # greedy exact match at which a tiny base is ready
     dtype: str = 'float32'       # of a model that is loaded
     protocol: str = None         # None: 'tiny' or 'tspo', by data
     max_turns: int = 4           # the answer included
     turn_tokens: int = 24        # most tokens the model writes in a turn
     max_tokens: int = 192        # most tokens of a trajectory
-    passages: int = 2            # per query
+    passages: int = 1            # per query
     passage_tokens: int = None   # most tokens of each; None: whole passages
+
+# %% ../nbs/55_train.ipynb #c006
+@dataclass
+class Config(_Task):
+    "Everything that determines a training run."
+    run: str = 'runs/train'      # folder of the run
+    method: str = 'tspo'         # a row of METHODS
+    options: dict = field(default_factory=dict)  # the row's own knobs, e.g. {'alpha': 0.5}
+    seed: int = 0                # of worlds, base, questions and samples
+    steps: int = 60              # training steps
+    resume: bool = False         # continue the run in this folder from its last checkpoint
     # how a step goes
     questions_per_step: int = 24
     group_size: int = 8
@@ -81,7 +86,7 @@ class Config:
     collapse: float = 0.25       # stop when the answer rate falls below this share of its best
     threads: int = None          # of PyTorch on a CPU; None: its own choice
 
-# %% ../nbs/55_train.ipynb #c006
+# %% ../nbs/55_train.ipynb #c007
 def make_config(settings):
     "A `Config` from a dict. Raises ValueError on an unknown name, naming the nearest, and on values of the wrong kind."
     known = {f.name: f for f in dataclasses.fields(Config)}
@@ -97,14 +102,14 @@ def make_config(settings):
             raise ValueError(f'{name} must be a {f.type.__name__}, got {value!r}')
     return config
 
-# %% ../nbs/55_train.ipynb #c009
+# %% ../nbs/55_train.ipynb #c010
 def read_parameters(variables):
     "The `Config` set by a notebook's variables (its `globals()`): all that are plain values and not the notebook's own."
     own = ('In', 'Out', 'exit', 'quit', 'open', 'get_ipython')
     plain = (type(None), bool, int, float, str, list, dict, tuple)
     return make_config({n: v for n, v in variables.items() if not n.startswith('_') and n not in own and type(v) in plain})
 
-# %% ../nbs/55_train.ipynb #c012
+# %% ../nbs/55_train.ipynb #c013
 def enter_project():
     "Change to the project's root, the nearest folder upwards with a settings.ini, if there is one. Returns the folder that is current then."
     here = Path.cwd()
@@ -114,7 +119,7 @@ def enter_project():
             return folder
     return here
 
-# %% ../nbs/55_train.ipynb #c015
+# %% ../nbs/55_train.ipynb #c016
 def check(config):
     "Refuse a configuration that cannot work. Raises ValueError with what was got, what is wanted, and how to mend it."
     method, c = get_method(config.method), config
@@ -134,7 +139,7 @@ def check(config):
     elif c.data != 'tiny': raise ValueError(f"model='tiny' knows only the words of the tiny world; data={c.data!r} needs a model folder")
     if c.path is not None and not Path(c.path).exists(): raise ValueError(f'path {c.path!r} does not exist')
 
-# %% ../nbs/55_train.ipynb #c016
+# %% ../nbs/55_train.ipynb #c017
 def _check_numbers(c):
     "Refuse settings that are out of their range."
     lowest = {**dict.fromkeys(('questions', 'dev_questions', 'test_questions', 'max_turns', 'turn_tokens', 'max_tokens', 'passages', 'questions_per_step', 'group_size',
@@ -146,7 +151,7 @@ def _check_numbers(c):
     for name in ('learning_rate', 'clip'):
         if not getattr(c, name) > 0: raise ValueError(f'{name} must be above 0, got {getattr(c, name)}')
 
-# %% ../nbs/55_train.ipynb #c017
+# %% ../nbs/55_train.ipynb #c018
 def _check_world(world, seed=0):
     "Refuse arguments that `make_world` does not take, or of which it can make no world."
     known = ('size', 'hops', 'mirrors', 'parametric')
@@ -154,7 +159,7 @@ def _check_world(world, seed=0):
         if name not in known: raise ValueError(f'world takes {", ".join(known)}, got {name!r}')
     make_world('dev', seed, questions=1, **world)
 
-# %% ../nbs/55_train.ipynb #c018
+# %% ../nbs/55_train.ipynb #c019
 def check_model(model):
     "Refuse a local model folder without a model or without a tokenizer; a name that is not a folder is left to the hub."
     folder = Path(model)
@@ -165,7 +170,7 @@ def check_model(model):
     if not any((folder/name).exists() for name in ('tokenizer.json', 'tokenizer_config.json', 'tokenizer.model')):
         raise ValueError(f'model folder {model!r} has no tokenizer: save one into it with tokenizer.save_pretrained({model!r})')
 
-# %% ../nbs/55_train.ipynb #c022
+# %% ../nbs/55_train.ipynb #c023
 @dataclass(frozen=True)
 class Stage:
     "Model, questions and environments of a run, each by part: 'train', 'dev', 'test'."
@@ -175,7 +180,7 @@ class Stage:
     environments: dict
     ceiling: dict = None  # exact match of the perfect player on the test questions, where there is one
 
-# %% ../nbs/55_train.ipynb #c024
+# %% ../nbs/55_train.ipynb #c025
 def load_tokenizer(folder):
     "The tokenizer of a Hugging Face folder, exactly as saved, or of a hub name. Raises ValueError where it has no end-of-turn token."
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -184,17 +189,18 @@ def load_tokenizer(folder):
     if tokenizer.eos_token_id is None: raise ValueError(f'the tokenizer of {folder!r} has no eos_token, so the model could never end a turn')
     return tokenizer
 
-# %% ../nbs/55_train.ipynb #c025
+# %% ../nbs/55_train.ipynb #c026
 def load_model(folder, dtype='float32'):
     "A causal language model and its tokenizer from a Hugging Face folder or name, on the GPU if there is one."
     from transformers import AutoModelForCausalLM
     tokenizer = load_tokenizer(folder)
     device = 'cuda' if torch.cuda.is_available() else 'cpu'
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).to(device)
-    if device == 'cpu' and model.config.hidden_size <= 256: model.set_attn_implementation('eager')   # faster there at this size
+    narrow, short = model.config.hidden_size <= 256, getattr(model.config, 'max_position_embeddings', 4096) <= 1024
+    if device == 'cpu' and narrow and short: model.set_attn_implementation('eager')   # the fused kernel pays from longer rows on
     return model, tokenizer
 
-# %% ../nbs/55_train.ipynb #c026
+# %% ../nbs/55_train.ipynb #c027
 def set_stage(config, say=print, real=None):
     "Make or load model, questions and search for a run. `real`: a data set's questions and passages, if they are there already."
     c = config
@@ -212,7 +218,7 @@ def set_stage(config, say=print, real=None):
     say('ceiling of perfect play on the test questions: ' + ', '.join(f'{k} {v:.3f}' for k, v in top.items()))
     return Stage(chat, model, {part: list(w.questions) for part, w in worlds.items()}, environments, {str(k): v for k, v in top.items()})
 
-# %% ../nbs/55_train.ipynb #c027
+# %% ../nbs/55_train.ipynb #c028
 def _real_stage(c, say, parts, passages):
     "The stage of a data set: its questions by part, BM25 over its passages, and a model from a folder."
     say(', '.join(f'{len(questions)} {part}' for part, questions in parts.items()) + f' questions of {c.data}; {len(passages)} passages')
@@ -222,7 +228,7 @@ def _real_stage(c, say, parts, passages):
     env = Environment(chat, SearchTool(BM25(passages), c.passages, c.passage_tokens, count), c.max_turns, c.max_tokens)
     return Stage(chat, model, parts, dict.fromkeys(parts, env))
 
-# %% ../nbs/55_train.ipynb #c029
+# %% ../nbs/55_train.ipynb #c030
 def real_questions(
     c,  # Config: data, path, train_split, dev_split, and how many questions of each part
 ):
@@ -240,7 +246,7 @@ def real_questions(
     if not n or not rest: raise ValueError(f'{c.path or c.data} leaves {len(rest)} questions for training, {n} for dev and {wanted - n} for test; each part needs one at least')
     return {'train': subsample(rest, c.questions, c.seed), 'dev': held[:n], 'test': held[n:]}
 
-# %% ../nbs/55_train.ipynb #c030
+# %% ../nbs/55_train.ipynb #c031
 def real_passages(c):
     "The passages that are searched: the path's corpus, or the paragraphs of its questions, or those of the hub's two splits."
     if c.path is not None: return load_corpus(c.data, c.path)
@@ -248,7 +254,7 @@ def real_passages(c):
     once = {(p.title, p.text): p for p in both}.values()
     return [dataclasses.replace(p, id=str(i)) for i, p in enumerate(once)]
 
-# %% ../nbs/55_train.ipynb #c033
+# %% ../nbs/55_train.ipynb #c034
 def draw_questions(questions, n, step, seed):
     "The `n` questions of a step (1, 2, …): epochs of all questions, each shuffled by the seed and its own number."
     chosen = []
@@ -259,7 +265,7 @@ def draw_questions(questions, n, step, seed):
         chosen.append(questions[order[1][at]])
     return chosen
 
-# %% ../nbs/55_train.ipynb #c036
+# %% ../nbs/55_train.ipynb #c037
 def train_step(step, config, method, stage, engine, learner, log, measure_kl=False):
     "One training step. Returns what to log; writes rollouts and clocks to `log`. `measure_kl` costs two more forwards."
     c, options = config, method.settings(config.options)
@@ -284,13 +290,13 @@ def train_step(step, config, method, stage, engine, learner, log, measure_kl=Fal
     _keep_rollouts(step, [flat[i] for i in chosen.tolist()], rewards, layout, credit, c.log_rollouts, log)
     return {**_describe(groups, rewards, layout, credit), **stats}
 
-# %% ../nbs/55_train.ipynb #c037
+# %% ../nbs/55_train.ipynb #c038
 def kl_from_base(learner, layout):
     "Mean k3 estimate of the KL from the reference per sampled token, and mean |learner - engine| of its log-probability: dict."
     seen, trained = learner.evaluate(layout, ('logp', 'ref_logp')), layout.trained
     return {'kl': kl(seen.logp, seen.ref_logp, 'k3', trained)[trained].mean().item(), 'logp_gap': (seen.logp - layout.logps)[trained].abs().mean().item()}
 
-# %% ../nbs/55_train.ipynb #c038
+# %% ../nbs/55_train.ipynb #c039
 def _describe(groups, rewards, layout, credit):
     "What to log of a step's rollouts and credit."
     share, scores = group_share(rewards['outcome'], layout.groups), summarize(groups)
@@ -310,7 +316,7 @@ def _keep_rollouts(step, trajectories, rewards, layout, credit, count, log):
     log.turns(step, [{'kind': 'train', 'trajectory': to_json(t), 'advantages': _turn_values(layout, credit.advantages, i), 'reward': float(rewards['outcome'][i])}
                      for i, t in enumerate(trajectories) if int(layout.groups[i]) < count])
 
-# %% ../nbs/55_train.ipynb #c043
+# %% ../nbs/55_train.ipynb #c044
 def collapsed(rates, share=0.25, window=5):
     "Whether the mean of the last `window` answer rates is below `share` of the best earlier window's (which must reach 0.2)."
     if len(rates) < 2 * window: return False
@@ -318,13 +324,15 @@ def collapsed(rates, share=0.25, window=5):
     best = max(means[:-window])
     return best >= 0.2 and means[-1] < share * best
 
-# %% ../nbs/55_train.ipynb #c045
+# %% ../nbs/55_train.ipynb #c046
+_MAY_CHANGE = ('steps', 'resume', 'run', 'threads', 'eval_every', 'keep')  # in a run that is resumed
+
+# %% ../nbs/55_train.ipynb #c047
 def _note_params(log, config):
     "Write a run's parameters, or compare them with those it was begun with. Raises ValueError naming what changed."
-    log.write_params({k: list(v) if isinstance(v, tuple) else v for k, v in vars(config).items()},
-                     may_change=('steps', 'resume', 'run', 'threads', 'eval_every', 'keep'))
+    log.write_params({k: list(v) if isinstance(v, tuple) else v for k, v in vars(config).items()}, _MAY_CHANGE)
 
-# %% ../nbs/55_train.ipynb #c046
+# %% ../nbs/55_train.ipynb #c048
 class _Run:
     "A run under way: stage, engine, learner, log, and what the loop remembers between steps."
 
@@ -360,7 +368,7 @@ class _Run:
 
 def _model_folder(config): return str(Path(config.run)/'base') if config.model == 'tiny' else config.model
 
-# %% ../nbs/55_train.ipynb #c047
+# %% ../nbs/55_train.ipynb #c049
 def _dev(run, step, logged):
     "Evaluate on dev questions, log the step, and keep a checkpoint (the best under that name)."
     with run.log.timed('dev'): scores, _ = run.evaluate('dev')
@@ -371,7 +379,7 @@ def _dev(run, step, logged):
     run.checkpoint(step, 'best' if better else None)
     return scores['em']
 
-# %% ../nbs/55_train.ipynb #c048
+# %% ../nbs/55_train.ipynb #c050
 def _begin(run):
     "Resume from the newest checkpoint, or evaluate the base. Returns the first step to take."
     found = latest_checkpoint(run.log.folder)
@@ -387,7 +395,7 @@ def _begin(run):
     run.say(f'base: EM {run.memory["base"]["em"]:.3f} on {len(groups)} test questions, {em:.3f} on dev')
     return 1
 
-# %% ../nbs/55_train.ipynb #c049
+# %% ../nbs/55_train.ipynb #c051
 def _finish(run):
     "Evaluate the best checkpoint on the test questions and write the summary. Returns it."
     step, path = named_checkpoint(run.log.folder, 'best')
@@ -397,15 +405,17 @@ def _finish(run):
     final, groups = run.evaluate('test')
     run.log.turns(len(run.memory['rates']) + 1, [{'kind': 'after', 'trajectory': to_json(g.trajectories[0]), 'advantages': None, 'reward': float(summarize([g])['em'])} for g in groups[:6]])
     c, top = run.config, run.stage.ceiling
-    summary = {'method': c.method, 'options': c.options, 'seed': c.seed, 'steps': c.steps, 'best_step': step, 'questions': len(groups), 'base_em': run.memory['base']['em'],
+    hops = dict(Counter(str(g.question.meta['hops']) for g in groups if 'hops' in g.question.meta))
+    summary = {'method': c.method, 'options': c.options, 'seed': c.seed, 'steps': c.steps, 'best_step': step, 'questions': len(groups), 'questions_by_hops': hops, 'base_em': run.memory['base']['em'],
                'final_em': final['em'], 'last_em': last['em'], 'ceiling_em': top and top['all'], 'base': run.memory['base'], 'final': final, 'ceiling': top,
-               'collapsed': run.memory.get('collapsed', False), 'seconds': run.log.elapsed}
+               'collapsed': run.memory.get('collapsed', False),
+               'code': module_hashes(('outcome', 'folr', 'layout', 'losses', 'learner', 'methods', 'rollout', 'engine', 'tiny', 'train')), 'seconds': run.log.elapsed}
     run.log.summary(summary)
     run.say(f'final: EM {final["em"]:.3f} on {len(groups)} test questions (base {summary["base_em"]:.3f}' + (f', ceiling {top["all"]:.3f}' if top else '')
             + f'), the checkpoint of step {step}; {run.log.elapsed:.0f} s')
     return summary
 
-# %% ../nbs/55_train.ipynb #c050
+# %% ../nbs/55_train.ipynb #c052
 def finished(config):
     "Whether `config` resumes a run that is complete: its summary is there and has as many steps (or says that it collapsed)."
     path = Path(config.run)/'summary.json'
@@ -413,7 +423,15 @@ def finished(config):
     summary = json.loads(path.read_text())
     return summary['steps'] >= config.steps or summary['collapsed']
 
-# %% ../nbs/55_train.ipynb #c051
+# %% ../nbs/55_train.ipynb #c053
+def _compare_params(config):
+    "Refuse to show a finished run's results as those of other parameters; settings that it did not know yet don't count."
+    import yaml
+    before, now = yaml.safe_load((Path(config.run)/'params.yaml').read_text()), json.loads(json.dumps(vars(config)))
+    changed = [f'{k}: {before[k]!r} before, {now[k]!r} now' for k in before if k in now and k not in _MAY_CHANGE and before[k] != now[k]]
+    if changed: raise ValueError(f'{config.run} holds a finished run with other parameters ({"; ".join(changed)}): give the same, or choose another name')
+
+# %% ../nbs/55_train.ipynb #c054
 def train(
     config,    # Config, or a dict of its settings
     say=None,  # function called with lines of text; None: print
@@ -422,7 +440,7 @@ def train(
     config = make_config(config) if isinstance(config, dict) else config
     check(config)
     if finished(config):
-        _note_params(RunLog(config.run, resume=True), config)   # another run's results are not shown as this one's
+        _compare_params(config)
         return Path(config.run)
     if config.threads: torch.set_num_threads(config.threads)
     run = _Run(config, say or (lambda line: print(line, flush=True)))
@@ -444,7 +462,7 @@ def train(
     _finish(run)
     return run.log.folder
 
-# %% ../nbs/55_train.ipynb #c057
+# %% ../nbs/55_train.ipynb #c060
 def main(arguments=None):
     "`python -m credit_rl.train setting=value …`, values as in YAML; `--params FILE` reads a YAML file of settings first."
     import argparse, yaml
@@ -459,5 +477,5 @@ def main(arguments=None):
         train(settings | {name: yaml.safe_load(value) for name, value in (text.split('=', 1) for text in given.settings)})
     except (ValueError, OSError, yaml.YAMLError) as e: sys.exit(f'credit_rl.train: {e}')
 
-# %% ../nbs/55_train.ipynb #c058
+# %% ../nbs/55_train.ipynb #c061
 if __name__ == '__main__' and '__file__' in globals(): main()  # a notebook has no file

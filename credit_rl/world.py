@@ -100,8 +100,8 @@ def _chain(world_types, facts, starts, hops, rng):
 
 # %% ../nbs/01_world.ipynb #c017
 def question_text(kind, start, relations):
-    "The question for a chain: relations outermost first, then the type and name it starts from."
-    return ' of '.join(list(reversed(relations)) + [f'{kind} {start}']) + ' ?'
+    "The question for a chain: the type and name it starts from, then the relations in order."
+    return ' '.join([kind, start, *relations, '?'])
 
 # %% ../nbs/01_world.ipynb #c019
 def _questions(types, facts, n, hops, split, seed, rng):
@@ -129,7 +129,7 @@ def make_world(
     size=1000,         # number of entities, each with a page
     questions=400,     # number of questions
     hops=(1, 2, 3),    # dealt out evenly over the questions
-    mirrors=0.1,       # share of entities that are mirror-named distractors, in [0, 0.4]
+    mirrors=0.02,      # share of entities that are mirror-named distractors, in [0, 0.4]
     parametric=0.0,    # share of questions whose facts are listed in `known`, for a warm start to teach
 ) -> World:
     "Make a world. Raises ValueError on arguments that no world satisfies."

@@ -1,0 +1,95 @@
+"""The run notebook 90_train as papermill runs it: from anywhere, with its parameters checked, and shown again without training again."""
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from credit_rl.runlog import read_metrics, read_turns
+
+ROOT = Path(__file__).resolve().parents[1]
+SHORT = dict(model=str(ROOT / 'data' / 'tiny_base'), steps=3, eval_every=2, questions_per_step=4, group_size=4, questions=50, dev_questions=6, test_questions=6,
+             max_turns=3, turn_tokens=12, world={'size': 200}, threads=1)
+
+
+def papermill(out, *arguments, settings, cwd):
+    "Run 90_train as the command does. Returns (exit code, what was printed, the notebook as it was saved)."
+    out.parent.mkdir(parents=True, exist_ok=True)
+    given = out.parent / 'settings.yaml'
+    given.write_text(yaml.safe_dump(settings))
+    done = subprocess.run([sys.executable, '-m', 'papermill', str(ROOT / 'nbs' / '90_train.ipynb'), str(out), '-f', str(given), *arguments,
+                           '--log-output', '--no-progress-bar'], cwd=cwd, env={**os.environ, 'CUDA_VISIBLE_DEVICES': ''}, stdin=subprocess.DEVNULL,
+                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return done.returncode, done.stdout, json.loads(out.read_text())
+
+
+def outputs(notebook):
+    "All outputs of a notebook: list of (index of the cell, output)."
+    return [(i, o) for i, cell in enumerate(notebook['cells']) for o in cell.get('outputs', [])]
+
+
+def shown(notebook, kind):
+    "What a notebook shows of a MIME type."
+    return [''.join(o['data'][kind]) for _, o in outputs(notebook) if kind in o.get('data', {})]
+
+
+def printed(notebook):
+    return ''.join(''.join(o['text']) for _, o in outputs(notebook) if o['output_type'] == 'stream')
+
+
+@pytest.fixture(scope='module')
+def finished(tmp_path_factory):
+    "A run that papermill made from another working directory, with its folder given relative to it: (working directory, run folder, notebook)."
+    cwd = tmp_path_factory.mktemp('elsewhere')
+    code, text, notebook = papermill(cwd / 'runs' / 'short' / 'notebook.ipynb', '-p', 'run', 'runs/short', settings=SHORT, cwd=cwd)
+    assert code == 0, text[-5000:]
+    return cwd, cwd / 'runs' / 'short', notebook
+
+
+def test_the_notebook_shows_what_happened(finished):
+    _, _, notebook = finished
+    assert not [o for _, o in outputs(notebook) if o['output_type'] == 'error']
+    assert all(cell['execution_count'] for cell in notebook['cells'] if cell['cell_type'] == 'code')
+    lines = printed(notebook)
+    for said in ('ceiling', 'base: EM', 'step 1/3', 's left', 'final: EM'):
+        assert said in lines
+    assert len(shown(notebook, 'image/png')) >= 1                      # the curves
+    pages = shown(notebook, 'text/html')
+    (table,) = [page for page in pages if 'ceiling' in page and '<table' in page]
+    assert all(column in table for column in ('base', 'after'))
+    assert sum('crl-head' in page for page in pages) == 2              # two rollouts, laid out turn by turn
+
+
+def test_the_run_folder_holds_everything(finished):
+    _, folder, _ = finished
+    assert {'notebook.ipynb', 'params.yaml', 'metrics.jsonl', 'turns.jsonl.gz', 'summary.json', 'figures', 'checkpoints'} <= set(os.listdir(folder))
+    assert list((folder / 'figures').glob('*.png'))
+    params = yaml.safe_load((folder / 'params.yaml').read_text())
+    assert params.items() >= {**SHORT, 'method': 'tspo'}.items()
+    assert read_metrics(folder).step.tolist() == [0, 1, 2, 3]
+    assert {row['kind'] for row in read_turns(folder)} == {'before', 'train', 'after'}
+    assert json.loads((folder / 'summary.json').read_text()).keys() >= {'base_em', 'final_em', 'ceiling_em'}
+
+
+def test_a_finished_run_is_shown_again_without_training(finished):
+    cwd, folder, first = finished
+    before = {name: (folder / name).read_bytes() for name in ('metrics.jsonl', 'turns.jsonl.gz', 'summary.json')}
+    code, text, notebook = papermill(cwd / 'again' / 'notebook.ipynb', '-p', 'run', 'runs/short', '-p', 'resume', 'True', settings=SHORT, cwd=cwd)
+    assert code == 0, text[-5000:]
+    assert {name: (folder / name).read_bytes() for name in before} == before
+    assert 'step 1/3' not in printed(notebook)
+    table = lambda nb: next(page for page in shown(nb, 'text/html') if 'ceiling' in page)
+    assert table(notebook) == table(first)
+
+
+def test_an_unknown_parameter_is_an_error(tmp_path):
+    code, text, notebook = papermill(tmp_path / 'notebook.ipynb', '-p', 'run', str(tmp_path / 'run'), '-p', 'metod', 'grpo', settings=SHORT, cwd=tmp_path)
+    message = "there is no setting 'metod'; did you mean 'method'?"
+    assert code == 1 and message in text
+    ((at, error),) = [(i, o) for i, o in outputs(notebook) if o['output_type'] == 'error']
+    assert error['evalue'] == message
+    assert not any(cell.get('outputs') for cell in notebook['cells'][at + 1:])   # saved up to the error
+    assert not (tmp_path / 'run').exists()
