@@ -187,13 +187,13 @@ def _greedy_em(model, chat, world):
     return sum(g.trajectories[0].answer in g.question.answers for g in groups) / len(groups)
 
 # %% ../nbs/25_tiny.ipynb #c032
-TEACHER = Player(one_word=.05, relation=.03, restart=.03, misread=.05, habit=.85)  # whose games the warm start imitates
+TEACHER = Player(misread=.05, habit=.6)  # whose games the warm start imitates
 
 # %% ../nbs/25_tiny.ipynb #c033
 def warm_start(chat, seed=0,
                target=0.25,          # stop when greedy play on a dev world reaches this exact match
                floor=0.15,           # what the last check must have reached
-               copy=600, games=450,  # most steps of each part
+               copy=600, games=600,  # most steps of each part
                count=4000,           # games to imitate
                known=(),             # worlds whose `known` facts are taught as well
                progress=print):      # called with a line of text
