@@ -302,6 +302,7 @@ class _Generator:
     def generate(self, prompts, sampling, n=1, keys=None, seeds=None):
         "Continue each prompt (list of ids) `n` times. Returns `Samples`, prompts outermost. `seeds`: one per sample, default 0, 1, …"
         if keys is not None and n != 1: raise ValueError(f'a kept conversation has one continuation: with keys, n must be 1, got {n}')
+        if keys is not None and len(keys) > self.max_rows: raise ValueError(f'at most max_rows={self.max_rows} conversations are kept at once, got {len(keys)} keys')
         if keys is None: stream = self.stream(sampling)
         else:
             stream = self._standing = self._standing or self.stream(sampling)

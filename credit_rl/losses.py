@@ -34,7 +34,7 @@ def check_logps(
         raise ValueError(f'{name} must be {tuple(trained.shape)} like the mask, got {tuple(logp.shape)}')
     logp = torch.where(trained, widen(logp), 0.0)
     if not logp.isfinite().all():
-        raise ValueError(f'{name} of trained tokens must be finite; is an untrained token weighted?')
+        raise ValueError(f'{name} of trained tokens must be finite; is an untrained token weighted, or have the weights diverged (try a smaller learning rate)?')
     if (logp > 1e-3).any():
         raise ValueError(f'{name} must be log-probabilities, at most 0, got up to {logp.max().item():.3g}; '
                          'were probabilities passed?')
