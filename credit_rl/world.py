@@ -101,7 +101,7 @@ def _chain(world_types, facts, starts, hops, rng):
 # %% ../nbs/01_world.ipynb #c017
 def question_text(kind, start, relations):
     "The question for a chain: the type and name it starts from, then the relations in order."
-    return ' '.join([kind, start, *relations, '?'])
+    return ' '.join([kind, start, *(f'its {r}' for r in relations), '?'])
 
 # %% ../nbs/01_world.ipynb #c019
 def _questions(types, facts, n, hops, split, seed, rng):
