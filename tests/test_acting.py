@@ -21,9 +21,18 @@ from credit_rl.trajectory import Group, Question, Stop, Trajectory, Turn
 from credit_rl.world import make_world
 
 ATTENTION = ['eager', 'sdpa']
-CLOSE = dict(atol=1e-4, rtol=0)
 SAMPLING = Sampling(max_tokens=24)
 TEMPERATURE = 1.7
+
+
+def same_logps(a, b):
+    """Assert that float32 log-probabilities agree within 1e-4, where the model is well-conditioned.
+
+    A sharp model in a muddle is not: there one token in a hundred (or one in a short row) may be up to 1e-3 off, as far as
+    a float32 forward is from a float64 one. `test_in_double_precision_the_cache_is_exact` shows that it is rounding.
+    """
+    gap = (a - b).abs()
+    assert a.shape == b.shape and gap.max() < 1e-3 and (gap > 1e-4).sum() <= max(1, gap.numel() // 100), f'up to {gap.max():.2g} apart'
 
 
 # ---- a model that plays, and its rollouts ----
@@ -93,7 +102,15 @@ def test_a_plain_forward_gives_the_sampled_logps(base, play, act, read):
     assert max(len(t.turns) for t in flat) >= 3                       # the cache lived through several turns
     base[0].set_attn_implementation(read)
     for t in flat:
-        torch.testing.assert_close(plain(base[0], t), recorded(t), **CLOSE)
+        same_logps(plain(base[0], t), recorded(t))
+
+
+def test_in_double_precision_the_cache_is_exact(base, play):
+    model, tokenizer = copy.deepcopy(base[0]).double(), base[1]
+    world = make_world('train', seed=3, size=200, questions=8)
+    env = tiny_environment(world, Chat(PROTOCOLS['tiny'], tokenizer))
+    for t in trajectories(rollout(HFEngine(model, tokenizer), env, list(world.questions), 4, SAMPLING, 5)):
+        torch.testing.assert_close(plain(model, t), recorded(t), atol=1e-5, rtol=0)   # what is left is that draws are in float32
 
 
 @pytest.mark.parametrize('attention', ATTENTION)
@@ -101,17 +118,17 @@ def test_the_learner_reads_what_the_engine_sampled(base, groups, attention):
     base[0].set_attn_implementation(attention)
     layout = pack(groups)
     seen = Learner(base[0], optimiser=Optimiser(row_tokens=256)).evaluate(layout)
-    torch.testing.assert_close(seen.logp, layout.logps, **CLOSE)
+    same_logps(seen.logp, layout.logps)
 
 
 @pytest.mark.parametrize('temperature', [.5, TEMPERATURE])
 def test_logps_are_those_of_the_tempered_distribution(base, play, temperature):
     groups = play(sampling=dataclasses.replace(SAMPLING, temperature=temperature))
     for t in trajectories(groups):
-        torch.testing.assert_close(plain(base[0], t, temperature), recorded(t), **CLOSE)
+        same_logps(plain(base[0], t, temperature), recorded(t))
     assert any((plain(base[0], t) - recorded(t)).abs().max() > .05 for t in trajectories(groups))
     layout = pack(groups)
-    torch.testing.assert_close(Learner(base[0], temperature=temperature).evaluate(layout).logp, layout.logps, **CLOSE)
+    same_logps(Learner(base[0], temperature=temperature).evaluate(layout).logp, layout.logps)
 
 
 def test_greedy_takes_the_most_probable_token(base, play):
@@ -122,7 +139,7 @@ def test_greedy_takes_the_most_probable_token(base, play):
             logits = base[0](ids[None]).logits[0, own - 1]
         chosen = logits.gather(-1, ids[own][:, None])[:, 0]
         assert (logits.max(-1).values - chosen).max() < 1e-4           # the best, or one that equals it up to rounding
-        torch.testing.assert_close(plain(base[0], t), recorded(t), **CLOSE)
+        same_logps(plain(base[0], t), recorded(t))
     assert all(said(a) == said(b) for a, b in (g.trajectories for g in groups))
 
 
@@ -143,7 +160,7 @@ COMPANY = {'few rows': dict(max_rows=3), 'small readings': dict(read_tokens=64),
 def test_the_batch_changes_no_sample(play, groups, setting):
     for a, b in zip(trajectories(groups), trajectories(play(**setting))):
         assert said(a) == said(b)
-        torch.testing.assert_close(recorded(a), recorded(b), **CLOSE)
+        same_logps(recorded(a), recorded(b))
 
 
 def test_order_and_company_change_no_sample(play, groups):
@@ -155,7 +172,7 @@ def test_order_and_company_change_no_sample(play, groups):
         assert [said(t) for t in g.trajectories[:2]] == [said(t) for t in f.trajectories]
     for a, b in zip(groups[4].trajectories, alone[0].trajectories):
         assert said(a) == said(b)
-        torch.testing.assert_close(recorded(a), recorded(b), **CLOSE)
+        same_logps(recorded(a), recorded(b))
 
 
 @pytest.mark.parametrize('attention', ATTENTION)
@@ -172,10 +189,10 @@ def test_padding_order_and_company_change_no_logp(base, groups, attention):
         shuffled = token_logps(model, layout.ids[order], layout.trained[order])
         padded = token_logps(model, torch.cat([dirty, pad], 1), torch.nn.functional.pad(layout.trained, (0, 17)))
         alone = [token_logps(model, layout.ids[i:i + 1, :n], layout.trained[i:i + 1, :n])[0] for i, n in enumerate(layout.lengths.tolist())]
-    torch.testing.assert_close(shuffled, whole[order], **CLOSE)
-    torch.testing.assert_close(padded[:, :-17], whole, **CLOSE)
+    same_logps(shuffled, whole[order])
+    same_logps(padded[:, :-17], whole)
     for i, row in enumerate(alone):
-        torch.testing.assert_close(row, whole[i, :len(row)], **CLOSE)
+        same_logps(row, whole[i, :len(row)])
 
 
 def test_padding_on_the_left_gives_the_same(base, groups):
@@ -192,7 +209,7 @@ def test_padding_on_the_left_gives_the_same(base, groups):
     left = logits.log_softmax(-1)[:, :-1].gather(-1, ids[:, 1:, None])[..., 0]
     for i, (n, s) in enumerate(zip(layout.lengths.tolist(), shift.tolist())):
         own = layout.trained[i, 1:n]
-        torch.testing.assert_close(left[i, s:][own], right[i, 1:n][own], **CLOSE)
+        same_logps(left[i, s:][own], right[i, 1:n][own])
 
 
 # ---- observations are read, and are no targets ----
@@ -447,9 +464,9 @@ def test_sampled_ids_are_kept_where_encoding_their_text_would_give_others():
         ids, own = spread(t)
         assert layout.ids[i, :len(ids)].tolist() == ids.tolist()
         drifted += sum(tokenizer(tokenizer.decode(turn.action_ids), add_special_tokens=False).input_ids != list(turn.action_ids) for turn in t.turns)
-        torch.testing.assert_close(plain(model, t), recorded(t), **CLOSE)   # later turns were sampled after those ids, not after their text's
+        same_logps(plain(model, t), recorded(t))   # later turns were sampled after those ids, not after their text's
     assert drifted > 4
-    torch.testing.assert_close(Learner(model).evaluate(layout).logp, layout.logps, **CLOSE)
+    same_logps(Learner(model).evaluate(layout).logp, layout.logps)
 
 
 def test_the_prompts_example_is_no_answer():
