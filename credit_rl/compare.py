@@ -8,7 +8,8 @@ __all__ = ['find_runs', 'load_runs', 'seed_curves', 'learning_curves', 'common_s
            'check_made_with', 'main']
 
 # %% ../nbs/64_compare.ipynb #c003
-import json, math, os, re, signal, subprocess, sys, textwrap, time
+import json, math, os, re, signal, subprocess, sys, textwrap, threading, time
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 import yaml
@@ -309,7 +310,21 @@ def _stop(processes):
         try: p.wait(max(0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired: p.kill()
 
-# %% ../nbs/64_compare.ipynb #c049
+# %% ../nbs/64_compare.ipynb #c050
+@contextmanager
+def _interrupts_wait():
+    "Interrupts (SIGINT, SIGTERM) that come inside the block arrive when it is left. Outside the main thread, where none arrive, nothing changes."
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came = []
+    before = {s: signal.signal(s, lambda number, frame: came.append(number)) for s in (signal.SIGINT, signal.SIGTERM)}
+    try: yield
+    finally:
+        for s, handler in before.items(): signal.signal(s, handler)
+        for number in came[:1]: signal.raise_signal(number)
+
+# %% ../nbs/64_compare.ipynb #c052
 class _Sitting:
     "Jobs under way: which wait, which run, which failed with which words."
     def __init__(self, jobs, command, threads, say):
@@ -320,10 +335,14 @@ class _Sitting:
         "Start waiting jobs while there is room."
         for job in list(self.waiting):
             if len(self.running) == workers: return
-            if job.done: self.waiting.remove(job)              # another process has finished it
-            elif process := _start(job, self.command(job), self.threads):
+            if job.done:                                        # another process has finished it
                 self.waiting.remove(job)
-                self.running[job] = process
+                continue
+            command = self.command(job)
+            with _interrupts_wait():
+                if process := _start(job, command, self.threads): self.running[job] = process
+            if process:
+                self.waiting.remove(job)
                 self.say(f'{job.name}: {"continued" if job.begun else "begun"}')
             elif job not in self.elsewhere:
                 self.elsewhere.add(job)
@@ -338,7 +357,7 @@ class _Sitting:
             outcome = f'FAILED (exit code {process.returncode}): {self.failed[job]}; all of it in {job.folder/"log.txt"}' if job in self.failed else 'done'
             self.say(f'{job.name}: {outcome}  [{sum(j.done and j not in self.failed for j in self.jobs)} of {len(self.jobs)} done, {len(self.failed)} failed]')
 
-# %% ../nbs/64_compare.ipynb #c050
+# %% ../nbs/64_compare.ipynb #c053
 def run_jobs(
     jobs,         # list of Job; those that are done are left alone
     command,      # function Job → list of str, the program that makes the run
@@ -360,14 +379,14 @@ def run_jobs(
     finally: _stop(sitting.running.values())
     return sitting.failed
 
-# %% ../nbs/64_compare.ipynb #c055
+# %% ../nbs/64_compare.ipynb #c058
 def papermill_command(job, notebook, params=None, model=None):
     "The command that makes a job's run: papermill on `notebook` with the job's parameters over those of the file `params`."
     given = {'method': job.method, 'seed': job.seed, 'run': job.folder, **({'model': model} if model else {}), **({'resume': True} if job.begun else {})}
     return [sys.executable, '-m', 'papermill', str(notebook), str(job.folder/'notebook.ipynb'), '--no-progress-bar', '--log-output',
             *(['-f', str(params)] if params else []), *[str(x) for name, value in given.items() for x in ('-p', name, value)]]
 
-# %% ../nbs/64_compare.ipynb #c057
+# %% ../nbs/64_compare.ipynb #c060
 def check_made_with(jobs,     # list of Job
                     params):  # dict, the parameters that are asked for now
     "Refuse finished runs that other parameters have made: they would be compared with runs made by these. Raises ValueError naming them."
@@ -377,22 +396,19 @@ def check_made_with(jobs,     # list of Job
         other += [f'{job.folder}: {n} is {made[n]!r}, asked for {params[n]!r}' for n in params if n in made and n not in _OWN and made[n] != params[n]]
     if other: raise ValueError('these runs are finished, but with other parameters; choose another --out or delete them:\n  ' + '\n  '.join(other))
 
-# %% ../nbs/64_compare.ipynb #c059
+# %% ../nbs/64_compare.ipynb #c062
 def _bases(jobs, params, folder, say):
     "Folder of the base model for each seed with runs to do, made if missing; {} where the parameters name a model of their own."
     if params.get('model', 'tiny') != 'tiny': return {}
     from credit_rl.tiny import make_base
-    from credit_rl.train import make_config
-    from credit_rl.world import make_world
+    from credit_rl.train import known_worlds, make_config, tiny_worlds
     models = {}
     for seed in dict.fromkeys(job.seed for job in jobs if not job.done):
         c = make_config({**params, 'seed': seed})
-        sizes = {'train': c.questions, 'dev': c.dev_questions, 'test': c.test_questions} if c.world else {}
-        known = tuple(w for part, n in sizes.items() if (w := make_world(part, seed, questions=n, **c.world)).known)
-        models[seed] = make_base(folder/str(seed), seed, target=c.base_target, known=known, progress=lambda line: say(f'base of seed {seed}: {line}'))
+        models[seed] = make_base(folder/str(seed), seed, known=known_worlds(tiny_worlds(c)), progress=lambda line: say(f'base of seed {seed}: {line}'))
     return models
 
-# %% ../nbs/64_compare.ipynb #c060
+# %% ../nbs/64_compare.ipynb #c063
 def _report(notebook, out, folders, baseline, say):
     "Execute the report on finished runs into OUT/report.ipynb. Returns whether that worked."
     job = Job('report', 0, out)
@@ -402,7 +418,7 @@ def _report(notebook, out, folders, baseline, say):
     say(f'report: {out/"report.ipynb"}' + ('' if code == 0 else f' FAILED: {_last_words(job)}'))
     return code == 0
 
-# %% ../nbs/64_compare.ipynb #c061
+# %% ../nbs/64_compare.ipynb #c064
 def _arguments(arguments):
     "Parse and check the command's arguments: (namespace, parameters). Raises ValueError or FileNotFoundError."
     import argparse
@@ -426,7 +442,7 @@ def _arguments(arguments):
     given.baseline = given.baseline or ('grpo' if 'grpo' in given.methods else given.methods[0])
     return given, yaml.safe_load(Path(given.params).read_text()) or {}
 
-# %% ../nbs/64_compare.ipynb #c062
+# %% ../nbs/64_compare.ipynb #c065
 def _compare(given, params, say):
     "Make the runs that are missing, then the report. Returns the exit code."
     jobs = [Job(m, s, given.out/f'{m}-{s}') for s in dict.fromkeys(given.seeds) for m in dict.fromkeys(given.methods)]   # seed by seed: pairs come early
@@ -442,7 +458,7 @@ def _compare(given, params, say):
     reported = bool(finished) and _report(given.report, given.out, finished, given.baseline, say)
     return int(bool(failed) or not reported)
 
-# %% ../nbs/64_compare.ipynb #c063
+# %% ../nbs/64_compare.ipynb #c066
 def main(arguments=None):  # list of str; None: the command line's
     "`python -m credit_rl.compare`: make the runs of a comparison and its report. Returns the exit code: 1 if anything failed."
     say = lambda text: print(text, flush=True)
@@ -452,7 +468,7 @@ def main(arguments=None):  # list of str; None: the command line's
         say('interrupted; the same command goes on from here')
         return 130
 
-# %% ../nbs/64_compare.ipynb #c064
+# %% ../nbs/64_compare.ipynb #c067
 if __name__ == '__main__' and '__file__' in globals():  # a notebook has no file
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that a killed command ends what it started
     sys.exit(main())

@@ -116,12 +116,12 @@ def test_bad_arguments_are_refused_before_anything_is_made(tmp_path, settings, c
 def test_each_seed_has_one_base(tmp_path, monkeypatch):
     import credit_rl.tiny
     made = []
-    monkeypatch.setattr(credit_rl.tiny, 'make_base', lambda folder, seed, **more: made.append((folder, seed, more['target'])) or folder)
+    monkeypatch.setattr(credit_rl.tiny, 'make_base', lambda folder, seed, **more: made.append((folder, seed, more['known'])) or folder)
     jobs = [Job(m, s, tmp_path / f'{m}-{s}') for s in (1, 2) for m in ('grpo', 'tspo')]
     for job in jobs[:2]:
         made_up(tmp_path, job.method, job.seed)
-    assert compare._bases(jobs, {'base_target': .3}, tmp_path / 'bases', print) == {2: tmp_path / 'bases' / '2'}   # nothing of seed 1 is to do
-    assert made == [(tmp_path / 'bases' / '2', 2, .3)] and compare._bases(jobs, {'model': 'a/b'}, tmp_path, print) == {}
+    assert compare._bases(jobs, {}, tmp_path / 'bases', print) == {2: tmp_path / 'bases' / '2'}   # nothing of seed 1 is to do
+    assert made == [(tmp_path / 'bases' / '2', 2, ())] and compare._bases(jobs, {'model': 'a/b'}, tmp_path, print) == {}
 
 
 # A run that says that it began, then waits for a file `go` (or gives up), then is done.
