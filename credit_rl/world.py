@@ -14,7 +14,7 @@ from .trajectory import Question
 # %% ../nbs/01_world.ipynb #c004
 RELATIONS = {'director': ('film', 'person'), 'star': ('film', 'person'), 'studio': ('film', 'company'),
              'birthplace': ('person', 'city'), 'residence': ('person', 'city'), 'employer': ('person', 'company'),
-             'founder': ('company', 'person'), 'headquarters': ('company', 'city'), 'country': ('city', 'country')}
+             'founder': ('company', 'person'), 'headquarters': ('company', 'city'), 'country': ('city', 'country'), 'mayor': ('city', 'person')}
 SHARES = {'film': .36, 'person': .30, 'company': .14, 'city': .14, 'country': .06}  # of all entities
 SPLITS = ('train', 'dev', 'test')
 
