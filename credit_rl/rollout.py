@@ -8,7 +8,6 @@ __all__ = ['Environment', 'rollout']
 # %% ../nbs/22_rollout.ipynb #c002
 from dataclasses import dataclass
 from .trajectory import Group, Result, Stop, Trajectory, Turn
-from .protocol import parse
 from .engine import Sampling, seed_of
 
 # %% ../nbs/22_rollout.ipynb #c004
@@ -18,20 +17,29 @@ class Environment:
     chat: object            # Chat: protocol and tokenizer
     tool: object            # has call(list of query lists) -> list of (text, Result)
     max_turns: int = 4      # assistant turns, the answer included
-    max_tokens: int = 4096  # ids in a trajectory, prompt and observations included
+    max_tokens: int = 4096  # ids in a row, prompt and observations included; a trajectory is one row unless its chat edits contexts
 
     def __post_init__(self):
         if self.max_turns < 1: raise ValueError(f'an agent needs at least 1 turn to answer, got max_turns={self.max_turns}')
+        if self.chat.protocol.call_style == 'code':
+            raise ValueError(f'protocol {self.chat.protocol.name!r} calls by code blocks, and this environment only searches')
 
 # %% ../nbs/22_rollout.ipynb #c006
 class _Draft:
-    "A trajectory in the making."
-    def __init__(self, key, question, prompt_ids): self.key, self.question, self.prompt_ids, self.ids, self.turns = key, question, prompt_ids, list(prompt_ids), []
+    "A trajectory in the making: what the next turn is sampled after (`ids`), and that again if it was edited (`context`)."
+    def __init__(self, key, question, prompt_ids):
+        self.key, self.question, self.prompt_ids, self.ids, self.turns, self.context = key, question, prompt_ids, list(prompt_ids), [], None
 
     def add(self, finished, text, action, observation_ids=(), observation='', result=Result.NONE):
         "Append a finished turn and what the environment said to it."
         self.ids += [*finished.ids, *observation_ids]
-        self.turns.append(Turn('answer' if action.answer else 'tool', finished.ids, finished.logps, observation_ids, text, observation, action.call, result))
+        self.turns.append(Turn('answer' if action.answer else 'tool', finished.ids, finished.logps, observation_ids, text, observation, action.call, result,
+                               self.context))
+        self.context = None
+
+    def edit(self, ids):
+        "Go on after these ids instead of all that came before: a new row."
+        self.ids, self.context = list(ids), tuple(ids)
 
     def trajectory(self, stop, answer=None): return Trajectory(self.question, self.prompt_ids, self.turns, stop, answer)
 
@@ -50,6 +58,15 @@ def _answer_or_observe(env, draft, finished, text, action, reply):
     return draft.trajectory(Stop.LENGTH) if len(ids) + 1 > room else None
 
 # %% ../nbs/22_rollout.ipynb #c008
+def _edit_context(env, draft, stream, limit):
+    "Let the chat's template rewrite what came before, if it does. Returns the `Trajectory` if no room is left then, else None."
+    ids = env.chat.next_context(draft.question.text, draft.turns)
+    if ids is None: return None
+    if len(ids) >= limit: return draft.trajectory(Stop.LENGTH)
+    stream.release(draft.key)   # what is kept for this conversation is of another context
+    draft.edit(ids)
+
+# %% ../nbs/22_rollout.ipynb #c009
 def _replies(env, drafts, actions, ended):
     "What the environment says to each action: (text, Result, ids), or None where it will not be read. All calls run as one batch."
     open_ = [i for i, (d, a) in enumerate(zip(drafts, actions)) if a.answer is None and len(d.turns) + 1 < env.max_turns]
@@ -60,7 +77,7 @@ def _replies(env, drafts, actions, ended):
     coded = {i: (*said[i], x) for i, x in zip(open_, ids)}
     return [coded.get(i) for i in range(len(actions))]
 
-# %% ../nbs/22_rollout.ipynb #c009
+# %% ../nbs/22_rollout.ipynb #c010
 def rollout(
     engine,         # has stream(sampling) -> submit / release / iterate (HFEngine, ScriptedEngine, …)
     env,            # Environment
@@ -73,8 +90,7 @@ def rollout(
     "Let the agent attempt every question `group_size` times. Returns a list of `Group`, in the order of the questions."
     if not questions or group_size < 1: raise ValueError(f'a rollout needs questions and a group size of at least 1, got {len(questions)} questions and {group_size}')
     sampling = Sampling() if sampling is None else sampling
-    stream = engine.stream(Sampling(**{**vars(sampling), 'stop': env.chat.protocol.stop}))
-    drafts, done, tokenizer = {}, {}, env.chat.tokenizer
+    stream, drafts, done = engine.stream(Sampling(**{**vars(sampling), 'stop': env.chat.stop})), {}, {}
     limit = min(env.max_tokens, engine.max_length)
 
     def submit(draft): stream.submit(draft.key, draft.ids, seed_of(seed, draft.question.id, draft.key[1], len(draft.turns)))
@@ -85,16 +101,15 @@ def rollout(
             drafts[b, g] = _Draft((b, g), question, prompt)
             submit(drafts[b, g])
     for batch in stream:
-        texts = tokenizer.batch_decode([f.ids[:-1] if f.stop == 'eos' else f.ids for f in batch])
-        actions = [parse(env.chat.protocol, text) for text in texts]
-        active = [drafts[f.key] for f in batch]
-        ended = 0
-        for f, text, action, draft, reply in zip(batch, texts, actions, active, _replies(env, active, actions, [f.stop == 'eos' for f in batch])):
-            trajectory = _answer_or_observe(env, draft, f, text, action, reply)
+        texts, ended = env.chat.read([f.ids for f in batch], [f.stop for f in batch])
+        actions = [env.chat.parse(text, f.stop) for text, f in zip(texts, batch)]
+        active, over = [drafts[f.key] for f in batch], 0
+        for f, text, action, draft, reply in zip(batch, texts, actions, active, _replies(env, active, actions, ended)):
+            trajectory = _answer_or_observe(env, draft, f, text, action, reply) or _edit_context(env, draft, stream, limit)
             if trajectory is None: submit(draft)
             else:
                 stream.release(f.key)
                 done[f.key] = trajectory
-                ended += 1
-        if progress and ended: progress(ended)
+                over += 1
+        if progress and over: progress(over)
     return [Group(q, [done[b, g] for g in range(group_size)]) for b, q in enumerate(questions)]

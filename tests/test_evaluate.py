@@ -1,0 +1,436 @@
+"""From files to numbers: nine sets through one command, a scripted player whose score is known beforehand, manifests, and what a replay notices."""
+import gzip
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from credit_rl import evaluate as evaluation
+from credit_rl.datasets import BENCHMARKS, MIXTURES, load_corpus, load_questions
+from credit_rl.engine import ScriptedEngine
+from credit_rl.evaluate import (Settings, bootstrap_interval, evaluation_figure, evaluation_table, from_settings, local_folder, main, manifest_differences,
+                                model_hashes, read_manifest, read_scores, replay, run_evaluation, set_names, set_scores)
+from credit_rl.metrics import cover_match, normalize
+from credit_rl.protocol import byte_tokenizer
+from credit_rl.retrieval import BM25, SearchServer
+from credit_rl.runlog import read_turns
+from credit_rl.trajectory import Stop, trajectory_from_json
+
+DATA = Path(__file__).resolve().parents[1] / 'data'
+ROWS = DATA / 'rows'
+SAMPLE = DATA / 'hotpotqa_sample.json'
+SEVEN = MIXTURES['tspo'].evaluate
+FILES = {**{n: str(next(ROWS.glob(f'{n}.*'))) for n in BENCHMARKS if n != 'hotpotqa'}, 'hotpotqa': str(SAMPLE)}   # rows of our own, of every set
+BARE = ('nq', 'triviaqa', 'popqa', 'bamboogle')                                                                # their rows bring no passages
+QUICK = dict(max_turns=2, turn_tokens=6, max_tokens=16384, passages=2)
+
+
+def random_model(folder):
+    "Write a small random Qwen2 with a byte-level BPE to a folder, as any model is saved. Returns the folder as str."
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+    tokenizer = byte_tokenizer(texts=[p.read_text() for p in ROWS.iterdir()], merges=400)
+    torch.manual_seed(0)
+    Qwen2ForCausalLM(Qwen2Config(vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
+                                 max_position_embeddings=16384, eos_token_id=tokenizer.eos_token_id)).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(autouse=True)
+def on_a_cpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, 'is_available', lambda: False)
+
+
+@pytest.fixture(scope='module')
+def model(tmp_path_factory):
+    return random_model(tmp_path_factory.mktemp('model'))
+
+
+@pytest.fixture(scope='module')
+def corpus(tmp_path_factory):
+    "The sample's passages as a corpus file, for the sets that bring none."
+    path = tmp_path_factory.mktemp('corpus') / 'corpus.jsonl'
+    path.write_text(''.join(json.dumps({'id': p.id, 'title': p.title, 'text': p.text}) + '\n' for p in load_corpus('hotpotqa', SAMPLE)))
+    return str(path)
+
+
+def quiet(settings, **rest):
+    "Run an evaluation without a word. Returns its folder."
+    return run_evaluation(settings, say=lambda line: None, progress=False, **rest)
+
+
+# ---- nine sets, one command ----
+
+def check_nine(run, asked, loaded):
+    "What must be true of a random model's evaluation of all sets; `loaded` gives the questions of a set."
+    scores = read_scores(run)
+    assert list(scores) == list(BENCHMARKS) and len(scores) == 9 and json.loads((run / 'summary.json').read_text()) == scores
+    for name, s in scores.items():
+        folder, rows = run / name, read_turns(run / name)
+        manifest, questions = read_manifest(folder), {q.id: q for q in loaded(name)}
+        assert len(rows) == s['questions'] == manifest['questions']['asked'] == min(asked, len(questions))
+        assert [r['id'] for r in rows] == manifest['questions']['ids'] and manifest['questions']['loaded'] == len(questions)
+        assert s['metric'] == ('numeric' if name in ('gsm8k', 'finqa') else 'em') and 0 <= s['score'] <= .5
+        for r in rows:
+            t, q = trajectory_from_json(r['trajectory']), questions[r['id']]
+            assert (r['question'], tuple(r['golds']), t.question.text) == (q.text, q.answers, q.text)
+            assert r['turns'] == len(t.turns) <= QUICK['max_turns'] and r['tokens'] == sum(len(turn.action_ids) for turn in t.turns)
+            assert (r['prediction'] is not None) == (t.stop is Stop.ANSWER) and (r['prediction'] or r['em'] == r['f1'] == r['cover_em'] == 0)
+        assert (manifest['corpus'] is not None) == (manifest['retriever'] is not None) == (name in SEVEN)
+        if name in SEVEN:
+            assert re.fullmatch('[0-9a-f]{32}', manifest['corpus']['hash']) and manifest['corpus']['passages'] >= 4
+            assert manifest['retriever'] == {'name': 'BM25', 'k1': .9, 'b': .4, 'variant': 'lucene', 'top_k': 2, 'passage_tokens': None}
+            assert 'call a search engine' in manifest['prompt']
+        else:
+            assert 'search' not in manifest['prompt'] and manifest['protocol']['name'] == 'direct'
+    return scores
+
+
+def check_finqa(run, tokenizer):
+    "The page stands in the prompt: the words before the table, its rows, and the question after it."
+    for r in read_turns(run / 'finqa'):
+        prompt = tokenizer.decode(r['trajectory']['prompt_ids'])
+        table = [line for line in r['question'].splitlines() if ' | ' in line]
+        assert table and all(line in prompt for line in table) and r['question'].strip() in prompt and prompt.rindex('Question: ') > prompt.rindex(table[-1])
+
+
+def test_nine_sets_of_our_own_by_one_command(model, corpus, tmp_path, capsys):
+    given = {**QUICK, 'model': model, 'data': 'all', 'path': FILES, 'corpus': dict.fromkeys(BARE, corpus), 'run': str(tmp_path / 'run'), 'questions': 2}
+    main([f'{k}={json.dumps(v)}' for k, v in given.items()])
+    scores = check_nine(tmp_path / 'run', 2, lambda name: load_questions(name, FILES[name]))
+    check_finqa(tmp_path / 'run', evaluation.load_tokenizer(model))
+    said = capsys.readouterr().out
+    assert all(f'{name}: ' in said for name in BENCHMARKS) and '95 %' in said and 'mean' in said
+    table = evaluation_table(tmp_path / 'run')
+    assert table.index.tolist() == [*BENCHMARKS, 'mean'] and table.loc['mean', 'score'] == pytest.approx(sum(s['score'] for s in scores.values()) / 9, abs=1e-3)
+    assert {n for n, _ in evaluation_table(tmp_path / 'run', by_hops=True).index} == {'hotpotqa', '2wikimultihopqa', 'musique', 'bamboogle'}
+    (ax,) = evaluation_figure(tmp_path / 'run').axes
+    assert [label.get_text().split()[0] for label in ax.get_yticklabels()] == list(BENCHMARKS)[::-1]
+
+
+def test_nine_real_slices_by_one_command(model, data, tmp_path):
+    given = {**QUICK, 'model': model, 'data': 'all', 'path': str(data), 'run': str(tmp_path / 'run'), 'questions': 2}
+    main([f'{k}={json.dumps(v)}' for k, v in given.items()])
+    scores = check_nine(tmp_path / 'run', 2, lambda name: load_questions(name, data / name, BENCHMARKS[name].eval_split))
+    check_finqa(tmp_path / 'run', evaluation.load_tokenizer(model))
+    assert scores.keys() == set(BENCHMARKS)
+    assert read_manifest(tmp_path / 'run' / 'hotpotqa')['corpus']['passages'] == len(json.loads((data / 'hotpotqa' / 'hotpotqa_corpus.json').read_text()))
+
+
+# ---- a player whose score is known ----
+
+def researcher(questions):
+    "A player that searches its question and answers with a gold if one passage that came back holds it."
+    golds = {q.text.strip(): q.answers for q in questions}
+
+    def act(text, rng):
+        question = text.rsplit('Question: ', 1)[1].split('<|im_end|>')[0]
+        if '<tool_response>\nDoc 1' not in text:
+            return f'<tool_call> {json.dumps({"name": "search", "arguments": {"query_list": [question]}})} </tool_call>'
+        seen = text.rsplit('<tool_response>\n', 1)[1].rsplit('\n</tool_response>', 1)[0]
+        pages = re.split(r'^Doc \d+ \(Title: ', seen, flags=re.M)[1:]
+        return f'<answer> {next((g for g in golds[question] if any(cover_match(p, [g]) for p in pages)), "unknown")} </answer>'
+    return act
+
+
+def check_researcher(name, settings, corpus_at, k):
+    "Its exact match is the share of questions with a gold among the top passages, by calling the retriever here."
+    place = settings['path'][name] if isinstance(settings['path'], dict) else f'{settings["path"]}/{name}'
+    engine = ScriptedEngine(researcher(load_questions(name, place, BENCHMARKS[name].eval_split)), byte_tokenizer(), max_length=10 ** 6)
+    folder = quiet({**settings, 'model': 'researcher', 'data': name, 'passages': k, 'max_tokens': 10 ** 6}, engine=engine) / name
+    rows = [r for r in read_turns(folder) if not {normalize(g) for g in r['golds']} & {'yes', 'no'}]
+    search = BM25(load_corpus(name, corpus_at))
+    hits = [any(cover_match(f'{p.title} {p.text}', r['golds']) for p in found) for r, found in zip(rows, search.search([r['question'] for r in rows], k))]
+    assert sum(r['em'] for r in rows) / len(rows) == sum(hits) / len(hits) and [r['em'] == 1 for r in rows] == hits
+    assert all(r['answer_rate'] == 1 and r['turns'] == 2 and r['calls'] == 1 for r in rows)
+    assert read_manifest(folder)['corpus']['hash'] == search.corpus
+    return hits
+
+
+def test_a_researcher_on_rows_of_our_own(corpus, tmp_path):
+    hits = {}
+    for k in (1, 3):
+        settings = {'path': FILES, 'corpus': dict.fromkeys(BARE, corpus), 'run': str(tmp_path / str(k))}
+        hits[k] = [hit for name in SEVEN for hit in check_researcher(name, settings, corpus if name in BARE else FILES[name], k)]
+    assert sum(hits[1]) < sum(hits[3]) < len(hits[3])                    # neither nobody nor everybody: the test could fail
+
+
+@pytest.mark.parametrize('name', SEVEN)
+def test_a_researcher_on_the_real_sets(name, data, tmp_path):
+    hits = check_researcher(name, {'path': str(data), 'run': str(tmp_path), 'questions': 60}, data / name, 3)
+    assert len(hits) > 2 and (name == 'triviaqa' or 0 < sum(hits) < len(hits))   # TriviaQA's original file has three questions here
+
+
+# ---- the same again, and what a replay notices ----
+
+@pytest.fixture(scope='module')
+def played(model, tmp_path_factory):
+    "A folder of its own files, the settings of an evaluation on them, and its run: (settings, run folder)."
+    here = tmp_path_factory.mktemp('played')
+    shutil.copytree(model, here / 'model')
+    shutil.copy(SAMPLE, here / 'sample.json')
+    settings = {**QUICK, 'model': str(here / 'model'), 'data': 'hotpotqa', 'path': str(here / 'sample.json'), 'run': str(here / 'run')}
+    return settings, quiet(settings)
+
+
+def test_two_evaluations_of_one_manifest_are_identical(played, tmp_path):
+    settings, run = played
+    again = quiet({**settings, 'run': str(tmp_path / 'again')})
+    for name in ('turns.jsonl.gz', 'scores.json'):
+        assert (again / 'hotpotqa' / name).read_bytes() == (run / 'hotpotqa' / name).read_bytes()
+    assert not manifest_differences(read_manifest(run / 'hotpotqa'), read_manifest(again / 'hotpotqa'), ignore=())
+    said = []
+    (result,) = replay(run, say=said.append, progress=False).values()
+    assert result.same and result.questions == 6 and said == ['hotpotqa: nothing differs; 6 questions']
+
+
+@pytest.fixture
+def copy(played, tmp_path):
+    "A copy of the model and the file, and how a replay on them sees it: function(**other changes) -> Replayed."
+    settings, run = played
+    shutil.copytree(settings['model'], tmp_path / 'model')
+    shutil.copy(settings['path'], tmp_path / 'sample.json')
+
+    def look(**changes):
+        (result,) = replay(run, changes={'model': str(tmp_path / 'model'), 'path': str(tmp_path / 'sample.json'), **changes}, say=lambda line: None, progress=False).values()
+        return result
+    look.folder = tmp_path
+    return look
+
+
+def parts(result):
+    "Which inputs differ, by the name before the colon."
+    return {line.split(':')[0] for line in result.inputs}
+
+
+def edit(path, change):
+    "Change the JSON values in a file."
+    values = json.loads(path.read_text())
+    change(values)
+    path.write_text(json.dumps(values))
+
+
+def test_moved_files_are_no_difference(copy):
+    assert copy().same
+
+
+def test_replay_names_a_changed_passage(copy):
+    def change(rows): rows[0]['context'][0][1][0] += ' It is small.'
+    edit(copy.folder / 'sample.json', change)
+    result = copy()
+    # the passage stands in another row too, so that the corpus has one more now
+    assert parts(result) == {'corpus.hash', 'corpus.passages'} and not result.same
+
+
+def test_replay_names_a_changed_row(copy):
+    def change(rows):
+        rows[2]['question'] += ' Say so.'
+        rows[3]['answer'] = 'Orvane'
+    edit(copy.folder / 'sample.json', change)
+    result = copy()
+    assert parts(result) == {'questions.loaded_hash', 'questions.asked_hash', "question 'sample-2'", "question 'sample-3'"}
+    assert any('its text' in line for line in result.inputs) and any('its golds' in line for line in result.inputs)
+    assert result.rows == ("row 'sample-2': another prompt",)               # golds are not shown to the player
+
+
+def test_replay_names_rows_that_came_and_went(copy):
+    def change(rows): rows[0]['_id'] = 'sample-new'
+    edit(copy.folder / 'sample.json', change)
+    assert {"question 'sample-0'", "question 'sample-new'"} <= parts(copy())
+
+
+def test_replay_names_a_changed_prompt(copy, monkeypatch):
+    from dataclasses import replace
+    plain = evaluation.PROTOCOLS['tspo']
+    monkeypatch.setitem(evaluation.PROTOCOLS, 'tspo', replace(plain, user='Be brief. ' + plain.user))
+    result = copy()
+    assert parts(result) == {'prompt', 'protocol.user'} and len(result.rows) == 6 and all('another prompt' in line for line in result.rows)
+
+
+def test_replay_names_a_changed_template(copy):
+    path = copy.folder / 'model' / 'chat_template.jinja'
+    path.write_text(path.read_text().replace("assistant\\n", "assistant\\n\\n") if 'assistant\\n' in path.read_text() else path.read_text().replace('assistant\n', 'assistant\n\n'))
+    assert parts(copy()) == {'prompt', 'tokenizer'}
+
+
+def test_replay_names_changed_weights(copy):
+    from transformers import AutoModelForCausalLM
+    model = AutoModelForCausalLM.from_pretrained(copy.folder / 'model')
+    with torch.no_grad():
+        model.get_output_embeddings().weight.mul_(-1)
+    model.save_pretrained(copy.folder / 'model')
+    result = copy()
+    assert {'model.hash', 'model.files.model.safetensors'} <= parts(result) and 'tokenizer' not in parts(result)
+    assert result.rows and all('action differs' in line for line in result.rows)
+
+
+@pytest.mark.parametrize('changes, named', [
+    ({'greedy': False}, {'decoding.greedy'}), ({'turn_tokens': 5}, {'decoding.max_tokens', 'limits.turn_tokens'}), ({'passages': 3}, {'retriever.top_k'}),
+    ({'seed': 1}, {'seed'}), ({'batch': 3}, {'machine.batch'}), ({'max_turns': 1}, {'limits.max_turns'})])
+def test_replay_names_changed_settings(copy, changes, named):
+    assert parts(copy(**changes)) == named
+
+
+def test_replay_names_another_version_and_other_rows(played, tmp_path):
+    "What was kept is edited here: a package, and one prediction."
+    _, run = played
+    shutil.copytree(run, tmp_path / 'run')
+    folder = tmp_path / 'run' / 'hotpotqa'
+
+    def change(manifest): manifest['versions']['transformers'] = '0.1'
+    edit(folder / 'manifest.json', change)
+    rows = [json.loads(line) for line in gzip.decompress((folder / 'turns.jsonl.gz').read_bytes()).splitlines()]
+    rows[4]['prediction'] = 'Paris'
+    rows[5]['trajectory']['turns'][0]['action_ids'][0] += 1
+    (folder / 'turns.jsonl.gz').write_bytes(gzip.compress(''.join(json.dumps(r) + '\n' for r in rows).encode()))
+    (result,) = replay(folder, say=lambda line: None, progress=False).values()
+    assert parts(result) == {'versions.transformers'} and len(result.rows) == 2
+    assert "'Paris' before" in result.rows[0] and result.rows[1].startswith("row 'sample-5', turn 0: action differs")
+    with pytest.raises(SystemExit) as stopped:
+        main(['--replay', str(folder)])
+    assert stopped.value.code == 1
+
+
+# ---- going on, and refusing ----
+
+def test_what_is_done_is_not_played_again(model, tmp_path, monkeypatch):
+    settings = {**QUICK, 'model': model, 'data': 'gsm8k,finqa', 'path': FILES, 'run': str(tmp_path)}
+    real, said = evaluation.rollout, []
+
+    def stops(engine, env, questions, *rest):
+        if questions[0].source == 'finqa': raise KeyboardInterrupt
+        said.append(questions[0].source)
+        return real(engine, env, questions, *rest)
+    monkeypatch.setattr(evaluation, 'rollout', stops)
+    with pytest.raises(KeyboardInterrupt):
+        quiet(settings)
+    assert said == ['gsm8k'] and [p.name for p in tmp_path.iterdir()] == ['gsm8k']         # nothing half done is left
+    monkeypatch.setattr(evaluation, 'rollout', real)
+    before, lines = (tmp_path / 'gsm8k' / 'turns.jsonl.gz').stat().st_mtime_ns, []
+    run_evaluation(settings, say=lines.append, progress=False)
+    assert (tmp_path / 'gsm8k' / 'turns.jsonl.gz').stat().st_mtime_ns == before and 'evaluated before' in lines[0] and 'evaluated before' not in lines[1]
+    monkeypatch.setattr(evaluation, 'load_model', None)                                       # all is done: no model is needed
+    quiet(settings)
+    with pytest.raises(ValueError, match=r'gsm8k holds an evaluation of other inputs \(limits.max_turns: 2 before, 1 now\)'):
+        quiet({**settings, 'max_turns': 1})
+
+
+EMPTY = 'empty.jsonl'
+
+
+@pytest.mark.parametrize('changes, error, message', [
+    ({'data': 'hotpot'}, ValueError, "did you mean 'hotpotqa'"), ({'data': []}, ValueError, 'at least one data set'),
+    ({'path': 'no/such/file.json'}, FileNotFoundError, 'path .* of hotpotqa does not exist'), ({'corpus': 'no/corpus'}, FileNotFoundError, 'corpus .* does not exist'),
+    ({'path': EMPTY}, ValueError, 'hotpotqa: the file has no rows'), ({'data': 'nq', 'path': FILES['nq']}, ValueError, 'nq brings no passages: give them as corpus'),
+    ({'data': 'triviaqa', 'path': FILES['triviaqa']}, ValueError, 'triviaqa rows bring no paragraphs; give a corpus file'),
+    ({'model': 'no/such/folder/here'}, ValueError, 'neither a folder here nor a name'), ({'model': str(ROWS)}, ValueError, 'no config.json'),
+    ({'model': 'bare'}, ValueError, 'has no weights'), ({'model': None}, ValueError, 'model must be given'),
+    ({'protocol': 'tspoo'}, ValueError, 'protocol must be one of'), ({'protocol': 'carl'}, ValueError, 'only searches'), ({'dtype': 'float33'}, ValueError, 'dtype must be'),
+    ({'dtype': 'nn'}, ValueError, 'dtype must be'), ({'engine': 'gpt'}, ValueError, 'engine must be one of hf'), ({'questions': 0}, ValueError, 'at least 1'),
+    ({'temperature': 0.}, ValueError, 'temperature'), ({'max_tokens': 200}, ValueError, '6 of 6 questions leave no room'), ({'split': 'tests', 'path': 'folder'}, ValueError, 'unknown split'),
+    ({'modle': 'x'}, ValueError, "did you mean 'model'"), ({'questions': 'ten'}, ValueError, 'must be a int')])
+def test_bad_input_is_refused_before_the_model_is_loaded(model, tmp_path, monkeypatch, changes, error, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / EMPTY).write_text('')
+    (tmp_path / 'folder').mkdir()
+    shutil.copytree(model, tmp_path / 'bare', ignore=shutil.ignore_patterns('*.safetensors'))
+
+    def load(*args): raise AssertionError('the model was loaded')
+    monkeypatch.setattr(evaluation, 'load_model', load)
+    with pytest.raises(error, match=message):
+        quiet({**QUICK, 'model': model, 'data': 'hotpotqa', 'path': str(SAMPLE), 'run': str(tmp_path / 'run'), **changes})
+    assert not (tmp_path / 'run').exists()
+
+
+# ---- other ways to search, or none ----
+
+def test_an_index_a_server_and_a_file_give_the_same_rows(corpus, tmp_path):
+    engine = ScriptedEngine(researcher(load_questions('nq', FILES['nq'])), byte_tokenizer(), max_length=10 ** 5)
+    search = BM25(load_corpus('nq', corpus))
+    search.save(tmp_path / 'index')
+    with SearchServer(search) as server:
+        folders = [quiet({'data': 'nq', 'path': FILES['nq'], 'corpus': given, 'run': str(tmp_path / name), 'model': 'r'}, engine=engine) / 'nq'
+                   for name, given in (('file', corpus), ('indexed', str(tmp_path / 'index')), ('served', server.url))]
+        url = server.url
+    assert len({(f / 'turns.jsonl.gz').read_bytes() for f in folders}) == 1
+    file, indexed, served = map(read_manifest, folders)
+    assert not manifest_differences(file, indexed) and file['corpus']['hash'] == search.corpus
+    assert served['corpus'] == {'passages': None, 'hash': None} and served['retriever']['url'] == url
+
+
+def test_closed_book_needs_no_passages(model, tmp_path):
+    folder = quiet({**QUICK, 'model': model, 'data': 'nq', 'path': FILES['nq'], 'protocol': 'direct', 'run': str(tmp_path)}) / 'nq'
+    manifest = read_manifest(folder)
+    assert manifest['corpus'] is manifest['retriever'] is None and 'search' not in manifest['prompt']
+
+
+def test_a_call_where_nothing_is_searched_gets_an_error(tmp_path):
+    def act(text, rng):
+        return '<answer> 2100 </answer>' if 'Error: there is nothing to search' in text else '<tool_call> {"name": "search", "arguments": {"query_list": ["x"]}} </tool_call>'
+    folder = quiet({'data': 'gsm8k', 'path': FILES['gsm8k'], 'run': str(tmp_path), 'model': 'r'}, engine=ScriptedEngine(act, byte_tokenizer(), max_length=10 ** 5))
+    s = read_scores(folder)['gsm8k']
+    assert s['numeric'] == s['score'] == .5 and s['turns'] == 2 and s['calls'] == 1        # the first of two
+
+
+# ---- numbers ----
+
+def row(em, hops, name='hotpotqa'):
+    return {'dataset': name, 'hops': hops, 'em': em, 'cover_em': 1., 'f1': em, 'answer_rate': 1., 'turns': 2, 'calls': 1, 'tokens': 10, 'malformed': 0.}
+
+
+def test_scores_by_hand():
+    s = set_scores([row(1., 2), row(0., 2), row(1., 4), row(1., 4)])
+    assert (s['score'], s['em'], s['cover_em'], s['tokens'], s['questions']) == (.75, .75, 1., 10., 4)
+    assert {h: (x['questions'], x['score']) for h, x in s['by_hops'].items()} == {'2': (2, .5), '4': (2, 1.)} and s['by_hops']['4']['interval'] == [1, 1]
+    alone = set_scores([row(1., None)])
+    assert alone['intervals'] == {} and alone['by_hops'] == {}                               # one question says nothing about others
+
+
+@pytest.mark.parametrize('n, p', [(20, .5), (200, .1), (3000, .35)])
+def test_the_interval_is_the_binomials(n, p):
+    "A resample of zeros and ones is a binomial draw, whose quantiles are known."
+    stats = pytest.importorskip('scipy.stats')
+    ones = round(n * p)
+    got, wanted = bootstrap_interval([1.] * ones + [0.] * (n - ones), draws=20000), stats.binom.ppf([.025, .975], n, ones / n) / n
+    spread = (p * (1 - p) / n) ** .5
+    assert all(abs(a - b) <= .1 * spread + 1 / n for a, b in zip(got, wanted))
+    assert bootstrap_interval([0, 1, 1], seed=3) == bootstrap_interval([0, 1, 1], seed=3)
+
+
+# ---- names ----
+
+def test_which_sets_are_meant():
+    assert set_names('all') == list(BENCHMARKS) and set_names('tspo') == list(SEVEN)
+    assert set_names('GSM8K, Hotpot-QA,gsm8k') == set_names(['gsm8k', 'hotpotqa']) == ['gsm8k', 'hotpotqa']
+    with pytest.raises(ValueError, match='must be a int'):
+        from_settings(Settings, {'seed': 1.5})
+
+
+def test_a_model_of_the_hub_is_fetched_or_named(model, monkeypatch):
+    import huggingface_hub
+    asked = []
+
+    def fetch(name, allow_patterns):
+        asked.append((name, allow_patterns))
+        return model
+    monkeypatch.setattr(huggingface_hub, 'snapshot_download', fetch)
+    assert local_folder('owner/model') == Path(model) and len(asked) == 1 and '*.safetensors' in asked[0][1]
+
+    def offline(*args, **kwargs): raise OSError('no network')
+    monkeypatch.setattr(huggingface_hub, 'snapshot_download', offline)
+    with pytest.raises(ConnectionError, match="could not fetch 'owner/model'.*no network"):
+        local_folder('owner/model')
+
+
+def test_a_model_is_known_by_its_contents(model, tmp_path):
+    shutil.copytree(model, tmp_path / 'other')
+    assert model_hashes(tmp_path / 'other') == model_hashes(model)
+    path = tmp_path / 'other' / 'model.safetensors'
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    before, now = model_hashes(model), model_hashes(tmp_path / 'other')
+    assert [n for n in before if before[n] != now[n]] == ['model.safetensors']
