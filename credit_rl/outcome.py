@@ -208,8 +208,9 @@ def at_last_turn(
     outcome,    # (N,) outcome of each trajectory
     turn_mask,  # (N, K) bool
 ):
-    "Place each outcome on its trajectory's last turn: (N, K), 0 elsewhere."
+    "Place each outcome on its trajectory's last turn: (N, K), 0 elsewhere. Raises ValueError where it is not one outcome per trajectory."
     last = check_turns(turn_mask, turn_mask) - 1
+    if outcome.shape != last.shape: raise ValueError(f'outcome must be ({len(last)},), one per trajectory, got {tuple(outcome.shape)}')
     return outcome.new_zeros(turn_mask.shape).scatter(1, last[:, None], outcome[:, None])
 
 # %% ../nbs/30_outcome.ipynb #c059
@@ -232,8 +233,8 @@ def discounted_sum(
     gamma,      # discount per turn, in [0, 1]
 ):
     """Accumulate turn rewards backwards, y_k = Σ_{j≥k} γ^(j−k) x_j (IGPO eq. 7): (N, K), 0 outside the mask.
-    Raises ValueError on a half-measured trajectory and on a discount outside [0, 1]."""
-    if turn_mask.shape != x.shape: raise ValueError(f'turn_mask must be {tuple(x.shape)} like x, got {tuple(turn_mask.shape)}')
+    Raises ValueError on a half-measured trajectory, a mask with holes, and a discount outside [0, 1]."""
+    check_turns(turn_mask, x)
     valid = measured(x, turn_mask)
     y = discounted_suffix(torch.where(valid, widen(x), 0.0), gamma)
     y = torch.where(turn_mask, torch.where(valid, y, torch.nan), 0.0)

@@ -1,0 +1,362 @@
+"""Properties of 33_information_gain: gains telescope, comparisons stay inside their cells, the released variant is what was released."""
+import math, statistics
+
+import pytest, torch
+from hypothesis import given, settings, strategies as st
+from torch.testing import assert_close
+
+from credit_rl.information_gain import (NORMS, best_gold_logp, first_answer, gold_entropy, has_answer, igpo_advantages,
+                                        information_gain, set_f1, with_outcome)
+from credit_rl.outcome import group_normalize
+from credit_rl.trajectory import Group, example_group
+
+PROPERTY = settings(deadline=None, max_examples=40)
+NAN = math.nan
+logps = st.floats(-8, -1 / 128, width=32)
+numbers = st.one_of(st.sampled_from([0.0, 0.5, 1.0, -1.0]), st.floats(-2, 2, width=32))
+
+
+@st.composite
+def shapes(draw):
+    "turn_mask (N, K) and groups (N,), ragged both, ids in any order, one group of two members or more."
+    sizes = [draw(st.integers(2, 4))] + draw(st.lists(st.integers(1, 3), max_size=2))
+    labels = draw(st.lists(st.integers(-50, 50), min_size=len(sizes), max_size=len(sizes), unique=True))
+    groups = draw(st.permutations([label for label, size in zip(labels, sizes) for _ in range(size)]))
+    counts = torch.tensor(draw(st.lists(st.integers(1, 4), min_size=len(groups), max_size=len(groups))))
+    return torch.arange(int(counts.max())) < counts[:, None], torch.tensor(groups)
+
+
+@st.composite
+def batches(draw, values=numbers):
+    "rewards (N, K) float64 with NaN padding, turn_mask, groups."
+    mask, groups = draw(shapes())
+    x = torch.tensor([[draw(values) if there else NAN for there in row] for row in mask.tolist()], dtype=torch.float64)
+    return x, mask, groups
+
+
+@st.composite
+def beliefs(draw, missing=True):
+    "answer_logp (N, K+1) float64 with NaN padding and, with `missing`, failed states; turn_mask."
+    mask, _ = draw(shapes())
+    own = torch.nn.functional.pad(mask, (1, 0), value=True)
+    value = st.one_of(logps, st.just(NAN)) if missing else logps
+    return torch.tensor([[draw(value) if there else NAN for there in row] for row in own.tolist()], dtype=torch.float64), mask
+
+
+def cells_of(mask, groups, norm):
+    "Lists of (i, k) that are compared with one another, slowly."
+    cells = {}
+    for i, k in mask.nonzero().tolist():
+        last = k == int(mask[i].sum()) - 1
+        kind = {'joint': 0, 'separate': last, 'pooled': last, 'per-turn': 'end' if last else k}[norm]
+        cells.setdefault((groups[i].item(), kind), []).append((i, k))
+    return list(cells.values())
+
+
+def slow_igpo(x, mask, groups, gamma, norm, ddof, eps, variant, parts):
+    "IGPO by Python's statistics; the released variant at the level of tokens, two to a turn, the reward on the second."
+    n, width = x.shape
+    out = torch.zeros(n, width, dtype=torch.float64)
+    end = mask.sum(1).tolist()
+    for cell in cells_of(mask, groups, norm):
+        for w in list(cell):
+            is_last = w[1] == end[w[0]] - 1
+            if parts != 'both' and is_last != (parts == 'outcome'): cell.remove(w)
+            elif variant == 'released' and not is_last and x[w] == 0: cell.remove(w)
+        values = [x[w].item() for w in cell]
+        if len(values) < 2 or max(values) == min(values): continue
+        mean, var = statistics.fmean(values), (statistics.variance if ddof else statistics.pvariance)(values)
+        scale = (math.sqrt(var + 1e-8) if variant == 'released' else math.sqrt(var)) + eps
+        for w in cell: out[w] = (x[w] - mean) / scale
+    y = torch.zeros_like(out)
+    for i in range(n):
+        if variant == 'paper':
+            for k in range(end[i]): y[i, k] = sum(gamma ** (j - k) * out[i, j] for j in range(k, end[i]))
+            continue
+        tokens = [0.0 if t % 2 == 0 else out[i, t // 2].item() for t in range(2 * end[i])]
+        advantage, ends, later = [0.0] * len(tokens), [t for t, r in enumerate(tokens) if r != 0], 0.0
+        for t in ends[::-1]:
+            later = tokens[t] + gamma * later
+            start = max([e + 1 for e in ends if e < t], default=0)
+            advantage[start:t + 1] = [later] * (t + 1 - start)
+        for k in range(end[i]): y[i, k] = advantage[2 * k]
+    return y
+
+
+# ---------------------------------------------------------------- beliefs
+
+@PROPERTY
+@given(st.data())
+def test_the_best_gold_counts_at_each_state(data):
+    n, s, m = (data.draw(st.integers(1, 3)) for _ in range(3))
+    sums = torch.tensor([[[data.draw(st.one_of(logps, st.just(NAN))) for _ in range(m)] for _ in range(s)] for _ in range(n)])
+    tokens = torch.tensor([data.draw(st.integers(1, 5)) for _ in range(m)])
+    exists = torch.tensor([[[True] + [data.draw(st.booleans()) for _ in range(m - 1)]] for _ in range(n)]).expand(n, s, m)
+    best = best_gold_logp(sums, tokens, exists)
+    for i in range(n):
+        for j in range(s):
+            means = [(sums[i, j, g] / tokens[g]).item() for g in range(m) if exists[i, j, g]]
+            expected = NAN if any(map(math.isnan, means)) else max(means)
+            assert_close(best[i, j], torch.tensor(expected), equal_nan=True)
+    order = torch.randperm(m, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(best_gold_logp(sums[..., order], tokens[order], exists[..., order]).nan_to_num(7), best.nan_to_num(7))
+    padded = best_gold_logp(torch.nn.functional.pad(sums, (0, 1), value=NAN), torch.nn.functional.pad(tokens, (0, 1)),
+                            torch.nn.functional.pad(exists, (0, 1)))
+    assert torch.equal(padded.nan_to_num(7), best.nan_to_num(7))
+
+
+def test_maximum_over_golds_comes_before_the_difference():
+    states = torch.tensor([[[1/2, 1/10], [1/5, 3/5]]]).log()             # gold 1 falls, gold 2 rises by a half
+    gain = information_gain(best_gold_logp(states, torch.tensor([1, 1])))
+    assert_close(gain, torch.tensor([[0.1]]))                            # 3/5 - 1/2, not max(-0.3, +0.5)
+
+
+def test_bad_golds_are_refused():
+    sums = torch.tensor([[-1.0, -2.0]])
+    with pytest.raises(ValueError, match='no tokens'): best_gold_logp(sums, torch.tensor([1, 0]))
+    with pytest.raises(ValueError, match='log()'): best_gold_logp(-sums, torch.tensor([1, 1]))
+    with pytest.raises(ValueError, match='without golds'): best_gold_logp(sums, torch.tensor([1, 1]), torch.tensor([False, False]))
+    with pytest.raises(ValueError, match='floats'): best_gold_logp(sums.long(), torch.tensor([1, 1]))
+    square = torch.full((2, 2, 2), -1.0)                                 # a mask (N, M) would silently be read as (states, M)
+    with pytest.raises(ValueError, match='axes'): best_gold_logp(square, torch.tensor([1, 1]), torch.ones(2, 2, dtype=torch.bool))
+
+
+@PROPERTY
+@given(beliefs(), st.sampled_from(['prob', 'logprob']))
+def test_gains_telescope_over_missing_states(batch, mode):
+    x, mask = batch
+    gains = information_gain(x, mask, mode)
+    value = x.exp() if mode == 'prob' else x
+    for i, n in enumerate(mask.sum(1).tolist()):
+        own = [v for v in value[i, :n + 1].tolist() if not math.isnan(v)]
+        if math.isnan(value[i, 0]): assert gains[i, :n].isnan().all()
+        else:
+            assert math.isclose(gains[i, :n].sum(), own[-1] - own[0], rel_tol=1e-9, abs_tol=1e-9)
+            before = own[0]
+            for k in range(n):
+                now = value[i, k + 1].item()
+                assert math.isclose(gains[i, k], 0.0 if math.isnan(now) else now - before, rel_tol=1e-9, abs_tol=1e-9)
+                before = before if math.isnan(now) else now
+    assert (gains[~mask] == 0).all()
+
+
+@PROPERTY
+@given(beliefs(missing=False), st.sampled_from([NAN, 0.5, -math.inf]))
+def test_padding_is_never_read(batch, garbage):
+    x, mask = batch
+    own = torch.nn.functional.pad(mask, (1, 0), value=True)
+    wide = torch.nn.functional.pad(torch.where(own, x, garbage), (0, 2), value=garbage)
+    wide_mask = torch.nn.functional.pad(mask, (0, 2))
+    for mode in ('prob', 'logprob'):
+        assert torch.equal(information_gain(wide, wide_mask, mode)[:, :mask.shape[1]], information_gain(x, mask, mode))
+    assert torch.equal(gold_entropy(wide, wide_mask), gold_entropy(x, mask))
+
+
+def test_gain_is_small_print():
+    x = torch.tensor([[-3.0, -1.0, -2.0]], requires_grad=True)
+    assert not information_gain(x).requires_grad and not gold_entropy(x, torch.tensor([[True, True]])).requires_grad
+    assert_close(information_gain(x), torch.tensor([[math.exp(-1) - math.exp(-3), math.exp(-2) - math.exp(-1)]]))
+    low = information_gain(x.bfloat16())
+    assert low.dtype == torch.bfloat16
+    assert_close(low, information_gain(x.bfloat16().float()).bfloat16())
+    never = torch.tensor([[-3.0, -math.inf, -2.0]])                      # probability 0 is a measurement, its logarithm is not
+    assert_close(information_gain(never), torch.tensor([[-math.exp(-3), math.exp(-2)]]))
+    with pytest.raises(ValueError, match='infinite'): information_gain(never, mode='logprob')
+
+
+@pytest.mark.parametrize('values', [[0.2, 0.5, 0.9], [1e-5, 2e-5, 3e-5], [-1.0, 0.3, -2.0], [1.0, 1.0, 1.0]])
+def test_probabilities_are_refused(values):
+    x, mask = torch.tensor([values]), torch.tensor([[True, True]])
+    for call in (lambda: information_gain(x), lambda: gold_entropy(x, mask)):
+        with pytest.raises(ValueError, match='log()'): call()
+    with pytest.raises(ValueError, match='mode'): information_gain(-x.abs(), mode='log')
+    with pytest.raises(ValueError, match=r'\(N, K\+1\)'): information_gain(x[0])
+    with pytest.raises(ValueError, match='turn_mask'): information_gain(-x.abs(), torch.tensor([[True, True, True]]))
+    assert information_gain(torch.zeros(1, 3)).tolist() == [[0, 0]]      # certain everywhere is possible, and gains nothing
+
+
+def test_gold_entropy_is_scikit_learns_log_loss():
+    metrics = pytest.importorskip('sklearn.metrics')
+    g = torch.Generator().manual_seed(0)
+    probabilities = torch.rand(50, 3, 4, generator=g, dtype=torch.float64).softmax(-1)      # states S_0, S_1, S_2; four answers
+    gold = torch.randint(0, 4, (50,), generator=g)
+    logp = probabilities.gather(2, gold[:, None, None].expand(50, 3, 1))[..., 0].log()
+    entropy = gold_entropy(logp, torch.ones(50, 2, dtype=torch.bool))
+    for column, state in ((0, 0), (1, 1)):                               # S_2 holds the model's own answer
+        expected = metrics.log_loss(gold.numpy(), probabilities[:, state].numpy(), labels=range(4))
+        assert math.isclose(entropy[:, column].mean(), expected, rel_tol=1e-9)
+
+
+# ---------------------------------------------------------------- the outcome
+
+@PROPERTY
+@given(batches(), st.data())
+def test_the_outcome_takes_the_last_turn(batch, data):
+    gains, mask, _ = batch
+    n = len(gains)
+    answered = torch.tensor(data.draw(st.lists(st.booleans(), min_size=n, max_size=n)))
+    gone = torch.tensor(data.draw(st.lists(st.booleans(), min_size=n, max_size=n)))
+    outcome = torch.tensor(data.draw(st.lists(st.one_of(st.floats(0, 1, width=32), st.just(NAN)), min_size=n, max_size=n)), dtype=torch.float64)
+    out = with_outcome(torch.where(gone[:, None], NAN, gains), outcome, mask, answered, penalty=-0.5)
+    for i, k in enumerate(mask.sum(1).tolist()):
+        end = outcome[i].item() if answered[i] else -0.5
+        missing = math.isnan(end) or (gone[i] and k > 1)                 # a rollout that answers at once needs no gain
+        expected = [NAN] * k if missing else gains[i, :k - 1].tolist() + [end]
+        assert_close(out[i, :k], torch.tensor(expected, dtype=torch.float64), equal_nan=True)
+    assert (out[~mask] == 0).all()
+
+
+def test_with_outcome_refuses():
+    gains, mask, outcome = torch.zeros(2, 3), torch.ones(2, 3, dtype=torch.bool), torch.tensor([1., 0.])
+    with pytest.raises(ValueError, match='<= 0'): with_outcome(gains, outcome, mask, penalty=2.0)
+    with pytest.raises(ValueError, match='<= 0'): with_outcome(gains, outcome, mask, penalty=NAN)
+    with pytest.raises(ValueError, match='answered'): with_outcome(gains, outcome, mask, torch.tensor([1, 0]))
+    with pytest.raises(ValueError, match='outcome'): with_outcome(gains, outcome[:1], mask)
+    with pytest.raises(ValueError, match='bridge'): with_outcome(torch.tensor([[NAN, 0., 0.], [0., 0., 0.]]), outcome, mask)
+    assert has_answer([example_group()]).tolist() == [True] * 3
+
+
+# ---------------------------------------------------------------- advantages
+
+@settings(deadline=None, max_examples=150)
+@given(batches(), st.sampled_from([0.0, 0.5, 1.0]), st.sampled_from(NORMS), st.sampled_from([0, 1]), st.sampled_from(['paper', 'released']),
+       st.sampled_from(['both', 'gain', 'outcome']))
+def test_igpo_is_the_slow_reference(batch, gamma, norm, ddof, variant, parts):
+    x, mask, groups = batch
+    out = igpo_advantages(x, mask, groups, gamma, norm, ddof, 1e-6, variant, parts)
+    assert_close(out, slow_igpo(x, mask, groups, gamma, norm, ddof, 1e-6, variant, parts), atol=1e-6, rtol=1e-6)
+
+
+def test_igpo_agrees_with_scikit_learn_and_torchrl():
+    preprocessing = pytest.importorskip('sklearn.preprocessing')
+    functional = pytest.importorskip('torchrl.objectives.value.functional')
+    g = torch.Generator().manual_seed(0)
+    x, groups = torch.randn(6, 5, generator=g, dtype=torch.float64), torch.tensor([0, 1, 0, 1, 1, 0])
+    mask = torch.ones(6, 5, dtype=torch.bool)
+    for gamma in (1.0, 0.7):
+        out = igpo_advantages(x, mask, groups, gamma, eps=0)
+        for group in (0, 1):
+            z = torch.tensor(preprocessing.scale(x[groups == group].numpy().reshape(-1)).reshape(3, 5))
+            done = torch.zeros(3, 5, 1, dtype=torch.bool)
+            done[:, -1] = True
+            assert_close(out[groups == group], functional.reward2go(z[..., None], done, gamma)[..., 0], atol=1e-9, rtol=1e-9)
+
+
+@PROPERTY
+@given(batches(), st.sampled_from(NORMS))
+def test_limit_cases(batch, norm):
+    x, mask, groups = batch
+    own = igpo_advantages(x, mask, groups, gamma=0.0, norm=norm)
+    if norm == 'joint': assert_close(own, group_normalize(x, groups, mask))
+    for cell in cells_of(mask, groups, norm): assert abs(sum(own[w] for w in cell)) < 1e-6
+    outcome = x.gather(1, mask.sum(1, keepdim=True) - 1)[:, 0]
+    grpo = torch.where(mask, group_normalize(outcome, groups)[:, None], 0.0)
+    assert_close(igpo_advantages(x, mask, groups, norm=norm, parts='outcome'), grpo)             # F1 only is GRPO on F1
+    ends = torch.nn.functional.one_hot(mask.sum(1) - 1, mask.shape[1]).bool()
+    gain = igpo_advantages(x, mask, groups, norm=norm, parts='gain')
+    assert not gain[ends].any()
+    assert torch.equal(gain, igpo_advantages(torch.where(ends, 9.0, x), mask, groups, norm=norm, parts='gain'))   # outcomes are not read
+
+
+@PROPERTY
+@given(batches(st.integers(-3, 3).map(float)), st.floats(-5, 5), st.floats(0.1, 10), st.sampled_from(NORMS))
+def test_shift_and_scale_do_not_matter(batch, shift, scale, norm):
+    x, mask, groups = batch
+    rule = lambda v: igpo_advantages(v, mask, groups, norm=norm, eps=0)
+    assert_close(rule(scale * x), rule(x), atol=1e-8, rtol=1e-8)
+    assert_close(rule(x + round(shift)), rule(x), atol=1e-8, rtol=1e-8)
+
+
+@PROPERTY
+@given(batches(), st.sampled_from(NORMS), st.sampled_from(['paper', 'released']), st.sampled_from([0.0, 0.9, 1.0]), st.data())
+def test_order_padding_and_missing_members(batch, norm, variant, gamma, data):
+    x, mask, groups = batch
+    rule = lambda v, m, g: igpo_advantages(v, m, g, gamma, norm, variant=variant)
+    out = rule(x, mask, groups)
+    order = torch.tensor(data.draw(st.permutations(range(len(x)))))
+    assert_close(rule(x[order], mask[order], 7 * groups[order] + 1000), out[order], atol=1e-8, rtol=1e-8)
+    for garbage in (NAN, 0.0, 1e6):
+        wide = torch.nn.functional.pad(torch.where(mask, x, garbage), (0, 2), value=garbage)
+        padded = rule(wide, torch.nn.functional.pad(mask, (0, 2)), groups)
+        assert_close(padded[:, :x.shape[1]], out, atol=1e-12, rtol=1e-12)
+        assert not padded[:, x.shape[1]:].any() and not out[~mask].any()
+    gone = torch.tensor(data.draw(st.lists(st.booleans(), min_size=len(x), max_size=len(x))))
+    kept = ~gone
+    if kept.sum() > 1 and groups[kept].unique(return_counts=True)[1].max() > 1:
+        holed = rule(torch.where(gone[:, None], NAN, x), mask, groups)
+        assert (holed[gone] == 0).all()
+        assert_close(holed[kept], rule(x[kept], mask[kept], groups[kept]), atol=1e-8, rtol=1e-8)
+
+
+@pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16, torch.float64])
+@PROPERTY
+@given(constant=st.floats(-100, 100, width=16), size=st.integers(2, 20), norm=st.sampled_from(NORMS), variant=st.sampled_from(['paper', 'released']))
+def test_equal_rewards_give_exactly_zero(dtype, constant, size, norm, variant):
+    x, mask = torch.full((size, 3), constant).to(dtype), torch.ones(size, 3, dtype=torch.bool)
+    out = igpo_advantages(x, mask, torch.zeros(size, dtype=torch.long), norm=norm, variant=variant, eps=0.0)
+    assert (out == 0).all() and out.dtype == dtype
+
+
+@PROPERTY
+@given(batches())
+def test_low_precision_uses_float32_statistics(batch):
+    x, mask, groups = batch
+    low = x.bfloat16()
+    assert_close(igpo_advantages(low, mask, groups), igpo_advantages(low.float(), mask, groups).bfloat16())
+    out = igpo_advantages(mask.long(), mask, groups)
+    assert out.dtype == torch.float32                                    # integers are not truncated
+
+
+def test_a_turn_without_gain_is_a_turn_and_only_the_released_code_melts_it():
+    x, mask, groups = torch.tensor([[0.5, 0.0, 0.25, 1.0], [0.25, 0.5, 0.5, 0.0]]), torch.ones(2, 4, dtype=torch.bool), torch.tensor([0, 0])
+    for gamma in (1.0, 0.5):
+        paper, released = (igpo_advantages(x, mask, groups, gamma, variant=v) for v in ('paper', 'released'))
+        z = group_normalize(x, groups, mask)
+        assert_close(paper[0, 1], z[0, 1] + gamma * paper[0, 2])          # its own reward, and one step of discount
+        assert paper[0, 1] != paper[0, 2] and released[0, 1] == released[0, 2]
+    kept = torch.tensor([0.5, 0.25, 1.0, 0.25, 0.5, 0.5, 0.0])            # the outcome of 0 counts, the gain of 0 does not
+    std = math.sqrt(kept.var(correction=0) + 1e-8) + 1e-6
+    assert_close(igpo_advantages(x, mask, groups, 0.0, variant='released')[0, 0], (0.5 - kept.mean()) / std)
+
+
+def test_per_turn_rewards_not_stopping_and_pooled_does_not():
+    x = torch.tensor([[0.6, 1.0, 0], [0.2, 0.1, 1.0], [0.1, 0.0, 1.0]])
+    mask, groups = torch.tensor([[True, True, False], [True] * 3, [True] * 3]), torch.zeros(3, dtype=torch.long)
+    second = {norm: igpo_advantages(x, mask, groups, 0.0, norm)[1, 1] for norm in NORMS}
+    assert second['per-turn'] > 0.99 and second['pooled'] < 0 and second['joint'] < 0
+
+
+def test_igpo_refuses():
+    x, mask, groups = torch.randn(2, 3), torch.ones(2, 3, dtype=torch.bool), torch.tensor([0, 0])
+    for wrong in (dict(norm='turn'), dict(variant='first'), dict(parts='f1'), dict(gamma=1.5), dict(ddof=2), dict(groups=torch.tensor([0, 1])),
+                  dict(rewards=torch.tensor([[NAN, 0., 0.], [0., 0., 0.]])), dict(rewards=x / 0), dict(turn_mask=mask.float()),
+                  dict(turn_mask=torch.tensor([[True, False, True], [True] * 3]))):
+        with pytest.raises(ValueError): igpo_advantages(**{**dict(rewards=x, turn_mask=mask, groups=groups), **wrong})
+
+
+# ---------------------------------------------------------------- the released outcome
+
+@PROPERTY
+@given(st.lists(st.sampled_from('the a Rome rome Who York, new'.split()), max_size=6), st.lists(st.sampled_from('the a Rome Who York new'.split()), min_size=1, max_size=4))
+def test_set_f1_is_scikit_learns_f1_of_word_indicators(said, gold):
+    metrics = pytest.importorskip('sklearn.metrics')
+    words = 'the a rome who york new'.split()
+    has = lambda text: [w in {x.strip(',').lower() for x in text} for w in words]
+    expected = metrics.f1_score(has(gold), has(said), zero_division=0.0)
+    assert math.isclose(set_f1(' '.join(said), [' '.join(gold)]), expected)
+    assert set_f1(' '.join(said), [' '.join(gold), 'nothing']) >= expected
+
+
+def test_first_answer_is_the_first():
+    assert first_answer('<answer> a </answer><answer>b</answer>') == 'a' and first_answer('<answer>two\nlines</answer>') == 'two\nlines'
+    assert first_answer('<answer>a') is None and set_f1(None, ['a']) == 0
+    with pytest.raises(TypeError, match='list'): set_f1('a', 'a')
+
+
+def test_a_group_of_failures_is_not_silent():
+    group = example_group()
+    beliefs = torch.tensor([[.1, .2, .6, .7], [.1, .2, .6, .3], [.1, .05, .04, .04]]).log()
+    gains = information_gain(torch.nn.functional.pad(beliefs, (0, 1), value=NAN), torch.ones(3, 4, dtype=torch.bool))
+    rewards = with_outcome(gains, torch.zeros(3), torch.ones(3, 4, dtype=torch.bool), has_answer([Group(group.question, group.trajectories)]))
+    out = igpo_advantages(rewards, torch.ones(3, 4, dtype=torch.bool), torch.zeros(3, dtype=torch.long))
+    assert out[0, 0] > out[1, 0] and out[0, 0] > out[2, 0] and not group_normalize(torch.zeros(3), torch.zeros(3, dtype=torch.long)).any()

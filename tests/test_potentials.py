@@ -1,0 +1,338 @@
+"""Properties of 31_potentials: answer potential, bridging, shaping, history-max, α, the cost of scoring."""
+import dataclasses, math
+
+import pandas as pd
+import pytest, torch
+from hypothesis import assume, given, settings, strategies as st
+from torch.testing import assert_close
+
+from credit_rl.outcome import at_last_turn, discounted_sum, group_normalize
+from credit_rl.potentials import (AlphaController, MODEL_SHAPES, ModelShape, REWARD_BANDS, answer_potential, bridge,
+                                  history_max, mean_abs_reward, missing_states, pilot_alpha, scoring_flops, shaping_rewards)
+
+settings.register_profile('potentials', deadline=None, max_examples=60)
+settings.load_profile('potentials')
+NAN = math.nan
+logps = st.floats(-30, 0, width=32)
+
+
+@st.composite
+def states(draw, gaps=True):
+    "phi (N, K+1) float64 with NaN where nothing is known, turn_mask (N, K); `gaps`: missing states inside, S_0 included."
+    turns = draw(st.lists(st.integers(1, 5), min_size=1, max_size=5))
+    width = max(turns)
+    known = st.one_of(logps, st.just(NAN)) if gaps else logps
+    rows = [draw(st.lists(known, min_size=k + 1, max_size=k + 1)) + [NAN] * (width - k) for k in turns]
+    return torch.tensor(rows, dtype=torch.float64), torch.arange(width) < torch.tensor(turns)[:, None]
+
+
+def own(x, mask):
+    "A trajectory's own values as lists of floats: N lists of K_i + (columns of x − columns of mask)."
+    more = x.shape[1] - mask.shape[1]
+    return [row[:int(m.sum()) + more].tolist() for row, m in zip(x, mask)]
+
+
+# ---------------------------------------------------------------- the potential
+
+@given(st.lists(st.lists(logps, min_size=3, max_size=3), min_size=1, max_size=4), st.permutations([0, 1, 2]),
+       st.integers(1, 3))
+def test_the_potential_is_the_log_of_the_summed_probabilities(rows, order, golds):
+    x, mask = torch.tensor(rows, dtype=torch.float64), torch.arange(3) < golds
+    mask = mask.expand(len(rows), 3)
+    junk = torch.where(mask, x, torch.tensor([NAN, 7.0, -math.inf], dtype=torch.float64))  # in padded golds anything may stand
+    for row, phi, mean in zip(rows, answer_potential(junk, mask), answer_potential(junk, mask, 'mean')):
+        assert math.isclose(phi, math.log(math.fsum(math.exp(v) for v in row[:golds])), rel_tol=1e-9, abs_tol=1e-9)
+        assert math.isclose(mean, math.fsum(row[:golds]) / golds, rel_tol=1e-9, abs_tol=1e-9)
+        assert mean <= phi + 1e-9 and max(row[:golds]) <= phi + 1e-9 <= max(row[:golds]) + math.log(golds) + 2e-9
+    assert_close(answer_potential(junk[:, order], mask[:, order]), answer_potential(junk, mask), atol=1e-12, rtol=1e-12)
+
+
+def test_every_gold_counts_and_not_only_the_first():
+    before, after = torch.tensor([0.2, 0.1]).log(), torch.tensor([0.1, 0.5]).log()
+    assert answer_potential(after) > answer_potential(before) and after[0] < before[0]
+    assert_close(answer_potential(torch.stack([before, after])).exp(), torch.tensor([0.3, 0.6]))
+
+
+def test_missing_and_impossible_golds():
+    x = torch.tensor([[-1.0, NAN], [NAN, NAN], [-1.0, -math.inf], [-math.inf, -math.inf]])
+    assert_close(answer_potential(x), torch.tensor([NAN, NAN, -1.0, -math.inf]), equal_nan=True)
+    assert_close(answer_potential(x, reduce='mean')[:2], torch.tensor([NAN, NAN]), equal_nan=True)
+    one = torch.tensor([[True, False]]).expand(4, 2)
+    assert_close(answer_potential(x, one), torch.tensor([-1.0, NAN, -1.0, -math.inf]), equal_nan=True)
+    assert_close(answer_potential(x, one[:1]), answer_potential(x, one), equal_nan=True)
+
+
+@pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_types_come_back_and_statistics_are_wide(dtype):
+    x = torch.tensor([[[-700.0, -701.0], [-0.5, -3.0], [-2.0, -2.0]]]).to(dtype)  # exp(−700) is 0 in every narrow type
+    phi, mask = answer_potential(x), torch.ones(1, 2, dtype=torch.bool)
+    exact = torch.tensor([[-700 + math.log1p(math.exp(-1)), math.log(math.exp(-0.5) + math.exp(-3)), -2 + math.log(2)]])
+    assert_close(phi.float(), exact, rtol=0.01, atol=0.01)
+    for out in (phi, shaping_rewards(phi, mask, 0.1), history_max(phi, mask), bridge(phi, mask)): assert out.dtype == dtype
+
+
+@pytest.mark.parametrize('bad, message', [
+    (dict(logps=torch.tensor([[0.3, 0.9]])), 'probabilities'), (dict(logps=torch.tensor([[-3, -1]])), 'floats'),
+    (dict(logps=torch.tensor(-1.0)), 'floats'), (dict(logps=torch.zeros(2, 0)), 'no gold'),
+    (dict(logps=-torch.ones(2, 3), gold_mask=torch.zeros(2, 3, dtype=torch.bool)), 'no gold'),
+    (dict(logps=-torch.ones(2, 2, 3), gold_mask=torch.ones(2, 3, dtype=torch.bool)), 'as many axes'),
+    (dict(logps=-torch.ones(2, 3), reduce='max'), "'mean'")])
+def test_the_potential_refuses(bad, message):
+    with pytest.raises(ValueError, match=message): answer_potential(**bad)
+
+
+def test_rounding_above_zero_is_no_probability():
+    assert_close(answer_potential(torch.tensor([[1e-6]])), torch.tensor([1e-6]))
+
+
+# ---------------------------------------------------------------- bridging
+
+@given(states())
+def test_bridging_is_filling_forward(batch):
+    phi, mask = batch
+    out, counts = bridge(phi, mask), missing_states(phi, mask)
+    filled = pd.DataFrame(phi.numpy()).ffill(axis=1).to_numpy()  # pandas' own rule
+    for i, (row, got) in enumerate(zip(own(phi, mask), own(out, mask))):
+        k = len(row)
+        expected = [NAN] * k if math.isnan(row[0]) else filled[i, :k].tolist()
+        assert_close(torch.tensor(got), torch.tensor(expected), equal_nan=True)
+        assert out[i, k:].isnan().all()
+        assert counts[i] == sum(map(math.isnan, row[:-1]))
+
+
+@given(states())
+def test_bridged_differences_telescope(batch):
+    phi, mask = batch
+    for row, states_ in zip(own(phi, mask), own(bridge(phi, mask), mask)):
+        if math.isnan(row[0]): continue
+        last = [v for v in row if not math.isnan(v)][-1]
+        steps = [b - a for a, b in zip(states_, states_[1:])]
+        assert math.isclose(sum(steps), last - row[0], abs_tol=1e-9)
+        assert all(step == 0 for step, v in zip(steps, row[1:]) if math.isnan(v))  # a failed turn earns nothing
+
+
+@pytest.mark.parametrize('x, mask', [
+    (torch.zeros(2, 3), torch.ones(2, 3, dtype=torch.bool)), (torch.zeros(2, 4), torch.ones(2, 3)),
+    (torch.zeros(2, 4, dtype=torch.long), torch.ones(2, 3, dtype=torch.bool)),
+    (torch.zeros(2, 4), torch.ones(3, dtype=torch.bool)),
+    (torch.zeros(1, 4), torch.tensor([[True, False, True]])), (torch.zeros(1, 4), torch.zeros(1, 3, dtype=torch.bool)),
+    (torch.tensor([[-1.0, -math.inf, -1.0, -1.0]]), torch.ones(1, 3, dtype=torch.bool))])
+def test_bridging_refuses(x, mask):
+    with pytest.raises(ValueError): bridge(x, mask)
+    with pytest.raises(ValueError): shaping_rewards(x, mask, 0.1)
+    with pytest.raises(ValueError): history_max(x, mask)
+
+
+# ---------------------------------------------------------------- shaping
+
+@given(states(), st.floats(0, 2), st.data())
+def test_shaped_returns_are_shifted_by_what_was_known_before(batch, alpha, data):
+    "The lemma, appendix F.5: G_t − αΦ(S_{k−1}), on any rewards and any states, missing ones bridged."
+    phi, mask = batch
+    known = ~phi[:, 0].isnan()
+    assume(known.any())
+    phi, mask = phi[known], mask[known]
+    plain = torch.tensor(data.draw(st.lists(st.floats(-5, 5), min_size=mask.numel(), max_size=mask.numel())),
+                         dtype=torch.float64).view(mask.shape)
+    shaped = plain + shaping_rewards(phi, mask, alpha)
+    before = bridge(phi, mask)[:, :-1]
+    expected = torch.where(mask, discounted_sum(plain, mask, 1.0) - alpha * before, 0.0)
+    assert_close(discounted_sum(shaped, mask, 1.0), expected, atol=1e-8, rtol=0)
+
+
+@given(states(), st.floats(0, 2))
+def test_shaping_sums_to_the_potential_of_the_prompt(batch, alpha):
+    phi, mask = batch
+    zero = shaping_rewards(phi, mask, alpha)
+    assert not zero[~mask].any()
+    for row, r in zip(own(phi, mask), own(zero, mask)):
+        if math.isnan(row[0]): assert all(map(math.isnan, r))
+        else: assert math.isclose(sum(r), -alpha * row[0], abs_tol=1e-8)
+    ends = phi.gather(1, mask.sum(1, keepdim=True))
+    if not ends.isnan().all():
+        teacher, bridged = shaping_rewards(phi, mask, alpha, terminal='teacher'), bridge(phi, mask)
+        last = bridged.gather(1, mask.sum(1, keepdim=True))[:, 0]
+        assert_close(teacher.sum(1), alpha * (last - phi[:, 0]), atol=1e-8, rtol=0, equal_nan=True)
+
+
+@given(states(gaps=False), st.floats(-5, 5), st.floats(0, 3))
+def test_shaping_is_linear_and_a_constant_only_moves_the_last_turn(batch, shift, alpha):
+    phi, mask = batch
+    r = shaping_rewards(phi, mask, 1.0)
+    assert_close(shaping_rewards(phi, mask, alpha), alpha * r, atol=1e-9, rtol=0)
+    assert not shaping_rewards(phi, mask, 0.0).any()  # α = 0: the outcome alone, PPO
+    moved = at_last_turn(torch.full((len(phi),), -shift, dtype=phi.dtype), mask)
+    assert_close(shaping_rewards(phi + shift, mask, 1.0), r + moved, atol=1e-9, rtol=0)
+    teacher = shaping_rewards(phi, mask, 1.0, 'teacher')
+    assert_close(shaping_rewards(phi + shift, mask, 1.0, 'teacher'), teacher, atol=1e-9, rtol=0)
+
+
+@given(states(), st.sampled_from([NAN, 0.0, 1e6, -math.inf]), st.integers(0, 2))
+def test_padding_and_the_unread_end_are_never_read(batch, junk, more):
+    phi, mask = batch
+    turns = mask.sum(1, keepdim=True)
+    dirty = torch.where(torch.arange(phi.shape[1]) > turns, junk, phi)
+    wide = torch.nn.functional.pad(dirty, (0, more), value=junk)
+    wide_mask = torch.nn.functional.pad(mask, (0, more))
+    rules = [lambda x, m: shaping_rewards(x, m, 0.3), history_max]
+    if not phi.gather(1, turns).isnan().all(): rules.append(lambda x, m: shaping_rewards(x, m, 0.3, 'teacher'))
+    for rule in rules:
+        out = rule(wide, wide_mask)
+        assert_close(out[:, :mask.shape[1]], rule(phi, mask), equal_nan=True)
+        assert not out[:, mask.shape[1]:].any()
+    assert_close(missing_states(wide, wide_mask), missing_states(phi, mask))
+    for rule in rules[:2]:  # S_K_i is read by 'teacher' alone
+        assert_close(rule(phi.scatter(1, turns, junk), mask), rule(phi, mask), equal_nan=True)
+
+
+@given(states(), st.randoms(use_true_random=False))
+def test_rows_do_not_see_one_another(batch, random):
+    phi, mask = batch
+    order = torch.tensor(random.sample(range(len(phi)), len(phi)))
+    for rule in (lambda x, m: shaping_rewards(x, m, 0.3), history_max, bridge, missing_states):
+        assert_close(rule(phi[order], mask[order]), rule(phi, mask)[order], equal_nan=True)
+
+
+@given(st.lists(st.floats(-1, 1), min_size=4, max_size=12), logps, st.data())
+def test_a_comparison_of_trajectories_cannot_see_the_shaping(outcomes, start, data):
+    n = len(outcomes)
+    phi = torch.tensor(data.draw(st.lists(logps, min_size=4 * n, max_size=4 * n)), dtype=torch.float64).view(n, 4)
+    phi[:, 0] = start  # one prompt, one Φ(S_0)
+    outcome, one = torch.tensor(outcomes, dtype=torch.float64), torch.zeros(n, dtype=torch.long)
+    shaped = outcome + shaping_rewards(phi, torch.ones(n, 3, dtype=torch.bool), 0.2).sum(1)
+    assert_close(group_normalize(shaped, one), group_normalize(outcome, one), atol=1e-6, rtol=0)
+
+
+def test_a_failed_teacher_call_is_missing_and_not_certainty():
+    mask = torch.ones(1, 3, dtype=torch.bool)
+    phi = torch.tensor([[-6.0, NAN, -2.0, NAN]])
+    assert_close(shaping_rewards(phi, mask, 1.0), torch.tensor([[0.0, 4.0, 2.0]]))
+    stored_as_zero = shaping_rewards(phi.nan_to_num(0.0), mask, 1.0)
+    assert_close(stored_as_zero, torch.tensor([[6.0, -2.0, 2.0]]))
+
+
+@pytest.mark.parametrize('bad', [dict(alpha=-0.1), dict(alpha=NAN), dict(alpha=math.inf), dict(alpha=0.1, terminal='none'),
+                                 dict(alpha=0.1, terminal='teacher')])
+def test_shaping_refuses(bad):
+    phi, mask = torch.tensor([[-1.0, -2.0, NAN]]), torch.ones(1, 2, dtype=torch.bool)
+    with pytest.raises(ValueError): shaping_rewards(phi, mask, **bad)
+
+
+def test_best_action_survives_shaping_but_not_the_record():
+    "Two actions at S_0, many random potentials: the order of their expected returns under both shapings."
+    g = torch.Generator().manual_seed(0)
+    mask, flips = torch.ones(2, 2, dtype=torch.bool), 0
+    for _ in range(200):
+        success, after = torch.rand(2, generator=g), -5 * torch.rand(2, generator=g)
+        phi = torch.stack([torch.tensor([-3.0, -3.0]), after, torch.tensor([NAN, NAN])], 1)
+        better = success[0] > success[1]
+        shaped = success + shaping_rewards(phi, mask, 0.2).sum(1)
+        assert (shaped[0] > shaped[1]) == better
+        record = success + 0.2 * history_max(phi, mask).sum(1)
+        flips += bool((record[0] > record[1]) != better)
+    assert flips > 20
+
+
+@given(states())
+def test_history_max_is_the_record_so_far(batch):
+    phi, mask = batch
+    out = history_max(phi, mask)
+    assert not out[~mask].any()
+    for row, got in zip(own(phi, mask), own(out, mask)):
+        if math.isnan(row[0]):
+            assert all(map(math.isnan, got))
+            continue
+        seen, expected = [row[0]], []
+        for v in row[1:-1]:
+            record = max(seen)
+            if not math.isnan(v): seen.append(v)
+            expected.append(max(0.0, max(seen) - record))
+        assert got == pytest.approx(expected + [0.0], abs=1e-9)
+
+
+# ---------------------------------------------------------------- α
+
+@given(st.floats(0.01, 5), st.floats(0.01, 2), st.integers(0, 2 ** 31))
+def test_a_pilot_hits_its_target(alpha, target, seed):
+    g = torch.Generator().manual_seed(seed)
+    phi, mask = -10 * torch.rand(4, 4, generator=g, dtype=torch.float64), torch.ones(4, 3, dtype=torch.bool)
+    phi[0, 0] = NAN  # a missing trajectory does not count
+    chosen = pilot_alpha(shaping_rewards(phi, mask, alpha), mask, alpha, target)
+    assert math.isclose(mean_abs_reward(shaping_rewards(phi, mask, chosen), mask), target, rel_tol=1e-6)
+
+
+def test_without_any_shaping_there_is_no_pilot():
+    for nothing in (torch.zeros(2, 3), torch.full((2, 3), NAN)):
+        with pytest.raises(ValueError, match='no shaping'): pilot_alpha(nothing, torch.ones(2, 3, dtype=torch.bool))
+    with pytest.raises(ValueError, match='bool'): mean_abs_reward(torch.zeros(2, 3), torch.ones(2, 3))
+    assert math.isnan(mean_abs_reward(torch.full((2, 3), NAN), torch.ones(2, 3, dtype=torch.bool)))
+
+
+@given(st.sampled_from(sorted(REWARD_BANDS)), st.floats(1e-2, 20), st.floats(0.01, 5), st.floats(0, 0.99))
+def test_a_steady_signal_is_brought_into_the_band_by_the_least_change(band, nats, alpha, decay):
+    low, high = REWARD_BANDS[band]
+    c = AlphaController(low, high, alpha, decay, alpha_max=1e6)
+    new = c.update(alpha * nats)
+    tight = 1e-9 * high
+    assert low - tight <= new * nats <= high + tight
+    if low <= alpha * nats <= high: assert math.isclose(new, alpha)
+    else: assert math.isclose(new * nats, low if alpha * nats < low else high)
+    assert math.isclose(c.update(new * nats), new)  # and there it stays
+
+
+@given(st.lists(st.floats(0.01, 20), min_size=1, max_size=30))
+def test_the_running_mean_stays_in_the_band_and_state_can_be_restored(signal):
+    c = AlphaController(*REWARD_BANDS['medium'], alpha_max=1e6)
+    mean = signal[0]
+    for i, nats in enumerate(signal):
+        mean = mean if i == 0 else 0.9 * mean + 0.1 * nats
+        c.update(c.alpha * nats)
+        c = AlphaController(**dataclasses.asdict(c))
+        assert math.isclose(c.mean, mean, rel_tol=1e-9) and 0.05 - 1e-9 <= c.alpha * c.mean <= 0.3 + 1e-9
+
+
+def test_the_controller_ignores_what_was_not_measured_and_refuses_nonsense():
+    c = AlphaController(alpha=0.2)
+    assert c.update(NAN) == 0.2 and c.mean is None
+    assert c.update(0.0) == 0.2  # belief that does not move: nothing to divide by
+    assert c.update(1e-9) <= c.alpha_max
+    for bad in (-0.1, math.inf):
+        with pytest.raises(ValueError): c.update(bad)
+    for bad in (dict(low=0.3, high=0.05), dict(low=0.0), dict(alpha=0.0), dict(alpha=11.0), dict(decay=1.0)):
+        with pytest.raises(ValueError): AlphaController(**bad)
+
+
+# ---------------------------------------------------------------- cost
+
+LENGTHS = (400.0, 1219.2, 2038.4, 2857.6, 3676.8)
+TABLE_11 = {'Qwen2.5-3B': 7604.648, 'Qwen2.5-7B': 16136.034, 'Qwen2.5-14B': 32013.051, 'Llama-3-8B': 17369.665,
+            'Qwen3-4B': 10602.213}
+
+
+@pytest.mark.parametrize('name', TABLE_11)
+def test_the_papers_scoring_column(name):
+    assert round(scoring_flops(MODEL_SHAPES[name], LENGTHS), 3) == TABLE_11[name]
+
+
+def test_dense_parameters_are_those_of_the_real_architectures():
+    "The matrices of transformers' own models, built without memory."
+    from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+    kinds = {'Qwen2.5-3B': (Qwen2Config, Qwen2ForCausalLM, 16, 128), 'Qwen3-4B': (Qwen3Config, Qwen3ForCausalLM, 32, 128),
+             'Llama-3-8B': (LlamaConfig, LlamaForCausalLM, 32, 128)}
+    for name, (config, model, heads, size) in kinds.items():
+        s = dataclasses.replace(MODEL_SHAPES[name], layers=2)
+        with torch.device('meta'):
+            real = model(config(vocab_size=s.vocab, hidden_size=s.hidden, intermediate_size=s.intermediate,
+                                num_hidden_layers=s.layers, num_attention_heads=heads, num_key_value_heads=s.kv // size,
+                                head_dim=size, tie_word_embeddings=False))
+        assert s.dense == sum(p.numel() for p in real.parameters() if p.ndim == 2), name
+
+
+def test_operations_are_counted_pair_by_pair():
+    "Attention of every answer token, counted one by one: it sees its prefix and the answer's earlier tokens."
+    s, lengths, la, golds, batch = ModelShape(3, 8, 16, 8, 4, 50), [5, 9], 4, 2, 7
+    pairs = sum(n + j for n in lengths for _ in range(golds) for j in range(la))
+    by_hand = batch * (2 * s.dense * (9 + len(lengths) * golds * la) + 4 * s.q * s.layers * (9 ** 2 + pairs))
+    assert math.isclose(scoring_flops(s, lengths, batch, golds, la), by_hand / 1e12, rel_tol=1e-12)
+    for bad in ([], [0, 3]):
+        with pytest.raises(ValueError): scoring_flops(s, bad)
