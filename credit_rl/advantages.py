@@ -43,7 +43,8 @@ def reinforce_pp(
         out = standardize(rewards, torch.zeros_like(rewards, dtype=torch.long), there, ddof, eps)
     else:
         centered = group_normalize(widen(rewards), groups, scale=False)
-        out = centered / ((centered ** 2).sum() / (there.sum() - ddof)).sqrt().add(eps)
+        std = ((centered ** 2).sum() / (there.sum() - ddof)).sqrt()
+        out = torch.where(centered != 0, centered / (std + eps), 0.0)
     return cast_like(out, rewards)
 
 # %% ../nbs/40_advantages.ipynb #c015
@@ -124,12 +125,14 @@ def mt_grpo_star(
     ddof=0,            # 0 population, 1 sample standard deviation
     eps=1e-6,          # added to the standard deviation
 ):
-    "Add each call's own comparison to the outcome's (MT-GRPO*: TIPS appendix E.5): (N, K), 0 outside the mask."
+    """Add each call's own comparison to the outcome's (MT-GRPO*: TIPS appendix E.5): (N, K), 0 outside the mask.
+    Raises ValueError on another norm, an infinite reward, and literal without turn_tokens or the other way round."""
     counts, k = check_turns(turn_mask, rewards), torch.arange(rewards.shape[1], device=rewards.device)
     tool = turn_mask & (k < counts[:, None] - 1) if tool_mask is None else turn_mask & tool_mask
     if norm not in ('turn', 'pooled'): raise ValueError(f"norm is 'turn' or 'pooled', got {norm!r}")
     if literal != (turn_tokens is not None):
         raise ValueError('literal=True and turn_tokens, the tokens to divide by, go together')
+    if (rewards.isinf() & tool).any(): raise ValueError("infinite rewards cannot be compared; a call that was not measured is NaN")
     if literal: rewards = rewards / turn_tokens.clamp(min=1)
     valid = tool & ~rewards.isnan() & measured(outcome)[:, None]
     index = check_groups(groups, len(rewards))[:, None].expand_as(tool)
@@ -193,7 +196,7 @@ def anchor_share(
     shared = (counts[inverse] > 1)[later[turn_mask]]
     return shared.float().mean().item() if shared.numel() else float('nan')
 
-# %% ../nbs/40_advantages.ipynb #c039
+# %% ../nbs/40_advantages.ipynb #c041
 def to_tokens(
     turn_values,          # (N, K) value of each turn
     token_turns,          # (R, T) long, turn of each trained token, -1 elsewhere

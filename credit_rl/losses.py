@@ -78,7 +78,7 @@ def _statistics(logp, old_logp, ratio, cut, trained):
         mean = lambda x: torch.where(trained, x, 0.0).sum() / trained.sum().clamp(min=1)
         step = (logp - old_logp).clamp(-20, 20)
         return {'tokens': trained.sum(), 'ratio': mean(ratio), 'clip_fraction': mean(cut.to(logp.dtype)),
-                'approx_kl': mean(step.exp() - 1 - step)}
+                'approx_kl': mean(step.expm1() - step)}
 
 # %% ../nbs/50_losses.ipynb #c016
 def policy_terms(
@@ -101,6 +101,8 @@ def policy_terms(
         raise ValueError(f'clip_low lies in [0, 1], clip_high is >= 0, got {clip_low} and {clip_high}')
     logp = check_logps('logp', logp, trained)
     old_logp = logp.detach() if kind == 'reinforce' else check_logps('old_logp', old_logp.detach(), trained)
+    if advantages.shape != trained.shape:
+        raise ValueError(f'advantages must be {tuple(trained.shape)}, one per token (to_tokens), got {tuple(advantages.shape)}')
     a = torch.where(trained, advantages.detach().to(logp.dtype), 0.0)
     if not a.isfinite().all():
         raise ValueError('advantages of trained tokens must be finite; a missing trajectory gets advantage 0, not NaN')
@@ -143,9 +145,12 @@ def kl(
     if kind not in ('k1', 'k2', 'k3'): raise ValueError(f"kind is 'k1', 'k2' or 'k3', got {kind!r}")
     mask = torch.ones_like(logp, dtype=torch.bool) if mask is None else mask
     d = check_logps('logp', logp, mask) - check_logps('ref_logp', ref_logp.detach(), mask)
-    return {'k1': lambda: d, 'k2': lambda: d ** 2 / 2, 'k3': lambda: (-d).exp() - 1 + d}[kind]()
+    if kind == 'k3':
+        d = d.clamp(min=-20)                                      # e^20: beyond it only overflow is lost
+        return torch.expm1(-d) + d
+    return d if kind == 'k1' else d ** 2 / 2
 
-# %% ../nbs/50_losses.ipynb #c038
+# %% ../nbs/50_losses.ipynb #c040
 def value_loss(
     values,           # (R, T) critic's values, with gradient
     returns,          # (R, T) targets
@@ -153,8 +158,12 @@ def value_loss(
     old_values=None,  # (R, T) values when the batch was sampled, for clip
     clip=None,        # > 0: largest step of a value that still lowers the loss
 ):
-    "Sum weight · ½ (V − R)², the larger of both errors where the value's step is clipped (PPO; CARL's value term): scalar."
+    """Sum weight · ½ (V − R)², the larger of both errors where the value's step is clipped (PPO; CARL's value term): scalar.
+    Raises ValueError on shapes that differ, on a clip that is not above 0, and where a trained token has no finite value."""
     if (clip is None) != (old_values is None): raise ValueError('clip and old_values, the values to step from, go together')
+    if clip is not None and not clip > 0: raise ValueError(f'clip is the largest step of a value, above 0, got {clip}')
+    for name, x in (('values', values), ('returns', returns), ('old_values', weights if old_values is None else old_values)):
+        if x.shape != weights.shape: raise ValueError(f'{name} must be {tuple(weights.shape)} like the weights, got {tuple(x.shape)}')
     trained = weights != 0
     v, target = torch.where(trained, widen(values), 0.0), torch.where(trained, widen(returns.detach()), 0.0)
     if not (v.isfinite().all() and target.isfinite().all()):
@@ -165,7 +174,7 @@ def value_loss(
         error = torch.maximum(error, (old + (v - old).clamp(-clip, clip) - target) ** 2)
     return weighted_sum(error / 2, weights)
 
-# %% ../nbs/50_losses.ipynb #c041
+# %% ../nbs/50_losses.ipynb #c043
 def entropy(
     logits,  # (..., V) unnormalised log-probabilities; -inf: impossible
 ):
@@ -173,12 +182,12 @@ def entropy(
     logp = widen(logits).log_softmax(-1)
     return -(logp.exp() * logp.masked_fill(logp.isneginf(), 0.0)).sum(-1)
 
-# %% ../nbs/50_losses.ipynb #c044
+# %% ../nbs/50_losses.ipynb #c046
 def overlong_penalty(
-    lengths,     # (N,) generated tokens of each trajectory
+    lengths,     # (N,) tokens that the model wrote in each trajectory
     max_length,  # int, L_max
-    buffer,      # int in (0, L_max], the stretch over which the penalty grows
+    buffer,      # int in (0, L_max], L_cache: the stretch over which the penalty grows
 ):
-    "Penalise long rollouts softly (DAPO: Yu et al. 2025): (N,) float32 in [-1, 0]."
+    "Penalise long rollouts softly, to be added to their outcomes (DAPO: Yu et al. 2025, eq. 13): (N,) float32 in [-1, 0]."
     if not 0 < buffer <= max_length: raise ValueError(f'buffer lies in (0, max_length], got {buffer} for max_length {max_length}')
     return ((max_length - buffer - lengths.float()) / buffer).clamp(-1, 0)

@@ -1,5 +1,9 @@
-"""50_losses against TRL's own `_compute_loss`, and its identities."""
-import math
+"""50_losses against TRL's own `_compute_loss` and torchrl's value loss, its identities, and the learner's micro-batches.
+
+TRL 1.16 also has `sapo`, `vespo` and RLOO's product ratio off policy, which nothing here wants; `segment-mean`, `gspo-token` with a
+credit per turn, the lower clip of `cispo` and k2 have no counterpart in it and are checked by what defines them.
+"""
+import dataclasses, math
 from collections import defaultdict
 from types import SimpleNamespace
 
@@ -7,8 +11,11 @@ import pytest, torch
 from hypothesis import given, settings, strategies as st
 from torch.testing import assert_close
 
+from credit_rl.layout import AVERAGES, loss_weights, pack, token_logps
+from credit_rl.learner import Credit, Learner, Loss, Optimiser
 from credit_rl.losses import (entropy, kl, overlong_penalty, policy_loss, policy_terms, sequence_log_ratio, value_loss,
                               weighted_sum)
+from credit_rl.trajectory import Group, example_group
 
 settings.register_profile('credit', deadline=None, max_examples=40)
 settings.load_profile('credit')
@@ -26,20 +33,25 @@ def batch(seed, rows=6, length=15, spread=0.4, dtype=torch.float32):
     return logp, old, ref, torch.randn(rows, length, generator=g, dtype=dtype), mask
 
 
-def sequence_mean(mask): return mask / mask.sum(1, keepdim=True) / len(mask)
-def token_mean(mask): return mask / mask.sum()
+def average(mask, name, **kw):
+    "Weights (R, T) of the trained tokens, each row a trajectory of one turn."
+    return loss_weights(torch.where(mask, 0, -1), torch.arange(len(mask)), name, **kw)
 
 
-def trl_loss(loss_type, logp, old, ref, advantages, mask, level='token', low=0.2, high=0.2, delta=None, beta=0.0,
-             max_length=32):
-    "The loss that TRL's trainer computes when the model's log-probabilities are `logp`."
-    grpo = pytest.importorskip('trl.trainer.grpo_trainer')
-    pytest.importorskip('accelerate')
+def sequence_mean(mask): return average(mask, 'sequence-mean-token-mean')
+def token_mean(mask): return average(mask, 'token-mean')
+
+
+def trl_step(loss_type, logp, old, ref, advantages, mask, level='token', low=0.2, high=0.2, delta=None, beta=0.0,
+             max_length=32, spread=None, entropy_coef=0.0, tokens=None, accumulate=1):
+    "The loss that TRL's trainer computes when the model's log-probabilities are `logp`, and the metrics that it logs."
+    grpo = pytest.importorskip('trl.trainer.grpo_trainer', reason='pip install credit_rl[train]')
     trainer = object.__new__(grpo.GRPOTrainer)      # its method, without a model, a tokenizer and a data set
     same = lambda x, *a, **k: x
-    trainer._get_per_token_logps_and_entropies = lambda *a, **k: (logp, torch.zeros_like(logp), None)
+    spread = torch.zeros_like(logp) if spread is None else spread
+    trainer._get_per_token_logps_and_entropies = lambda *a, **k: (logp, spread, None)
     trainer.model = SimpleNamespace(training=True)
-    trainer.args = SimpleNamespace(delta=delta, use_bias_correction_kl=False, steps_per_generation=1)
+    trainer.args = SimpleNamespace(delta=delta, use_bias_correction_kl=False, steps_per_generation=accumulate)
     trainer.accelerator = SimpleNamespace(num_processes=1, gather=same, reduce=same, gather_for_metrics=same,
                                           sync_gradients=True)
     trainer._metrics = {'train': defaultdict(list), 'eval': defaultdict(list)}
@@ -47,14 +59,18 @@ def trl_loss(loss_type, logp, old, ref, advantages, mask, level='token', low=0.2
                             beta=beta, top_entropy_quantile=1.0,
                             off_policy_mask_threshold=None, aux_loss_enabled=False, use_vllm=False,
                             vllm_importance_sampling_correction=False,
-                            current_gradient_accumulation_steps=1, max_completion_length=max_length,
-                            _entropy_bonus_enabled=False,
+                            current_gradient_accumulation_steps=accumulate, max_completion_length=max_length,
+                            _entropy_bonus_enabled=bool(entropy_coef), entropy_coef=entropy_coef,
                             use_adaptive_entropy=False).items(): setattr(trainer, name, value)
     ids = torch.zeros_like(logp, dtype=torch.long)
     inputs = dict(prompt_ids=ids[:, :1], prompt_mask=torch.ones_like(ids[:, :1]), completion_ids=ids,
                   completion_mask=torch.ones_like(ids), tool_mask=mask.long(),
-                  advantages=advantages, old_per_token_logps=old, ref_per_token_logps=ref, num_items_in_batch=mask.sum())
-    return trainer._compute_loss(trainer.model, inputs)
+                  advantages=advantages, old_per_token_logps=old, ref_per_token_logps=ref,
+                  num_items_in_batch=mask.sum() if tokens is None else tokens)
+    return trainer._compute_loss(trainer.model, inputs), {name: values[-1] for name, values in trainer._metrics['train'].items()}
+
+
+def trl_loss(*args, **kw): return trl_step(*args, **kw)[0]
 
 
 def agree(ours, theirs, logp):
@@ -65,47 +81,150 @@ def agree(ours, theirs, logp):
     assert_close(torch.autograd.grad(a, x)[0], torch.autograd.grad(b, y)[0], atol=1e-6, rtol=1e-4)
 
 
-AVERAGES = {'grpo': sequence_mean, 'bnpo': token_mean, 'dapo': token_mean, 'dr_grpo': lambda m: m / (len(m) * 32),
-            'luspo': lambda m: m / len(m)}
+# TRL's loss types and the averages that they are
+TRL = {'grpo': sequence_mean, 'bnpo': token_mean, 'dapo': token_mean,
+       'dr_grpo': lambda m: average(m, 'token-sum', denominator=len(m) * 32), 'luspo': lambda m: average(m, 'group-mean-token-sum')}
 
 
 @pytest.mark.parametrize('seed', range(3))
-@pytest.mark.parametrize('loss_type', AVERAGES)
+@pytest.mark.parametrize('loss_type', TRL)
 @pytest.mark.parametrize('clip', [dict(), dict(high=0.28), dict(delta=1.5)], ids=['ppo', 'clip-higher', 'dual-clip'])
 def test_ppo_family_is_trl(seed, loss_type, clip):
     logp, old, ref, a, mask = batch(seed)
     kw = dict(clip_high=clip.get('high', 0.2), dual_clip=clip.get('delta'))
-    agree(lambda x: policy_loss(x, old, a, AVERAGES[loss_type](mask), 'ppo', **kw),
+    agree(lambda x: policy_loss(x, old, a, TRL[loss_type](mask), 'ppo', **kw),
           lambda x: trl_loss(loss_type, x, old, ref, a, mask, **clip), logp)
 
 
 @pytest.mark.parametrize('seed', range(3))
-@pytest.mark.parametrize('loss_type', ['grpo', 'bnpo', 'dapo'])
+@pytest.mark.parametrize('loss_type', TRL)
 @pytest.mark.parametrize('per_token', [True, False])
 def test_gspo_is_trl(seed, loss_type, per_token):
     logp, old, ref, a, mask = batch(seed)
     if not per_token: a = a[:, :1].expand_as(a)
-    w = AVERAGES[loss_type](mask)
+    w = TRL[loss_type](mask)
     theirs = lambda x: trl_loss(loss_type, x, old, ref, a, mask, level='sequence', low=0.05, high=0.05)
     agree(lambda x: policy_loss(x, old, a, w, 'gspo', 0.05, 0.05), theirs, logp)
     if not per_token: agree(lambda x: policy_loss(x, old, a, w, 'gspo-token', 0.05, 0.05), theirs, logp)
 
 
 @pytest.mark.parametrize('seed', range(3))
-def test_cispo_is_trl(seed):
+@pytest.mark.parametrize('beta', [0.0, 0.3])
+def test_cispo_is_trl(seed, beta):
     logp, old, ref, a, mask = batch(seed)                             # TRL clips the upper side only, at an absolute ratio
-    agree(lambda x: policy_loss(x, old, a, token_mean(mask), 'cispo', clip_low=1.0, clip_high=0.3),
-          lambda x: trl_loss('cispo', x, old, ref, a, mask, high=1.3), logp)
+    w = token_mean(mask)
+    agree(lambda x: policy_loss(x, old, a, w, 'cispo', clip_low=1.0, clip_high=0.3) + beta * weighted_sum(kl(x, ref, mask=mask), w),
+          lambda x: trl_loss('cispo', x, old, ref, a, mask, high=1.3, beta=beta), logp)
 
 
 @pytest.mark.parametrize('seed', range(3))
-@pytest.mark.parametrize('loss_type', ['grpo', 'bnpo', 'dr_grpo'])
+@pytest.mark.parametrize('clip', [(0.2, 0.2), (0.1, 0.28), (0.0, 1.0)])
+def test_cispo_weighs_by_the_clipped_ratio_on_both_sides(seed, clip):
+    logp, old, _, a, mask = batch(seed)
+    x = logp.clone().requires_grad_()
+    policy_loss(x, old, a, token_mean(mask), 'cispo', *clip).backward()
+    ratio = (logp - old).exp()
+    bounded = torch.where(ratio < 1 - clip[0], 1 - clip[0], torch.where(ratio > 1 + clip[1], 1 + clip[1], ratio))
+    assert_close(x.grad, -token_mean(mask) * bounded * a)             # every token keeps a gradient, of bounded size
+
+
+@pytest.mark.parametrize('seed', range(3))
+@pytest.mark.parametrize('loss_type', TRL)
 def test_kl_term_is_trl(seed, loss_type):
     logp, old, ref, a, mask = batch(seed)
-    w = AVERAGES[loss_type](mask)
+    w = TRL[loss_type](mask)
     agree(lambda x: policy_loss(x, old, a, w) + 0.3 * weighted_sum(kl(x, ref, mask=mask), w),
           lambda x: trl_loss(loss_type, x, old, ref, a, mask, beta=0.3), logp)
 
+
+@pytest.mark.parametrize('loss_type', ['bnpo', 'dapo'])
+def test_entropy_bonus_is_trl(loss_type):
+    "TRL's bonus is a mean over tokens whatever its loss type averages; ours has the loss's own weights, so the two meet in the token mean."
+    _, old, ref, a, mask = batch(0)
+    logits = torch.randn(*mask.shape, 11, generator=torch.Generator().manual_seed(1))
+    w, logp = token_mean(mask), lambda x: x.log_softmax(-1)[..., 0]
+    agree(lambda x: policy_loss(logp(x), old, a, w) - 0.1 * weighted_sum(entropy(x), w),
+          lambda x: trl_loss(loss_type, logp(x), old, ref, a, mask, spread=entropy_of(x), entropy_coef=0.1), logits)
+
+
+def entropy_of(logits): return torch.distributions.Categorical(logits=logits).entropy()
+
+
+@pytest.mark.parametrize('seed', range(3))
+@pytest.mark.parametrize('level', ['token', 'sequence'])
+def test_statistics_are_trls(seed, level):
+    logp, old, ref, a, mask = batch(seed)
+    if level == 'sequence': a = a[:, :1].expand_as(a)
+    _, logged = trl_step('dapo', logp, old, ref, a, mask, level, low=0.05, high=0.1, beta=0.1)
+    _, ours = policy_terms(logp, old, a, mask, 'ppo' if level == 'token' else 'gspo', 0.05, 0.1)
+    assert_close(weighted_sum(kl(logp, ref, mask=mask), token_mean(mask)), torch.tensor(logged['kl']))
+    assert_close(ours['clip_fraction'], torch.tensor(logged['clip_ratio/region_mean']))
+
+
+@pytest.mark.parametrize('loss_type', ['grpo', 'dapo', 'dr_grpo', 'luspo', 'cispo'])
+def test_one_row_eight_times_is_trls_batch_of_eight(loss_type):
+    logp, old, ref, a, mask = batch(2, rows=8)
+    kind, w = ('cispo', token_mean(mask)) if loss_type == 'cispo' else ('ppo', TRL[loss_type](mask))
+    kw = dict(clip_low=1.0, clip_high=0.3) if kind == 'cispo' else {}
+    one = lambda x, i: trl_loss(loss_type, x[i], old[i], ref[i], a[i], mask[i], high=1.3 if kind == 'cispo' else 0.2, tokens=mask.sum(), accumulate=8)
+    theirs = lambda x: sum(one(x, slice(i, i + 1)) for i in range(8))
+    agree(lambda x: policy_loss(x, old, a, w, kind, **kw), theirs, logp)
+    agree(lambda x: sum(policy_loss(x[i:i + 1], old[i:i + 1], a[i:i + 1], w[i:i + 1], kind, **kw) for i in range(8)), theirs, logp)
+
+
+def test_on_policy_reinforce_is_trls_rloo():
+    "RLOO's ratio is that of the whole text, a product over its tokens; at ratio 1 its gradient is the token sum's."
+    rloo = pytest.importorskip('trl.trainer.rloo_trainer', reason='pip install credit_rl[train]')
+    logp, _, _, a, _ = batch(5)
+    mask, a = torch.arange(15) < torch.tensor([15, 3, 9, 1, 12, 7])[:, None], a[:, 0]
+    trainer, same = object.__new__(rloo.RLOOTrainer), lambda x, *args, **k: x
+    trainer._get_per_token_logps_and_entropies = lambda *args, **k: (x, torch.zeros_like(x), None)
+    for name, value in dict(model=SimpleNamespace(training=True), epsilon_low=0.2, epsilon_high=0.2, aux_loss_enabled=False,
+                            _metrics={'train': defaultdict(list)}, accelerator=SimpleNamespace(gather=same, reduce=same)).items(): setattr(trainer, name, value)
+    x, y, ids = logp.clone().requires_grad_(), logp.clone().requires_grad_(), torch.zeros_like(logp, dtype=torch.long)
+    theirs = trainer._compute_loss(trainer.model, dict(prompt_ids=ids[:, :1], prompt_mask=ids[:, :1], completion_ids=ids, completion_mask=mask.long(),
+                                                       old_logps=(logp * mask).sum(1), advantages=a))
+    w = average(mask, 'sequence-mean-token-sum')
+    for kind in ('reinforce', 'ppo'):
+        ours = policy_loss(y, logp, a[:, None].expand_as(mask), w, kind)
+        assert_close(torch.autograd.grad(ours, y)[0], torch.autograd.grad(theirs, x, retain_graph=True)[0], atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize('clip', [None, 0.2, 1.0])
+def test_value_loss_is_torchrls(clip):
+    from tensordict import TensorDict
+    from tensordict.nn import ProbabilisticTensorDictModule, ProbabilisticTensorDictSequential, TensorDictModule
+    from torchrl.objectives import PPOLoss
+
+    class Critic(torch.nn.Module):
+        "A critic whose values are its parameters."
+        def __init__(self, values):
+            super().__init__()
+            self.values = torch.nn.Parameter(values.clone())
+        def forward(self, x): return self.values[..., None]
+
+    v, target, old = torch.randn(3, 6, 15, generator=torch.Generator().manual_seed(0))
+    *_, mask = batch(0)
+    actor = ProbabilisticTensorDictSequential(TensorDictModule(torch.nn.Linear(1, 2), ['x'], ['logits']), ProbabilisticTensorDictModule(
+        ['logits'], ['action'], distribution_class=torch.distributions.Categorical))
+    critic = TensorDictModule(Critic(v), ['x'], ['state_value'])
+    theirs = PPOLoss(actor, critic, clip_value=clip, loss_critic_type='l2', functional=False, reduction='none').loss_critic(
+        TensorDict(x=torch.zeros(6, 15, 1), state_value=old[..., None], value_target=target[..., None], batch_size=[6, 15]))[0][..., 0]
+    x, w = v.clone().requires_grad_(), token_mean(mask)
+    ours = value_loss(x, target, w, None if clip is None else old, clip)
+    assert_close(ours, theirs[mask].mean() / 2)                                     # the ½ is ours
+    assert_close(torch.autograd.grad(ours, x)[0], torch.autograd.grad(theirs[mask].mean() / 2, critic.module.values)[0])
+
+
+@given(st.lists(st.integers(0, 60), min_size=1, max_size=8), st.integers(1, 50), st.data())
+def test_overlong_penalty_is_trls(lengths, max_length, data):
+    trl = pytest.importorskip('trl.rewards', reason='pip install credit_rl[train]')
+    buffer = data.draw(st.integers(1, max_length))
+    theirs = trl.get_soft_overlong_punishment(max_length, buffer)([[0] * n for n in lengths])
+    assert_close(overlong_penalty(torch.tensor(lengths), max_length, buffer), torch.tensor(theirs))
+
+
+# ---------------------------------------------------------------- identities
 
 @pytest.mark.parametrize('kind', KINDS)
 @given(seed=st.integers(0, 10 ** 6))
@@ -132,6 +251,34 @@ def test_micro_batches_sum_to_the_batch(kind):
     for rows in ([0, 1], [2], [3, 4, 5], [6, 7]):                     # a trajectory's rows stay together
         policy_loss(y[rows], old[rows], a[rows], w[rows], kind, row_trajectory=owner[rows]).backward()
     assert_close(x.grad, y.grad)
+
+
+@pytest.mark.parametrize('kind', KINDS)
+@given(seed=st.integers(0, 10 ** 6), random=st.randoms(use_true_random=False))
+def test_order_padding_and_scale(kind, seed, random):
+    logp, old, _, a, mask = batch(seed, dtype=torch.float64)
+    w, owner = token_mean(mask).double(), torch.tensor([3, 3, 0, 7, 7, 7])
+    loss = lambda *fields, o=owner: policy_loss(*fields, kind, row_trajectory=o)
+    order = random.sample(range(6), 6)
+    whole = loss(logp, old, a, w)
+    assert_close(loss(logp[order], old[order], a[order], w[order], o=owner[order] * 5), whole)
+    wide = [torch.nn.functional.pad(x, (1, 2), value=v) for x, v in ((logp, NAN), (old, NAN), (a, math.inf), (w, 0.0))]
+    assert_close(loss(*wide), whole)
+    assert_close(loss(logp, old, a, 3 * w), 3 * whole); assert_close(loss(logp, old, 3 * a, w), 3 * whole)
+
+
+@given(st.integers(0, 10 ** 6))
+def test_segment_mean_sums_the_means_of_segments(seed):
+    g = torch.Generator().manual_seed(seed)
+    turns, owner = torch.randint(-1, 3, (5, 9), generator=g), torch.tensor([0, 1, 1, 2, 2])
+    turns[:, 0], terms = 0, torch.randn(5, 9, generator=g)
+    expected = 0.0
+    for i in range(3):
+        rows = owner == i
+        for k in range(3):
+            where = turns[rows] == k
+            if where.any(): expected += terms[rows][where].mean().item() / 3
+    assert math.isclose(weighted_sum(terms, loss_weights(turns, owner, 'segment-mean')), expected, rel_tol=1e-4, abs_tol=1e-5)
 
 
 @given(st.integers(0, 10 ** 6))
@@ -164,6 +311,18 @@ def test_gspo_averages_turn_level_credit_away():
         assert_close(x.grad, expected)
 
 
+@pytest.mark.parametrize('kind', KINDS)
+def test_only_the_policy_and_the_critic_get_a_gradient(kind):
+    "Sampled and reference log-probabilities, advantages, returns and old values are constants, whatever made them."
+    logp, old, ref, a, mask = (x.clone().requires_grad_(x.is_floating_point()) for x in batch(0))
+    w = token_mean(mask)
+    terms, stats = policy_terms(logp, old, a, mask, kind)
+    loss = weighted_sum(terms, w) + sum(weighted_sum(kl(logp, ref, k, mask), w) for k in ('k1', 'k2', 'k3'))
+    moved = torch.autograd.grad(loss + value_loss(logp, ref, w) + value_loss(logp, a, w, old, 0.1), (logp, old, ref, a), allow_unused=True)
+    assert moved[0].any() and moved[1:] == (None, None, None)
+    assert not any(x.requires_grad for x in stats.values())
+
+
 def test_huge_ratios_stay_finite():
     x = torch.tensor([[-0.1, -200.0]], requires_grad=True)
     for kind in KINDS:
@@ -187,7 +346,8 @@ def test_bad_input_is_refused():
     ok = dict(logp=logp, old_logp=old, advantages=a, weights=w)
     for change, what in ((dict(logp=logp.exp()), 'probabilities'), (dict(old_logp=old.exp()), 'probabilities'),
                          (dict(logp=logp * NAN), 'finite'),
-                         (dict(advantages=a * NAN), 'missing trajectory'), (dict(weights=-w), '>= 0'),
+                         (dict(advantages=a * NAN), 'missing trajectory'), (dict(weights=-w), '>= 0'), (dict(weights=torch.where(mask, math.inf, 0.0)), '>= 0'),
+                         (dict(advantages=a[:, 0]), 'one per token'), (dict(advantages=a[:, :1]), 'one per token'),
                          (dict(weights=w[:, :1]), 'mask'),
                          (dict(kind='grpo'), 'kind'), (dict(dual_clip=0.9), 'dual_clip'),
                          (dict(dual_clip=3.0, kind='cispo'), 'dual_clip'),
@@ -197,7 +357,13 @@ def test_bad_input_is_refused():
     with pytest.raises(ValueError, match='probabilities'): kl(logp, ref.exp())
     with pytest.raises(ValueError, match='k3'): kl(logp, ref, 'k4')
     with pytest.raises(ValueError, match='finite'): value_loss(torch.full_like(w, NAN), a, w)
-    with pytest.raises(ValueError, match='buffer'): overlong_penalty(torch.tensor([1]), 10, 11)
+    for bad, what in ((dict(clip=0.2), 'together'), (dict(old_values=a), 'together'), (dict(clip=0.0, old_values=a), 'above 0'),
+                      (dict(clip=-1.0, old_values=a), 'above 0'), (dict(returns=a[:1]), 'returns'), (dict(values=a[:, :1]), 'values'),
+                      (dict(clip=0.1, old_values=a[0]), 'old_values'), (dict(returns=a * math.inf), 'finite')):
+        with pytest.raises(ValueError, match=what): value_loss(**{**dict(values=a, returns=a, weights=w), **bad})
+    with pytest.raises(ValueError, match='like the terms'): weighted_sum(a, w[:1])
+    for buffer in (0, -1, 11):
+        with pytest.raises(ValueError, match='buffer'): overlong_penalty(torch.tensor([1]), 10, buffer)
 
 
 @given(st.integers(0, 10 ** 6))
@@ -210,6 +376,20 @@ def test_kl_estimators(seed):
     assert (kl(p[None], q[None]) >= 0).all() and not kl(p[None], p[None]).any()
 
 
+def test_kl_keeps_its_digits_and_stays_finite():
+    for d in (1e-2, 1e-4, -1e-4):
+        ref = torch.full((1, 1), -2.0)
+        logp = (ref.double() + d).float()
+        moved = (logp.double() - ref.double()).item()                                   # what float32 holds of d
+        k3, (_, stats) = kl(logp, ref).item(), policy_terms(ref, logp, torch.ones(1, 1), ref < 0)
+        assert k3 >= 0 and math.isclose(k3, math.expm1(-moved) + moved, rel_tol=1e-3)
+        assert math.isclose(stats['approx_kl'], math.expm1(-moved) + moved, rel_tol=1e-3)
+    x = torch.tensor([[-300.0, -0.1]], requires_grad=True)
+    for kind in ('k1', 'k2', 'k3'):
+        term = kl(x, torch.tensor([[-0.1, -300.0]]), kind).sum()
+        assert term.isfinite() and torch.autograd.grad(term, x)[0].isfinite().all()
+
+
 def test_statistics():
     logp, old, _, a, mask = batch(3)
     _, stats = policy_terms(logp, old, a, mask)
@@ -218,9 +398,14 @@ def test_statistics():
     assert_close(stats['approx_kl'], (ratio - 1 - ratio.log()).mean())
     cut = ((ratio > 1.2) & (a[mask] > 0)) | ((ratio < 0.8) & (a[mask] < 0))
     assert_close(stats['clip_fraction'], cut.float().mean())
-    x = logp.clone().requires_grad_()
-    policy_loss(x, old, a, mask.float()).backward()
-    assert_close((x.grad[mask] == 0).float().mean(), stats['clip_fraction'])
+    for kw in (dict(), dict(dual_clip=1.3), dict(dual_clip=1.3, clip_high=0.5)):          # what is cut off has no gradient
+        x = logp.clone().requires_grad_()
+        policy_loss(x, old, a, mask.float(), **kw).backward()
+        share = policy_terms(logp, old, a, mask, **kw)[1]['clip_fraction']
+        assert_close((x.grad[mask] == 0).float().mean(), share)
+        assert not kw or share > stats['clip_fraction']
+    bounded = policy_terms(logp, old, a, mask, 'cispo')[1]['clip_fraction']               # CISPO's tokens keep theirs, bounded
+    assert_close(bounded, ((ratio < 0.8) | (ratio > 1.2)).float().mean())
 
 
 def test_value_loss_and_entropy():
@@ -229,6 +414,75 @@ def test_value_loss_and_entropy():
     assert_close(value_loss(v, target, w), torch.tensor((0.25 + 0.01) / 4))
     assert_close(value_loss(v, target, w, old, 0.1),
                  torch.tensor((0.49 + 0.01) / 4))       # .5 counts as .3; .9 is within the step
+    assert value_loss(v.bfloat16(), target.bfloat16(), w).dtype == torch.float32
+    both = value_loss(v.clone().requires_grad_(), target, w)
+    assert both.requires_grad and value_loss(v, target, torch.zeros_like(w)) == 0
     logits = torch.randn(4, 7, generator=torch.Generator().manual_seed(0))
     assert_close(entropy(logits), torch.distributions.Categorical(logits=logits).entropy())
     assert overlong_penalty(torch.tensor([0, 60, 75, 100, 999]), 100, 40).tolist() == [0, 0, -0.375, -1, -1]
+
+
+# ---------------------------------------------------------------- the learner
+
+class Recorder(Learner):
+    "A learner that keeps each update's gradient before it is clipped."
+    def _update(self):
+        self.gradients = [*getattr(self, 'gradients', []), torch.cat([p.grad.flatten().clone() for p in self.scorer.parameters()])]
+        return super()._update()
+
+
+def small_model(seed=0):
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+    torch.manual_seed(seed)
+    return Qwen2ForCausalLM(Qwen2Config(vocab_size=100, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
+                                        num_key_value_heads=1, initializer_range=0.1))
+
+
+@pytest.fixture(scope='module')
+def eight():
+    "Eight trajectories of different lengths, two of them in two rows, and a credit for each turn."
+    ts = example_group().trajectories
+    cut = lambda t, k: dataclasses.replace(t, turns=t.turns[:k])
+    edited = lambda t: dataclasses.replace(t, turns=[t.turns[0], dataclasses.replace(t.turns[1], context_ids=t.prompt_ids[2:]), *t.turns[2:]])
+    layout = pack([Group(ts[0].question, [ts[0], cut(ts[1], 2), edited(ts[2]), cut(ts[0], 1), cut(ts[2], 3), ts[1], edited(cut(ts[1], 3)), ts[2]])])
+    a = torch.randn(layout.ids.shape, generator=torch.Generator().manual_seed(0)) * layout.trained
+    return layout, Credit(a, trajectory_weight=torch.tensor([1.0, 0.5, 2.0, 1.0, 1.0, 0.0, 1.5, 1.0]))
+
+
+@pytest.mark.parametrize('name', AVERAGES)
+@pytest.mark.parametrize('kind', KINDS)
+def test_the_learners_batch_1_times_8_is_its_batch_8_times_1(eight, kind, name):
+    "Whatever fits into one forward, the gradient of the update is the same: that of the loss written out over the whole batch."
+    layout, credit = eight
+    spec, gradients, losses = Loss(kind, average=name, clip_low=0.02, clip_high=0.02, kl=0.1, entropy=0.01), [], []
+    for budget in (1, 3 * layout.ids.shape[1], 10 ** 6):
+        learner = Recorder(small_model(), spec, Optimiser(minibatches=1, row_tokens=budget), reference=small_model(1))
+        calls = []
+        learner.scorer.register_forward_hook(lambda module, args, out: calls.append(len(args[0])))
+        seen = dataclasses.replace(learner.evaluate(layout, ('logp', 'ref_logp')), logp=layout.logps - 4.0)         # off policy, so that clips bite
+        calls.clear()
+        losses.append(learner.step(layout, seen, credit)['loss'])
+        gradients += learner.gradients
+        assert sum(calls) == 10 and {1: len(calls) == 8, 10 ** 6: len(calls) == 1}.get(budget, 1 < len(calls) < 8)
+    model = small_model()
+    logp, spread = token_logps(model, layout.ids, layout.trained, entropy=True)
+    w = loss_weights(layout.token_turns, layout.row_trajectory, name, credit.trajectory_weight)
+    whole = policy_loss(logp, seen.logp, credit.advantages, w, kind, 0.02, 0.02, row_trajectory=layout.row_trajectory) \
+        + 0.1 * weighted_sum(kl(logp, seen.ref_logp, mask=layout.trained), w) - 0.01 * weighted_sum(spread, w)
+    whole.backward()
+    expected = torch.cat([p.grad.flatten() for p in model.parameters()])
+    for gradient, loss in zip(gradients, losses):
+        assert_close(gradient, expected, atol=2e-5 * expected.abs().max().item(), rtol=1e-3)
+        assert math.isclose(loss, whole.item(), rel_tol=1e-4)
+
+
+def test_the_learners_weights_do_not_depend_on_the_budget(eight):
+    "Several updates with AdamW: the same losses and, but for rounding, the same weights."
+    layout, credit = eight
+    def after(budget):
+        learner = Learner(small_model(), Loss(average='sequence-mean-token-mean'), Optimiser(learning_rate=1e-3, minibatches=3, epochs=2, row_tokens=budget))
+        logs = [learner.step(layout, learner.evaluate(layout), credit) for _ in range(2)]
+        return [log['loss'] for log in logs], [log['grad_norm'] for log in logs], learner.evaluate(layout).logp
+    one, all_ = after(1), after(10 ** 6)
+    for a, b in zip(one[:2], all_[:2]): assert a == pytest.approx(b, rel=1e-4)
+    assert_close(one[2], all_[2], atol=1e-4, rtol=0)

@@ -1,0 +1,148 @@
+"""41_smdp: CARL's segment advantages against torchrl's GAE, and their identities."""
+import math
+
+import pytest, torch
+from hypothesis import given, settings, strategies as st
+from torch.testing import assert_close
+
+from credit_rl.smdp import segment_advantages, segment_kinds
+
+settings.register_profile('credit', deadline=None, max_examples=40)
+settings.load_profile('credit')
+NAN = math.nan
+chances = st.floats(0, 1, width=32)
+lams = st.sampled_from([0.0, 0.3, 0.5, 0.95, 1.0])
+
+
+@st.composite
+def rollouts(draw, missing=False):
+    "values (N, S) float64 with NaN padding, segment_mask, reward (N,); with `missing`, some own values and rewards are NaN too."
+    counts = draw(st.lists(st.integers(1, 15), min_size=1, max_size=5))
+    own = st.one_of(chances, st.just(NAN)) if missing else chances
+    rows = [draw(st.lists(own, min_size=k, max_size=k)) for k in counts]
+    width = max(counts)
+    values = torch.tensor([row + [NAN] * (width - len(row)) for row in rows], dtype=torch.float64)
+    outcome = st.sampled_from([0.0, 1.0] + [NAN] * missing)
+    reward = torch.tensor(draw(st.lists(outcome, min_size=len(counts), max_size=len(counts))), dtype=torch.float64)
+    return values, torch.arange(width) < torch.tensor(counts)[:, None], reward
+
+
+def slow(values, reward, lam):
+    "One rollout, the definition: carry the last known value over a gap, take differences, sum them with powers of λ."
+    if math.isnan(values[0]) or math.isnan(reward): return [0.0] * len(values)
+    known = []
+    for v in values: known.append(known[-1] if math.isnan(v) else v)
+    delta = [b - a for a, b in zip(known, [*known[1:], reward])]
+    return [sum(lam ** (j - k) * delta[j] for j in range(k, len(delta))) for k in range(len(delta))]
+
+
+@given(rollouts(missing=True), lams)
+def test_the_definition(batch, lam):
+    values, mask, reward = batch
+    out = segment_advantages(values, mask, reward, lam)
+    for i, n in enumerate(mask.sum(1).tolist()):
+        expected = torch.tensor(slow(values[i, :n].tolist(), reward[i].item(), lam), dtype=torch.float64)
+        assert_close(out[i, :n], expected, atol=1e-9, rtol=1e-9)
+        assert not out[i, n:].any()
+    assert not out.isnan().any()
+
+
+@given(rollouts(missing=True))
+def test_changes_telescope_over_gaps_too(batch):
+    values, mask, reward = batch
+    known = ~values[:, 0].isnan() & ~reward.isnan()
+    total = segment_advantages(values, mask, reward).sum(1)
+    assert_close(total[known], (reward - values[:, 0])[known], atol=1e-9, rtol=0)
+    assert (total[~known] == 0).all()
+
+
+@given(rollouts())
+def test_lambda_one_is_outcome_minus_value_with_the_sign_of_the_outcome(batch):
+    values, mask, reward = batch
+    out = segment_advantages(values, mask, reward, lam=1.0)
+    assert_close(out[mask], (reward[:, None] - values)[mask], atol=1e-9, rtol=0)
+    assert (out[reward == 1] >= -1e-9).all() and (out[reward == 0] <= 1e-9).all()
+
+
+def test_opposite_signs_exist_below_lambda_one_only():
+    values, mask, reward = torch.tensor([[0.4, 0.8, 0.2]]), torch.ones(1, 3, dtype=torch.bool), torch.tensor([0.0])
+    signs = {lam: segment_advantages(values, mask, reward, lam).sign()[0, :2].tolist() for lam in (0.0, 0.5, 0.95, 1.0)}
+    assert signs == {0.0: [1, -1], 0.5: [1, -1], 0.95: [-1, -1], 1.0: [-1, -1]}
+
+
+@given(rollouts(missing=True), lams, st.sampled_from([NAN, 0.0, 1e6]))
+def test_padding_is_never_read(batch, lam, garbage):
+    values, mask, reward = batch
+    wide = torch.cat([torch.where(mask, values, garbage), torch.full((len(values), 2), garbage, dtype=values.dtype)], 1)
+    out = segment_advantages(wide, torch.nn.functional.pad(mask, (0, 2)), reward, lam)
+    assert_close(out[:, :values.shape[1]], segment_advantages(values, mask, reward, lam), atol=1e-12, rtol=1e-12)
+    assert not out[:, values.shape[1]:].any()
+
+
+@given(rollouts(missing=True), lams, st.randoms(use_true_random=False), st.floats(-5, 5), st.floats(0.1, 10))
+def test_order_shift_and_scale(batch, lam, random, shift, scale):
+    values, mask, reward = batch
+    out = segment_advantages(values, mask, reward, lam)
+    order = torch.tensor(random.sample(range(len(values)), len(values)))
+    assert_close(segment_advantages(values[order], mask[order], reward[order], lam), out[order], atol=1e-12, rtol=1e-12)
+    assert_close(segment_advantages(scale * values + shift, mask, scale * reward + shift, lam), scale * out, atol=1e-8, rtol=1e-8)
+
+
+@pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@given(constant=st.floats(-100, 100, width=16), segments=st.integers(1, 15), lam=lams)
+def test_a_critic_that_was_right_all_along_gives_exactly_zero(dtype, constant, segments, lam):
+    values = torch.full((2, segments), constant).to(dtype)
+    out = segment_advantages(values, torch.ones(2, segments, dtype=torch.bool), values[:, 0], lam)
+    assert (out == 0).all() and out.dtype == dtype
+
+
+@given(rollouts(missing=True), lams)
+def test_low_precision_uses_float32_arithmetic(batch, lam):
+    values, mask, reward = batch
+    for dtype in (torch.bfloat16, torch.float16):
+        low = values.to(dtype)
+        out = segment_advantages(low, mask, reward.to(dtype), lam)
+        assert out.dtype == dtype
+        assert_close(out, segment_advantages(low.float(), mask, reward.float(), lam).to(dtype), atol=0, rtol=0)
+
+
+def test_agrees_with_torchrl():
+    functional = pytest.importorskip('torchrl.objectives.value.functional')
+    g = torch.Generator().manual_seed(0)
+    for segments in (1, 3, 15):
+        values, reward = torch.rand(4, segments, generator=g), torch.randint(0, 2, (4,), generator=g).float()
+        terminal = torch.zeros(4, segments, 1)
+        terminal[:, -1, 0] = reward
+        done = torch.zeros(4, segments, 1, dtype=torch.bool)
+        done[:, -1] = True
+        after = torch.cat([values[:, 1:], torch.zeros(4, 1)], 1)[..., None]
+        for lam in (0.0, 0.5, 0.95, 1.0):
+            expected, _ = functional.generalized_advantage_estimate(1.0, lam, values[..., None], after, terminal, done, done)
+            out = segment_advantages(values, torch.ones(4, segments, dtype=torch.bool), reward, lam)
+            assert_close(out, expected[..., 0], atol=1e-6, rtol=1e-5)
+
+
+def test_advantages_are_constants_and_integer_outcomes_are_fine():
+    values = torch.tensor([[0.5, 0.75]], requires_grad=True)
+    out = segment_advantages(values, torch.ones(1, 2, dtype=torch.bool), torch.tensor([1]))
+    assert not out.requires_grad and out.tolist() == [[0.25, 0.25]]
+    assert segment_advantages(values, torch.ones(1, 2, dtype=torch.bool), torch.tensor([True])).tolist() == [[0.25, 0.25]]
+
+
+def test_segments_of_a_rollout():
+    for calls in range(8):
+        kinds = segment_kinds(calls)
+        assert len(kinds) == 2 * calls + 1 and kinds[-1] == 'commit'
+        assert kinds.count('invoke') == kinds.count('assimilate') == calls
+        assert all(kinds[i:i + 2] == ('invoke', 'assimilate') for i in range(0, 2 * calls, 2))
+
+
+@pytest.mark.parametrize('bad, message', [
+    (dict(reward=torch.zeros(3)), r'reward must be \(2,\)'), (dict(reward=torch.zeros(2, 1)), r'reward must be \(2,\)'),
+    (dict(values=torch.full((2, 3), math.inf)), 'finite'), (dict(reward=torch.tensor([math.inf, 0])), 'finite'),
+    (dict(segment_mask=torch.ones(2, 3)), 'bool'), (dict(segment_mask=torch.tensor([[True, False, True]] * 2)), 'hole'),
+    (dict(segment_mask=torch.tensor([[False] * 3] * 2)), 'hole'), (dict(lam=-0.1), 'lam'), (dict(lam=1.1), 'lam')])
+def test_refusals(bad, message):
+    good = dict(values=torch.full((2, 3), 0.5), segment_mask=torch.ones(2, 3, dtype=torch.bool), reward=torch.zeros(2), lam=0.0)
+    segment_advantages(**good)
+    with pytest.raises(ValueError, match=message): segment_advantages(**{**good, **bad})
