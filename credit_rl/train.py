@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['Config', 'make_config', 'read_parameters', 'enter_project', 'check', 'check_model', 'Stage', 'load_tokenizer',
-           'load_model', 'set_stage', 'real_questions', 'real_passages', 'draw_questions', 'train_step', 'kl_from_base',
-           'collapsed', 'finished', 'train', 'main']
+           'load_model', 'tiny_worlds', 'known_worlds', 'set_stage', 'real_questions', 'real_passages',
+           'draw_questions', 'train_step', 'kl_from_base', 'collapsed', 'finished', 'train', 'main']
 
 # %% ../nbs/55_train.ipynb #c002
 import dataclasses, difflib, json, os, random, sys, time
@@ -44,7 +44,6 @@ class _Task:
     test_questions: int = 600
     # who acts
     model: str = 'tiny'          # 'tiny': made from nothing; else a Hugging Face folder or name
-    base_target: float = 0.27    # greedy exact match beyond which a tiny base is not trained
     dtype: str = 'float32'       # of a model that is loaded
     protocol: str = None         # None: 'tiny' or 'tspo', by data
     max_turns: int = 4           # the answer included
@@ -201,16 +200,25 @@ def load_model(folder, dtype='float32'):
     return model, tokenizer
 
 # %% ../nbs/55_train.ipynb #c027
+def tiny_worlds(config):
+    "The tiny worlds of a run: {'train', 'dev', 'test'} -> `World`."
+    sizes = {'train': config.questions, 'dev': config.dev_questions, 'test': config.test_questions}
+    return {part: make_world(part, config.seed, questions=n, **config.world) for part, n in sizes.items()}
+
+def known_worlds(worlds):
+    "Those of the worlds whose parametric facts a warm start must teach: a tuple."
+    return tuple(w for w in worlds.values() if w.known)
+
+# %% ../nbs/55_train.ipynb #c028
 def set_stage(config, say=print, real=None):
     "Make or load model, questions and search for a run. `real`: a data set's questions and passages, if they are there already."
     c = config
     if c.data != 'tiny': return _real_stage(c, say, *(real or (real_questions(c), real_passages(c))))
-    sizes = {'train': c.questions, 'dev': c.dev_questions, 'test': c.test_questions}
-    worlds = {part: make_world(part, c.seed, questions=n, **c.world) for part, n in sizes.items()}
+    worlds = tiny_worlds(c)
     folder = c.model
     if c.model == 'tiny':
         say('making a base model from nothing' if not (Path(c.run)/'base'/'config.json').exists() else 'taking the base model of this run')
-        folder = make_base(Path(c.run)/'base', c.seed, target=c.base_target, known=tuple(w for w in worlds.values() if w.known), progress=say)
+        folder = make_base(Path(c.run)/'base', c.seed, known=known_worlds(worlds), progress=say)
     model, tokenizer = load_model(folder, c.dtype)
     chat = Chat(PROTOCOLS[c.protocol or 'tiny'], tokenizer)
     environments = {part: tiny_environment(w, chat, c.passages, c.max_turns, c.max_tokens) for part, w in worlds.items()}
@@ -218,7 +226,7 @@ def set_stage(config, say=print, real=None):
     say('ceiling of perfect play on the test questions: ' + ', '.join(f'{k} {v:.3f}' for k, v in top.items()))
     return Stage(chat, model, {part: list(w.questions) for part, w in worlds.items()}, environments, {str(k): v for k, v in top.items()})
 
-# %% ../nbs/55_train.ipynb #c028
+# %% ../nbs/55_train.ipynb #c029
 def _real_stage(c, say, parts, passages):
     "The stage of a data set: its questions by part, BM25 over its passages, and a model from a folder."
     say(', '.join(f'{len(questions)} {part}' for part, questions in parts.items()) + f' questions of {c.data}; {len(passages)} passages')
@@ -228,7 +236,7 @@ def _real_stage(c, say, parts, passages):
     env = Environment(chat, SearchTool(BM25(passages), c.passages, c.passage_tokens, count), c.max_turns, c.max_tokens)
     return Stage(chat, model, parts, dict.fromkeys(parts, env))
 
-# %% ../nbs/55_train.ipynb #c030
+# %% ../nbs/55_train.ipynb #c031
 def real_questions(
     c,  # Config: data, path, train_split, dev_split, and how many questions of each part
 ):
@@ -246,7 +254,7 @@ def real_questions(
     if not n or not rest: raise ValueError(f'{c.path or c.data} leaves {len(rest)} questions for training, {n} for dev and {wanted - n} for test; each part needs one at least')
     return {'train': subsample(rest, c.questions, c.seed), 'dev': held[:n], 'test': held[n:]}
 
-# %% ../nbs/55_train.ipynb #c031
+# %% ../nbs/55_train.ipynb #c032
 def real_passages(c):
     "The passages that are searched: the path's corpus, or the paragraphs of its questions, or those of the hub's two splits."
     if c.path is not None: return load_corpus(c.data, c.path)
@@ -254,7 +262,7 @@ def real_passages(c):
     once = {(p.title, p.text): p for p in both}.values()
     return [dataclasses.replace(p, id=str(i)) for i, p in enumerate(once)]
 
-# %% ../nbs/55_train.ipynb #c034
+# %% ../nbs/55_train.ipynb #c035
 def draw_questions(questions, n, step, seed):
     "The `n` questions of a step (1, 2, …): epochs of all questions, each shuffled by the seed and its own number."
     chosen = []
@@ -265,7 +273,7 @@ def draw_questions(questions, n, step, seed):
         chosen.append(questions[order[1][at]])
     return chosen
 
-# %% ../nbs/55_train.ipynb #c037
+# %% ../nbs/55_train.ipynb #c038
 def train_step(step, config, method, stage, engine, learner, log, measure_kl=False):
     "One training step. Returns what to log; writes rollouts and clocks to `log`. `measure_kl` costs two more forwards."
     c, options = config, method.settings(config.options)
@@ -290,13 +298,13 @@ def train_step(step, config, method, stage, engine, learner, log, measure_kl=Fal
     _keep_rollouts(step, [flat[i] for i in chosen.tolist()], rewards, layout, credit, c.log_rollouts, log)
     return {**_describe(groups, rewards, layout, credit), **stats}
 
-# %% ../nbs/55_train.ipynb #c038
+# %% ../nbs/55_train.ipynb #c039
 def kl_from_base(learner, layout):
     "Mean k3 estimate of the KL from the reference per sampled token, and mean |learner - engine| of its log-probability: dict."
     seen, trained = learner.evaluate(layout, ('logp', 'ref_logp')), layout.trained
     return {'kl': kl(seen.logp, seen.ref_logp, 'k3', trained)[trained].mean().item(), 'logp_gap': (seen.logp - layout.logps)[trained].abs().mean().item()}
 
-# %% ../nbs/55_train.ipynb #c039
+# %% ../nbs/55_train.ipynb #c040
 def _describe(groups, rewards, layout, credit):
     "What to log of a step's rollouts and credit."
     share, scores = group_share(rewards['outcome'], layout.groups), summarize(groups)
@@ -316,7 +324,7 @@ def _keep_rollouts(step, trajectories, rewards, layout, credit, count, log):
     log.turns(step, [{'kind': 'train', 'trajectory': to_json(t), 'advantages': _turn_values(layout, credit.advantages, i), 'reward': float(rewards['outcome'][i])}
                      for i, t in enumerate(trajectories) if int(layout.groups[i]) < count])
 
-# %% ../nbs/55_train.ipynb #c044
+# %% ../nbs/55_train.ipynb #c045
 def collapsed(rates, share=0.25, window=5):
     "Whether the mean of the last `window` answer rates is below `share` of the best earlier window's (which must reach 0.2)."
     if len(rates) < 2 * window: return False
@@ -324,15 +332,15 @@ def collapsed(rates, share=0.25, window=5):
     best = max(means[:-window])
     return best >= 0.2 and means[-1] < share * best
 
-# %% ../nbs/55_train.ipynb #c046
+# %% ../nbs/55_train.ipynb #c047
 _MAY_CHANGE = ('steps', 'resume', 'run', 'threads', 'eval_every', 'keep')  # in a run that is resumed
 
-# %% ../nbs/55_train.ipynb #c047
+# %% ../nbs/55_train.ipynb #c048
 def _note_params(log, config):
     "Write a run's parameters, or compare them with those it was begun with. Raises ValueError naming what changed."
     log.write_params({k: list(v) if isinstance(v, tuple) else v for k, v in vars(config).items()}, _MAY_CHANGE)
 
-# %% ../nbs/55_train.ipynb #c048
+# %% ../nbs/55_train.ipynb #c049
 class _Run:
     "A run under way: stage, engine, learner, log, and what the loop remembers between steps."
 
@@ -368,7 +376,7 @@ class _Run:
 
 def _model_folder(config): return str(Path(config.run)/'base') if config.model == 'tiny' else config.model
 
-# %% ../nbs/55_train.ipynb #c049
+# %% ../nbs/55_train.ipynb #c050
 def _dev(run, step, logged):
     "Evaluate on dev questions, log the step, and keep a checkpoint (the best under that name)."
     with run.log.timed('dev'): scores, _ = run.evaluate('dev')
@@ -379,7 +387,7 @@ def _dev(run, step, logged):
     run.checkpoint(step, 'best' if better else None)
     return scores['em']
 
-# %% ../nbs/55_train.ipynb #c050
+# %% ../nbs/55_train.ipynb #c051
 def _begin(run):
     "Resume from the newest checkpoint, or evaluate the base. Returns the first step to take."
     found = latest_checkpoint(run.log.folder)
@@ -395,7 +403,7 @@ def _begin(run):
     run.say(f'base: EM {run.memory["base"]["em"]:.3f} on {len(groups)} test questions, {em:.3f} on dev')
     return 1
 
-# %% ../nbs/55_train.ipynb #c051
+# %% ../nbs/55_train.ipynb #c052
 def _finish(run):
     "Evaluate the best checkpoint on the test questions and write the summary. Returns it."
     step, path = named_checkpoint(run.log.folder, 'best')
@@ -415,7 +423,7 @@ def _finish(run):
             + f'), the checkpoint of step {step}; {run.log.elapsed:.0f} s')
     return summary
 
-# %% ../nbs/55_train.ipynb #c052
+# %% ../nbs/55_train.ipynb #c053
 def finished(config):
     "Whether `config` resumes a run that is complete: its summary is there and has as many steps (or says that it collapsed)."
     path = Path(config.run)/'summary.json'
@@ -423,7 +431,7 @@ def finished(config):
     summary = json.loads(path.read_text())
     return summary['steps'] >= config.steps or summary['collapsed']
 
-# %% ../nbs/55_train.ipynb #c053
+# %% ../nbs/55_train.ipynb #c054
 def _compare_params(config):
     "Refuse to show a finished run's results as those of other parameters; settings that it did not know yet don't count."
     import yaml
@@ -431,7 +439,7 @@ def _compare_params(config):
     changed = [f'{k}: {before[k]!r} before, {now[k]!r} now' for k in before if k in now and k not in _MAY_CHANGE and before[k] != now[k]]
     if changed: raise ValueError(f'{config.run} holds a finished run with other parameters ({"; ".join(changed)}): give the same, or choose another name')
 
-# %% ../nbs/55_train.ipynb #c054
+# %% ../nbs/55_train.ipynb #c055
 def train(
     config,    # Config, or a dict of its settings
     say=None,  # function called with lines of text; None: print
@@ -462,7 +470,7 @@ def train(
     _finish(run)
     return run.log.folder
 
-# %% ../nbs/55_train.ipynb #c060
+# %% ../nbs/55_train.ipynb #c061
 def main(arguments=None):
     "`python -m credit_rl.train setting=value …`, values as in YAML; `--params FILE` reads a YAML file of settings first."
     import argparse, yaml
@@ -477,5 +485,5 @@ def main(arguments=None):
         train(settings | {name: yaml.safe_load(value) for name, value in (text.split('=', 1) for text in given.settings)})
     except (ValueError, OSError, yaml.YAMLError) as e: sys.exit(f'credit_rl.train: {e}')
 
-# %% ../nbs/55_train.ipynb #c061
+# %% ../nbs/55_train.ipynb #c062
 if __name__ == '__main__' and '__file__' in globals(): main()  # a notebook has no file

@@ -1,4 +1,4 @@
-"""The run notebook 90_train as papermill runs it: from anywhere, with its parameters checked, and shown again without training again."""
+"""The run notebooks 90_train and 91_evaluate as papermill runs them: from anywhere, with their parameters checked, and shown again without doing it again."""
 import json
 import os
 import subprocess
@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from test_evaluate import random_model
+
 from credit_rl.runlog import read_metrics, read_turns
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -15,12 +17,12 @@ SHORT = dict(model=str(ROOT / 'data' / 'tiny_base'), steps=3, eval_every=2, ques
              max_turns=3, turn_tokens=12, world={'size': 200}, threads=1)
 
 
-def papermill(out, *arguments, settings, cwd):
-    "Run 90_train as the command does. Returns (exit code, what was printed, the notebook as it was saved)."
+def papermill(out, *arguments, settings, cwd, notebook='90_train'):
+    "Run a run notebook as the command does. Returns (exit code, what was printed, the notebook as it was saved)."
     out.parent.mkdir(parents=True, exist_ok=True)
     given = out.parent / 'settings.yaml'
     given.write_text(yaml.safe_dump(settings))
-    done = subprocess.run([sys.executable, '-m', 'papermill', str(ROOT / 'nbs' / '90_train.ipynb'), str(out), '-f', str(given), *arguments,
+    done = subprocess.run([sys.executable, '-m', 'papermill', str(ROOT / 'nbs' / f'{notebook}.ipynb'), str(out), '-f', str(given), *arguments,
                            '--log-output', '--no-progress-bar'], cwd=cwd, env={**os.environ, 'CUDA_VISIBLE_DEVICES': ''}, stdin=subprocess.DEVNULL,
                           stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     return done.returncode, done.stdout, json.loads(out.read_text())
@@ -93,3 +95,36 @@ def test_an_unknown_parameter_is_an_error(tmp_path):
     assert error['evalue'] == message
     assert not any(cell.get('outputs') for cell in notebook['cells'][at + 1:])   # saved up to the error
     assert not (tmp_path / 'run').exists()
+
+
+# ---- 91_evaluate ----
+
+ASKED = dict(data='hotpotqa, gsm8k', path={'hotpotqa': str(ROOT / 'data' / 'hotpotqa_sample.json'), 'gsm8k': str(ROOT / 'data' / 'rows' / 'gsm8k.jsonl')},
+             max_turns=2, turn_tokens=6, threads=1)
+
+
+def test_an_evaluation_is_made_and_shown(tmp_path):
+    "By the command itself, from another working directory; once more it is only shown."
+    model = random_model(tmp_path / 'model')
+    scores = []
+    for out in ('first', 'again'):
+        code, text, notebook = papermill(tmp_path / 'runs' / out / 'notebook.ipynb', '-p', 'run', 'runs/eval', '-p', 'model', model, settings=ASKED, cwd=tmp_path,
+                                         notebook='91_evaluate')
+        assert code == 0, text[-5000:]
+        assert not [o for _, o in outputs(notebook) if o['output_type'] == 'error']
+        assert printed(notebook).count('evaluated before') == (0 if out == 'first' else 2)
+        pages = shown(notebook, 'text/html')
+        assert len(shown(notebook, 'image/png')) == 1 and sum('crl-head' in page for page in pages) == 2
+        scores.append(next(page for page in pages if 'cover EM' in page))
+        assert 'numeric match' in scores[-1] and 'mean' in scores[-1]
+    assert scores[0] == scores[1]
+    folder = tmp_path / 'runs' / 'eval'
+    assert {'hotpotqa', 'gsm8k', 'summary.json', 'table.csv', 'figures'} == set(os.listdir(folder)) and (folder / 'figures' / 'scores.png').exists()
+    assert {'manifest.json', 'turns.jsonl.gz', 'scores.json'} <= set(os.listdir(folder / 'hotpotqa'))
+    assert json.loads((folder / 'gsm8k' / 'manifest.json').read_text())['settings']['model'] == model
+
+
+def test_an_evaluation_of_nothing_known_is_refused(tmp_path):
+    code, text, notebook = papermill(tmp_path / 'notebook.ipynb', '-p', 'run', str(tmp_path / 'run'), '-p', 'data', 'hotpot', '-p', 'model', str(tmp_path), settings={}, cwd=tmp_path,
+                                     notebook='91_evaluate')
+    assert code == 1 and "did you mean 'hotpotqa'" in text and not (tmp_path / 'run').exists()
