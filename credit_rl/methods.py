@@ -84,7 +84,7 @@ def _overlong(groups, o):
 
 def _folr(groups, o):
     "What FOLR adds to the outcome of a wrong rollout: α up to the turn that showed a gold, (N, K)."
-    right, turn_mask = outcome_rewards(groups, o['metric']), _turns_of(groups)
+    right, turn_mask = outcome_rewards(groups, o['right']), _turns_of(groups)
     return folr_rewards(right, first_turns(groups, o['match_short']), turn_mask, o['alpha']) - right[:, None] * turn_mask
 
 def _rules(groups, o):
@@ -128,7 +128,7 @@ REWARDS = {r.name: r for r in (
            options={'form': 'short', 'judge': None, 'executed': False, 'smooth': False, 'tags': PRS_TAGS}, differs='no call at all counts as every call parsed'),
     Reward('overlong', 'bonus', r'R_i + \operatorname{clip}\big(\tfrac{L_{max} - L_{cache} - |y_i|}{L_{cache}}, -1, 0\big)', 'DAPO eq. 13', _overlong,
            options={'max_length': 192, 'buffer': 64}),
-    Reward('folr', 'turns', r'r_{i,k} = R_i + (1 - R_i)\,\alpha\,\mathbb 1[k \le t^*_i]', 'TSPO eq. 6', _folr, options={'alpha': 1.0, 'match_short': False, 'metric': 'em'},
+    Reward('folr', 'turns', r'r_{i,k} = R_i + (1 - R_i)\,\alpha\,\mathbb 1[k \le t^*_i]', 'TSPO eq. 6', _folr, options={'alpha': 1.0, 'match_short': False},
            differs='yes/no and one-letter golds count as never shown'),
     Reward('gain', 'turns', r'r_{i,k} = \pi(a^*|S_{k+1}) - \pi(a^*|S_k)', 'IGPO eqs. 3-4', model=_gain, sees=('gold',), options={'mode': 'prob'}),
     Reward('shaping', 'turns', r'r_{i,k} = \alpha[\Phi(S_{k+1}) - \Phi(S_k)],\ \Phi(S_K) = 0', 'TIPS eqs. 15-20', model=_shaping, sees=('teacher',),
@@ -325,14 +325,15 @@ def _knobs(parts):
     "Options of all parts under one roof: name -> default, and for each part the roof's names of its own."
     count = Counter(n for p in parts for n in p.options)
     names = [{n: n if count[n] == 1 else f'{p.name}.{n}' for n in p.options} for p in parts]
-    return {name: p.options[n] for p, own in zip(parts, names) for n, name in own.items()}, dict(zip((p.name for p in parts), names))
+    roof = {name: p.options[n] for p, own in zip(parts, names) for n, name in own.items()}
+    return {'right': 'em', **roof}, dict(zip((p.name for p in parts), names))
 
-def _own(names, part, options): return {n: options[name] for n, name in names[part.name].items()}
+def _own(names, part, options): return {'right': options['right'], **{n: options[name] for n, name in names[part.name].items()}}
 
 # %% ../nbs/54_methods.ipynb #c032
 def _text_rewards(rewards, rule, names, groups, options):
     "Everything that the text tells: 'outcome', 'right', 'turns', and what the rule reads."
-    out = {'right': outcome_rewards(groups, options['metric'] if options.get('metric') in ('numeric', 'cover') else 'em'), 'turns': torch.zeros(_turns_of(groups).shape)}
+    out = {'right': outcome_rewards(groups, options['right']), 'turns': torch.zeros(_turns_of(groups).shape)}
     for r in sorted((r for r in rewards if r.text), key=lambda r: r.gives != 'outcome'):
         value = r.text(groups, _own(names, r, options))
         if r.gives == 'turns': out['turns'] = out['turns'] + value
