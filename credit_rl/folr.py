@@ -169,7 +169,7 @@ def selective_advantages(
     turnwise = {'none': torch.zeros_like(hits), 'all': torch.ones_like(hits), 'all-wrong': hits == 0}[strategy]
     return torch.where(turnwise[:, None].bool(), by_turn, by_outcome)
 
-# %% ../nbs/32_folr.ipynb #c041
+# %% ../nbs/32_folr.ipynb #c042
 def tspo_advantages(
     outcome,               # (N,) 0 or 1
     first_turn,            # (N,) long, first turn that showed a gold, -1 for none
@@ -186,7 +186,7 @@ def tspo_advantages(
     rewards = folr_rewards(right, first_turn, turn_mask, alpha)
     return cast_like(selective_advantages(rewards, right, right, turn_mask, groups, strategy, ddof, eps), outcome)
 
-# %% ../nbs/32_folr.ipynb #c052
+# %% ../nbs/32_folr.ipynb #c053
 def group_misses(
     outcome,      # (N,) 0 or 1
     first_turn,   # (N,) long, -1 for none
@@ -200,7 +200,7 @@ def group_misses(
     cell = 3 * index + kind
     return (cell if scored is None else cell[scored]).bincount(minlength=3 * (int(index.max()) + 1)).view(-1, 3)
 
-# %% ../nbs/32_folr.ipynb #c053
+# %% ../nbs/32_folr.ipynb #c054
 def near_miss_statistics(
     outcome,      # (N,) 0 or 1
     first_turn,   # (N,) long, -1 for none

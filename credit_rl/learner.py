@@ -191,7 +191,36 @@ class _Kept:
         self.updates = state['updates']
 
 # %% ../nbs/52_learner.ipynb #c021
-class Learner(_Kept):
+class _Updates(_Kept):
+    "How gradients become an update, in plain PyTorch."
+    def _groups(self):
+        "Parameters by rate: the policy's, and those of a critic's model and head."
+        o, rate = self.optimiser, self.optimiser.critic_rate or self.optimiser.learning_rate
+        groups = [{'params': list(self.scorer.model.parameters()), 'lr': o.learning_rate, 'weight_decay': o.weight_decay}]
+        if self.critic is None: return groups
+        if self.critic.model is not None: groups.append({'params': list(self.critic.model.base_model.parameters()), 'lr': rate, 'weight_decay': o.weight_decay})
+        return [*groups, {'params': list(self.critic.head.parameters()), 'lr': rate, 'weight_decay': 0.}]
+
+    def _adamw(self): return torch.optim.AdamW(self._groups(), betas=self.optimiser.betas)
+
+    def _prepare(self): self.policy = self.scorer   # what forwards go through
+
+    def _backward(self, loss, last): loss.backward()
+
+    def _update(self):
+        "Clip, step, forget the gradient. Returns the gradient's norm before clipping."
+        norm = torch.nn.utils.clip_grad_norm_(self.scorer.parameters(), self.optimiser.clip)
+        self.adamw.step()
+        self.adamw.zero_grad()
+        return float(norm)
+
+    def _set_rate(self, adamw):
+        share = min(1., (self.updates + 1) / max(1, self.optimiser.warmup))
+        for group, rate in zip(adamw.param_groups, self.rates): group['lr'] = share * rate
+        return share * self.optimiser.learning_rate
+
+# %% ../nbs/52_learner.ipynb #c022
+class Learner(_Updates):
     "Evaluate batches and take steps, in plain PyTorch on one device."
 
     def __init__(
@@ -219,33 +248,7 @@ class Learner(_Kept):
         self.rates = [group['lr'] for group in self.adamw.param_groups]
         self._prepare()
 
-    def _groups(self):
-        "Parameters by rate: the policy's, and those of a critic's model and head."
-        o, rate = self.optimiser, self.optimiser.critic_rate or self.optimiser.learning_rate
-        groups = [{'params': list(self.scorer.model.parameters()), 'lr': o.learning_rate, 'weight_decay': o.weight_decay}]
-        if self.critic is None: return groups
-        if self.critic.model is not None: groups.append({'params': list(self.critic.model.base_model.parameters()), 'lr': rate, 'weight_decay': o.weight_decay})
-        return [*groups, {'params': list(self.critic.head.parameters()), 'lr': rate, 'weight_decay': 0.}]
-
-    def _adamw(self): return torch.optim.AdamW(self._groups(), betas=self.optimiser.betas)
-
-    def _prepare(self): self.policy = self.scorer   # what forwards go through
-
-    def _backward(self, loss, last): loss.backward()
-
-    def _update(self):
-        "Clip, step, forget the gradient. Returns the gradient's norm before clipping."
-        norm = torch.nn.utils.clip_grad_norm_(self.scorer.parameters(), self.optimiser.clip)
-        self.adamw.step()
-        self.adamw.zero_grad()
-        return float(norm)
-
-    def _set_rate(self, adamw):
-        share = min(1., (self.updates + 1) / max(1, self.optimiser.warmup))
-        for group, rate in zip(adamw.param_groups, self.rates): group['lr'] = share * rate
-        return share * self.optimiser.learning_rate
-
-# %% ../nbs/52_learner.ipynb #c023
+# %% ../nbs/52_learner.ipynb #c024
 SEES = ('logp', 'values', 'gold', 'teacher', 'ref_logp')  # what evaluate can find out, in the order it does
 
 @torch.no_grad()
@@ -275,7 +278,7 @@ def evaluate(
         out['ref_logp'] = self._read(self.reference, layout, share, ['logp'])['logp']
     return Seen(**out)
 
-# %% ../nbs/52_learner.ipynb #c024
+# %% ../nbs/52_learner.ipynb #c025
 def _check_sees(self, sees, golds):
     "Refuse to look for what this learner has no model for."
     if unknown := set(sees) - set(SEES): raise ValueError(f'a learner sees {", ".join(SEES)}, not {sorted(unknown)}')
@@ -288,7 +291,7 @@ def _check_sees(self, sees, golds):
 
 Learner.evaluate = evaluate
 
-# %% ../nbs/52_learner.ipynb #c025
+# %% ../nbs/52_learner.ipynb #c026
 def _read(self, module, layout, share, want):
     "Plain forwards over this rank's `share`: name → (R, T), of the whole layout."
     out = {name: torch.zeros(layout.ids.shape) for name in want}
@@ -314,7 +317,7 @@ def _golds(scores): return {'gold_logp': scores.sums.float().cpu(), 'gold_tokens
 
 Learner._read, Learner._ask, Learner.tree = _read, _ask, None
 
-# %% ../nbs/52_learner.ipynb #c026
+# %% ../nbs/52_learner.ipynb #c027
 def _sizes(layout):
     "Padded tokens of each trajectory: its rows times its longest row."
     n = len(layout.groups)
@@ -328,7 +331,7 @@ def _part(layout, trajectories):
     wanted[trajectories] = True
     return take(layout, sorted(trajectories)), wanted[layout.row_trajectory].nonzero()[:, 0]
 
-# %% ../nbs/52_learner.ipynb #c028
+# %% ../nbs/52_learner.ipynb #c029
 def step(self, layout, seen, credit):
     "Update the weights on a batch. Returns what to log: loss, kl, clip_fraction, value_loss, grad_norm (means over updates), updates, learning_rate."
     if self.critic is not None and credit.returns is None: raise ValueError('the learner has a critic, but the credit has no returns for it to learn')
@@ -357,7 +360,7 @@ def _critic_fields(self, sub, seen, credit, pick, omega):
 
 Learner.step, Learner._critic_fields = step, _critic_fields
 
-# %% ../nbs/52_learner.ipynb #c029
+# %% ../nbs/52_learner.ipynb #c030
 def _minibatch(self, layout, fields):
     "One optimiser update on a mini-batch, this rank's share of it. Returns its log, {} if nothing could move the weights."
     chosen = needed(fields['advantages'], layout, self.loss, self.critic is not None)
@@ -386,7 +389,7 @@ def _gather(self, sums):
 
 Learner._minibatch, Learner._gather = _minibatch, _gather
 
-# %% ../nbs/52_learner.ipynb #c030
+# %% ../nbs/52_learner.ipynb #c031
 def _terms(self, micro, row_trajectory, idle=False):
     "Weighted loss of a micro-batch and its sums to log, over trained tokens."
     trained, spec, share = micro['trained'], self.loss, 0. if idle else 1.
@@ -408,7 +411,7 @@ def _terms(self, micro, row_trajectory, idle=False):
 
 Learner._terms = _terms
 
-# %% ../nbs/52_learner.ipynb #c047
+# %% ../nbs/52_learner.ipynb #c048
 def _deepspeed(device):
     "Import DeepSpeed for a device and join the other ranks; one that nobody launched is alone. Raises ImportError without the extra."
     if device.type == 'cpu': os.environ.setdefault('DS_ACCELERATOR', 'cpu')
@@ -426,9 +429,9 @@ def _deepspeed(device):
     warnings.filterwarnings('ignore', r'.torch\.distributed\.\w+. is deprecated', FutureWarning)   # DeepSpeed's own calls, at each micro-batch
     return deepspeed
 
-# %% ../nbs/52_learner.ipynb #c048
+# %% ../nbs/52_learner.ipynb #c049
 class _Sharded(Learner):
-    "The parts of a learner that know of DeepSpeed's `engine`."
+    "How a learner updates and adds up through DeepSpeed's `engine`."
     def _backward(self, loss, last):
         self.engine.set_gradient_accumulation_boundary(last)
         self.engine.backward(loss * self.ranks)
@@ -447,6 +450,9 @@ class _Sharded(Learner):
             torch.distributed.all_reduce(whole[name])
         return {name: v.cpu() if v.ndim else v.item() for name, v in whole.items()}
 
+# %% ../nbs/52_learner.ipynb #c050
+class _ShardedScoring(_Sharded):
+    "How a learner scores gold answers through DeepSpeed's `engine`."
     def _ask(self, who, layout, share, states, golds, joint=False):
         "Packed forwards over golds at states, through the engine, the same number on every rank; see Learner."
         if not self.tree: raise ValueError('this model obeys no tree mask (takes_tree_mask), so several ranks cannot score answers in packed forwards with it')
@@ -477,6 +483,9 @@ class _Sharded(Learner):
         scores = collect(batches, [engine(batch=b)['asked'] for b in batches], tokens, trained)
         return (scores, None) if trained is None else (scores[1], scores[0])
 
+# %% ../nbs/52_learner.ipynb #c051
+class _ShardedKept(_ShardedScoring):
+    "What outlives a step of a learner whose weights may be in pieces: for engine, teacher and checkpoints."
     def _whole(self, parameter):
         "A parameter; under stage 3 a copy in main memory of what the ranks hold together."
         if self.stage < 3: return parameter
@@ -510,8 +519,8 @@ class _Sharded(Learner):
         self.generator.set_state(state['generator'].cpu())
         self.updates = state['learner_updates']
 
-# %% ../nbs/52_learner.ipynb #c049
-class DeepSpeedLearner(_Sharded):
+# %% ../nbs/52_learner.ipynb #c052
+class DeepSpeedLearner(_ShardedKept):
     "`Learner` through DeepSpeed, on as many ranks as were launched. Raises ImportError without the extra `train`."
 
     def __init__(self, model, loss=Loss(), optimiser=Optimiser(), reference=None, temperature=1.0, seed=0, critic=None, teacher=None, teacher_every=None,

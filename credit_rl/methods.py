@@ -103,7 +103,7 @@ def make_judge(
 @functools.cache
 def _judge_at(settings): return Judge(**json.loads(settings))
 
-# %% ../nbs/54_methods.ipynb #c013
+# %% ../nbs/54_methods.ipynb #c014
 def _golds(tokens):
     "Which golds exist: (N, 1, M) bool."
     return (tokens > 0).any(1, keepdim=True)
@@ -119,7 +119,7 @@ def _shaping(layout, seen, o): return shaping_rewards(_potential(seen, o), layou
 
 def _record(layout, seen, o): return o['alpha'] * history_max(_potential(seen, o), layout.turn_mask)
 
-# %% ../nbs/54_methods.ipynb #c014
+# %% ../nbs/54_methods.ipynb #c015
 _TEACHER = {'alpha': 0.1, 'band': None, 'reduce': 'logsumexp'}  # band: of mean |α ΔΦ| (REWARD_BANDS), kept by a controller that starts from alpha
 
 REWARDS = {r.name: r for r in (
@@ -139,7 +139,7 @@ REWARDS = {r.name: r for r in (
            options={'exec_reward': 0.1, 'answer_reward': 0.15, 'variant': 'answer-aware'}),
     Reward('judge', 'turns', r'r_{i,k} = \tfrac{1}{2\sum w}\sum_c w_c q_{k,c}', 'TIPS appendix E.7', _judge, options={'judge': None, 'weights': (1, 1, 1)}))}
 
-# %% ../nbs/54_methods.ipynb #c016
+# %% ../nbs/54_methods.ipynb #c017
 def _on_last(rewards, layout):
     "Turn rewards with the outcome added on each last turn: (N, K); a row of NaN where either is missing."
     total = rewards['turns'] + at_last_turn(rewards['outcome'].nan_to_num(), layout.turn_mask)
@@ -151,7 +151,7 @@ def _scalar(rewards, layout):
 
 def _each_turn(x, layout): return x[:, None] * layout.turn_mask
 
-# %% ../nbs/54_methods.ipynb #c017
+# %% ../nbs/54_methods.ipynb #c018
 def _group(rewards, layout, seen, o):
     return _each_turn(group_normalize(_scalar(rewards, layout), layout.groups, ddof=o['ddof'], eps=o['eps'], scale=o['scale']), layout)
 
@@ -171,7 +171,7 @@ def _call(rewards, layout, seen, o):
     call = torch.where(rewards['tool'][:, 0], rewards['turns'][:, 0], torch.nan)
     return mt_grpo(call, rewards['outcome'], layout.turn_mask, layout.groups, o['beta'], o['ddof'], o['eps'])
 
-# %% ../nbs/54_methods.ipynb #c018
+# %% ../nbs/54_methods.ipynb #c019
 def _calls(rewards, layout, seen, o):
     tokens = _turn_tokens(layout) if o['literal'] else None
     return mt_grpo_star(rewards['turns'], rewards['outcome'], layout.turn_mask, layout.groups, rewards['tool'], o['lambda_mid'], o['lambda_final'], o['norm'],
@@ -189,7 +189,7 @@ def _anchored(rewards, layout, seen, o):
 
 def _anchors(groups, o): return {'anchors': anchor_ids(groups)}
 
-# %% ../nbs/54_methods.ipynb #c020
+# %% ../nbs/54_methods.ipynb #c021
 def _gae(rewards, layout, seen, o):
     "Token-level advantages and returns of PPO: `Credit`."
     here = (layout.token_turns, layout.row_trajectory)
@@ -211,7 +211,7 @@ def _smdp(rewards, layout, seen, o):
     tokens = lambda turns: to_tokens(turns, layout.token_turns, layout.row_trajectory)
     return Credit(tokens(advantages), tokens(_each_turn(outcome.nan_to_num(), layout)))
 
-# %% ../nbs/54_methods.ipynb #c021
+# %% ../nbs/54_methods.ipynb #c022
 _SPREAD = {'ddof': 0, 'eps': 1e-6}
 _TOKEN_CRITIC = {'kind': 'own', 'head': 'linear', 'at': 'tokens', 'mix': 1.0}
 _SEGMENT_CRITIC = {'kind': 'shared', 'head': 'competence', 'at': 'turns', 'mix': 0.5}
@@ -237,7 +237,7 @@ RULES = {r.name: r for r in (
     Rule('smdp', _smdp, r'A_k = V(s_{k+1}) - V(s_k),\ \text{last: } R - V(s_N)', 'CARL eqs. 1-6', 'segment-mean', compares=False, critic=_SEGMENT_CRITIC, options={'lam': 0.0},
          differs='a turn is a segment where the protocol edits no contexts'))}
 
-# %% ../nbs/54_methods.ipynb #c023
+# %% ../nbs/54_methods.ipynb #c024
 def _everything(groups, rewards, o, generator): return list(range(len(groups))), None
 
 def _group_of(groups): return torch.arange(len(groups)).repeat_interleave(torch.tensor([len(g.trajectories) for g in groups]))
@@ -258,7 +258,7 @@ SAMPLINGS = {s.name: s for s in (
     Sampling('varied', _varied, r'0 < |\{i : R_i\ \text{right}\}| < G', 'DAPO eq. 11', options={'least_variance': 1e-6, 'draws': 3},
              differs='at most `draws` rounds of rollouts a step, then the update takes what there is'))}
 
-# %% ../nbs/54_methods.ipynb #c025
+# %% ../nbs/54_methods.ipynb #c027
 LOSSES = {
     'ppo': (Loss('ppo'), r'-\min(\rho A, \operatorname{clip}(\rho, 1 \pm \epsilon) A)', 'Schulman et al. 2017'),
     'dual-clip': (Loss('ppo', dual_clip=3.), r'\text{ppo, at least } cA \text{ where } A < 0', 'Ye et al. 2020; TIPS appendix'),
@@ -268,7 +268,7 @@ LOSSES = {
     'cispo': (Loss('cispo', clip_low=1., clip_high=0.28), r'-\operatorname{sg}[\operatorname{clip}(\rho)]\,A\log\pi_\theta', 'CISPO (MiniMax-M1)'),
     'reinforce': (Loss('reinforce'), r'-A\log\pi_\theta', 'Williams 1992')}
 
-# %% ../nbs/54_methods.ipynb #c027
+# %% ../nbs/54_methods.ipynb #c030
 def refusal(rewards, rule, sampling, loss):
     "Why parts (names) do not go together: str, or None if they do."
     gives = [REWARDS[r].gives for r in rewards]
@@ -283,7 +283,7 @@ def refusal(rewards, rule, sampling, loss):
     if rule.name == 'smdp' and (turns or len(rewards) > 1 or 'prs' in rewards): return "smdp credits turns through its critic, a chance of success: it takes 'outcome' alone"
     return _refused_sampling(turns, rule, sampling) or _refused_loss(rule, loss)
 
-# %% ../nbs/54_methods.ipynb #c028
+# %% ../nbs/54_methods.ipynb #c031
 def _refused_sampling(turns, rule, sampling):
     "Why a sampling does not fit."
     if not sampling.selects: return None
@@ -295,7 +295,7 @@ def _refused_loss(rule, loss):
     "Why a loss does not fit."
     if loss == 'gspo' and rule.turnwise: return f'gspo has one ratio per rollout and averages the credit of its turns away, so {rule.name} would do nothing; take gspo-token'
 
-# %% ../nbs/54_methods.ipynb #c030
+# %% ../nbs/54_methods.ipynb #c033
 @dataclass(frozen=True)
 class Method:
     "A row of the table of methods. N trajectories, K turns, R rows, T tokens."
@@ -320,7 +320,7 @@ class Method:
             raise ValueError(f'method {self.name!r} has no option {name!r}' + (f'; did you mean {near[0]!r}?' if near else f'; it has {sorted(self.options)}'))
         return {**self.options, **options}
 
-# %% ../nbs/54_methods.ipynb #c031
+# %% ../nbs/54_methods.ipynb #c034
 def _knobs(parts):
     "Options of all parts under one roof: name -> default, and for each part the roof's names of its own."
     count = Counter(n for p in parts for n in p.options)
@@ -330,7 +330,7 @@ def _knobs(parts):
 
 def _own(names, part, options): return {'right': options['right'], **{n: options[name] for n, name in names[part.name].items()}}
 
-# %% ../nbs/54_methods.ipynb #c032
+# %% ../nbs/54_methods.ipynb #c035
 def _text_rewards(rewards, rule, names, groups, options):
     "Everything that the text tells: 'outcome', 'right', 'turns', and what the rule reads."
     out = {'right': outcome_rewards(groups, options['right']), 'turns': torch.zeros(_turns_of(groups).shape)}
@@ -352,7 +352,7 @@ def _credit(rule, names, rewards, layout, seen, options):
     if not isinstance(told, Credit): told = Credit(to_tokens(torch.where(missing[:, None], 0., told), layout.token_turns, layout.row_trajectory))
     return replace(told, trajectory_weight=(~missing).float()) if missing.any() else told
 
-# %% ../nbs/54_methods.ipynb #c033
+# %% ../nbs/54_methods.ipynb #c036
 def compose(
     rewards=('outcome',),  # names in REWARDS: one outcome, and any number of others
     rule='group',          # name in RULES
@@ -378,14 +378,14 @@ def compose(
                     differs or '; '.join(p.differs for p in parts if p.differs), (*parts, loss))
     return replace(method, options=method.settings(options))
 
-# %% ../nbs/54_methods.ipynb #c034
+# %% ../nbs/54_methods.ipynb #c037
 def _find(table, kind, name):
     "A part by its name. Raises ValueError naming the nearest one."
     if name in table: return table[name]
-    near = difflib.get_close_matches(str(name), table, 1)
-    raise ValueError(f'there is no {kind} {name!r}' + (f'; did you mean {near[0]!r}?' if near else f'; there are {", ".join(table)}'))
+    near = difflib.get_close_matches(str(name), table, 3)
+    raise ValueError(f'there is no {kind} {name!r}' + (f'; did you mean {" or ".join(map(repr, near))}?' if near else f'; there are {", ".join(table)}'))
 
-# %% ../nbs/54_methods.ipynb #c036
+# %% ../nbs/54_methods.ipynb #c039
 METHODS = {m.name: m for m in (
     compose(name='grpo', paper='DeepSeekMath (GRPO); TSPO eq. 3'),
     compose(name='dr-grpo', paper='Dr. GRPO (Liu et al. 2025)', average='sequence-mean-token-sum', scale=False, differs='divides by the number of rollouts, not by their longest length too'),
@@ -410,7 +410,7 @@ METHODS = {m.name: m for m in (
     compose(('outcome', 'record'), 'gae', name='tips-hmax', paper='TIPS appendix E.6'),
     compose(rule='smdp', name='carl', paper='CARL eqs. 1-9'))}
 
-# %% ../nbs/54_methods.ipynb #c037
+# %% ../nbs/54_methods.ipynb #c040
 def get_method(
     name,  # str: a row of METHODS, or parts written rewards/rule/sampling/loss, rewards joined by +, from the left as far as needed: 'prs+folr/turns'
 ):
@@ -421,7 +421,7 @@ def get_method(
     if len(rest) > 3: raise ValueError(f'parts are written rewards/rule/sampling/loss, got {name!r}')
     return replace(compose(tuple(first.split('+')), *rest), name=name)
 
-# %% ../nbs/54_methods.ipynb #c040
+# %% ../nbs/54_methods.ipynb #c043
 def extra_passes(
     method,           # Method
     critic=None,      # 'own' or 'shared'; None: the row's
@@ -437,7 +437,7 @@ def extra_passes(
     counts = {'policy': int(policy), 'critic': int(values and own), 'teacher': int('teacher' in method.sees and teacher_every != 1), 'reference': int(reference)}
     return {k: v for k, v in counts.items() if v}
 
-# %% ../nbs/54_methods.ipynb #c043
+# %% ../nbs/54_methods.ipynb #c046
 def method_table(
     methods=None,  # list of Method; None: all rows
 ):
