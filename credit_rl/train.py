@@ -8,7 +8,7 @@ __all__ = ['CODE', 'Config', 'make_config', 'read_parameters', 'enter_project', 
            'make_learner', 'collapsed', 'finished', 'train', 'main']
 
 # %% ../nbs/55_train.ipynb #c002
-import dataclasses, difflib, json, os, random, sys, time
+import dataclasses, difflib, json, os, random, re, sys, time
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -99,6 +99,12 @@ class Config(_Task):
     threads: int = None          # of PyTorch on a CPU; None: its own choice
 
 # %% ../nbs/55_train.ipynb #c007
+def _numbers(value):
+    "A value with strings such as '1e-3' as numbers, at any depth: YAML 1.1 takes a number without a point for text."
+    if isinstance(value, dict): return {k: _numbers(v) for k, v in value.items()}
+    return float(value) if isinstance(value, str) and re.fullmatch(r'[-+]?\d+(\.\d*)?[eE][-+]?\d+', value) else value
+
+# %% ../nbs/55_train.ipynb #c008
 def make_config(settings):
     "A `Config` from a dict. Raises ValueError on an unknown name, naming the nearest, and on values of the wrong kind."
     known = {f.name: f for f in dataclasses.fields(Config)}
@@ -106,7 +112,7 @@ def make_config(settings):
         if name not in known:
             near = difflib.get_close_matches(name, known, 1)
             raise ValueError(f'there is no setting {name!r}' + (f'; did you mean {near[0]!r}?' if near else f'; settings are {", ".join(known)}'))
-    config = Config(**settings)
+    config = Config(**{name: value if known[name].type is str else _numbers(value) for name, value in settings.items()})
     for name, f in known.items():
         value = getattr(config, name)
         if f.type is float and type(value) is int: setattr(config, name, float(value))
@@ -114,14 +120,14 @@ def make_config(settings):
             raise ValueError(f'{name} must be a {f.type.__name__}, got {value!r}')
     return config
 
-# %% ../nbs/55_train.ipynb #c010
+# %% ../nbs/55_train.ipynb #c011
 def read_parameters(variables):
     "The `Config` set by a notebook's variables (its `globals()`): all that are plain values and not the notebook's own."
     own = ('In', 'Out', 'exit', 'quit', 'open', 'get_ipython')
     plain = (type(None), bool, int, float, str, list, dict, tuple)
     return make_config({n: v for n, v in variables.items() if not n.startswith('_') and n not in own and type(v) in plain})
 
-# %% ../nbs/55_train.ipynb #c013
+# %% ../nbs/55_train.ipynb #c014
 def enter_project():
     "Change to the project's root, the nearest folder upwards with a settings.ini, if there is one. Returns the folder that is current then."
     here = Path.cwd()
@@ -131,7 +137,7 @@ def enter_project():
             return folder
     return here
 
-# %% ../nbs/55_train.ipynb #c016
+# %% ../nbs/55_train.ipynb #c017
 def check(config):
     "Refuse a configuration that cannot work. Raises ValueError with what was got, what is wanted, and how to mend it."
     method, c = get_method(config.method), config
@@ -151,7 +157,7 @@ def check(config):
     elif c.data != 'tiny': raise ValueError(f"model='tiny' knows only the words of the tiny world; data={c.data!r} needs a model folder")
     if c.path is not None and not Path(c.path).exists(): raise ValueError(f'path {c.path!r} does not exist')
 
-# %% ../nbs/55_train.ipynb #c017
+# %% ../nbs/55_train.ipynb #c018
 def _check_numbers(c):
     "Refuse settings that are out of their range."
     lowest = {**dict.fromkeys(('questions', 'dev_questions', 'test_questions', 'max_turns', 'turn_tokens', 'max_tokens', 'passages', 'questions_per_step', 'group_size',
@@ -163,7 +169,7 @@ def _check_numbers(c):
     for name in ('learning_rate', 'clip'):
         if not getattr(c, name) > 0: raise ValueError(f'{name} must be above 0, got {getattr(c, name)}')
 
-# %% ../nbs/55_train.ipynb #c018
+# %% ../nbs/55_train.ipynb #c019
 def _check_world(world, seed=0):
     "Refuse arguments that `make_world` does not take, or of which it can make no world."
     known = ('size', 'hops', 'mirrors', 'parametric')
@@ -171,7 +177,7 @@ def _check_world(world, seed=0):
         if name not in known: raise ValueError(f'world takes {", ".join(known)}, got {name!r}')
     make_world('dev', seed, questions=1, **world)
 
-# %% ../nbs/55_train.ipynb #c019
+# %% ../nbs/55_train.ipynb #c020
 def _check_method(c, method, options):
     "Refuse a method without what it needs: a judge, a critic's or teacher's settings that say something, turns that its rule knows."
     parts = {p.name for p in method.parts[:-1]}
@@ -186,7 +192,7 @@ def _check_method(c, method, options):
     try: dataclasses.replace(method.loss, **c.loss)
     except TypeError: raise ValueError(f'loss takes {", ".join(f.name for f in dataclasses.fields(Loss))}, got {sorted(c.loss)}') from None
 
-# %% ../nbs/55_train.ipynb #c023
+# %% ../nbs/55_train.ipynb #c024
 @dataclass(frozen=True)
 class Stage:
     "Model, questions and environments of a run, each by part: 'train', 'dev', 'test'."
@@ -196,7 +202,7 @@ class Stage:
     environments: dict
     ceiling: dict = None  # exact match of the perfect player on the test questions, where there is one
 
-# %% ../nbs/55_train.ipynb #c024
+# %% ../nbs/55_train.ipynb #c025
 def tiny_worlds(config):
     "The tiny worlds of a run: {'train', 'dev', 'test'} -> `World`."
     sizes = {'train': config.questions, 'dev': config.dev_questions, 'test': config.test_questions}
@@ -206,7 +212,7 @@ def known_worlds(worlds):
     "Those of the worlds whose parametric facts a warm start must teach: a tuple."
     return tuple(w for w in worlds.values() if w.known)
 
-# %% ../nbs/55_train.ipynb #c025
+# %% ../nbs/55_train.ipynb #c026
 def set_stage(config, say=print, real=None):
     "Make or load model, questions and search for a run. `real`: a data set's questions and passages, if they are there already."
     c = config
@@ -223,7 +229,7 @@ def set_stage(config, say=print, real=None):
     say('ceiling of perfect play on the test questions: ' + ', '.join(f'{k} {v:.3f}' for k, v in top.items()))
     return Stage(chat, model, {part: list(w.questions) for part, w in worlds.items()}, environments, {str(k): v for k, v in top.items()})
 
-# %% ../nbs/55_train.ipynb #c026
+# %% ../nbs/55_train.ipynb #c027
 def _real_stage(c, say, parts, passages):
     "The stage of a data set: its questions by part, BM25 over its passages, and a model from a folder."
     say(', '.join(f'{len(questions)} {part}' for part, questions in parts.items()) + f' questions of {c.data}; {len(passages)} passages')
@@ -233,7 +239,7 @@ def _real_stage(c, say, parts, passages):
     env = Environment(chat, SearchTool(BM25(passages), c.passages, c.passage_tokens, count), c.max_turns, c.max_tokens)
     return Stage(chat, model, parts, dict.fromkeys(parts, env))
 
-# %% ../nbs/55_train.ipynb #c028
+# %% ../nbs/55_train.ipynb #c029
 def real_questions(
     c,  # Config: data, path, train_split, dev_split, and how many questions of each part
 ):
@@ -251,7 +257,7 @@ def real_questions(
     if not n or not rest: raise ValueError(f'{c.path or c.data} leaves {len(rest)} questions for training, {n} for dev and {wanted - n} for test; each part needs one at least')
     return {'train': subsample(rest, c.questions, c.seed), 'dev': held[:n], 'test': held[n:]}
 
-# %% ../nbs/55_train.ipynb #c029
+# %% ../nbs/55_train.ipynb #c030
 def real_passages(c):
     "The passages that are searched: the path's corpus, or the paragraphs of its questions, or those of the hub's two splits."
     if c.path is not None: return load_corpus(c.data, c.path)
@@ -259,7 +265,7 @@ def real_passages(c):
     once = {(p.title, p.text): p for p in both}.values()
     return [dataclasses.replace(p, id=str(i)) for i, p in enumerate(once)]
 
-# %% ../nbs/55_train.ipynb #c032
+# %% ../nbs/55_train.ipynb #c033
 def draw_questions(questions, n, step, seed):
     "The `n` questions of a step (1, 2, …): epochs of all questions, each shuffled by the seed and its own number."
     chosen = []
@@ -270,7 +276,7 @@ def draw_questions(questions, n, step, seed):
         chosen.append(questions[order[1][at]])
     return chosen
 
-# %% ../nbs/55_train.ipynb #c035
+# %% ../nbs/55_train.ipynb #c036
 def options_of(config, method, chat=None):
     "A method's options for a run: those that are set, and for the others what the data's own metric and the protocol's tags say."
     options = method.settings(config.options)
@@ -280,7 +286,7 @@ def options_of(config, method, chat=None):
     if chat and 'tags' in options and 'tags' not in config.options: options['tags'] = (chat.protocol.think_tag, chat.protocol.call_tag, chat.protocol.answer_tag)
     return options
 
-# %% ../nbs/55_train.ipynb #c036
+# %% ../nbs/55_train.ipynb #c037
 def _act(step, c, method, options, stage, engine, log):
     "Rollouts of a step and what their text earned: groups, rewards, indices of those kept, weights. A sampling with `draws` asks again until enough are kept."
     generator = torch.Generator().manual_seed(seed_of('keep', c.seed, step))
@@ -295,7 +301,7 @@ def _act(step, c, method, options, stage, engine, log):
         if len(kept) >= wanted: break
     return played, rewards, kept if weights is not None else kept[:wanted], weights
 
-# %% ../nbs/55_train.ipynb #c037
+# %% ../nbs/55_train.ipynb #c038
 def _chosen(groups, rewards, kept, weights, prefix, average):
     "Layout and rewards of the kept groups, their indices among all trajectories, and weights such that an average is one over the whole batch."
     whole = pack(groups, prefix)
@@ -307,7 +313,7 @@ def _chosen(groups, rewards, kept, weights, prefix, average):
         weights = weights * share * len(whole.groups) / len(chosen)
     return layout, {k: v[chosen] for k, v in rewards.items()}, chosen, weights
 
-# %% ../nbs/55_train.ipynb #c038
+# %% ../nbs/55_train.ipynb #c039
 def _look(c, method, options, groups, chosen, layout, chat, learner):
     "What the models that a method needs say of its batch: `Seen`, or None if it needs none."
     sees = tuple(dict.fromkeys((*method.sees, *(['logp'] if c.recompute else []), *(['ref_logp'] if learner.loss.kl else []))))
@@ -315,7 +321,7 @@ def _look(c, method, options, groups, chosen, layout, chat, learner):
     golds = {n: gold_templates(chat, groups, schema) for n, schema in (('gold', 'igpo'), ('teacher', 'tips')) if n in sees}
     return learner.evaluate(layout, sees, {n: [g[i] for i in chosen.tolist()] for n, g in golds.items()}, ends=options.get('terminal') == 'teacher')
 
-# %% ../nbs/55_train.ipynb #c039
+# %% ../nbs/55_train.ipynb #c040
 def train_step(step, config, method, stage, engine, learner, log, measure_kl=False, memory=None):
     "One training step. Returns what to log; writes rollouts and clocks to `log`. `measure_kl` costs two more forwards; `memory` keeps what the next step needs."
     c, options, memory = config, options_of(config, method, stage.chat), {} if memory is None else memory
@@ -338,7 +344,7 @@ def train_step(step, config, method, stage, engine, learner, log, measure_kl=Fal
     noted['zero_advantage'] = 1 - (1 - noted['zero_advantage']) * len(chosen) / len(flat)      # those that were left out got none
     return {**_describe(groups, told), **noted, **stats}
 
-# %% ../nbs/55_train.ipynb #c040
+# %% ../nbs/55_train.ipynb #c041
 def _controller(options):
     "The state of a fresh controller of α for a band: dict of JSON values."
     low, high = REWARD_BANDS[options['band']]
@@ -366,13 +372,13 @@ def _moved(state, size):
     if size == size: controller.update(size)                              # not measured: it stays
     return dataclasses.asdict(controller)
 
-# %% ../nbs/55_train.ipynb #c041
+# %% ../nbs/55_train.ipynb #c042
 def kl_from_base(learner, layout):
     "Mean k3 estimate of the KL from the reference per sampled token, and mean |learner - engine| of its log-probability: dict."
     seen, trained = learner.evaluate(layout, ('logp', 'ref_logp')), layout.trained
     return {'kl': kl(seen.logp, seen.ref_logp, 'k3', trained)[trained].mean().item(), 'logp_gap': (seen.logp - layout.logps)[trained].abs().mean().item()}
 
-# %% ../nbs/55_train.ipynb #c042
+# %% ../nbs/55_train.ipynb #c043
 def _describe(groups, rewards):
     "What to log of a step's rollouts."
     index = torch.arange(len(groups)).repeat_interleave(torch.tensor([len(g.trajectories) for g in groups]))
@@ -391,7 +397,7 @@ def _keep_rollouts(step, trajectories, rewards, layout, credit, count, log):
     log.turns(step, [{'kind': 'train', 'trajectory': to_json(t), 'advantages': _turn_values(layout, credit.advantages, i), 'reward': float(rewards['outcome'][i])}
                      for i, t in enumerate(trajectories) if int(layout.groups[i]) < count])
 
-# %% ../nbs/55_train.ipynb #c043
+# %% ../nbs/55_train.ipynb #c044
 def _model_folder(config): return str(Path(config.run)/'base') if config.model == 'tiny' else config.model
 
 def make_learner(config, method, model):
@@ -407,7 +413,7 @@ def make_learner(config, method, model):
                           row_tokens=c.row_tokens)
     return Learner(model, loss, optimiser, reference, c.temperature, c.seed, critic, teacher, every)
 
-# %% ../nbs/55_train.ipynb #c050
+# %% ../nbs/55_train.ipynb #c051
 def collapsed(rates, share=0.25, window=5):
     "Whether the mean of the last `window` answer rates is below `share` of the best earlier window's (which must reach 0.2)."
     if len(rates) < 2 * window: return False
@@ -415,15 +421,15 @@ def collapsed(rates, share=0.25, window=5):
     best = max(means[:-window])
     return best >= 0.2 and means[-1] < share * best
 
-# %% ../nbs/55_train.ipynb #c052
+# %% ../nbs/55_train.ipynb #c053
 _MAY_CHANGE = ('steps', 'resume', 'run', 'threads', 'eval_every', 'keep')  # in a run that is resumed
 
-# %% ../nbs/55_train.ipynb #c053
+# %% ../nbs/55_train.ipynb #c054
 def _note_params(log, config):
     "Write a run's parameters, or compare them with those it was begun with. Raises ValueError naming what changed."
     log.write_params({k: list(v) if isinstance(v, tuple) else v for k, v in vars(config).items()}, _MAY_CHANGE)
 
-# %% ../nbs/55_train.ipynb #c054
+# %% ../nbs/55_train.ipynb #c055
 class _Run:
     "A run under way: stage, engine, learner, log, and what the loop remembers between steps."
 
@@ -455,7 +461,7 @@ class _Run:
         self.memory = json.loads((Path(path)/'memory.json').read_text())
         self.engine.load(self.learner.weights())
 
-# %% ../nbs/55_train.ipynb #c055
+# %% ../nbs/55_train.ipynb #c056
 def _dev(run, step, logged):
     "Evaluate on dev questions, log the step, and keep a checkpoint (the best under that name)."
     with run.log.timed('dev'): scores, _ = run.evaluate('dev')
@@ -466,7 +472,7 @@ def _dev(run, step, logged):
     run.checkpoint(step, 'best' if better else None)
     return scores['em']
 
-# %% ../nbs/55_train.ipynb #c056
+# %% ../nbs/55_train.ipynb #c057
 def _begin(run):
     "Resume from the newest checkpoint, or evaluate the base. Returns the first step to take."
     found = latest_checkpoint(run.log.folder)
@@ -482,11 +488,11 @@ def _begin(run):
     run.say(f'base: EM {run.memory["base"]["em"]:.3f} on {len(groups)} test questions, {em:.3f} on dev')
     return 1
 
-# %% ../nbs/55_train.ipynb #c057
+# %% ../nbs/55_train.ipynb #c058
 CODE = ('outcome', 'folr', 'information_gain', 'potentials', 'prs', 'turn_rewards', 'advantages', 'smdp', 'vspo', 'scoring', 'layout', 'losses', 'critics', 'learner', 'methods',
         'rollout', 'engine', 'tiny', 'train')  # modules whose change makes a run's results old
 
-# %% ../nbs/55_train.ipynb #c058
+# %% ../nbs/55_train.ipynb #c059
 def _finish(run):
     "Evaluate the best checkpoint on the test questions and write the summary. Returns it."
     step, path = named_checkpoint(run.log.folder, 'best')
@@ -506,7 +512,7 @@ def _finish(run):
             + f'), the checkpoint of step {step}; {run.log.elapsed:.0f} s')
     return summary
 
-# %% ../nbs/55_train.ipynb #c059
+# %% ../nbs/55_train.ipynb #c060
 def finished(config):
     "Whether `config` resumes a run that is complete: its summary is there and has as many steps (or says that it collapsed)."
     path = Path(config.run)/'summary.json'
@@ -514,7 +520,7 @@ def finished(config):
     summary = json.loads(path.read_text())
     return summary['steps'] >= config.steps or summary['collapsed']
 
-# %% ../nbs/55_train.ipynb #c060
+# %% ../nbs/55_train.ipynb #c061
 def _compare_params(config):
     "Refuse to show a finished run's results as those of other parameters; settings that it did not know yet don't count."
     import yaml
@@ -522,7 +528,7 @@ def _compare_params(config):
     changed = [f'{k}: {before[k]!r} before, {now[k]!r} now' for k in before if k in now and k not in _MAY_CHANGE and before[k] != now[k]]
     if changed: raise ValueError(f'{config.run} holds a finished run with other parameters ({"; ".join(changed)}): give the same, or choose another name')
 
-# %% ../nbs/55_train.ipynb #c061
+# %% ../nbs/55_train.ipynb #c062
 def train(
     config,    # Config, or a dict of its settings
     say=None,  # function called with lines of text; None: print
@@ -553,7 +559,7 @@ def train(
     _finish(run)
     return run.log.folder
 
-# %% ../nbs/55_train.ipynb #c067
+# %% ../nbs/55_train.ipynb #c068
 def main(arguments=None):
     "`python -m credit_rl.train setting=value …`, values as in YAML; `--params FILE` reads a YAML file of settings first."
     import argparse, yaml
@@ -568,5 +574,5 @@ def main(arguments=None):
         train(settings | {name: yaml.safe_load(value) for name, value in (text.split('=', 1) for text in given.settings)})
     except (ValueError, OSError, yaml.YAMLError) as e: sys.exit(f'credit_rl.train: {e}')
 
-# %% ../nbs/55_train.ipynb #c068
+# %% ../nbs/55_train.ipynb #c069
 if __name__ == '__main__' and '__file__' in globals(): main()  # a notebook has no file
