@@ -28,7 +28,7 @@ from .protocol import PROTOCOLS, Chat
 from .retrieval import BM25
 from .rollout import Environment, rollout
 from .prs import PRS_TAGS
-from .runlog import RunLog, latest_checkpoint, module_hashes, named_checkpoint, save_checkpoint
+from .runlog import RunLog, check_trackers, latest_checkpoint, module_hashes, named_checkpoint, save_checkpoint
 from .scoring import answer_header, gold_templates
 from .tiny import ceiling, make_base, tiny_environment
 from .tools import SearchTool
@@ -93,6 +93,7 @@ class Config(_Task):
     # what is kept
     eval_every: int = 10         # steps between dev evaluations, each with a checkpoint
     keep: int = 2                # newest checkpoints
+    track: str = 'tensorboard'   # who else is told of the metrics: names of TRACKERS, with commas between them; '' nobody
     log_rollouts: int = 1        # groups of each step written to turns.jsonl.gz
     log_kl: bool = True          # measure KL from the base when dev is evaluated; keeps a copy of the base
     collapse: float = 0.25       # stop when the answer rate falls below this share of its best
@@ -148,6 +149,7 @@ def check(config):
     if c.top_p < 1 or c.top_k: raise ValueError(f'training takes top_p=1 and top_k=0, got {c.top_p} and {c.top_k}: with a cut-off distribution '
                                                 'the sampled log-probabilities belong to another policy than the one that is trained')
     Sampling(temperature=c.temperature, max_tokens=c.turn_tokens)
+    check_trackers(_trackers(c))
     if c.average not in (None, *AVERAGES): raise ValueError(f'average must be one of {", ".join(AVERAGES)}, got {c.average!r}')
     if c.protocol not in (None, *PROTOCOLS): raise ValueError(f'protocol must be one of {", ".join(PROTOCOLS)}, got {c.protocol!r}')
     if not hasattr(torch, c.dtype): raise ValueError(f"dtype must be one of PyTorch's, such as 'float32' or 'bfloat16', got {c.dtype!r}")
@@ -178,6 +180,8 @@ def _check_world(world, seed=0):
     make_world('dev', seed, questions=1, **world)
 
 # %% ../nbs/55_train.ipynb #c020
+def _trackers(c): return [name.strip() for name in c.track.split(',') if name.strip()]
+
 def _check_method(c, method, options):
     "Refuse a method without what it needs: a judge, a critic's or teacher's settings that say something, turns that its rule knows."
     parts = {p.name for p in method.parts[:-1]}
@@ -422,7 +426,7 @@ def collapsed(rates, share=0.25, window=5):
     return best >= 0.2 and means[-1] < share * best
 
 # %% ../nbs/55_train.ipynb #c053
-_MAY_CHANGE = ('steps', 'resume', 'run', 'threads', 'eval_every', 'keep')  # in a run that is resumed
+_MAY_CHANGE = ('steps', 'resume', 'run', 'threads', 'eval_every', 'keep', 'track')  # in a run that is resumed
 
 # %% ../nbs/55_train.ipynb #c054
 def _note_params(log, config):
@@ -436,7 +440,7 @@ class _Run:
     def __init__(self, config, say):
         self.config, self.say, self.method = config, say, get_method(config.method)
         if judge := make_judge(self.method.settings(config.options).get('judge')): judge.check()
-        self.log = RunLog(config.run, config.resume)
+        self.log = RunLog(config.run, config.resume, _trackers(config))
         real = None if config.data == 'tiny' else (real_questions(config), real_passages(config))   # bad data leave no parameters behind
         _note_params(self.log, config)
         self.stage = set_stage(config, say, real)

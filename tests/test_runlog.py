@@ -1,5 +1,10 @@
 """The run folder under real kills: a process is ended, without any clean-up, at each of its file operations in turn."""
+import importlib.util
+import math
+
 import pytest
+
+from credit_rl.runlog import RunLog
 
 # argv: how many file operations to let pass, the run folder. The process dies at the next one and exits 9; if none is left it exits 0.
 DIES_AT = """
@@ -74,3 +79,35 @@ save_checkpoint(sys.argv[2], {step}, lambda path: (path/'weights').write_text({N
         assert not [p for p in (folder / 'checkpoints').iterdir() if p.name.startswith('.')]
         seen.add(text)
     assert seen == {OLD, NEW}
+
+
+# ---- trackers ----
+
+def test_tensorboard_is_told_what_the_file_holds(tmp_path):
+    "A resumed run hides what an earlier sitting told of later steps; NaN is not told, words neither."
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    log = RunLog(tmp_path / 'run', trackers=['tensorboard'])
+    log.write_params({'steps': 4})
+    for step in range(4): log.metrics(step, reward=step / 4, kl=math.nan)
+    log = RunLog(tmp_path / 'run', resume=True, trackers=['tensorboard'])
+    log.cut(1)
+    log.metrics(2, reward=9.)
+    board = EventAccumulator(str(tmp_path / 'run' / 'tensorboard'))
+    board.Reload()
+    assert [(e.step, e.value) for e in board.Scalars('reward')] == [(0, 0.), (1, .25), (2, 9.)]
+    assert set(board.Tags()['scalars']) == {'reward', 'seconds'}
+
+
+@pytest.mark.parametrize('name', ['wandb', 'trackio'])
+def test_other_trackers_where_they_are_installed(tmp_path, name, monkeypatch):
+    "Where the package is missing, the run is refused before it begins; where it is there, it is told, offline."
+    if importlib.util.find_spec(name) is None:
+        with pytest.raises(ImportError, match=f'pip install {name}'): RunLog(tmp_path / 'run', trackers=[name])
+        assert not (tmp_path / 'run').exists()
+        return
+    monkeypatch.setenv('WANDB_MODE', 'offline')
+    monkeypatch.setenv('TRACKIO_DIR', str(tmp_path / 'tracked'))
+    log = RunLog(tmp_path / 'run', trackers=[name])
+    log.write_params({'steps': 2})
+    for step in range(2): log.metrics(step, reward=step / 2)
+    assert any(p.is_file() for p in (*tmp_path.glob('tracked/**/*'), *tmp_path.glob('run/wandb/**/*')))
