@@ -365,13 +365,32 @@ def _member(step, rows):
     return gzip.compress(''.join(lines).encode(), mtime=0) if rows else b''
 
 # %% ../nbs/02_runlog.ipynb #c050
-class RunLog(_Clock):
+class _Told(_Clock):
+    "Who is told of a run's lines: its growing files, and trackers, opened when there is something to tell."
+    def _listen(self, trackers):  # names in TRACKERS
+        check_trackers(trackers)
+        self._trackers, self._params, self._told = trackers, {}, None
+
+    def _tell(self, step, values):
+        "Tell the trackers the numbers of a line; what is missing is not told."
+        if self._told is None: self._told = [TRACKERS[name](self.folder, self._params, step - 1) for name in self._trackers]
+        known = {n: float(v) for n, v in values.items() if not isinstance(v, str) and v == v}
+        for tell in self._told: tell(step, known)
+
+    def _append(self, name, step, data):
+        if not isinstance(step, numbers.Integral) or step < max(0, self._last[name]):
+            raise ValueError(f'{name}: steps are integers that never go back, got {step!r} after {self._last[name]}; cut({step!r}) drops later ones')
+        with open(self.folder/name, 'ab') as f: f.write(data)
+        self._last[name] = step
+
+# %% ../nbs/02_runlog.ipynb #c051
+class RunLog(_Told):
     "The folder of one run, open for writing. Raises before any compute where it cannot be used."
     def __init__(self, folder,   # runs/NAME; made if missing
                  resume=False,   # True: continue the run that it holds, if any; False: refuse a folder that holds one
                  trackers=()):   # names in TRACKERS: who else is told of the metrics
-        check_trackers(trackers)
-        self.folder, self._params, self._trackers, self._told = _run_folder(folder, resume), {}, trackers, None
+        self._listen(trackers)
+        self.folder = _run_folder(folder, resume)
         _tidy(self.folder/'checkpoints')
         self.cut(math.inf)
 
@@ -388,12 +407,7 @@ class RunLog(_Clock):
         clocks = {name: round(s, 3) for name, s in {**self._stages, 'seconds': self.elapsed}.items()}
         self._append('metrics.jsonl', step, _line(step, {**clocks, **values}))
         self._stages = {}
-        self._tell(step, {n: float(v) for n, v in {**clocks, **values}.items() if not isinstance(v, str) and v == v})
-
-    def _tell(self, step, values):
-        "Tell the trackers, which open when there is something to tell."
-        if self._told is None: self._told = [TRACKERS[name](self.folder, self._params, step - 1) for name in self._trackers]
-        for tell in self._told: tell(step, values)
+        self._tell(step, {**clocks, **values})
 
     def turns(self, step, rows):  # step as above; list of dict of JSON values
         "Append the rollouts of one step."
@@ -412,13 +426,7 @@ class RunLog(_Clock):
         self._start(last['metrics.jsonl'].get('seconds', 0.0))
         self._told = None
 
-    def _append(self, name, step, data):
-        if not isinstance(step, numbers.Integral) or step < max(0, self._last[name]):
-            raise ValueError(f'{name}: steps are integers that never go back, got {step!r} after {self._last[name]}; cut({step!r}) drops later ones')
-        with open(self.folder/name, 'ab') as f: f.write(data)
-        self._last[name] = step
-
-# %% ../nbs/02_runlog.ipynb #c055
+# %% ../nbs/02_runlog.ipynb #c056
 def _by_step(folder):
     "Metrics of a run: dict step → dict of values. Raises where the folder has none."
     path = Path(folder)/'metrics.jsonl'
@@ -429,13 +437,13 @@ def _by_step(folder):
         steps.setdefault(row['step'], {}).update({k: _number(v) for k, v in row.items()})
     return steps
 
-# %% ../nbs/02_runlog.ipynb #c056
+# %% ../nbs/02_runlog.ipynb #c057
 def read_metrics(folder):  # of a run
     "Metrics of a run as a pandas DataFrame: a row for each step, NaN where a metric was not logged."
     import pandas as pd
     return pd.DataFrame(list(_by_step(folder).values()))
 
-# %% ../nbs/02_runlog.ipynb #c057
+# %% ../nbs/02_runlog.ipynb #c058
 def read_turns(folder,     # of a run
                step=None): # only this step's
     "Rollout rows of a run: list of dict, each with its `step`; none where none were kept. Raises without a folder."
@@ -443,14 +451,14 @@ def read_turns(folder,     # of a run
     if not path.parent.is_dir(): raise FileNotFoundError(f'{folder} is not a folder; wanted that of a run, runs/NAME')
     return [row for _, block in _members(path) for row in _rows(path, block) if step in (None, row['step'])]
 
-# %% ../nbs/02_runlog.ipynb #c066
+# %% ../nbs/02_runlog.ipynb #c067
 def _equal(x, y, tolerance):
     "True for equal values, two NaNs, and numbers at most `tolerance` apart."
     if isinstance(x, (int, float)) and isinstance(y, (int, float)):
         return x == y or abs(x - y) <= tolerance or (math.isnan(x) and math.isnan(y))
     return x == y
 
-# %% ../nbs/02_runlog.ipynb #c067
+# %% ../nbs/02_runlog.ipynb #c068
 def same_metrics(a, b,           # folders of two runs
                  tolerance=0.0): # largest absolute difference of two numbers that count as equal
     "Differences between the metrics of two runs, clocks apart: list of str, empty if there are none."
@@ -465,7 +473,7 @@ def same_metrics(a, b,           # folders of two runs
                 differences.append(f'step {step}: {name} is {x.get(name, "absent")} in the first run, {y.get(name, "absent")} in the second')
     return differences
 
-# %% ../nbs/02_runlog.ipynb #c073
+# %% ../nbs/02_runlog.ipynb #c074
 def module_hashes(modules):  # iterable of names such as 'folr'
     "Hash the source of modules of this library as they are now: dict name → 12 hexadecimal digits."
     files = {m: importlib.util.find_spec(f'credit_rl.{m}') for m in modules}
