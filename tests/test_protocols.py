@@ -115,6 +115,9 @@ def test_the_kept_ids_are_the_template_of_the_whole_conversation(name, published
     if chat.end:                                                          # without such a token between them, '>' and a line break are one token
         assert kept == whole_ids(chat, turns, question)                   # and just so if the model ended each message itself
         assert kept_ids(chat, turns, question, ended=True) == kept and chat.end_id in chat.tokenizer.all_special_ids + [chat.tokenizer.eos_token_id]
+    else:                                                                 # … and it is the ids again where every byte is a token
+        chat = Chat(PROTOCOLS[protocol], family_tokenizer(name, published, merges=0))
+        assert kept_ids(chat, turns, question) == whole_ids(chat, turns, question)
 
 
 @each_template

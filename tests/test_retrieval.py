@@ -130,6 +130,13 @@ def test_progress_is_shown_when_asked_for(capsys):
     assert not capsys.readouterr().err
     BM25(corpus, progress=True)
     assert 'words' in capsys.readouterr().err
+    many = corpus * 20_000                                          # from here on without being asked
+    BM25(many[:-1])
+    assert not capsys.readouterr().err
+    BM25(many)
+    assert 'words' in (said := capsys.readouterr().err) and '20000/20000' in said
+    BM25(many, progress=False)
+    assert not capsys.readouterr().err
 
 
 @pytest.fixture
