@@ -755,7 +755,7 @@ def _passages(bench, row):
 def _corpus_rows(bench, path, split):
     "(where, row) pairs that hold the passages: a file, a folder's corpus file, or question rows."
     if path is None and bench.paragraphs is None:
-        why = 'rows bring no paragraphs' if bench.has_corpus else 'is answered without a search'
+        why = 'rows bring no paragraphs' if bench.has_corpus else 'is answered without a search and has no corpus'
         raise ValueError(f'{bench.name} {why}; give a corpus file as path, {{"id", "contents"}} or {{"title", "text"}} rows')
     if path is None or not Path(path).is_dir(): return _question_rows(bench, path, split)
     folder = Path(path)

@@ -149,14 +149,19 @@ To call one, write its name and its arguments as a JSON object:
 </{tag}>'''
 
 # %% ../nbs/14_protocol.ipynb #c027
+def _called(tokenizer):
+    "What a tokenizer is called in a message: with its folder or hub name, if it has one."
+    return f'the tokenizer {tokenizer.name_or_path!r}' if tokenizer.name_or_path else 'the tokenizer'
+
+# %% ../nbs/14_protocol.ipynb #c028
 class _Template(_Texts):
     "A chat template, asked how it shows tools, a system message and a response."
     def __init__(self, protocol, tokenizer, template, options):
         text = template or getattr(tokenizer, 'chat_template', None)
-        if not text: raise ValueError(f'the tokenizer {tokenizer.name_or_path!r} has no chat template: set tokenizer.chat_template, '
+        if not text: raise ValueError(f'{_called(tokenizer)} has no chat template: set tokenizer.chat_template, '
                                       'use a model that brings one, or pass template=PLAIN to go without')
         super().__init__(tokenizer)
-        self._name = f'the chat template of {tokenizer.name_or_path!r}'
+        self._name = f'the chat template of {_called(tokenizer)}'
         self.protocol, self.template, self.options = protocol, template, dict(options or {})
         for name in self.options:
             if name not in str(text): raise ValueError(f'option {name!r} is nowhere in the chat template; it would change nothing')
@@ -183,7 +188,7 @@ class _Template(_Texts):
         line = '\n' if self.role else ''
         return f'<{self.tag}>{line}{self._body(text)}{line}</{self.tag}>' if self.tag else self._body(text)
 
-# %% ../nbs/14_protocol.ipynb #c028
+# %% ../nbs/14_protocol.ipynb #c029
 def _offer_tools(self):
     "Leave the protocol's tools to the template if it shows them with the protocol's call tag; else describe them in the system message."
     p = self.protocol
@@ -198,7 +203,7 @@ def _seat_system(self):
 
 _Template._offer_tools, _Template._seat_system = _offer_tools, _seat_system
 
-# %% ../nbs/14_protocol.ipynb #c029
+# %% ../nbs/14_protocol.ipynb #c030
 def _seat_response(self):
     "Fall back to a user message between tags where the template does not show a response's text as it is. Raises ValueError."
     probe = 'a "quoted" <word> &\nä second line'
@@ -225,7 +230,7 @@ def _messages(self, question, turns=()):
 _Template._seat_response, _Template.messages, _Template.opening = _seat_response, _messages, ''
 _Template._inside = staticmethod(lambda seen: f'\n\n{seen}\n\n' if seen else '')
 
-# %% ../nbs/14_protocol.ipynb #c031
+# %% ../nbs/14_protocol.ipynb #c032
 class _Cut(_Template):
     "The pieces of a chat template around question, action and observation. Raises ValueError where they cannot be told apart."
     def __init__(self, protocol, tokenizer, template, options):
@@ -249,7 +254,7 @@ class _Cut(_Template):
         self.end = end[0] if end else ''   # the template's end-of-turn token, '' where it has none
         if self.role is None: self._between, self._after = self._inside(self._response(_O)).split(_O)
 
-# %% ../nbs/14_protocol.ipynb #c032
+# %% ../nbs/14_protocol.ipynb #c033
 class _Pieces(_Cut):
     "Ids around question, action and observation."
     @property
@@ -274,7 +279,7 @@ class _Pieces(_Cut):
         between = self._between[len(self.end):] if ended and self._between.startswith(self.end) else self._between
         return between + self._body(text) + self._after
 
-# %% ../nbs/14_protocol.ipynb #c034
+# %% ../nbs/14_protocol.ipynb #c035
 class Chat(_Pieces):
     """A protocol in the ids of one tokenizer's chat template.
 
@@ -301,7 +306,7 @@ class Chat(_Pieces):
         "The strings at which generation stops: the protocol's, and the template's end-of-turn token where it is not the tokenizer's eos."
         return self.protocol.stop + ((self.end,) if self.end and self.end != self.tokenizer.eos_token else ())
 
-# %% ../nbs/14_protocol.ipynb #c035
+# %% ../nbs/14_protocol.ipynb #c036
 def _rewriting(self):
     "Where the template rewrites a conversation of two turns, one with thinking: a description, or ''."
     closed = f'{_T}\n</think>\n\n{_A}'
@@ -316,7 +321,7 @@ def _rewriting(self):
 
 Chat._rewriting = _rewriting
 
-# %% ../nbs/14_protocol.ipynb #c036
+# %% ../nbs/14_protocol.ipynb #c037
 def _read(self, samples, reasons):
     "Texts of turns from their ids, each without the token that ended it, and whether that was the template's end-of-turn token: two lists."
     ended = [bool(ids) and ids[-1] == self.end_id for ids in samples]
@@ -338,12 +343,12 @@ def _next_context(self, question, turns):
 
 Chat.read, Chat.parse, Chat.next_context = _read, _parse, _next_context
 
-# %% ../nbs/14_protocol.ipynb #c038
+# %% ../nbs/14_protocol.ipynb #c039
 CHATML = ("{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
           "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
 PLAIN = "{%- for message in messages -%}{{- message.content ~ '\\n' -}}{%- endfor -%}"
 
-# %% ../nbs/14_protocol.ipynb #c039
+# %% ../nbs/14_protocol.ipynb #c040
 def byte_tokenizer(
     chat_template=CHATML,
     eos='<|im_end|>', bos=None,    # special tokens
@@ -363,7 +368,7 @@ def byte_tokenizer(
     return PreTrainedTokenizerFast(tokenizer_object=core, eos_token=eos, bos_token=bos, pad_token='<|endoftext|>',
                                    additional_special_tokens=list(special), chat_template=chat_template)
 
-# %% ../nbs/14_protocol.ipynb #c058
+# %% ../nbs/14_protocol.ipynb #c059
 def check_tokenizer(
     tokenizer,        # Hugging Face tokenizer
     protocol,         # Protocol
@@ -383,10 +388,10 @@ def check_tokenizer(
     if start[len(start) - len(chat.prefix_ids):] != chat.prefix_ids:
         wrong.append(f'it glues the generation prefix {chat._prefix!r} to what stands before it, so that a state cannot end there')
     if vocabulary is not None and len(tokenizer) > vocabulary: wrong.append(f'it has {len(tokenizer)} ids, the model only {vocabulary}')
-    if wrong: raise ValueError(f'the tokenizer {tokenizer.name_or_path!r} cannot be used: ' + '; '.join(wrong))
+    if wrong: raise ValueError(f'{_called(tokenizer)} cannot be used: ' + '; '.join(wrong))
     return chat
 
-# %% ../nbs/14_protocol.ipynb #c061
+# %% ../nbs/14_protocol.ipynb #c062
 def _search_tool(name, about, argument, kind, description):
     "JSON schema of a search tool with one argument."
     return {'type': 'function', 'function': {'name': name, 'description': about, 'parameters': {
@@ -396,7 +401,7 @@ SEARCH = _search_tool('search', 'Search for passages that say something about on
                       'Queries in full words; each gets results of its own.')
 WIKI_SEARCH = _search_tool('wiki_search', 'Search Wikipedia for passages about a query.', 'query', {'type': 'string'}, 'The query in full words.')
 
-# %% ../nbs/14_protocol.ipynb #c062
+# %% ../nbs/14_protocol.ipynb #c063
 def _rules(call, think='think', response=' between <tool_response> and </tool_response>', example='Beijing'):
     "The user message that the search papers share, in our words: when to reason, how to search, how to answer."
     return (f'Find the answer to the question at the end. Whenever something new has come in, first reason about it between <{think}> and </{think}>. '
@@ -404,7 +409,7 @@ def _rules(call, think='think', response=' between <tool_response> and </tool_re
             f'As soon as nothing from outside is needed any more, give the answer between <answer> and </answer>, the answer alone, without explanations: '
             f'for example, <answer> {example} </answer>. Question: {{question}}')
 
-# %% ../nbs/14_protocol.ipynb #c063
+# %% ../nbs/14_protocol.ipynb #c064
 _STEPS = """You answer questions step by step, with the help of a tool.
 
 # Tools
@@ -420,7 +425,7 @@ The last step is
 <think>why this is enough</think>
 <answer>the answer alone</answer>"""
 
-# %% ../nbs/14_protocol.ipynb #c064
+# %% ../nbs/14_protocol.ipynb #c065
 _CODE = (' use Python code to answer the question: a block that begins with the line ```python and ends with the line ``` is run, and what it prints comes back. '
          'Inside it, search(query) returns passages about a query, and arithmetic can be done. When the output has come, write down what matters of it between '
          '<context> and </context>; nothing else of it will stay. Then put the answer alone into \\boxed{}.')
@@ -428,7 +433,7 @@ CARL_PROMPTS = {'no-tool': 'Answer the question directly, without tools and with
                 'forced': 'You must' + _CODE, 'optional': 'You may, if you want,' + _CODE,
                 'multi-hop': 'You must' + _CODE + ' The question may take several searches: code may be run more than once.'}  # of warm-up rollouts (CARL, appendix C)
 
-# %% ../nbs/14_protocol.ipynb #c065
+# %% ../nbs/14_protocol.ipynb #c066
 _HELPFUL = 'You are a helpful and harmless assistant.'
 PROTOCOLS = {p.name: p for p in (
     Protocol('tiny', call_style='text', source='the tiny world'),
