@@ -1,4 +1,4 @@
-"""A stand-in for the hub that speaks enough of its HTTP to serve data sets to the package `datasets`: file lists, and files in whole or in part.
+"""A stand-in for the hub that speaks enough of its HTTP to serve data sets and models to `datasets` and `huggingface_hub`: file lists, and files in whole or in part.
 
 It can fail on purpose: `cut` names files whose first transfer is broken off in the middle and then refused once.
 """
@@ -11,7 +11,7 @@ import urllib.parse
 
 
 class Hub(http.server.ThreadingHTTPServer):
-    "Serves {repository: (commit, {name: bytes})} at `url`; a context manager."
+    "Serves {repository: (commit, {name: bytes})} at `url`, be they data sets or models; a context manager."
     daemon_threads = True
 
     def __init__(self, repositories, cut=()):
@@ -52,9 +52,9 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         path = urllib.parse.unquote(urllib.parse.urlparse(self.path).path)
         self.server.asked.append((self.command, path, self.headers.get('Range')))
         self.server.tokens.add(self.headers.get('Authorization'))
-        found = re.fullmatch(r'(/api)?/datasets/([^/]+/[^/]+)/(revision|tree|resolve)/([0-9a-f]{40})/?(.*)', path)
+        found = re.fullmatch(r'(/api)?(?:/datasets|/models)?/([^/]+/[^/]+)/(revision|tree|resolve)/([0-9a-f]{40}|main)/?(.*)', path)
         commit, files = self.server.repositories.get(found[2], (None, {})) if found else (None, {})
-        if commit is None or commit != found[4]: return self.reply(404, b'{}', X_Error_Code='RevisionNotFound')
+        if commit is None or found[4] not in (commit, 'main'): return self.reply(404, b'{}', X_Error_Code='RevisionNotFound')
         if found[3] == 'revision': return self.reply(200, json.dumps({'id': found[2], 'sha': commit, 'siblings': [{'rfilename': n} for n in files]}).encode())
         if found[3] == 'tree': return self.reply(200, json.dumps(_listing(files, found[5])).encode())
         if found[5] not in files: return self.reply(404, b'{}', X_Error_Code='EntryNotFound')

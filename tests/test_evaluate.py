@@ -18,6 +18,8 @@ from credit_rl.protocol import byte_tokenizer
 from credit_rl.retrieval import BM25, SearchServer
 from credit_rl.runlog import read_turns
 from credit_rl.trajectory import Stop, trajectory_from_json
+from hub import Hub
+from test_datasets import hub_files
 
 DATA = Path(__file__).resolve().parents[1] / 'data'
 ROWS = DATA / 'rows'
@@ -118,6 +120,21 @@ def test_nine_real_slices_by_one_command(model, data, tmp_path):
     check_finqa(tmp_path / 'run', evaluation.load_tokenizer(model))
     assert scores.keys() == set(BENCHMARKS)
     assert read_manifest(tmp_path / 'run' / 'hotpotqa')['corpus']['passages'] == len(json.loads((data / 'hotpotqa' / 'hotpotqa_corpus.json').read_text()))
+
+
+def test_names_of_the_hub_by_papermill(model, tmp_path, run_python):
+    "The plainest command there is: a model and a data set, both by name; questions, passages and weights come from a (local) hub."
+    pytest.importorskip('datasets')
+    files = {p.name: p.read_bytes() for p in Path(model).iterdir()}
+    repository, _, commit = BENCHMARKS['hotpotqa'].hub
+    with Hub({'us/random': ('1' * 40, files), repository: (commit, hub_files('hotpotqa', {'dev': 'validation'}))}) as hub:
+        env = {'HF_HOME': str(tmp_path / 'home'), 'HF_ENDPOINT': hub.url, 'HF_HUB_OFFLINE': '0', 'NO_PROXY': '127.0.0.1', 'CUDA_VISIBLE_DEVICES': ''}
+        run_python('-m', 'papermill', DATA.parent / 'nbs' / '91_evaluate.ipynb', tmp_path / 'out.ipynb', '-p', 'model', 'us/random', '-p', 'data', 'hotpotqa',
+                   '-p', 'turn_tokens', '6', '-p', 'run', tmp_path / 'run', env=env, cwd=tmp_path)
+    manifest = read_manifest(tmp_path / 'run' / 'hotpotqa')
+    assert manifest['questions']['revision'] == f'{repository}@distractor@{commit}' and manifest['questions']['asked'] == 6
+    assert manifest['corpus']['passages'] == len(load_corpus('hotpotqa', SAMPLE)) and manifest['model']['name'] == 'us/random'
+    assert manifest['model']['files'] == model_hashes(model) and read_scores(tmp_path / 'run')['hotpotqa']['em'] <= .5
 
 
 # ---- a player whose score is known ----
