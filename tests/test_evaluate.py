@@ -41,9 +41,11 @@ def random_model(folder):
     return str(folder)
 
 
-@pytest.fixture(autouse=True)
-def on_a_cpu(monkeypatch):
-    monkeypatch.setattr(torch.cuda, 'is_available', lambda: False)
+@pytest.fixture(autouse=True, scope='module')
+def on_a_cpu():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, 'is_available', lambda: False)
+        yield
 
 
 @pytest.fixture(scope='module')
@@ -153,13 +155,19 @@ def researcher(questions):
     return act
 
 
-def check_researcher(name, settings, corpus_at, k, model):
-    "Its exact match is the share of questions with a gold among the top passages, by calling the retriever here."
-    questions = load_questions(name, settings['path'][name], BENCHMARKS[name].eval_split)
+def research(settings, k, model):
+    "Let the researcher play the seven sets by one call. Returns the run folder."
+    questions = [q for name in SEVEN for q in load_questions(name, settings['path'][name], BENCHMARKS[name].eval_split)]
+    golds = {}
+    assert all(golds.setdefault(q.text.strip(), q.answers) == q.answers for q in questions)        # it knows questions by their text
     engine = ScriptedEngine(researcher(questions), evaluation.load_tokenizer(model), max_length=10 ** 6)
-    folder = quiet({**settings, 'model': 'researcher', 'data': name, 'passages': k, 'max_tokens': 10 ** 6}, engine=engine) / name
+    return quiet({**settings, 'model': 'researcher', 'data': list(SEVEN), 'passages': k, 'max_tokens': 10 ** 6}, engine=engine)
+
+
+def check_researcher(folder, corpus_at, k):
+    "Its exact match is the share of questions with a gold among the top passages, by calling the retriever here. Returns who had one."
     rows = [r for r in read_turns(folder) if not {normalize(g) for g in r['golds']} & {'yes', 'no'}]
-    search = BM25(load_corpus(name, corpus_at))
+    search = BM25(load_corpus(folder.name, corpus_at))
     hits = [any(cover_match(f'{p.title} {p.text}', r['golds']) for p in found) for r, found in zip(rows, search.search([r['question'] for r in rows], k))]
     assert sum(r['em'] for r in rows) / len(rows) == sum(hits) / len(hits) and [r['em'] == 1 for r in rows] == hits
     assert all(r['answer_rate'] == 1 and r['turns'] == 2 and r['calls'] == 1 for r in rows)
@@ -170,16 +178,21 @@ def check_researcher(name, settings, corpus_at, k, model):
 def test_a_researcher_on_rows_of_our_own(model, corpus, tmp_path):
     hits = {}
     for k in (1, 3):
-        settings = {'path': FILES, 'corpus': dict.fromkeys(BARE, corpus), 'run': str(tmp_path / str(k))}
-        hits[k] = [hit for name in SEVEN for hit in check_researcher(name, settings, corpus if name in BARE else FILES[name], k, model)]
+        run = research({'path': FILES, 'corpus': dict.fromkeys(BARE, corpus), 'run': str(tmp_path / str(k))}, k, model)
+        hits[k] = [hit for name in SEVEN for hit in check_researcher(run / name, corpus if name in BARE else FILES[name], k)]
     assert sum(hits[1]) < sum(hits[3]) < len(hits[3])                    # neither nobody nor everybody: the test could fail
 
 
+@pytest.fixture(scope='module')
+def researched(model, data, tmp_path_factory):
+    "All questions of the seven slices. TriviaQA's original file has three here, so that FlashRAG's copy of the set is asked."
+    paths = {name: str(data / name / ('flashrag_test.jsonl' if name == 'triviaqa' else '')) for name in SEVEN}
+    return research({'path': paths, 'corpus': str(data), 'run': str(tmp_path_factory.mktemp('researched'))}, 3, model)
+
+
 @pytest.mark.parametrize('name', SEVEN)
-def test_a_researcher_on_the_real_sets(name, model, data, tmp_path):
-    "All questions of each slice; TriviaQA's original file has three here, so that FlashRAG's copy of it is asked."
-    own = data / name / 'flashrag_test.jsonl' if name == 'triviaqa' else data / name
-    hits = check_researcher(name, {'path': {name: str(own)}, 'corpus': str(data / name), 'run': str(tmp_path)}, data / name, 3, model)
+def test_a_researcher_on_the_real_sets(name, researched, data):
+    hits = check_researcher(researched / name, data / name, 3)
     assert len(hits) > 70 and 0 < sum(hits) < len(hits)
 
 
