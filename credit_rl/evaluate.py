@@ -11,13 +11,13 @@ __all__ = ['DIRECT', 'ENGINES', 'measure', 'summarize', 'score', 'evaluate', 'bo
 
 # %% ../nbs/26_evaluate.ipynb #c002
 import dataclasses, difflib, hashlib, importlib.metadata, json, platform, sys, time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 import numpy as np, torch
 from .datasets import MIXTURES, BENCHMARKS, RowError, get_benchmark, load_corpus, load_questions, subsample
 from .engine import HFEngine, Sampling
 from .metrics import benchmark_metric, cover_match, exact_match, f1
-from .protocol import PROTOCOLS, Protocol, check_tokenizer
+from .protocol import PROTOCOLS, TEMPLATES, Protocol, check_tokenizer
 from .retrieval import BM25, SearchClient
 from .rollout import Environment, rollout
 from .runlog import RunLog, atomic_folder, atomic_write, module_hashes, read_turns
@@ -83,6 +83,9 @@ class Settings:
     engine: str = 'hf'        # a row of ENGINES
     dtype: str = 'float32'    # of the model
     protocol: str = None      # a row of PROTOCOLS for sets that are searched (None: 'tspo'), or 'direct': nothing is searched
+    template: str = None      # chat template instead of the model's own: 'chatml', 'plain' (for base models), or a jinja file
+    template_options: dict = field(default_factory=dict)  # the template's variables, such as {'enable_thinking': False}
+    history: str = None       # 'as-sampled' or 'template', as for `Chat`; None: 'template' where the template rewrites earlier turns
     max_turns: int = 4        # the answer included
     turn_tokens: int = 512    # most tokens the model writes in a turn
     max_tokens: int = 8192    # most tokens of a trajectory, prompt included
@@ -151,10 +154,18 @@ def check_settings(settings):
     if s.protocol not in (None, 'direct', *PROTOCOLS): raise ValueError(f'protocol must be one of direct, {", ".join(PROTOCOLS)}, got {s.protocol!r}')
     if not isinstance(getattr(torch, s.dtype, None), torch.dtype): raise ValueError(f"dtype must be one of PyTorch's, such as 'float32' or 'bfloat16', got {s.dtype!r}")
     _sampling(s)
+    _template(s)
     for name in set_names(s.data):
         for what in ('path', 'corpus'): _place(name, getattr(s, what), what)
 
 def _sampling(s): return Sampling(s.temperature, s.top_p, s.top_k, s.greedy, s.turn_tokens)
+
+def _template(s):
+    "Text of the chat template that replaces the model's own, or None. Raises ValueError on an unknown name."
+    if s.template is None: return None
+    if s.template.lower() in TEMPLATES: return TEMPLATES[s.template.lower()]
+    if not Path(s.template).is_file(): raise ValueError(f'template must be one of {", ".join(TEMPLATES)} or a file, got {s.template!r}')
+    return Path(s.template).read_text(encoding='utf-8')
 
 # %% ../nbs/26_evaluate.ipynb #c029
 def check_model(model):
@@ -325,7 +336,7 @@ class Player:
 def _environment(s, search, player):
     "Chat, tool and limits of one set. Raises ValueError where tokenizer and protocol do not go together."
     protocol = DIRECT if search is None else PROTOCOLS[s.protocol or 'tspo']
-    chat = check_tokenizer(player.tokenizer, protocol, vocabulary=player.vocabulary)
+    chat = check_tokenizer(player.tokenizer, protocol, _template(s), s.template_options, s.history, player.vocabulary)
     tool = NoSearch() if search is None else SearchTool(search, s.passages, s.passage_tokens, lambda text: len(chat.encode(text)))
     return Environment(chat, tool, s.max_turns, player.limit)
 
@@ -356,6 +367,7 @@ def plan_evaluation(
         'corpus': corpus, 'retriever': retriever and {**retriever, 'top_k': s.passages, 'passage_tokens': s.passage_tokens},
         'model': player.model, 'tokenizer': tokenizer_hash(player.tokenizer), 'engine': player.name, 'dtype': s.dtype,
         'protocol': dataclasses.asdict(chat.protocol), 'prompt': chat.tokenizer.decode(chat.prompt_ids('{question}')), 'history': chat.history,
+        'template': {'hash': chat.template and _hash(chat.template), 'options': chat.options},
         'decoding': {**vars(_sampling(s)), 'stop': chat.stop}, 'limits': {'max_turns': s.max_turns, 'turn_tokens': s.turn_tokens, 'max_tokens': env.max_tokens},
         'seed': s.seed, 'versions': _versions(), 'code': module_hashes(_CODE),
         'machine': {'device': 'cuda' if torch.cuda.is_available() else 'cpu', 'threads': torch.get_num_threads(), 'batch': s.batch}}

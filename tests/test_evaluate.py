@@ -14,11 +14,12 @@ from credit_rl.engine import ScriptedEngine
 from credit_rl.evaluate import (Settings, bootstrap_interval, evaluation_figure, evaluation_table, from_settings, local_folder, main, manifest_differences,
                                 model_hashes, read_manifest, read_scores, replay, run_evaluation, set_names, set_scores)
 from credit_rl.metrics import cover_match, normalize
-from credit_rl.protocol import byte_tokenizer
+from credit_rl.protocol import TEMPLATES, byte_tokenizer
 from credit_rl.retrieval import BM25, SearchServer
 from credit_rl.runlog import read_turns
 from credit_rl.trajectory import Stop, trajectory_from_json
 from hub import Hub
+from templates import template_text
 from test_datasets import hub_files
 
 DATA = Path(__file__).resolve().parents[1] / 'data'
@@ -397,6 +398,40 @@ def test_closed_book_needs_no_passages(model, tmp_path):
     folder = quiet({**QUICK, 'model': model, 'data': 'nq', 'path': FILES['nq'], 'protocol': 'direct', 'run': str(tmp_path)}) / 'nq'
     manifest = read_manifest(folder)
     assert manifest['corpus'] is manifest['retriever'] is None and 'search' not in manifest['prompt']
+
+
+def with_template(model, folder, text=None):
+    "A copy of the model with another chat template, or with none."
+    shutil.copytree(model, folder)
+    tokenizer = evaluation.load_tokenizer(model)
+    tokenizer.chat_template = text
+    (folder / 'chat_template.jinja').unlink(missing_ok=True)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def test_a_base_model_without_a_template_is_asked_by_another(model, tmp_path):
+    bare = with_template(model, tmp_path / 'bare')
+    settings = {**QUICK, 'model': bare, 'data': 'hotpotqa', 'path': str(SAMPLE), 'run': str(tmp_path / 'run')}
+    with pytest.raises(ValueError, match='has no chat template'): quiet(settings)
+    (tmp_path / 'own.jinja').write_text(TEMPLATES['chatml'])
+    runs = {given: quiet({**settings, 'template': given, 'run': str(tmp_path / name)}) / 'hotpotqa'
+            for name, given in (('plain', 'plain'), ('chatml', 'ChatML'), ('file', str(tmp_path / 'own.jinja')))}
+    plain, chatml, file = map(read_manifest, runs.values())
+    assert '<|im_start|>' not in plain['prompt'] and chatml['prompt'].count('<|im_start|>') == 3
+    assert not manifest_differences(chatml, file) and 'template.hash' in {d.split(':')[0] for d in manifest_differences(plain, chatml)}
+    with pytest.raises(ValueError, match="template must be one of chatml, plain or a file, got 'chatlm'"): quiet({**settings, 'template': 'chatlm'})
+
+
+def test_a_template_that_rewrites_is_evaluated_in_its_own_contexts(model, tmp_path):
+    thinking = with_template(model, tmp_path / 'thinking', template_text('qwen3'))
+    settings = {**QUICK, 'model': thinking, 'data': 'hotpotqa', 'path': str(SAMPLE), 'max_turns': 3, 'template_options': {'enable_thinking': False}}
+    edited, sampled = (quiet({**settings, 'run': str(tmp_path / str(h)), 'history': h}) / 'hotpotqa' for h in (None, 'as-sampled'))
+    contexts = [[turn['context_ids'] is not None for turn in r['trajectory']['turns']] for r in read_turns(edited)]
+    assert all(c == [False, True, True] for c in contexts) and read_manifest(edited)['history'] == 'template'
+    assert all(turn['context_ids'] is None for r in read_turns(sampled) for turn in r['trajectory']['turns'])
+    assert '<think>\n\n</think>' in read_manifest(edited)['prompt'] and replay(edited, say=lambda line: None, progress=False)['hotpotqa'].same
+    with pytest.raises(ValueError, match="'enable_thought' is nowhere"): quiet({**settings, 'template_options': {'enable_thought': False}, 'run': str(tmp_path / 'no')})
 
 
 def test_a_call_where_nothing_is_searched_gets_an_error(tmp_path):
