@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['evidence_golds', 'first_occurrence', 'first_turns', 'has_evidence', 'check_binary', 'op_table', 'chi_squared',
-           'near_miss_share', 'folr_rewards', 'turn_normalize', 'tspo_advantages', 'group_misses',
-           'near_miss_statistics']
+           'near_miss_share', 'folr_rewards', 'turn_normalize', 'selective_advantages', 'tspo_advantages',
+           'group_misses', 'near_miss_statistics']
 
 # %% ../nbs/32_folr.ipynb #c003
 import torch
@@ -148,6 +148,28 @@ def turn_normalize(
     return cast_like(torch.where(turn_mask, out, 0.0), x)
 
 # %% ../nbs/32_folr.ipynb #c040
+def selective_advantages(
+    rewards,               # (N, K) turn rewards; a row of NaN: missing
+    outcome,               # (N,) scalar outcomes; NaN: missing
+    right,                 # (N,) 1 where the answer is right, else 0
+    turn_mask,             # (N, K) bool
+    groups,                # (N,) integer
+    strategy='all-wrong',  # groups that are compared turn by turn: 'none', 'all', 'all-wrong'
+    ddof=0,                # 0 population, 1 sample standard deviation
+    eps=1e-6,              # added to the standard deviation
+):
+    """Compare turn rewards turn by turn in some groups and outcomes in the others (TSPO algorithm 1): (N, K).
+    Raises ValueError on another strategy, and if no group has two members."""
+    if strategy not in ('none', 'all', 'all-wrong'):
+        raise ValueError(f"strategy is 'none', 'all' or 'all-wrong', got {strategy!r}")
+    by_turn = turn_normalize(rewards, turn_mask, groups, ddof=ddof, eps=eps)
+    by_outcome = torch.where(turn_mask, group_normalize(outcome, groups, ddof=ddof, eps=eps)[:, None], 0.0)
+    index = check_groups(groups, len(right))
+    hits = right.new_zeros(int(index.max()) + 1).index_add(0, index, right)[index]
+    turnwise = {'none': torch.zeros_like(hits), 'all': torch.ones_like(hits), 'all-wrong': hits == 0}[strategy]
+    return torch.where(turnwise[:, None].bool(), by_turn, by_outcome)
+
+# %% ../nbs/32_folr.ipynb #c042
 def tspo_advantages(
     outcome,               # (N,) 0 or 1
     first_turn,            # (N,) long, first turn that showed a gold, -1 for none
@@ -160,18 +182,11 @@ def tspo_advantages(
 ):
     """Compare first-occurrence rewards turn by turn, other groups by outcome (TSPO eqs. 3, 6, 7, algorithm 1): (N, K).
     Raises ValueError on outcomes other than 0 and 1, and if no group has two members."""
-    if strategy not in ('none', 'all', 'all-wrong'):
-        raise ValueError(f"strategy is 'none', 'all' or 'all-wrong', got {strategy!r}")
     right = check_binary(outcome)
     rewards = folr_rewards(right, first_turn, turn_mask, alpha)
-    by_turn = turn_normalize(rewards, turn_mask, groups, ddof=ddof, eps=eps)
-    by_outcome = torch.where(turn_mask, group_normalize(right, groups, ddof=ddof, eps=eps)[:, None], 0.0)
-    index = check_groups(groups, len(right))
-    hits = right.new_zeros(int(index.max()) + 1).index_add(0, index, right)[index]
-    turnwise = {'none': torch.zeros_like(hits), 'all': torch.ones_like(hits), 'all-wrong': hits == 0}[strategy]
-    return cast_like(torch.where(turnwise[:, None].bool(), by_turn, by_outcome), outcome)
+    return cast_like(selective_advantages(rewards, right, right, turn_mask, groups, strategy, ddof, eps), outcome)
 
-# %% ../nbs/32_folr.ipynb #c051
+# %% ../nbs/32_folr.ipynb #c053
 def group_misses(
     outcome,      # (N,) 0 or 1
     first_turn,   # (N,) long, -1 for none
@@ -185,7 +200,7 @@ def group_misses(
     cell = 3 * index + kind
     return (cell if scored is None else cell[scored]).bincount(minlength=3 * (int(index.max()) + 1)).view(-1, 3)
 
-# %% ../nbs/32_folr.ipynb #c052
+# %% ../nbs/32_folr.ipynb #c054
 def near_miss_statistics(
     outcome,      # (N,) 0 or 1
     first_turn,   # (N,) long, -1 for none

@@ -9,10 +9,11 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from credit_rl.engine import ScriptedEngine
 from credit_rl.layout import pack, take
-from credit_rl.learner import DeepSpeedLearner, Learner, Loss, Optimiser
+from credit_rl.learner import DeepSpeedLearner, Learner, Loss, Optimiser, make_critic
 from credit_rl.methods import METHODS
 from credit_rl.protocol import PROTOCOLS, Chat
 from credit_rl.rollout import rollout
+from credit_rl.scoring import gold_templates
 from credit_rl.tiny import NOISY, act, tiny_environment, tiny_tokenizer
 from credit_rl.trajectory import Group, example_group
 from credit_rl.world import make_world
@@ -81,6 +82,35 @@ def follow(learner, layout, credit, sees, count=STEPS):
             'weights': {n: w.detach().float().clone() for n, w in learner.weights().items()}}
 
 
+METHOD_CASES = {'igpo': {}, 'tips': {'teacher_every': 2}, 'carl': {}}  # gold answers; a critic of its own and a teacher that is refreshed; a shared critic
+
+
+def learn(kind, name, folder=None, **how):
+    "Some steps of a method that looks through models; with a folder, from the third on by a fresh learner that restored what was saved."
+    tokenizer, method = tiny_tokenizer(), METHODS[name]
+    groups, chat = played(tokenizer), Chat(PROTOCOLS['tiny'], tokenizer)
+    layout, options = pack(groups), method.settings({})
+    golds = {n: gold_templates(chat, groups, schema) for n, schema in (('gold', 'igpo'), ('teacher', 'tips')) if n in method.sees}
+
+    def fresh():
+        policy = model(0, len(tokenizer), True)
+        return kind(policy, dataclasses.replace(method.loss, value_clip=.2), Optimiser(1e-3, 3e-3, minibatches=2, row_tokens=2 * layout.ids.shape[1]), **METHOD_CASES[name],
+                    critic=make_critic(policy, **method.critic) if method.critic else None, **how)
+    learner, logs, seens = fresh(), [], []
+    for step in range(1, 5):
+        if folder and step == 4:
+            learner.save(folder)
+            learner = fresh()
+            learner.restore(folder)
+        seen = learner.evaluate(layout, ('logp', *method.sees), golds)
+        rewards = method.text_rewards(groups, options)
+        if method.model_rewards: rewards |= method.model_rewards(rewards, layout, seen, options)
+        logs.append(learner.step(layout, seen, method.credit(rewards, layout, seen, options)))
+        learner.tick(step)
+        seens.append({n: v for n, v in vars(seen).items() if v is not None})
+    return {'logs': logs, 'seen': seens, 'weights': {n: w.detach().float().clone() for n, w in learner.weights().items()}}
+
+
 def cases(adamw, sgd, **how):
     "Name, learner and batch of each case, for two kinds of learner."
     for name, kind, (*batch, parts) in (('tspo', adamw, tspo()), ('sgd', sgd, tspo(learning_rate=.3, epochs=2)), ('grpo', adamw, grpo())):
@@ -89,13 +119,16 @@ def cases(adamw, sgd, **how):
 
 def plain():
     "What the plain learner does in every case."
-    return {name: follow(learner, *batch, count) for name, learner, batch, count in cases(Learner, PlainSGD)}
+    return {**{name: follow(learner, *batch, count) for name, learner, batch, count in cases(Learner, PlainSGD)}, **{name: learn(Learner, name) for name in METHOD_CASES}}
 
 
 def sharded(stage, folder):
     "The same through DeepSpeed at a ZeRO stage; besides, what follows a checkpoint, twice, and a run in bfloat16."
     how, out = dict(stage=stage, settings=SPREAD_ALL), {}
     for name, learner, batch, count in cases(DeepSpeedLearner, DeepSpeedSGD, **how): out[name] = follow(learner, *batch, count)
+    for name in METHOD_CASES:
+        os.makedirs(f'{folder}/{name}', exist_ok=True)
+        out[name] = learn(DeepSpeedLearner, name, f'{folder}/{name}', **how)
     *batch, parts = grpo()
     learner.save(folder)  # the last case's
     before = steps(learner, *batch, 1)

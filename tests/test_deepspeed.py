@@ -77,6 +77,24 @@ def test_steps_are_those_of_the_plain_learner(results, plain, ranks, stage, case
     for name in ('logp', 'one'): assert_close(got[name], wanted[name], atol=1e-4, rtol=0)
 
 
+@pytest.mark.parametrize('case', deepspeed_steps.METHOD_CASES)
+@pytest.mark.parametrize('ranks, stage', RUNS)
+def test_methods_that_look_through_models_learn_the_same(results, plain, ranks, stage, case):
+    "Values, gold answers by policy and teacher, the losses of policy and critic, across a refreshed teacher and a restored checkpoint."
+    got, wanted = results(ranks)[0][stage][case], plain[case]
+    assert_same_logs(got['logs'], wanted['logs'], atol=1e-4, rtol=1e-4)
+    assert_close(got['weights'], wanted['weights'], atol=1e-4, rtol=0)
+    for one, other in zip(got['seen'], wanted['seen']):
+        assert set(one) == set(other)
+        for name in one: assert_close(one[name], other[name], atol=1e-3, rtol=1e-4, equal_nan=True)   # sums over an answer's tokens
+
+
+def test_a_refreshed_teacher_is_seen(plain):
+    "The teacher says the same over two steps, then what the policy of the second said."
+    said = [seen['teacher_logp'].nan_to_num() for seen in plain['tips']['seen']]
+    assert torch.equal(said[0], said[1]) and torch.equal(said[2], said[3]) and (said[1] - said[2]).abs().max() > 1e-2
+
+
 def test_the_batches_are_what_they_should_be(plain):
     "Several updates a step, some with one trajectory only, none without credit unless a KL term moves the weights; a trajectory in two rows."
     assert [log['updates'] for log in plain['grpo']['logs']] == [2] * deepspeed_steps.STEPS + [1, 0]

@@ -311,7 +311,7 @@ def test_a_tiny_model_is_not_made_for_a_mistake(idle, tmp_path):
 
 
 @pytest.mark.parametrize('arguments, message', [
-    (['metod=grpo'], "no setting 'metod'; did you mean 'method'"), (['method=gpro'], "no method 'gpro'; did you mean 'grpo'"),
+    (['metod=grpo'], "no setting 'metod'; did you mean 'method'"), (['method=gpro'], "no method 'gpro'; did you mean 'igpo' or 'gspo' or 'grpo'"),
     (['--params', 'nowhere.yaml'], 'nowhere.yaml'), (['--params', 'params.yaml', 'metod=grpo'], 'did you mean'), (['learning_rate=fast'], 'learning_rate must be a float'),
 ])
 def test_the_command_line_tells_mistakes_in_a_line(idle, tmp_path, monkeypatch, arguments, message):
