@@ -4,14 +4,14 @@
 
 # %% auto #0
 __all__ = ['normalize', 'exact_match', 'search_r1_answer', 'search_r1_em', 'cover_match', 'carl_match', 'f1', 'short_bleu',
-           'parse_number', 'numeric_match', 'benchmark_metric', 'question_metric']
+           'parse_number', 'numeric_match', 'benchmark_metric']
 
 # %% ../nbs/11_metrics.ipynb #c003
 import math, re, string
 from collections import Counter
 from functools import partial
 
-from .datasets import BENCHMARKS, get_benchmark
+from .datasets import get_benchmark
 
 # %% ../nbs/11_metrics.ipynb #c005
 _PUNCTUATION = str.maketrans('', '', string.punctuation)
@@ -188,10 +188,3 @@ def benchmark_metric(
     "Return the function (prediction, golds) → float that a benchmark is scored by: exact match, or numeric match with its tolerance."
     bench = get_benchmark(name)
     return exact_match if bench.metric == 'em' else partial(numeric_match, rel_tol=bench.rel_tol)
-
-# %% ../nbs/11_metrics.ipynb #c057
-def question_metric(
-    question,  # Question
-):
-    "Return the metric of the set that a question comes from; exact match if that is none of BENCHMARKS, such as the tiny world."
-    return benchmark_metric(question.source) if question.source in BENCHMARKS else exact_match
