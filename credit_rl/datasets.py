@@ -609,36 +609,81 @@ def _split_files(bench, folder, split):
                             f'; looked for {", ".join(shown)}; or give the file itself as path')
 
 # %% ../nbs/10_datasets.ipynb #c097
-def _download(bench, split):
-    "Rows of a split from the hub at the pinned commit, downloaded once; or, of a set that is kept as files, (where, row) pairs."
-    from datasets import DownloadConfig, DownloadManager, load_dataset
-    repository, config, commit = bench.hub
-    source = bench.hub_splits[split].format(repository=repository, commit=commit)
-    if '://' not in source: return load_dataset(repository, config, split=source, revision=commit)
-    file = DownloadManager(download_config=DownloadConfig(use_etag=False)).download(source)   # a commit never changes: no need to ask
-    return read_rows(file, name=source.rpartition('/')[2])
+def _fetch(url, path):
+    "Download `url` to `path`, unless it is there, going on where an earlier try broke off. Raises OSError if what came is not what was announced."
+    from filelock import FileLock
+    from huggingface_hub import constants, get_hf_file_metadata, utils
+    from huggingface_hub.file_download import http_get
+    part, token = path.with_name(path.name + '.part'), None if url.startswith(constants.ENDPOINT) else False   # the hub's token is for the hub
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(f'{path}.lock'):
+        if path.exists(): return
+        about = get_hf_file_metadata(url, token=token)
+        part.touch()
+        with open(part, 'r+b') as f:
+            have = f.seek(0, 2)
+            if about.size is None or have > about.size: have = f.truncate(f.seek(0))
+            http_get(url, f, resume_size=have, headers={**utils.build_hf_headers(token=token), 'Accept-Encoding': 'identity'}, expected_size=about.size)
+        _check_sum(part, about.etag)
+        part.rename(path)
 
 # %% ../nbs/10_datasets.ipynb #c098
+def _check_sum(path, etag):
+    "Compare a file with its announced SHA-256, where the server gives one; on a difference remove it and raise OSError."
+    if not re.fullmatch('[0-9a-f]{64}', etag or ''): return
+    digest = hashlib.sha256()
+    with open(path, 'rb') as f:
+        while piece := f.read(2 ** 22): digest.update(piece)
+    if digest.hexdigest() != etag:
+        path.unlink()
+        raise OSError(f'{path.name} is damaged: SHA-256 {digest.hexdigest()}, wanted {etag}; it was removed')
+
+# %% ../nbs/10_datasets.ipynb #c099
+def _hub_files(bench, split):
+    "Where the files of a split are, at the pinned commit: dict name → url. Raises ImportError without `datasets`."
+    repository, config, commit = bench.hub
+    source = bench.hub_splits[split].format(repository=repository, commit=commit)
+    if '://' in source: return {source.rpartition('/')[2]: source}
+    try: from datasets import load_dataset_builder
+    except ImportError as e:
+        raise ImportError('downloading needs `datasets`: pip install "credit_rl[train]"; or give a local file as path') from e
+    from huggingface_hub import hf_hub_url
+    found = load_dataset_builder(repository, config, revision=commit).config.data_files[source]   # hf://datasets/REPOSITORY@COMMIT/NAME
+    names = [str(f).partition(f'@{commit}/')[2] for f in found]
+    return {n: hf_hub_url(repository, n, repo_type='dataset', revision=commit) for n in names}
+
+# %% ../nbs/10_datasets.ipynb #c100
+def _download(bench, split):
+    "Paths of the files of a split, downloaded once at the pinned commit."
+    from huggingface_hub import constants
+    repository, config, commit = bench.hub
+    folder = Path(constants.HF_HOME) / 'credit_rl' / repository.replace('/', '--') / commit
+    listing = folder / f'{config or "default"}-{split}.files'    # written last: where it is, all files are
+    if not listing.exists():
+        urls = _hub_files(bench, split)
+        for name, url in urls.items(): _fetch(url, folder / name)
+        listing.with_suffix('.new').write_text(json.dumps(list(urls)))
+        listing.with_suffix('.new').replace(listing)
+    return [folder / name for name in json.loads(listing.read_text())]
+
+# %% ../nbs/10_datasets.ipynb #c101
 def _hub_rows(bench, split):
     "(where, row) pairs of a split from the hub. Raises on a split it does not have, without `datasets`, without a network."
     if split is None and len(bench.hub_splits) == 1: (split,) = bench.hub_splits
     if split not in bench.hub_splits:
         raise ValueError(f'{bench.name} is on the hub with the splits {sorted(bench.hub_splits)}, got split={split!r}')
-    try: import datasets  # noqa: F401
-    except ImportError as e:
-        raise ImportError('downloading needs `datasets`: pip install "credit_rl[train]"; or give a local file as path') from e
     repository, config, commit = bench.hub
-    try: rows = _download(bench, split)
+    try: files = _download(bench, split)
+    except ImportError: raise
     except Exception as e:
         file = _file_names(bench, split)[0]
         raise ConnectionError(
             f'could not load {repository} ({config or "default"}, commit {commit}): {type(e).__name__}: {e}\n'
             f'Without a network, fetch the {split} questions ({file}, from {bench.home}) elsewhere and give it as path: '
             f'load_questions({bench.name!r}, FILE). An interrupted download goes on when called again.') from e
-    if '://' in bench.hub_splits[split]: return rows
-    return ((f'{repository} {split}, row {i}', row) for i, row in enumerate(_progress(rows, bench.name, total=len(rows))))
+    return (pair for path in files for pair in read_rows(path, name=f'{repository}/{path.name}'))
 
-# %% ../nbs/10_datasets.ipynb #c099
+# %% ../nbs/10_datasets.ipynb #c102
 def _question_rows(bench, path, split):
     "(where, row) pairs of one split of question rows from a file, a folder or the hub."
     split = _split(split)
@@ -651,14 +696,14 @@ def _question_rows(bench, path, split):
         raise ValueError(f'{path} holds several splits: {", ".join(f"{s} ({p.name})" for s, p in found.items())}; say split=')
     return read_rows(*found.values())
 
-# %% ../nbs/10_datasets.ipynb #c100
+# %% ../nbs/10_datasets.ipynb #c103
 def _of_another_set(bench, row):
     "The name of the known set that a row says it belongs to, if that is not `bench`; else None."
     source = row.get('data_source') if isinstance(row, dict) else None
     other = _known(source.rpartition('/')[2]) if isinstance(source, str) else None
     return other.name if other and other is not bench else None
 
-# %% ../nbs/10_datasets.ipynb #c101
+# %% ../nbs/10_datasets.ipynb #c104
 def load_questions(
     name,              # a data set of BENCHMARKS
     path=None,         # file or folder; None: download, commit pinned
@@ -681,19 +726,19 @@ def load_questions(
     if not out: raise ValueError(f'{path or bench.hub[0]} has no rows of {bench.name}, only of {", ".join(sorted(others))}')
     return out
 
-# %% ../nbs/10_datasets.ipynb #c111
+# %% ../nbs/10_datasets.ipynb #c114
 def _contents(row):
     "(id, title, text) of a Search-R1 passage {'id', 'contents'}."
     title, newline, text = _get(row, 'contents').partition('\n')
     if not newline: title, text = '', title
     return str(_get(row, 'id', (str, int))), title.strip().strip('"'), text.strip()
 
-# %% ../nbs/10_datasets.ipynb #c112
+# %% ../nbs/10_datasets.ipynb #c115
 def _is_question(row):
     "Whether a row is a question's (TriviaQA writes a capital Q)."
     return isinstance(row, dict) and ('question' in row or 'Question' in row)
 
-# %% ../nbs/10_datasets.ipynb #c113
+# %% ../nbs/10_datasets.ipynb #c116
 def _passages(bench, row):
     "(id or None, title, text) of every passage of one row, of a corpus or of questions."
     if not isinstance(row, dict): raise RowError('(row)', f'is malformed: {_shape(row)}')
@@ -706,11 +751,11 @@ def _passages(bench, row):
         raise RowError('text', f'is missing: a passage has "text", "sentences" or "contents"; {_shape(row)}')
     return [(None, title, text) for title, text in bench.paragraphs(_inside(row))]
 
-# %% ../nbs/10_datasets.ipynb #c114
+# %% ../nbs/10_datasets.ipynb #c117
 def _corpus_rows(bench, path, split):
     "(where, row) pairs that hold the passages: a file, a folder's corpus file, or question rows."
     if path is None and bench.paragraphs is None:
-        why = 'rows bring no paragraphs' if bench.has_corpus else 'is answered without a search'
+        why = 'rows bring no paragraphs' if bench.has_corpus else 'is answered without a search and has no corpus'
         raise ValueError(f'{bench.name} {why}; give a corpus file as path, {{"id", "contents"}} or {{"title", "text"}} rows')
     if path is None or not Path(path).is_dir(): return _question_rows(bench, path, split)
     folder = Path(path)
@@ -719,7 +764,7 @@ def _corpus_rows(bench, path, split):
     if bench.paragraphs is None: raise FileNotFoundError(f'{folder} has no corpus file: {bench.name} brings no paragraphs; put a corpus.jsonl there')
     return (pair for file in _split_files(bench, folder, _split(split)).values() for pair in read_rows(file))
 
-# %% ../nbs/10_datasets.ipynb #c115
+# %% ../nbs/10_datasets.ipynb #c118
 def load_corpus(
     name,              # a data set of BENCHMARKS
     path=None,         # corpus file, question file or folder; None: the paragraphs of the hub's questions
@@ -741,12 +786,12 @@ def load_corpus(
     if not out: raise ValueError(f'the {bench.name} rows bring no paragraphs; give a corpus file as path')
     return out
 
-# %% ../nbs/10_datasets.ipynb #c121
+# %% ../nbs/10_datasets.ipynb #c124
 def _draw(question, seed):
     "A question's place in the draw of a seed: a hash, as good as random and the same everywhere."
     return hashlib.sha256(f'{seed}\0{question.source}\0{question.id}'.encode()).digest()
 
-# %% ../nbs/10_datasets.ipynb #c122
+# %% ../nbs/10_datasets.ipynb #c125
 def subsample(
     questions,  # list of Question
     n,          # how many to keep, at least 1; all of them if there are no more
@@ -757,7 +802,7 @@ def subsample(
     kept = sorted(range(len(questions)), key=lambda i: _draw(questions[i], seed))[:n]
     return [questions[i] for i in sorted(kept)]
 
-# %% ../nbs/10_datasets.ipynb #c125
+# %% ../nbs/10_datasets.ipynb #c128
 @dataclass(frozen=True)
 class Mixture:
     "The sets that a paper trains on and those that it reports."
@@ -768,7 +813,7 @@ class Mixture:
     @property
     def held_out(self): return tuple(n for n in self.evaluate if n not in self.train)
 
-# %% ../nbs/10_datasets.ipynb #c126
+# %% ../nbs/10_datasets.ipynb #c129
 _SEVEN = ('nq', 'triviaqa', 'popqa', 'hotpotqa', '2wikimultihopqa', 'musique', 'bamboogle')
 MIXTURES = {
     'tips': Mixture(('nq', 'hotpotqa'), _SEVEN, 'TIPS, experimental setup'),
@@ -778,7 +823,7 @@ MIXTURES = {
     'carl': Mixture(('gsm8k', 'hotpotqa', '2wikimultihopqa'), ('gsm8k', 'hotpotqa', '2wikimultihopqa', 'finqa', 'musique'),
                     'CARL, section 4.1')}  # paper → Mixture
 
-# %% ../nbs/10_datasets.ipynb #c129
+# %% ../nbs/10_datasets.ipynb #c132
 def _for_each(names, given, what):
     "A value for each set: from a dict by name, or the same for all. Raises on a name that is not in the mixture."
     if not isinstance(given, dict): return dict.fromkeys(names, given)
@@ -786,7 +831,7 @@ def _for_each(names, given, what):
     if odd := sorted(set(given) - set(names)): raise ValueError(f'{what} names {", ".join(odd)}, which the mixture has not: {", ".join(names)}')
     return {n: given.get(n) for n in names}
 
-# %% ../nbs/10_datasets.ipynb #c130
+# %% ../nbs/10_datasets.ipynb #c133
 def load_mixture(
     mixture,           # name in MIXTURES (its training sets), or a list of names in BENCHMARKS
     paths=None,        # folder with a folder for each set; a file that mixes them; dict set → file or folder; None: the hub

@@ -4,20 +4,21 @@
 
 # %% auto #0
 __all__ = ['DIRECT', 'ENGINES', 'measure', 'summarize', 'score', 'evaluate', 'bootstrap_interval', 'Settings', 'from_settings',
-           'notebook_settings', 'set_names', 'check_settings', 'check_model', 'load_tokenizer', 'load_model',
-           'local_folder', 'model_hashes', 'tokenizer_hash', 'NoSearch', 'Plan', 'Player', 'plan_evaluation',
-           'manifest_differences', 'set_scores', 'question_row', 'read_manifest', 'run_evaluation', 'read_scores',
-           'Replayed', 'replay', 'evaluation_table', 'evaluation_figure', 'main']
+           'notebook_settings', 'set_names', 'check_settings', 'read_template', 'check_model', 'load_tokenizer',
+           'load_model', 'local_folder', 'model_hashes', 'tokenizer_hash', 'NoSearch', 'open_search', 'is_searched',
+           'make_environment', 'Plan', 'Player', 'plan_evaluation', 'manifest_differences', 'set_scores',
+           'question_row', 'read_manifest', 'run_evaluation', 'read_scores', 'Replayed', 'replay', 'evaluation_table',
+           'evaluation_figure', 'main']
 
 # %% ../nbs/26_evaluate.ipynb #c002
 import dataclasses, difflib, hashlib, importlib.metadata, json, platform, sys, time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 import numpy as np, torch
 from .datasets import MIXTURES, BENCHMARKS, RowError, get_benchmark, load_corpus, load_questions, subsample
 from .engine import HFEngine, Sampling
 from .metrics import benchmark_metric, cover_match, exact_match, f1
-from .protocol import PROTOCOLS, Protocol, check_tokenizer
+from .protocol import PROTOCOLS, TEMPLATES, Protocol, check_tokenizer
 from .retrieval import BM25, SearchClient
 from .rollout import Environment, rollout
 from .runlog import RunLog, atomic_folder, atomic_write, module_hashes, read_turns
@@ -83,6 +84,9 @@ class Settings:
     engine: str = 'hf'        # a row of ENGINES
     dtype: str = 'float32'    # of the model
     protocol: str = None      # a row of PROTOCOLS for sets that are searched (None: 'tspo'), or 'direct': nothing is searched
+    template: str = None      # chat template instead of the model's own: 'chatml', 'plain' (for base models), or a jinja file
+    template_options: dict = field(default_factory=dict)  # the template's variables, such as {'enable_thinking': False}
+    history: str = None       # 'as-sampled' or 'template', as for `Chat`; None: 'template' where the template rewrites earlier turns
     max_turns: int = 4        # the answer included
     turn_tokens: int = 512    # most tokens the model writes in a turn
     max_tokens: int = 8192    # most tokens of a trajectory, prompt included
@@ -151,12 +155,21 @@ def check_settings(settings):
     if s.protocol not in (None, 'direct', *PROTOCOLS): raise ValueError(f'protocol must be one of direct, {", ".join(PROTOCOLS)}, got {s.protocol!r}')
     if not isinstance(getattr(torch, s.dtype, None), torch.dtype): raise ValueError(f"dtype must be one of PyTorch's, such as 'float32' or 'bfloat16', got {s.dtype!r}")
     _sampling(s)
+    read_template(s.template)
     for name in set_names(s.data):
         for what in ('path', 'corpus'): _place(name, getattr(s, what), what)
 
 def _sampling(s): return Sampling(s.temperature, s.top_p, s.top_k, s.greedy, s.turn_tokens)
 
-# %% ../nbs/26_evaluate.ipynb #c029
+# %% ../nbs/26_evaluate.ipynb #c028
+def read_template(given):
+    "Text of a chat template named by a row of TEMPLATES or by a file; None for None, the model's own. Raises ValueError on an unknown name."
+    if given is None: return None
+    if given.lower() in TEMPLATES: return TEMPLATES[given.lower()]
+    if not Path(given).is_file(): raise ValueError(f'template must be one of {", ".join(TEMPLATES)} or a file, got {given!r}')
+    return Path(given).read_text(encoding='utf-8')
+
+# %% ../nbs/26_evaluate.ipynb #c031
 def check_model(model):
     "Refuse a local model folder without a model or without a tokenizer; a name that is not a folder is left to the hub."
     folder = Path(model)
@@ -167,7 +180,7 @@ def check_model(model):
     if not any((folder/name).exists() for name in ('tokenizer.json', 'tokenizer_config.json', 'tokenizer.model')):
         raise ValueError(f'model folder {model!r} has no tokenizer: save one into it with tokenizer.save_pretrained({model!r})')
 
-# %% ../nbs/26_evaluate.ipynb #c030
+# %% ../nbs/26_evaluate.ipynb #c032
 def load_tokenizer(folder):
     "The tokenizer of a Hugging Face folder, exactly as saved, or of a hub name. Raises ValueError where it has no end-of-turn token."
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -176,7 +189,7 @@ def load_tokenizer(folder):
     if tokenizer.eos_token_id is None: raise ValueError(f'the tokenizer of {folder!r} has no eos_token, so the model could never end a turn')
     return tokenizer
 
-# %% ../nbs/26_evaluate.ipynb #c031
+# %% ../nbs/26_evaluate.ipynb #c033
 def load_model(folder, dtype='float32'):
     "A causal language model and its tokenizer from a Hugging Face folder or name, on the GPU if there is one."
     from transformers import AutoModelForCausalLM
@@ -187,7 +200,7 @@ def load_model(folder, dtype='float32'):
     if device == 'cpu' and narrow and short: model.set_attn_implementation('eager')   # the fused kernel pays from longer rows on
     return model, tokenizer
 
-# %% ../nbs/26_evaluate.ipynb #c032
+# %% ../nbs/26_evaluate.ipynb #c034
 def local_folder(model):
     "The folder of a model: itself, or where the hub's files are kept once they are downloaded. Raises ConnectionError without a network."
     check_model(model)
@@ -199,7 +212,7 @@ def local_folder(model):
         raise ConnectionError(f'could not fetch {model!r} from the hub: {type(e).__name__}: {e}\nWithout a network give a local folder as model.') from e
     return folder if any(folder.glob('*.safetensors')) else Path(snapshot_download(model, allow_patterns=[*small, 'pytorch_model*.bin']))
 
-# %% ../nbs/26_evaluate.ipynb #c033
+# %% ../nbs/26_evaluate.ipynb #c035
 def _file_hash(path):
     "Hash of a file, read in pieces: 16 hexadecimal digits."
     digest = hashlib.sha256()
@@ -211,7 +224,7 @@ def _hash(value):
     "Hash of JSON values: 16 hexadecimal digits."
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
 
-# %% ../nbs/26_evaluate.ipynb #c034
+# %% ../nbs/26_evaluate.ipynb #c036
 def model_hashes(folder):
     "Hash of each file that determines a model: configurations and weights, name → 16 hexadecimal digits. Raises without weights."
     folder = Path(folder)
@@ -219,25 +232,25 @@ def model_hashes(folder):
     if not weights: raise ValueError(f'model folder {str(folder)!r} has no weights: wanted *.safetensors or pytorch_model*.bin')
     return {p.name: _file_hash(p) for p in (folder/'config.json', folder/'generation_config.json', *weights) if p.exists()}
 
-# %% ../nbs/26_evaluate.ipynb #c035
+# %% ../nbs/26_evaluate.ipynb #c037
 def tokenizer_hash(tokenizer):
     "Hash of what a tokenizer does: vocabulary, rules, special tokens and chat template; 16 hexadecimal digits."
     core = getattr(tokenizer, 'backend_tokenizer', None)
     rules = {k: v for k, v in json.loads(core.to_str()).items() if k not in ('padding', 'truncation')} if core else tokenizer.get_vocab()
     return _hash([rules, {k: str(v) for k, v in tokenizer.special_tokens_map.items()}, str(getattr(tokenizer, 'chat_template', None))])
 
-# %% ../nbs/26_evaluate.ipynb #c039
+# %% ../nbs/26_evaluate.ipynb #c041
 DIRECT = Protocol('direct', user='Answer the question below. First reason about it between <think> and </think>, then give the answer between <answer> and </answer>, '
                   'the answer alone, without explanations, a number in digits: for example, <answer> 42 </answer>.\n\n{question}', source='sets without a search')
 
-# %% ../nbs/26_evaluate.ipynb #c040
+# %% ../nbs/26_evaluate.ipynb #c042
 class NoSearch:
     "The tool where there is none: every call gets an error."
     def call(self, calls):
         "Observation and `Result` of each call."
         return [('Error: there is nothing to search here; answer the question', Result.ERROR)] * len(calls)
 
-# %% ../nbs/26_evaluate.ipynb #c043
+# %% ../nbs/26_evaluate.ipynb #c045
 def _rows_of(questions): return [[q.id, q.text, list(q.answers)] for q in questions]
 
 def _questions(s, name):
@@ -253,27 +266,57 @@ def _questions(s, name):
              'skipped': len(pool.skipped), 'ids': [q.id for q in asked]}
     return asked, about
 
-# %% ../nbs/26_evaluate.ipynb #c044
-def _retriever(s, name, opened):
-    "The search of one set, what to say about its passages and about itself; three times None for a set that is not searched."
-    bench, given = get_benchmark(name), _place(name, s.corpus, 'corpus')
-    if s.protocol == 'direct' or not (bench.has_corpus or (isinstance(s.corpus, dict) and given)): return None, None, None
-    if given and given.startswith('http'): return SearchClient(given), {'passages': None, 'hash': None}, {'name': 'SearchClient', 'url': given}
-    path = _place(name, s.path, 'path')
-    if not given and bench.paragraphs is None and not (path and Path(path).is_dir()):
+# %% ../nbs/26_evaluate.ipynb #c046
+def open_search(
+    name,          # a data set of BENCHMARKS
+    path=None,     # its file or folder, None: the hub; taken for the passages where `corpus` is not given
+    corpus=None,   # a file or folder of passages, what BM25.save wrote, or the url of a search server; None: those beside the questions
+    split=None,    # of the hub's questions, whose paragraphs are taken; files are taken whole
+    on_error='raise',
+    opened=None,   # dict: saved indexes that are open already, by their folder
+):
+    "Open what a set is searched in: (has search(queries, k), what to say about its passages, about itself). Raises ValueError naming the set."
+    bench, opened = get_benchmark(name), {} if opened is None else opened
+    if corpus and corpus.startswith(('http://', 'https://')): return SearchClient(corpus), {'passages': None, 'hash': None}, {'name': 'SearchClient', 'url': corpus}
+    if not corpus and bench.paragraphs is None and not (path and Path(path).is_dir()):
         raise ValueError(f'{name} brings no passages: give them as corpus (a file, a folder, what BM25.save wrote, or the url of a search server), '
                          "or ask without a search by protocol='direct'")
-    if given and (Path(given)/'index.json').is_file():
-        if given not in opened: opened[given] = BM25.load(given)
-        search = opened[given]
+    if corpus and (Path(corpus)/'index.json').is_file():
+        if corpus not in opened: opened[corpus] = BM25.load(corpus)
+        search = opened[corpus]
     else:
-        try: search = BM25(load_corpus(name, given or path, None if given or path else s.split or bench.eval_split, s.on_error))
+        try: search = BM25(load_corpus(name, corpus or path, None if corpus or path else split, on_error))
         except RowError: raise
         except ValueError as e: raise ValueError(f'{name}: {e}') from None
-    return (search, {'passages': len(search.passages), 'hash': search.corpus},
-            {'name': 'BM25', 'k1': search.k1, 'b': search.b, 'variant': search.variant})
+    return search, {'passages': len(search.passages), 'hash': search.corpus}, {'name': 'BM25', 'k1': search.k1, 'b': search.b, 'variant': search.variant}
 
-# %% ../nbs/26_evaluate.ipynb #c045
+# %% ../nbs/26_evaluate.ipynb #c047
+def is_searched(name, protocol=None, corpus=None):
+    "Whether the questions of a set are asked with a search: those of sets that have passages, unless asked directly, and of others where a corpus is given."
+    return protocol != 'direct' and bool(get_benchmark(name).has_corpus or corpus)
+
+def _retriever(s, name, opened):
+    "The search of one set, what to say about its passages and about itself; three times None for a set that is not searched."
+    corpus = _place(name, s.corpus, 'corpus')
+    if not is_searched(name, s.protocol, isinstance(s.corpus, dict) and corpus): return None, None, None
+    return open_search(name, _place(name, s.path, 'path'), corpus, s.split or get_benchmark(name).eval_split, s.on_error, opened)
+
+# %% ../nbs/26_evaluate.ipynb #c050
+def make_environment(
+    tokenizer,
+    search,              # has search(queries, k); None: there is nothing to search, and the protocol is DIRECT
+    protocol=None,       # a row of PROTOCOLS; None: 'tspo'
+    max_turns=4, max_tokens=8192,         # as for `Environment`
+    passages=3, passage_tokens=None,      # per query; most tokens of each (None: whole passages)
+    template=None, options=None, history=None,  # as for `Chat`
+    vocabulary=None,     # int: how many ids the model embeds; None: not compared
+):
+    "The `Environment` of a set's questions. Raises ValueError where tokenizer and protocol do not go together."
+    chat = check_tokenizer(tokenizer, DIRECT if search is None else PROTOCOLS[protocol or 'tspo'], template, options, history, vocabulary)
+    tool = NoSearch() if search is None else SearchTool(search, passages, passage_tokens, lambda text: len(chat.encode(text)))
+    return Environment(chat, tool, max_turns, max_tokens)
+
+# %% ../nbs/26_evaluate.ipynb #c052
 def _versions():
     "Versions of Python and of the packages that a result may depend on."
     def version(package):
@@ -283,7 +326,7 @@ def _versions():
 
 _CODE = ('datasets', 'metrics', 'retrieval', 'tools', 'protocol', 'engine', 'rollout', 'evaluate')  # modules that an evaluation runs through
 
-# %% ../nbs/26_evaluate.ipynb #c046
+# %% ../nbs/26_evaluate.ipynb #c053
 @dataclass(frozen=True)
 class Plan:
     "One benchmark, ready to be played: everything but the weights."
@@ -292,14 +335,14 @@ class Plan:
     environment: object
     manifest: dict
 
-# %% ../nbs/26_evaluate.ipynb #c047
+# %% ../nbs/26_evaluate.ipynb #c054
 def _hf_engine(folder, s, limit):
     model, tokenizer = load_model(folder, s.dtype)
     return HFEngine(model, tokenizer, max_length=limit, max_rows=s.batch)
 
 ENGINES = {'hf': _hf_engine}  # name → function(model folder, Settings, most ids of a conversation) → engine
 
-# %% ../nbs/26_evaluate.ipynb #c048
+# %% ../nbs/26_evaluate.ipynb #c055
 class Player:
     "Who plays: tokenizer and identity at once, the weights when they are needed."
     def __init__(self, s, engine=None):   # engine: one that is there already
@@ -321,13 +364,11 @@ class Player:
         if self._engine is None: self._engine = ENGINES[self.name](self.folder, self.settings, self.limit)
         return self._engine
 
-# %% ../nbs/26_evaluate.ipynb #c049
+# %% ../nbs/26_evaluate.ipynb #c056
 def _environment(s, search, player):
-    "Chat, tool and limits of one set. Raises ValueError where tokenizer and protocol do not go together."
-    protocol = DIRECT if search is None else PROTOCOLS[s.protocol or 'tspo']
-    chat = check_tokenizer(player.tokenizer, protocol, vocabulary=player.vocabulary)
-    tool = NoSearch() if search is None else SearchTool(search, s.passages, s.passage_tokens, lambda text: len(chat.encode(text)))
-    return Environment(chat, tool, s.max_turns, player.limit)
+    "`make_environment` by the settings."
+    return make_environment(player.tokenizer, search, s.protocol, s.max_turns, player.limit, s.passages, s.passage_tokens, read_template(s.template), s.template_options, s.history,
+                            player.vocabulary)
 
 def _refuse_long(plan_name, questions, env):
     "Refuse questions that leave no room for an answer."
@@ -337,7 +378,7 @@ def _refuse_long(plan_name, questions, env):
         raise ValueError(f'{plan_name}: {len(long)} of {len(questions)} questions leave no room for an answer in {env.max_tokens} tokens, such as '
                          f'{long[0][0]!r} with {long[0][1]}: raise max_tokens (or take a model of longer positions)')
 
-# %% ../nbs/26_evaluate.ipynb #c050
+# %% ../nbs/26_evaluate.ipynb #c057
 def plan_evaluation(
     settings,     # Settings
     name,         # a data set of BENCHMARKS
@@ -356,12 +397,13 @@ def plan_evaluation(
         'corpus': corpus, 'retriever': retriever and {**retriever, 'top_k': s.passages, 'passage_tokens': s.passage_tokens},
         'model': player.model, 'tokenizer': tokenizer_hash(player.tokenizer), 'engine': player.name, 'dtype': s.dtype,
         'protocol': dataclasses.asdict(chat.protocol), 'prompt': chat.tokenizer.decode(chat.prompt_ids('{question}')), 'history': chat.history,
+        'template': {'hash': chat.template and _hash(chat.template), 'options': chat.options},
         'decoding': {**vars(_sampling(s)), 'stop': chat.stop}, 'limits': {'max_turns': s.max_turns, 'turn_tokens': s.turn_tokens, 'max_tokens': env.max_tokens},
         'seed': s.seed, 'versions': _versions(), 'code': module_hashes(_CODE),
         'machine': {'device': 'cuda' if torch.cuda.is_available() else 'cpu', 'threads': torch.get_num_threads(), 'batch': s.batch}}
     return Plan(name, questions, env, json.loads(json.dumps(manifest)))
 
-# %% ../nbs/26_evaluate.ipynb #c053
+# %% ../nbs/26_evaluate.ipynb #c060
 def _flat(value, name=''):
     "Pairs (dotted name, value) of nested dicts."
     if isinstance(value, dict) and value: return [pair for k, v in value.items() for pair in _flat(v, f'{name}.{k}' if name else k)]
@@ -374,7 +416,7 @@ def _shown(value, other):
         return '…' + repr(value[max(0, at - 20):at + 30]) + '…'
     return f'{value!r:.80}'
 
-# %% ../nbs/26_evaluate.ipynb #c054
+# %% ../nbs/26_evaluate.ipynb #c061
 def manifest_differences(
     before,              # manifest
     now,                 # manifest
@@ -387,12 +429,12 @@ def manifest_differences(
     pairs = [(n, old.get(n, absent), new.get(n, absent)) for n in names]
     return [f'{n}: {_shown(a, b)} before, {_shown(b, a)} now' for n, a, b in pairs if a != b]
 
-# %% ../nbs/26_evaluate.ipynb #c057
+# %% ../nbs/26_evaluate.ipynb #c064
 def _intervals(rows, names, seed):
     "Bootstrap interval of the mean of each number over the rows: dict name → [low, high]; none for a single row."
     return {n: list(bootstrap_interval([r[n] for r in rows], seed=seed)) for n in names} if len(rows) > 1 else {}
 
-# %% ../nbs/26_evaluate.ipynb #c058
+# %% ../nbs/26_evaluate.ipynb #c065
 def set_scores(
     rows,  # list of dict, as `question_row` gives them, all of one data set
     seed=0, # of the intervals
@@ -407,7 +449,7 @@ def set_scores(
             'by_hops': {str(h): {'questions': len(part), 'score': mean(part, metric), 'interval': _intervals(part, [metric], seed).get(metric)}
                         for h, part in hops.items()}}
 
-# %% ../nbs/26_evaluate.ipynb #c059
+# %% ../nbs/26_evaluate.ipynb #c066
 def question_row(
     trajectory,
     benchmark,   # a data set of BENCHMARKS
@@ -417,7 +459,7 @@ def question_row(
     return {'kind': 'evaluate', 'dataset': benchmark, 'id': q.id, 'question': q.text, 'golds': list(q.answers), 'hops': q.meta.get('hops'),
             'prediction': t.answer, 'stop': t.stop.value, **score(t, benchmark), 'trajectory': to_json(t)}
 
-# %% ../nbs/26_evaluate.ipynb #c060
+# %% ../nbs/26_evaluate.ipynb #c067
 def _play(plan, player, progress):
     "Rows of all questions of a plan, in their order."
     from tqdm.auto import tqdm
@@ -435,7 +477,7 @@ def _keep(folder, plan, rows):
         _write_json(part/'scores.json', set_scores(rows, plan.manifest['seed']))
         _write_json(part/'manifest.json', plan.manifest)
 
-# %% ../nbs/26_evaluate.ipynb #c061
+# %% ../nbs/26_evaluate.ipynb #c068
 def read_manifest(folder):  # of one set in a run's folder
     "The manifest of an evaluated set. Raises FileNotFoundError."
     path = Path(folder)/'manifest.json'
@@ -449,7 +491,7 @@ def _is_done(folder, plan):
     if changed: raise ValueError(f'{folder} holds an evaluation of other inputs ({"; ".join(changed[:3])}): choose another run, or remove that folder')
     return True
 
-# %% ../nbs/26_evaluate.ipynb #c062
+# %% ../nbs/26_evaluate.ipynb #c069
 def run_evaluation(
     settings,       # Settings, or a dict of them
     engine=None,    # an engine to ask instead of `settings.model`; has stream(sampling), tokenizer, max_length
@@ -473,7 +515,7 @@ def run_evaluation(
     atomic_write(folder/'summary.json', lambda path: _write_json(path, read_scores(folder)))
     return folder
 
-# %% ../nbs/26_evaluate.ipynb #c063
+# %% ../nbs/26_evaluate.ipynb #c070
 def read_scores(folder):  # of a run
     "Scores of the sets evaluated in a run: dict set → what `set_scores` gives, in the order of BENCHMARKS. Raises where there are none."
     found = {n: Path(folder)/n/'scores.json' for n in BENCHMARKS}
@@ -483,7 +525,7 @@ def read_scores(folder):  # of a run
 
 _NAMES = {'em': 'EM', 'numeric': 'numeric match'}
 
-# %% ../nbs/26_evaluate.ipynb #c069
+# %% ../nbs/26_evaluate.ipynb #c076
 @dataclass(frozen=True)
 class Replayed:
     "What a replay of one set found."
@@ -496,7 +538,7 @@ class Replayed:
         "Whether nothing differs."
         return not self.inputs and not self.rows
 
-# %% ../nbs/26_evaluate.ipynb #c070
+# %% ../nbs/26_evaluate.ipynb #c077
 def _question_differences(rows, questions):
     "Questions whose text or golds are not what the kept rows say, and those that are new or gone: list of str."
     before, now, out = {r['id']: r for r in rows}, {q.id: q for q in questions}, []
@@ -507,7 +549,7 @@ def _question_differences(rows, questions):
         elif old['golds'] != list(new.answers): out.append(f'question {i!r}: its golds, {old["golds"]!r:.80} before, {list(new.answers)!r:.80} now')
     return out
 
-# %% ../nbs/26_evaluate.ipynb #c071
+# %% ../nbs/26_evaluate.ipynb #c078
 def _row_difference(old, new):
     "Where two rows of one question differ in tokens or answer, as str; None if nowhere."
     a, b = old['trajectory'], new['trajectory']
@@ -520,7 +562,7 @@ def _row_difference(old, new):
     if (len(a['turns']), old['prediction'], old['stop']) != (len(b['turns']), new['prediction'], new['stop']):
         return f'row {old["id"]!r}: prediction {old["prediction"]!r:.60} before, {new["prediction"]!r:.60} now'
 
-# %% ../nbs/26_evaluate.ipynb #c072
+# %% ../nbs/26_evaluate.ipynb #c079
 def _set_folders(folder):
     "Folders of the evaluated sets: of a run, or the folder of one set itself. Raises FileNotFoundError."
     folder = Path(folder)
@@ -552,7 +594,7 @@ def replay(
         say(f'{plan.name}: ' + ('nothing differs' if out[plan.name].same else f'{len(inputs)} inputs and {len(changed)} rows differ') + f'; {len(now)} questions')
     return out
 
-# %% ../nbs/26_evaluate.ipynb #c077
+# %% ../nbs/26_evaluate.ipynb #c084
 def _range(pair): return f'{pair[0]:.3f} to {pair[1]:.3f}' if pair else ''
 
 def evaluation_table(
@@ -574,7 +616,7 @@ def evaluation_table(
         rows['mean'] = {'questions': sum(r['questions'] for r in rows.values()), 'metric': '', '95 %': '', **mean}
     return pd.DataFrame.from_dict(rows, orient='index').round(3)
 
-# %% ../nbs/26_evaluate.ipynb #c078
+# %% ../nbs/26_evaluate.ipynb #c085
 def evaluation_figure(folder):  # of a run
     "Draw the score of each set with its 95 % interval: matplotlib figure."
     import matplotlib.pyplot as plt, seaborn as sns
@@ -591,7 +633,7 @@ def evaluation_figure(folder):  # of a run
     plt.close(fig)  # notebooks show the returned figure; without this they would show it twice
     return fig
 
-# %% ../nbs/26_evaluate.ipynb #c082
+# %% ../nbs/26_evaluate.ipynb #c089
 def main(arguments=None):  # list of str; None: the command line's
     "`python -m credit_rl.evaluate setting=value …`, values as in YAML; `--params FILE` reads settings first; `--replay FOLDER` plays a run again."
     import argparse, yaml
@@ -609,5 +651,5 @@ def main(arguments=None):  # list of str; None: the command line's
         elif not all(r.same for r in replay(given.replay, changes=settings).values()): sys.exit(1)
     except (ValueError, OSError, yaml.YAMLError) as e: sys.exit(f'credit_rl.evaluate: {e}')
 
-# %% ../nbs/26_evaluate.ipynb #c083
+# %% ../nbs/26_evaluate.ipynb #c090
 if __name__ == '__main__' and '__file__' in globals(): main()  # a notebook has no file

@@ -2,6 +2,7 @@
 import copy
 import csv
 import gzip
+import hashlib
 import io
 import json
 import sys
@@ -17,6 +18,7 @@ from credit_rl import datasets
 from credit_rl.datasets import (BENCHMARKS, MIXTURES, Benchmark, Layout, Passage, RowError, get_benchmark, load_corpus, load_mixture,
                                 load_questions, read_rows, register, subsample)
 from credit_rl.trajectory import Question
+from hub import Hub
 
 ROOT = Path(__file__).parents[1]
 SAMPLE = ROOT / 'data' / 'hotpotqa_sample.json'
@@ -505,50 +507,114 @@ def test_a_folders_corpus_file_comes_first(tmp_path):
 
 # ---- the hub ----
 
-def hub(load_dataset, download=None):
-    "A stand-in for the package `datasets`."
-    def manager(download_config):
-        assert download_config == {'use_etag': False}                          # else a file that is in the cache still needs a network
-        return SimpleNamespace(download=download)
-    return SimpleNamespace(load_dataset=load_dataset, DownloadConfig=lambda **k: k, DownloadManager=manager)
+def hub_files(name, splits):
+    "The files of one set's repository: a card that says which file is which split, and a file of rows for each."
+    bench, rows = BENCHMARKS[name], [hub_row(name, row) for row in own_rows(name)]
+    if name == 'finqa': return {f'dataset/{split}.json': OWN['finqa.json'].read_bytes() for split in splits}
+    config, kind = bench.hub[1] or 'default', 'jsonl' if name in ('musique', 'bamboogle') else 'parquet'
+    card = ''.join(f'  - split: {theirs}\n    path: {config}/{theirs}-*\n' for theirs in splits.values())
+    files = {'README.md': f'---\nconfigs:\n- config_name: {config}\n  data_files:\n{card}---\n'.encode()}
+    for theirs in splits.values():
+        out = io.BytesIO()
+        if kind == 'jsonl': out.write(''.join(json.dumps(row) + '\n' for row in rows).encode())
+        else: pytest.importorskip('pyarrow.parquet').write_table(pytest.importorskip('pyarrow').Table.from_pylist(rows), out)
+        files[f'{config}/{theirs}-00000-of-00001.{kind}'] = out.getvalue()
+    return files
 
 
-@pytest.mark.parametrize('name', [n for n in FILES if n not in ('finqa', 'bamboogle')])
-def test_download_is_pinned(monkeypatch, name):
-    asked, bench = [], BENCHMARKS[name]
-    def load_dataset(*args, **kwargs):
-        asked.append((args, kwargs))
-        return [hub_row(name, r) for r in own_rows(name)]
-    monkeypatch.setitem(sys.modules, 'datasets', hub(load_dataset))
-    for split, theirs in bench.hub_splits.items():
-        assert same(load_questions(name, split=split), load_questions(name, OWN[FILES[name]]))
-        args, kwargs = asked.pop()
-        assert args == bench.hub[:2] and kwargs == {'split': theirs, 'revision': bench.hub[2]}
-    if bench.paragraphs and name != 'triviaqa': assert load_corpus(name, split='dev') == load_corpus(name, OWN[FILES[name]])
-    assert load_questions(name) if len(bench.hub_splits) == 1 else True
-    with pytest.raises(ValueError, match='splits'): load_questions(name, split='dev' if name in ('popqa', 'gsm8k') else 'test')
+@pytest.fixture(scope='module')
+def from_hub(tmp_path_factory, run_python):
+    """What three processes got from one hub, one after the other: on a connection that breaks off in the middle of HotpotQA's training file;
+    again; and again without a hub. (list of {name: {split: rows or error}}, Hub)."""
+    pytest.importorskip('datasets')
+    here = tmp_path_factory.mktemp('hub')
+    repositories = {BENCHMARKS[n].hub[0]: (BENCHMARKS[n].hub[2], hub_files(n, BENCHMARKS[n].hub_splits)) for n in FILES}
+    env = {'HF_HOME': str(here / 'home'), 'HF_HUB_OFFLINE': '0', 'HF_TOKEN': 'secret', 'NO_PROXY': '127.0.0.1', 'HF_HUB_DISABLE_PROGRESS_BARS': '1'}
 
-
-def test_finqa_is_downloaded_as_a_file(monkeypatch, tmp_path):
-    asked, cached = [], tmp_path / '0a1b2c'                                     # the cache's names have no suffix
-    cached.write_bytes(OWN['finqa.json'].read_bytes())
-    def download(url):
-        asked.append(url)
-        return str(cached)
-    monkeypatch.setitem(sys.modules, 'datasets', hub(None, download))
-    assert same(load_questions('finqa', split='dev'), load_questions('finqa', OWN['finqa.json']))
-    assert asked[0].startswith('https://') and BENCHMARKS['finqa'].hub[2] in asked[0] and asked[0].endswith('/dev.json')
-    cached.write_text('[{"qa": 3, "table": []}]')
-    with pytest.raises(RowError, match="dev.json, row 0: field 'qa'"): load_questions('finqa', split='dev')
+    def client(n, url):
+        run_python(ROOT / 'tests' / 'hub_client.py', here / f'{n}.json', *FILES, env={**env, 'HF_ENDPOINT': url})
+        return json.loads((here / f'{n}.json').read_text())
+    with Hub(repositories, cut=['distractor/train-00000-of-00001.parquet', 'dataset/dev.json']) as hub:
+        got = [client(0, hub.url), client(1, hub.url)]
+    return [*got, client(2, hub.url)], hub
 
 
 @pytest.mark.parametrize('name', FILES)
-def test_offline_is_said_clearly(monkeypatch, name):
+def test_a_set_is_loaded_by_name_at_the_pinned_commit(from_hub, name):
+    "By the package `datasets` itself; the hub has no other commit. The third time there is no hub any more."
+    (_, second, third), _ = from_hub
+    original = load_questions(name, OWN[FILES[name]])
+    for got in (second[name], third[name]):
+        assert set(got) == set(BENCHMARKS[name].hub_splits)
+        for rows in got.values():
+            assert [(text, golds[0]) for _, text, golds, _ in rows] == [(q.text, q.answers[0]) for q in original]
+            if name != 'bamboogle': assert rows == json.loads(json.dumps([[q.id, q.text, q.answers, q.meta] for q in original]))
+
+
+@pytest.mark.parametrize('name, split, file', [('hotpotqa', 'train', 'distractor/train-00000-of-00001.parquet'), ('finqa', 'dev', 'dataset/dev.json')])
+def test_an_interrupted_download_goes_on_where_it_was(from_hub, name, split, file):
+    (first, second, _), hub = from_hub
+    kind, said = first[name][split]
+    assert kind == 'ConnectionError' and 'An interrupted download goes on when called again' in said and second[name][split][0][1]
+    half = len(hub.repositories[BENCHMARKS[name].hub[0]][1][file]) // 2       # that much came, and it is written 64 bytes at a time
+    rest = f'bytes={half // 64 * 64}-'
+    assert half > 64 and hub.transfers(file) == [None, rest, rest]            # broken off; tried again at once, refused; the rest, by another process
+
+
+def test_what_is_there_is_not_asked_for_again(from_hub):
+    _, hub = from_hub
+    assert all(hub.transfers(f) == [None] for _, files in hub.repositories.values() for f in files if f not in hub.cut and not f.endswith('.md'))
+
+
+def test_a_file_that_is_not_what_was_announced_is_removed(tmp_path):
+    path = tmp_path / 'a.parquet.part'
+    path.write_bytes(b'half of one, half of another')
+    datasets._check_sum(path, None)
+    datasets._check_sum(path, hashlib.sha256(path.read_bytes()).hexdigest())
+    with pytest.raises(OSError, match='a.parquet.part is damaged: SHA-256'): datasets._check_sum(path, '0' * 64)
+    assert not path.exists()
+
+
+def test_the_hubs_token_is_for_the_hub(from_hub, monkeypatch, tmp_path):
+    _, hub = from_hub
+    assert 'Bearer secret' in hub.tokens
+    monkeypatch.setenv('HF_TOKEN', 'secret')
+    with Hub({'a/b': ('0' * 40, {'x.json': b'[]'})}) as elsewhere:
+        datasets._fetch(f'{elsewhere.url}/datasets/a/b/resolve/{"0" * 40}/x.json', tmp_path / 'deep' / 'x.json')
+    assert elsewhere.tokens == {None} and (tmp_path / 'deep' / 'x.json').read_bytes() == b'[]'
+
+
+def test_a_beginning_that_is_too_long_is_thrown_away(tmp_path):
+    (tmp_path / 'x.json.part').write_bytes(b'something else')
+    with Hub({'a/b': ('0' * 40, {'x.json': b'[3]'})}) as hub:
+        for _ in range(2): datasets._fetch(f'{hub.url}/datasets/a/b/resolve/{"0" * 40}/x.json', tmp_path / 'x.json')
+    assert (tmp_path / 'x.json').read_bytes() == b'[3]' and hub.transfers('x.json') == [None] and not (tmp_path / 'x.json.part').exists()
+
+
+def test_a_malformed_row_of_a_download_names_repository_and_file(monkeypatch, tmp_path):
+    (tmp_path / 'dev.json').write_text('[{"qa": 3, "table": []}]')
+    monkeypatch.setattr(datasets, '_download', lambda bench, split: [tmp_path / 'dev.json'])
+    with pytest.raises(RowError, match="czyssrs/FinQA/dev.json, row 0: field 'qa'"): load_questions('finqa', split='dev')
+
+
+@pytest.mark.parametrize('name', FILES)
+def test_a_split_that_the_hub_has_not_is_refused(name):
+    for split in {'train', 'dev', 'test', None} - set(BENCHMARKS[name].hub_splits):
+        if split is None and len(BENCHMARKS[name].hub_splits) == 1: continue
+        with pytest.raises(ValueError, match='is on the hub with the splits'): load_questions(name, split=split)
+
+
+@pytest.mark.parametrize('name', FILES)
+def test_offline_is_said_clearly(monkeypatch, tmp_path, name):
+    import huggingface_hub
     def offline(*args, **kwargs): raise OSError('[Errno 101] Network is unreachable')
     bench = BENCHMARKS[name]
-    monkeypatch.setitem(sys.modules, 'datasets', hub(offline, offline))
+    monkeypatch.setattr(huggingface_hub.constants, 'HF_HOME', str(tmp_path))
+    monkeypatch.setattr(datasets, '_fetch', offline)
+    monkeypatch.setitem(sys.modules, 'datasets', SimpleNamespace(load_dataset_builder=offline))
     with pytest.raises(ConnectionError) as e: load_questions(name, split=bench.eval_split)
     for said in (bench.hub[0], bench.hub[2], 'unreachable', bench.home, 'give it as path', datasets._file_names(bench, bench.eval_split)[0]): assert said in str(e.value)
+    if '://' in bench.hub_splits[bench.eval_split]: return                     # FinQA's files are fetched without the package
     monkeypatch.setitem(sys.modules, 'datasets', None)                          # not installed
     with pytest.raises(ImportError, match=r'credit_rl\[train\]'): load_questions(name, split=bench.eval_split)
 

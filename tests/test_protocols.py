@@ -11,7 +11,7 @@ from credit_rl.engine import Finished, HFEngine, Sampling, ScriptedEngine
 from credit_rl.layout import pack, token_logps
 from credit_rl.learner import Learner
 from credit_rl.outcome import extract_answer
-from credit_rl.protocol import CHATML, PLAIN, PROTOCOLS, Action, Chat, Protocol, boxed, byte_tokenizer, check_tokenizer, parse
+from credit_rl.protocol import CARL_PROMPTS, CHATML, PLAIN, PROTOCOLS, Action, Chat, Protocol, boxed, byte_tokenizer, check_tokenizer, parse
 from credit_rl.rollout import Environment, rollout
 from credit_rl.tools import SearchTool
 from credit_rl.trajectory import Question, Result, Stop, Turn
@@ -115,6 +115,9 @@ def test_the_kept_ids_are_the_template_of_the_whole_conversation(name, published
     if chat.end:                                                          # without such a token between them, '>' and a line break are one token
         assert kept == whole_ids(chat, turns, question)                   # and just so if the model ended each message itself
         assert kept_ids(chat, turns, question, ended=True) == kept and chat.end_id in chat.tokenizer.all_special_ids + [chat.tokenizer.eos_token_id]
+    else:                                                                 # … and it is the ids again where every byte is a token
+        chat = Chat(PROTOCOLS[protocol], family_tokenizer(name, published, merges=0))
+        assert kept_ids(chat, turns, question) == whole_ids(chat, turns, question)
 
 
 @each_template
@@ -506,13 +509,15 @@ def test_tags_and_rules_of_each_paper():
     "Tags, tool names and the example answer stand in the prompt; a tool that a protocol does not have cannot be called."
     prompts = {name: chat_of('qwen2_5', p).tokenizer.decode(chat_of('qwen2_5', p).prompt_ids('Who?')) for name, p in PROTOCOLS.items()}
     tags = {'tips': 'think tool_call tool_response answer', 'tspo': 'think tool_call tool_response answer', 'search-r1': 'think search information answer',
-            'igpo': 'think search tool_response answer', 'prs': 'reasoning tool_call answer'}
-    assert set(PROTOCOLS) == {*tags, 'tiny', 'carl'}
+            'igpo': 'think search tool_response answer', 'prs': 'reasoning tool_call answer', 'carl': 'context'}
+    assert set(PROTOCOLS) == {*tags, 'tiny'}
     for name, wanted in tags.items():
         assert all(f'<{t}>' in prompts[name] and f'</{t}>' in prompts[name] for t in wanted.split()), name
         assert parse(PROTOCOLS[name], '<tool_call>{"name": "browse", "arguments": {"query": "a"}}</tool_call>').error
     assert all(f'<answer> {x} </answer>' in prompts[n] for n, x in dict.fromkeys(['tips', 'tspo', 'search-r1'], 'Beijing').items() | {('prs', 'xxx')})
     assert '"name": "search"' in prompts['tips'] and '"name": "wiki_search"' in prompts['prs'] and prompts['search-r1'].startswith('<|im_start|>system\nYou are Qwen,')
+    assert all(x in prompts['carl'] for x in ('```python', 'search(query)', r'\boxed{}', 'You may')) and set(CARL_PROMPTS) == {'no-tool', 'forced', 'optional', 'multi-hop'}
+    assert all(r'\boxed{}' in x and ('```python' in x) is ('<context>' in x) is (n != 'no-tool') for n, x in CARL_PROMPTS.items())
     assert PROTOCOLS['prs'].think_tag == 'reasoning' and PROTOCOLS['carl'].answer_tag is None and PROTOCOLS['carl'].context_tag == 'context'
     assert all(p.source for p in PROTOCOLS.values()) and len({hash(p) for p in PROTOCOLS.values()}) == len(PROTOCOLS)
 

@@ -1,5 +1,6 @@
 """HotpotQA as it was published, end to end: a model from a folder, BM25 over the passages, the published prompt, five training steps, rollouts one can read."""
 import dataclasses
+import html
 import json
 import math
 import os
@@ -21,6 +22,7 @@ from credit_rl.runlog import read_metrics, read_turns
 from credit_rl.train import load_model, make_config, real_passages, real_questions, set_stage, train
 from credit_rl.trajectory import Group, Result, Stop, trajectory_from_json
 from credit_rl.view import show_rollout
+from test_runs import papermill, printed, shown
 
 ROOT = Path(__file__).resolve().parents[1]
 SAMPLE = ROOT / 'data' / 'hotpotqa_sample.json'
@@ -94,18 +96,26 @@ def test_five_steps_on_the_sample_by_the_command_line(folder, tmp_path):
     assert table.updates[1:].eq(2).all() and table.loss[1:].notna().all()                                   # the KL term moves every trajectory
 
 
-@pytest.mark.parametrize('method, kl, steps', [('tspo', .01, 5), ('grpo', None, 2)])
-def test_steps_on_the_real_set(folder, data, tmp_path, method, kl, steps):
-    "Nobody is right, so there is nothing to compare: the outcome alone asks for no update, the KL term for one in each mini-batch."
-    settings = {**SHORT, 'path': str(data / 'hotpotqa'), 'method': method, 'kl': kl, 'steps': steps}
-    lines = []
-    train({**settings, 'run': str(tmp_path / 'run'), 'model': folder}, say=lines.append)
+def test_five_steps_of_the_notebook_on_the_real_set(folder, data, tmp_path):
+    "`90_train` by papermill. Nobody is right, so there is nothing to compare; the KL term asks for an update in each mini-batch."
+    settings = {**SHORT, 'path': str(data / 'hotpotqa'), 'method': 'tspo', 'kl': .01}
+    code, text, notebook = papermill(tmp_path / 'run' / 'notebook.ipynb', '-p', 'run', str(tmp_path / 'run'), '-p', 'model', folder, settings=settings, cwd=tmp_path)
+    assert code == 0, text[-5000:]
     table = check_run(tmp_path / 'run', folder, settings)
-    assert table.zero_advantage[1:].eq(1).all() and table.updates[1:].eq(2 if kl else 0).all()
-    if kl:
-        assert table.loss[1:].abs().max() < 1 and table.grad_norm[1:].notna().all()
+    assert table.zero_advantage[1:].eq(1).all() and table.updates[1:].eq(2).all()
+    assert table.loss[1:].abs().max() < 1 and table.grad_norm[1:].notna().all()
     passages = len(json.loads((data / 'hotpotqa' / 'hotpotqa_corpus.json').read_text()))
-    assert any(f'{passages} passages' in line for line in lines) and passages > 1000
+    assert f'{passages} passages' in printed(notebook) and passages > 1000 and 'step 5/5' in printed(notebook)
+    pages = [page for page in shown(notebook, 'text/html') if 'crl-head' in page]
+    asked = [row['trajectory']['question']['text'] for row in read_turns(tmp_path / 'run')]
+    assert len(pages) == 2 and all(any(html.escape(q) in page for q in asked) for page in pages)   # rollouts laid out turn by turn
+
+
+def test_without_a_difference_an_outcome_alone_asks_for_no_update(folder, data, tmp_path):
+    settings = {**SHORT, 'path': str(data / 'hotpotqa'), 'method': 'grpo', 'kl': None, 'steps': 2}
+    train({**settings, 'run': str(tmp_path / 'run'), 'model': folder}, say=lambda line: None)
+    table = check_run(tmp_path / 'run', folder, settings)
+    assert table.zero_advantage[1:].eq(1).all() and table.updates[1:].eq(0).all()
 
 
 def researcher(text, rng):

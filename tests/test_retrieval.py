@@ -130,6 +130,13 @@ def test_progress_is_shown_when_asked_for(capsys):
     assert not capsys.readouterr().err
     BM25(corpus, progress=True)
     assert 'words' in capsys.readouterr().err
+    many = corpus * 20_000                                          # from here on without being asked
+    BM25(many[:-1])
+    assert not capsys.readouterr().err
+    BM25(many)
+    assert 'words' in (said := capsys.readouterr().err) and '20000/20000' in said
+    BM25(many, progress=False)
+    assert not capsys.readouterr().err
 
 
 @pytest.fixture
@@ -415,13 +422,14 @@ def test_a_proxy_of_the_environment_is_not_asked(corpus, monkeypatch):
 def test_a_saved_index_is_served_from_the_command_line(corpus, tmp_path, root):
     BM25(corpus).save(tmp_path / 'index')
     process = subprocess.Popen([sys.executable, '-m', 'credit_rl.retrieval', str(tmp_path / 'index'), '--port', '0'], cwd=root, stdout=subprocess.PIPE,
-                               stderr=subprocess.STDOUT, text=True)
+                               stderr=subprocess.STDOUT, text=True,        # a background job's children are born deaf to SIGINT
+                               preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
     try:
         line = process.stdout.readline()
         url = re.fullmatch(r'7 passages at (http://127\.0\.0\.1:\d+/retrieve)\n', line)[1]
         assert SearchClient(url).search(['odd'], 3) == BM25(corpus).search(['odd'], 3)
         process.send_signal(signal.SIGINT)
-        assert process.wait(60) == 0 and process.stdout.read() == ''
+        assert process.wait() == 0 and process.stdout.read() == ''
     finally:
         if process.poll() is None: process.kill()
         process.stdout.close()
