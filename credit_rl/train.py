@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['CODE', 'Config', 'make_config', 'read_parameters', 'enter_project', 'check', 'Stage', 'tiny_worlds', 'known_worlds',
-           'set_stage', 'real_questions', 'real_passages', 'draw_questions', 'options_of', 'train_step', 'kl_from_base',
-           'make_learner', 'collapsed', 'finished', 'train', 'main']
+           'set_stage', 'real_questions', 'real_search', 'real_passages', 'draw_questions', 'options_of', 'train_step',
+           'kl_from_base', 'make_learner', 'collapsed', 'finished', 'train', 'main']
 
 # %% ../nbs/55_train.ipynb #c002
 import dataclasses, difflib, json, os, random, re, sys, time
@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from .datasets import get_benchmark, load_corpus, load_questions, subsample
 from .engine import HFEngine, Sampling, seed_of
-from .evaluate import check_model, evaluate, load_model, load_tokenizer, summarize
+from .evaluate import check_model, evaluate, is_searched, load_model, load_tokenizer, make_environment, open_search, read_template, summarize
 from .layout import AVERAGES, pack, take
 from .learner import Credit, Learner, Loss, Optimiser, make_critic
 from .losses import kl
@@ -26,12 +26,11 @@ from .outcome import group_share
 from .potentials import AlphaController, REWARD_BANDS, mean_abs_reward
 from .protocol import PROTOCOLS, Chat
 from .retrieval import BM25
-from .rollout import Environment, rollout
+from .rollout import rollout
 from .prs import PRS_TAGS
 from .runlog import RunLog, check_trackers, latest_checkpoint, module_hashes, named_checkpoint, save_checkpoint
 from .scoring import answer_header, gold_templates
 from .tiny import ceiling, make_base, tiny_environment
-from .tools import SearchTool
 from .trajectory import to_json
 from .world import make_world
 
@@ -42,7 +41,7 @@ class _Task:
     data: str = 'tiny'           # 'tiny', or a data set of 10_datasets
     path: str = None             # its file or folder; None: by name from the hub
     train_split: str = 'train'
-    dev_split: str = 'dev'       # dev questions, and test questions, which share no question with them
+    dev_split: str = None        # dev questions, and test questions, which share no question with them; None: the set's own, see Benchmark
     world: dict = field(default_factory=dict)  # arguments of make_world, for data='tiny'
     questions: int = 3000        # training questions to draw from
     dev_questions: int = 210
@@ -56,6 +55,10 @@ class _Task:
     max_tokens: int = 192        # most tokens of a trajectory
     passages: int = 1            # per query
     passage_tokens: int = None   # most tokens of each; None: whole passages
+    corpus: str = None           # passages of a data set: a file or folder, what BM25.save wrote, the url of a search server; None: those beside the questions
+    template: str = None         # chat template instead of the model's own: 'chatml', 'plain', or a file
+    template_options: dict = field(default_factory=dict)  # its variables
+    history: str = None          # 'as-sampled', 'template', None: as for `Chat`
 
 # %% ../nbs/55_train.ipynb #c006
 @dataclass
@@ -151,7 +154,7 @@ def check(config):
     Sampling(temperature=c.temperature, max_tokens=c.turn_tokens)
     check_trackers(_trackers(c))
     if c.average not in (None, *AVERAGES): raise ValueError(f'average must be one of {", ".join(AVERAGES)}, got {c.average!r}')
-    if c.protocol not in (None, *PROTOCOLS): raise ValueError(f'protocol must be one of {", ".join(PROTOCOLS)}, got {c.protocol!r}')
+    if c.protocol not in (None, 'direct', *PROTOCOLS): raise ValueError(f'protocol must be one of direct, {", ".join(PROTOCOLS)}, got {c.protocol!r}')
     if not hasattr(torch, c.dtype): raise ValueError(f"dtype must be one of PyTorch's, such as 'float32' or 'bfloat16', got {c.dtype!r}")
     if c.data == 'tiny': _check_world(c.world, c.seed)
     else: get_benchmark(c.data)
@@ -220,7 +223,7 @@ def known_worlds(worlds):
 def set_stage(config, say=print, real=None):
     "Make or load model, questions and search for a run. `real`: a data set's questions and passages, if they are there already."
     c = config
-    if c.data != 'tiny': return _real_stage(c, say, *(real or (real_questions(c), real_passages(c))))
+    if c.data != 'tiny': return _real_stage(c, say, *(real or (real_questions(c), real_search(c))))
     worlds = tiny_worlds(c)
     folder = c.model
     if c.model == 'tiny':
@@ -234,14 +237,14 @@ def set_stage(config, say=print, real=None):
     return Stage(chat, model, {part: list(w.questions) for part, w in worlds.items()}, environments, {str(k): v for k, v in top.items()})
 
 # %% ../nbs/55_train.ipynb #c027
-def _real_stage(c, say, parts, passages):
-    "The stage of a data set: its questions by part, BM25 over its passages, and a model from a folder."
-    say(', '.join(f'{len(questions)} {part}' for part, questions in parts.items()) + f' questions of {c.data}; {len(passages)} passages')
+def _real_stage(c, say, parts, search):
+    "The stage of a data set: its questions by part, what they are searched in, and a model from a folder."
+    seen = 'nothing to search' if search is None else f'{len(search.passages)} passages' if hasattr(search, 'passages') else search.url
+    say(', '.join(f'{len(questions)} {part}' for part, questions in parts.items()) + f' questions of {c.data}; {seen}')
     model, tokenizer = load_model(c.model, c.dtype)
-    chat = Chat(PROTOCOLS[c.protocol or 'tspo'], tokenizer)
-    count = lambda text: len(chat.encode(text))
-    env = Environment(chat, SearchTool(BM25(passages), c.passages, c.passage_tokens, count), c.max_turns, c.max_tokens)
-    return Stage(chat, model, parts, dict.fromkeys(parts, env))
+    env = make_environment(tokenizer, search, c.protocol, c.max_turns, c.max_tokens, c.passages, c.passage_tokens, read_template(c.template), c.template_options,
+                           c.history, model.config.vocab_size)
+    return Stage(env.chat, model, parts, dict.fromkeys(parts, env))
 
 # %% ../nbs/55_train.ipynb #c029
 def real_questions(
@@ -252,8 +255,9 @@ def real_questions(
     Dev and test questions are drawn from `dev_split`, train questions from what they leave of `train_split`. A single file is
     all splits at once: it is shuffled by the seed, and dev and test take at most half of it. Raises ValueError on too few questions.
     """
-    held, single = load_questions(c.data, c.path, c.dev_split), c.path is not None and Path(c.path).is_file()
-    pool = held if single or c.train_split == c.dev_split else load_questions(c.data, c.path, c.train_split)
+    split = c.dev_split or get_benchmark(c.data).eval_split
+    held, single = load_questions(c.data, c.path, split), c.path is not None and Path(c.path).is_file()
+    pool = held if single or c.train_split == split else load_questions(c.data, c.path, c.train_split)
     wanted = min(c.dev_questions + c.test_questions, len(held) // 2 if pool is held else len(held))
     held = random.Random(seed_of('held out', c.seed)).sample(held, wanted)
     taken = {(q.id, q.text) for q in held}
@@ -262,10 +266,16 @@ def real_questions(
     return {'train': subsample(rest, c.questions, c.seed), 'dev': held[:n], 'test': held[n:]}
 
 # %% ../nbs/55_train.ipynb #c030
+def real_search(c):
+    "What is searched: `corpus`, or the path's corpus, or the paragraphs of the questions; None for a set that is asked without."
+    if not is_searched(c.data, c.protocol, c.corpus): return None
+    if c.corpus or c.path or get_benchmark(c.data).paragraphs is None: return open_search(c.data, c.path, c.corpus)[0]
+    return BM25(real_passages(c))
+
 def real_passages(c):
     "The passages that are searched: the path's corpus, or the paragraphs of its questions, or those of the hub's two splits."
     if c.path is not None: return load_corpus(c.data, c.path)
-    both = [p for split in dict.fromkeys((c.train_split, c.dev_split)) for p in load_corpus(c.data, split=split)]
+    both = [p for split in dict.fromkeys((c.train_split, c.dev_split or get_benchmark(c.data).eval_split)) for p in load_corpus(c.data, split=split)]
     once = {(p.title, p.text): p for p in both}.values()
     return [dataclasses.replace(p, id=str(i)) for i, p in enumerate(once)]
 
@@ -441,7 +451,7 @@ class _Run:
         self.config, self.say, self.method = config, say, get_method(config.method)
         if judge := make_judge(self.method.settings(config.options).get('judge')): judge.check()
         self.log = RunLog(config.run, config.resume, _trackers(config))
-        real = None if config.data == 'tiny' else (real_questions(config), real_passages(config))   # bad data leave no parameters behind
+        real = None if config.data == 'tiny' else (real_questions(config), real_search(config))   # bad data leave no parameters behind
         _note_params(self.log, config)
         self.stage = set_stage(config, say, real)
         self.learner = make_learner(config, self.method, self.stage.model)
