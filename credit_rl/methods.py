@@ -126,11 +126,11 @@ REWARDS = {r.name: r for r in (
     Reward('outcome', 'outcome', r'R_i', 'TSPO eq. 2; IGPO eq. 2', _outcome, options={'metric': 'em', 'penalty': None}),
     Reward('prs', 'outcome', r'R_i = R_{process} + R_{format} + \mathbb 1[R_{process} = 1]\, R_a', 'PRS eqs. 8-14', _prs,
            options={'form': 'short', 'judge': None, 'executed': False, 'smooth': False, 'tags': PRS_TAGS}, differs='no call at all counts as every call parsed'),
-    Reward('overlong', 'bonus', r'R_i + \operatorname{clip}\big(\tfrac{L_{max} - L_{cache} - |y_i|}{L_{cache}}, -1, 0\big)', 'DAPO eq. 13', _overlong,
+    Reward('overlong', 'bonus', r'R_i + \operatorname{clip}\big(\tfrac{L_{max} - L_{cache} - \lvert y_i\rvert}{L_{cache}}, -1, 0\big)', 'DAPO eq. 13', _overlong,
            options={'max_length': 192, 'buffer': 64}),
     Reward('folr', 'turns', r'r_{i,k} = R_i + (1 - R_i)\,\alpha\,\mathbb 1[k \le t^*_i]', 'TSPO eq. 6', _folr, options={'alpha': 1.0, 'match_short': False},
            differs='yes/no and one-letter golds count as never shown'),
-    Reward('gain', 'turns', r'r_{i,k} = \pi(a^*|S_{k+1}) - \pi(a^*|S_k)', 'IGPO eqs. 3-4', model=_gain, sees=('gold',), options={'mode': 'prob'}),
+    Reward('gain', 'turns', r'r_{i,k} = \pi(a^*\mid S_{k+1}) - \pi(a^*\mid S_k)', 'IGPO eqs. 3-4', model=_gain, sees=('gold',), options={'mode': 'prob'}),
     Reward('shaping', 'turns', r'r_{i,k} = \alpha[\Phi(S_{k+1}) - \Phi(S_k)],\ \Phi(S_K) = 0', 'TIPS eqs. 15-20', model=_shaping, sees=('teacher',),
            options={**_TEACHER, 'terminal': 'zero'}, differs='the paper gives no rule for moving α; ours is written out in 31_potentials'),
     Reward('record', 'turns', r'r_{i,k} = \alpha\max(0, \max_{j \le k+1}\Phi(S_j) - \max_{j \le k}\Phi(S_j))', 'TIPS appendix E.6', model=_record, sees=('teacher',),
@@ -153,7 +153,9 @@ def _each_turn(x, layout): return x[:, None] * layout.turn_mask
 
 # %% ../nbs/54_methods.ipynb #c018
 def _group(rewards, layout, seen, o):
-    return _each_turn(group_normalize(_scalar(rewards, layout), layout.groups, ddof=o['ddof'], eps=o['eps'], scale=o['scale']), layout)
+    return _each_turn(group_normalize(_scalar(rewards, layout), layout.groups, ddof=o['ddof'], eps=o['eps']), layout)
+
+def _mean(rewards, layout, seen, o): return _each_turn(group_normalize(_scalar(rewards, layout), layout.groups, scale=False), layout)
 
 def _rloo(rewards, layout, seen, o): return _each_turn(rloo(_scalar(rewards, layout), layout.groups), layout)
 
@@ -218,7 +220,8 @@ _SEGMENT_CRITIC = {'kind': 'shared', 'head': 'competence', 'at': 'turns', 'mix':
 
 RULES = {r.name: r for r in (
     Rule('group', _group, r'A_i = \frac{R_i - \operatorname{mean}_j R_j}{\operatorname{std}_j R_j + \epsilon}', 'GRPO; TSPO eq. 3', 'sequence-mean-token-mean', False,
-         options={**_SPREAD, 'scale': True}, differs='population standard deviation; a group without spread gets exactly 0'),
+         options=_SPREAD, differs='population standard deviation; a group without spread gets exactly 0'),
+    Rule('mean', _mean, r'A_i = R_i - \operatorname{mean}_j R_j', 'Dr. GRPO (Liu et al. 2025)', 'sequence-mean-token-sum', False),
     Rule('rloo', _rloo, r'A_i = R_i - \tfrac{1}{G-1}\sum_{j \ne i} R_j', 'Ahmadian et al. 2024', 'token-mean', False),
     Rule('batch', _batch, r'A_i = \frac{R_i - \operatorname{mean} R}{\operatorname{std} R + \epsilon}\ \text{over the batch}', 'REINFORCE++ (Hu 2025)', 'token-mean', False, False,
          options={**_SPREAD, 'baseline': False}),
@@ -255,7 +258,7 @@ SAMPLINGS = {s.name: s for s in (
     Sampling('all', _everything, r'\omega_b = 1', 'GRPO', False),
     Sampling('value', _valuable, r'p_b \propto e^{V_b/T},\ V_b = (R_{max} - \mu_b)\sigma_b^2,\ \omega = \alpha - \tfrac{\alpha-1}{N}', 'VSPO eqs. 16-21',
              options={'temperature': 0.1, 'smoothing': 2, 'least_variance': 1e-6, 'draw': 'value', 'clip': True}, differs='one row of weight ω in place of N copies; smoothing is its α'),
-    Sampling('varied', _varied, r'0 < |\{i : R_i\ \text{right}\}| < G', 'DAPO eq. 11', options={'least_variance': 1e-6, 'draws': 3},
+    Sampling('varied', _varied, r'0 < \#\{i : R_i\ \text{right}\} < G', 'DAPO eq. 11', options={'least_variance': 1e-6, 'draws': 3},
              differs='at most `draws` rounds of rollouts a step, then the update takes what there is'))}
 
 # %% ../nbs/54_methods.ipynb #c027
@@ -263,7 +266,7 @@ LOSSES = {
     'ppo': (Loss('ppo'), r'-\min(\rho A, \operatorname{clip}(\rho, 1 \pm \epsilon) A)', 'Schulman et al. 2017'),
     'dual-clip': (Loss('ppo', dual_clip=3.), r'\text{ppo, at least } cA \text{ where } A < 0', 'Ye et al. 2020; TIPS appendix'),
     'clip-higher': (Loss('ppo', clip_high=0.28), r'\text{ppo, clipped to } [1 - 0.2, 1 + 0.28]', 'DAPO'),
-    'gspo': (Loss('gspo', clip_low=3e-4, clip_high=4e-4), r'\text{ppo with } \rho_i = (\pi_\theta(y_i)/\pi_{old}(y_i))^{1/|y_i|}', 'GSPO (Zheng et al. 2025)'),
+    'gspo': (Loss('gspo', clip_low=3e-4, clip_high=4e-4), r'\text{ppo with } \rho_i = (\pi_\theta(y_i)/\pi_{old}(y_i))^{1/\lvert y_i\rvert}', 'GSPO (Zheng et al. 2025)'),
     'gspo-token': (Loss('gspo-token', clip_low=3e-4, clip_high=4e-4), r'\text{gspo, a gradient per token}', 'GSPO eq. 13'),
     'cispo': (Loss('cispo', clip_low=1., clip_high=0.28), r'-\operatorname{sg}[\operatorname{clip}(\rho)]\,A\log\pi_\theta', 'CISPO (MiniMax-M1)'),
     'reinforce': (Loss('reinforce'), r'-A\log\pi_\theta', 'Williams 1992')}
@@ -275,12 +278,16 @@ def refusal(rewards, rule, sampling, loss):
     turns, rule, sampling = [r for r in rewards if REWARDS[r].gives == 'turns'], RULES[rule], SAMPLINGS[sampling]
     if gives.count('outcome') != 1: return f'a rollout has exactly one outcome, got {gives.count("outcome")}: pick outcome or prs'
     sums = not rule.turnwise
-    if sums and 'folr' in turns: return f'{rule.name} sums over turns, and a rollout that finds the gold late would earn more of folr; take turns, accumulate, calls or gae'
-    if sums and 'shaping' in turns: return f'{rule.name} sums over turns, and shaping sums to -αΦ(S_0), the same for the whole group; take turns, accumulate, anchors or gae'
-    if 'shaping' in turns and rule.name in ('call', 'calls'): return f'{rule.name} leaves out the last turn, so shaping would not telescope any more; take turns, accumulate, anchors or gae'
+    if sums and 'folr' in turns:
+        return f'{rule.name} sums over turns, and a rollout that finds the gold late would earn more of folr; take turns, accumulate, calls or gae'
+    if sums and 'shaping' in turns:
+        return f'{rule.name} sums over turns, and shaping sums to -αΦ(S_0), the same for the whole group; take turns, accumulate, anchors or gae'
+    if 'shaping' in turns and rule.name in ('call', 'calls'):
+        return f'{rule.name} leaves out the last turn, so shaping would not telescope any more; take turns, accumulate, anchors or gae'
     if rule.name in ('turns', 'accumulate', 'call', 'calls') and not turns:
         return f'{rule.name} compares turn rewards, and none was picked: add {", ".join(n for n, r in REWARDS.items() if r.gives == "turns")}; or take group'
-    if rule.name == 'smdp' and (turns or len(rewards) > 1 or 'prs' in rewards): return "smdp credits turns through its critic, a chance of success: it takes 'outcome' alone"
+    if rule.name == 'smdp' and (turns or len(rewards) > 1 or 'prs' in rewards):
+        return "smdp credits turns through its critic, a chance of success: it takes 'outcome' alone"
     return _refused_sampling(turns, rule, sampling) or _refused_loss(rule, loss)
 
 # %% ../nbs/54_methods.ipynb #c031
@@ -293,7 +300,8 @@ def _refused_sampling(turns, rule, sampling):
 
 def _refused_loss(rule, loss):
     "Why a loss does not fit."
-    if loss == 'gspo' and rule.turnwise: return f'gspo has one ratio per rollout and averages the credit of its turns away, so {rule.name} would do nothing; take gspo-token'
+    if loss == 'gspo' and rule.turnwise:
+        return f'gspo has one ratio per rollout and averages the credit of its turns away, so {rule.name} would do nothing; take gspo-token'
 
 # %% ../nbs/54_methods.ipynb #c033
 @dataclass(frozen=True)
@@ -388,22 +396,23 @@ def _find(table, kind, name):
 # %% ../nbs/54_methods.ipynb #c039
 METHODS = {m.name: m for m in (
     compose(name='grpo', paper='DeepSeekMath (GRPO); TSPO eq. 3'),
-    compose(name='dr-grpo', paper='Dr. GRPO (Liu et al. 2025)', average='sequence-mean-token-sum', scale=False, differs='divides by the number of rollouts, not by their longest length too'),
-    compose(rule='rloo', name='rloo'),
-    compose(rule='batch', name='reinforce++'),
+    compose(rule='mean', name='dr-grpo', paper='Dr. GRPO (Liu et al. 2025)', differs='divides by the number of rollouts, not by their longest length too'),
+    compose(rule='rloo', name='rloo', paper='RLOO (Ahmadian et al. 2024)'),
+    compose(rule='batch', name='reinforce++', paper='REINFORCE++ (Hu 2025)'),
     compose(loss='gspo', name='gspo', paper='GSPO (Zheng et al. 2025)'),
     compose(loss='cispo', name='cispo', paper='CISPO (MiniMax-M1)', average='token-mean', differs='clips from above only, as published'),
-    compose(sampling='varied', loss='clip-higher', name='dapo', paper='DAPO (Yu et al. 2025)', average='token-mean', differs='at most 3 rounds of rollouts a step; the overlong penalty is a reward of its own'),
+    compose(sampling='varied', loss='clip-higher', name='dapo', paper='DAPO (Yu et al. 2025)', average='token-mean',
+            differs='at most 3 rounds of rollouts a step; the overlong penalty is a reward of its own'),
     compose(('outcome', 'folr'), 'turns', name='tspo', paper='TSPO eqs. 6-9, algorithm 1'),
-    compose(('outcome', 'gain'), 'accumulate', name='igpo', paper='IGPO eqs. 2-8', **{'metric': 'f1', 'penalty': -1.0}),
-    compose(('outcome', 'gain'), 'accumulate', name='igpo-ig', paper='IGPO table 2, information gain only', parts='gain', **{'metric': 'f1', 'penalty': -1.0}),
-    compose(name='igpo-f1', paper='IGPO table 2, F1 only', **{'metric': 'f1', 'penalty': -1.0}),
+    compose(('outcome', 'gain'), 'accumulate', name='igpo', paper='IGPO eqs. 2-8', metric='f1', penalty=-1.0),
+    compose(('outcome', 'gain'), 'accumulate', name='igpo-ig', paper='IGPO, ablation: information gain only', metric='f1', penalty=-1.0, parts='gain'),
+    compose(name='igpo-f1', paper='IGPO, ablation: F1 only', metric='f1', penalty=-1.0),
     compose(('prs',), name='prs', paper='PRS eqs. 8-13'),
     compose(sampling='value', name='vspo', paper='VSPO eqs. 16-21'),
     compose(('prs',), sampling='value', name='prs+vspo', paper='PRS eqs. 8-13; VSPO eqs. 16-21'),
-    compose(('outcome', 'rules'), 'call', name='mt-grpo'),
-    compose(('outcome', 'rules'), 'calls', name='mt-grpo*'),
-    compose(rule='anchors', name='gigpo'),
+    compose(('outcome', 'rules'), 'call', name='mt-grpo', paper='MT-GRPO; TIPS appendices E.4, E.5'),
+    compose(('outcome', 'rules'), 'calls', name='mt-grpo*', paper='MT-GRPO*; TIPS appendices E.4, E.5'),
+    compose(rule='anchors', name='gigpo', paper='GiGPO (Feng et al. 2025)'),
     compose(rule='gae', name='ppo', paper='PPO (Schulman et al. 2017)'),
     compose(('outcome', 'rules'), 'gae', name='mt-ppo', paper='TIPS appendix E.5'),
     compose(('outcome', 'shaping'), 'gae', name='tips', paper='TIPS eqs. 15-20'),
