@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from credit_rl import train as training
-from credit_rl.datasets import BENCHMARKS, load_questions
+from credit_rl.datasets import BENCHMARKS, get_benchmark, load_questions
 from credit_rl.engine import HFEngine, Sampling, ScriptedEngine
 from credit_rl.layout import pack, token_logps
 from credit_rl.metrics import cover_match, normalize
@@ -109,6 +109,17 @@ def test_five_steps_of_the_notebook_on_the_real_set(folder, data, tmp_path):
     pages = [page for page in shown(notebook, 'text/html') if 'crl-head' in page]
     asked = [row['trajectory']['question']['text'] for row in read_turns(tmp_path / 'run')]
     assert len(pages) == 2 and all(any(html.escape(q) in page for q in asked) for page in pages)   # rollouts laid out turn by turn
+
+
+@pytest.mark.parametrize('name', list(BENCHMARKS))
+def test_a_step_on_every_set(folder, data, tmp_path, name):
+    "Training takes each set in its original format: with its own paragraphs, a corpus found beside it, or without a search."
+    path = data / name / ('flashrag_test.jsonl' if name == 'triviaqa' else '')                     # the original slice has three questions
+    settings = {**SHORT, 'data': name, 'path': str(path), 'train_split': get_benchmark(name).eval_split, 'method': 'grpo', 'kl': .01, 'steps': 1, 'turn_tokens': 8,
+                'max_tokens': 12000, 'passage_tokens': 64, 'questions': 8, 'dev_questions': 2, 'test_questions': 2}
+    train({**settings, 'run': str(tmp_path / 'run'), 'model': folder}, say=lambda line: None)
+    (step,) = [row for _, row in read_metrics(tmp_path / 'run').iterrows() if row.step == 1]
+    assert step.updates == 2 and step.trajectories == settings['questions_per_step'] * settings['group_size'] and math.isfinite(step.loss)
 
 
 def test_without_a_difference_an_outcome_alone_asks_for_no_update(folder, data, tmp_path):
