@@ -116,7 +116,7 @@ def test_a_step_on_every_set(folder, data, tmp_path, name):
     "Training takes each set in its original format: with its own paragraphs, a corpus found beside it, or without a search."
     path = data / name / ('flashrag_test.jsonl' if name == 'triviaqa' else '')                     # the original slice has three questions
     settings = {**SHORT, 'data': name, 'path': str(path), 'train_split': get_benchmark(name).eval_split, 'method': 'grpo', 'kl': .01, 'steps': 1, 'turn_tokens': 8,
-                'max_tokens': 12000, 'passage_tokens': 64, 'questions': 8, 'dev_questions': 2, 'test_questions': 2}
+                'max_tokens': 12000, 'passage_tokens': 64, 'questions': 8, 'dev_questions': 2, 'test_questions': 2, 'corpus': str(data / name) if name == 'triviaqa' else None}
     train({**settings, 'run': str(tmp_path / 'run'), 'model': folder}, say=lambda line: None)
     (step,) = [row for _, row in read_metrics(tmp_path / 'run').iterrows() if row.step == 1]
     assert step.updates == 2 and step.trajectories == settings['questions_per_step'] * settings['group_size'] and math.isfinite(step.loss)

@@ -1,0 +1,44 @@
+"""56_sft: the supervised baseline as a command, its folder, and what stands in its way."""
+import importlib.util
+import json
+import sys
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from credit_rl.evaluate import load_model
+from credit_rl.sft import fine_tune, keep_right, main, sft_rows
+from credit_rl.trajectory import Group, example_group
+
+
+@pytest.mark.skipif(importlib.util.find_spec('trl') is None, reason='trl is not installed: pip install credit_rl[train]')
+def test_the_command_leaves_a_model_that_loads(tmp_path, root, monkeypatch):
+    monkeypatch.chdir(root)
+    main([f'run={tmp_path / "run"}', 'model=data/tiny_base', 'questions=60', 'dev_questions=15', 'test_questions=60', 'threads=1', 'seed=3',
+          'sft.questions=24', 'sft.attempts=8', 'sft.epochs=2', 'sft.learning_rate=1e-3'])
+    summary = json.loads((tmp_path / 'run' / 'summary.json').read_text())
+    assert summary['method'] == 'sft' and summary['rows'] > 5 and 0 <= summary['final_em'] <= 1 and len(summary['losses']) > 0
+    model, tokenizer = load_model(str(tmp_path / 'run' / 'model'))
+    base, _ = load_model('data/tiny_base')
+    assert any(not torch.equal(a, b) for a, b in zip(model.parameters(), base.parameters()))
+    with pytest.raises(SystemExit, match='already holds a run'): main([f'run={tmp_path / "run"}', 'model=data/tiny_base'])
+
+
+def test_games_are_different_right_and_few():
+    group = example_group()
+    right, wrong = group.trajectories[0], group.trajectories[1]
+    kept = keep_right([Group(group.question, [right, right, wrong]), Group(group.question, [wrong])])
+    assert [len(g.trajectories) for g in kept] == [1] and kept[0].trajectories[0] is right
+    (row,) = sft_rows(kept)
+    assert len(row['input_ids']) == len(row['labels']) and {l for l in row['labels'] if l != -100} <= set(row['input_ids'])
+
+
+def test_without_trl_the_extra_is_named(root):
+    with patch.dict(sys.modules, trl=None), pytest.raises(ImportError, match=r'credit_rl\[train\]'):
+        fine_tune(None, None, [{'input_ids': [1], 'labels': [1]}])
+
+
+@pytest.mark.parametrize('arguments, message', [(['run'], 'name=value'), (['modle=x'], "did you mean 'model'"), (['model=nowhere'], 'neither a folder'), (['sft.atempts=3'], 'atempts')])
+def test_mistakes_in_a_line(arguments, message):
+    with pytest.raises(SystemExit, match=message): main(arguments)
