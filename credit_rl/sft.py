@@ -65,7 +65,7 @@ def fine_tune(
     with tempfile.TemporaryDirectory() as folder:
         args = SFTConfig(folder, num_train_epochs=epochs, learning_rate=learning_rate, lr_scheduler_type='cosine', warmup_steps=2, per_device_train_batch_size=micro,
                          gradient_accumulation_steps=max(1, batch // micro), max_length=width, seed=seed, use_cpu=not torch.cuda.is_available(), bf16=False,
-                         save_strategy='no', report_to='none', logging_steps=5, disable_tqdm=not sys.stderr.isatty(), gradient_checkpointing=False)
+                         save_strategy='no', report_to='none', logging_steps=1, disable_tqdm=not sys.stderr.isatty(), gradient_checkpointing=False)
         trainer = SFTTrainer(model, args, train_dataset=Dataset.from_list(rows), processing_class=tokenizer)
         trainer.remove_callback(PrinterCallback)                          # its log is returned
         trainer.train()
