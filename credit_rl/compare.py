@@ -4,13 +4,13 @@
 
 # %% auto #0
 __all__ = ['find_runs', 'load_runs', 'seed_curves', 'learning_curves', 'common_seeds', 'paired_differences',
-           'setting_differences', 'markdown_table', 'Job', 'status_table', 'run_jobs', 'papermill_command',
+           'setting_differences', 'markdown_table', 'Job', 'status_table', 'run_jobs', 'plan_jobs', 'papermill_command',
            'check_made_with', 'main']
 
 # %% ../nbs/64_compare.ipynb #c003
 import json, math, os, re, signal, subprocess, sys, textwrap, threading, time
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 import yaml
 from .diagnostics import method_colour
@@ -242,10 +242,11 @@ def markdown_table(folders):  # as in find_runs; unfinished runs don't count
 # %% ../nbs/64_compare.ipynb #c041
 @dataclass(frozen=True)
 class Job:
-    "One run of a comparison: a method, a seed, and the folder of the run."
+    "One run of a comparison: a method, a seed, the folder of the run, and its settings."
     method: str
     seed: int
     folder: Path
+    settings: dict = field(default_factory=dict, compare=False)  # of Config, besides method, seed and run
 
     @property
     def name(self): return f'{self.method}, seed {self.seed}'
@@ -380,35 +381,51 @@ def run_jobs(
     return sitting.failed
 
 # %% ../nbs/64_compare.ipynb #c058
-def papermill_command(job, notebook, params=None, model=None):
-    "The command that makes a job's run: papermill on `notebook` with the job's parameters over those of the file `params`."
-    given = {'method': job.method, 'seed': job.seed, 'run': job.folder, **({'model': model} if model else {}), **({'resume': True} if job.begun else {})}
-    return [sys.executable, '-m', 'papermill', str(notebook), str(job.folder/'notebook.ipynb'), '--no-progress-bar', '--log-output',
-            *(['-f', str(params)] if params else []), *[str(x) for name, value in given.items() for x in ('-p', name, value)]]
+def plan_jobs(
+    methods,  # list of str: methods, or names under `methods` of the parameters
+    seeds,    # list of int
+    params,   # dict: settings of Config that all share, and perhaps `worlds` and `methods`
+    out,      # folder of the comparison
+):
+    "List the runs of a sweep, world by world and seed by seed: list of Job, each with all its settings. Raises ValueError on a name without settings."
+    shared = {n: v for n, v in params.items() if n not in ('worlds', 'methods')}
+    own = params.get('methods') or {}
+    if missing := [m for m in own if not isinstance(own[m], dict)]: raise ValueError(f'methods: settings of {missing} are wanted as name: value')
+    return [Job(m, s, Path(out)/world/f'{m}-{s}', {**shared, **(more or {}), **own.get(m, {})})
+            for world, more in (params.get('worlds') or {'': {}}).items() for s in dict.fromkeys(seeds) for m in dict.fromkeys(methods)]
 
 # %% ../nbs/64_compare.ipynb #c060
-def check_made_with(jobs,     # list of Job
-                    params):  # dict, the parameters that are asked for now
-    "Refuse finished runs that other parameters have made: they would be compared with runs made by these. Raises ValueError naming them."
+def papermill_command(job, notebook, model=None):
+    "The command that makes a job's run: papermill on `notebook` with the job's settings; `model` replaces theirs."
+    given = {**job.settings, 'method': job.settings.get('method', job.method), 'seed': job.seed, 'run': str(job.folder), **({'model': str(model)} if model else {}),
+             **({'resume': True} if job.begun else {})}
+    return [sys.executable, '-m', 'papermill', str(notebook), str(job.folder/'notebook.ipynb'), '--no-progress-bar', '--log-output', '-y', json.dumps(given)]
+
+# %% ../nbs/64_compare.ipynb #c062
+def check_made_with(jobs):  # list of Job
+    "Refuse finished runs that other settings have made: they would be compared with runs made by these. Raises ValueError naming them."
     other = []
     for job in jobs:
         made = _params(job.folder) if job.done and (job.folder/'params.yaml').exists() else {}
-        other += [f'{job.folder}: {n} is {made[n]!r}, asked for {params[n]!r}' for n in params if n in made and n not in _OWN and made[n] != params[n]]
+        other += [f'{job.folder}: {n} is {made[n]!r}, asked for {v!r}' for n, v in job.settings.items() if n in made and n not in _OWN and made[n] != v]
     if other: raise ValueError('these runs are finished, but with other parameters; choose another --out or delete them:\n  ' + '\n  '.join(other))
 
-# %% ../nbs/64_compare.ipynb #c062
-def _bases(jobs, params, folder, say):
-    "Folder of the base model for each seed with runs to do, made if missing; {} where the parameters name a model of their own."
-    if params.get('model', 'tiny') != 'tiny': return {}
+# %% ../nbs/64_compare.ipynb #c064
+def _bases(jobs, folder, say):
+    "Folder of the base model of each job with a run to do, made if missing, for jobs whose settings name no model of their own: dict Job -> folder."
     from credit_rl.tiny import make_base
     from credit_rl.train import known_worlds, make_config, tiny_worlds
-    models = {}
-    for seed in dict.fromkeys(job.seed for job in jobs if not job.done):
-        c = make_config({**params, 'seed': seed})
-        models[seed] = make_base(folder/str(seed), seed, known=known_worlds(tiny_worlds(c)), progress=lambda line: say(f'base of seed {seed}: {line}'))
-    return models
+    made = {}
+    for job in (j for j in jobs if not j.done and j.settings.get('model', 'tiny') == 'tiny'):
+        known = known_worlds(tiny_worlds(make_config({**{n: v for n, v in job.settings.items() if n == 'world'}, 'seed': job.seed})))
+        place = folder/job.folder.parent.name/str(job.seed) if known else folder/str(job.seed)     # parametric facts belong to a world
+        if place not in made.values():
+            say(f'base of seed {job.seed}')
+            make_base(place, job.seed, known=known, progress=lambda line: say(f'base of seed {job.seed}: {line}'))
+        made[job] = place
+    return made
 
-# %% ../nbs/64_compare.ipynb #c063
+# %% ../nbs/64_compare.ipynb #c065
 def _report(notebook, out, folders, baseline, say):
     "Execute the report on finished runs into OUT/report.ipynb. Returns whether that worked."
     job = Job('report', 0, out)
@@ -418,7 +435,7 @@ def _report(notebook, out, folders, baseline, say):
     say(f'report: {out/"report.ipynb"}' + ('' if code == 0 else f' FAILED: {_last_words(job)}'))
     return code == 0
 
-# %% ../nbs/64_compare.ipynb #c064
+# %% ../nbs/64_compare.ipynb #c066
 def _arguments(arguments):
     "Parse and check the command's arguments: (namespace, parameters). Raises ValueError or FileNotFoundError."
     import argparse
@@ -435,30 +452,31 @@ def _arguments(arguments):
     parser.add_argument('--report', default='nbs/94_compare.ipynb', help='notebook that makes the report')
     given = parser.parse_args(arguments)
     enter_project()
-    for method in given.methods: get_method(method)
     for path in (given.params, given.notebook, given.report):
         if not Path(path).exists(): raise FileNotFoundError(f'{path} does not exist; relative paths start at the top of the checkout')
     if given.workers < 1: raise ValueError(f'--workers must be at least 1, got {given.workers}')
+    params = yaml.safe_load(Path(given.params).read_text()) or {}
+    for method in given.methods: get_method((params.get('methods') or {}).get(method, {}).get('method', method))
     given.baseline = given.baseline or ('grpo' if 'grpo' in given.methods else given.methods[0])
-    return given, yaml.safe_load(Path(given.params).read_text()) or {}
+    return given, params
 
-# %% ../nbs/64_compare.ipynb #c065
+# %% ../nbs/64_compare.ipynb #c067
 def _compare(given, params, say):
-    "Make the runs that are missing, then the report. Returns the exit code."
-    jobs = [Job(m, s, given.out/f'{m}-{s}') for s in dict.fromkeys(given.seeds) for m in dict.fromkeys(given.methods)]   # seed by seed: pairs come early
-    check_made_with(jobs, params)
+    "Make the runs that are missing, then a report of each world. Returns the exit code."
+    jobs = plan_jobs(given.methods, given.seeds, params, given.out)                           # seed by seed: pairs come early
+    check_made_with(jobs)
     say(status_table(jobs))
-    models = _bases(jobs, params, given.out/'bases', say)
-    threads = max(1, (os.cpu_count() or 1) // given.workers)
-    command = lambda job: papermill_command(job, given.notebook, given.params, models.get(job.seed))
-    failed = run_jobs(jobs, command, given.workers, threads, say)
+    models, threads = _bases(jobs, given.out/'bases', say), max(1, (os.cpu_count() or 1) // given.workers)
+    failed = run_jobs(jobs, lambda job: papermill_command(job, given.notebook, models.get(job)), given.workers, threads, say)
     say(status_table(jobs, dict.fromkeys(failed, 'FAILED')))
     for job, error in failed.items(): say(f'{job.name} failed: {error}')
-    finished = [job.folder for job in jobs if job.done]
-    reported = bool(finished) and _report(given.report, given.out, finished, given.baseline, say)
-    return int(bool(failed) or not reported)
+    finished = {}
+    for job in jobs:
+        if job.done: finished.setdefault(job.folder.parent, []).append(job.folder)
+    reported = [_report(given.report, out, folders, given.baseline, say) for out, folders in finished.items()]
+    return int(bool(failed) or not reported or not all(reported))
 
-# %% ../nbs/64_compare.ipynb #c066
+# %% ../nbs/64_compare.ipynb #c068
 def main(arguments=None):  # list of str; None: the command line's
     "`python -m credit_rl.compare`: make the runs of a comparison and its report. Returns the exit code: 1 if anything failed."
     say = lambda text: print(text, flush=True)
@@ -468,7 +486,7 @@ def main(arguments=None):  # list of str; None: the command line's
         say('interrupted; the same command goes on from here')
         return 130
 
-# %% ../nbs/64_compare.ipynb #c067
+# %% ../nbs/64_compare.ipynb #c069
 if __name__ == '__main__' and '__file__' in globals():  # a notebook has no file
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that a killed command ends what it started
     sys.exit(main())

@@ -48,9 +48,9 @@ FAKE = textwrap.dedent("""
 DEFAULTS = {'method': 'grpo', 'seed': 0, 'run': 'runs/x', 'model': 'elsewhere', 'steps': 4, 'resume': False}
 
 
-def fake_command(job, notebook, params=None, model=None):
+def fake_command(job, notebook, model=None):
     "Stands for `papermill_command`: the fake as a plain script, which starts in no time."
-    given = DEFAULTS | yaml.safe_load(Path(params).read_text()) | {'method': job.method, 'seed': job.seed, 'run': str(job.folder), 'resume': job.begun}
+    given = DEFAULTS | job.settings | {'method': job.method, 'seed': job.seed, 'run': str(job.folder), 'resume': job.begun}
     return [sys.executable, '-c', '\n'.join(f'{k} = {v!r}' for k, v in given.items()) + FAKE]
 
 
@@ -120,8 +120,22 @@ def test_each_seed_has_one_base(tmp_path, monkeypatch):
     jobs = [Job(m, s, tmp_path / f'{m}-{s}') for s in (1, 2) for m in ('grpo', 'tspo')]
     for job in jobs[:2]:
         made_up(tmp_path, job.method, job.seed)
-    assert compare._bases(jobs, {}, tmp_path / 'bases', print) == {2: tmp_path / 'bases' / '2'}   # nothing of seed 1 is to do
-    assert made == [(tmp_path / 'bases' / '2', 2, ())] and compare._bases(jobs, {'model': 'a/b'}, tmp_path, print) == {}
+    assert compare._bases(jobs, tmp_path / 'bases', print) == dict.fromkeys(jobs[2:], tmp_path / 'bases' / '2')   # nothing of seed 1 is to do
+    assert made == [(tmp_path / 'bases' / '2', 2, ())]
+    assert compare._bases([Job('grpo', 3, tmp_path / 'x', {'model': 'a/b'})], tmp_path, print) == {} and len(made) == 1
+
+
+def test_worlds_and_variants(tmp_path, settings, monkeypatch):
+    "Each world has its own folder and report; a variant of a method runs under its own name; a method may have settings of its own."
+    settings.write_text(yaml.safe_dump({'steps': 4, 'worlds': {'a': {'model': 'base-a'}, 'b': {'model': 'base-b', 'steps': 5}}, 'methods': {'half': {'method': 'tspo'}, 'grpo': {'model': 'mine'}}}))
+    reports = []
+    monkeypatch.setattr(compare, 'papermill_command', fake_command)
+    monkeypatch.setattr(compare, '_report', lambda notebook, out, folders, baseline, say: reports.append((out.name, [f.name for f in folders])) or True)
+    assert main(arguments(settings, tmp_path / 'runs', 'grpo half', '1')) == 0
+    assert reports == [('a', ['grpo-1', 'half-1']), ('b', ['grpo-1', 'half-1'])]
+    lines = [json.loads(line) for w in 'ab' for line in sorted((tmp_path / 'runs' / w / 'started.jsonl').read_text().splitlines())]
+    assert [(x['run'], x['model'], x['steps']) for x in lines] == [('grpo-1', 'mine', 4), ('half-1', 'base-a', 4), ('grpo-1', 'mine', 5), ('half-1', 'base-b', 5)]
+    with pytest.raises(SystemExit, match="did you mean 'half'|no method 'halff'"): main(arguments(settings, tmp_path / 'runs', 'halff', '1'))
 
 
 # A run that says that it began, then waits for a file `go` (or gives up), then is done.
