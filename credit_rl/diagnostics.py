@@ -40,6 +40,8 @@ _PANELS = (  # title, unit, metric → its name in the legend
     ('gradient', 'norm before clipping', {'grad_norm': ''}),
     ('clipping', 'share of tokens', {'clip_fraction': ''}),
     ('critic', 'explained variance', {'explained_variance': ''}),
+    ('critic loss', 'before its weight', {'value_loss': ''}),
+    ('shaping', 'mean size of a shaping reward', {'mean_abs_shaping': ''}),
     ('learner against engine', 'mean gap, nats per token', {'logp_gap': ''}),
     ('missing measurements', 'states per step', {'missing_states': ''}),
     ('time', 'seconds per step', {f'seconds_{s}': s for s in ('rollout', 'evaluate', 'update', 'load', 'dev', 'checkpoint')}))
