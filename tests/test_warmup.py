@@ -1,0 +1,64 @@
+"""53_warmup: the gate's numbers against scikit-learn, its edges, and draws that are even."""
+import math
+from collections import Counter
+
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+from sklearn.metrics import accuracy_score, explained_variance_score, roc_auc_score
+
+from credit_rl.warmup import GATE, cluster_questions, draw_evenly, gate
+
+
+def example(seed, n=80):
+    g = torch.Generator().manual_seed(seed)
+    rand = lambda *shape: torch.rand(*shape, generator=g)
+    tier = torch.where(rand(n) < .5, 1, 2)
+    tier[:2] = torch.tensor([1, 2])
+    kept = (rand(n) < .6).double()
+    change = (rand(n) - .5 + .3 * (kept.float() - .5)).double()
+    returns = (rand(n) < .5).double()
+    return rand(n), tier, torch.stack([change, kept], 1), rand(n).double() * .5 + returns * .5, returns
+
+
+@pytest.mark.parametrize('seed', range(5))
+def test_the_gate_is_scikit_learns(seed):
+    v0, tier, pairs, values, returns = example(seed)
+    report = gate(v0, tier, pairs, values, returns)
+    assert math.isclose(report.auc, roc_auc_score(tier == 2, v0), abs_tol=1e-9)
+    assert math.isclose(report.sign_accuracy, accuracy_score(pairs[:, 1] == 1, pairs[:, 0] > 0), abs_tol=1e-9)
+    assert math.isclose(report.explained_variance, explained_variance_score(returns, values), abs_tol=1e-9)
+    assert report.passed == all(getattr(report, n) >= least for n, (least, _) in GATE.items()) and set(report.failed) == {n for n, (least, _) in GATE.items() if getattr(report, n) < least}
+
+
+@pytest.mark.parametrize('name', GATE)
+def test_each_check_alone_fails_the_gate_by_what_it_says(name):
+    good = dict(auc=[.9, .1], sign_accuracy=[[.1, 1]], explained_variance=[0., 1.])
+    bad = dict(auc=[.1, .9], sign_accuracy=[[-.1, 1]], explained_variance=[1., 0.])
+    pick = lambda n: (bad if n == name else good)[n]
+    report = gate(pick('auc'), [2, 1], pick('sign_accuracy'), pick('explained_variance'), [0., 1.])
+    assert not report.passed and set(report.failed) == {name} and f'FAILED: {name} by {report.failed[name]:.3f}' in str(report)
+
+
+def test_exactly_on_the_bar_passes():
+    pairs = [[.1, 1]] * 6 + [[0., 1]] * 4                                      # ties are wrong: 6 of 10
+    assert gate([.9, .1], [2, 1], pairs, [0., 1.], [0., 1.]).passed
+    assert not gate([.9, .1], [2, 1], pairs + [[0., 0]], [0., 1.], [0., 1.]).passed
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.lists(st.integers(0, 4), min_size=1, max_size=60), st.data())
+def test_draws_are_even(clusters, data):
+    "No cluster is drawn twice more often than another that still had items; nothing is drawn twice."
+    n = data.draw(st.integers(0, len(clusters)))
+    drawn, size = draw_evenly(clusters, n, seed=1), Counter(clusters)
+    assert len(set(drawn)) == len(drawn) == n
+    count = Counter(clusters[i] for i in drawn)
+    assert all(count[a] <= count[b] + 1 or count[b] == size[b] for a in size for b in size)
+
+
+def test_clusters_are_topics():
+    texts = [f'who directed the film number {i}' for i in range(20)] + [f'what is {i} + {i}' for i in range(20)]
+    clusters = cluster_questions(texts, k=2)
+    assert len(set(clusters[:20])) == len(set(clusters[20:])) == 1 and clusters[0] != clusters[20]
+    assert len(set(cluster_questions(['a'], k=50))) == 1
