@@ -507,7 +507,7 @@ def test_tags_and_rules_of_each_paper():
     prompts = {name: chat_of('qwen2_5', p).tokenizer.decode(chat_of('qwen2_5', p).prompt_ids('Who?')) for name, p in PROTOCOLS.items()}
     tags = {'tips': 'think tool_call tool_response answer', 'tspo': 'think tool_call tool_response answer', 'search-r1': 'think search information answer',
             'igpo': 'think search tool_response answer', 'prs': 'reasoning tool_call answer'}
-    assert set(PROTOCOLS) == {*tags, 'tiny', 'carl'}
+    assert {n for n in PROTOCOLS if not n.startswith('carl')} == {*tags, 'tiny'}
     for name, wanted in tags.items():
         assert all(f'<{t}>' in prompts[name] and f'</{t}>' in prompts[name] for t in wanted.split()), name
         assert parse(PROTOCOLS[name], '<tool_call>{"name": "browse", "arguments": {"query": "a"}}</tool_call>').error
