@@ -463,7 +463,7 @@ CARL_PROMPTS = {   # CARL, appendix C, "System prompt templates"
     'forced': f'You must {_USE}',
     'optional': f'You may optionally {_USE}',
     'multi-hop': f'You must {_USE} This question may require multiple search steps. You may call tools more than once.'}
-TINY_PROMPTS = {'direct': 'No python', 'forced': 'python', 'optional': None}
+TINY_PROMPTS = {'direct': 'known', 'forced': 'python', 'optional': None}
 
 # %% ../nbs/14_protocol.ipynb #c071
 def _carl():
