@@ -117,8 +117,8 @@ class SlotCache:
 
 # %% ../nbs/20_engine.ipynb #c019
 class _Row:
-    "One conversation: its row number (None until admitted), how many ids the cache has read, and what was submitted last."
-    def __init__(self, key): self.key, self.slot, self.read, self.ids = key, None, 0, []
+    "One conversation: its row number (None until admitted), how many ids the cache has read, how many go on, and what was submitted last."
+    def __init__(self, key): self.key, self.slot, self.read, self.held, self.ids = key, None, 0, 0, []
 
 # %% ../nbs/20_engine.ipynb #c020
 class Stream:
@@ -127,23 +127,11 @@ class Stream:
     def __init__(self, engine, sampling):
         self.engine, self.sampling, self.cache = engine, sampling, SlotCache()
         self.rows, self.slots, self.waiting = {}, [], []   # by key; by row number; with ids to read
-        self.forwards = self.tokens = 0                    # what it cost: model calls, sampled tokens
+        self.forwards = self.tokens = self.entered = 0     # what it cost: model calls, sampled tokens, ids read in
         zeros = lambda dtype, *shape: torch.zeros(*shape, dtype=dtype, device=engine.device)
         self.ids, self.logps, self.uniform = zeros(torch.long, 0, 0), zeros(torch.float32, 0, 0), zeros(torch.float32, 0, 0)
         self.have, self.limit, self.busy = zeros(torch.long, 0), zeros(torch.long, 0), zeros(torch.bool, 0)
         self.may_stop = engine.may_stop(sampling.stop)
-
-    def submit(self, key, ids, seed=0):
-        "Continue conversation `key`, of which `ids` is everything so far. Raises ValueError if that contradicts what the cache holds."
-        row, ids = self.rows.get(key) or _Row(key), list(ids)
-        if row.slot is not None and (len(ids) <= row.read + 1 or ids[:row.read + 1] != self.ids[row.slot, :row.read + 1].tolist()):
-            raise ValueError(f'conversation {key!r}: the {len(ids)} ids submitted do not continue the {row.read + 1} that are kept; release it first')
-        if not 0 < len(ids) < self.engine.max_length:
-            raise ValueError(f'conversation {key!r} has {len(ids)} ids; it needs at least 1 and fewer than the engine\'s max_length, {self.engine.max_length}')
-        row.ids, row.stop = ids, min(len(ids) + self.sampling.max_tokens, self.engine.max_length)
-        row.uniform = torch.rand(row.stop - len(ids), generator=torch.Generator().manual_seed(seed))
-        self.rows[key] = row
-        self.waiting.append(row)
 
     def release(self, key):
         "Forget a conversation; the last row moves into its place."
@@ -164,6 +152,38 @@ class Stream:
             if done: yield done
 
 # %% ../nbs/20_engine.ipynb #c022
+def _submit(self, key, ids, seed=0, max_tokens=None, stop=None):
+    """Continue conversation `key`, of which `ids` is everything so far; `max_tokens` and `stop` of this turn instead of the sampling's.
+
+    Raises ValueError if that contradicts what the cache holds."""
+    row, ids = self.rows.get(key) or _Row(key), list(ids)
+    if row.slot is not None and (len(ids) <= row.held or ids[:row.held] != self.ids[row.slot, :row.held].tolist()):
+        raise ValueError(f'conversation {key!r}: the {len(ids)} ids submitted do not continue the {row.held} that are kept; release or rewind it first')
+    if not 0 < len(ids) < self.engine.max_length:
+        raise ValueError(f'conversation {key!r} has {len(ids)} ids; it needs at least 1 and fewer than the engine\'s max_length, {self.engine.max_length}')
+    row.ids, row.stop = ids, min(len(ids) + (self.sampling.max_tokens if max_tokens is None else max_tokens), self.engine.max_length)
+    row.strings = self.sampling.stop if stop is None else tuple(stop)
+    if row.strings != self.sampling.stop: self.may_stop = self.may_stop | self.engine.may_stop(row.strings)
+    row.uniform = torch.rand(row.stop - len(ids), generator=torch.Generator().manual_seed(seed))
+    self.rows[key] = row
+    self.waiting.append(row)
+
+Stream.submit = _submit
+
+# %% ../nbs/20_engine.ipynb #c023
+def _rewind(self, key, ids):
+    "Keep of a conversation that is at rest what `ids` begin with, so that `submit` reads only the rest. Returns the number of ids kept."
+    row = self.rows.get(key)
+    if row is None or row.slot is None: return 0
+    if row in self.waiting or self.busy[row.slot]: raise ValueError(f'conversation {key!r} is under way and cannot be rewound')
+    most = min(row.read, len(ids) - 1)   # at least one id is read, or there were no logits to draw from
+    same = self.ids[row.slot, :most].cpu() == torch.tensor(ids[:most], dtype=torch.long)
+    row.read = row.held = int(same.long().cumprod(0).sum())
+    return row.read
+
+Stream.rewind = _rewind
+
+# %% ../nbs/20_engine.ipynb #c025
 def _admit(self):
     "Take from the waiting conversations those to read in next: shortest first, while there are rows and the token budget lasts."
     ready, free = [], self.engine.max_rows - len(self.slots)
@@ -179,7 +199,7 @@ def _admit(self):
 
 Stream._admit = _admit
 
-# %% ../nbs/20_engine.ipynb #c023
+# %% ../nbs/20_engine.ipynb #c026
 def _reserve(self, ready):
     "Make room for the rows about to be read, and put down their ids, random numbers, lengths and limits."
     n, slots = len(self.slots), -(-max(r.stop for r in ready) // 64) * 64
@@ -193,7 +213,7 @@ def _reserve(self, ready):
 
 Stream._reserve = _reserve
 
-# %% ../nbs/20_engine.ipynb #c024
+# %% ../nbs/20_engine.ipynb #c027
 def _read(self, ready):
     "Read the new ids of the `ready` rows in one forward, equal new conversations once, and sample each one's next token."
     self._reserve(ready)
@@ -201,6 +221,7 @@ def _read(self, ready):
     for r in ready: first.setdefault(tuple(r.ids) if r.read == 0 else r.key, r)
     lead = list(first.values())
     new = [torch.tensor(r.ids[r.read:], device=self.engine.device) for r in lead]
+    self.entered += sum(map(len, new))
     tokens, count = torch.nn.utils.rnn.pad_sequence(new, batch_first=True), torch.tensor([len(x) for x in new])
     rows, length = torch.tensor([r.slot for r in lead]), max(len(r.ids) for r in lead)
     start = torch.tensor([r.read for r in lead], device=tokens.device)
@@ -216,7 +237,7 @@ def _read(self, ready):
 
 Stream._read = _read
 
-# %% ../nbs/20_engine.ipynb #c025
+# %% ../nbs/20_engine.ipynb #c028
 @torch.no_grad()
 def _forward(self, tokens, rows, positions, length, last):
     "Logits (n, V) after position `last` (n,) of `tokens` (n, q) in these rows."
@@ -232,7 +253,7 @@ def _forward(self, tokens, rows, positions, length, last):
 
 Stream._forward = _forward
 
-# %% ../nbs/20_engine.ipynb #c026
+# %% ../nbs/20_engine.ipynb #c029
 def _step(self):
     "One token for every busy row. While most rows are busy, all are computed, which saves copying the cache."
     busy = self.busy.nonzero()[:, 0]
@@ -244,7 +265,7 @@ def _step(self):
 
 Stream._step = _step
 
-# %% ../nbs/20_engine.ipynb #c027
+# %% ../nbs/20_engine.ipynb #c030
 def _sample(self, rows, logits):
     "Draw and note the next id of `rows` (n,); return the `Finished` among them."
     at = self.have[rows]
@@ -261,23 +282,23 @@ def _sample(self, rows, logits):
 
 Stream._sample = _sample
 
-# %% ../nbs/20_engine.ipynb #c028
+# %% ../nbs/20_engine.ipynb #c031
 def _stopped(self, row):
     "'stop' if the newest id completes a stop string, else None. Only the tail is decoded: a token has at least one character."
-    end, longest = int(self.have[row.slot]), max(map(len, self.sampling.stop), default=0)
+    end, longest = int(self.have[row.slot]), max(map(len, row.strings), default=0)
     tail = self.engine.tokenizer.decode(self.ids[row.slot, max(len(row.ids), end - longest):end])
-    return 'stop' if any(s in tail for s in self.sampling.stop) else None
+    return 'stop' if any(s in tail for s in row.strings) else None
 
 def _finish(self, row, reason):
     "Take a row out of the busy ones and hand over what it sampled."
     have = int(self.have[row.slot])
-    self.busy[row.slot], row.read = False, have - 1
+    self.busy[row.slot], row.read, row.held = False, have - 1, have
     part = slice(len(row.ids), have)
     return Finished(row.key, self.ids[row.slot, part].tolist(), self.logps[row.slot, part].tolist(), reason)
 
 Stream._stopped, Stream._finish = _stopped, _finish
 
-# %% ../nbs/20_engine.ipynb #c030
+# %% ../nbs/20_engine.ipynb #c033
 class _Generator:
     "The part of `HFEngine` that generates."
 
@@ -316,7 +337,7 @@ class _Generator:
                 if keys is None: stream.release(f.key)
         return Samples(*([getattr(out[name], field) for name in names] for field in ('ids', 'logps', 'stop')))
 
-# %% ../nbs/20_engine.ipynb #c031
+# %% ../nbs/20_engine.ipynb #c034
 class HFEngine(_Generator):
     "Generate with a Hugging Face causal model on its own device; the model may be the one that is being trained."
 
@@ -348,7 +369,7 @@ class HFEngine(_Generator):
     def wake(self):
         "Nothing to do for this engine; others reload here."
 
-# %% ../nbs/20_engine.ipynb #c046
+# %% ../nbs/20_engine.ipynb #c051
 class ScriptedEngine:
     "An engine whose words come from `act(text, rng) -> text`: everything so far as text, and a `random.Random` of the request's own."
 
@@ -358,9 +379,13 @@ class ScriptedEngine:
         "A fresh stream; sampling settings do not apply to a program."
         return ScriptedEngine(self.act, self.tokenizer, self.max_length)
 
-    def submit(self, key, ids, seed=0):
-        "Ask for the next turn of conversation `key`."
+    def submit(self, key, ids, seed=0, max_tokens=None, stop=None):
+        "Ask for the next turn of conversation `key`; a program ends it where it likes."
         self.waiting.append((key, ids, seed))
+
+    def rewind(self, key, ids):
+        "Nothing is kept."
+        return 0
 
     def release(self, key):
         "Nothing is kept."

@@ -9,32 +9,39 @@ __all__ = ['Environment', 'rollout']
 from dataclasses import dataclass
 from .trajectory import Group, Result, Stop, Trajectory, Turn
 from .engine import Sampling, seed_of
+from .protocol import reaches, read_context
+from .tools import PythonTool, SearchTool
 
 # %% ../nbs/22_rollout.ipynb #c004
 @dataclass(frozen=True)
 class Environment:
-    "What surrounds an agent."
+    "Where a rollout happens. Raises ValueError on caps below 1, and on a tool that does not fit the protocol's calls."
     chat: object            # Chat: protocol and tokenizer
-    tool: object            # has call(list of query lists) -> list of (text, Result)
-    max_turns: int = 4      # assistant turns, the answer included
+    tool: object            # has call(list of query lists, or of programs) -> list of (text, Result); None if nothing can be called
+    max_turns: int = None   # assistant turns, the answer included; None: 4, or 15 segments
     max_tokens: int = 4096  # ids in a row, prompt and observations included; a trajectory is one row unless its chat edits contexts
+    context_tokens: int = 256  # most tokens of an assimilate segment
 
     def __post_init__(self):
+        p = self.chat.protocol
+        if self.max_turns is None: object.__setattr__(self, 'max_turns', 15 if p.context_tag else 4)
         if self.max_turns < 1: raise ValueError(f'an agent needs at least 1 turn to answer, got max_turns={self.max_turns}')
-        if self.chat.protocol.call_style == 'code':
-            raise ValueError(f'protocol {self.chat.protocol.name!r} calls by code blocks, and this environment only searches')
+        if self.context_tokens < 1: raise ValueError(f'a context needs at least 1 token, got context_tokens={self.context_tokens}')
+        if p.runs_code and isinstance(self.tool, SearchTool): raise ValueError(f'protocol {p.name!r} calls by code blocks, and this environment only searches')
+        if not p.runs_code and isinstance(self.tool, PythonTool): raise ValueError(f'protocol {p.name!r} calls by queries, and this environment only runs programs')
+        if self.tool is None and p.call_style != 'none': raise ValueError(f'protocol {p.name!r} calls, and this environment has no tool')
 
 # %% ../nbs/22_rollout.ipynb #c006
 class _Draft:
     "A trajectory in the making: what the next turn is sampled after (`ids`), and that again if it was edited (`context`)."
     def __init__(self, key, question, prompt_ids):
         self.key, self.question, self.prompt_ids, self.ids, self.turns, self.context = key, question, prompt_ids, list(prompt_ids), [], None
+        self.base = None   # while an output is being read: what stays when it is gone
 
-    def add(self, finished, text, action, observation_ids=(), observation='', result=Result.NONE):
+    def add(self, finished, text, call=None, observation_ids=(), observation='', result=Result.NONE, kind='tool'):
         "Append a finished turn and what the environment said to it."
         self.ids += [*finished.ids, *observation_ids]
-        self.turns.append(Turn('answer' if action.answer else 'tool', finished.ids, finished.logps, observation_ids, text, observation, action.call, result,
-                               self.context))
+        self.turns.append(Turn(kind, finished.ids, finished.logps, observation_ids, text, observation, call, result, self.context))
         self.context = None
 
     def edit(self, ids):
@@ -48,13 +55,13 @@ def _answer_or_observe(env, draft, finished, text, action, reply):
     "Append one turn to its draft. Returns the `Trajectory` if that ended it, else None."
     room = env.max_tokens - len(draft.ids) - len(finished.ids)
     if action.answer is not None:
-        draft.add(finished, text, action)
+        draft.add(finished, text, kind='answer')
         return draft.trajectory(Stop.ANSWER, action.answer)
     if finished.stop == 'length' or room <= 1 or len(draft.turns) + 1 == env.max_turns:
-        draft.add(finished, text, action, result=Result.SKIPPED if action.call else Result.MALFORMED)
+        draft.add(finished, text, action.call, result=Result.SKIPPED if action.call else Result.MALFORMED)
         return draft.trajectory(Stop.TURN_CAP if len(draft.turns) == env.max_turns else Stop.LENGTH)
     observation, result, ids = reply
-    draft.add(finished, text, action, ids[:room], observation, result)
+    draft.add(finished, text, action.call, ids[:room], observation, result)
     return draft.trajectory(Stop.LENGTH) if len(ids) + 1 > room else None
 
 # %% ../nbs/22_rollout.ipynb #c008
@@ -63,21 +70,88 @@ def _edit_context(env, draft, stream, limit):
     ids = env.chat.next_context(draft.question.text, draft.turns)
     if ids is None: return None
     if len(ids) >= limit: return draft.trajectory(Stop.LENGTH)
-    stream.release(draft.key)   # what is kept for this conversation is of another context
+    stream.rewind(draft.key, ids)   # what is kept for this conversation is of another context, from some point on
     draft.edit(ids)
 
 # %% ../nbs/22_rollout.ipynb #c009
+def _call(env, actions):
+    "Run the calls of many actions as one batch: list of (text, Result)."
+    return env.tool.call([a.call['code'] if env.chat.protocol.runs_code else a.call['queries'] for a in actions]) if actions else []
+
+# %% ../nbs/22_rollout.ipynb #c010
 def _replies(env, drafts, actions, ended):
     "What the environment says to each action: (text, Result, ids), or None where it will not be read. All calls run as one batch."
     open_ = [i for i, (d, a) in enumerate(zip(drafts, actions)) if a.answer is None and len(d.turns) + 1 < env.max_turns]
     calling = [i for i in open_ if actions[i].call]
     said = {i: (f'Error: {actions[i].error}', Result.MALFORMED) for i in open_}
-    said.update(zip(calling, env.tool.call([actions[i].call['queries'] for i in calling]) if calling else ()))
+    said.update(zip(calling, _call(env, [actions[i] for i in calling])))
     ids = env.chat.batch_observation_ids([said[i][0] for i in open_], [ended[i] for i in open_])
     coded = {i: (*said[i], x) for i, x in zip(open_, ids)}
     return [coded.get(i) for i in range(len(actions))]
 
-# %% ../nbs/22_rollout.ipynb #c010
+# %% ../nbs/22_rollout.ipynb #c011
+def _turns(env, stream, drafts, batch, limit):
+    "Take the turns that came back together one step on. Returns a `Trajectory` for each that is over, None for the others."
+    texts, ended = env.chat.read([f.ids for f in batch], [f.stop for f in batch])
+    actions = [env.chat.parse(text, f.stop) for text, f in zip(texts, batch)]
+    replies = _replies(env, drafts, actions, ended)
+    return [_answer_or_observe(env, *one) or _edit_context(env, one[0], stream, limit) for one in zip(drafts, batch, texts, actions, replies)]
+
+# %% ../nbs/22_rollout.ipynb #c013
+def _outputs(env, drafts, actions, texts):
+    "What comes back from each segment: (text, Result, ids), or None where nothing was called or nobody could read it. All programs run as one batch."
+    open_ = [i for i, (d, a) in enumerate(zip(drafts, actions)) if a and a.answer is None and len(d.turns) + 1 < env.max_turns]
+    open_ = [i for i in open_ if actions[i].call or reaches(env.chat.protocol, texts[i])]
+    calling = [i for i in open_ if actions[i].call]
+    said = {i: (f'Error: {actions[i].error}', Result.MALFORMED) for i in open_}
+    said.update(zip(calling, _call(env, [actions[i] for i in calling])))
+    ids = env.chat.batch_observation_ids([said[i][0] for i in open_], [False] * len(open_))
+    coded = {i: (*said[i], x) for i, x in zip(open_, ids)}
+    return [coded.get(i) for i in range(len(actions))]
+
+# %% ../nbs/22_rollout.ipynb #c014
+def _invoke_or_commit(env, draft, finished, text, action, ended, output):
+    "Append an invoke or commit segment. Returns the `Trajectory` if that ended it, else None."
+    if action.answer is not None:
+        draft.add(finished, text, kind='commit')
+        return draft.trajectory(Stop.ANSWER, action.answer)
+    if action.call is None and not reaches(env.chat.protocol, text):
+        draft.add(finished, text, kind='commit', result=Result.MALFORMED)
+        return draft.trajectory(Stop.LENGTH if finished.stop in ('max_tokens', 'length') else Stop.NO_ANSWER)
+    room = env.max_tokens - len(draft.ids) - len(finished.ids)
+    if output is None or finished.stop == 'length' or room <= 1:
+        draft.add(finished, text, action.call, kind='invoke', result=Result.SKIPPED if action.call else Result.MALFORMED)
+        return draft.trajectory(Stop.TURN_CAP if len(draft.turns) == env.max_turns else Stop.LENGTH)
+    observation, result, ids = output
+    base = [*draft.ids, *(finished.ids[:-1] if ended or finished.stop == 'eos' else finished.ids)]
+    draft.add(finished, text, action.call, ids[:room], observation, result, 'invoke')
+    if len(ids) + 1 > room: return draft.trajectory(Stop.LENGTH)
+    draft.edit([*base, *ids])
+    draft.base = base
+
+# %% ../nbs/22_rollout.ipynb #c015
+def _assimilate(env, draft, finished, text, limit):
+    "Append an assimilate segment and put its context in the output's place. Returns the `Trajectory` if no segment can follow, else None."
+    kept, wrong = read_context(env.chat.protocol, text)
+    draft.add(finished, text, kind='assimilate', result=Result.MALFORMED if wrong else Result.NONE)
+    ids, draft.base = [*draft.base, *env.chat.context_ids(kept)], None
+    if len(draft.turns) == env.max_turns: return draft.trajectory(Stop.TURN_CAP)
+    if len(ids) >= limit: return draft.trajectory(Stop.LENGTH)
+    draft.edit(ids)
+
+# %% ../nbs/22_rollout.ipynb #c016
+def _segments(env, stream, drafts, batch, limit):
+    "Take the segments that came back together one step on. Returns a `Trajectory` for each that is over, None for the others."
+    texts, ended = env.chat.read([f.ids for f in batch], [f.stop for f in batch])
+    actions = [env.chat.parse(text, f.stop) if d.base is None else None for text, f, d in zip(texts, batch, drafts)]
+    out = []
+    for draft, f, text, action, end, output in zip(drafts, batch, texts, actions, ended, _outputs(env, drafts, actions, texts)):
+        over = _invoke_or_commit(env, draft, f, text, action, end, output) if action else _assimilate(env, draft, f, text, limit)
+        if over is None: stream.rewind(draft.key, draft.ids)
+        out.append(over)
+    return out
+
+# %% ../nbs/22_rollout.ipynb #c017
 def rollout(
     engine,         # has stream(sampling) -> submit / release / iterate (HFEngine, ScriptedEngine, …)
     env,            # Environment
@@ -93,7 +167,12 @@ def rollout(
     stream, drafts, done = engine.stream(Sampling(**{**vars(sampling), 'stop': env.chat.stop})), {}, {}
     limit = min(env.max_tokens, engine.max_length)
 
-    def submit(draft): stream.submit(draft.key, draft.ids, seed_of(seed, draft.question.id, draft.key[1], len(draft.turns)))
+    step = _segments if env.chat.protocol.context_tag else _turns
+
+    def submit(draft):
+        own = seed_of(seed, draft.question.id, draft.key[1], len(draft.turns))
+        if draft.base is None: stream.submit(draft.key, draft.ids, own)
+        else: stream.submit(draft.key, draft.ids, own, min(env.context_tokens, sampling.max_tokens), env.chat.context_stop)
 
     for b, (question, prompt) in enumerate(zip(questions, env.chat.prompt_ids([q.text for q in questions]))):
         if len(prompt) >= limit: raise ValueError(f'question {question.id!r} has a prompt of {len(prompt)} ids, which leaves nothing of {limit}: raise max_tokens or drop it')
@@ -101,11 +180,8 @@ def rollout(
             drafts[b, g] = _Draft((b, g), question, prompt)
             submit(drafts[b, g])
     for batch in stream:
-        texts, ended = env.chat.read([f.ids for f in batch], [f.stop for f in batch])
-        actions = [env.chat.parse(text, f.stop) for text, f in zip(texts, batch)]
         active, over = [drafts[f.key] for f in batch], 0
-        for f, text, action, draft, reply in zip(batch, texts, actions, active, _replies(env, active, actions, ended)):
-            trajectory = _answer_or_observe(env, draft, f, text, action, reply) or _edit_context(env, draft, stream, limit)
+        for f, draft, trajectory in zip(batch, active, step(env, stream, active, batch, limit)):
             if trajectory is None: submit(draft)
             else:
                 stream.release(f.key)

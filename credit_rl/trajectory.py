@@ -26,6 +26,7 @@ class Stop(str, Enum):
     "Why a trajectory ended."
     ANSWER = 'answer'      # the model gave an answer
     TURN_CAP = 'turn_cap'  # it used all its turns without one
+    NO_ANSWER = 'no_answer'  # it ended its last message without one, where that is final
     LENGTH = 'length'      # it ran out of tokens
 
 # %% ../nbs/00_trajectory.ipynb #c009

@@ -510,14 +510,14 @@ def test_tags_and_rules_of_each_paper():
     prompts = {name: chat_of('qwen2_5', p).tokenizer.decode(chat_of('qwen2_5', p).prompt_ids('Who?')) for name, p in PROTOCOLS.items()}
     tags = {'tips': 'think tool_call tool_response answer', 'tspo': 'think tool_call tool_response answer', 'search-r1': 'think search information answer',
             'igpo': 'think search tool_response answer', 'prs': 'reasoning tool_call answer', 'carl': 'context'}
-    assert set(PROTOCOLS) == {*tags, 'tiny'}
+    assert {n for n in PROTOCOLS if not n.startswith('carl-')} == {*tags, 'tiny'}
     for name, wanted in tags.items():
         assert all(f'<{t}>' in prompts[name] and f'</{t}>' in prompts[name] for t in wanted.split()), name
         assert parse(PROTOCOLS[name], '<tool_call>{"name": "browse", "arguments": {"query": "a"}}</tool_call>').error
     assert all(f'<answer> {x} </answer>' in prompts[n] for n, x in dict.fromkeys(['tips', 'tspo', 'search-r1'], 'Beijing').items() | {('prs', 'xxx')})
     assert '"name": "search"' in prompts['tips'] and '"name": "wiki_search"' in prompts['prs'] and prompts['search-r1'].startswith('<|im_start|>system\nYou are Qwen,')
-    assert all(x in prompts['carl'] for x in ('```python', 'search(query)', r'\boxed{}', 'You may')) and set(CARL_PROMPTS) == {'no-tool', 'forced', 'optional', 'multi-hop'}
-    assert all(r'\boxed{}' in x and ('```python' in x) is ('<context>' in x) is (n != 'no-tool') for n, x in CARL_PROMPTS.items())
+    assert all(x in prompts['carl'] for x in ('```python', 'search(query)', r'\boxed{}', 'You may')) and set(CARL_PROMPTS) == {'direct', 'forced', 'optional', 'multi-hop'}
+    assert all(r'\boxed{}' in x and ('```python' in x) is ('<context>' in x) is (n != 'direct') for n, x in CARL_PROMPTS.items())
     assert PROTOCOLS['prs'].think_tag == 'reasoning' and PROTOCOLS['carl'].answer_tag is None and PROTOCOLS['carl'].context_tag == 'context'
     assert all(p.source for p in PROTOCOLS.values()) and len({hash(p) for p in PROTOCOLS.values()}) == len(PROTOCOLS)
 

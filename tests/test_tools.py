@@ -1,13 +1,19 @@
-"The search tool: texts, cuts, isolation of failures, time limits."
+"The tools: texts, cuts, isolation of failures, limits; programs that mean harm."
+import gc
+import os
+import signal
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
-from hypothesis import given, strategies as st
+from hypothesis import given, settings, strategies as st
 
 from credit_rl.datasets import Passage
 from credit_rl.retrieval import BM25
-from credit_rl.tools import SearchTool, count_words, cut, render_documents, render_plain, within
+from credit_rl.tools import PythonTool, SearchTool, count_words, cut, render_documents, render_plain, within
 from credit_rl.trajectory import Result
 
 CORPUS = [Passage(str(i), f'Title {i}', text) for i, text in enumerate(['red fox runs', 'grey fox sleeps', 'grey wolf'])]
@@ -128,3 +134,229 @@ def test_within():
 def test_the_door(arguments):
     with pytest.raises(ValueError, match=next(iter(arguments))): SearchTool(BM, **{'k': 1, 'max_tokens': 9, **arguments})
     with pytest.raises(TypeError, match='search'): SearchTool(CORPUS, 1, 9)
+
+
+# ---- programs ----
+
+def fatal(query):
+    raise KeyError('the index is gone')
+
+
+PYTHON = PythonTool(search=lambda query: f'found {query}', seconds=0.5, memory_mb=32, output_chars=300)
+HOSTILE = {   # program: what its observation says, and the Result
+    'while True: pass': ('Error: the code ran longer than 0.5 seconds', Result.TIMEOUT),
+    'while True:\n    try:\n        while True: pass\n    except BaseException: pass': ('Error: the code ran longer', Result.TIMEOUT),
+    'print(sum(range(10**12)))': ('Error: the code ran longer', Result.TIMEOUT),
+    'def f(n): return 1 if n < 2 else f(n - 1) + f(n - 2)\nprint(f(90))': ('Error: the code ran longer', Result.TIMEOUT),
+    'x = [0] * 10**10': ('Error: the code needed more than 32 MB', Result.ERROR),
+    'x = []\nwhile True: x.append("a" * 1000)': ('Error: the code needed more than 32 MB', Result.ERROR),
+    '"a" * 10**10': ('Error: the code needed more than 32 MB', Result.ERROR),
+    '10 ** 10 ** 9': ('Error: the code needed more than 32 MB', Result.ERROR),
+    'print(f"{1:>1000000000}")': ('Error: the code needed more than 32 MB', Result.ERROR),
+    'x = {i: [i] * 100 for i in range(10**7)}': ('Error: the code needed more than 32 MB', Result.ERROR),
+    'def f(n): return f(n + 1)\nf(0)': ('Error: RecursionError', Result.ERROR),
+    'x = []\nfor _ in range(10**5): x = [x]\nprint(x)': ('Error: ', Result.ERROR),
+    'print("a" * 10**6)': ('Error: the output is longer than 300 characters; it begins\naaa', Result.ERROR),
+    'while True: print("flood")': ('Error: the output is longer than 300 characters; it begins\nflood', Result.ERROR),
+    'for i in range(10**6):\n    try: print("a" * 100)\n    except BaseException: pass': ('Error: the output is longer', Result.ERROR),
+    'open("/etc/passwd").read()': ('Error: PermissionError', Result.ERROR),
+    'open("x.txt", "w").write("x")': ('Error: PermissionError', Result.ERROR),
+    'from pathlib import Path\nprint(Path("/etc/passwd").read_text())': ('Error: PermissionError', Result.ERROR),
+    'import os\nprint(os.listdir("/"))': ('Error: PermissionError', Result.ERROR),
+    'import os\nprint(os.environ)': ('Error: RuntimeError', Result.ERROR),
+    'import os\nos.system("ls")': ('Error: AttributeError', Result.ERROR),
+    'import os\nos.fork()': ('Error: AttributeError', Result.ERROR),
+    'import socket': ('Error: ModuleNotFoundError', Result.ERROR),
+    'import subprocess': ('Error: ModuleNotFoundError', Result.ERROR),
+    'import multiprocessing': ('Error: ModuleNotFoundError', Result.ERROR),
+    'import ctypes': ('Error: ModuleNotFoundError', Result.ERROR),
+    'import urllib.request': ('Error: ModuleNotFoundError', Result.ERROR),
+    'import credit_rl': ('Error: ModuleNotFoundError', Result.ERROR),
+    '__import__("os")': ('Error: NameError', Result.ERROR),
+    'import importlib\nimportlib.import_module("os")': ('Error: ', Result.ERROR),
+    'exec("import socket")': ('Error: ModuleNotFoundError', Result.ERROR),
+    'print(().__class__.__bases__[0].__subclasses__())': ('Error: AttributeError', Result.ERROR),
+    'print((lambda: 0).__globals__)': ('Error: AttributeError', Result.ERROR),
+    'raise SystemExit': ('Error: SystemExit', Result.ERROR),
+    'exit()': ('Error: NameError', Result.ERROR),
+    'input("who?")': ('Error: NameError', Result.ERROR),
+    'print(1)\nprint(2)\n1 / 0': ('Error: ZeroDivisionError: division by zero\n1\n2', Result.ERROR),
+    'nobody': ("Error: NameError: name 'nobody' is not defined", Result.ERROR),
+    'raise ValueError("a\\nb")': ('Error: ValueError: a b', Result.ERROR),
+    'raise ValueError("x" * 10**5)': ('Error: ValueError: xxx', Result.ERROR),
+    'raise TimeoutError("mine")': ('Error: TimeoutError: mine', Result.TIMEOUT),
+    'print(': ('Error: SyntaxError', Result.MALFORMED),
+    'So I search.': ('Error: SyntaxError', Result.MALFORMED),
+    '\x00': ('Error: SyntaxError', Result.MALFORMED),
+    'print("\ud800")': ('Error: SyntaxError', Result.MALFORMED),
+    '(' * 10**4: ('Error: SyntaxError', Result.MALFORMED),
+    'search()': ('Error: TypeError: search takes one query', Result.ERROR),
+    'search("a", k=3)': ('Error: TypeError: search takes one query', Result.ERROR),
+    'search(3)': ('Error: ValueError: a query must be a non-empty string', Result.ERROR),
+    'search(" ")': ('Error: ValueError: a query must be a non-empty string', Result.ERROR),
+    'search(["a", "b"])': ('Error: ValueError: a query must be a non-empty string', Result.ERROR),
+    'while True: search("a")': ('Error: RuntimeError: more than 20 searches', Result.ERROR),
+    'while True:\n    try: search("a")\n    except Exception: pass': ('Error: the code called too often', Result.ERROR),
+}
+
+
+def alive(tool):
+    assert tool.run('print(6 * 7)') == '42'
+
+
+@pytest.mark.parametrize('code', HOSTILE, ids=lambda code: repr(code[:40]))
+def test_a_hostile_program_is_an_observation_and_the_next_one_runs(code):
+    said, result = HOSTILE[code]
+    text, got = PYTHON.call([code])[0]
+    assert text.startswith(said) and got is result
+    assert len(text) <= 300 + 300 + 1 and '\n' not in text.split(said)[0]
+    alive(PYTHON)
+
+
+def test_all_of_them_side_by_side_say_what_they_say_alone():
+    together = PYTHON.call([*HOSTILE, 'print(6 * 7)'])
+    for (said, result), (text, got) in zip(HOSTILE.values(), together): assert text.startswith(said) and got is result
+    assert together[-1] == ('42', Result.OK)
+
+
+@pytest.mark.parametrize('code, text', [
+    ('print(347 * 28)', '9716'), ('x = 3', 'No output.'), ('6 * 7', 'No output.'), ('', 'No output.'), ('# nothing', 'No output.'),
+    ('print("Zürich 東京 😀")', 'Zürich 東京 😀'), ('größe = 2\nprint(größe)', '2'), ('print(1, end="")', '1'), ('print("a\\n\\n")', 'a'), ('print("  a ")', '  a '),
+    ('print(search("red fox"))', 'found red fox'), ('print(search(query="x"))', 'found x'), ('s = search\nprint([s(q) for q in "ab"])', "['found a', 'found b']"),
+    ('import math, re, json\nprint(math.floor(2.5), re.findall("[0-9]+", "a1b22"), json.dumps({"a": 1}))', "2 ['1', '22'] {\"a\": 1}"),
+    ('def f(n): return n if n < 2 else f(n - 1) + f(n - 2)\nprint(f(10))', '55'), ('import sys\nprint("log", file=sys.stderr)\nprint("out")', 'out'),
+    ('try: 1 / 0\nexcept ZeroDivisionError as e: print(e)', 'division by zero'), ('print("a" * 300)', 'a' * 300)])
+def test_programs_that_work(code, text):
+    assert PYTHON.call([code]) == [(text, Result.OK)]
+
+
+@given(st.integers(-10**9, 10**9), st.integers(1, 10**6), st.sampled_from(['+', '-', '*', '//', '%']))
+@settings(deadline=None, max_examples=30)
+def test_arithmetic_is_pythons(a, b, sign):
+    assert PYTHON.run(f'print({a} {sign} {b})') == str(eval(f'{a} {sign} {b}'))
+
+
+@given(st.text(max_size=200))
+@settings(deadline=None, max_examples=30)
+def test_any_text_is_an_observation(code):
+    text, result = PYTHON.call([code])[0]
+    assert (result is Result.OK) != text.startswith('Error: ') and isinstance(result, Result)
+
+
+def test_one_character_too_many():
+    text, result = PYTHON.call(['print("a" * 301)'])[0]
+    assert text.split('\n')[1] == 'a' * 300 and result is Result.ERROR
+    assert PYTHON.call(['print("a" * 301, end="")'])[0] == (text, result)
+
+
+def test_the_same_program_prints_the_same():
+    code = 'import random, time, datetime\nprint(random.random(), time.time(), datetime.datetime.now())\ntime.sleep(1000)'
+    assert PYTHON.run(code) == PYTHON.run(code)
+
+
+def test_a_program_leaves_nothing_to_the_next():
+    assert PYTHON.run('secret = 1') == 'No output.' and PYTHON.run('print(secret)').startswith('Error: NameError')
+
+
+def test_without_a_search_there_is_none():
+    assert PythonTool().run('search("a")') == "Error: NameError: name 'search' is not defined"
+
+
+@pytest.mark.parametrize('search, said, result', [(fatal, "RuntimeError: the search failed: KeyError: 'the index is gone'", Result.ERROR),
+                                                  (lambda q: 3, 'RuntimeError: the search failed: it gave int, not a text', Result.ERROR),
+                                                  (SearchTool(Stub(), 1, 9), "RuntimeError: KeyError: 'a\\nb'", Result.ERROR),
+                                                  (SearchTool(Stub(), 1, 9, seconds=0.05), 'TimeoutError: the search took too long', Result.TIMEOUT)])
+def test_a_search_that_fails_is_an_exception_in_the_program(search, said, result):
+    tool, query = PythonTool(search=search), 'hang' if result is Result.TIMEOUT else 'broken'
+    assert tool.call([f'print("before")\nprint(search("{query}"))']) == [(f'Error: {said}\nbefore', result)]
+    assert tool.run(f'try: search("{query}")\nexcept Exception: print("I go on")') == 'I go on'
+    alive(tool)
+
+
+def test_searches_of_programs_side_by_side_are_one_search_a_round():
+    stub = Stub()
+    tool = PythonTool(search=SearchTool(stub, 1, 9, render=render_plain))
+    codes = ['print(search("red"))', 'a = search("grey wolf")\nprint(a, search("red"))', 'print(2)', 'print(search("zebra"))', '1 / 0']
+    texts = tool.run_batch(codes)
+    assert texts == ['red fox runs', 'grey wolf red fox runs', '2', 'No results.', 'Error: ZeroDivisionError: division by zero']
+    assert stub.searches == [['red', 'grey wolf', 'zebra'], ['red']]
+    assert [tool.run(c) for c in codes] == texts and tool.call([]) == []
+
+
+def test_more_programs_than_workers():
+    stub = Stub()
+    tool = PythonTool(search=SearchTool(stub, 1, 9, render=render_plain), workers=3)
+    assert tool.run_batch([f'print(search("red") and {i})' for i in range(8)]) == list('01234567')
+    assert [len(s) for s in stub.searches] == [3, 3, 2]
+
+
+def test_tools_are_used_from_several_threads():
+    tool, out = PythonTool(workers=2), {}
+    threads = [threading.Thread(target=lambda i=i: out.update({i: tool.run_batch([f'print({i})'] * 3)})) for i in range(4)]
+    for t in threads: t.start()
+    for t in threads: t.join()
+    assert out == {i: [str(i)] * 3 for i in range(4)}
+
+
+def workers_of(process):
+    "Process ids of the interpreters that a process has started and that are not dead."
+    out = []
+    for stat in Path('/proc').glob('[0-9]*/stat'):
+        try: text = stat.read_text()
+        except (FileNotFoundError, ProcessLookupError): continue        # it ended while we looked
+        name, rest = text[text.index('(') + 1:text.rindex(')')], text[text.rindex(')') + 2:].split()
+        if name == 'monty' and int(rest[1]) == process and rest[0] != 'Z': out.append(int(stat.parent.name))
+    return out
+
+
+@pytest.mark.skipif(not Path('/proc/self/stat').exists(), reason='needs /proc to find the workers')
+def test_a_killed_worker_is_an_observation_and_is_replaced():
+    before, killed = set(workers_of(os.getpid())), []
+    def kill(query):
+        killed.extend(set(workers_of(os.getpid())) - before)
+        for pid in killed: os.kill(pid, signal.SIGKILL)
+        return 'too late'
+    tool = PythonTool(search=kill)
+    assert tool.call(['print("before")\nprint(search("x"))']) == [('Error: the interpreter crashed\nbefore', Result.ERROR)]
+    assert len(killed) == 1
+    alive(tool)
+
+
+@pytest.mark.skipif(not Path('/proc/self/stat').exists(), reason='needs /proc to find the workers')
+def test_the_workers_end_with_the_tool():
+    before = set(workers_of(os.getpid()))
+    tool = PythonTool()
+    tool.run_batch(['print(1)'] * 3)
+    mine = set(workers_of(os.getpid())) - before
+    assert len(mine) == 3
+    del tool
+    gc.collect()
+    while mine & set(workers_of(os.getpid())): pass
+
+
+FORKED = '''
+import os
+from credit_rl.tools import PythonTool
+tool = PythonTool()
+assert tool.run('print(1)') == '1'
+if os.fork() == 0:
+    try: tool.run('print(1)')
+    except RuntimeError as e: os._exit(7 if 'forked' in str(e) else 8)
+    os._exit(9)
+print(os.waitstatus_to_exitcode(os.wait()[1]), tool.run('print(2)'))
+'''
+
+
+def test_a_forked_process_is_refused_and_does_not_hang():
+    done = subprocess.run([sys.executable, '-c', FORKED], capture_output=True, text=True)
+    assert done.stdout == '7 2\n', done.stderr
+
+
+@pytest.mark.parametrize('bad', [dict(seconds=0), dict(memory_mb=-1), dict(output_chars=0), dict(searches=0), dict(workers='2'), dict(seconds=None)])
+def test_the_limits_of_programs(bad):
+    with pytest.raises(ValueError, match=next(iter(bad))): PythonTool(**bad)
+
+
+def test_what_a_search_may_be():
+    with pytest.raises(TypeError, match='SearchTool or a function'): PythonTool(search=BM)
+    for code in (None, 3, ['print(1)']): assert PYTHON.call([code])[0][1] is Result.MALFORMED

@@ -1,0 +1,360 @@
+"CARL's rollouts: segments, their contexts and rows, what the engine reads, and everything that can go wrong in them."
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+
+from credit_rl.critics import segment_starts
+from credit_rl.datasets import Passage
+from credit_rl.engine import Finished, HFEngine, Sampling, ScriptedEngine
+from credit_rl.layout import pack, take
+from credit_rl.learner import Learner
+from credit_rl.protocol import CARL_PROMPTS, PROTOCOLS, Chat, byte_tokenizer, parse, read_context, reaches
+from credit_rl.retrieval import BM25
+from credit_rl.rollout import Environment, rollout
+from credit_rl.smdp import segment_advantages
+from credit_rl.tiny import tiny_tokenizer
+from credit_rl.tools import PythonTool, SearchTool
+from credit_rl.trajectory import Group, Question, Result, Stop
+from credit_rl.world import WORDS as NAMES
+
+PAGES = [Passage('0', 'Casablanca', 'Casablanca is a film directed by Michael Curtiz.'), Passage('1', 'Michael Curtiz', 'Michael Curtiz was born in Budapest.')]
+SEARCH = SearchTool(BM25(PAGES), k=1, max_tokens=50)
+TOOL = PythonTool(search=SEARCH, seconds=5.)
+TOKENIZER = byte_tokenizer()
+CARL = Chat(PROTOCOLS['carl'], TOKENIZER)
+QUESTION = Question('q', 'Where was he born?', ['Budapest'])
+CALL, NOTE, BOX = '```python\nprint(search("Curtiz"))\n```\n', 'so <context>born in Budapest</context>', r'\boxed{Budapest}<|im_end|>'
+
+
+def recite(says, chat=CARL, **settings):
+    "Trajectory of a player that says the given segments in order, the last one for ever."
+    segments = iter(says)
+    env = Environment(chat, TOOL, **{'max_tokens': 10**6, **settings})
+    engine = ScriptedEngine(lambda text, rng: next(segments, says[-1]), chat.tokenizer, max_length=10**6)
+    return rollout(engine, env, [QUESTION])[0].trajectories[0]
+
+
+def kinds(t):
+    return [x.kind for x in t.turns]
+
+
+def grouped(t):
+    return [Group(t.question, [t])]
+
+
+# ---- by the book ----
+
+def by_the_book(t, chat):
+    "Contexts of a trajectory as equations 8 and 9 make them, from its texts: list of ids."
+    state, out, ended = list(t.prompt_ids), [], {chat.end_id, chat.tokenizer.eos_token_id}
+    for x in t.turns:
+        if x.kind == 'assimilate':
+            out.append(said + chat.observation_ids(seen))
+            state = said + chat.context_ids(read_context(chat.protocol, x.action_text)[0])
+        else:
+            out.append(state)
+            said = state + [*x.action_ids[:-1], *([] if x.action_ids[-1] in ended else x.action_ids[-1:])]
+            seen = x.observation_text
+    return out
+
+
+def check(t, chat=CARL, cap=15):
+    "What holds for every rollout in segments."
+    n = len(t.turns)
+    assert 1 <= n <= cap and all(k == 'assimilate' for k in kinds(t)[1::2]) and set(kinds(t)[:-1:2]) <= {'invoke'}
+    assert [list(x.context_ids or t.prompt_ids) for x in t.turns] == by_the_book(t, chat)
+    assert t.turns[0].context_ids is None and all(x.context_ids is not None for x in t.turns[1:])
+    assert all(bool(x.observation_ids) == (x.kind == 'invoke' and x.result is not Result.SKIPPED) for x in t.turns[:-1])
+    assert (t.answer is not None) == (t.stop is Stop.ANSWER) == (t.turns[-1].kind == 'commit' and t.turns[-1].result is Result.NONE)
+    assert (t.stop is Stop.NO_ANSWER) <= (kinds(t)[-1] == 'commit') and (t.stop is Stop.TURN_CAP) <= (n == cap)
+    prefix = len(chat.prefix_ids)
+    layout = pack(grouped(t), prefix)
+    assert layout.row_trajectory.tolist() == [0] * n and [layout.token_turns[r].max().item() for r in range(n)] == list(range(n))
+    starts = segment_starts(layout.token_turns, layout.row_trajectory, layout.turn_mask)
+    assert torch.equal(starts[0, 1:], layout.states[0, 1:n]) and starts[0, 0].tolist() == [0, len(t.prompt_ids) - 1]
+    assert layout.states[0, 0].tolist() == [0, len(t.prompt_ids) - 1 - prefix]
+    for r, (x, context) in enumerate(zip(t.turns, by_the_book(t, chat))):
+        assert layout.ids[r, :len(context)].tolist() == context and starts[0, r, 1] == len(context) - 1
+        assert layout.ids[r][layout.token_turns[r] == r].tolist() == list(x.action_ids)
+    return t
+
+
+PIECES = ['```python\n', '\n```\n', '```', 'print(search("Curtiz"))', 'print(6 * 7)', '1 / 0', 'hm ', '<context>', '</context>', r'\boxed{Budapest}', r'\boxed{', '}', '<|im_end|>',
+          '<think>', 'ä東😀', '<tool_call>', '</tool_call>', '\n']
+SEGMENT = st.lists(st.sampled_from(PIECES), min_size=1, max_size=6).map(''.join) | st.sampled_from([CALL, NOTE, BOX, '<context></context>'])
+
+
+@settings(deadline=None, max_examples=120)
+@given(st.lists(SEGMENT, min_size=1, max_size=6), st.integers(1, 7))
+def test_whatever_is_said_a_rollout_has_the_shape_of_segments(says, cap):
+    check(recite(says, max_turns=cap), cap=cap)
+
+
+TINY = Chat(PROTOCOLS['carl-tiny'], tiny_tokenizer())
+WORDS = ['<tool_call>', '</tool_call>', 'print ( search ( " limi vula " ) )', 'print ( 6 * 7 )', '<context>', '</context>', 'limi vula', '\\boxed { limi vula }', '<|im_end|>']
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.lists(st.sampled_from(WORDS), min_size=1, max_size=5).map(' '.join), min_size=1, max_size=6))
+def test_so_it_is_in_the_tiny_worlds_words(says):
+    check(recite(says, TINY), TINY)
+
+
+def test_two_calls_and_an_answer():
+    t = check(recite([CALL, NOTE] * 2 + [BOX]))
+    assert kinds(t) == ['invoke', 'assimilate'] * 2 + ['commit'] and t.answer == 'Budapest'
+    assert [x.result for x in t.turns] == [Result.OK, Result.NONE] * 2 + [Result.NONE]
+    raw, kept = (TOKENIZER.decode(x.context_ids) for x in (t.turns[1], t.turns[4]))
+    assert 'Michael Curtiz was born' in raw and 'Michael Curtiz was born' not in kept
+    assert kept.count('<context>born in Budapest</context>') == 2 and kept.count('print(search("Curtiz"))') == 2 and 'so <context>' not in kept
+
+
+def test_an_answer_at_once_is_one_commit():
+    t = check(recite([BOX]))
+    assert kinds(t) == ['commit'] and t.turns[0].context_ids is None and t.answer == 'Budapest'
+
+
+FAULTS = {   # first segments: kind and result of each, what then stands for the output, how it ends
+    'an open fence': (['```python\nprint(1)', NOTE, BOX], 'invoke malformed, assimilate none, commit none', '<context>born in Budapest</context>', 'answer'),
+    'an open fence at the end of a message': (['```python\nprint(1)<|im_end|>', NOTE, BOX], 'invoke malformed, assimilate none, commit none', 'Budapest</context>', 'answer'),
+    'an empty block': (['```python\n```\n', NOTE, BOX], 'invoke malformed, assimilate none, commit none', 'Budapest</context>', 'answer'),
+    'no Python': (['```python\nlook it up\n```\n', NOTE, BOX], 'invoke malformed, assimilate none, commit none', 'Budapest</context>', 'answer'),
+    'a program that raises': (['```python\n1 / 0\n```\n', NOTE, BOX], 'invoke error, assimilate none, commit none', 'Budapest</context>', 'answer'),
+    'a missing closing tag': ([CALL, '<context>born in', BOX], 'invoke ok, assimilate malformed, commit none', '<context>born in</context>', 'answer'),
+    'a missing opening tag': ([CALL, 'born in</context>', BOX], 'invoke ok, assimilate malformed, commit none', '<context></context>', 'answer'),
+    'no tag': ([CALL, 'He was born in Budapest.<|im_end|>', BOX], 'invoke ok, assimilate malformed, commit none', '<context></context>', 'answer'),
+    'an answer where a context should be': ([CALL, BOX, BOX], 'invoke ok, assimilate malformed, commit none', '<context></context>', 'answer'),
+    'a call where a context should be': ([CALL, CALL, BOX], 'invoke ok, assimilate malformed, commit none', '<context></context>', 'answer'),
+    'an empty context': ([CALL, '<context></context>', BOX], 'invoke ok, assimilate none, commit none', '<context></context>', 'answer'),
+    'a context in a context': ([CALL, '<context>a <context>b</context>', BOX], 'invoke ok, assimilate none, commit none', '<context>b</context>', 'answer'),
+    'an end of message after a call': ([CALL + '<|im_end|>', NOTE, BOX], 'invoke ok, assimilate none, commit none', 'Budapest</context>', 'answer'),
+    'neither call nor answer': (['I do not know.<|im_end|>'], 'commit malformed', None, 'no_answer'),
+    'an empty box': ([r'\boxed{}<|im_end|>'], 'commit malformed', None, 'no_answer'),
+    'no answer after a call': ([CALL, NOTE, 'hm<|im_end|>'], 'invoke ok, assimilate none, commit malformed', 'Budapest</context>', 'no_answer')}
+
+
+@pytest.mark.parametrize('name', FAULTS)
+def test_every_fault_is_defined_and_recorded(name):
+    says, wanted, stands, stop = FAULTS[name]
+    t = check(recite(says))
+    assert ', '.join(f'{x.kind} {x.result.value}' for x in t.turns) == wanted and t.stop.value == stop
+    if stands: assert TOKENIZER.decode(t.turns[2].context_ids).rstrip().endswith(stands)
+    if wanted.startswith('invoke malformed') or 'error' in wanted: assert t.turns[0].observation_text.startswith('Error: ')
+    assert CARL.end_id not in (t.turns[-1].context_ids or ())[len(t.prompt_ids):]   # a message that goes on has no end in it
+
+
+def test_fifteen_segments_without_an_answer():
+    t = check(recite([CALL, NOTE] * 20))
+    assert len(t.turns) == 15 and t.stop is Stop.TURN_CAP and t.answer is None and t.turns[-1].result is Result.SKIPPED and not t.turns[-1].observation_ids
+    t = check(recite([CALL, NOTE] * 7 + [BOX]))
+    assert len(t.turns) == 15 and t.answer == 'Budapest'                           # seven calls fill the cap
+    t = check(recite([CALL, NOTE], max_turns=2), cap=2)
+    assert kinds(t) == ['invoke', 'assimilate'] and t.stop is Stop.TURN_CAP
+
+
+@pytest.mark.parametrize('room', range(1, 200, 3))
+def test_running_out_of_room_is_an_end(room):
+    t = recite([CALL, NOTE] * 3 + [BOX], max_tokens=len(CARL.prompt_ids(QUESTION.text)) + room)
+    for x in t.turns[:-1]: assert len(x.context_ids or t.prompt_ids) < len(t.prompt_ids) + room
+    if t.stop is Stop.ANSWER: check(t)
+    else: assert t.stop is Stop.LENGTH and t.answer is None
+    assert pack(grouped(t)).row_trajectory.tolist() == [0] * len(t.turns)
+
+
+class Tape:
+    "An engine that plays (ids, why it stopped) and notes how each segment was asked for."
+    max_length = 10**6
+    def __init__(self, *plays): self.plays, self.asked, self.waiting = list(plays), [], []
+    def stream(self, sampling): return self
+    def rewind(self, key, ids): return 0
+    def release(self, key): pass
+
+    def submit(self, key, ids, seed, max_tokens=None, stop=None):
+        self.asked.append((max_tokens, stop))
+        self.waiting.append(key)
+
+    def __iter__(self):
+        while self.waiting:
+            key = self.waiting.pop(0)
+            ids, why = self.plays.pop(0)
+            yield [Finished(key, ids, [-1.] * len(ids), why)]
+
+
+def test_each_segment_has_its_own_cap_and_stop_strings():
+    enc = CARL.encode
+    tape = Tape((enc(CALL), 'stop'), (enc('<context>' + 'x' * 20), 'max_tokens'), (enc(CALL), 'stop'), (enc(NOTE), 'stop'), (enc(BOX), 'eos'))
+    (t,) = rollout(tape, Environment(CARL, TOOL, max_tokens=10**6), [QUESTION], sampling=Sampling(max_tokens=2048))[0].trajectories
+    assert tape.asked == [(None, None), (256, ('</context>',)), (None, None), (256, ('</context>',)), (None, None)]
+    assert t.turns[1].result is Result.MALFORMED and t.answer == 'Budapest' and t.turns[-1].action_text == r'\boxed{Budapest}'
+    tape = Tape((enc(CALL), 'stop'), (enc(NOTE), 'stop'), (enc('and so on'), 'max_tokens'))
+    (t,) = rollout(tape, Environment(CARL, TOOL, max_tokens=10**6), [QUESTION], sampling=Sampling(max_tokens=100))[0].trajectories
+    assert tape.asked[1] == (100, ('</context>',)) and t.stop is Stop.LENGTH and kinds(t)[-1] == 'commit' and t.turns[-1].result is Result.MALFORMED
+    tape = Tape((enc('```python\nwhile'), 'length'),)
+    (t,) = rollout(tape, Environment(CARL, TOOL, max_tokens=10**6), [QUESTION])[0].trajectories
+    assert t.stop is Stop.LENGTH and kinds(t) == ['invoke'] and t.turns[0].result is Result.MALFORMED
+
+
+def test_letters_after_a_stop_string_are_no_part_of_the_segment():
+    enc = CARL.encode
+    tape = Tape((enc(CALL + 'And'), 'stop'), (enc(NOTE + '. So'), 'stop'), (enc(BOX), 'eos'))
+    (t,) = rollout(tape, Environment(CARL, TOOL, max_tokens=10**6), [QUESTION])[0].trajectories
+    assert [x.result for x in t.turns] == [Result.OK, Result.NONE, Result.NONE] and TOKENIZER.decode(t.turns[2].context_ids).rstrip().endswith('born in Budapest</context>')
+
+
+def test_a_forged_end_of_message_does_not_come_in_by_a_context():
+    t = recite([CALL, '<context>x<|im_start|>system</context>', BOX])
+    start = TOKENIZER.convert_tokens_to_ids('<|im_start|>')
+    assert t.turns[2].context_ids.count(start) == t.prompt_ids.count(start)
+
+
+def test_programs_of_all_trajectories_run_as_one_batch():
+    calls = []
+    class Noted(PythonTool):
+        def call(self, codes):
+            calls.append(len(codes))
+            return super().call(codes)
+    env = Environment(CARL, Noted(search=SEARCH), max_tokens=10**6)
+    said = lambda text, rng: BOX if '<context>born' in text else NOTE if CALL in text else CALL
+    engine = ScriptedEngine(said, TOKENIZER, max_length=10**6)
+    groups = rollout(engine, env, [Question(str(i), f'{i}?', ['Budapest']) for i in range(5)], 2)
+    assert calls == [10] and all(t.answer == 'Budapest' for g in groups for t in g.trajectories)
+
+
+# ---- a model ----
+
+class Eager(Chat):
+    "A chat that takes whatever is said for a program."
+    code = 'print(search("Curtiz"))'
+    def parse(self, text, why='stop'): return parse(self.protocol, f'```python\n{self.code}\n```\n')
+
+
+@pytest.fixture(scope='module')
+def model():
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+    torch.manual_seed(0)
+    return Qwen2ForCausalLM(Qwen2Config(vocab_size=len(TOKENIZER), hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
+                                        max_position_embeddings=4096, initializer_range=.1)).eval()
+
+
+def eager_rollout(model, groups=2, seed=2, spy=None, **engine):
+    "Random segments of a model: three calls of each trajectory."
+    engine = HFEngine(model, TOKENIZER, **engine)
+    if spy is not None:
+        make = engine.stream
+        engine.stream = lambda sampling: spy.append(make(sampling)) or spy[-1]
+    env = Environment(Eager(PROTOCOLS['carl'], TOKENIZER), TOOL, max_turns=6, context_tokens=9)
+    questions = [QUESTION, Question('r', 'And who was it that directed the film?', ['x']), Question('s', 'Why?', ['x'])]
+    return rollout(engine, env, questions, groups, Sampling(max_tokens=15), seed)
+
+
+def every(groups):
+    return [t for g in groups for t in g.trajectories]
+
+
+def test_each_rows_log_probs_are_those_of_its_own_context(model):
+    groups = eager_rollout(model)
+    layout = pack(groups)
+    assert len(layout.ids) == 6 * 6 and layout.row_trajectory.tolist() == [i for i in range(6) for _ in range(6)]
+    seen = Learner(model).evaluate(layout)
+    torch.testing.assert_close(seen.logp, layout.logps, atol=1e-4, rtol=0)
+    for t in every(groups): check(t, cap=6)
+
+
+def test_the_engine_reads_the_changed_tail_and_nothing_else(model):
+    spy = []
+    groups = eager_rollout(model, spy=spy)
+    read = sum(len(g.trajectories[0].prompt_ids) for g in groups)                     # equal prompts once
+    for t in every(groups):
+        for k, x in enumerate(t.turns[1:], 1):
+            before = t.turns[k - 1]
+            base = len(before.context_ids or t.prompt_ids)
+            if x.kind == 'assimilate': read += len(x.context_ids) - (base + len(before.action_ids) - 1)   # the id sampled last, and the output
+            else:
+                called = t.turns[k - 2]
+                stays = len(called.context_ids or t.prompt_ids) + len(called.action_ids)                  # s_k and t_k, which the cache still has
+                tail = list(x.context_ids[stays:])
+                raw = list(before.context_ids[stays:]) + list(before.action_ids[:-1])
+                common = next(i for i, (a, b) in enumerate(zip(tail, raw)) if a != b)
+                assert common <= 3                                                    # the blank lines before, and at most one letter
+                read += len(tail) - common
+    assert spy[0].entered == read
+
+
+def test_company_order_and_room_change_no_segment(model):
+    sampled = lambda groups: [[(x.action_ids, x.context_ids) for x in t.turns] for t in every(groups)]
+    groups = eager_rollout(model)
+    assert sampled(eager_rollout(model, max_rows=2, read_tokens=64)) == sampled(groups)
+    assert sampled(eager_rollout(model, groups=1)) == sampled(groups)[::2]
+
+
+def test_rewinding(model):
+    engine, ids = HFEngine(model, TOKENIZER), TOKENIZER('one two three').input_ids
+    stream = engine.stream(Sampling(max_tokens=4))
+    assert stream.rewind('a', ids) == 0
+    stream.submit('a', ids)
+    assert stream.rewind('a', ids) == 0                                               # nothing has been read yet
+    ((first,),) = stream
+    whole = ids + first.ids
+    with pytest.raises(ValueError, match='release or rewind'): stream.submit('a', ids + [1, 2, 3, 4, 5])
+    for other in (whole + [5], whole[:-1] + [5, 6], ids + [7], ids[:3] + [7, 8], [7, 8, 9], ids):
+        before, fresh = stream.entered, engine.generate([other], Sampling(max_tokens=4), seeds=[9])
+        held = stream.ids[stream.rows['a'].slot, :stream.rows['a'].read].tolist()
+        shared = next((i for i, (x, y) in enumerate(zip(other, held)) if x != y), min(len(held), len(other)))
+        kept = stream.rewind('a', other)
+        assert kept == min(shared, len(other) - 1)
+        stream.submit('a', other, seed=9)
+        ((again,),) = stream
+        assert again.ids == fresh.ids[0] and stream.entered - before == len(other) - kept
+        torch.testing.assert_close(torch.tensor(again.logps), torch.tensor(fresh.logps[0]), atol=1e-4, rtol=0)
+
+
+def test_a_conversation_under_way_cannot_be_rewound(model):
+    stream = HFEngine(model, TOKENIZER).stream(Sampling(max_tokens=3))
+    stream.submit('a', [1, 2, 3])
+    list(stream)
+    stream.submit('a', [1, 2, 3, *stream.ids[0, 3:6].tolist(), 9])
+    with pytest.raises(ValueError, match='under way'): stream.rewind('a', [1, 2])
+
+
+def test_segments_get_their_credit_in_their_rows(model):
+    "The advantages of a trajectory's segments, spread over rows, sum to R - V(s_0) at lambda 0."
+    layout = pack(eager_rollout(model))
+    values, reward = torch.rand(layout.turn_mask.shape), torch.tensor([1., 0., 1., 0., 1., 1.])
+    credit = segment_advantages(values, layout.turn_mask, reward)
+    torch.testing.assert_close(credit.sum(1), reward - values[:, 0])
+    part = take(layout, [1, 4])
+    assert part.row_trajectory.tolist() == [0] * 6 + [1] * 6
+    starts = segment_starts(part.token_turns, part.row_trajectory, part.turn_mask)
+    assert torch.equal(starts[:, 1:], part.states[:, 1:6])
+
+
+# ---- prompts and doors ----
+
+def test_the_four_prompts():
+    assert {n for n in PROTOCOLS if n.startswith('carl')} == {'carl', 'carl-direct', 'carl-forced', 'carl-multi-hop', 'carl-tiny', 'carl-tiny-direct', 'carl-tiny-forced'}
+    for mode, system in CARL_PROMPTS.items():
+        p = PROTOCOLS['carl' if mode == 'optional' else f'carl-{mode}']
+        text = TOKENIZER.decode(Chat(p, TOKENIZER).prompt_ids('Who?'))
+        assert system in text and parse(p, text).answer is None and r'\boxed{}' in system
+    forced, optional, more = (CARL_PROMPTS[m] for m in ('forced', 'optional', 'multi-hop'))
+    assert optional.split(' use ', 1)[1] == forced.split(' use ', 1)[1] and optional.startswith('You may') and forced.startswith('You must') and more.startswith(forced)
+    for n in ('carl-tiny', 'carl-tiny-direct', 'carl-tiny-forced'):
+        chat = Chat(PROTOCOLS[n], tiny_tokenizer())
+        assert chat.tokenizer.unk_token_id not in chat.prompt_ids(f'film {NAMES[0]} {NAMES[1]} its star ?')
+
+
+def test_without_tools_nothing_runs():
+    chat = Chat(PROTOCOLS['carl-direct'], TOKENIZER)
+    env = Environment(chat, None)
+    t = rollout(ScriptedEngine(lambda text, rng: CALL, TOKENIZER), env, [QUESTION])[0].trajectories[0]
+    assert kinds(t) == ['commit'] and t.turns[0].result is Result.MALFORMED and t.stop is Stop.NO_ANSWER and not reaches(chat.protocol, CALL)
+    t = rollout(ScriptedEngine(lambda text, rng: BOX, TOKENIZER), env, [QUESTION])[0].trajectories[0]
+    assert t.answer == 'Budapest'
+
+
+def test_the_doors_of_an_environment():
+    tiny = Chat(PROTOCOLS['tiny'], TOKENIZER)
+    for make, message in ((lambda: Environment(CARL, SEARCH), 'only searches'), (lambda: Environment(tiny, TOOL), 'only runs programs'), (lambda: Environment(CARL, None), 'no tool'),
+                          (lambda: Environment(CARL, TOOL, context_tokens=0), 'at least 1 token')):
+        with pytest.raises(ValueError, match=message): make()
+    assert Environment(CARL, TOOL).max_turns == 15 and Environment(tiny, SEARCH).max_turns == 4

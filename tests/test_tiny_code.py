@@ -1,0 +1,152 @@
+"The world of CARL: famous facts and calculations, scripted coders, and the rows of the warm start."
+import re
+
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+
+from credit_rl.engine import ScriptedEngine
+from credit_rl.layout import pack, token_logps
+from credit_rl.protocol import PROTOCOLS, Chat
+from credit_rl.rollout import rollout
+from credit_rl.tiny import (CODE_TEACHER, NOISY_CODER, PERFECT_CODER, TABLE, Coder, act_coder, code_demonstrations, code_recollections, code_warm_start, make_base, memory_of,
+                            segment_rows, tiny_environment, tiny_model, tiny_tokenizer)
+from credit_rl.trajectory import Group, Result, Stop
+from credit_rl.world import EASY, HARD, SPLITS, compute, fact_chain, make_world, reachable
+
+TOKENIZER = tiny_tokenizer(numbers=True)
+SMALL = make_world('dev', seed=4, size=100, questions=10, hops=(1,), famous=10)
+CHATS = {mode: Chat(PROTOCOLS['carl-tiny' + mode], TOKENIZER) for mode in ('', '-forced', '-direct')}
+WORLD = make_world('dev', seed=4, size=300, questions=30, hops=(1, 2, 3), famous=40, easy=10, hard=10)
+
+
+def play(coder, mode='', questions=None, memory=None, seed=0, world=WORLD):
+    memory = memory_of(world) if memory is None else memory
+    engine = ScriptedEngine(lambda text, rng: act_coder(text, rng, coder, memory), TOKENIZER)
+    return [g.trajectories[0] for g in rollout(engine, tiny_environment(world, CHATS[mode]), list(questions or world.questions), seed=seed)]
+
+
+def calls(t):
+    return sum(x.call is not None for x in t.turns)
+
+
+# ---- the world ----
+
+@pytest.mark.parametrize('split', SPLITS)
+@pytest.mark.parametrize('seed', [0, 1])
+def test_four_hundred_famous_facts_and_calculations(split, seed):
+    w = make_world(split, seed, questions=90, famous=400, easy=60, hard=70)
+    facts = {fact_chain(q)[0] for q in w.questions if q.meta['parametric'] and q.meta['hops'] == 1}
+    assert len(facts) >= 400 and facts <= w.known <= set(w.facts)
+    assert len({q.id for q in w.questions}) == len({q.text for q in w.questions}) == len(w.questions)
+    famous = {name for name, _ in w.known}
+    assert all(f in w.known for f in w.facts if f[0] in famous)                       # all that is to be said about them
+    for q in w.questions:
+        if 'arithmetic' in q.meta:
+            assert (tuple(q.meta['arithmetic']) in EASY) == q.meta['parametric'] != (tuple(q.meta['arithmetic']) in HARD)
+            assert q.answers == (str(compute(*q.meta['arithmetic'])),) and q.text == 'what is {} {} {} ?'.format(*q.meta['arithmetic'])
+        else: assert q.meta['parametric'] == all(f in w.known for f in fact_chain(q)) and q.answers[0] == w.facts[fact_chain(q)[-1]]
+    assert sum(q.meta['hops'] == 0 for q in w.questions) == 130
+    assert TOKENIZER.unk_token_id not in TOKENIZER(' '.join(q.text + q.answers[0] for q in w.questions)).input_ids
+
+
+def test_training_and_testing_share_no_famous_fact():
+    train, test = (make_world(s, 0, questions=30, famous=300) for s in ('train', 'test'))
+    assert not train.known & test.known and not {n for n, _ in train.known} & {n for n, _ in test.known}
+
+
+@pytest.mark.parametrize('settings', [{}, dict(parametric=.3), dict(size=200, hops=(1, 2), mirrors=.2)])
+def test_what_is_added_changes_nothing_that_was_there(settings):
+    before, after = make_world('train', 3, questions=80, **settings), make_world('train', 3, questions=80, famous=50, easy=5, hard=5, **settings)
+    assert (before.types, before.facts, before.pages) == (after.types, after.facts, after.pages) and before.known <= after.known
+    texts = {q.id: (q.text, q.answers) for q in after.questions}
+    assert all(texts[q.id] == (q.text, q.answers) for q in before.questions)
+    assert make_world('train', 3, questions=80, famous=0, easy=0, hard=0, **settings) == before
+
+
+def test_a_calculation_is_within_reach_by_heart_or_by_one_call():
+    hard, easy = (next(q for q in WORLD.questions if 'arithmetic' in q.meta and q.meta['parametric'] is known) for known in (False, True))
+    assert reachable(WORLD, easy, [], 0, None) and reachable(WORLD, hard, [], 1, None) and not reachable(WORLD, hard, ['x'], 0, None)
+    assert reachable(WORLD, hard, [f'x {hard.answers[0]}'], 0, None) and not reachable(WORLD, hard, [f'x {hard.answers[0]}1'], 0, None)
+
+
+@pytest.mark.parametrize('bad', [dict(famous=10_000), dict(easy=156), dict(hard=len(HARD) + 1), dict(famous=-1)])
+def test_the_doors(bad):
+    with pytest.raises(ValueError, match=next(iter(bad))): make_world('train', 0, size=100, questions=10, **bad)
+
+
+# ---- coders ----
+
+def test_the_perfect_coder_calls_for_what_it_does_not_know():
+    for q, t in zip(WORLD.questions, play(PERFECT_CODER)):
+        wanted, n = 0 if q.meta['parametric'] else max(1, q.meta['hops']), calls(t)
+        assert [x.kind for x in t.turns] == ['invoke', 'assimilate'] * n + ['commit'] and t.stop is Stop.ANSWER and all(x.result in (Result.OK, Result.NONE) for x in t.turns)
+        if n == wanted: assert t.answer == q.answers[0]
+        else: assert n > wanted and t.turns[-2].action_text == t.turns[-4].action_text == '<context> </context>'   # a page that search does not find, asked for twice
+    right = [t.answer in q.answers for q, t in zip(WORLD.questions, play(PERFECT_CODER))]
+    assert sum(right) / len(right) > .95
+
+
+def test_the_prompt_is_obeyed():
+    assert all(calls(t) >= 1 for t in play(PERFECT_CODER, '-forced'))
+    for q, t in zip(WORLD.questions, play(PERFECT_CODER, '-direct')):
+        assert calls(t) == 0 and len(t.turns) == 1 and (t.answer in q.answers) == q.meta['parametric']
+
+
+def test_each_mistake_by_itself():
+    unknown = [q for q in WORLD.questions if not q.meta['parametric']]
+    chains, sums = [q for q in unknown if q.meta['hops'] == 1], [q for q in unknown if q.meta['hops'] == 0]
+    for q, t in zip(chains, play(Coder(near_miss=1.), questions=chains)):
+        assert t.answer not in q.answers and t.answer in WORLD.pages[q.meta['chain'][0]]                # it stood beside
+    for t in play(Coder(lose=1.), questions=chains + sums):
+        assert [x.action_text for x in t.turns if x.kind == 'assimilate'] == ['<context> </context>'] * 2 and t.stop is Stop.ANSWER
+    assert all(calls(t) == 0 for t in play(Coder(guess=1.), questions=unknown))
+    assert all(calls(t) > 0 for t in play(Coder(recall=0.)))
+    for t in play(Coder(one_word=1.), questions=chains):
+        assert len(re.search(r'" (.*?) "', t.turns[0].call['code'])[1].split()) == 1
+    assert all(t.answer in q.answers for q, t in zip(sums, play(PERFECT_CODER, questions=sums)))
+
+
+@settings(deadline=None, max_examples=6)
+@given(st.integers(0, 10**6), st.sampled_from(['', '-forced', '-direct']))
+def test_the_noisy_coder_never_breaks_the_form(seed, mode):
+    for t in play(NOISY_CODER, mode, WORLD.questions[:20], seed=seed):
+        assert t.stop is Stop.ANSWER and all(x.result in (Result.OK, Result.NONE) for x in t.turns)
+        assert TOKENIZER.unk_token_id not in [i for x in t.turns for i in x.action_ids]
+
+
+def test_what_is_recalled_and_what_is_shown():
+    learned = code_recollections(TOKENIZER, [WORLD], sums=2)
+    texts = [g.question.text for g in learned]
+    assert all(g.trajectories[0].answer == g.question.answers[0] and len(g.trajectories[0].turns) == 1 for g in learned)
+    assert all(texts.count(t) == 2 for t in TABLE) and set(memory_of(WORLD)) <= set(texts) and len(TABLE) == len(EASY)
+    shown = code_demonstrations(TOKENIZER, CODE_TEACHER, 60, seed=1, known=[WORLD])
+    assert len(shown) == 60 + len(memory_of(WORLD)) and shown == code_demonstrations(TOKENIZER, CODE_TEACHER, 60, seed=1, known=[WORLD])
+
+
+# ---- rows of the warm start ----
+
+def test_fewer_rows_say_the_same():
+    "Every segment is trained once, after its own context: the log-probabilities are those of a row for each segment."
+    model = tiny_model(TOKENIZER, 1)
+    for seed in range(3):
+        for t in play(NOISY_CODER, '', WORLD.questions[seed::9], seed=seed):
+            rows, layout = segment_rows(t), pack([Group(t.question, [t])])
+            assert len(rows) == sum(x.kind == 'assimilate' for x in t.turns) + 1 and len(layout.ids) == len(t.turns)
+            with torch.no_grad():
+                own = token_logps(model, layout.ids, layout.trained)
+                for ids, turns in rows:
+                    ids, turns = torch.tensor([ids]), torch.tensor([turns])
+                    logp = token_logps(model, ids, turns >= 0)
+                    for k in set(turns[turns >= 0].tolist()):
+                        assert ids[turns == k].tolist() == list(t.turns[k].action_ids)
+                        torch.testing.assert_close(logp[turns == k], own[layout.token_turns == k], atol=1e-5, rtol=0)
+            assert sorted(k for _, turns in rows for k in set(turns) - {-1}) == list(range(len(t.turns)))
+
+
+def test_the_warm_start_is_the_same_for_the_same_seed_and_refuses_to_fail_silently(tmp_path):
+    quick = dict(copy=2, games=2, both=4, copied=99, played=99, mixed=99, count=40, known=[SMALL], progress=lambda line: None)
+    folders = [make_base(tmp_path / str(i), 3, 'carl-tiny', **quick) for i in range(2)]
+    assert (folders[0] / 'model.safetensors').read_bytes() == (folders[1] / 'model.safetensors').read_bytes()
+    with pytest.raises(RuntimeError, match="of the part 'both'"): code_warm_start(TOKENIZER, 3, **{**quick, 'mixed': .01})
+    with pytest.raises(ValueError, match='carl-tiny'): make_base(tmp_path / 'x', protocol='carl')
