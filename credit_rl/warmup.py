@@ -158,7 +158,7 @@ def sign_pairs(
             out.append([values[i, k + 1].item() - values[i, k].item(), float(kept)])
     return torch.tensor(out, dtype=torch.float64).reshape(-1, 2)
 
-# %% ../nbs/53_warmup.ipynb #c035
+# %% ../nbs/53_warmup.ipynb #c037
 def context_values(
     model,             # Hugging Face causal model
     head,              # module, (n, d) → (n,)
@@ -181,14 +181,14 @@ def context_values(
         start = stop
     return torch.stack(values) if values else torch.zeros(0)
 
-# %% ../nbs/53_warmup.ipynb #c037
+# %% ../nbs/53_warmup.ipynb #c039
 class GateFailed(RuntimeError):
     "A critic did not pass its gate; `history` holds every examination."
     def __init__(self, history):
         self.history = history
         super().__init__(f'the critic did not pass its gate in {history[-1][0]} steps, so it may not teach: {history[-1][1]}')
 
-# %% ../nbs/53_warmup.ipynb #c038
+# %% ../nbs/53_warmup.ipynb #c040
 @dataclass(frozen=True)
 class WarmUp:
     "How a critic is warmed up; defaults are the paper's (CARL appendices C and E)."
@@ -202,7 +202,7 @@ class WarmUp:
     row_tokens: int = 32768      # padded tokens in a forward
     seed: int = 0
 
-# %% ../nbs/53_warmup.ipynb #c039
+# %% ../nbs/53_warmup.ipynb #c041
 @contextlib.contextmanager
 def _frozen_output(model):
     "The output layer, and embeddings tied to it, without gradient."
@@ -211,7 +211,7 @@ def _frozen_output(model):
     try: yield [p for p in model.parameters() if p.requires_grad]
     finally: weight.requires_grad_(True)
 
-# %% ../nbs/53_warmup.ipynb #c040
+# %% ../nbs/53_warmup.ipynb #c042
 def _teach(model, head, pairs, chosen, adamw, how):
     "One step on chosen pairs: the loss, float."
     values = context_values(model, head, [pairs.contexts[i] for i in chosen], how.row_tokens, frozen=not how.backbone_rate)
@@ -222,7 +222,7 @@ def _teach(model, head, pairs, chosen, adamw, how):
     adamw.step()
     return loss.item()
 
-# %% ../nbs/53_warmup.ipynb #c041
+# %% ../nbs/53_warmup.ipynb #c043
 def warm_up(
     model,      # Hugging Face causal model, its backbone trained in place
     head,       # CompetenceHead, trained in place
