@@ -98,14 +98,18 @@ def step_seconds(
     return {'acting': one / acting, 'reading': reads * one, 'learning': epochs * back * one}
 
 # %% ../nbs/04_estimate.ipynb #c026
+def _short(x):
+    "A number with a prefix: 7.62 G for 7,615,616,512."
+    power = min(4, max(0, (len(str(int(x))) - 1) // 3))
+    return f'{x / 1000 ** power:.3g} {"kMGT"[power - 1] if power else ""}'
+
 def describe(sizes, plan, seconds, steps):
     "The estimate as lines of text."
-    gb = lambda bytes: f'{bytes / 1e9:.1f} GB' if bytes < 1e12 else f'{bytes / 1e12:.2f} TB'
     found = memory(sizes, plan)
     how = 'plain PyTorch' if plan.stage is None else f'ZeRO {plan.stage}'
-    parts = ', '.join(f'{k} {gb(v)}' for k, v in found.items() if k not in ('rank', 'host', 'checkpoint') and v)
+    parts = ', '.join(f'{k} {_short(v)}B' for k, v in found.items() if k not in ('rank', 'host', 'checkpoint') and v)
     total = sum(seconds.values())
-    return [f'{sizes.parameters / 1e9:.2f} billion parameters, {plan.ranks} rank{"s" * (plan.ranks > 1)}, {how}, {8 * plan.width} bits a weight',
-            f'memory of a rank, at least: {gb(found["rank"])} ({parts})' + (f'; {gb(found["host"])} more in the host\'s memory' if found['host'] else ''),
-            f'a checkpoint: {gb(found["checkpoint"])}',
-            f'a step, if every trajectory is as long as it may be: {total:.0f} s (' + ', '.join(f'{k} {v:.0f}' for k, v in seconds.items() if v) + f'); {steps} steps: {total * steps / 3600:.1f} h']
+    return [f'{sizes.parameters:,} parameters, {plan.ranks} rank{"s" * (plan.ranks > 1)}, {how}, {8 * plan.width} bits a weight',
+            f'memory of a rank, at least: {_short(found["rank"])}B ({parts})' + (f'; {_short(found["host"])}B more in the host\'s memory' if found['host'] else ''),
+            f'a checkpoint: {_short(found["checkpoint"])}B',
+            f'a step, if every trajectory is as long as it may be: {total:.3g} s (' + ', '.join(f'{k} {v:.3g}' for k, v in seconds.items() if v) + f'); {steps} steps: {total * steps / 3600:.3g} h']
