@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['MARK', 'Ranks', 'is_rank', 'join_ranks', 'keep_traceback', 'failure', 'read_hostfile', 'launch_command', 'speak',
-           'launch']
+           'LaunchError', 'launch']
 
 # %% ../nbs/03_launch.ipynb #c002
 import contextlib, datetime, json, os, queue, re, shutil, signal, socket, subprocess, sys, threading, time, traceback
@@ -177,6 +177,8 @@ def _lines(process):
         yield line
 
 # %% ../nbs/03_launch.ipynb #c021
+class LaunchError(RuntimeError): "Ranks ended without a result."
+
 def launch(
     command,          # list of str, see launch_command
     folder,           # of the run; gets ranks.log and errors/
@@ -185,7 +187,7 @@ def launch(
     grace=60,         # seconds that the ranks have to end once the result is there
     environment=None, # dict, variables besides those of this process
 ):
-    "Run ranks to their end, passing on their progress. Raises RuntimeError, saying why, if they leave no new result."
+    "Run ranks to their end, passing on their progress. Raises LaunchError, saying why, if they leave no new result."
     folder, result = Path(folder), Path(result)
     stamp = lambda: result.stat().st_mtime_ns if result.exists() else None
     before, over, text = stamp(), None, []
@@ -203,4 +205,4 @@ def launch(
                 if over is None and stamp() not in (None, before): over = time.monotonic()
                 if over is not None and time.monotonic() - over > grace: break
         finally: _end(process)
-    if stamp() in (None, before): raise RuntimeError(f'the run in {folder} ended without {result.name}: ' + failure(folder, ''.join(text)))
+    if stamp() in (None, before): raise LaunchError(f'the run in {folder} ended without {result.name}: ' + failure(folder, ''.join(text)))

@@ -17,7 +17,7 @@ from .datasets import get_benchmark, load_corpus, load_questions, subsample
 from .engine import HFEngine, Sampling, seed_of
 from .estimate import Plan, describe, memory, read_sizes, step_seconds
 from .evaluate import check_model, evaluate, is_searched, load_model, load_tokenizer, make_environment, open_search, read_template, summarize
-from .launch import Ranks, is_rank, join_ranks, keep_traceback, launch, launch_command, read_hostfile, speak
+from .launch import LaunchError, Ranks, is_rank, join_ranks, keep_traceback, launch, launch_command, read_hostfile, speak
 from .layout import AVERAGES, pack, take
 from .learner import Credit, DeepSpeedLearner, Learner, Loss, Optimiser, make_critic
 from .losses import kl
@@ -719,7 +719,7 @@ def main(arguments=None):
     try:
         settings = yaml.safe_load(Path(given.params).read_text()) or {} if given.params else {}
         train(settings | {name: yaml.safe_load(value) for name, value in (text.split('=', 1) for text in given.settings)})
-    except (ValueError, OSError, yaml.YAMLError) as e: sys.exit(f'credit_rl.train: {e}')
+    except (ValueError, OSError, yaml.YAMLError, LaunchError) as e: sys.exit(f'credit_rl.train: {e}')
 
 # %% ../nbs/55_train.ipynb #c080
 if __name__ == '__main__' and '__file__' in globals(): main()  # a notebook has no file
