@@ -40,8 +40,8 @@ from .world import make_world
 @dataclass
 class _Task:
     "What is asked, and who acts."
-    data: str = 'tiny'           # 'tiny', or a data set of 10_datasets
-    path: str = None             # its file or folder; None: by name from the hub
+    data: str = 'tiny'           # 'tiny', a data set of 10_datasets, or several as in 'nq+hotpotqa'
+    path: str = None             # its file or folder, of several a folder that has one for each; None: by name from the hub
     train_split: str = 'train'
     dev_split: str = None        # dev questions, and test questions, which share no question with them; None: the set's own, see Benchmark
     world: dict = field(default_factory=dict)  # arguments of make_world, for data='tiny'
@@ -94,6 +94,7 @@ class Config(_Host):
     learning_rate: float = 5e-4
     warmup: int = 0              # optimiser updates
     weight_decay: float = 0.0
+    betas: list = field(default_factory=lambda: [0.9, 0.95])  # of AdamW
     minibatches: int = 2
     epochs: int = 1
     clip: float = 1.0            # gradient norm
@@ -167,13 +168,14 @@ def check(config):
     if c.top_p < 1 or c.top_k: raise ValueError(f'training takes top_p=1 and top_k=0, got {c.top_p} and {c.top_k}: with a cut-off distribution '
                                                 'the sampled log-probabilities belong to another policy than the one that is trained')
     Sampling(temperature=c.temperature, max_tokens=c.turn_tokens)
+    if len(c.betas) != 2 or not all(0 <= b < 1 for b in c.betas): raise ValueError(f'betas are two numbers from 0 up to 1, got {c.betas}')
     check_trackers(_trackers(c))
     _check_host(c)
     if c.average not in (None, *AVERAGES): raise ValueError(f'average must be one of {", ".join(AVERAGES)}, got {c.average!r}')
     if c.protocol not in (None, 'direct', *PROTOCOLS): raise ValueError(f'protocol must be one of direct, {", ".join(PROTOCOLS)}, got {c.protocol!r}')
     if not hasattr(torch, c.dtype): raise ValueError(f"dtype must be one of PyTorch's, such as 'float32' or 'bfloat16', got {c.dtype!r}")
     if c.data == 'tiny': _check_world(c.world, c.seed)
-    else: get_benchmark(c.data)
+    else: _check_sets(c)
     if c.model != 'tiny': check_model(c.model)
     elif c.data != 'tiny': raise ValueError(f"model='tiny' knows only the words of the tiny world; data={c.data!r} needs a model folder")
     if c.path is not None and not Path(c.path).exists(): raise ValueError(f'path {c.path!r} does not exist')
@@ -191,6 +193,16 @@ def _check_numbers(c):
         if not getattr(c, name) > 0: raise ValueError(f'{name} must be above 0, got {getattr(c, name)}')
 
 # %% ../nbs/55_train.ipynb #c020
+def _sets(c): return c.data.split('+')
+
+def _check_sets(c):
+    "Refuse data sets that are unknown or cannot be mixed."
+    metrics = {(b.metric, b.rel_tol if b.metric != 'em' else None) for b in map(get_benchmark, _sets(c))}
+    if len(metrics) > 1: raise ValueError(f'{c.data} mixes sets that are scored differently ({", ".join(sorted(m for m, _ in metrics))}); train on those that are scored alike')
+    if len(_sets(c)) > 1 and not c.corpus and c.protocol != 'direct':
+        raise ValueError(f'{c.data}: several sets are searched in one place; give it as corpus (passages, what BM25.save wrote, or the url of a search server)')
+
+# %% ../nbs/55_train.ipynb #c021
 def _check_host(c):
     "Refuse ranks without DeepSpeed, stages that there are not, a hostfile with another number of ranks."
     if c.learner not in ('plain', 'deepspeed'): raise ValueError(f"learner is 'plain' or 'deepspeed', got {c.learner!r}")
@@ -201,7 +213,7 @@ def _check_host(c):
     if c.hostfile and not Path(c.hostfile).is_file(): raise ValueError(f'hostfile {c.hostfile!r} does not exist')
     if c.hostfile and sum(read_hostfile(c.hostfile).values()) != c.ranks: raise ValueError(f'{c.hostfile} has {sum(read_hostfile(c.hostfile).values())} slots, but ranks={c.ranks}')
 
-# %% ../nbs/55_train.ipynb #c021
+# %% ../nbs/55_train.ipynb #c022
 def _check_world(world, seed=0):
     "Refuse arguments that `make_world` does not take, or of which it can make no world."
     known = ('size', 'hops', 'mirrors', 'parametric')
@@ -209,7 +221,7 @@ def _check_world(world, seed=0):
         if name not in known: raise ValueError(f'world takes {", ".join(known)}, got {name!r}')
     make_world('dev', seed, questions=1, **world)
 
-# %% ../nbs/55_train.ipynb #c022
+# %% ../nbs/55_train.ipynb #c023
 def _trackers(c): return [name.strip() for name in c.track.split(',') if name.strip()]
 
 def _check_method(c, method, options):
@@ -226,7 +238,7 @@ def _check_method(c, method, options):
     try: dataclasses.replace(method.loss, **c.loss)
     except TypeError: raise ValueError(f'loss takes {", ".join(f.name for f in dataclasses.fields(Loss))}, got {sorted(c.loss)}') from None
 
-# %% ../nbs/55_train.ipynb #c026
+# %% ../nbs/55_train.ipynb #c027
 @dataclass(frozen=True)
 class Stage:
     "Model, questions and environments of a run, each by part: 'train', 'dev', 'test'."
@@ -236,7 +248,7 @@ class Stage:
     environments: dict
     ceiling: dict = None  # exact match of the perfect player on the test questions, where there is one
 
-# %% ../nbs/55_train.ipynb #c027
+# %% ../nbs/55_train.ipynb #c028
 def tiny_worlds(config):
     "The tiny worlds of a run: {'train', 'dev', 'test'} -> `World`."
     sizes = {'train': config.questions, 'dev': config.dev_questions, 'test': config.test_questions}
@@ -246,7 +258,7 @@ def known_worlds(worlds):
     "Those of the worlds whose parametric facts a warm start must teach: a tuple."
     return tuple(w for w in worlds.values() if w.known)
 
-# %% ../nbs/55_train.ipynb #c028
+# %% ../nbs/55_train.ipynb #c029
 def set_stage(config, say=print, real=None):
     "Make or load model, questions and search for a run. `real`: a data set's questions and passages, if they are there already."
     c = config
@@ -263,7 +275,7 @@ def set_stage(config, say=print, real=None):
     say('ceiling of perfect play on the test questions: ' + ', '.join(f'{k} {v:.3f}' for k, v in top.items()))
     return Stage(chat, model, {part: list(w.questions) for part, w in worlds.items()}, environments, {str(k): v for k, v in top.items()})
 
-# %% ../nbs/55_train.ipynb #c029
+# %% ../nbs/55_train.ipynb #c030
 def _real_stage(c, say, parts, search):
     "The stage of a data set: its questions by part, what they are searched in, and a model from a folder."
     seen = 'nothing to search' if search is None else f'{len(search.passages)} passages' if hasattr(search, 'passages') else search.url
@@ -273,7 +285,7 @@ def _real_stage(c, say, parts, search):
                            c.history, model.config.vocab_size)
     return Stage(env.chat, model, parts, dict.fromkeys(parts, env))
 
-# %% ../nbs/55_train.ipynb #c031
+# %% ../nbs/55_train.ipynb #c032
 def real_questions(
     c,  # Config: data, path, train_split, dev_split, and how many questions of each part
 ):
@@ -282,6 +294,7 @@ def real_questions(
     Dev and test questions are drawn from `dev_split`, train questions from what they leave of `train_split`. A single file is
     all splits at once: it is shuffled by the seed, and dev and test take at most half of it. Raises ValueError on too few questions.
     """
+    if len(_sets(c)) > 1: return _mixed_questions(c, _sets(c))
     split = c.dev_split or get_benchmark(c.data).eval_split
     held, single = load_questions(c.data, c.path, split), c.path is not None and Path(c.path).is_file()
     pool = held if single or c.train_split == split else load_questions(c.data, c.path, c.train_split)
@@ -292,11 +305,21 @@ def real_questions(
     if not n or not rest: raise ValueError(f'{c.path or c.data} leaves {len(rest)} questions for training, {n} for dev and {wanted - n} for test; each part needs one at least')
     return {'train': subsample(rest, c.questions, c.seed), 'dev': held[:n], 'test': held[n:]}
 
-# %% ../nbs/55_train.ipynb #c032
+# %% ../nbs/55_train.ipynb #c033
+def _mixed_questions(c, names):
+    "The questions of several sets: all training questions in one pool, dev and test in equal parts, ids as 'set:id'."
+    place = lambda name: None if c.path is None else str(Path(c.path)/name)
+    parts = [real_questions(dataclasses.replace(c, data=name, path=place(name), questions=sys.maxsize, dev_questions=max(1, c.dev_questions // len(names)),
+                                                test_questions=max(1, c.test_questions // len(names)))) for name in names]
+    merged = {part: [dataclasses.replace(q, id=f'{q.source}:{q.id}') for found in parts for q in found[part]] for part in parts[0]}
+    return {**merged, 'train': subsample(merged['train'], c.questions, c.seed)}
+
+# %% ../nbs/55_train.ipynb #c034
 def real_search(c):
     "What is searched: `corpus`, or the path's corpus, or the paragraphs of the questions; None for a set that is asked without."
-    if not is_searched(c.data, c.protocol, c.corpus): return None
-    if c.corpus or c.path or get_benchmark(c.data).paragraphs is None: return open_search(c.data, c.path, c.corpus)[0]
+    first = _sets(c)[0]
+    if not is_searched(first, c.protocol, c.corpus): return None
+    if c.corpus or c.path or get_benchmark(first).paragraphs is None: return open_search(first, c.path, c.corpus)[0]
     return BM25(real_passages(c))
 
 def real_passages(c):
@@ -306,7 +329,7 @@ def real_passages(c):
     once = {(p.title, p.text): p for p in both}.values()
     return [dataclasses.replace(p, id=str(i)) for i, p in enumerate(once)]
 
-# %% ../nbs/55_train.ipynb #c035
+# %% ../nbs/55_train.ipynb #c039
 def draw_questions(questions, n, step, seed):
     "The `n` questions of a step (1, 2, …): epochs of all questions, each shuffled by the seed and its own number."
     chosen = []
@@ -317,17 +340,17 @@ def draw_questions(questions, n, step, seed):
         chosen.append(questions[order[1][at]])
     return chosen
 
-# %% ../nbs/55_train.ipynb #c038
+# %% ../nbs/55_train.ipynb #c042
 def options_of(config, method, chat=None):
     "A method's options for a run: those that are set, and for the others what the data's own metric and the protocol's tags say."
     options = method.settings(config.options)
     ours = {'right': 'em', 'metric': 'em'} if config.data != 'tiny' else {}
     for name, usual in ours.items():
-        if name not in config.options and options.get(name) == usual: options[name] = benchmark_metric(config.data)
+        if name not in config.options and options.get(name) == usual: options[name] = benchmark_metric(_sets(config)[0])
     if chat and 'tags' in options and 'tags' not in config.options: options['tags'] = (chat.protocol.think_tag, chat.protocol.call_tag, chat.protocol.answer_tag)
     return options
 
-# %% ../nbs/55_train.ipynb #c039
+# %% ../nbs/55_train.ipynb #c043
 def _act(step, c, method, options, stage, engine, log, ranks=Ranks()):
     "Rollouts of a step, dealt out over the ranks, and what their text earned: groups, rewards, indices of those kept, weights. A sampling with `draws` asks again until enough are kept."
     generator = torch.Generator().manual_seed(seed_of('keep', c.seed, step))
@@ -342,7 +365,7 @@ def _act(step, c, method, options, stage, engine, log, ranks=Ranks()):
         if len(kept) >= wanted: break
     return played, rewards, kept if weights is not None else kept[:wanted], weights
 
-# %% ../nbs/55_train.ipynb #c040
+# %% ../nbs/55_train.ipynb #c044
 def _chosen(groups, rewards, kept, weights, prefix, average):
     "Layout and rewards of the kept groups, their indices among all trajectories, and weights such that an average is one over the whole batch."
     whole = pack(groups, prefix)
@@ -354,7 +377,7 @@ def _chosen(groups, rewards, kept, weights, prefix, average):
         weights = weights * share * len(whole.groups) / len(chosen)
     return layout, {k: v[chosen] for k, v in rewards.items()}, chosen, weights
 
-# %% ../nbs/55_train.ipynb #c041
+# %% ../nbs/55_train.ipynb #c045
 def _look(c, method, options, groups, chosen, layout, chat, learner):
     "What the models that a method needs say of its batch: `Seen`, or None if it needs none."
     sees = tuple(dict.fromkeys((*method.sees, *(['logp'] if c.recompute else []), *(['ref_logp'] if learner.loss.kl else []))))
@@ -362,7 +385,7 @@ def _look(c, method, options, groups, chosen, layout, chat, learner):
     golds = {n: gold_templates(chat, groups, schema) for n, schema in (('gold', 'igpo'), ('teacher', 'tips')) if n in sees}
     return learner.evaluate(layout, sees, {n: [g[i] for i in chosen.tolist()] for n, g in golds.items()}, ends=options.get('terminal') == 'teacher')
 
-# %% ../nbs/55_train.ipynb #c042
+# %% ../nbs/55_train.ipynb #c046
 def train_step(step, config, method, stage, engine, learner, log, measure_kl=False, memory=None, ranks=Ranks()):
     "One training step. Returns what to log; writes rollouts and clocks to `log`. `measure_kl` costs two more forwards; `memory` keeps what the next step needs."
     c, options, memory = config, options_of(config, method, stage.chat), {} if memory is None else memory
@@ -385,7 +408,7 @@ def train_step(step, config, method, stage, engine, learner, log, measure_kl=Fal
     noted['zero_advantage'] = 1 - (1 - noted['zero_advantage']) * len(chosen) / len(flat)      # those that were left out got none
     return {**_describe(groups, told), **noted, **stats}
 
-# %% ../nbs/55_train.ipynb #c043
+# %% ../nbs/55_train.ipynb #c047
 def _controller(options):
     "The state of a fresh controller of α for a band: dict of JSON values."
     low, high = REWARD_BANDS[options['band']]
@@ -413,13 +436,13 @@ def _moved(state, size):
     if size == size: controller.update(size)                              # not measured: it stays
     return dataclasses.asdict(controller)
 
-# %% ../nbs/55_train.ipynb #c044
+# %% ../nbs/55_train.ipynb #c048
 def kl_from_base(learner, layout):
     "Mean k3 estimate of the KL from the reference per sampled token, and mean |learner - engine| of its log-probability: dict."
     seen, trained = learner.evaluate(layout, ('logp', 'ref_logp')), layout.trained
     return {'kl': kl(seen.logp, seen.ref_logp, 'k3', trained)[trained].mean().item(), 'logp_gap': (seen.logp - layout.logps)[trained].abs().mean().item()}
 
-# %% ../nbs/55_train.ipynb #c045
+# %% ../nbs/55_train.ipynb #c049
 def _describe(groups, rewards):
     "What to log of a step's rollouts."
     index = torch.arange(len(groups)).repeat_interleave(torch.tensor([len(g.trajectories) for g in groups]))
@@ -438,7 +461,7 @@ def _keep_rollouts(step, trajectories, rewards, layout, credit, count, log):
     log.turns(step, [{'kind': 'train', 'trajectory': to_json(t), 'advantages': _turn_values(layout, credit.advantages, i), 'reward': float(rewards['outcome'][i])}
                      for i, t in enumerate(trajectories) if int(layout.groups[i]) < count])
 
-# %% ../nbs/55_train.ipynb #c046
+# %% ../nbs/55_train.ipynb #c050
 def _model_folder(config): return str(Path(config.run)/'base') if config.model == 'tiny' else config.model
 
 def make_learner(config, method, model):
@@ -450,7 +473,7 @@ def make_learner(config, method, model):
     asks = 'teacher' in method.sees
     teacher = load_model(c.teacher, c.dtype)[0] if asks and c.teacher != 'self' else None
     every = (max(1, round(.4 * c.steps)) if c.teacher_every is None else c.teacher_every) if asks and c.teacher == 'self' else None
-    optimiser = Optimiser(c.learning_rate, c.critic_rate, weight_decay=c.weight_decay, clip=c.clip, warmup=c.warmup, minibatches=c.minibatches, epochs=c.epochs,
+    optimiser = Optimiser(c.learning_rate, c.critic_rate, weight_decay=c.weight_decay, betas=tuple(c.betas), clip=c.clip, warmup=c.warmup, minibatches=c.minibatches, epochs=c.epochs,
                           row_tokens=c.row_tokens)
     parts = (model, loss, optimiser, reference, c.temperature, c.seed, critic, teacher, every)
     if c.gradient_checkpointing:
@@ -458,7 +481,7 @@ def make_learner(config, method, model):
             if m is not None: m.gradient_checkpointing_enable({'use_reentrant': False})
     return Learner(*parts) if c.learner == 'plain' else DeepSpeedLearner(*parts, stage=c.stage, dtype=c.dtype, settings=c.deepspeed)
 
-# %% ../nbs/55_train.ipynb #c053
+# %% ../nbs/55_train.ipynb #c057
 def collapsed(rates, share=0.25, window=5):
     "Whether the mean of the last `window` answer rates is below `share` of the best earlier window's (which must reach 0.2)."
     if len(rates) < 2 * window: return False
@@ -466,15 +489,15 @@ def collapsed(rates, share=0.25, window=5):
     best = max(means[:-window])
     return best >= 0.2 and means[-1] < share * best
 
-# %% ../nbs/55_train.ipynb #c055
+# %% ../nbs/55_train.ipynb #c059
 _MAY_CHANGE = ('steps', 'resume', 'run', 'threads', 'eval_every', 'keep', 'track', 'hostfile', 'tflops', 'dry_run')  # in a run that is resumed
 
-# %% ../nbs/55_train.ipynb #c056
+# %% ../nbs/55_train.ipynb #c060
 def _note_params(log, config):
     "Write a run's parameters, or compare them with those it was begun with. Raises ValueError naming what changed."
     log.write_params({k: list(v) if isinstance(v, tuple) else v for k, v in vars(config).items()}, _MAY_CHANGE)
 
-# %% ../nbs/55_train.ipynb #c057
+# %% ../nbs/55_train.ipynb #c061
 class _Silent:
     "The log of a rank that writes nothing."
     elapsed = 0.
@@ -486,7 +509,7 @@ class _Silent:
     def cut(self, step): pass
     def timed(self, stage): return contextlib.nullcontext()
 
-# %% ../nbs/55_train.ipynb #c058
+# %% ../nbs/55_train.ipynb #c062
 class _Run:
     "A run under way: stage, engine, learner, log, and what the loop remembers between steps. All ranks go through the same calls."
 
@@ -501,7 +524,7 @@ class _Run:
         pieces = config.learner == 'deepspeed' and config.stage == 3
         acting = copy.deepcopy(self.stage.model).eval() if pieces else self.stage.model  # one that is whole
         self.learner = make_learner(config, self.method, self.stage.model)
-        self.engine = HFEngine(acting, self.stage.chat.tokenizer, max_length=config.max_tokens)
+        self.engine = HFEngine(acting, self.stage.chat.tokenizer, max_length=config.max_tokens, max_rows=_ROWS)
         self.memory = {'best': -1., 'best_step': 0, 'rates': [], 'base': None}
 
     def evaluate(self, part):
@@ -526,7 +549,7 @@ class _Run:
         self.memory = json.loads((Path(path)/'memory.json').read_text())
         self.engine.load(self.learner.weights())
 
-# %% ../nbs/55_train.ipynb #c059
+# %% ../nbs/55_train.ipynb #c063
 def _dev(run, step, logged):
     "Evaluate on dev questions, log the step, and keep a checkpoint (the best under that name)."
     with run.log.timed('dev'): scores, _ = run.evaluate('dev')
@@ -537,7 +560,7 @@ def _dev(run, step, logged):
     run.checkpoint(step, 'best' if better else None)
     return scores['em']
 
-# %% ../nbs/55_train.ipynb #c060
+# %% ../nbs/55_train.ipynb #c064
 def _begin(run):
     "Resume from the newest checkpoint, or evaluate the base. Returns the first step to take."
     found, best = run.ranks.once(lambda: (latest_checkpoint(run.log.folder), named_checkpoint(run.log.folder, 'best')))
@@ -553,11 +576,11 @@ def _begin(run):
     run.say(f'base: EM {run.memory["base"]["em"]:.3f} on {len(groups)} test questions, {em:.3f} on dev')
     return 1
 
-# %% ../nbs/55_train.ipynb #c061
+# %% ../nbs/55_train.ipynb #c065
 CODE = ('outcome', 'folr', 'information_gain', 'potentials', 'prs', 'turn_rewards', 'advantages', 'smdp', 'vspo', 'scoring', 'layout', 'losses', 'critics', 'learner', 'methods',
         'rollout', 'engine', 'tiny', 'train')  # modules whose change makes a run's results old
 
-# %% ../nbs/55_train.ipynb #c062
+# %% ../nbs/55_train.ipynb #c066
 def _finish(run):
     "Evaluate the best checkpoint on the test questions and write the summary. Returns it."
     step, path = run.ranks.once(lambda: named_checkpoint(run.log.folder, 'best'))
@@ -577,7 +600,7 @@ def _finish(run):
             + f'), the checkpoint of step {step}; {run.log.elapsed:.0f} s')
     return summary
 
-# %% ../nbs/55_train.ipynb #c063
+# %% ../nbs/55_train.ipynb #c067
 def finished(config):
     "Whether `config` resumes a run that is complete: its summary is there and has as many steps (or says that it collapsed)."
     path = Path(config.run)/'summary.json'
@@ -585,7 +608,7 @@ def finished(config):
     summary = json.loads(path.read_text())
     return summary['steps'] >= config.steps or summary['collapsed']
 
-# %% ../nbs/55_train.ipynb #c064
+# %% ../nbs/55_train.ipynb #c068
 def _compare_params(config):
     "Refuse to show a finished run's results as those of other parameters; settings that it did not know yet don't count."
     import yaml
@@ -593,14 +616,16 @@ def _compare_params(config):
     changed = [f'{k}: {before[k]!r} before, {now[k]!r} now' for k in before if k in now and k not in _MAY_CHANGE and before[k] != now[k]]
     if changed: raise ValueError(f'{config.run} holds a finished run with other parameters ({"; ".join(changed)}): give the same, or choose another name')
 
-# %% ../nbs/55_train.ipynb #c066
+# %% ../nbs/55_train.ipynb #c070
+_ROWS = 256   # conversations that an engine has at once
+
 def plan_of(config):
     "What of a configuration the estimate depends on: `Plan`."
     c, method = config, get_method(config.method)
     weight = c.loss.get('kl', method.loss.kl) if c.kl is None else c.kl
     own = method.critic is not None and (c.critic or method.critic['kind']) == 'own'
     copied = 'teacher' in method.sees and (c.teacher != 'self' or c.teacher_every != 1)
-    acting = -(-c.questions_per_step // c.ranks) * c.group_size * c.max_tokens
+    acting = min(_ROWS, -(-c.questions_per_step // c.ranks) * c.group_size) * c.max_tokens
     return Plan(c.stage if c.learner == 'deepspeed' else None, c.ranks, 4 if c.dtype == 'float32' else 2, own, int(bool(c.log_kl or weight)) + copied, c.row_tokens,
                 c.gradient_checkpointing, 'offload_optimizer' in c.deepspeed.get('zero_optimization', {}), acting)
 
@@ -614,7 +639,7 @@ def _forecast(c):
 
 def _is_large(config): return config.model != 'tiny' and read_sizes(config.model).parameters > 2e7
 
-# %% ../nbs/55_train.ipynb #c067
+# %% ../nbs/55_train.ipynb #c071
 def examine(config, say=print):
     "Look at all that a run needs, without starting it, and say what it would take. Returns its folder. Raises ValueError naming all that is missing."
     check(config)
@@ -646,7 +671,7 @@ def _missing_room(c, needs):
         if needs['rank'] > size: wrong.append(f'GPU {i} has {size / 1e9:.1f} GB, but a rank needs at least {needs["rank"] / 1e9:.1f} GB')
     return wrong
 
-# %% ../nbs/55_train.ipynb #c071
+# %% ../nbs/55_train.ipynb #c075
 def train(
     config,    # Config, or a dict of its settings
     say=None,  # function called with lines of text; None: print
@@ -675,7 +700,7 @@ def _train(config, say, ranks):
     ranks.wait()
     return run.log.folder
 
-# %% ../nbs/55_train.ipynb #c072
+# %% ../nbs/55_train.ipynb #c076
 def _steps(run, first):
     "Take the steps from `first` on, until the run is over or has collapsed."
     config, since = run.config, time.monotonic()
@@ -694,7 +719,7 @@ def _steps(run, first):
             run.say(f'stopped at step {step}: the answer rate of the last 5 steps fell below {config.collapse:.0%} of its best; try a smaller learning rate, or a KL term')
             return
 
-# %% ../nbs/55_train.ipynb #c073
+# %% ../nbs/55_train.ipynb #c077
 def _launch(config, say):
     "Start the ranks of a run and wait for its summary. Returns the run folder."
     import yaml
@@ -706,7 +731,7 @@ def _launch(config, say):
     launch(command, log.folder, log.folder/'summary.json', say, environment={} if torch.cuda.is_available() or sys.platform != 'linux' or config.hostfile else {'GLOO_SOCKET_IFNAME': 'lo'})
     return log.folder
 
-# %% ../nbs/55_train.ipynb #c079
+# %% ../nbs/55_train.ipynb #c083
 def main(arguments=None):
     "`python -m credit_rl.train setting=value …`, values as in YAML; `--params FILE` reads a YAML file of settings first."
     import argparse, yaml
@@ -721,5 +746,5 @@ def main(arguments=None):
         train(settings | {name: yaml.safe_load(value) for name, value in (text.split('=', 1) for text in given.settings)})
     except (ValueError, OSError, yaml.YAMLError, LaunchError) as e: sys.exit(f'credit_rl.train: {e}')
 
-# %% ../nbs/55_train.ipynb #c080
+# %% ../nbs/55_train.ipynb #c084
 if __name__ == '__main__' and '__file__' in globals(): main()  # a notebook has no file
