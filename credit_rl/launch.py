@@ -146,7 +146,7 @@ def speak(line):
     "Print a line of progress that `launch` passes on."
     print(MARK + line, flush=True)
 
-# %% ../nbs/03_launch.ipynb #c020
+# %% ../nbs/03_launch.ipynb #c021
 @contextlib.contextmanager
 def _sigterm_interrupts():
     "Let SIGTERM raise SystemExit, where it would end this process at once and leave others behind."
@@ -176,7 +176,7 @@ def _lines(process):
         if line is None: return
         yield line
 
-# %% ../nbs/03_launch.ipynb #c021
+# %% ../nbs/03_launch.ipynb #c022
 class LaunchError(RuntimeError): "Ranks ended without a result."
 
 def launch(

@@ -72,6 +72,7 @@ class _Host(_Task):
     stage: int = 2               # of ZeRO, 0 to 3
     deepspeed: dict = field(default_factory=dict)  # further entries of DeepSpeed's configuration
     gradient_checkpointing: bool = False  # less memory for a third more time
+    act_rows: int = 256          # conversations that a rank plays at once; others wait
     tflops: float = 100.         # 10¹² FLOPs a second that one rank is taken to do, for the estimate
     dry_run: bool = False        # check everything, estimate memory and time, and stop
 
@@ -184,7 +185,7 @@ def check(config):
 def _check_numbers(c):
     "Refuse settings that are out of their range."
     lowest = {**dict.fromkeys(('questions', 'dev_questions', 'test_questions', 'max_turns', 'turn_tokens', 'max_tokens', 'passages', 'questions_per_step', 'group_size',
-                               'minibatches', 'epochs', 'row_tokens', 'eval_every', 'keep', 'threads', 'passage_tokens', 'ranks'), 1),
+                               'minibatches', 'epochs', 'row_tokens', 'eval_every', 'keep', 'threads', 'passage_tokens', 'ranks', 'act_rows'), 1),
               **dict.fromkeys(('steps', 'warmup', 'log_rollouts', 'kl', 'collapse'), 0)}
     for name, least in lowest.items():
         value = getattr(c, name)
@@ -490,7 +491,7 @@ def collapsed(rates, share=0.25, window=5):
     return best >= 0.2 and means[-1] < share * best
 
 # %% ../nbs/55_train.ipynb #c059
-_MAY_CHANGE = ('steps', 'resume', 'run', 'threads', 'eval_every', 'keep', 'track', 'hostfile', 'tflops', 'dry_run')  # in a run that is resumed
+_MAY_CHANGE = ('steps', 'resume', 'run', 'threads', 'eval_every', 'keep', 'track', 'hostfile', 'act_rows', 'tflops', 'dry_run')  # in a run that is resumed
 
 # %% ../nbs/55_train.ipynb #c060
 def _note_params(log, config):
@@ -524,7 +525,7 @@ class _Run:
         pieces = config.learner == 'deepspeed' and config.stage == 3
         acting = copy.deepcopy(self.stage.model).eval() if pieces else self.stage.model  # one that is whole
         self.learner = make_learner(config, self.method, self.stage.model)
-        self.engine = HFEngine(acting, self.stage.chat.tokenizer, max_length=config.max_tokens, max_rows=_ROWS)
+        self.engine = HFEngine(acting, self.stage.chat.tokenizer, max_length=config.max_tokens, max_rows=config.act_rows)
         self.memory = {'best': -1., 'best_step': 0, 'rates': [], 'base': None}
 
     def evaluate(self, part):
@@ -617,15 +618,13 @@ def _compare_params(config):
     if changed: raise ValueError(f'{config.run} holds a finished run with other parameters ({"; ".join(changed)}): give the same, or choose another name')
 
 # %% ../nbs/55_train.ipynb #c070
-_ROWS = 256   # conversations that an engine has at once
-
 def plan_of(config):
     "What of a configuration the estimate depends on: `Plan`."
     c, method = config, get_method(config.method)
     weight = c.loss.get('kl', method.loss.kl) if c.kl is None else c.kl
     own = method.critic is not None and (c.critic or method.critic['kind']) == 'own'
     copied = 'teacher' in method.sees and (c.teacher != 'self' or c.teacher_every != 1)
-    acting = min(_ROWS, -(-c.questions_per_step // c.ranks) * c.group_size) * c.max_tokens
+    acting = min(c.act_rows, -(-c.questions_per_step // c.ranks) * c.group_size) * c.max_tokens
     return Plan(c.stage if c.learner == 'deepspeed' else None, c.ranks, 4 if c.dtype == 'float32' else 2, own, int(bool(c.log_kl or weight)) + copied, c.row_tokens,
                 c.gradient_checkpointing, 'offload_optimizer' in c.deepspeed.get('zero_optimization', {}), acting)
 

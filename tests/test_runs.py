@@ -87,6 +87,13 @@ def test_a_finished_run_is_shown_again_without_training(finished):
     assert table(notebook) == table(first)
 
 
+def test_a_dry_run_only_tells_what_a_run_would_take(tmp_path):
+    code, text, notebook = papermill(tmp_path / 'notebook.ipynb', '-p', 'run', str(tmp_path / 'run'), '-p', 'dry_run', 'True', settings=SHORT, cwd=tmp_path)
+    assert code == 0, text[-5000:]
+    for said in ('470,144 parameters', 'memory of a rank, at least', '3 steps', 'leave out dry_run'): assert said in printed(notebook)
+    assert not shown(notebook, 'image/png') and not (tmp_path / 'run').exists()
+
+
 def test_an_unknown_parameter_is_an_error(tmp_path):
     code, text, notebook = papermill(tmp_path / 'notebook.ipynb', '-p', 'run', str(tmp_path / 'run'), '-p', 'metod', 'grpo', settings=SHORT, cwd=tmp_path)
     message = "there is no setting 'metod'; did you mean 'method'?"
