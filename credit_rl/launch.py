@@ -131,7 +131,8 @@ def launch_command(
     else:
         hosts = read_hostfile(hostfile)
         if sum(hosts.values()) != ranks: raise ValueError(f'{hostfile} has {sum(hosts.values())} slots, but the run has ranks={ranks}')
-        start = ['deepspeed.launcher.runner', '--hostfile', str(hostfile), '--force_multi', '--no_local_rank', '--module', module]
+        alone = [] if len(hosts) > 1 else ['--no_ssh_check', '--master_addr', '127.0.0.1'] if 'localhost' in hosts else ['--force_multi']   # one host, this one or another
+        start = ['deepspeed.launcher.runner', '--hostfile', str(hostfile), *alone, '--no_local_rank', '--module', module]
     return [sys.executable, '-m', *start, *arguments]
 
 def _free_port():
