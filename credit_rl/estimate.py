@@ -48,15 +48,16 @@ class Plan:
     checkpointing: bool = False  # of gradients
     offload: bool = False  # the optimiser's part lies in the host's memory
     acting: int = 0        # tokens of the trajectories that one rank plays at once
+    share: float = 1.      # of the parameters that is trained
 
 # %% ../nbs/04_estimate.ipynb #c012
 def model_memory(sizes, plan):
     "Bytes on one rank of what lies there all the time: dict of weights, gradients, optimiser, frozen models, acting copy."
     p, n, stage = sizes.parameters, plan.ranks, plan.stage or 0
     part = lambda least: n if stage >= least else 1
-    trained = 2 if plan.critic else 1
-    optimiser = 12 if stage >= 1 else 2 * plan.width
-    return {'weights': trained * plan.width * p / part(3), 'gradients': trained * plan.width * p / part(2), 'optimiser': trained * optimiser * p / part(1),
+    models = 2 if plan.critic else 1
+    trained, optimiser = models * plan.share * p, 12 if stage >= 1 else 2 * plan.width
+    return {'weights': models * plan.width * p / part(3), 'gradients': plan.width * trained / part(2), 'optimiser': optimiser * trained / part(1),
             'frozen models': plan.frozen * plan.width * p / part(3), 'acting copy': plan.width * p if stage == 3 else 0}
 
 # %% ../nbs/04_estimate.ipynb #c015
@@ -74,7 +75,7 @@ def memory(sizes, plan):
     host = lies.pop('optimiser') if plan.offload else 0
     rank = sum(lies.values()) + max(works['activations'] + works['head'], works['keys and values'])
     stage, trained = plan.stage or 0, 2 if plan.critic else 1
-    saved = trained * sizes.parameters * (plan.width + (12 if stage >= 1 else 2 * plan.width))
+    saved = trained * sizes.parameters * (plan.width + plan.share * (12 if stage >= 1 else 2 * plan.width))
     return {**lies, **works, 'rank': rank, 'host': host, 'checkpoint': saved}
 
 # %% ../nbs/04_estimate.ipynb #c022

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['CODE', 'Config', 'make_config', 'read_parameters', 'enter_project', 'check', 'Stage', 'tiny_worlds', 'known_worlds',
            'set_stage', 'real_questions', 'real_search', 'real_passages', 'draw_questions', 'options_of', 'train_step',
-           'kl_from_base', 'make_learner', 'collapsed', 'finished', 'plan_of', 'examine', 'train', 'main']
+           'kl_from_base', 'add_lora', 'make_learner', 'collapsed', 'finished', 'plan_of', 'examine', 'train', 'main']
 
 # %% ../nbs/55_train.ipynb #c002
 import contextlib, copy, dataclasses, difflib, json, os, random, re, shutil, sys, time
@@ -71,6 +71,7 @@ class _Host(_Task):
     hostfile: str = None         # several hosts, a line 'name slots=8' for each; None: all ranks on this host
     stage: int = 2               # of ZeRO, 0 to 3
     deepspeed: dict = field(default_factory=dict)  # further entries of DeepSpeed's configuration
+    lora: dict = field(default_factory=dict)  # of peft's LoraConfig, e.g. {'r': 16}: only low-rank additions are trained; {}: all weights
     gradient_checkpointing: bool = False  # less memory for a third more time
     act_rows: int = 256          # conversations that a rank plays at once; others wait
     tflops: float = 100.         # 10¹² FLOPs a second that one rank is taken to do, for the estimate
@@ -462,7 +463,24 @@ def _keep_rollouts(step, trajectories, rewards, layout, credit, count, log):
     log.turns(step, [{'kind': 'train', 'trajectory': to_json(t), 'advantages': _turn_values(layout, credit.advantages, i), 'reward': float(rewards['outcome'][i])}
                      for i, t in enumerate(trajectories) if int(layout.groups[i]) < count])
 
-# %% ../nbs/55_train.ipynb #c050
+# %% ../nbs/55_train.ipynb #c051
+_LINEAR = ['q_proj', 'k_proj', 'v_proj', 'o_proj', 'gate_proj', 'up_proj', 'down_proj']
+
+def add_lora(
+    model,     # Hugging Face causal model, changed in place
+    settings,  # dict, of peft's LoraConfig; target_modules: all linear layers of Qwen's and Llama's kind
+    seed=0,    # of the additions' first factors
+):
+    "Put low-rank additions into a model and freeze all else. Raises ImportError without the extra `train`, ValueError on settings that peft does not take."
+    try: from peft import LoraConfig, inject_adapter_in_model
+    except ImportError as e: raise ImportError('lora needs peft: pip install credit_rl[train]') from e
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        try: inject_adapter_in_model(LoraConfig(**{'target_modules': _LINEAR, **settings}), model)
+        except TypeError as e: raise ValueError(f'lora: {e}') from e
+    for name, p in model.named_parameters(): p.requires_grad_('.lora_' in name)
+
+# %% ../nbs/55_train.ipynb #c052
 def _model_folder(config): return str(Path(config.run)/'base') if config.model == 'tiny' else config.model
 
 def make_learner(config, method, model):
@@ -482,7 +500,7 @@ def make_learner(config, method, model):
             if m is not None: m.gradient_checkpointing_enable({'use_reentrant': False})
     return Learner(*parts) if c.learner == 'plain' else DeepSpeedLearner(*parts, stage=c.stage, dtype=c.dtype, settings=c.deepspeed)
 
-# %% ../nbs/55_train.ipynb #c057
+# %% ../nbs/55_train.ipynb #c060
 def collapsed(rates, share=0.25, window=5):
     "Whether the mean of the last `window` answer rates is below `share` of the best earlier window's (which must reach 0.2)."
     if len(rates) < 2 * window: return False
@@ -490,15 +508,15 @@ def collapsed(rates, share=0.25, window=5):
     best = max(means[:-window])
     return best >= 0.2 and means[-1] < share * best
 
-# %% ../nbs/55_train.ipynb #c059
+# %% ../nbs/55_train.ipynb #c062
 _MAY_CHANGE = ('steps', 'resume', 'run', 'threads', 'eval_every', 'keep', 'track', 'hostfile', 'act_rows', 'tflops', 'dry_run')  # in a run that is resumed
 
-# %% ../nbs/55_train.ipynb #c060
+# %% ../nbs/55_train.ipynb #c063
 def _note_params(log, config):
     "Write a run's parameters, or compare them with those it was begun with. Raises ValueError naming what changed."
     log.write_params({k: list(v) if isinstance(v, tuple) else v for k, v in vars(config).items()}, _MAY_CHANGE)
 
-# %% ../nbs/55_train.ipynb #c061
+# %% ../nbs/55_train.ipynb #c064
 class _Silent:
     "The log of a rank that writes nothing."
     elapsed = 0.
@@ -510,7 +528,7 @@ class _Silent:
     def cut(self, step): pass
     def timed(self, stage): return contextlib.nullcontext()
 
-# %% ../nbs/55_train.ipynb #c062
+# %% ../nbs/55_train.ipynb #c065
 class _Run:
     "A run under way: stage, engine, learner, log, and what the loop remembers between steps. All ranks go through the same calls."
 
@@ -522,6 +540,7 @@ class _Run:
         real = None if config.data == 'tiny' else (real_questions(config), real_search(config))   # bad data leave no parameters behind
         _note_params(self.log, config)
         self.stage = ranks.in_turn(lambda: set_stage(config, self.say, real))       # the first makes the base that the others load
+        if config.lora: add_lora(self.stage.model, config.lora, config.seed)
         pieces = config.learner == 'deepspeed' and config.stage == 3
         acting = copy.deepcopy(self.stage.model).eval() if pieces else self.stage.model  # one that is whole
         self.learner = make_learner(config, self.method, self.stage.model)
@@ -550,7 +569,7 @@ class _Run:
         self.memory = json.loads((Path(path)/'memory.json').read_text())
         self.engine.load(self.learner.weights())
 
-# %% ../nbs/55_train.ipynb #c063
+# %% ../nbs/55_train.ipynb #c066
 def _dev(run, step, logged):
     "Evaluate on dev questions, log the step, and keep a checkpoint (the best under that name)."
     with run.log.timed('dev'): scores, _ = run.evaluate('dev')
@@ -561,7 +580,7 @@ def _dev(run, step, logged):
     run.checkpoint(step, 'best' if better else None)
     return scores['em']
 
-# %% ../nbs/55_train.ipynb #c064
+# %% ../nbs/55_train.ipynb #c067
 def _begin(run):
     "Resume from the newest checkpoint, or evaluate the base. Returns the first step to take."
     found, best = run.ranks.once(lambda: (latest_checkpoint(run.log.folder), named_checkpoint(run.log.folder, 'best')))
@@ -577,11 +596,11 @@ def _begin(run):
     run.say(f'base: EM {run.memory["base"]["em"]:.3f} on {len(groups)} test questions, {em:.3f} on dev')
     return 1
 
-# %% ../nbs/55_train.ipynb #c065
+# %% ../nbs/55_train.ipynb #c068
 CODE = ('outcome', 'folr', 'information_gain', 'potentials', 'prs', 'turn_rewards', 'advantages', 'smdp', 'vspo', 'scoring', 'layout', 'losses', 'critics', 'learner', 'methods',
         'rollout', 'engine', 'tiny', 'train')  # modules whose change makes a run's results old
 
-# %% ../nbs/55_train.ipynb #c066
+# %% ../nbs/55_train.ipynb #c069
 def _finish(run):
     "Evaluate the best checkpoint on the test questions and write the summary. Returns it."
     step, path = run.ranks.once(lambda: named_checkpoint(run.log.folder, 'best'))
@@ -601,7 +620,7 @@ def _finish(run):
             + f'), the checkpoint of step {step}; {run.log.elapsed:.0f} s')
     return summary
 
-# %% ../nbs/55_train.ipynb #c067
+# %% ../nbs/55_train.ipynb #c070
 def finished(config):
     "Whether `config` resumes a run that is complete: its summary is there and has as many steps (or says that it collapsed)."
     path = Path(config.run)/'summary.json'
@@ -609,7 +628,7 @@ def finished(config):
     summary = json.loads(path.read_text())
     return summary['steps'] >= config.steps or summary['collapsed']
 
-# %% ../nbs/55_train.ipynb #c068
+# %% ../nbs/55_train.ipynb #c071
 def _compare_params(config):
     "Refuse to show a finished run's results as those of other parameters; settings that it did not know yet don't count."
     import yaml
@@ -617,7 +636,7 @@ def _compare_params(config):
     changed = [f'{k}: {before[k]!r} before, {now[k]!r} now' for k in before if k in now and k not in _MAY_CHANGE and before[k] != now[k]]
     if changed: raise ValueError(f'{config.run} holds a finished run with other parameters ({"; ".join(changed)}): give the same, or choose another name')
 
-# %% ../nbs/55_train.ipynb #c070
+# %% ../nbs/55_train.ipynb #c073
 def plan_of(config):
     "What of a configuration the estimate depends on: `Plan`."
     c, method = config, get_method(config.method)
@@ -626,7 +645,16 @@ def plan_of(config):
     copied = 'teacher' in method.sees and (c.teacher != 'self' or c.teacher_every != 1)
     acting = min(c.act_rows, -(-c.questions_per_step // c.ranks) * c.group_size) * c.max_tokens
     return Plan(c.stage if c.learner == 'deepspeed' else None, c.ranks, 4 if c.dtype == 'float32' else 2, own, int(bool(c.log_kl or weight)) + copied, c.row_tokens,
-                c.gradient_checkpointing, 'offload_optimizer' in c.deepspeed.get('zero_optimization', {}), acting)
+                c.gradient_checkpointing, 'offload_optimizer' in c.deepspeed.get('zero_optimization', {}), acting, _lora_share(c))
+
+def _lora_share(c):
+    "Share of the parameters that is trained."
+    if not c.lora or c.model == 'tiny': return 1.
+    from transformers import AutoConfig, AutoModelForCausalLM
+    with torch.device('meta'): model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(c.model))
+    whole = sum(p.numel() for p in model.parameters())
+    add_lora(model, {**c.lora, 'init_lora_weights': False})
+    return sum(p.numel() for p in model.parameters() if p.requires_grad) / whole
 
 def _forecast(c):
     "The estimate of a run, as lines."
@@ -638,7 +666,7 @@ def _forecast(c):
 
 def _is_large(config): return config.model != 'tiny' and read_sizes(config.model).parameters > 2e7
 
-# %% ../nbs/55_train.ipynb #c071
+# %% ../nbs/55_train.ipynb #c074
 def examine(config, say=print):
     "Look at all that a run needs, without starting it, and say what it would take. Returns its folder. Raises ValueError naming all that is missing."
     check(config)
@@ -670,7 +698,7 @@ def _missing_room(c, needs):
         if needs['rank'] > size: wrong.append(f'GPU {i} has {size / 1e9:.1f} GB, but a rank needs at least {needs["rank"] / 1e9:.1f} GB')
     return wrong
 
-# %% ../nbs/55_train.ipynb #c075
+# %% ../nbs/55_train.ipynb #c078
 def train(
     config,    # Config, or a dict of its settings
     say=None,  # function called with lines of text; None: print
@@ -699,7 +727,7 @@ def _train(config, say, ranks):
     ranks.wait()
     return run.log.folder
 
-# %% ../nbs/55_train.ipynb #c076
+# %% ../nbs/55_train.ipynb #c079
 def _steps(run, first):
     "Take the steps from `first` on, until the run is over or has collapsed."
     config, since = run.config, time.monotonic()
@@ -718,7 +746,7 @@ def _steps(run, first):
             run.say(f'stopped at step {step}: the answer rate of the last 5 steps fell below {config.collapse:.0%} of its best; try a smaller learning rate, or a KL term')
             return
 
-# %% ../nbs/55_train.ipynb #c077
+# %% ../nbs/55_train.ipynb #c080
 def _launch(config, say):
     "Start the ranks of a run and wait for its summary. Returns the run folder."
     import yaml
@@ -730,7 +758,7 @@ def _launch(config, say):
     launch(command, log.folder, log.folder/'summary.json', say, environment={} if torch.cuda.is_available() or sys.platform != 'linux' or config.hostfile else {'GLOO_SOCKET_IFNAME': 'lo'})
     return log.folder
 
-# %% ../nbs/55_train.ipynb #c083
+# %% ../nbs/55_train.ipynb #c086
 def main(arguments=None):
     "`python -m credit_rl.train setting=value …`, values as in YAML; `--params FILE` reads a YAML file of settings first."
     import argparse, yaml
@@ -745,5 +773,5 @@ def main(arguments=None):
         train(settings | {name: yaml.safe_load(value) for name, value in (text.split('=', 1) for text in given.settings)})
     except (ValueError, OSError, yaml.YAMLError, LaunchError) as e: sys.exit(f'credit_rl.train: {e}')
 
-# %% ../nbs/55_train.ipynb #c084
+# %% ../nbs/55_train.ipynb #c087
 if __name__ == '__main__' and '__file__' in globals(): main()  # a notebook has no file
