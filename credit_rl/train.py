@@ -464,6 +464,14 @@ def _keep_rollouts(step, trajectories, rewards, layout, credit, count, log):
                      for i, t in enumerate(trajectories) if int(layout.groups[i]) < count])
 
 # %% ../nbs/55_train.ipynb #c051
+@contextlib.contextmanager
+def _seeded(seed):
+    "Draw what torch draws at random from a seed, whatever was drawn before."
+    with torch.random.fork_rng([torch.cuda.current_device()] if torch.cuda.is_available() else []):
+        torch.manual_seed(seed)
+        yield
+
+# %% ../nbs/55_train.ipynb #c052
 _LINEAR = ['q_proj', 'k_proj', 'v_proj', 'o_proj', 'gate_proj', 'up_proj', 'down_proj']
 
 def add_lora(
@@ -474,13 +482,12 @@ def add_lora(
     "Put low-rank additions into a model and freeze all else. Raises ImportError without the extra `train`, ValueError on settings that peft does not take."
     try: from peft import LoraConfig, inject_adapter_in_model
     except ImportError as e: raise ImportError('lora needs peft: pip install credit_rl[train]') from e
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
+    with _seeded(seed):
         try: inject_adapter_in_model(LoraConfig(**{'target_modules': _LINEAR, **settings}), model)
         except TypeError as e: raise ValueError(f'lora: {e}') from e
     for name, p in model.named_parameters(): p.requires_grad_('.lora_' in name)
 
-# %% ../nbs/55_train.ipynb #c052
+# %% ../nbs/55_train.ipynb #c053
 def _model_folder(config): return str(Path(config.run)/'base') if config.model == 'tiny' else config.model
 
 def make_learner(config, method, model):
@@ -488,7 +495,7 @@ def make_learner(config, method, model):
     c, loss = config, dataclasses.replace(method.loss, **config.loss, **{k: v for k in ('average', 'kl') if (v := getattr(config, k)) is not None})
     reference = load_model(_model_folder(c), c.dtype)[0] if c.log_kl or loss.kl else None
     given = {k: v for k, v in (('kind', c.critic), ('mix', c.critic_mix)) if v is not None}
-    critic = make_critic(model, **{**method.critic, **given}) if method.critic else None
+    with _seeded(seed_of('critic', c.seed)): critic = make_critic(model, **{**method.critic, **given}) if method.critic else None
     asks = 'teacher' in method.sees
     teacher = load_model(c.teacher, c.dtype)[0] if asks and c.teacher != 'self' else None
     every = (max(1, round(.4 * c.steps)) if c.teacher_every is None else c.teacher_every) if asks and c.teacher == 'self' else None
@@ -500,7 +507,7 @@ def make_learner(config, method, model):
             if m is not None: m.gradient_checkpointing_enable({'use_reentrant': False})
     return Learner(*parts) if c.learner == 'plain' else DeepSpeedLearner(*parts, stage=c.stage, dtype=c.dtype, settings=c.deepspeed)
 
-# %% ../nbs/55_train.ipynb #c060
+# %% ../nbs/55_train.ipynb #c063
 def collapsed(rates, share=0.25, window=5):
     "Whether the mean of the last `window` answer rates is below `share` of the best earlier window's (which must reach 0.2)."
     if len(rates) < 2 * window: return False
@@ -508,15 +515,15 @@ def collapsed(rates, share=0.25, window=5):
     best = max(means[:-window])
     return best >= 0.2 and means[-1] < share * best
 
-# %% ../nbs/55_train.ipynb #c062
+# %% ../nbs/55_train.ipynb #c065
 _MAY_CHANGE = ('steps', 'resume', 'run', 'threads', 'eval_every', 'keep', 'track', 'hostfile', 'act_rows', 'tflops', 'dry_run')  # in a run that is resumed
 
-# %% ../nbs/55_train.ipynb #c063
+# %% ../nbs/55_train.ipynb #c066
 def _note_params(log, config):
     "Write a run's parameters, or compare them with those it was begun with. Raises ValueError naming what changed."
     log.write_params({k: list(v) if isinstance(v, tuple) else v for k, v in vars(config).items()}, _MAY_CHANGE)
 
-# %% ../nbs/55_train.ipynb #c064
+# %% ../nbs/55_train.ipynb #c067
 class _Silent:
     "The log of a rank that writes nothing."
     elapsed = 0.
@@ -528,7 +535,7 @@ class _Silent:
     def cut(self, step): pass
     def timed(self, stage): return contextlib.nullcontext()
 
-# %% ../nbs/55_train.ipynb #c065
+# %% ../nbs/55_train.ipynb #c068
 class _Run:
     "A run under way: stage, engine, learner, log, and what the loop remembers between steps. All ranks go through the same calls."
 
@@ -569,7 +576,7 @@ class _Run:
         self.memory = json.loads((Path(path)/'memory.json').read_text())
         self.engine.load(self.learner.weights())
 
-# %% ../nbs/55_train.ipynb #c066
+# %% ../nbs/55_train.ipynb #c069
 def _dev(run, step, logged):
     "Evaluate on dev questions, log the step, and keep a checkpoint (the best under that name)."
     with run.log.timed('dev'): scores, _ = run.evaluate('dev')
@@ -580,7 +587,7 @@ def _dev(run, step, logged):
     run.checkpoint(step, 'best' if better else None)
     return scores['em']
 
-# %% ../nbs/55_train.ipynb #c067
+# %% ../nbs/55_train.ipynb #c070
 def _begin(run):
     "Resume from the newest checkpoint, or evaluate the base. Returns the first step to take."
     found, best = run.ranks.once(lambda: (latest_checkpoint(run.log.folder), named_checkpoint(run.log.folder, 'best')))
@@ -596,11 +603,11 @@ def _begin(run):
     run.say(f'base: EM {run.memory["base"]["em"]:.3f} on {len(groups)} test questions, {em:.3f} on dev')
     return 1
 
-# %% ../nbs/55_train.ipynb #c068
+# %% ../nbs/55_train.ipynb #c071
 CODE = ('outcome', 'folr', 'information_gain', 'potentials', 'prs', 'turn_rewards', 'advantages', 'smdp', 'vspo', 'scoring', 'layout', 'losses', 'critics', 'learner', 'methods',
         'rollout', 'engine', 'tiny', 'train')  # modules whose change makes a run's results old
 
-# %% ../nbs/55_train.ipynb #c069
+# %% ../nbs/55_train.ipynb #c072
 def _finish(run):
     "Evaluate the best checkpoint on the test questions and write the summary. Returns it."
     step, path = run.ranks.once(lambda: named_checkpoint(run.log.folder, 'best'))
@@ -620,7 +627,7 @@ def _finish(run):
             + f'), the checkpoint of step {step}; {run.log.elapsed:.0f} s')
     return summary
 
-# %% ../nbs/55_train.ipynb #c070
+# %% ../nbs/55_train.ipynb #c073
 def finished(config):
     "Whether `config` resumes a run that is complete: its summary is there and has as many steps (or says that it collapsed)."
     path = Path(config.run)/'summary.json'
@@ -628,7 +635,7 @@ def finished(config):
     summary = json.loads(path.read_text())
     return summary['steps'] >= config.steps or summary['collapsed']
 
-# %% ../nbs/55_train.ipynb #c071
+# %% ../nbs/55_train.ipynb #c074
 def _compare_params(config):
     "Refuse to show a finished run's results as those of other parameters; settings that it did not know yet don't count."
     import yaml
@@ -636,7 +643,7 @@ def _compare_params(config):
     changed = [f'{k}: {before[k]!r} before, {now[k]!r} now' for k in before if k in now and k not in _MAY_CHANGE and before[k] != now[k]]
     if changed: raise ValueError(f'{config.run} holds a finished run with other parameters ({"; ".join(changed)}): give the same, or choose another name')
 
-# %% ../nbs/55_train.ipynb #c073
+# %% ../nbs/55_train.ipynb #c076
 def plan_of(config):
     "What of a configuration the estimate depends on: `Plan`."
     c, method = config, get_method(config.method)
@@ -666,7 +673,7 @@ def _forecast(c):
 
 def _is_large(config): return config.model != 'tiny' and read_sizes(config.model).parameters > 2e7
 
-# %% ../nbs/55_train.ipynb #c074
+# %% ../nbs/55_train.ipynb #c077
 def examine(config, say=print):
     "Look at all that a run needs, without starting it, and say what it would take. Returns its folder. Raises ValueError naming all that is missing."
     check(config)
@@ -698,7 +705,7 @@ def _missing_room(c, needs):
         if needs['rank'] > size: wrong.append(f'GPU {i} has {size / 1e9:.1f} GB, but a rank needs at least {needs["rank"] / 1e9:.1f} GB')
     return wrong
 
-# %% ../nbs/55_train.ipynb #c078
+# %% ../nbs/55_train.ipynb #c081
 def train(
     config,    # Config, or a dict of its settings
     say=None,  # function called with lines of text; None: print
@@ -727,7 +734,7 @@ def _train(config, say, ranks):
     ranks.wait()
     return run.log.folder
 
-# %% ../nbs/55_train.ipynb #c079
+# %% ../nbs/55_train.ipynb #c082
 def _steps(run, first):
     "Take the steps from `first` on, until the run is over or has collapsed."
     config, since = run.config, time.monotonic()
@@ -746,7 +753,7 @@ def _steps(run, first):
             run.say(f'stopped at step {step}: the answer rate of the last 5 steps fell below {config.collapse:.0%} of its best; try a smaller learning rate, or a KL term')
             return
 
-# %% ../nbs/55_train.ipynb #c080
+# %% ../nbs/55_train.ipynb #c083
 def _launch(config, say):
     "Start the ranks of a run and wait for its summary. Returns the run folder."
     import yaml
@@ -758,7 +765,7 @@ def _launch(config, say):
     launch(command, log.folder, log.folder/'summary.json', say, environment={} if torch.cuda.is_available() or sys.platform != 'linux' or config.hostfile else {'GLOO_SOCKET_IFNAME': 'lo'})
     return log.folder
 
-# %% ../nbs/55_train.ipynb #c086
+# %% ../nbs/55_train.ipynb #c089
 def main(arguments=None):
     "`python -m credit_rl.train setting=value …`, values as in YAML; `--params FILE` reads a YAML file of settings first."
     import argparse, yaml
@@ -773,5 +780,5 @@ def main(arguments=None):
         train(settings | {name: yaml.safe_load(value) for name, value in (text.split('=', 1) for text in given.settings)})
     except (ValueError, OSError, yaml.YAMLError, LaunchError) as e: sys.exit(f'credit_rl.train: {e}')
 
-# %% ../nbs/55_train.ipynb #c087
+# %% ../nbs/55_train.ipynb #c090
 if __name__ == '__main__' and '__file__' in globals(): main()  # a notebook has no file
