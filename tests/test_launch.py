@@ -9,7 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from credit_rl.evaluate import load_model
 from credit_rl.runlog import latest_checkpoint, read_metrics, read_turns, same_metrics
 from credit_rl.train import check, make_config, train
 
@@ -23,7 +25,9 @@ SHORT = dict(model=str(ROOT / 'data' / 'tiny_base'), steps=3, eval_every=2, ques
 KINDS = {'plain': {}, 'one rank, stage 2': dict(learner='deepspeed', stage=2), 'two ranks, stage 2': dict(learner='deepspeed', stage=2, ranks=2),
          'plain, checkpointing': dict(gradient_checkpointing=True),
          'two ranks, stage 3': dict(learner='deepspeed', stage=3, ranks=2, gradient_checkpointing=True, deepspeed={'zero_optimization': {'stage3_param_persistence_threshold': 0}})}
-OTHERS = [kind for kind in KINDS if kind != 'plain']
+ADAPTED = dict(method='carl', lora={'r': 4}, learning_rate=1e-3)   # a critic on a backbone of which only additions are trained
+KINDS |= {'plain, adapted': ADAPTED, 'two ranks, stage 3, adapted': {**ADAPTED, **dict(learner='deepspeed', stage=3, ranks=2)}}
+OTHERS = [kind for kind in KINDS if not kind.startswith('plain') or 'checkpointing' in kind]
 
 
 def start(folder, settings, **how):
@@ -77,7 +81,7 @@ def results(folder):
 
 @pytest.mark.parametrize('kind', OTHERS)
 def test_a_run_has_the_numbers_of_the_plain_one(runs, kind):
-    (plain, _), (folder, _) = runs('plain'), runs(kind)
+    (plain, _), (folder, _) = runs('plain, adapted' if 'adapted' in kind else 'plain'), runs(kind)
     first, second = read_metrics(plain), read_metrics(folder)
     assert [line for line in same_metrics(plain, folder, 1e-4) if 'grad_norm' not in line] == []
     assert first.grad_norm.tolist() == pytest.approx(second.grad_norm.tolist(), rel=1e-4, nan_ok=True)   # its size is in the hundreds
@@ -87,6 +91,14 @@ def test_a_run_has_the_numbers_of_the_plain_one(runs, kind):
     ids = lambda f: [[turn['action_ids'] for turn in row['trajectory']['turns']] for row in read_turns(f)]
     assert ids(plain) == ids(folder)
     assert results(folder) == results(plain)
+
+
+def test_only_additions_are_trained(runs):
+    state = torch.load(latest_checkpoint(runs('plain, adapted')[0])[1] / 'learner.pt', weights_only=True)['scorer']
+    base = dict(load_model(SHORT['model'])[0].named_parameters())
+    kept = {name.removeprefix('model.').replace('.base_layer', ''): w for name, w in state.items() if 'lora_' not in name}
+    assert all(torch.equal(kept[name], w) for name, w in base.items())
+    assert all(w.abs().max() > 0 for name, w in state.items() if 'lora_B' in name)       # they began as zero
 
 
 def test_progress_is_passed_on_and_everything_is_kept(runs):
