@@ -141,6 +141,17 @@ def test_ending_the_caller_ends_the_ranks(tmp_path, how):
     assert process.returncode != 0 and gone(family)
 
 
+def test_ranks_end_with_their_launcher(tmp_path):
+    process = start(tmp_path / 'run', {**KINDS['two ranks, stage 2'], 'steps': 100000})
+    read_until(process, 'base: EM')
+    ranks, (launcher,) = ranks_of(process), psutil.Process(process.pid).children()
+    assert sorted(ranks) == [0, 1] and launcher.pid not in [p.pid for p in ranks.values()]
+    launcher.kill()
+    assert gone(list(ranks.values()))
+    said = process.communicate()[0]
+    assert process.returncode != 0 and 'ended without summary.json' in said
+
+
 def test_a_disk_that_takes_no_checkpoint_ends_the_run_with_the_reason(tmp_path):
     limit = 300_000  # bytes of a file: enough for all but a checkpoint
     process = start(tmp_path / 'run', KINDS['two ranks, stage 2'], preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)))
