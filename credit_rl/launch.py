@@ -51,6 +51,8 @@ class Ranks:
         self.each(list(range(self.count)), lambda mine: mine)
 
 # %% ../nbs/03_launch.ipynb #c008
+_CALLER = 'CREDIT_RL_CALLER'   # environment variable: process id of the one that asked for the run
+
 def is_rank():
     "Whether a launcher started this process as one of several ranks."
     return 'RANK' in os.environ and 'WORLD_SIZE' in os.environ
@@ -67,10 +69,13 @@ def join_ranks(count):
     return Ranks(dist.get_rank(), count)
 
 def _end_with_parent():
-    "Watch the process that started this one; end when it is gone."
-    parent = os.getppid()
+    "Watch the process that started this one, and on the same host the one that asked for the run; end when either is gone."
+    parent, caller = os.getppid(), int(os.environ.get(_CALLER, 0))
     def watch():
-        while os.getppid() == parent: time.sleep(1)
+        with contextlib.suppress(ProcessLookupError):
+            while os.getppid() == parent:
+                if caller: os.kill(caller, 0)          # asks, and does nothing else
+                time.sleep(1)
         os.kill(os.getpid(), signal.SIGKILL)
     threading.Thread(target=watch, daemon=True).start()
 
@@ -196,7 +201,7 @@ def launch(
     shutil.rmtree(folder/'errors', ignore_errors=True)
     with open(folder/'ranks.log', 'w') as log, _sigterm_interrupts():
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors='replace', start_new_session=True,
-                                   env={**os.environ, 'PYTHONUNBUFFERED': '1', **(environment or {})})
+                                   env={**os.environ, 'PYTHONUNBUFFERED': '1', _CALLER: str(os.getpid()), **(environment or {})})
         try:
             for line in _lines(process):
                 log.write(line)

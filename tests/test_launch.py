@@ -30,11 +30,24 @@ KINDS |= {'plain, adapted': ADAPTED, 'two ranks, stage 3, adapted': {**ADAPTED, 
 OTHERS = [kind for kind in KINDS if not kind.startswith('plain') or 'checkpointing' in kind]
 
 
+STARTED = []
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_running():
+    "A test that failed half-way leaves no run behind."
+    yield
+    for process in STARTED:
+        if process.poll() is None: process.kill()
+    STARTED.clear()
+
+
 def start(folder, settings, **how):
     "The run as a process of its own; its output can be read."
     command = [sys.executable, '-m', 'credit_rl.train', *(f'{k}={json.dumps(v)}' for k, v in {**SHORT, **settings, 'run': str(folder)}.items())]
-    return subprocess.Popen(command, cwd=ROOT, env={**os.environ, 'CUDA_VISIBLE_DEVICES': '', 'OMP_NUM_THREADS': '1', 'PYTHONUNBUFFERED': '1'}, text=True,
-                            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **how)
+    STARTED.append(process := subprocess.Popen(command, cwd=ROOT, env={**os.environ, 'CUDA_VISIBLE_DEVICES': '', 'OMP_NUM_THREADS': '1', 'PYTHONUNBUFFERED': '1'}, text=True,
+                            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **how))
+    return process
 
 
 def read_until(process, words):
@@ -150,6 +163,18 @@ def test_ranks_end_with_their_launcher(tmp_path):
     assert gone(list(ranks.values()))
     said = process.communicate()[0]
     assert process.returncode != 0 and 'ended without summary.json' in said
+
+
+def test_a_rank_ends_with_the_one_that_asked_for_the_run():
+    "Also if it says nothing for a long time, and its launcher stays."
+    asked = subprocess.Popen(['sleep', '600'])
+    rank = subprocess.Popen([sys.executable, '-c', 'import time\nfrom credit_rl.launch import _end_with_parent\n_end_with_parent()\nprint("here", flush=True)\ntime.sleep(600)'],
+                            cwd=ROOT, env={**os.environ, 'CREDIT_RL_CALLER': str(asked.pid)}, stdout=subprocess.PIPE, text=True)
+    STARTED.extend((asked, rank))
+    assert rank.stdout.readline() == 'here\n' and rank.poll() is None
+    asked.kill()
+    asked.wait()
+    assert rank.wait(60) == -signal.SIGKILL
 
 
 def test_a_disk_that_takes_no_checkpoint_ends_the_run_with_the_reason(tmp_path):
