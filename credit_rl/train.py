@@ -5,19 +5,21 @@
 # %% auto #0
 __all__ = ['CODE', 'Config', 'make_config', 'read_parameters', 'enter_project', 'check', 'Stage', 'tiny_worlds', 'known_worlds',
            'set_stage', 'real_questions', 'real_search', 'real_passages', 'draw_questions', 'options_of', 'train_step',
-           'kl_from_base', 'make_learner', 'collapsed', 'finished', 'train', 'main']
+           'kl_from_base', 'add_lora', 'make_learner', 'collapsed', 'finished', 'plan_of', 'examine', 'train', 'main']
 
 # %% ../nbs/55_train.ipynb #c002
-import dataclasses, difflib, json, os, random, re, sys, time
+import contextlib, copy, dataclasses, difflib, json, os, random, re, shutil, sys, time
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 import torch
 from .datasets import get_benchmark, load_corpus, load_questions, subsample
 from .engine import HFEngine, Sampling, seed_of
+from .estimate import Plan, describe, memory, read_sizes, step_seconds
 from .evaluate import check_model, evaluate, is_searched, load_model, load_tokenizer, make_environment, open_search, read_template, summarize
+from .launch import LaunchError, Ranks, is_rank, join_ranks, keep_traceback, launch, launch_command, read_hostfile, speak
 from .layout import AVERAGES, pack, take
-from .learner import Credit, Learner, Loss, Optimiser, make_critic
+from .learner import Credit, DeepSpeedLearner, Learner, Loss, Optimiser, make_critic
 from .losses import kl
 from .methods import extra_passes, get_method, make_judge
 from .metrics import benchmark_metric
@@ -28,7 +30,7 @@ from .protocol import PROTOCOLS, Chat
 from .retrieval import BM25
 from .rollout import rollout
 from .prs import PRS_TAGS
-from .runlog import RunLog, check_trackers, latest_checkpoint, module_hashes, named_checkpoint, save_checkpoint
+from .runlog import RunLog, atomic_write, check_trackers, latest_checkpoint, module_hashes, named_checkpoint, save_checkpoint
 from .scoring import answer_header, gold_templates
 from .tiny import ceiling, make_base, tiny_environment
 from .trajectory import to_json
@@ -38,8 +40,8 @@ from .world import make_world
 @dataclass
 class _Task:
     "What is asked, and who acts."
-    data: str = 'tiny'           # 'tiny', or a data set of 10_datasets
-    path: str = None             # its file or folder; None: by name from the hub
+    data: str = 'tiny'           # 'tiny', a data set of 10_datasets, or several as in 'nq+hotpotqa'
+    path: str = None             # its file or folder, of several a folder that has one for each; None: by name from the hub
     train_split: str = 'train'
     dev_split: str = None        # dev questions, and test questions, which share no question with them; None: the set's own, see Benchmark
     world: dict = field(default_factory=dict)  # arguments of make_world, for data='tiny'
@@ -62,7 +64,22 @@ class _Task:
 
 # %% ../nbs/55_train.ipynb #c006
 @dataclass
-class Config(_Task):
+class _Host(_Task):
+    "What the run runs on."
+    learner: str = 'plain'       # 'plain' PyTorch on one device, or 'deepspeed'
+    ranks: int = 1               # processes, each with a GPU where there are some; one is this process itself
+    hostfile: str = None         # several hosts, a line 'name slots=8' for each; None: all ranks on this host
+    stage: int = 2               # of ZeRO, 0 to 3
+    deepspeed: dict = field(default_factory=dict)  # further entries of DeepSpeed's configuration
+    lora: dict = field(default_factory=dict)  # of peft's LoraConfig, e.g. {'r': 16}: only low-rank additions are trained; {}: all weights
+    gradient_checkpointing: bool = False  # less memory for a third more time
+    act_rows: int = 256          # conversations that a rank plays at once; others wait
+    tflops: float = 100.         # 10¹² FLOPs a second that one rank is taken to do, for the estimate
+    dry_run: bool = False        # check everything, estimate memory and time, and stop
+
+# %% ../nbs/55_train.ipynb #c007
+@dataclass
+class Config(_Host):
     "Everything that determines a training run."
     run: str = 'runs/train'      # folder of the run
     method: str = 'tspo'         # a row of METHODS
@@ -79,6 +96,7 @@ class Config(_Task):
     learning_rate: float = 5e-4
     warmup: int = 0              # optimiser updates
     weight_decay: float = 0.0
+    betas: list = field(default_factory=lambda: [0.9, 0.95])  # of AdamW
     minibatches: int = 2
     epochs: int = 1
     clip: float = 1.0            # gradient norm
@@ -102,13 +120,13 @@ class Config(_Task):
     collapse: float = 0.25       # stop when the answer rate falls below this share of its best
     threads: int = None          # of PyTorch on a CPU; None: its own choice
 
-# %% ../nbs/55_train.ipynb #c007
+# %% ../nbs/55_train.ipynb #c008
 def _numbers(value):
     "A value with strings such as '1e-3' as numbers, at any depth: YAML 1.1 takes a number without a point for text."
     if isinstance(value, dict): return {k: _numbers(v) for k, v in value.items()}
     return float(value) if isinstance(value, str) and re.fullmatch(r'[-+]?\d+(\.\d*)?[eE][-+]?\d+', value) else value
 
-# %% ../nbs/55_train.ipynb #c008
+# %% ../nbs/55_train.ipynb #c009
 def make_config(settings):
     "A `Config` from a dict. Raises ValueError on an unknown name, naming the nearest, and on values of the wrong kind."
     known = {f.name: f for f in dataclasses.fields(Config)}
@@ -124,14 +142,14 @@ def make_config(settings):
             raise ValueError(f'{name} must be a {f.type.__name__}, got {value!r}')
     return config
 
-# %% ../nbs/55_train.ipynb #c011
+# %% ../nbs/55_train.ipynb #c012
 def read_parameters(variables):
     "The `Config` set by a notebook's variables (its `globals()`): all that are plain values and not the notebook's own."
     own = ('In', 'Out', 'exit', 'quit', 'open', 'get_ipython')
     plain = (type(None), bool, int, float, str, list, dict, tuple)
     return make_config({n: v for n, v in variables.items() if not n.startswith('_') and n not in own and type(v) in plain})
 
-# %% ../nbs/55_train.ipynb #c014
+# %% ../nbs/55_train.ipynb #c015
 def enter_project():
     "Change to the project's root, the nearest folder upwards with a settings.ini, if there is one. Returns the folder that is current then."
     here = Path.cwd()
@@ -141,7 +159,7 @@ def enter_project():
             return folder
     return here
 
-# %% ../nbs/55_train.ipynb #c017
+# %% ../nbs/55_train.ipynb #c018
 def check(config):
     "Refuse a configuration that cannot work. Raises ValueError with what was got, what is wanted, and how to mend it."
     method, c = get_method(config.method), config
@@ -152,29 +170,52 @@ def check(config):
     if c.top_p < 1 or c.top_k: raise ValueError(f'training takes top_p=1 and top_k=0, got {c.top_p} and {c.top_k}: with a cut-off distribution '
                                                 'the sampled log-probabilities belong to another policy than the one that is trained')
     Sampling(temperature=c.temperature, max_tokens=c.turn_tokens)
+    if len(c.betas) != 2 or not all(0 <= b < 1 for b in c.betas): raise ValueError(f'betas are two numbers from 0 up to 1, got {c.betas}')
     check_trackers(_trackers(c))
+    _check_host(c)
     if c.average not in (None, *AVERAGES): raise ValueError(f'average must be one of {", ".join(AVERAGES)}, got {c.average!r}')
     if c.protocol not in (None, 'direct', *PROTOCOLS): raise ValueError(f'protocol must be one of direct, {", ".join(PROTOCOLS)}, got {c.protocol!r}')
     if not hasattr(torch, c.dtype): raise ValueError(f"dtype must be one of PyTorch's, such as 'float32' or 'bfloat16', got {c.dtype!r}")
     if c.data == 'tiny': _check_world(c.world, c.seed)
-    else: get_benchmark(c.data)
+    else: _check_sets(c)
     if c.model != 'tiny': check_model(c.model)
     elif c.data != 'tiny': raise ValueError(f"model='tiny' knows only the words of the tiny world; data={c.data!r} needs a model folder")
     if c.path is not None and not Path(c.path).exists(): raise ValueError(f'path {c.path!r} does not exist')
 
-# %% ../nbs/55_train.ipynb #c018
+# %% ../nbs/55_train.ipynb #c019
 def _check_numbers(c):
     "Refuse settings that are out of their range."
     lowest = {**dict.fromkeys(('questions', 'dev_questions', 'test_questions', 'max_turns', 'turn_tokens', 'max_tokens', 'passages', 'questions_per_step', 'group_size',
-                               'minibatches', 'epochs', 'row_tokens', 'eval_every', 'keep', 'threads', 'passage_tokens'), 1),
+                               'minibatches', 'epochs', 'row_tokens', 'eval_every', 'keep', 'threads', 'passage_tokens', 'ranks', 'act_rows'), 1),
               **dict.fromkeys(('steps', 'warmup', 'log_rollouts', 'kl', 'collapse'), 0)}
     for name, least in lowest.items():
         value = getattr(c, name)
         if value is not None and not value >= least: raise ValueError(f'{name} must be at least {least}, got {value}')
-    for name in ('learning_rate', 'clip'):
+    for name in ('learning_rate', 'clip', 'tflops'):
         if not getattr(c, name) > 0: raise ValueError(f'{name} must be above 0, got {getattr(c, name)}')
 
-# %% ../nbs/55_train.ipynb #c019
+# %% ../nbs/55_train.ipynb #c020
+def _sets(c): return c.data.split('+')
+
+def _check_sets(c):
+    "Refuse data sets that are unknown or cannot be mixed."
+    metrics = {(b.metric, b.rel_tol if b.metric != 'em' else None) for b in map(get_benchmark, _sets(c))}
+    if len(metrics) > 1: raise ValueError(f'{c.data} mixes sets that are scored differently ({", ".join(sorted(m for m, _ in metrics))}); train on those that are scored alike')
+    if len(_sets(c)) > 1 and not c.corpus and c.protocol != 'direct':
+        raise ValueError(f'{c.data}: several sets are searched in one place; give it as corpus (passages, what BM25.save wrote, or the url of a search server)')
+
+# %% ../nbs/55_train.ipynb #c021
+def _check_host(c):
+    "Refuse ranks without DeepSpeed, stages that there are not, a hostfile with another number of ranks."
+    if c.learner not in ('plain', 'deepspeed'): raise ValueError(f"learner is 'plain' or 'deepspeed', got {c.learner!r}")
+    if c.learner == 'plain' and c.ranks > 1: raise ValueError(f"the plain learner is one process: ranks={c.ranks} needs learner='deepspeed'")
+    if c.learner == 'plain' and c.deepspeed: raise ValueError("deepspeed holds settings of learner='deepspeed', but learner is 'plain'")
+    if c.stage not in range(4): raise ValueError(f'stage must be 0, 1, 2 or 3, got {c.stage}')
+    if c.learner == 'deepspeed' and c.dtype not in ('float32', 'bfloat16'): raise ValueError(f"with learner='deepspeed' dtype is 'float32' or 'bfloat16', got {c.dtype!r}")
+    if c.hostfile and not Path(c.hostfile).is_file(): raise ValueError(f'hostfile {c.hostfile!r} does not exist')
+    if c.hostfile and sum(read_hostfile(c.hostfile).values()) != c.ranks: raise ValueError(f'{c.hostfile} has {sum(read_hostfile(c.hostfile).values())} slots, but ranks={c.ranks}')
+
+# %% ../nbs/55_train.ipynb #c022
 def _check_world(world, seed=0):
     "Refuse arguments that `make_world` does not take, or of which it can make no world."
     known = ('size', 'hops', 'mirrors', 'parametric')
@@ -182,7 +223,7 @@ def _check_world(world, seed=0):
         if name not in known: raise ValueError(f'world takes {", ".join(known)}, got {name!r}')
     make_world('dev', seed, questions=1, **world)
 
-# %% ../nbs/55_train.ipynb #c020
+# %% ../nbs/55_train.ipynb #c023
 def _trackers(c): return [name.strip() for name in c.track.split(',') if name.strip()]
 
 def _check_method(c, method, options):
@@ -199,7 +240,7 @@ def _check_method(c, method, options):
     try: dataclasses.replace(method.loss, **c.loss)
     except TypeError: raise ValueError(f'loss takes {", ".join(f.name for f in dataclasses.fields(Loss))}, got {sorted(c.loss)}') from None
 
-# %% ../nbs/55_train.ipynb #c024
+# %% ../nbs/55_train.ipynb #c027
 @dataclass(frozen=True)
 class Stage:
     "Model, questions and environments of a run, each by part: 'train', 'dev', 'test'."
@@ -209,7 +250,7 @@ class Stage:
     environments: dict
     ceiling: dict = None  # exact match of the perfect player on the test questions, where there is one
 
-# %% ../nbs/55_train.ipynb #c025
+# %% ../nbs/55_train.ipynb #c028
 def tiny_worlds(config):
     "The tiny worlds of a run: {'train', 'dev', 'test'} -> `World`."
     sizes = {'train': config.questions, 'dev': config.dev_questions, 'test': config.test_questions}
@@ -219,7 +260,7 @@ def known_worlds(worlds):
     "Those of the worlds whose parametric facts a warm start must teach: a tuple."
     return tuple(w for w in worlds.values() if w.known)
 
-# %% ../nbs/55_train.ipynb #c026
+# %% ../nbs/55_train.ipynb #c029
 def set_stage(config, say=print, real=None):
     "Make or load model, questions and search for a run. `real`: a data set's questions and passages, if they are there already."
     c = config
@@ -236,7 +277,7 @@ def set_stage(config, say=print, real=None):
     say('ceiling of perfect play on the test questions: ' + ', '.join(f'{k} {v:.3f}' for k, v in top.items()))
     return Stage(chat, model, {part: list(w.questions) for part, w in worlds.items()}, environments, {str(k): v for k, v in top.items()})
 
-# %% ../nbs/55_train.ipynb #c027
+# %% ../nbs/55_train.ipynb #c030
 def _real_stage(c, say, parts, search):
     "The stage of a data set: its questions by part, what they are searched in, and a model from a folder."
     seen = 'nothing to search' if search is None else f'{len(search.passages)} passages' if hasattr(search, 'passages') else search.url
@@ -246,7 +287,7 @@ def _real_stage(c, say, parts, search):
                            c.history, model.config.vocab_size)
     return Stage(env.chat, model, parts, dict.fromkeys(parts, env))
 
-# %% ../nbs/55_train.ipynb #c029
+# %% ../nbs/55_train.ipynb #c032
 def real_questions(
     c,  # Config: data, path, train_split, dev_split, and how many questions of each part
 ):
@@ -255,6 +296,7 @@ def real_questions(
     Dev and test questions are drawn from `dev_split`, train questions from what they leave of `train_split`. A single file is
     all splits at once: it is shuffled by the seed, and dev and test take at most half of it. Raises ValueError on too few questions.
     """
+    if len(_sets(c)) > 1: return _mixed_questions(c, _sets(c))
     split = c.dev_split or get_benchmark(c.data).eval_split
     held, single = load_questions(c.data, c.path, split), c.path is not None and Path(c.path).is_file()
     pool = held if single or c.train_split == split else load_questions(c.data, c.path, c.train_split)
@@ -265,11 +307,21 @@ def real_questions(
     if not n or not rest: raise ValueError(f'{c.path or c.data} leaves {len(rest)} questions for training, {n} for dev and {wanted - n} for test; each part needs one at least')
     return {'train': subsample(rest, c.questions, c.seed), 'dev': held[:n], 'test': held[n:]}
 
-# %% ../nbs/55_train.ipynb #c030
+# %% ../nbs/55_train.ipynb #c033
+def _mixed_questions(c, names):
+    "The questions of several sets: all training questions in one pool, dev and test in equal parts, ids as 'set:id'."
+    place = lambda name: None if c.path is None else str(Path(c.path)/name)
+    parts = [real_questions(dataclasses.replace(c, data=name, path=place(name), questions=sys.maxsize, dev_questions=max(1, c.dev_questions // len(names)),
+                                                test_questions=max(1, c.test_questions // len(names)))) for name in names]
+    merged = {part: [dataclasses.replace(q, id=f'{q.source}:{q.id}') for found in parts for q in found[part]] for part in parts[0]}
+    return {**merged, 'train': subsample(merged['train'], c.questions, c.seed)}
+
+# %% ../nbs/55_train.ipynb #c034
 def real_search(c):
     "What is searched: `corpus`, or the path's corpus, or the paragraphs of the questions; None for a set that is asked without."
-    if not is_searched(c.data, c.protocol, c.corpus): return None
-    if c.corpus or c.path or get_benchmark(c.data).paragraphs is None: return open_search(c.data, c.path, c.corpus)[0]
+    first = _sets(c)[0]
+    if not is_searched(first, c.protocol, c.corpus): return None
+    if c.corpus or c.path or get_benchmark(first).paragraphs is None: return open_search(first, c.path, c.corpus)[0]
     return BM25(real_passages(c))
 
 def real_passages(c):
@@ -279,7 +331,7 @@ def real_passages(c):
     once = {(p.title, p.text): p for p in both}.values()
     return [dataclasses.replace(p, id=str(i)) for i, p in enumerate(once)]
 
-# %% ../nbs/55_train.ipynb #c033
+# %% ../nbs/55_train.ipynb #c039
 def draw_questions(questions, n, step, seed):
     "The `n` questions of a step (1, 2, …): epochs of all questions, each shuffled by the seed and its own number."
     chosen = []
@@ -290,32 +342,32 @@ def draw_questions(questions, n, step, seed):
         chosen.append(questions[order[1][at]])
     return chosen
 
-# %% ../nbs/55_train.ipynb #c036
+# %% ../nbs/55_train.ipynb #c042
 def options_of(config, method, chat=None):
     "A method's options for a run: those that are set, and for the others what the data's own metric and the protocol's tags say."
     options = method.settings(config.options)
     ours = {'right': 'em', 'metric': 'em'} if config.data != 'tiny' else {}
     for name, usual in ours.items():
-        if name not in config.options and options.get(name) == usual: options[name] = benchmark_metric(config.data)
+        if name not in config.options and options.get(name) == usual: options[name] = benchmark_metric(_sets(config)[0])
     if chat and 'tags' in options and 'tags' not in config.options: options['tags'] = (chat.protocol.think_tag, chat.protocol.call_tag, chat.protocol.answer_tag)
     return options
 
-# %% ../nbs/55_train.ipynb #c037
-def _act(step, c, method, options, stage, engine, log):
-    "Rollouts of a step and what their text earned: groups, rewards, indices of those kept, weights. A sampling with `draws` asks again until enough are kept."
+# %% ../nbs/55_train.ipynb #c043
+def _act(step, c, method, options, stage, engine, log, ranks=Ranks()):
+    "Rollouts of a step, dealt out over the ranks, and what their text earned: groups, rewards, indices of those kept, weights. A sampling with `draws` asks again until enough are kept."
     generator = torch.Generator().manual_seed(seed_of('keep', c.seed, step))
     played, wanted = [], c.questions_per_step
     for draw in range(options.get('draws', 1)):
         questions = draw_questions(stage.questions['train'], c.questions_per_step, step, seed_of(c.seed, draw) if draw else c.seed)
-        with log.timed('rollout'):
-            played += rollout(engine, stage.environments['train'], questions, c.group_size, Sampling(c.temperature, max_tokens=c.turn_tokens),
-                              seed_of(c.seed, step, *([draw] if draw else [])))
-        rewards = method.text_rewards(played, options)
+        play = lambda share: rollout(engine, stage.environments['train'], share, c.group_size, Sampling(c.temperature, max_tokens=c.turn_tokens),
+                                     seed_of(c.seed, step, *([draw] if draw else [])))
+        with log.timed('rollout'): played += ranks.each(questions, play)
+        rewards = ranks.once(lambda: method.text_rewards(played, options))    # a judge is asked once, and may say something else the next time
         kept, weights = method.keep(played, rewards, options, generator)
         if len(kept) >= wanted: break
     return played, rewards, kept if weights is not None else kept[:wanted], weights
 
-# %% ../nbs/55_train.ipynb #c038
+# %% ../nbs/55_train.ipynb #c044
 def _chosen(groups, rewards, kept, weights, prefix, average):
     "Layout and rewards of the kept groups, their indices among all trajectories, and weights such that an average is one over the whole batch."
     whole = pack(groups, prefix)
@@ -327,7 +379,7 @@ def _chosen(groups, rewards, kept, weights, prefix, average):
         weights = weights * share * len(whole.groups) / len(chosen)
     return layout, {k: v[chosen] for k, v in rewards.items()}, chosen, weights
 
-# %% ../nbs/55_train.ipynb #c039
+# %% ../nbs/55_train.ipynb #c045
 def _look(c, method, options, groups, chosen, layout, chat, learner):
     "What the models that a method needs say of its batch: `Seen`, or None if it needs none."
     sees = tuple(dict.fromkeys((*method.sees, *(['logp'] if c.recompute else []), *(['ref_logp'] if learner.loss.kl else []))))
@@ -335,12 +387,12 @@ def _look(c, method, options, groups, chosen, layout, chat, learner):
     golds = {n: gold_templates(chat, groups, schema) for n, schema in (('gold', 'igpo'), ('teacher', 'tips')) if n in sees}
     return learner.evaluate(layout, sees, {n: [g[i] for i in chosen.tolist()] for n, g in golds.items()}, ends=options.get('terminal') == 'teacher')
 
-# %% ../nbs/55_train.ipynb #c040
-def train_step(step, config, method, stage, engine, learner, log, measure_kl=False, memory=None):
+# %% ../nbs/55_train.ipynb #c046
+def train_step(step, config, method, stage, engine, learner, log, measure_kl=False, memory=None, ranks=Ranks()):
     "One training step. Returns what to log; writes rollouts and clocks to `log`. `measure_kl` costs two more forwards; `memory` keeps what the next step needs."
     c, options, memory = config, options_of(config, method, stage.chat), {} if memory is None else memory
     if options.get('band'): options['alpha'] = memory.setdefault('alpha', _controller(options))['alpha']
-    groups, told, kept, weights = _act(step, c, method, options, stage, engine, log)
+    groups, told, kept, weights = _act(step, c, method, options, stage, engine, log, ranks)
     flat = [t for g in groups for t in g.trajectories]
     if not kept: return {**_describe(groups, told), 'zero_advantage': 1., 'updates': 0}
     layout, rewards, chosen, weights = _chosen(groups, told, kept, weights, len(stage.chat.encode(answer_header(stage.chat))), learner.loss.average)
@@ -358,7 +410,7 @@ def train_step(step, config, method, stage, engine, learner, log, measure_kl=Fal
     noted['zero_advantage'] = 1 - (1 - noted['zero_advantage']) * len(chosen) / len(flat)      # those that were left out got none
     return {**_describe(groups, told), **noted, **stats}
 
-# %% ../nbs/55_train.ipynb #c041
+# %% ../nbs/55_train.ipynb #c047
 def _controller(options):
     "The state of a fresh controller of α for a band: dict of JSON values."
     low, high = REWARD_BANDS[options['band']]
@@ -386,13 +438,13 @@ def _moved(state, size):
     if size == size: controller.update(size)                              # not measured: it stays
     return dataclasses.asdict(controller)
 
-# %% ../nbs/55_train.ipynb #c042
+# %% ../nbs/55_train.ipynb #c048
 def kl_from_base(learner, layout):
     "Mean k3 estimate of the KL from the reference per sampled token, and mean |learner - engine| of its log-probability: dict."
     seen, trained = learner.evaluate(layout, ('logp', 'ref_logp')), layout.trained
     return {'kl': kl(seen.logp, seen.ref_logp, 'k3', trained)[trained].mean().item(), 'logp_gap': (seen.logp - layout.logps)[trained].abs().mean().item()}
 
-# %% ../nbs/55_train.ipynb #c043
+# %% ../nbs/55_train.ipynb #c049
 def _describe(groups, rewards):
     "What to log of a step's rollouts."
     index = torch.arange(len(groups)).repeat_interleave(torch.tensor([len(g.trajectories) for g in groups]))
@@ -411,7 +463,31 @@ def _keep_rollouts(step, trajectories, rewards, layout, credit, count, log):
     log.turns(step, [{'kind': 'train', 'trajectory': to_json(t), 'advantages': _turn_values(layout, credit.advantages, i), 'reward': float(rewards['outcome'][i])}
                      for i, t in enumerate(trajectories) if int(layout.groups[i]) < count])
 
-# %% ../nbs/55_train.ipynb #c044
+# %% ../nbs/55_train.ipynb #c051
+@contextlib.contextmanager
+def _seeded(seed):
+    "Draw what torch draws at random from a seed, whatever was drawn before."
+    with torch.random.fork_rng([torch.cuda.current_device()] if torch.cuda.is_available() else []):
+        torch.manual_seed(seed)
+        yield
+
+# %% ../nbs/55_train.ipynb #c052
+_LINEAR = ['q_proj', 'k_proj', 'v_proj', 'o_proj', 'gate_proj', 'up_proj', 'down_proj']
+
+def add_lora(
+    model,     # Hugging Face causal model, changed in place
+    settings,  # dict, of peft's LoraConfig; target_modules: all linear layers of Qwen's and Llama's kind
+    seed=0,    # of the additions' first factors
+):
+    "Put low-rank additions into a model and freeze all else. Raises ImportError without the extra `train`, ValueError on settings that peft does not take."
+    try: from peft import LoraConfig, inject_adapter_in_model
+    except ImportError as e: raise ImportError('lora needs peft: pip install credit_rl[train]') from e
+    with _seeded(seed):
+        try: inject_adapter_in_model(LoraConfig(**{'target_modules': _LINEAR, **settings}), model)
+        except TypeError as e: raise ValueError(f'lora: {e}') from e
+    for name, p in model.named_parameters(): p.requires_grad_('.lora_' in name)
+
+# %% ../nbs/55_train.ipynb #c053
 def _model_folder(config): return str(Path(config.run)/'base') if config.model == 'tiny' else config.model
 
 def make_learner(config, method, model):
@@ -419,15 +495,19 @@ def make_learner(config, method, model):
     c, loss = config, dataclasses.replace(method.loss, **config.loss, **{k: v for k in ('average', 'kl') if (v := getattr(config, k)) is not None})
     reference = load_model(_model_folder(c), c.dtype)[0] if c.log_kl or loss.kl else None
     given = {k: v for k, v in (('kind', c.critic), ('mix', c.critic_mix)) if v is not None}
-    critic = make_critic(model, **{**method.critic, **given}) if method.critic else None
+    with _seeded(seed_of('critic', c.seed)): critic = make_critic(model, **{**method.critic, **given}) if method.critic else None
     asks = 'teacher' in method.sees
     teacher = load_model(c.teacher, c.dtype)[0] if asks and c.teacher != 'self' else None
     every = (max(1, round(.4 * c.steps)) if c.teacher_every is None else c.teacher_every) if asks and c.teacher == 'self' else None
-    optimiser = Optimiser(c.learning_rate, c.critic_rate, weight_decay=c.weight_decay, clip=c.clip, warmup=c.warmup, minibatches=c.minibatches, epochs=c.epochs,
+    optimiser = Optimiser(c.learning_rate, c.critic_rate, weight_decay=c.weight_decay, betas=tuple(c.betas), clip=c.clip, warmup=c.warmup, minibatches=c.minibatches, epochs=c.epochs,
                           row_tokens=c.row_tokens)
-    return Learner(model, loss, optimiser, reference, c.temperature, c.seed, critic, teacher, every)
+    parts = (model, loss, optimiser, reference, c.temperature, c.seed, critic, teacher, every)
+    if c.gradient_checkpointing:
+        for m in (model, critic and critic.model):
+            if m is not None: m.gradient_checkpointing_enable({'use_reentrant': False})
+    return Learner(*parts) if c.learner == 'plain' else DeepSpeedLearner(*parts, stage=c.stage, dtype=c.dtype, settings=c.deepspeed)
 
-# %% ../nbs/55_train.ipynb #c051
+# %% ../nbs/55_train.ipynb #c063
 def collapsed(rates, share=0.25, window=5):
     "Whether the mean of the last `window` answer rates is below `share` of the best earlier window's (which must reach 0.2)."
     if len(rates) < 2 * window: return False
@@ -435,39 +515,60 @@ def collapsed(rates, share=0.25, window=5):
     best = max(means[:-window])
     return best >= 0.2 and means[-1] < share * best
 
-# %% ../nbs/55_train.ipynb #c053
-_MAY_CHANGE = ('steps', 'resume', 'run', 'threads', 'eval_every', 'keep', 'track')  # in a run that is resumed
+# %% ../nbs/55_train.ipynb #c065
+_MAY_CHANGE = ('steps', 'resume', 'run', 'threads', 'eval_every', 'keep', 'track', 'hostfile', 'act_rows', 'tflops', 'dry_run')  # in a run that is resumed
 
-# %% ../nbs/55_train.ipynb #c054
+# %% ../nbs/55_train.ipynb #c066
 def _note_params(log, config):
     "Write a run's parameters, or compare them with those it was begun with. Raises ValueError naming what changed."
     log.write_params({k: list(v) if isinstance(v, tuple) else v for k, v in vars(config).items()}, _MAY_CHANGE)
 
-# %% ../nbs/55_train.ipynb #c055
-class _Run:
-    "A run under way: stage, engine, learner, log, and what the loop remembers between steps."
+# %% ../nbs/55_train.ipynb #c067
+class _Silent:
+    "The log of a rank that writes nothing."
+    elapsed = 0.
+    def __init__(self, folder): self.folder = Path(folder)
+    def write_params(self, params, may_change=()): pass
+    def metrics(self, step, **values): pass
+    def turns(self, step, rows): pass
+    def summary(self, values): pass
+    def cut(self, step): pass
+    def timed(self, stage): return contextlib.nullcontext()
 
-    def __init__(self, config, say):
-        self.config, self.say, self.method = config, say, get_method(config.method)
-        if judge := make_judge(self.method.settings(config.options).get('judge')): judge.check()
-        self.log = RunLog(config.run, config.resume, _trackers(config))
+# %% ../nbs/55_train.ipynb #c068
+class _Run:
+    "A run under way: stage, engine, learner, log, and what the loop remembers between steps. All ranks go through the same calls."
+
+    def __init__(self, config, say, ranks=Ranks()):
+        self.config, self.ranks, self.method = config, ranks, get_method(config.method)
+        self.say = say if ranks.first else lambda line: None
+        if judge := ranks.first and make_judge(self.method.settings(config.options).get('judge')): judge.check()
+        self.log = RunLog(config.run, config.resume, _trackers(config)) if ranks.first else _Silent(config.run)
         real = None if config.data == 'tiny' else (real_questions(config), real_search(config))   # bad data leave no parameters behind
         _note_params(self.log, config)
-        self.stage = set_stage(config, say, real)
+        self.stage = ranks.in_turn(lambda: set_stage(config, self.say, real))       # the first makes the base that the others load
+        if config.lora: add_lora(self.stage.model, config.lora, config.seed)
+        pieces = config.learner == 'deepspeed' and config.stage == 3
+        acting = copy.deepcopy(self.stage.model).eval() if pieces else self.stage.model  # one that is whole
         self.learner = make_learner(config, self.method, self.stage.model)
-        self.engine = HFEngine(self.stage.model, self.stage.chat.tokenizer, max_length=config.max_tokens)
+        self.engine = HFEngine(acting, self.stage.chat.tokenizer, max_length=config.max_tokens, max_rows=config.act_rows)
         self.memory = {'best': -1., 'best_step': 0, 'rates': [], 'base': None}
 
     def evaluate(self, part):
-        "Greedy play on the 'dev' or 'test' questions: (means, groups)."
-        return evaluate(self.engine, self.stage.environments[part], self.stage.questions[part], Sampling(greedy=True, max_tokens=self.config.turn_tokens))
+        "Greedy play on the 'dev' or 'test' questions, dealt out over the ranks: (means, groups)."
+        sampling = Sampling(greedy=True, max_tokens=self.config.turn_tokens)
+        groups = self.ranks.each(self.stage.questions[part], lambda share: evaluate(self.engine, self.stage.environments[part], share, sampling)[1])
+        return summarize(groups), groups
 
     def checkpoint(self, step, name=None):
-        "Save learner and memory atomically."
+        "Save learner and memory atomically: all ranks write into the folder that the first one makes."
         def write(folder):
-            self.learner.save(folder)
-            (Path(folder)/'memory.json').write_text(json.dumps(self.memory))
-        with self.log.timed('checkpoint'): save_checkpoint(self.log.folder, step, write, self.config.keep, name)
+            self.learner.save(self.ranks.once(lambda: str(folder)))
+            self.ranks.wait()
+            if self.ranks.first: (Path(folder)/'memory.json').write_text(json.dumps(self.memory))
+        with self.log.timed('checkpoint'):
+            if self.ranks.first: save_checkpoint(self.log.folder, step, write, self.config.keep, name)
+            else: write(None)
 
     def restore(self, path):
         "Go back to a checkpoint."
@@ -475,7 +576,7 @@ class _Run:
         self.memory = json.loads((Path(path)/'memory.json').read_text())
         self.engine.load(self.learner.weights())
 
-# %% ../nbs/55_train.ipynb #c056
+# %% ../nbs/55_train.ipynb #c069
 def _dev(run, step, logged):
     "Evaluate on dev questions, log the step, and keep a checkpoint (the best under that name)."
     with run.log.timed('dev'): scores, _ = run.evaluate('dev')
@@ -486,14 +587,14 @@ def _dev(run, step, logged):
     run.checkpoint(step, 'best' if better else None)
     return scores['em']
 
-# %% ../nbs/55_train.ipynb #c057
+# %% ../nbs/55_train.ipynb #c070
 def _begin(run):
     "Resume from the newest checkpoint, or evaluate the base. Returns the first step to take."
-    found = latest_checkpoint(run.log.folder)
+    found, best = run.ranks.once(lambda: (latest_checkpoint(run.log.folder), named_checkpoint(run.log.folder, 'best')))
     run.log.cut(found[0] if found else -1)
     if found:
         run.restore(found[1])
-        if run.memory['best_step'] == found[0] and found != named_checkpoint(run.log.folder, 'best'): run.checkpoint(found[0], 'best')   # killed before it was named
+        if run.memory['best_step'] == found[0] and found != best: run.checkpoint(found[0], 'best')   # killed before it was named
         run.say(f'resumed after step {found[0]}')
         return found[0] + 1
     run.memory['base'], groups = run.evaluate('test')
@@ -502,14 +603,14 @@ def _begin(run):
     run.say(f'base: EM {run.memory["base"]["em"]:.3f} on {len(groups)} test questions, {em:.3f} on dev')
     return 1
 
-# %% ../nbs/55_train.ipynb #c058
+# %% ../nbs/55_train.ipynb #c071
 CODE = ('outcome', 'folr', 'information_gain', 'potentials', 'prs', 'turn_rewards', 'advantages', 'smdp', 'vspo', 'scoring', 'layout', 'losses', 'critics', 'learner', 'methods',
         'rollout', 'engine', 'tiny', 'train')  # modules whose change makes a run's results old
 
-# %% ../nbs/55_train.ipynb #c059
+# %% ../nbs/55_train.ipynb #c072
 def _finish(run):
     "Evaluate the best checkpoint on the test questions and write the summary. Returns it."
-    step, path = named_checkpoint(run.log.folder, 'best')
+    step, path = run.ranks.once(lambda: named_checkpoint(run.log.folder, 'best'))
     last, _ = run.evaluate('test')
     run.learner.restore(path)
     run.engine.load(run.learner.weights())
@@ -526,7 +627,7 @@ def _finish(run):
             + f'), the checkpoint of step {step}; {run.log.elapsed:.0f} s')
     return summary
 
-# %% ../nbs/55_train.ipynb #c060
+# %% ../nbs/55_train.ipynb #c073
 def finished(config):
     "Whether `config` resumes a run that is complete: its summary is there and has as many steps (or says that it collapsed)."
     path = Path(config.run)/'summary.json'
@@ -534,7 +635,7 @@ def finished(config):
     summary = json.loads(path.read_text())
     return summary['steps'] >= config.steps or summary['collapsed']
 
-# %% ../nbs/55_train.ipynb #c061
+# %% ../nbs/55_train.ipynb #c074
 def _compare_params(config):
     "Refuse to show a finished run's results as those of other parameters; settings that it did not know yet don't count."
     import yaml
@@ -542,24 +643,105 @@ def _compare_params(config):
     changed = [f'{k}: {before[k]!r} before, {now[k]!r} now' for k in before if k in now and k not in _MAY_CHANGE and before[k] != now[k]]
     if changed: raise ValueError(f'{config.run} holds a finished run with other parameters ({"; ".join(changed)}): give the same, or choose another name')
 
-# %% ../nbs/55_train.ipynb #c062
+# %% ../nbs/55_train.ipynb #c076
+def plan_of(config):
+    "What of a configuration the estimate depends on: `Plan`."
+    c, method = config, get_method(config.method)
+    weight = c.loss.get('kl', method.loss.kl) if c.kl is None else c.kl
+    own = method.critic is not None and (c.critic or method.critic['kind']) == 'own'
+    copied = 'teacher' in method.sees and (c.teacher != 'self' or c.teacher_every != 1)
+    acting = min(c.act_rows, -(-c.questions_per_step // c.ranks) * c.group_size) * c.max_tokens
+    return Plan(c.stage if c.learner == 'deepspeed' else None, c.ranks, 4 if c.dtype == 'float32' else 2, own, int(bool(c.log_kl or weight)) + copied, c.row_tokens,
+                c.gradient_checkpointing, 'offload_optimizer' in c.deepspeed.get('zero_optimization', {}), acting, _lora_share(c))
+
+def _lora_share(c):
+    "Share of the parameters that is trained."
+    if not c.lora or c.model == 'tiny': return 1.
+    from transformers import AutoConfig, AutoModelForCausalLM
+    with torch.device('meta'): model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(c.model))
+    whole = sum(p.numel() for p in model.parameters())
+    add_lora(model, {**c.lora, 'init_lora_weights': False})
+    return sum(p.numel() for p in model.parameters() if p.requires_grad) / whole
+
+def _forecast(c):
+    "The estimate of a run, as lines."
+    method, plan, sizes = get_method(c.method), plan_of(c), read_sizes(c.model)
+    reads = sum(extra_passes(method, c.critic, bool(c.kl or method.loss.kl or c.loss.get('kl')), c.recompute, c.teacher_every or 0).values())
+    tokens = c.questions_per_step * c.group_size * c.max_tokens
+    seconds = step_seconds(sizes, plan, tokens, c.max_tokens, c.tflops, reads, c.epochs)
+    return [*describe(sizes, plan, seconds, c.steps), f'(taking {c.tflops:g} TFLOP/s for a rank that learns, a tenth of it for one that acts)']
+
+def _is_large(config): return config.model != 'tiny' and read_sizes(config.model).parameters > 2e7
+
+# %% ../nbs/55_train.ipynb #c077
+def examine(config, say=print):
+    "Look at all that a run needs, without starting it, and say what it would take. Returns its folder. Raises ValueError naming all that is missing."
+    check(config)
+    c, wrong = config, []
+    if c.data != 'tiny':
+        for what in (real_questions, real_search):
+            try: found = what(c)
+            except (ValueError, OSError) as e: wrong.append(str(e))
+            else: say(', '.join(f'{len(v)} {k} questions' for k, v in found.items()) if isinstance(found, dict) else f'search: {type(found).__name__}')
+    if c.model != 'tiny':
+        load_tokenizer(c.model)
+        for line in _forecast(c): say(line)
+        wrong += _missing_room(c, memory(read_sizes(c.model), plan_of(c)))
+    if (Path(c.run)/'params.yaml').exists() and not c.resume: wrong.append(f'{c.run} already holds a run: give resume=True, or choose another name')
+    if wrong: raise ValueError('this run cannot start: ' + '; '.join(wrong))
+    say('everything is there; leave out dry_run to start')
+    return Path(c.run)
+
+def _missing_room(c, needs):
+    "What disk and GPUs of this host lack: list of str."
+    folder, wrong = next(p for p in (Path(c.run).absolute(), *Path(c.run).absolute().parents) if p.exists()), []
+    free, disk = shutil.disk_usage(folder).free, (c.keep + 2) * needs['checkpoint']           # the best one, and one that is being written
+    if disk > free: wrong.append(f'{folder} has {free / 1e9:.1f} GB free, but {c.keep + 2} checkpoints take {disk / 1e9:.1f} GB')
+    gpus = torch.cuda.device_count()
+    here = c.ranks if not c.hostfile else max(read_hostfile(c.hostfile).values())
+    if gpus and gpus < here: wrong.append(f'{here} ranks need as many GPUs, but there are {gpus}')
+    for i in range(min(gpus, here)):
+        size = torch.cuda.get_device_properties(i).total_memory
+        if needs['rank'] > size: wrong.append(f'GPU {i} has {size / 1e9:.1f} GB, but a rank needs at least {needs["rank"] / 1e9:.1f} GB')
+    return wrong
+
+# %% ../nbs/55_train.ipynb #c081
 def train(
     config,    # Config, or a dict of its settings
     say=None,  # function called with lines of text; None: print
 ):
     "Run a training configuration from start (or checkpoint) to summary. Returns the run folder. Bad configurations are refused before any compute."
     config = make_config(config) if isinstance(config, dict) else config
+    say = say or (speak if is_rank() else lambda line: print(line, flush=True))
     check(config)
+    if config.dry_run: return examine(config, say)
+    if is_rank():
+        with keep_traceback(config.run, int(os.environ['RANK'])): return _train(config, say, join_ranks(config.ranks))
+    if not finished(config):
+        for line in _forecast(config) if _is_large(config) else (): say(line)
+        if config.ranks > 1: return _launch(config, say)
+    return _train(config, say, Ranks())
+
+def _train(config, say, ranks):
+    "The run, or this rank's part of it."
     if finished(config):
         _compare_params(config)
         return Path(config.run)
     if config.threads: torch.set_num_threads(config.threads)
-    run = _Run(config, say or (lambda line: print(line, flush=True)))
-    first, since = _begin(run), time.monotonic()
+    run = _Run(config, say, ranks)
+    _steps(run, _begin(run))
+    _finish(run)
+    ranks.wait()
+    return run.log.folder
+
+# %% ../nbs/55_train.ipynb #c082
+def _steps(run, first):
+    "Take the steps from `first` on, until the run is over or has collapsed."
+    config, since = run.config, time.monotonic()
     for step in range(first, first if run.memory.get('collapsed') else config.steps + 1):
         due = step % config.eval_every == 0 or step == config.steps
         with run.log.timed('step'):
-            logged = train_step(step, config, run.method, run.stage, run.engine, run.learner, run.log, config.log_kl and due, run.memory)
+            logged = train_step(step, config, run.method, run.stage, run.engine, run.learner, run.log, config.log_kl and due, run.memory, run.ranks)
         run.memory['rates'].append(logged['answer_rate'])
         run.memory['collapsed'] = collapsed(run.memory['rates'], config.collapse)
         dev = _dev(run, step, logged) if due else run.log.metrics(step, **logged)
@@ -569,11 +751,21 @@ def train(
                     + (f'  dev EM {dev:.3f}' if due else '') + f'  {pace:.2f} s/step, {pace * (config.steps - step):.0f} s left')
         if run.memory['collapsed']:
             run.say(f'stopped at step {step}: the answer rate of the last 5 steps fell below {config.collapse:.0%} of its best; try a smaller learning rate, or a KL term')
-            break
-    _finish(run)
-    return run.log.folder
+            return
 
-# %% ../nbs/55_train.ipynb #c068
+# %% ../nbs/55_train.ipynb #c083
+def _launch(config, say):
+    "Start the ranks of a run and wait for its summary. Returns the run folder."
+    import yaml
+    log = RunLog(config.run, config.resume)                      # refuses a folder that it cannot use
+    if (log.folder/'params.yaml').exists(): _note_params(log, config)
+    atomic_write(log.folder/'launch.yaml', lambda path: path.write_text(yaml.safe_dump(json.loads(json.dumps(vars(config))), sort_keys=False, allow_unicode=True)))
+    command = launch_command('credit_rl.train', ['--params', str(log.folder/'launch.yaml')], config.ranks, config.hostfile)
+    say(f'{config.ranks} ranks: ' + ' '.join(['python', *command[1:]]))
+    launch(command, log.folder, log.folder/'summary.json', say, environment={} if torch.cuda.is_available() or sys.platform != 'linux' or config.hostfile else {'GLOO_SOCKET_IFNAME': 'lo'})
+    return log.folder
+
+# %% ../nbs/55_train.ipynb #c089
 def main(arguments=None):
     "`python -m credit_rl.train setting=value …`, values as in YAML; `--params FILE` reads a YAML file of settings first."
     import argparse, yaml
@@ -586,7 +778,7 @@ def main(arguments=None):
     try:
         settings = yaml.safe_load(Path(given.params).read_text()) or {} if given.params else {}
         train(settings | {name: yaml.safe_load(value) for name, value in (text.split('=', 1) for text in given.settings)})
-    except (ValueError, OSError, yaml.YAMLError) as e: sys.exit(f'credit_rl.train: {e}')
+    except (ValueError, OSError, yaml.YAMLError, LaunchError) as e: sys.exit(f'credit_rl.train: {e}')
 
-# %% ../nbs/55_train.ipynb #c069
+# %% ../nbs/55_train.ipynb #c090
 if __name__ == '__main__' and '__file__' in globals(): main()  # a notebook has no file

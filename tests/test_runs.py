@@ -87,6 +87,23 @@ def test_a_finished_run_is_shown_again_without_training(finished):
     assert table(notebook) == table(first)
 
 
+def test_a_dry_run_only_tells_what_a_run_would_take(tmp_path):
+    code, text, notebook = papermill(tmp_path / 'notebook.ipynb', '-p', 'run', str(tmp_path / 'run'), '-p', 'dry_run', 'True', settings=SHORT, cwd=tmp_path)
+    assert code == 0, text[-5000:]
+    for said in ('470,144 parameters', 'memory of a rank, at least', '3 steps', 'leave out dry_run'): assert said in printed(notebook)
+    assert not shown(notebook, 'image/png') and not (tmp_path / 'run').exists()
+
+
+def test_two_ranks_from_the_notebook(tmp_path):
+    "The notebook starts the ranks, shows their progress, and then what happened."
+    pytest.importorskip('deepspeed', reason='deepspeed is not installed: pip install credit_rl[train]')
+    settings = {**SHORT, 'learner': 'deepspeed', 'ranks': 2, 'stage': 3, 'run': str(tmp_path / 'run')}
+    code, text, notebook = papermill(tmp_path / 'notebook.ipynb', settings=settings, cwd=tmp_path)
+    assert code == 0, text[-5000:]
+    for said in ('2 ranks: ', 'base: EM', 'step 3/3', 'final: EM'): assert printed(notebook).count(said) == 1
+    assert shown(notebook, 'image/png') and read_metrics(tmp_path / 'run').step.tolist() == [0, 1, 2, 3]
+
+
 def test_an_unknown_parameter_is_an_error(tmp_path):
     code, text, notebook = papermill(tmp_path / 'notebook.ipynb', '-p', 'run', str(tmp_path / 'run'), '-p', 'metod', 'grpo', settings=SHORT, cwd=tmp_path)
     message = "there is no setting 'metod'; did you mean 'method'?"

@@ -1,0 +1,217 @@
+"Runs on several ranks: the numbers of one process, and what happens when a rank, the disk or the caller fails. One launch for each kind of run."
+import importlib.util
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from credit_rl.evaluate import load_model
+from credit_rl.runlog import latest_checkpoint, read_metrics, read_turns, same_metrics
+from credit_rl.train import check, make_config, train
+
+if not importlib.util.find_spec('deepspeed'):
+    pytest.skip('deepspeed is not installed: pip install credit_rl[train]', allow_module_level=True)
+psutil = pytest.importorskip('psutil')
+
+ROOT = Path(__file__).resolve().parents[1]
+SHORT = dict(model=str(ROOT / 'data' / 'tiny_base'), steps=3, eval_every=2, questions_per_step=3, group_size=4, questions=50, dev_questions=7, test_questions=7,
+             max_turns=3, turn_tokens=12, kl=.01, learning_rate=1e-4, world={'size': 200}, threads=1, track='')  # an odd number of questions, so that ranks have unequal shares
+KINDS = {'plain': {}, 'one rank, stage 2': dict(learner='deepspeed', stage=2), 'two ranks, stage 2': dict(learner='deepspeed', stage=2, ranks=2),
+         'plain, checkpointing': dict(gradient_checkpointing=True),
+         'two ranks, stage 3': dict(learner='deepspeed', stage=3, ranks=2, gradient_checkpointing=True, deepspeed={'zero_optimization': {'stage3_param_persistence_threshold': 0}})}
+ADAPTED = dict(method='carl', lora={'r': 4}, learning_rate=1e-3)   # a critic on a backbone of which only additions are trained
+KINDS |= {'plain, adapted': ADAPTED, 'two ranks, stage 3, adapted': {**ADAPTED, **dict(learner='deepspeed', stage=3, ranks=2)}}
+OTHERS = [kind for kind in KINDS if not kind.startswith('plain') or 'checkpointing' in kind]
+
+
+STARTED = []
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_running():
+    "A test that failed half-way leaves no run behind."
+    yield
+    for process in STARTED:
+        if process.poll() is None: process.kill()
+    STARTED.clear()
+
+
+def start(folder, settings, **how):
+    "The run as a process of its own; its output can be read."
+    command = [sys.executable, '-m', 'credit_rl.train', *(f'{k}={json.dumps(v)}' for k, v in {**SHORT, **settings, 'run': str(folder)}.items())]
+    STARTED.append(process := subprocess.Popen(command, cwd=ROOT, env={**os.environ, 'CUDA_VISIBLE_DEVICES': '', 'OMP_NUM_THREADS': '1', 'PYTHONUNBUFFERED': '1'}, text=True,
+                            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **how))
+    return process
+
+
+def read_until(process, words):
+    "Lines of a process up to one with these words, which must come."
+    lines = []
+    for line in process.stdout:
+        lines.append(line)
+        if words in line: return lines
+    raise AssertionError(f'{words!r} was never said:\n' + ''.join(lines))
+
+
+def ranks_of(process):
+    "The ranks that a caller's launcher started: rank -> psutil.Process."
+    found = {}
+    for child in psutil.Process(process.pid).children(recursive=True):
+        environment = child.environ()
+        if 'RANK' in environment: found[int(environment['RANK'])] = child
+    return found
+
+
+def gone(processes, seconds=60):
+    "Whether processes end (a long time is given: it is only used up if they don't)."
+    return not psutil.wait_procs(processes, seconds)[1]
+
+
+@pytest.fixture(scope='module')
+def runs(tmp_path_factory):
+    "Folders of whole runs by kind; each is made when it is first asked for."
+    made = {}
+    def get(kind):
+        if kind not in made:
+            folder = tmp_path_factory.mktemp('runs') / kind.replace(', ', '-').replace(' ', '-')
+            process = start(folder, KINDS[kind])
+            said = process.communicate()[0]
+            assert (folder / 'summary.json').exists(), said
+            made[kind] = folder, said
+        return made[kind]
+    return get
+
+
+def results(folder):
+    return {k: v for k, v in json.loads((folder / 'summary.json').read_text()).items() if k not in ('seconds', 'code')}
+
+
+@pytest.mark.parametrize('kind', OTHERS)
+def test_a_run_has_the_numbers_of_the_plain_one(runs, kind):
+    (plain, _), (folder, _) = runs('plain, adapted' if 'adapted' in kind else 'plain'), runs(kind)
+    first, second = read_metrics(plain), read_metrics(folder)
+    assert [line for line in same_metrics(plain, folder, 1e-4) if 'grad_norm' not in line] == []
+    assert first.grad_norm.tolist() == pytest.approx(second.grad_norm.tolist(), rel=1e-4, nan_ok=True)   # its size is in the hundreds
+    for name in ('reward', 'em', 'answer_rate', 'turns', 'tokens', 'updates', 'zero_advantage'):    # what was played is the same, not nearly
+        assert first[name].dropna().tolist() == second[name].dropna().tolist(), name
+    assert first.updates[1:].gt(0).all() and first.loss[1:].abs().gt(0).all()
+    ids = lambda f: [[turn['action_ids'] for turn in row['trajectory']['turns']] for row in read_turns(f)]
+    assert ids(plain) == ids(folder)
+    assert results(folder) == results(plain)
+
+
+def test_only_additions_are_trained(runs):
+    state = torch.load(latest_checkpoint(runs('plain, adapted')[0])[1] / 'learner.pt', weights_only=True)['scorer']
+    base = dict(load_model(SHORT['model'])[0].named_parameters())
+    kept = {name.removeprefix('model.').replace('.base_layer', ''): w for name, w in state.items() if 'lora_' not in name}
+    assert all(torch.equal(kept[name], w) for name, w in base.items())
+    assert all(w.abs().max() > 0 for name, w in state.items() if 'lora_B' in name)       # they began as zero
+
+
+def test_progress_is_passed_on_and_everything_is_kept(runs):
+    folder, said = runs('two ranks, stage 2')
+    lines = said.splitlines()
+    assert lines[0].startswith('2 ranks: python -m torch.distributed.run --nproc_per_node 2')
+    for words in ('ceiling of', 'base: EM', 'step 1/3', 'step 3/3', 'final: EM'):
+        assert sum(words in line for line in lines) == 1, words                   # by one rank only
+    assert 'final: EM' in (folder / 'ranks.log').read_text() and not (folder / 'errors').exists()
+    assert (latest_checkpoint(folder)[1] / 'deepspeed').is_dir()
+
+
+def test_a_killed_rank_ends_the_run_and_it_can_be_resumed(runs, tmp_path):
+    whole, settings = runs('two ranks, stage 2')[0], KINDS['two ranks, stage 2']
+    process = start(tmp_path / 'run', settings)
+    read_until(process, 'step 2/3')
+    ranks = ranks_of(process)
+    assert sorted(ranks) == [0, 1]
+    ranks[1].send_signal(signal.SIGKILL)
+    said = process.communicate()[0]
+    assert process.returncode != 0 and gone(list(ranks.values()))
+    if (tmp_path / 'run' / 'summary.json').exists(): pytest.fail('the run was over before the rank was killed')
+    assert 'rank 1 was ended by SIGKILL' in said and 'ranks.log' in said and 'Traceback' not in said, said
+    assert latest_checkpoint(tmp_path / 'run')[0] == 2 and read_metrics(tmp_path / 'run').step.tolist() == [0, 1, 2]
+    again = start(tmp_path / 'run', {**settings, 'resume': True})
+    said = again.communicate()[0]
+    assert again.returncode == 0 and 'resumed after step 2' in said, said
+    assert same_metrics(whole, tmp_path / 'run') == [] and results(whole) == results(tmp_path / 'run') and read_turns(whole) == read_turns(tmp_path / 'run')
+
+
+@pytest.mark.parametrize('how', [signal.SIGTERM, signal.SIGINT, signal.SIGKILL], ids=lambda how: how.name)
+def test_ending_the_caller_ends_the_ranks(tmp_path, how):
+    "Also where the caller has no time to end them itself."
+    process = start(tmp_path / 'run', {**KINDS['two ranks, stage 2'], 'steps': 100000})
+    read_until(process, 'base: EM')
+    family = psutil.Process(process.pid).children(recursive=True)
+    assert sum('RANK' in p.environ() for p in family) == 2
+    process.send_signal(how)
+    process.communicate()
+    assert process.returncode != 0 and gone(family)
+
+
+def test_ranks_end_with_their_launcher(tmp_path):
+    process = start(tmp_path / 'run', {**KINDS['two ranks, stage 2'], 'steps': 100000})
+    read_until(process, 'base: EM')
+    ranks, (launcher,) = ranks_of(process), psutil.Process(process.pid).children()
+    assert sorted(ranks) == [0, 1] and launcher.pid not in [p.pid for p in ranks.values()]
+    launcher.kill()
+    assert gone(list(ranks.values()))
+    said = process.communicate()[0]
+    assert process.returncode != 0 and 'ended without summary.json' in said
+
+
+def test_a_rank_ends_with_the_one_that_asked_for_the_run():
+    "Also if it says nothing for a long time, and its launcher stays."
+    asked = subprocess.Popen(['sleep', '600'])
+    rank = subprocess.Popen([sys.executable, '-c', 'import time\nfrom credit_rl.launch import _end_with_parent\n_end_with_parent()\nprint("here", flush=True)\ntime.sleep(600)'],
+                            cwd=ROOT, env={**os.environ, 'CREDIT_RL_CALLER': str(asked.pid)}, stdout=subprocess.PIPE, text=True)
+    STARTED.extend((asked, rank))
+    assert rank.stdout.readline() == 'here\n' and rank.poll() is None
+    asked.kill()
+    asked.wait()
+    assert rank.wait(60) == -signal.SIGKILL
+
+
+def test_a_disk_that_takes_no_checkpoint_ends_the_run_with_the_reason(tmp_path):
+    limit = 300_000  # bytes of a file: enough for all but a checkpoint
+    process = start(tmp_path / 'run', KINDS['two ranks, stage 2'], preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)))
+    said = process.communicate()[0]
+    assert process.returncode != 0 and not (tmp_path / 'run' / 'summary.json').exists()
+    message = said.splitlines()[-1]
+    file = tmp_path / 'run' / 'errors' / f'rank-{message.split("rank ")[1][0]}.txt'
+    assert 'ended without summary.json' in message and str(file) in message and 'Traceback' not in said, said
+    assert 'save' in file.read_text() and 'Traceback' in file.read_text()
+    assert read_metrics(tmp_path / 'run').step.tolist() == [0]                    # what was written stays
+
+
+# ---- what is refused before anything starts ----
+
+REFUSED = {'plain ranks': (dict(ranks=2), 'one process'), 'unknown learner': (dict(learner='deep'), "'plain' or 'deepspeed'"),
+           'stage': (dict(learner='deepspeed', stage=4), 'stage must be'), 'settings without deepspeed': (dict(deepspeed={'a': 1}), 'learner is'),
+           'half precision': (dict(learner='deepspeed', dtype='float16'), "'float32' or 'bfloat16'"), 'no ranks': (dict(ranks=0), 'ranks must be at least 1'),
+           'hostfile': (dict(learner='deepspeed', ranks=2, hostfile='nowhere'), 'does not exist')}
+
+
+@pytest.mark.parametrize('name', REFUSED)
+def test_what_cannot_work_is_refused(tmp_path, name):
+    settings, message = REFUSED[name]
+    with pytest.raises(ValueError, match=message): train({**SHORT, **settings, 'run': str(tmp_path / 'run')})
+    assert not (tmp_path / 'run').exists()
+
+
+def test_a_hostfile_must_have_a_slot_for_each_rank(tmp_path):
+    (tmp_path / 'hosts').write_text('one slots=2\ntwo slots=2\n')
+    settings = {**SHORT, 'learner': 'deepspeed', 'hostfile': str(tmp_path / 'hosts')}
+    check(make_config({**settings, 'ranks': 4}))
+    with pytest.raises(ValueError, match='has 4 slots, but ranks=3'): check(make_config({**settings, 'ranks': 3}))
+
+
+def test_a_folder_with_another_run_is_refused_before_ranks_are_started(tmp_path):
+    (tmp_path / 'summary.json').write_text('{"steps": 99, "collapsed": false}')
+    with pytest.raises(FileExistsError, match='already holds a run'): train({**SHORT, **KINDS['two ranks, stage 2'], 'run': str(tmp_path)})
+    assert not (tmp_path / 'ranks.log').exists()

@@ -1,0 +1,108 @@
+"The papers' settings under runs/params: each file loads, can be run, says where its values come from, and fits its paper's host."
+import shutil
+from pathlib import Path
+
+import pytest
+import yaml
+from transformers import LlamaConfig, Qwen2Config, Qwen3Config
+
+from credit_rl.estimate import memory, read_sizes
+from credit_rl.train import check, make_config, plan_of, train
+
+ROOT = Path(__file__).resolve().parents[1]
+FILES = {p.stem: p for p in sorted((ROOT / 'runs' / 'params').glob('*.yaml')) if p.stem != 'demo'}
+# steps, questions a step, group size, mini-batches, epochs, learning rate, weight of the KL, by the papers
+VALUES = {
+    **dict.fromkeys(('tips_qwen2.5_3b', 'tips_qwen2.5_7b', 'tips_qwen2.5_14b', 'tips_qwen3_4b', 'tips_llama3.1_8b'), (500, 256, 1, 1, 1, 1e-6, .001)),
+    **dict.fromkeys(('tspo_qwen2.5_3b', 'tspo_qwen2.5_7b'), (500, 512, 5, 2, 1, 1e-6, .001)),
+    **dict.fromkeys(('igpo_qwen2.5_3b', 'igpo_qwen2.5_7b'), (500, 32, 16, 1, 1, 1e-6, .001)),
+    **dict.fromkeys(('prs_qwen2.5_3b', 'vspo_qwen2.5_3b'), (500, 128, 5, 1, 1, 1e-7, .001)),
+    **dict.fromkeys(('carl_qwen2.5_3b', 'carl_qwen2.5_7b', 'search_r1_ppo_qwen2.5_7b'), (500, 256, 5, 20, 4, 1e-6, .001)),
+    'search_r1_grpo_qwen2.5_7b': (500, 256, 5, 1, 1, 5e-7, .001)}
+MORE = {
+    'tips_qwen2.5_7b': dict(method='tips', teacher_every=200, critic='own', critic_rate=1e-5, clip=1., max_turns=5, max_tokens=8192, passages=3, passage_tokens=500),
+    'tspo_qwen2.5_7b': dict(method='tspo', options={'alpha': 1., 'strategy': 'all-wrong'}, average='group-mean-token-sum'),
+    'igpo_qwen2.5_7b': dict(method='igpo', max_turns=10, turn_tokens=2000, max_tokens=30767 + 2000, temperature=1.),
+    'vspo_qwen2.5_3b': dict(method='prs+vspo', options={'form': 'short', 'temperature': .1, 'smoothing': 2, 'least_variance': 1e-6}),
+    'carl_qwen2.5_7b': dict(method='carl', options={'lam': 0.}, critic='shared', critic_rate=5e-6, critic_mix=.5, betas=[.9, .999], weight_decay=.01, warmup=100 * 80,
+                            loss={'clip_low': .2, 'clip_high': .2, 'entropy': .001, 'value': .5}, average='segment-mean', eval_every=25, max_turns=15),
+    'search_r1_ppo_qwen2.5_7b': dict(method='ppo', options={'gamma': 1., 'lam': .95}, critic_rate=1e-5, critic_mix=0., protocol='search-r1'),
+    'search_r1_grpo_qwen2.5_7b': dict(method='grpo', clip=1e-4, average='token-mean', loss={'clip_low': .2, 'clip_high': .2, 'dual_clip': 3., 'entropy': 0.})}
+
+# the models' shapes, as their configurations say; parameters as published
+_SHAPE = lambda kind, layers, hidden, intermediate, heads, kv, vocabulary, **more: kind(
+    num_hidden_layers=layers, hidden_size=hidden, intermediate_size=intermediate, num_attention_heads=heads, num_key_value_heads=kv, vocab_size=vocabulary, **more)
+MODELS = {'Qwen/Qwen2.5-3B-Instruct': (_SHAPE(Qwen2Config, 36, 2048, 11008, 16, 2, 151936, tie_word_embeddings=True), 3_085_938_688),
+          'Qwen/Qwen2.5-7B-Instruct': (_SHAPE(Qwen2Config, 28, 3584, 18944, 28, 4, 152064), 7_615_616_512),
+          'Qwen/Qwen2.5-14B-Instruct': (_SHAPE(Qwen2Config, 48, 5120, 13824, 40, 8, 152064), 14_770_033_664),
+          'Qwen/Qwen3-4B-Instruct-2507': (_SHAPE(Qwen3Config, 36, 2560, 9728, 32, 8, 151936, head_dim=128, tie_word_embeddings=True), 4_022_468_096),
+          'meta-llama/Llama-3.1-8B-Instruct': (_SHAPE(LlamaConfig, 32, 4096, 14336, 32, 8, 128256), 8_030_261_248)}
+GPU = {'tips': 141e9, 'tspo': 80e9, 'igpo': 80e9, 'prs': 141e9, 'vspo': 141e9, 'carl': 80e9, 'search_r1_ppo': 80e9, 'search_r1_grpo': 141e9}  # bytes of one, of the stated host
+
+
+def settings(name): return yaml.safe_load(FILES[name].read_text())
+
+
+@pytest.fixture(scope='module')
+def sizes(tmp_path_factory):
+    "Sizes of the papers' models, from their configurations."
+    found = {}
+    for name, (config, _) in MODELS.items():
+        config.save_pretrained(folder := tmp_path_factory.mktemp('model'))
+        found[name] = read_sizes(folder)
+    return found
+
+
+def test_every_main_setting_has_a_file():
+    assert set(FILES) == set(VALUES)
+
+
+@pytest.mark.parametrize('name', FILES)
+def test_a_file_loads_and_passes_the_checks(name, tmp_path):
+    shutil.copytree(ROOT / 'data' / 'tiny_base', tmp_path / 'model')      # stands in for the model, which is not here
+    config = make_config({**settings(name), 'model': str(tmp_path / 'model')})
+    check(config)
+    assert (config.learner, config.ranks, config.run) == ('deepspeed', 8, f'runs/{name}') and settings(name)['model'] in MODELS
+    got = (config.steps, config.questions_per_step, config.group_size, config.minibatches, config.epochs, config.learning_rate, config.kl)
+    assert got == VALUES[name]
+    for key, value in MORE.get(name, {}).items(): assert getattr(config, key) == value, key
+
+
+@pytest.mark.parametrize('name', FILES)
+def test_every_value_says_where_it_comes_from(name):
+    said = ('section', 'table', 'appendix', 'equation', 'figure', 'setup', 'datasets', 'not given', 'ours', 'all of them', '...', 'as in verl', "search-r1's")
+    for line in FILES[name].read_text().splitlines():
+        if line.startswith(('#', 'run:', 'method:', 'model:', 'learner:', 'ranks:')): continue  # the host stands above the last two
+        value, mark, comment = line.partition(' #')
+        assert mark and any(word in comment.lower() for word in said), line
+
+
+def test_sizes_are_the_published_ones(sizes):
+    assert {name: s.parameters for name, s in sizes.items()} == {name: parameters for name, (_, parameters) in MODELS.items()}
+
+
+@pytest.mark.parametrize('name', FILES)
+def test_a_setting_fits_its_papers_host(name, sizes):
+    config = make_config(settings(name))
+    needs = memory(sizes[config.model], plan_of(config))
+    assert needs['rank'] < .9 * next(size for start, size in GPU.items() if name.startswith(start)), {k: f'{v / 1e9:.1f} GB' for k, v in needs.items()}
+
+
+def test_a_dry_run_names_all_that_is_missing_and_leaves_nothing(tmp_path):
+    "A model whose checkpoints no disk holds, and passages that are not there."
+    shutil.copytree(ROOT / 'data' / 'tiny_base', tmp_path / 'model')
+    _SHAPE(Qwen2Config, 4, 65536, 262144, 64, 64, 152064).save_pretrained(tmp_path / 'model')
+    lines = []
+    with pytest.raises(ValueError, match='cannot start: .*nowhere.*; .* GB free, but 4 checkpoints take [0-9.]+ GB'):
+        train(dict(model=str(tmp_path / 'model'), data='hotpotqa', path=str(ROOT / 'data' / 'hotpotqa_sample.json'), dev_questions=1, test_questions=1,
+                   corpus='nowhere', run=str(tmp_path / 'run'), dry_run=True), say=lines.append)
+    assert any('1 test questions' in line for line in lines) and any('memory of a rank' in line for line in lines) and not (tmp_path / 'run').exists()
+
+
+def test_a_dry_run_of_what_is_there_says_so(tmp_path):
+    lines = []
+    assert train(dict(model=str(ROOT / 'data' / 'tiny_base'), run=str(tmp_path / 'run'), dry_run=True), say=lines.append) == tmp_path / 'run'
+    assert 'leave out dry_run' in lines[-1] and not (tmp_path / 'run').exists()
+    (tmp_path / 'run').mkdir()
+    (tmp_path / 'run' / 'params.yaml').write_text('run: x')
+    with pytest.raises(ValueError, match='already holds a run'): train(dict(model=str(ROOT / 'data' / 'tiny_base'), run=str(tmp_path / 'run'), dry_run=True), say=lines.append)
