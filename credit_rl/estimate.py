@@ -75,7 +75,8 @@ def memory(sizes, plan):
     host = lies.pop('optimiser') if plan.offload else 0
     rank = sum(lies.values()) + max(works['activations'] + works['head'], works['keys and values'])
     stage, trained = plan.stage or 0, 2 if plan.critic else 1
-    saved = trained * sizes.parameters * (plan.width + plan.share * (12 if stage >= 1 else 2 * plan.width))
+    weights = 1 - plan.share if stage == 3 else 1                     # there, the optimiser's copies are the trained ones
+    saved = trained * sizes.parameters * (plan.width * weights + plan.share * (12 if stage >= 1 else 2 * plan.width))
     return {**lies, **works, 'rank': rank, 'host': host, 'checkpoint': saved}
 
 # %% ../nbs/04_estimate.ipynb #c022

@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from credit_rl.estimate import memory, read_sizes
 from credit_rl.evaluate import load_model
 from credit_rl.runlog import latest_checkpoint, read_metrics, read_turns, same_metrics
-from credit_rl.train import check, make_config, train
+from credit_rl.train import check, make_config, plan_of, train
 
 if not importlib.util.find_spec('deepspeed'):
     pytest.skip('deepspeed is not installed: pip install credit_rl[train]', allow_module_level=True)
@@ -122,6 +123,13 @@ def test_progress_is_passed_on_and_everything_is_kept(runs):
         assert sum(words in line for line in lines) == 1, words                   # by one rank only
     assert 'final: EM' in (folder / 'ranks.log').read_text() and not (folder / 'errors').exists()
     assert (latest_checkpoint(folder)[1] / 'deepspeed').is_dir()
+
+
+@pytest.mark.parametrize('kind', ['plain', 'one rank, stage 2', 'two ranks, stage 2', 'two ranks, stage 3'])
+def test_a_checkpoint_is_as_large_as_was_estimated(runs, kind):
+    written = sum(p.stat().st_size for p in latest_checkpoint(runs(kind)[0])[1].rglob('*') if p.is_file())
+    config = make_config({**SHORT, **KINDS[kind]})
+    assert written == pytest.approx(memory(read_sizes(config.model), plan_of(config))['checkpoint'], rel=.05)
 
 
 def test_a_killed_rank_ends_the_run_and_it_can_be_resumed(runs, tmp_path):
