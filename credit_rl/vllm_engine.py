@@ -24,8 +24,9 @@ def stop_tokens(
 
 # %% ../nbs/21_vllm_engine.ipynb #c010
 def check_sampling(sampling):  # Sampling
-    "Raise ValueError on settings that vLLM would replace by others without an error."
-    if sampling.temperature < .01: raise ValueError(f'vLLM samples at a temperature of at least 0.01, got {sampling.temperature}; for the most probable token use greedy=True')
+    "Raise ValueError on settings that vLLM would refuse in the middle of a batch, or replace by others without an error."
+    if not .01 <= sampling.temperature <= 2:
+        raise ValueError(f'vLLM takes temperatures from 0.01 to 2, got {sampling.temperature}; for the most probable token use greedy=True')
     if sampling.greedy and sampling.temperature != 1:
         raise ValueError(f'with greedy=True vLLM reports log-probabilities at temperature 1, got temperature={sampling.temperature}; leave it at 1, it changes no greedy token')
 
@@ -202,29 +203,34 @@ def _native(backend, address):
 # %% ../nbs/21_vllm_engine.ipynb #c027
 def make_transfer(
     name,           # 'memory', 'file', 'ipc' or 'nccl'
-    own_process,    # bool, whether the engine has a process of its own
+    apart,          # bool, whether the engine has one or more processes of its own
     untried=False,  # bool, allow what has never been run
     address=('127.0.0.1', 29650),  # host and port where learner and engine meet ('nccl')
 ):
     "Choose how weights reach an engine: function(llm, {name: tensor}). Raises ValueError where that cannot work or was never tried."
     if name not in ('memory', 'file', 'ipc', 'nccl'): raise ValueError(f"transfer must be 'memory', 'file', 'ipc' or 'nccl', got {name!r}")
-    if name == 'memory' and own_process: raise ValueError("an engine in a process of its own cannot read this one's memory: use transfer='file'")
+    if name == 'memory' and apart: raise ValueError("an engine in a process of its own cannot read this one's memory: use transfer='file'")
     if name in ('memory', 'file'): return {'memory': _by_memory, 'file': _by_file}[name]
     if not untried: raise ValueError(f'transfer={name!r} is written by the documentation of vLLM 0.32 and has never been run; allow it with untried=True and look at sync_gap')
-    if not own_process or not torch.cuda.is_available(): raise ValueError(f'transfer={name!r} needs CUDA and own_process=True')
+    if not apart or not torch.cuda.is_available(): raise ValueError(f'transfer={name!r} needs CUDA and own_process=True')
     return _native(name, address)
 
 # %% ../nbs/21_vllm_engine.ipynb #c030
 @contextlib.contextmanager
-def _undisturbed():
-    "Put this process's random states, and torch's thread setting, back as they were."
+def _undisturbed(**environment):
+    "Set environment variables for a while; then put them, this process's random states and torch's thread setting back as they were."
     import numpy
-    states, threads = (random.getstate(), numpy.random.get_state()), torch.set_num_threads
-    with torch.random.fork_rng():
-        yield
-    random.setstate(states[0])
-    numpy.random.set_state(states[1])
-    torch.set_num_threads = threads
+    states, threads, before = (random.getstate(), numpy.random.get_state()), torch.set_num_threads, {n: os.environ.get(n) for n in environment}
+    os.environ.update(environment)
+    try:
+        with torch.random.fork_rng(): yield
+    finally:
+        random.setstate(states[0])
+        numpy.random.set_state(states[1])
+        torch.set_num_threads = threads
+        for name, value in before.items():
+            if value is None: del os.environ[name]
+            else: os.environ[name] = value
 
 # %% ../nbs/21_vllm_engine.ipynb #c031
 def start_vllm(folder, arguments, own_process):
@@ -237,7 +243,7 @@ def start_vllm(folder, arguments, own_process):
         raise ValueError('torch.distributed is set up in this process, and vLLM sets up its own: use own_process=True')
     if not torch.cuda.is_available():   # vLLM's CPU build; threads stay unbound, the learner uses them too
         for name, value in (('VLLM_CPU_KVCACHE_SPACE', '1'), ('VLLM_CPU_OMP_THREADS_BIND', 'nobind')): os.environ.setdefault(name, value)
-    with _undisturbed():
+    with _undisturbed(VLLM_ENABLE_V1_MULTIPROCESSING=str(int(own_process))):
         config = EngineArgs(model=str(folder), skip_tokenizer_init=True, generation_config='vllm', logprobs_mode='processed_logprobs', enable_prefix_caching=True,
                             disable_log_stats=True, **arguments).create_engine_config()
         return LLMEngine(config, Executor.get_class(config), log_stats=False, multiprocess_mode=own_process)
@@ -258,8 +264,9 @@ class VLLMEngine:
         if tokenizer is None: raise ValueError('an engine needs a tokenizer, to see where stop strings end')
         if sleep_level not in (0, 1, 2): raise ValueError(f'sleep_level must be 0, 1 or 2, got {sleep_level}')
         if sleep_level and not torch.cuda.is_available(): raise ValueError(f'vLLM frees memory on CUDA and ROCm only: leave sleep_level at 0 here, got {sleep_level}')
-        transfer = transfer or ('file' if own_process else 'memory')
-        self.send = make_transfer(transfer, own_process, untried)
+        apart = own_process or (arguments or {}).get('tensor_parallel_size', 1) > 1
+        transfer = transfer or ('file' if apart else 'memory')
+        self.send = make_transfer(transfer, apart, untried)
         self.shapes, self.shared = parameter_shapes(folder)
         further = {**(arguments or {}), **({'enable_sleep_mode': True} if sleep_level else {})}
         if transfer in ('ipc', 'nccl'): further['weight_transfer_config'] = {'backend': transfer}

@@ -1,0 +1,106 @@
+"""Engines in processes of their own, for tests/test_vllm.py: `python tests/vllm_process.py NAME`. Prints `MEASURED {…}` with `ok`."""
+import copy
+import json
+import re
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+from credit_rl.engine import HFEngine, Sampling
+from credit_rl.evaluate import load_model
+from credit_rl.layout import pack
+from credit_rl.learner import Learner, Loss, Optimiser
+from credit_rl.protocol import PROTOCOLS, Chat
+from credit_rl.rollout import rollout
+from credit_rl.tiny import tiny_environment, tiny_model, tiny_tokenizer
+from credit_rl.vllm_engine import VLLMEngine, logp_gap, sync_gap
+from credit_rl.world import make_world
+
+ROOT = Path(__file__).resolve().parents[1]
+SETTINGS = {'enforce_eager': True, 'block_size': 32}
+ODD = [list(range(10, 10 + n)) for n in (5, 20, 60)]
+
+
+def moved(model, scale=.05):
+    "A copy of a model with other weights."
+    other, generator = copy.deepcopy(model), torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for p in other.parameters():
+            p.add_(scale * torch.randn(p.shape, generator=generator))
+    return other
+
+
+def syncs(engine, model):
+    "Gaps before and after a sync to other weights, and seconds of the sync."
+    other = moved(model)
+    first, apart = sync_gap(engine, model, ODD)['logp_gap_max'], sync_gap(engine, other, ODD)['logp_gap_max']
+    start = time.perf_counter()
+    engine.load(dict(other.named_parameters()))
+    seconds = time.perf_counter() - start
+    after = sync_gap(engine, other, ODD)['logp_gap_max']
+    return {'before': first, 'unsynced': apart, 'after': after, 'load_seconds': round(seconds, 3), 'ok': first < 1e-3 < .1 < apart and after < 1e-3}
+
+
+def untied():
+    "An output layer of its own."
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+    tokenizer = tiny_tokenizer()
+    config = Qwen2Config(vocab_size=len(tokenizer), hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+                         max_position_embeddings=256, initializer_range=.1, tie_word_embeddings=False, eos_token_id=tokenizer.eos_token_id)
+    torch.manual_seed(0)
+    model = Qwen2ForCausalLM(config).eval()
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        engine = VLLMEngine(folder, tokenizer, max_length=192, max_rows=8, dtype='float32', arguments=SETTINGS)
+    named = dict(model.named_parameters())
+    try:
+        engine.load({n: t for n, t in named.items() if n != 'lm_head.weight'})
+        return {'ok': False, 'refused': False}
+    except ValueError:
+        return syncs(engine, model)
+
+
+def carl():
+    "Rollouts in segments: contexts edited, a maximum and stop strings per segment."
+    tokenizer = tiny_tokenizer(numbers=True)
+    model, world = tiny_model(tokenizer), make_world('train', seed=3, size=200, questions=6)
+    chat = Chat(PROTOCOLS['carl-tiny'], tokenizer)
+    env = tiny_environment(world, chat, max_turns=7, max_tokens=256)
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        engine = VLLMEngine(folder, tokenizer, max_length=256, max_rows=32, dtype='float32', arguments=SETTINGS)
+    return {'ok': False, 'model': str(type(model)), 'turns': len(rollout(engine, env, world.questions, 2, Sampling(max_tokens=24)))}
+
+
+def other_process():
+    "The engine core in a process of its own; weights go through a file."
+    model, tokenizer = load_model(str(ROOT / 'data' / 'tiny_base'))
+    engine = VLLMEngine(ROOT / 'data' / 'tiny_base', tokenizer, max_length=192, max_rows=32, dtype='float32', own_process=True, arguments=SETTINGS)
+    measured = syncs(engine, model)
+    engine.load(dict(model.named_parameters()))
+    world = make_world('train', seed=3, size=200, questions=8)
+    env = tiny_environment(world, Chat(PROTOCOLS['tiny'], tokenizer))
+    greedy = Sampling(greedy=True, max_tokens=24)
+    ours, theirs = (rollout(e, env, world.questions, 1, greedy) for e in (engine, HFEngine(model, tokenizer, max_length=192)))
+    said = lambda groups: [[x.action_ids for x in g.trajectories[0].turns] for g in groups]
+    measured['ok'] &= said(ours) == said(theirs) and not engine.llm.has_unfinished_requests()
+    engine.close()
+    return measured
+
+
+def notebook():
+    "The cells of nbs/21_vllm_engine.ipynb, with vLLM there."
+    cells = json.loads((ROOT / 'nbs' / '21_vllm_engine.ipynb').read_text(encoding='utf-8'))['cells']
+    space = {'__name__': '__main__'}
+    for cell in cells:
+        source = ''.join(cell['source'])
+        if cell['cell_type'] == 'code':
+            exec(compile(source, re.sub(r'\s+', ' ', source[:50]), 'exec'), space)
+    return {'ok': space['VLLM'] is True}
+
+
+if __name__ == '__main__':
+    print('MEASURED', json.dumps(globals()[sys.argv[1]]()), flush=True)
