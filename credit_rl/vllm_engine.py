@@ -7,7 +7,7 @@ __all__ = ['stop_tokens', 'check_sampling', 'vllm_parameters', 'VLLMStream', 'pa
            'start_vllm', 'VLLMEngine', 'logp_gap', 'sync_gap', 'sampler_weights']
 
 # %% ../nbs/21_vllm_engine.ipynb #c003
-import contextlib, math, os, random, tempfile
+import contextlib, os, random, sys, tempfile
 import torch
 from .engine import Finished, Samples, Sampling
 
@@ -222,9 +222,11 @@ def _undisturbed(**environment):
     import numpy
     states, threads, before = (random.getstate(), numpy.random.get_state()), torch.set_num_threads, {n: os.environ.get(n) for n in environment}
     os.environ.update(environment)
+    hidden = {n: sys.modules.pop(n) for n in ('llvmlite.binding.ffi',) if n in sys.modules}
     try:
         with torch.random.fork_rng(): yield
     finally:
+        sys.modules.update(hidden)
         random.setstate(states[0])
         numpy.random.set_state(states[1])
         torch.set_num_threads = threads
@@ -273,6 +275,7 @@ class VLLMEngine:
         self._configure(folder, tokenizer, max_length)
         self.llm = start_vllm(folder, dict(max_model_len=self.max_length, max_num_seqs=max_rows, dtype=dtype, **further), own_process)
         self.max_rows, self.sleep_level, self.asleep, self.hollow, self._standing, self._live, self._count = max_rows, sleep_level, False, False, None, {}, 0
+        self.adapter, self._adapters = None, 0   # the LoRA adapter in use; how many there were
 
 # %% ../nbs/21_vllm_engine.ipynb #c033
 def _configure(self, folder, tokenizer, max_length):
@@ -294,7 +297,7 @@ def _start(self, stream, row, seed):
     row.request, self._count = str(self._count), self._count + 1
     parameters = vllm_parameters(stream.sampling, seed, row.room, self.eos_ids | self.stop_tokens(row.strings)[0])
     self._live[row.request] = stream, row
-    self.llm.add_request(row.request, tokens_input(row.ids), parameters)
+    self.llm.add_request(row.request, tokens_input(row.ids), parameters, lora_request=self.adapter)
 
 def _stop(self, row, finished=False):
     "Take a conversation's request out; call it off if vLLM has not finished it."
@@ -354,7 +357,23 @@ def _wake(self):
 
 VLLMEngine.load, VLLMEngine.sleep, VLLMEngine.wake = _load, _sleep, _wake
 
-# %% ../nbs/21_vllm_engine.ipynb #c038
+# %% ../nbs/21_vllm_engine.ipynb #c039
+def _load_adapter(self, folder):
+    "Sample from now on with the LoRA adapter in a folder (as peft saves it), or without one (None). Kept conversations are forgotten; cached prefixes are an adapter's own."
+    if self.llm.vllm_config.lora_config is None: raise ValueError("this engine takes no adapters: start it with arguments={'enable_lora': True}")
+    self._clear()
+    if self.adapter: self.llm.remove_lora(self.adapter.lora_int_id)
+    self.adapter = None
+    if folder is None: return
+    from vllm.lora.request import LoRARequest
+    self._adapters += 1
+    fresh = LoRARequest(f'adapter {self._adapters}', self._adapters, str(folder))
+    if not self.llm.add_lora(fresh): raise RuntimeError(f'vLLM did not take the adapter in {str(folder)!r}')
+    self.adapter = fresh
+
+VLLMEngine.load_adapter = _load_adapter
+
+# %% ../nbs/21_vllm_engine.ipynb #c040
 def _generate(self, prompts, sampling, n=1, keys=None, seeds=None):
     "Continue each prompt (list of ids) `n` times. Returns `Samples`, prompts outermost. `seeds`: one per sample, default 0, 1, …"
     if keys is not None and n != 1: raise ValueError(f'a kept conversation has one continuation: with keys, n must be 1, got {n}')
@@ -379,7 +398,7 @@ def _close(self):
 
 VLLMEngine.generate, VLLMEngine.release, VLLMEngine.close = _generate, _release, _close
 
-# %% ../nbs/21_vllm_engine.ipynb #c040
+# %% ../nbs/21_vllm_engine.ipynb #c042
 def logp_gap(
     logp,         # (R, T) the learner's, in nats
     engine_logp,  # (R, T) recorded at sampling
@@ -391,7 +410,7 @@ def logp_gap(
     if d.isnan().any(): raise ValueError(f'{int(d.isnan().sum())} of {len(d)} tokens have no log-probability')
     return {'logp_gap': d.abs().mean().item(), 'logp_gap_max': d.abs().max().item(), 'engine_kl': -d.mean().item()}
 
-# %% ../nbs/21_vllm_engine.ipynb #c044
+# %% ../nbs/21_vllm_engine.ipynb #c046
 @torch.no_grad()
 def sync_gap(
     engine,          # VLLMEngine, or any other
@@ -413,7 +432,7 @@ def sync_gap(
         raise RuntimeError(f"engine and learner differ by up to {gap['logp_gap_max']:.3g} nats after a sync (tolerance {tolerance:g}): are all weights across, and the precisions the same?")
     return gap
 
-# %% ../nbs/21_vllm_engine.ipynb #c047
+# %% ../nbs/21_vllm_engine.ipynb #c049
 def sampler_weights(
     logp,                 # (R, T) the learner's, at the weights that sampled
     engine_logp,          # (R, T) recorded at sampling
