@@ -270,7 +270,7 @@ class VLLMEngine:
         transfer = transfer or ('file' if apart else 'memory')
         self.send = make_transfer(transfer, apart, untried)
         self.shapes, self.shared = parameter_shapes(folder)
-        further = {**(arguments or {}), **({'enable_sleep_mode': True} if sleep_level else {})}
+        further = {'enable_chunked_prefill': False, **(arguments or {}), **({'enable_sleep_mode': True} if sleep_level else {})}
         if transfer in ('ipc', 'nccl'): further['weight_transfer_config'] = {'backend': transfer}
         self._configure(folder, tokenizer, max_length)
         self.llm = start_vllm(folder, dict(max_model_len=self.max_length, max_num_seqs=max_rows, dtype=dtype, **further), own_process)

@@ -216,6 +216,14 @@ def test_a_seed_fixes_a_sample_whatever_the_company(engine, env, world):
     assert together != engine.generate(prompts, sampling, seeds=seeds[::-1]).ids
 
 
+def test_more_is_submitted_than_one_step_can_read(engine):
+    "600 prompts of 100 ids at once, a few tokens each: nothing is read in pieces, whose draws a CPU's generator could not take back."
+    prompts = [[10 + (i * j) % 300 for j in range(1, 101)] for i in range(1, 601)]
+    out = engine.generate(prompts, Sampling(max_tokens=3))
+    some = range(0, 600, 60)
+    assert [out.ids[i] for i in some] == engine.generate([prompts[i] for i in some], Sampling(max_tokens=3), seeds=list(some)).ids
+
+
 def test_rollouts_repeat_themselves(engine, env, world):
     "Seeds are of the question, the attempt and the turn: a question's games are the same among other questions."
     sampling = Sampling(max_tokens=24)
