@@ -183,6 +183,7 @@ class _Client:
 def _native(backend, address):
     "Make a sender over vLLM's own transfer, opened at its first use: function(llm, named). Never run: no GPU host was at hand."
     opened, held = [], {}
+    if backend == 'ipc': os.environ.setdefault('VLLM_ALLOW_INSECURE_SERIALIZATION', '1')   # handles travel pickled, between our own processes
 
     def send(llm, named):
         from vllm.distributed.weight_transfer import ParamMeta, WeightSource, WeightTransferTrainerFactory
@@ -235,8 +236,8 @@ def _undisturbed(**environment):
             else: os.environ[name] = value
 
 # %% ../nbs/21_vllm_engine.ipynb #c031
-def start_vllm(folder, arguments, own_process):
-    "Start vLLM on a model folder with engine arguments (dict), in this process or in one of its own. Raises ImportError without vLLM."
+def start_vllm(folder, arguments, own_process, devices=None):
+    "Start vLLM on a model folder with engine arguments (dict), in this process or in one of its own, there on some GPUs ('4,5'). Raises ImportError without vLLM."
     try: from vllm import EngineArgs
     except ImportError as e: raise ImportError("the vLLM engine needs vllm: pip install 'credit_rl[vllm]' on a GPU host, `make test-vllm` for the CPU build") from e
     from vllm.v1.engine.llm_engine import LLMEngine
@@ -245,7 +246,7 @@ def start_vllm(folder, arguments, own_process):
         raise ValueError('torch.distributed is set up in this process, and vLLM sets up its own: use own_process=True')
     if not torch.cuda.is_available():   # vLLM's CPU build; threads stay unbound, the learner uses them too
         for name, value in (('VLLM_CPU_KVCACHE_SPACE', '1'), ('VLLM_CPU_OMP_THREADS_BIND', 'nobind')): os.environ.setdefault(name, value)
-    with _undisturbed(VLLM_ENABLE_V1_MULTIPROCESSING=str(int(own_process))):
+    with _undisturbed(VLLM_ENABLE_V1_MULTIPROCESSING=str(int(own_process)), **({'CUDA_VISIBLE_DEVICES': devices} if devices else {})):
         config = EngineArgs(model=str(folder), skip_tokenizer_init=True, generation_config='vllm', logprobs_mode='processed_logprobs', enable_prefix_caching=True,
                             disable_log_stats=True, **arguments).create_engine_config()
         return LLMEngine(config, Executor.get_class(config), log_stats=False, multiprocess_mode=own_process)
@@ -261,11 +262,14 @@ class VLLMEngine:
                  own_process=False,   # give vLLM a process of its own: needed beside torch.distributed; tools then overlap generation
                  transfer=None,       # how weights get across; None: 'memory', or 'file' to another process
                  sleep_level=0,       # what `sleep` frees, CUDA and ROCm only: 1 cache, with weights kept by the CPU; 2 both; 0 nothing
-                 untried=False,       # allow a transfer that has never been run
+                 devices=None,        # str, GPUs of its own process: '4,5'; None: those of this one
+                 untried=False,       # allow what has never been run: transfers by 'ipc' and 'nccl', sleep levels 1 and 2
                  arguments=None):     # dict of vLLM's further engine arguments: gpu_memory_utilization, tensor_parallel_size, …
         if tokenizer is None: raise ValueError('an engine needs a tokenizer, to see where stop strings end')
         if sleep_level not in (0, 1, 2): raise ValueError(f'sleep_level must be 0, 1 or 2, got {sleep_level}')
         if sleep_level and not torch.cuda.is_available(): raise ValueError(f'vLLM frees memory on CUDA and ROCm only: leave sleep_level at 0 here, got {sleep_level}')
+        if (sleep_level or devices) and not untried: raise ValueError('sleep_level and devices follow the documentation of vLLM 0.32 and have never been run; allow them with untried=True')
+        if devices and not own_process: raise ValueError(f'an engine in this process uses its GPUs; devices={devices!r} needs own_process=True')
         apart = own_process or (arguments or {}).get('tensor_parallel_size', 1) > 1
         transfer = transfer or ('file' if apart else 'memory')
         self.send = make_transfer(transfer, apart, untried)
@@ -273,7 +277,7 @@ class VLLMEngine:
         further = {'enable_chunked_prefill': False, **(arguments or {}), **({'enable_sleep_mode': True} if sleep_level else {})}
         if transfer in ('ipc', 'nccl'): further['weight_transfer_config'] = {'backend': transfer}
         self._configure(folder, tokenizer, max_length)
-        self.llm = start_vllm(folder, dict(max_model_len=self.max_length, max_num_seqs=max_rows, dtype=dtype, **further), own_process)
+        self.llm = start_vllm(folder, dict(max_model_len=self.max_length, max_num_seqs=max_rows, dtype=dtype, **further), own_process, devices)
         self.max_rows, self.sleep_level, self.asleep, self.hollow, self._standing, self._live, self._count = max_rows, sleep_level, False, False, None, {}, 0
         self.adapter, self._adapters = None, 0   # the LoRA adapter in use; how many there were
 
