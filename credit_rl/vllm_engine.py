@@ -74,11 +74,13 @@ class VLLMStream:
         return len(row.held)
 
     def __iter__(self):
-        while self.done or any(row.busy for row in self.rows.values()):
-            if not self.done: self.engine._step()
-            if self.done:
+        while True:
+            busy = sum(row.busy for row in self.rows.values())
+            if not self.done and not busy: return
+            if self.done and not self.engine._goes_on(len(self.done), busy):
                 batch, self.done = self.done, []
                 yield batch
+            else: self.engine._step()
 
 # %% ../nbs/21_vllm_engine.ipynb #c016
 def _submit(self, key, ids, seed=0, max_tokens=None, stop=None):
@@ -279,7 +281,7 @@ class VLLMEngine:
         self._configure(folder, tokenizer, max_length)
         self.llm = start_vllm(folder, dict(max_model_len=self.max_length, max_num_seqs=max_rows, dtype=dtype, **further), own_process, devices)
         self.max_rows, self.sleep_level, self.asleep, self.hollow, self._standing, self._live, self._count = max_rows, sleep_level, False, False, None, {}, 0
-        self.adapter, self._adapters = None, 0   # the LoRA adapter in use; how many there were
+        self.own_process, self.adapter, self._adapters = own_process, None, 0   # the LoRA adapter in use; how many there were
 
 # %% ../nbs/21_vllm_engine.ipynb #c033
 def _configure(self, folder, tokenizer, max_length):
@@ -316,7 +318,11 @@ def _step(self):
             stream, row = self._live[output.request_id]
             stream._take(row, output)
 
-VLLMEngine._start, VLLMEngine._stop, VLLMEngine._step = _start, _stop, _step
+def _goes_on(self, done, busy):
+    "Whether to take another step before turns are handed over. In this process a tool would stop the engine: wait until they are a quarter of the busy ones. In its own, only for what is there."
+    return not self.llm.engine_core.outputs_queue.empty() if self.own_process else 4 * done < busy
+
+VLLMEngine._start, VLLMEngine._stop, VLLMEngine._step, VLLMEngine._goes_on = _start, _stop, _step, _goes_on
 
 # %% ../nbs/21_vllm_engine.ipynb #c036
 def _stop_tokens(self, stop):
