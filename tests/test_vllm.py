@@ -2,6 +2,8 @@
 
 One engine per process on a CPU: vLLM keeps global state, so what needs another engine runs in a process of its own (tests/vllm_process.py).
 """
+import copy
+import importlib
 import importlib.util
 import json
 import math
@@ -14,11 +16,10 @@ from credit_rl.engine import HFEngine, Sampling, seed_of
 from credit_rl.evaluate import load_model
 from credit_rl.layout import pack
 from credit_rl.learner import Credit, Learner, Loss, Optimiser
-from credit_rl.methods import METHODS
 from credit_rl.outcome import group_normalize, outcome_rewards
 from credit_rl.protocol import PROTOCOLS, Chat
 from credit_rl.rollout import rollout
-from credit_rl.tiny import tiny_environment, tiny_tokenizer
+from credit_rl.tiny import tiny_environment
 from credit_rl.trajectory import Stop
 from credit_rl.vllm_engine import VLLMEngine, _native, logp_gap, sync_gap
 from credit_rl.world import make_world
@@ -64,7 +65,6 @@ def weights(model):
 
 def moved(model, scale=.05, seed=0):
     "A copy of a model with other weights."
-    import copy
     other, generator = copy.deepcopy(model), torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for p in other.parameters():
@@ -115,14 +115,13 @@ def test_without_the_second_name_the_output_layer_would_stay_old(base, engine):
 
 
 def test_a_sync_that_is_not_whole_changes_nothing(base, engine):
-    good, other = weights(base[0]), weights(moved(base[0]))
+    other = weights(moved(base[0]))
     name = 'model.layers.1.self_attn.k_proj.weight'
     for bad, error in [({n: t for n, t in other.items() if n != name}, ValueError), ({**other, 'model.bias': torch.ones(1)}, KeyError),
                        ({**other, name: torch.ones(2, 2)}, ValueError)]:
         with pytest.raises(error):
             engine.load(bad)
         assert sync_gap(engine, base[0], ODD, tolerance=1e-3)
-    assert set(good) == set(other)
 
 
 def test_prefixes_of_old_weights_are_forgotten(base, engine):
@@ -140,7 +139,6 @@ def test_prefixes_of_old_weights_are_forgotten(base, engine):
 
 def test_training_steps_and_syncs(base, engine, env, world):
     "Rollout, step, sync, three times: the learner reads in every rollout what the engine sampled."
-    import copy
     learner = Learner(copy.deepcopy(base[0]), Loss(), Optimiser(learning_rate=1e-3, minibatches=1))
     for step in range(3):
         groups = rollout(engine, env, world.questions[:6], 4, Sampling(max_tokens=24), seed=step)
