@@ -1,0 +1,93 @@
+"""How much do tools cost a rollout with vLLM? Sampled tokens per second of a rollout with searches, and of the same engine that
+generates, without tools, as many tokens for each trajectory; in one run, the two in turns.
+
+    python tests/bench_vllm.py [--questions 32] [--group 8] [--own-process] [--tool-seconds 0.0] [--repeats 3]
+
+`--tool-seconds` makes every batch of calls wait; in a process of its own the engine goes on meanwhile. Needs vllm (`make test-vllm`).
+Also printed: the seconds of a weight sync, and how many of a rollout's samples stay the same in other company.
+"""
+import argparse
+import dataclasses
+import json
+import statistics
+import time
+from pathlib import Path
+
+from credit_rl.engine import Sampling, seed_of
+from credit_rl.evaluate import load_model
+from credit_rl.protocol import PROTOCOLS, Chat
+from credit_rl.rollout import rollout
+from credit_rl.tiny import tiny_environment
+from credit_rl.vllm_engine import VLLMEngine
+from credit_rl.world import make_world
+
+FOLDER = Path(__file__).resolve().parents[1] / 'data' / 'tiny_base'
+
+
+class Slow:
+    "A tool whose every batch of calls takes some seconds more."
+    def __init__(self, tool, seconds):
+        self.tool, self.seconds = tool, seconds
+
+    def call(self, calls):
+        time.sleep(self.seconds)
+        return self.tool.call(calls)
+
+
+def with_tools(engine, env, questions, group, seed):
+    "Trajectories and seconds of a rollout."
+    start = time.perf_counter()
+    groups = rollout(engine, env, questions, group, Sampling(max_tokens=24), seed)
+    return [t for g in groups for t in g.trajectories], time.perf_counter() - start
+
+
+def without(engine, trajectories):
+    "Tokens and seconds of generating after each trajectory's prompt as many tokens as it sampled, in one go."
+    eos, engine.eos_ids = engine.eos_ids, set()                    # nothing ends it but its length
+    stream, start, tokens = engine.stream(Sampling()), time.perf_counter(), 0
+    for i, t in enumerate(trajectories):
+        stream.submit(i, t.prompt_ids, seed=i, max_tokens=sum(len(x.action_ids) for x in t.turns))
+    for batch in stream:
+        for f in batch:
+            tokens += len(f.ids)
+            stream.release(f.key)
+    engine.eos_ids = eos
+    return tokens, time.perf_counter() - start
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, kind, default in (('--questions', int, 32), ('--group', int, 8), ('--tool-seconds', float, 0.), ('--repeats', int, 3)):
+        parser.add_argument(name, type=kind, default=default)
+    parser.add_argument('--own-process', action='store_true')
+    a = parser.parse_args()
+    model, tokenizer = load_model(str(FOLDER))
+    world = make_world('train', seed=3, size=200, questions=a.questions)
+    env = tiny_environment(world, Chat(PROTOCOLS['tiny'], tokenizer))
+    env = dataclasses.replace(env, tool=Slow(env.tool, a.tool_seconds))
+    engine = VLLMEngine(FOLDER, tokenizer, max_length=192, max_rows=256, dtype='float32', own_process=a.own_process, arguments={'enforce_eager': True, 'block_size': 32})
+    with_tools(engine, env, world.questions, 1, seed=0)              # compilation is not counted
+    rates = []
+    for repeat in range(a.repeats):
+        trajectories, seconds = with_tools(engine, env, world.questions, a.group, seed=1 + repeat)
+        wanted = sum(len(x.action_ids) for t in trajectories for x in t.turns)
+        tokens, free = without(engine, trajectories)
+        assert tokens == wanted, (tokens, wanted)
+        rates.append((tokens / seconds, tokens / free))
+    start = time.perf_counter()
+    engine.load(dict(model.named_parameters()))
+    load_seconds = time.perf_counter() - start
+    prompts = env.chat.prompt_ids([q.text for q in world.questions]) * a.group
+    seeds = [seed_of('bench', i) for i in range(len(prompts))]
+    one = engine.generate(prompts, Sampling(max_tokens=24), seeds=seeds).ids
+    other = engine.generate(prompts[::-2], Sampling(max_tokens=24), seeds=seeds[::-2]).ids
+    print('MEASURED', json.dumps({
+        'trajectories': len(trajectories), 'calls': sum(x.call is not None for t in trajectories for x in t.turns), 'tokens': tokens,
+        'tokens_per_second_with_tools': round(statistics.median(r[0] for r in rates)), 'without': round(statistics.median(r[1] for r in rates)),
+        'ratio': round(statistics.median(r[0] / r[1] for r in rates), 3), 'ratios': [round(r[0] / r[1], 3) for r in rates], 'load_seconds': round(load_seconds, 3),
+        'same_samples_in_other_company': f'{sum(x == y for x, y in zip(one[::-2], other))} of {len(other)}'}))
+    engine.close()
+
+
+if __name__ == '__main__':
+    main()

@@ -1,0 +1,378 @@
+"""The vLLM engine against the Hugging Face engine and the learner. `make test-vllm` installs vLLM's CPU build and runs this; without vLLM it is skipped.
+
+One engine per process on a CPU: vLLM keeps global state, so what needs another engine runs in a process of its own (tests/vllm_process.py).
+"""
+import copy
+import importlib
+import importlib.util
+import json
+import math
+import os
+
+import pytest
+import torch
+
+from credit_rl.engine import HFEngine, Sampling, seed_of
+from credit_rl.evaluate import load_model
+from credit_rl.layout import pack
+from credit_rl.learner import Credit, Learner, Loss, Optimiser
+from credit_rl.outcome import group_normalize, outcome_rewards
+from credit_rl.protocol import PROTOCOLS, Chat
+from credit_rl.rollout import rollout
+from credit_rl.tiny import tiny_environment
+from credit_rl.trajectory import Stop
+from credit_rl.vllm_engine import VLLMEngine, _native, logp_gap, sync_gap
+from credit_rl.world import make_world
+
+if importlib.util.find_spec('vllm') is None:
+    pytest.skip('vllm is not installed: `make test-vllm` installs its CPU build', allow_module_level=True)
+os.environ.setdefault('VLLM_LOGGING_LEVEL', 'ERROR')
+
+SETTINGS = {'enforce_eager': True, 'block_size': 32}
+GREEDY = Sampling(greedy=True, max_tokens=24)
+ODD = [list(range(10, 10 + n)) for n in (5, 20, 60)]   # nothing the base has seen: it is unsure what follows
+
+
+@pytest.fixture(scope='module')
+def base(root):
+    "The small base and its tokenizer, and its folder."
+    model, tokenizer = load_model(str(root / 'data' / 'tiny_base'))
+    return model.cpu(), tokenizer, root / 'data' / 'tiny_base'
+
+
+@pytest.fixture(scope='module')
+def engine(base):
+    "One vLLM engine for all tests here; a test that loads other weights puts the base's back."
+    _, tokenizer, folder = base
+    engine = VLLMEngine(folder, tokenizer, max_length=192, max_rows=64, dtype='float32', arguments=SETTINGS)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture(scope='module')
+def world():
+    return make_world('train', seed=3, size=200, questions=16)
+
+
+@pytest.fixture(scope='module')
+def env(base, world):
+    return tiny_environment(world, Chat(PROTOCOLS['tiny'], base[1]))
+
+
+def weights(model):
+    return {n: p.detach().clone() for n, p in model.named_parameters()}
+
+
+def moved(model, scale=.05, seed=0):
+    "A copy of a model with other weights."
+    other, generator = copy.deepcopy(model), torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for p in other.parameters():
+            p.add_(scale * torch.randn(p.shape, generator=generator))
+    return other
+
+
+def prompts_of(env, world):
+    return env.chat.prompt_ids([q.text for q in world.questions])
+
+
+def flat(groups):
+    return [t for g in groups for t in g.trajectories]
+
+
+def played(t):
+    "What was said and what was answered, in ids, and how it ended."
+    return [(x.kind, tuple(x.action_ids), tuple(x.observation_ids), x.result.value, x.context_ids) for x in t.turns], t.stop, t.answer
+
+
+# ---- weights and log-probabilities ----
+
+def test_log_probabilities_are_the_models(base, engine):
+    assert sync_gap(engine, base[0], ODD, tolerance=1e-3)['logp_gap'] < 1e-4
+
+
+def test_after_a_sync_they_are_the_new_models(base, engine):
+    other = moved(base[0])
+    assert sync_gap(engine, other, ODD)['logp_gap'] > .1
+    engine.load(weights(other))
+    assert sync_gap(engine, other, ODD, tolerance=1e-3)['logp_gap'] < 1e-4
+    engine.load(weights(base[0]))
+    assert sync_gap(engine, base[0], ODD, tolerance=1e-3)['logp_gap'] < 1e-4
+
+
+def test_without_the_second_name_the_output_layer_would_stay_old(base, engine):
+    other = moved(base[0], seed=1)
+    half = weights(other)
+    assert 'lm_head.weight' not in half                             # tied: Hugging Face names the matrix once
+    engine.send(engine.llm, half)                                   # what `load` would do without `complete`
+    engine.llm.reset_prefix_cache()
+    stale = sync_gap(engine, other, ODD)
+    engine.load(half)
+    sound = sync_gap(engine, other, ODD, tolerance=1e-3)
+    engine.load(weights(base[0]))
+    assert stale['logp_gap'] > 100 * sound['logp_gap'] and stale['logp_gap'] > .01
+    print(f"\nmean gap with a stale output layer {stale['logp_gap']:.3g}, with a whole sync {sound['logp_gap']:.3g}")
+
+
+def test_a_sync_that_is_not_whole_changes_nothing(base, engine):
+    other = weights(moved(base[0]))
+    name = 'model.layers.1.self_attn.k_proj.weight'
+    for bad, error in [({n: t for n, t in other.items() if n != name}, ValueError), ({**other, 'model.bias': torch.ones(1)}, KeyError),
+                       ({**other, name: torch.ones(2, 2)}, ValueError)]:
+        with pytest.raises(error):
+            engine.load(bad)
+        assert sync_gap(engine, base[0], ODD, tolerance=1e-3)
+
+
+def test_prefixes_of_old_weights_are_forgotten(base, engine):
+    "A long prompt is in the cache when the weights change; its keys and values must not be used again."
+    prompt, other = (ODD[1] * 10)[:150], moved(base[0], seed=2)
+    sync_gap(engine, base[0], [prompt], tolerance=1e-3)
+    stream = engine.stream(Sampling(max_tokens=1))
+    stream.submit('again', prompt)
+    list(stream)
+    assert stream.cached >= 128
+    engine.load(weights(other))
+    sync_gap(engine, other, [prompt], tolerance=1e-3)
+    engine.load(weights(base[0]))
+
+
+def test_training_steps_and_syncs(base, engine, env, world):
+    "Rollout, step, sync, three times: the learner reads in every rollout what the engine sampled."
+    learner = Learner(copy.deepcopy(base[0]), Loss(), Optimiser(learning_rate=1e-3, minibatches=1))
+    for step in range(3):
+        groups = rollout(engine, env, world.questions[:6], 4, Sampling(max_tokens=24), seed=step)
+        layout = pack(groups)
+        seen = learner.evaluate(layout, ('logp',))
+        gap = logp_gap(seen.logp, layout.logps, layout.trained)
+        assert gap['logp_gap_max'] < 1e-3, (step, gap)
+        rewards = outcome_rewards(groups)
+        advantages = group_normalize(rewards, layout.groups)[layout.row_trajectory][:, None] * layout.trained
+        learner.step(layout, seen, Credit(advantages))
+        engine.load(learner.weights())
+    assert max((a - b).abs().max() for a, b in zip(learner.scorer.model.parameters(), base[0].parameters())) > 1e-4   # the steps moved something
+    engine.load(weights(base[0]))
+
+
+# ---- what is sampled ----
+
+def test_greedy_games_are_the_other_engines(base, engine, env, world):
+    model, tokenizer, _ = base
+    ours = flat(rollout(engine, env, world.questions, 1, GREEDY))
+    theirs = flat(rollout(HFEngine(model, tokenizer, max_length=192), env, world.questions, 1, GREEDY))
+    assert [played(t) for t in ours] == [played(t) for t in theirs]
+    assert sum(len(t.turns) > 1 for t in ours) > 4, 'no game used a tool'
+    for a, b in zip(ours, theirs):
+        for x, y in zip(a.turns, b.turns):
+            torch.testing.assert_close(torch.tensor(x.action_logps), torch.tensor(y.action_logps), atol=1e-3, rtol=0)
+
+
+def test_games_with_tools_are_read_back_as_sampled(base, engine, env, world):
+    groups = rollout(engine, env, world.questions, 4, Sampling(max_tokens=24), seed=5)
+    layout = pack(groups)
+    seen = Learner(base[0], Loss(), Optimiser()).evaluate(layout, ('logp',))
+    assert logp_gap(seen.logp, layout.logps, layout.trained)['logp_gap_max'] < 1e-3
+    stops = {t.stop for t in flat(groups)}
+    assert Stop.ANSWER in stops and sum(len(x.observation_ids) > 0 for t in flat(groups) for x in t.turns) > 20
+
+
+@pytest.mark.parametrize('temperature', [.5, 1.7])
+def test_log_probabilities_are_those_of_the_tempered_distribution(base, engine, env, world, temperature):
+    out = engine.generate(prompts_of(env, world)[:4], Sampling(temperature, max_tokens=12))
+    for prompt, ids, logps in zip(prompts_of(env, world), out.ids, out.logps):
+        with torch.no_grad():
+            logits = base[0](torch.tensor([[*prompt, *ids]])).logits[0, len(prompt) - 1:-1] / temperature
+        wanted = logits.log_softmax(-1).gather(-1, torch.tensor(ids)[:, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(logps), wanted, atol=1e-3, rtol=0)
+
+
+def test_draws_follow_the_distribution(base, engine):
+    "4000 first tokens after one prompt against the model's probabilities: total variation within what chance gives."
+    prompt, n = ODD[1], 4000
+    out = engine.generate([prompt], Sampling(2., max_tokens=1), n=n, seeds=[seed_of('draw', i) for i in range(n)])
+    with torch.no_grad():
+        p = (base[0](torch.tensor([prompt])).logits[0, -1] / 2).softmax(-1)
+    seen = torch.bincount(torch.tensor([ids[0] for ids in out.ids]), minlength=len(p)) / n
+    bound = .5 * (p * (1 - p) / n).sqrt().sum() * math.sqrt(2 / math.pi)        # expected total variation of n fair draws
+    assert (seen - p).abs().sum() / 2 < 1.3 * bound
+    assert p.max() < .9, 'the distribution is too sharp to tell'
+
+
+def test_a_seed_fixes_a_sample_whatever_the_company(engine, env, world):
+    "The same requests alone, in another order, among strangers and in another batch size: the share of equal samples."
+    prompts = prompts_of(env, world)
+    seeds = [seed_of('company', i) for i in range(len(prompts))]
+    sampling = Sampling(max_tokens=24)
+    together = engine.generate(prompts, sampling, seeds=seeds).ids
+    alone = [engine.generate([p], sampling, seeds=[s]).ids[0] for p, s in zip(prompts, seeds)]
+    back = engine.generate(prompts[::-1], sampling, seeds=seeds[::-1]).ids[::-1]
+    crowd = engine.generate([*prompts, *prompts], sampling, seeds=[*seeds, *range(len(prompts))]).ids[:len(prompts)]
+    again = engine.generate(prompts, sampling, seeds=seeds).ids
+    same = {name: sum(a == b for a, b in zip(together, other)) for name, other in [('alone', alone), ('backwards', back), ('crowd', crowd), ('again', again)]}
+    print(f'\nof {len(prompts)} samples equal to those of one batch: {same}')
+    assert min(same.values()) == len(prompts)
+    assert together != engine.generate(prompts, sampling, seeds=seeds[::-1]).ids
+
+
+def test_more_is_submitted_than_one_step_can_read(engine):
+    "600 prompts of 100 ids at once, a few tokens each: nothing is read in pieces, whose draws a CPU's generator could not take back."
+    prompts = [[10 + (i * j) % 300 for j in range(1, 101)] for i in range(1, 601)]
+    out = engine.generate(prompts, Sampling(max_tokens=3))
+    some = range(0, 600, 60)
+    assert [out.ids[i] for i in some] == engine.generate([prompts[i] for i in some], Sampling(max_tokens=3), seeds=list(some)).ids
+
+
+def test_rollouts_repeat_themselves(engine, env, world):
+    "Seeds are of the question, the attempt and the turn: a question's games are the same among other questions."
+    sampling = Sampling(max_tokens=24)
+    all_ = rollout(engine, env, world.questions, 3, sampling, seed=9)
+    some = rollout(engine, env, world.questions[5:9], 3, sampling, seed=9)
+    assert [played(t) for t in flat(some)] == [played(t) for t in flat(all_[5:9])]
+    assert [played(t) for t in flat(some)] != [played(t) for t in flat(rollout(engine, env, world.questions[5:9], 3, sampling, seed=10))]
+
+
+# ---- where turns end ----
+
+def test_turns_end_where_the_other_engines_do(base, engine, env, world):
+    "Greedy turns under stop strings of one token, of several, of none, and of a maximum."
+    model, tokenizer, _ = base
+    hf, prompts = HFEngine(model, tokenizer, max_length=192), prompts_of(env, world)
+    free = hf.generate(prompts, GREEDY)
+    first = tokenizer.decode(free.ids[0])
+    for stop in [('</tool_call>',), (first[3:9],), (first[1:4], '</think>'), ()]:
+        for most in (24, 3):
+            a, b = (e.generate(prompts, Sampling(greedy=True, max_tokens=most, stop=stop)) for e in (engine, hf))
+            assert a.ids == b.ids and a.stop == b.stop, stop
+    assert engine.generate(prompts, Sampling(greedy=True, max_tokens=24, stop=(first[3:9],))).stop[0] == 'stop'
+
+
+def test_a_full_context_ends_a_turn(base, engine):
+    prompt = (ODD[1] * 10)[:187]
+    for e in (engine, HFEngine(base[0], base[1], max_length=192)):
+        out = e.generate([prompt], Sampling(2., max_tokens=50), seeds=[3])
+        assert out.stop == ['length'] and len(prompt) + len(out.ids[0]) == 192
+    with pytest.raises(ValueError, match='max_length'):
+        engine.generate([[5] * 192], Sampling())
+
+
+def test_stop_strings_do_not_begin_in_the_prompt(base, engine):
+    "The prompt ends with the beginning of a stop string; the other half alone is none."
+    _, tokenizer, _ = base
+    prompt = tokenizer('is of').input_ids
+    (ids,), = [engine.generate([prompt], Sampling(greedy=True, max_tokens=3)).ids]
+    text = tokenizer.decode(prompt[-1:]) + ' ' + tokenizer.decode(ids[:1])
+    assert engine.generate([prompt], Sampling(greedy=True, max_tokens=3, stop=(text,))).ids[0] == ids
+
+
+# ---- conversations ----
+
+def test_a_conversation_goes_on_from_the_cache(engine, env, world):
+    prompts = [(p * 8)[:100] for p in prompts_of(env, world)[:3]]
+    talk = engine.generate(prompts, Sampling(max_tokens=20), keys='abc')
+    longer = [p + ids + [7, 8, 9] for p, ids in zip(prompts, talk.ids)]
+    before = engine._standing.cached
+    kept = engine.generate(longer, Sampling(max_tokens=6), keys='abc', seeds=[7, 8, 9])
+    assert engine._standing.cached - before >= 3 * 96                       # whole blocks of 16
+    fresh = engine.generate(longer, Sampling(max_tokens=6), seeds=[7, 8, 9])
+    assert kept.ids == fresh.ids
+    with pytest.raises(ValueError, match='do not continue'):
+        engine.generate(prompts, Sampling(), keys='abc')
+    engine.release('abc')
+    assert not engine._standing.rows
+
+
+def test_overlap_rewind_and_release(base, engine, env, world):
+    "One conversation comes back with an observation while others talk; one has its past edited; one is given up."
+    prompts = prompts_of(env, world)[:4]
+    stream, turns = engine.stream(Sampling(max_tokens=10)), {}
+    for i, p in enumerate(prompts):
+        stream.submit(i, p, seed=i, max_tokens=4 + 4 * i)
+    with pytest.raises(ValueError, match='under way'):
+        stream.submit(0, prompts[0])
+    for batch in stream:
+        for f in batch:
+            turns.setdefault(f.key, []).append(f)
+            if len(turns[f.key]) > 1:
+                stream.release(f.key)
+                continue
+            edited = prompts[f.key][:-2] + [9, 8, 7]
+            assert stream.rewind(f.key, edited) == len(prompts[f.key]) - 2
+            stream.submit(f.key, edited, seed=20 + f.key, max_tokens=5)
+            if f.key == 0 and 3 in stream.rows:
+                with pytest.raises(ValueError, match='under way'):
+                    stream.rewind(3, edited)
+                stream.release(3)
+    assert {k: len(v) for k, v in turns.items()} == {0: 2, 1: 2, 2: 2} and not stream.rows and not engine._live
+    fresh = engine.generate([p[:-2] + [9, 8, 7] for p in prompts[:3]], Sampling(max_tokens=5), seeds=[20, 21, 22])
+    assert [turns[i][1].ids for i in range(3)] == fresh.ids and stream.rewind('nobody', [1]) == 0
+
+
+def test_a_stream_given_up_is_called_off(engine, env, world):
+    stream = engine.stream(Sampling(max_tokens=50))
+    for i, p in enumerate(prompts_of(env, world)):
+        stream.submit(i, p, seed=i, max_tokens=1 + i)
+    next(iter(stream))
+    assert engine._live
+    out = engine.generate(prompts_of(env, world)[:1], Sampling(max_tokens=3))
+    assert len(out.ids[0]) <= 3 and not engine._live and not engine.llm.has_unfinished_requests()
+
+
+def test_sleep_without_a_gpu_forgets_and_goes_on(base, engine, env, world):
+    engine.sleep()
+    engine.wake()
+    assert sync_gap(engine, base[0], prompts_of(env, world)[:2], tolerance=1e-3)
+    with pytest.raises(ValueError, match='CUDA'):
+        VLLMEngine(base[2], base[1], sleep_level=1)
+    with pytest.raises(ValueError, match='never been run'):
+        VLLMEngine(base[2], base[1], devices='1', own_process=True)
+
+
+@pytest.mark.parametrize('backend', ['ipc', 'nccl'])
+def test_native_transfer_speaks_the_installed_vllms_language(monkeypatch, backend):
+    "Only the part that needs GPUs is replaced, vLLM's trainer side; its classes, and the calls that reach an engine, are real. It has never sent a weight."
+    from types import SimpleNamespace
+    from vllm.distributed.weight_transfer import TrainerWeightTransferEngine, WeightSource, WeightTransferTrainerFactory
+    from vllm.distributed.weight_transfer.base import TrainerInitInfo
+    calls, sent = [], []
+
+    def trainer_init(info, *, client, source):
+        assert isinstance(info, TrainerInitInfo) and info.backend == backend and info.is_sender and isinstance(source, WeightSource)
+        assert backend == 'ipc' or info.world_size == 3
+        client.init_weight_transfer_engine({'packed': False})
+
+        def send_weights():
+            client.start_weight_update()
+            client.update_weights({'names': [m.name for m in source.metadata()]})
+            sent.append({m.name: (t, m.shape, m.dtype) for m, (_, t) in zip(source.metadata(), source)})
+            client.finish_weight_update()
+        return SimpleNamespace(send_weights=send_weights)
+    monkeypatch.setattr(WeightTransferTrainerFactory, 'trainer_init', trainer_init)
+    monkeypatch.setenv('VLLM_ALLOW_INSECURE_SERIALIZATION', '0')
+    llm = SimpleNamespace(collective_rpc=lambda name, kwargs=None: calls.append((name, *(kwargs or {}))), vllm_config=SimpleNamespace(parallel_config=SimpleNamespace(world_size=2)))
+    send = _native(backend, ('127.0.0.1', 29650))
+    for value in (1., 2.):
+        send(llm, {'a': torch.full((2, 3), value), 'b': torch.zeros(1)})
+    update = [('start_weight_update',), ('update_weights', 'update_info'), ('finish_weight_update',)]
+    assert calls == [('init_weight_transfer_engine', 'init_info'), *update, *update]
+    assert all(callable(getattr(importlib.import_module('vllm.v1.worker.gpu_worker').Worker, name)) for name, *_ in calls)
+    assert [x['a'][0][0, 0].item() for x in sent] == [1., 2.] and sent[0]['a'][1:] == ((2, 3), torch.float32) and list(sent[0]) == ['a', 'b']
+    assert callable(TrainerWeightTransferEngine.send_weights)
+
+
+def test_this_process_is_left_as_it_was(engine):
+    "vLLM on a CPU replaces torch.set_num_threads for good."
+    before = torch.get_num_threads()
+    torch.set_num_threads(before)
+    assert 'skip' not in torch.set_num_threads.__name__ and torch.get_num_threads() == before
+
+
+# ---- engines in processes of their own ----
+
+@pytest.mark.parametrize('what', ['untied', 'carl', 'other_process', 'notebook', 'adapter'])
+def test_in_another_process(root, run_python, what):
+    "See tests/vllm_process.py; each prints what it measured."
+    said = run_python(root / 'tests' / 'vllm_process.py', what, env={'VLLM_LOGGING_LEVEL': 'ERROR', 'PYTHONPATH': str(root)})
+    lines = [line for line in said.splitlines() if line.startswith('MEASURED ')]
+    assert lines, said[-4000:]
+    print('\n' + '\n'.join(lines))
+    assert all(json.loads(line.split(' ', 1)[1])['ok'] for line in lines)
