@@ -388,7 +388,7 @@ def plan_jobs(
     out,      # folder of the comparison
 ):
     "List the runs of a sweep, world by world and seed by seed: list of Job, each with all its settings. Raises ValueError on a name without settings."
-    shared = {n: v for n, v in params.items() if n not in ('worlds', 'methods')}
+    shared = {n: v for n, v in params.items() if n not in ('worlds', 'methods', 'method', 'seed', 'run', 'resume')}   # a job has its own
     own = params.get('methods') or {}
     if missing := [m for m in own if not isinstance(own[m], dict)]: raise ValueError(f'methods: settings of {missing} are wanted as name: value')
     return [Job(m, s, Path(out)/world/f'{m}-{s}', {**shared, **(more or {}), **own.get(m, {})})

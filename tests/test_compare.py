@@ -34,7 +34,7 @@ FAKE = textwrap.dedent("""
     import json, os, pathlib
     folder = pathlib.Path(run)
     with open(folder.parent/'started.jsonl', 'a') as f:
-        f.write(json.dumps({'run': folder.name, 'resume': resume, 'model': model, 'steps': steps, 'threads': os.environ['OMP_NUM_THREADS']}) + '\\n')
+        f.write(json.dumps({'run': folder.name, 'method': method, 'resume': resume, 'model': model, 'steps': steps, 'threads': os.environ['OMP_NUM_THREADS']}) + '\\n')
     from credit_rl.runlog import RunLog
     log = RunLog(run, resume)
     log.write_params({'method': method, 'seed': seed, 'steps': steps, 'data': 'tiny', 'run': run}, may_change=['steps'])
@@ -48,9 +48,12 @@ FAKE = textwrap.dedent("""
 DEFAULTS = {'method': 'grpo', 'seed': 0, 'run': 'runs/x', 'model': 'elsewhere', 'steps': 4, 'resume': False}
 
 
+real_command = compare.papermill_command
+
+
 def fake_command(job, notebook, model=None):
     "Stands for `papermill_command`: the fake as a plain script, which starts in no time."
-    given = DEFAULTS | job.settings | {'method': job.method, 'seed': job.seed, 'run': str(job.folder), 'resume': job.begun}
+    given = DEFAULTS | {k: v for k, v in json.loads(real_command(job, notebook, model)[-1]).items() if k in DEFAULTS} | {'resume': job.begun}
     return [sys.executable, '-c', '\n'.join(f'{k} = {v!r}' for k, v in given.items()) + FAKE]
 
 
@@ -127,14 +130,15 @@ def test_each_seed_has_one_base(tmp_path, monkeypatch):
 
 def test_worlds_and_variants(tmp_path, settings, monkeypatch):
     "Each world has its own folder and report; a variant of a method runs under its own name; a method may have settings of its own."
-    settings.write_text(yaml.safe_dump({'steps': 4, 'worlds': {'a': {'model': 'base-a'}, 'b': {'model': 'base-b', 'steps': 5}}, 'methods': {'half': {'method': 'tspo'}, 'grpo': {'model': 'mine'}}}))
+    settings.write_text(yaml.safe_dump({'steps': 4, 'method': 'tspo', 'seed': 7, 'worlds': {'a': {'model': 'base-a'}, 'b': {'model': 'base-b', 'steps': 5}}, 'methods': {'half': {'method': 'tspo'}, 'grpo': {'model': 'mine'}}}))
     reports = []
     monkeypatch.setattr(compare, 'papermill_command', fake_command)
     monkeypatch.setattr(compare, '_report', lambda notebook, out, folders, baseline, say: reports.append((out.name, [f.name for f in folders])) or True)
     assert main(arguments(settings, tmp_path / 'runs', 'grpo half', '1')) == 0
     assert reports == [('a', ['grpo-1', 'half-1']), ('b', ['grpo-1', 'half-1'])]
     lines = [json.loads(line) for w in 'ab' for line in sorted((tmp_path / 'runs' / w / 'started.jsonl').read_text().splitlines())]
-    assert [(x['run'], x['model'], x['steps']) for x in lines] == [('grpo-1', 'mine', 4), ('half-1', 'base-a', 4), ('grpo-1', 'mine', 5), ('half-1', 'base-b', 5)]
+    assert [(x['run'], x['method'], x['model'], x['steps']) for x in lines] == [('grpo-1', 'grpo', 'mine', 4), ('half-1', 'tspo', 'base-a', 4),
+                                                                                 ('grpo-1', 'grpo', 'mine', 5), ('half-1', 'tspo', 'base-b', 5)]
     with pytest.raises(SystemExit, match="did you mean 'half'|no method 'halff'"): main(arguments(settings, tmp_path / 'runs', 'halff', '1'))
 
 
@@ -188,7 +192,7 @@ def test_through_papermill(tmp_path, settings, root, run_python):
     said = run_python('-m', 'credit_rl.compare', *arguments(settings, out, seeds='1', notebook=tmp_path / '90.ipynb', report=root / 'nbs' / '94_compare.ipynb', workers=1))
     assert 'grpo, seed 1: done  [2 of 2 done, 0 failed]' in said
     (line,) = map(json.loads, (out / 'started.jsonl').read_text().splitlines())
-    assert line == {'run': 'grpo-1', 'resume': False, 'model': 'elsewhere', 'steps': 4, 'threads': str(os.cpu_count())}
+    assert line == {'run': 'grpo-1', 'method': 'grpo', 'resume': False, 'model': 'elsewhere', 'steps': 4, 'threads': str(os.cpu_count())}
     assert {p.name for p in (out / 'figures').iterdir()} == {'dev_em_by_step.png', 'dev_em_by_trajectories.png', 'dev_em_by_seconds.png', 'grpo-1.png', 'tspo-1.png'}
     report = nbformat.read(out / 'report.ipynb', 4)
     outputs = [o for c in report.cells for o in c.get('outputs', [])]
