@@ -91,7 +91,7 @@ METRICS = {
     'missing_states': 'number of states whose measurement failed',
     'alpha': 'weight of the shaping rewards in force, in units of reward per nat',
     'mean_abs_shaping': 'mean size of a shaping reward, in units of reward',
-    'read_tokens': 'tokens that models read without gradient, before the update, for credit and loss; gold answers not counted',
+    'read_tokens': 'tokens that models read without gradient, before the update, for credit and loss, gold answers included',
     'zero_advantage': 'share of trajectories whose advantage is exactly 0 at every trained token',
 }
 

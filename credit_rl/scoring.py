@@ -8,7 +8,7 @@ __all__ = ['SCHEMAS', 'AnswerTemplate', 'answer_ids', 'Schema', 'answer_header',
            'answer_logps', 'joint_logps']
 
 # %% ../nbs/24_scoring.ipynb #c002
-import contextlib, copy, dataclasses, math
+import contextlib, copy, dataclasses, math, warnings
 from dataclasses import dataclass
 from typing import NamedTuple
 import torch
@@ -381,7 +381,9 @@ def takes_tree_mask(
         apart = answer_logps_separate(model, rows, states, answers, max_length=len(ids)).sums
         with _measuring(model):
             packed, blind = (collect([b], [batch_logps(model, b.to(model.device))], tokens).sums for b in (tree, causal))
-    except Exception: return False
+    except Exception as e:
+        warnings.warn(f'{type(model).__name__} takes no tree mask ({type(e).__name__}: {e}); its answers are scored from a cache: the same numbers, more slowly')
+        return False
     return bool((packed - apart).abs().max() <= .1 * (blind - apart).abs().max())
 
 # %% ../nbs/24_scoring.ipynb #c050

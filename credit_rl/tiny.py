@@ -216,13 +216,14 @@ def warm_start(chat, seed=0,
                copy=600, games=1500,    # most steps of each part
                copied=1.0, played=.08,  # losses at which they end, nats per trained token
                count=4000,              # games to imitate
+               teacher=TEACHER,         # whose games are imitated
                known=(),                # worlds whose `known` facts are taught as well
                progress=print):         # called with a line of text
     "Train a tiny model from nothing to a weak base. Returns the model. Raises RuntimeError if a part does not get there."
     model, generator = tiny_model(chat.tokenizer, seed), torch.Generator().manual_seed(seed)
     rows = iter(lambda: copy_rows(chat.tokenizer, 64, generator), None)
     _part('copy', copied, copy, progress, model=model, batches=rows)
-    shown = demonstrations(chat, TEACHER, count, seed, hops=(1, 2, 3, 3, 3)) + [g for world in known for g in recollections(world, chat)]
+    shown = demonstrations(chat, teacher, count, seed, hops=(1, 2, 3, 3, 3)) + [g for world in known for g in recollections(world, chat)]
     _part('games', played, games, progress, model=model, batches=_endless(shown, 16, seed), learning_rate=2e-3, cooldown=80)
     return model.eval()
 

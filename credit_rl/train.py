@@ -381,23 +381,33 @@ def _chosen(groups, rewards, kept, weights, prefix, average):
 
 # %% ../nbs/55_train.ipynb #c045
 def _look(c, method, options, groups, chosen, layout, chat, learner):
-    "What the models that a method needs say of its batch: `Seen`, or None if it needs none."
+    "What the models that a method needs say of its batch: `Seen`, or None if it needs none; and how many tokens they read for it."
     sees = tuple(dict.fromkeys((*method.sees, *(['logp'] if c.recompute else []), *(['ref_logp'] if learner.loss.kl else []))))
-    if not sees: return None
+    if not sees: return None, 0
     golds = {n: gold_templates(chat, groups, schema) for n, schema in (('gold', 'igpo'), ('teacher', 'tips')) if n in sees}
-    return learner.evaluate(layout, sees, {n: [g[i] for i in chosen.tolist()] for n, g in golds.items()}, ends=options.get('terminal') == 'teacher')
+    golds = {n: [g[i] for i in chosen.tolist()] for n, g in golds.items()}
+    seen = learner.evaluate(layout, sees, golds, ends=options.get('terminal') == 'teacher')
+    read = sum(learner.passes.values()) * int(layout.lengths.sum())
+    for name, scored in (('gold', seen.gold_tokens), ('teacher', seen.teacher_tokens)):
+        if name in golds: read += _answer_tokens(golds[name], scored)
+    return seen, read
+
+def _answer_tokens(answers, scored):
+    "Tokens of the answers (N lists of AnswerTemplate), each counted at every state at which it was `scored`, (N, S, M) counts of tokens."
+    times = (scored > 0).sum(1).tolist()
+    return sum(n * len(answer.ids) for row, counts in zip(answers, times) for answer, n in zip(row, counts))
 
 # %% ../nbs/55_train.ipynb #c046
 def train_step(step, config, method, stage, engine, learner, log, measure_kl=False, memory=None, ranks=Ranks()):
     "One training step. Returns what to log; writes rollouts and clocks to `log`. `measure_kl` costs two more forwards; `memory` keeps what the next step needs."
     c, options, memory = config, options_of(config, method, stage.chat), {} if memory is None else memory
-    if options.get('band'): options['alpha'] = memory.setdefault('alpha', _controller(options))['alpha']
+    if options.get('band'): options[_alpha(options)] = memory.setdefault('alpha', _controller(options))['alpha']
     groups, told, kept, weights = _act(step, c, method, options, stage, engine, log, ranks)
     flat = [t for g in groups for t in g.trajectories]
     if not kept: return {**_describe(groups, told), 'zero_advantage': 1., 'updates': 0}
     layout, rewards, chosen, weights = _chosen(groups, told, kept, weights, len(stage.chat.encode(answer_header(stage.chat))), learner.loss.average)
     with log.timed('evaluate'):
-        seen = _look(c, method, options, groups, chosen, layout, stage.chat, learner)
+        seen, read = _look(c, method, options, groups, chosen, layout, stage.chat, learner)
         if method.model_rewards: rewards |= method.model_rewards(rewards, layout, seen, options)
     credit = method.credit(rewards, layout, seen, options)
     if weights is not None: credit = dataclasses.replace(credit, trajectory_weight=weights * (1. if credit.trajectory_weight is None else credit.trajectory_weight))
@@ -408,13 +418,17 @@ def train_step(step, config, method, stage, engine, learner, log, measure_kl=Fal
     with log.timed('load'): engine.load(learner.weights())
     _keep_rollouts(step, [flat[i] for i in chosen.tolist()], rewards, layout, credit, c.log_rollouts, log)
     noted['zero_advantage'] = 1 - (1 - noted['zero_advantage']) * len(chosen) / len(flat)      # those that were left out got none
-    return {**_describe(groups, told), **noted, **stats}
+    return {**_describe(groups, told), **noted, 'read_tokens': read, **stats}
 
 # %% ../nbs/55_train.ipynb #c047
+def _alpha(options):
+    "The name of a shaping reward's weight among the options; beside another reward with an `alpha` it has its own in front."
+    return next(name for name in ('shaping.alpha', 'record.alpha', 'alpha') if name in options)
+
 def _controller(options):
     "The state of a fresh controller of α for a band: dict of JSON values."
     low, high = REWARD_BANDS[options['band']]
-    return dataclasses.asdict(AlphaController(low, high, options['alpha']))
+    return dataclasses.asdict(AlphaController(low, high, options[_alpha(options)]))
 
 def _note_credit(rewards, layout, seen, credit, learner, options, memory):
     "What to log of a step's credit; moves the controller of α."
@@ -428,9 +442,9 @@ def _note_credit(rewards, layout, seen, credit, learner, options, memory):
         noted['explained_variance'] = explained_variance(seen.values[valued], credit.returns[valued])
     shaping = rewards.get('shaping', rewards.get('record'))
     if shaping is not None:
-        noted |= {'alpha': options['alpha'], 'mean_abs_shaping': mean_abs_reward(shaping, layout.turn_mask)}
+        noted |= {'alpha': options[_alpha(options)], 'mean_abs_shaping': mean_abs_reward(shaping, layout.turn_mask)}
         if 'alpha' in memory: memory['alpha'] = _moved(memory['alpha'], noted['mean_abs_shaping'])
-    return {**noted, 'read_tokens': sum(learner.passes.values()) * int(layout.lengths.sum()) if seen else 0}
+    return noted
 
 def _moved(state, size):
     "A controller's state after one more step of shaping rewards of a mean size."

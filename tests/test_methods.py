@@ -73,7 +73,7 @@ def a_step(world, method, options=None, learner=None, groups=None, config=None, 
     rewards = method.text_rewards(groups, settings)
     kept, weights = method.keep(groups, rewards, settings, torch.Generator().manual_seed(0))
     layout, rewards, chosen, weights = _chosen(groups, rewards, kept, weights, 0, learner.loss.average)
-    seen = _look(c, method, settings, groups, chosen, layout, chat, learner)
+    seen, _ = _look(c, method, settings, groups, chosen, layout, chat, learner)
     if method.model_rewards: rewards |= method.model_rewards(rewards, layout, seen, settings)
     credit = method.credit(rewards, layout, seen, settings)
     if weights is not None: credit = dataclasses.replace(credit, trajectory_weight=weights)
@@ -269,6 +269,30 @@ def test_the_controller_moves_alpha_and_survives_in_json(world, tmp_path, root):
         memory = json.loads(json.dumps(memory))
         alphas.append(train_step(step, config, METHODS['tips'], stage, HFEngine(learner.scorer.model, chat.tokenizer), learner, log, memory=memory)['alpha'])
     assert alphas[0] == 1.0 and alphas[2] < alphas[1] < 1.0                    # far above the band: α falls
+
+
+def test_shaping_beside_folr_keeps_its_own_alpha(world, tmp_path, root):
+    "Where two rewards have an `alpha`, the controller moves that of the shaping, and the other stays."
+    model, chat, _, _, _, _ = world
+    land, method = make_world('train', 3, size=60, questions=40), get_method('outcome+folr+shaping/turns')
+    stage = Stage(chat, copy.deepcopy(model), {'train': list(land.questions)}, {'train': tiny_environment(land, chat)})
+    config = make_config({'method': method.name, 'options': {'band': 'small', 'shaping.alpha': .9, 'folr.alpha': .3}, 'questions_per_step': 2, 'group_size': 2, 'log_kl': False,
+                          'model': str(root / 'data' / 'tiny_base')})
+    learner, memory, log = make_learner(config, method, copy.deepcopy(model)), {}, RunLog(str(tmp_path / 'run'))
+    logged = [train_step(step, config, method, stage, HFEngine(learner.scorer.model, chat.tokenizer), learner, log, memory=memory) for step in (1, 2)]
+    assert logged[0]['alpha'] == .9 and logged[1]['alpha'] != .9
+
+
+def test_tokens_read_are_those_of_rows_and_answers(world):
+    "Each row once, and each gold's ids at each state of its rollout before the last turn's end."
+    model, chat, groups, *_ = world
+    c, layout = make_config({'method': 'igpo', 'log_kl': False}), pack(groups)
+    learner = make_learner(dataclasses.replace(c, method='igpo'), METHODS['igpo'], copy.deepcopy(model))
+    _, read = _look(c, METHODS['igpo'], METHODS['igpo'].options, groups, torch.arange(len(layout.groups)), layout, chat, learner)
+    flat = [t for g in groups for t in g.trajectories]
+    answers = gold_templates(chat, groups, 'igpo')
+    by_hand = sum(len(t.turns) * sum(len(a.ids) for a in golds) for t, golds in zip(flat, answers))
+    assert read == int(layout.lengths.sum()) + by_hand
 
 
 @pytest.mark.parametrize('name, changes, message', [
