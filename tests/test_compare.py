@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from credit_rl import compare
-from credit_rl.compare import Job, common_seeds, find_runs, load_runs, main, markdown_table, module_hashes, paired_differences, run_jobs, seed_curves
+from credit_rl.compare import Job, common_seeds, effort_table, find_runs, load_runs, main, markdown_table, module_hashes, paired_differences, plan_jobs, run_jobs, seed_curves
 from credit_rl.runlog import RunLog
 
 SCORES = {'em': .5, '1': .7, '2': .4, '3': .3}
@@ -237,6 +237,13 @@ def test_options_make_a_method_of_its_own(tmp_path):
     made_up(tmp_path / 'other', 'tspo', 1, .6, params={'options': {'alpha': .5}})
     folders = [*find_runs(tmp_path), *find_runs(tmp_path / 'other')]
     assert set(load_runs(folders).method) == {'tspo', 'tspo (alpha=0.5)'} and '| tspo (alpha=0.5) | 1 |' in markdown_table(folders)
+
+
+def test_variants_are_called_as_the_sweep_calls_them(tmp_path):
+    "Two variants may differ in settings that are no options, such as how often a teacher is refreshed."
+    for job in plan_jobs(['tips', 'tips-every4'], [7], {'methods': {'tips-every4': {'method': 'tips', 'teacher_every': 4}}}, tmp_path):
+        made_up(tmp_path, job.method, 7, params={'method': job.method, **job.settings})
+    assert set(load_runs(tmp_path).method) == {'tips', 'tips-every4'} and set(effort_table(tmp_path).index) == {'tips', 'tips-every4'}
 
 
 def test_table(tmp_path):
