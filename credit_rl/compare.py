@@ -4,17 +4,17 @@
 
 # %% auto #0
 __all__ = ['find_runs', 'load_runs', 'seed_curves', 'learning_curves', 'curve_panels', 'common_seeds', 'paired_differences',
-           'setting_differences', 'markdown_table', 'effort_table', 'Job', 'status_table', 'run_jobs', 'plan_jobs',
-           'papermill_command', 'check_made_with', 'main']
+           'setting_differences', 'markdown_table', 'replay', 'effort_table', 'Job', 'status_table', 'run_jobs',
+           'plan_jobs', 'papermill_command', 'check_made_with', 'main']
 
 # %% ../nbs/64_compare.ipynb #c003
-import json, math, os, re, signal, subprocess, sys, textwrap, threading, time
+import json, math, os, re, signal, subprocess, sys, tempfile, textwrap, threading, time
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 import yaml
 from .diagnostics import method_colour
-from .runlog import module_hashes, METRICS, read_metrics
+from .runlog import METRICS, atomic_write, module_hashes, read_metrics
 
 # %% ../nbs/64_compare.ipynb #c008
 def find_runs(folders):  # a run folder, a folder of run folders, or a list of run folders
@@ -33,8 +33,10 @@ def find_runs(folders):  # a run folder, a folder of run folders, or a list of r
 def _params(folder): return yaml.safe_load((Path(folder)/'params.yaml').read_text())
 
 def _summary(folder):
-    path = Path(folder)/'summary.json'
-    return json.loads(path.read_text()) if path.exists() else None
+    "A finished run's summary, with what came of its last replay; None of an unfinished one."
+    path, again = Path(folder)/'summary.json', Path(folder)/'replay.json'
+    if not path.exists(): return None
+    return {**json.loads(path.read_text()), **({'replay': json.loads(again.read_text())} if again.exists() else {})}
 
 def _label(folder, params):
     "Name of a run's method with the options that it was given; of a variant, whose folder a sweep calls METHOD-VARIANT-SEED, METHOD-VARIANT."
@@ -258,11 +260,16 @@ def _spread(values, form='{:.3f}'):
     return mean if len(values) == 1 else f'{mean} ({form.format(min(values))} to {form.format(max(values))})'
 
 # %% ../nbs/64_compare.ipynb #c041
+def _replayed(summary):
+    "Whether a run was replayed by the present code, and agreed."
+    found = summary.get('replay')
+    return bool(found and found['agrees'] and found['code'] == module_hashes(found['code']))
+
 def _table_row(method, runs):
     "One method's row: cells as text, its hops columns by name."
     summaries = list(runs.values())
     hops = sorted({k for s in summaries for k in s['final'] if k.isdigit()})
-    changed = sorted({m for s in summaries for m, h in (s.get('code') or {}).items() if module_hashes([m])[m] != h})
+    changed = [] if any(_replayed(s) for s in summaries) else sorted({m for s in summaries for m, h in (s.get('code') or {}).items() if module_hashes([m])[m] != h})
     notes = ([f'rerun needed: {", ".join(changed)} changed'] if changed else []) + ([f'{sum(bool(s.get("collapsed")) for s in summaries)} collapsed'] if any(s.get('collapsed') for s in summaries) else [])
     return {'method': method, 'seeds': str(len(runs)), 'base EM': _spread([s['base_em'] for s in summaries]), 'final EM': _spread([s['final_em'] for s in summaries]),
             'gain': _spread([s['final_em'] - s['base_em'] for s in summaries], '{:+.3f}'),
@@ -284,6 +291,35 @@ def markdown_table(folders):  # as in find_runs; unfinished runs don't count
     return '\n'.join('| ' + ' | '.join(line) + ' |' for line in lines)
 
 # %% ../nbs/64_compare.ipynb #c045
+def replay(
+    folder,          # of a finished run
+    steps=2,         # steps that are run again
+    tolerance=1e-4,  # between two numbers, relative above 1: another machine rounds differently
+):
+    """Run the first steps of a finished run again and compare all metrics but the clocks. Writes what came of it into the run's replay.json
+    and returns it: dict with `agrees`, the metric that differs most and by how much. Raises ValueError on a run that is not finished."""
+    from credit_rl.train import make_config, train
+    summary, params = _summary(folder), _params(folder)
+    if summary is None: raise ValueError(f'{folder} has not finished; finish it before it is replayed')
+    every = {'teacher_every': max(1, round(.4 * params['steps']))} if params['teacher_every'] is None and params['teacher'] == 'self' else {}
+    with tempfile.TemporaryDirectory() as place:
+        train(make_config({**params, **every, 'run': place + '/run', 'steps': steps, 'test_questions': 6, 'resume': False, 'track': '', 'threads': 1}), say=lambda line: None)
+        again, before = read_metrics(place + '/run'), read_metrics(folder)
+    gap, name = _largest_gap(before[before.step <= steps], again)
+    found = {'agrees': gap <= tolerance, 'gap': gap, 'metric': name, 'steps': steps, 'code': module_hashes(summary['code'])}
+    atomic_write(Path(folder)/'replay.json', lambda path: path.write_text(json.dumps(found, indent=1)))
+    return found
+
+def _largest_gap(before, now):
+    "Largest difference of a metric of the same step that both logged, relative above 1, clocks left out: (float, its name). One that is missing now differs by infinity."
+    names = [n for n in before if n in now and n not in ('step', 'time') and not n.startswith('seconds') and before[n].notna().any()]
+    a, b = (t.set_index('step')[names].astype(float) for t in (before, now))
+    shared = a.index.intersection(b.index)
+    a, b = a.loc[shared], b.loc[shared]
+    gaps = ((a - b).abs() / a.abs().clip(lower=1)).where(b.notna(), math.inf).where(a.notna(), 0.).max()    # the last step is evaluated, here and there
+    return float(gaps.max()), str(gaps.idxmax())
+
+# %% ../nbs/64_compare.ipynb #c048
 def effort_table(
     folders,    # as in find_runs
     level=0.5,  # exact match on the development questions that is to be reached
@@ -301,7 +337,7 @@ def effort_table(
     import pandas as pd
     return pd.DataFrame.from_dict(rows, orient='index')
 
-# %% ../nbs/64_compare.ipynb #c048
+# %% ../nbs/64_compare.ipynb #c051
 @dataclass(frozen=True)
 class Job:
     "One run of a comparison: a method, a seed, the folder of the run, and its settings."
@@ -319,7 +355,7 @@ class Job:
     @property
     def begun(self): return any((self.folder/n).exists() for n in ('params.yaml', 'metrics.jsonl', 'turns.jsonl.gz', 'checkpoints'))
 
-# %% ../nbs/64_compare.ipynb #c049
+# %% ../nbs/64_compare.ipynb #c052
 def status_table(jobs,        # list of Job
                  states={}):  # Job → text, where it is known better than from its folder
     "Text table of jobs: state, step, and exact match on the development questions so far."
@@ -335,7 +371,7 @@ def status_table(jobs,        # list of Job
     widths = [max(len(line[i]) for line in lines) for i in range(5)]
     return '\n'.join('  '.join(cell.ljust(w) for cell, w in zip(line, widths)).rstrip() for line in lines)
 
-# %% ../nbs/64_compare.ipynb #c052
+# %% ../nbs/64_compare.ipynb #c055
 def _locked(folder):
     "Open and lock a run folder's `.lock`; None if a process still holds it."
     import fcntl
@@ -347,7 +383,7 @@ def _locked(folder):
         return None
     return file
 
-# %% ../nbs/64_compare.ipynb #c053
+# %% ../nbs/64_compare.ipynb #c056
 def _start(job, command, threads):
     "Start a job's process, its output going to `log.txt`: Popen, or None if another process is at it."
     lock = _locked(job.folder)
@@ -356,7 +392,7 @@ def _start(job, command, threads):
         return subprocess.Popen(list(map(str, command)), stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, pass_fds=[lock.fileno()],
                                 env={**os.environ, 'OMP_NUM_THREADS': str(threads)})
 
-# %% ../nbs/64_compare.ipynb #c054
+# %% ../nbs/64_compare.ipynb #c057
 def _last_words(job):
     "The error in a job's log: the last line that names one, else the last line."
     text = re.sub(r'\x1b\[[0-9;]*[A-Za-z]', '', (job.folder/'log.txt').read_text(errors='replace'))
@@ -364,7 +400,7 @@ def _last_words(job):
     named = [line for line in lines if re.match(r'[\w.]*(Error|Exception|Interrupt|Exit)\b', line)]
     return (named or lines or ['it said nothing'])[-1][:300]
 
-# %% ../nbs/64_compare.ipynb #c055
+# %% ../nbs/64_compare.ipynb #c058
 def _stop(processes):
     "End processes that are still running: politely, so that papermill saves the notebook and ends its kernel, then not."
     for p in processes: p.terminate()
@@ -373,7 +409,7 @@ def _stop(processes):
         try: p.wait(max(0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired: p.kill()
 
-# %% ../nbs/64_compare.ipynb #c057
+# %% ../nbs/64_compare.ipynb #c060
 @contextmanager
 def _interrupts_wait():
     "Interrupts (SIGINT, SIGTERM) that come inside the block arrive when it is left. Outside the main thread, where none arrive, nothing changes."
@@ -387,7 +423,7 @@ def _interrupts_wait():
         for s, handler in before.items(): signal.signal(s, handler)
         for number in came[:1]: signal.raise_signal(number)
 
-# %% ../nbs/64_compare.ipynb #c059
+# %% ../nbs/64_compare.ipynb #c062
 class _Sitting:
     "Jobs under way: which wait, which run, which failed with which words."
     def __init__(self, jobs, command, threads, say):
@@ -420,7 +456,7 @@ class _Sitting:
             outcome = f'FAILED (exit code {process.returncode}): {self.failed[job]}; all of it in {job.folder/"log.txt"}' if job in self.failed else 'done'
             self.say(f'{job.name}: {outcome}  [{sum(j.done and j not in self.failed for j in self.jobs)} of {len(self.jobs)} done, {len(self.failed)} failed]')
 
-# %% ../nbs/64_compare.ipynb #c060
+# %% ../nbs/64_compare.ipynb #c063
 def run_jobs(
     jobs,         # list of Job; those that are done are left alone
     command,      # function Job → list of str, the program that makes the run
@@ -442,7 +478,7 @@ def run_jobs(
     finally: _stop(sitting.running.values())
     return sitting.failed
 
-# %% ../nbs/64_compare.ipynb #c065
+# %% ../nbs/64_compare.ipynb #c068
 def plan_jobs(
     methods,  # list of str: methods, or names under `methods` of the parameters
     seeds,    # list of int
@@ -456,14 +492,14 @@ def plan_jobs(
     return [Job(m, s, Path(out)/world/f'{m}-{s}', {**shared, **(more or {}), **own.get(m, {})})
             for world, more in (params.get('worlds') or {'': {}}).items() for s in dict.fromkeys(seeds) for m in dict.fromkeys(methods)]
 
-# %% ../nbs/64_compare.ipynb #c067
+# %% ../nbs/64_compare.ipynb #c070
 def papermill_command(job, notebook, model=None):
     "The command that makes a job's run: papermill on `notebook` with the job's settings; `model` replaces theirs."
     given = {**job.settings, 'method': job.settings.get('method', job.method), 'seed': job.seed, 'run': str(job.folder), **({'model': str(model)} if model else {}),
              **({'resume': True} if job.begun else {})}
     return [sys.executable, '-m', 'papermill', str(notebook), str(job.folder/'notebook.ipynb'), '--no-progress-bar', '--log-output', '-y', json.dumps(given)]
 
-# %% ../nbs/64_compare.ipynb #c069
+# %% ../nbs/64_compare.ipynb #c072
 def check_made_with(jobs):  # list of Job
     "Refuse finished runs that other settings have made: they would be compared with runs made by these. Raises ValueError naming them."
     other = []
@@ -472,7 +508,7 @@ def check_made_with(jobs):  # list of Job
         other += [f'{job.folder}: {n} is {made[n]!r}, asked for {v!r}' for n, v in job.settings.items() if n in made and n not in _OWN and made[n] != v]
     if other: raise ValueError('these runs are finished, but with other parameters; choose another --out or delete them:\n  ' + '\n  '.join(other))
 
-# %% ../nbs/64_compare.ipynb #c071
+# %% ../nbs/64_compare.ipynb #c074
 def _bases(jobs, folder, say):
     "Folder of the base model of each job with a run to do, made if missing, for jobs whose settings name no model of their own: dict Job -> folder."
     from credit_rl.tiny import make_base
@@ -487,7 +523,7 @@ def _bases(jobs, folder, say):
         made[job] = place
     return made
 
-# %% ../nbs/64_compare.ipynb #c072
+# %% ../nbs/64_compare.ipynb #c075
 def _report(notebook, out, folders, baseline, say):
     "Execute the report on finished runs into OUT/report.ipynb. Returns whether that worked."
     job = Job('report', 0, out)
@@ -497,7 +533,7 @@ def _report(notebook, out, folders, baseline, say):
     say(f'report: {out/"report.ipynb"}' + ('' if code == 0 else f' FAILED: {_last_words(job)}'))
     return code == 0
 
-# %% ../nbs/64_compare.ipynb #c073
+# %% ../nbs/64_compare.ipynb #c076
 def _arguments(arguments):
     "Parse and check the command's arguments: (namespace, parameters). Raises ValueError or FileNotFoundError."
     import argparse
@@ -510,6 +546,7 @@ def _arguments(arguments):
     parser.add_argument('--out', default='runs/compare', type=Path, help='folder of the comparison (runs/compare)')
     parser.add_argument('--workers', type=int, default=2, help='runs at a time (2)')
     parser.add_argument('--baseline', help='method that the others are compared with (grpo, or the first)')
+    parser.add_argument('--replay', type=int, metavar='STEPS', help='make nothing; run the first steps of a finished run of each method in OUT again and say whether they agree')
     parser.add_argument('--notebook', default='nbs/90_train.ipynb', help='notebook that makes a run')
     parser.add_argument('--report', default='nbs/94_compare.ipynb', help='notebook that makes the report')
     given = parser.parse_args(arguments)
@@ -522,9 +559,22 @@ def _arguments(arguments):
     given.baseline = given.baseline or ('grpo' if 'grpo' in given.methods else given.methods[0])
     return given, params
 
-# %% ../nbs/64_compare.ipynb #c074
+# %% ../nbs/64_compare.ipynb #c077
+def _replay_all(out, steps, say):
+    "Replay a finished run of each method. Returns the exit code: 1 if one disagrees, or if there is none."
+    first = {}
+    for folder in find_runs(out):
+        if _summary(folder): first.setdefault(_label(folder, _params(folder)), folder)
+    found = {}
+    for name, folder in first.items():
+        found[name] = replay(folder, steps)
+        say(f'{folder.name}: ' + ('agrees' if found[name]['agrees'] else 'DIFFERS') + f', by {found[name]["gap"]:.2g} at most ({found[name]["metric"]})  [{len(found)} of {len(first)}]')
+    return int(not found or not all(f['agrees'] for f in found.values()))
+
+# %% ../nbs/64_compare.ipynb #c078
 def _compare(given, params, say):
     "Make the runs that are missing, then a report of each world. Returns the exit code."
+    if given.replay: return _replay_all(given.out, given.replay, say)
     jobs = plan_jobs(given.methods, given.seeds, params, given.out)                           # seed by seed: pairs come early
     check_made_with(jobs)
     say(status_table(jobs))
@@ -538,7 +588,7 @@ def _compare(given, params, say):
     reported = [_report(given.report, out, folders, given.baseline, say) for out, folders in finished.items()]
     return int(bool(failed) or not reported or not all(reported))
 
-# %% ../nbs/64_compare.ipynb #c075
+# %% ../nbs/64_compare.ipynb #c079
 def main(arguments=None):  # list of str; None: the command line's
     "`python -m credit_rl.compare`: make the runs of a comparison and its report. Returns the exit code: 1 if anything failed."
     say = lambda text: print(text, flush=True)
@@ -548,7 +598,7 @@ def main(arguments=None):  # list of str; None: the command line's
         say('interrupted; the same command goes on from here')
         return 130
 
-# %% ../nbs/64_compare.ipynb #c076
+# %% ../nbs/64_compare.ipynb #c080
 if __name__ == '__main__' and '__file__' in globals():  # a notebook has no file
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that a killed command ends what it started
     sys.exit(main())

@@ -11,8 +11,9 @@ import pytest
 import yaml
 
 from credit_rl import compare
-from credit_rl.compare import Job, common_seeds, effort_table, find_runs, load_runs, main, markdown_table, module_hashes, paired_differences, plan_jobs, run_jobs, seed_curves
+from credit_rl.compare import Job, common_seeds, effort_table, find_runs, load_runs, main, markdown_table, module_hashes, paired_differences, plan_jobs, replay, run_jobs, seed_curves
 from credit_rl.runlog import RunLog
+from credit_rl.train import make_config, train
 
 SCORES = {'em': .5, '1': .7, '2': .4, '3': .3}
 
@@ -258,6 +259,22 @@ def test_table(tmp_path):
     assert rows[0][-1] == 'rerun needed: folr, no_such_module changed; 1 collapsed' and rows[2][3] == '0.900'
     with pytest.raises(ValueError, match='none of the runs has finished'):
         markdown_table([tmp_path / 'tips-1'])
+
+
+def test_a_replay_finds_the_numbers_again_and_notices_others(tmp_path, root, capsys):
+    "A run of three steps, replayed for two: the same numbers; with one of them changed in the log: not."
+    small = {'model': str(root / 'data' / 'tiny_base'), 'steps': 3, 'eval_every': 2, 'questions_per_step': 3, 'group_size': 3, 'dev_questions': 6, 'test_questions': 9, 'questions': 40,
+             'world': {'size': 60}, 'threads': 1, 'track': ''}
+    for method in ('grpo', 'tips'): train(make_config({**small, 'method': method, 'run': str(tmp_path / f'{method}-0')}), say=lambda line: None)
+    for method in ('grpo', 'tips'): assert replay(tmp_path / f'{method}-0')['gap'] == 0.
+    assert main(['--replay', '1', '--out', str(tmp_path)]) == 0 and capsys.readouterr().out.count('agrees') == 2
+    log = tmp_path / 'grpo-0' / 'metrics.jsonl'
+    rows = [json.loads(line) for line in log.read_text().splitlines()]
+    rows[1]['reward'] += .01
+    log.write_text(''.join(json.dumps(row) + '\n' for row in rows))
+    found = replay(tmp_path / 'grpo-0')
+    assert not found['agrees'] and found['metric'] == 'reward' and abs(found['gap'] - .01) < 1e-6
+    assert main(['--replay', '1', '--out', str(tmp_path)]) == 1 and 'grpo-0: DIFFERS' in capsys.readouterr().out
 
 
 def test_curves_keep_to_where_every_seed_has_been(tmp_path):
