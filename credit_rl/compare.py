@@ -172,7 +172,10 @@ def curve_panels(
             ax.plot(grey.index, grey.values, color='#aaaaaa', lw=1.2)
             _draw(curves, ax, [method])
             ax.set_title(textwrap.fill(method, 24), fontsize=8, color=method_colour(method), loc='left', pad=2)
-            ax.set(xlabel=_AXES[x][1] if ax in axes[-1] else '', ylabel='')
+            ax.set(xlabel='', ylabel='')
+        for ax in axes.flat[max(0, len(order) - columns):len(order)]:             # the lowest of each column
+            ax.set_xlabel(_AXES[x][1])
+            ax.xaxis.set_tick_params(labelbottom=True)
         fig.suptitle(f'{METRICS.get(metric, metric)}\ngrey: {baseline}; line: mean over seeds; band: lowest to highest seed{absent}', fontsize=9, x=.01, ha='left')
         sns.despine(fig)
     plt.close(fig)
@@ -564,7 +567,7 @@ def _replay_all(out, steps, say):
     "Replay a finished run of each method. Returns the exit code: 1 if one disagrees, or if there is none."
     first = {}
     for folder in find_runs(out):
-        if _summary(folder): first.setdefault(_label(folder, _params(folder)), folder)
+        if _summary(folder) and (folder/'metrics.jsonl').exists(): first.setdefault(_label(folder, _params(folder)), folder)
     found = {}
     for name, folder in first.items():
         found[name] = replay(folder, steps)
