@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['SEES', 'Seen', 'Credit', 'Loss', 'Optimiser', 'deal', 'needed', 'Critic', 'make_critic', 'Scorer', 'Learner',
-           'evaluate', 'step', 'DeepSpeedLearner']
+           'evaluate', 'step', 'DeepSpeedLearner', 'saved_policy']
 
 # %% ../nbs/52_learner.ipynb #c002
 import contextlib, copy, math, os, sys, warnings
@@ -562,3 +562,16 @@ class DeepSpeedLearner(_ShardedKept):
                 'zero_allow_untested_optimizer': True, 'zero_force_ds_cpu_optimizer': False}
         join = lambda a, b: {**a, **b} if isinstance(a, dict) else b
         return {**ours, **{k: join(ours.get(k), v) for k, v in self.settings.items()}}
+
+# %% ../nbs/52_learner.ipynb #c059
+def saved_policy(folder):
+    "The policy's weights in what a learner's `save` wrote, whichever learner: {Hugging Face's name: tensor}. Raises FileNotFoundError where there is neither kind."
+    plain, pieces = os.path.join(folder, 'learner.pt'), os.path.join(folder, 'deepspeed')
+    if os.path.exists(plain): named = torch.load(plain, map_location='cpu', weights_only=True)['scorer']
+    elif not os.path.isdir(pieces): raise FileNotFoundError(f'{str(folder)!r} holds no checkpoint of a learner: wanted learner.pt or a folder deepspeed')
+    elif any('optim_states' in name for name in os.listdir(pieces)):
+        try: from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+        except ImportError as e: raise ImportError('a checkpoint of DeepSpeed needs DeepSpeed: pip install credit_rl[train]') from e
+        with contextlib.redirect_stdout(None): named = get_fp32_state_dict_from_zero_checkpoint(str(folder), tag='deepspeed')
+    else: named = torch.load(os.path.join(pieces, 'mp_rank_00_model_states.pt'), map_location='cpu', weights_only=False)['module']   # stage 0
+    return {n.removeprefix('model.'): w for n, w in named.items() if n.startswith('model.')}

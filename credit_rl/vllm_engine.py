@@ -259,6 +259,19 @@ class _Tied:
             os.kill(os.getpid(), signal.SIGKILL)
         threading.Thread(target=watch, daemon=True).start()
 
+def _wake_when_dead(core):
+    "Watch vLLM's note that its process is gone, and wake those who wait for a word from it, which vLLM leaves waiting for ever."
+    resources, outputs, waiting = core.resources, core.outputs_queue, core.utility_results   # not `core` itself: it is stopped when nobody refers to it
+    def watch():
+        from vllm.v1.engine.exceptions import EngineDeadError
+        while not resources.engine_dead: time.sleep(.5)
+        for _ in range(10):                                                                   # somebody may have asked in this moment
+            outputs.put(EngineDeadError())
+            for future in list(waiting.values()):
+                if not future.done(): future.set_exception(EngineDeadError())
+            time.sleep(.5)
+    threading.Thread(target=watch, daemon=True).start()
+
 @contextlib.contextmanager
 def _heard(doing):
     "Say of a process that vLLM found dead what it was asked to do then."
@@ -284,7 +297,9 @@ def start_vllm(folder, arguments, own_process, devices=None):
         config = EngineArgs(model=str(folder), skip_tokenizer_init=True, generation_config='vllm', logprobs_mode='processed_logprobs', enable_prefix_caching=True,
                             disable_log_stats=True, **own, **arguments).create_engine_config()
         llm = LLMEngine(config, Executor.get_class(config), log_stats=False, multiprocess_mode=own_process)
-    if own_process: llm.collective_rpc('end_with', args=(os.getpid(),))
+    if own_process:
+        llm.collective_rpc('end_with', args=(os.getpid(),))
+        _wake_when_dead(llm.engine_core)
     return llm
 
 # %% ../nbs/21_vllm_engine.ipynb #c036

@@ -13,6 +13,7 @@ import torch
 
 from credit_rl.estimate import memory, read_sizes
 from credit_rl.evaluate import load_model
+from credit_rl.export import export_run, read_policy
 from credit_rl.runlog import latest_checkpoint, read_metrics, read_turns, same_metrics
 from credit_rl.train import check, make_config, plan_of, train
 
@@ -105,6 +106,20 @@ def test_a_run_has_the_numbers_of_the_plain_one(runs, kind):
     ids = lambda f: [[turn['action_ids'] for turn in row['trajectory']['turns']] for row in read_turns(f)]
     assert ids(plain) == ids(folder)
     assert results(folder) == results(plain)
+
+
+@pytest.mark.parametrize('kind', [kind for kind in KINDS if kind != 'plain, checkpointing'])
+def test_what_a_run_made_can_be_exported(runs, tmp_path, kind):
+    "Weights in pieces are put together, additions merged: a folder that any reader of Hugging Face models loads, with the plain run's weights."
+    folder, model = runs(kind)[0], load_model(SHORT['model'])[0]
+    plain = read_policy(runs('plain, adapted' if 'adapted' in kind else 'plain')[0], 'newest')[0]
+    made, tokenizer = load_model(str(export_run(folder, tmp_path / 'model', 'newest')))
+    assert tokenizer.get_vocab() == load_model(SHORT['model'])[1].get_vocab()
+    moved = 0.
+    for (name, w), (_, wanted), (_, base) in zip(made.named_parameters(), plain.named_parameters(), model.named_parameters()):
+        torch.testing.assert_close(w, wanted, atol=1e-4, rtol=0, msg=lambda text: f'{name}: {text}')
+        moved = max(moved, float((w - base).abs().max()))
+    assert moved > 1e-4
 
 
 def test_only_additions_are_trained(runs):
