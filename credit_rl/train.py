@@ -586,7 +586,7 @@ def collapsed(rates, share=0.25, window=5):
     return best >= 0.2 and means[-1] < share * best
 
 # %% ../nbs/55_train.ipynb #c071
-_MAY_CHANGE = ('steps', 'resume', 'run', 'threads', 'eval_every', 'keep', 'track', 'hostfile', 'act_rows', 'tflops', 'dry_run')  # in a run that is resumed
+_MAY_CHANGE = ('steps', 'resume', 'run', 'threads', 'eval_every', 'keep', 'track', 'hostfile', 'ranks', 'act_rows', 'tflops', 'dry_run')  # in a run that is resumed
 
 # %% ../nbs/55_train.ipynb #c072
 def _note_params(log, config):
