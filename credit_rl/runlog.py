@@ -108,6 +108,10 @@ METRICS |= {
     'learning_rate': 'learning rate of the policy in the last update of the step',
     'updates': 'number of optimiser updates',
     'logp_gap': 'mean |log-probability by the learner - by the engine| per sampled token, in nats',
+    'logp_gap_max': 'the largest such difference of a step, in nats',
+    'engine_kl': 'estimate of KL(engine || learner) per sampled token, in nats',
+    'sampler_weight': 'mean importance weight of a sampled token, learner over engine, after the cut',
+    'sampler_cut': 'share of sampled tokens whose importance ratio lay outside the limits',
     'explained_variance': '1 - Var(return - value) / Var(return), at most 1',
 }
 

@@ -5,10 +5,11 @@
 # %% auto #0
 __all__ = ['CODE', 'Config', 'make_config', 'read_parameters', 'enter_project', 'check', 'Stage', 'tiny_worlds', 'known_worlds',
            'set_stage', 'real_questions', 'real_search', 'real_passages', 'draw_questions', 'options_of', 'train_step',
-           'kl_from_base', 'add_lora', 'make_learner', 'collapsed', 'finished', 'plan_of', 'examine', 'train', 'main']
+           'make_engine', 'hand_over', 'kl_from_base', 'add_lora', 'make_learner', 'collapsed', 'finished', 'plan_of',
+           'examine', 'train', 'main']
 
 # %% ../nbs/55_train.ipynb #c002
-import contextlib, copy, dataclasses, difflib, json, os, random, re, shutil, sys, time
+import contextlib, copy, dataclasses, difflib, json, os, random, re, shutil, sys, tempfile, time
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,6 +35,7 @@ from .runlog import RunLog, atomic_write, check_trackers, latest_checkpoint, mod
 from .scoring import answer_header, gold_templates
 from .tiny import ceiling, make_base, tiny_environment
 from .trajectory import to_json
+from .vllm_engine import EngineLost, VLLMEngine, check_adapter, check_vllm_settings, logp_gap, sampler_weights, save_adapter
 from .world import make_world
 
 # %% ../nbs/55_train.ipynb #c005
@@ -73,6 +75,11 @@ class _Host(_Task):
     deepspeed: dict = field(default_factory=dict)  # further entries of DeepSpeed's configuration
     lora: dict = field(default_factory=dict)  # of peft's LoraConfig, e.g. {'r': 16}: only low-rank additions are trained; {}: all weights
     gradient_checkpointing: bool = False  # less memory for a third more time
+    engine: str = 'hf'           # who acts: 'hf', the learner's own model, or 'vllm', which is given the weights after each step
+    vllm: dict = field(default_factory=dict)  # of VLLMEngine, for engine='vllm': dtype, own_process, devices, transfer, sleep_level, arguments, ...
+    correction: str = None       # importance weights of learner over engine, for engine='vllm': 'truncated' or 'masked' (21_vllm_engine); None: 1
+    limits: list = field(default_factory=lambda: [0., 2.])  # of the importance weights: the lower one, of 'masked' only, and the upper one
+    gap: float = 0.1             # mean difference of engine and learner, in nats per token, above which a sync has failed and the run ends
     act_rows: int = 256          # conversations that a rank plays at once; others wait
     tflops: float = 100.         # 10¹² FLOPs a second that one rank is taken to do, for the estimate
     dry_run: bool = False        # check everything, estimate memory and time, and stop
@@ -104,7 +111,7 @@ class Config(_Host):
     average: str = None          # None: the method's own
     kl: float = None             # weight of the KL term; None: the method's own
     loss: dict = field(default_factory=dict)  # other fields of Loss, e.g. {'clip_high': 0.28, 'entropy': 0.001}
-    recompute: bool = False      # old log-probabilities by a forward of the learner instead of the engine's own
+    recompute: bool = False      # old log-probabilities by a forward of the learner instead of the engine's own; with engine='vllm' always
     # who else looks at it, where the method asks
     critic: str = None           # 'own' (a second model) or 'shared' (the policy's backbone); None: the method's own
     critic_rate: float = None    # learning rate of the critic's own parameters; None: learning_rate
@@ -173,6 +180,7 @@ def check(config):
     if len(c.betas) != 2 or not all(0 <= b < 1 for b in c.betas): raise ValueError(f'betas are two numbers from 0 up to 1, got {c.betas}')
     check_trackers(_trackers(c))
     _check_host(c)
+    _check_engine(c)
     if c.average not in (None, *AVERAGES): raise ValueError(f'average must be one of {", ".join(AVERAGES)}, got {c.average!r}')
     if c.protocol not in (None, 'direct', *PROTOCOLS): raise ValueError(f'protocol must be one of direct, {", ".join(PROTOCOLS)}, got {c.protocol!r}')
     if not hasattr(torch, c.dtype): raise ValueError(f"dtype must be one of PyTorch's, such as 'float32' or 'bfloat16', got {c.dtype!r}")
@@ -216,6 +224,29 @@ def _check_host(c):
     if c.hostfile and sum(read_hostfile(c.hostfile).values()) != c.ranks: raise ValueError(f'{c.hostfile} has {sum(read_hostfile(c.hostfile).values())} slots, but ranks={c.ranks}')
 
 # %% ../nbs/55_train.ipynb #c022
+def _check_engine(c):
+    "Refuse settings of an engine that is not asked for, and those with which vLLM cannot act for this run."
+    if c.engine not in ('hf', 'vllm'): raise ValueError(f"engine is 'hf' or 'vllm', got {c.engine!r}")
+    if c.engine == 'hf':
+        if c.vllm or c.correction: raise ValueError("vllm and correction are settings of engine='vllm', but engine is 'hf'")
+        return
+    if c.correction: sampler_weights(torch.zeros(1, 1), torch.zeros(1, 1), torch.ones(1, 1, dtype=torch.bool), c.correction, *_limits(c))    # refuses what it does not take
+    own = c.vllm.get('own_process', c.learner == 'deepspeed')
+    if c.learner == 'deepspeed' and not own: raise ValueError("beside DeepSpeed vLLM needs a process of its own: leave out own_process=False")
+    if c.ranks > 1 and not c.vllm.get('untried'): raise ValueError('several ranks, each with a vLLM of its own, have never been run; allow them with untried=True among the settings of vllm')
+    check_adapter(c.lora)
+    if c.lora and c.vllm.get('sleep_level') == 2: raise ValueError('at sleep_level 2 vLLM forgets the base that an adapter belongs to: with lora take sleep_level 1')
+    if (Path(c.model)/'config.json').exists():
+        most = json.loads((Path(c.model)/'config.json').read_text()).get('max_position_embeddings', c.max_tokens)
+        if c.max_tokens > most: raise ValueError(f'max_tokens={c.max_tokens}, but {c.model} has {most} positions')
+    check_vllm_settings({**c.vllm, 'own_process': own}, Sampling(c.temperature, max_tokens=c.turn_tokens), c.max_tokens)
+
+def _limits(c):
+    "The upper and the lower limit of importance weights."
+    if len(c.limits) != 2: raise ValueError(f'limits are two numbers, the lower and the upper one, got {c.limits}')
+    return c.limits[1], c.limits[0]
+
+# %% ../nbs/55_train.ipynb #c023
 def _check_world(world, seed=0):
     "Refuse arguments that `make_world` does not take, or of which it can make no world."
     known = ('size', 'hops', 'mirrors', 'parametric')
@@ -223,7 +254,7 @@ def _check_world(world, seed=0):
         if name not in known: raise ValueError(f'world takes {", ".join(known)}, got {name!r}')
     make_world('dev', seed, questions=1, **world)
 
-# %% ../nbs/55_train.ipynb #c023
+# %% ../nbs/55_train.ipynb #c024
 def _trackers(c): return [name.strip() for name in c.track.split(',') if name.strip()]
 
 def _check_method(c, method, options):
@@ -240,7 +271,7 @@ def _check_method(c, method, options):
     try: dataclasses.replace(method.loss, **c.loss)
     except TypeError: raise ValueError(f'loss takes {", ".join(f.name for f in dataclasses.fields(Loss))}, got {sorted(c.loss)}') from None
 
-# %% ../nbs/55_train.ipynb #c027
+# %% ../nbs/55_train.ipynb #c028
 @dataclass(frozen=True)
 class Stage:
     "Model, questions and environments of a run, each by part: 'train', 'dev', 'test'."
@@ -250,7 +281,7 @@ class Stage:
     environments: dict
     ceiling: dict = None  # exact match of the perfect player on the test questions, where there is one
 
-# %% ../nbs/55_train.ipynb #c028
+# %% ../nbs/55_train.ipynb #c029
 def tiny_worlds(config):
     "The tiny worlds of a run: {'train', 'dev', 'test'} -> `World`."
     sizes = {'train': config.questions, 'dev': config.dev_questions, 'test': config.test_questions}
@@ -260,7 +291,7 @@ def known_worlds(worlds):
     "Those of the worlds whose parametric facts a warm start must teach: a tuple."
     return tuple(w for w in worlds.values() if w.known)
 
-# %% ../nbs/55_train.ipynb #c029
+# %% ../nbs/55_train.ipynb #c030
 def set_stage(config, say=print, real=None):
     "Make or load model, questions and search for a run. `real`: a data set's questions and passages, if they are there already."
     c = config
@@ -277,7 +308,7 @@ def set_stage(config, say=print, real=None):
     say('ceiling of perfect play on the test questions: ' + ', '.join(f'{k} {v:.3f}' for k, v in top.items()))
     return Stage(chat, model, {part: list(w.questions) for part, w in worlds.items()}, environments, {str(k): v for k, v in top.items()})
 
-# %% ../nbs/55_train.ipynb #c030
+# %% ../nbs/55_train.ipynb #c031
 def _real_stage(c, say, parts, search):
     "The stage of a data set: its questions by part, what they are searched in, and a model from a folder."
     seen = 'nothing to search' if search is None else f'{len(search.passages)} passages' if hasattr(search, 'passages') else search.url
@@ -287,7 +318,7 @@ def _real_stage(c, say, parts, search):
                            c.history, model.config.vocab_size)
     return Stage(env.chat, model, parts, dict.fromkeys(parts, env))
 
-# %% ../nbs/55_train.ipynb #c032
+# %% ../nbs/55_train.ipynb #c033
 def real_questions(
     c,  # Config: data, path, train_split, dev_split, and how many questions of each part
 ):
@@ -307,7 +338,7 @@ def real_questions(
     if not n or not rest: raise ValueError(f'{c.path or c.data} leaves {len(rest)} questions for training, {n} for dev and {wanted - n} for test; each part needs one at least')
     return {'train': subsample(rest, c.questions, c.seed), 'dev': held[:n], 'test': held[n:]}
 
-# %% ../nbs/55_train.ipynb #c033
+# %% ../nbs/55_train.ipynb #c034
 def _mixed_questions(c, names):
     "The questions of several sets: all training questions in one pool, dev and test in equal parts, ids as 'set:id'."
     place = lambda name: None if c.path is None else str(Path(c.path)/name)
@@ -316,7 +347,7 @@ def _mixed_questions(c, names):
     merged = {part: [dataclasses.replace(q, id=f'{q.source}:{q.id}') for found in parts for q in found[part]] for part in parts[0]}
     return {**merged, 'train': subsample(merged['train'], c.questions, c.seed)}
 
-# %% ../nbs/55_train.ipynb #c034
+# %% ../nbs/55_train.ipynb #c035
 def real_search(c):
     "What is searched: `corpus`, or the path's corpus, or the paragraphs of the questions; None for a set that is asked without."
     first = _sets(c)[0]
@@ -331,7 +362,7 @@ def real_passages(c):
     once = {(p.title, p.text): p for p in both}.values()
     return [dataclasses.replace(p, id=str(i)) for i, p in enumerate(once)]
 
-# %% ../nbs/55_train.ipynb #c039
+# %% ../nbs/55_train.ipynb #c040
 def draw_questions(questions, n, step, seed):
     "The `n` questions of a step (1, 2, …): epochs of all questions, each shuffled by the seed and its own number."
     chosen = []
@@ -342,7 +373,7 @@ def draw_questions(questions, n, step, seed):
         chosen.append(questions[order[1][at]])
     return chosen
 
-# %% ../nbs/55_train.ipynb #c042
+# %% ../nbs/55_train.ipynb #c043
 def options_of(config, method, chat=None):
     "A method's options for a run: those that are set, and for the others what the data's own metric and the protocol's tags say."
     options = method.settings(config.options)
@@ -352,7 +383,7 @@ def options_of(config, method, chat=None):
     if chat and 'tags' in options and 'tags' not in config.options: options['tags'] = (chat.protocol.think_tag, chat.protocol.call_tag, chat.protocol.answer_tag)
     return options
 
-# %% ../nbs/55_train.ipynb #c043
+# %% ../nbs/55_train.ipynb #c044
 def _act(step, c, method, options, stage, engine, log, ranks=Ranks()):
     "Rollouts of a step, dealt out over the ranks, and what their text earned: groups, rewards, indices of those kept, weights. A sampling with `draws` asks again until enough are kept."
     generator = torch.Generator().manual_seed(seed_of('keep', c.seed, step))
@@ -367,7 +398,7 @@ def _act(step, c, method, options, stage, engine, log, ranks=Ranks()):
         if len(kept) >= wanted: break
     return played, rewards, kept if weights is not None else kept[:wanted], weights
 
-# %% ../nbs/55_train.ipynb #c044
+# %% ../nbs/55_train.ipynb #c045
 def _chosen(groups, rewards, kept, weights, prefix, average):
     "Layout and rewards of the kept groups, their indices among all trajectories, and weights such that an average is one over the whole batch."
     whole = pack(groups, prefix)
@@ -379,10 +410,10 @@ def _chosen(groups, rewards, kept, weights, prefix, average):
         weights = weights * share * len(whole.groups) / len(chosen)
     return layout, {k: v[chosen] for k, v in rewards.items()}, chosen, weights
 
-# %% ../nbs/55_train.ipynb #c045
+# %% ../nbs/55_train.ipynb #c046
 def _look(c, method, options, groups, chosen, layout, chat, learner):
     "What the models that a method needs say of its batch: `Seen`, or None if it needs none; and how many tokens they read for it."
-    sees = tuple(dict.fromkeys((*method.sees, *(['logp'] if c.recompute else []), *(['ref_logp'] if learner.loss.kl else []))))
+    sees = tuple(dict.fromkeys((*method.sees, *(['logp'] if c.recompute or c.engine != 'hf' else []), *(['ref_logp'] if learner.loss.kl else []))))
     if not sees: return None, 0
     golds = {n: gold_templates(chat, groups, schema) for n, schema in (('gold', 'igpo'), ('teacher', 'tips')) if n in sees}
     golds = {n: [g[i] for i in chosen.tolist()] for n, g in golds.items()}
@@ -397,7 +428,7 @@ def _answer_tokens(answers, scored):
     times = (scored > 0).sum(1).tolist()
     return sum(n * len(answer.ids) for row, counts in zip(answers, times) for answer, n in zip(row, counts))
 
-# %% ../nbs/55_train.ipynb #c046
+# %% ../nbs/55_train.ipynb #c047
 def train_step(step, config, method, stage, engine, learner, log, measure_kl=False, memory=None, ranks=Ranks()):
     "One training step. Returns what to log; writes rollouts and clocks to `log`. `measure_kl` costs two more forwards; `memory` keeps what the next step needs."
     c, options, memory = config, options_of(config, method, stage.chat), {} if memory is None else memory
@@ -405,6 +436,7 @@ def train_step(step, config, method, stage, engine, learner, log, measure_kl=Fal
     groups, told, kept, weights = _act(step, c, method, options, stage, engine, log, ranks)
     flat = [t for g in groups for t in g.trajectories]
     if not kept: return {**_describe(groups, told), 'zero_advantage': 1., 'updates': 0}
+    engine.sleep()
     layout, rewards, chosen, weights = _chosen(groups, told, kept, weights, len(stage.chat.encode(answer_header(stage.chat))), learner.loss.average)
     with log.timed('evaluate'):
         seen, read = _look(c, method, options, groups, chosen, layout, stage.chat, learner)
@@ -412,15 +444,53 @@ def train_step(step, config, method, stage, engine, learner, log, measure_kl=Fal
     credit = method.credit(rewards, layout, seen, options)
     if weights is not None: credit = dataclasses.replace(credit, trajectory_weight=weights * (1. if credit.trajectory_weight is None else credit.trajectory_weight))
     noted = _note_credit(rewards, layout, seen, credit, learner, options, memory)
+    corrected, beside = _corrected(c, layout, seen, credit)
     moved = kl_from_base(learner, layout) if measure_kl else {}
-    with log.timed('update'): stats = {**moved, **learner.step(layout, seen, credit)}
+    with log.timed('update'): stats = {**moved, **beside, **learner.step(layout, seen, corrected)}
     learner.tick(step)
-    with log.timed('load'): engine.load(learner.weights())
+    with log.timed('load'): hand_over(learner, engine, c)
     _keep_rollouts(step, [flat[i] for i in chosen.tolist()], rewards, layout, credit, c.log_rollouts, log)
     noted['zero_advantage'] = 1 - (1 - noted['zero_advantage']) * len(chosen) / len(flat)      # those that were left out got none
     return {**_describe(groups, told), **noted, 'read_tokens': read, **stats}
 
-# %% ../nbs/55_train.ipynb #c047
+# %% ../nbs/55_train.ipynb #c049
+def _corrected(c, layout, seen, credit):
+    "The credit with its advantages times the importance weights, and what to log of engine and learner. Raises RuntimeError where the two are too far apart."
+    if c.engine == 'hf': return credit, {}
+    noted = logp_gap(seen.logp, layout.logps, layout.trained)
+    if noted['logp_gap'] > c.gap:
+        raise RuntimeError(f"engine and learner differ by {noted['logp_gap']:.3g} nats per token (at most {noted['logp_gap_max']:.3g}; gap={c.gap:g} is allowed): "
+                           'the weights of the last step are not all across, or the precisions differ')
+    if c.correction is None: return credit, noted
+    high, low = _limits(c)
+    weights, ratio = sampler_weights(seen.logp, layout.logps, layout.trained, c.correction, high, low), (seen.logp - layout.logps)[layout.trained].exp()
+    noted |= {'sampler_weight': weights[layout.trained].mean().item(), 'sampler_cut': ((ratio > high) | (ratio < low)).float().mean().item()}
+    return dataclasses.replace(credit, advantages=credit.advantages * weights), noted
+
+# %% ../nbs/55_train.ipynb #c050
+def make_engine(
+    config,
+    model,      # Hugging Face model that acts, whole; of a vLLM engine only its folder is read
+    tokenizer,
+):
+    "Who acts in a run: the learner's model itself, or vLLM, which begins with the weights of the folder."
+    c = config
+    if c.engine == 'hf': return HFEngine(model, tokenizer, max_length=c.max_tokens, max_rows=c.act_rows)
+    ranks = [r for r in (1, 8, 16, 32, 64, 128, 256, 320, 512) if r >= c.lora.get('r', 8)]            # those that vLLM takes
+    adapters = {'enable_lora': True, 'max_lora_rank': ranks[0]} if c.lora else {}
+    gpu = {'devices': os.environ['LOCAL_RANK']} if c.ranks > 1 and torch.cuda.is_available() else {}  # its rank's
+    settings = {'dtype': c.dtype, 'own_process': c.learner == 'deepspeed', **gpu, **c.vllm, 'arguments': {**adapters, **c.vllm.get('arguments', {})}}
+    return VLLMEngine(_model_folder(c), tokenizer, max_length=c.max_tokens, max_rows=c.act_rows, **settings)
+
+def hand_over(learner, engine, config):
+    "Give the engine the learner's weights: all of them, or to a vLLM engine only an adapter."
+    named = learner.weights()
+    if not config.lora or config.engine == 'hf': return engine.load(named)
+    with tempfile.TemporaryDirectory() as folder:
+        save_adapter(named, {'target_modules': _LINEAR, **config.lora}, folder)
+        engine.load_adapter(folder)
+
+# %% ../nbs/55_train.ipynb #c051
 def _alpha(options):
     "The name of a shaping reward's weight among the options; beside another reward with an `alpha` it has its own in front."
     return next(name for name in ('shaping.alpha', 'record.alpha', 'alpha') if name in options)
@@ -452,13 +522,13 @@ def _moved(state, size):
     if size == size: controller.update(size)                              # not measured: it stays
     return dataclasses.asdict(controller)
 
-# %% ../nbs/55_train.ipynb #c048
+# %% ../nbs/55_train.ipynb #c052
 def kl_from_base(learner, layout):
     "Mean k3 estimate of the KL from the reference per sampled token, and mean |learner - engine| of its log-probability: dict."
     seen, trained = learner.evaluate(layout, ('logp', 'ref_logp')), layout.trained
     return {'kl': kl(seen.logp, seen.ref_logp, 'k3', trained)[trained].mean().item(), 'logp_gap': (seen.logp - layout.logps)[trained].abs().mean().item()}
 
-# %% ../nbs/55_train.ipynb #c049
+# %% ../nbs/55_train.ipynb #c053
 def _describe(groups, rewards):
     "What to log of a step's rollouts."
     index = torch.arange(len(groups)).repeat_interleave(torch.tensor([len(g.trajectories) for g in groups]))
@@ -477,7 +547,7 @@ def _keep_rollouts(step, trajectories, rewards, layout, credit, count, log):
     log.turns(step, [{'kind': 'train', 'trajectory': to_json(t), 'advantages': _turn_values(layout, credit.advantages, i), 'reward': float(rewards['outcome'][i])}
                      for i, t in enumerate(trajectories) if int(layout.groups[i]) < count])
 
-# %% ../nbs/55_train.ipynb #c051
+# %% ../nbs/55_train.ipynb #c055
 @contextlib.contextmanager
 def _seeded(seed):
     "Draw what torch draws at random from a seed, whatever was drawn before."
@@ -485,7 +555,7 @@ def _seeded(seed):
         torch.manual_seed(seed)
         yield
 
-# %% ../nbs/55_train.ipynb #c052
+# %% ../nbs/55_train.ipynb #c056
 _LINEAR = ['q_proj', 'k_proj', 'v_proj', 'o_proj', 'gate_proj', 'up_proj', 'down_proj']
 
 def add_lora(
@@ -501,7 +571,7 @@ def add_lora(
         except TypeError as e: raise ValueError(f'lora: {e}') from e
     for name, p in model.named_parameters(): p.requires_grad_('.lora_' in name)
 
-# %% ../nbs/55_train.ipynb #c053
+# %% ../nbs/55_train.ipynb #c057
 def _model_folder(config): return str(Path(config.run)/'base') if config.model == 'tiny' else config.model
 
 def make_learner(config, method, model):
@@ -521,7 +591,7 @@ def make_learner(config, method, model):
             if m is not None: m.gradient_checkpointing_enable({'use_reentrant': False})
     return Learner(*parts) if c.learner == 'plain' else DeepSpeedLearner(*parts, stage=c.stage, dtype=c.dtype, settings=c.deepspeed)
 
-# %% ../nbs/55_train.ipynb #c063
+# %% ../nbs/55_train.ipynb #c069
 def collapsed(rates, share=0.25, window=5):
     "Whether the mean of the last `window` answer rates is below `share` of the best earlier window's (which must reach 0.2)."
     if len(rates) < 2 * window: return False
@@ -529,15 +599,15 @@ def collapsed(rates, share=0.25, window=5):
     best = max(means[:-window])
     return best >= 0.2 and means[-1] < share * best
 
-# %% ../nbs/55_train.ipynb #c065
-_MAY_CHANGE = ('steps', 'resume', 'run', 'threads', 'eval_every', 'keep', 'track', 'hostfile', 'act_rows', 'tflops', 'dry_run')  # in a run that is resumed
+# %% ../nbs/55_train.ipynb #c071
+_MAY_CHANGE = ('steps', 'resume', 'run', 'threads', 'eval_every', 'keep', 'track', 'hostfile', 'ranks', 'act_rows', 'tflops', 'dry_run')  # in a run that is resumed
 
-# %% ../nbs/55_train.ipynb #c066
+# %% ../nbs/55_train.ipynb #c072
 def _note_params(log, config):
     "Write a run's parameters, or compare them with those it was begun with. Raises ValueError naming what changed."
     log.write_params({k: list(v) if isinstance(v, tuple) else v for k, v in vars(config).items()}, _MAY_CHANGE)
 
-# %% ../nbs/55_train.ipynb #c067
+# %% ../nbs/55_train.ipynb #c073
 class _Silent:
     "The log of a rank that writes nothing."
     elapsed = 0.
@@ -549,7 +619,7 @@ class _Silent:
     def cut(self, step): pass
     def timed(self, stage): return contextlib.nullcontext()
 
-# %% ../nbs/55_train.ipynb #c068
+# %% ../nbs/55_train.ipynb #c074
 class _Run:
     "A run under way: stage, engine, learner, log, and what the loop remembers between steps. All ranks go through the same calls."
 
@@ -562,10 +632,10 @@ class _Run:
         _note_params(self.log, config)
         self.stage = ranks.in_turn(lambda: set_stage(config, self.say, real))       # the first makes the base that the others load
         if config.lora: add_lora(self.stage.model, config.lora, config.seed)
-        pieces = config.learner == 'deepspeed' and config.stage == 3
+        pieces = config.engine == 'hf' and config.learner == 'deepspeed' and config.stage == 3
         acting = copy.deepcopy(self.stage.model).eval() if pieces else self.stage.model  # one that is whole
+        self.engine = make_engine(config, acting, self.stage.chat.tokenizer)         # before the learner, as it measures what memory is free
         self.learner = make_learner(config, self.method, self.stage.model)
-        self.engine = HFEngine(acting, self.stage.chat.tokenizer, max_length=config.max_tokens, max_rows=config.act_rows)
         self.memory = {'best': -1., 'best_step': 0, 'rates': [], 'base': None}
 
     def evaluate(self, part):
@@ -588,9 +658,13 @@ class _Run:
         "Go back to a checkpoint."
         self.learner.restore(path)
         self.memory = json.loads((Path(path)/'memory.json').read_text())
-        self.engine.load(self.learner.weights())
+        hand_over(self.learner, self.engine, self.config)
 
-# %% ../nbs/55_train.ipynb #c069
+    def close(self):
+        "Stop an engine that is a program of its own."
+        if self.config.engine != 'hf': self.engine.close()
+
+# %% ../nbs/55_train.ipynb #c075
 def _dev(run, step, logged):
     "Evaluate on dev questions, log the step, and keep a checkpoint (the best under that name)."
     with run.log.timed('dev'): scores, _ = run.evaluate('dev')
@@ -601,7 +675,7 @@ def _dev(run, step, logged):
     run.checkpoint(step, 'best' if better else None)
     return scores['em']
 
-# %% ../nbs/55_train.ipynb #c070
+# %% ../nbs/55_train.ipynb #c076
 def _begin(run):
     "Resume from the newest checkpoint, or evaluate the base. Returns the first step to take."
     found, best = run.ranks.once(lambda: (latest_checkpoint(run.log.folder), named_checkpoint(run.log.folder, 'best')))
@@ -617,17 +691,17 @@ def _begin(run):
     run.say(f'base: EM {run.memory["base"]["em"]:.3f} on {len(groups)} test questions, {em:.3f} on dev')
     return 1
 
-# %% ../nbs/55_train.ipynb #c071
+# %% ../nbs/55_train.ipynb #c077
 CODE = ('outcome', 'folr', 'information_gain', 'potentials', 'prs', 'turn_rewards', 'advantages', 'smdp', 'vspo', 'scoring', 'layout', 'losses', 'critics', 'learner', 'methods',
         'rollout', 'engine', 'tiny', 'train')  # modules whose change makes a run's results old
 
-# %% ../nbs/55_train.ipynb #c072
+# %% ../nbs/55_train.ipynb #c078
 def _finish(run):
     "Evaluate the best checkpoint on the test questions and write the summary. Returns it."
     step, path = run.ranks.once(lambda: named_checkpoint(run.log.folder, 'best'))
     last, _ = run.evaluate('test')
     run.learner.restore(path)
-    run.engine.load(run.learner.weights())
+    hand_over(run.learner, run.engine, run.config)
     final, groups = run.evaluate('test')
     run.log.turns(len(run.memory['rates']) + 1, [{'kind': 'after', 'trajectory': to_json(g.trajectories[0]), 'advantages': None, 'reward': float(summarize([g])['em'])} for g in groups[:6]])
     c, top = run.config, run.stage.ceiling
@@ -641,7 +715,7 @@ def _finish(run):
             + f'), the checkpoint of step {step}; {run.log.elapsed:.0f} s')
     return summary
 
-# %% ../nbs/55_train.ipynb #c073
+# %% ../nbs/55_train.ipynb #c079
 def finished(config):
     "Whether `config` resumes a run that is complete: its summary is there and has as many steps (or says that it collapsed)."
     path = Path(config.run)/'summary.json'
@@ -649,7 +723,7 @@ def finished(config):
     summary = json.loads(path.read_text())
     return summary['steps'] >= config.steps or summary['collapsed']
 
-# %% ../nbs/55_train.ipynb #c074
+# %% ../nbs/55_train.ipynb #c080
 def _compare_params(config):
     "Refuse to show a finished run's results as those of other parameters; settings that it did not know yet don't count."
     import yaml
@@ -657,7 +731,7 @@ def _compare_params(config):
     changed = [f'{k}: {before[k]!r} before, {now[k]!r} now' for k in before if k in now and k not in _MAY_CHANGE and before[k] != now[k]]
     if changed: raise ValueError(f'{config.run} holds a finished run with other parameters ({"; ".join(changed)}): give the same, or choose another name')
 
-# %% ../nbs/55_train.ipynb #c076
+# %% ../nbs/55_train.ipynb #c082
 def plan_of(config):
     "What of a configuration the estimate depends on: `Plan`."
     c, method = config, get_method(config.method)
@@ -687,7 +761,7 @@ def _forecast(c):
 
 def _is_large(config): return config.model != 'tiny' and read_sizes(config.model).parameters > 2e7
 
-# %% ../nbs/55_train.ipynb #c077
+# %% ../nbs/55_train.ipynb #c083
 def examine(config, say=print):
     "Look at all that a run needs, without starting it, and say what it would take. Returns its folder. Raises ValueError naming all that is missing."
     check(config)
@@ -719,7 +793,7 @@ def _missing_room(c, needs):
         if needs['rank'] > size: wrong.append(f'GPU {i} has {size / 1e9:.1f} GB, but a rank needs at least {needs["rank"] / 1e9:.1f} GB')
     return wrong
 
-# %% ../nbs/55_train.ipynb #c081
+# %% ../nbs/55_train.ipynb #c087
 def train(
     config,    # Config, or a dict of its settings
     say=None,  # function called with lines of text; None: print
@@ -743,12 +817,13 @@ def _train(config, say, ranks):
         return Path(config.run)
     if config.threads: torch.set_num_threads(config.threads)
     run = _Run(config, say, ranks)
-    _steps(run, _begin(run))
-    _finish(run)
-    ranks.wait()
+    with contextlib.closing(run):
+        _steps(run, _begin(run))
+        _finish(run)
+        ranks.wait()
     return run.log.folder
 
-# %% ../nbs/55_train.ipynb #c082
+# %% ../nbs/55_train.ipynb #c088
 def _steps(run, first):
     "Take the steps from `first` on, until the run is over or has collapsed."
     config, since = run.config, time.monotonic()
@@ -767,7 +842,7 @@ def _steps(run, first):
             run.say(f'stopped at step {step}: the answer rate of the last 5 steps fell below {config.collapse:.0%} of its best; try a smaller learning rate, or a KL term')
             return
 
-# %% ../nbs/55_train.ipynb #c083
+# %% ../nbs/55_train.ipynb #c089
 def _launch(config, say):
     "Start the ranks of a run and wait for its summary. Returns the run folder."
     import yaml
@@ -779,7 +854,7 @@ def _launch(config, say):
     launch(command, log.folder, log.folder/'summary.json', say, environment={} if torch.cuda.is_available() or sys.platform != 'linux' or config.hostfile else {'GLOO_SOCKET_IFNAME': 'lo'})
     return log.folder
 
-# %% ../nbs/55_train.ipynb #c089
+# %% ../nbs/55_train.ipynb #c095
 def main(arguments=None):
     "`python -m credit_rl.train setting=value …`, values as in YAML; `--params FILE` reads a YAML file of settings first."
     import argparse, yaml
@@ -792,7 +867,7 @@ def main(arguments=None):
     try:
         settings = yaml.safe_load(Path(given.params).read_text()) or {} if given.params else {}
         train(settings | {name: yaml.safe_load(value) for name, value in (text.split('=', 1) for text in given.settings)})
-    except (ValueError, OSError, yaml.YAMLError, LaunchError) as e: sys.exit(f'credit_rl.train: {e}')
+    except (ValueError, OSError, yaml.YAMLError, LaunchError, EngineLost) as e: sys.exit(f'credit_rl.train: {e}')
 
-# %% ../nbs/55_train.ipynb #c090
+# %% ../nbs/55_train.ipynb #c096
 if __name__ == '__main__' and '__file__' in globals(): main()  # a notebook has no file

@@ -4,10 +4,11 @@
 
 # %% auto #0
 __all__ = ['stop_tokens', 'check_sampling', 'vllm_parameters', 'VLLMStream', 'parameter_shapes', 'complete', 'make_transfer',
-           'start_vllm', 'VLLMEngine', 'logp_gap', 'sync_gap', 'sampler_weights']
+           'EngineLost', 'start_vllm', 'check_vllm', 'check_vllm_settings', 'VLLMEngine', 'adapter_weights',
+           'check_adapter', 'save_adapter', 'logp_gap', 'sync_gap', 'sampler_weights']
 
 # %% ../nbs/21_vllm_engine.ipynb #c003
-import contextlib, os, random, sys, tempfile
+import contextlib, importlib.util, os, random, signal, sys, tempfile, threading, time
 import torch
 from .engine import Finished, Samples, Sampling
 
@@ -221,10 +222,10 @@ def make_transfer(
 # %% ../nbs/21_vllm_engine.ipynb #c030
 @contextlib.contextmanager
 def _undisturbed(**environment):
-    "Set environment variables for a while; then put them, this process's random states and torch's thread setting back as they were."
+    "Set environment variables for a while (None: take out); then put them, this process's random states and torch's thread setting back as they were."
     import numpy
     states, threads, before = (random.getstate(), numpy.random.get_state()), torch.set_num_threads, {n: os.environ.get(n) for n in environment}
-    os.environ.update(environment)
+    _set_environment(environment)
     hidden = {n: sys.modules.pop(n) for n in ('llvmlite.binding.ffi',) if n in sys.modules}
     try:
         with torch.random.fork_rng(): yield
@@ -233,27 +234,103 @@ def _undisturbed(**environment):
         random.setstate(states[0])
         numpy.random.set_state(states[1])
         torch.set_num_threads = threads
-        for name, value in before.items():
-            if value is None: del os.environ[name]
-            else: os.environ[name] = value
+        _set_environment(before)
 
-# %% ../nbs/21_vllm_engine.ipynb #c031
+def _set_environment(values):
+    for name, value in values.items():
+        if value is None: os.environ.pop(name, None)
+        else: os.environ[name] = value
+
+_LAUNCHER = ('RANK', 'WORLD_SIZE', 'LOCAL_RANK', 'LOCAL_WORLD_SIZE', 'GROUP_RANK', 'ROLE_RANK', 'MASTER_ADDR', 'MASTER_PORT')   # of the learner's ranks, no matter of vLLM's
+
+# %% ../nbs/21_vllm_engine.ipynb #c032
+_MISSING = "the vLLM engine needs vllm: pip install 'credit_rl[vllm]' on a GPU host, `make test-vllm` for the CPU build"
+
+class EngineLost(RuntimeError): "vLLM's own process is gone."
+
+class _Tied:
+    "What vLLM's workers get besides: they end with the process that asked for them."
+    def end_with(self, caller):
+        def watch():
+            with contextlib.suppress(ProcessLookupError):
+                while True:
+                    os.kill(caller, 0)   # asks, and does nothing else
+                    time.sleep(1)
+            os.kill(os.getpid(), signal.SIGKILL)
+        threading.Thread(target=watch, daemon=True).start()
+
+def _wake_when_dead(core):
+    "Watch vLLM's note that its process is gone, and wake those who wait for a word from it, which vLLM leaves waiting for ever."
+    resources, outputs, waiting = core.resources, core.outputs_queue, core.utility_results   # not `core` itself: it is stopped when nobody refers to it
+    def watch():
+        from vllm.v1.engine.exceptions import EngineDeadError
+        while not resources.engine_dead: time.sleep(.5)
+        for _ in range(10):                                                                   # somebody may have asked in this moment
+            outputs.put(EngineDeadError())
+            for future in list(waiting.values()):
+                if not future.done(): future.set_exception(EngineDeadError())
+            time.sleep(.5)
+    threading.Thread(target=watch, daemon=True).start()
+
+@contextlib.contextmanager
+def _heard(doing):
+    "Say of a process that vLLM found dead what it was asked to do then."
+    try: yield
+    except Exception as e:
+        if type(e).__name__ != 'EngineDeadError': raise
+        raise EngineLost(f"vLLM's own process ended while it was to {doing} (killed from outside, out of memory, or an error of its own, which then stands above); "
+                         'nothing of the learner is lost: start again from the last checkpoint') from e
+
+# %% ../nbs/21_vllm_engine.ipynb #c034
 def start_vllm(folder, arguments, own_process, devices=None):
     "Start vLLM on a model folder with engine arguments (dict), in this process or in one of its own, there on some GPUs ('4,5'). Raises ImportError without vLLM."
     try: from vllm import EngineArgs
-    except ImportError as e: raise ImportError("the vLLM engine needs vllm: pip install 'credit_rl[vllm]' on a GPU host, `make test-vllm` for the CPU build") from e
+    except ImportError as e: raise ImportError(_MISSING) from e
     from vllm.v1.engine.llm_engine import LLMEngine
     from vllm.v1.executor.abstract import Executor
     if not own_process and torch.distributed.is_available() and torch.distributed.is_initialized():
         raise ValueError('torch.distributed is set up in this process, and vLLM sets up its own: use own_process=True')
     if not torch.cuda.is_available():   # vLLM's CPU build; threads stay unbound, the learner uses them too
         for name, value in (('VLLM_CPU_KVCACHE_SPACE', '1'), ('VLLM_CPU_OMP_THREADS_BIND', 'nobind')): os.environ.setdefault(name, value)
-    with _undisturbed(VLLM_ENABLE_V1_MULTIPROCESSING=str(int(own_process)), **({'CUDA_VISIBLE_DEVICES': devices} if devices else {})):
+    own = {'worker_extension_cls': f'{_Tied.__module__}.{_Tied.__name__}'} if own_process else {}
+    with _undisturbed(VLLM_ENABLE_V1_MULTIPROCESSING=str(int(own_process)), **({'CUDA_VISIBLE_DEVICES': devices} if devices else {}), **dict.fromkeys(_LAUNCHER)):
         config = EngineArgs(model=str(folder), skip_tokenizer_init=True, generation_config='vllm', logprobs_mode='processed_logprobs', enable_prefix_caching=True,
-                            disable_log_stats=True, **arguments).create_engine_config()
-        return LLMEngine(config, Executor.get_class(config), log_stats=False, multiprocess_mode=own_process)
+                            disable_log_stats=True, **own, **arguments).create_engine_config()
+        llm = LLMEngine(config, Executor.get_class(config), log_stats=False, multiprocess_mode=own_process)
+    if own_process:
+        llm.collective_rpc('end_with', args=(os.getpid(),))
+        _wake_when_dead(llm.engine_core)
+    return llm
 
-# %% ../nbs/21_vllm_engine.ipynb #c032
+# %% ../nbs/21_vllm_engine.ipynb #c036
+def check_vllm(own_process=False, transfer=None, sleep_level=0, devices=None, untried=False, arguments=None):  # see VLLMEngine
+    "Refuse settings of a `VLLMEngine` that contradict each other, cannot work here, or were never tried. Returns the name of the transfer and the function. Raises ValueError."
+    if sleep_level not in (0, 1, 2): raise ValueError(f'sleep_level must be 0, 1 or 2, got {sleep_level}')
+    if sleep_level and not torch.cuda.is_available(): raise ValueError(f'vLLM frees memory on CUDA and ROCm only: leave sleep_level at 0 here, got {sleep_level}')
+    if (sleep_level or devices) and not untried: raise ValueError('sleep_level and devices follow the documentation of vLLM 0.32 and have never been run; allow them with untried=True')
+    if devices and not own_process: raise ValueError(f'an engine in this process uses its GPUs; devices={devices!r} needs own_process=True')
+    ours = [n for n in ('model', 'dtype', 'max_model_len', 'max_num_seqs', 'skip_tokenizer_init', 'generation_config', 'logprobs_mode', 'disable_log_stats') if n in (arguments or {})]
+    if ours: raise ValueError(f'arguments hold what vLLM is told besides; {", ".join(ours)} is set here')
+    apart = own_process or (arguments or {}).get('tensor_parallel_size', 1) > 1
+    transfer = transfer or ('file' if apart else 'memory')
+    return transfer, make_transfer(transfer, apart, untried)
+
+# %% ../nbs/21_vllm_engine.ipynb #c037
+def check_vllm_settings(
+    settings,    # dict, of a run's engine: further arguments of VLLMEngine
+    sampling,    # Sampling
+    max_tokens,  # most ids of a conversation
+):
+    "Refuse what a run tells its vLLM engine, and vLLM where it is not installed, before anything is loaded. Raises ValueError."
+    takes = ('dtype', 'own_process', 'transfer', 'sleep_level', 'devices', 'untried', 'arguments')
+    if unknown := [k for k in settings if k not in takes]: raise ValueError(f'vllm takes {", ".join(takes)}, got {", ".join(map(repr, unknown))}')
+    check_sampling(sampling)
+    check_vllm(**{k: v for k, v in settings.items() if k != 'dtype'})
+    batch = settings.get('arguments', {}).get('max_num_batched_tokens', max_tokens)
+    if batch < max_tokens: raise ValueError(f'vLLM reads prompts whole here, so max_num_batched_tokens must be at least max_tokens={max_tokens}, got {batch}')
+    if importlib.util.find_spec('vllm') is None: raise ValueError(_MISSING)
+
+# %% ../nbs/21_vllm_engine.ipynb #c040
 class VLLMEngine:
     "Generate with vLLM: the interface of `HFEngine`. `load` brings the learner's weights."
 
@@ -268,13 +345,7 @@ class VLLMEngine:
                  untried=False,       # allow what has never been run: transfers by 'ipc' and 'nccl', sleep levels 1 and 2
                  arguments=None):     # dict of vLLM's further engine arguments: gpu_memory_utilization, tensor_parallel_size, …
         if tokenizer is None: raise ValueError('an engine needs a tokenizer, to see where stop strings end')
-        if sleep_level not in (0, 1, 2): raise ValueError(f'sleep_level must be 0, 1 or 2, got {sleep_level}')
-        if sleep_level and not torch.cuda.is_available(): raise ValueError(f'vLLM frees memory on CUDA and ROCm only: leave sleep_level at 0 here, got {sleep_level}')
-        if (sleep_level or devices) and not untried: raise ValueError('sleep_level and devices follow the documentation of vLLM 0.32 and have never been run; allow them with untried=True')
-        if devices and not own_process: raise ValueError(f'an engine in this process uses its GPUs; devices={devices!r} needs own_process=True')
-        apart = own_process or (arguments or {}).get('tensor_parallel_size', 1) > 1
-        transfer = transfer or ('file' if apart else 'memory')
-        self.send = make_transfer(transfer, apart, untried)
+        transfer, self.send = check_vllm(own_process, transfer, sleep_level, devices, untried, arguments)
         self.shapes, self.shared = parameter_shapes(folder)
         further = {'enable_chunked_prefill': False, **(arguments or {}), **({'enable_sleep_mode': True} if sleep_level else {})}
         if transfer in ('ipc', 'nccl'): further['weight_transfer_config'] = {'backend': transfer}
@@ -283,7 +354,7 @@ class VLLMEngine:
         self.max_rows, self.sleep_level, self.asleep, self.hollow, self._standing, self._live, self._count = max_rows, sleep_level, False, False, None, {}, 0
         self.own_process, self.adapter, self._adapters = own_process, None, 0   # the LoRA adapter in use; how many there were
 
-# %% ../nbs/21_vllm_engine.ipynb #c033
+# %% ../nbs/21_vllm_engine.ipynb #c041
 def _configure(self, folder, tokenizer, max_length):
     "Read from a model's folder what ends a turn and how long a conversation may be."
     from transformers import AutoConfig, GenerationConfig
@@ -296,14 +367,14 @@ def _configure(self, folder, tokenizer, max_length):
 
 VLLMEngine._configure = _configure
 
-# %% ../nbs/21_vllm_engine.ipynb #c035
+# %% ../nbs/21_vllm_engine.ipynb #c043
 def _start(self, stream, row, seed):
     "Hand one turn to vLLM."
     from vllm.inputs.engine import tokens_input
     row.request, self._count = str(self._count), self._count + 1
     parameters = vllm_parameters(stream.sampling, seed, row.room, self.eos_ids | self.stop_tokens(row.strings)[0])
     self._live[row.request] = stream, row
-    self.llm.add_request(row.request, tokens_input(row.ids), parameters, lora_request=self.adapter)
+    with _heard('generate'): self.llm.add_request(row.request, tokens_input(row.ids), parameters, lora_request=self.adapter)
 
 def _stop(self, row, finished=False):
     "Take a conversation's request out; call it off if vLLM has not finished it."
@@ -313,7 +384,8 @@ def _stop(self, row, finished=False):
 
 def _step(self):
     "Let vLLM take one step and hand what is new to the streams."
-    for output in self.llm.step():
+    with _heard('generate'): outputs = self.llm.step()
+    for output in outputs:
         if output.request_id in self._live:   # another may have been called off
             stream, row = self._live[output.request_id]
             stream._take(row, output)
@@ -324,7 +396,7 @@ def _goes_on(self, done, busy):
 
 VLLMEngine._start, VLLMEngine._stop, VLLMEngine._step, VLLMEngine._goes_on = _start, _stop, _step, _goes_on
 
-# %% ../nbs/21_vllm_engine.ipynb #c036
+# %% ../nbs/21_vllm_engine.ipynb #c044
 def _stop_tokens(self, stop):
     "The ids that surely complete one of the stop strings, and those that may; computed once for each set of strings."
     if stop not in self._tables: self._tables[stop] = stop_tokens(self.tokenizer, self.vocabulary, stop)
@@ -343,47 +415,76 @@ def _stream(self, sampling):
 
 VLLMEngine.stop_tokens, VLLMEngine._clear, VLLMEngine.stream = _stop_tokens, _clear, _stream
 
-# %% ../nbs/21_vllm_engine.ipynb #c037
+# %% ../nbs/21_vllm_engine.ipynb #c045
 def _load(self, named):
     "Take new weights, {name: tensor}, all of them; kept conversations and cached prefixes are forgotten. Raises as `complete` does."
     named = complete(named, self.shapes, self.shared)
-    self._clear()
-    if self.asleep: self.wake()
-    self.send(self.llm, named)
-    if not self.llm.reset_prefix_cache(): raise RuntimeError('vLLM kept its prefix cache, which belongs to the old weights')
+    with _heard('take new weights'):
+        self._clear()
+        if self.asleep: self.wake()
+        self.send(self.llm, named)
+        if not self.llm.reset_prefix_cache(): raise RuntimeError('vLLM kept its prefix cache, which belongs to the old weights')
     self.hollow = False
 
 def _sleep(self):
     "Free what a learner on the same device could use: conversations and cached prefixes, and memory at `sleep_level` 1 or 2 (vLLM on CUDA or ROCm)."
-    self._clear()
-    if self.sleep_level: self.llm.sleep(self.sleep_level)
-    else: self.llm.reset_prefix_cache()
+    with _heard('sleep'):
+        self._clear()
+        if self.sleep_level: self.llm.sleep(self.sleep_level)
+        else: self.llm.reset_prefix_cache()
     self.asleep, self.hollow = self.sleep_level > 0, self.sleep_level == 2
 
 def _wake(self):
     "Take memory back; after a sleep at level 2 `load` must follow."
-    if self.asleep: self.llm.wake_up()
+    if self.asleep:
+        with _heard('wake'): self.llm.wake_up()
     self.asleep = False
 
 VLLMEngine.load, VLLMEngine.sleep, VLLMEngine.wake = _load, _sleep, _wake
 
-# %% ../nbs/21_vllm_engine.ipynb #c039
+# %% ../nbs/21_vllm_engine.ipynb #c047
 def _load_adapter(self, folder):
     "Sample from now on with the LoRA adapter in a folder (as peft saves it), or without one (None). Kept conversations are forgotten; cached prefixes are an adapter's own."
     if self.llm.vllm_config.lora_config is None: raise ValueError("this engine takes no adapters: start it with arguments={'enable_lora': True}")
-    self._clear()
-    if self.adapter: self.llm.remove_lora(self.adapter.lora_int_id)
-    self.adapter = None
-    if folder is None: return
-    from vllm.lora.request import LoRARequest
-    self._adapters += 1
-    fresh = LoRARequest(f'adapter {self._adapters}', self._adapters, str(folder))
-    if not self.llm.add_lora(fresh): raise RuntimeError(f'vLLM did not take the adapter in {str(folder)!r}')
+    with _heard('take an adapter'):
+        self._clear()
+        if self.asleep: self.wake()
+        if self.adapter: self.llm.remove_lora(self.adapter.lora_int_id)
+        self.adapter = None
+        if folder is None: return
+        from vllm.lora.request import LoRARequest
+        self._adapters += 1
+        fresh = LoRARequest(f'adapter {self._adapters}', self._adapters, str(folder))
+        if not self.llm.add_lora(fresh): raise RuntimeError(f'vLLM did not take the adapter in {str(folder)!r}')
     self.adapter = fresh
 
 VLLMEngine.load_adapter = _load_adapter
 
-# %% ../nbs/21_vllm_engine.ipynb #c040
+# %% ../nbs/21_vllm_engine.ipynb #c049
+def adapter_weights(named):  # {name: tensor} of a model with additions built in
+    "The additions of such a model by the names of peft's files: {name: tensor}, {} of a model without."
+    return {'base_model.model.' + n.replace('.default.', '.'): t.detach().cpu().contiguous() for n, t in named.items() if '.lora_' in n}
+
+def check_adapter(settings):  # dict, of peft's LoraConfig
+    "Refuse variants of LoRA that vLLM does not take. Raises ValueError."
+    if strange := [k for k in settings if k not in ('r', 'lora_alpha', 'lora_dropout', 'target_modules', 'use_rslora', 'init_lora_weights')]:
+        raise ValueError(f'vLLM takes plain LoRA adapters; {", ".join(strange)} would be lost or refused')
+
+def save_adapter(
+    named,     # {name: tensor} of a model with additions built in
+    settings,  # dict, of peft's LoraConfig, `target_modules` included
+    folder,    # existing, gets adapter_model.safetensors and adapter_config.json
+):
+    "Write a LoRA adapter as peft saves it. Raises ValueError on a model without one, and on variants that vLLM does not take."
+    check_adapter(settings)
+    saved = adapter_weights(named)
+    if not saved: raise ValueError('the model has no adapter: none of its parameters is named lora_A or lora_B')
+    from peft import LoraConfig
+    from safetensors.torch import save_file
+    save_file(saved, os.path.join(folder, 'adapter_model.safetensors'))
+    LoraConfig(task_type='CAUSAL_LM', **settings).save_pretrained(folder)
+
+# %% ../nbs/21_vllm_engine.ipynb #c051
 def _generate(self, prompts, sampling, n=1, keys=None, seeds=None):
     "Continue each prompt (list of ids) `n` times. Returns `Samples`, prompts outermost. `seeds`: one per sample, default 0, 1, …"
     if keys is not None and n != 1: raise ValueError(f'a kept conversation has one continuation: with keys, n must be 1, got {n}')
@@ -402,13 +503,14 @@ def _release(self, keys):
     for key in keys: self._standing.release(key)
 
 def _close(self):
-    "Stop vLLM and give back what it held."
-    self._clear()
+    "Stop vLLM, dead or alive, and give back what it held."
+    self._live.clear()
+    self._standing = None
     self.llm.engine_core.shutdown()
 
 VLLMEngine.generate, VLLMEngine.release, VLLMEngine.close = _generate, _release, _close
 
-# %% ../nbs/21_vllm_engine.ipynb #c042
+# %% ../nbs/21_vllm_engine.ipynb #c053
 def logp_gap(
     logp,         # (R, T) the learner's, in nats
     engine_logp,  # (R, T) recorded at sampling
@@ -420,7 +522,7 @@ def logp_gap(
     if d.isnan().any(): raise ValueError(f'{int(d.isnan().sum())} of {len(d)} tokens have no log-probability')
     return {'logp_gap': d.abs().mean().item(), 'logp_gap_max': d.abs().max().item(), 'engine_kl': -d.mean().item()}
 
-# %% ../nbs/21_vllm_engine.ipynb #c046
+# %% ../nbs/21_vllm_engine.ipynb #c057
 @torch.no_grad()
 def sync_gap(
     engine,          # VLLMEngine, or any other
@@ -442,7 +544,7 @@ def sync_gap(
         raise RuntimeError(f"engine and learner differ by up to {gap['logp_gap_max']:.3g} nats after a sync (tolerance {tolerance:g}): are all weights across, and the precisions the same?")
     return gap
 
-# %% ../nbs/21_vllm_engine.ipynb #c049
+# %% ../nbs/21_vllm_engine.ipynb #c060
 def sampler_weights(
     logp,                 # (R, T) the learner's, at the weights that sampled
     engine_logp,          # (R, T) recorded at sampling

@@ -1,4 +1,4 @@
-"""A few updates of a learner on two small batches. As a program, one process per rank: `deepspeed_steps.py OUT.pt STAGE ...`."""
+"""A few updates of a learner on two small batches. As a program, one process per rank: `deepspeed_steps.py OUT.pt OTHER STAGE ...`; OTHER is the OUT.pt of another number of ranks, or -. With `restore` before the stages only that one's checkpoints are gone on from."""
 import dataclasses
 import faulthandler
 import os
@@ -122,8 +122,16 @@ def plain():
     return {**{name: follow(learner, *batch, count) for name, learner, batch, count in cases(Learner, PlainSGD)}, **{name: learn(Learner, name) for name in METHOD_CASES}}
 
 
-def sharded(stage, folder):
-    "The same through DeepSpeed at a ZeRO stage; besides, what follows a checkpoint, twice, and a run in bfloat16."
+def go_on(stage, folder):
+    "What follows a checkpoint of the last case, whoever wrote it: a step, and the weights then."
+    *batch, parts = grpo()
+    learner = DeepSpeedLearner(**parts(), stage=stage, settings=SPREAD_ALL)
+    learner.restore(folder)
+    return steps(learner, *batch, 1), {n: w.detach().float().clone() for n, w in learner.weights().items()}
+
+
+def sharded(stage, folder, other):
+    "The same through DeepSpeed at a ZeRO stage; besides, what follows a checkpoint, twice, also one of another number of ranks, and a run in bfloat16."
     how, out = dict(stage=stage, settings=SPREAD_ALL), {}
     for name, learner, batch, count in cases(DeepSpeedLearner, DeepSpeedSGD, **how): out[name] = follow(learner, *batch, count)
     for name in METHOD_CASES:
@@ -132,9 +140,11 @@ def sharded(stage, folder):
     *batch, parts = grpo()
     learner.save(folder)  # the last case's
     before = steps(learner, *batch, 1)
+    out['went on'] = before, {n: w.detach().float().clone() for n, w in learner.weights().items()}
     fresh = DeepSpeedLearner(**parts(), **how)
     fresh.restore(folder)
     out['resumed'] = before, steps(fresh, *batch, 1)
+    if os.path.isdir(others := f'{other}-{stage}'): out['other number of ranks'] = go_on(stage, others)
     if stage:
         half = DeepSpeedLearner(**parts(), reference=model(0, 100), dtype='bfloat16', **how)
         seen = half.evaluate(batch[0], ('logp', 'ref_logp'))  # the reference is the same model
@@ -146,12 +156,15 @@ def sharded(stage, folder):
 if __name__ == '__main__':
     faulthandler.dump_traceback_later(280, exit=True)  # a rank that waits for ever ends here
     torch.set_num_threads(1)
-    target = sys.argv[1]
-    results = {}
-    for stage in map(int, sys.argv[2:]):
+    target, other = sys.argv[1:3]
+    restore, results = sys.argv[3] == 'restore', {'target': target}
+    for stage in map(int, sys.argv[4 if restore else 3:]):
+        if restore:
+            results[stage] = go_on(stage, f'{other}-{stage}')
+            continue
         folder = f'{target}-{stage}'
         os.makedirs(folder, exist_ok=True)
-        results[stage] = sharded(stage, folder)
+        results[stage] = sharded(stage, folder, other)
     rank = torch.distributed.get_rank()
     results |= {'rank': rank, 'ranks': torch.distributed.get_world_size()}
     torch.save(results, f'{target}.{rank}')

@@ -20,14 +20,14 @@ RUNS = [(ranks, stage) for ranks, stages in STAGES.items() for stage in stages]
 HANG = 300  # seconds after which a launch is ended
 
 
-def launch(ranks, folder):
+def launch(ranks, folder, other='-', stages=None):
     "Run the steps on some ranks: what each rank found. Judged by the files they write, for gloo may fall over at exit."
     with socket.socket() as free:
         free.bind(('127.0.0.1', 0))
         port = free.getsockname()[1]
     out, log = folder / 'out.pt', folder / 'log.txt'
     command = [sys.executable, '-m', 'torch.distributed.run', '--nproc_per_node', ranks, '--master_addr', '127.0.0.1', '--master_port', port,
-               Path(deepspeed_steps.__file__), out, *STAGES[ranks]]
+               Path(deepspeed_steps.__file__), out, other, *(stages or STAGES[ranks])]
     with open(log, 'w') as f:
         process = subprocess.Popen(list(map(str, command)), stdin=subprocess.DEVNULL, stdout=f, stderr=subprocess.STDOUT,
                                    env={**os.environ, 'OMP_NUM_THREADS': '1', 'PYTHONUNBUFFERED': '1',
@@ -46,9 +46,12 @@ def launch(ranks, folder):
 @pytest.fixture(scope='module')
 def results(tmp_path_factory):
     "Results of each rank by the number of ranks; each launch happens once, when it is first asked for."
-    done = {}
+    done, places = {}, {}
     def get(ranks):
-        if ranks not in done: done[ranks] = launch(ranks, tmp_path_factory.mktemp(f'ranks{ranks}'))
+        if ranks == 1: get(2)                                                   # whose checkpoints the one goes on from
+        if ranks not in done:
+            places[ranks] = tmp_path_factory.mktemp(f'ranks{ranks}')
+            done[ranks] = launch(ranks, places[ranks], *([places[2] / 'out.pt'] if ranks == 1 else []))
         return done[ranks]
     return get
 
@@ -117,6 +120,24 @@ def test_ranks_agree(results):
 def test_a_restored_learner_goes_on_as_if_nothing_had_happened(results, ranks, stage):
     went_on, restored = results(ranks)[0][stage]['resumed']
     assert went_on == restored and went_on[0]['updates'] == 2
+
+
+def assert_goes_on(got, wanted):
+    assert_same_logs(got[0], wanted[0], atol=1e-4, rtol=1e-4)
+    assert_close(got[1], wanted[1], atol=1e-5, rtol=0)
+    assert got[0][0]['updates'] == 2
+
+
+@pytest.mark.parametrize('stage', STAGES[1])
+def test_one_rank_goes_on_where_two_stopped(results, stage):
+    "Policy, AdamW's averages and steps, and the order of trajectories: the next step is that of the two ranks."
+    assert_goes_on(results(1)[0][stage]['other number of ranks'], results(2)[0][stage]['went on'])
+
+
+def test_two_ranks_go_on_where_one_stopped(results, tmp_path):
+    found = launch(2, tmp_path, results(1)[0]['target'], ['restore', *STAGES[1]])
+    for rank in found:
+        for stage in STAGES[1]: assert_goes_on(rank[stage], results(1)[0][stage]['went on'])
 
 
 @pytest.mark.parametrize('ranks, stage', [run for run in RUNS if run[1]])

