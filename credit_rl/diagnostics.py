@@ -27,7 +27,7 @@ def method_colour(method):  # str
 
 # %% ../nbs/61_diagnostics.ipynb #c012
 _PANELS = (  # title, unit, metric → its name in the legend
-    ('development questions', 'exact match', {'dev_em': 'all', 'dev_em_1': '1 hop', 'dev_em_2': '2 hops', 'dev_em_3': '3 hops', 'dev_em_4': '4 hops'}),
+    ('development questions', 'exact match', {'dev_em': 'all', 'dev_em_0': '0 hops', 'dev_em_1': '1 hop', 'dev_em_2': '2 hops', 'dev_em_3': '3 hops', 'dev_em_4': '4 hops'}),
     ('reward', 'mean outcome reward', {'reward': ''}),
     ('do they answer?', 'share with an answer', {'answer_rate': 'training', 'dev_answer_rate': 'development'}),
     ('turns', 'per rollout', {'turns': 'turns', 'calls': 'calls'}),

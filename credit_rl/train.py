@@ -34,7 +34,7 @@ from .runlog import RunLog, atomic_write, check_trackers, latest_checkpoint, mod
 from .scoring import answer_header, gold_templates
 from .tiny import ceiling, make_base, tiny_environment
 from .trajectory import to_json
-from .world import make_world
+from .world import SPLITS, make_world
 
 # %% ../nbs/55_train.ipynb #c005
 @dataclass
@@ -44,16 +44,17 @@ class _Task:
     path: str = None             # its file or folder, of several a folder that has one for each; None: by name from the hub
     train_split: str = 'train'
     dev_split: str = None        # dev questions, and test questions, which share no question with them; None: the set's own, see Benchmark
-    world: dict = field(default_factory=dict)  # arguments of make_world, for data='tiny'
+    world: dict = field(default_factory=dict)  # arguments of make_world, for data='tiny'; one may be a dict of parts, as in {'famous': {'train': 150, 'test': 400}}
     questions: int = 3000        # training questions to draw from
     dev_questions: int = 210
     test_questions: int = 600
     # who acts
     model: str = 'tiny'          # 'tiny': made from nothing; else a Hugging Face folder or name
     dtype: str = 'float32'       # of a model that is loaded
-    protocol: str = None         # None: 'tiny' or 'tspo', by data
-    max_turns: int = 4           # the answer included
+    protocol: str = None         # a row of PROTOCOLS, or 'direct'; None: 'tiny' or 'tspo', by data
+    max_turns: int = None        # the answer included; None: 4, or 15 segments by CARL's protocols
     turn_tokens: int = 24        # most tokens the model writes in a turn
+    context_tokens: int = 256    # and in a segment that writes a context
     max_tokens: int = 192        # most tokens of a trajectory
     passages: int = 1            # per query
     passage_tokens: int = None   # most tokens of each; None: whole passages
@@ -120,6 +121,10 @@ class Config(_Host):
     collapse: float = 0.25       # stop when the answer rate falls below this share of its best
     threads: int = None          # of PyTorch on a CPU; None: its own choice
 
+    def __post_init__(self):
+        p = PROTOCOLS.get(self.protocol)
+        if self.max_turns is None: self.max_turns = 15 if p and p.context_tag else 4
+
 # %% ../nbs/55_train.ipynb #c008
 def _numbers(value):
     "A value with strings such as '1e-3' as numbers, at any depth: YAML 1.1 takes a number without a point for text."
@@ -178,6 +183,8 @@ def check(config):
     if not hasattr(torch, c.dtype): raise ValueError(f"dtype must be one of PyTorch's, such as 'float32' or 'bfloat16', got {c.dtype!r}")
     if c.data == 'tiny': _check_world(c.world, c.seed)
     else: _check_sets(c)
+    if c.model == c.data == 'tiny' and not (c.protocol or 'tiny').startswith(('tiny', 'carl-tiny')):
+        raise ValueError(f"model='tiny' knows the words of the protocols tiny and carl-tiny alone, got protocol={c.protocol!r}")
     if c.model != 'tiny': check_model(c.model)
     elif c.data != 'tiny': raise ValueError(f"model='tiny' knows only the words of the tiny world; data={c.data!r} needs a model folder")
     if c.path is not None and not Path(c.path).exists(): raise ValueError(f'path {c.path!r} does not exist')
@@ -185,7 +192,7 @@ def check(config):
 # %% ../nbs/55_train.ipynb #c019
 def _check_numbers(c):
     "Refuse settings that are out of their range."
-    lowest = {**dict.fromkeys(('questions', 'dev_questions', 'test_questions', 'max_turns', 'turn_tokens', 'max_tokens', 'passages', 'questions_per_step', 'group_size',
+    lowest = {**dict.fromkeys(('questions', 'dev_questions', 'test_questions', 'max_turns', 'turn_tokens', 'context_tokens', 'max_tokens', 'passages', 'questions_per_step', 'group_size',
                                'minibatches', 'epochs', 'row_tokens', 'eval_every', 'keep', 'threads', 'passage_tokens', 'ranks', 'act_rows'), 1),
               **dict.fromkeys(('steps', 'warmup', 'log_rollouts', 'kl', 'collapse'), 0)}
     for name, least in lowest.items():
@@ -218,10 +225,13 @@ def _check_host(c):
 # %% ../nbs/55_train.ipynb #c022
 def _check_world(world, seed=0):
     "Refuse arguments that `make_world` does not take, or of which it can make no world."
-    known = ('size', 'hops', 'mirrors', 'parametric')
-    for name in world:
+    known = ('size', 'hops', 'mirrors', 'parametric', 'famous', 'easy', 'hard')
+    for name, value in world.items():
         if name not in known: raise ValueError(f'world takes {", ".join(known)}, got {name!r}')
-    make_world('dev', seed, questions=1, **world)
+        if isinstance(value, dict) and set(value) != set(SPLITS): raise ValueError(f'world: {name} is a number, or one for each of {", ".join(SPLITS)}, got {value}')
+    for part in SPLITS if any(isinstance(v, dict) for v in world.values()) else ('dev',): make_world(part, seed, questions=1, **_world_of(world, part))
+
+def _world_of(world, part): return {name: value[part] if isinstance(value, dict) else value for name, value in world.items()}
 
 # %% ../nbs/55_train.ipynb #c023
 def _trackers(c): return [name.strip() for name in c.track.split(',') if name.strip()]
@@ -254,7 +264,7 @@ class Stage:
 def tiny_worlds(config):
     "The tiny worlds of a run: {'train', 'dev', 'test'} -> `World`."
     sizes = {'train': config.questions, 'dev': config.dev_questions, 'test': config.test_questions}
-    return {part: make_world(part, config.seed, questions=n, **config.world) for part, n in sizes.items()}
+    return {part: make_world(part, config.seed, questions=n, **_world_of(config.world, part)) for part, n in sizes.items()}
 
 def known_worlds(worlds):
     "Those of the worlds whose parametric facts a warm start must teach: a tuple."
@@ -269,13 +279,14 @@ def set_stage(config, say=print, real=None):
     folder = c.model
     if c.model == 'tiny':
         say('making a base model from nothing' if not (Path(c.run)/'base'/'config.json').exists() else 'taking the base model of this run')
-        folder = make_base(Path(c.run)/'base', c.seed, known=known_worlds(worlds), progress=say)
+        folder = make_base(Path(c.run)/'base', c.seed, 'carl-tiny' if (c.protocol or '').startswith('carl') else 'tiny', known=known_worlds(worlds), progress=say)
     model, tokenizer = load_model(folder, c.dtype)
     chat = Chat(PROTOCOLS[c.protocol or 'tiny'], tokenizer)
-    environments = {part: tiny_environment(w, chat, c.passages, c.max_turns, c.max_tokens) for part, w in worlds.items()}
-    top = ceiling(worlds['test'], chat, k=c.passages, max_turns=c.max_turns, max_tokens=c.max_tokens)
-    say('ceiling of perfect play on the test questions: ' + ', '.join(f'{k} {v:.3f}' for k, v in top.items()))
-    return Stage(chat, model, {part: list(w.questions) for part, w in worlds.items()}, environments, {str(k): v for k, v in top.items()})
+    environments = {part: dataclasses.replace(tiny_environment(w, chat, c.passages, c.max_turns, c.max_tokens), context_tokens=c.context_tokens) for part, w in worlds.items()}
+    known = chat.protocol.call_style in ('text', 'python')                  # calls that perfect players write
+    top = {str(k): v for k, v in ceiling(worlds['test'], chat, k=c.passages, max_turns=c.max_turns, max_tokens=c.max_tokens).items()} if known else None
+    if known: say('ceiling of perfect play on the test questions: ' + ', '.join(f'{k} {v:.3f}' for k, v in top.items()))
+    return Stage(chat, model, {part: list(w.questions) for part, w in worlds.items()}, environments, top)
 
 # %% ../nbs/55_train.ipynb #c030
 def _real_stage(c, say, parts, search):
@@ -284,7 +295,7 @@ def _real_stage(c, say, parts, search):
     say(', '.join(f'{len(questions)} {part}' for part, questions in parts.items()) + f' questions of {c.data}; {seen}')
     model, tokenizer = load_model(c.model, c.dtype)
     env = make_environment(tokenizer, search, c.protocol, c.max_turns, c.max_tokens, c.passages, c.passage_tokens, read_template(c.template), c.template_options,
-                           c.history, model.config.vocab_size)
+                           c.history, model.config.vocab_size, c.context_tokens)
     return Stage(env.chat, model, parts, dict.fromkeys(parts, env))
 
 # %% ../nbs/55_train.ipynb #c032
