@@ -114,6 +114,8 @@ METRICS |= {
     'value_start': "mean of the critic's value at the prompt",
     'sign_kept': 'share of contexts that kept a gold that was shown across which the value rose',
     'sign_lost': 'share of contexts that lost a gold that was shown across which the value fell',
+    'auc': "how well the critic's value at the prompt ranks what is known without tools over what is not, 0 to 1",
+    'sign_accuracy': 'share of contexts after a gold was shown across which the value moved as it should',
     'context_tokens': 'mean number of tokens of a segment that writes a context',
 }
 
