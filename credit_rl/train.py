@@ -64,6 +64,10 @@ class _Task:
     template_options: dict = field(default_factory=dict)  # its variables
     history: str = None          # 'as-sampled', 'template', None: as for `Chat`
 
+    def __post_init__(self):
+        p = PROTOCOLS.get(self.protocol)
+        if self.max_turns is None: self.max_turns = 15 if p and p.context_tag else 4
+
 # %% ../nbs/55_train.ipynb #c006
 @dataclass
 class _Host(_Task):
@@ -122,10 +126,6 @@ class Config(_Host):
     log_kl: bool = True          # measure KL from the base when dev is evaluated; keeps a copy of the base
     collapse: float = 0.25       # stop when the answer rate falls below this share of its best
     threads: int = None          # of PyTorch on a CPU; None: its own choice
-
-    def __post_init__(self):
-        p = PROTOCOLS.get(self.protocol)
-        if self.max_turns is None: self.max_turns = 15 if p and p.context_tag else 4
 
 # %% ../nbs/55_train.ipynb #c008
 def _numbers(value):

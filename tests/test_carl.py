@@ -26,6 +26,7 @@ from credit_rl.tiny import NOISY_CODER, act_coder, memory_of
 from credit_rl.train import check, make_config, set_stage, train, tiny_worlds
 from credit_rl.trajectory import Group, Result, trajectory_from_json
 from credit_rl.warmup import GATE, GateReport, read_warmed
+from test_runs import papermill, shown
 
 ROOT = Path(__file__).resolve().parents[1]
 ROWS = ROOT / 'data' / 'rows'
@@ -314,3 +315,18 @@ def test_random_rollouts_and_a_linear_head_for_the_matched_baseline(model, scrip
     assert warmed.head == 'linear' and all(torch.equal(a, b) for a, b in zip(load_model(warmed.folder)[0].parameters(), base.parameters()))     # a frozen backbone
     run = read_metrics(quiet({**TINY, **ppo, 'model': model, 'critic_from': str(warm), 'options': {'lam': .95}, 'run': str(tmp_path / 'run')}))
     assert run.value_start[1] != 0 and run.kl.dropna().iloc[0] >= 0
+
+
+def test_the_notebook_shows_a_warm_up_and_ends_with_an_error_where_it_failed(model, scripted, tmp_path):
+    "`92_warmup` by papermill on warm-ups that are over: figure, table and report; then the reason why one may not teach. And one that cannot begin."
+    settings = {**WARM, 'model': model, 'warm_steps': 2, 'warm_least': 1, 'warm_every': 1}
+    for name, must in (('allowed', False), ('failed', True)):
+        prepare({**settings, 'must_pass': must, 'run': str(tmp_path / name)}, say=lambda line: None)
+        code, text, notebook = papermill(tmp_path / name / 'notebook.ipynb', settings={**settings, 'must_pass': must, 'resume': True, 'run': str(tmp_path / name)}, cwd=tmp_path, notebook='92_warmup')
+        assert code == int(must), text[-3000:]
+        assert len(shown(notebook, 'image/png')) == 1 and (tmp_path / name / 'figures' / 'gate.png').exists() and any('short by' in page for page in shown(notebook, 'text/html'))
+        assert ('did not pass its gate in 2 steps' in text) == must and 'sign_accuracy' in text
+    code, text, _ = papermill(tmp_path / 'notebook.ipynb', settings={**settings, 'run': str(tmp_path / 'ignorant')}, cwd=tmp_path, notebook='92_warmup')
+    assert code == 1 and 'questions are of Tier 1: a critic cannot learn what tells the tiers apart' in text              # a random model knows nothing
+    code, text, _ = papermill(tmp_path / 'notebook.ipynb', settings={**settings, 'warm_step': 3, 'run': str(tmp_path / 'x')}, cwd=tmp_path, notebook='92_warmup')
+    assert code == 1 and "there is no setting 'warm_step'; did you mean 'warm_steps'?" in text and not (tmp_path / 'x').exists()
