@@ -23,7 +23,7 @@ from .protocol import PROTOCOLS, TEMPLATES, Protocol, check_tokenizer
 from .retrieval import BM25, SearchClient
 from .rollout import Environment, rollout
 from .runlog import RunLog, atomic_folder, atomic_write, module_hashes, read_turns
-from .tools import SearchTool
+from .tools import PythonTool, SearchTool
 from .trajectory import Result, Stop, to_json
 from .vllm_engine import EngineLost, VLLMEngine, check_vllm_settings
 
@@ -86,12 +86,13 @@ class Settings:
     engine: str = 'hf'        # a row of ENGINES
     dtype: str = 'float32'    # of the model
     vllm: dict = field(default_factory=dict)  # of VLLMEngine, for engine='vllm': own_process, arguments, ...
-    protocol: str = None      # a row of PROTOCOLS for sets that are searched (None: 'tspo'), or 'direct': nothing is searched
+    protocol: str = None      # a row of PROTOCOLS (None: 'tspo'), or 'direct': nothing is searched; sets without passages are asked directly, or by programs
     template: str = None      # chat template instead of the model's own: 'chatml', 'plain' (for base models), or a jinja file
     template_options: dict = field(default_factory=dict)  # the template's variables, such as {'enable_thinking': False}
     history: str = None       # 'as-sampled' or 'template', as for `Chat`; None: 'template' where the template rewrites earlier turns
-    max_turns: int = 4        # the answer included
+    max_turns: int = None     # the answer included; None: 4, or 15 segments by CARL's protocols
     turn_tokens: int = 512    # most tokens the model writes in a turn
+    context_tokens: int = 256 # and in a segment that writes a context
     max_tokens: int = 8192    # most tokens of a trajectory, prompt included
     passages: int = 3         # per query
     passage_tokens: int = None  # most tokens of each; None: whole passages
@@ -152,7 +153,7 @@ def _place(name, given, what):
 def check_settings(settings):
     "Refuse settings that cannot work. Raises ValueError or FileNotFoundError with what was got, what is wanted, and how to mend it."
     s = settings
-    for name in ('questions', 'max_turns', 'turn_tokens', 'max_tokens', 'passages', 'passage_tokens', 'batch', 'threads', 'ranks'):
+    for name in ('questions', 'max_turns', 'turn_tokens', 'context_tokens', 'max_tokens', 'passages', 'passage_tokens', 'batch', 'threads', 'ranks'):
         value = getattr(s, name)
         if value is not None and value < 1: raise ValueError(f'{name} must be at least 1, got {value}')
     if s.engine not in ENGINES: raise ValueError(f'engine must be one of {", ".join(ENGINES)}, got {s.engine!r}')
@@ -298,8 +299,9 @@ def open_search(
 
 # %% ../nbs/26_evaluate.ipynb #c047
 def is_searched(name, protocol=None, corpus=None):
-    "Whether the questions of a set are asked with a search: those of sets that have passages, unless asked directly, and of others where a corpus is given."
-    return protocol != 'direct' and bool(get_benchmark(name).has_corpus or corpus)
+    "Whether the questions of a set are asked with a search: those of sets that have passages, unless nothing can be called, and of others where a corpus is given."
+    calls = protocol != 'direct' and PROTOCOLS[protocol or 'tspo'].call_style != 'none'
+    return calls and bool(get_benchmark(name).has_corpus or corpus)
 
 def _retriever(s, name, opened):
     "The search of one set, what to say about its passages and about itself; three times None for a set that is not searched."
@@ -310,19 +312,22 @@ def _retriever(s, name, opened):
 # %% ../nbs/26_evaluate.ipynb #c050
 def make_environment(
     tokenizer,
-    search,              # has search(queries, k); None: there is nothing to search, and the protocol is DIRECT
+    search,              # has search(queries, k); None: there is nothing to search, and the protocol is DIRECT unless it is one of CARL's
     protocol=None,       # a row of PROTOCOLS; None: 'tspo'
-    max_turns=4, max_tokens=8192,         # as for `Environment`
+    max_turns=None, max_tokens=8192,      # as for `Environment`
     passages=3, passage_tokens=None,      # per query; most tokens of each (None: whole passages)
     template=None, options=None, history=None,  # as for `Chat`
     vocabulary=None,     # int: how many ids the model embeds; None: not compared
+    context_tokens=256,  # as for `Environment`
 ):
     "The `Environment` of a set's questions. Raises ValueError where tokenizer and protocol do not go together."
-    chat = check_tokenizer(tokenizer, DIRECT if search is None else PROTOCOLS[protocol or 'tspo'], template, options, history, vocabulary)
-    tool = NoSearch() if search is None else SearchTool(search, passages, passage_tokens, lambda text: len(chat.encode(text)))
-    return Environment(chat, tool, max_turns, max_tokens)
+    asked = DIRECT if protocol == 'direct' else PROTOCOLS[protocol or 'tspo']
+    chat = check_tokenizer(tokenizer, DIRECT if search is None and not asked.context_tag else asked, template, options, history, vocabulary)
+    found = None if search is None else SearchTool(search, passages, passage_tokens, lambda text: len(chat.encode(text)))
+    tool = (PythonTool(search=found) if asked.runs_code else None) if asked.context_tag else NoSearch() if found is None else found
+    return Environment(chat, tool, max_turns, max_tokens, context_tokens)
 
-# %% ../nbs/26_evaluate.ipynb #c052
+# %% ../nbs/26_evaluate.ipynb #c053
 def _versions(engine='hf'):
     "Versions of Python and of the packages that a result may depend on."
     def version(package):
@@ -332,7 +337,7 @@ def _versions(engine='hf'):
 
 _CODE = ('datasets', 'metrics', 'retrieval', 'tools', 'protocol', 'engine', 'rollout', 'evaluate')  # modules that an evaluation runs through
 
-# %% ../nbs/26_evaluate.ipynb #c053
+# %% ../nbs/26_evaluate.ipynb #c054
 @dataclass(frozen=True)
 class Plan:
     "One benchmark, ready to be played: everything but the weights."
@@ -341,7 +346,7 @@ class Plan:
     environment: object
     manifest: dict
 
-# %% ../nbs/26_evaluate.ipynb #c054
+# %% ../nbs/26_evaluate.ipynb #c055
 def _hf_engine(folder, s, limit):
     model, tokenizer = load_model(folder, s.dtype)
     return HFEngine(model, tokenizer, max_length=limit, max_rows=s.batch)
@@ -355,7 +360,7 @@ def _vllm_engine(folder, s, limit): return VLLMEngine(folder, load_tokenizer(fol
 
 ENGINES = {'hf': _hf_engine, 'vllm': _vllm_engine}  # name → function(model folder, Settings, most ids of a conversation) → engine
 
-# %% ../nbs/26_evaluate.ipynb #c055
+# %% ../nbs/26_evaluate.ipynb #c056
 class Player:
     "Who plays: tokenizer and identity at once, the weights when they are needed."
     def __init__(self, s, engine=None):   # engine: one that is there already
@@ -377,11 +382,11 @@ class Player:
         if self._engine is None: self._engine = ENGINES[self.name](self.folder, self.settings, self.limit)
         return self._engine
 
-# %% ../nbs/26_evaluate.ipynb #c056
+# %% ../nbs/26_evaluate.ipynb #c057
 def _environment(s, search, player):
     "`make_environment` by the settings."
     return make_environment(player.tokenizer, search, s.protocol, s.max_turns, player.limit, s.passages, s.passage_tokens, read_template(s.template), s.template_options, s.history,
-                            player.vocabulary)
+                            player.vocabulary, s.context_tokens)
 
 def _refuse_long(plan_name, questions, env):
     "Refuse questions that leave no room for an answer."
@@ -391,7 +396,7 @@ def _refuse_long(plan_name, questions, env):
         raise ValueError(f'{plan_name}: {len(long)} of {len(questions)} questions leave no room for an answer in {env.max_tokens} tokens, such as '
                          f'{long[0][0]!r} with {long[0][1]}: raise max_tokens (or take a model of longer positions)')
 
-# %% ../nbs/26_evaluate.ipynb #c057
+# %% ../nbs/26_evaluate.ipynb #c058
 def plan_evaluation(
     settings,     # Settings
     name,         # a data set of BENCHMARKS
@@ -411,12 +416,13 @@ def plan_evaluation(
         'model': player.model, 'tokenizer': tokenizer_hash(player.tokenizer), 'engine': player.name, 'dtype': s.dtype,
         'protocol': dataclasses.asdict(chat.protocol), 'prompt': chat.tokenizer.decode(chat.prompt_ids('{question}')), 'history': chat.history,
         'template': {'hash': chat.template and _hash(chat.template), 'options': chat.options},
-        'decoding': {**vars(_sampling(s)), 'stop': chat.stop}, 'limits': {'max_turns': s.max_turns, 'turn_tokens': s.turn_tokens, 'max_tokens': env.max_tokens},
+        'decoding': {**vars(_sampling(s)), 'stop': chat.stop}, 'limits': {'max_turns': env.max_turns, 'turn_tokens': s.turn_tokens, 'max_tokens': env.max_tokens,
+                   **({'context_tokens': s.context_tokens} if chat.protocol.context_tag else {})},
         'seed': s.seed, 'versions': _versions(player.name), 'code': module_hashes((*_CODE, 'vllm_engine') if player.name == 'vllm' else _CODE),
         'machine': {'device': 'cuda' if torch.cuda.is_available() else 'cpu', 'threads': torch.get_num_threads(), 'batch': s.batch}}
     return Plan(name, questions, env, json.loads(json.dumps(manifest)))
 
-# %% ../nbs/26_evaluate.ipynb #c060
+# %% ../nbs/26_evaluate.ipynb #c061
 def _flat(value, name=''):
     "Pairs (dotted name, value) of nested dicts."
     if isinstance(value, dict) and value: return [pair for k, v in value.items() for pair in _flat(v, f'{name}.{k}' if name else k)]
@@ -429,7 +435,7 @@ def _shown(value, other):
         return '…' + repr(value[max(0, at - 20):at + 30]) + '…'
     return f'{value!r:.80}'
 
-# %% ../nbs/26_evaluate.ipynb #c061
+# %% ../nbs/26_evaluate.ipynb #c062
 def manifest_differences(
     before,              # manifest
     now,                 # manifest
@@ -442,12 +448,12 @@ def manifest_differences(
     pairs = [(n, old.get(n, absent), new.get(n, absent)) for n in names]
     return [f'{n}: {_shown(a, b)} before, {_shown(b, a)} now' for n, a, b in pairs if a != b]
 
-# %% ../nbs/26_evaluate.ipynb #c064
+# %% ../nbs/26_evaluate.ipynb #c065
 def _intervals(rows, names, seed):
     "Bootstrap interval of the mean of each number over the rows: dict name → [low, high]; none for a single row."
     return {n: list(bootstrap_interval([r[n] for r in rows], seed=seed)) for n in names} if len(rows) > 1 else {}
 
-# %% ../nbs/26_evaluate.ipynb #c065
+# %% ../nbs/26_evaluate.ipynb #c066
 def set_scores(
     rows,  # list of dict, as `question_row` gives them, all of one data set
     seed=0, # of the intervals
@@ -462,7 +468,7 @@ def set_scores(
             'by_hops': {str(h): {'questions': len(part), 'score': mean(part, metric), 'interval': _intervals(part, [metric], seed).get(metric)}
                         for h, part in hops.items()}}
 
-# %% ../nbs/26_evaluate.ipynb #c066
+# %% ../nbs/26_evaluate.ipynb #c067
 def question_row(
     trajectory,
     benchmark,   # a data set of BENCHMARKS
@@ -472,7 +478,7 @@ def question_row(
     return {'kind': 'evaluate', 'dataset': benchmark, 'id': q.id, 'question': q.text, 'golds': list(q.answers), 'hops': q.meta.get('hops'),
             'prediction': t.answer, 'stop': t.stop.value, **score(t, benchmark), 'trajectory': to_json(t)}
 
-# %% ../nbs/26_evaluate.ipynb #c067
+# %% ../nbs/26_evaluate.ipynb #c068
 def _play(plan, player, progress, ranks=Ranks()):
     "Rows of all questions of a plan, in their order; each rank plays its share of them."
     from tqdm.auto import tqdm
@@ -492,7 +498,7 @@ def _keep(folder, plan, rows):
         _write_json(part/'scores.json', set_scores(rows, plan.manifest['seed']))
         _write_json(part/'manifest.json', plan.manifest)
 
-# %% ../nbs/26_evaluate.ipynb #c068
+# %% ../nbs/26_evaluate.ipynb #c069
 def read_manifest(folder):  # of one set in a run's folder
     "The manifest of an evaluated set. Raises FileNotFoundError."
     path = Path(folder)/'manifest.json'
@@ -506,7 +512,7 @@ def _is_done(folder, plan):
     if changed: raise ValueError(f'{folder} holds an evaluation of other inputs ({"; ".join(changed[:3])}): choose another run, or remove that folder')
     return True
 
-# %% ../nbs/26_evaluate.ipynb #c069
+# %% ../nbs/26_evaluate.ipynb #c070
 def run_evaluation(
     settings,       # Settings, or a dict of them
     engine=None,    # an engine to ask instead of `settings.model`; has stream(sampling), tokenizer, max_length
@@ -552,7 +558,7 @@ def _launch(s, say):
     launch(command, folder, folder/'summary.json', say, environment={} if torch.cuda.is_available() or sys.platform != 'linux' else {'GLOO_SOCKET_IFNAME': 'lo'})
     return folder
 
-# %% ../nbs/26_evaluate.ipynb #c070
+# %% ../nbs/26_evaluate.ipynb #c071
 def read_scores(folder):  # of a run
     "Scores of the sets evaluated in a run: dict set → what `set_scores` gives, in the order of BENCHMARKS. Raises where there are none."
     found = {n: Path(folder)/n/'scores.json' for n in BENCHMARKS}
@@ -562,7 +568,7 @@ def read_scores(folder):  # of a run
 
 _NAMES = {'em': 'EM', 'numeric': 'numeric match'}
 
-# %% ../nbs/26_evaluate.ipynb #c076
+# %% ../nbs/26_evaluate.ipynb #c077
 @dataclass(frozen=True)
 class Replayed:
     "What a replay of one set found."
@@ -575,7 +581,7 @@ class Replayed:
         "Whether nothing differs."
         return not self.inputs and not self.rows
 
-# %% ../nbs/26_evaluate.ipynb #c077
+# %% ../nbs/26_evaluate.ipynb #c078
 def _question_differences(rows, questions):
     "Questions whose text or golds are not what the kept rows say, and those that are new or gone: list of str."
     before, now, out = {r['id']: r for r in rows}, {q.id: q for q in questions}, []
@@ -586,7 +592,7 @@ def _question_differences(rows, questions):
         elif old['golds'] != list(new.answers): out.append(f'question {i!r}: its golds, {old["golds"]!r:.80} before, {list(new.answers)!r:.80} now')
     return out
 
-# %% ../nbs/26_evaluate.ipynb #c078
+# %% ../nbs/26_evaluate.ipynb #c079
 def _row_difference(old, new):
     "Where two rows of one question differ in tokens or answer, as str; None if nowhere."
     a, b = old['trajectory'], new['trajectory']
@@ -599,7 +605,7 @@ def _row_difference(old, new):
     if (len(a['turns']), old['prediction'], old['stop']) != (len(b['turns']), new['prediction'], new['stop']):
         return f'row {old["id"]!r}: prediction {old["prediction"]!r:.60} before, {new["prediction"]!r:.60} now'
 
-# %% ../nbs/26_evaluate.ipynb #c079
+# %% ../nbs/26_evaluate.ipynb #c080
 def _set_folders(folder):
     "Folders of the evaluated sets: of a run, or the folder of one set itself. Raises FileNotFoundError."
     folder = Path(folder)
@@ -631,7 +637,7 @@ def replay(
         say(f'{plan.name}: ' + ('nothing differs' if out[plan.name].same else f'{len(inputs)} inputs and {len(changed)} rows differ') + f'; {len(now)} questions')
     return out
 
-# %% ../nbs/26_evaluate.ipynb #c084
+# %% ../nbs/26_evaluate.ipynb #c085
 def _range(pair): return f'{pair[0]:.3f} to {pair[1]:.3f}' if pair else ''
 
 def evaluation_table(
@@ -653,7 +659,7 @@ def evaluation_table(
         rows['mean'] = {'questions': sum(r['questions'] for r in rows.values()), 'metric': '', '95 %': '', **mean}
     return pd.DataFrame.from_dict(rows, orient='index').round(3)
 
-# %% ../nbs/26_evaluate.ipynb #c085
+# %% ../nbs/26_evaluate.ipynb #c086
 def evaluation_figure(folder):  # of a run
     "Draw the score of each set with its 95 % interval: matplotlib figure."
     import matplotlib.pyplot as plt, seaborn as sns
@@ -670,7 +676,7 @@ def evaluation_figure(folder):  # of a run
     plt.close(fig)  # notebooks show the returned figure; without this they would show it twice
     return fig
 
-# %% ../nbs/26_evaluate.ipynb #c089
+# %% ../nbs/26_evaluate.ipynb #c090
 def main(arguments=None):  # list of str; None: the command line's
     "`python -m credit_rl.evaluate setting=value …`, values as in YAML; `--params FILE` reads settings first; `--replay FOLDER` plays a run again."
     import argparse, yaml
@@ -688,5 +694,5 @@ def main(arguments=None):  # list of str; None: the command line's
         elif not all(r.same for r in replay(given.replay, changes=settings).values()): sys.exit(1)
     except (ValueError, OSError, yaml.YAMLError, LaunchError, EngineLost) as e: sys.exit(f'credit_rl.evaluate: {e}')
 
-# %% ../nbs/26_evaluate.ipynb #c090
+# %% ../nbs/26_evaluate.ipynb #c091
 if __name__ == '__main__' and '__file__' in globals(): main()  # a notebook has no file

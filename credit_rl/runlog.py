@@ -113,13 +113,21 @@ METRICS |= {
     'sampler_weight': 'mean importance weight of a sampled token, learner over engine, after the cut',
     'sampler_cut': 'share of sampled tokens whose importance ratio lay outside the limits',
     'explained_variance': '1 - Var(return - value) / Var(return), at most 1',
+    # segments and their critic
+    'tool_rate': 'share of trajectories with at least one tool call',
+    'value_start': "mean of the critic's value at the prompt",
+    'sign_kept': 'share of contexts that kept a gold that was shown across which the value rose',
+    'sign_lost': 'share of contexts that lost a gold that was shown across which the value fell',
+    'auc': "how well the critic's value at the prompt ranks what is known without tools over what is not, 0 to 1",
+    'sign_accuracy': 'share of contexts after a gold was shown across which the value moved as it should',
+    'context_tokens': 'mean number of tokens of a segment that writes a context',
 }
 
 # %% ../nbs/02_runlog.ipynb #c017
 METRICS |= {
     # the policy on the development questions, decoded greedily
     'dev_em': 'share of development questions answered exactly',
-    **{f'dev_em_{hops}': f'dev_em on the questions of {hops} hop{"s" * (hops > 1)}' for hops in (1, 2, 3, 4)},
+    **{f'dev_em_{hops}': f'dev_em on the questions of {hops} hop{"s" * (hops != 1)}' for hops in (0, 1, 2, 3, 4)},
     'dev_f1': 'mean word F1 on the development questions, 0 to 1',
     'dev_answer_rate': 'share of development questions that got an answer',
     'dev_turns': 'mean number of turns on a development question',

@@ -126,8 +126,10 @@ def _query(name, relation, start, luck, player, rng):
 
 # %% ../nbs/25_tiny.ipynb #c020
 def ceiling(world, chat, questions=None, **environment):
-    "Exact match of the perfect player on a world's questions, as {hops: share, 'all': share}: what search and turns allow."
-    engine = ScriptedEngine(act, chat.tokenizer)
+    "Exact match of the perfect player on a world's questions, as {hops: share, 'all': share}: what search and turns allow. Raises ValueError on calls that no player knows."
+    style = chat.protocol.call_style
+    if style not in ('text', 'python'): raise ValueError(f"the perfect players write calls in the style 'text' or 'python', not {style!r} as protocol {chat.protocol.name!r} does")
+    engine = ScriptedEngine(act if style == 'text' else lambda text, rng: act_coder(text, rng, PERFECT_CODER, memory_of(world)), chat.tokenizer)
     groups = rollout(engine, tiny_environment(world, chat, **environment), questions or world.questions)
     right = [(g.question.meta['hops'], g.trajectories[0].answer in g.question.answers) for g in groups]
     share = lambda some: sum(some) / len(some)

@@ -36,7 +36,8 @@ from .scoring import answer_header, gold_templates
 from .tiny import ceiling, make_base, tiny_environment
 from .trajectory import to_json
 from .vllm_engine import EngineLost, VLLMEngine, check_adapter, check_vllm_settings, logp_gap, sampler_weights, save_adapter
-from .world import make_world
+from .warmup import read_warmed, segment_statistics
+from .world import SPLITS, make_world
 
 # %% ../nbs/55_train.ipynb #c005
 @dataclass
@@ -46,16 +47,17 @@ class _Task:
     path: str = None             # its file or folder, of several a folder that has one for each; None: by name from the hub
     train_split: str = 'train'
     dev_split: str = None        # dev questions, and test questions, which share no question with them; None: the set's own, see Benchmark
-    world: dict = field(default_factory=dict)  # arguments of make_world, for data='tiny'
+    world: dict = field(default_factory=dict)  # arguments of make_world, for data='tiny'; one may be a dict of parts, as in {'famous': {'train': 150, 'test': 400}}
     questions: int = 3000        # training questions to draw from
     dev_questions: int = 210
     test_questions: int = 600
     # who acts
     model: str = 'tiny'          # 'tiny': made from nothing; else a Hugging Face folder or name
     dtype: str = 'float32'       # of a model that is loaded
-    protocol: str = None         # None: 'tiny' or 'tspo', by data
-    max_turns: int = 4           # the answer included
+    protocol: str = None         # a row of PROTOCOLS, or 'direct'; None: 'tiny' or 'tspo', by data
+    max_turns: int = None        # the answer included; None: 4, or 15 segments by CARL's protocols
     turn_tokens: int = 24        # most tokens the model writes in a turn
+    context_tokens: int = 256    # and in a segment that writes a context
     max_tokens: int = 192        # most tokens of a trajectory
     passages: int = 1            # per query
     passage_tokens: int = None   # most tokens of each; None: whole passages
@@ -63,6 +65,10 @@ class _Task:
     template: str = None         # chat template instead of the model's own: 'chatml', 'plain', or a file
     template_options: dict = field(default_factory=dict)  # its variables
     history: str = None          # 'as-sampled', 'template', None: as for `Chat`
+
+    def __post_init__(self):
+        p = PROTOCOLS.get(self.protocol)
+        if self.max_turns is None: self.max_turns = 15 if p and p.context_tag else 4
 
 # %% ../nbs/55_train.ipynb #c006
 @dataclass
@@ -116,6 +122,7 @@ class Config(_Host):
     critic: str = None           # 'own' (a second model) or 'shared' (the policy's backbone); None: the method's own
     critic_rate: float = None    # learning rate of the critic's own parameters; None: learning_rate
     critic_mix: float = None     # what a critic's gradient into a shared backbone is multiplied by; None: the method's own
+    critic_from: str = None      # folder of a warm-up (92_warmup): its head, and the backbone that it moved; None: a critic that knows nothing yet
     teacher: str = 'self'        # scores gold answers: 'self', a frozen copy of the policy, or a model folder
     teacher_every: int = None    # steps after which the copy is made anew: 1 at once, 0 never; None: two fifths of the run
     # what is kept
@@ -186,14 +193,27 @@ def check(config):
     if not hasattr(torch, c.dtype): raise ValueError(f"dtype must be one of PyTorch's, such as 'float32' or 'bfloat16', got {c.dtype!r}")
     if c.data == 'tiny': _check_world(c.world, c.seed)
     else: _check_sets(c)
+    _check_start(c, method)
+    if c.path is not None and not Path(c.path).exists(): raise ValueError(f'path {c.path!r} does not exist')
+
+def _check_start(c, method):
+    "Refuse a model without words for the questions and the protocol, and a warmed-up critic that did not pass or is of another model, protocol or head."
     if c.model != 'tiny': check_model(c.model)
     elif c.data != 'tiny': raise ValueError(f"model='tiny' knows only the words of the tiny world; data={c.data!r} needs a model folder")
-    if c.path is not None and not Path(c.path).exists(): raise ValueError(f'path {c.path!r} does not exist')
+    elif not (c.protocol or 'tiny').startswith(('tiny', 'carl-tiny')): raise ValueError(f"model='tiny' knows the words of the protocols tiny and carl-tiny alone, got protocol={c.protocol!r}")
+    if not c.critic_from: return
+    if not method.critic: raise ValueError(f'{c.method} has no critic; leave out critic_from={c.critic_from!r}')
+    warmed = read_warmed(c.critic_from)
+    if warmed.head != method.critic['head']: raise ValueError(f'{c.method} has a {method.critic["head"]} head, and {c.critic_from} holds a {warmed.head} one: warm it up with method={c.method}')
+    for name in ('model', 'protocol', *(('data', 'seed', 'world') if c.model == 'tiny' else ())):
+        now, then = json.loads(json.dumps(getattr(c, name))), warmed.settings[name]
+        if now != then: raise ValueError(f'the critic in {c.critic_from} was warmed up with {name}={then!r}, this run has {now!r}; what it knows is of another model')
+    if c.lora and (c.critic or method.critic['kind']) == 'own': raise ValueError("lora with critic_from needs critic='shared': a critic of its own brings its own backbone")
 
 # %% ../nbs/55_train.ipynb #c019
 def _check_numbers(c):
     "Refuse settings that are out of their range."
-    lowest = {**dict.fromkeys(('questions', 'dev_questions', 'test_questions', 'max_turns', 'turn_tokens', 'max_tokens', 'passages', 'questions_per_step', 'group_size',
+    lowest = {**dict.fromkeys(('questions', 'dev_questions', 'test_questions', 'max_turns', 'turn_tokens', 'context_tokens', 'max_tokens', 'passages', 'questions_per_step', 'group_size',
                                'minibatches', 'epochs', 'row_tokens', 'eval_every', 'keep', 'threads', 'passage_tokens', 'ranks', 'act_rows'), 1),
               **dict.fromkeys(('steps', 'warmup', 'log_rollouts', 'kl', 'collapse'), 0)}
     for name, least in lowest.items():
@@ -249,10 +269,13 @@ def _limits(c):
 # %% ../nbs/55_train.ipynb #c023
 def _check_world(world, seed=0):
     "Refuse arguments that `make_world` does not take, or of which it can make no world."
-    known = ('size', 'hops', 'mirrors', 'parametric')
-    for name in world:
+    known = ('size', 'hops', 'mirrors', 'parametric', 'famous', 'easy', 'hard')
+    for name, value in world.items():
         if name not in known: raise ValueError(f'world takes {", ".join(known)}, got {name!r}')
-    make_world('dev', seed, questions=1, **world)
+        if isinstance(value, dict) and set(value) != set(SPLITS): raise ValueError(f'world: {name} is a number, or one for each of {", ".join(SPLITS)}, got {value}')
+    for part in SPLITS if any(isinstance(v, dict) for v in world.values()) else ('dev',): make_world(part, seed, questions=1, **_world_of(world, part))
+
+def _world_of(world, part): return {name: value[part] if isinstance(value, dict) else value for name, value in world.items()}
 
 # %% ../nbs/55_train.ipynb #c024
 def _trackers(c): return [name.strip() for name in c.track.split(',') if name.strip()]
@@ -285,7 +308,7 @@ class Stage:
 def tiny_worlds(config):
     "The tiny worlds of a run: {'train', 'dev', 'test'} -> `World`."
     sizes = {'train': config.questions, 'dev': config.dev_questions, 'test': config.test_questions}
-    return {part: make_world(part, config.seed, questions=n, **config.world) for part, n in sizes.items()}
+    return {part: make_world(part, config.seed, questions=n, **_world_of(config.world, part)) for part, n in sizes.items()}
 
 def known_worlds(worlds):
     "Those of the worlds whose parametric facts a warm start must teach: a tuple."
@@ -297,25 +320,26 @@ def set_stage(config, say=print, real=None):
     c = config
     if c.data != 'tiny': return _real_stage(c, say, *(real or (real_questions(c), real_search(c))))
     worlds = tiny_worlds(c)
-    folder = c.model
     if c.model == 'tiny':
-        say('making a base model from nothing' if not (Path(c.run)/'base'/'config.json').exists() else 'taking the base model of this run')
-        folder = make_base(Path(c.run)/'base', c.seed, known=known_worlds(worlds), progress=say)
-    model, tokenizer = load_model(folder, c.dtype)
+        folder = Path(_model_folder(c))
+        say('making a base model from nothing' if not (folder/'config.json').exists() else f'taking the base model of {"its warm-up" if c.critic_from else "this run"}')
+        make_base(folder, c.seed, 'carl-tiny' if (c.protocol or '').startswith('carl') else 'tiny', known=known_worlds(worlds), progress=say)
+    model, tokenizer = load_model(_start_folder(c), c.dtype)
     chat = Chat(PROTOCOLS[c.protocol or 'tiny'], tokenizer)
-    environments = {part: tiny_environment(w, chat, c.passages, c.max_turns, c.max_tokens) for part, w in worlds.items()}
-    top = ceiling(worlds['test'], chat, k=c.passages, max_turns=c.max_turns, max_tokens=c.max_tokens)
-    say('ceiling of perfect play on the test questions: ' + ', '.join(f'{k} {v:.3f}' for k, v in top.items()))
-    return Stage(chat, model, {part: list(w.questions) for part, w in worlds.items()}, environments, {str(k): v for k, v in top.items()})
+    environments = {part: dataclasses.replace(tiny_environment(w, chat, c.passages, c.max_turns, c.max_tokens), context_tokens=c.context_tokens) for part, w in worlds.items()}
+    known = chat.protocol.call_style in ('text', 'python')                  # calls that perfect players write
+    top = {str(k): v for k, v in ceiling(worlds['test'], chat, k=c.passages, max_turns=c.max_turns, max_tokens=c.max_tokens).items()} if known else None
+    if known: say('ceiling of perfect play on the test questions: ' + ', '.join(f'{k} {v:.3f}' for k, v in top.items()))
+    return Stage(chat, model, {part: list(w.questions) for part, w in worlds.items()}, environments, top)
 
 # %% ../nbs/55_train.ipynb #c031
 def _real_stage(c, say, parts, search):
     "The stage of a data set: its questions by part, what they are searched in, and a model from a folder."
     seen = 'nothing to search' if search is None else f'{len(search.passages)} passages' if hasattr(search, 'passages') else search.url
     say(', '.join(f'{len(questions)} {part}' for part, questions in parts.items()) + f' questions of {c.data}; {seen}')
-    model, tokenizer = load_model(c.model, c.dtype)
+    model, tokenizer = load_model(_start_folder(c), c.dtype)
     env = make_environment(tokenizer, search, c.protocol, c.max_turns, c.max_tokens, c.passages, c.passage_tokens, read_template(c.template), c.template_options,
-                           c.history, model.config.vocab_size)
+                           c.history, model.config.vocab_size, c.context_tokens)
     return Stage(env.chat, model, parts, dict.fromkeys(parts, env))
 
 # %% ../nbs/55_train.ipynb #c033
@@ -445,6 +469,7 @@ def train_step(step, config, method, stage, engine, learner, log, measure_kl=Fal
     if weights is not None: credit = dataclasses.replace(credit, trajectory_weight=weights * (1. if credit.trajectory_weight is None else credit.trajectory_weight))
     noted = _note_credit(rewards, layout, seen, credit, learner, options, memory)
     corrected, beside = _corrected(c, layout, seen, credit)
+    if stage.chat.protocol.context_tag: noted |= segment_statistics(groups, layout, seen.values if seen else None)
     moved = kl_from_base(learner, layout) if measure_kl else {}
     with log.timed('update'): stats = {**moved, **beside, **learner.step(layout, seen, corrected)}
     learner.tick(step)
@@ -572,7 +597,12 @@ def add_lora(
     for name, p in model.named_parameters(): p.requires_grad_('.lora_' in name)
 
 # %% ../nbs/55_train.ipynb #c057
-def _model_folder(config): return str(Path(config.run)/'base') if config.model == 'tiny' else config.model
+def _model_folder(config): return str(Path(config.critic_from or config.run)/'base') if config.model == 'tiny' else config.model
+
+def _start_folder(c):
+    "The weights that the policy starts from: where it shares its backbone with a warmed-up critic, the backbone that this one moved."
+    critic = get_method(c.method).critic
+    return str(read_warmed(c.critic_from).folder) if c.critic_from and (c.critic or critic['kind']) == 'shared' else _model_folder(c)
 
 def make_learner(config, method, model):
     "The learner of a run, with the critic, teacher and reference that its method and loss ask for."
@@ -580,6 +610,7 @@ def make_learner(config, method, model):
     reference = load_model(_model_folder(c), c.dtype)[0] if c.log_kl or loss.kl else None
     given = {k: v for k, v in (('kind', c.critic), ('mix', c.critic_mix)) if v is not None}
     with _seeded(seed_of('critic', c.seed)): critic = make_critic(model, **{**method.critic, **given}) if method.critic else None
+    if c.critic_from: _warm(critic, read_warmed(c.critic_from), c.dtype)
     asks = 'teacher' in method.sees
     teacher = load_model(c.teacher, c.dtype)[0] if asks and c.teacher != 'self' else None
     every = (max(1, round(.4 * c.steps)) if c.teacher_every is None else c.teacher_every) if asks and c.teacher == 'self' else None
@@ -591,7 +622,13 @@ def make_learner(config, method, model):
             if m is not None: m.gradient_checkpointing_enable({'use_reentrant': False})
     return Learner(*parts) if c.learner == 'plain' else DeepSpeedLearner(*parts, stage=c.stage, dtype=c.dtype, settings=c.deepspeed)
 
-# %% ../nbs/55_train.ipynb #c069
+# %% ../nbs/55_train.ipynb #c058
+def _warm(critic, warmed, dtype):
+    "Give a critic what a warm-up taught it; a shared backbone is the policy's, which has it already."
+    warmed.load_head(critic.head)
+    if critic.model is not None: critic.model.load_state_dict(load_model(warmed.folder, dtype)[0].state_dict())
+
+# %% ../nbs/55_train.ipynb #c070
 def collapsed(rates, share=0.25, window=5):
     "Whether the mean of the last `window` answer rates is below `share` of the best earlier window's (which must reach 0.2)."
     if len(rates) < 2 * window: return False
@@ -599,15 +636,15 @@ def collapsed(rates, share=0.25, window=5):
     best = max(means[:-window])
     return best >= 0.2 and means[-1] < share * best
 
-# %% ../nbs/55_train.ipynb #c071
+# %% ../nbs/55_train.ipynb #c072
 _MAY_CHANGE = ('steps', 'resume', 'run', 'threads', 'eval_every', 'keep', 'track', 'hostfile', 'ranks', 'act_rows', 'tflops', 'dry_run')  # in a run that is resumed
 
-# %% ../nbs/55_train.ipynb #c072
+# %% ../nbs/55_train.ipynb #c073
 def _note_params(log, config):
     "Write a run's parameters, or compare them with those it was begun with. Raises ValueError naming what changed."
     log.write_params({k: list(v) if isinstance(v, tuple) else v for k, v in vars(config).items()}, _MAY_CHANGE)
 
-# %% ../nbs/55_train.ipynb #c073
+# %% ../nbs/55_train.ipynb #c074
 class _Silent:
     "The log of a rank that writes nothing."
     elapsed = 0.
@@ -619,7 +656,7 @@ class _Silent:
     def cut(self, step): pass
     def timed(self, stage): return contextlib.nullcontext()
 
-# %% ../nbs/55_train.ipynb #c074
+# %% ../nbs/55_train.ipynb #c075
 class _Run:
     "A run under way: stage, engine, learner, log, and what the loop remembers between steps. All ranks go through the same calls."
 
@@ -664,7 +701,7 @@ class _Run:
         "Stop an engine that is a program of its own."
         if self.config.engine != 'hf': self.engine.close()
 
-# %% ../nbs/55_train.ipynb #c075
+# %% ../nbs/55_train.ipynb #c076
 def _dev(run, step, logged):
     "Evaluate on dev questions, log the step, and keep a checkpoint (the best under that name)."
     with run.log.timed('dev'): scores, _ = run.evaluate('dev')
@@ -675,7 +712,7 @@ def _dev(run, step, logged):
     run.checkpoint(step, 'best' if better else None)
     return scores['em']
 
-# %% ../nbs/55_train.ipynb #c076
+# %% ../nbs/55_train.ipynb #c077
 def _begin(run):
     "Resume from the newest checkpoint, or evaluate the base. Returns the first step to take."
     found, best = run.ranks.once(lambda: (latest_checkpoint(run.log.folder), named_checkpoint(run.log.folder, 'best')))
@@ -691,11 +728,11 @@ def _begin(run):
     run.say(f'base: EM {run.memory["base"]["em"]:.3f} on {len(groups)} test questions, {em:.3f} on dev')
     return 1
 
-# %% ../nbs/55_train.ipynb #c077
+# %% ../nbs/55_train.ipynb #c078
 CODE = ('outcome', 'folr', 'information_gain', 'potentials', 'prs', 'turn_rewards', 'advantages', 'smdp', 'vspo', 'scoring', 'layout', 'losses', 'critics', 'learner', 'methods',
         'rollout', 'engine', 'tiny', 'train')  # modules whose change makes a run's results old
 
-# %% ../nbs/55_train.ipynb #c078
+# %% ../nbs/55_train.ipynb #c079
 def _finish(run):
     "Evaluate the best checkpoint on the test questions and write the summary. Returns it."
     step, path = run.ranks.once(lambda: named_checkpoint(run.log.folder, 'best'))
@@ -715,7 +752,7 @@ def _finish(run):
             + f'), the checkpoint of step {step}; {run.log.elapsed:.0f} s')
     return summary
 
-# %% ../nbs/55_train.ipynb #c079
+# %% ../nbs/55_train.ipynb #c080
 def finished(config):
     "Whether `config` resumes a run that is complete: its summary is there and has as many steps (or says that it collapsed)."
     path = Path(config.run)/'summary.json'
@@ -723,7 +760,7 @@ def finished(config):
     summary = json.loads(path.read_text())
     return summary['steps'] >= config.steps or summary['collapsed']
 
-# %% ../nbs/55_train.ipynb #c080
+# %% ../nbs/55_train.ipynb #c081
 def _compare_params(config):
     "Refuse to show a finished run's results as those of other parameters; settings that it did not know yet don't count."
     import yaml
@@ -731,7 +768,7 @@ def _compare_params(config):
     changed = [f'{k}: {before[k]!r} before, {now[k]!r} now' for k in before if k in now and k not in _MAY_CHANGE and before[k] != now[k]]
     if changed: raise ValueError(f'{config.run} holds a finished run with other parameters ({"; ".join(changed)}): give the same, or choose another name')
 
-# %% ../nbs/55_train.ipynb #c082
+# %% ../nbs/55_train.ipynb #c083
 def plan_of(config):
     "What of a configuration the estimate depends on: `Plan`."
     c, method = config, get_method(config.method)
@@ -761,7 +798,7 @@ def _forecast(c):
 
 def _is_large(config): return config.model != 'tiny' and read_sizes(config.model).parameters > 2e7
 
-# %% ../nbs/55_train.ipynb #c083
+# %% ../nbs/55_train.ipynb #c084
 def examine(config, say=print):
     "Look at all that a run needs, without starting it, and say what it would take. Returns its folder. Raises ValueError naming all that is missing."
     check(config)
@@ -793,7 +830,7 @@ def _missing_room(c, needs):
         if needs['rank'] > size: wrong.append(f'GPU {i} has {size / 1e9:.1f} GB, but a rank needs at least {needs["rank"] / 1e9:.1f} GB')
     return wrong
 
-# %% ../nbs/55_train.ipynb #c087
+# %% ../nbs/55_train.ipynb #c088
 def train(
     config,    # Config, or a dict of its settings
     say=None,  # function called with lines of text; None: print
@@ -823,7 +860,7 @@ def _train(config, say, ranks):
         ranks.wait()
     return run.log.folder
 
-# %% ../nbs/55_train.ipynb #c088
+# %% ../nbs/55_train.ipynb #c089
 def _steps(run, first):
     "Take the steps from `first` on, until the run is over or has collapsed."
     config, since = run.config, time.monotonic()
@@ -842,7 +879,7 @@ def _steps(run, first):
             run.say(f'stopped at step {step}: the answer rate of the last 5 steps fell below {config.collapse:.0%} of its best; try a smaller learning rate, or a KL term')
             return
 
-# %% ../nbs/55_train.ipynb #c089
+# %% ../nbs/55_train.ipynb #c090
 def _launch(config, say):
     "Start the ranks of a run and wait for its summary. Returns the run folder."
     import yaml
@@ -854,7 +891,7 @@ def _launch(config, say):
     launch(command, log.folder, log.folder/'summary.json', say, environment={} if torch.cuda.is_available() or sys.platform != 'linux' or config.hostfile else {'GLOO_SOCKET_IFNAME': 'lo'})
     return log.folder
 
-# %% ../nbs/55_train.ipynb #c095
+# %% ../nbs/55_train.ipynb #c096
 def main(arguments=None):
     "`python -m credit_rl.train setting=value …`, values as in YAML; `--params FILE` reads a YAML file of settings first."
     import argparse, yaml
@@ -869,5 +906,5 @@ def main(arguments=None):
         train(settings | {name: yaml.safe_load(value) for name, value in (text.split('=', 1) for text in given.settings)})
     except (ValueError, OSError, yaml.YAMLError, LaunchError, EngineLost) as e: sys.exit(f'credit_rl.train: {e}')
 
-# %% ../nbs/55_train.ipynb #c096
+# %% ../nbs/55_train.ipynb #c097
 if __name__ == '__main__' and '__file__' in globals(): main()  # a notebook has no file

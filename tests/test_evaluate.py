@@ -361,7 +361,7 @@ EMPTY = 'empty.jsonl'
     ({'data': 'triviaqa', 'path': FILES['triviaqa']}, ValueError, 'triviaqa rows bring no paragraphs; give a corpus file'),
     ({'model': 'no/such/folder/here'}, ValueError, 'neither a folder here nor a name'), ({'model': str(ROWS)}, ValueError, 'no config.json'),
     ({'model': 'bare'}, ValueError, 'has no weights'), ({'model': None}, ValueError, 'model must be given'),
-    ({'protocol': 'tspoo'}, ValueError, 'protocol must be one of'), ({'protocol': 'carl'}, ValueError, 'only searches'), ({'dtype': 'float33'}, ValueError, 'dtype must be'),
+    ({'protocol': 'tspoo'}, ValueError, 'protocol must be one of'), ({'context_tokens': 0}, ValueError, 'context_tokens must be at least 1'), ({'dtype': 'float33'}, ValueError, 'dtype must be'),
     ({'dtype': 'nn'}, ValueError, 'dtype must be'), ({'engine': 'gpt'}, ValueError, 'engine must be one of hf'), ({'questions': 0}, ValueError, 'at least 1'),
     ({'temperature': 0.}, ValueError, 'temperature'), ({'max_tokens': 200}, ValueError, '6 of 6 questions leave no room'), ({'split': 'tests', 'path': 'folder'}, ValueError, 'unknown split'),
     ({'modle': 'x'}, ValueError, "did you mean 'model'"), ({'questions': 'ten'}, ValueError, 'must be a int')])

@@ -1,0 +1,332 @@
+"""CARL end to end: training by programs, in segments, with a critic that was warmed up or not, in the tiny world and on real sets."""
+import dataclasses
+import json
+import math
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from credit_rl.datasets import get_benchmark
+from credit_rl.evaluate import run_evaluation
+from credit_rl.protocol import PROTOCOLS, byte_tokenizer
+from credit_rl.runlog import read_metrics, read_turns, same_metrics
+from credit_rl.tiny import tiny_model, tiny_tokenizer
+from credit_rl.tools import PythonTool, SearchTool
+from credit_rl import prepare as preparing, train as training
+from credit_rl.critics import at_states, segment_starts
+from credit_rl.engine import ScriptedEngine
+from credit_rl.evaluate import load_model
+from credit_rl.layout import pack
+from credit_rl.learner import Learner
+from credit_rl.prepare import gate_table, make_warming, prepare
+from credit_rl.tiny import NOISY_CODER, act_coder, memory_of
+from credit_rl.train import check, make_config, set_stage, train, tiny_worlds
+from credit_rl.trajectory import Group, Result, trajectory_from_json
+from credit_rl.warmup import GATE, GateReport, read_warmed
+from test_runs import papermill, shown
+
+ROOT = Path(__file__).resolve().parents[1]
+ROWS = ROOT / 'data' / 'rows'
+WORLD = dict(size=300, hops=[1, 2], famous=dict(train=30, dev=15, test=15), easy=5, hard=5)
+TINY = dict(protocol='carl-tiny', method='carl', world=WORLD, steps=2, eval_every=2, questions=20, dev_questions=6, test_questions=6, questions_per_step=4, group_size=4,
+            learning_rate=1e-3, recompute=True, threads=1, track='')
+SETS = {'gsm8k': 'gsm8k.jsonl', 'finqa': 'finqa.json', 'hotpotqa': '../hotpotqa_sample.json', '2wikimultihopqa': '2wikimultihopqa.json', 'musique': 'musique.jsonl'}
+REAL = dict(protocol='carl', method='carl', steps=1, eval_every=1, questions_per_step=2, group_size=2, questions=6, dev_questions=1, test_questions=1, turn_tokens=8, max_tokens=12000,
+            context_tokens=6, passages=2, passage_tokens=60, kl=.01, threads=1, track='')
+
+
+@pytest.fixture(autouse=True)
+def on_a_cpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, 'is_available', lambda: False)
+
+
+@pytest.fixture(scope='module')
+def spoken(tmp_path_factory):
+    "A Hugging Face folder with a small random Qwen2 and a tokenizer of bytes."
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+    folder, tokenizer = tmp_path_factory.mktemp('model'), byte_tokenizer()
+    torch.manual_seed(0)
+    Qwen2ForCausalLM(Qwen2Config(vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
+                                 max_position_embeddings=16384, eos_token_id=tokenizer.eos_token_id)).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope='module')
+def rows(tmp_path_factory):
+    "A function set name -> a file of eight questions or more: our own rows, each asked several times in other words."
+    folder = tmp_path_factory.mktemp('rows')
+    def of(name):
+        source = ROWS / SETS[name]
+        found = [json.loads(line) for line in source.read_text().splitlines()] if source.suffix == '.jsonl' else json.loads(source.read_text())
+        def again(row, i):
+            if isinstance(row, dict): return {k: f'{v}-{i}' if k in ('id', '_id') else f'({i}) {v}' if k == 'question' else again(v, i) for k, v in row.items()}
+            return row
+        many = [again(row, i) for i in range(6) for row in found]
+        (folder / f'{name}{source.suffix}').write_text('\n'.join(map(json.dumps, many)) if source.suffix == '.jsonl' else json.dumps(many))
+        return str(folder / f'{name}{source.suffix}')
+    return of
+
+
+def quiet(settings): return train(settings, say=lambda line: None)
+
+
+@pytest.fixture(scope='module')
+def model(tmp_path_factory):
+    "A Hugging Face folder with a small random model of the tiny world's words."
+    folder, tokenizer = tmp_path_factory.mktemp('tiny'), tiny_tokenizer(numbers=True)
+    tiny_model(tokenizer, width=32, heads=1, feedforward=64).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+class Coder(ScriptedEngine):
+    """A scripted coder in the place of the random model, which would never call (a base that plays takes minutes to make).
+    The learner recomputes the log-probabilities that it was not sampled with, so that all of a step but the sampling is real."""
+    def __init__(self, model, tokenizer, worlds, **limits):
+        memory = {text: answer for w in worlds.values() for text, answer in memory_of(w).items()}
+        super().__init__(lambda text, rng: act_coder(text, rng, NOISY_CODER, memory), tokenizer)
+    def load(self, weights): pass
+
+
+@pytest.fixture
+def scripted(monkeypatch, model):
+    "Training and warm-up play by the scripted coder."
+    worlds = tiny_worlds(make_config({**TINY, 'model': model}))
+    for module in ('train', 'prepare'):
+        monkeypatch.setattr(f'credit_rl.{module}.HFEngine', lambda m, tokenizer, **limits: Coder(m, tokenizer, worlds))
+    return worlds
+
+
+# ---- what an agent of CARL lives in ----
+
+@pytest.mark.parametrize('name', SETS)
+def test_each_set_has_its_tools(spoken, rows, name):
+    "GSM8K and FinQA can calculate and nothing else; the others can search as well."
+    stage = set_stage(make_config({**REAL, 'data': name, 'path': rows(name), 'model': spoken}), say=lambda line: None)
+    env = stage.environments['test']
+    assert isinstance(env.tool, PythonTool) and (env.max_turns, env.context_tokens, env.chat.protocol) == (15, 6, PROTOCOLS['carl']) and stage.ceiling is None
+    assert env.tool.run('print((2100 - 1750) / 1750)') == '0.2'
+    if name in ('gsm8k', 'finqa'): assert env.tool.search is None and env.tool.run('search("x")').startswith('Error: ')
+    else: assert isinstance(env.tool.search, SearchTool) and env.tool.run('print(search("river Ossel"))').startswith('Doc 1 (Title: ')
+
+
+@pytest.mark.parametrize('name', SETS)
+def test_each_set_trains_and_is_evaluated_by_programs(spoken, rows, tmp_path, name):
+    "On the published files where they are, else on rows of our own."
+    path = str(Path(os.environ['CREDIT_RL_DATA']) / name) if os.environ.get('CREDIT_RL_DATA') else rows(name)
+    run = quiet({**REAL, 'data': name, 'path': path, 'model': spoken, 'train_split': get_benchmark(name).eval_split, 'run': str(tmp_path / 'run')})
+    step = read_metrics(run).iloc[-1]
+    assert step.updates == 2 and step.trajectories == 4 and math.isfinite(step.loss) and step.logp_gap < 1e-4
+    folder = run_evaluation(dict(model=spoken, data=name, path=path, protocol='carl', questions=2, turn_tokens=8, context_tokens=6, max_tokens=12000, run=str(tmp_path / 'eval'),
+                                 threads=1), say=lambda line: None, progress=False)
+    manifest = json.loads((folder / name / 'manifest.json').read_text())
+    assert manifest['limits'] == {'max_turns': 15, 'turn_tokens': 8, 'max_tokens': 12000, 'context_tokens': 6} and manifest['protocol']['name'] == 'carl'
+    assert (manifest['corpus'] is None) == (name in ('gsm8k', 'finqa')) and len(read_turns(folder / name)) == 2
+
+
+# ---- training ----
+
+def spy_steps(monkeypatch):
+    "What each step of a training sees and credits: a list that fills with (layout, seen, credit, rewards, options)."
+    kept, make = [], training.get_method
+    def watched(name):
+        method = make(name)
+        def credit(rewards, layout, seen, options):
+            out = method.credit(rewards, layout, seen, options)
+            kept.append((layout, seen, out, rewards))
+            return out
+        return dataclasses.replace(method, credit=credit)
+    monkeypatch.setattr(training, 'get_method', watched)
+    return kept
+
+
+def test_segments_sum_to_what_the_critic_did_not_expect(model, scripted, tmp_path, monkeypatch):
+    "At lambda 0, on every rollout of a run: the advantages of the segments sum to R - V(s_0), though they lie in rows of their own."
+    steps = spy_steps(monkeypatch)
+    run = quiet({**TINY, 'model': model, 'steps': 3, 'run': str(tmp_path / 'run')})
+    assert len(steps) == 3
+    for layout, seen, credit, rewards in steps:
+        states = segment_starts(layout.token_turns, layout.row_trajectory, layout.turn_mask)
+        start = at_states(seen.values, states)[:, 0]
+        own = torch.zeros(layout.turn_mask.shape)
+        for n, k in layout.turn_mask.nonzero().tolist():
+            values = credit.advantages[layout.row_trajectory == n][layout.token_turns[layout.row_trajectory == n] == k]
+            assert (values == values[0]).all()                                             # one advantage for all tokens of a segment
+            own[n, k] = values[0]
+        torch.testing.assert_close(own.sum(1), rewards['outcome'] - start, atol=1e-5, rtol=0)
+        assert layout.turn_mask.sum(1).max() >= 3 and rewards['outcome'].unique().tolist() == [0., 1.]
+    assert steps[0][1].values[steps[0][1].values != 0].unique().tolist() == [.5] and len(steps[2][1].values.unique()) > 3      # cold, then it moved
+    table = read_metrics(run)
+    for name in ('tool_rate', 'value_start', 'sign_kept', 'context_tokens'): assert table[name][1:].notna().all(), name
+    assert table.sign_lost.notna().any()
+    assert table.sign_kept[1] == 0 and table.value_start[1] == .5 and table.tool_rate[1:].between(.1, 1).all()                 # ties are wrong signs
+
+
+def test_rows_train_on_what_the_model_wrote_and_nothing_else(model, scripted, tmp_path):
+    "Rows of the kept rollouts: their trained ids are the segments' own, and no output of a program is ever among them."
+    run = quiet({**TINY, 'model': model, 'log_rollouts': 4, 'run': str(tmp_path / 'run')})
+    trained = [trajectory_from_json(r['trajectory']) for r in read_turns(run) if r['kind'] == 'train']
+    assert len(trained) == 2 * 16 and any(x.result is Result.OK for t in trained for x in t.turns)
+    unsampled = lambda t: dataclasses.replace(t, turns=[dataclasses.replace(x, action_logps=[0.] * len(x.action_ids)) for x in t.turns])       # a script samples nothing
+    layout = pack([Group(t.question, [unsampled(t)]) for t in trained])
+    row = 0
+    for t in trained:
+        for k, x in enumerate(t.turns):
+            mask = layout.token_turns[row] >= 0
+            context = list(x.context_ids or t.prompt_ids)
+            assert layout.ids[row][mask].tolist() == list(x.action_ids) and layout.token_turns[row][mask].unique().tolist() == [k]
+            assert layout.ids[row][:len(context)].tolist() == context and not mask[:len(context)].any() and not mask[len(context) + len(x.action_ids):].any()
+            row += 1
+    assert row == len(layout.ids)
+
+
+def test_log_probs_of_a_run_are_those_of_each_rows_own_context(tmp_path, model):
+    "The model itself plays: each row's log-probabilities, scored again in its own context, are those that were sampled."
+    settings = make_config({**TINY, 'model': model, 'log_rollouts': 4, 'turn_tokens': 12, 'run': str(tmp_path / 'run')})
+    run = quiet(settings)
+    assert read_metrics(run).logp_gap.dropna().max() < 1e-4
+    first = [trajectory_from_json(r['trajectory']) for r in read_turns(run) if (r['kind'], r['step']) == ('train', 1)]
+    layout = pack([Group(t.question, [t]) for t in first])
+    seen = Learner(load_model(model)[0]).evaluate(layout)
+    torch.testing.assert_close(seen.logp, layout.logps, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize('settings', [dict(method='grpo'), dict(method='ppo', critic='shared', critic_mix=0., options={'lam': .95}), dict(options={'lam': 1.})], ids=['grpo', 'ppo', 'lambda 1'])
+def test_matched_baselines_run_by_other_settings(model, scripted, tmp_path, settings):
+    table = read_metrics(quiet({**TINY, 'model': model, 'kl': .01, 'run': str(tmp_path / 'run'), **settings}))
+    assert table.updates[1:].eq(2).all() and table.loss[1:].notna().all() and table.tool_rate[1:].notna().all()
+    assert ('value_start' in table) == (settings.get('method') != 'grpo')
+
+
+def test_a_resumed_run_is_the_whole_one(model, tmp_path):
+    settings = {**TINY, 'model': model, 'eval_every': 1, 'turn_tokens': 12, 'kl': .01}
+    whole = quiet({**settings, 'run': str(tmp_path / 'whole')})
+    quiet({**settings, 'steps': 1, 'run': str(tmp_path / 'parts')})
+    parts = quiet({**settings, 'resume': True, 'run': str(tmp_path / 'parts')})
+    assert same_metrics(whole, parts) == [] and read_turns(whole) == read_turns(parts)
+
+
+REFUSED = {'a protocol whose words it lacks': (dict(model='tiny', protocol='carl'), 'words of the protocols tiny and carl-tiny'),
+           'a part that is missing': (dict(world={'famous': {'train': 3}}), 'one for each of train, dev, test'),
+           'more facts than there are': (dict(world={'size': 100, 'famous': 5000}), 'raise size'),
+           'no room for a context': (dict(context_tokens=0), 'context_tokens must be at least 1'),
+           'a warm-up that is none': (dict(critic_from='nowhere'), 'no finished warm-up'),
+           'a warm-up for a method without critic': (dict(method='grpo', critic_from='nowhere'), 'has no critic')}
+
+
+@pytest.mark.parametrize('name', REFUSED)
+def test_bad_settings_are_refused_before_anything_is_computed(model, tmp_path, name):
+    settings, message = REFUSED[name]
+    with pytest.raises(ValueError, match=message): check(make_config({**TINY, 'model': model, 'run': str(tmp_path / 'run'), **settings}))
+    assert not (tmp_path / 'run').exists()
+
+
+def test_fifteen_segments_unless_told_otherwise():
+    caps = [make_config({'protocol': p, **more}).max_turns for p, more in ((None, {}), ('tiny', {}), ('carl-tiny', {}), ('carl', {}), ('carl', {'max_turns': 5}), ('tips', {}), ('direct', {}))]
+    assert caps == [4, 4, 15, 15, 5, 4, 4]
+
+
+# ---- a critic that was warmed up ----
+
+WARM = {**{k: v for k, v in TINY.items() if k not in ('steps', 'eval_every')}, 'per_tier': 20, 'clusters': 4, 'warm_steps': 40, 'warm_least': 20, 'warm_every': 10, 'warm_batch': 64, 'warm_rise': 5,
+        'head_rate': 3e-3, 'backbone_rate': 1e-3}
+
+
+@pytest.fixture
+def easy_gate(monkeypatch):
+    "A gate that a small model passes within seconds; the bars are constants of the paper."
+    for name in GATE: monkeypatch.setitem(GATE, name, (.02 if name == 'explained_variance' else .2, .8))
+
+
+def test_a_warm_up_that_passes_teaches(model, scripted, tmp_path, easy_gate):
+    lines = []
+    warm = prepare({**WARM, 'model': model, 'run': str(tmp_path / 'warm')}, say=lines.append)
+    summary, table = json.loads((warm / 'summary.json').read_text()), gate_table(warm)
+    assert summary['passed'] and 20 <= summary['step'] <= 40 and summary['kl'] > 0 and (table['short by'] == 0).all() and (table.before['auc'], table.before['explained_variance']) == (.5, 0)
+    assert any('Tier 2' in line and line.startswith('train') for line in lines) and {'rollouts-train.jsonl.gz', 'rollouts-dev.jsonl.gz', 'critic', 'metrics.jsonl'} <= set(os.listdir(warm))
+    warmed, base = read_warmed(warm), load_model(model)[0]
+    moved = load_model(warmed.folder)[0]
+    assert isinstance(warmed.report, GateReport) and warmed.report.passed
+    assert torch.equal(moved.get_output_embeddings().weight, base.get_output_embeddings().weight)                    # the output layer never moves
+    assert any(not torch.equal(a, b) for a, b in zip(moved.parameters(), base.parameters()))
+    config = make_config({**TINY, 'model': model, 'critic_from': str(warm), 'run': str(tmp_path / 'run')})
+    stage = set_stage(config, say=lambda line: None)
+    learner = training.make_learner(config, training.get_method('carl'), stage.model)
+    assert all(torch.equal(a, b) for a, b in zip(stage.model.parameters(), moved.parameters()))                      # the policy starts from the moved backbone …
+    assert all(torch.equal(a, b) for a, b in zip(learner.reference.model.parameters(), base.parameters()))           # … and its KL counts from the base
+    assert all(torch.equal(v, learner.critic.head.state_dict()[k]) for k, v in torch.load(warmed.folder / 'head.pt').items())
+    run = read_metrics(quiet(config))
+    assert run.kl.dropna().iloc[0] > 0 and run.value_start[1] != .5
+    own = dataclasses.replace(config, critic='own')
+    learner = training.make_learner(own, training.get_method('carl'), set_stage(own, say=lambda line: None).model)
+    assert all(torch.equal(a, b) for a, b in zip(learner.scorer.model.parameters(), base.parameters())) and all(torch.equal(a, b) for a, b in zip(learner.critic.model.parameters(), moved.parameters()))
+    for change, message in ((dict(model=str(ROOT / 'data' / 'tiny_base')), 'was warmed up with model='), (dict(protocol='carl-tiny-forced'), 'was warmed up with protocol='),
+                            (dict(method='ppo'), 'has a linear head')):
+        with pytest.raises(ValueError, match=message): check(dataclasses.replace(config, **change))
+
+
+def test_a_warm_up_that_fails_ends_with_a_report_and_may_not_teach(model, scripted, tmp_path):
+    settings = {**WARM, 'model': model, 'warm_steps': 4, 'warm_least': 2, 'warm_every': 2, 'run': str(tmp_path / 'warm')}
+    lines = []
+    warm = prepare(settings, say=lines.append)
+    assert lines[-1].startswith('NOT passed') and (gate_table(warm)['short by'] > 0).any()
+    with pytest.raises(ValueError, match=r'did not pass its gate in 4 steps, so it may not teach: .*FAILED: .* by 0\.') as refused:
+        quiet({**TINY, 'model': model, 'critic_from': str(warm), 'run': str(tmp_path / 'run')})
+    failed = json.loads((warm / 'summary.json').read_text())['failed']
+    assert failed and all(f'{name} by {gap:.3f}' in str(refused.value) for name, gap in failed.items()) and not (tmp_path / 'run').exists()
+    allowed = prepare({**settings, 'must_pass': False, 'run': str(tmp_path / 'allowed')}, say=lines.append)          # an ablation says that it need not pass
+    check(make_config({**TINY, 'model': model, 'critic_from': str(allowed)}))
+    cold = prepare({**settings, 'collected': 'cold', 'run': str(tmp_path / 'cold')}, say=lines.append)
+    summary = json.loads((cold / 'summary.json').read_text())
+    assert (summary['step'], summary['kl'], summary['report']['auc']) == (0, 0., .5)
+
+
+class Killed(BaseException):
+    "A kill at an examination, in process."
+
+
+def test_a_killed_warm_up_resumes_with_the_numbers_of_a_whole_one(model, scripted, tmp_path, monkeypatch):
+    settings = {**WARM, 'model': model, 'warm_steps': 6, 'warm_least': 6, 'warm_every': 2}
+    whole = prepare({**settings, 'run': str(tmp_path / 'whole')}, say=lambda line: None)
+    def kill(line):
+        if line.startswith('step 4'): raise Killed
+    with pytest.raises(Killed): prepare({**settings, 'run': str(tmp_path / 'parts')}, say=kill)
+    assert not (tmp_path / 'parts' / 'summary.json').exists()
+    with pytest.raises(ValueError, match='no finished warm-up'): read_warmed(tmp_path / 'parts')
+    with pytest.raises(FileExistsError): prepare({**settings, 'run': str(tmp_path / 'parts')}, say=lambda line: None)
+    played = []
+    monkeypatch.setattr(preparing, 'collect', lambda *a, **k: played.append(a))                                          # nothing is played a second time
+    parts = prepare({**settings, 'resume': True, 'run': str(tmp_path / 'parts')}, say=lambda line: None)
+    assert not played and same_metrics(whole, parts) == [] and read_metrics(parts).step.tolist() == [0, 2, 4, 6]
+    drop = lambda folder: {k: v for k, v in json.loads((folder / 'summary.json').read_text()).items()}
+    assert drop(parts) == drop(whole)
+    for a, b in zip(load_model(whole / 'critic')[0].parameters(), load_model(parts / 'critic')[0].parameters()): assert torch.equal(a, b)
+
+
+def test_random_rollouts_and_a_linear_head_for_the_matched_baseline(model, scripted, tmp_path):
+    ppo = dict(method='ppo', critic='shared', critic_mix=0.)
+    warm = prepare({**WARM, **ppo, 'model': model, 'collected': 'random', 'backbone_rate': 0., 'warm_steps': 4, 'warm_least': 4, 'warm_every': 4, 'must_pass': False, 'run': str(tmp_path / 'warm')},
+                   say=lambda line: None)
+    warmed, base = read_warmed(warm), load_model(model)[0]
+    assert warmed.head == 'linear' and all(torch.equal(a, b) for a, b in zip(load_model(warmed.folder)[0].parameters(), base.parameters()))     # a frozen backbone
+    run = read_metrics(quiet({**TINY, **ppo, 'model': model, 'critic_from': str(warm), 'options': {'lam': .95}, 'run': str(tmp_path / 'run')}))
+    assert run.value_start[1] != 0 and run.kl.dropna().iloc[0] >= 0
+
+
+def test_the_notebook_shows_a_warm_up_and_ends_with_an_error_where_it_failed(model, scripted, tmp_path):
+    "`92_warmup` by papermill on warm-ups that are over: figure, table and report; then the reason why one may not teach. And one that cannot begin."
+    settings = {**WARM, 'model': model, 'warm_steps': 2, 'warm_least': 1, 'warm_every': 1}
+    for name, must in (('allowed', False), ('failed', True)):
+        prepare({**settings, 'must_pass': must, 'run': str(tmp_path / name)}, say=lambda line: None)
+        code, text, notebook = papermill(tmp_path / name / 'notebook.ipynb', settings={**settings, 'must_pass': must, 'resume': True, 'run': str(tmp_path / name)}, cwd=tmp_path, notebook='92_warmup')
+        assert code == int(must), text[-3000:]
+        assert len(shown(notebook, 'image/png')) == 1 and (tmp_path / name / 'figures' / 'gate.png').exists() and any('short by' in page for page in shown(notebook, 'text/html'))
+        assert ('did not pass its gate in 2 steps' in text) == must and 'sign_accuracy' in text
+    code, text, _ = papermill(tmp_path / 'notebook.ipynb', settings={**settings, 'run': str(tmp_path / 'ignorant')}, cwd=tmp_path, notebook='92_warmup')
+    assert code == 1 and 'questions are of Tier 1: a critic cannot learn what tells the tiers apart' in text              # a random model knows nothing
+    code, text, _ = papermill(tmp_path / 'notebook.ipynb', settings={**settings, 'warm_step': 3, 'run': str(tmp_path / 'x')}, cwd=tmp_path, notebook='92_warmup')
+    assert code == 1 and "there is no setting 'warm_step'; did you mean 'warm_steps'?" in text and not (tmp_path / 'x').exists()
