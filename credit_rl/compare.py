@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['find_runs', 'load_runs', 'seed_curves', 'learning_curves', 'curve_panels', 'common_seeds', 'paired_differences',
-           'setting_differences', 'markdown_table', 'replay', 'effort_table', 'Job', 'status_table', 'run_jobs',
-           'plan_jobs', 'papermill_command', 'check_made_with', 'main']
+           'setting_differences', 'markdown_table', 'replay', 'effort_table', 'named_runs', 'side_by_side', 'Job',
+           'status_table', 'run_jobs', 'plan_jobs', 'papermill_command', 'check_made_with', 'main']
 
 # %% ../nbs/64_compare.ipynb #c003
 import json, math, os, re, signal, subprocess, sys, tempfile, textwrap, threading, time
@@ -341,6 +341,30 @@ def effort_table(
     return pd.DataFrame.from_dict(rows, orient='index')
 
 # %% ../nbs/64_compare.ipynb #c051
+def named_runs(
+    folder,  # of run folders
+    *names,  # str: 'tspo', 'tspo-all'
+):
+    "List the runs of a folder that a sweep called NAME-SEED. Raises ValueError where one of the names has none."
+    runs = {name: [f for f in find_runs(folder) if f.name.rpartition('-')[0] == name] for name in names}
+    if missing := [name for name, found in runs.items() if not found]: raise ValueError(f'{folder} holds no run of {", ".join(missing)}')
+    return [f for found in runs.values() for f in found]
+
+def side_by_side(
+    folders,             # list of run folders
+    baseline='grpo',     # what the others are compared with
+    metrics=('dev_em',),  # to be drawn by step
+    prefix=None,         # path: the figures are kept as PREFIX_METRIC.png
+):
+    "Compare runs on the seeds that every method has finished: list of figures and DataFrames, to be displayed, and a sentence on each run that was left out."
+    kept, left_out = common_seeds(folders)
+    runs = load_runs(kept)
+    figures = [learning_curves(runs, metric) for metric in metrics]
+    for metric, figure in zip(metrics, figures):
+        if prefix: figure.savefig(f'{prefix}_{metric}.png', dpi=150)
+    return [*figures, paired_differences(kept, 'final_em', baseline).round(3), effort_table(kept).round({'rollouts': 0, 'no credit': 3, 'tokens read': 0, 'seconds': 2}), *left_out]
+
+# %% ../nbs/64_compare.ipynb #c054
 @dataclass(frozen=True)
 class Job:
     "One run of a comparison: a method, a seed, the folder of the run, and its settings."
@@ -358,7 +382,7 @@ class Job:
     @property
     def begun(self): return any((self.folder/n).exists() for n in ('params.yaml', 'metrics.jsonl', 'turns.jsonl.gz', 'checkpoints'))
 
-# %% ../nbs/64_compare.ipynb #c052
+# %% ../nbs/64_compare.ipynb #c055
 def status_table(jobs,        # list of Job
                  states={}):  # Job → text, where it is known better than from its folder
     "Text table of jobs: state, step, and exact match on the development questions so far."
@@ -374,7 +398,7 @@ def status_table(jobs,        # list of Job
     widths = [max(len(line[i]) for line in lines) for i in range(5)]
     return '\n'.join('  '.join(cell.ljust(w) for cell, w in zip(line, widths)).rstrip() for line in lines)
 
-# %% ../nbs/64_compare.ipynb #c055
+# %% ../nbs/64_compare.ipynb #c058
 def _locked(folder):
     "Open and lock a run folder's `.lock`; None if a process still holds it."
     import fcntl
@@ -386,7 +410,7 @@ def _locked(folder):
         return None
     return file
 
-# %% ../nbs/64_compare.ipynb #c056
+# %% ../nbs/64_compare.ipynb #c059
 def _start(job, command, threads):
     "Start a job's process, its output going to `log.txt`: Popen, or None if another process is at it."
     lock = _locked(job.folder)
@@ -395,7 +419,7 @@ def _start(job, command, threads):
         return subprocess.Popen(list(map(str, command)), stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, pass_fds=[lock.fileno()],
                                 env={**os.environ, 'OMP_NUM_THREADS': str(threads)})
 
-# %% ../nbs/64_compare.ipynb #c057
+# %% ../nbs/64_compare.ipynb #c060
 def _last_words(job):
     "The error in a job's log: the last line that names one, else the last line."
     text = re.sub(r'\x1b\[[0-9;]*[A-Za-z]', '', (job.folder/'log.txt').read_text(errors='replace'))
@@ -403,7 +427,7 @@ def _last_words(job):
     named = [line for line in lines if re.match(r'[\w.]*(Error|Exception|Interrupt|Exit)\b', line)]
     return (named or lines or ['it said nothing'])[-1][:300]
 
-# %% ../nbs/64_compare.ipynb #c058
+# %% ../nbs/64_compare.ipynb #c061
 def _stop(processes):
     "End processes that are still running: politely, so that papermill saves the notebook and ends its kernel, then not."
     for p in processes: p.terminate()
@@ -412,7 +436,7 @@ def _stop(processes):
         try: p.wait(max(0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired: p.kill()
 
-# %% ../nbs/64_compare.ipynb #c060
+# %% ../nbs/64_compare.ipynb #c063
 @contextmanager
 def _interrupts_wait():
     "Interrupts (SIGINT, SIGTERM) that come inside the block arrive when it is left. Outside the main thread, where none arrive, nothing changes."
@@ -426,7 +450,7 @@ def _interrupts_wait():
         for s, handler in before.items(): signal.signal(s, handler)
         for number in came[:1]: signal.raise_signal(number)
 
-# %% ../nbs/64_compare.ipynb #c062
+# %% ../nbs/64_compare.ipynb #c065
 class _Sitting:
     "Jobs under way: which wait, which run, which failed with which words."
     def __init__(self, jobs, command, threads, say):
@@ -459,7 +483,7 @@ class _Sitting:
             outcome = f'FAILED (exit code {process.returncode}): {self.failed[job]}; all of it in {job.folder/"log.txt"}' if job in self.failed else 'done'
             self.say(f'{job.name}: {outcome}  [{sum(j.done and j not in self.failed for j in self.jobs)} of {len(self.jobs)} done, {len(self.failed)} failed]')
 
-# %% ../nbs/64_compare.ipynb #c063
+# %% ../nbs/64_compare.ipynb #c066
 def run_jobs(
     jobs,         # list of Job; those that are done are left alone
     command,      # function Job → list of str, the program that makes the run
@@ -481,7 +505,7 @@ def run_jobs(
     finally: _stop(sitting.running.values())
     return sitting.failed
 
-# %% ../nbs/64_compare.ipynb #c068
+# %% ../nbs/64_compare.ipynb #c071
 def plan_jobs(
     methods,  # list of str: methods, or names under `methods` of the parameters
     seeds,    # list of int
@@ -495,14 +519,14 @@ def plan_jobs(
     return [Job(m, s, Path(out)/world/f'{m}-{s}', {**shared, **(more or {}), **own.get(m, {})})
             for world, more in (params.get('worlds') or {'': {}}).items() for s in dict.fromkeys(seeds) for m in dict.fromkeys(methods)]
 
-# %% ../nbs/64_compare.ipynb #c070
+# %% ../nbs/64_compare.ipynb #c073
 def papermill_command(job, notebook, model=None):
     "The command that makes a job's run: papermill on `notebook` with the job's settings; `model` replaces theirs."
     given = {**job.settings, 'method': job.settings.get('method', job.method), 'seed': job.seed, 'run': str(job.folder), **({'model': str(model)} if model else {}),
              **({'resume': True} if job.begun else {})}
     return [sys.executable, '-m', 'papermill', str(notebook), str(job.folder/'notebook.ipynb'), '--no-progress-bar', '--log-output', '-y', json.dumps(given)]
 
-# %% ../nbs/64_compare.ipynb #c072
+# %% ../nbs/64_compare.ipynb #c075
 def check_made_with(jobs):  # list of Job
     "Refuse finished runs that other settings have made: they would be compared with runs made by these. Raises ValueError naming them."
     other = []
@@ -511,7 +535,7 @@ def check_made_with(jobs):  # list of Job
         other += [f'{job.folder}: {n} is {made[n]!r}, asked for {v!r}' for n, v in job.settings.items() if n in made and n not in _OWN and made[n] != v]
     if other: raise ValueError('these runs are finished, but with other parameters; choose another --out or delete them:\n  ' + '\n  '.join(other))
 
-# %% ../nbs/64_compare.ipynb #c074
+# %% ../nbs/64_compare.ipynb #c077
 def _bases(jobs, folder, say):
     "Folder of the base model of each job with a run to do, made if missing, for jobs whose settings name no model of their own: dict Job -> folder."
     from credit_rl.tiny import make_base
@@ -526,7 +550,7 @@ def _bases(jobs, folder, say):
         made[job] = place
     return made
 
-# %% ../nbs/64_compare.ipynb #c075
+# %% ../nbs/64_compare.ipynb #c078
 def _report(notebook, out, folders, baseline, say):
     "Execute the report on finished runs into OUT/report.ipynb. Returns whether that worked."
     job = Job('report', 0, out)
@@ -536,7 +560,7 @@ def _report(notebook, out, folders, baseline, say):
     say(f'report: {out/"report.ipynb"}' + ('' if code == 0 else f' FAILED: {_last_words(job)}'))
     return code == 0
 
-# %% ../nbs/64_compare.ipynb #c076
+# %% ../nbs/64_compare.ipynb #c079
 def _arguments(arguments):
     "Parse and check the command's arguments: (namespace, parameters). Raises ValueError or FileNotFoundError."
     import argparse
@@ -562,7 +586,7 @@ def _arguments(arguments):
     given.baseline = given.baseline or ('grpo' if 'grpo' in given.methods else given.methods[0])
     return given, params
 
-# %% ../nbs/64_compare.ipynb #c077
+# %% ../nbs/64_compare.ipynb #c080
 def _replay_all(out, steps, say):
     "Replay a finished run of each method. Returns the exit code: 1 if one disagrees, or if there is none."
     first = {}
@@ -574,7 +598,7 @@ def _replay_all(out, steps, say):
         say(f'{folder.name}: ' + ('agrees' if found[name]['agrees'] else 'DIFFERS') + f', by {found[name]["gap"]:.2g} at most ({found[name]["metric"]})  [{len(found)} of {len(first)}]')
     return int(not found or not all(f['agrees'] for f in found.values()))
 
-# %% ../nbs/64_compare.ipynb #c078
+# %% ../nbs/64_compare.ipynb #c081
 def _compare(given, params, say):
     "Make the runs that are missing, then a report of each world. Returns the exit code."
     if given.replay: return _replay_all(given.out, given.replay, say)
@@ -591,7 +615,7 @@ def _compare(given, params, say):
     reported = [_report(given.report, out, folders, given.baseline, say) for out, folders in finished.items()]
     return int(bool(failed) or not reported or not all(reported))
 
-# %% ../nbs/64_compare.ipynb #c079
+# %% ../nbs/64_compare.ipynb #c082
 def main(arguments=None):  # list of str; None: the command line's
     "`python -m credit_rl.compare`: make the runs of a comparison and its report. Returns the exit code: 1 if anything failed."
     say = lambda text: print(text, flush=True)
@@ -601,7 +625,7 @@ def main(arguments=None):  # list of str; None: the command line's
         say('interrupted; the same command goes on from here')
         return 130
 
-# %% ../nbs/64_compare.ipynb #c080
+# %% ../nbs/64_compare.ipynb #c083
 if __name__ == '__main__' and '__file__' in globals():  # a notebook has no file
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that a killed command ends what it started
     sys.exit(main())
