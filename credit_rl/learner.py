@@ -502,14 +502,9 @@ def _merged(folder):
         averages = {key: merge([[state[i][key] for i in sorted(state)] for state in states]) for key in ('exp_avg', 'exp_avg_sq')}
     return weights, averages, float(states[0][0]['step']), torch.load(files[0], map_location='cpu', weights_only=False)
 
-class _ShardedKept(_ShardedScoring):
-    "What outlives a step of a learner whose weights may be in pieces: for engine, teacher and checkpoints."
-    def _whole(self, parameter):
-        "A parameter; under stage 3 a copy in main memory of what the ranks hold together."
-        if self.stage < 3: return parameter
-        import deepspeed
-        with deepspeed.zero.GatheredParameters([parameter]): return parameter.detach().to('cpu', copy=True)
-
+# %% ../nbs/52_learner.ipynb #c052
+class _ShardedMerged(_ShardedScoring):
+    "How a learner takes its share of what another number of ranks saved."
     def _restore_merged(self, folder):
         "Go back to what another number of ranks saved. Returns what `save` noted."
         import deepspeed
@@ -525,6 +520,15 @@ class _ShardedKept(_ShardedScoring):
             safe_set_full_fp32_param(p, weights[name].to(self.device))
             for key, named in averages.items(): safe_set_full_optimizer_state(p, named[name].to(self.device), key)
         return state
+
+# %% ../nbs/52_learner.ipynb #c053
+class _ShardedKept(_ShardedMerged):
+    "What outlives a step of a learner whose weights may be in pieces: for engine, teacher and checkpoints."
+    def _whole(self, parameter):
+        "A parameter; under stage 3 a copy in main memory of what the ranks hold together."
+        if self.stage < 3: return parameter
+        import deepspeed
+        with deepspeed.zero.GatheredParameters([parameter]): return parameter.detach().to('cpu', copy=True)
 
     def _refresh(self):
         policy = self.scorer.model.named_parameters()
@@ -555,7 +559,7 @@ class _ShardedKept(_ShardedScoring):
         self.generator.set_state(state['generator'].cpu())
         self.updates = state['learner_updates']
 
-# %% ../nbs/52_learner.ipynb #c052
+# %% ../nbs/52_learner.ipynb #c054
 class DeepSpeedLearner(_ShardedKept):
     "`Learner` through DeepSpeed, on as many ranks as were launched. Raises ImportError without the extra `train`."
 
@@ -599,7 +603,7 @@ class DeepSpeedLearner(_ShardedKept):
         join = lambda a, b: {**a, **b} if isinstance(a, dict) else b
         return {**ours, **{k: join(ours.get(k), v) for k, v in self.settings.items()}}
 
-# %% ../nbs/52_learner.ipynb #c059
+# %% ../nbs/52_learner.ipynb #c061
 def saved_policy(folder):
     "The policy's weights in what a learner's `save` wrote, whichever learner: {Hugging Face's name: tensor}. Raises FileNotFoundError where there is neither kind."
     plain, pieces = os.path.join(folder, 'learner.pt'), os.path.join(folder, 'deepspeed')

@@ -249,14 +249,15 @@ _MISSING = "the vLLM engine needs vllm: pip install 'credit_rl[vllm]' on a GPU h
 class EngineLost(RuntimeError): "vLLM's own process is gone."
 
 class _Tied:
-    "What vLLM's workers get besides: they end with the process that asked for them."
+    "What vLLM's workers get besides: they end with the process that asked for them, and the one between them, which would wait for ever, ends too."
     def end_with(self, caller):
+        import psutil
+        above = os.getppid()             # the caller, or a process of vLLM's that started this one
         def watch():
-            with contextlib.suppress(ProcessLookupError):
-                while True:
-                    os.kill(caller, 0)   # asks, and does nothing else
-                    time.sleep(1)
-            os.kill(os.getpid(), signal.SIGKILL)
+            with contextlib.suppress(psutil.NoSuchProcess):
+                while psutil.Process(caller).status() != psutil.STATUS_ZOMBIE: time.sleep(1)   # dead, and nobody has asked how it died
+            for process in ([] if above == caller else [above]) + [os.getpid()]:
+                with contextlib.suppress(ProcessLookupError): os.kill(process, signal.SIGKILL)
         threading.Thread(target=watch, daemon=True).start()
 
 def _wake_when_dead(core):
