@@ -485,7 +485,7 @@ class _ShardedScoring(_Sharded):
 
 # %% ../nbs/52_learner.ipynb #c051
 def _merged(folder):
-    "Pieces that other ranks wrote, put together: by parameter float32 weights and AdamW's two averages of what is trained; its number of steps; and what `save` noted."
+    "Pieces that other ranks wrote, put together: by parameter float32 weights and AdamW's two averages of what is trained; its number of steps (0: no averages yet); and what `save` noted."
     from deepspeed.utils import zero_to_fp32 as zero
     place = os.path.join(folder, 'deepspeed')
     parts = [torch.load(f, map_location='cpu', weights_only=False)['optimizer_state_dict'] for f in zero.get_optim_files(place)]
@@ -499,8 +499,8 @@ def _merged(folder):
         return {n: w.contiguous() for n, w in named.items()}
     with contextlib.redirect_stdout(None):
         weights = merge([p['fp32_flat_groups' if spread else 'single_partition_of_fp32_groups'] for p in parts])
-        averages = {key: merge([[state[i][key] for i in sorted(state)] for state in states]) for key in ('exp_avg', 'exp_avg_sq')}
-    return weights, averages, float(states[0][0]['step']), torch.load(files[0], map_location='cpu', weights_only=False)
+        averages = {key: merge([[state[i][key] for i in sorted(state)] for state in states]) for key in ('exp_avg', 'exp_avg_sq') if states[0]}
+    return weights, averages, float(states[0][0]['step']) if states[0] else 0., torch.load(files[0], map_location='cpu', weights_only=False)
 
 # %% ../nbs/52_learner.ipynb #c052
 class _ShardedMerged(_ShardedScoring):
