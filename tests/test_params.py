@@ -1,4 +1,5 @@
 "The papers' settings under runs/params: each file loads, can be run, says where its values come from, and fits its paper's host."
+import re
 import shutil
 from pathlib import Path
 
@@ -6,11 +7,13 @@ import pytest
 import yaml
 from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 
+from credit_rl.compare import plan_jobs
 from credit_rl.estimate import memory, read_sizes
 from credit_rl.train import check, make_config, plan_of, train
 
 ROOT = Path(__file__).resolve().parents[1]
-FILES = {p.stem: p for p in sorted((ROOT / 'runs' / 'params').glob('*.yaml')) if p.stem != 'demo'}
+OURS = ('sweep', 'sweep_weak', 'claims')                                 # many runs in the tiny world, for credit_rl.compare
+FILES = {p.stem: p for p in sorted((ROOT / 'runs' / 'params').glob('*.yaml')) if p.stem not in ('demo', *OURS)}
 # steps, questions a step, group size, mini-batches, epochs, learning rate, weight of the KL, by the papers
 VALUES = {
     **dict.fromkeys(('tips_qwen2.5_3b', 'tips_qwen2.5_7b', 'tips_qwen2.5_14b', 'tips_qwen3_4b', 'tips_llama3.1_8b'), (500, 256, 1, 1, 1, 1e-6, .001)),
@@ -55,6 +58,18 @@ def sizes(tmp_path_factory):
 
 def test_every_main_setting_has_a_file():
     assert set(FILES) == set(VALUES)
+
+
+@pytest.mark.parametrize('name', OURS)
+def test_each_run_of_a_sweep_passes_the_checks(name, root, monkeypatch):
+    "Those of the command in the file's first lines: each method that it names, with its own settings; and no setting is left unnamed."
+    monkeypatch.chdir(root)
+    text = (root / 'runs' / 'params' / f'{name}.yaml').read_text()
+    asked, seeds = re.search(r'--methods ([^-].*?) --seeds ([\d ]+?) --params', re.sub(r'\\\n#', '', text)).groups()
+    params, asked = yaml.safe_load(text), asked.split()
+    assert set(params['methods']) <= set(asked)
+    for job in plan_jobs(asked, list(map(int, seeds.split())), params, 'runs/nothing'):
+        check(make_config({**job.settings, 'method': job.settings.get('method', job.method), 'seed': job.seed, 'run': str(job.folder)}))
 
 
 @pytest.mark.parametrize('name', FILES)
