@@ -327,5 +327,5 @@ def critic_report(exam, model, head):
 def crossover(folder, bar=0.6):  # of a run
     "The first step whose explained variance reaches a bar (CARL appendix I.2): int, None if none does."
     table = read_metrics(folder)
-    reached = table[table.get('explained_variance', math.nan) >= bar] if 'explained_variance' in table else table[:0]
+    reached = table[table.explained_variance >= bar] if 'explained_variance' in table else ()
     return int(reached.step.iloc[0]) if len(reached) else None
