@@ -512,11 +512,12 @@ def plan_jobs(
     params,   # dict: settings of Config that all share, and perhaps `worlds` and `methods`
     out,      # folder of the comparison
 ):
-    "List the runs of a sweep, world by world and seed by seed: list of Job, each with all its settings. Raises ValueError on a name without settings."
+    "List the runs of a sweep, world by world and seed by seed: list of Job, each with all its settings, `{seed}` in them filled in. Raises ValueError on a name without settings."
     shared = {n: v for n, v in params.items() if n not in ('worlds', 'methods', 'method', 'seed', 'run', 'resume')}   # a job has its own
     own = params.get('methods') or {}
     if missing := [m for m in own if not isinstance(own[m], dict)]: raise ValueError(f'methods: settings of {missing} are wanted as name: value')
-    return [Job(m, s, Path(out)/world/f'{m}-{s}', {**shared, **(more or {}), **own.get(m, {})})
+    filled = lambda settings, seed: {n: v.replace('{seed}', str(seed)) if isinstance(v, str) else v for n, v in settings.items()}
+    return [Job(m, s, Path(out)/world/f'{m}-{s}', filled({**shared, **(more or {}), **own.get(m, {})}, s))
             for world, more in (params.get('worlds') or {'': {}}).items() for s in dict.fromkeys(seeds) for m in dict.fromkeys(methods)]
 
 # %% ../nbs/64_compare.ipynb #c073
@@ -537,16 +538,17 @@ def check_made_with(jobs):  # list of Job
 
 # %% ../nbs/64_compare.ipynb #c077
 def _bases(jobs, folder, say):
-    "Folder of the base model of each job with a run to do, made if missing, for jobs whose settings name no model of their own: dict Job -> folder."
+    "Folder of the base model of each job with a run to do, made if missing, for jobs whose settings name no model or critic to begin from: dict Job -> folder."
     from credit_rl.tiny import make_base
     from credit_rl.train import known_worlds, make_config, tiny_worlds
-    made = {}
-    for job in (j for j in jobs if not j.done and j.settings.get('model', 'tiny') == 'tiny'):
-        known = known_worlds(tiny_worlds(make_config({**{n: v for n, v in job.settings.items() if n == 'world'}, 'seed': job.seed})))
+    made, asked = {}, ('world', 'questions', 'dev_questions', 'test_questions')
+    for job in (j for j in jobs if not j.done and j.settings.get('model', 'tiny') == 'tiny' and not j.settings.get('critic_from')):
+        known = known_worlds(tiny_worlds(make_config({**{n: v for n, v in job.settings.items() if n in asked}, 'seed': job.seed})))
         place = folder/job.folder.parent.name/str(job.seed) if known else folder/str(job.seed)     # parametric facts belong to a world
         if place not in made.values():
             say(f'base of seed {job.seed}')
-            make_base(place, job.seed, known=known, progress=lambda line: say(f'base of seed {job.seed}: {line}'))
+            make_base(place, job.seed, protocol='carl-tiny' if (job.settings.get('protocol') or '').startswith('carl') else 'tiny', known=known,
+                      progress=lambda line: say(f'base of seed {job.seed}: {line}'))
         made[job] = place
     return made
 

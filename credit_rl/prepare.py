@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['Warming', 'make_warming', 'read_warming', 'check_warming', 'finished_warming', 'prepare', 'gate_history',
-           'gate_figure', 'gate_table', 'main']
+           'gate_figure', 'gate_table', 'is_warmup', 'warmup_table', 'main']
 
 # %% ../nbs/57_prepare.ipynb #c002
 import json, math, sys
@@ -208,7 +208,26 @@ def gate_table(folder):
             for name, (least, target) in GATE.items()}
     return pd.DataFrame.from_dict(rows, orient='index').astype(float).round(3)
 
-# %% ../nbs/57_prepare.ipynb #c023
+# %% ../nbs/57_prepare.ipynb #c021
+def is_warmup(folder):
+    "Whether a run folder is that of a warm-up."
+    import yaml
+    return 'collected' in yaml.safe_load((Path(folder)/'params.yaml').read_text())
+
+def _kind(summary):
+    "What a warm-up was: how its rollouts were collected, and whose critic it is where not CARL's."
+    return summary['collected'] + ('' if summary['method'] == 'carl' else f", {summary['method']}'s critic")
+
+def warmup_table(folders):  # list of folders of finished warm-ups
+    "What warm-ups came to (the paper's ablation: cold, random, curated), means over seeds: a pandas DataFrame, a row for each kind. Raises ValueError on an empty list."
+    import pandas as pd
+    told = [json.loads((Path(f)/'summary.json').read_text()) for f in folders]
+    if not told: raise ValueError('got no finished warm-up to tell of')
+    rows = [{'critic': _kind(x), 'seeds': 1, **{n: x['report'][n] for n in GATE}, 'ECE': x['ece'], 'Brier': x['brier'], 'V, known': x['value_tier']['2'], 'V, not known': x['value_tier']['1'],
+             'KL': x['kl'], 'steps': x['step'], 'passed': int(x['passed'])} for x in told]
+    return pd.DataFrame(rows).groupby('critic', sort=False).agg({n: 'sum' if n in ('seeds', 'passed') else 'mean' for n in rows[0] if n != 'critic'})
+
+# %% ../nbs/57_prepare.ipynb #c025
 def main(arguments=None):
     "`python -m credit_rl.prepare setting=value …`, values as in YAML; `--params FILE` reads a YAML file of settings first. Exit code 1 if the critic did not pass."
     import argparse, yaml
@@ -226,5 +245,5 @@ def main(arguments=None):
         read_warmed(folder)
     except (ValueError, OSError, yaml.YAMLError) as e: sys.exit(f'credit_rl.prepare: {e}')
 
-# %% ../nbs/57_prepare.ipynb #c024
+# %% ../nbs/57_prepare.ipynb #c026
 if __name__ == '__main__' and '__file__' in globals(): main()  # a notebook has no file

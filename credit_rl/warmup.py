@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['GATE', 'BUCKETS', 'tiers', 'cluster_questions', 'draw_evenly', 'GateReport', 'gate', 'Pairs', 'make_pairs',
-           'draw_pairs', 'sign_pairs', 'segment_statistics', 'context_values', 'GateFailed', 'WarmUp', 'warm_up',
-           'prompted', 'Missing', 'searching', 'Collecting', 'Collected', 'read_collected', 'choose_questions',
-           'collect', 'Examination', 'Warmed', 'write_warmed', 'report_from', 'read_warmed']
+           'draw_pairs', 'gold_shown', 'sign_pairs', 'segment_statistics', 'context_values', 'GateFailed', 'WarmUp',
+           'warm_up', 'prompted', 'Missing', 'searching', 'Collecting', 'Collected', 'read_collected',
+           'choose_questions', 'collect', 'Examination', 'Warmed', 'write_warmed', 'report_from', 'read_warmed']
 
 # %% ../nbs/53_warmup.ipynb #c003
 import contextlib, gzip, json, math, random
@@ -154,17 +154,19 @@ def draw_pairs(
     return order[before[kind] + (torch.rand(n, generator=generator) * size[kind]).long().clamp(max=size[kind] - 1)]
 
 # %% ../nbs/53_warmup.ipynb #c033
+def gold_shown(trajectory):  # a rollout in segments
+    "Assimilate segments that were shown the gold and are not the last: list of (place, whether the context kept it)."
+    t, golds = trajectory, trajectory.question.answers
+    return [(k, first_occurrence([t.turns[k].action_text], golds) is not None) for k in range(1, len(t.turns) - 1)
+            if t.turns[k].kind == 'assimilate' and first_occurrence([t.turns[k - 1].observation_text], golds) is not None]
+
 def sign_pairs(
     groups,  # list of Group, rollouts in segments
     values,  # (N, S) the critic's value at the start of each segment, NaN where there is none
 ):
     "Pair the change of V across each assimilate segment that was shown the gold with whether it kept it (CARL appendix I): (P, 2)."
-    out = []
-    for i, t in enumerate(t for g in groups for t in g.trajectories):
-        for k in range(1, len(t.turns) - 1):
-            if t.turns[k].kind != 'assimilate' or first_occurrence([t.turns[k - 1].observation_text], t.question.answers) is None: continue
-            kept = first_occurrence([t.turns[k].action_text], t.question.answers) is not None
-            out.append([values[i, k + 1].item() - values[i, k].item(), float(kept)])
+    played = [t for g in groups for t in g.trajectories]
+    out = [[values[i, k + 1].item() - values[i, k].item(), float(kept)] for i, t in enumerate(played) for k, kept in gold_shown(t)]
     return torch.tensor(out, dtype=torch.float64).reshape(-1, 2)
 
 # %% ../nbs/53_warmup.ipynb #c034

@@ -12,10 +12,12 @@ import torch
 from credit_rl.datasets import get_benchmark
 from credit_rl.evaluate import run_evaluation
 from credit_rl.protocol import PROTOCOLS, byte_tokenizer
-from credit_rl.runlog import read_metrics, read_turns, same_metrics
+from credit_rl.runlog import RunLog, read_metrics, read_turns, same_metrics
 from credit_rl.tiny import tiny_model, tiny_tokenizer
 from credit_rl.tools import PythonTool, SearchTool
 from credit_rl import prepare as preparing, train as training
+from credit_rl import competence
+from credit_rl.competence import examine_run, examined
 from credit_rl.critics import at_states, segment_starts
 from credit_rl.engine import ScriptedEngine
 from credit_rl.evaluate import load_model
@@ -24,8 +26,8 @@ from credit_rl.learner import Learner
 from credit_rl.prepare import gate_table, make_warming, prepare
 from credit_rl.tiny import NOISY_CODER, act_coder, memory_of
 from credit_rl.train import check, make_config, set_stage, train, tiny_worlds
-from credit_rl.trajectory import Group, Result, trajectory_from_json
-from credit_rl.warmup import GATE, GateReport, read_warmed
+from credit_rl.trajectory import Group, Result, to_json, trajectory_from_json
+from credit_rl.warmup import GATE, GateReport, gold_shown, read_warmed
 from test_runs import papermill, shown
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -97,7 +99,7 @@ class Coder(ScriptedEngine):
 def scripted(monkeypatch, model):
     "Training and warm-up play by the scripted coder."
     worlds = tiny_worlds(make_config({**TINY, 'model': model}))
-    for module in ('train', 'prepare'):
+    for module in ('train', 'prepare', 'competence'):
         monkeypatch.setattr(f'credit_rl.{module}.HFEngine', lambda m, tokenizer, **limits: Coder(m, tokenizer, worlds))
     return worlds
 
@@ -331,3 +333,40 @@ def test_the_notebook_shows_a_warm_up_and_ends_with_an_error_where_it_failed(mod
     assert code == 1 and 'questions are of Tier 1: a critic cannot learn what tells the tiers apart' in text              # a random model knows nothing
     code, text, _ = papermill(tmp_path / 'notebook.ipynb', settings={**settings, 'warm_step': 3, 'run': str(tmp_path / 'x')}, cwd=tmp_path, notebook='92_warmup')
     assert code == 1 and "there is no setting 'warm_step'; did you mean 'warm_steps'?" in text and not (tmp_path / 'x').exists()
+
+
+# ---- does it know when to ask? ----
+
+def test_finished_runs_are_examined_once_and_reported(model, scripted, tmp_path, monkeypatch):
+    "A critic on the policy's backbone, one of its own, and none; then the report by papermill."
+    warm = prepare({**WARM, 'model': model, 'warm_steps': 2, 'warm_least': 1, 'warm_every': 1, 'must_pass': False, 'run': str(tmp_path / 'runs' / 'curated-0')}, say=lambda line: None)
+    for name, more in (('carl-0', dict(critic_from=str(warm), log_rollouts=4)), ('ppo-0', dict(method='ppo')), ('grpo-0', dict(method='grpo'))):
+        run = quiet({**TINY, 'model': model, 'run': str(tmp_path / 'runs' / name), **more})
+        found = examine_run(run, say=lambda line: None)
+        assert found['tiers'] == {'1': 11, '2': 20} and found['step'] == json.loads((run / 'summary.json').read_text())['best_step'] and found['known_before'] == 1
+        assert found['greedy']['2']['tool rate'] < .8 < found['greedy']['1']['tool rate'] and found['greedy']['2']['n'] == 20
+        assert (found['critic'] is None) == (name == 'grpo-0')
+    says = {name: critic for name, _, found in examined(tmp_path / 'runs') if (critic := found['critic'])}
+    assert len(says['carl']['chances']) == 31 and len(set(says['carl']['chances'])) > 5 and 0 < says['carl']['brier'] < 1 and set(says['ppo']['signs']) == {'kept', 'lost'}
+    rows = [(r, t) for r in read_turns(tmp_path / 'runs' / 'carl-0') if r['kind'] == 'train' and gold_shown(t := trajectory_from_json(r['trajectory']))]
+    row, t = rows[0]                                                                                                     # a rollout that was shown the gold; here it loses it
+    k = gold_shown(t)[0][0]
+    t = dataclasses.replace(t, turns=[dataclasses.replace(x, action_text='<context> </context>') if i == k else x for i, x in enumerate(t.turns)])
+    RunLog(tmp_path / 'runs' / 'carl-0', resume=True).turns(3, [{**row, 'step': 3, 'trajectory': to_json(t), 'advantages': [{k - 1: .3, k: -.4}.get(i, 0.) for i in range(len(t.turns))]}])
+    monkeypatch.setattr(competence, 'open_agent', lambda run: pytest.fail('examined twice'))
+    competence.main([str(tmp_path / 'runs')])                                                                            # the warm-up is left out
+    code, text, notebook = papermill(tmp_path / 'report.ipynb', settings={'folders': str(tmp_path / 'runs'), 'out': str(tmp_path / 'out')}, cwd=tmp_path, notebook='96_competence')
+    assert code == 0, text[-3000:]
+    tables = shown(notebook, 'text/html')
+    assert len(tables) >= 6 and any('carl − grpo' in page for page in tables) and {'asking.png', 'reliability.png'} <= set(os.listdir(tmp_path / 'out' / 'figures'))
+    assert any('carl-0, step 3' in page and 'assimilate' in page and '0.40' in page for page in tables)                  # a good call and a bad note
+    code, text, _ = papermill(tmp_path / 'warm.ipynb', settings={'folders': [str(warm)], 'out': str(tmp_path / 'out')}, cwd=tmp_path, notebook='96_competence')
+    assert code == 0, text[-3000:]
+
+
+def test_who_cannot_be_examined_is_told_why(model, tmp_path):
+    run = quiet({**TINY, 'method': 'grpo', 'protocol': None, 'model': str(ROOT / 'data' / 'tiny_base'), 'world': {}, 'steps': 1, 'max_turns': 2, 'recompute': False, 'run': str(tmp_path / 'run')})
+    with pytest.raises(ValueError, match="needs one that leaves the choice"): examine_run(run)
+    (run / 'summary.json').unlink()
+    with pytest.raises(FileNotFoundError, match='not a finished training run'): examine_run(run)
+    with pytest.raises(FileNotFoundError, match='no finished training run'): examined(run)
