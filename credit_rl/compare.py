@@ -97,14 +97,15 @@ def _apart(heights, gap):
 
 # %% ../nbs/64_compare.ipynb #c017
 def _name_lines(ax, curves):
-    "Write each method's name right of the axes, at the height of its last point."
+    "Write each method's name right of the axes, at the height of its last point, and where it ends if others go on."
     low, high = ax.get_ylim()
     right = ax.get_xlim()[1]
     last = {m: c.groupby('x').y.mean() for m, c in curves.groupby('method')}
     for m, y in _apart({m: line.iloc[-1] for m, line in last.items()}, (high - low) / 18).items():
         seeds = curves[curves.method == m].seed.nunique()
         ax.plot([last[m].index[-1], right], [last[m].iloc[-1], y], ':', color=method_colour(m), lw=0.8)
-        ax.annotate(f'{m}, {seeds} seed{"s" * (seeds > 1)}', (right, y), (4, 0), textcoords='offset points', va='center', color=method_colour(m),
+        end = last[m].index[-1]
+        ax.annotate(f'{m}, {seeds} seed{"s" * (seeds > 1)}' + (f', all to {end:.3g}' if end < .95 * curves.x.max() else ''), (right, y), (4, 0), textcoords='offset points', va='center', color=method_colour(m),
                     fontsize=9, annotation_clip=False)
     ax.set(xlim=(None, right), ylim=(low, high))
 

@@ -207,7 +207,7 @@ def asking_figure(folders):  # as in find_runs
         fig, axes = plt.subplots(1, 2, figsize=(7.4, 3), layout='constrained', sharey=True)
         for ax, name in zip(axes, ('tool rate', 'EM')):
             for i, (method, found) in enumerate(runs.items()):
-                at, colour = [x + .05 * (i - (len(runs) - 1) / 2) for x in (0, 1)], method_colour(method.split(' (')[0].split('-')[0])
+                at, colour = [x + .05 * (i - (len(runs) - 1) / 2) for x in (0, 1)], method_colour(method)
                 seeds = [[_asked(f, t, name) for t in '21'] for f in found]
                 for one in seeds: ax.plot(at, one, '.', color=colour, alpha=.45)
                 ax.plot(at, [sum(x) / len(x) for x in zip(*seeds)], '-o', mfc='white', color=colour, label=method)

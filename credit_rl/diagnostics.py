@@ -23,14 +23,14 @@ from .warmup import prompted
 METHOD_COLOURS = {
     'grpo': '#767676', 'ppo': '#1a1a1a',                                                              # baselines
     'tspo': '#0173b2', 'tips': '#de8f05', 'igpo': '#029e73', 'carl': '#d55e00', 'vspo': '#cc78bc', 'prs': '#56b4e9',  # the papers
-    'mt_grpo': '#8c613c', 'mt_grpo_star': '#ca9161', 'mt_ppo': '#5a3d2b', 'gigpo': '#6a51a3', 'rloo': '#b2182b', 'reinforce_pp': '#e7298a',
-    'dr_grpo': '#a6a6a6', 'gspo': '#66a61e', 'cispo': '#1b7f79', 'dapo': '#a6761d', 'tips_grpo': '#f0b84d', 'sft': '#c5b0d5'}
+    'mt-grpo': '#8c613c', 'mt-grpo*': '#ca9161', 'mt-ppo': '#5a3d2b', 'gigpo': '#6a51a3', 'rloo': '#b2182b', 'reinforce++': '#e7298a',
+    'dr-grpo': '#a6a6a6', 'gspo': '#66a61e', 'cispo': '#1b7f79', 'dapo': '#a6761d', 'tips-hmax': '#f0b84d', 'igpo-f1': '#7fcdbb', 'igpo-ig': '#00563f', 'prs+vspo': '#8f7fe0', 'sft': '#c5b0d5'}
 _SPARE = ('#393b79', '#637939', '#8c6d31', '#843c39', '#7b4173', '#3182bd', '#e6550d', '#31a354', '#756bb1', '#636363')
 
 # %% ../nbs/61_diagnostics.ipynb #c007
 def method_colour(method):  # str
-    "Colour of a method: its own, or for one that has none always the same of ten spare ones."
-    return METHOD_COLOURS.get(method) or _SPARE[zlib.crc32(method.encode()) % len(_SPARE)]
+    "Colour of a method, whatever options follow its name; for one that has none of its own always the same of ten spare ones."
+    return METHOD_COLOURS.get(method.split(' (')[0]) or _SPARE[zlib.crc32(method.encode()) % len(_SPARE)]
 
 # %% ../nbs/61_diagnostics.ipynb #c012
 _PANELS = (  # title, unit, metric → its name in the legend

@@ -124,9 +124,6 @@ class Pairs:
     returns: torch.Tensor  # (P,) outcome of the rollout, in [0, 1]
     buckets: torch.Tensor  # (P,) long
 
-    def __add__(self, other):
-        return Pairs(self.contexts + other.contexts, torch.cat([self.returns, other.returns]), torch.cat([self.buckets, other.buckets]))
-
 # %% ../nbs/53_warmup.ipynb #c028
 def make_pairs(
     groups,       # list of Group
