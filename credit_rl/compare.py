@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 import yaml
-from .diagnostics import method_colour
+from .diagnostics import method_colour, method_colours
 from .runlog import METRICS, atomic_write, module_hashes, read_metrics
 
 # %% ../nbs/64_compare.ipynb #c008
@@ -101,11 +101,12 @@ def _name_lines(ax, curves):
     low, high = ax.get_ylim()
     right = ax.get_xlim()[1]
     last = {m: c.groupby('x').y.mean() for m, c in curves.groupby('method')}
+    colours = method_colours(list(dict.fromkeys(curves.method)))
     for m, y in _apart({m: line.iloc[-1] for m, line in last.items()}, (high - low) / 18).items():
         seeds = curves[curves.method == m].seed.nunique()
-        ax.plot([last[m].index[-1], right], [last[m].iloc[-1], y], ':', color=method_colour(m), lw=0.8)
+        ax.plot([last[m].index[-1], right], [last[m].iloc[-1], y], ':', color=colours[m], lw=0.8)
         end = last[m].index[-1]
-        ax.annotate(f'{m}, {seeds} seed{"s" * (seeds > 1)}' + (f', all to {end:.3g}' if end < .95 * curves.x.max() else ''), (right, y), (4, 0), textcoords='offset points', va='center', color=method_colour(m),
+        ax.annotate(f'{m}, {seeds} seed{"s" * (seeds > 1)}' + (f', all to {end:.3g}' if end < .95 * curves.x.max() else ''), (right, y), (4, 0), textcoords='offset points', va='center', color=colours[m],
                     fontsize=9, annotation_clip=False)
     ax.set(xlim=(None, right), ylim=(low, high))
 
@@ -113,7 +114,7 @@ def _name_lines(ax, curves):
 def _draw(curves, ax, methods):
     "Mean line and band of each method."
     import seaborn as sns
-    sns.lineplot(curves[curves.method.isin(methods)], x='x', y='y', hue='method', palette={m: method_colour(m) for m in methods}, errorbar=lambda y: (y.min(), y.max()),
+    sns.lineplot(curves[curves.method.isin(methods)], x='x', y='y', hue='method', palette=method_colours(methods), errorbar=lambda y: (y.min(), y.max()),
                  err_kws={'alpha': 0.15, 'lw': 0.6}, legend=False, ax=ax)
 
 def _ceiling(runs, metric, ax):
@@ -225,13 +226,14 @@ def common_seeds(folders):  # as in find_runs
 def paired_differences(
     folders,            # as in find_runs; unfinished runs don't count
     metric='final_em',  # of summary.json; a dot goes deeper: 'final.2' is the final exact match at 2 hops
-    baseline='grpo',    # method that the others are compared with
+    baseline='grpo',    # method that the others are compared with; its options may be left out
 ):
     """Mean difference of each method from a baseline over seeds, paired by seed, with a bootstrap interval: pandas DataFrame.
     Raises ValueError where a method and the baseline did not finish the same seeds."""
     import pandas as pd
     from credit_rl.evaluate import bootstrap_interval
     finished = _finished(folders)
+    if baseline not in finished and len(named := [m for m in finished if m.split(' (')[0] == baseline]) == 1: baseline = named[0]
     if baseline not in finished: raise ValueError(f'no finished run of the baseline {baseline!r}; there are {", ".join(finished) or "none"}')
     rows = {}
     for method, runs in finished.items():

@@ -14,7 +14,7 @@ import torch
 import yaml
 from .compare import _label, find_runs
 from .critics import CompetenceHead, LinearHead, brier, expected_calibration_error, explained_variance
-from .diagnostics import assimilation, competence_table, critic_report, hop_table, method_colour, resilience
+from .diagnostics import assimilation, competence_table, critic_report, hop_table, method_colours, resilience
 from .engine import HFEngine, Sampling, seed_of
 from .evaluate import bootstrap_interval, evaluate, load_model
 from .export import read_policy
@@ -203,11 +203,12 @@ def asking_figure(folders):  # as in find_runs
     import matplotlib.pyplot as plt, seaborn as sns
     runs = {}
     for method, _, found in examined(folders): runs.setdefault(method, []).append(found)
+    colours = method_colours(list(runs))
     with sns.axes_style('ticks'):
         fig, axes = plt.subplots(1, 2, figsize=(7.4, 3), layout='constrained', sharey=True)
         for ax, name in zip(axes, ('tool rate', 'EM')):
             for i, (method, found) in enumerate(runs.items()):
-                at, colour = [x + .05 * (i - (len(runs) - 1) / 2) for x in (0, 1)], method_colour(method)
+                at, colour = [x + .05 * (i - (len(runs) - 1) / 2) for x in (0, 1)], colours[method]
                 seeds = [[_asked(f, t, name) for t in '21'] for f in found]
                 for one in seeds: ax.plot(at, one, '.', color=colour, alpha=.45)
                 ax.plot(at, [sum(x) / len(x) for x in zip(*seeds)], '-o', mfc='white', color=colour, label=method)

@@ -285,3 +285,11 @@ def test_curves_keep_to_where_every_seed_has_been(tmp_path):
     assert curves.groupby('method').x.max().to_dict() == {'grpo': 4, 'tspo': 8} and curves.groupby(['method', 'x']).seed.count()['grpo'].eq(2).all()
     by_rollouts = seed_curves(load_runs(tmp_path), x='trajectories')
     assert by_rollouts[by_rollouts.method == 'tspo'].x.tolist() == [8 * step for step in range(9)]
+
+
+def test_a_baseline_is_found_without_its_options(tmp_path):
+    made_up(tmp_path, 'tips', 1)
+    made_up(tmp_path, 'ppo', 1, .4, params={'options': {'whiten': True}})
+    table = paired_differences(tmp_path, baseline='ppo')
+    assert list(table.index) == ['tips − ppo (whiten=True)'] and abs(table['mean difference'].iloc[0] - .1) < 1e-9
+    with pytest.raises(ValueError, match="no finished run of the baseline 'pp'"): paired_differences(tmp_path, baseline='pp')
