@@ -568,7 +568,7 @@ def _report(notebook, out, folders, baseline, say):
 # %% ../nbs/64_compare.ipynb #c079
 def _arguments(arguments):
     "Parse and check the command's arguments: (namespace, parameters). Raises ValueError or FileNotFoundError."
-    import argparse
+    import argparse, torch
     from credit_rl.methods import METHODS, get_method
     from credit_rl.train import enter_project
     parser = argparse.ArgumentParser(prog='python -m credit_rl.compare', description='Run several methods on the same questions, seeds and bases, and report.')
@@ -576,7 +576,7 @@ def _arguments(arguments):
     parser.add_argument('--seeds', nargs='+', type=int, default=[1, 2, 3], help='(1 2 3)')
     parser.add_argument('--params', default='runs/params/demo.yaml', help='YAML file with the settings that all runs share (runs/params/demo.yaml)')
     parser.add_argument('--out', default='runs/compare', type=Path, help='folder of the comparison (runs/compare)')
-    parser.add_argument('--workers', type=int, default=2, help='runs at a time (2)')
+    parser.add_argument('--workers', type=int, default=1 if torch.cuda.is_available() else os.cpu_count() or 1, help='runs at a time (one for each core; 1 where there is a GPU, which they would share)')
     parser.add_argument('--baseline', help='method that the others are compared with (grpo, or the first)')
     parser.add_argument('--replay', type=int, metavar='STEPS', help='make nothing; run the first steps of a finished run of each method in OUT again and say whether they agree')
     parser.add_argument('--notebook', default='nbs/90_train.ipynb', help='notebook that makes a run')
