@@ -17,7 +17,7 @@ from .critics import CompetenceHead, LinearHead, brier, expected_calibration_err
 from .diagnostics import assimilation, competence_table, critic_report, hop_table, method_colours, resilience
 from .engine import HFEngine, Sampling, seed_of
 from .evaluate import bootstrap_interval, evaluate, load_model
-from .export import read_policy
+from .export import _checkpoint, read_policy
 from .methods import get_method
 from .outcome import outcome_rewards
 from .prepare import is_warmup
@@ -69,7 +69,7 @@ def open_agent(
     if not (config.protocol or '').startswith('carl'): raise ValueError(f"{run} played by the protocol {config.protocol or 'of its data'!r}; this examination needs one that leaves the choice: 'carl' or 'carl-tiny'")
     stage, base = set_stage(config, say=lambda line: None), load_model(_model_folder(config), config.dtype)[0]
     engine = lambda model: HFEngine(model, tokenizer, max_length=config.max_tokens, max_rows=config.act_rows)
-    critic = _read_critic(config, policy, run/'checkpoints'/f'step-{step}' if checkpoint == 'newest' else named_checkpoint(run, checkpoint)[1])
+    critic = _read_critic(config, policy, _checkpoint(run, checkpoint)[1])
     return Agent(engine(policy), engine(base), stage.environments['test'], stage.questions['test'], options_of(config, get_method(config.method), stage.chat)['metric'], config.seed,
                  Sampling(config.temperature, max_tokens=config.turn_tokens), critic, config.row_tokens), step
 
@@ -197,7 +197,7 @@ def asking_differences(
             rows[f'{method} − {other}', name] = {'mean': sum(d) / len(d), 'low': low, 'high': high, 'lower in': f'{sum(x < 0 for x in d)} of {len(d)}', 'seeds': len(d)}
     return pd.DataFrame.from_dict(rows, orient='index')
 
-# %% ../nbs/65_competence.ipynb #c023
+# %% ../nbs/65_competence.ipynb #c024
 def asking_figure(folders):  # as in find_runs
     "Draw tool rate and exact match by tier, a line for each method: matplotlib figure."
     import matplotlib.pyplot as plt, seaborn as sns
@@ -219,7 +219,7 @@ def asking_figure(folders):  # as in find_runs
     plt.close(fig)
     return fig
 
-# %% ../nbs/65_competence.ipynb #c026
+# %% ../nbs/65_competence.ipynb #c027
 def opposite_signs(run):  # folder of a run by CARL
     "The clearest case (largest of the smaller of the two sizes) among a run's kept rollouts: (trajectory, list of K advantages, step), None if there is none."
     best, size = None, 0.
@@ -231,7 +231,7 @@ def opposite_signs(run):  # folder of a run by CARL
             if min(a[k - 1], -a[k]) > size: best, size = (t, a, row['step']), min(a[k - 1], -a[k])
     return best
 
-# %% ../nbs/65_competence.ipynb #c029
+# %% ../nbs/65_competence.ipynb #c030
 def main(arguments=None):
     "`python -m credit_rl.competence RUNS`: examine finished runs, or the runs of a folder."
     import argparse
@@ -248,5 +248,5 @@ def main(arguments=None):
             print(f'{run}: ' + '; '.join(f'Tier {t}: tool rate {row["tool rate"]:.3f}, EM {row["EM"]:.3f}' for t, row in found['greedy'].items()), flush=True)
     except (ValueError, OSError) as e: sys.exit(f'credit_rl.competence: {e}')
 
-# %% ../nbs/65_competence.ipynb #c030
+# %% ../nbs/65_competence.ipynb #c031
 if __name__ == '__main__' and '__file__' in globals(): main()  # a notebook has no file
