@@ -182,17 +182,18 @@ def asking_differences(
     folders,         # as in find_runs
     method='carl',   # which is compared with every other
 ):
-    """How much less `method` asks for what is known, and what that costs, paired by seed: a pandas DataFrame with mean, bootstrap interval (NaN for one seed) and seeds.
-    Raises ValueError without a run of `method`, and where another method was examined on other seeds."""
+    """How much less `method` asks for what is known, and what that costs, paired over common seeds: a pandas DataFrame with mean, bootstrap interval (NaN for one seed) and seeds.
+    Raises ValueError without a run of `method`, and where another method has no seed in common with it."""
     import pandas as pd
     runs = {}
     for name, seed, found in examined(folders): runs.setdefault(name, {})[seed] = found
     if method not in runs: raise ValueError(f'no examined run of {method!r}; there are {", ".join(runs)}')
     rows = {}
     for other in (o for o in runs if o != method):
-        if runs[other].keys() != runs[method].keys(): raise ValueError(f'{other} was examined on the seeds {sorted(runs[other])}, {method} on {sorted(runs[method])}: a pair needs the same seed')
+        both = sorted(runs[other].keys() & runs[method].keys())
+        if not both: raise ValueError(f'{other} was examined on the seeds {sorted(runs[other])}, {method} on {sorted(runs[method])}: a pair needs the same seed')
         for name, of in (_BY_TIER | {'EM': (None, 'EM')}).items():
-            d = [_asked(runs[method][s], *of) - _asked(runs[other][s], *of) for s in sorted(runs[method])]
+            d = [_asked(runs[method][s], *of) - _asked(runs[other][s], *of) for s in both]
             low, high = bootstrap_interval(d) if len(d) > 1 else (math.nan, math.nan)
             rows[f'{method} − {other}', name] = {'mean': sum(d) / len(d), 'low': low, 'high': high, 'lower in': f'{sum(x < 0 for x in d)} of {len(d)}', 'seeds': len(d)}
     return pd.DataFrame.from_dict(rows, orient='index')

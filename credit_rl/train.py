@@ -269,7 +269,7 @@ def _limits(c):
 # %% ../nbs/55_train.ipynb #c023
 def _check_world(world, seed=0):
     "Refuse arguments that `make_world` does not take, or of which it can make no world."
-    known = ('size', 'hops', 'mirrors', 'parametric', 'famous', 'easy', 'hard')
+    known = ('size', 'hops', 'mirrors', 'parametric', 'famous', 'famous_relations', 'easy', 'hard')
     for name, value in world.items():
         if name not in known: raise ValueError(f'world takes {", ".join(known)}, got {name!r}')
         if isinstance(value, dict) and set(value) != set(SPLITS): raise ValueError(f'world: {name} is a number, or one for each of {", ".join(SPLITS)}, got {value}')

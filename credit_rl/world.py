@@ -132,6 +132,7 @@ def make_world(
     mirrors=0.02,      # share of entities that are mirror-named distractors, in [0, 0.4]
     parametric=0.0,    # share of questions whose facts are listed in `known`, for a warm start to teach
     famous=0,          # number of facts, all those of some entities, that are listed in `known` and asked for, one question each
+    famous_relations=(),  # which relations of those entities; none: all
     easy=0, hard=0,    # number of sums and differences of one-digit and of two-digit numbers
 ) -> World:
     "Make a world. Raises ValueError on arguments that no world satisfies."
@@ -139,6 +140,7 @@ def make_world(
     if size < 50: raise ValueError(f'size must be at least 50 entities, got {size}')
     if not 0 <= mirrors <= 0.4: raise ValueError(f'mirrors must be in [0, 0.4], got {mirrors}')
     if not 0 <= parametric <= 1: raise ValueError(f'parametric must be in [0, 1], got {parametric}')
+    if not set(famous_relations) <= set(RELATIONS): raise ValueError(f'famous_relations are some of {", ".join(RELATIONS)}, got {famous_relations!r}')
     if min(famous, easy, hard) < 0: raise ValueError(f'famous, easy and hard are numbers of questions, got {famous}, {easy} and {hard}')
     if not hops or any(h not in (1, 2, 3) for h in hops): raise ValueError(f'hops must be some of 1, 2, 3, got {hops!r}')
     rng = random.Random(f'{split}/{seed}')
@@ -146,7 +148,7 @@ def make_world(
     facts = _facts(types, rng)
     asked = _questions(types, facts, questions, tuple(hops), split, seed, rng)
     asked, known = _make_known(asked, parametric, rng)
-    if famous or easy or hard: asked, known = _add_competence(asked, known, types, facts, (famous, easy, hard), split, seed)
+    if famous or easy or hard: asked, known = _add_competence(asked, known, types, facts, (famous, easy, hard), famous_relations or RELATIONS, split, seed)
     return World(split, seed, types, facts, {n: _page(n, types, facts) for n in types}, asked, known)
 
 # %% ../nbs/01_world.ipynb #c022
@@ -187,13 +189,13 @@ def _sums(easy, hard, rng):
     return [(s, True) for s in rng.sample(EASY, easy)] + [(s, False) for s in rng.sample(HARD, hard)]
 
 # %% ../nbs/01_world.ipynb #c030
-def _add_competence(asked, known, types, facts, numbers, split, seed):
+def _add_competence(asked, known, types, facts, numbers, relations, split, seed):
     "Add questions about famous entities and calculations, in a shuffled order. Returns all questions and all known facts. Raises ValueError."
     famous, easy, hard = numbers
     rng, chosen = random.Random(f'{split}/{seed}/competence'), []   # a stream of its own: what was there before stays as it was
     names = [name for name in types if (name, 'country') in facts or types[name] in ('film', 'person', 'company')]
     for name in rng.sample(names, len(names)):
-        if len(chosen) < famous: chosen += [(name, r) for r in RELATIONS if (name, r) in facts]
+        if len(chosen) < famous: chosen += [(name, r) for r in RELATIONS if r in relations and (name, r) in facts]
     if len(chosen) < famous: raise ValueError(f'the world has only {len(chosen)} facts to be famous, got famous={famous}: raise size')
     known, chosen = known | set(chosen), chosen[:famous]
     new = [(question_text(types[n], n, [r]), facts[n, r], {'hops': 1, 'relations': [r], 'chain': [n, facts[n, r]]}) for n, r in chosen]

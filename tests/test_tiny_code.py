@@ -145,8 +145,8 @@ def test_fewer_rows_say_the_same():
 
 
 def test_the_warm_start_is_the_same_for_the_same_seed_and_refuses_to_fail_silently(tmp_path):
-    quick = dict(copy=2, games=2, both=4, copied=99, played=99, mixed=99, count=40, known=[SMALL], progress=lambda line: None)
+    quick = dict(copy=2, games=2, mixed=6, copied=99, played=99, recalled=99, count=40, known=[SMALL], progress=lambda line: None)
     folders = [make_base(tmp_path / str(i), 3, 'carl-tiny', **quick) for i in range(2)]
     assert (folders[0] / 'model.safetensors').read_bytes() == (folders[1] / 'model.safetensors').read_bytes()
-    with pytest.raises(RuntimeError, match="of the part 'both'"): code_warm_start(TOKENIZER, 3, **{**quick, 'mixed': .01})
+    with pytest.raises(RuntimeError, match="of the part 'mixed'"): code_warm_start(TOKENIZER, 3, **{**quick, 'recalled': .01})
     with pytest.raises(ValueError, match='carl-tiny'): make_base(tmp_path / 'x', protocol='carl')
