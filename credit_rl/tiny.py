@@ -335,7 +335,7 @@ def _endless_rows(rows, size, seed):
             yield tuple(pad_sequence([torch.tensor(rows[i][j]) for i in batch], True, value) for j, value in ((0, 0), (1, -1)))
 
 # %% ../nbs/25_tiny.ipynb #c048
-CODE_TEACHER = Coder(recall=.2, guess=.05, one_word=.05, near_miss=.7, lose=.05, spared=('birthplace', 'headquarters', 'director', 'mayor'))  # whose games the warm start of CARL's base imitates
+CODE_TEACHER = Coder(recall=.6, guess=.05, one_word=.05, near_miss=.7, lose=.05, spared=('birthplace', 'headquarters', 'director', 'mayor'))  # whose games the warm start of CARL's base imitates
 TABLE = {arithmetic_text(*sums): str(compute(*sums)) for sums in EASY}  # what is known by heart in every world
 
 # %% ../nbs/25_tiny.ipynb #c049
@@ -347,8 +347,8 @@ def _code_games(tokenizer, world, questions, coder, memory, seed):
     return groups
 
 # %% ../nbs/25_tiny.ipynb #c050
-def code_demonstrations(tokenizer, coder, count, seed, known=(), size=300, batch=250):
-    "`count` games of a scripted coder on random train worlds, and one for each parametric question of the worlds in `known`: list of `Group`."
+def code_demonstrations(tokenizer, coder, count, seed, known=(), times=1, size=300, batch=250):
+    "`count` games of a scripted coder on random train worlds, and `times` one for each parametric question of the worlds in `known`: list of `Group`."
     groups = []
     while len(groups) < count:
         n = min(batch, count - len(groups))
@@ -356,7 +356,9 @@ def code_demonstrations(tokenizer, coder, count, seed, known=(), size=300, batch
         groups += _code_games(tokenizer, world, list(world.questions), coder, TABLE, seed)
     for world in known:
         asked = [q for q in world.questions if q.meta['parametric']]
-        groups += _code_games(tokenizer, world, random.Random(seed).sample(asked, len(asked)), coder, TABLE | memory_of(world), seed)
+        for time in range(times):
+            own = seed_of('code demonstrations, known', seed, time)
+            groups += _code_games(tokenizer, world, random.Random(own).sample(asked, len(asked)), coder, TABLE | memory_of(world), own)
     return groups
 
 # %% ../nbs/25_tiny.ipynb #c051
@@ -371,7 +373,7 @@ def code_recollections(tokenizer, known, sums=3):
 def code_warm_start(tokenizer, seed=0,
                     copy=600, games=900, mixed=6000,       # most steps of each part
                     copied=1.0, played=1.1, recalled=.03,  # losses at which they end, nats per trained token; the last part's is that of its recollections
-                    count=8000,                            # games to imitate, besides those on `known`
+                    count=4000, times=4,                   # games to imitate, and how often each question about `known` is played besides
                     known=(),                # worlds whose `known` facts are taught
                     progress=print):         # called with a line of text
     "Train a tiny model from nothing to a weak base of CARL's protocol: it invokes, assimilates, commits. Raises RuntimeError if a part does not get there."
@@ -379,7 +381,7 @@ def code_warm_start(tokenizer, seed=0,
     drill = lambda size: iter(lambda: copy_rows(tokenizer, size, generator, words=[*WORDS, *_NUMBERS]), None)
     _part('copy', copied, copy, progress, model=model, batches=drill(64))
     rows = lambda groups: [row for g in groups for t in g.trajectories for row in segment_rows(t)]
-    shown = _endless_rows(rows(code_demonstrations(tokenizer, CODE_TEACHER, count, seed, known)), 32, seed)
+    shown = _endless_rows(rows(code_demonstrations(tokenizer, CODE_TEACHER, count, seed, known, times)), 32, seed)
     learned = _endless_rows(rows(code_recollections(tokenizer, known)), 96, seed)
     _part('games', played, games, progress, model=model, batches=shown, learning_rate=2e-3)
     _part('mixed', recalled, mixed, progress, slice(1, None, 3), model=model, batches=joined.from_iterable(zip(shown, learned, drill(32))), learning_rate=2e-3, cooldown=200)

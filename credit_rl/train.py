@@ -253,7 +253,8 @@ def _check_engine(c):
     if c.correction: sampler_weights(torch.zeros(1, 1), torch.zeros(1, 1), torch.ones(1, 1, dtype=torch.bool), c.correction, *_limits(c))    # refuses what it does not take
     own = c.vllm.get('own_process', c.learner == 'deepspeed')
     if c.learner == 'deepspeed' and not own: raise ValueError("beside DeepSpeed vLLM needs a process of its own: leave out own_process=False")
-    if c.ranks > 1 and not c.vllm.get('untried'): raise ValueError('several ranks, each with a vLLM of its own, have never been run; allow them with untried=True among the settings of vllm')
+    if c.ranks > 1 and torch.cuda.is_available() and not c.vllm.get('untried'):
+        raise ValueError('several ranks, each with a vLLM of its own on its own GPU, have been run on CPUs only; allow them with untried=True among the settings of vllm')
     check_adapter(c.lora)
     if c.lora and c.vllm.get('sleep_level') == 2: raise ValueError('at sleep_level 2 vLLM forgets the base that an adapter belongs to: with lora take sleep_level 1')
     if (Path(c.model)/'config.json').exists():

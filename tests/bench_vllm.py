@@ -1,5 +1,6 @@
-"""How much do tools cost a rollout with vLLM? Sampled tokens per second of a rollout with searches, and of the same engine that
-generates, without tools, as many tokens for each trajectory; in one run, the two in turns.
+"""How much do tools cost a rollout with vLLM? Trajectories of a rollout with searches per second, and of the same engine that generates,
+without tools, the same length for each: either as many tokens as it has after its prompt (`whole`: those that were observed are sampled then),
+or only as many as were sampled in it (`sampled`: nothing takes the place of what was read). In one run, in turns.
 
     python tests/bench_vllm.py [--questions 32] [--group 8] [--own-process] [--tool-seconds 0.0] [--repeats 3]
 
@@ -41,18 +42,21 @@ def with_tools(engine, env, questions, group, seed):
     return [t for g in groups for t in g.trajectories], time.perf_counter() - start
 
 
-def without(engine, trajectories):
-    "Tokens and seconds of generating after each trajectory's prompt as many tokens as it sampled, in one go."
+def without(engine, trajectories, length):
+    "Tokens and seconds of generating after each trajectory's prompt `length(trajectory)` tokens in one go."
     eos, engine.eos_ids = engine.eos_ids, set()                    # nothing ends it but its length
     stream, start, tokens = engine.stream(Sampling()), time.perf_counter(), 0
     for i, t in enumerate(trajectories):
-        stream.submit(i, t.prompt_ids, seed=i, max_tokens=sum(len(x.action_ids) for x in t.turns))
+        stream.submit(i, t.prompt_ids, seed=i, max_tokens=length(t))
     for batch in stream:
         for f in batch:
             tokens += len(f.ids)
             stream.release(f.key)
     engine.eos_ids = eos
     return tokens, time.perf_counter() - start
+
+
+LENGTHS = {'whole': lambda t: sum(len(x.action_ids) + len(x.observation_ids) for x in t.turns), 'sampled': lambda t: sum(len(x.action_ids) for x in t.turns)}
 
 
 def main():
@@ -70,10 +74,11 @@ def main():
     rates = []
     for repeat in range(a.repeats):
         trajectories, seconds = with_tools(engine, env, world.questions, a.group, seed=1 + repeat)
-        wanted = sum(len(x.action_ids) for t in trajectories for x in t.turns)
-        tokens, free = without(engine, trajectories)
-        assert tokens == wanted, (tokens, wanted)
-        rates.append((tokens / seconds, tokens / free))
+        free = {}
+        for name, length in LENGTHS.items():
+            tokens, free[name] = without(engine, trajectories, length)
+            assert tokens == sum(map(length, trajectories)), (name, tokens)
+        rates.append((tokens / seconds, {name: seconds_free / seconds for name, seconds_free in free.items()}))
     start = time.perf_counter()
     engine.load(dict(model.named_parameters()))
     load_seconds = time.perf_counter() - start
@@ -83,8 +88,8 @@ def main():
     other = engine.generate(prompts[::-2], Sampling(max_tokens=24), seeds=seeds[::-2]).ids
     print('MEASURED', json.dumps({
         'trajectories': len(trajectories), 'calls': sum(x.call is not None for t in trajectories for x in t.turns), 'tokens': tokens,
-        'tokens_per_second_with_tools': round(statistics.median(r[0] for r in rates)), 'without': round(statistics.median(r[1] for r in rates)),
-        'ratio': round(statistics.median(r[0] / r[1] for r in rates), 3), 'ratios': [round(r[0] / r[1], 3) for r in rates], 'load_seconds': round(load_seconds, 3),
+        'tokens_per_second_with_tools': round(statistics.median(r for r, _ in rates)), 'observed': sum(len(x.observation_ids) for t in trajectories for x in t.turns),
+        'ratio': {name: round(statistics.median(r[name] for _, r in rates), 3) for name in LENGTHS}, 'ratios': {name: [round(r[name], 3) for _, r in rates] for name in LENGTHS}, 'load_seconds': round(load_seconds, 3),
         'same_samples_in_other_company': f'{sum(x == y for x, y in zip(one[::-2], other))} of {len(other)}'}))
     engine.close()
 

@@ -452,6 +452,18 @@ def test_a_killed_engine_and_a_killed_learner(root, tmp_path):
     agrees(tmp_path / 'run', 4)
 
 
+def test_two_ranks_with_a_vllm_each_do_what_one_process_does(root, tmp_path):
+    "DeepSpeed trains on two ranks, each with a vLLM of its own that takes the gathered weights; the same rollouts and numbers as one process without DeepSpeed."
+    ranks = start(root, tmp_path / 'two', learner='deepspeed', stage=3, ranks=2)
+    said = ranks.communicate()[0]
+    assert ranks.returncode == 0, said[-4000:]
+    one = start(root, tmp_path / 'one')
+    said = one.communicate()[0]
+    assert one.returncode == 0, said[-4000:]
+    agrees(tmp_path / 'two', 4)
+    assert same_metrics(tmp_path / 'one', tmp_path / 'two', 1e-3) == []
+
+
 def test_an_evaluation_is_the_other_engines(root, tmp_path):
     "What a run with an adapter made, exported: the same questions, greedily, through both engines, the same rows."
     train({**TINY, 'model': str(root / 'data' / 'tiny_base'), 'run': str(tmp_path / 'run'), 'steps': 1, 'lora': {'r': 4}, 'learning_rate': 1e-2, 'engine': 'hf', 'vllm': {}}, say=lambda line: None)
