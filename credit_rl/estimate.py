@@ -49,6 +49,8 @@ class Plan:
     offload: bool = False  # the optimiser's part lies in the host's memory
     acting: int = 0        # tokens of the trajectories that one rank plays at once
     share: float = 1.      # of the parameters that is trained
+    copies: bool = False   # acts with a copy of its own, as vLLM does, under every stage
+    sleeps: bool = False   # gives that copy's memory back while it does not act
 
 # %% ../nbs/04_estimate.ipynb #c012
 def model_memory(sizes, plan):
@@ -58,7 +60,7 @@ def model_memory(sizes, plan):
     models = 2 if plan.critic else 1
     trained, optimiser = models * plan.share * p, 12 if stage >= 1 else 2 * plan.width
     return {'weights': models * plan.width * p / part(3), 'gradients': plan.width * trained / part(2), 'optimiser': optimiser * trained / part(1),
-            'frozen models': plan.frozen * plan.width * p / part(3), 'acting copy': plan.width * p if stage == 3 else 0}
+            'frozen models': plan.frozen * plan.width * p / part(3), 'acting copy': plan.width * p if stage == 3 or plan.copies else 0}
 
 # %% ../nbs/04_estimate.ipynb #c015
 def working_memory(sizes, plan):
@@ -73,7 +75,8 @@ def memory(sizes, plan):
     "Bytes that a run needs: dict of its parts on each rank, their `rank` total, `host` (of one rank, offloaded), and `checkpoint` (on disk, all ranks together)."
     lies, works = model_memory(sizes, plan), working_memory(sizes, plan)
     host = lies.pop('optimiser') if plan.offload else 0
-    rank = sum(lies.values()) + max(works['activations'] + works['head'], works['keys and values'])
+    copy = lies['acting copy'] if plan.sleeps else 0                  # there only while it acts
+    rank = sum(lies.values()) - copy + max(works['activations'] + works['head'], works['keys and values'] + copy)
     stage, trained = plan.stage or 0, 2 if plan.critic else 1
     weights = 1 - plan.share if stage == 3 else 1                     # there, the optimiser's copies are the trained ones
     saved = trained * sizes.parameters * (plan.width * weights + plan.share * (12 if stage >= 1 else 2 * plan.width))

@@ -778,7 +778,7 @@ def plan_of(config):
     copied = 'teacher' in method.sees and (c.teacher != 'self' or c.teacher_every != 1)
     acting = min(c.act_rows, -(-c.questions_per_step // c.ranks) * c.group_size) * c.max_tokens
     return Plan(c.stage if c.learner == 'deepspeed' else None, c.ranks, 4 if c.dtype == 'float32' else 2, own, int(bool(c.log_kl or weight)) + copied, c.row_tokens,
-                c.gradient_checkpointing, 'offload_optimizer' in c.deepspeed.get('zero_optimization', {}), acting, _lora_share(c))
+                c.gradient_checkpointing, 'offload_optimizer' in c.deepspeed.get('zero_optimization', {}), acting, _lora_share(c), c.engine == 'vllm', bool(c.vllm.get('sleep_level')))
 
 def _lora_share(c):
     "Share of the parameters that is trained."
@@ -802,8 +802,10 @@ def _is_large(config): return config.model != 'tiny' and read_sizes(config.model
 # %% ../nbs/55_train.ipynb #c084
 def examine(config, say=print):
     "Look at all that a run needs, without starting it, and say what it would take. Returns its folder. Raises ValueError naming all that is missing."
-    check(config)
     c, wrong = config, []
+    check(dataclasses.replace(c, engine='hf', vllm={}, correction=None))
+    try: _check_engine(c)                         # vLLM wants a host that this one need not be
+    except ValueError as e: wrong.append(str(e))
     if c.data != 'tiny':
         for what in (real_questions, real_search):
             try: found = what(c)
@@ -829,6 +831,10 @@ def _missing_room(c, needs):
     for i in range(min(gpus, here)):
         size = torch.cuda.get_device_properties(i).total_memory
         if needs['rank'] > size: wrong.append(f'GPU {i} has {size / 1e9:.1f} GB, but a rank needs at least {needs["rank"] / 1e9:.1f} GB')
+        taken = c.vllm.get('arguments', {}).get('gpu_memory_utilization', .9) * size if c.engine == 'vllm' and not c.vllm.get('devices') else 0
+        lies = sum(needs.get(k, 0) for k in ('weights', 'gradients', 'optimiser', 'frozen models'))
+        if taken and taken + lies > size: wrong.append(f'GPU {i} has {size / 1e9:.1f} GB, of which vLLM takes {taken / 1e9:.1f} GB, but {lies / 1e9:.1f} GB are the learner\'s: '
+                                                       'give arguments: {gpu_memory_utilization: …} among the settings of vllm')
     return wrong
 
 # %% ../nbs/55_train.ipynb #c088
@@ -839,8 +845,8 @@ def train(
     "Run a training configuration from start (or checkpoint) to summary. Returns the run folder. Bad configurations are refused before any compute."
     config = make_config(config) if isinstance(config, dict) else config
     say = say or (speak if is_rank() else lambda line: print(line, flush=True))
-    check(config)
     if config.dry_run: return examine(config, say)
+    check(config)
     if is_rank():
         with keep_traceback(config.run, int(os.environ['RANK'])): return _train(config, say, join_ranks(config.ranks))
     if not finished(config):

@@ -1,18 +1,22 @@
 "The papers' settings under runs/params: each file loads, can be run, says where its values come from, and fits its paper's host."
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 import yaml
 from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 
 from credit_rl.compare import plan_jobs
 from credit_rl.estimate import memory, read_sizes
-from credit_rl.train import check, make_config, plan_of, train
+from credit_rl.prepare import check_warming, make_warming
+from credit_rl.train import _missing_room, check, make_config, plan_of, train
 
 ROOT = Path(__file__).resolve().parents[1]
-OURS = ('sweep', 'sweep_weak', 'claims')                                 # many runs in the tiny world, for credit_rl.compare
+OURS = ('sweep', 'sweep_weak', 'claims', 'sweep_vllm', 'carl_warm', 'carl_tiny')  # many runs in the tiny world, for credit_rl.compare
 FILES = {p.stem: p for p in sorted((ROOT / 'runs' / 'params').glob('*.yaml')) if p.stem not in ('demo', *OURS)}
 # steps, questions a step, group size, mini-batches, epochs, learning rate, weight of the KL, by the papers
 VALUES = {
@@ -65,22 +69,44 @@ def test_each_run_of_a_sweep_passes_the_checks(name, root, monkeypatch):
     "Those of the command in the file's first lines: each method that it names, with its own settings; and no setting is left unnamed."
     monkeypatch.chdir(root)
     text = (root / 'runs' / 'params' / f'{name}.yaml').read_text()
-    asked, seeds = re.search(r'--methods ([^-].*?) --seeds ([\d ]+?) --params', re.sub(r'\\\n#', '', text)).groups()
-    params, asked = yaml.safe_load(text), asked.split()
-    assert set(params['methods']) <= set(asked)
-    for job in plan_jobs(asked, list(map(int, seeds.split())), params, 'runs/nothing'):
-        check(make_config({**job.settings, 'method': job.settings.get('method', job.method), 'seed': job.seed, 'run': str(job.folder)}))
+    commands, params, named = re.findall(r'--methods ([^-].*?) --seeds ([\d ]+?) ', re.sub(r'\\\n#', '', text)), yaml.safe_load(text), set()
+    not_here = {'engine': 'hf', 'vllm': {}} if params.get('engine') == 'vllm' else {}           # vLLM, and what other commands make first
+    for asked, seeds in commands:
+        named |= set(asked.split())
+        for job in plan_jobs(asked.split(), list(map(int, seeds.split())), params, 'runs/nothing'):
+            given = {'model': 'tiny', **job.settings, 'method': job.settings.get('method', job.method), 'seed': job.seed, 'run': str(job.folder)} | not_here
+            if 'collected' in given: check_warming(make_warming(given))
+            else: check(make_config({n: 'tiny' if n == 'model' and v.startswith('runs/') else v for n, v in given.items() if n != 'critic_from'}))
+    assert commands and set(params.get('methods', {})) <= named
 
 
 @pytest.mark.parametrize('name', FILES)
 def test_a_file_loads_and_passes_the_checks(name, tmp_path):
     shutil.copytree(ROOT / 'data' / 'tiny_base', tmp_path / 'model')      # stands in for the model, which is not here
     config = make_config({**settings(name), 'model': str(tmp_path / 'model')})
-    check(config)
+    check(replace(config, engine='hf', vllm={}))                           # vLLM wants the host, see below
     assert (config.learner, config.ranks, config.run) == ('deepspeed', 8, f'runs/{name}') and settings(name)['model'] in MODELS
     got = (config.steps, config.questions_per_step, config.group_size, config.minibatches, config.epochs, config.learning_rate, config.kl)
     assert got == VALUES[name]
     for key, value in MORE.get(name, {}).items(): assert getattr(config, key) == value, key
+
+
+@pytest.mark.parametrize('name', FILES)
+def test_vllm_acts_asleep_while_the_rank_learns(name):
+    config = make_config(settings(name))
+    assert config.engine == 'vllm' and plan_of(config).copies and plan_of(config).sleeps
+    if not torch.cuda.is_available():
+        with pytest.raises(ValueError, match='vLLM frees memory on CUDA'): check(config)
+
+
+def test_a_dry_run_weighs_vllm_against_the_learner(tmp_path, monkeypatch):
+    "Two GPUs of 10 MB, which are not here, for a model whose weights, gradients and optimiser take three of them."
+    monkeypatch.setattr(torch.cuda, 'device_count', lambda: 2)
+    monkeypatch.setattr(torch.cuda, 'get_device_properties', lambda i: SimpleNamespace(total_memory=1e7))
+    config = make_config(dict(run=str(tmp_path / 'run'), engine='vllm', vllm={'arguments': {'gpu_memory_utilization': .8}}))
+    needs = dict.fromkeys(('weights', 'gradients', 'optimiser'), 1e6) | {'rank': 5e6, 'checkpoint': 1}
+    assert [w.partition(':')[0] for w in _missing_room(config, needs)] == ["GPU 0 has 0.0 GB, of which vLLM takes 0.0 GB, but 0.0 GB are the learner's"]
+    assert _missing_room(replace(config, vllm={'arguments': {'gpu_memory_utilization': .6}}), needs) == [] == _missing_room(replace(config, engine='hf'), needs)
 
 
 @pytest.mark.parametrize('name', FILES)
