@@ -34,11 +34,12 @@ begin = @mkdir -p $(VENV) && echo $$PPID > $(VENV)/.installing
 end   = @rm $(VENV)/.installing && touch $@
 
 .DEFAULT_GOAL := help
-.PHONY: help demo compare test test-vllm test-gpu readme lab export clean
+.PHONY: help demo compare carl test test-vllm test-gpu readme lab export clean
 
 help:
 	@echo 'make demo      train on the tiny world, a few minutes on a CPU   (SEED=101 for another seed)'
 	@echo 'make compare   TSPO against GRPO on the same budget, three seeds each, with the comparison report'
+	@echo 'make carl      a critic passes its gate on the tiny world of known facts and teaches, some ten minutes on a CPU'
 	@echo 'make test      export the modules, run every notebook and tests/, check that nothing changed'
 	@echo 'make test-vllm the vLLM engine on a CPU, in an environment of its own (.venv-vllm, 4 GB)'
 	@echo 'make test-gpu  a training step at the true shapes of 0.5B, 3B and 7B, random weights, on a machine with a GPU'
@@ -85,6 +86,15 @@ demo: $(VENV)/.ok-demo
 	@rm -rf runs/demo && mkdir -p runs/demo
 	@$(PY) -m papermill nbs/90_train.ipynb runs/demo/notebook.ipynb -f runs/params/demo.yaml \
 	    $(if $(SEED),-p seed $(SEED)) --log-output --no-progress-bar
+
+# From a stored base: a critic is warmed up until it passes its gate, teaches, and the agent is asked when it asks. The folders are made anew each time.
+CARL_WARM := repeats=3 clusters=20 warm_rise=20 warm_batch=64 head_rate=0.002 backbone_rate=0.0004 warm_least=150 warm_steps=600
+CARL_RUN := method=carl critic=own critic_rate=0.0002 steps=25 eval_every=5
+carl: $(VENV)/.ok-test
+	@rm -rf runs/carl_demo
+	@$(PY) -m credit_rl.prepare --params runs/params/carl_demo.yaml run=runs/carl_demo/warm $(CARL_WARM)
+	@$(PY) -m credit_rl.train --params runs/params/carl_demo.yaml run=runs/carl_demo/carl-301 $(CARL_RUN) critic_from=runs/carl_demo/warm
+	@$(PY) -m credit_rl.competence runs/carl_demo/carl-301
 
 # COMPARE holds the arguments of `python -m credit_rl.compare`.
 COMPARE ?= --methods tspo grpo --seeds 101 102 103 --params runs/params/demo.yaml --out runs/compare --workers $(WORKERS)

@@ -39,7 +39,7 @@ class Agent:
     seed: int
     sampling: object     # Sampling of the training
     critic: tuple = None # (model to read with, head), None without one
-    row_tokens: int = 32768
+    row_tokens: int = 4096
 
 # %% ../nbs/65_competence.ipynb #c006
 def _read_critic(config, policy, folder):

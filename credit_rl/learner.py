@@ -64,7 +64,7 @@ class Optimiser:
     warmup: int = 0          # optimiser updates
     minibatches: int = 2     # updates a batch is split into, by trajectories
     epochs: int = 1          # times a batch is gone through
-    row_tokens: int = 32768  # most tokens, padding included, in one forward with gradient
+    row_tokens: int = 4096   # most tokens, padding included, in one forward with gradient; a CPU likes few, a GPU as many as fit
 
     def __post_init__(self):
         if min(self.minibatches, self.epochs, self.row_tokens) < 1: raise ValueError('minibatches, epochs and row_tokens must be at least 1, '
@@ -169,6 +169,10 @@ class _Kept:
         head, table = self.scorer.model.get_output_embeddings().weight, self.scorer.model.get_input_embeddings().weight
         return {**named, 'lm_head.weight': self._whole(head)} if head is table else named
 
+    def head_weights(self):
+        "Current weights of the critic's head, by name."
+        return {n: self._whole(p).detach() for n, p in self.critic.head.named_parameters()}
+
     def tick(self, step):
         "Refresh the teacher from the policy after every `teacher_every`-th step."
         if self.teacher_every > 1 and step % self.teacher_every == 0: self._refresh()
@@ -194,12 +198,13 @@ class _Kept:
 class _Updates(_Kept):
     "How gradients become an update, in plain PyTorch."
     def _groups(self):
-        "Parameters by rate: the policy's, and those of a critic's model and head."
+        "Parameters that are trained, by rate: the policy's, and those of a critic's model and head."
         o, rate = self.optimiser, self.optimiser.critic_rate or self.optimiser.learning_rate
-        groups = [{'params': list(self.scorer.model.parameters()), 'lr': o.learning_rate, 'weight_decay': o.weight_decay}]
-        if self.critic is None: return groups
-        if self.critic.model is not None: groups.append({'params': list(self.critic.model.base_model.parameters()), 'lr': rate, 'weight_decay': o.weight_decay})
-        return [*groups, {'params': list(self.critic.head.parameters()), 'lr': rate, 'weight_decay': 0.}]
+        parts = [(self.scorer.model, o.learning_rate, o.weight_decay)]
+        if self.critic is not None and self.critic.model is not None: parts.append((self.critic.model.base_model, rate, o.weight_decay))
+        if self.critic is not None: parts.append((self.critic.head, rate, 0.))
+        groups = [{'params': [p for p in m.parameters() if p.requires_grad], 'lr': r, 'weight_decay': decay} for m, r, decay in parts]
+        return [g for g in groups if g['params']]
 
     def _adamw(self): return torch.optim.AdamW(self._groups(), betas=self.optimiser.betas)
 

@@ -7,21 +7,24 @@ __all__ = ['Warming', 'make_warming', 'read_warming', 'check_warming', 'finished
            'gate_figure', 'gate_table', 'is_warmup', 'warmup_table', 'main']
 
 # %% ../nbs/57_prepare.ipynb #c002
-import json, math, sys
+import json, math, os, sys
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 import torch
 from .critics import brier, expected_calibration_error
-from .engine import HFEngine, Sampling, seed_of
+from .engine import Sampling, seed_of
 from .evaluate import from_settings, load_model, notebook_settings, open_search
+from .launch import LaunchError, Ranks, is_rank, join_ranks, keep_traceback, speak
 from .layout import pack
-from .learner import Learner, make_critic
+from .learner import DeepSpeedLearner, Learner, make_critic
 from .methods import get_method
 from .outcome import outcome_rewards
 from .protocol import PROTOCOLS
 from .runlog import RunLog, latest_checkpoint, read_metrics, save_checkpoint
-from .train import _MAY_CHANGE, _compare_params, _model_folder, _numbers, _seeded, _trackers, Config, check, kl_from_base, options_of, set_stage
-from .warmup import GATE, Collecting, Examination, GateFailed, Missing, WarmUp, collect, make_pairs, read_collected, report_from, searching, warm_up, write_warmed
+from .train import (_MAY_CHANGE, _compare_params, _model_folder, _numbers, _seeded, _Silent, _launch, _trackers, Config, check, kl_from_base, make_engine, options_of, real_questions,
+                             real_search, set_stage)
+from .vllm_engine import EngineLost
+from .warmup import GATE, Collecting, Examination, GateFailed, Missing, WarmUp, collect, critic_learner, make_pairs, read_collected, report_from, searching, warm_up, write_warmed
 
 # %% ../nbs/57_prepare.ipynb #c005
 @dataclass
@@ -69,7 +72,6 @@ def check_warming(config):
     c, method = config, get_method(config.method)
     if not method.critic: raise ValueError(f'{c.method} has no critic to warm up; take carl, ppo, tips or another with one')
     if c.critic_from: raise ValueError(f'critic_from={c.critic_from!r} is for the training that comes after a warm-up')
-    if c.ranks > 1 or c.learner != 'plain': raise ValueError(f"a warm-up runs in one process on one device so far, got learner={c.learner!r} and ranks={c.ranks}")
     if c.protocol not in ('carl', 'carl-tiny'): raise ValueError(f"a warm-up plays CARL's prompts: protocol must be 'carl' or 'carl-tiny', got {c.protocol!r}")
     if c.collected not in ('curated', 'random', 'cold'): raise ValueError(f"collected must be curated, random or cold, got {c.collected!r}")
     lacking = [p for p in c.prompts if p != 'optional' and f'{c.protocol}-{p}' not in PROTOCOLS]
@@ -101,32 +103,32 @@ def _embedder(name):
     return SentenceTransformer(name).encode
 
 # %% ../nbs/57_prepare.ipynb #c011
-def _gather_rollouts(c, method, stage, engine, folder, say):
-    "Rollouts to teach ('train') and to examine ('dev') on, played or read from the run folder: dict of `Collected`."
+def _gather_rollouts(c, method, stage, engine, folder, say, ranks):
+    "Rollouts to teach ('train') and to examine ('dev') on, played by all ranks or read from the run folder: dict of `Collected`."
     out = {}
     for part in ('train', 'dev'):
         path, env = Path(folder)/f'rollouts-{part}.jsonl.gz', stage.environments[part]
-        if not path.exists():
+        if not ranks.once(path.exists):
             questions = stage.questions[part][:c.sorted_questions] if part == 'train' else stage.questions[part]
-            collect(engine, env, questions, Sampling(c.temperature, max_tokens=c.turn_tokens), _collecting(c, method, stage, part), _elsewhere(c, env), _embedder(c.embed),
-                    lambda line: say(f'{part}: {line}')).save(path)
+            found = collect(engine, env, questions, Sampling(c.temperature, max_tokens=c.turn_tokens), _collecting(c, method, stage, part), _elsewhere(c, env), _embedder(c.embed),
+                            lambda line: say(f'{part}: {line}'), ranks)
+            ranks.once(lambda: found.save(path))
         out[part] = read_collected(path)
     return out
 
 # %% ../nbs/57_prepare.ipynb #c012
-def _summary(c, history, exam, model, head, folder):
+def _summary(c, history, exam, learner):
     "What a warm-up came to: dict of JSON values."
     (step, report), (_, first) = history[-1], history[0]
-    starts, _ = exam.read(model, head)
+    starts, _ = exam.read(learner)
     metric = options_of(c, get_method(c.method))['metric']
     chosen = [g for g, p in zip(exam.data.groups, exam.data.prompts) if p == 'optional'] or exam.data.groups
     place = {q.id: i for i, q in enumerate(exam.data.questions)}
     chances, outcomes = starts[[place[g.question.id] for g in chosen]].clamp(0, 1), outcome_rewards(chosen, metric)
-    drift = kl_from_base(Learner(model, reference=load_model(_model_folder(c), c.dtype)[0], temperature=c.temperature), pack(chosen[:64]))
     return {'kind': 'warm-up', 'collected': c.collected, 'method': c.method, 'seed': c.seed, 'step': step, 'passed': report.passed and step >= c.warm_least, 'must_pass': c.must_pass,
             'failed': report.failed, 'report': asdict(report), 'before': asdict(first), 'head': _critic_of(c)['head'],
             'value_tier': {str(t): starts[exam.data.tier == t].mean().item() for t in (1, 2)}, 'ece': expected_calibration_error(chances, outcomes), 'brier': brier(chances, outcomes),
-            'kl': drift['kl'], 'questions': {str(t): int((exam.data.tier == t).sum()) for t in (1, 2)}}
+            'kl': kl_from_base(learner, pack(chosen[:64]))['kl'], 'questions': {str(t): int((exam.data.tier == t).sum()) for t in (1, 2)}}
 
 # %% ../nbs/57_prepare.ipynb #c013
 def finished_warming(config):
@@ -137,47 +139,73 @@ def finished_warming(config):
     return summary if summary['passed'] or summary['step'] >= (0 if config.collected == 'cold' else config.warm_steps) else None
 
 # %% ../nbs/57_prepare.ipynb #c014
-def _keep_exam(log, c, kept):
-    "Log an examination and keep the state after it."
+def _keep_exam(log, learner, keep, ranks, kept):
+    "Log an examination and keep the state after it: the learner's by all ranks, the rest by the first."
     (step, report), loss = kept['history'][-1], kept['loss']
     row = {name: report[name] for name in ('auc', 'sign_accuracy', 'explained_variance', 'sign_kept', 'sign_lost')}
     log.metrics(step, **row, **({} if math.isnan(loss) else {'loss': loss}))
-    save_checkpoint(log.folder, step, lambda part: torch.save(kept, Path(part)/'state.pt'), c.keep)
+    def write(folder):
+        learner.save(ranks.once(lambda: str(folder)))
+        ranks.wait()
+        if ranks.first: torch.save(kept, Path(folder)/'warmup.pt')
+    if ranks.first: save_checkpoint(log.folder, step, write, keep)
+    else: write(None)
 
 # %% ../nbs/57_prepare.ipynb #c015
+def _teaching(c, how, model):
+    "The learner that teaches a run's critic."
+    with _seeded(seed_of('critic', c.seed)): head = make_critic(model, **{**_critic_of(c), 'kind': 'shared'}).head
+    if c.gradient_checkpointing: model.gradient_checkpointing_enable({'use_reentrant': False})
+    kind, more = (Learner, {}) if c.learner == 'plain' else (DeepSpeedLearner, dict(stage=c.stage, dtype=c.dtype, settings=c.deepspeed))
+    return critic_learner(model, head, how, kind, load_model(_model_folder(c), c.dtype)[0], temperature=c.temperature, **more)
+
+# %% ../nbs/57_prepare.ipynb #c016
 def prepare(
     config,    # Warming, or a dict of its settings
     say=None,  # function called with lines of text; None: print
 ):
     "Warm a critic up (CARL section 3.3, appendix C). Returns the run folder, whose summary says whether it passed. Bad settings are refused before any compute."
     c = make_warming(config) if isinstance(config, dict) else config
-    say = say or (lambda line: print(line, flush=True))
+    say = say or (speak if is_rank() else lambda line: print(line, flush=True))
     check_warming(c)
+    if is_rank():
+        with keep_traceback(c.run, int(os.environ['RANK'])): return _prepare(c, say, join_ranks(c.ranks))
+    if c.ranks > 1 and finished_warming(c) is None: return _launch(c, say, 'credit_rl.prepare', (*_MAY_CHANGE, 'warm_steps'))
+    return _prepare(c, say, Ranks())
+
+def _prepare(c, say, ranks):
+    "The warm-up, or this rank's part of it."
     if finished_warming(c):
         _compare_params(c)
         return Path(c.run)
     if c.threads: torch.set_num_threads(c.threads)
-    log, method = RunLog(c.run, c.resume, _trackers(c)), get_method(c.method)
+    say = say if ranks.first else lambda line: None
+    log, method = RunLog(c.run, c.resume, _trackers(c)) if ranks.first else _Silent(c.run), get_method(c.method)
+    real = None if c.data == 'tiny' else (real_questions(c), real_search(c))
     log.write_params(vars(c), (*_MAY_CHANGE, 'warm_steps'))
-    stage = set_stage(c, say)
-    model = stage.model
-    data = _gather_rollouts(c, method, stage, HFEngine(model, stage.chat.tokenizer, max_length=c.max_tokens, max_rows=c.act_rows), log.folder, say)
+    stage = ranks.in_turn(lambda: set_stage(c, say, real))
+    engine = make_engine(c, stage.model, stage.chat.tokenizer)
+    try: data = _gather_rollouts(c, method, stage, engine, log.folder, say, ranks)
+    finally:
+        if c.engine != 'hf': engine.close()
     metric = options_of(c, method, stage.chat)['metric']
-    with _seeded(seed_of('critic', c.seed)): head = make_critic(model, **{**_critic_of(c), 'kind': 'shared'}).head
-    exam = Examination(data['dev'], stage.environments['dev'], metric, c.row_tokens)
     how = WarmUp(0 if c.collected == 'cold' else c.warm_steps, c.warm_least, c.warm_every, c.warm_batch, c.head_rate, c.backbone_rate, c.warm_rise, c.clip, c.row_tokens, c.must_pass, c.seed)
-    found = latest_checkpoint(log.folder)
+    learner, exam = _teaching(c, how, stage.model), Examination(data['dev'], stage.environments['dev'], metric, c.row_tokens)
+    found, kept = ranks.once(lambda: latest_checkpoint(log.folder)), None
     log.cut(found[0] if found else -1)
-    kept = torch.load(found[1]/'state.pt', weights_only=True, map_location=next(model.parameters()).device) if found else None
+    if found:
+        learner.restore(found[1])
+        kept = torch.load(found[1]/'warmup.pt', weights_only=True)
     pairs = make_pairs(data['train'].groups, data['train'].buckets, metric)
     say(f'{len(pairs.contexts)} states of {len(data["train"].groups)} rollouts to teach, {len(exam.pairs.contexts)} of {len(data["dev"].groups)} to examine on')
-    try: history = warm_up(model, head, pairs, lambda: exam(model, head), how, say, lambda state: _keep_exam(log, c, state), kept)
+    try: history = warm_up(learner, pairs, lambda: exam(learner), how, say, lambda state: _keep_exam(log, learner, c.keep, ranks, state), kept)
     except GateFailed as e: history = e.history
-    write_warmed(log.folder, model, stage.chat.tokenizer, head, _summary(c, history, exam, model, head, log.folder), log)
+    write_warmed(log.folder, learner, stage.chat.tokenizer, _summary(c, history, exam, learner), log, ranks)
+    ranks.wait()
     say(('passed: ' if history[-1][1].passed else 'NOT passed: ') + str(history[-1][1]))
     return log.folder
 
-# %% ../nbs/57_prepare.ipynb #c019
+# %% ../nbs/57_prepare.ipynb #c020
 def gate_history(folder):
     "The examinations of a warm-up: a pandas DataFrame by step, a column for each check."
     return read_metrics(folder).set_index('step')[[*GATE, 'sign_kept', 'sign_lost']]
@@ -198,7 +226,7 @@ def gate_figure(folder):
     plt.close(fig)
     return fig
 
-# %% ../nbs/57_prepare.ipynb #c020
+# %% ../nbs/57_prepare.ipynb #c021
 def gate_table(folder):
     "What a warm-up's critic reached, what passes, and what is missing: a pandas DataFrame."
     import pandas as pd
@@ -208,7 +236,7 @@ def gate_table(folder):
             for name, (least, target) in GATE.items()}
     return pd.DataFrame.from_dict(rows, orient='index').astype(float).round(3)
 
-# %% ../nbs/57_prepare.ipynb #c021
+# %% ../nbs/57_prepare.ipynb #c022
 def is_warmup(folder):
     "Whether a run folder is that of a warm-up."
     import yaml
@@ -227,7 +255,7 @@ def warmup_table(folders):  # list of folders of finished warm-ups
              'KL': x['kl'], 'steps': x['step'], 'passed': int(x['passed'])} for x in told]
     return pd.DataFrame(rows).groupby('critic', sort=False).agg({n: 'sum' if n in ('seeds', 'passed') else 'mean' for n in rows[0] if n != 'critic'})
 
-# %% ../nbs/57_prepare.ipynb #c025
+# %% ../nbs/57_prepare.ipynb #c026
 def main(arguments=None):
     "`python -m credit_rl.prepare setting=value …`, values as in YAML; `--params FILE` reads a YAML file of settings first. Exit code 1 if the critic did not pass."
     import argparse, yaml
@@ -243,7 +271,7 @@ def main(arguments=None):
         folder = prepare(settings | {name: yaml.safe_load(value) for name, value in (text.split('=', 1) for text in given.settings)})
         print(gate_table(folder).to_string())
         read_warmed(folder)
-    except (ValueError, OSError, yaml.YAMLError) as e: sys.exit(f'credit_rl.prepare: {e}')
+    except (ValueError, OSError, yaml.YAMLError, LaunchError, EngineLost) as e: sys.exit(f'credit_rl.prepare: {e}')
 
-# %% ../nbs/57_prepare.ipynb #c026
+# %% ../nbs/57_prepare.ipynb #c027
 if __name__ == '__main__' and '__file__' in globals(): main()  # a notebook has no file

@@ -113,7 +113,7 @@ class Config(_Host):
     minibatches: int = 2
     epochs: int = 1
     clip: float = 1.0            # gradient norm
-    row_tokens: int = 32768      # padded tokens in one forward with gradient
+    row_tokens: int = 4096       # padded tokens in one forward with gradient; a CPU likes few, a GPU as many as fit
     average: str = None          # None: the method's own
     kl: float = None             # weight of the KL term; None: the method's own
     loss: dict = field(default_factory=dict)  # other fields of Loss, e.g. {'clip_high': 0.28, 'entropy': 0.001}
@@ -641,9 +641,9 @@ def collapsed(rates, share=0.25, window=5):
 _MAY_CHANGE = ('steps', 'resume', 'run', 'threads', 'eval_every', 'keep', 'track', 'hostfile', 'ranks', 'act_rows', 'tflops', 'dry_run')  # in a run that is resumed
 
 # %% ../nbs/55_train.ipynb #c073
-def _note_params(log, config):
+def _note_params(log, config, may_change=_MAY_CHANGE):
     "Write a run's parameters, or compare them with those it was begun with. Raises ValueError naming what changed."
-    log.write_params({k: list(v) if isinstance(v, tuple) else v for k, v in vars(config).items()}, _MAY_CHANGE)
+    log.write_params({k: list(v) if isinstance(v, tuple) else v for k, v in vars(config).items()}, may_change)
 
 # %% ../nbs/55_train.ipynb #c074
 class _Silent:
@@ -887,13 +887,18 @@ def _steps(run, first):
             return
 
 # %% ../nbs/55_train.ipynb #c090
-def _launch(config, say):
-    "Start the ranks of a run and wait for its summary. Returns the run folder."
+def _launch(
+    config,                      # Config
+    say,                         # function called with lines of text
+    module='credit_rl.train',    # that each rank runs, with the settings as its --params
+    may_change=_MAY_CHANGE,      # settings that may differ from those that a resumed run began with
+):
+    "Start the ranks of a run and wait for its summary. Returns the run folder. Raises LaunchError where they end without one."
     import yaml
     log = RunLog(config.run, config.resume)                      # refuses a folder that it cannot use
-    if (log.folder/'params.yaml').exists(): _note_params(log, config)
+    if (log.folder/'params.yaml').exists(): _note_params(log, config, may_change)
     atomic_write(log.folder/'launch.yaml', lambda path: path.write_text(yaml.safe_dump(json.loads(json.dumps(vars(config))), sort_keys=False, allow_unicode=True)))
-    command = launch_command('credit_rl.train', ['--params', str(log.folder/'launch.yaml')], config.ranks, config.hostfile)
+    command = launch_command(module, ['--params', str(log.folder/'launch.yaml')], config.ranks, config.hostfile)
     say(f'{config.ranks} ranks: ' + ' '.join(['python', *command[1:]]))
     launch(command, log.folder, log.folder/'summary.json', say, environment={} if torch.cuda.is_available() or sys.platform != 'linux' or config.hostfile else {'GLOO_SOCKET_IFNAME': 'lo'})
     return log.folder

@@ -5,11 +5,12 @@
 # %% auto #0
 __all__ = ['GATE', 'BUCKETS', 'tiers', 'cluster_questions', 'draw_evenly', 'GateReport', 'gate', 'Pairs', 'make_pairs',
            'draw_pairs', 'gold_shown', 'sign_pairs', 'segment_statistics', 'context_values', 'GateFailed', 'WarmUp',
-           'warm_up', 'prompted', 'Missing', 'searching', 'Collecting', 'Collected', 'read_collected',
-           'choose_questions', 'collect', 'Examination', 'Warmed', 'write_warmed', 'report_from', 'read_warmed']
+           'critic_learner', 'read_states', 'warm_up', 'prompted', 'Missing', 'searching', 'Collecting', 'Collected',
+           'read_collected', 'choose_questions', 'collect', 'Examination', 'Warmed', 'write_warmed', 'report_from',
+           'read_warmed']
 
 # %% ../nbs/53_warmup.ipynb #c003
-import contextlib, gzip, json, math, random
+import gzip, json, math, random
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 import torch
@@ -17,13 +18,15 @@ from torch.nn.utils.rnn import pad_sequence
 from .critics import at_states, auc, explained_variance, segment_starts
 from .engine import Sampling, seed_of
 from .folr import first_occurrence
+from .launch import Ranks
 from .layout import hidden_states, pack
+from .learner import Credit, Critic, Learner, Loss, Optimiser
 from .outcome import index_groups, outcome_rewards
 from .protocol import PROTOCOLS, Chat
 from .rollout import rollout
 from .runlog import atomic_folder, atomic_write
 from .tools import PythonTool, SearchTool
-from .trajectory import Group, Question, to_json, trajectory_from_json
+from .trajectory import Group, Question, Stop, Trajectory, Turn, to_json, trajectory_from_json
 
 # %% ../nbs/53_warmup.ipynb #c006
 def tiers(
@@ -187,8 +190,7 @@ def context_values(
     model,             # Hugging Face causal model
     head,              # module, (n, d) → (n,)
     contexts,          # list of P lists of ids
-    row_tokens=32768,  # most padded tokens in a forward
-    frozen=False,      # True: no gradient into the model
+    row_tokens=4096,   # most padded tokens in a forward
 ):
     "Read a critic at the end of contexts, each once, in batches of similar length: (P,), with gradient where it is on."
     order = sorted(range(len(contexts)), key=lambda i: len(contexts[i]))
@@ -200,7 +202,7 @@ def context_values(
         part = order[start:stop]
         ids = pad_sequence([torch.tensor(contexts[i]) for i in part], batch_first=True).to(device)
         last = torch.tensor([len(contexts[i]) - 1 for i in part], device=device)
-        with torch.set_grad_enabled(torch.is_grad_enabled() and not frozen): hidden = hidden_states(model, ids)
+        hidden = hidden_states(model, ids)
         for i, v in zip(part, head(hidden[torch.arange(len(part), device=device), last])): values[i] = v
         start = stop
     return torch.stack(values) if values else torch.zeros(0)
@@ -224,83 +226,70 @@ class WarmUp:
     backbone_rate: float = 5e-7  # 0: the backbone is frozen
     rise: int = 100              # first steps, over which the rates rise
     clip: float = 1.0            # gradient norm
-    row_tokens: int = 32768      # padded tokens in a forward
+    row_tokens: int = 4096       # padded tokens in a forward
     must_pass: bool = True       # False: end with whatever critic there is, for ablations
     seed: int = 0
 
-# %% ../nbs/53_warmup.ipynb #c042
-@contextlib.contextmanager
-def _frozen_output(model):
-    "The output layer, and embeddings tied to it, without gradient."
-    weight = model.get_output_embeddings().weight
-    weight.requires_grad_(False)
-    try: yield [p for p in model.parameters() if p.requires_grad]
-    finally: weight.requires_grad_(True)
-
 # %% ../nbs/53_warmup.ipynb #c043
-def _teach(model, head, pairs, chosen, adamw, how, step):
-    "One step on chosen pairs: the loss, float."
-    values = context_values(model, head, [pairs.contexts[i] for i in chosen], how.row_tokens, frozen=not how.backbone_rate)
-    loss = .5 * (values - pairs.returns[chosen].to(values)).square().mean()
-    adamw.zero_grad()
-    loss.backward()
-    for group in adamw.param_groups: group['lr'] = group['full'] * min(1., step / max(1, how.rise))
-    torch.nn.utils.clip_grad_norm_([p for g in adamw.param_groups for p in g['params']], how.clip)
-    adamw.step()
-    return loss.item()
+def critic_learner(
+    model,            # Hugging Face causal model, its backbone trained in place
+    head,             # CompetenceHead or LinearHead, trained in place
+    how,              # WarmUp
+    kind=Learner,     # or DeepSpeedLearner
+    reference=None,   # model that a drift of the policy is measured from
+    **more,           # of `kind`
+):
+    "Make a learner that teaches a critic on the policy's backbone, and nothing else. The output layer's weights, and embeddings tied to them, are frozen."
+    model.requires_grad_(bool(how.backbone_rate))
+    model.get_output_embeddings().weight.requires_grad_(False)
+    optimiser = Optimiser(how.backbone_rate, how.head_rate, (.9, .999), .01, how.clip, how.rise, minibatches=1, row_tokens=how.row_tokens)
+    return kind(model, Loss(value_average='sequence-mean-token-mean'), optimiser, reference, seed=how.seed, critic=Critic(head, at='turns'), **more)
+
+def _state_layout(contexts):
+    "Contexts as trajectories of one segment of one token: `Layout`."
+    state = Question('state', '', ('',))
+    return pack([Group(state, [Trajectory(state, tuple(ids), [Turn('commit', (0,), (0.,), (), '', '')], Stop.NO_ANSWER)]) for ids in contexts])
+
+def read_states(learner, contexts):
+    "What a learner's critic says at the end of contexts, dealt out over the ranks: (P,)."
+    layout = _state_layout(contexts)
+    return learner.evaluate(layout, ('values',)).values[layout.trained]
 
 # %% ../nbs/53_warmup.ipynb #c044
-@dataclass
-class _State:
-    "A warm-up under way: everything that its next step depends on."
-    model: object
-    head: object
-    adamw: object
-    generator: object
-    history: list
-
-    def dump(self):
-        "What `torch.save` and `torch.load` keep."
-        return {'step': self.history[-1][0], 'history': [(n, asdict(r)) for n, r in self.history], 'generator': self.generator.get_state(),
-                **{name: getattr(self, name).state_dict() for name in ('model', 'head', 'adamw')}}
-
-    def load(self, kept):
-        "Go back to what `dump` gave."
-        for name in ('model', 'head', 'adamw'): getattr(self, name).load_state_dict(kept[name])
-        self.generator.set_state(kept['generator'].cpu())
-        self.history = [(n, GateReport(**{**r, 'pairs': tuple(r['pairs'])})) for n, r in kept['history']]
+def _teach(learner, contexts, returns):
+    "One step on some states: the loss, float."
+    layout = _state_layout(contexts)
+    nothing = torch.zeros(layout.ids.shape)
+    return learner.step(layout, None, Credit(nothing, nothing.masked_scatter(layout.trained, returns.float())))['loss']
 
 # %% ../nbs/53_warmup.ipynb #c045
 def warm_up(
-    model,      # Hugging Face causal model, its backbone trained in place
-    head,       # CompetenceHead or LinearHead, trained in place
+    learner,    # see critic_learner
     pairs,      # Pairs
-    examine,    # function () -> GateReport, on held-out rollouts, of model and head as they are
+    examine,    # function () -> GateReport, on held-out rollouts, of the critic as it is
     how=WarmUp(),
     say=None,   # function called with a line of text at each examination
-    keep=None,  # function called after each examination with a dict that torch can save
-    kept=None,  # such a dict, to go on from
+    keep=None,  # function called after each examination with a dict of what, besides the learner, the next step depends on
+    kept=None,  # such a dict, to go on from with a learner that was restored to that step
 ):
     "Teach a critic until it passes (CARL section 3.3, appendix C): list of (step, GateReport). Raises GateFailed if it never does, unless it need not."
-    with _frozen_output(model) as backbone:
-        groups = [{'params': list(head.parameters()), 'lr': how.head_rate, 'full': how.head_rate, 'weight_decay': 0.}]
-        if how.backbone_rate: groups.append({'params': backbone, 'lr': how.backbone_rate, 'full': how.backbone_rate, 'weight_decay': .01})
-        state = _State(model, head, torch.optim.AdamW(groups, betas=(.9, .999)), torch.Generator().manual_seed(how.seed), [])
-        if kept: state.load(kept)
-        else: _examine(state, 0, math.nan, examine, say, keep)
-        for step in range(state.history[-1][0] + 1, how.steps + 1):
-            if step > how.least and state.history[-1][1].passed: break
-            loss = _teach(model, head, pairs, draw_pairs(pairs.buckets, how.batch, state.generator).tolist(), state.adamw, how, step)
-            if step % how.every == 0 or step == how.steps: _examine(state, step, loss, examine, say, keep)
-    step, last = state.history[-1]
-    if how.must_pass and not (last.passed and step >= how.least): raise GateFailed(state.history)
-    return state.history
-
-def _examine(state, step, loss, examine, say, keep):
-    "Let the critic sit its examination, and keep the state."
-    with torch.no_grad(): state.history.append((step, examine()))
-    if say: say(f'step {step}: loss {loss:.4f}; {state.history[-1][1]}')
-    if keep: keep({**state.dump(), 'loss': loss})
+    generator, history = torch.Generator().manual_seed(how.seed), []
+    def sit(step, loss):
+        history.append((step, examine()))
+        if say: say(f'step {step}: loss {loss:.4f}; {history[-1][1]}')
+        if keep: keep({'step': step, 'loss': loss, 'history': [(n, asdict(r)) for n, r in history], 'generator': generator.get_state()})
+    if kept:
+        generator.set_state(kept['generator'].cpu())
+        history += [(n, GateReport(**{**r, 'pairs': tuple(r['pairs'])})) for n, r in kept['history']]
+    else: sit(0, math.nan)
+    for step in range(history[-1][0] + 1, how.steps + 1):
+        if step > how.least and history[-1][1].passed: break
+        chosen = draw_pairs(pairs.buckets, how.batch, generator)
+        loss = _teach(learner, [pairs.contexts[i] for i in chosen.tolist()], pairs.returns[chosen])
+        if step % how.every == 0 or step == how.steps: sit(step, loss)
+    step, last = history[-1]
+    if how.must_pass and not (last.passed and step >= how.least): raise GateFailed(history)
+    return history
 
 # %% ../nbs/53_warmup.ipynb #c053
 def prompted(
@@ -409,9 +398,11 @@ def collect(
     other=None, # Environment that searches elsewhere, for the other share; None: all search in `env`
     embed=None, # as for cluster_questions
     say=None,   # function called with a line of text
+    ranks=Ranks(),  # who play, each a share of the questions
 ):
     "Sort questions into tiers and play those that are chosen under every prompt (CARL appendix C): `Collected`. Raises ValueError where a tier is empty."
-    tier = tiers(rollout(engine, prompted(env, 'direct'), questions, how.tries, sampling, seed_of('tiers', how.seed)), how.metric)
+    play = lambda where, chosen, times, *seed: ranks.each(chosen, lambda share: rollout(engine, where, share, times, sampling, seed_of(*seed)))
+    tier = tiers(play(prompted(env, 'direct'), questions, how.tries, 'tiers', how.seed), how.metric)
     if say: say(f'{len(questions)} questions: {int((tier == 2).sum())} that it knows (Tier 2), {int((tier == 1).sum())} that it does not (Tier 1)')
     if len(tier.unique()) < 2: raise ValueError(f'all {len(questions)} questions are of Tier {int(tier[0])}: a critic cannot learn what tells the tiers apart; take other questions')
     chosen = choose_questions(questions, tier, how, embed)
@@ -420,7 +411,7 @@ def collect(
     for mode in how.prompts:
         for part, where in ((sorted(set(chosen) - elsewhere), env), (sorted(elsewhere), other)):
             if not part: continue
-            groups = rollout(engine, prompted(where, mode), [questions[i] for i in part], how.repeats, sampling, seed_of('collect', how.seed, mode))
+            groups = play(prompted(where, mode), [questions[i] for i in part], how.repeats, 'collect', how.seed, mode)
             played += [Group(g.question, [t]) for g in groups for t in g.trajectories]
             own += [tier[i] for i in part for _ in range(how.repeats)]
         prompts += [mode] * (len(played) - len(prompts))
@@ -436,7 +427,7 @@ class Examination:
         data,              # Collected, of held-out questions
         env,               # Environment with the prompt of the training to come
         metric='em',       # outcome, see outcome_rewards
-        row_tokens=32768,  # padded tokens in a forward
+        row_tokens=4096,   # padded tokens in a forward
     ):
         self.data, self.row_tokens = data, row_tokens
         self.prompts = env.chat.prompt_ids([q.text for q in data.questions])
@@ -444,16 +435,17 @@ class Examination:
         self.forced = [i for i, p in enumerate(data.prompts) if p == 'forced']
 
     @torch.no_grad()
-    def read(self, model, head):
-        "V(s_0) of each question (Q,), and the value at the start of each segment of each rollout (N, S), NaN where there is none."
-        values = context_values(model, head, [*self.prompts, *self.pairs.contexts], self.row_tokens).float().cpu()
+    def read(self, model, head=None):
+        "V(s_0) of each question (Q,), and the value at the start of each segment of each rollout (N, S), NaN where there is none. Without a head `model` is a learner with a critic."
+        states = [*self.prompts, *self.pairs.contexts]
+        values = (read_states(model, states) if head is None else context_values(model, head, states, self.row_tokens)).float().cpu()
         starts, states = values.split([len(self.prompts), len(self.pairs.contexts)])
         return starts, torch.full(self.turn_mask.shape, torch.nan).masked_scatter(self.turn_mask, states)
 
     def signs(self, table): return sign_pairs([self.data.groups[i] for i in self.forced], table[self.forced])
 
-    def __call__(self, model, head):
-        "`GateReport` of a critic."
+    def __call__(self, model, head=None):
+        "`GateReport` of a critic; as `read`."
         starts, table = self.read(model, head)
         return gate(starts, self.data.tier, self.signs(table), table[self.turn_mask], self.pairs.returns)
 
@@ -471,12 +463,14 @@ class Warmed:
         head.load_state_dict(torch.load(self.folder/'head.pt', weights_only=True, map_location=next(head.parameters()).device))
 
 # %% ../nbs/53_warmup.ipynb #c070
-def write_warmed(folder, model, tokenizer, head, summary, log):
-    "Write a critic's folder, then the summary that says so."
+def write_warmed(folder, learner, tokenizer, summary, log, ranks=Ranks()):
+    "Write a critic's folder, then the summary that says so. All ranks call it; the first writes."
+    weights, head = learner.weights(), learner.head_weights()
+    if not ranks.first: return
     with atomic_folder(Path(folder)/'critic') as part:
-        model.save_pretrained(part)
+        learner.scorer.model.save_pretrained(part, state_dict=weights)
         tokenizer.save_pretrained(part)
-        torch.save(head.state_dict(), part/'head.pt')
+        torch.save(head, part/'head.pt')
     log.summary(summary)
 
 # %% ../nbs/53_warmup.ipynb #c071

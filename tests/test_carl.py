@@ -1,13 +1,17 @@
 """CARL end to end: training by programs, in segments, with a critic that was warmed up or not, in the tiny world and on real sets."""
 import dataclasses
+import importlib.util
 import json
 import math
 import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from credit_rl.datasets import get_benchmark
 from credit_rl.evaluate import run_evaluation
@@ -99,7 +103,7 @@ class Coder(ScriptedEngine):
 def scripted(monkeypatch, model):
     "Training and warm-up play by the scripted coder."
     worlds = tiny_worlds(make_config({**TINY, 'model': model}))
-    for module in ('train', 'prepare', 'competence'):
+    for module in ('train', 'competence'):
         monkeypatch.setattr(f'credit_rl.{module}.HFEngine', lambda m, tokenizer, **limits: Coder(m, tokenizer, worlds))
     return worlds
 
@@ -308,6 +312,24 @@ def test_a_killed_warm_up_resumes_with_the_numbers_of_a_whole_one(model, scripte
     drop = lambda folder: {k: v for k, v in json.loads((folder / 'summary.json').read_text()).items()}
     assert drop(parts) == drop(whole)
     for a, b in zip(load_model(whole / 'critic')[0].parameters(), load_model(parts / 'critic')[0].parameters()): assert torch.equal(a, b)
+
+
+@pytest.mark.skipif(not importlib.util.find_spec('deepspeed'), reason='deepspeed is not installed: pip install credit_rl[train]')
+def test_ranks_warm_up_as_one_process_does(model, scripted, tmp_path):
+    "ZeRO-3 on two ranks, then its checkpoint resumed by one: the numbers and the critic of a plain warm-up of as many steps."
+    settings = {**WARM, 'model': model, 'warm_steps': 6, 'warm_least': 6, 'warm_every': 2, 'must_pass': False}
+    whole = prepare({**settings, 'run': str(tmp_path / 'whole')}, say=lambda line: None)
+    (tmp_path / 'parts').mkdir()
+    for rollouts in whole.glob('rollouts-*'): shutil.copy(rollouts, tmp_path / 'parts')                              # the scripted players are of this process
+    spread = {**settings, 'run': str(tmp_path / 'parts'), 'learner': 'deepspeed', 'stage': 3, 'deepspeed': {'zero_optimization': {'stage3_param_persistence_threshold': 0}}}
+    for more in ({'ranks': 2, 'warm_steps': 4, 'warm_least': 4}, {'ranks': 1, 'warm_least': 4, 'resume': True}):
+        done = subprocess.run([sys.executable, '-m', 'credit_rl.prepare', *(f'{k}={json.dumps(v)}' for k, v in {**spread, **more}.items())], cwd=ROOT, text=True, capture_output=True,
+                              env={**os.environ, 'PYTHONPATH': str(ROOT), 'DS_ACCELERATOR': 'cpu', 'CUDA_VISIBLE_DEVICES': ''})
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert same_metrics(whole, tmp_path / 'parts', 1e-3) == [] and read_metrics(whole).step.tolist() == [0, 2, 4, 6]
+    for name in ('critic/model.safetensors', 'critic/head.pt'):
+        a, b = (load_file(f / name) if name.endswith('safetensors') else torch.load(f / name) for f in (whole, tmp_path / 'parts'))
+        for key in a: torch.testing.assert_close(a[key], b[key], atol=2e-4, rtol=0)
 
 
 def test_random_rollouts_and_a_linear_head_for_the_matched_baseline(model, scripted, tmp_path):

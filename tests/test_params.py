@@ -17,7 +17,7 @@ from credit_rl.train import _missing_room, check, make_config, plan_of, train
 
 ROOT = Path(__file__).resolve().parents[1]
 OURS = ('sweep', 'sweep_weak', 'claims', 'sweep_vllm', 'carl_warm', 'carl_tiny')  # many runs in the tiny world, for credit_rl.compare
-FILES = {p.stem: p for p in sorted((ROOT / 'runs' / 'params').glob('*.yaml')) if p.stem not in ('demo', *OURS)}
+FILES = {p.stem: p for p in sorted((ROOT / 'runs' / 'params').glob('*.yaml')) if p.stem not in ('demo', 'carl_demo', *OURS)}
 # steps, questions a step, group size, mini-batches, epochs, learning rate, weight of the KL, by the papers
 VALUES = {
     **dict.fromkeys(('tips_qwen2.5_3b', 'tips_qwen2.5_7b', 'tips_qwen2.5_14b', 'tips_qwen3_4b', 'tips_llama3.1_8b'), (500, 256, 1, 1, 1, 1e-6, .001)),
@@ -78,6 +78,14 @@ def test_each_run_of_a_sweep_passes_the_checks(name, root, monkeypatch):
             if 'collected' in given: check_warming(make_warming(given))
             else: check(make_config({n: 'tiny' if n == 'model' and v.startswith('runs/') else v for n, v in given.items() if n != 'critic_from'}))
     assert commands and set(params.get('methods', {})) <= named
+
+
+def test_what_make_carl_runs_passes_the_checks(root, monkeypatch):
+    monkeypatch.chdir(root)
+    shared, makefile = yaml.safe_load((root / 'runs' / 'params' / 'carl_demo.yaml').read_text()), (root / 'Makefile').read_text()
+    warm, run = ({n: yaml.safe_load(v) for n, v in (pair.split('=') for pair in re.search(rf'^{name} := (.*)$', makefile, re.M)[1].split())} for name in ('CARL_WARM', 'CARL_RUN'))
+    check_warming(make_warming(shared | warm))
+    check(make_config(shared | run))
 
 
 @pytest.mark.parametrize('name', FILES)
