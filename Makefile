@@ -94,7 +94,7 @@ carl: $(VENV)/.ok-test
 	@rm -rf runs/carl_demo
 	@$(PY) -m credit_rl.prepare --params runs/params/carl_demo.yaml run=runs/carl_demo/warm $(CARL_WARM)
 	@$(PY) -m credit_rl.train --params runs/params/carl_demo.yaml run=runs/carl_demo/carl-301 $(CARL_RUN) critic_from=runs/carl_demo/warm
-	@$(PY) -m credit_rl.competence runs/carl_demo/carl-301
+	@$(PY) -m credit_rl.competence runs/carl_demo/carl-301 --checkpoint newest
 
 # COMPARE holds the arguments of `python -m credit_rl.compare`.
 COMPARE ?= --methods tspo grpo --seeds 101 102 103 --params runs/params/demo.yaml --out runs/compare --workers $(WORKERS)

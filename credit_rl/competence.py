@@ -22,7 +22,7 @@ from .methods import get_method
 from .outcome import outcome_rewards
 from .prepare import is_warmup
 from .rollout import rollout
-from .runlog import _plain, atomic_write, named_checkpoint, read_turns
+from .runlog import _plain, atomic_write, latest_checkpoint, named_checkpoint, read_turns
 from .train import _model_folder, make_config, options_of, set_stage
 from .trajectory import trajectory_from_json
 from .warmup import Collected, Examination, gold_shown, prompted, tiers
@@ -115,15 +115,19 @@ def _examine_critic(exam, critic, outcomes):
             'signs': said['signs'].to_dict('index'), 'chances': [round(x, 4) for x in chances.tolist()], 'outcomes': outcomes.tolist()}
 
 # %% ../nbs/65_competence.ipynb #c014
-def examine_run(run, say=None):
-    "Examine a finished run's best checkpoint, or read what was found before: dict, as `examine_agent` gives it and `step`. Raises FileNotFoundError on a run without a summary."
+def examine_run(
+    run,                # folder of a finished run
+    say=None,           # function called with lines of text
+    checkpoint='best',  # or 'newest', all of the run's steps
+):
+    "Examine a checkpoint of a finished run, or read what was found before: dict, as `examine_agent` gives it and `step`. Raises FileNotFoundError on a run without a summary."
     run, say = Path(run), say or (lambda line: print(line, flush=True))
     if not (run/'summary.json').exists(): raise FileNotFoundError(f'{run} is not a finished training run (no summary.json): finish it, then examine it')
-    place, best = run/'competence.json', named_checkpoint(run)
+    place, wanted = run/'competence.json', latest_checkpoint(run) if checkpoint == 'newest' else named_checkpoint(run, checkpoint)
     if place.exists():
         found = json.loads(place.read_text())
-        if best is None or found['step'] == best[0]: return found
-    agent, step = open_agent(run)
+        if wanted is None or found['step'] == wanted[0]: return found
+    agent, step = open_agent(run, checkpoint)
     found = examine_agent(agent, progress=lambda part: say(f'{run.name}: {part}')) | {'step': step}
     atomic_write(place, lambda path: path.write_text(json.dumps(found, indent=1) + '\n'))
     return found
@@ -234,10 +238,11 @@ def opposite_signs(run):  # folder of a run by CARL
 
 # %% ../nbs/65_competence.ipynb #c030
 def main(arguments=None):
-    "`python -m credit_rl.competence RUNS`: examine finished runs, or the runs of a folder."
+    "`python -m credit_rl.competence RUNS`: examine finished runs, or the runs of a folder; `--checkpoint newest` takes another one than the best."
     import argparse
     parser = argparse.ArgumentParser(prog='python -m credit_rl.competence', description='Does a trained agent ask for what it does not know, and only for that?')
     parser.add_argument('runs', nargs='+', help='run folders, or a folder of them')
+    parser.add_argument('--checkpoint', default='best', choices=('best', 'newest'), help='which of each run: the best by the dev questions, or the newest')
     given = parser.parse_args(arguments)
     try:
         runs = [f for folder in given.runs for f in find_runs(folder) if not is_warmup(f)]
@@ -245,7 +250,7 @@ def main(arguments=None):
             if not (run/'summary.json').exists() and len(runs) > 1:
                 print(f'{run}: not finished, left out', flush=True)
                 continue
-            found = examine_run(run)
+            found = examine_run(run, checkpoint=given.checkpoint)
             print(f'{run}: ' + '; '.join(f'Tier {t}: tool rate {row["tool rate"]:.3f}, EM {row["EM"]:.3f}' for t, row in found['greedy'].items()), flush=True)
     except (ValueError, OSError) as e: sys.exit(f'credit_rl.competence: {e}')
 

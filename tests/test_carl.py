@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from credit_rl.datasets import get_benchmark
 from credit_rl.evaluate import run_evaluation
 from credit_rl.protocol import PROTOCOLS, byte_tokenizer
-from credit_rl.runlog import RunLog, read_metrics, read_turns, same_metrics
+from credit_rl.runlog import RunLog, latest_checkpoint, read_metrics, read_turns, same_metrics
 from credit_rl.tiny import tiny_model, tiny_tokenizer
 from credit_rl.tools import PythonTool, SearchTool
 from credit_rl import prepare as preparing, train as training
@@ -368,6 +368,8 @@ def test_finished_runs_are_examined_once_and_reported(model, scripted, tmp_path,
         assert found['tiers'] == {'1': 11, '2': 20} and found['step'] == json.loads((run / 'summary.json').read_text())['best_step'] and found['known_before'] == 1
         assert found['greedy']['2']['tool rate'] < .8 < found['greedy']['1']['tool rate'] and found['greedy']['2']['n'] == 20
         assert (found['critic'] is None) == (name == 'grpo-0')
+    assert examine_run(run, lambda line: None, 'newest')['step'] == latest_checkpoint(run)[0]
+    examine_run(run, lambda line: None)                                                                                  # the best again
     says = {name: critic for name, _, found in examined(tmp_path / 'runs') if (critic := found['critic'])}
     assert len(says['carl']['chances']) == 31 and len(set(says['carl']['chances'])) > 5 and 0 < says['carl']['brier'] < 1 and set(says['ppo']['signs']) == {'kept', 'lost'}
     rows = [(r, t) for r in read_turns(tmp_path / 'runs' / 'carl-0') if r['kind'] == 'train' and gold_shown(t := trajectory_from_json(r['trajectory']))]
@@ -375,7 +377,7 @@ def test_finished_runs_are_examined_once_and_reported(model, scripted, tmp_path,
     k = gold_shown(t)[0][0]
     t = dataclasses.replace(t, turns=[dataclasses.replace(x, action_text='<context> </context>') if i == k else x for i, x in enumerate(t.turns)])
     RunLog(tmp_path / 'runs' / 'carl-0', resume=True).turns(3, [{**row, 'step': 3, 'trajectory': to_json(t), 'advantages': [{k - 1: .3, k: -.4}.get(i, 0.) for i in range(len(t.turns))]}])
-    monkeypatch.setattr(competence, 'open_agent', lambda run: pytest.fail('examined twice'))
+    monkeypatch.setattr(competence, 'open_agent', lambda *a: pytest.fail('examined twice'))
     competence.main([str(tmp_path / 'runs')])                                                                            # the warm-up is left out
     code, text, notebook = papermill(tmp_path / 'report.ipynb', settings={'folders': str(tmp_path / 'runs'), 'out': str(tmp_path / 'out')}, cwd=tmp_path, notebook='96_competence')
     assert code == 0, text[-3000:]

@@ -16,8 +16,8 @@ from credit_rl.prepare import check_warming, make_warming
 from credit_rl.train import _missing_room, check, make_config, plan_of, train
 
 ROOT = Path(__file__).resolve().parents[1]
-OURS = ('sweep', 'sweep_weak', 'claims', 'sweep_vllm', 'carl_warm', 'carl_tiny')  # many runs in the tiny world, for credit_rl.compare
-FILES = {p.stem: p for p in sorted((ROOT / 'runs' / 'params').glob('*.yaml')) if p.stem not in ('demo', 'carl_demo', *OURS)}
+OURS = ('sweep', 'sweep_weak', 'claims', 'carl_warm', 'carl_tiny')  # many runs in the tiny world, for credit_rl.compare
+FILES = {p.stem: p for p in sorted((ROOT / 'runs' / 'params').glob('*.yaml')) if p.stem not in ('demo', 'carl_demo', 'sweep_vllm', *OURS)}
 # steps, questions a step, group size, mini-batches, epochs, learning rate, weight of the KL, by the papers
 VALUES = {
     **dict.fromkeys(('tips_qwen2.5_3b', 'tips_qwen2.5_7b', 'tips_qwen2.5_14b', 'tips_qwen3_4b', 'tips_llama3.1_8b'), (500, 256, 1, 1, 1, 1e-6, .001)),
@@ -70,14 +70,21 @@ def test_each_run_of_a_sweep_passes_the_checks(name, root, monkeypatch):
     monkeypatch.chdir(root)
     text = (root / 'runs' / 'params' / f'{name}.yaml').read_text()
     commands, params, named = re.findall(r'--methods ([^-].*?) --seeds ([\d ]+?) ', re.sub(r'\\\n#', '', text)), yaml.safe_load(text), set()
-    not_here = {'engine': 'hf', 'vllm': {}} if params.get('engine') == 'vllm' else {}           # vLLM, and what other commands make first
     for asked, seeds in commands:
         named |= set(asked.split())
         for job in plan_jobs(asked.split(), list(map(int, seeds.split())), params, 'runs/nothing'):
-            given = {'model': 'tiny', **job.settings, 'method': job.settings.get('method', job.method), 'seed': job.seed, 'run': str(job.folder)} | not_here
+            given = {'model': 'tiny', **job.settings, 'method': job.settings.get('method', job.method), 'seed': job.seed, 'run': str(job.folder)}
             if 'collected' in given: check_warming(make_warming(given))
-            else: check(make_config({n: 'tiny' if n == 'model' and v.startswith('runs/') else v for n, v in given.items() if n != 'critic_from'}))
+            else: check(make_config({n: 'tiny' if n == 'model' and v.startswith('runs/') else v for n, v in given.items() if n != 'critic_from'}))   # what other commands make first
     assert commands and set(params.get('methods', {})) <= named
+
+
+@pytest.mark.parametrize('method', ('tspo', 'igpo'))
+def test_a_sweep_by_vllm_is_the_other_one_but_for_its_engine(method, root, monkeypatch):
+    monkeypatch.chdir(root)
+    by_vllm, other = (yaml.safe_load((root / 'runs' / 'params' / f'{name}.yaml').read_text()) for name in ('sweep_vllm', 'sweep'))
+    assert other.pop('methods').keys().isdisjoint({method}) and (by_vllm.pop('engine'), by_vllm.pop('vllm')['dtype']) == ('vllm', 'float32') and by_vllm == other
+    check(make_config(by_vllm | {'method': method}))
 
 
 def test_what_make_carl_runs_passes_the_checks(root, monkeypatch):
