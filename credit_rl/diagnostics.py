@@ -311,8 +311,8 @@ def reliability_figure(chances, outcomes, name=''):
         ax.plot([0, 1], [0, 1], color='#999999', lw=0.8, ls='--')
         ax.plot(predicted, observed, color=method_colour('carl'), lw=1)
         ax.scatter(predicted, observed, s=5 + 60 * count / count.max(), color=method_colour('carl'))
-        ax.set(xlim=(0, 1), ylim=(0, 1), xlabel='predicted chance of success', ylabel='observed share right',
-               title=f'{name} ECE {expected_calibration_error(chances, outcomes):.3f}, Brier {brier(chances, outcomes):.3f}'.strip())
+        ax.set(xlim=(0, 1), ylim=(0, 1), xlabel='predicted chance of success', ylabel='observed share right')
+        ax.set_title(f'{name} ECE {expected_calibration_error(chances, outcomes):.3f}, Brier {brier(chances, outcomes):.3f}'.strip(), fontsize=9)
         sns.despine(fig)
     plt.close(fig)
     return fig
