@@ -395,7 +395,7 @@ def status_table(jobs,        # list of Job
         step, em = '', ''
         if (job.folder/'metrics.jsonl').exists() and not (table := read_metrics(job.folder)).empty:
             params = _params(job.folder) if (job.folder/'params.yaml').exists() else {}
-            step = f'{table.step.iloc[-1]}/{params.get("steps", "?")}'
+            step = f'{table.step.iloc[-1]}/{params.get("warm_steps", params.get("steps", "?"))}'
             if 'dev_em' in table: em = f'{table.dev_em.dropna().iloc[-1]:.3f}' if table.dev_em.notna().any() else ''
         lines.append((job.method, str(job.seed), state, step, em))
     widths = [max(len(line[i]) for line in lines) for i in range(5)]

@@ -11,7 +11,8 @@ import pytest
 import yaml
 
 from credit_rl import compare
-from credit_rl.compare import Job, common_seeds, effort_table, find_runs, load_runs, main, markdown_table, module_hashes, paired_differences, plan_jobs, replay, run_jobs, seed_curves
+from credit_rl.compare import (Job, common_seeds, effort_table, find_runs, load_runs, main, markdown_table, module_hashes, paired_differences, plan_jobs, replay, run_jobs,
+                               seed_curves, status_table)
 from credit_rl.runlog import RunLog
 from credit_rl.train import make_config, train
 
@@ -28,6 +29,13 @@ def made_up(folder, method, seed, final=.5, steps=4, finished=True, params={}, *
         log.summary({'method': method, 'seed': seed, 'base_em': .2, 'final_em': final, 'questions': 60, 'seconds': 30, 'ceiling': {**SCORES, 'all': .9},
                      'base': SCORES, 'final': {**SCORES, 'em': final}, **summary})
     return log.folder
+
+
+@pytest.mark.parametrize('params, shown', [({}, '4/4'), ({'warm_steps': 300}, '4/300')])
+def test_status_shows_how_many_steps_there_will_be(tmp_path, params, shown):
+    "A warm-up's run has a number of steps of its own, beside the training's that it does not make."
+    job = Job('carl', 1, made_up(tmp_path, 'carl', 1, finished=False, params=params))
+    assert status_table([job]).splitlines()[1].split() == ['carl', '1', 'unfinished', shown, '0.500']
 
 
 # What the fake of 90_train does, given its parameters: writes a run folder. It fails where a file FAIL-METHOD-SEED stands beside the runs.
