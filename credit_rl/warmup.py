@@ -22,7 +22,7 @@ from .launch import Ranks
 from .layout import hidden_states, pack
 from .learner import Credit, Critic, Learner, Loss, Optimiser
 from .outcome import index_groups, outcome_rewards
-from .protocol import PROTOCOLS, Chat
+from .protocol import PROTOCOLS, Chat, read_context
 from .rollout import rollout
 from .runlog import atomic_folder, atomic_write
 from .tools import PythonTool, SearchTool
@@ -154,10 +154,14 @@ def draw_pairs(
     return order[before[kind] + (torch.rand(n, generator=generator) * size[kind]).long().clamp(max=size[kind] - 1)]
 
 # %% ../nbs/53_warmup.ipynb #c033
-def gold_shown(trajectory):  # a rollout in segments
-    "Assimilate segments that were shown the gold and are not the last: list of (place, whether the context kept it)."
+def gold_shown(
+    trajectory,                 # a rollout in segments
+    protocol=PROTOCOLS['carl'], # says what of a segment is its context
+):
+    "Assimilate segments that were shown the gold and are not the last: list of (place, whether the context kept it). What is written around the context is gone, so it counts for nothing."
     t, golds = trajectory, trajectory.question.answers
-    return [(k, first_occurrence([t.turns[k].action_text], golds) is not None) for k in range(1, len(t.turns) - 1)
+    kept = lambda turn: read_context(protocol, turn.action_text)[0]
+    return [(k, first_occurrence([kept(t.turns[k])], golds) is not None) for k in range(1, len(t.turns) - 1)
             if t.turns[k].kind == 'assimilate' and first_occurrence([t.turns[k - 1].observation_text], golds) is not None]
 
 def sign_pairs(

@@ -7,7 +7,8 @@ import torch
 from hypothesis import given, settings, strategies as st
 from sklearn.metrics import accuracy_score, explained_variance_score, roc_auc_score
 
-from credit_rl.warmup import GATE, cluster_questions, draw_evenly, gate
+from credit_rl.trajectory import Question, Stop, Trajectory, Turn
+from credit_rl.warmup import GATE, cluster_questions, draw_evenly, gate, gold_shown
 
 
 def example(seed, n=80):
@@ -62,3 +63,14 @@ def test_clusters_are_topics():
     clusters = cluster_questions(texts, k=2)
     assert len(set(clusters[:20])) == len(set(clusters[20:])) == 1 and clusters[0] != clusters[20]
     assert len(set(cluster_questions(['a'], k=50))) == 1
+
+
+READS = {'in the context': ('so <context>born in Budapest</context>', True), 'beside it': ('It is Budapest, so <context>a film</context>', False), 'after it': ('<context>a film</context> of Budapest', False),
+         'in a context begun again': ('<context>Budapest <context>a film</context>', False), 'in one that was not closed': ('so <context>Budapest', True), 'in none': ('Budapest', False)}
+
+
+@pytest.mark.parametrize('where', READS)
+def test_kept_is_what_the_next_state_holds(where):
+    text, kept = READS[where]
+    turns = [Turn(kind, (1,), (0.,), (), said, seen) for kind, said, seen in (('invoke', 'search', 'He was born in Budapest.'), ('assimilate', text, ''), ('commit', 'Budapest', ''))]
+    assert gold_shown(Trajectory(Question('q', 'Where?', ('Budapest',)), (0,), turns, Stop.ANSWER, 'Budapest')) == [(1, kept)]
