@@ -287,7 +287,7 @@ def warm_up(
         history += [(n, GateReport(**{**r, 'pairs': tuple(r['pairs'])})) for n, r in kept['history']]
     else: sit(0, math.nan)
     for step in range(history[-1][0] + 1, how.steps + 1):
-        if step > how.least and history[-1][1].passed: break
+        if history[-1][0] >= how.least and history[-1][1].passed: break
         chosen = draw_pairs(pairs.buckets, how.batch, generator)
         loss = _teach(learner, [pairs.contexts[i] for i in chosen.tolist()], pairs.returns[chosen])
         if step % how.every == 0 or step == how.steps: sit(step, loss)

@@ -8,7 +8,8 @@ from hypothesis import given, settings, strategies as st
 from sklearn.metrics import accuracy_score, explained_variance_score, roc_auc_score
 
 from credit_rl.trajectory import Question, Stop, Trajectory, Turn
-from credit_rl.warmup import GATE, cluster_questions, draw_evenly, gate, gold_shown
+from credit_rl import warmup
+from credit_rl.warmup import GATE, GateFailed, GateReport, Pairs, WarmUp, cluster_questions, draw_evenly, gate, gold_shown, warm_up
 
 
 def example(seed, n=80):
@@ -63,6 +64,21 @@ def test_clusters_are_topics():
     clusters = cluster_questions(texts, k=2)
     assert len(set(clusters[:20])) == len(set(clusters[20:])) == 1 and clusters[0] != clusters[20]
     assert len(set(cluster_questions(['a'], k=50))) == 1
+
+
+PASSES, FAILS = GateReport(.9, .9, .9, .9, .9, (1, 1)), GateReport(.1, .9, .9, .9, .9, (1, 1))
+
+
+@pytest.mark.parametrize('how, passes, sat', [((200, 60, 25), lambda step: True, [0, 25, 50, 75]), ((200, 50, 25), lambda step: True, [0, 25, 50]), ((200, 60, 25), lambda step: step != 75, [0, 25, 50, 75, 100]),
+                                              ((70, 60, 25), lambda step: True, [0, 25, 50, 70]), ((200, 0, 25), lambda step: True, [0]), ((100, 60, 25), lambda step: step < 60, None)])
+def test_the_first_pass_at_or_after_least_ends_it(monkeypatch, how, passes, sat):
+    "A pass before `least` counts for nothing, and `least` need not be a step of an examination."
+    taught = []
+    monkeypatch.setattr(warmup, '_teach', lambda *a: taught.append(a) or 0.)
+    run = lambda: [n for n, _ in warm_up(None, Pairs([[1]], torch.ones(1), torch.zeros(1, dtype=torch.long)), lambda: PASSES if passes(len(taught)) else FAILS, WarmUp(*how))]
+    if sat is None:
+        with pytest.raises(GateFailed, match='did not pass its gate in 100 steps.*FAILED: auc by 0.600'): run()
+    else: assert run() == sat and len(taught) == sat[-1]
 
 
 READS = {'in the context': ('so <context>born in Budapest</context>', True), 'beside it': ('It is Budapest, so <context>a film</context>', False), 'after it': ('<context>a film</context> of Budapest', False),
