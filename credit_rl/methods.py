@@ -433,13 +433,13 @@ def get_method(
 # %% ../nbs/54_methods.ipynb #c043
 def extra_passes(
     method,           # Method
-    critic=None,      # 'own' or 'shared'; None: the row's
+    critic=None,      # 'own', 'shared' or 'frozen'; None: the row's
     reference=False,  # the loss has a KL term
     recompute=False,  # old log-probabilities by the learner instead of the engine's
     teacher_every=0,  # 1: the teacher is the policy itself
 ):
     "Forwards without gradient over the batch in one step, by model: dict, {} if the row needs none."
-    own = (critic or (method.critic or {}).get('kind')) == 'own'
+    own = (critic or (method.critic or {}).get('kind')) in ('own', 'frozen')
     values, gold = 'values' in method.sees, 'gold' in method.sees
     plain = recompute or (values and not own)
     policy = (plain and not (gold and not values)) + gold + ('teacher' in method.sees and teacher_every == 1)

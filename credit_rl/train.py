@@ -20,7 +20,7 @@ from .estimate import Plan, describe, memory, read_sizes, step_seconds
 from .evaluate import check_model, evaluate, is_searched, load_model, load_tokenizer, make_environment, open_search, read_template, summarize
 from .launch import LaunchError, Ranks, is_rank, join_ranks, keep_traceback, launch, launch_command, read_hostfile, speak
 from .layout import AVERAGES, pack, take
-from .learner import Credit, DeepSpeedLearner, Learner, Loss, Optimiser, make_critic
+from .learner import CRITICS, Credit, DeepSpeedLearner, Learner, Loss, Optimiser, make_critic
 from .losses import kl
 from .methods import extra_passes, get_method, make_judge
 from .metrics import benchmark_metric
@@ -119,7 +119,7 @@ class Config(_Host):
     loss: dict = field(default_factory=dict)  # other fields of Loss, e.g. {'clip_high': 0.28, 'entropy': 0.001}
     recompute: bool = False      # old log-probabilities by a forward of the learner instead of the engine's own; with engine='vllm' always
     # who else looks at it, where the method asks
-    critic: str = None           # 'own' (a second model) or 'shared' (the policy's backbone); None: the method's own
+    critic: str = None           # 'own' (a second model), 'frozen' (one that never learns) or 'shared' (the policy's backbone); None: the method's own
     critic_rate: float = None    # learning rate of the critic's own parameters; None: learning_rate
     critic_mix: float = None     # what a critic's gradient into a shared backbone is multiplied by; None: the method's own
     critic_from: str = None      # folder of a warm-up (92_warmup): its head, and the backbone that it moved; None: a critic that knows nothing yet
@@ -208,7 +208,7 @@ def _check_start(c, method):
     for name in ('model', 'protocol', *(('data', 'seed', 'world') if c.model == 'tiny' else ())):
         now, then = json.loads(json.dumps(getattr(c, name))), warmed.settings[name]
         if now != then: raise ValueError(f'the critic in {c.critic_from} was warmed up with {name}={then!r}, this run has {now!r}; what it knows is of another model')
-    if c.lora and (c.critic or method.critic['kind']) == 'own': raise ValueError("lora with critic_from needs critic='shared': a critic of its own brings its own backbone")
+    if c.lora and (c.critic or method.critic['kind']) != 'shared': raise ValueError("lora with critic_from needs critic='shared': another critic brings a backbone of its own")
 
 # %% ../nbs/55_train.ipynb #c019
 def _check_numbers(c):
@@ -288,7 +288,7 @@ def _check_method(c, method, options):
         raise ValueError(f"{c.method} asks a judge: give options={{'judge': {{'base_url': 'http://localhost:8000/v1', 'model': 'NAME'}}}}")
     if 'call' in parts and c.max_turns > 2: raise ValueError(f'{c.method} knows one call and one answer, so max_turns must be 2, got {c.max_turns}; for more take mt-grpo*')
     if options.get('band') not in (None, *REWARD_BANDS): raise ValueError(f'band is one of {", ".join(REWARD_BANDS)}, got {options["band"]!r}')
-    if c.critic not in (None, 'own', 'shared'): raise ValueError(f"critic is 'own' or 'shared', got {c.critic!r}")
+    if c.critic not in (None, *CRITICS): raise ValueError(f"critic is {', '.join(CRITICS)}, got {c.critic!r}")
     if c.critic and not method.critic: raise ValueError(f'{c.method} has no critic; leave out critic={c.critic!r}')
     if c.teacher != 'self' and c.teacher_every: raise ValueError(f'a teacher of its own is never refreshed from the policy; leave out teacher_every={c.teacher_every}')
     if c.teacher != 'self': check_model(c.teacher)
@@ -781,10 +781,10 @@ def plan_of(config):
     "What of a configuration the estimate depends on: `Plan`."
     c, method = config, get_method(config.method)
     weight = c.loss.get('kl', method.loss.kl) if c.kl is None else c.kl
-    own = method.critic is not None and (c.critic or method.critic['kind']) == 'own'
-    copied = 'teacher' in method.sees and (c.teacher != 'self' or c.teacher_every != 1)
+    critic = method.critic and (c.critic or method.critic['kind'])
+    copied = ('teacher' in method.sees and (c.teacher != 'self' or c.teacher_every != 1)) + (critic == 'frozen')
     acting = min(c.act_rows, -(-c.questions_per_step // c.ranks) * c.group_size) * c.max_tokens
-    return Plan(c.stage if c.learner == 'deepspeed' else None, c.ranks, 4 if c.dtype == 'float32' else 2, own, int(bool(c.log_kl or weight)) + copied, c.row_tokens,
+    return Plan(c.stage if c.learner == 'deepspeed' else None, c.ranks, 4 if c.dtype == 'float32' else 2, critic == 'own', int(bool(c.log_kl or weight)) + copied, c.row_tokens,
                 c.gradient_checkpointing, 'offload_optimizer' in c.deepspeed.get('zero_optimization', {}), acting, _lora_share(c), c.engine == 'vllm', bool(c.vllm.get('sleep_level')))
 
 def _lora_share(c):

@@ -297,7 +297,7 @@ def test_tokens_read_are_those_of_rows_and_answers(world):
 
 @pytest.mark.parametrize('name, changes, message', [
     ('outcome+judge/calls', {}, 'asks a judge'), ('mt-grpo', {}, 'max_turns must be 2'), ('tips', {'options': {'band': 'tiny'}}, 'small, medium, large'),
-    ('grpo', {'critic': 'own'}, 'has no critic'), ('ppo', {'critic': 'mine'}, "'own' or 'shared'"), ('tips', {'teacher': 'data/tiny_base', 'teacher_every': 3}, 'never refreshed'),
+    ('grpo', {'critic': 'own'}, 'has no critic'), ('ppo', {'critic': 'mine'}, 'own, shared, frozen'), ('tips', {'teacher': 'data/tiny_base', 'teacher_every': 3}, 'never refreshed'),
     ('grpo', {'loss': {'cliphigh': 1}}, 'clip_high'), ('prs+prs/group', {}, 'exactly one outcome'), ('outcome/group/all/ppo/more', {}, 'rewards/rule/sampling/loss'),
     ('outcome/grup', {}, "did you mean 'group'"), ('prs+vspoo', {}, "did you mean 'prs.vspo'")])
 def test_refused_before_compute(root, monkeypatch, name, changes, message):
