@@ -56,7 +56,7 @@ _PANELS = (  # title, unit, metric → its name in the legend
     ('KL from the reference', 'nats per token', {'kl': ''}),
     ('gradient', 'norm before clipping', {'grad_norm': ''}),
     ('clipping', 'share of tokens', {'clip_fraction': ''}),
-    ('critic', 'explained variance', {'explained_variance': ''}),
+    ('critic', 'explained variance', {'explained_variance': 'of its targets', 'explained_outcome': 'of the outcome'}),
     ('signs of V', 'share right', {'sign_kept': 'gold kept: rises', 'sign_lost': 'gold lost: falls'}),
     ('value at the prompt', 'mean chance of success', {'value_start': ''}),
     ('do they call?', 'share with a call', {'tool_rate': ''}),
@@ -335,7 +335,8 @@ def critic_report(exam, model, head):
 
 # %% ../nbs/61_diagnostics.ipynb #c066
 def crossover(folder, bar=0.6):  # of a run
-    "The first step whose explained variance reaches a bar (CARL appendix I.2): int, None if none does."
+    "The first step whose explained variance of the outcome reaches a bar (CARL appendix I.2): int, None if none does. Runs that were logged before there was one tell that of the critic's targets."
     table = read_metrics(folder)
-    reached = table[table.explained_variance >= bar] if 'explained_variance' in table else ()
+    name = next((n for n in ('explained_outcome', 'explained_variance') if n in table), None)
+    reached = table[table[name] >= bar] if name else ()
     return int(reached.step.iloc[0]) if len(reached) else None

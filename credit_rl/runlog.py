@@ -112,7 +112,8 @@ METRICS |= {
     'engine_kl': 'estimate of KL(engine || learner) per sampled token, in nats',
     'sampler_weight': 'mean importance weight of a sampled token, learner over engine, after the cut',
     'sampler_cut': 'share of sampled tokens whose importance ratio lay outside the limits',
-    'explained_variance': '1 - Var(return - value) / Var(return), at most 1',
+    'explained_variance': "1 - Var(return - value) / Var(return) over the critic's targets: of PPO the λ-return of each token, of CARL the outcome at each segment; at most 1",
+    'explained_outcome': '1 - Var(outcome - value) / Var(outcome) over the states before turns, the same for all methods with a critic; at most 1',
     # segments and their critic
     'tool_rate': 'share of trajectories with at least one tool call',
     'value_start': "mean of the critic's value at the prompt",

@@ -24,7 +24,7 @@ from .learner import CRITICS, Credit, DeepSpeedLearner, Learner, Loss, Optimiser
 from .losses import kl
 from .methods import extra_passes, get_method, make_judge
 from .metrics import benchmark_metric
-from .critics import explained_variance
+from .critics import explained_variance, first_tokens
 from .outcome import group_share
 from .potentials import AlphaController, REWARD_BANDS, mean_abs_reward
 from .protocol import PROTOCOLS, Chat
@@ -536,11 +536,18 @@ def _note_credit(rewards, layout, seen, credit, learner, options, memory):
     if seen and seen.values is not None:
         valued = learner.critic.where(layout.token_turns)
         noted['explained_variance'] = explained_variance(seen.values[valued], credit.returns[valued])
+        noted['explained_outcome'] = _explained_outcome(seen.values, rewards['outcome'], layout)
     shaping = rewards.get('shaping', rewards.get('record'))
     if shaping is not None:
         noted |= {'alpha': options[_alpha(options)], 'mean_abs_shaping': mean_abs_reward(shaping, layout.turn_mask)}
         if 'alpha' in memory: memory['alpha'] = _moved(memory['alpha'], noted['mean_abs_shaping'])
     return noted
+
+def _explained_outcome(values, outcome, layout):
+    "Explained variance of the outcomes (N,) by the values (R, T) at the states before turns (CARL appendix I.2); trajectories without an outcome are left out."
+    row, position = first_tokens(layout.token_turns).nonzero(as_tuple=True)
+    came, said = outcome[layout.row_trajectory[row]], values[row, position]
+    return explained_variance(said[came.isfinite()], came[came.isfinite()])
 
 def _moved(state, size):
     "A controller's state after one more step of shaping rewards of a mean size."

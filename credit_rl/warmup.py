@@ -22,7 +22,7 @@ from .launch import Ranks
 from .layout import hidden_states, pack
 from .learner import Credit, Critic, Learner, Loss, Optimiser
 from .outcome import index_groups, outcome_rewards
-from .protocol import PROTOCOLS, Chat
+from .protocol import PROTOCOLS, Chat, read_context
 from .rollout import rollout
 from .runlog import atomic_folder, atomic_write
 from .tools import PythonTool, SearchTool
@@ -154,10 +154,14 @@ def draw_pairs(
     return order[before[kind] + (torch.rand(n, generator=generator) * size[kind]).long().clamp(max=size[kind] - 1)]
 
 # %% ../nbs/53_warmup.ipynb #c033
-def gold_shown(trajectory):  # a rollout in segments
-    "Assimilate segments that were shown the gold and are not the last: list of (place, whether the context kept it)."
+def gold_shown(
+    trajectory,                 # a rollout in segments
+    protocol=PROTOCOLS['carl'], # says what of a segment is its context
+):
+    "Assimilate segments that were shown the gold and are not the last: list of (place, whether the context kept it). What is written around the context is gone, so it counts for nothing."
     t, golds = trajectory, trajectory.question.answers
-    return [(k, first_occurrence([t.turns[k].action_text], golds) is not None) for k in range(1, len(t.turns) - 1)
+    kept = lambda turn: read_context(protocol, turn.action_text)[0]
+    return [(k, first_occurrence([kept(t.turns[k])], golds) is not None) for k in range(1, len(t.turns) - 1)
             if t.turns[k].kind == 'assimilate' and first_occurrence([t.turns[k - 1].observation_text], golds) is not None]
 
 def sign_pairs(
@@ -283,7 +287,7 @@ def warm_up(
         history += [(n, GateReport(**{**r, 'pairs': tuple(r['pairs'])})) for n, r in kept['history']]
     else: sit(0, math.nan)
     for step in range(history[-1][0] + 1, how.steps + 1):
-        if step > how.least and history[-1][1].passed: break
+        if history[-1][0] >= how.least and history[-1][1].passed: break
         chosen = draw_pairs(pairs.buckets, how.batch, generator)
         loss = _teach(learner, [pairs.contexts[i] for i in chosen.tolist()], pairs.returns[chosen])
         if step % how.every == 0 or step == how.steps: sit(step, loss)
@@ -336,7 +340,7 @@ class Collecting:
     kind: str = 'curated'  # or 'random'
     prompts: tuple = ('direct', 'forced', 'optional')
     tries: int = 5         # no-tool rollouts that tell a question's tier
-    per_tier: int = 8000   # questions of each tier, at most
+    per_tier: object = 8000  # questions of each tier, at most: one number, or a pair for Tier 1 and Tier 2 (CARL table 4: 8,800 and 7,200 at 7B)
     repeats: int = 1       # rollouts of a question under each prompt
     clusters: int = 50     # of questions
     other: float = 0.3     # share of questions whose programs search elsewhere
@@ -345,9 +349,15 @@ class Collecting:
 
     def __post_init__(self):
         if self.kind not in ('curated', 'random'): raise ValueError(f"rollouts are collected 'curated' or 'random', got {self.kind!r}")
-        if min(self.tries, self.per_tier, self.repeats, self.clusters) < 1: raise ValueError('tries, per_tier, repeats and clusters are at least 1, '
-                                                                                           f'got {self.tries}, {self.per_tier}, {self.repeats} and {self.clusters}')
+        if min(self.tries, self.repeats, self.clusters) < 1: raise ValueError(f'tries, repeats and clusters are at least 1, got {self.tries}, {self.repeats} and {self.clusters}')
         if not 0 <= self.other <= 1: raise ValueError(f'other is a share in [0, 1], got {self.other}')
+        if len(self.wanted) != 2 or not all(type(n) is int and n >= 1 for n in self.wanted):
+            raise ValueError(f'per_tier is a number of questions, at least 1, or a pair of them for Tier 1 and Tier 2 as in (8800, 7200), got {self.per_tier!r}')
+
+    @property
+    def wanted(self):
+        "Questions of Tier 1 and of Tier 2, at most: a pair."
+        return tuple(self.per_tier) if isinstance(self.per_tier, (tuple, list)) else (self.per_tier, self.per_tier)
 
 # %% ../nbs/53_warmup.ipynb #c060
 @dataclass(frozen=True)
@@ -380,12 +390,12 @@ def choose_questions(
     how,        # Collecting
     embed=None, # as for cluster_questions
 ):
-    "Draw as many questions of each tier, evenly over clusters, or (random) any: list of indices."
-    if how.kind == 'random': return sorted(random.Random(how.seed).sample(range(len(questions)), min(2 * how.per_tier, len(questions))))
+    "Draw so many questions of each tier, evenly over clusters, or (random) as many of any: list of indices. A tier that has no more than are wanted is taken whole."
+    if how.kind == 'random': return sorted(random.Random(how.seed).sample(range(len(questions)), min(sum(how.wanted), len(questions))))
     clusters, out = cluster_questions([q.text for q in questions], how.clusters, how.seed, embed), []
-    for t in (1, 2):
+    for t, n in zip((1, 2), how.wanted):
         own = (tier == t).nonzero()[:, 0].tolist()
-        out += [own[i] for i in draw_evenly([clusters[i] for i in own], min(how.per_tier, len(own)), how.seed)]
+        out += [own[i] for i in draw_evenly([clusters[i] for i in own], min(n, len(own)), how.seed)]
     return sorted(out)
 
 # %% ../nbs/53_warmup.ipynb #c063
@@ -405,6 +415,8 @@ def collect(
     tier = tiers(play(prompted(env, 'direct'), questions, how.tries, 'tiers', how.seed), how.metric)
     if say: say(f'{len(questions)} questions: {int((tier == 2).sum())} that it knows (Tier 2), {int((tier == 1).sum())} that it does not (Tier 1)')
     if len(tier.unique()) < 2: raise ValueError(f'all {len(questions)} questions are of Tier {int(tier[0])}: a critic cannot learn what tells the tiers apart; take other questions')
+    whole = [f'all {n} of Tier {t}, of which {wanted} may be taken' for t, wanted in zip((1, 2), how.wanted) if (n := int((tier == t).sum())) <= wanted]
+    if say and whole and how.kind == 'curated': say(f'takes {" and ".join(whole)}: clusters choose nothing there; give more questions or a smaller per_tier')
     chosen = choose_questions(questions, tier, how, embed)
     elsewhere = set(random.Random(how.seed + 1).sample(chosen, round(how.other * len(chosen)))) if other and how.kind == 'curated' else set()
     played, prompts, own = [], [], []

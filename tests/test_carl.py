@@ -22,7 +22,7 @@ from credit_rl.tools import PythonTool, SearchTool
 from credit_rl import prepare as preparing, train as training
 from credit_rl import competence
 from credit_rl.competence import examine_run, examined
-from credit_rl.critics import at_states, segment_starts
+from credit_rl.critics import at_states, first_tokens, segment_starts
 from credit_rl.engine import ScriptedEngine
 from credit_rl.evaluate import load_model
 from credit_rl.layout import pack
@@ -30,7 +30,7 @@ from credit_rl.learner import Learner
 from credit_rl.prepare import gate_table, make_warming, prepare
 from credit_rl.tiny import NOISY_CODER, act_coder, memory_of
 from credit_rl.train import check, make_config, set_stage, train, tiny_worlds
-from credit_rl.trajectory import Group, Result, to_json, trajectory_from_json
+from credit_rl.trajectory import Group, Question, Result, Stop, Trajectory, Turn, to_json, trajectory_from_json
 from credit_rl.warmup import GATE, GateReport, gold_shown, read_warmed
 from test_runs import papermill, shown
 
@@ -202,11 +202,26 @@ def test_log_probs_of_a_run_are_those_of_each_rows_own_context(tmp_path, model):
     torch.testing.assert_close(seen.logp, layout.logps, atol=1e-4, rtol=0)
 
 
+def test_explained_variance_is_of_the_outcome_at_the_states_before_segments():
+    "By hand: values .5, .9 and .5 at three states whose rollouts came to 1, 1 and 0. Var(R) = 2/9; R - V is .5, .1, -.5, of variance .51/3 - 1/900 = .152/.9; so 1 - .76 = .24."
+    turn = lambda kind, ids: Turn(kind, ids, [0.] * len(ids), (), '', '')
+    question = Question('q', '', ('a',))
+    group = Group(question, [Trajectory(question, (0,), [dataclasses.replace(turn('invoke', (1, 2)), observation_ids=(3,)), turn('commit', (4, 5))], Stop.ANSWER, 'a'),
+                             Trajectory(question, (0,), [turn('commit', (6, 7, 8))], Stop.ANSWER, 'b'), Trajectory(question, (0,), [turn('commit', (6,))], Stop.ANSWER, 'c')])
+    layout = pack([group])
+    values = torch.full(layout.ids.shape, 9.)                                               # of the tokens inside segments nobody asks
+    for (row, position), value in zip((first_tokens(layout.token_turns)).nonzero().tolist(), (.5, .9, .5, .1)): values[row, position] = value
+    assert abs(training._explained_outcome(values, torch.tensor([1., 0., math.nan]), layout) - .24) < 1e-6      # the last one's outcome is not known
+    assert math.isnan(training._explained_outcome(values, torch.ones(3), layout))
+
+
 @pytest.mark.parametrize('settings', [dict(method='grpo'), dict(method='ppo', critic='shared', critic_mix=0., options={'lam': .95}), dict(options={'lam': 1.})], ids=['grpo', 'ppo', 'lambda 1'])
 def test_matched_baselines_run_by_other_settings(model, scripted, tmp_path, settings):
     table = read_metrics(quiet({**TINY, 'model': model, 'kl': .01, 'run': str(tmp_path / 'run'), **settings}))
     assert table.updates[1:].eq(2).all() and table.loss[1:].notna().all() and table.tool_rate[1:].notna().all()
-    assert ('value_start' in table) == (settings.get('method') != 'grpo')
+    assert ('value_start' in table) == ('explained_outcome' in table) == (settings.get('method') != 'grpo')
+    if settings.get('method') == 'ppo': assert table.explained_outcome[1] == 0 and table.explained_variance[1] == 0       # cold: one value everywhere
+    if not settings.get('method'): assert table.explained_outcome[1:].tolist() == table.explained_variance[1:].tolist()   # the outcome is what CARL's critic is taught
 
 
 def test_a_resumed_run_is_the_whole_one(model, tmp_path):

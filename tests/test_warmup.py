@@ -7,7 +7,13 @@ import torch
 from hypothesis import given, settings, strategies as st
 from sklearn.metrics import accuracy_score, explained_variance_score, roc_auc_score
 
-from credit_rl.warmup import GATE, cluster_questions, draw_evenly, gate
+from credit_rl.engine import Sampling, ScriptedEngine
+from credit_rl.protocol import PROTOCOLS, Chat
+from credit_rl.tiny import NOISY_CODER, act_coder, memory_of, tiny_environment, tiny_tokenizer
+from credit_rl.trajectory import Question, Stop, Trajectory, Turn
+from credit_rl import warmup
+from credit_rl.warmup import GATE, Collecting, GateFailed, GateReport, Pairs, WarmUp, choose_questions, cluster_questions, collect, draw_evenly, gate, gold_shown, warm_up
+from credit_rl.world import make_world
 
 
 def example(seed, n=80):
@@ -62,3 +68,63 @@ def test_clusters_are_topics():
     clusters = cluster_questions(texts, k=2)
     assert len(set(clusters[:20])) == len(set(clusters[20:])) == 1 and clusters[0] != clusters[20]
     assert len(set(cluster_questions(['a'], k=50))) == 1
+
+
+PASSES, FAILS = GateReport(.9, .9, .9, .9, .9, (1, 1)), GateReport(.1, .9, .9, .9, .9, (1, 1))
+
+
+@pytest.mark.parametrize('how, passes, sat', [((200, 60, 25), lambda step: True, [0, 25, 50, 75]), ((200, 50, 25), lambda step: True, [0, 25, 50]), ((200, 60, 25), lambda step: step != 75, [0, 25, 50, 75, 100]),
+                                              ((70, 60, 25), lambda step: True, [0, 25, 50, 70]), ((200, 0, 25), lambda step: True, [0]), ((100, 60, 25), lambda step: step < 60, None)])
+def test_the_first_pass_at_or_after_least_ends_it(monkeypatch, how, passes, sat):
+    "A pass before `least` counts for nothing, and `least` need not be a step of an examination."
+    taught = []
+    monkeypatch.setattr(warmup, '_teach', lambda *a: taught.append(a) or 0.)
+    run = lambda: [n for n, _ in warm_up(None, Pairs([[1]], torch.ones(1), torch.zeros(1, dtype=torch.long)), lambda: PASSES if passes(len(taught)) else FAILS, WarmUp(*how))]
+    if sat is None:
+        with pytest.raises(GateFailed, match='did not pass its gate in 100 steps.*FAILED: auc by 0.600'): run()
+    else: assert run() == sat and len(taught) == sat[-1]
+
+
+READS = {'in the context': ('so <context>born in Budapest</context>', True), 'beside it': ('It is Budapest, so <context>a film</context>', False), 'after it': ('<context>a film</context> of Budapest', False),
+         'in a context begun again': ('<context>Budapest <context>a film</context>', False), 'in one that was not closed': ('so <context>Budapest', True), 'in none': ('Budapest', False)}
+
+
+@pytest.mark.parametrize('where', READS)
+def test_kept_is_what_the_next_state_holds(where):
+    text, kept = READS[where]
+    turns = [Turn(kind, (1,), (0.,), (), said, seen) for kind, said, seen in (('invoke', 'search', 'He was born in Budapest.'), ('assimilate', text, ''), ('commit', 'Budapest', ''))]
+    assert gold_shown(Trajectory(Question('q', 'Where?', ('Budapest',)), (0,), turns, Stop.ANSWER, 'Budapest')) == [(1, kept)]
+
+
+# ---- who is asked ----
+
+QUESTIONS = [Question(f'q{i}', f'who directed film {i}' if i % 3 else f'what is {i} plus {i}', ('7',)) for i in range(60)]
+TIER = torch.tensor([1 + i % 2 for i in range(60)])
+
+
+@pytest.mark.parametrize('per_tier, drawn', [(5, (5, 5)), ((9, 4), (9, 4)), ([4, 9], (4, 9)), (100, (30, 30)), ((100, 3), (30, 3))])
+def test_so_many_questions_of_each_tier(per_tier, drawn):
+    how = Collecting(per_tier=per_tier, clusters=2)
+    chosen = choose_questions(QUESTIONS, TIER, how)
+    assert len(set(chosen)) == len(chosen) and tuple((TIER[chosen] == t).sum().item() for t in (1, 2)) == drawn
+    for t, n in zip((1, 2), drawn):                                            # a third of the questions are sums; half of those drawn, until there are no more
+        sums = sum(QUESTIONS[i].text.startswith('what') for i in chosen if TIER[i] == t)
+        assert abs(sums - min(n / 2, 10)) <= .5
+    assert len(choose_questions(QUESTIONS, TIER, Collecting('random', per_tier=per_tier))) == min(60, sum(how.wanted))
+
+
+@pytest.mark.parametrize('per_tier', [0, (3,), (3, 0), (1, 2, 3), 2.5, '8', None])
+def test_what_is_no_number_of_questions(per_tier):
+    with pytest.raises(ValueError, match=r'per_tier is a number of questions, at least 1, or a pair'): Collecting(per_tier=per_tier)
+
+
+@pytest.mark.parametrize('per_tier, said', [((9, 9), None), ((11, 9), 'takes all 11 of Tier 1, of which 11 may be taken: clusters choose nothing there'),
+                                            (50, 'takes all 11 of Tier 1, of which 50 may be taken and all 11 of Tier 2, of which 50 may be taken: clusters')])
+def test_a_tier_that_is_taken_whole_is_said(per_tier, said):
+    world = make_world('dev', seed=3, size=200, questions=12, hops=(1,), famous=12)
+    env = tiny_environment(world, Chat(PROTOCOLS['carl-tiny'], tiny_tokenizer(numbers=True)))
+    engine, lines = ScriptedEngine(lambda text, rng: act_coder(text, rng, NOISY_CODER, memory_of(world)), env.chat.tokenizer), []
+    data = collect(engine, env, [q for q in world.questions if q.meta['parametric']][:11] + [q for q in world.questions if not q.meta['parametric']][:11], Sampling(),
+                   Collecting(per_tier=per_tier, clusters=3), say=lines.append)
+    assert lines[0].startswith('22 questions: 11 that it knows')
+    assert [line[:len(said or '')] for line in lines[1:]] == ([said] if said else []) and len(data.questions) == sum(min(11, n) for n in Collecting(per_tier=per_tier).wanted)
