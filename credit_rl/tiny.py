@@ -397,7 +397,7 @@ def code_warm_start(tokenizer, seed=0,
     learned = _endless_rows(rows(code_recollections(tokenizer, known)), 96, seed)
     read = code_readings(tokenizer, CODE_READER, known, seed, times)
     _part('games', played, games, progress, model=model, batches=shown, learning_rate=2e-3)
-    parts = (shown, learned, drill(32)) + ((_endless_rows(read, 96, seed),) if read else ())
+    parts = (shown, learned, drill(32)) + ((_endless_rows(read, 48, seed),) if read else ())
     _part('mixed', recalled, mixed, progress, slice(1, None, len(parts)), model=model, batches=joined.from_iterable(zip(*parts)), learning_rate=2e-3, cooldown=200)
     return model.eval()
 
