@@ -227,8 +227,7 @@ def _sets(c): return c.data.split('+')
 
 def _check_sets(c):
     "Refuse data sets that are unknown or cannot be mixed."
-    metrics = {(b.metric, b.rel_tol if b.metric != 'em' else None) for b in map(get_benchmark, _sets(c))}
-    if len(metrics) > 1: raise ValueError(f'{c.data} mixes sets that are scored differently ({", ".join(sorted(m for m, _ in metrics))}); train on those that are scored alike')
+    for name in _sets(c): get_benchmark(name)
     if len(_sets(c)) > 1 and not c.corpus and c.protocol != 'direct':
         raise ValueError(f'{c.data}: several sets are searched in one place; give it as corpus (passages, what BM25.save wrote, or the url of a search server)')
 
@@ -399,12 +398,18 @@ def draw_questions(questions, n, step, seed):
     return chosen
 
 # %% ../nbs/55_train.ipynb #c043
+def _metric_of(names):
+    "What the data sets of a run are scored by: one function, or by set where they differ."
+    sets = [get_benchmark(name) for name in names]
+    alike = len({(b.metric, b.rel_tol if b.metric != 'em' else None) for b in sets}) == 1
+    return benchmark_metric(sets[0].name) if alike else {b.name: benchmark_metric(b.name) for b in sets}
+
 def options_of(config, method, chat=None):
     "A method's options for a run: those that are set, and for the others what the data's own metric and the protocol's tags say."
     options = method.settings(config.options)
     ours = {'right': 'em', 'metric': 'em'} if config.data != 'tiny' else {}
     for name, usual in ours.items():
-        if name not in config.options and options.get(name) == usual: options[name] = benchmark_metric(_sets(config)[0])
+        if name not in config.options and options.get(name) == usual: options[name] = _metric_of(_sets(config))
     if chat and 'tags' in options and 'tags' not in config.options: options['tags'] = (chat.protocol.think_tag, chat.protocol.call_tag, chat.protocol.answer_tag)
     return options
 

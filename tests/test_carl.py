@@ -27,6 +27,7 @@ from credit_rl.engine import ScriptedEngine
 from credit_rl.evaluate import load_model
 from credit_rl.layout import pack
 from credit_rl.learner import Learner
+from credit_rl.outcome import outcome_rewards
 from credit_rl.prepare import gate_table, make_warming, prepare
 from credit_rl.tiny import NOISY_CODER, act_coder, memory_of
 from credit_rl.train import check, make_config, set_stage, train, tiny_worlds
@@ -133,6 +134,23 @@ def test_each_set_trains_and_is_evaluated_by_programs(spoken, rows, tmp_path, na
     manifest = json.loads((folder / name / 'manifest.json').read_text())
     assert manifest['limits'] == {'max_turns': 15, 'turn_tokens': 8, 'max_tokens': 12000, 'context_tokens': 6} and manifest['protocol']['name'] == 'carl'
     assert (manifest['corpus'] is None) == (name in ('gsm8k', 'finqa')) and len(read_turns(folder / name)) == 2
+
+
+def test_sets_that_are_scored_differently_train_together(spoken, rows, tmp_path, monkeypatch):
+    "GSM8K's questions are scored as numbers, HotpotQA's by exact match, within one batch."
+    for name, file in (('gsm8k', '{}.jsonl'), ('hotpotqa', 'hotpot_{}.json')):
+        (tmp_path / 'sets' / name).mkdir(parents=True)
+        for split in ('train', 'test') if name == 'gsm8k' else ('train', 'dev_distractor'): shutil.copy(rows(name), tmp_path / 'sets' / name / file.format(split))
+    settings = {**REAL, 'data': 'hotpotqa+gsm8k', 'path': str(tmp_path / 'sets'), 'corpus': rows('hotpotqa'), 'model': spoken, 'questions': 10 ** 6, 'questions_per_step': 8, 'run': str(tmp_path / 'run')}
+    metric = training.options_of(make_config(settings), training.get_method('carl'))['metric']
+    ask = lambda source: Question('q', '', ('-12.5',), source)
+    said = [Group(ask(s), [Trajectory(ask(s), (0,), [Turn('commit', (1,), (0.,), (), '', '')], Stop.ANSWER, '12.5')]) for s in ('hotpotqa', 'gsm8k')]
+    assert outcome_rewards(said, metric).tolist() == [1, 0] and set(metric) == {'hotpotqa', 'gsm8k'}        # SQuAD's exact match drops the sign
+    table = read_metrics(quiet(settings))
+    assert table.updates.iloc[-1] == 2 and table.reward[1:].notna().all()
+    played = {trajectory_from_json(r['trajectory']).question.source for r in read_turns(tmp_path / 'run')}
+    assert played == {'hotpotqa', 'gsm8k'}
+    assert callable(training.options_of(make_config({**settings, 'data': 'hotpotqa+musique'}), training.get_method('carl'))['metric'])   # these are scored alike
 
 
 # ---- training ----
