@@ -23,9 +23,9 @@ from .layout import AVERAGES, pack, take
 from .learner import CRITICS, Credit, DeepSpeedLearner, Learner, Loss, Optimiser, make_critic
 from .losses import kl
 from .methods import extra_passes, get_method, make_judge
-from .metrics import benchmark_metric
+from .metrics import benchmark_metric, exact_match
 from .critics import explained_variance, first_tokens
-from .outcome import group_share
+from .outcome import group_share, outcome_rewards
 from .potentials import AlphaController, REWARD_BANDS, mean_abs_reward
 from .protocol import PROTOCOLS, Chat
 from .retrieval import BM25
@@ -689,10 +689,12 @@ class _Run:
         self.memory = {'best': -1., 'best_step': 0, 'rates': [], 'base': None}
 
     def evaluate(self, part):
-        "Greedy play on the 'dev' or 'test' questions, dealt out over the ranks: (means, groups)."
+        "Greedy play on the 'dev' or 'test' questions, dealt out over the ranks: (means, groups). Where the data are scored by more than exact match, 'right' is the share right by that."
         sampling = Sampling(greedy=True, max_tokens=self.config.turn_tokens)
         groups = self.ranks.each(self.stage.questions[part], lambda share: evaluate(self.engine, self.stage.environments[part], share, sampling)[1])
-        return summarize(groups), groups
+        metric = options_of(self.config, self.method)['right']
+        own = {} if metric in ('em', exact_match) else {'right': outcome_rewards(groups, metric).double().mean().item()}
+        return summarize(groups) | own, groups
 
     def checkpoint(self, step, name=None):
         "Save learner and memory atomically: all ranks write into the folder that the first one makes."
@@ -718,10 +720,11 @@ class _Run:
 def _dev(run, step, logged):
     "Evaluate on dev questions, log the step, and keep a checkpoint (the best under that name)."
     with run.log.timed('dev'): scores, _ = run.evaluate('dev')
-    dev = {f'dev_{k}' if not k.isdigit() else f'dev_em_{k}': v for k, v in scores.items() if k.isdigit() or k in ('em', 'f1', 'answer_rate', 'turns', 'calls')}
+    dev = {f'dev_{k}' if not k.isdigit() else f'dev_em_{k}': v for k, v in scores.items() if k.isdigit() or k in ('em', 'right', 'f1', 'answer_rate', 'turns', 'calls')}
     run.log.metrics(step, **logged, **dev)
-    better = scores['em'] > run.memory['best']
-    if better: run.memory |= {'best': scores['em'], 'best_step': step}
+    chosen_by = scores.get('right', scores['em'])
+    better = chosen_by > run.memory['best']
+    if better: run.memory |= {'best': chosen_by, 'best_step': step}
     run.checkpoint(step, 'best' if better else None)
     return scores['em']
 
