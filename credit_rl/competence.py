@@ -18,6 +18,7 @@ from .diagnostics import assimilation, competence_table, critic_report, hop_tabl
 from .engine import HFEngine, Sampling, seed_of
 from .evaluate import bootstrap_interval, evaluate, load_model
 from .export import _checkpoint, read_policy
+from .learner import saved_critic
 from .methods import get_method
 from .outcome import outcome_rewards
 from .prepare import is_warmup
@@ -43,12 +44,10 @@ class Agent:
 
 # %% ../nbs/65_competence.ipynb #c006
 def _read_critic(config, policy, folder):
-    "The critic of a checkpoint as (model, head); None for a method without one. Raises FileNotFoundError on the pieces of a DeepSpeed checkpoint."
+    "The critic of a checkpoint as (model, head); None for a method without one."
     made = get_method(config.method).critic
     if not made: return None
-    place = Path(folder)/'learner.pt'
-    if not place.exists(): raise FileNotFoundError(f'{folder} holds no learner.pt: the critic is read from checkpoints of the plain learner so far, this run had learner={config.learner!r}')
-    saved = {n.removeprefix('critic.'): w for n, w in torch.load(place, map_location='cpu', weights_only=True)['scorer'].items() if n.startswith('critic.')}
+    saved = saved_critic(folder)
     head = {'linear': LinearHead, 'competence': CompetenceHead}[made['head']](policy.config.hidden_size)
     part = lambda name: {n.removeprefix(f'{name}.'): w for n, w in saved.items() if n.startswith(f'{name}.')}
     head.load_state_dict(part('head'))
@@ -78,7 +77,7 @@ def examine_agent(agent, tries=5, progress=None):
     """Put CARL's questions to an agent (tables 3, 6, 11, 12, 14-16, 18, 19): dict of JSON values, None where there was nothing to measure.
 
     `tiers`: questions of each tier. `greedy`, `sampled`: `competence_table` by tier. `hops`, `notes`, `broken`: `hop_table`, `assimilation`, `resilience` on Tier 2;
-    `known_before`: exact match of the base on it without tools. `critic`: None, or `auc`, `ece`, `brier`, `explained_variance`, mean `value` by tier, `signs`, and for each
+    `known_before`: share that the base gets right of it without tools; right is by the run's own metric throughout. `critic`: None, or `auc`, `ece`, `brier`, `explained_variance`, mean `value` by tier, `signs`, and for each
     question V(s_0), `chances`, and what came of it, `outcomes`.
     """
     step = progress or (lambda line: None)
@@ -91,12 +90,13 @@ def examine_agent(agent, tries=5, progress=None):
     groups = evaluate(a.engine, a.env, a.questions, greedy)[1]
     step('play, sampled')
     chosen = rollout(a.engine, a.env, a.questions, 1, a.sampling, seed_of('competence', a.seed))
-    table = lambda played: competence_table([g.trajectories[0] for g in played], tier.tolist()).to_dict('index')
+    table = lambda played: competence_table([g.trajectories[0] for g in played], tier.tolist(), metric).to_dict('index')
     first = [g.trajectories[0] for g in groups]
     out = {'tiers': {t: int((tier == t).sum()) for t in (1, 2)}, 'greedy': table(groups), 'sampled': table(chosen), 'notes': assimilation(first, a.env.chat.protocol),
-           'hops': hop_table(first).to_dict('index') if any('hops' in q.meta for q in a.questions) else None}
+           'hops': hop_table(first, metric).to_dict('index') if any('hops' in q.meta for q in a.questions) else None}
     step('play with broken tools')
-    out |= {'broken': resilience(a.engine, a.env, known, greedy) if known else None, 'known_before': evaluate(a.base, direct, known, greedy)[0]['em'] if known else math.nan, 'critic': None}
+    out |= {'broken': resilience(a.engine, a.env, known, greedy, metric) if known else None,
+            'known_before': outcome_rewards(evaluate(a.base, direct, known, greedy)[1], metric).double().mean().item() if known else math.nan, 'critic': None}
     if a.critic:
         step('its critic')
         forced = rollout(a.engine, prompted(a.env, 'forced'), a.questions, 1, a.sampling, seed_of('competence, forced', a.seed))
@@ -150,14 +150,14 @@ _BY_TIER = {f'{name}, {what}': (tier, name) for tier, what in (('2', 'known'), (
 def _asked(found, tier, name):
     "A measure of greedy play: of a tier (NaN if no question is of it), or of all questions (None)."
     play = found['greedy']
-    if tier: return play[tier][name] if tier in play else math.nan
-    return sum(row[name] * row['n'] for row in play.values()) / sum(row['n'] for row in play.values())
+    if tier: return play[tier].get(name, math.nan) if tier in play else math.nan
+    return sum(row.get(name, math.nan) * row['n'] for row in play.values()) / sum(row['n'] for row in play.values())
 
 # %% ../nbs/65_competence.ipynb #c019
 def asking_table(folders):  # as in find_runs
     "Tool rate and exact match by tier, means over seeds (CARL tables 3 and 6): a pandas DataFrame, a row for each method."
     import pandas as pd
-    wanted = _BY_TIER | {name: (None, name) for name in ('EM', 'calls', 'tokens', 'wrong, no call')}
+    wanted = _BY_TIER | {name: (None, name) for name in ('EM', 'CARL match', 'calls', 'tokens', 'wrong, no call')}
     table = pd.DataFrame([{'method': method, **{title: _asked(found, *of) for title, of in wanted.items()}} for method, _, found in examined(folders)]).groupby('method', sort=False)
     return table.mean().assign(seeds=table.size())
 

@@ -15,7 +15,8 @@ from pathlib import Path
 import yaml
 from .critics import auc, brier, expected_calibration_error, reliability
 from .evaluate import evaluate, measure
-from .metrics import normalize
+from .metrics import carl_match, normalize
+from .outcome import outcome_of, outcome_rewards
 from .protocol import read_context
 from .runlog import _by_step, read_metrics, read_turns
 from .warmup import prompted
@@ -240,21 +241,24 @@ def departures(trajectories):  # of a tiny world's questions
 def competence_table(
     trajectories,  # list of N Trajectory
     tier,          # (N,) 1 or 2 of each one's question
-    metric=None,   # function (prediction, golds) -> float; None: exact match
+    metric='em',   # what counts as right, see outcome_of
 ):
-    "Compare play by tier (CARL tables 3, 6 and 19): a pandas DataFrame with a row for each tier; `wrong` shares are of all its rollouts."
+    "Compare play by tier (CARL tables 3, 6 and 19): a pandas DataFrame with a row for each tier. `EM` is what is right by the metric, `CARL match` by the paper's evaluation; `wrong` shares are of all its rollouts."
     import pandas as pd
-    right = lambda t: measure(t)['em'] if metric is None else 0. if t.answer is None else metric(t.answer, list(t.question.answers))
-    rows = [{'tier': int(k), 'EM': right(t), 'tool rate': float(measure(t)['calls'] > 0), 'calls': measure(t)['calls'], 'tokens': measure(t)['tokens'],
+    right = lambda t: outcome_of(t, metric)
+    rows = [{'tier': int(k), 'EM': right(t), 'CARL match': outcome_of(t, carl_match), 'tool rate': float(measure(t)['calls'] > 0), 'calls': measure(t)['calls'], 'tokens': measure(t)['tokens'],
              'wrong, answered': float(t.answer is not None and not right(t)), 'wrong, no call': float(not right(t) and not measure(t)['calls'])} for t, k in zip(trajectories, tier, strict=True)]
     table = pd.DataFrame(rows)
     return table.groupby('tier').mean().assign(n=table.tier.value_counts())
 
 # %% ../nbs/61_diagnostics.ipynb #c051
-def hop_table(trajectories):  # list of Trajectory
-    "Exact match by the number of hops that questions tell (CARL table 18): a pandas DataFrame. Raises ValueError where none does."
+def hop_table(
+    trajectories,  # list of Trajectory
+    metric='em',   # what counts as right, see outcome_of
+):
+    "Share right by the number of hops that questions tell (CARL table 18): a pandas DataFrame. Raises ValueError where none does."
     import pandas as pd
-    rows = [(t.question.meta['hops'], measure(t)['em']) for t in trajectories if 'hops' in t.question.meta]
+    rows = [(t.question.meta['hops'], outcome_of(t, metric)) for t in trajectories if 'hops' in t.question.meta]
     if not rows: raise ValueError('none of these questions says how many hops it takes (meta hops)')
     table = pd.DataFrame(rows, columns=['hops', 'EM']).groupby('hops').EM.agg(['mean', 'size'])
     return table.set_axis(['EM', 'n'], axis=1)
@@ -295,11 +299,12 @@ class Disturbed:
         return [others(pair)[-1] if others(pair) else ('', pair[1]) for pair in found]
 
 # %% ../nbs/61_diagnostics.ipynb #c058
-def resilience(engine, env, questions, sampling=None):
-    "Exact match on questions that are known, with a forced call whose output works or does not, and without tools (CARL tables 15 and 16): dict."
+def resilience(engine, env, questions, sampling=None, metric='em'):
+    "Share right, by a metric of outcome_of, on questions that are known, with a forced call whose output works or does not, and without tools (CARL tables 15 and 16): dict."
     out, forced = {}, prompted(env, 'forced')
-    for how in OUTPUTS: out[how] = evaluate(engine, replace(forced, tool=Disturbed(env.tool, how)), questions, sampling)[0]['em']
-    return {**out, 'no tool': evaluate(engine, prompted(env, 'direct'), questions, sampling)[0]['em']}
+    share = lambda where: outcome_rewards(evaluate(engine, where, questions, sampling)[1], metric).double().mean().item()
+    for how in OUTPUTS: out[how] = share(replace(forced, tool=Disturbed(env.tool, how)))
+    return {**out, 'no tool': share(prompted(env, 'direct'))}
 
 # %% ../nbs/61_diagnostics.ipynb #c061
 def reliability_figure(chances, outcomes, name=''):

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['CRITICS', 'SEES', 'Seen', 'Credit', 'Loss', 'Optimiser', 'deal', 'needed', 'Critic', 'make_critic', 'Scorer',
-           'Learner', 'evaluate', 'step', 'DeepSpeedLearner', 'saved_policy']
+           'Learner', 'evaluate', 'step', 'DeepSpeedLearner', 'saved_policy', 'saved_critic']
 
 # %% ../nbs/52_learner.ipynb #c002
 import contextlib, copy, math, os, sys, warnings
@@ -612,8 +612,8 @@ class DeepSpeedLearner(_ShardedKept):
         return {**ours, **{k: join(ours.get(k), v) for k, v in self.settings.items()}}
 
 # %% ../nbs/52_learner.ipynb #c063
-def saved_policy(folder):
-    "The policy's weights in what a learner's `save` wrote, whichever learner: {Hugging Face's name: tensor}. Raises FileNotFoundError where there is neither kind."
+def _saved(folder, part):
+    "The weights of a part of a scorer, 'model' or 'critic', in what a learner's `save` wrote, by name within it."
     plain, pieces = os.path.join(folder, 'learner.pt'), os.path.join(folder, 'deepspeed')
     if os.path.exists(plain): named = torch.load(plain, map_location='cpu', weights_only=True)['scorer']
     elif not os.path.isdir(pieces): raise FileNotFoundError(f'{str(folder)!r} holds no checkpoint of a learner: wanted learner.pt or a folder deepspeed')
@@ -622,4 +622,12 @@ def saved_policy(folder):
         except ImportError as e: raise ImportError('a checkpoint of DeepSpeed needs DeepSpeed: pip install credit_rl[train]') from e
         with contextlib.redirect_stdout(None): named = get_fp32_state_dict_from_zero_checkpoint(str(folder), tag='deepspeed')
     else: named = torch.load(os.path.join(pieces, 'mp_rank_00_model_states.pt'), map_location='cpu', weights_only=False)['module']   # stage 0
-    return {n.removeprefix('model.'): w for n, w in named.items() if n.startswith('model.')}
+    return {n.removeprefix(f'{part}.'): w for n, w in named.items() if n.startswith(f'{part}.')}
+
+def saved_policy(folder):
+    "The policy's weights in what a learner's `save` wrote, whichever learner: {Hugging Face's name: tensor}. Raises FileNotFoundError where there is neither kind."
+    return _saved(folder, 'model')
+
+def saved_critic(folder):
+    "The critic's weights in the same: 'head.' and, of one with a backbone of its own, 'model.' before Hugging Face's names; {} without a critic."
+    return _saved(folder, 'critic')

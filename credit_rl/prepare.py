@@ -38,7 +38,7 @@ class Warming(Config):
     sorted_questions: int = None # training questions that are sorted into tiers; None: all
     per_tier: object = 8000      # questions of each tier that are played, at most: one number, or [of Tier 1, of Tier 2]
     repeats: int = 1             # rollouts of a question under each prompt
-    clusters: int = 50           # of questions; the paper takes 30 for GSM8K
+    clusters: object = 50        # of questions; or {data set: number}, each by itself; the paper takes 30 for GSM8K
     embed: str = None            # sentence-transformers model that clusters them by meaning; None: TF-IDF
     other_share: float = 0.3     # share of questions whose programs search elsewhere
     other_corpus: str = None     # where: passages, an index or the url of a search server; None: the same search with holes
@@ -76,13 +76,13 @@ def check_warming(config):
     if c.collected not in ('curated', 'random', 'cold'): raise ValueError(f"collected must be curated, random or cold, got {c.collected!r}")
     lacking = [p for p in c.prompts if p != 'optional' and f'{c.protocol}-{p}' not in PROTOCOLS]
     if lacking or 'forced' not in c.prompts: raise ValueError(f'prompts are some of direct, forced, optional, multi-hop, and forced is one of them, got {c.prompts} for protocol {c.protocol}')
-    lowest = {**dict.fromkeys(('tries', 'sorted_questions', 'repeats', 'clusters', 'warm_steps', 'warm_every', 'warm_batch'), 1),
+    lowest = {**dict.fromkeys(('tries', 'sorted_questions', 'repeats', 'warm_steps', 'warm_every', 'warm_batch'), 1),
               **dict.fromkeys(('warm_least', 'warm_rise', 'backbone_rate', 'other_share', 'other_misses', 'head_rate'), 0)}
     for name, least in lowest.items():
         if getattr(c, name) is not None and not getattr(c, name) >= least: raise ValueError(f'{name} must be at least {least}, got {getattr(c, name)}')
     if c.warm_least > c.warm_steps: raise ValueError(f'no step counts: warm_least={c.warm_least} is after warm_steps={c.warm_steps}')
     if max(c.other_share, c.other_misses) > 1: raise ValueError(f'other_share and other_misses are shares, got {c.other_share} and {c.other_misses}')
-    Collecting(per_tier=c.per_tier)   # refuses what is no number of questions
+    Collecting(per_tier=c.per_tier, clusters=c.clusters)   # refuses what is no number of questions
 
 # %% ../nbs/57_prepare.ipynb #c010
 def _collecting(c, method, stage, part):

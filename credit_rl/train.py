@@ -23,9 +23,9 @@ from .layout import AVERAGES, pack, take
 from .learner import CRITICS, Credit, DeepSpeedLearner, Learner, Loss, Optimiser, make_critic
 from .losses import kl
 from .methods import extra_passes, get_method, make_judge
-from .metrics import benchmark_metric
+from .metrics import benchmark_metric, exact_match
 from .critics import explained_variance, first_tokens
-from .outcome import group_share
+from .outcome import group_share, outcome_rewards
 from .potentials import AlphaController, REWARD_BANDS, mean_abs_reward
 from .protocol import PROTOCOLS, Chat
 from .retrieval import BM25
@@ -227,8 +227,7 @@ def _sets(c): return c.data.split('+')
 
 def _check_sets(c):
     "Refuse data sets that are unknown or cannot be mixed."
-    metrics = {(b.metric, b.rel_tol if b.metric != 'em' else None) for b in map(get_benchmark, _sets(c))}
-    if len(metrics) > 1: raise ValueError(f'{c.data} mixes sets that are scored differently ({", ".join(sorted(m for m, _ in metrics))}); train on those that are scored alike')
+    for name in _sets(c): get_benchmark(name)
     if len(_sets(c)) > 1 and not c.corpus and c.protocol != 'direct':
         raise ValueError(f'{c.data}: several sets are searched in one place; give it as corpus (passages, what BM25.save wrote, or the url of a search server)')
 
@@ -399,12 +398,18 @@ def draw_questions(questions, n, step, seed):
     return chosen
 
 # %% ../nbs/55_train.ipynb #c043
+def _metric_of(names):
+    "What the data sets of a run are scored by: one function, or by set where they differ."
+    sets = [get_benchmark(name) for name in names]
+    alike = len({(b.metric, b.rel_tol if b.metric != 'em' else None) for b in sets}) == 1
+    return benchmark_metric(sets[0].name) if alike else {b.name: benchmark_metric(b.name) for b in sets}
+
 def options_of(config, method, chat=None):
     "A method's options for a run: those that are set, and for the others what the data's own metric and the protocol's tags say."
     options = method.settings(config.options)
     ours = {'right': 'em', 'metric': 'em'} if config.data != 'tiny' else {}
     for name, usual in ours.items():
-        if name not in config.options and options.get(name) == usual: options[name] = benchmark_metric(_sets(config)[0])
+        if name not in config.options and options.get(name) == usual: options[name] = _metric_of(_sets(config))
     if chat and 'tags' in options and 'tags' not in config.options: options['tags'] = (chat.protocol.think_tag, chat.protocol.call_tag, chat.protocol.answer_tag)
     return options
 
@@ -684,10 +689,12 @@ class _Run:
         self.memory = {'best': -1., 'best_step': 0, 'rates': [], 'base': None}
 
     def evaluate(self, part):
-        "Greedy play on the 'dev' or 'test' questions, dealt out over the ranks: (means, groups)."
+        "Greedy play on the 'dev' or 'test' questions, dealt out over the ranks: (means, groups). Where the data are scored by more than exact match, 'right' is the share right by that."
         sampling = Sampling(greedy=True, max_tokens=self.config.turn_tokens)
         groups = self.ranks.each(self.stage.questions[part], lambda share: evaluate(self.engine, self.stage.environments[part], share, sampling)[1])
-        return summarize(groups), groups
+        metric = options_of(self.config, self.method)['right']
+        own = {} if metric in ('em', exact_match) else {'right': outcome_rewards(groups, metric).double().mean().item()}
+        return summarize(groups) | own, groups
 
     def checkpoint(self, step, name=None):
         "Save learner and memory atomically: all ranks write into the folder that the first one makes."
@@ -713,10 +720,11 @@ class _Run:
 def _dev(run, step, logged):
     "Evaluate on dev questions, log the step, and keep a checkpoint (the best under that name)."
     with run.log.timed('dev'): scores, _ = run.evaluate('dev')
-    dev = {f'dev_{k}' if not k.isdigit() else f'dev_em_{k}': v for k, v in scores.items() if k.isdigit() or k in ('em', 'f1', 'answer_rate', 'turns', 'calls')}
+    dev = {f'dev_{k}' if not k.isdigit() else f'dev_em_{k}': v for k, v in scores.items() if k.isdigit() or k in ('em', 'right', 'f1', 'answer_rate', 'turns', 'calls')}
     run.log.metrics(step, **logged, **dev)
-    better = scores['em'] > run.memory['best']
-    if better: run.memory |= {'best': scores['em'], 'best_step': step}
+    chosen_by = scores.get('right', scores['em'])
+    better = chosen_by > run.memory['best']
+    if better: run.memory |= {'best': chosen_by, 'best_step': step}
     run.checkpoint(step, 'best' if better else None)
     return scores['em']
 

@@ -342,14 +342,15 @@ class Collecting:
     tries: int = 5         # no-tool rollouts that tell a question's tier
     per_tier: object = 8000  # questions of each tier, at most: one number, or a pair for Tier 1 and Tier 2 (CARL table 4: 8,800 and 7,200 at 7B)
     repeats: int = 1       # rollouts of a question under each prompt
-    clusters: int = 50     # of questions
+    clusters: object = 50  # of questions: one number, or a dict source → number, each source by itself (CARL appendix C: 50, and 30 for GSM8K)
     other: float = 0.3     # share of questions whose programs search elsewhere
     metric: object = 'em'  # outcome, see outcome_rewards
     seed: int = 0
 
     def __post_init__(self):
         if self.kind not in ('curated', 'random'): raise ValueError(f"rollouts are collected 'curated' or 'random', got {self.kind!r}")
-        if min(self.tries, self.repeats, self.clusters) < 1: raise ValueError(f'tries, repeats and clusters are at least 1, got {self.tries}, {self.repeats} and {self.clusters}')
+        numbers = list(self.clusters.values()) if isinstance(self.clusters, dict) else [self.clusters]
+        if min(self.tries, self.repeats, *numbers) < 1: raise ValueError(f'tries, repeats and clusters are at least 1, got {self.tries}, {self.repeats} and {self.clusters}')
         if not 0 <= self.other <= 1: raise ValueError(f'other is a share in [0, 1], got {self.other}')
         if len(self.wanted) != 2 or not all(type(n) is int and n >= 1 for n in self.wanted):
             raise ValueError(f'per_tier is a number of questions, at least 1, or a pair of them for Tier 1 and Tier 2 as in (8800, 7200), got {self.per_tier!r}')
@@ -384,6 +385,17 @@ def read_collected(path):
                      torch.tensor([r['bucket'] for r in rows]), [r['prompt'] for r in rows])
 
 # %% ../nbs/53_warmup.ipynb #c062
+def _clusters(questions, how, embed):
+    "The cluster of each question; of several sources with numbers of their own each by itself."
+    if not isinstance(how.clusters, dict): return cluster_questions([q.text for q in questions], how.clusters, how.seed, embed)
+    strange = {q.source for q in questions} - set(how.clusters)
+    if strange: raise ValueError(f'clusters has a number for {", ".join(how.clusters)}, but there are questions of {", ".join(sorted(strange))}')
+    out = [None] * len(questions)
+    for source, k in how.clusters.items():
+        own = [i for i, q in enumerate(questions) if q.source == source]
+        for i, c in zip(own, cluster_questions([questions[i].text for i in own], k, how.seed, embed) if own else []): out[i] = (source, c)
+    return out
+
 def choose_questions(
     questions,  # list of Q Question
     tier,       # (Q,) long
@@ -392,7 +404,7 @@ def choose_questions(
 ):
     "Draw so many questions of each tier, evenly over clusters, or (random) as many of any: list of indices. A tier that has no more than are wanted is taken whole."
     if how.kind == 'random': return sorted(random.Random(how.seed).sample(range(len(questions)), min(sum(how.wanted), len(questions))))
-    clusters, out = cluster_questions([q.text for q in questions], how.clusters, how.seed, embed), []
+    clusters, out = _clusters(questions, how, embed), []
     for t, n in zip((1, 2), how.wanted):
         own = (tier == t).nonzero()[:, 0].tolist()
         out += [own[i] for i in draw_evenly([clusters[i] for i in own], min(n, len(own)), how.seed)]

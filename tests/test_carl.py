@@ -1,4 +1,5 @@
 """CARL end to end: training by programs, in segments, with a critic that was warmed up or not, in the tiny world and on real sets."""
+import contextlib
 import dataclasses
 import importlib.util
 import json
@@ -8,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -26,12 +28,16 @@ from credit_rl.critics import at_states, first_tokens, segment_starts
 from credit_rl.engine import ScriptedEngine
 from credit_rl.evaluate import load_model
 from credit_rl.layout import pack
+from credit_rl.diagnostics import competence_table, hop_table
+from credit_rl.launch import Ranks
 from credit_rl.learner import Learner
+from credit_rl.metrics import benchmark_metric
+from credit_rl.outcome import outcome_rewards
 from credit_rl.prepare import gate_table, make_warming, prepare
 from credit_rl.tiny import NOISY_CODER, act_coder, memory_of
 from credit_rl.train import check, make_config, set_stage, train, tiny_worlds
-from credit_rl.trajectory import Group, Question, Result, Stop, Trajectory, Turn, to_json, trajectory_from_json
-from credit_rl.warmup import GATE, GateReport, gold_shown, read_warmed
+from credit_rl.trajectory import example_group, Group, Question, Result, Stop, Trajectory, Turn, to_json, trajectory_from_json
+from credit_rl.warmup import GATE, GateReport, context_values, gold_shown, read_warmed
 from test_runs import papermill, shown
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -133,6 +139,51 @@ def test_each_set_trains_and_is_evaluated_by_programs(spoken, rows, tmp_path, na
     manifest = json.loads((folder / name / 'manifest.json').read_text())
     assert manifest['limits'] == {'max_turns': 15, 'turn_tokens': 8, 'max_tokens': 12000, 'context_tokens': 6} and manifest['protocol']['name'] == 'carl'
     assert (manifest['corpus'] is None) == (name in ('gsm8k', 'finqa')) and len(read_turns(folder / name)) == 2
+
+
+def test_sets_that_are_scored_differently_train_together(spoken, rows, tmp_path, monkeypatch):
+    "GSM8K's questions are scored as numbers, HotpotQA's by exact match, within one batch."
+    for name, file in (('gsm8k', '{}.jsonl'), ('hotpotqa', 'hotpot_{}.json')):
+        (tmp_path / 'sets' / name).mkdir(parents=True)
+        for split in ('train', 'test') if name == 'gsm8k' else ('train', 'dev_distractor'): shutil.copy(rows(name), tmp_path / 'sets' / name / file.format(split))
+    settings = {**REAL, 'data': 'hotpotqa+gsm8k', 'path': str(tmp_path / 'sets'), 'corpus': rows('hotpotqa'), 'model': spoken, 'questions': 10 ** 6, 'questions_per_step': 8, 'run': str(tmp_path / 'run')}
+    metric = training.options_of(make_config(settings), training.get_method('carl'))['metric']
+    ask = lambda source: Question('q', '', ('-12.5',), source)
+    said = [Group(ask(s), [Trajectory(ask(s), (0,), [Turn('commit', (1,), (0.,), (), '', '')], Stop.ANSWER, '12.5')]) for s in ('hotpotqa', 'gsm8k')]
+    assert outcome_rewards(said, metric).tolist() == [1, 0] and set(metric) == {'hotpotqa', 'gsm8k'}        # SQuAD's exact match drops the sign
+    table = read_metrics(quiet(settings))
+    assert table.updates.iloc[-1] == 2 and table.reward[1:].notna().all()
+    assert table.dev_right.notna().any()
+    played = {trajectory_from_json(r['trajectory']).question.source for r in read_turns(tmp_path / 'run')}
+    assert played == {'hotpotqa', 'gsm8k'}
+    assert callable(training.options_of(make_config({**settings, 'data': 'hotpotqa+musique'}), training.get_method('carl'))['metric'])   # these are scored alike
+
+
+def wrong_sign(t): return dataclasses.replace(t, question=dataclasses.replace(t.question, answers=('-12.5',), source='gsm8k'), answer='12.5')
+
+def test_the_measures_are_of_the_runs_own_metric():
+    "An answer off by its sign: exact match drops it, GSM8K's metric does not; and CARL's match takes a gold of several words inside an answer."
+    t = wrong_sign(example_group().trajectories[0])
+    metric = {'gsm8k': benchmark_metric('gsm8k')}
+    assert competence_table([t], [1]).EM[1] == 1 and competence_table([t], [1], metric).EM[1] == 0 == competence_table([t], [1], 'numeric').EM[1]
+    assert competence_table([t], [1], metric)['wrong, answered'][1] == 1
+    hops = dataclasses.replace(t, question=dataclasses.replace(t.question, meta={'hops': 2}))
+    assert hop_table([hops]).EM[2] == 1 and hop_table([hops], metric).EM[2] == 0
+    longer = dataclasses.replace(t, question=dataclasses.replace(t.question, answers=('New York',)), answer='New York City')
+    assert (competence_table([longer], [1]).EM[1], competence_table([longer], [1])['CARL match'][1]) == (0, 1)
+
+
+def test_a_checkpoint_is_the_best_by_what_the_data_are_scored_by(monkeypatch):
+    "Dev answers off by their sign, of a run on GSM8K, of one on HotpotQA and of one in the tiny world."
+    t = wrong_sign(example_group().trajectories[0])
+    monkeypatch.setattr(training, 'evaluate', lambda *a: (None, [Group(t.question, [t])]))
+    for data, best in (('gsm8k', 0.), ('hotpotqa+gsm8k', 0.), ('hotpotqa', 1.), ('tiny', 1.)):
+        run = object.__new__(training._Run)
+        run.config, run.method, run.memory = make_config({'data': data, 'method': 'carl', 'protocol': 'carl'}), training.get_method('carl'), {'best': -1., 'best_step': 0}
+        run.ranks, run.engine, run.stage = Ranks(), None, SimpleNamespace(questions={'dev': [t.question]}, environments={'dev': None})
+        logged, named = {}, []
+        run.log, run.checkpoint = SimpleNamespace(timed=lambda part: contextlib.nullcontext(), metrics=lambda step, **m: logged.update(m)), lambda step, name: named.append(name)
+        assert training._dev(run, 3, {}) == 1 and run.memory['best'] == best and logged['dev_em'] == 1 and logged.get('dev_right', 1.) == best and ('dev_right' in logged) == ('gsm8k' in data)
 
 
 # ---- training ----
@@ -401,6 +452,27 @@ def test_finished_runs_are_examined_once_and_reported(model, scripted, tmp_path,
     assert any('carl-0, step 3' in page and 'assimilate' in page and '0.40' in page for page in tables)                  # a good call and a bad note
     code, text, _ = papermill(tmp_path / 'warm.ipynb', settings={'folders': [str(warm)], 'out': str(tmp_path / 'out')}, cwd=tmp_path, notebook='96_competence')
     assert code == 0, text[-3000:]
+
+
+@pytest.mark.skipif(not importlib.util.find_spec('deepspeed'), reason='deepspeed is not installed: pip install credit_rl[train]')
+@pytest.mark.parametrize('more', [dict(stage=3), dict(stage=2, method='ppo', critic='frozen', options={'penalty': -1.})], ids=['shared, stage 3', 'frozen, stage 2'])
+def test_a_critic_in_the_pieces_of_deepspeed_is_examined(model, scripted, tmp_path, more):
+    "The same run by both learners: their critics agree, what each says of a state, too, and the examination asks that of the pieces."
+    settings = {**TINY, 'model': model, 'log_kl': False, 'turn_tokens': 12, **{k: v for k, v in more.items() if k != 'stage'}}
+    persist = {'zero_optimization': {'stage3_param_persistence_threshold': 0}}
+    for name, host in (('plain', {}), ('pieces', {'learner': 'deepspeed', 'stage': more['stage'], 'deepspeed': persist if more['stage'] == 3 else {}})):
+        done = subprocess.run([sys.executable, '-m', 'credit_rl.train', *(f'{k}={json.dumps(v)}' for k, v in {**settings, **host, 'run': str(tmp_path / name)}.items())], cwd=ROOT, text=True,
+                              capture_output=True, env={**os.environ, 'PYTHONPATH': str(ROOT), 'DS_ACCELERATOR': 'cpu', 'CUDA_VISIBLE_DEVICES': ''})
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    (whole, _), (pieces, _) = competence.open_agent(tmp_path / 'plain', 'newest'), competence.open_agent(tmp_path / 'pieces', 'newest')
+    assert not (latest_checkpoint(tmp_path / 'pieces')[1] / 'learner.pt').exists() and any(w.abs().max() > 1e-4 for n, w in whole.critic[1].state_dict().items() if n.startswith('out.'))
+    for a, b in zip(whole.critic[1].parameters(), pieces.critic[1].parameters()): torch.testing.assert_close(a, b, atol=2e-4, rtol=0)
+    contexts = whole.env.chat.prompt_ids([q.text for q in whole.questions])
+    torch.testing.assert_close(context_values(*whole.critic, contexts), context_values(*pieces.critic, contexts), atol=1e-3, rtol=0)
+    if not more.get('critic'):
+        found = examine_run(tmp_path / 'pieces', lambda line: None, 'newest')
+        assert found['critic'] and 0 <= found['critic']['brier'] <= 1 and len(found['critic']['chances']) == 31
+    else: assert all(torch.equal(a, b) for a, b in zip(pieces.critic[0].parameters(), load_model(model)[0].parameters()))     # it never learned
 
 
 def test_who_cannot_be_examined_is_told_why(model, tmp_path):

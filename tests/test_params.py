@@ -12,12 +12,18 @@ from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 
 from credit_rl.compare import plan_jobs
 from credit_rl.estimate import memory, read_sizes
+from credit_rl.layout import pack
+from credit_rl.learner import Credit, Learner, Optimiser, Seen, make_critic
+from credit_rl.methods import get_method
 from credit_rl.prepare import check_warming, make_warming
+from credit_rl.tiny import tiny_model, tiny_tokenizer
 from credit_rl.train import _missing_room, check, make_config, plan_of, train
+from credit_rl.trajectory import example_group
 
 ROOT = Path(__file__).resolve().parents[1]
 OURS = ('sweep', 'sweep_weak', 'claims', 'carl_warm', 'carl_tiny')  # many runs in the tiny world, for credit_rl.compare
-FILES = {p.stem: p for p in sorted((ROOT / 'runs' / 'params').glob('*.yaml')) if p.stem not in ('demo', 'carl_demo', 'sweep_vllm', *OURS)}
+FILES = {p.stem: p for p in sorted((ROOT / 'runs' / 'params').glob('*.yaml')) if p.stem not in ('demo', 'carl_demo', 'sweep_vllm', *OURS) and not p.stem.endswith('_warmup')}
+WARM = {p.stem.removesuffix('_warmup'): p for p in sorted((ROOT / 'runs' / 'params').glob('*_warmup.yaml'))}  # what a warm-up is told besides
 # steps, questions a step, group size, mini-batches, epochs, learning rate, weight of the KL, by the papers
 VALUES = {
     **dict.fromkeys(('tips_qwen2.5_3b', 'tips_qwen2.5_7b', 'tips_qwen2.5_14b', 'tips_qwen3_4b', 'tips_llama3.1_8b'), (500, 256, 1, 1, 1, 1e-6, .001)),
@@ -32,8 +38,9 @@ MORE = {
     'igpo_qwen2.5_7b': dict(method='igpo', max_turns=10, turn_tokens=2000, max_tokens=30767 + 2000, temperature=1.),
     'vspo_qwen2.5_3b': dict(method='prs+vspo', options={'form': 'short', 'temperature': .1, 'smoothing': 2, 'least_variance': 1e-6}),
     'carl_qwen2.5_7b': dict(method='carl', options={'lam': 0.}, critic='shared', critic_rate=5e-6, critic_mix=.5, betas=[.9, .999], weight_decay=.01, warmup=100 * 80,
-                            loss={'clip_low': .2, 'clip_high': .2, 'entropy': .001, 'value': .5}, average='segment-mean', eval_every=25, max_turns=15),
-    'search_r1_ppo_qwen2.5_7b': dict(method='ppo', options={'gamma': 1., 'lam': .95}, critic_rate=1e-5, critic_mix=0., protocol='search-r1'),
+                            loss={'clip_low': .2, 'clip_high': .2, 'entropy': .001, 'value': 1.}, average='segment-mean', eval_every=25, max_turns=15, context_tokens=256,
+                            data='hotpotqa+2wikimultihopqa+gsm8k'),
+    'search_r1_ppo_qwen2.5_7b': dict(method='ppo', options={'gamma': 1., 'lam': .95}, critic='frozen', critic_rate=1e-5, protocol='carl', data='hotpotqa+2wikimultihopqa+gsm8k'),
     'search_r1_grpo_qwen2.5_7b': dict(method='grpo', clip=1e-4, average='token-mean', loss={'clip_low': .2, 'clip_high': .2, 'dual_clip': 3., 'entropy': 0.})}
 
 # the models' shapes, as their configurations say; parameters as published
@@ -126,11 +133,45 @@ def test_a_dry_run_weighs_vllm_against_the_learner(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize('name', FILES)
 def test_every_value_says_where_it_comes_from(name):
+    lines = FILES[name].read_text().splitlines() + (WARM[name].read_text().splitlines() if name in WARM else [])
     said = ('section', 'table', 'appendix', 'equation', 'figure', 'setup', 'datasets', 'not given', 'ours', 'all of them', '...', 'as in verl', "search-r1's")
-    for line in FILES[name].read_text().splitlines():
+    for line in lines:
         if line.startswith(('#', 'run:', 'method:', 'model:', 'learner:', 'ranks:')): continue  # the host stands above the last two
         value, mark, comment = line.partition(' #')
         assert mark and any(word in comment.lower() for word in said), line
+
+
+@pytest.mark.parametrize('name, per_tier, rates', [('carl_qwen2.5_3b', [10400, 5600], (5e-6, 5e-7)), ('carl_qwen2.5_7b', [8800, 7200], (5e-6, 5e-7)),
+                                                   ('search_r1_ppo_qwen2.5_7b', [8800, 7200], (1e-5, 0.))])
+def test_a_warm_up_is_told_the_rest_by_a_second_file(name, per_tier, rates, tmp_path):
+    "The two files of the command, one after the other as papermill reads them, and then the training that is given the folder."
+    shutil.copytree(ROOT / 'data' / 'tiny_base', tmp_path / 'model')
+    told = settings(name) | yaml.safe_load(WARM[name].read_text())
+    warming = make_warming({**told, 'model': str(tmp_path / 'model'), 'engine': 'hf', 'vllm': {}})
+    check_warming(warming)
+    assert (warming.run, warming.per_tier, warming.prompts, warming.tries, warming.repeats) == (f'runs/{name}_warmup', per_tier, ['direct', 'forced'], 5, 1)
+    assert len(warming.prompts) * sum(warming.per_tier) == 32000 and warming.clusters == {'hotpotqa': 50, '2wikimultihopqa': 50, 'gsm8k': 30} and set(warming.clusters) == set(warming.data.split('+'))
+    assert (warming.warm_steps, warming.warm_least, warming.warm_every, warming.warm_batch, warming.warm_rise, warming.other_share) == (2400, 1800, 25, 256, 100, .3)
+    assert (warming.head_rate, warming.backbone_rate, warming.collected) == (*rates, 'curated') and warming.betas == [.9, .999]
+    text = FILES[name].read_text()
+    assert re.search(rf'92_warmup.*-f runs/params/{name}.yaml -f runs/params/{name}_warmup.yaml\n', text) and f'-p critic_from {warming.run}' in text and text.count('papermill') == 3
+
+
+def test_only_those_with_a_critic_to_warm_up_have_a_second_file(): assert set(WARM) == {n for n in FILES if n.startswith(('carl', 'search_r1_ppo'))}
+
+
+@pytest.mark.parametrize('name', [n for n in FILES if n.startswith(('carl', 'search_r1_ppo'))])
+def test_the_critics_term_is_half_the_mean_square(name):
+    "By hand: a cold CARL critic says .5 at every segment, and .5 · mean (.5 - 1)² = .125 of an outcome of 1; a linear one says 0, so .5 · mean (0 - 1)² = .5."
+    config = make_config(settings(name))
+    model = tiny_model(tokenizer := tiny_tokenizer(), width=32, heads=1, feedforward=64)
+    method = get_method(config.method)
+    loss = replace(method.loss, **config.loss | {'entropy': 0.}, average=config.average, kl=0.)
+    critic = make_critic(model, **{**method.critic, 'kind': config.critic})
+    layout = pack([example_group()])
+    nothing = torch.zeros(layout.ids.shape)
+    logged = Learner(model, loss, Optimiser(minibatches=1), critic=critic).step(replace(layout, ids=layout.ids % len(tokenizer)), Seen(logp=layout.logps), Credit(nothing, nothing + 1))
+    assert abs(logged['loss'] - (.125 if config.method == 'carl' else .5)) < 1e-6
 
 
 def test_sizes_are_the_published_ones(sizes):

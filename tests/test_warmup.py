@@ -128,3 +128,15 @@ def test_a_tier_that_is_taken_whole_is_said(per_tier, said):
                    Collecting(per_tier=per_tier, clusters=3), say=lines.append)
     assert lines[0].startswith('22 questions: 11 that it knows')
     assert [line[:len(said or '')] for line in lines[1:]] == ([said] if said else []) and len(data.questions) == sum(min(11, n) for n in Collecting(per_tier=per_tier).wanted)
+
+
+def test_sources_have_clusters_of_their_own():
+    "With one cluster each, draws alternate between the sources, though one has three times as many questions; and the drawn sums come from both of a source's two clusters."
+    questions = [Question(f'q{i}', f'who directed film {i}' if i % 2 else f'what is {i} plus {i}', ('7',), 'a' if i < 45 else 'b') for i in range(60)]
+    tier = torch.tensor([1] * 30 + [2] * 15 + [1] * 15)
+    of = lambda clusters, n: [questions[i] for i in choose_questions(questions, tier, Collecting(per_tier=(n, 1), clusters=clusters)) if tier[i] == 1]
+    assert sorted(q.source for q in of({'a': 1, 'b': 1}, 20)) == ['a'] * 10 + ['b'] * 10
+    counts = Counter(q.source + q.text[:3] for q in of({'a': 2, 'b': 1}, 18))
+    assert counts['awho'] == counts['awha'] == 6 and counts['bwho'] + counts['bwha'] == 6
+    with pytest.raises(ValueError, match='clusters has a number for a, but there are questions of b'): of({'a': 2}, 5)
+    with pytest.raises(ValueError, match='clusters are at least 1'): Collecting(clusters={'a': 0})
