@@ -12,6 +12,7 @@ from collections import Counter
 from dataclasses import dataclass
 import torch
 from .critics import CompetenceHead, LinearHead, first_tokens, scale_gradient, token_values
+from .engine import seed_of
 from .layout import hidden_states, loss_weights, take, token_logps
 from .losses import kl, policy_terms, value_loss, weighted_sum
 from .scoring import acting_states, answer_batches, answer_logps, batch_logps, collect, joint_logps, takes_tree_mask
@@ -224,6 +225,14 @@ class _Updates(_Kept):
         for group, rate in zip(adamw.param_groups, self.rates): group['lr'] = share * rate
         return share * self.optimiser.learning_rate
 
+# %% ../nbs/52_learner.ipynb #h4aa2
+@contextlib.contextmanager
+def _seeded(seed):
+    "Draw what torch draws at random from a seed, whatever was drawn before."
+    with torch.random.fork_rng([torch.cuda.current_device()] if torch.cuda.is_available() else []):
+        torch.manual_seed(seed)
+        yield
+
 # %% ../nbs/52_learner.ipynb #c022
 class Learner(_Updates):
     "Evaluate batches and take steps, in plain PyTorch on one device."
@@ -235,13 +244,13 @@ class Learner(_Updates):
         optimiser=Optimiser(),
         reference=None,         # model that the KL term compares with; None: a copy of the model if the loss has one
         temperature=1.0,        # that rollouts are sampled at
-        seed=0,                 # of the shuffling into mini-batches
+        seed=0,                 # of the shuffling into mini-batches, and of dropout
         critic=None,            # Critic, see make_critic
         teacher=None,           # model that scores gold answers; None: a copy of the model if teacher_every asks for one
         teacher_every=None,     # steps after which the teacher is the policy again: 1 at once (no copy), 0 never; None: no teacher of the policy's
     ):
         if teacher is not None and teacher_every: raise ValueError(f'a teacher of its own is never refreshed from the policy, got teacher_every={teacher_every}')
-        self.loss, self.optimiser, self.rank, self.ranks = loss, optimiser, 0, 1
+        self.loss, self.optimiser, self.seed, self.rank, self.ranks = loss, optimiser, seed, 0, 1
         self.scorer, self.critic = Scorer(model.train(), temperature, critic), critic
         self.device = next(model.parameters()).device
         frozen = lambda m: None if m is None else Scorer(m.eval().requires_grad_(False), temperature)
@@ -351,7 +360,8 @@ def step(self, layout, seen, credit):
             omega = None if weight is None else weight[part.sort().values]
             fields = {'ids': sub.ids, 'trained': sub.trained, 'old': pick(old), 'ref': pick(seen.ref_logp if seen else None), 'advantages': pick(credit.advantages),
                       'weights': loss_weights(sub.token_turns, sub.row_trajectory, self.loss.average, omega), **self._critic_fields(sub, seen, credit, pick, omega)}
-            if log := self._minibatch(sub, fields): logs.append(log)
+            with _seeded(seed_of('update', self.seed, self.updates, self.rank)): log = self._minibatch(sub, fields)
+            if log: logs.append(log)
     self.scorer.eval()
     mean = {k: sum(l[k] for l in logs) / len(logs) for k in logs[0]} if logs else {}
     return {**mean, 'updates': len(logs), 'learning_rate': self._set_rate(self.adamw)}

@@ -20,7 +20,7 @@ from .estimate import Plan, describe, memory, read_sizes, step_seconds
 from .evaluate import check_model, evaluate, is_searched, load_model, load_tokenizer, make_environment, open_search, read_template, summarize
 from .launch import LaunchError, Ranks, is_rank, join_ranks, keep_traceback, launch, launch_command, read_hostfile, speak
 from .layout import AVERAGES, pack, take
-from .learner import Credit, DeepSpeedLearner, Learner, Loss, Optimiser, make_critic
+from .learner import Credit, DeepSpeedLearner, Learner, Loss, Optimiser, _seeded, make_critic
 from .losses import kl
 from .methods import extra_passes, get_method, make_judge
 from .metrics import benchmark_metric
@@ -572,14 +572,6 @@ def _keep_rollouts(step, trajectories, rewards, layout, credit, count, log):
     "Write the trajectories of the first `count` groups with the advantages of their turns."
     log.turns(step, [{'kind': 'train', 'trajectory': to_json(t), 'advantages': _turn_values(layout, credit.advantages, i), 'reward': float(rewards['outcome'][i])}
                      for i, t in enumerate(trajectories) if int(layout.groups[i]) < count])
-
-# %% ../nbs/55_train.ipynb #c055
-@contextlib.contextmanager
-def _seeded(seed):
-    "Draw what torch draws at random from a seed, whatever was drawn before."
-    with torch.random.fork_rng([torch.cuda.current_device()] if torch.cuda.is_available() else []):
-        torch.manual_seed(seed)
-        yield
 
 # %% ../nbs/55_train.ipynb #c056
 _LINEAR = ['q_proj', 'k_proj', 'v_proj', 'o_proj', 'gate_proj', 'up_proj', 'down_proj']
