@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['CRITICS', 'SEES', 'Seen', 'Credit', 'Loss', 'Optimiser', 'deal', 'needed', 'Critic', 'make_critic', 'Scorer',
-           'Learner', 'evaluate', 'step', 'DeepSpeedLearner', 'saved_policy', 'saved_critic']
+           'unadapted', 'brought', 'check_offload', 'Learner', 'evaluate', 'step', 'DeepSpeedLearner', 'saved_policy',
+           'saved_critic']
 
 # %% ../nbs/52_learner.ipynb #c002
 import contextlib, copy, math, os, sys, warnings
@@ -12,6 +13,7 @@ from collections import Counter
 from dataclasses import dataclass
 import torch
 from .critics import CompetenceHead, LinearHead, first_tokens, scale_gradient, token_values
+from .engine import seed_of
 from .layout import hidden_states, loss_weights, take, token_logps
 from .losses import kl, policy_terms, value_loss, weighted_sum
 from .scoring import acting_states, answer_batches, answer_logps, batch_logps, collect, joint_logps, takes_tree_mask
@@ -227,6 +229,41 @@ class _Updates(_Kept):
         for group, rate in zip(adamw.param_groups, self.rates): group['lr'] = share * rate
         return share * self.optimiser.learning_rate
 
+# %% ../nbs/52_learner.ipynb #h4aa2
+@contextlib.contextmanager
+def _seeded(seed):
+    "Draw what torch draws at random from a seed, whatever was drawn before."
+    with torch.random.fork_rng([torch.cuda.current_device()] if torch.cuda.is_available() else []):
+        torch.manual_seed(seed)
+        yield
+
+# %% ../nbs/52_learner.ipynb #h80bc
+@contextlib.contextmanager
+def unadapted(model):  # Hugging Face causal model with low-rank additions (peft)
+    "The model without its additions, for a while. Raises ValueError on one that has none."
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    layers = [m for m in model.modules() if isinstance(m, BaseTunerLayer)]
+    if not layers: raise ValueError("'base' is the policy without its low-rank additions, but this model has none: add them (add_lora), or give a model")
+    for layer in layers: layer.enable_adapters(False)
+    try: yield model
+    finally:
+        for layer in layers: layer.enable_adapters(True)
+
+@contextlib.contextmanager
+def brought(module, device):
+    "A module whose weights lie in the host's memory, on a device for a while. What lies in the host stays there."
+    lying = [(x, x.data) for x in (*module.parameters(), *module.buffers())]
+    for x, host in lying: x.data = host.to(device)
+    try: yield module
+    finally:
+        for x, host in lying: x.data = host
+
+# %% ../nbs/52_learner.ipynb #hddeb
+def check_offload(names):
+    "Refuse to offload what is not only read."
+    if set(names) - {'reference', 'teacher'}:
+        raise ValueError(f"offload takes 'reference' and 'teacher', which are only read, got {list(names)}; the optimiser is offloaded by DeepSpeed's own offload_optimizer")
+
 # %% ../nbs/52_learner.ipynb #c022
 class Learner(_Updates):
     "Evaluate batches and take steps, in plain PyTorch on one device."
@@ -236,25 +273,35 @@ class Learner(_Updates):
         model,                  # Hugging Face causal model, trained in place
         loss=Loss(),
         optimiser=Optimiser(),
-        reference=None,         # model that the KL term compares with; None: a copy of the model if the loss has one
+        reference=None,         # model that the KL term compares with, or 'base'; None: a copy of the model if the loss has one
         temperature=1.0,        # that rollouts are sampled at
-        seed=0,                 # of the shuffling into mini-batches
+        seed=0,                 # of the shuffling into mini-batches, and of dropout
         critic=None,            # Critic, see make_critic
-        teacher=None,           # model that scores gold answers; None: a copy of the model if teacher_every asks for one
+        teacher=None,           # model that scores gold answers, or 'base'; None: a copy of the model if teacher_every asks for one
         teacher_every=None,     # steps after which the teacher is the policy again: 1 at once (no copy), 0 never; None: no teacher of the policy's
+        offload=(),             # of 'reference' and 'teacher': those whose weights lie in the host's memory
     ):
+        check_offload(offload)
         if teacher is not None and teacher_every: raise ValueError(f'a teacher of its own is never refreshed from the policy, got teacher_every={teacher_every}')
-        self.loss, self.optimiser, self.rank, self.ranks = loss, optimiser, 0, 1
+        self.loss, self.optimiser, self.seed, self.offload, self.rank, self.ranks = loss, optimiser, seed, offload, 0, 1
         self.scorer, self.critic = Scorer(model.train(), temperature, critic), critic
         self.device = next(model.parameters()).device
-        frozen = lambda m: None if m is None else Scorer(m.eval().requires_grad_(False), temperature)
-        self.reference = frozen(copy.deepcopy(model) if loss.kl and reference is None else reference)
+        self.reference = self._only_read('reference', copy.deepcopy(model) if loss.kl and reference is None else reference)
         self.teacher_every = teacher_every or 0
-        self.teacher = frozen(copy.deepcopy(model) if teacher_every is not None and teacher_every != 1 else teacher)
+        self.teacher = self._only_read('teacher', copy.deepcopy(model) if teacher_every is not None and teacher_every != 1 else teacher)
         self.generator = torch.Generator().manual_seed(seed)   # shuffles trajectories into mini-batches
         self.updates, self.adamw, self.passes = 0, self._adamw(), Counter()
         self.rates = [group['lr'] for group in self.adamw.param_groups]
         self._prepare()
+
+    def _only_read(self, who, model):
+        "The scorer of 'reference' or 'teacher': the policy's where it is the base, else the model's, where it is to lie."
+        if model is None: return None
+        if model == 'base':
+            with unadapted(self.scorer.model): return self.scorer
+        return Scorer(model.eval().requires_grad_(False), self.scorer.temperature).to(self._home(who))
+
+    def _home(self, who): return torch.device('cpu') if who in self.offload else self.device
 
 # %% ../nbs/52_learner.ipynb #c024
 SEES = ('logp', 'values', 'gold', 'teacher', 'ref_logp')  # what evaluate can find out, in the order it does
@@ -276,14 +323,14 @@ def evaluate(
     if plain and not joint:
         own = self.critic is not None and self.critic.model is not None
         self.passes += Counter((['policy'] if 'logp' in plain or not own else []) + (['critic'] if 'values' in plain and own else []))
-        out |= self._read(self.policy, layout, share, plain)
+        out |= self._read('policy', layout, share, plain)
     if 'gold' in sees: out |= self._ask('policy', layout, share, states, golds['gold'], joint)
     if 'teacher' in sees:
         asked = self._ask('teacher' if self.teacher_every != 1 else 'policy', layout, share, states, golds['teacher'])
         out |= {'teacher_logp': asked['gold_logp'], 'teacher_tokens': asked['gold_tokens']}
     if 'ref_logp' in sees:
         self.passes['reference'] += 1
-        out['ref_logp'] = self._read(self.reference, layout, share, ['logp'])['logp']
+        out['ref_logp'] = self._read('reference', layout, share, ['logp'])['logp']
     return Seen(**out)
 
 # %% ../nbs/52_learner.ipynb #c025
@@ -299,26 +346,41 @@ def _check_sees(self, sees, golds):
 
 Learner.evaluate = evaluate
 
+# %% ../nbs/52_learner.ipynb #hb576
+@contextlib.contextmanager
+def _reading(self, who):
+    "What the forwards of 'policy', 'reference' or 'teacher' go through, made ready for them."
+    module = getattr(self, who)
+    with contextlib.ExitStack() as ready:
+        if who != 'policy' and module is self.policy: ready.enter_context(unadapted(self.scorer.model))
+        elif who in self.offload: ready.enter_context(self._bring(module))
+        yield module
+
+def _bring(self, module): return brought(module, self.device)
+
+Learner._reading, Learner._bring = _reading, _bring
+
 # %% ../nbs/52_learner.ipynb #c026
-def _read(self, module, layout, share, want):
+def _read(self, who, layout, share, want):
     "Plain forwards over this rank's `share`: name → (R, T), of the whole layout."
     out = {name: torch.zeros(layout.ids.shape) for name in want}
-    for part in share:
-        sub, rows = _part(layout, part or [0])                                    # an idle rank runs one along
-        valued = self.critic.where(sub.token_turns).to(self.device) if 'values' in want else None
-        said = module(sub.ids.to(self.device), sub.trained.to(self.device), valued, want)
-        if not part: continue
-        for name in want: out[name][rows, :sub.ids.shape[1]] = said[name].float().cpu()
+    with self._reading(who) as module:
+        for part in share:
+            sub, rows = _part(layout, part or [0])                                # an idle rank runs one along
+            valued = self.critic.where(sub.token_turns).to(self.device) if 'values' in want else None
+            said = module(sub.ids.to(self.device), sub.trained.to(self.device), valued, want)
+            if not part: continue
+            for name in want: out[name][rows, :sub.ids.shape[1]] = said[name].float().cpu()
     return self._gather(out)
 
 def _ask(self, who, layout, share, states, golds, joint=False):
     "Packed forwards over golds at states: gold_logp and gold_tokens (N, K+1, M), and with `joint` the trained tokens' logp (R, T)."
     self.passes[who] += 1
-    scorer = self.scorer if who == 'policy' else self.teacher
-    if self.tree is None: self.tree = takes_tree_mask(scorer.model)
-    how, rows = dict(method='packed' if self.tree else 'cache', budget=4 * self.optimiser.row_tokens), (layout.ids.to(self.device), layout.lengths.to(self.device))
-    if not joint: return _golds(answer_logps(scorer.model, rows, states.to(self.device), golds, **how))
-    logp, scores = joint_logps(scorer.model, rows, layout.trained.to(self.device), states.to(self.device), golds, scorer.temperature, **how)
+    with self._reading(who) as scorer:
+        if self.tree is None: self.tree = takes_tree_mask(scorer.model)
+        how, rows = dict(method='packed' if self.tree else 'cache', budget=4 * self.optimiser.row_tokens), (layout.ids.to(self.device), layout.lengths.to(self.device))
+        if not joint: return _golds(answer_logps(scorer.model, rows, states.to(self.device), golds, **how))
+        logp, scores = joint_logps(scorer.model, rows, layout.trained.to(self.device), states.to(self.device), golds, scorer.temperature, **how)
     return {'logp': logp.float().cpu(), **_golds(scores)}
 
 def _golds(scores): return {'gold_logp': scores.sums.float().cpu(), 'gold_tokens': scores.tokens.cpu()}
@@ -354,7 +416,8 @@ def step(self, layout, seen, credit):
             omega = None if weight is None else weight[part.sort().values]
             fields = {'ids': sub.ids, 'trained': sub.trained, 'old': pick(old), 'ref': pick(seen.ref_logp if seen else None), 'advantages': pick(credit.advantages),
                       'weights': loss_weights(sub.token_turns, sub.row_trajectory, self.loss.average, omega), **self._critic_fields(sub, seen, credit, pick, omega)}
-            if log := self._minibatch(sub, fields): logs.append(log)
+            with _seeded(seed_of('update', self.seed, self.updates, self.rank)): log = self._minibatch(sub, fields)
+            if log: logs.append(log)
     self.scorer.eval()
     mean = {k: sum(l[k] for l in logs) / len(logs) for k in logs[0]} if logs else {}
     return {**mean, 'updates': len(logs), 'learning_rate': self._set_rate(self.adamw)}
@@ -419,7 +482,7 @@ def _terms(self, micro, row_trajectory, idle=False):
 
 Learner._terms = _terms
 
-# %% ../nbs/52_learner.ipynb #c050
+# %% ../nbs/52_learner.ipynb #c048
 def _deepspeed(device):
     "Import DeepSpeed for a device and join the other ranks; one that nobody launched is alone. Raises ImportError without the extra."
     if device.type == 'cpu': os.environ.setdefault('DS_ACCELERATOR', 'cpu')
@@ -437,7 +500,7 @@ def _deepspeed(device):
     warnings.filterwarnings('ignore', r'.torch\.distributed\.\w+. is deprecated', FutureWarning)   # DeepSpeed's own calls, at each micro-batch
     return deepspeed
 
-# %% ../nbs/52_learner.ipynb #c051
+# %% ../nbs/52_learner.ipynb #c049b
 class _Sharded(Learner):
     "How a learner updates and adds up through DeepSpeed's `engine`."
     def _backward(self, loss, last):
@@ -458,26 +521,27 @@ class _Sharded(Learner):
             torch.distributed.all_reduce(whole[name])
         return {name: v.cpu() if v.ndim else v.item() for name, v in whole.items()}
 
-# %% ../nbs/52_learner.ipynb #c052
+# %% ../nbs/52_learner.ipynb #c050
 class _ShardedScoring(_Sharded):
     "How a learner scores gold answers through DeepSpeed's `engine`."
     def _ask(self, who, layout, share, states, golds, joint=False):
         "Packed forwards over golds at states, through the engine, the same number on every rank; see Learner."
         if not self.tree: raise ValueError('this model obeys no tree mask (takes_tree_mask), so several ranks cannot score answers in packed forwards with it')
         self.passes[who] += 1
-        engine, model = (self.policy, self.scorer.model) if who == 'policy' else (self.teacher, self.frozen_teacher)
+        model = self.scorer.model if who == 'policy' else self.frozen_teacher
         out = {'gold_logp': torch.zeros(*states.shape[:2], max(map(len, golds))), 'gold_tokens': torch.zeros(*states.shape[:2], max(map(len, golds)))}
         if joint: out['logp'] = torch.zeros(layout.ids.shape)
-        for part in share:
-            chosen = sorted(part or [0])                                          # an idle rank runs one along
-            sub, rows = _part(layout, chosen)
-            where = sub.states.masked_fill(states[chosen][..., :1] < 0, -1)
-            scores, logp = self._packed(engine, model, sub, where, [golds[i] for i in chosen], joint)
-            if not part: continue
-            m = scores.sums.shape[2]
-            out['gold_logp'][chosen, :, :m], out['gold_tokens'][chosen, :, :m] = scores.sums.float().cpu(), scores.tokens.float().cpu()
-            out['gold_logp'][chosen, :, m:] = torch.nan                           # golds that others have more of
-            if joint: out['logp'][rows, :sub.ids.shape[1]] = logp.float().cpu()
+        with self._reading(who) as engine:
+            for part in share:
+                chosen = sorted(part or [0])                                      # an idle rank runs one along
+                sub, rows = _part(layout, chosen)
+                where = sub.states.masked_fill(states[chosen][..., :1] < 0, -1)
+                scores, logp = self._packed(engine, model, sub, where, [golds[i] for i in chosen], joint)
+                if not part: continue
+                m = scores.sums.shape[2]
+                out['gold_logp'][chosen, :, :m], out['gold_tokens'][chosen, :, :m] = scores.sums.float().cpu(), scores.tokens.float().cpu()
+                out['gold_logp'][chosen, :, m:] = torch.nan                       # golds that others have more of
+                if joint: out['logp'][rows, :sub.ids.shape[1]] = logp.float().cpu()
         out = self._gather(out)
         return {**out, 'gold_tokens': out['gold_tokens'].long()}
 
@@ -491,7 +555,7 @@ class _ShardedScoring(_Sharded):
         scores = collect(batches, [engine(batch=b)['asked'] for b in batches], tokens, trained)
         return (scores, None) if trained is None else (scores[1], scores[0])
 
-# %% ../nbs/52_learner.ipynb #c053
+# %% ../nbs/52_learner.ipynb #c051
 def _merged(folder):
     "Pieces that other ranks wrote, put together: by parameter float32 weights and AdamW's two averages of what is trained; its number of steps (0: no averages yet); and what `save` noted."
     from deepspeed.utils import zero_to_fp32 as zero
@@ -510,7 +574,7 @@ def _merged(folder):
         averages = {key: merge([[state[i][key] for i in sorted(state)] for state in states]) for key in ('exp_avg', 'exp_avg_sq') if states[0]}
     return weights, averages, float(states[0][0]['step']) if states[0] else 0., torch.load(files[0], map_location='cpu', weights_only=False)
 
-# %% ../nbs/52_learner.ipynb #c054
+# %% ../nbs/52_learner.ipynb #c052
 class _ShardedMerged(_ShardedScoring):
     "How a learner takes its share of what another number of ranks saved."
     def _restore_merged(self, folder):
@@ -529,7 +593,7 @@ class _ShardedMerged(_ShardedScoring):
             for key, named in averages.items(): safe_set_full_optimizer_state(p, named[name].to(self.device), key)
         return state
 
-# %% ../nbs/52_learner.ipynb #c055
+# %% ../nbs/52_learner.ipynb #c053
 class _ShardedKept(_ShardedMerged):
     "What outlives a step of a learner whose weights may be in pieces: for engine, teacher and checkpoints."
     def _whole(self, parameter):
@@ -567,39 +631,24 @@ class _ShardedKept(_ShardedMerged):
         self.generator.set_state(state['generator'].cpu())
         self.updates = state['learner_updates']
 
-# %% ../nbs/52_learner.ipynb #c056
-class DeepSpeedLearner(_ShardedKept):
-    "`Learner` through DeepSpeed, on as many ranks as were launched. Raises ImportError without the extra `train`."
-
-    def __init__(self, model, loss=Loss(), optimiser=Optimiser(), reference=None, temperature=1.0, seed=0, critic=None, teacher=None, teacher_every=None,
-                 stage=2,          # ZeRO stage, 0 to 3
-                 dtype='float32',  # of forward and backward: 'float32', 'bfloat16'; the optimiser steps in float32
-                 settings=None):   # dict, entries of DeepSpeed's own configuration that add to or replace ours
-        if stage not in range(4): raise ValueError(f'stage must be 0, 1, 2 or 3, got {stage!r}')
-        if dtype not in ('float32', 'bfloat16'): raise ValueError(f"dtype must be 'float32' or 'bfloat16', got {dtype!r}")
-        if stage == 0 and dtype == 'bfloat16': raise ValueError("stage 0 takes dtype 'float32': there, DeepSpeed's bfloat16 counts one AdamW step too many; take stage 1")
-        self.stage, self.dtype, self.settings = stage, dtype, settings or {}
-        super().__init__(model, loss, optimiser, reference, temperature, seed, critic, teacher, teacher_every)
-
-    def _prepare(self):
-        deepspeed = _deepspeed(self.device)
-        self.rank, self.ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
-        self.tree = takes_tree_mask(self.scorer.model)                # later its weights may be in pieces
-        self.policy = self.engine = self._wrap(deepspeed, self.scorer, optimizer=self.adamw)
-        self.device = self.engine.device
-        self.frozen_teacher = self.teacher and self.teacher.model
-        self.reference, self.teacher = self._frozen(deepspeed, self.reference), self._frozen(deepspeed, self.teacher)
-
-    def _frozen(self, deepspeed, scorer):
+# %% ../nbs/52_learner.ipynb #h2bfc
+class _ShardedWrapped(_ShardedKept):
+    "How DeepSpeed's engine is put around what a learner trains and what it only reads."
+    def _frozen(self, deepspeed, who, scorer):
         "A model that is only read, in the learner's precision: spread over the ranks under stage 3."
         if scorer is None: return None
-        for p in scorer.parameters(): p.data = p.data.to(self.device, getattr(torch, self.dtype))
-        return self._wrap(deepspeed, scorer) if self.stage == 3 else scorer.to(self.device)
+        if scorer is self.scorer: return self.policy
+        for p in scorer.parameters(): p.data = p.data.to(self._home(who), getattr(torch, self.dtype))
+        if self.stage < 3: return scorer.to(self._home(who))
+        return self._wrap(deepspeed, scorer, {'offload_param': {'device': 'cpu'}} if who in self.offload else {})
 
-    def _wrap(self, deepspeed, module, **optimizer):
-        "DeepSpeed's engine around a module. Buffers stay exact: in bfloat16 the frequencies of positions would be rounded too."
-        exact = list(module.buffers())
-        engine = deepspeed.initialize(model=module, config=self._configuration(), **optimizer)[0]
+    def _bring(self, module): return super()._bring(module) if self.stage < 3 else contextlib.nullcontext()   # DeepSpeed brings each layer
+
+    def _wrap(self, deepspeed, module, zero={}, **optimizer):
+        "DeepSpeed's engine around a module, with entries of its zero_optimization. Buffers stay exact: in bfloat16 the frequencies of positions would be rounded too."
+        exact, configuration = list(module.buffers()), self._configuration()
+        configuration['zero_optimization'] |= zero
+        engine = deepspeed.initialize(model=module, config=configuration, **optimizer)[0]
         for buffer, kept in zip(module.buffers(), exact): buffer.data = kept.to(engine.device)
         return engine
 
@@ -611,7 +660,30 @@ class DeepSpeedLearner(_ShardedKept):
         join = lambda a, b: {**a, **b} if isinstance(a, dict) else b
         return {**ours, **{k: join(ours.get(k), v) for k, v in self.settings.items()}}
 
-# %% ../nbs/52_learner.ipynb #c063
+# %% ../nbs/52_learner.ipynb #c054
+class DeepSpeedLearner(_ShardedWrapped):
+    "`Learner` through DeepSpeed, on as many ranks as were launched. Raises ImportError without the extra `train`."
+
+    def __init__(self, model, loss=Loss(), optimiser=Optimiser(), reference=None, temperature=1.0, seed=0, critic=None, teacher=None, teacher_every=None, offload=(),
+                 stage=2,          # ZeRO stage, 0 to 3
+                 dtype='float32',  # of forward and backward: 'float32', 'bfloat16'; the optimiser steps in float32
+                 settings=None):   # dict, entries of DeepSpeed's own configuration that add to or replace ours
+        if stage not in range(4): raise ValueError(f'stage must be 0, 1, 2 or 3, got {stage!r}')
+        if dtype not in ('float32', 'bfloat16'): raise ValueError(f"dtype must be 'float32' or 'bfloat16', got {dtype!r}")
+        if stage == 0 and dtype == 'bfloat16': raise ValueError("stage 0 takes dtype 'float32': there, DeepSpeed's bfloat16 counts one AdamW step too many; take stage 1")
+        self.stage, self.dtype, self.settings = stage, dtype, settings or {}
+        super().__init__(model, loss, optimiser, reference, temperature, seed, critic, teacher, teacher_every, offload)
+
+    def _prepare(self):
+        deepspeed = _deepspeed(self.device)
+        self.rank, self.ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        self.tree = takes_tree_mask(self.scorer.model)                # later its weights may be in pieces
+        self.policy = self.engine = self._wrap(deepspeed, self.scorer, optimizer=self.adamw)
+        self.device = self.engine.device
+        self.frozen_teacher = self.teacher and self.teacher.model
+        self.reference, self.teacher = (self._frozen(deepspeed, who, getattr(self, who)) for who in ('reference', 'teacher'))
+
+# %% ../nbs/52_learner.ipynb #c061
 def _saved(folder, part):
     "The weights of a part of a scorer, 'model' or 'critic', in what a learner's `save` wrote, by name within it."
     plain, pieces = os.path.join(folder, 'learner.pt'), os.path.join(folder, 'deepspeed')

@@ -158,7 +158,7 @@ def _teaching(c, how, model):
     with _seeded(seed_of('critic', c.seed)): head = make_critic(model, **{**_critic_of(c), 'kind': 'shared'}).head
     if c.gradient_checkpointing: model.gradient_checkpointing_enable({'use_reentrant': False})
     kind, more = (Learner, {}) if c.learner == 'plain' else (DeepSpeedLearner, dict(stage=c.stage, dtype=c.dtype, settings=c.deepspeed))
-    return critic_learner(model, head, how, kind, load_model(_model_folder(c), c.dtype)[0], temperature=c.temperature, **more)
+    return critic_learner(model, head, how, kind, load_model(_model_folder(c), c.dtype)[0], temperature=c.temperature, offload=tuple(c.offload), **more)
 
 # %% ../nbs/57_prepare.ipynb #c016
 def prepare(

@@ -20,7 +20,7 @@ from .estimate import Plan, describe, memory, read_sizes, step_seconds
 from .evaluate import check_model, evaluate, is_searched, load_model, load_tokenizer, make_environment, open_search, read_template, summarize
 from .launch import LaunchError, Ranks, is_rank, join_ranks, keep_traceback, launch, launch_command, read_hostfile, speak
 from .layout import AVERAGES, pack, take
-from .learner import CRITICS, Credit, DeepSpeedLearner, Learner, Loss, Optimiser, make_critic
+from .learner import CRITICS, Credit, DeepSpeedLearner, Learner, Loss, Optimiser, _seeded, check_offload, make_critic
 from .losses import kl
 from .methods import extra_passes, get_method, make_judge
 from .metrics import benchmark_metric, exact_match
@@ -79,6 +79,7 @@ class _Host(_Task):
     hostfile: str = None         # several hosts, a line 'name slots=8' for each; None: all ranks on this host
     stage: int = 2               # of ZeRO, 0 to 3
     deepspeed: dict = field(default_factory=dict)  # further entries of DeepSpeed's configuration
+    offload: list = field(default_factory=list)  # of 'reference' and 'teacher': models of their own that lie in the host's memory, and on the device only while they read
     lora: dict = field(default_factory=dict)  # of peft's LoraConfig, e.g. {'r': 16}: only low-rank additions are trained; {}: all weights
     gradient_checkpointing: bool = False  # less memory for a third more time
     engine: str = 'hf'           # who acts: 'hf', the learner's own model, or 'vllm', which is given the weights after each step
@@ -123,7 +124,7 @@ class Config(_Host):
     critic_rate: float = None    # learning rate of the critic's own parameters; None: learning_rate
     critic_mix: float = None     # what a critic's gradient into a shared backbone is multiplied by; None: the method's own
     critic_from: str = None      # folder of a warm-up (92_warmup): its head, and the backbone that it moved; None: a critic that knows nothing yet
-    teacher: str = 'self'        # scores gold answers: 'self', a frozen copy of the policy, or a model folder
+    teacher: str = 'self'        # scores gold answers: 'self', a frozen copy of the policy; 'base', what the run began as; or a model folder
     teacher_every: int = None    # steps after which the copy is made anew: 1 at once, 0 never; None: two fifths of the run
     # what is kept
     eval_every: int = 10         # steps between dev evaluations, each with a checkpoint
@@ -239,6 +240,7 @@ def _check_host(c):
     if c.learner == 'plain' and c.deepspeed: raise ValueError("deepspeed holds settings of learner='deepspeed', but learner is 'plain'")
     if c.stage not in range(4): raise ValueError(f'stage must be 0, 1, 2 or 3, got {c.stage}')
     if c.learner == 'deepspeed' and c.dtype not in ('float32', 'bfloat16'): raise ValueError(f"with learner='deepspeed' dtype is 'float32' or 'bfloat16', got {c.dtype!r}")
+    check_offload(c.offload)
     if c.hostfile and not Path(c.hostfile).is_file(): raise ValueError(f'hostfile {c.hostfile!r} does not exist')
     if c.hostfile and sum(read_hostfile(c.hostfile).values()) != c.ranks: raise ValueError(f'{c.hostfile} has {sum(read_hostfile(c.hostfile).values())} slots, but ranks={c.ranks}')
 
@@ -290,7 +292,7 @@ def _check_method(c, method, options):
     if c.critic not in (None, *CRITICS): raise ValueError(f"critic is {', '.join(CRITICS)}, got {c.critic!r}")
     if c.critic and not method.critic: raise ValueError(f'{c.method} has no critic; leave out critic={c.critic!r}')
     if c.teacher != 'self' and c.teacher_every: raise ValueError(f'a teacher of its own is never refreshed from the policy; leave out teacher_every={c.teacher_every}')
-    if c.teacher != 'self': check_model(c.teacher)
+    if c.teacher not in ('self', 'base'): check_model(c.teacher)
     try: dataclasses.replace(method.loss, **c.loss)
     except TypeError: raise ValueError(f'loss takes {", ".join(f.name for f in dataclasses.fields(Loss))}, got {sorted(c.loss)}') from None
 
@@ -585,14 +587,6 @@ def _keep_rollouts(step, trajectories, rewards, layout, credit, count, log):
     log.turns(step, [{'kind': 'train', 'trajectory': to_json(t), 'advantages': _turn_values(layout, credit.advantages, i), 'reward': float(rewards['outcome'][i])}
                      for i, t in enumerate(trajectories) if int(layout.groups[i]) < count])
 
-# %% ../nbs/55_train.ipynb #c055
-@contextlib.contextmanager
-def _seeded(seed):
-    "Draw what torch draws at random from a seed, whatever was drawn before."
-    with torch.random.fork_rng([torch.cuda.current_device()] if torch.cuda.is_available() else []):
-        torch.manual_seed(seed)
-        yield
-
 # %% ../nbs/55_train.ipynb #c056
 _LINEAR = ['q_proj', 'k_proj', 'v_proj', 'o_proj', 'gate_proj', 'up_proj', 'down_proj']
 
@@ -617,19 +611,24 @@ def _start_folder(c):
     critic = get_method(c.method).critic
     return str(read_warmed(c.critic_from).folder) if c.critic_from and (c.critic or critic['kind']) == 'shared' else _model_folder(c)
 
+def _base(c):
+    "What a run began as: a model, or 'base' where it is the policy without its low-rank additions."
+    whole = c.lora and c.lora.get('init_lora_weights', True) in (True, False, 'gaussian')   # the others change the weights beside them
+    return 'base' if whole and _start_folder(c) == _model_folder(c) else load_model(_model_folder(c), c.dtype)[0]
+
 def make_learner(config, method, model):
     "The learner of a run, with the critic, teacher and reference that its method and loss ask for."
     c, loss = config, dataclasses.replace(method.loss, **config.loss, **{k: v for k in ('average', 'kl') if (v := getattr(config, k)) is not None})
-    reference = load_model(_model_folder(c), c.dtype)[0] if c.log_kl or loss.kl else None
+    reference = _base(c) if c.log_kl or loss.kl else None
     given = {k: v for k, v in (('kind', c.critic), ('mix', c.critic_mix)) if v is not None}
     with _seeded(seed_of('critic', c.seed)): critic = make_critic(model, **{**method.critic, **given}) if method.critic else None
     if c.critic_from: _warm(critic, read_warmed(c.critic_from), c.dtype)
     asks = 'teacher' in method.sees
-    teacher = load_model(c.teacher, c.dtype)[0] if asks and c.teacher != 'self' else None
+    teacher = None if not asks or c.teacher == 'self' else _base(c) if c.teacher == 'base' else load_model(c.teacher, c.dtype)[0]
     every = (max(1, round(.4 * c.steps)) if c.teacher_every is None else c.teacher_every) if asks and c.teacher == 'self' else None
     optimiser = Optimiser(c.learning_rate, c.critic_rate, weight_decay=c.weight_decay, betas=tuple(c.betas), clip=c.clip, warmup=c.warmup, minibatches=c.minibatches, epochs=c.epochs,
                           row_tokens=c.row_tokens)
-    parts = (model, loss, optimiser, reference, c.temperature, c.seed, critic, teacher, every)
+    parts = (model, loss, optimiser, reference, c.temperature, c.seed, critic, teacher, every, tuple(c.offload))
     if c.gradient_checkpointing:
         for m in (model, critic and critic.model):
             if m is not None: m.gradient_checkpointing_enable({'use_reentrant': False})
@@ -650,7 +649,7 @@ def collapsed(rates, share=0.25, window=5):
     return best >= 0.2 and means[-1] < share * best
 
 # %% ../nbs/55_train.ipynb #c072
-_MAY_CHANGE = ('steps', 'resume', 'run', 'threads', 'eval_every', 'keep', 'track', 'hostfile', 'ranks', 'act_rows', 'tflops', 'dry_run')  # in a run that is resumed
+_MAY_CHANGE = ('steps', 'resume', 'run', 'threads', 'eval_every', 'keep', 'track', 'hostfile', 'ranks', 'act_rows', 'tflops', 'dry_run', 'offload')  # in a run that is resumed
 
 # %% ../nbs/55_train.ipynb #c073
 def _note_params(log, config, may_change=_MAY_CHANGE):
@@ -668,6 +667,12 @@ class _Silent:
     def summary(self, values): pass
     def cut(self, step): pass
     def timed(self, stage): return contextlib.nullcontext()
+
+# %% ../nbs/55_train.ipynb #c075r
+def _right(config, method, groups):
+    "{'right': the share right} by what the data are scored by, {} where that is exact match."
+    metric = options_of(config, method)['right']
+    return {} if metric in ('em', exact_match) else {'right': outcome_rewards(groups, metric).double().mean().item()}
 
 # %% ../nbs/55_train.ipynb #c075
 class _Run:
@@ -692,9 +697,7 @@ class _Run:
         "Greedy play on the 'dev' or 'test' questions, dealt out over the ranks: (means, groups). Where the data are scored by more than exact match, 'right' is the share right by that."
         sampling = Sampling(greedy=True, max_tokens=self.config.turn_tokens)
         groups = self.ranks.each(self.stage.questions[part], lambda share: evaluate(self.engine, self.stage.environments[part], share, sampling)[1])
-        metric = options_of(self.config, self.method)['right']
-        own = {} if metric in ('em', exact_match) else {'right': outcome_rewards(groups, metric).double().mean().item()}
-        return summarize(groups) | own, groups
+        return summarize(groups) | _right(self.config, self.method, groups), groups
 
     def checkpoint(self, step, name=None):
         "Save learner and memory atomically: all ranks write into the folder that the first one makes."

@@ -19,7 +19,12 @@ from credit_rl.trajectory import Group, example_group
 from credit_rl.world import make_world
 
 STEPS = 5
+RATES = (.1, .03)  # of policy and critic under SGD
 SPREAD_ALL = {'zero_optimization': {'stage3_param_persistence_threshold': 0}}  # or these small weights would never be spread
+
+
+LETTER = ('grpo', 'tips', 'carl')              # each by AdamW and by SGD, in mini-batches of which the last is one trajectory
+METHOD_CASES = {'igpo': {}, 'tips': {'teacher_every': 2}, 'carl': {}, 'grpo': {}}  # gold answers; a critic of its own and a teacher that is refreshed; a shared critic; text alone
 
 
 def model(seed, vocabulary, tied=False):
@@ -37,6 +42,14 @@ def played(tokenizer):
     first, second, *others = groups[0].trajectories
     turns = [dataclasses.replace(t, context_ids=second.prompt_ids) if k == 1 else t for k, t in enumerate(second.turns)]
     return [Group(groups[0].question, [first, dataclasses.replace(second, turns=turns), *others]), *groups[1:]]
+
+
+def adapted(seed, vocabulary):
+    "A model of which only low-rank additions are trained, which begin as zero."
+    from peft import LoraConfig, inject_adapter_in_model
+    made = inject_adapter_in_model(LoraConfig(r=4, target_modules=['q_proj', 'v_proj', 'down_proj']), model(seed, vocabulary))
+    for name, p in made.named_parameters(): p.requires_grad_('.lora_' in name)
+    return made
 
 
 def grpo():
@@ -60,9 +73,16 @@ def tspo(**changes):
     return layout, credit, ('logp', 'ref_logp'), lambda: dict(model=model(0, len(tokenizer), True), reference=model(1, len(tokenizer), True), **parts)
 
 
+def low_rank(base):
+    "GRPO's batch and additions alone; `base`: what the KL is measured from, 'base' or None for a second model."
+    *batch, _ = grpo()
+    parts = dict(loss=Loss(average='token-mean', kl=.1), optimiser=Optimiser(learning_rate=1e-2, minibatches=2, row_tokens=1))
+    return batch[0], batch[1], ('logp', 'ref_logp'), lambda: dict(model=adapted(0, 100), reference=base or model(0, 100), **parts)
+
+
 class SGD:
     "Plain gradient descent in place of AdamW: shows a gradient's size, which AdamW hides."
-    def _adamw(self): return torch.optim.SGD(self.scorer.parameters(), lr=self.optimiser.learning_rate)
+    def _adamw(self): return torch.optim.SGD(self._groups(), lr=self.optimiser.learning_rate)
 
 
 class PlainSGD(SGD, Learner): pass
@@ -82,44 +102,54 @@ def follow(learner, layout, credit, sees, count=STEPS):
             'weights': {n: w.detach().float().clone() for n, w in learner.weights().items()}}
 
 
-METHOD_CASES = {'igpo': {}, 'tips': {'teacher_every': 2}, 'carl': {}}  # gold answers; a critic of its own and a teacher that is refreshed; a shared critic
+def method_batch():
+    "Five trajectories of two groups, right ones and wrong ones in each, in six rows of unequal lengths. In mini-batches of two, two and one: on two ranks, one has no rows in the last."
+    first, second, *_ = played(tiny_tokenizer())
+    return [Group(first.question, first.trajectories[1:]), second]
 
 
-def learn(kind, name, folder=None, **how):
-    "Some steps of a method that looks through models; with a folder, from the third on by a fresh learner that restored what was saved."
+def learn(kind, name, folder=None, rates=(1e-3, 3e-3), **how):
+    "Five steps of a method; with a folder, from the fourth on by a fresh learner that restored what was saved. Then what it says of all and of one trajectory."
     tokenizer, method = tiny_tokenizer(), METHODS[name]
-    groups, chat = played(tokenizer), Chat(PROTOCOLS['tiny'], tokenizer)
+    groups, chat = method_batch(), Chat(PROTOCOLS['tiny'], tokenizer)
     layout, options = pack(groups), method.settings({})
     golds = {n: gold_templates(chat, groups, schema) for n, schema in (('gold', 'igpo'), ('teacher', 'tips')) if n in method.sees}
+    sees = ('logp', *method.sees)
 
     def fresh():
         policy = model(0, len(tokenizer), True)
-        return kind(policy, dataclasses.replace(method.loss, value_clip=.2), Optimiser(1e-3, 3e-3, minibatches=2, row_tokens=2 * layout.ids.shape[1]), **METHOD_CASES[name],
+        return kind(policy, dataclasses.replace(method.loss, value_clip=.2), Optimiser(*rates, minibatches=3, row_tokens=2 * layout.ids.shape[1]), **METHOD_CASES[name],
                     critic=make_critic(policy, **method.critic) if method.critic else None, **how)
     learner, logs, seens = fresh(), [], []
-    for step in range(1, 5):
+    for step in range(1, STEPS + 1):
         if folder and step == 4:
             learner.save(folder)
             learner = fresh()
             learner.restore(folder)
-        seen = learner.evaluate(layout, ('logp', *method.sees), golds)
+        seen = learner.evaluate(layout, sees, golds)
         rewards = method.text_rewards(groups, options)
         if method.model_rewards: rewards |= method.model_rewards(rewards, layout, seen, options)
         logs.append(learner.step(layout, seen, method.credit(rewards, layout, seen, options)))
         learner.tick(step)
-        seens.append({n: v for n, v in vars(seen).items() if v is not None})
-    return {'logs': logs, 'seen': seens, 'weights': {n: w.detach().float().clone() for n, w in learner.weights().items()}}
+        seens.append(seen)
+    seens += [learner.evaluate(layout, sees, golds), learner.evaluate(take(layout, [0]), sees, {n: g[:1] for n, g in golds.items()})]
+    return {'logs': logs, 'seen': [{n: v for n, v in vars(seen).items() if v is not None} for seen in seens], 'weights': weights_of(learner)}
+
+
+def weights_of(learner): return {n: w.detach().float().clone() for n, w in learner.weights().items()}
 
 
 def cases(adamw, sgd, **how):
     "Name, learner and batch of each case, for two kinds of learner."
-    for name, kind, (*batch, parts) in (('tspo', adamw, tspo()), ('sgd', sgd, tspo(learning_rate=.3, epochs=2)), ('grpo', adamw, grpo())):
+    for name, kind, (*batch, parts) in (('tspo', adamw, tspo()), ('sgd', sgd, tspo(learning_rate=.3, epochs=2)), ('additions', adamw, low_rank(None if adamw is Learner else 'base')),
+                                        ('grpo', adamw, grpo())):
         yield name, kind(**parts(), **how), batch, 2 if name == 'sgd' else STEPS
 
 
 def plain():
     "What the plain learner does in every case."
-    return {**{name: follow(learner, *batch, count) for name, learner, batch, count in cases(Learner, PlainSGD)}, **{name: learn(Learner, name) for name in METHOD_CASES}}
+    return {**{name: follow(learner, *batch, count) for name, learner, batch, count in cases(Learner, PlainSGD)},
+            **{(name, 'adamw'): learn(Learner, name) for name in METHOD_CASES}, **{(name, 'sgd'): learn(PlainSGD, name, rates=RATES) for name in LETTER}}
 
 
 def go_on(stage, folder):
@@ -130,13 +160,28 @@ def go_on(stage, folder):
     return steps(learner, *batch, 1), {n: w.detach().float().clone() for n, w in learner.weights().items()}
 
 
+def offloaded(stage, folder):
+    "TSPO's batch with the optimiser in the host's memory: five steps, the last two once more by a fresh learner that restored what was saved before them."
+    *batch, parts = tspo()
+    settings = {'zero_optimization': {**SPREAD_ALL['zero_optimization'], 'offload_optimizer': {'device': 'cpu'}}}
+    learner, fresh = (DeepSpeedLearner(**parts(), stage=stage, settings=settings) for _ in range(2))
+    logs = steps(learner, *batch, 3)
+    os.makedirs(folder)
+    learner.save(folder)
+    logs += steps(learner, *batch, 2)
+    fresh.restore(folder)
+    return {'where': str(learner.engine.zero_offload_optimizer().device), 'logs': logs, 'weights': weights_of(learner), 'again': steps(fresh, *batch, 2), 'weights again': weights_of(fresh)}
+
+
 def sharded(stage, folder, other):
     "The same through DeepSpeed at a ZeRO stage; besides, what follows a checkpoint, twice, also one of another number of ranks, and a run in bfloat16."
     how, out = dict(stage=stage, settings=SPREAD_ALL), {}
+    if 'RANK' in os.environ and os.environ['WORLD_SIZE'] == '1': how['offload'] = ('reference', 'teacher')
     for name, learner, batch, count in cases(DeepSpeedLearner, DeepSpeedSGD, **how): out[name] = follow(learner, *batch, count)
     for name in METHOD_CASES:
         os.makedirs(f'{folder}/{name}', exist_ok=True)
-        out[name] = learn(DeepSpeedLearner, name, f'{folder}/{name}', **how)
+        out[name, 'adamw'] = learn(DeepSpeedLearner, name, f'{folder}/{name}', **how)
+    for name in LETTER if stage > 1 else (): out[name, 'sgd'] = learn(DeepSpeedSGD, name, rates=RATES, **how)
     *batch, parts = grpo()
     learner.save(folder)  # the last case's
     before = steps(learner, *batch, 1)
@@ -145,6 +190,7 @@ def sharded(stage, folder, other):
     fresh.restore(folder)
     out['resumed'] = before, steps(fresh, *batch, 1)
     if os.path.isdir(others := f'{other}-{stage}'): out['other number of ranks'] = go_on(stage, others)
+    if 'offload' in how: out['offloaded'] = offloaded(stage, f'{folder}/offloaded')
     if stage:
         half = DeepSpeedLearner(**parts(), reference=model(0, 100), dtype='bfloat16', **how)
         seen = half.evaluate(batch[0], ('logp', 'ref_logp'))  # the reference is the same model
@@ -154,7 +200,7 @@ def sharded(stage, folder, other):
 
 
 if __name__ == '__main__':
-    faulthandler.dump_traceback_later(280, exit=True)  # a rank that waits for ever ends here
+    faulthandler.dump_traceback_later(3000, exit=True)  # a rank that waits for ever ends here
     torch.set_num_threads(1)
     target, other = sys.argv[1:3]
     restore, results = sys.argv[3] == 'restore', {'target': target}

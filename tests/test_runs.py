@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 import yaml
+from jupyter_client.manager import start_new_kernel
 
 from test_evaluate import random_model
 
-from credit_rl.runlog import read_metrics, read_turns
+from credit_rl.runlog import latest_checkpoint, read_metrics, read_turns
 
 ROOT = Path(__file__).resolve().parents[1]
 SHORT = dict(model=str(ROOT / 'data' / 'tiny_base'), steps=3, eval_every=2, questions_per_step=4, group_size=4, questions=50, dev_questions=6, test_questions=6,
@@ -102,6 +103,55 @@ def test_two_ranks_from_the_notebook(tmp_path):
     assert code == 0, text[-5000:]
     for said in ('2 ranks: ', 'base: EM', 'step 3/3', 'final: EM'): assert printed(notebook).count(said) == 1
     assert shown(notebook, 'image/png') and read_metrics(tmp_path / 'run').step.tolist() == [0, 1, 2, 3]
+
+
+@pytest.fixture
+def kernel(tmp_path):
+    "A kernel as JupyterLab starts one: what runs code in it and hands back its outputs, and its manager."
+    manager, client = start_new_kernel(kernel_name='python3', cwd=str(tmp_path), env={**os.environ, 'CUDA_VISIBLE_DEVICES': '', 'OMP_NUM_THREADS': '1'}, startup_timeout=600)
+    yield manager, client
+    client.stop_channels()
+    manager.shutdown_kernel(now=True)
+
+
+def run_cell(client, code, until=None):
+    "What a cell prints, and the name of the error that ends it or None. With `until`, returns once that was printed: the cell is running then."
+    if code is not None: client.execute(code)
+    said = ''
+    while True:
+        message = client.get_iopub_msg()
+        if message['parent_header'].get('msg_type') != 'execute_request': continue
+        kind, content = message['msg_type'], message['content']
+        if kind == 'stream': said += content['text']
+        if until and until in said: return said, None
+        if kind == 'error': error = content['ename']
+        elif kind == 'status' and content['execution_state'] == 'busy': error = None
+        elif kind == 'status' and content['execution_state'] == 'idle': return said, error
+
+
+def test_interrupting_the_notebook_ends_its_ranks(kernel, tmp_path):
+    "By the notebook's own cells, in a kernel, while two ranks train; then the notebook goes on from the last checkpoint."
+    pytest.importorskip('deepspeed', reason='deepspeed is not installed: pip install credit_rl[train]')
+    psutil = pytest.importorskip('psutil')
+    manager, client = kernel
+    first, read, begin = [''.join(c['source']) for c in json.loads((ROOT / 'nbs' / '90_train.ipynb').read_text())['cells'] if c['cell_type'] == 'code'][:3]
+    settings = {**SHORT, 'learner': 'deepspeed', 'ranks': 2, 'run': str(tmp_path / 'run'), 'eval_every': 1, 'track': ''}
+    given = lambda **more: '\n'.join(f'{name} = {value!r}' for name, value in {**settings, **more}.items())
+    for code in (first, given(steps=100000), read): assert run_cell(client, code)[1] is None
+    said, error = run_cell(client, begin, until='step 2/')
+    assert error is None and '2 ranks: ' in said, said
+    (pid,) = [p.pid for p in psutil.Process().children() if p.pid == manager.provisioner.pid]
+    ranks = [p for p in psutil.Process(pid).children(recursive=True) if 'RANK' in p.environ()]
+    assert len(ranks) == 2
+    manager.interrupt_kernel()
+    assert run_cell(client, None)[1] == 'KeyboardInterrupt'
+    assert not psutil.wait_procs(ranks, 60)[1] and not psutil.Process(pid).children(recursive=True)    # launcher and ranks have ended, the kernel has not
+    assert not (tmp_path / 'run' / 'summary.json').exists()
+    done = latest_checkpoint(tmp_path / 'run')[0]
+    for code in (given(steps=done + 1, resume=True), read): assert run_cell(client, code)[1] is None
+    said, error = run_cell(client, begin)
+    assert error is None and f'resumed after step {done}' in said and 'final: EM' in said, said
+    assert read_metrics(tmp_path / 'run').step.tolist() == list(range(done + 2))
 
 
 def test_an_unknown_parameter_is_an_error(tmp_path):

@@ -429,11 +429,11 @@ def test_a_run_is_killed_and_resumed(root, tmp_path):
     again = start(root, tmp_path / 'killed', resume=True)
     said = again.communicate()[0]
     assert again.returncode == 0 and 'resumed after step 2' in said, said[-4000:]
-    assert same_metrics(tmp_path / 'whole', tmp_path / 'killed', 1e-4) == [] and read_turns(tmp_path / 'whole') == read_turns(tmp_path / 'killed')
+    assert same_metrics(tmp_path / 'whole', tmp_path / 'killed') == [] and read_turns(tmp_path / 'whole') == read_turns(tmp_path / 'killed')
 
 
 def test_a_killed_engine_and_a_killed_learner(root, tmp_path):
-    "IGPO with an adapter, vLLM in a process of its own: when that is killed the run ends with the reason and can be resumed; when the run is killed vLLM's processes end too."
+    "IGPO with an adapter, vLLM in a process of its own: when that is killed the run ends with the reason and can be resumed; when the run is killed vLLM's processes end too. Resumed both times, its numbers are those of a run that nobody killed."
     run = start(root, tmp_path / 'run', **ADAPTED)
     read_until(run, 'step 2/4')
     core = [p for p in psutil.Process(run.pid).children(recursive=True) if 'EngineCore' in p.name()]
@@ -443,13 +443,18 @@ def test_a_killed_engine_and_a_killed_learner(root, tmp_path):
     assert run.returncode == 1 and "vLLM's own process ended while it was to" in said and 'Traceback' not in said, said[-4000:]
     assert latest_checkpoint(tmp_path / 'run')[0] == 2 and not (tmp_path / 'run' / 'summary.json').exists()
     again = start(root, tmp_path / 'run', **ADAPTED, resume=True)
-    assert any('resumed after step 2' in line for line in read_until(again, 'step 4/4'))
+    assert any('resumed after step 2' in line for line in read_until(again, 'step 3/4'))
     family = psutil.Process(again.pid).children(recursive=True)
     assert any('EngineCore' in p.name() for p in family)
     again.kill()
     again.communicate()
     assert not psutil.wait_procs(family, 60)[1]
-    agrees(tmp_path / 'run', 4)
+    last, whole = start(root, tmp_path / 'run', **ADAPTED, resume=True), start(root, tmp_path / 'whole', **ADAPTED)
+    for process in (last, whole):
+        said = process.communicate()[0]
+        assert process.returncode == 0, said[-4000:]
+    agrees(tmp_path / 'whole', 4)
+    assert same_metrics(tmp_path / 'whole', tmp_path / 'run') == [] and read_turns(tmp_path / 'whole') == read_turns(tmp_path / 'run')
 
 
 def test_two_ranks_with_a_vllm_each_do_what_one_process_does(root, tmp_path):

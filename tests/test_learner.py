@@ -1,0 +1,150 @@
+"""52_learner: dropout that repeats itself, and models that are only read: the policy without its additions, or offloaded."""
+import importlib.util
+import json
+import multiprocessing
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from deepspeed_steps import model
+
+from credit_rl import train as training
+from credit_rl.advantages import to_tokens
+from credit_rl.layout import pack
+from credit_rl.learner import Credit, Learner, Loss, Optimiser
+from credit_rl.runlog import read_metrics, read_turns, same_metrics
+from credit_rl.scoring import AnswerTemplate
+from credit_rl.train import make_config, train
+from credit_rl.trajectory import example_group
+
+ROOT = Path(__file__).resolve().parents[1]
+# the KL term makes it update at every step
+SHORT = dict(model=str(ROOT / 'data' / 'tiny_base'), steps=4, eval_every=2, questions_per_step=4, group_size=4, questions=50, dev_questions=4, test_questions=4,
+             max_turns=3, turn_tokens=12, kl=.01, learning_rate=1e-2, world={'size': 200}, threads=1, track='')
+DROPPING = {**SHORT, 'lora': {'r': 4, 'lora_dropout': .2}}
+LEARNERS = {'plain': {}, **({'deepspeed': dict(learner='deepspeed', stage=2)} if importlib.util.find_spec('deepspeed') else {})}
+needs_peft = pytest.mark.skipif(not importlib.util.find_spec('peft'), reason='peft is not installed: pip install credit_rl[train]')
+
+context = multiprocessing.get_context('forkserver')
+context.set_forkserver_preload(['credit_rl.train', 'transformers.models.qwen2.modeling_qwen2'])
+
+
+def sitting(settings, seed):
+    "A run, or the rest of one, after other work that left torch's generator somewhere."
+    sys.stdout = sys.stderr = open(os.devnull, 'w')
+    torch.cuda.is_available = lambda: False
+    torch.manual_seed(seed)
+    train(settings)
+
+
+def sit(folder, settings, seed=0):
+    "The folder of a run that a process of its own made."
+    child = context.Process(target=sitting, args=({**settings, 'run': str(folder)}, seed))
+    child.start()
+    child.join()
+    assert child.exitcode == 0
+    return folder
+
+
+def assert_same(a, b):
+    assert same_metrics(a, b) == [] and read_turns(a) == read_turns(b)
+    one, other = (json.loads((folder / 'summary.json').read_text()) for folder in (a, b))
+    assert {**one, 'seconds': 0} == {**other, 'seconds': 0}
+
+
+# ---- dropout ----
+
+@needs_peft
+@pytest.mark.parametrize('learner', LEARNERS)
+def test_a_run_with_dropout_repeats_itself_and_is_resumed(tmp_path, learner):
+    "Whatever was drawn before in the process; and a run of two steps that goes on to four ends as the one of four."
+    settings = {**DROPPING, **LEARNERS[learner]}
+    whole, again = sit(tmp_path / 'whole', settings), sit(tmp_path / 'again', settings, seed=1)
+    assert_same(whole, again)
+    resumed = sit(tmp_path / 'resumed', {**settings, 'steps': 2}, seed=2)
+    sit(resumed, {**settings, 'resume': True}, seed=3)
+    assert_same(whole, resumed)
+    assert same_metrics(whole, sit(tmp_path / 'without', {**settings, 'lora': {'r': 4}})) != []   # it does drop
+
+
+# ---- models that are only read ----
+
+def quiet(folder, settings):
+    "The folder of a run that this process made."
+    return train({**settings, 'run': str(folder)}, say=lambda line: None)
+
+
+@needs_peft
+@pytest.mark.parametrize('teacher', ['self', 'base'])
+def test_additions_switched_off_are_a_second_model(tmp_path, monkeypatch, teacher):
+    "The KL from the reference, and a base that teaches: the numbers of a run that loads the base again."
+    settings = {**SHORT, 'method': 'tips', 'lora': {'r': 4}, 'teacher': teacher, 'kl': .1}
+    loaded, load = [], training.load_model
+    monkeypatch.setattr(training, 'load_model', lambda *a: loaded.append(a) or load(*a))
+    off = quiet(tmp_path / 'off', settings)
+    assert len(loaded) == 1                                           # the policy
+    monkeypatch.setattr(training, '_base', lambda c: training.load_model(c.model, c.dtype)[0])
+    second = quiet(tmp_path / 'second', settings)
+    assert len(loaded) == (3 if teacher == 'self' else 4)             # the policy, its reference, its teacher
+    assert same_metrics(off, second, 1e-6) == [] and read_metrics(off).kl.max() > 1e-4
+
+
+@needs_peft
+def test_what_changes_the_weights_beside_it_needs_a_second_model(tmp_path):
+    "PiSSA puts a part of the weights into the additions, so that the rest is not the base."
+    pieces = [make_config({**SHORT, 'lora': {'r': 4, **more}}) for more in ({}, {'init_lora_weights': 'pissa'})]
+    whole, taken = map(training._base, pieces)
+    assert whole == 'base' and isinstance(taken, torch.nn.Module)
+
+
+def offloading(names, **how):
+    "A learner with a reference and a teacher on a device that is not, to PyTorch, where the host's memory is: 'cpu:0', to which all is copied."
+    policy = model(0, 100)
+    learner = Learner(policy, Loss(kl=.1), Optimiser(1e-2), reference=model(1, 100), teacher_every=2, offload=names)
+    learner.device = torch.device('cpu', 0)
+    places = {}
+    for who in ('reference', 'teacher'):
+        scorer = getattr(learner, who)
+        home = [p.data_ptr() for p in scorer.parameters()]
+        read = lambda *_, scorer=scorer, home=home, who=who: places.setdefault(who, []).append([p.data_ptr() for p in scorer.parameters()] == home)
+        scorer.model.base_model.register_forward_pre_hook(read)
+    return learner, places
+
+
+@pytest.mark.parametrize('names', [[], ['reference'], ['reference', 'teacher']], ids=lambda names: '+'.join(names) or 'none')
+def test_offloaded_models_are_on_the_device_only_while_they_read(names):
+    "They say the same, refreshed and restored too, from a copy that is made for it; afterwards each lies where it lay."
+    layout, golds = pack([example_group()]), [[AnswerTemplate((3, 4, 5), 1, 3)]] * 3
+    credit = Credit(to_tokens(torch.tensor([[1.], [-.5], [-.5]]).expand(3, 4), layout.token_turns))
+    (learner, places), (plain, _) = offloading(names), offloading([])
+    lay = {who: [p.data_ptr() for p in getattr(learner, who).parameters()] for who in ('reference', 'teacher')}
+    for step in range(1, 4):
+        seens = [which.evaluate(layout, ('logp', 'teacher', 'ref_logp'), {'teacher': golds}) for which in (learner, plain)]
+        assert torch.equal(seens[0].ref_logp, seens[1].ref_logp) and torch.equal(seens[0].teacher_logp.nan_to_num(), seens[1].teacher_logp.nan_to_num())
+        for which, seen in zip((learner, plain), seens):
+            which.step(layout, seen, credit)
+            which.tick(step)
+    for who in ('reference', 'teacher'):
+        assert places[who] and set(places[who]) == {who not in names}
+        assert [p.data_ptr() for p in getattr(learner, who).parameters()] == lay[who]
+
+
+def test_an_offloaded_model_goes_home_when_a_forward_fails():
+    learner, _ = offloading(['reference'])
+    lay = [p.data_ptr() for p in learner.reference.parameters()]
+    learner.reference.register_forward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError): learner.evaluate(pack([example_group()]), ('ref_logp',))
+    assert [p.data_ptr() for p in learner.reference.parameters()] == lay
+
+
+def test_a_run_may_offload_from_its_next_sitting_on(tmp_path):
+    "The numbers stay."
+    whole = quiet(tmp_path / 'whole', {**SHORT, 'method': 'tips'})
+    run = quiet(tmp_path / 'run', {**SHORT, 'method': 'tips', 'steps': 2, 'teacher_every': 2})
+    quiet(run, {**SHORT, 'method': 'tips', 'teacher_every': 2, 'resume': True, 'offload': ['reference', 'teacher']})
+    assert same_metrics(whole, run) == []
+    with pytest.raises(ValueError, match="offload takes 'reference' and 'teacher'"): quiet(tmp_path / 'no', {**SHORT, 'offload': ['optimiser']})
+    assert not (tmp_path / 'no').exists()
