@@ -21,7 +21,7 @@ from .methods import get_method
 from .outcome import outcome_rewards
 from .protocol import PROTOCOLS
 from .runlog import RunLog, latest_checkpoint, read_metrics, save_checkpoint
-from .train import (_MAY_CHANGE, _compare_params, _model_folder, _numbers, _seeded, _Silent, _launch, _trackers, Config, check, kl_from_base, make_engine, options_of, real_questions,
+from .train import (_MAY_CHANGE, _compare_params, _model_folder, _numbers, _saving, _seeded, _Silent, _launch, _trackers, Config, check, kl_from_base, make_engine, options_of, real_questions,
                              real_search, set_stage)
 from .vllm_engine import EngineLost
 from .warmup import GATE, Collecting, Examination, GateFailed, Missing, WarmUp, collect, critic_learner, make_pairs, read_collected, report_from, searching, warm_up, write_warmed
@@ -145,9 +145,10 @@ def _keep_exam(log, learner, keep, ranks, kept):
     row = {name: report[name] for name in ('auc', 'sign_accuracy', 'explained_variance', 'sign_kept', 'sign_lost')}
     log.metrics(step, **row, **({} if math.isnan(loss) else {'loss': loss}))
     def write(folder):
-        learner.save(ranks.once(lambda: str(folder)))
-        ranks.wait()
-        if ranks.first: torch.save(kept, Path(folder)/'warmup.pt')
+        with _saving(log.folder/'checkpoints'/f'step-{step:06d}'):
+            learner.save(ranks.once(lambda: str(folder)))
+            ranks.wait()
+            if ranks.first: torch.save(kept, Path(folder)/'warmup.pt')
     if ranks.first: save_checkpoint(log.folder, step, write, keep)
     else: write(None)
 

@@ -658,6 +658,19 @@ class _Silent:
     def timed(self, stage): return contextlib.nullcontext()
 
 # %% ../nbs/55_train.ipynb #c075
+@contextlib.contextmanager
+def _saving(path):  # of a checkpoint
+    "Say of a checkpoint that cannot be written what its disk and this process's limits allow. Raises OSError."
+    try: yield
+    except (OSError, RuntimeError) as e:
+        if isinstance(e, RuntimeError) and not re.search('inline_container|PytorchStreamWriter|Parent directory', str(e)): raise   # those are torch.save's
+        import resource
+        most, free = resource.getrlimit(resource.RLIMIT_FSIZE)[0], shutil.disk_usage(Path(path).parent).free
+        limit = '' if most == resource.RLIM_INFINITY else f', and the file size limit is {most / 1e6:.3g} MB (ulimit -f)'
+        raise OSError(f'the checkpoint {path} could not be written ({type(e).__name__}: {str(e).splitlines()[0]}); its disk has {free / 1e9:.3g} GB free{limit}; '
+                      'earlier checkpoints are kept: make room, or raise the limit, and go on with resume=True') from e
+
+# %% ../nbs/55_train.ipynb #c076
 class _Run:
     "A run under way: stage, engine, learner, log, and what the loop remembers between steps. All ranks go through the same calls."
 
@@ -685,9 +698,10 @@ class _Run:
     def checkpoint(self, step, name=None):
         "Save learner and memory atomically: all ranks write into the folder that the first one makes."
         def write(folder):
-            self.learner.save(self.ranks.once(lambda: str(folder)))
-            self.ranks.wait()
-            if self.ranks.first: (Path(folder)/'memory.json').write_text(json.dumps(self.memory))
+            with _saving(self.log.folder/'checkpoints'/f'step-{step:06d}'):
+                self.learner.save(self.ranks.once(lambda: str(folder)))
+                self.ranks.wait()
+                if self.ranks.first: (Path(folder)/'memory.json').write_text(json.dumps(self.memory))
         with self.log.timed('checkpoint'):
             if self.ranks.first: save_checkpoint(self.log.folder, step, write, self.config.keep, name)
             else: write(None)
@@ -702,7 +716,7 @@ class _Run:
         "Stop an engine that is a program of its own."
         if self.config.engine != 'hf': self.engine.close()
 
-# %% ../nbs/55_train.ipynb #c076
+# %% ../nbs/55_train.ipynb #c077
 def _dev(run, step, logged):
     "Evaluate on dev questions, log the step, and keep a checkpoint (the best under that name)."
     with run.log.timed('dev'): scores, _ = run.evaluate('dev')
@@ -713,7 +727,7 @@ def _dev(run, step, logged):
     run.checkpoint(step, 'best' if better else None)
     return scores['em']
 
-# %% ../nbs/55_train.ipynb #c077
+# %% ../nbs/55_train.ipynb #c078
 def _begin(run):
     "Resume from the newest checkpoint, or evaluate the base. Returns the first step to take."
     found, best = run.ranks.once(lambda: (latest_checkpoint(run.log.folder), named_checkpoint(run.log.folder, 'best')))
@@ -729,11 +743,11 @@ def _begin(run):
     run.say(f'base: EM {run.memory["base"]["em"]:.3f} on {len(groups)} test questions, {em:.3f} on dev')
     return 1
 
-# %% ../nbs/55_train.ipynb #c078
+# %% ../nbs/55_train.ipynb #c079
 CODE = ('outcome', 'folr', 'information_gain', 'potentials', 'prs', 'turn_rewards', 'advantages', 'smdp', 'vspo', 'scoring', 'layout', 'losses', 'critics', 'learner', 'methods',
         'rollout', 'engine', 'tiny', 'train')  # modules whose change makes a run's results old
 
-# %% ../nbs/55_train.ipynb #c079
+# %% ../nbs/55_train.ipynb #c080
 def _finish(run):
     "Evaluate the best checkpoint on the test questions and write the summary. Returns it."
     step, path = run.ranks.once(lambda: named_checkpoint(run.log.folder, 'best'))
@@ -753,7 +767,7 @@ def _finish(run):
             + f'), the checkpoint of step {step}; {run.log.elapsed:.0f} s')
     return summary
 
-# %% ../nbs/55_train.ipynb #c080
+# %% ../nbs/55_train.ipynb #c081
 def finished(config):
     "Whether `config` resumes a run that is complete: its summary is there and has as many steps (or says that it collapsed)."
     path = Path(config.run)/'summary.json'
@@ -761,7 +775,7 @@ def finished(config):
     summary = json.loads(path.read_text())
     return summary['steps'] >= config.steps or summary['collapsed']
 
-# %% ../nbs/55_train.ipynb #c081
+# %% ../nbs/55_train.ipynb #c082
 def _compare_params(config):
     "Refuse to show a finished run's results as those of other parameters; settings that it did not know yet don't count."
     import yaml
@@ -769,7 +783,7 @@ def _compare_params(config):
     changed = [f'{k}: {before[k]!r} before, {now[k]!r} now' for k in before if k in now and k not in _MAY_CHANGE and before[k] != now[k]]
     if changed: raise ValueError(f'{config.run} holds a finished run with other parameters ({"; ".join(changed)}): give the same, or choose another name')
 
-# %% ../nbs/55_train.ipynb #c083
+# %% ../nbs/55_train.ipynb #c084
 def plan_of(config):
     "What of a configuration the estimate depends on: `Plan`."
     c, method = config, get_method(config.method)
@@ -799,7 +813,7 @@ def _forecast(c):
 
 def _is_large(config): return config.model != 'tiny' and read_sizes(config.model).parameters > 2e7
 
-# %% ../nbs/55_train.ipynb #c084
+# %% ../nbs/55_train.ipynb #c085
 def examine(config, say=print):
     "Look at all that a run needs, without starting it, and say what it would take. Returns its folder. Raises ValueError naming all that is missing."
     c, wrong = config, []
@@ -837,7 +851,7 @@ def _missing_room(c, needs):
                                                        'give arguments: {gpu_memory_utilization: …} among the settings of vllm')
     return wrong
 
-# %% ../nbs/55_train.ipynb #c088
+# %% ../nbs/55_train.ipynb #c089
 def train(
     config,    # Config, or a dict of its settings
     say=None,  # function called with lines of text; None: print
@@ -867,7 +881,7 @@ def _train(config, say, ranks):
         ranks.wait()
     return run.log.folder
 
-# %% ../nbs/55_train.ipynb #c089
+# %% ../nbs/55_train.ipynb #c090
 def _steps(run, first):
     "Take the steps from `first` on, until the run is over or has collapsed."
     config, since = run.config, time.monotonic()
@@ -886,7 +900,7 @@ def _steps(run, first):
             run.say(f'stopped at step {step}: the answer rate of the last 5 steps fell below {config.collapse:.0%} of its best; try a smaller learning rate, or a KL term')
             return
 
-# %% ../nbs/55_train.ipynb #c090
+# %% ../nbs/55_train.ipynb #c091
 def _launch(
     config,                      # Config
     say,                         # function called with lines of text
@@ -903,7 +917,7 @@ def _launch(
     launch(command, log.folder, log.folder/'summary.json', say, environment={} if torch.cuda.is_available() or sys.platform != 'linux' or config.hostfile else {'GLOO_SOCKET_IFNAME': 'lo'})
     return log.folder
 
-# %% ../nbs/55_train.ipynb #c096
+# %% ../nbs/55_train.ipynb #c097
 def main(arguments=None):
     "`python -m credit_rl.train setting=value …`, values as in YAML; `--params FILE` reads a YAML file of settings first."
     import argparse, yaml
@@ -918,5 +932,5 @@ def main(arguments=None):
         train(settings | {name: yaml.safe_load(value) for name, value in (text.split('=', 1) for text in given.settings)})
     except (ValueError, OSError, yaml.YAMLError, LaunchError, EngineLost) as e: sys.exit(f'credit_rl.train: {e}')
 
-# %% ../nbs/55_train.ipynb #c097
+# %% ../nbs/55_train.ipynb #c098
 if __name__ == '__main__' and '__file__' in globals(): main()  # a notebook has no file

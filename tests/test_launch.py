@@ -2,7 +2,6 @@
 import importlib.util
 import json
 import os
-import resource
 import shutil
 import signal
 import subprocess
@@ -218,15 +217,19 @@ def test_a_rank_ends_with_the_one_that_asked_for_the_run():
 
 def test_a_disk_that_takes_no_checkpoint_ends_the_run_with_the_reason(runs, tmp_path):
     "And nothing is lost: the run goes on when there is room; then all its ranks are killed at once, and it goes on again, to the very numbers of a whole run."
-    limit = 300_000  # bytes of a file: enough for all but a checkpoint
-    process = start(tmp_path / 'run', KINDS['two ranks, stage 2'], preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)))
+    process = start(tmp_path / 'run', KINDS['two ranks, stage 2'])
+    read_until(process, 'base: EM')                                               # the first checkpoint is there
+    for rank in ranks_of(process).values(): rank.rlimit(psutil.RLIMIT_FSIZE, (300_000, 300_000))   # bytes of a file: enough for all but another one
     said = process.communicate()[0]
     assert process.returncode != 0 and not (tmp_path / 'run' / 'summary.json').exists()
     message = said.splitlines()[-1]
     file = tmp_path / 'run' / 'errors' / f'rank-{message.split("rank ")[1][0]}.txt'
     assert 'ended without summary.json' in message and str(file) in message and 'Traceback' not in said, said
+    kept = latest_checkpoint(tmp_path / 'run')[0]
+    assert f'the checkpoint {tmp_path}/run/checkpoints/step-00000{kept + 2 - kept // 2} could not be written (' in message, said
+    for words in ('GB free', 'the file size limit is 0.3 MB', 'earlier checkpoints are kept', 'resume=True'): assert words in message, said
     assert 'save' in file.read_text() and 'Traceback' in file.read_text()
-    assert read_metrics(tmp_path / 'run').step.tolist() == [0]                    # what was written stays
+    assert read_metrics(tmp_path / 'run').step.tolist()[:kept + 1] == list(range(kept + 1))       # what was written stays
     again = start(tmp_path / 'run', {**KINDS['two ranks, stage 2'], 'resume': True})            # the disk has room again
     read_until(again, 'step 2/3')
     ranks = list(ranks_of(again).values())

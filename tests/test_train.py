@@ -1,8 +1,10 @@
 """Whole runs: what is refused before anything is computed, that a run repeats itself, and that one killed anywhere ends as if it had not been."""
+import errno
 import json
 import multiprocessing
 import os
 import random
+import resource
 import shutil
 import signal
 import subprocess
@@ -191,6 +193,32 @@ def test_the_command_is_killed_and_resumed(whole, tmp_path):
     assert latest_checkpoint(tmp_path / 'killed')[0] == 2 and not (tmp_path / 'killed' / 'summary.json').exists()
     assert sit({**settings, 'resume': True}) == 0
     assert_same(whole[0], tmp_path / 'killed')
+
+
+@pytest.mark.skipif(not hasattr(resource, 'prlimit'), reason='limits of another process are set on Linux alone')
+def test_a_disk_that_takes_no_more_ends_a_run_in_a_line(whole, tmp_path):
+    "Said are the file, what stands in the way and what stays; with room again the run goes on, to the very numbers of a whole one."
+    settings = {**SHORT, 'run': str(tmp_path / 'run')}
+    run = subprocess.Popen(command({**settings, 'track': ''}), cwd=ROOT, env=on_a_cpu(), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    for line in run.stdout:
+        if line.startswith('base: EM'):                                # the first checkpoint is there
+            resource.prlimit(run.pid, resource.RLIMIT_FSIZE, (300_000, 300_000))
+            break
+    said = run.communicate()[0]
+    kept = latest_checkpoint(tmp_path / 'run')[0]
+    message = said.splitlines()[-1]
+    assert run.returncode == 1 and 'Traceback' not in said and not (tmp_path / 'run' / 'summary.json').exists(), said
+    assert message.startswith(f'credit_rl.train: the checkpoint {tmp_path}/run/checkpoints/step-00000{kept + 2} could not be written (RuntimeError: '), said
+    for words in ('GB free', 'the file size limit is 0.3 MB', 'earlier checkpoints are kept', 'resume=True'): assert words in message, said
+    assert kept < 4 and not [p for p in (tmp_path / 'run' / 'checkpoints').iterdir() if p.name.endswith('part')]
+    assert sit({**settings, 'resume': True}) == 0
+    assert_same(whole[0], tmp_path / 'run')
+
+
+def test_another_failure_while_a_checkpoint_is_written_is_no_matter_of_the_disk(tmp_path):
+    with pytest.raises(RuntimeError, match='^connection closed$'), training._saving(tmp_path / 'step-000002'): raise RuntimeError('connection closed')
+    with pytest.raises(OSError, match=r'step-000002 could not be written \(OSError: .* No space left on device\); its disk has [0-9.e+]+ GB free; earlier'), training._saving(tmp_path / 'step-000002'):
+        raise OSError(errno.ENOSPC, 'No space left on device')
 
 
 def test_killed_between_a_best_checkpoint_and_its_name(tmp_path):
