@@ -18,7 +18,7 @@ from .datasets import get_benchmark, load_corpus, load_questions, subsample
 from .engine import HFEngine, Sampling, seed_of
 from .estimate import Plan, describe, memory, read_sizes, step_seconds
 from .evaluate import check_model, evaluate, is_searched, load_model, load_tokenizer, make_environment, open_search, read_template, summarize
-from .launch import LaunchError, Ranks, is_rank, join_ranks, keep_traceback, launch, launch_command, read_hostfile, speak
+from .launch import LaunchError, Ranks, check_hostfile, is_rank, join_ranks, keep_traceback, launch, launch_command, read_hostfile, speak
 from .layout import AVERAGES, pack, take
 from .learner import Credit, DeepSpeedLearner, Learner, Loss, Optimiser, make_critic
 from .losses import kl
@@ -35,7 +35,7 @@ from .runlog import RunLog, atomic_write, check_trackers, latest_checkpoint, mod
 from .scoring import answer_header, gold_templates
 from .tiny import ceiling, make_base, tiny_environment
 from .trajectory import to_json
-from .vllm_engine import EngineLost, VLLMEngine, check_adapter, check_vllm_settings, logp_gap, sampler_weights, save_adapter
+from .vllm_engine import EngineLost, VLLMEngine, check_adapter, check_vllm_settings, logp_gap, rank_devices, sampler_weights, save_adapter
 from .warmup import read_warmed, segment_statistics
 from .world import SPLITS, make_world
 
@@ -240,8 +240,7 @@ def _check_host(c):
     if c.learner == 'plain' and c.deepspeed: raise ValueError("deepspeed holds settings of learner='deepspeed', but learner is 'plain'")
     if c.stage not in range(4): raise ValueError(f'stage must be 0, 1, 2 or 3, got {c.stage}')
     if c.learner == 'deepspeed' and c.dtype not in ('float32', 'bfloat16'): raise ValueError(f"with learner='deepspeed' dtype is 'float32' or 'bfloat16', got {c.dtype!r}")
-    if c.hostfile and not Path(c.hostfile).is_file(): raise ValueError(f'hostfile {c.hostfile!r} does not exist')
-    if c.hostfile and sum(read_hostfile(c.hostfile).values()) != c.ranks: raise ValueError(f'{c.hostfile} has {sum(read_hostfile(c.hostfile).values())} slots, but ranks={c.ranks}')
+    check_hostfile(c.hostfile, c.ranks)
 
 # %% ../nbs/55_train.ipynb #c022
 def _check_engine(c):
@@ -255,6 +254,7 @@ def _check_engine(c):
     if c.learner == 'deepspeed' and not own: raise ValueError("beside DeepSpeed vLLM needs a process of its own: leave out own_process=False")
     if c.ranks > 1 and torch.cuda.is_available() and not c.vllm.get('untried'):
         raise ValueError('several ranks, each with a vLLM of its own on its own GPU, have been run on CPUs only; allow them with untried=True among the settings of vllm')
+    rank_devices(c.vllm.get('devices'), c.ranks)
     check_adapter(c.lora)
     if c.lora and c.vllm.get('sleep_level') == 2: raise ValueError('at sleep_level 2 vLLM forgets the base that an adapter belongs to: with lora take sleep_level 1')
     if (Path(c.model)/'config.json').exists():
@@ -504,8 +504,8 @@ def make_engine(
     if c.engine == 'hf': return HFEngine(model, tokenizer, max_length=c.max_tokens, max_rows=c.act_rows)
     ranks = [r for r in (1, 8, 16, 32, 64, 128, 256, 320, 512) if r >= c.lora.get('r', 8)]            # those that vLLM takes
     adapters = {'enable_lora': True, 'max_lora_rank': ranks[0]} if c.lora else {}
-    gpu = {'devices': os.environ['LOCAL_RANK']} if c.ranks > 1 and torch.cuda.is_available() else {}  # its rank's
-    settings = {'dtype': c.dtype, 'own_process': c.learner == 'deepspeed', **gpu, **c.vllm, 'arguments': {**adapters, **c.vllm.get('arguments', {})}}
+    devices = rank_devices(c.vllm.get('devices'), c.ranks, os.environ['LOCAL_RANK'] if c.ranks > 1 and torch.cuda.is_available() else None)
+    settings = {'dtype': c.dtype, 'own_process': c.learner == 'deepspeed', **c.vllm, 'devices': devices, 'arguments': {**adapters, **c.vllm.get('arguments', {})}}
     return VLLMEngine(_model_folder(c), tokenizer, max_length=c.max_tokens, max_rows=c.act_rows, **settings)
 
 def hand_over(learner, engine, config):
@@ -605,19 +605,23 @@ def _start_folder(c):
     critic = get_method(c.method).critic
     return str(read_warmed(c.critic_from).folder) if c.critic_from and (c.critic or critic['kind']) == 'shared' else _model_folder(c)
 
+def _teacher_every(c, method):
+    "Steps after which the copy of the policy that teaches is made anew, 0: never, 1: it is the policy itself; None where there is no such teacher."
+    if 'teacher' not in method.sees or c.teacher != 'self': return None
+    return max(1, round(.4 * c.steps)) if c.teacher_every is None else c.teacher_every
+
 def make_learner(config, method, model):
     "The learner of a run, with the critic, teacher and reference that its method and loss ask for."
     c, loss = config, dataclasses.replace(method.loss, **config.loss, **{k: v for k in ('average', 'kl') if (v := getattr(config, k)) is not None})
-    reference = load_model(_model_folder(c), c.dtype)[0] if c.log_kl or loss.kl else None
+    aside = 'cpu' if c.learner == 'deepspeed' else None   # models that are only read wait there, until the policy is spread and has left room for them
+    reference = load_model(_model_folder(c), c.dtype, aside)[0] if c.log_kl or loss.kl else None
     given = {k: v for k, v in (('kind', c.critic), ('mix', c.critic_mix)) if v is not None}
     with _seeded(seed_of('critic', c.seed)): critic = make_critic(model, **{**method.critic, **given}) if method.critic else None
     if c.critic_from: _warm(critic, read_warmed(c.critic_from), c.dtype)
-    asks = 'teacher' in method.sees
-    teacher = load_model(c.teacher, c.dtype)[0] if asks and c.teacher != 'self' else None
-    every = (max(1, round(.4 * c.steps)) if c.teacher_every is None else c.teacher_every) if asks and c.teacher == 'self' else None
+    teacher = load_model(c.teacher, c.dtype, aside)[0] if 'teacher' in method.sees and c.teacher != 'self' else None
     optimiser = Optimiser(c.learning_rate, c.critic_rate, weight_decay=c.weight_decay, betas=tuple(c.betas), clip=c.clip, warmup=c.warmup, minibatches=c.minibatches, epochs=c.epochs,
                           row_tokens=c.row_tokens)
-    parts = (model, loss, optimiser, reference, c.temperature, c.seed, critic, teacher, every)
+    parts = (model, loss, optimiser, reference, c.temperature, c.seed, critic, teacher, _teacher_every(c, method))
     if c.gradient_checkpointing:
         for m in (model, critic and critic.model):
             if m is not None: m.gradient_checkpointing_enable({'use_reentrant': False})
@@ -627,7 +631,7 @@ def make_learner(config, method, model):
 def _warm(critic, warmed, dtype):
     "Give a critic what a warm-up taught it; a shared backbone is the policy's, which has it already."
     warmed.load_head(critic.head)
-    if critic.model is not None: critic.model.load_state_dict(load_model(warmed.folder, dtype)[0].state_dict())
+    if critic.model is not None: critic.model.load_state_dict(load_model(warmed.folder, dtype, 'cpu')[0].state_dict())
 
 # %% ../nbs/55_train.ipynb #c070
 def collapsed(rates, share=0.25, window=5):
@@ -657,7 +661,6 @@ class _Silent:
     def cut(self, step): pass
     def timed(self, stage): return contextlib.nullcontext()
 
-# %% ../nbs/55_train.ipynb #c075
 @contextlib.contextmanager
 def _saving(path):  # of a checkpoint
     "Say of a checkpoint that cannot be written what its disk and this process's limits allow. Raises OSError."
@@ -670,7 +673,7 @@ def _saving(path):  # of a checkpoint
         raise OSError(f'the checkpoint {path} could not be written ({type(e).__name__}: {str(e).splitlines()[0]}); its disk has {free / 1e9:.3g} GB free{limit}; '
                       'earlier checkpoints are kept: make room, or raise the limit, and go on with resume=True') from e
 
-# %% ../nbs/55_train.ipynb #c076
+# %% ../nbs/55_train.ipynb #c075
 class _Run:
     "A run under way: stage, engine, learner, log, and what the loop remembers between steps. All ranks go through the same calls."
 
@@ -685,7 +688,8 @@ class _Run:
         if config.lora: add_lora(self.stage.model, config.lora, config.seed)
         pieces = config.engine == 'hf' and config.learner == 'deepspeed' and config.stage == 3
         acting = copy.deepcopy(self.stage.model).eval() if pieces else self.stage.model  # one that is whole
-        self.engine = make_engine(config, acting, self.stage.chat.tokenizer)         # before the learner, as it measures what memory is free
+        self.engine = make_engine(config, acting, self.stage.chat.tokenizer)         # before the learner, as it measures what memory is free ...
+        if config.engine == 'vllm': self.engine.sleep()                              # ... and gives it back, if it can, for models that are whole until the learner spreads them
         self.learner = make_learner(config, self.method, self.stage.model)
         self.memory = {'best': -1., 'best_step': 0, 'rates': [], 'base': None}
 
@@ -712,11 +716,17 @@ class _Run:
         self.memory = json.loads((Path(path)/'memory.json').read_text())
         hand_over(self.learner, self.engine, self.config)
 
+    def wake(self):
+        "Let vLLM act that slept while the learner was made, with the weights that it began with, or the learner's where it forgot them."
+        if self.config.engine == 'hf': return
+        if self.engine.hollow: hand_over(self.learner, self.engine, self.config)
+        else: self.engine.wake()
+
     def close(self):
         "Stop an engine that is a program of its own."
         if self.config.engine != 'hf': self.engine.close()
 
-# %% ../nbs/55_train.ipynb #c077
+# %% ../nbs/55_train.ipynb #c076
 def _dev(run, step, logged):
     "Evaluate on dev questions, log the step, and keep a checkpoint (the best under that name)."
     with run.log.timed('dev'): scores, _ = run.evaluate('dev')
@@ -727,7 +737,7 @@ def _dev(run, step, logged):
     run.checkpoint(step, 'best' if better else None)
     return scores['em']
 
-# %% ../nbs/55_train.ipynb #c078
+# %% ../nbs/55_train.ipynb #c077
 def _begin(run):
     "Resume from the newest checkpoint, or evaluate the base. Returns the first step to take."
     found, best = run.ranks.once(lambda: (latest_checkpoint(run.log.folder), named_checkpoint(run.log.folder, 'best')))
@@ -737,17 +747,18 @@ def _begin(run):
         if run.memory['best_step'] == found[0] and found != best: run.checkpoint(found[0], 'best')   # killed before it was named
         run.say(f'resumed after step {found[0]}')
         return found[0] + 1
+    run.wake()
     run.memory['base'], groups = run.evaluate('test')
     run.log.turns(0, [{'kind': 'before', 'trajectory': to_json(g.trajectories[0]), 'advantages': None, 'reward': float(summarize([g])['em'])} for g in groups[:6]])
     em = _dev(run, 0, {})
     run.say(f'base: EM {run.memory["base"]["em"]:.3f} on {len(groups)} test questions, {em:.3f} on dev')
     return 1
 
-# %% ../nbs/55_train.ipynb #c079
+# %% ../nbs/55_train.ipynb #c078
 CODE = ('outcome', 'folr', 'information_gain', 'potentials', 'prs', 'turn_rewards', 'advantages', 'smdp', 'vspo', 'scoring', 'layout', 'losses', 'critics', 'learner', 'methods',
         'rollout', 'engine', 'tiny', 'train')  # modules whose change makes a run's results old
 
-# %% ../nbs/55_train.ipynb #c080
+# %% ../nbs/55_train.ipynb #c079
 def _finish(run):
     "Evaluate the best checkpoint on the test questions and write the summary. Returns it."
     step, path = run.ranks.once(lambda: named_checkpoint(run.log.folder, 'best'))
@@ -767,7 +778,7 @@ def _finish(run):
             + f'), the checkpoint of step {step}; {run.log.elapsed:.0f} s')
     return summary
 
-# %% ../nbs/55_train.ipynb #c081
+# %% ../nbs/55_train.ipynb #c080
 def finished(config):
     "Whether `config` resumes a run that is complete: its summary is there and has as many steps (or says that it collapsed)."
     path = Path(config.run)/'summary.json'
@@ -775,7 +786,7 @@ def finished(config):
     summary = json.loads(path.read_text())
     return summary['steps'] >= config.steps or summary['collapsed']
 
-# %% ../nbs/55_train.ipynb #c082
+# %% ../nbs/55_train.ipynb #c081
 def _compare_params(config):
     "Refuse to show a finished run's results as those of other parameters; settings that it did not know yet don't count."
     import yaml
@@ -783,16 +794,20 @@ def _compare_params(config):
     changed = [f'{k}: {before[k]!r} before, {now[k]!r} now' for k in before if k in now and k not in _MAY_CHANGE and before[k] != now[k]]
     if changed: raise ValueError(f'{config.run} holds a finished run with other parameters ({"; ".join(changed)}): give the same, or choose another name')
 
-# %% ../nbs/55_train.ipynb #c084
+# %% ../nbs/55_train.ipynb #c083
 def plan_of(config):
     "What of a configuration the estimate depends on: `Plan`."
     c, method = config, get_method(config.method)
-    weight = c.loss.get('kl', method.loss.kl) if c.kl is None else c.kl
-    own = method.critic is not None and (c.critic or method.critic['kind']) == 'own'
-    copied = 'teacher' in method.sees and (c.teacher != 'self' or c.teacher_every != 1)
+    own, every = method.critic is not None and (c.critic or method.critic['kind']) == 'own', _teacher_every(c, method)
+    copied, loaded = every not in (None, 1), int(bool(c.log_kl or _kl_weight(c, method))) + ('teacher' in method.sees and c.teacher != 'self')
     acting = min(c.act_rows, -(-c.questions_per_step // c.ranks) * c.group_size) * c.max_tokens
-    return Plan(c.stage if c.learner == 'deepspeed' else None, c.ranks, 4 if c.dtype == 'float32' else 2, own, int(bool(c.log_kl or weight)) + copied, c.row_tokens,
-                c.gradient_checkpointing, 'offload_optimizer' in c.deepspeed.get('zero_optimization', {}), acting, _lora_share(c), c.engine == 'vllm', bool(c.vllm.get('sleep_level')))
+    apart = c.vllm.get('own_process', c.learner == 'deepspeed') and c.vllm.get('transfer') in (None, 'file')
+    return Plan(c.stage if c.learner == 'deepspeed' else None, c.ranks, 4 if c.dtype == 'float32' else 2, own, loaded + copied, c.row_tokens,
+                c.gradient_checkpointing, 'offload_optimizer' in c.deepspeed.get('zero_optimization', {}), acting, _lora_share(c),
+                copies=c.engine == 'vllm' and not c.vllm.get('devices'), sleeps=bool(c.vllm.get('sleep_level')), copied=int(copied), renewed=copied and every > 1,
+                by_file=c.engine == 'vllm' and apart and not c.lora)
+
+def _kl_weight(c, method): return c.loss.get('kl', method.loss.kl) if c.kl is None else c.kl
 
 def _lora_share(c):
     "Share of the parameters that is trained."
@@ -806,17 +821,25 @@ def _lora_share(c):
 def _forecast(c):
     "The estimate of a run, as lines."
     method, plan, sizes = get_method(c.method), plan_of(c), read_sizes(c.model)
-    reads = sum(extra_passes(method, c.critic, bool(c.kl or method.loss.kl or c.loss.get('kl')), c.recompute, c.teacher_every or 0).values())
+    reads = sum(extra_passes(method, c.critic, bool(_kl_weight(c, method)), c.recompute or c.engine == 'vllm', _teacher_every(c, method) or 0).values())
     tokens = c.questions_per_step * c.group_size * c.max_tokens
     seconds = step_seconds(sizes, plan, tokens, c.max_tokens, c.tflops, reads, c.epochs)
     return [*describe(sizes, plan, seconds, c.steps), f'(taking {c.tflops:g} TFLOP/s for a rank that learns, a tenth of it for one that acts)']
 
+def _weigh(c): return memory(read_sizes(c.model), plan_of(c))
+
 def _is_large(config): return config.model != 'tiny' and read_sizes(config.model).parameters > 2e7
 
-# %% ../nbs/55_train.ipynb #c085
-def examine(config, say=print):
+# %% ../nbs/55_train.ipynb #c084
+def examine(
+    config,             # Config
+    say=print,          # function called with lines of text
+    check=check,        # refuses settings that cannot work
+    weigh=_weigh,       # gives the bytes that a configuration needs, see `memory`
+    forecast=_forecast, # gives its estimate, as lines
+):
     "Look at all that a run needs, without starting it, and say what it would take. Returns its folder. Raises ValueError naming all that is missing."
-    c, wrong = config, []
+    c, wrong, notes = config, [], []
     check(dataclasses.replace(c, engine='hf', vllm={}, correction=None))
     try: _check_engine(c)                         # vLLM wants a host that this one need not be
     except ValueError as e: wrong.append(str(e))
@@ -827,29 +850,53 @@ def examine(config, say=print):
             else: say(', '.join(f'{len(v)} {k} questions' for k, v in found.items()) if isinstance(found, dict) else f'search: {type(found).__name__}')
     if c.model != 'tiny':
         load_tokenizer(c.model)
-        for line in _forecast(c): say(line)
-        wrong += _missing_room(c, memory(read_sizes(c.model), plan_of(c)))
+        for line in forecast(c): say(line)
+        wrong += _missing_room(c, weigh(c))
+        notes = [*_no_gpu(c), *([] if Path(c.model).exists() else [f'{c.model} is a name on the hub: its weights were not looked at'])]
+        for line in notes: say(line)
     if (Path(c.run)/'params.yaml').exists() and not c.resume: wrong.append(f'{c.run} already holds a run: give resume=True, or choose another name')
     if wrong: raise ValueError('this run cannot start: ' + '; '.join(wrong))
-    say('everything is there; leave out dry_run to start')
+    say(f'everything {"else " * bool(notes)}is there; leave out dry_run to start')
     return Path(c.run)
 
+def _ranks_here(c): return c.ranks if not c.hostfile else max(read_hostfile(c.hostfile).values())
+
+def _no_gpu(c):
+    "What to say where ranks, or a model that is no toy, would find no GPU: list of str."
+    if torch.cuda.device_count() or not (c.ranks > 1 or _is_large(c)): return []
+    return [f'no GPU: {_ranks_here(c)} rank{"s" * (_ranks_here(c) > 1)} would share the processor and memory of this host, and take far longer than the estimate says']
+
+# %% ../nbs/55_train.ipynb #c085
 def _missing_room(c, needs):
-    "What disk and GPUs of this host lack: list of str."
-    folder, wrong = next(p for p in (Path(c.run).absolute(), *Path(c.run).absolute().parents) if p.exists()), []
-    free, disk = shutil.disk_usage(folder).free, (c.keep + 2) * needs['checkpoint']           # the best one, and one that is being written
-    if disk > free: wrong.append(f'{folder} has {free / 1e9:.1f} GB free, but {c.keep + 2} checkpoints take {disk / 1e9:.1f} GB')
-    gpus = torch.cuda.device_count()
-    here = c.ranks if not c.hostfile else max(read_hostfile(c.hostfile).values())
+    "What disk, memory and GPUs of this host lack: list of str."
+    folder = next(p for p in (Path(c.run).absolute(), *Path(c.run).absolute().parents) if p.exists())
+    here, gpus, kept = _ranks_here(c), torch.cuda.device_count(), (c.keep + 2) * needs['checkpoint']           # the best one, and one that is being written
+    asked, file = here * (needs.get('host', 0) if gpus else needs['rank']), here * needs.get('file', 0)
+    rooms = [(folder, shutil.disk_usage(folder).free, f'{c.keep + 2} checkpoints take', kept), ('the memory of this host', _free_memory(), f'{here} ranks take at least', asked)]
+    if file and Path('/dev/shm').is_dir(): rooms.append(('/dev/shm', shutil.disk_usage('/dev/shm').free, f'the weights that {here} ranks give to vLLM take', file))
+    wrong = [f'{where} has {free / 1e9:.1f} GB free, but {what} {size / 1e9:.1f} GB' for where, free, what, size in rooms if size > free]
     if gpus and gpus < here: wrong.append(f'{here} ranks need as many GPUs, but there are {gpus}')
-    for i in range(min(gpus, here)):
-        size = torch.cuda.get_device_properties(i).total_memory
-        if needs['rank'] > size: wrong.append(f'GPU {i} has {size / 1e9:.1f} GB, but a rank needs at least {needs["rank"] / 1e9:.1f} GB')
-        taken = c.vllm.get('arguments', {}).get('gpu_memory_utilization', .9) * size if c.engine == 'vllm' and not c.vllm.get('devices') else 0
-        lies = sum(needs.get(k, 0) for k in ('weights', 'gradients', 'optimiser', 'frozen models'))
-        if taken and taken + lies > size: wrong.append(f'GPU {i} has {size / 1e9:.1f} GB, of which vLLM takes {taken / 1e9:.1f} GB, but {lies / 1e9:.1f} GB are the learner\'s: '
-                                                       'give arguments: {gpu_memory_utilization: …} among the settings of vllm')
+    return wrong + [line for i in range(min(gpus, here)) for line in _missing_gpu(c, needs, i)]
+
+def _missing_gpu(c, needs, i):
+    "What GPU `i` lacks: list of str."
+    size, get = torch.cuda.get_device_properties(i).total_memory, lambda *names: sum(needs.get(n, 0) for n in names)
+    wrong, when = [], ' at its start, when models are whole' if needs['rank'] == needs.get('start') else ''
+    if needs['rank'] > size: wrong.append(f'GPU {i} has {size / 1e9:.1f} GB, but a rank needs at least {needs["rank"] / 1e9:.1f} GB{when}')
+    taken = c.vllm.get('arguments', {}).get('gpu_memory_utilization', .9) * size if c.engine == 'vllm' and not c.vllm.get('devices') else 0
+    lies = max(get('weights', 'gradients', 'optimiser', 'frozen models'), get('acting copy'), 0 if c.vllm.get('sleep_level') else get('start'))   # vLLM starts beside the whole policy
+    if taken and taken + lies > size: wrong.append(f'GPU {i} has {size / 1e9:.1f} GB, of which vLLM takes {taken / 1e9:.1f} GB, but {lies / 1e9:.1f} GB are the learner\'s: '
+                                                   'give arguments: {gpu_memory_utilization: …} among the settings of vllm')
     return wrong
+
+def _free_memory(info=Path('/proc/meminfo'), group=Path('/sys/fs/cgroup')):
+    "Bytes of main memory that this process and its children may still take: what the host says, and a container's limit."
+    lines = info.read_text().splitlines() if info.exists() else []
+    free = [int(line.split()[1]) * 1024 for line in lines if line.startswith('MemAvailable')] or [os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES')]
+    if (group/'memory.max').exists() and (most := (group/'memory.max').read_text().strip()) != 'max':
+        stat = dict(line.split() for line in (group/'memory.stat').read_text().splitlines())
+        free.append(int(most) - int((group/'memory.current').read_text()) + int(stat['inactive_file']) + int(stat['active_file']))   # what files keep is given back
+    return min(free)
 
 # %% ../nbs/55_train.ipynb #c089
 def train(
@@ -864,7 +911,7 @@ def train(
     if is_rank():
         with keep_traceback(config.run, int(os.environ['RANK'])): return _train(config, say, join_ranks(config.ranks))
     if not finished(config):
-        for line in _forecast(config) if _is_large(config) else (): say(line)
+        for line in [*_forecast(config), *_no_gpu(config)] if _is_large(config) else (): say(line)
         if config.ranks > 1: return _launch(config, say)
     return _train(config, say, Ranks())
 

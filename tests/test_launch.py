@@ -32,6 +32,9 @@ KINDS |= {'plain, adapted': ADAPTED, 'two ranks, stage 3, adapted': {**ADAPTED, 
 OTHERS = [kind for kind in KINDS if not kind.startswith('plain') or 'checkpointing' in kind]
 
 
+TAUGHT = dict(method='tips', teacher_every=2)     # by a copy of the policy that is made anew, and kept
+TEACHERS = {'plain, taught': TAUGHT, 'one rank, stage 3, taught': dict(learner='deepspeed', stage=3, **TAUGHT)}
+
 STARTED = []
 
 
@@ -82,7 +85,7 @@ def runs(tmp_path_factory):
     def get(kind):
         if kind not in made:
             folder = tmp_path_factory.mktemp('runs') / kind.replace(', ', '-').replace(' ', '-')
-            process = start(folder, KINDS[kind])
+            process = start(folder, {**KINDS, **TEACHERS}[kind])
             said = process.communicate()[0]
             assert (folder / 'summary.json').exists(), said
             made[kind] = folder, said
@@ -140,10 +143,10 @@ def test_progress_is_passed_on_and_everything_is_kept(runs):
     assert (latest_checkpoint(folder)[1] / 'deepspeed').is_dir()
 
 
-@pytest.mark.parametrize('kind', ['plain', 'one rank, stage 2', 'two ranks, stage 2', 'two ranks, stage 3'])
+@pytest.mark.parametrize('kind', ['plain', 'one rank, stage 2', 'two ranks, stage 2', 'two ranks, stage 3', *TEACHERS])
 def test_a_checkpoint_is_as_large_as_was_estimated(runs, kind):
     written = sum(p.stat().st_size for p in latest_checkpoint(runs(kind)[0])[1].rglob('*') if p.is_file())
-    config = make_config({**SHORT, **KINDS[kind]})
+    config = make_config({**SHORT, **{**KINDS, **TEACHERS}[kind]})
     assert written == pytest.approx(memory(read_sizes(config.model), plan_of(config))['checkpoint'], rel=.05)
 
 
@@ -203,16 +206,18 @@ def test_ranks_end_with_their_launcher(tmp_path):
     assert process.returncode != 0 and 'ended without summary.json' in said
 
 
-def test_a_rank_ends_with_the_one_that_asked_for_the_run():
-    "Also if it says nothing for a long time, and its launcher stays."
+@pytest.mark.parametrize('zombie', [False, True], ids=['gone', 'a zombie'])
+def test_a_rank_ends_with_the_one_that_asked_for_the_run(zombie):
+    "Also if it says nothing for a long time, and its launcher stays; and if nobody asks how the one that asked for it ended."
     asked = subprocess.Popen(['sleep', '600'])
     rank = subprocess.Popen([sys.executable, '-c', 'import time\nfrom credit_rl.launch import _end_with_parent\n_end_with_parent()\nprint("here", flush=True)\ntime.sleep(600)'],
                             cwd=ROOT, env={**os.environ, 'CREDIT_RL_CALLER': str(asked.pid)}, stdout=subprocess.PIPE, text=True)
     STARTED.extend((asked, rank))
     assert rank.stdout.readline() == 'here\n' and rank.poll() is None
     asked.kill()
-    asked.wait()
+    if not zombie: asked.wait()
     assert rank.wait(60) == -signal.SIGKILL
+    if zombie: assert psutil.Process(asked.pid).status() == psutil.STATUS_ZOMBIE
 
 
 def test_a_disk_that_takes_no_checkpoint_ends_the_run_with_the_reason(runs, tmp_path):
@@ -241,6 +246,14 @@ def test_a_disk_that_takes_no_checkpoint_ends_the_run_with_the_reason(runs, tmp_
     assert last.returncode == 0 and 'resumed after step 2' in said, said
     whole = runs('two ranks, stage 2')[0]
     assert same_metrics(whole, tmp_path / 'run') == [] and results(whole) == results(tmp_path / 'run') and read_turns(whole) == read_turns(tmp_path / 'run')
+
+
+def test_a_hostfile_of_this_host_starts_the_ranks_by_deepspeeds_launcher(runs, tmp_path):
+    (tmp_path / 'hosts').write_text('localhost slots=2\n')
+    process = start(tmp_path / 'run', {**KINDS['two ranks, stage 2'], 'hostfile': str(tmp_path / 'hosts')})
+    said = process.communicate()[0]
+    assert process.returncode == 0 and 'deepspeed.launcher.runner --hostfile' in said.splitlines()[0] and said.count('final: EM') == 1, said
+    assert same_metrics(runs('two ranks, stage 2')[0], tmp_path / 'run') == [] and results(runs('two ranks, stage 2')[0]) == results(tmp_path / 'run')
 
 
 # ---- what is refused before anything starts ----
