@@ -198,6 +198,7 @@ def prepare(
         if c.ranks > 1: return _launch(c, say, 'credit_rl.prepare', (*_MAY_CHANGE, 'warm_steps'))
     return _prepare(c, say, Ranks())
 
+# %% ../nbs/57_prepare.ipynb #c016b
 def _prepare(c, say, ranks):
     "The warm-up, or this rank's part of it."
     if finished_warming(c):

@@ -699,17 +699,6 @@ class _Run:
         groups = self.ranks.each(self.stage.questions[part], lambda share: evaluate(self.engine, self.stage.environments[part], share, sampling)[1])
         return summarize(groups), groups
 
-    def checkpoint(self, step, name=None):
-        "Save learner and memory atomically: all ranks write into the folder that the first one makes."
-        def write(folder):
-            with _saving(self.log.folder/'checkpoints'/f'step-{step:06d}'):
-                self.learner.save(self.ranks.once(lambda: str(folder)))
-                self.ranks.wait()
-                if self.ranks.first: (Path(folder)/'memory.json').write_text(json.dumps(self.memory))
-        with self.log.timed('checkpoint'):
-            if self.ranks.first: save_checkpoint(self.log.folder, step, write, self.config.keep, name)
-            else: write(None)
-
     def restore(self, path):
         "Go back to a checkpoint."
         self.learner.restore(path)
@@ -727,6 +716,19 @@ class _Run:
         if self.config.engine != 'hf': self.engine.close()
 
 # %% ../nbs/55_train.ipynb #c076
+def _checkpoint(self, step, name=None):
+    "Save learner and memory atomically: all ranks write into the folder that the first one makes."
+    def write(folder):
+        with _saving(self.log.folder/'checkpoints'/f'step-{step:06d}'):
+            self.learner.save(self.ranks.once(lambda: str(folder)))
+            self.ranks.wait()
+            if self.ranks.first: (Path(folder)/'memory.json').write_text(json.dumps(self.memory))
+    with self.log.timed('checkpoint'):
+        if self.ranks.first: save_checkpoint(self.log.folder, step, write, self.config.keep, name)
+        else: write(None)
+
+_Run.checkpoint = _checkpoint
+
 def _dev(run, step, logged):
     "Evaluate on dev questions, log the step, and keep a checkpoint (the best under that name)."
     with run.log.timed('dev'): scores, _ = run.evaluate('dev')
