@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np, torch
 from .datasets import MIXTURES, BENCHMARKS, RowError, get_benchmark, load_corpus, load_questions, subsample
 from .engine import HFEngine, Sampling
-from .launch import LaunchError, Ranks, is_rank, join_ranks, keep_traceback, launch, launch_command, speak
+from .launch import LaunchError, Ranks, check_hostfile, is_rank, join_ranks, keep_traceback, launch, launch_command, speak
 from .metrics import benchmark_metric, cover_match, exact_match, f1
 from .protocol import PROTOCOLS, TEMPLATES, Protocol, check_tokenizer
 from .retrieval import BM25, SearchClient
@@ -25,7 +25,7 @@ from .rollout import Environment, rollout
 from .runlog import RunLog, atomic_folder, atomic_write, module_hashes, read_turns
 from .tools import PythonTool, SearchTool
 from .trajectory import Result, Stop, to_json
-from .vllm_engine import EngineLost, VLLMEngine, check_vllm_settings
+from .vllm_engine import EngineLost, VLLMEngine, check_vllm_settings, rank_devices
 
 # %% ../nbs/26_evaluate.ipynb #c004
 def measure(trajectory):
@@ -104,6 +104,7 @@ class Settings:
     batch: int = 64           # conversations at once
     on_error: str = 'raise'   # malformed rows: 'raise', or 'skip' and count them
     ranks: int = 1            # processes that share the questions, each with a GPU where there are some
+    hostfile: str = None      # several hosts, a line 'name slots=8' for each; None: all ranks on this host
     threads: int = None       # of PyTorch on a CPU; None: its own choice
 
 # %% ../nbs/26_evaluate.ipynb #c019
@@ -162,6 +163,7 @@ def check_settings(settings):
     _sampling(s)
     if s.vllm and s.engine != 'vllm': raise ValueError(f"vllm holds settings of engine='vllm', but engine is {s.engine!r}")
     if s.engine == 'vllm': check_vllm_settings(_vllm(s), _sampling(s), s.max_tokens)
+    check_hostfile(s.hostfile, s.ranks)
     read_template(s.template)
     for name in set_names(s.data):
         for what in ('path', 'corpus'): _place(name, getattr(s, what), what)
@@ -178,7 +180,7 @@ def read_template(given):
 
 # %% ../nbs/26_evaluate.ipynb #c031
 def check_model(model):
-    "Refuse a local model folder without a model or without a tokenizer; a name that is not a folder is left to the hub."
+    "Refuse a local model folder without a model, weights or a tokenizer; a name that is not a folder is left to the hub."
     folder = Path(model)
     if not folder.exists():
         if model.startswith(('.', '/', '~')) or model.count('/') != 1: raise ValueError(f'model {model!r} is neither a folder here nor a name of the form owner/model')
@@ -186,6 +188,9 @@ def check_model(model):
     if not (folder/'config.json').exists(): raise ValueError(f'model folder {model!r} has no config.json: it is not a Hugging Face model')
     if not any((folder/name).exists() for name in ('tokenizer.json', 'tokenizer_config.json', 'tokenizer.model')):
         raise ValueError(f'model folder {model!r} has no tokenizer: save one into it with tokenizer.save_pretrained({model!r})')
+    if not _weights(folder): raise ValueError(f'model folder {model!r} has no weights: wanted *.safetensors or pytorch_model*.bin')
+
+def _weights(folder): return sorted(folder.glob('*.safetensors')) or sorted(folder.glob('pytorch_model*.bin'))
 
 # %% ../nbs/26_evaluate.ipynb #c032
 def load_tokenizer(folder):
@@ -197,14 +202,14 @@ def load_tokenizer(folder):
     return tokenizer
 
 # %% ../nbs/26_evaluate.ipynb #c033
-def load_model(folder, dtype='float32'):
-    "A causal language model and its tokenizer from a Hugging Face folder or name, on the GPU if there is one."
+def load_model(folder, dtype='float32', device=None):
+    "A causal language model and its tokenizer from a Hugging Face folder or name, on a device, by default the GPU if there is one."
     from transformers import AutoModelForCausalLM
     tokenizer = load_tokenizer(folder)
-    device = 'cuda' if torch.cuda.is_available() else 'cpu'
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).to(device)
+    gpu = torch.cuda.is_available()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).to(device or ('cuda' if gpu else 'cpu'))
     narrow, short = model.config.hidden_size <= 256, getattr(model.config, 'max_position_embeddings', 4096) <= 1024
-    if device == 'cpu' and narrow and short: model.set_attn_implementation('eager')   # the fused kernel pays from longer rows on
+    if not gpu and narrow and short: model.set_attn_implementation('eager')   # the fused kernel pays from longer rows on
     return model, tokenizer
 
 # %% ../nbs/26_evaluate.ipynb #c034
@@ -235,7 +240,7 @@ def _hash(value):
 def model_hashes(folder):
     "Hash of each file that determines a model: configurations and weights, name → 16 hexadecimal digits. Raises without weights."
     folder = Path(folder)
-    weights = sorted(folder.glob('*.safetensors')) or sorted(folder.glob('pytorch_model*.bin'))
+    weights = _weights(folder)
     if not weights: raise ValueError(f'model folder {str(folder)!r} has no weights: wanted *.safetensors or pytorch_model*.bin')
     return {p.name: _file_hash(p) for p in (folder/'config.json', folder/'generation_config.json', *weights) if p.exists()}
 
@@ -282,9 +287,9 @@ def open_search(
     on_error='raise',
     opened=None,   # dict: saved indexes that are open already, by their folder
 ):
-    "Open what a set is searched in: (has search(queries, k), what to say about its passages, about itself). Raises ValueError naming the set."
+    "Open what a set is searched in: (has search(queries, k), what to say about its passages, about itself). Raises ValueError naming the set, ConnectionError where a search server does not answer."
     bench, opened = get_benchmark(name), {} if opened is None else opened
-    if corpus and corpus.startswith(('http://', 'https://')): return SearchClient(corpus), {'passages': None, 'hash': None}, {'name': 'SearchClient', 'url': corpus}
+    if corpus and corpus.startswith(('http://', 'https://')): return SearchClient(corpus).check(), {'passages': None, 'hash': None}, {'name': 'SearchClient', 'url': corpus}
     if not corpus and bench.paragraphs is None and not (path and Path(path).is_dir()):
         raise ValueError(f'{name} brings no passages: give them as corpus (a file, a folder, what BM25.save wrote, or the url of a search server), '
                          "or ask without a search by protocol='direct'")
@@ -353,8 +358,8 @@ def _hf_engine(folder, s, limit):
 
 def _vllm(s):
     "Settings of a vLLM engine: beside other ranks it has a process of its own and its rank's GPU."
-    gpu = {'devices': os.environ['LOCAL_RANK']} if is_rank() and torch.cuda.is_available() else {}
-    return {'dtype': s.dtype, **({'own_process': True, **gpu} if s.ranks > 1 else {}), **s.vllm}
+    devices = rank_devices(s.vllm.get('devices'), s.ranks, os.environ['LOCAL_RANK'] if is_rank() and torch.cuda.is_available() else None)
+    return {'dtype': s.dtype, **({'own_process': True} if s.ranks > 1 else {}), **s.vllm, **({'devices': devices} if devices else {})}
 
 def _vllm_engine(folder, s, limit): return VLLMEngine(folder, load_tokenizer(folder), max_length=limit, max_rows=s.batch, **_vllm(s))
 
@@ -554,8 +559,8 @@ def _launch(s, say):
     folder = Path(s.run)
     folder.mkdir(parents=True, exist_ok=True)
     atomic_write(folder/'launch.yaml', lambda path: path.write_text(yaml.safe_dump(json.loads(json.dumps(vars(s))), sort_keys=False, allow_unicode=True)))
-    command = launch_command('credit_rl.evaluate', ['--params', str(folder/'launch.yaml')], s.ranks)
-    launch(command, folder, folder/'summary.json', say, environment={} if torch.cuda.is_available() or sys.platform != 'linux' else {'GLOO_SOCKET_IFNAME': 'lo'})
+    command = launch_command('credit_rl.evaluate', ['--params', str(folder/'launch.yaml')], s.ranks, s.hostfile)
+    launch(command, folder, folder/'summary.json', say, environment={} if torch.cuda.is_available() or sys.platform != 'linux' or s.hostfile else {'GLOO_SOCKET_IFNAME': 'lo'})
     return folder
 
 # %% ../nbs/26_evaluate.ipynb #c071
@@ -622,7 +627,7 @@ def replay(
     say, players, out = say or (lambda line: print(line, flush=True)), {}, {}
     for place in _set_folders(folder):
         before, rows = read_manifest(place), read_turns(place)
-        s = from_settings(Settings, {**before['settings'], **(changes or {})})
+        s = from_settings(Settings, {**before['settings'], 'hostfile': None, **(changes or {})})
         check_settings(s)
         if s.threads: torch.set_num_threads(s.threads)
         key = json.dumps({k: v for k, v in vars(s).items() if k not in ('data', 'path', 'corpus', 'split', 'questions', 'run')})

@@ -8,11 +8,12 @@ __all__ = ['Warming', 'make_warming', 'read_warming', 'check_warming', 'finished
 
 # %% ../nbs/57_prepare.ipynb #c002
 import json, math, os, sys
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 import torch
 from .critics import brier, expected_calibration_error
 from .engine import Sampling, seed_of
+from .estimate import describe, memory, read_sizes, step_seconds
 from .evaluate import from_settings, load_model, notebook_settings, open_search
 from .launch import LaunchError, Ranks, is_rank, join_ranks, keep_traceback, speak
 from .layout import pack
@@ -21,7 +22,7 @@ from .methods import get_method
 from .outcome import outcome_rewards
 from .protocol import PROTOCOLS
 from .runlog import RunLog, latest_checkpoint, read_metrics, save_checkpoint
-from .train import (_MAY_CHANGE, _compare_params, _model_folder, _numbers, _seeded, _Silent, _launch, _trackers, Config, check, kl_from_base, make_engine, options_of, real_questions,
+from .train import (_MAY_CHANGE, _compare_params, _is_large, _model_folder, _no_gpu, _numbers, _saving, _seeded, _Silent, _launch, _trackers, Config, check, examine, kl_from_base, make_engine, options_of, plan_of, real_questions,
                              real_search, set_stage)
 from .vllm_engine import EngineLost
 from .warmup import GATE, Collecting, Examination, GateFailed, Missing, WarmUp, collect, critic_learner, make_pairs, read_collected, report_from, searching, warm_up, write_warmed
@@ -146,13 +147,32 @@ def _keep_exam(log, learner, keep, ranks, kept):
     row = {name: report[name] for name in ('auc', 'sign_accuracy', 'explained_variance', 'sign_kept', 'sign_lost')}
     log.metrics(step, **row, **({} if math.isnan(loss) else {'loss': loss}))
     def write(folder):
-        learner.save(ranks.once(lambda: str(folder)))
-        ranks.wait()
-        if ranks.first: torch.save(kept, Path(folder)/'warmup.pt')
+        with _saving(log.folder/'checkpoints'/f'step-{step:06d}'):
+            learner.save(ranks.once(lambda: str(folder)))
+            ranks.wait()
+            if ranks.first: torch.save(kept, Path(folder)/'warmup.pt')
     if ranks.first: save_checkpoint(log.folder, step, write, keep)
     else: write(None)
 
 # %% ../nbs/57_prepare.ipynb #c015
+def _plan(c):
+    "What of a warm-up the estimate depends on: a head on the policy, a frozen copy to tell its drift, and an engine that is gone before they learn."
+    return replace(plan_of(c), critic=False, frozen=1, copied=1, renewed=False, by_file=False, share=float(c.backbone_rate > 0), apart=True)
+
+def _weigh(c):
+    "Bytes that a warm-up needs, see `memory`; beside vLLM only the policy."
+    found = memory(read_sizes(c.model), _plan(c))
+    return {k: found[k] for k in ('rank', 'host', 'checkpoint', 'acting copy')}
+
+def _forecast(c):
+    "The estimate of a warm-up, as lines."
+    sizes, plan, n = read_sizes(c.model), _plan(c), min(c.questions, c.sorted_questions or c.questions) + c.dev_questions
+    took = lambda rollouts: step_seconds(sizes, plan, rollouts * c.max_tokens, c.max_tokens, c.tflops)
+    most = 2 * (sum(c.per_tier) if isinstance(c.per_tier, (list, tuple)) else 2 * c.per_tier)                    # of both parts
+    rollouts = n * c.tries + min(n, most) * len(c.prompts) * c.repeats
+    return [*describe(sizes, plan, {'learning': took(c.warm_batch)['learning']}, c.warm_steps),
+            f'before that, {rollouts:,} rollouts at most: {took(rollouts)["acting"] / 3600:.3g} h (taking {c.tflops:g} TFLOP/s for a rank that learns, a tenth of it for one that acts)']
+
 def _teaching(c, how, model):
     "The learner that teaches a run's critic."
     with _seeded(seed_of('critic', c.seed)): head = make_critic(model, **{**_critic_of(c), 'kind': 'shared'}).head
@@ -168,12 +188,18 @@ def prepare(
     "Warm a critic up (CARL section 3.3, appendix C). Returns the run folder, whose summary says whether it passed. Bad settings are refused before any compute."
     c = make_warming(config) if isinstance(config, dict) else config
     say = say or (speak if is_rank() else lambda line: print(line, flush=True))
+    if c.dry_run:
+        if c.other_corpus: open_search(c.data.split('+')[0], c.path, c.other_corpus)
+        return examine(c, say, check_warming, _weigh, _forecast)
     check_warming(c)
     if is_rank():
         with keep_traceback(c.run, int(os.environ['RANK'])): return _prepare(c, say, join_ranks(c.ranks))
-    if c.ranks > 1 and finished_warming(c) is None: return _launch(c, say, 'credit_rl.prepare', (*_MAY_CHANGE, 'warm_steps'))
+    if finished_warming(c) is None:
+        for line in [*_forecast(c), *_no_gpu(c)] if _is_large(c) else (): say(line)
+        if c.ranks > 1: return _launch(c, say, 'credit_rl.prepare', (*_MAY_CHANGE, 'warm_steps'))
     return _prepare(c, say, Ranks())
 
+# %% ../nbs/57_prepare.ipynb #c016b
 def _prepare(c, say, ranks):
     "The warm-up, or this rank's part of it."
     if finished_warming(c):
@@ -269,7 +295,9 @@ def main(arguments=None):
     from credit_rl.warmup import read_warmed
     try:
         settings = yaml.safe_load(Path(given.params).read_text()) or {} if given.params else {}
-        folder = prepare(settings | {name: yaml.safe_load(value) for name, value in (text.split('=', 1) for text in given.settings)})
+        settings |= {name: yaml.safe_load(value) for name, value in (text.split('=', 1) for text in given.settings)}
+        folder = prepare(settings)
+        if settings.get('dry_run'): return
         print(gate_table(folder).to_string())
         read_warmed(folder)
     except (ValueError, OSError, yaml.YAMLError, LaunchError, EngineLost) as e: sys.exit(f'credit_rl.prepare: {e}')

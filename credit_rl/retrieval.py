@@ -393,6 +393,12 @@ class SearchClient:
             found.update(zip(part, _read_answer(self.url, _ask(self, {'queries': part, 'topk': int(k), 'return_scores': True}), len(part), k)))
         return [list(found[q]) for q in queries]
 
+    def check(self):
+        "Ask one query, whose answer nobody needs. Returns the client. Raises ConnectionError where the server is not there, or answers something else."
+        try: self.search(['Who was the first to answer a query?'], 1)
+        except (SearchError, TimeoutError) as e: raise ConnectionError(f'a query was tried: {e}') from None
+        return self
+
 # %% ../nbs/12_retrieval.ipynb #c060
 def _ask(client, value):
     "Send one request, again if need be; the body of the answer (bytes). Raises SearchError or TimeoutError."

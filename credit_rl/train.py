@@ -18,7 +18,7 @@ from .datasets import get_benchmark, load_corpus, load_questions, subsample
 from .engine import HFEngine, Sampling, seed_of
 from .estimate import Plan, describe, memory, read_sizes, step_seconds
 from .evaluate import check_model, evaluate, is_searched, load_model, load_tokenizer, make_environment, open_search, read_template, summarize
-from .launch import LaunchError, Ranks, is_rank, join_ranks, keep_traceback, launch, launch_command, read_hostfile, speak
+from .launch import LaunchError, Ranks, check_hostfile, is_rank, join_ranks, keep_traceback, launch, launch_command, read_hostfile, speak
 from .layout import AVERAGES, pack, take
 from .learner import CRITICS, Credit, DeepSpeedLearner, Learner, Loss, Optimiser, _seeded, check_offload, make_critic
 from .losses import kl
@@ -35,7 +35,7 @@ from .runlog import RunLog, atomic_write, check_trackers, latest_checkpoint, mod
 from .scoring import answer_header, gold_templates
 from .tiny import ceiling, make_base, tiny_environment
 from .trajectory import to_json
-from .vllm_engine import EngineLost, VLLMEngine, check_adapter, check_vllm_settings, logp_gap, sampler_weights, save_adapter
+from .vllm_engine import EngineLost, VLLMEngine, check_adapter, check_vllm_settings, logp_gap, rank_devices, sampler_weights, save_adapter
 from .warmup import read_warmed, segment_statistics
 from .world import SPLITS, make_world
 
@@ -241,8 +241,7 @@ def _check_host(c):
     if c.stage not in range(4): raise ValueError(f'stage must be 0, 1, 2 or 3, got {c.stage}')
     if c.learner == 'deepspeed' and c.dtype not in ('float32', 'bfloat16'): raise ValueError(f"with learner='deepspeed' dtype is 'float32' or 'bfloat16', got {c.dtype!r}")
     check_offload(c.offload)
-    if c.hostfile and not Path(c.hostfile).is_file(): raise ValueError(f'hostfile {c.hostfile!r} does not exist')
-    if c.hostfile and sum(read_hostfile(c.hostfile).values()) != c.ranks: raise ValueError(f'{c.hostfile} has {sum(read_hostfile(c.hostfile).values())} slots, but ranks={c.ranks}')
+    check_hostfile(c.hostfile, c.ranks)
 
 # %% ../nbs/55_train.ipynb #c022
 def _check_engine(c):
@@ -256,6 +255,7 @@ def _check_engine(c):
     if c.learner == 'deepspeed' and not own: raise ValueError("beside DeepSpeed vLLM needs a process of its own: leave out own_process=False")
     if c.ranks > 1 and torch.cuda.is_available() and not c.vllm.get('untried'):
         raise ValueError('several ranks, each with a vLLM of its own on its own GPU, have been run on CPUs only; allow them with untried=True among the settings of vllm')
+    rank_devices(c.vllm.get('devices'), c.ranks)
     check_adapter(c.lora)
     if c.lora and c.vllm.get('sleep_level') == 2: raise ValueError('at sleep_level 2 vLLM forgets the base that an adapter belongs to: with lora take sleep_level 1')
     if (Path(c.model)/'config.json').exists():
@@ -511,8 +511,8 @@ def make_engine(
     if c.engine == 'hf': return HFEngine(model, tokenizer, max_length=c.max_tokens, max_rows=c.act_rows)
     ranks = [r for r in (1, 8, 16, 32, 64, 128, 256, 320, 512) if r >= c.lora.get('r', 8)]            # those that vLLM takes
     adapters = {'enable_lora': True, 'max_lora_rank': ranks[0]} if c.lora else {}
-    gpu = {'devices': os.environ['LOCAL_RANK']} if c.ranks > 1 and torch.cuda.is_available() else {}  # its rank's
-    settings = {'dtype': c.dtype, 'own_process': c.learner == 'deepspeed', **gpu, **c.vllm, 'arguments': {**adapters, **c.vllm.get('arguments', {})}}
+    devices = rank_devices(c.vllm.get('devices'), c.ranks, os.environ['LOCAL_RANK'] if c.ranks > 1 and torch.cuda.is_available() else None)
+    settings = {'dtype': c.dtype, 'own_process': c.learner == 'deepspeed', **c.vllm, 'devices': devices, 'arguments': {**adapters, **c.vllm.get('arguments', {})}}
     return VLLMEngine(_model_folder(c), tokenizer, max_length=c.max_tokens, max_rows=c.act_rows, **settings)
 
 def hand_over(learner, engine, config):
@@ -611,24 +611,33 @@ def _start_folder(c):
     critic = get_method(c.method).critic
     return str(read_warmed(c.critic_from).folder) if c.critic_from and (c.critic or critic['kind']) == 'shared' else _model_folder(c)
 
-def _base(c):
-    "What a run began as: a model, or 'base' where it is the policy without its low-rank additions."
-    whole = c.lora and c.lora.get('init_lora_weights', True) in (True, False, 'gaussian')   # the others change the weights beside them
-    return 'base' if whole and _start_folder(c) == _model_folder(c) else load_model(_model_folder(c), c.dtype)[0]
+def _bare(c):
+    "Whether what a run began as is the policy without its low-rank additions."
+    plain = c.lora and c.lora.get('init_lora_weights', True) in (True, False, 'gaussian')   # the others change the weights beside them
+    return bool(plain) and _start_folder(c) == _model_folder(c)
+
+def _base(c, device):
+    "What a run began as: a model, or 'base' where the policy has it."
+    return 'base' if _bare(c) else load_model(_model_folder(c), c.dtype, device)[0]
+
+def _teacher_every(c, method):
+    "Steps after which the copy of the policy that teaches is made anew, 0: never, 1: it is the policy itself; None where there is no such teacher."
+    if 'teacher' not in method.sees or c.teacher != 'self': return None
+    return max(1, round(.4 * c.steps)) if c.teacher_every is None else c.teacher_every
 
 def make_learner(config, method, model):
     "The learner of a run, with the critic, teacher and reference that its method and loss ask for."
     c, loss = config, dataclasses.replace(method.loss, **config.loss, **{k: v for k in ('average', 'kl') if (v := getattr(config, k)) is not None})
-    reference = _base(c) if c.log_kl or loss.kl else None
+    aside = 'cpu' if c.learner == 'deepspeed' else None   # models that are only read wait there, until the policy is spread and has left room for them
+    reference = _base(c, aside) if c.log_kl or loss.kl else None
     given = {k: v for k, v in (('kind', c.critic), ('mix', c.critic_mix)) if v is not None}
     with _seeded(seed_of('critic', c.seed)): critic = make_critic(model, **{**method.critic, **given}) if method.critic else None
     if c.critic_from: _warm(critic, read_warmed(c.critic_from), c.dtype)
-    asks = 'teacher' in method.sees
-    teacher = None if not asks or c.teacher == 'self' else _base(c) if c.teacher == 'base' else load_model(c.teacher, c.dtype)[0]
-    every = (max(1, round(.4 * c.steps)) if c.teacher_every is None else c.teacher_every) if asks and c.teacher == 'self' else None
+    teaches = c.teacher if 'teacher' in method.sees else 'self'
+    teacher = None if teaches == 'self' else _base(c, aside) if teaches == 'base' else load_model(teaches, c.dtype, aside)[0]
     optimiser = Optimiser(c.learning_rate, c.critic_rate, weight_decay=c.weight_decay, betas=tuple(c.betas), clip=c.clip, warmup=c.warmup, minibatches=c.minibatches, epochs=c.epochs,
                           row_tokens=c.row_tokens)
-    parts = (model, loss, optimiser, reference, c.temperature, c.seed, critic, teacher, every, tuple(c.offload))
+    parts = (model, loss, optimiser, reference, c.temperature, c.seed, critic, teacher, _teacher_every(c, method), tuple(c.offload))
     if c.gradient_checkpointing:
         for m in (model, critic and critic.model):
             if m is not None: m.gradient_checkpointing_enable({'use_reentrant': False})
@@ -638,7 +647,7 @@ def make_learner(config, method, model):
 def _warm(critic, warmed, dtype):
     "Give a critic what a warm-up taught it; a shared backbone is the policy's, which has it already."
     warmed.load_head(critic.head)
-    if critic.model is not None: critic.model.load_state_dict(load_model(warmed.folder, dtype)[0].state_dict())
+    if critic.model is not None: critic.model.load_state_dict(load_model(warmed.folder, dtype, 'cpu')[0].state_dict())
 
 # %% ../nbs/55_train.ipynb #c070
 def collapsed(rates, share=0.25, window=5):
@@ -668,6 +677,18 @@ class _Silent:
     def cut(self, step): pass
     def timed(self, stage): return contextlib.nullcontext()
 
+@contextlib.contextmanager
+def _saving(path):  # of a checkpoint
+    "Say of a checkpoint that cannot be written what its disk and this process's limits allow. Raises OSError."
+    try: yield
+    except (OSError, RuntimeError) as e:
+        if isinstance(e, RuntimeError) and not re.search('inline_container|PytorchStreamWriter|Parent directory', str(e)): raise   # those are torch.save's
+        import resource
+        most, free = resource.getrlimit(resource.RLIMIT_FSIZE)[0], shutil.disk_usage(Path(path).parent).free
+        limit = '' if most == resource.RLIM_INFINITY else f', and the file size limit is {most / 1e6:.3g} MB (ulimit -f)'
+        raise OSError(f'the checkpoint {path} could not be written ({type(e).__name__}: {str(e).splitlines()[0]}); its disk has {free / 1e9:.3g} GB free{limit}; '
+                      'earlier checkpoints are kept: make room, or raise the limit, and go on with resume=True') from e
+
 # %% ../nbs/55_train.ipynb #c075r
 def _right(config, method, groups):
     "{'right': the share right} by what the data are scored by, {} where that is exact match."
@@ -689,7 +710,8 @@ class _Run:
         if config.lora: add_lora(self.stage.model, config.lora, config.seed)
         pieces = config.engine == 'hf' and config.learner == 'deepspeed' and config.stage == 3
         acting = copy.deepcopy(self.stage.model).eval() if pieces else self.stage.model  # one that is whole
-        self.engine = make_engine(config, acting, self.stage.chat.tokenizer)         # before the learner, as it measures what memory is free
+        self.engine = make_engine(config, acting, self.stage.chat.tokenizer)         # before the learner, as it measures what memory is free ...
+        if config.engine == 'vllm': self.engine.sleep()                              # ... and gives it back, if it can, for models that are whole until the learner spreads them
         self.learner = make_learner(config, self.method, self.stage.model)
         self.memory = {'best': -1., 'best_step': 0, 'rates': [], 'base': None}
 
@@ -699,27 +721,36 @@ class _Run:
         groups = self.ranks.each(self.stage.questions[part], lambda share: evaluate(self.engine, self.stage.environments[part], share, sampling)[1])
         return summarize(groups) | _right(self.config, self.method, groups), groups
 
-    def checkpoint(self, step, name=None):
-        "Save learner and memory atomically: all ranks write into the folder that the first one makes."
-        def write(folder):
-            self.learner.save(self.ranks.once(lambda: str(folder)))
-            self.ranks.wait()
-            if self.ranks.first: (Path(folder)/'memory.json').write_text(json.dumps(self.memory))
-        with self.log.timed('checkpoint'):
-            if self.ranks.first: save_checkpoint(self.log.folder, step, write, self.config.keep, name)
-            else: write(None)
-
     def restore(self, path):
         "Go back to a checkpoint."
         self.learner.restore(path)
         self.memory = json.loads((Path(path)/'memory.json').read_text())
         hand_over(self.learner, self.engine, self.config)
 
+    def wake(self):
+        "Let vLLM act that slept while the learner was made, with the weights that it began with, or the learner's where it forgot them."
+        if self.config.engine == 'hf': return
+        if self.engine.hollow: hand_over(self.learner, self.engine, self.config)
+        else: self.engine.wake()
+
     def close(self):
         "Stop an engine that is a program of its own."
         if self.config.engine != 'hf': self.engine.close()
 
 # %% ../nbs/55_train.ipynb #c076
+def _checkpoint(self, step, name=None):
+    "Save learner and memory atomically: all ranks write into the folder that the first one makes."
+    def write(folder):
+        with _saving(self.log.folder/'checkpoints'/f'step-{step:06d}'):
+            self.learner.save(self.ranks.once(lambda: str(folder)))
+            self.ranks.wait()
+            if self.ranks.first: (Path(folder)/'memory.json').write_text(json.dumps(self.memory))
+    with self.log.timed('checkpoint'):
+        if self.ranks.first: save_checkpoint(self.log.folder, step, write, self.config.keep, name)
+        else: write(None)
+
+_Run.checkpoint = _checkpoint
+
 def _dev(run, step, logged):
     "Evaluate on dev questions, log the step, and keep a checkpoint (the best under that name)."
     with run.log.timed('dev'): scores, _ = run.evaluate('dev')
@@ -741,6 +772,7 @@ def _begin(run):
         if run.memory['best_step'] == found[0] and found != best: run.checkpoint(found[0], 'best')   # killed before it was named
         run.say(f'resumed after step {found[0]}')
         return found[0] + 1
+    run.wake()
     run.memory['base'], groups = run.evaluate('test')
     run.log.turns(0, [{'kind': 'before', 'trajectory': to_json(g.trajectories[0]), 'advantages': None, 'reward': float(summarize([g])['em'])} for g in groups[:6]])
     em = _dev(run, 0, {})
@@ -791,12 +823,18 @@ def _compare_params(config):
 def plan_of(config):
     "What of a configuration the estimate depends on: `Plan`."
     c, method = config, get_method(config.method)
-    weight = c.loss.get('kl', method.loss.kl) if c.kl is None else c.kl
-    critic = method.critic and (c.critic or method.critic['kind'])
-    copied = ('teacher' in method.sees and (c.teacher != 'self' or c.teacher_every != 1)) + (critic == 'frozen')
+    critic, every = method.critic and (c.critic or method.critic['kind']), _teacher_every(c, method)
+    copied = (every not in (None, 1)) + (critic == 'frozen')
+    read = [bool(c.log_kl or _kl_weight(c, method)) and 'base', 'teacher' in method.sees and c.teacher != 'self' and c.teacher]   # models loaded for it
+    loaded = sum(bool(name) and not (name == 'base' and _bare(c)) for name in read)
     acting = min(c.act_rows, -(-c.questions_per_step // c.ranks) * c.group_size) * c.max_tokens
-    return Plan(c.stage if c.learner == 'deepspeed' else None, c.ranks, 4 if c.dtype == 'float32' else 2, critic == 'own', int(bool(c.log_kl or weight)) + copied, c.row_tokens,
-                c.gradient_checkpointing, 'offload_optimizer' in c.deepspeed.get('zero_optimization', {}), acting, _lora_share(c), c.engine == 'vllm', bool(c.vllm.get('sleep_level')))
+    apart = c.vllm.get('own_process', c.learner == 'deepspeed') and c.vllm.get('transfer') in (None, 'file')
+    return Plan(c.stage if c.learner == 'deepspeed' else None, c.ranks, 4 if c.dtype == 'float32' else 2, critic == 'own', loaded + copied, c.row_tokens,
+                c.gradient_checkpointing, 'offload_optimizer' in c.deepspeed.get('zero_optimization', {}), acting, _lora_share(c),
+                copies=c.engine == 'vllm' and not c.vllm.get('devices'), sleeps=bool(c.vllm.get('sleep_level')), copied=copied, renewed=every not in (None, 0, 1),
+                by_file=c.engine == 'vllm' and apart and not c.lora)
+
+def _kl_weight(c, method): return c.loss.get('kl', method.loss.kl) if c.kl is None else c.kl
 
 def _lora_share(c):
     "Share of the parameters that is trained."
@@ -810,17 +848,25 @@ def _lora_share(c):
 def _forecast(c):
     "The estimate of a run, as lines."
     method, plan, sizes = get_method(c.method), plan_of(c), read_sizes(c.model)
-    reads = sum(extra_passes(method, c.critic, bool(c.kl or method.loss.kl or c.loss.get('kl')), c.recompute, c.teacher_every or 0).values())
+    reads = sum(extra_passes(method, c.critic, bool(_kl_weight(c, method)), c.recompute or c.engine == 'vllm', _teacher_every(c, method) or 0).values())
     tokens = c.questions_per_step * c.group_size * c.max_tokens
     seconds = step_seconds(sizes, plan, tokens, c.max_tokens, c.tflops, reads, c.epochs)
     return [*describe(sizes, plan, seconds, c.steps), f'(taking {c.tflops:g} TFLOP/s for a rank that learns, a tenth of it for one that acts)']
 
+def _weigh(c): return memory(read_sizes(c.model), plan_of(c))
+
 def _is_large(config): return config.model != 'tiny' and read_sizes(config.model).parameters > 2e7
 
 # %% ../nbs/55_train.ipynb #c084
-def examine(config, say=print):
+def examine(
+    config,             # Config
+    say=print,          # function called with lines of text
+    check=check,        # refuses settings that cannot work
+    weigh=_weigh,       # gives the bytes that a configuration needs, see `memory`
+    forecast=_forecast, # gives its estimate, as lines
+):
     "Look at all that a run needs, without starting it, and say what it would take. Returns its folder. Raises ValueError naming all that is missing."
-    c, wrong = config, []
+    c, wrong, notes = config, [], []
     check(dataclasses.replace(c, engine='hf', vllm={}, correction=None))
     try: _check_engine(c)                         # vLLM wants a host that this one need not be
     except ValueError as e: wrong.append(str(e))
@@ -831,31 +877,55 @@ def examine(config, say=print):
             else: say(', '.join(f'{len(v)} {k} questions' for k, v in found.items()) if isinstance(found, dict) else f'search: {type(found).__name__}')
     if c.model != 'tiny':
         load_tokenizer(c.model)
-        for line in _forecast(c): say(line)
-        wrong += _missing_room(c, memory(read_sizes(c.model), plan_of(c)))
+        for line in forecast(c): say(line)
+        wrong += _missing_room(c, weigh(c))
+        notes = [*_no_gpu(c), *([] if Path(c.model).exists() else [f'{c.model} is a name on the hub: its weights were not looked at'])]
+        for line in notes: say(line)
     if (Path(c.run)/'params.yaml').exists() and not c.resume: wrong.append(f'{c.run} already holds a run: give resume=True, or choose another name')
     if wrong: raise ValueError('this run cannot start: ' + '; '.join(wrong))
-    say('everything is there; leave out dry_run to start')
+    say(f'everything {"else " * bool(notes)}is there; leave out dry_run to start')
     return Path(c.run)
 
+def _ranks_here(c): return c.ranks if not c.hostfile else max(read_hostfile(c.hostfile).values())
+
+def _no_gpu(c):
+    "What to say where ranks, or a model that is no toy, would find no GPU: list of str."
+    if torch.cuda.device_count() or not (c.ranks > 1 or _is_large(c)): return []
+    return [f'no GPU: {_ranks_here(c)} rank{"s" * (_ranks_here(c) > 1)} would share the processor and memory of this host, and take far longer than the estimate says']
+
+# %% ../nbs/55_train.ipynb #c085
 def _missing_room(c, needs):
-    "What disk and GPUs of this host lack: list of str."
-    folder, wrong = next(p for p in (Path(c.run).absolute(), *Path(c.run).absolute().parents) if p.exists()), []
-    free, disk = shutil.disk_usage(folder).free, (c.keep + 2) * needs['checkpoint']           # the best one, and one that is being written
-    if disk > free: wrong.append(f'{folder} has {free / 1e9:.1f} GB free, but {c.keep + 2} checkpoints take {disk / 1e9:.1f} GB')
-    gpus = torch.cuda.device_count()
-    here = c.ranks if not c.hostfile else max(read_hostfile(c.hostfile).values())
+    "What disk, memory and GPUs of this host lack: list of str."
+    folder = next(p for p in (Path(c.run).absolute(), *Path(c.run).absolute().parents) if p.exists())
+    here, gpus, kept = _ranks_here(c), torch.cuda.device_count(), (c.keep + 2) * needs['checkpoint']           # the best one, and one that is being written
+    asked, file = here * (needs.get('host', 0) if gpus else needs['rank']), here * needs.get('file', 0)
+    rooms = [(folder, shutil.disk_usage(folder).free, f'{c.keep + 2} checkpoints take', kept), ('the memory of this host', _free_memory(), f'{here} ranks take at least', asked)]
+    if file and Path('/dev/shm').is_dir(): rooms.append(('/dev/shm', shutil.disk_usage('/dev/shm').free, f'the weights that {here} ranks give to vLLM take', file))
+    wrong = [f'{where} has {free / 1e9:.1f} GB free, but {what} {size / 1e9:.1f} GB' for where, free, what, size in rooms if size > free]
     if gpus and gpus < here: wrong.append(f'{here} ranks need as many GPUs, but there are {gpus}')
-    for i in range(min(gpus, here)):
-        size = torch.cuda.get_device_properties(i).total_memory
-        if needs['rank'] > size: wrong.append(f'GPU {i} has {size / 1e9:.1f} GB, but a rank needs at least {needs["rank"] / 1e9:.1f} GB')
-        taken = c.vllm.get('arguments', {}).get('gpu_memory_utilization', .9) * size if c.engine == 'vllm' and not c.vllm.get('devices') else 0
-        lies = sum(needs.get(k, 0) for k in ('weights', 'gradients', 'optimiser', 'frozen models'))
-        if taken and taken + lies > size: wrong.append(f'GPU {i} has {size / 1e9:.1f} GB, of which vLLM takes {taken / 1e9:.1f} GB, but {lies / 1e9:.1f} GB are the learner\'s: '
-                                                       'give arguments: {gpu_memory_utilization: …} among the settings of vllm')
+    return wrong + [line for i in range(min(gpus, here)) for line in _missing_gpu(c, needs, i)]
+
+def _missing_gpu(c, needs, i):
+    "What GPU `i` lacks: list of str."
+    size, get = torch.cuda.get_device_properties(i).total_memory, lambda *names: sum(needs.get(n, 0) for n in names)
+    wrong, when = [], ' at its start, when models are whole' if needs['rank'] == needs.get('start') else ''
+    if needs['rank'] > size: wrong.append(f'GPU {i} has {size / 1e9:.1f} GB, but a rank needs at least {needs["rank"] / 1e9:.1f} GB{when}')
+    taken = c.vllm.get('arguments', {}).get('gpu_memory_utilization', .9) * size if c.engine == 'vllm' and not c.vllm.get('devices') else 0
+    lies = max(get('weights', 'gradients', 'optimiser', 'frozen models'), get('acting copy'), 0 if c.vllm.get('sleep_level') else get('start'))   # vLLM starts beside the whole policy
+    if taken and taken + lies > size: wrong.append(f'GPU {i} has {size / 1e9:.1f} GB, of which vLLM takes {taken / 1e9:.1f} GB, but {lies / 1e9:.1f} GB are the learner\'s: '
+                                                   'give arguments: {gpu_memory_utilization: …} among the settings of vllm')
     return wrong
 
-# %% ../nbs/55_train.ipynb #c088
+def _free_memory(info=Path('/proc/meminfo'), group=Path('/sys/fs/cgroup')):
+    "Bytes of main memory that this process and its children may still take: what the host says, and a container's limit."
+    lines = info.read_text().splitlines() if info.exists() else []
+    free = [int(line.split()[1]) * 1024 for line in lines if line.startswith('MemAvailable')] or [os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES')]
+    if (group/'memory.max').exists() and (most := (group/'memory.max').read_text().strip()) != 'max':
+        stat = dict(line.split() for line in (group/'memory.stat').read_text().splitlines())
+        free.append(int(most) - int((group/'memory.current').read_text()) + int(stat['inactive_file']) + int(stat['active_file']))   # what files keep is given back
+    return min(free)
+
+# %% ../nbs/55_train.ipynb #c089
 def train(
     config,    # Config, or a dict of its settings
     say=None,  # function called with lines of text; None: print
@@ -868,7 +938,7 @@ def train(
     if is_rank():
         with keep_traceback(config.run, int(os.environ['RANK'])): return _train(config, say, join_ranks(config.ranks))
     if not finished(config):
-        for line in _forecast(config) if _is_large(config) else (): say(line)
+        for line in [*_forecast(config), *_no_gpu(config)] if _is_large(config) else (): say(line)
         if config.ranks > 1: return _launch(config, say)
     return _train(config, say, Ranks())
 
@@ -885,7 +955,7 @@ def _train(config, say, ranks):
         ranks.wait()
     return run.log.folder
 
-# %% ../nbs/55_train.ipynb #c089
+# %% ../nbs/55_train.ipynb #c090
 def _steps(run, first):
     "Take the steps from `first` on, until the run is over or has collapsed."
     config, since = run.config, time.monotonic()
@@ -904,7 +974,7 @@ def _steps(run, first):
             run.say(f'stopped at step {step}: the answer rate of the last 5 steps fell below {config.collapse:.0%} of its best; try a smaller learning rate, or a KL term')
             return
 
-# %% ../nbs/55_train.ipynb #c090
+# %% ../nbs/55_train.ipynb #c091
 def _launch(
     config,                      # Config
     say,                         # function called with lines of text
@@ -921,7 +991,7 @@ def _launch(
     launch(command, log.folder, log.folder/'summary.json', say, environment={} if torch.cuda.is_available() or sys.platform != 'linux' or config.hostfile else {'GLOO_SOCKET_IFNAME': 'lo'})
     return log.folder
 
-# %% ../nbs/55_train.ipynb #c096
+# %% ../nbs/55_train.ipynb #c097
 def main(arguments=None):
     "`python -m credit_rl.train setting=value …`, values as in YAML; `--params FILE` reads a YAML file of settings first."
     import argparse, yaml
@@ -936,5 +1006,5 @@ def main(arguments=None):
         train(settings | {name: yaml.safe_load(value) for name, value in (text.split('=', 1) for text in given.settings)})
     except (ValueError, OSError, yaml.YAMLError, LaunchError, EngineLost) as e: sys.exit(f'credit_rl.train: {e}')
 
-# %% ../nbs/55_train.ipynb #c097
+# %% ../nbs/55_train.ipynb #c098
 if __name__ == '__main__' and '__file__' in globals(): main()  # a notebook has no file

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['stop_tokens', 'check_sampling', 'vllm_parameters', 'VLLMStream', 'parameter_shapes', 'complete', 'make_transfer',
-           'EngineLost', 'start_vllm', 'check_vllm', 'check_vllm_settings', 'VLLMEngine', 'adapter_weights',
-           'check_adapter', 'save_adapter', 'logp_gap', 'sync_gap', 'sampler_weights']
+           'EngineLost', 'visible_devices', 'rank_devices', 'start_vllm', 'check_vllm', 'check_vllm_settings',
+           'VLLMEngine', 'adapter_weights', 'check_adapter', 'save_adapter', 'logp_gap', 'sync_gap', 'sampler_weights']
 
 # %% ../nbs/21_vllm_engine.ipynb #c003
 import contextlib, importlib.util, os, random, signal, sys, tempfile, threading, time
@@ -283,6 +283,27 @@ def _heard(doing):
                          'nothing of the learner is lost: start again from the last checkpoint') from e
 
 # %% ../nbs/21_vllm_engine.ipynb #c034
+def visible_devices(
+    devices,         # str, GPUs by their number among those that this process sees: '0,2'; names such as GPU-1f0c… stay as they are
+    inherited=None,  # str, this process's CUDA_VISIBLE_DEVICES; None: it has none and sees all
+):
+    "What CUDA_VISIBLE_DEVICES of another process must be, whose numbers count from the host's first GPU: '4,6' where '4,5,6,7' are inherited. Raises ValueError on a number beyond."
+    wanted, known = ([d.strip() for d in text.split(',') if d.strip()] for text in (devices, inherited or ''))
+    if inherited is None: return ','.join(wanted)
+    if beyond := [d for d in wanted if d.isdigit() and int(d) >= len(known)]:
+        raise ValueError(f'devices={devices!r}, but this process sees {len(known)} GPUs (CUDA_VISIBLE_DEVICES={inherited}), counted from 0: there is no {beyond[0]}')
+    return ','.join(known[int(d)] if d.isdigit() else d for d in wanted)
+
+def rank_devices(
+    given,       # str, `devices` of a run's settings of vLLM, or None
+    ranks=1,     # of the run
+    local=None,  # number of this rank on its host; None: it has no GPU, or none has been started yet
+):
+    "GPUs of a rank's vLLM, for `devices` of `VLLMEngine`: those given; of several ranks its own one. Raises ValueError where all would share those given."
+    if ranks == 1: return given
+    if given: raise ValueError(f'each of {ranks} ranks starts a vLLM of its own, and devices={given!r} would put them all on the same GPUs: leave devices out, so that each takes its rank\'s')
+    return None if local is None else str(local)
+
 def start_vllm(folder, arguments, own_process, devices=None):
     "Start vLLM on a model folder with engine arguments (dict), in this process or in one of its own, there on some GPUs ('4,5'). Raises ImportError without vLLM."
     try: from vllm import EngineArgs
@@ -294,7 +315,7 @@ def start_vllm(folder, arguments, own_process, devices=None):
     if not torch.cuda.is_available():   # vLLM's CPU build; threads stay unbound, the learner uses them too
         for name, value in (('VLLM_CPU_KVCACHE_SPACE', '1'), ('VLLM_CPU_OMP_THREADS_BIND', 'nobind')): os.environ.setdefault(name, value)
     own = {'worker_extension_cls': f'{_Tied.__module__}.{_Tied.__name__}'} if own_process else {}
-    with _undisturbed(VLLM_ENABLE_V1_MULTIPROCESSING=str(int(own_process)), **({'CUDA_VISIBLE_DEVICES': devices} if devices else {}), **dict.fromkeys(_LAUNCHER)):
+    with _undisturbed(VLLM_ENABLE_V1_MULTIPROCESSING=str(int(own_process)), **({'CUDA_VISIBLE_DEVICES': visible_devices(devices, os.environ.get('CUDA_VISIBLE_DEVICES'))} if devices else {}), **dict.fromkeys(_LAUNCHER)):
         config = EngineArgs(model=str(folder), skip_tokenizer_init=True, generation_config='vllm', logprobs_mode='processed_logprobs', enable_prefix_caching=True,
                             disable_log_stats=True, **own, **arguments).create_engine_config()
         llm = LLMEngine(config, Executor.get_class(config), log_stats=False, multiprocess_mode=own_process)
@@ -310,6 +331,8 @@ def check_vllm(own_process=False, transfer=None, sleep_level=0, devices=None, un
     if sleep_level and not torch.cuda.is_available(): raise ValueError(f'vLLM frees memory on CUDA and ROCm only: leave sleep_level at 0 here, got {sleep_level}')
     if (sleep_level or devices) and not untried: raise ValueError('sleep_level and devices follow the documentation of vLLM 0.32 and have never been run; allow them with untried=True')
     if devices and not own_process: raise ValueError(f'an engine in this process uses its GPUs; devices={devices!r} needs own_process=True')
+    if beyond := [d for d in (devices or '').split(',') if d.strip().isdigit() and int(d) >= torch.cuda.device_count()]:
+        raise ValueError(f'devices={devices!r}, but this process sees {torch.cuda.device_count()} GPUs, counted from 0: there is no {beyond[0]}')
     ours = [n for n in ('model', 'dtype', 'max_model_len', 'max_num_seqs', 'skip_tokenizer_init', 'generation_config', 'logprobs_mode', 'disable_log_stats') if n in (arguments or {})]
     if ours: raise ValueError(f'arguments hold what vLLM is told besides; {", ".join(ours)} is set here')
     apart = own_process or (arguments or {}).get('tensor_parallel_size', 1) > 1
@@ -331,7 +354,7 @@ def check_vllm_settings(
     if batch < max_tokens: raise ValueError(f'vLLM reads prompts whole here, so max_num_batched_tokens must be at least max_tokens={max_tokens}, got {batch}')
     if importlib.util.find_spec('vllm') is None: raise ValueError(_MISSING)
 
-# %% ../nbs/21_vllm_engine.ipynb #c040
+# %% ../nbs/21_vllm_engine.ipynb #c042
 class VLLMEngine:
     "Generate with vLLM: the interface of `HFEngine`. `load` brings the learner's weights."
 
@@ -342,7 +365,7 @@ class VLLMEngine:
                  own_process=False,   # give vLLM a process of its own: needed beside torch.distributed; tools then overlap generation
                  transfer=None,       # how weights get across; None: 'memory', or 'file' to another process
                  sleep_level=0,       # what `sleep` frees, CUDA and ROCm only: 1 cache, with weights kept by the CPU; 2 both; 0 nothing
-                 devices=None,        # str, GPUs of its own process: '4,5'; None: those of this one
+                 devices=None,        # str, GPUs of its own process, by number among those of this one: '4,5'; None: those of this one
                  untried=False,       # allow what has never been run: transfers by 'ipc' and 'nccl', sleep levels 1 and 2
                  arguments=None):     # dict of vLLM's further engine arguments: gpu_memory_utilization, tensor_parallel_size, …
         if tokenizer is None: raise ValueError('an engine needs a tokenizer, to see where stop strings end')
@@ -355,7 +378,7 @@ class VLLMEngine:
         self.max_rows, self.sleep_level, self.asleep, self.hollow, self._standing, self._live, self._count = max_rows, sleep_level, False, False, None, {}, 0
         self.own_process, self.adapter, self._adapters = own_process, None, 0   # the LoRA adapter in use; how many there were
 
-# %% ../nbs/21_vllm_engine.ipynb #c041
+# %% ../nbs/21_vllm_engine.ipynb #c043
 def _configure(self, folder, tokenizer, max_length):
     "Read from a model's folder what ends a turn and how long a conversation may be."
     from transformers import AutoConfig, GenerationConfig
@@ -368,7 +391,7 @@ def _configure(self, folder, tokenizer, max_length):
 
 VLLMEngine._configure = _configure
 
-# %% ../nbs/21_vllm_engine.ipynb #c043
+# %% ../nbs/21_vllm_engine.ipynb #c045
 def _start(self, stream, row, seed):
     "Hand one turn to vLLM."
     from vllm.inputs.engine import tokens_input
@@ -397,7 +420,7 @@ def _goes_on(self, done, busy):
 
 VLLMEngine._start, VLLMEngine._stop, VLLMEngine._step, VLLMEngine._goes_on = _start, _stop, _step, _goes_on
 
-# %% ../nbs/21_vllm_engine.ipynb #c044
+# %% ../nbs/21_vllm_engine.ipynb #c046
 def _stop_tokens(self, stop):
     "The ids that surely complete one of the stop strings, and those that may; computed once for each set of strings."
     if stop not in self._tables: self._tables[stop] = stop_tokens(self.tokenizer, self.vocabulary, stop)
@@ -416,7 +439,7 @@ def _stream(self, sampling):
 
 VLLMEngine.stop_tokens, VLLMEngine._clear, VLLMEngine.stream = _stop_tokens, _clear, _stream
 
-# %% ../nbs/21_vllm_engine.ipynb #c045
+# %% ../nbs/21_vllm_engine.ipynb #c047
 def _load(self, named):
     "Take new weights, {name: tensor}, all of them; kept conversations and cached prefixes are forgotten. Raises as `complete` does."
     named = complete(named, self.shapes, self.shared)
@@ -443,7 +466,7 @@ def _wake(self):
 
 VLLMEngine.load, VLLMEngine.sleep, VLLMEngine.wake = _load, _sleep, _wake
 
-# %% ../nbs/21_vllm_engine.ipynb #c047
+# %% ../nbs/21_vllm_engine.ipynb #c049
 def _load_adapter(self, folder):
     "Sample from now on with the LoRA adapter in a folder (as peft saves it), or without one (None). Kept conversations are forgotten; cached prefixes are an adapter's own."
     if self.llm.vllm_config.lora_config is None: raise ValueError("this engine takes no adapters: start it with arguments={'enable_lora': True}")
@@ -461,7 +484,7 @@ def _load_adapter(self, folder):
 
 VLLMEngine.load_adapter = _load_adapter
 
-# %% ../nbs/21_vllm_engine.ipynb #c049
+# %% ../nbs/21_vllm_engine.ipynb #c051
 def adapter_weights(named):  # {name: tensor} of a model with additions built in
     "The additions of such a model by the names of peft's files: {name: tensor}, {} of a model without."
     return {'base_model.model.' + n.replace('.default.', '.'): t.detach().cpu().contiguous() for n, t in named.items() if '.lora_' in n}
@@ -485,7 +508,7 @@ def save_adapter(
     save_file(saved, os.path.join(folder, 'adapter_model.safetensors'))
     LoraConfig(task_type='CAUSAL_LM', **settings).save_pretrained(folder)
 
-# %% ../nbs/21_vllm_engine.ipynb #c051
+# %% ../nbs/21_vllm_engine.ipynb #c053
 def _generate(self, prompts, sampling, n=1, keys=None, seeds=None):
     "Continue each prompt (list of ids) `n` times. Returns `Samples`, prompts outermost. `seeds`: one per sample, default 0, 1, …"
     if keys is not None and n != 1: raise ValueError(f'a kept conversation has one continuation: with keys, n must be 1, got {n}')
@@ -511,7 +534,7 @@ def _close(self):
 
 VLLMEngine.generate, VLLMEngine.release, VLLMEngine.close = _generate, _release, _close
 
-# %% ../nbs/21_vllm_engine.ipynb #c053
+# %% ../nbs/21_vllm_engine.ipynb #c055
 def logp_gap(
     logp,         # (R, T) the learner's, in nats
     engine_logp,  # (R, T) recorded at sampling
@@ -523,7 +546,7 @@ def logp_gap(
     if d.isnan().any(): raise ValueError(f'{int(d.isnan().sum())} of {len(d)} tokens have no log-probability')
     return {'logp_gap': d.abs().mean().item(), 'logp_gap_max': d.abs().max().item(), 'engine_kl': -d.mean().item()}
 
-# %% ../nbs/21_vllm_engine.ipynb #c057
+# %% ../nbs/21_vllm_engine.ipynb #c059
 @torch.no_grad()
 def sync_gap(
     engine,          # VLLMEngine, or any other
@@ -545,7 +568,7 @@ def sync_gap(
         raise RuntimeError(f"engine and learner differ by up to {gap['logp_gap_max']:.3g} nats after a sync (tolerance {tolerance:g}): are all weights across, and the precisions the same?")
     return gap
 
-# %% ../nbs/21_vllm_engine.ipynb #c060
+# %% ../nbs/21_vllm_engine.ipynb #c062
 def sampler_weights(
     logp,                 # (R, T) the learner's, at the weights that sampled
     engine_logp,          # (R, T) recorded at sampling

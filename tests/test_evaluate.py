@@ -522,3 +522,30 @@ def test_two_ranks_write_what_one_writes(model, corpus, tmp_path, monkeypatch):
     assert (two / 'ranks.log').stat().st_mtime_ns == log                        # nothing was started
     with pytest.raises(ValueError, match='cannot play on 2 ranks'): quiet({**settings, 'run': str(tmp_path / 'three'), 'ranks': 2}, engine=object())
     with pytest.raises(ValueError, match='ranks must be at least 1'): quiet({**settings, 'ranks': 0})
+
+
+def test_an_evaluation_on_several_hosts_is_started_by_its_hostfile(model, tmp_path, monkeypatch):
+    (hosts := tmp_path / 'hosts').write_text('one slots=1\ntwo slots=2\n')
+    settings = dict(model=model, data='hotpotqa', path=str(SAMPLE), run=str(tmp_path / 'run'), ranks=3, hostfile=str(hosts), **QUICK)
+    told = []
+    monkeypatch.setattr(evaluation, 'launch', lambda command, *given, environment: told.append((command[1:], environment)))
+    assert quiet(settings) == tmp_path / 'run'
+    assert told == [(['-m', 'deepspeed.launcher.runner', '--hostfile', str(hosts), '--no_local_rank', '--module', 'credit_rl.evaluate', '--params', str(tmp_path / 'run' / 'launch.yaml')], {})]
+    assert f'hostfile: {hosts}' in (tmp_path / 'run' / 'launch.yaml').read_text()
+    with pytest.raises(ValueError, match='has 3 slots, but ranks=2'): quiet({**settings, 'ranks': 2})
+    with pytest.raises(ValueError, match="hostfile 'nowhere' does not exist"): quiet({**settings, 'hostfile': 'nowhere'})
+
+
+def test_each_rank_of_an_evaluation_gives_its_vllm_its_own_gpu(monkeypatch):
+    settings = lambda **given: evaluation._vllm(Settings(engine='vllm', **given)).get('devices')
+    for name, value in (('RANK', '5'), ('WORLD_SIZE', '8'), ('LOCAL_RANK', '1')): monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.cuda, 'is_available', lambda: True)
+    assert settings(ranks=8) == '1' and settings() is None and settings(vllm={'devices': '2'}) == '2'
+    with pytest.raises(ValueError, match='leave devices out'): settings(ranks=8, vllm={'devices': '2'})
+
+
+def test_an_evaluation_asks_its_search_server_first(model, tmp_path, monkeypatch):
+    monkeypatch.setattr(evaluation, 'load_model', lambda *given: pytest.fail('the model was loaded'))
+    with pytest.raises(ConnectionError, match='a query was tried: http://127.0.0.1:9/retrieve cannot be reached'):
+        quiet(dict(model=model, data='hotpotqa', path=str(SAMPLE), corpus='http://127.0.0.1:9', run=str(tmp_path / 'run'), **QUICK))
+    assert not (tmp_path / 'run').exists()

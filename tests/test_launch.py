@@ -2,7 +2,6 @@
 import importlib.util
 import json
 import os
-import resource
 import shutil
 import signal
 import subprocess
@@ -32,6 +31,9 @@ ADAPTED = dict(method='carl', lora={'r': 4}, learning_rate=1e-3)   # a critic on
 KINDS |= {'plain, adapted': ADAPTED, 'two ranks, stage 3, adapted': {**ADAPTED, **dict(learner='deepspeed', stage=3, ranks=2)}}
 OTHERS = [kind for kind in KINDS if not kind.startswith('plain') or 'checkpointing' in kind]
 
+
+TAUGHT = dict(method='tips', teacher_every=2)     # by a copy of the policy that is made anew, and kept
+TEACHERS = {'plain, taught': TAUGHT, 'one rank, stage 3, taught': dict(learner='deepspeed', stage=3, **TAUGHT)}
 
 STARTED = []
 
@@ -83,7 +85,7 @@ def runs(tmp_path_factory):
     def get(kind):
         if kind not in made:
             folder = tmp_path_factory.mktemp('runs') / kind.replace(', ', '-').replace(' ', '-')
-            process = start(folder, KINDS[kind])
+            process = start(folder, {**KINDS, **TEACHERS}[kind])
             said = process.communicate()[0]
             assert (folder / 'summary.json').exists(), said
             made[kind] = folder, said
@@ -141,10 +143,10 @@ def test_progress_is_passed_on_and_everything_is_kept(runs):
     assert (latest_checkpoint(folder)[1] / 'deepspeed').is_dir()
 
 
-@pytest.mark.parametrize('kind', ['plain', 'one rank, stage 2', 'two ranks, stage 2', 'two ranks, stage 3'])
+@pytest.mark.parametrize('kind', ['plain', 'one rank, stage 2', 'two ranks, stage 2', 'two ranks, stage 3', *TEACHERS])
 def test_a_checkpoint_is_as_large_as_was_estimated(runs, kind):
     written = sum(p.stat().st_size for p in latest_checkpoint(runs(kind)[0])[1].rglob('*') if p.is_file())
-    config = make_config({**SHORT, **KINDS[kind]})
+    config = make_config({**SHORT, **{**KINDS, **TEACHERS}[kind]})
     assert written == pytest.approx(memory(read_sizes(config.model), plan_of(config))['checkpoint'], rel=.05)
 
 
@@ -204,29 +206,35 @@ def test_ranks_end_with_their_launcher(tmp_path):
     assert process.returncode != 0 and 'ended without summary.json' in said
 
 
-def test_a_rank_ends_with_the_one_that_asked_for_the_run():
-    "Also if it says nothing for a long time, and its launcher stays."
+@pytest.mark.parametrize('zombie', [False, True], ids=['gone', 'a zombie'])
+def test_a_rank_ends_with_the_one_that_asked_for_the_run(zombie):
+    "Also if it says nothing for a long time, and its launcher stays; and if nobody asks how the one that asked for it ended."
     asked = subprocess.Popen(['sleep', '600'])
     rank = subprocess.Popen([sys.executable, '-c', 'import time\nfrom credit_rl.launch import _end_with_parent\n_end_with_parent()\nprint("here", flush=True)\ntime.sleep(600)'],
                             cwd=ROOT, env={**os.environ, 'CREDIT_RL_CALLER': str(asked.pid)}, stdout=subprocess.PIPE, text=True)
     STARTED.extend((asked, rank))
     assert rank.stdout.readline() == 'here\n' and rank.poll() is None
     asked.kill()
-    asked.wait()
+    if not zombie: asked.wait()
     assert rank.wait(60) == -signal.SIGKILL
+    if zombie: assert psutil.Process(asked.pid).status() == psutil.STATUS_ZOMBIE
 
 
 def test_a_disk_that_takes_no_checkpoint_ends_the_run_with_the_reason(runs, tmp_path):
     "And nothing is lost: the run goes on when there is room; then all its ranks are killed at once, and it goes on again, to the very numbers of a whole run."
-    limit = 300_000  # bytes of a file: enough for all but a checkpoint
-    process = start(tmp_path / 'run', KINDS['two ranks, stage 2'], preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)))
+    process = start(tmp_path / 'run', KINDS['two ranks, stage 2'])
+    read_until(process, 'base: EM')                                               # the first checkpoint is there
+    for rank in ranks_of(process).values(): rank.rlimit(psutil.RLIMIT_FSIZE, (300_000, 300_000))   # bytes of a file: enough for all but another one
     said = process.communicate()[0]
     assert process.returncode != 0 and not (tmp_path / 'run' / 'summary.json').exists()
     message = said.splitlines()[-1]
     file = tmp_path / 'run' / 'errors' / f'rank-{message.split("rank ")[1][0]}.txt'
     assert 'ended without summary.json' in message and str(file) in message and 'Traceback' not in said, said
+    kept = latest_checkpoint(tmp_path / 'run')[0]
+    assert f'the checkpoint {tmp_path}/run/checkpoints/step-00000{kept + 2 - kept // 2} could not be written (' in message, said
+    for words in ('GB free', 'the file size limit is 0.3 MB', 'earlier checkpoints are kept', 'resume=True'): assert words in message, said
     assert 'save' in file.read_text() and 'Traceback' in file.read_text()
-    assert read_metrics(tmp_path / 'run').step.tolist() == [0]                    # what was written stays
+    assert read_metrics(tmp_path / 'run').step.tolist()[:kept + 1] == list(range(kept + 1))       # what was written stays
     again = start(tmp_path / 'run', {**KINDS['two ranks, stage 2'], 'resume': True})            # the disk has room again
     read_until(again, 'step 2/3')
     ranks = list(ranks_of(again).values())
@@ -238,6 +246,14 @@ def test_a_disk_that_takes_no_checkpoint_ends_the_run_with_the_reason(runs, tmp_
     assert last.returncode == 0 and 'resumed after step 2' in said, said
     whole = runs('two ranks, stage 2')[0]
     assert same_metrics(whole, tmp_path / 'run') == [] and results(whole) == results(tmp_path / 'run') and read_turns(whole) == read_turns(tmp_path / 'run')
+
+
+def test_a_hostfile_of_this_host_starts_the_ranks_by_deepspeeds_launcher(runs, tmp_path):
+    (tmp_path / 'hosts').write_text('localhost slots=2\n')
+    process = start(tmp_path / 'run', {**KINDS['two ranks, stage 2'], 'hostfile': str(tmp_path / 'hosts')})
+    said = process.communicate()[0]
+    assert process.returncode == 0 and 'deepspeed.launcher.runner --hostfile' in said.splitlines()[0] and said.count('final: EM') == 1, said
+    assert same_metrics(runs('two ranks, stage 2')[0], tmp_path / 'run') == [] and results(runs('two ranks, stage 2')[0]) == results(tmp_path / 'run')
 
 
 # ---- what is refused before anything starts ----

@@ -1,22 +1,28 @@
 """Whole runs: what is refused before anything is computed, that a run repeats itself, and that one killed anywhere ends as if it had not been."""
+import errno
 import json
 import multiprocessing
 import os
 import random
+import re
+import resource
 import shutil
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import yaml
 
-from credit_rl import train as training
+from credit_rl import prepare as preparing, train as training
+from credit_rl.retrieval import SearchServer
 from credit_rl.runlog import RunLog, latest_checkpoint, named_checkpoint, read_metrics, read_turns, same_metrics
 from credit_rl.train import main, train
+from credit_rl.vllm_engine import check_vllm
 
 ROOT = Path(__file__).resolve().parents[1]
 BASE = str(ROOT / 'data' / 'tiny_base')
@@ -193,6 +199,32 @@ def test_the_command_is_killed_and_resumed(whole, tmp_path):
     assert_same(whole[0], tmp_path / 'killed')
 
 
+@pytest.mark.skipif(not hasattr(resource, 'prlimit'), reason='limits of another process are set on Linux alone')
+def test_a_disk_that_takes_no_more_ends_a_run_in_a_line(whole, tmp_path):
+    "Said are the file, what stands in the way and what stays; with room again the run goes on, to the very numbers of a whole one."
+    settings = {**SHORT, 'run': str(tmp_path / 'run')}
+    run = subprocess.Popen(command({**settings, 'track': ''}), cwd=ROOT, env=on_a_cpu(), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    for line in run.stdout:
+        if line.startswith('base: EM'):                                # the first checkpoint is there
+            resource.prlimit(run.pid, resource.RLIMIT_FSIZE, (300_000, 300_000))
+            break
+    said = run.communicate()[0]
+    kept = latest_checkpoint(tmp_path / 'run')[0]
+    message = said.splitlines()[-1]
+    assert run.returncode == 1 and 'Traceback' not in said and not (tmp_path / 'run' / 'summary.json').exists(), said
+    assert message.startswith(f'credit_rl.train: the checkpoint {tmp_path}/run/checkpoints/step-00000{kept + 2} could not be written (RuntimeError: '), said
+    for words in ('GB free', 'the file size limit is 0.3 MB', 'earlier checkpoints are kept', 'resume=True'): assert words in message, said
+    assert kept < 4 and not [p for p in (tmp_path / 'run' / 'checkpoints').iterdir() if p.name.endswith('part')]
+    assert sit({**settings, 'resume': True}) == 0
+    assert_same(whole[0], tmp_path / 'run')
+
+
+def test_another_failure_while_a_checkpoint_is_written_is_no_matter_of_the_disk(tmp_path):
+    with pytest.raises(RuntimeError, match='^connection closed$'), training._saving(tmp_path / 'step-000002'): raise RuntimeError('connection closed')
+    with pytest.raises(OSError, match=r'step-000002 could not be written \(OSError: .* No space left on device\); its disk has [0-9.e+]+ GB free; earlier'), training._saving(tmp_path / 'step-000002'):
+        raise OSError(errno.ENOSPC, 'No space left on device')
+
+
 def test_killed_between_a_best_checkpoint_and_its_name(tmp_path):
     "The checkpoint that is the best so far is on the disk, but its name still points to the one before."
     assert sit({**SHORT, 'run': str(tmp_path / 'whole')}, rising=True) == 0
@@ -250,6 +282,8 @@ def bad(tmp_path):
     "Folders and files that a run can't use, by name."
     no_tokenizer = tmp_path / 'no_tokenizer'
     shutil.copytree(BASE, no_tokenizer, ignore=shutil.ignore_patterns('tokenizer*', 'chat_template*'))
+    no_weights = tmp_path / 'no_weights'
+    shutil.copytree(BASE, no_weights, ignore=shutil.ignore_patterns('*.safetensors'))
     empty_corpus = tmp_path / 'empty_corpus'
     empty_corpus.mkdir()
     for name, rows in (('train.json', [HOTPOT]), ('dev.json', [{**HOTPOT, '_id': str(i)} for i in range(4)]), ('corpus.json', [])):
@@ -263,7 +297,7 @@ def bad(tmp_path):
     file.write_text('a file, not a folder')
     begun = tmp_path / 'begun'
     RunLog(begun).write_params({'method': 'tspo'})
-    return {p.name: str(p) for p in (no_tokenizer, empty_corpus, no_questions, one_question, file, begun)} | {'below a file': str(file / 'run')}
+    return {p.name: str(p) for p in (no_tokenizer, no_weights, empty_corpus, no_questions, one_question, file, begun)} | {'below a file': str(file / 'run')}
 
 
 REFUSED = {
@@ -273,6 +307,8 @@ REFUSED = {
     'wrong kind of value': (dict(steps='many'), "steps must be a int, got 'many'"),
     'model folder without tokenizer': (dict(model='no_tokenizer'), 'has no tokenizer: save one into it'),
     'model folder without model': (dict(model='empty_corpus'), 'has no config.json'),
+    'model folder without weights': (dict(model='no_weights'), r'has no weights: wanted \*.safetensors'),
+    'nobody at the search server': (dict(data='hotpotqa', path='empty_corpus', corpus='http://127.0.0.1:9'), 'a query was tried: http://127.0.0.1:9/retrieve cannot be reached'),
     'no model folder': (dict(model='./nowhere'), 'neither a folder here nor a name'),
     'empty corpus': (dict(data='hotpotqa', path='empty_corpus'), 'has no rows'),
     'no questions': (dict(data='hotpotqa', path='no_questions'), 'has no hotpotqa questions'),
@@ -327,6 +363,158 @@ def test_a_setting_without_a_value_shows_the_usage(idle, capsys):
     with pytest.raises(SystemExit) as e:
         main(['steps'])
     assert e.value.code == 2 and "written name=value, got 'steps'" in capsys.readouterr().err
+
+
+# ---- a dry run ----
+
+def dry(**settings):
+    "Lines of a dry run, and what it is refused for (None: nothing)."
+    lines = []
+    try: train({'model': BASE, 'dry_run': True, **settings}, say=lines.append)
+    except ValueError as e: return lines, str(e)
+    return lines, None
+
+
+@pytest.fixture
+def gpus(monkeypatch):
+    "Let torch speak of GPUs that are not here: their number and bytes."
+    def set(count, size=80e9):
+        monkeypatch.setattr(torch.cuda, 'device_count', lambda: count)
+        monkeypatch.setattr(torch.cuda, 'get_device_properties', lambda i: SimpleNamespace(total_memory=size))
+    set(0)
+    return set
+
+
+PAPER = dict(learner='deepspeed', ranks=8, stage=3, dtype='bfloat16')
+
+
+def test_a_dry_run_asks_a_search_server(tmp_path):
+    settings = dict(run=str(tmp_path / 'run'), data='hotpotqa', path=str(ROOT / 'data' / 'hotpotqa_sample.json'), dev_questions=1, test_questions=1)
+    assert 'cannot start: a query was tried: http://127.0.0.1:9/retrieve cannot be reached' in dry(**settings, corpus='http://127.0.0.1:9')[1]
+    asked = []
+
+    class Search:
+        def search(self, queries, k):
+            asked.extend(queries)
+            return [[] for _ in queries]
+    with SearchServer(Search()) as server: assert dry(**settings, corpus=server.url)[1] is None
+    assert len(asked) == 1
+
+
+def test_a_dry_run_says_where_there_is_no_gpu(tmp_path, gpus):
+    "Two ranks on a CPU are allowed; that a paper's eight will not be happy there is said."
+    lines, refused = dry(**PAPER, run=str(tmp_path / 'run'))
+    assert refused is None and lines[-2].startswith('no GPU: 8 ranks would share the processor') and lines[-1].startswith('everything else is there'), lines
+    assert not any('no GPU' in line for line in dry(run=str(tmp_path / 'run'))[0])           # one process and a toy
+    gpus(8)
+    lines, refused = dry(**PAPER, run=str(tmp_path / 'run'))
+    assert refused is None and lines[-1].startswith('everything is there'), lines
+
+
+def test_a_dry_run_weighs_gpus_and_memory(tmp_path, gpus, monkeypatch):
+    run = str(tmp_path / 'run')
+    gpus(4)
+    assert '8 ranks need as many GPUs, but there are 4' in dry(**PAPER, run=run)[1]
+    gpus(8, 1e6)
+    assert re.findall(r'GPU (.) has 0.0 GB, but a rank needs at least 0.1 GB', dry(**PAPER, run=run)[1]) == list('01234567')
+    config = training.make_config({**PAPER, 'model': BASE, 'run': run})
+    needs = {'checkpoint': 1, 'rank': 90e9, 'start': 90e9, 'host': 10e9, 'file': 1e15}
+    gpus(8)
+    monkeypatch.setattr(training, '_free_memory', lambda: 79e9)
+    memory, file, *others = training._missing_room(config, needs)
+    assert memory == 'the memory of this host has 79.0 GB free, but 8 ranks take at least 80.0 GB'
+    assert file.startswith('/dev/shm has ') and file.endswith(' GB free, but the weights that 8 ranks give to vLLM take 8000000.0 GB')
+    assert others == [f'GPU {i} has 80.0 GB, but a rank needs at least 90.0 GB at its start, when models are whole' for i in range(8)]
+    monkeypatch.setattr(training, '_free_memory', lambda: 80e9)
+    assert training._missing_room(config, {**needs, 'rank': 80e9, 'file': 0}) == []
+
+
+def test_the_start_is_weighed_beside_a_vllm_that_does_not_sleep(gpus):
+    gpus(1)
+    needs = {'checkpoint': 1, 'rank': 50e9, 'start': 50e9, 'acting copy': 10e9, 'weights': 5e9}
+    config = lambda **vllm: training.make_config(dict(model=BASE, engine='vllm', vllm={'arguments': {'gpu_memory_utilization': .4}, **vllm}))
+    assert training._missing_room(config(sleep_level=1), needs) == []
+    (lacks,) = training._missing_room(config(), needs)
+    assert lacks.startswith("GPU 0 has 80.0 GB, of which vLLM takes 32.0 GB, but 50.0 GB are the learner's")
+    assert training._missing_room(config(devices='1'), needs) == []                          # it is on another GPU
+
+
+def test_free_memory_is_a_containers_too(tmp_path):
+    (info := tmp_path / 'meminfo').write_text('MemTotal: 200 kB\nMemAvailable: 100 kB\n')
+    assert training._free_memory(info, tmp_path) == 102400
+    for name, text in (('memory.max', 'max\n'), ('memory.current', '50000\n'), ('memory.stat', 'anon 1\ninactive_file 3000\nactive_file 2000\n')): (tmp_path / name).write_text(text)
+    assert training._free_memory(info, tmp_path) == 102400
+    (tmp_path / 'memory.max').write_text('60000\n')
+    assert training._free_memory(info, tmp_path) == 15000
+    assert 0 < training._free_memory(tmp_path / 'nowhere', tmp_path / 'nowhere') > 102400
+
+
+def test_a_dry_run_of_a_warm_up_plays_nothing(monkeypatch, tmp_path, capsys):
+    for name in ('set_stage', 'make_engine', 'collect', 'load_model'): monkeypatch.setattr(preparing, name, lambda *a, **k: pytest.fail('something was computed'))
+    settings = dict(model=BASE, run=str(tmp_path / 'run'), data='hotpotqa', path=str(ROOT / 'data' / 'hotpotqa_sample.json'), dev_questions=1, test_questions=1, questions=100,
+                    protocol='carl', max_turns=4, per_tier=10, warm_steps=7, warm_least=5, dry_run=True)
+    typed = [f'{k}={json.dumps(v)}' for k, v in settings.items()]
+    preparing.main(typed)
+    said = capsys.readouterr().out
+    for words in ('470,144 parameters', 'memory of a rank, at least', '7 steps', 'before that, 625 rollouts at most', 'leave out dry_run'): assert words in said, said   # 101 · 5 tries, and of train and dev 20 each under 3 prompts
+    assert not (tmp_path / 'run').exists()
+    for wrong, message in (({'corpus': 'http://127.0.0.1:9'}, 'a query was tried'), ({'warm_least': 8}, 'no step counts'), ({'other_corpus': 'http://127.0.0.1:9'}, 'a query was tried')):
+        with pytest.raises((ValueError, OSError), match=message): preparing.prepare(settings | wrong, say=lambda line: None)
+
+
+def test_a_large_warm_up_tells_first_what_it_needs(monkeypatch, tmp_path):
+    def begin(c, say, ranks): raise KeyboardInterrupt
+    monkeypatch.setattr(preparing, '_prepare', begin)
+    monkeypatch.setattr(preparing, '_is_large', lambda c: True)
+    lines = []
+    with pytest.raises(KeyboardInterrupt): preparing.prepare(dict(model=BASE, protocol='carl-tiny', run=str(tmp_path / 'run')), say=lines.append)
+    assert any(line.startswith('before that, ') for line in lines) and any('memory of a rank' in line for line in lines)
+
+
+# ---- vLLM, without one ----
+
+def test_vllm_sleeps_while_the_learner_is_made(monkeypatch, tmp_path):
+    "And wakes before the base is played; one that forgot its weights is given the learner's."
+    told = []
+
+    class Engine:
+        hollow = False
+        def __getattr__(self, name): return lambda *given: told.append(name)
+    monkeypatch.setattr(training, 'make_engine', lambda *given: told.append('made') or Engine())
+    monkeypatch.setattr(training, 'make_learner', lambda *given: told.append('learner'))
+    monkeypatch.setattr(training, 'hand_over', lambda *given: told.append('weights'))
+    config = training.make_config({**SHORT, 'track': '', 'engine': 'vllm', 'run': str(tmp_path / 'run')})
+    monkeypatch.setattr(training, 'RunLog', lambda *given: training._Silent(config.run))
+    run = training._Run(config, lambda line: None)
+    def play(run, part): raise KeyboardInterrupt
+    monkeypatch.setattr(training._Run, 'evaluate', play)
+    for hollow, last in ((False, 'wake'), (True, 'weights')):
+        Engine.hollow = hollow
+        with pytest.raises(KeyboardInterrupt): training._begin(run)
+        assert told == ['made', 'sleep', 'learner', last]
+        told.pop()
+
+
+def test_each_rank_gives_its_vllm_its_own_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, 'is_available', lambda: True)
+    monkeypatch.setattr(training, 'VLLMEngine', lambda folder, tokenizer, **settings: settings['devices'])
+    monkeypatch.setenv('LOCAL_RANK', '2')
+    made = lambda **given: training.make_engine(training.make_config({'model': BASE, 'engine': 'vllm', **given}), None, None)
+    assert made(ranks=8, learner='deepspeed') == '2' and made() is None and made(vllm={'devices': '4,5'}) == '4,5'
+    with pytest.raises(ValueError, match="each of 8 ranks starts a vLLM of its own, and devices='4,5'"): made(ranks=8, learner='deepspeed', vllm={'devices': '4,5'})
+    monkeypatch.setattr(torch.cuda, 'device_count', lambda: 4)
+    with pytest.raises(ValueError, match="devices='3,4', but this process sees 4 GPUs"): check_vllm(own_process=True, untried=True, devices='3,4')
+    check_vllm(own_process=True, untried=True, devices='2,3')
+
+
+def test_devices_for_all_ranks_are_refused():
+    config = training.make_config(dict(model=BASE, engine='vllm', learner='deepspeed', ranks=2, vllm={'devices': '0'}))
+    with pytest.raises(ValueError, match='leave devices out'): training.check(config)
+
+
+def test_an_estimate_counts_what_vllm_makes_the_learner_read():
+    reading = lambda **given: float(re.search(r'reading ([0-9.e+-]+)', '\n'.join(training._forecast(training.make_config({'model': BASE, 'method': 'grpo', 'kl': .01, **given}))))[1])
+    assert reading(engine='vllm') == pytest.approx(2 * reading()) == reading(recompute=True)
 
 
 # ---- collapse ----
