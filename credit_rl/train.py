@@ -692,9 +692,8 @@ class _Run:
         "Greedy play on the 'dev' or 'test' questions, dealt out over the ranks: (means, groups). Where the data are scored by more than exact match, 'right' is the share right by that."
         sampling = Sampling(greedy=True, max_tokens=self.config.turn_tokens)
         groups = self.ranks.each(self.stage.questions[part], lambda share: evaluate(self.engine, self.stage.environments[part], share, sampling)[1])
-        metric = options_of(self.config, self.method)['right']
-        own = {} if metric in ('em', exact_match) else {'right': outcome_rewards(groups, metric).double().mean().item()}
-        return summarize(groups) | own, groups
+        scores, metric = summarize(groups), options_of(self.config, self.method)['right']
+        return scores if metric in ('em', exact_match) else scores | {'right': outcome_rewards(groups, metric).double().mean().item()}, groups
 
     def checkpoint(self, step, name=None):
         "Save learner and memory atomically: all ranks write into the folder that the first one makes."
