@@ -155,9 +155,9 @@ def _asked(found, tier, name):
 
 # %% ../nbs/65_competence.ipynb #c019
 def asking_table(folders):  # as in find_runs
-    "Tool rate and exact match by tier, means over seeds (CARL tables 3 and 6): a pandas DataFrame, a row for each method."
+    "Tool rate and exact match by tier, and both readings of a confident mistake on what is not known, means over seeds (CARL tables 3, 6 and 19): a pandas DataFrame, a row for each method."
     import pandas as pd
-    wanted = _BY_TIER | {name: (None, name) for name in ('EM', 'CARL match', 'calls', 'tokens', 'wrong, no call')}
+    wanted = _BY_TIER | {name: (None, name) for name in ('EM', 'CARL match', 'calls', 'tokens')} | {f'{name}, not known': ('1', name) for name in ('wrong, answered', 'wrong, no call')}
     table = pd.DataFrame([{'method': method, **{title: _asked(found, *of) for title, of in wanted.items()}} for method, _, found in examined(folders)]).groupby('method', sort=False)
     return table.mean().assign(seeds=table.size())
 

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from credit_rl.datasets import get_benchmark
-from credit_rl.evaluate import run_evaluation
+from credit_rl.evaluate import run_evaluation, summarize
 from credit_rl.protocol import PROTOCOLS, byte_tokenizer
 from credit_rl.runlog import RunLog, latest_checkpoint, read_metrics, read_turns, same_metrics
 from credit_rl.tiny import tiny_model, tiny_tokenizer
@@ -33,6 +33,7 @@ from credit_rl.launch import Ranks
 from credit_rl.learner import Learner
 from credit_rl.metrics import benchmark_metric
 from credit_rl.outcome import outcome_rewards
+from credit_rl.rollout import rollout
 from credit_rl.prepare import gate_table, make_warming, prepare
 from credit_rl.tiny import NOISY_CODER, act_coder, memory_of
 from credit_rl.train import check, make_config, set_stage, train, tiny_worlds
@@ -186,6 +187,29 @@ def test_a_checkpoint_is_the_best_by_what_the_data_are_scored_by(monkeypatch):
         assert training._dev(run, 3, {}) == 1 and run.memory['best'] == best and logged['dev_em'] == 1 and logged.get('dev_right', 1.) == best and ('dev_right' in logged) == ('gsm8k' in data)
 
 
+LOOKED = {'gsm8k': ('print((3 * 125) * 5.6)', '2100.0'), 'finqa': ('print((2100 - 1750) / 1750)', '0.2'), **dict.fromkeys(('hotpotqa', '2wikimultihopqa', 'musique'), ('print(search("river Ossel"))', 'Doc 1 (Title: '))}
+
+
+@pytest.mark.parametrize('name', SETS)
+def test_a_program_is_run_on_each_set_and_its_output_becomes_a_context(spoken, rows, name):
+    "A scripted coder that calculates or searches once, notes what came, and answers with it: three segments, of which the last no longer sees the output."
+    stage = set_stage(make_config({**REAL, 'data': name, 'path': rows(name), 'model': spoken, 'turn_tokens': 400, 'context_tokens': 200}), say=lambda line: None)
+    code, seen = LOOKED[name]
+    def act(text, rng):
+        if code not in text: return f'I look it up.\n```python\n{code}\n```\n'
+        if 'as noted' not in text: return f'<context>{seen} as noted</context>' if seen in text.split(code)[1] else '<context>nothing came</context>'
+        return f'So \\boxed{{{seen} as noted}}' + stage.chat.tokenizer.eos_token
+    groups = rollout(ScriptedEngine(act, stage.chat.tokenizer, max_length=12000), stage.environments['test'], stage.questions['test'] + stage.questions['train'], 2)
+    played = [t for g in groups for t in g.trajectories]
+    assert len(played) >= 10
+    for t in played:
+        assert [x.kind for x in t.turns] == ['invoke', 'assimilate', 'commit'] and (t.stop, t.answer) == (Stop.ANSWER, f'{seen} as noted')
+        assert t.turns[0].call and t.turns[0].result is Result.OK and t.turns[0].observation_text.startswith(seen)
+        last = stage.chat.tokenizer.decode(t.turns[2].context_ids)
+        assert last.split(code)[1].count(seen) == 1 and f'<context>{seen} as noted</context>' in last                           # the note's, not the output's
+    assert summarize(groups)['calls'] == 1
+
+
 # ---- training ----
 
 def spy_steps(monkeypatch):
@@ -242,8 +266,25 @@ def test_rows_train_on_what_the_model_wrote_and_nothing_else(model, scripted, tm
     assert row == len(layout.ids)
 
 
-def test_log_probs_of_a_run_are_those_of_each_rows_own_context(tmp_path, model):
-    "The model itself plays: each row's log-probabilities, scored again in its own context, are those that were sampled."
+def test_log_probs_of_segments_are_those_of_their_own_context(model, scripted, tmp_path):
+    "Rollouts of several segments, packed: each row's log-probabilities are those of a forward of its context and its own tokens alone."
+    run = quiet({**TINY, 'model': model, 'steps': 1, 'log_rollouts': 4, 'run': str(tmp_path / 'run')})
+    played = [trajectory_from_json(r['trajectory']) for r in read_turns(run) if r['kind'] == 'train']
+    layout = pack([Group(t.question, [dataclasses.replace(t, turns=[dataclasses.replace(x, action_logps=[0.] * len(x.action_ids)) for x in t.turns])]) for t in played])
+    assert len(layout.ids) > 1.5 * len(played)                                                                           # not a row for each rollout
+    said, model, row = Learner(load_model(model)[0]).evaluate(layout).logp, load_model(model)[0], 0
+    for t in played:
+        for x in t.turns:
+            context = list(x.context_ids or t.prompt_ids)
+            with torch.no_grad(): logits = model(torch.tensor([context + list(x.action_ids)])).logits[0, len(context) - 1:-1]
+            alone = logits.float().log_softmax(-1).gather(1, torch.tensor(x.action_ids)[:, None])[:, 0]
+            torch.testing.assert_close(said[row][layout.token_turns[row] >= 0], alone, atol=1e-4, rtol=0)
+            row += 1
+    assert row == len(layout.ids)
+
+
+def test_log_probs_of_a_run_are_those_that_were_sampled(tmp_path, model):
+    "The model itself plays (it has not learned to call, so each rollout is one segment): log-probabilities that are scored again are those that were sampled."
     settings = make_config({**TINY, 'model': model, 'log_rollouts': 4, 'turn_tokens': 12, 'run': str(tmp_path / 'run')})
     run = quiet(settings)
     assert read_metrics(run).logp_gap.dropna().max() < 1e-4
