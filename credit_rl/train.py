@@ -513,7 +513,7 @@ def make_engine(
     adapters = {'enable_lora': True, 'max_lora_rank': ranks[0]} if c.lora else {}
     devices = rank_devices(c.vllm.get('devices'), c.ranks, os.environ['LOCAL_RANK'] if c.ranks > 1 and torch.cuda.is_available() else None)
     settings = {'dtype': c.dtype, 'own_process': c.learner == 'deepspeed', **c.vllm, 'devices': devices, 'arguments': {**adapters, **c.vllm.get('arguments', {})}}
-    return VLLMEngine(_model_folder(c), tokenizer, max_length=c.max_tokens, max_rows=c.act_rows, **settings)
+    return VLLMEngine(_start_folder(c), tokenizer, max_length=c.max_tokens, max_rows=c.act_rows, **settings)
 
 def hand_over(learner, engine, config):
     "Give the engine the learner's weights: all of them, or to a vLLM engine only an adapter."
