@@ -325,9 +325,9 @@ def segment_rows(trajectory):
 
 # %% ../nbs/25_tiny.ipynb #c047
 def _endless_rows(rows, size, seed):
-    "Batches (ids, token_turns), padded, of `size` rows of similar length, for ever, reshuffled each time round."
+    "Batches (ids, token_turns), padded, of `size` rows of similar length (of all, where there are fewer), for ever, reshuffled each time round."
     from torch.nn.utils.rnn import pad_sequence
-    rng = random.Random(seed)
+    rng, size = random.Random(seed), min(size, len(rows))
     while True:
         order = sorted(rng.sample(range(len(rows)), len(rows)), key=lambda i: len(rows[i][0]))   # stable: equal lengths stay shuffled
         batches = [order[i:i + size] for i in range(0, len(order) - size + 1, size)]
@@ -335,8 +335,8 @@ def _endless_rows(rows, size, seed):
             yield tuple(pad_sequence([torch.tensor(rows[i][j]) for i in batch], True, value) for j, value in ((0, 0), (1, -1)))
 
 # %% ../nbs/25_tiny.ipynb #c048
-CODE_TEACHER = Coder(recall=.6, guess=.05, one_word=.05, near_miss=.6, lose=.05, spared=('birthplace', 'headquarters', 'director', 'mayor'))  # whose games the warm start of CARL's base imitates
-CODE_READER = Coder(near_miss=.15, lose=.05)  # who reads to it what it knows: nearly always right, so that asking costs little and yet something
+CODE_TEACHER = Coder(recall=.4, guess=.05, one_word=.05, near_miss=.6, lose=.05, spared=('birthplace', 'headquarters', 'director', 'mayor'))  # whose games the warm start of CARL's base imitates
+CODE_READER = Coder(near_miss=.35)  # who reads to it what it knows in the end: so often wrong that asking costs something, and what a note will be is open
 TABLE = {arithmetic_text(*sums): str(compute(*sums)) for sums in EASY}  # what is known by heart in every world
 
 # %% ../nbs/25_tiny.ipynb #c049
@@ -383,8 +383,8 @@ def code_readings(tokenizer, coder, known, seed, times=1):
 
 # %% ../nbs/25_tiny.ipynb #c055
 def code_warm_start(tokenizer, seed=0,
-                    copy=600, games=900, mixed=6000,       # most steps of each part
-                    copied=1.0, played=1.1, recalled=.03,  # losses at which they end, nats per trained token; the last part's is that of its recollections
+                    copy=600, games=900, reading=3000, mixed=6000,     # most steps of each part
+                    copied=1.0, played=1.1, read=.1, recalled=.03,     # losses at which they end, nats per trained token; the last two of what they are named after
                     count=4000, times=4,                   # games to imitate, and how often each question about `known` is played besides
                     known=(),                # worlds whose `known` facts are taught
                     progress=print):         # called with a line of text
@@ -395,10 +395,12 @@ def code_warm_start(tokenizer, seed=0,
     rows = lambda groups: [row for g in groups for t in g.trajectories for row in segment_rows(t)]
     shown = _endless_rows(rows(code_demonstrations(tokenizer, CODE_TEACHER, count, seed, known, times)), 32, seed)
     learned = _endless_rows(rows(code_recollections(tokenizer, known)), 96, seed)
-    read = code_readings(tokenizer, CODE_READER, known, seed, times)
     _part('games', played, games, progress, model=model, batches=shown, learning_rate=2e-3)
-    parts = (shown, learned, drill(32)) + ((_endless_rows(read, 48, seed),) if read else ())
-    _part('mixed', recalled, mixed, progress, slice(1, None, len(parts)), model=model, batches=joined.from_iterable(zip(*parts)), learning_rate=2e-3, cooldown=200)
+    for name, level, steps, counted, coder, cooldown in (('reading', read, reading, 1, PERFECT_CODER, 0), ('mixed', recalled, mixed, 0, CODE_READER, 200)):
+        pages = code_readings(tokenizer, coder, known, seed, times)
+        parts = (learned, *([_endless_rows(pages, 48, seed)] if pages else []), shown, drill(32))
+        if pages or name == 'mixed':
+            _part(name, level, steps, progress, slice(counted, None, len(parts)), model=model, batches=joined.from_iterable(zip(*parts)), learning_rate=2e-3, cooldown=cooldown)
     return model.eval()
 
 # %% ../nbs/25_tiny.ipynb #c056
