@@ -634,6 +634,14 @@ class _ShardedKept(_ShardedMerged):
 # %% ../nbs/52_learner.ipynb #h2bfc
 class _ShardedWrapped(_ShardedKept):
     "How DeepSpeed's engine is put around what a learner trains and what it only reads."
+    def _trained(self, deepspeed):
+        "What is trained. In bfloat16 at stage 0 DeepSpeed begins with a step of its own, on gradients of 0: it moves nothing, and AdamW doesn't count it."
+        own = self.stage == 0 and self.dtype == 'bfloat16'
+        for group in self.adamw.param_groups if own else (): group['lr'] = 0.         # each update sets it
+        engine = self._wrap(deepspeed, self.scorer, optimizer=self.adamw)
+        if own: self.adamw.state.clear()
+        return engine
+
     def _frozen(self, deepspeed, who, scorer):
         "A model that is only read, in the learner's precision: spread over the ranks under stage 3."
         if scorer is None: return None
@@ -670,7 +678,6 @@ class DeepSpeedLearner(_ShardedWrapped):
                  settings=None):   # dict, entries of DeepSpeed's own configuration that add to or replace ours
         if stage not in range(4): raise ValueError(f'stage must be 0, 1, 2 or 3, got {stage!r}')
         if dtype not in ('float32', 'bfloat16'): raise ValueError(f"dtype must be 'float32' or 'bfloat16', got {dtype!r}")
-        if stage == 0 and dtype == 'bfloat16': raise ValueError("stage 0 takes dtype 'float32': there, DeepSpeed's bfloat16 counts one AdamW step too many; take stage 1")
         self.stage, self.dtype, self.settings = stage, dtype, settings or {}
         super().__init__(model, loss, optimiser, reference, temperature, seed, critic, teacher, teacher_every, offload)
 
@@ -678,7 +685,7 @@ class DeepSpeedLearner(_ShardedWrapped):
         deepspeed = _deepspeed(self.device)
         self.rank, self.ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
         self.tree = takes_tree_mask(self.scorer.model)                # later its weights may be in pieces
-        self.policy = self.engine = self._wrap(deepspeed, self.scorer, optimizer=self.adamw)
+        self.policy = self.engine = self._trained(deepspeed)
         self.device = self.engine.device
         self.frozen_teacher = self.teacher and self.teacher.model
         self.reference, self.teacher = (self._frozen(deepspeed, who, getattr(self, who)) for who in ('reference', 'teacher'))

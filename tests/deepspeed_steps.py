@@ -166,7 +166,7 @@ def offloaded(stage, folder):
     settings = {'zero_optimization': {**SPREAD_ALL['zero_optimization'], 'offload_optimizer': {'device': 'cpu'}}}
     learner, fresh = (DeepSpeedLearner(**parts(), stage=stage, settings=settings) for _ in range(2))
     logs = steps(learner, *batch, 3)
-    os.makedirs(folder)
+    os.makedirs(folder, exist_ok=True)
     learner.save(folder)
     logs += steps(learner, *batch, 2)
     fresh.restore(folder)
@@ -191,11 +191,14 @@ def sharded(stage, folder, other):
     out['resumed'] = before, steps(fresh, *batch, 1)
     if os.path.isdir(others := f'{other}-{stage}'): out['other number of ranks'] = go_on(stage, others)
     if 'offload' in how: out['offloaded'] = offloaded(stage, f'{folder}/offloaded')
-    if stage:
-        half = DeepSpeedLearner(**parts(), reference=model(0, 100), dtype='bfloat16', **how)
-        seen = half.evaluate(batch[0], ('logp', 'ref_logp'))  # the reference is the same model
-        out['bfloat16'] = {'apart': float((seen.logp - seen.ref_logp).abs().max()), 'logs': steps(half, *batch),
-                           'buffers': sorted({str(b.dtype) for b in half.scorer.buffers() if b.is_floating_point()})}
+    half, again = (DeepSpeedLearner(**parts(), reference=model(0, 100), dtype='bfloat16', **how) for _ in range(2))
+    seen = half.evaluate(batch[0], ('logp', 'ref_logp'))      # the reference is the same model
+    out['bfloat16'] = {'apart': float((seen.logp - seen.ref_logp).abs().max()), 'logs': steps(half, *batch),
+                       'buffers': sorted({str(b.dtype) for b in half.scorer.buffers() if b.is_floating_point()})}
+    os.makedirs(f'{folder}/half', exist_ok=True)
+    half.save(f'{folder}/half')
+    again.restore(f'{folder}/half')
+    out['bfloat16'] |= {'counted': sorted({float(state['step']) for state in half.adamw.state.values()}), 'went on': steps(half, *batch, 1), 'resumed': steps(again, *batch, 1)}
     return out
 
 
