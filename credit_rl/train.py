@@ -587,7 +587,7 @@ def _keep_rollouts(step, trajectories, rewards, layout, credit, count, log):
     log.turns(step, [{'kind': 'train', 'trajectory': to_json(t), 'advantages': _turn_values(layout, credit.advantages, i), 'reward': float(rewards['outcome'][i])}
                      for i, t in enumerate(trajectories) if int(layout.groups[i]) < count])
 
-# %% ../nbs/55_train.ipynb #c056
+# %% ../nbs/55_train.ipynb #c055
 _LINEAR = ['q_proj', 'k_proj', 'v_proj', 'o_proj', 'gate_proj', 'up_proj', 'down_proj']
 
 def add_lora(
@@ -603,7 +603,7 @@ def add_lora(
         except TypeError as e: raise ValueError(f'lora: {e}') from e
     for name, p in model.named_parameters(): p.requires_grad_('.lora_' in name)
 
-# %% ../nbs/55_train.ipynb #c057
+# %% ../nbs/55_train.ipynb #c056
 def _model_folder(config): return str(Path(config.critic_from or config.run)/'base') if config.model == 'tiny' else config.model
 
 def _start_folder(c):
@@ -643,13 +643,13 @@ def make_learner(config, method, model):
             if m is not None: m.gradient_checkpointing_enable({'use_reentrant': False})
     return Learner(*parts) if c.learner == 'plain' else DeepSpeedLearner(*parts, stage=c.stage, dtype=c.dtype, settings=c.deepspeed)
 
-# %% ../nbs/55_train.ipynb #c058
+# %% ../nbs/55_train.ipynb #c057
 def _warm(critic, warmed, dtype):
     "Give a critic what a warm-up taught it; a shared backbone is the policy's, which has it already."
     warmed.load_head(critic.head)
     if critic.model is not None: critic.model.load_state_dict(load_model(warmed.folder, dtype, 'cpu')[0].state_dict())
 
-# %% ../nbs/55_train.ipynb #c070
+# %% ../nbs/55_train.ipynb #c069
 def collapsed(rates, share=0.25, window=5):
     "Whether the mean of the last `window` answer rates is below `share` of the best earlier window's (which must reach 0.2)."
     if len(rates) < 2 * window: return False
@@ -657,15 +657,15 @@ def collapsed(rates, share=0.25, window=5):
     best = max(means[:-window])
     return best >= 0.2 and means[-1] < share * best
 
-# %% ../nbs/55_train.ipynb #c072
+# %% ../nbs/55_train.ipynb #c071
 _MAY_CHANGE = ('steps', 'resume', 'run', 'threads', 'eval_every', 'keep', 'track', 'hostfile', 'ranks', 'act_rows', 'tflops', 'dry_run', 'offload')  # in a run that is resumed
 
-# %% ../nbs/55_train.ipynb #c073
+# %% ../nbs/55_train.ipynb #c072
 def _note_params(log, config, may_change=_MAY_CHANGE):
     "Write a run's parameters, or compare them with those it was begun with. Raises ValueError naming what changed."
     log.write_params({k: list(v) if isinstance(v, tuple) else v for k, v in vars(config).items()}, may_change)
 
-# %% ../nbs/55_train.ipynb #c074
+# %% ../nbs/55_train.ipynb #c073
 class _Silent:
     "The log of a rank that writes nothing."
     elapsed = 0.
@@ -689,7 +689,7 @@ def _saving(path):  # of a checkpoint
         raise OSError(f'the checkpoint {path} could not be written ({type(e).__name__}: {str(e).splitlines()[0]}); its disk has {free / 1e9:.3g} GB free{limit}; '
                       'earlier checkpoints are kept: make room, or raise the limit, and go on with resume=True') from e
 
-# %% ../nbs/55_train.ipynb #c075r
+# %% ../nbs/55_train.ipynb #c074
 def _right(config, method, groups):
     "{'right': the share right} by what the data are scored by, {} where that is exact match."
     metric = options_of(config, method)['right']
