@@ -45,6 +45,7 @@ class Plan:
     width: int = 4         # bytes of a weight
     critic: bool = False   # one of its own
     frozen: int = 0        # models of the same size that are only read: reference, teacher
+    aside: int = 0         # how many of these lie in the host's memory and visit the device while they read
     row_tokens: int = 0    # padded tokens in one forward with gradient
     checkpointing: bool = False  # of gradients
     offload: bool = False  # the optimiser's part lies in the host's memory
@@ -63,9 +64,13 @@ def model_memory(sizes, plan):
     p, n, stage = sizes.parameters, plan.ranks, plan.stage or 0
     part = lambda least: n if stage >= least else 1
     models = 2 if plan.critic else 1
-    trained, optimiser = models * plan.share * p, 12 if stage >= 1 else 2 * plan.width
-    return {'weights': models * plan.width * p / part(3), 'gradients': plan.width * trained / part(2), 'optimiser': optimiser * trained / part(1),
-            'frozen models': plan.frozen * plan.width * p / part(3), 'acting copy': plan.width * p if stage == 3 or plan.copies else 0}
+    trained, one, visits = models * plan.share * p, plan.width * p, plan.aside > 0 and stage < 3   # ZeRO 3 fetches a layer at a time
+    return {'weights': models * one / part(3), 'gradients': plan.width * trained / part(2), 'optimiser': _optimiser_bytes(plan) * trained / part(1),
+            'frozen models': (plan.frozen - plan.aside) * one / part(3) + visits * one, 'acting copy': one if stage == 3 or plan.copies else 0}
+
+def _optimiser_bytes(plan):
+    "Of each trained parameter: AdamW's two averages, and in mixed precision a copy in float32 beside them."
+    return 12 if plan.stage or (plan.stage == 0 and plan.width == 2) else 2 * plan.width
 
 # %% ../nbs/04_estimate.ipynb #c015
 def working_memory(sizes, plan):
@@ -89,7 +94,7 @@ def _host_memory(sizes, plan):
     "Bytes of the host's memory that one rank takes: dict of `host`, the most at a time, and `file`, vLLM's weights in /dev/shm."
     one = plan.width * sizes.parameters
     file, waiting = one if plan.by_file else 0, plan.frozen - plan.copied if plan.stage is not None else 0
-    kept = model_memory(sizes, plan)['optimiser'] if plan.offload else 0
+    kept = (model_memory(sizes, plan)['optimiser'] if plan.offload else 0) + plan.aside * one / (plan.ranks if plan.stage == 3 else 1)
     gathered = one if plan.stage == 3 else 0
     return {'host': max(one * (max(1, waiting) + plan.sleeps), kept + gathered + max(2 * file, one * plan.sleeps)), 'file': file}
 
@@ -102,9 +107,9 @@ def memory(sizes, plan):
     beside = one * plan.copies if plan.apart else sum(lies.values()) - copy
     rank = max(sum(lies.values()) - copy + works['activations'] + works['head'], beside + copy + works['keys and values'])
     start = start_memory(sizes, plan)
-    stage, trained = plan.stage or 0, 2 if plan.critic else 1
-    weights = 1 - plan.share if stage == 3 else 1                     # there, the optimiser's copies are the trained ones
-    saved = trained * sizes.parameters * (plan.width * weights + plan.share * (12 if stage >= 1 else 2 * plan.width)) + plan.renewed * one
+    trained = 2 if plan.critic else 1
+    weights = 1 - plan.share if plan.stage == 3 else 1                     # there, the optimiser's copies are the trained ones
+    saved = trained * sizes.parameters * (plan.width * weights + plan.share * _optimiser_bytes(plan)) + plan.renewed * one
     awake = one if plan.copies and not (plan.sleeps or plan.apart) else 0
     return {**lies, **works, 'rank': max(rank, start + awake), 'start': start, **_host_memory(sizes, plan), 'checkpoint': saved}
 

@@ -824,13 +824,13 @@ def plan_of(config):
     "What of a configuration the estimate depends on: `Plan`."
     c, method = config, get_method(config.method)
     critic, every = method.critic and (c.critic or method.critic['kind']), _teacher_every(c, method)
+    held = {'reference': bool(c.log_kl or _kl_weight(c, method)) and not _bare(c),
+            'teacher': every not in (None, 1) or 'teacher' in method.sees and c.teacher != 'self' and not (c.teacher == 'base' and _bare(c))}
     copied = (every not in (None, 1)) + (critic == 'frozen')
-    read = [bool(c.log_kl or _kl_weight(c, method)) and 'base', 'teacher' in method.sees and c.teacher != 'self' and c.teacher]   # models loaded for it
-    loaded = sum(bool(name) and not (name == 'base' and _bare(c)) for name in read)
     acting = min(c.act_rows, -(-c.questions_per_step // c.ranks) * c.group_size) * c.max_tokens
     apart = c.vllm.get('own_process', c.learner == 'deepspeed') and c.vllm.get('transfer') in (None, 'file')
-    return Plan(c.stage if c.learner == 'deepspeed' else None, c.ranks, 4 if c.dtype == 'float32' else 2, critic == 'own', loaded + copied, c.row_tokens,
-                c.gradient_checkpointing, 'offload_optimizer' in c.deepspeed.get('zero_optimization', {}), acting, _lora_share(c),
+    return Plan(c.stage if c.learner == 'deepspeed' else None, c.ranks, 4 if c.dtype == 'float32' else 2, critic == 'own', sum(held.values()) + (critic == 'frozen'),
+                sum(held[n] for n in c.offload), c.row_tokens, c.gradient_checkpointing, 'offload_optimizer' in c.deepspeed.get('zero_optimization', {}), acting, _lora_share(c),
                 copies=c.engine == 'vllm' and not c.vllm.get('devices'), sleeps=bool(c.vllm.get('sleep_level')), copied=copied, renewed=every not in (None, 0, 1),
                 by_file=c.engine == 'vllm' and apart and not c.lora)
 

@@ -146,6 +146,15 @@ def unsaid(text):
     return wrong
 
 
+@pytest.mark.parametrize('changes, frozen, aside', [({}, 1, 0), ({'lora': {'r': 4}}, 0, 0), ({'offload': ['reference', 'teacher']}, 1, 1), ({'log_kl': False}, 0, 0),
+                                                    ({'method': 'tips'}, 2, 0), ({'method': 'tips', 'offload': ['teacher']}, 2, 1), ({'method': 'tips', 'teacher': 'base', 'lora': {'r': 4}}, 0, 0),
+                                                    ({'method': 'ppo', 'critic': 'frozen'}, 2, 0)])
+def test_models_that_are_only_read_are_counted(changes, frozen, aside):
+    "A reference that the policy has under its low-rank additions is no second model; one in the host's memory only visits; a frozen critic's backbone is one more."
+    plan = plan_of(make_config({'method': 'grpo', 'model': 'data/tiny_base', **changes}))
+    assert (plan.frozen, plan.aside) == (frozen, aside)
+
+
 @pytest.mark.parametrize('name', FILES)
 def test_every_value_is_cited_or_ours_for_a_reason(name):
     "Those of a warm-up too, whose paper and host are named in the training's file."
