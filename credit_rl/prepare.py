@@ -40,7 +40,7 @@ class Warming(Config):
     per_tier: object = 8000      # questions of each tier that are played, at most: one number, or [of Tier 1, of Tier 2]
     repeats: int = 1             # rollouts of a question under each prompt
     clusters: object = 50        # of questions; or {data set: number}, each by itself; the paper takes 30 for GSM8K
-    embed: str = None            # sentence-transformers model that clusters them by meaning; None: TF-IDF
+    embed: str = None            # model of sentence-transformers whose vectors are clustered; the paper's is sentence-transformers/all-MiniLM-L6-v2; None: TF-IDF of the words
     other_share: float = 0.3     # share of questions whose programs search elsewhere
     other_corpus: str = None     # where: passages, an index or the url of a search server; None: the same search with holes
     other_misses: float = 0.5    # share of the queries that fall into a hole
@@ -101,7 +101,7 @@ def _embedder(name):
     "A function list of str → array of a sentence-transformers model; None without a name. Raises ImportError."
     if name is None: return None
     try: from sentence_transformers import SentenceTransformer
-    except ImportError as e: raise ImportError('embed needs sentence-transformers: pip install credit_rl[dense], or leave it out for TF-IDF') from e
+    except ImportError as e: raise ImportError(f'embed={name!r} needs sentence-transformers: pip install credit_rl[dense], or leave it out for TF-IDF') from e
     return SentenceTransformer(name).encode
 
 # %% ../nbs/57_prepare.ipynb #c011
@@ -199,7 +199,7 @@ def prepare(
         if c.ranks > 1: return _launch(c, say, 'credit_rl.prepare', (*_MAY_CHANGE, 'warm_steps'))
     return _prepare(c, say, Ranks())
 
-# %% ../nbs/57_prepare.ipynb #c016b
+# %% ../nbs/57_prepare.ipynb #c017
 def _prepare(c, say, ranks):
     "The warm-up, or this rank's part of it."
     if finished_warming(c):
@@ -232,7 +232,7 @@ def _prepare(c, say, ranks):
     say(('passed: ' if history[-1][1].passed else 'NOT passed: ') + str(history[-1][1]))
     return log.folder
 
-# %% ../nbs/57_prepare.ipynb #c020
+# %% ../nbs/57_prepare.ipynb #c021
 def gate_history(folder):
     "The examinations of a warm-up: a pandas DataFrame by step, a column for each check."
     return read_metrics(folder).set_index('step')[[*GATE, 'sign_kept', 'sign_lost']]
@@ -253,7 +253,7 @@ def gate_figure(folder):
     plt.close(fig)
     return fig
 
-# %% ../nbs/57_prepare.ipynb #c021
+# %% ../nbs/57_prepare.ipynb #c022
 def gate_table(folder):
     "What a warm-up's critic reached, what passes, and what is missing: a pandas DataFrame."
     import pandas as pd
@@ -263,7 +263,7 @@ def gate_table(folder):
             for name, (least, target) in GATE.items()}
     return pd.DataFrame.from_dict(rows, orient='index').astype(float).round(3)
 
-# %% ../nbs/57_prepare.ipynb #c022
+# %% ../nbs/57_prepare.ipynb #c023
 def is_warmup(folder):
     "Whether a run folder is that of a warm-up."
     import yaml
@@ -282,7 +282,7 @@ def warmup_table(folders):  # list of folders of finished warm-ups
              'KL': x['kl'], 'steps': x['step'], 'passed': int(x['passed'])} for x in told]
     return pd.DataFrame(rows).groupby('critic', sort=False).agg({n: 'sum' if n in ('seeds', 'passed') else 'mean' for n in rows[0] if n != 'critic'})
 
-# %% ../nbs/57_prepare.ipynb #c026
+# %% ../nbs/57_prepare.ipynb #c027
 def main(arguments=None):
     "`python -m credit_rl.prepare setting=value …`, values as in YAML; `--params FILE` reads a YAML file of settings first. Exit code 1 if the critic did not pass."
     import argparse, yaml
@@ -302,5 +302,5 @@ def main(arguments=None):
         read_warmed(folder)
     except (ValueError, OSError, yaml.YAMLError, LaunchError, EngineLost) as e: sys.exit(f'credit_rl.prepare: {e}')
 
-# %% ../nbs/57_prepare.ipynb #c027
+# %% ../nbs/57_prepare.ipynb #c028
 if __name__ == '__main__' and '__file__' in globals(): main()  # a notebook has no file

@@ -5,12 +5,14 @@ import importlib.util
 import json
 import math
 import os
+import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
+import numpy
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -38,7 +40,7 @@ from credit_rl.prepare import gate_table, make_warming, prepare
 from credit_rl.tiny import NOISY_CODER, act_coder, memory_of
 from credit_rl.train import check, make_config, set_stage, train, tiny_worlds
 from credit_rl.trajectory import example_group, Group, Question, Result, Stop, Trajectory, Turn, to_json, trajectory_from_json
-from credit_rl.warmup import GATE, GateReport, context_values, gold_shown, read_warmed
+from credit_rl.warmup import GATE, GateReport, context_values, gold_shown, read_collected, read_warmed
 from test_runs import papermill, shown
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -447,6 +449,71 @@ def test_random_rollouts_and_a_linear_head_for_the_matched_baseline(model, scrip
     assert warmed.head == 'linear' and all(torch.equal(a, b) for a, b in zip(load_model(warmed.folder)[0].parameters(), base.parameters()))     # a frozen backbone
     run = read_metrics(quiet({**TINY, **ppo, 'model': model, 'critic_from': str(warm), 'options': {'lam': .95}, 'run': str(tmp_path / 'run')}))
     assert run.value_start[1] != 0 and run.kl.dropna().iloc[0] >= 0
+
+
+def test_three_questions_in_ten_are_looked_up_in_another_corpus(spoken, rows, tmp_path, monkeypatch):
+    "`other_corpus` end to end: the programs of those questions find its passages, in both parts and under both prompts that call; those of the others the set's own."
+    path, corpus, code = rows('hotpotqa'), tmp_path / 'corpus.jsonl', 'print(search("river Ossel"))'
+    corpus.write_text(''.join(json.dumps({'title': f'Elsewhere {i}', 'text': 'The river Ossel.'}) + '\n' for i in range(4)))
+    gold = {row['question']: row['answer'] for row in json.loads(Path(path).read_text())}
+    def act(text, rng):
+        asked = next(q for q in gold if q in text)
+        if 'without tools' in text: return f'\\boxed{{{gold[asked] if int(asked[1]) % 2 else "?"}}}' + byte_tokenizer().eos_token                  # it knows every second one
+        if code not in text: return f'```python\n{code}\n```\n'
+        return '<context>as noted</context>' if 'as noted' not in text else '\\boxed{as noted}' + byte_tokenizer().eos_token
+    monkeypatch.setattr(training, 'HFEngine', lambda model, tokenizer, **limits: ScriptedEngine(act, tokenizer, max_length=12000))
+    settings = {k: v for k, v in REAL.items() if k not in ('steps', 'eval_every')} | {'turn_tokens': 400, 'context_tokens': 200, 'questions': 20, 'dev_questions': 10, 'test_questions': 6}
+    warm = prepare({**settings, 'data': 'hotpotqa', 'path': path, 'model': spoken, 'collected': 'cold', 'must_pass': False, 'clusters': 2, 'other_corpus': str(corpus), 'run': str(tmp_path / 'warm')}, say=lambda line: None)
+    for part in ('train', 'dev'):
+        data, where = read_collected(warm / f'rollouts-{part}.jsonl.gz'), {}
+        for g, prompt in zip(data.groups, data.prompts):
+            seen = [turn.observation_text for turn in g.trajectories[0].turns if turn.call]
+            assert len(seen) == (prompt != 'direct')
+            for text in seen: where.setdefault(g.question.id, set()).add('Elsewhere' in text)
+        assert len(where) == len(data.questions) >= 8 and all(len(x) == 1 for x in where.values()) and sum(x == {True} for x in where.values()) == round(.3 * len(where))
+
+
+@pytest.mark.parametrize('more, share', [({}, .5), ({'other_misses': .2}, .2)])
+def test_without_another_corpus_the_same_search_has_holes(model, more, share):
+    config = make_warming({**WARM, 'model': model, **more})
+    env = set_stage(config, say=lambda line: None).environments['dev']
+    there, elsewhere = env.tool.search.retriever, preparing._elsewhere(config, env).tool.search.retriever
+    names = [page.title for page in there.passages]
+    missed = [elsewhere.search([n], 1) != there.search([n], 1) for n in names]
+    assert len(names) > 200 and abs(sum(missed) / len(names) - share) < .1 and elsewhere.search(names, 1) == [there.search([n], 2)[0][1:] if miss else there.search([n], 1)[0] for n, miss in zip(names, missed)]
+
+
+MINILM = 'sentence-transformers/all-MiniLM-L6-v2'
+
+
+@pytest.mark.parametrize('embed', [MINILM, None])
+def test_questions_are_clustered_by_the_named_model(model, scripted, tmp_path, monkeypatch, embed):
+    "The vectors of the model that `embed` names, through the import of sentence-transformers, are what is clustered: a topic that is rare in them is drawn as often as the frequent one. Without a name its words are."
+    loaded, asked = [], []
+    rare = lambda text: sum(map(ord, text)) % 5 == 0                          # no word tells it
+    class Encoder:
+        def __init__(self, name): loaded.append(name)
+        def encode(self, texts):
+            asked.append(list(texts))
+            return numpy.array([[float(rare(t)), 1.] for t in texts])
+    stub = ModuleType('sentence_transformers')
+    stub.SentenceTransformer = Encoder
+    monkeypatch.setitem(sys.modules, 'sentence_transformers', stub)
+    warm = prepare({**WARM, 'model': model, 'collected': 'cold', 'must_pass': False, 'per_tier': 8, 'clusters': 2, 'embed': embed, 'run': str(tmp_path / 'warm')}, say=lambda line: None)
+    for part in ('train', 'dev'):
+        data, pool = read_collected(warm / f'rollouts-{part}.jsonl.gz'), scripted[part].questions
+        drawn = {t: sum(rare(q.text) for q, tier in zip(data.questions, data.tier.tolist()) if tier == t) for t in (1, 2)}
+        there = {t: sum(rare(q.text) for q in pool if q.meta['parametric'] == (t == 2)) for t in (1, 2)}
+        if embed: assert drawn == {t: min(4, there[t]) for t in (1, 2)}
+        else: assert drawn != {t: min(4, there[t]) for t in (1, 2)}
+    assert loaded == [MINILM] * 2 and [sorted(texts) for texts in asked] == [sorted(q.text for q in scripted[part].questions) for part in ('train', 'dev')] if embed else loaded == asked == []
+
+
+def test_a_model_that_cannot_be_loaded_is_told_before_anything_is_played(model, scripted, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, 'sentence_transformers', None)
+    monkeypatch.setattr(preparing, 'collect', lambda *a, **k: pytest.fail('played'))
+    with pytest.raises(ImportError, match=r"embed='sentence-transformers/all-MiniLM-L6-v2' needs sentence-transformers: pip install credit_rl\[dense\], or leave it out for TF-IDF"):
+        prepare({**WARM, 'model': model, 'embed': MINILM, 'run': str(tmp_path / 'warm')}, say=lambda line: None)
 
 
 def test_the_notebook_shows_a_warm_up_and_ends_with_an_error_where_it_failed(model, scripted, tmp_path):
