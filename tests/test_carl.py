@@ -563,12 +563,25 @@ def test_finished_runs_are_examined_once_and_reported(model, scripted, tmp_path,
     k = gold_shown(t)[0][0]
     t = dataclasses.replace(t, turns=[dataclasses.replace(x, action_text='<context> </context>') if i == k else x for i, x in enumerate(t.turns)])
     RunLog(tmp_path / 'runs' / 'carl-0', resume=True).turns(3, [{**row, 'step': 3, 'trajectory': to_json(t), 'advantages': [{k - 1: .3, k: -.4}.get(i, 0.) for i in range(len(t.turns))]}])
+    older = {name: json.loads((tmp_path / 'runs' / name / 'competence.json').read_text()) for name in ('carl-0', 'ppo-0', 'grpo-0')}
+    for name, found in older.items():
+        place = tmp_path / 'runs' / name / 'competence.json'
+        place.write_text(json.dumps({k: v for k, v in found.items() if k != 'base'}))                                    # as it was kept before the base was asked
+    assert not any(label.startswith('base') for label in competence.asking_table(tmp_path / 'runs').index) and competence.play_table(tmp_path / 'runs')['note precision, base'].isna().all()
+    asked, whole = [], []
+    for name, kept in (('examine_base', asked), ('examine_agent', whole)):
+        monkeypatch.setattr(competence, name, lambda *a, of=getattr(competence, name), kept=kept, **k: kept.append(a) or of(*a, **k))
+    competence.main([str(tmp_path / 'runs')])                                                                            # one base, asked once for the three
+    assert len(asked) == 1 and not whole and {name: found for name, found in ((f'{m}-{seed}', found) for m, seed, found in examined(tmp_path / 'runs'))} == older
+    place.write_text(json.dumps({k: v for k, v in older['grpo-0'].items() if k != 'base'} | {'tiers': {'1': 12, '2': 19}}))
+    assert examine_run(place.parent, lambda line: None)['tiers'] == {'1': 11, '2': 20} and len(whole) == 1               # of other tiers: examined anew
     monkeypatch.setattr(competence, 'open_agent', lambda *a: pytest.fail('examined twice'))
     competence.main([str(tmp_path / 'runs')])                                                                            # the warm-up is left out
     code, text, notebook = papermill(tmp_path / 'report.ipynb', settings={'folders': str(tmp_path / 'runs'), 'out': str(tmp_path / 'out')}, cwd=tmp_path, notebook='96_competence')
     assert code == 0, text[-3000:]
     tables = shown(notebook, 'text/html')
-    assert len(tables) >= 6 and any('carl − grpo' in page for page in tables) and {'asking.png', 'reliability.png'} <= set(os.listdir(tmp_path / 'out' / 'figures'))
+    for wanted in ('base, no tools', 'note precision, base', 'reaches 0.6 at step'): assert sum(wanted in page for page in tables) == 1
+    assert len(tables) >= 7 and any('carl − grpo' in page for page in tables) and {'asking.png', 'reliability.png'} <= set(os.listdir(tmp_path / 'out' / 'figures'))
     assert any('carl-0, step 3' in page and 'assimilate' in page and '0.40' in page for page in tables)                  # a good call and a bad note
     code, text, _ = papermill(tmp_path / 'warm.ipynb', settings={'folders': [str(warm)], 'out': str(tmp_path / 'out')}, cwd=tmp_path, notebook='96_competence')
     assert code == 0, text[-3000:]
@@ -593,6 +606,45 @@ def test_a_critic_in_the_pieces_of_deepspeed_is_examined(model, scripted, tmp_pa
         found = examine_run(tmp_path / 'pieces', lambda line: None, 'newest')
         assert found['critic'] and 0 <= found['critic']['brier'] <= 1 and len(found['critic']['chances']) == 31
     else: assert all(torch.equal(a, b) for a, b in zip(pieces.critic[0].parameters(), load_model(model)[0].parameters()))     # it never learned
+
+
+def kept_runs(folder, rows, of=lambda method, seed: {'name': f'bases/{seed}'}):
+    "Run folders with an examination each, (method, seed) -> EM of the run and of its base on what is not known."
+    play = lambda em: {t: {'EM': em if t == '1' else 1., 'tool rate': 1., 'calls': 1., 'tokens': 9., 'wrong, answered': 1 - em, 'wrong, no call': 0., 'n': 10} for t in '12'}
+    for (method, seed), (em, before) in rows.items():
+        log = RunLog(folder / f'{method}-{seed}')
+        log.write_params({'method': method, 'seed': seed, 'options': {}})
+        log.summary({})
+        base = {**of(method, seed), 'greedy': play(before), 'no tools': play(0.), 'notes': {'precision': before / 2, 'tokens': 8}} if before is not None else None
+        (log.folder / 'competence.json').write_text(json.dumps({'greedy': play(em), 'hops': None, 'notes': {'precision': em / 2, 'tokens': 4}, **({'base': base} if base else {})}))
+    return folder
+
+
+def test_the_base_stands_beside_what_was_made_of_it(tmp_path):
+    "Once for a seed, however many methods began from it; each method's own where they began from several; none where it was not asked."
+    shared = competence.asking_table(kept_runs(tmp_path / 'shared', {('carl', 1): (.6, .2), ('carl', 2): (.8, .4), ('grpo', 1): (.5, .2)}))
+    assert shared.index.tolist() == ['base, no tools', 'base', 'carl', 'grpo'] and shared.seeds.tolist() == [2, 2, 2, 1]
+    numpy.testing.assert_allclose(shared['EM, not known'], [0, .3, .7, .5])
+    numpy.testing.assert_allclose(shared['wrong, answered, not known'], [1, .7, .3, .5])
+    notes = competence.play_table(tmp_path / 'shared')
+    numpy.testing.assert_allclose(notes[['note precision, base', 'note precision', 'note tokens, base', 'note tokens']], [[.15, .35, 8, 4], [.1, .25, 8, 4]])
+    own = competence.asking_table(kept_runs(tmp_path / 'own', {('carl', 1): (.6, .2), ('grpo', 1): (.5, .4)}, lambda method, seed: {'name': method}))
+    numpy.testing.assert_allclose(own.loc[['base of carl', 'base of grpo'], 'EM, not known'], [.2, .4])
+    assert competence.asking_table(kept_runs(tmp_path / 'older', {('carl', 1): (.6, None)})).index.tolist() == ['carl']
+
+
+def test_the_step_at_which_a_critic_explains_enough_is_of_the_outcome_or_missing(tmp_path):
+    says = {'carl-1': [.1, .7, .5, .8], 'carl-2': [.1, .2], 'carl-3': None, 'grpo-1': ()}
+    for name, values in says.items():
+        log = RunLog(tmp_path / name)
+        log.write_params({'method': name[:-2], 'seed': int(name[-1])})
+        for step, value in enumerate([math.nan] * 2 if values is None else values or [math.nan], 1):
+            log.metrics(step, reward=.5, **({} if values == () else {'explained_variance': .9}), **({'explained_outcome': value} if values else {}))
+    RunLog(tmp_path / 'curated-1').write_params({'collected': 'curated'})
+    table = competence.crossover_table(tmp_path)
+    assert table.index.tolist() == ['carl-1', 'carl-2', 'carl-3'] and table.loc['carl-1'].tolist() == [.1, .8, .8, 2]
+    assert table.loc['carl-2'].tolist()[:3] == [.1, .2, .2] and table['reaches 0.6 at step'].isna().tolist() == [False, True, True] and table.loc['carl-3', ['first', 'highest', 'last']].isna().all()
+    assert competence.crossover_table(tmp_path, .75)['reaches 0.75 at step'].tolist()[0] == 4 and len(competence.crossover_table(tmp_path / 'grpo-1')) == 0
 
 
 def test_who_cannot_be_examined_is_told_why(model, tmp_path):
