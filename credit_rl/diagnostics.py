@@ -340,8 +340,7 @@ def critic_report(exam, model, head):
 
 # %% ../nbs/61_diagnostics.ipynb #c066
 def crossover(folder, bar=0.6):  # of a run
-    "The first step whose explained variance of the outcome reaches a bar (CARL appendix I.2): int, None if none does. Runs that were logged before there was one tell that of the critic's targets."
+    "The first step whose explained variance of the outcome reaches a bar (CARL appendix I.2): int, None if none does, or none was logged."
     table = read_metrics(folder)
-    name = next((n for n in ('explained_outcome', 'explained_variance') if n in table), None)
-    reached = table[table[name] >= bar] if name else ()
+    reached = table[table.explained_outcome >= bar] if 'explained_outcome' in table else ()
     return int(reached.step.iloc[0]) if len(reached) else None

@@ -17,12 +17,13 @@ from .estimate import describe, memory, read_sizes, step_seconds
 from .evaluate import from_settings, load_model, notebook_settings, open_search
 from .launch import LaunchError, Ranks, is_rank, join_ranks, keep_traceback, speak
 from .layout import pack
+from .losses import kl
 from .learner import DeepSpeedLearner, Learner, make_critic
 from .methods import get_method
 from .outcome import outcome_rewards
 from .protocol import PROTOCOLS
 from .runlog import RunLog, latest_checkpoint, read_metrics, save_checkpoint
-from .train import (_MAY_CHANGE, _compare_params, _is_large, _model_folder, _no_gpu, _numbers, _saving, _seeded, _Silent, _launch, _trackers, Config, check, examine, kl_from_base, make_engine, options_of, plan_of, real_questions,
+from .train import (_MAY_CHANGE, _compare_params, _is_large, _model_folder, _no_gpu, _numbers, _saving, _seeded, _Silent, _launch, _trackers, Config, check, examine, make_engine, options_of, plan_of, real_questions,
                              real_search, set_stage)
 from .vllm_engine import EngineLost
 from .warmup import GATE, Collecting, Examination, GateFailed, Missing, WarmUp, collect, critic_learner, make_pairs, read_collected, report_from, searching, warm_up, write_warmed
@@ -40,7 +41,7 @@ class Warming(Config):
     per_tier: object = 8000      # questions of each tier that are played, at most: one number, or [of Tier 1, of Tier 2]
     repeats: int = 1             # rollouts of a question under each prompt
     clusters: object = 50        # of questions; or {data set: number}, each by itself; the paper takes 30 for GSM8K
-    embed: str = None            # sentence-transformers model that clusters them by meaning; None: TF-IDF
+    embed: str = None            # model of sentence-transformers whose vectors are clustered; the paper's is sentence-transformers/all-MiniLM-L6-v2; None: TF-IDF of the words
     other_share: float = 0.3     # share of questions whose programs search elsewhere
     other_corpus: str = None     # where: passages, an index or the url of a search server; None: the same search with holes
     other_misses: float = 0.5    # share of the queries that fall into a hole
@@ -101,7 +102,7 @@ def _embedder(name):
     "A function list of str → array of a sentence-transformers model; None without a name. Raises ImportError."
     if name is None: return None
     try: from sentence_transformers import SentenceTransformer
-    except ImportError as e: raise ImportError('embed needs sentence-transformers: pip install credit_rl[dense], or leave it out for TF-IDF') from e
+    except ImportError as e: raise ImportError(f'embed={name!r} needs sentence-transformers: pip install credit_rl[dense], or leave it out for TF-IDF') from e
     return SentenceTransformer(name).encode
 
 # %% ../nbs/57_prepare.ipynb #c011
@@ -118,7 +119,13 @@ def _gather_rollouts(c, method, stage, engine, folder, say, ranks):
         out[part] = read_collected(path)
     return out
 
-# %% ../nbs/57_prepare.ipynb #c012
+# %% ../nbs/57_prepare.ipynb #c013
+def _drift(learner, layout):
+    "Mean k1 estimate of KL(base ‖ policy) per token, nats, over rollouts of the base."
+    seen, trained = learner.evaluate(layout, ('logp', 'ref_logp')), layout.trained
+    return kl(seen.ref_logp, seen.logp, 'k1', trained)[trained].mean().item()
+
+# %% ../nbs/57_prepare.ipynb #c014
 def _summary(c, history, exam, learner):
     "What a warm-up came to: dict of JSON values."
     (step, report), (_, first) = history[-1], history[0]
@@ -130,9 +137,9 @@ def _summary(c, history, exam, learner):
     return {'kind': 'warm-up', 'collected': c.collected, 'method': c.method, 'seed': c.seed, 'step': step, 'passed': report.passed and step >= c.warm_least, 'must_pass': c.must_pass,
             'failed': report.failed, 'report': asdict(report), 'before': asdict(first), 'head': _critic_of(c)['head'],
             'value_tier': {str(t): starts[exam.data.tier == t].mean().item() for t in (1, 2)}, 'ece': expected_calibration_error(chances, outcomes), 'brier': brier(chances, outcomes),
-            'kl': kl_from_base(learner, pack(chosen[:64]))['kl'], 'questions': {str(t): int((exam.data.tier == t).sum()) for t in (1, 2)}}
+            'drift': _drift(learner, pack(chosen[:64])), 'questions': {str(t): int((exam.data.tier == t).sum()) for t in (1, 2)}}
 
-# %% ../nbs/57_prepare.ipynb #c013
+# %% ../nbs/57_prepare.ipynb #c015
 def finished_warming(config):
     "The summary of a warm-up that `config` resumes and that is over (it passed, or took all its steps), None if there is more to do."
     path = Path(config.run)/'summary.json'
@@ -140,7 +147,7 @@ def finished_warming(config):
     summary = json.loads(path.read_text())
     return summary if summary['passed'] or summary['step'] >= (0 if config.collected == 'cold' else config.warm_steps) else None
 
-# %% ../nbs/57_prepare.ipynb #c014
+# %% ../nbs/57_prepare.ipynb #c016
 def _keep_exam(log, learner, keep, ranks, kept):
     "Log an examination and keep the state after it: the learner's by all ranks, the rest by the first."
     (step, report), loss = kept['history'][-1], kept['loss']
@@ -154,7 +161,7 @@ def _keep_exam(log, learner, keep, ranks, kept):
     if ranks.first: save_checkpoint(log.folder, step, write, keep)
     else: write(None)
 
-# %% ../nbs/57_prepare.ipynb #c015
+# %% ../nbs/57_prepare.ipynb #c017
 def _plan(c):
     "What of a warm-up the estimate depends on: a head on the policy, a frozen copy to tell its drift, and an engine that is gone before they learn."
     return replace(plan_of(c), critic=False, frozen=1, copied=1, renewed=False, by_file=False, share=float(c.backbone_rate > 0), apart=True)
@@ -180,7 +187,7 @@ def _teaching(c, how, model):
     kind, more = (Learner, {}) if c.learner == 'plain' else (DeepSpeedLearner, dict(stage=c.stage, dtype=c.dtype, settings=c.deepspeed))
     return critic_learner(model, head, how, kind, load_model(_model_folder(c), c.dtype)[0], temperature=c.temperature, offload=tuple(c.offload), **more)
 
-# %% ../nbs/57_prepare.ipynb #c016
+# %% ../nbs/57_prepare.ipynb #c018
 def prepare(
     config,    # Warming, or a dict of its settings
     say=None,  # function called with lines of text; None: print
@@ -199,7 +206,7 @@ def prepare(
         if c.ranks > 1: return _launch(c, say, 'credit_rl.prepare', (*_MAY_CHANGE, 'warm_steps'))
     return _prepare(c, say, Ranks())
 
-# %% ../nbs/57_prepare.ipynb #c016b
+# %% ../nbs/57_prepare.ipynb #c019
 def _prepare(c, say, ranks):
     "The warm-up, or this rank's part of it."
     if finished_warming(c):
@@ -232,7 +239,7 @@ def _prepare(c, say, ranks):
     say(('passed: ' if history[-1][1].passed else 'NOT passed: ') + str(history[-1][1]))
     return log.folder
 
-# %% ../nbs/57_prepare.ipynb #c020
+# %% ../nbs/57_prepare.ipynb #c023
 def gate_history(folder):
     "The examinations of a warm-up: a pandas DataFrame by step, a column for each check."
     return read_metrics(folder).set_index('step')[[*GATE, 'sign_kept', 'sign_lost']]
@@ -253,7 +260,7 @@ def gate_figure(folder):
     plt.close(fig)
     return fig
 
-# %% ../nbs/57_prepare.ipynb #c021
+# %% ../nbs/57_prepare.ipynb #c024
 def gate_table(folder):
     "What a warm-up's critic reached, what passes, and what is missing: a pandas DataFrame."
     import pandas as pd
@@ -263,7 +270,7 @@ def gate_table(folder):
             for name, (least, target) in GATE.items()}
     return pd.DataFrame.from_dict(rows, orient='index').astype(float).round(3)
 
-# %% ../nbs/57_prepare.ipynb #c022
+# %% ../nbs/57_prepare.ipynb #c025
 def is_warmup(folder):
     "Whether a run folder is that of a warm-up."
     import yaml
@@ -274,15 +281,15 @@ def _kind(summary):
     return summary['collected'] + ('' if summary['method'] == 'carl' else f", {summary['method']}'s critic")
 
 def warmup_table(folders):  # list of folders of finished warm-ups
-    "What warm-ups came to (the paper's ablation: cold, random, curated), means over seeds: a pandas DataFrame, a row for each kind. Raises ValueError on an empty list."
+    "What warm-ups came to (the paper's ablation: cold, random, curated), means over seeds: a pandas DataFrame, a row for each kind; NaN for how far the policy moved where that was not kept. Raises ValueError on an empty list."
     import pandas as pd
     told = [json.loads((Path(f)/'summary.json').read_text()) for f in folders]
     if not told: raise ValueError('got no finished warm-up to tell of')
     rows = [{'critic': _kind(x), 'seeds': 1, **{n: x['report'][n] for n in GATE}, 'ECE': x['ece'], 'Brier': x['brier'], 'V, known': x['value_tier']['2'], 'V, not known': x['value_tier']['1'],
-             'KL': x['kl'], 'steps': x['step'], 'passed': int(x['passed'])} for x in told]
+             'KL(base ‖ warmed), k1': x.get('drift', math.nan), 'steps': x['step'], 'passed': int(x['passed'])} for x in told]
     return pd.DataFrame(rows).groupby('critic', sort=False).agg({n: 'sum' if n in ('seeds', 'passed') else 'mean' for n in rows[0] if n != 'critic'})
 
-# %% ../nbs/57_prepare.ipynb #c026
+# %% ../nbs/57_prepare.ipynb #c029
 def main(arguments=None):
     "`python -m credit_rl.prepare setting=value …`, values as in YAML; `--params FILE` reads a YAML file of settings first. Exit code 1 if the critic did not pass."
     import argparse, yaml
@@ -302,5 +309,5 @@ def main(arguments=None):
         read_warmed(folder)
     except (ValueError, OSError, yaml.YAMLError, LaunchError, EngineLost) as e: sys.exit(f'credit_rl.prepare: {e}')
 
-# %% ../nbs/57_prepare.ipynb #c027
+# %% ../nbs/57_prepare.ipynb #c030
 if __name__ == '__main__' and '__file__' in globals(): main()  # a notebook has no file

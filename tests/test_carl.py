@@ -5,12 +5,14 @@ import importlib.util
 import json
 import math
 import os
+import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
+import numpy
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -27,18 +29,18 @@ from credit_rl.competence import examine_run, examined
 from credit_rl.critics import at_states, first_tokens, segment_starts
 from credit_rl.engine import ScriptedEngine
 from credit_rl.evaluate import load_model
-from credit_rl.layout import pack
+from credit_rl.layout import pack, token_logps
 from credit_rl.diagnostics import competence_table, hop_table
 from credit_rl.launch import Ranks
 from credit_rl.learner import Learner
 from credit_rl.metrics import benchmark_metric
 from credit_rl.outcome import outcome_rewards
 from credit_rl.rollout import rollout
-from credit_rl.prepare import gate_table, make_warming, prepare
+from credit_rl.prepare import gate_table, make_warming, prepare, warmup_table
 from credit_rl.tiny import NOISY_CODER, act_coder, memory_of
 from credit_rl.train import check, make_config, set_stage, train, tiny_worlds
 from credit_rl.trajectory import example_group, Group, Question, Result, Stop, Trajectory, Turn, to_json, trajectory_from_json
-from credit_rl.warmup import GATE, GateReport, context_values, gold_shown, read_warmed
+from credit_rl.warmup import GATE, GateReport, context_values, gold_shown, read_collected, read_warmed
 from test_runs import papermill, shown
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -360,13 +362,17 @@ def test_a_warm_up_that_passes_teaches(model, scripted, tmp_path, easy_gate):
     lines = []
     warm = prepare({**WARM, 'model': model, 'run': str(tmp_path / 'warm')}, say=lines.append)
     summary, table = json.loads((warm / 'summary.json').read_text()), gate_table(warm)
-    assert summary['passed'] and 20 <= summary['step'] <= 40 and summary['kl'] > 0 and (table['short by'] == 0).all() and (table.before['auc'], table.before['explained_variance']) == (.5, 0)
+    assert summary['passed'] and 20 <= summary['step'] <= 40 and (table['short by'] == 0).all() and (table.before['auc'], table.before['explained_variance']) == (.5, 0)
     assert any('Tier 2' in line and line.startswith('train') for line in lines) and {'rollouts-train.jsonl.gz', 'rollouts-dev.jsonl.gz', 'critic', 'metrics.jsonl'} <= set(os.listdir(warm))
     warmed, base = read_warmed(warm), load_model(model)[0]
     moved = load_model(warmed.folder)[0]
     assert isinstance(warmed.report, GateReport) and warmed.report.passed
     assert torch.equal(moved.get_output_embeddings().weight, base.get_output_embeddings().weight)                    # the output layer never moves
     assert any(not torch.equal(a, b) for a, b in zip(moved.parameters(), base.parameters()))
+    data = read_collected(warm / 'rollouts-dev.jsonl.gz')
+    layout = pack([g for g, prompt in zip(data.groups, data.prompts) if prompt == 'optional'][:64])
+    with torch.no_grad(): before, after = (token_logps(m, layout.ids, layout.trained)[layout.trained] for m in (base, moved))
+    assert abs(summary['drift']) > 1e-3 and math.isclose(summary['drift'], (before - after).mean().item(), abs_tol=1e-4)        # of the base's rollouts: how much less likely they became
     config = make_config({**TINY, 'model': model, 'critic_from': str(warm), 'run': str(tmp_path / 'run')})
     stage = set_stage(config, say=lambda line: None)
     learner = training.make_learner(config, training.get_method('carl'), stage.model)
@@ -396,7 +402,15 @@ def test_a_warm_up_that_fails_ends_with_a_report_and_may_not_teach(model, script
     check(make_config({**TINY, 'model': model, 'critic_from': str(allowed)}))
     cold = prepare({**settings, 'collected': 'cold', 'run': str(tmp_path / 'cold')}, say=lines.append)
     summary = json.loads((cold / 'summary.json').read_text())
-    assert (summary['step'], summary['kl'], summary['report']['auc']) == (0, 0., .5)
+    assert (summary['step'], summary['drift'], summary['report']['auc']) == (0, 0., .5)
+
+
+def test_how_far_the_policy_moved_is_missing_where_an_older_warm_up_kept_something_else(tmp_path):
+    "An older summary's `kl`, of the other direction, explodes on the base's own rollouts: it is no measure, and not shown as one."
+    numbers = dict(collected='curated', method='carl', report={n: .9 for n in GATE}, ece=.1, brier=.1, value_tier={'1': .2, '2': .8}, step=50, passed=True)
+    for name, more in (('old-1', {'kl': 8244.}), ('new-1', {'drift': .25, 'method': 'ppo'})): RunLog(tmp_path / name).summary({**numbers, **more})
+    told = warmup_table([tmp_path / 'old-1', tmp_path / 'new-1'])['KL(base ‖ warmed), k1']
+    assert math.isnan(told['curated']) and told["curated, ppo's critic"] == .25 and not (warmup_table([tmp_path / 'old-1']).select_dtypes('number') > 100).any().any()
 
 
 class Killed(BaseException):
@@ -449,6 +463,71 @@ def test_random_rollouts_and_a_linear_head_for_the_matched_baseline(model, scrip
     assert run.value_start[1] != 0 and run.kl.dropna().iloc[0] >= 0
 
 
+def test_three_questions_in_ten_are_looked_up_in_another_corpus(spoken, rows, tmp_path, monkeypatch):
+    "`other_corpus` end to end: the programs of those questions find its passages, in both parts and under both prompts that call; those of the others the set's own."
+    path, corpus, code = rows('hotpotqa'), tmp_path / 'corpus.jsonl', 'print(search("river Ossel"))'
+    corpus.write_text(''.join(json.dumps({'title': f'Elsewhere {i}', 'text': 'The river Ossel.'}) + '\n' for i in range(4)))
+    gold = {row['question']: row['answer'] for row in json.loads(Path(path).read_text())}
+    def act(text, rng):
+        asked = next(q for q in gold if q in text)
+        if 'without tools' in text: return f'\\boxed{{{gold[asked] if int(asked[1]) % 2 else "?"}}}' + byte_tokenizer().eos_token                  # it knows every second one
+        if code not in text: return f'```python\n{code}\n```\n'
+        return '<context>as noted</context>' if 'as noted' not in text else '\\boxed{as noted}' + byte_tokenizer().eos_token
+    monkeypatch.setattr(training, 'HFEngine', lambda model, tokenizer, **limits: ScriptedEngine(act, tokenizer, max_length=12000))
+    settings = {k: v for k, v in REAL.items() if k not in ('steps', 'eval_every')} | {'turn_tokens': 400, 'context_tokens': 200, 'questions': 20, 'dev_questions': 10, 'test_questions': 6}
+    warm = prepare({**settings, 'data': 'hotpotqa', 'path': path, 'model': spoken, 'collected': 'cold', 'must_pass': False, 'clusters': 2, 'other_corpus': str(corpus), 'run': str(tmp_path / 'warm')}, say=lambda line: None)
+    for part in ('train', 'dev'):
+        data, where = read_collected(warm / f'rollouts-{part}.jsonl.gz'), {}
+        for g, prompt in zip(data.groups, data.prompts):
+            seen = [turn.observation_text for turn in g.trajectories[0].turns if turn.call]
+            assert len(seen) == (prompt != 'direct')
+            for text in seen: where.setdefault(g.question.id, set()).add('Elsewhere' in text)
+        assert len(where) == len(data.questions) >= 8 and all(len(x) == 1 for x in where.values()) and sum(x == {True} for x in where.values()) == round(.3 * len(where))
+
+
+@pytest.mark.parametrize('more, share', [({}, .5), ({'other_misses': .2}, .2)])
+def test_without_another_corpus_the_same_search_has_holes(model, more, share):
+    config = make_warming({**WARM, 'model': model, **more})
+    env = set_stage(config, say=lambda line: None).environments['dev']
+    there, elsewhere = env.tool.search.retriever, preparing._elsewhere(config, env).tool.search.retriever
+    names = [page.title for page in there.passages]
+    missed = [elsewhere.search([n], 1) != there.search([n], 1) for n in names]
+    assert len(names) > 200 and abs(sum(missed) / len(names) - share) < .1 and elsewhere.search(names, 1) == [there.search([n], 2)[0][1:] if miss else there.search([n], 1)[0] for n, miss in zip(names, missed)]
+
+
+MINILM = 'sentence-transformers/all-MiniLM-L6-v2'
+
+
+@pytest.mark.parametrize('embed', [MINILM, None])
+def test_questions_are_clustered_by_the_named_model(model, scripted, tmp_path, monkeypatch, embed):
+    "The vectors of the model that `embed` names, through the import of sentence-transformers, are what is clustered: a topic that is rare in them is drawn as often as the frequent one. Without a name its words are."
+    loaded, asked = [], []
+    rare = lambda text: sum(map(ord, text)) % 5 == 0                          # no word tells it
+    class Encoder:
+        def __init__(self, name): loaded.append(name)
+        def encode(self, texts):
+            asked.append(list(texts))
+            return numpy.array([[float(rare(t)), 1.] for t in texts])
+    stub = ModuleType('sentence_transformers')
+    stub.SentenceTransformer = Encoder
+    monkeypatch.setitem(sys.modules, 'sentence_transformers', stub)
+    warm = prepare({**WARM, 'model': model, 'collected': 'cold', 'must_pass': False, 'per_tier': 8, 'clusters': 2, 'embed': embed, 'run': str(tmp_path / 'warm')}, say=lambda line: None)
+    for part in ('train', 'dev'):
+        data, pool = read_collected(warm / f'rollouts-{part}.jsonl.gz'), scripted[part].questions
+        drawn = {t: sum(rare(q.text) for q, tier in zip(data.questions, data.tier.tolist()) if tier == t) for t in (1, 2)}
+        there = {t: sum(rare(q.text) for q in pool if q.meta['parametric'] == (t == 2)) for t in (1, 2)}
+        if embed: assert drawn == {t: min(4, there[t]) for t in (1, 2)}
+        else: assert drawn != {t: min(4, there[t]) for t in (1, 2)}
+    assert loaded == [MINILM] * 2 and [sorted(texts) for texts in asked] == [sorted(q.text for q in scripted[part].questions) for part in ('train', 'dev')] if embed else loaded == asked == []
+
+
+def test_a_model_that_cannot_be_loaded_is_told_before_anything_is_played(model, scripted, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, 'sentence_transformers', None)
+    monkeypatch.setattr(preparing, 'collect', lambda *a, **k: pytest.fail('played'))
+    with pytest.raises(ImportError, match=r"embed='sentence-transformers/all-MiniLM-L6-v2' needs sentence-transformers: pip install credit_rl\[dense\], or leave it out for TF-IDF"):
+        prepare({**WARM, 'model': model, 'embed': MINILM, 'run': str(tmp_path / 'warm')}, say=lambda line: None)
+
+
 def test_the_notebook_shows_a_warm_up_and_ends_with_an_error_where_it_failed(model, scripted, tmp_path):
     "`92_warmup` by papermill on warm-ups that are over: figure, table and report; then the reason why one may not teach. And one that cannot begin."
     settings = {**WARM, 'model': model, 'warm_steps': 2, 'warm_least': 1, 'warm_every': 1}
@@ -484,12 +563,25 @@ def test_finished_runs_are_examined_once_and_reported(model, scripted, tmp_path,
     k = gold_shown(t)[0][0]
     t = dataclasses.replace(t, turns=[dataclasses.replace(x, action_text='<context> </context>') if i == k else x for i, x in enumerate(t.turns)])
     RunLog(tmp_path / 'runs' / 'carl-0', resume=True).turns(3, [{**row, 'step': 3, 'trajectory': to_json(t), 'advantages': [{k - 1: .3, k: -.4}.get(i, 0.) for i in range(len(t.turns))]}])
+    older = {name: json.loads((tmp_path / 'runs' / name / 'competence.json').read_text()) for name in ('carl-0', 'ppo-0', 'grpo-0')}
+    for name, found in older.items():
+        place = tmp_path / 'runs' / name / 'competence.json'
+        place.write_text(json.dumps({k: v for k, v in found.items() if k != 'base'}))                                    # as it was kept before the base was asked
+    assert not any(label.startswith('base') for label in competence.asking_table(tmp_path / 'runs').index) and competence.play_table(tmp_path / 'runs')['note precision, base'].isna().all()
+    asked, whole = [], []
+    for name, kept in (('examine_base', asked), ('examine_agent', whole)):
+        monkeypatch.setattr(competence, name, lambda *a, of=getattr(competence, name), kept=kept, **k: kept.append(a) or of(*a, **k))
+    competence.main([str(tmp_path / 'runs')])                                                                            # one base, asked once for the three
+    assert len(asked) == 1 and not whole and {name: found for name, found in ((f'{m}-{seed}', found) for m, seed, found in examined(tmp_path / 'runs'))} == older
+    place.write_text(json.dumps({k: v for k, v in older['grpo-0'].items() if k != 'base'} | {'tiers': {'1': 12, '2': 19}}))
+    assert examine_run(place.parent, lambda line: None)['tiers'] == {'1': 11, '2': 20} and len(whole) == 1               # of other tiers: examined anew
     monkeypatch.setattr(competence, 'open_agent', lambda *a: pytest.fail('examined twice'))
     competence.main([str(tmp_path / 'runs')])                                                                            # the warm-up is left out
     code, text, notebook = papermill(tmp_path / 'report.ipynb', settings={'folders': str(tmp_path / 'runs'), 'out': str(tmp_path / 'out')}, cwd=tmp_path, notebook='96_competence')
     assert code == 0, text[-3000:]
     tables = shown(notebook, 'text/html')
-    assert len(tables) >= 6 and any('carl − grpo' in page for page in tables) and {'asking.png', 'reliability.png'} <= set(os.listdir(tmp_path / 'out' / 'figures'))
+    for wanted in ('base, no tools', 'note precision, base', 'reaches 0.6 at step'): assert sum(wanted in page for page in tables) == 1
+    assert len(tables) >= 7 and any('carl − grpo' in page for page in tables) and {'asking.png', 'reliability.png'} <= set(os.listdir(tmp_path / 'out' / 'figures'))
     assert any('carl-0, step 3' in page and 'assimilate' in page and '0.40' in page for page in tables)                  # a good call and a bad note
     code, text, _ = papermill(tmp_path / 'warm.ipynb', settings={'folders': [str(warm)], 'out': str(tmp_path / 'out')}, cwd=tmp_path, notebook='96_competence')
     assert code == 0, text[-3000:]
@@ -514,6 +606,45 @@ def test_a_critic_in_the_pieces_of_deepspeed_is_examined(model, scripted, tmp_pa
         found = examine_run(tmp_path / 'pieces', lambda line: None, 'newest')
         assert found['critic'] and 0 <= found['critic']['brier'] <= 1 and len(found['critic']['chances']) == 31
     else: assert all(torch.equal(a, b) for a, b in zip(pieces.critic[0].parameters(), load_model(model)[0].parameters()))     # it never learned
+
+
+def kept_runs(folder, rows, of=lambda method, seed: {'name': f'bases/{seed}'}):
+    "Run folders with an examination each, (method, seed) -> EM of the run and of its base on what is not known."
+    play = lambda em: {t: {'EM': em if t == '1' else 1., 'tool rate': 1., 'calls': 1., 'tokens': 9., 'wrong, answered': 1 - em, 'wrong, no call': 0., 'n': 10} for t in '12'}
+    for (method, seed), (em, before) in rows.items():
+        log = RunLog(folder / f'{method}-{seed}')
+        log.write_params({'method': method, 'seed': seed, 'options': {}})
+        log.summary({})
+        base = {**of(method, seed), 'greedy': play(before), 'no tools': play(0.), 'notes': {'precision': before / 2, 'tokens': 8}} if before is not None else None
+        (log.folder / 'competence.json').write_text(json.dumps({'greedy': play(em), 'hops': None, 'notes': {'precision': em / 2, 'tokens': 4}, **({'base': base} if base else {})}))
+    return folder
+
+
+def test_the_base_stands_beside_what_was_made_of_it(tmp_path):
+    "Once for a seed, however many methods began from it; each method's own where they began from several; none where it was not asked."
+    shared = competence.asking_table(kept_runs(tmp_path / 'shared', {('carl', 1): (.6, .2), ('carl', 2): (.8, .4), ('grpo', 1): (.5, .2)}))
+    assert shared.index.tolist() == ['base, no tools', 'base', 'carl', 'grpo'] and shared.seeds.tolist() == [2, 2, 2, 1]
+    numpy.testing.assert_allclose(shared['EM, not known'], [0, .3, .7, .5])
+    numpy.testing.assert_allclose(shared['wrong, answered, not known'], [1, .7, .3, .5])
+    notes = competence.play_table(tmp_path / 'shared')
+    numpy.testing.assert_allclose(notes[['note precision, base', 'note precision', 'note tokens, base', 'note tokens']], [[.15, .35, 8, 4], [.1, .25, 8, 4]])
+    own = competence.asking_table(kept_runs(tmp_path / 'own', {('carl', 1): (.6, .2), ('grpo', 1): (.5, .4)}, lambda method, seed: {'name': method}))
+    numpy.testing.assert_allclose(own.loc[['base of carl', 'base of grpo'], 'EM, not known'], [.2, .4])
+    assert competence.asking_table(kept_runs(tmp_path / 'older', {('carl', 1): (.6, None)})).index.tolist() == ['carl']
+
+
+def test_the_step_at_which_a_critic_explains_enough_is_of_the_outcome_or_missing(tmp_path):
+    says = {'carl-1': [.1, .7, .5, .8], 'carl-2': [.1, .2], 'carl-3': None, 'grpo-1': ()}
+    for name, values in says.items():
+        log = RunLog(tmp_path / name)
+        log.write_params({'method': name[:-2], 'seed': int(name[-1])})
+        for step, value in enumerate([math.nan] * 2 if values is None else values or [math.nan], 1):
+            log.metrics(step, reward=.5, **({} if values == () else {'explained_variance': .9}), **({'explained_outcome': value} if values else {}))
+    RunLog(tmp_path / 'curated-1').write_params({'collected': 'curated'})
+    table = competence.crossover_table(tmp_path)
+    assert table.index.tolist() == ['carl-1', 'carl-2', 'carl-3'] and table.loc['carl-1'].tolist() == [.1, .8, .8, 2]
+    assert table.loc['carl-2'].tolist()[:3] == [.1, .2, .2] and table['reaches 0.6 at step'].isna().tolist() == [False, True, True] and table.loc['carl-3', ['first', 'highest', 'last']].isna().all()
+    assert competence.crossover_table(tmp_path, .75)['reaches 0.75 at step'].tolist()[0] == 4 and len(competence.crossover_table(tmp_path / 'grpo-1')) == 0
 
 
 def test_who_cannot_be_examined_is_told_why(model, tmp_path):

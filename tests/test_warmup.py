@@ -7,12 +7,13 @@ import torch
 from hypothesis import given, settings, strategies as st
 from sklearn.metrics import accuracy_score, explained_variance_score, roc_auc_score
 
+from credit_rl.datasets import Passage
 from credit_rl.engine import Sampling, ScriptedEngine
 from credit_rl.protocol import PROTOCOLS, Chat
 from credit_rl.tiny import NOISY_CODER, act_coder, memory_of, tiny_environment, tiny_tokenizer
 from credit_rl.trajectory import Question, Stop, Trajectory, Turn
 from credit_rl import warmup
-from credit_rl.warmup import GATE, Collecting, GateFailed, GateReport, Pairs, WarmUp, choose_questions, cluster_questions, collect, draw_evenly, gate, gold_shown, warm_up
+from credit_rl.warmup import GATE, Collecting, GateFailed, GateReport, Missing, Pairs, WarmUp, choose_questions, cluster_questions, collect, draw_evenly, gate, gold_shown, searching, warm_up
 from credit_rl.world import make_world
 
 
@@ -140,3 +141,65 @@ def test_sources_have_clusters_of_their_own():
     assert counts['awho'] == counts['awha'] == 6 and counts['bwho'] + counts['bwha'] == 6
     with pytest.raises(ValueError, match='clusters has a number for a, but there are questions of b'): of({'a': 2}, 5)
     with pytest.raises(ValueError, match='clusters are at least 1'): Collecting(clusters={'a': 0})
+
+
+# ---- who searches elsewhere ----
+
+ELSEWHERE = 'mayor mayor'                                                      # words that the tiny tokenizer knows, as no page has them
+
+
+class Ranked:
+    "A retriever that finds `2k` numbered passages for whatever is asked, under a name of its own."
+    def __init__(self, name): self.name = name
+    def search(self, queries, k): return [[Passage(str(i), f'{self.name} {i}', self.name) for i in range(k)] for _ in queries]
+
+
+@pytest.fixture(scope='module')
+def looked_up():
+    "A world whose questions all need a search when one is forced, an environment, one that searches elsewhere, and a coder."
+    world = make_world('dev', seed=3, size=200, questions=20, hops=(1, 2), famous=20)
+    env = tiny_environment(world, Chat(PROTOCOLS['carl-tiny'], tiny_tokenizer(numbers=True)))
+    return list(world.questions), env, searching(env, Ranked(ELSEWHERE)), ScriptedEngine(lambda text, rng: act_coder(text, rng, NOISY_CODER, memory_of(world)), env.chat.tokenizer)
+
+
+def places(data, prompt):
+    "What was searched in by the rollouts of each question under a prompt: dict id -> set of 'there' and 'elsewhere', without questions that called nothing."
+    out = {}
+    for g, p in zip(data.groups, data.prompts):
+        seen = {'elsewhere' if ELSEWHERE in turn.observation_text else 'there' for turn in g.trajectories[0].turns if turn.call is not None}
+        if p == prompt and seen: out[g.question.id] = out.get(g.question.id, set()) | seen
+    return out
+
+
+@pytest.mark.parametrize('how, share', [({}, .3), (dict(other=.5), .5), (dict(other=1.), 1.), (dict(other=0.), 0.), (dict(kind='random'), 0.)], ids=['as in the paper', 'half', 'all', 'none', 'random'])
+def test_so_many_questions_are_searched_elsewhere(looked_up, how, share):
+    "Three in ten unless told otherwise, wholly so, the same ones under every prompt and whenever they are played; a random collection has the one search."
+    questions, env, other, engine = looked_up
+    data = collect(engine, env, questions, Sampling(), Collecting(per_tier=15, clusters=3, repeats=2, **how), other)
+    forced, optional = places(data, 'forced'), places(data, 'optional')
+    assert len(forced) == len(data.questions) == 30 and all(len(where) == 1 for where in forced.values())
+    away = {q for q, where in forced.items() if where == {'elsewhere'}}
+    assert len(away) == round(share * 30)
+    assert len(optional) > 15 and all(where == forced[q] for q, where in optional.items()) and not places(data, 'direct')
+    tiers = {q.id: int(t) for q, t in zip(data.questions, data.tier)}
+    if 0 < share < 1: assert {tiers[q] for q in away} == {1, 2}
+
+
+def test_without_another_search_there_is_one(looked_up):
+    questions, env, _, engine = looked_up
+    assert set().union(*places(collect(engine, env, questions, Sampling(), Collecting(per_tier=15, clusters=3)), 'forced').values()) == {'there'}
+
+
+@pytest.mark.parametrize('share', [.1, .3, .5, .9])
+def test_a_share_of_the_queries_falls_into_a_hole(share):
+    "Those get what ranks behind the best, always the same ones, whoever asks and in whatever order; the others get the best. Larger holes hold the smaller ones."
+    queries = [f'who directed film {i}' for i in range(3000)]
+    found = Missing(Ranked('p'), share).search(queries, 3)
+    ranks = [tuple(int(p.title.split()[1]) for p in passages) for passages in found]
+    assert set(ranks) == {(0, 1, 2), (3, 4, 5)}
+    holes = {q for q, r in zip(queries, ranks) if r[0] == 3}
+    assert abs(len(holes) / 3000 - share) < .03                                # three deviations of a half are .027
+    again = Missing(Ranked('p'), share)
+    assert holes == {q for q in reversed(queries) if again.search([q], 3)[0][0].title == 'p 3'}
+    larger = Missing(Ranked('p'), share + .1).search(queries, 3)
+    assert holes < {q for q, passages in zip(queries, larger) if passages[0].title == 'p 3'}
