@@ -86,7 +86,7 @@ def test_additions_switched_off_are_a_second_model(tmp_path, monkeypatch, teache
     monkeypatch.setattr(training, 'load_model', lambda *a: loaded.append(a) or load(*a))
     off = quiet(tmp_path / 'off', settings)
     assert len(loaded) == 1                                           # the policy
-    monkeypatch.setattr(training, '_base', lambda c: training.load_model(c.model, c.dtype)[0])
+    monkeypatch.setattr(training, '_base', lambda c, device: training.load_model(c.model, c.dtype, device)[0])
     second = quiet(tmp_path / 'second', settings)
     assert len(loaded) == (3 if teacher == 'self' else 4)             # the policy, its reference, its teacher
     assert same_metrics(off, second, 1e-6) == [] and read_metrics(off).kl.max() > 1e-4
@@ -96,7 +96,7 @@ def test_additions_switched_off_are_a_second_model(tmp_path, monkeypatch, teache
 def test_what_changes_the_weights_beside_it_needs_a_second_model(tmp_path):
     "PiSSA puts a part of the weights into the additions, so that the rest is not the base."
     pieces = [make_config({**SHORT, 'lora': {'r': 4, **more}}) for more in ({}, {'init_lora_weights': 'pissa'})]
-    whole, taken = map(training._base, pieces)
+    whole, taken = (training._base(c, None) for c in pieces)
     assert whole == 'base' and isinstance(taken, torch.nn.Module)
 
 
