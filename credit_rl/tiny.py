@@ -335,8 +335,8 @@ def _endless_rows(rows, size, seed):
             yield tuple(pad_sequence([torch.tensor(rows[i][j]) for i in batch], True, value) for j, value in ((0, 0), (1, -1)))
 
 # %% ../nbs/25_tiny.ipynb #c048
-CODE_TEACHER = Coder(recall=.4, guess=.05, one_word=.05, near_miss=.6, lose=.05, spared=('birthplace', 'headquarters', 'director', 'mayor'))  # whose games the warm start of CARL's base imitates
-CODE_READER = Coder(near_miss=.35)  # who reads to it what it knows in the end: so often wrong that asking costs something, and what a note will be is open
+CODE_TEACHER = Coder(recall=.55, guess=.05, one_word=.05, near_miss=.3, lose=.1, spared=('birthplace', 'headquarters', 'director', 'mayor'))  # whose games the warm start of CARL's base imitates
+CODE_READER = Coder(near_miss=.05, lose=.15)  # who reads to it what it knows in the end: loses enough that asking costs something, and that what a note will be is open
 TABLE = {arithmetic_text(*sums): str(compute(*sums)) for sums in EASY}  # what is known by heart in every world
 
 # %% ../nbs/25_tiny.ipynb #c049
@@ -384,7 +384,7 @@ def code_readings(tokenizer, coder, known, seed, times=1):
 # %% ../nbs/25_tiny.ipynb #c055
 def code_warm_start(tokenizer, seed=0,
                     copy=600, games=900, reading=3000, mixed=6000,     # most steps of each part
-                    copied=1.0, played=1.1, read=.1, recalled=.03,     # losses at which they end, nats per trained token; the last two of what they are named after
+                    copied=1.0, played=1.1, read=.1, recalled=.05,     # losses at which they end, nats per trained token; the last two of what they are named after
                     count=4000, times=4,                   # games to imitate, and how often each question about `known` is played besides
                     known=(),                # worlds whose `known` facts are taught
                     progress=print):         # called with a line of text
