@@ -88,13 +88,13 @@ demo: $(VENV)/.ok-demo
 	    $(if $(SEED),-p seed $(SEED)) --log-output --no-progress-bar
 
 # From a stored base: a critic is warmed up until it passes its gate, teaches, and the agent is asked when it asks. The folders are made anew each time.
-CARL_WARM := repeats=3 clusters=20 warm_rise=20 warm_batch=64 head_rate=0.002 backbone_rate=0.0004 warm_least=150 warm_steps=600
+CARL_WARM := per_tier=250 repeats=3 clusters=20 warm_rise=20 warm_batch=64 head_rate=0.002 backbone_rate=0.001 warm_least=150 warm_steps=300
 CARL_RUN := method=carl critic=own critic_rate=0.0002 steps=25 eval_every=5
 carl: $(VENV)/.ok-test
 	@rm -rf runs/carl_demo
 	@$(PY) -m credit_rl.prepare --params runs/params/carl_demo.yaml run=runs/carl_demo/warm $(CARL_WARM)
-	@$(PY) -m credit_rl.train --params runs/params/carl_demo.yaml run=runs/carl_demo/carl-301 $(CARL_RUN) critic_from=runs/carl_demo/warm
-	@$(PY) -m credit_rl.competence runs/carl_demo/carl-301 --checkpoint newest
+	@$(PY) -m credit_rl.train --params runs/params/carl_demo.yaml run=runs/carl_demo/carl-412 $(CARL_RUN) critic_from=runs/carl_demo/warm
+	@$(PY) -m credit_rl.competence runs/carl_demo/carl-412 --checkpoint newest
 
 # COMPARE holds the arguments of `python -m credit_rl.compare`.
 COMPARE ?= --methods tspo grpo --seeds 101 102 103 --params runs/params/demo.yaml --out runs/compare --workers $(WORKERS)

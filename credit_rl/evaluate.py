@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np, torch
 from .datasets import MIXTURES, BENCHMARKS, RowError, get_benchmark, load_corpus, load_questions, subsample
 from .engine import HFEngine, Sampling
-from .launch import LaunchError, Ranks, check_hostfile, is_rank, join_ranks, keep_traceback, launch, launch_command, speak
+from .launch import LaunchError, Ranks, check_hostfile, is_rank, join_ranks, keep_traceback, launch, launch_command, read_settings, speak
 from .metrics import benchmark_metric, cover_match, exact_match, f1
 from .protocol import PROTOCOLS, TEMPLATES, Protocol, check_tokenizer
 from .retrieval import BM25, SearchClient
@@ -684,20 +684,14 @@ def evaluation_figure(folder):  # of a run
 # %% ../nbs/26_evaluate.ipynb #c090
 def main(arguments=None):  # list of str; None: the command line's
     "`python -m credit_rl.evaluate setting=value …`, values as in YAML; `--params FILE` reads settings first; `--replay FOLDER` plays a run again."
-    import argparse, yaml
+    import argparse
     parser = argparse.ArgumentParser(prog='python -m credit_rl.evaluate', description='Evaluate a model on benchmarks, or play an evaluation again.')
-    parser.add_argument('--params', help='YAML file of settings')
     parser.add_argument('--replay', metavar='FOLDER', help='run folder of an evaluation; settings given besides say where things have moved')
-    parser.add_argument('settings', nargs='*', help='setting=value, over those of the file')
-    given = parser.parse_args(arguments)
-    for text in given.settings:
-        if '=' not in text: parser.error(f'settings are written name=value, got {text!r}')
     try:
-        settings = yaml.safe_load(Path(given.params).read_text()) or {} if given.params else {}
-        settings |= {name: yaml.safe_load(value) for name, value in (text.split('=', 1) for text in given.settings)}
+        settings, given = read_settings(parser, arguments)
         if not given.replay: print(evaluation_table(run_evaluation(settings)).to_string())
         elif not all(r.same for r in replay(given.replay, changes=settings).values()): sys.exit(1)
-    except (ValueError, OSError, yaml.YAMLError, LaunchError, EngineLost) as e: sys.exit(f'credit_rl.evaluate: {e}')
+    except (ValueError, OSError, LaunchError, EngineLost) as e: sys.exit(f'credit_rl.evaluate: {e}')
 
 # %% ../nbs/26_evaluate.ipynb #c091
 if __name__ == '__main__' and '__file__' in globals(): main()  # a notebook has no file

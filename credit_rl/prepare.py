@@ -15,7 +15,7 @@ from .critics import brier, expected_calibration_error
 from .engine import Sampling, seed_of
 from .estimate import describe, memory, read_sizes, step_seconds
 from .evaluate import from_settings, load_model, notebook_settings, open_search
-from .launch import LaunchError, Ranks, is_rank, join_ranks, keep_traceback, speak
+from .launch import LaunchError, Ranks, is_rank, join_ranks, keep_traceback, read_settings, speak
 from .layout import pack
 from .losses import kl
 from .learner import DeepSpeedLearner, Learner, make_critic
@@ -292,22 +292,16 @@ def warmup_table(folders):  # list of folders of finished warm-ups
 # %% ../nbs/57_prepare.ipynb #c029
 def main(arguments=None):
     "`python -m credit_rl.prepare setting=value …`, values as in YAML; `--params FILE` reads a YAML file of settings first. Exit code 1 if the critic did not pass."
-    import argparse, yaml
-    parser = argparse.ArgumentParser(prog='python -m credit_rl.prepare', description='Warm up a critic until it passes its gate.')
-    parser.add_argument('--params', help='YAML file of settings')
-    parser.add_argument('settings', nargs='*', help='setting=value, over those of the file')
-    given = parser.parse_args(arguments)
-    for text in given.settings:
-        if '=' not in text: parser.error(f'settings are written name=value, got {text!r}')
+    import argparse
     from credit_rl.warmup import read_warmed
+    parser = argparse.ArgumentParser(prog='python -m credit_rl.prepare', description='Warm up a critic until it passes its gate.')
     try:
-        settings = yaml.safe_load(Path(given.params).read_text()) or {} if given.params else {}
-        settings |= {name: yaml.safe_load(value) for name, value in (text.split('=', 1) for text in given.settings)}
+        settings, _ = read_settings(parser, arguments)
         folder = prepare(settings)
         if settings.get('dry_run'): return
         print(gate_table(folder).to_string())
         read_warmed(folder)
-    except (ValueError, OSError, yaml.YAMLError, LaunchError, EngineLost) as e: sys.exit(f'credit_rl.prepare: {e}')
+    except (ValueError, OSError, LaunchError, EngineLost) as e: sys.exit(f'credit_rl.prepare: {e}')
 
 # %% ../nbs/57_prepare.ipynb #c030
 if __name__ == '__main__' and '__file__' in globals(): main()  # a notebook has no file

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from .engine import HFEngine, Sampling, seed_of
 from .evaluate import evaluate
+from .launch import read_settings
 from .layout import pack
 from .outcome import outcome_rewards
 from .rollout import rollout
@@ -119,12 +120,13 @@ def _played(c, stage, engine, questions, attempts, say, at_once=24):
 
 # %% ../nbs/56_sft.ipynb #c021
 def main(arguments=None):
-    "`python -m credit_rl.sft setting=value …`: settings of `Config`, and sft.questions, sft.attempts, sft.per_question, sft.epochs, sft.learning_rate, sft.batch."
-    import yaml
-    given = dict(text.split('=', 1) if '=' in text else sys.exit(f'credit_rl.sft: settings are written name=value, got {text!r}')
-                 for text in (sys.argv[1:] if arguments is None else arguments))
-    own = {n.removeprefix('sft.'): _numbers(yaml.safe_load(v)) for n, v in given.items() if n.startswith('sft.')}
-    try: rejection_sft({n: yaml.safe_load(v) for n, v in given.items() if not n.startswith('sft.')}, **own)
+    "`python -m credit_rl.sft setting=value …`: settings of `Config`, and sft.questions, sft.attempts, sft.per_question, sft.epochs, sft.learning_rate, sft.batch; `--params FILE` reads a YAML file first."
+    import argparse
+    parser = argparse.ArgumentParser(prog='python -m credit_rl.sft', description='Fine-tune a policy on its own right rollouts.')
+    try:
+        settings, _ = read_settings(parser, arguments)
+        own = {name: settings.pop(name) for name in list(settings) if name.startswith('sft.')}
+        rejection_sft(settings, **_numbers({name.removeprefix('sft.'): value for name, value in own.items()}))
     except (ValueError, OSError, TypeError) as e: sys.exit(f'credit_rl.sft: {e}')
 
 # %% ../nbs/56_sft.ipynb #c022

@@ -18,7 +18,7 @@ from .datasets import get_benchmark, load_corpus, load_questions, subsample
 from .engine import HFEngine, Sampling, seed_of
 from .estimate import Plan, describe, memory, read_sizes, step_seconds
 from .evaluate import check_model, evaluate, is_searched, load_model, load_tokenizer, make_environment, open_search, read_template, summarize
-from .launch import LaunchError, Ranks, check_hostfile, is_rank, join_ranks, keep_traceback, launch, launch_command, read_hostfile, speak
+from .launch import LaunchError, Ranks, check_hostfile, is_rank, join_ranks, keep_traceback, launch, launch_command, read_hostfile, read_settings, speak
 from .layout import AVERAGES, pack, take
 from .learner import CRITICS, Credit, DeepSpeedLearner, Learner, Loss, Optimiser, _seeded, check_offload, make_critic
 from .losses import kl
@@ -994,17 +994,10 @@ def _launch(
 # %% ../nbs/55_train.ipynb #c097
 def main(arguments=None):
     "`python -m credit_rl.train setting=value …`, values as in YAML; `--params FILE` reads a YAML file of settings first."
-    import argparse, yaml
+    import argparse
     parser = argparse.ArgumentParser(prog='python -m credit_rl.train', description='Train a policy with one of the methods.')
-    parser.add_argument('--params', help='YAML file of settings')
-    parser.add_argument('settings', nargs='*', help='setting=value, over those of the file')
-    given = parser.parse_args(arguments)
-    for text in given.settings:
-        if '=' not in text: parser.error(f'settings are written name=value, got {text!r}')
-    try:
-        settings = yaml.safe_load(Path(given.params).read_text()) or {} if given.params else {}
-        train(settings | {name: yaml.safe_load(value) for name, value in (text.split('=', 1) for text in given.settings)})
-    except (ValueError, OSError, yaml.YAMLError, LaunchError, EngineLost) as e: sys.exit(f'credit_rl.train: {e}')
+    try: train(read_settings(parser, arguments)[0])
+    except (ValueError, OSError, LaunchError, EngineLost) as e: sys.exit(f'credit_rl.train: {e}')
 
 # %% ../nbs/55_train.ipynb #c098
 if __name__ == '__main__' and '__file__' in globals(): main()  # a notebook has no file

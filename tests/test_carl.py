@@ -59,18 +59,6 @@ def on_a_cpu(monkeypatch):
 
 
 @pytest.fixture(scope='module')
-def spoken(tmp_path_factory):
-    "A Hugging Face folder with a small random Qwen2 and a tokenizer of bytes."
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-    folder, tokenizer = tmp_path_factory.mktemp('model'), byte_tokenizer()
-    torch.manual_seed(0)
-    Qwen2ForCausalLM(Qwen2Config(vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
-                                 max_position_embeddings=16384, eos_token_id=tokenizer.eos_token_id)).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return str(folder)
-
-
-@pytest.fixture(scope='module')
 def rows(tmp_path_factory):
     "A function set name -> a file of eight questions or more: our own rows, each asked several times in other words."
     folder = tmp_path_factory.mktemp('rows')

@@ -16,7 +16,6 @@ from credit_rl.datasets import BENCHMARKS, get_benchmark, load_questions
 from credit_rl.engine import HFEngine, Sampling, ScriptedEngine
 from credit_rl.layout import pack, token_logps
 from credit_rl.metrics import cover_match, normalize
-from credit_rl.protocol import byte_tokenizer
 from credit_rl.rollout import rollout
 from credit_rl.runlog import read_metrics, read_turns
 from credit_rl.train import load_model, make_config, real_passages, real_questions, set_stage, train
@@ -28,18 +27,6 @@ ROOT = Path(__file__).resolve().parents[1]
 SAMPLE = ROOT / 'data' / 'hotpotqa_sample.json'
 SHORT = dict(data='hotpotqa', steps=5, eval_every=5, questions_per_step=2, group_size=2, dev_questions=4, test_questions=4,
              max_turns=3, turn_tokens=16, max_tokens=6000, passages=2, passage_tokens=60, threads=1)
-
-
-@pytest.fixture(scope='module')
-def folder(tmp_path_factory):
-    "A Hugging Face folder with a small random Qwen2 and a tokenizer of bytes."
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-    folder, tokenizer = tmp_path_factory.mktemp('model'), byte_tokenizer()
-    torch.manual_seed(0)
-    Qwen2ForCausalLM(Qwen2Config(vocab_size=len(tokenizer), hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
-                                 max_position_embeddings=16384, eos_token_id=tokenizer.eos_token_id)).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return str(folder)
 
 
 @pytest.fixture(autouse=True)
@@ -85,23 +72,23 @@ def check_run(run, model_folder, settings):
     return table
 
 
-def test_five_steps_on_the_sample_by_the_command_line(folder, tmp_path):
+def test_five_steps_on_the_sample_by_the_command_line(spoken, tmp_path):
     settings = {**SHORT, 'path': str(SAMPLE), 'dev_questions': 1, 'test_questions': 2, 'kl': .01}
-    arguments = [f'{k}={json.dumps(v)}' for k, v in {**settings, 'run': str(tmp_path / 'run'), 'model': folder}.items()]
+    arguments = [f'{k}={json.dumps(v)}' for k, v in {**settings, 'run': str(tmp_path / 'run'), 'model': spoken}.items()]
     done = subprocess.run([sys.executable, '-m', 'credit_rl.train', *arguments], cwd=tmp_path, env={**os.environ, 'CUDA_VISIBLE_DEVICES': ''},
                           stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     assert done.returncode == 0, done.stdout
     assert '3 train, 1 dev, 2 test questions of hotpotqa' in done.stdout and 'step 5/5' in done.stdout     # half of six questions are held out, at most
-    table = check_run(tmp_path / 'run', folder, settings)
+    table = check_run(tmp_path / 'run', spoken, settings)
     assert table.updates[1:].eq(2).all() and table.loss[1:].notna().all()                                   # the KL term moves every trajectory
 
 
-def test_five_steps_of_the_notebook_on_the_real_set(folder, data, tmp_path):
+def test_five_steps_of_the_notebook_on_the_real_set(spoken, data, tmp_path):
     "`90_train` by papermill. Nobody is right, so there is nothing to compare; the KL term asks for an update in each mini-batch."
     settings = {**SHORT, 'path': str(data / 'hotpotqa'), 'method': 'tspo', 'kl': .01}
-    code, text, notebook = papermill(tmp_path / 'run' / 'notebook.ipynb', '-p', 'run', str(tmp_path / 'run'), '-p', 'model', folder, settings=settings, cwd=tmp_path)
+    code, text, notebook = papermill(tmp_path / 'run' / 'notebook.ipynb', '-p', 'run', str(tmp_path / 'run'), '-p', 'model', spoken, settings=settings, cwd=tmp_path)
     assert code == 0, text[-5000:]
-    table = check_run(tmp_path / 'run', folder, settings)
+    table = check_run(tmp_path / 'run', spoken, settings)
     assert table.zero_advantage[1:].eq(1).all() and table.updates[1:].eq(2).all()
     assert table.loss[1:].abs().max() < 1 and table.grad_norm[1:].notna().all()
     passages = len(json.loads((data / 'hotpotqa' / 'hotpotqa_corpus.json').read_text()))
@@ -112,20 +99,20 @@ def test_five_steps_of_the_notebook_on_the_real_set(folder, data, tmp_path):
 
 
 @pytest.mark.parametrize('name', list(BENCHMARKS))
-def test_a_step_on_every_set(folder, data, tmp_path, name):
+def test_a_step_on_every_set(spoken, data, tmp_path, name):
     "Training takes each set in its original format: with its own paragraphs, a corpus found beside it, or without a search."
     path = data / name / ('flashrag_test.jsonl' if name == 'triviaqa' else '')                     # the original slice has three questions
     settings = {**SHORT, 'data': name, 'path': str(path), 'train_split': get_benchmark(name).eval_split, 'method': 'grpo', 'kl': .01, 'steps': 1, 'turn_tokens': 8,
                 'max_tokens': 12000, 'passage_tokens': 64, 'questions': 8, 'dev_questions': 2, 'test_questions': 2, 'corpus': str(data / name) if name == 'triviaqa' else None}
-    train({**settings, 'run': str(tmp_path / 'run'), 'model': folder}, say=lambda line: None)
+    train({**settings, 'run': str(tmp_path / 'run'), 'model': spoken}, say=lambda line: None)
     (step,) = [row for _, row in read_metrics(tmp_path / 'run').iterrows() if row.step == 1]
     assert step.updates == 2 and step.trajectories == settings['questions_per_step'] * settings['group_size'] and math.isfinite(step.loss)
 
 
-def test_without_a_difference_an_outcome_alone_asks_for_no_update(folder, data, tmp_path):
+def test_without_a_difference_an_outcome_alone_asks_for_no_update(spoken, data, tmp_path):
     settings = {**SHORT, 'path': str(data / 'hotpotqa'), 'method': 'grpo', 'kl': None, 'steps': 2}
-    train({**settings, 'run': str(tmp_path / 'run'), 'model': folder}, say=lambda line: None)
-    table = check_run(tmp_path / 'run', folder, settings)
+    train({**settings, 'run': str(tmp_path / 'run'), 'model': spoken}, say=lambda line: None)
+    table = check_run(tmp_path / 'run', spoken, settings)
     assert table.zero_advantage[1:].eq(1).all() and table.updates[1:].eq(0).all()
 
 
@@ -138,9 +125,9 @@ def researcher(text, rng):
 
 
 @pytest.fixture
-def stage(folder, data):
+def stage(spoken, data):
     "Questions, search and model of the real set."
-    return set_stage(make_config({**SHORT, 'path': str(data / 'hotpotqa'), 'model': folder, 'dev_questions': 30, 'test_questions': 30}), say=lambda line: None)
+    return set_stage(make_config({**SHORT, 'path': str(data / 'hotpotqa'), 'model': spoken, 'dev_questions': 30, 'test_questions': 30}), say=lambda line: None)
 
 
 def test_the_search_finds_real_passages(stage):

@@ -39,6 +39,6 @@ def test_without_trl_the_extra_is_named(root):
         fine_tune(None, None, [{'input_ids': [1], 'labels': [1]}])
 
 
-@pytest.mark.parametrize('arguments, message', [(['run'], 'name=value'), (['modle=x'], "did you mean 'model'"), (['model=nowhere'], 'neither a folder'), (['sft.atempts=3'], 'atempts')])
+@pytest.mark.parametrize('arguments, message', [(['modle=x'], "did you mean 'model'"), (['model=nowhere'], 'neither a folder'), (['sft.atempts=3'], 'atempts')])
 def test_mistakes_in_a_line(arguments, message):
     with pytest.raises(SystemExit, match=message): main(arguments)

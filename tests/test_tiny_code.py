@@ -81,8 +81,8 @@ def test_the_perfect_coder_calls_for_what_it_does_not_know():
     for q, t in zip(WORLD.questions, play(PERFECT_CODER)):
         wanted, n = 0 if q.meta['parametric'] else max(1, q.meta['hops']), calls(t)
         assert [x.kind for x in t.turns] == ['invoke', 'assimilate'] * n + ['commit'] and t.stop is Stop.ANSWER and all(x.result in (Result.OK, Result.NONE) for x in t.turns)
-        if n == wanted: assert t.answer == q.answers[0]
-        else: assert n > wanted and t.turns[-2].action_text == t.turns[-4].action_text == '<context> </context>'   # a page that search does not find, asked for twice
+        if t.answer in q.answers: assert n == wanted
+        else: assert n <= wanted and t.turns[-2].action_text == '<context> </context>'                      # a page that search does not find ends it
     right = [t.answer in q.answers for q, t in zip(WORLD.questions, play(PERFECT_CODER))]
     assert sum(right) / len(right) > .95
 
@@ -98,8 +98,9 @@ def test_each_mistake_by_itself():
     chains, sums = [q for q in unknown if q.meta['hops'] == 1], [q for q in unknown if q.meta['hops'] == 0]
     for q, t in zip(chains, play(Coder(near_miss=1.), questions=chains)):
         assert t.answer not in q.answers and t.answer in WORLD.pages[q.meta['chain'][0]]                # it stood beside
-    for t in play(Coder(lose=1.), questions=chains + sums):
-        assert [x.action_text for x in t.turns if x.kind == 'assimilate'] == ['<context> </context>'] * 2 and t.stop is Stop.ANSWER
+    for q, t in zip(chains, play(Coder(lose=1.), questions=chains)):
+        assert [x.action_text for x in t.turns if x.kind == 'assimilate'] == ['<context> </context>'] and t.stop is Stop.ANSWER
+        assert t.answer == q.meta['chain'][0]                                                           # what it had
     assert all(calls(t) == 0 for t in play(Coder(guess=1.), questions=unknown))
     assert all(calls(t) > 0 for t in play(Coder(recall=0.)))
     for t in play(Coder(one_word=1.), questions=chains):
@@ -145,7 +146,7 @@ def test_fewer_rows_say_the_same():
 
 
 def test_the_warm_start_is_the_same_for_the_same_seed_and_refuses_to_fail_silently(tmp_path):
-    quick = dict(copy=2, games=2, mixed=6, copied=99, played=99, recalled=99, count=40, known=[SMALL], progress=lambda line: None)
+    quick = dict(copy=2, games=2, reading=2, mixed=6, copied=99, played=99, read=99, recalled=99, count=40, known=[SMALL], progress=lambda line: None)
     folders = [make_base(tmp_path / str(i), 3, 'carl-tiny', **quick) for i in range(2)]
     assert (folders[0] / 'model.safetensors').read_bytes() == (folders[1] / 'model.safetensors').read_bytes()
     with pytest.raises(RuntimeError, match="of the part 'mixed'"): code_warm_start(TOKENIZER, 3, **{**quick, 'recalled': .01})

@@ -349,14 +349,16 @@ def test_a_tiny_model_is_not_made_for_a_mistake(idle, tmp_path):
 @pytest.mark.parametrize('arguments, message', [
     (['metod=grpo'], "no setting 'metod'; did you mean 'method'"), (['method=gpro'], "no method 'gpro'; did you mean 'igpo' or 'gspo' or 'grpo'"),
     (['--params', 'nowhere.yaml'], 'nowhere.yaml'), (['--params', 'params.yaml', 'metod=grpo'], 'did you mean'), (['learning_rate=fast'], 'learning_rate must be a float'),
+    (['--params', 'list.yaml'], 'wanted lines such as'), (['steps=[1'], 'parsing a flow sequence'),
 ])
 def test_the_command_line_tells_mistakes_in_a_line(idle, tmp_path, monkeypatch, arguments, message):
     (tmp_path / 'params.yaml').write_text(yaml.safe_dump({'steps': 3}))
+    (tmp_path / 'list.yaml').write_text('- steps')
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as e:
         main(arguments)
     assert message in e.value.code and '\n' not in e.value.code
-    assert os.listdir(tmp_path) == ['params.yaml']
+    assert sorted(os.listdir(tmp_path)) == ['list.yaml', 'params.yaml']
 
 
 def test_a_setting_without_a_value_shows_the_usage(idle, capsys):
