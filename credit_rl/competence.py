@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['Agent', 'open_agent', 'examine_base', 'examine_agent', 'examine_run', 'examined', 'asking_table', 'play_table',
            'resilience_table', 'critics_table', 'crossover_table', 'asking_differences', 'asking_figure',
-           'opposite_signs', 'main']
+           'first_credit', 'opposite_signs', 'main']
 
 # %% ../nbs/65_competence.ipynb #c002
 import json, math, sys
@@ -282,6 +282,23 @@ def asking_figure(folders):  # as in find_runs
     return fig
 
 # %% ../nbs/65_competence.ipynb #c030
+def first_credit(
+    folders,  # as in find_runs
+    until=8,  # last step that counts: what is learned early decides
+):
+    "Mean credit of the first segment of kept training rollouts on known questions, by method, where it asks and where it answers at once, and the numbers of rollouts: a pandas DataFrame, NaN where there is none."
+    import pandas as pd
+    rows = []
+    for run in find_runs(folders):
+        method = _label(run, yaml.safe_load((run/'params.yaml').read_text()))
+        for row in read_turns(run):
+            t = row['trajectory']
+            if row['kind'] == 'train' and row['advantages'] and row['step'] <= until and t['question']['meta'].get('parametric'):
+                rows.append((method, 'answers' if len(t['turns']) == 1 else 'asks', row['advantages'][0]))
+    table = pd.DataFrame(rows, columns=['method', 'first', 'credit']).astype({'credit': float}).groupby(['method', 'first'], sort=False).credit.agg(['mean', 'count']).unstack()
+    return table.reindex(columns=pd.MultiIndex.from_product([['mean', 'count'], ['asks', 'answers']])).set_axis(['asks', 'answers at once', 'rollouts that ask', 'that answer'], axis=1)
+
+# %% ../nbs/65_competence.ipynb #c033
 def _is_meant(t, k):
     "Whether a call asked for what the question asks for where its gold stands, and the note k after it says something else."
     chain, relations = t.question.meta.get('chain'), t.question.meta.get('relations')
@@ -304,7 +321,7 @@ def opposite_signs(
                 if (size >= clear, _is_meant(t, k), size) > rank: best, rank = (t, a, row['step'], Path(run)), (size >= clear, _is_meant(t, k), size)
     return best
 
-# %% ../nbs/65_competence.ipynb #c033
+# %% ../nbs/65_competence.ipynb #c036
 def main(arguments=None):
     "`python -m credit_rl.competence RUNS`: examine finished runs, or the runs of a folder; `--checkpoint newest` takes another one than the best."
     import argparse
@@ -323,5 +340,5 @@ def main(arguments=None):
             print(f'{run}: ' + '; '.join(f'Tier {t}: tool rate {row["tool rate"]:.3f}, EM {row["EM"]:.3f}' for t, row in found['greedy'].items()), flush=True)
     except (ValueError, OSError) as e: sys.exit(f'credit_rl.competence: {e}')
 
-# %% ../nbs/65_competence.ipynb #c034
+# %% ../nbs/65_competence.ipynb #c037
 if __name__ == '__main__' and '__file__' in globals(): main()  # a notebook has no file
