@@ -39,7 +39,7 @@ end   = @rm $(VENV)/.installing && touch $@
 help:
 	@echo 'make demo      train on the tiny world, a few minutes on a CPU   (SEED=101 for another seed)'
 	@echo 'make compare   TSPO against GRPO on the same budget, three seeds each, with the comparison report'
-	@echo 'make carl      a critic passes its gate on the tiny world of known facts and teaches, a quarter of an hour on a CPU'
+	@echo 'make carl      a critic passes its gate on the tiny world of known facts and teaches, five to nine minutes on a CPU'
 	@echo 'make test      export the modules, run every notebook and tests/, check that nothing changed'
 	@echo 'make test-vllm the vLLM engine on a CPU, in an environment of its own (.venv-vllm, 4 GB)'
 	@echo 'make test-gpu  a training step at the true shapes of 0.5B, 3B and 7B, random weights, on a machine with a GPU'
