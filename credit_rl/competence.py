@@ -286,16 +286,16 @@ def first_credit(
     folders,  # as in find_runs
     until=8,  # last step that counts: what is learned early decides
 ):
-    "Mean credit of the first segment of kept training rollouts on known questions, by method, where it asks and where it answers at once, and the numbers of rollouts: a pandas DataFrame, NaN where there is none."
+    "Mean credit of the first segment of kept training rollouts on known questions, by method and seed, where it asks and where it answers at once, and the numbers of rollouts: a pandas DataFrame, NaN where there is none."
     import pandas as pd
     rows = []
     for run in find_runs(folders):
-        method = _label(run, yaml.safe_load((run/'params.yaml').read_text()))
+        params = yaml.safe_load((run/'params.yaml').read_text())
         for row in read_turns(run):
             t = row['trajectory']
             if row['kind'] == 'train' and row['advantages'] and row['step'] <= until and t['question']['meta'].get('parametric'):
-                rows.append((method, 'answers' if len(t['turns']) == 1 else 'asks', row['advantages'][0]))
-    table = pd.DataFrame(rows, columns=['method', 'first', 'credit']).astype({'credit': float}).groupby(['method', 'first'], sort=False).credit.agg(['mean', 'count']).unstack()
+                rows.append((_label(run, params), params['seed'], 'answers' if len(t['turns']) == 1 else 'asks', row['advantages'][0]))
+    table = pd.DataFrame(rows, columns=['method', 'seed', 'first', 'credit']).astype({'credit': float}).groupby(['method', 'seed', 'first'], sort=False).credit.agg(['mean', 'count']).unstack()
     return table.reindex(columns=pd.MultiIndex.from_product([['mean', 'count'], ['asks', 'answers']])).set_axis(['asks', 'answers at once', 'rollouts that ask', 'that answer'], axis=1)
 
 # %% ../nbs/65_competence.ipynb #c033

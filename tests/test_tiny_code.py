@@ -101,6 +101,7 @@ def test_each_mistake_by_itself():
     for q, t in zip(chains, play(Coder(lose=1.), questions=chains)):
         assert [x.action_text for x in t.turns if x.kind == 'assimilate'] == ['<context> </context>'] and t.stop is Stop.ANSWER
         assert t.answer == q.meta['chain'][0]                                                           # what it had
+    assert all(t.answer in q.answers for q, t in zip(sums, play(Coder(lose=1.), questions=sums)))   # a result is no page
     assert all(calls(t) == 0 for t in play(Coder(guess=1.), questions=unknown))
     assert all(calls(t) > 0 for t in play(Coder(recall=0.)))
     for t in play(Coder(one_word=1.), questions=chains):
