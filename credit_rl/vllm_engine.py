@@ -43,7 +43,7 @@ def vllm_parameters(
     from vllm.sampling_params import RequestOutputKind
     own = dict(temperature=0.) if sampling.greedy else dict(temperature=sampling.temperature, top_p=sampling.top_p, top_k=sampling.top_k)
     return SamplingParams(**own, seed=seed, max_tokens=max_tokens, stop_token_ids=sorted(stop_ids), ignore_eos=True, logprobs=0, detokenize=False,
-                          output_kind=RequestOutputKind.DELTA)
+                          output_kind=RequestOutputKind.DELTA, skip_clone=True)   # made for one turn: vLLM need not copy it
 
 # %% ../nbs/21_vllm_engine.ipynb #c014
 class _Row:

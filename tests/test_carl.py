@@ -41,7 +41,7 @@ from credit_rl.tiny import NOISY_CODER, act_coder, memory_of
 from credit_rl.train import check, make_config, set_stage, train, tiny_worlds
 from credit_rl.trajectory import example_group, Group, Question, Result, Stop, Trajectory, Turn, to_json, trajectory_from_json
 from credit_rl.warmup import GATE, GateReport, context_values, gold_shown, read_collected, read_warmed
-from test_runs import papermill, shown
+from papermilled import papermill, shown
 
 ROOT = Path(__file__).resolve().parents[1]
 ROWS = ROOT / 'data' / 'rows'

@@ -1,4 +1,5 @@
 "The papers' settings under runs/params: each file loads, can be run, says where its values come from, and fits its paper's host."
+import importlib.util
 import re
 import shutil
 from dataclasses import replace
@@ -21,8 +22,9 @@ from credit_rl.train import _missing_room, check, make_config, plan_of, train
 from credit_rl.trajectory import example_group
 
 ROOT = Path(__file__).resolve().parents[1]
-OURS = ('sweep', 'sweep_weak', 'claims', 'carl_warm', 'carl_tiny')  # many runs in the tiny world, for credit_rl.compare
-FILES = {p.stem: p for p in sorted((ROOT / 'runs' / 'params').glob('*.yaml')) if p.stem not in ('demo', 'carl_demo', 'sweep_vllm', *OURS) and not p.stem.endswith('_warmup')}
+VLLM = importlib.util.find_spec('vllm') is not None
+OURS = ('sweep', 'sweep_weak', 'claims', 'engines', 'carl_warm', 'carl_tiny')  # many runs in the tiny world, for credit_rl.compare
+FILES = {p.stem: p for p in sorted((ROOT / 'runs' / 'params').glob('*.yaml')) if p.stem not in ('demo', 'carl_demo', *OURS) and not p.stem.endswith('_warmup')}
 WARM = {p.stem.removesuffix('_warmup'): p for p in sorted((ROOT / 'runs' / 'params').glob('*_warmup.yaml'))}  # what a warm-up is told besides
 # steps, questions a step, group size, mini-batches, epochs, learning rate, weight of the KL, by the papers
 VALUES = {
@@ -82,16 +84,19 @@ def test_each_run_of_a_sweep_passes_the_checks(name, root, monkeypatch):
         for job in plan_jobs(asked.split(), list(map(int, seeds.split())), params, 'runs/nothing'):
             given = {'model': 'tiny', **job.settings, 'method': job.settings.get('method', job.method), 'seed': job.seed, 'run': str(job.folder)}
             if 'collected' in given: check_warming(make_warming(given))
-            else: check(make_config({n: 'tiny' if n == 'model' and v.startswith('runs/') else v for n, v in given.items() if n != 'critic_from'}))   # what other commands make first
+            else:
+                left = {'critic_from'} | (set() if VLLM else {'engine', 'vllm'})   # what other commands make first, and what is not installed
+                check(make_config({n: 'tiny' if n == 'model' and v.startswith('runs/') else v for n, v in given.items() if n not in left}))
     assert commands and set(params.get('methods', {})) <= named
 
 
 @pytest.mark.parametrize('method', ('tspo', 'igpo'))
-def test_a_sweep_by_vllm_is_the_other_one_but_for_its_engine(method, root, monkeypatch):
+def test_rows_by_vllm_are_the_sweeps_but_for_their_engine(method, root, monkeypatch):
     monkeypatch.chdir(root)
-    by_vllm, other = (yaml.safe_load((root / 'runs' / 'params' / f'{name}.yaml').read_text()) for name in ('sweep_vllm', 'sweep'))
-    assert other.pop('methods').keys().isdisjoint({method}) and (by_vllm.pop('engine'), by_vllm.pop('vllm')['dtype']) == ('vllm', 'float32') and by_vllm == other
-    check(make_config(by_vllm | {'method': method}))
+    both, sweep = (yaml.safe_load((root / 'runs' / 'params' / f'{name}.yaml').read_text()) for name in ('engines', 'sweep'))
+    by_vllm = both.pop('methods')[f'{method}-vllm']
+    assert sweep.pop('methods').keys().isdisjoint({method}) and both == sweep
+    assert by_vllm.keys() == {'method', 'engine', 'vllm'} and (by_vllm['method'], by_vllm['engine'], by_vllm['vllm']['dtype']) == (method, 'vllm', 'float32')
 
 
 def test_what_make_carl_runs_passes_the_checks(root, monkeypatch):

@@ -21,7 +21,7 @@ from credit_rl.runlog import read_metrics, read_turns
 from credit_rl.train import load_model, make_config, real_passages, real_questions, set_stage, train
 from credit_rl.trajectory import Group, Result, Stop, trajectory_from_json
 from credit_rl.view import show_rollout
-from test_runs import papermill, printed, shown
+from papermilled import papermill, printed, shown
 
 ROOT = Path(__file__).resolve().parents[1]
 SAMPLE = ROOT / 'data' / 'hotpotqa_sample.json'

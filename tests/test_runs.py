@@ -1,14 +1,13 @@
 """The run notebooks 90_train and 91_evaluate as papermill runs them: from anywhere, with their parameters checked, and shown again without doing it again."""
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import yaml
 from jupyter_client.manager import start_new_kernel
 
+from papermilled import outputs, papermill, printed, shown
 from test_evaluate import random_model
 
 from credit_rl.runlog import latest_checkpoint, read_metrics, read_turns
@@ -16,31 +15,6 @@ from credit_rl.runlog import latest_checkpoint, read_metrics, read_turns
 ROOT = Path(__file__).resolve().parents[1]
 SHORT = dict(model=str(ROOT / 'data' / 'tiny_base'), steps=3, eval_every=2, questions_per_step=4, group_size=4, questions=50, dev_questions=6, test_questions=6,
              max_turns=3, turn_tokens=12, world={'size': 200}, threads=1)
-
-
-def papermill(out, *arguments, settings, cwd, notebook='90_train'):
-    "Run a run notebook as the command does. Returns (exit code, what was printed, the notebook as it was saved)."
-    out.parent.mkdir(parents=True, exist_ok=True)
-    given = out.parent / 'settings.yaml'
-    given.write_text(yaml.safe_dump(settings))
-    done = subprocess.run([sys.executable, '-m', 'papermill', str(ROOT / 'nbs' / f'{notebook}.ipynb'), str(out), '-f', str(given), *arguments,
-                           '--log-output', '--no-progress-bar'], cwd=cwd, env={**os.environ, 'CUDA_VISIBLE_DEVICES': ''}, stdin=subprocess.DEVNULL,
-                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    return done.returncode, done.stdout, json.loads(out.read_text())
-
-
-def outputs(notebook):
-    "All outputs of a notebook: list of (index of the cell, output)."
-    return [(i, o) for i, cell in enumerate(notebook['cells']) for o in cell.get('outputs', [])]
-
-
-def shown(notebook, kind):
-    "What a notebook shows of a MIME type."
-    return [''.join(o['data'][kind]) for _, o in outputs(notebook) if kind in o.get('data', {})]
-
-
-def printed(notebook):
-    return ''.join(''.join(o['text']) for _, o in outputs(notebook) if o['output_type'] == 'stream')
 
 
 @pytest.fixture(scope='module')

@@ -13,6 +13,7 @@ import sys
 
 import pytest
 import torch
+from papermilled import papermill, shown
 
 from credit_rl.engine import HFEngine, Sampling, seed_of
 from credit_rl.evaluate import load_model
@@ -457,14 +458,15 @@ def test_a_killed_engine_and_a_killed_learner(root, tmp_path):
     assert same_metrics(tmp_path / 'whole', tmp_path / 'run') == [] and read_turns(tmp_path / 'whole') == read_turns(tmp_path / 'run')
 
 
-def test_two_ranks_with_a_vllm_each_do_what_one_process_does(root, tmp_path):
-    "DeepSpeed trains on two ranks, each with a vLLM of its own that takes the gathered weights; the same rollouts and numbers as one process without DeepSpeed."
+def test_two_ranks_with_a_vllm_each_do_what_the_notebook_does(root, tmp_path):
+    "DeepSpeed trains on two ranks, each with a vLLM of its own that takes the gathered weights; the same rollouts and numbers as one process without DeepSpeed, which `90_train` is by papermill."
     ranks = start(root, tmp_path / 'two', learner='deepspeed', stage=3, ranks=2)
     said = ranks.communicate()[0]
     assert ranks.returncode == 0, said[-4000:]
-    one = start(root, tmp_path / 'one')
-    said = one.communicate()[0]
-    assert one.returncode == 0, said[-4000:]
+    code, said, notebook = papermill(tmp_path / 'one' / 'notebook.ipynb', cwd=root,
+                                     settings={**TINY, 'model': str(root / 'data' / 'tiny_base'), 'correction': 'truncated', 'run': str(tmp_path / 'one')})
+    assert code == 0, said[-4000:]
+    assert 'step 4/4' in said and len(shown(notebook, 'image/png')) >= 1
     agrees(tmp_path / 'two', 4)
     assert same_metrics(tmp_path / 'one', tmp_path / 'two', 1e-3) == []
 
