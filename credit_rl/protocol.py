@@ -296,8 +296,11 @@ class _Pieces(_Cut):
         return self.encode(self._wrap(text, ended))
 
     def batch_observation_ids(self, texts, ended):
-        "`observation_ids` of many texts, encoded together; `ended` is a list of bool."
-        return self.encode([self._wrap(*pair) for pair in zip(texts, ended)]) if texts else []
+        "`observation_ids` of many texts, encoded together and each different one once (a group often finds the same); `ended` is a list of bool."
+        wrapped = [self._wrap(*pair) for pair in zip(texts, ended)]
+        different = list(dict.fromkeys(wrapped))
+        ids = dict(zip(different, self.encode(different) if texts else []))
+        return [list(ids[text]) for text in wrapped]
 
     def _wrap(self, text, ended=False):
         between = self._between[len(self.end):] if ended and self._between.startswith(self.end) else self._between

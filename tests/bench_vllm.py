@@ -2,9 +2,10 @@
 without tools, the same length for each: either as many tokens as it has after its prompt (`whole`: those that were observed are sampled then),
 or only as many as were sampled in it (`sampled`: nothing takes the place of what was read). In one run, in turns.
 
-    python tests/bench_vllm.py [--questions 32] [--group 8] [--own-process] [--tool-seconds 0.0] [--repeats 3]
+    python tests/bench_vllm.py [--questions 96] [--group 8] [--own-process] [--tool-seconds 0.0] [--repeats 3]
 
-`--tool-seconds` makes every batch of calls wait; in a process of its own the engine goes on meanwhile. Needs vllm (`make test-vllm`).
+By default 768 trajectories, three times as many as the engine has at once: a step of the papers has 1,280 and more. With as many as it has at once
+(`--questions 32`), tools find it waiting for the last ones. `--tool-seconds` makes every batch of calls wait; in a process of its own the engine goes on meanwhile. Needs vllm (`make test-vllm`).
 Also printed: the seconds of a weight sync, and how many of a rollout's samples stay the same in other company.
 """
 import argparse
@@ -61,7 +62,7 @@ LENGTHS = {'whole': lambda t: sum(len(x.action_ids) + len(x.observation_ids) for
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, kind, default in (('--questions', int, 32), ('--group', int, 8), ('--tool-seconds', float, 0.), ('--repeats', int, 3)):
+    for name, kind, default in (('--questions', int, 96), ('--group', int, 8), ('--tool-seconds', float, 0.), ('--repeats', int, 3)):
         parser.add_argument(name, type=kind, default=default)
     parser.add_argument('--own-process', action='store_true')
     a = parser.parse_args()
