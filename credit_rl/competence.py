@@ -267,7 +267,7 @@ def asking_figure(folders):  # as in find_runs
     for method, _, found in examined(folders): runs.setdefault(method, []).append(found)
     colours = method_colours(list(runs))
     with sns.axes_style('ticks'):
-        fig, axes = plt.subplots(1, 2, figsize=(7.4, 3), layout='constrained', sharey=True)
+        fig, axes = plt.subplots(1, 2, figsize=(8.6, 3.2), layout='constrained', sharey=True)
         for ax, name in zip(axes, ('tool rate', 'EM')):
             for i, (method, found) in enumerate(runs.items()):
                 at, colour = [x + .05 * (i - (len(runs) - 1) / 2) for x in (0, 1)], colours[method]
@@ -276,7 +276,7 @@ def asking_figure(folders):  # as in find_runs
                 ax.plot(at, [sum(x) / len(x) for x in zip(*seeds)], '-o', mfc='white', color=colour, label=method)
             ax.set(xticks=[0, 1], xticklabels=['known without tools\n(Tier 2)', 'not known\n(Tier 1)'], xlim=(-.4, 1.4), ylim=(-.03, 1.05),
                    title={'tool rate': 'share of rollouts with a call', 'EM': 'exact match'}[name])
-        axes[1].legend(frameon=False)
+        fig.legend(*axes[1].get_legend_handles_labels(), loc='outside right center', frameon=False)
         sns.despine(fig)
     plt.close(fig)
     return fig

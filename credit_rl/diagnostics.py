@@ -30,13 +30,16 @@ METHOD_COLOURS = {
 _SPARE = ('#393b79', '#637939', '#8c6d31', '#843c39', '#7b4173', '#3182bd', '#e6550d', '#31a354', '#756bb1', '#bcbd22')
 
 # %% ../nbs/61_diagnostics.ipynb #c007
+def _alike(one, other): return math.dist(*([int(c[i:i + 2], 16) for i in (1, 3, 5)] for c in (one, other))) < 60   # of 255, in red, green and blue
+
 def method_colours(methods):  # names, without repetition
     "Colours of the methods of one figure, no two alike as far as ten spare ones go: dict. One has its own, whatever options follow its name; a variant that has none takes a spare one."
     out = {m: METHOD_COLOURS.get(m.split(' (')[0]) for m in methods}
     for m in (m for m in methods if out[m] is None):
         start = zlib.crc32(m.encode()) % len(_SPARE)
         order = _SPARE[start:] + _SPARE[:start]
-        out[m] = next((c for c in order if c not in out.values()), order[0])
+        free = [c for c in order if c not in out.values()] or order
+        out[m] = next((c for c in free if not any(_alike(c, other) for other in out.values() if other)), free[0])
     return out
 
 def method_colour(method):  # str
