@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import time
 from pathlib import Path
 
 import pytest
@@ -174,9 +175,11 @@ def test_a_command_that_ends_early(tmp_path, root, sign, times):
     """Killed, it leaves its process running, and the next command waits for that instead of starting a second one in the same folder.
     Interrupted, it ends its process, and the next command starts the run again."""
     job = Job('a', 1, tmp_path / 'a-1')
+    begun = job.folder / 'begun'
     first = subprocess.Popen([sys.executable, '-c', SITTING, job.folder, PATIENT], cwd=root, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    while not (job.folder / 'begun').exists():
+    while not (begun.exists() and begun.read_text()):   # an empty file is one that it has opened and not written yet
         assert first.poll() is None
+        time.sleep(.01)
     first.send_signal(sign)
     first.wait()
     said = []
@@ -186,7 +189,7 @@ def test_a_command_that_ends_early(tmp_path, root, sign, times):
         (tmp_path / 'go').touch()
 
     assert run_jobs([job], lambda job: [sys.executable, '-c', PATIENT, job.folder], say=say) == {} and job.done
-    assert (job.folder / 'begun').read_text() == 'x' * times and ('waiting' in said[0]) == (sign == signal.SIGKILL)
+    assert begun.read_text() == 'x' * times and ('waiting' in said[0]) == (sign == signal.SIGKILL)
 
 
 def test_through_papermill(tmp_path, settings, root, run_python):
