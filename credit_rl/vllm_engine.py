@@ -39,8 +39,7 @@ def vllm_parameters(
     stop_ids,    # ids that end a turn at once
 ):
     "Say in vLLM's words how to sample one turn: `SamplingParams`. Ids go in and out; each step reports what is new."
-    from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
+    from vllm.sampling_params import RequestOutputKind, SamplingParams   # not from vllm itself, which looks its names up anew each time
     own = dict(temperature=0.) if sampling.greedy else dict(temperature=sampling.temperature, top_p=sampling.top_p, top_k=sampling.top_k)
     return SamplingParams(**own, seed=seed, max_tokens=max_tokens, stop_token_ids=sorted(stop_ids), ignore_eos=True, logprobs=0, detokenize=False,
                           output_kind=RequestOutputKind.DELTA, skip_clone=True)   # made for one turn: vLLM need not copy it
@@ -126,7 +125,9 @@ VLLMStream._take = _take
 def _reason(self, row):
     "Why a turn ends with its newest id, or None if it goes on."
     if row.new[-1] in self.engine.eos_ids: return 'eos'
-    if row.strings and row.new[-1] in self.engine.stop_tokens(row.strings)[1]:
+    surely, may = self.engine.stop_tokens(row.strings)
+    if row.new[-1] in surely: return 'stop'
+    if row.new[-1] in may:
         tail = self.engine.tokenizer.decode(row.new[-max(map(len, row.strings)):])   # a token has at least one character
         if any(s in tail for s in row.strings): return 'stop'
     if len(row.new) < row.room: return None
@@ -371,7 +372,7 @@ class VLLMEngine:
         if tokenizer is None: raise ValueError('an engine needs a tokenizer, to see where stop strings end')
         transfer, self.send = check_vllm(own_process, transfer, sleep_level, devices, untried, arguments)
         self.shapes, self.shared = parameter_shapes(folder)
-        further = {'enable_chunked_prefill': False, **(arguments or {}), **({'enable_sleep_mode': True} if sleep_level else {})}
+        further = {'enable_chunked_prefill': False, **({} if torch.cuda.is_available() else {'block_size': 32}), **(arguments or {}), **({'enable_sleep_mode': True} if sleep_level else {})}
         if transfer in ('ipc', 'nccl'): further['weight_transfer_config'] = {'backend': transfer}
         self._configure(folder, tokenizer, max_length)
         self.llm = start_vllm(folder, dict(max_model_len=self.max_length, max_num_seqs=max_rows, dtype=dtype, **further), own_process, devices)

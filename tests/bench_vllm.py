@@ -1,8 +1,10 @@
-"""How much do tools cost a rollout with vLLM? Trajectories of a rollout with searches per second, and of the same engine that generates,
-without tools, the same length for each: either as many tokens as it has after its prompt (`whole`: those that were observed are sampled then),
-or only as many as were sampled in it (`sampled`: nothing takes the place of what was read). In one run, in turns.
+"""How much do tools cost a rollout with vLLM? It is compared, in one run and in turns, with the same engine that generates without tools:
 
-    python tests/bench_vllm.py [--questions 96] [--group 8] [--own-process] [--tool-seconds 0.0] [--repeats 3]
+- `whole`: the same length for each trajectory, so those ids that were observed are sampled then. Trajectories per second, and sampled tokens per second:
+  the first credits a rollout with what it reads, the second does not.
+- `sampled`: only as many ids for each as were sampled in it, so nothing takes the place of what was read, and the trajectories are shorter.
+
+    python tests/bench_vllm.py [--questions 96] [--group 8] [--rows 256] [--block-size 32] [--own-process] [--tool-seconds 0.0] [--repeats 3]
 
 By default 768 trajectories, three times as many as the engine has at once: a step of the papers has 1,280 and more. With as many as it has at once
 (`--questions 32`), tools find it waiting for the last ones. `--tool-seconds` makes every batch of calls wait; in a process of its own the engine goes on meanwhile. Needs vllm (`make test-vllm`).
@@ -62,7 +64,7 @@ LENGTHS = {'whole': lambda t: sum(len(x.action_ids) + len(x.observation_ids) for
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, kind, default in (('--questions', int, 96), ('--group', int, 8), ('--tool-seconds', float, 0.), ('--repeats', int, 3)):
+    for name, kind, default in (('--questions', int, 96), ('--group', int, 8), ('--rows', int, 256), ('--block-size', int, 32), ('--tool-seconds', float, 0.), ('--repeats', int, 3)):
         parser.add_argument(name, type=kind, default=default)
     parser.add_argument('--own-process', action='store_true')
     a = parser.parse_args()
@@ -70,16 +72,18 @@ def main():
     world = make_world('train', seed=3, size=200, questions=a.questions)
     env = tiny_environment(world, Chat(PROTOCOLS['tiny'], tokenizer))
     env = dataclasses.replace(env, tool=Slow(env.tool, a.tool_seconds))
-    engine = VLLMEngine(FOLDER, tokenizer, max_length=192, max_rows=256, dtype='float32', own_process=a.own_process, arguments={'enforce_eager': True, 'block_size': 32})
+    engine = VLLMEngine(FOLDER, tokenizer, max_length=192, max_rows=a.rows, dtype='float32', own_process=a.own_process, arguments={'enforce_eager': True, 'block_size': a.block_size})
     with_tools(engine, env, world.questions, 1, seed=0)              # compilation is not counted
     rates = []
     for repeat in range(a.repeats):
         trajectories, seconds = with_tools(engine, env, world.questions, a.group, seed=1 + repeat)
-        free = {}
-        for name, length in LENGTHS.items():
-            tokens, free[name] = without(engine, trajectories, length)
-            assert tokens == sum(map(length, trajectories)), (name, tokens)
-        rates.append((tokens / seconds, {name: seconds_free / seconds for name, seconds_free in free.items()}))
+        length = {name: sum(map(of, trajectories)) for name, of in LENGTHS.items()}
+        free = {name: without(engine, trajectories, of) for name, of in LENGTHS.items()}
+        assert {name: tokens for name, (tokens, _) in free.items()} == length
+        rates.append({'tokens_per_second_with_tools': length['sampled'] / seconds,
+                      'whole, trajectories per second': free['whole'][1] / seconds,
+                      'whole, sampled tokens per second': length['sampled'] / seconds / (length['whole'] / free['whole'][1]),
+                      'sampled, trajectories per second': free['sampled'][1] / seconds})
     start = time.perf_counter()
     engine.load(dict(model.named_parameters()))
     load_seconds = time.perf_counter() - start
@@ -87,11 +91,12 @@ def main():
     seeds = [seed_of('bench', i) for i in range(len(prompts))]
     one = engine.generate(prompts, Sampling(max_tokens=24), seeds=seeds).ids
     other = engine.generate(prompts[::-2], Sampling(max_tokens=24), seeds=seeds[::-2]).ids
+    median = lambda name: statistics.median(r[name] for r in rates)
     print('MEASURED', json.dumps({
-        'trajectories': len(trajectories), 'calls': sum(x.call is not None for t in trajectories for x in t.turns), 'tokens': tokens,
-        'tokens_per_second_with_tools': round(statistics.median(r for r, _ in rates)), 'observed': sum(len(x.observation_ids) for t in trajectories for x in t.turns),
-        'ratio': {name: round(statistics.median(r[name] for _, r in rates), 3) for name in LENGTHS}, 'ratios': {name: [round(r[name], 3) for _, r in rates] for name in LENGTHS}, 'load_seconds': round(load_seconds, 3),
-        'same_samples_in_other_company': f'{sum(x == y for x, y in zip(one[::-2], other))} of {len(other)}'}))
+        'trajectories': len(trajectories), 'calls': sum(x.call is not None for t in trajectories for x in t.turns), **length,
+        'tokens_per_second_with_tools': round(median('tokens_per_second_with_tools')),
+        'ratio': {name: round(median(name), 3) for name in rates[0] if ',' in name}, 'ratios': {name: [round(r[name], 3) for r in rates] for name in rates[0] if ',' in name},
+        'load_seconds': round(load_seconds, 3), 'same_samples_in_other_company': f'{sum(x == y for x, y in zip(one[::-2], other))} of {len(other)}'}))
     engine.close()
 
 

@@ -21,7 +21,7 @@ from credit_rl.vllm_engine import VLLMEngine, logp_gap, sync_gap
 from credit_rl.world import make_world
 
 ROOT = Path(__file__).resolve().parents[1]
-SETTINGS = {'enforce_eager': True, 'block_size': 32}
+SETTINGS = {'enforce_eager': True}
 ODD = [list(range(10, 10 + n)) for n in (5, 20, 60)]
 
 
