@@ -122,9 +122,11 @@ def nothing_skipped(nb, numbers):
 
 
 def clean_outputs(nb, numbers):
-    "Outputs name no folder of the machine they were made on and hold no error."
+    "Outputs name no folder of the machine they were made on and hold no error, and no progress bar that only a kernel could draw."
     for c in nb.code:
         for o in c.outputs:
+            if any('widget-view' in kind for kind in o.get('data', {})):
+                yield f'a widget is left in the output of: {c.source[:60]!r}'
             shown = {k: v for k, v in o.get('data', {}).items() if not k.startswith('image/')}
             text = json.dumps([o.get('text', ''), shown, o.get('traceback', '')]).replace('\\n', '\n')
             if o['output_type'] == 'error' or 'Traceback (most recent call last)' in text:
@@ -214,6 +216,7 @@ BAD = [
     (clean_outputs, notebook('12_b', 'f()', outputs=output('saved /home/ada/model'))),
     (clean_outputs, notebook('12_b', 'f()', outputs=output(f'saved {ROOT}/model'))),
     (clean_outputs, notebook('12_b', 'f()', outputs=[{'output_type': 'error', 'traceback': ['no']}])),
+    (clean_outputs, notebook('12_b', 'f()', outputs=[{'output_type': 'display_data', 'data': {'application/vnd.jupyter.widget-view+json': {}, 'text/plain': '0/1'}}])),
     (run_notebook, notebook('92_b', 'x = 1')),
     (run_notebook, notebook('92_b', 'x = 1', metadata={'tags': ['parameters']}, execution_count=3)),
     (run_notebook, notebook('92_b', 'def f(): pass', metadata={'tags': ['parameters']})),
