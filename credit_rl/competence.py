@@ -96,7 +96,7 @@ def _base_said(base): return {k: v for k, v in base.items() if k != 'tier'}
 def examine_agent(agent, tries=5, progress=None, base=None):
     """Put CARL's questions to an agent (tables 3, 6, 11, 12, 14-16, 18, 19): dict of JSON values, None where there was nothing to measure. `base`: what `examine_base` found, if it was asked before.
 
-    `base`: its `name`, and as for the agent `greedy`, `no tools`, `notes`. `tiers`: questions of each tier. `greedy`, `sampled`: `competence_table` by tier. `hops`, `notes`, `broken`: `hop_table`, `assimilation`, `resilience` on Tier 2;
+    `base`: its `name`, and as for the agent `greedy`, `no tools`, `notes`. `tiers`: questions of each tier. `greedy`, `sampled`, `no tools`: `competence_table` by tier. `hops`, `notes`, `broken`: `hop_table`, `assimilation`, `resilience` on Tier 2;
     `known_before`: share that the base gets right of it without tools; right is by the run's own metric throughout. `critic`: None, or `auc`, `ece`, `brier`, `explained_variance`, mean `value` by tier, `signs`, and for each
     question V(s_0), `chances`, and what came of it, `outcomes`.
     """
@@ -113,8 +113,8 @@ def examine_agent(agent, tries=5, progress=None, base=None):
     first = [g.trajectories[0] for g in groups]
     out = {'tiers': {t: int((tier == t).sum()) for t in (1, 2)}, 'greedy': table(groups), 'sampled': table(chosen), 'notes': assimilation(first, a.env.chat.protocol),
            'hops': hop_table(first, metric).to_dict('index') if any('hops' in q.meta for q in a.questions) else None}
-    step('play with broken tools')
-    out |= {'broken': resilience(a.engine, a.env, known, greedy, metric) if known else None,
+    step('play with broken tools, and without')
+    out |= {'no tools': table(evaluate(a.engine, prompted(a.env, 'direct'), a.questions, greedy)[1]), 'broken': resilience(a.engine, a.env, known, greedy, metric) if known else None,
             'known_before': base['no tools']['2']['EM'] if known else math.nan, 'base': _base_said(base), 'critic': None}
     if a.critic:
         step('its critic')
@@ -146,18 +146,16 @@ def examine_run(
     bases=None,         # dict that keeps what was found of bases, for other runs that began from them
 ):
     """Examine a checkpoint of a finished run, or read what was found before: dict, as `examine_agent` gives it and `step`. Raises FileNotFoundError on a run without a summary.
-    One that was examined before its base was asked keeps what was found, and the base is asked, if the checkpoint is still there and the tiers are the same."""
+    One that an earlier version of this examination asked less is examined anew where the checkpoint is still there."""
     run, say, bases = Path(run), say or (lambda line: print(line, flush=True)), {} if bases is None else bases
     if not (run/'summary.json').exists(): raise FileNotFoundError(f'{run} is not a finished training run (no summary.json): finish it, then examine it')
     place, wanted = run/'competence.json', latest_checkpoint(run) if checkpoint == 'newest' else named_checkpoint(run, checkpoint)
     found = json.loads(place.read_text()) if place.exists() else None
-    if found and wanted and found['step'] != wanted[0]: found = None
-    if found and ('base' in found or not wanted): return found
+    if found and (not wanted or found['step'] == wanted[0] and {'base', 'no tools'} <= found.keys()): return found
     agent, step = open_agent(run, checkpoint)
     tell, asked = lambda part: say(f'{run.name}: {part}'), _asked_of_base(_config_of(run))
     if asked not in bases: bases[asked] = examine_base(agent, progress=tell)
-    if found and found['tiers'] != {str(t): bases[asked]['tier'].count(t) for t in (1, 2)}: found = None       # the tiers are no longer those that it was examined on
-    found = found | {'base': _base_said(bases[asked])} if found else examine_agent(agent, progress=tell, base=bases[asked]) | {'step': step}
+    found = examine_agent(agent, progress=tell, base=bases[asked]) | {'step': step}
     atomic_write(place, lambda path: path.write_text(json.dumps(found, indent=1) + '\n'))
     return found
 
@@ -212,8 +210,10 @@ def play_table(folders):  # as in find_runs
     return _means(folders, lambda f: {**{f'EM, {h} hops': x['EM'] for h, x in (f['hops'] or {}).items()}, **notes(f, 'precision'), **notes(f, 'tokens')})
 
 def resilience_table(folders):  # as in find_runs
-    "Exact match on what is known with a forced call, by what becomes of its output, and without tools, after and before training (CARL tables 15 and 16): a pandas DataFrame."
-    return _means(folders, lambda f: {**(f['broken'] or {}), 'no tool, base': f['known_before']})
+    """Exact match on what is known with a forced call, by what becomes of its output, among those games in which there was one (`called`), and without tools, on what is known and on all questions,
+    after and before training (CARL tables 15 and 16): a pandas DataFrame. A seed that never called counts in `called` alone."""
+    alone = lambda said: _asked({'greedy': said['no tools']}, None, 'EM') if said and 'no tools' in said else math.nan   # an older examination did not ask
+    return _means(folders, lambda f: {**(f['broken'] or {}), 'no tool, base': f['known_before'], 'no tool, all': alone(f), 'no tool, all, base': alone(f.get('base'))})
 
 def critics_table(folders):  # as in find_runs
     "What the critics of those methods that have one know after training (CARL tables 11, 12 and 14): a pandas DataFrame, a row for each method."

@@ -303,11 +303,17 @@ class Disturbed:
 
 # %% ../nbs/61_diagnostics.ipynb #c058
 def resilience(engine, env, questions, sampling=None, metric='em'):
-    "Share right, by a metric of outcome_of, on questions that are known, with a forced call whose output works or does not, and without tools (CARL tables 15 and 16): dict."
+    """On questions that are known (CARL tables 15 and 16), dict: `called`, share of games under the prompt that forces a call in which there was one; of those the share right, by a metric of outcome_of,
+    when the output works, is empty, irrelevant or garbage, NaN if there was none; `no tool`, share right of all without tools."""
     out, forced = {}, prompted(env, 'forced')
-    share = lambda where: outcome_rewards(evaluate(engine, where, questions, sampling)[1], metric).double().mean().item()
-    for how in OUTPUTS: out[how] = share(replace(forced, tool=Disturbed(env.tool, how)))
-    return {**out, 'no tool': share(prompted(env, 'direct'))}
+    right = lambda groups: outcome_rewards(groups, metric).double()
+    play = lambda where: evaluate(engine, where, questions, sampling)[1]
+    for how in OUTPUTS:
+        groups = play(replace(forced, tool=Disturbed(env.tool, how)))
+        called = [any(turn.call is not None for turn in g.trajectories[0].turns) for g in groups]
+        out[how] = right(groups)[called].mean().item()
+        if how == 'working': out['called'] = sum(called) / len(called)
+    return {**out, 'no tool': right(play(prompted(env, 'direct'))).mean().item()}
 
 # %% ../nbs/61_diagnostics.ipynb #c061
 def reliability_figure(chances, outcomes, name=''):

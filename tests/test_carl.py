@@ -554,15 +554,14 @@ def test_finished_runs_are_examined_once_and_reported(model, scripted, tmp_path,
     older = {name: json.loads((tmp_path / 'runs' / name / 'competence.json').read_text()) for name in ('carl-0', 'ppo-0', 'grpo-0')}
     for name, found in older.items():
         place = tmp_path / 'runs' / name / 'competence.json'
-        place.write_text(json.dumps({k: v for k, v in found.items() if k != 'base'}))                                    # as it was kept before the base was asked
+        place.write_text(json.dumps({k: v for k, v in found.items() if k not in ('base', 'no tools')}))                  # as it was kept when less was asked
     assert not any(label.startswith('base') for label in competence.asking_table(tmp_path / 'runs').index) and competence.play_table(tmp_path / 'runs')['note precision, base'].isna().all()
+    assert competence.resilience_table(tmp_path / 'runs')[['no tool, all', 'no tool, all, base']].isna().all(axis=None)
     asked, whole = [], []
     for name, kept in (('examine_base', asked), ('examine_agent', whole)):
         monkeypatch.setattr(competence, name, lambda *a, of=getattr(competence, name), kept=kept, **k: kept.append(a) or of(*a, **k))
-    competence.main([str(tmp_path / 'runs')])                                                                            # one base, asked once for the three
-    assert len(asked) == 1 and not whole and {name: found for name, found in ((f'{m}-{seed}', found) for m, seed, found in examined(tmp_path / 'runs'))} == older
-    place.write_text(json.dumps({k: v for k, v in older['grpo-0'].items() if k != 'base'} | {'tiers': {'1': 12, '2': 19}}))
-    assert examine_run(place.parent, lambda line: None)['tiers'] == {'1': 11, '2': 20} and len(whole) == 1               # of other tiers: examined anew
+    competence.main([str(tmp_path / 'runs')])                                                                            # anew; one base, asked once for the three
+    assert len(asked) == 1 and len(whole) == 3 and {name: found for name, found in ((f'{m}-{seed}', found) for m, seed, found in examined(tmp_path / 'runs'))} == older
     monkeypatch.setattr(competence, 'open_agent', lambda *a: pytest.fail('examined twice'))
     competence.main([str(tmp_path / 'runs')])                                                                            # the warm-up is left out
     code, text, notebook = papermill(tmp_path / 'report.ipynb', settings={'folders': str(tmp_path / 'runs'), 'out': str(tmp_path / 'out')}, cwd=tmp_path, notebook='96_competence')
