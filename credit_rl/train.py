@@ -9,7 +9,7 @@ __all__ = ['CODE', 'Config', 'make_config', 'read_parameters', 'enter_project', 
            'examine', 'train', 'main']
 
 # %% ../nbs/55_train.ipynb #c002
-import contextlib, copy, dataclasses, difflib, json, os, random, re, shutil, sys, tempfile, time
+import contextlib, copy, dataclasses, difflib, json, math, os, random, re, shutil, sys, tempfile, time
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -256,6 +256,8 @@ def _check_engine(c):
     if c.ranks > 1 and torch.cuda.is_available() and not c.vllm.get('untried'):
         raise ValueError('several ranks, each with a vLLM of its own on its own GPU, have been run on CPUs only; allow them with untried=True among the settings of vllm')
     rank_devices(c.vllm.get('devices'), c.ranks)
+    if (transfer := c.vllm.get('transfer')) in ('ipc', 'nccl') and (c.ranks > 1 or c.learner == 'deepspeed' and c.stage == 3):
+        raise ValueError(f"transfer={transfer!r} wants whole weights on one GPU, and one learner that sends them; with several ranks or at stage 3 use transfer='file'")
     check_adapter(c.lora)
     if c.lora and c.vllm.get('sleep_level') == 2: raise ValueError('at sleep_level 2 vLLM forgets the base that an adapter belongs to: with lora take sleep_level 1')
     if (Path(c.model)/'config.json').exists():
@@ -572,9 +574,10 @@ def kl_from_base(learner, layout):
 def _describe(groups, rewards):
     "What to log of a step's rollouts."
     index = torch.arange(len(groups)).repeat_interleave(torch.tensor([len(g.trajectories) for g in groups]))
-    share, scores = group_share(rewards['right'], index), summarize(groups)
+    share = group_share(rewards['right'], index) if max(len(g.trajectories) for g in groups) > 1 else {}      # an attempt alone is compared with none
+    scores = summarize(groups)
     return {'reward': rewards['outcome'].nanmean().item(), **{k: scores[k] for k in ('em', 'f1', 'answer_rate', 'turns', 'calls', 'tokens', 'malformed')},
-            'trajectories': sum(len(g.trajectories) for g in groups), **{f'groups_{k}': share[k] for k in ('all_right', 'mixed', 'all_wrong')}}
+            'trajectories': sum(len(g.trajectories) for g in groups), **{f'groups_{k}': share.get(k, math.nan) for k in ('all_right', 'mixed', 'all_wrong')}}
 
 def _turn_values(layout, advantages, i):
     "Mean advantage of each turn of trajectory `i`: list of K floats."

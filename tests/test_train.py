@@ -19,6 +19,7 @@ import torch
 import yaml
 
 from credit_rl import prepare as preparing, train as training
+from credit_rl.diagnostics import training_curves
 from credit_rl.retrieval import SearchServer
 from credit_rl.runlog import RunLog, latest_checkpoint, named_checkpoint, read_metrics, read_turns, same_metrics
 from credit_rl.train import main, train
@@ -96,6 +97,16 @@ def test_the_same_settings_give_the_same_run(whole, tmp_path):
     child.join()
     assert child.exitcode == 0
     assert_same(whole[0], tmp_path / 'again')
+
+
+@pytest.mark.parametrize('method', ['ppo', 'tips'])
+def test_one_attempt_per_question(tmp_path, method):
+    "As PPO's papers have it: nothing that compares within a group is needed, and of groups nothing is logged."
+    run = train({**SHORT, 'method': method, 'group_size': 1, 'steps': 2, 'run': str(tmp_path / 'run')}, say=lambda line: None)
+    table = read_metrics(run)
+    assert table.step.tolist() == [0, 1, 2] and table.reward[1:].notna().all() and table.grad_norm[1:].gt(0).all()
+    assert table.trajectories[1:].tolist() == [4, 4] and table[['groups_all_right', 'groups_mixed', 'groups_all_wrong']].isna().all(axis=None)
+    training_curves(run)
 
 
 # ---- killed, and resumed ----
@@ -507,6 +518,13 @@ def test_each_rank_gives_its_vllm_its_own_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, 'device_count', lambda: 4)
     with pytest.raises(ValueError, match="devices='3,4', but this process sees 4 GPUs"): check_vllm(own_process=True, untried=True, devices='3,4')
     check_vllm(own_process=True, untried=True, devices='2,3')
+
+
+@pytest.mark.parametrize('given', [dict(ranks=2), dict(stage=3)], ids=['two learners', 'weights on the CPU'])
+@pytest.mark.parametrize('transfer', ['ipc', 'nccl'])
+def test_a_transfer_that_wants_whole_weights_on_one_gpu_is_refused_elsewhere(transfer, given):
+    config = training.make_config(dict(model=BASE, engine='vllm', learner='deepspeed', vllm={'transfer': transfer, 'untried': True, 'own_process': True}, **given))
+    with pytest.raises(ValueError, match=f"transfer='{transfer}' wants whole weights on one GPU"): training.check(config)
 
 
 def test_devices_for_all_ranks_are_refused():
