@@ -540,6 +540,16 @@ def check_made_with(jobs):  # list of Job
     if other: raise ValueError('these runs are finished, but with other parameters; choose another --out or delete them:\n  ' + '\n  '.join(other))
 
 # %% ../nbs/64_compare.ipynb #c077
+def _check_settings(jobs):
+    "Refuse settings that no run takes, before the first begins. Raises ValueError."
+    from credit_rl.prepare import make_warming
+    from credit_rl.train import make_config
+    for job in jobs:
+        given = {'model': 'tiny', **job.settings, 'method': job.settings.get('method', job.method), 'seed': job.seed, 'run': str(job.folder)}
+        try: (make_warming if 'collected' in given else make_config)(given)
+        except (ValueError, TypeError) as e: raise ValueError(f'{job.name}: {e}') from e
+
+# %% ../nbs/64_compare.ipynb #c078
 def _bases(jobs, folder, say):
     "Folder of the base model of each job with a run to do, made if missing, for jobs whose settings name no model or critic to begin from: dict Job -> folder."
     from credit_rl.tiny import make_base
@@ -555,7 +565,7 @@ def _bases(jobs, folder, say):
         made[job] = place
     return made
 
-# %% ../nbs/64_compare.ipynb #c078
+# %% ../nbs/64_compare.ipynb #c079
 def _report(notebook, out, folders, baseline, say):
     "Execute the report on finished runs into OUT/report.ipynb. Returns whether that worked."
     job = Job('report', 0, out)
@@ -565,14 +575,14 @@ def _report(notebook, out, folders, baseline, say):
     say(f'report: {out/"report.ipynb"}' + ('' if code == 0 else f' FAILED: {_last_words(job)}'))
     return code == 0
 
-# %% ../nbs/64_compare.ipynb #c079
+# %% ../nbs/64_compare.ipynb #c080
 def _arguments(arguments):
     "Parse and check the command's arguments: (namespace, parameters). Raises ValueError or FileNotFoundError."
     import argparse, torch
     from credit_rl.methods import METHODS, get_method
     from credit_rl.train import enter_project
     parser = argparse.ArgumentParser(prog='python -m credit_rl.compare', description='Run several methods on the same questions, seeds and bases, and report.')
-    parser.add_argument('--methods', nargs='+', default=list(METHODS), help='rows of the table of methods (all)')
+    parser.add_argument('--methods', nargs='+', default=[m for m in METHODS if m != 'mt-grpo'], help='rows of the table of methods (all but mt-grpo, whose games have two turns)')
     parser.add_argument('--seeds', nargs='+', type=int, default=[1, 2, 3], help='(1 2 3)')
     parser.add_argument('--params', default='runs/params/demo.yaml', help='YAML file with the settings that all runs share (runs/params/demo.yaml)')
     parser.add_argument('--out', default='runs/compare', type=Path, help='folder of the comparison (runs/compare)')
@@ -587,11 +597,13 @@ def _arguments(arguments):
         if not Path(path).exists(): raise FileNotFoundError(f'{path} does not exist; relative paths start at the top of the checkout')
     if given.workers < 1: raise ValueError(f'--workers must be at least 1, got {given.workers}')
     params = yaml.safe_load(Path(given.params).read_text()) or {}
+    if not isinstance(params, dict): raise ValueError(f'{given.params} holds a {type(params).__name__}; wanted lines such as `steps: 40`')
     for method in given.methods: get_method((params.get('methods') or {}).get(method, {}).get('method', method))
+    if given.baseline and given.baseline not in given.methods: raise ValueError(f'--baseline {given.baseline} is none of the methods compared: {", ".join(given.methods)}')
     given.baseline = given.baseline or ('grpo' if 'grpo' in given.methods else given.methods[0])
     return given, params
 
-# %% ../nbs/64_compare.ipynb #c080
+# %% ../nbs/64_compare.ipynb #c081
 def _replay_all(out, steps, say):
     "Replay a finished run of each method. Returns the exit code: 1 if one disagrees, or if there is none."
     first = {}
@@ -603,11 +615,12 @@ def _replay_all(out, steps, say):
         say(f'{folder.name}: ' + ('agrees' if found[name]['agrees'] else 'DIFFERS') + f', by {found[name]["gap"]:.2g} at most ({found[name]["metric"]})  [{len(found)} of {len(first)}]')
     return int(not found or not all(f['agrees'] for f in found.values()))
 
-# %% ../nbs/64_compare.ipynb #c081
+# %% ../nbs/64_compare.ipynb #c082
 def _compare(given, params, say):
     "Make the runs that are missing, then a report of each world. Returns the exit code."
     if given.replay: return _replay_all(given.out, given.replay, say)
     jobs = plan_jobs(given.methods, given.seeds, params, given.out)                           # seed by seed: pairs come early
+    _check_settings(jobs)
     check_made_with(jobs)
     say(status_table(jobs))
     models, threads = _bases(jobs, given.out/'bases', say), max(1, (os.cpu_count() or 1) // given.workers)
@@ -620,7 +633,7 @@ def _compare(given, params, say):
     reported = [_report(given.report, out, folders, given.baseline, say) for out, folders in finished.items()]
     return int(bool(failed) or not reported or not all(reported))
 
-# %% ../nbs/64_compare.ipynb #c082
+# %% ../nbs/64_compare.ipynb #c083
 def main(arguments=None):  # list of str; None: the command line's
     "`python -m credit_rl.compare`: make the runs of a comparison and its report. Returns the exit code: 1 if anything failed."
     say = lambda text: print(text, flush=True)
@@ -630,7 +643,7 @@ def main(arguments=None):  # list of str; None: the command line's
         say('interrupted; the same command goes on from here')
         return 130
 
-# %% ../nbs/64_compare.ipynb #c083
+# %% ../nbs/64_compare.ipynb #c084
 if __name__ == '__main__' and '__file__' in globals():  # a notebook has no file
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that a killed command ends what it started
     sys.exit(main())

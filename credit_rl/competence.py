@@ -213,7 +213,8 @@ def resilience_table(folders):  # as in find_runs
     """Exact match on what is known with a forced call, by what becomes of its output, among those games in which there was one (`called`), and without tools, on what is known and on all questions,
     after and before training (CARL tables 15 and 16): a pandas DataFrame. A seed that never called counts in `called` alone."""
     alone = lambda said: _asked({'greedy': said['no tools']}, None, 'EM') if said and 'no tools' in said else math.nan   # an older examination did not ask
-    return _means(folders, lambda f: {**(f['broken'] or {}), 'no tool, base': f['known_before'], 'no tool, all': alone(f), 'no tool, all, base': alone(f.get('base'))})
+    asked = lambda broken: broken if 'called' in broken else {'no tool': broken['no tool']} if broken else {}   # nor in which games there was a call
+    return _means(folders, lambda f: {**asked(f['broken'] or {}), 'no tool, base': f['known_before'], 'no tool, all': alone(f), 'no tool, all, base': alone(f.get('base'))})
 
 def critics_table(folders):  # as in find_runs
     "What the critics of those methods that have one know after training (CARL tables 11, 12 and 14): a pandas DataFrame, a row for each method."

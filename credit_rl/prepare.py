@@ -77,7 +77,8 @@ def check_warming(config):
     if c.protocol not in ('carl', 'carl-tiny'): raise ValueError(f"a warm-up plays CARL's prompts: protocol must be 'carl' or 'carl-tiny', got {c.protocol!r}")
     if c.collected not in ('curated', 'random', 'cold'): raise ValueError(f"collected must be curated, random or cold, got {c.collected!r}")
     lacking = [p for p in c.prompts if p != 'optional' and f'{c.protocol}-{p}' not in PROTOCOLS]
-    if lacking or 'forced' not in c.prompts: raise ValueError(f'prompts are some of direct, forced, optional, multi-hop, and forced is one of them, got {c.prompts} for protocol {c.protocol}')
+    if lacking or not {'forced', 'optional'} <= set(c.prompts):   # the gate needs both: the one for its signs, the other because V(s_0) is asked under it
+        raise ValueError(f'prompts are some of direct, forced, optional, multi-hop, and forced and optional are among them, got {c.prompts} for protocol {c.protocol}')
     lowest = {**dict.fromkeys(('tries', 'sorted_questions', 'repeats', 'warm_steps', 'warm_every', 'warm_batch'), 1),
               **dict.fromkeys(('warm_least', 'warm_rise', 'backbone_rate', 'other_share', 'other_misses', 'head_rate'), 0)}
     for name, least in lowest.items():
@@ -131,7 +132,7 @@ def _summary(c, history, exam, learner):
     (step, report), (_, first) = history[-1], history[0]
     starts, _ = exam.read(learner)
     metric = options_of(c, get_method(c.method))['metric']
-    chosen = [g for g, p in zip(exam.data.groups, exam.data.prompts) if p == 'optional'] or exam.data.groups
+    chosen = [g for g, p in zip(exam.data.groups, exam.data.prompts) if p == 'optional']
     place = {q.id: i for i, q in enumerate(exam.data.questions)}
     chances, outcomes = starts[[place[g.question.id] for g in chosen]].clamp(0, 1), outcome_rewards(chosen, metric)
     return {'kind': 'warm-up', 'collected': c.collected, 'method': c.method, 'seed': c.seed, 'step': step, 'passed': report.passed and step >= c.warm_least, 'must_pass': c.must_pass,
@@ -280,9 +281,10 @@ def _kind(summary):
     "What a warm-up was: how its rollouts were collected, and whose critic it is where not CARL's."
     return summary['collected'] + ('' if summary['method'] == 'carl' else f", {summary['method']}'s critic")
 
-def warmup_table(folders):  # list of folders of finished warm-ups
+def warmup_table(folders):  # list of folders of finished warm-ups, or one folder that holds them
     "What warm-ups came to (the paper's ablation: cold, random, curated), means over seeds: a pandas DataFrame, a row for each kind; NaN for how far the policy moved where that was not kept. Raises ValueError on an empty list."
     import pandas as pd
+    if isinstance(folders, (str, Path)): folders = sorted(p.parent for p in Path(folders).glob('*/summary.json'))
     told = [json.loads((Path(f)/'summary.json').read_text()) for f in folders]
     if not told: raise ValueError('got no finished warm-up to tell of')
     rows = [{'critic': _kind(x), 'seeds': 1, **{n: x['report'][n] for n in GATE}, 'ECE': x['ece'], 'Brier': x['brier'], 'V, known': x['value_tier']['2'], 'V, not known': x['value_tier']['1'],

@@ -6,7 +6,7 @@
 __all__ = ['keep_right', 'sft_rows', 'fine_tune', 'rejection_sft', 'main']
 
 # %% ../nbs/56_sft.ipynb #c003
-import json, random, sys, tempfile
+import inspect, json, random, sys, tempfile
 from pathlib import Path
 import torch
 from .engine import HFEngine, Sampling, seed_of
@@ -86,6 +86,7 @@ def rejection_sft(
 ):
     "Play, keep what was right, fine-tune, and compare on the test questions. Returns the run folder, with the model in `model/`."
     c = make_config(config) if isinstance(config, dict) else config
+    if c.dry_run: raise ValueError('dry_run is for training by reinforcement; this fine-tuning has none')
     check(c)
     log, metric = RunLog(c.run), options_of(c, get_method('grpo'))['metric']
     log.write_params({**{k: list(v) if isinstance(v, tuple) else v for k, v in vars(c).items()}, 'method': 'sft', 'sft': {'questions': questions, 'attempts': attempts,
@@ -125,8 +126,10 @@ def main(arguments=None):
     parser = argparse.ArgumentParser(prog='python -m credit_rl.sft', description='Fine-tune a policy on its own right rollouts.')
     try:
         settings, _ = read_settings(parser, arguments)
-        own = {name: settings.pop(name) for name in list(settings) if name.startswith('sft.')}
-        rejection_sft(settings, **_numbers({name.removeprefix('sft.'): value for name, value in own.items()}))
+        own = {name.removeprefix('sft.'): settings.pop(name) for name in list(settings) if name.startswith('sft.')}
+        known = [n for n in inspect.signature(rejection_sft).parameters if n not in ('config', 'say')]
+        if unknown := [n for n in own if n not in known]: raise ValueError(f"no setting 'sft.{unknown[0]}'; there are {', '.join(f'sft.{n}' for n in known)}")
+        rejection_sft(settings, **_numbers(own))
     except (ValueError, OSError, TypeError) as e: sys.exit(f'credit_rl.sft: {e}')
 
 # %% ../nbs/56_sft.ipynb #c022

@@ -462,6 +462,7 @@ def _sleep(self):
 def _wake(self):
     "Take memory back; after a sleep at level 2 `load` must follow."
     if self.asleep:
+        if torch.cuda.is_available(): torch.cuda.empty_cache()   # what the learner has freed, PyTorch keeps from other processes until then
         with _heard('wake'): self.llm.wake_up()
     self.asleep = False
 

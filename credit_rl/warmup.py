@@ -411,6 +411,12 @@ def choose_questions(
     return sorted(out)
 
 # %% ../nbs/53_warmup.ipynb #c063
+def _obedience(prompts, called, tiers):
+    "How often a call follows the prompt that asks for one, in words."
+    did = [[c for p, c, t in zip(prompts, called, tiers) if p == 'forced' and t == tier] for tier in (1, 2)]
+    return 'told to call, it does in ' + ' and '.join(f'{sum(x) / len(x):.0%} of rollouts of Tier {t}' for t, x in zip((1, 2), did) if x) + '; a rollout counts as what it is, not as what it was told'
+
+# %% ../nbs/53_warmup.ipynb #c064
 def collect(
     engine,     # of the model whose competence is meant
     env,        # Environment with the prompt of the training to come
@@ -440,10 +446,11 @@ def collect(
             own += [tier[i] for i in part for _ in range(how.repeats)]
         prompts += [mode] * (len(played) - len(prompts))
     called = torch.tensor([any(turn.call is not None for turn in g.trajectories[0].turns) for g in played])
+    if say and 'forced' in how.prompts: say(_obedience(prompts, called.tolist(), [int(t) for t in own]))
     buckets = 2 * (torch.stack(own) - 1) + called if how.kind == 'curated' else torch.zeros(len(played), dtype=torch.long)
     return Collected([questions[i] for i in chosen], tier[chosen], played, buckets, prompts)
 
-# %% ../nbs/53_warmup.ipynb #c066
+# %% ../nbs/53_warmup.ipynb #c067
 class Examination:
     "The gate's three questions on held-out rollouts, ready to be asked of any critic."
     def __init__(
@@ -473,7 +480,7 @@ class Examination:
         starts, table = self.read(model, head)
         return gate(starts, self.data.tier, self.signs(table), table[self.turn_mask], self.pairs.returns)
 
-# %% ../nbs/53_warmup.ipynb #c069
+# %% ../nbs/53_warmup.ipynb #c070
 @dataclass(frozen=True)
 class Warmed:
     "What a warm-up left behind."
@@ -486,7 +493,7 @@ class Warmed:
         "Put the kept weights into a head."
         head.load_state_dict(torch.load(self.folder/'head.pt', weights_only=True, map_location=next(head.parameters()).device))
 
-# %% ../nbs/53_warmup.ipynb #c070
+# %% ../nbs/53_warmup.ipynb #c071
 def write_warmed(folder, learner, tokenizer, summary, log, ranks=Ranks()):
     "Write a critic's folder, then the summary that says so. All ranks call it; the first writes."
     weights, head = learner.weights(), learner.head_weights()
@@ -497,7 +504,7 @@ def write_warmed(folder, learner, tokenizer, summary, log, ranks=Ranks()):
         torch.save(head, part/'head.pt')
     log.summary(summary)
 
-# %% ../nbs/53_warmup.ipynb #c071
+# %% ../nbs/53_warmup.ipynb #c072
 def report_from(values):
     "A `GateReport` from JSON values, where null is what was not measured."
     return GateReport(**{k: tuple(v) if k == 'pairs' else math.nan if v is None else v for k, v in values.items()})

@@ -135,6 +135,11 @@ def clean_outputs(nb, numbers):
                 yield f'{text[path.start():path.start() + 40]!r} is in the output of: {c.source[:60]!r}'
 
 
+def executed(nb, numbers):
+    "A library notebook shows what its cells gave."
+    return [] if nb.runs or not nb.exported or any(c.outputs for c in nb.code) else ['has no outputs: execute it before it is committed']
+
+
 def run_notebook(nb, numbers):
     "A run notebook is a template: parameters, calls, no functions, no outputs."
     if nb.runs:
@@ -151,7 +156,7 @@ def run_notebook(nb, numbers):
 
 
 RULES = [floors, named_like_its_module, no_notebook_tools, torch_alone, short_cells, everything_shown, nothing_skipped, clean_outputs,
-         run_notebook]
+         executed, run_notebook]
 
 
 # ---- the tests ----
@@ -217,13 +222,14 @@ BAD = [
     (clean_outputs, notebook('12_b', 'f()', outputs=output(f'saved {ROOT}/model'))),
     (clean_outputs, notebook('12_b', 'f()', outputs=[{'output_type': 'error', 'traceback': ['no']}])),
     (clean_outputs, notebook('12_b', 'f()', outputs=[{'output_type': 'display_data', 'data': {'application/vnd.jupyter.widget-view+json': {}, 'text/plain': '0/1'}}])),
+    (executed, notebook('12_b', '#| export\nx = 1', 'x')),
     (run_notebook, notebook('92_b', 'x = 1')),
     (run_notebook, notebook('92_b', 'x = 1', metadata={'tags': ['parameters']}, execution_count=3)),
     (run_notebook, notebook('92_b', 'def f(): pass', metadata={'tags': ['parameters']})),
 ]
 GOOD = [
     notebook('12_b', '#| default_exp b', '#| export\nimport os\nfrom credit_rl.a import g\ndef f():\n    return g(os)',
-             '%time f()\nfrom credit_rl.b import f\nassert f() == 1', '#| eval: false\nlong_run()'),
+             '%time f()\nfrom credit_rl.b import f\nassert f() == 1', '#| eval: false\nlong_run()', outputs=output('1')),
     notebook('92_b', 'x = 1', metadata={'tags': ['parameters']}),
     notebook('12_b', '#| default_exp b', outputs=output('1/home/2 </tmp/> see https://example.org/tmp/x and runs/demo')),
 ]

@@ -182,8 +182,8 @@ def test_a_warm_up_is_told_the_rest_by_a_second_file(name, per_tier, rates, tmp_
     told = settings(name) | yaml.safe_load(WARM[name].read_text())
     warming = make_warming({**told, 'model': str(tmp_path / 'model'), 'engine': 'hf', 'vllm': {}})
     check_warming(warming)
-    assert (warming.run, warming.per_tier, warming.prompts, warming.tries, warming.repeats) == (f'runs/{name}_warmup', per_tier, ['direct', 'forced'], 5, 1)
-    assert len(warming.prompts) * sum(warming.per_tier) == 32000 and warming.clusters == {'hotpotqa': 50, '2wikimultihopqa': 50, 'gsm8k': 30} and set(warming.clusters) == set(warming.data.split('+'))
+    assert (warming.run, warming.per_tier, warming.prompts, warming.tries, warming.repeats) == (f'runs/{name}_warmup', per_tier, ['direct', 'forced', 'optional'], 5, 1)
+    assert 2 * sum(warming.per_tier) == 32000 and warming.clusters == {'hotpotqa': 50, '2wikimultihopqa': 50, 'gsm8k': 30} and set(warming.clusters) == set(warming.data.split('+'))
     assert (warming.warm_steps, warming.warm_least, warming.warm_every, warming.warm_batch, warming.warm_rise, warming.other_share) == (2400, 1800, 25, 256, 100, .3)
     assert (warming.head_rate, warming.backbone_rate, warming.collected) == (*rates, 'curated') and warming.betas == [.9, .999]
     text = FILES[name].read_text()

@@ -1,6 +1,8 @@
 """The run notebooks 90_train and 91_evaluate as papermill runs them: from anywhere, with their parameters checked, and shown again without doing it again."""
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -24,6 +26,24 @@ def finished(tmp_path_factory):
     code, text, notebook = papermill(cwd / 'runs' / 'short' / 'notebook.ipynb', '-p', 'run', 'runs/short', settings=SHORT, cwd=cwd)
     assert code == 0, text[-5000:]
     return cwd, cwd / 'runs' / 'short', notebook
+
+
+def test_a_papers_command_with_a_small_model(tmp_path):
+    "As it is typed in a clone, where the run has no folder yet, with TIPS's file for eight GPUs; given besides is only what is small: model, data, numbers of questions, and two ranks that play by themselves."
+    pytest.importorskip('deepspeed', reason='deepspeed is not installed: pip install credit_rl[train]')
+    (tmp_path / 'runs').mkdir()
+    for name in ('nbs', 'runs/params'): (tmp_path / name).symlink_to(ROOT / name)
+    small = dict(run='runs/tips-7b', model=str(ROOT / 'data' / 'tiny_base'), data='tiny', corpus=None, protocol='tiny', questions=40, dev_questions=8, test_questions=8, questions_per_step=8,
+                 steps=2, eval_every=1, teacher_every=1, turn_tokens=24, max_tokens=192, row_tokens=4096, passages=1, passage_tokens=30, engine='hf', vllm={}, ranks=2)
+    done = subprocess.run([sys.executable, '-m', 'papermill', 'nbs/90_train.ipynb', 'runs/tips-7b/notebook.ipynb', '-f', 'runs/params/tips_qwen2.5_7b.yaml', '-y', json.dumps(small), '--no-progress-bar'],
+                          cwd=tmp_path, env={**os.environ, 'CUDA_VISIBLE_DEVICES': ''}, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert done.returncode == 0, done.stdout[-5000:]
+    run, notebook = tmp_path / 'runs' / 'tips-7b', json.loads((tmp_path / 'runs' / 'tips-7b' / 'notebook.ipynb').read_text())
+    params, table = yaml.safe_load((run / 'params.yaml').read_text()), read_metrics(run)
+    assert params.items() >= dict(method='tips', learner='deepspeed', stage=3, dtype='bfloat16', gradient_checkpointing=True, group_size=1, critic='own', offload=['reference', 'teacher']).items()
+    assert params['deepspeed']['zero_optimization']['offload_optimizer'] == {'device': 'cpu'} and (run / 'summary.json').exists()
+    assert table.step.tolist() == [0, 1, 2] and table[['grad_norm', 'mean_abs_shaping', 'alpha', 'value_loss']][1:].gt(0).all(axis=None) and table.trajectories[1:].tolist() == [8, 8]
+    assert len(shown(notebook, 'image/png')) >= 1 and not [o for _, o in outputs(notebook) if o['output_type'] == 'error']
 
 
 def test_the_notebook_shows_what_happened(finished):

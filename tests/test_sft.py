@@ -25,6 +25,13 @@ def test_the_command_leaves_a_model_that_loads(tmp_path, root, monkeypatch):
     with pytest.raises(SystemExit, match='already holds a run'): main([f'run={tmp_path / "run"}', 'model=data/tiny_base'])
 
 
+@pytest.mark.parametrize('given, message', [('sft.questons=9', "no setting 'sft.questons'; there are sft.questions, sft.attempts"), ('dry_run=true', 'dry_run is for training by reinforcement')])
+def test_what_it_does_not_take_is_refused_before_it_plays(tmp_path, root, monkeypatch, given, message):
+    monkeypatch.chdir(root)
+    with pytest.raises(SystemExit, match=message): main([f'run={tmp_path / "run"}', 'model=data/tiny_base', given])
+    assert not (tmp_path / 'run').exists()
+
+
 def test_games_are_different_right_and_few():
     group = example_group()
     right, wrong = group.trajectories[0], group.trajectories[1]

@@ -113,8 +113,22 @@ def adapter():
     return {'gaps': gaps, 'none': none, 'ok': all(before > .05 and after < 1e-3 for before, after in gaps) and none < 1e-3}
 
 
+class Waiting:
+    "A tool that does not answer before the engine has said more of the conversations that are still under way, or a while has passed; `met` says which."
+    def __init__(self, tool, engine): self.tool, self.engine, self.met = tool, engine, []
+
+    def call(self, calls):
+        said = self.engine.llm.engine_core.outputs_queue
+        if self.engine._live:
+            for _ in range(6000):
+                if not said.empty(): break
+                time.sleep(.01)
+            self.met.append(not said.empty())
+        return self.tool.call(calls)
+
+
 def other_process():
-    "The engine core in a process of its own; weights go through a file."
+    "The engine core in a process of its own, which goes on while tools run; weights go through a file."
     model, tokenizer = load_model(str(ROOT / 'data' / 'tiny_base'))
     engine = VLLMEngine(ROOT / 'data' / 'tiny_base', tokenizer, max_length=192, max_rows=32, dtype='float32', own_process=True, arguments=SETTINGS)
     measured = syncs(engine, model)
@@ -124,7 +138,10 @@ def other_process():
     greedy = Sampling(greedy=True, max_tokens=24)
     ours, theirs = (rollout(e, env, world.questions, 1, greedy) for e in (engine, HFEngine(model, tokenizer, max_length=192)))
     said = lambda groups: [[x.action_ids for x in g.trajectories[0].turns] for g in groups]
-    measured['ok'] &= said(ours) == said(theirs) and not engine.llm.has_unfinished_requests()
+    tool = Waiting(env.tool, engine)
+    rollout(engine, dataclasses.replace(env, tool=tool), world.questions, 4, Sampling(max_tokens=24), seed=1)
+    measured |= {'calls beside others': len(tool.met), 'others went on': sum(tool.met)}
+    measured['ok'] &= said(ours) == said(theirs) and not engine.llm.has_unfinished_requests() and len(tool.met) > 0 and all(tool.met)
     engine.close()
     return measured
 

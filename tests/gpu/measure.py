@@ -10,10 +10,12 @@ import argparse
 import json
 import sys
 import time
+from pathlib import Path
 
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))   # a checkout will do
 from credit_rl.engine import HFEngine, Sampling
 from credit_rl.estimate import Plan, Sizes, memory
 from credit_rl.layout import pack
