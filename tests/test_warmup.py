@@ -128,7 +128,14 @@ def test_a_tier_that_is_taken_whole_is_said(per_tier, said):
     data = collect(engine, env, [q for q in world.questions if q.meta['parametric']][:11] + [q for q in world.questions if not q.meta['parametric']][:11], Sampling(),
                    Collecting(per_tier=per_tier, clusters=3), say=lines.append)
     assert lines[0].startswith('22 questions: 11 that it knows')
-    assert [line[:len(said or '')] for line in lines[1:]] == ([said] if said else []) and len(data.questions) == sum(min(11, n) for n in Collecting(per_tier=per_tier).wanted)
+    assert lines[-1].startswith('told to call, it does in 100% of rollouts of Tier 1 and 100% of rollouts of Tier 2; ')
+    assert [line[:len(said or '')] for line in lines[1:-1]] == ([said] if said else []) and len(data.questions) == sum(min(11, n) for n in Collecting(per_tier=per_tier).wanted)
+
+
+def test_a_base_that_does_not_call_when_told_to_is_noticed():
+    from credit_rl.warmup import _obedience
+    assert _obedience(['direct', 'forced', 'forced', 'forced', 'optional'], [False, True, False, True, True], [1, 1, 1, 2, 2]).startswith('told to call, it does in 50% of rollouts of Tier 1 and 100% of')
+    assert _obedience(['forced'], [False], [2]).startswith('told to call, it does in 0% of rollouts of Tier 2;')
 
 
 def test_sources_have_clusters_of_their_own():
