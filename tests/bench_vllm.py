@@ -4,10 +4,11 @@
   the first credits a rollout with what it reads, the second does not.
 - `sampled`: only as many ids for each as were sampled in it, so nothing takes the place of what was read, and the trajectories are shorter.
 
-    python tests/bench_vllm.py [--questions 96] [--group 8] [--rows 256] [--block-size 32] [--own-process] [--tool-seconds 0.0] [--repeats 3]
+    python tests/bench_vllm.py [--questions 96] [--group 8] [--rows 256] [--block-size 32] [--own-process] [--library] [--tool-seconds 0.0] [--repeats 3]
 
 By default 768 trajectories, three times as many as the engine has at once: a step of the papers has 1,280 and more. With as many as it has at once
-(`--questions 32`), tools find it waiting for the last ones. `--tool-seconds` makes every batch of calls wait; in a process of its own the engine goes on meanwhile. Needs vllm (`make test-vllm`).
+(`--questions 32`), tools find it waiting for the last ones. `--tool-seconds` makes every batch of calls wait; in a process of its own the engine goes on meanwhile. `--library` measures `HFEngine` instead; vLLM needs
+`make test-vllm`.
 Also printed: the seconds of a weight sync, and how many of a rollout's samples stay the same in other company.
 """
 import argparse
@@ -17,7 +18,9 @@ import statistics
 import time
 from pathlib import Path
 
-from credit_rl.engine import Sampling, seed_of
+import torch
+
+from credit_rl.engine import HFEngine, Sampling, seed_of
 from credit_rl.evaluate import load_model
 from credit_rl.protocol import PROTOCOLS, Chat
 from credit_rl.rollout import rollout
@@ -47,7 +50,7 @@ def with_tools(engine, env, questions, group, seed):
 
 def without(engine, trajectories, length):
     "Tokens and seconds of generating after each trajectory's prompt `length(trajectory)` tokens in one go."
-    eos, engine.eos_ids = engine.eos_ids, set()                    # nothing ends it but its length
+    eos, engine.eos_ids = engine.eos_ids, torch.tensor([], dtype=torch.long) if isinstance(engine.eos_ids, torch.Tensor) else set()   # nothing ends it but its length
     stream, start, tokens = engine.stream(Sampling()), time.perf_counter(), 0
     for i, t in enumerate(trajectories):
         stream.submit(i, t.prompt_ids, seed=i, max_tokens=length(t))
@@ -66,13 +69,14 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, kind, default in (('--questions', int, 96), ('--group', int, 8), ('--rows', int, 256), ('--block-size', int, 32), ('--tool-seconds', float, 0.), ('--repeats', int, 3)):
         parser.add_argument(name, type=kind, default=default)
-    parser.add_argument('--own-process', action='store_true')
+    for name in ('--own-process', '--library'): parser.add_argument(name, action='store_true')
     a = parser.parse_args()
     model, tokenizer = load_model(str(FOLDER))
     world = make_world('train', seed=3, size=200, questions=a.questions)
     env = tiny_environment(world, Chat(PROTOCOLS['tiny'], tokenizer))
     env = dataclasses.replace(env, tool=Slow(env.tool, a.tool_seconds))
-    engine = VLLMEngine(FOLDER, tokenizer, max_length=192, max_rows=a.rows, dtype='float32', own_process=a.own_process, arguments={'enforce_eager': True, 'block_size': a.block_size})
+    if a.library: engine = HFEngine(model, tokenizer, max_length=192, max_rows=a.rows)
+    else: engine = VLLMEngine(FOLDER, tokenizer, max_length=192, max_rows=a.rows, dtype='float32', own_process=a.own_process, arguments={'enforce_eager': True, 'block_size': a.block_size})
     with_tools(engine, env, world.questions, 1, seed=0)              # compilation is not counted
     rates = []
     for repeat in range(a.repeats):
@@ -97,7 +101,7 @@ def main():
         'tokens_per_second_with_tools': round(median('tokens_per_second_with_tools')),
         'ratio': {name: round(median(name), 3) for name in rates[0] if ',' in name}, 'ratios': {name: [round(r[name], 3) for r in rates] for name in rates[0] if ',' in name},
         'load_seconds': round(load_seconds, 3), 'same_samples_in_other_company': f'{sum(x == y for x, y in zip(one[::-2], other))} of {len(other)}'}))
-    engine.close()
+    if not a.library: engine.close()
 
 
 if __name__ == '__main__':
