@@ -49,7 +49,8 @@ def reinforce_pp(
 
 # %% ../nbs/40_advantages.ipynb #c015
 def _trained_slots(mask, row_trajectory):
-    "Slot of each trained token in a dense (N, L) table that holds every trajectory's trained tokens in order: (M,) long, N, L."
+    """Slot of each trained token in a dense (N, L) table that holds every trajectory's trained tokens in order: (M,)
+    long, N, L."""
     if row_trajectory is not None and (row_trajectory.shape != mask.shape[:1] or row_trajectory.is_floating_point()):
         raise ValueError(f'row_trajectory must be ({len(mask)},) integers, one per row, '
                          f'got {tuple(row_trajectory.shape)} {row_trajectory.dtype}')
@@ -99,12 +100,15 @@ def mt_grpo(
     ddof=0,       # 0 population, 1 sample standard deviation
     eps=1e-6,     # added to the standard deviation
 ):
-    "Mix the call's and the outcome's comparison on the first turn (MT-GRPO: TIPS appendix E.5): (N, K). Raises on a third turn."
+    """Mix the call's and the outcome's comparison on the first turn (MT-GRPO: TIPS appendix E.5): (N, K). Raises on a
+    third turn."""
     if not 0 <= beta <= 1: raise ValueError(f'beta is a share, in [0, 1], got {beta}')
-    if turn_mask[:, 2:].any(): raise ValueError('mt_grpo knows one tool call and one answer; for more turns use mt_grpo_star')
+    if turn_mask[:, 2:].any():
+        raise ValueError('mt_grpo knows one tool call and one answer; for more turns use mt_grpo_star')
     check_turns(turn_mask, turn_mask)
     final = group_normalize(widen(outcome), groups, ddof=ddof, eps=eps)
-    call_reward = torch.where(measured(outcome), widen(call_reward), torch.nan)     # a missing rollout leaves both comparisons
+    # a missing rollout leaves both comparisons
+    call_reward = torch.where(measured(outcome), widen(call_reward), torch.nan)
     by_call = group_normalize(call_reward, groups, ddof=ddof, eps=eps)
     first = torch.where(measured(call_reward), beta * by_call + (1 - beta) * final, final)
     is_first = torch.arange(turn_mask.shape[1], device=turn_mask.device) == 0
@@ -112,7 +116,7 @@ def mt_grpo(
 
 # %% ../nbs/40_advantages.ipynb #c026
 def mt_grpo_star(
-    rewards,           # (N, K) reward of each tool turn; NaN in a tool turn: not measured, it then gets the outcome only
+    rewards,  # (N, K) reward of each tool turn; NaN in a tool turn: not measured, it then gets the outcome only
     outcome,           # (N,) outcomes; NaN: missing
     turn_mask,         # (N, K) bool
     groups,            # (N,) integer
@@ -132,7 +136,8 @@ def mt_grpo_star(
     if norm not in ('turn', 'pooled'): raise ValueError(f"norm is 'turn' or 'pooled', got {norm!r}")
     if literal != (turn_tokens is not None):
         raise ValueError('literal=True and turn_tokens, the tokens to divide by, go together')
-    if (rewards.isinf() & tool).any(): raise ValueError("infinite rewards cannot be compared; a call that was not measured is NaN")
+    if (rewards.isinf() & tool).any():
+        raise ValueError("infinite rewards cannot be compared; a call that was not measured is NaN")
     if literal: rewards = rewards / turn_tokens.clamp(min=1)
     valid = tool & ~rewards.isnan() & measured(outcome)[:, None]
     index = check_groups(groups, len(rewards))[:, None].expand_as(tool)
@@ -145,7 +150,8 @@ def mt_grpo_star(
 def anchor_ids(
     groups,  # list of Group, N trajectories in all, the longest of K turns
 ):
-    "Number the contexts that turns start from, equally for equal ids in a group (GiGPO's anchors): (N, K) long, -1 outside."
+    """Number the contexts that turns start from, equally for equal ids in a group (GiGPO's anchors): (N, K) long, -1
+    outside."""
     number, rows = {}, []
     for b, g in enumerate(groups):
         for t in g.trajectories:
@@ -170,7 +176,8 @@ def gigpo(
     eps=1e-6,          # added to the standard deviation
 ):
     "Compare episodes in the group and turns at the same anchor (GiGPO: Feng et al. 2025): (N, K), 0 outside the mask."
-    if mode not in ('mean_norm', 'mean_std_norm'): raise ValueError(f"mode is 'mean_norm' or 'mean_std_norm', got {mode!r}")
+    if mode not in ('mean_norm', 'mean_std_norm'):
+        raise ValueError(f"mode is 'mean_norm' or 'mean_std_norm', got {mode!r}")
     if anchors.shape != rewards.shape or anchors.is_floating_point():
         raise ValueError(f'anchors must be {tuple(rewards.shape)} integers like rewards, '
                          f'got {tuple(anchors.shape)} {anchors.dtype}')
@@ -209,7 +216,8 @@ def to_tokens(
         raise ValueError(f'token_turns must be (R, T) integers, R = {n} without row_trajectory, '
                          f'got {tuple(token_turns.shape)} {token_turns.dtype}')
     low, high = token_turns.aminmax()
-    if low < -1 or high >= k: raise ValueError(f'token_turns must lie in [-1, {k}) for {k} turns, got {int(low)} to {int(high)}')
+    if low < -1 or high >= k:
+        raise ValueError(f'token_turns must lie in [-1, {k}) for {k} turns, got {int(low)} to {int(high)}')
     table = torch.nn.functional.pad(turn_values, (1, 0))
     out = (table if row_trajectory is None else table[row_trajectory]).gather(1, token_turns + 1)
     if not turn_values.isfinite().all() and not out.isfinite().all():

@@ -18,7 +18,8 @@ def _numbers(
     "Flatten to a float tensor, float64 for lists. Raises ValueError where a number is missing."
     x = widen(x.detach() if isinstance(x, torch.Tensor) else torch.as_tensor(x, dtype=torch.float64)).flatten()
     if x.isnan().any():
-        raise ValueError(f'{name} holds {int(x.isnan().sum())} NaN of {len(x)}; leave out, in pairs, what was not measured')
+        raise ValueError(f'{name} holds {int(x.isnan().sum())} NaN of {len(x)}; leave out, in pairs, what was not '
+                         'measured')
     return x
 
 # %% ../nbs/51_critics.ipynb #c007
@@ -97,7 +98,8 @@ def explained_variance(
     values,   # critic's values, any shape (index with the mask first: values[mask])
     returns,  # as many outcomes or returns
 ):
-    "Measure the share of the returns' variance that values explain (CARL appendix I.2): float <= 1, NaN if there is none."
+    """Measure the share of the returns' variance that values explain (CARL appendix I.2): float <= 1, NaN if there is
+    none."""
     v, r = (x.double() for x in _pairs('values', values, 'returns', returns))
     if not len(r) or r.min() == r.max(): return float('nan')
     return (1 - (r - v).var(correction=0) / r.var(correction=0)).item()
@@ -121,7 +123,8 @@ class LinearHead(torch.nn.Module):
 
 # %% ../nbs/51_critics.ipynb #c032
 class CompetenceHead(torch.nn.Module):
-    "Read a chance of success off each hidden state: two layers of width d, GELU, sigmoid (CARL section 3.3 and table 5)."
+    """Read a chance of success off each hidden state: two layers of width d, GELU, sigmoid (CARL section 3.3 and table
+    5)."""
     def __init__(
         self,
         d_model,  # int, width of the hidden states and of the hidden layer
@@ -194,7 +197,8 @@ def state_values(
     states,  # (N, S, 2) long, row and position of each state, -1: none
     head,    # module, (n, d) → (n,)
 ):
-    "Read a head at given states (CARL section 3.3): (N, S), NaN where there is none. Raises ValueError outside the rows."
+    """Read a head at given states (CARL section 3.3): (N, S), NaN where there is none. Raises ValueError outside the
+    rows."""
     row, position, there = _where(states, hidden.shape)
     values = head(hidden[row, position])
     return values.new_full(there.shape, torch.nan).masked_scatter(there, values)
@@ -213,6 +217,7 @@ def scale_gradient(
     x,       # tensor, passed on as it is
     factor,  # >= 0, what its gradient is multiplied by; 0: no gradient
 ):
-    "Pass a tensor on and scale the gradient that comes back (CARL table 5's two rates, as a mixing weight): same shape."
+    """Pass a tensor on and scale the gradient that comes back (CARL table 5's two rates, as a mixing weight): same
+    shape."""
     if not factor >= 0: raise ValueError(f'the factor of a gradient must be >= 0, got {factor}')
     return x.detach() + factor * (x - x.detach()) if factor else x.detach()

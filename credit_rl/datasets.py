@@ -94,7 +94,8 @@ def _json_rows(path, name):
     with _open(path) as f: text = f.read()
     try: data = json.loads(text)
     except json.JSONDecodeError as e:
-        raise ValueError(f'{name} is not JSON: {e}; the file may be cut off, or be JSON lines (then name it .jsonl)') from None
+        raise ValueError(
+            f'{name} is not JSON: {e}; the file may be cut off, or be JSON lines (then name it .jsonl)') from None
     if isinstance(data, dict): data = next((data[k] for k in ('Data', 'data') if isinstance(data.get(k), list)), data)
     if isinstance(data, list):
         for i, row in enumerate(_progress(data, name, path.stat().st_size, len(data))): yield f'{name}, row {i}', row
@@ -106,15 +107,19 @@ def _json_rows(path, name):
 
 # %% ../nbs/10_datasets.ipynb #c019
 def _table_rows(path, name, delimiter=','):
-    "Yield (where, row) of a CSV file: dicts under a header, else lists of cells. A row of another length gives a RowError."
+    """Yield (where, row) of a CSV file: dicts under a header, else lists of cells. A row of another length gives a
+    RowError."""
     with _open(path) as f:
-        reader, header, first = csv.reader(_progress(f, name, path.stat().st_size), delimiter=delimiter, strict=True), None, True
+        reader, header, first = csv.reader(_progress(f, name,
+                                                     path.stat().st_size), delimiter=delimiter,
+                                           strict=True), None, True
         for cells in reader:
             if not any(cells): continue
             if first and {c.strip().lower() for c in cells} & {'question', 'text', 'contents'}: header = cells
             elif header is None: yield f'{name}, line {reader.line_num}', cells
             elif len(cells) != len(header):
-                yield f'{name}, line {reader.line_num}', RowError('(row)', f'has {len(cells)} columns, the header {len(header)}')
+                yield f'{name}, line {reader.line_num}', RowError('(row)', f'has {len(cells)} columns, the header '
+                                                                           f'{len(header)}')
             else: yield f'{name}, line {reader.line_num}', dict(zip(header, cells))
             first = False
 
@@ -128,11 +133,13 @@ def _parquet_rows(path, name):
     "Yield (where, row) of a parquet file. Raises ImportError without pyarrow."
     try: import pyarrow.parquet as parquet
     except ImportError as e:
-        raise ImportError('reading parquet needs `pyarrow`: pip install "credit_rl[train]"; or convert the file to .jsonl') from e
+        raise ImportError('reading parquet needs `pyarrow`: pip install "credit_rl[train]"; or convert the file to '
+                          '.jsonl') from e
     try: file = parquet.ParquetFile(path)
     except ValueError as e: raise ValueError(f'{name} is not parquet: {e}') from None
     rows = (row for batch in file.iter_batches(4096) for row in batch.to_pylist())
-    for i, row in enumerate(_progress(rows, name, path.stat().st_size, file.metadata.num_rows)): yield f'{name}, row {i}', row
+    for i, row in enumerate(_progress(rows, name, path.stat().st_size, file.metadata.num_rows)):
+        yield f'{name}, row {i}', row
 
 # %% ../nbs/10_datasets.ipynb #c022
 READERS = {'.json': _json_rows, '.jsonl': _jsonl_rows, '.csv': _table_rows, '.tsv': _tsv_rows,
@@ -158,7 +165,8 @@ def read_rows(
     path = Path(path)
     name = name or path.name
     suffix = Path(name.removesuffix('.gz')).suffix
-    if suffix not in READERS: raise ValueError(f'cannot read {name}: known suffixes are {", ".join(READERS)}, and those with .gz')
+    if suffix not in READERS:
+        raise ValueError(f'cannot read {name}: known suffixes are {", ".join(READERS)}, and those with .gz')
     if not path.is_file(): raise FileNotFoundError(f'no file {path}')
     return _to_the_end(READERS[suffix](path, name), name)
 
@@ -171,7 +179,8 @@ class Loaded(list):
 
 # %% ../nbs/10_datasets.ipynb #c029
 def _collect(rows, parse, on_error):
-    "Apply `parse(row)` to (where, row) pairs (None: not for us); raise a malformed row with its place, or skip, count and report."
+    """Apply `parse(row)` to (where, row) pairs (None: not for us); raise a malformed row with its place, or skip,
+    count and report."""
     if on_error not in ('raise', 'skip'): raise ValueError(f'on_error must be "raise" or "skip", got {on_error!r}')
     out, seen = Loaded(), 0
     for where, row in rows:
@@ -211,9 +220,10 @@ class Benchmark:
     metric: str = 'em'          # 'em' or 'numeric': how its answers are compared by default
     rel_tol: float = 0.0        # of 'numeric': largest |prediction - gold| / |gold|
     aliases: tuple = ()         # other names
-    files: dict = field(default_factory=dict)      # split → names of its original files, the first that matches is taken
+    files: dict = field(default_factory=dict)  # split → names of its original files, the first that matches is taken
     hub: tuple = ()             # (repository, configuration, commit) it is downloaded from
-    hub_splits: dict = field(default_factory=dict) # split → the hub's name of it, or a URL with {repository} and {commit}
+    # split → the hub's name of it, or a URL with {repository} and {commit}
+    hub_splits: dict = field(default_factory=dict)
     eval_split: str = 'dev'     # the split with public answers that results are reported on
     home: str = ''              # where the original files are
     licence: str = ''
@@ -226,9 +236,11 @@ BENCHMARKS = {}  # name → Benchmark
 def register(benchmark):
     "Add a `Benchmark` to the table; its name must be lower-case letters and digits, and new. Raises otherwise."
     b = benchmark
-    if not re.fullmatch('[a-z0-9]+', b.name): raise ValueError(f'a benchmark is named in lower-case letters and digits, got {b.name!r}')
+    if not re.fullmatch('[a-z0-9]+', b.name):
+        raise ValueError(f'a benchmark is named in lower-case letters and digits, got {b.name!r}')
     if b.name in BENCHMARKS: raise ValueError(f'{b.name!r} is registered already')
-    if b.metric not in ('em', 'numeric'): raise ValueError(f"the metric of {b.name} must be 'em' or 'numeric', got {b.metric!r}")
+    if b.metric not in ('em', 'numeric'):
+        raise ValueError(f"the metric of {b.name} must be 'em' or 'numeric', got {b.metric!r}")
     BENCHMARKS[b.name] = b
 
 # %% ../nbs/10_datasets.ipynb #c035
@@ -253,12 +265,17 @@ def _flashrag(row):
 
 # %% ../nbs/10_datasets.ipynb #c039
 def _verl_question(row):
-    "The question of a verl row: from its own field, or from the last user message, after 'Question:' if that stands there."
+    """The question of a verl row: from its own field, or from the last user message, after 'Question:' if that stands
+    there."""
     extra = row['extra_info'] if isinstance(row.get('extra_info'), dict) else {}
     for given in (row.get('question'), extra.get('question')):
         if isinstance(given, str) and given.strip(): return given.strip()
     prompt = row['prompt'] if isinstance(row['prompt'], list) else []
-    said = [m['content'] for m in prompt if isinstance(m, dict) and m.get('role') == 'user' and isinstance(m.get('content'), str)]
+    said = [
+        m['content']
+        for m in prompt
+        if isinstance(m, dict) and m.get('role') == 'user' and isinstance(m.get('content'), str)
+    ]
     text = said[-1].rpartition('Question:')[2].strip() if said else ''
     if not text: raise RowError('prompt', f'has no user message with a question, got {row["prompt"]!r:.80}')
     return text
@@ -303,7 +320,8 @@ def _layout(bench, row):
 def _question(bench, row):
     "(Question, whether its id was given) of a row in any known layout. Raises RowError."
     given, text, answers = _layout(bench, row).read(row)
-    name = f'{bench.name}-' + hashlib.sha256('\0'.join([text, *answers]).encode()).hexdigest()[:10] if given is None else str(given)
+    name = f'{bench.name}-' + hashlib.sha256('\0'.join([text, *answers
+                                                        ]).encode()).hexdigest()[:10] if given is None else str(given)
     return Question(name, text, answers, bench.name, bench.meta(_inside(row))), given is not None
 
 # %% ../nbs/10_datasets.ipynb #c048
@@ -317,7 +335,8 @@ def _trivia(row, question, ident, answer, value, aliases):
     gold = _get(_get(row, answer, dict), value, label=f'{answer}.{value}')
     if gold == '<unk>': raise RowError(f'{answer}.{value}', "is '<unk>': a test file without answers cannot be scored")
     others = row[answer].get(aliases) or []
-    if not isinstance(others, list): raise RowError(f'{answer}.{aliases}', f'is {others!r:.60}, wanted a list of strings')
+    if not isinstance(others, list):
+        raise RowError(f'{answer}.{aliases}', f'is {others!r:.60}, wanted a list of strings')
     return row.get(ident), _get(row, question).strip(), _answers([gold, *others], f'{answer}.{aliases}')
 
 # %% ../nbs/10_datasets.ipynb #c050
@@ -352,7 +371,8 @@ def _popqa_meta(row):
 
 # %% ../nbs/10_datasets.ipynb #c054
 def _sheet(row):
-    "(id, question, answers) of a row of Bamboogle's sheet: question, answer and perhaps another answer in columns 0, 4, 5."
+    """(id, question, answers) of a row of Bamboogle's sheet: question, answer and perhaps another answer in columns 0,
+    4, 5."""
     return None, _get(row, 0, label='column 0').strip(), _answers(row[4:6], 'columns 4 and 5')
 def _sheet_hub(row): return None, _get(row, 'Question').strip(), _answers([row['Answer']], 'Answer')
 
@@ -364,27 +384,36 @@ register(Benchmark(
     hub_splits={'train': 'train', 'dev': 'validation'},
     home='github.com/google-research-datasets/natural-questions', licence='CC BY-SA 3.0',
     citation='Kwiatkowski et al. 2019, Natural Questions; Lee et al. 2019, Latent Retrieval'))
-register(Benchmark(
-    'triviaqa', (Layout('TriviaQA', ('Question', 'Answer'), _trivia_original), Layout('Hugging Face', ('question', 'answer'), _trivia_hub)),
-    paragraphs=_trivia_paragraphs, aliases=('tq', 'trivia'),
-    files={'train': ('unfiltered-web-train.json', 'wikipedia-train.json', 'web-train.json'),
-           'dev': ('unfiltered-web-dev.json', 'wikipedia-dev.json', 'web-dev.json')},
-    hub=('mandarjoshi/trivia_qa', 'unfiltered.nocontext', '0f7faf33a3908546c6fd5b73a660e0f8ff173c2f'),
-    hub_splits={'train': 'train', 'dev': 'validation'},
-    home='nlp.cs.washington.edu/triviaqa', licence='Apache-2.0', citation='Joshi et al. 2017, TriviaQA'))
-register(Benchmark(
-    'popqa', (Layout('PopQA', ('question', 'possible_answers'), _popqa),), meta=_popqa_meta, files={'test': ('popQA.tsv',)},
-    hub=('akariasai/PopQA', None, '098765c79ea10a2cb19c828324e33281b8336ec0'), hub_splits={'test': 'test'}, eval_split='test',
-    home='github.com/AlexTMallen/adaptive-retrieval', licence='MIT', citation='Mallen et al. 2023, When Not to Trust Language Models'))
-register(Benchmark(
-    'bamboogle', (Layout('sheet', (0, 4), _sheet), Layout('Hugging Face', ('Question', 'Answer'), _sheet_hub)),
-    meta=lambda row: {'hops': 2}, files={'test': ('bamboogle.csv',)},
-    hub=('RUC-NLPIR/FlashRAG_datasets', 'bamboogle', 'bcafb8dd07d453be3cbeeeb3f78be1841bddf92c'), hub_splits={'test': 'test'},
-    eval_split='test', home='github.com/ofirpress/self-ask', licence='MIT', citation='Press et al. 2023, Self-Ask (Bamboogle)'))
+register(
+    Benchmark(
+        'triviaqa',
+        (Layout('TriviaQA',
+                ('Question', 'Answer'), _trivia_original), Layout('Hugging Face',
+                                                                  ('question', 'answer'), _trivia_hub)),
+        paragraphs=_trivia_paragraphs, aliases=('tq', 'trivia'), files={
+            'train': ('unfiltered-web-train.json', 'wikipedia-train.json', 'web-train.json'), 'dev':
+            ('unfiltered-web-dev.json', 'wikipedia-dev.json', 'web-dev.json')
+        }, hub=('mandarjoshi/trivia_qa', 'unfiltered.nocontext', '0f7faf33a3908546c6fd5b73a660e0f8ff173c2f'),
+        hub_splits={'train': 'train', 'dev': 'validation'}, home='nlp.cs.washington.edu/triviaqa',
+        licence='Apache-2.0', citation='Joshi et al. 2017, TriviaQA'))
+register(
+    Benchmark('popqa', (Layout('PopQA', ('question', 'possible_answers'), _popqa), ), meta=_popqa_meta,
+              files={'test':
+                     ('popQA.tsv', )}, hub=('akariasai/PopQA', None, '098765c79ea10a2cb19c828324e33281b8336ec0'),
+              hub_splits={'test': 'test'}, eval_split='test', home='github.com/AlexTMallen/adaptive-retrieval',
+              licence='MIT', citation='Mallen et al. 2023, When Not to Trust Language Models'))
+register(
+    Benchmark('bamboogle', (Layout('sheet', (0, 4), _sheet), Layout('Hugging Face',
+                                                                    ('Question', 'Answer'), _sheet_hub)),
+              meta=lambda row: {'hops': 2}, files={'test': ('bamboogle.csv', )},
+              hub=('RUC-NLPIR/FlashRAG_datasets', 'bamboogle', 'bcafb8dd07d453be3cbeeeb3f78be1841bddf92c'),
+              hub_splits={'test': 'test'}, eval_split='test', home='github.com/ofirpress/self-ask', licence='MIT',
+              citation='Press et al. 2023, Self-Ask (Bamboogle)'))
 
 # %% ../nbs/10_datasets.ipynb #c058
 def _pairs(row, name, columns):
-    "Pairs of field `name`, given as [[a, b], ...], as the columns {columns[0]: [a...], columns[1]: [b...]}, or as JSON of these."
+    """Pairs of field `name`, given as [[a, b], ...], as the columns {columns[0]: [a...], columns[1]: [b...]}, or as
+    JSON of these."""
     value = row.get(name)
     if value is None: return []
     if isinstance(value, str):
@@ -409,7 +438,8 @@ def _join(sentences, by, name):
 def _context(row, by=''):
     "(title, text) of each paragraph of a HotpotQA or 2Wiki row, in any of their forms."
     value = row.get('context')
-    second = 'content' if isinstance(value, dict) and 'sentences' not in value else 'sentences'   # FlashRAG's name for it
+    # FlashRAG's name for it
+    second = 'content' if isinstance(value, dict) and 'sentences' not in value else 'sentences'
     pairs = _pairs(row, 'context', ('title', second))
     for title, _ in pairs:
         if not isinstance(title, str): raise RowError('context', f'has the title {title!r:.60}, wanted a string')
@@ -440,14 +470,16 @@ def _twowiki_meta(row):
     "Type, hops and supporting facts of a 2Wiki row."
     out = _facts(row)
     if 'type' not in out: return out
-    if not isinstance(out['type'], str) or out['type'] not in _TWOWIKI_HOPS: raise RowError('type', f'is {out["type"]!r:.60}, wanted one of {", ".join(_TWOWIKI_HOPS)}')
+    if not isinstance(out['type'], str) or out['type'] not in _TWOWIKI_HOPS:
+        raise RowError('type', f'is {out["type"]!r:.60}, wanted one of {", ".join(_TWOWIKI_HOPS)}')
     return {'hops': _TWOWIKI_HOPS[out['type']], **out}
 
 # %% ../nbs/10_datasets.ipynb #c067
 def _musique(row):
     "(id, question, answers) of a MuSiQue row."
     if row.get('answerable') is False:
-        raise RowError('answerable', 'is false: no answer can be right; use MuSiQue-Ans, or leave such rows out by on_error="skip"')
+        raise RowError('answerable', 'is false: no answer can be right; use MuSiQue-Ans, or leave such rows out by '
+                                     'on_error="skip"')
     aliases = row.get('answer_aliases') or []
     if not isinstance(aliases, list): raise RowError('answer_aliases', f'is {aliases!r:.60}, wanted a list of strings')
     return row.get('id'), _get(row, 'question').strip(), _answers([_get(row, 'answer'), *aliases], 'answer_aliases')
@@ -457,12 +489,15 @@ def _objects(row, name, fields):
     "Field `name` as a list of objects that have `fields`; [] if absent. Raises RowError."
     value = row.get(name) or []
     if not isinstance(value, list): raise RowError(name, f'is {value!r:.60}, wanted a list')
-    return [{f: _get(item, f, kind, label=f'{name}[{i}].{f}') for f, kind in fields.items()} | item for i, item in enumerate(value)]
+    return [{f: _get(item, f, kind, label=f'{name}[{i}].{f}')
+             for f, kind in fields.items()} | item
+            for i, item in enumerate(value)]
 
 # %% ../nbs/10_datasets.ipynb #c069
 def _musique_paragraphs(row):
     "(title, text) of each paragraph of a MuSiQue row."
-    return [(p['title'], p['paragraph_text']) for p in _objects(row, 'paragraphs', {'title': str, 'paragraph_text': str})]
+    return [(p['title'], p['paragraph_text'])
+            for p in _objects(row, 'paragraphs', {'title': str, 'paragraph_text': str})]
 
 # %% ../nbs/10_datasets.ipynb #c070
 def _musique_meta(row):
@@ -476,22 +511,27 @@ def _musique_meta(row):
     return out
 
 # %% ../nbs/10_datasets.ipynb #c071
-register(Benchmark(
-    'hotpotqa', (Layout('HotpotQA', ('question', 'answer'), _one_answer),), meta=lambda row: {'hops': 2, **_facts(row)}, paragraphs=_context,
-    files={'train': ('hotpot_train*.json',), 'dev': ('hotpot_dev_distractor*.json', 'hotpot_dev_fullwiki*.json')},
-    hub=('hotpotqa/hotpot_qa', 'distractor', '1908d6afbbead072334abe2965f91bd2709910ab'), hub_splits={'train': 'train', 'dev': 'validation'},
-    home='hotpotqa.github.io', licence='CC BY-SA 4.0', citation='Yang et al. 2018, HotpotQA'))
-register(Benchmark(
-    '2wikimultihopqa', (Layout('2WikiMultiHopQA', ('question', 'answer'), _one_answer),), meta=_twowiki_meta, paragraphs=_context_spaced,
-    join=' ', aliases=('2wiki', '2wikimqa', '2wikimultihop'),
-    hub=('framolfese/2WikiMultihopQA', 'default', 'fe713bfbd1afbca1a65246741a75890405d56a3a'),
-    hub_splits={'train': 'train', 'dev': 'validation'},
-    home='github.com/Alab-NII/2wikimultihop', licence='Apache-2.0', citation='Ho et al. 2020, 2WikiMultiHopQA'))
-register(Benchmark(
-    'musique', (Layout('MuSiQue', ('question', 'answer'), _musique),), meta=_musique_meta, paragraphs=_musique_paragraphs,
-    files={'train': ('musique_ans_v1*_train.jsonl',), 'dev': ('musique_ans_v1*_dev.jsonl',)},
-    hub=('dgslibisey/MuSiQue', 'default', 'c8f4f8c9465fb69d31a8eae894c3fd509c4ca321'), hub_splits={'train': 'train', 'dev': 'validation'},
-    home='github.com/StonyBrookNLP/musique', licence='CC BY 4.0', citation='Trivedi et al. 2022, MuSiQue'))
+register(
+    Benchmark(
+        'hotpotqa', (Layout('HotpotQA', ('question', 'answer'), _one_answer), ),
+        meta=lambda row: {'hops': 2, **_facts(row)}, paragraphs=_context,
+        files={'train': ('hotpot_train*.json', ), 'dev': ('hotpot_dev_distractor*.json', 'hotpot_dev_fullwiki*.json')
+               }, hub=('hotpotqa/hotpot_qa', 'distractor', '1908d6afbbead072334abe2965f91bd2709910ab'),
+        hub_splits={'train': 'train', 'dev': 'validation'}, home='hotpotqa.github.io', licence='CC BY-SA 4.0',
+        citation='Yang et al. 2018, HotpotQA'))
+register(
+    Benchmark('2wikimultihopqa', (Layout('2WikiMultiHopQA', ('question', 'answer'), _one_answer), ),
+              meta=_twowiki_meta, paragraphs=_context_spaced, join=' ', aliases=('2wiki', '2wikimqa', '2wikimultihop'),
+              hub=('framolfese/2WikiMultihopQA', 'default', 'fe713bfbd1afbca1a65246741a75890405d56a3a'),
+              hub_splits={'train': 'train', 'dev': 'validation'}, home='github.com/Alab-NII/2wikimultihop',
+              licence='Apache-2.0', citation='Ho et al. 2020, 2WikiMultiHopQA'))
+register(
+    Benchmark('musique', (Layout('MuSiQue', ('question', 'answer'), _musique), ), meta=_musique_meta,
+              paragraphs=_musique_paragraphs,
+              files={'train': ('musique_ans_v1*_train.jsonl', ), 'dev': ('musique_ans_v1*_dev.jsonl', )
+                     }, hub=('dgslibisey/MuSiQue', 'default', 'c8f4f8c9465fb69d31a8eae894c3fd509c4ca321'),
+              hub_splits={'train': 'train', 'dev': 'validation'}, home='github.com/StonyBrookNLP/musique',
+              licence='CC BY 4.0', citation='Trivedi et al. 2022, MuSiQue'))
 
 # %% ../nbs/10_datasets.ipynb #c074
 def _gsm8k(row):
@@ -525,7 +565,8 @@ def _finqa_golds(result, written, label):
         raise RowError(label, f"is {result!r:.60}, wanted a number, 'yes' or 'no'")
     golds = [str(int(result)) if result == int(result) else repr(float(result))]
     written = re.sub(r'(\\+n|\s)+$', '', written) if isinstance(written, str) else ''
-    return golds + ([written.strip()] if written and written.strip() not in golds and _is_rounded(written, result) else [])
+    return golds + ([written.strip()]
+                    if written and written.strip() not in golds and _is_rounded(written, result) else [])
 
 # %% ../nbs/10_datasets.ipynb #c079
 def _report(row):
@@ -563,16 +604,22 @@ def _finqa_meta(row):
     return {k: v for k, v in out.items() if v}
 
 # %% ../nbs/10_datasets.ipynb #c084
-register(Benchmark(
-    'gsm8k', (Layout('GSM8K', ('question', 'answer'), _gsm8k),), meta=_gsm8k_meta, has_corpus=False, metric='numeric',
-    hub=('openai/gsm8k', 'main', '740312add88f781978c0658806c59bc2815b9866'), hub_splits={'train': 'train', 'test': 'test'}, eval_split='test',
-    home='github.com/openai/grade-school-math', licence='MIT', citation='Cobbe et al. 2021, Training Verifiers to Solve Math Word Problems'))
-register(Benchmark(
-    'finqa', (Layout('FinQA', ('qa', 'table'), _finqa), Layout('Hugging Face', ('question', 'final_result', 'table'), _finqa_flat)),
-    meta=_finqa_meta, has_corpus=False, metric='numeric', rel_tol=0.005,
-    hub=('czyssrs/FinQA', None, '0f16e2867befa6840783e58be38c9efb9229d742'),
-    hub_splits={s: f'https://raw.githubusercontent.com/{{repository}}/{{commit}}/dataset/{s}.json' for s in ('train', 'dev', 'test')},
-    home='github.com/czyssrs/FinQA', licence='MIT', citation='Chen et al. 2021, FinQA'))
+register(
+    Benchmark('gsm8k', (Layout('GSM8K', ('question', 'answer'), _gsm8k), ), meta=_gsm8k_meta, has_corpus=False,
+              metric='numeric', hub=('openai/gsm8k', 'main', '740312add88f781978c0658806c59bc2815b9866'),
+              hub_splits={'train': 'train', 'test':
+                          'test'}, eval_split='test', home='github.com/openai/grade-school-math', licence='MIT',
+              citation='Cobbe et al. 2021, Training Verifiers to Solve Math Word Problems'))
+register(
+    Benchmark(
+        'finqa',
+        (Layout('FinQA',
+                ('qa', 'table'), _finqa), Layout('Hugging Face', ('question', 'final_result', 'table'), _finqa_flat)),
+        meta=_finqa_meta, has_corpus=False, metric='numeric', rel_tol=0.005,
+        hub=('czyssrs/FinQA', None, '0f16e2867befa6840783e58be38c9efb9229d742'), hub_splits={
+            s: f'https://raw.githubusercontent.com/{{repository}}/{{commit}}/dataset/{s}.json'
+            for s in ('train', 'dev', 'test')
+        }, home='github.com/czyssrs/FinQA', licence='MIT', citation='Chen et al. 2021, FinQA'))
 
 # %% ../nbs/10_datasets.ipynb #c092
 def _split(name):
@@ -588,7 +635,8 @@ def _first_match(folder, patterns):
     for pattern in patterns:
         found = sorted(folder.glob(pattern))
         if len(found) > 1:
-            raise ValueError(f'{folder} has {len(found)} files {pattern}: {", ".join(p.name for p in found)}; give one as path')
+            raise ValueError(f'{folder} has {len(found)} files {pattern}: {", ".join(p.name for p in found)}; give '
+                             'one as path')
         if found: return found[0]
 
 # %% ../nbs/10_datasets.ipynb #c094
@@ -610,11 +658,13 @@ def _split_files(bench, folder, split):
 
 # %% ../nbs/10_datasets.ipynb #c097
 def _fetch(url, path):
-    "Download `url` to `path`, unless it is there, going on where an earlier try broke off. Raises OSError if what came is not what was announced."
+    """Download `url` to `path`, unless it is there, going on where an earlier try broke off. Raises OSError if what
+    came is not what was announced."""
     from filelock import FileLock
     from huggingface_hub import constants, get_hf_file_metadata, utils
     from huggingface_hub.file_download import http_get
-    part, token = path.with_name(path.name + '.part'), None if url.startswith(constants.ENDPOINT) else False   # the hub's token is for the hub
+    # the hub's token is for the hub
+    part, token = path.with_name(path.name + '.part'), None if url.startswith(constants.ENDPOINT) else False
     path.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f'{path}.lock'):
         if path.exists(): return
@@ -623,13 +673,16 @@ def _fetch(url, path):
         with open(part, 'r+b') as f:
             have = f.seek(0, 2)
             if about.size is None or have > about.size: have = f.truncate(f.seek(0))
-            http_get(url, f, resume_size=have, headers={**utils.build_hf_headers(token=token), 'Accept-Encoding': 'identity'}, expected_size=about.size)
+            http_get(url, f, resume_size=have,
+                     headers={**utils.build_hf_headers(token=token), 'Accept-Encoding':
+                              'identity'}, expected_size=about.size)
         _check_sum(part, about.etag)
         part.rename(path)
 
 # %% ../nbs/10_datasets.ipynb #c098
 def _check_sum(path, etag):
-    "Compare a file with its announced SHA-256, where the server gives one; on a difference remove it and raise OSError."
+    """Compare a file with its announced SHA-256, where the server gives one; on a difference remove it and raise
+    OSError."""
     if not re.fullmatch('[0-9a-f]{64}', etag or ''): return
     digest = hashlib.sha256()
     with open(path, 'rb') as f:
@@ -646,9 +699,11 @@ def _hub_files(bench, split):
     if '://' in source: return {source.rpartition('/')[2]: source}
     try: from datasets import load_dataset_builder
     except ImportError as e:
-        raise ImportError('downloading needs `datasets`: pip install "credit_rl[train]"; or give a local file as path') from e
+        raise ImportError(
+            'downloading needs `datasets`: pip install "credit_rl[train]"; or give a local file as path') from e
     from huggingface_hub import hf_hub_url
-    found = load_dataset_builder(repository, config, revision=commit).config.data_files[source]   # hf://datasets/REPOSITORY@COMMIT/NAME
+    # hf://datasets/REPOSITORY@COMMIT/NAME
+    found = load_dataset_builder(repository, config, revision=commit).config.data_files[source]
     names = [str(f).partition(f'@{commit}/')[2] for f in found]
     return {n: hf_hub_url(repository, n, repo_type='dataset', revision=commit) for n in names}
 
@@ -668,7 +723,8 @@ def _download(bench, split):
 
 # %% ../nbs/10_datasets.ipynb #c101
 def _hub_rows(bench, split):
-    "(where, row) pairs of a split from the hub. Raises on a split it does not have, without `datasets`, without a network."
+    """(where, row) pairs of a split from the hub. Raises on a split it does not have, without `datasets`, without a
+    network."""
     if split is None and len(bench.hub_splits) == 1: (split,) = bench.hub_splits
     if split not in bench.hub_splits:
         raise ValueError(f'{bench.name} is on the hub with the splits {sorted(bench.hub_splits)}, got split={split!r}')
@@ -679,7 +735,8 @@ def _hub_rows(bench, split):
         file = _file_names(bench, split)[0]
         raise ConnectionError(
             f'could not load {repository} ({config or "default"}, commit {commit}): {type(e).__name__}: {e}\n'
-            f'Without a network, fetch the {split} questions ({file}, from {bench.home}) elsewhere and give it as path: '
+            f'Without a network, fetch the {split} questions ({file}, from {bench.home}) elsewhere and give it as '
+            'path: '
             f'load_questions({bench.name!r}, FILE). An interrupted download goes on when called again.') from e
     return (pair for path in files for pair in read_rows(path, name=f'{repository}/{path.name}'))
 
@@ -693,7 +750,8 @@ def _question_rows(bench, path, split):
     if not path.is_dir(): return read_rows(path)
     found = _split_files(bench, path, split)
     if len(found) > 1:
-        raise ValueError(f'{path} holds several splits: {", ".join(f"{s} ({p.name})" for s, p in found.items())}; say split=')
+        raise ValueError(f'{path} holds several splits: {", ".join(f"{s} ({p.name})" for s, p in found.items())}; say '
+                         'split=')
     return read_rows(*found.values())
 
 # %% ../nbs/10_datasets.ipynb #c103
@@ -707,7 +765,8 @@ def _of_another_set(bench, row):
 def load_questions(
     name,              # a data set of BENCHMARKS
     path=None,         # file or folder; None: download, commit pinned
-    split=None,        # 'train', 'dev' or 'test': which file of a folder or of the hub; a file given as path is taken as it is
+    # 'train', 'dev' or 'test': which file of a folder or of the hub; a file given as path is taken as it is
+    split=None,
     on_error='raise',  # malformed row: 'raise', or 'skip' it, count and warn
 ):
     """Load a benchmark as a list of `Question`, with `skipped` as an attribute.
@@ -720,10 +779,13 @@ def load_questions(
         question, given = _question(bench, row)
         seen[question.id] += 1
         n = seen[question.id]
-        if n > 1 and given: raise RowError('id', f'{question.id!r} stands twice; ids tell questions apart in groups, splits and manifests')
+        if n > 1 and given:
+            raise RowError('id', f'{question.id!r} stands twice; ids tell questions apart in groups, splits and '
+                                 'manifests')
         return question if n == 1 else replace(question, id=f'{question.id}-{n}')    # the same question and golds again
     out = _collect(_question_rows(bench, path, split), parse, on_error)
-    if not out: raise ValueError(f'{path or bench.hub[0]} has no rows of {bench.name}, only of {", ".join(sorted(others))}')
+    if not out:
+        raise ValueError(f'{path or bench.hub[0]} has no rows of {bench.name}, only of {", ".join(sorted(others))}')
     return out
 
 # %% ../nbs/10_datasets.ipynb #c114
@@ -756,12 +818,16 @@ def _corpus_rows(bench, path, split):
     "(where, row) pairs that hold the passages: a file, a folder's corpus file, or question rows."
     if path is None and bench.paragraphs is None:
         why = 'rows bring no paragraphs' if bench.has_corpus else 'is answered without a search and has no corpus'
-        raise ValueError(f'{bench.name} {why}; give a corpus file as path, {{"id", "contents"}} or {{"title", "text"}} rows')
+        raise ValueError(f'{bench.name} {why}; give a corpus file as path, {{"id", "contents"}} or '
+                         f'{{"title", "text"}} rows')
     if path is None or not Path(path).is_dir(): return _question_rows(bench, path, split)
     folder = Path(path)
-    corpus = _first_match(folder, [f'{bench.name}_corpus.json', 'corpus.json', 'corpus.jsonl', 'corpus.jsonl.gz', '*passages.jsonl'])
+    corpus = _first_match(
+        folder, [f'{bench.name}_corpus.json', 'corpus.json', 'corpus.jsonl', 'corpus.jsonl.gz', '*passages.jsonl'])
     if corpus and split is None: return read_rows(corpus)
-    if bench.paragraphs is None: raise FileNotFoundError(f'{folder} has no corpus file: {bench.name} brings no paragraphs; put a corpus.jsonl there')
+    if bench.paragraphs is None:
+        raise FileNotFoundError(f'{folder} has no corpus file: {bench.name} brings no paragraphs; put a corpus.jsonl '
+                                'there')
     return (pair for file in _split_files(bench, folder, _split(split)).values() for pair in read_rows(file))
 
 # %% ../nbs/10_datasets.ipynb #c118
@@ -816,25 +882,28 @@ class Mixture:
 # %% ../nbs/10_datasets.ipynb #c129
 _SEVEN = ('nq', 'triviaqa', 'popqa', 'hotpotqa', '2wikimultihopqa', 'musique', 'bamboogle')
 MIXTURES = {
-    'tips': Mixture(('nq', 'hotpotqa'), _SEVEN, 'TIPS, experimental setup'),
-    'tspo': Mixture(('nq', 'hotpotqa'), _SEVEN, 'TSPO, table 1 and datasets'),
-    'prs': Mixture(('nq', 'hotpotqa'), _SEVEN, 'PRS and VSPO, datasets'),
-    'igpo': Mixture(('nq', 'triviaqa', 'hotpotqa', '2wikimultihopqa'), _SEVEN, 'IGPO, datasets and metrics'),
-    'carl': Mixture(('gsm8k', 'hotpotqa', '2wikimultihopqa'), ('gsm8k', 'hotpotqa', '2wikimultihopqa', 'finqa', 'musique'),
-                    'CARL, section 4.1')}  # paper → Mixture
+    'tips':
+    Mixture(('nq', 'hotpotqa'), _SEVEN, 'TIPS, experimental setup'), 'tspo':
+    Mixture(('nq', 'hotpotqa'), _SEVEN, 'TSPO, table 1 and datasets'), 'prs':
+    Mixture(('nq', 'hotpotqa'), _SEVEN, 'PRS and VSPO, datasets'), 'igpo':
+    Mixture(('nq', 'triviaqa', 'hotpotqa', '2wikimultihopqa'), _SEVEN, 'IGPO, datasets and metrics'), 'carl':
+    Mixture(('gsm8k', 'hotpotqa', '2wikimultihopqa'), ('gsm8k', 'hotpotqa', '2wikimultihopqa', 'finqa', 'musique'),
+            'CARL, section 4.1')
+}  # paper → Mixture
 
 # %% ../nbs/10_datasets.ipynb #c132
 def _for_each(names, given, what):
     "A value for each set: from a dict by name, or the same for all. Raises on a name that is not in the mixture."
     if not isinstance(given, dict): return dict.fromkeys(names, given)
     given = {get_benchmark(k).name: v for k, v in given.items()}
-    if odd := sorted(set(given) - set(names)): raise ValueError(f'{what} names {", ".join(odd)}, which the mixture has not: {", ".join(names)}')
+    if odd := sorted(set(given) - set(names)):
+        raise ValueError(f'{what} names {", ".join(odd)}, which the mixture has not: {", ".join(names)}')
     return {n: given.get(n) for n in names}
 
 # %% ../nbs/10_datasets.ipynb #c133
 def load_mixture(
     mixture,           # name in MIXTURES (its training sets), or a list of names in BENCHMARKS
-    paths=None,        # folder with a folder for each set; a file that mixes them; dict set → file or folder; None: the hub
+    paths=None,  # folder with a folder for each set; a file that mixes them; dict set → file or folder; None: the hub
     sizes=None,        # how many of each set: dict set → n, one n for all, or None for all there are
     seed=0,            # int: the draw of the parts and of the order
     split='train',     # 'train', 'dev' or 'test'

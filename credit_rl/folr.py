@@ -17,8 +17,10 @@ def evidence_golds(
     golds,              # list of str, the question's accepted answers
     match_short=False,  # True: keep yes, no and single characters
 ):
-    "Normalise the golds whose sight is evidence; an empty list means that first occurrence says nothing about this question."
-    if isinstance(golds, str): raise TypeError(f'golds must be a list of strings, got the string {golds!r}; write [{golds!r}]')
+    """Normalise the golds whose sight is evidence; an empty list means that first occurrence says nothing about this
+    question."""
+    if isinstance(golds, str):
+        raise TypeError(f'golds must be a list of strings, got the string {golds!r}; write [{golds!r}]')
     return [g for g in map(normalize, golds) if g and (match_short or (len(g) > 1 and g not in ('yes', 'no')))]
 
 # %% ../nbs/32_folr.ipynb #c007
@@ -83,13 +85,15 @@ def op_table(
 def chi_squared(
     table,  # 2-D counts, nested lists or tensor, rows against columns
 ):
-    "Measure dependence of rows and columns by Pearson's statistic (TSPO eqs. 4-5): float. Raises where a row or column is empty."
+    """Measure dependence of rows and columns by Pearson's statistic (TSPO eqs. 4-5): float. Raises where a row or
+    column is empty."""
     observed = torch.as_tensor(table, dtype=torch.float64)
     if observed.ndim != 2 or (observed < 0).any():
         raise ValueError(f'a table of counts is 2-D and not negative, got {observed.tolist()}')
     rows, columns = observed.sum(1, keepdim=True), observed.sum(0, keepdim=True)
     if (rows == 0).any() or (columns == 0).any():
-        raise ValueError(f'a row or column of the table has no counts, so independence cannot be tested: {observed.tolist()}')
+        raise ValueError('a row or column of the table has no counts, so independence cannot be tested: '
+                         f'{observed.tolist()}')
     expected = rows * columns / observed.sum()
     return ((observed - expected) ** 2 / expected).sum().item()
 
@@ -114,7 +118,8 @@ def folr_rewards(
     right = check_binary(outcome)
     counts = check_turns(turn_mask, turn_mask)
     if first_turn.is_floating_point() or first_turn.shape != counts.shape or outcome.shape != counts.shape:
-        raise ValueError(f'outcome and first_turn must be ({len(counts)},), first_turn integer, got {tuple(outcome.shape)}, '
+        raise ValueError(f'outcome and first_turn must be ({len(counts)},), first_turn integer, got '
+                         f'{tuple(outcome.shape)}, '
                          f'{tuple(first_turn.shape)} {first_turn.dtype}')
     if (first_turn < -1).any() or (first_turn >= counts).any():
         raise ValueError(f"first_turn must be -1 or one of the rollout's own turns, got {first_turn.tolist()[:8]} "
@@ -128,7 +133,8 @@ def turn_normalize(
     x,           # (N, K) turn rewards; NaN outside the mask is padding, a row of NaN is missing
     turn_mask,   # (N, K) bool
     groups,      # (N,) integer
-    pad='last',  # 'last': a shorter rollout goes on with its last turn's reward; 'none': it leaves the later comparisons
+    # 'last': a shorter rollout goes on with its last turn's reward; 'none': it leaves the later comparisons
+    pad='last',
     ddof=0,      # 0 population, 1 sample standard deviation
     eps=1e-6,    # added to the standard deviation
     scale=True,  # False: subtract the mean only
@@ -193,7 +199,8 @@ def group_misses(
     groups,       # (N,) integer
     scored=None,  # (N,) bool, rollouts whose question has evidence golds (has_evidence); None: all
 ):
-    "Count each group's right, near-miss and lost rollouts: (B, 3) long, groups in the order of their numbers (TSPO sec. 2.1)."
+    """Count each group's right, near-miss and lost rollouts: (B, 3) long, groups in the order of their numbers (TSPO
+    sec. 2.1)."""
     op_table(outcome, first_turn, scored)                           # for its refusals
     index = check_groups(groups, len(outcome))
     kind = torch.where(outcome == 1, 0, torch.where(first_turn >= 0, 1, 2))
@@ -219,6 +226,9 @@ def near_miss_statistics(
     right, near, lost = counts.T
     all_wrong, failed = (right == 0) & (lost + near > 0), near + lost > 0
     share = lambda part, whole: (part.sum() / whole.sum()).item()   # 0 / 0 is NaN
-    return {'near_miss': share(near, near + lost), 'near_miss_by_group': share((near / (near + lost))[failed], failed),
-            'all_wrong': share(all_wrong, counts.sum(1) > 0), 'near_miss_groups': share(all_wrong & (near > 0), all_wrong),
-            'revived': share(all_wrong & revived, all_wrong)}
+    return {
+        'near_miss': share(near, near + lost), 'near_miss_by_group': share(
+            (near / (near + lost))[failed], failed), 'all_wrong': share(all_wrong,
+                                                                        counts.sum(1) > 0), 'near_miss_groups':
+        share(all_wrong & (near > 0), all_wrong), 'revived': share(all_wrong & revived, all_wrong)
+    }

@@ -45,7 +45,7 @@ def best_gold_logp(
 
 # %% ../nbs/33_information_gain.ipynb #c011
 def information_gain(
-    answer_logp,     # (N, K+1) mean log-probability per gold token at S_0 … S_K, in nats, <= 0; NaN: missing, and padding
+    answer_logp,  # (N, K+1) mean log-probability per gold token at S_0 … S_K, in nats, <= 0; NaN: missing, and padding
     turn_mask=None,  # (N, K) bool; None: every trajectory has K turns
     mode='prob',     # 'prob': difference of probabilities (IGPO eq. 4); 'logprob': of their logarithms (appendix A)
 ):
@@ -84,8 +84,10 @@ def with_outcome(
     if outcome.shape != last.shape[:1]:
         raise ValueError(f'outcome must be ({len(last)},), one per trajectory, got {tuple(outcome.shape)}')
     if answered is not None and (answered.shape != outcome.shape or answered.dtype != torch.bool):
-        raise ValueError(f'answered must be ({len(last)},) bool (has_answer), got {tuple(answered.shape)} {answered.dtype}')
-    if not -math.inf < penalty <= 0: raise ValueError(f'penalty is what a missing answer costs, a number <= 0, got {penalty}')
+        raise ValueError(f'answered must be ({len(last)},) bool (has_answer), got {tuple(answered.shape)} '
+                         f'{answered.dtype}')
+    if not -math.inf < penalty <= 0:
+        raise ValueError(f'penalty is what a missing answer costs, a number <= 0, got {penalty}')
     final = widen(outcome if answered is None else torch.where(answered, outcome, penalty))
     is_last = torch.arange(gains.shape[1], device=gains.device) == last
     measured(gains, turn_mask & ~is_last)                               # refuses half a trajectory
@@ -114,7 +116,8 @@ def _released_norm(x, cell, valid, ddof, eps):
 
 # %% ../nbs/33_information_gain.ipynb #c024
 def _melt(x, gamma):
-    "Accumulate only the rewards that are not 0; a turn of 0 takes the next one's sum, undiscounted (released code): (N, K)."
+    """Accumulate only the rewards that are not 0; a turn of 0 takes the next one's sum, undiscounted (released code):
+    (N, K)."""
     kept = x != 0
     slot = kept.cumsum(1) - kept.long()                                   # rewards that are not 0 before this turn
     dense = x.new_zeros(len(x), x.shape[1] + 1).scatter_add(1, slot, x)   # zeros add nothing to the slot they share
@@ -151,7 +154,8 @@ def igpo_advantages(
 def first_answer(
     text,  # str, what the MODEL wrote
 ):
-    "Find the FIRST answer in model text (IGPO, first release): str without outer blanks, or None. `extract_answer` takes the last."
+    """Find the FIRST answer in model text (IGPO, first release): str without outer blanks, or None. `extract_answer`
+    takes the last."""
     found = re.search(r'<answer>(.*?)</answer>', text, re.DOTALL)
     return None if found is None else found[1].strip()
 
@@ -160,8 +164,10 @@ def set_f1(
     prediction,  # str or None
     golds,       # list of str
 ):
-    "Return F1 on SETS of words, lower case, articles kept, against the best gold (IGPO, first release): float in [0, 1]."
-    if isinstance(golds, str): raise TypeError(f'golds must be a list of strings, got the string {golds!r}; write [{golds!r}]')
+    """Return F1 on SETS of words, lower case, articles kept, against the best gold (IGPO, first release): float in [0,
+    1]."""
+    if isinstance(golds, str):
+        raise TypeError(f'golds must be a list of strings, got the string {golds!r}; write [{golds!r}]')
     blank = str.maketrans(string.punctuation, ' ' * len(string.punctuation))
     words = lambda text: set((text or '').lower().translate(blank).split())
     said = words(prediction)

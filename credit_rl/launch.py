@@ -25,7 +25,8 @@ class Ranks:
     def share(self, items): return items[self.rank::self.count]
 
     def each(self, items, function):
-        "Let every rank apply `function`, list → list of equal length, to its share. Returns all results, in the order of the items."
+        """Let every rank apply `function`, list → list of equal length, to its share. Returns all results, in the
+        order of the items."""
         if self.count == 1: return function(items)
         import torch.distributed as dist
         mine, parts, whole = self.share(items), [None] * self.count, [None] * len(items)
@@ -59,14 +60,16 @@ def is_rank():
     return 'RANK' in os.environ and 'WORLD_SIZE' in os.environ
 
 def join_ranks(count):
-    "Meet the other ranks of a launched run: `Ranks`. Raises ValueError where the launcher started another number than `count`."
+    """Meet the other ranks of a launched run: `Ranks`. Raises ValueError where the launcher started another number
+    than `count`."""
     found = int(os.environ['WORLD_SIZE'])
     if found != count: raise ValueError(f'the launcher started {found} ranks, but the run has ranks={count}')
     import torch, torch.distributed as dist
     _end_with_parent()
     gpu = torch.cuda.is_available()
     if gpu: torch.cuda.set_device(int(os.environ['LOCAL_RANK']))
-    if not dist.is_initialized(): dist.init_process_group('cpu:gloo,cuda:nccl' if gpu else 'gloo', timeout=datetime.timedelta(hours=2))
+    if not dist.is_initialized():
+        dist.init_process_group('cpu:gloo,cuda:nccl' if gpu else 'gloo', timeout=datetime.timedelta(hours=2))
     return Ranks(dist.get_rank(), count)
 
 def _lives(pid):
@@ -77,7 +80,8 @@ def _lives(pid):
     except OSError: return True                        # there is no /proc here, or the process went just now
 
 def _end_with_parent():
-    "Watch the process that started this one, and on the same host the one that asked for the run; end when either is gone."
+    """Watch the process that started this one, and on the same host the one that asked for the run; end when either is
+    gone."""
     parent, caller = os.getppid(), int(os.environ.get(_CALLER, 0))
     def watch():
         while os.getppid() == parent and (not caller or _lives(caller)): time.sleep(1)
@@ -101,7 +105,8 @@ def keep_traceback(
         raise
 
 # %% ../nbs/03_launch.ipynb #c012
-_DEATHS = re.compile(r'rank\s*:\s*(\d+) \(local_rank.*\n.*?exitcode\s*:\s*(-\d+)')   # as torchrun reports ranks that a signal ended
+# as torchrun reports ranks that a signal ended
+_DEATHS = re.compile(r'rank\s*:\s*(\d+) \(local_rank.*\n.*?exitcode\s*:\s*(-\d+)')
 
 def failure(
     folder,   # of the run
@@ -109,12 +114,19 @@ def failure(
 ):
     "Say why a run's ranks ended without a result: a signal, else the first traceback, else the log."
     folder = Path(folder)
-    notes = sorted((json.loads(p.read_text()) | {'file': p.with_suffix('.txt')} for p in (folder/'errors').glob('rank-*.json')), key=lambda note: note['time'])
+    notes = sorted((json.loads(p.read_text()) | {'file': p.with_suffix('.txt')}
+                    for p in (folder / 'errors').glob('rank-*.json')), key=lambda note: note['time'])
     deaths = {int(rank): signal.Signals(-int(code)).name for rank, code in _DEATHS.findall(log)}
-    killed = {rank: name for rank, name in deaths.items() if name not in ('SIGTERM', 'SIGABRT')}      # those are what the others' ends look like
+    # those are what the others' ends look like
+    killed = {rank: name for rank, name in deaths.items() if name not in ('SIGTERM', 'SIGABRT')}
     where = f'the whole output is in {folder/"ranks.log"}'
-    if killed: return ', '.join(f'rank {rank} was ended by {name}' for rank, name in killed.items()) + f' (out of memory, or someone ended it); {where}'
-    if notes: return f'{notes[0]["file"].stem.replace("-", " ")} failed: {notes[0]["error"]}; its traceback is in {notes[0]["file"]}, {where}'
+    if killed:
+        return ', '.join(f'rank {rank} was ended by {name}' for rank, name in killed.items()) + (' (out of memory, or '
+                                                                                                 'someone ended it); '
+                                                                                                 f'{where}')
+    if notes:
+        return (f'{notes[0]["file"].stem.replace("-", " ")} failed: {notes[0]["error"]}; its traceback is in '
+                f'{notes[0]["file"]}, {where}')
     return f'they ended without a traceback; {where}, and ends with:\n' + '\n'.join(log.splitlines()[-15:])
 
 # %% ../nbs/03_launch.ipynb #c016
@@ -122,7 +134,8 @@ def read_settings(
     parser,          # argparse.ArgumentParser with the command's own options, if any
     arguments=None,  # list of str; None: the command line's
 ):
-    "Read a command's `--params FILE` and `setting=value …`, values as in YAML: (settings: dict, what the parser was given). Raises OSError, ValueError where a file does not hold settings."
+    """Read a command's `--params FILE` and `setting=value …`, values as in YAML: (settings: dict, what the parser was
+    given). Raises OSError, ValueError where a file does not hold settings."""
     parser.add_argument('--params', metavar='FILE', help='YAML file of settings')
     parser.add_argument('settings', nargs='*', metavar='setting=value', help='over those of the file')
     given = parser.parse_args(arguments)
@@ -130,24 +143,30 @@ def read_settings(
         if '=' not in text: parser.error(f'settings are written name=value, got {text!r}')
     try:
         settings = (yaml.safe_load(Path(given.params).read_text()) if given.params else None) or {}
-        if not isinstance(settings, dict): raise ValueError(f'{given.params}: wanted lines such as "steps: 70", got {settings!r:.60}')
-        return settings | {name: yaml.safe_load(value) for name, value in (text.split('=', 1) for text in given.settings)}, given
+        if not isinstance(settings, dict):
+            raise ValueError(f'{given.params}: wanted lines such as "steps: 70", got {settings!r:.60}')
+        return settings | {
+            name: yaml.safe_load(value) for name, value in (text.split('=', 1) for text in given.settings)
+        }, given
     except yaml.YAMLError as e: raise ValueError(' '.join(str(e).split())) from e
 
 # %% ../nbs/03_launch.ipynb #c019
 def read_hostfile(path):
-    "The hosts of a hostfile of DeepSpeed's launcher and their ranks: dict. Raises ValueError on a line that is not `name slots=N`."
+    """The hosts of a hostfile of DeepSpeed's launcher and their ranks: dict. Raises ValueError on a line that is not
+    `name slots=N`."""
     hosts = {}
     for line in Path(path).read_text().splitlines():
         line = line.split('#')[0].strip()
         if not line: continue
         found = re.fullmatch(r'(\S+)\s+slots\s*=\s*(\d+)', line)
-        if not found or found[1] in hosts: raise ValueError(f'{path}: wanted lines such as "host1 slots=8", each host once, got {line!r}')
+        if not found or found[1] in hosts:
+            raise ValueError(f'{path}: wanted lines such as "host1 slots=8", each host once, got {line!r}')
         hosts[found[1]] = int(found[2])
     return hosts
 
 def check_hostfile(path, ranks):
-    "Refuse a hostfile (None: there is none, and all is well) that does not exist, or has another number of slots. Raises ValueError."
+    """Refuse a hostfile (None: there is none, and all is well) that does not exist, or has another number of slots.
+    Raises ValueError."""
     if path is None: return
     if not Path(path).is_file(): raise ValueError(f'hostfile {str(path)!r} does not exist')
     slots = sum(read_hostfile(path).values())
@@ -161,12 +180,21 @@ def launch_command(
 ):
     "The command that starts the ranks: list of str. Raises ValueError where the hostfile has another number of them."
     if hostfile is None:
-        start = ['torch.distributed.run', '--nproc_per_node', str(ranks), '--master_addr', '127.0.0.1', '--master_port', str(_free_port()), '-m', module]
+        start = [
+            'torch.distributed.run', '--nproc_per_node',
+            str(ranks), '--master_addr', '127.0.0.1', '--master_port',
+            str(_free_port()), '-m', module
+        ]
     else:
         check_hostfile(hostfile, ranks)
         hosts = read_hostfile(hostfile)
-        alone = [] if len(hosts) > 1 else ['--no_ssh_check', '--master_addr', '127.0.0.1'] if 'localhost' in hosts else ['--force_multi']   # one host, this one or another
-        start = ['deepspeed.launcher.runner', '--hostfile', str(hostfile), *alone, '--no_local_rank', '--module', module]
+        # one host, this one or another
+        alone = [] if len(hosts) > 1 else ['--no_ssh_check', '--master_addr', '127.0.0.1'
+                                           ] if 'localhost' in hosts else ['--force_multi']
+        start = [
+            'deepspeed.launcher.runner', '--hostfile',
+            str(hostfile), *alone, '--no_local_rank', '--module', module
+        ]
     return [sys.executable, '-m', *start, *arguments]
 
 def _free_port():
@@ -199,7 +227,8 @@ def _end(process, patience=45):
     process.wait()
 
 def _lines(process):
-    "Yield what a process prints, by lines, and '' about every second in which it prints nothing, until it closes its output."
+    """Yield what a process prints, by lines, and '' about every second in which it prints nothing, until it closes its
+    output."""
     said = queue.Queue()
     def read():
         for line in process.stdout: said.put(line)
@@ -229,8 +258,10 @@ def launch(
     folder.mkdir(parents=True, exist_ok=True)
     shutil.rmtree(folder/'errors', ignore_errors=True)
     with open(folder/'ranks.log', 'w') as log, _sigterm_interrupts():
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors='replace', start_new_session=True,
-                                   env={**os.environ, 'PYTHONUNBUFFERED': '1', _CALLER: str(os.getpid()), **(environment or {})})
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            errors='replace', start_new_session=True,
+            env={**os.environ, 'PYTHONUNBUFFERED': '1', _CALLER: str(os.getpid()), **(environment or {})})
         try:
             for line in _lines(process):
                 log.write(line)
@@ -240,4 +271,5 @@ def launch(
                 if over is None and stamp() not in (None, before): over = time.monotonic()
                 if over is not None and time.monotonic() - over > grace: break
         finally: _end(process)
-    if stamp() in (None, before): raise LaunchError(f'the run in {folder} ended without {result.name}: ' + failure(folder, ''.join(text)))
+    if stamp() in (None, before):
+        raise LaunchError(f'the run in {folder} ended without {result.name}: ' + failure(folder, ''.join(text)))

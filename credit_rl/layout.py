@@ -38,8 +38,10 @@ SEGMENTS = ('invoke', 'assimilate', 'commit')   # kinds of turns that are segmen
 
 # %% ../nbs/23_layout.ipynb #c007
 def _rows(t, prefix):
-    "One trajectory's rows: lists of (ids, token_turns, logps), and its states as (row within the trajectory, position)."
-    rows, states = [[list(t.prompt_ids), [-1] * len(t.prompt_ids), [0.] * len(t.prompt_ids)]], [(0, len(t.prompt_ids) - prefix - 1)]
+    """One trajectory's rows: lists of (ids, token_turns, logps), and its states as (row within the trajectory,
+    position)."""
+    rows, states = [[list(t.prompt_ids), [-1] * len(t.prompt_ids),
+                     [0.] * len(t.prompt_ids)]], [(0, len(t.prompt_ids) - prefix - 1)]
     for k, turn in enumerate(t.turns):
         if turn.context_ids is not None:
             n = len(turn.context_ids)
@@ -47,7 +49,8 @@ def _rows(t, prefix):
             rows.append([list(turn.context_ids), [-1] * n, [0.] * n])
             if k and t.turns[k - 1].kind in SEGMENTS: states[-1] = (len(rows) - 1, n - 1)
         ids, turns, logps = rows[-1]
-        seen = () if turn.kind in SEGMENTS and k + 1 < len(t.turns) else turn.observation_ids   # a segment's output is read in the next one's row
+        # a segment's output is read in the next one's row
+        seen = () if turn.kind in SEGMENTS and k + 1 < len(t.turns) else turn.observation_ids
         a, o = len(turn.action_ids), len(seen)
         ids += [*turn.action_ids, *seen]
         turns += [k] * a + [-1] * o
@@ -67,12 +70,14 @@ def pack(groups, prefix=0):
         rows += own
         owner += [i] * len(own)
     pad = lambda j, value, dtype: pad_sequence([torch.tensor(r[j], dtype=dtype) for r in rows], True, value)
-    return Layout(pad(0, 0, torch.long), torch.tensor([len(r[0]) for r in rows]), pad(1, -1, torch.long), pad(2, 0., torch.float32),
-                  torch.tensor(owner), torch.arange(max(counts)) < torch.tensor(counts)[:, None], torch.tensor(group_index(groups)), states)
+    return Layout(pad(0, 0, torch.long), torch.tensor([len(r[0]) for r in rows]), pad(1, -1, torch.long),
+                  pad(2, 0., torch.float32), torch.tensor(owner),
+                  torch.arange(max(counts)) < torch.tensor(counts)[:, None], torch.tensor(group_index(groups)), states)
 
 # %% ../nbs/23_layout.ipynb #c019
 def take(layout, trajectories):
-    "The layout of some trajectories (n,) long, in that order of rows as before; groups keep their numbers. Padding is trimmed."
+    """The layout of some trajectories (n,) long, in that order of rows as before; groups keep their numbers. Padding
+    is trimmed."""
     trajectories = torch.as_tensor(trajectories, device=layout.ids.device)
     place = torch.full((len(layout.groups),), -1, device=layout.ids.device)
     place[trajectories] = torch.arange(len(trajectories), device=layout.ids.device)
@@ -82,11 +87,13 @@ def take(layout, trajectories):
     new_row[rows] = torch.arange(len(rows), device=layout.ids.device)
     states = layout.states[trajectories].clone()
     states[..., 0] = torch.where(states[..., 0] >= 0, new_row[states[..., 0]], -1)
-    return Layout(layout.ids[rows, :width], layout.lengths[rows], layout.token_turns[rows, :width], layout.logps[rows, :width],
-                  place[layout.row_trajectory[rows]], layout.turn_mask[trajectories], layout.groups[trajectories], states)
+    return Layout(layout.ids[rows, :width], layout.lengths[rows], layout.token_turns[rows, :width],
+                  layout.logps[rows, :width], place[layout.row_trajectory[rows]], layout.turn_mask[trajectories],
+                  layout.groups[trajectories], states)
 
 # %% ../nbs/23_layout.ipynb #c022
-AVERAGES = ('token-mean', 'token-sum', 'group-mean-token-sum', 'sequence-mean-token-mean', 'sequence-mean-token-sum', 'segment-mean')
+AVERAGES = ('token-mean', 'token-sum', 'group-mean-token-sum', 'sequence-mean-token-mean', 'sequence-mean-token-sum',
+            'segment-mean')
 
 # %% ../nbs/23_layout.ipynb #c023
 def loss_weights(
@@ -96,17 +103,23 @@ def loss_weights(
     trajectory_weight=None,  # (N,) float, e.g. VSPO's ω; None: all 1
     denominator=None,        # replaces the full batch's token count, number of trajectories, or 1
 ):
-    "Weight (R, T) of every token in the loss, so that the loss is a plain weighted sum. Raises ValueError on an unknown average."
+    """Weight (R, T) of every token in the loss, so that the loss is a plain weighted sum. Raises ValueError on an
+    unknown average."""
     if average not in AVERAGES: raise ValueError(f'average must be one of {", ".join(AVERAGES)}, got {average!r}')
     trained = token_turns >= 0
     n = int(row_trajectory.max()) + 1 if trajectory_weight is None else len(trajectory_weight)
     omega = torch.ones(n, device=token_turns.device) if trajectory_weight is None else trajectory_weight.float()
     owner = row_trajectory[:, None].expand_as(token_turns)[trained]
-    if average == 'segment-mean': cell, cells = owner * (int(token_turns.max()) + 1) + token_turns[trained], n * (int(token_turns.max()) + 1)
+    if average == 'segment-mean':
+        cell, cells = owner * (int(token_turns.max()) + 1) + token_turns[trained], n * (int(token_turns.max()) + 1)
     else: cell, cells = owner, n
-    count = torch.zeros(cells, device=token_turns.device).index_add_(0, cell, torch.ones_like(cell, dtype=torch.float32))
-    total = {'token-mean': float(trained.sum()), 'token-sum': 1.}.get(average, float(n)) if denominator is None else float(denominator)
-    if not total > 0: raise ValueError(f'the denominator of {average} must be above 0, got {total}: there is no trained token, or no trajectory')
+    count = torch.zeros(cells, device=token_turns.device).index_add_(0, cell,
+                                                                     torch.ones_like(cell, dtype=torch.float32))
+    total = {'token-mean': float(trained.sum()), 'token-sum': 1.}.get(
+        average, float(n)) if denominator is None else float(denominator)
+    if not total > 0:
+        raise ValueError(f'the denominator of {average} must be above 0, got {total}: there is no trained token, or '
+                         'no trajectory')
     share = omega[owner] / total
     if average in ('sequence-mean-token-mean', 'segment-mean'): share = share / count[cell]
     weights = torch.zeros(token_turns.shape, device=token_turns.device)

@@ -19,7 +19,8 @@ def weighted_sum(
     if terms.shape != weights.shape:
         raise ValueError(f'weights must be {tuple(terms.shape)} like the terms, got {tuple(weights.shape)}')
     if not ((weights >= 0) & weights.isfinite()).all():
-        raise ValueError('weights must be finite and >= 0 (0: untrained); the sign of an update belongs to the advantage')
+        raise ValueError('weights must be finite and >= 0 (0: untrained); the sign of an update belongs to the '
+                         'advantage')
     return (torch.where(weights != 0, terms, 0.0) * weights).sum()
 
 # %% ../nbs/50_losses.ipynb #c010
@@ -34,7 +35,8 @@ def check_logps(
         raise ValueError(f'{name} must be {tuple(trained.shape)} like the mask, got {tuple(logp.shape)}')
     logp = torch.where(trained, widen(logp), 0.0)
     if not logp.isfinite().all():
-        raise ValueError(f'{name} of trained tokens must be finite; is an untrained token weighted, or have the weights diverged (try a smaller learning rate)?')
+        raise ValueError(f'{name} of trained tokens must be finite; is an untrained token weighted, or have the '
+                         'weights diverged (try a smaller learning rate)?')
     if (logp > 1e-3).any():
         raise ValueError(f'{name} must be log-probabilities, at most 0, got up to {logp.max().item():.3g}; '
                          'were probabilities passed?')
@@ -92,7 +94,8 @@ def policy_terms(
     dual_clip=None,       # > 1: bound on the ratio where the advantage is negative (TIPS's GRPO family: 3)
     row_trajectory=None,  # (R,) long, for the ratios of gspo; None: each row is one trajectory
 ):
-    "Compute each token's loss term, 0 where untrained, and what to watch (see policy_loss): (R, T), dict of detached scalars."
+    """Compute each token's loss term, 0 where untrained, and what to watch (see policy_loss): (R, T), dict of detached
+    scalars."""
     if kind not in ('ppo', 'gspo', 'gspo-token', 'cispo', 'reinforce'):
         raise ValueError(f"kind is 'ppo', 'gspo', 'gspo-token', 'cispo' or 'reinforce', got {kind!r}")
     if dual_clip is not None and (dual_clip <= 1 or kind in ('cispo', 'reinforce')):
@@ -102,7 +105,8 @@ def policy_terms(
     logp = check_logps('logp', logp, trained)
     old_logp = logp.detach() if kind == 'reinforce' else check_logps('old_logp', old_logp.detach(), trained)
     if advantages.shape != trained.shape:
-        raise ValueError(f'advantages must be {tuple(trained.shape)}, one per token (to_tokens), got {tuple(advantages.shape)}')
+        raise ValueError(f'advantages must be {tuple(trained.shape)}, one per token (to_tokens), got '
+                         f'{tuple(advantages.shape)}')
     a = torch.where(trained, advantages.detach().to(logp.dtype), 0.0)
     if not a.isfinite().all():
         raise ValueError('advantages of trained tokens must be finite; a missing trajectory gets advantage 0, not NaN')
@@ -130,7 +134,8 @@ def policy_loss(
 ):
     """Sum weight · clipped surrogate (TSPO eq. 9, VSPO eq. 6; GSPO, CISPO, REINFORCE): scalar to minimise.
     Raises ValueError on probabilities in place of log-probabilities, and on NaN where the weight is not 0."""
-    terms, _ = policy_terms(logp, old_logp, advantages, weights != 0, kind, clip_low, clip_high, dual_clip, row_trajectory)
+    terms, _ = policy_terms(logp, old_logp, advantages, weights != 0, kind, clip_low, clip_high, dual_clip,
+                            row_trajectory)
     return weighted_sum(terms, weights)
 
 # %% ../nbs/50_losses.ipynb #c031
@@ -160,10 +165,13 @@ def value_loss(
 ):
     """Sum weight · ½ (V − R)², the larger of both errors where the value's step is clipped (PPO; CARL's value term): scalar.
     Raises ValueError on shapes that differ, on a clip that is not above 0, and where a trained token has no finite value."""
-    if (clip is None) != (old_values is None): raise ValueError('clip and old_values, the values to step from, go together')
+    if (clip is None) != (old_values is None):
+        raise ValueError('clip and old_values, the values to step from, go together')
     if clip is not None and not clip > 0: raise ValueError(f'clip is the largest step of a value, above 0, got {clip}')
-    for name, x in (('values', values), ('returns', returns), ('old_values', weights if old_values is None else old_values)):
-        if x.shape != weights.shape: raise ValueError(f'{name} must be {tuple(weights.shape)} like the weights, got {tuple(x.shape)}')
+    for name, x in (('values', values), ('returns', returns), ('old_values',
+                                                               weights if old_values is None else old_values)):
+        if x.shape != weights.shape:
+            raise ValueError(f'{name} must be {tuple(weights.shape)} like the weights, got {tuple(x.shape)}')
     trained = weights != 0
     v, target = torch.where(trained, widen(values), 0.0), torch.where(trained, widen(returns.detach()), 0.0)
     if not (v.isfinite().all() and target.isfinite().all()):
@@ -188,6 +196,8 @@ def overlong_penalty(
     max_length,  # int, L_max
     buffer,      # int in (0, L_max], L_cache: the stretch over which the penalty grows
 ):
-    "Penalise long rollouts softly, to be added to their outcomes (DAPO: Yu et al. 2025, eq. 13): (N,) float32 in [-1, 0]."
-    if not 0 < buffer <= max_length: raise ValueError(f'buffer lies in (0, max_length], got {buffer} for max_length {max_length}')
+    """Penalise long rollouts softly, to be added to their outcomes (DAPO: Yu et al. 2025, eq. 13): (N,) float32 in
+    [-1, 0]."""
+    if not 0 < buffer <= max_length:
+        raise ValueError(f'buffer lies in (0, max_length], got {buffer} for max_length {max_length}')
     return ((max_length - buffer - lengths.float()) / buffer).clamp(-1, 0)

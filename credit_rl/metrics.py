@@ -28,12 +28,14 @@ def _check(prediction, golds):
     if isinstance(golds, str) or not hasattr(golds, '__iter__'):
         raise TypeError(f'golds must be a list of strings, got {golds!r}; write [{str(golds)!r}]')
     golds = list(golds)
-    if not golds: raise ValueError('golds is empty, so nothing could be right; leave questions without known answers out')
+    if not golds:
+        raise ValueError('golds is empty, so nothing could be right; leave questions without known answers out')
     for x in golds:
         if not isinstance(x, str):
             raise TypeError(f'golds must be strings, got {x!r} of type {type(x).__name__}; write {str(x)!r}')
     if not isinstance(prediction, (str, type(None))):
-        raise TypeError(f'prediction must be a string, or None for no answer, got {prediction!r} of type {type(prediction).__name__}')
+        raise TypeError(f'prediction must be a string, or None for no answer, got {prediction!r} of type '
+                        f'{type(prediction).__name__}')
     return prediction or '', golds
 
 # %% ../nbs/11_metrics.ipynb #c012
@@ -56,7 +58,8 @@ def search_r1_answer(
     text,              # str, the whole conversation, prompt included
     prompt_answers=1,  # answer pairs ascribed to the prompt, at least 0; 0: `text` is what came after the prompt
 ):
-    "Return the inside of the last <answer>…</answer> as Search-R1's reward finds it, or None if only the prompt's are there."
+    """Return the inside of the last <answer>…</answer> as Search-R1's reward finds it, or None if only the prompt's
+    are there."""
     if prompt_answers < 0: raise ValueError(f'prompt_answers must be at least 0, got {prompt_answers}')
     pairs = re.findall('<answer>(.*?)</answer>', text, re.DOTALL)
     return pairs[-1].strip() if len(pairs) > prompt_answers else None
@@ -185,6 +188,7 @@ def numeric_match(
 def benchmark_metric(
     name,  # a data set of BENCHMARKS
 ):
-    "Return the function (prediction, golds) → float that a benchmark is scored by: exact match, or numeric match with its tolerance."
+    """Return the function (prediction, golds) → float that a benchmark is scored by: exact match, or numeric match
+    with its tolerance."""
     bench = get_benchmark(name)
     return exact_match if bench.metric == 'em' else partial(numeric_match, rel_tol=bench.rel_tol)

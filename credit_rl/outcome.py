@@ -52,12 +52,18 @@ def broke_format(trajectory):
 # %% ../nbs/30_outcome.ipynb #c015
 def outcome_of(
     trajectory,
-    metric='em',  # name in METRICS, a function (prediction str, golds list of str) → float, or one of both for each source of questions: a dict
+    # name in METRICS, a function (prediction str, golds list of str) → float, or one of both for each source of
+    # questions: a dict
+    metric='em',
 ):
-    "Score a rollout's answer against its question's golds: float, 0 without an answer. Raises ValueError on an unknown metric, and on a source that has none."
-    question, known = trajectory.question, f'metric is one of {sorted(METRICS)} or a function (prediction, golds) → float'
+    """Score a rollout's answer against its question's golds: float, 0 without an answer. Raises ValueError on an
+    unknown metric, and on a source that has none."""
+    question, known = trajectory.question, (f'metric is one of {sorted(METRICS)} or a function (prediction, golds) → '
+                                            'float')
     if isinstance(metric, dict):
-        if question.source not in metric: raise ValueError(f'{known}, or a dict of them by source; question {question.id!r} is of {question.source!r}, the dict has {sorted(metric)}')
+        if question.source not in metric:
+            raise ValueError(f'{known}, or a dict of them by source; question {question.id!r} is of '
+                             f'{question.source!r}, the dict has {sorted(metric)}')
         metric = metric[question.source]
     if not callable(metric) and metric not in METRICS: raise ValueError(f'{known}, got {metric!r}')
     score = metric if callable(metric) else METRICS[metric]
@@ -95,11 +101,13 @@ def check_groups(
         raise TypeError(f'groups must be an integer tensor ({members},), got {type(groups).__name__}; '
                         'index_groups makes one from a list of Group')
     if groups.shape != (members,) or groups.is_floating_point() or groups.dtype == torch.bool:
-        raise ValueError(f'groups must be ({members},) integers, one per trajectory, got {tuple(groups.shape)} {groups.dtype}')
+        raise ValueError(f'groups must be ({members},) integers, one per trajectory, got {tuple(groups.shape)} '
+                         f'{groups.dtype}')
     _, index, counts = groups.unique(return_inverse=True, return_counts=True)
     if counts.numel() == 0 or counts.max() < 2:
-        raise ValueError('every group has one member, so a comparison within groups would be 0 everywhere; '
-                         'sample several attempts per question, or use a rule with another baseline (gae, reinforce_pp)')
+        raise ValueError(
+            'every group has one member, so a comparison within groups would be 0 everywhere; '
+            'sample several attempts per question, or use a rule with another baseline (gae, reinforce_pp)')
     return index
 
 # %% ../nbs/30_outcome.ipynb #c026
@@ -200,7 +208,8 @@ def group_share(
     right=1.0,   # reward from which on an answer counts as right
     wrong=0.0,   # reward up to which it counts as wrong
 ):
-    "Share of groups that are all right, mixed, all wrong (TSPO fig. 2), and collapsed, without spread: dict of floats in [0, 1]."
+    """Share of groups that are all right, mixed, all wrong (TSPO fig. 2), and collapsed, without spread: dict of
+    floats in [0, 1]."""
     index = check_groups(groups, len(rewards))
     x, valid = widen(rewards), measured(rewards)
     cells = int(index.max()) + 1
@@ -217,9 +226,11 @@ def at_last_turn(
     outcome,    # (N,) outcome of each trajectory
     turn_mask,  # (N, K) bool
 ):
-    "Place each outcome on its trajectory's last turn: (N, K), 0 elsewhere. Raises ValueError where it is not one outcome per trajectory."
+    """Place each outcome on its trajectory's last turn: (N, K), 0 elsewhere. Raises ValueError where it is not one
+    outcome per trajectory."""
     last = check_turns(turn_mask, turn_mask) - 1
-    if outcome.shape != last.shape: raise ValueError(f'outcome must be ({len(last)},), one per trajectory, got {tuple(outcome.shape)}')
+    if outcome.shape != last.shape:
+        raise ValueError(f'outcome must be ({len(last)},), one per trajectory, got {tuple(outcome.shape)}')
     return outcome.new_zeros(turn_mask.shape).scatter(1, last[:, None], outcome[:, None])
 
 # %% ../nbs/30_outcome.ipynb #c060

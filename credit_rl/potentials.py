@@ -15,7 +15,8 @@ from .outcome import cast_like, check_turns, widen
 def answer_potential(
     logps,               # (..., M) summed log-probability of each gold answer, in nats, <= 0; NaN: could not be scored
     gold_mask=None,      # (..., M) bool, golds that exist (sizes of 1 are stretched); None: all
-    reduce='logsumexp',  # 'logsumexp': any gold will do (TIPS section 3.2); 'mean' of the log-probabilities (appendix H.1)
+    # 'logsumexp': any gold will do (TIPS section 3.2); 'mean' of the log-probabilities (appendix H.1)
+    reduce='logsumexp',
 ):
     """Measure how probable the gold answers are at each state, Φ (TIPS section 3.2, eqs. 15-16): (...).
     NaN where a gold was not scored. Raises ValueError on positive values (probabilities, most likely) and on a state without golds."""
@@ -96,7 +97,7 @@ def history_max(
     """Measure by how much each turn raises the record of the potential (TIPS appendix E.6), unscaled: (N, K).
     0 on a trajectory's last turn and outside the mask, NaN in a trajectory that was not measured."""
     own, turns = _own_states(phi, turn_mask)
-    states = bridge(widen(phi).scatter(1, turns, torch.nan), turn_mask)       # the end repeats the state before: no record
+    states = bridge(widen(phi).scatter(1, turns, torch.nan), turn_mask)  # the end repeats the state before: no record
     record = torch.where(own, states, -torch.inf).cummax(1).values.diff(dim=1)
     return cast_like(torch.where(turn_mask, record, 0.0), phi)
 
@@ -120,7 +121,8 @@ def pilot_alpha(
     """Choose α from a pilot run so that the shaping gets the wanted mean size (TIPS appendix D): float.
     Raises ValueError if the run shows no shaping at all."""
     size = mean_abs_reward(shaping, mask)
-    if not size > 0: raise ValueError(f'the pilot run shows no shaping (mean size {size}), so no α can be chosen from it')
+    if not size > 0:
+        raise ValueError(f'the pilot run shows no shaping (mean size {size}), so no α can be chosen from it')
     return alpha * target / size
 
 # %% ../nbs/31_potentials.ipynb #c046
@@ -140,10 +142,12 @@ class AlphaController:
 
     def __post_init__(self):
         if not (0 < self.low < self.high and 0 < self.alpha <= self.alpha_max and 0 <= self.decay < 1):
-            raise ValueError(f'a controller needs 0 < low < high, 0 < alpha <= alpha_max and 0 <= decay < 1, got {self}')
+            raise ValueError(
+                f'a controller needs 0 < low < high, 0 < alpha <= alpha_max and 0 <= decay < 1, got {self}')
 
     def update(self, mean_abs_reward):
-        "Take in a batch's mean |α ΔΦ|, made with the present α; returns the next α. NaN (nothing measured) changes nothing."
+        """Take in a batch's mean |α ΔΦ|, made with the present α; returns the next α. NaN (nothing measured) changes
+        nothing."""
         if mean_abs_reward < 0 or math.isinf(mean_abs_reward):
             raise ValueError(f'a mean of absolute values is a number >= 0, got {mean_abs_reward}')
         if math.isnan(mean_abs_reward): return self.alpha
@@ -185,7 +189,8 @@ def scoring_flops(
     answers=2.0,        # gold answers per question, mean
     answer_length=10.0  # tokens per gold answer, mean
 ):
-    "Count the operations of scoring all golds at all states with shared prefixes (TIPS appendix H.1): float, in TFLOPs."
+    """Count the operations of scoring all golds at all states with shared prefixes (TIPS appendix H.1): float, in
+    TFLOPs."""
     if len(lengths) == 0 or min(lengths) <= 0:
         raise ValueError(f'lengths are the token counts > 0 of the scored prefixes, got {lengths}')
     attention, longest = 4 * shape.q * shape.layers, max(lengths)

@@ -19,18 +19,22 @@ CALL_STYLES = ('json', 'query', 'text', 'code', 'python', 'none')
 # %% ../nbs/14_protocol.ipynb #c005
 @dataclass(frozen=True)
 class Protocol:
-    "How an agent and its tools talk: prompt, tags, call style. Raises ValueError on a prompt without question, an unknown style or role."
+    """How an agent and its tools talk: prompt, tags, call style. Raises ValueError on a prompt without question, an
+    unknown style or role."""
     name: str
     user: str = '{question}'           # the user message; {question} is replaced
     system: str = None                 # the system message, or None
-    tools: tuple = field(default=(), hash=False)  # JSON schemas of what can be called, told to the model; (): the prompt says it all
+    # JSON schemas of what can be called, told to the model; (): the prompt says it all
+    tools: tuple = field(default=(), hash=False)
     think_tag: str = 'think'           # <think_tag> … </think_tag> around reasoning; None: it stands free
     call_tag: str = 'tool_call'        # <call_tag> … </call_tag> around a call
     call_style: str = 'json'           # one of CALL_STYLES
     answer_tag: str = 'answer'         # <answer_tag> … </answer_tag> around the answer; None: \boxed{…}
     response_tag: str = 'tool_response'  # around what the tool said; None: nothing around it
-    context_tag: str = None            # around what the model keeps of a response before that is taken away (CARL); None: responses stay
-    response_role: str = 'user'        # role of the message a response comes in: 'user', 'tool'; None: inside the assistant's own message
+    # around what the model keeps of a response before that is taken away (CARL); None: responses stay
+    context_tag: str = None
+    # role of the message a response comes in: 'user', 'tool'; None: inside the assistant's own message
+    response_role: str = 'user'
     source: str = ''                   # where it is published
 
     def __post_init__(self):
@@ -38,8 +42,10 @@ class Protocol:
             if not good: raise ValueError(f'protocol {self.name!r}: {what}, got {got!r}')
         need('{question}' in self.user, 'the user message must hold {question}', self.user)
         need(self.call_style in CALL_STYLES, f'call_style must be one of {", ".join(CALL_STYLES)}', self.call_style)
-        need(self.response_role in (None, 'user', 'tool'), "response_role must be 'user', 'tool' or None", self.response_role)
-        need(not self.context_tag or self.response_role is None, "what is replaced by a context stands inside the assistant's message: response_role must be None", self.response_role)
+        need(self.response_role in (None, 'user', 'tool'), "response_role must be 'user', 'tool' or None",
+             self.response_role)
+        need(not self.context_tag or self.response_role is None, "what is replaced by a context stands inside the "
+             "assistant's message: response_role must be None", self.response_role)
 
     @property
     def stop(self):
@@ -71,9 +77,11 @@ def _json_call(text, names):
     try: body = json.loads(text)
     except ValueError as e: raise ValueError(f'the call is not valid JSON ({getattr(e, "msg", e)})') from None
     except RecursionError: raise ValueError('the call is not valid JSON (nested too deep)') from None
-    if not isinstance(body, dict) or not isinstance(body.get('arguments'), dict): raise ValueError('the call needs "name" and "arguments"')
+    if not isinstance(body, dict) or not isinstance(body.get('arguments'), dict):
+        raise ValueError('the call needs "name" and "arguments"')
     name, arguments = body.get('name'), body['arguments']
-    if name not in names: raise ValueError(f'there is no tool named {name!r:.60}, only {" and ".join(map(repr, names))}')
+    if name not in names:
+        raise ValueError(f'there is no tool named {name!r:.60}, only {" and ".join(map(repr, names))}')
     queries = arguments.get('query_list', arguments.get('query'))
     return name, [queries] if isinstance(queries, str) else queries
 
@@ -82,7 +90,9 @@ def _read_call(text, protocol):
     "Parse the inside of a call tag. Raises ValueError saying what is wrong."
     if protocol.call_style == 'python': return {'name': 'python', 'code': text}
     if protocol.call_style == 'json': name, queries = _json_call(text, protocol.tool_names)
-    else: name, queries = protocol.tool_names[0], [q.strip() for q in text.split(';')] if protocol.call_style == 'text' else [text]
+    else:
+        name, queries = protocol.tool_names[0], [q.strip() for q in text.split(';')
+                                                 ] if protocol.call_style == 'text' else [text]
     if not isinstance(queries, list) or not queries or not all(isinstance(q, str) and q.strip() for q in queries):
         raise ValueError('a search needs at least one query that is not empty')
     return {'name': name, 'queries': queries}
@@ -102,16 +112,20 @@ def boxed(text):
 def _parse_code(protocol, text):
     "Read a turn of a protocol whose calls are fenced blocks of Python."
     block = re.search(r'```(?:python|py)?[ \t]*\n((?:(?!```).)*)```\s*\Z', text, re.S)
-    if block: return Action(call={'name': 'python', 'code': block[1]}) if block[1].strip() else Action(error='the code block is empty')
+    if block:
+        return Action(call={'name': 'python', 'code': block[1]}) if block[1].strip() else Action(
+            error='the code block is empty')
     answer = boxed(text) if protocol.answer_tag is None else None
-    return Action(answer=answer) if answer else Action(error=r'no closed block that begins with ```python at the end of the turn, and no \boxed{} with an answer')
+    return Action(answer=answer) if answer else Action(error=r'no closed block that begins with ```python at the end '
+                                                             r'of the turn, and no \boxed{} with an answer')
 
 # %% ../nbs/14_protocol.ipynb #c016
 def parse(protocol, text):
     "Read one turn's text as an `Action`."
     if protocol.call_style == 'code': return _parse_code(protocol, text)
     tags = [t for t in (protocol.call_tag if protocol.call_style != 'none' else None, protocol.answer_tag) if t]
-    found = None if not tags else re.search(rf'<({"|".join(map(re.escape, tags))})>((?:(?!<\1>).)*)</\1>\s*\Z', text, re.S)
+    found = None if not tags else re.search(rf'<({"|".join(map(re.escape, tags))})>((?:(?!<\1>).)*)</\1>\s*\Z', text,
+                                            re.S)
     if not found:
         answer = boxed(text) if protocol.answer_tag is None else None
         wanted = ' or '.join([f'<{t}>' for t in tags] + ([] if protocol.answer_tag else [r'\boxed{}']))
@@ -153,7 +167,8 @@ class _Texts:
     def encode(self, text):
         "Token ids of `text`, or of each text in a list; nothing is added."
         whole = lambda t: t.encode('utf-8', 'replace').decode('utf-8')
-        return self.tokenizer(whole(text) if isinstance(text, str) else [whole(t) for t in text], add_special_tokens=False).input_ids
+        return self.tokenizer(
+            whole(text) if isinstance(text, str) else [whole(t) for t in text], add_special_tokens=False).input_ids
 
     def plain(self, text):
         "`text` from outside, so that no part of it is a special token."
@@ -188,18 +203,20 @@ class _Template(_Texts):
         self._name = f'the chat template of {_called(tokenizer)}'
         self.protocol, self.template, self.options = protocol, template, dict(options or {})
         for name in self.options:
-            if name not in str(text): raise ValueError(f'option {name!r} is nowhere in the chat template; it would change nothing')
+            if name not in str(text):
+                raise ValueError(f'option {name!r} is nowhere in the chat template; it would change nothing')
         self.system, self.tools, self.folded, self.role, self.tag = protocol.system, None, False, protocol.response_role, protocol.response_tag
         try: asked = self._render([{'role': 'user', 'content': _Q}])
-        except Exception as e: raise ValueError(f'{self._name} fails on a mere question: {type(e).__name__}: {e}') from None
+        except Exception as e:
+            raise ValueError(f'{self._name} fails on a mere question: {type(e).__name__}: {e}') from None
         if _Q not in asked: raise ValueError(f'{self._name} does not show the question: use another template')
         self._offer_tools()
         self._seat_system()
         self._seat_response()
 
     def _render(self, messages, prompt=True, tools=None):
-        return self.tokenizer.apply_chat_template(messages, tools=tools or self.tools, chat_template=self.template, tokenize=False,
-                                                  add_generation_prompt=prompt, **self.options)
+        return self.tokenizer.apply_chat_template(messages, tools=tools or self.tools, chat_template=self.template,
+                                                  tokenize=False, add_generation_prompt=prompt, **self.options)
 
     def _shows(self, text, messages, tools=None):  # does the template show `text`?
         try: return text in self._render(messages, tools=tools)
@@ -214,11 +231,15 @@ class _Template(_Texts):
 
 # %% ../nbs/14_protocol.ipynb #c034
 def _offer_tools(self):
-    "Leave the protocol's tools to the template if it shows them with the protocol's call tag; else describe them in the system message."
+    """Leave the protocol's tools to the template if it shows them with the protocol's call tag; else describe them in
+    the system message."""
     p = self.protocol
     if not p.tools: return
     if self._shows(f'<{p.call_tag}>', [{'role': 'user', 'content': _Q}], list(p.tools)): self.tools = list(p.tools)
-    else: self.system = '\n\n'.join(filter(None, [p.system, _TELL.format(schemas='\n'.join(map(json.dumps, p.tools)), tag=p.call_tag)]))
+    else:
+        self.system = '\n\n'.join(
+            filter(None,
+                   [p.system, _TELL.format(schemas='\n'.join(map(json.dumps, p.tools)), tag=p.call_tag)]))
 
 def _seat_system(self):
     "Fold the system message into the user's if the template refuses or drops it."
@@ -229,24 +250,29 @@ _Template._offer_tools, _Template._seat_system = _offer_tools, _seat_system
 
 # %% ../nbs/14_protocol.ipynb #c035
 def _seat_response(self):
-    "Fall back to a user message between tags where the template does not show a response's text as it is. Raises ValueError."
+    """Fall back to a user message between tags where the template does not show a response's text as it is. Raises
+    ValueError."""
     probe = 'a "quoted" <word> &\nä second line'
     def shown():
         said = {'role': 'assistant', 'content': _A}
-        return self._shows(self._response(probe), [*self.messages(_Q), said, {'role': self.role, 'content': self._response(probe)}])
+        return self._shows(self._response(probe),
+                           [*self.messages(_Q), said, {'role': self.role, 'content': self._response(probe)}])
     if self.role is None or shown(): return
     self.role, self.tag = 'user', self.tag or 'tool_response'
     if not shown():
-        raise ValueError(f'{self._name} cannot show a response, neither in the role {self.protocol.response_role!r} nor as a user message')
+        raise ValueError(f'{self._name} cannot show a response, neither in the role {self.protocol.response_role!r} '
+                         'nor as a user message')
 
 def _messages(self, question, turns=()):
-    "The conversation as messages for `apply_chat_template`: what was asked, and what was said and seen in `turns` (list of Turn)."
+    """The conversation as messages for `apply_chat_template`: what was asked, and what was said and seen in `turns`
+    (list of Turn)."""
     system, user = self.system, self.protocol.user.replace('{question}', self.plain(question).strip())
     if self.folded: system, user = None, f'{system}\n\n{user}'
     out = ([{'role': 'system', 'content': system}] if system else []) + [{'role': 'user', 'content': user}]
     for t in turns:
         said, seen = self.opening + t.action_text, self._response(t.observation_text) if t.observation_ids else ''
-        if self.role: out += [{'role': 'assistant', 'content': said}] + ([{'role': self.role, 'content': seen}] if seen else [])
+        if self.role:
+            out += [{'role': 'assistant', 'content': said}] + ([{'role': self.role, 'content': seen}] if seen else [])
         elif out[-1]['role'] == 'user': out.append({'role': 'assistant', 'content': said + self._inside(seen)})
         else: out[-1]['content'] += t.action_text + self._inside(seen)
     return out
@@ -256,22 +282,27 @@ _Template._inside = staticmethod(lambda seen: f'\n\n{seen}\n\n' if seen else '')
 
 # %% ../nbs/14_protocol.ipynb #c037
 class _Cut(_Template):
-    "The pieces of a chat template around question, action and observation. Raises ValueError where they cannot be told apart."
+    """The pieces of a chat template around question, action and observation. Raises ValueError where they cannot be
+    told apart."""
     def __init__(self, protocol, tokenizer, template, options):
         super().__init__(protocol, tokenizer, template, options)
         ask = self.messages(_Q)
         bare, self._start, eos = self._render(ask, False), self._render(ask), tokenizer.eos_token
-        if eos and not self._start.startswith(bare): bare = bare.removesuffix(eos)   # some templates end a finished text so
+        # some templates end a finished text so
+        if eos and not self._start.startswith(bare): bare = bare.removesuffix(eos)
         self._question, self._prefix = self._start.split(_Q), self._start[len(bare):]
         if not self._start.startswith(bare) or len(self._question) != 2:
-            raise ValueError(f'{self._name} repeats or drops the question, or changes it when it asks for an answer: use another template')
+            raise ValueError(f'{self._name} repeats or drops the question, or changes it when it asks for an answer: '
+                             'use another template')
         said = [*ask, {'role': 'assistant', 'content': _A}]
         whole = self._render([*said, {'role': self.role or 'user', 'content': self._response(_O) if self.role else _O}])
         pieces = re.fullmatch(f'(.*){_A}(.*){_O}(.*)', whole, re.S)
         if not pieces or not whole.endswith(self._prefix):
-            raise ValueError(f'{self._name} hides what was said or seen, or asks for a later answer in another way: use another template')
+            raise ValueError(f'{self._name} hides what was said or seen, or asks for a later answer in another way: '
+                             'use another template')
         header = pieces[1][len(bare):] if pieces[1].startswith(bare) else self._prefix
-        at = len(header) if self._prefix.startswith(header) else self._prefix.find('<think>')   # a template may add thinking to what has none
+        # a template may add thinking to what has none
+        at = len(header) if self._prefix.startswith(header) else self._prefix.find('<think>')
         self.opening = self._prefix[at:] if at >= 0 else ''
         self._between, self._after = pieces[2], pieces[3]
         end = self._special.match(self._between)
@@ -287,16 +318,19 @@ class _Pieces(_Cut):
         return self.encode(self._prefix)
 
     def prompt_ids(self, question):
-        "Ids of the prompt for a question text (or of each in a list), generation prefix included. Outer blanks of a question are dropped."
+        """Ids of the prompt for a question text (or of each in a list), generation prefix included. Outer blanks of a
+        question are dropped."""
         whole = lambda q: self.plain(q).strip().join(self._question)
         return self.encode(whole(question) if isinstance(question, str) else [whole(q) for q in question])
 
     def observation_ids(self, text, ended=False):
-        "Ids to append after an action: the end of its message (unless the model `ended` it itself), the response, the next prefix."
+        """Ids to append after an action: the end of its message (unless the model `ended` it itself), the response,
+        the next prefix."""
         return self.encode(self._wrap(text, ended))
 
     def batch_observation_ids(self, texts, ended):
-        "`observation_ids` of many texts, encoded together and each different one once (a group often finds the same); `ended` is a list of bool."
+        """`observation_ids` of many texts, encoded together and each different one once (a group often finds the
+        same); `ended` is a list of bool."""
         wrapped = [self._wrap(*pair) for pair in zip(texts, ended)]
         different = list(dict.fromkeys(wrapped))
         ids = dict(zip(different, self.encode(different) if texts else []))
@@ -319,10 +353,12 @@ class Chat(_Pieces):
         options=None,   # dict of variables for the template, e.g. {'enable_thinking': False}
         history=None,   # 'as-sampled', 'template', or None: 'template' where the template rewrites earlier turns
     ):
-        if history not in (None, 'as-sampled', 'template'): raise ValueError(f"history must be 'as-sampled', 'template' or None, got {history!r}")
+        if history not in (None, 'as-sampled', 'template'):
+            raise ValueError(f"history must be 'as-sampled', 'template' or None, got {history!r}")
         super().__init__(protocol, tokenizer, template, options)
         if history == 'template' and self.role is None:
-            raise ValueError(f"protocol {protocol.name!r} puts responses inside the assistant's message, which is not over: "
+            raise ValueError(f"protocol {protocol.name!r} puts responses inside the assistant's message, which is not "
+                             "over: "
                              "there is no template around them; use history='as-sampled'")
         self.rewrites = '' if self.role is None else self._rewriting()   # what is rewritten, '' if nothing is
         self.history = history or ('template' if self.rewrites else 'as-sampled')
@@ -330,7 +366,8 @@ class Chat(_Pieces):
 
     @property
     def stop(self):
-        "The strings at which generation stops: the protocol's, and the template's end-of-turn token where it is not the tokenizer's eos."
+        """The strings at which generation stops: the protocol's, and the template's end-of-turn token where it is not
+        the tokenizer's eos."""
         return self.protocol.stop + self._end_strings
 
     @property
@@ -349,10 +386,12 @@ class Chat(_Pieces):
 def _rewriting(self):
     "Where the template rewrites a conversation of two turns, one with thinking: a description, or ''."
     closed = f'{_T}\n</think>\n\n{_A}'
-    forms = [_A] if '</think>' in self._prefix else [closed] if '<think>' in self._prefix else [_A, f'<think>\n{closed}']
+    forms = [_A] if '</think>' in self._prefix else [closed
+                                                     ] if '<think>' in self._prefix else [_A, f'<think>\n{closed}']
     turn = lambda said: Turn('tool', (), (), (0,), said, _O)
     for turns in (*([turn(form)] for form in forms), [turn(forms[-1]), turn(forms[0])]):
-        whole, kept = self._render(self.messages(_Q, turns)), self._start + ''.join(t.action_text + self._wrap(_O) for t in turns)
+        whole, kept = self._render(self.messages(_Q, turns)), self._start + ''.join(t.action_text + self._wrap(_O)
+                                                                                    for t in turns)
         if whole != kept:
             at = next((i for i, (x, y) in enumerate(zip(whole, kept)) if x != y), min(len(whole), len(kept)))
             return f'…{kept[max(0, at - 24):at + 24]!r}… becomes …{whole[max(0, at - 24):at + 24]!r}…'
@@ -362,12 +401,15 @@ Chat._rewriting = _rewriting
 
 # %% ../nbs/14_protocol.ipynb #c042
 def _read(self, samples, reasons):
-    "Texts of turns from their ids, each without the token that ended it, and whether that was the template's end-of-turn token: two lists."
+    """Texts of turns from their ids, each without the token that ended it, and whether that was the template's
+    end-of-turn token: two lists."""
     ended = [bool(ids) and ids[-1] == self.end_id for ids in samples]
-    return self.tokenizer.batch_decode([list(ids[:-1] if end or why == 'eos' else ids) for ids, end, why in zip(samples, ended, reasons)]), ended
+    return self.tokenizer.batch_decode(
+        [list(ids[:-1] if end or why == 'eos' else ids) for ids, end, why in zip(samples, ended, reasons)]), ended
 
 def _parse(self, text, why='stop'):
-    "Read one turn's text as an `Action`. If it was stopped (`why`) by a stop string, what the same token brought after it is not looked at."
+    """Read one turn's text as an `Action`. If it was stopped (`why`) by a stop string, what the same token brought
+    after it is not looked at."""
     cuts = [i + len(s) for s in self.protocol.stop if (i := text.find(s)) >= 0] if why == 'stop' else []
     return parse(self.protocol, text[:min(cuts)] if cuts else text)
 
@@ -391,9 +433,11 @@ TEMPLATES = {'chatml': CHATML, 'plain': PLAIN}  # for models that bring none
 # %% ../nbs/14_protocol.ipynb #c045
 def byte_tokenizer(
     chat_template=CHATML,
-    eos='<|im_end|>', bos=None,    # special tokens
-    special=('<|im_start|>',),     # more of them
-    texts=(), merges=0,            # learn so many merges of bytes from these texts (byte-level BPE)
+    eos='<|im_end|>',
+    bos=None,  # special tokens
+    special=('<|im_start|>',),  # more of them
+    texts=(),
+    merges=0,  # learn so many merges of bytes from these texts (byte-level BPE)
 ):
     "A Hugging Face tokenizer with one token per byte, special tokens, and merges if wanted: for lessons and tests."
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -415,10 +459,12 @@ def check_tokenizer(
     template=None, options=None, history=None,  # as for Chat
     vocabulary=None,  # int: how many ids the model embeds (its config's vocab_size); None: not compared
 ):
-    "Check a tokenizer alone against a protocol. Returns its `Chat`; raises ValueError that names everything that is wrong."
+    """Check a tokenizer alone against a protocol. Returns its `Chat`; raises ValueError that names everything that is
+    wrong."""
     chat, wrong = Chat(protocol, tokenizer, template, options, history), []
     if tokenizer.eos_token_id is None and not chat.end:
-        wrong.append('it has no eos_token and its template no end-of-turn token, so that a model could never end a message')
+        wrong.append('it has no eos_token and its template no end-of-turn token, so that a model could never end a '
+                     'message')
     tags = [*chat.stop, *(f'<{t}>' for t in (protocol.call_tag, protocol.answer_tag, protocol.think_tag) if t)]
     lost = [t for t in tags if t.strip() not in tokenizer.decode(chat.encode(t))]
     if lost: wrong.append(f'it cannot write {" ".join(lost)} and read it back')
@@ -426,8 +472,10 @@ def check_tokenizer(
     if tokenizer.unk_token_id is not None and tokenizer.unk_token_id in chat.encode(' '.join(chat._question)):
         wrong.append(f'it has no words for the prompt of protocol {protocol.name!r}')
     if start[len(start) - len(chat.prefix_ids):] != chat.prefix_ids:
-        wrong.append(f'it glues the generation prefix {chat._prefix!r} to what stands before it, so that a state cannot end there')
-    if vocabulary is not None and len(tokenizer) > vocabulary: wrong.append(f'it has {len(tokenizer)} ids, the model only {vocabulary}')
+        wrong.append(f'it glues the generation prefix {chat._prefix!r} to what stands before it, so that a state '
+                     'cannot end there')
+    if vocabulary is not None and len(tokenizer) > vocabulary:
+        wrong.append(f'it has {len(tokenizer)} ids, the model only {vocabulary}')
     if wrong: raise ValueError(f'{_called(tokenizer)} cannot be used: ' + '; '.join(wrong))
     return chat
 
@@ -437,16 +485,21 @@ def _search_tool(name, about, argument, kind, description):
     return {'type': 'function', 'function': {'name': name, 'description': about, 'parameters': {
         'type': 'object', 'properties': {argument: {**kind, 'description': description}}, 'required': [argument]}}}
 
-SEARCH = _search_tool('search', 'Search for passages that say something about one or several queries.', 'query_list', {'type': 'array', 'items': {'type': 'string'}},
+SEARCH = _search_tool('search', 'Search for passages that say something about one or several queries.', 'query_list',
+                      {'type': 'array', 'items': {'type': 'string'}},
                       'Queries in full words; each gets results of its own.')
-WIKI_SEARCH = _search_tool('wiki_search', 'Search Wikipedia for passages about a query.', 'query', {'type': 'string'}, 'The query in full words.')
+WIKI_SEARCH = _search_tool('wiki_search', 'Search Wikipedia for passages about a query.', 'query', {'type': 'string'},
+                           'The query in full words.')
 
 # %% ../nbs/14_protocol.ipynb #c068
 def _rules(call, think='think', response=' between <tool_response> and </tool_response>', example='Beijing'):
     "The user message that the search papers share, in our words: when to reason, how to search, how to answer."
-    return (f'Find the answer to the question at the end. Whenever something new has come in, first reason about it between <{think}> and </{think}>. '
-            f'If that shows that you lack some knowledge, {call}, and the top results will come back{response}. You may search as often as you want. '
-            f'As soon as nothing from outside is needed any more, give the answer between <answer> and </answer>, the answer alone, without explanations: '
+    return ('Find the answer to the question at the end. Whenever something new has come in, first reason about it '
+            f'between <{think}> and </{think}>. '
+            f'If that shows that you lack some knowledge, {call}, and the top results will come back{response}. You '
+            'may search as often as you want. '
+            'As soon as nothing from outside is needed any more, give the answer between <answer> and </answer>, the '
+            'answer alone, without explanations: '
             f'for example, <answer> {example} </answer>. Question: {{question}}')
 
 # %% ../nbs/14_protocol.ipynb #c069
@@ -466,19 +519,27 @@ The last step is
 <answer>the answer alone</answer>"""
 
 # %% ../nbs/14_protocol.ipynb #c071
-_CODE = (' use Python code to answer the question: a block that begins with the line ```python and ends with the line ``` is run, and what it prints comes back. '
-         'Inside it, search(query) returns passages about a query, and arithmetic can be done. When the output has come, write down what matters of it between '
+_CODE = (' use Python code to answer the question: a block that begins with the line ```python and ends with the line '
+         '``` is run, and what it prints comes back. '
+         'Inside it, search(query) returns passages about a query, and arithmetic can be done. When the output has '
+         'come, write down what matters of it between '
          '<context> and </context>; nothing else of it will stay. Then put the answer alone into \\boxed{}.')
-CARL_PROMPTS = {'direct': 'Answer the question directly, without tools and without code. Put the answer alone into \\boxed{}.',
+CARL_PROMPTS = {'direct': 'Answer the question directly, without tools and without code. Put the answer alone into '
+                          '\\boxed{}.',
                 'forced': 'You must' + _CODE, 'optional': 'You may, if you want,' + _CODE,
-                'multi-hop': 'You must' + _CODE + ' The question may take several searches: code may be run more than once.'}  # of warm-up rollouts (CARL, appendix C)
+                # of warm-up rollouts (CARL, appendix C)
+                'multi-hop': 'You must' + _CODE + ' The question may take several searches: code may be run more than '
+                                                  'once.'}
 TINY_PROMPTS = {'direct': 'known', 'forced': 'python', 'optional': None}
 
 # %% ../nbs/14_protocol.ipynb #c072
 def _carl():
-    "CARL's protocols: the one that may choose is `carl`, the others are named after their prompt; the same for the tiny world."
-    big = Protocol('carl', think_tag=None, call_style='code', answer_tag=None, response_tag=None, response_role=None, context_tag='context', source='CARL, section 3 and appendix C')
-    tiny = replace(big, name='carl-tiny', think_tag='think', call_style='python', source='CARL, in the words of the tiny world')
+    """CARL's protocols: the one that may choose is `carl`, the others are named after their prompt; the same for the
+    tiny world."""
+    big = Protocol('carl', think_tag=None, call_style='code', answer_tag=None, response_tag=None, response_role=None,
+                   context_tag='context', source='CARL, section 3 and appendix C')
+    tiny = replace(big, name='carl-tiny', think_tag='think', call_style='python', source='CARL, in the words of the '
+                                                                                         'tiny world')
     for base, prompts in ((big, CARL_PROMPTS), (tiny, TINY_PROMPTS)):
         for mode, system in prompts.items():
             name = base.name if mode == 'optional' else f'{base.name}-{mode}'
@@ -486,14 +547,48 @@ def _carl():
 
 # %% ../nbs/14_protocol.ipynb #c073
 _HELPFUL = 'You are a helpful and harmless assistant.'
-PROTOCOLS = {p.name: p for p in (
-    Protocol('tiny', call_style='text', source='the tiny world'),
-    Protocol('tips', user=_rules('call a search engine by <tool_call> query </tool_call>'), system=_HELPFUL, tools=(SEARCH,),
-             source='TIPS, appendix (sample rollouts)'),
-    Protocol('tspo', user=_rules('call a search engine by <tool_call> {"name": <function-name>, "arguments": <args-json-object>} </tool_call>'),
-             system=_HELPFUL, tools=(SEARCH,), source='TSPO, appendix D.1; tool schema of TIPS'),
-    Protocol('search-r1', user=_rules('call a search engine by <search> query </search>', response=' between <information> and </information>'),
-             call_tag='search', call_style='query', response_tag='information', response_role=None, source='Search-R1 (Jin et al. 2025)'),
-    Protocol('igpo', system=_STEPS, call_tag='search', call_style='query', source='IGPO, section 2.1 and appendix F'),
-    Protocol('prs', user=_rules('call wiki_search', 'reasoning', '', 'xxx'), tools=(WIKI_SEARCH,), think_tag='reasoning', source='PRS, appendix A'),
-    *_carl())}
+PROTOCOLS = {
+    p.name: p
+    for p in (
+        Protocol('tiny', call_style='text', source='the tiny world'),
+        Protocol(
+            'tips',
+            user=_rules('call a search engine by <tool_call> query </tool_call>'),
+            system=_HELPFUL,
+            tools=(SEARCH,),
+            source='TIPS, appendix (sample rollouts)',
+        ),
+        Protocol(
+            'tspo',
+            user=_rules(
+                'call a search engine by <tool_call> {"name": <function-name>, "arguments": <args-json-object>}'
+                ' </tool_call>'
+            ),
+            system=_HELPFUL,
+            tools=(SEARCH,),
+            source='TSPO, appendix D.1; tool schema of TIPS',
+        ),
+        Protocol(
+            'search-r1',
+            user=_rules(
+                'call a search engine by <search> query </search>', response=' between <information> and </information>'
+            ),
+            call_tag='search',
+            call_style='query',
+            response_tag='information',
+            response_role=None,
+            source='Search-R1 (Jin et al. 2025)',
+        ),
+        Protocol(
+            'igpo', system=_STEPS, call_tag='search', call_style='query', source='IGPO, section 2.1 and appendix F'
+        ),
+        Protocol(
+            'prs',
+            user=_rules('call wiki_search', 'reasoning', '', 'xxx'),
+            tools=(WIKI_SEARCH,),
+            think_tag='reasoning',
+            source='PRS, appendix A',
+        ),
+        *_carl(),
+    )
+}

@@ -26,7 +26,8 @@ def process_reward(
     answer_parsed,  # bool, there is a well-formed answer
     executed=None,  # like calls_parsed: the calls that ran and returned something; None: not asked
 ):
-    "Reward a working rollout, 1 with and 0 without an answer, -1 if any call failed (PRS eq. 8): float. Raises on other flags."
+    """Reward a working rollout, 1 with and 0 without an answer, -1 if any call failed (PRS eq. 8): float. Raises on
+    other flags."""
     working = _every('calls_parsed', calls_parsed) and (executed is None or _every('executed', executed))
     answered = _every('answer_parsed', answer_parsed)
     return float(answered) if working else -1.0
@@ -63,7 +64,8 @@ def _check_start(process, format):
 # %% ../nbs/34_prs.ipynb #c023
 def _check_answer(answer):
     "Refuse an answer score that is missing or outside [0, 1]."
-    if answer is None or not 0 <= answer <= 1: raise ValueError(f'an answer score lies in [0, 1] (short_bleu), got {answer}')
+    if answer is None or not 0 <= answer <= 1:
+        raise ValueError(f'an answer score lies in [0, 1] (short_bleu), got {answer}')
     return float(answer)
 
 # %% ../nbs/34_prs.ipynb #c024
@@ -83,7 +85,8 @@ def prs_long(
     judge,    # 0 or 1; None or NaN: no verdict. Not read unless process is 1
     answer,   # in [0, 1] (short_bleu); not read unless judge is 1
 ):
-    "Add the verdict once the process is right, then the answer's score once the verdict is (PRS eq. 14): float, NaN without one."
+    """Add the verdict once the process is right, then the answer's score once the verdict is (PRS eq. 14): float, NaN
+    without one."""
     _check_start(process, format)
     if process < 1: return float(process + format)
     if judge is None or math.isnan(judge): return math.nan
@@ -132,8 +135,10 @@ def judge_messages(
     golds,                # list of str, reference answers, alternatives
     prompt=PRS_JUDGE_PROMPT,  # the judge's instructions
 ):
-    "Write the judge's conversation (PRS appendix B): list of {'role', 'content'}. Raises TypeError on a string as golds."
-    if isinstance(golds, str): raise TypeError(f'golds must be a list of strings, got the string {golds!r}; write [{golds!r}]')
+    """Write the judge's conversation (PRS appendix B): list of {'role', 'content'}. Raises TypeError on a string as
+    golds."""
+    if isinstance(golds, str):
+        raise TypeError(f'golds must be a list of strings, got the string {golds!r}; write [{golds!r}]')
     for label in _LABELS: response = re.sub(re.escape(label), label[1:-1], response, flags=re.IGNORECASE)
     parts = zip(_LABELS, (question, response, ' or '.join(golds)))
     told = '\n'.join(f'{label}: {text}' for label, text in parts)
@@ -143,7 +148,8 @@ def judge_messages(
 def parse_verdict(
     reply,  # str, what the judge said, or None
 ):
-    "Read a judge's reply, Match or Mismatch after the last 'Evaluation Rating' (PRS appendix B): 1, 0, or None if it is neither."
+    """Read a judge's reply, Match or Mismatch after the last 'Evaluation Rating' (PRS appendix B): 1, 0, or None if it
+    is neither."""
     said = re.split(r'Evaluation Rating\s*>?\s*:', reply or '', flags=re.IGNORECASE)[-1]
     return {'match': 1, '1': 1, 'mismatch': 0, '0': 0}.get(said.strip(' \t\r\n.*_"\'`<>[]').lower())
 
@@ -152,7 +158,8 @@ def read_calls(
     trajectory,     # Trajectory
     tags=PRS_TAGS,  # names of the reasoning, call and answer tags
 ):
-    "List which tool calls of a rollout could be parsed and which ran (PRS eq. 8): two lists of bool, one entry per call."
+    """List which tool calls of a rollout could be parsed and which ran (PRS eq. 8): two lists of bool, one entry per
+    call."""
     def failed_answer(turn):
         return turn is trajectory.turns[-1] and turn.call is None and f'<{tags[1]}>' not in turn.action_text
     calls = [turn.result for turn in trajectory.turns
@@ -164,9 +171,11 @@ def _verdicts(judge, trajectories, process, prompt):
     "Each trajectory's verdict as a float, NaN where there is none; a judge is asked only where the process is right."
     n = len(trajectories)
     if judge is None: return [math.nan] * n
-    if isinstance(judge, (list, tuple, torch.Tensor)): said = judge.tolist() if isinstance(judge, torch.Tensor) else list(judge)
+    if isinstance(judge, (list, tuple, torch.Tensor)):
+        said = judge.tolist() if isinstance(judge, torch.Tensor) else list(judge)
     elif not callable(getattr(judge, 'ask', None)):
-        raise TypeError(f'judge must have ask(prompts, parse), or be one verdict per trajectory, got {type(judge).__name__}')
+        raise TypeError('judge must have ask(prompts, parse), or be one verdict per trajectory, got '
+                        f'{type(judge).__name__}')
     else:
         asked = [i for i in range(n) if process[i] == 1]
         messages = [judge_messages(t.question.text, t.answer, list(t.question.answers), prompt)
@@ -224,7 +233,8 @@ def progressive(
     Raises ValueError where thresholds are not one fewer than stages."""
     stages = [math.nan if r is None else float(r) for r in rewards]
     if not stages or len(thresholds) != len(stages) - 1:
-        raise ValueError(f'every stage but the last needs a threshold: {len(stages)} stages, {len(thresholds)} thresholds')
+        raise ValueError(f'every stage but the last needs a threshold: {len(stages)} stages, {len(thresholds)} '
+                         'thresholds')
     total = stages[0]
     for reached, threshold, stage in zip(stages, thresholds, stages[1:]):
         if reached < threshold: break

@@ -60,7 +60,8 @@ def bm25_reference(
     k1=0.9, b=0.4,    # k1 >= 0: saturation of repeated words; b in [0, 1]: how far length counts
     variant='lucene', # 'lucene', 'robertson' or 'atire'
 ):
-    "Score one query against every passage by the written-out formula (Kamphuis et al. 2020, table 1): list of P floats."
+    """Score one query against every passage by the written-out formula (Kamphuis et al. 2020, table 1): list of P
+    floats."""
     counts = [Counter(words(document(p))) for p in passages]
     mean = sum(c.total() for c in counts) / len(counts)
     def score(c):
@@ -75,7 +76,8 @@ def bm25_reference(
 
 # %% ../nbs/12_retrieval.ipynb #c023
 def _best(scores, k):
-    "Per row of `scores` (Q, P), which is overwritten: up to k (passage, score) with score > 0, best first, ties by index."
+    """Per row of `scores` (Q, P), which is overwritten: up to k (passage, score) with score > 0, best first, ties by
+    index."""
     rows, found = np.arange(len(scores)), [[] for _ in scores]
     if k > 32:  # one sort of what was found instead of many passes over all
         for hits, row in zip(found, scores):
@@ -120,7 +122,8 @@ def _check_passages(passages):
     passages = passages if isinstance(passages, Sequence) and not isinstance(passages, str) else list(passages)
     if not len(passages): raise ValueError('the corpus is empty: a retriever needs at least one passage')
     if not isinstance(passages[0], Passage):
-        raise TypeError(f'a corpus is a list of Passage, got {passages[0]!r:.60} of type {type(passages[0]).__name__}; use load_corpus')
+        raise TypeError(f'a corpus is a list of Passage, got {passages[0]!r:.60} of type '
+                        f'{type(passages[0]).__name__}; use load_corpus')
     return passages
 
 # %% ../nbs/12_retrieval.ipynb #c029
@@ -158,12 +161,14 @@ class _Kept(_Search):
 
     @classmethod
     def load(cls, folder, passages=None):
-        "Open what `save` wrote, memory-mapped; with `passages`, or their `corpus_hash`, an index of another corpus is refused."
+        """Open what `save` wrote, memory-mapped; with `passages`, or their `corpus_hash`, an index of another corpus
+        is refused."""
         return _load_index(cls, folder, passages)
 
 # %% ../nbs/12_retrieval.ipynb #c032
 class BM25(_Kept):
-    "Search by BM25 over scores computed in advance (bm25s). Raises on an empty corpus, an unknown variant, senseless k1 or b."
+    """Search by BM25 over scores computed in advance (bm25s). Raises on an empty corpus, an unknown variant, senseless
+    k1 or b."""
     def __init__(self,
         passages,          # list of Passage
         k1=0.9, b=0.4,     # k1 >= 0: saturation of repeated words; b in [0, 1]: how far length counts
@@ -251,8 +256,11 @@ def _save_index(retriever, folder):
         new.mkdir(parents=True)
         retriever.index.save(new, show_progress=False)
         _write_passages(retriever.passages, new)
-        (new / 'index.json').write_text(json.dumps({'format': 2, 'passages': len(retriever.passages), 'corpus': retriever.corpus,
-                                                    'k1': retriever.k1, 'b': retriever.b, 'variant': retriever.variant}))
+        (new / 'index.json').write_text(
+            json.dumps({
+                'format': 2, 'passages': len(retriever.passages), 'corpus': retriever.corpus, 'k1': retriever.k1, 'b':
+                retriever.b, 'variant': retriever.variant
+            }))
         if folder.exists(): folder.rename(old)
         try: new.rename(folder)
         except OSError:
@@ -263,17 +271,20 @@ def _save_index(retriever, folder):
 
 # %% ../nbs/12_retrieval.ipynb #c046
 def _load_index(cls, folder, passages=None):
-    "Open a `BM25` that `_save_index` wrote, memory-mapped. Raises on a folder that is none, is damaged, or is of other passages."
+    """Open a `BM25` that `_save_index` wrote, memory-mapped. Raises on a folder that is none, is damaged, or is of
+    other passages."""
     import bm25s
     folder = Path(folder)
     if not (folder / 'index.json').is_file():
         raise FileNotFoundError(f'{folder} holds no saved index (no index.json); build one with BM25(...).save')
     about = json.loads((folder / 'index.json').read_text())
     if about.get('format') != 2:
-        raise ValueError(f'{folder} has index format {about.get("format")}, this version reads 2; build the index again')
+        raise ValueError(
+            f'{folder} has index format {about.get("format")}, this version reads 2; build the index again')
     wanted = passages if passages is None or isinstance(passages, str) else corpus_hash(passages)
     if wanted not in (None, about['corpus']):
-        raise ValueError(f'the index in {folder} is of another corpus: {about["passages"]} passages with hash {about["corpus"]}, '
+        raise ValueError(f'the index in {folder} is of another corpus: {about["passages"]} passages with hash '
+                         f'{about["corpus"]}, '
                          f'wanted {wanted}; build the index again')
     index, stored = bm25s.BM25.load(folder, mmap=True), PassageFile(folder)
     if not len(stored) == index.scores['num_docs'] == about['passages']:
@@ -286,7 +297,10 @@ def _load_index(cls, folder, passages=None):
 # %% ../nbs/12_retrieval.ipynb #c050
 def _document(passage):
     "A passage as a search server sends it."
-    return {'id': passage.id, 'title': passage.title, 'text': passage.text, 'contents': f'"{passage.title}"\n{passage.text}'}
+    return {
+        'id': passage.id, 'title': passage.title, 'text': passage.text, 'contents':
+        f'"{passage.title}"\n{passage.text}'
+    }
 
 # %% ../nbs/12_retrieval.ipynb #c051
 def _passage(entry):
@@ -304,7 +318,8 @@ def _respond(retriever, k, body):
     "Status and JSON value with which a search server answers the `body` (bytes) of a request."
     try:
         asked = json.loads(body)
-        if not isinstance(asked, dict) or 'queries' not in asked: raise ValueError('wanted {"queries": [...], "topk": k, "return_scores": true}')
+        if not isinstance(asked, dict) or 'queries' not in asked:
+            raise ValueError('wanted {"queries": [...], "topk": k, "return_scores": true}')
         queries, k = asked['queries'], k if asked.get('topk') is None else asked['topk']
         if not isinstance(queries, list): raise TypeError(f'queries must be a list of strings, got {queries!r:.80}')
         _check_search(queries, k)
@@ -312,7 +327,10 @@ def _respond(retriever, k, body):
     try: found = retriever.search(queries, k)
     except Exception as e: return 500, {'error': f'{type(e).__name__}: {e}'}
     scored = bool(asked.get('return_scores'))
-    return 200, {'result': [[{'document': _document(p), 'score': p.score} if scored else _document(p) for p in row] for row in found]}
+    return 200, {
+        'result':
+        [[{'document': _document(p), 'score': p.score} if scored else _document(p) for p in row] for row in found]
+    }
 
 # %% ../nbs/12_retrieval.ipynb #c055
 class _Handler(http.server.BaseHTTPRequestHandler):
@@ -322,14 +340,16 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
     def do_POST(self):
         length = self.headers.get('Content-Length', '')
-        if self.path.rstrip('/') != '/retrieve': status, value = 404, {'error': f'there is no {self.path}, only /retrieve'}
+        if self.path.rstrip('/') != '/retrieve':
+            status, value = 404, {'error': f'there is no {self.path}, only /retrieve'}
         elif not length.isdigit() or int(length) > self.limit:
             status, value = 413, {'error': f'wanted a body of at most {self.limit} bytes, got {length or "no length"}'}
         else: status, value = _respond(self.server.retriever, self.server.k, self.rfile.read(int(length)))
         body = json.dumps(value).encode()
         if status in (404, 413): self.close_connection = True   # the body was not read
         self.send_response(status)
-        for name, text in (('Content-Type', 'application/json'), ('Content-Length', str(len(body)))): self.send_header(name, text)
+        for name, text in (('Content-Type', 'application/json'), ('Content-Length', str(len(body)))):
+            self.send_header(name, text)
         self.end_headers()
         self.wfile.write(body)
 
@@ -337,7 +357,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
 # %% ../nbs/12_retrieval.ipynb #c056
 class SearchServer(socketserver.ThreadingTCPServer):
-    "Serve a `Retriever` over HTTP in a background thread, as Search-R1 does; a context manager. Raises OSError on a taken port."
+    """Serve a `Retriever` over HTTP in a background thread, as Search-R1 does; a context manager. Raises OSError on a
+    taken port."""
     allow_reuse_address, daemon_threads, request_queue_size = True, True, 128
 
     def __init__(self,
@@ -346,7 +367,8 @@ class SearchServer(socketserver.ThreadingTCPServer):
         port=0,            # 0: any free one, see `url`
         k=3,               # passages per query where a request does not say
     ):
-        if not isinstance(retriever, Retriever): raise TypeError(f'a retriever has a method search(queries, k), got {retriever!r:.80}')
+        if not isinstance(retriever, Retriever):
+            raise TypeError(f'a retriever has a method search(queries, k), got {retriever!r:.80}')
         super().__init__((host, port), _Handler)
         self.retriever, self.k = retriever, k
         self.url = f'http://{host}:{self.server_address[1]}/retrieve'
@@ -367,7 +389,8 @@ class SearchError(RuntimeError):
 
 # %% ../nbs/12_retrieval.ipynb #c059
 class SearchClient:
-    "Search by a server that speaks Search-R1's `/retrieve`: a `Retriever`. Raises ValueError on settings that make no sense."
+    """Search by a server that speaks Search-R1's `/retrieve`: a `Retriever`. Raises ValueError on settings that make
+    no sense."""
     def __init__(self,
         url,          # 'http://host:port/retrieve'; without a path, /retrieve is added
         seconds=30.,  # > 0: how long one try may take
@@ -378,23 +401,30 @@ class SearchClient:
         if not re.match(r'https?://[^/]+', str(url)):
             raise ValueError(f'a search server has a url such as http://localhost:8000/retrieve, got {url!r}')
         if not (seconds > 0 and tries >= 1 and pause >= 0 and batch >= 1):
-            raise ValueError(f'wanted seconds > 0, tries >= 1, pause >= 0, batch >= 1, got {seconds}, {tries}, {pause}, {batch}')
+            raise ValueError(f'wanted seconds > 0, tries >= 1, pause >= 0, batch >= 1, got {seconds}, {tries}, '
+                             f'{pause}, {batch}')
         self.url = url if re.match(r'https?://[^/]+/.', url) else url.rstrip('/') + '/retrieve'
         self.seconds, self.tries, self.pause, self.batch = seconds, tries, pause, batch
         self._open = urllib.request.build_opener(urllib.request.ProxyHandler({})).open
 
     def search(self, queries, k):
-        "For each query up to k `Passage`s as the server ranks them: list of Q lists. Raises SearchError or TimeoutError."
+        """For each query up to k `Passage`s as the server ranks them: list of Q lists. Raises SearchError or
+        TimeoutError."""
         queries = list(queries) if not isinstance(queries, str) else queries
         _check_search(queries, k)
         found, unique = {}, list(dict.fromkeys(queries))
         for i in range(0, len(unique), self.batch):
             part = unique[i:i + self.batch]
-            found.update(zip(part, _read_answer(self.url, _ask(self, {'queries': part, 'topk': int(k), 'return_scores': True}), len(part), k)))
+            found.update(
+                zip(
+                    part,
+                    _read_answer(self.url, _ask(self, {'queries': part, 'topk': int(k), 'return_scores': True}),
+                                 len(part), k)))
         return [list(found[q]) for q in queries]
 
     def check(self):
-        "Ask one query, whose answer nobody needs. Returns the client. Raises ConnectionError where the server is not there, or answers something else."
+        """Ask one query, whose answer nobody needs. Returns the client. Raises ConnectionError where the server is not
+        there, or answers something else."""
         try: self.search(['Who was the first to answer a query?'], 1)
         except (SearchError, TimeoutError) as e: raise ConnectionError(f'a query was tried: {e}') from None
         return self
@@ -423,7 +453,8 @@ def _read_answer(url, body, queries, k):
     "Lists of `Passage` in the body of a search server's answer. Raises SearchError saying what is wrong with it."
     try:
         result = json.loads(body)['result']
-        if not isinstance(result, list) or len(result) != queries: raise ValueError(f'wanted {queries} lists, one a query')
+        if not isinstance(result, list) or len(result) != queries:
+            raise ValueError(f'wanted {queries} lists, one a query')
         return [[_passage(entry) for entry in row[:k]] for row in result]
     except (ValueError, TypeError, KeyError, RecursionError) as e:
         problem = f'{e.field} {e.problem}' if isinstance(e, RowError) else f'{type(e).__name__}: {e}'
@@ -432,7 +463,8 @@ def _read_answer(url, body, queries, k):
 # %% ../nbs/12_retrieval.ipynb #c064
 def main(arguments=None):  # list of str; None: the command line's
     "`python -m credit_rl.retrieval FOLDER`: serve a saved index until interrupted."
-    parser = argparse.ArgumentParser(prog='python -m credit_rl.retrieval', description='Serve a saved BM25 index, in the dialect of Search-R1.')
+    parser = argparse.ArgumentParser(prog='python -m credit_rl.retrieval', description='Serve a saved BM25 index, in '
+                                                                                       'the dialect of Search-R1.')
     parser.add_argument('folder', help='what BM25.save wrote')
     parser.add_argument('--host', default='127.0.0.1', help='address to listen on; anybody who reaches it may search')
     parser.add_argument('--port', type=int, default=8000)

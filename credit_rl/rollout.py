@@ -17,31 +17,41 @@ from .tools import PythonTool, SearchTool
 class Environment:
     "Where a rollout happens. Raises ValueError on caps below 1, and on a tool that does not fit the protocol's calls."
     chat: object            # Chat: protocol and tokenizer
-    tool: object            # has call(list of query lists, or of programs) -> list of (text, Result); None if nothing can be called
+    # has call(list of query lists, or of programs) -> list of (text, Result); None if nothing can be called
+    tool: object
     max_turns: int = None   # assistant turns, the answer included; None: 4, or 15 segments
-    max_tokens: int = 4096  # ids in a row, prompt and observations included; a trajectory is one row unless its chat edits contexts
+    # ids in a row, prompt and observations included; a trajectory is one row unless its chat edits contexts
+    max_tokens: int = 4096
     context_tokens: int = 256  # most tokens of an assimilate segment
 
     def __post_init__(self):
         p = self.chat.protocol
         if self.max_turns is None: object.__setattr__(self, 'max_turns', 15 if p.context_tag else 4)
-        if self.max_turns < 1: raise ValueError(f'an agent needs at least 1 turn to answer, got max_turns={self.max_turns}')
-        if self.context_tokens < 1: raise ValueError(f'a context needs at least 1 token, got context_tokens={self.context_tokens}')
-        if p.runs_code and isinstance(self.tool, SearchTool): raise ValueError(f'protocol {p.name!r} calls by code blocks, and this environment only searches')
-        if not p.runs_code and isinstance(self.tool, PythonTool): raise ValueError(f'protocol {p.name!r} calls by queries, and this environment only runs programs')
-        if self.tool is None and p.call_style != 'none': raise ValueError(f'protocol {p.name!r} calls, and this environment has no tool')
+        if self.max_turns < 1:
+            raise ValueError(f'an agent needs at least 1 turn to answer, got max_turns={self.max_turns}')
+        if self.context_tokens < 1:
+            raise ValueError(f'a context needs at least 1 token, got context_tokens={self.context_tokens}')
+        if p.runs_code and isinstance(self.tool, SearchTool):
+            raise ValueError(f'protocol {p.name!r} calls by code blocks, and this environment only searches')
+        if not p.runs_code and isinstance(self.tool, PythonTool):
+            raise ValueError(f'protocol {p.name!r} calls by queries, and this environment only runs programs')
+        if self.tool is None and p.call_style != 'none':
+            raise ValueError(f'protocol {p.name!r} calls, and this environment has no tool')
 
 # %% ../nbs/22_rollout.ipynb #c006
 class _Draft:
-    "A trajectory in the making: what the next turn is sampled after (`ids`), and that again if it was edited (`context`)."
+    """A trajectory in the making: what the next turn is sampled after (`ids`), and that again if it was edited
+    (`context`)."""
     def __init__(self, key, question, prompt_ids):
-        self.key, self.question, self.prompt_ids, self.ids, self.turns, self.context = key, question, prompt_ids, list(prompt_ids), [], None
+        self.key, self.question, self.prompt_ids, self.ids, self.turns, self.context = key, question, prompt_ids, list(
+            prompt_ids), [], None
         self.base = None   # while an output is being read: what stays when it is gone
 
     def add(self, finished, text, call=None, observation_ids=(), observation='', result=Result.NONE, kind='tool'):
         "Append a finished turn and what the environment said to it."
         self.ids += [*finished.ids, *observation_ids]
-        self.turns.append(Turn(kind, finished.ids, finished.logps, observation_ids, text, observation, call, result, self.context))
+        self.turns.append(
+            Turn(kind, finished.ids, finished.logps, observation_ids, text, observation, call, result, self.context))
         self.context = None
 
     def edit(self, ids):
@@ -66,7 +76,8 @@ def _answer_or_observe(env, draft, finished, text, action, reply):
 
 # %% ../nbs/22_rollout.ipynb #c008
 def _edit_context(env, draft, stream, limit):
-    "Let the chat's template rewrite what came before, if it does. Returns the `Trajectory` if no room is left then, else None."
+    """Let the chat's template rewrite what came before, if it does. Returns the `Trajectory` if no room is left then,
+    else None."""
     ids = env.chat.next_context(draft.question.text, draft.turns)
     if ids is None: return None
     if len(ids) >= limit: return draft.trajectory(Stop.LENGTH)
@@ -76,12 +87,16 @@ def _edit_context(env, draft, stream, limit):
 # %% ../nbs/22_rollout.ipynb #c009
 def _call(env, actions):
     "Run the calls of many actions as one batch: list of (text, Result)."
-    return env.tool.call([a.call['code'] if env.chat.protocol.runs_code else a.call['queries'] for a in actions]) if actions else []
+    return env.tool.call([a.call['code'] if env.chat.protocol.runs_code else a.call['queries']
+                          for a in actions]) if actions else []
 
 # %% ../nbs/22_rollout.ipynb #c010
 def _replies(env, drafts, actions, ended):
-    "What the environment says to each action: (text, Result, ids), or None where it will not be read. All calls run as one batch."
-    open_ = [i for i, (d, a) in enumerate(zip(drafts, actions)) if a.answer is None and len(d.turns) + 1 < env.max_turns]
+    """What the environment says to each action: (text, Result, ids), or None where it will not be read. All calls run
+    as one batch."""
+    open_ = [
+        i for i, (d, a) in enumerate(zip(drafts, actions)) if a.answer is None and len(d.turns) + 1 < env.max_turns
+    ]
     calling = [i for i in open_ if actions[i].call]
     said = {i: (f'Error: {actions[i].error}', Result.MALFORMED) for i in open_}
     said.update(zip(calling, _call(env, [actions[i] for i in calling])))
@@ -91,16 +106,24 @@ def _replies(env, drafts, actions, ended):
 
 # %% ../nbs/22_rollout.ipynb #c011
 def _turns(env, stream, drafts, batch, limit):
-    "Take the turns that came back together one step on. Returns a `Trajectory` for each that is over, None for the others."
+    """Take the turns that came back together one step on. Returns a `Trajectory` for each that is over, None for the
+    others."""
     texts, ended = env.chat.read([f.ids for f in batch], [f.stop for f in batch])
     actions = [env.chat.parse(text, f.stop) for text, f in zip(texts, batch)]
     replies = _replies(env, drafts, actions, ended)
-    return [_answer_or_observe(env, *one) or _edit_context(env, one[0], stream, limit) for one in zip(drafts, batch, texts, actions, replies)]
+    return [
+        _answer_or_observe(env, *one) or _edit_context(env, one[0], stream, limit)
+        for one in zip(drafts, batch, texts, actions, replies)
+    ]
 
 # %% ../nbs/22_rollout.ipynb #c013
 def _outputs(env, drafts, actions, texts):
-    "What comes back from each segment: (text, Result, ids), or None where nothing was called or nobody could read it. All programs run as one batch."
-    open_ = [i for i, (d, a) in enumerate(zip(drafts, actions)) if a and a.answer is None and len(d.turns) + 1 < env.max_turns]
+    """What comes back from each segment: (text, Result, ids), or None where nothing was called or nobody could read
+    it. All programs run as one batch."""
+    open_ = [
+        i for i, (d, a) in enumerate(zip(drafts, actions))
+        if a and a.answer is None and len(d.turns) + 1 < env.max_turns
+    ]
     open_ = [i for i in open_ if actions[i].call or reaches(env.chat.protocol, texts[i])]
     calling = [i for i in open_ if actions[i].call]
     said = {i: (f'Error: {actions[i].error}', Result.MALFORMED) for i in open_}
@@ -120,7 +143,8 @@ def _invoke_or_commit(env, draft, finished, text, action, ended, output):
         return draft.trajectory(Stop.LENGTH if finished.stop in ('max_tokens', 'length') else Stop.NO_ANSWER)
     room = env.max_tokens - len(draft.ids) - len(finished.ids)
     if output is None or finished.stop == 'length' or room <= 1:
-        draft.add(finished, text, action.call, kind='invoke', result=Result.SKIPPED if action.call else Result.MALFORMED)
+        draft.add(finished, text, action.call, kind='invoke',
+                  result=Result.SKIPPED if action.call else Result.MALFORMED)
         return draft.trajectory(Stop.TURN_CAP if len(draft.turns) == env.max_turns else Stop.LENGTH)
     observation, result, ids = output
     base = [*draft.ids, *(finished.ids[:-1] if ended or finished.stop == 'eos' else finished.ids)]
@@ -131,7 +155,8 @@ def _invoke_or_commit(env, draft, finished, text, action, ended, output):
 
 # %% ../nbs/22_rollout.ipynb #c015
 def _assimilate(env, draft, finished, text, limit):
-    "Append an assimilate segment and put its context in the output's place. Returns the `Trajectory` if no segment can follow, else None."
+    """Append an assimilate segment and put its context in the output's place. Returns the `Trajectory` if no segment
+    can follow, else None."""
     kept, wrong = read_context(env.chat.protocol, text)
     draft.add(finished, text, kind='assimilate', result=Result.MALFORMED if wrong else Result.NONE)
     ids, draft.base = [*draft.base, *env.chat.context_ids(kept)], None
@@ -141,12 +166,15 @@ def _assimilate(env, draft, finished, text, limit):
 
 # %% ../nbs/22_rollout.ipynb #c016
 def _segments(env, stream, drafts, batch, limit):
-    "Take the segments that came back together one step on. Returns a `Trajectory` for each that is over, None for the others."
+    """Take the segments that came back together one step on. Returns a `Trajectory` for each that is over, None for
+    the others."""
     texts, ended = env.chat.read([f.ids for f in batch], [f.stop for f in batch])
     actions = [env.chat.parse(text, f.stop) if d.base is None else None for text, f, d in zip(texts, batch, drafts)]
     out = []
-    for draft, f, text, action, end, output in zip(drafts, batch, texts, actions, ended, _outputs(env, drafts, actions, texts)):
-        over = _invoke_or_commit(env, draft, f, text, action, end, output) if action else _assimilate(env, draft, f, text, limit)
+    for draft, f, text, action, end, output in zip(drafts, batch, texts, actions, ended,
+                                                   _outputs(env, drafts, actions, texts)):
+        over = _invoke_or_commit(env, draft, f, text, action, end, output) if action else _assimilate(
+            env, draft, f, text, limit)
         if over is None: stream.rewind(draft.key, draft.ids)
         out.append(over)
     return out
@@ -162,7 +190,9 @@ def rollout(
     progress=None,  # function called with the number of trajectories that just ended
 ):
     "Let the agent attempt every question `group_size` times. Returns a list of `Group`, in the order of the questions."
-    if not questions or group_size < 1: raise ValueError(f'a rollout needs questions and a group size of at least 1, got {len(questions)} questions and {group_size}')
+    if not questions or group_size < 1:
+        raise ValueError(f'a rollout needs questions and a group size of at least 1, got {len(questions)} questions '
+                         f'and {group_size}')
     sampling = Sampling() if sampling is None else sampling
     stream, drafts, done = engine.stream(Sampling(**{**vars(sampling), 'stop': env.chat.stop})), {}, {}
     limit = min(env.max_tokens, engine.max_length)
@@ -172,10 +202,14 @@ def rollout(
     def submit(draft):
         own = seed_of(seed, draft.question.id, draft.key[1], len(draft.turns))
         if draft.base is None: stream.submit(draft.key, draft.ids, own)
-        else: stream.submit(draft.key, draft.ids, own, min(env.context_tokens, sampling.max_tokens), env.chat.context_stop)
+        else:
+            stream.submit(draft.key, draft.ids, own, min(env.context_tokens, sampling.max_tokens),
+                          env.chat.context_stop)
 
     for b, (question, prompt) in enumerate(zip(questions, env.chat.prompt_ids([q.text for q in questions]))):
-        if len(prompt) >= limit: raise ValueError(f'question {question.id!r} has a prompt of {len(prompt)} ids, which leaves nothing of {limit}: raise max_tokens or drop it')
+        if len(prompt) >= limit:
+            raise ValueError(f'question {question.id!r} has a prompt of {len(prompt)} ids, which leaves nothing of '
+                             f'{limit}: raise max_tokens or drop it')
         for g in range(group_size):
             drafts[b, g] = _Draft((b, g), question, prompt)
             submit(drafts[b, g])

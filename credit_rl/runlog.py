@@ -42,7 +42,8 @@ def atomic_write(path,   # file to replace or make
 
 # %% ../nbs/02_runlog.ipynb #c011
 class RunFolders:
-    "How papermill reads and writes what lies below `runs/`: a folder that is missing is made, and a notebook is replaced as a whole."
+    """How papermill reads and writes what lies below `runs/`: a folder that is missing is made, and a notebook is
+    replaced as a whole."""
     @staticmethod
     def read(path): return Path(path).read_text(encoding='utf-8')
 
@@ -108,7 +109,8 @@ METRICS = {
     'missing_states': 'number of states whose measurement failed',
     'alpha': 'weight of the shaping rewards in force, in units of reward per nat',
     'mean_abs_shaping': 'mean size of a shaping reward, in units of reward',
-    'read_tokens': 'tokens that models read without gradient, before the update, for credit and loss, gold answers included',
+    'read_tokens': 'tokens that models read without gradient, before the update, for credit and loss, gold answers '
+                   'included',
     'zero_advantage': 'share of trajectories whose advantage is exactly 0 at every trained token',
 }
 
@@ -129,8 +131,10 @@ METRICS |= {
     'engine_kl': 'estimate of KL(engine || learner) per sampled token, in nats',
     'sampler_weight': 'mean importance weight of a sampled token, learner over engine, after the cut',
     'sampler_cut': 'share of sampled tokens whose importance ratio lay outside the limits',
-    'explained_variance': "1 - Var(return - value) / Var(return) over the critic's targets: of PPO the λ-return of each token, of CARL the outcome at each segment; at most 1",
-    'explained_outcome': '1 - Var(outcome - value) / Var(outcome) over the states before turns, the same for all methods with a critic; at most 1',
+    'explained_variance': "1 - Var(return - value) / Var(return) over the critic's targets: of PPO the λ-return of "
+                          "each token, of CARL the outcome at each segment; at most 1",
+    'explained_outcome': '1 - Var(outcome - value) / Var(outcome) over the states before turns, the same for all '
+                         'methods with a critic; at most 1',
     # segments and their critic
     'tool_rate': 'share of trajectories with at least one tool call',
     'value_start': "mean of the critic's value at the prompt",
@@ -145,7 +149,8 @@ METRICS |= {
 METRICS |= {
     # the policy on the development questions, decoded greedily
     'dev_em': 'share of development questions answered exactly',
-    'dev_right': 'share of development questions that are right by what their data sets are scored by, where that is more than exact match',
+    'dev_right': 'share of development questions that are right by what their data sets are scored by, where that is '
+                 'more than exact match',
     **{f'dev_em_{hops}': f'dev_em on the questions of {hops} hop{"s" * (hops != 1)}' for hops in (0, 1, 2, 3, 4)},
     'dev_f1': 'mean word F1 on the development questions, 0 to 1',
     'dev_answer_rate': 'share of development questions that got an answer',
@@ -168,7 +173,8 @@ def check_metrics(names):  # iterable of str
     for name in names:
         if name not in METRICS:
             near = difflib.get_close_matches(name, METRICS, n=1, cutoff=0)
-            raise ValueError(f'unknown metric {name!r}; the nearest known one is {near[0]!r}. Add a definition with its unit to METRICS if it is new')
+            raise ValueError(f'unknown metric {name!r}; the nearest known one is {near[0]!r}. Add a definition with '
+                             'its unit to METRICS if it is new')
 
 # %% ../nbs/02_runlog.ipynb #c024
 def _plain(x):
@@ -180,7 +186,8 @@ def _plain(x):
     if isinstance(x, numbers.Real):
         x = float(x)
         return x if math.isfinite(x) else None if math.isnan(x) else 'Infinity' if x > 0 else '-Infinity'
-    raise TypeError(f'wanted numbers, strings, lists and dictionaries, got {type(x).__name__}; .item() or .tolist() turns a tensor into them')
+    raise TypeError(f'wanted numbers, strings, lists and dictionaries, got {type(x).__name__}; .item() or .tolist() '
+                    'turns a tensor into them')
 
 # %% ../nbs/02_runlog.ipynb #c025
 def _number(x):
@@ -200,7 +207,8 @@ def _lines(path):
 
 # %% ../nbs/02_runlog.ipynb #c028
 def _members(path):
-    "Yield (end offset, decompressed bytes) of each whole gzip member of a file. Raises where it is damaged before its end."
+    """Yield (end offset, decompressed bytes) of each whole gzip member of a file. Raises where it is damaged before
+    its end."""
     if not path.exists(): return
     end, data, gz = 0, [], zlib.decompressobj(wbits=31)
     with open(path, 'rb') as f:
@@ -208,7 +216,8 @@ def _members(path):
             while chunk:
                 try: data.append(gz.decompress(chunk))
                 except zlib.error as e:
-                    raise ValueError(f'{path} is damaged after byte {end}: {e}; what stands before can be kept by truncating it there') from e
+                    raise ValueError(f'{path} is damaged after byte {end}: {e}; what stands before can be kept by '
+                                     'truncating it there') from e
                 end += len(chunk) - len(gz.unused_data)
                 chunk = gz.unused_data
                 if gz.eof:
@@ -244,13 +253,15 @@ def _run_folder(folder, resume):
         raise NotADirectoryError(f'{folder} is a file; a run needs a folder, choose another name')
     held = [name for name in _HOLDS if (folder/name).exists()]
     if held and not resume:
-        raise FileExistsError(f'{folder} already holds a run ({", ".join(held)}): pass resume=True to continue it or choose another name')
+        raise FileExistsError(f'{folder} already holds a run ({", ".join(held)}): pass resume=True to continue it or '
+                              'choose another name')
     try:
         folder.mkdir(parents=True, exist_ok=True)
         atomic_write(folder/'probe', lambda path: path.write_text('can this folder be written?'))
         (folder/'probe').unlink()
     except OSError as e:
-        raise OSError(e.errno, f'{folder} cannot be written ({e.strerror}); choose a folder that can, or mend its permissions') from e
+        raise OSError(e.errno, f'{folder} cannot be written ({e.strerror}); choose a folder that can, or mend its '
+                               'permissions') from e
     return folder
 
 # %% ../nbs/02_runlog.ipynb #c035
@@ -263,7 +274,8 @@ def _write_params(path, params, may_change):
         changed = [f'{k}: {say(old, k)} before, {say(new, k)} now' for k in {**old, **new}
                    if k not in may_change and (k not in old or k not in new or old[k] != new[k])]
         if changed:
-            raise ValueError(f'{path.parent} was begun with other parameters ({"; ".join(changed)}): restore them or choose another name')
+            raise ValueError(f'{path.parent} was begun with other parameters ({"; ".join(changed)}): restore them or '
+                             'choose another name')
     atomic_write(path, lambda part: part.write_text(text))
 
 # %% ../nbs/02_runlog.ipynb #c037
@@ -343,7 +355,9 @@ def _tensorboard(folder, params, step):
 
 def _wandb(folder, params, step):
     import wandb
-    run = wandb.init(project='credit_rl', name=folder.name, id=hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:12], resume='allow', dir=folder, config=params)
+    run = wandb.init(project='credit_rl', name=folder.name,
+                     id=hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:12], resume='allow', dir=folder,
+                     config=params)
     return lambda step, values: run.log(values, step=step)
 
 def _trackio(folder, params, step):
@@ -358,7 +372,8 @@ def check_trackers(names):  # list of str
     "Refuse trackers that are unknown or not installed. Raises ValueError, ImportError."
     for name in names:
         if name not in TRACKERS: raise ValueError(f'a tracker is one of {", ".join(TRACKERS)}, got {name!r}')
-        if importlib.util.find_spec(name) is None: raise ImportError(f'the tracker {name!r} is not installed: pip install {name}')
+        if importlib.util.find_spec(name) is None:
+            raise ImportError(f'the tracker {name!r} is not installed: pip install {name}')
 
 # %% ../nbs/02_runlog.ipynb #c050
 class _Clock:
@@ -384,14 +399,16 @@ def _line(step, values):
     "One metrics line in bytes. Raises TypeError with the name of a metric that is neither number nor string."
     for name, value in values.items():
         if not isinstance(value, (str, numbers.Real)):
-            raise TypeError(f'metric {name!r}: wanted a number or a string, got {type(value).__name__}; .item() turns a tensor of one element into a number')
+            raise TypeError(f'metric {name!r}: wanted a number or a string, got {type(value).__name__}; .item() turns '
+                            'a tensor of one element into a number')
     return (json.dumps({'step': int(step), **_plain(values)}) + '\n').encode()
 
 # %% ../nbs/02_runlog.ipynb #c052
 def _member(step, rows):
     "One gzip member of JSON rows in bytes. Raises on a row with a step of its own."
     for row in rows:
-        if row.get('step', step) != step: raise ValueError(f'a row of step {step} says that it is of step {row["step"]}')
+        if row.get('step', step) != step:
+            raise ValueError(f'a row of step {step} says that it is of step {row["step"]}')
     lines = [json.dumps({**_plain(row), 'step': int(step)}, ensure_ascii=False) + '\n' for row in rows]
     return gzip.compress(''.join(lines).encode(), mtime=0) if rows else b''
 
@@ -404,13 +421,15 @@ class _Told(_Clock):
 
     def _tell(self, step, values):
         "Tell the trackers the numbers of a line; what is missing is not told."
-        if self._told is None: self._told = [TRACKERS[name](self.folder, self._params, step - 1) for name in self._trackers]
+        if self._told is None:
+            self._told = [TRACKERS[name](self.folder, self._params, step - 1) for name in self._trackers]
         known = {n: float(v) for n, v in values.items() if not isinstance(v, str) and v == v}
         for tell in self._told: tell(step, known)
 
     def _append(self, name, step, data):
         if not isinstance(step, numbers.Integral) or step < max(0, self._last[name]):
-            raise ValueError(f'{name}: steps are integers that never go back, got {step!r} after {self._last[name]}; cut({step!r}) drops later ones')
+            raise ValueError(f'{name}: steps are integers that never go back, got {step!r} after {self._last[name]}; '
+                             f'cut({step!r}) drops later ones')
         with open(self.folder/name, 'ab') as f: f.write(data)
         self._last[name] = step
 
@@ -446,7 +465,8 @@ class RunLog(_Told):
 
     def summary(self, values):  # dict of JSON values
         "Write the results as a whole."
-        atomic_write(self.folder/'summary.json', lambda path: path.write_text(json.dumps(_plain(values), indent=1) + '\n'))
+        atomic_write(self.folder / 'summary.json',
+                     lambda path: path.write_text(json.dumps(_plain(values), indent=1) + '\n'))
 
     def cut(self, step):  # the checkpoint's; -1 drops everything
         "Drop lines, turns and checkpoints later than `step`, half-written entries and the summary; set the clock back."
@@ -461,7 +481,8 @@ class RunLog(_Told):
 def _by_step(folder):
     "Metrics of a run: dict step → dict of values. Raises where the folder has none."
     path = Path(folder)/'metrics.jsonl'
-    if not path.exists(): raise FileNotFoundError(f'{folder} holds no metrics.jsonl; wanted the folder of a run, runs/NAME')
+    if not path.exists():
+        raise FileNotFoundError(f'{folder} holds no metrics.jsonl; wanted the folder of a run, runs/NAME')
     steps = {}
     for _, line in _lines(path):
         row = _rows(path, line)[0]
@@ -501,7 +522,8 @@ def same_metrics(a, b,           # folders of two runs
             continue
         for name in sorted(x.keys() | y.keys()):
             if not name.startswith('seconds') and not _equal(x.get(name), y.get(name), tolerance):
-                differences.append(f'step {step}: {name} is {x.get(name, "absent")} in the first run, {y.get(name, "absent")} in the second')
+                differences.append(f'step {step}: {name} is {x.get(name, "absent")} in the first run, '
+                                   f'{y.get(name, "absent")} in the second')
     return differences
 
 # %% ../nbs/02_runlog.ipynb #c077

@@ -17,7 +17,8 @@ from .layout import token_logps
 # %% ../nbs/24_scoring.ipynb #c005
 @dataclass(frozen=True)
 class AnswerTemplate:
-    "A gold answer inside its schema, as token ids, of which ids[start:end] are scored. Raises ValueError where that is nothing."
+    """A gold answer inside its schema, as token ids, of which ids[start:end] are scored. Raises ValueError where that
+    is nothing."""
     ids: tuple  # ids of header, gold and what closes it
     start: int  # first token of the gold
     end: int    # one past its last
@@ -25,7 +26,8 @@ class AnswerTemplate:
     def __post_init__(self):
         object.__setattr__(self, 'ids', tuple(self.ids))
         if not 0 <= self.start < self.end <= len(self.ids):
-            raise ValueError(f'the gold must be at least one of the {len(self.ids)} ids, got start {self.start} and end {self.end}')
+            raise ValueError(f'the gold must be at least one of the {len(self.ids)} ids, got start {self.start} and '
+                             f'end {self.end}')
 
 # %% ../nbs/24_scoring.ipynb #c006
 def answer_ids(
@@ -37,15 +39,18 @@ def answer_ids(
     """Encode prefix, gold and suffix as one text and find the gold's tokens by their offsets: `AnswerTemplate`.
     Raises ValueError on a gold without tokens or with unknown ones, TypeError on a tokenizer that knows no offsets."""
     if not getattr(tokenizer, 'is_fast', False):
-        raise TypeError(f'gold tokens are found by offsets, which {type(tokenizer).__name__} does not give; load the fast tokenizer (use_fast=True)')
+        raise TypeError(f'gold tokens are found by offsets, which {type(tokenizer).__name__} does not give; load the '
+                        'fast tokenizer (use_fast=True)')
     coded = tokenizer(prefix + gold + suffix, add_special_tokens=False, return_offsets_mapping=True)
     first, last = len(prefix), len(prefix) + len(gold)
     inside = [i for i, (a, b) in enumerate(coded['offset_mapping']) if a < b and a < last and b > first]
     if not gold.strip() or not inside:
-        raise ValueError(f'the gold {gold!r} has no tokens, so its probability would be 1 everywhere; drop it from the accepted answers')
+        raise ValueError(f'the gold {gold!r} has no tokens, so its probability would be 1 everywhere; drop it from '
+                         'the accepted answers')
     ids, start, end = coded['input_ids'], inside[0], inside[-1] + 1
     if tokenizer.unk_token_id is not None and tokenizer.unk_token_id in ids[start:end]:
-        raise ValueError(f'the tokenizer has no word for a part of the gold {gold!r}; what it would score is {tokenizer.unk_token!r}')
+        raise ValueError(f'the tokenizer has no word for a part of the gold {gold!r}; what it would score is '
+                         f'{tokenizer.unk_token!r}')
     return AnswerTemplate(ids, start, end)
 
 # %% ../nbs/24_scoring.ipynb #c011
@@ -56,11 +61,14 @@ class Schema:
     after: str = ''
 
 # %% ../nbs/24_scoring.ipynb #c012
-SCHEMAS = {'tips': Schema(), 'igpo': Schema("<think>Now there's enough information to answer</think><{tag}>", '</{tag}>')}
+SCHEMAS = {
+    'tips': Schema(), 'igpo': Schema("<think>Now there's enough information to answer</think><{tag}>", '</{tag}>')
+}
 
 # %% ../nbs/24_scoring.ipynb #c013
 def answer_header(chat):
-    "Text between a state and a schema: the generation prefix, or '' where one message holds the whole rollout. `pack` leaves off as many ids."
+    """Text between a state and a schema: the generation prefix, or '' where one message holds the whole rollout.
+    `pack` leaves off as many ids."""
     return '' if chat.protocol.response_role is None else chat._prefix
 
 # %% ../nbs/24_scoring.ipynb #c014
@@ -71,12 +79,14 @@ def gold_templates(
 ):
     """Encode every accepted answer of every trajectory's question: list of N lists of `AnswerTemplate`; the same text counts once.
     Raises ValueError on an unknown schema, a question without golds, and a gold that cannot be encoded, naming its question."""
-    if not isinstance(schema, Schema) and schema not in SCHEMAS: raise ValueError(f'schema is one of {sorted(SCHEMAS)} or a Schema, got {schema!r}')
+    if not isinstance(schema, Schema) and schema not in SCHEMAS:
+        raise ValueError(f'schema is one of {sorted(SCHEMAS)} or a Schema, got {schema!r}')
     schema = schema if isinstance(schema, Schema) else SCHEMAS[schema]
     wrap = lambda text: text.replace('{tag}', chat.protocol.answer_tag)
     before, after, out = answer_header(chat) + wrap(schema.before), wrap(schema.after), []
     for g in groups:
-        if not g.question.answers: raise ValueError(f'question {g.question.id!r} has no accepted answer to score; leave it out of this batch')
+        if not g.question.answers:
+            raise ValueError(f'question {g.question.id!r} has no accepted answer to score; leave it out of this batch')
         try: golds = [answer_ids(chat.tokenizer, before, gold, after) for gold in dict.fromkeys(g.question.answers)]
         except ValueError as e: raise ValueError(f'question {g.question.id!r}: {e}') from e
         out += [golds] * len(g.trajectories)
@@ -93,16 +103,23 @@ def acting_states(
 
 # %% ../nbs/24_scoring.ipynb #c020
 def _table(answers, limit):
-    "Different templates of N lists: number of each (N, M), -1 for none; ids (A, L) padded with 0; start (A,); end (A,)."
+    """Different templates of N lists: number of each (N, M), -1 for none; ids (A, L) padded with 0; start (A,); end
+    (A,)."""
     which, number = torch.full((len(answers), max(map(len, answers), default=0)), -1), {}
     for n, golds in enumerate(answers):
         for m, gold in enumerate(golds):
             which[n, m] = number.setdefault(gold, len(number))
-            if gold.end >= limit: raise ValueError(f'gold {m} of trajectory {n} takes {gold.end} ids with its header, which leaves nothing of a context '
-                                                   f'of {limit:.0f}; drop it from the accepted answers, or give max_length')
+            if gold.end >= limit:
+                raise ValueError(f'gold {m} of trajectory {n} takes {gold.end} ids with its header, which leaves '
+                                 'nothing of a context '
+                                                   f'of {limit:.0f}; drop it from the accepted answers, or give '
+                                                   'max_length')
     width = max((len(gold.ids) for gold in number), default=0)
-    ids = torch.tensor([[*gold.ids, *[0] * (width - len(gold.ids))] for gold in number], dtype=torch.long).view(len(number), width)
-    return which, ids, *(torch.tensor([getattr(gold, x) for gold in number], dtype=torch.long) for x in ('start', 'end'))
+    ids = torch.tensor([[*gold.ids, *[0] * (width - len(gold.ids))] for gold in number],
+                       dtype=torch.long).view(len(number), width)
+    return which, ids, *(torch.tensor([getattr(gold, x)
+                                       for gold in number], dtype=torch.long)
+                         for x in ('start', 'end'))
 
 # %% ../nbs/24_scoring.ipynb #c021
 @dataclass(frozen=True)
@@ -126,14 +143,17 @@ def _check(rows, states, answers):
     "Refuse rows (ids, lengths), states and answers that do not fit together."
     ids, lengths = rows
     if states.ndim != 3 or states.shape[2] != 2 or states.is_floating_point() or len(answers) != len(states):
-        raise ValueError(f'states must be (N, S, 2) integers and answers N lists, got {tuple(states.shape)} {states.dtype} and {len(answers)} lists')
-    if ids.ndim != 2 or lengths.shape != ids.shape[:1]: raise ValueError(f'rows must be ids (R, T) and lengths (R,), got {tuple(ids.shape)} and {tuple(lengths.shape)}')
+        raise ValueError(f'states must be (N, S, 2) integers and answers N lists, got {tuple(states.shape)} '
+                         f'{states.dtype} and {len(answers)} lists')
+    if ids.ndim != 2 or lengths.shape != ids.shape[:1]:
+        raise ValueError(f'rows must be ids (R, T) and lengths (R,), got {tuple(ids.shape)} and {tuple(lengths.shape)}')
     row, position = states.unbind(-1)
     there = row >= 0
     bad = there & ((row >= len(ids)) | (position < 0) | (position >= lengths[row.clamp(0, len(ids) - 1)]))
     if bad.any():
         n, s = bad.nonzero()[0].tolist()
-        raise ValueError(f'state {s} of trajectory {n} is (row, position) {states[n, s].tolist()}, which is not a token of these {len(ids)} rows; '
+        raise ValueError(f'state {s} of trajectory {n} is (row, position) {states[n, s].tolist()}, which is not a '
+                         f'token of these {len(ids)} rows; '
                          'states and rows must come from the same layout')
 
 # %% ../nbs/24_scoring.ipynb #c023
@@ -143,12 +163,14 @@ def _work(rows, states, answers, limit):
     which, ids, start, end = (x.to(rows[0].device) for x in _table(answers, limit))
     there = (states[..., 0] >= 0)[..., None] & (which >= 0)[:, None]
     picked = which.clamp(min=0)[:, None].expand_as(there)
-    tokens = torch.where(there, (end - start)[picked], 0) if len(end) else torch.zeros(there.shape, dtype=torch.long, device=ids.device)
+    tokens = torch.where(there, (end - start)[picked], 0) if len(end) else torch.zeros(
+        there.shape, dtype=torch.long, device=ids.device)
     fits = there & (states[..., 1, None] + 1 + end[picked] <= limit) if len(end) else there
     n, s, m = fits.nonzero(as_tuple=True)
     order = states[n, s, 0].argsort(stable=True)
     n, s, m = n[order], s[order], m[order]
-    return _Work(tokens, (n * there.shape[1] + s) * there.shape[2] + m, states[n, s, 0], states[n, s, 1], which[n, m], ids, start, end)
+    return _Work(tokens, (n * there.shape[1] + s) * there.shape[2] + m, states[n, s, 0], states[n, s, 1], which[n, m],
+                 ids, start, end)
 
 # %% ../nbs/24_scoring.ipynb #c025
 @dataclass(frozen=True)
@@ -241,7 +263,8 @@ def _tokens(ids, part, own, width, work, mine, place, read, column):
 
 # %% ../nbs/24_scoring.ipynb #c031
 def _asked(ids, part, work, mine, place, column, trained):
-    "Source, target, cell and kind of the gold tokens of the branches `mine` and of the trained tokens of the rows `part`."
+    """Source, target, cell and kind of the gold tokens of the branches `mine` and of the trained tokens of the rows
+    `part`."""
     owner, j = _ragged((work.end - work.start)[work.template[mine]])
     c = mine[owner]
     j = j + work.start[work.template[c]]
@@ -257,7 +280,8 @@ def _asked(ids, part, work, mine, place, column, trained):
 # %% ../nbs/24_scoring.ipynb #c035
 class Scores(NamedTuple):
     "How probable every gold is at every state."
-    sums: torch.Tensor    # (N, S, M) summed log-probability of the gold's tokens, in nats; NaN where it could not be scored
+    # (N, S, M) summed log-probability of the gold's tokens, in nats; NaN where it could not be scored
+    sums: torch.Tensor
     tokens: torch.Tensor  # (N, S, M) long, tokens of the gold; 0 where the state or the gold does not exist
 
     @property
@@ -283,9 +307,12 @@ def _attention(model, batch):
         from torch.nn.attention.flex_attention import create_block_mask
         segment, reach = batch.segment, batch.reach
         see = lambda b, h, q, k: ((segment[b, q] == segment[b, k]) & (k <= q)) | (k <= reach[b, q])
-        return create_block_mask(see, *segment.shape[:1], None, segment.shape[1], segment.shape[1], device=str(segment.device))
+        return create_block_mask(see, *segment.shape[:1], None, segment.shape[1], segment.shape[1],
+                                 device=str(segment.device))
     mask = batch.mask()
-    return torch.zeros(mask.shape, dtype=model.dtype, device=mask.device).masked_fill(~mask, torch.finfo(model.dtype).min) if kind == 'eager' else mask
+    return torch.zeros(mask.shape, dtype=model.dtype, device=mask.device).masked_fill(
+        ~mask,
+        torch.finfo(model.dtype).min) if kind == 'eager' else mask
 
 # %% ../nbs/24_scoring.ipynb #c037
 def _wide(logits):
@@ -299,8 +326,10 @@ def batch_logps(
     batch,            # AnswerBatch on the model's device
     temperature=1.0,  # > 0; divides the logits of trained tokens, not those of golds
 ):
-    "Read one batch: the log-probability (Q,) of every token that is asked. A learner that wraps its model calls this inside."
-    hidden = model.base_model(input_ids=batch.ids, attention_mask=_attention(model, batch), position_ids=batch.positions, use_cache=False).last_hidden_state
+    """Read one batch: the log-probability (Q,) of every token that is asked. A learner that wraps its model calls this
+    inside."""
+    hidden = model.base_model(input_ids=batch.ids, attention_mask=_attention(model, batch),
+                              position_ids=batch.positions, use_cache=False).last_hidden_state
     logits = _wide(model.get_output_embeddings()(hidden[batch.source[:, 0], batch.source[:, 1]]))
     if temperature != 1: logits = logits / torch.where(batch.trained, temperature, 1.0)[:, None]
     return logits.log_softmax(-1).gather(-1, batch.target[:, None])[:, 0]
@@ -312,7 +341,8 @@ def collect(
     tokens,        # (N, S, M) long, token counts as answer_batches gives them
     trained=None,  # (R, T) bool, as answer_batches was given
 ):
-    "Add up what all batches said: `Scores`, or with `trained` the log-probabilities (R, T) of the trained tokens, 0 elsewhere, and `Scores`."
+    """Add up what all batches said: `Scores`, or with `trained` the log-probabilities (R, T) of the trained tokens, 0
+    elsewhere, and `Scores`."""
     golds, size = tokens.numel(), tokens.numel() + (0 if trained is None else trained.numel())
     total = torch.zeros(size, dtype=values[0].dtype if values else torch.float32, device=tokens.device)
     seen = torch.zeros(size, dtype=torch.bool, device=tokens.device)
@@ -376,20 +406,24 @@ def takes_tree_mask(
     rows, states = (ids[None, :12], torch.tensor([12])), torch.tensor([[[0, 4], [0, 11]]])
     answers = [[AnswerTemplate(ids[12:18].tolist(), 2, 6), AnswerTemplate(ids[18:].tolist(), 1, 6)]]
     (tree,), tokens = answer_batches(rows, states, answers)
-    causal = dataclasses.replace(tree, segment=torch.zeros_like(tree.segment), positions=torch.arange(tree.ids.shape[1])[None])
+    causal = dataclasses.replace(tree, segment=torch.zeros_like(tree.segment),
+                                 positions=torch.arange(tree.ids.shape[1])[None])
     try:
         apart = answer_logps_separate(model, rows, states, answers, max_length=len(ids)).sums
         with _measuring(model):
-            packed, blind = (collect([b], [batch_logps(model, b.to(model.device))], tokens).sums for b in (tree, causal))
+            packed, blind = (collect([b], [batch_logps(model, b.to(model.device))], tokens).sums
+                             for b in (tree, causal))
     except Exception as e:
-        warnings.warn(f'{type(model).__name__} takes no tree mask ({type(e).__name__}: {e}); its answers are scored from a cache: the same numbers, more slowly')
+        warnings.warn(f'{type(model).__name__} takes no tree mask ({type(e).__name__}: {e}); its answers are scored '
+                      'from a cache: the same numbers, more slowly')
         return False
     return bool((packed - apart).abs().max() <= .1 * (blind - apart).abs().max())
 
 # %% ../nbs/24_scoring.ipynb #c050
 def _choose(model, work, method):
     "The method that will be used. Raises ValueError on an unknown one."
-    if method not in ('auto', 'packed', 'cache', 'flex'): raise ValueError(f"method is 'auto', 'packed', 'cache' or 'flex', got {method!r}")
+    if method not in ('auto', 'packed', 'cache', 'flex'):
+        raise ValueError(f"method is 'auto', 'packed', 'cache' or 'flex', got {method!r}")
     if method != 'auto': return method
     window = min(_setting(model, 'sliding_window'), _setting(model, 'attention_chunk_size'))
     return 'packed' if work.longest() <= window and takes_tree_mask(model) else 'cache'
@@ -400,8 +434,11 @@ def _cached(model, rows, work):
     values = torch.zeros(len(work.cell), dtype=torch.promote_types(model.dtype, torch.float32))
     for r in work.row.unique().tolist():
         past, read, ids = None, 0, rows[0][r].to(model.device)
-        for p in work.position[work.row == r].unique().tolist():            # in order; the state's last id is read with the answers
-            if p > read: past = model.base_model(input_ids=ids[None, read:p], past_key_values=past, use_cache=True).past_key_values
+        # in order; the state's last id is read with the answers
+        for p in work.position[work.row == r].unique().tolist():
+            if p > read:
+                past = model.base_model(input_ids=ids[None, read:p], past_key_values=past,
+                                        use_cache=True).past_key_values
             mine, read = ((work.row == r) & (work.position == p)).nonzero()[:, 0], p
             values[mine] = _branches(model, past, ids[p], work, mine).to(values)
     return values
@@ -445,7 +482,8 @@ def _score(model, rows, work, method, budget, trained=None, temperature=1.0):
             scores = _placed(_cached(model, rows, work), work)
             return scores if trained is None else (_plain(model, rows, trained, temperature, budget), scores)
         batches = _batches(rows, work, budget, trained, 128 if method == 'flex' else 1)
-        return collect(batches, [batch_logps(model, b.to(model.device), temperature) for b in batches], work.tokens, trained)
+        return collect(batches, [batch_logps(model, b.to(model.device), temperature) for b in batches], work.tokens,
+                       trained)
 
 # %% ../nbs/24_scoring.ipynb #c055
 def _plain(model, rows, trained, temperature, budget):
@@ -472,6 +510,7 @@ def joint_logps(
     """Read every row once for both: log-probability (R, T) of its trained tokens, 0 elsewhere, as `token_logps`, and `Scores` of all golds, as `answer_logps`.
     Raises ValueError on states outside their rows, a gold that fits nowhere, and a mask of another shape."""
     if trained.shape != rows[0].shape or trained.dtype != torch.bool:
-        raise ValueError(f'trained must be bool {tuple(rows[0].shape)} like the ids, got {trained.dtype} {tuple(trained.shape)}')
+        raise ValueError(f'trained must be bool {tuple(rows[0].shape)} like the ids, got {trained.dtype} '
+                         f'{tuple(trained.shape)}')
     work = _work(rows, states, answers, max_length or _setting(model, 'max_position_embeddings'))
     return _score(model, rows, work, method, budget, trained, temperature)

@@ -26,30 +26,48 @@ from .trajectory import Group, Question
 from .world import EASY, RELATIONS, SHARES, SIGNS, WORDS, arithmetic_text, compute, make_world, question_text
 
 # %% ../nbs/25_tiny.ipynb #c005
-_TAGS = [f'<{slash}{tag}>' for tag in ('think', 'tool_call', 'tool_response', 'answer', 'context') for slash in ('', '/')]
-_PLAIN = ['is', 'of', '.', '?', ';', ',', ':', '=', '+', '-', '*', '/', '(', ')', '[', ']', '{', '}', '"', "'", '`', '_', '%', '\\boxed', *'0123456789',
-          'system', 'user', 'assistant', 'Error', 'No', 'results', 'print', 'search', 'python', 'plus', 'minus', 'times', 'its', 'what', 'known', 'unknown']
+_TAGS = [
+    f'<{slash}{tag}>' for tag in ('think', 'tool_call', 'tool_response', 'answer', 'context') for slash in ('', '/')
+]
+_PLAIN = [
+    'is', 'of', '.', '?', ';', ',', ':', '=', '+', '-', '*', '/', '(', ')', '[', ']', '{', '}', '"', "'", '`', '_',
+    '%', '\\boxed', *'0123456789', 'system', 'user', 'assistant', 'Error', 'No', 'results', 'print', 'search',
+    'python', 'plus', 'minus', 'times', 'its', 'what', 'known', 'unknown'
+]
 
 # %% ../nbs/25_tiny.ipynb #c006
 _NUMBERS = [str(n) for n in range(10, 100)]
 
 # %% ../nbs/25_tiny.ipynb #c007
 def tiny_tokenizer(numbers=False):
-    "The word-level tokenizer of the tiny world, with ChatML's template; with `numbers`, 10 to 99 are words too. Unknown words become <unk>."
+    """The word-level tokenizer of the tiny world, with ChatML's template; with `numbers`, 10 to 99 are words too.
+    Unknown words become <unk>."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
     special = ['<|endoftext|>', '<|im_start|>', '<|im_end|>', '<unk>']
-    vocabulary = {w: i for i, w in enumerate(dict.fromkeys([*special, *_TAGS, *_PLAIN, *SHARES, *RELATIONS, *WORDS, *(_NUMBERS if numbers else ())]))}  # 'country' is a type and a relation
+    # 'country' is a type and a relation
+    vocabulary = {
+        w: i for i, w in enumerate(
+            dict.fromkeys([*special, *_TAGS, *_PLAIN, *SHARES, *RELATIONS, *WORDS, *(_NUMBERS if numbers else ())]))
+    }
     core = Tokenizer(models.WordLevel(vocabulary, unk_token='<unk>'))
-    core.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Split(Regex(('[1-9]?' if numbers else '') + r'[0-9]|\\boxed|[^\w\\]'), 'isolated')])
+    core.pre_tokenizer = pre_tokenizers.Sequence([
+        pre_tokenizers.WhitespaceSplit(),
+        pre_tokenizers.Split(Regex(('[1-9]?' if numbers else '') + r'[0-9]|\\boxed|[^\w\\]'), 'isolated')
+    ])
     core.add_tokens(_TAGS)
-    core.decoder = decoders.Sequence([decoders.WordPiece(prefix='##', cleanup=False), decoders.Fuse(), decoders.Replace(Regex(r'(?<=[0-9]) (?=[0-9])'), '')])
-    return PreTrainedTokenizerFast(tokenizer_object=core, eos_token='<|im_end|>', pad_token='<|endoftext|>', unk_token='<unk>',
-                                   additional_special_tokens=['<|im_start|>'], chat_template=CHATML)
+    core.decoder = decoders.Sequence([
+        decoders.WordPiece(prefix='##', cleanup=False),
+        decoders.Fuse(),
+        decoders.Replace(Regex(r'(?<=[0-9]) (?=[0-9])'), '')
+    ])
+    return PreTrainedTokenizerFast(tokenizer_object=core, eos_token='<|im_end|>', pad_token='<|endoftext|>',
+                                   unk_token='<unk>', additional_special_tokens=['<|im_start|>'], chat_template=CHATML)
 
 # %% ../nbs/25_tiny.ipynb #c010
 def tiny_environment(world, chat, k=1, max_turns=None, max_tokens=192):
-    "The `Environment` of a tiny world: its pages behind BM25 (`k` of them per query), for queries or for programs, as the protocol calls."
+    """The `Environment` of a tiny world: its pages behind BM25 (`k` of them per query), for queries or for programs,
+    as the protocol calls."""
     if chat.protocol.call_style == 'none': return Environment(chat, None, max_turns=max_turns, max_tokens=max_tokens)
     pages = [Passage(str(i), name, text) for i, (name, text) in enumerate(world.pages.items())]
     tool = SearchTool(BM25(pages), k=k, max_tokens=None, render=render_plain, empty='No results .')
@@ -93,17 +111,20 @@ def act(text, rng, player=PERFECT):
     relations, kind, start, thoughts, seen = _understand(text)
     if not thoughts:
         held, hop = (kind, start), 0
-        if rng.random() < player.guess: return f'{_thought(held, relations)} <answer> {" ".join(rng.sample(WORDS, 2))} </answer>'
+        if rng.random() < player.guess:
+            return f'{_thought(held, relations)} <answer> {" ".join(rng.sample(WORDS, 2))} </answer>'
     else:
         held, hop = tuple(thoughts[-1]), relations.index(thoughts[-1][0]) + 1 if thoughts[-1][0] in relations else 0
         facts = _page_facts(seen, held[1])
         values = re.findall(rf'({"|".join(RELATIONS)}) (\w+ \w+) \.', seen)
         if values and rng.random() < player.misread: held, hop = (relations[hop], rng.choice(values)[1]), hop + 1
         elif relations[hop] in facts:
-            slips = hop + 1 == len(relations) and relations[hop] not in player.spared and rng.random() < player.near_miss
+            slips = hop + 1 == len(
+                relations) and relations[hop] not in player.spared and rng.random() < player.near_miss
             held, hop = _beside(relations[hop], facts) if slips else (relations[hop], facts[relations[hop]]), hop + 1
     thought = _thought(held, relations[hop:])
-    if hop == len(relations) or (thoughts and rng.random() < player.early): return f'{thought} <answer> {held[1]} </answer>'
+    if hop == len(relations) or (thoughts and rng.random() < player.early):
+        return f'{thought} <answer> {held[1]} </answer>'
     return f'{thought} <tool_call> {_query(held[1], relations[hop], start, rng.random(), player, rng)} </tool_call>'
 
 # %% ../nbs/25_tiny.ipynb #c016
@@ -126,21 +147,30 @@ def _query(name, relation, start, luck, player, rng):
 
 # %% ../nbs/25_tiny.ipynb #c020
 def ceiling(world, chat, questions=None, **environment):
-    "Exact match of the perfect player on a world's questions, as {hops: share, 'all': share}: what search and turns allow. Raises ValueError on calls that no player knows."
+    """Exact match of the perfect player on a world's questions, as {hops: share, 'all': share}: what search and turns
+    allow. Raises ValueError on calls that no player knows."""
     style = chat.protocol.call_style
-    if style not in ('text', 'python'): raise ValueError(f"the perfect players write calls in the style 'text' or 'python', not {style!r} as protocol {chat.protocol.name!r} does")
-    engine = ScriptedEngine(act if style == 'text' else lambda text, rng: act_coder(text, rng, PERFECT_CODER, memory_of(world)), chat.tokenizer)
+    if style not in ('text', 'python'):
+        raise ValueError(f"the perfect players write calls in the style 'text' or 'python', not {style!r} as protocol "
+                         f"{chat.protocol.name!r} does")
+    engine = ScriptedEngine(
+        act if style == 'text' else lambda text, rng: act_coder(text, rng, PERFECT_CODER, memory_of(world)),
+        chat.tokenizer)
     groups = rollout(engine, tiny_environment(world, chat, **environment), questions or world.questions)
     right = [(g.question.meta['hops'], g.trajectories[0].answer in g.question.answers) for g in groups]
     share = lambda some: sum(some) / len(some)
-    return {**{h: share([r for k, r in right if k == h]) for h in sorted({k for k, _ in right})}, 'all': share([r for _, r in right])}
+    return {
+        **{h: share([r for k, r in right if k == h]) for h in sorted({k for k, _ in right})}, 'all':
+        share([r for _, r in right])
+    }
 
 # %% ../nbs/25_tiny.ipynb #c023
 def tiny_model(tokenizer, seed=0, width=128, layers=2, heads=4, feedforward=384, max_length=512):
     "A Qwen2 causal language model with random weights, float32, tied embeddings."
     from transformers import Qwen2Config, Qwen2ForCausalLM
-    config = Qwen2Config(vocab_size=len(tokenizer), hidden_size=width, num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=heads,
-                         intermediate_size=feedforward, max_position_embeddings=max_length, tie_word_embeddings=True, rope_theta=10_000.,
+    config = Qwen2Config(vocab_size=len(tokenizer), hidden_size=width, num_hidden_layers=layers,
+                         num_attention_heads=heads, num_key_value_heads=heads, intermediate_size=feedforward,
+                         max_position_embeddings=max_length, tie_word_embeddings=True, rope_theta=10_000.,
                          eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, bos_token_id=None)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -153,13 +183,15 @@ def demonstrations(chat, player, count, seed, hops=(1, 2, 3), size=300, batch=25
     "`count` games of a scripted player, on as many random train worlds as it takes: list of `Group`."
     engine, groups = ScriptedEngine(lambda text, rng: act(text, rng, player), chat.tokenizer), []
     while len(groups) < count:
-        world = make_world('train', seed_of('demonstrations', seed, len(groups)), size=size, questions=min(batch, count - len(groups)), hops=hops)
+        world = make_world('train', seed_of('demonstrations', seed, len(groups)), size=size,
+                           questions=min(batch, count - len(groups)), hops=hops)
         groups += rollout(engine, tiny_environment(world, chat), world.questions, seed=seed)
     return groups
 
 # %% ../nbs/25_tiny.ipynb #c027
 def copy_rows(tokenizer, count, generator, length=16, words=WORDS):
-    "Rows (ids, token_turns), each (count, 2 * length): random `words`, then the same begun elsewhere; trained on what that determines."
+    """Rows (ids, token_turns), each (count, 2 * length): random `words`, then the same begun elsewhere; trained on
+    what that determines."""
     words = torch.tensor(tokenizer.convert_tokens_to_ids(list(words)))
     first = torch.stack([words[torch.randperm(len(words), generator=generator)[:length]] for _ in range(count)])
     start = torch.randint(length, (count, 1), generator=generator)
@@ -179,13 +211,15 @@ def imitate(model, batches, steps, learning_rate=4e-3, warmup=20, cooldown=0, ch
     losses, end = [], steps
     while len(losses) < end:
         ids, turns = next(batches)
-        for group in optimizer.param_groups: group['lr'] = learning_rate * min(1., (len(losses) + 1) / warmup, (end - len(losses)) / max(1, cooldown))
+        for group in optimizer.param_groups:
+            group['lr'] = learning_rate * min(1., (len(losses) + 1) / warmup, (end - len(losses)) / max(1, cooldown))
         loss = -(token_logps(model, ids, turns >= 0) * loss_weights(turns, torch.arange(len(turns)))).sum()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.)
         optimizer.step(); optimizer.zero_grad()
         losses.append(loss.item())
-        if check and end == steps and len(losses) % every == 0 and check(len(losses), losses): end = min(steps, len(losses) + cooldown)
+        if check and end == steps and len(losses) % every == 0 and check(len(losses), losses):
+            end = min(steps, len(losses) + cooldown)
     return losses
 
 # %% ../nbs/25_tiny.ipynb #c031
@@ -200,17 +234,21 @@ def _endless(groups, size, seed):
 
 # %% ../nbs/25_tiny.ipynb #c032
 def _part(name, level, steps, progress, counted=slice(None), **how):
-    "`imitate` until the loss, a mean over 25 of the `counted` steps, is below `level`. Raises RuntimeError if it does not get there in `steps`."
+    """`imitate` until the loss, a mean over 25 of the `counted` steps, is below `level`. Raises RuntimeError if it
+    does not get there in `steps`."""
     def mean(losses):
         last = losses[counted][-25:]
         return sum(last) / len(last)
     def check(step, losses):
         done = mean(losses) < level
-        if done or step % 75 == 0: progress(f'warm start: {name}, step {step}, loss {mean(losses):.3f}, done below {level}')
+        if done or step % 75 == 0:
+            progress(f'warm start: {name}, step {step}, loss {mean(losses):.3f}, done below {level}')
         return done
     losses = imitate(steps=steps, check=check, **how)
-    if not losses or mean(losses) >= level: raise RuntimeError(f'after {len(losses)} steps of the part {name!r} the warm start is at a loss of '
-                                                               f'{mean(losses or [float("nan")]):.2f}, wanted below {level}: raise `{name}`, or take another seed')
+    if not losses or mean(losses) >= level:
+        raise RuntimeError(f'after {len(losses)} steps of the part {name!r} the warm start is at a loss of '
+                                                               f'{mean(losses or [float("nan")]):.2f}, wanted below '
+                                                               f'{level}: raise `{name}`, or take another seed')
 
 # %% ../nbs/25_tiny.ipynb #c033
 TEACHER = Player(near_miss=.8, spared=('birthplace', 'headquarters'))  # whose games the warm start imitates
@@ -223,12 +261,15 @@ def warm_start(chat, seed=0,
                teacher=TEACHER,         # whose games are imitated
                known=(),                # worlds whose `known` facts are taught as well
                progress=print):         # called with a line of text
-    "Train a tiny model from nothing to a weak base. Returns the model. Raises RuntimeError if a part does not get there."
+    """Train a tiny model from nothing to a weak base. Returns the model. Raises RuntimeError if a part does not get
+    there."""
     model, generator = tiny_model(chat.tokenizer, seed), torch.Generator().manual_seed(seed)
     rows = iter(lambda: copy_rows(chat.tokenizer, 64, generator), None)
     _part('copy', copied, copy, progress, model=model, batches=rows)
-    shown = demonstrations(chat, teacher, count, seed, hops=(1, 2, 3, 3, 3)) + [g for world in known for g in recollections(world, chat)]
-    _part('games', played, games, progress, model=model, batches=_endless(shown, 16, seed), learning_rate=2e-3, cooldown=80)
+    shown = demonstrations(chat, teacher, count, seed,
+                           hops=(1, 2, 3, 3, 3)) + [g for world in known for g in recollections(world, chat)]
+    _part('games', played, games, progress, model=model, batches=_endless(shown, 16, seed), learning_rate=2e-3,
+          cooldown=80)
     return model.eval()
 
 # %% ../nbs/25_tiny.ipynb #c035
@@ -237,7 +278,8 @@ def recollections(world, chat, times=20):
     answers = {q.text: q.answers[0] for q in world.questions if q.meta['parametric']}
     def recall(text, rng):
         relations, kind, start, _, _ = _understand(text)
-        return f'{_thought((kind, start), relations)} <answer> {answers[question_text(kind, start, relations)]} </answer>'
+        return (f'{_thought((kind, start), relations)} <answer> {answers[question_text(kind, start, relations)]} '
+                '</answer>')
     asked = [q for q in world.questions if q.meta['parametric']] * times
     return rollout(ScriptedEngine(recall, chat.tokenizer), tiny_environment(world, chat), asked) if asked else []
 
@@ -261,15 +303,19 @@ def memory_of(world):
 
 # %% ../nbs/25_tiny.ipynb #c039
 def _read_segments(text):
-    "What a coder sees: (question text, what the system demands, its thoughts, its contexts, the output to be read or None)."
-    system, asked, said = re.search(r'(?:system (.*?) <.im_end.> <.im_start.> )?user (.*? \?) <.im_end.> <.im_start.> assistant(.*)', text).groups()
+    """What a coder sees: (question text, what the system demands, its thoughts, its contexts, the output to be read or
+    None)."""
+    system, asked, said = re.search(r'(?:system (.*?) <.im_end.> <.im_start.> )?user (.*? \?) <.im_end.> <.im_start.> '
+                                    r'assistant(.*)', text).groups()
     contexts = [c.strip() for c in re.findall(r'<context>(.*?)</context>', said)]
     reading = said.rfind('</tool_call>') > said.rfind('</context>')
-    return asked, system, re.findall(r'<think> (.*?) </think>', said), contexts, said[said.rfind('</tool_call>') + 12:] if reading else None
+    return asked, system, re.findall(r'<think> (.*?) </think>',
+                                     said), contexts, said[said.rfind('</tool_call>') + 12:] if reading else None
 
 # %% ../nbs/25_tiny.ipynb #c040
 def act_coder(text, rng, coder=PERFECT_CODER, memory={}):
-    "What `coder` says in its next segment, given everything so far; `memory` is what it knows: {question text: answer}."
+    """What `coder` says in its next segment, given everything so far; `memory` is what it knows: {question text:
+    answer}."""
     asked, system, thoughts, contexts, output = _read_segments(text)
     sums = re.fullmatch(r'what is (\d+) (\w+) (\d+) \?', asked)
     if output is not None: return f'<context> {_noted(thoughts[-1], output, sums, coder, rng)} </context>'
@@ -278,7 +324,8 @@ def act_coder(text, rng, coder=PERFECT_CODER, memory={}):
     boxed = lambda answer: f'{said} \\boxed {{ {answer} }} <|im_end|>'
     if not contexts and system != 'python':
         if asked in memory and (system or rng.random() < coder.recall): return boxed(memory[asked])
-        if asked not in memory and (system or rng.random() < coder.guess): return boxed(rng.randrange(10, 100) if sums else ' '.join(rng.sample(WORDS, 2)))
+        if asked not in memory and (system or rng.random() < coder.guess):
+            return boxed(rng.randrange(10, 100) if sums else ' '.join(rng.sample(WORDS, 2)))
     if query is None or contexts[-1:] == ['']: return boxed(held)
     if sums: return f'{said} <tool_call> print ( {query} ) </tool_call>'
     if rng.random() < coder.one_word: query = rng.choice(query.split()[:2])
@@ -313,103 +360,136 @@ def _noted(thought, output, sums, coder, rng):
 
 # %% ../nbs/25_tiny.ipynb #c046
 def segment_rows(trajectory):
-    "Rows (ids, token_turns) of a trajectory in segments, lists of ints: one for each assimilate segment, and one for all the others."
+    """Rows (ids, token_turns) of a trajectory in segments, lists of ints: one for each assimilate segment, and one for
+    all the others."""
     rows, ids, turns = [], list(trajectory.prompt_ids), [-1] * len(trajectory.prompt_ids)
     for k, turn in enumerate(trajectory.turns):
         context = list(turn.context_ids or trajectory.prompt_ids)
-        if turn.kind == 'assimilate': rows.append((context + list(turn.action_ids), [-1] * len(context) + [k] * len(turn.action_ids)))
-        else: ids, turns = context + list(turn.action_ids), (turns + [-1] * (len(context) - len(turns)))[:len(context)] + [k] * len(turn.action_ids)
+        if turn.kind == 'assimilate':
+            rows.append((context + list(turn.action_ids), [-1] * len(context) + [k] * len(turn.action_ids)))
+        else:
+            ids, turns = context + list(
+                turn.action_ids), (turns + [-1] *
+                                   (len(context) - len(turns)))[:len(context)] + [k] * len(turn.action_ids)
     return [*rows, (ids, turns)]
 
 # %% ../nbs/25_tiny.ipynb #c047
 def _endless_rows(rows, size, seed):
-    "Batches (ids, token_turns), padded, of `size` rows of similar length (of all, where there are fewer), for ever, reshuffled each time round."
+    """Batches (ids, token_turns), padded, of `size` rows of similar length (of all, where there are fewer), for ever,
+    reshuffled each time round."""
     from torch.nn.utils.rnn import pad_sequence
     rng, size = random.Random(seed), min(size, len(rows))
     while True:
-        order = sorted(rng.sample(range(len(rows)), len(rows)), key=lambda i: len(rows[i][0]))   # stable: equal lengths stay shuffled
+        # stable: equal lengths stay shuffled
+        order = sorted(rng.sample(range(len(rows)), len(rows)), key=lambda i: len(rows[i][0]))
         batches = [order[i:i + size] for i in range(0, len(order) - size + 1, size)]
         for batch in rng.sample(batches, len(batches)):
-            yield tuple(pad_sequence([torch.tensor(rows[i][j]) for i in batch], True, value) for j, value in ((0, 0), (1, -1)))
+            yield tuple(
+                pad_sequence([torch.tensor(rows[i][j]) for i in batch], True, value) for j, value in ((0, 0), (1, -1)))
 
 # %% ../nbs/25_tiny.ipynb #c048
-CODE_TEACHER = Coder(recall=.5, guess=.1, one_word=.05, lose=.25)  # whose games on random worlds the warm start of CARL's base imitates
-CODE_KNOWER = Coder(recall=.5, lose=.15)  # whose games and readings of what is to be known it imitates: looking up costs something, and what a note will be is open
+# whose games on random worlds the warm start of CARL's base imitates
+CODE_TEACHER = Coder(recall=.5, guess=.1, one_word=.05, lose=.25)
+# whose games and readings of what is to be known it imitates: looking up costs something, and what a note will be is
+# open
+CODE_KNOWER = Coder(recall=.5, lose=.15)
 TABLE = {arithmetic_text(*sums): str(compute(*sums)) for sums in EASY}  # what is known by heart in every world
 
 # %% ../nbs/25_tiny.ipynb #c049
 def _code_games(tokenizer, world, questions, coder, memory, seed):
     "Games of a coder: of ten questions five with the choice, four that must call, one that must not."
-    engine, groups, n = ScriptedEngine(lambda text, rng: act_coder(text, rng, coder, memory), tokenizer), [], len(questions)
-    for name, a, b in (('carl-tiny', 0, n // 2), ('carl-tiny-forced', n // 2, n * 9 // 10), ('carl-tiny-direct', n * 9 // 10, n)):
-        if b > a: groups += rollout(engine, tiny_environment(world, Chat(PROTOCOLS[name], tokenizer)), questions[a:b], seed=seed)
+    engine, groups, n = ScriptedEngine(lambda text, rng: act_coder(text, rng, coder, memory),
+                                       tokenizer), [], len(questions)
+    for name, a, b in (('carl-tiny', 0, n // 2), ('carl-tiny-forced', n // 2, n * 9 // 10), ('carl-tiny-direct',
+                                                                                             n * 9 // 10, n)):
+        if b > a:
+            groups += rollout(engine, tiny_environment(world, Chat(PROTOCOLS[name], tokenizer)), questions[a:b],
+                              seed=seed)
     return groups
 
 # %% ../nbs/25_tiny.ipynb #c050
 def code_demonstrations(tokenizer, coder, count, seed, known=(), times=1, size=300, batch=250):
-    "`count` games of a scripted coder on random train worlds, and `times` one for each parametric question of the worlds in `known`: list of `Group`."
+    """`count` games of a scripted coder on random train worlds, and `times` one for each parametric question of the
+    worlds in `known`: list of `Group`."""
     groups = []
     while len(groups) < count:
         n = min(batch, count - len(groups))
-        world = make_world('train', seed_of('code demonstrations', seed, len(groups)), size=size, questions=n - 2 * (n // 5), hops=(1, 2, 2), easy=n // 5, hard=n // 5)
+        world = make_world('train', seed_of('code demonstrations', seed, len(groups)), size=size,
+                           questions=n - 2 * (n // 5), hops=(1, 2, 2), easy=n // 5, hard=n // 5)
         groups += _code_games(tokenizer, world, list(world.questions), coder, TABLE, seed)
     for world in known:
         asked = [q for q in world.questions if q.meta['parametric']]
         for time in range(times):
             own = seed_of('code demonstrations, known', seed, time)
-            groups += _code_games(tokenizer, world, random.Random(own).sample(asked, len(asked)), coder, TABLE | memory_of(world), own)
+            groups += _code_games(tokenizer, world,
+                                  random.Random(own).sample(asked, len(asked)), coder, TABLE | memory_of(world), own)
     return groups
 
 # %% ../nbs/25_tiny.ipynb #c051
 def code_recollections(tokenizer, known, sums=3):
-    "What is to be known by heart, boxed at once: the parametric questions of the worlds in `known`, and the easy calculations `sums` times: list of `Group`."
+    """What is to be known by heart, boxed at once: the parametric questions of the worlds in `known`, and the easy
+    calculations `sums` times: list of `Group`."""
     memory = {text: answer for world in known for text, answer in memory_of(world).items() if text not in TABLE}
-    asked = [Question(f'known-{i}', text, [answer]) for i, (text, answer) in enumerate([*memory.items(), *list(TABLE.items()) * sums])]
+    asked = [
+        Question(f'known-{i}', text, [answer])
+        for i, (text, answer) in enumerate([*memory.items(), *list(TABLE.items()) * sums])
+    ]
     engine = ScriptedEngine(lambda text, rng: act_coder(text, rng, PERFECT_CODER, memory | TABLE), tokenizer)
     return rollout(engine, Environment(Chat(PROTOCOLS['carl-tiny-direct'], tokenizer), None), asked)
 
 # %% ../nbs/25_tiny.ipynb #c053
 def code_readings(tokenizer, coder, known, seed, times=1, missing=.25):
-    "How `coder` reads the pages of what is to be known, a share of them `missing`, looked up `times` over: rows as of `segment_rows`, of assimilate segments alone."
+    """How `coder` reads the pages of what is to be known, a share of them `missing`, looked up `times` over: rows as
+    of `segment_rows`, of assimilate segments alone."""
     read, rng = [], random.Random(seed_of('missing pages', seed))
     for world in known:
         world = replace(world, pages={name: text for name, text in world.pages.items() if rng.random() >= missing})
         asked = [q for q in world.questions if q.meta['parametric'] and q.text not in TABLE] * times
         engine = ScriptedEngine(lambda text, rng: act_coder(text, rng, coder), tokenizer)
-        groups = rollout(engine, tiny_environment(world, Chat(PROTOCOLS['carl-tiny-forced'], tokenizer)), asked, seed=seed_of('code readings', seed)) if asked else []
+        groups = rollout(engine, tiny_environment(world, Chat(PROTOCOLS['carl-tiny-forced'], tokenizer)), asked,
+                         seed=seed_of('code readings', seed)) if asked else []
         read += [row for g in groups for row in segment_rows(g.trajectories[0])[:-1]]
     return read
 
 # %% ../nbs/25_tiny.ipynb #c055
 def code_warm_start(tokenizer, seed=0,
                     copy=600, games=900, reading=3000, mixed=6000,     # most steps of each part
-                    copied=1.0, played=1.1, read=.25, recalled=.05,     # losses at which they end, nats per trained token; the last two of what they are named after
-                    count=4000, times=4,                   # games to imitate, and how often each question about `known` is played besides
+                    # losses at which they end, nats per trained token; the last two of what they are named after
+                    copied=1.0, played=1.1, read=.25, recalled=.05,
+                    # games to imitate, and how often each question about `known` is played besides
+                    count=4000, times=4,
                     known=(),                # worlds whose `known` facts are taught
                     progress=print):         # called with a line of text
-    "Train a tiny model from nothing to a weak base of CARL's protocol: it invokes, assimilates, commits. Raises RuntimeError if a part does not get there."
+    """Train a tiny model from nothing to a weak base of CARL's protocol: it invokes, assimilates, commits. Raises
+    RuntimeError if a part does not get there."""
     model, generator = tiny_model(tokenizer, seed), torch.Generator().manual_seed(seed)
     drill = lambda size: iter(lambda: copy_rows(tokenizer, size, generator, words=[*WORDS, *_NUMBERS]), None)
     _part('copy', copied, copy, progress, model=model, batches=drill(64))
     rows = lambda groups: [row for g in groups for t in g.trajectories for row in segment_rows(t)]
-    played_games = code_demonstrations(tokenizer, CODE_TEACHER, count, seed) + code_demonstrations(tokenizer, CODE_KNOWER, 0, seed, known, times)
+    played_games = code_demonstrations(tokenizer, CODE_TEACHER, count, seed) + code_demonstrations(
+        tokenizer, CODE_KNOWER, 0, seed, known, times)
     shown = _endless_rows(rows(played_games), 32, seed)
     learned = _endless_rows(rows(code_recollections(tokenizer, known)), 96, seed)
     _part('games', played, games, progress, model=model, batches=shown, learning_rate=2e-3)
-    for name, level, steps, counted, coder, cooldown in (('reading', read, reading, 1, PERFECT_CODER, 0), ('mixed', recalled, mixed, 0, CODE_KNOWER, 300)):
+    for name, level, steps, counted, coder, cooldown in (('reading', read, reading, 1, PERFECT_CODER, 0),
+                                                         ('mixed', recalled, mixed, 0, CODE_KNOWER, 300)):
         pages = code_readings(tokenizer, coder, known, seed, times)
         parts = (learned, *([_endless_rows(pages, 48, seed)] if pages else []), shown, drill(32))
         if pages or name == 'mixed':
-            _part(name, level, steps, progress, slice(counted, None, len(parts)), model=model, batches=joined.from_iterable(zip(*parts)), learning_rate=2e-3, cooldown=cooldown)
+            _part(name, level, steps, progress, slice(counted, None, len(parts)), model=model,
+                  batches=joined.from_iterable(zip(*parts)), learning_rate=2e-3, cooldown=cooldown)
     return model.eval()
 
 # %% ../nbs/25_tiny.ipynb #c056
 def make_base(folder, seed=0, protocol='tiny', **settings):
-    "Write a warm-started model and its tokenizer into `folder` (a Hugging Face folder), unless it is there. `protocol` 'tiny' or 'carl-tiny', `settings` as in `warm_start` or `code_warm_start`."
-    if protocol not in ('tiny', 'carl-tiny'): raise ValueError(f"a base is made for the protocol 'tiny' or 'carl-tiny', got {protocol!r}")
+    """Write a warm-started model and its tokenizer into `folder` (a Hugging Face folder), unless it is there.
+    `protocol` 'tiny' or 'carl-tiny', `settings` as in `warm_start` or `code_warm_start`."""
+    if protocol not in ('tiny', 'carl-tiny'):
+        raise ValueError(f"a base is made for the protocol 'tiny' or 'carl-tiny', got {protocol!r}")
     if not (Path(folder)/'config.json').exists():
         chat = Chat(PROTOCOLS[protocol], tiny_tokenizer(numbers=protocol != 'tiny'))
-        model = warm_start(chat, seed, **settings) if protocol == 'tiny' else code_warm_start(chat.tokenizer, seed, **settings)
+        model = warm_start(chat, seed, **settings) if protocol == 'tiny' else code_warm_start(
+            chat.tokenizer, seed, **settings)
         with atomic_folder(folder) as part:
             model.save_pretrained(part)
             chat.tokenizer.save_pretrained(part)

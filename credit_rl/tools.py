@@ -76,7 +76,8 @@ def within(function, deadline):
 
 # %% ../nbs/13_tools.ipynb #c019
 class SearchTool:
-    "Search a corpus and write what was found as an observation. Raises on a retriever without search, k or max_tokens below 1."
+    """Search a corpus and write what was found as an observation. Raises on a retriever without search, k or
+    max_tokens below 1."""
     def __init__(self,
         retriever,              # has search(queries, k) → list of lists of Passage
         k,                      # passages per query, >= 1
@@ -90,12 +91,14 @@ class SearchTool:
             raise TypeError(f'a retriever has a method search(queries, k), got {retriever!r:.80}')
         for name, value in (('k', k), ('max_tokens', max_tokens), ('seconds', seconds)):
             if value is None and name != 'k': continue
-            if not isinstance(value, (int, float)) or not value > 0: raise ValueError(f'{name} must be a positive number, got {value!r}')
+            if not isinstance(value, (int, float)) or not value > 0:
+                raise ValueError(f'{name} must be a positive number, got {value!r}')
         self.retriever, self.k, self.max_tokens, self.seconds = retriever, k, max_tokens, seconds
         self.count_tokens, self.render, self.empty = count_tokens or count_words, render, empty
 
     def call(self, calls):
-        "Answer C calls, each a list of queries, by one search: list of C (observation text, `Result`). Never raises for what is in them."
+        """Answer C calls, each a list of queries, by one search: list of C (observation text, `Result`). Never raises
+        for what is in them."""
         return _search_calls(self, calls)
 
     def run(self, queries):
@@ -108,10 +111,12 @@ class SearchTool:
 
 # %% ../nbs/13_tools.ipynb #c020
 def _found(tool, calls):
-    "Passages of each query of well-formed calls by one search, list of lists per call. Raises what the retriever raises."
+    """Passages of each query of well-formed calls by one search, list of lists per call. Raises what the retriever
+    raises."""
     queries = [q for c in calls for q in c]
     found = tool.retriever.search(queries, tool.k)
-    if len(found) != len(queries): raise RuntimeError(f'the retriever gave {len(found)} results for {len(queries)} queries')
+    if len(found) != len(queries):
+        raise RuntimeError(f'the retriever gave {len(found)} results for {len(queries)} queries')
     found = iter(found)
     return [[next(found) for _ in c] for c in calls]
 
@@ -155,7 +160,8 @@ class _Program:
     def listen(self, stream, text):
         "Take printed text; raises OverflowError past the limit, which stops the program's output."
         if stream != 'stdout': return
-        self.printed.append(text[:max(0, self.limit + 1 - self.size)])   # one character more, to know that there was more
+        # one character more, to know that there was more
+        self.printed.append(text[:max(0, self.limit + 1 - self.size)])
         self.size += len(text)
         if self.size > self.limit + 1: raise OverflowError
 
@@ -169,12 +175,16 @@ def _verdict(tool, program, error):
     "What to say about a Monty error, and the Result."
     import pydantic_monty as monty
     if isinstance(error, monty.MontyCrashedError):
-        return ('the code was stopped from outside, it ran too long', Result.TIMEOUT) if error.timed_out else ('the interpreter crashed', Result.ERROR)
+        return ('the code was stopped from outside, it ran too long',
+                Result.TIMEOUT) if error.timed_out else ('the interpreter crashed', Result.ERROR)
     if isinstance(error, monty.MontySyntaxError): return f'SyntaxError: {error}', Result.MALFORMED
     inner, said = error.exception(), str(error)
     if isinstance(inner, TimeoutError):
-        return f'the code ran longer than {tool.seconds:g} seconds' if 'time limit exceeded' in said else said, Result.TIMEOUT
-    if isinstance(inner, MemoryError) and 'memory limit exceeded' in said: said = f'the code needed more than {tool.memory_mb:g} MB of memory'
+        return (
+            f'the code ran longer than {tool.seconds:g} seconds' if 'time limit exceeded' in said else said
+        ), Result.TIMEOUT
+    if isinstance(inner, MemoryError) and 'memory limit exceeded' in said:
+        said = f'the code needed more than {tool.memory_mb:g} MB of memory'
     if 'suspension limit' in said: said = 'the code called too often for things outside'
     return said, Result.ERROR
 
@@ -195,7 +205,8 @@ def _step(tool, program, resume):
 def _query(snapshot):
     "The query of a suspended `search(query)`. Raises TypeError on other arguments."
     args, named = snapshot.args, snapshot.kwargs
-    if len(args) + len(named) != 1 or (named and 'query' not in named): raise TypeError('search takes one query: search("…")')
+    if len(args) + len(named) != 1 or (named and 'query' not in named):
+        raise TypeError('search takes one query: search("…")')
     return [*args, *named.values()][0]
 
 # %% ../nbs/13_tools.ipynb #c037
@@ -207,10 +218,14 @@ def _ask(search, queries):
         try: text = search(query)
         except TimeoutError as e: return TimeoutError(str(e) or 'the search took too long')
         except Exception as e: return RuntimeError(f'the search failed: {type(e).__name__}: {e}')
-        return text if isinstance(text, str) else RuntimeError(f'the search failed: it gave {type(text).__name__}, not a text')
+        return text if isinstance(text, str) else RuntimeError(f'the search failed: it gave {type(text).__name__}, '
+                                                               'not a text')
     if not isinstance(search, SearchTool): return [alone(q) for q in queries]
     kinds = {Result.TIMEOUT: TimeoutError, Result.MALFORMED: ValueError, Result.ERROR: RuntimeError}
-    return [text if result is Result.OK else kinds[result](text.removeprefix('Error: ')) for text, result in search.call([[q] for q in queries])]
+    return [
+        text if result is Result.OK else kinds[result](text.removeprefix('Error: '))
+        for text, result in search.call([[q] for q in queries])
+    ]
 
 # %% ../nbs/13_tools.ipynb #c038
 def _serve(tool, waiting, served):
@@ -220,7 +235,8 @@ def _serve(tool, waiting, served):
         served[id(program)] = served.get(id(program), 0) + 1
         try: asked[i] = _query(program.waits)
         except TypeError as e: answers[i] = e
-        if served[id(program)] > tool.searches: answers[i] = RuntimeError(f'more than {tool.searches} searches in one program')
+        if served[id(program)] > tool.searches:
+            answers[i] = RuntimeError(f'more than {tool.searches} searches in one program')
     asked = {i: q for i, q in asked.items() if answers[i] is None}
     for i, found in zip(asked, _ask(tool.search, list(asked.values())) if asked else ()): answers[i] = found
     return [{'exception': a} if isinstance(a, Exception) else {'return_value': a} for a in answers]
@@ -233,13 +249,16 @@ def _run_programs(tool, codes):
     def begin(program, code):
         program.session = tool.session()
         program.session.__enter__()
-        _step(tool, program, lambda: program.session.feed_start(code, print_callback=program.listen, external_lookup=lookup))
+        _step(tool, program,
+              lambda: program.session.feed_start(code, print_callback=program.listen, external_lookup=lookup))
     with ThreadPoolExecutor(len(codes)) as threads:
         try:
             list(threads.map(begin, programs, codes))
             while waiting := [p for p in programs if p.waits is not None]:
                 answers = _serve(tool, waiting, served)
-                list(threads.map(lambda p, answer: _step(tool, p, lambda call=p.waits: call.resume(answer)), waiting, answers))
+                list(
+                    threads.map(lambda p, answer: _step(tool, p, lambda call=p.waits: call.resume(answer)), waiting,
+                                answers))
         finally:
             for p in programs:
                 if p.session is not None: p.session.__exit__(None, None, None)
@@ -247,23 +266,29 @@ def _run_programs(tool, codes):
 
 # %% ../nbs/13_tools.ipynb #c041
 _USED_BY = []   # process ids that have started an interpreter
-_ALIKE = {'sleep': 'zero', 'datetime': datetime.datetime(2025, 1, 1), 'random_start': {'seed': 0}}   # so that a program always prints the same
+# so that a program always prints the same
+_ALIKE = {'sleep': 'zero', 'datetime': datetime.datetime(2025, 1, 1), 'random_start': {'seed': 0}}
 
 # %% ../nbs/13_tools.ipynb #c042
 class PythonTool:
-    "Run programs of an agent in a sandbox (CARL section 3.1). Raises ValueError on limits that are not positive, TypeError on a `search` that is neither."
+    """Run programs of an agent in a sandbox (CARL section 3.1). Raises ValueError on limits that are not positive,
+    TypeError on a `search` that is neither."""
     def __init__(self,
         search=None,        # what `search(query)` does: a `SearchTool`, or function(query) → text; None: there is none
-        seconds=2.0,        # longest time a program may compute; searches, which have a limit of their own, do not count
+        seconds=2.0,  # longest time a program may compute; searches, which have a limit of their own, do not count
         memory_mb=64,       # most memory of a program, in MB
         output_chars=4000,  # most characters that it may print
         searches=20,        # most searches of one program
         workers=16,         # programs that run at the same time
         empty='No output.', # what stands for a program that printed nothing
     ):
-        limits = {'seconds': seconds, 'memory_mb': memory_mb, 'output_chars': output_chars, 'searches': searches, 'workers': workers}
+        limits = {
+            'seconds': seconds, 'memory_mb': memory_mb, 'output_chars': output_chars, 'searches': searches, 'workers':
+            workers
+        }
         for name, value in limits.items():
-            if not isinstance(value, (int, float)) or not value > 0: raise ValueError(f'{name} must be a positive number, got {value!r}')
+            if not isinstance(value, (int, float)) or not value > 0:
+                raise ValueError(f'{name} must be a positive number, got {value!r}')
         if not (search is None or isinstance(search, SearchTool) or callable(search)):
             raise TypeError(f'search must be a SearchTool or a function of one query, got {search!r:.80}')
         self.search, self.empty, self._pool, self._lock = search, empty, None, threading.Lock()
@@ -273,12 +298,16 @@ class PythonTool:
         "A fresh session of a worker, not entered yet; starts the workers. Raises RuntimeError in a forked process."
         import pydantic_monty as monty
         if _USED_BY and os.getpid() not in _USED_BY:
-            raise RuntimeError('this process was forked from one that has used a PythonTool, whose workers it cannot talk to: start processes by spawn')
+            raise RuntimeError('this process was forked from one that has used a PythonTool, whose workers it cannot '
+                               'talk to: start processes by spawn')
         if self._pool is None:
             _USED_BY.append(os.getpid())
             self._pool = monty.Monty(max_processes=self.workers)
             self._pool.__enter__()
-        limits = {'max_feed_duration_secs': self.seconds, 'max_memory': int(self.memory_mb * 2**20), 'max_suspensions': 2 * self.searches + 100}
+        limits = {
+            'max_feed_duration_secs': self.seconds, 'max_memory': int(self.memory_mb * 2 ** 20), 'max_suspensions':
+            2 * self.searches + 100
+        }
         return self._pool.checkout(limits=limits, os_policy=_ALIKE)
 
     def call(self, codes):
@@ -299,12 +328,14 @@ def _python_calls(tool, codes):
     with tool._lock:                       # threads take turns, or each could wait for workers that the other holds
         tool.session()                     # start the workers here, not in several threads
         texts = [c for c in codes if isinstance(c, str)]
-        done = iter([p for i in range(0, len(texts), tool.workers) for p in _run_programs(tool, texts[i:i + tool.workers])])
+        done = iter(
+            [p for i in range(0, len(texts), tool.workers) for p in _run_programs(tool, texts[i:i + tool.workers])])
     def observation(code):
         if not isinstance(code, str): return _error(f'code must be a string, got {code!r:.80}'), Result.MALFORMED
         program = next(done)
         printed, failed = program.text, program.failed
-        if len(printed) > tool.output_chars: failed = f'the output is longer than {tool.output_chars} characters; it begins', Result.ERROR
+        if len(printed) > tool.output_chars:
+            failed = f'the output is longer than {tool.output_chars} characters; it begins', Result.ERROR
         if failed is None: return printed or tool.empty, Result.OK
         return '\n'.join(filter(None, [_error(failed[0]), printed[:tool.output_chars]])), failed[1]
     return [observation(c) for c in codes]

@@ -46,7 +46,8 @@ class Question:
 
     def __post_init__(self):
         if isinstance(self.answers, str):
-            raise TypeError(f'Question {self.id!r}: answers must be a list of strings, got the string {self.answers!r}; write [{self.answers!r}]')
+            raise TypeError(f'Question {self.id!r}: answers must be a list of strings, got the string '
+                            f'{self.answers!r}; write [{self.answers!r}]')
         _freeze(self, answers=tuple(self.answers))
 
 # %% ../nbs/00_trajectory.ipynb #c013
@@ -65,7 +66,8 @@ class Turn:
 
     def __post_init__(self):
         if len(self.action_ids) != len(self.action_logps):
-            raise ValueError(f'a turn needs one log-probability per action id, got {len(self.action_ids)} ids and {len(self.action_logps)} log-probabilities')
+            raise ValueError(f'a turn needs one log-probability per action id, got {len(self.action_ids)} ids and '
+                             f'{len(self.action_logps)} log-probabilities')
         _freeze(self, action_ids=tuple(self.action_ids), action_logps=tuple(self.action_logps),
                 observation_ids=tuple(self.observation_ids), result=Result(self.result),
                 context_ids=None if self.context_ids is None else tuple(self.context_ids))
@@ -94,18 +96,22 @@ class Group:
         _freeze(self, trajectories=tuple(self.trajectories))
         for t in self.trajectories:
             if t.question.id != self.question.id:
-                raise ValueError(f'a group holds attempts at one question: group {self.question.id!r} was given a trajectory of {t.question.id!r}')
+                raise ValueError(f'a group holds attempts at one question: group {self.question.id!r} was given a '
+                                 f'trajectory of {t.question.id!r}')
 
 # %% ../nbs/00_trajectory.ipynb #c018
 _EXAMPLE = {
     'right': [
-        ('The film is Casablanca, so first its director.', 'director of Casablanca', 'Casablanca is a 1942 film directed by Michael Curtiz.'),
-        ('The director is Michael Curtiz.', 'Michael Curtiz birthplace', 'Michael Curtiz was a director born in Budapest. He made films in Vienna.'),
+        ('The film is Casablanca, so first its director.', 'director of Casablanca', 'Casablanca is a 1942 film '
+                                                                                     'directed by Michael Curtiz.'),
+        ('The director is Michael Curtiz.', 'Michael Curtiz birthplace', 'Michael Curtiz was a director born in '
+                                                                         'Budapest. He made films in Vienna.'),
         ('Born in Budapest. I check that it is a city.', 'Budapest', 'Budapest is the capital city of Hungary.'),
         ('It is a city.', None, 'Budapest')],
     'near miss': [
         ('First the director.', 'Casablanca director', 'Casablanca is a 1942 film directed by Michael Curtiz.'),
-        ('Now Michael Curtiz.', 'Michael Curtiz', 'Michael Curtiz was a director born in Budapest. He made films in Vienna.'),
+        ('Now Michael Curtiz.', 'Michael Curtiz', 'Michael Curtiz was a director born in Budapest. He made films in '
+                                                  'Vienna.'),
         ('He made films in Vienna.', 'Vienna', 'Vienna is the capital city of Austria.'),
         ('Vienna is a city.', None, 'Vienna')],
     'lost': [
@@ -117,8 +123,11 @@ _EXAMPLE = {
 # %% ../nbs/00_trajectory.ipynb #c019
 def _example_vocabulary():
     "Word → id for everything said in the running example, sorted so that ids do not depend on order."
-    words = {'<user>', '<assistant>', 'In', 'which', 'city', 'was', 'the', 'director', 'of', 'Casablanca', 'born?',
-             '<think>', '</think>', '<tool_call>', '</tool_call>', '<tool_response>', '</tool_response>', '<answer>', '</answer>'}
+    words = {
+        '<user>', '<assistant>', 'In', 'which', 'city', 'was', 'the', 'director', 'of', 'Casablanca', 'born?',
+        '<think>', '</think>', '<tool_call>', '</tool_call>', '<tool_response>', '</tool_response>', '<answer>',
+        '</answer>'
+    }
     words |= {w for turns in _EXAMPLE.values() for turn in turns for text in turn if text for w in text.split()}
     return {w: i for i, w in enumerate(sorted(words))}
 
@@ -131,16 +140,22 @@ def _example_turn(encode, think, query, text):
     return Turn(kind='tool' if query else 'answer', action_ids=ids, action_logps=[-0.1 * (1 + i % 5) for i in ids],
                 observation_ids=encode(f'<user> <tool_response> {text} </tool_response> <assistant>') if query else (),
                 action_text=action, observation_text=text if query else '',
-                call={'name': 'search', 'queries': [query]} if query else None, result=Result.OK if query else Result.NONE)
+                call={'name': 'search', 'queries': [query]} if query else None,
+                result=Result.OK if query else Result.NONE)
 
 # %% ../nbs/00_trajectory.ipynb #c021
 def example_group():
-    "The running example: a right, a near-miss and a lost rollout of one two-hop question, as a `Group` of G = 3, K = 4."
+    """The running example: a right, a near-miss and a lost rollout of one two-hop question, as a `Group` of G = 3, K =
+    4."""
     vocabulary = _example_vocabulary()
     encode = lambda text: [vocabulary[w] for w in text.split()]
-    q = Question('casablanca', 'In which city was the director of Casablanca born?', ['Budapest'], 'example', {'hops': 2})
-    rollouts = [Trajectory(q, encode(f'<user> {q.text} <assistant>'), [_example_turn(encode, *t) for t in turns], Stop.ANSWER, turns[-1][2])
-                for turns in _EXAMPLE.values()]
+    q = Question('casablanca', 'In which city was the director of Casablanca born?', ['Budapest'], 'example',
+                 {'hops': 2})
+    rollouts = [
+        Trajectory(q, encode(f'<user> {q.text} <assistant>'), [_example_turn(encode, *t)
+                                                               for t in turns], Stop.ANSWER, turns[-1][2])
+        for turns in _EXAMPLE.values()
+    ]
     return Group(q, rollouts)
 
 # %% ../nbs/00_trajectory.ipynb #c025
@@ -156,7 +171,8 @@ def turn_from_json(d):
 # %% ../nbs/00_trajectory.ipynb #c027
 def trajectory_from_json(d):
     "`Trajectory` from `to_json`'s dictionary."
-    return Trajectory(Question(**d['question']), d['prompt_ids'], [turn_from_json(t) for t in d['turns']], d['stop'], d['answer'])
+    return Trajectory(Question(**d['question']), d['prompt_ids'], [turn_from_json(t) for t in d['turns']], d['stop'],
+                      d['answer'])
 
 # %% ../nbs/00_trajectory.ipynb #c028
 def group_from_json(d):
@@ -168,7 +184,8 @@ def turn_counts(groups):
     "Number of turns of each trajectory, in order: list of N ints. Raises on a trajectory without turns."
     counts = [len(t.turns) for g in groups for t in g.trajectories]
     if 0 in counts:
-        raise ValueError(f'trajectory {counts.index(0)} has no turns; a rollout has at least one turn, drop it before credit is assigned')
+        raise ValueError(f'trajectory {counts.index(0)} has no turns; a rollout has at least one turn, drop it before '
+                         'credit is assigned')
     return counts
 
 # %% ../nbs/00_trajectory.ipynb #c032

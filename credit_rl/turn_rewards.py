@@ -90,7 +90,8 @@ def _turn_of_token(turn_rewards, token_turns, row_trajectory):
     "Number of each trained token's turn, trajectory · K + turn: (M,) long, and where those tokens are: (R, T) bool."
     n, k = turn_rewards.shape
     if token_turns.is_floating_point() or token_turns.ndim != 2 or not turn_rewards.is_floating_point():
-        raise ValueError(f'turn_rewards must be (N, K) floats and token_turns (R, T) integers, got {turn_rewards.dtype} '
+        raise ValueError('turn_rewards must be (N, K) floats and token_turns (R, T) integers, got '
+                         f'{turn_rewards.dtype} '
                          f'and {tuple(token_turns.shape)} {token_turns.dtype}')
     rows = torch.arange(len(token_turns), device=token_turns.device) if row_trajectory is None else row_trajectory
     if ((row_trajectory is None and len(token_turns) != n) or rows.shape != token_turns.shape[:1]
@@ -160,7 +161,8 @@ def parse_ratings(
     criteria=3,  # ratings per pair
     top=2,       # best rating; the worst is 0
 ):
-    "Read the last `ratings_by_pair=[[c,e,a],…]` of a judge's reply (TIPS appendix E.7): lists of int, None if malformed."
+    """Read the last `ratings_by_pair=[[c,e,a],…]` of a judge's reply (TIPS appendix E.7): lists of int, None if
+    malformed."""
     starts = [m.end() for m in _LAST_RATINGS.finditer(reply)]
     found = _TRIPLES.match(reply, starts[-1]) if starts else None
     try: ratings = json.loads(found[0]) if found else []
@@ -198,15 +200,17 @@ class _Endpoint:
         create = self._client.chat.completions.with_raw_response.create
         try: raw = create(model=self.model, messages=messages, **self.options)
         except self._error as e:
-            why = e.__cause__ if isinstance(e, self._unreached) and e.__cause__ else e   # refused, unknown host, timed out
+            # refused, unknown host, timed out
+            why = e.__cause__ if isinstance(e, self._unreached) and e.__cause__ else e
             return None, int(e.request.headers.get('x-stainless-retry-count', 0)), f'{type(e).__name__}: {why}'
         try: return raw.parse().choices[0].message.content or '', raw.retries_taken, None
-        except (AttributeError, IndexError, TypeError, ValueError):    # a proxy's page, an error in the form of a success
+        except (AttributeError, IndexError, TypeError, ValueError):  # a proxy's page, an error in the form of a success
             return None, raw.retries_taken, f'this is no chat completion: {raw.text[:80]!r}'
 
 # %% ../nbs/35_turn_rewards.ipynb #c037
 class Judge(_Endpoint):
-    "Ask a model at an OpenAI-compatible endpoint and count what goes wrong. Raises ImportError without the extra `judge`."
+    """Ask a model at an OpenAI-compatible endpoint and count what goes wrong. Raises ImportError without the extra
+    `judge`."""
 
     def __init__(
         self,
@@ -231,7 +235,8 @@ class Judge(_Endpoint):
         "Make one small request before anything else is spent. Raises ConnectionError where no completion comes back."
         _, retries, error = self._one('Reply with the one word: ready.')
         if error:
-            raise ConnectionError(f'the judge {self.model!r} at {self.base_url} does not answer ({error}; {retries} retries): '
+            raise ConnectionError(f'the judge {self.model!r} at {self.base_url} does not answer ({error}; {retries} '
+                                  'retries): '
                                   'start it, or mend address, name or key')
 
     def ask(self, prompts, parse):

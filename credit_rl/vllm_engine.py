@@ -18,18 +18,25 @@ def stop_tokens(
     size,       # int, ids that the model can sample, V
     stop,       # tuple of str
 ):
-    "Find the ids that surely complete a stop string (it lies in their text) and those that may (it ends with how their text begins): two sets, the first in the second."
+    """Find the ids that surely complete a stop string (it lies in their text) and those that may (it ends with how
+    their text begins): two sets, the first in the second."""
     texts = tokenizer.batch_decode([[i] for i in range(size)]) if stop else []
     surely = {i for i, text in enumerate(texts) if any(s in text for s in stop)}
-    return surely, surely | {i for i, text in enumerate(texts) if any(s.endswith(text[:j]) for s in stop for j in range(1, len(text) + 1))}
+    return surely, surely | {
+        i for i, text in enumerate(texts) if any(s.endswith(text[:j]) for s in stop for j in range(1,
+                                                                                                   len(text) + 1))
+    }
 
 # %% ../nbs/21_vllm_engine.ipynb #c010
 def check_sampling(sampling):  # Sampling
-    "Raise ValueError on settings that vLLM would refuse in the middle of a batch, or replace by others without an error."
+    """Raise ValueError on settings that vLLM would refuse in the middle of a batch, or replace by others without an
+    error."""
     if not .01 <= sampling.temperature <= 2:
-        raise ValueError(f'vLLM takes temperatures from 0.01 to 2, got {sampling.temperature}; for the most probable token use greedy=True')
+        raise ValueError(f'vLLM takes temperatures from 0.01 to 2, got {sampling.temperature}; for the most probable '
+                         'token use greedy=True')
     if sampling.greedy and sampling.temperature != 1:
-        raise ValueError(f'with greedy=True vLLM reports log-probabilities at temperature 1, got temperature={sampling.temperature}; leave it at 1, it changes no greedy token')
+        raise ValueError('with greedy=True vLLM reports log-probabilities at temperature 1, got '
+                         f'temperature={sampling.temperature}; leave it at 1, it changes no greedy token')
 
 # %% ../nbs/21_vllm_engine.ipynb #c011
 def vllm_parameters(
@@ -39,24 +46,30 @@ def vllm_parameters(
     stop_ids,    # ids that end a turn at once
 ):
     "Say in vLLM's words how to sample one turn: `SamplingParams`. Ids go in and out; each step reports what is new."
-    from vllm.sampling_params import RequestOutputKind, SamplingParams   # not from vllm itself, which looks its names up anew each time
-    own = dict(temperature=0.) if sampling.greedy else dict(temperature=sampling.temperature, top_p=sampling.top_p, top_k=sampling.top_k)
-    return SamplingParams(**own, seed=seed, max_tokens=max_tokens, stop_token_ids=sorted(stop_ids), ignore_eos=True, logprobs=0, detokenize=False,
-                          output_kind=RequestOutputKind.DELTA, skip_clone=True)   # made for one turn: vLLM need not copy it
+    # not from vllm itself, which looks its names up anew each time
+    from vllm.sampling_params import RequestOutputKind, SamplingParams
+    own = dict(temperature=0.) if sampling.greedy else dict(temperature=sampling.temperature, top_p=sampling.top_p,
+                                                            top_k=sampling.top_k)
+    return SamplingParams(**own, seed=seed, max_tokens=max_tokens, stop_token_ids=sorted(stop_ids), ignore_eos=True,
+                          logprobs=0, detokenize=False, output_kind=RequestOutputKind.DELTA,
+                          skip_clone=True)  # made for one turn: vLLM need not copy it
 
 # %% ../nbs/21_vllm_engine.ipynb #c014
 class _Row:
-    "One conversation: the ids submitted last, what was sampled since, how many ids it may have, and whether vLLM is at work on it."
+    """One conversation: the ids submitted last, what was sampled since, how many ids it may have, and whether vLLM is
+    at work on it."""
     def __init__(self, key): self.key, self.ids, self.new, self.logps, self.busy, self.held = key, [], [], [], False, []
 
 # %% ../nbs/21_vllm_engine.ipynb #c015
 class VLLMStream:
-    "Conversations under way on a `VLLMEngine`: `submit` requests, iterate over batches (lists) of `Finished`, `release` what is over."
+    """Conversations under way on a `VLLMEngine`: `submit` requests, iterate over batches (lists) of `Finished`,
+    `release` what is over."""
 
     def __init__(self, engine, sampling):
         check_sampling(sampling)
         self.engine, self.sampling, self.rows, self.done = engine, sampling, {}, []
-        self.tokens = self.entered = self.cached = 0   # sampled tokens; ids submitted, and how many of them vLLM had in its cache
+        # sampled tokens; ids submitted, and how many of them vLLM had in its cache
+        self.tokens = self.entered = self.cached = 0
 
     def release(self, key):
         "Forget a conversation."
@@ -65,7 +78,8 @@ class VLLMStream:
         self.done = [f for f in self.done if f.key != key]
 
     def rewind(self, key, ids):
-        "Let a conversation that is at rest go on after other ids. Returns the number of ids it shares with what was there, of which whole blocks are not read again."
+        """Let a conversation that is at rest go on after other ids. Returns the number of ids it shares with what was
+        there, of which whole blocks are not read again."""
         row = self.rows.get(key)
         if row is None: return 0
         if row.busy: raise ValueError(f'conversation {key!r} is under way and cannot be rewound')
@@ -90,8 +104,11 @@ def _submit(self, key, ids, seed=0, max_tokens=None, stop=None):
     row, ids, most = self.rows.get(key) or _Row(key), list(ids), self.engine.max_length
     if row.busy: raise ValueError(f'conversation {key!r} is under way; wait for its turn, or release it')
     if row.held and (len(ids) <= len(row.held) or ids[:len(row.held)] != row.held):
-        raise ValueError(f'conversation {key!r}: the {len(ids)} ids submitted do not continue the {len(row.held)} that are kept; release or rewind it first')
-    if not 0 < len(ids) < most: raise ValueError(f'conversation {key!r} has {len(ids)} ids; it needs at least 1 and fewer than the engine\'s max_length, {most}')
+        raise ValueError(f'conversation {key!r}: the {len(ids)} ids submitted do not continue the {len(row.held)} '
+                         'that are kept; release or rewind it first')
+    if not 0 < len(ids) < most:
+        raise ValueError(f'conversation {key!r} has {len(ids)} ids; it needs at least 1 and fewer than the engine\'s '
+                         f'max_length, {most}')
     row.ids, row.new, row.logps, row.busy = ids, [], [], True
     row.room = min(self.sampling.max_tokens if max_tokens is None else max_tokens, most - len(ids))
     row.strings = self.sampling.stop if stop is None else tuple(stop)
@@ -103,7 +120,8 @@ VLLMStream.submit = _submit
 
 # %% ../nbs/21_vllm_engine.ipynb #c017
 def _take(self, row, output):
-    "Note what a step of vLLM brought for one conversation; end its turn where a rule says so. Raises RuntimeError where vLLM ended it for another reason."
+    """Note what a step of vLLM brought for one conversation; end its turn where a rule says so. Raises RuntimeError
+    where vLLM ended it for another reason."""
     new, engine = output.outputs[0], self.engine
     if not row.new: self.cached += output.num_cached_tokens or 0
     for token, named in zip(new.token_ids, new.logprobs or []):
@@ -113,7 +131,9 @@ def _take(self, row, output):
         reason = self._reason(row)
         if reason: break
     else:
-        if output.finished: raise RuntimeError(f'vLLM ended conversation {row.key!r} after {len(row.new)} tokens, and no rule of ours did: {new.finish_reason}')
+        if output.finished:
+            raise RuntimeError(f'vLLM ended conversation {row.key!r} after {len(row.new)} tokens, and no rule of ours '
+                               f'did: {new.finish_reason}')
         return
     engine._stop(row, output.finished)
     row.held = [*row.ids, *row.new]
@@ -128,7 +148,7 @@ def _reason(self, row):
     surely, may = self.engine.stop_tokens(row.strings)
     if row.new[-1] in surely: return 'stop'
     if row.new[-1] in may:
-        tail = self.engine.tokenizer.decode(row.new[-max(map(len, row.strings)):])   # a token has at least one character
+        tail = self.engine.tokenizer.decode(row.new[-max(map(len, row.strings)):])  # a token has at least one character
         if any(s in tail for s in row.strings): return 'stop'
     if len(row.new) < row.room: return None
     return 'max_tokens' if len(row.ids) + row.room < self.engine.max_length else 'length'
@@ -137,7 +157,8 @@ VLLMStream._reason = _reason
 
 # %% ../nbs/21_vllm_engine.ipynb #c020
 def parameter_shapes(folder):  # a Hugging Face folder or name
-    "Read what parameters a model has, both names of shared ones included, without making any: {name: shape}, and whether the output layer shares the embedding."
+    """Read what parameters a model has, both names of shared ones included, without making any: {name: shape}, and
+    whether the output layer shares the embedding."""
     from transformers import AutoConfig, AutoModelForCausalLM
     config = AutoConfig.from_pretrained(folder)
     with torch.device('meta'): model = AutoModelForCausalLM.from_config(config)
@@ -152,11 +173,14 @@ def complete(
 ):
     """Check that weights are all there, and name a shared matrix twice: {name: detached tensor}.
     Raises KeyError on a name the model lacks, ValueError on a missing one or another shape."""
-    if unknown := [n for n in named if n not in shapes]: raise KeyError(f'the model has no parameter {unknown[0]!r}; of {len(named)} names {len(unknown)} are unknown')
+    if unknown := [n for n in named if n not in shapes]:
+        raise KeyError(f'the model has no parameter {unknown[0]!r}; of {len(named)} names {len(unknown)} are unknown')
     named = {n: t.detach() for n, t in named.items()}
     embedding = next((n for n in named if n.endswith('embed_tokens.weight')), None)
     if shared and 'lm_head.weight' in shapes and embedding: named['lm_head.weight'] = named[embedding]
-    if missing := [n for n in shapes if n not in named]: raise ValueError(f'{len(missing)} of {len(shapes)} parameters are missing, {missing[0]!r} for one: an engine takes all or none')
+    if missing := [n for n in shapes if n not in named]:
+        raise ValueError(f'{len(missing)} of {len(shapes)} parameters are missing, {missing[0]!r} for one: an engine '
+                         'takes all or none')
     for n, t in named.items():
         if tuple(t.shape) != shapes[n]: raise ValueError(f'{n!r} must be {shapes[n]}, got {tuple(t.shape)}')
     return named
@@ -171,23 +195,28 @@ def _by_file(llm, named):
     from safetensors.torch import save_file
     memory = '/dev/shm' if os.path.isdir('/dev/shm') and os.access('/dev/shm', os.W_OK) else None
     with tempfile.TemporaryDirectory(dir=memory) as folder:
-        save_file({n: t.cpu().contiguous().clone() for n, t in named.items()}, os.path.join(folder, 'model.safetensors'))
+        save_file({n: t.cpu().contiguous().clone() for n, t in named.items()},
+                  os.path.join(folder, 'model.safetensors'))
         llm.collective_rpc('reload_weights', kwargs=dict(weights_path=folder))
 
 # %% ../nbs/21_vllm_engine.ipynb #c025
 class _Client:
     "The four calls by which vLLM's trainer side drives an engine, for one that this process holds."
     def __init__(self, llm): self.llm = llm
-    def init_weight_transfer_engine(self, init_info): self.llm.collective_rpc('init_weight_transfer_engine', kwargs=dict(init_info=init_info))
+    def init_weight_transfer_engine(self, init_info):
+        self.llm.collective_rpc('init_weight_transfer_engine', kwargs=dict(init_info=init_info))
     def start_weight_update(self): self.llm.collective_rpc('start_weight_update')
-    def update_weights(self, update_info): self.llm.collective_rpc('update_weights', kwargs=dict(update_info=update_info))
+    def update_weights(self, update_info):
+        self.llm.collective_rpc('update_weights', kwargs=dict(update_info=update_info))
     def finish_weight_update(self, weight_version=None): self.llm.collective_rpc('finish_weight_update')
 
 # %% ../nbs/21_vllm_engine.ipynb #c026
 def _native(backend, address):
-    "Make a sender over vLLM's own transfer, opened at its first use: function(llm, named). Never run: no GPU host was at hand."
+    """Make a sender over vLLM's own transfer, opened at its first use: function(llm, named). Never run: no GPU host
+    was at hand."""
     opened, held = [], {}
-    if backend == 'ipc': os.environ.setdefault('VLLM_ALLOW_INSECURE_SERIALIZATION', '1')   # handles travel pickled, between our own processes
+    # handles travel pickled, between our own processes
+    if backend == 'ipc': os.environ.setdefault('VLLM_ALLOW_INSECURE_SERIALIZATION', '1')
 
     def send(llm, named):
         from vllm.distributed.weight_transfer import ParamMeta, WeightSource, WeightTransferTrainerFactory
@@ -200,7 +229,8 @@ def _native(backend, address):
         held.update(named)
         if not opened:
             workers = llm.vllm_config.parallel_config.world_size
-            info = IPCTrainerInitInfo(rank=0) if backend == 'ipc' else NCCLTrainerInitInfo(rank=0, master_address=address[0], master_port=address[1], world_size=workers + 1)
+            info = IPCTrainerInitInfo(rank=0) if backend == 'ipc' else NCCLTrainerInitInfo(
+                rank=0, master_address=address[0], master_port=address[1], world_size=workers + 1)
             opened.append(WeightTransferTrainerFactory.trainer_init(info, client=_Client(llm), source=Source()))
         opened[0].send_weights()
     return send
@@ -212,20 +242,29 @@ def make_transfer(
     untried=False,  # bool, allow what has never been run
     address=('127.0.0.1', 29650),  # host and port where learner and engine meet ('nccl')
 ):
-    "Choose how weights reach an engine: function(llm, {name: tensor}). Raises ValueError where that cannot work or was never tried."
-    if name not in ('memory', 'file', 'ipc', 'nccl'): raise ValueError(f"transfer must be 'memory', 'file', 'ipc' or 'nccl', got {name!r}")
-    if name == 'memory' and apart: raise ValueError("an engine in a process of its own cannot read this one's memory: use transfer='file'")
+    """Choose how weights reach an engine: function(llm, {name: tensor}). Raises ValueError where that cannot work or
+    was never tried."""
+    if name not in ('memory', 'file', 'ipc', 'nccl'):
+        raise ValueError(f"transfer must be 'memory', 'file', 'ipc' or 'nccl', got {name!r}")
+    if name == 'memory' and apart:
+        raise ValueError("an engine in a process of its own cannot read this one's memory: use transfer='file'")
     if name in ('memory', 'file'): return {'memory': _by_memory, 'file': _by_file}[name]
-    if not untried: raise ValueError(f'transfer={name!r} is written by the documentation of vLLM 0.32 and has never been run; allow it with untried=True and look at sync_gap')
-    if not apart or not torch.cuda.is_available(): raise ValueError(f'transfer={name!r} needs CUDA and own_process=True')
+    if not untried:
+        raise ValueError(f'transfer={name!r} is written by the documentation of vLLM 0.32 and has never been run; '
+                         'allow it with untried=True and look at sync_gap')
+    if not apart or not torch.cuda.is_available():
+        raise ValueError(f'transfer={name!r} needs CUDA and own_process=True')
     return _native(name, address)
 
 # %% ../nbs/21_vllm_engine.ipynb #c030
 @contextlib.contextmanager
 def _undisturbed(**environment):
-    "Set environment variables for a while (None: take out); then put them, this process's random states and torch's thread setting back as they were."
+    """Set environment variables for a while (None: take out); then put them, this process's random states and torch's
+    thread setting back as they were."""
     import numpy
-    states, threads, before = (random.getstate(), numpy.random.get_state()), torch.set_num_threads, {n: os.environ.get(n) for n in environment}
+    states, threads, before = (random.getstate(), numpy.random.get_state()), torch.set_num_threads, {
+        n: os.environ.get(n) for n in environment
+    }
     _set_environment(environment)
     hidden = {n: sys.modules.pop(n) for n in ('llvmlite.binding.ffi',) if n in sys.modules}
     try:
@@ -242,7 +281,9 @@ def _set_environment(values):
         if value is None: os.environ.pop(name, None)
         else: os.environ[name] = value
 
-_LAUNCHER = ('RANK', 'WORLD_SIZE', 'LOCAL_RANK', 'LOCAL_WORLD_SIZE', 'GROUP_RANK', 'ROLE_RANK', 'MASTER_ADDR', 'MASTER_PORT')   # of the learner's ranks, no matter of vLLM's
+# of the learner's ranks, no matter of vLLM's
+_LAUNCHER = ('RANK', 'WORLD_SIZE', 'LOCAL_RANK', 'LOCAL_WORLD_SIZE', 'GROUP_RANK', 'ROLE_RANK', 'MASTER_ADDR',
+             'MASTER_PORT')
 
 # %% ../nbs/21_vllm_engine.ipynb #c032
 _MISSING = "the vLLM engine needs vllm: pip install 'credit_rl[vllm]' on a GPU host, `make test-vllm` for the CPU build"
@@ -250,24 +291,28 @@ _MISSING = "the vLLM engine needs vllm: pip install 'credit_rl[vllm]' on a GPU h
 class EngineLost(RuntimeError): "vLLM's own process is gone."
 
 class _Tied:
-    "What vLLM's workers get besides: they end with the process that asked for them, and the one between them, which would wait for ever, ends too."
+    """What vLLM's workers get besides: they end with the process that asked for them, and the one between them, which
+    would wait for ever, ends too."""
     def end_with(self, caller):
         import psutil
         above = os.getppid()             # the caller, or a process of vLLM's that started this one
         def watch():
             with contextlib.suppress(psutil.NoSuchProcess):
-                while psutil.Process(caller).status() != psutil.STATUS_ZOMBIE: time.sleep(1)   # dead, and nobody has asked how it died
+                # dead, and nobody has asked how it died
+                while psutil.Process(caller).status() != psutil.STATUS_ZOMBIE: time.sleep(1)
             for process in ([] if above == caller else [above]) + [os.getpid()]:
                 with contextlib.suppress(ProcessLookupError): os.kill(process, signal.SIGKILL)
         threading.Thread(target=watch, daemon=True).start()
 
 def _wake_when_dead(core):
-    "Watch vLLM's note that its process is gone, and wake those who wait for a word from it, which vLLM leaves waiting for ever."
-    resources, outputs, waiting = core.resources, core.outputs_queue, core.utility_results   # not `core` itself: it is stopped when nobody refers to it
+    """Watch vLLM's note that its process is gone, and wake those who wait for a word from it, which vLLM leaves
+    waiting for ever."""
+    # not `core` itself: it is stopped when nobody refers to it
+    resources, outputs, waiting = core.resources, core.outputs_queue, core.utility_results
     def watch():
         from vllm.v1.engine.exceptions import EngineDeadError
         while not resources.engine_dead: time.sleep(.5)
-        for _ in range(10):                                                                   # somebody may have asked in this moment
+        for _ in range(10):  # somebody may have asked in this moment
             outputs.put(EngineDeadError())
             for future in list(waiting.values()):
                 if not future.done(): future.set_exception(EngineDeadError())
@@ -280,19 +325,23 @@ def _heard(doing):
     try: yield
     except Exception as e:
         if type(e).__name__ != 'EngineDeadError': raise
-        raise EngineLost(f"vLLM's own process ended while it was to {doing} (killed from outside, out of memory, or an error of its own, which then stands above); "
+        raise EngineLost(f"vLLM's own process ended while it was to {doing} (killed from outside, out of memory, or "
+                         "an error of its own, which then stands above); "
                          'nothing of the learner is lost: start again from the last checkpoint') from e
 
 # %% ../nbs/21_vllm_engine.ipynb #c034
 def visible_devices(
-    devices,         # str, GPUs by their number among those that this process sees: '0,2'; names such as GPU-1f0c… stay as they are
+    # str, GPUs by their number among those that this process sees: '0,2'; names such as GPU-1f0c… stay as they are
+    devices,
     inherited=None,  # str, this process's CUDA_VISIBLE_DEVICES; None: it has none and sees all
 ):
-    "What CUDA_VISIBLE_DEVICES of another process must be, whose numbers count from the host's first GPU: '4,6' where '4,5,6,7' are inherited. Raises ValueError on a number beyond."
+    """What CUDA_VISIBLE_DEVICES of another process must be, whose numbers count from the host's first GPU: '4,6' where
+    '4,5,6,7' are inherited. Raises ValueError on a number beyond."""
     wanted, known = ([d.strip() for d in text.split(',') if d.strip()] for text in (devices, inherited or ''))
     if inherited is None: return ','.join(wanted)
     if beyond := [d for d in wanted if d.isdigit() and int(d) >= len(known)]:
-        raise ValueError(f'devices={devices!r}, but this process sees {len(known)} GPUs (CUDA_VISIBLE_DEVICES={inherited}), counted from 0: there is no {beyond[0]}')
+        raise ValueError(f'devices={devices!r}, but this process sees {len(known)} GPUs '
+                         f'(CUDA_VISIBLE_DEVICES={inherited}), counted from 0: there is no {beyond[0]}')
     return ','.join(known[int(d)] if d.isdigit() else d for d in wanted)
 
 def rank_devices(
@@ -300,13 +349,17 @@ def rank_devices(
     ranks=1,     # of the run
     local=None,  # number of this rank on its host; None: it has no GPU, or none has been started yet
 ):
-    "GPUs of a rank's vLLM, for `devices` of `VLLMEngine`: those given; of several ranks its own one. Raises ValueError where all would share those given."
+    """GPUs of a rank's vLLM, for `devices` of `VLLMEngine`: those given; of several ranks its own one. Raises
+    ValueError where all would share those given."""
     if ranks == 1: return given
-    if given: raise ValueError(f'each of {ranks} ranks starts a vLLM of its own, and devices={given!r} would put them all on the same GPUs: leave devices out, so that each takes its rank\'s')
+    if given:
+        raise ValueError(f'each of {ranks} ranks starts a vLLM of its own, and devices={given!r} would put them all '
+                         'on the same GPUs: leave devices out, so that each takes its rank\'s')
     return None if local is None else str(local)
 
 def start_vllm(folder, arguments, own_process, devices=None):
-    "Start vLLM on a model folder with engine arguments (dict), in this process or in one of its own, there on some GPUs ('4,5'). Raises ImportError without vLLM."
+    """Start vLLM on a model folder with engine arguments (dict), in this process or in one of its own, there on some
+    GPUs ('4,5'). Raises ImportError without vLLM."""
     try: from vllm import EngineArgs
     except ImportError as e: raise ImportError(_MISSING) from e
     from vllm.v1.engine.llm_engine import LLMEngine
@@ -314,11 +367,16 @@ def start_vllm(folder, arguments, own_process, devices=None):
     if not own_process and torch.distributed.is_available() and torch.distributed.is_initialized():
         raise ValueError('torch.distributed is set up in this process, and vLLM sets up its own: use own_process=True')
     if not torch.cuda.is_available():   # vLLM's CPU build; threads stay unbound, the learner uses them too
-        for name, value in (('VLLM_CPU_KVCACHE_SPACE', '1'), ('VLLM_CPU_OMP_THREADS_BIND', 'nobind')): os.environ.setdefault(name, value)
+        for name, value in (('VLLM_CPU_KVCACHE_SPACE', '1'), ('VLLM_CPU_OMP_THREADS_BIND', 'nobind')):
+            os.environ.setdefault(name, value)
     own = {'worker_extension_cls': f'{_Tied.__module__}.{_Tied.__name__}'} if own_process else {}
-    with _undisturbed(VLLM_ENABLE_V1_MULTIPROCESSING=str(int(own_process)), **({'CUDA_VISIBLE_DEVICES': visible_devices(devices, os.environ.get('CUDA_VISIBLE_DEVICES'))} if devices else {}), **dict.fromkeys(_LAUNCHER)):
-        config = EngineArgs(model=str(folder), skip_tokenizer_init=True, generation_config='vllm', logprobs_mode='processed_logprobs', enable_prefix_caching=True,
-                            disable_log_stats=True, **own, **arguments).create_engine_config()
+    with _undisturbed(
+            VLLM_ENABLE_V1_MULTIPROCESSING=str(int(own_process)),
+            **({'CUDA_VISIBLE_DEVICES': visible_devices(devices, os.environ.get('CUDA_VISIBLE_DEVICES'))}
+               if devices else {}), **dict.fromkeys(_LAUNCHER)):
+        config = EngineArgs(model=str(folder), skip_tokenizer_init=True, generation_config='vllm',
+                            logprobs_mode='processed_logprobs', enable_prefix_caching=True, disable_log_stats=True,
+                            **own, **arguments).create_engine_config()
         llm = LLMEngine(config, Executor.get_class(config), log_stats=False, multiprocess_mode=own_process)
     if own_process:
         llm.collective_rpc('end_with', args=(os.getpid(),))
@@ -326,15 +384,25 @@ def start_vllm(folder, arguments, own_process, devices=None):
     return llm
 
 # %% ../nbs/21_vllm_engine.ipynb #c036
-def check_vllm(own_process=False, transfer=None, sleep_level=0, devices=None, untried=False, arguments=None):  # see VLLMEngine
-    "Refuse settings of a `VLLMEngine` that contradict each other, cannot work here, or were never tried. Returns the name of the transfer and the function. Raises ValueError."
+# see VLLMEngine
+def check_vllm(own_process=False, transfer=None, sleep_level=0, devices=None, untried=False, arguments=None):
+    """Refuse settings of a `VLLMEngine` that contradict each other, cannot work here, or were never tried. Returns the
+    name of the transfer and the function. Raises ValueError."""
     if sleep_level not in (0, 1, 2): raise ValueError(f'sleep_level must be 0, 1 or 2, got {sleep_level}')
-    if sleep_level and not torch.cuda.is_available(): raise ValueError(f'vLLM frees memory on CUDA and ROCm only: leave sleep_level at 0 here, got {sleep_level}')
-    if (sleep_level or devices) and not untried: raise ValueError('sleep_level and devices follow the documentation of vLLM 0.32 and have never been run; allow them with untried=True')
-    if devices and not own_process: raise ValueError(f'an engine in this process uses its GPUs; devices={devices!r} needs own_process=True')
+    if sleep_level and not torch.cuda.is_available():
+        raise ValueError(f'vLLM frees memory on CUDA and ROCm only: leave sleep_level at 0 here, got {sleep_level}')
+    if (sleep_level or devices) and not untried:
+        raise ValueError('sleep_level and devices follow the documentation of vLLM 0.32 and have never been run; '
+                         'allow them with untried=True')
+    if devices and not own_process:
+        raise ValueError(f'an engine in this process uses its GPUs; devices={devices!r} needs own_process=True')
     if beyond := [d for d in (devices or '').split(',') if d.strip().isdigit() and int(d) >= torch.cuda.device_count()]:
-        raise ValueError(f'devices={devices!r}, but this process sees {torch.cuda.device_count()} GPUs, counted from 0: there is no {beyond[0]}')
-    ours = [n for n in ('model', 'dtype', 'max_model_len', 'max_num_seqs', 'skip_tokenizer_init', 'generation_config', 'logprobs_mode', 'disable_log_stats') if n in (arguments or {})]
+        raise ValueError(f'devices={devices!r}, but this process sees {torch.cuda.device_count()} GPUs, counted from '
+                         f'0: there is no {beyond[0]}')
+    ours = [
+        n for n in ('model', 'dtype', 'max_model_len', 'max_num_seqs', 'skip_tokenizer_init', 'generation_config',
+                    'logprobs_mode', 'disable_log_stats') if n in (arguments or {})
+    ]
     if ours: raise ValueError(f'arguments hold what vLLM is told besides; {", ".join(ours)} is set here')
     apart = own_process or (arguments or {}).get('tensor_parallel_size', 1) > 1
     transfer = transfer or ('file' if apart else 'memory')
@@ -346,13 +414,17 @@ def check_vllm_settings(
     sampling,    # Sampling
     max_tokens,  # most ids of a conversation
 ):
-    "Refuse what a run tells its vLLM engine, and vLLM where it is not installed, before anything is loaded. Raises ValueError."
+    """Refuse what a run tells its vLLM engine, and vLLM where it is not installed, before anything is loaded. Raises
+    ValueError."""
     takes = ('dtype', 'own_process', 'transfer', 'sleep_level', 'devices', 'untried', 'arguments')
-    if unknown := [k for k in settings if k not in takes]: raise ValueError(f'vllm takes {", ".join(takes)}, got {", ".join(map(repr, unknown))}')
+    if unknown := [k for k in settings if k not in takes]:
+        raise ValueError(f'vllm takes {", ".join(takes)}, got {", ".join(map(repr, unknown))}')
     check_sampling(sampling)
     check_vllm(**{k: v for k, v in settings.items() if k != 'dtype'})
     batch = settings.get('arguments', {}).get('max_num_batched_tokens', max_tokens)
-    if batch < max_tokens: raise ValueError(f'vLLM reads prompts whole here, so max_num_batched_tokens must be at least max_tokens={max_tokens}, got {batch}')
+    if batch < max_tokens:
+        raise ValueError('vLLM reads prompts whole here, so max_num_batched_tokens must be at least '
+                         f'max_tokens={max_tokens}, got {batch}')
     if importlib.util.find_spec('vllm') is None: raise ValueError(_MISSING)
 
 # %% ../nbs/21_vllm_engine.ipynb #c042
@@ -363,21 +435,38 @@ class VLLMEngine:
                  max_length=4096,     # most ids in a conversation
                  max_rows=256,        # most conversations at once; others wait
                  dtype='auto',        # 'float32', 'bfloat16', …; 'auto' is the folder's
-                 own_process=False,   # give vLLM a process of its own: needed beside torch.distributed; tools then overlap generation
+                 # give vLLM a process of its own: needed beside torch.distributed; tools then overlap generation
+                 own_process=False,
                  transfer=None,       # how weights get across; None: 'memory', or 'file' to another process
-                 sleep_level=0,       # what `sleep` frees, CUDA and ROCm only: 1 cache, with weights kept by the CPU; 2 both; 0 nothing
-                 devices=None,        # str, GPUs of its own process, by number among those of this one: '4,5'; None: those of this one
-                 untried=False,       # allow what has never been run: transfers by 'ipc' and 'nccl', sleep levels 1 and 2
-                 arguments=None):     # dict of vLLM's further engine arguments: gpu_memory_utilization, tensor_parallel_size, …
+                 # what `sleep` frees, CUDA and ROCm only: 1 cache, with weights kept by the CPU; 2 both; 0 nothing
+                 sleep_level=0,
+                 # str, GPUs of its own process, by number among those of this one: '4,5'; None: those of this one
+                 devices=None,
+                 untried=False,  # allow what has never been run: transfers by 'ipc' and 'nccl', sleep levels 1 and 2
+                 # dict of vLLM's further engine arguments: gpu_memory_utilization, tensor_parallel_size, …
+                 arguments=None):
         if tokenizer is None: raise ValueError('an engine needs a tokenizer, to see where stop strings end')
         transfer, self.send = check_vllm(own_process, transfer, sleep_level, devices, untried, arguments)
         self.shapes, self.shared = parameter_shapes(folder)
-        further = {'enable_chunked_prefill': False, **({} if torch.cuda.is_available() else {'block_size': 32}), **(arguments or {}), **({'enable_sleep_mode': True} if sleep_level else {})}
+        further = {
+            'enable_chunked_prefill': False, **({} if torch.cuda.is_available() else {'block_size': 32}),
+            **(arguments or {}), **({'enable_sleep_mode': True} if sleep_level else {})
+        }
         if transfer in ('ipc', 'nccl'): further['weight_transfer_config'] = {'backend': transfer}
         self._configure(folder, tokenizer, max_length)
-        self.llm = start_vllm(folder, dict(max_model_len=self.max_length, max_num_seqs=max_rows, dtype=dtype, **further), own_process, devices)
-        self.max_rows, self.sleep_level, self.asleep, self.hollow, self._standing, self._live, self._count = max_rows, sleep_level, False, False, None, {}, 0
-        self.own_process, self.adapter, self._adapters = own_process, None, 0   # the LoRA adapter in use; how many there were
+        self.llm = start_vllm(folder, dict(max_model_len=self.max_length, max_num_seqs=max_rows, dtype=dtype,
+                                           **further), own_process, devices)
+        self.max_rows, self.sleep_level, self.asleep, self.hollow, self._standing, self._live, self._count = (
+            max_rows,
+            sleep_level,
+            False,
+            False,
+            None,
+            {},
+            0,
+        )
+        # the LoRA adapter in use; how many there were
+        self.own_process, self.adapter, self._adapters = own_process, None, 0
 
 # %% ../nbs/21_vllm_engine.ipynb #c043
 def _configure(self, folder, tokenizer, max_length):
@@ -387,8 +476,11 @@ def _configure(self, folder, tokenizer, max_length):
     try: eos = GenerationConfig.from_pretrained(folder).eos_token_id
     except OSError: eos = config.eos_token_id   # the folder has no generation_config.json
     eos = [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
-    self.tokenizer, self.eos_ids, self._tables = tokenizer, {i for i in [*eos, tokenizer.eos_token_id] if i is not None}, {}
-    self.max_length, self.vocabulary = min(max_length, getattr(config, 'max_position_embeddings', max_length)), config.vocab_size
+    self.tokenizer, self.eos_ids, self._tables = tokenizer, {
+        i for i in [*eos, tokenizer.eos_token_id] if i is not None
+    }, {}
+    self.max_length, self.vocabulary = min(max_length, getattr(config, 'max_position_embeddings',
+                                                               max_length)), config.vocab_size
 
 VLLMEngine._configure = _configure
 
@@ -399,7 +491,8 @@ def _start(self, stream, row, seed):
     row.request, self._count = str(self._count), self._count + 1
     parameters = vllm_parameters(stream.sampling, seed, row.room, self.eos_ids | self.stop_tokens(row.strings)[0])
     self._live[row.request] = stream, row
-    with _heard('generate'): self.llm.add_request(row.request, tokens_input(row.ids), parameters, lora_request=self.adapter)
+    with _heard('generate'):
+        self.llm.add_request(row.request, tokens_input(row.ids), parameters, lora_request=self.adapter)
 
 def _stop(self, row, finished=False):
     "Take a conversation's request out; call it off if vLLM has not finished it."
@@ -416,7 +509,8 @@ def _step(self):
             stream._take(row, output)
 
 def _goes_on(self, done, busy):
-    "Whether to take another step before turns are handed over. In this process a tool would stop the engine: wait until they are a quarter of the busy ones. In its own, only for what is there."
+    """Whether to take another step before turns are handed over. In this process a tool would stop the engine: wait
+    until they are a quarter of the busy ones. In its own, only for what is there."""
     return not self.llm.engine_core.outputs_queue.empty() if self.own_process else 4 * done < busy
 
 VLLMEngine._start, VLLMEngine._stop, VLLMEngine._step, VLLMEngine._goes_on = _start, _stop, _step, _goes_on
@@ -433,8 +527,11 @@ def _clear(self):
     self._standing = None
 
 def _stream(self, sampling):
-    "A fresh `VLLMStream`; what an earlier one has under way is called off. Raises RuntimeError if the engine sleeps, or lost its weights in its sleep."
-    if self.asleep or self.hollow: raise RuntimeError('the engine is asleep: wake() it' if self.asleep else 'the engine lost its weights in its sleep: load() them')
+    """A fresh `VLLMStream`; what an earlier one has under way is called off. Raises RuntimeError if the engine sleeps,
+    or lost its weights in its sleep."""
+    if self.asleep or self.hollow:
+        raise RuntimeError('the engine is asleep: wake() it' if self.asleep else 'the engine lost its weights in its '
+                                                                                 'sleep: load() them')
     for _, row in list(self._live.values()): self._stop(row)
     return VLLMStream(self, sampling)
 
@@ -442,17 +539,20 @@ VLLMEngine.stop_tokens, VLLMEngine._clear, VLLMEngine.stream = _stop_tokens, _cl
 
 # %% ../nbs/21_vllm_engine.ipynb #c047
 def _load(self, named):
-    "Take new weights, {name: tensor}, all of them; kept conversations and cached prefixes are forgotten. Raises as `complete` does."
+    """Take new weights, {name: tensor}, all of them; kept conversations and cached prefixes are forgotten. Raises as
+    `complete` does."""
     named = complete(named, self.shapes, self.shared)
     with _heard('take new weights'):
         self._clear()
         if self.asleep: self.wake()
         self.send(self.llm, named)
-        if not self.llm.reset_prefix_cache(): raise RuntimeError('vLLM kept its prefix cache, which belongs to the old weights')
+        if not self.llm.reset_prefix_cache():
+            raise RuntimeError('vLLM kept its prefix cache, which belongs to the old weights')
     self.hollow = False
 
 def _sleep(self):
-    "Free what a learner on the same device could use: conversations and cached prefixes, and memory at `sleep_level` 1 or 2 (vLLM on CUDA or ROCm)."
+    """Free what a learner on the same device could use: conversations and cached prefixes, and memory at `sleep_level`
+    1 or 2 (vLLM on CUDA or ROCm)."""
     with _heard('sleep'):
         self._clear()
         if self.sleep_level: self.llm.sleep(self.sleep_level)
@@ -462,7 +562,8 @@ def _sleep(self):
 def _wake(self):
     "Take memory back; after a sleep at level 2 `load` must follow."
     if self.asleep:
-        if torch.cuda.is_available(): torch.cuda.empty_cache()   # what the learner has freed, PyTorch keeps from other processes until then
+        # what the learner has freed, PyTorch keeps from other processes until then
+        if torch.cuda.is_available(): torch.cuda.empty_cache()
         with _heard('wake'): self.llm.wake_up()
     self.asleep = False
 
@@ -470,8 +571,10 @@ VLLMEngine.load, VLLMEngine.sleep, VLLMEngine.wake = _load, _sleep, _wake
 
 # %% ../nbs/21_vllm_engine.ipynb #c049
 def _load_adapter(self, folder):
-    "Sample from now on with the LoRA adapter in a folder (as peft saves it), or without one (None). Kept conversations are forgotten; cached prefixes are an adapter's own."
-    if self.llm.vllm_config.lora_config is None: raise ValueError("this engine takes no adapters: start it with arguments={'enable_lora': True}")
+    """Sample from now on with the LoRA adapter in a folder (as peft saves it), or without one (None). Kept
+    conversations are forgotten; cached prefixes are an adapter's own."""
+    if self.llm.vllm_config.lora_config is None:
+        raise ValueError("this engine takes no adapters: start it with arguments={'enable_lora': True}")
     with _heard('take an adapter'):
         self._clear()
         if self.asleep: self.wake()
@@ -489,11 +592,18 @@ VLLMEngine.load_adapter = _load_adapter
 # %% ../nbs/21_vllm_engine.ipynb #c051
 def adapter_weights(named):  # {name: tensor} of a model with additions built in
     "The additions of such a model by the names of peft's files: {name: tensor}, {} of a model without."
-    return {'base_model.model.' + n.replace('.default.', '.'): t.detach().cpu().contiguous() for n, t in named.items() if '.lora_' in n}
+    return {
+        'base_model.model.' + n.replace('.default.', '.'): t.detach().cpu().contiguous()
+        for n, t in named.items()
+        if '.lora_' in n
+    }
 
 def check_adapter(settings):  # dict, of peft's LoraConfig
     "Refuse variants of LoRA that vLLM does not take. Raises ValueError."
-    if strange := [k for k in settings if k not in ('r', 'lora_alpha', 'lora_dropout', 'target_modules', 'use_rslora', 'init_lora_weights')]:
+    if strange := [
+            k for k in settings
+            if k not in ('r', 'lora_alpha', 'lora_dropout', 'target_modules', 'use_rslora', 'init_lora_weights')
+    ]:
         raise ValueError(f'vLLM takes plain LoRA adapters; {", ".join(strange)} would be lost or refused')
 
 def save_adapter(
@@ -501,7 +611,8 @@ def save_adapter(
     settings,  # dict, of peft's LoraConfig, `target_modules` included
     folder,    # existing, gets adapter_model.safetensors and adapter_config.json
 ):
-    "Write a LoRA adapter as peft saves it. Raises ValueError on a model without one, and on variants that vLLM does not take."
+    """Write a LoRA adapter as peft saves it. Raises ValueError on a model without one, and on variants that vLLM does
+    not take."""
     check_adapter(settings)
     saved = adapter_weights(named)
     if not saved: raise ValueError('the model has no adapter: none of its parameters is named lora_A or lora_B')
@@ -512,8 +623,10 @@ def save_adapter(
 
 # %% ../nbs/21_vllm_engine.ipynb #c053
 def _generate(self, prompts, sampling, n=1, keys=None, seeds=None):
-    "Continue each prompt (list of ids) `n` times. Returns `Samples`, prompts outermost. `seeds`: one per sample, default 0, 1, …"
-    if keys is not None and n != 1: raise ValueError(f'a kept conversation has one continuation: with keys, n must be 1, got {n}')
+    """Continue each prompt (list of ids) `n` times. Returns `Samples`, prompts outermost. `seeds`: one per sample,
+    default 0, 1, …"""
+    if keys is not None and n != 1:
+        raise ValueError(f'a kept conversation has one continuation: with keys, n must be 1, got {n}')
     if keys is None: stream = self.stream(sampling)
     else:
         check_sampling(sampling)
@@ -542,7 +655,8 @@ def logp_gap(
     engine_logp,  # (R, T) recorded at sampling
     trained,      # (R, T) bool, sampled tokens
 ):
-    "Compare log-probabilities of sampled tokens: dict of mean and largest absolute difference, and the estimate of KL(engine ‖ learner). Raises ValueError without tokens or on NaN."
+    """Compare log-probabilities of sampled tokens: dict of mean and largest absolute difference, and the estimate of
+    KL(engine ‖ learner). Raises ValueError without tokens or on NaN."""
     if not trained.any(): raise ValueError('no sampled token to compare')
     d = (logp.double() - engine_logp.double())[trained]
     if d.isnan().any(): raise ValueError(f'{int(d.isnan().sum())} of {len(d)} tokens have no log-probability')
@@ -557,7 +671,8 @@ def sync_gap(
     max_tokens=8,    # tokens sampled after each
     tolerance=None,  # largest absolute difference allowed, in nats; None: only look
 ):
-    "Sample a little and compare with a plain forward of the model: see `logp_gap`. Raises RuntimeError above the tolerance."
+    """Sample a little and compare with a plain forward of the model: see `logp_gap`. Raises RuntimeError above the
+    tolerance."""
     out, device = engine.generate(prompts, Sampling(max_tokens=max_tokens)), next(model.parameters()).device
     said, read = [], []
     for prompt, ids, logps in zip(prompts, out.ids, out.logps):
@@ -567,7 +682,8 @@ def sync_gap(
     read, said = torch.cat(read)[None], torch.cat(said)[None]
     gap = logp_gap(read, said, torch.ones_like(said, dtype=torch.bool))
     if tolerance is not None and gap['logp_gap_max'] > tolerance:
-        raise RuntimeError(f"engine and learner differ by up to {gap['logp_gap_max']:.3g} nats after a sync (tolerance {tolerance:g}): are all weights across, and the precisions the same?")
+        raise RuntimeError(f"engine and learner differ by up to {gap['logp_gap_max']:.3g} nats after a sync "
+                           f"(tolerance {tolerance:g}): are all weights across, and the precisions the same?")
     return gap
 
 # %% ../nbs/21_vllm_engine.ipynb #c062
@@ -580,12 +696,16 @@ def sampler_weights(
     low=0.0,              # c in [0, 1), 'masked' only
     row_trajectory=None,  # (R,) long, trajectory of each row: one ratio per trajectory; None: per token
 ):
-    "Weigh sampled tokens by π_learner / π_engine, truncated (Yao et al. 2025) or masked (IcePop): (R, T), 0 where untrained. Raises ValueError on NaN."
+    """Weigh sampled tokens by π_learner / π_engine, truncated (Yao et al. 2025) or masked (IcePop): (R, T), 0 where
+    untrained. Raises ValueError on NaN."""
     if kind not in ('truncated', 'masked'): raise ValueError(f"kind must be 'truncated' or 'masked', got {kind!r}")
-    if not high > 1 or not 0 <= low < 1: raise ValueError(f'limits must be high > 1 and 0 <= low < 1, got {high} and {low}')
-    if low and kind == 'truncated': raise ValueError(f"low={low} is for kind='masked'; truncation has an upper limit only")
+    if not high > 1 or not 0 <= low < 1:
+        raise ValueError(f'limits must be high > 1 and 0 <= low < 1, got {high} and {low}')
+    if low and kind == 'truncated':
+        raise ValueError(f"low={low} is for kind='masked'; truncation has an upper limit only")
     d = torch.where(trained, logp.float() - engine_logp.float(), 0.)
-    if not d.isfinite().all(): raise ValueError('log-probabilities of sampled tokens must be finite; were they recorded by this engine?')
+    if not d.isfinite().all():
+        raise ValueError('log-probabilities of sampled tokens must be finite; were they recorded by this engine?')
     if row_trajectory is not None:
         _, owner = row_trajectory.unique(return_inverse=True)
         d = d.new_zeros(len(d)).index_add(0, owner, d.sum(1))[owner][:, None].expand_as(d)

@@ -27,11 +27,14 @@ def main():
         stage = set_stage(make_config({'model': base, 'seed': given.seed}), say=lambda line: None)
         engine = HFEngine(stage.model, stage.chat.tokenizer, max_length=192)
         greedy, _ = evaluate(engine, stage.environments['dev'], stage.questions['dev'])
-        groups = rollout(engine, stage.environments['train'], stage.questions['train'][:96], 8, Sampling(max_tokens=24), 1)
+        groups = rollout(engine, stage.environments['train'], stage.questions['train'][:96], 8,
+                         Sampling(max_tokens=24), 1)
         right, index = outcome_rewards(groups), torch.arange(96).repeat_interleave(8)
-        shares = ', '.join(f'{k.replace("_", " ")} {v:.3f}' for k, v in group_share(right, index).items() if k != 'collapsed')
+        shares = ', '.join(f'{k.replace("_", " ")} {v:.3f}' for k, v in group_share(right, index).items()
+                           if k != 'collapsed')
         shown = (first_turns(groups)[right == 0] >= 0).float().mean()
-        print(f'{base}: greedy EM {greedy["em"]:.3f}; sampled {right.mean():.3f}; groups {shares}; shown in {shown:.3f} of the wrong', flush=True)
+        print(f'{base}: greedy EM {greedy["em"]:.3f}; sampled {right.mean():.3f}; groups {shares}; shown in '
+              f'{shown:.3f} of the wrong', flush=True)
 
 
 if __name__ == '__main__': main()

@@ -20,13 +20,18 @@ from credit_rl.rollout import rollout
 from credit_rl.tiny import make_base, tiny_environment, tiny_tokenizer
 from credit_rl.train import known_worlds, make_config, tiny_worlds
 
-KINDS = {'famous facts': (True, 1), '1 hop to look up': (False, 1), '2 hops': (False, 2), 'easy sums': (True, 0), 'hard sums': (False, 0)}  # parametric, hops
+# parametric, hops
+KINDS = {
+    'famous facts': (True, 1), '1 hop to look up': (False, 1), '2 hops': (False, 2), 'easy sums': (True, 0),
+    'hard sums': (False, 0)
+}
 
 
 def share(trajectories):
     "Share right, and share with a call."
     n = len(trajectories)
-    return f'{sum(t.answer in t.question.answers for t in trajectories) / n:.2f} ({sum(len(t.turns) > 1 for t in trajectories) / n:.2f})'
+    return (f'{sum(t.answer in t.question.answers for t in trajectories) / n:.2f} '
+            f'({sum(len(t.turns) > 1 for t in trajectories) / n:.2f})')
 
 
 def main():
@@ -37,20 +42,32 @@ def main():
     seed = given.seed
     torch.set_num_threads(1)
     settings = yaml.safe_load((Path(__file__).resolve().parents[1] / 'runs' / 'params' / 'carl_warm.yaml').read_text())
-    worlds = tiny_worlds(make_config({n: settings[n] for n in ('world', 'questions', 'dev_questions', 'test_questions')} | {'seed': seed}))
+    worlds = tiny_worlds(
+        make_config({n: settings[n]
+                     for n in ('world', 'questions', 'dev_questions', 'test_questions')} | {'seed': seed}))
     with tempfile.TemporaryDirectory() as folder:
         cpu, clock = time.process_time(), time.monotonic()
         base = given.base or make_base(folder + '/base', seed, protocol='carl-tiny', known=known_worlds(worlds))
-        print(f'seed {seed}: warm start {time.process_time() - cpu:.0f} s of CPU, {time.monotonic() - clock:.0f} s by the clock', flush=True)
+        print(f'seed {seed}: warm start {time.process_time() - cpu:.0f} s of CPU, {time.monotonic() - clock:.0f} s by '
+              'the clock', flush=True)
         model = AutoModelForCausalLM.from_pretrained(base).eval()
     tokenizer = tiny_tokenizer(numbers=True)
     model.set_attn_implementation('eager')
     for greedy in (True, False):
         for name in ('carl-tiny', 'carl-tiny-forced', 'carl-tiny-direct'):
             env = tiny_environment(worlds['test'], Chat(PROTOCOLS[name], tokenizer))
-            played = [g.trajectories[0] for g in rollout(HFEngine(model, tokenizer), env, list(worlds['test'].questions), 1, Sampling(greedy=greedy, max_tokens=40))]
-            of = {kind: [t for t in played if (t.question.meta['parametric'], t.question.meta['hops']) == wanted] for kind, wanted in KINDS.items()}
-            print('greedy' if greedy else 'temperature 1', name, '; '.join(f'{kind} {share(part)}' for kind, part in of.items()), sep=': ', flush=True)
+            played = [
+                g.trajectories[0] for g in rollout(HFEngine(model, tokenizer), env, list(worlds['test'].questions), 1,
+                                                   Sampling(greedy=greedy, max_tokens=40))
+            ]
+            of = {
+                kind: [t
+                       for t in played
+                       if (t.question.meta['parametric'], t.question.meta['hops']) == wanted]
+                for kind, wanted in KINDS.items()
+            }
+            print('greedy' if greedy else 'temperature 1', name,
+                  '; '.join(f'{kind} {share(part)}' for kind, part in of.items()), sep=': ', flush=True)
 
 
 if __name__ == '__main__': main()

@@ -11,7 +11,17 @@ import time
 
 import torch
 
-from credit_rl.advantages import discounted_sum, gae, gigpo, group_normalize, mt_grpo_star, reinforce_pp, rloo, to_tokens
+from credit_rl.advantages import (
+    discounted_sum,
+    gae,
+    gigpo,
+    group_normalize,
+    mt_grpo_star,
+    reinforce_pp,
+    rloo,
+    to_tokens,
+)
+
 from credit_rl.folr import tspo_advantages
 from credit_rl.information_gain import igpo_advantages, information_gain, with_outcome
 from credit_rl.potentials import answer_potential, shaping_rewards
@@ -34,7 +44,8 @@ def against(function, unit, repeat):
 
 
 def batch(n, length, turns, members, generator):
-    "Token-turn map (N, T) of trajectories with 1 to `turns` turns: half of a turn's tokens are trained, half are its observation."
+    """Token-turn map (N, T) of trajectories with 1 to `turns` turns: half of a turn's tokens are trained, half are its
+    observation."""
     counts = torch.randint(1, turns + 1, (n,), generator=generator)
     span = length // turns
     t = torch.arange(length)
@@ -69,17 +80,15 @@ def rules(token_turns, mask, groups, generator):
         return flat(group_normalize(outcome, groups) * of_group)
 
     turn_level = {
-        'GRPO': lambda: flat(group_normalize(outcome, groups)),
-        'RLOO': lambda: flat(rloo(outcome, groups)),
-        'REINFORCE++': lambda: flat(reinforce_pp(outcome, groups)),
-        'discounted returns': lambda: to_tokens(discounted_sum(torch.where(mask, per_turn, 0.0), mask, 0.95), token_turns),
-        'TSPO': lambda: to_tokens(tspo_advantages(outcome, first, mask, groups), token_turns),
-        'IGPO': igpo,
+        'GRPO': lambda: flat(group_normalize(outcome, groups)), 'RLOO': lambda: flat(rloo(outcome, groups)),
+        'REINFORCE++': lambda: flat(reinforce_pp(outcome, groups)), 'discounted returns':
+        lambda: to_tokens(discounted_sum(torch.where(mask, per_turn, 0.0), mask, 0.95), token_turns), 'TSPO':
+        lambda: to_tokens(tspo_advantages(outcome, first, mask, groups), token_turns), 'IGPO': igpo,
         'TIPS shaping, returns per turn': lambda: to_tokens(discounted_sum(shaped(), mask, 1.0), token_turns),
-        'MT-GRPO*': lambda: to_tokens(mt_grpo_star(per_turn, outcome, mask, groups), token_turns),
-        'GiGPO': lambda: to_tokens(gigpo(per_turn, anchors, mask, groups), token_turns),
-        'CARL': lambda: to_tokens(segment_advantages(per_turn, mask, outcome), token_turns),
-        'VSPO on GRPO': vspo}
+        'MT-GRPO*': lambda: to_tokens(mt_grpo_star(per_turn, outcome, mask, groups), token_turns), 'GiGPO':
+        lambda: to_tokens(gigpo(per_turn, anchors, mask, groups), token_turns), 'CARL':
+        lambda: to_tokens(segment_advantages(per_turn, mask, outcome), token_turns), 'VSPO on GRPO': vspo
+    }
     rewards = place_rewards(shaped(), token_turns)
     return turn_level, {'TIPS shaping, placed on last tokens': lambda: place_rewards(shaped(), token_turns),
                         'GAE, λ = 0.95': lambda: gae(rewards, values, trained, 1.0, 0.95)[0],
@@ -89,7 +98,8 @@ def rules(token_turns, mask, groups, generator):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, value in (('trajectories', 1280), ('tokens', 4096), ('turns', 8), ('members', 5), ('repeat', 5), ('threads', 1)):
+    for name, value in (('trajectories', 1280), ('tokens', 4096), ('turns', 8), ('members', 5), ('repeat', 5),
+                        ('threads', 1)):
         parser.add_argument(f'--{name}', type=int, default=value)
     a = parser.parse_args()
     torch.set_num_threads(a.threads)
@@ -104,10 +114,14 @@ def main():
     measured = {name: against(rule, gather_alone, a.repeat) for name, rule in (turn_level | token_level).items()}
     ratio, gather = {name: round(r, 1) for name, (r, _) in measured.items()}, min(s for _, s in measured.values())
     worst = max(turn_level, key=ratio.get)
-    print(json.dumps({'trajectories': a.trajectories, 'tokens': a.tokens, 'turns': a.turns, 'threads': a.threads,
-                      'gather_ms': round(gather * 1e3, 1), 'times_a_gather': {name: ratio[name] for name in turn_level},
-                      'worst': {worst: ratio[worst]}, 'limit': LIMIT, 'within': ratio[worst] <= LIMIT,
-                      'token_level_times_a_gather': {name: ratio[name] for name in token_level}}, indent=1, ensure_ascii=False))
+    print(
+        json.dumps(
+            {
+                'trajectories': a.trajectories, 'tokens': a.tokens, 'turns': a.turns, 'threads': a.threads,
+                'gather_ms': round(gather * 1e3, 1), 'times_a_gather': {name: ratio[name] for name in turn_level},
+                'worst': {worst: ratio[worst]}, 'limit': LIMIT, 'within': ratio[worst] <= LIMIT,
+                'token_level_times_a_gather': {name: ratio[name] for name in token_level}
+            }, indent=1, ensure_ascii=False))
 
 
 if __name__ == '__main__':

@@ -51,21 +51,23 @@ def peak():
 
 
 def resident():
-    "Resident size of this process now, in bytes; where there is no /proc, the largest so far, which makes a growth from it a lower bound."
+    """Resident size of this process now, in bytes; where there is no /proc, the largest so far, which makes a growth
+    from it a lower bound."""
     status = Path('/proc/self/statm')
     return int(status.read_text().split()[1]) * resource.getpagesize() if status.exists() else peak()
 
 
 def index_bytes(bm25):
-    "Bytes of the index in memory without the passages: scores, their rows and starts, and the vocabulary about as it is."
+    """Bytes of the index in memory without the passages: scores, their rows and starts, and the vocabulary about as it
+    is."""
     arrays = sum(a.nbytes for a in (bm25._data, bm25._rows, bm25._start))
     return arrays, sum(len(w) + 49 + 104 for w in bm25.index.vocab_dict)   # a str and its place in a dict
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, value in (('passages', 100_000), ('length', 100), ('vocabulary', 200_000), ('queries', 400), ('slow-queries', 20),
-                        ('words', 8), ('k', 3)):
+    for name, value in (('passages', 100_000), ('length', 100), ('vocabulary', 200_000), ('queries', 400),
+                        ('slow-queries', 20), ('words', 8), ('k', 3)):
         parser.add_argument(f'--{name}', type=int, default=value)
     a = parser.parse_args()
     rng = np.random.default_rng(0)
@@ -83,7 +85,8 @@ def main():
 
     part = queries[:a.slow_queries]
     common = {w for w, i in fast.index.vocab_dict.items() if fast._start[i + 1] - fast._start[i] > len(passages) / 2}
-    equal = [q for q in part if not common & set(q.split())]   # a word in over half of the passages is weighed differently by rank_bm25
+    # a word in over half of the passages is weighed differently by rank_bm25
+    equal = [q for q in part if not common & set(q.split())]
     assert equal and np.allclose((k1 + 1) * fast.scores(equal), slow.scores(equal), atol=1e-3), 'the two do not agree'
     per_slow = min(seconds(lambda: slow.search(part, a.k)) for _ in range(2)) / len(part)
     per_fast = min(seconds(lambda: fast.search(queries, a.k)) for _ in range(3)) / len(queries)
@@ -93,14 +96,27 @@ def main():
         disk = sum(f.stat().st_size for f in (Path(folder) / 'index').iterdir())
         load = seconds(lambda: BM25.load(Path(folder) / 'index').search(queries[:1], a.k))
     million = 1e6 / a.passages / 2 ** 30
-    print(json.dumps({'passages': a.passages, 'words_per_passage': a.length, 'words_per_query': a.words,
-                      'rank_bm25_ms_per_query': round(per_slow * 1e3, 3), 'bm25_ms_per_query': round(per_fast * 1e3, 3),
-                      'ratio': round(per_slow / per_fast, 1),
-                      'index_seconds': {'bm25': round(fast_index, 1), 'rank_bm25': round(slow_index, 1)},
-                      f'gib_per_million_passages (extrapolated from {a.passages:,})': {
-                          'scores': round(arrays * million, 3), 'vocabulary (at most)': round(vocabulary * million, 3),
-                          'on disk, passages included': round(disk * million, 3), 'peak of building': round(building * million, 3)},
-                      'load_and_first_search_seconds': round(load, 3)}, indent=1))
+    print(
+        json.dumps(
+            {
+                'passages': a.passages,
+                'words_per_passage': a.length,
+                'words_per_query': a.words,
+                'rank_bm25_ms_per_query': round(per_slow * 1e3, 3),
+                'bm25_ms_per_query': round(per_fast * 1e3, 3),
+                'ratio': round(per_slow / per_fast, 1),
+                'index_seconds': {'bm25': round(fast_index, 1), 'rank_bm25': round(slow_index, 1)},
+                f'gib_per_million_passages (extrapolated from {a.passages:,})': {
+                    'scores': round(arrays * million, 3),
+                    'vocabulary (at most)': round(vocabulary * million, 3),
+                    'on disk, passages included': round(disk * million, 3),
+                    'peak of building': round(building * million, 3),
+                },
+                'load_and_first_search_seconds': round(load, 3),
+            },
+            indent=1,
+        )
+    )
 
 
 if __name__ == '__main__':

@@ -19,7 +19,8 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from credit_rl.engine import HFEngine, Sampling
 from credit_rl.layout import pack
-from credit_rl.learner import Credit, Learner, Optimiser
+from credit_rl.learner import Learner, Optimiser
+from credit_rl.parts import Credit
 from credit_rl.protocol import byte_tokenizer
 from credit_rl.scoring import AnswerTemplate, acting_states, answer_logps, answer_logps_separate, joint_logps
 from credit_rl.trajectory import Group, Question, Stop, Trajectory, Turn
@@ -30,9 +31,11 @@ VOCABULARY, HEADER, GOLD = 8192, 3, 7   # a gold and its header are 10 tokens
 def random_model():
     "A random Qwen2 of about 15 M parameters."
     torch.manual_seed(0)
-    return Qwen2ForCausalLM(Qwen2Config(vocab_size=VOCABULARY, hidden_size=384, intermediate_size=1152, num_hidden_layers=7, num_attention_heads=6,
-                                        num_key_value_heads=2, max_position_embeddings=4096, tie_word_embeddings=True, initializer_range=.05,
-                                        eos_token_id=None, bos_token_id=None, pad_token_id=None)).eval()
+    return Qwen2ForCausalLM(
+        Qwen2Config(vocab_size=VOCABULARY, hidden_size=384, intermediate_size=1152, num_hidden_layers=7,
+                    num_attention_heads=6, num_key_value_heads=2, max_position_embeddings=4096,
+                    tie_word_embeddings=True, initializer_range=.05, eos_token_id=None, bos_token_id=None,
+                    pad_token_id=None)).eval()
 
 
 def ids(*shape):
@@ -67,13 +70,18 @@ def packed_against_separate(model, a):
     gap = (fast().sums - times[0][3].sums).abs().max().item()
     assert gap < 1e-4, f'the two do not agree: {gap}'
     one, packed, separate = (min(t[i] for t in times) for i in range(3))
-    return {'states': 6, 'golds': 2, 'rows': a.rows, 'seconds': {'forward': round(one, 2), 'packed': round(packed, 2), 'separate': round(separate, 2)},
-            'separate_over_packed': round(separate / packed, 2), 'packed_over_forward': round(packed / one, 2),
-            'auto_over_packed': round(auto / packed, 2), 'largest_difference_nats': float(f'{gap:.1g}')}
+    return {
+        'states': 6, 'golds': 2, 'rows': a.rows, 'seconds':
+        {'forward': round(one, 2), 'packed': round(packed, 2), 'separate':
+         round(separate, 2)}, 'separate_over_packed': round(separate / packed, 2), 'packed_over_forward':
+        round(packed / one, 2), 'auto_over_packed': round(auto / packed,
+                                                          2), 'largest_difference_nats': float(f'{gap:.1g}')
+    }
 
 
 def play(engine, a):
-    "Let the engine play: prompts of 250 ids, five times 100 sampled and 150 appended, an answer of 100. Returns groups of two."
+    """Let the engine play: prompts of 250 ids, five times 100 sampled and 150 appended, an answer of 100. Returns
+    groups of two."""
     stream = engine.stream(Sampling(max_tokens=100))
     prompts = [ids(250).tolist() for _ in range(a.trajectories // 2) for _ in range(2)]
     so_far, turns = [list(p) for p in prompts], [[] for _ in prompts]
@@ -92,7 +100,8 @@ def play(engine, a):
     made = []
     for b in range(a.trajectories // 2):
         question = Question(str(b), 'What?', ['gold'])
-        made.append(Group(question, [Trajectory(question, prompts[i], turns[i], Stop.ANSWER) for i in (2 * b, 2 * b + 1)]))
+        made.append(
+            Group(question, [Trajectory(question, prompts[i], turns[i], Stop.ANSWER) for i in (2 * b, 2 * b + 1)]))
     return made
 
 
@@ -110,19 +119,25 @@ def whole_step(model, a):
         answers = [golds(2) for _ in range(a.trajectories)]
         budget = 4 * learner.optimiser.row_tokens                       # as the learner's own evaluate
         took['old log-probabilities'], seen = seconds(lambda: learner.evaluate(layout))
-        took['together with golds'], (logp, scores) = seconds(lambda: joint_logps(model, rows, layout.trained, states, answers, method='packed', budget=budget))
-        took['golds alone'], alone = seconds(lambda: answer_logps(model, rows, states, answers, 'packed', budget=budget))
-        assert (logp - seen.logp).abs().max() < 1e-3 and scores.missing == 0 and (scores.sums - alone.sums).abs().nan_to_num(0).max() < 1e-3
+        took['together with golds'], (logp, scores) = seconds(lambda: joint_logps(
+            model, rows, layout.trained, states, answers, method='packed', budget=budget))
+        took['golds alone'], alone = seconds(lambda: answer_logps(model, rows, states, answers, 'packed', budget=budget
+                                                                  ))
+        assert (logp - seen.logp).abs().max() < 1e-3 and scores.missing == 0 and (
+            scores.sums - alone.sums).abs().nan_to_num(0).max() < 1e-3
         credit = Credit(torch.randn(layout.ids.shape[0], 1) * layout.trained)
         took['updates'], _ = seconds(lambda: learner.step(layout, seen, credit))
         parts.append(took)
     took = {name: statistics.median(p[name] for p in parts) for name in parts[0]}
     rest = took['rollout'] + took['old log-probabilities'] + took['updates']
     added = statistics.median(p['together with golds'] - p['old log-probabilities'] for p in parts)
-    return {'trajectories': a.trajectories, 'tokens_each': int(layout.lengths.max()), 'sampled_each': int(layout.trained[0].sum()),
-            'seconds': {k: round(v, 2) for k, v in took.items()},
-            'share_of_scoring': {'policy is the teacher': round(added / (rest + added), 3),
-                                 'another teacher': round(took['golds alone'] / (rest + took['golds alone']), 3)}}
+    return {
+        'trajectories': a.trajectories, 'tokens_each': int(layout.lengths.max()), 'sampled_each':
+        int(layout.trained[0].sum()), 'seconds': {k: round(v, 2) for k, v in took.items()}, 'share_of_scoring': {
+            'policy is the teacher': round(added / (rest + added), 3), 'another teacher':
+            round(took['golds alone'] / (rest + took['golds alone']), 3)
+        }
+    }
 
 
 def main():
@@ -133,8 +148,13 @@ def main():
     torch.set_num_threads(a.threads)
     model = random_model()
     torch.manual_seed(1)
-    print(json.dumps({'parameters_in_millions': round(sum(p.numel() for p in model.parameters()) / 1e6, 1), 'threads': a.threads,
-                      'packed_against_separate': packed_against_separate(model, a), 'whole_step': whole_step(model, a)}, indent=1))
+    print(
+        json.dumps(
+            {
+                'parameters_in_millions': round(sum(p.numel()
+                                                    for p in model.parameters()) / 1e6, 1), 'threads': a.threads,
+                'packed_against_separate': packed_against_separate(model, a), 'whole_step': whole_step(model, a)
+            }, indent=1))
 
 
 if __name__ == '__main__':

@@ -50,7 +50,9 @@ def with_tools(engine, env, questions, group, seed):
 
 def without(engine, trajectories, length):
     "Tokens and seconds of generating after each trajectory's prompt `length(trajectory)` tokens in one go."
-    eos, engine.eos_ids = engine.eos_ids, torch.tensor([], dtype=torch.long) if isinstance(engine.eos_ids, torch.Tensor) else set()   # nothing ends it but its length
+    # nothing ends it but its length
+    eos, engine.eos_ids = engine.eos_ids, torch.tensor([], dtype=torch.long) if isinstance(
+        engine.eos_ids, torch.Tensor) else set()
     stream, start, tokens = engine.stream(Sampling()), time.perf_counter(), 0
     for i, t in enumerate(trajectories):
         stream.submit(i, t.prompt_ids, seed=i, max_tokens=length(t))
@@ -62,12 +64,16 @@ def without(engine, trajectories, length):
     return tokens, time.perf_counter() - start
 
 
-LENGTHS = {'whole': lambda t: sum(len(x.action_ids) + len(x.observation_ids) for x in t.turns), 'sampled': lambda t: sum(len(x.action_ids) for x in t.turns)}
+LENGTHS = {
+    'whole': lambda t: sum(len(x.action_ids) + len(x.observation_ids) for x in t.turns), 'sampled':
+    lambda t: sum(len(x.action_ids) for x in t.turns)
+}
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, kind, default in (('--questions', int, 96), ('--group', int, 8), ('--rows', int, 256), ('--block-size', int, 32), ('--tool-seconds', float, 0.), ('--repeats', int, 3)):
+    for name, kind, default in (('--questions', int, 96), ('--group', int, 8), ('--rows', int, 256),
+                                ('--block-size', int, 32), ('--tool-seconds', float, 0.), ('--repeats', int, 3)):
         parser.add_argument(name, type=kind, default=default)
     for name in ('--own-process', '--library'): parser.add_argument(name, action='store_true')
     a = parser.parse_args()
@@ -76,7 +82,9 @@ def main():
     env = tiny_environment(world, Chat(PROTOCOLS['tiny'], tokenizer))
     env = dataclasses.replace(env, tool=Slow(env.tool, a.tool_seconds))
     if a.library: engine = HFEngine(model, tokenizer, max_length=192, max_rows=a.rows)
-    else: engine = VLLMEngine(FOLDER, tokenizer, max_length=192, max_rows=a.rows, dtype='float32', own_process=a.own_process, arguments={'enforce_eager': True, 'block_size': a.block_size})
+    else:
+        engine = VLLMEngine(FOLDER, tokenizer, max_length=192, max_rows=a.rows, dtype='float32',
+                            own_process=a.own_process, arguments={'enforce_eager': True, 'block_size': a.block_size})
     with_tools(engine, env, world.questions, 1, seed=0)              # compilation is not counted
     rates = []
     for repeat in range(a.repeats):
@@ -84,10 +92,13 @@ def main():
         length = {name: sum(map(of, trajectories)) for name, of in LENGTHS.items()}
         free = {name: without(engine, trajectories, of) for name, of in LENGTHS.items()}
         assert {name: tokens for name, (tokens, _) in free.items()} == length
-        rates.append({'tokens_per_second_with_tools': length['sampled'] / seconds,
-                      'whole, trajectories per second': free['whole'][1] / seconds,
-                      'whole, sampled tokens per second': length['sampled'] / seconds / (length['whole'] / free['whole'][1]),
-                      'sampled, trajectories per second': free['sampled'][1] / seconds})
+        rates.append({
+            'tokens_per_second_with_tools':
+            length['sampled'] / seconds, 'whole, trajectories per second':
+            free['whole'][1] / seconds, 'whole, sampled tokens per second':
+            length['sampled'] / seconds / (length['whole'] / free['whole'][1]), 'sampled, trajectories per second':
+            free['sampled'][1] / seconds
+        })
     start = time.perf_counter()
     engine.load(dict(model.named_parameters()))
     load_seconds = time.perf_counter() - start

@@ -15,7 +15,8 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from credit_rl.layout import pack
-from credit_rl.learner import Credit, Learner, Loss, Optimiser
+from credit_rl.learner import Learner, Optimiser
+from credit_rl.parts import Credit, Loss
 from credit_rl.outcome import group_normalize
 from credit_rl.trajectory import Group, Question, Trajectory, Turn
 from credit_rl.vspo import kept_and_weights, vspo_weights
@@ -33,7 +34,9 @@ def rollouts(groups, members, tokens, generator):
         return Turn(kind, ids(n), [-math.log(VOCABULARY)] * n, ids(length()) if kind == 'tool' else (), '', '')
 
     attempt = lambda q: Trajectory(q, ids(12), [turn('tool'), turn('answer')], 'answer', '')
-    return [Group(q, [attempt(q) for _ in range(members)]) for q in (Question(f'q{b}', '', ['a']) for b in range(groups))]
+    return [
+        Group(q, [attempt(q) for _ in range(members)]) for q in (Question(f'q{b}', '', ['a']) for b in range(groups))
+    ]
 
 
 def step(model, groups, rewards, weights, kl):
@@ -42,10 +45,12 @@ def step(model, groups, rewards, weights, kl):
     learner = Learner(copy.deepcopy(model), Loss(average='sequence-mean-token-mean', kl=kl),
                       Optimiser(minibatches=1, row_tokens=8192), reference=copy.deepcopy(model))
     count = lambda module, args, kw: seen.append(int((kw['input_ids'] != 0).sum()))
-    for module in (learner.scorer.model, learner.reference.model): module.base_model.register_forward_pre_hook(count, with_kwargs=True)
+    for module in (learner.scorer.model, learner.reference.model):
+        module.base_model.register_forward_pre_hook(count, with_kwargs=True)
     start, layout = time.perf_counter(), pack(groups)
     advantages = group_normalize(rewards.flatten(), layout.groups)[layout.row_trajectory][:, None] * layout.trained
-    logged = learner.step(layout, learner.evaluate(layout, ('logp', 'ref_logp')), Credit(advantages, trajectory_weight=weights))
+    logged = learner.step(layout, learner.evaluate(layout, ('logp', 'ref_logp')),
+                          Credit(advantages, trajectory_weight=weights))
     return sum(seen), time.perf_counter() - start, logged
 
 
@@ -66,12 +71,17 @@ def main():
                                          num_hidden_layers=a.layers, num_attention_heads=4, num_key_value_heads=4))
 
     draw = dict(generator=torch.Generator().manual_seed(a.seed))
-    kept, weights = kept_and_weights(rewards.flatten(), torch.arange(a.groups).repeat_interleave(a.members), clip=False, **draw)
+    kept, weights = kept_and_weights(rewards.flatten(),
+                                     torch.arange(a.groups).repeat_interleave(a.members), clip=False, **draw)
     draw['generator'].manual_seed(a.seed)
     places = vspo_weights(rewards, clip=False, **draw)[1]
     copies = [b for b in range(a.groups) for _ in range(int(places[b]))]
-    assert 0 < len(kept) < a.groups and len(copies) == a.groups, 'no group, or every group, is silent: take another seed'
-    batches = {'grpo, all groups': (range(a.groups), None), 'vspo by weights': (kept, weights), 'vspo by copies': (copies, None)}
+    assert 0 < len(kept) < a.groups and len(copies) == a.groups, ('no group, or every group, is silent: take another '
+                                                                  'seed')
+    batches = {
+        'grpo, all groups': (range(a.groups), None), 'vspo by weights': (kept, weights), 'vspo by copies':
+        (copies, None)
+    }
     done = {name: step(model, [groups[b] for b in chosen], rewards[list(chosen)], w, a.kl)
             for name, (chosen, w) in batches.items()}
 
@@ -81,11 +91,15 @@ def main():
     for name in ('loss', 'grad_norm'):
         assert math.isclose(ours[name], theirs[name], rel_tol=1e-3, abs_tol=1e-6), (name, ours, theirs)
     base_tokens, base_seconds, _ = done['grpo, all groups']
-    print(json.dumps({'groups': a.groups, 'not_silent': len(kept), 'share_not_silent': round(len(kept) / a.groups, 3),
-                      'tokens_forwarded': {name: tokens for name, (tokens, _, _) in done.items()},
-                      'tokens_of_grpo': {name: round(tokens / base_tokens, 3) for name, (tokens, _, _) in done.items()},
-                      'seconds_of_grpo': {name: round(s / base_seconds, 3) for name, (_, s, _) in done.items()},
-                      'same_step_as_copies': {name: [ours[name], theirs[name]] for name in ('loss', 'grad_norm')}}, indent=1))
+    print(
+        json.dumps(
+            {
+                'groups': a.groups, 'not_silent': len(kept), 'share_not_silent': round(len(kept) / a.groups, 3),
+                'tokens_forwarded': {name: tokens for name, (tokens, _, _) in done.items()}, 'tokens_of_grpo': {
+                    name: round(tokens / base_tokens, 3) for name, (tokens, _, _) in done.items()
+                }, 'seconds_of_grpo': {name: round(s / base_seconds, 3) for name, (_, s, _) in done.items()},
+                'same_step_as_copies': {name: [ours[name], theirs[name]] for name in ('loss', 'grad_norm')}
+            }, indent=1))
 
 
 if __name__ == '__main__':

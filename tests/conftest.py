@@ -34,18 +34,21 @@ def spoken(tmp_path_factory):
     from credit_rl.protocol import byte_tokenizer
     folder, tokenizer = tmp_path_factory.mktemp('spoken'), byte_tokenizer()
     torch.manual_seed(0)
-    Qwen2ForCausalLM(Qwen2Config(vocab_size=len(tokenizer), hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
-                                 max_position_embeddings=16384, eos_token_id=tokenizer.eos_token_id)).save_pretrained(folder)
+    Qwen2ForCausalLM(
+        Qwen2Config(vocab_size=len(tokenizer), hidden_size=64, intermediate_size=128, num_hidden_layers=2,
+                    num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=16384,
+                    eos_token_id=tokenizer.eos_token_id)).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return str(folder)
 
 
 @pytest.fixture(scope='session')
 def run_python():
-    "Run this Python with some arguments in the checkout; fails the test, with what it printed, on another exit code than `code`."
+    """Run this Python with some arguments in the checkout; fails the test, with what it printed, on another exit code
+    than `code`."""
     def run(*args, code=0, env=None, cwd=ROOT):
-        done = subprocess.run([sys.executable, *map(str, args)], cwd=cwd, env={**os.environ, **(env or {})}, stdin=subprocess.DEVNULL,
-                              stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        done = subprocess.run([sys.executable, *map(str, args)], cwd=cwd, env={**os.environ, **(env or {})},
+                              stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         assert done.returncode == code, f'exit code {done.returncode}, wanted {code}:\n{done.stdout[-6000:]}'
         return done.stdout
     return run

@@ -9,7 +9,8 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from credit_rl.engine import ScriptedEngine
 from credit_rl.layout import pack, take
-from credit_rl.learner import DeepSpeedLearner, Learner, Loss, Optimiser, make_critic
+from credit_rl.learner import DeepSpeedLearner, Learner, Optimiser, make_critic
+from credit_rl.parts import Loss
 from credit_rl.methods import METHODS
 from credit_rl.protocol import PROTOCOLS, Chat
 from credit_rl.rollout import rollout
@@ -20,24 +21,30 @@ from credit_rl.world import make_world
 
 STEPS = 5
 RATES = (.1, .03)  # of policy and critic under SGD
-SPREAD_ALL = {'zero_optimization': {'stage3_param_persistence_threshold': 0}}  # or these small weights would never be spread
+# or these small weights would never be spread
+SPREAD_ALL = {'zero_optimization': {'stage3_param_persistence_threshold': 0}}
 
 
-LETTER = ('grpo', 'tips', 'carl')              # each by AdamW and by SGD, in mini-batches of which the last is one trajectory
-METHOD_CASES = {'igpo': {}, 'tips': {'teacher_every': 2}, 'carl': {}, 'grpo': {}}  # gold answers; a critic of its own and a teacher that is refreshed; a shared critic; text alone
+LETTER = ('grpo', 'tips', 'carl')  # each by AdamW and by SGD, in mini-batches of which the last is one trajectory
+# gold answers; a critic of its own and a teacher that is refreshed; a shared critic; text alone
+METHOD_CASES = {'igpo': {}, 'tips': {'teacher_every': 2}, 'carl': {}, 'grpo': {}}
 
 
 def model(seed, vocabulary, tied=False):
     torch.manual_seed(seed)
-    return Qwen2ForCausalLM(Qwen2Config(vocab_size=vocabulary, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
-                                        num_key_value_heads=1, tie_word_embeddings=tied, pad_token_id=None, bos_token_id=None, eos_token_id=None))
+    return Qwen2ForCausalLM(
+        Qwen2Config(vocab_size=vocabulary, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+                    num_attention_heads=2, num_key_value_heads=1, tie_word_embeddings=tied, pad_token_id=None,
+                    bos_token_id=None, eos_token_id=None))
 
 
 def played(tokenizer):
-    "Groups of 4, 2, 3 and 4 noisy games; the second trajectory reads its third turn in a context of its own, so it is two rows."
+    """Groups of 4, 2, 3 and 4 noisy games; the second trajectory reads its third turn in a context of its own, so it
+    is two rows."""
     chat = Chat(PROTOCOLS['tiny'], tokenizer)
     world = make_world('train', 6, size=60, questions=4)
-    groups = rollout(ScriptedEngine(lambda text, rng: act(text, rng, NOISY), tokenizer), tiny_environment(world, chat), world.questions, group_size=4, seed=1)
+    groups = rollout(ScriptedEngine(lambda text, rng: act(text, rng, NOISY), tokenizer), tiny_environment(world, chat),
+                     world.questions, group_size=4, seed=1)
     groups = [Group(g.question, g.trajectories[:n]) for g, n in zip(groups, (4, 2, 3, 4))]
     first, second, *others = groups[0].trajectories
     turns = [dataclasses.replace(t, context_ids=second.prompt_ids) if k == 1 else t for k, t in enumerate(second.turns)]
@@ -47,13 +54,15 @@ def played(tokenizer):
 def adapted(seed, vocabulary):
     "A model of which only low-rank additions are trained, which begin as zero."
     from peft import LoraConfig, inject_adapter_in_model
-    made = inject_adapter_in_model(LoraConfig(r=4, target_modules=['q_proj', 'v_proj', 'down_proj']), model(seed, vocabulary))
+    made = inject_adapter_in_model(LoraConfig(r=4, target_modules=['q_proj', 'v_proj', 'down_proj']),
+                                   model(seed, vocabulary))
     for name, p in made.named_parameters(): p.requires_grad_('.lora_' in name)
     return made
 
 
 def grpo():
-    "The running example: two mini-batches of two and one trajectories, so on two ranks one has no rows, in micro-batches of one row."
+    """The running example: two mini-batches of two and one trajectories, so on two ranks one has no rows, in
+    micro-batches of one row."""
     groups, method = [example_group()], METHODS['grpo']
     layout = pack(groups)
     credit = method.credit(method.text_rewards(groups, method.settings({})), layout, None, method.settings({}))
@@ -68,16 +77,21 @@ def tspo(**changes):
     layout, options = pack(groups), method.settings({'strategy': 'all'})
     credit = method.credit(method.text_rewards(groups, options), layout, None, options)
     credit = dataclasses.replace(credit, trajectory_weight=torch.linspace(.5, 1.5, len(layout.groups)))
-    optimiser = Optimiser(**{**dict(learning_rate=1e-3, warmup=6, minibatches=2, row_tokens=2 * layout.ids.shape[1], clip=.5), **changes})
+    optimiser = Optimiser(
+        **
+        {**dict(learning_rate=1e-3, warmup=6, minibatches=2, row_tokens=2 * layout.ids.shape[1], clip=.5), **changes})
     parts = dict(loss=Loss(average='group-mean-token-sum', kl=.1, entropy=.01), optimiser=optimiser)
-    return layout, credit, ('logp', 'ref_logp'), lambda: dict(model=model(0, len(tokenizer), True), reference=model(1, len(tokenizer), True), **parts)
+    return layout, credit, ('logp', 'ref_logp'), lambda: dict(model=model(0, len(tokenizer), True), reference=model(
+        1, len(tokenizer), True), **parts)
 
 
 def low_rank(base):
     "GRPO's batch and additions alone; `base`: what the KL is measured from, 'base' or None for a second model."
     *batch, _ = grpo()
-    parts = dict(loss=Loss(average='token-mean', kl=.1), optimiser=Optimiser(learning_rate=1e-2, minibatches=2, row_tokens=1))
-    return batch[0], batch[1], ('logp', 'ref_logp'), lambda: dict(model=adapted(0, 100), reference=base or model(0, 100), **parts)
+    parts = dict(loss=Loss(average='token-mean', kl=.1), optimiser=Optimiser(learning_rate=1e-2, minibatches=2,
+                                                                             row_tokens=1))
+    return batch[0], batch[1], (
+        'logp', 'ref_logp'), lambda: dict(model=adapted(0, 100), reference=base or model(0, 100), **parts)
 
 
 class SGD:
@@ -94,31 +108,40 @@ def steps(learner, layout, credit, sees, count=STEPS):
 
 
 def follow(learner, layout, credit, sees, count=STEPS):
-    "What a learner logs over some steps, then over one with a single trajectory's credit and one with none; what it says of rows then; its weights."
+    """What a learner logs over some steps, then over one with a single trajectory's credit and one with none; what it
+    says of rows then; its weights."""
     logs = steps(learner, layout, credit, sees, count)
     for rows in (layout.row_trajectory == 0, layout.row_trajectory < 0):
-        logs += steps(learner, layout, dataclasses.replace(credit, advantages=credit.advantages * rows[:, None]), sees, 1)
+        logs += steps(learner, layout, dataclasses.replace(credit, advantages=credit.advantages * rows[:, None]), sees,
+                      1)
     return {'logs': logs, 'logp': learner.evaluate(layout).logp, 'one': learner.evaluate(take(layout, [0])).logp,
             'weights': {n: w.detach().float().clone() for n, w in learner.weights().items()}}
 
 
 def method_batch():
-    "Five trajectories of two groups, right ones and wrong ones in each, in six rows of unequal lengths. In mini-batches of two, two and one: on two ranks, one has no rows in the last."
+    """Five trajectories of two groups, right ones and wrong ones in each, in six rows of unequal lengths. In
+    mini-batches of two, two and one: on two ranks, one has no rows in the last."""
     first, second, *_ = played(tiny_tokenizer())
     return [Group(first.question, first.trajectories[1:]), second]
 
 
 def learn(kind, name, folder=None, rates=(1e-3, 3e-3), **how):
-    "Five steps of a method; with a folder, from the fourth on by a fresh learner that restored what was saved. Then what it says of all and of one trajectory."
+    """Five steps of a method; with a folder, from the fourth on by a fresh learner that restored what was saved. Then
+    what it says of all and of one trajectory."""
     tokenizer, method = tiny_tokenizer(), METHODS[name]
     groups, chat = method_batch(), Chat(PROTOCOLS['tiny'], tokenizer)
     layout, options = pack(groups), method.settings({})
-    golds = {n: gold_templates(chat, groups, schema) for n, schema in (('gold', 'igpo'), ('teacher', 'tips')) if n in method.sees}
+    golds = {
+        n: gold_templates(chat, groups, schema)
+        for n, schema in (('gold', 'igpo'), ('teacher', 'tips'))
+        if n in method.sees
+    }
     sees = ('logp', *method.sees)
 
     def fresh():
         policy = model(0, len(tokenizer), True)
-        return kind(policy, dataclasses.replace(method.loss, value_clip=.2), Optimiser(*rates, minibatches=3, row_tokens=2 * layout.ids.shape[1]), **METHOD_CASES[name],
+        return kind(policy, dataclasses.replace(method.loss, value_clip=.2),
+                    Optimiser(*rates, minibatches=3, row_tokens=2 * layout.ids.shape[1]), **METHOD_CASES[name],
                     critic=make_critic(policy, **method.critic) if method.critic else None, **how)
     learner, logs, seens = fresh(), [], []
     for step in range(1, STEPS + 1):
@@ -132,8 +155,14 @@ def learn(kind, name, folder=None, rates=(1e-3, 3e-3), **how):
         logs.append(learner.step(layout, seen, method.credit(rewards, layout, seen, options)))
         learner.tick(step)
         seens.append(seen)
-    seens += [learner.evaluate(layout, sees, golds), learner.evaluate(take(layout, [0]), sees, {n: g[:1] for n, g in golds.items()})]
-    return {'logs': logs, 'seen': [{n: v for n, v in vars(seen).items() if v is not None} for seen in seens], 'weights': weights_of(learner)}
+    seens += [
+        learner.evaluate(layout, sees, golds),
+        learner.evaluate(take(layout, [0]), sees, {n: g[:1] for n, g in golds.items()})
+    ]
+    return {
+        'logs': logs, 'seen': [{n: v for n, v in vars(seen).items() if v is not None} for seen in seens], 'weights':
+        weights_of(learner)
+    }
 
 
 def weights_of(learner): return {n: w.detach().float().clone() for n, w in learner.weights().items()}
@@ -141,15 +170,19 @@ def weights_of(learner): return {n: w.detach().float().clone() for n, w in learn
 
 def cases(adamw, sgd, **how):
     "Name, learner and batch of each case, for two kinds of learner."
-    for name, kind, (*batch, parts) in (('tspo', adamw, tspo()), ('sgd', sgd, tspo(learning_rate=.3, epochs=2)), ('additions', adamw, low_rank(None if adamw is Learner else 'base')),
-                                        ('grpo', adamw, grpo())):
+    for name, kind, (*batch, parts) in (('tspo', adamw, tspo()), ('sgd', sgd, tspo(learning_rate=.3, epochs=2)),
+                                        ('additions', adamw,
+                                         low_rank(None if adamw is Learner else 'base')), ('grpo', adamw, grpo())):
         yield name, kind(**parts(), **how), batch, 2 if name == 'sgd' else STEPS
 
 
 def plain():
     "What the plain learner does in every case."
-    return {**{name: follow(learner, *batch, count) for name, learner, batch, count in cases(Learner, PlainSGD)},
-            **{(name, 'adamw'): learn(Learner, name) for name in METHOD_CASES}, **{(name, 'sgd'): learn(PlainSGD, name, rates=RATES) for name in LETTER}}
+    return {
+        **{name: follow(learner, *batch, count) for name, learner, batch, count in cases(Learner, PlainSGD)},
+        **{(name, 'adamw'): learn(Learner, name) for name in METHOD_CASES},
+        **{(name, 'sgd'): learn(PlainSGD, name, rates=RATES) for name in LETTER}
+    }
 
 
 def go_on(stage, folder):
@@ -161,7 +194,8 @@ def go_on(stage, folder):
 
 
 def offloaded(stage, folder):
-    "TSPO's batch with the optimiser in the host's memory: five steps, the last two once more by a fresh learner that restored what was saved before them."
+    """TSPO's batch with the optimiser in the host's memory: five steps, the last two once more by a fresh learner that
+    restored what was saved before them."""
     *batch, parts = tspo()
     settings = {'zero_optimization': {**SPREAD_ALL['zero_optimization'], 'offload_optimizer': {'device': 'cpu'}}}
     learner, fresh = (DeepSpeedLearner(**parts(), stage=stage, settings=settings) for _ in range(2))
@@ -170,14 +204,19 @@ def offloaded(stage, folder):
     learner.save(folder)
     logs += steps(learner, *batch, 2)
     fresh.restore(folder)
-    return {'where': str(learner.engine.zero_offload_optimizer().device), 'logs': logs, 'weights': weights_of(learner), 'again': steps(fresh, *batch, 2), 'weights again': weights_of(fresh)}
+    return {
+        'where': str(learner.engine.zero_offload_optimizer().device), 'logs': logs, 'weights': weights_of(learner),
+        'again': steps(fresh, *batch, 2), 'weights again': weights_of(fresh)
+    }
 
 
 def sharded(stage, folder, other):
-    "The same through DeepSpeed at a ZeRO stage; besides, what follows a checkpoint, twice, also one of another number of ranks, and a run in bfloat16."
+    """The same through DeepSpeed at a ZeRO stage; besides, what follows a checkpoint, twice, also one of another
+    number of ranks, and a run in bfloat16."""
     how, out = dict(stage=stage, settings=SPREAD_ALL), {}
     if 'RANK' in os.environ and os.environ['WORLD_SIZE'] == '1': how['offload'] = ('reference', 'teacher')
-    for name, learner, batch, count in cases(DeepSpeedLearner, DeepSpeedSGD, **how): out[name] = follow(learner, *batch, count)
+    for name, learner, batch, count in cases(DeepSpeedLearner, DeepSpeedSGD, **how):
+        out[name] = follow(learner, *batch, count)
     for name in METHOD_CASES:
         os.makedirs(f'{folder}/{name}', exist_ok=True)
         out[name, 'adamw'] = learn(DeepSpeedLearner, name, f'{folder}/{name}', **how)
@@ -198,7 +237,10 @@ def sharded(stage, folder, other):
     os.makedirs(f'{folder}/half', exist_ok=True)
     half.save(f'{folder}/half')
     again.restore(f'{folder}/half')
-    out['bfloat16'] |= {'counted': sorted({float(state['step']) for state in half.adamw.state.values()}), 'went on': steps(half, *batch, 1), 'resumed': steps(again, *batch, 1)}
+    out['bfloat16'] |= {
+        'counted': sorted({float(state['step']) for state in half.adamw.state.values()}), 'went on':
+        steps(half, *batch, 1), 'resumed': steps(again, *batch, 1)
+    }
     return out
 
 

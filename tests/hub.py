@@ -16,7 +16,8 @@ class Hub(http.server.ThreadingHTTPServer):
 
     def __init__(self, repositories, cut=()):
         super().__init__(('127.0.0.1', 0), _Handler)
-        self.repositories, self.cut, self.asked, self.tokens = repositories, {name: 0 for name in cut}, [], set()   # asked: (method, path, Range)
+        # asked: (method, path, Range)
+        self.repositories, self.cut, self.asked, self.tokens = repositories, {name: 0 for name in cut}, [], set()
         self.url = f'http://127.0.0.1:{self.server_address[1]}'
         threading.Thread(target=self.serve_forever, kwargs={'poll_interval': .02}, daemon=True).start()
 
@@ -33,8 +34,14 @@ def _listing(files, folder):
     "What lies in a folder of a repository, as the hub lists it."
     start = folder + '/' if folder else ''
     rest = {name: name[len(start):] for name in files if name.startswith(start)}
-    return [{'type': 'file', 'path': name, 'size': len(files[name]), 'oid': hashlib.sha1(files[name]).hexdigest()} for name, r in rest.items() if '/' not in r] + \
-           [{'type': 'directory', 'path': start + d, 'size': 0, 'oid': '0'} for d in sorted({r.split('/')[0] for r in rest.values() if '/' in r})]
+    return [
+        {'type': 'file', 'path': name, 'size': len(files[name]), 'oid': hashlib.sha1(files[name]).hexdigest()}
+        for name, r in rest.items()
+        if '/' not in r
+    ] + [
+        {'type': 'directory', 'path': start + d, 'size': 0, 'oid': '0'}
+        for d in sorted({r.split('/')[0] for r in rest.values() if '/' in r})
+    ]
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):
@@ -44,7 +51,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
     def reply(self, status, body, **headers):
         self.send_response(status)
-        for name, value in {'Content_Length': str(len(body)), **headers}.items(): self.send_header(name.replace('_', '-'), value)
+        for name, value in {'Content_Length': str(len(body)), **headers}.items():
+            self.send_header(name.replace('_', '-'), value)
         self.end_headers()
         if self.command == 'GET': self.wfile.write(body)
 
@@ -52,10 +60,15 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         path = urllib.parse.unquote(urllib.parse.urlparse(self.path).path)
         self.server.asked.append((self.command, path, self.headers.get('Range')))
         self.server.tokens.add(self.headers.get('Authorization'))
-        found = re.fullmatch(r'(/api)?(?:/datasets|/models)?/([^/]+/[^/]+)/(revision|tree|resolve)/([0-9a-f]{40}|main)/?(.*)', path)
+        found = re.fullmatch(
+            r'(/api)?(?:/datasets|/models)?/([^/]+/[^/]+)/(revision|tree|resolve)/([0-9a-f]{40}|main)/?(.*)', path)
         commit, files = self.server.repositories.get(found[2], (None, {})) if found else (None, {})
-        if commit is None or found[4] not in (commit, 'main'): return self.reply(404, b'{}', X_Error_Code='RevisionNotFound')
-        if found[3] == 'revision': return self.reply(200, json.dumps({'id': found[2], 'sha': commit, 'siblings': [{'rfilename': n} for n in files]}).encode())
+        if commit is None or found[4] not in (commit, 'main'):
+            return self.reply(404, b'{}', X_Error_Code='RevisionNotFound')
+        if found[3] == 'revision':
+            return self.reply(
+                200,
+                json.dumps({'id': found[2], 'sha': commit, 'siblings': [{'rfilename': n} for n in files]}).encode())
         if found[3] == 'tree': return self.reply(200, json.dumps(_listing(files, found[5])).encode())
         if found[5] not in files: return self.reply(404, b'{}', X_Error_Code='EntryNotFound')
         self.send_file(found[5], files[found[5]], commit)

@@ -27,4 +27,5 @@ def load(name, split):
 
 
 out, names = Path(sys.argv[1]), sys.argv[2:]
-out.write_text(json.dumps({name: {split: load(name, split) for split in BENCHMARKS[name].hub_splits} for name in names}))
+out.write_text(
+    json.dumps({name: {split: load(name, split) for split in BENCHMARKS[name].hub_splits} for name in names}))

@@ -15,10 +15,16 @@ _found = importlib.util.find_spec('trl')
 TRL = Path(_found.submodule_search_locations[0]) / 'chat_templates' if _found else None
 
 # what the byte-level BPE learns its merges from: tags, markup, line breaks, two languages
-TEXTS = ['<think>\nThe film is directed by Michael Curtiz, who was born in Budapest.\n</think>\n\n<tool_call>\n{"name": "search", "arguments": '
-         '{"query_list": ["who directed Casablanca", "when"]}}\n</tool_call>', '<search> capital of Hungary </search>\n\n<information>Doc 1 (Title: "Budapest") '
-         'Budapest is the capital of Hungary.</information>\n\n', '<tool_response>\nDoc 1 (Title: "Rabat") Rabat is a city.\n</tool_response>',
-         '<answer> Beijing </answer>', 'system\n', 'user\n', 'assistant\n', 'Die Stadt ist schön, und der Fluß auch.', '東京 は 日本 の 首都 です'] * 3
+TEXTS = [
+    '<think>\nThe film is directed by Michael Curtiz, who was born in '
+    'Budapest.\n</think>\n\n<tool_call>\n{"name": "search", "arguments": '
+    '{"query_list": ["who directed Casablanca", "when"]}}\n</tool_call>', '<search> capital of Hungary '
+    '</search>\n\n<information>Doc 1 '
+    '(Title: "Budapest") '
+    'Budapest is the capital of Hungary.</information>\n\n', '<tool_response>\nDoc 1 (Title: "Rabat") Rabat is a '
+    'city.\n</tool_response>', '<answer> Beijing </answer>', 'system\n', 'user\n', 'assistant\n',
+    'Die Stadt ist schön, und der Fluß auch.', '東京 は 日本 の 首都 です'
+] * 3
 
 
 @dataclass(frozen=True)
@@ -44,4 +50,5 @@ def template_text(name, published=False):
 def family_tokenizer(name, published=False, merges=400):
     "A tokenizer with a family's special tokens and template, and `merges` trained merges."
     family = FAMILIES[name]
-    return byte_tokenizer(template_text(name, published), eos=family.eos, bos=family.bos, special=family.special, texts=TEXTS, merges=merges)
+    return byte_tokenizer(template_text(name, published), eos=family.eos, bos=family.bos, special=family.special,
+                          texts=TEXTS, merges=merges)

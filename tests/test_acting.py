@@ -9,7 +9,8 @@ from hypothesis import given, settings, strategies as st
 from credit_rl.advantages import to_tokens
 from credit_rl.engine import HFEngine, Sampling, ScriptedEngine, draw
 from credit_rl.layout import AVERAGES, loss_weights, pack, take, token_logps
-from credit_rl.learner import Credit, Learner, Loss, Optimiser, deal
+from credit_rl.learner import Learner, Optimiser, deal
+from credit_rl.parts import Credit, Loss
 from credit_rl.methods import METHODS
 from credit_rl.outcome import outcome_rewards
 from credit_rl.protocol import PROTOCOLS, Chat, byte_tokenizer
@@ -32,7 +33,9 @@ def same_logps(a, b):
     a float32 forward is from a float64 one. `test_in_double_precision_the_cache_is_exact` shows that it is rounding.
     """
     gap = (a - b).abs()
-    assert a.shape == b.shape and gap.max() < 1e-3 and (gap > 1e-4).sum() <= max(1, gap.numel() // 100), f'up to {gap.max():.2g} apart'
+    assert a.shape == b.shape and gap.max() < 1e-3 and (gap > 1e-4).sum() <= max(
+        1,
+        gap.numel() // 100), f'up to {gap.max():.2g} apart'
 
 
 # ---- a model that plays, and its rollouts ----
@@ -110,7 +113,8 @@ def test_in_double_precision_the_cache_is_exact(base, play):
     world = make_world('train', seed=3, size=200, questions=8)
     env = tiny_environment(world, Chat(PROTOCOLS['tiny'], tokenizer))
     for t in trajectories(rollout(HFEngine(model, tokenizer), env, list(world.questions), 4, SAMPLING, 5)):
-        torch.testing.assert_close(plain(model, t), recorded(t), atol=1e-5, rtol=0)   # what is left is that draws are in float32
+        # what is left is that draws are in float32
+        torch.testing.assert_close(plain(model, t), recorded(t), atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize('attention', ATTENTION)
@@ -153,7 +157,10 @@ def test_draws_follow_the_distribution():
 
 # ---- who else is there changes nothing ----
 
-COMPANY = {'few rows': dict(max_rows=3), 'small readings': dict(read_tokens=64), 'both': dict(max_rows=5, read_tokens=32), 'sdpa': dict(attention='sdpa')}
+COMPANY = {
+    'few rows': dict(max_rows=3), 'small readings': dict(read_tokens=64), 'both': dict(max_rows=5, read_tokens=32),
+    'sdpa': dict(attention='sdpa')
+}
 
 
 @pytest.mark.parametrize('setting', COMPANY.values(), ids=COMPANY)
@@ -188,7 +195,10 @@ def test_padding_order_and_company_change_no_logp(base, groups, attention):
         whole = token_logps(model, layout.ids, layout.trained)
         shuffled = token_logps(model, layout.ids[order], layout.trained[order])
         padded = token_logps(model, torch.cat([dirty, pad], 1), torch.nn.functional.pad(layout.trained, (0, 17)))
-        alone = [token_logps(model, layout.ids[i:i + 1, :n], layout.trained[i:i + 1, :n])[0] for i, n in enumerate(layout.lengths.tolist())]
+        alone = [
+            token_logps(model, layout.ids[i:i + 1, :n], layout.trained[i:i + 1, :n])[0]
+            for i, n in enumerate(layout.lengths.tolist())
+        ]
     same_logps(shuffled, whole[order])
     same_logps(padded[:, :-17], whole)
     for i, row in enumerate(alone):
@@ -231,7 +241,8 @@ class Fed(torch.nn.Module):
 def gradients(model, layout, targets):
     "Every parameter's gradient of the weighted loss for some target ids; the inputs are the layout's own."
     model.zero_grad()
-    loss = -(token_logps(Fed(model, layout.ids), targets, layout.trained) * loss_weights(layout.token_turns, layout.row_trajectory)).sum()
+    loss = -(token_logps(Fed(model, layout.ids), targets, layout.trained) *
+             loss_weights(layout.token_turns, layout.row_trajectory)).sum()
     loss.backward()
     return [p.grad.clone() for p in model.parameters()]
 
@@ -248,8 +259,10 @@ def test_perturbed_observation_targets_change_no_gradient(base, groups):
 
 @pytest.mark.parametrize('kind', ['ppo', 'gspo'])
 def test_no_gradient_starts_at_an_observation(base, groups, kind):
-    "A whole update with clipping, KL and entropy: the last hidden states that predict observations, prompt or padding get a gradient of exactly 0."
-    learner = Learner(copy.deepcopy(base[0]), Loss(kind, kl=.1, entropy=.1), Optimiser(minibatches=1), reference=base[0])
+    """A whole update with clipping, KL and entropy: the last hidden states that predict observations, prompt or
+    padding get a gradient of exactly 0."""
+    learner = Learner(copy.deepcopy(base[0]), Loss(kind, kl=.1, entropy=.1), Optimiser(minibatches=1),
+                      reference=base[0])
     base[0].requires_grad_(True)                                       # the reference froze it
     layout, kept = pack(groups[:3]), []
 
@@ -268,7 +281,8 @@ def test_no_gradient_starts_at_an_observation(base, groups, kind):
 
 @pytest.mark.parametrize('attention', ATTENTION)
 def test_hidden_observations_change_the_logps(base, groups, attention):
-    "What would happen if the loss mask were used as attention mask: the log-probabilities before the first observation stay, those after it move."
+    """What would happen if the loss mask were used as attention mask: the log-probabilities before the first
+    observation stay, those after it move."""
     model, _ = base
     model.set_attn_implementation(attention)
     moved = 0
@@ -290,7 +304,8 @@ def test_hidden_observations_change_the_logps(base, groups, attention):
 
 @st.composite
 def random_groups(draw):
-    "Groups of random trajectories; some turns come with an edited context. Every id is used once, so that places can be told from ids."
+    """Groups of random trajectories; some turns come with an edited context. Every id is used once, so that places can
+    be told from ids."""
     fresh = iter(range(1, 10 ** 9))
     some = lambda least, most: [next(fresh) for _ in range(draw(st.integers(least, most)))]
 
@@ -317,7 +332,8 @@ def spelled(t):
             rows.append([(i, 'prompt', -1, 0.) for i in turn.context_ids])
         rows[-1] += [(i, 'action', k, p) for i, p in zip(turn.action_ids, turn.action_logps)]
         rows[-1] += [(i, 'observation', -1, 0.) for i in turn.observation_ids]
-    return [row for row in rows if any(what == 'action' for _, what, _, _ in row)]   # a first context that was replaced was never acted in
+    # a first context that was replaced was never acted in
+    return [row for row in rows if any(what == 'action' for _, what, _, _ in row)]
 
 
 @settings(deadline=None, max_examples=60)
@@ -325,7 +341,8 @@ def spelled(t):
 def test_each_id_is_prompt_action_or_observation(groups):
     layout, flat = pack(groups), trajectories(groups)
     rows = [(i, row) for i, t in enumerate(flat) for row in spelled(t)]
-    assert layout.row_trajectory.tolist() == [i for i, _ in rows] and layout.lengths.tolist() == [len(row) for _, row in rows]
+    assert layout.row_trajectory.tolist() == [i for i, _ in rows
+                                              ] and layout.lengths.tolist() == [len(row) for _, row in rows]
     for r, (_, row) in enumerate(rows):
         n = len(row)
         ids, what, turns, logps = zip(*row)
@@ -345,7 +362,8 @@ def test_each_id_is_prompt_action_or_observation(groups):
 @settings(deadline=None, max_examples=60)
 @given(random_groups())
 def test_states_end_where_the_next_turn_has_not_begun(groups):
-    "State k is everything up to turn k's context: its last id is the one before turn k's first action, in the row where turn k acted."
+    """State k is everything up to turn k's context: its last id is the one before turn k's first action, in the row
+    where turn k acted."""
     layout, flat = pack(groups), trajectories(groups)
     for i, t in enumerate(flat):
         for k in range(len(t.turns) + 1):
@@ -392,9 +410,11 @@ def test_weights_sum_to_what_the_average_says(groups, rng):
     own = torch.tensor([layout.trained[layout.row_trajectory == i].sum() for i in range(n)])
     expected = {'token-mean': 1, 'token-sum': tokens, 'group-mean-token-sum': tokens / n, 'sequence-mean-token-mean': 1,
                 'sequence-mean-token-sum': tokens / n, 'segment-mean': turns / n}
-    weighted = {'token-mean': (omega * own).sum() / tokens, 'token-sum': (omega * own).sum(), 'group-mean-token-sum': (omega * own).sum() / n,
-                'sequence-mean-token-mean': omega.mean(), 'sequence-mean-token-sum': (omega * own).sum() / n,
-                'segment-mean': (omega * layout.turn_mask.sum(1)).sum() / n}
+    weighted = {
+        'token-mean': (omega * own).sum() / tokens, 'token-sum': (omega * own).sum(), 'group-mean-token-sum':
+        (omega * own).sum() / n, 'sequence-mean-token-mean': omega.mean(), 'sequence-mean-token-sum':
+        (omega * own).sum() / n, 'segment-mean': (omega * layout.turn_mask.sum(1)).sum() / n
+    }
     assert set(expected) == set(AVERAGES)
     for average in AVERAGES:
         w = loss_weights(layout.token_turns, layout.row_trajectory, average)
@@ -411,7 +431,10 @@ def test_micro_batches_and_ranks_add_up(groups, budget, ranks, average):
     layout = pack(groups)
     weights = loss_weights(layout.token_turns, layout.row_trajectory, average)
     terms = torch.randn(layout.ids.shape, generator=torch.Generator().manual_seed(budget))
-    sizes = [int(layout.lengths[layout.row_trajectory == i].max()) * int((layout.row_trajectory == i).sum()) for i in range(len(layout.groups))]
+    sizes = [
+        int(layout.lengths[layout.row_trajectory == i].max()) * int((layout.row_trajectory == i).sum())
+        for i in range(len(layout.groups))
+    ]
     shares = deal(sizes, budget, ranks)
     assert sorted(i for parts in shares for part in parts for i in part) == list(range(len(sizes)))
     assert len({len(parts) for parts in shares}) == 1 and len(shares) == ranks
@@ -429,8 +452,10 @@ def random_model(vocabulary, length=512, seed=0, **settings):
     "A small Qwen2 with sharp random weights."
     from transformers import Qwen2Config, Qwen2ForCausalLM
     torch.manual_seed(seed)
-    config = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, initializer_range=.1)
-    return Qwen2ForCausalLM(Qwen2Config(vocab_size=vocabulary, max_position_embeddings=length, **{**config, **settings})).eval()
+    config = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2,
+                  num_key_value_heads=1, initializer_range=.1)
+    return Qwen2ForCausalLM(
+        Qwen2Config(vocab_size=vocabulary, max_position_embeddings=length, **{**config, **settings})).eval()
 
 
 class Nothing:
@@ -457,20 +482,25 @@ def merging_tokenizer():
 def test_sampled_ids_are_kept_where_encoding_their_text_would_give_others():
     tokenizer = merging_tokenizer()
     model = random_model(len(tokenizer), initializer_range=.02)
-    env = Environment(Chat(PROTOCOLS['tiny'], tokenizer), SearchTool(Nothing(), k=1, max_tokens=9), max_turns=3, max_tokens=400)
-    groups = rollout(HFEngine(model, tokenizer), env, [Question('q', 'who?', ['x'])], 4, Sampling(max_tokens=40), seed=1)
+    env = Environment(Chat(PROTOCOLS['tiny'], tokenizer), SearchTool(Nothing(), k=1, max_tokens=9), max_turns=3,
+                      max_tokens=400)
+    groups = rollout(HFEngine(model, tokenizer), env, [Question('q', 'who?', ['x'])], 4, Sampling(max_tokens=40),
+                     seed=1)
     drifted, layout = 0, pack(groups)
     for i, t in enumerate(trajectories(groups)):
         ids, own = spread(t)
         assert layout.ids[i, :len(ids)].tolist() == ids.tolist()
-        drifted += sum(tokenizer(tokenizer.decode(turn.action_ids), add_special_tokens=False).input_ids != list(turn.action_ids) for turn in t.turns)
+        drifted += sum(
+            tokenizer(tokenizer.decode(turn.action_ids), add_special_tokens=False).input_ids != list(turn.action_ids)
+            for turn in t.turns)
         same_logps(plain(model, t), recorded(t))   # later turns were sampled after those ids, not after their text's
     assert drifted > 4
     same_logps(Learner(model).evaluate(layout).logp, layout.logps)
 
 
 def test_the_prompts_example_is_no_answer():
-    "The published prompt shows an answer, Beijing. A model that says nothing has not given it, even where it would be right."
+    """The published prompt shows an answer, Beijing. A model that says nothing has not given it, even where it would
+    be right."""
     chat = Chat(PROTOCOLS['tspo'], byte_tokenizer())
     assert '<answer> Beijing </answer>' in chat.tokenizer.decode(chat.prompt_ids('?'))
     env = Environment(chat, SearchTool(Nothing(), k=1, max_tokens=9), max_turns=2, max_tokens=8000)
@@ -487,7 +517,8 @@ def test_an_observation_is_no_answer():
             return [[Passage('0', '', '<answer> Beijing </answer>')] for _ in queries]
     chat = Chat(PROTOCOLS['tiny'], byte_tokenizer())
     env = Environment(chat, SearchTool(Echo(), k=1, max_tokens=99), max_turns=2)
-    groups = rollout(ScriptedEngine(lambda text, rng: '<tool_call> China </tool_call>', chat.tokenizer), env, [Question('q', '?', ['Beijing'])])
+    groups = rollout(ScriptedEngine(lambda text, rng: '<tool_call> China </tool_call>', chat.tokenizer), env,
+                     [Question('q', '?', ['Beijing'])])
     assert 'Beijing' in groups[0].trajectories[0].turns[0].observation_text and groups[0].trajectories[0].answer is None
 
 
@@ -509,7 +540,8 @@ def test_groups_without_a_difference_get_exactly_nothing(name, answers):
     chat = Chat(PROTOCOLS['tiny'], byte_tokenizer())
     env = Environment(chat, SearchTool(Nothing(), k=1, max_tokens=9))
     said = iter(answers)
-    groups = rollout(ScriptedEngine(lambda text, rng: f'<answer> {next(said)} </answer>', chat.tokenizer), env, [Question('q', '?', ['right'])], 3)
+    groups = rollout(ScriptedEngine(lambda text, rng: f'<answer> {next(said)} </answer>', chat.tokenizer), env,
+                     [Question('q', '?', ['right'])], 3)
     method, layout = METHODS[name], pack(groups)
     options = method.settings({})
     credit = method.credit(method.text_rewards(groups, options), layout, None, options)
@@ -527,6 +559,8 @@ def test_every_gold_counts_and_an_empty_one_matches_nothing():
     env = Environment(chat, SearchTool(Nothing(), k=1, max_tokens=9))
 
     def reward(answer, golds):
-        return outcome_rewards(rollout(ScriptedEngine(lambda text, rng: f'<answer> {answer} </answer>', chat.tokenizer), env, [Question('q', '?', golds)])).item()
+        return outcome_rewards(
+            rollout(ScriptedEngine(lambda text, rng: f'<answer> {answer} </answer>', chat.tokenizer), env,
+                    [Question('q', '?', golds)])).item()
     assert reward('second', ['first', 'second']) == 1 and reward('third', ['first', 'second']) == 0
     assert reward('the', ['a', '!']) == 0                              # all of these are empty once normalised

@@ -12,7 +12,8 @@ ROOT = Path(__file__).resolve().parents[1]
 NUMBERED = re.compile(r'(\d\d)_([a-z][a-z0-9_]*)')
 LONGEST = 45  # lines of an exported cell
 HERE = [str(p) for p in (ROOT, ROOT.parent, Path.home(), Path(tempfile.gettempdir())) if p != Path(p.anchor)]
-PATHS = re.compile('(?<![\\w/.:<])(?:' + '|'.join(map(re.escape, HERE)) + '|/(?:home|root|Users|tmp|var|usr|opt|mnt|private|scratch))/\\w')
+PATHS = re.compile('(?<![\\w/.:<])(?:' + '|'.join(map(re.escape, HERE)) +
+                   '|/(?:home|root|Users|tmp|var|usr|opt|mnt|private|scratch))/\\w')
 
 
 class Cell:
@@ -27,7 +28,9 @@ class Cell:
         self.tree = ast.parse('\n'.join(lines) if self.code else '')
 
     def asserts(self):
-        return any(isinstance(n, ast.Assert) or isinstance(n, ast.Call) and 'assert' in ast.unparse(n.func) for n in ast.walk(self.tree))
+        return any(
+            isinstance(n, ast.Assert) or isinstance(n, ast.Call) and 'assert' in ast.unparse(n.func)
+            for n in ast.walk(self.tree))
 
 
 class Notebook:
@@ -48,7 +51,8 @@ def imports(tree):
         if isinstance(n, ast.Import):
             yield from (a.name for a in n.names)
         elif isinstance(n, ast.ImportFrom):
-            yield from (f'{n.module}.{a.name}' for a in n.names) if n.module == 'credit_rl' else [('.' * n.level) + (n.module or '')]
+            yield from (f'{n.module}.{a.name}' for a in n.names) if n.module == 'credit_rl' else [('.' * n.level) +
+                                                                                                  (n.module or '')]
 
 
 def definitions(cells):
@@ -59,7 +63,13 @@ def definitions(cells):
                 names = [n.name]
             elif isinstance(n, (ast.Assign, ast.AnnAssign)):
                 targets = n.targets if isinstance(n, ast.Assign) else [n.target]
-                names = [x.id for t in targets for x in ast.walk(t) if isinstance(x, ast.Name) and isinstance(x.ctx, ast.Store)]  # not a.b = …
+                # not a.b = …
+                names = [
+                    x.id
+                    for t in targets
+                    for x in ast.walk(t)
+                    if isinstance(x, ast.Name) and isinstance(x.ctx, ast.Store)
+                ]
             else:
                 names = []
             yield from (x for x in names if not x.startswith('_'))
@@ -89,7 +99,10 @@ def named_like_its_module(nb, numbers):
 
 
 def no_notebook_tools(nb, numbers):
-    return [f'exports an import of {name}' for c in nb.exported for name in imports(c.tree) if name.split('.')[0] in ('nbdev', 'fastcore')]
+    return [
+        f'exports an import of {name}' for c in nb.exported for name in imports(c.tree)
+        if name.split('.')[0] in ('nbdev', 'fastcore')
+    ]
 
 
 def torch_alone(nb, numbers):
@@ -122,7 +135,8 @@ def nothing_skipped(nb, numbers):
 
 
 def clean_outputs(nb, numbers):
-    "Outputs name no folder of the machine they were made on and hold no error, and no progress bar that only a kernel could draw."
+    """Outputs name no folder of the machine they were made on and hold no error, and no progress bar that only a
+    kernel could draw."""
     for c in nb.code:
         for o in c.outputs:
             if any('widget-view' in kind for kind in o.get('data', {})):
@@ -137,7 +151,8 @@ def clean_outputs(nb, numbers):
 
 def executed(nb, numbers):
     "A library notebook shows what its cells gave."
-    return [] if nb.runs or not nb.exported or any(c.outputs for c in nb.code) else ['has no outputs: execute it before it is committed']
+    return [] if nb.runs or not nb.exported or any(c.outputs for c in nb.code) else ['has no outputs: execute it '
+                                                                                     'before it is committed']
 
 
 def run_notebook(nb, numbers):
@@ -155,8 +170,10 @@ def run_notebook(nb, numbers):
                     yield f'defines {ast.unparse(n.targets[0])}'
 
 
-RULES = [floors, named_like_its_module, no_notebook_tools, torch_alone, short_cells, everything_shown, nothing_skipped, clean_outputs,
-         executed, run_notebook]
+RULES = [
+    floors, named_like_its_module, no_notebook_tools, torch_alone, short_cells, everything_shown, nothing_skipped,
+    clean_outputs, executed, run_notebook
+]
 
 
 # ---- the tests ----
@@ -178,8 +195,10 @@ def test_one_notebook_a_module_and_one_module_a_notebook():
     exported = [m for nb in NOTEBOOKS for m in nb.modules]
     assert len(exported) == len(set(exported)), f'two notebooks write one module: {exported}'
     modules = {p.stem for p in (ROOT / 'credit_rl').glob('*.py')} - {'__init__', '_modidx'}
-    assert modules == set(exported), f'without a notebook: {modules - set(exported)}; not exported yet: {set(exported) - modules}'
-    assert not [p.name for p in (ROOT / 'credit_rl').iterdir() if p.is_dir() and p.name != '__pycache__'], 'modules stand side by side'
+    assert modules == set(exported), (f'without a notebook: {modules - set(exported)}; not exported yet: '
+                                      f'{set(exported) - modules}')
+    assert not [p.name for p in (ROOT / 'credit_rl').iterdir() if p.is_dir() and p.name != '__pycache__'
+                ], 'modules stand side by side'
 
 
 def test_modules_list_what_their_notebooks_define():
@@ -188,7 +207,8 @@ def test_modules_list_what_their_notebooks_define():
             tree = ast.parse((ROOT / 'credit_rl' / f'{module}.py').read_text(encoding='utf-8'))
             lists = {ast.unparse(n.targets[0]): n.value for n in tree.body if isinstance(n, ast.Assign)}
             listed, passed_on = (set(ast.literal_eval(lists.get(name, ast.List([])))) for name in ('__all__', '_all_'))
-            assert listed == passed_on | set(definitions(nb.exported)), f'{module}.__all__ is not what {nb.stem} defines; export it again'
+            assert listed == passed_on | set(definitions(nb.exported)), (f'{module}.__all__ is not what {nb.stem} '
+                                                                         'defines; export it again')
 
 
 def notebook(stem, *cells, **first):
@@ -221,7 +241,19 @@ BAD = [
     (clean_outputs, notebook('12_b', 'f()', outputs=output('saved /home/ada/model'))),
     (clean_outputs, notebook('12_b', 'f()', outputs=output(f'saved {ROOT}/model'))),
     (clean_outputs, notebook('12_b', 'f()', outputs=[{'output_type': 'error', 'traceback': ['no']}])),
-    (clean_outputs, notebook('12_b', 'f()', outputs=[{'output_type': 'display_data', 'data': {'application/vnd.jupyter.widget-view+json': {}, 'text/plain': '0/1'}}])),
+    (
+        clean_outputs,
+        notebook(
+            '12_b',
+            'f()',
+            outputs=[
+                {
+                    'output_type': 'display_data',
+                    'data': {'application/vnd.jupyter.widget-view+json': {}, 'text/plain': '0/1'},
+                }
+            ],
+        ),
+    ),
     (executed, notebook('12_b', '#| export\nx = 1', 'x')),
     (run_notebook, notebook('92_b', 'x = 1')),
     (run_notebook, notebook('92_b', 'x = 1', metadata={'tags': ['parameters']}, execution_count=3)),
@@ -229,9 +261,11 @@ BAD = [
 ]
 GOOD = [
     notebook('12_b', '#| default_exp b', '#| export\nimport os\nfrom credit_rl.a import g\ndef f():\n    return g(os)',
-             '%time f()\nfrom credit_rl.b import f\nassert f() == 1', '#| eval: false\nlong_run()', outputs=output('1')),
+             '%time f()\nfrom credit_rl.b import f\nassert f() == 1', '#| eval: false\nlong_run()',
+             outputs=output('1')),
     notebook('92_b', 'x = 1', metadata={'tags': ['parameters']}),
-    notebook('12_b', '#| default_exp b', outputs=output('1/home/2 </tmp/> see https://example.org/tmp/x and runs/demo')),
+    notebook('12_b', '#| default_exp b',
+             outputs=output('1/home/2 </tmp/> see https://example.org/tmp/x and runs/demo')),
 ]
 
 

@@ -40,7 +40,8 @@ def beliefs(draw, missing=True):
     mask, _ = draw(shapes())
     own = torch.nn.functional.pad(mask, (1, 0), value=True)
     value = st.one_of(logps, st.just(NAN)) if missing else logps
-    return torch.tensor([[draw(value) if there else NAN for there in row] for row in own.tolist()], dtype=torch.float64), mask
+    return torch.tensor([[draw(value) if there else NAN for there in row] for row in own.tolist()],
+                        dtype=torch.float64), mask
 
 
 def cells_of(mask, groups, norm):
@@ -89,9 +90,14 @@ def slow_igpo(x, mask, groups, gamma, norm, ddof, eps, variant, parts):
 @given(st.data())
 def test_the_best_gold_counts_at_each_state(data):
     n, s, m = (data.draw(st.integers(1, 3)) for _ in range(3))
-    sums = torch.tensor([[[data.draw(st.one_of(logps, st.just(NAN))) for _ in range(m)] for _ in range(s)] for _ in range(n)])
+    sums = torch.tensor([[[data.draw(st.one_of(logps, st.just(NAN)))
+                           for _ in range(m)]
+                          for _ in range(s)]
+                         for _ in range(n)])
     tokens = torch.tensor([data.draw(st.integers(1, 5)) for _ in range(m)])
-    exists = torch.tensor([[[True] + [data.draw(st.booleans()) for _ in range(m - 1)]] for _ in range(n)]).expand(n, s, m)
+    exists = torch.tensor([[[True] + [data.draw(st.booleans())
+                                      for _ in range(m - 1)]]
+                           for _ in range(n)]).expand(n, s, m)
     best = best_gold_logp(sums, tokens, exists)
     for i in range(n):
         for j in range(s):
@@ -99,7 +105,8 @@ def test_the_best_gold_counts_at_each_state(data):
             expected = NAN if any(map(math.isnan, means)) else max(means)
             assert_close(best[i, j], torch.tensor(expected), equal_nan=True)
     order = torch.randperm(m, generator=torch.Generator().manual_seed(0))
-    assert torch.equal(best_gold_logp(sums[..., order], tokens[order], exists[..., order]).nan_to_num(7), best.nan_to_num(7))
+    assert torch.equal(
+        best_gold_logp(sums[..., order], tokens[order], exists[..., order]).nan_to_num(7), best.nan_to_num(7))
     padded = best_gold_logp(torch.nn.functional.pad(sums, (0, 1), value=NAN), torch.nn.functional.pad(tokens, (0, 1)),
                             torch.nn.functional.pad(exists, (0, 1)))
     assert torch.equal(padded.nan_to_num(7), best.nan_to_num(7))
@@ -115,10 +122,12 @@ def test_bad_golds_are_refused():
     sums = torch.tensor([[-1.0, -2.0]])
     with pytest.raises(ValueError, match='no tokens'): best_gold_logp(sums, torch.tensor([1, 0]))
     with pytest.raises(ValueError, match='log()'): best_gold_logp(-sums, torch.tensor([1, 1]))
-    with pytest.raises(ValueError, match='without golds'): best_gold_logp(sums, torch.tensor([1, 1]), torch.tensor([False, False]))
+    with pytest.raises(ValueError, match='without golds'):
+        best_gold_logp(sums, torch.tensor([1, 1]), torch.tensor([False, False]))
     with pytest.raises(ValueError, match='floats'): best_gold_logp(sums.long(), torch.tensor([1, 1]))
-    square = torch.full((2, 2, 2), -1.0)                                 # a mask (N, M) would silently be read as (states, M)
-    with pytest.raises(ValueError, match='axes'): best_gold_logp(square, torch.tensor([1, 1]), torch.ones(2, 2, dtype=torch.bool))
+    square = torch.full((2, 2, 2), -1.0)  # a mask (N, M) would silently be read as (states, M)
+    with pytest.raises(ValueError, match='axes'):
+        best_gold_logp(square, torch.tensor([1, 1]), torch.ones(2, 2, dtype=torch.bool))
 
 
 @PROPERTY
@@ -159,7 +168,7 @@ def test_gain_is_small_print():
     low = information_gain(x.bfloat16())
     assert low.dtype == torch.bfloat16
     assert_close(low, information_gain(x.bfloat16().float()).bfloat16())
-    never = torch.tensor([[-3.0, -math.inf, -2.0]])                      # probability 0 is a measurement, its logarithm is not
+    never = torch.tensor([[-3.0, -math.inf, -2.0]])  # probability 0 is a measurement, its logarithm is not
     assert_close(information_gain(never), torch.tensor([[-math.exp(-3), math.exp(-2)]]))
     with pytest.raises(ValueError, match='infinite'): information_gain(never, mode='logprob')
 
@@ -172,13 +181,14 @@ def test_probabilities_are_refused(values):
     with pytest.raises(ValueError, match='mode'): information_gain(-x.abs(), mode='log')
     with pytest.raises(ValueError, match=r'\(N, K\+1\)'): information_gain(x[0])
     with pytest.raises(ValueError, match='turn_mask'): information_gain(-x.abs(), torch.tensor([[True, True, True]]))
-    assert information_gain(torch.zeros(1, 3)).tolist() == [[0, 0]]      # certain everywhere is possible, and gains nothing
+    assert information_gain(torch.zeros(1, 3)).tolist() == [[0, 0]]  # certain everywhere is possible, and gains nothing
 
 
 def test_gold_entropy_is_scikit_learns_log_loss():
     metrics = pytest.importorskip('sklearn.metrics')
     g = torch.Generator().manual_seed(0)
-    probabilities = torch.rand(50, 3, 4, generator=g, dtype=torch.float64).softmax(-1)      # states S_0, S_1, S_2; four answers
+    # states S_0, S_1, S_2; four answers
+    probabilities = torch.rand(50, 3, 4, generator=g, dtype=torch.float64).softmax(-1)
     gold = torch.randint(0, 4, (50,), generator=g)
     logp = probabilities.gather(2, gold[:, None, None].expand(50, 3, 1))[..., 0].log()
     entropy = gold_entropy(logp, torch.ones(50, 2, dtype=torch.bool))
@@ -196,7 +206,9 @@ def test_the_outcome_takes_the_last_turn(batch, data):
     n = len(gains)
     answered = torch.tensor(data.draw(st.lists(st.booleans(), min_size=n, max_size=n)))
     gone = torch.tensor(data.draw(st.lists(st.booleans(), min_size=n, max_size=n)))
-    outcome = torch.tensor(data.draw(st.lists(st.one_of(st.floats(0, 1, width=32), st.just(NAN)), min_size=n, max_size=n)), dtype=torch.float64)
+    outcome = torch.tensor(
+        data.draw(st.lists(st.one_of(st.floats(0, 1, width=32), st.just(NAN)), min_size=n, max_size=n)),
+        dtype=torch.float64)
     out = with_outcome(torch.where(gone[:, None], NAN, gains), outcome, mask, answered, penalty=-0.5)
     for i, k in enumerate(mask.sum(1).tolist()):
         end = outcome[i].item() if answered[i] else -0.5
@@ -212,7 +224,8 @@ def test_with_outcome_refuses():
     with pytest.raises(ValueError, match='<= 0'): with_outcome(gains, outcome, mask, penalty=NAN)
     with pytest.raises(ValueError, match='answered'): with_outcome(gains, outcome, mask, torch.tensor([1, 0]))
     with pytest.raises(ValueError, match='outcome'): with_outcome(gains, outcome[:1], mask)
-    with pytest.raises(ValueError, match='bridge'): with_outcome(torch.tensor([[NAN, 0., 0.], [0., 0., 0.]]), outcome, mask)
+    with pytest.raises(ValueError, match='bridge'):
+        with_outcome(torch.tensor([[NAN, 0., 0.], [0., 0., 0.]]), outcome, mask)
     assert has_answer([example_group()]).tolist() == [True] * 3
 
 
@@ -239,7 +252,8 @@ def test_igpo_agrees_with_scikit_learn_and_torchrl():
             z = torch.tensor(preprocessing.scale(x[groups == group].numpy().reshape(-1)).reshape(3, 5))
             done = torch.zeros(3, 5, 1, dtype=torch.bool)
             done[:, -1] = True
-            assert_close(out[groups == group], functional.reward2go(z[..., None], done, gamma)[..., 0], atol=1e-9, rtol=1e-9)
+            assert_close(out[groups == group],
+                         functional.reward2go(z[..., None], done, gamma)[..., 0], atol=1e-9, rtol=1e-9)
 
 
 @PROPERTY
@@ -255,7 +269,8 @@ def test_limit_cases(batch, norm):
     ends = torch.nn.functional.one_hot(mask.sum(1) - 1, mask.shape[1]).bool()
     gain = igpo_advantages(x, mask, groups, norm=norm, parts='gain')
     assert not gain[ends].any()
-    assert torch.equal(gain, igpo_advantages(torch.where(ends, 9.0, x), mask, groups, norm=norm, parts='gain'))   # outcomes are not read
+    # outcomes are not read
+    assert torch.equal(gain, igpo_advantages(torch.where(ends, 9.0, x), mask, groups, norm=norm, parts='gain'))
 
 
 @PROPERTY
@@ -308,13 +323,14 @@ def test_low_precision_uses_float32_statistics(batch):
 
 
 def test_a_turn_without_gain_is_a_turn_and_only_the_released_code_melts_it():
-    x, mask, groups = torch.tensor([[0.5, 0.0, 0.25, 1.0], [0.25, 0.5, 0.5, 0.0]]), torch.ones(2, 4, dtype=torch.bool), torch.tensor([0, 0])
+    x, mask, groups = torch.tensor([[0.5, 0.0, 0.25, 1.0],
+                                    [0.25, 0.5, 0.5, 0.0]]), torch.ones(2, 4, dtype=torch.bool), torch.tensor([0, 0])
     for gamma in (1.0, 0.5):
         paper, released = (igpo_advantages(x, mask, groups, gamma, variant=v) for v in ('paper', 'released'))
         z = group_normalize(x, groups, mask)
         assert_close(paper[0, 1], z[0, 1] + gamma * paper[0, 2])          # its own reward, and one step of discount
         assert paper[0, 1] != paper[0, 2] and released[0, 1] == released[0, 2]
-    kept = torch.tensor([0.5, 0.25, 1.0, 0.25, 0.5, 0.5, 0.0])            # the outcome of 0 counts, the gain of 0 does not
+    kept = torch.tensor([0.5, 0.25, 1.0, 0.25, 0.5, 0.5, 0.0])  # the outcome of 0 counts, the gain of 0 does not
     std = math.sqrt(kept.var(correction=0) + 1e-8) + 1e-6
     assert_close(igpo_advantages(x, mask, groups, 0.0, variant='released')[0, 0], (0.5 - kept.mean()) / std)
 
@@ -328,8 +344,9 @@ def test_per_turn_rewards_not_stopping_and_pooled_does_not():
 
 def test_igpo_refuses():
     x, mask, groups = torch.randn(2, 3), torch.ones(2, 3, dtype=torch.bool), torch.tensor([0, 0])
-    for wrong in (dict(norm='turn'), dict(variant='first'), dict(parts='f1'), dict(gamma=1.5), dict(ddof=2), dict(groups=torch.tensor([0, 1])),
-                  dict(rewards=torch.tensor([[NAN, 0., 0.], [0., 0., 0.]])), dict(rewards=x / 0), dict(turn_mask=mask.float()),
+    for wrong in (dict(norm='turn'), dict(variant='first'), dict(parts='f1'), dict(gamma=1.5), dict(ddof=2),
+                  dict(groups=torch.tensor([0, 1])), dict(rewards=torch.tensor([[NAN, 0., 0.], [0., 0., 0.]])),
+                  dict(rewards=x / 0), dict(turn_mask=mask.float()),
                   dict(turn_mask=torch.tensor([[True, False, True], [True] * 3]))):
         with pytest.raises(ValueError): igpo_advantages(**{**dict(rewards=x, turn_mask=mask, groups=groups), **wrong})
 
@@ -348,7 +365,8 @@ def test_set_f1_is_scikit_learns_f1_of_word_indicators(said, gold):
 
 
 def test_first_answer_is_the_first():
-    assert first_answer('<answer> a </answer><answer>b</answer>') == 'a' and first_answer('<answer>two\nlines</answer>') == 'two\nlines'
+    assert first_answer('<answer> a </answer><answer>b</answer>') == 'a' and first_answer(
+        '<answer>two\nlines</answer>') == 'two\nlines'
     assert first_answer('<answer>a') is None and set_f1(None, ['a']) == 0
     with pytest.raises(TypeError, match='list'): set_f1('a', 'a')
 
@@ -357,6 +375,8 @@ def test_a_group_of_failures_is_not_silent():
     group = example_group()
     beliefs = torch.tensor([[.1, .2, .6, .7], [.1, .2, .6, .3], [.1, .05, .04, .04]]).log()
     gains = information_gain(torch.nn.functional.pad(beliefs, (0, 1), value=NAN), torch.ones(3, 4, dtype=torch.bool))
-    rewards = with_outcome(gains, torch.zeros(3), torch.ones(3, 4, dtype=torch.bool), has_answer([Group(group.question, group.trajectories)]))
+    rewards = with_outcome(gains, torch.zeros(3), torch.ones(3, 4, dtype=torch.bool),
+                           has_answer([Group(group.question, group.trajectories)]))
     out = igpo_advantages(rewards, torch.ones(3, 4, dtype=torch.bool), torch.zeros(3, dtype=torch.long))
-    assert out[0, 0] > out[1, 0] and out[0, 0] > out[2, 0] and not group_normalize(torch.zeros(3), torch.zeros(3, dtype=torch.long)).any()
+    assert out[0, 0] > out[1, 0] and out[0, 0] > out[2, 0] and not group_normalize(
+        torch.zeros(3), torch.zeros(3, dtype=torch.long)).any()

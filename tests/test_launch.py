@@ -1,4 +1,5 @@
-"Runs on several ranks: the numbers of one process, and what happens when a rank, the disk or the caller fails. One launch for each kind of run."
+("Runs on several ranks: the numbers of one process, and what happens when a rank, the disk or the caller fails. One "
+ "launch for each kind of run.")
 import importlib.util
 import json
 import os
@@ -22,13 +23,23 @@ if not importlib.util.find_spec('deepspeed'):
 psutil = pytest.importorskip('psutil')
 
 ROOT = Path(__file__).resolve().parents[1]
-SHORT = dict(model=str(ROOT / 'data' / 'tiny_base'), steps=3, eval_every=2, questions_per_step=3, group_size=4, questions=50, dev_questions=7, test_questions=7,
-             max_turns=3, turn_tokens=12, kl=.01, learning_rate=1e-4, world={'size': 200}, threads=1, track='')  # an odd number of questions, so that ranks have unequal shares
-KINDS = {'plain': {}, 'one rank, stage 2': dict(learner='deepspeed', stage=2), 'two ranks, stage 2': dict(learner='deepspeed', stage=2, ranks=2),
-         'plain, checkpointing': dict(gradient_checkpointing=True),
-         'two ranks, stage 3': dict(learner='deepspeed', stage=3, ranks=2, gradient_checkpointing=True, deepspeed={'zero_optimization': {'stage3_param_persistence_threshold': 0}})}
-ADAPTED = dict(method='carl', lora={'r': 4}, learning_rate=1e-3)   # a critic on a backbone of which only additions are trained
-KINDS |= {'plain, adapted': ADAPTED, 'two ranks, stage 3, adapted': {**ADAPTED, **dict(learner='deepspeed', stage=3, ranks=2)}}
+SHORT = dict(model=str(ROOT / 'data' / 'tiny_base'), steps=3, eval_every=2, questions_per_step=3, group_size=4,
+             questions=50, dev_questions=7, test_questions=7, max_turns=3, turn_tokens=12, kl=.01, learning_rate=1e-4,
+             world={'size': 200}, threads=1, track='')  # an odd number of questions, so that ranks have unequal shares
+KINDS = {
+    'plain': {}, 'one rank, stage 2':
+    dict(learner='deepspeed', stage=2), 'two ranks, stage 2':
+    dict(learner='deepspeed', stage=2, ranks=2), 'plain, checkpointing':
+    dict(gradient_checkpointing=True), 'two ranks, stage 3':
+    dict(learner='deepspeed', stage=3, ranks=2, gradient_checkpointing=True,
+         deepspeed={'zero_optimization': {'stage3_param_persistence_threshold': 0}})
+}
+# a critic on a backbone of which only additions are trained
+ADAPTED = dict(method='carl', lora={'r': 4}, learning_rate=1e-3)
+KINDS |= {
+    'plain, adapted': ADAPTED, 'two ranks, stage 3, adapted':
+    {**ADAPTED, **dict(learner='deepspeed', stage=3, ranks=2)}
+}
 OTHERS = [kind for kind in KINDS if not kind.startswith('plain') or 'checkpointing' in kind]
 
 
@@ -49,9 +60,14 @@ def nothing_left_running():
 
 def start(folder, settings, **how):
     "The run as a process of its own; its output can be read."
-    command = [sys.executable, '-m', 'credit_rl.train', *(f'{k}={json.dumps(v)}' for k, v in {**SHORT, **settings, 'run': str(folder)}.items())]
-    STARTED.append(process := subprocess.Popen(command, cwd=ROOT, env={**os.environ, 'CUDA_VISIBLE_DEVICES': '', 'OMP_NUM_THREADS': '1', 'PYTHONUNBUFFERED': '1'}, text=True,
-                            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **how))
+    command = [
+        sys.executable, '-m', 'credit_rl.train',
+        *(f'{k}={json.dumps(v)}' for k, v in {**SHORT, **settings, 'run': str(folder)}.items())
+    ]
+    STARTED.append(process := subprocess.Popen(
+        command, cwd=ROOT, env={
+            **os.environ, 'CUDA_VISIBLE_DEVICES': '', 'OMP_NUM_THREADS': '1', 'PYTHONUNBUFFERED': '1'
+        }, text=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **how))
     return process
 
 
@@ -102,8 +118,10 @@ def test_a_run_has_the_numbers_of_the_plain_one(runs, kind):
     (plain, _), (folder, _) = runs('plain, adapted' if 'adapted' in kind else 'plain'), runs(kind)
     first, second = read_metrics(plain), read_metrics(folder)
     assert [line for line in same_metrics(plain, folder, 1e-4) if 'grad_norm' not in line] == []
-    assert first.grad_norm.tolist() == pytest.approx(second.grad_norm.tolist(), rel=1e-4, nan_ok=True)   # its size is in the hundreds
-    for name in ('reward', 'em', 'answer_rate', 'turns', 'tokens', 'updates', 'zero_advantage'):    # what was played is the same, not nearly
+    # its size is in the hundreds
+    assert first.grad_norm.tolist() == pytest.approx(second.grad_norm.tolist(), rel=1e-4, nan_ok=True)
+    # what was played is the same, not nearly
+    for name in ('reward', 'em', 'answer_rate', 'turns', 'tokens', 'updates', 'zero_advantage'):
         assert first[name].dropna().tolist() == second[name].dropna().tolist(), name
     assert first.updates[1:].gt(0).all() and first.loss[1:].abs().gt(0).all()
     ids = lambda f: [[turn['action_ids'] for turn in row['trajectory']['turns']] for row in read_turns(f)]
@@ -113,13 +131,15 @@ def test_a_run_has_the_numbers_of_the_plain_one(runs, kind):
 
 @pytest.mark.parametrize('kind', [kind for kind in KINDS if kind != 'plain, checkpointing'])
 def test_what_a_run_made_can_be_exported(runs, tmp_path, kind):
-    "Weights in pieces are put together, additions merged: a folder that any reader of Hugging Face models loads, with the plain run's weights."
+    """Weights in pieces are put together, additions merged: a folder that any reader of Hugging Face models loads,
+    with the plain run's weights."""
     folder, model = runs(kind)[0], load_model(SHORT['model'])[0]
     plain = read_policy(runs('plain, adapted' if 'adapted' in kind else 'plain')[0], 'newest')[0]
     made, tokenizer = load_model(str(export_run(folder, tmp_path / 'model', 'newest')))
     assert tokenizer.get_vocab() == load_model(SHORT['model'])[1].get_vocab()
     moved = 0.
-    for (name, w), (_, wanted), (_, base) in zip(made.named_parameters(), plain.named_parameters(), model.named_parameters()):
+    for (name, w), (_, wanted), (_, base) in zip(made.named_parameters(), plain.named_parameters(),
+                                                 model.named_parameters()):
         torch.testing.assert_close(w, wanted, atol=1e-4, rtol=0, msg=lambda text: f'{name}: {text}')
         moved = max(moved, (w - base).abs().max().item())
     assert moved > 1e-4
@@ -128,7 +148,9 @@ def test_what_a_run_made_can_be_exported(runs, tmp_path, kind):
 def test_only_additions_are_trained(runs):
     state = torch.load(latest_checkpoint(runs('plain, adapted')[0])[1] / 'learner.pt', weights_only=True)['scorer']
     base = dict(load_model(SHORT['model'])[0].named_parameters())
-    kept = {name.removeprefix('model.').replace('.base_layer', ''): w for name, w in state.items() if 'lora_' not in name}
+    kept = {
+        name.removeprefix('model.').replace('.base_layer', ''): w for name, w in state.items() if 'lora_' not in name
+    }
     assert all(torch.equal(kept[name], w) for name, w in base.items())
     assert all(w.abs().max() > 0 for name, w in state.items() if 'lora_B' in name)       # they began as zero
 
@@ -154,7 +176,7 @@ def test_a_killed_rank_ends_the_run_and_it_can_be_resumed(runs, tmp_path):
     whole, settings = runs('two ranks, stage 2')[0], KINDS['two ranks, stage 2']
     process = start(tmp_path / 'run', settings)
     read_until(process, 'base: EM')
-    ranks = ranks_of(process)                                                     # looked for now: the third step does not wait
+    ranks = ranks_of(process)  # looked for now: the third step does not wait
     assert sorted(ranks) == [0, 1]
     read_until(process, 'step 2/3')
     ranks[1].send_signal(signal.SIGKILL)
@@ -166,12 +188,14 @@ def test_a_killed_rank_ends_the_run_and_it_can_be_resumed(runs, tmp_path):
     again = start(tmp_path / 'run', {**settings, 'resume': True})
     said = again.communicate()[0]
     assert again.returncode == 0 and 'resumed after step 2' in said, said
-    assert same_metrics(whole, tmp_path / 'run') == [] and results(whole) == results(tmp_path / 'run') and read_turns(whole) == read_turns(tmp_path / 'run')
+    assert same_metrics(whole, tmp_path / 'run') == [] and results(whole) == results(
+        tmp_path / 'run') and read_turns(whole) == read_turns(tmp_path / 'run')
 
 
 @pytest.mark.parametrize('kind, ranks', [('two ranks, stage 2', 1), ('two ranks, stage 3, adapted', 1), ('one rank, stage 2', 2)])
 def test_a_run_goes_on_on_another_number_of_ranks(runs, tmp_path, kind, ranks):
-    "From its second step: policy, critic, optimiser and the order of trajectories are there, and the numbers are the whole run's."
+    """From its second step: policy, critic, optimiser and the order of trajectories are there, and the numbers are the
+    whole run's."""
     whole, run = runs(kind)[0], tmp_path / 'run'
     shutil.copytree(whole, run, symlinks=True)
     (run / 'summary.json').unlink()
@@ -180,7 +204,8 @@ def test_a_run_goes_on_on_another_number_of_ranks(runs, tmp_path, kind, ranks):
     said = process.communicate()[0]
     assert process.returncode == 0 and 'resumed after step 2' in said, said
     assert [line for line in same_metrics(whole, run, 1e-4) if 'grad_norm' not in line] == []
-    assert read_metrics(run).grad_norm.tolist() == pytest.approx(read_metrics(whole).grad_norm.tolist(), rel=1e-4, nan_ok=True)
+    assert read_metrics(run).grad_norm.tolist() == pytest.approx(
+        read_metrics(whole).grad_norm.tolist(), rel=1e-4, nan_ok=True)
     assert results(whole) == results(run)
 
 
@@ -209,10 +234,14 @@ def test_ranks_end_with_their_launcher(tmp_path):
 
 @pytest.mark.parametrize('zombie', [False, True], ids=['gone', 'a zombie'])
 def test_a_rank_ends_with_the_one_that_asked_for_the_run(zombie):
-    "Also if it says nothing for a long time, and its launcher stays; and if nobody asks how the one that asked for it ended."
+    """Also if it says nothing for a long time, and its launcher stays; and if nobody asks how the one that asked for
+    it ended."""
     asked = subprocess.Popen(['sleep', '600'])
-    rank = subprocess.Popen([sys.executable, '-c', 'import time\nfrom credit_rl.launch import _end_with_parent\n_end_with_parent()\nprint("here", flush=True)\ntime.sleep(600)'],
-                            cwd=ROOT, env={**os.environ, 'CREDIT_RL_CALLER': str(asked.pid)}, stdout=subprocess.PIPE, text=True)
+    rank = subprocess.Popen([
+        sys.executable, '-c', 'import time\nfrom credit_rl.launch import '
+        '_end_with_parent\n_end_with_parent()\nprint("here", '
+        'flush=True)\ntime.sleep(600)'
+    ], cwd=ROOT, env={**os.environ, 'CREDIT_RL_CALLER': str(asked.pid)}, stdout=subprocess.PIPE, text=True)
     STARTED.extend((asked, rank))
     assert rank.stdout.readline() == 'here\n' and rank.poll() is None
     asked.kill()
@@ -222,48 +251,62 @@ def test_a_rank_ends_with_the_one_that_asked_for_the_run(zombie):
 
 
 def test_a_disk_that_takes_no_checkpoint_ends_the_run_with_the_reason(runs, tmp_path):
-    "And nothing is lost: the run goes on when there is room; then all its ranks are killed at once, and it goes on again, to the very numbers of a whole run."
+    """And nothing is lost: the run goes on when there is room; then all its ranks are killed at once, and it goes on
+    again, to the very numbers of a whole run."""
     process = start(tmp_path / 'run', KINDS['two ranks, stage 2'])
     read_until(process, 'base: EM')                                               # the first checkpoint is there
-    for rank in ranks_of(process).values(): rank.rlimit(psutil.RLIMIT_FSIZE, (300_000, 300_000))   # bytes of a file: enough for all but another one
+    # bytes of a file: enough for all but another one
+    for rank in ranks_of(process).values(): rank.rlimit(psutil.RLIMIT_FSIZE, (300_000, 300_000))
     said = process.communicate()[0]
     assert process.returncode != 0 and not (tmp_path / 'run' / 'summary.json').exists()
     message = said.splitlines()[-1]
     file = tmp_path / 'run' / 'errors' / f'rank-{message.split("rank ")[1][0]}.txt'
     assert 'ended without summary.json' in message and str(file) in message and 'Traceback' not in said, said
     kept = latest_checkpoint(tmp_path / 'run')[0]
-    assert f'the checkpoint {tmp_path}/run/checkpoints/step-00000{kept + 2 - kept // 2} could not be written (' in message, said
-    for words in ('GB free', 'the file size limit is 0.3 MB', 'earlier checkpoints are kept', 'resume=True'): assert words in message, said
+    assert (
+        f'the checkpoint {tmp_path}/run/checkpoints/step-00000{kept + 2 - kept // 2} could not be written (' in message
+    ), said
+    for words in ('GB free', 'the file size limit is 0.3 MB', 'earlier checkpoints are kept', 'resume=True'):
+        assert words in message, said
     assert 'save' in file.read_text() and 'Traceback' in file.read_text()
-    assert read_metrics(tmp_path / 'run').step.tolist()[:kept + 1] == list(range(kept + 1))       # what was written stays
-    again = start(tmp_path / 'run', {**KINDS['two ranks, stage 2'], 'resume': True})            # the disk has room again
+    assert read_metrics(tmp_path / 'run').step.tolist()[:kept + 1] == list(range(kept + 1))  # what was written stays
+    again = start(tmp_path / 'run', {**KINDS['two ranks, stage 2'], 'resume': True})  # the disk has room again
     read_until(again, 'step 1/3')
     ranks = list(ranks_of(again).values())
     read_until(again, 'step 2/3')
     for rank in ranks: rank.send_signal(signal.SIGKILL)                                         # all at once
     said = again.communicate()[0]
-    assert again.returncode != 0 and gone(ranks) and 'rank 0 was ended by SIGKILL' in said and 'rank 1 was ended by SIGKILL' in said and 'Traceback' not in said, said
+    assert again.returncode != 0 and gone(ranks) and 'rank 0 was ended by SIGKILL' in said and (
+        'rank 1 was ended by '
+        'SIGKILL') in said and 'Traceback' not in said, said
     last = start(tmp_path / 'run', {**KINDS['two ranks, stage 2'], 'resume': True})
     said = last.communicate()[0]
     assert last.returncode == 0 and 'resumed after step 2' in said, said
     whole = runs('two ranks, stage 2')[0]
-    assert same_metrics(whole, tmp_path / 'run') == [] and results(whole) == results(tmp_path / 'run') and read_turns(whole) == read_turns(tmp_path / 'run')
+    assert same_metrics(whole, tmp_path / 'run') == [] and results(whole) == results(
+        tmp_path / 'run') and read_turns(whole) == read_turns(tmp_path / 'run')
 
 
 def test_a_hostfile_of_this_host_starts_the_ranks_by_deepspeeds_launcher(runs, tmp_path):
     (tmp_path / 'hosts').write_text('localhost slots=2\n')
     process = start(tmp_path / 'run', {**KINDS['two ranks, stage 2'], 'hostfile': str(tmp_path / 'hosts')})
     said = process.communicate()[0]
-    assert process.returncode == 0 and 'deepspeed.launcher.runner --hostfile' in said.splitlines()[0] and said.count('final: EM') == 1, said
-    assert same_metrics(runs('two ranks, stage 2')[0], tmp_path / 'run') == [] and results(runs('two ranks, stage 2')[0]) == results(tmp_path / 'run')
+    assert process.returncode == 0 and 'deepspeed.launcher.runner --hostfile' in said.splitlines()[0] and said.count(
+        'final: EM') == 1, said
+    assert same_metrics(runs('two ranks, stage 2')[0], tmp_path / 'run') == [] and results(
+        runs('two ranks, stage 2')[0]) == results(tmp_path / 'run')
 
 
 # ---- what is refused before anything starts ----
 
-REFUSED = {'plain ranks': (dict(ranks=2), 'one process'), 'unknown learner': (dict(learner='deep'), "'plain' or 'deepspeed'"),
-           'stage': (dict(learner='deepspeed', stage=4), 'stage must be'), 'settings without deepspeed': (dict(deepspeed={'a': 1}), 'learner is'),
-           'half precision': (dict(learner='deepspeed', dtype='float16'), "'float32' or 'bfloat16'"), 'no ranks': (dict(ranks=0), 'ranks must be at least 1'),
-           'hostfile': (dict(learner='deepspeed', ranks=2, hostfile='nowhere'), 'does not exist')}
+REFUSED = {
+    'plain ranks': (dict(ranks=2), 'one process'), 'unknown learner': (dict(learner='deep'), "'plain' or 'deepspeed'"),
+    'stage': (dict(learner='deepspeed',
+                   stage=4), 'stage must be'), 'settings without deepspeed': (dict(deepspeed={'a': 1}), 'learner is'),
+    'half precision': (dict(learner='deepspeed', dtype='float16'), "'float32' or 'bfloat16'"), 'no ranks':
+    (dict(ranks=0), 'ranks must be at least 1'), 'hostfile': (dict(learner='deepspeed', ranks=2,
+                                                                   hostfile='nowhere'), 'does not exist')
+}
 
 
 @pytest.mark.parametrize('name', REFUSED)
@@ -282,5 +325,6 @@ def test_a_hostfile_must_have_a_slot_for_each_rank(tmp_path):
 
 def test_a_folder_with_another_run_is_refused_before_ranks_are_started(tmp_path):
     (tmp_path / 'summary.json').write_text('{"steps": 99, "collapsed": false}')
-    with pytest.raises(FileExistsError, match='already holds a run'): train({**SHORT, **KINDS['two ranks, stage 2'], 'run': str(tmp_path)})
+    with pytest.raises(FileExistsError, match='already holds a run'):
+        train({**SHORT, **KINDS['two ranks, stage 2'], 'run': str(tmp_path)})
     assert not (tmp_path / 'ranks.log').exists()

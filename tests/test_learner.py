@@ -14,7 +14,8 @@ from deepspeed_steps import model
 from credit_rl import train as training
 from credit_rl.advantages import to_tokens
 from credit_rl.layout import pack
-from credit_rl.learner import Credit, Learner, Loss, Optimiser
+from credit_rl.learner import Learner, Optimiser
+from credit_rl.parts import Credit, Loss
 from credit_rl.runlog import read_metrics, read_turns, same_metrics
 from credit_rl.scoring import AnswerTemplate
 from credit_rl.train import make_config, train
@@ -22,11 +23,15 @@ from credit_rl.trajectory import example_group
 
 ROOT = Path(__file__).resolve().parents[1]
 # the KL term makes it update at every step
-SHORT = dict(model=str(ROOT / 'data' / 'tiny_base'), steps=4, eval_every=2, questions_per_step=4, group_size=4, questions=50, dev_questions=4, test_questions=4,
-             max_turns=3, turn_tokens=12, kl=.01, learning_rate=1e-2, world={'size': 200}, threads=1, track='')
+SHORT = dict(model=str(ROOT / 'data' / 'tiny_base'), steps=4, eval_every=2, questions_per_step=4, group_size=4,
+             questions=50, dev_questions=4, test_questions=4, max_turns=3, turn_tokens=12, kl=.01, learning_rate=1e-2,
+             world={'size': 200}, threads=1, track='')
 DROPPING = {**SHORT, 'lora': {'r': 4, 'lora_dropout': .2}}
-LEARNERS = {'plain': {}, **({'deepspeed': dict(learner='deepspeed', stage=2)} if importlib.util.find_spec('deepspeed') else {})}
-needs_peft = pytest.mark.skipif(not importlib.util.find_spec('peft'), reason='peft is not installed: pip install credit_rl[train]')
+LEARNERS = {
+    'plain': {}, **({'deepspeed': dict(learner='deepspeed', stage=2)} if importlib.util.find_spec('deepspeed') else {})
+}
+needs_peft = pytest.mark.skipif(not importlib.util.find_spec('peft'), reason='peft is not installed: pip install '
+                                                                             'credit_rl[train]')
 
 context = multiprocessing.get_context('forkserver')
 context.set_forkserver_preload(['credit_rl.train', 'transformers.models.qwen2.modeling_qwen2'])
@@ -101,7 +106,8 @@ def test_what_changes_the_weights_beside_it_needs_a_second_model(tmp_path):
 
 
 def offloading(names, **how):
-    "A learner with a reference and a teacher on a device that is not, to PyTorch, where the host's memory is: 'cpu:0', to which all is copied."
+    """A learner with a reference and a teacher on a device that is not, to PyTorch, where the host's memory is:
+    'cpu:0', to which all is copied."""
     policy = model(0, 100)
     learner = Learner(policy, Loss(kl=.1), Optimiser(1e-2), reference=model(1, 100), teacher_every=2, offload=names)
     learner.device = torch.device('cpu', 0)
@@ -109,7 +115,8 @@ def offloading(names, **how):
     for who in ('reference', 'teacher'):
         scorer = getattr(learner, who)
         home = [p.data_ptr() for p in scorer.parameters()]
-        read = lambda *_, scorer=scorer, home=home, who=who: places.setdefault(who, []).append([p.data_ptr() for p in scorer.parameters()] == home)
+        read = lambda *_, scorer=scorer, home=home, who=who: places.setdefault(who, []).append(
+            [p.data_ptr() for p in scorer.parameters()] == home)
         scorer.model.base_model.register_forward_pre_hook(read)
     return learner, places
 
@@ -122,8 +129,11 @@ def test_offloaded_models_are_on_the_device_only_while_they_read(names):
     (learner, places), (plain, _) = offloading(names), offloading([])
     lay = {who: [p.data_ptr() for p in getattr(learner, who).parameters()] for who in ('reference', 'teacher')}
     for step in range(1, 4):
-        seens = [which.evaluate(layout, ('logp', 'teacher', 'ref_logp'), {'teacher': golds}) for which in (learner, plain)]
-        assert torch.equal(seens[0].ref_logp, seens[1].ref_logp) and torch.equal(seens[0].teacher_logp.nan_to_num(), seens[1].teacher_logp.nan_to_num())
+        seens = [
+            which.evaluate(layout, ('logp', 'teacher', 'ref_logp'), {'teacher': golds}) for which in (learner, plain)
+        ]
+        assert torch.equal(seens[0].ref_logp, seens[1].ref_logp) and torch.equal(seens[0].teacher_logp.nan_to_num(),
+                                                                                 seens[1].teacher_logp.nan_to_num())
         for which, seen in zip((learner, plain), seens):
             which.step(layout, seen, credit)
             which.tick(step)
@@ -146,5 +156,6 @@ def test_a_run_may_offload_from_its_next_sitting_on(tmp_path):
     run = quiet(tmp_path / 'run', {**SHORT, 'method': 'tips', 'steps': 2, 'teacher_every': 2})
     quiet(run, {**SHORT, 'method': 'tips', 'teacher_every': 2, 'resume': True, 'offload': ['reference', 'teacher']})
     assert same_metrics(whole, run) == []
-    with pytest.raises(ValueError, match="offload takes 'reference' and 'teacher'"): quiet(tmp_path / 'no', {**SHORT, 'offload': ['optimiser']})
+    with pytest.raises(ValueError, match="offload takes 'reference' and 'teacher'"):
+        quiet(tmp_path / 'no', {**SHORT, 'offload': ['optimiser']})
     assert not (tmp_path / 'no').exists()

@@ -12,7 +12,8 @@ from hypothesis import given, settings, strategies as st
 from torch.testing import assert_close
 
 from credit_rl.layout import AVERAGES, loss_weights, pack, token_logps
-from credit_rl.learner import Credit, Learner, Loss, Optimiser
+from credit_rl.learner import Learner, Optimiser
+from credit_rl.parts import Credit, Loss
 from credit_rl.losses import (entropy, kl, overlong_penalty, policy_loss, policy_terms, sequence_log_ratio, value_loss,
                               weighted_sum)
 from credit_rl.trajectory import Group, example_group
@@ -61,13 +62,14 @@ def trl_step(loss_type, logp, old, ref, advantages, mask, level='token', low=0.2
                             vllm_importance_sampling_correction=False,
                             current_gradient_accumulation_steps=accumulate, max_completion_length=max_length,
                             _entropy_bonus_enabled=bool(entropy_coef), entropy_coef=entropy_coef,
-                            use_adaptive_entropy=False).items(): setattr(trainer, name, value)
+                            use_adaptive_entropy=False).items():        setattr(trainer, name, value)
     ids = torch.zeros_like(logp, dtype=torch.long)
     inputs = dict(prompt_ids=ids[:, :1], prompt_mask=torch.ones_like(ids[:, :1]), completion_ids=ids,
                   completion_mask=torch.ones_like(ids), tool_mask=mask.long(),
                   advantages=advantages, old_per_token_logps=old, ref_per_token_logps=ref,
                   num_items_in_batch=mask.sum() if tokens is None else tokens)
-    return trainer._compute_loss(trainer.model, inputs), {name: values[-1] for name, values in trainer._metrics['train'].items()}
+    return trainer._compute_loss(trainer.model,
+                                 inputs), {name: values[-1] for name, values in trainer._metrics['train'].items()}
 
 
 def trl_loss(*args, **kw): return trl_step(*args, **kw)[0]
@@ -82,8 +84,10 @@ def agree(ours, theirs, logp):
 
 
 # TRL's loss types and the averages that they are
-TRL = {'grpo': sequence_mean, 'bnpo': token_mean, 'dapo': token_mean,
-       'dr_grpo': lambda m: average(m, 'token-sum', denominator=len(m) * 32), 'luspo': lambda m: average(m, 'group-mean-token-sum')}
+TRL = {
+    'grpo': sequence_mean, 'bnpo': token_mean, 'dapo': token_mean, 'dr_grpo':
+    lambda m: average(m, 'token-sum', denominator=len(m) * 32), 'luspo': lambda m: average(m, 'group-mean-token-sum')
+}
 
 
 @pytest.mark.parametrize('seed', range(3))
@@ -111,10 +115,11 @@ def test_gspo_is_trl(seed, loss_type, per_token):
 @pytest.mark.parametrize('seed', range(3))
 @pytest.mark.parametrize('beta', [0.0, 0.3])
 def test_cispo_is_trl(seed, beta):
-    logp, old, ref, a, mask = batch(seed)                             # TRL clips the upper side only, at an absolute ratio
+    logp, old, ref, a, mask = batch(seed)  # TRL clips the upper side only, at an absolute ratio
     w = token_mean(mask)
-    agree(lambda x: policy_loss(x, old, a, w, 'cispo', clip_low=1.0, clip_high=0.3) + beta * weighted_sum(kl(x, ref, mask=mask), w),
-          lambda x: trl_loss('cispo', x, old, ref, a, mask, high=1.3, beta=beta), logp)
+    agree(
+        lambda x: policy_loss(x, old, a, w, 'cispo', clip_low=1.0, clip_high=0.3) + beta * weighted_sum(
+            kl(x, ref, mask=mask), w), lambda x: trl_loss('cispo', x, old, ref, a, mask, high=1.3, beta=beta), logp)
 
 
 @pytest.mark.parametrize('seed', range(3))
@@ -139,7 +144,8 @@ def test_kl_term_is_trl(seed, loss_type):
 
 @pytest.mark.parametrize('loss_type', ['bnpo', 'dapo'])
 def test_entropy_bonus_is_trl(loss_type):
-    "TRL's bonus is a mean over tokens whatever its loss type averages; ours has the loss's own weights, so the two meet in the token mean."
+    """TRL's bonus is a mean over tokens whatever its loss type averages; ours has the loss's own weights, so the two
+    meet in the token mean."""
     _, old, ref, a, mask = batch(0)
     logits = torch.randn(*mask.shape, 11, generator=torch.Generator().manual_seed(1))
     w, logp = token_mean(mask), lambda x: x.log_softmax(-1)[..., 0]
@@ -166,10 +172,12 @@ def test_one_row_eight_times_is_trls_batch_of_eight(loss_type):
     logp, old, ref, a, mask = batch(2, rows=8)
     kind, w = ('cispo', token_mean(mask)) if loss_type == 'cispo' else ('ppo', TRL[loss_type](mask))
     kw = dict(clip_low=1.0, clip_high=0.3) if kind == 'cispo' else {}
-    one = lambda x, i: trl_loss(loss_type, x[i], old[i], ref[i], a[i], mask[i], high=1.3 if kind == 'cispo' else 0.2, tokens=mask.sum(), accumulate=8)
+    one = lambda x, i: trl_loss(loss_type, x[i], old[i], ref[i], a[i], mask[i], high=1.3
+                                if kind == 'cispo' else 0.2, tokens=mask.sum(), accumulate=8)
     theirs = lambda x: sum(one(x, slice(i, i + 1)) for i in range(8))
     agree(lambda x: policy_loss(x, old, a, w, kind, **kw), theirs, logp)
-    agree(lambda x: sum(policy_loss(x[i:i + 1], old[i:i + 1], a[i:i + 1], w[i:i + 1], kind, **kw) for i in range(8)), theirs, logp)
+    agree(lambda x: sum(policy_loss(x[i:i + 1], old[i:i + 1], a[i:i + 1], w[i:i + 1], kind, **kw) for i in range(8)),
+          theirs, logp)
 
 
 def test_on_policy_reinforce_is_trls_rloo():
@@ -179,15 +187,21 @@ def test_on_policy_reinforce_is_trls_rloo():
     mask, a = torch.arange(15) < torch.tensor([15, 3, 9, 1, 12, 7])[:, None], a[:, 0]
     trainer, same = object.__new__(rloo.RLOOTrainer), lambda x, *args, **k: x
     trainer._get_per_token_logps_and_entropies = lambda *args, **k: (x, torch.zeros_like(x), None)
-    for name, value in dict(model=SimpleNamespace(training=True), epsilon_low=0.2, epsilon_high=0.2, aux_loss_enabled=False,
-                            _metrics={'train': defaultdict(list)}, accelerator=SimpleNamespace(gather=same, reduce=same)).items(): setattr(trainer, name, value)
+    for name, value in dict(model=SimpleNamespace(training=True), epsilon_low=0.2, epsilon_high=0.2,
+                            aux_loss_enabled=False, _metrics={'train': defaultdict(list)},
+                            accelerator=SimpleNamespace(gather=same, reduce=same)).items():
+        setattr(trainer, name, value)
     x, y, ids = logp.clone().requires_grad_(), logp.clone().requires_grad_(), torch.zeros_like(logp, dtype=torch.long)
-    theirs = trainer._compute_loss(trainer.model, dict(prompt_ids=ids[:, :1], prompt_mask=ids[:, :1], completion_ids=ids, completion_mask=mask.long(),
-                                                       old_logps=(logp * mask).sum(1), advantages=a))
+    theirs = trainer._compute_loss(
+        trainer.model,
+        dict(prompt_ids=ids[:, :1], prompt_mask=ids[:, :1], completion_ids=ids, completion_mask=mask.long(),
+             old_logps=(logp * mask).sum(1), advantages=a))
     w = average(mask, 'sequence-mean-token-sum')
     for kind in ('reinforce', 'ppo'):
         ours = policy_loss(y, logp, a[:, None].expand_as(mask), w, kind)
-        assert_close(torch.autograd.grad(ours, y)[0], torch.autograd.grad(theirs, x, retain_graph=True)[0], atol=1e-6, rtol=1e-5)
+        assert_close(
+            torch.autograd.grad(ours, y)[0],
+            torch.autograd.grad(theirs, x, retain_graph=True)[0], atol=1e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize('clip', [None, 0.2, 1.0])
@@ -205,11 +219,14 @@ def test_value_loss_is_torchrls(clip):
 
     v, target, old = torch.randn(3, 6, 15, generator=torch.Generator().manual_seed(0))
     *_, mask = batch(0)
-    actor = ProbabilisticTensorDictSequential(TensorDictModule(torch.nn.Linear(1, 2), ['x'], ['logits']), ProbabilisticTensorDictModule(
-        ['logits'], ['action'], distribution_class=torch.distributions.Categorical))
+    actor = ProbabilisticTensorDictSequential(
+        TensorDictModule(torch.nn.Linear(1, 2), ['x'], ['logits']),
+        ProbabilisticTensorDictModule(['logits'], ['action'], distribution_class=torch.distributions.Categorical))
     critic = TensorDictModule(Critic(v), ['x'], ['state_value'])
-    theirs = PPOLoss(actor, critic, clip_value=clip, loss_critic_type='l2', functional=False, reduction='none').loss_critic(
-        TensorDict(x=torch.zeros(6, 15, 1), state_value=old[..., None], value_target=target[..., None], batch_size=[6, 15]))[0][..., 0]
+    theirs = PPOLoss(actor, critic, clip_value=clip, loss_critic_type='l2', functional=False,
+                     reduction='none').loss_critic(
+                         TensorDict(x=torch.zeros(6, 15, 1), state_value=old[..., None],
+                                    value_target=target[..., None], batch_size=[6, 15]))[0][..., 0]
     x, w = v.clone().requires_grad_(), token_mean(mask)
     ours = value_loss(x, target, w, None if clip is None else old, clip)
     assert_close(ours, theirs[mask].mean() / 2)                                     # the ½ is ours
@@ -278,7 +295,8 @@ def test_segment_mean_sums_the_means_of_segments(seed):
         for k in range(3):
             where = turns[rows] == k
             if where.any(): expected += terms[rows][where].mean().item() / 3
-    assert math.isclose(weighted_sum(terms, loss_weights(turns, owner, 'segment-mean')), expected, rel_tol=1e-4, abs_tol=1e-5)
+    assert math.isclose(weighted_sum(terms, loss_weights(turns, owner, 'segment-mean')), expected, rel_tol=1e-4,
+                        abs_tol=1e-5)
 
 
 @given(st.integers(0, 10 ** 6))
@@ -318,7 +336,8 @@ def test_only_the_policy_and_the_critic_get_a_gradient(kind):
     w = token_mean(mask)
     terms, stats = policy_terms(logp, old, a, mask, kind)
     loss = weighted_sum(terms, w) + sum(weighted_sum(kl(logp, ref, k, mask), w) for k in ('k1', 'k2', 'k3'))
-    moved = torch.autograd.grad(loss + value_loss(logp, ref, w) + value_loss(logp, a, w, old, 0.1), (logp, old, ref, a), allow_unused=True)
+    moved = torch.autograd.grad(loss + value_loss(logp, ref, w) + value_loss(logp, a, w, old, 0.1),
+                                (logp, old, ref, a), allow_unused=True)
     assert moved[0].any() and moved[1:] == (None, None, None)
     assert not any(x.requires_grad for x in stats.values())
 
@@ -327,7 +346,8 @@ def test_huge_ratios_stay_finite():
     x = torch.tensor([[-0.1, -200.0]], requires_grad=True)
     for kind in KINDS:
         for sign in (1.0, -1.0):
-            loss = policy_loss(x, torch.tensor([[-300.0, -0.1]]), torch.full((1, 2), sign), torch.full((1, 2), 0.5), kind)
+            loss = policy_loss(x, torch.tensor([[-300.0, -0.1]]), torch.full((1, 2), sign), torch.full((1, 2), 0.5),
+                               kind)
             assert loss.isfinite() and torch.autograd.grad(loss, x)[0].isfinite().all()
 
 
@@ -345,21 +365,23 @@ def test_bad_input_is_refused():
     w = token_mean(mask)
     ok = dict(logp=logp, old_logp=old, advantages=a, weights=w)
     for change, what in ((dict(logp=logp.exp()), 'probabilities'), (dict(old_logp=old.exp()), 'probabilities'),
-                         (dict(logp=logp * NAN), 'finite'),
-                         (dict(advantages=a * NAN), 'missing trajectory'), (dict(weights=-w), '>= 0'), (dict(weights=torch.where(mask, math.inf, 0.0)), '>= 0'),
-                         (dict(advantages=a[:, 0]), 'one per token'), (dict(advantages=a[:, :1]), 'one per token'),
-                         (dict(weights=w[:, :1]), 'mask'),
-                         (dict(kind='grpo'), 'kind'), (dict(dual_clip=0.9), 'dual_clip'),
-                         (dict(dual_clip=3.0, kind='cispo'), 'dual_clip'),
-                         (dict(clip_low=1.2), 'clip_low'),
-                         (dict(kind='gspo', row_trajectory=torch.tensor([0])), 'row_trajectory')):
+                         (dict(logp=logp * NAN), 'finite'), (dict(advantages=a * NAN), 'missing trajectory'),
+                         (dict(weights=-w), '>= 0'), (dict(weights=torch.where(mask, math.inf, 0.0)),
+                                                      '>= 0'), (dict(advantages=a[:, 0]), 'one per token'),
+                         (dict(advantages=a[:, :1]), 'one per token'), (dict(weights=w[:, :1]), 'mask'),
+                         (dict(kind='grpo'), 'kind'), (dict(dual_clip=0.9),
+                                                       'dual_clip'), (dict(dual_clip=3.0, kind='cispo'), 'dual_clip'),
+                         (dict(clip_low=1.2), 'clip_low'), (dict(kind='gspo',
+                                                                 row_trajectory=torch.tensor([0])), 'row_trajectory')):
         with pytest.raises(ValueError, match=what): policy_loss(**{**ok, **change})
     with pytest.raises(ValueError, match='probabilities'): kl(logp, ref.exp())
     with pytest.raises(ValueError, match='k3'): kl(logp, ref, 'k4')
     with pytest.raises(ValueError, match='finite'): value_loss(torch.full_like(w, NAN), a, w)
-    for bad, what in ((dict(clip=0.2), 'together'), (dict(old_values=a), 'together'), (dict(clip=0.0, old_values=a), 'above 0'),
-                      (dict(clip=-1.0, old_values=a), 'above 0'), (dict(returns=a[:1]), 'returns'), (dict(values=a[:, :1]), 'values'),
-                      (dict(clip=0.1, old_values=a[0]), 'old_values'), (dict(returns=a * math.inf), 'finite')):
+    for bad, what in ((dict(clip=0.2), 'together'), (dict(old_values=a), 'together'), (dict(clip=0.0,
+                                                                                            old_values=a), 'above 0'),
+                      (dict(clip=-1.0, old_values=a), 'above 0'), (dict(returns=a[:1]), 'returns'),
+                      (dict(values=a[:, :1]), 'values'), (dict(clip=0.1, old_values=a[0]),
+                                                          'old_values'), (dict(returns=a * math.inf), 'finite')):
         with pytest.raises(ValueError, match=what): value_loss(**{**dict(values=a, returns=a, weights=w), **bad})
     with pytest.raises(ValueError, match='like the terms'): weighted_sum(a, w[:1])
     for buffer in (0, -1, 11):
@@ -398,13 +420,13 @@ def test_statistics():
     assert_close(stats['approx_kl'], (ratio - 1 - ratio.log()).mean())
     cut = ((ratio > 1.2) & (a[mask] > 0)) | ((ratio < 0.8) & (a[mask] < 0))
     assert_close(stats['clip_fraction'], cut.float().mean())
-    for kw in (dict(), dict(dual_clip=1.3), dict(dual_clip=1.3, clip_high=0.5)):          # what is cut off has no gradient
+    for kw in (dict(), dict(dual_clip=1.3), dict(dual_clip=1.3, clip_high=0.5)):  # what is cut off has no gradient
         x = logp.clone().requires_grad_()
         policy_loss(x, old, a, mask.float(), **kw).backward()
         share = policy_terms(logp, old, a, mask, **kw)[1]['clip_fraction']
         assert_close((x.grad[mask] == 0).float().mean(), share)
         assert not kw or share > stats['clip_fraction']
-    bounded = policy_terms(logp, old, a, mask, 'cispo')[1]['clip_fraction']               # CISPO's tokens keep theirs, bounded
+    bounded = policy_terms(logp, old, a, mask, 'cispo')[1]['clip_fraction']  # CISPO's tokens keep theirs, bounded
     assert_close(bounded, ((ratio < 0.8) | (ratio > 1.2)).float().mean())
 
 
@@ -427,15 +449,19 @@ def test_value_loss_and_entropy():
 class Recorder(Learner):
     "A learner that keeps each update's gradient before it is clipped."
     def _update(self):
-        self.gradients = [*getattr(self, 'gradients', []), torch.cat([p.grad.flatten().clone() for p in self.scorer.parameters()])]
+        self.gradients = [
+            *getattr(self, 'gradients', []),
+            torch.cat([p.grad.flatten().clone() for p in self.scorer.parameters()])
+        ]
         return super()._update()
 
 
 def small_model(seed=0):
     from transformers import Qwen2Config, Qwen2ForCausalLM
     torch.manual_seed(seed)
-    return Qwen2ForCausalLM(Qwen2Config(vocab_size=100, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
-                                        num_key_value_heads=1, initializer_range=0.1))
+    return Qwen2ForCausalLM(
+        Qwen2Config(vocab_size=100, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
+                    num_key_value_heads=1, initializer_range=0.1))
 
 
 @pytest.fixture(scope='module')
@@ -443,8 +469,17 @@ def eight():
     "Eight trajectories of different lengths, two of them in two rows, and a credit for each turn."
     ts = example_group().trajectories
     cut = lambda t, k: dataclasses.replace(t, turns=t.turns[:k])
-    edited = lambda t: dataclasses.replace(t, turns=[t.turns[0], dataclasses.replace(t.turns[1], context_ids=t.prompt_ids[2:]), *t.turns[2:]])
-    layout = pack([Group(ts[0].question, [ts[0], cut(ts[1], 2), edited(ts[2]), cut(ts[0], 1), cut(ts[2], 3), ts[1], edited(cut(ts[1], 3)), ts[2]])])
+    edited = lambda t: dataclasses.replace(
+        t, turns=[t.turns[0], dataclasses.replace(t.turns[1], context_ids=t.prompt_ids[2:]), *t.turns[2:]])
+    layout = pack([
+        Group(ts[0].question,
+              [ts[0],
+               cut(ts[1], 2),
+               edited(ts[2]),
+               cut(ts[0], 1),
+               cut(ts[2], 3), ts[1],
+               edited(cut(ts[1], 3)), ts[2]])
+    ])
     a = torch.randn(layout.ids.shape, generator=torch.Generator().manual_seed(0)) * layout.trained
     return layout, Credit(a, trajectory_weight=torch.tensor([1.0, 0.5, 2.0, 1.0, 1.0, 0.0, 1.5, 1.0]))
 
@@ -452,14 +487,16 @@ def eight():
 @pytest.mark.parametrize('name', AVERAGES)
 @pytest.mark.parametrize('kind', KINDS)
 def test_the_learners_batch_1_times_8_is_its_batch_8_times_1(eight, kind, name):
-    "Whatever fits into one forward, the gradient of the update is the same: that of the loss written out over the whole batch."
+    """Whatever fits into one forward, the gradient of the update is the same: that of the loss written out over the
+    whole batch."""
     layout, credit = eight
     spec, gradients, losses = Loss(kind, average=name, clip_low=0.02, clip_high=0.02, kl=0.1, entropy=0.01), [], []
     for budget in (1, 3 * layout.ids.shape[1], 10 ** 6):
         learner = Recorder(small_model(), spec, Optimiser(minibatches=1, row_tokens=budget), reference=small_model(1))
         calls = []
         learner.scorer.register_forward_hook(lambda module, args, out: calls.append(len(args[0])))
-        seen = dataclasses.replace(learner.evaluate(layout, ('logp', 'ref_logp')), logp=layout.logps - 4.0)         # off policy, so that clips bite
+        # off policy, so that clips bite
+        seen = dataclasses.replace(learner.evaluate(layout, ('logp', 'ref_logp')), logp=layout.logps - 4.0)
         calls.clear()
         losses.append(learner.step(layout, seen, credit)['loss'])
         gradients += learner.gradients
@@ -480,7 +517,8 @@ def test_the_learners_weights_do_not_depend_on_the_budget(eight):
     "Several updates with AdamW: the same losses and, but for rounding, the same weights."
     layout, credit = eight
     def after(budget):
-        learner = Learner(small_model(), Loss(average='sequence-mean-token-mean'), Optimiser(learning_rate=1e-3, minibatches=3, epochs=2, row_tokens=budget))
+        learner = Learner(small_model(), Loss(average='sequence-mean-token-mean'),
+                          Optimiser(learning_rate=1e-3, minibatches=3, epochs=2, row_tokens=budget))
         logs = [learner.step(layout, learner.evaluate(layout), credit) for _ in range(2)]
         return [log['loss'] for log in logs], [log['grad_norm'] for log in logs], learner.evaluate(layout).logp
     one, all_ = after(1), after(10 ** 6)

@@ -6,10 +6,11 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from credit_rl.datasets import BENCHMARKS, load_questions
-from credit_rl.metrics import (benchmark_metric, carl_match, cover_match, exact_match, f1, normalize, numeric_match, parse_number, search_r1_answer,
-                               search_r1_em, short_bleu)
+from credit_rl.metrics import (benchmark_metric, carl_match, cover_match, exact_match, f1, normalize, numeric_match,
+                               parse_number, search_r1_answer, search_r1_em, short_bleu)
 
-WORDS = st.sampled_from(['Budapest', 'the', 'a', 'An', 'city', 'of', 'x', 'X.', 'y', 'é', '"z"', '-1.5', '15', "o'clock"])
+WORDS = st.sampled_from(
+    ['Budapest', 'the', 'a', 'An', 'city', 'of', 'x', 'X.', 'y', 'é', '"z"', '-1.5', '15', "o'clock"])
 TEXT = st.lists(WORDS, max_size=8).map(' '.join)
 GOLDS = st.lists(TEXT, min_size=1, max_size=3)
 METRICS = [exact_match, carl_match, cover_match, f1, short_bleu, numeric_match]
@@ -69,7 +70,8 @@ def test_em_and_f1_agree_with_torchmetrics_squad(p, golds):
     squad = pytest.importorskip('torchmetrics.functional.text').squad
     golds = [g for g in golds if normalize(g)]   # empty golds are a stated difference
     if not golds: return
-    out = squad([{'prediction_text': p, 'id': '0'}], [{'answers': {'answer_start': [0] * len(golds), 'text': golds}, 'id': '0'}])
+    out = squad([{'prediction_text': p, 'id': '0'}],
+                [{'answers': {'answer_start': [0] * len(golds), 'text': golds}, 'id': '0'}])
     assert exact_match(p, golds) == pytest.approx(out['exact_match'].item() / 100)
     assert f1(p, golds) == pytest.approx(out['f1'].item() / 100, abs=1e-6)
 
@@ -92,7 +94,8 @@ def test_short_bleu_agrees_with_nltk(p, g, smooth):
 @settings(deadline=None)
 @given(st.lists(st.sampled_from('uvwxyz'), min_size=1, max_size=9).map(' '.join))
 def test_an_exact_match_of_any_length_has_short_bleu_1(text):
-    assert short_bleu(text, [text]) == pytest.approx(1.0) and short_bleu(text, [text], smooth=True) == pytest.approx(1.0)
+    assert short_bleu(text, [text]) == pytest.approx(1.0) and short_bleu(text, [text],
+                                                                         smooth=True) == pytest.approx(1.0)
     assert short_bleu('', [text]) == 0.0
 
 
@@ -148,10 +151,16 @@ def test_a_senseless_tolerance_is_refused(rel_tol):
 @settings(deadline=None)
 def test_latex_around_a_number_changes_nothing(x):
     plain, commas = f'{x:.2f}', f'{x:,.2f}'
-    dressed = [f'${plain}$', rf'\({plain}\)', commas.replace(',', '{,}'), commas.replace(',', r'\,'), commas.replace(',', r'\!'), rf'{plain} \text{{ kg}}',
-               rf'\text{{{plain}}}', rf'\$ {plain}', rf'\mathrm{{{plain}}}', f'**{plain}**']
+    dressed = [
+        f'${plain}$', rf'\({plain}\)',
+        commas.replace(',', '{,}'),
+        commas.replace(',', r'\,'),
+        commas.replace(',', r'\!'), rf'{plain} \text{{ kg}}', rf'\text{{{plain}}}', rf'\$ {plain}',
+        rf'\mathrm{{{plain}}}', f'**{plain}**'
+    ]
     for text in dressed: assert parse_number(text) == (float(plain), False), text
-    for text in (rf'{plain}\%', rf'${plain}\%$', rf'{plain}\,\%', rf'{plain} \text{{ percent}}', f'{plain} pct'): assert parse_number(text) == (float(plain), True), text
+    for text in (rf'{plain}\%', rf'${plain}\%$', rf'{plain}\,\%', rf'{plain} \text{{ percent}}', f'{plain} pct'):
+        assert parse_number(text) == (float(plain), True), text
 
 
 @pytest.mark.parametrize('text', [r'\frac{1}{2}', r'12 \text{ or } 13', r'10^6', r'1\,5', r'\{1, 2\}', '12 % of 30', 'between $3 and $4'])
@@ -178,7 +187,8 @@ def test_search_r1_takes_the_last_answer_after_the_prompts_own(answers, golds, b
 @settings(deadline=None)
 def test_search_r1_pairs_each_opening_with_the_next_closing_tag(text, prompt_answers):
     pairs, at = [], 0
-    while (start := text.find('<answer>', at)) >= 0 and (end := text.find('</answer>', start)) >= 0:         # by hand, without a pattern
+    # by hand, without a pattern
+    while (start := text.find('<answer>', at)) >= 0 and (end := text.find('</answer>', start)) >= 0:
         pairs.append(text[start + len('<answer>'):end].strip())
         at = end + len('</answer>')
     assert search_r1_answer(text, prompt_answers) == (pairs[-1] if len(pairs) > prompt_answers else None)
@@ -215,7 +225,8 @@ def test_finqa_accepts_three_significant_digits(x, minus):
 
 @pytest.mark.parametrize('name, split', [('gsm8k', 'train'), ('gsm8k', 'test'), ('finqa', 'train'), ('finqa', 'dev')])
 def test_real_numbers(data, name, split):
-    "Every gold is one number (or yes, no) and meets itself, with its unit and as a percentage; another question's gold seldom does."
+    """Every gold is one number (or yes, no) and meets itself, with its unit and as a percentage; another question's
+    gold seldom does."""
     metric, questions = benchmark_metric(name), load_questions(name, data / name, split)
     hits = 0
     for q, other in zip(questions, questions[1:]):
@@ -231,13 +242,16 @@ def test_real_numbers(data, name, split):
 
 
 def test_finqas_annotators_and_programs_mostly_agree(data):
-    "What people wrote (read here from the file, not through the loader) against what the programs gave: an independent check of the reading of numbers."
+    """What people wrote (read here from the file, not through the loader) against what the programs gave: an
+    independent check of the reading of numbers."""
     import json
-    rows = [row['qa'] for split in ('train', 'dev') for row in json.loads((data / 'finqa' / f'{split}.json').read_text())]
+    rows = [
+        row['qa'] for split in ('train', 'dev') for row in json.loads((data / 'finqa' / f'{split}.json').read_text())
+    ]
     agree = sum(benchmark_metric('finqa')(qa['answer'], [str(qa['exe_ans'])]) for qa in rows)
     questions = [q for split in ('train', 'dev') for q in load_questions('finqa', data / 'finqa', split)]
     with_written = sum(benchmark_metric('finqa')(qa['answer'], q.answers) for qa, q in zip(rows, questions))
-    assert .80 < agree / len(rows) < .90                         # the rest are rounded further, or known errors of the set
+    assert .80 < agree / len(rows) < .90  # the rest are rounded further, or known errors of the set
     assert .93 < with_written / len(rows) < 1                    # as written, and rounded: only the errors are left
 
 
@@ -248,6 +262,8 @@ def test_real_golds_agree_with_torchmetrics_squad(data, name, split):
     for q, other in zip(questions, questions[1:]):
         golds = [g for g in q.answers if normalize(g)]
         for p in (q.answers[-1], f'It was {q.answers[0]}, I think', other.answers[0]):
-            out = squad([{'prediction_text': p, 'id': '0'}], [{'answers': {'answer_start': [0] * len(golds), 'text': golds}, 'id': '0'}])
-            assert exact_match(p, golds) == out['exact_match'].item() / 100 and f1(p, golds) == pytest.approx(out['f1'].item() / 100, abs=1e-6)
+            out = squad([{'prediction_text': p, 'id': '0'}],
+                        [{'answers': {'answer_start': [0] * len(golds), 'text': golds}, 'id': '0'}])
+            assert exact_match(p, golds) == out['exact_match'].item() / 100 and f1(p, golds) == pytest.approx(
+                out['f1'].item() / 100, abs=1e-6)
     assert BENCHMARKS[name].metric == 'em'

@@ -1,4 +1,5 @@
-"The papers' settings under runs/params: each file loads, can be run, says where its values come from, and fits its paper's host."
+("The papers' settings under runs/params: each file loads, can be run, says where its values come from, and fits its "
+ "paper's host.")
 import importlib.util
 import re
 import shutil
@@ -14,7 +15,8 @@ from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 from credit_rl.compare import plan_jobs
 from credit_rl.estimate import memory, read_sizes
 from credit_rl.layout import pack
-from credit_rl.learner import Credit, Learner, Optimiser, Seen, make_critic
+from credit_rl.learner import Learner, Optimiser, make_critic
+from credit_rl.parts import Credit, Seen
 from credit_rl.methods import get_method
 from credit_rl.prepare import check_warming, make_warming
 from credit_rl.tiny import tiny_model, tiny_tokenizer
@@ -23,37 +25,99 @@ from credit_rl.trajectory import example_group
 
 ROOT = Path(__file__).resolve().parents[1]
 VLLM = importlib.util.find_spec('vllm') is not None
-OURS = ('sweep', 'sweep_weak', 'claims', 'engines', 'carl_warm', 'carl_tiny')  # many runs in the tiny world, for credit_rl.compare
-FILES = {p.stem: p for p in sorted((ROOT / 'runs' / 'params').glob('*.yaml')) if p.stem not in ('demo', 'carl_demo', *OURS) and not p.stem.endswith('_warmup')}
-WARM = {p.stem.removesuffix('_warmup'): p for p in sorted((ROOT / 'runs' / 'params').glob('*_warmup.yaml'))}  # what a warm-up is told besides
+# many runs in the tiny world, for credit_rl.compare
+OURS = ('sweep', 'sweep_weak', 'claims', 'engines', 'carl_warm', 'carl_tiny')
+FILES = {
+    p.stem: p
+    for p in sorted((ROOT / 'runs' / 'params').glob('*.yaml'))
+    if p.stem not in ('demo', 'carl_demo', *OURS) and not p.stem.endswith('_warmup')
+}
+# what a warm-up is told besides
+WARM = {p.stem.removesuffix('_warmup'): p for p in sorted((ROOT / 'runs' / 'params').glob('*_warmup.yaml'))}
 # steps, questions a step, group size, mini-batches, epochs, learning rate, weight of the KL, by the papers
 VALUES = {
-    **dict.fromkeys(('tips_qwen2.5_3b', 'tips_qwen2.5_7b', 'tips_qwen2.5_14b', 'tips_qwen3_4b', 'tips_llama3.1_8b'), (500, 256, 1, 1, 1, 1e-6, .001)),
-    **dict.fromkeys(('tspo_qwen2.5_3b', 'tspo_qwen2.5_7b'), (500, 512, 5, 2, 1, 1e-6, .001)),
-    **dict.fromkeys(('igpo_qwen2.5_3b', 'igpo_qwen2.5_7b'), (500, 32, 16, 1, 1, 1e-6, .001)),
-    **dict.fromkeys(('prs_qwen2.5_3b', 'vspo_qwen2.5_3b'), (500, 128, 5, 1, 1, 1e-7, .001)),
-    **dict.fromkeys(('carl_qwen2.5_3b', 'carl_qwen2.5_7b', 'search_r1_ppo_qwen2.5_7b'), (500, 256, 5, 20, 4, 1e-6, .001)),
-    'search_r1_grpo_qwen2.5_7b': (500, 256, 5, 1, 1, 5e-7, .001)}
+    **dict.fromkeys(
+        ('tips_qwen2.5_3b', 'tips_qwen2.5_7b', 'tips_qwen2.5_14b', 'tips_qwen3_4b', 'tips_llama3.1_8b'),
+        (500, 256, 1, 1, 1, 1e-6, 0.001),
+    ),
+    **dict.fromkeys(('tspo_qwen2.5_3b', 'tspo_qwen2.5_7b'), (500, 512, 5, 2, 1, 1e-6, 0.001)),
+    **dict.fromkeys(('igpo_qwen2.5_3b', 'igpo_qwen2.5_7b'), (500, 32, 16, 1, 1, 1e-6, 0.001)),
+    **dict.fromkeys(('prs_qwen2.5_3b', 'vspo_qwen2.5_3b'), (500, 128, 5, 1, 1, 1e-7, 0.001)),
+    **dict.fromkeys(
+        ('carl_qwen2.5_3b', 'carl_qwen2.5_7b', 'search_r1_ppo_qwen2.5_7b'), (500, 256, 5, 20, 4, 1e-6, 0.001)
+    ),
+    'search_r1_grpo_qwen2.5_7b': (500, 256, 5, 1, 1, 5e-7, 0.001),
+}
 MORE = {
-    'tips_qwen2.5_7b': dict(method='tips', teacher_every=200, critic='own', critic_rate=1e-5, clip=1., max_turns=5, max_tokens=8192, passages=3, passage_tokens=500),
-    'tspo_qwen2.5_7b': dict(method='tspo', options={'alpha': 1., 'strategy': 'all-wrong'}, average='group-mean-token-sum'),
-    'igpo_qwen2.5_7b': dict(method='igpo', max_turns=10, turn_tokens=2000, max_tokens=30767 + 2000, temperature=1.),
-    'vspo_qwen2.5_3b': dict(method='prs+vspo', options={'form': 'short', 'temperature': .1, 'smoothing': 2, 'least_variance': 1e-6}),
-    'carl_qwen2.5_7b': dict(method='carl', options={'lam': 0.}, critic='shared', critic_rate=5e-6, critic_mix=.5, betas=[.9, .999], weight_decay=.01, warmup=100 * 80,
-                            loss={'clip_low': .2, 'clip_high': .2, 'entropy': .001, 'value': 1.}, average='segment-mean', eval_every=25, max_turns=15, context_tokens=256,
-                            data='hotpotqa+2wikimultihopqa+gsm8k'),
-    'search_r1_ppo_qwen2.5_7b': dict(method='ppo', options={'gamma': 1., 'lam': .95}, critic='frozen', critic_rate=1e-5, protocol='carl', data='hotpotqa+2wikimultihopqa+gsm8k'),
-    'search_r1_grpo_qwen2.5_7b': dict(method='grpo', clip=1e-4, average='token-mean', loss={'clip_low': .2, 'clip_high': .2, 'dual_clip': 3., 'entropy': 0.})}
+    'tips_qwen2.5_7b': dict(
+        method='tips',
+        teacher_every=200,
+        critic='own',
+        critic_rate=1e-5,
+        clip=1.0,
+        max_turns=5,
+        max_tokens=8192,
+        passages=3,
+        passage_tokens=500,
+    ),
+    'tspo_qwen2.5_7b': dict(
+        method='tspo', options={'alpha': 1.0, 'strategy': 'all-wrong'}, average='group-mean-token-sum'
+    ),
+    'igpo_qwen2.5_7b': dict(method='igpo', max_turns=10, turn_tokens=2000, max_tokens=30767 + 2000, temperature=1.0),
+    'vspo_qwen2.5_3b': dict(
+        method='prs+vspo', options={'form': 'short', 'temperature': 0.1, 'smoothing': 2, 'least_variance': 1e-6}
+    ),
+    'carl_qwen2.5_7b': dict(
+        method='carl',
+        options={'lam': 0.0},
+        critic='shared',
+        critic_rate=5e-6,
+        critic_mix=0.5,
+        betas=[0.9, 0.999],
+        weight_decay=0.01,
+        warmup=100 * 80,
+        loss={'clip_low': 0.2, 'clip_high': 0.2, 'entropy': 0.001, 'value': 1.0},
+        average='segment-mean',
+        eval_every=25,
+        max_turns=15,
+        context_tokens=256,
+        data='hotpotqa+2wikimultihopqa+gsm8k',
+    ),
+    'search_r1_ppo_qwen2.5_7b': dict(
+        method='ppo',
+        options={'gamma': 1.0, 'lam': 0.95},
+        critic='frozen',
+        critic_rate=1e-5,
+        protocol='carl',
+        data='hotpotqa+2wikimultihopqa+gsm8k',
+    ),
+    'search_r1_grpo_qwen2.5_7b': dict(
+        method='grpo',
+        clip=1e-4,
+        average='token-mean',
+        loss={'clip_low': 0.2, 'clip_high': 0.2, 'dual_clip': 3.0, 'entropy': 0.0},
+    ),
+}
 
 # the models' shapes, as their configurations say; parameters as published
 _SHAPE = lambda kind, layers, hidden, intermediate, heads, kv, vocabulary, **more: kind(
-    num_hidden_layers=layers, hidden_size=hidden, intermediate_size=intermediate, num_attention_heads=heads, num_key_value_heads=kv, vocab_size=vocabulary, **more)
-MODELS = {'Qwen/Qwen2.5-3B-Instruct': (_SHAPE(Qwen2Config, 36, 2048, 11008, 16, 2, 151936, tie_word_embeddings=True), 3_085_938_688),
-          'Qwen/Qwen2.5-7B-Instruct': (_SHAPE(Qwen2Config, 28, 3584, 18944, 28, 4, 152064), 7_615_616_512),
-          'Qwen/Qwen2.5-14B-Instruct': (_SHAPE(Qwen2Config, 48, 5120, 13824, 40, 8, 152064), 14_770_033_664),
-          'Qwen/Qwen3-4B-Instruct-2507': (_SHAPE(Qwen3Config, 36, 2560, 9728, 32, 8, 151936, head_dim=128, tie_word_embeddings=True), 4_022_468_096),
-          'meta-llama/Llama-3.1-8B-Instruct': (_SHAPE(LlamaConfig, 32, 4096, 14336, 32, 8, 128256), 8_030_261_248)}
-GPU = {'tips': 141e9, 'tspo': 80e9, 'igpo': 80e9, 'prs': 141e9, 'vspo': 141e9, 'carl': 80e9, 'search_r1_ppo': 80e9, 'search_r1_grpo': 141e9}  # bytes of one, of the stated host
+    num_hidden_layers=layers, hidden_size=hidden, intermediate_size=intermediate, num_attention_heads=heads,
+    num_key_value_heads=kv, vocab_size=vocabulary, **more)
+MODELS = {
+    'Qwen/Qwen2.5-3B-Instruct': (_SHAPE(Qwen2Config, 36, 2048, 11008, 16, 2, 151936,
+                                        tie_word_embeddings=True), 3_085_938_688), 'Qwen/Qwen2.5-7B-Instruct':
+    (_SHAPE(Qwen2Config, 28, 3584, 18944, 28, 4,
+            152064), 7_615_616_512), 'Qwen/Qwen2.5-14B-Instruct': (_SHAPE(Qwen2Config, 48, 5120, 13824, 40, 8,
+                                                                          152064), 14_770_033_664),
+    'Qwen/Qwen3-4B-Instruct-2507': (_SHAPE(Qwen3Config, 36, 2560, 9728, 32, 8, 151936, head_dim=128,
+                                           tie_word_embeddings=True), 4_022_468_096),
+    'meta-llama/Llama-3.1-8B-Instruct': (_SHAPE(LlamaConfig, 32, 4096, 14336, 32, 8, 128256), 8_030_261_248)
+}
+# bytes of one, of the stated host
+GPU = {
+    'tips': 141e9, 'tspo': 80e9, 'igpo': 80e9, 'prs': 141e9, 'vspo': 141e9, 'carl': 80e9, 'search_r1_ppo': 80e9,
+    'search_r1_grpo': 141e9
+}
 
 
 def settings(name): return yaml.safe_load(FILES[name].read_text())
@@ -75,34 +139,53 @@ def test_every_main_setting_has_a_file():
 
 @pytest.mark.parametrize('name', OURS)
 def test_each_run_of_a_sweep_passes_the_checks(name, root, monkeypatch):
-    "Those of the command in the file's first lines: each method that it names, with its own settings; and no setting is left unnamed."
+    """Those of the command in the file's first lines: each method that it names, with its own settings; and no setting
+    is left unnamed."""
     monkeypatch.chdir(root)
     text = (root / 'runs' / 'params' / f'{name}.yaml').read_text()
-    commands, params, named = re.findall(r'--methods ([^-].*?) --seeds ([\d ]+?) ', re.sub(r'\\\n#', '', text)), yaml.safe_load(text), set()
+    commands, params, named = re.findall(r'--methods ([^-].*?) --seeds ([\d ]+?) ',
+                                         re.sub(r'\\\n#', '', text)), yaml.safe_load(text), set()
     for asked, seeds in commands:
         named |= set(asked.split())
         for job in plan_jobs(asked.split(), list(map(int, seeds.split())), params, 'runs/nothing'):
-            given = {'model': 'tiny', **job.settings, 'method': job.settings.get('method', job.method), 'seed': job.seed, 'run': str(job.folder)}
+            given = {
+                'model': 'tiny', **job.settings, 'method': job.settings.get('method', job.method), 'seed': job.seed,
+                'run': str(job.folder)
+            }
             if 'collected' in given: check_warming(make_warming(given))
             else:
-                left = {'critic_from'} | (set() if VLLM else {'engine', 'vllm'})   # what other commands make first, and what is not installed
-                check(make_config({n: 'tiny' if n == 'model' and v.startswith('runs/') else v for n, v in given.items() if n not in left}))
+                # what other commands make first, and what is not installed
+                left = {'critic_from'} | (set() if VLLM else {'engine', 'vllm'})
+                check(
+                    make_config({
+                        n: 'tiny' if n == 'model' and v.startswith('runs/') else v
+                        for n, v in given.items()
+                        if n not in left
+                    }))
     assert commands and set(params.get('methods', {})) <= named
 
 
 @pytest.mark.parametrize('method', ('tspo', 'igpo'))
 def test_rows_by_vllm_are_the_sweeps_but_for_their_engine(method, root, monkeypatch):
     monkeypatch.chdir(root)
-    both, sweep = (yaml.safe_load((root / 'runs' / 'params' / f'{name}.yaml').read_text()) for name in ('engines', 'sweep'))
+    both, sweep = (yaml.safe_load((root / 'runs' / 'params' / f'{name}.yaml').read_text())
+                   for name in ('engines', 'sweep'))
     by_vllm = both.pop('methods')[f'{method}-vllm']
     assert sweep.pop('methods').keys().isdisjoint({method}) and both == sweep
-    assert by_vllm.keys() == {'method', 'engine', 'vllm'} and (by_vllm['method'], by_vllm['engine'], by_vllm['vllm']['dtype']) == (method, 'vllm', 'float32')
+    assert by_vllm.keys() == {'method', 'engine', 'vllm'} and (by_vllm['method'], by_vllm['engine'],
+                                                               by_vllm['vllm']['dtype']) == (method, 'vllm', 'float32')
 
 
 def test_what_make_carl_runs_passes_the_checks(root, monkeypatch):
     monkeypatch.chdir(root)
-    shared, makefile = yaml.safe_load((root / 'runs' / 'params' / 'carl_demo.yaml').read_text()), (root / 'Makefile').read_text()
-    warm, run = ({n: yaml.safe_load(v) for n, v in (pair.split('=') for pair in re.search(rf'^{name} := (.*)$', makefile, re.M)[1].split())} for name in ('CARL_WARM', 'CARL_RUN'))
+    shared, makefile = yaml.safe_load(
+        (root / 'runs' / 'params' / 'carl_demo.yaml').read_text()), (root / 'Makefile').read_text()
+    warm, run = ({
+        n: yaml.safe_load(v)
+        for n, v in (pair.split('=')
+                     for pair in re.search(rf'^{name} := (.*)$', makefile, re.M)[1].split())
+    }
+                 for name in ('CARL_WARM', 'CARL_RUN'))
     check_warming(make_warming(shared | warm))
     check(make_config(shared | run))
 
@@ -112,8 +195,10 @@ def test_a_file_loads_and_passes_the_checks(name, tmp_path):
     shutil.copytree(ROOT / 'data' / 'tiny_base', tmp_path / 'model')      # stands in for the model, which is not here
     config = make_config({**settings(name), 'model': str(tmp_path / 'model')})
     check(replace(config, engine='hf', vllm={}))                           # vLLM wants the host, see below
-    assert (config.learner, config.ranks, config.run) == ('deepspeed', 8, f'runs/{name}') and settings(name)['model'] in MODELS
-    got = (config.steps, config.questions_per_step, config.group_size, config.minibatches, config.epochs, config.learning_rate, config.kl)
+    assert (config.learner, config.ranks, config.run) == ('deepspeed', 8,
+                                                          f'runs/{name}') and settings(name)['model'] in MODELS
+    got = (config.steps, config.questions_per_step, config.group_size, config.minibatches, config.epochs,
+           config.learning_rate, config.kl)
     assert got == VALUES[name]
     for key, value in MORE.get(name, {}).items(): assert getattr(config, key) == value, key
 
@@ -130,20 +215,28 @@ def test_a_dry_run_weighs_vllm_against_the_learner(tmp_path, monkeypatch):
     "Two GPUs of 10 MB, which are not here, for a model whose weights, gradients and optimiser take three of them."
     monkeypatch.setattr(torch.cuda, 'device_count', lambda: 2)
     monkeypatch.setattr(torch.cuda, 'get_device_properties', lambda i: SimpleNamespace(total_memory=1e7))
-    config = make_config(dict(run=str(tmp_path / 'run'), engine='vllm', vllm={'arguments': {'gpu_memory_utilization': .8}}))
+    config = make_config(
+        dict(run=str(tmp_path / 'run'), engine='vllm', vllm={'arguments': {'gpu_memory_utilization': .8}}))
     needs = dict.fromkeys(('weights', 'gradients', 'optimiser'), 1e6) | {'rank': 5e6, 'checkpoint': 1}
-    assert [w.partition(':')[0] for w in _missing_room(config, needs)] == ["GPU 0 has 0.0 GB, of which vLLM takes 0.0 GB, but 0.0 GB are the learner's"]
-    assert _missing_room(replace(config, vllm={'arguments': {'gpu_memory_utilization': .6}}), needs) == [] == _missing_room(replace(config, engine='hf'), needs)
+    assert [w.partition(':')[0] for w in _missing_room(config, needs)] == ["GPU 0 has 0.0 GB, of which vLLM takes 0.0 "
+                                                                           "GB, but 0.0 GB are the learner's"]
+    assert _missing_room(replace(config, vllm={'arguments': {'gpu_memory_utilization': .6}}),
+                         needs) == [] == _missing_room(replace(config, engine='hf'), needs)
 
 
-PLACE = re.compile(r'\b(sections?|tables?|appendix|equations?|figures?) (\d|[A-Z](\.\d|\b)|Experimental Setup|Datasets)', re.I)   # of the paper in the file's first line; paper 4's sections have no numbers
+# of the paper in the file's first line; paper 4's sections have no numbers
+PLACE = re.compile(
+    r'\b(sections?|tables?|appendix|equations?|figures?) (\d|[A-Z](\.\d|\b)|Experimental Setup|Datasets)', re.I)
 OURS = re.compile(r'\bours(: |, for )\S+( \S+){2}')                                 # and why
 
 
 def unsaid(text):
-    "Lines of a paper's file whose value is neither cited nor ours for a reason. Number of ranks and learner are the host's, which a line above them cites; run and method are the file's own."
-    wrong = [] if re.search(r'\(paper [1-5]\)|paper \([1-5]\)', text.splitlines()[0]) else ['no paper is named in the first line']
-    if not any(line.startswith('# the host: ') and PLACE.search(line) for line in text.splitlines()): wrong.append('the host is not cited')
+    """Lines of a paper's file whose value is neither cited nor ours for a reason. Number of ranks and learner are the
+    host's, which a line above them cites; run and method are the file's own."""
+    wrong = [] if re.search(r'\(paper [1-5]\)|paper \([1-5]\)', text.splitlines()[0]) else ['no paper is named in the '
+                                                                                            'first line']
+    if not any(line.startswith('# the host: ') and PLACE.search(line) for line in text.splitlines()):
+        wrong.append('the host is not cited')
     for line in text.splitlines():
         if line.startswith(('#', 'run:', 'method:', 'learner:', 'ranks:')): continue
         comment = line.partition(' # ')[2]
@@ -155,7 +248,8 @@ def unsaid(text):
                                                     ({'method': 'tips'}, 2, 0), ({'method': 'tips', 'offload': ['teacher']}, 2, 1), ({'method': 'tips', 'teacher': 'base', 'lora': {'r': 4}}, 0, 0),
                                                     ({'method': 'ppo', 'critic': 'frozen'}, 2, 0)])
 def test_models_that_are_only_read_are_counted(changes, frozen, aside):
-    "A reference that the policy has under its low-rank additions is no second model; one in the host's memory only visits; a frozen critic's backbone is one more."
+    """A reference that the policy has under its low-rank additions is no second model; one in the host's memory only
+    visits; a frozen critic's backbone is one more."""
     plan = plan_of(make_config({'method': 'grpo', 'model': 'data/tiny_base', **changes}))
     assert (plan.frozen, plan.aside) == (frozen, aside)
 
@@ -168,8 +262,11 @@ def test_every_value_is_cited_or_ours_for_a_reason(name):
 
 def test_a_value_that_says_nothing_is_noticed():
     head = '# TIPS (paper 1): all.\n# the host: section 4, 8 GPUs\nrun: x\nlearner: deepspeed\n'
-    for good in ('kl: 1   # table 10, kl_loss_coef', 'kl: 1   # appendix C.2', 'kl: 1   # ours: not given; as in verl', 'kl: 1   # section Datasets'): assert unsaid(head + good) == []
-    for bad in ('kl: 1', 'kl: 1   # ours', 'kl: 1   # not given', 'kl: 1   # as in verl', 'kl: 1   # all of them', 'kl: 1   # the table', "kl: 1   # not given: Search-R1's", 'kl: 1   # ours: so'):
+    for good in ('kl: 1   # table 10, kl_loss_coef', 'kl: 1   # appendix C.2', 'kl: 1   # ours: not given; as in verl',
+                 'kl: 1   # section Datasets'):
+        assert unsaid(head + good) == []
+    for bad in ('kl: 1', 'kl: 1   # ours', 'kl: 1   # not given', 'kl: 1   # as in verl', 'kl: 1   # all of them',
+                'kl: 1   # the table', "kl: 1   # not given: Search-R1's", 'kl: 1   # ours: so'):
         assert unsaid(head + bad) == [bad]
     assert len(unsaid('# Mine.\nkl: 1   # table 1')) == 2
 
@@ -177,25 +274,34 @@ def test_a_value_that_says_nothing_is_noticed():
 @pytest.mark.parametrize('name, per_tier, rates', [('carl_qwen2.5_3b', [10400, 5600], (5e-6, 5e-7)), ('carl_qwen2.5_7b', [8800, 7200], (5e-6, 5e-7)),
                                                    ('search_r1_ppo_qwen2.5_7b', [8800, 7200], (1e-5, 0.))])
 def test_a_warm_up_is_told_the_rest_by_a_second_file(name, per_tier, rates, tmp_path):
-    "The two files of the command, one after the other as papermill reads them, and then the training that is given the folder."
+    """The two files of the command, one after the other as papermill reads them, and then the training that is given
+    the folder."""
     shutil.copytree(ROOT / 'data' / 'tiny_base', tmp_path / 'model')
     told = settings(name) | yaml.safe_load(WARM[name].read_text())
     warming = make_warming({**told, 'model': str(tmp_path / 'model'), 'engine': 'hf', 'vllm': {}})
     check_warming(warming)
-    assert (warming.run, warming.per_tier, warming.prompts, warming.tries, warming.repeats) == (f'runs/{name}_warmup', per_tier, ['direct', 'forced', 'optional'], 5, 1)
-    assert 2 * sum(warming.per_tier) == 32000 and warming.clusters == {'hotpotqa': 50, '2wikimultihopqa': 50, 'gsm8k': 30} and set(warming.clusters) == set(warming.data.split('+'))
-    assert (warming.warm_steps, warming.warm_least, warming.warm_every, warming.warm_batch, warming.warm_rise, warming.other_share) == (2400, 1800, 25, 256, 100, .3)
-    assert (warming.head_rate, warming.backbone_rate, warming.collected) == (*rates, 'curated') and warming.betas == [.9, .999]
+    assert (warming.run, warming.per_tier, warming.prompts, warming.tries,
+            warming.repeats) == (f'runs/{name}_warmup', per_tier, ['direct', 'forced', 'optional'], 5, 1)
+    assert 2 * sum(warming.per_tier) == 32000 and warming.clusters == {
+        'hotpotqa': 50, '2wikimultihopqa': 50, 'gsm8k': 30
+    } and set(warming.clusters) == set(warming.data.split('+'))
+    assert (warming.warm_steps, warming.warm_least, warming.warm_every, warming.warm_batch, warming.warm_rise,
+            warming.other_share) == (2400, 1800, 25, 256, 100, .3)
+    assert (warming.head_rate, warming.backbone_rate,
+            warming.collected) == (*rates, 'curated') and warming.betas == [.9, .999]
     text = FILES[name].read_text()
-    assert re.search(rf'92_warmup.*-f runs/params/{name}.yaml -f runs/params/{name}_warmup.yaml\n', text) and f'-p critic_from {warming.run}' in text and text.count('papermill') == 3
+    assert re.search(rf'92_warmup.*-f runs/params/{name}.yaml -f runs/params/{name}_warmup.yaml\n',
+                     text) and f'-p critic_from {warming.run}' in text and text.count('papermill') == 3
 
 
-def test_only_those_with_a_critic_to_warm_up_have_a_second_file(): assert set(WARM) == {n for n in FILES if n.startswith(('carl', 'search_r1_ppo'))}
+def test_only_those_with_a_critic_to_warm_up_have_a_second_file():
+    assert set(WARM) == {n for n in FILES if n.startswith(('carl', 'search_r1_ppo'))}
 
 
 @pytest.mark.parametrize('name', [n for n in FILES if n.startswith(('carl', 'search_r1_ppo'))])
 def test_the_critics_term_is_half_the_mean_square(name):
-    "By hand: a cold CARL critic says .5 at every segment, and .5 · mean (.5 - 1)² = .125 of an outcome of 1; a linear one says 0, so .5 · mean (0 - 1)² = .5."
+    """By hand: a cold CARL critic says .5 at every segment, and .5 · mean (.5 - 1)² = .125 of an outcome of 1; a
+    linear one says 0, so .5 · mean (0 - 1)² = .5."""
     config = make_config(settings(name))
     model = tiny_model(tokenizer := tiny_tokenizer(), width=32, heads=1, feedforward=64)
     method = get_method(config.method)
@@ -203,19 +309,24 @@ def test_the_critics_term_is_half_the_mean_square(name):
     critic = make_critic(model, **{**method.critic, 'kind': config.critic})
     layout = pack([example_group()])
     nothing = torch.zeros(layout.ids.shape)
-    logged = Learner(model, loss, Optimiser(minibatches=1), critic=critic).step(replace(layout, ids=layout.ids % len(tokenizer)), Seen(logp=layout.logps), Credit(nothing, nothing + 1))
+    logged = Learner(model, loss, Optimiser(minibatches=1),
+                     critic=critic).step(replace(layout, ids=layout.ids % len(tokenizer)), Seen(logp=layout.logps),
+                                         Credit(nothing, nothing + 1))
     assert abs(logged['loss'] - (.125 if config.method == 'carl' else .5)) < 1e-6
 
 
 def test_sizes_are_the_published_ones(sizes):
-    assert {name: s.parameters for name, s in sizes.items()} == {name: parameters for name, (_, parameters) in MODELS.items()}
+    assert {name: s.parameters
+            for name, s in sizes.items()} == {name: parameters for name, (_, parameters) in MODELS.items()}
 
 
 @pytest.mark.parametrize('name', FILES)
 def test_a_setting_fits_its_papers_host(name, sizes):
     config = make_config(settings(name))
     needs = memory(sizes[config.model], plan_of(config))
-    assert needs['rank'] < .9 * next(size for start, size in GPU.items() if name.startswith(start)), {k: f'{v / 1e9:.1f} GB' for k, v in needs.items()}
+    assert needs['rank'] < .9 * next(size for start, size in GPU.items() if name.startswith(start)), {
+        k: f'{v / 1e9:.1f} GB' for k, v in needs.items()
+    }
 
 
 def test_a_dry_run_names_all_that_is_missing_and_leaves_nothing(tmp_path):
@@ -224,15 +335,21 @@ def test_a_dry_run_names_all_that_is_missing_and_leaves_nothing(tmp_path):
     _SHAPE(Qwen2Config, 4, 65536, 262144, 64, 64, 152064).save_pretrained(tmp_path / 'model')
     lines = []
     with pytest.raises(ValueError, match='cannot start: .*nowhere.*; .* GB free, but 4 checkpoints take [0-9.]+ GB'):
-        train(dict(model=str(tmp_path / 'model'), data='hotpotqa', path=str(ROOT / 'data' / 'hotpotqa_sample.json'), dev_questions=1, test_questions=1,
-                   corpus='nowhere', run=str(tmp_path / 'run'), dry_run=True), say=lines.append)
-    assert any('1 test questions' in line for line in lines) and any('memory of a rank' in line for line in lines) and not (tmp_path / 'run').exists()
+        train(
+            dict(model=str(tmp_path / 'model'), data='hotpotqa', path=str(ROOT / 'data' / 'hotpotqa_sample.json'),
+                 dev_questions=1, test_questions=1, corpus='nowhere', run=str(tmp_path / 'run'), dry_run=True),
+            say=lines.append)
+    assert any('1 test questions' in line
+               for line in lines) and any('memory of a rank' in line
+                                          for line in lines) and not (tmp_path / 'run').exists()
 
 
 def test_a_dry_run_of_what_is_there_says_so(tmp_path):
     lines = []
-    assert train(dict(model=str(ROOT / 'data' / 'tiny_base'), run=str(tmp_path / 'run'), dry_run=True), say=lines.append) == tmp_path / 'run'
+    assert train(dict(model=str(ROOT / 'data' / 'tiny_base'), run=str(tmp_path / 'run'), dry_run=True),
+                 say=lines.append) == tmp_path / 'run'
     assert 'leave out dry_run' in lines[-1] and not (tmp_path / 'run').exists()
     (tmp_path / 'run').mkdir()
     (tmp_path / 'run' / 'params.yaml').write_text('run: x')
-    with pytest.raises(ValueError, match='already holds a run'): train(dict(model=str(ROOT / 'data' / 'tiny_base'), run=str(tmp_path / 'run'), dry_run=True), say=lines.append)
+    with pytest.raises(ValueError, match='already holds a run'):
+        train(dict(model=str(ROOT / 'data' / 'tiny_base'), run=str(tmp_path / 'run'), dry_run=True), say=lines.append)

@@ -8,7 +8,8 @@ from torch.testing import assert_close
 
 from credit_rl.outcome import at_last_turn, discounted_sum, group_normalize
 from credit_rl.potentials import (AlphaController, MODEL_SHAPES, ModelShape, REWARD_BANDS, answer_potential, bridge,
-                                  history_max, mean_abs_reward, missing_states, pilot_alpha, scoring_flops, shaping_rewards)
+                                  history_max, mean_abs_reward, missing_states, pilot_alpha, scoring_flops,
+                                  shaping_rewards)
 
 settings.register_profile('potentials', deadline=None, max_examples=60)
 settings.load_profile('potentials')
@@ -18,7 +19,8 @@ logps = st.floats(-30, 0, width=32)
 
 @st.composite
 def states(draw, gaps=True):
-    "phi (N, K+1) float64 with NaN where nothing is known, turn_mask (N, K); `gaps`: missing states inside, S_0 included."
+    """phi (N, K+1) float64 with NaN where nothing is known, turn_mask (N, K); `gaps`: missing states inside, S_0
+    included."""
     turns = draw(st.lists(st.integers(1, 5), min_size=1, max_size=5))
     width = max(turns)
     known = st.one_of(logps, st.just(NAN)) if gaps else logps
@@ -39,7 +41,8 @@ def own(x, mask):
 def test_the_potential_is_the_log_of_the_summed_probabilities(rows, order, golds):
     x, mask = torch.tensor(rows, dtype=torch.float64), torch.arange(3) < golds
     mask = mask.expand(len(rows), 3)
-    junk = torch.where(mask, x, torch.tensor([NAN, 7.0, -math.inf], dtype=torch.float64))  # in padded golds anything may stand
+    # in padded golds anything may stand
+    junk = torch.where(mask, x, torch.tensor([NAN, 7.0, -math.inf], dtype=torch.float64))
     for row, phi, mean in zip(rows, answer_potential(junk, mask), answer_potential(junk, mask, 'mean')):
         assert math.isclose(phi, math.log(math.fsum(math.exp(v) for v in row[:golds])), rel_tol=1e-9, abs_tol=1e-9)
         assert math.isclose(mean, math.fsum(row[:golds]) / golds, rel_tol=1e-9, abs_tol=1e-9)
@@ -68,7 +71,8 @@ def test_types_come_back_and_statistics_are_wide(dtype):
     phi, mask = answer_potential(x), torch.ones(1, 2, dtype=torch.bool)
     exact = torch.tensor([[-700 + math.log1p(math.exp(-1)), math.log(math.exp(-0.5) + math.exp(-3)), -2 + math.log(2)]])
     assert_close(phi.float(), exact, rtol=0.01, atol=0.01)
-    for out in (phi, shaping_rewards(phi, mask, 0.1), history_max(phi, mask), bridge(phi, mask)): assert out.dtype == dtype
+    for out in (phi, shaping_rewards(phi, mask, 0.1), history_max(phi, mask), bridge(phi, mask)):
+        assert out.dtype == dtype
 
 
 @pytest.mark.parametrize('bad, message', [
@@ -317,8 +321,10 @@ def test_the_papers_scoring_column(name):
 def test_dense_parameters_are_those_of_the_real_architectures():
     "The matrices of transformers' own models, built without memory."
     from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
-    kinds = {'Qwen2.5-3B': (Qwen2Config, Qwen2ForCausalLM, 16, 128), 'Qwen3-4B': (Qwen3Config, Qwen3ForCausalLM, 32, 128),
-             'Llama-3-8B': (LlamaConfig, LlamaForCausalLM, 32, 128)}
+    kinds = {
+        'Qwen2.5-3B': (Qwen2Config, Qwen2ForCausalLM, 16, 128), 'Qwen3-4B': (Qwen3Config, Qwen3ForCausalLM, 32, 128),
+        'Llama-3-8B': (LlamaConfig, LlamaForCausalLM, 32, 128)
+    }
     for name, (config, model, heads, size) in kinds.items():
         s = dataclasses.replace(MODEL_SHAPES[name], layers=2)
         with torch.device('meta'):

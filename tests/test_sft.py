@@ -1,4 +1,4 @@
-"""56_sft: the supervised baseline as a command, its folder, and what stands in its way."""
+"""64_sft: the supervised baseline as a command, its folder, and what stands in its way."""
 import importlib.util
 import json
 import sys

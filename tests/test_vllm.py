@@ -19,7 +19,8 @@ from credit_rl.engine import HFEngine, Sampling, seed_of
 from credit_rl.evaluate import load_model
 from credit_rl.export import export_run
 from credit_rl.layout import pack
-from credit_rl.learner import Credit, Learner, Loss, Optimiser
+from credit_rl.learner import Learner, Optimiser
+from credit_rl.parts import Credit, Loss
 from credit_rl.outcome import group_normalize, outcome_rewards
 from credit_rl.protocol import PROTOCOLS, Chat
 from credit_rl.rollout import rollout

@@ -1,4 +1,4 @@
-"""53_warmup: the gate's numbers against scikit-learn, its edges, and draws that are even."""
+"""54_warmup: the gate's numbers against scikit-learn, its edges, and draws that are even."""
 import math
 from collections import Counter
 

@@ -19,15 +19,19 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))   # a checkout will
 from credit_rl.engine import HFEngine, Sampling
 from credit_rl.estimate import Plan, Sizes, memory
 from credit_rl.layout import pack
-from credit_rl.learner import Credit, Learner, Loss, Optimiser
+from credit_rl.learner import Learner, Optimiser
+from credit_rl.parts import Credit, Loss
 from credit_rl.scoring import AnswerTemplate, acting_states, answer_logps, answer_logps_separate
 from credit_rl.trajectory import Group, Question, Stop, Trajectory, Turn
 
 # layers, width, width of the feed-forward layer, heads, key heads, vocabulary, whether the output layer shares the embedding
-SHAPES = {'toy': (2, 64, 128, 4, 2, 512, True), 'qwen2.5-0.5b': (24, 896, 4864, 14, 2, 151936, True), 'qwen2.5-3b': (36, 2048, 11008, 16, 2, 151936, True),
-          'qwen2.5-7b': (28, 3584, 18944, 28, 4, 152064, False)}
+SHAPES = {
+    'toy': (2, 64, 128, 4, 2, 512, True), 'qwen2.5-0.5b': (24, 896, 4864, 14, 2, 151936, True), 'qwen2.5-3b':
+    (36, 2048, 11008, 16, 2, 151936, True), 'qwen2.5-7b': (28, 3584, 18944, 28, 4, 152064, False)
+}
 GAP = {'float32': 1e-3, 'bfloat16': .1}      # largest mean difference of engine and learner, in nats per token
-APART = {'float32': 1e-3, 'bfloat16': 2.}    # largest difference of a gold answer's summed log-probability, packed and separate, in nats
+# largest difference of a gold answer's summed log-probability, packed and separate, in nats
+APART = {'float32': 1e-3, 'bfloat16': 2.}
 
 
 class Ids:
@@ -39,8 +43,10 @@ class Ids:
 
 def random_model(shape, device, dtype):
     layers, hidden, intermediate, heads, kv, vocabulary, tied = SHAPES[shape]
-    config = Qwen2Config(num_hidden_layers=layers, hidden_size=hidden, intermediate_size=intermediate, num_attention_heads=heads, num_key_value_heads=kv, vocab_size=vocabulary,
-                         tie_word_embeddings=tied, max_position_embeddings=32768, eos_token_id=None, bos_token_id=None, pad_token_id=None, dtype=getattr(torch, dtype))
+    config = Qwen2Config(num_hidden_layers=layers, hidden_size=hidden, intermediate_size=intermediate,
+                         num_attention_heads=heads, num_key_value_heads=kv, vocab_size=vocabulary,
+                         tie_word_embeddings=tied, max_position_embeddings=32768, eos_token_id=None, bos_token_id=None,
+                         pad_token_id=None, dtype=getattr(torch, dtype))
     torch.manual_seed(0)
     before = torch.get_default_dtype()
     torch.set_default_dtype(getattr(torch, dtype))
@@ -65,7 +71,8 @@ class Clock:
 
 
 def trajectories(model, a, generator):
-    "Groups of two: a prompt, four turns with an observation, an answer; together `tokens` ids, the sampled ones by the engine. And tokens a second and the clock."
+    """Groups of two: a prompt, four turns with an observation, an answer; together `tokens` ids, the sampled ones by
+    the engine. And tokens a second and the clock."""
     engine, part = HFEngine(model, Ids(), max_length=a.tokens, max_rows=a.rows), a.tokens // 10
     draw = lambda n: torch.randint(model.config.vocab_size, (n,), generator=generator).tolist()
     prompts, turns = [draw(2 * part) for _ in range(a.rows)], [[] for _ in range(a.rows)]
@@ -95,20 +102,25 @@ def scoring(model, layout, a, generator):
     golds = [[AnswerTemplate(draw(10), 3, 10) for _ in range(2)] for _ in range(few)]
     with torch.no_grad():
         answer_logps(model, rows, states, golds, 'packed', budget=4 * a.row_tokens)
-        with Clock(a.device) as packed: fast = answer_logps(model, rows, states, golds, 'packed', budget=4 * a.row_tokens)
+        with Clock(a.device) as packed:
+            fast = answer_logps(model, rows, states, golds, 'packed', budget=4 * a.row_tokens)
         with Clock(a.device) as separate: slow = answer_logps_separate(model, rows, states, golds)
     there = fast.tokens > 0
     apart = (fast.sums - slow.sums)[there].abs().max().item()
-    assert there.any() and fast.missing == 0 and apart <= APART[a.dtype], f'packed and separate scoring differ by {apart} nats'
-    return {'states': int((states[..., 0] >= 0).sum()), 'seconds_packed': packed.seconds, 'seconds_separate': separate.seconds,
-            'separate_over_packed': separate.seconds / packed.seconds, 'largest_difference_nats': apart}
+    assert there.any() and fast.missing == 0 and apart <= APART[a.dtype], ('packed and separate scoring differ by '
+                                                                           f'{apart} nats')
+    return {
+        'states': int((states[..., 0] >= 0).sum()), 'seconds_packed': packed.seconds, 'seconds_separate':
+        separate.seconds, 'separate_over_packed': separate.seconds / packed.seconds, 'largest_difference_nats': apart
+    }
 
 
 def measure(shape, a):
     "All numbers of a shape: dict."
     model, generator = random_model(shape, a.device, a.dtype), torch.Generator().manual_seed(1)
     groups, sampled, acting = trajectories(model, a, generator)
-    layout, learner = pack(groups), Learner(model, Loss(), Optimiser(learning_rate=1e-4, minibatches=1, row_tokens=a.row_tokens))
+    layout, learner = pack(groups), Learner(model, Loss(),
+                                            Optimiser(learning_rate=1e-4, minibatches=1, row_tokens=a.row_tokens))
     if a.checkpointing: model.gradient_checkpointing_enable({'use_reentrant': False})
     with Clock(a.device) as reading: seen = learner.evaluate(layout, ('logp',))
     gap = (seen.logp - layout.logps)[layout.trained].abs().mean().item()
@@ -121,19 +133,26 @@ def measure(shape, a):
     assert stats['updates'] == 1 and all(v == v and abs(v) < float('inf') for v in stats.values()), stats
     assert not torch.equal(before, next(model.parameters()).detach().flatten()[:4096]), 'two steps moved nothing'
     tokens, needs = int(layout.lengths.sum()), memory(sizes(shape), plan(a))
-    return {'shape': shape, 'parameters': sum(p.numel() for p in model.parameters()), 'device': name(a.device), 'dtype': a.dtype, 'rows': a.rows, 'tokens_each': int(layout.lengths.max()),
-            'acting_tokens_per_second': sampled / acting.seconds, 'acting_bytes': acting.bytes, 'reading_tokens_per_second': tokens / reading.seconds,
-            'learning_tokens_per_second': tokens / learning.seconds, 'learning_bytes': learning.bytes, 'estimated_bytes': needs['rank'], 'logp_gap': gap, **scored}
+    return {
+        'shape': shape, 'parameters': sum(p.numel() for p in model.parameters()), 'device': name(a.device), 'dtype':
+        a.dtype, 'rows': a.rows, 'tokens_each': int(layout.lengths.max()), 'acting_tokens_per_second':
+        sampled / acting.seconds, 'acting_bytes': acting.bytes, 'reading_tokens_per_second': tokens / reading.seconds,
+        'learning_tokens_per_second': tokens / learning.seconds, 'learning_bytes': learning.bytes, 'estimated_bytes':
+        needs['rank'], 'logp_gap': gap, **scored
+    }
 
 
 def sizes(shape):
     layers, hidden, intermediate, heads, kv, vocabulary, tied = SHAPES[shape]
     width = hidden // heads
-    parameters = layers * (hidden * (3 * intermediate + 2 * hidden + 2 * kv * width) + hidden + 2 * kv * width + 2 * hidden) + hidden + (1 if tied else 2) * vocabulary * hidden
+    parameters = layers * (hidden * (3 * intermediate + 2 * hidden + 2 * kv * width) + hidden + 2 * kv * width +
+                           2 * hidden) + hidden + (1 if tied else 2) * vocabulary * hidden
     return Sizes(parameters, layers, hidden, intermediate, hidden, kv * width, vocabulary)
 
 
-def plan(a): return Plan(width=4 if a.dtype == 'float32' else 2, row_tokens=a.row_tokens, checkpointing=a.checkpointing, acting=a.rows * a.tokens)
+def plan(a):
+    return Plan(width=4 if a.dtype == 'float32' else 2, row_tokens=a.row_tokens, checkpointing=a.checkpointing,
+                acting=a.rows * a.tokens)
 
 
 def name(device): return torch.cuda.get_device_name() if device == 'cuda' else 'a CPU'
@@ -142,28 +161,38 @@ def name(device): return torch.cuda.get_device_name() if device == 'cuda' else '
 def line(m):
     "An entry for runs/LOG.md."
     gb = lambda x: 'not measured' if x is None else f'{x / 1e9:.1f} GB'
-    return (f"- {m['shape']}, {m['dtype']}, {m['rows']} trajectories of {m['tokens_each']} tokens on {m['device']}: acting {m['acting_tokens_per_second']:,.0f} sampled tokens/s "
-            f"({gb(m['acting_bytes'])}), reading {m['reading_tokens_per_second']:,.0f} tokens/s, learning {m['learning_tokens_per_second']:,.0f} tokens/s ({gb(m['learning_bytes'])}; "
-            f"{gb(m['estimated_bytes'])} estimated); packed scoring {m['separate_over_packed']:.1f} times as fast as separate; engine and learner {m['logp_gap']:.2g} nats apart.")
+    return (f"- {m['shape']}, {m['dtype']}, {m['rows']} trajectories of {m['tokens_each']} tokens on {m['device']}: "
+            f"acting {m['acting_tokens_per_second']:,.0f} sampled tokens/s "
+            f"({gb(m['acting_bytes'])}), reading {m['reading_tokens_per_second']:,.0f} tokens/s, learning "
+            f"{m['learning_tokens_per_second']:,.0f} tokens/s ({gb(m['learning_bytes'])}; "
+            f"{gb(m['estimated_bytes'])} estimated); packed scoring {m['separate_over_packed']:.1f} times as fast as "
+            f"separate; engine and learner {m['logp_gap']:.2g} nats apart.")
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('shapes', nargs='*', default=[s for s in SHAPES if s != 'toy'])
-    for option, kind, value in (('device', str, 'cuda'), ('rows', int, 16), ('tokens', int, 2048), ('row-tokens', int, 8192), ('dtype', str, 'bfloat16')):
+    for option, kind, value in (('device', str, 'cuda'), ('rows', int, 16), ('tokens', int, 2048),
+                                ('row-tokens', int, 8192), ('dtype', str, 'bfloat16')):
         parser.add_argument(f'--{option}', type=kind, default=value)
     parser.add_argument('--no-checkpointing', dest='checkpointing', action='store_false')
     a = parser.parse_args()
-    if a.device == 'cuda' and not torch.cuda.is_available(): sys.exit('this machine has no GPU that PyTorch can use (torch.cuda.is_available() is False)')
-    if unknown := [s for s in a.shapes if s not in SHAPES]: sys.exit(f'shapes are {", ".join(SHAPES)}, got {", ".join(unknown)}')
+    if a.device == 'cuda' and not torch.cuda.is_available():
+        sys.exit('this machine has no GPU that PyTorch can use (torch.cuda.is_available() is False)')
+    if unknown := [s for s in a.shapes if s not in SHAPES]:
+        sys.exit(f'shapes are {", ".join(SHAPES)}, got {", ".join(unknown)}')
     lines = []
     for shape in a.shapes:
-        needs, there = memory(sizes(shape), plan(a))['rank'], torch.cuda.get_device_properties(0).total_memory if a.device == 'cuda' else float('inf')
+        needs, there = memory(
+            sizes(shape),
+            plan(a))['rank'], torch.cuda.get_device_properties(0).total_memory if a.device == 'cuda' else float('inf')
         if needs > there:
             print(f'LEFT OUT {shape}: it needs {needs / 1e9:.1f} GB, the device has {there / 1e9:.1f} GB', flush=True)
             continue
         measured = measure(shape, a)
-        print('MEASURED', json.dumps({k: float(f'{v:.4g}') if isinstance(v, float) else v for k, v in measured.items()}), flush=True)
+        print('MEASURED',
+              json.dumps({k: float(f'{v:.4g}') if isinstance(v, float) else v for k, v in measured.items()}),
+              flush=True)
         lines.append(line(measured))
         if a.device == 'cuda': torch.cuda.empty_cache()
     if not lines: sys.exit('no shape fits this device: nothing was measured')

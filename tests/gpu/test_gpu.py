@@ -13,7 +13,8 @@ import measure
 REQUIRED = os.environ.get('CREDIT_RL_GPU') == 'required'
 ON_GPU = REQUIRED or torch.cuda.is_available()
 SHAPES = [shape for shape in measure.SHAPES if shape != 'toy']
-NUMBERS = ('acting_tokens_per_second', 'reading_tokens_per_second', 'learning_tokens_per_second', 'separate_over_packed')
+NUMBERS = ('acting_tokens_per_second', 'reading_tokens_per_second', 'learning_tokens_per_second',
+           'separate_over_packed')
 
 
 def measured(said):
@@ -21,14 +22,18 @@ def measured(said):
 
 
 def test_the_program_itself_runs_on_a_cpu(root, run_python):
-    said = run_python(root / 'tests' / 'gpu' / 'measure.py', 'toy', '--device', 'cpu', '--dtype', 'float32', '--rows', '4', '--tokens', '200', env={'PYTHONPATH': str(root), 'CUDA_VISIBLE_DEVICES': ''})
+    said = run_python(root / 'tests' / 'gpu' / 'measure.py', 'toy', '--device', 'cpu', '--dtype', 'float32', '--rows',
+                      '4', '--tokens', '200', env={'PYTHONPATH': str(root), 'CUDA_VISIBLE_DEVICES': ''})
     (m,) = measured(said)
-    assert m['shape'] == 'toy' and m['device'] == 'a CPU' and m['tokens_each'] == 180 and all(m[n] > 0 for n in NUMBERS) and m['states'] == 16
-    assert '- toy, float32, 4 trajectories of 180 tokens on a CPU: acting' in said and m['logp_gap'] < 1e-3 and m['largest_difference_nats'] < 1e-3
+    assert m['shape'] == 'toy' and m['device'] == 'a CPU' and m['tokens_each'] == 180 and all(
+        m[n] > 0 for n in NUMBERS) and m['states'] == 16
+    assert '- toy, float32, 4 trajectories of 180 tokens on a CPU: acting' in said and m['logp_gap'] < 1e-3 and m[
+        'largest_difference_nats'] < 1e-3
 
 
 def test_without_a_gpu_it_says_so_and_fails(root, run_python):
-    assert 'has no GPU' in run_python(root / 'tests' / 'gpu' / 'measure.py', code=1, env={'PYTHONPATH': str(root), 'CUDA_VISIBLE_DEVICES': ''})
+    assert 'has no GPU' in run_python(root / 'tests' / 'gpu' / 'measure.py', code=1,
+                                      env={'PYTHONPATH': str(root), 'CUDA_VISIBLE_DEVICES': ''})
 
 
 @pytest.mark.parametrize('shape', ['qwen2.5-0.5b', 'qwen2.5-3b', 'qwen2.5-7b'])
