@@ -367,7 +367,8 @@ def replay(
 ):
     """Run the first steps of a finished run again and compare all metrics but the clocks. Writes what came of it into the run's replay.json
     and returns it: dict with `agrees`, the metric that differs most and by how much. Raises ValueError on a run that is not finished."""
-    from credit_rl.train import make_config, train
+    from credit_rl.settings import make_config
+    from credit_rl.train import train
     summary, params = _summary(folder), _params(folder)
     if summary is None: raise ValueError(f'{folder} has not finished; finish it before it is replayed')
     every = {'teacher_every': max(1, round(.4 * params['steps']))
@@ -658,7 +659,7 @@ def check_made_with(jobs):  # list of Job
 def _check_settings(jobs):
     "Refuse settings that no run takes, before the first begins. Raises ValueError."
     from credit_rl.prepare import make_warming
-    from credit_rl.train import make_config
+    from credit_rl.settings import make_config
     for job in jobs:
         given = {
             'model': 'tiny', **job.settings, 'method': job.settings.get('method', job.method), 'seed': job.seed, 'run':
@@ -672,7 +673,8 @@ def _bases(jobs, folder, say):
     """Folder of the base model of each job with a run to do, made if missing, for jobs whose settings name no model or
     critic to begin from: dict Job -> folder."""
     from credit_rl.tiny import make_base
-    from credit_rl.train import known_worlds, make_config, tiny_worlds
+    from credit_rl.settings import make_config
+    from credit_rl.stage import known_worlds, tiny_worlds
     made, asked = {}, ('world', 'questions', 'dev_questions', 'test_questions')
     for job in (j for j in jobs
                 if not j.done and j.settings.get('model', 'tiny') == 'tiny' and not j.settings.get('critic_from')):
@@ -704,7 +706,7 @@ def _arguments(arguments):
     "Parse and check the command's arguments: (namespace, parameters). Raises ValueError or FileNotFoundError."
     import argparse, torch
     from credit_rl.methods import METHODS, get_method
-    from credit_rl.train import enter_project
+    from credit_rl.settings import enter_project
     parser = argparse.ArgumentParser(prog='python -m credit_rl.compare', description='Run several methods on the same '
                                                                                      'questions, seeds and bases, and '
                                                                                      'report.')

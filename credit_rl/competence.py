@@ -37,7 +37,9 @@ from .prepare import is_warmup
 from .protocol import PROTOCOLS, read_context
 from .rollout import rollout
 from .runlog import _plain, atomic_write, latest_checkpoint, named_checkpoint, read_metrics, read_turns
-from .train import _model_folder, _Task, make_config, options_of, set_stage
+from .settings import Task, make_config
+from .stage import base_folder, set_stage
+from .train import options_of
 from .trajectory import trajectory_from_json
 from .warmup import Collected, Examination, gold_shown, prompted, tiers
 
@@ -66,7 +68,7 @@ def _read_critic(config, policy, folder):
     part = lambda name: {n.removeprefix(f'{name}.'): w for n, w in saved.items() if n.startswith(f'{name}.')}
     head.load_state_dict(part('head'))
     if not part('model'): return policy, head
-    model = load_model(_model_folder(config), config.dtype)[0].cpu()
+    model = load_model(base_folder(config), config.dtype)[0].cpu()
     model.load_state_dict(part('model'))
     return model, head
 
@@ -85,13 +87,13 @@ def open_agent(
     if not (config.protocol or '').startswith('carl'):
         raise ValueError(f"{run} played by the protocol {config.protocol or 'of its data'!r}; this examination needs "
                          "one that leaves the choice: 'carl' or 'carl-tiny'")
-    stage, base = set_stage(config, say=lambda line: None), load_model(_model_folder(config), config.dtype)[0]
+    stage, base = set_stage(config, say=lambda line: None), load_model(base_folder(config), config.dtype)[0]
     engine = lambda model: HFEngine(model, tokenizer, max_length=config.max_tokens, max_rows=config.act_rows)
     critic = _read_critic(config, policy, _checkpoint(run, checkpoint)[1])
     return Agent(engine(policy), engine(base), stage.environments['test'], stage.questions['test'],
                  options_of(config, get_method(config.method), stage.chat)['metric'], config.seed,
                  Sampling(config.temperature, max_tokens=config.turn_tokens), critic, config.row_tokens,
-                 _model_folder(config)), step
+                 base_folder(config)), step
 
 # %% ../nbs/75_competence.ipynb #c009
 def examine_base(agent, tries=5, progress=None):
@@ -171,8 +173,8 @@ def _asked_of_base(config):
     "All that an examination of a run's base depends on."
     metric = get_method(config.method).settings(config.options).get('metric')
     return repr([
-        _model_folder(config), metric, config.seed, config.temperature, config.act_rows,
-        *(getattr(config, f.name) for f in fields(_Task) if f.name != 'model')
+        base_folder(config), metric, config.seed, config.temperature, config.act_rows,
+        *(getattr(config, f.name) for f in fields(Task) if f.name != 'model')
     ])
 
 def examine_run(

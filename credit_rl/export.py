@@ -12,7 +12,8 @@ import torch, yaml
 from .evaluate import load_model
 from .learner import saved_policy
 from .runlog import atomic_folder, latest_checkpoint, named_checkpoint
-from .train import _model_folder, add_lora, make_config
+from .settings import make_config
+from .stage import add_lora, base_folder
 
 # %% ../nbs/66_export.ipynb #c005
 def merge_lora(model):  # Hugging Face causal model, changed in place
@@ -44,7 +45,7 @@ def read_policy(
         raise FileNotFoundError(f'{run} holds no params.yaml: wanted the folder of a training run')
     step, folder = _checkpoint(run, checkpoint)
     config = dataclasses.replace(make_config(yaml.safe_load((Path(run)/'params.yaml').read_text())), run=str(run))
-    model, tokenizer = load_model(_model_folder(config), config.dtype)
+    model, tokenizer = load_model(base_folder(config), config.dtype)
     model = model.cpu()
     if config.lora: add_lora(model, config.lora, config.seed)
     model.load_state_dict(saved_policy(folder))

@@ -18,14 +18,16 @@ from .evaluate import from_settings, load_model, notebook_settings, open_search
 from .launch import LaunchError, Ranks, is_rank, join_ranks, keep_traceback, read_settings, speak
 from .layout import pack
 from .losses import kl
-from .learner import DeepSpeedLearner, Learner, make_critic
+from .learner import DeepSpeedLearner, Learner, _seeded, make_critic
 from .methods import get_method
 from .outcome import outcome_rewards
+from .options import number
 from .protocol import PROTOCOLS
 from .runlog import RunLog, latest_checkpoint, read_metrics, save_checkpoint
-from .train import (_MAY_CHANGE, _compare_params, _is_large, _model_folder, _no_gpu, _numbers, _saving,
-                             _seeded, _Silent, _launch, _trackers, Config, check, examine, make_engine, options_of,
-                             plan_of, real_questions, real_search, set_stage)
+from .settings import Config, check, tracker_names
+from .stage import base_folder, make_engine, real_questions, real_search, set_stage
+from .train import (MAY_CHANGE, SilentLog, check_same_params, examine, is_large, launch_ranks, no_gpu,
+                             options_of, plan_of, saving)
 from .vllm_engine import EngineLost
 from credit_rl.warmup import (
     GATE,
@@ -80,7 +82,7 @@ def make_warming(settings):
     """A `Warming` from a dict. Raises ValueError on an unknown name, naming the nearest, and on values of the wrong
     kind."""
     return from_settings(
-        Warming, {k: v if isinstance(v, str) and k in ('run', 'model') else _numbers(v) for k, v in settings.items()})
+        Warming, {k: v if isinstance(v, str) and k in ('run', 'model') else number(v) for k, v in settings.items()})
 
 def read_warming(variables):
     "The `Warming` set by a notebook's variables (its `globals()`)."
@@ -201,7 +203,7 @@ def _keep_exam(log, learner, keep, ranks, kept):
     row = {name: report[name] for name in ('auc', 'sign_accuracy', 'explained_variance', 'sign_kept', 'sign_lost')}
     log.metrics(step, **row, **({} if math.isnan(loss) else {'loss': loss}))
     def write(folder):
-        with _saving(log.folder/'checkpoints'/f'step-{step:06d}'):
+        with saving(log.folder/'checkpoints'/f'step-{step:06d}'):
             learner.save(ranks.once(lambda: str(folder)))
             ranks.wait()
             if ranks.first: torch.save(kept, Path(folder)/'warmup.pt')
@@ -238,7 +240,7 @@ def _teaching(c, how, model):
     kind, more = (Learner, {}) if c.learner == 'plain' else (DeepSpeedLearner,
                                                              dict(stage=c.stage, dtype=c.dtype, settings=c.deepspeed))
     return critic_learner(model, head, how, kind,
-                          load_model(_model_folder(c), c.dtype)[0], temperature=c.temperature,
+                          load_model(base_folder(c), c.dtype)[0], temperature=c.temperature,
                           offload=tuple(c.offload), **more)
 
 # %% ../nbs/65_prepare.ipynb #c018
@@ -257,21 +259,21 @@ def prepare(
     if is_rank():
         with keep_traceback(c.run, int(os.environ['RANK'])): return _prepare(c, say, join_ranks(c.ranks))
     if finished_warming(c) is None:
-        for line in [*_forecast(c), *_no_gpu(c)] if _is_large(c) else (): say(line)
-        if c.ranks > 1: return _launch(c, say, 'credit_rl.prepare', (*_MAY_CHANGE, 'warm_steps'))
+        for line in [*_forecast(c), *no_gpu(c)] if is_large(c) else (): say(line)
+        if c.ranks > 1: return launch_ranks(c, say, 'credit_rl.prepare', (*MAY_CHANGE, 'warm_steps'))
     return _prepare(c, say, Ranks())
 
 # %% ../nbs/65_prepare.ipynb #c019
 def _prepare(c, say, ranks):
     "The warm-up, or this rank's part of it."
     if finished_warming(c):
-        _compare_params(c)
+        check_same_params(c)
         return Path(c.run)
     if c.threads: torch.set_num_threads(c.threads)
     say = say if ranks.first else lambda line: None
-    log, method = RunLog(c.run, c.resume, _trackers(c)) if ranks.first else _Silent(c.run), get_method(c.method)
+    log, method = RunLog(c.run, c.resume, tracker_names(c)) if ranks.first else SilentLog(c.run), get_method(c.method)
     real = None if c.data == 'tiny' else (real_questions(c), real_search(c))
-    log.write_params(vars(c), (*_MAY_CHANGE, 'warm_steps'))
+    log.write_params(vars(c), (*MAY_CHANGE, 'warm_steps'))
     stage = ranks.in_turn(lambda: set_stage(c, say, real))
     engine = make_engine(c, stage.model, stage.chat.tokenizer)
     try: data = _gather_rollouts(c, method, stage, engine, log.folder, say, ranks)

@@ -16,7 +16,10 @@ from .layout import pack
 from .outcome import outcome_rewards
 from .rollout import rollout
 from .runlog import RunLog, module_hashes
-from .train import Config, _numbers, check, draw_questions, enter_project, make_config, options_of, set_stage
+from .options import number
+from .settings import Config, check, enter_project, make_config
+from .stage import draw_questions, set_stage
+from .train import options_of
 from .methods import get_method
 from .trajectory import Group
 
@@ -149,7 +152,7 @@ def main(arguments=None):
         known = [n for n in inspect.signature(rejection_sft).parameters if n not in ('config', 'say')]
         if unknown := [n for n in own if n not in known]:
             raise ValueError(f"no setting 'sft.{unknown[0]}'; there are {', '.join(f'sft.{n}' for n in known)}")
-        rejection_sft(settings, **_numbers(own))
+        rejection_sft(settings, **number(own))
     except (ValueError, OSError, TypeError) as e: sys.exit(f'credit_rl.sft: {e}')
 
 # %% ../nbs/64_sft.ipynb #c022

@@ -14,7 +14,8 @@ from credit_rl.evaluate import evaluate
 from credit_rl.folr import first_turns
 from credit_rl.outcome import group_share, outcome_rewards
 from credit_rl.rollout import rollout
-from credit_rl.train import make_config, set_stage
+from credit_rl.settings import make_config
+from credit_rl.stage import set_stage
 
 
 def main():

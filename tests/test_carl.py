@@ -23,7 +23,7 @@ from credit_rl.protocol import PROTOCOLS, byte_tokenizer
 from credit_rl.runlog import RunLog, latest_checkpoint, read_metrics, read_turns, same_metrics
 from credit_rl.tiny import tiny_model, tiny_tokenizer
 from credit_rl.tools import PythonTool, SearchTool
-from credit_rl import prepare as preparing, train as training
+from credit_rl import prepare as preparing, stage as staging, train as training
 from credit_rl import competence
 from credit_rl.competence import examine_run, examined
 from credit_rl.critics import at_states, first_tokens, segment_starts
@@ -38,7 +38,9 @@ from credit_rl.outcome import outcome_rewards
 from credit_rl.rollout import rollout
 from credit_rl.prepare import gate_table, make_warming, prepare, warmup_table
 from credit_rl.tiny import NOISY_CODER, act_coder, memory_of
-from credit_rl.train import check, make_config, set_stage, train, tiny_worlds
+from credit_rl.settings import check, make_config
+from credit_rl.stage import set_stage, tiny_worlds
+from credit_rl.train import train
 from credit_rl.trajectory import example_group, Group, Question, Result, Stop, Trajectory, Turn, to_json, trajectory_from_json
 from credit_rl.warmup import GATE, GateReport, context_values, gold_shown, read_collected, read_warmed
 from papermilled import papermill, shown
@@ -461,7 +463,7 @@ def test_three_questions_in_ten_are_looked_up_in_another_corpus(spoken, rows, tm
         if 'without tools' in text: return f'\\boxed{{{gold[asked] if int(asked[1]) % 2 else "?"}}}' + byte_tokenizer().eos_token                  # it knows every second one
         if code not in text: return f'```python\n{code}\n```\n'
         return '<context>as noted</context>' if 'as noted' not in text else '\\boxed{as noted}' + byte_tokenizer().eos_token
-    monkeypatch.setattr(training, 'HFEngine', lambda model, tokenizer, **limits: ScriptedEngine(act, tokenizer, max_length=12000))
+    monkeypatch.setattr(staging, 'HFEngine', lambda model, tokenizer, **limits: ScriptedEngine(act, tokenizer, max_length=12000))
     settings = {k: v for k, v in REAL.items() if k not in ('steps', 'eval_every')} | {'turn_tokens': 400, 'context_tokens': 200, 'questions': 20, 'dev_questions': 10, 'test_questions': 6}
     warm = prepare({**settings, 'data': 'hotpotqa', 'path': path, 'model': spoken, 'collected': 'cold', 'must_pass': False, 'clusters': 2, 'other_corpus': str(corpus), 'run': str(tmp_path / 'warm')}, say=lambda line: None)
     for part in ('train', 'dev'):

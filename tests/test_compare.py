@@ -15,7 +15,8 @@ from credit_rl import compare
 from credit_rl.compare import (Job, common_seeds, effort_table, find_runs, load_runs, main, markdown_table, module_hashes, paired_differences, plan_jobs, replay, run_jobs,
                                seed_curves, status_table)
 from credit_rl.runlog import RunLog
-from credit_rl.train import make_config, train
+from credit_rl.settings import make_config
+from credit_rl.train import train
 
 SCORES = {'em': .5, '1': .7, '2': .4, '3': .3}
 

@@ -16,7 +16,8 @@ from credit_rl.estimate import memory, read_sizes
 from credit_rl.evaluate import load_model
 from credit_rl.export import export_run, read_policy
 from credit_rl.runlog import latest_checkpoint, read_metrics, read_turns, same_metrics
-from credit_rl.train import check, make_config, plan_of, train
+from credit_rl.settings import check, make_config
+from credit_rl.train import plan_of, train
 
 if not importlib.util.find_spec('deepspeed'):
     pytest.skip('deepspeed is not installed: pip install credit_rl[train]', allow_module_level=True)

@@ -11,14 +11,15 @@ import torch
 
 from deepspeed_steps import model
 
-from credit_rl import train as training
+from credit_rl import stage as staging
 from credit_rl.advantages import to_tokens
 from credit_rl.layout import pack
 from credit_rl.learner import Learner, Optimiser
 from credit_rl.parts import Credit, Loss
 from credit_rl.runlog import read_metrics, read_turns, same_metrics
 from credit_rl.scoring import AnswerTemplate
-from credit_rl.train import make_config, train
+from credit_rl.settings import make_config
+from credit_rl.train import train
 from credit_rl.trajectory import example_group
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -87,11 +88,11 @@ def quiet(folder, settings):
 def test_additions_switched_off_are_a_second_model(tmp_path, monkeypatch, teacher):
     "The KL from the reference, and a base that teaches: the numbers of a run that loads the base again."
     settings = {**SHORT, 'method': 'tips', 'lora': {'r': 4}, 'teacher': teacher, 'kl': .1}
-    loaded, load = [], training.load_model
-    monkeypatch.setattr(training, 'load_model', lambda *a: loaded.append(a) or load(*a))
+    loaded, load = [], staging.load_model
+    monkeypatch.setattr(staging, 'load_model', lambda *a: loaded.append(a) or load(*a))
     off = quiet(tmp_path / 'off', settings)
     assert len(loaded) == 1                                           # the policy
-    monkeypatch.setattr(training, '_base', lambda c, device: training.load_model(c.model, c.dtype, device)[0])
+    monkeypatch.setattr(staging, 'load_base', lambda c, device: staging.load_model(c.model, c.dtype, device)[0])
     second = quiet(tmp_path / 'second', settings)
     assert len(loaded) == (3 if teacher == 'self' else 4)             # the policy, its reference, its teacher
     assert same_metrics(off, second, 1e-6) == [] and read_metrics(off).kl.max() > 1e-4
@@ -101,7 +102,7 @@ def test_additions_switched_off_are_a_second_model(tmp_path, monkeypatch, teache
 def test_what_changes_the_weights_beside_it_needs_a_second_model(tmp_path):
     "PiSSA puts a part of the weights into the additions, so that the rest is not the base."
     pieces = [make_config({**SHORT, 'lora': {'r': 4, **more}}) for more in ({}, {'init_lora_weights': 'pissa'})]
-    whole, taken = (training._base(c, None) for c in pieces)
+    whole, taken = (staging.load_base(c, None) for c in pieces)
     assert whole == 'base' and isinstance(taken, torch.nn.Module)
 
 

@@ -34,7 +34,10 @@ from credit_rl.runlog import RunLog
 from credit_rl.scoring import gold_templates
 from credit_rl.smdp import segment_advantages
 from credit_rl.tiny import NOISY, act, tiny_environment
-from credit_rl.train import Stage, _chosen, _look, check, load_model, make_config, make_learner, options_of, train_step
+from credit_rl.evaluate import load_model
+from credit_rl.settings import check, make_config
+from credit_rl.stage import Stage, make_learner
+from credit_rl.train import _chosen, _look, options_of, train_step
 from credit_rl.trajectory import Group
 from credit_rl.vspo import vspo_weights
 from credit_rl.world import make_world

@@ -20,7 +20,8 @@ from credit_rl.parts import Credit, Seen
 from credit_rl.methods import get_method
 from credit_rl.prepare import check_warming, make_warming
 from credit_rl.tiny import tiny_model, tiny_tokenizer
-from credit_rl.train import _missing_room, check, make_config, plan_of, train
+from credit_rl.settings import check, make_config
+from credit_rl.train import _missing_room, plan_of, train
 from credit_rl.trajectory import example_group
 
 ROOT = Path(__file__).resolve().parents[1]

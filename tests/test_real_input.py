@@ -18,7 +18,10 @@ from credit_rl.layout import pack, token_logps
 from credit_rl.metrics import cover_match, normalize
 from credit_rl.rollout import rollout
 from credit_rl.runlog import read_metrics, read_turns
-from credit_rl.train import load_model, make_config, real_passages, real_questions, set_stage, train
+from credit_rl.evaluate import load_model
+from credit_rl.settings import make_config
+from credit_rl.stage import real_passages, real_questions, set_stage
+from credit_rl.train import train
 from credit_rl.trajectory import Group, Result, Stop, trajectory_from_json
 from credit_rl.view import show_rollout
 from papermilled import papermill, printed, shown

@@ -18,7 +18,7 @@ import pytest
 import torch
 import yaml
 
-from credit_rl import prepare as preparing, train as training
+from credit_rl import prepare as preparing, stage as staging, train as training
 from credit_rl.diagnostics import training_curves
 from credit_rl.retrieval import SearchServer
 from credit_rl.runlog import RunLog, latest_checkpoint, named_checkpoint, read_metrics, read_turns, same_metrics
@@ -231,8 +231,8 @@ def test_a_disk_that_takes_no_more_ends_a_run_in_a_line(whole, tmp_path):
 
 
 def test_another_failure_while_a_checkpoint_is_written_is_no_matter_of_the_disk(tmp_path):
-    with pytest.raises(RuntimeError, match='^connection closed$'), training._saving(tmp_path / 'step-000002'): raise RuntimeError('connection closed')
-    with pytest.raises(OSError, match=r'step-000002 could not be written \(OSError: .* No space left on device\); its disk has [0-9.e+]+ GB free; earlier'), training._saving(tmp_path / 'step-000002'):
+    with pytest.raises(RuntimeError, match='^connection closed$'), training.saving(tmp_path / 'step-000002'): raise RuntimeError('connection closed')
+    with pytest.raises(OSError, match=r'step-000002 could not be written \(OSError: .* No space left on device\); its disk has [0-9.e+]+ GB free; earlier'), training.saving(tmp_path / 'step-000002'):
         raise OSError(errno.ENOSPC, 'No space left on device')
 
 
@@ -254,8 +254,9 @@ def idle(monkeypatch):
     "Fail the test if anything is computed: no model, no world to play in, no rollout."
     def refuse(*args, **kwargs):
         pytest.fail('something was computed')
-    for name in ('set_stage', 'load_model', 'make_base', 'rollout', 'evaluate', 'HFEngine', 'BM25'):
-        monkeypatch.setattr(training, name, refuse)
+    for module, names in ((training, ('set_stage', 'rollout', 'evaluate')), (staging, ('load_model', 'make_base', 'HFEngine', 'BM25'))):
+        for name in names:
+            monkeypatch.setattr(module, name, refuse)
 
 
 def test_a_finished_run_is_only_shown_again(whole, idle, tmp_path):
@@ -478,7 +479,7 @@ def test_a_dry_run_of_a_warm_up_plays_nothing(monkeypatch, tmp_path, capsys):
 def test_a_large_warm_up_tells_first_what_it_needs(monkeypatch, tmp_path):
     def begin(c, say, ranks): raise KeyboardInterrupt
     monkeypatch.setattr(preparing, '_prepare', begin)
-    monkeypatch.setattr(preparing, '_is_large', lambda c: True)
+    monkeypatch.setattr(preparing, 'is_large', lambda c: True)
     lines = []
     with pytest.raises(KeyboardInterrupt): preparing.prepare(dict(model=BASE, protocol='carl-tiny', run=str(tmp_path / 'run')), say=lines.append)
     assert any(line.startswith('before that, ') for line in lines) and any('memory of a rank' in line for line in lines)
@@ -497,7 +498,7 @@ def test_vllm_sleeps_while_the_learner_is_made(monkeypatch, tmp_path):
     monkeypatch.setattr(training, 'make_learner', lambda *given: told.append('learner'))
     monkeypatch.setattr(training, 'hand_over', lambda *given: told.append('weights'))
     config = training.make_config({**SHORT, 'track': '', 'engine': 'vllm', 'run': str(tmp_path / 'run')})
-    monkeypatch.setattr(training, 'RunLog', lambda *given: training._Silent(config.run))
+    monkeypatch.setattr(training, 'RunLog', lambda *given: training.SilentLog(config.run))
     run = training._Run(config, lambda line: None)
     def play(run, part): raise KeyboardInterrupt
     monkeypatch.setattr(training._Run, 'evaluate', play)
@@ -510,7 +511,7 @@ def test_vllm_sleeps_while_the_learner_is_made(monkeypatch, tmp_path):
 
 def test_each_rank_gives_its_vllm_its_own_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, 'is_available', lambda: True)
-    monkeypatch.setattr(training, 'VLLMEngine', lambda folder, tokenizer, **settings: settings['devices'])
+    monkeypatch.setattr(staging, 'VLLMEngine', lambda folder, tokenizer, **settings: settings['devices'])
     monkeypatch.setenv('LOCAL_RANK', '2')
     made = lambda **given: training.make_engine(training.make_config({'model': BASE, 'engine': 'vllm', **given}), None, None)
     assert made(ranks=8, learner='deepspeed') == '2' and made() is None and made(vllm={'devices': '4,5'}) == '4,5'
