@@ -10,8 +10,8 @@ __all__ = ['rloo', 'reinforce_pp', 'gae', 'mt_grpo', 'mt_grpo_star', 'anchor_ids
 import hashlib, torch
 from array import array
 from .folr import turn_normalize
-from .outcome import (cast_like, check_groups, check_turns, discounted_suffix, discounted_sum, group_normalize,
-                               measured, standardize, widen)
+from .groups import (cast_like, check_groups, check_turns, discounted_suffix, discounted_sum, group_normalize,
+                              measured, standardize, widen)
 
 _all_ = ['group_normalize', 'turn_normalize', 'discounted_sum']
 

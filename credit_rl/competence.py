@@ -27,11 +27,12 @@ from credit_rl.diagnostics import (
 )
 
 from .engine import HFEngine, Sampling, seed_of
-from .evaluate import bootstrap_interval, evaluate, load_model
+from .evaluate import bootstrap_interval, evaluate
 from .export import _checkpoint, read_policy
 from .learner import saved_critic
 from .methods import get_method
 from .metrics import normalize
+from .models import load_model
 from .outcome import outcome_rewards
 from .prepare import is_warmup
 from .protocol import PROTOCOLS, read_context

@@ -9,8 +9,8 @@ __all__ = ['merge_lora', 'read_policy', 'export_run', 'main']
 import dataclasses, json
 from pathlib import Path
 import torch, yaml
-from .evaluate import load_model
 from .learner import saved_policy
+from .models import load_model
 from .runlog import atomic_folder, latest_checkpoint, named_checkpoint
 from .train import _model_folder, add_lora, make_config
 

@@ -9,8 +9,8 @@ __all__ = ['evidence_golds', 'first_occurrence', 'first_turns', 'has_evidence', 
 
 # %% ../nbs/32_folr.ipynb #c003
 import torch
+from .groups import cast_like, check_groups, check_turns, group_normalize, measured, standardize, widen
 from .metrics import normalize
-from .outcome import cast_like, check_groups, check_turns, group_normalize, measured, standardize, widen
 
 # %% ../nbs/32_folr.ipynb #c006
 def evidence_golds(

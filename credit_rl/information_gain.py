@@ -8,8 +8,8 @@ __all__ = ['NORMS', 'best_gold_logp', 'information_gain', 'has_answer', 'with_ou
 
 # %% ../nbs/33_information_gain.ipynb #c003
 import math, re, string, torch
-from .outcome import (cast_like, check_groups, check_turns, discounted_suffix, discounted_sum, measured,
-                               standardize, widen)
+from .groups import (cast_like, check_groups, check_turns, discounted_suffix, discounted_sum, measured,
+                              standardize, widen)
 from .potentials import bridge
 
 # %% ../nbs/33_information_gain.ipynb #c006

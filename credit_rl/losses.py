@@ -8,7 +8,7 @@ __all__ = ['weighted_sum', 'check_logps', 'sequence_log_ratio', 'policy_terms', 
 
 # %% ../nbs/50_losses.ipynb #c003
 import torch
-from .outcome import widen
+from .groups import widen
 
 # %% ../nbs/50_losses.ipynb #c006
 def weighted_sum(

@@ -9,7 +9,7 @@ __all__ = ['REWARD_BANDS', 'MODEL_SHAPES', 'answer_potential', 'bridge', 'missin
 # %% ../nbs/31_potentials.ipynb #c003
 import math, torch
 from dataclasses import dataclass
-from .outcome import cast_like, check_turns, widen
+from .groups import cast_like, check_turns, widen
 
 # %% ../nbs/31_potentials.ipynb #c006
 def answer_potential(

@@ -14,12 +14,13 @@ import torch
 from .critics import brier, expected_calibration_error
 from .engine import Sampling, seed_of
 from .estimate import describe, memory, read_sizes, step_seconds
-from .evaluate import from_settings, load_model, notebook_settings, open_search
+from .evaluate import from_settings, notebook_settings, open_search
 from .launch import LaunchError, Ranks, is_rank, join_ranks, keep_traceback, read_settings, speak
 from .layout import pack
 from .losses import kl
 from .learner import DeepSpeedLearner, Learner, make_critic
 from .methods import get_method
+from .models import load_model
 from .outcome import outcome_rewards
 from .protocol import PROTOCOLS
 from .runlog import RunLog, latest_checkpoint, read_metrics, save_checkpoint

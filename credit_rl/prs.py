@@ -189,7 +189,7 @@ def _verdicts(judge, trajectories, process, prompt):
 def prs_rewards(
     groups,          # list of Group, N trajectories in all
     form='short',    # 'short' (eq. 13) or 'long' (eq. 14)
-    judge=None,      # for 'long': has ask(prompts, parse) → list (Judge of 35_turn_rewards); or N verdicts 1, 0, None
+    judge=None,      # for 'long': has ask(prompts, parse) → list (Judge of 18_judge); or N verdicts 1, 0, None
     executed=False,  # True: a call must also have run
     smooth=False,    # True: smoothed BLEU
     tags=PRS_TAGS,   # names of the reasoning, call and answer tags

@@ -8,7 +8,7 @@ __all__ = ['segment_kinds', 'segment_advantages']
 # %% ../nbs/41_smdp.ipynb #c003
 import torch
 from .advantages import gae
-from .outcome import at_last_turn, cast_like, check_turns, widen
+from .groups import at_last_turn, cast_like, check_turns, widen
 from .potentials import bridge
 
 # %% ../nbs/41_smdp.ipynb #c006

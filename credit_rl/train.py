@@ -17,17 +17,8 @@ import torch
 from .datasets import get_benchmark, load_corpus, load_questions, subsample
 from .engine import HFEngine, Sampling, seed_of
 from .estimate import Plan, describe, memory, read_sizes, step_seconds
-from credit_rl.evaluate import (
-    check_model,
-    evaluate,
-    is_searched,
-    load_model,
-    load_tokenizer,
-    make_environment,
-    open_search,
-    read_template,
-    summarize,
-)
+from .evaluate import evaluate, is_searched, make_environment, open_search, summarize
+from .models import check_model, load_model, load_tokenizer, read_template
 
 from credit_rl.launch import (
     LaunchError,
@@ -56,11 +47,13 @@ from credit_rl.learner import (
     make_critic,
 )
 
+from .judge import make_judge
 from .losses import kl
-from .methods import extra_passes, get_method, make_judge
+from .methods import extra_passes, get_method
 from .metrics import benchmark_metric, exact_match
 from .critics import explained_variance, first_tokens
-from .outcome import group_share, outcome_rewards
+from .groups import group_share
+from .outcome import outcome_rewards
 from .potentials import AlphaController, REWARD_BANDS, mean_abs_reward
 from .protocol import PROTOCOLS, Chat
 from .retrieval import BM25
@@ -1042,9 +1035,9 @@ def _begin(run):
     return 1
 
 # %% ../nbs/63_train.ipynb #c078
-CODE = ('outcome', 'folr', 'information_gain', 'potentials', 'prs', 'turn_rewards', 'advantages', 'smdp', 'vspo',
-        'scoring', 'layout', 'losses', 'critics', 'learner', 'methods', 'rollout', 'engine', 'tiny', 'train'
-        )  # modules whose change makes a run's results old
+CODE = ('groups', 'judge', 'models', 'outcome', 'folr', 'information_gain', 'potentials', 'prs', 'turn_rewards',
+        'advantages', 'smdp', 'vspo', 'scoring', 'layout', 'losses', 'critics', 'learner', 'methods', 'rollout',
+        'engine', 'tiny', 'train')  # modules whose change makes a run's results old
 
 # %% ../nbs/63_train.ipynb #c079
 def _finish(run):

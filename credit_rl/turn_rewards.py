@@ -4,11 +4,10 @@
 
 # %% auto #0
 __all__ = ['JUDGE_PROMPT', 'rule_rewards', 'tool_segments', 'rule_turn_rewards', 'place_rewards', 'judge_prompt', 'parse_ratings',
-           'rating_scores', 'Judge', 'judge_rewards']
+           'rating_scores', 'judge_rewards']
 
 # %% ../nbs/35_turn_rewards.ipynb #c003
 import json, re, torch
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 # %% ../nbs/35_turn_rewards.ipynb #c006
@@ -181,78 +180,6 @@ def rating_scores(
     if min(weights) < 0 or sum(weights) <= 0 or any(len(r) != len(weights) for r in ratings):
         raise ValueError(f'weights must be >= 0, not all 0, and one per criterion, got {weights} for {ratings[:1]}')
     return [sum(w * q for w, q in zip(weights, r)) / (top * sum(weights)) for r in ratings]
-
-# %% ../nbs/35_turn_rewards.ipynb #c036
-class _Endpoint:
-    "A chat model behind an OpenAI-compatible endpoint, one request at a time."
-
-    def __init__(self, base_url, model, api_key, retries, timeout, options):
-        try: import openai
-        except ImportError:
-            raise ImportError("a judge is asked through the openai package: pip install 'credit_rl[judge]'") from None
-        self.base_url, self.model, self.options = base_url, model, options
-        self._error, self._unreached = openai.APIError, openai.APIConnectionError
-        self._client = openai.OpenAI(base_url=base_url, api_key=api_key, max_retries=retries, timeout=timeout)
-
-    def _one(self, prompt):
-        "Put one prompt to the model: its reply or None, the retries made, the error or None."
-        messages = [{'role': 'user', 'content': prompt}] if isinstance(prompt, str) else prompt
-        create = self._client.chat.completions.with_raw_response.create
-        try: raw = create(model=self.model, messages=messages, **self.options)
-        except self._error as e:
-            # refused, unknown host, timed out
-            why = e.__cause__ if isinstance(e, self._unreached) and e.__cause__ else e
-            return None, int(e.request.headers.get('x-stainless-retry-count', 0)), f'{type(e).__name__}: {why}'
-        try: return raw.parse().choices[0].message.content or '', raw.retries_taken, None
-        except (AttributeError, IndexError, TypeError, ValueError):  # a proxy's page, an error in the form of a success
-            return None, raw.retries_taken, f'this is no chat completion: {raw.text[:80]!r}'
-
-# %% ../nbs/35_turn_rewards.ipynb #c037
-class Judge(_Endpoint):
-    """Ask a model at an OpenAI-compatible endpoint and count what goes wrong. Raises ImportError without the extra
-    `judge`."""
-
-    def __init__(
-        self,
-        base_url,        # str, such as 'http://localhost:8000/v1'
-        model,           # str, the name that the server gives it
-        api_key='none',  # str; servers of one's own mostly want none
-        retries=2,       # further attempts where one timed out, was refused, or met an error of the server
-        timeout=60.0,    # seconds per attempt
-        concurrency=8,   # requests under way at a time
-        options=None,    # dict sent along with each request; None: {'temperature': 0.0, 'max_tokens': 2048}
-    ):
-        if retries < 0 or timeout <= 0 or concurrency < 1:
-            raise ValueError('a judge needs retries >= 0, timeout > 0 and concurrency >= 1, '
-                             f'got {retries}, {timeout} and {concurrency}')
-        options = {'temperature': 0.0, 'max_tokens': 2048} if options is None else options
-        super().__init__(base_url, model, api_key, retries, timeout, options)
-        self.concurrency = concurrency
-        self.counts = {'calls': 0, 'retries': 0, 'failures': 0, 'unparsable': 0}  # since the judge was made
-        self.last_error = None                                                    # str, what the latest failure was
-
-    def check(self):
-        "Make one small request before anything else is spent. Raises ConnectionError where no completion comes back."
-        _, retries, error = self._one('Reply with the one word: ready.')
-        if error:
-            raise ConnectionError(f'the judge {self.model!r} at {self.base_url} does not answer ({error}; {retries} '
-                                  'retries): '
-                                  'start it, or mend address, name or key')
-
-    def ask(self, prompts, parse):
-        """Put prompts (list of str, or of message lists) to the model, `concurrency` at a time: list of values, in order.
-        `parse`: function reply -> value, None if unreadable, or a list with one per prompt. None where a request failed, too."""
-        parsers = [parse] * len(prompts) if callable(parse) else list(parse)
-        if len(parsers) != len(prompts):
-            raise ValueError(f'wanted one parser, or one for each prompt, got {len(parsers)} for {len(prompts)}')
-        with ThreadPoolExecutor(self.concurrency) as pool: answers = list(pool.map(self._one, prompts))
-        values = [None if reply is None else read(reply) for (reply, _, _), read in zip(answers, parsers)]
-        errors = [error for _, _, error in answers if error]
-        self.last_error = errors[-1] if errors else self.last_error
-        unparsable = sum(v is None for v in values) - len(errors)
-        new = len(prompts), sum(n for _, n, _ in answers), len(errors), unparsable
-        for name, n in zip(self.counts, new): self.counts[name] += n
-        return values
 
 # %% ../nbs/35_turn_rewards.ipynb #c039
 def judge_rewards(

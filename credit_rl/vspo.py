@@ -7,7 +7,7 @@ __all__ = ['informative', 'task_values', 'sampling_probabilities', 'value_smooth
 
 # %% ../nbs/42_vspo.ipynb #c003
 import math, torch
-from .outcome import check_groups, measured, widen
+from .groups import check_groups, measured, widen
 
 # %% ../nbs/42_vspo.ipynb #c006
 def _moments(
