@@ -15,23 +15,15 @@ import torch
 import yaml
 from .compare import _label, find_runs
 from .critics import CompetenceHead, LinearHead, brier, expected_calibration_error, explained_variance
-from credit_rl.diagnostics import (
-    _steps_of,
-    assimilation,
-    competence_table,
-    critic_report,
-    crossover,
-    hop_table,
-    method_colours,
-    resilience,
-)
-
+from .diagnostics import (_steps_of, assimilation, competence_table, critic_report, crossover, hop_table,
+                                   method_colours, resilience)
 from .engine import HFEngine, Sampling, seed_of
-from .evaluate import bootstrap_interval, evaluate, load_model
+from .evaluate import bootstrap_interval, evaluate
 from .export import _checkpoint, read_policy
 from .learner import saved_critic
 from .methods import get_method
 from .metrics import normalize
+from .models import load_model
 from .outcome import outcome_rewards
 from .prepare import is_warmup
 from .protocol import PROTOCOLS, read_context

@@ -8,7 +8,7 @@ __all__ = ['auc', 'reliability', 'expected_calibration_error', 'brier', 'explain
 
 # %% ../nbs/51_critics.ipynb #c003
 import torch
-from .outcome import widen
+from .groups import widen
 
 # %% ../nbs/51_critics.ipynb #c006
 def _numbers(

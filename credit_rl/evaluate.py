@@ -4,34 +4,23 @@
 
 # %% auto #0
 __all__ = ['DIRECT', 'ENGINES', 'measure', 'summarize', 'score', 'evaluate', 'bootstrap_interval', 'Settings', 'from_settings',
-           'notebook_settings', 'set_names', 'check_settings', 'read_template', 'check_model', 'load_tokenizer',
-           'load_model', 'local_folder', 'model_hashes', 'tokenizer_hash', 'NoSearch', 'open_search', 'is_searched',
+           'notebook_settings', 'set_names', 'check_settings', 'NoSearch', 'open_search', 'is_searched',
            'make_environment', 'Plan', 'Player', 'plan_evaluation', 'manifest_differences', 'set_scores',
            'question_row', 'read_manifest', 'run_evaluation', 'read_scores', 'Replayed', 'replay', 'evaluation_table',
            'evaluation_figure', 'main']
 
 # %% ../nbs/26_evaluate.ipynb #c002
-import dataclasses, difflib, hashlib, importlib.metadata, json, os, platform, sys, time
+import dataclasses, difflib, importlib.metadata, json, os, platform, sys, time
 from dataclasses import dataclass, field
 from pathlib import Path
 import numpy as np, torch
 from .datasets import MIXTURES, BENCHMARKS, RowError, get_benchmark, load_corpus, load_questions, subsample
 from .engine import HFEngine, Sampling
-from credit_rl.launch import (
-    LaunchError,
-    Ranks,
-    check_hostfile,
-    is_rank,
-    join_ranks,
-    keep_traceback,
-    launch,
-    launch_command,
-    read_settings,
-    speak,
-)
-
+from .launch import (LaunchError, Ranks, check_hostfile, is_rank, join_ranks, keep_traceback, launch,
+                              launch_command, read_settings, speak)
 from .metrics import benchmark_metric, cover_match, exact_match, f1
-from .protocol import PROTOCOLS, TEMPLATES, Protocol, check_tokenizer
+from .models import json_hash, load_model, load_tokenizer, local_folder, model_hashes, read_template, tokenizer_hash
+from .protocol import PROTOCOLS, Protocol, check_tokenizer
 from .retrieval import BM25, SearchClient
 from .rollout import Environment, rollout
 from .runlog import RunLog, atomic_folder, atomic_write, module_hashes, read_turns
@@ -210,112 +199,6 @@ def check_settings(settings):
 
 def _sampling(s): return Sampling(s.temperature, s.top_p, s.top_k, s.greedy, s.turn_tokens)
 
-# %% ../nbs/26_evaluate.ipynb #c028
-def read_template(given):
-    """Text of a chat template named by a row of TEMPLATES or by a file; None for None, the model's own. Raises
-    ValueError on an unknown name."""
-    if given is None: return None
-    if given.lower() in TEMPLATES: return TEMPLATES[given.lower()]
-    if not Path(given).is_file():
-        raise ValueError(f'template must be one of {", ".join(TEMPLATES)} or a file, got {given!r}')
-    return Path(given).read_text(encoding='utf-8')
-
-# %% ../nbs/26_evaluate.ipynb #c031
-def check_model(model):
-    """Refuse a local model folder without a model, weights or a tokenizer; a name that is not a folder is left to the
-    hub."""
-    folder = Path(model)
-    if not folder.exists():
-        if model.startswith(('.', '/', '~')) or model.count('/') != 1:
-            raise ValueError(f'model {model!r} is neither a folder here nor a name of the form owner/model')
-        return
-    if not (folder/'config.json').exists():
-        raise ValueError(f'model folder {model!r} has no config.json: it is not a Hugging Face model')
-    if not any((folder/name).exists() for name in ('tokenizer.json', 'tokenizer_config.json', 'tokenizer.model')):
-        raise ValueError(f'model folder {model!r} has no tokenizer: save one into it with '
-                         f'tokenizer.save_pretrained({model!r})')
-    if not _weights(folder):
-        raise ValueError(f'model folder {model!r} has no weights: wanted *.safetensors or pytorch_model*.bin')
-
-def _weights(folder): return sorted(folder.glob('*.safetensors')) or sorted(folder.glob('pytorch_model*.bin'))
-
-# %% ../nbs/26_evaluate.ipynb #c032
-def load_tokenizer(folder):
-    """The tokenizer of a Hugging Face folder, exactly as saved, or of a hub name. Raises ValueError where it has no
-    end-of-turn token."""
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
-    kind = PreTrainedTokenizerFast if (Path(folder)/'tokenizer.json').exists() else AutoTokenizer
-    tokenizer = kind.from_pretrained(folder)
-    if tokenizer.eos_token_id is None:
-        raise ValueError(f'the tokenizer of {folder!r} has no eos_token, so the model could never end a turn')
-    return tokenizer
-
-# %% ../nbs/26_evaluate.ipynb #c033
-def load_model(folder, dtype='float32', device=None):
-    """A causal language model and its tokenizer from a Hugging Face folder or name, on a device, by default the GPU if
-    there is one."""
-    from transformers import AutoModelForCausalLM
-    tokenizer = load_tokenizer(folder)
-    gpu = torch.cuda.is_available()
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).to(device or
-                                                                                         ('cuda' if gpu else 'cpu'))
-    narrow, short = model.config.hidden_size <= 256, getattr(model.config, 'max_position_embeddings', 4096) <= 1024
-    if not gpu and narrow and short: model.set_attn_implementation('eager')  # the fused kernel pays from longer rows on
-    return model, tokenizer
-
-# %% ../nbs/26_evaluate.ipynb #c034
-def local_folder(model):
-    """The folder of a model: itself, or where the hub's files are kept once they are downloaded. Raises
-    ConnectionError without a network."""
-    check_model(model)
-    if Path(model).exists(): return Path(model)
-    from huggingface_hub import snapshot_download
-    small = ['*.json', '*.jinja', '*.txt', '*.model']
-    try: folder = Path(snapshot_download(model, allow_patterns=[*small, '*.safetensors']))
-    except Exception as e:
-        raise ConnectionError(f'could not fetch {model!r} from the hub: {type(e).__name__}: {e}\nWithout a network '
-                              'give a local folder as model.') from e
-    return folder if any(folder.glob('*.safetensors')) else Path(
-        snapshot_download(model, allow_patterns=[*small, 'pytorch_model*.bin']))
-
-# %% ../nbs/26_evaluate.ipynb #c035
-def _file_hash(path):
-    "Hash of a file, read in pieces: 16 hexadecimal digits."
-    digest = hashlib.sha256()
-    with open(path, 'rb') as f:
-        while piece := f.read(2 ** 22): digest.update(piece)
-    return digest.hexdigest()[:16]
-
-def _hash(value):
-    "Hash of JSON values: 16 hexadecimal digits."
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
-
-# %% ../nbs/26_evaluate.ipynb #c036
-def model_hashes(folder):
-    """Hash of each file that determines a model: configurations and weights, name → 16 hexadecimal digits. Raises
-    without weights."""
-    folder = Path(folder)
-    weights = _weights(folder)
-    if not weights:
-        raise ValueError(f'model folder {str(folder)!r} has no weights: wanted *.safetensors or pytorch_model*.bin')
-    return {
-        p.name: _file_hash(p)
-        for p in (folder / 'config.json', folder / 'generation_config.json', *weights)
-        if p.exists()
-    }
-
-# %% ../nbs/26_evaluate.ipynb #c037
-def tokenizer_hash(tokenizer):
-    "Hash of what a tokenizer does: vocabulary, rules, special tokens and chat template; 16 hexadecimal digits."
-    core = getattr(tokenizer, 'backend_tokenizer', None)
-    rules = {k: v
-             for k, v in json.loads(core.to_str()).items()
-             if k not in ('padding', 'truncation')} if core else tokenizer.get_vocab()
-    return _hash([
-        rules, {k: str(v) for k, v in tokenizer.special_tokens_map.items()},
-        str(getattr(tokenizer, 'chat_template', None))
-    ])
-
 # %% ../nbs/26_evaluate.ipynb #c041
 DIRECT = Protocol('direct', user='Answer the question below. First reason about it between <think> and </think>, then '
                                  'give the answer between <answer> and </answer>, '
@@ -344,8 +227,8 @@ def _questions(s, name):
     about = {
         'dataset': name, 'revision':
         'local files' if path else '@'.join(filter(None, (bench.hub[0], bench.hub[1], bench.hub[2]))), 'split': split,
-        'loaded': len(pool), 'loaded_hash': _hash(_rows_of(pool)), 'asked': len(asked), 'asked_hash':
-        _hash(_rows_of(asked)), 'skipped': len(pool.skipped), 'ids': [q.id for q in asked]
+        'loaded': len(pool), 'loaded_hash': json_hash(_rows_of(pool)), 'asked': len(asked), 'asked_hash':
+        json_hash(_rows_of(asked)), 'skipped': len(pool.skipped), 'ids': [q.id for q in asked]
     }
     return asked, about
 
@@ -432,7 +315,7 @@ def _versions(engine='hf'):
     }
 
 # modules that an evaluation runs through
-_CODE = ('datasets', 'metrics', 'retrieval', 'tools', 'protocol', 'engine', 'rollout', 'evaluate')
+_CODE = ('datasets', 'metrics', 'retrieval', 'tools', 'protocol', 'models', 'engine', 'rollout', 'evaluate')
 
 # %% ../nbs/26_evaluate.ipynb #c054
 @dataclass(frozen=True)
@@ -480,7 +363,7 @@ class Player:
         config, files = json.loads((self.folder/'config.json').read_text()), model_hashes(self.folder)
         self.tokenizer, self.vocabulary = load_tokenizer(self.folder), config.get('vocab_size')
         self.limit = min(self.limit, config.get('max_position_embeddings') or self.limit)
-        self.model = {'name': s.model, 'hash': _hash(files), 'files': files}
+        self.model = {'name': s.model, 'hash': json_hash(files), 'files': files}
 
     @property
     def engine(self):
@@ -533,7 +416,7 @@ def plan_evaluation(
         'protocol': dataclasses.asdict(chat.protocol),
         'prompt': chat.tokenizer.decode(chat.prompt_ids('{question}')),
         'history': chat.history,
-        'template': {'hash': chat.template and _hash(chat.template), 'options': chat.options},
+        'template': {'hash': chat.template and json_hash(chat.template), 'options': chat.options},
         'decoding': {**vars(_sampling(s)), 'stop': chat.stop},
         'limits': {
             'max_turns': env.max_turns,

@@ -9,8 +9,8 @@ __all__ = ['merge_lora', 'read_policy', 'export_run', 'main']
 import dataclasses, json
 from pathlib import Path
 import torch, yaml
-from .evaluate import load_model
 from .learner import saved_policy
+from .models import load_model
 from .runlog import atomic_folder, latest_checkpoint, named_checkpoint
 from .settings import make_config
 from .stage import add_lora, base_folder

@@ -16,15 +16,8 @@ from .engine import seed_of
 from .layout import hidden_states, loss_weights, take, token_logps
 from .losses import kl, policy_terms, value_loss, weighted_sum
 from .parts import Credit, Loss, Seen
-from credit_rl.scoring import (
-    acting_states,
-    answer_batches,
-    answer_logps,
-    batch_logps,
-    collect,
-    joint_logps,
-    takes_tree_mask,
-)
+from .scoring import (acting_states, answer_batches, answer_logps, batch_logps, collect, joint_logps,
+                               takes_tree_mask)
 
 # %% ../nbs/52_learner.ipynb #c008
 @dataclass(frozen=True)

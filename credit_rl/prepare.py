@@ -14,12 +14,13 @@ import torch
 from .critics import brier, expected_calibration_error
 from .engine import Sampling, seed_of
 from .estimate import describe, memory, read_sizes, step_seconds
-from .evaluate import from_settings, load_model, notebook_settings, open_search
+from .evaluate import from_settings, notebook_settings, open_search
 from .launch import LaunchError, Ranks, is_rank, join_ranks, keep_traceback, read_settings, speak
 from .layout import pack
 from .losses import kl
 from .learner import DeepSpeedLearner, Learner, _seeded, make_critic
 from .methods import get_method
+from .models import load_model
 from .outcome import outcome_rewards
 from .options import number
 from .protocol import PROTOCOLS
@@ -29,22 +30,8 @@ from .stage import base_folder, make_engine, real_questions, real_search, set_st
 from .train import (MAY_CHANGE, SilentLog, check_same_params, examine, is_large, launch_ranks, no_gpu,
                              options_of, plan_of, saving)
 from .vllm_engine import EngineLost
-from credit_rl.warmup import (
-    GATE,
-    Collecting,
-    Examination,
-    GateFailed,
-    Missing,
-    WarmUp,
-    collect,
-    critic_learner,
-    make_pairs,
-    read_collected,
-    report_from,
-    searching,
-    warm_up,
-    write_warmed,
-)
+from .warmup import (collect, Collecting, critic_learner, Examination, GATE, GateFailed, make_pairs, Missing,
+                              read_collected, report_from, searching, warm_up, WarmUp, write_warmed)
 
 # %% ../nbs/65_prepare.ipynb #c005
 @dataclass

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from .datasets import get_benchmark
 from .engine import Sampling
-from .evaluate import check_model
+from .models import check_model
 from .launch import check_hostfile
 from .layout import AVERAGES
 from .learner import CRITICS, check_offload

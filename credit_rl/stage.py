@@ -14,7 +14,8 @@ from pathlib import Path
 import torch
 from .datasets import get_benchmark, load_corpus, load_questions, subsample
 from .engine import HFEngine, seed_of
-from .evaluate import is_searched, load_model, make_environment, open_search, read_template
+from .evaluate import is_searched, make_environment, open_search
+from .models import load_model, read_template
 from .learner import DeepSpeedLearner, Learner, Optimiser, _seeded, make_critic
 from .methods import get_method
 from .protocol import PROTOCOLS, Chat

@@ -15,15 +15,18 @@ from .critics import explained_variance, first_tokens
 from .datasets import get_benchmark
 from .engine import HFEngine, Sampling, seed_of
 from .estimate import Plan, describe, memory, read_sizes, step_seconds
-from .evaluate import check_model, evaluate, load_model, load_tokenizer, summarize
+from .models import check_model, load_model, load_tokenizer
+from .evaluate import evaluate, summarize
 from .launch import (LaunchError, Ranks, is_rank, join_ranks, keep_traceback, launch, launch_command,
                               read_hostfile, read_settings, speak)
 from .layout import pack, take
 from .learner import Learner
 from .losses import kl
-from .methods import extra_passes, get_method, make_judge
+from .methods import extra_passes, get_method
+from .judge import make_judge
 from .metrics import benchmark_metric, exact_match
-from .outcome import group_share, outcome_rewards
+from .groups import group_share
+from .outcome import outcome_rewards
 from .parts import Credit
 from .potentials import AlphaController, REWARD_BANDS, mean_abs_reward
 from .rollout import rollout

@@ -18,11 +18,12 @@ from torch.nn.utils.rnn import pad_sequence
 from .critics import at_states, auc, explained_variance, segment_starts
 from .engine import Sampling, seed_of
 from .folr import first_occurrence
+from .groups import index_groups
 from .launch import Ranks
 from .layout import hidden_states, pack
 from .learner import Critic, Learner, Optimiser
 from .parts import Credit, Loss
-from .outcome import index_groups, outcome_rewards
+from .outcome import outcome_rewards
 from .protocol import PROTOCOLS, Chat, read_context
 from .rollout import rollout
 from .runlog import atomic_folder, atomic_write

@@ -12,7 +12,8 @@ import torch
 from credit_rl.engine import HFEngine, Sampling
 from credit_rl.evaluate import evaluate
 from credit_rl.folr import first_turns
-from credit_rl.outcome import group_share, outcome_rewards
+from credit_rl.groups import group_share
+from credit_rl.outcome import outcome_rewards
 from credit_rl.rollout import rollout
 from credit_rl.settings import make_config
 from credit_rl.stage import set_stage

@@ -11,17 +11,8 @@ import time
 
 import torch
 
-from credit_rl.advantages import (
-    discounted_sum,
-    gae,
-    gigpo,
-    group_normalize,
-    mt_grpo_star,
-    reinforce_pp,
-    rloo,
-    to_tokens,
-)
-
+from credit_rl.advantages import (discounted_sum, gae, gigpo, group_normalize, mt_grpo_star, reinforce_pp, rloo,
+                                  to_tokens)
 from credit_rl.folr import tspo_advantages
 from credit_rl.information_gain import igpo_advantages, information_gain, with_outcome
 from credit_rl.potentials import answer_potential, shaping_rewards

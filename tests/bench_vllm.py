@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 
 from credit_rl.engine import HFEngine, Sampling, seed_of
-from credit_rl.evaluate import load_model
+from credit_rl.models import load_model
 from credit_rl.protocol import PROTOCOLS, Chat
 from credit_rl.rollout import rollout
 from credit_rl.tiny import tiny_environment

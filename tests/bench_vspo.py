@@ -14,10 +14,10 @@ import time
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from credit_rl.groups import group_normalize
 from credit_rl.layout import pack
 from credit_rl.learner import Learner, Optimiser
 from credit_rl.parts import Credit, Loss
-from credit_rl.outcome import group_normalize
 from credit_rl.trajectory import Group, Question, Trajectory, Turn
 from credit_rl.vspo import kept_and_weights, vspo_weights
 

@@ -17,7 +17,7 @@ from credit_rl.protocol import PROTOCOLS, Chat, byte_tokenizer
 from credit_rl.rollout import Environment, rollout
 from credit_rl.tiny import tiny_environment
 from credit_rl.tools import SearchTool
-from credit_rl.evaluate import load_model
+from credit_rl.models import load_model
 from credit_rl.trajectory import Group, Question, Stop, Trajectory, Turn
 from credit_rl.world import make_world
 

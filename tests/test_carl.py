@@ -28,12 +28,12 @@ from credit_rl import competence
 from credit_rl.competence import examine_run, examined
 from credit_rl.critics import at_states, first_tokens, segment_starts
 from credit_rl.engine import ScriptedEngine
-from credit_rl.evaluate import load_model
 from credit_rl.layout import pack, token_logps
 from credit_rl.diagnostics import competence_table, hop_table
 from credit_rl.launch import Ranks
 from credit_rl.learner import Learner
 from credit_rl.metrics import benchmark_metric
+from credit_rl.models import load_model
 from credit_rl.outcome import outcome_rewards
 from credit_rl.rollout import rollout
 from credit_rl.prepare import gate_table, make_warming, prepare, warmup_table

@@ -12,8 +12,9 @@ import pytest
 import yaml
 
 from credit_rl import compare
-from credit_rl.compare import (Job, common_seeds, effort_table, find_runs, load_runs, main, markdown_table, module_hashes, paired_differences, plan_jobs, replay, run_jobs,
-                               seed_curves, status_table)
+from credit_rl.compare import (common_seeds, effort_table, find_runs, Job, load_runs, main, markdown_table,
+                               paired_differences, plan_jobs, replay, run_jobs, seed_curves, status_table)
+from credit_rl.runlog import module_hashes
 from credit_rl.runlog import RunLog
 from credit_rl.settings import make_config
 from credit_rl.train import train

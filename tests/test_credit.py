@@ -20,10 +20,9 @@ from credit_rl.advantages import (anchor_ids, anchor_share, discounted_sum, gae,
                                   rloo, to_tokens, turn_normalize)
 from credit_rl.folr import (check_binary, chi_squared, evidence_golds, first_occurrence, first_turns, folr_rewards, group_misses, has_evidence,
                             near_miss_share, near_miss_statistics, op_table, tspo_advantages)
+from credit_rl.groups import at_last_turn, discounted_suffix, group_share, index_groups, standardize
 from credit_rl.losses import kl
-from credit_rl.outcome import (at_last_turn, broke_format, discounted_suffix, extract_answer, group_share, index_groups,
-                               outcome_rewards,
-                               standardize)
+from credit_rl.outcome import broke_format, extract_answer, outcome_rewards
 from credit_rl.trajectory import Group, Question, Result, Stop, Trajectory, Turn, example_group
 
 settings.register_profile('credit', deadline=None, max_examples=40)

@@ -7,7 +7,7 @@ from torch.testing import assert_close
 
 from credit_rl.information_gain import (NORMS, best_gold_logp, first_answer, gold_entropy, has_answer, igpo_advantages,
                                         information_gain, set_f1, with_outcome)
-from credit_rl.outcome import group_normalize
+from credit_rl.groups import group_normalize
 from credit_rl.trajectory import Group, example_group
 
 PROPERTY = settings(deadline=None, max_examples=40)

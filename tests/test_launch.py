@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from credit_rl.estimate import memory, read_sizes
-from credit_rl.evaluate import load_model
 from credit_rl.export import export_run, read_policy
+from credit_rl.models import load_model
 from credit_rl.runlog import latest_checkpoint, read_metrics, read_turns, same_metrics
 from credit_rl.settings import check, make_config
 from credit_rl.train import plan_of, train

@@ -15,26 +15,15 @@ from credit_rl.information_gain import igpo_advantages, with_outcome
 from credit_rl.layout import pack
 from credit_rl.learner import Learner, Optimiser, make_critic
 from credit_rl.parts import Loss
-from credit_rl.methods import (
-    LOSSES,
-    METHODS,
-    REWARDS,
-    RULES,
-    SAMPLINGS,
-    compose,
-    extra_passes,
-    get_method,
-    method_table,
-    refusal,
-)
-
+from credit_rl.methods import (compose, extra_passes, get_method, LOSSES, method_table, METHODS, refusal, REWARDS,
+                               RULES, SAMPLINGS)
 from credit_rl.protocol import PROTOCOLS, Chat
 from credit_rl.rollout import rollout
 from credit_rl.runlog import RunLog
 from credit_rl.scoring import gold_templates
 from credit_rl.smdp import segment_advantages
 from credit_rl.tiny import NOISY, act, tiny_environment
-from credit_rl.evaluate import load_model
+from credit_rl.models import load_model
 from credit_rl.settings import check, make_config
 from credit_rl.stage import Stage, make_learner
 from credit_rl.train import _chosen, _look, options_of, train_step

@@ -6,7 +6,7 @@ import pytest, torch
 from hypothesis import assume, given, settings, strategies as st
 from torch.testing import assert_close
 
-from credit_rl.outcome import at_last_turn, discounted_sum, group_normalize
+from credit_rl.groups import at_last_turn, discounted_sum, group_normalize
 from credit_rl.potentials import (AlphaController, MODEL_SHAPES, ModelShape, REWARD_BANDS, answer_potential, bridge,
                                   history_max, mean_abs_reward, missing_states, pilot_alpha, scoring_flops,
                                   shaping_rewards)

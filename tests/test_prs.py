@@ -5,8 +5,8 @@ import pytest, torch
 from hypothesis import given, settings, strategies as st
 from torch.testing import assert_close
 
+from credit_rl.groups import group_normalize
 from credit_rl.metrics import normalize, short_bleu
-from credit_rl.outcome import group_normalize
 from credit_rl.prs import (PRS_JUDGE_PROMPT, PRS_TAGS, complete_package, format_reward, judge_messages, parse_verdict, process_reward,
                            progressive, prs_long, prs_rewards, prs_short, read_calls, sigmoid)
 from credit_rl.trajectory import Group, Question, Result, Stop, Trajectory, Turn, example_group
@@ -160,7 +160,7 @@ def test_batches_are_the_stages_of_each_rollout(cases, executed, smooth, data):
 
 
 class Judge:
-    "Replies by the response that the message holds; like Judge of 35_turn_rewards."
+    "Replies by the response that the message holds; like Judge of 18_judge."
     def __init__(self, replies): self.replies, self.asked = replies, []
     def ask(self, prompts, parse):
         self.asked += prompts

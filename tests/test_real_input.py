@@ -18,7 +18,7 @@ from credit_rl.layout import pack, token_logps
 from credit_rl.metrics import cover_match, normalize
 from credit_rl.rollout import rollout
 from credit_rl.runlog import read_metrics, read_turns
-from credit_rl.evaluate import load_model
+from credit_rl.models import load_model
 from credit_rl.settings import make_config
 from credit_rl.stage import real_passages, real_questions, set_stage
 from credit_rl.train import train

@@ -7,7 +7,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from credit_rl.evaluate import load_model
+from credit_rl.models import load_model
 from credit_rl.sft import fine_tune, keep_right, main, sft_rows
 from credit_rl.trajectory import Group, example_group
 

@@ -7,8 +7,8 @@ from hypothesis import given, settings, strategies as st
 from torch.testing import assert_close
 
 from credit_rl.engine import HFEngine
-from credit_rl.evaluate import load_model
 from credit_rl.learner import Learner, Optimiser
+from credit_rl.models import load_model
 from credit_rl.parts import Loss
 from credit_rl.losses import policy_terms
 from credit_rl.protocol import byte_tokenizer

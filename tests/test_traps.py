@@ -11,9 +11,10 @@ from torch.testing import assert_close
 
 from credit_rl.advantages import discounted_sum, mt_grpo_star, to_tokens, turn_normalize
 from credit_rl.folr import first_occurrence, folr_rewards
+from credit_rl.groups import at_last_turn, group_normalize, group_share
 from credit_rl.layout import loss_weights, pack, token_logps
 from credit_rl.metrics import normalize
-from credit_rl.outcome import METRICS, at_last_turn, group_normalize, group_share, outcome_rewards
+from credit_rl.outcome import METRICS, outcome_rewards
 from credit_rl.trajectory import Group, Question, Stop, Trajectory, Turn, example_group
 
 ELSEWHERE = {

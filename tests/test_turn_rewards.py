@@ -7,11 +7,13 @@ from hypothesis import given, settings, strategies as st
 from torch.testing import assert_close
 
 from credit_rl.advantages import gae, mt_grpo_star, to_tokens
+from credit_rl.groups import at_last_turn, discounted_sum, index_groups
+from credit_rl.judge import Judge
 from credit_rl.layout import pack
-from credit_rl.outcome import at_last_turn, discounted_sum, index_groups, outcome_rewards
+from credit_rl.outcome import outcome_rewards
 from credit_rl.potentials import bridge, shaping_rewards
 from credit_rl.trajectory import Group, Question, Result, Stop, Trajectory, Turn, example_group
-from credit_rl.turn_rewards import (Judge, judge_prompt, judge_rewards, parse_ratings, place_rewards, rating_scores,
+from credit_rl.turn_rewards import (judge_prompt, judge_rewards, parse_ratings, place_rewards, rating_scores,
                                     rule_rewards, rule_turn_rewards, tool_segments)
 
 settings.register_profile('turn_rewards', deadline=None, max_examples=60)
@@ -461,7 +463,7 @@ def run_without(*modules):
             f"        if name.split('.')[0] in {set(modules)!r}: raise ImportError('refused: ' + name)\n"
             "sys.meta_path.insert(0, Refuse())\n"
             "import credit_rl.potentials\n"
-            "from credit_rl.turn_rewards import Judge\n"
+            "import credit_rl.turn_rewards\nfrom credit_rl.judge import Judge\n"
             "try: Judge('http://127.0.0.1:1/v1', 'm')\n"
             "except ImportError as e: print(e)\n")
     done = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True)

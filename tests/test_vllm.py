@@ -16,12 +16,13 @@ import torch
 from papermilled import papermill, shown
 
 from credit_rl.engine import HFEngine, Sampling, seed_of
-from credit_rl.evaluate import load_model
 from credit_rl.export import export_run
+from credit_rl.groups import group_normalize
 from credit_rl.layout import pack
 from credit_rl.learner import Learner, Optimiser
+from credit_rl.models import load_model
 from credit_rl.parts import Credit, Loss
-from credit_rl.outcome import group_normalize, outcome_rewards
+from credit_rl.outcome import outcome_rewards
 from credit_rl.protocol import PROTOCOLS, Chat
 from credit_rl.rollout import rollout
 from credit_rl.runlog import latest_checkpoint, read_metrics, read_turns, same_metrics

@@ -5,8 +5,8 @@ import pytest, torch
 from hypothesis import given, settings, strategies as st
 from torch.testing import assert_close
 
+from credit_rl.groups import group_normalize
 from credit_rl.layout import loss_weights
-from credit_rl.outcome import group_normalize
 from credit_rl.vspo import informative, kept_and_weights, sampling_probabilities, task_values, value_smoothing, vspo_weights
 
 settings.register_profile('credit', deadline=None, max_examples=40)

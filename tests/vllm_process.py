@@ -11,9 +11,9 @@ from pathlib import Path
 import torch
 
 from credit_rl.engine import HFEngine, Sampling
-from credit_rl.evaluate import load_model
 from credit_rl.layout import pack
 from credit_rl.learner import Learner, Optimiser
+from credit_rl.models import load_model
 from credit_rl.parts import Loss
 from credit_rl.protocol import PROTOCOLS, Chat, parse
 from credit_rl.rollout import rollout
