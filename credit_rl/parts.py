@@ -233,6 +233,12 @@ class Method:
     def parts(self): return (*self.rewards, self.rule, self.sampling, self.objective)
 
     @property
+    def critic(self): return self.rule.critic
+
+    @property
+    def compares(self): return self.rule.compares
+
+    @property
     def sees(self):
         "What `evaluate` must find out besides what the loss needs: tuple of SEES."
         return tuple(dict.fromkeys([r.sees for r in self.rewards if r.sees] + ['values'] * bool(self.rule.critic)))
