@@ -184,7 +184,8 @@ def enter_project():
 def check(config):
     "Refuse a configuration that cannot work. Raises ValueError with what was got, what is wanted, and how to mend it."
     method, c = get_method(config.method), config
-    _check_method(c, method, method.settings(c.options))
+    method.settings(c.options)
+    _check_method(c, method)
     _check_numbers(c)
     if method.compares and c.group_size < 2:
         raise ValueError(f'{c.method} compares the attempts at one question with each other, so group_size must be at '
@@ -349,18 +350,11 @@ def world_arguments(world, part):
 # %% ../nbs/61_settings.ipynb #c024
 def tracker_names(c): return [name.strip() for name in c.track.split(',') if name.strip()]
 
-def _check_method(c, method, options):
-    """Refuse a method without what it needs: a judge, a critic's or teacher's settings that say something, turns that
-    its rule knows."""
-    parts = {p.name for p in method.parts[:-1]}
-    if ('judge' in parts or options.get('form') == 'long') and not options['judge']:
-        raise ValueError(f"{c.method} asks a judge: give "
-                         f"options={{'judge': {{'base_url': 'http://localhost:8000/v1', 'model': 'NAME'}}}}")
-    if 'call' in parts and c.max_turns > 2:
-        raise ValueError(f'{c.method} knows one call and one answer, so max_turns must be 2, got {c.max_turns}; for '
-                         'more take mt-grpo*')
-    if options.get('band') not in (None, *REWARD_BANDS):
-        raise ValueError(f'band is one of {", ".join(REWARD_BANDS)}, got {options["band"]!r}')
+def _check_method(c, method):
+    "Refuse more turns than a method's rule knows, and settings of a critic or teacher that say nothing."
+    most = method.rule.most_turns
+    if most and c.max_turns > most:
+        raise ValueError(f'{c.method} is for rollouts of {most} turns, so max_turns must be {most}, got {c.max_turns}')
     if c.critic not in (None, *CRITICS): raise ValueError(f"critic is {', '.join(CRITICS)}, got {c.critic!r}")
     if c.critic and not method.critic: raise ValueError(f'{c.method} has no critic; leave out critic={c.critic!r}')
     if c.teacher != 'self' and c.teacher_every:
