@@ -89,8 +89,7 @@ def policy_terms(
     advantages,           # (R, T)
     trained,              # (R, T) bool
     kind='ppo',           # 'ppo', 'gspo', 'gspo-token', 'cispo', 'reinforce'
-    clip_low=0.2,         # ratios are clipped to [1 − clip_low, 1 + clip_high]
-    clip_high=0.2,        # DAPO's clip-higher: 0.28
+    clip=(0.2, 0.2),      # low, high: ratios are clipped to [1 − low, 1 + high]; DAPO's clip-higher: high 0.28
     dual_clip=None,       # > 1: bound on the ratio where the advantage is negative (TIPS's GRPO family: 3)
     row_trajectory=None,  # (R,) long, for the ratios of gspo; None: each row is one trajectory
 ):
@@ -100,6 +99,7 @@ def policy_terms(
         raise ValueError(f"kind is 'ppo', 'gspo', 'gspo-token', 'cispo' or 'reinforce', got {kind!r}")
     if dual_clip is not None and (dual_clip <= 1 or kind in ('cispo', 'reinforce')):
         raise ValueError(f'dual_clip is a ratio above 1 for ppo and gspo, got {dual_clip} with {kind}')
+    clip_low, clip_high = clip
     if not (0 <= clip_low <= 1 and clip_high >= 0):
         raise ValueError(f'clip_low lies in [0, 1], clip_high is >= 0, got {clip_low} and {clip_high}')
     logp = check_logps('logp', logp, trained)
@@ -134,7 +134,7 @@ def policy_loss(
 ):
     """Sum weight · clipped surrogate (TSPO eq. 9, VSPO eq. 6; GSPO, CISPO, REINFORCE): scalar to minimise.
     Raises ValueError on probabilities in place of log-probabilities, and on NaN where the weight is not 0."""
-    terms, _ = policy_terms(logp, old_logp, advantages, weights != 0, kind, clip_low, clip_high, dual_clip,
+    terms, _ = policy_terms(logp, old_logp, advantages, weights != 0, kind, (clip_low, clip_high), dual_clip,
                             row_trajectory)
     return weighted_sum(terms, weights)
 

@@ -18,14 +18,15 @@ from .evaluate import from_settings, load_model, notebook_settings, open_search
 from .launch import LaunchError, Ranks, is_rank, join_ranks, keep_traceback, read_settings, speak
 from .layout import pack
 from .losses import kl
-from .learner import DeepSpeedLearner, Learner, make_critic
+from .learner import Frozen, make_critic, seeded
 from .methods import get_method
 from .outcome import outcome_rewards
 from .protocol import PROTOCOLS
 from .runlog import RunLog, latest_checkpoint, read_metrics, save_checkpoint
 from .train import (_MAY_CHANGE, _compare_params, _is_large, _model_folder, _no_gpu, _numbers, _saving,
-                             _seeded, _Silent, _launch, _trackers, Config, check, examine, make_engine, options_of,
+                             _Silent, _launch, _trackers, Config, check, examine, make_engine, options_of,
                              plan_of, real_questions, real_search, set_stage)
+from .sharded import DeepSpeedBackend
 from .vllm_engine import EngineLost
 from credit_rl.warmup import (
     GATE,
@@ -33,6 +34,7 @@ from credit_rl.warmup import (
     Examination,
     GateFailed,
     Missing,
+    Player,
     WarmUp,
     collect,
     critic_learner,
@@ -152,9 +154,9 @@ def _gather_rollouts(c, method, stage, engine, folder, say, ranks):
         path, env = Path(folder)/f'rollouts-{part}.jsonl.gz', stage.environments[part]
         if not ranks.once(path.exists):
             questions = stage.questions[part][:c.sorted_questions] if part == 'train' else stage.questions[part]
-            found = collect(engine, env, questions, Sampling(c.temperature, max_tokens=c.turn_tokens),
-                            _collecting(c, method, stage, part), _elsewhere(c, env), _embedder(c.embed),
-                            lambda line: say(f'{part}: {line}'), ranks)
+            player = Player(engine, Sampling(c.temperature, max_tokens=c.turn_tokens), ranks)
+            found = collect(player, env, questions, _collecting(c, method, stage, part), _elsewhere(c, env),
+                            _embedder(c.embed), lambda line: say(f'{part}: {line}'))
             ranks.once(lambda: found.save(path))
         out[part] = read_collected(path)
     return out
@@ -233,13 +235,11 @@ def _forecast(c):
 
 def _teaching(c, how, model):
     "The learner that teaches a run's critic."
-    with _seeded(seed_of('critic', c.seed)): head = make_critic(model, **{**_critic_of(c), 'kind': 'shared'}).head
+    with seeded(seed_of('critic', c.seed)): head = make_critic(model, **{**_critic_of(c), 'kind': 'shared'}).head
     if c.gradient_checkpointing: model.gradient_checkpointing_enable({'use_reentrant': False})
-    kind, more = (Learner, {}) if c.learner == 'plain' else (DeepSpeedLearner,
-                                                             dict(stage=c.stage, dtype=c.dtype, settings=c.deepspeed))
-    return critic_learner(model, head, how, kind,
-                          load_model(_model_folder(c), c.dtype)[0], temperature=c.temperature,
-                          offload=tuple(c.offload), **more)
+    frozen = Frozen(load_model(_model_folder(c), c.dtype)[0], offload=tuple(c.offload))
+    backend = None if c.learner == 'plain' else DeepSpeedBackend(c.stage, c.dtype, c.deepspeed)
+    return critic_learner(model, head, how, frozen, c.temperature, backend)
 
 # %% ../nbs/65_prepare.ipynb #c018
 def prepare(

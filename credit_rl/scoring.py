@@ -505,12 +505,12 @@ def joint_logps(
     temperature=1.0,  # > 0, of the trained tokens
     method='auto',    # 'auto', 'packed', 'cache', 'flex'
     budget=16384,     # most tokens in a forward, padding included; a longer row goes alone
-    max_length=None,  # the model's context; None: as its configuration says
 ):
-    """Read every row once for both: log-probability (R, T) of its trained tokens, 0 elsewhere, as `token_logps`, and `Scores` of all golds, as `answer_logps`.
+    """Read every row once for both: log-probability (R, T) of its trained tokens, 0 elsewhere, as `token_logps`, and
+    `Scores` of all golds, as `answer_logps`.
     Raises ValueError on states outside their rows, a gold that fits nowhere, and a mask of another shape."""
     if trained.shape != rows[0].shape or trained.dtype != torch.bool:
         raise ValueError(f'trained must be bool {tuple(rows[0].shape)} like the ids, got {trained.dtype} '
                          f'{tuple(trained.shape)}')
-    work = _work(rows, states, answers, max_length or _setting(model, 'max_position_embeddings'))
+    work = _work(rows, states, answers, _setting(model, 'max_position_embeddings'))
     return _score(model, rows, work, method, budget, trained, temperature)

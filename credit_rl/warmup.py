@@ -6,8 +6,8 @@
 __all__ = ['GATE', 'BUCKETS', 'tiers', 'cluster_questions', 'draw_evenly', 'GateReport', 'gate', 'Pairs', 'make_pairs',
            'draw_pairs', 'gold_shown', 'sign_pairs', 'segment_statistics', 'context_values', 'GateFailed', 'WarmUp',
            'critic_learner', 'read_states', 'warm_up', 'prompted', 'Missing', 'searching', 'Collecting', 'Collected',
-           'read_collected', 'choose_questions', 'collect', 'Examination', 'Warmed', 'write_warmed', 'report_from',
-           'read_warmed']
+           'read_collected', 'choose_questions', 'obedience', 'Player', 'collect', 'Examination', 'Warmed',
+           'write_warmed', 'report_from', 'read_warmed']
 
 # %% ../nbs/54_warmup.ipynb #c003
 import gzip, json, math, random
@@ -20,7 +20,7 @@ from .engine import Sampling, seed_of
 from .folr import first_occurrence
 from .launch import Ranks
 from .layout import hidden_states, pack
-from .learner import Critic, Learner, Optimiser
+from .learner import Critic, Frozen, Learner, Optimiser
 from .parts import Credit, Loss
 from .outcome import index_groups, outcome_rewards
 from .protocol import PROTOCOLS, Chat, read_context
@@ -266,9 +266,9 @@ def critic_learner(
     model,            # Hugging Face causal model, its backbone trained in place
     head,             # CompetenceHead or LinearHead, trained in place
     how,              # WarmUp
-    kind=Learner,     # or DeepSpeedLearner
-    reference=None,   # model that a drift of the policy is measured from
-    **more,           # of `kind`
+    frozen=Frozen(),  # a reference, where the policy's drift from it is to be measured
+    temperature=1.0,  # that rollouts are sampled at
+    backend=None,     # as of Learner; None: plain
 ):
     """Make a learner that teaches a critic on the policy's backbone, and nothing else. The output layer's weights, and
     embeddings tied to them, are frozen."""
@@ -276,8 +276,8 @@ def critic_learner(
     model.get_output_embeddings().weight.requires_grad_(False)
     optimiser = Optimiser(how.backbone_rate, how.head_rate, (.9, .999), .01, how.clip, how.rise, minibatches=1,
                           row_tokens=how.row_tokens)
-    return kind(model, Loss(value_average='sequence-mean-token-mean'), optimiser, reference, seed=how.seed,
-                critic=Critic(head, at='turns'), **more)
+    return Learner(model, Loss(value_average='sequence-mean-token-mean'), optimiser, Critic(head, at='turns'), frozen,
+                   temperature, how.seed, backend)
 
 def _state_layout(contexts):
     "Contexts as trajectories of one segment of one token: `Layout`."
@@ -472,58 +472,66 @@ def choose_questions(
     return sorted(out)
 
 # %% ../nbs/54_warmup.ipynb #c063
-def _obedience(prompts, called, tiers):
-    "How often a call follows the prompt that asks for one, in words."
+def obedience(
+    prompts,  # list of N str, the prompt of each rollout
+    called,   # list of N bool, whether it called a tool
+    tiers,    # list of N ints, the tier of its question
+):
+    "Say how often a call follows the prompt that asks for one: a line of text."
     did = [[c for p, c, t in zip(prompts, called, tiers) if p == 'forced' and t == tier] for tier in (1, 2)]
-    return 'told to call, it does in ' + ' and '.join(f'{sum(x) / len(x):.0%} of rollouts of Tier {t}' for t, x in zip(
-        (1, 2), did) if x) + '; a rollout counts as what it is, not as what it was told'
+    shares = [f'{sum(x) / len(x):.0%} of rollouts of Tier {tier}' for tier, x in zip((1, 2), did) if x]
+    return f'told to call, it does in {" and ".join(shares)}; a rollout counts as what it is, not as what it was told'
 
 # %% ../nbs/54_warmup.ipynb #c064
+@dataclass(frozen=True)
+class Player:
+    "Who plays: an engine, how it samples, and the ranks that share the questions."
+    engine: object         # of the model whose competence is meant
+    sampling: Sampling
+    ranks: Ranks = Ranks()
+
+    def play(self, env, questions, times, *seed):
+        "Play each question so many times: a list of Group; what is printable in `seed` decides the draws."
+        return self.ranks.each(questions, lambda share: rollout(self.engine, env, share, times, self.sampling,
+                                                                seed_of(*seed)))
+
 def collect(
-    engine,     # of the model whose competence is meant
-    env,        # Environment with the prompt of the training to come
-    questions,  # list of Question
-    sampling,   # Sampling
+    player,      # Player
+    env,         # Environment with the prompt of the training to come
+    questions,   # list of Question
     how=Collecting(),
-    other=None, # Environment that searches elsewhere, for the other share; None: all search in `env`
-    embed=None, # as for cluster_questions
-    say=None,   # function called with a line of text
-    ranks=Ranks(),  # who play, each a share of the questions
+    other=None,  # Environment that searches elsewhere, for the other share; None: all search in `env`
+    embed=None,  # as for cluster_questions
+    say=lambda line: None,  # function called with a line of text
 ):
     """Sort questions into tiers and play those that are chosen under every prompt (CARL appendix C): `Collected`.
     Raises ValueError where a tier is empty."""
-    play = lambda where, chosen, times, *seed: ranks.each(
-        chosen, lambda share: rollout(engine, where, share, times, sampling, seed_of(*seed)))
-    tier = tiers(play(prompted(env, 'direct'), questions, how.tries, 'tiers', how.seed), how.metric)
-    if say:
-        say(f'{len(questions)} questions: {int((tier == 2).sum())} that it knows (Tier 2), {int((tier == 1).sum())} '
-            'that it does not (Tier 1)')
-    if len(tier.unique()) < 2:
+    tier = tiers(player.play(prompted(env, 'direct'), questions, how.tries, 'tiers', how.seed), how.metric)
+    found = [int((tier == t).sum()) for t in (1, 2)]
+    say(f'{len(questions)} questions: {found[1]} that it knows (Tier 2), {found[0]} that it does not (Tier 1)')
+    if 0 in found:
         raise ValueError(f'all {len(questions)} questions are of Tier {int(tier[0])}: a critic cannot learn what '
                          'tells the tiers apart; take other questions')
-    whole = [
-        f'all {n} of Tier {t}, of which {wanted} may be taken' for t, wanted in zip((1, 2), how.wanted)
-        if (n := int((tier == t).sum())) <= wanted
-    ]
-    if say and whole and how.kind == 'curated':
+    whole = [f'all {n} of Tier {t}, of which {wanted} may be taken'
+             for t, n, wanted in zip((1, 2), found, how.wanted) if n <= wanted]
+    if whole and how.kind == 'curated':
         say(f'takes {" and ".join(whole)}: clusters choose nothing there; give more questions or a smaller per_tier')
-    chosen = choose_questions(questions, tier, how, embed)
-    elsewhere = set(random.Random(how.seed +
-                                  1).sample(chosen, round(how.other *
-                                                          len(chosen)))) if other and how.kind == 'curated' else set()
+    chosen, elsewhere = choose_questions(questions, tier, how, embed), set()
+    if other and how.kind == 'curated':
+        elsewhere |= set(random.Random(how.seed + 1).sample(chosen, round(how.other * len(chosen))))
     played, prompts, own = [], [], []
     for mode in how.prompts:
         for part, where in ((sorted(set(chosen) - elsewhere), env), (sorted(elsewhere), other)):
             if not part: continue
-            groups = play(prompted(where, mode), [questions[i] for i in part], how.repeats, 'collect', how.seed, mode)
+            groups = player.play(prompted(where, mode), [questions[i] for i in part], how.repeats, 'collect', how.seed,
+                                 mode)
             played += [Group(g.question, [t]) for g in groups for t in g.trajectories]
-            own += [tier[i] for i in part for _ in range(how.repeats)]
+            own += [int(tier[i]) for i in part for _ in range(how.repeats)]
         prompts += [mode] * (len(played) - len(prompts))
-    called = torch.tensor([any(turn.call is not None for turn in g.trajectories[0].turns) for g in played])
-    if say and 'forced' in how.prompts: say(_obedience(prompts, called.tolist(), [int(t) for t in own]))
-    buckets = 2 * (torch.stack(own) - 1) + called if how.kind == 'curated' else torch.zeros(
-        len(played), dtype=torch.long)
-    return Collected([questions[i] for i in chosen], tier[chosen], played, buckets, prompts)
+    called = [any(turn.call is not None for turn in g.trajectories[0].turns) for g in played]
+    if 'forced' in how.prompts: say(obedience(prompts, called, own))
+    buckets = [2 * (t - 1) + c if how.kind == 'curated' else 0 for t, c in zip(own, called)]
+    return Collected([questions[i] for i in chosen], tier[chosen], played, torch.tensor(buckets), prompts)
 
 # %% ../nbs/54_warmup.ipynb #c067
 class Examination:
