@@ -40,8 +40,8 @@ SEGMENTS = ('invoke', 'assimilate', 'commit')   # kinds of turns that are segmen
 def _rows(t, prefix):
     """One trajectory's rows: lists of (ids, token_turns, logps), and its states as (row within the trajectory,
     position)."""
-    rows, states = [[list(t.prompt_ids), [-1] * len(t.prompt_ids),
-                     [0.] * len(t.prompt_ids)]], [(0, len(t.prompt_ids) - prefix - 1)]
+    n = len(t.prompt_ids)
+    rows, states = [[list(t.prompt_ids), [-1] * n, [0.] * n]], [(0, n - prefix - 1)]
     for k, turn in enumerate(t.turns):
         if turn.context_ids is not None:
             n = len(turn.context_ids)
@@ -103,7 +103,6 @@ def rows_of(
 AVERAGES = ('token-mean', 'token-sum', 'group-mean-token-sum', 'sequence-mean-token-mean', 'sequence-mean-token-sum',
             'segment-mean')
 
-# %% ../nbs/23_layout.ipynb #c023
 def loss_weights(
     token_turns,             # (R, T) long, -1 where nothing is trained
     row_trajectory,          # (R,) long in [0, N)
@@ -118,13 +117,14 @@ def loss_weights(
     n = int(row_trajectory.max()) + 1 if trajectory_weight is None else len(trajectory_weight)
     omega = torch.ones(n, device=token_turns.device) if trajectory_weight is None else trajectory_weight.float()
     owner = row_trajectory[:, None].expand_as(token_turns)[trained]
+    cell, cells = owner, n
     if average == 'segment-mean':
-        cell, cells = owner * (int(token_turns.max()) + 1) + token_turns[trained], n * (int(token_turns.max()) + 1)
-    else: cell, cells = owner, n
-    count = torch.zeros(cells, device=token_turns.device).index_add_(0, cell,
-                                                                     torch.ones_like(cell, dtype=torch.float32))
-    total = {'token-mean': float(trained.sum()), 'token-sum': 1.}.get(
-        average, float(n)) if denominator is None else float(denominator)
+        turns = int(token_turns.max()) + 1
+        cell, cells = owner * turns + token_turns[trained], n * turns
+    ones = torch.ones_like(cell, dtype=torch.float32)
+    count = torch.zeros(cells, device=token_turns.device).index_add_(0, cell, ones)
+    ours = {'token-mean': float(trained.sum()), 'token-sum': 1.}.get(average, float(n))
+    total = ours if denominator is None else float(denominator)
     if not total > 0:
         raise ValueError(f'the denominator of {average} must be above 0, got {total}: there is no trained token, or '
                          'no trajectory')

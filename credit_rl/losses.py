@@ -67,13 +67,11 @@ def _ratio(logp, old_logp, trained, kind, row_trajectory):
         log_ratio = whole.expand_as(logp) if kind == 'gspo' else whole.detach() + log_ratio - log_ratio.detach()
     return log_ratio.exp()
 
-# %% ../nbs/50_losses.ipynb #c014
 def _dual_clip(gain, cut, ratio, a, dual_clip):
     "Bound the gain of negative advantages from below by dual_clip · A (Ye et al. 2020): gain and the tokens cut off."
     low = a < 0
     return torch.where(low, torch.maximum(gain, dual_clip * a), gain), cut | (low & (ratio > dual_clip))
 
-# %% ../nbs/50_losses.ipynb #c015
 def _statistics(logp, old_logp, ratio, cut, trained):
     "Means over trained tokens: how many, mean ratio, share whose gradient is cut, KL from the sampling policy (k3)."
     with torch.no_grad():
@@ -163,13 +161,14 @@ def value_loss(
     old_values=None,  # (R, T) values when the batch was sampled, for clip
     clip=None,        # > 0: largest step of a value that still lowers the loss
 ):
-    """Sum weight · ½ (V − R)², the larger of both errors where the value's step is clipped (PPO; CARL's value term): scalar.
-    Raises ValueError on shapes that differ, on a clip that is not above 0, and where a trained token has no finite value."""
+    """Sum weight · ½ (V − R)², the larger of both errors where the value's step is clipped (PPO; CARL's value term):
+    scalar. Raises ValueError on shapes that differ, on a clip that is not above 0, and where a trained token has no
+    finite value."""
     if (clip is None) != (old_values is None):
         raise ValueError('clip and old_values, the values to step from, go together')
     if clip is not None and not clip > 0: raise ValueError(f'clip is the largest step of a value, above 0, got {clip}')
-    for name, x in (('values', values), ('returns', returns), ('old_values',
-                                                               weights if old_values is None else old_values)):
+    given = {'values': values, 'returns': returns, 'old_values': weights if old_values is None else old_values}
+    for name, x in given.items():
         if x.shape != weights.shape:
             raise ValueError(f'{name} must be {tuple(weights.shape)} like the weights, got {tuple(x.shape)}')
     trained = weights != 0

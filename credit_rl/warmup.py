@@ -99,12 +99,13 @@ class GateReport:
     def passed(self): return not self.failed
 
     def __str__(self):
-        say = lambda name: (f'{name} {getattr(self, name):.3f} (at least {GATE[name][0]:.2f}, target '
-                            f'{GATE[name][1]:.2f})')
-        told = 'passed' if self.passed else 'FAILED: ' + ', '.join(
-            f'{n} by {gap:.3f}' if gap == gap else f'{n} could not be measured' for n, gap in self.failed.items())
-        return '; '.join(map(say, GATE)) + (f'; signs: rises where kept {self.sign_kept:.3f} of {self.pairs[0]}, falls '
-                                            f'where lost {self.sign_lost:.3f} of {self.pairs[1]} - {told}')
+        checks = [f'{name} {getattr(self, name):.3f} (at least {least:.2f}, target {target:.2f})'
+                  for name, (least, target) in GATE.items()]
+        gaps = [f'{name} by {gap:.3f}' if gap == gap else f'{name} could not be measured'
+                for name, gap in self.failed.items()]
+        return (f'{"; ".join(checks)}; signs: rises where kept {self.sign_kept:.3f} of {self.pairs[0]}, falls '
+                f'where lost {self.sign_lost:.3f} of {self.pairs[1]} - '
+                + ('passed' if self.passed else f'FAILED: {", ".join(gaps)}'))
 
 # %% ../nbs/54_warmup.ipynb #c015
 def gate(
@@ -172,14 +173,11 @@ def gold_shown(
 ):
     """Assimilate segments that were shown the gold and are not the last: list of (place, whether the context kept it).
     What is written around the context is gone, so it counts for nothing."""
-    t, golds = trajectory, trajectory.question.answers
-    kept = lambda turn: read_context(protocol, turn.action_text)[0]
-    return [
-        (k, first_occurrence([kept(t.turns[k])], golds) is not None)
-        for k in range(1,
-                       len(t.turns) - 1)
-        if t.turns[k].kind == 'assimilate' and first_occurrence([t.turns[k - 1].observation_text], golds) is not None
-    ]
+    turns, golds = trajectory.turns, trajectory.question.answers
+    holds = lambda text: first_occurrence([text], golds) is not None
+    shown = [k for k in range(1, len(turns) - 1)
+             if turns[k].kind == 'assimilate' and holds(turns[k - 1].observation_text)]
+    return [(k, holds(read_context(protocol, turns[k].action_text)[0])) for k in shown]
 
 def sign_pairs(
     groups,  # list of Group, rollouts in segments
@@ -203,17 +201,14 @@ def segment_statistics(
     (CARL appendices E and I), NaN where there is nothing."""
     played = [t for g in groups for t in g.trajectories]
     mean = lambda x: sum(x) / len(x) if x else math.nan
-    out = {
-        'tool_rate': mean([any(turn.call is not None for turn in t.turns) for t in played]), 'context_tokens':
-        mean([len(turn.action_ids) for t in played for turn in t.turns if turn.kind == 'assimilate'])
-    }
+    lengths = [len(turn.action_ids) for t in played for turn in t.turns if turn.kind == 'assimilate']
+    called = [any(turn.call is not None for turn in t.turns) for t in played]
+    out = {'tool_rate': mean(called), 'context_tokens': mean(lengths)}
     if values is None: return out
     table = at_states(values, segment_starts(layout.token_turns, layout.row_trajectory, layout.turn_mask))
     change, kept = sign_pairs(groups, table).unbind(1)
-    return {
-        **out, 'value_start': table[:, 0].mean().item(), 'sign_kept': mean((change[kept == 1] > 0).tolist()),
-        'sign_lost': mean((change[kept == 0] < 0).tolist())
-    }
+    return {**out, 'value_start': table[:, 0].mean().item(), 'sign_kept': mean((change[kept == 1] > 0).tolist()),
+            'sign_lost': mean((change[kept == 0] < 0).tolist())}
 
 # %% ../nbs/54_warmup.ipynb #c038
 def context_values(
@@ -245,7 +240,6 @@ class GateFailed(RuntimeError):
         super().__init__(f'the critic did not pass its gate in {history[-1][0]} steps, so it may not teach: '
                          f'{history[-1][1]}')
 
-# %% ../nbs/54_warmup.ipynb #c041
 @dataclass(frozen=True)
 class WarmUp:
     "How a critic is warmed up; defaults are the paper's (CARL appendices C and E)."
@@ -281,11 +275,8 @@ def critic_learner(
 
 def _state_layout(contexts):
     "Contexts as trajectories of one segment of one token: `Layout`."
-    state = Question('state', '', ('',))
-    return pack([
-        Group(state, [Trajectory(state, tuple(ids), [Turn('commit', (0, ), (0., ), (), '', '')], Stop.NO_ANSWER)])
-        for ids in contexts
-    ])
+    state, turn = Question('state', '', ('',)), Turn('commit', (0,), (0.,), (), '', '')
+    return pack([Group(state, [Trajectory(state, tuple(ids), [turn], Stop.NO_ANSWER)]) for ids in contexts])
 
 def read_states(learner, contexts):
     "What a learner's critic says at the end of contexts, dealt out over the ranks: (P,)."
@@ -299,7 +290,6 @@ def _teach(learner, contexts, returns):
     nothing = torch.zeros(layout.ids.shape)
     return learner.step(layout, None, Credit(nothing, nothing.masked_scatter(layout.trained, returns.float())))['loss']
 
-# %% ../nbs/54_warmup.ipynb #c045
 def warm_up(
     learner,    # see critic_learner
     pairs,      # Pairs
@@ -317,10 +307,8 @@ def warm_up(
         history.append((step, examine()))
         if say: say(f'step {step}: loss {loss:.4f}; {history[-1][1]}')
         if keep:
-            keep({
-                'step': step, 'loss': loss, 'history': [(n, asdict(r)) for n, r in history], 'generator':
-                generator.get_state()
-            })
+            keep({'step': step, 'loss': loss, 'history': [(n, asdict(r)) for n, r in history],
+                  'generator': generator.get_state()})
     if kept:
         generator.set_state(kept['generator'].cpu())
         history += [(n, GateReport(**{**r, 'pairs': tuple(r['pairs'])})) for n, r in kept['history']]
@@ -372,9 +360,8 @@ def searching(
     tool, old = env.tool, env.tool and env.tool.search
     if old is None: return env
     search = SearchTool(retriever, old.k, old.max_tokens, old.count_tokens, old.seconds, old.render, old.empty)
-    return replace(
-        env, tool=PythonTool(search, tool.seconds, tool.memory_mb, tool.output_chars, tool.searches, tool.workers,
-                             tool.empty))
+    return replace(env, tool=PythonTool(search, tool.seconds, tool.memory_mb, tool.output_chars, tool.searches,
+                                        tool.workers, tool.empty))
 
 # %% ../nbs/54_warmup.ipynb #c059
 BUCKETS = ('Tier 1, no tool', 'Tier 1, tool', 'Tier 2, no tool', 'Tier 2, tool')
@@ -425,18 +412,15 @@ class Collected:
         "Write everything into one file, as a whole."
         rows = [{'prompt': p, 'bucket': b, 'trajectory': to_json(g.trajectories[0])}
                 for g, b, p in zip(self.groups, self.buckets.tolist(), self.prompts)]
-        text = '\n'.join(
-            json.dumps(x)
-            for x in [{'questions': [to_json(q) for q in self.questions], 'tier': self.tier.tolist()}, *rows])
+        head = {'questions': [to_json(q) for q in self.questions], 'tier': self.tier.tolist()}
+        text = '\n'.join(map(json.dumps, [head, *rows]))
         atomic_write(path, lambda part: part.write_bytes(gzip.compress(text.encode())))
 
-# %% ../nbs/54_warmup.ipynb #c061
 def read_collected(path):
-    "What `Collected.save` wrote."
+    "Read what `Collected.save` wrote."
     head, *rows = map(json.loads, gzip.decompress(Path(path).read_bytes()).decode().splitlines())
-    played = [trajectory_from_json(r['trajectory']) for r in rows]
-    return Collected([Question(**q) for q in head['questions']],
-                     torch.tensor(head['tier']), [Group(t.question, [t]) for t in played],
+    groups = [Group(t.question, [t]) for t in (trajectory_from_json(r['trajectory']) for r in rows)]
+    return Collected([Question(**q) for q in head['questions']], torch.tensor(head['tier']), groups,
                      torch.tensor([r['bucket'] for r in rows]), [r['prompt'] for r in rows])
 
 # %% ../nbs/54_warmup.ipynb #c062
