@@ -16,7 +16,8 @@ from .datasets import get_benchmark, load_corpus, load_questions, subsample
 from .engine import HFEngine, seed_of
 from .evaluate import is_searched, make_environment, open_search
 from .models import load_model, read_template
-from .learner import DeepSpeedLearner, Learner, Optimiser, _seeded, make_critic
+from .learner import Frozen, Learner, Optimiser, make_critic, seeded
+from .sharded import DeepSpeedBackend
 from .methods import get_method
 from .protocol import PROTOCOLS, Chat
 from .retrieval import BM25
@@ -200,7 +201,7 @@ def add_lora(
     ValueError on settings that peft does not take."""
     try: from peft import LoraConfig, inject_adapter_in_model
     except ImportError as e: raise ImportError('lora needs peft: pip install credit_rl[train]') from e
-    with _seeded(seed):
+    with seeded(seed):
         try: inject_adapter_in_model(LoraConfig(**{'target_modules': _LINEAR, **settings}), model)
         except TypeError as e: raise ValueError(f'lora: {e}') from e
     for name, p in model.named_parameters(): p.requires_grad_('.lora_' in name)
@@ -240,7 +241,7 @@ def make_learner(config, method, model):
     aside = 'cpu' if c.learner == 'deepspeed' else None
     reference = load_base(c, aside) if c.log_kl or loss.kl else None
     given = {k: v for k, v in (('kind', c.critic), ('mix', c.critic_mix)) if v is not None}
-    with _seeded(seed_of('critic', c.seed)):
+    with seeded(seed_of('critic', c.seed)):
         critic = make_critic(model, **{**method.critic, **given}) if method.critic else None
     if c.critic_from: _warm(critic, read_warmed(c.critic_from), c.dtype)
     teaches = c.teacher if 'teacher' in method.sees else 'self'
@@ -249,13 +250,12 @@ def make_learner(config, method, model):
     optimiser = Optimiser(c.learning_rate, c.critic_rate, weight_decay=c.weight_decay, betas=tuple(c.betas),
                           clip=c.clip, warmup=c.warmup, minibatches=c.minibatches, epochs=c.epochs,
                           row_tokens=c.row_tokens)
-    parts = (model, loss, optimiser, reference, c.temperature, c.seed, critic, teacher, teacher_period(c, method),
-             tuple(c.offload))
+    frozen = Frozen(reference, teacher, teacher_period(c, method), tuple(c.offload))
     if c.gradient_checkpointing:
         for m in (model, critic and critic.model):
             if m is not None: m.gradient_checkpointing_enable({'use_reentrant': False})
-    return Learner(*parts) if c.learner == 'plain' else DeepSpeedLearner(*parts, stage=c.stage, dtype=c.dtype,
-                                                                         settings=c.deepspeed)
+    backend = None if c.learner == 'plain' else DeepSpeedBackend(c.stage, c.dtype, c.deepspeed)
+    return Learner(model, loss, optimiser, critic, frozen, c.temperature, c.seed, backend)
 
 # %% ../nbs/62_stage.ipynb #c057
 def _warm(critic, warmed, dtype):
