@@ -82,6 +82,7 @@ from .trajectory import to_json
 from credit_rl.vllm_engine import (
     EngineLost,
     VLLMEngine,
+    VLLMSettings,
     check_adapter,
     check_vllm_settings,
     logp_gap,
@@ -145,7 +146,7 @@ class _Host(_Task):
     lora: dict = field(default_factory=dict)
     gradient_checkpointing: bool = False  # less memory for a third more time
     engine: str = 'hf'  # who acts: 'hf', the learner's own model, or 'vllm', which is given the weights after each step
-    # of VLLMEngine, for engine='vllm': dtype, own_process, devices, transfer, sleep_level, arguments, ...
+    # of VLLMSettings, for engine='vllm': dtype, own_process, devices, transfer, sleep_level, arguments, ...
     vllm: dict = field(default_factory=dict)
     # importance weights of learner over engine, for engine='vllm': 'truncated' or 'masked' (21_vllm_engine); None: 1
     correction: str = None
@@ -721,7 +722,8 @@ def make_engine(
         'dtype': c.dtype, 'own_process': c.learner == 'deepspeed', **c.vllm, 'devices': devices, 'arguments':
         {**adapters, **c.vllm.get('arguments', {})}
     }
-    return VLLMEngine(_start_folder(c), tokenizer, max_length=c.max_tokens, max_rows=c.act_rows, **settings)
+    return VLLMEngine(_start_folder(c), tokenizer, max_length=c.max_tokens, max_rows=c.act_rows,
+                      settings=VLLMSettings(**settings))
 
 def hand_over(learner, engine, config):
     "Give the engine the learner's weights: all of them, or to a vLLM engine only an adapter."
