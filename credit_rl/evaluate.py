@@ -26,7 +26,7 @@ from .rollout import Environment, rollout
 from .runlog import RunLog, atomic_folder, atomic_write, module_hashes, read_turns
 from .tools import PythonTool, SearchTool
 from .trajectory import Result, Stop, to_json
-from .vllm_engine import EngineLost, VLLMEngine, check_vllm_settings, rank_devices
+from .vllm_engine import EngineLost, VLLMEngine, VLLMSettings, check_vllm_settings, rank_devices
 
 # %% ../nbs/26_evaluate.ipynb #c004
 def measure(trajectory):
@@ -99,7 +99,7 @@ class Settings:
     run: str = 'runs/evaluate'  # folder of the results
     engine: str = 'hf'        # a row of ENGINES
     dtype: str = 'float32'    # of the model
-    vllm: dict = field(default_factory=dict)  # of VLLMEngine, for engine='vllm': own_process, arguments, ...
+    vllm: dict = field(default_factory=dict)  # of VLLMSettings, for engine='vllm': own_process, arguments, ...
     # a row of PROTOCOLS (None: 'tspo'), or 'direct': nothing is searched; sets without passages are asked directly, or
     # by programs
     protocol: str = None
@@ -341,7 +341,8 @@ def _vllm(s):
     }
 
 def _vllm_engine(folder, s, limit):
-    return VLLMEngine(folder, load_tokenizer(folder), max_length=limit, max_rows=s.batch, **_vllm(s))
+    return VLLMEngine(folder, load_tokenizer(folder), max_length=limit, max_rows=s.batch,
+                      settings=VLLMSettings(**_vllm(s)))
 
 # name → function(model folder, Settings, most ids of a conversation) → engine
 ENGINES = {'hf': _hf_engine, 'vllm': _vllm_engine}

@@ -68,7 +68,7 @@ SCHEMAS = {'tips': Schema(),
 def answer_header(chat):
     """Text between a state and a schema: the generation prefix, or '' where one message holds the whole rollout.
     `pack` leaves off as many ids."""
-    return '' if chat.protocol.response_role is None else chat._prefix
+    return '' if chat.protocol.response_role is None else chat.pieces.prefix
 
 # %% ../nbs/24_scoring.ipynb #c014
 def gold_templates(

@@ -23,7 +23,7 @@ from .protocol import PROTOCOLS, Chat
 from .retrieval import BM25
 from .settings import data_sets, world_arguments
 from .tiny import ceiling, make_base, tiny_environment
-from .vllm_engine import VLLMEngine, rank_devices, save_adapter
+from .vllm_engine import VLLMEngine, VLLMSettings, rank_devices, save_adapter
 from .warmup import read_warmed
 from .world import make_world
 
@@ -179,7 +179,8 @@ def make_engine(
         'dtype': c.dtype, 'own_process': c.learner == 'deepspeed', **c.vllm, 'devices': devices, 'arguments':
         {**adapters, **c.vllm.get('arguments', {})}
     }
-    return VLLMEngine(start_folder(c), tokenizer, max_length=c.max_tokens, max_rows=c.act_rows, **settings)
+    return VLLMEngine(start_folder(c), tokenizer, max_length=c.max_tokens, max_rows=c.act_rows,
+                      settings=VLLMSettings(**settings))
 
 def hand_over(learner, engine, config):
     "Give the engine the learner's weights: all of them, or to a vLLM engine only an adapter."
