@@ -14,8 +14,10 @@ import dataclasses, difflib, importlib.metadata, json, os, platform, sys, time
 from dataclasses import dataclass, field
 from pathlib import Path
 import numpy as np, torch
-from .datasets import MIXTURES, BENCHMARKS, RowError, get_benchmark, load_corpus, load_questions, subsample
+from .benchmarks import BENCHMARKS, get_benchmark
+from .datasets import MIXTURES, load_corpus, load_questions, subsample
 from .engine import HFEngine, Sampling
+from .readers import RowError
 from .launch import (LaunchError, Ranks, check_hostfile, is_rank, join_ranks, keep_traceback, launch,
                               launch_command, read_settings, speak)
 from .metrics import benchmark_metric, cover_match, exact_match, f1

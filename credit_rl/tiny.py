@@ -14,10 +14,10 @@ from dataclasses import dataclass, replace
 from itertools import chain as joined
 from pathlib import Path
 import torch
-from .datasets import Passage
 from .engine import HFEngine, Sampling, ScriptedEngine, seed_of
 from .layout import loss_weights, pack, take, token_logps
 from .protocol import CHATML, PROTOCOLS, Chat
+from .readers import Passage
 from .retrieval import BM25
 from .runlog import atomic_folder
 from .rollout import Environment, rollout

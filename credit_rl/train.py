@@ -14,7 +14,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 import torch
-from .datasets import get_benchmark, load_corpus, load_questions, subsample
+from .benchmarks import get_benchmark
+from .datasets import load_corpus, load_questions, subsample
 from .engine import HFEngine, Sampling, seed_of
 from .estimate import Plan, describe, memory, read_sizes, step_seconds
 from .evaluate import evaluate, is_searched, make_environment, open_search, summarize

@@ -7,9 +7,9 @@ import torch
 from hypothesis import given, settings, strategies as st
 from sklearn.metrics import accuracy_score, explained_variance_score, roc_auc_score
 
-from credit_rl.datasets import Passage
 from credit_rl.engine import Sampling, ScriptedEngine
 from credit_rl.protocol import PROTOCOLS, Chat
+from credit_rl.readers import Passage
 from credit_rl.tiny import NOISY_CODER, act_coder, memory_of, tiny_environment, tiny_tokenizer
 from credit_rl.trajectory import Question, Stop, Trajectory, Turn
 from credit_rl import warmup
