@@ -85,7 +85,7 @@ from credit_rl.vllm_engine import (
 )
 
 from .warmup import read_warmed, segment_statistics
-from .world import SPLITS, make_world
+from .world import SPLITS, world_of
 
 # %% ../nbs/63_train.ipynb #c005
 @dataclass
@@ -407,7 +407,7 @@ def _check_world(world, seed=0):
         if isinstance(value, dict) and set(value) != set(SPLITS):
             raise ValueError(f'world: {name} is a number, or one for each of {", ".join(SPLITS)}, got {value}')
     for part in SPLITS if any(isinstance(v, dict) for v in world.values()) else ('dev',):
-        make_world(part, seed, questions=1, **_world_of(world, part))
+        world_of(_world_of(world, part), part, seed, 1)
 
 def _world_of(world, part):
     return {name: value[part] if isinstance(value, dict) else value for name, value in world.items()}
@@ -453,7 +453,7 @@ def tiny_worlds(config):
     "The tiny worlds of a run: {'train', 'dev', 'test'} -> `World`."
     sizes = {'train': config.questions, 'dev': config.dev_questions, 'test': config.test_questions}
     return {
-        part: make_world(part, config.seed, questions=n, **_world_of(config.world, part)) for part, n in sizes.items()
+        part: world_of(_world_of(config.world, part), part, config.seed, n) for part, n in sizes.items()
     }
 
 def known_worlds(worlds):
