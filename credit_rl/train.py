@@ -18,7 +18,7 @@ from .benchmarks import get_benchmark
 from .datasets import load_corpus, load_questions, subsample
 from .engine import HFEngine, Sampling, seed_of
 from .estimate import Plan, describe, memory, read_sizes, step_seconds
-from .evaluate import evaluate, is_searched, make_environment, open_search, summarize
+from .evaluate import Conversation, evaluate, is_searched, make_environment, open_search, summarize
 from .models import check_model, load_model, load_tokenizer, read_template
 
 from credit_rl.launch import (
@@ -496,9 +496,9 @@ def _real_stage(c, say, parts, search):
         search, 'passages') else search.url
     say(', '.join(f'{len(questions)} {part}' for part, questions in parts.items()) + f' questions of {c.data}; {seen}')
     model, tokenizer = load_model(_start_folder(c), c.dtype)
-    env = make_environment(tokenizer, search, c.protocol, c.max_turns, c.max_tokens, c.passages, c.passage_tokens,
-                           read_template(c.template), c.template_options, c.history, model.config.vocab_size,
-                           c.context_tokens)
+    how = Conversation(c.protocol, c.max_turns, c.max_tokens, c.passages, c.passage_tokens, read_template(c.template),
+                       c.template_options, c.history, c.context_tokens)
+    env = make_environment(tokenizer, search, how, model.config.vocab_size)
     return Stage(env.chat, model, parts, dict.fromkeys(parts, env))
 
 # %% ../nbs/63_train.ipynb #c033
