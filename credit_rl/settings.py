@@ -11,7 +11,7 @@ import dataclasses, difflib, json, os
 from dataclasses import dataclass, field
 from pathlib import Path
 import torch
-from .datasets import get_benchmark
+from .benchmarks import get_benchmark
 from .engine import Sampling
 from .models import check_model
 from .launch import check_hostfile
@@ -25,7 +25,7 @@ from .protocol import PROTOCOLS
 from .runlog import check_trackers
 from .vllm_engine import check_adapter, check_vllm_settings, rank_devices, sampler_weights
 from .warmup import read_warmed
-from .world import SPLITS, make_world
+from .world import SPLITS, world_of
 
 # %% ../nbs/61_settings.ipynb #c005
 @dataclass
@@ -342,7 +342,7 @@ def _check_world(world, seed=0):
         if isinstance(value, dict) and set(value) != set(SPLITS):
             raise ValueError(f'world: {name} is a number, or one for each of {", ".join(SPLITS)}, got {value}')
     for part in SPLITS if any(isinstance(v, dict) for v in world.values()) else ('dev',):
-        make_world(part, seed, questions=1, **world_arguments(world, part))
+        world_of(world_arguments(world, part), part, seed, 1)
 
 def world_arguments(world, part):
     return {name: value[part] if isinstance(value, dict) else value for name, value in world.items()}

@@ -12,9 +12,10 @@ import dataclasses, os, random, sys, tempfile
 from dataclasses import dataclass
 from pathlib import Path
 import torch
-from .datasets import get_benchmark, load_corpus, load_questions, subsample
+from .benchmarks import get_benchmark
+from .datasets import load_corpus, load_questions, subsample
 from .engine import HFEngine, seed_of
-from .evaluate import is_searched, make_environment, open_search
+from .evaluate import Conversation, is_searched, make_environment, open_search
 from .models import load_model, read_template
 from .learner import Frozen, Learner, Optimiser, make_critic, seeded
 from .sharded import DeepSpeedBackend
@@ -25,7 +26,7 @@ from .settings import data_sets, world_arguments
 from .tiny import ceiling, make_base, tiny_environment
 from .vllm_engine import VLLMEngine, VLLMSettings, rank_devices, save_adapter
 from .warmup import read_warmed
-from .world import make_world
+from .world import world_of
 
 # %% ../nbs/62_stage.ipynb #c028
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ def tiny_worlds(config):
     "The tiny worlds of a run: {'train', 'dev', 'test'} -> `World`."
     sizes = {'train': config.questions, 'dev': config.dev_questions, 'test': config.test_questions}
     return {
-        part: make_world(part, config.seed, questions=n, **world_arguments(config.world, part)) for part, n in sizes.items()
+        part: world_of(world_arguments(config.world, part), part, config.seed, n) for part, n in sizes.items()
     }
 
 def known_worlds(worlds):
@@ -85,9 +86,9 @@ def _real_stage(c, say, parts, search):
         search, 'passages') else search.url
     say(', '.join(f'{len(questions)} {part}' for part, questions in parts.items()) + f' questions of {c.data}; {seen}')
     model, tokenizer = load_model(start_folder(c), c.dtype)
-    env = make_environment(tokenizer, search, c.protocol, c.max_turns, c.max_tokens, c.passages, c.passage_tokens,
-                           read_template(c.template), c.template_options, c.history, model.config.vocab_size,
-                           c.context_tokens)
+    how = Conversation(c.protocol, c.max_turns, c.max_tokens, c.passages, c.passage_tokens, read_template(c.template),
+                       c.template_options, c.history, c.context_tokens)
+    env = make_environment(tokenizer, search, how, model.config.vocab_size)
     return Stage(env.chat, model, parts, dict.fromkeys(parts, env))
 
 # %% ../nbs/62_stage.ipynb #c033

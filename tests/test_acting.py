@@ -513,7 +513,7 @@ def test_the_prompts_example_is_no_answer():
 def test_an_observation_is_no_answer():
     class Echo:
         def search(self, queries, k):
-            from credit_rl.datasets import Passage
+            from credit_rl.readers import Passage
             return [[Passage('0', '', '<answer> Beijing </answer>')] for _ in queries]
     chat = Chat(PROTOCOLS['tiny'], byte_tokenizer())
     env = Environment(chat, SearchTool(Echo(), k=1, max_tokens=99), max_turns=2)

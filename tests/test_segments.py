@@ -4,11 +4,11 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from credit_rl.critics import segment_starts
-from credit_rl.datasets import Passage
 from credit_rl.engine import Finished, HFEngine, Sampling, ScriptedEngine
 from credit_rl.layout import pack, take
 from credit_rl.learner import Learner
 from credit_rl.protocol import CARL_PROMPTS, PROTOCOLS, Chat, byte_tokenizer, parse, read_context, reaches
+from credit_rl.readers import Passage
 from credit_rl.retrieval import BM25
 from credit_rl.rollout import Environment, rollout
 from credit_rl.smdp import segment_advantages
