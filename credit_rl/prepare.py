@@ -25,7 +25,7 @@ from .outcome import outcome_rewards
 from .options import number
 from .protocol import PROTOCOLS
 from .runlog import RunLog, latest_checkpoint, read_metrics, save_checkpoint
-from .settings import Config, check, tracker_names
+from .settings import Config, check, settings_of
 from .stage import base_folder, make_engine, real_questions, real_search, set_stage
 from .train import (MAY_CHANGE, SilentLog, check_same_params, examine, is_large, launch_ranks, no_gpu,
                              options_of, plan_of, saving)
@@ -257,7 +257,7 @@ def _prepare(c, say, ranks):
         return Path(c.run)
     if c.threads: torch.set_num_threads(c.threads)
     say = say if ranks.first else lambda line: None
-    log, method = RunLog(c.run, c.resume, tracker_names(c)) if ranks.first else SilentLog(c.run), get_method(c.method)
+    log, method = RunLog(c.run, c.resume, settings_of(c).keeping.trackers) if ranks.first else SilentLog(c.run), get_method(c.method)
     real = None if c.data == 'tiny' else (real_questions(c), real_search(c))
     log.write_params(vars(c), (*MAY_CHANGE, 'warm_steps'))
     stage = ranks.in_turn(lambda: set_stage(c, say, real))

@@ -5,15 +5,16 @@
 # %% auto #0
 __all__ = ['MAY_CHANGE', 'CODE', 'train_step', 'Run', 'run_facts', 'data_metric', 'options_of', 'keep_generator', 'act', 'Look',
            'answer_tokens', 'describe_rollouts', 'credit_metrics', 'explained_outcome', 'correct_credit',
-           'kl_from_base', 'keep_rollouts', 'turn_advantages', 'collapsed', 'SilentLog', 'saving', 'begin_run',
-           'finished', 'check_same_params', 'plan_of', 'is_large', 'examine', 'no_gpu', 'train', 'launch_ranks', 'main']
+           'kl_from_base', 'keep_rollouts', 'turn_advantages', 'collapsed', 'note_params', 'check_same_params',
+           'finished', 'SilentLog', 'saving', 'begin_run', 'plan_of', 'is_large', 'Examiner', 'examine', 'no_gpu',
+           'train', 'launch_ranks', 'main']
 
 # %% ../nbs/63_train.ipynb #c002
 import contextlib, copy, dataclasses, json, math, os, re, shutil, sys, time
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
-import torch
+import torch, yaml
 from .critics import explained_variance
 from .benchmarks import get_benchmark
 from .engine import Sampling, seed_of
@@ -21,21 +22,22 @@ from .estimate import Plan, describe, memory, read_sizes, step_seconds
 from .evaluate import evaluate, summarize
 from .groups import group_share
 from .launch import (LaunchError, Ranks, is_rank, join_ranks, keep_traceback, launch, launch_command,
-                              read_hostfile, read_settings, speak)
+                              read_hostfile, speak)
 from .learner import Learner
 from .losses import kl
 from .methods import extra_passes, get_method
 from .metrics import benchmark_metric, exact_match
 from .models import load_tokenizer
 from .outcome import outcome_rewards
+from .parameters import by_group, make_parser, read_settings
 from .parts import assign, at, begin, bind, first_tokens, move, part_metrics
 from .rollout import rollout
 from .runlog import (RunLog, atomic_write, latest_checkpoint, module_hashes, named_checkpoint,
                               save_checkpoint)
 from .scoring import answer_header, gold_templates
-from .settings import Config, check, check_engine, data_sets, make_config, tracker_names, weight_limits
+from .settings import GROUPS, Config, check, check_engine, data_sets, make_config, settings_of, weight_limits
 from .stage import (Stage, add_lora, draw_questions, hand_over, holds_base, make_engine, make_learner,
-                             real_questions, real_search, set_stage, teacher_period)
+                             real_questions, real_search, set_stage)
 from .trajectory import to_json
 from .vllm_engine import EngineLost, logp_gap, sampler_weights
 from .warmup import segment_statistics
@@ -273,15 +275,32 @@ def collapsed(rates, share=0.25, window=5):
     best = max(means[:-window])
     return best >= 0.2 and means[-1] < share * best
 
-# %% ../nbs/63_train.ipynb #c071
-# in a run that is resumed
-MAY_CHANGE = ('steps', 'resume', 'run', 'threads', 'eval_every', 'keep', 'track', 'hostfile', 'ranks', 'act_rows',
-               'tflops', 'dry_run', 'offload')
-
 # %% ../nbs/63_train.ipynb #c072
-def _note_params(log, config, may_change=MAY_CHANGE):
+MAY_CHANGE = ('steps', 'resume', 'run', 'threads', 'eval_every', 'keep', 'track', 'hostfile', 'ranks', 'act_rows',
+              'tflops', 'dry_run', 'offload')  # in a run that is resumed
+
+def note_params(log, config, may_change=MAY_CHANGE):
     "Write a run's parameters, or compare them with those it was begun with. Raises ValueError naming what changed."
     log.write_params({k: list(v) if isinstance(v, tuple) else v for k, v in vars(config).items()}, may_change)
+
+def check_same_params(config, may_change=MAY_CHANGE):
+    """Refuse to show a finished run's results as those of other parameters; settings that it did not know yet don't
+    count. Raises ValueError."""
+    before, now = yaml.safe_load((Path(config.run)/'params.yaml').read_text()), json.loads(json.dumps(vars(config)))
+    changed = [f'{k}: {before[k]!r} before, {now[k]!r} now' for k in before
+               if k in now and k not in may_change and before[k] != now[k]]
+    if changed:
+        raise ValueError(f'{config.run} holds a finished run with other parameters ({"; ".join(changed)}): give the '
+                         'same, or choose another name')
+
+# %% ../nbs/63_train.ipynb #n0310
+def finished(config):
+    """Whether `config` resumes a run that is complete: its summary is there and has as many steps (or says that it
+    collapsed)."""
+    path = Path(config.run)/'summary.json'
+    if not (config.resume and path.exists()): return False
+    summary = json.loads(path.read_text())
+    return summary['steps'] >= config.steps or summary['collapsed']
 
 # %% ../nbs/63_train.ipynb #c073
 class SilentLog:
@@ -300,14 +319,12 @@ def saving(path):  # of a checkpoint
     "Say of a checkpoint that cannot be written what its disk and this process's limits allow. Raises OSError."
     try: yield
     except (OSError, RuntimeError) as e:
-        # those are torch.save's
-        if isinstance(e,
-                      RuntimeError) and not re.search('inline_container|PytorchStreamWriter|Parent directory', str(e)):
-            raise
+        of_torch = re.search('inline_container|PytorchStreamWriter|Parent directory', str(e))     # torch.save's own
+        if isinstance(e, RuntimeError) and not of_torch: raise
         import resource
         most, free = resource.getrlimit(resource.RLIMIT_FSIZE)[0], shutil.disk_usage(Path(path).parent).free
-        limit = '' if most == resource.RLIM_INFINITY else (f', and the file size limit is {most / 1e6:.3g} MB (ulimit '
-                                                           '-f)')
+        limited = most != resource.RLIM_INFINITY
+        limit = f', and the file size limit is {most / 1e6:.3g} MB (ulimit -f)' if limited else ''
         raise OSError(f'the checkpoint {path} could not be written ({type(e).__name__}: {str(e).splitlines()[0]}); '
                       f'its disk has {free / 1e9:.3g} GB free{limit}; '
                       'earlier checkpoints are kept: make room, or raise the limit, and go on with resume=True') from e
@@ -323,9 +340,10 @@ def begin_run(
     for part in method.rewards:
         if part.reach and ranks.first: part.reach(method.own(part))
     say = say if ranks.first else lambda line: None
-    log = RunLog(config.run, config.resume, tracker_names(config)) if ranks.first else SilentLog(config.run)
-    real = None if config.data == 'tiny' else (real_questions(config), real_search(config))
-    _note_params(log, config)
+    s = settings_of(config)
+    log = RunLog(config.run, config.resume, s.keeping.trackers) if ranks.first else SilentLog(config.run)
+    real = None if config.data == 'tiny' else (real_questions(s.task, config.seed), real_search(s.task, config.protocol))
+    note_params(log, config)
     stage = ranks.in_turn(lambda: set_stage(config, say, real))        # the first makes the base that the others load
     if config.lora: add_lora(stage.model, config.lora, config.seed)
     pieces = config.engine == 'hf' and config.learner == 'deepspeed' and config.stage == 3
@@ -339,17 +357,19 @@ def begin_run(
 def _dev(run, step, metrics):
     "Evaluate on dev questions, log the step, and keep a checkpoint (the best under that name)."
     with run.log.timed('dev'): scores, _ = run.evaluate('dev')
-    dev = {
-        f'dev_{k}' if not k.isdigit() else f'dev_em_{k}': v
-        for k, v in scores.items()
-        if k.isdigit() or k in ('em', 'right', 'f1', 'answer_rate', 'turns', 'calls')
-    }
+    shown = ('em', 'right', 'f1', 'answer_rate', 'turns', 'calls')
+    dev = {f'dev_em_{k}' if k.isdigit() else f'dev_{k}': v for k, v in scores.items() if k.isdigit() or k in shown}
     run.log.metrics(step, **metrics, **dev)
     chosen_by = scores.get('right', scores['em'])
     better = chosen_by > run.memory['best']
     if better: run.memory |= {'best': chosen_by, 'best_step': step}
     run.checkpoint(step, 'best' if better else None)
     return scores['em']
+
+def _keep_played(run, step, groups, kind):
+    "Write one rollout of each of six test questions to the log, 'before' or 'after'."
+    run.log.turns(step, [{'kind': kind, 'trajectory': to_json(g.trajectories[0]), 'advantages': None,
+                          'reward': float(summarize([g])['em'])} for g in groups[:6]])
 
 # %% ../nbs/63_train.ipynb #c077
 def _begin(run):
@@ -364,10 +384,7 @@ def _begin(run):
         return found[0] + 1
     run.wake()
     run.memory['base'], groups = run.evaluate('test')
-    run.log.turns(0, [{
-        'kind': 'before', 'trajectory': to_json(g.trajectories[0]), 'advantages': None, 'reward': float(
-            summarize([g])['em'])
-    } for g in groups[:6]])
+    _keep_played(run, 0, groups, 'before')
     em = _dev(run, 0, {})
     run.say(f'base: EM {run.memory["base"]["em"]:.3f} on {len(groups)} test questions, {em:.3f} on dev')
     return 1
@@ -379,77 +396,41 @@ CODE = ('outcome', 'folr', 'information_gain', 'potentials', 'prs', 'turn_reward
 
 # %% ../nbs/63_train.ipynb #c079
 def _finish(run):
-    "Evaluate the best checkpoint on the test questions and write the summary. Returns it."
+    "Evaluate the best checkpoint on the test questions and write the summary."
     step, path = run.ranks.once(lambda: named_checkpoint(run.log.folder, 'best'))
     last, _ = run.evaluate('test')
     run.learner.restore(path)
     hand_over(run.learner, run.engine, run.config)
     final, groups = run.evaluate('test')
-    run.log.turns(
-        len(run.memory['rates']) + 1, [{
-            'kind': 'after', 'trajectory': to_json(g.trajectories[0]), 'advantages': None, 'reward': float(
-                summarize([g])['em'])
-        } for g in groups[:6]])
-    c, top = run.config, run.stage.ceiling
+    _keep_played(run, len(run.memory['rates']) + 1, groups, 'after')
+    c, top, base = run.config, run.stage.ceiling, run.memory['base']
     hops = dict(Counter(str(g.question.meta['hops']) for g in groups if 'hops' in g.question.meta))
-    summary = {
-        'method': c.method, 'options': c.options, 'seed': c.seed, 'steps': c.steps, 'best_step': step, 'questions':
-        len(groups), 'questions_by_hops': hops, 'base_em': run.memory['base']['em'], 'final_em': final['em'],
-        'last_em': last['em'], 'ceiling_em': top and top['all'], 'base': run.memory['base'], 'final': final, 'ceiling':
-        top, 'collapsed': run.memory.get('collapsed', False), 'code': module_hashes(CODE), 'seconds': run.log.elapsed
-    }
-    run.log.summary(summary)
-    run.say(f'final: EM {final["em"]:.3f} on {len(groups)} test questions (base {summary["base_em"]:.3f}' +
+    run.log.summary({
+        'method': c.method, 'options': c.options, 'seed': c.seed, 'steps': c.steps, 'best_step': step,
+        'questions': len(groups), 'questions_by_hops': hops, 'base_em': base['em'], 'final_em': final['em'],
+        'last_em': last['em'], 'ceiling_em': top and top['all'], 'base': base, 'final': final, 'ceiling': top,
+        'collapsed': run.memory.get('collapsed', False), 'code': module_hashes(CODE), 'seconds': run.log.elapsed})
+    run.say(f'final: EM {final["em"]:.3f} on {len(groups)} test questions (base {base["em"]:.3f}' +
             (f', ceiling {top["all"]:.3f}' if top else '') +
             f'), the checkpoint of step {step}; {run.log.elapsed:.0f} s')
-    return summary
-
-# %% ../nbs/63_train.ipynb #c080
-def finished(config):
-    """Whether `config` resumes a run that is complete: its summary is there and has as many steps (or says that it
-    collapsed)."""
-    path = Path(config.run)/'summary.json'
-    if not (config.resume and path.exists()): return False
-    summary = json.loads(path.read_text())
-    return summary['steps'] >= config.steps or summary['collapsed']
-
-# %% ../nbs/63_train.ipynb #c081
-def check_same_params(config):
-    """Refuse to show a finished run's results as those of other parameters; settings that it did not know yet don't
-    count."""
-    import yaml
-    before, now = yaml.safe_load((Path(config.run)/'params.yaml').read_text()), json.loads(json.dumps(vars(config)))
-    changed = [
-        f'{k}: {before[k]!r} before, {now[k]!r} now' for k in before
-        if k in now and k not in MAY_CHANGE and before[k] != now[k]
-    ]
-    if changed:
-        raise ValueError(f'{config.run} holds a finished run with other parameters ({"; ".join(changed)}): give the '
-                         'same, or choose another name')
 
 # %% ../nbs/63_train.ipynb #c083
 def plan_of(config):
     "What of a configuration the estimate depends on: `Plan`."
-    c, method = config, get_method(config.method)
-    critic, every = method.critic and (c.critic or method.critic['kind']), teacher_period(c, method)
-    held = {
-        'reference':
-        bool(c.log_kl or _kl_weight(c, method)) and not holds_base(c), 'teacher':
-        every not in (None, 1) or
-        'teacher' in method.sees and c.teacher != 'self' and not (c.teacher == 'base' and holds_base(c))
-    }
-    copied = (every not in (None, 1)) + (critic == 'frozen')
-    acting = min(c.act_rows, -(-c.questions_per_step // c.ranks) * c.group_size) * c.max_tokens
-    apart = c.vllm.get('own_process', c.learner == 'deepspeed') and c.vllm.get('transfer') in (None, 'file')
-    return Plan(c.stage if c.learner == 'deepspeed' else None, c.ranks, 4 if c.dtype == 'float32' else 2,
-                critic == 'own',
-                sum(held.values()) + (critic == 'frozen'), sum(held[n] for n in c.offload), c.row_tokens,
-                c.gradient_checkpointing, 'offload_optimizer' in c.deepspeed.get('zero_optimization', {}), acting,
-                _lora_share(c), copies=c.engine == 'vllm' and not c.vllm.get('devices'),
-                sleeps=bool(c.vllm.get('sleep_level')), copied=copied, renewed=every not in (None, 0, 1),
-                by_file=c.engine == 'vllm' and apart and not c.lora)
-
-def _kl_weight(c, method): return c.loss.get('kl', method.loss.kl) if c.kl is None else c.kl
+    c, s, method = config, settings_of(config), get_method(config.method)
+    critic, every = s.critic.kind(method), s.teacher.period(method, c.steps)
+    copies, frozen = every not in (None, 1), critic == 'frozen'
+    alone = 'teacher' in method.sees and c.teacher != 'self' and not (c.teacher == 'base' and holds_base(c))
+    held = {'reference': bool(c.log_kl or s.learning.loss_of(method).kl) and not holds_base(c),
+            'teacher': copies or alone}
+    vllm, apart = c.engine == 'vllm', s.host.own_process and c.vllm.get('transfer') in (None, 'file')
+    return Plan(
+        c.stage if c.learner == 'deepspeed' else None, c.ranks, 4 if c.dtype == 'float32' else 2, critic == 'own',
+        sum(held.values()) + frozen, sum(held[n] for n in c.offload), c.row_tokens, c.gradient_checkpointing,
+        'offload_optimizer' in c.deepspeed.get('zero_optimization', {}),
+        min(c.act_rows, -(-c.questions_per_step // c.ranks) * c.group_size) * c.max_tokens, _lora_share(c),
+        copies=vllm and not c.vllm.get('devices'), sleeps=bool(c.vllm.get('sleep_level')), copied=copies + frozen,
+        renewed=every not in (None, 0, 1), by_file=vllm and apart and not c.lora)
 
 def _lora_share(c):
     "Share of the parameters that is trained."
@@ -460,49 +441,48 @@ def _lora_share(c):
     add_lora(model, {**c.lora, 'init_lora_weights': False})
     return sum(p.numel() for p in model.parameters() if p.requires_grad) / whole
 
+# %% ../nbs/63_train.ipynb #n0306
 def _forecast(c):
     "The estimate of a run, as lines."
-    method, plan, sizes = get_method(c.method), plan_of(c), read_sizes(c.model)
-    reads = sum(
-        extra_passes(method, c.critic, bool(_kl_weight(c, method)), c.recompute or c.engine == 'vllm',
-                     teacher_period(c, method) or 0).values())
+    method, s, plan, sizes = get_method(c.method), settings_of(c), plan_of(c), read_sizes(c.model)
+    reads = extra_passes(method, c.critic, bool(s.learning.loss_of(method).kl), c.recompute or c.engine == 'vllm',
+                         s.teacher.period(method, c.steps) or 0)
     tokens = c.questions_per_step * c.group_size * c.max_tokens
-    seconds = step_seconds(sizes, plan, tokens, c.max_tokens, c.tflops, reads, c.epochs)
-    return [*describe(sizes, plan, seconds, c.steps), f'(taking {c.tflops:g} TFLOP/s for a rank that learns, a tenth '
-                                                      'of it for one that acts)']
+    seconds = step_seconds(sizes, plan, tokens, c.max_tokens, c.tflops, sum(reads.values()), c.epochs)
+    taken = f'(taking {c.tflops:g} TFLOP/s for a rank that learns, a tenth of it for one that acts)'
+    return [*describe(sizes, plan, seconds, c.steps), taken]
 
 def _weigh(c): return memory(read_sizes(c.model), plan_of(c))
 
-def is_large(config): return config.model != 'tiny' and read_sizes(config.model).parameters > 2e7
+def is_large(config):
+    "Whether a run's model is more than a toy, so that one wants to know what it takes."
+    return config.model != 'tiny' and read_sizes(config.model).parameters > 2e7
+
+@dataclass(frozen=True)
+class Examiner:
+    "What differs between the examination of a training and that of another run."
+    check: object = check        # refuses a configuration that cannot work
+    weigh: object = _weigh       # gives the bytes that it needs, see `memory`
+    forecast: object = _forecast # gives its estimate, as lines
 
 # %% ../nbs/63_train.ipynb #c084
 def examine(
-    config,             # Config
-    say=print,          # function called with lines of text
-    check=check,        # refuses settings that cannot work
-    weigh=_weigh,       # gives the bytes that a configuration needs, see `memory`
-    forecast=_forecast, # gives its estimate, as lines
+    config,              # Config
+    say=print,           # function called with lines of text
+    examiner=Examiner(),
 ):
     """Look at all that a run needs, without starting it, and say what it would take. Returns its folder. Raises
     ValueError naming all that is missing."""
-    c, wrong, notes = config, [], []
-    check(dataclasses.replace(c, engine='hf', vllm={}, correction=None))
-    try: check_engine(c)                         # vLLM wants a host that this one need not be
-    except ValueError as e: wrong.append(str(e))
-    if c.data != 'tiny':
-        for what in (real_questions, real_search):
-            try: found = what(c)
-            except (ValueError, OSError) as e: wrong.append(str(e))
-            else:
-                say(', '.join(
-                    f'{len(v)} {k} questions'
-                    for k, v in found.items()) if isinstance(found, dict) else f'search: {type(found).__name__}')
+    c, s, notes = config, settings_of(config), []
+    examiner.check(dataclasses.replace(c, engine='hf', vllm={}, correction=None))
+    wrong = _complaints(lambda: check_engine(s.host, s.mismatch, s.acting))     # vLLM wants a host that this need not be
+    if c.data != 'tiny': wrong += _missing_data(s, say)
     if c.model != 'tiny':
         load_tokenizer(c.model)
-        for line in forecast(c): say(line)
-        wrong += _missing_room(c, weigh(c))
-        notes = [*no_gpu(c), *([] if Path(c.model).exists() else [f'{c.model} is a name on the hub: its weights were '
-                                                                   'not looked at'])]
+        for line in examiner.forecast(c): say(line)
+        wrong += _missing_room(c, examiner.weigh(c))
+        notes = no_gpu(c)
+        if not Path(c.model).exists(): notes.append(f'{c.model} is a name on the hub: its weights were not looked at')
         for line in notes: say(line)
     if (Path(c.run)/'params.yaml').exists() and not c.resume:
         wrong.append(f'{c.run} already holds a run: give resume=True, or choose another name')
@@ -510,6 +490,21 @@ def examine(
     say(f'everything {"else " * bool(notes)}is there; leave out dry_run to start')
     return Path(c.run)
 
+def _complaints(look):
+    "What is wrong by a function that raises: list of str."
+    try: look()
+    except (ValueError, OSError) as e: return [str(e)]
+    return []
+
+def _missing_data(s, say):
+    "What is wrong with questions and search: list of str."
+    def questions():
+        found = real_questions(s.task, s.course.seed)
+        say(', '.join(f'{len(v)} {k} questions' for k, v in found.items()))
+    def search(): say(f'search: {type(real_search(s.task, s.acting.protocol)).__name__}')
+    return _complaints(questions) + _complaints(search)
+
+# %% ../nbs/63_train.ipynb #c085
 def _ranks_here(c): return c.ranks if not c.hostfile else max(read_hostfile(c.hostfile).values())
 
 def no_gpu(c):
@@ -518,56 +513,48 @@ def no_gpu(c):
     return [f'no GPU: {_ranks_here(c)} rank{"s" * (_ranks_here(c) > 1)} would share the processor and memory of this '
             'host, and take far longer than the estimate says']
 
-# %% ../nbs/63_train.ipynb #c085
 def _missing_room(c, needs):
     "What disk, memory and GPUs of this host lack: list of str."
     folder = next(p for p in (Path(c.run).absolute(), *Path(c.run).absolute().parents) if p.exists())
-    # the best one, and one that is being written
-    here, gpus, kept = _ranks_here(c), torch.cuda.device_count(), (c.keep + 2) * needs['checkpoint']
+    here, gpus, checkpoints = _ranks_here(c), torch.cuda.device_count(), c.keep + 2  # the best, and one being written
     asked, file = here * (needs.get('host', 0) if gpus else needs['rank']), here * needs.get('file', 0)
-    rooms = [(folder, shutil.disk_usage(folder).free, f'{c.keep + 2} checkpoints take', kept),
-             ('the memory of this '
-              'host', _free_memory(), f'{here} ranks take at least', asked)]
+    rooms = [(folder, shutil.disk_usage(folder).free, f'{checkpoints} checkpoints take', checkpoints * needs['checkpoint']),
+             ('the memory of this host', _free_memory(), f'{here} ranks take at least', asked)]
     if file and Path('/dev/shm').is_dir():
-        rooms.append(
-            ('/dev/shm', shutil.disk_usage('/dev/shm').free, f'the weights that {here} ranks give to vLLM take', file))
-    wrong = [
-        f'{where} has {free / 1e9:.1f} GB free, but {what} {size / 1e9:.1f} GB' for where, free, what, size in rooms
-        if size > free
-    ]
+        shared = shutil.disk_usage('/dev/shm').free
+        rooms.append(('/dev/shm', shared, f'the weights that {here} ranks give to vLLM take', file))
+    wrong = [f'{where} has {free / 1e9:.1f} GB free, but {what} {size / 1e9:.1f} GB'
+             for where, free, what, size in rooms if size > free]
     if gpus and gpus < here: wrong.append(f'{here} ranks need as many GPUs, but there are {gpus}')
     return wrong + [line for i in range(min(gpus, here)) for line in _missing_gpu(c, needs, i)]
 
+# %% ../nbs/63_train.ipynb #n0308
 def _missing_gpu(c, needs, i):
     "What GPU `i` lacks: list of str."
     size, get = torch.cuda.get_device_properties(i).total_memory, lambda *names: sum(needs.get(n, 0) for n in names)
     wrong, when = [], ' at its start, when models are whole' if needs['rank'] == needs.get('start') else ''
     if needs['rank'] > size:
         wrong.append(f'GPU {i} has {size / 1e9:.1f} GB, but a rank needs at least {needs["rank"] / 1e9:.1f} GB{when}')
-    taken = c.vllm.get('arguments', {}).get('gpu_memory_utilization',
-                                            .9) * size if c.engine == 'vllm' and not c.vllm.get('devices') else 0
-    # vLLM starts beside the whole policy
+    if c.engine != 'vllm' or c.vllm.get('devices'): return wrong
+    taken = c.vllm.get('arguments', {}).get('gpu_memory_utilization', .9) * size
     lies = max(get('weights', 'gradients', 'optimiser', 'frozen models'), get('acting copy'),
-               0 if c.vllm.get('sleep_level') else get('start'))
+               0 if c.vllm.get('sleep_level') else get('start'))                # vLLM starts beside the whole policy
     if taken and taken + lies > size:
         wrong.append(f'GPU {i} has {size / 1e9:.1f} GB, of which vLLM takes {taken / 1e9:.1f} GB, but '
-                     f'{lies / 1e9:.1f} GB are the learner\'s: '
-                                                   'give arguments: {gpu_memory_utilization: …} among the settings of '
-                                                   'vllm')
+                     f'{lies / 1e9:.1f} GB are the learner\'s: give arguments: {{gpu_memory_utilization: …}} among the '
+                     'settings of vllm')
     return wrong
 
 def _free_memory(info=Path('/proc/meminfo'), group=Path('/sys/fs/cgroup')):
     """Bytes of main memory that this process and its children may still take: what the host says, and a container's
     limit."""
     lines = info.read_text().splitlines() if info.exists() else []
-    free = [int(line.split()[1]) * 1024 for line in lines if line.startswith('MemAvailable')
-            ] or [os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES')]
+    host = [int(line.split()[1]) * 1024 for line in lines if line.startswith('MemAvailable')]
+    free = host or [os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES')]
     if (group/'memory.max').exists() and (most := (group/'memory.max').read_text().strip()) != 'max':
         stat = dict(line.split() for line in (group/'memory.stat').read_text().splitlines())
-        # what files keep is given back
-        free.append(
-            int(most) - int((group / 'memory.current').read_text()) + int(stat['inactive_file']) +
-            int(stat['active_file']))
+        files = int(stat['inactive_file']) + int(stat['active_file'])           # what these keep is given back
+        free.append(int(most) - int((group/'memory.current').read_text()) + files)
     return min(free)
 
 # %% ../nbs/63_train.ipynb #c089
@@ -607,52 +594,51 @@ def _steps(run, first):
     config, since = run.config, time.monotonic()
     for step in range(first, first if run.memory.get('collapsed') else config.steps + 1):
         due = step % config.eval_every == 0 or step == config.steps
-        with run.log.timed('step'):
-            metrics = train_step(run, step, config.log_kl and due)
+        with run.log.timed('step'): metrics = train_step(run, step, config.log_kl and due)
         run.memory['rates'].append(metrics['answer_rate'])
         run.memory['collapsed'] = collapsed(run.memory['rates'], config.collapse)
-        dev = _dev(run, step, metrics) if due else run.log.metrics(step, **metrics)
+        dev = _dev(run, step, metrics) if due else None
+        if not due: run.log.metrics(step, **metrics)
         pace = (time.monotonic() - since) / (step - first + 1)
-        if due or step - first < 3 or step % 5 == 0:
-            run.say(f'step {step}/{config.steps}  reward {metrics["reward"]:.3f}  EM {metrics["em"]:.3f}  answers '
-                    f'{metrics["answer_rate"]:.2f}'
-                    + (f'  dev EM {dev:.3f}' if due else '') + f'  {pace:.2f} s/step, '
-                                                               f'{pace * (config.steps - step):.0f} s left')
+        if due or step - first < 3 or step % 5 == 0: _say_step(run, step, metrics, dev, pace)
         if run.memory['collapsed']:
             run.say(f'stopped at step {step}: the answer rate of the last 5 steps fell below {config.collapse:.0%} of '
                     'its best; try a smaller learning rate, or a KL term')
             return
+
+def _say_step(run, step, metrics, dev, pace):
+    "Say how a step went, and how long the rest will take at so many seconds a step."
+    steps = run.config.steps
+    run.say(f'step {step}/{steps}  reward {metrics["reward"]:.3f}  EM {metrics["em"]:.3f}  answers '
+            f'{metrics["answer_rate"]:.2f}' + ('' if dev is None else f'  dev EM {dev:.3f}') +
+            f'  {pace:.2f} s/step, {pace * (steps - step):.0f} s left')
 
 # %% ../nbs/63_train.ipynb #c091
 def launch_ranks(
     config,                      # Config
     say,                         # function called with lines of text
     module='credit_rl.train',    # that each rank runs, with the settings as its --params
-    may_change=MAY_CHANGE,      # settings that may differ from those that a resumed run began with
+    may_change=MAY_CHANGE,       # settings that may differ from those that a resumed run began with
 ):
     """Start the ranks of a run and wait for its summary. Returns the run folder. Raises LaunchError where they end
     without one."""
-    import yaml
     log = RunLog(config.run, config.resume)                      # refuses a folder that it cannot use
-    if (log.folder/'params.yaml').exists(): _note_params(log, config, may_change)
-    atomic_write(
-        log.folder / 'launch.yaml', lambda path: path.write_text(
-            yaml.safe_dump(json.loads(json.dumps(vars(config))), sort_keys=False, allow_unicode=True)))
+    if (log.folder/'params.yaml').exists(): note_params(log, config, may_change)
+    text = yaml.safe_dump(json.loads(json.dumps(vars(config))), sort_keys=False, allow_unicode=True)
+    atomic_write(log.folder/'launch.yaml', lambda path: path.write_text(text))
     command = launch_command(module, ['--params', str(log.folder/'launch.yaml')], config.ranks, config.hostfile)
     say(f'{config.ranks} ranks: ' + ' '.join(['python', *command[1:]]))
-    launch(
-        command, log.folder, log.folder / 'summary.json', say, environment={}
-        if torch.cuda.is_available() or sys.platform != 'linux' or config.hostfile else {'GLOO_SOCKET_IFNAME': 'lo'})
+    alone = torch.cuda.is_available() or sys.platform != 'linux' or config.hostfile
+    launch(command, log.folder, log.folder/'summary.json', say,
+           environment={} if alone else {'GLOO_SOCKET_IFNAME': 'lo'})
     return log.folder
 
 # %% ../nbs/63_train.ipynb #c097
 def main(arguments=None):
     """`python -m credit_rl.train setting=value …`, values as in YAML; `--params FILE` reads a YAML file of settings
     first."""
-    import argparse
-    parser = argparse.ArgumentParser(prog='python -m credit_rl.train', description='Train a policy with one of the '
-                                                                                   'methods.')
-    try: train(read_settings(parser, arguments)[0])
+    parser = make_parser('credit_rl.train', 'Train a policy with one of the methods.')
+    try: train(read_settings(parser, arguments, by_group(*GROUPS.values()))[0])
     except (ValueError, OSError, LaunchError, EngineLost) as e: sys.exit(f'credit_rl.train: {e}')
 
 # %% ../nbs/63_train.ipynb #c098
