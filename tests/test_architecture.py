@@ -1,4 +1,5 @@
-"""What holds for every notebook: floors, one module each, lengths, outputs. Each rule is a function that gives its complaints."""
+"""What holds for every notebook: floors, one module each, lengths, lessons, outputs. Each rule is a function that gives
+its complaints."""
 import ast
 import functools
 import json
