@@ -49,9 +49,10 @@ def names_of(paths):
 
 def chosen(modules, tests):
     "The notebooks to run and the test files, in order."
-    notebooks = {p.stem.partition('_')[2] or p.stem: p for p in sorted((ROOT / 'nbs').glob('*.ipynb')) if p.stem < '90' or p.stem == 'index'}
     code = {p.stem: imports(p) for p in (ROOT / 'credit_rl').glob('*.py')}
-    run = [p for name, p in notebooks.items() if name in modules or code.get(name, set()) & modules]
+    library = [p for p in sorted((ROOT / 'nbs').glob('*.ipynb')) if not '90' <= p.stem < 'a']
+    name = lambda p: p.stem.partition('_')[2] or p.stem                     # index.ipynb has no number
+    run = [p for p in library if name(p) in modules or code.get(name(p), set()) & modules]
     files = [p for p in sorted((ROOT / 'tests').glob('test_*.py'))
              if p.stem in {*tests, 'test_architecture'} or imports(p) & (modules | tests)]
     return run, files
@@ -59,36 +60,42 @@ def chosen(modules, tests):
 
 def read_arguments():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('--changed', nargs='+', metavar='NAME', help='notebooks, by module: advantages; instead of what git says')
+    parser.add_argument('--changed', nargs='+', metavar='NAME', help='the modules that changed, if git need not say')
     parser.add_argument('--since', default='HEAD', metavar='COMMIT', help='compare with another commit, e.g. main')
     parser.add_argument('--below', default='3', metavar='SECONDS', help='the longest a test may have taken')
     parser.add_argument('--list', action='store_true', help='only say what would be run')
     return parser.parse_args()
 
 
+def notebooks_of(names):
+    "The notebooks that export modules: list of paths from the root."
+    paths = [p.relative_to(ROOT) for name in names for p in (ROOT / 'nbs').glob(f'[0-8][0-9]_{name}.ipynb')]
+    if len(paths) != len(names): sys.exit(f'wanted names of modules, such as advantages, got {names}')
+    return paths
+
+
+def check(notebooks, files, below):
+    "Run the notebooks on one core and the tests on another. Returns whether any failed."
+    here = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get('PYTHONPATH')])])
+    how = dict(cwd=ROOT, env={**os.environ, 'OMP_NUM_THREADS': '1', 'PYTHONPATH': here}, text=True)
+    wanted = '^(' + '|'.join(p.stem for p in notebooks) + r')\.ipynb$'
+    ours = subprocess.Popen([BIN / 'nbdev_test', '--path', 'nbs', '--file_re', wanted, '--n_workers', '0'],
+                            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **how) if notebooks else None
+    tests = subprocess.run([sys.executable, '-m', 'pytest', '-q', '-m', 'not process', '--below', below, *files], **how)
+    if ours: print('== notebooks\n' + ours.communicate()[0])
+    return bool(tests.returncode or ours and ours.returncode)
+
+
 def main():
     given, start = read_arguments(), time.monotonic()
-    if given.changed:
-        paths = [p for name in given.changed for p in (ROOT / 'nbs').glob(f'[0-9][0-9]_{name}.ipynb')]
-        if len(paths) != len(given.changed): sys.exit(f'wanted names of modules, got {given.changed}')
-        paths = [p.relative_to(ROOT) for p in paths]
-    else: paths = changed_since(given.since)
-    modules, tests, runs = names_of(paths)
+    modules, tests, runs = names_of(notebooks_of(given.changed) if given.changed else changed_since(given.since))
     if runs: print('left out, papermill runs them in `make test`:', *sorted(runs))
     if not modules | tests: return print(f'no notebook and no test differs from {given.since}')
     if not given.list: subprocess.run([BIN / 'nbdev_export'], cwd=ROOT, check=True)
     notebooks, files = chosen(modules, tests)
     print('notebooks:', *(p.stem for p in notebooks), '\ntests:', *(p.stem for p in files), flush=True)
     if given.list: return
-    environment = {**os.environ, 'OMP_NUM_THREADS': '1', 'PYTHONPATH': os.pathsep.join([str(ROOT), os.environ.get('PYTHONPATH', '')])}
-    # one core each
-    wanted = '^(' + '|'.join(p.stem for p in notebooks) + r')\.ipynb$'
-    shown = subprocess.Popen([BIN / 'nbdev_test', '--path', 'nbs', '--file_re', wanted, '--n_workers', '0'], cwd=ROOT, env=environment,
-                             text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) if notebooks else None
-    failed = subprocess.run([sys.executable, '-m', 'pytest', '-q', '-m', 'not process', '--below', given.below, *files], cwd=ROOT, env=environment).returncode
-    if shown:
-        print('== notebooks\n' + shown.communicate()[0])
-        failed = failed or shown.returncode
+    failed = check(notebooks, files, given.below)
     print(f'{"failed" if failed else "passed"} after {time.monotonic() - start:.0f} s')
     sys.exit(failed)
 
