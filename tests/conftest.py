@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-DURATIONS = ROOT / 'tests' / 'durations.json'   # test → seconds, of those that take one at least
+DURATIONS = ROOT / 'tests' / 'durations.json'   # test → seconds of CPU time, of those that take one at least
 BOUND = 540                                     # seconds for a process that a test starts, less than for the test
 
 
@@ -26,7 +26,7 @@ def pytest_configure(config):
 
 
 def pytest_addoption(parser):
-    parser.addoption('--record', action='store_true', help=f'write how long these tests take into {DURATIONS.name}')
+    parser.addoption('--record', action='store_true', help=f'write into {DURATIONS.name} how long these tests take')
     parser.addoption('--below', type=float, metavar='SECONDS', help='leave out tests that took longer when recorded')
 
 
@@ -71,11 +71,30 @@ def pytest_collection_modifyitems(config, items):
     if hasattr(config, 'workerinput'): items.sort(key=lambda item: -files[item.path])
 
 
-TOOK = Counter()
+def cpu_seconds():
+    "What this process and those that it waited for have used. Company on the machine does not count."
+    return sum(os.times()[:4])
+
+
+BEFORE, TOOK = [0.], Counter()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol():
+    BEFORE[0] = cpu_seconds()
+    return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport():
+    "A report of setup, call or teardown tells what was used since the one before."
+    report, now = (yield), cpu_seconds()
+    report.cpu, BEFORE[0] = now - BEFORE[0], now
+    return report
 
 
 def pytest_runtest_logreport(report):
-    TOOK[report.nodeid] += report.duration
+    TOOK[report.nodeid] += report.cpu
 
 
 def pytest_sessionfinish(session):

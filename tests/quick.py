@@ -7,6 +7,7 @@ longer than `--below` seconds when durations were recorded (tests/durations.json
 """
 import argparse
 import ast
+import functools
 import os
 import subprocess
 import sys
@@ -17,6 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 BIN = Path(sys.executable).parent
 
 
+@functools.cache
 def imports(path):
     "Modules of this package, and files of tests/, that a file imports anywhere: set of names."
     found = set()
