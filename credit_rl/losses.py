@@ -227,7 +227,8 @@ PARTS = (
     Objective('reinforce', r'-A\log\pi_\theta', 'Williams 1992', loss=Loss('reinforce')),
     Reward('overlong', r'R_i + \operatorname{clip}\big(\tfrac{L_{max} - L_{cache} - \lvert y_i\rvert}{L_{cache}}, -1, '
            r'0\big)', 'DAPO eq. 13', gives='bonus', text=_overlong,
-           options={'max_length': Option(192, 'L_max, tokens', least=1), 'buffer': Option(64, 'L_cache, tokens', least=1)},
+           options={'max_length': Option(192, 'L_max, tokens', least=1),
+                    'buffer': Option(64, 'L_cache, tokens', least=1)},
            check=lambda o: overlong_penalty(torch.zeros(1), o['max_length'], o['buffer'])),
     Row('gspo', 'outcome/group/all/gspo', 'GSPO (Zheng et al. 2025)', '#66a61e'),
     Row('cispo', 'outcome/group/all/cispo', 'CISPO (MiniMax-M1)', '#1b7f79', average='token-mean',
