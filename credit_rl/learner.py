@@ -223,6 +223,7 @@ class GoldQuery:
     budget: int           # most tokens in a forward, padding included
     joint: bool = False   # True: the log-probabilities of the trained tokens too, from the same forward
 
+# %% ../nbs/52_learner.ipynb #n52back5
 class PlainBackend:
     "Run a learner in plain PyTorch, on the one device where the model lies."
     rank, ranks = 0, 1  # this process, and how many learn together
