@@ -599,7 +599,7 @@ class VLLMEngine:
         self.kept = None
         self.llm.engine_core.shutdown()
 
-# %% ../nbs/21_vllm_engine.ipynb #c045
+# %% ../nbs/21_vllm_engine.ipynb #2f14fcad
 def _start(self, stream, row, seed):
     "Hand one turn to vLLM."
     from vllm.inputs.engine import tokens_input
