@@ -164,7 +164,7 @@ def _segments(env, stream, drafts, batch, limit):
         out.append(over)
     return out
 
-# %% ../nbs/22_rollout.ipynb #c017
+# %% ../nbs/22_rollout.ipynb #x017
 def _begin(env, questions, group_size, limit):
     "Drafts of all attempts, by (number of the question, attempt). Raises ValueError on a prompt that leaves no room."
     drafts = {}
@@ -175,6 +175,7 @@ def _begin(env, questions, group_size, limit):
         drafts.update({(b, g): _Draft((b, g), question, prompt) for g in range(group_size)})
     return drafts
 
+# %% ../nbs/22_rollout.ipynb #c017
 def rollout(
     engine,         # has stream(sampling) -> submit / release / iterate (HFEngine, ScriptedEngine, …)
     env,            # Environment

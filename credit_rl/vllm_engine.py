@@ -515,7 +515,7 @@ class _Core:
         with _heard('wake'): self.llm.wake_up()
         self.asleep = False
 
-# %% ../nbs/21_vllm_engine.ipynb #c042
+# %% ../nbs/21_vllm_engine.ipynb #x042
 def _read_folder(folder):
     "Of a model's folder the ids that end a text, the positions it has (None: not said) and how many ids it knows."
     from transformers import AutoConfig, GenerationConfig
@@ -524,6 +524,7 @@ def _read_folder(folder):
     except OSError: eos = config.eos_token_id   # the folder has no generation_config.json
     return eos, getattr(config, 'max_position_embeddings', None), config.vocab_size
 
+# %% ../nbs/21_vllm_engine.ipynb #c042
 class VLLMEngine:
     "Generate with vLLM: the interface of `HFEngine`. `load` brings the learner's weights."
 

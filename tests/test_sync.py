@@ -6,14 +6,14 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch.testing import assert_close
 
-from credit_rl.engine import HFEngine
+from credit_rl.engine import HFEngine, stop_tokens
 from credit_rl.evaluate import load_model
 from credit_rl.learner import Learner, Optimiser
 from credit_rl.parts import Loss
 from credit_rl.losses import policy_terms
 from credit_rl.protocol import byte_tokenizer
 from credit_rl.tiny import tiny_tokenizer
-from credit_rl.vllm_engine import complete, logp_gap, parameter_shapes, sampler_weights, stop_tokens, sync_gap
+from credit_rl.vllm_engine import complete, logp_gap, parameter_shapes, sampler_weights, sync_gap
 
 BYTES, WORDS = byte_tokenizer(), tiny_tokenizer()
 
