@@ -174,6 +174,7 @@ def check_hostfile(path, ranks):
     slots = sum(read_hostfile(path).values())
     if slots != ranks: raise ValueError(f'{path} has {slots} slots, but ranks={ranks}')
 
+# %% ../nbs/03_launch.ipynb #c029
 def launch_command(
     module,         # that each rank runs, e.g. 'credit_rl.train'
     arguments,      # its arguments, list of str
