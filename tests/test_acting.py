@@ -542,9 +542,7 @@ def test_groups_without_a_difference_get_exactly_nothing(name, answers):
     said = iter(answers)
     groups = rollout(ScriptedEngine(lambda text, rng: f'<answer> {next(said)} </answer>', chat.tokenizer), env,
                      [Question('q', '?', ['right'])], 3)
-    method, layout = METHODS[name], pack(groups)
-    options = method.settings({})
-    credit = method.credit(method.text_rewards(groups, options), layout, None, options)
+    credit = assign(METHODS[name], groups, look=lambda layout, asks: None).credit
     assert (credit.advantages == 0).all()
 
 
