@@ -706,7 +706,7 @@ def _arguments(arguments):
     "Parse and check the command's arguments: (namespace, parameters). Raises ValueError or FileNotFoundError."
     import argparse, torch
     from credit_rl.methods import METHODS, get_method
-    from credit_rl.settings import enter_project
+    from credit_rl.parameters import enter_project
     parser = argparse.ArgumentParser(prog='python -m credit_rl.compare', description='Run several methods on the same '
                                                                                      'questions, seeds and bases, and '
                                                                                      'report.')

@@ -41,6 +41,12 @@ class Option:
             raise ValueError(f'{name} must be at most {self.most:g}, got {value}')
         return value
 
+    def range(self):
+        "What the value may be, in words for --help; '' where anything of its kind is allowed."
+        bounds = (('at least', self.least), ('above', self.above), ('at most', self.most))
+        chosen = ['one of ' + ', '.join(map(str, self.choices))] if self.choices else []
+        return ', '.join([*chosen, *(f'{word} {value:g}' for word, value in bounds if value is not None)])
+
 # %% ../nbs/01_options.ipynb #c005
 def number(value):
     "A value with strings such as '1e-3' as numbers, at any depth of dicts."
@@ -75,12 +81,18 @@ def setting(
 ):
     "A field of a dataclass of settings."
     where = {'metadata': {'option': Option(default, about, **limits)}}
-    if isinstance(default, (list, dict)): return dataclasses.field(default_factory=lambda: type(default)(default), **where)
-    return dataclasses.field(default=default, **where)
+    copied = isinstance(default, (list, dict))
+    given = {'default_factory': lambda: type(default)(default)} if copied else {'default': default}
+    return dataclasses.field(**given, **where)
 
 def options_in(group):
-    "The options of a dataclass of settings, or of one of its values: dict name -> Option."
-    return {f.name: f.metadata['option'] for f in dataclasses.fields(group) if 'option' in f.metadata}
+    "The options of a dataclass of settings, or of one of its values, their kinds as annotated: dict name -> Option."
+    found = {}
+    for f in dataclasses.fields(group):
+        missing = f.default is dataclasses.MISSING
+        option = f.metadata.get('option') or Option(f.default_factory() if missing else f.default)
+        found[f.name] = dataclasses.replace(option, kind=option.kind or (f.type if isinstance(f.type, type) else None))
+    return found
 
 def check_settings(group):
     "Read the values of a dataclass of settings in place; called by its `__post_init__`. Raises ValueError."

@@ -18,20 +18,21 @@ from .evaluate import from_settings, notebook_settings, open_search
 from .launch import LaunchError, Ranks, is_rank, join_ranks, keep_traceback, read_settings, speak
 from .layout import pack
 from .losses import kl
-from .learner import DeepSpeedLearner, Learner, _seeded, make_critic
+from .learner import Frozen, make_critic, seeded
 from .methods import get_method
 from .models import load_model
 from .outcome import outcome_rewards
 from .options import number
 from .protocol import PROTOCOLS
 from .runlog import RunLog, latest_checkpoint, read_metrics, save_checkpoint
-from .settings import Config, check, tracker_names
+from .settings import Config, check, settings_of
 from .stage import base_folder, make_engine, real_questions, real_search, set_stage
 from .train import (MAY_CHANGE, SilentLog, check_same_params, examine, is_large, launch_ranks, no_gpu,
                              options_of, plan_of, saving)
+from .sharded import DeepSpeedBackend
 from .vllm_engine import EngineLost
 from .warmup import (collect, Collecting, critic_learner, Examination, GATE, GateFailed, make_pairs, Missing,
-                              read_collected, report_from, searching, warm_up, WarmUp, write_warmed)
+                              Player, read_collected, report_from, searching, warm_up, WarmUp, write_warmed)
 
 # %% ../nbs/65_prepare.ipynb #c005
 @dataclass
@@ -141,9 +142,9 @@ def _gather_rollouts(c, method, stage, engine, folder, say, ranks):
         path, env = Path(folder)/f'rollouts-{part}.jsonl.gz', stage.environments[part]
         if not ranks.once(path.exists):
             questions = stage.questions[part][:c.sorted_questions] if part == 'train' else stage.questions[part]
-            found = collect(engine, env, questions, Sampling(c.temperature, max_tokens=c.turn_tokens),
-                            _collecting(c, method, stage, part), _elsewhere(c, env), _embedder(c.embed),
-                            lambda line: say(f'{part}: {line}'), ranks)
+            player = Player(engine, Sampling(c.temperature, max_tokens=c.turn_tokens), ranks)
+            found = collect(player, env, questions, _collecting(c, method, stage, part), _elsewhere(c, env),
+                            _embedder(c.embed), lambda line: say(f'{part}: {line}'))
             ranks.once(lambda: found.save(path))
         out[part] = read_collected(path)
     return out
@@ -222,13 +223,11 @@ def _forecast(c):
 
 def _teaching(c, how, model):
     "The learner that teaches a run's critic."
-    with _seeded(seed_of('critic', c.seed)): head = make_critic(model, **{**_critic_of(c), 'kind': 'shared'}).head
+    with seeded(seed_of('critic', c.seed)): head = make_critic(model, **{**_critic_of(c), 'kind': 'shared'}).head
     if c.gradient_checkpointing: model.gradient_checkpointing_enable({'use_reentrant': False})
-    kind, more = (Learner, {}) if c.learner == 'plain' else (DeepSpeedLearner,
-                                                             dict(stage=c.stage, dtype=c.dtype, settings=c.deepspeed))
-    return critic_learner(model, head, how, kind,
-                          load_model(base_folder(c), c.dtype)[0], temperature=c.temperature,
-                          offload=tuple(c.offload), **more)
+    frozen = Frozen(load_model(base_folder(c), c.dtype)[0], offload=tuple(c.offload))
+    backend = None if c.learner == 'plain' else DeepSpeedBackend(c.stage, c.dtype, c.deepspeed)
+    return critic_learner(model, head, how, frozen, c.temperature, backend)
 
 # %% ../nbs/65_prepare.ipynb #c018
 def prepare(
@@ -258,7 +257,7 @@ def _prepare(c, say, ranks):
         return Path(c.run)
     if c.threads: torch.set_num_threads(c.threads)
     say = say if ranks.first else lambda line: None
-    log, method = RunLog(c.run, c.resume, tracker_names(c)) if ranks.first else SilentLog(c.run), get_method(c.method)
+    log, method = RunLog(c.run, c.resume, settings_of(c).keeping.trackers) if ranks.first else SilentLog(c.run), get_method(c.method)
     real = None if c.data == 'tiny' else (real_questions(c), real_search(c))
     log.write_params(vars(c), (*MAY_CHANGE, 'warm_steps'))
     stage = ranks.in_turn(lambda: set_stage(c, say, real))

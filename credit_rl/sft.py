@@ -17,7 +17,8 @@ from .outcome import outcome_rewards
 from .rollout import rollout
 from .runlog import RunLog, module_hashes
 from .options import number
-from .settings import Config, check, enter_project, make_config
+from .settings import check, Config, make_config
+from .parameters import enter_project
 from .stage import draw_questions, set_stage
 from .train import options_of
 from .methods import get_method
