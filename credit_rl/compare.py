@@ -679,7 +679,7 @@ def _bases(jobs, folder, say):
     for job in (j for j in jobs
                 if not j.done and j.settings.get('model', 'tiny') == 'tiny' and not j.settings.get('critic_from')):
         known = known_worlds(
-            tiny_worlds(make_config({**{n: v for n, v in job.settings.items() if n in asked}, 'seed': job.seed})))
+            tiny_worlds(make_config({n: v for n, v in job.settings.items() if n in asked}), job.seed))
         # parametric facts belong to a world
         place = folder/job.folder.parent.name/str(job.seed) if known else folder/str(job.seed)
         if place not in made.values():

@@ -29,7 +29,8 @@ from .prepare import is_warmup
 from .protocol import PROTOCOLS, read_context
 from .rollout import rollout
 from .runlog import _plain, atomic_write, latest_checkpoint, named_checkpoint, read_metrics, read_turns
-from .settings import Task, make_config
+from .parameters import make_parser
+from .settings import Acting, Task, make_config
 from .stage import base_folder, set_stage
 from .train import options_of
 from .trajectory import trajectory_from_json
@@ -166,7 +167,7 @@ def _asked_of_base(config):
     metric = get_method(config.method).settings(config.options).get('metric')
     return repr([
         base_folder(config), metric, config.seed, config.temperature, config.act_rows,
-        *(getattr(config, f.name) for f in fields(Task) if f.name != 'model')
+        *(getattr(config, f.name) for g in (Task, Acting) for f in fields(g) if f.name != 'model')
     ])
 
 def examine_run(
@@ -407,10 +408,7 @@ def opposite_signs(
 def main(arguments=None):
     """`python -m credit_rl.competence RUNS`: examine finished runs, or the runs of a folder; `--checkpoint newest`
     takes another one than the best."""
-    import argparse
-    parser = argparse.ArgumentParser(prog='python -m credit_rl.competence', description='Does a trained agent ask for '
-                                                                                        'what it does not know, and '
-                                                                                        'only for that?')
+    parser = make_parser('credit_rl.competence', 'Does a trained agent ask for what it does not know, and only for that?')
     parser.add_argument('runs', nargs='+', help='run folders, or a folder of them')
     parser.add_argument('--checkpoint', default='best', choices=('best', 'newest'), help='which of each run: the best '
                                                                                          'by the dev questions, or '

@@ -342,14 +342,15 @@ def begin_run(
     say = say if ranks.first else lambda line: None
     s = settings_of(config)
     log = RunLog(config.run, config.resume, s.keeping.trackers) if ranks.first else SilentLog(config.run)
-    real = None if config.data == 'tiny' else (real_questions(s.task, config.seed), real_search(s.task, config.protocol))
+    real = None
+    if config.data != 'tiny': real = real_questions(s.task, config.seed), real_search(s.task, config.protocol)
     note_params(log, config)
     stage = ranks.in_turn(lambda: set_stage(config, say, real))        # the first makes the base that the others load
     if config.lora: add_lora(stage.model, config.lora, config.seed)
     pieces = config.engine == 'hf' and config.learner == 'deepspeed' and config.stage == 3
     acting = copy.deepcopy(stage.model).eval() if pieces else stage.model      # one that is whole
     engine = make_engine(config, acting, stage.chat.tokenizer)     # before the learner: it measures what memory is free
-    if config.engine == 'vllm': engine.sleep()     # models are whole until the learner spreads them, so it gives it back
+    if config.engine == 'vllm': engine.sleep()    # models are whole until the learner spreads them, so it gives it back
     learner = make_learner(config, get_method(config.method), stage.model)
     return Run(config, stage, engine, learner, log, ranks, say)
 
@@ -391,8 +392,8 @@ def _begin(run):
 
 # %% ../nbs/63_train.ipynb #c078
 CODE = ('outcome', 'folr', 'information_gain', 'potentials', 'prs', 'turn_rewards', 'advantages', 'smdp', 'vspo',
-        'scoring', 'layout', 'losses', 'critics', 'learner', 'methods', 'rollout', 'engine', 'tiny', 'settings', 'stage',
-        'train')  # modules whose change makes a run's results old
+        'scoring', 'layout', 'losses', 'critics', 'learner', 'methods', 'rollout', 'engine', 'tiny', 'settings',
+        'stage', 'train')  # modules whose change makes a run's results old
 
 # %% ../nbs/63_train.ipynb #c079
 def _finish(run):
@@ -475,7 +476,7 @@ def examine(
     ValueError naming all that is missing."""
     c, s, notes = config, settings_of(config), []
     examiner.check(dataclasses.replace(c, engine='hf', vllm={}, correction=None))
-    wrong = _complaints(lambda: check_engine(s.host, s.mismatch, s.acting))     # vLLM wants a host that this need not be
+    wrong = _complaints(lambda: check_engine(s.host, s.mismatch, s.acting))    # vLLM wants a host that this need not be
     if c.data != 'tiny': wrong += _missing_data(s, say)
     if c.model != 'tiny':
         load_tokenizer(c.model)
@@ -518,7 +519,8 @@ def _missing_room(c, needs):
     folder = next(p for p in (Path(c.run).absolute(), *Path(c.run).absolute().parents) if p.exists())
     here, gpus, checkpoints = _ranks_here(c), torch.cuda.device_count(), c.keep + 2  # the best, and one being written
     asked, file = here * (needs.get('host', 0) if gpus else needs['rank']), here * needs.get('file', 0)
-    rooms = [(folder, shutil.disk_usage(folder).free, f'{checkpoints} checkpoints take', checkpoints * needs['checkpoint']),
+    stored, disk = checkpoints * needs['checkpoint'], shutil.disk_usage(folder).free
+    rooms = [(folder, disk, f'{checkpoints} checkpoints take', stored),
              ('the memory of this host', _free_memory(), f'{here} ranks take at least', asked)]
     if file and Path('/dev/shm').is_dir():
         shared = shutil.disk_usage('/dev/shm').free

@@ -101,7 +101,7 @@ class Coder(ScriptedEngine):
 @pytest.fixture
 def scripted(monkeypatch, model):
     "Training and warm-up play by the scripted coder."
-    worlds = tiny_worlds(make_config({**TINY, 'model': model}))
+    worlds = tiny_worlds(config := make_config({**TINY, 'model': model}), config.seed)
     for module in ('train', 'competence'):
         monkeypatch.setattr(f'credit_rl.{module}.HFEngine', lambda m, tokenizer, **limits: Coder(m, tokenizer, worlds))
     return worlds
