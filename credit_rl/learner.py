@@ -329,10 +329,10 @@ def check_offload(names):
 @dataclass(frozen=True)
 class Frozen:
     "The models that a learner only reads. Raises ValueError on a teacher of its own that is to be refreshed."
-    reference: object = None   # causal model that the KL term compares with, or 'base'; None: a copy of the policy
-    #                            if the loss has a KL term
-    teacher: object = None     # causal model that scores gold answers, or 'base'; None: a copy of the policy if
-    #                            teacher_every asks for one
+    # causal model that the KL term compares with, or 'base'; None: a copy of the policy if the loss has such a term
+    reference: object = None
+    # causal model that scores gold answers, or 'base'; None: a copy of the policy if teacher_every asks for one
+    teacher: object = None
     # steps after which the teacher is the policy again: 1 at once (no copy), 0 never; None: the policy teaches nothing
     teacher_every: int = None
     offload: tuple = ()        # of 'reference' and 'teacher': those whose weights lie in the host's memory
