@@ -36,7 +36,7 @@ from .outcome import outcome_rewards
 from .prepare import is_warmup
 from .protocol import PROTOCOLS, read_context
 from .rollout import rollout
-from .runlog import _plain, atomic_write, latest_checkpoint, named_checkpoint, read_metrics, read_turns
+from .runlog import plain_json, atomic_write, latest_checkpoint, named_checkpoint, read_metrics, read_turns
 from .train import _model_folder, _Task, make_config, options_of, set_stage
 from .trajectory import trajectory_from_json
 from .warmup import Collected, Examination, gold_shown, prompted, tiers
@@ -106,7 +106,7 @@ def examine_base(agent, tries=5, progress=None):
                       for g in evaluate(a.base, env, a.questions, greedy)[1]]
                      for env in (a.env, direct))
     table = lambda trajectories: competence_table(trajectories, tier, a.metric).to_dict('index')
-    return _plain({
+    return plain_json({
         'name': a.name, 'tier': tier, 'greedy': table(played), 'no tools': table(alone), 'notes':
         assimilation(played, a.env.chat.protocol)
     })
@@ -152,7 +152,7 @@ def examine_agent(agent, tries=5, progress=None, base=None):
             Collected(a.questions, tier, played, torch.zeros(len(played), dtype=torch.long),
                       ['optional'] * len(chosen) + ['forced'] * len(forced)), a.env, metric, a.row_tokens)
         out['critic'] = _examine_critic(exam, a.critic, outcome_rewards(chosen, metric))
-    return _plain(out)
+    return plain_json(out)
 
 # %% ../nbs/75_competence.ipynb #c011
 def _examine_critic(exam, critic, outcomes):

@@ -18,7 +18,7 @@ from .evaluate import evaluate, measure
 from .metrics import carl_match, normalize
 from .outcome import outcome_of, outcome_rewards
 from .protocol import read_context
-from .runlog import _by_step, read_metrics, read_turns
+from .runlog import metrics_by_step, read_metrics, read_turns
 from .warmup import prompted
 
 # %% ../nbs/70_diagnostics.ipynb #c006
@@ -160,7 +160,7 @@ def _panel(ax, table, steps, title, unit, metrics, colour):
 def _read_run(folder):
     "Parameters, metrics, the steps at which each metric was logged, and summary ({} if unfinished) of a run."
     folder, table = Path(folder), read_metrics(folder).dropna(axis='columns', how='all')
-    steps = {m: [step for step, row in _by_step(folder).items() if m in row] for m in table}
+    steps = {m: [step for step, row in metrics_by_step(folder).items() if m in row] for m in table}
     if 'groups_mixed' in table:
         table, steps = table.assign(groups_equal=1 -
                                     table.groups_mixed), steps | {'groups_equal': steps['groups_mixed']}

@@ -15,7 +15,7 @@ from .launch import read_settings
 from .layout import pack
 from .outcome import outcome_rewards
 from .rollout import rollout
-from .runlog import RunLog, module_hashes
+from .runlog import RunLog, code_hashes
 from .train import Config, _numbers, check, draw_questions, enter_project, make_config, options_of, set_stage
 from .methods import get_method
 from .trajectory import Group
@@ -120,7 +120,7 @@ def rejection_sft(
         'base_em': base['em'], 'final_em': final['em'], 'last_em': final['em'], 'ceiling_em': stage.ceiling and
         stage.ceiling['all'], 'base': base, 'final': final, 'ceiling': stage.ceiling, 'collapsed': False, 'rows':
         len(rows), 'trajectories': questions * attempts, 'losses': [h['loss'] for h in history if 'loss' in h], 'code':
-        module_hashes(('outcome', 'layout', 'rollout', 'engine', 'tiny', 'train', 'sft')), 'seconds': log.elapsed
+        code_hashes('sft'), 'seconds': log.elapsed
     })
     say(f'final: EM {final["em"]:.3f} on {len(tested)} test questions (base {base["em"]:.3f}); {log.elapsed:.0f} s')
     return log.folder
