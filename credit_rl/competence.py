@@ -135,6 +135,7 @@ def examine_agent(agent, tries=5, progress=None, base=None):
         'base': {k: v for k, v in base.items() if k != 'tier'},
         'critic': _examine_critic(a, torch.tensor(tier), chosen, step) if a.critic else None})
 
+# %% ../nbs/75_competence.ipynb #c011
 def _examine_critic(agent, tier, chosen, step):
     "What a critic says of the sampled rollouts, and of as many with a forced call."
     a = agent

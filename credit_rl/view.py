@@ -167,6 +167,7 @@ _CSS = '''
   overflow:auto}
 '''
 
+# %% ../nbs/72_view.ipynb #c025
 @dataclass(frozen=True)
 class View:
     "Something to look at: notebooks show `html`, `save` writes it as a page."
