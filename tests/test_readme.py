@@ -35,7 +35,8 @@ def test_links_lead_somewhere():
     assert len(links) > 10 and not [x for x in links if not x.startswith('https://') and not (ROOT / x).exists()]
     text = ''.join(''.join(c['source']) for c in json.loads((ROOT / 'nbs' / 'index.ipynb').read_text())['cells'])
     links = re.findall(r'\]\(([^)]+)\)', text)
-    assert len(links) > 10 and not [x for x in links if not x.startswith('https://') and not (ROOT / 'nbs' / x).exists()]
+    assert len(
+        links) > 10 and not [x for x in links if not x.startswith('https://') and not (ROOT / 'nbs' / x).exists()]
 
 
 def test_readme_names_the_commands_that_make_has():

@@ -7,7 +7,8 @@ import pytest
 from credit_rl import runlog
 from credit_rl.runlog import RunLog, changed_modules, code_hashes, imported_modules, module_hashes, source_hash
 
-# argv: how many file operations to let pass, the run folder. The process dies at the next one and exits 9; if none is left it exits 0.
+# argv: how many file operations to let pass, the run folder. The process dies at the next one and exits 9; if none is
+# left it exits 0.
 DIES_AT = """
 import os, sys
 left = [int(sys.argv[1])]
@@ -52,7 +53,8 @@ atomic_write(Path(sys.argv[2])/'a', lambda path: path.write_text({NEW!r}))
     seen = []
     for folder in deaths(run_python, script, prepare):
         seen.append((folder / 'a').read_text())
-        atomic_write(folder / 'a', lambda path: path.write_text('next'))  # what the dead process left does not get in the way
+        # what the dead process left does not get in the way
+        atomic_write(folder / 'a', lambda path: path.write_text('next'))
         assert [p.name for p in folder.iterdir()] == ['a']
     assert set(seen) == {OLD, NEW}
 
@@ -170,7 +172,8 @@ def package(tmp_path, monkeypatch):
 
 
 def test_imports_are_followed_wherever_they_stand(package):
-    package['start'] = 'from credit_rl.first import f\nimport credit_rl.second\nfrom credit_rl import third\nimport os\n'
+    package['start'] = ('from credit_rl.first import f\nimport credit_rl.second\nfrom credit_rl import third\nimport '
+                        'os\n')
     package['first'] = 'def f():\n    from .lazy import g\n    return g()\n'
     package['lazy'] = 'from .start import f\n'                       # round in a circle
     package['second'] = 'try: from . import fourth\nexcept ImportError: pass\n'
@@ -181,11 +184,14 @@ def test_imports_are_followed_wherever_they_stand(package):
     package['stranger'] = 'x = 2\n'
     package['third'] = '# the same\nx = 1\n'
     assert changed_modules(recorded) == []
-    package['lazy'] = 'from .start import f\nfrom .stranger import x\n'   # what is reached from now on shows where it is imported
+    # what is reached from now on shows where it is imported
+    package['lazy'] = 'from .start import f\nfrom .stranger import x\n'
     assert changed_modules(recorded) == ['lazy'] and 'stranger' in code_hashes('start')
 
 
 def test_hashes_of_whole_files_count_as_changed():
     assert changed_modules({'outcome': 'eed1bc39f30a'}) == ['outcome']
-    assert changed_modules({'gone_since': '0' * 16}) == ['gone_since'] and module_hashes(['gone_since']) == {'gone_since': 'gone'}
-    assert changed_modules(code_hashes('train')) == [] and {'metrics', 'trajectory', 'tools', 'vllm_engine'} <= set(code_hashes('train'))
+    assert changed_modules({'gone_since': '0' * 16}) == ['gone_since'] and module_hashes(['gone_since'
+                                                                                          ]) == {'gone_since': 'gone'}
+    assert changed_modules(code_hashes('train')) == [] and {'metrics', 'trajectory', 'tools', 'vllm_engine'} <= set(
+        code_hashes('train'))
