@@ -18,7 +18,7 @@ from .options import check_settings, options_in, setting
 from .outcome import outcome_rewards
 from .parameters import by_group, from_settings, make_parser, read_settings
 from .rollout import rollout
-from .runlog import RunLog, module_hashes
+from .runlog import RunLog, code_hashes
 from .settings import GROUPS, check, make_config, settings_of
 from .stage import draw_questions, set_stage
 from .train import options_of
@@ -123,7 +123,7 @@ def rejection_sft(
         'base_em': base['em'], 'final_em': final['em'], 'last_em': final['em'], 'base': base, 'final': final,
         'ceiling_em': stage.ceiling and stage.ceiling['all'], 'ceiling': stage.ceiling, 'collapsed': False,
         'rows': len(rows), 'trajectories': how.questions * how.attempts,
-        'losses': [h['loss'] for h in history if 'loss' in h], 'code': module_hashes(CODE), 'seconds': log.elapsed})
+        'losses': [h['loss'] for h in history if 'loss' in h], 'code': code_hashes('sft'), 'seconds': log.elapsed})
     say(f'final: EM {final["em"]:.3f} on {len(tested)} test questions (base {base["em"]:.3f}); {log.elapsed:.0f} s')
     return log.folder
 

@@ -553,17 +553,21 @@ def test_finished_runs_are_examined_once_and_reported(model, scripted, tmp_path,
     k = gold_shown(t)[0][0]
     t = dataclasses.replace(t, turns=[dataclasses.replace(x, action_text='<context> </context>') if i == k else x for i, x in enumerate(t.turns)])
     RunLog(tmp_path / 'runs' / 'carl-0', resume=True).turns(3, [{**row, 'step': 3, 'trajectory': to_json(t), 'advantages': [{k - 1: .3, k: -.4}.get(i, 0.) for i in range(len(t.turns))]}])
-    older = {name: json.loads((tmp_path / 'runs' / name / 'competence.json').read_text()) for name in ('carl-0', 'ppo-0', 'grpo-0')}
-    for name, found in older.items():
-        place = tmp_path / 'runs' / name / 'competence.json'
-        place.write_text(json.dumps({k: v for k, v in found.items() if k not in ('base', 'no tools')}))                  # as it was kept when less was asked
+    names, older = ('carl-0', 'ppo-0', 'grpo-0'), {}
+    for name in names:
+        place = tmp_path / 'runs' / name / 'summary.json'
+        summary = json.loads(place.read_text())
+        older[name] = {k: v for k, v in summary['competence'].items() if k != 'first credit'}
+        summary['competence'] = {k: v for k, v in older[name].items() if k not in ('base', 'no tools')}                  # as it was kept when less was asked
+        place.write_text(json.dumps(summary))
     assert not any(label.startswith('base') for label in competence.asking_table(tmp_path / 'runs').index) and competence.play_table(tmp_path / 'runs')['note precision, base'].isna().all()
     assert competence.resilience_table(tmp_path / 'runs')[['no tool, all', 'no tool, all, base']].isna().all(axis=None)
     asked, whole = [], []
     for name, kept in (('examine_base', asked), ('examine_agent', whole)):
         monkeypatch.setattr(competence, name, lambda *a, of=getattr(competence, name), kept=kept, **k: kept.append(a) or of(*a, **k))
     competence.main([str(tmp_path / 'runs')])                                                                            # anew; one base, asked once for the three
-    assert len(asked) == 1 and len(whole) == 3 and {name: found for name, found in ((f'{m}-{seed}', found) for m, seed, found in examined(tmp_path / 'runs'))} == older
+    found = {f'{m}-{seed}': {k: v for k, v in found.items() if k != 'first credit'} for m, seed, found in examined(tmp_path / 'runs')}
+    assert len(asked) == 1 and len(whole) == 3 and found == older
     monkeypatch.setattr(competence, 'open_agent', lambda *a: pytest.fail('examined twice'))
     competence.main([str(tmp_path / 'runs')])                                                                            # the warm-up is left out
     code, text, notebook = papermill(tmp_path / 'report.ipynb', settings={'folders': str(tmp_path / 'runs'), 'out': str(tmp_path / 'out')}, cwd=tmp_path, notebook='96_competence')
@@ -603,9 +607,8 @@ def kept_runs(folder, rows, of=lambda method, seed: {'name': f'bases/{seed}'}):
     for (method, seed), (em, before) in rows.items():
         log = RunLog(folder / f'{method}-{seed}')
         log.write_params({'method': method, 'seed': seed, 'options': {}})
-        log.summary({})
         base = {**of(method, seed), 'greedy': play(before), 'no tools': play(0.), 'notes': {'precision': before / 2, 'tokens': 8}} if before is not None else None
-        (log.folder / 'competence.json').write_text(json.dumps({'greedy': play(em), 'hops': None, 'notes': {'precision': em / 2, 'tokens': 4}, **({'base': base} if base else {})}))
+        log.summary({'competence': {'greedy': play(em), 'hops': None, 'notes': {'precision': em / 2, 'tokens': 4}, **({'base': base} if base else {})}})
     return folder
 
 
