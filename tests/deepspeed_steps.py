@@ -1,4 +1,6 @@
-"""A few updates of a learner on two small batches. As a program, one process per rank: `deepspeed_steps.py OUT.pt OTHER STAGE ...`; OTHER is the OUT.pt of another number of ranks, or -. With `restore` before the stages only that one's checkpoints are gone on from."""
+"""A few updates of a learner on two small batches. As a program, one process per rank: `deepspeed_steps.py OUT.pt
+OTHER STAGE ...`; OTHER is the OUT.pt of another number of ranks, or -. With `restore` before the stages only that one's
+checkpoints are gone on from."""
 import dataclasses
 import faulthandler
 import os
@@ -200,10 +202,9 @@ def offloaded(stage, folder):
     learner.save(folder)
     logs += steps(learner, *batch, 2)
     fresh.restore(folder)
-    return {
-        'where': str(learner.backend.engine.zero_offload_optimizer().device), 'logs': logs, 'weights': weights_of(learner),
-        'again': steps(fresh, *batch, 2), 'weights again': weights_of(fresh)
-    }
+    where = str(learner.backend.engine.zero_offload_optimizer().device)
+    return {'where': where, 'logs': logs, 'weights': weights_of(learner), 'again': steps(fresh, *batch, 2),
+            'weights again': weights_of(fresh)}
 
 
 def sharded(stage, folder, other):
@@ -216,7 +217,8 @@ def sharded(stage, folder, other):
     for name in METHOD_CASES:
         os.makedirs(f'{folder}/{name}', exist_ok=True)
         out[name, 'adamw'] = learn(DeepSpeedBackend, name, f'{folder}/{name}', offload=offload, **how)
-    for name in LETTER if stage > 1 else (): out[name, 'sgd'] = learn(DeepSpeedSGD, name, rates=RATES, offload=offload, **how)
+    for name in LETTER if stage > 1 else ():
+        out[name, 'sgd'] = learn(DeepSpeedSGD, name, rates=RATES, offload=offload, **how)
     *batch, parts = grpo()
     learner.save(folder)  # the last case's
     before = steps(learner, *batch, 1)

@@ -13,7 +13,7 @@ from credit_rl.engine import HFEngine, ScriptedEngine
 from credit_rl.folr import first_turns, tspo_advantages
 from credit_rl.information_gain import igpo_advantages, with_outcome
 from credit_rl.layout import pack
-from credit_rl.learner import Learner, Optimiser, make_critic
+from credit_rl.learner import Frozen, Learner, Optimiser, PlainBackend, make_critic
 from credit_rl.methods import (LOSSES, METHODS, REWARDS, RULES, SAMPLINGS, compose, extra_passes, get_method,
                                method_table, refusal)
 from credit_rl.models import load_model
@@ -26,7 +26,7 @@ from credit_rl.smdp import segment_advantages
 from credit_rl.settings import check, make_config
 from credit_rl.stage import Stage, make_learner
 from credit_rl.tiny import NOISY, act, tiny_environment
-from credit_rl.train import _look, train_step  # LEAD
+from credit_rl.train import Look, Run, train_step
 from credit_rl.trajectory import Group
 from credit_rl.vspo import vspo_weights
 from credit_rl.world import make_world
@@ -73,6 +73,9 @@ def games(world, shift=0.):
     return [Group(g.question, [resampled(t) for t in g.trajectories]) for g in groups]
 
 
+AT_ONCE = Optimiser(.1, minibatches=1, clip=1e9)
+
+
 def looks(learner, chat):
     "A look that asks a learner for what a method asks, and for nothing else."
     def look(layout, asks):
@@ -88,8 +91,8 @@ def a_step(world, method, options=None, groups=None):
     model, chat = world[:2]
     method = bind(method, options or {})
     critic = make_critic(model, **method.critic) if method.critic else None
-    learner = SGD(copy.deepcopy(model), method.loss, Optimiser(.1, minibatches=1, clip=1e9), critic=critic,
-                  teacher_every=0 if 'teacher' in method.sees else None)
+    frozen = Frozen(teacher_every=0 if 'teacher' in method.sees else None)
+    learner = Learner(copy.deepcopy(model), method.loss, AT_ONCE, critic, frozen, backend=SGD())
     before = {n: w.clone() for n, w in learner.weights().items()}
     batch = assign(method, groups or games(world), looks(learner, chat), torch.Generator().manual_seed(0))
     passes, stats = dict(learner.passes), learner.step(batch.layout, batch.seen, batch.credit)
@@ -101,9 +104,9 @@ def change(before, learner):
     return torch.cat([(w - before[n]).flatten() for n, w in sorted(learner.weights().items())])
 
 
-class SGD(Learner):
+class SGD(PlainBackend):
     "Plain gradient descent, so that the weights' change is the gradient."
-    def _adamw(self): return torch.optim.SGD(self.scorer.parameters(), lr=self.optimiser.learning_rate)
+    def make_optimiser(self, groups, optimiser): return torch.optim.SGD(groups, lr=optimiser.learning_rate)
 
 
 # ---- pairs ----
@@ -251,7 +254,7 @@ def test_vspo_by_weights_is_vspo_by_copies(world, average):
     rewards = method.text_rewards(groups)['outcome'].view(6, 4)
     weights, counts = vspo_weights(rewards, alpha=3, generator=torch.Generator().manual_seed(0))
     assert (counts == 0).any() and int(counts.max()) > 1
-    learner = SGD(copy.deepcopy(world[0]), Loss(average=average), Optimiser(.1, minibatches=1, clip=1e9))
+    learner = Learner(copy.deepcopy(world[0]), Loss(average=average), AT_ONCE, backend=SGD())
     before = {n: w.clone() for n, w in learner.weights().items()}
     plain = assign(METHODS['grpo'], groups, look=lambda layout, asks: None)
     # dropped groups have weight 0 and stay in the denominator
@@ -364,77 +367,54 @@ def test_a_part_names_what_it_logs_and_a_row_has_a_colour_of_its_own():
 
 # ---- steps of a run ----
 
-# LEAD: the four tests below call train_step and _look as they were
+def a_run(world, folder, method, **changes):
+    "A run of a method in a small world, from the small base, without a test set."
+    model, chat = world[:2]
+    land = make_world('train', 3, size=60, questions=40)
+    stage = Stage(chat, copy.deepcopy(model), {'train': list(land.questions)}, {'train': tiny_environment(land, chat)})
+    config = make_config({'method': method, 'questions_per_step': 2, 'group_size': 2, 'log_kl': False, **changes})
+    learner = make_learner(config, get_method(method), copy.deepcopy(model))
+    return Run(config, stage, HFEngine(learner.scorer.model, chat.tokenizer), learner, RunLog(str(folder)))
 
-def test_dapo_asks_again(world, tmp_path, root):
+
+def test_dapo_asks_again(world, tmp_path):
     """Where too few groups vary, another round of rollouts is made, up to the limit; the update takes no more groups
     than a step asks for."""
-    model, chat, _, _, _, _ = world
-    land = make_world('train', 3, size=60, questions=40)
-    env = tiny_environment(land, chat)
-    stage = Stage(chat, copy.deepcopy(model), {'train': list(land.questions)}, {'train': env})
-    counts = {}
-    for draws in (1, 3):
-        config = make_config({
-            'method': 'dapo', 'options': {'draws': draws}, 'questions_per_step': 4, 'group_size': 4, 'log_kl': False,
-            'model': str(root / 'data' / 'tiny_base')
-        })
-        learner = make_learner(config, METHODS['dapo'], copy.deepcopy(model))
-        log = RunLog(str(tmp_path / str(draws)))
-        counts[draws] = train_step(1, config, METHODS['dapo'], stage, HFEngine(learner.scorer.model, chat.tokenizer),
-                                   learner, log)
+    play = lambda draws: train_step(a_run(world, tmp_path / str(draws), 'dapo', options={'draws': draws},
+                                          questions_per_step=4, group_size=4), 1)
+    counts = {draws: play(draws) for draws in (1, 3)}
     assert counts[1]['trajectories'] == 16 and counts[3]['trajectories'] in (32, 48)
     assert counts[1]['groups_mixed'] < 1                                       # a draw was needed
 
 
-def test_the_controller_moves_alpha_and_survives_in_json(world, tmp_path, root):
+def test_the_controller_moves_alpha_and_survives_in_json(world, tmp_path):
     "TIPS's dynamic α: its state is JSON, a resumed run goes on from it."
-    model, chat, _, _, _, _ = world
-    land = make_world('train', 3, size=60, questions=40)
-    stage = Stage(chat, copy.deepcopy(model), {'train': list(land.questions)}, {'train': tiny_environment(land, chat)})
-    config = make_config({
-        'method': 'tips', 'options': {'band': 'small', 'alpha': 1.0}, 'questions_per_step': 2, 'group_size': 2,
-        'log_kl': False, 'model': str(root / 'data' / 'tiny_base')
-    })
-    learner = make_learner(config, METHODS['tips'], copy.deepcopy(model))
-    memory, log = {}, RunLog(str(tmp_path / 'run'))
-    alphas = []
+    run, alphas = a_run(world, tmp_path, 'tips', options={'band': 'small', 'alpha': 1.0}), []
     for step in (1, 2, 3):
-        memory = json.loads(json.dumps(memory))
-        alphas.append(
-            train_step(step, config, METHODS['tips'], stage, HFEngine(learner.scorer.model, chat.tokenizer), learner,
-                       log, memory=memory)['alpha'])
+        run.memory = json.loads(json.dumps(run.memory))
+        alphas.append(train_step(run, step)['alpha'])
     assert alphas[0] == 1.0 and alphas[2] < alphas[1] < 1.0                    # far above the band: α falls
 
 
-def test_shaping_beside_folr_keeps_its_own_alpha(world, tmp_path, root):
+def test_shaping_with_folr_keeps_its_own_alpha(world, tmp_path):
     "Where two rewards have an `alpha`, the controller moves that of the shaping, and the other stays."
-    model, chat, _, _, _, _ = world
-    land, method = make_world('train', 3, size=60, questions=40), get_method('outcome+folr+shaping/turns')
-    stage = Stage(chat, copy.deepcopy(model), {'train': list(land.questions)}, {'train': tiny_environment(land, chat)})
-    config = make_config({
-        'method': method.name, 'options': {'band': 'small', 'shaping.alpha': .9, 'folr.alpha': .3},
-        'questions_per_step': 2, 'group_size': 2, 'log_kl': False, 'model': str(root / 'data' / 'tiny_base')
-    })
-    learner, memory, log = make_learner(config, method, copy.deepcopy(model)), {}, RunLog(str(tmp_path / 'run'))
-    logged = [
-        train_step(step, config, method, stage, HFEngine(learner.scorer.model, chat.tokenizer), learner, log,
-                   memory=memory) for step in (1, 2)
-    ]
+    options = {'band': 'small', 'shaping.alpha': .9, 'folr.alpha': .3}
+    run = a_run(world, tmp_path, 'outcome+folr+shaping/turns', options=options)
+    logged = [train_step(run, step) for step in (1, 2)]
     assert logged[0]['alpha'] == .9 and logged[1]['alpha'] != .9
+    assert run.method.options['folr.alpha'] == .3
 
 
-def test_tokens_read_are_those_of_rows_and_answers(world):
+def test_tokens_read_are_those_of_rows_and_answers(world, tmp_path):
     "Each row once, and each gold's ids at each state of its rollout before the last turn's end."
-    model, chat, groups, *_ = world
-    c, layout = make_config({'method': 'igpo', 'log_kl': False}), pack(groups)
-    learner = make_learner(dataclasses.replace(c, method='igpo'), METHODS['igpo'], copy.deepcopy(model))
-    _, read = _look(c, METHODS['igpo'], METHODS['igpo'].options, groups, torch.arange(len(layout.groups)), layout,
-                    chat, learner)
+    chat, groups = world[1], world[2]
+    run, layout = a_run(world, tmp_path, 'igpo'), pack(groups)
+    look = Look(run)
+    look(layout, run.method.asks(groups))
     flat = [t for g in groups for t in g.trajectories]
     answers = gold_templates(chat, groups, 'igpo')
     by_hand = sum(len(t.turns) * sum(len(a.ids) for a in golds) for t, golds in zip(flat, answers))
-    assert read == int(layout.lengths.sum()) + by_hand
+    assert look.tokens == int(layout.lengths.sum()) + by_hand
 
 
 REFUSED = [

@@ -1,4 +1,4 @@
-"""35_turn_rewards: rule rewards, their place among the tokens, and a judge behind a real HTTP server on this machine."""
+"""35_turn_rewards: rule rewards, their place among the tokens, and a judge behind an HTTP server on this machine."""
 import dataclasses, http.server, json, math, socket, subprocess, sys, threading
 from functools import partial
 

@@ -7,7 +7,8 @@ from torch.testing import assert_close
 
 from credit_rl.groups import group_normalize
 from credit_rl.layout import loss_weights
-from credit_rl.vspo import informative, kept_and_weights, sampling_probabilities, task_values, value_smoothing, vspo_weights
+from credit_rl.vspo import (informative, kept_and_weights, sampling_probabilities, task_values, value_smoothing,
+                            vspo_weights)
 
 settings.register_profile('credit', deadline=None, max_examples=40)
 settings.load_profile('credit')
@@ -57,7 +58,8 @@ def test_shift_scale_and_order(x, shift, scale, random):
     members = torch.tensor(random.sample(range(x.shape[1]), x.shape[1]))
     assert_close(task_values(x[order][:, members]), values[order], atol=1e-12, rtol=1e-12, equal_nan=True)
     assert (informative(x[order][:, members]) == informative(x)[order]).all()
-    assert_close(task_values(torch.nn.functional.pad(x, (0, 2), value=NAN)), values, equal_nan=True)      # padding is missing
+    # padding is missing
+    assert_close(task_values(torch.nn.functional.pad(x, (0, 2), value=NAN)), values, equal_nan=True)
 
 
 @pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16, torch.float16])
@@ -66,7 +68,8 @@ def test_low_precision_uses_float32_statistics(dtype, x):
     low = x.to(dtype)                                                                      # rewards are exact in it
     assert task_values(low).dtype == torch.float32
     assert_close(task_values(low), task_values(x.float()), equal_nan=True)
-    for a, b in zip(vspo_weights(low, generator=seeded()), vspo_weights(x.float(), generator=seeded())): assert_close(a, b)
+    for a, b in zip(vspo_weights(low, generator=seeded()), vspo_weights(x.float(), generator=seeded())):
+        assert_close(a, b)
 
 
 @given(st.floats(-1000, 1000, width=32), st.integers(2, 50))
@@ -77,7 +80,7 @@ def test_equal_rewards_are_silent_and_worth_exactly_zero(constant, members):
 
 def test_silence_is_tested_on_the_spread_too():
     x = torch.full((1, 11), 50000.7)
-    assert ((x - x.sum(1, keepdim=True) / 11) ** 2).mean() > 1e-6           # the rounded mean alone gives more variance than ε
+    assert ((x - x.sum(1, keepdim=True) / 11) ** 2).mean() > 1e-6  # the rounded mean alone gives more variance than ε
     assert not informative(x).any()
     tiny = torch.tensor([[0.0, 1.9e-3], [0.0, 2.1e-3]], dtype=torch.float64)   # variance d²/4 around 1e-6
     assert informative(tiny).tolist() == [False, True] and informative(tiny, eps=0.0).all()
@@ -124,8 +127,9 @@ KEPT = torch.tensor([[1.0, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 1, 1, 1, 0]])
 
 @pytest.mark.parametrize('sampling, temperature', [('value', 0.1), ('value', 0.02), ('random', 0.1)])
 def test_the_draw_follows_its_probabilities(sampling, temperature):
-    """n independent draws: by Hoeffding and a union bound over m groups and two sides, some frequency is off by more than
-    sqrt(ln(2m/δ) / 2n) with probability at most δ, here 1e-6. Draws that it must not be mistaken for are further away."""
+    """n independent draws: by Hoeffding and a union bound over m groups and two sides, some frequency is off by more
+    than sqrt(ln(2m/δ) / 2n) with probability at most δ, here 1e-6. Draws that it must not be mistaken for are further
+    away."""
     n, rivals = 20_000, {}
     x = torch.cat([KEPT, torch.zeros(n, 5)])
     _, counts = vspo_weights(x, temperature=temperature, generator=seeded(1), sampling=sampling)
@@ -187,18 +191,18 @@ def test_with_nothing_silent_it_is_grpo(x, seed):
 
 
 def test_smoothed_weights_are_divided_by_all_places():
-    x, labels = torch.tensor([1.0, 0, 0, 0, 0, 0, 1, 1, 1, 0]), torch.arange(5).repeat_interleave(2)   # 0 and 4 are kept
+    x, labels = torch.tensor([1.0, 0, 0, 0, 0, 0, 1, 1, 1, 0]), torch.arange(5).repeat_interleave(2)  # 0 and 4 are kept
     kept, w = kept_and_weights(x, labels, generator=seeded(2))
     _, counts = vspo_weights(x.view(5, 2), generator=seeded(2))
     assert kept == [0, 4] and counts[[0, 4]].sum() == 5
     total = loss_weights(torch.zeros(4, 1, dtype=torch.long), torch.arange(4), 'sequence-mean-token-mean', w).sum()
-    assert_close(total, value_smoothing(counts[[0, 4]], 2).sum() / 5)                                       # not / 2, not / Σω
+    assert_close(total, value_smoothing(counts[[0, 4]], 2).sum() / 5)  # not / 2, not / Σω
     assert total < 1
 
 
 def test_ragged_groups_and_missing_members():
     x = torch.tensor([1.0, NAN, 0, 1, 1, NAN, 0.5, 0])
-    labels = torch.tensor([7, 7, 7, 2, 2, 9, 4, 4])       # 2: silent; 4: varies; 7: varies with a missing member; 9: missing
+    labels = torch.tensor([7, 7, 7, 2, 2, 9, 4, 4])  # 2: silent; 4: varies; 7: varies with a missing member; 9: missing
     kept, w = kept_and_weights(x, labels, generator=seeded(0), clip=False)
     assert kept == [1, 2] and w.shape == (5,)
     seven, four = w[:3], w[3:]
@@ -211,7 +215,8 @@ def test_ragged_groups_and_missing_members():
 def test_integer_rewards():
     x = torch.tensor([[1, 0, 0], [1, 1, 0], [0, 0, 0]])
     assert_close(task_values(x), task_values(x.float()))
-    for a, b in zip(vspo_weights(x, generator=seeded()), vspo_weights(x.float(), generator=seeded())): assert_close(a, b)
+    for a, b in zip(vspo_weights(x, generator=seeded()), vspo_weights(x.float(), generator=seeded())):
+        assert_close(a, b)
     assert kept_and_weights(x.flatten(), torch.arange(3).repeat_interleave(3), generator=seeded())[0] == [0, 1]
 
 
@@ -232,7 +237,8 @@ def test_refusals(bad, message):
 
 def test_more_refusals():
     with pytest.raises(ValueError, match='unknown value'): sampling_probabilities(torch.tensor([1.0, NAN]), 0.1)
-    with pytest.raises(ValueError, match='keep'): sampling_probabilities(torch.ones(2), 0.1, torch.ones(3, dtype=torch.bool))
+    with pytest.raises(ValueError, match='keep'):
+        sampling_probabilities(torch.ones(2), 0.1, torch.ones(3, dtype=torch.bool))
     with pytest.raises(ValueError, match='keep'): sampling_probabilities(torch.ones(2), 0.1, torch.ones(2))
     for count in (-1, 1.5, torch.tensor([1, -2])):
         with pytest.raises(ValueError, match='stands'): value_smoothing(count, 2)
