@@ -1,6 +1,8 @@
 # Each target works as the first command in a fresh clone: it makes .venv, installs what it needs, and runs.
 #   make demo PYTHON=python3.12    another interpreter (3.10 or later)
 #   make demo SEED=101             another seed
+#   make quick QUICK='--changed advantages'   what depends on one notebook; QUICK=--help says what is left out
+#   make test RECORD=--record      also write into tests/durations.json how long each test took
 
 PYTHON  ?= python3
 WORKERS ?= 2
@@ -34,12 +36,13 @@ begin = @mkdir -p $(VENV) && echo $$PPID > $(VENV)/.installing
 end   = @rm $(VENV)/.installing && touch $@
 
 .DEFAULT_GOAL := help
-.PHONY: help demo compare carl test test-vllm test-gpu readme lab export clean
+.PHONY: help demo compare carl quick test test-vllm test-gpu readme lab export clean
 
 help:
 	@echo 'make demo      train on the tiny world, a few minutes on a CPU   (SEED=101 for another seed)'
 	@echo 'make compare   TSPO against GRPO on the same budget, three seeds each, with the comparison report'
 	@echo 'make carl      a critic passes its gate on the tiny world of known facts and teaches, five to nine minutes on a CPU'
+	@echo 'make quick     the notebooks that changed, what imports them, and their short tests, two minutes'
 	@echo 'make test      export the modules, run every notebook and tests/, check that nothing changed'
 	@echo 'make test-vllm the vLLM engine on a CPU, in an environment of its own (.venv-vllm, 4 GB)'
 	@echo 'make test-gpu  a training step at the true shapes of 0.5B, 3B and 7B, random weights, on a machine with a GPU'
@@ -113,6 +116,10 @@ export: $(VENV)/.ok-test
 # The state of the notebooks and modules: a checksum for each file.
 tree = find nbs credit_rl -type f ! -path '*/__pycache__/*' ! -path '*/.ipynb_checkpoints/*' -exec cksum {} + | sort -k 3
 
+quick: $(VENV)/.ok-test
+	@$(PY) tests/quick.py $(QUICK)
+
+# Tests of one file share what they set up, so a worker takes whole files, the longest first (tests/conftest.py).
 test: export OMP_NUM_THREADS := 1
 test: $(VENV)/.ok-test
 	@$(tree) > $(VENV)/tree-before
@@ -121,7 +128,7 @@ test: $(VENV)/.ok-test
 	@echo '== notebooks'
 	@$(VENV)/bin/nbdev_test --path nbs --file_re '$(LIBRARY)' --n_workers $(WORKERS)
 	@echo '== tests/'
-	@$(PY) -m pytest tests -n $(WORKERS) --dist loadfile -ra
+	@$(PY) -m pytest tests -n $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart 1 -ra $(RECORD)
 	@$(tree) > $(VENV)/tree-after
 	@diff $(VENV)/tree-before $(VENV)/tree-after \
 	    || { echo 'The files above differ from what was checked out: modules are stale (make export, then commit), or a test wrote into the tree.'; exit 1; }

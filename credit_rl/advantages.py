@@ -73,8 +73,8 @@ def gae(
     lam,                  # λ in [0, 1]: 1 Monte Carlo, 0 one step
     row_trajectory=None,  # (R,) long, trajectory of each row, rows in order; None: row i is trajectory i
 ):
-    """Estimate advantages over trained tokens only (GAE: Schulman et al. 2016, eq. 16): advantages and returns, (R, T) each.
-    0 where mask is False. Raises ValueError on a value or reward of a trained token that is not finite."""
+    """Estimate advantages over trained tokens only (GAE: Schulman et al. 2016, eq. 16): advantages and returns.
+    (R, T) each, 0 where mask is False. Raises ValueError on a value or reward of a trained token that is not finite."""
     if mask.dtype != torch.bool or not rewards.shape == values.shape == mask.shape:
         raise ValueError(f'rewards, values and a bool mask must be (R, T) alike, got {tuple(rewards.shape)}, '
                          f'{tuple(values.shape)}, {tuple(mask.shape)} {mask.dtype}')
@@ -117,7 +117,7 @@ def mt_grpo(
 
 # %% ../nbs/40_advantages.ipynb #c026
 def mt_grpo_star(
-    rewards,  # (N, K) reward of each tool turn; NaN in a tool turn: not measured, it then gets the outcome only
+    rewards,           # (N, K) reward of each tool turn; NaN in one: not measured, it then gets the outcome only
     outcome,           # (N,) outcomes; NaN: missing
     turn_mask,         # (N, K) bool
     groups,            # (N,) integer
@@ -207,11 +207,12 @@ def anchor_share(
 # %% ../nbs/40_advantages.ipynb #p002
 from .groups import at_last_turn
 from .options import Option
-from .parts import Credit, Row, Rule, Sampling, every_turn, rewards_on_last, to_tokens, total_rewards
+from .parts import Credit, Row, Rule, Sampling, every_turn, rewards_on_last, total_rewards
 from .turn_rewards import place_rewards, tool_segments
 
 _ALONE = {'average': 'token-mean', 'turnwise': False}
-_SPREAD = {'ddof': Option(0, '1: sample deviation', choices=(0, 1)), 'eps': Option(1e-6, 'added to the deviation', least=0)}
+_SPREAD = {'ddof': Option(0, '1: sample deviation', choices=(0, 1)),
+           'eps': Option(1e-6, 'added to the deviation', least=0)}
 
 def _rule(function):
     "A rule's credit from a function of (total rewards (N,), layout, options) -> (N,)."
@@ -219,9 +220,8 @@ def _rule(function):
 
 _RULES = (
     Rule('group', r'A_i = \frac{R_i - \operatorname{mean}_j R_j}{\operatorname{std}_j R_j + \epsilon}',
-         'GRPO; TSPO eq. 3', credit=_rule(lambda x, layout, o: group_normalize(x, layout.groups, ddof=o['ddof'],
-                                                                              eps=o['eps'])),
-         average='sequence-mean-token-mean', turnwise=False, options=_SPREAD,
+         'GRPO; TSPO eq. 3', average='sequence-mean-token-mean', turnwise=False, options=_SPREAD,
+         credit=_rule(lambda x, layout, o: group_normalize(x, layout.groups, ddof=o['ddof'], eps=o['eps'])),
          differs='population standard deviation; a group without spread gets exactly 0'),
     Rule('mean', r'A_i = R_i - \operatorname{mean}_j R_j', 'Dr. GRPO (Liu et al. 2025)',
          credit=_rule(lambda x, layout, o: group_normalize(x, layout.groups, scale=False)),
@@ -230,13 +230,13 @@ _RULES = (
          credit=_rule(lambda x, layout, o: rloo(x, layout.groups)), **_ALONE),
     Rule('batch', r'A_i = \frac{R_i - \operatorname{mean} R}{\operatorname{std} R + \epsilon}\ \text{over the batch}',
          'REINFORCE++ (Hu 2025)', compares=False, every_group='compared with the batch these teach too',
+         options={**_SPREAD, 'baseline': Option(False, "subtract the group's mean first")}, **_ALONE,
          credit=_rule(lambda x, layout, o: reinforce_pp(x, layout.groups if o['baseline'] else None, o['ddof'],
-                                                        o['eps'])),
-         options={**_SPREAD, 'baseline': Option(False, "subtract the group's mean first")}, **_ALONE))
+                                                        o['eps']))))
 
 # %% ../nbs/40_advantages.ipynb #p004
 def _one_call(rewards, layout, seen, o):
-    "MT-GRPO: the first turn's reward beside the outcome: (N, K)."
+    "MT-GRPO, the first turn's reward compared apart from the outcome: (N, K)."
     call = torch.where(rewards['tool'][:, 0], rewards['turns'][:, 0], torch.nan)
     return mt_grpo(call, rewards['outcome'], layout.turn_mask, layout.groups, o['beta'], o['ddof'], o['eps'])
 
@@ -246,13 +246,13 @@ def _turn_tokens(layout):
     return (layout.row_trajectory[:, None] * k + layout.token_turns)[trained].bincount(minlength=n * k).view(n, k)
 
 def _many_calls(rewards, layout, seen, o):
-    "MT-GRPO*: every call's reward beside the outcome: (N, K)."
+    "MT-GRPO*, every call's reward compared apart from the outcome: (N, K)."
     return mt_grpo_star(rewards['turns'], rewards['outcome'], layout.turn_mask, layout.groups, rewards['tool'],
                         o['lambda_mid'], o['lambda_final'], o['norm'], o['literal'],
                         _turn_tokens(layout) if o['literal'] else None, o['ddof'], o['eps'])
 
 def _anchored(rewards, layout, seen, o):
-    "GiGPO: the outcome, and returns compared among equal contexts: (N, K)."
+    "GiGPO, the outcome and the returns from equal contexts compared: (N, K)."
     return gigpo(rewards_on_last(rewards, layout), rewards['anchors'], layout.turn_mask, layout.groups, o['gamma'],
                  o['step_weight'], o['mode'], o['ddof'], o['eps'])
 
@@ -263,19 +263,20 @@ _TURN_RULES = (
          'MT-GRPO; TIPS appendix E.5', credit=_one_call, most_turns=2,
          options={'beta': Option(0.5, 'share of the first turn', least=0, most=1), **_SPREAD},
          differs='one call and an answer only; β has no published value', **_CALLS),
-    Rule('calls', r'A_{i,k} = \lambda_{mid}\,\tilde r_{i,k} + \lambda_{final}\,\tilde R_i', 'MT-GRPO*; TIPS appendix E.5',
-         credit=_many_calls,
+    Rule('calls', r'A_{i,k} = \lambda_{mid}\,\tilde r_{i,k} + \lambda_{final}\,\tilde R_i',
+         'MT-GRPO*; TIPS appendix E.5', credit=_many_calls,
          options={'lambda_mid': Option(1.0, 'weight of the turn'), 'lambda_final': Option(1.0, 'weight of the outcome'),
                   'norm': Option('turn', 'what is normalised together', choices=('turn', 'pooled')),
                   'literal': Option(False, "divide by the turn's tokens as written"), **_SPREAD},
          differs='λ have no published values; the reward itself, not its average over tokens', **_CALLS),
-    Rule('anchors', r'A_{i,k} = \tilde R_i + w\,\tilde y_{i,k}\ \text{among equal contexts}', 'GiGPO (Feng et al. 2025)',
-         credit=_anchored, average='sequence-mean-token-mean',
+    Rule('anchors', r'A_{i,k} = \tilde R_i + w\,\tilde y_{i,k}\ \text{among equal contexts}',
+         'GiGPO (Feng et al. 2025)', credit=_anchored, average='sequence-mean-token-mean',
          reads=lambda groups, o: {'anchors': anchor_ids(groups)},
          options={'gamma': Option(0.95, 'discount of later turns', least=0, most=1),
                   'step_weight': Option(1.0, 'w, weight of the comparison among equal contexts'),
-                  'mode': Option('mean_norm', 'how it is normalised', choices=('mean_norm', 'mean_std_norm')), **_SPREAD},
-         differs='an anchor is the context\'s ids'))
+                  'mode': Option('mean_norm', 'how it is normalised', choices=('mean_norm', 'mean_std_norm')),
+                  **_SPREAD},
+         differs="an anchor is the context's ids"))
 
 # %% ../nbs/40_advantages.ipynb #p006
 def _by_critic(rewards, layout, seen, o):

@@ -191,7 +191,6 @@ def _where(states, shape):
                          f'but there are {shape[0]} rows of {shape[1]} tokens')
     return row, position, there
 
-# %% ../nbs/51_critics.ipynb #c040
 def state_values(
     hidden,  # (R, T, d) last hidden states
     states,  # (N, S, 2) long, row and position of each state, -1: none

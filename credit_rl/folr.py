@@ -112,15 +112,14 @@ def folr_rewards(
     turn_mask,   # (N, K) bool
     alpha=1.0,   # reward of the turns up to first_turn in a wrong rollout, in [0, 1]
 ):
-    """Reward every turn: 1 if the answer is right, else alpha up to the turn that first showed a gold (TSPO eq. 6): (N, K).
-    Raises ValueError on outcomes other than 0 and 1, and on a first turn that the rollout does not have."""
+    """Reward every turn: 1 if the answer is right, else alpha up to the turn that first showed a gold (TSPO eq. 6).
+    (N, K). Raises ValueError on outcomes other than 0 and 1, and on a first turn that the rollout does not have."""
     if not 0 <= alpha <= 1: raise ValueError(f'alpha is a share of the full reward, in [0, 1], got {alpha}')
     right = check_binary(outcome)
     counts = check_turns(turn_mask, turn_mask)
     if first_turn.is_floating_point() or first_turn.shape != counts.shape or outcome.shape != counts.shape:
         raise ValueError(f'outcome and first_turn must be ({len(counts)},), first_turn integer, got '
-                         f'{tuple(outcome.shape)}, '
-                         f'{tuple(first_turn.shape)} {first_turn.dtype}')
+                         f'{tuple(outcome.shape)}, {tuple(first_turn.shape)} {first_turn.dtype}')
     if (first_turn < -1).any() or (first_turn >= counts).any():
         raise ValueError(f"first_turn must be -1 or one of the rollout's own turns, got {first_turn.tolist()[:8]} "
                          f'for {counts.tolist()[:8]} turns')
@@ -215,7 +214,7 @@ def near_miss_statistics(
     groups,       # (N,) integer
     scored=None,  # (N,) bool, rollouts whose question has evidence golds (has_evidence); None: all
 ):
-    """Measure what a binary outcome throws away (TSPO figs. 1 and 2): dict of floats in [0, 1], NaN where there is nothing to count.
+    """Measure what a binary outcome throws away (TSPO figs. 1 and 2): dict of floats in [0, 1], NaN without any.
 
     near_miss: share of the wrong rollouts that found a gold; near_miss_by_group: mean of the groups' own shares;
     all_wrong: share of the groups; of those, near_miss_groups: with a near miss, revived: with an advantage from TSPO.
@@ -226,12 +225,11 @@ def near_miss_statistics(
     right, near, lost = counts.T
     all_wrong, failed = (right == 0) & (lost + near > 0), near + lost > 0
     share = lambda part, whole: (part.sum() / whole.sum()).item()   # 0 / 0 is NaN
-    return {
-        'near_miss': share(near, near + lost), 'near_miss_by_group': share(
-            (near / (near + lost))[failed], failed), 'all_wrong': share(all_wrong,
-                                                                        counts.sum(1) > 0), 'near_miss_groups':
-        share(all_wrong & (near > 0), all_wrong), 'revived': share(all_wrong & revived, all_wrong)
-    }
+    return {'near_miss': share(near, near + lost),
+            'near_miss_by_group': share((near / (near + lost))[failed], failed),
+            'all_wrong': share(all_wrong, counts.sum(1) > 0),
+            'near_miss_groups': share(all_wrong & (near > 0), all_wrong),
+            'revived': share(all_wrong & revived, all_wrong)}
 
 # %% ../nbs/32_folr.ipynb #p002
 from .groups import index_groups
@@ -254,7 +252,8 @@ def _by_turn(rewards, layout, seen, o):
 # %% ../nbs/32_folr.ipynb #p003
 PARTS = (
     Reward('folr', r'r_{i,k} = R_i + (1 - R_i)\,\alpha\,\mathbb 1[k \le t^*_i]', 'TSPO eq. 6', text=_latent,
-           options={'alpha': Option(1.0, 'share of the full reward that a wrong rollout earns up to t*', least=0, most=1),
+           options={'alpha': Option(1.0, 'share of the full reward that a wrong rollout earns up to t*',
+                                    least=0, most=1),
                     'match_short': Option(False, 'look for yes, no and single letters too')},
            unsummed='a rollout that finds the gold late would earn more of folr',
            every_group='all-wrong groups are what folr is for',

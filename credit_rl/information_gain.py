@@ -77,8 +77,8 @@ def with_outcome(
     answered=None,  # (N,) bool, rollouts with an answer turn (has_answer); None: outcome holds the penalties already
     penalty=-1.0,   # reward <= 0 in place of the last turn's gain where there is no answer
 ):
-    """Put the outcome, or the penalty, on each trajectory's last turn (IGPO section 3.2, eq. 2): (N, K), 0 outside the mask.
-    NaN everywhere in a trajectory of which anything is missing.
+    """Put the outcome, or the penalty, on each trajectory's last turn (IGPO section 3.2, eq. 2): (N, K).
+    0 outside the mask, NaN everywhere in a trajectory of which anything is missing.
     Raises ValueError on a positive penalty and on half-measured gains."""
     last = check_turns(turn_mask, gains)[:, None] - 1
     if outcome.shape != last.shape[:1]:
@@ -136,7 +136,8 @@ def igpo_advantages(
     parts='both',     # 'both', 'gain' (answer turns get 0) or 'outcome' (γ = 1: GRPO on the outcome)
 ):
     """Compare turn rewards in the group, then accumulate backwards (IGPO eqs. 5-7): (N, K).
-    0 outside the mask and where missing. Raises ValueError on other names, half-measured trajectories, and lone groups."""
+    0 outside the mask and where missing.
+    Raises ValueError on other names, half-measured trajectories, and lone groups."""
     for name, value, known in (('norm', norm, NORMS), ('variant', variant, ('paper', 'released')),
                                ('parts', parts, ('both', 'gain', 'outcome'))):
         if value not in known: raise ValueError(f'{name} is one of {known}, got {value!r}')
@@ -206,7 +207,8 @@ _F1 = {'metric': 'f1', 'penalty': -1.0}
 
 PARTS = (
     Reward('gain', r'r_{i,k} = \pi(a^*\mid S_{k+1}) - \pi(a^*\mid S_k)', 'IGPO eqs. 3-4', model=_gain, sees='gold',
-           schema='igpo', options={'mode': Option('prob', 'what gains are differences of', choices=('prob', 'logprob'))}),
+           schema='igpo',
+           options={'mode': Option('prob', 'what gains are differences of', choices=('prob', 'logprob'))}),
     Rule('accumulate', r'A_{i,k} = \sum_{j \ge k}\gamma^{j-k}\operatorname{zscore}(r_{i,j})', 'IGPO eqs. 5-7',
          credit=_accumulated, average='sequence-mean-token-mean', wants_turns=True,
          options={'gamma': Option(1.0, 'discount of later turns', least=0, most=1),
@@ -215,7 +217,7 @@ PARTS = (
                   'parts': Option('both', 'rewards that are summed', choices=('both', 'gain', 'outcome')),
                   'ddof': Option(0, '1: sample deviation', choices=(0, 1)),
                   'eps': Option(1e-6, 'added to the deviation', least=0)},
-         differs='eq. 8, the loss, is lost: GRPO\'s average'),
+         differs="eq. 8, the loss, is lost: GRPO's average"),
     Row('igpo', 'outcome+gain/accumulate', 'IGPO eqs. 2-8', '#029e73', _F1),
     Row('igpo-ig', 'outcome+gain/accumulate', 'IGPO, ablation: information gain only', '#00563f',
         _F1 | {'parts': 'gain'}),

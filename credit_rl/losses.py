@@ -67,13 +67,11 @@ def _ratio(logp, old_logp, trained, kind, row_trajectory):
         log_ratio = whole.expand_as(logp) if kind == 'gspo' else whole.detach() + log_ratio - log_ratio.detach()
     return log_ratio.exp()
 
-# %% ../nbs/50_losses.ipynb #c014
 def _dual_clip(gain, cut, ratio, a, dual_clip):
     "Bound the gain of negative advantages from below by dual_clip · A (Ye et al. 2020): gain and the tokens cut off."
     low = a < 0
     return torch.where(low, torch.maximum(gain, dual_clip * a), gain), cut | (low & (ratio > dual_clip))
 
-# %% ../nbs/50_losses.ipynb #c015
 def _statistics(logp, old_logp, ratio, cut, trained):
     "Means over trained tokens: how many, mean ratio, share whose gradient is cut, KL from the sampling policy (k3)."
     with torch.no_grad():
@@ -89,8 +87,7 @@ def policy_terms(
     advantages,           # (R, T)
     trained,              # (R, T) bool
     kind='ppo',           # 'ppo', 'gspo', 'gspo-token', 'cispo', 'reinforce'
-    clip_low=0.2,         # ratios are clipped to [1 − clip_low, 1 + clip_high]
-    clip_high=0.2,        # DAPO's clip-higher: 0.28
+    clip=(0.2, 0.2),      # low, high: ratios are clipped to [1 − low, 1 + high]; DAPO's clip-higher: high 0.28
     dual_clip=None,       # > 1: bound on the ratio where the advantage is negative (TIPS's GRPO family: 3)
     row_trajectory=None,  # (R,) long, for the ratios of gspo; None: each row is one trajectory
 ):
@@ -100,6 +97,7 @@ def policy_terms(
         raise ValueError(f"kind is 'ppo', 'gspo', 'gspo-token', 'cispo' or 'reinforce', got {kind!r}")
     if dual_clip is not None and (dual_clip <= 1 or kind in ('cispo', 'reinforce')):
         raise ValueError(f'dual_clip is a ratio above 1 for ppo and gspo, got {dual_clip} with {kind}')
+    clip_low, clip_high = clip
     if not (0 <= clip_low <= 1 and clip_high >= 0):
         raise ValueError(f'clip_low lies in [0, 1], clip_high is >= 0, got {clip_low} and {clip_high}')
     logp = check_logps('logp', logp, trained)
@@ -134,7 +132,7 @@ def policy_loss(
 ):
     """Sum weight · clipped surrogate (TSPO eq. 9, VSPO eq. 6; GSPO, CISPO, REINFORCE): scalar to minimise.
     Raises ValueError on probabilities in place of log-probabilities, and on NaN where the weight is not 0."""
-    terms, _ = policy_terms(logp, old_logp, advantages, weights != 0, kind, clip_low, clip_high, dual_clip,
+    terms, _ = policy_terms(logp, old_logp, advantages, weights != 0, kind, (clip_low, clip_high), dual_clip,
                             row_trajectory)
     return weighted_sum(terms, weights)
 
@@ -163,13 +161,14 @@ def value_loss(
     old_values=None,  # (R, T) values when the batch was sampled, for clip
     clip=None,        # > 0: largest step of a value that still lowers the loss
 ):
-    """Sum weight · ½ (V − R)², the larger of both errors where the value's step is clipped (PPO; CARL's value term): scalar.
-    Raises ValueError on shapes that differ, on a clip that is not above 0, and where a trained token has no finite value."""
+    """Sum weight · ½ (V − R)², the larger of both errors where the value's step is clipped (PPO; CARL's value term):
+    scalar. Raises ValueError on shapes that differ, on a clip that is not above 0, and where a trained token has no
+    finite value."""
     if (clip is None) != (old_values is None):
         raise ValueError('clip and old_values, the values to step from, go together')
     if clip is not None and not clip > 0: raise ValueError(f'clip is the largest step of a value, above 0, got {clip}')
-    for name, x in (('values', values), ('returns', returns), ('old_values',
-                                                               weights if old_values is None else old_values)):
+    given = {'values': values, 'returns': returns, 'old_values': weights if old_values is None else old_values}
+    for name, x in given.items():
         if x.shape != weights.shape:
             raise ValueError(f'{name} must be {tuple(weights.shape)} like the weights, got {tuple(x.shape)}')
     trained = weights != 0
@@ -228,7 +227,8 @@ PARTS = (
     Objective('reinforce', r'-A\log\pi_\theta', 'Williams 1992', loss=Loss('reinforce')),
     Reward('overlong', r'R_i + \operatorname{clip}\big(\tfrac{L_{max} - L_{cache} - \lvert y_i\rvert}{L_{cache}}, -1, '
            r'0\big)', 'DAPO eq. 13', gives='bonus', text=_overlong,
-           options={'max_length': Option(192, 'L_max, tokens', least=1), 'buffer': Option(64, 'L_cache, tokens', least=1)},
+           options={'max_length': Option(192, 'L_max, tokens', least=1),
+                    'buffer': Option(64, 'L_cache, tokens', least=1)},
            check=lambda o: overlong_penalty(torch.zeros(1), o['max_length'], o['buffer'])),
     Row('gspo', 'outcome/group/all/gspo', 'GSPO (Zheng et al. 2025)', '#66a61e'),
     Row('cispo', 'outcome/group/all/cispo', 'CISPO (MiniMax-M1)', '#1b7f79', average='token-mean',

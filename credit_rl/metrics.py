@@ -11,7 +11,7 @@ import math, re, string
 from collections import Counter
 from functools import partial
 
-from .datasets import get_benchmark
+from .benchmarks import get_benchmark
 
 # %% ../nbs/11_metrics.ipynb #c005
 _PUNCTUATION = str.maketrans('', '', string.punctuation)

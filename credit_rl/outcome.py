@@ -56,8 +56,8 @@ def outcome_of(
 ):
     """Score a rollout's answer against its question's golds: float, 0 without an answer. Raises ValueError on an
     unknown metric, and on a source that has none."""
-    question, known = trajectory.question, (f'metric is one of {sorted(METRICS)} or a function (prediction, golds) → '
-                                            'float')
+    question = trajectory.question
+    known = f'metric is one of {sorted(METRICS)} or a function (prediction, golds) → float'
     if isinstance(metric, dict):
         if question.source not in metric:
             raise ValueError(f'{known}, or a dict of them by source; question {question.id!r} is of '
@@ -88,7 +88,8 @@ def _check_metric(options):
     "Refuse a metric that there is not."
     metric = options['metric']
     if isinstance(metric, str) and metric not in METRICS:
-        raise ValueError(f'metric is one of {", ".join(METRICS)} or a function (prediction, golds) → float, got {metric!r}')
+        raise ValueError(f'metric is one of {", ".join(METRICS)} or a function (prediction, golds) → float, '
+                         f'got {metric!r}')
 
 PARTS = (
     Reward('outcome', r'R_i', 'TSPO eq. 2; IGPO eq. 2', gives='outcome', chance=True, check=_check_metric,

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from .groups import at_last_turn, index_groups
 from .layout import pack, take
-from .options import Option, nearest
+from .options import Option, read_options
 
 # %% ../nbs/29_parts.ipynb #c005
 @dataclass(frozen=True)
@@ -231,10 +231,8 @@ class Method:
 
     @property
     def parts(self): return (*self.rewards, self.rule, self.sampling, self.objective)
-
     @property
     def critic(self): return self.rule.critic
-
     @property
     def compares(self): return self.rule.compares
 
@@ -256,10 +254,8 @@ class Method:
 
     def settings(self, options):
         "All options with `options` put in: dict. Raises ValueError on one that there is not, or out of its range."
-        knobs = self.knobs
-        for name in options:
-            if name not in knobs: raise ValueError(f'method {self.name!r} has no option {name!r}{nearest(name, knobs)}')
-        values = {**self.options, **{name: knobs[name].read(name, value) for name, value in options.items()}}
+        given = read_options(f'method {self.name!r}', self.knobs, options)
+        values = {**self.options, **{name: given[name] for name in options}}
         for p in self.parts:
             if p.check: p.check(replace(self, options=values).own(p))
         return values

@@ -19,7 +19,8 @@ def answer_potential(
     reduce='logsumexp',
 ):
     """Measure how probable the gold answers are at each state, Φ (TIPS section 3.2, eqs. 15-16): (...).
-    NaN where a gold was not scored. Raises ValueError on positive values (probabilities, most likely) and on a state without golds."""
+    NaN where a gold was not scored. Raises ValueError on positive values (probabilities, most likely) and on a state
+    without golds."""
     if reduce not in ('logsumexp', 'mean'): raise ValueError(f"reduce is 'logsumexp' or 'mean', got {reduce!r}")
     if not logps.is_floating_point() or logps.ndim == 0 or (gold_mask is not None and gold_mask.ndim != logps.ndim):
         mask_shape = '' if gold_mask is None else f' and {tuple(gold_mask.shape)}'
@@ -77,8 +78,9 @@ def shaping_rewards(
     alpha,            # α >= 0, reward per nat
     terminal='zero',  # 'zero': Φ(S_K) = 0 (TIPS eq. 20), S_K is not read; 'teacher': phi's own, not invariant
 ):
-    """Reward every turn by the change of potential, α[Φ(S_k) − Φ(S_{k−1})] (TIPS eqs. 17, 20): (N, K), 0 outside the mask.
-    NaN in a trajectory that was not measured. Raises ValueError on α < 0 and on 'teacher' without any scored end."""
+    """Reward every turn by the change of potential, α[Φ(S_k) − Φ(S_{k−1})] (TIPS eqs. 17, 20): (N, K).
+    0 outside the mask, NaN in a trajectory that was not measured.
+    Raises ValueError on α < 0 and on 'teacher' without any scored end."""
     if terminal not in ('zero', 'teacher'): raise ValueError(f"terminal is 'zero' or 'teacher', got {terminal!r}")
     if not 0 <= alpha < math.inf: raise ValueError(f'alpha is a reward per nat, a number >= 0, got {alpha}')
     own, turns = _own_states(phi, turn_mask)
@@ -209,11 +211,11 @@ def _phi(seen, o):
     return answer_potential(seen.teacher_logp, (seen.teacher_tokens > 0).any(1, keepdim=True), o['reduce'])
 
 def _controller(o):
-    "The state of a fresh controller of α for a band; None without one."
+    "State of a fresh controller of α for a band, or None without one."
     return None if o['band'] is None else asdict(AlphaController(*REWARD_BANDS[o['band']], o['alpha']))
 
 def _moved(state, size):
-    "A controller's state after a step of shaping rewards of a mean size; unmoved where nothing was measured."
+    "A controller's state after a step of shaping rewards of mean size; unmoved where nothing was measured."
     controller = AlphaController(**state)
     if not math.isnan(size): controller.update(size)
     return asdict(controller)

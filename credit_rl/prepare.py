@@ -17,7 +17,7 @@ from .estimate import describe, memory, read_sizes, step_seconds
 from .evaluate import open_search
 from .launch import LaunchError, Ranks, is_rank, join_ranks, keep_traceback, speak
 from .layout import pack
-from .learner import DeepSpeedLearner, Learner, _seeded, make_critic
+from .learner import Frozen, make_critic, seeded
 from .losses import kl
 from .methods import get_method
 from .models import load_model
@@ -27,11 +27,12 @@ from .parameters import by_group, from_settings, make_parser, notebook_settings,
 from .protocol import PROTOCOLS
 from .runlog import RunLog, latest_checkpoint, read_metrics, save_checkpoint
 from .settings import GROUPS, check, flat_form, group_of, settings_of
+from .sharded import DeepSpeedBackend
 from .stage import base_folder, make_engine, real_questions, real_search, set_stage
-from .train import (MAY_CHANGE, Examiner, SilentLog, check_same_params, examine, is_large, launch_ranks, no_gpu,
-                             options_of, plan_of, saving)
+from .train import (MAY_CHANGE, Examiner, SilentLog, check_same_params, examine, is_large, launch_ranks,
+                             no_gpu, options_of, plan_of, saving)
 from .vllm_engine import EngineLost
-from .warmup import (GATE, Collecting, Examination, GateFailed, Missing, WarmUp, collect, critic_learner,
+from .warmup import (GATE, Collecting, Examination, GateFailed, Missing, Player, WarmUp, collect, critic_learner,
                               make_pairs, read_collected, report_from, searching, warm_up, write_warmed)
 
 # %% ../nbs/65_prepare.ipynb #c005
@@ -127,14 +128,15 @@ def _embedder(name):
 def _gather_rollouts(c, metric, stage, folder, say, ranks):
     """Rollouts to teach ('train') and to examine ('dev') on, played by all ranks or read from the run folder: dict of
     `Collected`."""
-    out, engine, sampling = {}, make_engine(c, stage.model, stage.chat.tokenizer), settings_of(c).acting.sampling
+    out, engine = {}, make_engine(c, stage.model, stage.chat.tokenizer)
+    player = Player(engine, settings_of(c).acting.sampling, ranks)
     try:
         for part in ('train', 'dev'):
             path, env = Path(folder)/f'rollouts-{part}.jsonl.gz', stage.environments[part]
             if not ranks.once(path.exists):
                 questions = stage.questions[part][:c.sorted_questions] if part == 'train' else stage.questions[part]
-                found = collect(engine, env, questions, sampling, _collecting(c, metric, part), _elsewhere(c, env),
-                                _embedder(c.embed), lambda line: say(f'{part}: {line}'), ranks)
+                found = collect(player, env, questions, _collecting(c, metric, part), _elsewhere(c, env),
+                                _embedder(c.embed), lambda line: say(f'{part}: {line}'))
                 ranks.once(lambda: found.save(path))
             out[part] = read_collected(path)
     finally:
@@ -214,12 +216,11 @@ def _forecast(c):
 
 def _teaching(c, how, model):
     "The learner that teaches a run's critic."
-    with _seeded(seed_of('critic', c.seed)): head = make_critic(model, **{**_critic_of(c), 'kind': 'shared'}).head
+    with seeded(seed_of('critic', c.seed)): head = make_critic(model, **{**_critic_of(c), 'kind': 'shared'}).head
     if c.gradient_checkpointing: model.gradient_checkpointing_enable({'use_reentrant': False})
-    kind, more = Learner, {}
-    if c.learner != 'plain': kind, more = DeepSpeedLearner, dict(stage=c.stage, dtype=c.dtype, settings=c.deepspeed)
-    return critic_learner(model, head, how, kind, load_model(base_folder(c), c.dtype)[0], temperature=c.temperature,
-                          offload=tuple(c.offload), **more)
+    frozen = Frozen(load_model(base_folder(c), c.dtype)[0], offload=tuple(c.offload))
+    backend = None if c.learner == 'plain' else DeepSpeedBackend(c.stage, c.dtype, c.deepspeed)
+    return critic_learner(model, head, how, frozen, c.temperature, backend)
 
 # %% ../nbs/65_prepare.ipynb #c018
 def prepare(

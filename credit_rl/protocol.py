@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['CALL_STYLES', 'CHATML', 'PLAIN', 'TEMPLATES', 'SEARCH', 'WIKI_SEARCH', 'CARL_PROMPTS', 'TINY_PROMPTS', 'PROTOCOLS',
-           'Protocol', 'Action', 'boxed', 'parse', 'read_context', 'reaches', 'Chat', 'byte_tokenizer',
-           'check_tokenizer']
+           'Protocol', 'Action', 'boxed', 'parse', 'read_context', 'reaches', 'byte_tokenizer', 'Encoder', 'Markup',
+           'Pieces', 'cut_pieces', 'rewriting', 'Chat', 'check_tokenizer']
 
 # %% ../nbs/14_protocol.ipynb #c002
 import json, re
@@ -16,26 +16,22 @@ from .trajectory import Turn
 # %% ../nbs/14_protocol.ipynb #c004
 CALL_STYLES = ('json', 'query', 'text', 'code', 'python', 'none')
 
-# %% ../nbs/14_protocol.ipynb #c005
 @dataclass(frozen=True)
 class Protocol:
     """How an agent and its tools talk: prompt, tags, call style. Raises ValueError on a prompt without question, an
     unknown style or role."""
     name: str
-    user: str = '{question}'           # the user message; {question} is replaced
-    system: str = None                 # the system message, or None
-    # JSON schemas of what can be called, told to the model; (): the prompt says it all
-    tools: tuple = field(default=(), hash=False)
-    think_tag: str = 'think'           # <think_tag> … </think_tag> around reasoning; None: it stands free
-    call_tag: str = 'tool_call'        # <call_tag> … </call_tag> around a call
-    call_style: str = 'json'           # one of CALL_STYLES
-    answer_tag: str = 'answer'         # <answer_tag> … </answer_tag> around the answer; None: \boxed{…}
+    user: str = '{question}'             # the user message; {question} is replaced
+    system: str = None                   # the system message, or None
+    tools: tuple = field(default=(), hash=False)  # JSON schemas of what can be called; (): the prompt says it all
+    think_tag: str = 'think'             # <think_tag> … </think_tag> around reasoning; None: it stands free
+    call_tag: str = 'tool_call'          # <call_tag> … </call_tag> around a call
+    call_style: str = 'json'             # one of CALL_STYLES
+    answer_tag: str = 'answer'           # <answer_tag> … </answer_tag> around the answer; None: \boxed{…}
     response_tag: str = 'tool_response'  # around what the tool said; None: nothing around it
-    # around what the model keeps of a response before that is taken away (CARL); None: responses stay
-    context_tag: str = None
-    # role of the message a response comes in: 'user', 'tool'; None: inside the assistant's own message
-    response_role: str = 'user'
-    source: str = ''                   # where it is published
+    context_tag: str = None              # around what the model keeps of a response (CARL); None: responses stay
+    response_role: str = 'user'          # of its message: 'user', 'tool'; None: inside the assistant's own message
+    source: str = ''                     # where it is published
 
     def __post_init__(self):
         def need(good, what, got):
@@ -85,21 +81,19 @@ def _json_call(text, names):
     queries = arguments.get('query_list', arguments.get('query'))
     return name, [queries] if isinstance(queries, str) else queries
 
-# %% ../nbs/14_protocol.ipynb #c011
 def _read_call(text, protocol):
     "Parse the inside of a call tag. Raises ValueError saying what is wrong."
-    if protocol.call_style == 'python': return {'name': 'python', 'code': text}
-    if protocol.call_style == 'json': name, queries = _json_call(text, protocol.tool_names)
-    else:
-        name, queries = protocol.tool_names[0], [q.strip() for q in text.split(';')
-                                                 ] if protocol.call_style == 'text' else [text]
+    style = protocol.call_style
+    if style == 'python': return {'name': 'python', 'code': text}
+    name, queries = _json_call(text, protocol.tool_names) if style == 'json' else (protocol.tool_names[0], [text])
+    if style == 'text': queries = [q.strip() for q in text.split(';')]
     if not isinstance(queries, list) or not queries or not all(isinstance(q, str) and q.strip() for q in queries):
         raise ValueError('a search needs at least one query that is not empty')
     return {'name': name, 'queries': queries}
 
 # %% ../nbs/14_protocol.ipynb #c013
 def boxed(text):
-    r"Content of the balanced `\boxed{…}` that opens last in `text`, or None."
+    r"Find the content of the balanced `\boxed{…}` that opens last in `text`, or None."
     opened, best = [], None
     for m in re.finditer(r'\\boxed\s*\{|\\.|[{}]', text, re.S):
         if m[0] == '}':
@@ -112,20 +106,18 @@ def boxed(text):
 def _parse_code(protocol, text):
     "Read a turn of a protocol whose calls are fenced blocks of Python."
     block = re.search(r'```(?:python|py)?[ \t]*\n((?:(?!```).)*)```\s*\Z', text, re.S)
-    if block:
-        return Action(call={'name': 'python', 'code': block[1]}) if block[1].strip() else Action(
-            error='the code block is empty')
+    if block and not block[1].strip(): return Action(error='the code block is empty')
+    if block: return Action(call={'name': 'python', 'code': block[1]})
     answer = boxed(text) if protocol.answer_tag is None else None
-    return Action(answer=answer) if answer else Action(error=r'no closed block that begins with ```python at the end '
-                                                             r'of the turn, and no \boxed{} with an answer')
+    return Action(answer=answer) if answer else Action(
+        error=r'no closed block that begins with ```python at the end of the turn, and no \boxed{} with an answer')
 
-# %% ../nbs/14_protocol.ipynb #c016
 def parse(protocol, text):
     "Read one turn's text as an `Action`."
     if protocol.call_style == 'code': return _parse_code(protocol, text)
     tags = [t for t in (protocol.call_tag if protocol.call_style != 'none' else None, protocol.answer_tag) if t]
-    found = None if not tags else re.search(rf'<({"|".join(map(re.escape, tags))})>((?:(?!<\1>).)*)</\1>\s*\Z', text,
-                                            re.S)
+    either = '|'.join(map(re.escape, tags))
+    found = re.search(rf'<({either})>((?:(?!<\1>).)*)</\1>\s*\Z', text, re.S) if tags else None
     if not found:
         answer = boxed(text) if protocol.answer_tag is None else None
         wanted = ' or '.join([f'<{t}>' for t in tags] + ([] if protocol.answer_tag else [r'\boxed{}']))
@@ -139,45 +131,76 @@ def parse(protocol, text):
 
 # %% ../nbs/14_protocol.ipynb #c023
 def read_context(protocol, text):
-    "What an assimilate segment keeps, and what is wrong with it or None: (str, str or None). CARL section 3.1."
+    "Say what an assimilate segment keeps, and what is wrong with it: (str, str or None). CARL section 3.1."
     tag = protocol.context_tag
     closed = re.search(f'<{tag}>((?:(?!<{tag}>).)*?)</{tag}>', text, re.S)
     if closed: return closed[1], None
     _, opened, kept = text.rpartition(f'<{tag}>')
     return (kept, f'the <{tag}> is not closed') if opened else ('', f'there is no <{tag}>')
 
-# %% ../nbs/14_protocol.ipynb #c024
 def reaches(protocol, text):
-    "Whether a segment's text opens a call, well-formed or not."
+    "Say whether a segment's text opens a call, well-formed or not."
     if protocol.call_style == 'none': return False
     return ('```' if protocol.call_style == 'code' else f'<{protocol.call_tag}>') in text
 
-# %% ../nbs/14_protocol.ipynb #c027
-def _specials(tokenizer):
-    "Pattern that matches the tokenizer's special tokens in a text."
-    names = {str(t.content) for t in getattr(tokenizer, 'added_tokens_decoder', {}).values() if t.special}
-    names |= {str(t) for t in tokenizer.all_special_tokens}
-    return re.compile('|'.join(map(re.escape, sorted(names, key=len, reverse=True))) or r'(?!)')
+# %% ../nbs/14_protocol.ipynb #c044
+CHATML = ("{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+          "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
+PLAIN = "{%- for message in messages -%}{{- message.content ~ '\\n' -}}{%- endfor -%}"
+TEMPLATES = {'chatml': CHATML, 'plain': PLAIN}  # for models that bring none
+
+# what may be merged, as in today's tokenizers: line breaks with blanks before them, words, three digits, signs with
+# line breaks after them
+_PIECES = (r'\s*[\r\n]+|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*'
+           r'|\s+(?!\S)|\s+')
+
+def byte_tokenizer(
+    chat_template=CHATML,       # str, jinja; None: none
+    eos='<|im_end|>',           # str or None
+    bos=None,                   # str or None
+    special=('<|im_start|>',),  # further special tokens
+    texts=(),                   # list of str to learn merges from
+    merges=0,                   # int, how many to learn (byte-level BPE)
+):
+    "Make a Hugging Face tokenizer with one token per byte, special tokens, and merges if wanted."
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    core = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    core.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(_PIECES), 'isolated'), level])
+    core.decoder = decoders.ByteLevel()
+    if merges:
+        trainer = trainers.BpeTrainer(vocab_size=256 + merges, initial_alphabet=alphabet, show_progress=False)
+        core.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=core, eos_token=eos, bos_token=bos, pad_token='<|endoftext|>',
+                                   additional_special_tokens=list(special), chat_template=chat_template)
 
 # %% ../nbs/14_protocol.ipynb #c029
-class _Texts:
-    "Text to ids for one tokenizer."
-    def __init__(self, tokenizer): self.tokenizer, self._special = tokenizer, _specials(tokenizer)
+class Encoder:
+    "Text to ids for one Hugging Face tokenizer."
+
+    def __init__(self, tokenizer):
+        names = {str(t.content) for t in getattr(tokenizer, 'added_tokens_decoder', {}).values() if t.special}
+        names |= {str(t) for t in tokenizer.all_special_tokens}
+        longest_first = sorted(names, key=len, reverse=True)
+        self.tokenizer = tokenizer
+        self.special = re.compile('|'.join(map(re.escape, longest_first)) or r'(?!)')   # matches special tokens
+        # what messages call it: with its folder or hub name, if it has one
+        self.name = f'the tokenizer {tokenizer.name_or_path!r}' if tokenizer.name_or_path else 'the tokenizer'
 
     def encode(self, text):
         "Token ids of `text`, or of each text in a list; nothing is added."
         whole = lambda t: t.encode('utf-8', 'replace').decode('utf-8')
-        return self.tokenizer(
-            whole(text) if isinstance(text, str) else [whole(t) for t in text], add_special_tokens=False).input_ids
+        texts = whole(text) if isinstance(text, str) else [whole(t) for t in text]
+        return self.tokenizer(texts, add_special_tokens=False).input_ids
 
     def plain(self, text):
         "`text` from outside, so that no part of it is a special token."
-        return self._special.sub(lambda m: f'{m[0][0]} {m[0][1:]}', text.encode('utf-8', 'replace').decode('utf-8'))
+        return self.special.sub(lambda m: f'{m[0][0]} {m[0][1:]}', text.encode('utf-8', 'replace').decode('utf-8'))
 
-# %% ../nbs/14_protocol.ipynb #c030
+# %% ../nbs/14_protocol.ipynb #c033
 _Q, _A, _O, _T = 'QUESTION0', 'ACTION0', 'RESPONSE0', 'THOUGHT0'  # markers of what will stand in their places
-
-# %% ../nbs/14_protocol.ipynb #c031
 _TELL = '''You can call these tools, each described by a JSON schema:
 <tools>
 {schemas}
@@ -187,165 +210,182 @@ To call one, write its name and its arguments as a JSON object:
 {{"name": <function-name>, "arguments": <args-json-object>}}
 </{tag}>'''
 
-# %% ../nbs/14_protocol.ipynb #c032
-def _called(tokenizer):
-    "What a tokenizer is called in a message: with its folder or hub name, if it has one."
-    return f'the tokenizer {tokenizer.name_or_path!r}' if tokenizer.name_or_path else 'the tokenizer'
+def _inside(seen): return f'\n\n{seen}\n\n' if seen else ''   # a response within the assistant's message
 
-# %% ../nbs/14_protocol.ipynb #c033
-class _Template(_Texts):
-    "A chat template, asked how it shows tools, a system message and a response."
-    def __init__(self, protocol, tokenizer, template, options):
-        text = template or getattr(tokenizer, 'chat_template', None)
-        if not text: raise ValueError(f'{_called(tokenizer)} has no chat template: set tokenizer.chat_template, '
-                                      'use a model that brings one, or pass template=PLAIN to go without')
-        super().__init__(tokenizer)
-        self._name = f'the chat template of {_called(tokenizer)}'
-        self.protocol, self.template, self.options = protocol, template, dict(options or {})
+def _seat_tools(markup):
+    """Tools for the template (or None) and the system message: tools go to the template if it shows them with the
+    protocol's call tag, else the system message describes them."""
+    p = markup.protocol
+    if not p.tools: return None, p.system
+    if markup.shows(f'<{p.call_tag}>', [{'role': 'user', 'content': _Q}], list(p.tools)): return list(p.tools), p.system
+    told = _TELL.format(schemas='\n'.join(map(json.dumps, p.tools)), tag=p.call_tag)
+    return None, '\n\n'.join(filter(None, [p.system, told]))
+
+def _seat_response(markup):
+    "Fall back to a user message between tags where the template does not show a response's text as it is."
+    probe = 'a "quoted" <word> &\nä second line'
+    def shown():
+        talk = [*markup.messages(_Q), {'role': 'assistant', 'content': _A}]
+        return markup.shows(markup.response(probe), [*talk, {'role': markup.role, 'content': markup.response(probe)}])
+    if markup.role is None or shown(): return
+    markup.role, markup.tag = 'user', markup.tag or 'tool_response'
+    if not shown():
+        raise ValueError(f'{markup.name} cannot show a response, neither in the role '
+                         f'{markup.protocol.response_role!r} nor as a user message')
+
+# %% ../nbs/14_protocol.ipynb #c034
+class Markup:
+    """A chat template, asked how it shows tools, a system message and a response. Raises ValueError where there is
+    none, or it does not show them, or does not know an option."""
+
+    def __init__(self,
+        protocol,       # Protocol
+        encoder,        # Encoder of the tokenizer
+        template=None,  # str, jinja: instead of the tokenizer's own
+        options=None,   # dict of variables for the template
+    ):
+        text = template or getattr(encoder.tokenizer, 'chat_template', None)
+        if not text:
+            raise ValueError(f'{encoder.name} has no chat template: set tokenizer.chat_template, use a model that '
+                             'brings one, or pass template=PLAIN to go without')
+        self.protocol, self.encoder, self.template, self.options = protocol, encoder, template, dict(options or {})
+        self.name = f'the chat template of {encoder.name}'
         for name in self.options:
             if name not in str(text):
                 raise ValueError(f'option {name!r} is nowhere in the chat template; it would change nothing')
-        self.system, self.tools, self.folded, self.role, self.tag = protocol.system, None, False, protocol.response_role, protocol.response_tag
-        try: asked = self._render([{'role': 'user', 'content': _Q}])
+        self.system, self.tools, self.folded = protocol.system, None, False
+        self.role, self.tag = protocol.response_role, protocol.response_tag
+        try: asked = self.render([{'role': 'user', 'content': _Q}])
         except Exception as e:
-            raise ValueError(f'{self._name} fails on a mere question: {type(e).__name__}: {e}') from None
-        if _Q not in asked: raise ValueError(f'{self._name} does not show the question: use another template')
-        self._offer_tools()
-        self._seat_system()
-        self._seat_response()
+            raise ValueError(f'{self.name} fails on a mere question: {type(e).__name__}: {e}') from None
+        if _Q not in asked: raise ValueError(f'{self.name} does not show the question: use another template')
+        self.tools, self.system = _seat_tools(self)
+        talk = [{'role': 'system', 'content': self.system}, {'role': 'user', 'content': _Q}]
+        self.folded = bool(self.system) and not self.shows(self.system.strip(), talk)   # into the user's message
+        _seat_response(self)
 
-    def _render(self, messages, prompt=True, tools=None):
-        return self.tokenizer.apply_chat_template(messages, tools=tools or self.tools, chat_template=self.template,
-                                                  tokenize=False, add_generation_prompt=prompt, **self.options)
+    def render(self, messages, prompt=True, tools=None):
+        "The template's text of messages, the generation prefix included."
+        return self.encoder.tokenizer.apply_chat_template(
+            messages, tools=tools or self.tools, chat_template=self.template, tokenize=False,
+            add_generation_prompt=prompt, **self.options)
 
-    def _shows(self, text, messages, tools=None):  # does the template show `text`?
-        try: return text in self._render(messages, tools=tools)
+    def shows(self, text, messages, tools=None):
+        "Whether `text` stands in the rendered messages."
+        try: return text in self.render(messages, tools=tools)
         except Exception: return False             # templates raise what they like
 
-    def _body(self, text):      # a response between its tags
-        return self.plain(text) if self.tag and self.role else self.plain(text).strip()
+    def body(self, text):
+        "What stands between a response's tags."
+        return self.encoder.plain(text) if self.tag and self.role else self.encoder.plain(text).strip()
 
-    def _response(self, text):  # a response with its tags: lines of their own in a message, none inside the assistant's
+    def response(self, text):
+        "A response with its tags: lines of their own in a message, none inside the assistant's."
         line = '\n' if self.role else ''
-        return f'<{self.tag}>{line}{self._body(text)}{line}</{self.tag}>' if self.tag else self._body(text)
+        return f'<{self.tag}>{line}{self.body(text)}{line}</{self.tag}>' if self.tag else self.body(text)
 
-# %% ../nbs/14_protocol.ipynb #c034
-def _offer_tools(self):
-    """Leave the protocol's tools to the template if it shows them with the protocol's call tag; else describe them in
-    the system message."""
-    p = self.protocol
-    if not p.tools: return
-    if self._shows(f'<{p.call_tag}>', [{'role': 'user', 'content': _Q}], list(p.tools)): self.tools = list(p.tools)
-    else:
-        self.system = '\n\n'.join(
-            filter(None,
-                   [p.system, _TELL.format(schemas='\n'.join(map(json.dumps, p.tools)), tag=p.call_tag)]))
-
-def _seat_system(self):
-    "Fold the system message into the user's if the template refuses or drops it."
-    talk = [{'role': 'system', 'content': self.system}, {'role': 'user', 'content': _Q}]
-    self.folded = bool(self.system) and not self._shows(self.system.strip(), talk)
-
-_Template._offer_tools, _Template._seat_system = _offer_tools, _seat_system
-
-# %% ../nbs/14_protocol.ipynb #c035
-def _seat_response(self):
-    """Fall back to a user message between tags where the template does not show a response's text as it is. Raises
-    ValueError."""
-    probe = 'a "quoted" <word> &\nä second line'
-    def shown():
-        said = {'role': 'assistant', 'content': _A}
-        return self._shows(self._response(probe),
-                           [*self.messages(_Q), said, {'role': self.role, 'content': self._response(probe)}])
-    if self.role is None or shown(): return
-    self.role, self.tag = 'user', self.tag or 'tool_response'
-    if not shown():
-        raise ValueError(f'{self._name} cannot show a response, neither in the role {self.protocol.response_role!r} '
-                         'nor as a user message')
-
-def _messages(self, question, turns=()):
-    """The conversation as messages for `apply_chat_template`: what was asked, and what was said and seen in `turns`
-    (list of Turn)."""
-    system, user = self.system, self.protocol.user.replace('{question}', self.plain(question).strip())
-    if self.folded: system, user = None, f'{system}\n\n{user}'
-    out = ([{'role': 'system', 'content': system}] if system else []) + [{'role': 'user', 'content': user}]
-    for t in turns:
-        said, seen = self.opening + t.action_text, self._response(t.observation_text) if t.observation_ids else ''
-        if self.role:
-            out += [{'role': 'assistant', 'content': said}] + ([{'role': self.role, 'content': seen}] if seen else [])
-        elif out[-1]['role'] == 'user': out.append({'role': 'assistant', 'content': said + self._inside(seen)})
-        else: out[-1]['content'] += t.action_text + self._inside(seen)
-    return out
-
-_Template._seat_response, _Template.messages, _Template.opening = _seat_response, _messages, ''
-_Template._inside = staticmethod(lambda seen: f'\n\n{seen}\n\n' if seen else '')
+    def messages(self, question, turns=(), opening=''):
+        """The conversation as messages for `apply_chat_template`: what was asked, and what was said and seen in `turns`
+        (list of Turn); `opening` is what the generation prefix said before each."""
+        system, user = self.system, self.protocol.user.replace('{question}', self.encoder.plain(question).strip())
+        if self.folded: system, user = None, f'{system}\n\n{user}'
+        out = ([{'role': 'system', 'content': system}] if system else []) + [{'role': 'user', 'content': user}]
+        for t in turns:
+            action, seen = opening + t.action_text, self.response(t.observation_text) if t.observation_ids else ''
+            if self.role:
+                out.append({'role': 'assistant', 'content': action})
+                if seen: out.append({'role': self.role, 'content': seen})
+            elif out[-1]['role'] == 'user': out.append({'role': 'assistant', 'content': action + _inside(seen)})
+            else: out[-1]['content'] += t.action_text + _inside(seen)
+        return out
 
 # %% ../nbs/14_protocol.ipynb #c037
-class _Cut(_Template):
-    """The pieces of a chat template around question, action and observation. Raises ValueError where they cannot be
-    told apart."""
-    def __init__(self, protocol, tokenizer, template, options):
-        super().__init__(protocol, tokenizer, template, options)
-        ask = self.messages(_Q)
-        bare, self._start, eos = self._render(ask, False), self._render(ask), tokenizer.eos_token
-        # some templates end a finished text so
-        if eos and not self._start.startswith(bare): bare = bare.removesuffix(eos)
-        self._question, self._prefix = self._start.split(_Q), self._start[len(bare):]
-        if not self._start.startswith(bare) or len(self._question) != 2:
-            raise ValueError(f'{self._name} repeats or drops the question, or changes it when it asks for an answer: '
-                             'use another template')
-        said = [*ask, {'role': 'assistant', 'content': _A}]
-        whole = self._render([*said, {'role': self.role or 'user', 'content': self._response(_O) if self.role else _O}])
-        pieces = re.fullmatch(f'(.*){_A}(.*){_O}(.*)', whole, re.S)
-        if not pieces or not whole.endswith(self._prefix):
-            raise ValueError(f'{self._name} hides what was said or seen, or asks for a later answer in another way: '
-                             'use another template')
-        header = pieces[1][len(bare):] if pieces[1].startswith(bare) else self._prefix
-        # a template may add thinking to what has none
-        at = len(header) if self._prefix.startswith(header) else self._prefix.find('<think>')
-        self.opening = self._prefix[at:] if at >= 0 else ''
-        self._between, self._after = pieces[2], pieces[3]
-        end = self._special.match(self._between)
-        self.end = end[0] if end else ''   # the template's end-of-turn token, '' where it has none
-        if self.role is None: self._between, self._after = self._inside(self._response(_O)).split(_O)
+@dataclass(frozen=True)
+class Pieces:
+    "The texts of a chat template around question, action and observation."
+    question: tuple  # before the question, and after it up to where the model begins to act
+    prefix: str      # the generation prefix, with which the second of these ends
+    opening: str     # what of the prefix belongs to the assistant's message
+    between: str     # after an action, up to the response
+    after: str       # after the response, up to where the model acts again
+    end: str         # the end-of-turn token, with which `between` begins; '' where the template has none
 
-# %% ../nbs/14_protocol.ipynb #c038
-class _Pieces(_Cut):
-    "Ids around question, action and observation."
-    @property
-    def prefix_ids(self):
-        "Ids of the generation prefix."
-        return self.encode(self._prefix)
+    def wrap(self, body, ended=False):
+        "What follows an action: its end (unless the model `ended` it itself), a response's body, the next prefix."
+        own = ended and self.between.startswith(self.end)
+        return (self.between[len(self.end):] if own else self.between) + body + self.after
 
-    def prompt_ids(self, question):
-        """Ids of the prompt for a question text (or of each in a list), generation prefix included. Outer blanks of a
-        question are dropped."""
-        whole = lambda q: self.plain(q).strip().join(self._question)
-        return self.encode(whole(question) if isinstance(question, str) else [whole(q) for q in question])
+def cut_pieces(
+    markup,  # Markup
+):
+    "Render a conversation of markers and cut it at them: `Pieces`. Raises ValueError where they cannot be told apart."
+    ask = markup.messages(_Q)
+    bare, start, eos = markup.render(ask, False), markup.render(ask), markup.encoder.tokenizer.eos_token
+    # some templates end a finished text so
+    if eos and not start.startswith(bare): bare = bare.removesuffix(eos)
+    question, prefix = tuple(start.split(_Q)), start[len(bare):]
+    if not start.startswith(bare) or len(question) != 2:
+        raise ValueError(f'{markup.name} repeats or drops the question, or changes it when it asks for an answer: '
+                         'use another template')
+    seen = {'role': markup.role or 'user', 'content': markup.response(_O) if markup.role else _O}
+    whole = markup.render([*ask, {'role': 'assistant', 'content': _A}, seen])
+    found = re.fullmatch(f'(.*){_A}(.*){_O}(.*)', whole, re.S)
+    if not found or not whole.endswith(prefix):
+        raise ValueError(f'{markup.name} hides what was said or seen, or asks for a later answer in another way: '
+                         'use another template')
+    header = found[1][len(bare):] if found[1].startswith(bare) else prefix
+    # a template may add thinking to what has none
+    at = len(header) if prefix.startswith(header) else prefix.find('<think>')
+    between, after = found[2], found[3]
+    end = markup.encoder.special.match(between)
+    if markup.role is None: between, after = _inside(markup.response(_O)).split(_O)
+    return Pieces(question, prefix, prefix[at:] if at >= 0 else '', between, after, end[0] if end else '')
 
-    def observation_ids(self, text, ended=False):
-        """Ids to append after an action: the end of its message (unless the model `ended` it itself), the response,
-        the next prefix."""
-        return self.encode(self._wrap(text, ended))
+# %% ../nbs/14_protocol.ipynb #c041
+def rewriting(
+    markup,  # Markup
+    pieces,  # Pieces of it
+):
+    "Find where the template rewrites a conversation of two turns, one with thinking: a description, or ''."
+    closed = f'{_T}\n</think>\n\n{_A}'
+    if '</think>' in pieces.prefix: forms = [_A]
+    elif '<think>' in pieces.prefix: forms = [closed]
+    else: forms = [_A, f'<think>\n{closed}']
+    turn = lambda action: Turn('tool', (), (), (0,), action, _O)
+    for turns in (*([turn(form)] for form in forms), [turn(forms[-1]), turn(forms[0])]):
+        whole = markup.render(markup.messages(_Q, turns, pieces.opening))
+        kept = _Q.join(pieces.question) + ''.join(t.action_text + pieces.wrap(markup.body(_O)) for t in turns)
+        if whole != kept:
+            at = next((i for i, (x, y) in enumerate(zip(whole, kept)) if x != y), min(len(whole), len(kept)))
+            return f'…{kept[max(0, at - 24):at + 24]!r}… becomes …{whole[max(0, at - 24):at + 24]!r}…'
+    return ''
 
-    def batch_observation_ids(self, texts, ended):
-        """`observation_ids` of many texts, encoded together and each different one once (a group often finds the
-        same); `ended` is a list of bool."""
-        wrapped = [self._wrap(*pair) for pair in zip(texts, ended)]
-        different = list(dict.fromkeys(wrapped))
-        ids = dict(zip(different, self.encode(different) if texts else []))
-        return [list(ids[text]) for text in wrapped]
+# %% ../nbs/14_protocol.ipynb #c042
+def _read_samples(tokenizer, end_id, samples, reasons):
+    "As `Chat.read`."
+    ended = [bool(ids) and ids[-1] == end_id for ids in samples]
+    own = [list(ids[:-1] if end or why == 'eos' else ids) for ids, end, why in zip(samples, ended, reasons)]
+    return tokenizer.batch_decode(own), ended
 
-    def _wrap(self, text, ended=False):
-        between = self._between[len(self.end):] if ended and self._between.startswith(self.end) else self._between
-        return between + self._body(text) + self._after
+def _until_stop(text, stop):
+    "`text` up to the end of the first stop string in it: what the same token brought after it is not looked at."
+    ends = [i + len(s) for s in stop if (i := text.find(s)) >= 0]
+    return text[:min(ends)] if ends else text
+
+def _next_context(chat, question, turns):
+    "Ids of the context that the template makes after `turns`, None if that is everything so far."
+    last, markup = turns[-1], chat.markup
+    ended = bool(last.action_ids) and last.action_ids[-1] == chat.end_id
+    added = chat.tokenizer.decode(list(last.action_ids))
+    added += chat.pieces.wrap(markup.body(last.observation_text), ended)
+    whole = markup.render(chat.messages(question, turns))
+    return None if whole == markup.render(chat.messages(question, turns[:-1])) + added else chat.encode(whole)
 
 # %% ../nbs/14_protocol.ipynb #c040
-class Chat(_Pieces):
-    """A protocol in the ids of one tokenizer's chat template.
+class Chat:
+    """A protocol in the ids of one tokenizer's chat template. Raises ValueError on a template that is missing or cannot
+    show a conversation, on an option that it does not know, and on an unknown `history`."""
 
-    Raises ValueError on a template that is missing or cannot show a conversation, on an option that it does not know, and on an unknown `history`.
-    """
     def __init__(self,
         protocol,       # Protocol
         tokenizer,      # Hugging Face tokenizer
@@ -355,108 +395,72 @@ class Chat(_Pieces):
     ):
         if history not in (None, 'as-sampled', 'template'):
             raise ValueError(f"history must be 'as-sampled', 'template' or None, got {history!r}")
-        super().__init__(protocol, tokenizer, template, options)
+        encoder = Encoder(tokenizer)
+        markup = Markup(protocol, encoder, template, options)
+        self.protocol, self.tokenizer, self.encoder, self.markup = protocol, tokenizer, encoder, markup
+        self.encode, self.plain, self.template, self.options = encoder.encode, encoder.plain, template, markup.options
+        self.tools, self.folded, self.role, self.tag = markup.tools, markup.folded, markup.role, markup.tag
+        self.pieces = cut_pieces(markup)
         if history == 'template' and self.role is None:
             raise ValueError(f"protocol {protocol.name!r} puts responses inside the assistant's message, which is not "
-                             "over: "
-                             "there is no template around them; use history='as-sampled'")
-        self.rewrites = '' if self.role is None else self._rewriting()   # what is rewritten, '' if nothing is
+                             "over: there is no template around them; use history='as-sampled'")
+        self.rewrites = '' if self.role is None else rewriting(markup, self.pieces)  # what is rewritten, '' if nothing
         self.history = history or ('template' if self.rewrites else 'as-sampled')
+        self.end, self.opening = self.pieces.end, self.pieces.opening
         self.end_id = tokenizer.convert_tokens_to_ids(self.end) if self.end else None
+        ends = (self.end,) if self.end and self.end != tokenizer.eos_token else ()
+        # where generation stops: the protocol's strings, and the template's end of turn where it is not the eos
+        self.stop = (*protocol.stop, *ends)
+        self.context_stop = (f'</{protocol.context_tag}>', *ends)   # where an assimilate segment stops
+        self.prefix_ids = self.encode(self.pieces.prefix)           # of the generation prefix
 
-    @property
-    def stop(self):
-        """The strings at which generation stops: the protocol's, and the template's end-of-turn token where it is not
-        the tokenizer's eos."""
-        return self.protocol.stop + self._end_strings
+    def messages(self, question, turns=()):
+        "The conversation as messages for `apply_chat_template`, after `turns` (list of Turn)."
+        return self.markup.messages(question, turns, self.opening)
 
-    @property
-    def context_stop(self):
-        "The strings at which an assimilate segment stops."
-        return (f'</{self.protocol.context_tag}>', *self._end_strings)
+    def prompt_ids(self, question):
+        """Ids of the prompt for a question text (or of each in a list), generation prefix included. Outer blanks of a
+        question are dropped."""
+        whole = lambda q: self.plain(q).strip().join(self.pieces.question)
+        return self.encode(whole(question) if isinstance(question, str) else [whole(q) for q in question])
 
-    @property
-    def _end_strings(self): return (self.end,) if self.end and self.end != self.tokenizer.eos_token else ()
+    def observation_ids(self, text, ended=False):
+        """Ids to append after an action: the end of its message (unless the model `ended` it itself), the response,
+        the next prefix."""
+        return self.encode(self.pieces.wrap(self.markup.body(text), ended))
+
+    def batch_observation_ids(self, texts, ended):
+        """`observation_ids` of many texts, encoded together and each different one once (a group often finds the
+        same); `ended` is a list of bool."""
+        wrapped = [self.pieces.wrap(self.markup.body(text), end) for text, end in zip(texts, ended)]
+        different = list(dict.fromkeys(wrapped))
+        ids = dict(zip(different, self.encode(different) if texts else []))
+        return [list(ids[text]) for text in wrapped]
 
     def context_ids(self, kept):
         "Ids that stand for a tool's output in what follows: the context block around `kept`."
         return self.observation_ids(f'<{self.protocol.context_tag}>{kept}</{self.protocol.context_tag}>')
 
-# %% ../nbs/14_protocol.ipynb #c041
-def _rewriting(self):
-    "Where the template rewrites a conversation of two turns, one with thinking: a description, or ''."
-    closed = f'{_T}\n</think>\n\n{_A}'
-    forms = [_A] if '</think>' in self._prefix else [closed
-                                                     ] if '<think>' in self._prefix else [_A, f'<think>\n{closed}']
-    turn = lambda said: Turn('tool', (), (), (0,), said, _O)
-    for turns in (*([turn(form)] for form in forms), [turn(forms[-1]), turn(forms[0])]):
-        whole, kept = self._render(self.messages(_Q, turns)), self._start + ''.join(t.action_text + self._wrap(_O)
-                                                                                    for t in turns)
-        if whole != kept:
-            at = next((i for i, (x, y) in enumerate(zip(whole, kept)) if x != y), min(len(whole), len(kept)))
-            return f'…{kept[max(0, at - 24):at + 24]!r}… becomes …{whole[max(0, at - 24):at + 24]!r}…'
-    return ''
+    def read(self, samples, reasons):
+        """Texts of turns from their ids, each without the token that ended it, and whether that was the template's
+        end-of-turn token: two lists."""
+        return _read_samples(self.tokenizer, self.end_id, samples, reasons)
 
-Chat._rewriting = _rewriting
+    def parse(self, text, why='stop'):
+        "Read one turn's text as an `Action`; `why` is the reason for which it was stopped."
+        return parse(self.protocol, _until_stop(text, self.protocol.stop) if why == 'stop' else text)
 
-# %% ../nbs/14_protocol.ipynb #c042
-def _read(self, samples, reasons):
-    """Texts of turns from their ids, each without the token that ended it, and whether that was the template's
-    end-of-turn token: two lists."""
-    ended = [bool(ids) and ids[-1] == self.end_id for ids in samples]
-    return self.tokenizer.batch_decode(
-        [list(ids[:-1] if end or why == 'eos' else ids) for ids, end, why in zip(samples, ended, reasons)]), ended
-
-def _parse(self, text, why='stop'):
-    """Read one turn's text as an `Action`. If it was stopped (`why`) by a stop string, what the same token brought
-    after it is not looked at."""
-    cuts = [i + len(s) for s in self.protocol.stop if (i := text.find(s)) >= 0] if why == 'stop' else []
-    return parse(self.protocol, text[:min(cuts)] if cuts else text)
-
-def _next_context(self, question, turns):
-    "Ids of the context after `turns` (list of Turn) if that is not simply everything so far, else None."
-    if self.history == 'as-sampled': return None
-    last = turns[-1]
-    ended = bool(last.action_ids) and last.action_ids[-1] == self.end_id
-    said = self.tokenizer.decode(list(last.action_ids)) + self._wrap(last.observation_text, ended)
-    whole = self._render(self.messages(question, turns))
-    return None if whole == self._render(self.messages(question, turns[:-1])) + said else self.encode(whole)
-
-Chat.read, Chat.parse, Chat.next_context = _read, _parse, _next_context
-
-# %% ../nbs/14_protocol.ipynb #c044
-CHATML = ("{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
-          "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
-PLAIN = "{%- for message in messages -%}{{- message.content ~ '\\n' -}}{%- endfor -%}"
-TEMPLATES = {'chatml': CHATML, 'plain': PLAIN}  # for models that bring none
-
-# %% ../nbs/14_protocol.ipynb #c045
-def byte_tokenizer(
-    chat_template=CHATML,
-    eos='<|im_end|>',
-    bos=None,  # special tokens
-    special=('<|im_start|>',),  # more of them
-    texts=(),
-    merges=0,  # learn so many merges of bytes from these texts (byte-level BPE)
-):
-    "A Hugging Face tokenizer with one token per byte, special tokens, and merges if wanted: for lessons and tests."
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    core = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
-    # what may be merged, as in today's tokenizers: line breaks with blanks before them, words, three digits, signs with line breaks after them
-    pieces = pre_tokenizers.Split(Regex(r'\s*[\r\n]+|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s+(?!\S)|\s+'), 'isolated')
-    core.pre_tokenizer = pre_tokenizers.Sequence([pieces, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
-    core.decoder = decoders.ByteLevel()
-    if merges: core.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=256 + merges, initial_alphabet=alphabet, show_progress=False))
-    return PreTrainedTokenizerFast(tokenizer_object=core, eos_token=eos, bos_token=bos, pad_token='<|endoftext|>',
-                                   additional_special_tokens=list(special), chat_template=chat_template)
+    def next_context(self, question, turns):
+        "Ids of the context after `turns` (list of Turn) if that is not simply everything so far, else None."
+        return None if self.history == 'as-sampled' else _next_context(self, question, turns)
 
 # %% ../nbs/14_protocol.ipynb #c064
 def check_tokenizer(
     tokenizer,        # Hugging Face tokenizer
     protocol,         # Protocol
-    template=None, options=None, history=None,  # as for Chat
+    template=None,    # as for Chat
+    options=None,     # as for Chat
+    history=None,     # as for Chat
     vocabulary=None,  # int: how many ids the model embeds (its config's vocab_size); None: not compared
 ):
     """Check a tokenizer alone against a protocol. Returns its `Chat`; raises ValueError that names everything that is
@@ -468,15 +472,15 @@ def check_tokenizer(
     tags = [*chat.stop, *(f'<{t}>' for t in (protocol.call_tag, protocol.answer_tag, protocol.think_tag) if t)]
     lost = [t for t in tags if t.strip() not in tokenizer.decode(chat.encode(t))]
     if lost: wrong.append(f'it cannot write {" ".join(lost)} and read it back')
-    start = chat.encode(chat._start)
-    if tokenizer.unk_token_id is not None and tokenizer.unk_token_id in chat.encode(' '.join(chat._question)):
+    start = chat.prompt_ids(_Q)
+    if tokenizer.unk_token_id is not None and tokenizer.unk_token_id in chat.encode(' '.join(chat.pieces.question)):
         wrong.append(f'it has no words for the prompt of protocol {protocol.name!r}')
     if start[len(start) - len(chat.prefix_ids):] != chat.prefix_ids:
-        wrong.append(f'it glues the generation prefix {chat._prefix!r} to what stands before it, so that a state '
-                     'cannot end there')
+        wrong.append(f'it glues the generation prefix {chat.pieces.prefix!r} to what stands before it, so that a '
+                     'state cannot end there')
     if vocabulary is not None and len(tokenizer) > vocabulary:
         wrong.append(f'it has {len(tokenizer)} ids, the model only {vocabulary}')
-    if wrong: raise ValueError(f'{_called(tokenizer)} cannot be used: ' + '; '.join(wrong))
+    if wrong: raise ValueError(f'{chat.encoder.name} cannot be used: ' + '; '.join(wrong))
     return chat
 
 # %% ../nbs/14_protocol.ipynb #c067
@@ -495,14 +499,11 @@ WIKI_SEARCH = _search_tool('wiki_search', 'Search Wikipedia for passages about a
 def _rules(call, think='think', response=' between <tool_response> and </tool_response>', example='Beijing'):
     "The user message that the search papers share, in our words: when to reason, how to search, how to answer."
     return ('Find the answer to the question at the end. Whenever something new has come in, first reason about it '
-            f'between <{think}> and </{think}>. '
-            f'If that shows that you lack some knowledge, {call}, and the top results will come back{response}. You '
-            'may search as often as you want. '
-            'As soon as nothing from outside is needed any more, give the answer between <answer> and </answer>, the '
-            'answer alone, without explanations: '
-            f'for example, <answer> {example} </answer>. Question: {{question}}')
+            f'between <{think}> and </{think}>. If that shows that you lack some knowledge, {call}, and the top '
+            f'results will come back{response}. You may search as often as you want. As soon as nothing from outside '
+            'is needed any more, give the answer between <answer> and </answer>, the answer alone, without '
+            f'explanations: for example, <answer> {example} </answer>. Question: {{question}}')
 
-# %% ../nbs/14_protocol.ipynb #c069
 _STEPS = """You answer questions step by step, with the help of a tool.
 
 # Tools
@@ -520,26 +521,23 @@ The last step is
 
 # %% ../nbs/14_protocol.ipynb #c071
 _CODE = (' use Python code to answer the question: a block that begins with the line ```python and ends with the line '
-         '``` is run, and what it prints comes back. '
-         'Inside it, search(query) returns passages about a query, and arithmetic can be done. When the output has '
-         'come, write down what matters of it between '
-         '<context> and </context>; nothing else of it will stay. Then put the answer alone into \\boxed{}.')
-CARL_PROMPTS = {'direct': 'Answer the question directly, without tools and without code. Put the answer alone into '
-                          '\\boxed{}.',
-                'forced': 'You must' + _CODE, 'optional': 'You may, if you want,' + _CODE,
-                # of warm-up rollouts (CARL, appendix C)
-                'multi-hop': 'You must' + _CODE + ' The question may take several searches: code may be run more than '
-                                                  'once.'}
+         '``` is run, and what it prints comes back. Inside it, search(query) returns passages about a query, and '
+         'arithmetic can be done. When the output has come, write down what matters of it between <context> and '
+         '</context>; nothing else of it will stay. Then put the answer alone into \\boxed{}.')
+CARL_PROMPTS = {
+    'direct': 'Answer the question directly, without tools and without code. Put the answer alone into \\boxed{}.',
+    'forced': 'You must' + _CODE, 'optional': 'You may, if you want,' + _CODE,
+    # of warm-up rollouts (CARL, appendix C)
+    'multi-hop': f'You must{_CODE} The question may take several searches: code may be run more than once.'}
 TINY_PROMPTS = {'direct': 'known', 'forced': 'python', 'optional': None}
 
-# %% ../nbs/14_protocol.ipynb #c072
 def _carl():
     """CARL's protocols: the one that may choose is `carl`, the others are named after their prompt; the same for the
     tiny world."""
     big = Protocol('carl', think_tag=None, call_style='code', answer_tag=None, response_tag=None, response_role=None,
                    context_tag='context', source='CARL, section 3 and appendix C')
-    tiny = replace(big, name='carl-tiny', think_tag='think', call_style='python', source='CARL, in the words of the '
-                                                                                         'tiny world')
+    tiny = replace(big, name='carl-tiny', think_tag='think', call_style='python',
+                   source='CARL, in the words of the tiny world')
     for base, prompts in ((big, CARL_PROMPTS), (tiny, TINY_PROMPTS)):
         for mode, system in prompts.items():
             name = base.name if mode == 'optional' else f'{base.name}-{mode}'
@@ -547,48 +545,19 @@ def _carl():
 
 # %% ../nbs/14_protocol.ipynb #c073
 _HELPFUL = 'You are a helpful and harmless assistant.'
-PROTOCOLS = {
-    p.name: p
-    for p in (
-        Protocol('tiny', call_style='text', source='the tiny world'),
-        Protocol(
-            'tips',
-            user=_rules('call a search engine by <tool_call> query </tool_call>'),
-            system=_HELPFUL,
-            tools=(SEARCH,),
-            source='TIPS, appendix (sample rollouts)',
-        ),
-        Protocol(
-            'tspo',
-            user=_rules(
-                'call a search engine by <tool_call> {"name": <function-name>, "arguments": <args-json-object>}'
-                ' </tool_call>'
-            ),
-            system=_HELPFUL,
-            tools=(SEARCH,),
-            source='TSPO, appendix D.1; tool schema of TIPS',
-        ),
-        Protocol(
-            'search-r1',
-            user=_rules(
-                'call a search engine by <search> query </search>', response=' between <information> and </information>'
-            ),
-            call_tag='search',
-            call_style='query',
-            response_tag='information',
-            response_role=None,
-            source='Search-R1 (Jin et al. 2025)',
-        ),
-        Protocol(
-            'igpo', system=_STEPS, call_tag='search', call_style='query', source='IGPO, section 2.1 and appendix F'
-        ),
-        Protocol(
-            'prs',
-            user=_rules('call wiki_search', 'reasoning', '', 'xxx'),
-            tools=(WIKI_SEARCH,),
-            think_tag='reasoning',
-            source='PRS, appendix A',
-        ),
-        *_carl(),
-    )
-}
+_JSON_CALL = '<tool_call> {"name": <function-name>, "arguments": <args-json-object>} </tool_call>'
+_SEARCHING = (
+    Protocol('tiny', call_style='text', source='the tiny world'),
+    Protocol('tips', _rules('call a search engine by <tool_call> query </tool_call>'), _HELPFUL, (SEARCH,),
+             source='TIPS, appendix (sample rollouts)'),
+    Protocol('tspo', _rules(f'call a search engine by {_JSON_CALL}'), _HELPFUL, (SEARCH,),
+             source='TSPO, appendix D.1; tool schema of TIPS'),
+    Protocol('search-r1', _rules('call a search engine by <search> query </search>',
+                                 response=' between <information> and </information>'),
+             call_tag='search', call_style='query', response_tag='information', response_role=None,
+             source='Search-R1 (Jin et al. 2025)'),
+    Protocol('igpo', system=_STEPS, call_tag='search', call_style='query',
+             source='IGPO, section 2.1 and appendix F'),
+    Protocol('prs', _rules('call wiki_search', 'reasoning', '', 'xxx'), tools=(WIKI_SEARCH,), think_tag='reasoning',
+             source='PRS, appendix A'))
+PROTOCOLS = {p.name: p for p in (*_SEARCHING, *_carl())}

@@ -8,13 +8,14 @@ __all__ = ['PRS_TAGS', 'PRS_JUDGE_PROMPT', 'PARTS', 'process_reward', 'format_re
 
 # %% ../nbs/34_prs.ipynb #c003
 import math, re, torch
+from collections.abc import Iterable
 from .metrics import short_bleu
 from .trajectory import Result, turn_counts
 
 # %% ../nbs/34_prs.ipynb #c006
 def _every(name, flags):
     "Tell whether all flags are set; one flag stands for all. Raises ValueError on anything but yes and no."
-    flags = [flags] if isinstance(flags, (bool, str)) or not hasattr(flags, '__iter__') else list(flags)
+    flags = list(flags) if isinstance(flags, Iterable) and not isinstance(flags, str) else [flags]
     if not all(flag in (True, False) for flag in flags):
         raise ValueError(f'{name} must be True or False for each tool call, got {flags[:5]}; '
                          'say which calls could be parsed, not what they said')
@@ -95,7 +96,8 @@ def prs_long(
 
 # %% ../nbs/34_prs.ipynb #c030
 PRS_JUDGE_PROMPT = '''Role and Background
-You are an experienced AI capability evaluation expert, with rigorous logic and keen observation skills, highly adept at assessing whether AI responses meet the requirements.
+You are an experienced AI capability evaluation expert, with rigorous logic and keen observation skills, highly \
+adept at assessing whether AI responses meet the requirements.
 Now, an online travel platform has launched a Q&A Agent that provides answers to merchants questions.
 Your Task
 You will receive the following information:
@@ -103,26 +105,41 @@ You will receive the following information:
 [Q&A Agents Response]: The answer provided by the Q&A Agent.
 [Reference Answer]: The standard answer corresponding to the merchants question.
 You need to, strictly based on the [Evaluation Criteria], give an evaluation of the [Q&A Agents Response].
-You must strictly follow the internal step-by-step thinking process, comprehensively analyze and evaluate the [Q&A Agents Response] based on the provided relevant information, and output the evaluation result in the specified format.
+You must strictly follow the internal step-by-step thinking process, comprehensively analyze and evaluate the [Q&A \
+Agents Response] based on the provided relevant information, and output the evaluation result in the specified \
+format.
 Your Internal Thinking Process (Please carry out internally, do not output)
 Follow the steps below in your mind, analyzing step by step:
 Analyze [Evaluation Criteria]
-Carefully read the Evaluation Criteria, understand the core evaluation question and the requirements of each criterion.
+Carefully read the Evaluation Criteria, understand the core evaluation question and the requirements of each \
+criterion.
 Analyze [Merchants Question]
-Analyze and understand the Merchants Question. Some questions may contain multiple sub-questions, others may include images (in URL form). If there are multiple questions, you need to understand the meaning of each.
+Analyze and understand the Merchants Question. Some questions may contain multiple sub-questions, others may \
+include images (in URL form). If there are multiple questions, you need to understand the meaning of each.
 Analyze [Q&A Agents Response]
-Analyze and understand the Q&A Agents Response. If the Merchants Question contains multiple sub-questions, the Q&A Agents Response may contain multiple answers. You need to understand each answer, extract the information inside, determine which question it answers, and check if the model responded to all the questions.
+Analyze and understand the Q&A Agents Response. If the Merchants Question contains multiple sub-questions, the Q&A \
+Agents Response may contain multiple answers. You need to understand each answer, extract the information inside, \
+determine which question it answers, and check if the model responded to all the questions.
 Analyze [Reference Answer]
-Analyze and understand the Reference Answer. If the Merchants Question contains multiple sub-questions, the Reference Answer will have answers to each question, and sometimes the order may differ from the order of questions in the Merchants Question. You need to first understand each answer, extract the information inside, match it with the corresponding question, and know the reference answer for each.
+Analyze and understand the Reference Answer. If the Merchants Question contains multiple sub-questions, the \
+Reference Answer will have answers to each question, and sometimes the order may differ from the order of questions \
+in the Merchants Question. You need to first understand each answer, extract the information inside, match it with \
+the corresponding question, and know the reference answer for each.
 Perform Evaluation
-Based on the above analysis results, use the [Evaluation Criteria] and [Reference Answer] to analyze and evaluate the [Q&A Agents Response].
+Based on the above analysis results, use the [Evaluation Criteria] and [Reference Answer] to analyze and evaluate \
+the [Q&A Agents Response].
 Evaluation Criteria
 Core evaluation question: Does the [Q&A Agents Response] match the [Reference Answer]?
 Evaluation criteria:
-Match: The Agents response must be semantically consistent with the Reference Answer. If the Merchants Question contains multiple sub-questions, the Q&A Agents Response must include an answer to each question, and each must be semantically consistent with the corresponding Reference Answer.
-Mismatch: If the above "Match" criterion is not met, then it is judged as "Mismatch". That is, the Q&A Agents Response has significant deviations from the Reference Answer. For example, when the merchant asks multiple questions, the Q&A Agents Response only answers some of them, etc.
+Match: The Agents response must be semantically consistent with the Reference Answer. If the Merchants Question \
+contains multiple sub-questions, the Q&A Agents Response must include an answer to each question, and each must be \
+semantically consistent with the corresponding Reference Answer.
+Mismatch: If the above "Match" criterion is not met, then it is judged as "Mismatch". That is, the Q&A Agents \
+Response has significant deviations from the Reference Answer. For example, when the merchant asks multiple \
+questions, the Q&A Agents Response only answers some of them, etc.
 Output Format Requirement
-You must strictly follow the format below when outputting, and directly provide the evaluation rating without any extra explanation or comments.
+You must strictly follow the format below when outputting, and directly provide the evaluation rating without any \
+extra explanation or comments.
 <Evaluation Rating>:'''
 
 # %% ../nbs/34_prs.ipynb #c032
@@ -141,8 +158,8 @@ def judge_messages(
         raise TypeError(f'golds must be a list of strings, got the string {golds!r}; write [{golds!r}]')
     for label in _LABELS: response = re.sub(re.escape(label), label[1:-1], response, flags=re.IGNORECASE)
     parts = zip(_LABELS, (question, response, ' or '.join(golds)))
-    told = '\n'.join(f'{label}: {text}' for label, text in parts)
-    return [{'role': 'system', 'content': prompt}, {'role': 'user', 'content': told}]
+    asked = '\n'.join(f'{label}: {text}' for label, text in parts)
+    return [{'role': 'system', 'content': prompt}, {'role': 'user', 'content': asked}]
 
 # %% ../nbs/34_prs.ipynb #c034
 def parse_verdict(
@@ -186,6 +203,10 @@ def _verdicts(judge, trajectories, process, prompt):
     return [math.nan if verdict is None else float(verdict) for verdict in said]
 
 # %% ../nbs/34_prs.ipynb #c040
+_NO_JUDGE = "form='short' has no judge; leave it out or take form='long'"
+_NEEDS_JUDGE = ("form='long' needs a judge: one with ask(prompts, parse), or a verdict per trajectory "
+                '(None where there is none)')
+
 def prs_rewards(
     groups,          # list of Group, N trajectories in all
     form='short',    # 'short' (eq. 13) or 'long' (eq. 14)
@@ -195,13 +216,12 @@ def prs_rewards(
     tags=PRS_TAGS,   # names of the reasoning, call and answer tags
     prompt=PRS_JUDGE_PROMPT,  # the judge's instructions, for a judge that is asked
 ):
-    """Reward rollouts stage by stage (PRS eqs. 8-14): rewards (N,) float32, NaN where a needed verdict is missing, and their
-    stages, a dict of (N,): process, format, answer, judge. Raises ValueError on another form, or a judge where none fits."""
+    """Reward rollouts stage by stage (PRS eqs. 8-14): rewards (N,) float32, NaN where a needed verdict is missing, and
+    their stages, a dict of (N,): process, format, answer, judge.
+    Raises ValueError on another form, or a judge where none fits."""
     if form not in ('short', 'long'): raise ValueError(f"form is 'short' or 'long', got {form!r}")
     if (form == 'long') != (judge is not None):
-        raise ValueError("form='long' needs a judge: one with ask(prompts, parse), or a verdict per trajectory "
-                         '(None where there is none)'
-                         if judge is None else "form='short' has no judge; leave it out or take form='long'")
+        raise ValueError(_NEEDS_JUDGE if judge is None else _NO_JUDGE)
     turn_counts(groups)
     trajectories = [t for g in groups for t in g.trajectories]
     process, format, answer = [], [], []
@@ -251,15 +271,16 @@ def _check_judge(o):
     if o['form'] == 'long' and not o['judge']:
         raise ValueError("the long form of prs asks a judge: give options={'judge': "
                          "{'base_url': 'http://localhost:8000/v1', 'model': 'NAME'}}")
-    if o['form'] == 'short' and o['judge']: raise ValueError("form='short' has no judge; leave it out or take form='long'")
+    if o['form'] == 'short' and o['judge']: raise ValueError(_NO_JUDGE)
 
 def _staged(groups, o):
     "PRS's rewards by a method's options: (N,)."
     return prs_rewards(groups, o['form'], make_judge(o['judge']), o['executed'], o['smooth'], tuple(o['tags']))[0]
 
 PARTS = (
-    Reward('prs', r'R_i = R_{process} + R_{format} + \mathbb 1[R_{process} = 1]\, R_a', 'PRS eqs. 8-14', gives='outcome',
-           text=_staged, check=_check_judge, reach=lambda o: o['judge'] and make_judge(o['judge']).check(),
+    Reward('prs', r'R_i = R_{process} + R_{format} + \mathbb 1[R_{process} = 1]\, R_a', 'PRS eqs. 8-14',
+           gives='outcome', text=_staged, check=_check_judge,
+           reach=lambda o: o['judge'] and make_judge(o['judge']).check(),
            options={'form': Option('short', 'short answers (eq. 13) or long ones that a judge reads (eq. 14)',
                                    choices=('short', 'long')),
                     'judge': Option(None, 'settings of the judge: base_url, model, …', object),

@@ -17,7 +17,7 @@ from typing import Protocol, runtime_checkable
 
 import numpy as np
 
-from .datasets import Passage, RowError, _contents
+from .readers import Passage, RowError, read_contents
 
 # %% ../nbs/12_retrieval.ipynb #c005
 @runtime_checkable
@@ -310,7 +310,7 @@ def _passage(entry):
     if not isinstance(document, dict): raise ValueError(f'a document is {document!r:.80}, wanted an object')
     if isinstance(document.get('text'), str) and 'id' in document:
         name, title, text = document['id'], document.get('title') or '', document['text']
-    else: name, title, text = _contents(document)
+    else: name, title, text = read_contents(document)
     return Passage(str(name), title, text, float(entry['score']) if scored and entry.get('score') is not None else None)
 
 # %% ../nbs/12_retrieval.ipynb #c054

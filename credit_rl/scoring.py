@@ -61,15 +61,14 @@ class Schema:
     after: str = ''
 
 # %% ../nbs/24_scoring.ipynb #c012
-SCHEMAS = {
-    'tips': Schema(), 'igpo': Schema("<think>Now there's enough information to answer</think><{tag}>", '</{tag}>')
-}
+SCHEMAS = {'tips': Schema(),
+           'igpo': Schema("<think>Now there's enough information to answer</think><{tag}>", '</{tag}>')}
 
 # %% ../nbs/24_scoring.ipynb #c013
 def answer_header(chat):
     """Text between a state and a schema: the generation prefix, or '' where one message holds the whole rollout.
     `pack` leaves off as many ids."""
-    return '' if chat.protocol.response_role is None else chat._prefix
+    return '' if chat.protocol.response_role is None else chat.pieces.prefix
 
 # %% ../nbs/24_scoring.ipynb #c014
 def gold_templates(
@@ -77,8 +76,9 @@ def gold_templates(
     groups,         # list of Group, N trajectories in all
     schema='tips',  # name in SCHEMAS, or a Schema
 ):
-    """Encode every accepted answer of every trajectory's question: list of N lists of `AnswerTemplate`; the same text counts once.
-    Raises ValueError on an unknown schema, a question without golds, and a gold that cannot be encoded, naming its question."""
+    """Encode every accepted answer of every trajectory's question: list of N lists of `AnswerTemplate`; the same text
+    counts once. Raises ValueError on an unknown schema, a question without golds, and a gold that cannot be encoded,
+    naming its question."""
     if not isinstance(schema, Schema) and schema not in SCHEMAS:
         raise ValueError(f'schema is one of {sorted(SCHEMAS)} or a Schema, got {schema!r}')
     schema = schema if isinstance(schema, Schema) else SCHEMAS[schema]
@@ -111,15 +111,29 @@ def _table(answers, limit):
             which[n, m] = number.setdefault(gold, len(number))
             if gold.end >= limit:
                 raise ValueError(f'gold {m} of trajectory {n} takes {gold.end} ids with its header, which leaves '
-                                 'nothing of a context '
-                                                   f'of {limit:.0f}; drop it from the accepted answers, or give '
-                                                   'max_length')
+                                 f'nothing of a context of {limit:.0f}; drop it from the accepted answers, or give '
+                                 'max_length')
     width = max((len(gold.ids) for gold in number), default=0)
-    ids = torch.tensor([[*gold.ids, *[0] * (width - len(gold.ids))] for gold in number],
-                       dtype=torch.long).view(len(number), width)
-    return which, ids, *(torch.tensor([getattr(gold, x)
-                                       for gold in number], dtype=torch.long)
-                         for x in ('start', 'end'))
+    padded = [[*gold.ids, *[0] * (width - len(gold.ids))] for gold in number]
+    ids = torch.tensor(padded, dtype=torch.long).view(len(number), width)
+    border = lambda name: torch.tensor([getattr(gold, name) for gold in number], dtype=torch.long)
+    return which, ids, border('start'), border('end')
+
+def _check(rows, states, answers):
+    "Refuse rows (ids, lengths), states and answers that do not fit together."
+    ids, lengths = rows
+    if states.ndim != 3 or states.shape[2] != 2 or states.is_floating_point() or len(answers) != len(states):
+        raise ValueError(f'states must be (N, S, 2) integers and answers N lists, got {tuple(states.shape)} '
+                         f'{states.dtype} and {len(answers)} lists')
+    if ids.ndim != 2 or lengths.shape != ids.shape[:1]:
+        raise ValueError(f'rows must be ids (R, T) and lengths (R,), got {tuple(ids.shape)} and {tuple(lengths.shape)}')
+    row, position = states.unbind(-1)
+    there = row >= 0
+    bad = there & ((row >= len(ids)) | (position < 0) | (position >= lengths[row.clamp(0, len(ids) - 1)]))
+    if bad.any():
+        n, s = bad.nonzero()[0].tolist()
+        raise ValueError(f'state {s} of trajectory {n} is (row, position) {states[n, s].tolist()}, which is not a '
+                         f'token of these {len(ids)} rows; states and rows must come from the same layout')
 
 # %% ../nbs/24_scoring.ipynb #c021
 @dataclass(frozen=True)
@@ -138,39 +152,20 @@ class _Work:
         "Most tokens that any answer has before its end, its state's included."
         return int((self.position + 1 + self.end[self.template]).max()) if len(self.cell) else 0
 
-# %% ../nbs/24_scoring.ipynb #c022
-def _check(rows, states, answers):
-    "Refuse rows (ids, lengths), states and answers that do not fit together."
-    ids, lengths = rows
-    if states.ndim != 3 or states.shape[2] != 2 or states.is_floating_point() or len(answers) != len(states):
-        raise ValueError(f'states must be (N, S, 2) integers and answers N lists, got {tuple(states.shape)} '
-                         f'{states.dtype} and {len(answers)} lists')
-    if ids.ndim != 2 or lengths.shape != ids.shape[:1]:
-        raise ValueError(f'rows must be ids (R, T) and lengths (R,), got {tuple(ids.shape)} and {tuple(lengths.shape)}')
-    row, position = states.unbind(-1)
-    there = row >= 0
-    bad = there & ((row >= len(ids)) | (position < 0) | (position >= lengths[row.clamp(0, len(ids) - 1)]))
-    if bad.any():
-        n, s = bad.nonzero()[0].tolist()
-        raise ValueError(f'state {s} of trajectory {n} is (row, position) {states[n, s].tolist()}, which is not a '
-                         f'token of these {len(ids)} rows; '
-                         'states and rows must come from the same layout')
-
-# %% ../nbs/24_scoring.ipynb #c023
 def _work(rows, states, answers, limit):
     "Pair every state with every gold of its trajectory: `_Work`. Raises ValueError on what does not fit together."
     _check(rows, states, answers)
     which, ids, start, end = (x.to(rows[0].device) for x in _table(answers, limit))
     there = (states[..., 0] >= 0)[..., None] & (which >= 0)[:, None]
-    picked = which.clamp(min=0)[:, None].expand_as(there)
-    tokens = torch.where(there, (end - start)[picked], 0) if len(end) else torch.zeros(
-        there.shape, dtype=torch.long, device=ids.device)
-    fits = there & (states[..., 1, None] + 1 + end[picked] <= limit) if len(end) else there
+    picked, tokens, fits = which.clamp(min=0)[:, None].expand_as(there), there.long(), there
+    if len(end):
+        tokens = torch.where(there, (end - start)[picked], 0)
+        fits = there & (states[..., 1, None] + 1 + end[picked] <= limit)
     n, s, m = fits.nonzero(as_tuple=True)
     order = states[n, s, 0].argsort(stable=True)
     n, s, m = n[order], s[order], m[order]
-    return _Work(tokens, (n * there.shape[1] + s) * there.shape[2] + m, states[n, s, 0], states[n, s, 1], which[n, m],
-                 ids, start, end)
+    cell = (n * there.shape[1] + s) * there.shape[2] + m
+    return _Work(tokens, cell, states[n, s, 0], states[n, s, 1], which[n, m], ids, start, end)
 
 # %% ../nbs/24_scoring.ipynb #c025
 @dataclass(frozen=True)
@@ -201,7 +196,6 @@ def _ragged(counts):
     owner = torch.arange(len(counts), device=counts.device).repeat_interleave(counts)
     return owner, torch.arange(len(owner), device=counts.device) - (counts.cumsum(0) - counts)[owner]
 
-# %% ../nbs/24_scoring.ipynb #c027
 def _in_budget(sizes, budget):
     "Deal rows into lists so that rows times the longest stay within `budget`; longest first, rows of size 0 left out."
     parts = []
@@ -211,7 +205,58 @@ def _in_budget(sizes, budget):
         else: parts.append([r])
     return parts
 
+# %% ../nbs/24_scoring.ipynb #c030
+def _tokens(ids, work, plan, part, mine, width):
+    "Ids, positions, segments and reaches (B, W) of the rows `part`, followed by the branches `mine`."
+    own, read, column, place = plan
+    at = torch.arange(width, device=ids.device).expand(len(part), -1)
+    inside, short = at < own[part][:, None], min(width, ids.shape[1])
+    packed = torch.zeros_like(at)
+    packed[:, :short] = ids[part, :short]
+    packed, positions = packed * inside, at * inside
+    segment, reach = torch.where(inside, 0, -1), torch.full_like(at, -1)
+    owner, j = _ragged(read[mine])
+    c = mine[owner]
+    where = place[work.row[c]], column[c] + j
+    packed[where], positions[where] = work.ids[work.template[c], j], work.position[c] + 1 + j
+    segment[where], reach[where] = owner + 1, work.position[c]
+    return packed, positions, segment, reach
+
+# %% ../nbs/24_scoring.ipynb #c031
+def _asked(ids, work, plan, part, mine, trained):
+    """Source, target, cell and kind of the gold tokens of the branches `mine` and of the trained tokens of the rows
+    `part`."""
+    _, _, column, place = plan
+    owner, j = _ragged((work.end - work.start)[work.template[mine]])
+    c = mine[owner]
+    j = j + work.start[work.template[c]]
+    before = torch.where(j > 0, column[c] + j - 1, work.position[c])    # a gold without a header follows its state
+    source, target, cell = torch.stack([place[work.row[c]], before], 1), work.ids[work.template[c], j], work.cell[c]
+    if trained is None: return source, target, cell, torch.zeros_like(cell, dtype=torch.bool)
+    b, t = (trained[part] & (torch.arange(ids.shape[1], device=ids.device) > 0)).nonzero(as_tuple=True)
+    r, asked = part[b], len(cell)
+    source, target = torch.cat([source, torch.stack([b, t - 1], 1)]), torch.cat([target, ids[r, t]])
+    cell = torch.cat([cell, work.tokens.numel() + r * ids.shape[1] + t])
+    return source, target, cell, torch.arange(len(cell), device=ids.device) >= asked
+
 # %% ../nbs/24_scoring.ipynb #c028
+def _batches(rows, work, budget, trained=None, multiple=1):
+    "Pack what is in `work`: list of `AnswerBatch`."
+    (ids, lengths), read = rows, work.end[work.template] - 1            # ids of a branch; the gold's last is not read
+    added = torch.zeros_like(lengths).index_add_(0, work.row, read)
+    own = torch.zeros_like(lengths).scatter_reduce_(0, work.row, work.position + 1, 'amax')
+    if trained is not None: own = torch.maximum(own, (trained * torch.arange(ids.shape[1], device=ids.device)).amax(1))
+    column, out = own[work.row] + read.cumsum(0) - read - (added.cumsum(0) - added)[work.row], []
+    for part in _in_budget(own + added, budget):
+        part = torch.tensor(part, device=ids.device)
+        place = torch.full_like(lengths, -1)
+        place[part] = torch.arange(len(part), device=ids.device)
+        mine, plan = (place[work.row] >= 0).nonzero()[:, 0], (own, read, column, place)
+        width = -(-int((own + added)[part[0]]) // multiple) * multiple
+        out.append(AnswerBatch(*_tokens(ids, work, plan, part, mine, width),
+                               *_asked(ids, work, plan, part, mine, trained)))
+    return out
+
 def answer_batches(
     rows,             # ids (R, T) long padded on the right, lengths (R,)
     states,           # (N, S, 2) long, row and last position of each state; -1 where there is none
@@ -225,57 +270,6 @@ def answer_batches(
     Raises ValueError on states outside their rows and on a gold longer than the context."""
     work = _work(rows, states, answers, math.inf if max_length is None else max_length)
     return _batches(rows, work, budget, trained, multiple), work.tokens
-
-# %% ../nbs/24_scoring.ipynb #c029
-def _batches(rows, work, budget, trained=None, multiple=1):
-    "Pack what is in `work`: list of `AnswerBatch`."
-    (ids, lengths), read = rows, work.end[work.template] - 1            # ids of a branch; the gold's last is not read
-    added = torch.zeros_like(lengths).index_add_(0, work.row, read)
-    own = torch.zeros_like(lengths).scatter_reduce_(0, work.row, work.position + 1, 'amax')
-    if trained is not None: own = torch.maximum(own, (trained * torch.arange(ids.shape[1], device=ids.device)).amax(1))
-    column = own[work.row] + read.cumsum(0) - read - (added.cumsum(0) - added)[work.row]
-    out = []
-    for part in _in_budget(own + added, budget):
-        part = torch.tensor(part, device=ids.device)
-        place = torch.full_like(lengths, -1)
-        place[part] = torch.arange(len(part), device=ids.device)
-        mine = (place[work.row] >= 0).nonzero()[:, 0]
-        width = -(-int((own + added)[part[0]]) // multiple) * multiple
-        tokens = _tokens(ids, part, own[part], width, work, mine, place, read, column)
-        out.append(AnswerBatch(*tokens, *_asked(ids, part, work, mine, place, column, trained)))
-    return out
-
-# %% ../nbs/24_scoring.ipynb #c030
-def _tokens(ids, part, own, width, work, mine, place, read, column):
-    "Ids, positions, segments and reaches (B, W) of the rows `part`, followed by the branches `mine`."
-    at = torch.arange(width, device=ids.device).expand(len(part), -1)
-    inside, short = at < own[:, None], min(width, ids.shape[1])
-    packed = torch.zeros_like(at)
-    packed[:, :short] = ids[part, :short]
-    packed, positions = packed * inside, at * inside
-    segment, reach = torch.where(inside, 0, -1), torch.full_like(at, -1)
-    owner, j = _ragged(read[mine])
-    c = mine[owner]
-    where = place[work.row[c]], column[c] + j
-    packed[where], positions[where] = work.ids[work.template[c], j], work.position[c] + 1 + j
-    segment[where], reach[where] = owner + 1, work.position[c]
-    return packed, positions, segment, reach
-
-# %% ../nbs/24_scoring.ipynb #c031
-def _asked(ids, part, work, mine, place, column, trained):
-    """Source, target, cell and kind of the gold tokens of the branches `mine` and of the trained tokens of the rows
-    `part`."""
-    owner, j = _ragged((work.end - work.start)[work.template[mine]])
-    c = mine[owner]
-    j = j + work.start[work.template[c]]
-    before = torch.where(j > 0, column[c] + j - 1, work.position[c])    # a gold without a header follows its state
-    source, target, cell = torch.stack([place[work.row[c]], before], 1), work.ids[work.template[c], j], work.cell[c]
-    if trained is None: return source, target, cell, torch.zeros_like(cell, dtype=torch.bool)
-    b, t = (trained[part] & (torch.arange(ids.shape[1], device=ids.device) > 0)).nonzero(as_tuple=True)
-    r, asked = part[b], len(cell)
-    source, target = torch.cat([source, torch.stack([b, t - 1], 1)]), torch.cat([target, ids[r, t]])
-    cell = torch.cat([cell, work.tokens.numel() + r * ids.shape[1] + t])
-    return source, target, cell, torch.arange(len(cell), device=ids.device) >= asked
 
 # %% ../nbs/24_scoring.ipynb #c035
 class Scores(NamedTuple):
@@ -310,11 +304,10 @@ def _attention(model, batch):
         return create_block_mask(see, *segment.shape[:1], None, segment.shape[1], segment.shape[1],
                                  device=str(segment.device))
     mask = batch.mask()
-    return torch.zeros(mask.shape, dtype=model.dtype, device=mask.device).masked_fill(
-        ~mask,
-        torch.finfo(model.dtype).min) if kind == 'eager' else mask
+    if kind != 'eager': return mask
+    closed = torch.finfo(model.dtype).min
+    return torch.zeros(mask.shape, dtype=model.dtype, device=mask.device).masked_fill(~mask, closed)
 
-# %% ../nbs/24_scoring.ipynb #c037
 def _wide(logits):
     "Logits in float32, or as they are if they are finer."
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
@@ -358,7 +351,6 @@ def _setting(model, name):
     "A number in the model's configuration, or infinity."
     return getattr(getattr(model.config, 'text_config', model.config), name, None) or math.inf
 
-# %% ../nbs/24_scoring.ipynb #c046
 @contextlib.contextmanager
 def _measuring(model, attention=None):
     "The model in evaluation mode, with another attention if one is named; as it was, afterwards."
@@ -371,6 +363,12 @@ def _measuring(model, attention=None):
         model.train(training)
 
 # %% ../nbs/24_scoring.ipynb #c047
+def _placed(values, work):
+    "`Scores` from the value (C,) of every pair."
+    sums = torch.full((work.tokens.numel(),), torch.nan, dtype=values.dtype, device=work.tokens.device)
+    sums[work.cell] = values.to(sums.device)
+    return Scores(sums.view(work.tokens.shape), work.tokens)
+
 @torch.no_grad()
 def answer_logps_separate(
     model,            # Hugging Face causal model
@@ -388,13 +386,6 @@ def answer_logps_separate(
             logp = _wide(model(input_ids=whole[None]).logits[0, :-1]).log_softmax(-1).gather(-1, whole[1:, None])[:, 0]
             values[i] = logp[p + int(work.start[a]):].sum()
     return _placed(values, work)
-
-# %% ../nbs/24_scoring.ipynb #c048
-def _placed(values, work):
-    "`Scores` from the value (C,) of every pair."
-    sums = torch.full((work.tokens.numel(),), torch.nan, dtype=values.dtype, device=work.tokens.device)
-    sums[work.cell] = values.to(sums.device)
-    return Scores(sums.view(work.tokens.shape), work.tokens)
 
 # %% ../nbs/24_scoring.ipynb #c049
 @torch.no_grad()
@@ -419,16 +410,19 @@ def takes_tree_mask(
         return False
     return bool((packed - apart).abs().max() <= .1 * (blind - apart).abs().max())
 
-# %% ../nbs/24_scoring.ipynb #c050
-def _choose(model, work, method):
-    "The method that will be used. Raises ValueError on an unknown one."
-    if method not in ('auto', 'packed', 'cache', 'flex'):
-        raise ValueError(f"method is 'auto', 'packed', 'cache' or 'flex', got {method!r}")
-    if method != 'auto': return method
-    window = min(_setting(model, 'sliding_window'), _setting(model, 'attention_chunk_size'))
-    return 'packed' if work.longest() <= window and takes_tree_mask(model) else 'cache'
+# %% ../nbs/24_scoring.ipynb #c052
+def _branches(model, past, last, work, mine):
+    "Log-probability of the answers `mine`, which all follow the id `last`, after what a cache has read."
+    a = work.template[mine]
+    golds = work.ids[a, :int(work.end[a].max())].to(model.device)
+    ids = torch.cat([last.expand(len(a), 1), golds[:, :-1]], 1)
+    past = copy.deepcopy(past)
+    if past is not None: past.reorder_cache(torch.zeros(len(a), dtype=torch.long, device=ids.device))
+    logits = _wide(model(input_ids=ids, past_key_values=past, use_cache=True).logits)
+    logp = logits.log_softmax(-1).gather(-1, golds[..., None])[..., 0]
+    at = torch.arange(golds.shape[1])
+    return (logp * ((at >= work.start[a, None].cpu()) & (at < work.end[a, None].cpu())).to(logp)).sum(1)
 
-# %% ../nbs/24_scoring.ipynb #c051
 def _cached(model, rows, work):
     "Log-probability (C,) of every pair in `work`, through the model's own cache: row by row, state by state."
     values = torch.zeros(len(work.cell), dtype=torch.promote_types(model.dtype, torch.float32))
@@ -443,34 +437,23 @@ def _cached(model, rows, work):
             values[mine] = _branches(model, past, ids[p], work, mine).to(values)
     return values
 
-# %% ../nbs/24_scoring.ipynb #c052
-def _branches(model, past, last, work, mine):
-    "Log-probability of the answers `mine`, which all follow the id `last`, after what a cache has read."
-    a = work.template[mine]
-    golds = work.ids[a, :int(work.end[a].max())].to(model.device)
-    ids = torch.cat([last.expand(len(a), 1), golds[:, :-1]], 1)
-    past = copy.deepcopy(past)
-    if past is not None: past.reorder_cache(torch.zeros(len(a), dtype=torch.long, device=ids.device))
-    logits = _wide(model(input_ids=ids, past_key_values=past, use_cache=True).logits)
-    logp = logits.log_softmax(-1).gather(-1, golds[..., None])[..., 0]
-    at = torch.arange(golds.shape[1])
-    return (logp * ((at >= work.start[a, None].cpu()) & (at < work.end[a, None].cpu())).to(logp)).sum(1)
+# %% ../nbs/24_scoring.ipynb #c050
+def _choose(model, work, method):
+    "The method that will be used. Raises ValueError on an unknown one."
+    if method not in ('auto', 'packed', 'cache', 'flex'):
+        raise ValueError(f"method is 'auto', 'packed', 'cache' or 'flex', got {method!r}")
+    if method != 'auto': return method
+    window = min(_setting(model, 'sliding_window'), _setting(model, 'attention_chunk_size'))
+    return 'packed' if work.longest() <= window and takes_tree_mask(model) else 'cache'
 
-# %% ../nbs/24_scoring.ipynb #c053
-def answer_logps(
-    model,            # Hugging Face causal model
-    rows,             # ids (R, T) long padded on the right, lengths (R,)
-    states,           # (N, S, 2) long, row and last position of each state; -1 where there is none
-    answers,          # list of N lists of AnswerTemplate
-    method='auto',    # 'auto', 'packed', 'cache', 'flex'
-    budget=16384,     # most tokens in a forward, padding included; a longer row goes alone
-    max_length=None,  # the model's context; None: as its configuration says
-):
-    """Score every gold at every state, in one packed forward per batch (TIPS sec. 3.2, IGPO eq. 3): `Scores`, without gradient.
-    NaN where a state or a gold does not exist, or both together do not fit into the context.
-    Raises ValueError on states outside their rows and on a gold that fits nowhere."""
-    work = _work(rows, states, answers, max_length or _setting(model, 'max_position_embeddings'))
-    return _score(model, rows, work, method, budget)
+def _plain(model, rows, trained, temperature, budget):
+    "`token_logps` (R, T) in batches of rows of similar length."
+    out = torch.zeros(trained.shape, device=trained.device)
+    for part in _in_budget(rows[1], budget):
+        width = int(rows[1][part[0]])
+        ids, mask = (x[part, :width].to(model.device) for x in (rows[0], trained))
+        out[part, :width] = token_logps(model, ids, mask, temperature).to(out)
+    return out
 
 # %% ../nbs/24_scoring.ipynb #c054
 @torch.no_grad()
@@ -485,15 +468,21 @@ def _score(model, rows, work, method, budget, trained=None, temperature=1.0):
         return collect(batches, [batch_logps(model, b.to(model.device), temperature) for b in batches], work.tokens,
                        trained)
 
-# %% ../nbs/24_scoring.ipynb #c055
-def _plain(model, rows, trained, temperature, budget):
-    "`token_logps` (R, T) in batches of rows of similar length."
-    out = torch.zeros(trained.shape, device=trained.device)
-    for part in _in_budget(rows[1], budget):
-        width = int(rows[1][part[0]])
-        ids, mask = (x[part, :width].to(model.device) for x in (rows[0], trained))
-        out[part, :width] = token_logps(model, ids, mask, temperature).to(out)
-    return out
+# %% ../nbs/24_scoring.ipynb #c053
+def answer_logps(
+    model,            # Hugging Face causal model
+    rows,             # ids (R, T) long padded on the right, lengths (R,)
+    states,           # (N, S, 2) long, row and last position of each state; -1 where there is none
+    answers,          # list of N lists of AnswerTemplate
+    method='auto',    # 'auto', 'packed', 'cache', 'flex'
+    budget=16384,     # most tokens in a forward, padding included; a longer row goes alone
+    max_length=None,  # the model's context; None: as its configuration says
+):
+    """Score every gold at every state, in one packed forward per batch (TIPS sec. 3.2, IGPO eq. 3): `Scores`, without
+    gradient. NaN where a state or a gold does not exist, or both together do not fit into the context.
+    Raises ValueError on states outside their rows and on a gold that fits nowhere."""
+    work = _work(rows, states, answers, max_length or _setting(model, 'max_position_embeddings'))
+    return _score(model, rows, work, method, budget)
 
 # %% ../nbs/24_scoring.ipynb #c068
 def joint_logps(
@@ -505,12 +494,12 @@ def joint_logps(
     temperature=1.0,  # > 0, of the trained tokens
     method='auto',    # 'auto', 'packed', 'cache', 'flex'
     budget=16384,     # most tokens in a forward, padding included; a longer row goes alone
-    max_length=None,  # the model's context; None: as its configuration says
 ):
-    """Read every row once for both: log-probability (R, T) of its trained tokens, 0 elsewhere, as `token_logps`, and `Scores` of all golds, as `answer_logps`.
+    """Read every row once for both: log-probability (R, T) of its trained tokens, 0 elsewhere, as `token_logps`, and
+    `Scores` of all golds, as `answer_logps`.
     Raises ValueError on states outside their rows, a gold that fits nowhere, and a mask of another shape."""
     if trained.shape != rows[0].shape or trained.dtype != torch.bool:
         raise ValueError(f'trained must be bool {tuple(rows[0].shape)} like the ids, got {trained.dtype} '
                          f'{tuple(trained.shape)}')
-    work = _work(rows, states, answers, max_length or _setting(model, 'max_position_embeddings'))
+    work = _work(rows, states, answers, _setting(model, 'max_position_embeddings'))
     return _score(model, rows, work, method, budget, trained, temperature)

@@ -5,14 +5,14 @@
 # %% auto #0
 __all__ = ['GROUPS', 'Config', 'Course', 'Task', 'usual_turns', 'Acting', 'Host', 'Mismatch', 'weight_limits', 'Learning',
            'CriticChoice', 'TeacherChoice', 'Keeping', 'flat_form', 'make_config', 'read_parameters', 'Settings',
-           'group_of', 'settings_of', 'data_sets', 'world_arguments', 'check_engine', 'check']
+           'group_of', 'settings_of', 'check', 'data_sets', 'world_arguments', 'check_engine']
 
 # %% ../nbs/61_settings.ipynb #c002
 import dataclasses, json
 from dataclasses import dataclass
 from pathlib import Path
 import torch
-from .datasets import get_benchmark
+from .benchmarks import get_benchmark
 from .engine import Sampling
 from .launch import check_hostfile
 from .layout import AVERAGES
@@ -26,7 +26,7 @@ from .protocol import PROTOCOLS
 from .runlog import check_trackers
 from .vllm_engine import check_adapter, check_vllm_settings, rank_devices, sampler_weights
 from .warmup import read_warmed
-from .world import SPLITS, make_world
+from .world import SPLITS, world_of
 
 # %% ../nbs/61_settings.ipynb #n0101
 @dataclass(frozen=True)
@@ -272,6 +272,28 @@ def settings_of(config):  # Config, or another flat form that has its names
     "The groups of a flat record: `Settings`. Raises ValueError on a value that is not allowed."
     return Settings(**{name: group_of(group, config) for name, group in GROUPS.items()})
 
+# %% ../nbs/61_settings.ipynb #c018
+def check(config):
+    "Refuse a configuration that cannot work. Raises ValueError with what was got, what is wanted, and how to mend it."
+    method, s = get_method(config.method), settings_of(config)
+    acting, task = s.acting, s.task
+    _check_method(s, method)
+    if acting.top_p < 1 or acting.top_k:
+        raise ValueError(f'training takes top_p=1 and top_k=0, got {acting.top_p} and {acting.top_k}: with a cut-off '
+                         'distribution the sampled log-probabilities belong to another policy than the one that is '
+                         'trained')
+    acting.sampling                                    # refuses a temperature that is none
+    check_trackers(s.keeping.trackers)
+    _check_host(s.host, acting.dtype)
+    check_engine(s.host, s.mismatch, acting)
+    if not isinstance(getattr(torch, acting.dtype, None), torch.dtype):
+        raise ValueError(f"dtype must be one of PyTorch's, such as 'float32' or 'bfloat16', got {acting.dtype!r}")
+    if task.data == 'tiny': _check_world(task.world, s.course.seed)
+    else: _check_sets(task, acting.protocol)
+    _check_words(acting, task.data)
+    if s.critic.critic_from: _check_warmed(config, method)
+    if task.path is not None and not Path(task.path).exists(): raise ValueError(f'path {task.path!r} does not exist')
+
 # %% ../nbs/61_settings.ipynb #c020
 def data_sets(task):
     "Names of the data sets that a task mixes."
@@ -296,7 +318,7 @@ def _check_world(world, seed=0):
         if isinstance(value, dict) and set(value) != set(SPLITS):
             raise ValueError(f'world: {name} is a number, or one for each of {", ".join(SPLITS)}, got {value}')
     for part in SPLITS if any(isinstance(v, dict) for v in world.values()) else ('dev',):
-        make_world(part, seed, questions=1, **world_arguments(world, part))
+        world_of(world_arguments(world, part), part, seed, 1)
 
 # %% ../nbs/61_settings.ipynb #c021
 def _check_host(host, dtype):
@@ -395,25 +417,3 @@ def _check_warmed(config, method):
                              f'{now!r}; what it knows is of another model')
     if c.lora and (c.critic or method.critic['kind']) != 'shared':
         raise ValueError("lora with critic_from needs critic='shared': another critic brings a backbone of its own")
-
-# %% ../nbs/61_settings.ipynb #c018
-def check(config):
-    "Refuse a configuration that cannot work. Raises ValueError with what was got, what is wanted, and how to mend it."
-    method, s = get_method(config.method), settings_of(config)
-    acting, task = s.acting, s.task
-    _check_method(s, method)
-    if acting.top_p < 1 or acting.top_k:
-        raise ValueError(f'training takes top_p=1 and top_k=0, got {acting.top_p} and {acting.top_k}: with a cut-off '
-                         'distribution the sampled log-probabilities belong to another policy than the one that is '
-                         'trained')
-    acting.sampling                                    # refuses a temperature that is none
-    check_trackers(s.keeping.trackers)
-    _check_host(s.host, acting.dtype)
-    check_engine(s.host, s.mismatch, acting)
-    if not isinstance(getattr(torch, acting.dtype, None), torch.dtype):
-        raise ValueError(f"dtype must be one of PyTorch's, such as 'float32' or 'bfloat16', got {acting.dtype!r}")
-    if task.data == 'tiny': _check_world(task.world, s.course.seed)
-    else: _check_sets(task, acting.protocol)
-    _check_words(acting, task.data)
-    if s.critic.critic_from: _check_warmed(config, method)
-    if task.path is not None and not Path(task.path).exists(): raise ValueError(f'path {task.path!r} does not exist')

@@ -12,19 +12,21 @@ import dataclasses, os, random, sys, tempfile
 from dataclasses import dataclass
 from pathlib import Path
 import torch
-from .datasets import get_benchmark, load_corpus, load_questions, subsample
+from .benchmarks import get_benchmark
+from .datasets import load_corpus, load_questions, subsample
 from .engine import HFEngine, seed_of
-from .evaluate import is_searched, make_environment, open_search
-from .learner import DeepSpeedLearner, Learner, _seeded, make_critic
+from .evaluate import Conversation, is_searched, make_environment, open_search
+from .learner import Frozen, Learner, make_critic, seeded
 from .methods import get_method
 from .models import load_model, read_template
 from .protocol import PROTOCOLS, Chat
 from .retrieval import BM25
 from .settings import data_sets, settings_of, world_arguments
+from .sharded import DeepSpeedBackend
 from .tiny import ceiling, make_base, tiny_environment
-from .vllm_engine import VLLMEngine, rank_devices, save_adapter
+from .vllm_engine import VLLMEngine, VLLMSettings, rank_devices, save_adapter
 from .warmup import read_warmed
-from .world import make_world
+from .world import world_of
 
 # %% ../nbs/62_stage.ipynb #c028
 @dataclass(frozen=True)
@@ -43,7 +45,7 @@ def tiny_worlds(
 ):
     "The tiny worlds of a run: {'train', 'dev', 'test'} -> `World`."
     sizes = {'train': task.questions, 'dev': task.dev_questions, 'test': task.test_questions}
-    return {part: make_world(part, seed, questions=n, **world_arguments(task.world, part)) for part, n in sizes.items()}
+    return {part: world_of(world_arguments(task.world, part), part, seed, n) for part, n in sizes.items()}
 
 def known_worlds(worlds):
     "Those of the worlds whose parametric facts a warm start must teach: a tuple."
@@ -90,9 +92,9 @@ def _real_stage(acting, task, real, folder, say):
     counts = ', '.join(f'{len(questions)} {part}' for part, questions in parts.items())
     say(f'{counts} questions of {task.data}; {search_place(search)}')
     model, tokenizer = load_model(folder, acting.dtype)
-    env = make_environment(tokenizer, search, acting.protocol, acting.max_turns, acting.max_tokens, task.passages,
-                           task.passage_tokens, read_template(acting.template), acting.template_options,
-                           acting.history, model.config.vocab_size, acting.context_tokens)
+    how = Conversation(acting.protocol, acting.max_turns, acting.max_tokens, task.passages, task.passage_tokens,
+                       read_template(acting.template), acting.template_options, acting.history, acting.context_tokens)
+    env = make_environment(tokenizer, search, how, model.config.vocab_size)
     return Stage(env.chat, model, parts, dict.fromkeys(parts, env))
 
 def search_place(search):  # BM25, or another retriever; None: nothing is searched
@@ -184,7 +186,7 @@ def make_engine(
     own = {'devices': rank_devices(c.vllm.get('devices'), c.ranks, mine), 'own_process': host.own_process,
            'arguments': {**adapters, **c.vllm.get('arguments', {})}}
     return VLLMEngine(start_folder(c), tokenizer, max_length=c.max_tokens, max_rows=c.act_rows,
-                      **{'dtype': c.dtype, **c.vllm, **own})
+                      settings=VLLMSettings(**{'dtype': c.dtype, **c.vllm, **own}))
 
 def hand_over(
     learner,
@@ -210,7 +212,7 @@ def add_lora(
     ValueError on settings that peft does not take."""
     try: from peft import LoraConfig, inject_adapter_in_model
     except ImportError as e: raise ImportError('lora needs peft: pip install credit_rl[train]') from e
-    with _seeded(seed):
+    with seeded(seed):
         try: inject_adapter_in_model(LoraConfig(**{'target_modules': _LINEAR, **settings}), model)
         except TypeError as e: raise ValueError(f'lora: {e}') from e
     for name, p in model.named_parameters(): p.requires_grad_('.lora_' in name)
@@ -246,19 +248,18 @@ def make_learner(config, method, model):
     reference, critic = load_base(c, aside) if c.log_kl or loss.kl else None, _make_critic(s, method, model)
     if c.critic_from: _warm(critic, read_warmed(c.critic_from), c.dtype)
     teacher = _load_teacher(c, aside) if 'teacher' in method.sees else None
-    parts = (model, loss, optimiser, reference, c.temperature, c.seed, critic, teacher,
-             s.teacher.period(method, c.steps), tuple(c.offload))
+    frozen = Frozen(reference, teacher, s.teacher.period(method, c.steps), tuple(c.offload))
     if c.gradient_checkpointing:
         for m in (model, critic and critic.model):
             if m is not None: m.gradient_checkpointing_enable({'use_reentrant': False})
-    if c.learner == 'plain': return Learner(*parts)
-    return DeepSpeedLearner(*parts, stage=c.stage, dtype=c.dtype, settings=c.deepspeed)
+    backend = None if c.learner == 'plain' else DeepSpeedBackend(c.stage, c.dtype, c.deepspeed)
+    return Learner(model, loss, optimiser, critic, frozen, c.temperature, c.seed, backend)
 
 def _make_critic(s, method, model):
     "The critic of a method, its head drawn from the run's seed; None where it has none."
     if not method.critic: return None
     given = {k: v for k, v in (('kind', s.critic.critic), ('mix', s.critic.critic_mix)) if v is not None}
-    with _seeded(seed_of('critic', s.course.seed)): return make_critic(model, **{**method.critic, **given})
+    with seeded(seed_of('critic', s.course.seed)): return make_critic(model, **{**method.critic, **given})
 
 def _load_teacher(c, device):
     "A teacher that is a model of its own; None where a copy of the policy teaches."

@@ -5,8 +5,9 @@
 # %% auto #0
 __all__ = ['PERFECT', 'NOISY', 'GUESSING', 'TEACHER', 'PERFECT_CODER', 'NOISY_CODER', 'CODE_TEACHER', 'CODE_KNOWER', 'TABLE',
            'tiny_tokenizer', 'tiny_environment', 'Player', 'act', 'ceiling', 'tiny_model', 'demonstrations',
-           'copy_rows', 'imitate', 'warm_start', 'recollections', 'Coder', 'memory_of', 'act_coder', 'segment_rows',
-           'code_demonstrations', 'code_recollections', 'code_readings', 'code_warm_start', 'make_base']
+           'copy_rows', 'imitate', 'WarmStart', 'warm_start', 'recollections', 'Coder', 'memory_of', 'act_coder',
+           'segment_rows', 'code_demonstrations', 'code_recollections', 'code_readings', 'CodeWarmStart',
+           'code_warm_start', 'make_base']
 
 # %% ../nbs/25_tiny.ipynb #c002
 import json, random, re
@@ -14,60 +15,51 @@ from dataclasses import dataclass, replace
 from itertools import chain as joined
 from pathlib import Path
 import torch
-from .datasets import Passage
 from .engine import HFEngine, Sampling, ScriptedEngine, seed_of
 from .layout import loss_weights, pack, take, token_logps
 from .protocol import CHATML, PROTOCOLS, Chat
+from .readers import Passage
 from .retrieval import BM25
 from .runlog import atomic_folder
 from .rollout import Environment, rollout
 from .tools import PythonTool, SearchTool, render_plain
 from .trajectory import Group, Question
-from .world import EASY, RELATIONS, SHARES, SIGNS, WORDS, arithmetic_text, compute, make_world, question_text
+from .world import (EASY, RELATIONS, SHARES, SIGNS, WORDS, Competence, arithmetic_text, compute, make_world,
+                             question_text)
 
 # %% ../nbs/25_tiny.ipynb #c005
-_TAGS = [
-    f'<{slash}{tag}>' for tag in ('think', 'tool_call', 'tool_response', 'answer', 'context') for slash in ('', '/')
-]
+_TAGS = [f'<{slash}{tag}>' for tag in ('think', 'tool_call', 'tool_response', 'answer', 'context')
+         for slash in ('', '/')]
 _PLAIN = [
     'is', 'of', '.', '?', ';', ',', ':', '=', '+', '-', '*', '/', '(', ')', '[', ']', '{', '}', '"', "'", '`', '_',
     '%', '\\boxed', *'0123456789', 'system', 'user', 'assistant', 'Error', 'No', 'results', 'print', 'search',
     'python', 'plus', 'minus', 'times', 'its', 'what', 'known', 'unknown'
 ]
-
-# %% ../nbs/25_tiny.ipynb #c006
 _NUMBERS = [str(n) for n in range(10, 100)]
 
 # %% ../nbs/25_tiny.ipynb #c007
 def tiny_tokenizer(numbers=False):
-    """The word-level tokenizer of the tiny world, with ChatML's template; with `numbers`, 10 to 99 are words too.
+    """Make the word-level tokenizer of the tiny world, with ChatML's template; with `numbers`, 10 to 99 are words too.
     Unknown words become <unk>."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
     special = ['<|endoftext|>', '<|im_start|>', '<|im_end|>', '<unk>']
-    # 'country' is a type and a relation
-    vocabulary = {
-        w: i for i, w in enumerate(
-            dict.fromkeys([*special, *_TAGS, *_PLAIN, *SHARES, *RELATIONS, *WORDS, *(_NUMBERS if numbers else ())]))
-    }
+    words = [*special, *_TAGS, *_PLAIN, *SHARES, *RELATIONS, *WORDS, *(_NUMBERS if numbers else ())]
+    vocabulary = {w: i for i, w in enumerate(dict.fromkeys(words))}  # 'country' is a type and a relation
     core = Tokenizer(models.WordLevel(vocabulary, unk_token='<unk>'))
-    core.pre_tokenizer = pre_tokenizers.Sequence([
-        pre_tokenizers.WhitespaceSplit(),
-        pre_tokenizers.Split(Regex(('[1-9]?' if numbers else '') + r'[0-9]|\\boxed|[^\w\\]'), 'isolated')
-    ])
+    parts = Regex(('[1-9]?' if numbers else '') + r'[0-9]|\\boxed|[^\w\\]')
+    core.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(),
+                                                  pre_tokenizers.Split(parts, 'isolated')])
     core.add_tokens(_TAGS)
-    core.decoder = decoders.Sequence([
-        decoders.WordPiece(prefix='##', cleanup=False),
-        decoders.Fuse(),
-        decoders.Replace(Regex(r'(?<=[0-9]) (?=[0-9])'), '')
-    ])
+    core.decoder = decoders.Sequence([decoders.WordPiece(prefix='##', cleanup=False), decoders.Fuse(),
+                                      decoders.Replace(Regex(r'(?<=[0-9]) (?=[0-9])'), '')])
     return PreTrainedTokenizerFast(tokenizer_object=core, eos_token='<|im_end|>', pad_token='<|endoftext|>',
                                    unk_token='<unk>', additional_special_tokens=['<|im_start|>'], chat_template=CHATML)
 
 # %% ../nbs/25_tiny.ipynb #c010
 def tiny_environment(world, chat, k=1, max_turns=None, max_tokens=192):
-    """The `Environment` of a tiny world: its pages behind BM25 (`k` of them per query), for queries or for programs,
-    as the protocol calls."""
+    """Make the `Environment` of a tiny world: its pages behind BM25 (`k` of them per query), for queries or for
+    programs, as the protocol calls."""
     if chat.protocol.call_style == 'none': return Environment(chat, None, max_turns=max_turns, max_tokens=max_tokens)
     pages = [Passage(str(i), name, text) for i, (name, text) in enumerate(world.pages.items())]
     tool = SearchTool(BM25(pages), k=k, max_tokens=None, render=render_plain, empty='No results .')
@@ -93,7 +85,7 @@ GUESSING = Player(guess=1.)
 
 # %% ../nbs/25_tiny.ipynb #c014
 def _understand(text):
-    "Question and history as a player sees them: (relations in order, type, start, list of thoughts, last observation)."
+    "Read question and history as a player does: (relations in order, type, start, thoughts, last observation)."
     asked = re.search(r'user (\w+) (\w+ \w+)((?: \w+)*) \?', text)
     relations = asked[3].replace(' its ', ' ').split()
     thoughts = [t.split(maxsplit=1) for t in re.findall(r'<think> (\w+ \w+ \w+)(?: \w+)* </think>', text)]
@@ -101,13 +93,13 @@ def _understand(text):
     return relations, asked[1], asked[2], thoughts, seen[-1] if seen else ''
 
 def _page_facts(observation, name):
-    "The facts on the page of `name` in an observation: {relation: value}; empty if the page is not there."
+    "Read the facts on the page of `name` in an observation: {relation: value}; empty if the page is not there."
     page = re.search(rf'(?:^| ){name} is \w+ \.((?: (?:{"|".join(RELATIONS)}) \w+ \w+ \.)*)', observation)
     return dict(re.findall(r'(\w+) (\w+ \w+) \.', page[1])) if page else {}
 
 # %% ../nbs/25_tiny.ipynb #c015
 def act(text, rng, player=PERFECT):
-    "What `player` says next, given everything so far."
+    "Write what `player` says next, given everything so far."
     relations, kind, start, thoughts, seen = _understand(text)
     if not thoughts:
         held, hop = (kind, start), 0
@@ -119,9 +111,10 @@ def act(text, rng, player=PERFECT):
         values = re.findall(rf'({"|".join(RELATIONS)}) (\w+ \w+) \.', seen)
         if values and rng.random() < player.misread: held, hop = (relations[hop], rng.choice(values)[1]), hop + 1
         elif relations[hop] in facts:
-            slips = hop + 1 == len(
-                relations) and relations[hop] not in player.spared and rng.random() < player.near_miss
-            held, hop = _beside(relations[hop], facts) if slips else (relations[hop], facts[relations[hop]]), hop + 1
+            last = hop + 1 == len(relations) and relations[hop] not in player.spared
+            slips = last and rng.random() < player.near_miss
+            held = _next_fact(relations[hop], facts) if slips else (relations[hop], facts[relations[hop]])
+            hop += 1
     thought = _thought(held, relations[hop:])
     if hop == len(relations) or (thoughts and rng.random() < player.early):
         return f'{thought} <answer> {held[1]} </answer>'
@@ -129,44 +122,45 @@ def act(text, rng, player=PERFECT):
 
 # %% ../nbs/25_tiny.ipynb #c016
 def _thought(held, left):
-    "A thought: what is held, a (type or relation, name), and the relations that are left to follow."
+    "Write a thought: what is held, a (type or relation, name), and the relations that are left to follow."
     return f'<think> {" ".join([*held, *left])} </think>'
 
-def _beside(relation, facts):
-    "The (relation, value) after `relation` on a page, round the end."
+def _next_fact(relation, facts):
+    "Take the (relation, value) after `relation` on a page, round the end."
     other = list(facts)[(list(facts).index(relation) + 1) % len(facts)]
     return other, facts[other]
 
-# %% ../nbs/25_tiny.ipynb #c017
 def _query(name, relation, start, luck, player, rng):
-    "The query for a relation of `name`, or one of the bad ones."
+    "Write the query for a relation of `name`, or one of the bad ones."
     if luck < player.one_word: return rng.choice(name.split())
     if luck < player.one_word + player.relation: return relation
     if luck < player.one_word + player.relation + player.restart: return start
     return f'{name} {relation}'
 
 # %% ../nbs/25_tiny.ipynb #c020
-def ceiling(world, chat, questions=None, **environment):
-    """Exact match of the perfect player on a world's questions, as {hops: share, 'all': share}: what search and turns
-    allow. Raises ValueError on calls that no player knows."""
+def ceiling(
+    world,
+    chat,
+    questions=None,  # of the world; None: all of them
+    k=1, max_turns=None, max_tokens=192,  # as for tiny_environment
+):
+    """Measure the exact match of the perfect player on a world's questions: {hops: share, 'all': share}, what search
+    and turns allow. Raises ValueError on calls that no player knows."""
     style = chat.protocol.call_style
     if style not in ('text', 'python'):
         raise ValueError(f"the perfect players write calls in the style 'text' or 'python', not {style!r} as protocol "
                          f"{chat.protocol.name!r} does")
-    engine = ScriptedEngine(
-        act if style == 'text' else lambda text, rng: act_coder(text, rng, PERFECT_CODER, memory_of(world)),
-        chat.tokenizer)
-    groups = rollout(engine, tiny_environment(world, chat, **environment), questions or world.questions)
+    coder = lambda text, rng: act_coder(text, rng, PERFECT_CODER, memory_of(world))
+    engine = ScriptedEngine(act if style == 'text' else coder, chat.tokenizer)
+    groups = rollout(engine, tiny_environment(world, chat, k, max_turns, max_tokens), questions or world.questions)
     right = [(g.question.meta['hops'], g.trajectories[0].answer in g.question.answers) for g in groups]
     share = lambda some: sum(some) / len(some)
-    return {
-        **{h: share([r for k, r in right if k == h]) for h in sorted({k for k, _ in right})}, 'all':
-        share([r for _, r in right])
-    }
+    of_hops = {h: share([r for hops, r in right if hops == h]) for h in sorted({hops for hops, _ in right})}
+    return {**of_hops, 'all': share([r for _, r in right])}
 
 # %% ../nbs/25_tiny.ipynb #c023
 def tiny_model(tokenizer, seed=0, width=128, layers=2, heads=4, feedforward=384, max_length=512):
-    "A Qwen2 causal language model with random weights, float32, tied embeddings."
+    "Make a Qwen2 causal language model with random weights, float32, tied embeddings."
     from transformers import Qwen2Config, Qwen2ForCausalLM
     config = Qwen2Config(vocab_size=len(tokenizer), hidden_size=width, num_hidden_layers=layers,
                          num_attention_heads=heads, num_key_value_heads=heads, intermediate_size=feedforward,
@@ -180,7 +174,7 @@ def tiny_model(tokenizer, seed=0, width=128, layers=2, heads=4, feedforward=384,
 
 # %% ../nbs/25_tiny.ipynb #c026
 def demonstrations(chat, player, count, seed, hops=(1, 2, 3), size=300, batch=250):
-    "`count` games of a scripted player, on as many random train worlds as it takes: list of `Group`."
+    "Play `count` games of a scripted player, on as many random train worlds as it takes: list of `Group`."
     engine, groups = ScriptedEngine(lambda text, rng: act(text, rng, player), chat.tokenizer), []
     while len(groups) < count:
         world = make_world('train', seed_of('demonstrations', seed, len(groups)), size=size,
@@ -188,9 +182,8 @@ def demonstrations(chat, player, count, seed, hops=(1, 2, 3), size=300, batch=25
         groups += rollout(engine, tiny_environment(world, chat), world.questions, seed=seed)
     return groups
 
-# %% ../nbs/25_tiny.ipynb #c027
 def copy_rows(tokenizer, count, generator, length=16, words=WORDS):
-    """Rows (ids, token_turns), each (count, 2 * length): random `words`, then the same begun elsewhere; trained on
+    """Make rows (ids, token_turns), each (count, 2 * length): random `words`, then the same begun elsewhere; trained on
     what that determines."""
     words = torch.tensor(tokenizer.convert_tokens_to_ids(list(words)))
     first = torch.stack([words[torch.randperm(len(words), generator=generator)[:length]] for _ in range(count)])
@@ -202,10 +195,11 @@ def copy_rows(tokenizer, count, generator, length=16, words=WORDS):
 
 # %% ../nbs/25_tiny.ipynb #c029
 def imitate(model, batches, steps, learning_rate=4e-3, warmup=20, cooldown=0, check=None, every=25):
-    """Supervised AdamW steps on `batches`, an iterator of (ids, token_turns); the rate warms up, and falls over the last `cooldown` steps.
+    """Train by supervised AdamW steps on `batches`, an iterator of (ids, token_turns).
 
-    Calls `check(step, losses)` every `every` steps; from when it returns True only the cooldown is left. At most `steps` in all.
-    Returns the losses, mean nats per trained token.
+    The rate warms up, and falls over the last `cooldown` steps. Calls `check(step, losses)` every `every` steps; from
+    when it returns True only the cooldown is left. At most `steps` in all. Returns the losses, mean nats per trained
+    token.
     """
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(.9, .95), weight_decay=0.)
     losses, end = [], steps
@@ -224,7 +218,7 @@ def imitate(model, batches, steps, learning_rate=4e-3, warmup=20, cooldown=0, ch
 
 # %% ../nbs/25_tiny.ipynb #c031
 def _endless(groups, size, seed):
-    "Batches (ids, token_turns) of `size` games for ever, reshuffled each time round."
+    "Yield batches (ids, token_turns) of `size` games for ever, reshuffled each time round."
     layout, rng = pack(groups), random.Random(seed)
     while True:
         order = rng.sample(range(len(groups)), len(groups))
@@ -233,53 +227,71 @@ def _endless(groups, size, seed):
             yield part.ids, part.token_turns
 
 # %% ../nbs/25_tiny.ipynb #c032
-def _part(name, level, steps, progress, counted=slice(None), **how):
-    """`imitate` until the loss, a mean over 25 of the `counted` steps, is below `level`. Raises RuntimeError if it
-    does not get there in `steps`."""
-    def mean(losses):
-        last = losses[counted][-25:]
-        return sum(last) / len(last)
-    def check(step, losses):
-        done = mean(losses) < level
-        if done or step % 75 == 0:
-            progress(f'warm start: {name}, step {step}, loss {mean(losses):.3f}, done below {level}')
-        return done
-    losses = imitate(steps=steps, check=check, **how)
-    if not losses or mean(losses) >= level:
-        raise RuntimeError(f'after {len(losses)} steps of the part {name!r} the warm start is at a loss of '
-                                                               f'{mean(losses or [float("nan")]):.2f}, wanted below '
-                                                               f'{level}: raise `{name}`, or take another seed')
+@dataclass(frozen=True)
+class _Part:
+    "One part of a warm start."
+    name: str
+    level: float           # loss below which it ends, nats per trained token
+    steps: int             # most steps
+    first: int = 0         # the losses that count: that of this step, and of every so many after it
+    every: int = 1
 
-# %% ../nbs/25_tiny.ipynb #c033
-TEACHER = Player(near_miss=.8, spared=('birthplace', 'headquarters'))  # whose games the warm start imitates
+    def mean(self, losses):
+        "Mean of the last 25 losses that count."
+        last = losses[self.first::self.every][-25:]
+        return sum(last) / len(last)
+
+def _train_part(part, model, batches, progress, learning_rate=4e-3, cooldown=0):
+    "Imitate until the part's loss is below its level. Raises RuntimeError if it does not get there in its steps."
+    def check(step, losses):
+        done = part.mean(losses) < part.level
+        if done or step % 75 == 0:
+            progress(f'warm start: {part.name}, step {step}, loss {part.mean(losses):.3f}, done below {part.level}')
+        return done
+    losses = imitate(model, batches, part.steps, learning_rate, cooldown=cooldown, check=check)
+    if not losses or part.mean(losses) >= part.level:
+        raise RuntimeError(f'after {len(losses)} steps of the part {part.name!r} the warm start is at a loss of '
+                           f'{part.mean(losses or [float("nan")]):.2f}, wanted below {part.level}: raise '
+                           f'`{part.name}`, or take another seed')
 
 # %% ../nbs/25_tiny.ipynb #c034
-def warm_start(chat, seed=0,
-               copy=600, games=1500,    # most steps of each part
-               copied=1.0, played=.08,  # losses at which they end, nats per trained token
-               count=4000,              # games to imitate
-               teacher=TEACHER,         # whose games are imitated
-               known=(),                # worlds whose `known` facts are taught as well
-               progress=print):         # called with a line of text
-    """Train a tiny model from nothing to a weak base. Returns the model. Raises RuntimeError if a part does not get
-    there."""
+TEACHER = Player(near_miss=.8, spared=('birthplace', 'headquarters'))  # whose games the warm start imitates
+
+@dataclass(frozen=True)
+class WarmStart:
+    "How a tiny model is taught to play."
+    copy: int = 600         # most steps of each part
+    games: int = 1500
+    copied: float = 1.0     # losses at which they end, nats per trained token
+    played: float = .08
+    count: int = 4000       # games to imitate
+    teacher: Player = TEACHER  # whose games are imitated
+
+def warm_start(
+    chat,
+    seed=0,
+    plan=WarmStart(),
+    known=(),        # worlds whose `known` facts are taught as well
+    progress=print,  # called with a line of text
+):
+    "Train a tiny model from nothing to a weak base. Returns the model. Raises RuntimeError if a part falls short."
     model, generator = tiny_model(chat.tokenizer, seed), torch.Generator().manual_seed(seed)
     rows = iter(lambda: copy_rows(chat.tokenizer, 64, generator), None)
-    _part('copy', copied, copy, progress, model=model, batches=rows)
-    shown = demonstrations(chat, teacher, count, seed,
-                           hops=(1, 2, 3, 3, 3)) + [g for world in known for g in recollections(world, chat)]
-    _part('games', played, games, progress, model=model, batches=_endless(shown, 16, seed), learning_rate=2e-3,
-          cooldown=80)
+    _train_part(_Part('copy', plan.copied, plan.copy), model, rows, progress)
+    shown = demonstrations(chat, plan.teacher, plan.count, seed, hops=(1, 2, 3, 3, 3))
+    shown += [g for world in known for g in recollections(world, chat)]
+    _train_part(_Part('games', plan.played, plan.games), model, _endless(shown, 16, seed), progress,
+                learning_rate=2e-3, cooldown=80)
     return model.eval()
 
 # %% ../nbs/25_tiny.ipynb #c035
 def recollections(world, chat, times=20):
-    "Games that answer the parametric questions of a world from memory, each `times` over: list of `Group`."
+    "Play games that answer the parametric questions of a world from memory, each `times` over: list of `Group`."
     answers = {q.text: q.answers[0] for q in world.questions if q.meta['parametric']}
     def recall(text, rng):
         relations, kind, start, _, _ = _understand(text)
-        return (f'{_thought((kind, start), relations)} <answer> {answers[question_text(kind, start, relations)]} '
-                '</answer>')
+        answer = answers[question_text(kind, start, relations)]
+        return f'{_thought((kind, start), relations)} <answer> {answer} </answer>'
     asked = [q for q in world.questions if q.meta['parametric']] * times
     return rollout(ScriptedEngine(recall, chat.tokenizer), tiny_environment(world, chat), asked) if asked else []
 
@@ -296,50 +308,31 @@ class Coder:
 PERFECT_CODER = Coder(recall=1.)
 NOISY_CODER = Coder(recall=.5, guess=.1, one_word=.2, near_miss=.4, lose=.1)
 
-# %% ../nbs/25_tiny.ipynb #c038
 def memory_of(world):
-    "What an agent that was taught this world knows by heart: {question text: answer} of its parametric questions."
+    "List what an agent that was taught this world knows by heart: {question text: answer} of its parametric questions."
     return {q.text: q.answers[0] for q in world.questions if q.meta['parametric']}
 
 # %% ../nbs/25_tiny.ipynb #c039
 def _read_segments(text):
-    """What a coder sees: (question text, what the system demands, its thoughts, its contexts, the output to be read or
-    None)."""
-    system, asked, said = re.search(r'(?:system (.*?) <.im_end.> <.im_start.> )?user (.*? \?) <.im_end.> <.im_start.> '
-                                    r'assistant(.*)', text).groups()
-    contexts = [c.strip() for c in re.findall(r'<context>(.*?)</context>', said)]
-    reading = said.rfind('</tool_call>') > said.rfind('</context>')
-    return asked, system, re.findall(r'<think> (.*?) </think>',
-                                     said), contexts, said[said.rfind('</tool_call>') + 12:] if reading else None
-
-# %% ../nbs/25_tiny.ipynb #c040
-def act_coder(text, rng, coder=PERFECT_CODER, memory={}):
-    """What `coder` says in its next segment, given everything so far; `memory` is what it knows: {question text:
-    answer}."""
-    asked, system, thoughts, contexts, output = _read_segments(text)
-    sums = re.fullmatch(r'what is (\d+) (\w+) (\d+) \?', asked)
-    if output is not None: return f'<context> {_noted(thoughts[-1], output, sums, coder, rng)} </context>'
-    thought, query, held = _calculation(sums, contexts) if sums else _look_up(asked, thoughts, contexts)
-    said = f'<think> {thought} </think>'
-    boxed = lambda answer: f'{said} \\boxed {{ {answer} }} <|im_end|>'
-    if not contexts and system != 'python':
-        if asked in memory and (system or rng.random() < coder.recall): return boxed(memory[asked])
-        if asked not in memory and (system or rng.random() < coder.guess):
-            return boxed(rng.randrange(10, 100) if sums else ' '.join(rng.sample(WORDS, 2)))
-    if query is None or contexts[-1:] == ['']: return boxed(held)
-    if sums: return f'{said} <tool_call> print ( {query} ) </tool_call>'
-    if rng.random() < coder.one_word: query = rng.choice(query.split()[:2])
-    return f'{said} <tool_call> print ( search ( " {query} " ) ) </tool_call>'
+    """Read what a coder sees: (question text, what the system demands, its thoughts, its contexts, the output to be
+    read or None)."""
+    form = (r'(?:system (.*?) <.im_end.> <.im_start.> )?user (.*? \?) <.im_end.> <.im_start.> '
+            r'assistant(.*)')
+    system, asked, written = re.search(form, text).groups()
+    contexts = [c.strip() for c in re.findall(r'<context>(.*?)</context>', written)]
+    reading = written.rfind('</tool_call>') > written.rfind('</context>')
+    output = written[written.rfind('</tool_call>') + 12:] if reading else None
+    return asked, system, re.findall(r'<think> (.*?) </think>', written), contexts, output
 
 # %% ../nbs/25_tiny.ipynb #c041
 def _calculation(sums, contexts):
-    "Thought, program (None if its result was noted) and what is held, for a calculation."
+    "Find thought, program (None if its result was noted) and what is held, for a calculation."
     formula = f'{sums[1]} {SIGNS[sums[2]]} {sums[3]}'
     done = contexts[-1] if contexts else ''
     return formula, None if done else formula, done or '0'
 
 def _look_up(asked, thoughts, contexts):
-    "Thought, query (None if no relation is left) and the name that is held, for a question about a chain."
+    "Find thought, query (None if no relation is left) and the name that is held, for a question about a chain."
     if not thoughts:
         kind, start, relations = re.fullmatch(r'(\w+) (\w+ \w+) its (.*) \?', asked).groups()
         thought = f'{kind} {start} {relations.replace(" its ", " ")}'
@@ -349,34 +342,51 @@ def _look_up(asked, thoughts, contexts):
     return thought, f'{first} {second} {left[0]}' if left else None, f'{first} {second}'
 
 # %% ../nbs/25_tiny.ipynb #c042
-def _noted(thought, output, sums, coder, rng):
-    "What a coder notes of a program's output: a result, or (relation, name); '' if it is not there or gets lost."
+def _note(thought, output, sums, coder, rng):
+    "Write what a coder notes of a program's output: a result, or (relation, name); '' if it is not there or gets lost."
     if sums: return ''.join(re.findall(r'\d', output))
     if rng.random() < coder.lose: return ''
     _, first, second, relation, *_ = thought.split()
     facts = _page_facts(output.strip(), f'{first} {second}')
     if relation not in facts: return ''
-    return ' '.join(_beside(relation, facts) if rng.random() < coder.near_miss else (relation, facts[relation]))
+    return ' '.join(_next_fact(relation, facts) if rng.random() < coder.near_miss else (relation, facts[relation]))
+
+# %% ../nbs/25_tiny.ipynb #c040
+def act_coder(text, rng, coder=PERFECT_CODER, memory={}):
+    """Write what `coder` says in its next segment, given everything so far; `memory` is what it knows: {question text:
+    answer}."""
+    asked, system, thoughts, contexts, output = _read_segments(text)
+    sums = re.fullmatch(r'what is (\d+) (\w+) (\d+) \?', asked)
+    if output is not None: return f'<context> {_note(thoughts[-1], output, sums, coder, rng)} </context>'
+    thought, query, held = _calculation(sums, contexts) if sums else _look_up(asked, thoughts, contexts)
+    thinks = f'<think> {thought} </think>'
+    boxed = lambda answer: f'{thinks} \\boxed {{ {answer} }} <|im_end|>'
+    if not contexts and system != 'python':
+        if asked in memory and (system or rng.random() < coder.recall): return boxed(memory[asked])
+        if asked not in memory and (system or rng.random() < coder.guess):
+            return boxed(rng.randrange(10, 100) if sums else ' '.join(rng.sample(WORDS, 2)))
+    if query is None or contexts[-1:] == ['']: return boxed(held)
+    if sums: return f'{thinks} <tool_call> print ( {query} ) </tool_call>'
+    if rng.random() < coder.one_word: query = rng.choice(query.split()[:2])
+    return f'{thinks} <tool_call> print ( search ( " {query} " ) ) </tool_call>'
 
 # %% ../nbs/25_tiny.ipynb #c046
 def segment_rows(trajectory):
-    """Rows (ids, token_turns) of a trajectory in segments, lists of ints: one for each assimilate segment, and one for
-    all the others."""
+    """Make rows (ids, token_turns) of a trajectory in segments, lists of ints: one for each assimilate segment, and
+    one for all the others."""
     rows, ids, turns = [], list(trajectory.prompt_ids), [-1] * len(trajectory.prompt_ids)
     for k, turn in enumerate(trajectory.turns):
-        context = list(turn.context_ids or trajectory.prompt_ids)
-        if turn.kind == 'assimilate':
-            rows.append((context + list(turn.action_ids), [-1] * len(context) + [k] * len(turn.action_ids)))
+        context, action = list(turn.context_ids or trajectory.prompt_ids), list(turn.action_ids)
+        if turn.kind == 'assimilate': rows.append((context + action, [-1] * len(context) + [k] * len(action)))
         else:
-            ids, turns = context + list(
-                turn.action_ids), (turns + [-1] *
-                                   (len(context) - len(turns)))[:len(context)] + [k] * len(turn.action_ids)
+            read = (turns + [-1] * (len(context) - len(turns)))[:len(context)]
+            ids, turns = context + action, read + [k] * len(action)
     return [*rows, (ids, turns)]
 
 # %% ../nbs/25_tiny.ipynb #c047
 def _endless_rows(rows, size, seed):
-    """Batches (ids, token_turns), padded, of `size` rows of similar length (of all, where there are fewer), for ever,
-    reshuffled each time round."""
+    """Yield batches (ids, token_turns), padded, of `size` rows of similar length (of all, where there are fewer), for
+    ever, reshuffled each time round."""
     from torch.nn.utils.rnn import pad_sequence
     rng, size = random.Random(seed), min(size, len(rows))
     while True:
@@ -384,63 +394,59 @@ def _endless_rows(rows, size, seed):
         order = sorted(rng.sample(range(len(rows)), len(rows)), key=lambda i: len(rows[i][0]))
         batches = [order[i:i + size] for i in range(0, len(order) - size + 1, size)]
         for batch in rng.sample(batches, len(batches)):
-            yield tuple(
-                pad_sequence([torch.tensor(rows[i][j]) for i in batch], True, value) for j, value in ((0, 0), (1, -1)))
+            padded = lambda j, value: pad_sequence([torch.tensor(rows[i][j]) for i in batch], True, value)
+            yield padded(0, 0), padded(1, -1)
 
 # %% ../nbs/25_tiny.ipynb #c048
-# whose games on random worlds the warm start of CARL's base imitates
-CODE_TEACHER = Coder(recall=.5, guess=.1, one_word=.05, lose=.25)
-# whose games and readings of what is to be known it imitates: looking up costs something, and what a note will be is
-# open
+CODE_TEACHER = Coder(recall=.5, guess=.1, one_word=.05, lose=.25)  # whose games on random worlds are imitated
+# whose games and readings of what is to be known are: looking up costs something, and what a note will be is open
 CODE_KNOWER = Coder(recall=.5, lose=.15)
 TABLE = {arithmetic_text(*sums): str(compute(*sums)) for sums in EASY}  # what is known by heart in every world
 
 # %% ../nbs/25_tiny.ipynb #c049
 def _code_games(tokenizer, world, questions, coder, memory, seed):
-    "Games of a coder: of ten questions five with the choice, four that must call, one that must not."
-    engine, groups, n = ScriptedEngine(lambda text, rng: act_coder(text, rng, coder, memory),
-                                       tokenizer), [], len(questions)
-    for name, a, b in (('carl-tiny', 0, n // 2), ('carl-tiny-forced', n // 2, n * 9 // 10), ('carl-tiny-direct',
-                                                                                             n * 9 // 10, n)):
+    "Play games of a coder: of ten questions five with the choice, four that must call, one that must not."
+    engine = ScriptedEngine(lambda text, rng: act_coder(text, rng, coder, memory), tokenizer)
+    groups, n = [], len(questions)
+    for name, a, b in (('carl-tiny', 0, n // 2), ('carl-tiny-forced', n // 2, n * 9 // 10),
+                       ('carl-tiny-direct', n * 9 // 10, n)):
         if b > a:
-            groups += rollout(engine, tiny_environment(world, Chat(PROTOCOLS[name], tokenizer)), questions[a:b],
-                              seed=seed)
+            env = tiny_environment(world, Chat(PROTOCOLS[name], tokenizer))
+            groups += rollout(engine, env, questions[a:b], seed=seed)
     return groups
 
-# %% ../nbs/25_tiny.ipynb #c050
 def code_demonstrations(tokenizer, coder, count, seed, known=(), times=1, size=300, batch=250):
-    """`count` games of a scripted coder on random train worlds, and `times` one for each parametric question of the
-    worlds in `known`: list of `Group`."""
+    """Play `count` games of a scripted coder on random train worlds, and `times` one for each parametric question of
+    the worlds in `known`: list of `Group`."""
     groups = []
     while len(groups) < count:
         n = min(batch, count - len(groups))
         world = make_world('train', seed_of('code demonstrations', seed, len(groups)), size=size,
-                           questions=n - 2 * (n // 5), hops=(1, 2, 2), easy=n // 5, hard=n // 5)
+                           questions=n - 2 * (n // 5), hops=(1, 2, 2),
+                           competence=Competence(easy=n // 5, hard=n // 5))
         groups += _code_games(tokenizer, world, list(world.questions), coder, TABLE, seed)
     for world in known:
-        asked = [q for q in world.questions if q.meta['parametric']]
+        asked, memory = [q for q in world.questions if q.meta['parametric']], TABLE | memory_of(world)
         for time in range(times):
             own = seed_of('code demonstrations, known', seed, time)
-            groups += _code_games(tokenizer, world,
-                                  random.Random(own).sample(asked, len(asked)), coder, TABLE | memory_of(world), own)
+            shuffled = random.Random(own).sample(asked, len(asked))
+            groups += _code_games(tokenizer, world, shuffled, coder, memory, own)
     return groups
 
 # %% ../nbs/25_tiny.ipynb #c051
 def code_recollections(tokenizer, known, sums=3):
-    """What is to be known by heart, boxed at once: the parametric questions of the worlds in `known`, and the easy
+    """Box at once what is to be known by heart: the parametric questions of the worlds in `known`, and the easy
     calculations `sums` times: list of `Group`."""
     memory = {text: answer for world in known for text, answer in memory_of(world).items() if text not in TABLE}
-    asked = [
-        Question(f'known-{i}', text, [answer])
-        for i, (text, answer) in enumerate([*memory.items(), *list(TABLE.items()) * sums])
-    ]
+    pairs = [*memory.items(), *list(TABLE.items()) * sums]
+    asked = [Question(f'known-{i}', text, [answer]) for i, (text, answer) in enumerate(pairs)]
     engine = ScriptedEngine(lambda text, rng: act_coder(text, rng, PERFECT_CODER, memory | TABLE), tokenizer)
     return rollout(engine, Environment(Chat(PROTOCOLS['carl-tiny-direct'], tokenizer), None), asked)
 
 # %% ../nbs/25_tiny.ipynb #c053
 def code_readings(tokenizer, coder, known, seed, times=1, missing=.25):
-    """How `coder` reads the pages of what is to be known, a share of them `missing`, looked up `times` over: rows as
-    of `segment_rows`, of assimilate segments alone."""
+    """Play how `coder` reads the pages of what is to be known, a share of them `missing`, looked up `times` over: rows
+    as of `segment_rows`, of assimilate segments alone."""
     read, rng = [], random.Random(seed_of('missing pages', seed))
     for world in known:
         world = replace(world, pages={name: text for name, text in world.pages.items() if rng.random() >= missing})
@@ -452,44 +458,64 @@ def code_readings(tokenizer, coder, known, seed, times=1, missing=.25):
     return read
 
 # %% ../nbs/25_tiny.ipynb #c055
-def code_warm_start(tokenizer, seed=0,
-                    copy=600, games=900, reading=3000, mixed=6000,     # most steps of each part
-                    # losses at which they end, nats per trained token; the last two of what they are named after
-                    copied=1.0, played=1.1, read=.25, recalled=.05,
-                    # games to imitate, and how often each question about `known` is played besides
-                    count=4000, times=4,
-                    known=(),                # worlds whose `known` facts are taught
-                    progress=print):         # called with a line of text
+@dataclass(frozen=True)
+class CodeWarmStart:
+    "How a tiny model is taught CARL's protocol."
+    copy: int = 600        # most steps of each part
+    games: int = 900
+    reading: int = 3000
+    mixed: int = 6000
+    copied: float = 1.0    # losses at which they end, nats per trained token; the last two of what they are named after
+    played: float = 1.1
+    read: float = .25
+    recalled: float = .05
+    count: int = 4000      # games to imitate
+    times: int = 4         # how often each question about `known` is played besides
+
+def code_warm_start(
+    tokenizer,
+    seed=0,
+    plan=CodeWarmStart(),
+    known=(),        # worlds whose `known` facts are taught
+    progress=print,  # called with a line of text
+):
     """Train a tiny model from nothing to a weak base of CARL's protocol: it invokes, assimilates, commits. Raises
-    RuntimeError if a part does not get there."""
-    model, generator = tiny_model(tokenizer, seed), torch.Generator().manual_seed(seed)
+    RuntimeError if a part falls short."""
+    p, model, generator = plan, tiny_model(tokenizer, seed), torch.Generator().manual_seed(seed)
     drill = lambda size: iter(lambda: copy_rows(tokenizer, size, generator, words=[*WORDS, *_NUMBERS]), None)
-    _part('copy', copied, copy, progress, model=model, batches=drill(64))
+    _train_part(_Part('copy', p.copied, p.copy), model, drill(64), progress)
     rows = lambda groups: [row for g in groups for t in g.trajectories for row in segment_rows(t)]
-    played_games = code_demonstrations(tokenizer, CODE_TEACHER, count, seed) + code_demonstrations(
-        tokenizer, CODE_KNOWER, 0, seed, known, times)
-    shown = _endless_rows(rows(played_games), 32, seed)
+    games = code_demonstrations(tokenizer, CODE_TEACHER, p.count, seed)
+    games += code_demonstrations(tokenizer, CODE_KNOWER, 0, seed, known, p.times)
+    shown = _endless_rows(rows(games), 32, seed)
     learned = _endless_rows(rows(code_recollections(tokenizer, known)), 96, seed)
-    _part('games', played, games, progress, model=model, batches=shown, learning_rate=2e-3)
-    for name, level, steps, counted, coder, cooldown in (('reading', read, reading, 1, PERFECT_CODER, 0),
-                                                         ('mixed', recalled, mixed, 0, CODE_KNOWER, 300)):
-        pages = code_readings(tokenizer, coder, known, seed, times)
+    _train_part(_Part('games', p.played, p.games), model, shown, progress, learning_rate=2e-3)
+    for name, level, steps, first, coder, cooldown in (('reading', p.read, p.reading, 1, PERFECT_CODER, 0),
+                                                       ('mixed', p.recalled, p.mixed, 0, CODE_KNOWER, 300)):
+        pages = code_readings(tokenizer, coder, known, seed, p.times)
         parts = (learned, *([_endless_rows(pages, 48, seed)] if pages else []), shown, drill(32))
         if pages or name == 'mixed':
-            _part(name, level, steps, progress, slice(counted, None, len(parts)), model=model,
-                  batches=joined.from_iterable(zip(*parts)), learning_rate=2e-3, cooldown=cooldown)
+            part = _Part(name, level, steps, first, len(parts))
+            _train_part(part, model, joined.from_iterable(zip(*parts)), progress, 2e-3, cooldown)
     return model.eval()
 
 # %% ../nbs/25_tiny.ipynb #c056
-def make_base(folder, seed=0, protocol='tiny', **settings):
-    """Write a warm-started model and its tokenizer into `folder` (a Hugging Face folder), unless it is there.
-    `protocol` 'tiny' or 'carl-tiny', `settings` as in `warm_start` or `code_warm_start`."""
+def make_base(
+    folder,
+    seed=0,
+    protocol='tiny',  # or 'carl-tiny'
+    plan=None,        # WarmStart, or CodeWarmStart for 'carl-tiny'; None: the defaults
+    known=(),         # worlds whose `known` facts are taught
+    progress=print,   # called with a line of text
+):
+    """Write a warm-started model and its tokenizer into `folder` (a Hugging Face folder), unless it is there. Raises
+    ValueError on another protocol."""
     if protocol not in ('tiny', 'carl-tiny'):
         raise ValueError(f"a base is made for the protocol 'tiny' or 'carl-tiny', got {protocol!r}")
     if not (Path(folder)/'config.json').exists():
         chat = Chat(PROTOCOLS[protocol], tiny_tokenizer(numbers=protocol != 'tiny'))
-        model = warm_start(chat, seed, **settings) if protocol == 'tiny' else code_warm_start(
-            chat.tokenizer, seed, **settings)
+        if protocol == 'tiny': model = warm_start(chat, seed, plan or WarmStart(), known, progress)
+        else: model = code_warm_start(chat.tokenizer, seed, plan or CodeWarmStart(), known, progress)
         with atomic_folder(folder) as part:
             model.save_pretrained(part)
             chat.tokenizer.save_pretrained(part)

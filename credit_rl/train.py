@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 import torch, yaml
 from .critics import explained_variance
-from .datasets import get_benchmark
+from .benchmarks import get_benchmark
 from .engine import Sampling, seed_of
 from .estimate import Plan, describe, memory, read_sizes, step_seconds
 from .evaluate import evaluate, summarize

@@ -25,7 +25,7 @@ def turn_gae(
 
 # %% ../nbs/43_turn_ppo.ipynb #c011
 def _by_turns(rewards, layout, seen, o):
-    "Advantages on every token of a turn, and a target where each turn begins: `Credit`."
+    "A turn's advantage and target on each of its tokens: `Credit`."
     mask = layout.turn_mask
     known = torch.where(rewards['missing'][:, None], 0., rewards_on_last(rewards, layout)) * mask
     values = turn_starts(seen.values, layout).nan_to_num()
@@ -34,7 +34,8 @@ def _by_turns(rewards, layout, seen, o):
     return Credit(tokens(advantages), tokens(targets))
 
 PARTS = (
-    Rule('turn-gae', r'A_k = \sum_{l \ge 0}(\gamma\lambda)^l \delta_{k+l},\ \delta_k = r_k + \gamma V(S_{k+1}) - V(S_k)',
+    Rule('turn-gae',
+         r'A_k = \sum_{l \ge 0}(\gamma\lambda)^l \delta_{k+l},\ \delta_k = r_k + \gamma V(S_{k+1}) - V(S_k)',
          'Turn-PPO', credit=_by_turns, compares=False,
          critic={'kind': 'own', 'head': 'linear', 'at': 'turns', 'mix': 1.0},
          options={'gamma': Option(0.99, 'discount of a turn', least=0, most=1),

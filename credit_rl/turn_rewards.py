@@ -90,8 +90,7 @@ def _turn_of_token(turn_rewards, token_turns, row_trajectory):
     n, k = turn_rewards.shape
     if token_turns.is_floating_point() or token_turns.ndim != 2 or not turn_rewards.is_floating_point():
         raise ValueError('turn_rewards must be (N, K) floats and token_turns (R, T) integers, got '
-                         f'{turn_rewards.dtype} '
-                         f'and {tuple(token_turns.shape)} {token_turns.dtype}')
+                         f'{turn_rewards.dtype} and {tuple(token_turns.shape)} {token_turns.dtype}')
     rows = torch.arange(len(token_turns), device=token_turns.device) if row_trajectory is None else row_trajectory
     if ((row_trajectory is None and len(token_turns) != n) or rows.shape != token_turns.shape[:1]
             or rows.min() < 0 or rows.max() >= n):

@@ -86,7 +86,7 @@ def vspo_weights(
     sampling='value', # how free places are drawn: 'value', 'random', 'none' (no group is dropped: GRPO)
     clip=True,        # smooth the weights (eq. 21); False: ω = N
 ):
-    """Drop silent groups and give their places to others by weight (VSPO eqs. 16-21): weights ω (B,), places N (B,) long.
+    """Drop silent groups and give their places to others by weight (VSPO eqs. 16-21): weights ω and places N, (B,).
     ΣN = B; all 1 if no group or every group is silent. Raises ValueError if G < 2 and on settings out of range."""
     if sampling not in ('value', 'random', 'none'):
         raise ValueError(f"sampling is 'value', 'random' or 'none', got {sampling!r}")
@@ -149,7 +149,8 @@ PARTS = (
     Sampling('value', r'p_b \propto e^{V_b/T},\ V_b = (R_{max} - \mu_b)\sigma_b^2,\ \omega = \alpha - '
              r'\tfrac{\alpha-1}{N}', 'VSPO eqs. 16-21', keep=_valuable,
              options={'temperature': Option(0.1, 'T of the draw by value', above=0),
-                      'smoothing': Option(2, 'α of the weights of groups that stand several times', float, least=1), **_VARIANCE,
+                      'smoothing': Option(2, 'α of the weights of groups that stand several times', float, least=1),
+                      **_VARIANCE,
                       'draw': Option('value', 'how free places are drawn', choices=('value', 'random', 'none')),
                       'clip': Option(True, 'smooth the weights; False: ω = N')},
              differs='one row of weight ω in place of N copies; smoothing is its α'),

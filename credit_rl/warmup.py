@@ -6,8 +6,8 @@
 __all__ = ['GATE', 'BUCKETS', 'tiers', 'cluster_questions', 'draw_evenly', 'GateReport', 'gate', 'Pairs', 'make_pairs',
            'draw_pairs', 'gold_shown', 'sign_pairs', 'segment_statistics', 'context_values', 'GateFailed', 'WarmUp',
            'critic_learner', 'read_states', 'warm_up', 'prompted', 'Missing', 'searching', 'Collecting', 'Collected',
-           'read_collected', 'choose_questions', 'collect', 'Examination', 'Warmed', 'write_warmed', 'report_from',
-           'read_warmed']
+           'read_collected', 'choose_questions', 'obedience', 'Player', 'collect', 'Examination', 'Warmed',
+           'write_warmed', 'report_from', 'read_warmed']
 
 # %% ../nbs/54_warmup.ipynb #c003
 import gzip, json, math, random
@@ -21,7 +21,7 @@ from .folr import first_occurrence
 from .groups import index_groups
 from .launch import Ranks
 from .layout import hidden_states, pack
-from .learner import Critic, Learner, Optimiser
+from .learner import Critic, Frozen, Learner, Optimiser
 from .parts import Credit, Loss
 from .outcome import outcome_rewards
 from .protocol import PROTOCOLS, Chat, read_context
@@ -100,12 +100,13 @@ class GateReport:
     def passed(self): return not self.failed
 
     def __str__(self):
-        say = lambda name: (f'{name} {getattr(self, name):.3f} (at least {GATE[name][0]:.2f}, target '
-                            f'{GATE[name][1]:.2f})')
-        told = 'passed' if self.passed else 'FAILED: ' + ', '.join(
-            f'{n} by {gap:.3f}' if gap == gap else f'{n} could not be measured' for n, gap in self.failed.items())
-        return '; '.join(map(say, GATE)) + (f'; signs: rises where kept {self.sign_kept:.3f} of {self.pairs[0]}, falls '
-                                            f'where lost {self.sign_lost:.3f} of {self.pairs[1]} - {told}')
+        checks = [f'{name} {getattr(self, name):.3f} (at least {least:.2f}, target {target:.2f})'
+                  for name, (least, target) in GATE.items()]
+        gaps = [f'{name} by {gap:.3f}' if gap == gap else f'{name} could not be measured'
+                for name, gap in self.failed.items()]
+        return (f'{"; ".join(checks)}; signs: rises where kept {self.sign_kept:.3f} of {self.pairs[0]}, falls '
+                f'where lost {self.sign_lost:.3f} of {self.pairs[1]} - '
+                + ('passed' if self.passed else f'FAILED: {", ".join(gaps)}'))
 
 # %% ../nbs/54_warmup.ipynb #c015
 def gate(
@@ -173,14 +174,11 @@ def gold_shown(
 ):
     """Assimilate segments that were shown the gold and are not the last: list of (place, whether the context kept it).
     What is written around the context is gone, so it counts for nothing."""
-    t, golds = trajectory, trajectory.question.answers
-    kept = lambda turn: read_context(protocol, turn.action_text)[0]
-    return [
-        (k, first_occurrence([kept(t.turns[k])], golds) is not None)
-        for k in range(1,
-                       len(t.turns) - 1)
-        if t.turns[k].kind == 'assimilate' and first_occurrence([t.turns[k - 1].observation_text], golds) is not None
-    ]
+    turns, golds = trajectory.turns, trajectory.question.answers
+    holds = lambda text: first_occurrence([text], golds) is not None
+    shown = [k for k in range(1, len(turns) - 1)
+             if turns[k].kind == 'assimilate' and holds(turns[k - 1].observation_text)]
+    return [(k, holds(read_context(protocol, turns[k].action_text)[0])) for k in shown]
 
 def sign_pairs(
     groups,  # list of Group, rollouts in segments
@@ -204,17 +202,14 @@ def segment_statistics(
     (CARL appendices E and I), NaN where there is nothing."""
     played = [t for g in groups for t in g.trajectories]
     mean = lambda x: sum(x) / len(x) if x else math.nan
-    out = {
-        'tool_rate': mean([any(turn.call is not None for turn in t.turns) for t in played]), 'context_tokens':
-        mean([len(turn.action_ids) for t in played for turn in t.turns if turn.kind == 'assimilate'])
-    }
+    lengths = [len(turn.action_ids) for t in played for turn in t.turns if turn.kind == 'assimilate']
+    called = [any(turn.call is not None for turn in t.turns) for t in played]
+    out = {'tool_rate': mean(called), 'context_tokens': mean(lengths)}
     if values is None: return out
     table = at_states(values, segment_starts(layout.token_turns, layout.row_trajectory, layout.turn_mask))
     change, kept = sign_pairs(groups, table).unbind(1)
-    return {
-        **out, 'value_start': table[:, 0].mean().item(), 'sign_kept': mean((change[kept == 1] > 0).tolist()),
-        'sign_lost': mean((change[kept == 0] < 0).tolist())
-    }
+    return {**out, 'value_start': table[:, 0].mean().item(), 'sign_kept': mean((change[kept == 1] > 0).tolist()),
+            'sign_lost': mean((change[kept == 0] < 0).tolist())}
 
 # %% ../nbs/54_warmup.ipynb #c038
 def context_values(
@@ -246,7 +241,6 @@ class GateFailed(RuntimeError):
         super().__init__(f'the critic did not pass its gate in {history[-1][0]} steps, so it may not teach: '
                          f'{history[-1][1]}')
 
-# %% ../nbs/54_warmup.ipynb #c041
 @dataclass(frozen=True)
 class WarmUp:
     "How a critic is warmed up; defaults are the paper's (CARL appendices C and E)."
@@ -267,9 +261,9 @@ def critic_learner(
     model,            # Hugging Face causal model, its backbone trained in place
     head,             # CompetenceHead or LinearHead, trained in place
     how,              # WarmUp
-    kind=Learner,     # or DeepSpeedLearner
-    reference=None,   # model that a drift of the policy is measured from
-    **more,           # of `kind`
+    frozen=Frozen(),  # a reference, where the policy's drift from it is to be measured
+    temperature=1.0,  # that rollouts are sampled at
+    backend=None,     # as of Learner; None: plain
 ):
     """Make a learner that teaches a critic on the policy's backbone, and nothing else. The output layer's weights, and
     embeddings tied to them, are frozen."""
@@ -277,16 +271,13 @@ def critic_learner(
     model.get_output_embeddings().weight.requires_grad_(False)
     optimiser = Optimiser(how.backbone_rate, how.head_rate, (.9, .999), .01, how.clip, how.rise, minibatches=1,
                           row_tokens=how.row_tokens)
-    return kind(model, Loss(value_average='sequence-mean-token-mean'), optimiser, reference, seed=how.seed,
-                critic=Critic(head, at='turns'), **more)
+    return Learner(model, Loss(value_average='sequence-mean-token-mean'), optimiser, Critic(head, at='turns'), frozen,
+                   temperature, how.seed, backend)
 
 def _state_layout(contexts):
     "Contexts as trajectories of one segment of one token: `Layout`."
-    state = Question('state', '', ('',))
-    return pack([
-        Group(state, [Trajectory(state, tuple(ids), [Turn('commit', (0, ), (0., ), (), '', '')], Stop.NO_ANSWER)])
-        for ids in contexts
-    ])
+    state, turn = Question('state', '', ('',)), Turn('commit', (0,), (0.,), (), '', '')
+    return pack([Group(state, [Trajectory(state, tuple(ids), [turn], Stop.NO_ANSWER)]) for ids in contexts])
 
 def read_states(learner, contexts):
     "What a learner's critic says at the end of contexts, dealt out over the ranks: (P,)."
@@ -300,7 +291,6 @@ def _teach(learner, contexts, returns):
     nothing = torch.zeros(layout.ids.shape)
     return learner.step(layout, None, Credit(nothing, nothing.masked_scatter(layout.trained, returns.float())))['loss']
 
-# %% ../nbs/54_warmup.ipynb #c045
 def warm_up(
     learner,    # see critic_learner
     pairs,      # Pairs
@@ -318,10 +308,8 @@ def warm_up(
         history.append((step, examine()))
         if say: say(f'step {step}: loss {loss:.4f}; {history[-1][1]}')
         if keep:
-            keep({
-                'step': step, 'loss': loss, 'history': [(n, asdict(r)) for n, r in history], 'generator':
-                generator.get_state()
-            })
+            keep({'step': step, 'loss': loss, 'history': [(n, asdict(r)) for n, r in history],
+                  'generator': generator.get_state()})
     if kept:
         generator.set_state(kept['generator'].cpu())
         history += [(n, GateReport(**{**r, 'pairs': tuple(r['pairs'])})) for n, r in kept['history']]
@@ -373,9 +361,8 @@ def searching(
     tool, old = env.tool, env.tool and env.tool.search
     if old is None: return env
     search = SearchTool(retriever, old.k, old.max_tokens, old.count_tokens, old.seconds, old.render, old.empty)
-    return replace(
-        env, tool=PythonTool(search, tool.seconds, tool.memory_mb, tool.output_chars, tool.searches, tool.workers,
-                             tool.empty))
+    return replace(env, tool=PythonTool(search, tool.seconds, tool.memory_mb, tool.output_chars, tool.searches,
+                                        tool.workers, tool.empty))
 
 # %% ../nbs/54_warmup.ipynb #c059
 BUCKETS = ('Tier 1, no tool', 'Tier 1, tool', 'Tier 2, no tool', 'Tier 2, tool')
@@ -426,18 +413,15 @@ class Collected:
         "Write everything into one file, as a whole."
         rows = [{'prompt': p, 'bucket': b, 'trajectory': to_json(g.trajectories[0])}
                 for g, b, p in zip(self.groups, self.buckets.tolist(), self.prompts)]
-        text = '\n'.join(
-            json.dumps(x)
-            for x in [{'questions': [to_json(q) for q in self.questions], 'tier': self.tier.tolist()}, *rows])
+        head = {'questions': [to_json(q) for q in self.questions], 'tier': self.tier.tolist()}
+        text = '\n'.join(map(json.dumps, [head, *rows]))
         atomic_write(path, lambda part: part.write_bytes(gzip.compress(text.encode())))
 
-# %% ../nbs/54_warmup.ipynb #c061
 def read_collected(path):
-    "What `Collected.save` wrote."
+    "Read what `Collected.save` wrote."
     head, *rows = map(json.loads, gzip.decompress(Path(path).read_bytes()).decode().splitlines())
-    played = [trajectory_from_json(r['trajectory']) for r in rows]
-    return Collected([Question(**q) for q in head['questions']],
-                     torch.tensor(head['tier']), [Group(t.question, [t]) for t in played],
+    groups = [Group(t.question, [t]) for t in (trajectory_from_json(r['trajectory']) for r in rows)]
+    return Collected([Question(**q) for q in head['questions']], torch.tensor(head['tier']), groups,
                      torch.tensor([r['bucket'] for r in rows]), [r['prompt'] for r in rows])
 
 # %% ../nbs/54_warmup.ipynb #c062
@@ -473,58 +457,66 @@ def choose_questions(
     return sorted(out)
 
 # %% ../nbs/54_warmup.ipynb #c063
-def _obedience(prompts, called, tiers):
-    "How often a call follows the prompt that asks for one, in words."
+def obedience(
+    prompts,  # list of N str, the prompt of each rollout
+    called,   # list of N bool, whether it called a tool
+    tiers,    # list of N ints, the tier of its question
+):
+    "Say how often a call follows the prompt that asks for one: a line of text."
     did = [[c for p, c, t in zip(prompts, called, tiers) if p == 'forced' and t == tier] for tier in (1, 2)]
-    return 'told to call, it does in ' + ' and '.join(f'{sum(x) / len(x):.0%} of rollouts of Tier {t}' for t, x in zip(
-        (1, 2), did) if x) + '; a rollout counts as what it is, not as what it was told'
+    shares = [f'{sum(x) / len(x):.0%} of rollouts of Tier {tier}' for tier, x in zip((1, 2), did) if x]
+    return f'told to call, it does in {" and ".join(shares)}; a rollout counts as what it is, not as what it was told'
 
 # %% ../nbs/54_warmup.ipynb #c064
+@dataclass(frozen=True)
+class Player:
+    "Who plays: an engine, how it samples, and the ranks that share the questions."
+    engine: object         # of the model whose competence is meant
+    sampling: Sampling
+    ranks: Ranks = Ranks()
+
+    def play(self, env, questions, times, *seed):
+        "Play each question so many times: a list of Group; what is printable in `seed` decides the draws."
+        return self.ranks.each(questions, lambda share: rollout(self.engine, env, share, times, self.sampling,
+                                                                seed_of(*seed)))
+
 def collect(
-    engine,     # of the model whose competence is meant
-    env,        # Environment with the prompt of the training to come
-    questions,  # list of Question
-    sampling,   # Sampling
+    player,      # Player
+    env,         # Environment with the prompt of the training to come
+    questions,   # list of Question
     how=Collecting(),
-    other=None, # Environment that searches elsewhere, for the other share; None: all search in `env`
-    embed=None, # as for cluster_questions
-    say=None,   # function called with a line of text
-    ranks=Ranks(),  # who play, each a share of the questions
+    other=None,  # Environment that searches elsewhere, for the other share; None: all search in `env`
+    embed=None,  # as for cluster_questions
+    say=lambda line: None,  # function called with a line of text
 ):
     """Sort questions into tiers and play those that are chosen under every prompt (CARL appendix C): `Collected`.
     Raises ValueError where a tier is empty."""
-    play = lambda where, chosen, times, *seed: ranks.each(
-        chosen, lambda share: rollout(engine, where, share, times, sampling, seed_of(*seed)))
-    tier = tiers(play(prompted(env, 'direct'), questions, how.tries, 'tiers', how.seed), how.metric)
-    if say:
-        say(f'{len(questions)} questions: {int((tier == 2).sum())} that it knows (Tier 2), {int((tier == 1).sum())} '
-            'that it does not (Tier 1)')
-    if len(tier.unique()) < 2:
+    tier = tiers(player.play(prompted(env, 'direct'), questions, how.tries, 'tiers', how.seed), how.metric)
+    found = [int((tier == t).sum()) for t in (1, 2)]
+    say(f'{len(questions)} questions: {found[1]} that it knows (Tier 2), {found[0]} that it does not (Tier 1)')
+    if 0 in found:
         raise ValueError(f'all {len(questions)} questions are of Tier {int(tier[0])}: a critic cannot learn what '
                          'tells the tiers apart; take other questions')
-    whole = [
-        f'all {n} of Tier {t}, of which {wanted} may be taken' for t, wanted in zip((1, 2), how.wanted)
-        if (n := int((tier == t).sum())) <= wanted
-    ]
-    if say and whole and how.kind == 'curated':
+    whole = [f'all {n} of Tier {t}, of which {wanted} may be taken'
+             for t, n, wanted in zip((1, 2), found, how.wanted) if n <= wanted]
+    if whole and how.kind == 'curated':
         say(f'takes {" and ".join(whole)}: clusters choose nothing there; give more questions or a smaller per_tier')
-    chosen = choose_questions(questions, tier, how, embed)
-    elsewhere = set(random.Random(how.seed +
-                                  1).sample(chosen, round(how.other *
-                                                          len(chosen)))) if other and how.kind == 'curated' else set()
+    chosen, elsewhere = choose_questions(questions, tier, how, embed), set()
+    if other and how.kind == 'curated':
+        elsewhere |= set(random.Random(how.seed + 1).sample(chosen, round(how.other * len(chosen))))
     played, prompts, own = [], [], []
     for mode in how.prompts:
         for part, where in ((sorted(set(chosen) - elsewhere), env), (sorted(elsewhere), other)):
             if not part: continue
-            groups = play(prompted(where, mode), [questions[i] for i in part], how.repeats, 'collect', how.seed, mode)
+            groups = player.play(prompted(where, mode), [questions[i] for i in part], how.repeats, 'collect', how.seed,
+                                 mode)
             played += [Group(g.question, [t]) for g in groups for t in g.trajectories]
-            own += [tier[i] for i in part for _ in range(how.repeats)]
+            own += [int(tier[i]) for i in part for _ in range(how.repeats)]
         prompts += [mode] * (len(played) - len(prompts))
-    called = torch.tensor([any(turn.call is not None for turn in g.trajectories[0].turns) for g in played])
-    if say and 'forced' in how.prompts: say(_obedience(prompts, called.tolist(), [int(t) for t in own]))
-    buckets = 2 * (torch.stack(own) - 1) + called if how.kind == 'curated' else torch.zeros(
-        len(played), dtype=torch.long)
-    return Collected([questions[i] for i in chosen], tier[chosen], played, buckets, prompts)
+    called = [any(turn.call is not None for turn in g.trajectories[0].turns) for g in played]
+    if 'forced' in how.prompts: say(obedience(prompts, called, own))
+    buckets = [2 * (t - 1) + c if how.kind == 'curated' else 0 for t, c in zip(own, called)]
+    return Collected([questions[i] for i in chosen], tier[chosen], played, torch.tensor(buckets), prompts)
 
 # %% ../nbs/54_warmup.ipynb #c067
 class Examination:

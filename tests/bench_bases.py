@@ -2,8 +2,9 @@
 
     python tests/bench_bases.py data/tiny_base data/tiny_weak [--seed 14]
 
-Printed for each base: greedy exact match on 210 dev questions; of 8 rollouts at temperature 1 for each of 96 training questions the share right,
-the shares of groups that are all right, mixed and all wrong, and of the wrong rollouts the share that had been shown an answer.
+Printed for each base: greedy exact match on 210 dev questions; of 8 rollouts at temperature 1 for each of 96
+training questions the share right, the shares of groups that are all right, mixed and all wrong, and of the wrong
+rollouts the share that had been shown an answer.
 """
 import argparse
 

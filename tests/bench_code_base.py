@@ -1,9 +1,10 @@
-"""What does the warm start of CARL's tiny base make? Makes one from nothing, or takes one, and plays the test world's questions with it, under each prompt.
+"""What does the warm start of CARL's tiny base make? Makes one from nothing, or takes one, and plays the test
+world's questions with it, under each prompt.
 
     python tests/bench_code_base.py [--seed 411] [--base runs/carl_warm/bases/carl_warm/411]
 
-The worlds are those of runs/params/carl_warm.yaml. Printed: seconds of the warm start, and for each kind of question the share right and the share with a call,
-greedy and at temperature 1.
+The worlds are those of runs/params/carl_warm.yaml. Printed: seconds of the warm start, and for each kind of question
+the share right and the share with a call, greedy and at temperature 1.
 """
 import argparse
 import tempfile

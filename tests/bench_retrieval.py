@@ -20,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
-from credit_rl.datasets import Passage
+from credit_rl.readers import Passage
 from credit_rl.retrieval import BM25, RankBM25
 
 

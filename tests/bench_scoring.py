@@ -1,13 +1,15 @@
-"""What does scoring gold answers cost? Ratios of one run on one machine; on one thread, of processor time, so that company does not matter.
+"""What does scoring gold answers cost? Ratios of one run on one machine; on one thread, of processor time, so that
+company does not matter.
 
     python tests/bench_scoring.py [--rows 2] [--trajectories 8] [--threads 1] [--repeats 2]
 
-1. Packed against separate: 6 states of rows of 1,500 tokens, 2 golds of 10 tokens (header included), a random Qwen2 of about 15 M
-   parameters, float32. Scores are compared before anything is timed.
-2. The share of scoring in a whole step: the engine plays (its cache kept, observations of random ids appended), old log-probabilities are
-   recomputed, golds scored, and a learner takes two updates. When the policy is the teacher, one forward serves the old log-probabilities and
-   the golds, and scoring adds the difference to a forward for the log-probabilities alone; another teacher pays for a forward of its own.
-   The rows end as the paper's do, with states at 250, 500, …, 1,500 tokens and an answer of 100 after the last.
+1. Packed against separate: 6 states of rows of 1,500 tokens, 2 golds of 10 tokens (header included), a random Qwen2
+   of about 15 M parameters, float32. Scores are compared before anything is timed.
+2. The share of scoring in a whole step: the engine plays (its cache kept, observations of random ids appended), old
+   log-probabilities are recomputed, golds scored, and a learner takes two updates. When the policy is the teacher,
+   one forward serves the old log-probabilities and the golds, and scoring adds the difference to a forward for the
+   log-probabilities alone; another teacher pays for a forward of its own. The rows end as the paper's do, with
+   states at 250, 500, …, 1,500 tokens and an answer of 100 after the last.
 """
 import argparse
 import json

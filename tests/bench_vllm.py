@@ -25,7 +25,7 @@ from credit_rl.models import load_model
 from credit_rl.protocol import PROTOCOLS, Chat
 from credit_rl.rollout import rollout
 from credit_rl.tiny import tiny_environment
-from credit_rl.vllm_engine import VLLMEngine
+from credit_rl.vllm_engine import VLLMEngine, VLLMSettings
 from credit_rl.world import make_world
 
 FOLDER = Path(__file__).resolve().parents[1] / 'data' / 'tiny_base'
@@ -83,8 +83,9 @@ def main():
     env = dataclasses.replace(env, tool=Slow(env.tool, a.tool_seconds))
     if a.library: engine = HFEngine(model, tokenizer, max_length=192, max_rows=a.rows)
     else:
-        engine = VLLMEngine(FOLDER, tokenizer, max_length=192, max_rows=a.rows, dtype='float32',
-                            own_process=a.own_process, arguments={'enforce_eager': True, 'block_size': a.block_size})
+        arguments = {'enforce_eager': True, 'block_size': a.block_size}
+        engine = VLLMEngine(FOLDER, tokenizer, max_length=192, max_rows=a.rows,
+                            settings=VLLMSettings('float32', a.own_process, arguments=arguments))
     with_tools(engine, env, world.questions, 1, seed=0)              # compilation is not counted
     rates = []
     for repeat in range(a.repeats):

@@ -1,13 +1,112 @@
-"""Fixtures that every test may use."""
+"""Fixtures that every test may use, and how tests are marked, bounded and ordered (see pytest.ini)."""
+import inspect
+import json
 import os
+import re
+import signal
 import subprocess
 import sys
+import threading
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
+DURATIONS = ROOT / 'tests' / 'durations.json'   # test → seconds of CPU time, of those that take one at least
+BOUND = 540                                     # seconds for a process that a test starts, less than for the test
 
+
+def pytest_configure(config):
+    """Give SIGINT and SIGQUIT back what they do, for the processes that tests start too: a shell without job control
+    starts what runs in its background with both ignored."""
+    if threading.current_thread() is threading.main_thread():
+        for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGQUIT, signal.SIG_DFL)):
+            if signal.getsignal(number) is signal.SIG_IGN: signal.signal(number, handler)
+
+
+def pytest_addoption(parser):
+    parser.addoption('--record', action='store_true', help=f'write into {DURATIONS.name} how long these tests take')
+    parser.addoption('--below', type=float, metavar='SECONDS', help='leave out tests that took longer when recorded')
+
+
+# ---- which tests start processes ----
+
+STARTS = re.compile(r'\b(subprocess|Popen|papermill|start_new_kernel|run_python|Process)\b')
+
+
+def starts_processes(item):
+    "Whether a test, a fixture that it asks for, or a function of tests/ that these name starts another Python."
+    left, found = [item.function], set()
+    left += [d.func for defs in item._fixtureinfo.name2fixturedefs.values() for d in defs]
+    while left:
+        function = inspect.unwrap(left.pop())
+        if function in found or Path(inspect.getfile(function)).parent != ROOT / 'tests': continue
+        found.add(function)
+        source = inspect.getsource(function)
+        if STARTS.search(source): return True
+        named = map(function.__globals__.get, re.findall(r'\b[a-z]\w*', source))
+        left += [f for f in named if inspect.isfunction(f)]
+    return False
+
+
+# ---- order and durations ----
+
+def read_durations():
+    return json.loads(DURATIONS.read_text(encoding='utf-8')) if DURATIONS.exists() else {}
+
+
+def pytest_collection_modifyitems(config, items):
+    """Mark what starts processes; leave out what `--below` excludes; on several workers, take the longest files
+    first, so that all end together."""
+    seconds, files = read_durations(), Counter()
+    for item in items:
+        if starts_processes(item): item.add_marker('process')
+    most = config.getoption('below')
+    if most is not None:
+        long = [item for item in items if seconds.get(item.nodeid, 0) > most]
+        config.hook.pytest_deselected(items=long)
+        items[:] = [item for item in items if item not in long]
+    for item in items: files[item.path] += seconds.get(item.nodeid, 0)
+    if hasattr(config, 'workerinput'): items.sort(key=lambda item: -files[item.path])
+
+
+def cpu_seconds():
+    "What this process and those that it waited for have used. Company on the machine does not count."
+    return sum(os.times()[:4])
+
+
+BEFORE, TOOK = [0.], Counter()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol():
+    BEFORE[0] = cpu_seconds()
+    return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport():
+    "A report of setup, call or teardown tells what was used since the one before."
+    report, now = (yield), cpu_seconds()
+    report.cpu, BEFORE[0] = now - BEFORE[0], now
+    return report
+
+
+def pytest_runtest_logreport(report):
+    TOOK[report.nodeid] += report.cpu
+
+
+def pytest_sessionfinish(session):
+    "Write durations, over those of the same files, where the controller, or the only process, ends."
+    if session.config.getoption('record') and not hasattr(session.config, 'workerinput'):
+        files = {name.split('::')[0] for name in TOOK}
+        kept = {name: took for name, took in read_durations().items() if name.split('::')[0] not in files}
+        now = {name: round(took, 1) for name, took in TOOK.items() if took >= 1}
+        DURATIONS.write_text(json.dumps(dict(sorted({**kept, **now}.items())), indent=0) + '\n', encoding='utf-8')
+
+
+# ---- fixtures ----
 
 @pytest.fixture(scope='session')
 def root():
@@ -45,10 +144,14 @@ def spoken(tmp_path_factory):
 @pytest.fixture(scope='session')
 def run_python():
     """Run this Python with some arguments in the checkout; fails the test, with what it printed, on another exit code
-    than `code`."""
+    than `code`, or where it has not ended after BOUND seconds."""
     def run(*args, code=0, env=None, cwd=ROOT):
-        done = subprocess.run([sys.executable, *map(str, args)], cwd=cwd, env={**os.environ, **(env or {})},
-                              stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        try:
+            done = subprocess.run([sys.executable, *map(str, args)], cwd=cwd, env={**os.environ, **(env or {})},
+                                  stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                                  timeout=BOUND)
+        except subprocess.TimeoutExpired as e:
+            pytest.fail(f'{args[:2]} had not ended after {BOUND} s:\n{str(e.stdout)[-6000:]}')
         assert done.returncode == code, f'exit code {done.returncode}, wanted {code}:\n{done.stdout[-6000:]}'
         return done.stdout
     return run

@@ -9,12 +9,13 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from credit_rl.engine import ScriptedEngine
 from credit_rl.layout import pack, take
-from credit_rl.learner import DeepSpeedLearner, Learner, Optimiser, make_critic
+from credit_rl.learner import Frozen, Learner, Optimiser, PlainBackend, make_critic
 from credit_rl.parts import Loss
 from credit_rl.methods import METHODS
 from credit_rl.protocol import PROTOCOLS, Chat
 from credit_rl.rollout import rollout
 from credit_rl.scoring import gold_templates
+from credit_rl.sharded import DeepSpeedBackend
 from credit_rl.tiny import NOISY, act, tiny_environment, tiny_tokenizer
 from credit_rl.trajectory import Group, example_group
 from credit_rl.world import make_world
@@ -27,7 +28,7 @@ SPREAD_ALL = {'zero_optimization': {'stage3_param_persistence_threshold': 0}}
 
 LETTER = ('grpo', 'tips', 'carl')  # each by AdamW and by SGD, in mini-batches of which the last is one trajectory
 # gold answers; a critic of its own and a teacher that is refreshed; a shared critic; text alone
-METHOD_CASES = {'igpo': {}, 'tips': {'teacher_every': 2}, 'carl': {}, 'grpo': {}}
+METHOD_CASES = {'igpo': None, 'tips': 2, 'carl': None, 'grpo': None}  # teacher_every
 
 
 def model(seed, vocabulary, tied=False):
@@ -81,8 +82,8 @@ def tspo(**changes):
         **
         {**dict(learning_rate=1e-3, warmup=6, minibatches=2, row_tokens=2 * layout.ids.shape[1], clip=.5), **changes})
     parts = dict(loss=Loss(average='group-mean-token-sum', kl=.1, entropy=.01), optimiser=optimiser)
-    return layout, credit, ('logp', 'ref_logp'), lambda: dict(model=model(0, len(tokenizer), True), reference=model(
-        1, len(tokenizer), True), **parts)
+    return layout, credit, ('logp', 'ref_logp'), lambda: dict(
+        model=model(0, len(tokenizer), True), frozen=Frozen(model(1, len(tokenizer), True)), **parts)
 
 
 def low_rank(base):
@@ -91,16 +92,22 @@ def low_rank(base):
     parts = dict(loss=Loss(average='token-mean', kl=.1), optimiser=Optimiser(learning_rate=1e-2, minibatches=2,
                                                                              row_tokens=1))
     return batch[0], batch[1], (
-        'logp', 'ref_logp'), lambda: dict(model=adapted(0, 100), reference=base or model(0, 100), **parts)
+        'logp', 'ref_logp'), lambda: dict(model=adapted(0, 100), frozen=Frozen(base or model(0, 100)), **parts)
 
 
 class SGD:
     "Plain gradient descent in place of AdamW: shows a gradient's size, which AdamW hides."
-    def _adamw(self): return torch.optim.SGD(self._groups(), lr=self.optimiser.learning_rate)
+    def make_optimiser(self, groups, optimiser): return torch.optim.SGD(groups, lr=optimiser.learning_rate)
 
 
-class PlainSGD(SGD, Learner): pass
-class DeepSpeedSGD(SGD, DeepSpeedLearner): pass
+class PlainSGD(SGD, PlainBackend): pass
+class DeepSpeedSGD(SGD, DeepSpeedBackend): pass
+
+
+def make_learner(parts, backend=None, offload=()):
+    "A learner of some parts, with some of the models that it only reads offloaded."
+    frozen = dataclasses.replace(parts.get('frozen', Frozen()), offload=offload)
+    return Learner(**{**parts, 'frozen': frozen}, backend=backend)
 
 
 def steps(learner, layout, credit, sees, count=STEPS):
@@ -125,7 +132,7 @@ def method_batch():
     return [Group(first.question, first.trajectories[1:]), second]
 
 
-def learn(kind, name, folder=None, rates=(1e-3, 3e-3), **how):
+def learn(backend, name, folder=None, rates=(1e-3, 3e-3), offload=(), **how):
     """Five steps of a method; with a folder, from the fourth on by a fresh learner that restored what was saved. Then
     what it says of all and of one trajectory."""
     tokenizer, method = tiny_tokenizer(), METHODS[name]
@@ -140,9 +147,10 @@ def learn(kind, name, folder=None, rates=(1e-3, 3e-3), **how):
 
     def fresh():
         policy = model(0, len(tokenizer), True)
-        return kind(policy, dataclasses.replace(method.loss, value_clip=.2),
-                    Optimiser(*rates, minibatches=3, row_tokens=2 * layout.ids.shape[1]), **METHOD_CASES[name],
-                    critic=make_critic(policy, **method.critic) if method.critic else None, **how)
+        return Learner(policy, dataclasses.replace(method.loss, value_clip=.2),
+                       Optimiser(*rates, minibatches=3, row_tokens=2 * layout.ids.shape[1]),
+                       make_critic(policy, **method.critic) if method.critic else None,
+                       Frozen(teacher_every=METHOD_CASES[name], offload=offload), backend=backend(**how))
     learner, logs, seens = fresh(), [], []
     for step in range(1, STEPS + 1):
         if folder and step == 4:
@@ -168,19 +176,19 @@ def learn(kind, name, folder=None, rates=(1e-3, 3e-3), **how):
 def weights_of(learner): return {n: w.detach().float().clone() for n, w in learner.weights().items()}
 
 
-def cases(adamw, sgd, **how):
-    "Name, learner and batch of each case, for two kinds of learner."
-    for name, kind, (*batch, parts) in (('tspo', adamw, tspo()), ('sgd', sgd, tspo(learning_rate=.3, epochs=2)),
-                                        ('additions', adamw,
-                                         low_rank(None if adamw is Learner else 'base')), ('grpo', adamw, grpo())):
-        yield name, kind(**parts(), **how), batch, 2 if name == 'sgd' else STEPS
+def cases(adamw, sgd, offload=(), **how):
+    "Name, learner and batch of each case, for two backends."
+    base = None if adamw is PlainBackend else 'base'
+    for name, backend, (*batch, parts) in (('tspo', adamw, tspo()), ('sgd', sgd, tspo(learning_rate=.3, epochs=2)),
+                                           ('additions', adamw, low_rank(base)), ('grpo', adamw, grpo())):
+        yield name, make_learner(parts(), backend(**how), offload), batch, 2 if name == 'sgd' else STEPS
 
 
 def plain():
     "What the plain learner does in every case."
     return {
-        **{name: follow(learner, *batch, count) for name, learner, batch, count in cases(Learner, PlainSGD)},
-        **{(name, 'adamw'): learn(Learner, name) for name in METHOD_CASES},
+        **{name: follow(learner, *batch, count) for name, learner, batch, count in cases(PlainBackend, PlainSGD)},
+        **{(name, 'adamw'): learn(PlainBackend, name) for name in METHOD_CASES},
         **{(name, 'sgd'): learn(PlainSGD, name, rates=RATES) for name in LETTER}
     }
 
@@ -188,7 +196,7 @@ def plain():
 def go_on(stage, folder):
     "What follows a checkpoint of the last case, whoever wrote it: a step, and the weights then."
     *batch, parts = grpo()
-    learner = DeepSpeedLearner(**parts(), stage=stage, settings=SPREAD_ALL)
+    learner = make_learner(parts(), DeepSpeedBackend(stage, settings=SPREAD_ALL))
     learner.restore(folder)
     return steps(learner, *batch, 1), {n: w.detach().float().clone() for n, w in learner.weights().items()}
 
@@ -198,14 +206,14 @@ def offloaded(stage, folder):
     restored what was saved before them."""
     *batch, parts = tspo()
     settings = {'zero_optimization': {**SPREAD_ALL['zero_optimization'], 'offload_optimizer': {'device': 'cpu'}}}
-    learner, fresh = (DeepSpeedLearner(**parts(), stage=stage, settings=settings) for _ in range(2))
+    learner, fresh = (make_learner(parts(), DeepSpeedBackend(stage, settings=settings)) for _ in range(2))
     logs = steps(learner, *batch, 3)
     os.makedirs(folder, exist_ok=True)
     learner.save(folder)
     logs += steps(learner, *batch, 2)
     fresh.restore(folder)
     return {
-        'where': str(learner.engine.zero_offload_optimizer().device), 'logs': logs, 'weights': weights_of(learner),
+        'where': str(learner.backend.engine.zero_offload_optimizer().device), 'logs': logs, 'weights': weights_of(learner),
         'again': steps(fresh, *batch, 2), 'weights again': weights_of(fresh)
     }
 
@@ -213,24 +221,25 @@ def offloaded(stage, folder):
 def sharded(stage, folder, other):
     """The same through DeepSpeed at a ZeRO stage; besides, what follows a checkpoint, twice, also one of another
     number of ranks, and a run in bfloat16."""
-    how, out = dict(stage=stage, settings=SPREAD_ALL), {}
-    if 'RANK' in os.environ and os.environ['WORLD_SIZE'] == '1': how['offload'] = ('reference', 'teacher')
-    for name, learner, batch, count in cases(DeepSpeedLearner, DeepSpeedSGD, **how):
+    how, out, alone = dict(stage=stage, settings=SPREAD_ALL), {}, os.environ.get('WORLD_SIZE') == '1'
+    offload = ('reference', 'teacher') if 'RANK' in os.environ and alone else ()
+    for name, learner, batch, count in cases(DeepSpeedBackend, DeepSpeedSGD, offload, **how):
         out[name] = follow(learner, *batch, count)
     for name in METHOD_CASES:
         os.makedirs(f'{folder}/{name}', exist_ok=True)
-        out[name, 'adamw'] = learn(DeepSpeedLearner, name, f'{folder}/{name}', **how)
-    for name in LETTER if stage > 1 else (): out[name, 'sgd'] = learn(DeepSpeedSGD, name, rates=RATES, **how)
+        out[name, 'adamw'] = learn(DeepSpeedBackend, name, f'{folder}/{name}', offload=offload, **how)
+    for name in LETTER if stage > 1 else (): out[name, 'sgd'] = learn(DeepSpeedSGD, name, rates=RATES, offload=offload, **how)
     *batch, parts = grpo()
     learner.save(folder)  # the last case's
     before = steps(learner, *batch, 1)
     out['went on'] = before, {n: w.detach().float().clone() for n, w in learner.weights().items()}
-    fresh = DeepSpeedLearner(**parts(), **how)
+    fresh = make_learner(parts(), DeepSpeedBackend(**how), offload)
     fresh.restore(folder)
     out['resumed'] = before, steps(fresh, *batch, 1)
     if os.path.isdir(others := f'{other}-{stage}'): out['other number of ranks'] = go_on(stage, others)
-    if 'offload' in how: out['offloaded'] = offloaded(stage, f'{folder}/offloaded')
-    half, again = (DeepSpeedLearner(**parts(), reference=model(0, 100), dtype='bfloat16', **how) for _ in range(2))
+    if offload: out['offloaded'] = offloaded(stage, f'{folder}/offloaded')
+    half, again = (make_learner(parts() | {'frozen': Frozen(model(0, 100))}, DeepSpeedBackend(dtype='bfloat16', **how),
+                                offload) for _ in range(2))
     seen = half.evaluate(batch[0], ('logp', 'ref_logp'))      # the reference is the same model
     out['bfloat16'] = {'apart': float((seen.logp - seen.ref_logp).abs().max()), 'logs': steps(half, *batch),
                        'buffers': sorted({str(b.dtype) for b in half.scorer.buffers() if b.is_floating_point()})}
@@ -238,7 +247,7 @@ def sharded(stage, folder, other):
     half.save(f'{folder}/half')
     again.restore(f'{folder}/half')
     out['bfloat16'] |= {
-        'counted': sorted({float(state['step']) for state in half.adamw.state.values()}), 'went on':
+        'counted': sorted({float(state['step']) for state in half.backend.adamw.state.values()}), 'went on':
         steps(half, *batch, 1), 'resumed': steps(again, *batch, 1)
     }
     return out

@@ -1,4 +1,5 @@
-"""A stand-in for the hub that speaks enough of its HTTP to serve data sets and models to `datasets` and `huggingface_hub`: file lists, and files in whole or in part.
+"""A stand-in for the hub that speaks enough of its HTTP to serve data sets and models to `datasets` and
+`huggingface_hub`: file lists, and files in whole or in part.
 
 It can fail on purpose: `cut` names files whose first transfer is broken off in the middle and then refused once.
 """

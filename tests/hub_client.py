@@ -12,7 +12,8 @@ from pathlib import Path
 
 from huggingface_hub import constants
 
-from credit_rl.datasets import BENCHMARKS, load_questions
+from credit_rl.benchmarks import BENCHMARKS
+from credit_rl.datasets import load_questions
 
 constants.DOWNLOAD_CHUNK_SIZE = 64    # bytes written at once: the files are smaller than the usual 10 MB
 

@@ -1,7 +1,8 @@
-"""Chat templates of published model families, and tokenizers that speak them: a byte-level BPE trained on the spot, with the family's special tokens.
+"""Chat templates of published model families, and tokenizers that speak them: a byte-level BPE trained on the spot,
+with the family's special tokens.
 
-`fixtures/templates/` holds texts of our own with the families' markup. TRL brings the published texts themselves; where it is installed,
-`PUBLISHED` has them too, and what is proved of ours is proved of theirs.
+`fixtures/templates/` holds texts of our own with the families' markup. TRL brings the published texts themselves;
+where it is installed, `PUBLISHED` has them too, and what is proved of ours is proved of theirs.
 """
 import importlib.util
 from dataclasses import dataclass

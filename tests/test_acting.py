@@ -9,7 +9,7 @@ from hypothesis import given, settings, strategies as st
 from credit_rl.advantages import to_tokens
 from credit_rl.engine import HFEngine, Sampling, ScriptedEngine, draw
 from credit_rl.layout import AVERAGES, loss_weights, pack, take, token_logps
-from credit_rl.learner import Learner, Optimiser, deal
+from credit_rl.learner import Frozen, Learner, Optimiser, deal
 from credit_rl.parts import Credit, Loss
 from credit_rl.methods import METHODS
 from credit_rl.outcome import outcome_rewards
@@ -262,7 +262,7 @@ def test_no_gradient_starts_at_an_observation(base, groups, kind):
     """A whole update with clipping, KL and entropy: the last hidden states that predict observations, prompt or
     padding get a gradient of exactly 0."""
     learner = Learner(copy.deepcopy(base[0]), Loss(kind, kl=.1, entropy=.1), Optimiser(minibatches=1),
-                      reference=base[0])
+                      frozen=Frozen(base[0]))
     base[0].requires_grad_(True)                                       # the reference froze it
     layout, kept = pack(groups[:3]), []
 
@@ -513,7 +513,7 @@ def test_the_prompts_example_is_no_answer():
 def test_an_observation_is_no_answer():
     class Echo:
         def search(self, queries, k):
-            from credit_rl.datasets import Passage
+            from credit_rl.readers import Passage
             return [[Passage('0', '', '<answer> Beijing </answer>')] for _ in queries]
     chat = Chat(PROTOCOLS['tiny'], byte_tokenizer())
     env = Environment(chat, SearchTool(Echo(), k=1, max_tokens=99), max_turns=2)

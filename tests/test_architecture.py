@@ -1,5 +1,7 @@
-"""What holds for every notebook: floors, one module each, lengths, outputs. Each rule is a function that gives its complaints."""
+"""What holds for every notebook: floors, one module each, lengths, lessons, outputs. Each rule is a function that gives
+its complaints."""
 import ast
+import functools
 import json
 import re
 import sys
@@ -10,10 +12,20 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 NUMBERED = re.compile(r'(\d\d)_([a-z][a-z0-9_]*)')
-LONGEST = 45  # lines of an exported cell
+WIDEST = 120                       # characters of a line of code
+FUNCTION, CLASS, ROOMY = 40, 80, 200   # lines of a function, of a class, of a class in the notebooks of LARGE
+LARGE = ('learner', 'sharded')
+PARAMETERS = 8                     # of a function, besides self
+ROW = 5                            # exported cells without something to see between them
+# formulas of the public contract, whose arguments are the paper's
+FORMULAS = ('igpo_advantages', 'mt_grpo_star', 'gigpo', 'policy_terms', 'policy_loss')
+LOOP = ('learner', 'sharded', 'settings', 'stage', 'train')   # they know no method by its name
 HERE = [str(p) for p in (ROOT, ROOT.parent, Path.home(), Path(tempfile.gettempdir())) if p != Path(p.anchor)]
 PATHS = re.compile('(?<![\\w/.:<])(?:' + '|'.join(map(re.escape, HERE)) +
                    '|/(?:home|root|Users|tmp|var|usr|opt|mnt|private|scratch))/\\w')
+
+
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 class Cell:
@@ -115,11 +127,128 @@ def torch_alone(nb, numbers):
                     yield f'imports {name} when it is loaded'
 
 
-def short_cells(nb, numbers):
-    for c in nb.exported:
+def narrow_lines(nb, numbers):
+    return [f'a line of {len(line)} characters: {line.strip()[:60]}' for c in nb.code
+            for line in c.source.splitlines() if len(line) > WIDEST]
+
+
+def short_definitions(nb, numbers):
+    "Functions, classes and exported cells have a length that one can take in."
+    cell = ROOMY if nb.name in LARGE else CLASS
+    for c in nb.code:
+        for n in ast.walk(c.tree):
+            if isinstance(n, (*FUNCTIONS, ast.ClassDef)):
+                lines, most = n.end_lineno - n.lineno + 1, cell if isinstance(n, ast.ClassDef) else FUNCTION
+                if lines > most: yield f'{n.name} has {lines} lines, more than {most}'
         lines = len(c.source.strip().splitlines())
-        if lines > LONGEST:
-            yield f'an exported cell of {lines} lines: {c.source.splitlines()[1]}'
+        if c.exported and lines > cell: yield f'an exported cell of {lines} lines: {c.source.splitlines()[1]}'
+
+
+def few_parameters(nb, numbers):
+    "What travels together is a value."
+    for c in nb.exported:
+        for n in ast.walk(c.tree):
+            if isinstance(n, FUNCTIONS) and n.name not in FORMULAS:
+                names = [a.arg for a in (*n.args.posonlyargs, *n.args.args, *n.args.kwonlyargs)]
+                count = len(names) - (names[:1] in (['self'], ['cls']))
+                if count > PARAMETERS: yield f'{n.name} has {count} parameters'
+
+
+def nothing_private_from_elsewhere(nb, numbers):
+    "Names that begin with _ stay in their module: neither imported nor reached through it."
+    modules = {a.asname or a.name for c in nb.code for n in ast.walk(c.tree)
+               if isinstance(n, ast.ImportFrom) and n.module == 'credit_rl' for a in n.names}
+    for c in nb.code:
+        for n in ast.walk(c.tree):
+            if isinstance(n, ast.ImportFrom) and n.module and n.module.startswith('credit_rl.'):
+                yield from (f'imports {n.module}.{a.name}' for a in n.names if private(a.name))
+            elif isinstance(n, ast.Attribute) and private(n.attr) and isinstance(n.value, ast.Name):
+                if n.value.id in modules: yield f'uses {n.value.id}.{n.attr}'
+
+
+def private(name):
+    return name.startswith('_') and not name.startswith('__')
+
+
+def whole_classes(nb, numbers):
+    "A class is one cell: no methods are attached later, and no private parent was cut from its only child."
+    tops = [n for c in nb.exported for n in c.tree.body]
+    classes = {n.name: n for n in tops if isinstance(n, ast.ClassDef)}
+    camel = re.compile(r'_?[A-Z]\w*[a-z]\w*')                     # a class from elsewhere, by its look
+    for n in tops:
+        targets = n.targets if isinstance(n, ast.Assign) else []
+        for t in targets:
+            if isinstance(t, ast.Attribute) and isinstance(t.value, ast.Name):
+                if t.value.id in classes or camel.fullmatch(t.value.id): yield f'attaches {ast.unparse(t)}'
+        if isinstance(n, ast.Expr) and ast.unparse(n).startswith('setattr('): yield f'attaches: {ast.unparse(n)}'
+    for name in filter(private, classes):
+        children = [n.name for n in classes.values() if name in map(ast.unparse, n.bases)]
+        if len(children) == 1: yield f'{name} is the parent of {children[0]} alone: one class in two pieces'
+
+
+def something_to_see(nb, numbers):
+    "Among exported cells, every sixth at the latest, there is a call with its result, a picture or a refusal."
+    row = 0
+    for c in nb.code:
+        if not c.exported: row = row if 'hide' in c.directives else 0
+        elif not all(isinstance(n, (ast.Import, ast.ImportFrom)) for n in c.tree.body): row += 1
+        if row == ROW + 1: yield f'more than {ROW} exported cells in a row, up to: {c.source.splitlines()[1]}'
+
+
+def no_fillers(nb, numbers):
+    "An assertion claims something that could be false."
+    for c in nb.code:
+        for n in ast.walk(c.tree):
+            if isinstance(n, ast.Assert):
+                call = n.test.func if isinstance(n.test, ast.Call) else None
+                empty = isinstance(call, ast.Name) and call.id in ('isinstance', 'callable', 'hasattr')
+                if empty or isinstance(n.test, ast.Name): yield f'shows nothing: {ast.unparse(n)}'
+
+
+# words of methods that mean something else in the loop, each with its meaning there
+OTHER_MEANINGS = {
+    'turns': 'a metric: how many a rollout has; and what a measurement is made at, turns or tokens',
+    'calls': 'a metric: how many a rollout has',
+    'right': 'a metric: the share of rollouts that count as right',
+    'weights': 'of the tokens of a micro-batch',
+    'all': 'the mean over several sets of questions',
+}
+
+
+@functools.cache
+def method_words():
+    "(names of methods and parts, names of their options), as credit_rl.methods lists them in its dicts."
+    from credit_rl import methods
+    rows = [d for name, d in vars(methods).items() if name.isupper() and name[0] != '_' and isinstance(d, dict)]
+    assert {'tips', 'folr', 'turns', 'value', 'dual-clip'} <= {name for d in rows for name in d}, 'where are the parts?'
+    names = {name for d in rows for name in d}
+    options = {name for d in rows for part in d.values() for name in getattr(part, 'options', {})}
+    return names - set(OTHER_MEANINGS), options - set(OTHER_MEANINGS)
+
+
+def loop_knows_no_method(nb, numbers):
+    "No text in the loop that is compared with something, or is a key, names a method, a part or an option."
+    if nb.name not in LOOP: return
+    names, options = method_words()
+    for c in nb.exported:
+        for n in ast.walk(c.tree):
+            asked, of = asked_with(n)
+            words = {x.value for x in asked if isinstance(x, ast.Constant) and isinstance(x.value, str)}
+            if not re.search(r'\boptions\b', of):                      # of those no word may be a key
+                words &= names if isinstance(n, ast.Dict) else names | options
+            yield from (f'asks for {word!r}: {ast.unparse(n)[:70]}' for word in sorted(words))
+
+
+def asked_with(n):
+    "What a node of a syntax tree compares, matches or uses as a key: (nodes, what is asked, as text)."
+    if isinstance(n, ast.Compare):
+        return [x for side in (n.left, *n.comparators) for x in getattr(side, 'elts', [side])], ''
+    if isinstance(n, ast.MatchValue): return [n.value], ''
+    if isinstance(n, ast.Dict): return n.keys, ''
+    if isinstance(n, ast.Subscript): return [n.slice], ast.unparse(n.value)
+    if isinstance(n, ast.Call) and isinstance(n.func, ast.Attribute) and n.func.attr in ('get', 'pop', 'setdefault'):
+        return n.args[:1], ast.unparse(n.func.value)
+    return [], ''
 
 
 def everything_shown(nb, numbers):
@@ -171,8 +300,9 @@ def run_notebook(nb, numbers):
 
 
 RULES = [
-    floors, named_like_its_module, no_notebook_tools, torch_alone, short_cells, everything_shown, nothing_skipped,
-    clean_outputs, executed, run_notebook
+    floors, named_like_its_module, no_notebook_tools, torch_alone, narrow_lines, short_definitions, few_parameters,
+    nothing_private_from_elsewhere, whole_classes, something_to_see, no_fillers, loop_knows_no_method,
+    everything_shown, nothing_skipped, clean_outputs, executed, run_notebook
 ]
 
 
@@ -186,6 +316,12 @@ NUMBERS = {nb.name: nb.number for nb in NOTEBOOKS if nb.number is not None and n
 def test_rule(rule):
     complaints = [f'{nb.stem}: {complaint}' for nb in NOTEBOOKS for complaint in rule(nb, NUMBERS)]
     assert not complaints, '\n' + '\n'.join(complaints)
+
+
+def test_lines_of_tests_are_narrow():
+    long = [f'{p.relative_to(ROOT)}:{i}: {len(line)} characters' for p in sorted((ROOT / 'tests').rglob('*.py'))
+            for i, line in enumerate(p.read_text(encoding='utf-8').splitlines(), 1) if len(line) > WIDEST]
+    assert not long, '\n' + '\n'.join(long)
 
 
 def test_one_notebook_a_module_and_one_module_a_notebook():
@@ -222,6 +358,7 @@ def output(text):
     return [{'output_type': 'stream', 'name': 'stdout', 'text': [text]}]
 
 
+NUMBERED_SO = {'a': 11, 'b': 12, 'c': 13}
 BAD = [
     (floors, notebook('12_b', '#| export\nfrom credit_rl.c import f')),
     (floors, notebook('12_b', '#| export\ndef f():\n    from credit_rl import c')),
@@ -233,7 +370,27 @@ BAD = [
     (named_like_its_module, notebook('93_b', '#| default_exp b')),
     (no_notebook_tools, notebook('12_b', '#| export\nfrom fastcore.basics import patch')),
     (torch_alone, notebook('34_b', '#|export\nimport math, numpy as np')),
-    (short_cells, notebook('12_b', '#| export\ndef f():\n' + '    x = 1\n' * 44)),
+    (narrow_lines, notebook('12_b', 'x = 1  # ' + 'long ' * 30)),
+    (short_definitions, notebook('12_b', 'def f():\n' + '    x = 1\n' * 40)),
+    (short_definitions, notebook('12_b', '#| export\nclass B:\n' + '    x = 1\n' * 80)),
+    (short_definitions, notebook('52_learner', '#| export\nclass Learner:\n' + '    x = 1\n' * 200)),
+    (short_definitions, notebook('12_b', '#| export\n' + 'x = 1\n' * 80)),
+    (few_parameters, notebook('12_b', '#| export\nclass B:\n    def f(self, a, b, c, d, e, *, f, g, h, i): pass')),
+    (nothing_private_from_elsewhere, notebook('12_b', 'from credit_rl.a import g, _h')),
+    (nothing_private_from_elsewhere, notebook('12_b', '#| export\nfrom credit_rl import a as m\nx = m._h()')),
+    (whole_classes, notebook('12_b', '#| export\nclass B: pass', '#| export\ndef f(self): pass\nB.f = f')),
+    (whole_classes, notebook('12_b', '#| export\nfrom credit_rl.a import Tool\nTool.f = lambda self: 1')),
+    (whole_classes, notebook('12_b', '#| export\nclass _Half: pass', '#| export\nclass Whole(_Half): pass')),
+    (something_to_see, notebook('12_b', *['#| export\nx = 1'] * 3, '#| hide\nx', *['#| export\nx = 1'] * 3)),
+    (no_fillers, notebook('12_b', 'assert isinstance(x, int)')),
+    (no_fillers, notebook('12_b', 'assert f')),
+    (loop_knows_no_method, notebook('63_train', "#| export\nteaches = name == 'tips'")),
+    (loop_knows_no_method, notebook('63_train', "#| export\nif method.reward in ('shaping', 'record'): pass")),
+    (loop_knows_no_method, notebook('62_stage', "#| export\nmatch rule:\n    case 'smdp': pass")),
+    (loop_knows_no_method, notebook('61_settings', "#| export\nhigh = method.options['band'][1]")),
+    (loop_knows_no_method, notebook('63_train', "#| export\nright = options_of(config, method).options['right']")),
+    (loop_knows_no_method, notebook('52_learner', "#| export\nform = options.get('match_short', False)")),
+    (loop_knows_no_method, notebook('52_learner', "#| export\nREADS = {'tips': 'teacher'}")),
     (everything_shown, notebook('12_b', '#| export\ndef f(): pass', '# f\n"f"')),
     (nothing_skipped, notebook('12_b', '#| eval: false\nassert f() == 1')),
     (nothing_skipped, notebook('12_b', '#| export\n#| eval: false\ndef f(): pass')),
@@ -264,6 +421,10 @@ GOOD = [
              '%time f()\nfrom credit_rl.b import f\nassert f() == 1', '#| eval: false\nlong_run()',
              outputs=output('1')),
     notebook('92_b', 'x = 1', metadata={'tags': ['parameters']}),
+    notebook('63_train', '#| default_exp train', '#| export\nfrom credit_rl.a import *\nclass _Parent: x = 1',
+             '#| export\nclass _One(_Parent): pass\nclass _Two(_Parent): pass', 'assert 1 + 1 == 2',
+             *['#| export\n_x = table["seconds"], table.get("em"), kind == "plain", say("tips")'] * 5,
+             outputs=output('')),
     notebook('12_b', '#| default_exp b',
              outputs=output('1/home/2 </tmp/> see https://example.org/tmp/x and runs/demo')),
 ]
@@ -271,9 +432,9 @@ GOOD = [
 
 @pytest.mark.parametrize('rule, bad', BAD, ids=[f'{rule.__name__}-{i}' for i, (rule, _) in enumerate(BAD)])
 def test_rules_notice(rule, bad):
-    assert list(rule(bad, {'a': 11, 'b': 12, 'c': 13}))
+    assert list(rule(bad, NUMBERED_SO))
 
 
-@pytest.mark.parametrize('good', GOOD, ids=['library', 'run', 'output'])
+@pytest.mark.parametrize('good', GOOD, ids=['library', 'run', 'loop', 'output'])
 def test_rules_let_good_notebooks_pass(good):
-    assert not [c for rule in RULES for c in rule(good, {'a': 11, 'b': 12, 'c': 13})]
+    assert not [c for rule in RULES for c in rule(good, NUMBERED_SO)]

@@ -17,7 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from credit_rl.datasets import get_benchmark
+from credit_rl.benchmarks import get_benchmark
 from credit_rl.evaluate import run_evaluation, summarize
 from credit_rl.protocol import PROTOCOLS, byte_tokenizer
 from credit_rl.runlog import RunLog, latest_checkpoint, read_metrics, read_turns, same_metrics

@@ -14,9 +14,10 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from credit_rl import datasets
-from credit_rl.datasets import (BENCHMARKS, MIXTURES, Benchmark, Layout, Passage, RowError, get_benchmark, load_corpus, load_mixture,
-                                load_questions, read_rows, register, subsample)
+from credit_rl import benchmarks, datasets, readers
+from credit_rl.benchmarks import BENCHMARKS, Benchmark, Layout, get_benchmark, register
+from credit_rl.datasets import MIXTURES, load_corpus, load_mixture, load_questions, subsample
+from credit_rl.readers import Passage, RowError, read_rows
 from credit_rl.trajectory import Question
 from hub import Hub
 
@@ -104,7 +105,7 @@ def test_finqas_page_is_in_the_question():
 @settings(deadline=None)
 def test_finqas_written_answer_is_a_gold_only_if_it_is_the_result_rounded(result, decimals, percent):
     shown, step = (100 * result if percent else result), 10.0 ** -decimals
-    def golds(number, comma=''): return datasets._finqa_golds(result, f'{number:{comma}.{decimals}f}' + '%' * percent, 'exe_ans')
+    def golds(number, comma=''): return benchmarks._finqa_golds(result, f'{number:{comma}.{decimals}f}' + '%' * percent, 'exe_ans')
     for comma in ('', ','): assert golds(shown, comma)[1:] in ([f'{shown:{comma}.{decimals}f}' + '%' * percent], [])   # []: it is the result itself
     assert len(golds(shown)) == 2 or golds(shown)[0] == f'{shown:.{decimals}f}'
     for off in (1.6, -1.6, 40.):                                                # far enough from the result, and from 100 times it
@@ -313,12 +314,12 @@ def test_whatever_a_row_holds_it_is_a_question_or_a_row_error(name, data):
         if isinstance(part[key], (dict, list)) and part[key] and data.draw(st.booleans()): part = part[key]
         else: break
     part[key] = data.draw(junk)
-    try: q, _ = datasets._question(get_benchmark(name), row)
+    try: q, _ = benchmarks.read_question(get_benchmark(name), row)
     except RowError as e: assert e.field is not None and repr(e.field) in str(e)
     else:
         assert isinstance(q, Question) and q.text.strip() and q.answers and all(isinstance(a, str) and a.strip() for a in q.answers)
         json.dumps(q.meta)
-    try: datasets._passages(get_benchmark(name), row)
+    try: benchmarks.read_passages(get_benchmark(name), row)
     except RowError as e: assert repr(e.field) in str(e)
 
 
@@ -443,7 +444,7 @@ def test_what_the_table_says():
 
 
 def test_another_benchmark_joins_the_table(tmp_path, monkeypatch):
-    monkeypatch.setattr(datasets, 'BENCHMARKS', dict(BENCHMARKS))
+    monkeypatch.setattr(benchmarks, 'BENCHMARKS', dict(BENCHMARKS))
     register(Benchmark('own', (Layout('ours', ('q', 'a'), lambda row: (None, row['q'], row['a'])),), files={'test': ('own.jsonl',)}))
     write(tmp_path / 'own.jsonl', [{'q': 'Who?', 'a': ['Ada', 'Lovelace']}])
     assert load_questions('own', tmp_path)[0].answers == ('Ada', 'Lovelace')
@@ -673,7 +674,7 @@ def test_a_long_file_shows_progress(tmp_path, capsys):
     load_questions('hotpotqa', SAMPLE)
     assert not capsys.readouterr().err
     for kwargs in ({'size': 10 ** 8}, {'total': 10 ** 5}):
-        assert list(datasets._progress([1, 2], 'long.json', **kwargs)) == [1, 2] and 'long.json' in capsys.readouterr().err
+        assert list(readers._progress([1, 2], 'long.json', **kwargs)) == [1, 2] and 'long.json' in capsys.readouterr().err
 
 
 # ---- real slices, where CREDIT_RL_DATA points to them ----

@@ -1,4 +1,4 @@
-"""52_learner: DeepSpeedLearner takes the plain learner's steps, at every ZeRO stage, on one rank and on two."""
+"""53_sharded: a learner behind DeepSpeed takes the plain learner's steps, at every ZeRO stage, on one rank and on two."""
 import importlib.util
 import os
 import socket

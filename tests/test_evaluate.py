@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from credit_rl import evaluate as evaluation
-from credit_rl.datasets import BENCHMARKS, MIXTURES, load_corpus, load_questions
+from credit_rl.benchmarks import BENCHMARKS
+from credit_rl.datasets import MIXTURES, load_corpus, load_questions
 from credit_rl.engine import ScriptedEngine
 from credit_rl.evaluate import (Settings, bootstrap_interval, evaluation_figure, evaluation_table, from_settings, main,
                                 manifest_differences, read_manifest, read_scores, replay, run_evaluation, set_names,

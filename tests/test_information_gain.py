@@ -1,4 +1,5 @@
-"""Properties of 33_information_gain: gains telescope, comparisons stay inside their cells, the released variant is what was released."""
+"""Properties of 33_information_gain: gains telescope, comparisons stay inside their cells, the released variant is
+what was released."""
 import math, statistics
 
 import pytest, torch
@@ -232,7 +233,8 @@ def test_with_outcome_refuses():
 # ---------------------------------------------------------------- advantages
 
 @settings(deadline=None, max_examples=150)
-@given(batches(), st.sampled_from([0.0, 0.5, 1.0]), st.sampled_from(NORMS), st.sampled_from([0, 1]), st.sampled_from(['paper', 'released']),
+@given(batches(), st.sampled_from([0.0, 0.5, 1.0]), st.sampled_from(NORMS), st.sampled_from([0, 1]),
+       st.sampled_from(['paper', 'released']),
        st.sampled_from(['both', 'gain', 'outcome']))
 def test_igpo_is_the_slow_reference(batch, gamma, norm, ddof, variant, parts):
     x, mask, groups = batch
@@ -283,7 +285,8 @@ def test_shift_and_scale_do_not_matter(batch, shift, scale, norm):
 
 
 @PROPERTY
-@given(batches(), st.sampled_from(NORMS), st.sampled_from(['paper', 'released']), st.sampled_from([0.0, 0.9, 1.0]), st.data())
+@given(batches(), st.sampled_from(NORMS), st.sampled_from(['paper', 'released']), st.sampled_from([0.0, 0.9, 1.0]),
+       st.data())
 def test_order_padding_and_missing_members(batch, norm, variant, gamma, data):
     x, mask, groups = batch
     rule = lambda v, m, g: igpo_advantages(v, m, g, gamma, norm, variant=variant)
@@ -305,7 +308,8 @@ def test_order_padding_and_missing_members(batch, norm, variant, gamma, data):
 
 @pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16, torch.float64])
 @PROPERTY
-@given(constant=st.floats(-100, 100, width=16), size=st.integers(2, 20), norm=st.sampled_from(NORMS), variant=st.sampled_from(['paper', 'released']))
+@given(constant=st.floats(-100, 100, width=16), size=st.integers(2, 20), norm=st.sampled_from(NORMS),
+       variant=st.sampled_from(['paper', 'released']))
 def test_equal_rewards_give_exactly_zero(dtype, constant, size, norm, variant):
     x, mask = torch.full((size, 3), constant).to(dtype), torch.ones(size, 3, dtype=torch.bool)
     out = igpo_advantages(x, mask, torch.zeros(size, dtype=torch.long), norm=norm, variant=variant, eps=0.0)
@@ -354,7 +358,8 @@ def test_igpo_refuses():
 # ---------------------------------------------------------------- the released outcome
 
 @PROPERTY
-@given(st.lists(st.sampled_from('the a Rome rome Who York, new'.split()), max_size=6), st.lists(st.sampled_from('the a Rome Who York new'.split()), min_size=1, max_size=4))
+@given(st.lists(st.sampled_from('the a Rome rome Who York, new'.split()), max_size=6),
+       st.lists(st.sampled_from('the a Rome Who York new'.split()), min_size=1, max_size=4))
 def test_set_f1_is_scikit_learns_f1_of_word_indicators(said, gold):
     metrics = pytest.importorskip('sklearn.metrics')
     words = 'the a rome who york new'.split()

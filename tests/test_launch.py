@@ -59,26 +59,29 @@ def nothing_left_running():
     STARTED.clear()
 
 
-def start(folder, settings, **how):
-    "The run as a process of its own; its output can be read."
-    command = [
-        sys.executable, '-m', 'credit_rl.train',
-        *(f'{k}={json.dumps(v)}' for k, v in {**SHORT, **settings, 'run': str(folder)}.items())
-    ]
+def start_module(*command):
+    "A module as a process of its own; its output can be read."
+    alone = {**os.environ, 'CUDA_VISIBLE_DEVICES': '', 'OMP_NUM_THREADS': '1', 'PYTHONUNBUFFERED': '1'}
     STARTED.append(process := subprocess.Popen(
-        command, cwd=ROOT, env={
-            **os.environ, 'CUDA_VISIBLE_DEVICES': '', 'OMP_NUM_THREADS': '1', 'PYTHONUNBUFFERED': '1'
-        }, text=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **how))
+        [sys.executable, '-m', *command], cwd=ROOT, env=alone, text=True, stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT))
+    process.said = ''
     return process
 
 
+def start(folder, settings):
+    settings = {**SHORT, **settings, 'run': str(folder)}
+    return start_module('credit_rl.train', *(f'{k}={json.dumps(v)}' for k, v in settings.items()))
+
+
 def read_until(process, words):
-    "Lines of a process up to one with these words, which must come."
-    lines = []
-    for line in process.stdout:
-        lines.append(line)
-        if words in line: return lines
-    raise AssertionError(f'{words!r} was never said:\n' + ''.join(lines))
+    """Read the output of a process up to these words, which must come; it is printed, so that a test that waited for
+    them in vain shows what came instead. A line may hold what two ranks printed at once, and break in between."""
+    while words not in process.said:
+        line = process.stdout.readline()
+        if not line: pytest.fail(f'{words!r} was never said')
+        print(line, end='')
+        process.said = (process.said + line.rstrip('\n'))[-10_000:]
 
 
 def ranks_of(process):
@@ -193,7 +196,8 @@ def test_a_killed_rank_ends_the_run_and_it_can_be_resumed(runs, tmp_path):
         tmp_path / 'run') and read_turns(whole) == read_turns(tmp_path / 'run')
 
 
-@pytest.mark.parametrize('kind, ranks', [('two ranks, stage 2', 1), ('two ranks, stage 3, adapted', 1), ('one rank, stage 2', 2)])
+@pytest.mark.parametrize('kind, ranks', [
+    ('two ranks, stage 2', 1), ('two ranks, stage 3, adapted', 1), ('one rank, stage 2', 2)])
 def test_a_run_goes_on_on_another_number_of_ranks(runs, tmp_path, kind, ranks):
     """From its second step: policy, critic, optimiser and the order of trajectories are there, and the numbers are the
     whole run's."""
@@ -210,11 +214,8 @@ def test_a_run_goes_on_on_another_number_of_ranks(runs, tmp_path, kind, ranks):
     assert results(whole) == results(run)
 
 
-@pytest.mark.parametrize('how', [signal.SIGTERM, signal.SIGINT, signal.SIGKILL], ids=lambda how: how.name)
-def test_ending_the_caller_ends_the_ranks(tmp_path, how):
-    "Also where the caller has no time to end them itself."
-    process = start(tmp_path / 'run', {**KINDS['two ranks, stage 2'], 'steps': 100000})
-    read_until(process, 'base: EM')
+def end_by(process, how):
+    "Send a signal to a caller whose two ranks run; the caller and all that it started end."
     family = psutil.Process(process.pid).children(recursive=True)
     assert sum('RANK' in p.environ() for p in family) == 2
     process.send_signal(how)
@@ -222,9 +223,23 @@ def test_ending_the_caller_ends_the_ranks(tmp_path, how):
     assert process.returncode != 0 and gone(family)
 
 
-def test_ranks_end_with_their_launcher(tmp_path):
+def test_interrupting_a_run_ends_its_ranks(tmp_path):
     process = start(tmp_path / 'run', {**KINDS['two ranks, stage 2'], 'steps': 100000})
     read_until(process, 'base: EM')
+    end_by(process, signal.SIGINT)
+
+
+@pytest.mark.parametrize('how', [signal.SIGTERM, signal.SIGINT, signal.SIGKILL], ids=lambda how: how.name)
+def test_ending_the_caller_ends_the_ranks(tmp_path, how):
+    "Also where the caller has no time to end them itself."
+    process = start_module('tests.ranks', str(tmp_path))
+    read_until(process, 'all are here')
+    end_by(process, how)
+
+
+def test_ranks_end_with_their_launcher(tmp_path):
+    process = start_module('tests.ranks', str(tmp_path))
+    read_until(process, 'all are here')
     ranks, (launcher,) = ranks_of(process), psutil.Process(process.pid).children()
     assert sorted(ranks) == [0, 1] and launcher.pid not in [p.pid for p in ranks.values()]
     launcher.kill()

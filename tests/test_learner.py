@@ -14,7 +14,7 @@ from deepspeed_steps import model
 from credit_rl import stage as staging
 from credit_rl.advantages import to_tokens
 from credit_rl.layout import pack
-from credit_rl.learner import Learner, Optimiser
+from credit_rl.learner import Frozen, Learner, Optimiser
 from credit_rl.parts import Credit, Loss
 from credit_rl.runlog import read_metrics, read_turns, same_metrics
 from credit_rl.scoring import AnswerTemplate
@@ -110,8 +110,9 @@ def offloading(names, **how):
     """A learner with a reference and a teacher on a device that is not, to PyTorch, where the host's memory is:
     'cpu:0', to which all is copied."""
     policy = model(0, 100)
-    learner = Learner(policy, Loss(kl=.1), Optimiser(1e-2), reference=model(1, 100), teacher_every=2, offload=names)
-    learner.device = torch.device('cpu', 0)
+    learner = Learner(policy, Loss(kl=.1), Optimiser(1e-2),
+                      frozen=Frozen(model(1, 100), teacher_every=2, offload=names))
+    learner.backend.device = torch.device('cpu', 0)
     places = {}
     for who in ('reference', 'teacher'):
         scorer = getattr(learner, who)

@@ -12,7 +12,7 @@ from hypothesis import given, settings, strategies as st
 from torch.testing import assert_close
 
 from credit_rl.layout import AVERAGES, loss_weights, pack, token_logps
-from credit_rl.learner import Learner, Optimiser
+from credit_rl.learner import Frozen, Learner, Optimiser, PlainBackend
 from credit_rl.parts import Credit, Loss
 from credit_rl.losses import (entropy, kl, overlong_penalty, policy_loss, policy_terms, sequence_log_ratio, value_loss,
                               weighted_sum)
@@ -162,7 +162,7 @@ def test_statistics_are_trls(seed, level):
     logp, old, ref, a, mask = batch(seed)
     if level == 'sequence': a = a[:, :1].expand_as(a)
     _, logged = trl_step('dapo', logp, old, ref, a, mask, level, low=0.05, high=0.1, beta=0.1)
-    _, ours = policy_terms(logp, old, a, mask, 'ppo' if level == 'token' else 'gspo', 0.05, 0.1)
+    _, ours = policy_terms(logp, old, a, mask, 'ppo' if level == 'token' else 'gspo', (0.05, 0.1))
     assert_close(weighted_sum(kl(logp, ref, mask=mask), token_mean(mask)), torch.tensor(logged['kl']))
     assert_close(ours['clip_fraction'], torch.tensor(logged['clip_ratio/region_mean']))
 
@@ -420,9 +420,10 @@ def test_statistics():
     assert_close(stats['approx_kl'], (ratio - 1 - ratio.log()).mean())
     cut = ((ratio > 1.2) & (a[mask] > 0)) | ((ratio < 0.8) & (a[mask] < 0))
     assert_close(stats['clip_fraction'], cut.float().mean())
-    for kw in (dict(), dict(dual_clip=1.3), dict(dual_clip=1.3, clip_high=0.5)):  # what is cut off has no gradient
+    for kw in (dict(), dict(dual_clip=1.3), dict(dual_clip=1.3, clip=(0.2, 0.5))):  # what is cut off has no gradient
         x = logp.clone().requires_grad_()
-        policy_loss(x, old, a, mask.float(), **kw).backward()
+        low, high = kw.get('clip', (0.2, 0.2))
+        policy_loss(x, old, a, mask.float(), 'ppo', low, high, kw.get('dual_clip')).backward()
         share = policy_terms(logp, old, a, mask, **kw)[1]['clip_fraction']
         assert_close((x.grad[mask] == 0).float().mean(), share)
         assert not kw or share > stats['clip_fraction']
@@ -446,14 +447,11 @@ def test_value_loss_and_entropy():
 
 # ---------------------------------------------------------------- the learner
 
-class Recorder(Learner):
-    "A learner that keeps each update's gradient before it is clipped."
-    def _update(self):
-        self.gradients = [
-            *getattr(self, 'gradients', []),
-            torch.cat([p.grad.flatten().clone() for p in self.scorer.parameters()])
-        ]
-        return super()._update()
+class Recorder(PlainBackend):
+    "A backend that keeps each update's gradient before it is clipped."
+    def update(self):
+        self.gradient = torch.cat([p.grad.flatten().clone() for p in self.scorer.parameters()])
+        return super().update()
 
 
 def small_model(seed=0):
@@ -492,14 +490,15 @@ def test_the_learners_batch_1_times_8_is_its_batch_8_times_1(eight, kind, name):
     layout, credit = eight
     spec, gradients, losses = Loss(kind, average=name, clip_low=0.02, clip_high=0.02, kl=0.1, entropy=0.01), [], []
     for budget in (1, 3 * layout.ids.shape[1], 10 ** 6):
-        learner = Recorder(small_model(), spec, Optimiser(minibatches=1, row_tokens=budget), reference=small_model(1))
+        learner = Learner(small_model(), spec, Optimiser(minibatches=1, row_tokens=budget),
+                          frozen=Frozen(small_model(1)), backend=Recorder())
         calls = []
         learner.scorer.register_forward_hook(lambda module, args, out: calls.append(len(args[0])))
         # off policy, so that clips bite
         seen = dataclasses.replace(learner.evaluate(layout, ('logp', 'ref_logp')), logp=layout.logps - 4.0)
         calls.clear()
         losses.append(learner.step(layout, seen, credit)['loss'])
-        gradients += learner.gradients
+        gradients.append(learner.backend.gradient)
         assert sum(calls) == 10 and {1: len(calls) == 8, 10 ** 6: len(calls) == 1}.get(budget, 1 < len(calls) < 8)
     model = small_model()
     logp, spread = token_logps(model, layout.ids, layout.trained, entropy=True)

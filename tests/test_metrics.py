@@ -5,7 +5,8 @@ import warnings
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from credit_rl.datasets import BENCHMARKS, load_questions
+from credit_rl.benchmarks import BENCHMARKS
+from credit_rl.datasets import load_questions
 from credit_rl.metrics import (benchmark_metric, carl_match, cover_match, exact_match, f1, normalize, numeric_match,
                                parse_number, search_r1_answer, search_r1_em, short_bleu)
 

@@ -215,7 +215,8 @@ def test_a_failed_teacher_call_is_missing_and_not_certainty():
     assert_close(stored_as_zero, torch.tensor([[6.0, -2.0, 2.0]]))
 
 
-@pytest.mark.parametrize('bad', [dict(alpha=-0.1), dict(alpha=NAN), dict(alpha=math.inf), dict(alpha=0.1, terminal='none'),
+@pytest.mark.parametrize('bad', [dict(alpha=-0.1), dict(alpha=NAN), dict(alpha=math.inf),
+                                 dict(alpha=0.1, terminal='none'),
                                  dict(alpha=0.1, terminal='teacher')])
 def test_shaping_refuses(bad):
     phi, mask = torch.tensor([[-1.0, -2.0, NAN]]), torch.ones(1, 2, dtype=torch.bool)

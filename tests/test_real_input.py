@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from credit_rl import stage as staging
-from credit_rl.datasets import BENCHMARKS, get_benchmark, load_questions
+from credit_rl.benchmarks import BENCHMARKS, get_benchmark
+from credit_rl.datasets import load_questions
 from credit_rl.engine import HFEngine, Sampling, ScriptedEngine
 from credit_rl.layout import pack, token_logps
 from credit_rl.metrics import cover_match, normalize

@@ -16,7 +16,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from credit_rl.datasets import Passage, load_corpus, load_questions
+from credit_rl.datasets import load_corpus, load_questions
+from credit_rl.readers import Passage
 from credit_rl.retrieval import (BM25, PassageFile, RankBM25, Retriever, SearchClient, SearchError, SearchServer, bm25_reference, corpus_hash, document,
                                  words)
 from credit_rl.tools import SearchTool

@@ -4,11 +4,11 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from credit_rl.critics import segment_starts
-from credit_rl.datasets import Passage
 from credit_rl.engine import Finished, HFEngine, Sampling, ScriptedEngine
 from credit_rl.layout import pack, take
 from credit_rl.learner import Learner
 from credit_rl.protocol import CARL_PROMPTS, PROTOCOLS, Chat, byte_tokenizer, parse, read_context, reaches
+from credit_rl.readers import Passage
 from credit_rl.retrieval import BM25
 from credit_rl.rollout import Environment, rollout
 from credit_rl.smdp import segment_advantages
@@ -298,7 +298,7 @@ def test_rewinding(model):
     with pytest.raises(ValueError, match='release or rewind'): stream.submit('a', ids + [1, 2, 3, 4, 5])
     for other in (whole + [5], whole[:-1] + [5, 6], ids + [7], ids[:3] + [7, 8], [7, 8, 9], ids):
         before, fresh = stream.entered, engine.generate([other], Sampling(max_tokens=4), seeds=[9])
-        held = stream.ids[stream.rows['a'].slot, :stream.rows['a'].read].tolist()
+        held = stream.batch.ids[stream.rows['a'].slot, :stream.rows['a'].read].tolist()
         shared = next((i for i, (x, y) in enumerate(zip(other, held)) if x != y), min(len(held), len(other)))
         kept = stream.rewind('a', other)
         assert kept == min(shared, len(other) - 1)
@@ -312,7 +312,7 @@ def test_a_conversation_under_way_cannot_be_rewound(model):
     stream = HFEngine(model, TOKENIZER).stream(Sampling(max_tokens=3))
     stream.submit('a', [1, 2, 3])
     list(stream)
-    stream.submit('a', [1, 2, 3, *stream.ids[0, 3:6].tolist(), 9])
+    stream.submit('a', [1, 2, 3, *stream.batch.ids[0, 3:6].tolist(), 9])
     with pytest.raises(ValueError, match='under way'): stream.rewind('a', [1, 2])
 
 

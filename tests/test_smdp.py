@@ -16,7 +16,8 @@ lams = st.sampled_from([0.0, 0.3, 0.5, 0.95, 1.0])
 
 @st.composite
 def rollouts(draw, missing=False):
-    "values (N, S) float64 with NaN padding, segment_mask, reward (N,); with `missing`, some own values and rewards are NaN too."
+    """values (N, S) float64 with NaN padding, segment_mask, reward (N,); with `missing`, some own values and rewards
+    are NaN too."""
     counts = draw(st.lists(st.integers(1, 15), min_size=1, max_size=5))
     own = st.one_of(chances, st.just(NAN)) if missing else chances
     rows = [draw(st.lists(own, min_size=k, max_size=k)) for k in counts]
@@ -85,7 +86,8 @@ def test_order_shift_and_scale(batch, lam, random, shift, scale):
     out = segment_advantages(values, mask, reward, lam)
     order = torch.tensor(random.sample(range(len(values)), len(values)))
     assert_close(segment_advantages(values[order], mask[order], reward[order], lam), out[order], atol=1e-12, rtol=1e-12)
-    assert_close(segment_advantages(scale * values + shift, mask, scale * reward + shift, lam), scale * out, atol=1e-8, rtol=1e-8)
+    moved = segment_advantages(scale * values + shift, mask, scale * reward + shift, lam)
+    assert_close(moved, scale * out, atol=1e-8, rtol=1e-8)
 
 
 @pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16, torch.float16, torch.float64])
@@ -117,7 +119,8 @@ def test_agrees_with_torchrl():
         done[:, -1] = True
         after = torch.cat([values[:, 1:], torch.zeros(4, 1)], 1)[..., None]
         for lam in (0.0, 0.5, 0.95, 1.0):
-            expected, _ = functional.generalized_advantage_estimate(1.0, lam, values[..., None], after, terminal, done, done)
+            expected, _ = functional.generalized_advantage_estimate(
+                1.0, lam, values[..., None], after, terminal, done, done)
             out = segment_advantages(values, torch.ones(4, segments, dtype=torch.bool), reward, lam)
             assert_close(out, expected[..., 0], atol=1e-6, rtol=1e-5)
 
@@ -126,7 +129,8 @@ def test_advantages_are_constants_and_integer_outcomes_are_fine():
     values = torch.tensor([[0.5, 0.75]], requires_grad=True)
     out = segment_advantages(values, torch.ones(1, 2, dtype=torch.bool), torch.tensor([1]))
     assert not out.requires_grad and out.tolist() == [[0.25, 0.25]]
-    assert segment_advantages(values, torch.ones(1, 2, dtype=torch.bool), torch.tensor([True])).tolist() == [[0.25, 0.25]]
+    right = segment_advantages(values, torch.ones(1, 2, dtype=torch.bool), torch.tensor([True]))
+    assert right.tolist() == [[0.25, 0.25]]
 
 
 def test_segments_of_a_rollout():
@@ -143,6 +147,7 @@ def test_segments_of_a_rollout():
     (dict(segment_mask=torch.ones(2, 3)), 'bool'), (dict(segment_mask=torch.tensor([[True, False, True]] * 2)), 'hole'),
     (dict(segment_mask=torch.tensor([[False] * 3] * 2)), 'hole'), (dict(lam=-0.1), 'lam'), (dict(lam=1.1), 'lam')])
 def test_refusals(bad, message):
-    good = dict(values=torch.full((2, 3), 0.5), segment_mask=torch.ones(2, 3, dtype=torch.bool), reward=torch.zeros(2), lam=0.0)
+    good = dict(values=torch.full((2, 3), 0.5), segment_mask=torch.ones(2, 3, dtype=torch.bool), reward=torch.zeros(2),
+                lam=0.0)
     segment_advantages(**good)
     with pytest.raises(ValueError, match=message): segment_advantages(**{**good, **bad})

@@ -13,7 +13,8 @@ from credit_rl.parts import Loss
 from credit_rl.losses import policy_terms
 from credit_rl.protocol import byte_tokenizer
 from credit_rl.tiny import tiny_tokenizer
-from credit_rl.vllm_engine import complete, logp_gap, parameter_shapes, sampler_weights, stop_tokens, sync_gap
+from credit_rl.vllm_engine import complete, logp_gap, parameter_shapes, sampler_weights, sync_gap
+from credit_rl.engine import stop_tokens
 
 BYTES, WORDS = byte_tokenizer(), tiny_tokenizer()
 

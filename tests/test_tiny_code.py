@@ -1,5 +1,6 @@
 "The world of CARL: famous facts and calculations, scripted coders, and the rows of the warm start."
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,15 +10,16 @@ from credit_rl.engine import ScriptedEngine
 from credit_rl.layout import pack, token_logps
 from credit_rl.protocol import PROTOCOLS, Chat
 from credit_rl.rollout import rollout
-from credit_rl.tiny import (CODE_TEACHER, NOISY_CODER, PERFECT_CODER, TABLE, Coder, act_coder, code_demonstrations, code_recollections, code_warm_start, make_base, memory_of,
+from credit_rl.tiny import (CODE_TEACHER, NOISY_CODER, PERFECT_CODER, TABLE, CodeWarmStart, Coder, act_coder, code_demonstrations, code_recollections, code_warm_start, make_base, memory_of,
                             segment_rows, tiny_environment, tiny_model, tiny_tokenizer)
 from credit_rl.trajectory import Group, Result, Stop
-from credit_rl.world import EASY, HARD, SPLITS, compute, fact_chain, make_world, reachable
+from credit_rl.world import EASY, HARD, SPLITS, Competence, compute, fact_chain, make_world, reachable
 
 TOKENIZER = tiny_tokenizer(numbers=True)
-SMALL = make_world('dev', seed=4, size=100, questions=10, hops=(1,), famous=10)
+SMALL = make_world('dev', seed=4, size=100, questions=10, hops=(1,), competence=Competence(famous=10))
 CHATS = {mode: Chat(PROTOCOLS['carl-tiny' + mode], TOKENIZER) for mode in ('', '-forced', '-direct')}
-WORLD = make_world('dev', seed=4, size=300, questions=30, hops=(1, 2, 3), famous=40, easy=10, hard=10)
+WORLD = make_world('dev', seed=4, size=300, questions=30, hops=(1, 2, 3),
+                   competence=Competence(famous=40, easy=10, hard=10))
 
 
 def play(coder, mode='', questions=None, memory=None, seed=0, world=WORLD):
@@ -35,7 +37,7 @@ def calls(t):
 @pytest.mark.parametrize('split', SPLITS)
 @pytest.mark.parametrize('seed', [0, 1])
 def test_four_hundred_famous_facts_and_calculations(split, seed):
-    w = make_world(split, seed, questions=90, famous=400, easy=60, hard=70)
+    w = make_world(split, seed, questions=90, competence=Competence(famous=400, easy=60, hard=70))
     facts = {fact_chain(q)[0] for q in w.questions if q.meta['parametric'] and q.meta['hops'] == 1}
     assert len(facts) >= 400 and facts <= w.known <= set(w.facts)
     assert len({q.id for q in w.questions}) == len({q.text for q in w.questions}) == len(w.questions)
@@ -51,17 +53,18 @@ def test_four_hundred_famous_facts_and_calculations(split, seed):
 
 
 def test_training_and_testing_share_no_famous_fact():
-    train, test = (make_world(s, 0, questions=30, famous=300) for s in ('train', 'test'))
+    train, test = (make_world(s, 0, questions=30, competence=Competence(famous=300)) for s in ('train', 'test'))
     assert not train.known & test.known and not {n for n, _ in train.known} & {n for n, _ in test.known}
 
 
 @pytest.mark.parametrize('settings', [{}, dict(parametric=.3), dict(size=200, hops=(1, 2), mirrors=.2)])
 def test_what_is_added_changes_nothing_that_was_there(settings):
-    before, after = make_world('train', 3, questions=80, **settings), make_world('train', 3, questions=80, famous=50, easy=5, hard=5, **settings)
+    before = make_world('train', 3, questions=80, **settings)
+    after = make_world('train', 3, questions=80, competence=Competence(famous=50, easy=5, hard=5), **settings)
     assert (before.types, before.facts, before.pages) == (after.types, after.facts, after.pages) and before.known <= after.known
     texts = {q.id: (q.text, q.answers) for q in after.questions}
     assert all(texts[q.id] == (q.text, q.answers) for q in before.questions)
-    assert make_world('train', 3, questions=80, famous=0, easy=0, hard=0, **settings) == before
+    assert make_world('train', 3, questions=80, competence=Competence(famous=0, easy=0, hard=0), **settings) == before
 
 
 def test_a_calculation_is_within_reach_by_heart_or_by_one_call():
@@ -72,7 +75,7 @@ def test_a_calculation_is_within_reach_by_heart_or_by_one_call():
 
 @pytest.mark.parametrize('bad', [dict(famous=10_000), dict(easy=156), dict(hard=len(HARD) + 1), dict(famous=-1)])
 def test_the_doors(bad):
-    with pytest.raises(ValueError, match=next(iter(bad))): make_world('train', 0, size=100, questions=10, **bad)
+    with pytest.raises(ValueError, match=next(iter(bad))): make_world('train', 0, size=100, questions=10, competence=Competence(**bad))
 
 
 # ---- coders ----
@@ -147,8 +150,10 @@ def test_fewer_rows_say_the_same():
 
 
 def test_the_warm_start_is_the_same_for_the_same_seed_and_refuses_to_fail_silently(tmp_path):
-    quick = dict(copy=2, games=2, reading=2, mixed=6, copied=99, played=99, read=99, recalled=99, count=40, known=[SMALL], progress=lambda line: None)
-    folders = [make_base(tmp_path / str(i), 3, 'carl-tiny', **quick) for i in range(2)]
+    plan = CodeWarmStart(copy=2, games=2, reading=2, mixed=6, copied=99, played=99, read=99, recalled=99, count=40)
+    rest = dict(known=[SMALL], progress=lambda line: None)
+    folders = [make_base(tmp_path / str(i), 3, 'carl-tiny', plan, **rest) for i in range(2)]
     assert (folders[0] / 'model.safetensors').read_bytes() == (folders[1] / 'model.safetensors').read_bytes()
-    with pytest.raises(RuntimeError, match="of the part 'mixed'"): code_warm_start(TOKENIZER, 3, **{**quick, 'recalled': .01})
+    with pytest.raises(RuntimeError, match="of the part 'mixed'"):
+        code_warm_start(TOKENIZER, 3, replace(plan, recalled=.01), **rest)
     with pytest.raises(ValueError, match='carl-tiny'): make_base(tmp_path / 'x', protocol='carl')

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from credit_rl.datasets import Passage
+from credit_rl.readers import Passage
 from credit_rl.retrieval import BM25
 from credit_rl.tools import PythonTool, SearchTool, count_words, cut, render_documents, render_plain, within
 from credit_rl.trajectory import Result

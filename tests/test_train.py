@@ -23,7 +23,7 @@ from credit_rl.diagnostics import training_curves
 from credit_rl.retrieval import SearchServer
 from credit_rl.runlog import RunLog, latest_checkpoint, named_checkpoint, read_metrics, read_turns, same_metrics
 from credit_rl.train import main, train
-from credit_rl.vllm_engine import check_vllm
+from credit_rl.vllm_engine import VLLMSettings
 
 ROOT = Path(__file__).resolve().parents[1]
 BASE = str(ROOT / 'data' / 'tiny_base')
@@ -511,14 +511,15 @@ def test_vllm_sleeps_while_the_learner_is_made(monkeypatch, tmp_path):
 
 def test_each_rank_gives_its_vllm_its_own_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, 'is_available', lambda: True)
-    monkeypatch.setattr(staging, 'VLLMEngine', lambda folder, tokenizer, **settings: settings['devices'])
+    monkeypatch.setattr(staging, 'VLLMEngine', lambda folder, tokenizer, settings, **given: settings.devices)
+    monkeypatch.setattr(torch.cuda, 'device_count', lambda: 8)
     monkeypatch.setenv('LOCAL_RANK', '2')
-    made = lambda **given: training.make_engine(training.make_config({'model': BASE, 'engine': 'vllm', **given}), None, None)
-    assert made(ranks=8, learner='deepspeed') == '2' and made() is None and made(vllm={'devices': '4,5'}) == '4,5'
+    made = lambda **given: training.make_engine(training.make_config({'model': BASE, 'engine': 'vllm', **given, 'vllm': {'untried': True, **given.get('vllm', {})}}), None, None)
+    assert made(ranks=8, learner='deepspeed') == '2' and made() is None and made(vllm={'devices': '4,5', 'own_process': True}) == '4,5'
     with pytest.raises(ValueError, match="each of 8 ranks starts a vLLM of its own, and devices='4,5'"): made(ranks=8, learner='deepspeed', vllm={'devices': '4,5'})
     monkeypatch.setattr(torch.cuda, 'device_count', lambda: 4)
-    with pytest.raises(ValueError, match="devices='3,4', but this process sees 4 GPUs"): check_vllm(own_process=True, untried=True, devices='3,4')
-    check_vllm(own_process=True, untried=True, devices='2,3')
+    with pytest.raises(ValueError, match="devices='3,4', but this process sees 4 GPUs"): VLLMSettings(own_process=True, untried=True, devices='3,4')
+    VLLMSettings(own_process=True, untried=True, devices='2,3')
 
 
 @pytest.mark.parametrize('given', [dict(ranks=2), dict(stage=3)], ids=['two learners', 'weights on the CPU'])

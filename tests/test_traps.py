@@ -1,7 +1,7 @@
 """The traps of the field, seen in released code: what they would give, and that ours does not.
 
-Each test holds the trap as a few wrong lines that give another number on the same input, so it cannot pass by being blind. Traps whose
-tests need engines, rollouts or a metric's own cases are tested beside those; `ELSEWHERE` says where.
+Each test holds the trap as a few wrong lines that give another number on the same input, so it cannot pass by being
+blind. Traps whose tests need engines, rollouts or a metric's own cases are tested beside those; `ELSEWHERE` says where.
 """
 import ast, math
 from pathlib import Path
@@ -18,13 +18,20 @@ from credit_rl.outcome import METRICS, outcome_rewards
 from credit_rl.trajectory import Group, Question, Stop, Trajectory, Turn, example_group
 
 ELSEWHERE = {
-    're-tokenised text drifts from the sampled ids': 'test_acting.py::test_sampled_ids_are_kept_where_encoding_their_text_would_give_others',
-    'padding is attended': 'test_acting.py::test_padding_order_and_company_change_no_logp',
-    "the prompt's example counts as an answer": 'test_acting.py::test_the_prompts_example_is_no_answer',
-    'an observation counts as an answer': 'test_acting.py::test_an_observation_is_no_answer',
-    'an empty normalised gold matches everything, in the metrics': 'test_metrics.py::test_an_empty_normalised_gold_never_matches',
-    'a group without a difference is given advantages, in each method': 'test_acting.py::test_groups_without_a_difference_get_exactly_nothing',
-    'micro-batches are averaged instead of summed': 'test_losses.py::test_the_learners_batch_1_times_8_is_its_batch_8_times_1',
+    're-tokenised text drifts from the sampled ids':
+        'test_acting.py::test_sampled_ids_are_kept_where_encoding_their_text_would_give_others',
+    'padding is attended':
+        'test_acting.py::test_padding_order_and_company_change_no_logp',
+    "the prompt's example counts as an answer":
+        'test_acting.py::test_the_prompts_example_is_no_answer',
+    'an observation counts as an answer':
+        'test_acting.py::test_an_observation_is_no_answer',
+    'an empty normalised gold matches everything, in the metrics':
+        'test_metrics.py::test_an_empty_normalised_gold_never_matches',
+    'a group without a difference is given advantages, in each method':
+        'test_acting.py::test_groups_without_a_difference_get_exactly_nothing',
+    'micro-batches are averaged instead of summed':
+        'test_losses.py::test_the_learners_batch_1_times_8_is_its_batch_8_times_1',
 }
 NAN = math.nan
 
@@ -43,8 +50,9 @@ def model():
     "A small Qwen2 with sharp random weights, which minds what it reads."
     from transformers import Qwen2Config, Qwen2ForCausalLM
     torch.manual_seed(0)
-    return Qwen2ForCausalLM(Qwen2Config(vocab_size=100, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2,
-                                        num_key_value_heads=1, initializer_range=0.2)).eval()
+    return Qwen2ForCausalLM(
+        Qwen2Config(vocab_size=100, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2,
+                    num_key_value_heads=1, initializer_range=0.2)).eval()
 
 
 @torch.no_grad()
@@ -77,13 +85,16 @@ def test_mask_sum_minus_one_taken_for_the_last_position():
     trap = layout.trained.sum(1) - 1
     last = torch.where(layout.trained, torch.arange(layout.ids.shape[1]), -1).amax(1)
     for i, t in enumerate(example_group().trajectories):
-        assert layout.ids[i, last[i]] == t.turns[-1].action_ids[-1] and layout.states[i, -1, 1] == last[i]   # an answer's last token
+        # an answer's last token
+        assert layout.ids[i, last[i]] == t.turns[-1].action_ids[-1] and layout.states[i, -1, 1] == last[i]
         assert layout.trained[i, trap[i] + 1:].any()                   # the trap stops short
-        for k, turn in enumerate(t.turns[:-1]):                        # S_{k+1} ends with the observation, before the next prefix
+        for k, turn in enumerate(t.turns[:-1]):  # S_{k+1} ends with the observation, before the next prefix
             assert layout.ids[i, layout.states[i, k + 1, 1] + 1] == turn.observation_ids[-1]
-    holed = torch.tensor([[True, False, True], [True, True, False]])   # counting turns is right without holes only, so they are refused
+    # counting turns is right without holes only, so they are refused
+    holed = torch.tensor([[True, False, True], [True, True, False]])
     with pytest.raises(ValueError, match='hole'): at_last_turn(torch.ones(2), holed)
-    assert at_last_turn(torch.tensor([5., 7.]), torch.tensor([[True, True, True], [True, True, False]])).tolist() == [[0, 0, 5], [0, 7, 0]]
+    whole = torch.tensor([[True, True, True], [True, True, False]])
+    assert at_last_turn(torch.tensor([5., 7.]), whole).tolist() == [[0, 0, 5], [0, 7, 0]]
 
 
 def test_a_reward_that_is_not_zero_taken_for_a_turns_end():
@@ -100,8 +111,10 @@ def test_a_reward_that_is_not_zero_taken_for_a_turns_end():
 
     full = torch.tensor([[0.3, 0.1, 0.2]])
     assert_close(to_tokens(full, token_turns), trap(full))             # where no gain is 0, nobody notices
-    assert to_tokens(gains, token_turns)[0, 4:6].tolist() == [0, 0] and trap(gains)[0, 4:6].tolist() == pytest.approx([0.2, 0.2])
-    assert_close(discounted_sum(gains, torch.ones(1, 3, dtype=torch.bool), 0.5), torch.tensor([[0.35, 0.1, 0.2]]))   # γ counts the turn too
+    assert to_tokens(gains, token_turns)[0, 4:6].tolist() == [0, 0]
+    assert trap(gains)[0, 4:6].tolist() == pytest.approx([0.2, 0.2])
+    # γ counts the turn too
+    assert_close(discounted_sum(gains, torch.ones(1, 3, dtype=torch.bool), 0.5), torch.tensor([[0.35, 0.1, 0.2]]))
     w = loss_weights(token_turns, torch.tensor([0]), 'segment-mean')
     assert w[0, 4] == w[0, 1] == 0.5                                   # and so does an average over turns
 
@@ -109,16 +122,17 @@ def test_a_reward_that_is_not_zero_taken_for_a_turns_end():
 # ---------------------------------------------------------------- comparisons
 
 def test_zero_variance_tested_on_the_mean_not_on_the_spread():
-    "Whether a group says anything is a question about its spread: neither its mean nor a deviation that is rounded can tell."
+    """Whether a group says anything is a question about its spread: neither its mean nor a deviation that is rounded
+    can tell."""
     def trap(x): return (x.mean() == 0) | (x.mean() == 1)              # "all wrong or all right"
-    by_mean = torch.tensor([-1., 1.])                                  # a penalty and a success: mean 0, and a clear lesson
+    by_mean = torch.tensor([-1., 1.])  # a penalty and a success: mean 0, and a clear lesson
     pair = torch.zeros(2, dtype=torch.long)
     assert trap(by_mean) and group_normalize(by_mean, pair).tolist() == pytest.approx([-1, 1], abs=1e-5)
     share = group_share(by_mean, pair)
     assert share['collapsed'] == 0 and share['mixed'] == 1
 
     equal, many = torch.full((11,), 0.7), torch.zeros(11, dtype=torch.long)
-    centered = equal - equal.sum() / 11                                # float32 cannot even average eleven equal numbers
+    centered = equal - equal.sum() / 11  # float32 cannot even average eleven equal numbers
     assert not trap(equal) and (centered / (centered.pow(2).mean().sqrt() + 1e-6)).abs().max() > 0.01
     assert not group_normalize(equal, many).any() and group_share(equal, many)['collapsed'] == 1
     assert not turn_normalize(equal[:, None], torch.ones(11, 1, dtype=torch.bool), many).any()
@@ -131,11 +145,12 @@ def test_per_turn_comparison_is_a_hidden_bonus_for_not_stopping():
     assert turn_normalize(x, mask, groups, pad='none')[1, 2] > 0.99    # the middling one is praised for its third turn
     padded, pooled = turn_normalize(x, mask, groups), group_normalize(x, groups, mask)
     assert abs(padded[1, 2]) < 1e-6 and padded[0, 2] == 0
-    assert (pooled[1] == pooled[1, 0]).all() and pooled[1, 0] > pooled[2, 0]               # one baseline for all of its turns
+    assert (pooled[1] == pooled[1, 0]).all() and pooled[1, 0] > pooled[2, 0]  # one baseline for all of its turns
     calls = torch.tensor([[1., 9, NAN, NAN], [0.5, 0.5, 0.5, 9], [0., 0., 0., 9]])
-    by_turn, together = (mt_grpo_star(calls, torch.ones(3), ~calls.isnan(), groups, norm=norm) for norm in ('turn', 'pooled'))
+    by_turn, together = (mt_grpo_star(calls, torch.ones(3), ~calls.isnan(), groups, norm=norm)
+                         for norm in ('turn', 'pooled'))
     assert by_turn[1, 2] > 0.99 and (together[1, :3] == together[1, 0]).all()
-    latent = folr_rewards(torch.zeros(3), torch.tensor([0, 1, -1]), mask)                  # TSPO pads, so its third turn is silent
+    latent = folr_rewards(torch.zeros(3), torch.tensor([0, 1, -1]), mask)  # TSPO pads, so its third turn is silent
     assert not turn_normalize(latent, mask, groups)[:, 2].any()
 
 
@@ -145,7 +160,8 @@ def test_per_turn_comparison_is_a_hidden_bonus_for_not_stopping():
 def test_only_the_first_gold_scored(metric):
     golds = ['12', '7'] if metric == 'numeric' else ['Vienna', 'Budapest']
     question = Question('q', '?', golds)
-    second = Group(question, [Trajectory(question, [0], [Turn('answer', [1], [-0.1], [], '', '')], Stop.ANSWER, golds[1])])
+    answer = Turn('answer', [1], [-0.1], [], '', '')
+    second = Group(question, [Trajectory(question, [0], [answer], Stop.ANSWER, golds[1])])
     assert METRICS[metric](golds[1], golds[:1]) == 0 and outcome_rewards([second], metric).tolist() == [1]
 
 
@@ -160,5 +176,6 @@ def test_an_empty_normalised_gold_is_seen_everywhere(gold):
     text = 'Vienna is the capital of Austria'
     assert normalize(gold) in normalize(text) and f' {normalize(gold)} '.replace('  ', ' ') in f' {normalize(text)} '
     for short in (False, True):
-        assert first_occurrence([text, '', 'The'], [gold], match_short=short) is None       # nor in a text of which nothing is left
+        # nor in a text of which nothing is left
+        assert first_occurrence([text, '', 'The'], [gold], match_short=short) is None
         assert first_occurrence([text], [gold, 'Austria'], match_short=short) == 0

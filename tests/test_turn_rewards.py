@@ -22,9 +22,12 @@ NAN = math.nan
 
 
 def rollout(question, *turns):
-    "A trajectory of (call or None, observation or None): None for an observation means that the environment said nothing."
-    made = [Turn('tool' if call or seen is not None else 'answer', [1, 2], [-.1, -.2], () if seen is None else (3,), 'x',
-                 seen or '', call and {'name': 'search', 'queries': [call]}) for call, seen in turns]
+    """A trajectory of (call or None, observation or None): None for an observation means that the environment said
+    nothing."""
+    made = [
+        Turn('tool' if call or seen is not None else 'answer', [1, 2], [-.1, -.2], () if seen is None else (3, ), 'x',
+             seen or '', call and {'name': 'search', 'queries': [call]}) for call, seen in turns
+    ]
     return Trajectory(question, [0], made, Stop.ANSWER, 'x')
 
 
@@ -88,7 +91,8 @@ def test_the_example_reproduces_what_40_advantages_is_taught_with():
     outcome, calls = outcome_rewards([group]), tool_segments([group])
     with_constant = rule_turn_rewards([group], partial(rule_rewards, exec_reward=7.0))
     star = mt_grpo_star(rewards, outcome, mask, groups, calls)
-    assert_close(mt_grpo_star(with_constant, outcome, mask, groups, calls), star, atol=1e-4, rtol=0)  # a constant cancels
+    # a constant cancels
+    assert_close(mt_grpo_star(with_constant, outcome, mask, groups, calls), star, atol=1e-4, rtol=0)
     only = rule_turn_rewards([group], partial(rule_rewards, variant='tool-only'))
     assert_close(mt_grpo_star(only, outcome, mask, groups, calls), mt_grpo_star(0 * only, outcome, mask, groups, calls))
 
@@ -222,7 +226,8 @@ def test_ratings_are_read_from_the_last_list(ratings, before, sign, spaced):
 
 @pytest.mark.parametrize('said', ['', '[]', '[[]]', '[[1,1]]', '[[1,1,1,1]]', '[[1,1,3]]', '[[1,1,-1]]', '[[1,1,1.0]]',
                                   '[[1,1,true]]', '[["1","1","1"]]', '[[1,1,null]]', '[1,1,1]', '[[1,1,1],[1,1]]',
-                                  '[[1,1,1],]', '[[[1,1,1]]]', '[[a,b,c]]', '[[1,1,' + '9' * 5000 + ']]', '[' * 50000, '[[' + '1,' * 20000])
+                                  '[[1,1,1],]', '[[[1,1,1]]]', '[[a,b,c]]', '[[1,1,' + '9' * 5000 + ']]',
+                                  '[' * 50000, '[[' + '1,' * 20000])
 def test_everything_else_is_unparsable(said):
     assert parse_ratings(f'ratings_by_pair={said}') is None
 
@@ -236,7 +241,8 @@ def test_other_scales_can_be_read():
 def test_scores_are_weighted_means_between_0_and_1(ratings, weights):
     scores = rating_scores(ratings, weights)
     assert all(-1e-12 <= s <= 1 + 1e-12 for s in scores)
-    expected = torch.tensor(ratings, dtype=torch.float64) / 2 @ torch.tensor(weights, dtype=torch.float64) / sum(weights)
+    given, weighed = (torch.tensor(x, dtype=torch.float64) for x in (ratings, weights))
+    expected = given / 2 @ weighed / sum(weights)
     assert_close(torch.tensor(scores, dtype=torch.float64), expected)
     assert rating_scores(ratings, [10 * w for w in weights]) == pytest.approx(scores)
 
@@ -261,7 +267,8 @@ def test_the_judge_sees_question_calls_and_responses_and_nothing_else():
 # ---------------------------------------------------------------- a judge behind HTTP
 
 class Stub:
-    "Chat completions on a free port. `script`: function (prompt, attempt) -> reply, status, 'hang', or a body (dict, bytes)."
+    """Chat completions on a free port. `script`: function (prompt, attempt) -> reply, status, 'hang', or a body (dict,
+    bytes)."""
 
     def __init__(self, script):
         self.script, self.requests, self.lock, self.over = script, [], threading.Lock(), threading.Event()
@@ -427,17 +434,21 @@ def test_as_many_parsers_as_prompts():
 
 
 def test_judge_rewards_from_end_to_end():
-    "Readable, unreadable, wrong number of pairs, failed; a rollout without segments is not asked about; NaN is no grade."
+    """Readable, unreadable, wrong number of pairs, failed; a rollout without segments is not asked about; NaN is no
+    grade."""
     says = {'good': 'ratings_by_pair=[[2,2,2],[2,1,0]]', 'vague': 'fine work', 'short': 'ratings_by_pair=[[2,2,2]]',
             'broken': 500}
     questions = {n: Question(n, f'about {n}?', ['gold']) for n in [*says, 'none']}
-    groups = [Group(q, [rollout(q, ('a', 'b'), ('c', 'd'), (None, None))] if n != 'none' else [rollout(q, (None, None))])
-              for n, q in questions.items()]
+    groups = [
+        Group(q, [rollout(q, ('a', 'b'), ('c', 'd'), (None, None))] if n != 'none' else [rollout(q, (None, None))])
+        for n, q in questions.items()
+    ]
     with Stub(lambda prompt, attempt: next(v for k, v in says.items() if f'about {k}?' in prompt)) as stub:
         judge = stub.judge()
         out = judge_rewards(groups, judge, weights=(2, 1, 1))
         assert len(stub.requests) == 3 + 3
-    assert_close(out, torch.tensor([[1, 5 / 8, 0], [NAN, NAN, 0], [NAN, NAN, 0], [NAN, NAN, 0], [0, 0, 0]]), equal_nan=True)
+    assert_close(out, torch.tensor([[1, 5 / 8, 0], [NAN, NAN, 0], [NAN, NAN, 0], [NAN, NAN, 0], [0, 0, 0]]),
+                 equal_nan=True)
     assert judge.counts == count(4, retries=2, failures=1, unparsable=2)
 
 
@@ -472,6 +483,6 @@ def run_without(*modules):
 
 
 def test_modules_load_with_torch_alone_and_a_missing_client_names_its_extra():
-    said = run_without('openai', 'transformers', 'datasets', 'pandas', 'matplotlib', 'seaborn', 'scipy', 'sklearn', 'requests',
-                       'httpx', 'yaml', 'tqdm', 'nbdev', 'fastcore')
+    said = run_without('openai', 'transformers', 'datasets', 'pandas', 'matplotlib', 'seaborn', 'scipy', 'sklearn',
+                       'requests', 'httpx', 'yaml', 'tqdm', 'nbdev', 'fastcore')
     assert 'credit_rl[judge]' in said

@@ -15,14 +15,19 @@ from credit_rl.trajectory import Group, Question, Result, Stop, Trajectory, Turn
 from credit_rl.view import gold_spans, show_group, show_rollout
 
 NAN = float('nan')
-ATTACKS = ['<script>document.title="broken"</script>', '<img src=x onerror="document.title=\'broken\'">', '</div></section></style>',
-           '"><b onmouseover=alert(1)>', '&lt;script&gt;', '<!-- x', '$x^2$ and $y$', '</details><mark>', '<tool_call> { </tool_call>']
+ATTACKS = [
+    '<script>document.title="broken"</script>', '<img src=x onerror="document.title=\'broken\'">',
+    '</div></section></style>', '"><b onmouseover=alert(1)>', '&lt;script&gt;', '<!-- x', '$x^2$ and $y$',
+    '</details><mark>', '<tool_call> { </tool_call>'
+]
 
 
-def attempt(action='<think> a </think> <answer> b </answer>', observation='', answer='b', golds=('Budapest',), text='Where?', stop='answer'):
+def attempt(action='<think> a </think> <answer> b </answer>', observation='', answer='b', golds=('Budapest', ),
+            text='Where?', stop='answer'):
     "A rollout of one turn with the given texts."
     question = Question('q', text, golds)
-    return Trajectory(question, [0], [Turn('answer', [1, 2], [-.1, -.2], [3], action, observation, result=Result.OK)], stop, answer)
+    return Trajectory(question, [0], [Turn('answer', [1, 2], [-.1, -.2], [3], action, observation, result=Result.OK)],
+                      stop, answer)
 
 
 class Reader(HTMLParser):
@@ -61,15 +66,16 @@ def read(view):
 
 @pytest.mark.parametrize('attack', ATTACKS)
 def test_every_text_is_shown_and_none_becomes_html(attack):
-    for t in (attempt(action=attack), attempt(observation=attack), attempt(observation=attack + ' word' * 200), attempt(answer=attack),
-              attempt(golds=[attack]), attempt(text=attack)):
+    for t in (attempt(action=attack), attempt(observation=attack), attempt(observation=attack + ' word' * 200),
+              attempt(answer=attack), attempt(golds=[attack]), attempt(text=attack)):
         assert attack in read(show_rollout(t, [0.5]))
     assert attack in read(show_rollout(attempt(), title=attack))
 
 
 @given(st.text(st.sampled_from('<>/&"\' ab_tool'), max_size=60), st.text(max_size=60))
 def test_any_text_is_shown_whole(action, observation):
-    t = dataclasses.replace(attempt(), turns=[dataclasses.replace(attempt().turns[0], action_text=action, observation_text=observation)])
+    turn = dataclasses.replace(attempt().turns[0], action_text=action, observation_text=observation)
+    t = dataclasses.replace(attempt(), turns=[turn])
     text = read(show_rollout(t, [1.0]))
     for said in (action.strip(), observation):
         assert re.sub(r'\s', '', said) in re.sub(r'\s', '', text)
@@ -85,28 +91,32 @@ def test_tags_stay_readable():
 def test_missing_and_zero_advantages_are_told_apart():
     t = example_group().trajectories[1]
     shown = show_rollout(t, [NAN, 0.0, -0.0, None])
-    assert read(shown).count('missing') == 3 and 'nothing here is learned from' in read(shown)   # the legend says it too
+    assert read(shown).count('missing') == 3 and 'nothing here is learned from' in read(shown)  # the legend says it too
     assert 'nan' not in re.sub(r'<style>.*?</style>', '', shown.html, flags=re.S).lower()
     assert 'inf' not in read(show_rollout(t, [1.0, float('inf'), 0, 0])).replace('+inf', '')
 
 
 def test_no_answer_no_golds_and_no_text():
-    assert 'no answer' in read(show_rollout(attempt(answer=None, stop='turn_cap'))) and 'turn_cap' in read(show_rollout(attempt(stop='turn_cap')))
+    assert 'no answer' in read(show_rollout(attempt(answer=None, stop='turn_cap')))
+    assert 'turn_cap' in read(show_rollout(attempt(stop='turn_cap')))
     assert 'gold: none' in read(show_rollout(attempt(golds=[])))
     assert read(show_rollout(attempt(action='', observation='', answer='')))
 
 
 def test_rollouts_of_different_lengths_stand_in_one_grid():
     group = example_group()
-    short = dataclasses.replace(group.trajectories[0], turns=group.trajectories[0].turns[:2], stop=Stop.LENGTH, answer=None)
-    shown = show_group(Group(group.question, [short, *group.trajectories[1:]]), [[1, 1, 0, 0], [1, 1, NAN, NAN], [0] * 4])
+    short = dataclasses.replace(group.trajectories[0], turns=group.trajectories[0].turns[:2], stop=Stop.LENGTH,
+                                answer=None)
+    shown = show_group(Group(group.question, [short, *group.trajectories[1:]]),
+                       [[1, 1, 0, 0], [1, 1, NAN, NAN], [0] * 4])
     sections = re.findall(r'<section>(.*?)</section>', shown.html, re.S)
     assert [s.count('class="crl-turn"') for s in sections] == [2, 4, 4]
     with pytest.raises(ValueError, match='2 turns'):
         show_group(Group(group.question, [short]), [[1, 1, 1, 0]])
 
 
-words = st.lists(st.sampled_from(['Rome', 'romeo', 'the', 'New', 'York,', '"New', "York's", 'a', 'U.S.', '—', 'yes', 'foo-the-bar']), max_size=8)
+WORDS = ['Rome', 'romeo', 'the', 'New', 'York,', '"New', "York's", 'a', 'U.S.', '—', 'yes', 'foo-the-bar']
+words = st.lists(st.sampled_from(WORDS), max_size=8)
 
 
 @given(words, st.lists(st.sampled_from(['Rome', 'New York', 'the New York', 'US', 'yes', 'York', 'a']), max_size=3))
@@ -126,18 +136,25 @@ def test_in_a_browser(tmp_path):
     group = example_group()
     mean = dataclasses.replace(group.trajectories[1].turns[1], observation_text=' '.join(ATTACKS) + ' Budapest')
     lost = dataclasses.replace(group.trajectories[1], turns=[group.trajectories[1].turns[0], mean])
-    page = show_group(Group(group.question, [group.trajectories[0], lost]), [[1, -1, 0.5, 0], [0, -1, 0, 0]]).save(tmp_path / 'view.html')
+    page = show_group(Group(group.question, [group.trajectories[0], lost]),
+                      [[1, -1, 0.5, 0], [0, -1, 0, 0]]).save(tmp_path / 'view.html')
     measure = """<script>document.title = document.title + JSON.stringify({
-        cards: [...document.querySelectorAll('.crl-turn')].map(e => { const r = e.getBoundingClientRect(); return [r.left, r.top, r.right, r.height]; }),
+        cards: [...document.querySelectorAll('.crl-turn')].map(e => {
+            const r = e.getBoundingClientRect(); return [r.left, r.top, r.right, r.height]; }),
         stripes: [...document.querySelectorAll('.crl-turn')].map(e => getComputedStyle(e).borderLeftColor),
-        marks: document.querySelectorAll('.crl-seen mark').length, wide: document.documentElement.scrollWidth})</script>"""
+        marks: document.querySelectorAll('.crl-seen mark').length,
+        wide: document.documentElement.scrollWidth})</script>"""
     page.write_text(page.read_text() + measure)
-    done = subprocess.run([browser, '--headless', '--no-sandbox', '--disable-gpu', '--disable-background-networking', '--disable-sync', '--no-first-run',
-                           f'--user-data-dir={tmp_path}/profile', '--window-size=1000,900', '--dump-dom', page.as_uri()], capture_output=True, text=True)
+    done = subprocess.run([
+        browser, '--headless', '--no-sandbox', '--disable-gpu', '--disable-background-networking', '--disable-sync',
+        '--no-first-run', f'--user-data-dir={tmp_path}/profile', '--window-size=1000,900', '--dump-dom',
+        page.as_uri()
+    ], capture_output=True, text=True, timeout=120)
     title = re.search(r'<title>group casablanca(.*?)</title>', done.stdout)
     assert title, f'the title was changed, or nothing was shown:\n{done.stdout[:300]}\n{done.stderr[-500:]}'
     seen = json.loads(html.unescape(title[1]))
     left, top, right, height = zip(*seen['cards'])
-    assert len(seen['cards']) == 6 and top[0] == top[4] and top[1] == top[5] and top[0] < top[1] < top[2]   # turn beside turn
+    # turn beside turn
+    assert len(seen['cards']) == 6 and top[0] == top[4] and top[1] == top[5] and top[0] < top[1] < top[2]
     assert left[0] < right[0] <= left[4] and height[1] == height[5] and seen['wide'] <= 1000
     assert len(set(seen['stripes'])) == 4 and seen['stripes'][1] == seen['stripes'][5] and seen['marks'] >= 3

@@ -29,7 +29,7 @@ from credit_rl.runlog import latest_checkpoint, read_metrics, read_turns, same_m
 from credit_rl.tiny import tiny_environment
 from credit_rl.train import train
 from credit_rl.trajectory import Stop
-from credit_rl.vllm_engine import VLLMEngine, _native, logp_gap, sync_gap
+from credit_rl.vllm_engine import VLLMEngine, VLLMSettings, logp_gap, make_transfer, sync_gap
 from credit_rl.world import make_world
 
 if importlib.util.find_spec('vllm') is None:
@@ -53,7 +53,8 @@ def base(root):
 def engine(base):
     "One vLLM engine for all tests here; a test that loads other weights puts the base's back."
     _, tokenizer, folder = base
-    engine = VLLMEngine(folder, tokenizer, max_length=192, max_rows=64, dtype='float32', arguments=SETTINGS)
+    engine = VLLMEngine(folder, tokenizer, max_length=192, max_rows=64,
+                        settings=VLLMSettings('float32', arguments=SETTINGS))
     yield engine
     engine.close()
 
@@ -279,16 +280,16 @@ def test_a_conversation_goes_on_from_the_cache(engine, env, world):
     prompts = [(p * 8)[:100] for p in prompts_of(env, world)[:3]]
     talk = engine.generate(prompts, Sampling(max_tokens=20), keys='abc')
     longer = [p + ids + [7, 8, 9] for p, ids in zip(prompts, talk.ids)]
-    before = engine._standing.cached
+    before = engine.kept.cached
     kept = engine.generate(longer, Sampling(max_tokens=6), keys='abc', seeds=[7, 8, 9])
     assert engine.llm.vllm_config.cache_config.block_size == 32             # nobody asked for it: the smallest that a CPU takes
-    assert engine._standing.cached - before >= 3 * 96                       # whole blocks
+    assert engine.kept.cached - before >= 3 * 96                       # whole blocks
     fresh = engine.generate(longer, Sampling(max_tokens=6), seeds=[7, 8, 9])
     assert kept.ids == fresh.ids
     with pytest.raises(ValueError, match='do not continue'):
         engine.generate(prompts, Sampling(), keys='abc')
     engine.release('abc')
-    assert not engine._standing.rows
+    assert not engine.kept.rows
 
 
 def test_overlap_rewind_and_release(base, engine, env, world):
@@ -312,7 +313,7 @@ def test_overlap_rewind_and_release(base, engine, env, world):
                 with pytest.raises(ValueError, match='under way'):
                     stream.rewind(3, edited)
                 stream.release(3)
-    assert {k: len(v) for k, v in turns.items()} == {0: 2, 1: 2, 2: 2} and not stream.rows and not engine._live
+    assert {k: len(v) for k, v in turns.items()} == {0: 2, 1: 2, 2: 2} and not stream.rows and not engine.core.live
     fresh = engine.generate([p[:-2] + [9, 8, 7] for p in prompts[:3]], Sampling(max_tokens=5), seeds=[20, 21, 22])
     assert [turns[i][1].ids for i in range(3)] == fresh.ids and stream.rewind('nobody', [1]) == 0
 
@@ -322,9 +323,9 @@ def test_a_stream_given_up_is_called_off(engine, env, world):
     for i, p in enumerate(prompts_of(env, world)):
         stream.submit(i, p, seed=i, max_tokens=1 + i)
     next(iter(stream))
-    assert engine._live
+    assert engine.core.live
     out = engine.generate(prompts_of(env, world)[:1], Sampling(max_tokens=3))
-    assert len(out.ids[0]) <= 3 and not engine._live and not engine.llm.has_unfinished_requests()
+    assert len(out.ids[0]) <= 3 and not engine.core.live and not engine.llm.has_unfinished_requests()
 
 
 def test_sleep_without_a_gpu_forgets_and_goes_on(base, engine, env, world):
@@ -332,9 +333,9 @@ def test_sleep_without_a_gpu_forgets_and_goes_on(base, engine, env, world):
     engine.wake()
     assert sync_gap(engine, base[0], prompts_of(env, world)[:2], tolerance=1e-3)
     with pytest.raises(ValueError, match='CUDA'):
-        VLLMEngine(base[2], base[1], sleep_level=1)
+        VLLMSettings(sleep_level=1)
     with pytest.raises(ValueError, match='never been run'):
-        VLLMEngine(base[2], base[1], devices='1', own_process=True)
+        VLLMSettings(devices='1', own_process=True)
 
 
 @pytest.mark.parametrize('backend', ['ipc', 'nccl'])
@@ -359,7 +360,8 @@ def test_native_transfer_speaks_the_installed_vllms_language(monkeypatch, backen
     monkeypatch.setattr(WeightTransferTrainerFactory, 'trainer_init', trainer_init)
     monkeypatch.setenv('VLLM_ALLOW_INSECURE_SERIALIZATION', '0')
     llm = SimpleNamespace(collective_rpc=lambda name, kwargs=None: calls.append((name, *(kwargs or {}))), vllm_config=SimpleNamespace(parallel_config=SimpleNamespace(world_size=2)))
-    send = _native(backend, ('127.0.0.1', 29650))
+    monkeypatch.setattr(torch.cuda, 'is_available', lambda: True)
+    send = make_transfer(backend, apart=True, untried=True)
     for value in (1., 2.):
         send(llm, {'a': torch.full((2, 3), value), 'b': torch.zeros(1)})
     update = [('start_weight_update',), ('update_weights', 'update_info'), ('finish_weight_update',)]

@@ -7,14 +7,14 @@ import torch
 from hypothesis import given, settings, strategies as st
 from sklearn.metrics import accuracy_score, explained_variance_score, roc_auc_score
 
-from credit_rl.datasets import Passage
 from credit_rl.engine import Sampling, ScriptedEngine
 from credit_rl.protocol import PROTOCOLS, Chat
+from credit_rl.readers import Passage
 from credit_rl.tiny import NOISY_CODER, act_coder, memory_of, tiny_environment, tiny_tokenizer
 from credit_rl.trajectory import Question, Stop, Trajectory, Turn
 from credit_rl import warmup
-from credit_rl.warmup import GATE, Collecting, GateFailed, GateReport, Missing, Pairs, WarmUp, choose_questions, cluster_questions, collect, draw_evenly, gate, gold_shown, searching, warm_up
-from credit_rl.world import make_world
+from credit_rl.warmup import GATE, Collecting, GateFailed, GateReport, Missing, Pairs, Player, WarmUp, choose_questions, cluster_questions, collect, draw_evenly, gate, gold_shown, searching, warm_up
+from credit_rl.world import Competence, make_world
 
 
 def example(seed, n=80):
@@ -122,10 +122,10 @@ def test_what_is_no_number_of_questions(per_tier):
 @pytest.mark.parametrize('per_tier, said', [((9, 9), None), ((11, 9), 'takes all 11 of Tier 1, of which 11 may be taken: clusters choose nothing there'),
                                             (50, 'takes all 11 of Tier 1, of which 50 may be taken and all 11 of Tier 2, of which 50 may be taken: clusters')])
 def test_a_tier_that_is_taken_whole_is_said(per_tier, said):
-    world = make_world('dev', seed=3, size=200, questions=12, hops=(1,), famous=12)
+    world = make_world('dev', seed=3, size=200, questions=12, hops=(1,), competence=Competence(famous=12))
     env = tiny_environment(world, Chat(PROTOCOLS['carl-tiny'], tiny_tokenizer(numbers=True)))
     engine, lines = ScriptedEngine(lambda text, rng: act_coder(text, rng, NOISY_CODER, memory_of(world)), env.chat.tokenizer), []
-    data = collect(engine, env, [q for q in world.questions if q.meta['parametric']][:11] + [q for q in world.questions if not q.meta['parametric']][:11], Sampling(),
+    data = collect(Player(engine, Sampling()), env, [q for q in world.questions if q.meta['parametric']][:11] + [q for q in world.questions if not q.meta['parametric']][:11],
                    Collecting(per_tier=per_tier, clusters=3), say=lines.append)
     assert lines[0].startswith('22 questions: 11 that it knows')
     assert lines[-1].startswith('told to call, it does in 100% of rollouts of Tier 1 and 100% of rollouts of Tier 2; ')
@@ -133,9 +133,9 @@ def test_a_tier_that_is_taken_whole_is_said(per_tier, said):
 
 
 def test_a_base_that_does_not_call_when_told_to_is_noticed():
-    from credit_rl.warmup import _obedience
-    assert _obedience(['direct', 'forced', 'forced', 'forced', 'optional'], [False, True, False, True, True], [1, 1, 1, 2, 2]).startswith('told to call, it does in 50% of rollouts of Tier 1 and 100% of')
-    assert _obedience(['forced'], [False], [2]).startswith('told to call, it does in 0% of rollouts of Tier 2;')
+    from credit_rl.warmup import obedience
+    assert obedience(['direct', 'forced', 'forced', 'forced', 'optional'], [False, True, False, True, True], [1, 1, 1, 2, 2]).startswith('told to call, it does in 50% of rollouts of Tier 1 and 100% of')
+    assert obedience(['forced'], [False], [2]).startswith('told to call, it does in 0% of rollouts of Tier 2;')
 
 
 def test_sources_have_clusters_of_their_own():
@@ -164,7 +164,7 @@ class Ranked:
 @pytest.fixture(scope='module')
 def looked_up():
     "A world whose questions all need a search when one is forced, an environment, one that searches elsewhere, and a coder."
-    world = make_world('dev', seed=3, size=200, questions=20, hops=(1, 2), famous=20)
+    world = make_world('dev', seed=3, size=200, questions=20, hops=(1, 2), competence=Competence(famous=20))
     env = tiny_environment(world, Chat(PROTOCOLS['carl-tiny'], tiny_tokenizer(numbers=True)))
     return list(world.questions), env, searching(env, Ranked(ELSEWHERE)), ScriptedEngine(lambda text, rng: act_coder(text, rng, NOISY_CODER, memory_of(world)), env.chat.tokenizer)
 
@@ -182,7 +182,7 @@ def places(data, prompt):
 def test_so_many_questions_are_searched_elsewhere(looked_up, how, share):
     "Three in ten unless told otherwise, wholly so, the same ones under every prompt and whenever they are played; a random collection has the one search."
     questions, env, other, engine = looked_up
-    data = collect(engine, env, questions, Sampling(), Collecting(per_tier=15, clusters=3, repeats=2, **how), other)
+    data = collect(Player(engine, Sampling()), env, questions, Collecting(per_tier=15, clusters=3, repeats=2, **how), other)
     forced, optional = places(data, 'forced'), places(data, 'optional')
     assert len(forced) == len(data.questions) == 30 and all(len(where) == 1 for where in forced.values())
     away = {q for q, where in forced.items() if where == {'elsewhere'}}

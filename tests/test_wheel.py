@@ -18,7 +18,7 @@ SHIPPED = ['setup.py', 'settings.ini', 'pyproject.toml', 'LICENSE', 'README.md',
 
 @pytest.fixture(scope='session')
 def wheel(tmp_path_factory, run_python):
-    "The wheel, built from a copy, so that no build folder is left in the checkout and none of an earlier build gets in."
+    "The wheel, built from a copy: no build folder is left in the checkout, and none of an earlier build gets in."
     source, out = tmp_path_factory.mktemp('source'), tmp_path_factory.mktemp('wheel')
     for name in SHIPPED:
         if (ROOT / name).is_dir():
@@ -42,11 +42,12 @@ def needed(name, seen):
 
 @pytest.fixture(scope='session')
 def torch_python(wheel, tmp_path_factory):
-    "Python of a fresh environment that holds the wheel, torch and what torch needs, by links to the packages of this one."
+    "Python of a fresh environment with the wheel, torch and what torch needs, by links to the packages of this one."
     folder = tmp_path_factory.mktemp('torch_alone')
     venv.create(folder, with_pip=False, symlinks=True)
     python = folder / 'bin' / 'python'
-    site = Path(subprocess.check_output([python, '-Ic', 'import sysconfig; print(sysconfig.get_path("purelib"))'], text=True).strip())
+    where = 'import sysconfig; print(sysconfig.get_path("purelib"))'
+    site = Path(subprocess.check_output([python, '-Ic', where], text=True).strip())
     for dist in needed('torch', {}).values():
         for top in {Path(f).parts[0] for f in dist.files} - {'..', '__pycache__', 'distutils-precedence.pth'}:
             if not (site / top).exists():
@@ -57,7 +58,8 @@ def torch_python(wheel, tmp_path_factory):
 
 def test_the_wheel_holds_the_modules_and_nothing_else(wheel):
     names = ZipFile(wheel).namelist()
-    assert {n for n in names if n.startswith('credit_rl/')} == {f'credit_rl/{p.name}' for p in (ROOT / 'credit_rl').glob('*.py')}
+    modules = {f'credit_rl/{p.name}' for p in (ROOT / 'credit_rl').glob('*.py')}
+    assert {n for n in names if n.startswith('credit_rl/')} == modules
     assert {n.split('/')[0].split('-')[0] for n in names} == {'credit_rl'}
 
 
@@ -69,7 +71,8 @@ def test_the_wheel_says_what_settings_say(wheel):
     assert f'\nVersion: {cfg["version"]}\n' in metadata and f'\nRequires-Python: >={cfg["min_python"]}\n' in metadata
     asked = [Requirement(line) for line in re.findall(r'^Requires-Dist: (.*)$', metadata, re.M)]
     assert {r.name for r in asked if r.marker is None} == {Requirement(r).name for r in cfg['requirements'].split()}
-    assert {'train', 'vllm', 'dense', 'judge', 'dev', 'all'} == set(re.findall(r'^Provides-Extra: (.*)$', metadata, re.M))
+    extras = set(re.findall(r'^Provides-Extra: (.*)$', metadata, re.M))
+    assert {'train', 'vllm', 'dense', 'judge', 'dev', 'all'} == extras
 
 
 def test_credit_functions_need_torch_alone(torch_python):

@@ -18,11 +18,11 @@ from credit_rl.parts import Loss
 from credit_rl.protocol import PROTOCOLS, Chat, parse
 from credit_rl.rollout import rollout
 from credit_rl.tiny import tiny_environment, tiny_tokenizer
-from credit_rl.vllm_engine import VLLMEngine, logp_gap, sync_gap
+from credit_rl.vllm_engine import VLLMEngine, VLLMSettings, logp_gap, sync_gap
 from credit_rl.world import make_world
 
 ROOT = Path(__file__).resolve().parents[1]
-SETTINGS = {'enforce_eager': True}
+SETTINGS = VLLMSettings('float32', arguments={'enforce_eager': True})
 ODD = [list(range(10, 10 + n)) for n in (5, 20, 60)]
 
 
@@ -56,7 +56,7 @@ def untied():
     model = Qwen2ForCausalLM(config).eval()
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
-        engine = VLLMEngine(folder, tokenizer, max_length=192, max_rows=8, dtype='float32', arguments=SETTINGS)
+        engine = VLLMEngine(folder, tokenizer, max_length=192, max_rows=8, settings=SETTINGS)
     named = dict(model.named_parameters())
     try:
         engine.load({n: t for n, t in named.items() if n != 'lm_head.weight'})
@@ -77,7 +77,7 @@ def carl():
     world = make_world('train', seed=3, size=200, questions=6)
     env = tiny_environment(world, Eager(PROTOCOLS['carl-tiny'], tokenizer), max_turns=6, max_tokens=256)
     env = dataclasses.replace(env, context_tokens=9)
-    engine = VLLMEngine(ROOT / 'data' / 'tiny_base', tokenizer, max_length=256, max_rows=32, dtype='float32', arguments=SETTINGS)
+    engine = VLLMEngine(ROOT / 'data' / 'tiny_base', tokenizer, max_length=256, max_rows=32, settings=SETTINGS)
     said = lambda groups: [[(x.kind, x.action_ids, x.context_ids) for x in t.turns] for g in groups for t in g.trajectories]
     greedy = Sampling(greedy=True, max_tokens=15)
     ours, theirs = (said(rollout(e, env, world.questions, 1, greedy)) for e in (engine, HFEngine(model, tokenizer, max_length=256)))
@@ -92,7 +92,8 @@ def adapter():
     "A LoRA adapter over the base: log-probabilities of the merged model; another one in its place; none again."
     from safetensors.torch import save_file
     model, tokenizer = load_model(str(ROOT / 'data' / 'tiny_base'))
-    engine = VLLMEngine(ROOT / 'data' / 'tiny_base', tokenizer, max_length=192, max_rows=8, dtype='float32', arguments={**SETTINGS, 'enable_lora': True})
+    engine = VLLMEngine(ROOT / 'data' / 'tiny_base', tokenizer, max_length=192, max_rows=8,
+                        settings=VLLMSettings('float32', arguments={'enforce_eager': True, 'enable_lora': True}))
     gaps = []
     for seed in (0, 1):
         merged, generator, saved = copy.deepcopy(model), torch.Generator().manual_seed(seed), {}
@@ -120,7 +121,7 @@ class Waiting:
 
     def call(self, calls):
         said = self.engine.llm.engine_core.outputs_queue
-        if self.engine._live:
+        if self.engine.core.live:
             for _ in range(6000):
                 if not said.empty(): break
                 time.sleep(.01)
@@ -131,7 +132,8 @@ class Waiting:
 def other_process():
     "The engine core in a process of its own, which goes on while tools run; weights go through a file."
     model, tokenizer = load_model(str(ROOT / 'data' / 'tiny_base'))
-    engine = VLLMEngine(ROOT / 'data' / 'tiny_base', tokenizer, max_length=192, max_rows=32, dtype='float32', own_process=True, arguments=SETTINGS)
+    engine = VLLMEngine(ROOT / 'data' / 'tiny_base', tokenizer, max_length=192, max_rows=32,
+                        settings=dataclasses.replace(SETTINGS, own_process=True))
     measured = syncs(engine, model)
     engine.load(dict(model.named_parameters()))
     world = make_world('train', seed=3, size=200, questions=8)

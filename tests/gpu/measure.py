@@ -1,10 +1,12 @@
-"""One training step at the true shape of a model, with random weights, so that no network is needed: acting, reading, packed scoring, learning.
+"""One training step at the true shape of a model, with random weights, so that no network is needed: acting,
+reading, packed scoring, learning.
 
-    python tests/gpu/measure.py [qwen2.5-0.5b qwen2.5-3b qwen2.5-7b] [--device cuda] [--rows 16] [--tokens 2048] [--dtype bfloat16]
+    python tests/gpu/measure.py [qwen2.5-0.5b qwen2.5-3b qwen2.5-7b] [--device cuda] [--rows 16] [--tokens 2048]
+                                [--dtype bfloat16]
 
-Needs torch and transformers. Prints `MEASURED {…}` for each shape, and at the end lines for runs/LOG.md. Ends with an error where
-a number is not finite, engine and learner disagree, packed and separate scoring disagree, or a step moves nothing. A shape whose
-estimated memory is more than the device has is left out, and said to be.
+Needs torch and transformers. Prints `MEASURED {…}` for each shape, and at the end lines for runs/LOG.md. Ends with
+an error where a number is not finite, engine and learner disagree, packed and separate scoring disagree, or a step
+moves nothing. A shape whose estimated memory is more than the device has is left out, and said to be.
 """
 import argparse
 import json
@@ -24,7 +26,8 @@ from credit_rl.parts import Credit, Loss
 from credit_rl.scoring import AnswerTemplate, acting_states, answer_logps, answer_logps_separate
 from credit_rl.trajectory import Group, Question, Stop, Trajectory, Turn
 
-# layers, width, width of the feed-forward layer, heads, key heads, vocabulary, whether the output layer shares the embedding
+# layers, width, width of the feed-forward layer, heads, key heads, vocabulary, whether the output layer shares the
+# embedding
 SHAPES = {
     'toy': (2, 64, 128, 4, 2, 512, True), 'qwen2.5-0.5b': (24, 896, 4864, 14, 2, 151936, True), 'qwen2.5-3b':
     (36, 2048, 11008, 16, 2, 151936, True), 'qwen2.5-7b': (28, 3584, 18944, 28, 4, 152064, False)

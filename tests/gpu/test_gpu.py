@@ -1,6 +1,8 @@
-"""What needs a GPU: `make test-gpu` on a machine that has one; no network is needed. Elsewhere it is skipped, and only the program itself is tried, at a toy's size.
+"""What needs a GPU: `make test-gpu` on a machine that has one; no network is needed. Elsewhere it is skipped, and
+only the program itself is tried, at a toy's size.
 
-With CREDIT_RL_GPU=required, which `make test-gpu` sets, a machine without a GPU fails instead: a test that was never run must not look like one that passed.
+With CREDIT_RL_GPU=required, which `make test-gpu` sets, a machine without a GPU fails instead: a test that was never
+run must not look like one that passed.
 """
 import json
 import os

@@ -1,0 +1,24 @@
+"""What `make quick` chooses."""
+import quick
+
+
+def stems(paths):
+    return {p.stem for p in paths}
+
+
+def test_changed_files_are_known_by_their_modules():
+    changed = ['nbs/42_vspo.ipynb', 'credit_rl/vspo.py', 'credit_rl/_modidx.py', 'nbs/index.ipynb', 'tests/hub.py',
+               'nbs/90_train.ipynb', 'README.md', 'runs/LOG.md']
+    assert quick.names_of(changed) == ({'vspo', 'index'}, {'hub'}, {'train'})
+
+
+def test_a_change_is_looked_at_where_its_module_is_imported():
+    notebooks, files = quick.chosen({'vspo'}, set())
+    assert {'42_vspo', '60_methods'} <= stems(notebooks) and '40_advantages' not in stems(notebooks)
+    assert {'test_vspo', 'test_architecture'} <= stems(files) and 'test_prs' not in stems(files)
+    assert not [name for name in stems(notebooks) if '90' <= name < 'a']
+
+
+def test_a_helper_of_tests_brings_those_that_import_it():
+    notebooks, files = quick.chosen(set(), {'hub'})
+    assert not notebooks and {'test_datasets', 'test_evaluate'} <= stems(files)
