@@ -10,7 +10,7 @@ __all__ = ['DIRECT', 'ENGINES', 'measure', 'summarize', 'score', 'evaluate', 'bo
 
 # %% ../nbs/26_evaluate.ipynb #c002
 import dataclasses, importlib.metadata, json, os, platform, sys, time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 import numpy as np, torch
 from .benchmarks import BENCHMARKS, get_benchmark
