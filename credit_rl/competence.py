@@ -408,7 +408,8 @@ def opposite_signs(
 def main(arguments=None):
     """`python -m credit_rl.competence RUNS`: examine finished runs, or the runs of a folder; `--checkpoint newest`
     takes another one than the best."""
-    parser = make_parser('credit_rl.competence', 'Does a trained agent ask for what it does not know, and only for that?')
+    parser = make_parser('credit_rl.competence',
+                         'Does a trained agent ask for what it does not know, and only for that?')
     parser.add_argument('runs', nargs='+', help='run folders, or a folder of them')
     parser.add_argument('--checkpoint', default='best', choices=('best', 'newest'), help='which of each run: the best '
                                                                                          'by the dev questions, or '

@@ -32,8 +32,8 @@ from .stage import base_folder, make_engine, real_questions, real_search, set_st
 from .train import (MAY_CHANGE, Examiner, SilentLog, check_same_params, examine, is_large, launch_ranks,
                              no_gpu, options_of, plan_of, saving)
 from .vllm_engine import EngineLost
-from .warmup import (GATE, Collecting, Examination, GateFailed, Missing, Player, WarmUp, collect, critic_learner,
-                              make_pairs, read_collected, report_from, searching, warm_up, write_warmed)
+from .warmup import (GATE, Collecting, Examination, GateFailed, Missing, Player, WarmUp, collect,
+                              critic_learner, make_pairs, read_collected, report_from, searching, warm_up, write_warmed)
 
 # %% ../nbs/65_prepare.ipynb #c005
 @dataclass(frozen=True)

@@ -390,12 +390,11 @@ def _begin(run):
     run.say(f'base: EM {run.memory["base"]["em"]:.3f} on {len(groups)} test questions, {em:.3f} on dev')
     return 1
 
-# %% ../nbs/63_train.ipynb #c078
+# %% ../nbs/63_train.ipynb #c079
 CODE = ('outcome', 'folr', 'information_gain', 'potentials', 'prs', 'turn_rewards', 'advantages', 'smdp', 'vspo',
         'scoring', 'layout', 'losses', 'critics', 'learner', 'methods', 'rollout', 'engine', 'tiny', 'settings',
         'stage', 'train')  # modules whose change makes a run's results old
 
-# %% ../nbs/63_train.ipynb #c079
 def _finish(run):
     "Evaluate the best checkpoint on the test questions and write the summary."
     step, path = run.ranks.once(lambda: named_checkpoint(run.log.folder, 'best'))
