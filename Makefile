@@ -159,7 +159,7 @@ test-vllm: $(VLLM_VENV)/.ok
 # An environment that is there already serves too, where there is no network: python -m pytest tests/gpu, or python tests/gpu/measure.py without pytest.
 test-gpu: export CREDIT_RL_GPU := required
 test-gpu: $(VENV)/.ok-test
-	@$(PY) -m pytest tests/gpu -ra
+	@$(PY) -m pytest tests/gpu -o timeout=3600 -o faulthandler_timeout=3700 -ra
 
 clean:
 	@rm -rf build dist *.egg-info .pytest_cache .hypothesis $(VENV)/tree-before $(VENV)/tree-after

@@ -349,6 +349,24 @@ def _refuse_long(plan_name, questions, env):
                          f'{env.max_tokens} tokens, such as {long[0][0]!r} with {long[0][1]}: raise max_tokens (or '
                          'take a model of longer positions)')
 
+# %% ../nbs/26_evaluate.ipynb #n5ask
+def _asking(s, player, env):
+    "The part of a manifest that says who is asked, and how."
+    chat = env.chat
+    contexts = {'context_tokens': s.context_tokens} if chat.protocol.context_tag else {}
+    return {
+        'model': player.model,
+        'tokenizer': tokenizer_hash(player.tokenizer),
+        'engine': player.name,
+        'dtype': s.dtype,
+        'protocol': dataclasses.asdict(chat.protocol),
+        'prompt': chat.tokenizer.decode(chat.prompt_ids('{question}')),
+        'history': chat.history,
+        'template': {'hash': chat.template and json_hash(chat.template), 'options': chat.options},
+        'decoding': {**vars(_sampling(s)), 'stop': chat.stop},
+        'limits': {'max_turns': env.max_turns, 'turn_tokens': s.turn_tokens, 'max_tokens': env.max_tokens, **contexts},
+    }
+
 # %% ../nbs/26_evaluate.ipynb #c058
 @dataclass(frozen=True)
 class Plan:
@@ -386,23 +404,6 @@ def plan_evaluation(
                     'batch': s.batch},
     }
     return Plan(name, questions, env, json.loads(json.dumps(manifest)))
-
-def _asking(s, player, env):
-    "The part of a manifest that says who is asked, and how."
-    chat = env.chat
-    contexts = {'context_tokens': s.context_tokens} if chat.protocol.context_tag else {}
-    return {
-        'model': player.model,
-        'tokenizer': tokenizer_hash(player.tokenizer),
-        'engine': player.name,
-        'dtype': s.dtype,
-        'protocol': dataclasses.asdict(chat.protocol),
-        'prompt': chat.tokenizer.decode(chat.prompt_ids('{question}')),
-        'history': chat.history,
-        'template': {'hash': chat.template and json_hash(chat.template), 'options': chat.options},
-        'decoding': {**vars(_sampling(s)), 'stop': chat.stop},
-        'limits': {'max_turns': env.max_turns, 'turn_tokens': s.turn_tokens, 'max_tokens': env.max_tokens, **contexts},
-    }
 
 # %% ../nbs/26_evaluate.ipynb #c061
 def _flat(value, name=''):
@@ -516,29 +517,7 @@ def read_scores(folder):  # of a run
 
 _NAMES = {'em': 'EM', 'numeric': 'numeric match'}
 
-# %% ../nbs/26_evaluate.ipynb #c070
-def run_evaluation(
-    settings,       # Settings, or a dict of them
-    engine=None,    # an engine to ask instead of `settings.model`; has stream(sampling), tokenizer, max_length
-    say=None,       # function called with lines of text; None: print
-    progress=True,  # progress bars
-):
-    """Evaluate a model on all benchmarks asked for, those that are done already left out. Returns the run folder. Bad
-    input is refused before a model is loaded."""
-    s = from_settings(Settings, settings) if isinstance(settings, dict) else settings
-    say, opened = say or (speak if is_rank() else lambda line: print(line, flush=True)), {}
-    if engine is not None and s.ranks > 1:
-        raise ValueError(f'an engine that is here cannot play on {s.ranks} ranks: leave ranks at 1')
-    check_settings(s)
-    if s.threads: torch.set_num_threads(s.threads)
-    player = Player(s, engine)
-    plans = [plan_evaluation(s, name, player, opened) for name in set_names(s.data)]
-    if is_rank():
-        with keep_traceback(s.run, int(os.environ['RANK'])):
-            return _evaluate_sets(s, player, plans, say, progress, join_ranks(s.ranks))
-    if s.ranks > 1 and not all(_is_done(Path(s.run)/plan.name, plan) for plan in plans): return _launch(s, say)
-    return _evaluate_sets(s, player, plans, say, progress)
-
+# %% ../nbs/26_evaluate.ipynb #n6sets
 def _evaluate_sets(s, player, plans, say, progress, ranks=Ranks()):
     "Play the sets that are not done, or this rank's part of them; the first rank writes."
     folder = Path(s.run)
@@ -567,6 +546,29 @@ def _launch(s, say):
     launch(command, folder, folder/'summary.json', say,
            environment={} if elsewhere else {'GLOO_SOCKET_IFNAME': 'lo'})
     return folder
+
+# %% ../nbs/26_evaluate.ipynb #c070
+def run_evaluation(
+    settings,       # Settings, or a dict of them
+    engine=None,    # an engine to ask instead of `settings.model`; has stream(sampling), tokenizer, max_length
+    say=None,       # function called with lines of text; None: print
+    progress=True,  # progress bars
+):
+    """Evaluate a model on all benchmarks asked for, those that are done already left out. Returns the run folder. Bad
+    input is refused before a model is loaded."""
+    s = from_settings(Settings, settings) if isinstance(settings, dict) else settings
+    say, opened = say or (speak if is_rank() else lambda line: print(line, flush=True)), {}
+    if engine is not None and s.ranks > 1:
+        raise ValueError(f'an engine that is here cannot play on {s.ranks} ranks: leave ranks at 1')
+    check_settings(s)
+    if s.threads: torch.set_num_threads(s.threads)
+    player = Player(s, engine)
+    plans = [plan_evaluation(s, name, player, opened) for name in set_names(s.data)]
+    if is_rank():
+        with keep_traceback(s.run, int(os.environ['RANK'])):
+            return _evaluate_sets(s, player, plans, say, progress, join_ranks(s.ranks))
+    if s.ranks > 1 and not all(_is_done(Path(s.run)/plan.name, plan) for plan in plans): return _launch(s, say)
+    return _evaluate_sets(s, player, plans, say, progress)
 
 # %% ../nbs/26_evaluate.ipynb #c077
 @dataclass(frozen=True)

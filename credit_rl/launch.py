@@ -19,9 +19,13 @@ class Ranks:
     count: int = 1
 
     @property
-    def first(self): return self.rank == 0
+    def first(self):
+        "Whether this is rank 0, which writes and speaks."
+        return self.rank == 0
 
-    def share(self, items): return items[self.rank::self.count]
+    def share(self, items):
+        "Deal this rank its part of a list."
+        return items[self.rank::self.count]
 
     def each(self, items, function):
         """Let every rank apply `function`, list → list of equal length, to its share. Returns all results, in the
@@ -34,7 +38,7 @@ class Ranks:
         return whole
 
     def once(self, function):
-        "What `function()` returns on rank 0, for all."
+        "Call `function()` on rank 0 alone. Returns its result on all ranks."
         if self.count == 1: return function()
         import torch.distributed as dist
         box = [function() if self.first else None]
@@ -55,7 +59,7 @@ class Ranks:
 _CALLER = 'CREDIT_RL_CALLER'   # environment variable: process id of the one that asked for the run
 
 def is_rank():
-    "Whether a launcher started this process as one of several ranks."
+    "Tell whether a launcher started this process as one of several ranks."
     return 'RANK' in os.environ and 'WORLD_SIZE' in os.environ
 
 def join_ranks(count):
@@ -72,7 +76,8 @@ def join_ranks(count):
     return Ranks(dist.get_rank(), count)
 
 def _lives(pid):
-    "Whether a process of this host runs. One that has ended keeps its number, a zombie, until its parent asks how."
+    """Tell whether a process of this host runs. One that has ended keeps its number, a zombie, until its parent asks
+    how."""
     try: os.kill(pid, 0)                               # asks, and does nothing else
     except ProcessLookupError: return False
     try: return Path(f'/proc/{pid}/stat').read_text().rpartition(')')[2].split()[0] not in 'ZX'
@@ -98,8 +103,7 @@ def keep_traceback(
     except Exception as e:
         place = Path(folder)/'errors'
         place.mkdir(parents=True, exist_ok=True)
-        said = traceback.format_exc()
-        (place/f'rank-{rank}.txt').write_text(said)
+        (place/f'rank-{rank}.txt').write_text(traceback.format_exc())
         (place/f'rank-{rank}.json').write_text(json.dumps({'time': time.time(), 'error': f'{type(e).__name__}: {e}'}))
         raise
 
@@ -120,9 +124,8 @@ def failure(
     killed = {rank: name for rank, name in deaths.items() if name not in ('SIGTERM', 'SIGABRT')}
     where = f'the whole output is in {folder/"ranks.log"}'
     if killed:
-        return ', '.join(f'rank {rank} was ended by {name}' for rank, name in killed.items()) + (' (out of memory, or '
-                                                                                                 'someone ended it); '
-                                                                                                 f'{where}')
+        ended = ', '.join(f'rank {rank} was ended by {name}' for rank, name in killed.items())
+        return f'{ended} (out of memory, or someone ended it); {where}'
     if notes:
         return (f'{notes[0]["file"].stem.replace("-", " ")} failed: {notes[0]["error"]}; its traceback is in '
                 f'{notes[0]["file"]}, {where}')
@@ -130,7 +133,7 @@ def failure(
 
 # %% ../nbs/03_launch.ipynb #c019
 def read_hostfile(path):
-    """The hosts of a hostfile of DeepSpeed's launcher and their ranks: dict. Raises ValueError on a line that is not
+    """Read a hostfile of DeepSpeed's launcher: dict host → ranks. Raises ValueError on a line that is not
     `name slots=N`."""
     hosts = {}
     for line in Path(path).read_text().splitlines():
@@ -150,29 +153,25 @@ def check_hostfile(path, ranks):
     slots = sum(read_hostfile(path).values())
     if slots != ranks: raise ValueError(f'{path} has {slots} slots, but ranks={ranks}')
 
+# %% ../nbs/03_launch.ipynb #c029
 def launch_command(
     module,         # that each rank runs, e.g. 'credit_rl.train'
     arguments,      # its arguments, list of str
     ranks,          # number of processes, all hosts together
     hostfile=None,  # None: all on this host
 ):
-    "The command that starts the ranks: list of str. Raises ValueError where the hostfile has another number of them."
+    "Write the command that starts the ranks: list of str. Raises ValueError where the hostfile has another number."
     if hostfile is None:
-        start = [
-            'torch.distributed.run', '--nproc_per_node',
-            str(ranks), '--master_addr', '127.0.0.1', '--master_port',
-            str(_free_port()), '-m', module
-        ]
+        start = ['torch.distributed.run', '--nproc_per_node', str(ranks), '--master_addr', '127.0.0.1',
+                 '--master_port', str(_free_port()), '-m', module]
     else:
         check_hostfile(hostfile, ranks)
         hosts = read_hostfile(hostfile)
-        # one host, this one or another
-        alone = [] if len(hosts) > 1 else ['--no_ssh_check', '--master_addr', '127.0.0.1'
-                                           ] if 'localhost' in hosts else ['--force_multi']
-        start = [
-            'deepspeed.launcher.runner', '--hostfile',
-            str(hostfile), *alone, '--no_local_rank', '--module', module
-        ]
+        if len(hosts) > 1: alone = []
+        elif 'localhost' in hosts: alone = ['--no_ssh_check', '--master_addr', '127.0.0.1']   # one host, this one
+        else: alone = ['--force_multi']                                                       # or another
+        start = ['deepspeed.launcher.runner', '--hostfile', str(hostfile), *alone, '--no_local_rank', '--module',
+                 module]
     return [sys.executable, '-m', *start, *arguments]
 
 def _free_port():
@@ -207,13 +206,13 @@ def _end(process, patience=45):
 def _lines(process):
     """Yield what a process prints, by lines, and '' about every second in which it prints nothing, until it closes its
     output."""
-    said = queue.Queue()
+    lines = queue.Queue()
     def read():
-        for line in process.stdout: said.put(line)
-        said.put(None)
+        for line in process.stdout: lines.put(line)
+        lines.put(None)
     threading.Thread(target=read, daemon=True).start()
     while True:
-        try: line = said.get(timeout=1)
+        try: line = lines.get(timeout=1)
         except queue.Empty: line = ''
         if line is None: return
         yield line

@@ -8,13 +8,14 @@ __all__ = ['MODULES', 'REWARDS', 'RULES', 'SAMPLINGS', 'LOSSES', 'METHODS', 'gat
 
 # %% ../nbs/60_methods.ipynb #c003
 from dataclasses import replace
-from . import (advantages, folr, information_gain, losses, outcome, potentials, prs, smdp, turn_ppo, turn_rewards,
-                       vspo)
+from types import ModuleType
+from . import outcome, advantages, losses, folr, information_gain, prs
+from . import vspo, turn_rewards, potentials, smdp, turn_ppo
 from .options import nearest
 from .parts import Method, Objective, Reward, Row, Rule, Sampling
 
 # %% ../nbs/60_methods.ipynb #c006
-MODULES = (outcome, advantages, losses, folr, information_gain, prs, vspo, turn_rewards, potentials, smdp, turn_ppo)
+MODULES = tuple(m for m in list(globals().values()) if isinstance(m, ModuleType) and 'PARTS' in vars(m))
 
 def gather(
     modules,  # that have PARTS
@@ -84,8 +85,8 @@ def compose(
     if len(rest) > 3: raise ValueError(f'parts are written rewards/rule/sampling/loss, got {row.spelling!r}')
     names = [*rest, *('group', 'all', 'ppo')[len(rest):]]
     earned = tuple(_find(REWARDS, 'reward', name) for name in first.split('+'))
-    rule, sampling, objective = (_find(table, kind, name) for table, kind, name in zip(
-        (RULES, SAMPLINGS, LOSSES), ('rule', 'sampling', 'loss'), names))
+    tables, kinds = (RULES, SAMPLINGS, LOSSES), ('rule', 'sampling', 'loss')
+    rule, sampling, objective = map(_find, tables, kinds, names)
     if why := refusal(first.split('+'), *names): raise ValueError(f'{row.name} does not go together: {why}')
     parts, at_turns = (*earned, rule, sampling), bool(rule.critic) and rule.critic['at'] == 'turns'
     loss = replace(objective.loss, average=row.average or rule.average,
@@ -136,6 +137,7 @@ def method_table(
         usual = [m.sampling] * (not m.sampling.selects) + [m.objective] * (m.objective == LOSSES['ppo'])
         formulas = [f'${p.equation}$' for p in m.parts if p not in usual]
         cost = ', '.join(f'{n} {k}' for k, n in extra_passes(m).items()) or 'none'
-        cells = [m.name, '<br>'.join(formulas), m.paper, ', '.join(m.sees) or 'text only', cost, m.loss.average, m.differs]
+        sees = ', '.join(m.sees) or 'text only'
+        cells = [m.name, '<br>'.join(formulas), m.paper, sees, cost, m.loss.average, m.differs]
         lines.append('| ' + ' | '.join(c.replace('|', r'\|') for c in cells) + ' |')
     return '\n'.join(lines)

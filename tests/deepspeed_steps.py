@@ -10,7 +10,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from credit_rl.engine import ScriptedEngine
 from credit_rl.layout import pack, take
 from credit_rl.learner import Frozen, Learner, Optimiser, PlainBackend, make_critic
-from credit_rl.parts import Loss
+from credit_rl.parts import Loss, assign, bind
 from credit_rl.methods import METHODS
 from credit_rl.protocol import PROTOCOLS, Chat
 from credit_rl.rollout import rollout
@@ -64,20 +64,17 @@ def adapted(seed, vocabulary):
 def grpo():
     """The running example: two mini-batches of two and one trajectories, so on two ranks one has no rows, in
     micro-batches of one row."""
-    groups, method = [example_group()], METHODS['grpo']
-    layout = pack(groups)
-    credit = method.credit(method.text_rewards(groups, method.settings({})), layout, None, method.settings({}))
+    batch = assign(METHODS['grpo'], [example_group()], look=lambda layout, asks: None)
     parts = dict(loss=Loss(average='token-mean'), optimiser=Optimiser(learning_rate=1e-3, minibatches=2, row_tokens=1))
-    return layout, credit, ('logp',), lambda: dict(model=model(0, 100), **parts)
+    return batch.layout, batch.credit, ('logp',), lambda: dict(model=model(0, 100), **parts)
 
 
 def tspo(**changes):
     "Unequal groups and rows, some micro-batches, warm-up, KL, entropy, a weight per trajectory, and tied embeddings."
-    tokenizer, method = tiny_tokenizer(), METHODS['tspo']
-    groups = played(tokenizer)
-    layout, options = pack(groups), method.settings({'strategy': 'all'})
-    credit = method.credit(method.text_rewards(groups, options), layout, None, options)
-    credit = dataclasses.replace(credit, trajectory_weight=torch.linspace(.5, 1.5, len(layout.groups)))
+    tokenizer, method = tiny_tokenizer(), bind(METHODS['tspo'], {'strategy': 'all'})
+    batch = assign(method, played(tokenizer), look=lambda layout, asks: None)
+    layout = batch.layout
+    credit = dataclasses.replace(batch.credit, trajectory_weight=torch.linspace(.5, 1.5, len(layout.groups)))
     optimiser = Optimiser(
         **
         {**dict(learning_rate=1e-3, warmup=6, minibatches=2, row_tokens=2 * layout.ids.shape[1], clip=.5), **changes})
@@ -137,18 +134,13 @@ def learn(backend, name, folder=None, rates=(1e-3, 3e-3), offload=(), **how):
     what it says of all and of one trajectory."""
     tokenizer, method = tiny_tokenizer(), METHODS[name]
     groups, chat = method_batch(), Chat(PROTOCOLS['tiny'], tokenizer)
-    layout, options = pack(groups), method.settings({})
-    golds = {
-        n: gold_templates(chat, groups, schema)
-        for n, schema in (('gold', 'igpo'), ('teacher', 'tips'))
-        if n in method.sees
-    }
-    sees = ('logp', *method.sees)
+    golds = {n: gold_templates(chat, groups, schema) for n, schema in method.asks(groups).schemas.items()}
+    sees, longest = ('logp', *method.sees), pack(groups).ids.shape[1]
 
     def fresh():
         policy = model(0, len(tokenizer), True)
         return Learner(policy, dataclasses.replace(method.loss, value_clip=.2),
-                       Optimiser(*rates, minibatches=3, row_tokens=2 * layout.ids.shape[1]),
+                       Optimiser(*rates, minibatches=3, row_tokens=2 * longest),
                        make_critic(policy, **method.critic) if method.critic else None,
                        Frozen(teacher_every=METHOD_CASES[name], offload=offload), backend=backend(**how))
     learner, logs, seens = fresh(), [], []
@@ -157,16 +149,12 @@ def learn(backend, name, folder=None, rates=(1e-3, 3e-3), offload=(), **how):
             learner.save(folder)
             learner = fresh()
             learner.restore(folder)
-        seen = learner.evaluate(layout, sees, golds)
-        rewards = method.text_rewards(groups, options)
-        if method.model_rewards: rewards |= method.model_rewards(rewards, layout, seen, options)
-        logs.append(learner.step(layout, seen, method.credit(rewards, layout, seen, options)))
+        batch = assign(method, groups, look=lambda layout, asks: learner.evaluate(layout, sees, golds))
+        logs.append(learner.step(batch.layout, batch.seen, batch.credit))
         learner.tick(step)
-        seens.append(seen)
-    seens += [
-        learner.evaluate(layout, sees, golds),
-        learner.evaluate(take(layout, [0]), sees, {n: g[:1] for n, g in golds.items()})
-    ]
+        seens.append(batch.seen)
+    layout, first = batch.layout, {n: g[:1] for n, g in golds.items()}
+    seens += [learner.evaluate(layout, sees, golds), learner.evaluate(take(layout, [0]), sees, first)]
     return {
         'logs': logs, 'seen': [{n: v for n, v in vars(seen).items() if v is not None} for seen in seens], 'weights':
         weights_of(learner)

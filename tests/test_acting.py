@@ -10,7 +10,7 @@ from credit_rl.advantages import to_tokens
 from credit_rl.engine import HFEngine, Sampling, ScriptedEngine, draw
 from credit_rl.layout import AVERAGES, loss_weights, pack, take, token_logps
 from credit_rl.learner import Frozen, Learner, Optimiser, deal
-from credit_rl.parts import Credit, Loss
+from credit_rl.parts import Credit, Loss, assign
 from credit_rl.methods import METHODS
 from credit_rl.outcome import outcome_rewards
 from credit_rl.protocol import PROTOCOLS, Chat, byte_tokenizer
@@ -542,9 +542,7 @@ def test_groups_without_a_difference_get_exactly_nothing(name, answers):
     said = iter(answers)
     groups = rollout(ScriptedEngine(lambda text, rng: f'<answer> {next(said)} </answer>', chat.tokenizer), env,
                      [Question('q', '?', ['right'])], 3)
-    method, layout = METHODS[name], pack(groups)
-    options = method.settings({})
-    credit = method.credit(method.text_rewards(groups, options), layout, None, options)
+    credit = assign(METHODS[name], groups, look=lambda layout, asks: None).credit
     assert (credit.advantages == 0).all()
 
 

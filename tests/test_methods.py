@@ -1,4 +1,5 @@
-"""60_methods, 63_train: every pair of parts either trains a step or is refused with its reason; rows that must agree agree; a row costs what it says."""
+"""60_methods, 63_train: every pair of parts either trains a step or is refused with its reason; rows that must agree
+agree; a row costs what it says."""
 import copy
 import dataclasses
 import itertools
@@ -8,25 +9,24 @@ import math
 import pytest
 import torch
 
-from credit_rl.advantages import to_tokens
 from credit_rl.engine import HFEngine, ScriptedEngine
 from credit_rl.folr import first_turns, tspo_advantages
 from credit_rl.information_gain import igpo_advantages, with_outcome
 from credit_rl.layout import pack
 from credit_rl.learner import Learner, Optimiser, make_critic
-from credit_rl.parts import Loss
-from credit_rl.methods import (compose, extra_passes, get_method, LOSSES, method_table, METHODS, refusal, REWARDS,
-                               RULES, SAMPLINGS)
+from credit_rl.methods import (LOSSES, METHODS, REWARDS, RULES, SAMPLINGS, compose, extra_passes, get_method,
+                               method_table, refusal)
+from credit_rl.models import load_model
+from credit_rl.parts import Asks, Loss, Row, assign, bind, part_metrics, to_tokens
 from credit_rl.protocol import PROTOCOLS, Chat
 from credit_rl.rollout import rollout
 from credit_rl.runlog import RunLog
 from credit_rl.scoring import gold_templates
 from credit_rl.smdp import segment_advantages
-from credit_rl.tiny import NOISY, act, tiny_environment
-from credit_rl.models import load_model
 from credit_rl.settings import check, make_config
 from credit_rl.stage import Stage, make_learner
-from credit_rl.train import _chosen, _look, options_of, train_step
+from credit_rl.tiny import NOISY, act, tiny_environment
+from credit_rl.train import _look, train_step  # LEAD
 from credit_rl.trajectory import Group
 from credit_rl.vspo import vspo_weights
 from credit_rl.world import make_world
@@ -37,12 +37,11 @@ class StubJudge:
     for pairs of calls."""
     def ask(self, prompts, parse):
         readers = [parse] * len(prompts) if callable(parse) else parse
-        rate = lambda prompt: str([[1, 2, len(str(prompt)) % 3]] * str(prompt).count('</tool_response>')).replace(
-            ' ', '')
-        return [
-            read('Evaluation Rating: Match' if isinstance(p, list) else f'ratings_by_pair={rate(p)}')
-            for p, read in zip(prompts, readers)
-        ]
+        return [read(self.reply(p)) for p, read in zip(prompts, readers)]
+
+    def reply(self, prompt):
+        if isinstance(prompt, list): return 'Evaluation Rating: Match'
+        return f'ratings_by_pair={[[1, 2, len(prompt) % 3]] * prompt.count("</tool_response>")}'
 
 
 @pytest.fixture(scope='module')
@@ -63,44 +62,43 @@ def games(world, shift=0.):
     """The groups with the small base's own log-probabilities, `shift` lower on every second rollout, as those they
     were sampled with."""
     model, chat, groups, env, land, scored = world
-    out, layout, i = [], pack(groups), 0
-    for g in groups:
-        trajectories = []
-        for t in g.trajectories:
-            rows = (layout.row_trajectory == i).nonzero()[:, 0]
-            logps = [scored[rows][layout.token_turns[rows] == k].tolist() for k in range(len(t.turns))]
-            trajectories.append(
-                dataclasses.replace(
-                    t, turns=[
-                        dataclasses.replace(turn, action_logps=[x - shift * (i % 2)
-                                                                for x in lp])
-                        for turn, lp in zip(t.turns, logps)
-                    ]))
-            i += 1
-        out.append(Group(g.question, trajectories))
-    return out
+    layout, numbers = pack(groups), itertools.count()
+
+    def resampled(t):
+        i = next(numbers)
+        rows = (layout.row_trajectory == i).nonzero()[:, 0]
+        own = [scored[rows][layout.token_turns[rows] == k] - shift * (i % 2) for k in range(len(t.turns))]
+        return dataclasses.replace(t, turns=[dataclasses.replace(turn, action_logps=x.tolist())
+                                             for turn, x in zip(t.turns, own)])
+    return [Group(g.question, [resampled(t) for t in g.trajectories]) for g in groups]
 
 
-def a_step(world, method, options=None, learner=None, groups=None, config=None, **how):
-    """One update of a method on the stored games: credit, what was logged, the gradient's direction as the change of
-    weights under SGD."""
+def looks(learner, chat):
+    "A look that asks a learner for what a method asks, and for nothing else."
+    def look(layout, asks):
+        if not asks.sees: return None
+        golds = {n: gold_templates(chat, asks.groups, schema) for n, schema in asks.schemas.items()}
+        return learner.evaluate(layout, asks.sees, golds, ends=asks.ends)
+    return look
+
+
+def a_step(world, method, options=None, groups=None):
+    """One update of a method on the stored games: batch, what was logged, the gradient's direction as the change of
+    weights under SGD, forwards besides the step."""
     model, chat = world[:2]
-    groups, c = groups or games(world), config or make_config({'log_kl': False, **how})
-    settings = {**options_of(c, method, chat), **(options or {})}
-    learner = learner or SGD(copy.deepcopy(model), dataclasses.replace(method.loss, **c.loss),
-                             Optimiser(.1, minibatches=1, clip=1e9), critic=make_critic(model, **method.critic)
-                             if method.critic else None, teacher_every=0 if 'teacher' in method.sees else None)
+    method = bind(method, options or {})
+    critic = make_critic(model, **method.critic) if method.critic else None
+    learner = SGD(copy.deepcopy(model), method.loss, Optimiser(.1, minibatches=1, clip=1e9), critic=critic,
+                  teacher_every=0 if 'teacher' in method.sees else None)
     before = {n: w.clone() for n, w in learner.weights().items()}
-    rewards = method.text_rewards(groups, settings)
-    kept, weights = method.keep(groups, rewards, settings, torch.Generator().manual_seed(0))
-    layout, rewards, chosen, weights = _chosen(groups, rewards, kept, weights, 0, learner.loss.average)
-    seen, _ = _look(c, method, settings, groups, chosen, layout, chat, learner)
-    if method.model_rewards: rewards |= method.model_rewards(rewards, layout, seen, settings)
-    credit = method.credit(rewards, layout, seen, settings)
-    if weights is not None: credit = dataclasses.replace(credit, trajectory_weight=weights)
-    passes, stats = dict(learner.passes), learner.step(layout, seen, credit)
-    moved = torch.cat([(w - before[n]).flatten() for n, w in sorted(learner.weights().items())])
-    return credit, stats, moved, passes, layout
+    batch = assign(method, groups or games(world), looks(learner, chat), torch.Generator().manual_seed(0))
+    passes, stats = dict(learner.passes), learner.step(batch.layout, batch.seen, batch.credit)
+    return batch, stats, change(before, learner), passes
+
+
+def change(before, learner):
+    "By how much weights moved, as one vector."
+    return torch.cat([(w - before[n]).flatten() for n, w in sorted(learner.weights().items())])
 
 
 class SGD(Learner):
@@ -113,10 +111,8 @@ class SGD(Learner):
 def pairs():
     "Every pair of parts, the others left at their defaults, with a turn reward where the rule asks for one."
     turn_rewards = [r for r in REWARDS if REWARDS[r].gives == 'turns']
-    rewards = [
-        *[('outcome', r) if REWARDS[r].gives != 'outcome' else (r, ) for r in REWARDS], ('prs', 'folr'),
-        ('outcome', 'folr', 'gain')
-    ]
+    rewards = [('outcome', r) if REWARDS[r].gives != 'outcome' else (r,) for r in REWARDS]
+    rewards += [('prs', 'folr'), ('outcome', 'folr', 'gain')]
     for earned, rule in itertools.product(rewards, RULES): yield earned, rule, 'all', 'ppo'
     for earned, sampling in itertools.product(rewards, SAMPLINGS):
         yield earned, 'accumulate' if set(earned) & set(turn_rewards) else 'group', sampling, 'ppo'
@@ -136,14 +132,10 @@ SPELT = ['/'.join(('+'.join(p[0]), *p[1:])) for p in PAIRS]
 def test_the_pairs_are_all_pairs():
     "Each two parts of different kinds meet in the list."
     kinds = [set(REWARDS), set(RULES), set(SAMPLINGS), set(LOSSES)]
-    met = {
-        frozenset(((i, a), (j, b)))
-        for p in PAIRS
-        for (i, xs), (j, ys) in itertools.combinations(enumerate((p[0], *[(x, )
-                                                                          for x in p[1:]])), 2)
-        for a in xs
-        for b in ys
-    }
+    met = set()
+    for p in PAIRS:
+        named = [{(0, r) for r in p[0]}, *[{(i, name)} for i, name in enumerate(p[1:], 1)]]
+        met |= {frozenset(both) for x, y in itertools.combinations(named, 2) for both in itertools.product(x, y)}
     for (i, a), (j, b) in itertools.combinations(enumerate(kinds), 2):
         assert {frozenset(((i, x), (j, y))) for x in a for y in b} <= met
 
@@ -159,13 +151,13 @@ def test_every_pair_trains_or_is_refused(world, rule):
         if p[1] != rule: continue
         why = refusal(*p)
         if why:
-            with pytest.raises(ValueError) as told: get_method(spelt)
-            assert why in str(told.value) and len(why) > 30
+            with pytest.raises(ValueError) as refused: get_method(spelt)
+            assert why in str(refused.value) and len(why) > 30
             continue
         method, taken = get_method(spelt), taken + 1
-        credit, stats, moved, passes, _ = a_step(world, method, {'judge': StubJudge()} if 'judge' in p[0] else {},
-                                                 groups=batch)
-        assert credit.advantages.isfinite().all() and moved.isfinite().all(), spelt
+        judge = {'judge': StubJudge()} if 'judge' in p[0] else {}
+        learned, stats, moved, passes = a_step(world, method, judge, groups=batch)
+        assert learned.credit.advantages.isfinite().all() and moved.isfinite().all(), spelt
         assert moved.abs().max() > 0 and math.isfinite(stats['loss']), spelt
         assert passes == extra_passes(method), spelt
     assert taken
@@ -175,42 +167,45 @@ def test_every_pair_trains_or_is_refused(world, rule):
 
 def two_turns(groups):
     "The first and the last turn of every rollout."
-    return [
-        Group(g.question, [dataclasses.replace(t, turns=[*t.turns[:1], *t.turns[-1:]])
-                           for t in g.trajectories])
-        for g in groups
-    ]
+    ends = lambda t: dataclasses.replace(t, turns=[*t.turns[:1], *t.turns[-1:]])
+    return [Group(g.question, [ends(t) for t in g.trajectories]) for g in groups]
+
+
+def right_answers(groups):
+    "Exact match by hand: the tiny world's answers need no normalisation."
+    return torch.tensor([float((t.answer or '').strip() in t.question.answers) for g in groups for t in g.trajectories])
 
 
 @pytest.mark.parametrize('name', METHODS)
-def test_a_row_is_what_its_functions_say(world, name):
-    "Credit of composed rows against the pure functions called by hand."
-    groups, method = games(world), METHODS[name]
-    layout, settings = pack(groups), method.settings({})
-    rewards = method.text_rewards(groups, settings)
-    em = torch.tensor([
-        float(t.answer is not None and t.answer.strip() in t.question.answers) for g in groups for t in g.trajectories
-    ])
-    assert torch.equal(rewards['right'], em)  # the tiny world's answers need no normalisation
-    if name == 'tspo':
-        by_hand = tspo_advantages(em, first_turns(groups), layout.turn_mask, layout.groups)
-        torch.testing.assert_close(
-            method.credit(rewards, layout, None, settings).advantages, to_tokens(by_hand, layout.token_turns),
-            atol=1e-6, rtol=0)
-    if name == 'igpo':
-        gains = torch.rand(layout.turn_mask.shape) * layout.turn_mask
-        last = layout.turn_mask & ~torch.nn.functional.pad(layout.turn_mask[:, 1:], (0, 1))
-        by_hand = igpo_advantages(with_outcome(gains, rewards['outcome'], layout.turn_mask), layout.turn_mask,
-                                  layout.groups)
-        told = method.credit({**rewards, 'turns': gains.masked_fill(last, 0)}, layout, None, settings)
-        torch.testing.assert_close(told.advantages, to_tokens(by_hand, layout.token_turns), atol=1e-5, rtol=0)
+def test_a_row_knows_what_is_right(world, name):
+    "Whatever an outcome pays, every row knows which answers are right."
+    groups = games(world)
+    assert torch.equal(METHODS[name].text_rewards(groups)['right'], right_answers(groups))
+
+
+def test_tspo_is_what_its_function_says(world):
+    groups, layout = games(world), pack(games(world))
+    by_hand = tspo_advantages(right_answers(groups), first_turns(groups), layout.turn_mask, layout.groups)
+    credit = assign(METHODS['tspo'], groups, look=lambda layout, asks: None).credit
+    torch.testing.assert_close(credit.advantages, to_tokens(by_hand, layout.token_turns), atol=1e-6, rtol=0)
+
+
+def test_igpo_is_what_its_function_says(world):
+    "Gains however they were measured: the last turn's is left out, since the outcome takes its place."
+    groups, layout, method = games(world), pack(games(world)), METHODS['igpo']
+    gains, rewards = torch.rand(layout.turn_mask.shape) * layout.turn_mask, method.text_rewards(groups)
+    last = layout.turn_mask & ~torch.nn.functional.pad(layout.turn_mask[:, 1:], (0, 1))
+    total = with_outcome(gains, rewards['outcome'], layout.turn_mask)
+    by_hand = igpo_advantages(total, layout.turn_mask, layout.groups)
+    credit = method.credit({**rewards, 'turns': gains.masked_fill(last, 0)}, layout, None)
+    torch.testing.assert_close(credit.advantages, to_tokens(by_hand, layout.token_turns), atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize('name', [n for n in METHODS if n not in ('grpo', 'mt-grpo', 'gspo')])
 def test_a_row_is_not_grpo(world, name):
     "The gradient on the stored games differs from GRPO's; and the forwards are those that the row states."
-    _, _, plain, _, _ = a_step(world, METHODS['grpo'])
-    _, _, moved, passes, _ = a_step(world, METHODS[name])
+    _, _, plain, _ = a_step(world, METHODS['grpo'])
+    _, _, moved, passes = a_step(world, METHODS[name])
     assert passes == extra_passes(METHODS[name])
     assert (moved - plain).norm() > 1e-3 * plain.norm()
 
@@ -241,10 +236,8 @@ def test_rows_that_meet(world):
     same_step(a_step(world, like(METHODS['mt-grpo*']), {'lambda_mid': 0.}), a_step(world, grpo))
     same_step(a_step(world, like(METHODS['tspo']), {'alpha': 0.}), a_step(world, grpo))
     same_step(a_step(world, METHODS['tips'], {'alpha': 0.}), a_step(world, METHODS['ppo']))
-    varied = [
-        g for g in games(world)
-        if 0 < sum(t.answer in g.question.answers for t in g.trajectories) < len(g.trajectories)
-    ]
+    count = lambda g: sum(t.answer in g.question.answers for t in g.trajectories)
+    varied = [g for g in games(world) if 0 < count(g) < len(g.trajectories)]
     assert len(varied) > 1
     same_step(a_step(world, METHODS['vspo'], groups=varied), a_step(world, grpo, groups=varied))
 
@@ -253,54 +246,125 @@ def test_rows_that_meet(world):
 def test_vspo_by_weights_is_vspo_by_copies(world, average):
     "One row of weight ω, averaged over the batch's places, is the batch in which a group stands N times with ω/N each."
     groups = games(world)
-    method = compose(sampling='value', average=average, smoothing=3)
-    credit, _, moved, _, layout = a_step(world, method, groups=groups)
-    settings = method.settings({})
-    rewards = method.text_rewards(groups, settings)['outcome'].view(6, 4)
+    method = compose(Row('tried', 'outcome/group/value', None, options={'smoothing': 3}, average=average))
+    _, _, moved, _ = a_step(world, method, groups=groups)
+    rewards = method.text_rewards(groups)['outcome'].view(6, 4)
     weights, counts = vspo_weights(rewards, alpha=3, generator=torch.Generator().manual_seed(0))
     assert (counts == 0).any() and int(counts.max()) > 1
-    whole = pack(groups)
     learner = SGD(copy.deepcopy(world[0]), Loss(average=average), Optimiser(.1, minibatches=1, clip=1e9))
     before = {n: w.clone() for n, w in learner.weights().items()}
-    grpo = METHODS['grpo']
-    plain = grpo.credit(grpo.text_rewards(groups, grpo.settings({})), whole, None, grpo.settings({}))
+    plain = assign(METHODS['grpo'], groups, look=lambda layout, asks: None)
     # dropped groups have weight 0 and stay in the denominator
-    learner.step(whole, None, dataclasses.replace(plain, trajectory_weight=weights.repeat_interleave(4)))
-    by_hand = torch.cat([(w - before[n]).flatten() for n, w in sorted(learner.weights().items())])
-    torch.testing.assert_close(moved, by_hand, atol=1e-6, rtol=1e-4)
+    weighted = dataclasses.replace(plain.credit, trajectory_weight=weights.repeat_interleave(4))
+    learner.step(plain.layout, None, weighted)
+    torch.testing.assert_close(moved, change(before, learner), atol=1e-6, rtol=1e-4)
 
 
 def test_carl_on_tokens(world):
     "CARL's credit and its critic's targets, against the pure function and by hand."
-    credit, stats, _, passes, layout = a_step(world, METHODS['carl'])
-    groups = games(world)
-    outcome = METHODS['grpo'].text_rewards(groups, METHODS['grpo'].settings({}))['outcome']
+    batch, stats, _, passes = a_step(world, METHODS['carl'])
+    layout, credit = batch.layout, batch.credit
     half = torch.full(layout.turn_mask.shape, .5)  # an untrained critic says one half everywhere
-    by_hand = segment_advantages(half, layout.turn_mask, outcome)
+    by_hand = segment_advantages(half, layout.turn_mask, batch.rewards['outcome'])
     torch.testing.assert_close(credit.advantages, to_tokens(by_hand, layout.token_turns), atol=1e-6, rtol=0)
-    assert credit.returns[layout.trained].unique().tolist() == [0., 1.] and math.isclose(
-        stats['value_loss'], .125, rel_tol=1e-4) and passes == {'policy': 1}
+    assert credit.returns[layout.trained].unique().tolist() == [0., 1.]
+    assert math.isclose(stats['value_loss'], .125, rel_tol=1e-4) and passes == {'policy': 1}
 
 
 def test_missing_measures_take_a_rollout_out(world):
-    "A rollout without gold scores has weight 0 and changes nobody else's credit."
-    groups, method = games(world), METHODS['igpo']
-    layout, settings = pack(groups), method.settings({})
-    rewards = method.text_rewards(groups, settings)
-    seen = Learner(copy.deepcopy(world[0])).evaluate(layout, ('gold', ),
-                                                     {'gold': gold_templates(world[1], groups, 'igpo')})
-    lost = dataclasses.replace(seen, gold_logp=seen.gold_logp.clone().index_fill_(0, torch.tensor([2]), torch.nan))
-    told = [
-        method.credit({**rewards, **method.model_rewards(rewards, layout, s, settings)}, layout, s, settings)
-        for s in (seen, lost)
-    ]
-    assert told[0].trajectory_weight is None and told[1].trajectory_weight.tolist() == [
-        float(i != 2) for i in range(24)
-    ]
-    assert not told[1].advantages[2].any() and torch.equal(
-        told[0].advantages[4:],
-        told[1].advantages[4:]) and not torch.equal(told[0].advantages[1], told[1].advantages[1])
+    "A rollout without gold scores has weight 0 and changes nobody else's credit outside its group."
+    look = looks(Learner(copy.deepcopy(world[0])), world[1])
+    def without_one(layout, asks):
+        seen, gone = look(layout, asks), torch.tensor([2])
+        return dataclasses.replace(seen, gold_logp=seen.gold_logp.clone().index_fill_(0, gone, torch.nan))
+    whole, lost = (assign(METHODS['igpo'], games(world), how).credit for how in (look, without_one))
+    assert whole.trajectory_weight is None and lost.trajectory_weight.tolist() == [float(i != 2) for i in range(24)]
+    assert not lost.advantages[2].any() and torch.equal(whole.advantages[4:], lost.advantages[4:])
+    assert not torch.equal(whole.advantages[1], lost.advantages[1])
 
+
+def test_a_method_asks_for_what_its_parts_look_at(world):
+    "Each row's `Asks`: the models that its rewards read, their schemas, and ends where these are scored."
+    asks = lambda spelling, options: bind(get_method(spelling), options).asks(world[2])
+    assert asks('grpo', {}) == Asks(world[2]) and asks('igpo', {}).schemas == {'gold': 'igpo'}
+    assert asks('tips', {}) == Asks(world[2], ('teacher', 'values'), {'teacher': 'tips'})
+    assert asks('tips', {'terminal': 'teacher'}).ends and not asks('tips-hmax', {}).ends
+
+
+def test_parts_log_what_they_measured(world):
+    "Shaping logs its weight and its size; a row without such a part logs nothing."
+    batch, *_ = a_step(world, METHODS['tips'], {'alpha': .3})
+    logged = part_metrics(bind(METHODS['tips'], {'alpha': .3}), batch)
+    size = batch.rewards['shaping'][batch.layout.turn_mask].abs().mean().item()
+    assert logged == {'alpha': .3, 'mean_abs_shaping': pytest.approx(size)} and size > 0
+    assert part_metrics(METHODS['tspo'], batch) == {} and set(logged) == set(REWARDS['shaping'].logs)
+
+
+# ---- what goes together is read off the parts ----
+
+@pytest.fixture
+def tomorrow(monkeypatch):
+    "A rule that nobody knows yet, registered with some fields of its own: a function of these fields."
+    def register(**fields):
+        usual = {'name': 'tomorrow', 'turnwise': True, 'wants_turns': False}
+        monkeypatch.setitem(RULES, 'tomorrow', dataclasses.replace(RULES['group'], **{**usual, **fields}))
+    return register
+
+
+def test_a_new_rule_is_refused_by_what_it_says_of_itself(tomorrow, monkeypatch):
+    tomorrow(turnwise=False)
+    for reward, why in (('folr', 'finds the gold late'), ('shaping', 'the same for the whole group')):
+        found = refusal(('outcome', reward), 'tomorrow')
+        assert 'tomorrow sums over turns' in found and why in found and 'take one of' in found
+        with pytest.raises(ValueError, match='tomorrow sums over turns'): compose(f'outcome+{reward}/tomorrow')
+    assert refusal(('outcome', 'gain'), 'tomorrow') is None
+    tomorrow(skips_last=True)
+    assert 'tomorrow leaves out the last turn, so shaping' in refusal(('outcome', 'shaping'), 'tomorrow')
+    fixed = dataclasses.replace(REWARDS['rules'], name='fixed', telescopes=True)    # any reward that telescopes
+    monkeypatch.setitem(REWARDS, 'fixed', fixed)
+    assert 'so fixed would not telescope' in refusal(('outcome', 'fixed'), 'tomorrow')
+    assert refusal(('outcome', 'rules'), 'tomorrow') is None
+    tomorrow(wants_turns=True)
+    assert 'compares turn rewards' in refusal(('outcome',), 'tomorrow')
+    tomorrow(chance_only=True)
+    assert 'a chance of success' in refusal(('prs',), 'tomorrow') and refusal(('outcome',), 'tomorrow') is None
+    tomorrow(every_group='tomorrow needs them')
+    assert 'tomorrow needs them' in refusal(('outcome',), 'tomorrow', 'value')
+    tomorrow(critic={'kind': 'own', 'at': 'turns'})
+    assert 'with a critic these teach too' in refusal(('outcome',), 'tomorrow', 'varied')
+    tomorrow()
+    assert 'tomorrow would do nothing' in refusal(('outcome',), 'tomorrow', 'all', 'gspo')
+
+
+PARTS = [p for table in (REWARDS, RULES, SAMPLINGS, LOSSES) for p in table.values()]
+OPTIONS = [(p, name) for p in PARTS for name in p.options]
+
+
+def test_an_option_out_of_its_range_is_refused_at_the_door():
+    with pytest.raises(ValueError, match='alpha must be at most 1, got 2'): get_method('tspo').settings({'alpha': 2})
+    with pytest.raises(ValueError, match="method 'tspo' has no option 'alhpa'; did you mean 'alpha'"):
+        get_method('tspo').settings({'alhpa': 1})
+    too_large = Row('x', 'outcome+folr/turns', None, options={'alpha': 2})
+    with pytest.raises(ValueError, match='alpha must be at most 1'): compose(too_large)
+
+
+@pytest.mark.parametrize('part, name', OPTIONS, ids=[f'{p.name}.{name}' for p, name in OPTIONS])
+def test_an_option_says_what_it_is_for_and_takes_its_default(part, name):
+    option = part.options[name]
+    assert option.about and '\n' not in option.about and len(option.about) < 100
+    assert option.read(name, option.default) == option.default
+    assert not part.facts or set(part.facts) <= set(part.options)
+
+
+def test_a_part_names_what_it_logs_and_a_row_has_a_colour_of_its_own():
+    for p in PARTS: assert (p.metrics is None) == (not p.logs) and all(p.logs.values()), p.name
+    colours = [m.colour for m in METHODS.values()]
+    assert len(set(colours)) == len(colours) and all(len(c) == 7 and c[0] == '#' for c in colours)
+
+
+# ---- steps of a run ----
+
+# LEAD: the four tests below call train_step and _look as they were
 
 def test_dapo_asks_again(world, tmp_path, root):
     """Where too few groups vary, another round of rollouts is made, up to the limit; the update takes no more groups
@@ -332,8 +396,8 @@ def test_the_controller_moves_alpha_and_survives_in_json(world, tmp_path, root):
         'method': 'tips', 'options': {'band': 'small', 'alpha': 1.0}, 'questions_per_step': 2, 'group_size': 2,
         'log_kl': False, 'model': str(root / 'data' / 'tiny_base')
     })
-    learner, memory, log = make_learner(config, METHODS['tips'],
-                                        copy.deepcopy(model)), {}, RunLog(str(tmp_path / 'run'))
+    learner = make_learner(config, METHODS['tips'], copy.deepcopy(model))
+    memory, log = {}, RunLog(str(tmp_path / 'run'))
     alphas = []
     for step in (1, 2, 3):
         memory = json.loads(json.dumps(memory))
@@ -373,11 +437,17 @@ def test_tokens_read_are_those_of_rows_and_answers(world):
     assert read == int(layout.lengths.sum()) + by_hand
 
 
-@pytest.mark.parametrize('name, changes, message', [
-    ('outcome+judge/calls', {}, 'asks a judge'), ('mt-grpo', {}, 'max_turns must be 2'), ('tips', {'options': {'band': 'tiny'}}, 'small, medium, large'),
-    ('grpo', {'critic': 'own'}, 'has no critic'), ('ppo', {'critic': 'mine'}, 'own, shared, frozen'), ('tips', {'teacher': 'data/tiny_base', 'teacher_every': 3}, 'never refreshed'),
-    ('grpo', {'loss': {'cliphigh': 1}}, 'clip_high'), ('prs+prs/group', {}, 'exactly one outcome'), ('outcome/group/all/ppo/more', {}, 'rewards/rule/sampling/loss'),
-    ('outcome/grup', {}, "did you mean 'group'"), ('prs+vspoo', {}, "did you mean 'prs.vspo'")])
+REFUSED = [
+    ('outcome+judge/calls', {}, 'asks a judge'), ('mt-grpo', {}, 'max_turns must be 2'),
+    ('tips', {'options': {'band': 'tiny'}}, 'small, medium, large'), ('grpo', {'critic': 'own'}, 'has no critic'),
+    ('ppo', {'critic': 'mine'}, 'own, shared, frozen'),
+    ('tips', {'teacher': 'data/tiny_base', 'teacher_every': 3}, 'never refreshed'),
+    ('grpo', {'loss': {'cliphigh': 1}}, 'clip_high'), ('prs+prs/group', {}, 'exactly one outcome'),
+    ('outcome/group/all/ppo/more', {}, 'rewards/rule/sampling/loss'), ('outcome/grup', {}, "did you mean 'group'"),
+    ('prs+vspoo', {}, "did you mean 'prs.vspo'")]
+
+
+@pytest.mark.parametrize('name, changes, message', REFUSED)
 def test_refused_before_compute(root, monkeypatch, name, changes, message):
     monkeypatch.chdir(root)
     with pytest.raises(ValueError, match=message): check(make_config({'method': name, **changes}))
