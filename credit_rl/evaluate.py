@@ -10,7 +10,7 @@ __all__ = ['DIRECT', 'ENGINES', 'measure', 'summarize', 'score', 'evaluate', 'bo
 
 # %% ../nbs/26_evaluate.ipynb #c002
 import dataclasses, importlib.metadata, json, os, platform, sys, time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 import numpy as np, torch
 from .benchmarks import BENCHMARKS, get_benchmark
@@ -93,8 +93,8 @@ class Settings:
     model: str = setting(None, 'Hugging Face folder, or a name on the hub')
     data: object = setting('hotpotqa', "data sets of 10_datasets: a list, or a string with commas; a paper of MIXTURES "
                                        "(those it reports); 'all'")
-    path: object = setting(None, "a set's file or folder, a folder that has one for each set, or dict set → path; None: "
-                                 'the hub')
+    path: object = setting(None, "a set's file or folder, a folder that has one for each set, or dict set → path; "
+                                 'None: the hub')
     corpus: object = setting(None, 'passages: the same; or what BM25.save wrote; or the url of a search server; None: '
                                    'those beside the questions')
     split: str = setting(None, 'None: the one that results are reported on')
@@ -102,7 +102,7 @@ class Settings:
     run: str = setting('runs/evaluate', 'folder of the results')
     engine: str = setting('hf', 'a row of ENGINES')
     dtype: str = setting('float32', 'of the model')
-    vllm: dict = setting({}, "of VLLMEngine, for engine='vllm': own_process, arguments, ...")
+    vllm: dict = setting({}, "of VLLMSettings, for engine='vllm': own_process, arguments, ...")
     protocol: str = setting(None, "a row of PROTOCOLS (None: 'tspo'), or 'direct': nothing is searched; sets without "
                                   'passages are asked directly, or by programs')
     template: str = setting(None, "chat template instead of the model's own: 'chatml', 'plain' (for base models), or a "

@@ -27,13 +27,13 @@ from .parameters import by_group, from_settings, make_parser, notebook_settings,
 from .protocol import PROTOCOLS
 from .runlog import RunLog, latest_checkpoint, read_metrics, save_checkpoint
 from .settings import GROUPS, check, flat_form, group_of, settings_of
-from .stage import base_folder, make_engine, real_questions, real_search, set_stage
-from .train import (MAY_CHANGE, Examiner, SilentLog, check_same_params, examine, is_large, launch_ranks, no_gpu,
-                             options_of, plan_of, saving)
 from .sharded import DeepSpeedBackend
+from .stage import base_folder, make_engine, real_questions, real_search, set_stage
+from .train import (MAY_CHANGE, Examiner, SilentLog, check_same_params, examine, is_large, launch_ranks,
+                             no_gpu, options_of, plan_of, saving)
 from .vllm_engine import EngineLost
-from .warmup import (GATE, Collecting, Examination, GateFailed, Missing, Player, WarmUp, collect, critic_learner,
-                              make_pairs, read_collected, report_from, searching, warm_up, write_warmed)
+from .warmup import (GATE, Collecting, Examination, GateFailed, Missing, Player, WarmUp, collect,
+                              critic_learner, make_pairs, read_collected, report_from, searching, warm_up, write_warmed)
 
 # %% ../nbs/65_prepare.ipynb #c005
 @dataclass(frozen=True)
@@ -128,14 +128,15 @@ def _embedder(name):
 def _gather_rollouts(c, metric, stage, folder, say, ranks):
     """Rollouts to teach ('train') and to examine ('dev') on, played by all ranks or read from the run folder: dict of
     `Collected`."""
-    out, engine, sampling = {}, make_engine(c, stage.model, stage.chat.tokenizer), settings_of(c).acting.sampling
+    out, engine = {}, make_engine(c, stage.model, stage.chat.tokenizer)
+    player = Player(engine, settings_of(c).acting.sampling, ranks)
     try:
         for part in ('train', 'dev'):
             path, env = Path(folder)/f'rollouts-{part}.jsonl.gz', stage.environments[part]
             if not ranks.once(path.exists):
                 questions = stage.questions[part][:c.sorted_questions] if part == 'train' else stage.questions[part]
-                found = collect(Player(engine, sampling, ranks), env, questions, _collecting(c, metric, part),
-                                _elsewhere(c, env), _embedder(c.embed), lambda line: say(f'{part}: {line}'))
+                found = collect(player, env, questions, _collecting(c, metric, part), _elsewhere(c, env),
+                                _embedder(c.embed), lambda line: say(f'{part}: {line}'))
                 ranks.once(lambda: found.save(path))
             out[part] = read_collected(path)
     finally:

@@ -171,8 +171,9 @@ def test_a_checkpoint_is_the_best_by_what_the_data_are_scored_by(monkeypatch):
     t = wrong_sign(example_group().trajectories[0])
     monkeypatch.setattr(training, 'evaluate', lambda *a: (None, [Group(t.question, [t])]))
     for data, best in (('gsm8k', 0.), ('hotpotqa+gsm8k', 0.), ('hotpotqa', 1.), ('tiny', 1.)):
-        run = object.__new__(training._Run)
-        run.config, run.method, run.memory = make_config({'data': data, 'method': 'carl', 'protocol': 'carl'}), training.get_method('carl'), {'best': -1., 'best_step': 0}
+        run = object.__new__(training.Run)
+        run.config, run.memory = make_config({'data': data, 'method': 'carl', 'protocol': 'carl'}), {'best': -1., 'best_step': 0}
+        run.method = training.bind(training.get_method('carl'), {}, training.run_facts(run.config))
         run.ranks, run.engine, run.stage = Ranks(), None, SimpleNamespace(questions={'dev': [t.question]}, environments={'dev': None})
         logged, named = {}, []
         run.log, run.checkpoint = SimpleNamespace(timed=lambda part: contextlib.nullcontext(), metrics=lambda step, **m: logged.update(m)), lambda step, name: named.append(name)
@@ -295,8 +296,8 @@ def test_explained_variance_is_of_the_outcome_at_the_states_before_segments():
     layout = pack([group])
     values = torch.full(layout.ids.shape, 9.)                                               # of the tokens inside segments nobody asks
     for (row, position), value in zip((first_tokens(layout.token_turns)).nonzero().tolist(), (.5, .9, .5, .1)): values[row, position] = value
-    assert abs(training._explained_outcome(values, torch.tensor([1., 0., math.nan]), layout) - .24) < 1e-6      # the last one's outcome is not known
-    assert math.isnan(training._explained_outcome(values, torch.ones(3), layout))
+    assert abs(training.explained_outcome(values, torch.tensor([1., 0., math.nan]), layout) - .24) < 1e-6      # the last one's outcome is not known
+    assert math.isnan(training.explained_outcome(values, torch.ones(3), layout))
 
 
 @pytest.mark.parametrize('settings', [dict(method='grpo'), dict(method='ppo', critic='shared', critic_mix=0., options={'lam': .95}), dict(options={'lam': 1.})], ids=['grpo', 'ppo', 'lambda 1'])

@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from credit_rl import stage as staging, train as training
-from credit_rl.benchmarks import BENCHMARKS, get_benchmark
+from credit_rl import stage as staging
 from credit_rl.benchmarks import BENCHMARKS, get_benchmark
 from credit_rl.datasets import load_questions
 from credit_rl.engine import HFEngine, Sampling, ScriptedEngine
