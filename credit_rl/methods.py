@@ -11,7 +11,7 @@ from dataclasses import replace
 from types import ModuleType
 from . import outcome, advantages, losses, folr, information_gain, prs
 from . import vspo, turn_rewards, potentials, smdp, turn_ppo
-from .options import nearest
+from .options import nearest, read_options
 from .parts import Method, Objective, Part, Reward, Row, Rule, Sampling
 from .runlog import METRICS
 
@@ -97,8 +97,7 @@ def compose(
     paper = row.paper or '; '.join(dict.fromkeys(p.paper for p in parts))
     method = Method(row.name, paper, earned, rule, sampling, objective, outcome.outcome_rewards, loss, {}, differs,
                     row.colour)
-    usual = replace(method, options={name: option.default for name, option in method.knobs.items()})
-    return replace(usual, options=usual.settings(row.options))
+    return replace(method, options=read_options(f'method {row.name!r}', method.knobs, row.options))
 
 # %% ../nbs/60_methods.ipynb #c039
 METHODS = {name: compose(row) for name, row in gather(MODULES, Row).items()}
