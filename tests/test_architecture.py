@@ -212,6 +212,7 @@ OTHER_MEANINGS = {
     'right': 'a metric: the share of rollouts that count as right',
     'weights': 'of the tokens of a micro-batch',
     'all': 'the mean over several sets of questions',
+    'outcome': 'a key of the rewards: what a rollout earned, whichever part gave it',
 }
 
 

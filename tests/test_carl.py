@@ -41,18 +41,24 @@ from credit_rl.tiny import NOISY_CODER, act_coder, memory_of
 from credit_rl.settings import check, make_config
 from credit_rl.stage import set_stage, tiny_worlds
 from credit_rl.train import train
-from credit_rl.trajectory import example_group, Group, Question, Result, Stop, Trajectory, Turn, to_json, trajectory_from_json
+from credit_rl.trajectory import (example_group, Group, Question, Result, Stop, to_json, Trajectory,
+                                  trajectory_from_json, Turn)
 from credit_rl.warmup import GATE, GateReport, context_values, gold_shown, read_collected, read_warmed
 from papermilled import papermill, shown
 
 ROOT = Path(__file__).resolve().parents[1]
 ROWS = ROOT / 'data' / 'rows'
 WORLD = dict(size=300, hops=[1, 2], famous=dict(train=30, dev=15, test=15), easy=5, hard=5)
-TINY = dict(protocol='carl-tiny', method='carl', world=WORLD, steps=2, eval_every=2, questions=20, dev_questions=6, test_questions=6, questions_per_step=4, group_size=4,
-            learning_rate=1e-3, recompute=True, threads=1, track='')
-SETS = {'gsm8k': 'gsm8k.jsonl', 'finqa': 'finqa.json', 'hotpotqa': '../hotpotqa_sample.json', '2wikimultihopqa': '2wikimultihopqa.json', 'musique': 'musique.jsonl'}
-REAL = dict(protocol='carl', method='carl', steps=1, eval_every=1, questions_per_step=2, group_size=2, questions=6, dev_questions=1, test_questions=1, turn_tokens=8, max_tokens=12000,
-            context_tokens=6, passages=2, passage_tokens=60, kl=.01, threads=1, track='')
+TINY = dict(protocol='carl-tiny', method='carl', world=WORLD, steps=2, eval_every=2, questions=20, dev_questions=6,
+            test_questions=6, questions_per_step=4, group_size=4, learning_rate=1e-3, recompute=True, threads=1,
+            track='')
+SETS = {
+    'gsm8k': 'gsm8k.jsonl', 'finqa': 'finqa.json', 'hotpotqa': '../hotpotqa_sample.json', '2wikimultihopqa':
+    '2wikimultihopqa.json', 'musique': 'musique.jsonl'
+}
+REAL = dict(protocol='carl', method='carl', steps=1, eval_every=1, questions_per_step=2, group_size=2, questions=6,
+            dev_questions=1, test_questions=1, turn_tokens=8, max_tokens=12000, context_tokens=6, passages=2,
+            passage_tokens=60, kl=.01, threads=1, track='')
 
 
 @pytest.fixture(autouse=True)
@@ -66,12 +72,18 @@ def rows(tmp_path_factory):
     folder = tmp_path_factory.mktemp('rows')
     def of(name):
         source = ROWS / SETS[name]
-        found = [json.loads(line) for line in source.read_text().splitlines()] if source.suffix == '.jsonl' else json.loads(source.read_text())
+        found = [json.loads(line) for line in source.read_text().splitlines()
+                 ] if source.suffix == '.jsonl' else json.loads(source.read_text())
         def again(row, i):
-            if isinstance(row, dict): return {k: f'{v}-{i}' if k in ('id', '_id') else f'({i}) {v}' if k == 'question' else again(v, i) for k, v in row.items()}
+            if isinstance(row, dict):
+                return {
+                    k: f'{v}-{i}' if k in ('id', '_id') else f'({i}) {v}' if k == 'question' else again(v, i)
+                    for k, v in row.items()
+                }
             return row
         many = [again(row, i) for i in range(6) for row in found]
-        (folder / f'{name}{source.suffix}').write_text('\n'.join(map(json.dumps, many)) if source.suffix == '.jsonl' else json.dumps(many))
+        (folder / f'{name}{source.suffix}'
+         ).write_text('\n'.join(map(json.dumps, many)) if source.suffix == '.jsonl' else json.dumps(many))
         return str(folder / f'{name}{source.suffix}')
     return of
 
@@ -114,23 +126,32 @@ def test_each_set_has_its_tools(spoken, rows, name):
     "GSM8K and FinQA can calculate and nothing else; the others can search as well."
     stage = set_stage(make_config({**REAL, 'data': name, 'path': rows(name), 'model': spoken}), say=lambda line: None)
     env = stage.environments['test']
-    assert isinstance(env.tool, PythonTool) and (env.max_turns, env.context_tokens, env.chat.protocol) == (15, 6, PROTOCOLS['carl']) and stage.ceiling is None
+    assert isinstance(env.tool,
+                      PythonTool) and (env.max_turns, env.context_tokens,
+                                       env.chat.protocol) == (15, 6, PROTOCOLS['carl']) and stage.ceiling is None
     assert env.tool.run('print((2100 - 1750) / 1750)') == '0.2'
     if name in ('gsm8k', 'finqa'): assert env.tool.search is None and env.tool.run('search("x")').startswith('Error: ')
-    else: assert isinstance(env.tool.search, SearchTool) and env.tool.run('print(search("river Ossel"))').startswith('Doc 1 (Title: ')
+    else:
+        assert isinstance(env.tool.search,
+                          SearchTool) and env.tool.run('print(search("river Ossel"))').startswith('Doc 1 (Title: ')
 
 
 @pytest.mark.parametrize('name', SETS)
 def test_each_set_trains_and_is_evaluated_by_programs(spoken, rows, tmp_path, name):
     "On the published files where they are, else on rows of our own."
     path = str(Path(os.environ['CREDIT_RL_DATA']) / name) if os.environ.get('CREDIT_RL_DATA') else rows(name)
-    run = quiet({**REAL, 'data': name, 'path': path, 'model': spoken, 'train_split': get_benchmark(name).eval_split, 'run': str(tmp_path / 'run')})
+    run = quiet({
+        **REAL, 'data': name, 'path': path, 'model': spoken, 'train_split': get_benchmark(name).eval_split, 'run':
+        str(tmp_path / 'run')
+    })
     step = read_metrics(run).iloc[-1]
     assert step.updates == 2 and step.trajectories == 4 and math.isfinite(step.loss) and step.logp_gap < 1e-4
-    folder = run_evaluation(dict(model=spoken, data=name, path=path, protocol='carl', questions=2, turn_tokens=8, context_tokens=6, max_tokens=12000, run=str(tmp_path / 'eval'),
-                                 threads=1), say=lambda line: None, progress=False)
+    folder = run_evaluation(
+        dict(model=spoken, data=name, path=path, protocol='carl', questions=2, turn_tokens=8, context_tokens=6,
+             max_tokens=12000, run=str(tmp_path / 'eval'), threads=1), say=lambda line: None, progress=False)
     manifest = json.loads((folder / name / 'manifest.json').read_text())
-    assert manifest['limits'] == {'max_turns': 15, 'turn_tokens': 8, 'max_tokens': 12000, 'context_tokens': 6} and manifest['protocol']['name'] == 'carl'
+    assert manifest['limits'] == {'max_turns': 15, 'turn_tokens': 8, 'max_tokens': 12000, 'context_tokens': 6
+                                  } and manifest['protocol']['name'] == 'carl'
     assert (manifest['corpus'] is None) == (name in ('gsm8k', 'finqa')) and len(read_turns(folder / name)) == 2
 
 
@@ -138,31 +159,47 @@ def test_sets_that_are_scored_differently_train_together(spoken, rows, tmp_path,
     "GSM8K's questions are scored as numbers, HotpotQA's by exact match, within one batch."
     for name, file in (('gsm8k', '{}.jsonl'), ('hotpotqa', 'hotpot_{}.json')):
         (tmp_path / 'sets' / name).mkdir(parents=True)
-        for split in ('train', 'test') if name == 'gsm8k' else ('train', 'dev_distractor'): shutil.copy(rows(name), tmp_path / 'sets' / name / file.format(split))
-    settings = {**REAL, 'data': 'hotpotqa+gsm8k', 'path': str(tmp_path / 'sets'), 'corpus': rows('hotpotqa'), 'model': spoken, 'questions': 10 ** 6, 'questions_per_step': 8, 'run': str(tmp_path / 'run')}
+        for split in ('train', 'test') if name == 'gsm8k' else ('train', 'dev_distractor'):
+            shutil.copy(rows(name), tmp_path / 'sets' / name / file.format(split))
+    settings = {
+        **REAL, 'data': 'hotpotqa+gsm8k', 'path': str(tmp_path / 'sets'), 'corpus': rows('hotpotqa'), 'model': spoken,
+        'questions': 10 ** 6, 'questions_per_step': 8, 'run': str(tmp_path / 'run')
+    }
     metric = training.options_of(make_config(settings), training.get_method('carl'))['metric']
     ask = lambda source: Question('q', '', ('-12.5',), source)
-    said = [Group(ask(s), [Trajectory(ask(s), (0,), [Turn('commit', (1,), (0.,), (), '', '')], Stop.ANSWER, '12.5')]) for s in ('hotpotqa', 'gsm8k')]
-    assert outcome_rewards(said, metric).tolist() == [1, 0] and set(metric) == {'hotpotqa', 'gsm8k'}        # SQuAD's exact match drops the sign
+    said = [
+        Group(ask(s), [Trajectory(ask(s), (0, ), [Turn('commit', (1, ), (0., ), (), '', '')], Stop.ANSWER, '12.5')])
+        for s in ('hotpotqa', 'gsm8k')
+    ]
+    # SQuAD's exact match drops the sign
+    assert outcome_rewards(said, metric).tolist() == [1, 0] and set(metric) == {'hotpotqa', 'gsm8k'}
     table = read_metrics(quiet(settings))
     assert table.updates.iloc[-1] == 2 and table.reward[1:].notna().all()
     assert table.dev_right.notna().any()
     played = {trajectory_from_json(r['trajectory']).question.source for r in read_turns(tmp_path / 'run')}
     assert played == {'hotpotqa', 'gsm8k'}
-    assert callable(training.options_of(make_config({**settings, 'data': 'hotpotqa+musique'}), training.get_method('carl'))['metric'])   # these are scored alike
+    # these are scored alike
+    assert callable(
+        training.options_of(make_config({**settings, 'data': 'hotpotqa+musique'}),
+                            training.get_method('carl'))['metric'])
 
 
-def wrong_sign(t): return dataclasses.replace(t, question=dataclasses.replace(t.question, answers=('-12.5',), source='gsm8k'), answer='12.5')
+def wrong_sign(t):
+    return dataclasses.replace(t, question=dataclasses.replace(t.question, answers=('-12.5', ), source='gsm8k'),
+                               answer='12.5')
 
 def test_the_measures_are_of_the_runs_own_metric():
-    "An answer off by its sign: exact match drops it, GSM8K's metric does not; and CARL's match takes a gold of several words inside an answer."
+    """An answer off by its sign: exact match drops it, GSM8K's metric does not; and CARL's match takes a gold of
+    several words inside an answer."""
     t = wrong_sign(example_group().trajectories[0])
     metric = {'gsm8k': benchmark_metric('gsm8k')}
-    assert competence_table([t], [1]).EM[1] == 1 and competence_table([t], [1], metric).EM[1] == 0 == competence_table([t], [1], 'numeric').EM[1]
+    assert competence_table([t], [1]).EM[1] == 1 and competence_table([t], [1], metric).EM[1] == 0 == competence_table(
+        [t], [1], 'numeric').EM[1]
     assert competence_table([t], [1], metric)['wrong, answered'][1] == 1
     hops = dataclasses.replace(t, question=dataclasses.replace(t.question, meta={'hops': 2}))
     assert hop_table([hops]).EM[2] == 1 and hop_table([hops], metric).EM[2] == 0
-    longer = dataclasses.replace(t, question=dataclasses.replace(t.question, answers=('New York',)), answer='New York City')
+    longer = dataclasses.replace(t, question=dataclasses.replace(t.question, answers=('New York', )),
+                                 answer='New York City')
     assert (competence_table([longer], [1]).EM[1], competence_table([longer], [1])['CARL match'][1]) == (0, 1)
 
 
@@ -172,34 +209,52 @@ def test_a_checkpoint_is_the_best_by_what_the_data_are_scored_by(monkeypatch):
     monkeypatch.setattr(training, 'evaluate', lambda *a: (None, [Group(t.question, [t])]))
     for data, best in (('gsm8k', 0.), ('hotpotqa+gsm8k', 0.), ('hotpotqa', 1.), ('tiny', 1.)):
         run = object.__new__(training.Run)
-        run.config, run.memory = make_config({'data': data, 'method': 'carl', 'protocol': 'carl'}), {'best': -1., 'best_step': 0}
+        run.config, run.memory = make_config({'data': data, 'method': 'carl', 'protocol':
+                                              'carl'}), {'best': -1., 'best_step': 0}
         run.method = training.bind(training.get_method('carl'), {}, training.run_facts(run.config))
-        run.ranks, run.engine, run.stage = Ranks(), None, SimpleNamespace(questions={'dev': [t.question]}, environments={'dev': None})
+        run.ranks, run.engine, run.stage = Ranks(), None, SimpleNamespace(questions={'dev': [t.question]},
+                                                                          environments={'dev': None})
         logged, named = {}, []
-        run.log, run.checkpoint = SimpleNamespace(timed=lambda part: contextlib.nullcontext(), metrics=lambda step, **m: logged.update(m)), lambda step, name: named.append(name)
-        assert training._dev(run, 3, {}) == 1 and run.memory['best'] == best and logged['dev_em'] == 1 and logged.get('dev_right', 1.) == best and ('dev_right' in logged) == ('gsm8k' in data)
+        run.log, run.checkpoint = SimpleNamespace(
+            timed=lambda part: contextlib.nullcontext(),
+            metrics=lambda step, **m: logged.update(m)), lambda step, name: named.append(name)
+        assert training._dev(run, 3, {}) == 1 and run.memory['best'] == best and logged['dev_em'] == 1 and logged.get(
+            'dev_right', 1.) == best and ('dev_right' in logged) == ('gsm8k' in data)
 
 
-LOOKED = {'gsm8k': ('print((3 * 125) * 5.6)', '2100.0'), 'finqa': ('print((2100 - 1750) / 1750)', '0.2'), **dict.fromkeys(('hotpotqa', '2wikimultihopqa', 'musique'), ('print(search("river Ossel"))', 'Doc 1 (Title: '))}
+LOOKED = {
+    'gsm8k': ('print((3 * 125) * 5.6)', '2100.0'), 'finqa': ('print((2100 - 1750) / 1750)', '0.2'),
+    **dict.fromkeys(('hotpotqa', '2wikimultihopqa', 'musique'), ('print(search("river Ossel"))', 'Doc 1 (Title: '))
+}
 
 
 @pytest.mark.parametrize('name', SETS)
 def test_a_program_is_run_on_each_set_and_its_output_becomes_a_context(spoken, rows, name):
-    "A scripted coder that calculates or searches once, notes what came, and answers with it: three segments, of which the last no longer sees the output."
-    stage = set_stage(make_config({**REAL, 'data': name, 'path': rows(name), 'model': spoken, 'turn_tokens': 400, 'context_tokens': 200}), say=lambda line: None)
+    """A scripted coder that calculates or searches once, notes what came, and answers with it: three segments, of
+    which the last no longer sees the output."""
+    stage = set_stage(
+        make_config(
+            {**REAL, 'data': name, 'path': rows(name), 'model': spoken, 'turn_tokens': 400, 'context_tokens': 200}),
+        say=lambda line: None)
     code, seen = LOOKED[name]
     def act(text, rng):
         if code not in text: return f'I look it up.\n```python\n{code}\n```\n'
-        if 'as noted' not in text: return f'<context>{seen} as noted</context>' if seen in text.split(code)[1] else '<context>nothing came</context>'
+        if 'as noted' not in text:
+            return f'<context>{seen} as noted</context>' if seen in text.split(code)[1] else ('<context>nothing '
+                                                                                              'came</context>')
         return f'So \\boxed{{{seen} as noted}}' + stage.chat.tokenizer.eos_token
-    groups = rollout(ScriptedEngine(act, stage.chat.tokenizer, max_length=12000), stage.environments['test'], stage.questions['test'] + stage.questions['train'], 2)
+
+    groups = rollout(ScriptedEngine(act, stage.chat.tokenizer, max_length=12000), stage.environments['test'],
+                     stage.questions['test'] + stage.questions['train'], 2)
     played = [t for g in groups for t in g.trajectories]
     assert len(played) >= 10
     for t in played:
-        assert [x.kind for x in t.turns] == ['invoke', 'assimilate', 'commit'] and (t.stop, t.answer) == (Stop.ANSWER, f'{seen} as noted')
+        assert [x.kind for x in t.turns] == ['invoke', 'assimilate', 'commit'
+                                             ] and (t.stop, t.answer) == (Stop.ANSWER, f'{seen} as noted')
         assert t.turns[0].call and t.turns[0].result is Result.OK and t.turns[0].observation_text.startswith(seen)
         last = stage.chat.tokenizer.decode(t.turns[2].context_ids)
-        assert last.split(code)[1].count(seen) == 1 and f'<context>{seen} as noted</context>' in last                           # the note's, not the output's
+        # the note's, not the output's
+        assert last.split(code)[1].count(seen) == 1 and f'<context>{seen} as noted</context>' in last
     assert summarize(groups)['calls'] == 1
 
 
@@ -220,7 +275,8 @@ def spy_steps(monkeypatch):
 
 
 def test_segments_sum_to_what_the_critic_did_not_expect(model, scripted, tmp_path, monkeypatch):
-    "At lambda 0, on every rollout of a run: the advantages of the segments sum to R - V(s_0), though they lie in rows of their own."
+    """At lambda 0, on every rollout of a run: the advantages of the segments sum to R - V(s_0), though they lie in
+    rows of their own."""
     steps = spy_steps(monkeypatch)
     run = quiet({**TINY, 'model': model, 'steps': 3, 'run': str(tmp_path / 'run')})
     assert len(steps) == 3
@@ -230,15 +286,18 @@ def test_segments_sum_to_what_the_critic_did_not_expect(model, scripted, tmp_pat
         own = torch.zeros(layout.turn_mask.shape)
         for n, k in layout.turn_mask.nonzero().tolist():
             values = credit.advantages[layout.row_trajectory == n][layout.token_turns[layout.row_trajectory == n] == k]
-            assert (values == values[0]).all()                                             # one advantage for all tokens of a segment
+            assert (values == values[0]).all()  # one advantage for all tokens of a segment
             own[n, k] = values[0]
         torch.testing.assert_close(own.sum(1), rewards['outcome'] - start, atol=1e-5, rtol=0)
         assert layout.turn_mask.sum(1).max() >= 3 and rewards['outcome'].unique().tolist() == [0., 1.]
-    assert steps[0][1].values[steps[0][1].values != 0].unique().tolist() == [.5] and len(steps[2][1].values.unique()) > 3      # cold, then it moved
+    # cold, then it moved
+    assert steps[0][1].values[steps[0][1].values != 0].unique().tolist() == [.5] and len(
+        steps[2][1].values.unique()) > 3
     table = read_metrics(run)
     for name in ('tool_rate', 'value_start', 'sign_kept', 'context_tokens'): assert table[name][1:].notna().all(), name
     assert table.sign_lost.notna().any()
-    assert table.sign_kept[1] == 0 and table.value_start[1] == .5 and table.tool_rate[1:].between(.1, 1).all()                 # ties are wrong signs
+    # ties are wrong signs
+    assert table.sign_kept[1] == 0 and table.value_start[1] == .5 and table.tool_rate[1:].between(.1, 1).all()
 
 
 def test_rows_train_on_what_the_model_wrote_and_nothing_else(model, scripted, tmp_path):
@@ -246,30 +305,41 @@ def test_rows_train_on_what_the_model_wrote_and_nothing_else(model, scripted, tm
     run = quiet({**TINY, 'model': model, 'log_rollouts': 4, 'run': str(tmp_path / 'run')})
     trained = [trajectory_from_json(r['trajectory']) for r in read_turns(run) if r['kind'] == 'train']
     assert len(trained) == 2 * 16 and any(x.result is Result.OK for t in trained for x in t.turns)
-    unsampled = lambda t: dataclasses.replace(t, turns=[dataclasses.replace(x, action_logps=[0.] * len(x.action_ids)) for x in t.turns])       # a script samples nothing
+    # a script samples nothing
+    unsampled = lambda t: dataclasses.replace(
+        t, turns=[dataclasses.replace(x, action_logps=[0.] * len(x.action_ids)) for x in t.turns])
     layout = pack([Group(t.question, [unsampled(t)]) for t in trained])
     row = 0
     for t in trained:
         for k, x in enumerate(t.turns):
             mask = layout.token_turns[row] >= 0
             context = list(x.context_ids or t.prompt_ids)
-            assert layout.ids[row][mask].tolist() == list(x.action_ids) and layout.token_turns[row][mask].unique().tolist() == [k]
-            assert layout.ids[row][:len(context)].tolist() == context and not mask[:len(context)].any() and not mask[len(context) + len(x.action_ids):].any()
+            assert layout.ids[row][mask].tolist() == list(
+                x.action_ids) and layout.token_turns[row][mask].unique().tolist() == [k]
+            assert layout.ids[row][:len(context)].tolist(
+            ) == context and not mask[:len(context)].any() and not mask[len(context) + len(x.action_ids):].any()
             row += 1
     assert row == len(layout.ids)
 
 
 def test_log_probs_of_segments_are_those_of_their_own_context(model, scripted, tmp_path):
-    "Rollouts of several segments, packed: each row's log-probabilities are those of a forward of its context and its own tokens alone."
+    """Rollouts of several segments, packed: each row's log-probabilities are those of a forward of its context and its
+    own tokens alone."""
     run = quiet({**TINY, 'model': model, 'steps': 1, 'log_rollouts': 4, 'run': str(tmp_path / 'run')})
     played = [trajectory_from_json(r['trajectory']) for r in read_turns(run) if r['kind'] == 'train']
-    layout = pack([Group(t.question, [dataclasses.replace(t, turns=[dataclasses.replace(x, action_logps=[0.] * len(x.action_ids)) for x in t.turns])]) for t in played])
-    assert len(layout.ids) > 1.5 * len(played)                                                                           # not a row for each rollout
+    layout = pack([
+        Group(t.question, [
+            dataclasses.replace(t,
+                                turns=[dataclasses.replace(x, action_logps=[0.] * len(x.action_ids)) for x in t.turns])
+        ]) for t in played
+    ])
+    assert len(layout.ids) > 1.5 * len(played)  # not a row for each rollout
     said, model, row = Learner(load_model(model)[0]).evaluate(layout).logp, load_model(model)[0], 0
     for t in played:
         for x in t.turns:
             context = list(x.context_ids or t.prompt_ids)
-            with torch.no_grad(): logits = model(torch.tensor([context + list(x.action_ids)])).logits[0, len(context) - 1:-1]
+            with torch.no_grad():
+                logits = model(torch.tensor([context + list(x.action_ids)])).logits[0, len(context) - 1:-1]
             alone = logits.float().log_softmax(-1).gather(1, torch.tensor(x.action_ids)[:, None])[:, 0]
             torch.testing.assert_close(said[row][layout.token_turns[row] >= 0], alone, atol=1e-4, rtol=0)
             row += 1
@@ -277,7 +347,8 @@ def test_log_probs_of_segments_are_those_of_their_own_context(model, scripted, t
 
 
 def test_log_probs_of_a_run_are_those_that_were_sampled(tmp_path, model):
-    "The model itself plays (it has not learned to call, so each rollout is one segment): log-probabilities that are scored again are those that were sampled."
+    """The model itself plays (it has not learned to call, so each rollout is one segment): log-probabilities that are
+    scored again are those that were sampled."""
     settings = make_config({**TINY, 'model': model, 'log_rollouts': 4, 'turn_tokens': 12, 'run': str(tmp_path / 'run')})
     run = quiet(settings)
     assert read_metrics(run).logp_gap.dropna().max() < 1e-4
@@ -288,15 +359,23 @@ def test_log_probs_of_a_run_are_those_that_were_sampled(tmp_path, model):
 
 
 def test_explained_variance_is_of_the_outcome_at_the_states_before_segments():
-    "By hand: values .5, .9 and .5 at three states whose rollouts came to 1, 1 and 0. Var(R) = 2/9; R - V is .5, .1, -.5, of variance .51/3 - 1/900 = .152/.9; so 1 - .76 = .24."
+    """By hand: values .5, .9 and .5 at three states whose rollouts came to 1, 1 and 0. Var(R) = 2/9; R - V is .5, .1,
+    -.5, of variance .51/3 - 1/900 = .152/.9; so 1 - .76 = .24."""
     turn = lambda kind, ids: Turn(kind, ids, [0.] * len(ids), (), '', '')
     question = Question('q', '', ('a',))
-    group = Group(question, [Trajectory(question, (0,), [dataclasses.replace(turn('invoke', (1, 2)), observation_ids=(3,)), turn('commit', (4, 5))], Stop.ANSWER, 'a'),
-                             Trajectory(question, (0,), [turn('commit', (6, 7, 8))], Stop.ANSWER, 'b'), Trajectory(question, (0,), [turn('commit', (6,))], Stop.ANSWER, 'c')])
+    group = Group(question, [
+        Trajectory(question,
+                   (0, ), [dataclasses.replace(turn('invoke', (1, 2)), observation_ids=(3, )),
+                           turn('commit', (4, 5))], Stop.ANSWER, 'a'),
+        Trajectory(question, (0, ), [turn('commit', (6, 7, 8))], Stop.ANSWER, 'b'),
+        Trajectory(question, (0, ), [turn('commit', (6, ))], Stop.ANSWER, 'c')
+    ])
     layout = pack([group])
-    values = torch.full(layout.ids.shape, 9.)                                               # of the tokens inside segments nobody asks
-    for (row, position), value in zip((first_tokens(layout.token_turns)).nonzero().tolist(), (.5, .9, .5, .1)): values[row, position] = value
-    assert abs(training.explained_outcome(values, torch.tensor([1., 0., math.nan]), layout) - .24) < 1e-6      # the last one's outcome is not known
+    values = torch.full(layout.ids.shape, 9.)  # of the tokens inside segments nobody asks
+    for (row, position), value in zip((first_tokens(layout.token_turns)).nonzero().tolist(), (.5, .9, .5, .1)):
+        values[row, position] = value
+    # the last one's outcome is not known
+    assert abs(training.explained_outcome(values, torch.tensor([1., 0., math.nan]), layout) - .24) < 1e-6
     assert math.isnan(training.explained_outcome(values, torch.ones(3), layout))
 
 
@@ -305,8 +384,10 @@ def test_matched_baselines_run_by_other_settings(model, scripted, tmp_path, sett
     table = read_metrics(quiet({**TINY, 'model': model, 'kl': .01, 'run': str(tmp_path / 'run'), **settings}))
     assert table.updates[1:].eq(2).all() and table.loss[1:].notna().all() and table.tool_rate[1:].notna().all()
     assert ('value_start' in table) == ('explained_outcome' in table) == (settings.get('method') != 'grpo')
-    if settings.get('method') == 'ppo': assert table.explained_outcome[1] == 0 and table.explained_variance[1] == 0       # cold: one value everywhere
-    if not settings.get('method'): assert table.explained_outcome[1:].tolist() == table.explained_variance[1:].tolist()   # the outcome is what CARL's critic is taught
+    # cold: one value everywhere
+    if settings.get('method') == 'ppo': assert table.explained_outcome[1] == 0 and table.explained_variance[1] == 0
+    # the outcome is what CARL's critic is taught
+    if not settings.get('method'): assert table.explained_outcome[1:].tolist() == table.explained_variance[1:].tolist()
 
 
 def test_a_resumed_run_is_the_whole_one(model, tmp_path):
@@ -317,7 +398,8 @@ def test_a_resumed_run_is_the_whole_one(model, tmp_path):
     assert same_metrics(whole, parts) == [] and read_turns(whole) == read_turns(parts)
 
 
-REFUSED = {'a protocol whose words it lacks': (dict(model='tiny', protocol='carl'), 'words of the protocols tiny and carl-tiny'),
+REFUSED = {'a protocol whose words it lacks': (dict(model='tiny', protocol='carl'), 'words of the protocols tiny and '
+                                                                                    'carl-tiny'),
            'a part that is missing': (dict(world={'famous': {'train': 3}}), 'one for each of train, dev, test'),
            'more facts than there are': (dict(world={'size': 100, 'famous': 5000}), 'raise size'),
            'no room for a context': (dict(context_tokens=0), 'context_tokens must be at least 1'),
@@ -328,19 +410,26 @@ REFUSED = {'a protocol whose words it lacks': (dict(model='tiny', protocol='carl
 @pytest.mark.parametrize('name', REFUSED)
 def test_bad_settings_are_refused_before_anything_is_computed(model, tmp_path, name):
     settings, message = REFUSED[name]
-    with pytest.raises(ValueError, match=message): check(make_config({**TINY, 'model': model, 'run': str(tmp_path / 'run'), **settings}))
+    with pytest.raises(ValueError, match=message):
+        check(make_config({**TINY, 'model': model, 'run': str(tmp_path / 'run'), **settings}))
     assert not (tmp_path / 'run').exists()
 
 
 def test_fifteen_segments_unless_told_otherwise():
-    caps = [make_config({'protocol': p, **more}).max_turns for p, more in ((None, {}), ('tiny', {}), ('carl-tiny', {}), ('carl', {}), ('carl', {'max_turns': 5}), ('tips', {}), ('direct', {}))]
+    caps = [
+        make_config({'protocol': p, **more}).max_turns
+        for p, more in ((None, {}), ('tiny', {}), ('carl-tiny', {}), ('carl', {}), ('carl', {'max_turns': 5}),
+                        ('tips', {}), ('direct', {}))
+    ]
     assert caps == [4, 4, 15, 15, 5, 4, 4]
 
 
 # ---- a critic that was warmed up ----
 
-WARM = {**{k: v for k, v in TINY.items() if k not in ('steps', 'eval_every')}, 'per_tier': 20, 'clusters': 4, 'warm_steps': 40, 'warm_least': 20, 'warm_every': 10, 'warm_batch': 64, 'warm_rise': 5,
-        'head_rate': 3e-3, 'backbone_rate': 1e-3}
+WARM = {
+    **{k: v for k, v in TINY.items() if k not in ('steps', 'eval_every')}, 'per_tier': 20, 'clusters': 4, 'warm_steps':
+    40, 'warm_least': 20, 'warm_every': 10, 'warm_batch': 64, 'warm_rise': 5, 'head_rate': 3e-3, 'backbone_rate': 1e-3
+}
 
 
 @pytest.fixture
@@ -353,43 +442,60 @@ def test_a_warm_up_that_passes_teaches(model, scripted, tmp_path, easy_gate):
     lines = []
     warm = prepare({**WARM, 'model': model, 'run': str(tmp_path / 'warm')}, say=lines.append)
     summary, table = json.loads((warm / 'summary.json').read_text()), gate_table(warm)
-    assert summary['passed'] and 20 <= summary['step'] <= 40 and (table['short by'] == 0).all() and (table.before['auc'], table.before['explained_variance']) == (.5, 0)
-    assert any('Tier 2' in line and line.startswith('train') for line in lines) and {'rollouts-train.jsonl.gz', 'rollouts-dev.jsonl.gz', 'critic', 'metrics.jsonl'} <= set(os.listdir(warm))
+    assert summary['passed'] and 20 <= summary['step'] <= 40 and (table['short by'] == 0).all() and (
+        table.before['auc'], table.before['explained_variance']) == (.5, 0)
+    assert any('Tier 2' in line and line.startswith('train')
+               for line in lines) and {'rollouts-train.jsonl.gz', 'rollouts-dev.jsonl.gz', 'critic', 'metrics.jsonl'
+                                       } <= set(os.listdir(warm))
     warmed, base = read_warmed(warm), load_model(model)[0]
     moved = load_model(warmed.folder)[0]
     assert isinstance(warmed.report, GateReport) and warmed.report.passed
-    assert torch.equal(moved.get_output_embeddings().weight, base.get_output_embeddings().weight)                    # the output layer never moves
+    # the output layer never moves
+    assert torch.equal(moved.get_output_embeddings().weight, base.get_output_embeddings().weight)
     assert any(not torch.equal(a, b) for a, b in zip(moved.parameters(), base.parameters()))
     data = read_collected(warm / 'rollouts-dev.jsonl.gz')
     layout = pack([g for g, prompt in zip(data.groups, data.prompts) if prompt == 'optional'][:64])
-    with torch.no_grad(): before, after = (token_logps(m, layout.ids, layout.trained)[layout.trained] for m in (base, moved))
-    assert abs(summary['drift']) > 1e-3 and math.isclose(summary['drift'], (before - after).mean().item(), abs_tol=1e-4)        # of the base's rollouts: how much less likely they became
+    with torch.no_grad():
+        before, after = (token_logps(m, layout.ids, layout.trained)[layout.trained] for m in (base, moved))
+    # of the base's rollouts: how much less likely they became
+    assert abs(summary['drift']) > 1e-3 and math.isclose(summary['drift'], (before - after).mean().item(), abs_tol=1e-4)
     config = make_config({**TINY, 'model': model, 'critic_from': str(warm), 'run': str(tmp_path / 'run')})
     stage = set_stage(config, say=lambda line: None)
     learner = training.make_learner(config, training.get_method('carl'), stage.model)
-    assert all(torch.equal(a, b) for a, b in zip(stage.model.parameters(), moved.parameters()))                      # the policy starts from the moved backbone …
-    assert all(torch.equal(a, b) for a, b in zip(learner.reference.model.parameters(), base.parameters()))           # … and its KL counts from the base
-    assert all(torch.equal(v, learner.critic.head.state_dict()[k]) for k, v in torch.load(warmed.folder / 'head.pt').items())
+    # the policy starts from the moved backbone …
+    assert all(torch.equal(a, b) for a, b in zip(stage.model.parameters(), moved.parameters()))
+    # … and its KL counts from the base
+    assert all(torch.equal(a, b) for a, b in zip(learner.reference.model.parameters(), base.parameters()))
+    assert all(
+        torch.equal(v,
+                    learner.critic.head.state_dict()[k]) for k, v in torch.load(warmed.folder / 'head.pt').items())
     run = read_metrics(quiet(config))
     assert run.kl.dropna().iloc[0] > 0 and run.value_start[1] != .5
     own = dataclasses.replace(config, critic='own')
     learner = training.make_learner(own, training.get_method('carl'), set_stage(own, say=lambda line: None).model)
-    assert all(torch.equal(a, b) for a, b in zip(learner.scorer.model.parameters(), base.parameters())) and all(torch.equal(a, b) for a, b in zip(learner.critic.model.parameters(), moved.parameters()))
-    for change, message in ((dict(model=str(ROOT / 'data' / 'tiny_base')), 'was warmed up with model='), (dict(protocol='carl-tiny-forced'), 'was warmed up with protocol='),
-                            (dict(method='ppo'), 'has a linear head')):
+    assert all(torch.equal(a, b) for a, b in zip(learner.scorer.model.parameters(), base.parameters())) and all(
+        torch.equal(a, b) for a, b in zip(learner.critic.model.parameters(), moved.parameters()))
+    for change, message in ((dict(model=str(ROOT / 'data' / 'tiny_base')), 'was warmed up with model='),
+                            (dict(protocol='carl-tiny-forced'),
+                             'was warmed up with protocol='), (dict(method='ppo'), 'has a linear head')):
         with pytest.raises(ValueError, match=message): check(dataclasses.replace(config, **change))
 
 
 def test_a_warm_up_that_fails_ends_with_a_report_and_may_not_teach(model, scripted, tmp_path):
-    settings = {**WARM, 'model': model, 'warm_steps': 4, 'warm_least': 2, 'warm_every': 2, 'run': str(tmp_path / 'warm')}
+    settings = {
+        **WARM, 'model': model, 'warm_steps': 4, 'warm_least': 2, 'warm_every': 2, 'run': str(tmp_path / 'warm')
+    }
     lines = []
     warm = prepare(settings, say=lines.append)
     assert lines[-1].startswith('NOT passed') and (gate_table(warm)['short by'] > 0).any()
-    with pytest.raises(ValueError, match=r'did not pass its gate in 4 steps, so it may not teach: .*FAILED: .* by 0\.') as refused:
+    with pytest.raises(ValueError,
+                       match=r'did not pass its gate in 4 steps, so it may not teach: .*FAILED: .* by 0\.') as refused:
         quiet({**TINY, 'model': model, 'critic_from': str(warm), 'run': str(tmp_path / 'run')})
     failed = json.loads((warm / 'summary.json').read_text())['failed']
-    assert failed and all(f'{name} by {gap:.3f}' in str(refused.value) for name, gap in failed.items()) and not (tmp_path / 'run').exists()
-    allowed = prepare({**settings, 'must_pass': False, 'run': str(tmp_path / 'allowed')}, say=lines.append)          # an ablation says that it need not pass
+    assert failed and all(f'{name} by {gap:.3f}' in str(refused.value)
+                          for name, gap in failed.items()) and not (tmp_path / 'run').exists()
+    # an ablation says that it need not pass
+    allowed = prepare({**settings, 'must_pass': False, 'run': str(tmp_path / 'allowed')}, say=lines.append)
     check(make_config({**TINY, 'model': model, 'critic_from': str(allowed)}))
     cold = prepare({**settings, 'collected': 'cold', 'run': str(tmp_path / 'cold')}, say=lines.append)
     summary = json.loads((cold / 'summary.json').read_text())
@@ -397,11 +503,15 @@ def test_a_warm_up_that_fails_ends_with_a_report_and_may_not_teach(model, script
 
 
 def test_how_far_the_policy_moved_is_missing_where_an_older_warm_up_kept_something_else(tmp_path):
-    "An older summary's `kl`, of the other direction, explodes on the base's own rollouts: it is no measure, and not shown as one."
-    numbers = dict(collected='curated', method='carl', report={n: .9 for n in GATE}, ece=.1, brier=.1, value_tier={'1': .2, '2': .8}, step=50, passed=True)
-    for name, more in (('old-1', {'kl': 8244.}), ('new-1', {'drift': .25, 'method': 'ppo'})): RunLog(tmp_path / name).summary({**numbers, **more})
+    """An older summary's `kl`, of the other direction, explodes on the base's own rollouts: it is no measure, and not
+    shown as one."""
+    numbers = dict(collected='curated', method='carl', report={n: .9 for n in GATE}, ece=.1, brier=.1,
+                   value_tier={'1': .2, '2': .8}, step=50, passed=True)
+    for name, more in (('old-1', {'kl': 8244.}), ('new-1', {'drift': .25, 'method': 'ppo'})):
+        RunLog(tmp_path / name).summary({**numbers, **more})
     told = warmup_table([tmp_path / 'old-1', tmp_path / 'new-1'])['KL(base ‖ warmed), k1']
-    assert math.isnan(told['curated']) and told["curated, ppo's critic"] == .25 and not (warmup_table([tmp_path / 'old-1']).select_dtypes('number') > 100).any().any()
+    assert math.isnan(told['curated']) and told["curated, ppo's critic"] == .25 and not (warmup_table(
+        [tmp_path / 'old-1']).select_dtypes('number') > 100).any().any()
 
 
 class Killed(BaseException):
@@ -418,62 +528,97 @@ def test_a_killed_warm_up_resumes_with_the_numbers_of_a_whole_one(model, scripte
     with pytest.raises(ValueError, match='no finished warm-up'): read_warmed(tmp_path / 'parts')
     with pytest.raises(FileExistsError): prepare({**settings, 'run': str(tmp_path / 'parts')}, say=lambda line: None)
     played = []
-    monkeypatch.setattr(preparing, 'collect', lambda *a, **k: played.append(a))                                          # nothing is played a second time
+    monkeypatch.setattr(preparing, 'collect', lambda *a, **k: played.append(a))  # nothing is played a second time
     parts = prepare({**settings, 'resume': True, 'run': str(tmp_path / 'parts')}, say=lambda line: None)
     assert not played and same_metrics(whole, parts) == [] and read_metrics(parts).step.tolist() == [0, 2, 4, 6]
     drop = lambda folder: {k: v for k, v in json.loads((folder / 'summary.json').read_text()).items()}
     assert drop(parts) == drop(whole)
-    for a, b in zip(load_model(whole / 'critic')[0].parameters(), load_model(parts / 'critic')[0].parameters()): assert torch.equal(a, b)
+    for a, b in zip(load_model(whole / 'critic')[0].parameters(), load_model(parts / 'critic')[0].parameters()):
+        assert torch.equal(a, b)
 
 
-@pytest.mark.skipif(not importlib.util.find_spec('deepspeed'), reason='deepspeed is not installed: pip install credit_rl[train]')
+@pytest.mark.skipif(not importlib.util.find_spec('deepspeed'), reason='deepspeed is not installed: pip install '
+                                                                      'credit_rl[train]')
 def test_ranks_warm_up_as_one_process_does(model, scripted, tmp_path):
-    "ZeRO-3 on two ranks, then its checkpoint resumed by one: the numbers and the critic of a plain warm-up of as many steps."
+    """ZeRO-3 on two ranks, then its checkpoint resumed by one: the numbers and the critic of a plain warm-up of as
+    many steps."""
     settings = {**WARM, 'model': model, 'warm_steps': 6, 'warm_least': 6, 'warm_every': 2, 'must_pass': False}
     whole = prepare({**settings, 'run': str(tmp_path / 'whole')}, say=lambda line: None)
     (tmp_path / 'parts').mkdir()
-    for rollouts in whole.glob('rollouts-*'): shutil.copy(rollouts, tmp_path / 'parts')                              # the scripted players are of this process
-    spread = {**settings, 'run': str(tmp_path / 'parts'), 'learner': 'deepspeed', 'stage': 3, 'deepspeed': {'zero_optimization': {'stage3_param_persistence_threshold': 0}}}
+    # the scripted players are of this process
+    for rollouts in whole.glob('rollouts-*'): shutil.copy(rollouts, tmp_path / 'parts')
+    spread = {
+        **settings, 'run': str(tmp_path / 'parts'), 'learner': 'deepspeed', 'stage': 3, 'deepspeed':
+        {'zero_optimization': {'stage3_param_persistence_threshold': 0}}
+    }
     for more in ({'ranks': 2, 'warm_steps': 4, 'warm_least': 4}, {'ranks': 1, 'warm_least': 4, 'resume': True}):
-        done = subprocess.run([sys.executable, '-m', 'credit_rl.prepare', *(f'{k}={json.dumps(v)}' for k, v in {**spread, **more}.items())], cwd=ROOT, text=True, capture_output=True,
-                              env={**os.environ, 'PYTHONPATH': str(ROOT), 'DS_ACCELERATOR': 'cpu', 'CUDA_VISIBLE_DEVICES': ''})
+        done = subprocess.run(
+            [
+                sys.executable, '-m', 'credit_rl.prepare',
+                *(f'{k}={json.dumps(v)}' for k, v in {**spread, **more}.items())
+            ], cwd=ROOT, text=True, capture_output=True,
+            env={**os.environ, 'PYTHONPATH': str(ROOT), 'DS_ACCELERATOR': 'cpu', 'CUDA_VISIBLE_DEVICES': ''})
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert same_metrics(whole, tmp_path / 'parts', 1e-3) == [] and read_metrics(whole).step.tolist() == [0, 2, 4, 6]
     for name in ('critic/model.safetensors', 'critic/head.pt'):
-        a, b = (load_file(f / name) if name.endswith('safetensors') else torch.load(f / name) for f in (whole, tmp_path / 'parts'))
+        a, b = (load_file(f / name) if name.endswith('safetensors') else torch.load(f / name)
+                for f in (whole, tmp_path / 'parts'))
         for key in a: torch.testing.assert_close(a[key], b[key], atol=2e-4, rtol=0)
 
 
 def test_random_rollouts_and_a_linear_head_for_the_matched_baseline(model, scripted, tmp_path):
     ppo = dict(method='ppo', critic='shared', critic_mix=0.)
-    warm = prepare({**WARM, **ppo, 'model': model, 'collected': 'random', 'backbone_rate': 0., 'warm_steps': 4, 'warm_least': 4, 'warm_every': 4, 'must_pass': False, 'run': str(tmp_path / 'warm')},
-                   say=lambda line: None)
+    warm = prepare(
+        {
+            **WARM, **ppo, 'model': model, 'collected': 'random', 'backbone_rate': 0., 'warm_steps': 4, 'warm_least':
+            4, 'warm_every': 4, 'must_pass': False, 'run': str(tmp_path / 'warm')
+        }, say=lambda line: None)
     warmed, base = read_warmed(warm), load_model(model)[0]
-    assert warmed.head == 'linear' and all(torch.equal(a, b) for a, b in zip(load_model(warmed.folder)[0].parameters(), base.parameters()))     # a frozen backbone
-    run = read_metrics(quiet({**TINY, **ppo, 'model': model, 'critic_from': str(warm), 'options': {'lam': .95}, 'run': str(tmp_path / 'run')}))
+    # a frozen backbone
+    assert warmed.head == 'linear' and all(
+        torch.equal(a, b) for a, b in zip(load_model(warmed.folder)[0].parameters(), base.parameters()))
+    run = read_metrics(
+        quiet({
+            **TINY, **ppo, 'model': model, 'critic_from': str(warm), 'options': {'lam': .95}, 'run':
+            str(tmp_path / 'run')
+        }))
     assert run.value_start[1] != 0 and run.kl.dropna().iloc[0] >= 0
 
 
 def test_three_questions_in_ten_are_looked_up_in_another_corpus(spoken, rows, tmp_path, monkeypatch):
-    "`other_corpus` end to end: the programs of those questions find its passages, in both parts and under both prompts that call; those of the others the set's own."
+    """`other_corpus` end to end: the programs of those questions find its passages, in both parts and under both
+    prompts that call; those of the others the set's own."""
     path, corpus, code = rows('hotpotqa'), tmp_path / 'corpus.jsonl', 'print(search("river Ossel"))'
-    corpus.write_text(''.join(json.dumps({'title': f'Elsewhere {i}', 'text': 'The river Ossel.'}) + '\n' for i in range(4)))
+    corpus.write_text(''.join(
+        json.dumps({'title': f'Elsewhere {i}', 'text': 'The river Ossel.'}) + '\n' for i in range(4)))
     gold = {row['question']: row['answer'] for row in json.loads(Path(path).read_text())}
     def act(text, rng):
         asked = next(q for q in gold if q in text)
-        if 'without tools' in text: return f'\\boxed{{{gold[asked] if int(asked[1]) % 2 else "?"}}}' + byte_tokenizer().eos_token                  # it knows every second one
+        # it knows every second one
+        if 'without tools' in text:
+            return f'\\boxed{{{gold[asked] if int(asked[1]) % 2 else "?"}}}' + byte_tokenizer().eos_token
         if code not in text: return f'```python\n{code}\n```\n'
-        return '<context>as noted</context>' if 'as noted' not in text else '\\boxed{as noted}' + byte_tokenizer().eos_token
-    monkeypatch.setattr(staging, 'HFEngine', lambda model, tokenizer, **limits: ScriptedEngine(act, tokenizer, max_length=12000))
-    settings = {k: v for k, v in REAL.items() if k not in ('steps', 'eval_every')} | {'turn_tokens': 400, 'context_tokens': 200, 'questions': 20, 'dev_questions': 10, 'test_questions': 6}
-    warm = prepare({**settings, 'data': 'hotpotqa', 'path': path, 'model': spoken, 'collected': 'cold', 'must_pass': False, 'clusters': 2, 'other_corpus': str(corpus), 'run': str(tmp_path / 'warm')}, say=lambda line: None)
+        return '<context>as noted</context>' if 'as noted' not in text else '\\boxed{as noted}' + byte_tokenizer(
+        ).eos_token
+
+    monkeypatch.setattr(staging, 'HFEngine',
+                        lambda model, tokenizer, **limits: ScriptedEngine(act, tokenizer, max_length=12000))
+    settings = {k: v for k, v in REAL.items() if k not in ('steps', 'eval_every')} | {
+        'turn_tokens': 400, 'context_tokens': 200, 'questions': 20, 'dev_questions': 10, 'test_questions': 6
+    }
+    warm = prepare(
+        {
+            **settings, 'data': 'hotpotqa', 'path': path, 'model': spoken, 'collected': 'cold', 'must_pass': False,
+            'clusters': 2, 'other_corpus': str(corpus), 'run': str(tmp_path / 'warm')
+        }, say=lambda line: None)
     for part in ('train', 'dev'):
         data, where = read_collected(warm / f'rollouts-{part}.jsonl.gz'), {}
         for g, prompt in zip(data.groups, data.prompts):
             seen = [turn.observation_text for turn in g.trajectories[0].turns if turn.call]
             assert len(seen) == (prompt != 'direct')
             for text in seen: where.setdefault(g.question.id, set()).add('Elsewhere' in text)
-        assert len(where) == len(data.questions) >= 8 and all(len(x) == 1 for x in where.values()) and sum(x == {True} for x in where.values()) == round(.3 * len(where))
+        assert len(where) == len(data.questions) >= 8 and all(len(x) == 1 for x in where.values()) and sum(
+            x == {True} for x in where.values()) == round(.3 * len(where))
 
 
 @pytest.mark.parametrize('more, share', [({}, .5), ({'other_misses': .2}, .2)])
@@ -483,7 +628,9 @@ def test_without_another_corpus_the_same_search_has_holes(model, more, share):
     there, elsewhere = env.tool.search.retriever, preparing._elsewhere(config, env).tool.search.retriever
     names = [page.title for page in there.passages]
     missed = [elsewhere.search([n], 1) != there.search([n], 1) for n in names]
-    assert len(names) > 200 and abs(sum(missed) / len(names) - share) < .1 and elsewhere.search(names, 1) == [there.search([n], 2)[0][1:] if miss else there.search([n], 1)[0] for n, miss in zip(names, missed)]
+    assert len(names) > 200 and abs(sum(missed) / len(names) - share) < .1 and elsewhere.search(names, 1) == [
+        there.search([n], 2)[0][1:] if miss else there.search([n], 1)[0] for n, miss in zip(names, missed)
+    ]
 
 
 MINILM = 'sentence-transformers/all-MiniLM-L6-v2'
@@ -491,7 +638,8 @@ MINILM = 'sentence-transformers/all-MiniLM-L6-v2'
 
 @pytest.mark.parametrize('embed', [MINILM, None])
 def test_questions_are_clustered_by_the_named_model(model, scripted, tmp_path, monkeypatch, embed):
-    "The vectors of the model that `embed` names, through the import of sentence-transformers, are what is clustered: a topic that is rare in them is drawn as often as the frequent one. Without a name its words are."
+    """The vectors of the model that `embed` names, through the import of sentence-transformers, are what is clustered:
+    a topic that is rare in them is drawn as often as the frequent one. Without a name its words are."""
     loaded, asked = [], []
     rare = lambda text: sum(map(ord, text)) % 5 == 0                          # no word tells it
     class Encoder:
@@ -502,126 +650,215 @@ def test_questions_are_clustered_by_the_named_model(model, scripted, tmp_path, m
     stub = ModuleType('sentence_transformers')
     stub.SentenceTransformer = Encoder
     monkeypatch.setitem(sys.modules, 'sentence_transformers', stub)
-    warm = prepare({**WARM, 'model': model, 'collected': 'cold', 'must_pass': False, 'per_tier': 8, 'clusters': 2, 'embed': embed, 'run': str(tmp_path / 'warm')}, say=lambda line: None)
+    warm = prepare(
+        {
+            **WARM, 'model': model, 'collected': 'cold', 'must_pass': False, 'per_tier': 8, 'clusters': 2, 'embed':
+            embed, 'run': str(tmp_path / 'warm')
+        }, say=lambda line: None)
     for part in ('train', 'dev'):
         data, pool = read_collected(warm / f'rollouts-{part}.jsonl.gz'), scripted[part].questions
-        drawn = {t: sum(rare(q.text) for q, tier in zip(data.questions, data.tier.tolist()) if tier == t) for t in (1, 2)}
+        drawn = {
+            t: sum(rare(q.text) for q, tier in zip(data.questions, data.tier.tolist()) if tier == t) for t in (1, 2)
+        }
         there = {t: sum(rare(q.text) for q in pool if q.meta['parametric'] == (t == 2)) for t in (1, 2)}
         if embed: assert drawn == {t: min(4, there[t]) for t in (1, 2)}
         else: assert drawn != {t: min(4, there[t]) for t in (1, 2)}
-    assert loaded == [MINILM] * 2 and [sorted(texts) for texts in asked] == [sorted(q.text for q in scripted[part].questions) for part in ('train', 'dev')] if embed else loaded == asked == []
+    assert loaded == [MINILM] * 2 and [sorted(texts) for texts in asked] == [
+        sorted(q.text for q in scripted[part].questions) for part in ('train', 'dev')
+    ] if embed else loaded == asked == []
 
 
 def test_a_model_that_cannot_be_loaded_is_told_before_anything_is_played(model, scripted, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, 'sentence_transformers', None)
     monkeypatch.setattr(preparing, 'collect', lambda *a, **k: pytest.fail('played'))
-    with pytest.raises(ImportError, match=r"embed='sentence-transformers/all-MiniLM-L6-v2' needs sentence-transformers: pip install credit_rl\[dense\], or leave it out for TF-IDF"):
+    with pytest.raises(ImportError, match=r"embed='sentence-transformers/all-MiniLM-L6-v2' needs "
+                                          r"sentence-transformers: pip install credit_rl\[dense\], or leave it out "
+                                          r"for TF-IDF"):
         prepare({**WARM, 'model': model, 'embed': MINILM, 'run': str(tmp_path / 'warm')}, say=lambda line: None)
 
 
 def test_the_notebook_shows_a_warm_up_and_ends_with_an_error_where_it_failed(model, scripted, tmp_path):
-    "`92_warmup` by papermill on warm-ups that are over: figure, table and report; then the reason why one may not teach. And one that cannot begin."
+    """`92_warmup` by papermill on warm-ups that are over: figure, table and report; then the reason why one may not
+    teach. And one that cannot begin."""
     settings = {**WARM, 'model': model, 'warm_steps': 2, 'warm_least': 1, 'warm_every': 1}
     for name, must in (('allowed', False), ('failed', True)):
         prepare({**settings, 'must_pass': must, 'run': str(tmp_path / name)}, say=lambda line: None)
-        code, text, notebook = papermill(tmp_path / name / 'notebook.ipynb', settings={**settings, 'must_pass': must, 'resume': True, 'run': str(tmp_path / name)}, cwd=tmp_path, notebook='92_warmup')
+        code, text, notebook = papermill(
+            tmp_path / name / 'notebook.ipynb',
+            settings={**settings, 'must_pass': must, 'resume': True, 'run':
+                      str(tmp_path / name)}, cwd=tmp_path, notebook='92_warmup')
         assert code == int(must), text[-3000:]
-        assert len(shown(notebook, 'image/png')) == 1 and (tmp_path / name / 'figures' / 'gate.png').exists() and any('short by' in page for page in shown(notebook, 'text/html'))
+        assert len(shown(notebook, 'image/png')) == 1 and (tmp_path / name / 'figures' / 'gate.png').exists() and any(
+            'short by' in page for page in shown(notebook, 'text/html'))
         assert ('did not pass its gate in 2 steps' in text) == must and 'sign_accuracy' in text
-    code, text, _ = papermill(tmp_path / 'notebook.ipynb', settings={**settings, 'run': str(tmp_path / 'ignorant')}, cwd=tmp_path, notebook='92_warmup')
-    assert code == 1 and 'questions are of Tier 1: a critic cannot learn what tells the tiers apart' in text              # a random model knows nothing
-    code, text, _ = papermill(tmp_path / 'notebook.ipynb', settings={**settings, 'warm_step': 3, 'run': str(tmp_path / 'x')}, cwd=tmp_path, notebook='92_warmup')
-    assert code == 1 and "there is no setting 'warm_step'; did you mean 'warm_steps'?" in text and not (tmp_path / 'x').exists()
+    code, text, _ = papermill(tmp_path / 'notebook.ipynb', settings={**settings, 'run': str(tmp_path / 'ignorant')},
+                              cwd=tmp_path, notebook='92_warmup')
+    # a random model knows nothing
+    assert code == 1 and 'questions are of Tier 1: a critic cannot learn what tells the tiers apart' in text
+    code, text, _ = papermill(tmp_path / 'notebook.ipynb',
+                              settings={**settings, 'warm_step': 3, 'run':
+                                        str(tmp_path / 'x')}, cwd=tmp_path, notebook='92_warmup')
+    assert code == 1 and "there is no setting 'warm_step'; did you mean 'warm_steps'?" in text and not (tmp_path /
+                                                                                                        'x').exists()
 
 
 # ---- does it know when to ask? ----
 
 def test_finished_runs_are_examined_once_and_reported(model, scripted, tmp_path, monkeypatch):
     "A critic on the policy's backbone, one of its own, and none; then the report by papermill."
-    warm = prepare({**WARM, 'model': model, 'warm_steps': 2, 'warm_least': 1, 'warm_every': 1, 'must_pass': False, 'run': str(tmp_path / 'runs' / 'curated-0')}, say=lambda line: None)
-    for name, more in (('carl-0', dict(critic_from=str(warm), log_rollouts=4)), ('ppo-0', dict(method='ppo')), ('grpo-0', dict(method='grpo'))):
+    warm = prepare(
+        {
+            **WARM, 'model': model, 'warm_steps': 2, 'warm_least': 1, 'warm_every': 1, 'must_pass': False, 'run': str(
+                tmp_path / 'runs' / 'curated-0')
+        }, say=lambda line: None)
+    for name, more in (('carl-0', dict(critic_from=str(warm), log_rollouts=4)), ('ppo-0', dict(method='ppo')),
+                       ('grpo-0', dict(method='grpo'))):
         run = quiet({**TINY, 'model': model, 'run': str(tmp_path / 'runs' / name), **more})
         found = examine_run(run, say=lambda line: None)
-        assert found['tiers'] == {'1': 11, '2': 20} and found['step'] == json.loads((run / 'summary.json').read_text())['best_step'] and found['known_before'] == 1
-        assert found['greedy']['2']['tool rate'] < .8 < found['greedy']['1']['tool rate'] and found['greedy']['2']['n'] == 20
+        assert found['tiers'] == {'1': 11, '2': 20} and found['step'] == json.loads(
+            (run / 'summary.json').read_text())['best_step'] and found['known_before'] == 1
+        assert found['greedy']['2']['tool rate'] < .8 < found['greedy']['1']['tool rate'] and found['greedy']['2'][
+            'n'] == 20
         assert (found['critic'] is None) == (name == 'grpo-0')
     assert examine_run(run, lambda line: None, 'newest')['step'] == latest_checkpoint(run)[0]
-    examine_run(run, lambda line: None)                                                                                  # the best again
+    examine_run(run, lambda line: None)  # the best again
     says = {name: critic for name, _, found in examined(tmp_path / 'runs') if (critic := found['critic'])}
-    assert len(says['carl']['chances']) == 31 and len(set(says['carl']['chances'])) > 5 and 0 < says['carl']['brier'] < 1 and set(says['ppo']['signs']) == {'kept', 'lost'}
-    rows = [(r, t) for r in read_turns(tmp_path / 'runs' / 'carl-0') if r['kind'] == 'train' and gold_shown(t := trajectory_from_json(r['trajectory']))]
-    row, t = rows[0]                                                                                                     # a rollout that was shown the gold; here it loses it
+    assert len(says['carl']['chances']) == 31 and len(set(
+        says['carl']['chances'])) > 5 and 0 < says['carl']['brier'] < 1 and set(
+            says['ppo']['signs']) == {'kept', 'lost'}
+    rows = [(r, t)
+            for r in read_turns(tmp_path / 'runs' / 'carl-0')
+            if r['kind'] == 'train' and gold_shown(t := trajectory_from_json(r['trajectory']))]
+    row, t = rows[0]  # a rollout that was shown the gold; here it loses it
     k = gold_shown(t)[0][0]
-    t = dataclasses.replace(t, turns=[dataclasses.replace(x, action_text='<context> </context>') if i == k else x for i, x in enumerate(t.turns)])
-    RunLog(tmp_path / 'runs' / 'carl-0', resume=True).turns(3, [{**row, 'step': 3, 'trajectory': to_json(t), 'advantages': [{k - 1: .3, k: -.4}.get(i, 0.) for i in range(len(t.turns))]}])
+    t = dataclasses.replace(
+        t, turns=[
+            dataclasses.replace(x, action_text='<context> </context>') if i == k else x for i, x in enumerate(t.turns)
+        ])
+    RunLog(tmp_path / 'runs' / 'carl-0',
+           resume=True).turns(3, [{
+               **row, 'step': 3, 'trajectory': to_json(t), 'advantages': [{k - 1: .3, k: -.4}.get(i, 0.)
+                                                                          for i in range(len(t.turns))]
+           }])
     names, older = ('carl-0', 'ppo-0', 'grpo-0'), {}
     for name in names:
         place = tmp_path / 'runs' / name / 'summary.json'
         summary = json.loads(place.read_text())
         older[name] = {k: v for k, v in summary['competence'].items() if k != 'first credit'}
-        summary['competence'] = {k: v for k, v in older[name].items() if k not in ('base', 'no tools')}                  # as it was kept when less was asked
+        # as it was kept when less was asked
+        summary['competence'] = {k: v for k, v in older[name].items() if k not in ('base', 'no tools')}
         place.write_text(json.dumps(summary))
-    assert not any(label.startswith('base') for label in competence.asking_table(tmp_path / 'runs').index) and competence.play_table(tmp_path / 'runs')['note precision, base'].isna().all()
+    assert not any(label.startswith('base')
+                   for label in competence.asking_table(tmp_path / 'runs').index) and competence.play_table(
+                       tmp_path / 'runs')['note precision, base'].isna().all()
     assert competence.resilience_table(tmp_path / 'runs')[['no tool, all', 'no tool, all, base']].isna().all(axis=None)
     asked, whole = [], []
     for name, kept in (('examine_base', asked), ('examine_agent', whole)):
-        monkeypatch.setattr(competence, name, lambda *a, of=getattr(competence, name), kept=kept, **k: kept.append(a) or of(*a, **k))
-    competence.main([str(tmp_path / 'runs')])                                                                            # anew; one base, asked once for the three
-    found = {f'{m}-{seed}': {k: v for k, v in found.items() if k != 'first credit'} for m, seed, found in examined(tmp_path / 'runs')}
+        monkeypatch.setattr(competence, name,
+                            lambda *a, of=getattr(competence, name), kept=kept, **k: kept.append(a) or of(*a, **k))
+    competence.main([str(tmp_path / 'runs')])  # anew; one base, asked once for the three
+    found = {
+        f'{m}-{seed}': {k: v
+                        for k, v in found.items()
+                        if k != 'first credit'}
+        for m, seed, found in examined(tmp_path / 'runs')
+    }
     assert len(asked) == 1 and len(whole) == 3 and found == older
     monkeypatch.setattr(competence, 'open_agent', lambda *a: pytest.fail('examined twice'))
-    competence.main([str(tmp_path / 'runs')])                                                                            # the warm-up is left out
-    code, text, notebook = papermill(tmp_path / 'report.ipynb', settings={'folders': str(tmp_path / 'runs'), 'out': str(tmp_path / 'out')}, cwd=tmp_path, notebook='96_competence')
+    competence.main([str(tmp_path / 'runs')])  # the warm-up is left out
+    code, text, notebook = papermill(tmp_path / 'report.ipynb',
+                                     settings={'folders': str(tmp_path / 'runs'), 'out':
+                                               str(tmp_path / 'out')}, cwd=tmp_path, notebook='96_competence')
     assert code == 0, text[-3000:]
     tables = shown(notebook, 'text/html')
-    for wanted in ('base, no tools', 'note precision, base', 'reaches 0.6 at step'): assert sum(wanted in page for page in tables) == 1
-    assert len(tables) >= 7 and any('carl − grpo' in page for page in tables) and {'asking.png', 'reliability.png'} <= set(os.listdir(tmp_path / 'out' / 'figures'))
-    assert any('carl-0, step 3' in page and 'assimilate' in page and '0.40' in page for page in tables)                  # a good call and a bad note
-    code, text, _ = papermill(tmp_path / 'warm.ipynb', settings={'folders': [str(warm)], 'out': str(tmp_path / 'out')}, cwd=tmp_path, notebook='96_competence')
+    for wanted in ('base, no tools', 'note precision, base', 'reaches 0.6 at step'):
+        assert sum(wanted in page for page in tables) == 1
+    assert len(tables) >= 7 and any('carl − grpo' in page
+                                    for page in tables) and {'asking.png', 'reliability.png'} <= set(
+                                        os.listdir(tmp_path / 'out' / 'figures'))
+    # a good call and a bad note
+    assert any('carl-0, step 3' in page and 'assimilate' in page and '0.40' in page for page in tables)
+    code, text, _ = papermill(tmp_path / 'warm.ipynb', settings={'folders': [str(warm)], 'out': str(tmp_path / 'out')},
+                              cwd=tmp_path, notebook='96_competence')
     assert code == 0, text[-3000:]
 
 
-@pytest.mark.skipif(not importlib.util.find_spec('deepspeed'), reason='deepspeed is not installed: pip install credit_rl[train]')
+@pytest.mark.skipif(not importlib.util.find_spec('deepspeed'), reason='deepspeed is not installed: pip install '
+                                                                      'credit_rl[train]')
 @pytest.mark.parametrize('more', [dict(stage=3), dict(stage=2, method='ppo', critic='frozen', options={'penalty': -1.})], ids=['shared, stage 3', 'frozen, stage 2'])
 def test_a_critic_in_the_pieces_of_deepspeed_is_examined(model, scripted, tmp_path, more):
-    "The same run by both learners: their critics agree, what each says of a state, too, and the examination asks that of the pieces."
-    settings = {**TINY, 'model': model, 'log_kl': False, 'turn_tokens': 12, **{k: v for k, v in more.items() if k != 'stage'}}
+    """The same run by both learners: their critics agree, what each says of a state, too, and the examination asks
+    that of the pieces."""
+    settings = {
+        **TINY, 'model': model, 'log_kl': False, 'turn_tokens': 12, **{k: v for k, v in more.items() if k != 'stage'}
+    }
     persist = {'zero_optimization': {'stage3_param_persistence_threshold': 0}}
-    for name, host in (('plain', {}), ('pieces', {'learner': 'deepspeed', 'stage': more['stage'], 'deepspeed': persist if more['stage'] == 3 else {}})):
-        done = subprocess.run([sys.executable, '-m', 'credit_rl.train', *(f'{k}={json.dumps(v)}' for k, v in {**settings, **host, 'run': str(tmp_path / name)}.items())], cwd=ROOT, text=True,
-                              capture_output=True, env={**os.environ, 'PYTHONPATH': str(ROOT), 'DS_ACCELERATOR': 'cpu', 'CUDA_VISIBLE_DEVICES': ''})
+    for name, host in (('plain', {}), ('pieces', {
+            'learner': 'deepspeed', 'stage': more['stage'], 'deepspeed': persist if more['stage'] == 3 else {}
+    })):
+        done = subprocess.run(
+            [
+                sys.executable, '-m', 'credit_rl.train',
+                *(f'{k}={json.dumps(v)}' for k, v in {**settings, **host, 'run': str(tmp_path / name)}.items())
+            ], cwd=ROOT, text=True, capture_output=True,
+            env={**os.environ, 'PYTHONPATH': str(ROOT), 'DS_ACCELERATOR': 'cpu', 'CUDA_VISIBLE_DEVICES': ''})
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    (whole, _), (pieces, _) = competence.open_agent(tmp_path / 'plain', 'newest'), competence.open_agent(tmp_path / 'pieces', 'newest')
-    assert not (latest_checkpoint(tmp_path / 'pieces')[1] / 'learner.pt').exists() and any(w.abs().max() > 1e-4 for n, w in whole.critic[1].state_dict().items() if n.startswith('out.'))
-    for a, b in zip(whole.critic[1].parameters(), pieces.critic[1].parameters()): torch.testing.assert_close(a, b, atol=2e-4, rtol=0)
+    (whole, _), (pieces, _) = competence.open_agent(tmp_path / 'plain',
+                                                    'newest'), competence.open_agent(tmp_path / 'pieces', 'newest')
+    assert not (latest_checkpoint(tmp_path / 'pieces')[1] / 'learner.pt').exists() and any(
+        w.abs().max() > 1e-4 for n, w in whole.critic[1].state_dict().items() if n.startswith('out.'))
+    for a, b in zip(whole.critic[1].parameters(), pieces.critic[1].parameters()):
+        torch.testing.assert_close(a, b, atol=2e-4, rtol=0)
     contexts = whole.env.chat.prompt_ids([q.text for q in whole.questions])
-    torch.testing.assert_close(context_values(*whole.critic, contexts), context_values(*pieces.critic, contexts), atol=1e-3, rtol=0)
+    torch.testing.assert_close(context_values(*whole.critic, contexts), context_values(*pieces.critic, contexts),
+                               atol=1e-3, rtol=0)
     if not more.get('critic'):
         found = examine_run(tmp_path / 'pieces', lambda line: None, 'newest')
         assert found['critic'] and 0 <= found['critic']['brier'] <= 1 and len(found['critic']['chances']) == 31
-    else: assert all(torch.equal(a, b) for a, b in zip(pieces.critic[0].parameters(), load_model(model)[0].parameters()))     # it never learned
+    # it never learned
+    else:
+        assert all(torch.equal(a, b) for a, b in zip(pieces.critic[0].parameters(), load_model(model)[0].parameters()))
 
 
 def kept_runs(folder, rows, of=lambda method, seed: {'name': f'bases/{seed}'}):
     "Run folders with an examination each, (method, seed) -> EM of the run and of its base on what is not known."
-    play = lambda em: {t: {'EM': em if t == '1' else 1., 'tool rate': 1., 'calls': 1., 'tokens': 9., 'wrong, answered': 1 - em, 'wrong, no call': 0., 'n': 10} for t in '12'}
+    play = lambda em: {
+        t: {
+            'EM': em if t == '1' else 1., 'tool rate': 1., 'calls': 1., 'tokens': 9., 'wrong, answered': 1 - em,
+            'wrong, no call': 0., 'n': 10
+        } for t in '12'
+    }
     for (method, seed), (em, before) in rows.items():
         log = RunLog(folder / f'{method}-{seed}')
         log.write_params({'method': method, 'seed': seed, 'options': {}})
-        base = {**of(method, seed), 'greedy': play(before), 'no tools': play(0.), 'notes': {'precision': before / 2, 'tokens': 8}} if before is not None else None
-        log.summary({'competence': {'greedy': play(em), 'hops': None, 'notes': {'precision': em / 2, 'tokens': 4}, **({'base': base} if base else {})}})
+        base = {
+            **of(method, seed), 'greedy': play(before), 'no tools': play(0.), 'notes':
+            {'precision': before / 2, 'tokens': 8}
+        } if before is not None else None
+        log.summary({
+            'competence': {
+                'greedy': play(em), 'hops': None, 'notes': {'precision': em / 2, 'tokens': 4},
+                **({'base': base} if base else {})
+            }
+        })
     return folder
 
 
 def test_the_base_stands_beside_what_was_made_of_it(tmp_path):
-    "Once for a seed, however many methods began from it; each method's own where they began from several; none where it was not asked."
-    shared = competence.asking_table(kept_runs(tmp_path / 'shared', {('carl', 1): (.6, .2), ('carl', 2): (.8, .4), ('grpo', 1): (.5, .2)}))
+    """Once for a seed, however many methods began from it; each method's own where they began from several; none where
+    it was not asked."""
+    shared = competence.asking_table(
+        kept_runs(tmp_path / 'shared', {('carl', 1): (.6, .2), ('carl', 2): (.8, .4), ('grpo', 1): (.5, .2)}))
     assert shared.index.tolist() == ['base, no tools', 'base', 'carl', 'grpo'] and shared.seeds.tolist() == [2, 2, 2, 1]
     numpy.testing.assert_allclose(shared['EM, not known'], [0, .3, .7, .5])
     numpy.testing.assert_allclose(shared['wrong, answered, not known'], [1, .7, .3, .5])
     notes = competence.play_table(tmp_path / 'shared')
-    numpy.testing.assert_allclose(notes[['note precision, base', 'note precision', 'note tokens, base', 'note tokens']], [[.15, .35, 8, 4], [.1, .25, 8, 4]])
-    own = competence.asking_table(kept_runs(tmp_path / 'own', {('carl', 1): (.6, .2), ('grpo', 1): (.5, .4)}, lambda method, seed: {'name': method}))
+    numpy.testing.assert_allclose(
+        notes[['note precision, base', 'note precision', 'note tokens, base', 'note tokens']],
+        [[.15, .35, 8, 4], [.1, .25, 8, 4]])
+    own = competence.asking_table(
+        kept_runs(tmp_path / 'own', {('carl', 1): (.6, .2), ('grpo', 1): (.5, .4)},
+                  lambda method, seed: {'name': method}))
     numpy.testing.assert_allclose(own.loc[['base of carl', 'base of grpo'], 'EM, not known'], [.2, .4])
     assert competence.asking_table(kept_runs(tmp_path / 'older', {('carl', 1): (.6, None)})).index.tolist() == ['carl']
 
@@ -632,16 +869,23 @@ def test_the_step_at_which_a_critic_explains_enough_is_of_the_outcome_or_missing
         log = RunLog(tmp_path / name)
         log.write_params({'method': name[:-2], 'seed': int(name[-1])})
         for step, value in enumerate([math.nan] * 2 if values is None else values or [math.nan], 1):
-            log.metrics(step, reward=.5, **({} if values == () else {'explained_variance': .9}), **({'explained_outcome': value} if values else {}))
+            log.metrics(step, reward=.5, **({} if values == () else {'explained_variance': .9}),
+                        **({'explained_outcome': value} if values else {}))
     RunLog(tmp_path / 'curated-1').write_params({'collected': 'curated'})
     table = competence.crossover_table(tmp_path)
     assert table.index.tolist() == ['carl-1', 'carl-2', 'carl-3'] and table.loc['carl-1'].tolist() == [.1, .8, .8, 2]
-    assert table.loc['carl-2'].tolist()[:3] == [.1, .2, .2] and table['reaches 0.6 at step'].isna().tolist() == [False, True, True] and table.loc['carl-3', ['first', 'highest', 'last']].isna().all()
-    assert competence.crossover_table(tmp_path, .75)['reaches 0.75 at step'].tolist()[0] == 4 and len(competence.crossover_table(tmp_path / 'grpo-1')) == 0
+    assert table.loc['carl-2'].tolist()[:3] == [.1, .2, .2] and table['reaches 0.6 at step'].isna().tolist() == [
+        False, True, True
+    ] and table.loc['carl-3', ['first', 'highest', 'last']].isna().all()
+    assert competence.crossover_table(tmp_path, .75)['reaches 0.75 at step'].tolist()[0] == 4 and len(
+        competence.crossover_table(tmp_path / 'grpo-1')) == 0
 
 
 def test_who_cannot_be_examined_is_told_why(model, tmp_path):
-    run = quiet({**TINY, 'method': 'grpo', 'protocol': None, 'model': str(ROOT / 'data' / 'tiny_base'), 'world': {}, 'steps': 1, 'max_turns': 2, 'recompute': False, 'run': str(tmp_path / 'run')})
+    run = quiet({
+        **TINY, 'method': 'grpo', 'protocol': None, 'model': str(ROOT / 'data' / 'tiny_base'), 'world': {}, 'steps': 1,
+        'max_turns': 2, 'recompute': False, 'run': str(tmp_path / 'run')
+    })
     with pytest.raises(ValueError, match="needs one that leaves the choice"): examine_run(run)
     (run / 'summary.json').unlink()
     with pytest.raises(FileNotFoundError, match='not a finished training run'): examine_run(run)

@@ -12,8 +12,8 @@ import pytest
 import yaml
 
 from credit_rl import compare
-from credit_rl.compare import (common_seeds, effort_table, find_runs, load_runs, main, markdown_table, paired_differences,
-                               plan_jobs, replay, seed_curves)
+from credit_rl.compare import (common_seeds, effort_table, find_runs, load_runs, main, markdown_table,
+                               paired_differences, plan_jobs, replay, seed_curves)
 from credit_rl.jobs import Job, run_jobs, status_table
 from credit_rl.runlog import RunLog, module_hashes
 from credit_rl.settings import make_config
@@ -29,8 +29,10 @@ def made_up(folder, method, seed, final=.5, steps=4, finished=True, params={}, *
     for step in range(steps + 1):
         log.metrics(step, dev_em=.2 + .3 * step / steps, **({'reward': .1 * step, 'trajectories': 8} if step else {}))
     if finished:
-        log.summary({'method': method, 'seed': seed, 'base_em': .2, 'final_em': final, 'questions': 60, 'seconds': 30, 'ceiling': {**SCORES, 'all': .9},
-                     'base': SCORES, 'final': {**SCORES, 'em': final}, **summary})
+        log.summary({
+            'method': method, 'seed': seed, 'base_em': .2, 'final_em': final, 'questions': 60, 'seconds': 30,
+            'ceiling': {**SCORES, 'all': .9}, 'base': SCORES, 'final': {**SCORES, 'em': final}, **summary
+        })
     return log.folder
 
 
@@ -42,7 +44,8 @@ def test_status_shows_how_many_steps_there_will_be(tmp_path, params, shown):
 
 
 # What the fake of 90_train does, given its parameters: writes a run folder. It fails where a file FAIL-METHOD-SEED stands beside the runs.
-FAKE = textwrap.dedent("""
+FAKE = textwrap.dedent(
+    """
     import json, os, pathlib
     folder = pathlib.Path(run)
     with open(folder.parent/'started.jsonl', 'a') as f:
@@ -56,7 +59,8 @@ FAKE = textwrap.dedent("""
     log.metrics(steps, dev_em=0.5, reward=0.5, trajectories=8)
     scores = {'em': 0.5, '2': 0.5}
     log.summary({'method': method, 'seed': seed, 'base_em': 0.2, 'final_em': 0.5 + seed / 100, 'questions': 60, 'seconds': 30, 'base': scores, 'final': scores})
-""")
+"""
+)
 DEFAULTS = {'method': 'grpo', 'seed': 0, 'run': 'runs/x', 'model': 'elsewhere', 'steps': 4, 'resume': False}
 
 
@@ -65,13 +69,17 @@ real_command = compare.papermill_command
 
 def fake_command(job, notebook, model=None):
     "Stands for `papermill_command`: the fake as a plain script, which starts in no time."
-    given = DEFAULTS | {k: v for k, v in json.loads(real_command(job, notebook, model)[-1]).items() if k in DEFAULTS} | {'resume': job.begun}
+    given = DEFAULTS | {k: v for k, v in json.loads(real_command(job, notebook, model)[-1]).items() if k in DEFAULTS
+                        } | {'resume': job.begun}
     return [sys.executable, '-c', '\n'.join(f'{k} = {v!r}' for k, v in given.items()) + FAKE]
 
 
 def started(out):
     "Names of the runs that were begun, in order; with a star where they were told to resume."
-    return [json.loads(line)['run'] + '*' * json.loads(line)['resume'] for line in (out / 'started.jsonl').read_text().splitlines()]
+    return [
+        json.loads(line)['run'] + '*' * json.loads(line)['resume']
+        for line in (out / 'started.jsonl').read_text().splitlines()
+    ]
 
 
 @pytest.fixture
@@ -83,7 +91,10 @@ def settings(tmp_path):
 
 def arguments(settings, out, methods='grpo tspo', seeds='1 2', **more):
     "Arguments of the command. The fake stands for both notebooks."
-    given = {'methods': methods, 'seeds': seeds, 'params': settings, 'out': out, 'workers': 2, 'notebook': __file__, 'report': __file__, **more}
+    given = {
+        'methods': methods, 'seeds': seeds, 'params': settings, 'out': out, 'workers': 2, 'notebook': __file__,
+        'report': __file__, **more
+    }
     return [word for name, value in given.items() for word in (f'--{name}', *str(value).split())]
 
 
@@ -91,7 +102,9 @@ def test_only_what_is_missing_is_made(tmp_path, settings, monkeypatch, capsys):
     out, reports = tmp_path / 'runs', []
     out.mkdir()
     monkeypatch.setattr(compare, 'papermill_command', fake_command)
-    monkeypatch.setattr(compare, '_report', lambda notebook, out, folders, baseline, say: reports.append(([f.name for f in folders], baseline)) or True)
+    monkeypatch.setattr(
+        compare, '_report', lambda notebook, out, folders, baseline, say: reports.append(
+            ([f.name for f in folders], baseline)) or True)
     (out / 'FAIL-tspo-1').touch()
 
     assert main(arguments(settings, out)) == 1
@@ -99,8 +112,10 @@ def test_only_what_is_missing_is_made(tmp_path, settings, monkeypatch, capsys):
     assert sorted(started(out)) == ['grpo-1', 'grpo-2', 'tspo-1', 'tspo-2']
     assert 'tspo, seed 1 failed: RuntimeError: tspo fell over a chair' in said and '3 of 4 done, 1 failed' in said
     table = [line.split() for line in said.splitlines()]
-    assert ['grpo', '1', 'to', 'do'] in table and ['grpo', '1', 'done', '4/4', '0.500'] in table and ['tspo', '1', 'FAILED', '0/4', '0.200'] in table
-    assert reports.pop() == (['grpo-1', 'grpo-2', 'tspo-2'], 'grpo')   # seed by seed; the failed run is left out, the report is made
+    assert ['grpo', '1', 'to', 'do'] in table and ['grpo', '1', 'done', '4/4', '0.500'
+                                                   ] in table and ['tspo', '1', 'FAILED', '0/4', '0.200'] in table
+    # seed by seed; the failed run is left out, the report is made
+    assert reports.pop() == (['grpo-1', 'grpo-2', 'tspo-2'], 'grpo')
 
     (out / 'FAIL-tspo-1').unlink()
     assert main(arguments(settings, out)) == 0
@@ -131,27 +146,44 @@ def test_bad_arguments_are_refused_before_anything_is_made(tmp_path, settings, c
 def test_each_seed_has_one_base(tmp_path, monkeypatch):
     import credit_rl.tiny
     made = []
-    monkeypatch.setattr(credit_rl.tiny, 'make_base', lambda folder, seed, **more: made.append((folder, seed, more['known'])) or folder)
+    monkeypatch.setattr(credit_rl.tiny, 'make_base', lambda folder, seed, **more: made.append(
+        (folder, seed, more['known'])) or folder)
     jobs = [Job(m, s, tmp_path / f'{m}-{s}') for s in (1, 2) for m in ('grpo', 'tspo')]
     for job in jobs[:2]:
         made_up(tmp_path, job.method, job.seed)
-    assert compare._bases(jobs, tmp_path / 'bases', print) == dict.fromkeys(jobs[2:], tmp_path / 'bases' / '2')   # nothing of seed 1 is to do
+    # nothing of seed 1 is to do
+    assert compare._bases(jobs, tmp_path / 'bases', print) == dict.fromkeys(jobs[2:], tmp_path / 'bases' / '2')
     assert made == [(tmp_path / 'bases' / '2', 2, ())]
     assert compare._bases([Job('grpo', 3, tmp_path / 'x', {'model': 'a/b'})], tmp_path, print) == {} and len(made) == 1
 
 
 def test_worlds_and_variants(tmp_path, settings, monkeypatch):
-    "Each world has its own folder and report; a variant of a method runs under its own name; a method may have settings of its own."
-    settings.write_text(yaml.safe_dump({'steps': 4, 'method': 'tspo', 'seed': 7, 'worlds': {'a': {'model': 'base-a'}, 'b': {'model': 'base-b', 'steps': 5}}, 'methods': {'half': {'method': 'tspo'}, 'grpo': {'model': 'mine'}}}))
+    """Each world has its own folder and report; a variant of a method runs under its own name; a method may have
+    settings of its own."""
+    settings.write_text(
+        yaml.safe_dump({
+            'steps': 4, 'method': 'tspo', 'seed': 7, 'worlds':
+            {'a': {'model': 'base-a'}, 'b': {'model': 'base-b', 'steps':
+                                             5}}, 'methods': {'half': {'method': 'tspo'}, 'grpo': {'model': 'mine'}}
+        }))
     reports = []
     monkeypatch.setattr(compare, 'papermill_command', fake_command)
-    monkeypatch.setattr(compare, '_report', lambda notebook, out, folders, baseline, say: reports.append((out.name, [f.name for f in folders])) or True)
+    monkeypatch.setattr(
+        compare, '_report', lambda notebook, out, folders, baseline, say: reports.append(
+            (out.name, [f.name for f in folders])) or True)
     assert main(arguments(settings, tmp_path / 'runs', 'grpo half', '1')) == 0
     assert reports == [('a', ['grpo-1', 'half-1']), ('b', ['grpo-1', 'half-1'])]
-    lines = [json.loads(line) for w in 'ab' for line in sorted((tmp_path / 'runs' / w / 'started.jsonl').read_text().splitlines())]
-    assert [(x['run'], x['method'], x['model'], x['steps']) for x in lines] == [('grpo-1', 'grpo', 'mine', 4), ('half-1', 'tspo', 'base-a', 4),
-                                                                                 ('grpo-1', 'grpo', 'mine', 5), ('half-1', 'tspo', 'base-b', 5)]
-    with pytest.raises(SystemExit, match="did you mean 'half'|no method 'halff'"): main(arguments(settings, tmp_path / 'runs', 'halff', '1'))
+    lines = [
+        json.loads(line)
+        for w in 'ab'
+        for line in sorted((tmp_path / 'runs' / w / 'started.jsonl').read_text().splitlines())
+    ]
+    assert [(x['run'], x['method'], x['model'], x['steps']) for x in lines] == [('grpo-1', 'grpo', 'mine', 4),
+                                                                                ('half-1', 'tspo', 'base-a', 4),
+                                                                                ('grpo-1', 'grpo', 'mine', 5),
+                                                                                ('half-1', 'tspo', 'base-b', 5)]
+    with pytest.raises(SystemExit, match="did you mean 'half'|no method 'halff'"):
+        main(arguments(settings, tmp_path / 'runs', 'halff', '1'))
 
 
 # A run that says that it began, then waits for a file `go` (or gives up), then is done.
@@ -178,7 +210,8 @@ def test_a_command_that_ends_early(tmp_path, root, sign, times):
     Interrupted, it ends its process, and the next command starts the run again."""
     job = Job('a', 1, tmp_path / 'a-1')
     begun = job.folder / 'begun'
-    first = subprocess.Popen([sys.executable, '-c', SITTING, job.folder, PATIENT], cwd=root, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    first = subprocess.Popen([sys.executable, '-c', SITTING, job.folder, PATIENT], cwd=root, stdout=subprocess.DEVNULL,
+                             stderr=subprocess.DEVNULL)
     while not (begun.exists() and begun.read_text()):   # an empty file is one that it has opened and not written yet
         assert first.poll() is None
         time.sleep(.01)
@@ -199,28 +232,45 @@ def test_through_papermill(tmp_path, settings, root, run_python):
     import nbformat
     from nbformat.v4 import new_code_cell, new_notebook
     out = tmp_path / 'runs'
-    parameters = new_code_cell('\n'.join(f'{k} = {v!r}' for k, v in DEFAULTS.items()), metadata={'tags': ['parameters']})
+    parameters = new_code_cell('\n'.join(f'{k} = {v!r}' for k, v in DEFAULTS.items()),
+                               metadata={'tags': ['parameters']})
     kernel = {'kernelspec': {'display_name': 'python3', 'language': 'python', 'name': 'python3'}}
     nbformat.write(new_notebook(cells=[parameters, new_code_cell(FAKE)], metadata=kernel), tmp_path / '90.ipynb')
     made_up(out, 'tspo', 1, final=.6, params={'run': 'x'})             # done before
-    said = run_python('-m', 'credit_rl.compare', *arguments(settings, out, seeds='1', notebook=tmp_path / '90.ipynb', report=root / 'nbs' / '94_compare.ipynb', workers=1))
+    said = run_python(
+        '-m', 'credit_rl.compare',
+        *arguments(settings, out, seeds='1', notebook=tmp_path / '90.ipynb', report=root / 'nbs' / '94_compare.ipynb',
+                   workers=1))
     assert 'grpo, seed 1: done  [2 of 2 done, 0 failed]' in said
     (line,) = map(json.loads, (out / 'started.jsonl').read_text().splitlines())
-    assert line == {'run': 'grpo-1', 'method': 'grpo', 'resume': False, 'model': 'elsewhere', 'steps': 4, 'threads': str(os.cpu_count())}
-    assert {p.name for p in (out / 'figures').iterdir()} == {'dev_em_by_step.png', 'dev_em_by_trajectories.png', 'dev_em_by_seconds.png', 'grpo-1.png', 'tspo-1.png'}
+    assert line == {
+        'run': 'grpo-1', 'method': 'grpo', 'resume': False, 'model': 'elsewhere', 'steps': 4, 'threads':
+        str(os.cpu_count())
+    }
+    assert {p.name for p in (out / 'figures').iterdir()} == {
+        'dev_em_by_step.png', 'dev_em_by_trajectories.png', 'dev_em_by_seconds.png', 'grpo-1.png', 'tspo-1.png'
+    }
     report = nbformat.read(out / 'report.ipynb', 4)
     outputs = [o for c in report.cells for o in c.get('outputs', [])]
-    assert not [o for o in outputs if o.output_type == 'error'] and sum('image/png' in o.get('data', {}) for o in outputs) == 5
-    assert '| tspo | 1 |' in (out / 'table.md').read_text() and any('tspo − grpo' in o.get('data', {}).get('text/html', '') for o in outputs)
+    assert not [o for o in outputs if o.output_type == 'error'] and sum('image/png' in o.get('data', {})
+                                                                        for o in outputs) == 5
+    assert '| tspo | 1 |' in (out / 'table.md').read_text() and any(
+        'tspo − grpo' in o.get('data', {}).get('text/html', '') for o in outputs)
 
 
 def test_what_no_run_would_take_is_refused_before_the_first(tmp_path, settings, monkeypatch):
     monkeypatch.setattr(compare, 'run_jobs', lambda *a, **k: pytest.fail('something was begun'))
     monkeypatch.setattr(compare, '_bases', lambda *a, **k: pytest.fail('a base was begun'))
-    for text, methods, more, message in (('stpes: 4', 'grpo', {}, "grpo, seed 1: .*no setting 'stpes'; did you mean 'steps'"), ('- steps', 'grpo', {}, 'holds a list; wanted lines such as'),
-                                         ('steps: many', 'grpo', {}, "steps must be a int, got 'many'"), ('steps: 4', 'grpo tspo', {'baseline': 'tpso'}, 'baseline tpso is none of the methods compared: grpo, tspo')):
+    for text, methods, more, message in (('stpes: 4', 'grpo', {}, "grpo, seed 1: .*no setting 'stpes'; did you mean "
+                                          "'steps'"), ('- steps', 'grpo', {}, 'holds a list; '
+                                                       'wanted lines '
+                                                       'such as'), ('steps: many', 'grpo', {},
+                                                                    "steps must be a int, got 'many'"),
+                                         ('steps: 4', 'grpo tspo', {'baseline': 'tpso'},
+                                          'baseline tpso is none of the methods compared: grpo, tspo')):
         settings.write_text(text)
-        with pytest.raises(SystemExit, match=message): main(arguments(settings, tmp_path / 'runs', methods, '1', **more))
+        with pytest.raises(SystemExit, match=message):
+            main(arguments(settings, tmp_path / 'runs', methods, '1', **more))
     assert not (tmp_path / 'runs').exists()
 
 
@@ -231,7 +281,8 @@ def test_differences_are_paired_by_seed(tmp_path):
         made_up(tmp_path, 'grpo', seed, .5 + luck)
         made_up(tmp_path, 'tspo', seed, .5 + luck + (.04 if seed % 2 else .01))
     row = paired_differences(tmp_path).loc['tspo − grpo']
-    assert abs(row['mean difference'] - (3 * .04 + 2 * .01) / 5) < 1e-9 and .01 - 1e-9 <= row.low < row['mean difference'] < row.high <= .04 + 1e-9
+    assert abs(row['mean difference'] - (3 * .04 + 2 * .01) /
+               5) < 1e-9 and .01 - 1e-9 <= row.low < row['mean difference'] < row.high <= .04 + 1e-9
     assert row['better in'] == '5 of 5' and row.seeds == 5 and row.says == 'enough seeds for a claim'
     back = paired_differences(tmp_path, baseline='tspo').loc['grpo − tspo']
     assert abs(back['mean difference'] + row['mean difference']) < 1e-12 and back['better in'] == '0 of 5'
@@ -247,7 +298,8 @@ def test_what_cannot_be_paired_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r'tspo has finished the seeds \[2, 3\], grpo \[1, 2\]'):
         paired_differences(tmp_path)
     kept, left_out = common_seeds(tmp_path)
-    assert [f.name for f in kept] == ['grpo-2', 'tspo-2'] and len(left_out) == 3 and 'prs-2 has not finished' in left_out
+    assert [f.name
+            for f in kept] == ['grpo-2', 'tspo-2'] and len(left_out) == 3 and 'prs-2 has not finished' in left_out
     made_up(tmp_path, 'tips', 2, params={'data': 'hotpotqa'})
     with pytest.raises(ValueError, match='different questions: data is'):
         paired_differences(kept + [tmp_path / 'tips-2'])
@@ -260,14 +312,17 @@ def test_options_make_a_method_of_its_own(tmp_path):
     made_up(tmp_path, 'tspo', 1, .5)
     made_up(tmp_path / 'other', 'tspo', 1, .6, params={'options': {'alpha': .5}})
     folders = [*find_runs(tmp_path), *find_runs(tmp_path / 'other')]
-    assert set(load_runs(folders).method) == {'tspo', 'tspo (alpha=0.5)'} and '| tspo (alpha=0.5) | 1 |' in markdown_table(folders)
+    assert set(load_runs(folders).method) == {'tspo', 'tspo (alpha=0.5)'
+                                              } and '| tspo (alpha=0.5) | 1 |' in markdown_table(folders)
 
 
 def test_variants_are_called_as_the_sweep_calls_them(tmp_path):
     "Two variants may differ in settings that are no options, such as how often a teacher is refreshed."
-    for job in plan_jobs(['tips', 'tips-every4'], [7], {'methods': {'tips-every4': {'method': 'tips', 'teacher_every': 4}}}, tmp_path):
+    for job in plan_jobs(['tips', 'tips-every4'], [7],
+                         {'methods': {'tips-every4': {'method': 'tips', 'teacher_every': 4}}}, tmp_path):
         made_up(tmp_path, job.method, 7, params={'method': job.method, **job.settings})
-    assert set(load_runs(tmp_path).method) == {'tips', 'tips-every4'} and set(effort_table(tmp_path).index) == {'tips', 'tips-every4'}
+    assert set(load_runs(tmp_path).method) == {'tips', 'tips-every4'} and set(
+        effort_table(tmp_path).index) == {'tips', 'tips-every4'}
 
 
 def test_table(tmp_path):
@@ -275,8 +330,11 @@ def test_table(tmp_path):
     made_up(tmp_path, 'grpo', 2, .7, code=module_hashes(['outcome']))
     made_up(tmp_path, 'tspo', 1, .8, collapsed=True, code={'folr': 'old', 'no_such_module': 'old'})
     made_up(tmp_path, 'tips', 1, finished=False)
-    head, rule, *rows = [[cell.strip() for cell in line.strip('|').split('|')] for line in markdown_table(tmp_path).splitlines()]
-    assert head == ['method', 'seeds', 'base EM', 'final EM', 'gain', '1 hop', '2 hops', '3 hops', 'minutes', 'note'] and len(rule) == 10
+    head, rule, *rows = [[cell.strip()
+                          for cell in line.strip('|').split('|')]
+                         for line in markdown_table(tmp_path).splitlines()]
+    assert head == ['method', 'seeds', 'base EM', 'final EM', 'gain', '1 hop', '2 hops', '3 hops', 'minutes', 'note'
+                    ] and len(rule) == 10
     assert [row[0] for row in rows] == ['tspo', 'grpo', 'ceiling']     # best first
     assert rows[1][3:5] == ['0.600 (0.500 to 0.700)', '+0.400 (+0.300 to +0.500)'] and rows[1][-1] == ''
     assert rows[0][-1] == 'rerun needed: folr, no_such_module changed; 1 collapsed' and rows[2][3] == '0.900'
@@ -290,9 +348,12 @@ def test_table(tmp_path):
 
 def test_a_replay_finds_the_numbers_again_and_notices_others(tmp_path, root, capsys):
     "A run of three steps, replayed for two: the same numbers; with one of them changed in the log: not."
-    small = {'model': str(root / 'data' / 'tiny_base'), 'steps': 3, 'eval_every': 2, 'questions_per_step': 3, 'group_size': 3, 'dev_questions': 6, 'test_questions': 9, 'questions': 40,
-             'world': {'size': 60}, 'threads': 1, 'track': ''}
-    for method in ('grpo', 'tips'): train(make_config({**small, 'method': method, 'run': str(tmp_path / f'{method}-0')}), say=lambda line: None)
+    small = {
+        'model': str(root / 'data' / 'tiny_base'), 'steps': 3, 'eval_every': 2, 'questions_per_step': 3, 'group_size':
+        3, 'dev_questions': 6, 'test_questions': 9, 'questions': 40, 'world': {'size': 60}, 'threads': 1, 'track': ''
+    }
+    for method in ('grpo', 'tips'):
+        train(make_config({**small, 'method': method, 'run': str(tmp_path / f'{method}-0')}), say=lambda line: None)
     for method in ('grpo', 'tips'): assert replay(tmp_path / f'{method}-0')['gap'] == 0.
     assert main(['--replay', '1', '--out', str(tmp_path)]) == 0 and capsys.readouterr().out.count('agrees') == 2
     log = tmp_path / 'grpo-0' / 'metrics.jsonl'
@@ -309,7 +370,8 @@ def test_curves_keep_to_where_every_seed_has_been(tmp_path):
     made_up(tmp_path, 'grpo', 2, steps=8, finished=False)
     made_up(tmp_path, 'tspo', 1, steps=8)
     curves = seed_curves(load_runs(tmp_path))
-    assert curves.groupby('method').x.max().to_dict() == {'grpo': 4, 'tspo': 8} and curves.groupby(['method', 'x']).seed.count()['grpo'].eq(2).all()
+    assert curves.groupby('method').x.max().to_dict() == {'grpo': 4, 'tspo': 8} and curves.groupby(
+        ['method', 'x']).seed.count()['grpo'].eq(2).all()
     by_rollouts = seed_curves(load_runs(tmp_path), x='trajectories')
     assert by_rollouts[by_rollouts.method == 'tspo'].x.tolist() == [8 * step for step in range(9)]
 
@@ -319,4 +381,5 @@ def test_a_baseline_is_found_without_its_options(tmp_path):
     made_up(tmp_path, 'ppo', 1, .4, params={'options': {'whiten': True}})
     table = paired_differences(tmp_path, baseline='ppo')
     assert list(table.index) == ['tips − ppo (whiten=True)'] and abs(table['mean difference'].iloc[0] - .1) < 1e-9
-    with pytest.raises(ValueError, match="no finished run of the baseline 'pp'"): paired_differences(tmp_path, baseline='pp')
+    with pytest.raises(ValueError, match="no finished run of the baseline 'pp'"):
+        paired_differences(tmp_path, baseline='pp')

@@ -6,7 +6,8 @@ from hypothesis import given, settings, strategies as st
 from torch.testing import assert_close
 
 from credit_rl.critics import (CompetenceHead, LinearHead, at_states, auc, brier, expected_calibration_error,
-                               explained_variance, first_tokens, reliability, scale_gradient, segment_starts, state_values, token_values)
+                               explained_variance, first_tokens, reliability, scale_gradient, segment_starts,
+                               state_values, token_values)
 from credit_rl.layout import loss_weights, pack
 from credit_rl.losses import value_loss
 from credit_rl.trajectory import Group, Question, Trajectory, Turn
@@ -79,7 +80,7 @@ def test_measures_are_bounded_and_blind_to_order(pair, bins, random):
 @pytest.mark.parametrize('dtype', [torch.float32, torch.float64])
 def test_bins_have_their_upper_edge_in_either_precision(dtype):
     edges = torch.arange(11, dtype=torch.float64).div(10).to(dtype)
-    assert reliability(edges, torch.zeros(11))[2].tolist() == [2] + [1] * 9                   # 0 and 0.1, then one edge each
+    assert reliability(edges, torch.zeros(11))[2].tolist() == [2] + [1] * 9  # 0 and 0.1, then one edge each
     assert reliability([i / 10 for i in range(11)], [0] * 11)[2].tolist() == [2] + [1] * 9
     above = torch.nextafter(edges[1:10], torch.ones(9, dtype=dtype))
     assert reliability(above, torch.zeros(9))[2].tolist() == [0] + [1] * 9
@@ -95,7 +96,8 @@ def test_constant_errors_are_seen_by_ece_and_not_by_ev():
 
 def test_equal_returns_are_undefined_however_they_are_rounded():
     assert math.isnan(explained_variance(torch.rand(11), torch.full((11,), 0.7)))
-    assert math.isnan(explained_variance([], [])) and math.isnan(brier([], [])) and math.isnan(expected_calibration_error([], []))
+    assert math.isnan(explained_variance([], [])) and math.isnan(brier([], [])) and math.isnan(
+        expected_calibration_error([], []))
     assert math.isnan(auc([], [])) and math.isnan(auc([0.3, 0.4], [False, False]))
 
 
@@ -192,14 +194,15 @@ def test_values_are_read_at_the_last_context_token(layout):
     head = lambda h: 2 * h[..., 0] + h[..., 1]
     all_values = token_values(hidden, layout.trained, head)
     for r in range(len(layout.ids)):
-        for t in range(layout.ids.shape[1]):                                             # call the backbone on the context alone
+        for t in range(layout.ids.shape[1]):  # call the backbone on the context alone
             alone = head(running_sum(layout.ids[r:r + 1, :t])[0, -1]) if layout.trained[r, t] else 0
             assert all_values[r, t] == alone
     firsts = first_tokens(layout.token_turns)
     states = segment_starts(layout.token_turns, layout.row_trajectory, layout.turn_mask)
     table = state_values(hidden, states, head)
     assert firsts.sum() == layout.turn_mask.sum() and (table.isnan() == ~layout.turn_mask).all()
-    for values in (all_values, token_values(hidden, firsts, head)): assert_close(at_states(values, states), table, equal_nan=True)
+    for values in (all_values, token_values(hidden, firsts, head)):
+        assert_close(at_states(values, states), table, equal_nan=True)
     for i, k in layout.turn_mask.nonzero().tolist():
         row, position = states[i, k].tolist()
         assert layout.row_trajectory[row] == i and layout.token_turns[row, position + 1] == k
@@ -234,7 +237,8 @@ def test_gradients_reach_head_and_backbone():
 
 def test_no_state_at_all():
     head, none = LinearHead(8), torch.full((2, 3, 2), -1)
-    assert state_values(torch.randn(1, 4, 8), none, head).isnan().all() and at_states(torch.randn(1, 4), none).isnan().all()
+    assert state_values(torch.randn(1, 4, 8), none, head).isnan().all() and at_states(torch.randn(1, 4),
+                                                                                      none).isnan().all()
     assert not token_values(torch.randn(2, 4, 8), torch.zeros(2, 4, dtype=torch.bool), head).any()
 
 
@@ -253,4 +257,4 @@ def test_refusals_of_positions():
     with pytest.raises(ValueError, match='bool'): token_values(hidden, (turns >= 0)[:1], first)
     for states in ([[[2, 0]]], [[[0, 4]]]):
         with pytest.raises(ValueError, match='2 rows'): state_values(hidden, torch.tensor(states), first)
-    with pytest.raises(ValueError, match='3 tokens'): at_states(torch.zeros(2, 4), torch.tensor([[[0, 3]]]))   # the last
+    with pytest.raises(ValueError, match='3 tokens'): at_states(torch.zeros(2, 4), torch.tensor([[[0, 3]]]))  # the last

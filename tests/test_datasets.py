@@ -1,4 +1,5 @@
-"Loaders: nine sets in every layout, corpora, splits, mixtures, malformed rows, no network; real slices where CREDIT_RL_DATA points to them."
+("Loaders: nine sets in every layout, corpora, splits, mixtures, malformed rows, no network; real slices where "
+ "CREDIT_RL_DATA points to them.")
 import copy
 import csv
 import gzip
@@ -24,8 +25,11 @@ from hub import Hub
 ROOT = Path(__file__).parents[1]
 SAMPLE = ROOT / 'data' / 'hotpotqa_sample.json'
 OWN = {p.name: p for p in (ROOT / 'data' / 'rows').iterdir()} | {SAMPLE.name: SAMPLE}
-FILES = {'nq': 'nq.jsonl', 'triviaqa': 'triviaqa.json', 'popqa': 'popqa.tsv', 'hotpotqa': SAMPLE.name, '2wikimultihopqa': '2wikimultihopqa.json',
-         'musique': 'musique.jsonl', 'bamboogle': 'bamboogle.csv', 'gsm8k': 'gsm8k.jsonl', 'finqa': 'finqa.json'}
+FILES = {
+    'nq': 'nq.jsonl', 'triviaqa': 'triviaqa.json', 'popqa': 'popqa.tsv', 'hotpotqa': SAMPLE.name, '2wikimultihopqa':
+    '2wikimultihopqa.json', 'musique': 'musique.jsonl', 'bamboogle': 'bamboogle.csv', 'gsm8k': 'gsm8k.jsonl', 'finqa':
+    'finqa.json'
+}
 ROWS = json.loads(SAMPLE.read_text(encoding='utf-8'))
 
 
@@ -36,7 +40,13 @@ def own_rows(name):
 def columns(row):
     "A HotpotQA or 2Wiki row in the Hugging Face layout."
     pairs = {'supporting_facts': ('title', 'sent_id'), 'context': ('title', 'sentences')}
-    return {'id': row['_id']} | {k: {c: [p[i] for p in v] for i, c in enumerate(pairs[k])} if k in pairs else v for k, v in row.items() if k != '_id'}
+    return {'id': row['_id']} | {
+        k: {c: [p[i]
+                for p in v]
+            for i, c in enumerate(pairs[k])} if k in pairs else v
+        for k, v in row.items()
+        if k != '_id'
+    }
 
 
 def write(path, rows, encoding='utf-8'):
@@ -69,19 +79,55 @@ def same(a, b):
 EXPECTED = {  # id, the end of the text, golds, what meta says among other things; of the row of that number
     ('nq', 1): (None, 'when was the orvane lighthouse completed', ('1874', 'in 1874'), {}),
     ('triviaqa', 0): ('cal_1', 'from 1874?', ('Orvane', 'Orvane, Calder Island', 'Port of Orvane'), {}),
-    ('popqa', 0): ('7001', "What is Teodor Vannick's occupation?", ('film director', 'movie director', 'director'), {'type': 'occupation', 's_pop': 120, 'o_pop': 9000}),
-    ('hotpotqa', 0): ('sample-0', 'born?', ('Orvane',), {'hops': 2, 'type': 'bridge', 'supporting_facts': [['Harbour of Glass (film)', 0], ['Teodor Vannick', 1]]}),
+    ('popqa', 0): (
+        '7001',
+        "What is Teodor Vannick's occupation?",
+        ('film director', 'movie director', 'director'),
+        {'type': 'occupation', 's_pop': 120, 'o_pop': 9000},
+    ),
+    ('hotpotqa', 0): (
+        'sample-0',
+        'born?',
+        ('Orvane',),
+        {'hops': 2, 'type': 'bridge', 'supporting_facts': [['Harbour of Glass (film)', 0], ['Teodor Vannick', 1]]},
+    ),
     ('2wikimultihopqa', 0): ('calder01', 'born?', ('Orvane',), {'hops': 2, 'type': 'compositional'}),
-    ('2wikimultihopqa', 1): ('calder02', 'or Salt Road?', ('Harbour of Glass',), {'hops': 4, 'type': 'bridge_comparison'}),
-    ('musique', 0): ('2hop__11_12', 'born?', ('Orvane', 'Port of Orvane'), {'hops': 2, 'type': '2hop', 'supporting_facts': [['Harbour of Glass (film)', None], ['Teodor Vannick', None]]}),
-    ('musique', 1): ('3hop1__11_13_14', 'lies the birthplace of the director of Harbour of Glass?', ('Calder Island',), {'hops': 3, 'type': '3hop1'}),
+    ('2wikimultihopqa', 1): (
+        'calder02',
+        'or Salt Road?',
+        ('Harbour of Glass',),
+        {'hops': 4, 'type': 'bridge_comparison'},
+    ),
+    ('musique', 0): (
+        '2hop__11_12',
+        'born?',
+        ('Orvane', 'Port of Orvane'),
+        {'hops': 2, 'type': '2hop', 'supporting_facts': [['Harbour of Glass (film)', None], ['Teodor Vannick', None]]},
+    ),
+    ('musique', 1): (
+        '3hop1__11_13_14',
+        'lies the birthplace of the director of Harbour of Glass?',
+        ('Calder Island',),
+        {'hops': 3, 'type': '3hop1'},
+    ),
     ('bamboogle', 0): (None, 'Harbour of Glass?', ('Anton Vannick', 'A. Vannick'), {'hops': 2}),
-    ('bamboogle', 1): (None, 'completed?', ('1874',), {'hops': 2}),            # the cell holds a line break
-    ('gsm8k', 0): (None, 'in a day?', ('2100',), {}),                          # '#### 2,100'
+    ('bamboogle', 1): (None, 'completed?', ('1874',), {'hops': 2}),  # the cell holds a line break
+    ('gsm8k', 0): (None, 'in a day?', ('2100',), {}),  # '#### 2,100'
     ('gsm8k', 1): (None, 'at night?', ('-7',), {'solution': 'At night it was 4 - 11 = <<4-11=-7>>-7 degrees.'}),
-    ('finqa', 0): ('OSL/2019/page_4.pdf-1', 'Question: by what percentage did revenue grow from 2018 to 2019?', ('0.25', '25.0%'), {'program': 'subtract(1250, 1000), divide(#0, 1000)'}),
-    ('finqa', 1): ('OSL/2019/page_4.pdf-2', 'from 2019 to 2018?', ('-250',), {}),   # the annotator lost the sign
-    ('finqa', 2): ('OSL/2019/page_4.pdf-3', 'than in 2018?', ('yes',), {'question': 'was revenue higher in 2019 than in 2018?'})}
+    ('finqa', 0): (
+        'OSL/2019/page_4.pdf-1',
+        'Question: by what percentage did revenue grow from 2018 to 2019?',
+        ('0.25', '25.0%'),
+        {'program': 'subtract(1250, 1000), divide(#0, 1000)'},
+    ),
+    ('finqa', 1): ('OSL/2019/page_4.pdf-2', 'from 2019 to 2018?', ('-250',), {}),  # the annotator lost the sign
+    ('finqa', 2): (
+        'OSL/2019/page_4.pdf-3',
+        'than in 2018?',
+        ('yes',),
+        {'question': 'was revenue higher in 2019 than in 2018?'},
+    ),
+}
 
 
 @pytest.mark.parametrize('name, i', EXPECTED)
@@ -97,18 +143,22 @@ def test_an_original_row(name, i):
 
 def test_finqas_page_is_in_the_question():
     text = load_questions('finqa', OWN['finqa.json'])[0].text
-    assert text == ('ossel shipping inc . the following table shows our revenue .\n\n | 2019 | 2018\nrevenue | $ 1250 | $ 1000\n\n'
-                    'the company paid no dividend in 2019 .\n\nQuestion: by what percentage did revenue grow from 2018 to 2019?').replace('\n\n |', '\n\n|')
+    assert text == ('ossel shipping inc . the following table shows our revenue .\n\n | 2019 | 2018\nrevenue | $ 1250 '
+                    '| $ 1000\n\n'
+                    'the company paid no dividend in 2019 .\n\nQuestion: by what percentage did revenue grow from '
+                    '2018 to 2019?').replace('\n\n |', '\n\n|')
 
 
 @given(st.floats(-1e5, 1e5).map(lambda x: round(x, 5)), st.integers(0, 3), st.booleans())
 @settings(deadline=None)
 def test_finqas_written_answer_is_a_gold_only_if_it_is_the_result_rounded(result, decimals, percent):
     shown, step = (100 * result if percent else result), 10.0 ** -decimals
-    def golds(number, comma=''): return benchmarks._finqa_golds(result, f'{number:{comma}.{decimals}f}' + '%' * percent, 'exe_ans')
-    for comma in ('', ','): assert golds(shown, comma)[1:] in ([f'{shown:{comma}.{decimals}f}' + '%' * percent], [])   # []: it is the result itself
+    def golds(number, comma=''):
+        return benchmarks._finqa_golds(result, f'{number:{comma}.{decimals}f}' + '%' * percent, 'exe_ans')
+    # []: it is the result itself
+    for comma in ('', ','): assert golds(shown, comma)[1:] in ([f'{shown:{comma}.{decimals}f}' + '%' * percent], [])
     assert len(golds(shown)) == 2 or golds(shown)[0] == f'{shown:.{decimals}f}'
-    for off in (1.6, -1.6, 40.):                                                # far enough from the result, and from 100 times it
+    for off in (1.6, -1.6, 40.):  # far enough from the result, and from 100 times it
         wrong = round(shown + off * step, decimals)
         if all(abs(wrong - x) > .55 * step for x in (result, 100 * result)): assert len(golds(wrong)) == 1
 
@@ -116,7 +166,8 @@ def test_finqas_written_answer_is_a_gold_only_if_it_is_the_result_rounded(result
 def test_ids_made_from_the_question_are_the_same_in_a_slice_and_tell_twins_apart(tmp_path):
     rows = own_rows('nq')
     ids = {q.text: q.id for q in load_questions('nq', OWN['nq.jsonl'])}
-    assert {q.text: q.id for q in load_questions('nq', write(tmp_path / 'slice.jsonl', rows[1:]))}.items() <= ids.items()
+    assert {q.text: q.id
+            for q in load_questions('nq', write(tmp_path / 'slice.jsonl', rows[1:]))}.items() <= ids.items()
     a, b = load_questions('nq', write(tmp_path / 'twins.jsonl', [rows[0], rows[0]]))
     assert (a.id, b.id) == (ids[a.text], ids[a.text] + '-2')
     other = {**rows[0], 'answer': ['somebody else']}
@@ -130,14 +181,21 @@ def hub_row(name, row):
     if name in ('hotpotqa', '2wikimultihopqa'): return columns(row)
     if name == 'triviaqa':
         a = row['Answer']
-        return {'question': row['Question'], 'question_id': row['QuestionId'], 'question_source': row['QuestionSource'],
-                'entity_pages': {'title': ['Orvane'], 'wiki_context': ['Orvane is a port.']}, 'search_results': {'title': [], 'search_context': []},
-                'answer': {'value': a['Value'], 'aliases': a['Aliases'], 'normalized_aliases': a['NormalizedAliases'], 'type': a['Type']}}
+        return {
+            'question': row['Question'], 'question_id': row['QuestionId'], 'question_source': row['QuestionSource'],
+            'entity_pages': {'title': ['Orvane'], 'wiki_context':
+                             ['Orvane is a port.']}, 'search_results': {'title': [], 'search_context': []}, 'answer': {
+                                 'value': a['Value'], 'aliases': a['Aliases'], 'normalized_aliases':
+                                 a['NormalizedAliases'], 'type': a['Type']
+                             }
+        }
     if name == 'bamboogle': return {'Question': row[0], 'Answer': row[4]}
     if name == 'finqa':
         qa = row['qa']
         return {k: row[k] for k in ('id', 'pre_text', 'post_text', 'table')} | {
-            'question': qa['question'], 'answer': qa['answer'], 'final_result': str(qa['exe_ans']), 'program_re': qa['program_re'], 'gold_inds': []}
+            'question': qa['question'], 'answer': qa['answer'], 'final_result': str(qa['exe_ans']), 'program_re':
+            qa['program_re'], 'gold_inds': []
+        }
     return row
 
 
@@ -157,11 +215,14 @@ def test_parquet_and_gzip_say_the_same(tmp_path, name):
     path = write_parquet(tmp_path / 'b.parquet', [hub_row(name, row) for row in rows])
     assert same(load_questions(name, path), original)
     if BENCHMARKS[name].paragraphs:
-        assert load_corpus(name, path) == load_corpus(name, tmp_path / 'a.jsonl.gz') == load_corpus(name, OWN[FILES[name]])
+        assert load_corpus(name, path) == load_corpus(name, tmp_path / 'a.jsonl.gz') == load_corpus(
+            name, OWN[FILES[name]])
 
 
 def test_a_copy_of_2wiki_keeps_nested_fields_as_json(tmp_path):
-    rows = [{k: json.dumps(v) if isinstance(v, list) else v for k, v in row.items()} for row in own_rows('2wikimultihopqa')]
+    rows = [{k: json.dumps(v) if isinstance(v, list) else v
+             for k, v in row.items()}
+            for row in own_rows('2wikimultihopqa')]
     path = write_parquet(tmp_path / 'dev.parquet', rows)
     assert same(load_questions('2wiki', path), load_questions('2wiki', OWN['2wikimultihopqa.json']))
     assert load_corpus('2wiki', path) == load_corpus('2wiki', OWN['2wikimultihopqa.json'])
@@ -179,23 +240,33 @@ def test_layouts_and_files_say_the_same(tmp_path, name, layout, encoding):
 @pytest.mark.parametrize('name', FILES)
 def test_flashrag_rows_of_any_set(tmp_path, name):
     original = load_questions(name, OWN[FILES[name]])
-    rows = [{'id': f'test_{i}', 'question': q.text, 'golden_answers': list(q.answers), 'metadata': None} for i, q in enumerate(original)]
+    rows = [{'id': f'test_{i}', 'question': q.text, 'golden_answers': list(q.answers), 'metadata': None}
+            for i, q in enumerate(original)]
     again = strict(load_questions, name, write(tmp_path / 'test.jsonl', rows))
-    assert [(q.id, q.text, q.answers) for q in again] == [(f'test_{i}', q.text, q.answers) for i, q in enumerate(original)]
+    assert [(q.id, q.text, q.answers) for q in again] == [(f'test_{i}', q.text, q.answers)
+                                                          for i, q in enumerate(original)]
 
 
 def test_flashrags_metadata_is_read(tmp_path):
-    assert load_questions('popqa', OWN['flashrag.jsonl'])[1].meta == {'type': 'occupation', 'supporting_facts': [['Teodor Vannick', None]], 's_pop': 120, 'o_pop': 9000}
+    assert load_questions('popqa', OWN['flashrag.jsonl'])[1].meta == {
+        'type': 'occupation', 'supporting_facts': [['Teodor Vannick', None]], 's_pop': 120, 'o_pop': 9000
+    }
     hub = columns(ROWS[0])
     for second in ('sentences', 'content'):
-        metadata = {k: hub[k] for k in ('type', 'level', 'supporting_facts')} | {'context': {'title': hub['context']['title'], second: hub['context']['sentences']}}
-        path = write(tmp_path / 'dev.jsonl', [{'id': 'dev_0', 'question': ROWS[0]['question'], 'golden_answers': ['Orvane'], 'metadata': metadata}])
+        metadata = {k: hub[k] for k in ('type', 'level', 'supporting_facts')
+                    } | {'context': {'title': hub['context']['title'], second: hub['context']['sentences']}}
+        path = write(
+            tmp_path / 'dev.jsonl',
+            [{'id': 'dev_0', 'question': ROWS[0]['question'], 'golden_answers': ['Orvane'], 'metadata': metadata}])
         assert load_questions('hotpotqa', path)[0].meta == load_questions('hotpotqa', SAMPLE)[0].meta
         assert [p.title for p in load_corpus('hotpotqa', path)] == [t for t, _ in ROWS[0]['context']]
 
 
 def verl(asked, truth, **row):
-    return {'data_source': 'nq', 'prompt': [{'role': 'user', 'content': asked}], 'ability': 'qa', 'reward_model': {'style': 'rule', 'ground_truth': truth}, **row}
+    return {
+        'data_source': 'nq', 'prompt': [{'role': 'user', 'content': asked}], 'ability': 'qa', 'reward_model':
+        {'style': 'rule', 'ground_truth': truth}, **row
+    }
 
 
 def test_search_r1_rows():
@@ -204,7 +275,8 @@ def test_search_r1_rows():
         ('train_0', 'who directed the film harbour of glass?', ('Teodor Vannick', 'Vannick'), 'nq'),
         ('train_1', 'when was the orvane lighthouse completed?', ('1874',), 'nq')]
     assert [q.answers for q in load_questions('hotpotqa', OWN['search_r1.jsonl'])] == [('Orvane',)]
-    with pytest.raises(ValueError, match='no rows of musique, only of hotpotqa, nq'): load_questions('musique', OWN['search_r1.jsonl'])
+    with pytest.raises(ValueError, match='no rows of musique, only of hotpotqa, nq'):
+        load_questions('musique', OWN['search_r1.jsonl'])
 
 
 @pytest.mark.parametrize('truth', [{'target': ['A', 'B']}, {'target': 'A<|answer_split|>B'}, ['A', 'B'], 'A<|answer_split|>B', ['A', ' B ', 'A']])
@@ -216,16 +288,23 @@ def test_forms_of_verls_ground_truth(tmp_path, truth):
 
 
 def test_where_verls_question_stands(tmp_path):
-    def text(**row): return load_questions('nq', write(tmp_path / 'a.jsonl', [verl('Question: from the prompt', ['A'], **row)]))[0].text
+    def text(**row):
+        return load_questions('nq', write(tmp_path / 'a.jsonl',
+                                          [verl('Question: from the prompt', ['A'], **row)]))[0].text
     assert text() == text(question=' ') == text(extra_info=None) == 'from the prompt'
-    assert text(extra_info={'question': 'from extra'}) == 'from extra' and text(question='own', extra_info={'question': 'from extra'}) == 'own'
+    assert text(extra_info={'question': 'from extra'}) == 'from extra' and text(
+        question='own', extra_info={'question': 'from extra'}) == 'own'
     with pytest.raises(RowError, match='no user message'): text(prompt=[{'role': 'system', 'content': 'Question: x'}])
 
 
 def test_data_sources_that_other_projects_write(tmp_path):
-    rows = [verl(f'q{i}?', ['A'], data_source=s, extra_info={'index': f'x_{i}'}) for i, s in enumerate(['tq', '2wiki', 'Bamboogle', 'bdsaglam/musique', 'our_own'])]
+    rows = [
+        verl(f'q{i}?', ['A'], data_source=s, extra_info={'index': f'x_{i}'})
+        for i, s in enumerate(['tq', '2wiki', 'Bamboogle', 'bdsaglam/musique', 'our_own'])
+    ]
     path = write(tmp_path / 'a.jsonl', rows)
-    assert [q.id for q in load_questions('triviaqa', path)] == ['x_0', 'x_4']    # a source that nobody knows is taken for what was asked
+    # a source that nobody knows is taken for what was asked
+    assert [q.id for q in load_questions('triviaqa', path)] == ['x_0', 'x_4']
     assert [q.id for q in load_questions('musique', path)] == ['x_3', 'x_4']
 
 
@@ -251,34 +330,69 @@ def broken(name='hotpotqa', i=1, **changes):
 
 
 MALFORMED = [
-    ('hotpotqa', broken(answer=...), 'answer'), ('hotpotqa', broken(answer=None), 'answer'), ('hotpotqa', broken(answer=' '), 'answer'),
-    ('hotpotqa', broken(answer=['x']), 'answer'), ('hotpotqa', broken(question=...), 'question'), ('hotpotqa', broken(question=3), 'question'),
+    ('hotpotqa', broken(answer=...), 'answer'),
+    ('hotpotqa', broken(answer=None), 'answer'),
+    ('hotpotqa', broken(answer=' '), 'answer'),
+    ('hotpotqa', broken(answer=['x']), 'answer'),
+    ('hotpotqa', broken(question=...), 'question'),
+    ('hotpotqa', broken(question=3), 'question'),
     ('hotpotqa', broken(supporting_facts=[['only one']]), 'supporting_facts'),
     ('hotpotqa', broken(supporting_facts={'title': ['a'], 'sent_id': []}), 'supporting_facts'),
-    ('hotpotqa', broken(supporting_facts='[["cut'), 'supporting_facts'), ('hotpotqa', broken(_id='sample-0'), 'id'),
-    ('hotpotqa', 'text', '(row)'), ('hotpotqa', None, '(row)'), ('hotpotqa', ['a', 'list'], 'question'),
-    ('nq', {'question': 'Who?'}, 'answer'), ('nq', {'question': 'Who?', 'answer': 'Ada'}, 'answer'), ('nq', {'question': 'Who?', 'answer': []}, 'answer'),
-    ('nq', {'question': 'Who?', 'answer': ['', ' ']}, 'answer'), ('nq', {'question': 'Who?', 'answer': ['Ada', 3]}, 'answer'), ('nq', {'question': '', 'answer': ['Ada']}, 'question'),
-    ('triviaqa', broken('triviaqa', Answer=...), 'Answer'), ('triviaqa', broken('triviaqa', Answer__Value=...), 'Answer.Value'),
-    ('triviaqa', broken('triviaqa', Answer__Aliases='x'), 'Answer.Aliases'), ('triviaqa', broken('triviaqa', Answer='x'), 'Answer'),
-    ('triviaqa', broken('triviaqa', Answer__Aliases=[1]), 'Answer.Aliases'), ('triviaqa', {'question': 'Who?', 'answer': {'value': '<unk>', 'aliases': []}}, 'answer.value'),
-    ('popqa', {'question': 'Who?', 'possible_answers': '["cut'}, 'possible_answers'), ('popqa', {'question': 'Who?', 'possible_answers': '3'}, 'possible_answers'),
-    ('popqa', {'question': 'Who?', 'possible_answers': '[]'}, 'possible_answers'), ('popqa', {'question': 'Who?'}, 'possible_answers'),
-    ('2wikimultihopqa', broken('2wikimultihopqa', type='bridge'), 'type'), ('2wikimultihopqa', broken('2wikimultihopqa', answer=...), 'answer'),
-    ('musique', broken('musique', answerable=False), 'answerable'), ('musique', broken('musique', answer_aliases='x'), 'answer_aliases'),
-    ('musique', broken('musique', answer_aliases=[None]), 'answer_aliases'), ('musique', broken('musique', paragraphs='x'), 'paragraphs'),
+    ('hotpotqa', broken(supporting_facts='[["cut'), 'supporting_facts'),
+    ('hotpotqa', broken(_id='sample-0'), 'id'),
+    ('hotpotqa', 'text', '(row)'),
+    ('hotpotqa', None, '(row)'),
+    ('hotpotqa', ['a', 'list'], 'question'),
+    ('nq', {'question': 'Who?'}, 'answer'),
+    ('nq', {'question': 'Who?', 'answer': 'Ada'}, 'answer'),
+    ('nq', {'question': 'Who?', 'answer': []}, 'answer'),
+    ('nq', {'question': 'Who?', 'answer': ['', ' ']}, 'answer'),
+    ('nq', {'question': 'Who?', 'answer': ['Ada', 3]}, 'answer'),
+    ('nq', {'question': '', 'answer': ['Ada']}, 'question'),
+    ('triviaqa', broken('triviaqa', Answer=...), 'Answer'),
+    ('triviaqa', broken('triviaqa', Answer__Value=...), 'Answer.Value'),
+    ('triviaqa', broken('triviaqa', Answer__Aliases='x'), 'Answer.Aliases'),
+    ('triviaqa', broken('triviaqa', Answer='x'), 'Answer'),
+    ('triviaqa', broken('triviaqa', Answer__Aliases=[1]), 'Answer.Aliases'),
+    ('triviaqa', {'question': 'Who?', 'answer': {'value': '<unk>', 'aliases': []}}, 'answer.value'),
+    ('popqa', {'question': 'Who?', 'possible_answers': '["cut'}, 'possible_answers'),
+    ('popqa', {'question': 'Who?', 'possible_answers': '3'}, 'possible_answers'),
+    ('popqa', {'question': 'Who?', 'possible_answers': '[]'}, 'possible_answers'),
+    ('popqa', {'question': 'Who?'}, 'possible_answers'),
+    ('2wikimultihopqa', broken('2wikimultihopqa', type='bridge'), 'type'),
+    ('2wikimultihopqa', broken('2wikimultihopqa', answer=...), 'answer'),
+    ('musique', broken('musique', answerable=False), 'answerable'),
+    ('musique', broken('musique', answer_aliases='x'), 'answer_aliases'),
+    ('musique', broken('musique', answer_aliases=[None]), 'answer_aliases'),
+    ('musique', broken('musique', paragraphs='x'), 'paragraphs'),
     ('musique', broken('musique', question_decomposition=[{'question': 'Who?'}]), 'question_decomposition[0].answer'),
-    ('bamboogle', {'Question': 'Who?', 'Answer': ' '}, 'Answer'), ('bamboogle', {'Question': 'Who?'}, 'Answer'), ('bamboogle', ['Who?', '', ''], 4),
-    ('bamboogle', ['', '', '', '', 'Ada', '', ''], 'column 0'), ('bamboogle', ['Who?', '', '', '', '', '', ''], 'columns 4 and 5'),
-    ('gsm8k', {'question': 'How many?', 'answer': 'It is 7.'}, 'answer'), ('gsm8k', {'question': 'How many?', 'answer': 'It is\n#### '}, 'answer'),
+    ('bamboogle', {'Question': 'Who?', 'Answer': ' '}, 'Answer'),
+    ('bamboogle', {'Question': 'Who?'}, 'Answer'),
+    ('bamboogle', ['Who?', '', ''], 4),
+    ('bamboogle', ['', '', '', '', 'Ada', '', ''], 'column 0'),
+    ('bamboogle', ['Who?', '', '', '', '', '', ''], 'columns 4 and 5'),
+    ('gsm8k', {'question': 'How many?', 'answer': 'It is 7.'}, 'answer'),
+    ('gsm8k', {'question': 'How many?', 'answer': 'It is\n#### '}, 'answer'),
     ('gsm8k', {'question': 'How many?', 'answer': 7}, 'answer'),
-    ('finqa', broken('finqa', qa=...), 'qa'), ('finqa', broken('finqa', qa__question=...), 'qa.question'), ('finqa', broken('finqa', qa__exe_ans=...), 'qa.exe_ans'),
-    ('finqa', broken('finqa', qa__exe_ans=float('nan')), 'qa.exe_ans'), ('finqa', broken('finqa', qa__exe_ans=True), 'qa.exe_ans'),
-    ('finqa', broken('finqa', qa__exe_ans=[1]), 'qa.exe_ans'), ('finqa', broken('finqa', table='x'), 'table'), ('finqa', broken('finqa', table=[[1, 2]]), 'table'),
-    ('finqa', broken('finqa', pre_text=[3]), 'pre_text'), ('finqa', broken('finqa', post_text='x'), 'post_text'),
-    ('nq', {'question': 'Who?', 'golden_answers': []}, 'golden_answers'), ('nq', {'question': 'Who?', 'golden_answers': 'Ada'}, 'golden_answers'),
-    ('nq', verl('Who?', []), 'reward_model.ground_truth'), ('nq', verl('Who?', {}), 'reward_model.ground_truth.target'), ('nq', verl('Who?', 3), 'reward_model.ground_truth'),
-    ('nq', verl('Who?', ['A'], reward_model={}), 'reward_model.ground_truth'), ('nq', verl('Who?', ['A'], reward_model='x'), 'reward_model'), ('nq', verl(' ', ['A']), 'prompt')]
+    ('finqa', broken('finqa', qa=...), 'qa'),
+    ('finqa', broken('finqa', qa__question=...), 'qa.question'),
+    ('finqa', broken('finqa', qa__exe_ans=...), 'qa.exe_ans'),
+    ('finqa', broken('finqa', qa__exe_ans=float('nan')), 'qa.exe_ans'),
+    ('finqa', broken('finqa', qa__exe_ans=True), 'qa.exe_ans'),
+    ('finqa', broken('finqa', qa__exe_ans=[1]), 'qa.exe_ans'),
+    ('finqa', broken('finqa', table='x'), 'table'),
+    ('finqa', broken('finqa', table=[[1, 2]]), 'table'),
+    ('finqa', broken('finqa', pre_text=[3]), 'pre_text'),
+    ('finqa', broken('finqa', post_text='x'), 'post_text'),
+    ('nq', {'question': 'Who?', 'golden_answers': []}, 'golden_answers'),
+    ('nq', {'question': 'Who?', 'golden_answers': 'Ada'}, 'golden_answers'),
+    ('nq', verl('Who?', []), 'reward_model.ground_truth'),
+    ('nq', verl('Who?', {}), 'reward_model.ground_truth.target'),
+    ('nq', verl('Who?', 3), 'reward_model.ground_truth'),
+    ('nq', verl('Who?', ['A'], reward_model={}), 'reward_model.ground_truth'),
+    ('nq', verl('Who?', ['A'], reward_model='x'), 'reward_model'),
+    ('nq', verl(' ', ['A']), 'prompt'),
+]
 
 
 @pytest.mark.parametrize('name, row, field', MALFORMED, ids=[f'{name}-{field}-{i}' for i, (name, _, field) in enumerate(MALFORMED)])
@@ -295,8 +409,12 @@ def test_a_malformed_question_names_file_row_and_field(tmp_path, name, row, fiel
 
 
 def test_a_row_of_no_known_layout_says_which_are_known(tmp_path):
-    for name, row, missing in (('nq', {'q': 'Who?'}, 'question'), ('finqa', {'asked': 'Who?', 'table': []}, 'qa'), ('bamboogle', {'x': 1}, 'Question')):
-        with pytest.raises(RowError, match=r'layouts of ' + name + r': verl \(prompt, reward_model\); FlashRAG .*golden_answers') as e:
+    for name, row, missing in (('nq', {'q':
+                                       'Who?'}, 'question'), ('finqa', {'asked': 'Who?', 'table':
+                                                                        []}, 'qa'), ('bamboogle', {'x':
+                                                                                                   1}, 'Question')):
+        with pytest.raises(RowError, match=r'layouts of ' + name + r': verl \(prompt, reward_model\); FlashRAG '
+                                                                   r'.*golden_answers') as e:
             load_questions(name, write(tmp_path / 'a.jsonl', [row]))
         assert e.value.field == missing and str(sorted(row)) in str(e.value)
 
@@ -304,10 +422,12 @@ def test_a_row_of_no_known_layout_says_which_are_known(tmp_path):
 @given(st.sampled_from(sorted(FILES)), st.data())
 @settings(deadline=None, max_examples=100)
 def test_whatever_a_row_holds_it_is_a_question_or_a_row_error(name, data):
-    "Any JSON value in any place of a row: a `Question` with text and golds, or a RowError that names a field. Never another exception."
+    """Any JSON value in any place of a row: a `Question` with text and golds, or a RowError that names a field. Never
+    another exception."""
     row = copy.deepcopy(data.draw(st.sampled_from(own_rows(name) + own_rows('nq') + [verl('Who?', ['A'])])))
     junk = st.recursive(st.none() | st.booleans() | st.integers(-3, 3) | st.floats() | st.text(max_size=4),
-                        lambda x: st.lists(x, max_size=3) | st.dictionaries(st.text(max_size=3), x, max_size=2), max_leaves=5)
+                        lambda x: st.lists(x, max_size=3) | st.dictionaries(st.text(max_size=3), x, max_size=2),
+                        max_leaves=5)
     part = row
     while True:
         key = data.draw(st.sampled_from(sorted(part) if isinstance(part, dict) else range(len(part))))
@@ -317,7 +437,8 @@ def test_whatever_a_row_holds_it_is_a_question_or_a_row_error(name, data):
     try: q, _ = benchmarks.read_question(get_benchmark(name), row)
     except RowError as e: assert e.field is not None and repr(e.field) in str(e)
     else:
-        assert isinstance(q, Question) and q.text.strip() and q.answers and all(isinstance(a, str) and a.strip() for a in q.answers)
+        assert isinstance(q, Question) and q.text.strip() and q.answers and all(
+            isinstance(a, str) and a.strip() for a in q.answers)
         json.dumps(q.meta)
     try: benchmarks.read_passages(get_benchmark(name), row)
     except RowError as e: assert repr(e.field) in str(e)
@@ -337,11 +458,14 @@ def test_lines_that_cannot_be_read(tmp_path):
     path = tmp_path / 'a.jsonl'
     path.write_text(json.dumps(ROWS[0]) + '\n\n' + json.dumps(ROWS[1])[:40] + '\n')
     with pytest.raises(RowError, match='a.jsonl, line 3.*not JSON'): load_questions('hotpotqa', path)
-    with pytest.warns(UserWarning, match='skipped 1 of 2'): assert len(load_questions('hotpotqa', path, on_error='skip')) == 1
+    with pytest.warns(UserWarning, match='skipped 1 of 2'):
+        assert len(load_questions('hotpotqa', path, on_error='skip')) == 1
     path = tmp_path / 'popQA.tsv'
     path.write_text(OWN['popqa.tsv'].read_text() + 'one\ttwo\n')
-    with pytest.raises(RowError, match=r"popQA.tsv, line 4: field '\(row\)' has 2 columns, the header 17"): load_questions('popqa', path)
-    with pytest.warns(UserWarning, match='skipped 1 of 3'): assert len(load_questions('popqa', path, on_error='skip')) == 2
+    with pytest.raises(RowError, match=r"popQA.tsv, line 4: field '\(row\)' has 2 columns, the header 17"):
+        load_questions('popqa', path)
+    with pytest.warns(UserWarning, match='skipped 1 of 3'):
+        assert len(load_questions('popqa', path, on_error='skip')) == 2
 
 
 def test_files_that_are_not_what_they_were_taken_for(tmp_path):
@@ -352,7 +476,8 @@ def test_files_that_are_not_what_they_were_taken_for(tmp_path):
     with pytest.raises(ValueError, match='all 2 rows are malformed'), warnings.catch_warnings():
         load_questions('hotpotqa', write(tmp_path / 'other.json', [{'text': 'a'}, {'text': 'b'}]), on_error='skip')
     for what in ({'version': 1}, 3, {}):
-        with pytest.raises(ValueError, match='object.json holds neither'): load_questions('hotpotqa', write(tmp_path / 'object.json', what))
+        with pytest.raises(ValueError, match='object.json holds neither'):
+            load_questions('hotpotqa', write(tmp_path / 'object.json', what))
     with pytest.raises(ValueError, match='suffixes'): read_rows(tmp_path / 'a.xml')
     with pytest.raises(FileNotFoundError): load_questions('hotpotqa', tmp_path / 'none.json')
     with pytest.raises(FileNotFoundError): read_rows(tmp_path / 'none.json')
@@ -360,9 +485,11 @@ def test_files_that_are_not_what_they_were_taken_for(tmp_path):
 
 
 def test_files_that_break_off(tmp_path):
-    whole = gzip.compress(b''.join(json.dumps({'question': f'q{i * 7919}?', 'answer': [str(i ** 3)]}).encode() + b'\n' for i in range(2000)))
+    whole = gzip.compress(b''.join(
+        json.dumps({'question': f'q{i * 7919}?', 'answer': [str(i ** 3)]}).encode() + b'\n' for i in range(2000)))
     (tmp_path / 'a.jsonl.gz').write_bytes(whole[:len(whole) // 2])
-    with pytest.raises(ValueError, match=r'a.jsonl.gz cannot be read after .*(line \d+|beginning).*fetch'): load_questions('nq', tmp_path / 'a.jsonl.gz')
+    with pytest.raises(ValueError, match=r'a.jsonl.gz cannot be read after .*(line \d+|beginning).*fetch'):
+        load_questions('nq', tmp_path / 'a.jsonl.gz')
     (tmp_path / 'b.jsonl.gz').write_text('{}')
     with pytest.raises(ValueError, match='b.jsonl.gz cannot be read'): load_questions('nq', tmp_path / 'b.jsonl.gz')
     (tmp_path / 'c.csv').write_text('Who?,,,,"Ada,,\n')
@@ -394,7 +521,8 @@ def test_tables_keep_every_character(tmp_path_factory, rows, delimiter):
     for i, (text, golds) in enumerate(rows): table.writerow([i, 'q ' + text, json.dumps(golds)])
     path.write_bytes(out.getvalue().encode())
     questions = load_questions('popqa', path)
-    assert [(q.text, q.answers) for q in questions] == [(('q ' + t).strip(), tuple(dict.fromkeys(g.strip() for g in golds))) for t, golds in rows]
+    assert [(q.text, q.answers) for q in questions
+            ] == [(('q ' + t).strip(), tuple(dict.fromkeys(g.strip() for g in golds))) for t, golds in rows]
 
 
 # ---- folders, names, corpora ----
@@ -409,7 +537,8 @@ def test_a_split_picks_the_file_of_a_folder(tmp_path):
     with pytest.raises(ValueError, match='several splits.*split='): load_questions('hotpotqa', tmp_path)
     with pytest.raises(FileNotFoundError, match="'test'"): load_questions('hotpotqa', tmp_path, split='test')
     with pytest.raises(ValueError, match='unknown split'): load_questions('hotpotqa', tmp_path, split='trian')
-    assert {(p.title, p.text) for p in load_corpus('hotpotqa', tmp_path)} == {(p.title, p.text) for p in load_corpus('hotpotqa', SAMPLE)}
+    assert {(p.title, p.text) for p in load_corpus('hotpotqa', tmp_path)} == {(p.title, p.text)
+                                                                              for p in load_corpus('hotpotqa', SAMPLE)}
     assert len(load_corpus('hotpotqa', tmp_path, split='train')) == 8
     write(tmp_path / 'hotpot_train_v1.json', ROWS)
     with pytest.raises(ValueError, match='2 files'): load_questions('hotpotqa', tmp_path, split='train')
@@ -422,11 +551,13 @@ def test_the_original_file_of_a_folder_comes_before_a_copy(tmp_path):
     (tmp_path / 'bamboogle.csv').write_bytes(OWN['bamboogle.csv'].read_bytes())
     assert len(load_questions('bamboogle', tmp_path, split='test')) == 2
     write(tmp_path / 'NQ-open.dev.jsonl', own_rows('nq'))
-    assert len(load_questions('nq', tmp_path, split='dev')) == 3 and load_questions('nq', tmp_path, split='test')[0].id == 'test_0'
+    assert len(load_questions('nq', tmp_path, split='dev')) == 3 and load_questions('nq', tmp_path,
+                                                                                    split='test')[0].id == 'test_0'
 
 
 def test_unknown_names_get_the_nearest():
-    assert get_benchmark('Hotpot-QA') is get_benchmark('hotpot_qa') and get_benchmark('2WikiMQA').name == '2wikimultihopqa' and get_benchmark('TQ').name == 'triviaqa'
+    assert get_benchmark('Hotpot-QA') is get_benchmark('hotpot_qa') and get_benchmark(
+        '2WikiMQA').name == '2wikimultihopqa' and get_benchmark('TQ').name == 'triviaqa'
     with pytest.raises(ValueError, match="did you mean 'hotpotqa'"): load_questions('hotpot', SAMPLE)
     with pytest.raises(ValueError, match='Known: .*hotpotqa'): load_corpus('zzz', SAMPLE)
     with pytest.raises(ValueError, match='already'): register(BENCHMARKS['hotpotqa'])
@@ -435,7 +566,8 @@ def test_unknown_names_get_the_nearest():
 
 
 def test_what_the_table_says():
-    assert set(BENCHMARKS) == set(FILES) and {n for n, b in BENCHMARKS.items() if b.metric == 'numeric'} == {'gsm8k', 'finqa'}
+    assert set(BENCHMARKS) == set(FILES) and {n for n, b in BENCHMARKS.items() if b.metric == 'numeric'
+                                              } == {'gsm8k', 'finqa'}
     assert {n for n, b in BENCHMARKS.items() if not b.has_corpus} == {'gsm8k', 'finqa'}
     for b in BENCHMARKS.values():
         repository, _, commit = b.hub
@@ -445,7 +577,9 @@ def test_what_the_table_says():
 
 def test_another_benchmark_joins_the_table(tmp_path, monkeypatch):
     monkeypatch.setattr(benchmarks, 'BENCHMARKS', dict(BENCHMARKS))
-    register(Benchmark('own', (Layout('ours', ('q', 'a'), lambda row: (None, row['q'], row['a'])),), files={'test': ('own.jsonl',)}))
+    register(
+        Benchmark('own', (Layout('ours', ('q', 'a'), lambda row: (None, row['q'], row['a'])), ),
+                  files={'test': ('own.jsonl', )}))
     write(tmp_path / 'own.jsonl', [{'q': 'Who?', 'a': ['Ada', 'Lovelace']}])
     assert load_questions('own', tmp_path)[0].answers == ('Ada', 'Lovelace')
     with pytest.raises(RowError, match='a passage has'): load_corpus('own', tmp_path / 'own.jsonl')
@@ -454,19 +588,28 @@ def test_another_benchmark_joins_the_table(tmp_path, monkeypatch):
 
 
 def test_corpus_files(tmp_path):
-    path = write(tmp_path / 'a.jsonl', [{'id': 7, 'contents': '"A "B" c"\nline 1\nline 2'}, {'id': 'x', 'contents': 'no title'}])
+    path = write(tmp_path / 'a.jsonl',
+                 [{'id': 7, 'contents': '"A "B" c"\nline 1\nline 2'}, {'id': 'x', 'contents': 'no title'}])
     assert load_corpus('hotpotqa', path) == [Passage('7', 'A "B" c', 'line 1\nline 2'), Passage('x', '', 'no title')]
-    path = write(tmp_path / 'b.json', [{'title': 'T', 'text': 'a'}, {'title': 'T', 'text': 'a'}, {'text': 'b', 'title': None}])
+    path = write(tmp_path / 'b.json',
+                 [{'title': 'T', 'text': 'a'}, {'title': 'T', 'text': 'a'}, {'text': 'b', 'title': None}])
     # a corpus file is taken as it is
     assert load_corpus('hotpotqa', path) == [Passage('0', 'T', 'a'), Passage('1', 'T', 'a'), Passage('2', '', 'b')]
     path = write(tmp_path / 'c.json', {'T': ['One.', ' Two.'], 'U': ['x']})
     assert load_corpus('hotpotqa', path) == [Passage('0', 'T', 'One. Two.'), Passage('1', 'U', 'x')]
-    assert load_corpus('hotpotqa', write(tmp_path / 'd.json', [{'id': 3, 'title': 'T', 'text': 'a'}])) == [Passage('3', 'T', 'a')]
-    (tmp_path / 'f.tsv').write_text('id\ttext\ttitle\n1\t"a ""b"""\tT\n')                                   # DPR's passages
+    assert load_corpus('hotpotqa', write(tmp_path / 'd.json',
+                                         [{'id': 3, 'title': 'T', 'text': 'a'}])) == [Passage('3', 'T', 'a')]
+    (tmp_path / 'f.tsv').write_text('id\ttext\ttitle\n1\t"a ""b"""\tT\n')  # DPR's passages
     assert load_corpus('nq', tmp_path / 'f.tsv') == [Passage('1', 'T', 'a "b"')]
-    for rows, field in (([{'id': 1, 'contents': ''}], 'contents'), ([{'contents': 'a'}], 'id'), ([{'id': True, 'contents': 'a'}], 'id'), ([{'title': 'a', 'text': 3}], 'text'),
-                        ([{'body': 'a'}], 'text'), ([3], '(row)'), ([{'id': 1, 'contents': 'a'}, {'id': 1, 'contents': 'b'}], 'id'),
-                        ([{'title': 't', 'sentences': 'not a list'}], 'sentences')):
+    for rows, field in (([{'id': 1, 'contents':
+                           ''}], 'contents'), ([{'contents':
+                                                 'a'}], 'id'), ([{'id': True, 'contents':
+                                                                  'a'}], 'id'), ([{'title': 'a', 'text':
+                                                                                   3}], 'text'), ([{'body':
+                                                                                                    'a'}], 'text'),
+                        ([3], '(row)'), ([{'id': 1, 'contents': 'a'},
+                                          {'id': 1, 'contents':
+                                           'b'}], 'id'), ([{'title': 't', 'sentences': 'not a list'}], 'sentences')):
         with pytest.raises(RowError) as e: load_corpus('hotpotqa', write(tmp_path / 'e.jsonl', rows))
         assert e.value.field == field and f'e.jsonl, line {len(rows)}' in str(e.value)
 
@@ -481,13 +624,16 @@ def test_a_corpus_from_the_questions_paragraphs(name):
 def test_sentences_are_joined_as_each_set_writes_them():
     texts = {p.title: p.text for p in load_corpus('2wiki', OWN['2wikimultihopqa.json'])}
     assert texts['Ilse Maren'] == 'Ilse Maren (1920 - 1999) was a composer of film music. She was born in Tavistead.'
-    assert {p.title: p.text for p in load_corpus('hotpotqa', SAMPLE)}['Ellsmere'] == 'Ellsmere is a fishing town known for its salt works. About 4,200 people live there.'
+    assert {p.title: p.text for p in load_corpus('hotpotqa', SAMPLE)}['Ellsmere'] == ('Ellsmere is a fishing town '
+                                                                                      'known for its salt works. '
+                                                                                      'About 4,200 people live there.')
 
 
 def test_triviaqas_evidence(tmp_path):
     rows = [hub_row('triviaqa', row) for row in own_rows('triviaqa')]
     assert load_corpus('triviaqa', write(tmp_path / 'rc.jsonl', rows)) == [Passage('0', 'Orvane', 'Orvane is a port.')]
-    rows[0]['entity_pages']['wiki_context'] = rows[1]['entity_pages']['wiki_context'] = []                    # the nocontext configurations
+    # the nocontext configurations
+    rows[0]['entity_pages']['wiki_context'] = rows[1]['entity_pages']['wiki_context'] = []
     with pytest.raises(ValueError, match='no paragraphs'): load_corpus('triviaqa', write(tmp_path / 'rc.jsonl', rows))
     with pytest.raises(ValueError, match='no paragraphs'): load_corpus('triviaqa', OWN['triviaqa.json'])
 
@@ -518,7 +664,9 @@ def hub_files(name, splits):
     for theirs in splits.values():
         out = io.BytesIO()
         if kind == 'jsonl': out.write(''.join(json.dumps(row) + '\n' for row in rows).encode())
-        else: pytest.importorskip('pyarrow.parquet').write_table(pytest.importorskip('pyarrow').Table.from_pylist(rows), out)
+        else:
+            pytest.importorskip('pyarrow.parquet').write_table(
+                pytest.importorskip('pyarrow').Table.from_pylist(rows), out)
         files[f'{config}/{theirs}-00000-of-00001.{kind}'] = out.getvalue()
     return files
 
@@ -530,7 +678,10 @@ def from_hub(tmp_path_factory, run_python):
     pytest.importorskip('datasets')
     here = tmp_path_factory.mktemp('hub')
     repositories = {BENCHMARKS[n].hub[0]: (BENCHMARKS[n].hub[2], hub_files(n, BENCHMARKS[n].hub_splits)) for n in FILES}
-    env = {'HF_HOME': str(here / 'home'), 'HF_HUB_OFFLINE': '0', 'HF_TOKEN': 'secret', 'NO_PROXY': '127.0.0.1', 'HF_HUB_DISABLE_PROGRESS_BARS': '1'}
+    env = {
+        'HF_HOME': str(here / 'home'), 'HF_HUB_OFFLINE': '0', 'HF_TOKEN': 'secret', 'NO_PROXY': '127.0.0.1',
+        'HF_HUB_DISABLE_PROGRESS_BARS': '1'
+    }
 
     def client(n, url):
         run_python(ROOT / 'tests' / 'hub_client.py', here / f'{n}.json', *FILES, env={**env, 'HF_ENDPOINT': url})
@@ -549,22 +700,30 @@ def test_a_set_is_loaded_by_name_at_the_pinned_commit(from_hub, name):
         assert set(got) == set(BENCHMARKS[name].hub_splits)
         for rows in got.values():
             assert [(text, golds[0]) for _, text, golds, _ in rows] == [(q.text, q.answers[0]) for q in original]
-            if name != 'bamboogle': assert rows == json.loads(json.dumps([[q.id, q.text, q.answers, q.meta] for q in original]))
+            if name != 'bamboogle':
+                assert rows == json.loads(json.dumps([[q.id, q.text, q.answers, q.meta] for q in original]))
 
 
 @pytest.mark.parametrize('name, split, file', [('hotpotqa', 'train', 'distractor/train-00000-of-00001.parquet'), ('finqa', 'dev', 'dataset/dev.json')])
 def test_an_interrupted_download_goes_on_where_it_was(from_hub, name, split, file):
     (first, second, _), hub = from_hub
     kind, said = first[name][split]
-    assert kind == 'ConnectionError' and 'An interrupted download goes on when called again' in said and second[name][split][0][1]
-    half = len(hub.repositories[BENCHMARKS[name].hub[0]][1][file]) // 2       # that much came, and it is written 64 bytes at a time
+    assert kind == 'ConnectionError' and 'An interrupted download goes on when called again' in said and second[name][
+        split][0][1]
+    # that much came, and it is written 64 bytes at a time
+    half = len(hub.repositories[BENCHMARKS[name].hub[0]][1][file]) // 2
     rest = f'bytes={half // 64 * 64}-'
-    assert half > 64 and hub.transfers(file) == [None, rest, rest]            # broken off; tried again at once, refused; the rest, by another process
+    # broken off; tried again at once, refused; the rest, by another process
+    assert half > 64 and hub.transfers(file) == [None, rest, rest]
 
 
 def test_what_is_there_is_not_asked_for_again(from_hub):
     _, hub = from_hub
-    assert all(hub.transfers(f) == [None] for _, files in hub.repositories.values() for f in files if f not in hub.cut and not f.endswith('.md'))
+    assert all(
+        hub.transfers(f) == [None]
+        for _, files in hub.repositories.values()
+        for f in files
+        if f not in hub.cut and not f.endswith('.md'))
 
 
 def test_a_file_that_is_not_what_was_announced_is_removed(tmp_path):
@@ -589,13 +748,16 @@ def test_a_beginning_that_is_too_long_is_thrown_away(tmp_path):
     (tmp_path / 'x.json.part').write_bytes(b'something else')
     with Hub({'a/b': ('0' * 40, {'x.json': b'[3]'})}) as hub:
         for _ in range(2): datasets._fetch(f'{hub.url}/datasets/a/b/resolve/{"0" * 40}/x.json', tmp_path / 'x.json')
-    assert (tmp_path / 'x.json').read_bytes() == b'[3]' and hub.transfers('x.json') == [None] and not (tmp_path / 'x.json.part').exists()
+    assert (tmp_path / 'x.json').read_bytes() == b'[3]' and hub.transfers('x.json') == [
+        None
+    ] and not (tmp_path / 'x.json.part').exists()
 
 
 def test_a_malformed_row_of_a_download_names_repository_and_file(monkeypatch, tmp_path):
     (tmp_path / 'dev.json').write_text('[{"qa": 3, "table": []}]')
     monkeypatch.setattr(datasets, '_download', lambda bench, split: [tmp_path / 'dev.json'])
-    with pytest.raises(RowError, match="czyssrs/FinQA/dev.json, row 0: field 'qa'"): load_questions('finqa', split='dev')
+    with pytest.raises(RowError, match="czyssrs/FinQA/dev.json, row 0: field 'qa'"):
+        load_questions('finqa', split='dev')
 
 
 @pytest.mark.parametrize('name', FILES)
@@ -614,8 +776,10 @@ def test_offline_is_said_clearly(monkeypatch, tmp_path, name):
     monkeypatch.setattr(datasets, '_fetch', offline)
     monkeypatch.setitem(sys.modules, 'datasets', SimpleNamespace(load_dataset_builder=offline))
     with pytest.raises(ConnectionError) as e: load_questions(name, split=bench.eval_split)
-    for said in (bench.hub[0], bench.hub[2], 'unreachable', bench.home, 'give it as path', datasets._file_names(bench, bench.eval_split)[0]): assert said in str(e.value)
-    if '://' in bench.hub_splits[bench.eval_split]: return                     # FinQA's files are fetched without the package
+    for said in (bench.hub[0], bench.hub[2], 'unreachable', bench.home, 'give it as path',
+                 datasets._file_names(bench, bench.eval_split)[0]):
+        assert said in str(e.value)
+    if '://' in bench.hub_splits[bench.eval_split]: return  # FinQA's files are fetched without the package
     monkeypatch.setitem(sys.modules, 'datasets', None)                          # not installed
     with pytest.raises(ImportError, match=r'credit_rl\[train\]'): load_questions(name, split=bench.eval_split)
 
@@ -634,7 +798,7 @@ def test_subsample(n, m, seed, shuffled):
     c = subsample(shuffled, n, seed)
     assert set(c) == set(a) and c == [q for q in shuffled if q in c]           # the same questions, in the file's order
     fewer = [q for q in QUESTIONS if q.id != a[0].id]
-    if n < 30: assert set(a[1:]) < set(subsample(fewer, n, seed))              # a question that is gone changes no other's draw
+    if n < 30: assert set(a[1:]) < set(subsample(fewer, n, seed))  # a question that is gone changes no other's draw
 
 
 def test_subsample_depends_on_the_seed_and_favours_nobody():
@@ -646,8 +810,10 @@ def test_subsample_depends_on_the_seed_and_favours_nobody():
 
 def test_the_papers_mixtures():
     assert MIXTURES['tips'].train == MIXTURES['tspo'].train == MIXTURES['prs'].train == ('nq', 'hotpotqa')
-    assert set(MIXTURES['igpo'].train) == {'nq', 'hotpotqa', 'triviaqa', '2wikimultihopqa'} and set(MIXTURES['igpo'].held_out) == {'musique', 'bamboogle', 'popqa'}
-    assert set(MIXTURES['carl'].train) == {'gsm8k', 'hotpotqa', '2wikimultihopqa'} and set(MIXTURES['carl'].held_out) == {'finqa', 'musique'}
+    assert set(MIXTURES['igpo'].train) == {'nq', 'hotpotqa', 'triviaqa', '2wikimultihopqa'} and set(
+        MIXTURES['igpo'].held_out) == {'musique', 'bamboogle', 'popqa'}
+    assert set(MIXTURES['carl'].train) == {'gsm8k', 'hotpotqa', '2wikimultihopqa'} and set(
+        MIXTURES['carl'].held_out) == {'finqa', 'musique'}
     assert all(n in BENCHMARKS for m in MIXTURES.values() for n in m.train + m.evaluate)
 
 
@@ -658,43 +824,71 @@ def test_load_mixture(tmp_path):
     mixed = load_mixture('carl', tmp_path, sizes={'hotpotqa': 3}, seed=0)
     assert Counter(q.source for q in mixed) == {'gsm8k': 2, 'hotpotqa': 3, '2wikimultihopqa': 2}
     assert len({q.id for q in mixed}) == 7 and all(q.id.startswith(q.source + ':') for q in mixed)
-    assert {q.id for q in mixed if q.source == 'hotpotqa'} == {f'hotpotqa:{q.id}' for q in subsample(load_questions('hotpotqa', SAMPLE), 3, 0)}
-    assert mixed == load_mixture(['2Wiki', 'hotpot_qa', 'gsm8k'], {'gsm8k': tmp_path / 'gsm8k', 'hotpotqa': tmp_path / 'hotpotqa', '2wiki': tmp_path / '2wikimultihopqa'}, {'HotpotQA': 3}, 0)
-    assert len({tuple(q.id for q in load_mixture('carl', tmp_path, seed=s)) for s in range(6)}) > 3          # shuffled by the seed
+    assert {q.id for q in mixed if q.source == 'hotpotqa'
+            } == {f'hotpotqa:{q.id}' for q in subsample(load_questions('hotpotqa', SAMPLE), 3, 0)}
+    assert mixed == load_mixture(
+        ['2Wiki', 'hotpot_qa', 'gsm8k'],
+        {'gsm8k': tmp_path / 'gsm8k', 'hotpotqa': tmp_path / 'hotpotqa', '2wiki': tmp_path / '2wikimultihopqa'},
+        {'HotpotQA': 3}, 0)
+    # shuffled by the seed
+    assert len({tuple(q.id for q in load_mixture('carl', tmp_path, seed=s)) for s in range(6)}) > 3
     assert len(load_mixture('carl', tmp_path, sizes=2)) == 6
-    for call, message in ((lambda: load_mixture('carl', tmp_path, sizes=3), 'asks for 3 questions of gsm8k, which has 2'),
-                          (lambda: load_mixture('carl', tmp_path, sizes={'nq': 3}), 'sizes names nq'), (lambda: load_mixture('crl', tmp_path), 'known: tips'),
-                          (lambda: load_mixture('carl', {'nq': tmp_path}), 'paths names nq'), (lambda: load_mixture('carl', tmp_path, split='dev'), "no gsm8k questions of split 'dev'")):
+    for call, message in ((lambda: load_mixture('carl', tmp_path, sizes=3),
+                           'asks for 3 questions of gsm8k, which has 2'),
+                          (lambda: load_mixture('carl', tmp_path, sizes={'nq': 3}),
+                           'sizes names nq'), (lambda: load_mixture('crl', tmp_path), 'known: tips'),
+                          (lambda: load_mixture('carl', {'nq': tmp_path}), 'paths names nq'),
+                          (lambda: load_mixture('carl', tmp_path, split='dev'), "no gsm8k questions of split 'dev'")):
         with pytest.raises((ValueError, FileNotFoundError), match=message): call()
     write(tmp_path / 'gsm8k' / 'train.jsonl', [*own_rows('gsm8k'), {'question': 'How many?', 'answer': '7'}])
-    with pytest.warns(UserWarning, match='skipped 1 of 3'): assert len(load_mixture('carl', tmp_path, on_error='skip').skipped) == 1
+    with pytest.warns(UserWarning, match='skipped 1 of 3'):
+        assert len(load_mixture('carl', tmp_path, on_error='skip').skipped) == 1
 
 
 def test_a_long_file_shows_progress(tmp_path, capsys):
     load_questions('hotpotqa', SAMPLE)
     assert not capsys.readouterr().err
     for kwargs in ({'size': 10 ** 8}, {'total': 10 ** 5}):
-        assert list(readers._progress([1, 2], 'long.json', **kwargs)) == [1, 2] and 'long.json' in capsys.readouterr().err
+        assert list(readers._progress([1, 2], 'long.json', **kwargs)) == [1, 2
+                                                                          ] and 'long.json' in capsys.readouterr().err
 
 
 # ---- real slices, where CREDIT_RL_DATA points to them ----
 
 REAL = {  # file → set, questions
-    'nq/NQ-open.dev.jsonl': ('nq', 200), 'nq/flashrag_test.jsonl': ('nq', 200), 'triviaqa/flashrag_test.jsonl': ('triviaqa', 200),
-    'triviaqa/triviaqa_sample.json': ('triviaqa', 1), 'triviaqa/unfiltered-web-dev.json': ('triviaqa', 3), 'triviaqa/unfiltered-web-train.json': ('triviaqa', 3),
-    'triviaqa/wikipedia-dev.json': ('triviaqa', 1), 'triviaqa/web-dev.json': ('triviaqa', 3), 'popqa/popQA.tsv': ('popqa', 200),
-    'popqa/flashrag_test.jsonl': ('popqa', 200), 'hotpotqa/hotpot_dev_distractor_v1.json': ('hotpotqa', 120), 'hotpotqa/hotpot_train_v1.1.json': ('hotpotqa', 100),
-    'hotpotqa/hf_distractor_validation.json': ('hotpotqa', 60), '2wikimultihopqa/dev.json': ('2wikimultihopqa', 99),
-    '2wikimultihopqa/train.json': ('2wikimultihopqa', 150), 'musique/musique_ans_v1.0_dev.jsonl': ('musique', 120),
-    'musique/musique_ans_v1.0_train.jsonl': ('musique', 100), 'bamboogle/bamboogle.csv': ('bamboogle', 75), 'bamboogle/flashrag_test.jsonl': ('bamboogle', 75),
-    'gsm8k/test.jsonl': ('gsm8k', 200), 'gsm8k/train.jsonl': ('gsm8k', 500), 'finqa/dev.json': ('finqa', 120), 'finqa/train.json': ('finqa', 100),
-    'verl_parquet/agentic_rag_musique_train.parquet': ('musique', 500)}
+    'nq/NQ-open.dev.jsonl': ('nq', 200),
+    'nq/flashrag_test.jsonl': ('nq', 200),
+    'triviaqa/flashrag_test.jsonl': ('triviaqa', 200),
+    'triviaqa/triviaqa_sample.json': ('triviaqa', 1),
+    'triviaqa/unfiltered-web-dev.json': ('triviaqa', 3),
+    'triviaqa/unfiltered-web-train.json': ('triviaqa', 3),
+    'triviaqa/wikipedia-dev.json': ('triviaqa', 1),
+    'triviaqa/web-dev.json': ('triviaqa', 3),
+    'popqa/popQA.tsv': ('popqa', 200),
+    'popqa/flashrag_test.jsonl': ('popqa', 200),
+    'hotpotqa/hotpot_dev_distractor_v1.json': ('hotpotqa', 120),
+    'hotpotqa/hotpot_train_v1.1.json': ('hotpotqa', 100),
+    'hotpotqa/hf_distractor_validation.json': ('hotpotqa', 60),
+    '2wikimultihopqa/dev.json': ('2wikimultihopqa', 99),
+    '2wikimultihopqa/train.json': ('2wikimultihopqa', 150),
+    'musique/musique_ans_v1.0_dev.jsonl': ('musique', 120),
+    'musique/musique_ans_v1.0_train.jsonl': ('musique', 100),
+    'bamboogle/bamboogle.csv': ('bamboogle', 75),
+    'bamboogle/flashrag_test.jsonl': ('bamboogle', 75),
+    'gsm8k/test.jsonl': ('gsm8k', 200),
+    'gsm8k/train.jsonl': ('gsm8k', 500),
+    'finqa/dev.json': ('finqa', 120),
+    'finqa/train.json': ('finqa', 100),
+    'verl_parquet/agentic_rag_musique_train.parquet': ('musique', 500),
+}
 CORPORA = {
-    'nq/wiki18_passages.jsonl': ('nq', 2579), 'triviaqa/wiki18_passages.jsonl': ('triviaqa', 2601), 'popqa/wiki18_passages.jsonl': ('popqa', 1859),
-    'popqa/popqa_corpus.json': ('popqa', 331), 'bamboogle/wiki18_passages.jsonl': ('bamboogle', 432), 'hotpotqa/hotpotqa_corpus.json': ('hotpotqa', 2174),
-    'hotpotqa/hipporag_hotpotqa_train_corpus.json': ('hotpotqa', 994), '2wikimultihopqa/2wikimultihopqa_corpus.json': ('2wikimultihopqa', 1717),
-    '2wikimultihopqa/hipporag_2wikimultihopqa_corpus.json': ('2wikimultihopqa', 6119), 'musique/musique_corpus.json': ('musique', 3894),
-    'search_r1/corpus.jsonl': ('nq', 10)}
+    'nq/wiki18_passages.jsonl': ('nq', 2579), 'triviaqa/wiki18_passages.jsonl': ('triviaqa', 2601),
+    'popqa/wiki18_passages.jsonl': ('popqa', 1859), 'popqa/popqa_corpus.json': ('popqa', 331),
+    'bamboogle/wiki18_passages.jsonl': ('bamboogle', 432), 'hotpotqa/hotpotqa_corpus.json': ('hotpotqa', 2174),
+    'hotpotqa/hipporag_hotpotqa_train_corpus.json': ('hotpotqa', 994), '2wikimultihopqa/2wikimultihopqa_corpus.json':
+    ('2wikimultihopqa', 1717), '2wikimultihopqa/hipporag_2wikimultihopqa_corpus.json': ('2wikimultihopqa', 6119),
+    'musique/musique_corpus.json': ('musique', 3894), 'search_r1/corpus.jsonl': ('nq', 10)
+}
 
 
 @pytest.mark.parametrize('file', REAL)
@@ -703,7 +897,9 @@ def test_real_questions(data, file):
     if file.endswith('.parquet'): pytest.importorskip('pyarrow')
     questions = strict(load_questions, name, data / file)
     assert len(questions) == n == len({q.id for q in questions}) and not questions.skipped
-    for q in questions: assert q.source == name and q.text.strip() and q.answers and all(isinstance(a, str) and a.strip() for a in q.answers)
+    for q in questions:
+        assert q.source == name and q.text.strip() and q.answers and all(
+            isinstance(a, str) and a.strip() for a in q.answers)
     json.dumps([q.meta for q in questions])
 
 
@@ -733,21 +929,36 @@ def test_real_rows_checked_by_hand(data):
     q = pick(load_questions('triviaqa', data / 'triviaqa', 'dev'), 'What star sign is Jamie Lee Curtis?')
     assert (q.id, q.answers) == ('tc_13', ('Scorpio', 'Skorpio', 'Scorpio (disambiguation)'))
     q = pick(load_questions('popqa', data / 'popqa' / 'popQA.tsv'), "What is George Rankin's occupation?")
-    assert (q.id, q.answers, q.meta['type'], q.meta['s_pop']) == ('4222362', ('politician', 'political leader', 'political figure', 'polit.', 'pol'), 'occupation', 142)
+    assert (q.id, q.answers, q.meta['type'], q.meta['s_pop']) == ('4222362', ('politician', 'political leader',
+                                                                              'political figure', 'polit.', 'pol'),
+                                                                  'occupation', 142)
     q = pick(load_questions('popqa', data / 'popqa' / 'flashrag_test.jsonl'), 'Who was the composer of Easy Living?')
-    assert (q.id, q.answers, q.meta['type'], q.meta['o_pop']) == ('test_10207', ('Ralph Rainger', 'Ralph Reichenthal'), 'composer', 922)
-    q = pick(load_questions('hotpotqa', data / 'hotpotqa' / 'hf_distractor_validation.json'), 'Were Scott Derrickson and Ed Wood')
-    assert q.answers == ('yes',) and q.meta == {'hops': 2, 'type': 'comparison', 'level': 'hard', 'supporting_facts': [['Scott Derrickson', 0], ['Ed Wood', 0]]}
-    q = pick(load_questions('2wiki', data / '2wikimultihopqa', 'dev'), 'Which film whose director is younger, Forbidden Ground or Free Guy?')
+    assert (q.id, q.answers, q.meta['type'], q.meta['o_pop']) == ('test_10207', ('Ralph Rainger', 'Ralph Reichenthal'),
+                                                                  'composer', 922)
+    q = pick(load_questions('hotpotqa', data / 'hotpotqa' / 'hf_distractor_validation.json'), 'Were Scott Derrickson '
+                                                                                              'and Ed Wood')
+    assert q.answers == ('yes', ) and q.meta == {
+        'hops': 2, 'type': 'comparison', 'level': 'hard', 'supporting_facts': [['Scott Derrickson', 0], ['Ed Wood', 0]]
+    }
+    q = pick(load_questions('2wiki', data / '2wikimultihopqa', 'dev'), 'Which film whose director is younger, '
+                                                                       'Forbidden Ground or Free Guy?')
     assert (q.id, q.meta['hops'], q.meta['type']) == ('b088d3ca08e211ebbda4ac1f6bf848b6', 4, 'bridge_comparison')
     (q,) = [q for q in load_questions('musique', data / 'musique', 'dev') if q.id == '2hop__574419_270105']
-    assert q.answers == ('Stanley',) and q.meta['hops'] == 2 and q.meta['steps'][0] == ['Van Hook Township >> located in the administrative territorial entity', 'Mountrail County']
-    q = pick(load_questions('bamboogle', data / 'bamboogle' / 'bamboogle.csv'), 'Who is the mother of the father of George Washington?')
+    assert q.answers == ('Stanley', ) and q.meta['hops'] == 2 and q.meta['steps'][0] == [
+        'Van Hook Township >> located '
+        'in the administrative '
+        'territorial entity', 'Mountrail County'
+    ]
+    q = pick(load_questions('bamboogle', data / 'bamboogle' / 'bamboogle.csv'), 'Who is the mother of the father of '
+                                                                                'George Washington?')
     assert q.answers == ('Mildred Warner', 'Mildred Gale')
     q = pick(load_questions('gsm8k', data / 'gsm8k', 'test'), 'Janet’s ducks lay 16 eggs per day.')
-    assert q.answers == ('18',) and q.meta['solution'].startswith('Janet sells 16 - 3 - 4 = <<16-3-4=9>>9 duck eggs a day.')
+    assert q.answers == ('18',) and q.meta['solution'].startswith('Janet sells 16 - 3 - 4 = <<16-3-4=9>>9 duck eggs a '
+                                                                  'day.')
     (q,) = [q for q in load_questions('finqa', data / 'finqa', 'train') if q.id == 'ETR/2009/page_107.pdf-2']
-    assert q.answers == ('0.34719', '34.7%') and '\ntotal senior secured transition bonds | $ 329500\n' in q.text and q.text.endswith('maturity date in 2022?')
+    assert q.answers == (
+        '0.34719', '34.7%') and '\ntotal senior secured transition bonds | $ 329500\n' in q.text and q.text.endswith(
+            'maturity date in 2022?')
 
 
 def test_real_aliases_and_kinds(data):
@@ -756,12 +967,17 @@ def test_real_aliases_and_kinds(data):
     twowiki = load_questions('2wiki', data / '2wikimultihopqa', 'dev')
     assert Counter((q.meta['type'], q.meta['hops']) for q in twowiki) == {
         ('bridge_comparison', 4): 30, ('compositional', 2): 35, ('comparison', 2): 30, ('inference', 2): 4}
-    assert all(len({t for t, _ in q.meta['supporting_facts']}) == q.meta['hops'] for q in twowiki)           # as many pages as hops
+    # as many pages as hops
+    assert all(len({t for t, _ in q.meta['supporting_facts']}) == q.meta['hops'] for q in twowiki)
     musique = load_questions('musique', data / 'musique', 'dev')
-    assert Counter(q.meta['type'] for q in musique) == {'2hop': 85, '3hop1': 17, '4hop1': 12, '4hop3': 3, '3hop2': 2, '4hop2': 1}
+    assert Counter(q.meta['type']
+                   for q in musique) == {'2hop': 85, '3hop1': 17, '4hop1': 12, '4hop3': 3, '3hop2': 2, '4hop2': 1}
     assert all(len(q.meta['steps']) == q.meta['hops'] for q in musique)
     raw = {r['id']: r for _, r in read_rows(data / 'musique' / 'musique_ans_v1.0_dev.jsonl')}
-    assert all(set(q.answers) == {raw[q.id]['answer'].strip(), *(a.strip() for a in raw[q.id]['answer_aliases'])} for q in musique)
+    assert all(
+        set(q.answers) == {raw[q.id]['answer'].strip(), *(a.strip()
+                                                          for a in raw[q.id]['answer_aliases'])}
+        for q in musique)
     assert any(len(q.answers) > 1 for q in musique)
     trivia = load_questions('triviaqa', data / 'triviaqa' / 'flashrag_test.jsonl')
     assert sum(len(q.answers) for q in trivia) / len(trivia) > 13
@@ -770,7 +986,9 @@ def test_real_aliases_and_kinds(data):
     assert all(has_a_table(q) for q in finqa)
     # the sheet and FlashRAG's copy of it ask the same questions
     key = lambda q: q.text.rstrip('?').strip().lower()
-    sheet, copies = ({key(q): q for q in load_questions('bamboogle', data / 'bamboogle' / f)} for f in ('bamboogle.csv', 'flashrag_test.jsonl'))
+    sheet, copies = ({key(q): q
+                      for q in load_questions('bamboogle', data / 'bamboogle' / f)}
+                     for f in ('bamboogle.csv', 'flashrag_test.jsonl'))
     assert sheet.keys() == copies.keys()
 
 
@@ -783,7 +1001,9 @@ def test_real_corpora_contain_the_supporting_pages(data, name):
     titles = {p.title for p in load_corpus(name, data / name)}
     splits = ['test'] if name == 'popqa' else ['dev', 'train']
     questions = [q for split in splits for q in load_questions(name, data / name, split)]
-    assert all(t in titles for q in questions for t, _ in q.meta['supporting_facts']) and all(q.meta['supporting_facts'] for q in questions)
+    assert all(t in titles
+               for q in questions
+               for t, _ in q.meta['supporting_facts']) and all(q.meta['supporting_facts'] for q in questions)
 
 
 @pytest.mark.parametrize('name', ['hotpotqa', '2wikimultihopqa', 'musique'])

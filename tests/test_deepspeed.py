@@ -30,12 +30,17 @@ def launch(ranks, folder, other='-', stages=None):
         free.bind(('127.0.0.1', 0))
         port = free.getsockname()[1]
     out, log = folder / 'out.pt', folder / 'log.txt'
-    command = [sys.executable, '-m', 'torch.distributed.run', '--nproc_per_node', ranks, '--master_addr', '127.0.0.1', '--master_port', port,
-               Path(deepspeed_steps.__file__), out, other, *(stages or STAGES[ranks])]
+    command = [
+        sys.executable, '-m', 'torch.distributed.run', '--nproc_per_node', ranks, '--master_addr', '127.0.0.1',
+        '--master_port', port,
+        Path(deepspeed_steps.__file__), out, other, *(stages or STAGES[ranks])
+    ]
     with open(log, 'w') as f:
-        process = subprocess.Popen(list(map(str, command)), stdin=subprocess.DEVNULL, stdout=f, stderr=subprocess.STDOUT,
-                                   env={**os.environ, 'OMP_NUM_THREADS': '1', 'PYTHONUNBUFFERED': '1',
-                                        **({'GLOO_SOCKET_IFNAME': 'lo'} if sys.platform == 'linux' else {})})
+        process = subprocess.Popen(
+            list(map(str, command)), stdin=subprocess.DEVNULL, stdout=f, stderr=subprocess.STDOUT, env={
+                **os.environ, 'OMP_NUM_THREADS': '1', 'PYTHONUNBUFFERED': '1',
+                **({'GLOO_SOCKET_IFNAME': 'lo'} if sys.platform == 'linux' else {})
+            })
         try:
             process.wait(HANG)
         except subprocess.TimeoutExpired:
@@ -73,7 +78,8 @@ def assert_same_logs(logs, expected, atol, rtol):
     assert [set(log) for log in logs] == [set(log) for log in expected]
     for i, (log, wanted) in enumerate(zip(logs, expected)):
         for name in log:
-            assert_close(float(log[name]), float(wanted[name]), atol=atol, rtol=rtol if name == 'grad_norm' else 0, msg=lambda text: f'step {i}, {name}: {text}')
+            assert_close(float(log[name]), float(wanted[name]), atol=atol, rtol=rtol if name == 'grad_norm' else 0,
+                         msg=lambda text: f'step {i}, {name}: {text}')
 
 
 @pytest.mark.parametrize('case', ['grpo', 'tspo', 'sgd', 'additions'])
@@ -99,7 +105,8 @@ def test_methods_learn_the_same(results, plain, ranks, stage, case):
     assert_close(got['weights'], wanted['weights'], atol=1e-4, rtol=0)
     for one, other in zip(got['seen'], wanted['seen']):
         assert set(one) == set(other)
-        for name in one: assert_close(one[name], other[name], atol=1e-3, rtol=1e-4, equal_nan=True)   # sums over an answer's tokens
+        # sums over an answer's tokens
+        for name in one: assert_close(one[name], other[name], atol=1e-3, rtol=1e-4, equal_nan=True)
 
 
 def test_a_refreshed_teacher_is_seen(plain):
@@ -109,7 +116,8 @@ def test_a_refreshed_teacher_is_seen(plain):
 
 
 def test_the_batches_are_what_they_should_be(plain):
-    "Several updates a step, some with one trajectory only, none without credit unless a KL term moves the weights; a trajectory in two rows."
+    """Several updates a step, some with one trajectory only, none without credit unless a KL term moves the weights; a
+    trajectory in two rows."""
     assert [log['updates'] for log in plain['grpo']['logs']] == [2] * deepspeed_steps.STEPS + [1, 0]
     assert [log['updates'] for log in plain['tspo']['logs']] == [2] * (deepspeed_steps.STEPS + 2)
     layout = deepspeed_steps.tspo()[0]
@@ -118,10 +126,12 @@ def test_the_batches_are_what_they_should_be(plain):
 
 
 def test_the_methods_batch_leaves_a_rank_without_rows_and_moves_the_weights(plain):
-    "Mini-batches of two, two and one trajectory, in rows of unequal lengths, each of which is an update; SGD moves the weights by far more than the tolerance."
+    """Mini-batches of two, two and one trajectory, in rows of unequal lengths, each of which is an update; SGD moves
+    the weights by far more than the tolerance."""
     groups = deepspeed_steps.method_batch()
     layout, begun = pack(groups), dict(deepspeed_steps.model(0, len(tiny_tokenizer()), True).named_parameters())
-    assert [len(part) for part in torch.arange(len(layout.groups)).tensor_split(3)] == [2, 2, 1] and layout.groups.bincount().tolist() == [3, 2]
+    assert [len(part) for part in torch.arange(len(layout.groups)).tensor_split(3)
+            ] == [2, 2, 1] and layout.groups.bincount().tolist() == [3, 2]
     assert len(layout.ids) == 6 and len(set(layout.lengths.tolist())) > 2 and deal([5], 99, 2) == [[[0]], [[]]]
     for name in deepspeed_steps.LETTER:
         for how in ('adamw', 'sgd'): assert [log['updates'] for log in plain[name, how]['logs']] == [3] * 5, name
@@ -134,7 +144,8 @@ def test_ranks_agree(results):
     for stage in STAGES[2]:
         for case in ('grpo', 'tspo', 'sgd', 'additions'):
             assert first[stage][case]['logs'] == second[stage][case]['logs']
-            for name in ('logp', 'one', 'weights'): assert_close(first[stage][case][name], second[stage][case][name], atol=0, rtol=0)
+            for name in ('logp', 'one', 'weights'):
+                assert_close(first[stage][case][name], second[stage][case][name], atol=0, rtol=0)
 
 
 @pytest.mark.parametrize('ranks, stage', RUNS)
@@ -145,11 +156,13 @@ def test_a_restored_learner_goes_on_as_if_nothing_had_happened(results, ranks, s
 
 @pytest.mark.parametrize('stage', STAGES[1])
 def test_an_offloaded_optimiser_takes_the_same_steps_and_is_restored(results, plain, stage):
-    "In the host's memory, as the papers' files have it: the plain learner's losses, and after a checkpoint the very same ones."
+    """In the host's memory, as the papers' files have it: the plain learner's losses, and after a checkpoint the very
+    same ones."""
     found = results(1)[0][stage]['offloaded']
     assert 'cpu' in found['where']
     assert_same_logs(found['logs'], plain['tspo']['logs'][:deepspeed_steps.STEPS], atol=1e-4, rtol=1e-5)
-    assert found['again'] == found['logs'][3:] and assert_close(found['weights again'], found['weights'], atol=0, rtol=0) is None
+    assert found['again'] == found['logs'][3:] and assert_close(found['weights again'], found['weights'], atol=0,
+                                                                rtol=0) is None
 
 
 def assert_goes_on(got, wanted):
@@ -176,4 +189,5 @@ def test_bfloat16_is_near_with_exact_positions_and_a_reference_like_the_policy(r
     assert_same_logs(half['logs'], plain['grpo']['logs'][:deepspeed_steps.STEPS], atol=.01, rtol=.02)
     assert half['logs'] != plain['grpo']['logs'][:deepspeed_steps.STEPS] and half['buffers'] == ['torch.float32']
     assert half['apart'] == 0 and half['went on'] == half['resumed']
-    assert half['counted'] == [2. * deepspeed_steps.STEPS]      # AdamW's steps are the updates: at stage 0 DeepSpeed's own first one is not among them
+    # AdamW's steps are the updates: at stage 0 DeepSpeed's own first one is not among them
+    assert half['counted'] == [2. * deepspeed_steps.STEPS]

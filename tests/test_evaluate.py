@@ -29,8 +29,9 @@ DATA = Path(__file__).resolve().parents[1] / 'data'
 ROWS = DATA / 'rows'
 SAMPLE = DATA / 'hotpotqa_sample.json'
 SEVEN = MIXTURES['tspo'].evaluate
-FILES = {**{n: str(next(ROWS.glob(f'{n}.*'))) for n in BENCHMARKS if n != 'hotpotqa'}, 'hotpotqa': str(SAMPLE)}   # rows of our own, of every set
-BARE = ('nq', 'triviaqa', 'popqa', 'bamboogle')                                                                # their rows bring no passages
+# rows of our own, of every set
+FILES = {**{n: str(next(ROWS.glob(f'{n}.*'))) for n in BENCHMARKS if n != 'hotpotqa'}, 'hotpotqa': str(SAMPLE)}
+BARE = ('nq', 'triviaqa', 'popqa', 'bamboogle')  # their rows bring no passages
 QUICK = dict(max_turns=2, turn_tokens=6, max_tokens=16384, passages=2)
 
 
@@ -39,8 +40,10 @@ def random_model(folder):
     from transformers import Qwen2Config, Qwen2ForCausalLM
     tokenizer = byte_tokenizer(texts=[p.read_text() for p in ROWS.iterdir()], merges=400)
     torch.manual_seed(0)
-    Qwen2ForCausalLM(Qwen2Config(vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
-                                 max_position_embeddings=16384, eos_token_id=tokenizer.eos_token_id)).save_pretrained(folder)
+    Qwen2ForCausalLM(
+        Qwen2Config(vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+                    num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=16384,
+                    eos_token_id=tokenizer.eos_token_id)).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return str(folder)
 
@@ -61,7 +64,8 @@ def model(tmp_path_factory):
 def corpus(tmp_path_factory):
     "The sample's passages as a corpus file, for the sets that bring none."
     path = tmp_path_factory.mktemp('corpus') / 'corpus.jsonl'
-    path.write_text(''.join(json.dumps({'id': p.id, 'title': p.title, 'text': p.text}) + '\n' for p in load_corpus('hotpotqa', SAMPLE)))
+    path.write_text(''.join(
+        json.dumps({'id': p.id, 'title': p.title, 'text': p.text}) + '\n' for p in load_corpus('hotpotqa', SAMPLE)))
     return str(path)
 
 
@@ -75,22 +79,29 @@ def quiet(settings, **rest):
 def check_nine(run, asked, loaded):
     "What must be true of a random model's evaluation of all sets; `loaded` gives the questions of a set."
     scores = read_scores(run)
-    assert list(scores) == list(BENCHMARKS) and len(scores) == 9 and json.loads((run / 'summary.json').read_text()) == scores
+    assert list(scores) == list(BENCHMARKS) and len(scores) == 9 and json.loads(
+        (run / 'summary.json').read_text()) == scores
     for name, s in scores.items():
         folder, rows = run / name, read_turns(run / name)
         manifest, questions = read_manifest(folder), {q.id: q for q in loaded(name)}
         assert len(rows) == s['questions'] == manifest['questions']['asked'] == min(asked, len(questions))
-        assert [r['id'] for r in rows] == manifest['questions']['ids'] and manifest['questions']['loaded'] == len(questions)
+        assert [r['id']
+                for r in rows] == manifest['questions']['ids'] and manifest['questions']['loaded'] == len(questions)
         assert s['metric'] == ('numeric' if name in ('gsm8k', 'finqa') else 'em') and 0 <= s['score'] <= .5
         for r in rows:
             t, q = trajectory_from_json(r['trajectory']), questions[r['id']]
             assert (r['question'], tuple(r['golds']), t.question.text) == (q.text, q.answers, q.text)
-            assert r['turns'] == len(t.turns) <= QUICK['max_turns'] and r['tokens'] == sum(len(turn.action_ids) for turn in t.turns)
-            assert (r['prediction'] is not None) == (t.stop is Stop.ANSWER) and (r['prediction'] or r['em'] == r['f1'] == r['cover_em'] == 0)
+            assert r['turns'] == len(t.turns) <= QUICK['max_turns'] and r['tokens'] == sum(
+                len(turn.action_ids) for turn in t.turns)
+            assert (r['prediction'] is not None) == (t.stop
+                                                     is Stop.ANSWER) and (r['prediction'] or
+                                                                          r['em'] == r['f1'] == r['cover_em'] == 0)
         assert (manifest['corpus'] is not None) == (manifest['retriever'] is not None) == (name in SEVEN)
         if name in SEVEN:
             assert re.fullmatch('[0-9a-f]{32}', manifest['corpus']['hash']) and manifest['corpus']['passages'] >= 4
-            assert manifest['retriever'] == {'name': 'BM25', 'k1': .9, 'b': .4, 'variant': 'lucene', 'top_k': 2, 'passage_tokens': None}
+            assert manifest['retriever'] == {
+                'name': 'BM25', 'k1': .9, 'b': .4, 'variant': 'lucene', 'top_k': 2, 'passage_tokens': None
+            }
             assert 'call a search engine' in manifest['prompt']
         else:
             assert 'search' not in manifest['prompt'] and manifest['protocol']['name'] == 'direct'
@@ -102,19 +113,27 @@ def check_finqa(run, tokenizer):
     for r in read_turns(run / 'finqa'):
         prompt = tokenizer.decode(r['trajectory']['prompt_ids'])
         table = [line for line in r['question'].splitlines() if ' | ' in line]
-        assert table and all(line in prompt for line in table) and r['question'].strip() in prompt and prompt.rindex('Question: ') > prompt.rindex(table[-1])
+        assert table and all(
+            line in prompt
+            for line in table) and r['question'].strip() in prompt and prompt.rindex('Question: ') > prompt.rindex(
+                table[-1])
 
 
 def test_nine_sets_of_our_own_by_one_command(model, corpus, tmp_path, capsys):
-    given = {**QUICK, 'model': model, 'data': 'all', 'path': FILES, 'corpus': dict.fromkeys(BARE, corpus), 'run': str(tmp_path / 'run'), 'questions': 2}
+    given = {
+        **QUICK, 'model': model, 'data': 'all', 'path': FILES, 'corpus': dict.fromkeys(BARE, corpus), 'run':
+        str(tmp_path / 'run'), 'questions': 2
+    }
     main([f'{k}={json.dumps(v)}' for k, v in given.items()])
     scores = check_nine(tmp_path / 'run', 2, lambda name: load_questions(name, FILES[name]))
     check_finqa(tmp_path / 'run', evaluation.load_tokenizer(model))
     said = capsys.readouterr().out
     assert all(f'{name}: ' in said for name in BENCHMARKS) and '95 %' in said and 'mean' in said
     table = evaluation_table(tmp_path / 'run')
-    assert table.index.tolist() == [*BENCHMARKS, 'mean'] and table.loc['mean', 'score'] == pytest.approx(sum(s['score'] for s in scores.values()) / 9, abs=1e-3)
-    assert {n for n, _ in evaluation_table(tmp_path / 'run', by_hops=True).index} == {'hotpotqa', '2wikimultihopqa', 'musique', 'bamboogle'}
+    assert table.index.tolist() == [*BENCHMARKS, 'mean'] and table.loc['mean', 'score'] == pytest.approx(
+        sum(s['score'] for s in scores.values()) / 9, abs=1e-3)
+    assert {n for n, _ in evaluation_table(tmp_path / 'run', by_hops=True).index
+            } == {'hotpotqa', '2wikimultihopqa', 'musique', 'bamboogle'}
     (ax,) = evaluation_figure(tmp_path / 'run').axes
     assert [label.get_text().split()[0] for label in ax.get_yticklabels()] == list(BENCHMARKS)[::-1]
 
@@ -122,24 +141,34 @@ def test_nine_sets_of_our_own_by_one_command(model, corpus, tmp_path, capsys):
 def test_nine_real_slices_by_one_command(model, data, tmp_path):
     given = {**QUICK, 'model': model, 'data': 'all', 'path': str(data), 'run': str(tmp_path / 'run'), 'questions': 2}
     main([f'{k}={json.dumps(v)}' for k, v in given.items()])
-    scores = check_nine(tmp_path / 'run', 2, lambda name: load_questions(name, data / name, BENCHMARKS[name].eval_split))
+    scores = check_nine(tmp_path / 'run', 2,
+                        lambda name: load_questions(name, data / name, BENCHMARKS[name].eval_split))
     check_finqa(tmp_path / 'run', evaluation.load_tokenizer(model))
     assert scores.keys() == set(BENCHMARKS)
-    assert read_manifest(tmp_path / 'run' / 'hotpotqa')['corpus']['passages'] == len(json.loads((data / 'hotpotqa' / 'hotpotqa_corpus.json').read_text()))
+    assert read_manifest(tmp_path / 'run' / 'hotpotqa')['corpus']['passages'] == len(
+        json.loads((data / 'hotpotqa' / 'hotpotqa_corpus.json').read_text()))
 
 
 def test_names_of_the_hub_by_papermill(model, tmp_path, run_python):
-    "The plainest command there is: a model and a data set, both by name; questions, passages and weights come from a (local) hub."
+    """The plainest command there is: a model and a data set, both by name; questions, passages and weights come from a
+    (local) hub."""
     pytest.importorskip('datasets')
     files = {p.name: p.read_bytes() for p in Path(model).iterdir()}
     repository, _, commit = BENCHMARKS['hotpotqa'].hub
-    with Hub({'us/random': ('1' * 40, files), repository: (commit, hub_files('hotpotqa', {'dev': 'validation'}))}) as hub:
-        env = {'HF_HOME': str(tmp_path / 'home'), 'HF_ENDPOINT': hub.url, 'HF_HUB_OFFLINE': '0', 'NO_PROXY': '127.0.0.1', 'CUDA_VISIBLE_DEVICES': ''}
-        run_python('-m', 'papermill', DATA.parent / 'nbs' / '91_evaluate.ipynb', tmp_path / 'out.ipynb', '-p', 'model', 'us/random', '-p', 'data', 'hotpotqa',
-                   '-p', 'turn_tokens', '6', '-p', 'run', tmp_path / 'run', env=env, cwd=tmp_path)
+    with Hub({'us/random': ('1' * 40, files), repository: (commit, hub_files('hotpotqa',
+                                                                             {'dev': 'validation'}))}) as hub:
+        env = {
+            'HF_HOME': str(tmp_path / 'home'), 'HF_ENDPOINT': hub.url, 'HF_HUB_OFFLINE': '0', 'NO_PROXY': '127.0.0.1',
+            'CUDA_VISIBLE_DEVICES': ''
+        }
+        run_python('-m', 'papermill', DATA.parent / 'nbs' / '91_evaluate.ipynb', tmp_path / 'out.ipynb', '-p', 'model',
+                   'us/random', '-p', 'data', 'hotpotqa', '-p', 'turn_tokens', '6', '-p', 'run', tmp_path / 'run',
+                   env=env, cwd=tmp_path)
     manifest = read_manifest(tmp_path / 'run' / 'hotpotqa')
-    assert manifest['questions']['revision'] == f'{repository}@distractor@{commit}' and manifest['questions']['asked'] == 6
-    assert manifest['corpus']['passages'] == len(load_corpus('hotpotqa', SAMPLE)) and manifest['model']['name'] == 'us/random'
+    assert manifest['questions']['revision'] == f'{repository}@distractor@{commit}' and manifest['questions'][
+        'asked'] == 6
+    assert manifest['corpus']['passages'] == len(load_corpus('hotpotqa',
+                                                             SAMPLE)) and manifest['model']['name'] == 'us/random'
     assert manifest['model']['files'] == model_hashes(model) and read_scores(tmp_path / 'run')['hotpotqa']['em'] <= .5
 
 
@@ -155,7 +184,8 @@ def researcher(questions):
             return f'<tool_call> {json.dumps({"name": "search", "arguments": {"query_list": [question]}})} </tool_call>'
         seen = text.rsplit('<tool_response>\n', 1)[1].rsplit('\n</tool_response>', 1)[0]
         pages = re.split(r'^Doc \d+ \(Title: ', seen, flags=re.M)[1:]
-        return f'<answer> {next((g for g in golds[question] if any(cover_match(p, [g]) for p in pages)), "unknown")} </answer>'
+        return (f'<answer> {next((g for g in golds[question] if any(cover_match(p, [g]) for p in pages)), "unknown")} '
+                '</answer>')
     return act
 
 
@@ -163,16 +193,23 @@ def research(settings, k, model):
     "Let the researcher play the seven sets by one call. Returns the run folder."
     questions = [q for name in SEVEN for q in load_questions(name, settings['path'][name], BENCHMARKS[name].eval_split)]
     golds = {}
-    assert all(golds.setdefault(q.text.strip(), q.answers) == q.answers for q in questions)        # it knows questions by their text
+    # it knows questions by their text
+    assert all(golds.setdefault(q.text.strip(), q.answers) == q.answers for q in questions)
     engine = ScriptedEngine(researcher(questions), evaluation.load_tokenizer(model), max_length=10 ** 6)
-    return quiet({**settings, 'model': 'researcher', 'data': list(SEVEN), 'passages': k, 'max_tokens': 10 ** 6}, engine=engine)
+    return quiet({**settings, 'model': 'researcher', 'data': list(SEVEN), 'passages': k, 'max_tokens': 10 ** 6},
+                 engine=engine)
 
 
 def check_researcher(folder, corpus_at, k):
-    "Its exact match is the share of questions with a gold among the top passages, by calling the retriever here. Returns who had one."
+    """Its exact match is the share of questions with a gold among the top passages, by calling the retriever here.
+    Returns who had one."""
     rows = [r for r in read_turns(folder) if not {normalize(g) for g in r['golds']} & {'yes', 'no'}]
     search = BM25(load_corpus(folder.name, corpus_at))
-    hits = [any(cover_match(f'{p.title} {p.text}', r['golds']) for p in found) for r, found in zip(rows, search.search([r['question'] for r in rows], k))]
+    hits = [
+        any(cover_match(f'{p.title} {p.text}', r['golds'])
+            for p in found)
+        for r, found in zip(rows, search.search([r['question'] for r in rows], k))
+    ]
     assert sum(r['em'] for r in rows) / len(rows) == sum(hits) / len(hits) and [r['em'] == 1 for r in rows] == hits
     assert all(r['answer_rate'] == 1 and r['turns'] == 2 and r['calls'] == 1 for r in rows)
     assert read_manifest(folder)['corpus']['hash'] == search.corpus
@@ -183,13 +220,16 @@ def test_a_researcher_on_rows_of_our_own(model, corpus, tmp_path):
     hits = {}
     for k in (1, 3):
         run = research({'path': FILES, 'corpus': dict.fromkeys(BARE, corpus), 'run': str(tmp_path / str(k))}, k, model)
-        hits[k] = [hit for name in SEVEN for hit in check_researcher(run / name, corpus if name in BARE else FILES[name], k)]
-    assert sum(hits[1]) < sum(hits[3]) < len(hits[3])                    # neither nobody nor everybody: the test could fail
+        hits[k] = [
+            hit for name in SEVEN for hit in check_researcher(run / name, corpus if name in BARE else FILES[name], k)
+        ]
+    assert sum(hits[1]) < sum(hits[3]) < len(hits[3])  # neither nobody nor everybody: the test could fail
 
 
 @pytest.fixture(scope='module')
 def researched(model, data, tmp_path_factory):
-    "All questions of the seven slices. TriviaQA's original file has three here, so that FlashRAG's copy of the set is asked."
+    """All questions of the seven slices. TriviaQA's original file has three here, so that FlashRAG's copy of the set
+    is asked."""
     paths = {name: str(data / name / ('flashrag_test.jsonl' if name == 'triviaqa' else '')) for name in SEVEN}
     return research({'path': paths, 'corpus': str(data), 'run': str(tmp_path_factory.mktemp('researched'))}, 3, model)
 
@@ -208,7 +248,10 @@ def played(model, tmp_path_factory):
     here = tmp_path_factory.mktemp('played')
     shutil.copytree(model, here / 'model')
     shutil.copy(SAMPLE, here / 'sample.json')
-    settings = {**QUICK, 'model': str(here / 'model'), 'data': 'hotpotqa', 'path': str(here / 'sample.json'), 'run': str(here / 'run')}
+    settings = {
+        **QUICK, 'model': str(here / 'model'), 'data': 'hotpotqa', 'path': str(here / 'sample.json'), 'run':
+        str(here / 'run')
+    }
     return settings, quiet(settings)
 
 
@@ -231,7 +274,9 @@ def copy(played, tmp_path):
     shutil.copy(settings['path'], tmp_path / 'sample.json')
 
     def look(**changes):
-        (result,) = replay(run, changes={'model': str(tmp_path / 'model'), 'path': str(tmp_path / 'sample.json'), **changes}, say=lambda line: None, progress=False).values()
+        (result, ) = replay(
+            run, changes={'model': str(tmp_path / 'model'), 'path': str(tmp_path / 'sample.json'), **changes},
+            say=lambda line: None, progress=False).values()
         return result
     look.folder = tmp_path
     return look
@@ -267,7 +312,9 @@ def test_replay_names_a_changed_row(copy):
         rows[3]['answer'] = 'Orvane'
     edit(copy.folder / 'sample.json', change)
     result = copy()
-    assert parts(result) == {'questions.loaded_hash', 'questions.asked_hash', "question 'sample-2'", "question 'sample-3'"}
+    assert parts(result) == {
+        'questions.loaded_hash', 'questions.asked_hash', "question 'sample-2'", "question 'sample-3'"
+    }
     assert any('its text' in line for line in result.inputs) and any('its golds' in line for line in result.inputs)
     assert result.rows == ("row 'sample-2': another prompt",)               # golds are not shown to the player
 
@@ -283,12 +330,14 @@ def test_replay_names_a_changed_prompt(copy, monkeypatch):
     plain = evaluation.PROTOCOLS['tspo']
     monkeypatch.setitem(evaluation.PROTOCOLS, 'tspo', replace(plain, user='Be brief. ' + plain.user))
     result = copy()
-    assert parts(result) == {'prompt', 'protocol.user'} and len(result.rows) == 6 and all('another prompt' in line for line in result.rows)
+    assert parts(result) == {'prompt', 'protocol.user'} and len(result.rows) == 6 and all('another prompt' in line
+                                                                                          for line in result.rows)
 
 
 def test_replay_names_a_changed_template(copy):
     path = copy.folder / 'model' / 'chat_template.jinja'
-    path.write_text(path.read_text().replace("assistant\\n", "assistant\\n\\n") if 'assistant\\n' in path.read_text() else path.read_text().replace('assistant\n', 'assistant\n\n'))
+    path.write_text(path.read_text().replace("assistant\\n", "assistant\\n\\n") if 'assistant\\n' in
+                    path.read_text() else path.read_text().replace('assistant\n', 'assistant\n\n'))
     assert parts(copy()) == {'prompt', 'tokenizer'}
 
 
@@ -347,10 +396,12 @@ def test_what_is_done_is_not_played_again(model, tmp_path, monkeypatch):
     monkeypatch.setattr(evaluation, 'rollout', real)
     before, lines = (tmp_path / 'gsm8k' / 'turns.jsonl.gz').stat().st_mtime_ns, []
     run_evaluation(settings, say=lines.append, progress=False)
-    assert (tmp_path / 'gsm8k' / 'turns.jsonl.gz').stat().st_mtime_ns == before and 'evaluated before' in lines[0] and 'evaluated before' not in lines[1]
-    monkeypatch.setattr(evaluation, 'load_model', None)                                       # all is done: no model is needed
+    assert (tmp_path / 'gsm8k' / 'turns.jsonl.gz'
+            ).stat().st_mtime_ns == before and 'evaluated before' in lines[0] and 'evaluated before' not in lines[1]
+    monkeypatch.setattr(evaluation, 'load_model', None)  # all is done: no model is needed
     quiet(settings)
-    with pytest.raises(ValueError, match=r'gsm8k holds an evaluation of other inputs \(limits.max_turns: 2 before, 1 now\)'):
+    with pytest.raises(ValueError, match=r'gsm8k holds an evaluation of other inputs \(limits.max_turns: 2 before, 1 '
+                                         r'now\)'):
         quiet({**settings, 'max_turns': 1})
 
 
@@ -361,7 +412,8 @@ EMPTY = 'empty.jsonl'
     ({'data': 'hotpot'}, ValueError, "did you mean 'hotpotqa'"), ({'data': []}, ValueError, 'at least one data set'),
     ({'path': 'no/such/file.json'}, FileNotFoundError, 'path .* of hotpotqa does not exist'), ({'corpus': 'no/corpus'}, FileNotFoundError, 'corpus .* does not exist'),
     ({'path': EMPTY}, ValueError, 'hotpotqa: the file has no rows'), ({'data': 'nq', 'path': FILES['nq']}, ValueError, 'nq brings no passages: give them as corpus'),
-    ({'data': 'triviaqa', 'path': FILES['triviaqa']}, ValueError, 'triviaqa rows bring no paragraphs; give a corpus file'),
+    ({'data': 'triviaqa', 'path': FILES['triviaqa']}, ValueError, 'triviaqa rows bring no paragraphs; give a corpus '
+                                                                  'file'),
     ({'model': 'no/such/folder/here'}, ValueError, 'neither a folder here nor a name'), ({'model': str(ROWS)}, ValueError, 'no config.json'),
     ({'model': 'bare'}, ValueError, 'has no weights'), ({'model': None}, ValueError, 'model must be given'),
     ({'protocol': 'tspoo'}, ValueError, 'protocol must be one of'), ({'context_tokens': 0}, ValueError, 'context_tokens must be at least 1'), ({'dtype': 'float33'}, ValueError, 'dtype must be'),
@@ -377,7 +429,9 @@ def test_bad_input_is_refused_before_the_model_is_loaded(model, tmp_path, monkey
     def load(*args): raise AssertionError('the model was loaded')
     monkeypatch.setattr(evaluation, 'load_model', load)
     with pytest.raises(error, match=message):
-        quiet({**QUICK, 'model': model, 'data': 'hotpotqa', 'path': str(SAMPLE), 'run': str(tmp_path / 'run'), **changes})
+        quiet({
+            **QUICK, 'model': model, 'data': 'hotpotqa', 'path': str(SAMPLE), 'run': str(tmp_path / 'run'), **changes
+        })
     assert not (tmp_path / 'run').exists()
 
 
@@ -388,8 +442,11 @@ def test_an_index_a_server_and_a_file_give_the_same_rows(corpus, tmp_path):
     search = BM25(load_corpus('nq', corpus))
     search.save(tmp_path / 'index')
     with SearchServer(search) as server:
-        folders = [quiet({'data': 'nq', 'path': FILES['nq'], 'corpus': given, 'run': str(tmp_path / name), 'model': 'r'}, engine=engine) / 'nq'
-                   for name, given in (('file', corpus), ('indexed', str(tmp_path / 'index')), ('served', server.url))]
+        folders = [
+            quiet({'data': 'nq', 'path': FILES['nq'], 'corpus': given, 'run': str(tmp_path / name), 'model': 'r'},
+                  engine=engine) / 'nq'
+            for name, given in (('file', corpus), ('indexed', str(tmp_path / 'index')), ('served', server.url))
+        ]
         url = server.url
     assert len({(f / 'turns.jsonl.gz').read_bytes() for f in folders}) == 1
     file, indexed, served = map(read_manifest, folders)
@@ -398,7 +455,9 @@ def test_an_index_a_server_and_a_file_give_the_same_rows(corpus, tmp_path):
 
 
 def test_closed_book_needs_no_passages(model, tmp_path):
-    folder = quiet({**QUICK, 'model': model, 'data': 'nq', 'path': FILES['nq'], 'protocol': 'direct', 'run': str(tmp_path)}) / 'nq'
+    folder = quiet({
+        **QUICK, 'model': model, 'data': 'nq', 'path': FILES['nq'], 'protocol': 'direct', 'run': str(tmp_path)
+    }) / 'nq'
     manifest = read_manifest(folder)
     assert manifest['corpus'] is manifest['retriever'] is None and 'search' not in manifest['prompt']
 
@@ -422,25 +481,39 @@ def test_a_base_model_without_a_template_is_asked_by_another(model, tmp_path):
             for name, given in (('plain', 'plain'), ('chatml', 'ChatML'), ('file', str(tmp_path / 'own.jinja')))}
     plain, chatml, file = map(read_manifest, runs.values())
     assert '<|im_start|>' not in plain['prompt'] and chatml['prompt'].count('<|im_start|>') == 3
-    assert not manifest_differences(chatml, file) and 'template.hash' in {d.split(':')[0] for d in manifest_differences(plain, chatml)}
-    with pytest.raises(ValueError, match="template must be one of chatml, plain or a file, got 'chatlm'"): quiet({**settings, 'template': 'chatlm'})
+    assert not manifest_differences(chatml, file) and 'template.hash' in {
+        d.split(':')[0] for d in manifest_differences(plain, chatml)
+    }
+    with pytest.raises(ValueError, match="template must be one of chatml, plain or a file, got 'chatlm'"):
+        quiet({**settings, 'template': 'chatlm'})
 
 
 def test_a_template_that_rewrites_is_evaluated_in_its_own_contexts(model, tmp_path):
     thinking = with_template(model, tmp_path / 'thinking', template_text('qwen3'))
-    settings = {**QUICK, 'model': thinking, 'data': 'hotpotqa', 'path': str(SAMPLE), 'max_turns': 3, 'template_options': {'enable_thinking': False}}
-    edited, sampled = (quiet({**settings, 'run': str(tmp_path / str(h)), 'history': h}) / 'hotpotqa' for h in (None, 'as-sampled'))
+    settings = {
+        **QUICK, 'model': thinking, 'data': 'hotpotqa', 'path': str(SAMPLE), 'max_turns': 3, 'template_options':
+        {'enable_thinking': False}
+    }
+    edited, sampled = (quiet({**settings, 'run': str(tmp_path / str(h)), 'history': h}) / 'hotpotqa'
+                       for h in (None, 'as-sampled'))
     contexts = [[turn['context_ids'] is not None for turn in r['trajectory']['turns']] for r in read_turns(edited)]
     assert all(c == [False, True, True] for c in contexts) and read_manifest(edited)['history'] == 'template'
     assert all(turn['context_ids'] is None for r in read_turns(sampled) for turn in r['trajectory']['turns'])
-    assert '<think>\n\n</think>' in read_manifest(edited)['prompt'] and replay(edited, say=lambda line: None, progress=False)['hotpotqa'].same
-    with pytest.raises(ValueError, match="'enable_thought' is nowhere"): quiet({**settings, 'template_options': {'enable_thought': False}, 'run': str(tmp_path / 'no')})
+    assert '<think>\n\n</think>' in read_manifest(edited)['prompt'] and replay(edited, say=lambda line: None,
+                                                                               progress=False)['hotpotqa'].same
+    with pytest.raises(ValueError, match="'enable_thought' is nowhere"):
+        quiet({**settings, 'template_options': {'enable_thought': False}, 'run': str(tmp_path / 'no')})
 
 
 def test_a_call_where_nothing_is_searched_gets_an_error(tmp_path):
     def act(text, rng):
-        return '<answer> 2100 </answer>' if 'Error: there is nothing to search' in text else '<tool_call> {"name": "search", "arguments": {"query_list": ["x"]}} </tool_call>'
-    folder = quiet({'data': 'gsm8k', 'path': FILES['gsm8k'], 'run': str(tmp_path), 'model': 'r'}, engine=ScriptedEngine(act, byte_tokenizer(), max_length=10 ** 5))
+        return '<answer> 2100 </answer>' if 'Error: there is nothing to search' in text else ('<tool_call> {"name": '
+                                                                                              '"search", "arguments": '
+                                                                                              '{"query_list": ["x"]}} '
+                                                                                              '</tool_call>')
+
+    folder = quiet({'data': 'gsm8k', 'path': FILES['gsm8k'], 'run': str(tmp_path), 'model': 'r'},
+                   engine=ScriptedEngine(act, byte_tokenizer(), max_length=10 ** 5))
     s = read_scores(folder)['gsm8k']
     assert s['numeric'] == s['score'] == .5 and s['turns'] == 2 and s['calls'] == 1        # the first of two
 
@@ -448,15 +521,20 @@ def test_a_call_where_nothing_is_searched_gets_an_error(tmp_path):
 # ---- numbers ----
 
 def row(em, hops, name='hotpotqa'):
-    return {'dataset': name, 'hops': hops, 'em': em, 'cover_em': 1., 'f1': em, 'answer_rate': 1., 'turns': 2, 'calls': 1, 'tokens': 10, 'malformed': 0.}
+    return {
+        'dataset': name, 'hops': hops, 'em': em, 'cover_em': 1., 'f1': em, 'answer_rate': 1., 'turns': 2, 'calls': 1,
+        'tokens': 10, 'malformed': 0.
+    }
 
 
 def test_scores_by_hand():
     s = set_scores([row(1., 2), row(0., 2), row(1., 4), row(1., 4)])
     assert (s['score'], s['em'], s['cover_em'], s['tokens'], s['questions']) == (.75, .75, 1., 10., 4)
-    assert {h: (x['questions'], x['score']) for h, x in s['by_hops'].items()} == {'2': (2, .5), '4': (2, 1.)} and s['by_hops']['4']['interval'] == [1, 1]
+    assert {h: (x['questions'], x['score'])
+            for h, x in s['by_hops'].items()} == {'2': (2, .5), '4':
+                                                  (2, 1.)} and s['by_hops']['4']['interval'] == [1, 1]
     alone = set_scores([row(1., None)])
-    assert alone['intervals'] == {} and alone['by_hops'] == {}                               # one question says nothing about others
+    assert alone['intervals'] == {} and alone['by_hops'] == {}  # one question says nothing about others
 
 
 @pytest.mark.parametrize('n, p', [(20, .5), (200, .1), (3000, .35)])
@@ -464,7 +542,8 @@ def test_the_interval_is_the_binomials(n, p):
     "A resample of zeros and ones is a binomial draw, whose quantiles are known."
     stats = pytest.importorskip('scipy.stats')
     ones = round(n * p)
-    got, wanted = bootstrap_interval([1.] * ones + [0.] * (n - ones), draws=20000), stats.binom.ppf([.025, .975], n, ones / n) / n
+    got, wanted = bootstrap_interval([1.] * ones + [0.] * (n - ones),
+                                     draws=20000), stats.binom.ppf([.025, .975], n, ones / n) / n
     spread = (p * (1 - p) / n) ** .5
     assert all(abs(a - b) <= .1 * spread + 1 / n for a, b in zip(got, wanted))
     assert bootstrap_interval([0, 1, 1], seed=3) == bootstrap_interval([0, 1, 1], seed=3)
@@ -511,32 +590,45 @@ def test_a_model_is_known_by_its_contents(model, tmp_path):
 def test_two_ranks_write_what_one_writes(model, corpus, tmp_path, monkeypatch):
     "Two sets, an odd number of questions, sampled and not greedy; an evaluation that is done is only shown."
     monkeypatch.setenv('CUDA_VISIBLE_DEVICES', '')
-    played = lambda rows: [{**r, 'trajectory': [[t['action_ids'], t['observation_ids']] for t in r['trajectory']['turns']]} for r in rows]   # log-probabilities are rounded otherwise
-    settings = dict(model=model, data='hotpotqa, nq', path={'hotpotqa': str(SAMPLE), 'nq': FILES['nq']}, corpus={'nq': corpus}, greedy=False, questions=5, threads=1, **QUICK)
+    # log-probabilities are rounded otherwise
+    played = lambda rows: [
+        {**r, 'trajectory': [[t['action_ids'], t['observation_ids']] for t in r['trajectory']['turns']]} for r in rows
+    ]
+    settings = dict(model=model, data='hotpotqa, nq', path={'hotpotqa': str(SAMPLE), 'nq': FILES['nq']},
+                    corpus={'nq': corpus}, greedy=False, questions=5, threads=1, **QUICK)
     one, lines = quiet({**settings, 'run': str(tmp_path / 'one')}), []
     two = run_evaluation({**settings, 'run': str(tmp_path / 'two'), 'ranks': 2}, say=lines.append, progress=False)
     for name in ('hotpotqa', 'nq'):
-        assert played(read_turns(one / name)) == played(read_turns(two / name)) and sum(r['tokens'] for r in read_turns(two / name)) > 0
+        assert played(read_turns(one / name)) == played(read_turns(two / name)) and sum(
+            r['tokens'] for r in read_turns(two / name)) > 0
         assert (one / name / 'scores.json').read_text() == (two / name / 'scores.json').read_text()
     assert read_scores(one) == read_scores(two)
     assert [line.split(':')[0] for line in lines] == ['hotpotqa', 'nq']             # by one rank only
     log = (two / 'ranks.log').stat().st_mtime_ns
     quiet({**settings, 'run': str(two), 'ranks': 2})
     assert (two / 'ranks.log').stat().st_mtime_ns == log                        # nothing was started
-    with pytest.raises(ValueError, match='cannot play on 2 ranks'): quiet({**settings, 'run': str(tmp_path / 'three'), 'ranks': 2}, engine=object())
+    with pytest.raises(ValueError, match='cannot play on 2 ranks'):
+        quiet({**settings, 'run': str(tmp_path / 'three'), 'ranks': 2}, engine=object())
     with pytest.raises(ValueError, match='ranks must be at least 1'): quiet({**settings, 'ranks': 0})
 
 
 def test_an_evaluation_on_several_hosts_is_started_by_its_hostfile(model, tmp_path, monkeypatch):
     (hosts := tmp_path / 'hosts').write_text('one slots=1\ntwo slots=2\n')
-    settings = dict(model=model, data='hotpotqa', path=str(SAMPLE), run=str(tmp_path / 'run'), ranks=3, hostfile=str(hosts), **QUICK)
+    settings = dict(model=model, data='hotpotqa', path=str(SAMPLE), run=str(tmp_path / 'run'), ranks=3,
+                    hostfile=str(hosts), **QUICK)
     told = []
-    monkeypatch.setattr(evaluation, 'launch', lambda command, *given, environment: told.append((command[1:], environment)))
+    monkeypatch.setattr(evaluation, 'launch', lambda command, *given, environment: told.append(
+        (command[1:], environment)))
     assert quiet(settings) == tmp_path / 'run'
-    assert told == [(['-m', 'deepspeed.launcher.runner', '--hostfile', str(hosts), '--no_local_rank', '--module', 'credit_rl.evaluate', '--params', str(tmp_path / 'run' / 'launch.yaml')], {})]
+    assert told == [([
+        '-m', 'deepspeed.launcher.runner', '--hostfile',
+        str(hosts), '--no_local_rank', '--module', 'credit_rl.evaluate', '--params',
+        str(tmp_path / 'run' / 'launch.yaml')
+    ], {})]
     assert f'hostfile: {hosts}' in (tmp_path / 'run' / 'launch.yaml').read_text()
     with pytest.raises(ValueError, match='has 3 slots, but ranks=2'): quiet({**settings, 'ranks': 2})
-    with pytest.raises(ValueError, match="hostfile 'nowhere' does not exist"): quiet({**settings, 'hostfile': 'nowhere'})
+    with pytest.raises(ValueError, match="hostfile 'nowhere' does not exist"):
+        quiet({**settings, 'hostfile': 'nowhere'})
 
 
 def test_each_rank_of_an_evaluation_gives_its_vllm_its_own_gpu(monkeypatch):
@@ -550,5 +642,7 @@ def test_each_rank_of_an_evaluation_gives_its_vllm_its_own_gpu(monkeypatch):
 def test_an_evaluation_asks_its_search_server_first(model, tmp_path, monkeypatch):
     monkeypatch.setattr(evaluation, 'load_model', lambda *given: pytest.fail('the model was loaded'))
     with pytest.raises(ConnectionError, match='a query was tried: http://127.0.0.1:9/retrieve cannot be reached'):
-        quiet(dict(model=model, data='hotpotqa', path=str(SAMPLE), corpus='http://127.0.0.1:9', run=str(tmp_path / 'run'), **QUICK))
+        quiet(
+            dict(model=model, data='hotpotqa', path=str(SAMPLE), corpus='http://127.0.0.1:9',
+                 run=str(tmp_path / 'run'), **QUICK))
     assert not (tmp_path / 'run').exists()

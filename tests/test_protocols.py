@@ -10,7 +10,19 @@ from credit_rl.engine import Finished, HFEngine, Sampling, ScriptedEngine
 from credit_rl.layout import pack, token_logps
 from credit_rl.learner import Learner
 from credit_rl.outcome import extract_answer
-from credit_rl.protocol import CARL_PROMPTS, CHATML, PLAIN, PROTOCOLS, Action, Chat, Protocol, boxed, byte_tokenizer, check_tokenizer, parse
+from credit_rl.protocol import (
+    CARL_PROMPTS,
+    CHATML,
+    PLAIN,
+    PROTOCOLS,
+    Action,
+    Chat,
+    Protocol,
+    boxed,
+    byte_tokenizer,
+    check_tokenizer,
+    parse,
+)
 from credit_rl.readers import Passage
 from credit_rl.rollout import Environment, rollout
 from credit_rl.tools import SearchTool
@@ -19,8 +31,10 @@ from templates import FAMILIES, PUBLISHED, TRL, family_tokenizer, template_text
 
 EVERY = [(name, False) for name in FAMILIES] + [(name, True) for name in PUBLISHED]
 each_template = pytest.mark.parametrize('name, published', EVERY, ids=[f'{n}{"-published" * p}' for n, p in EVERY])
-TALKING = [name for name, p in PROTOCOLS.items() if p.response_role and p.call_style != 'code']   # responses in messages of their own
-INSIDE = Protocol('information', call_style='text', response_tag='information')                    # no <tool_response>: Qwen3 sees a new question
+# responses in messages of their own
+TALKING = [name for name, p in PROTOCOLS.items() if p.response_role and p.call_style != 'code']
+# no <tool_response>: Qwen3 sees a new question
+INSIDE = Protocol('information', call_style='text', response_tag='information')
 
 
 def chat_of(name, protocol=PROTOCOLS['tspo'], published=False, **options):
@@ -33,39 +47,55 @@ def turn(text, observation=None, ids=()):
 
 def rendered(chat, turns, question, prompt=True):
     "Text of a whole conversation by the tokenizer's own `apply_chat_template`."
-    return chat.tokenizer.apply_chat_template(chat.messages(question, turns), tools=chat.tools, chat_template=chat.template, tokenize=False,
-                                              add_generation_prompt=prompt, **chat.options)
+    return chat.tokenizer.apply_chat_template(chat.messages(question,
+                                                            turns), tools=chat.tools, chat_template=chat.template,
+                                              tokenize=False, add_generation_prompt=prompt, **chat.options)
 
 
 def whole_ids(chat, turns, question):
     "Ids of a whole conversation by the tokenizer's own `apply_chat_template`."
-    return chat.tokenizer.apply_chat_template(chat.messages(question, turns), tools=chat.tools, chat_template=chat.template, add_generation_prompt=True,
-                                              return_dict=False, **chat.options)
+    return chat.tokenizer.apply_chat_template(chat.messages(question,
+                                                            turns), tools=chat.tools, chat_template=chat.template,
+                                              add_generation_prompt=True, return_dict=False, **chat.options)
 
 
 def kept_ids(chat, turns, question, ended=False):
     "Ids as a rollout grows them: prompt, actions, observations."
     end = [chat.end_id] if ended else []
-    return chat.prompt_ids(question) + [i for t in turns for i in [*chat.encode(t.action_text), *end, *chat.observation_ids(t.observation_text, ended)]]
+    return chat.prompt_ids(question) + [
+        i for t in turns
+        for i in [*chat.encode(t.action_text), *end, *chat.observation_ids(t.observation_text, ended)]
+    ]
 
 
 # ---- texts ----
 
 WORDS = st.text(alphabet='abc XYZ.,;:?!\'"{}[]()<>/\\|_-0189\n\täöüß東京ʼ😀', max_size=24)
-FOREIGN = st.one_of(WORDS, st.sampled_from(['<|im_end|>', '<|eot_id|>\n', 'a<|endoftext|>b', '</tool_response>', '\ud800', '  ', '']))
+FOREIGN = st.one_of(
+    WORDS, st.sampled_from(['<|im_end|>', '<|eot_id|>\n', 'a<|endoftext|>b', '</tool_response>', '\ud800', '  ', '']))
 QUESTIONS = WORDS.map(str.strip).filter(bool).flatmap(lambda q: st.sampled_from([q, f' {q}\n']))
-ACTS = st.one_of(WORDS.map(lambda w: f'<tool_call> {w} </tool_call>'), WORDS.map(lambda w: f'<search>{w}</search>'),
-                 WORDS.map(lambda w: f'<tool_call>\n{json.dumps({"name": "search", "arguments": {"query_list": [w]}}, ensure_ascii=False)}\n</tool_call>'))
+ACTS = st.one_of(
+    WORDS.map(lambda w: f'<tool_call> {w} </tool_call>'),
+    WORDS.map(lambda w: f'<search>{w}</search>'),
+    WORDS.map(
+        lambda w: (
+            f'<tool_call>\n{json.dumps({"name": "search", "arguments": {"query_list": [w]}}, ensure_ascii=False)}\n</tool_call>'
+        )
+    ),
+)
 THOUGHT = st.from_regex(r'[a-zäß東](?:[a-z ,.äß東\n]{0,18}[a-z.東])?', fullmatch=True)
-CANONICAL = st.tuples(st.none() | THOUGHT, ACTS).map(lambda x: (f'<think>\n{x[0]}\n</think>\n\n' if x[0] else '') + x[1])
-LOOSE = st.tuples(st.sampled_from(['', ' ', '\n', '<think> hm </think> ', '<think>\n\n</think>', '<think>', '\n\n<think>\nso\n</think>\n']), ACTS | WORDS,
-                  st.sampled_from(['', ' ', '\n\n'])).map(''.join)
+CANONICAL = st.tuples(st.none() | THOUGHT,
+                      ACTS).map(lambda x: (f'<think>\n{x[0]}\n</think>\n\n' if x[0] else '') + x[1])
+LOOSE = st.tuples(
+    st.sampled_from(
+        ['', ' ', '\n', '<think> hm </think> ', '<think>\n\n</think>', '<think>', '\n\n<think>\nso\n</think>\n']),
+    ACTS | WORDS, st.sampled_from(['', ' ', '\n\n'])).map(''.join)
 
 
 # ---- our templates are the published ones ----
 
-CONTENT = st.tuples(st.sampled_from(['', '<think>\n', ' <think>', '<tool_response>']), WORDS, st.sampled_from(['', '\n</think>\n\n', '</think>', '</tool_response>']),
-                    WORDS).map(''.join)
+CONTENT = st.tuples(st.sampled_from(['', '<think>\n', ' <think>', '<tool_response>']), WORDS,
+                    st.sampled_from(['', '\n</think>\n\n', '</think>', '</tool_response>']), WORDS).map(''.join)
 
 
 @st.composite
@@ -74,7 +104,8 @@ def conversations(draw):
     out = [{'role': 'system', 'content': draw(CONTENT)}] if draw(st.booleans()) else []
     out.append({'role': 'user', 'content': draw(CONTENT)})
     for _ in range(draw(st.integers(0, 4))):
-        out.append({'role': draw(st.sampled_from(['assistant', 'assistant', 'user', 'tool'])), 'content': draw(CONTENT)})
+        out.append(
+            {'role': draw(st.sampled_from(['assistant', 'assistant', 'user', 'tool'])), 'content': draw(CONTENT)})
     return out
 
 
@@ -84,8 +115,8 @@ def conversations(draw):
 @given(conversations(), st.booleans(), st.sampled_from([{}, {'enable_thinking': False}, {'enable_thinking': True}, {'date_string': '1 Jan 2025'}]))
 def test_our_template_texts_speak_the_published_markup(name, messages, prompt, options):
     tokenizer = family_tokenizer(name)
-    ours, theirs = (tokenizer.apply_chat_template(messages, chat_template=template_text(name, p), tokenize=False, add_generation_prompt=prompt, **options)
-                    for p in (False, True))
+    ours, theirs = (tokenizer.apply_chat_template(messages, chat_template=template_text(name, p), tokenize=False,
+                                                  add_generation_prompt=prompt, **options) for p in (False, True))
     assert ours == theirs
 
 
@@ -111,11 +142,14 @@ def test_the_kept_ids_are_the_template_of_the_whole_conversation(name, published
     assert chat.history == 'as-sampled' and not chat.rewrites
     turns = [turn(a, o) for a, o in said]
     kept = kept_ids(chat, turns, question)
-    assert chat.tokenizer.decode(kept) == rendered(chat, turns, question) and kept[len(kept) - len(chat.prefix_ids):] == chat.prefix_ids
-    if chat.end:                                                          # without such a token between them, '>' and a line break are one token
-        assert kept == whole_ids(chat, turns, question)                   # and just so if the model ended each message itself
-        assert kept_ids(chat, turns, question, ended=True) == kept and chat.end_id in chat.tokenizer.all_special_ids + [chat.tokenizer.eos_token_id]
-    else:                                                                 # … and it is the ids again where every byte is a token
+    assert chat.tokenizer.decode(kept) == rendered(
+        chat, turns, question) and kept[len(kept) - len(chat.prefix_ids):] == chat.prefix_ids
+    if chat.end:  # without such a token between them, '>' and a line break are one token
+        assert kept == whole_ids(chat, turns, question)  # and just so if the model ended each message itself
+        assert kept_ids(
+            chat, turns, question,
+            ended=True) == kept and chat.end_id in chat.tokenizer.all_special_ids + [chat.tokenizer.eos_token_id]
+    else:  # … and it is the ids again where every byte is a token
         chat = Chat(PROTOCOLS[protocol], family_tokenizer(name, published, merges=0))
         assert kept_ids(chat, turns, question) == whole_ids(chat, turns, question)
 
@@ -128,9 +162,10 @@ def test_responses_inside_the_assistants_message_only_grow_it(name, published, q
     chat = chat_of(name, PROTOCOLS['search-r1'], published)
     turns = [turn(a, o) for a, o in said]
     text = chat.tokenizer.decode(kept_ids(chat, turns, question))
-    grown = ''.join(f'{t.action_text}\n\n<information>{chat.plain(t.observation_text).strip()}</information>\n\n' for t in turns)
+    grown = ''.join(
+        f'{t.action_text}\n\n<information>{chat.plain(t.observation_text).strip()}</information>\n\n' for t in turns)
     assert text == rendered(chat, [], question) + grown and chat.history == 'as-sampled'
-    if turns and name in ('qwen2_5', 'plain'):                            # these show a message as it is: nothing but its end follows
+    if turns and name in ('qwen2_5', 'plain'):  # these show a message as it is: nothing but its end follows
         whole = rendered(chat, turns, question, prompt=False)
         assert whole.startswith(text) and whole[len(text):].strip() == chat.end
 
@@ -147,7 +182,8 @@ def test_whatever_is_said_the_texts_agree_where_nothing_is_rewritten(name, quest
 @each_template
 def test_a_template_as_argument_is_the_tokenizers_own(name, published):
     bare = byte_tokenizer(None, eos=FAMILIES[name].eos, bos=FAMILIES[name].bos, special=FAMILIES[name].special)
-    own = byte_tokenizer(template_text(name, published), eos=FAMILIES[name].eos, bos=FAMILIES[name].bos, special=FAMILIES[name].special)
+    own = byte_tokenizer(template_text(name, published), eos=FAMILIES[name].eos, bos=FAMILIES[name].bos,
+                         special=FAMILIES[name].special)
     one, other = Chat(PROTOCOLS['tips'], bare, template_text(name, published)), Chat(PROTOCOLS['tips'], own)
     assert one.prompt_ids('Who?') == other.prompt_ids('Who?') and one.observation_ids('x') == other.observation_ids('x')
     with pytest.raises(ValueError, match='no chat template.*PLAIN'): Chat(PROTOCOLS['tips'], bare)
@@ -158,7 +194,8 @@ def test_every_published_template_is_used_rightly_or_refused():
     "Whatever a template does: either it cannot be used, and that is said, or the contexts of turns are its own."
     refused, rewriting, kept = [], [], []
     for path in sorted(TRL.glob('*.jinja')):
-        if re.search(r'_training|_v\d|_vl|phi3_|nemotron_3_[^n]|qwen3_[68]|gemma4', path.stem): continue   # close relatives of others
+        # close relatives of others
+        if re.search(r'_training|_v\d|_vl|phi3_|nemotron_3_[^n]|qwen3_[68]|gemma4', path.stem): continue
         tokenizer = byte_tokenizer(path.read_text(encoding='utf-8'), bos='<bos>')
         try: chat = Chat(PROTOCOLS['tspo'], tokenizer)
         except ValueError as e:
@@ -175,7 +212,8 @@ def test_every_published_template_is_used_rightly_or_refused():
         else:
             kept.append(path.stem)
             assert text == rendered(chat, turns, 'Who?'), path.stem
-    assert {'qwen2_5', 'llama3_1', 'qwen3', 'gemma'} <= set(kept) and {'deepseekv3'} <= set(rewriting) and len(refused) < len(kept)
+    assert {'qwen2_5', 'llama3_1', 'qwen3', 'gemma'} <= set(kept) and {'deepseekv3'
+                                                                       } <= set(rewriting) and len(refused) < len(kept)
 
 
 # ---- a template that rewrites ----
@@ -183,25 +221,32 @@ def test_every_published_template_is_used_rightly_or_refused():
 @pytest.mark.parametrize('published', [False] + [True] * ('qwen3' in PUBLISHED))
 def test_rewriting_is_detected_when_the_chat_is_built(published):
     quiet = dict(options={'enable_thinking': False})
-    assert not chat_of('qwen3', published=published).rewrites                                    # <tool_response> is no new question
+    assert not chat_of('qwen3', published=published).rewrites  # <tool_response> is no new question
     assert not chat_of('qwen3', published=published, options={'enable_thinking': True}).rewrites
     for chat in (chat_of('qwen3', INSIDE, published), chat_of('qwen3', published=published, **quiet)):
         assert chat.history == 'template' and 'becomes' in chat.rewrites
-    assert 'THOUGHT0' in chat_of('qwen3', INSIDE, published).rewrites and chat_of('qwen3', published=published, **quiet).opening == '<think>\n\n</think>\n\n'
+    assert 'THOUGHT0' in chat_of('qwen3', INSIDE, published).rewrites and chat_of(
+        'qwen3', published=published, **quiet).opening == '<think>\n\n</think>\n\n'
     assert chat_of('qwen3', INSIDE, published, history='as-sampled').history == 'as-sampled'
-    assert not chat_of('qwen2_5', INSIDE).rewrites and not chat_of('llama3_1', INSIDE).rewrites and not chat_of('plain', INSIDE).rewrites
-    assert not chat_of('qwen3', PROTOCOLS['search-r1'], published, **quiet).rewrites             # one message, never rendered again
+    assert not chat_of('qwen2_5', INSIDE).rewrites and not chat_of('llama3_1', INSIDE).rewrites and not chat_of(
+        'plain', INSIDE).rewrites
+    # one message, never rendered again
+    assert not chat_of('qwen3', PROTOCOLS['search-r1'], published, **quiet).rewrites
 
 
-CHATS = {'qwen3 thinking': ('qwen3', dict(protocol=INSIDE)), 'qwen3 quiet': ('qwen3', dict(options={'enable_thinking': False})),
-         'qwen3': ('qwen3', dict(history='template')), 'qwen2_5': ('qwen2_5', dict(history='template')), 'llama3_1': ('llama3_1', dict(history='template'))}
+CHATS = {
+    'qwen3 thinking': ('qwen3', dict(protocol=INSIDE)), 'qwen3 quiet':
+    ('qwen3', dict(options={'enable_thinking': False})), 'qwen3': ('qwen3', dict(history='template')), 'qwen2_5':
+    ('qwen2_5', dict(history='template')), 'llama3_1': ('llama3_1', dict(history='template'))
+}
 
 
 @pytest.mark.parametrize('name, options', CHATS.values(), ids=CHATS)
 @settings(deadline=None, max_examples=30)
 @given(QUESTIONS, st.lists(st.tuples(CANONICAL | LOOSE, FOREIGN, st.booleans()), min_size=1, max_size=3))
 def test_a_context_is_the_template_of_what_came_before(name, options, question, said):
-    "Turn by turn: the context is either a continuation of the last one, and then its text is the template's, or it is the template's ids."
+    """Turn by turn: the context is either a continuation of the last one, and then its text is the template's, or it
+    is the template's ids."""
     chat, ids, turns = chat_of(name, **options), None, []
     ids = chat.prompt_ids(question)
     for action, observation, ended in said:
@@ -211,7 +256,9 @@ def test_a_context_is_the_template_of_what_came_before(name, options, question, 
         grown = ids + own + chat.observation_ids(observation, ended)
         text = rendered(chat, turns, question)
         if edited is None: assert chat.tokenizer.decode(grown) == text
-        else: assert edited == chat.encode(text) == whole_ids(chat, turns, question) and text != chat.tokenizer.decode(grown)
+        else:
+            assert edited == chat.encode(text) == whole_ids(chat, turns,
+                                                            question) and text != chat.tokenizer.decode(grown)
         ids = grown if edited is None else edited
         assert ids[len(ids) - len(chat.prefix_ids):] == chat.prefix_ids
 
@@ -223,7 +270,8 @@ def test_as_sampled_never_edits():
 
 
 def test_a_foreign_eos_is_edited_away_by_the_template_only():
-    "A model that ends with another eos than the template's: kept as sampled, or replaced where contexts are the template's."
+    """A model that ends with another eos than the template's: kept as sampled, or replaced where contexts are the
+    template's."""
     for history in ('as-sampled', 'template'):
         chat = chat_of('qwen2_5', PROTOCOLS['tiny'], history=history)
         foreign = chat.tokenizer.convert_tokens_to_ids('<|endoftext|>')
@@ -231,7 +279,8 @@ def test_a_foreign_eos_is_edited_away_by_the_template_only():
         (text,), (ended,) = chat.read([ids], ['eos'])
         assert text == 'hm' and not ended
         context = chat.next_context('Who?', [turn(text, 'no', ids)])
-        assert context is None if history == 'as-sampled' else foreign not in context and context.count(chat.end_id) == 4
+        assert context is None if history == 'as-sampled' else foreign not in context and context.count(
+            chat.end_id) == 4
 
 
 # ---- through a rollout ----
@@ -240,7 +289,8 @@ class Tape:
     "An engine that plays given (ids, why it stopped), whatever is asked, and notes the contexts and the stop strings."
     max_length = 10 ** 6
 
-    def __init__(self, *plays): self.plays, self.contexts, self.released, self.waiting, self.stop = list(plays), [], 0, [], None
+    def __init__(self, *plays):
+        self.plays, self.contexts, self.released, self.waiting, self.stop = list(plays), [], 0, [], None
 
     def stream(self, sampling):
         self.stop = sampling.stop
@@ -273,7 +323,8 @@ def act(chat, text=None):
     "What a model says: a call in the chat's protocol, or the text, after a thought."
     if text is None:
         style, tag = chat.protocol.call_style, chat.protocol.call_tag
-        inside = json.dumps({'name': 'search', 'arguments': {'query_list': ['Budapest']}}) if style == 'json' else 'Budapest'
+        inside = json.dumps({'name': 'search', 'arguments': {'query_list': ['Budapest']}
+                             }) if style == 'json' else 'Budapest'
         text = f'<{tag}> {inside} </{tag}>'
     return chat.encode(THINK + text)
 
@@ -284,12 +335,17 @@ def test_a_turn_may_end_by_eos_by_a_stop_string_or_by_length(name, published, pr
     chat = chat_of(name, PROTOCOLS[protocol], published)
     end = [chat.end_id] if chat.end else []
     why = 'eos' if end else 'stop'
-    plays = [(act(chat) + end, why), (act(chat), 'stop'), (chat.encode('half a thou'), 'max_tokens'), (act(chat, '<answer> Budapest </answer>') + end, why)]
+    plays = [(act(chat) + end, why), (act(chat), 'stop'), (chat.encode('half a thou'), 'max_tokens'),
+             (act(chat, '<answer> Budapest </answer>') + end, why)]
     tape = Tape(*plays)
     (t,) = rollout(tape, Environment(chat, TOOL, max_turns=5, max_tokens=10 ** 6), [QUESTION])[0].trajectories
-    assert t.answer == 'Budapest' and t.stop is Stop.ANSWER and [x.result for x in t.turns] == [Result.OK, Result.OK, Result.MALFORMED, Result.NONE]
-    assert [list(x.action_ids) for x in t.turns] == [list(ids) for ids, _ in plays] and all(x.context_ids is None for x in t.turns)
-    assert [x.action_text for x in t.turns] == [chat.tokenizer.decode(ids[:len(ids) - (why == 'eos')]) for ids, why in plays]
+    assert t.answer == 'Budapest' and t.stop is Stop.ANSWER and [x.result for x in t.turns] == [
+        Result.OK, Result.OK, Result.MALFORMED, Result.NONE
+    ]
+    assert [list(x.action_ids) for x in t.turns] == [list(ids) for ids, _ in plays] and all(x.context_ids is None
+                                                                                            for x in t.turns)
+    assert [x.action_text
+            for x in t.turns] == [chat.tokenizer.decode(ids[:len(ids) - (why == 'eos')]) for ids, why in plays]
     for i, context in enumerate(tape.contexts):                          # the identity, in the rollout itself
         if chat.end: assert context == whole_ids(chat, t.turns[:i], QUESTION.text)
         assert chat.tokenizer.decode(context) == rendered(chat, t.turns[:i], QUESTION.text)
@@ -298,12 +354,15 @@ def test_a_turn_may_end_by_eos_by_a_stop_string_or_by_length(name, published, pr
 
 def test_letters_after_a_stop_string_are_kept_but_are_no_part_of_the_action():
     chat = chat_of('qwen2_5', PROTOCOLS['tiny'])
-    tape = Tape((chat.encode('<tool_call> x </tool_call>).'), 'stop'), (chat.encode('<answer> Rabat </answer>.\n\nI'), 'stop'))
+    tape = Tape((chat.encode('<tool_call> x </tool_call>).'), 'stop'),
+                (chat.encode('<answer> Rabat </answer>.\n\nI'), 'stop'))
     (t,) = rollout(tape, Environment(chat, TOOL), [QUESTION])[0].trajectories
     assert t.turns[0].call['queries'] == ['x'] and t.answer == 'Rabat' and t.turns[1].action_text.endswith('.\n\nI')
     assert tape.contexts[1] == [*t.prompt_ids, *t.turns[0].action_ids, *t.turns[0].observation_ids]
-    assert chat.parse('<answer> a </answer> and on', 'max_tokens').error and chat.parse('<answer> a </answer> and on').answer == 'a'
-    assert chat.parse('<answer> a </answer> <answer> b </answer>').answer == 'a'                   # it would have been stopped at the first
+    assert chat.parse('<answer> a </answer> and on',
+                      'max_tokens').error and chat.parse('<answer> a </answer> and on').answer == 'a'
+    # it would have been stopped at the first
+    assert chat.parse('<answer> a </answer> <answer> b </answer>').answer == 'a'
 
 
 @each_template
@@ -324,7 +383,8 @@ def test_a_base_models_eos_is_not_the_end_of_a_turn(name, end):
     assert chat.end == end and chat.stop == ('</tool_call>', '</answer>', end) and chat.end_id != tokenizer.eos_token_id
     torch.manual_seed(0)
     engine = HFEngine(small_model(len(tokenizer), initializer_range=.02), tokenizer)
-    groups = rollout(engine, Environment(chat, TOOL, max_turns=4, max_tokens=2000), [QUESTION], 8, Sampling(max_tokens=60), seed=3)
+    groups = rollout(engine, Environment(chat, TOOL, max_turns=4, max_tokens=2000), [QUESTION], 8,
+                     Sampling(max_tokens=60), seed=3)
     said = [x for t in groups[0].trajectories for x in t.turns]
     ended = [x for x in said if x.action_ids[-1] == chat.end_id]
     assert ended and all(chat.end_id not in x.action_ids[:-1] and end not in x.action_text for x in said)
@@ -334,15 +394,16 @@ def test_a_base_models_eos_is_not_the_end_of_a_turn(name, end):
 
 def small_model(vocabulary, **settings):
     from transformers import Qwen2Config, Qwen2ForCausalLM
-    config = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, initializer_range=.1,
-                  max_position_embeddings=4096)
+    config = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2,
+                  num_key_value_heads=1, initializer_range=.1, max_position_embeddings=4096)
     return Qwen2ForCausalLM(Qwen2Config(vocab_size=vocabulary, **{**config, **settings})).eval()
 
 
 def thinker(text, rng):
     "Thinks, searches twice, answers."
     seen = text.count('Budapest is a city')
-    return THINK + ('<answer> Budapest </answer>' if seen == 2 else '<tool_call> Budapest </tool_call>') if seen < 3 else '?'
+    return THINK + (
+        '<answer> Budapest </answer>' if seen == 2 else '<tool_call> Budapest </tool_call>') if seen < 3 else '?'
 
 
 @pytest.mark.parametrize('published', [False] + [True] * ('qwen3' in PUBLISHED))
@@ -355,20 +416,25 @@ def test_a_rewriting_template_makes_a_row_of_each_turn(published):
     assert t.turns[0].context_ids is None and t.answer == 'Budapest'
     for k in (1, 2):
         context = chat.tokenizer.decode(list(t.turns[k].context_ids))
-        assert context == rendered(chat, t.turns[:k], QUESTION.text) and '<think>' not in context and context.count('<tool_call>') == k
-    for r in range(3):                                                    # each row: its context, and one turn that is trained on
+        assert context == rendered(chat, t.turns[:k],
+                                   QUESTION.text) and '<think>' not in context and context.count('<tool_call>') == k
+    for r in range(3):  # each row: its context, and one turn that is trained on
         row, n = layout.ids[r, :layout.lengths[r]].tolist(), len(t.turns[r].context_ids or t.prompt_ids)
         assert row == [*(t.turns[r].context_ids or t.prompt_ids), *t.turns[r].action_ids, *t.turns[r].observation_ids]
-        assert layout.token_turns[r, n:n + len(t.turns[r].action_ids)].eq(r).all() and layout.trained[r].sum() == len(t.turns[r].action_ids)
-    single = rollout(ScriptedEngine(thinker, chat.tokenizer), Environment(chat_of('qwen3', INSIDE, published, history='as-sampled'), TOOL), [QUESTION], 2)
-    assert pack(single).row_trajectory.tolist() == [0, 1] and [x.action_ids for x in single[0].trajectories[0].turns] == [x.action_ids for x in t.turns]
+        assert layout.token_turns[r, n:n + len(t.turns[r].action_ids)].eq(r).all() and layout.trained[r].sum() == len(
+            t.turns[r].action_ids)
+    single = rollout(ScriptedEngine(thinker, chat.tokenizer),
+                     Environment(chat_of('qwen3', INSIDE, published, history='as-sampled'), TOOL), [QUESTION], 2)
+    assert pack(single).row_trajectory.tolist() == [0, 1] and [x.action_ids for x in single[0].trajectories[0].turns
+                                                               ] == [x.action_ids for x in t.turns]
 
 
 def test_in_rewritten_contexts_too_a_plain_forward_gives_the_sampled_logps():
     "A random model under Qwen3 without thinking: rows, their log-probabilities, and independence of the batch."
     chat = chat_of('qwen3', PROTOCOLS['tiny'], options={'enable_thinking': False})
     torch.manual_seed(0)
-    model, questions = small_model(len(chat.tokenizer)), [Question(n, f'Who is {n}?', ['x']) for n in ('Ada', 'Alan Turing', 'Emmy')]
+    model, questions = small_model(len(
+        chat.tokenizer)), [Question(n, f'Who is {n}?', ['x']) for n in ('Ada', 'Alan Turing', 'Emmy')]
 
     def play(questions=questions, **engine):
         env = Environment(chat, TOOL, max_turns=3, max_tokens=2000)
@@ -377,21 +443,24 @@ def test_in_rewritten_contexts_too_a_plain_forward_gives_the_sampled_logps():
     layout = pack(groups, len(chat.prefix_ids))
     assert len(layout.lengths) == layout.turn_mask.sum() > len(groups) * 3 * 2                 # a row a turn
     with torch.no_grad(): logp = token_logps(model, layout.ids, layout.trained)
-    assert (logp - layout.logps).abs().max() < 1e-3 and (Learner(model).evaluate(layout).logp - layout.logps).abs().max() < 1e-3
+    assert (logp - layout.logps).abs().max() < 1e-3 and (Learner(model).evaluate(layout).logp -
+                                                         layout.logps).abs().max() < 1e-3
     ids = lambda gs: [[x.action_ids for x in t.turns] for g in gs for t in g.trajectories]
     assert ids(groups) == ids(play(max_rows=2)) == ids(play(questions[::-1])[::-1])
 
 
 def test_a_rewritten_context_without_room_ends_the_trajectory():
     "A template that lets a context grow by more than was said, and that no probe can foresee."
-    chatty = CHATML.replace("{{ m['content'] }}", "{{ m['content'] | replace(' x ', ' blah' * 99) if m.role == 'assistant' else m['content'] }}")
+    chatty = CHATML.replace("{{ m['content'] }}", "{{ m['content'] | replace(' x ', ' blah' * 99) if m.role == "
+                                                  "'assistant' else m['content'] }}")
     chat = Chat(PROTOCOLS['tiny'], byte_tokenizer(chatty), history='template')
     assert not chat.rewrites
     engine = ScriptedEngine(lambda text, rng: '<tool_call> x </tool_call>', chat.tokenizer)
     (t,) = rollout(engine, Environment(chat, TOOL, max_tokens=500), [QUESTION])[0].trajectories
     assert t.stop is Stop.LENGTH and len(t.turns) == 1 and t.turns[0].result is Result.OK
     (t,) = rollout(engine, Environment(chat, TOOL, max_tokens=1500), [QUESTION])[0].trajectories
-    assert t.stop is Stop.LENGTH and len(t.turns) == 3 and 500 < len(t.turns[1].context_ids) < 1000 < len(t.turns[2].context_ids)
+    assert t.stop is Stop.LENGTH and len(
+        t.turns) == 3 and 500 < len(t.turns[1].context_ids) < 1000 < len(t.turns[2].context_ids)
 
 
 # ---- what templates cannot do ----
@@ -399,44 +468,61 @@ def test_a_rewritten_context_without_room_ends_the_trajectory():
 def test_a_tool_message_is_shown_as_a_user_message_where_the_template_cannot():
     tool = Protocol('tool', call_style='text', response_role='tool', response_tag=None)
     with_tags = Protocol('user', call_style='text')
-    for name in ('qwen2_5', 'qwen3'):                                     # they write a tool's message as a user's in these very tags
+    for name in ('qwen2_5', 'qwen3'):  # they write a tool's message as a user's in these very tags
         chat = chat_of(name, tool)
-        assert chat.role == 'tool' and chat.observation_ids('a "b"\nc') == chat_of(name, with_tags).observation_ids('a "b"\nc')
-        assert kept_ids(chat, [turn('<tool_call> x </tool_call>', 'y')], 'Who?') == whole_ids(chat, [turn('<tool_call> x </tool_call>', 'y')], 'Who?')
-    raising = CHATML.replace('<|im_start|>{{', "{% if m.role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}<|im_start|>{{")
+        assert chat.role == 'tool' and chat.observation_ids('a "b"\nc') == chat_of(
+            name, with_tags).observation_ids('a "b"\nc')
+        assert kept_ids(chat, [turn('<tool_call> x </tool_call>', 'y')],
+                        'Who?') == whole_ids(chat, [turn('<tool_call> x </tool_call>', 'y')], 'Who?')
+    raising = CHATML.replace('<|im_start|>{{', "{% if m.role == 'tool' %}{{ raise_exception('no tools here') }}{% "
+                                               "endif %}<|im_start|>{{")
     dropping = CHATML.replace('{% for m in messages %}', "{% for m in messages if m.role != 'tool' %}")
     for chat in (chat_of('llama3_1', tool), Chat(tool, byte_tokenizer(raising)), Chat(tool, byte_tokenizer(dropping))):
         same = Chat(with_tags, chat.tokenizer)
-        assert (chat.role, chat.tag) == ('user', 'tool_response') and chat.observation_ids('a "b"\nc') == same.observation_ids('a "b"\nc')
+        assert (chat.role,
+                chat.tag) == ('user',
+                              'tool_response') and chat.observation_ids('a "b"\nc') == same.observation_ids('a "b"\nc')
     loud = CHATML.replace("{{ m['content'] }}", "{{ m['content'] | upper }}")
-    with pytest.raises(ValueError, match='neither in the role .tool. nor as a user message'): Chat(tool, byte_tokenizer(loud))
+    with pytest.raises(ValueError, match='neither in the role .tool. nor as a user message'):
+        Chat(tool, byte_tokenizer(loud))
 
 
 def test_a_system_message_is_folded_where_the_template_cannot():
     p = Protocol('system', system='Be brief.', call_style='text')
-    raising = CHATML.replace('<|im_start|>{{', "{% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}<|im_start|>{{")
+    raising = CHATML.replace('<|im_start|>{{', "{% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif "
+                                               "%}<|im_start|>{{")
     dropping = CHATML.replace('{% for m in messages %}', "{% for m in messages if m.role != 'system' %}")
     for template in (raising, dropping):
         chat = Chat(p, byte_tokenizer(template))
-        assert chat.folded and chat.tokenizer.decode(chat.prompt_ids('Who?')) == '<|im_start|>user\nBe brief.\n\nWho?<|im_end|>\n<|im_start|>assistant\n'
+        assert chat.folded and chat.tokenizer.decode(
+            chat.prompt_ids('Who?')) == ('<|im_start|>user\nBe '
+                                         'brief.\n\nWho?<|im_end|>\n<|im_start|>assistant\n')
         assert kept_ids(chat, [turn('<answer>', 'y')], 'Who?') == whole_ids(chat, [turn('<answer>', 'y')], 'Who?')
     assert not Chat(p, byte_tokenizer()).folded
 
 
 def test_tools_are_told_by_the_template_or_by_us():
-    "Qwen's templates list them with the protocol's call tag; Llama's would ask for another form of call, and ChatML knows none."
+    """Qwen's templates list them with the protocol's call tag; Llama's would ask for another form of call, and ChatML
+    knows none."""
     for name, published in EVERY:
         chat = chat_of(name, published=published)
         text = chat.tokenizer.decode(chat.prompt_ids('Who?'))
-        assert bool(chat.tools) is name.startswith('qwen') and text.count('"query_list"') == 2 and text.count('You are a helpful and harmless assistant.') == 1
+        assert bool(chat.tools) is name.startswith('qwen') and text.count('"query_list"') == 2 and text.count(
+            'You are a helpful and harmless assistant.') == 1
         assert '<tools>' in text and '"parameters": dictionary' not in text
-    prompt = chat_of('llama3_1', PROTOCOLS['prs']).tokenizer.decode(chat_of('llama3_1', PROTOCOLS['prs']).prompt_ids('Who?'))
-    assert '"wiki_search"' in prompt and '<reasoning>' in prompt and prompt.startswith('<|begin_of_text|><|start_header_id|>system')
+    prompt = chat_of('llama3_1',
+                     PROTOCOLS['prs']).tokenizer.decode(chat_of('llama3_1', PROTOCOLS['prs']).prompt_ids('Who?'))
+    assert '"wiki_search"' in prompt and '<reasoning>' in prompt and prompt.startswith(
+        '<|begin_of_text|><|start_header_id|>system')
 
 
-@pytest.mark.parametrize('template, said', [(CHATML.replace("{{ m['content'] }}", "{{ m['content'] if m.role != 'user' else '…' }}"), 'question'),
-                                            (CHATML.replace("{{ m['content'] }}", "{{ m['content'] if m.role != 'assistant' else '…' }}"), 'hides'),
-                                            (CHATML.replace("{{ m['content'] }}", "{{ m['content'] }}{{ m['content'] if m.role == 'user' and loop.first }}"), 'question'),
+@pytest.mark.parametrize('template, said', [(CHATML.replace("{{ m['content'] }}", "{{ m['content'] if m.role != "
+                                                                                  "'user' else '…' }}"), 'question'),
+                                            (CHATML.replace("{{ m['content'] }}", "{{ m['content'] if m.role != "
+                                                                                  "'assistant' else '…' }}"), 'hides'),
+                                            (CHATML.replace("{{ m['content'] }}", "{{ m['content'] }}{{ m['content'] "
+                                                                                  "if m.role == 'user' and loop.first "
+                                                                                  "}}"), 'question'),
                                             ('{{ raise_exception("never") }}', 'never'), ('{{ messages[9].content }}', 'fails|question')])
 def test_a_template_that_shows_no_conversation_is_refused(template, said):
     with pytest.raises(ValueError, match=said): Chat(PROTOCOLS['tiny'], byte_tokenizer(template))
@@ -444,9 +530,11 @@ def test_a_template_that_shows_no_conversation_is_refused(template, said):
 
 def test_the_doors_of_a_chat():
     tokenizer = byte_tokenizer()
-    with pytest.raises(ValueError, match="'enable_thinking' is nowhere"): Chat(PROTOCOLS['tiny'], tokenizer, options={'enable_thinking': False})
+    with pytest.raises(ValueError, match="'enable_thinking' is nowhere"):
+        Chat(PROTOCOLS['tiny'], tokenizer, options={'enable_thinking': False})
     with pytest.raises(ValueError, match='history'): Chat(PROTOCOLS['tiny'], tokenizer, history='raw')
-    with pytest.raises(ValueError, match="inside the assistant's message"): Chat(PROTOCOLS['search-r1'], tokenizer, history='template')
+    with pytest.raises(ValueError, match="inside the assistant's message"):
+        Chat(PROTOCOLS['search-r1'], tokenizer, history='template')
     with pytest.raises(ValueError, match='code blocks'): Environment(Chat(PROTOCOLS['carl'], tokenizer), TOOL)
     for bad in (dict(user='hello'), dict(call_style='xml'), dict(response_role='assistant')):
         with pytest.raises(ValueError, match="protocol 'bad'"): Protocol('bad', **bad)
@@ -462,14 +550,19 @@ def test_no_text_from_outside_holds_a_special_token(name, published, text):
     chat = chat_of(name, PROTOCOLS['tiny'], published)
     special = {i for i, t in chat.tokenizer.added_tokens_decoder.items() if t.special}
     count = lambda ids: sum(i in special for i in ids)
-    assert count(chat.observation_ids(text)) == count(chat.observation_ids('x')) and count(chat.prompt_ids(f'{text}?')) == count(chat.prompt_ids('x?'))
-    if not any(t.content in text for t in chat.tokenizer.added_tokens_decoder.values()) and '\ud800' not in text: assert chat.plain(text) == text
+    assert count(chat.observation_ids(text)) == count(chat.observation_ids('x')) and count(
+        chat.prompt_ids(f'{text}?')) == count(chat.prompt_ids('x?'))
+    if not any(t.content in text for t in chat.tokenizer.added_tokens_decoder.values()) and '\ud800' not in text:
+        assert chat.plain(text) == text
 
 
 # ---- reading ----
 
-PIECES = ['<tool_call>', '</tool_call>', '<answer>', '</answer>', '<search>', '</search>', '{"name": "search", "arguments": ', '{"query_list": ["a"]}}',
-          '\\boxed{', '}', '{', '\\}', '```python\n', '\n```', 'print(1)', '[[[', '"query": 3', ' ']
+PIECES = [
+    '<tool_call>', '</tool_call>', '<answer>', '</answer>', '<search>', '</search>', '{"name": "search", '
+    '"arguments": ', '{"query_list": ["a"]}}', '\\boxed{', '}', '{', '\\}', '```python\n', '\n```', 'print(1)', '[[[',
+    '"query": 3', ' '
+]
 
 
 @settings(deadline=None)
@@ -478,12 +571,14 @@ def test_any_text_is_a_call_an_answer_or_an_error(name, text):
     action = parse(PROTOCOLS[name], text)
     assert [action.call, action.answer, action.error].count(None) == 2
     if action.answer is not None: assert action.answer.strip() == action.answer != ''
-    if action.call and PROTOCOLS[name].call_style != 'code': assert action.call['queries'] and all(isinstance(q, str) and q.strip() for q in action.call['queries'])
+    if action.call and PROTOCOLS[name].call_style != 'code':
+        assert action.call['queries'] and all(isinstance(q, str) and q.strip() for q in action.call['queries'])
     assert boxed(text) == extract_answer(text, 'boxed')
 
 
 @pytest.mark.parametrize('inside', ['[' * 100000, '{"a":' * 100000, '"', 'null', '3', '1e999999', '{"name": ["search"], "arguments": {"query": "x"}}',
-                                    '{"name": "search", "arguments": "x"}', '{"name": "search", "arguments": {"query_list": "x", "query": null}}',
+                                    '{"name": "search", "arguments": "x"}', '{"name": "search", "arguments": '
+                                                                            '{"query_list": "x", "query": null}}',
                                     '{"name": "search", "arguments": {"query_list": ["x", null]}}'], ids=range(10))
 def test_a_broken_call_is_an_error_and_no_crash(inside):
     action = parse(PROTOCOLS['tips'], f'<tool_call>{inside}</tool_call>')
@@ -506,19 +601,32 @@ def test_the_call_of_each_paper(name, text, wanted):
 
 
 def test_tags_and_rules_of_each_paper():
-    "Tags, tool names and the example answer stand in the prompt; a tool that a protocol does not have cannot be called."
-    prompts = {name: chat_of('qwen2_5', p).tokenizer.decode(chat_of('qwen2_5', p).prompt_ids('Who?')) for name, p in PROTOCOLS.items()}
-    tags = {'tips': 'think tool_call tool_response answer', 'tspo': 'think tool_call tool_response answer', 'search-r1': 'think search information answer',
-            'igpo': 'think search tool_response answer', 'prs': 'reasoning tool_call answer', 'carl': 'context'}
+    """Tags, tool names and the example answer stand in the prompt; a tool that a protocol does not have cannot be
+    called."""
+    prompts = {
+        name: chat_of('qwen2_5', p).tokenizer.decode(chat_of('qwen2_5', p).prompt_ids('Who?'))
+        for name, p in PROTOCOLS.items()
+    }
+    tags = {
+        'tips': 'think tool_call tool_response answer', 'tspo': 'think tool_call tool_response answer', 'search-r1':
+        'think search information answer', 'igpo': 'think search tool_response answer', 'prs':
+        'reasoning tool_call answer', 'carl': 'context'
+    }
     assert {n for n in PROTOCOLS if not n.startswith('carl-')} == {*tags, 'tiny'}
     for name, wanted in tags.items():
         assert all(f'<{t}>' in prompts[name] and f'</{t}>' in prompts[name] for t in wanted.split()), name
         assert parse(PROTOCOLS[name], '<tool_call>{"name": "browse", "arguments": {"query": "a"}}</tool_call>').error
-    assert all(f'<answer> {x} </answer>' in prompts[n] for n, x in dict.fromkeys(['tips', 'tspo', 'search-r1'], 'Beijing').items() | {('prs', 'xxx')})
-    assert '"name": "search"' in prompts['tips'] and '"name": "wiki_search"' in prompts['prs'] and prompts['search-r1'].startswith('<|im_start|>system\nYou are Qwen,')
-    assert all(x in prompts['carl'] for x in ('```python', 'search(query)', r'\boxed{}', 'You may')) and set(CARL_PROMPTS) == {'direct', 'forced', 'optional', 'multi-hop'}
-    assert all(r'\boxed{}' in x and ('```python' in x) is ('<context>' in x) is (n != 'direct') for n, x in CARL_PROMPTS.items())
-    assert PROTOCOLS['prs'].think_tag == 'reasoning' and PROTOCOLS['carl'].answer_tag is None and PROTOCOLS['carl'].context_tag == 'context'
+    assert all(f'<answer> {x} </answer>' in prompts[n]
+               for n, x in dict.fromkeys(['tips', 'tspo', 'search-r1'], 'Beijing').items() | {('prs', 'xxx')})
+    assert '"name": "search"' in prompts['tips'] and '"name": "wiki_search"' in prompts['prs'] and prompts[
+        'search-r1'].startswith('<|im_start|>system\nYou are Qwen,')
+    assert all(x in prompts['carl']
+               for x in ('```python', 'search(query)', r'\boxed{}',
+                         'You may')) and set(CARL_PROMPTS) == {'direct', 'forced', 'optional', 'multi-hop'}
+    assert all(r'\boxed{}' in x and ('```python' in x) is ('<context>' in x) is (n != 'direct')
+               for n, x in CARL_PROMPTS.items())
+    assert PROTOCOLS['prs'].think_tag == 'reasoning' and PROTOCOLS['carl'].answer_tag is None and PROTOCOLS[
+        'carl'].context_tag == 'context'
     assert all(p.source for p in PROTOCOLS.values()) and len({hash(p) for p in PROTOCOLS.values()}) == len(PROTOCOLS)
 
 
@@ -532,17 +640,23 @@ def test_good_tokenizers_pass_the_check(name, published):
 
 
 def test_the_check_takes_what_a_chat_takes():
-    chat = check_tokenizer(family_tokenizer('qwen3'), PROTOCOLS['tiny'], options={'enable_thinking': False}, history='as-sampled')
-    assert chat.history == 'as-sampled' and chat.rewrites and check_tokenizer(byte_tokenizer(None), PROTOCOLS['tiny'], PLAIN).template == PLAIN
+    chat = check_tokenizer(family_tokenizer('qwen3'), PROTOCOLS['tiny'], options={'enable_thinking': False},
+                           history='as-sampled')
+    assert chat.history == 'as-sampled' and chat.rewrites and check_tokenizer(byte_tokenizer(None), PROTOCOLS['tiny'],
+                                                                              PLAIN).template == PLAIN
 
 
 def test_the_check_names_everything_that_is_wrong():
     from credit_rl.tiny import tiny_tokenizer
     assert check_tokenizer(tiny_tokenizer(), PROTOCOLS['tiny'])
-    with pytest.raises(ValueError, match='no words for the prompt'): check_tokenizer(tiny_tokenizer(), PROTOCOLS['tspo'])
-    with pytest.raises(ValueError, match='cannot write .*</search>'): check_tokenizer(tiny_tokenizer(), PROTOCOLS['igpo'])
+    with pytest.raises(ValueError, match='no words for the prompt'):
+        check_tokenizer(tiny_tokenizer(), PROTOCOLS['tspo'])
+    with pytest.raises(ValueError, match='cannot write .*</search>'):
+        check_tokenizer(tiny_tokenizer(), PROTOCOLS['igpo'])
     with pytest.raises(ValueError, match='no chat template'): check_tokenizer(byte_tokenizer(None), PROTOCOLS['tiny'])
     mute = byte_tokenizer(PLAIN, eos=None)
-    with pytest.raises(ValueError, match='(?s)no eos_token.*258 ids, the model only 200'): check_tokenizer(mute, PROTOCOLS['tiny'], vocabulary=200)
-    gluing = byte_tokenizer("{% for m in messages %}{{ m.content }}ab{% endfor %}{% if add_generation_prompt %}c{% endif %}", texts=['abc'] * 9, merges=2)
+    with pytest.raises(ValueError, match='(?s)no eos_token.*258 ids, the model only 200'):
+        check_tokenizer(mute, PROTOCOLS['tiny'], vocabulary=200)
+    gluing = byte_tokenizer("{% for m in messages %}{{ m.content }}ab{% endfor %}{% if add_generation_prompt %}c{% "
+                            "endif %}", texts=['abc'] * 9, merges=2)
     with pytest.raises(ValueError, match="glues the generation prefix 'c'"): check_tokenizer(gluing, PROTOCOLS['tiny'])

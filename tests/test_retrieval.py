@@ -18,8 +18,8 @@ from hypothesis import given, settings, strategies as st
 
 from credit_rl.datasets import load_corpus, load_questions
 from credit_rl.readers import Passage
-from credit_rl.retrieval import (BM25, PassageFile, RankBM25, Retriever, SearchClient, SearchError, SearchServer, bm25_reference, corpus_hash, document,
-                                 words)
+from credit_rl.retrieval import (BM25, PassageFile, RankBM25, Retriever, SearchClient, SearchError, SearchServer,
+                                 bm25_reference, corpus_hash, document, words)
 from credit_rl.tools import SearchTool
 from credit_rl.trajectory import Result
 
@@ -77,11 +77,12 @@ def test_search_is_a_stable_sort_of_the_positive_scores(corpus, queries, k):
     assert len(found) == len(queries)
     for query, passages in zip(queries, found):
         scores = bm25.scores([query])[0]
-        order = [i for i in sorted(range(len(corpus)), key=lambda i: -scores[i]) if scores[i] > 0][:k]   # sorted is stable
+        # sorted is stable
+        order = [i for i in sorted(range(len(corpus)), key=lambda i: -scores[i]) if scores[i] > 0][:k]
         assert [p.id for p in passages] == [str(i) for i in order]
         assert [p.score for p in passages] == [float(scores[i]) for i in order]
         assert [p.text for p in passages] == [corpus[i].text for i in order]
-        assert bm25.search([query], k)[0] == passages                                               # a batch changes nothing
+        assert bm25.search([query], k)[0] == passages  # a batch changes nothing
 
 
 @pytest.mark.parametrize('k', [2, 100])
@@ -142,7 +143,9 @@ def test_progress_is_shown_when_asked_for(capsys):
 
 @pytest.fixture
 def corpus():
-    return [Passage(f'id{i}', 'Tïtle "q"', f'text {i}\nnext line \ud800 {"odd" if i % 2 else "even"}') for i in range(7)]
+    return [
+        Passage(f'id{i}', 'Tïtle "q"', f'text {i}\nnext line \ud800 {"odd" if i % 2 else "even"}') for i in range(7)
+    ]
 
 
 def test_save_and_load_give_the_same_search(corpus, tmp_path):
@@ -150,8 +153,10 @@ def test_save_and_load_give_the_same_search(corpus, tmp_path):
     bm25.save(tmp_path / 'deep' / 'index')
     again = BM25.load(tmp_path / 'deep' / 'index')
     queries = ['odd', 'text 3', 'tïtle', 'zebra']
-    assert again.search(queries, 3) == bm25.search(queries, 3) and (again.k1, again.b, again.variant) == (1.2, 0.3, 'robertson')
-    assert isinstance(again.passages, PassageFile) and list(again.passages) == corpus and again.passages[1:3] == corpus[1:3]
+    assert again.search(queries, 3) == bm25.search(queries,
+                                                   3) and (again.k1, again.b, again.variant) == (1.2, 0.3, 'robertson')
+    assert isinstance(again.passages, PassageFile) and list(
+        again.passages) == corpus and again.passages[1:3] == corpus[1:3]
     assert isinstance(again.index.scores['data'], np.memmap)
     again.save(tmp_path / 'copy')                                  # from one memory-mapped index to another folder
     assert BM25.load(tmp_path / 'copy').search(queries, 3) == bm25.search(queries, 3)
@@ -203,7 +208,10 @@ def test_a_damaged_index_is_refused(corpus, tmp_path):
 
 
 def test_the_hash_is_of_ids_titles_and_texts_in_order(corpus, tmp_path):
-    changed = [corpus[::-1], corpus[:-1], corpus + corpus[:1], *([replace(corpus[0], **{f: 'new'}), *corpus[1:]] for f in ('id', 'title', 'text'))]
+    changed = [
+        corpus[::-1], corpus[:-1], corpus + corpus[:1],
+        *([replace(corpus[0], **{f: 'new'}), *corpus[1:]] for f in ('id', 'title', 'text'))
+    ]
     assert len({corpus_hash(c) for c in (corpus, *changed)}) == 1 + len(changed)
     assert corpus_hash([replace(p, score=1.) for p in corpus]) == corpus_hash(iter(corpus)) == corpus_hash(corpus)
     assert corpus_hash([Passage('1', 'ab', 'c')]) != corpus_hash([Passage('1', 'a', 'bc')])
@@ -217,7 +225,8 @@ def test_a_stale_index_is_refused(corpus, tmp_path):
     assert BM25.load(folder, corpus).search(['odd'], 2) == BM25.load(folder, corpus_hash(corpus)).search(['odd'], 2)
     edited = [*corpus[:3], replace(corpus[3], text='text 3, corrected'), *corpus[4:]]
     for other in (edited, corpus_hash(edited), corpus[::-1], []):
-        with pytest.raises(ValueError, match=f'another corpus: 7 passages with hash {corpus_hash(corpus)}'): BM25.load(folder, other)
+        with pytest.raises(ValueError, match=f'another corpus: 7 passages with hash {corpus_hash(corpus)}'):
+            BM25.load(folder, other)
     BM25(edited).save(folder)
     assert BM25.load(folder, edited).passages[3].text == 'text 3, corrected'
 
@@ -231,13 +240,15 @@ def post(url, value):
     "Status and JSON of a plain request, as any other client would send it."
     data = value if isinstance(value, bytes) else json.dumps(value).encode()
     try:
-        with urllib.request.urlopen(urllib.request.Request(url, data, {'Content-Type': 'application/json'}), timeout=30) as answer:
+        with urllib.request.urlopen(urllib.request.Request(url, data, {'Content-Type': 'application/json'}),
+                                    timeout=30) as answer:
             return answer.status, json.loads(answer.read())
     except urllib.error.HTTPError as e: return e.code, json.loads(e.read())
 
 
 class Canned(http.server.BaseHTTPRequestHandler):
-    "Gives the server's `answers` (status, bytes), one after the other, the last one for ever; None hangs up, a number of seconds waits."
+    """Gives the server's `answers` (status, bytes), one after the other, the last one for ever; None hangs up, a
+    number of seconds waits."""
     def do_POST(self):
         self.server.asked.append(json.loads(self.rfile.read(int(self.headers['Content-Length']))))
         answer = self.server.answers[min(len(self.server.asked), len(self.server.answers)) - 1]
@@ -281,7 +292,8 @@ ENTRY = {'document': {'id': '4', 'contents': '"Orvane"\nA port.\nIt is old.'}, '
 @given(st.lists(st.tuples(st.text(max_size=8), st.text(max_size=12)), min_size=1, max_size=6), st.lists(QUERY, max_size=4), st.integers(1, 9))
 def test_what_comes_over_http_is_what_the_retriever_said(texts, queries, k):
     class Everything:
-        def search(self, queries, k): return [[Passage(str(i), *pair, score=k / 7 + len(q)) for i, pair in enumerate(texts)][:k] for q in queries]
+        def search(self, queries, k):
+            return [[Passage(str(i), *pair, score=k / 7 + len(q)) for i, pair in enumerate(texts)][:k] for q in queries]
     with SearchServer(Everything()) as server:
         assert SearchClient(server.url, **FAST).search(queries, k) == Everything().search(queries, k)
 
@@ -290,7 +302,8 @@ def test_a_served_index_searches_like_the_index(corpus):
     bm25, queries = BM25(corpus), ['odd', 'text 3', 'tïtle', 'zebra', 'odd']
     with SearchServer(bm25) as server:
         client = SearchClient(server.url, **FAST)
-        assert isinstance(client, Retriever) and client.search(queries, 3) == bm25.search(queries, 3) and client.search([], 3) == []
+        assert isinstance(client, Retriever) and client.search(queries, 3) == bm25.search(
+            queries, 3) and client.search([], 3) == []
         assert SearchClient(server.url.removesuffix('/retrieve'), **FAST).search(['odd'], 1) == bm25.search(['odd'], 1)
         assert SearchTool(client, 2, None).run(['odd', 'even']) == SearchTool(bm25, 2, None).run(['odd', 'even'])
         first, again = client.search(['odd', 'odd'], 2)
@@ -301,7 +314,10 @@ def test_a_served_index_searches_like_the_index(corpus):
 def test_many_clients_at_once_get_their_own_answers(corpus):
     bm25, out = BM25(corpus), {}
     with SearchServer(bm25) as server:
-        def ask(i): out[i] = [SearchClient(server.url, seconds=60).search([f'text {(i + j) % 7}'], 1)[0][0].id for j in range(5)]
+        def ask(i):
+            out[i] = [
+                SearchClient(server.url, seconds=60).search([f'text {(i + j) % 7}'], 1)[0][0].id for j in range(5)
+            ]
         threads = [threading.Thread(target=ask, args=(i,)) for i in range(12)]
         for t in threads: t.start()
         for t in threads: t.join()
@@ -314,8 +330,10 @@ def test_the_server_speaks_search_r1(corpus):
         assert status == 200 and list(told) == ['result'] and len(told['result']) == 2 and told['result'][1] == []
         ((entry,), _) = told['result']
         assert set(entry) == {'document', 'score'} and isinstance(entry['score'], float)
-        assert entry['document']['id'] == 'id1' and entry['document']['contents'] == '"Tïtle "q""\ntext 1\nnext line \ud800 odd'
-        bare = post(server.url, {'queries': ['odd']})[1]['result'][0]                 # no scores: bare documents; no topk: the server's k
+        assert entry['document']['id'] == 'id1' and entry['document']['contents'] == ('"Tïtle "q""\ntext 1\nnext line '
+                                                                                      '\ud800 odd')
+        # no scores: bare documents; no topk: the server's k
+        bare = post(server.url, {'queries': ['odd']})[1]['result'][0]
         assert len(bare) == 2 and all('contents' in d for d in bare)
 
 
@@ -338,7 +356,8 @@ def test_a_retriever_that_raises_is_the_servers_error_and_is_asked_again():
             raise RuntimeError('the index is on fire')
     broken = Broken()
     with SearchServer(broken) as server:
-        with pytest.raises(SearchError, match='500.*the index is on fire'): SearchClient(server.url, tries=4, **FAST).search(['a'], 1)
+        with pytest.raises(SearchError, match='500.*the index is on fire'):
+            SearchClient(server.url, tries=4, **FAST).search(['a'], 1)
         assert broken.calls == 4
 
 
@@ -365,7 +384,8 @@ def test_pauses_between_tries_double(canned, monkeypatch):
 
 def test_a_server_that_hangs_is_a_timeout(canned):
     url, asked = canned(0.)
-    with pytest.raises(TimeoutError, match='within 0.1 s'): SearchClient(url, seconds=.1, tries=2, pause=0).search(['q'], 1)
+    with pytest.raises(TimeoutError, match='within 0.1 s'):
+        SearchClient(url, seconds=.1, tries=2, pause=0).search(['q'], 1)
     assert len(asked) == 2
     (_, result), = SearchTool(SearchClient(url, seconds=.1, tries=1), 1, None).call([['q']])
     assert result is Result.TIMEOUT
@@ -381,19 +401,24 @@ def test_nobody_there_is_an_error_observation():
 
 
 @pytest.mark.parametrize('body', [b'<html>', b'[]', b'{}', b'{"result": 3}', b'{"result": []}', b'{"result": [[], []]}', b'{"result": [3]}', b'{"result": [["x"]]}',
-                                  b'{"result": [[{"document": {"id": "1"}}]]}', b'{"result": [[{"document": {"contents": "a"}}]]}',
+                                  b'{"result": [[{"document": {"id": "1"}}]]}', b'{"result": [[{"document": '
+                                                                                b'{"contents": "a"}}]]}',
                                   b'{"result": [[{"document": {"id": "1", "contents": "a"}, "score": "high"}]]}'])
 def test_another_answer_is_refused_with_a_piece_of_it(canned, body):
     url, asked = canned((200, body))
-    with pytest.raises(SearchError, match=f'(?s)something else.*{re.escape(body[:20].decode())}'): SearchClient(url, tries=3, **FAST).search(['q'], 1)
+    with pytest.raises(SearchError, match=f'(?s)something else.*{re.escape(body[:20].decode())}'):
+        SearchClient(url, tries=3, **FAST).search(['q'], 1)
     assert len(asked) == 1
 
 
 def test_more_than_k_is_cut_and_documents_may_come_without_scores(canned):
     bare = [{'id': i, 'contents': f'only text {i}'} for i in range(5)]
     url, asked = canned(answer(bare))
-    assert SearchClient(url, **FAST).search(['q'], 2) == [[Passage('0', '', 'only text 0'), Passage('1', '', 'only text 1')]]
-    url, _ = canned(answer([{'document': {'id': 3, 'title': 'T', 'text': 'x', 'contents': '"other"\ny'}, 'score': '2'}]))
+    assert SearchClient(url, **FAST).search(['q'],
+                                            2) == [[Passage('0', '', 'only text 0'),
+                                                    Passage('1', '', 'only text 1')]]
+    url, _ = canned(
+        answer([{'document': {'id': 3, 'title': 'T', 'text': 'x', 'contents': '"other"\ny'}, 'score': '2'}]))
     assert SearchClient(url, **FAST).search(['q'], 2) == [[Passage('3', 'T', 'x', 2.0)]]
 
 
@@ -422,9 +447,14 @@ def test_a_proxy_of_the_environment_is_not_asked(corpus, monkeypatch):
 
 def test_a_saved_index_is_served_from_the_command_line(corpus, tmp_path, root):
     BM25(corpus).save(tmp_path / 'index')
-    process = subprocess.Popen([sys.executable, '-m', 'credit_rl.retrieval', str(tmp_path / 'index'), '--port', '0'], cwd=root, stdout=subprocess.PIPE,
-                               stderr=subprocess.STDOUT, text=True,        # a background job's children are born deaf to SIGINT
-                               preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
+    process = subprocess.Popen(
+        [sys.executable, '-m', 'credit_rl.retrieval',
+         str(tmp_path / 'index'), '--port', '0'],
+        cwd=root,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,  # a background job's children are born deaf to SIGINT
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
     try:
         line = process.stdout.readline()
         url = re.fullmatch(r'7 passages at (http://127\.0\.0\.1:\d+/retrieve)\n', line)[1]

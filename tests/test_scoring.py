@@ -10,15 +10,21 @@ from torch.testing import assert_close
 
 from credit_rl.layout import pack, token_logps
 from credit_rl.protocol import PROTOCOLS, Chat, Protocol, byte_tokenizer
-from credit_rl.scoring import (SCHEMAS, AnswerTemplate, Schema, acting_states, answer_batches, answer_header, answer_ids, answer_logps,
-                               answer_logps_separate, batch_logps, collect, gold_templates, joint_logps, takes_tree_mask)
+from credit_rl.scoring import (SCHEMAS, AnswerTemplate, Schema, acting_states, answer_batches, answer_header,
+                               answer_ids, answer_logps, answer_logps_separate, batch_logps, collect, gold_templates,
+                               joint_logps, takes_tree_mask)
 from credit_rl.trajectory import Group, Question, Stop, Trajectory, Turn, example_group
 
 VOCABULARY = 60
-SIZES = dict(vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-             head_dim=8, max_position_embeddings=128, initializer_range=.3, bos_token_id=None, eos_token_id=None, pad_token_id=None)
-OWN = {'gpt2': dict(n_embd=32, n_layer=2, n_head=4, n_positions=128, vocab_size=VOCABULARY, initializer_range=.3, bos_token_id=None, eos_token_id=None),
-       'bloom': dict(n_layer=2, n_head=4, **{k: SIZES[k] for k in ('hidden_size', 'vocab_size', 'initializer_range')})}
+SIZES = dict(vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+             num_key_value_heads=2, head_dim=8, max_position_embeddings=128, initializer_range=.3, bos_token_id=None,
+             eos_token_id=None, pad_token_id=None)
+OWN = {
+    'gpt2':
+    dict(n_embd=32, n_layer=2, n_head=4, n_positions=128, vocab_size=VOCABULARY, initializer_range=.3,
+         bos_token_id=None, eos_token_id=None), 'bloom':
+    dict(n_layer=2, n_head=4, **{k: SIZES[k] for k in ('hidden_size', 'vocab_size', 'initializer_range')})
+}
 
 
 def make(kind='qwen2', attention='sdpa', dtype=torch.float32, **changes):
@@ -42,7 +48,8 @@ def exact():
 
 @torch.no_grad()
 def plain(model, rows, states, answers):
-    "The definition, written out: a forward of the whole text of one state and one gold at a time. NaN where one does not exist."
+    """The definition, written out: a forward of the whole text of one state and one gold at a time. NaN where one does
+    not exist."""
     out = torch.full((*states.shape[:2], max(map(len, answers), default=0)), math.nan, dtype=torch.float64)
     for n, golds in enumerate(answers):
         for s, (row, position) in enumerate(states[n].tolist()):
@@ -70,11 +77,13 @@ def template(ids):
 
 @st.composite
 def works(draw):
-    "Rows of different lengths, trajectories with states in one or two of them (some missing), and golds (some trajectories have none)."
+    """Rows of different lengths, trajectories with states in one or two of them (some missing), and golds (some
+    trajectories have none)."""
     ids = lambda low, high: draw(st.lists(st.integers(0, VOCABULARY - 1), min_size=low, max_size=high))
     texts = [ids(1, 20) for _ in range(draw(st.integers(1, 4)))]
     width = max(map(len, texts)) + draw(st.integers(0, 3))
-    rows = torch.tensor([[*t, *[draw(st.integers(0, VOCABULARY - 1))] * (width - len(t))] for t in texts]), torch.tensor([len(t) for t in texts])
+    rows = torch.tensor([[*t, *[draw(st.integers(0, VOCABULARY - 1))] * (width - len(t))]
+                         for t in texts]), torch.tensor([len(t) for t in texts])
     n, s = draw(st.integers(1, 3)), draw(st.integers(1, 3))
     one = st.integers(0, len(texts) - 1).flatmap(lambda r: st.integers(0, len(texts[r]) - 1).map(lambda p: [r, p]))
     states = torch.tensor([[draw(st.one_of(one, st.just([-1, -1]))) for _ in range(s)] for _ in range(n)])
@@ -83,13 +92,15 @@ def works(draw):
 
 
 def fixed(seed=1):
-    "A piece of work that is always the same: three trajectories, one of them in two rows, with a hole, a gold without header, one of one token."
+    """A piece of work that is always the same: three trajectories, one of them in two rows, with a hole, a gold
+    without header, one of one token."""
     g = torch.Generator().manual_seed(seed)
     draw = lambda *shape: torch.randint(VOCABULARY, shape, generator=g)
     rows = draw(4, 30), torch.tensor([30, 17, 9, 12])
     states = torch.tensor([[[0, 3], [0, 12], [0, 29]], [[1, 0], [3, 11], [-1, -1]], [[2, 5], [-1, -1], [2, 8]]])
     gold = lambda n, start, end: AnswerTemplate(draw(n).tolist(), start, end)
-    return rows, states, [[gold(6, 2, 5), gold(3, 0, 1)], [gold(9, 4, 9)], [gold(4, 0, 4), gold(4, 1, 3), gold(2, 1, 2)]]
+    return rows, states, [[gold(6, 2, 5), gold(3, 0, 1)], [gold(9, 4, 9)],
+                          [gold(4, 0, 4), gold(4, 1, 3), gold(2, 1, 2)]]
 
 
 # ---- equal to plain forwards ----
@@ -100,8 +111,12 @@ def test_any_work_scores_as_plain_forwards_do(exact, work, method, budget):
     scores = answer_logps(exact, *work, method=method, budget=budget)
     same(scores, plain(exact, *work), atol=1e-9)
     states, answers = work[1:]
-    counts = [[[g.end - g.start if m < len(a) and there else 0 for m, g in enumerate(a + [AnswerTemplate([0], 0, 1)] * (scores.sums.shape[2] - len(a)))]
-               for there in (states[n, :, 0] >= 0).tolist()] for n, a in enumerate(answers)]
+    counts = [[[
+        g.end - g.start if m < len(a) and there else 0
+        for m, g in enumerate(a + [AnswerTemplate([0], 0, 1)] * (scores.sums.shape[2] - len(a)))
+    ]
+               for there in (states[n, :, 0] >= 0).tolist()]
+              for n, a in enumerate(answers)]
     assert scores.tokens.tolist() == counts and scores.missing == 0
 
 
@@ -150,7 +165,8 @@ def test_a_model_that_ignores_or_refuses_the_mask_is_read_through_its_cache(mixi
     model = make()
     model.__class__ = type(mixin.__name__, (mixin, type(model)), {})
     work = fixed()
-    with pytest.warns(UserWarning, match='two axes') if mixin is Fussy else contextlib.nullcontext(): assert not takes_tree_mask(model)
+    with pytest.warns(UserWarning, match='two axes') if mixin is Fussy else contextlib.nullcontext():
+        assert not takes_tree_mask(model)
     same(answer_logps(model, *work), plain(qwen, *work))
     trained = torch.rand(work[0][0].shape, generator=torch.Generator().manual_seed(0)) < .5
     trained &= torch.arange(30) < work[0][1][:, None]
@@ -189,7 +205,8 @@ def test_bfloat16_is_measured_in_float32():
     scores = answer_logps(model, *work, method='packed')
     expected = plain(model, *work)
     assert scores.sums.dtype == torch.float32
-    assert ((scores.sums - expected).abs() / scores.tokens.clamp(min=1)).nan_to_num(0).max() < .3   # logits themselves have 8 bits
+    # logits themselves have 8 bits
+    assert ((scores.sums - expected).abs() / scores.tokens.clamp(min=1)).nan_to_num(0).max() < .3
     rows = torch.randn(50, VOCABULARY, dtype=torch.bfloat16)
     fine = rows.float().log_softmax(-1)
     assert (rows.log_softmax(-1).float() - fine).abs().max() > 1e-3   # what a log-softmax in bfloat16 would cost
@@ -199,12 +216,14 @@ def test_bfloat16_is_measured_in_float32():
     handle = head.register_forward_hook(lambda module, inputs, logits: kept.append(logits))
     values = batch_logps(model, batch)
     handle.remove()
-    assert len(kept) == 1 and kept[0].shape == (len(batch.target), VOCABULARY)      # logits where they are asked, nowhere else
+    # logits where they are asked, nowhere else
+    assert len(kept) == 1 and kept[0].shape == (len(batch.target), VOCABULARY)
     assert_close(values, kept[0].float().log_softmax(-1).gather(-1, batch.target[:, None])[:, 0])
 
 
 def test_a_known_bigram_model():
-    "A Qwen2 without attention and feed-forward whose hidden state is the last id: its log-probabilities stand in a table."
+    """A Qwen2 without attention and feed-forward whose hidden state is the last id: its log-probabilities stand in a
+    table."""
     model = make(hidden_size=VOCABULARY, tie_word_embeddings=False, head_dim=16, rms_norm_eps=0.)
     table = torch.randn(VOCABULARY, VOCABULARY).log_softmax(-1)
     with torch.no_grad():
@@ -237,7 +256,8 @@ def test_batches_and_order_change_nothing(exact):
     order = [2, 0, 1]
     same(scored(exact, rows, states[order], [answers[i] for i in order]), sums[order], 1e-9)
     shuffle = torch.tensor([3, 1, 0, 2])                              # rows may stand anywhere
-    moved = torch.where(states[..., :1] >= 0, torch.cat([shuffle.argsort()[states[..., :1].clamp(min=0)], states[..., 1:]], -1), -1)
+    moved = torch.where(states[..., :1] >= 0,
+                        torch.cat([shuffle.argsort()[states[..., :1].clamp(min=0)], states[..., 1:]], -1), -1)
     same(scored(exact, (rows[0][shuffle], rows[1][shuffle]), moved, answers), sums, 1e-9)
     same(scored(exact, rows, states, [golds[::-1] for golds in answers])[2, :, :], sums[2].flip(-1), 1e-9)
     same(scored(exact, rows, states[:, [1]], answers), sums[:, [1]], 1e-9)
@@ -249,7 +269,8 @@ def test_batches_stay_in_the_budget_and_hold_everything():
         batches, counts = answer_batches(rows, states, answers, budget)
         assert all(b.ids.numel() <= budget or len(b.ids) == 1 for b in batches)
         assert sum(len(b.target) for b in batches) == counts.sum() and sum(len(b.ids) for b in batches) == 4
-    assert max(b.ids.shape[1] for b in batches) <= 30 + 3 * (4 + 0)   # a gold's last token is not read, nor what closes it
+    # a gold's last token is not read, nor what closes it
+    assert max(b.ids.shape[1] for b in batches) <= 30 + 3 * (4 + 0)
     (wide, *_), _ = answer_batches(rows, states, answers, budget=1, multiple=128)
     assert wide.ids.shape == (1, 128)
 
@@ -263,7 +284,8 @@ def test_padding_is_not_attended_to(exact):
     batches, counts = answer_batches(rows, states, answers)
     asked = lambda edit: collect(batches, [batch_logps(exact, edit(b)) for b in batches], counts).sums
     noise = lambda b: dataclasses.replace(b, ids=torch.where(b.segment < 0, 9, b.ids))
-    attended = lambda b: dataclasses.replace(noise(b), segment=b.segment.clamp(min=0), reach=torch.where(b.segment > 0, b.ids.shape[1], -1))
+    attended = lambda b: dataclasses.replace(noise(b), segment=b.segment.clamp(min=0), reach=torch.where(
+        b.segment > 0, b.ids.shape[1], -1))
     assert any((b.segment < 0).any() for b in batches)
     same(asked(noise), sums, 1e-12)
     assert (asked(attended) - sums).abs().nan_to_num(0).max() > .1    # the trap
@@ -274,7 +296,8 @@ def test_branches_do_not_see_each_other(exact):
     sums = scored(exact, rows, states, answers)
     for n, m in ((0, 0), (0, 1), (2, 1)):
         others = [list(golds) for golds in answers]
-        others[n][m] = AnswerTemplate([(i + 1) % VOCABULARY for i in answers[n][m].ids], answers[n][m].start, answers[n][m].end)
+        others[n][m] = AnswerTemplate([(i + 1) % VOCABULARY for i in answers[n][m].ids], answers[n][m].start,
+                                      answers[n][m].end)
         moved = (scored(exact, rows, states, others) - sums).abs()
         assert moved[n, :, m].nan_to_num(9).min() > 1e-3              # it changed itself
         moved[n, :, m] = 0
@@ -328,7 +351,11 @@ def test_one_forward_for_tokens_and_golds(exact, work, seed, budget):
     same(logp, token_logps(exact, ids, trained, .6).detach(), 1e-5)   # token_logps speaks float32
     same(scores, plain(exact, *work), 1e-9)
     batches, counts = answer_batches(work[0], states, answers, budget, trained=trained)
-    parts = [[batch_logps(exact, b, .6) if i % 2 == rank else torch.zeros(len(b.target)).double() for i, b in enumerate(batches)] for rank in (0, 1)]
+    parts = [[
+        batch_logps(exact, b, .6) if i % 2 == rank else torch.zeros(len(b.target)).double()
+        for i, b in enumerate(batches)
+    ]
+             for rank in (0, 1)]
     again, summed = collect(batches, [a + b for a, b in zip(*parts)], counts, trained)
     assert_close(again.to(logp.dtype), logp)
     assert_close(summed.sums.to(scores.sums.dtype), scores.sums, equal_nan=True)
@@ -359,7 +386,8 @@ def test_the_context_is_the_models_own():
         for end in (40, 32):                                          # the second leaves no room for a state of one id
             with pytest.raises(ValueError, match=f'gold 0 of trajectory 1 takes {end} ids .* context of 32'):
                 score(model, rows, states, [answers[0], [AnswerTemplate(range(40), 30, end)], answers[2]])
-    assert answer_logps(model, rows, states, [answers[0], [AnswerTemplate(range(40), 30, 31)], answers[2]]).sums[1, 0, 0] < 0
+    assert answer_logps(model, rows, states, [answers[0], [AnswerTemplate(range(40), 30, 31)], answers[2]]).sums[1, 0,
+                                                                                                                 0] < 0
 
 
 @pytest.mark.parametrize('edit, message', [
@@ -390,7 +418,8 @@ def test_settings_are_refused(qwen):
 def test_nothing_to_score(qwen):
     rows, states, answers = fixed()
     nowhere = answer_logps(qwen, rows, torch.full_like(states, -1), answers)
-    assert nowhere.sums.shape == (3, 3, 3) and nowhere.sums.isnan().all() and nowhere.missing == 0 and (nowhere.tokens == 0).all()
+    assert nowhere.sums.shape == (3, 3, 3) and nowhere.sums.isnan().all() and nowhere.missing == 0 and (nowhere.tokens
+                                                                                                        == 0).all()
     assert answer_logps(qwen, rows, states, [[], [], []]).sums.shape == (3, 3, 0)
 
 
@@ -402,10 +431,13 @@ def bpe():
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
     core = Tokenizer(models.BPE())
-    core.pre_tokenizer, core.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False), decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(vocab_size=300, initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()), show_progress=False)
+    core.pre_tokenizer, core.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False,
+                                                                use_regex=False), decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(vocab_size=300, initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+                                  show_progress=False)
     core.train_from_iterator(['>Rome<', '>Rome<', '>Ro', '"Rome"', 'San José', 'ome<', 'é.</'] * 3, trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=core, eos_token='<|im_end|>', additional_special_tokens=['<|im_start|>'])
+    return PreTrainedTokenizerFast(tokenizer_object=core, eos_token='<|im_end|>',
+                                   additional_special_tokens=['<|im_start|>'])
 
 
 def test_trap_the_header_encoded_alone_has_another_length(bpe):
@@ -447,7 +479,8 @@ def test_golds_that_cannot_be_encoded_are_refused(bpe):
     core = Tokenizer(models.WordLevel({'a': 0, 'b': 1, '?': 2}, unk_token='?'))
     core.pre_tokenizer, core.normalizer = pre_tokenizers.WhitespaceSplit(), normalizers.Replace('~', '')
     words = PreTrainedTokenizerFast(tokenizer_object=core, unk_token='?')
-    assert answer_ids(words, 'x ', 'a b', ' x') == AnswerTemplate([2, 0, 1, 2], 1, 3)     # an unknown word beside it does no harm
+    # an unknown word beside it does no harm
+    assert answer_ids(words, 'x ', 'a b', ' x') == AnswerTemplate([2, 0, 1, 2], 1, 3)
     with pytest.raises(ValueError, match='has no tokens'):
         answer_ids(words, 'a ', '~', ' b')                            # the tokenizer drops it
     with pytest.raises(ValueError, match='no word for'):
@@ -463,7 +496,9 @@ def conversation(chat, question, turns):
     made = []
     for said, told in turns:
         ids = chat.encode(said)
-        made.append(Turn('tool' if told else 'answer', ids, [-1.] * len(ids), chat.observation_ids(told) if told else (), said, told or ''))
+        made.append(
+            Turn('tool' if told else 'answer', ids, [-1.] * len(ids),
+                 chat.observation_ids(told) if told else (), said, told or ''))
     return Trajectory(question, chat.prompt_ids(question.text), made, Stop.ANSWER, 'Rome')
 
 
@@ -474,24 +509,31 @@ def test_state_and_template_together_are_the_conversation(role, schema):
     tokenizer = byte_tokenizer()
     chat = Chat(Protocol('p', response_role=role, answer_tag='final'), tokenizer)
     question = Question('q', 'Where?', ['Rome', 'the city of Rome', 'Rome'])
-    t = conversation(chat, question, [('I look. <tool_call>x</tool_call>', 'It is Rome.'), ('So. <final>Rome</final>', None)])
+    t = conversation(chat, question, [('I look. <tool_call>x</tool_call>', 'It is Rome.'),
+                                      ('So. <final>Rome</final>', None)])
     groups = [Group(question, [t, t])]
     header = answer_header(chat)
     layout = pack(groups, prefix=len(chat.encode(header)))
     states, answers = acting_states(layout.states, layout.turn_mask), gold_templates(chat, groups, schema)
     assert [len(golds) for golds in answers] == [2, 2] and (states[:, 2] == -1).all()
     shape = SCHEMAS[schema] if isinstance(schema, str) else schema
-    for s, said in enumerate(['', chat.tokenizer.decode(chat.encode(t.turns[0].action_text) + list(t.turns[0].observation_ids))]):
+    for s, said in enumerate(
+        ['', chat.tokenizer.decode(chat.encode(t.turns[0].action_text) + list(t.turns[0].observation_ids))]):
         row, position = states[0, s].tolist()
         for gold, text in zip(answers[0], ('Rome', 'the city of Rome')):
             read = tokenizer.decode([*layout.ids[row, :position + 1].tolist(), *gold.ids])
-            wanted = tokenizer.decode(chat.prompt_ids('Where?')) + said + shape.before.format(tag='final') + text + shape.after.format(tag='final')
+            wanted = tokenizer.decode(chat.prompt_ids('Where?')) + said + shape.before.format(
+                tag='final') + text + shape.after.format(tag='final')
             assert read == wanted and tokenizer.decode(gold.ids[gold.start:gold.end]) == text
 
 
 def test_edited_contexts_are_scored_in_the_row_that_the_state_is_in(exact):
     first = example_group().trajectories[0]
-    edited = dataclasses.replace(first, turns=[first.turns[0], dataclasses.replace(first.turns[1], context_ids=first.prompt_ids[:6]), *first.turns[2:]])
+    edited = dataclasses.replace(
+        first, turns=[
+            first.turns[0],
+            dataclasses.replace(first.turns[1], context_ids=first.prompt_ids[:6]), *first.turns[2:]
+        ])
     layout = pack([Group(first.question, [edited, dataclasses.replace(first, turns=first.turns[:2])])])
     rows, states = (layout.ids % VOCABULARY, layout.lengths), acting_states(layout.states, layout.turn_mask)
     answers = [fixed()[2][0], fixed()[2][2]]
@@ -514,4 +556,6 @@ def test_templates_are_refused_by_name():
     with pytest.raises(ValueError, match="'casablanca' has no accepted answer"):
         gold_templates(chat, [dataclasses.replace(group, question=dataclasses.replace(group.question, answers=[]))])
     with pytest.raises(ValueError, match="question 'casablanca': the gold ' ' has no tokens"):
-        gold_templates(chat, [dataclasses.replace(group, question=dataclasses.replace(group.question, answers=['Budapest', ' ']))])
+        gold_templates(
+            chat,
+            [dataclasses.replace(group, question=dataclasses.replace(group.question, answers=['Budapest', ' ']))])

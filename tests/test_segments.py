@@ -17,13 +17,20 @@ from credit_rl.tools import PythonTool, SearchTool
 from credit_rl.trajectory import Group, Question, Result, Stop
 from credit_rl.world import WORDS as NAMES
 
-PAGES = [Passage('0', 'Casablanca', 'Casablanca is a film directed by Michael Curtiz.'), Passage('1', 'Michael Curtiz', 'Michael Curtiz was born in Budapest.')]
+PAGES = [
+    Passage('0', 'Casablanca', 'Casablanca is a film directed by Michael Curtiz.'),
+    Passage('1', 'Michael Curtiz', 'Michael Curtiz was born in Budapest.')
+]
 SEARCH = SearchTool(BM25(PAGES), k=1, max_tokens=50)
 TOOL = PythonTool(search=SEARCH, seconds=5.)
 TOKENIZER = byte_tokenizer()
 CARL = Chat(PROTOCOLS['carl'], TOKENIZER)
 QUESTION = Question('q', 'Where was he born?', ['Budapest'])
-CALL, NOTE, BOX = '```python\nprint(search("Curtiz"))\n```\n', 'so <context>born in Budapest</context>', r'\boxed{Budapest}<|im_end|>'
+CALL, NOTE, BOX = (
+    '```python\nprint(search("Curtiz"))\n```\n',
+    'so <context>born in Budapest</context>',
+    r'\boxed{Budapest}<|im_end|>',
+)
 
 
 def recite(says, chat=CARL, **settings):
@@ -65,11 +72,13 @@ def check(t, chat=CARL, cap=15):
     assert [list(x.context_ids or t.prompt_ids) for x in t.turns] == by_the_book(t, chat)
     assert t.turns[0].context_ids is None and all(x.context_ids is not None for x in t.turns[1:])
     assert all(bool(x.observation_ids) == (x.kind == 'invoke' and x.result is not Result.SKIPPED) for x in t.turns[:-1])
-    assert (t.answer is not None) == (t.stop is Stop.ANSWER) == (t.turns[-1].kind == 'commit' and t.turns[-1].result is Result.NONE)
+    assert (t.answer is not None) == (t.stop is Stop.ANSWER) == (t.turns[-1].kind == 'commit' and
+                                                                 t.turns[-1].result is Result.NONE)
     assert (t.stop is Stop.NO_ANSWER) <= (kinds(t)[-1] == 'commit') and (t.stop is Stop.TURN_CAP) <= (n == cap)
     prefix = len(chat.prefix_ids)
     layout = pack(grouped(t), prefix)
-    assert layout.row_trajectory.tolist() == [0] * n and [layout.token_turns[r].max().item() for r in range(n)] == list(range(n))
+    assert layout.row_trajectory.tolist() == [0] * n and [layout.token_turns[r].max().item()
+                                                          for r in range(n)] == list(range(n))
     starts = segment_starts(layout.token_turns, layout.row_trajectory, layout.turn_mask)
     assert torch.equal(starts[0, 1:], layout.states[0, 1:n]) and starts[0, 0].tolist() == [0, len(t.prompt_ids) - 1]
     assert layout.states[0, 0].tolist() == [0, len(t.prompt_ids) - 1 - prefix]
@@ -79,9 +88,13 @@ def check(t, chat=CARL, cap=15):
     return t
 
 
-PIECES = ['```python\n', '\n```\n', '```', 'print(search("Curtiz"))', 'print(6 * 7)', '1 / 0', 'hm ', '<context>', '</context>', r'\boxed{Budapest}', r'\boxed{', '}', '<|im_end|>',
-          '<think>', 'ä東😀', '<tool_call>', '</tool_call>', '\n']
-SEGMENT = st.lists(st.sampled_from(PIECES), min_size=1, max_size=6).map(''.join) | st.sampled_from([CALL, NOTE, BOX, '<context></context>'])
+PIECES = [
+    '```python\n', '\n```\n', '```', 'print(search("Curtiz"))', 'print(6 * 7)', '1 / 0', 'hm ', '<context>',
+    '</context>', r'\boxed{Budapest}', r'\boxed{', '}', '<|im_end|>', '<think>', 'ä東😀', '<tool_call>', '</tool_call>',
+    '\n'
+]
+SEGMENT = st.lists(st.sampled_from(PIECES), min_size=1, max_size=6).map(''.join) | st.sampled_from(
+    [CALL, NOTE, BOX, '<context></context>'])
 
 
 @settings(deadline=None, max_examples=120)
@@ -91,7 +104,10 @@ def test_whatever_is_said_a_rollout_has_the_shape_of_segments(says, cap):
 
 
 TINY = Chat(PROTOCOLS['carl-tiny'], tiny_tokenizer())
-WORDS = ['<tool_call>', '</tool_call>', 'print ( search ( " limi vula " ) )', 'print ( 6 * 7 )', '<context>', '</context>', 'limi vula', '\\boxed { limi vula }', '<|im_end|>']
+WORDS = [
+    '<tool_call>', '</tool_call>', 'print ( search ( " limi vula " ) )', 'print ( 6 * 7 )', '<context>', '</context>',
+    'limi vula', '\\boxed { limi vula }', '<|im_end|>'
+]
 
 
 @settings(deadline=None, max_examples=60)
@@ -106,7 +122,8 @@ def test_two_calls_and_an_answer():
     assert [x.result for x in t.turns] == [Result.OK, Result.NONE] * 2 + [Result.NONE]
     raw, kept = (TOKENIZER.decode(x.context_ids) for x in (t.turns[1], t.turns[4]))
     assert 'Michael Curtiz was born' in raw and 'Michael Curtiz was born' not in kept
-    assert kept.count('<context>born in Budapest</context>') == 2 and kept.count('print(search("Curtiz"))') == 2 and 'so <context>' not in kept
+    assert kept.count('<context>born in Budapest</context>') == 2 and kept.count(
+        'print(search("Curtiz"))') == 2 and 'so <context>' not in kept
 
 
 def test_an_answer_at_once_is_one_commit():
@@ -114,23 +131,94 @@ def test_an_answer_at_once_is_one_commit():
     assert kinds(t) == ['commit'] and t.turns[0].context_ids is None and t.answer == 'Budapest'
 
 
-FAULTS = {   # first segments: kind and result of each, what then stands for the output, how it ends
-    'an open fence': (['```python\nprint(1)', NOTE, BOX], 'invoke malformed, assimilate none, commit none', '<context>born in Budapest</context>', 'answer'),
-    'an open fence at the end of a message': (['```python\nprint(1)<|im_end|>', NOTE, BOX], 'invoke malformed, assimilate none, commit none', 'Budapest</context>', 'answer'),
-    'an empty block': (['```python\n```\n', NOTE, BOX], 'invoke malformed, assimilate none, commit none', 'Budapest</context>', 'answer'),
-    'no Python': (['```python\nlook it up\n```\n', NOTE, BOX], 'invoke malformed, assimilate none, commit none', 'Budapest</context>', 'answer'),
-    'a program that raises': (['```python\n1 / 0\n```\n', NOTE, BOX], 'invoke error, assimilate none, commit none', 'Budapest</context>', 'answer'),
-    'a missing closing tag': ([CALL, '<context>born in', BOX], 'invoke ok, assimilate malformed, commit none', '<context>born in</context>', 'answer'),
-    'a missing opening tag': ([CALL, 'born in</context>', BOX], 'invoke ok, assimilate malformed, commit none', '<context></context>', 'answer'),
-    'no tag': ([CALL, 'He was born in Budapest.<|im_end|>', BOX], 'invoke ok, assimilate malformed, commit none', '<context></context>', 'answer'),
-    'an answer where a context should be': ([CALL, BOX, BOX], 'invoke ok, assimilate malformed, commit none', '<context></context>', 'answer'),
-    'a call where a context should be': ([CALL, CALL, BOX], 'invoke ok, assimilate malformed, commit none', '<context></context>', 'answer'),
-    'an empty context': ([CALL, '<context></context>', BOX], 'invoke ok, assimilate none, commit none', '<context></context>', 'answer'),
-    'a context in a context': ([CALL, '<context>a <context>b</context>', BOX], 'invoke ok, assimilate none, commit none', '<context>b</context>', 'answer'),
-    'an end of message after a call': ([CALL + '<|im_end|>', NOTE, BOX], 'invoke ok, assimilate none, commit none', 'Budapest</context>', 'answer'),
+FAULTS = {  # first segments: kind and result of each, what then stands for the output, how it ends
+    'an open fence': (
+        ['```python\nprint(1)', NOTE, BOX],
+        'invoke malformed, assimilate none, commit none',
+        '<context>born in Budapest</context>',
+        'answer',
+    ),
+    'an open fence at the end of a message': (
+        ['```python\nprint(1)<|im_end|>', NOTE, BOX],
+        'invoke malformed, assimilate none, commit none',
+        'Budapest</context>',
+        'answer',
+    ),
+    'an empty block': (
+        ['```python\n```\n', NOTE, BOX],
+        'invoke malformed, assimilate none, commit none',
+        'Budapest</context>',
+        'answer',
+    ),
+    'no Python': (
+        ['```python\nlook it up\n```\n', NOTE, BOX],
+        'invoke malformed, assimilate none, commit none',
+        'Budapest</context>',
+        'answer',
+    ),
+    'a program that raises': (
+        ['```python\n1 / 0\n```\n', NOTE, BOX],
+        'invoke error, assimilate none, commit none',
+        'Budapest</context>',
+        'answer',
+    ),
+    'a missing closing tag': (
+        [CALL, '<context>born in', BOX],
+        'invoke ok, assimilate malformed, commit none',
+        '<context>born in</context>',
+        'answer',
+    ),
+    'a missing opening tag': (
+        [CALL, 'born in</context>', BOX],
+        'invoke ok, assimilate malformed, commit none',
+        '<context></context>',
+        'answer',
+    ),
+    'no tag': (
+        [CALL, 'He was born in Budapest.<|im_end|>', BOX],
+        'invoke ok, assimilate malformed, commit none',
+        '<context></context>',
+        'answer',
+    ),
+    'an answer where a context should be': (
+        [CALL, BOX, BOX],
+        'invoke ok, assimilate malformed, commit none',
+        '<context></context>',
+        'answer',
+    ),
+    'a call where a context should be': (
+        [CALL, CALL, BOX],
+        'invoke ok, assimilate malformed, commit none',
+        '<context></context>',
+        'answer',
+    ),
+    'an empty context': (
+        [CALL, '<context></context>', BOX],
+        'invoke ok, assimilate none, commit none',
+        '<context></context>',
+        'answer',
+    ),
+    'a context in a context': (
+        [CALL, '<context>a <context>b</context>', BOX],
+        'invoke ok, assimilate none, commit none',
+        '<context>b</context>',
+        'answer',
+    ),
+    'an end of message after a call': (
+        [CALL + '<|im_end|>', NOTE, BOX],
+        'invoke ok, assimilate none, commit none',
+        'Budapest</context>',
+        'answer',
+    ),
     'neither call nor answer': (['I do not know.<|im_end|>'], 'commit malformed', None, 'no_answer'),
     'an empty box': ([r'\boxed{}<|im_end|>'], 'commit malformed', None, 'no_answer'),
-    'no answer after a call': ([CALL, NOTE, 'hm<|im_end|>'], 'invoke ok, assimilate none, commit malformed', 'Budapest</context>', 'no_answer')}
+    'no answer after a call': (
+        [CALL, NOTE, 'hm<|im_end|>'],
+        'invoke ok, assimilate none, commit malformed',
+        'Budapest</context>',
+        'no_answer',
+    ),
+}
 
 
 @pytest.mark.parametrize('name', FAULTS)
@@ -139,13 +227,16 @@ def test_every_fault_is_defined_and_recorded(name):
     t = check(recite(says))
     assert ', '.join(f'{x.kind} {x.result.value}' for x in t.turns) == wanted and t.stop.value == stop
     if stands: assert TOKENIZER.decode(t.turns[2].context_ids).rstrip().endswith(stands)
-    if wanted.startswith('invoke malformed') or 'error' in wanted: assert t.turns[0].observation_text.startswith('Error: ')
-    assert CARL.end_id not in (t.turns[-1].context_ids or ())[len(t.prompt_ids):]   # a message that goes on has no end in it
+    if wanted.startswith('invoke malformed') or 'error' in wanted:
+        assert t.turns[0].observation_text.startswith('Error: ')
+    # a message that goes on has no end in it
+    assert CARL.end_id not in (t.turns[-1].context_ids or ())[len(t.prompt_ids):]
 
 
 def test_fifteen_segments_without_an_answer():
     t = check(recite([CALL, NOTE] * 20))
-    assert len(t.turns) == 15 and t.stop is Stop.TURN_CAP and t.answer is None and t.turns[-1].result is Result.SKIPPED and not t.turns[-1].observation_ids
+    assert len(t.turns) == 15 and t.stop is Stop.TURN_CAP and t.answer is None and t.turns[
+        -1].result is Result.SKIPPED and not t.turns[-1].observation_ids
     t = check(recite([CALL, NOTE] * 7 + [BOX]))
     assert len(t.turns) == 15 and t.answer == 'Budapest'                           # seven calls fill the cap
     t = check(recite([CALL, NOTE], max_turns=2), cap=2)
@@ -182,13 +273,18 @@ class Tape:
 
 def test_each_segment_has_its_own_cap_and_stop_strings():
     enc = CARL.encode
-    tape = Tape((enc(CALL), 'stop'), (enc('<context>' + 'x' * 20), 'max_tokens'), (enc(CALL), 'stop'), (enc(NOTE), 'stop'), (enc(BOX), 'eos'))
-    (t,) = rollout(tape, Environment(CARL, TOOL, max_tokens=10**6), [QUESTION], sampling=Sampling(max_tokens=2048))[0].trajectories
+    tape = Tape((enc(CALL), 'stop'), (enc('<context>' + 'x' * 20), 'max_tokens'), (enc(CALL), 'stop'),
+                (enc(NOTE), 'stop'), (enc(BOX), 'eos'))
+    (t, ) = rollout(tape, Environment(CARL, TOOL, max_tokens=10 ** 6), [QUESTION],
+                    sampling=Sampling(max_tokens=2048))[0].trajectories
     assert tape.asked == [(None, None), (256, ('</context>',)), (None, None), (256, ('</context>',)), (None, None)]
-    assert t.turns[1].result is Result.MALFORMED and t.answer == 'Budapest' and t.turns[-1].action_text == r'\boxed{Budapest}'
+    assert t.turns[1].result is Result.MALFORMED and t.answer == 'Budapest' and t.turns[
+        -1].action_text == r'\boxed{Budapest}'
     tape = Tape((enc(CALL), 'stop'), (enc(NOTE), 'stop'), (enc('and so on'), 'max_tokens'))
-    (t,) = rollout(tape, Environment(CARL, TOOL, max_tokens=10**6), [QUESTION], sampling=Sampling(max_tokens=100))[0].trajectories
-    assert tape.asked[1] == (100, ('</context>',)) and t.stop is Stop.LENGTH and kinds(t)[-1] == 'commit' and t.turns[-1].result is Result.MALFORMED
+    (t, ) = rollout(tape, Environment(CARL, TOOL, max_tokens=10 ** 6), [QUESTION],
+                    sampling=Sampling(max_tokens=100))[0].trajectories
+    assert tape.asked[1] == (100, ('</context>', )) and t.stop is Stop.LENGTH and kinds(
+        t)[-1] == 'commit' and t.turns[-1].result is Result.MALFORMED
     tape = Tape((enc('```python\nwhile'), 'length'),)
     (t,) = rollout(tape, Environment(CARL, TOOL, max_tokens=10**6), [QUESTION])[0].trajectories
     assert t.stop is Stop.LENGTH and kinds(t) == ['invoke'] and t.turns[0].result is Result.MALFORMED
@@ -198,7 +294,8 @@ def test_letters_after_a_stop_string_are_no_part_of_the_segment():
     enc = CARL.encode
     tape = Tape((enc(CALL + 'And'), 'stop'), (enc(NOTE + '. So'), 'stop'), (enc(BOX), 'eos'))
     (t,) = rollout(tape, Environment(CARL, TOOL, max_tokens=10**6), [QUESTION])[0].trajectories
-    assert [x.result for x in t.turns] == [Result.OK, Result.NONE, Result.NONE] and TOKENIZER.decode(t.turns[2].context_ids).rstrip().endswith('born in Budapest</context>')
+    assert [x.result for x in t.turns] == [Result.OK, Result.NONE, Result.NONE] and TOKENIZER.decode(
+        t.turns[2].context_ids).rstrip().endswith('born in Budapest</context>')
 
 
 def test_a_forged_end_of_message_does_not_come_in_by_a_context():
@@ -232,8 +329,10 @@ class Eager(Chat):
 def model():
     from transformers import Qwen2Config, Qwen2ForCausalLM
     torch.manual_seed(0)
-    return Qwen2ForCausalLM(Qwen2Config(vocab_size=len(TOKENIZER), hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
-                                        max_position_embeddings=4096, initializer_range=.1)).eval()
+    return Qwen2ForCausalLM(
+        Qwen2Config(vocab_size=len(TOKENIZER), hidden_size=64, intermediate_size=128, num_hidden_layers=2,
+                    num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=4096,
+                    initializer_range=.1)).eval()
 
 
 def eager_rollout(model, groups=2, seed=2, spy=None, **engine):
@@ -268,14 +367,16 @@ def test_the_engine_reads_the_changed_tail_and_nothing_else(model):
         for k, x in enumerate(t.turns[1:], 1):
             before = t.turns[k - 1]
             base = len(before.context_ids or t.prompt_ids)
-            if x.kind == 'assimilate': read += len(x.context_ids) - (base + len(before.action_ids) - 1)   # the id sampled last, and the output
+            # the id sampled last, and the output
+            if x.kind == 'assimilate': read += len(x.context_ids) - (base + len(before.action_ids) - 1)
             else:
                 called = t.turns[k - 2]
-                stays = len(called.context_ids or t.prompt_ids) + len(called.action_ids)                  # s_k and t_k, which the cache still has
+                # s_k and t_k, which the cache still has
+                stays = len(called.context_ids or t.prompt_ids) + len(called.action_ids)
                 tail = list(x.context_ids[stays:])
                 raw = list(before.context_ids[stays:]) + list(before.action_ids[:-1])
                 common = next(i for i, (a, b) in enumerate(zip(tail, raw)) if a != b)
-                assert common <= 3                                                    # the blank lines before, and at most one letter
+                assert common <= 3  # the blank lines before, and at most one letter
                 read += len(tail) - common
     assert spy[0].entered == read
 
@@ -331,13 +432,16 @@ def test_segments_get_their_credit_in_their_rows(model):
 # ---- prompts and doors ----
 
 def test_the_four_prompts():
-    assert {n for n in PROTOCOLS if n.startswith('carl')} == {'carl', 'carl-direct', 'carl-forced', 'carl-multi-hop', 'carl-tiny', 'carl-tiny-direct', 'carl-tiny-forced'}
+    assert {n for n in PROTOCOLS if n.startswith('carl')} == {
+        'carl', 'carl-direct', 'carl-forced', 'carl-multi-hop', 'carl-tiny', 'carl-tiny-direct', 'carl-tiny-forced'
+    }
     for mode, system in CARL_PROMPTS.items():
         p = PROTOCOLS['carl' if mode == 'optional' else f'carl-{mode}']
         text = TOKENIZER.decode(Chat(p, TOKENIZER).prompt_ids('Who?'))
         assert system in text and parse(p, text).answer is None and r'\boxed{}' in system
     forced, optional, more = (CARL_PROMPTS[m] for m in ('forced', 'optional', 'multi-hop'))
-    assert optional.split(' use ', 1)[1] == forced.split(' use ', 1)[1] and optional.startswith('You may') and forced.startswith('You must') and more.startswith(forced)
+    assert optional.split(' use ', 1)[1] == forced.split(
+        ' use ', 1)[1] and optional.startswith('You may') and forced.startswith('You must') and more.startswith(forced)
     for n in ('carl-tiny', 'carl-tiny-direct', 'carl-tiny-forced'):
         chat = Chat(PROTOCOLS[n], tiny_tokenizer())
         assert chat.tokenizer.unk_token_id not in chat.prompt_ids(f'film {NAMES[0]} {NAMES[1]} its star ?')
@@ -347,14 +451,18 @@ def test_without_tools_nothing_runs():
     chat = Chat(PROTOCOLS['carl-direct'], TOKENIZER)
     env = Environment(chat, None)
     t = rollout(ScriptedEngine(lambda text, rng: CALL, TOKENIZER), env, [QUESTION])[0].trajectories[0]
-    assert kinds(t) == ['commit'] and t.turns[0].result is Result.MALFORMED and t.stop is Stop.NO_ANSWER and not reaches(chat.protocol, CALL)
+    assert kinds(t) == [
+        'commit'
+    ] and t.turns[0].result is Result.MALFORMED and t.stop is Stop.NO_ANSWER and not reaches(chat.protocol, CALL)
     t = rollout(ScriptedEngine(lambda text, rng: BOX, TOKENIZER), env, [QUESTION])[0].trajectories[0]
     assert t.answer == 'Budapest'
 
 
 def test_the_doors_of_an_environment():
     tiny = Chat(PROTOCOLS['tiny'], TOKENIZER)
-    for make, message in ((lambda: Environment(CARL, SEARCH), 'only searches'), (lambda: Environment(tiny, TOOL), 'only runs programs'), (lambda: Environment(CARL, None), 'no tool'),
+    for make, message in ((lambda: Environment(CARL, SEARCH),
+                           'only searches'), (lambda: Environment(tiny, TOOL),
+                                              'only runs programs'), (lambda: Environment(CARL, None), 'no tool'),
                           (lambda: Environment(CARL, TOOL, context_tokens=0), 'at least 1 token')):
         with pytest.raises(ValueError, match=message): make()
     assert Environment(CARL, TOOL).max_turns == 15 and Environment(tiny, SEARCH).max_turns == 4

@@ -10,7 +10,8 @@ from credit_rl.engine import ScriptedEngine
 from credit_rl.layout import pack, token_logps
 from credit_rl.protocol import PROTOCOLS, Chat
 from credit_rl.rollout import rollout
-from credit_rl.tiny import (CODE_TEACHER, NOISY_CODER, PERFECT_CODER, TABLE, CodeWarmStart, Coder, act_coder, code_demonstrations, code_recollections, code_warm_start, make_base, memory_of,
+from credit_rl.tiny import (CODE_TEACHER, NOISY_CODER, PERFECT_CODER, TABLE, CodeWarmStart, Coder, act_coder,
+                            code_demonstrations, code_recollections, code_warm_start, make_base, memory_of,
                             segment_rows, tiny_environment, tiny_model, tiny_tokenizer)
 from credit_rl.trajectory import Group, Result, Stop
 from credit_rl.world import EASY, HARD, SPLITS, Competence, compute, fact_chain, make_world, reachable
@@ -25,7 +26,10 @@ WORLD = make_world('dev', seed=4, size=300, questions=30, hops=(1, 2, 3),
 def play(coder, mode='', questions=None, memory=None, seed=0, world=WORLD):
     memory = memory_of(world) if memory is None else memory
     engine = ScriptedEngine(lambda text, rng: act_coder(text, rng, coder, memory), TOKENIZER)
-    return [g.trajectories[0] for g in rollout(engine, tiny_environment(world, CHATS[mode]), list(questions or world.questions), seed=seed)]
+    return [
+        g.trajectories[0]
+        for g in rollout(engine, tiny_environment(world, CHATS[mode]), list(questions or world.questions), seed=seed)
+    ]
 
 
 def calls(t):
@@ -42,12 +46,16 @@ def test_four_hundred_famous_facts_and_calculations(split, seed):
     assert len(facts) >= 400 and facts <= w.known <= set(w.facts)
     assert len({q.id for q in w.questions}) == len({q.text for q in w.questions}) == len(w.questions)
     famous = {name for name, _ in w.known}
-    assert all(f in w.known for f in w.facts if f[0] in famous)                       # all that is to be said about them
+    assert all(f in w.known for f in w.facts if f[0] in famous)  # all that is to be said about them
     for q in w.questions:
         if 'arithmetic' in q.meta:
-            assert (tuple(q.meta['arithmetic']) in EASY) == q.meta['parametric'] != (tuple(q.meta['arithmetic']) in HARD)
-            assert q.answers == (str(compute(*q.meta['arithmetic'])),) and q.text == 'what is {} {} {} ?'.format(*q.meta['arithmetic'])
-        else: assert q.meta['parametric'] == all(f in w.known for f in fact_chain(q)) and q.answers[0] == w.facts[fact_chain(q)[-1]]
+            assert (tuple(q.meta['arithmetic']) in EASY) == q.meta['parametric'] != (tuple(q.meta['arithmetic'])
+                                                                                     in HARD)
+            assert q.answers == (str(
+                compute(*q.meta['arithmetic'])), ) and q.text == 'what is {} {} {} ?'.format(*q.meta['arithmetic'])
+        else:
+            assert q.meta['parametric'] == all(f in w.known
+                                               for f in fact_chain(q)) and q.answers[0] == w.facts[fact_chain(q)[-1]]
     assert sum(q.meta['hops'] == 0 for q in w.questions) == 130
     assert TOKENIZER.unk_token_id not in TOKENIZER(' '.join(q.text + q.answers[0] for q in w.questions)).input_ids
 
@@ -61,21 +69,28 @@ def test_training_and_testing_share_no_famous_fact():
 def test_what_is_added_changes_nothing_that_was_there(settings):
     before = make_world('train', 3, questions=80, **settings)
     after = make_world('train', 3, questions=80, competence=Competence(famous=50, easy=5, hard=5), **settings)
-    assert (before.types, before.facts, before.pages) == (after.types, after.facts, after.pages) and before.known <= after.known
+    assert (before.types, before.facts, before.pages) == (after.types, after.facts,
+                                                          after.pages) and before.known <= after.known
     texts = {q.id: (q.text, q.answers) for q in after.questions}
     assert all(texts[q.id] == (q.text, q.answers) for q in before.questions)
     assert make_world('train', 3, questions=80, competence=Competence(famous=0, easy=0, hard=0), **settings) == before
 
 
 def test_a_calculation_is_within_reach_by_heart_or_by_one_call():
-    hard, easy = (next(q for q in WORLD.questions if 'arithmetic' in q.meta and q.meta['parametric'] is known) for known in (False, True))
-    assert reachable(WORLD, easy, [], 0, None) and reachable(WORLD, hard, [], 1, None) and not reachable(WORLD, hard, ['x'], 0, None)
-    assert reachable(WORLD, hard, [f'x {hard.answers[0]}'], 0, None) and not reachable(WORLD, hard, [f'x {hard.answers[0]}1'], 0, None)
+    hard, easy = (next(q
+                       for q in WORLD.questions
+                       if 'arithmetic' in q.meta and q.meta['parametric'] is known)
+                  for known in (False, True))
+    assert reachable(WORLD, easy, [], 0, None) and reachable(WORLD, hard, [], 1,
+                                                             None) and not reachable(WORLD, hard, ['x'], 0, None)
+    assert reachable(WORLD, hard, [f'x {hard.answers[0]}'], 0,
+                     None) and not reachable(WORLD, hard, [f'x {hard.answers[0]}1'], 0, None)
 
 
 @pytest.mark.parametrize('bad', [dict(famous=10_000), dict(easy=156), dict(hard=len(HARD) + 1), dict(famous=-1)])
 def test_the_doors(bad):
-    with pytest.raises(ValueError, match=next(iter(bad))): make_world('train', 0, size=100, questions=10, competence=Competence(**bad))
+    with pytest.raises(ValueError, match=next(iter(bad))):
+        make_world('train', 0, size=100, questions=10, competence=Competence(**bad))
 
 
 # ---- coders ----
@@ -83,9 +98,12 @@ def test_the_doors(bad):
 def test_the_perfect_coder_calls_for_what_it_does_not_know():
     for q, t in zip(WORLD.questions, play(PERFECT_CODER)):
         wanted, n = 0 if q.meta['parametric'] else max(1, q.meta['hops']), calls(t)
-        assert [x.kind for x in t.turns] == ['invoke', 'assimilate'] * n + ['commit'] and t.stop is Stop.ANSWER and all(x.result in (Result.OK, Result.NONE) for x in t.turns)
+        assert [x.kind
+                for x in t.turns] == ['invoke', 'assimilate'] * n + ['commit'] and t.stop is Stop.ANSWER and all(
+                    x.result in (Result.OK, Result.NONE) for x in t.turns)
         if t.answer in q.answers: assert n == wanted
-        else: assert n <= wanted and t.turns[-2].action_text == '<context> </context>'                      # a page that search does not find ends it
+        # a page that search does not find ends it
+        else: assert n <= wanted and t.turns[-2].action_text == '<context> </context>'
     right = [t.answer in q.answers for q, t in zip(WORLD.questions, play(PERFECT_CODER))]
     assert sum(right) / len(right) > .95
 
@@ -100,11 +118,12 @@ def test_each_mistake_by_itself():
     unknown = [q for q in WORLD.questions if not q.meta['parametric']]
     chains, sums = [q for q in unknown if q.meta['hops'] == 1], [q for q in unknown if q.meta['hops'] == 0]
     for q, t in zip(chains, play(Coder(near_miss=1.), questions=chains)):
-        assert t.answer not in q.answers and t.answer in WORLD.pages[q.meta['chain'][0]]                # it stood beside
+        assert t.answer not in q.answers and t.answer in WORLD.pages[q.meta['chain'][0]]  # it stood beside
     for q, t in zip(chains, play(Coder(lose=1.), questions=chains)):
-        assert [x.action_text for x in t.turns if x.kind == 'assimilate'] == ['<context> </context>'] and t.stop is Stop.ANSWER
+        assert [x.action_text for x in t.turns if x.kind == 'assimilate'] == ['<context> </context>'
+                                                                              ] and t.stop is Stop.ANSWER
         assert t.answer == q.meta['chain'][0]                                                           # what it had
-    assert all(t.answer in q.answers for q, t in zip(sums, play(Coder(lose=1.), questions=sums)))   # a result is no page
+    assert all(t.answer in q.answers for q, t in zip(sums, play(Coder(lose=1.), questions=sums)))  # a result is no page
     assert all(calls(t) == 0 for t in play(Coder(guess=1.), questions=unknown))
     assert all(calls(t) > 0 for t in play(Coder(recall=0.)))
     for t in play(Coder(one_word=1.), questions=chains):
@@ -126,7 +145,8 @@ def test_what_is_recalled_and_what_is_shown():
     assert all(g.trajectories[0].answer == g.question.answers[0] and len(g.trajectories[0].turns) == 1 for g in learned)
     assert all(texts.count(t) == 2 for t in TABLE) and set(memory_of(WORLD)) <= set(texts) and len(TABLE) == len(EASY)
     shown = code_demonstrations(TOKENIZER, CODE_TEACHER, 60, seed=1, known=[WORLD])
-    assert len(shown) == 60 + len(memory_of(WORLD)) and shown == code_demonstrations(TOKENIZER, CODE_TEACHER, 60, seed=1, known=[WORLD])
+    assert len(shown) == 60 + len(memory_of(WORLD)) and shown == code_demonstrations(
+        TOKENIZER, CODE_TEACHER, 60, seed=1, known=[WORLD])
 
 
 # ---- rows of the warm start ----

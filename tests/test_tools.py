@@ -16,7 +16,9 @@ from credit_rl.retrieval import BM25
 from credit_rl.tools import PythonTool, SearchTool, count_words, cut, render_documents, render_plain, within
 from credit_rl.trajectory import Result
 
-CORPUS = [Passage(str(i), f'Title {i}', text) for i, text in enumerate(['red fox runs', 'grey fox sleeps', 'grey wolf'])]
+CORPUS = [
+    Passage(str(i), f'Title {i}', text) for i, text in enumerate(['red fox runs', 'grey fox sleeps', 'grey wolf'])
+]
 BM = BM25(CORPUS)
 
 
@@ -33,7 +35,8 @@ class Stub:
 def test_one_query_is_a_numbered_list_and_several_are_blocks():
     tool = SearchTool(BM, 2, None)
     assert tool.run(['grey wolf']) == 'Doc 1 (Title: "Title 2") grey wolf\nDoc 2 (Title: "Title 1") grey fox sleeps'
-    assert tool.run(['red', 'zebra']) == 'Query: red\nDoc 1 (Title: "Title 0") red fox runs\n\nQuery: zebra\nNo results.'
+    assert tool.run(['red', 'zebra']) == ('Query: red\nDoc 1 (Title: "Title 0") red fox runs\n\nQuery: zebra\nNo '
+                                          'results.')
     assert tool.run(('red',)) == tool.run(['red'])
 
 
@@ -132,7 +135,8 @@ def test_within():
 @pytest.mark.parametrize('arguments', [dict(k=0), dict(k=None), dict(k=-1), dict(max_tokens=0), dict(max_tokens='9'), dict(seconds=0),
                                        dict(seconds=-1)])
 def test_the_door(arguments):
-    with pytest.raises(ValueError, match=next(iter(arguments))): SearchTool(BM, **{'k': 1, 'max_tokens': 9, **arguments})
+    with pytest.raises(ValueError, match=next(iter(arguments))):
+        SearchTool(BM, **{'k': 1, 'max_tokens': 9, **arguments})
     with pytest.raises(TypeError, match='search'): SearchTool(CORPUS, 1, 9)
 
 
@@ -143,12 +147,19 @@ def fatal(query):
 
 
 PYTHON = PythonTool(search=lambda query: f'found {query}', seconds=0.5, memory_mb=32, output_chars=300)
-PATIENT = PythonTool(search=lambda query: f'found {query}', seconds=4, memory_mb=32, output_chars=300)  # where another limit is to be met first, on a busy machine too
-HOSTILE = {   # program: what its observation says, and the Result
+# where another limit is to be met first, on a busy machine too
+PATIENT = PythonTool(search=lambda query: f'found {query}', seconds=4, memory_mb=32, output_chars=300)
+HOSTILE = {  # program: what its observation says, and the Result
     'while True: pass': ('Error: the code ran longer than 0.5 seconds', Result.TIMEOUT),
-    'while True:\n    try:\n        while True: pass\n    except BaseException: pass': ('Error: the code ran longer', Result.TIMEOUT),
+    'while True:\n    try:\n        while True: pass\n    except BaseException: pass': (
+        'Error: the code ran longer',
+        Result.TIMEOUT,
+    ),
     'print(sum(range(10**12)))': ('Error: the code ran longer', Result.TIMEOUT),
-    'def f(n): return 1 if n < 2 else f(n - 1) + f(n - 2)\nprint(f(90))': ('Error: the code ran longer', Result.TIMEOUT),
+    'def f(n): return 1 if n < 2 else f(n - 1) + f(n - 2)\nprint(f(90))': (
+        'Error: the code ran longer',
+        Result.TIMEOUT,
+    ),
     'x = [0] * 10**10': ('Error: the code needed more than 32 MB', Result.ERROR),
     'x = []\nwhile True: x.append("a" * 1000)': ('Error: the code needed more than 32 MB', Result.ERROR),
     '"a" * 10**10': ('Error: the code needed more than 32 MB', Result.ERROR),
@@ -159,7 +170,10 @@ HOSTILE = {   # program: what its observation says, and the Result
     'x = []\nfor _ in range(10**5): x = [x]\nprint(x)': ('Error: ', Result.ERROR),
     'print("a" * 10**6)': ('Error: the output is longer than 300 characters; it begins\naaa', Result.ERROR),
     'while True: print("flood")': ('Error: the output is longer than 300 characters; it begins\nflood', Result.ERROR),
-    'for i in range(10**6):\n    try: print("a" * 100)\n    except BaseException: pass': ('Error: the output is longer', Result.ERROR),
+    'for i in range(10**6):\n    try: print("a" * 100)\n    except BaseException: pass': (
+        'Error: the output is longer',
+        Result.ERROR,
+    ),
     'open("/etc/passwd").read()': ('Error: PermissionError', Result.ERROR),
     'open("x.txt", "w").write("x")': ('Error: PermissionError', Result.ERROR),
     'from pathlib import Path\nprint(Path("/etc/passwd").read_text())': ('Error: PermissionError', Result.ERROR),
@@ -219,16 +233,19 @@ def test_all_of_them_side_by_side_say_what_they_say_alone():
     for tool, late in ((PYTHON, True), (PATIENT, False)):
         programs = {code: told for code, told in HOSTILE.items() if (told[1] is Result.TIMEOUT) is late}
         together = tool.call([*programs, 'print(6 * 7)'])
-        for (said, result), (text, got) in zip(programs.values(), together): assert text.startswith(said) and got is result
+        for (said, result), (text, got) in zip(programs.values(), together):
+            assert text.startswith(said) and got is result
         assert together[-1] == ('42', Result.OK) and programs
 
 
 @pytest.mark.parametrize('code, text', [
     ('print(347 * 28)', '9716'), ('x = 3', 'No output.'), ('6 * 7', 'No output.'), ('', 'No output.'), ('# nothing', 'No output.'),
     ('print("Zürich 東京 😀")', 'Zürich 東京 😀'), ('größe = 2\nprint(größe)', '2'), ('print(1, end="")', '1'), ('print("a\\n\\n")', 'a'), ('print("  a ")', '  a '),
-    ('print(search("red fox"))', 'found red fox'), ('print(search(query="x"))', 'found x'), ('s = search\nprint([s(q) for q in "ab"])', "['found a', 'found b']"),
+    ('print(search("red fox"))', 'found red fox'), ('print(search(query="x"))', 'found x'), ('s = search\nprint([s(q) '
+                                                                                             'for q in "ab"])', "['found a', 'found b']"),
     ('import math, re, json\nprint(math.floor(2.5), re.findall("[0-9]+", "a1b22"), json.dumps({"a": 1}))', "2 ['1', '22'] {\"a\": 1}"),
-    ('def f(n): return n if n < 2 else f(n - 1) + f(n - 2)\nprint(f(10))', '55'), ('import sys\nprint("log", file=sys.stderr)\nprint("out")', 'out'),
+    ('def f(n): return n if n < 2 else f(n - 1) + f(n - 2)\nprint(f(10))', '55'), ('import sys\nprint("log", '
+                                                                                   'file=sys.stderr)\nprint("out")', 'out'),
     ('try: 1 / 0\nexcept ZeroDivisionError as e: print(e)', 'division by zero'), ('print("a" * 300)', 'a' * 300)])
 def test_programs_that_work(code, text):
     assert PYTHON.call([code]) == [(text, Result.OK)]
@@ -254,7 +271,8 @@ def test_one_character_too_many():
 
 
 def test_the_same_program_prints_the_same():
-    code = 'import random, time, datetime\nprint(random.random(), time.time(), datetime.datetime.now())\ntime.sleep(1000)'
+    code = ('import random, time, datetime\nprint(random.random(), time.time(), '
+            'datetime.datetime.now())\ntime.sleep(1000)')
     assert PYTHON.run(code) == PYTHON.run(code)
 
 
@@ -266,10 +284,13 @@ def test_without_a_search_there_is_none():
     assert PythonTool().run('search("a")') == "Error: NameError: name 'search' is not defined"
 
 
-@pytest.mark.parametrize('search, said, result', [(fatal, "RuntimeError: the search failed: KeyError: 'the index is gone'", Result.ERROR),
-                                                  (lambda q: 3, 'RuntimeError: the search failed: it gave int, not a text', Result.ERROR),
+@pytest.mark.parametrize('search, said, result', [(fatal, "RuntimeError: the search failed: KeyError: 'the index is "
+                                                          "gone'", Result.ERROR),
+                                                  (lambda q: 3, 'RuntimeError: the search failed: it gave int, not a '
+                                                                'text', Result.ERROR),
                                                   (SearchTool(Stub(), 1, 9), "RuntimeError: KeyError: 'a\\nb'", Result.ERROR),
-                                                  (SearchTool(Stub(), 1, 9, seconds=0.05), 'TimeoutError: the search took too long', Result.TIMEOUT)])
+                                                  (SearchTool(Stub(), 1, 9, seconds=0.05), 'TimeoutError: the search '
+                                                                                           'took too long', Result.TIMEOUT)])
 def test_a_search_that_fails_is_an_exception_in_the_program(search, said, result):
     tool, query = PythonTool(search=search), 'hang' if result is Result.TIMEOUT else 'broken'
     assert tool.call([f'print("before")\nprint(search("{query}"))']) == [(f'Error: {said}\nbefore', result)]
@@ -280,9 +301,13 @@ def test_a_search_that_fails_is_an_exception_in_the_program(search, said, result
 def test_searches_of_programs_side_by_side_are_one_search_a_round():
     stub = Stub()
     tool = PythonTool(search=SearchTool(stub, 1, 9, render=render_plain))
-    codes = ['print(search("red"))', 'a = search("grey wolf")\nprint(a, search("red"))', 'print(2)', 'print(search("zebra"))', '1 / 0']
+    codes = [
+        'print(search("red"))', 'a = search("grey wolf")\nprint(a, search("red"))', 'print(2)',
+        'print(search("zebra"))', '1 / 0'
+    ]
     texts = tool.run_batch(codes)
-    assert texts == ['red fox runs', 'grey wolf red fox runs', '2', 'No results.', 'Error: ZeroDivisionError: division by zero']
+    assert texts == ['red fox runs', 'grey wolf red fox runs', '2', 'No results.', 'Error: ZeroDivisionError: '
+                                                                                   'division by zero']
     assert stub.searches == [['red', 'grey wolf', 'zebra'], ['red']]
     assert [tool.run(c) for c in codes] == texts and tool.call([]) == []
 
@@ -296,7 +321,9 @@ def test_more_programs_than_workers():
 
 def test_tools_are_used_from_several_threads():
     tool, out = PythonTool(workers=2), {}
-    threads = [threading.Thread(target=lambda i=i: out.update({i: tool.run_batch([f'print({i})'] * 3)})) for i in range(4)]
+    threads = [
+        threading.Thread(target=lambda i=i: out.update({i: tool.run_batch([f'print({i})'] * 3)})) for i in range(4)
+    ]
     for t in threads: t.start()
     for t in threads: t.join()
     assert out == {i: [str(i)] * 3 for i in range(4)}
@@ -321,7 +348,8 @@ def test_a_killed_worker_is_an_observation_and_is_replaced():
         for pid in killed: os.kill(pid, signal.SIGKILL)
         return 'too late'
     tool = PythonTool(search=kill)
-    assert tool.call(['print("before")\nprint(search("x"))']) == [('Error: the interpreter crashed\nbefore', Result.ERROR)]
+    assert tool.call(['print("before")\nprint(search("x"))']) == [('Error: the interpreter crashed\nbefore',
+                                                                   Result.ERROR)]
     assert len(killed) == 1
     alive(tool)
 

