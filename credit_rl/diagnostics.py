@@ -23,7 +23,8 @@ from .warmup import prompted
 
 # %% ../nbs/70_diagnostics.ipynb #c006
 METHOD_COLOURS = {**{name: m.colour for name, m in METHODS.items() if m.colour}, 'sft': '#c5b0d5'}
-SPARE_COLOURS = ('#393b79', '#637939', '#8c6d31', '#843c39', '#7b4173', '#3182bd', '#e6550d', '#31a354', '#756bb1', '#bcbd22')
+SPARE_COLOURS = ('#393b79', '#637939', '#8c6d31', '#843c39', '#7b4173', '#3182bd', '#e6550d', '#31a354',
+                 '#756bb1', '#bcbd22')
 
 # %% ../nbs/70_diagnostics.ipynb #c007
 def alike_colours(one, other):

@@ -29,7 +29,7 @@ def gather(
         found[part.name] = part
     return found
 
-runlog.METRICS.update({name: about for m in MODULES for p in m.PARTS if isinstance(p, Part) for name, about in p.logs.items()})
+for part in (p for m in MODULES for p in m.PARTS if isinstance(p, Part)): runlog.METRICS.update(part.logs)
 REWARDS, RULES, SAMPLINGS, LOSSES = (gather(MODULES, kind) for kind in (Reward, Rule, Sampling, Objective))
 
 # %% ../nbs/60_methods.ipynb #c030

@@ -241,8 +241,6 @@ class Method:
     @property
     def critic(self): return self.rule.critic
     @property
-    def compares(self): return self.rule.compares
-    @property
     def metric(self): return self.options['right']
 
     @property

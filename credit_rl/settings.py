@@ -384,7 +384,7 @@ def _check_method(s, method):
         raise ValueError('a teacher of its own is never refreshed from the policy; leave out '
                          f'teacher_every={s.teacher.teacher_every}')
     if s.teacher.teacher not in ('self', 'base'): check_model(s.teacher.teacher)
-    if method.compares and s.learning.group_size < 2:
+    if method.rule.compares and s.learning.group_size < 2:
         raise ValueError(f'{name} compares the attempts at one question with each other, so group_size must be at '
                          f'least 2, got {s.learning.group_size}')
     try: s.learning.loss_of(method)

@@ -533,7 +533,7 @@ def test_stop_strings_do_not_begin_in_the_prompt():
     assert engine.generate([prompt], Sampling(max_tokens=6, stop=(first,))).ids[0] == free[:1]
 
 
-@pytest.mark.parametrize('name', [n for n, m in METHODS.items() if m.compares and not m.sees and n not in ('mt-grpo*', 'mt-grpo', 'prs', 'prs+vspo', 'igpo-f1')])
+@pytest.mark.parametrize('name', [n for n, m in METHODS.items() if m.rule.compares and not m.sees and n not in ('mt-grpo*', 'mt-grpo', 'prs', 'prs+vspo', 'igpo-f1')])
 @pytest.mark.parametrize('answers', [('right', 'right', 'right'), ('wrong', 'wrong', 'wrong')], ids=['all right', 'all wrong'])
 def test_groups_without_a_difference_get_exactly_nothing(name, answers):
     "Zero variance is seen by the spread: three equal rewards, 0 or 1, give advantages that are exactly 0."

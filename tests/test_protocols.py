@@ -10,19 +10,8 @@ from credit_rl.engine import Finished, HFEngine, Sampling, ScriptedEngine
 from credit_rl.layout import pack, token_logps
 from credit_rl.learner import Learner
 from credit_rl.outcome import extract_answer
-from credit_rl.protocol import (
-    CARL_PROMPTS,
-    CHATML,
-    PLAIN,
-    PROTOCOLS,
-    Action,
-    Chat,
-    Protocol,
-    boxed,
-    byte_tokenizer,
-    check_tokenizer,
-    parse,
-)
+from credit_rl.protocol import (Action, boxed, byte_tokenizer, CARL_PROMPTS, Chat, CHATML, check_tokenizer, parse,
+                                PLAIN, Protocol, PROTOCOLS)
 from credit_rl.readers import Passage
 from credit_rl.rollout import Environment, rollout
 from credit_rl.tools import SearchTool

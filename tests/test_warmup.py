@@ -13,24 +13,8 @@ from credit_rl.readers import Passage
 from credit_rl.tiny import NOISY_CODER, act_coder, memory_of, tiny_environment, tiny_tokenizer
 from credit_rl.trajectory import Question, Stop, Trajectory, Turn
 from credit_rl import warmup
-from credit_rl.warmup import (
-    GATE,
-    Collecting,
-    GateFailed,
-    GateReport,
-    Missing,
-    Pairs,
-    Player,
-    WarmUp,
-    choose_questions,
-    cluster_questions,
-    collect,
-    draw_evenly,
-    gate,
-    gold_shown,
-    searching,
-    warm_up,
-)
+from credit_rl.warmup import (choose_questions, cluster_questions, collect, Collecting, draw_evenly, GATE, gate,
+                              GateFailed, GateReport, gold_shown, Missing, Pairs, Player, searching, warm_up, WarmUp)
 from credit_rl.world import Competence, make_world
 
 
