@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['CRITICS', 'SEES', 'Optimiser', 'deal', 'needed', 'Critic', 'make_critic', 'Scorer', 'parameter_groups', 'batch_loss',
-           'update_tensors', 'seeded', 'GoldQuery', 'PlainBackend', 'unadapted', 'brought', 'check_offload', 'Frozen',
-           'Learner', 'padded_tokens', 'saved_policy', 'saved_critic']
+           'update_tensors', 'check_offload', 'Frozen', 'unadapted', 'brought', 'seeded', 'GoldQuery', 'PlainBackend',
+           'padded_tokens', 'Learner', 'saved_policy', 'saved_critic']
 
 # %% ../nbs/52_learner.ipynb #c002
 import contextlib, copy, math, os
@@ -205,6 +205,59 @@ def update_tensors(
                  'old_values': pick(seen and seen.values),
                  'value_weights': weigh(torch.where(valued, sub.token_turns, -1), loss.value_average)}
 
+# %% ../nbs/52_learner.ipynb #hddeb
+def check_offload(names):
+    "Refuse to offload what is not only read."
+    if set(names) - {'reference', 'teacher'}:
+        raise ValueError(f"offload takes 'reference' and 'teacher', which are only read, got {list(names)}; the "
+                         "optimiser is offloaded by DeepSpeed's own offload_optimizer")
+
+@dataclass(frozen=True)
+class Frozen:
+    "The models that a learner only reads. Raises ValueError on a teacher of its own that is to be refreshed."
+    # causal model that the KL term compares with, or 'base'; None: a copy of the policy if the loss has such a term
+    reference: object = None
+    # causal model that scores gold answers, or 'base'; None: a copy of the policy if teacher_every asks for one
+    teacher: object = None
+    # steps after which the teacher is the policy again: 1 at once (no copy), 0 never; None: the policy teaches nothing
+    teacher_every: int = None
+    offload: tuple = ()        # of 'reference' and 'teacher': those whose weights lie in the host's memory
+
+    def __post_init__(self):
+        check_offload(self.offload)
+        if self.teacher is not None and self.teacher_every:
+            raise ValueError('a teacher of its own is never refreshed from the policy, got '
+                             f'teacher_every={self.teacher_every}')
+
+    def models(self, policy, loss):
+        "Reference and teacher for a policy, of which copies are made where they are asked for; None: there is none."
+        copied = self.teacher_every is not None and self.teacher_every != 1
+        reference = copy.deepcopy(policy) if loss.kl and self.reference is None else self.reference
+        return reference, copy.deepcopy(policy) if copied else self.teacher
+
+# %% ../nbs/52_learner.ipynb #h80bc
+@contextlib.contextmanager
+def unadapted(model):  # Hugging Face causal model with low-rank additions (peft)
+    "The model without its additions, for a while. Raises ValueError on one that has none."
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    layers = [m for m in model.modules() if isinstance(m, BaseTunerLayer)]
+    if not layers:
+        raise ValueError("'base' is the policy without its low-rank additions, but this model has none: add them "
+                         "(add_lora), or give a model")
+    for layer in layers: layer.enable_adapters(False)
+    try: yield model
+    finally:
+        for layer in layers: layer.enable_adapters(True)
+
+@contextlib.contextmanager
+def brought(module, device):
+    "A module whose weights lie in the host's memory, on a device for a while. What lies in the host stays there."
+    lying = [(x, x.data) for x in (*module.parameters(), *module.buffers())]
+    for x, host in lying: x.data = host.to(device)
+    try: yield module
+    finally:
+        for x, host in lying: x.data = host
+
 # %% ../nbs/52_learner.ipynb #h4aa2
 @contextlib.contextmanager
 def seeded(seed):
@@ -296,58 +349,22 @@ class PlainBackend:
         self.adamw.load_state_dict(state['optimiser'])
         return state
 
-# %% ../nbs/52_learner.ipynb #h80bc
-@contextlib.contextmanager
-def unadapted(model):  # Hugging Face causal model with low-rank additions (peft)
-    "The model without its additions, for a while. Raises ValueError on one that has none."
-    from peft.tuners.tuners_utils import BaseTunerLayer
-    layers = [m for m in model.modules() if isinstance(m, BaseTunerLayer)]
-    if not layers:
-        raise ValueError("'base' is the policy without its low-rank additions, but this model has none: add them "
-                         "(add_lora), or give a model")
-    for layer in layers: layer.enable_adapters(False)
-    try: yield model
-    finally:
-        for layer in layers: layer.enable_adapters(True)
+# %% ../nbs/52_learner.ipynb #n52help
+SEES = ('logp', 'values', 'gold', 'teacher', 'ref_logp')  # what evaluate can find out, in the order it does
 
-@contextlib.contextmanager
-def brought(module, device):
-    "A module whose weights lie in the host's memory, on a device for a while. What lies in the host stays there."
-    lying = [(x, x.data) for x in (*module.parameters(), *module.buffers())]
-    for x, host in lying: x.data = host.to(device)
-    try: yield module
-    finally:
-        for x, host in lying: x.data = host
+def padded_tokens(layout):
+    "Count the padded tokens of each trajectory, its rows times its longest row: list of N ints."
+    n = len(layout.groups)
+    rows = torch.zeros(n, dtype=torch.long).index_add_(0, layout.row_trajectory, torch.ones_like(layout.row_trajectory))
+    longest = torch.zeros(n, dtype=torch.long).scatter_reduce(0, layout.row_trajectory, layout.lengths, 'amax')
+    return (rows * longest).tolist()
 
-# %% ../nbs/52_learner.ipynb #hddeb
-def check_offload(names):
-    "Refuse to offload what is not only read."
-    if set(names) - {'reference', 'teacher'}:
-        raise ValueError(f"offload takes 'reference' and 'teacher', which are only read, got {list(names)}; the "
-                         "optimiser is offloaded by DeepSpeed's own offload_optimizer")
-
-@dataclass(frozen=True)
-class Frozen:
-    "The models that a learner only reads. Raises ValueError on a teacher of its own that is to be refreshed."
-    # causal model that the KL term compares with, or 'base'; None: a copy of the policy if the loss has such a term
-    reference: object = None
-    # causal model that scores gold answers, or 'base'; None: a copy of the policy if teacher_every asks for one
-    teacher: object = None
-    # steps after which the teacher is the policy again: 1 at once (no copy), 0 never; None: the policy teaches nothing
-    teacher_every: int = None
-    offload: tuple = ()        # of 'reference' and 'teacher': those whose weights lie in the host's memory
-
-    def __post_init__(self):
-        check_offload(self.offload)
-        if self.teacher is not None and self.teacher_every:
-            raise ValueError('a teacher of its own is never refreshed from the policy, got '
-                             f'teacher_every={self.teacher_every}')
-
-    def models(self, policy, loss):
-        "Reference and teacher for a policy, of which copies are made where they are asked for; None: there is none."
-        copied = self.teacher_every is not None and self.teacher_every != 1
-        reference = copy.deepcopy(policy) if loss.kl and self.reference is None else self.reference
-        return reference, copy.deepcopy(policy) if copied else self.teacher
+def _frozen_scorer(model, policy):
+    "The `Scorer` of a model that is only read, the policy's own for 'base'; None where there is none."
+    if model is None: return None
+    if model == 'base':
+        with unadapted(policy.model): return policy
+    return Scorer(model.eval().requires_grad_(False), policy.temperature)
 
 # %% ../nbs/52_learner.ipynb #c022
 class Learner:
@@ -523,23 +540,6 @@ class Learner:
         share = self.optimiser.share(self.updates)
         for group, rate in zip(self.backend.adamw.param_groups, self.rates): group['lr'] = share * rate
         return share * self.optimiser.learning_rate
-
-# %% ../nbs/52_learner.ipynb #n52help
-SEES = ('logp', 'values', 'gold', 'teacher', 'ref_logp')  # what evaluate can find out, in the order it does
-
-def padded_tokens(layout):
-    "Count the padded tokens of each trajectory, its rows times its longest row: list of N ints."
-    n = len(layout.groups)
-    rows = torch.zeros(n, dtype=torch.long).index_add_(0, layout.row_trajectory, torch.ones_like(layout.row_trajectory))
-    longest = torch.zeros(n, dtype=torch.long).scatter_reduce(0, layout.row_trajectory, layout.lengths, 'amax')
-    return (rows * longest).tolist()
-
-def _frozen_scorer(model, policy):
-    "The `Scorer` of a model that is only read, the policy's own for 'base'; None where there is none."
-    if model is None: return None
-    if model == 'base':
-        with unadapted(policy.model): return policy
-    return Scorer(model.eval().requires_grad_(False), policy.temperature)
 
 # %% ../nbs/52_learner.ipynb #c061
 def _saved(folder, part):
