@@ -36,12 +36,13 @@ begin = @mkdir -p $(VENV) && echo $$PPID > $(VENV)/.installing
 end   = @rm $(VENV)/.installing && touch $@
 
 .DEFAULT_GOAL := help
-.PHONY: help demo compare carl quick test test-vllm test-gpu readme lab export clean
+.PHONY: help demo compare carl reports quick test test-vllm test-gpu readme lab export clean
 
 help:
 	@echo 'make demo      train on the tiny world, a few minutes on a CPU   (SEED=101 for another seed)'
 	@echo 'make compare   TSPO against GRPO on the same budget, three seeds each, with the comparison report'
 	@echo 'make carl      a critic passes its gate on the tiny world of known facts and teaches, five to nine minutes on a CPU'
+	@echo 'make reports   the reports and tables of the stored runs, runs/NAME/report.ipynb, a few minutes'
 	@echo 'make quick     the notebooks that changed, what imports them, and their short tests, two minutes'
 	@echo 'make test      export the modules, run every notebook and tests/, check that nothing changed'
 	@echo 'make test-vllm the vLLM engine on a CPU, in an environment of its own (.venv-vllm, 4 GB)'
@@ -104,8 +105,31 @@ COMPARE ?= --methods tspo grpo --seeds 101 102 103 --params runs/params/demo.yam
 compare: $(VENV)/.ok-demo
 	@$(PY) -m credit_rl.compare $(COMPARE)
 
+# Git keeps of a run what was asked, measured and found; these make of it the reports, their figures, and the tables.
+REPORT := $(PY) -m papermill --no-progress-bar
+comma  := ,
+empty  :=
+space  := $(empty) $(empty)
+listed = [$(subst $(space),$(comma),$(strip $(1)))]
+ABLATION = $(sort $(wildcard runs/carl_ablation/*-4??) $(wildcard runs/carl_tiny/carl-41[235]))
+reports: $(VENV)/.ok-test
+	@for name in compare sweep sweep_weak engines carl_tiny; do \
+	    $(REPORT) nbs/94_compare.ipynb runs/$$name/report.ipynb -p folders runs/$$name -p out runs/$$name || exit 1; done
+	@$(REPORT) nbs/94_compare.ipynb runs/carl_ablation/report.ipynb -p baseline carl -p out runs/carl_ablation \
+	    -y 'folders: $(call listed,$(ABLATION))'
+	@$(REPORT) nbs/95_claims.ipynb runs/claims/report.ipynb
+	@$(REPORT) nbs/96_competence.ipynb runs/carl_warm/report.ipynb -p out runs/carl_warm \
+	    -y 'folders: [runs/carl_warm, runs/carl_tiny, runs/carl_ablation]'
+	@$(REPORT) nbs/97_results.ipynb runs/results/report.ipynb
+
+# README.md is nbs/index.ipynb, executed: cells that only prepare are left out, of others the code is, and links start at the top.
+READ_ME := --TagRemovePreprocessor.enabled=True --TagRemovePreprocessor.remove_input_tags=remove-input \
+    --RegexRemovePreprocessor.patterns='\#\| hide[\s\S]*' --NbConvertApp.output_files_dir=nbs/figures \
+    --ExtractOutputPreprocessor.output_filename_template='readme_{cell_index}{extension}'
 readme: $(VENV)/.ok-test
-	@$(PY) -m jupyter nbconvert --log-level WARN --to markdown --output-dir . --output README nbs/index.ipynb
+	@rm -rf nbs/figures
+	@$(PY) -m jupyter nbconvert --log-level WARN --to markdown --output-dir . --output README $(READ_ME) nbs/index.ipynb
+	@sed -i.old -E 's#\]\(([0-9]{2}_)#](nbs/\1#g; s#\]\(\.\./#](#g' README.md && rm README.md.old
 
 lab: $(VENV)/.ok-test
 	@$(PY) -m jupyter lab nbs
@@ -159,7 +183,7 @@ test-vllm: $(VLLM_VENV)/.ok
 # An environment that is there already serves too, where there is no network: python -m pytest tests/gpu, or python tests/gpu/measure.py without pytest.
 test-gpu: export CREDIT_RL_GPU := required
 test-gpu: $(VENV)/.ok-test
-	@$(PY) -m pytest tests/gpu -ra
+	@$(PY) -m pytest tests/gpu -o timeout=3600 -o faulthandler_timeout=3700 -ra
 
 clean:
 	@rm -rf build dist *.egg-info .pytest_cache .hypothesis $(VENV)/tree-before $(VENV)/tree-after

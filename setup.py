@@ -30,6 +30,9 @@ setup(
     python_requires=f">={cfg['min_python']}",
     install_requires=cfg['requirements'].split(),
     extras_require=extras,
-    entry_points={'papermill.io': ['runs/ = credit_rl.runlog:RunFolders']},   # papermill makes a new run's folder
+    entry_points={
+        'console_scripts': ['credit-rl = credit_rl.command:main'],
+        'papermill.io': ['runs/ = credit_rl.runlog:RunFolders'],   # papermill makes a new run's folder
+    },
     zip_safe=False,
 )

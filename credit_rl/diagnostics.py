@@ -4,55 +4,37 @@
 
 # %% auto #0
 __all__ = ['METHOD_COLOURS', 'DEPARTURES', 'OUTPUTS', 'method_colours', 'method_colour', 'training_curves', 'wilson',
-           'gain_interval', 'before_after', 'advantage_histogram', 'first_departure', 'departures', 'competence_table',
-           'hop_table', 'assimilation', 'Disturbed', 'resilience', 'reliability_figure', 'sign_table', 'critic_report',
-           'crossover']
+           'gain_interval', 'before_after', 'advantage_histogram', 'asked_turns', 'first_departure', 'departures',
+           'competence_table', 'hop_table', 'assimilation', 'Disturbed', 'resilience', 'reliability_figure',
+           'sign_table', 'critic_report', 'crossover']
 
 # %% ../nbs/70_diagnostics.ipynb #c003
-import json, math, random, re, zlib
+import math, random, re, zlib
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-import yaml
 from .critics import auc, brier, expected_calibration_error, reliability
 from .evaluate import evaluate, measure
 from .metrics import carl_match, normalize
 from .outcome import outcome_of, outcome_rewards
 from .protocol import read_context
-from .runlog import _by_step, read_metrics, read_turns
+from .runlog import metrics_by_step, read_metrics, read_params, read_summary, read_turns
 from .warmup import prompted
 
 # %% ../nbs/70_diagnostics.ipynb #c006
 METHOD_COLOURS = {
-    'grpo': '#767676',
-    'ppo': '#1a1a1a',  # baselines
-    # the papers
-    'tspo': '#0173b2',
-    'tips': '#de8f05',
-    'igpo': '#029e73',
-    'carl': '#d55e00',
-    'vspo': '#cc78bc',
-    'prs': '#56b4e9',
-    'mt-grpo': '#8c613c',
-    'mt-grpo*': '#ca9161',
-    'mt-ppo': '#5a3d2b',
-    'gigpo': '#6a51a3',
-    'rloo': '#b2182b',
-    'reinforce++': '#e7298a',
-    'dr-grpo': '#a6a6a6',
-    'gspo': '#66a61e',
-    'cispo': '#1b7f79',
-    'dapo': '#a6761d',
-    'tips-hmax': '#f0b84d',
-    'igpo-f1': '#7fcdbb',
-    'igpo-ig': '#00563f',
-    'prs+vspo': '#8f7fe0',
-    'sft': '#c5b0d5',
+    'grpo': '#767676', 'ppo': '#1a1a1a',                                                       # baselines
+    'tspo': '#0173b2', 'tips': '#de8f05', 'igpo': '#029e73', 'carl': '#d55e00', 'vspo': '#cc78bc',
+    'prs': '#56b4e9',                                                                          # the papers
+    'mt-grpo': '#8c613c', 'mt-grpo*': '#ca9161', 'mt-ppo': '#5a3d2b', 'gigpo': '#6a51a3', 'rloo': '#b2182b',
+    'reinforce++': '#e7298a', 'dr-grpo': '#a6a6a6', 'gspo': '#66a61e', 'cispo': '#1b7f79', 'dapo': '#a6761d',
+    'tips-hmax': '#f0b84d', 'igpo-f1': '#7fcdbb', 'igpo-ig': '#00563f', 'prs+vspo': '#8f7fe0', 'sft': '#c5b0d5',
 }
 _SPARE = ('#393b79', '#637939', '#8c6d31', '#843c39', '#7b4173', '#3182bd', '#e6550d', '#31a354', '#756bb1', '#bcbd22')
 
 # %% ../nbs/70_diagnostics.ipynb #c007
-# of 255, in red, green and blue
-def _alike(one, other): return math.dist(*([int(c[i:i + 2], 16) for i in (1, 3, 5)] for c in (one, other))) < 60
+def _alike(one, other):
+    "Whether two colours, '#rrggbb', lie so close (60 of 255 in red, green, blue) that lines would be confused."
+    return math.dist(*([int(c[i:i + 2], 16) for i in (1, 3, 5)] for c in (one, other))) < 60
 
 def method_colours(methods):  # names, without repetition
     """Colours of the methods of one figure, no two alike as far as ten spare ones go: dict. One has its own, whatever
@@ -71,32 +53,16 @@ def method_colour(method):  # str
 
 # %% ../nbs/70_diagnostics.ipynb #c012
 _PANELS = (  # title, unit, metric → its name in the legend
-    (
-        'development questions',
-        'exact match',
-        {
-            'dev_em': 'all',
-            'dev_em_0': '0 hops',
-            'dev_em_1': '1 hop',
-            'dev_em_2': '2 hops',
-            'dev_em_3': '3 hops',
-            'dev_em_4': '4 hops',
-        },
-    ),
+    ('development questions', 'exact match', {'dev_em': 'all', 'dev_em_0': '0 hops', 'dev_em_1': '1 hop',
+                                              'dev_em_2': '2 hops', 'dev_em_3': '3 hops', 'dev_em_4': '4 hops'}),
     ('reward', 'mean outcome reward', {'reward': ''}),
     ('do they answer?', 'share with an answer', {'answer_rate': 'training', 'dev_answer_rate': 'development'}),
     ('turns', 'per rollout', {'turns': 'turns', 'calls': 'calls'}),
     ('length', 'tokens written per rollout', {'tokens': ''}),
-    (
-        'groups',
-        'share of groups',
-        {'groups_all_right': 'all right', 'groups_mixed': 'mixed', 'groups_all_wrong': 'all wrong'},
-    ),
-    (
-        'nothing to learn from',
-        'share',
-        {'zero_advantage': 'rollouts with advantage 0', 'groups_equal': 'groups not mixed'},
-    ),
+    ('groups', 'share of groups',
+     {'groups_all_right': 'all right', 'groups_mixed': 'mixed', 'groups_all_wrong': 'all wrong'}),
+    ('nothing to learn from', 'share',
+     {'zero_advantage': 'rollouts with advantage 0', 'groups_equal': 'groups not mixed'}),
     ('turn reward', 'mean reward of a turn', {'turn_reward': ''}),
     ('entropy', 'nats per token', {'entropy': ''}),
     ('KL from the reference', 'nats per token', {'kl': ''}),
@@ -111,16 +77,11 @@ _PANELS = (  # title, unit, metric → its name in the legend
     ('shaping', 'mean size of a shaping reward', {'mean_abs_shaping': ''}),
     ('learner against engine', 'mean gap, nats per token', {'logp_gap': ''}),
     ('missing measurements', 'states per step', {'missing_states': ''}),
-    (
-        'time',
-        'seconds per step',
-        {f'seconds_{s}': s for s in ('rollout', 'evaluate', 'update', 'load', 'dev', 'checkpoint')},
-    ),
+    ('time', 'seconds per step',
+     {f'seconds_{s}': s for s in ('rollout', 'evaluate', 'update', 'load', 'dev', 'checkpoint')}),
 )
-_STACKED = {
-    'groups': ('#0173b2', '#d0d0d0', '#de8f05'), 'time':
-    ('#0173b2', '#56b4e9', '#de8f05', '#949494', '#029e73', '#cc78bc')
-}
+_STACKED = {'groups': ('#0173b2', '#d0d0d0', '#de8f05'),
+            'time': ('#0173b2', '#56b4e9', '#de8f05', '#949494', '#029e73', '#cc78bc')}
 
 # %% ../nbs/70_diagnostics.ipynb #c013
 def _line(ax, logged, label, colour, style):
@@ -129,9 +90,8 @@ def _line(ax, logged, label, colour, style):
     ax.plot(logged, style, color=colour, lw=0.7 if smooth else 1.5, alpha=0.4 if smooth else 1,
             label=None if smooth else label, marker=None if smooth else 'o', markersize=2.5)
     if smooth:
-        ax.plot(
-            logged.rolling(len(logged) // 20, center=True, min_periods=1).mean().where(logged.notna()), style,
-            color=colour, lw=1.6, label=label)
+        means = logged.rolling(len(logged) // 20, center=True, min_periods=1).mean()
+        ax.plot(means.where(logged.notna()), style, color=colour, lw=1.6, label=label)
 
 # %% ../nbs/70_diagnostics.ipynb #c014
 def _panel(ax, table, steps, title, unit, metrics, colour):
@@ -152,21 +112,29 @@ def _panel(ax, table, steps, title, unit, metrics, colour):
     if any(label for m, label in metrics.items() if m in table):
         handles, labels = ax.get_legend_handles_labels()
         order = slice(None, None, -1 if title in _STACKED else 1)
-        ax.legend(handles[order], labels[order], ncols=2 if len(labels) > 3 else 1, fontsize=7, frameon=title
-                  in _STACKED, framealpha=0.85, edgecolor='none', handlelength=1.8, labelspacing=0.25, columnspacing=1,
-                  borderaxespad=0.2)
+        ax.legend(handles[order], labels[order], ncols=2 if len(labels) > 3 else 1, fontsize=7,
+                  frameon=title in _STACKED, framealpha=0.85, edgecolor='none', handlelength=1.8, labelspacing=0.25,
+                  columnspacing=1, borderaxespad=0.2)
 
 # %% ../nbs/70_diagnostics.ipynb #c015
 def _read_run(folder):
     "Parameters, metrics, the steps at which each metric was logged, and summary ({} if unfinished) of a run."
     folder, table = Path(folder), read_metrics(folder).dropna(axis='columns', how='all')
-    steps = {m: [step for step, row in _by_step(folder).items() if m in row] for m in table}
+    steps = {m: [step for step, row in metrics_by_step(folder).items() if m in row] for m in table}
     if 'groups_mixed' in table:
-        table, steps = table.assign(groups_equal=1 -
-                                    table.groups_mixed), steps | {'groups_equal': steps['groups_mixed']}
-    params, summary = folder/'params.yaml', folder/'summary.json'
-    return yaml.safe_load(params.read_text()) if params.exists() else {}, table, steps, json.loads(
-        summary.read_text()) if summary.exists() else {}
+        table, steps['groups_equal'] = table.assign(groups_equal=1 - table.groups_mixed), steps['groups_mixed']
+    params = read_params(folder) if (folder/'params.yaml').exists() else {}
+    return params, table, steps, read_summary(folder) or {}
+
+def _frame(ax, summary):
+    "Ceiling and chosen step on the panel of the development questions."
+    top = (summary.get('ceiling') or {}).get('all')
+    if top is not None:
+        ax.axhline(top, color='#999999', lw=0.8, ls='--')
+        ax.annotate('ceiling', (1, top), xycoords=('axes fraction', 'data'), ha='right', va='bottom', fontsize=7,
+                    color='#666666')
+    if 'best_step' in summary: ax.axvline(summary['best_step'], color='#999999', lw=0.8, ls=(0, (1, 2)))
+    ax.set(ylim=(0, 1.35), yticks=[0, .25, .5, .75, 1])  # room for the legend
 
 # %% ../nbs/70_diagnostics.ipynb #c016
 def training_curves(folder):  # of a run, finished or not
@@ -189,22 +157,10 @@ def training_curves(folder):  # of a run, finished or not
         if panels[0][0] == 'development questions': _frame(axes.flat[0], summary)
         sns.despine(fig)
     name = Path(folder).name
-    fig.suptitle(
-        f'{params.get("method", name)}, seed {params.get("seed", "unknown")} ({name})' +
-        ('' if summary else ', unfinished'), fontsize=10)
+    title = f'{params.get("method", name)}, seed {params.get("seed", "unknown")} ({name})'
+    fig.suptitle(title + ('' if summary else ', unfinished'), fontsize=10)
     plt.close(fig)  # notebooks show the returned figure; without this they would show it twice
     return fig
-
-# %% ../nbs/70_diagnostics.ipynb #c017
-def _frame(ax, summary):
-    "Ceiling and chosen step on the panel of the development questions."
-    top = (summary.get('ceiling') or {}).get('all')
-    if top is not None:
-        ax.axhline(top, color='#999999', lw=0.8, ls='--')
-        ax.annotate('ceiling', (1, top), xycoords=('axes fraction', 'data'), ha='right', va='bottom', fontsize=7,
-                    color='#666666')
-    if 'best_step' in summary: ax.axvline(summary['best_step'], color='#999999', lw=0.8, ls=(0, (1, 2)))
-    ax.set(ylim=(0, 1.35), yticks=[0, .25, .5, .75, 1])  # room for the legend
 
 # %% ../nbs/70_diagnostics.ipynb #c023
 def wilson(
@@ -215,8 +171,8 @@ def wilson(
     "Interval of a share of n questions (Wilson 1927): (low, high)."
     if not 0 <= share <= 1 or questions < 1:
         raise ValueError(f'wanted a share in [0, 1] of at least one question, got {share} of {questions}')
-    middle, width = share + z * z / (2 * questions), z * math.sqrt(share * (1 - share) / questions +
-                                                                   (z / (2 * questions)) ** 2)
+    middle = share + z * z / (2 * questions)
+    width = z * math.sqrt(share * (1 - share) / questions + (z / (2 * questions)) ** 2)
     return (middle - width) / (1 + z * z / questions), (middle + width) / (1 + z * z / questions)
 
 # %% ../nbs/70_diagnostics.ipynb #c027
@@ -231,27 +187,25 @@ def gain_interval(
     gain = after - before
     return gain - math.hypot(after - a_low, b_high - before), gain + math.hypot(a_high - after, before - b_low)
 
-# %% ../nbs/70_diagnostics.ipynb #c029
+# %% ../nbs/70_diagnostics.ipynb #c030
 def _range(interval): return f'{interval[0]:.2f} to {interval[1]:.2f}'.replace('-', '−')
 
-# %% ../nbs/70_diagnostics.ipynb #c030
 def before_after(folder):  # of a finished run
-    """Table of a run's exact match before and after training, overall and by hops, with 95 % intervals: pandas DataFrame.
-    Raises FileNotFoundError on a run without summary."""
+    """Table of a run's exact match before and after training, overall and by hops, with 95 % intervals: pandas
+    DataFrame. Raises FileNotFoundError on a run without summary."""
     import pandas as pd
-    path = Path(folder)/'summary.json'
-    if not path.exists():
+    if (summary := read_summary(folder)) is None:
         raise FileNotFoundError(f'{folder} holds no summary.json: the run has not finished; resume it')
-    summary, rows = json.loads(path.read_text()), {}
-    base, final, ceiling = summary['base'], summary['final'], summary.get('ceiling') or {}
+    base, final, ceiling, rows = summary['base'], summary['final'], summary.get('ceiling') or {}, {}
     counts = {'em': summary.get('questions'), **summary.get('questions_by_hops', {})}
     for key in ['em', *sorted(k for k in base if k.isdigit())]:
         b, a, n = base[key], final[key], counts.get(key)
-        rows['all' if key == 'em' else f'{key} hop' + 's' * (key != '1')] = {
-            'questions': n or '', 'base': b, 'after': a, 'gain': a - b, 'ceiling':
-            ceiling.get('all' if key == 'em' else key, math.nan), 'base, 95 %': _range(wilson(b, n)) if n else '',
-            'after, 95 %': _range(wilson(a, n)) if n else '', 'gain, 95 %': _range(gain_interval(b, a, n)) if n else ''
-        }
+        row = {'questions': n or '', 'base': b, 'after': a, 'gain': a - b,
+               'ceiling': ceiling.get('all' if key == 'em' else key, math.nan)}
+        ranges = (wilson(b, n), wilson(a, n), gain_interval(b, a, n)) if n else ()
+        texts = [_range(r) for r in ranges] or [''] * 3
+        name = 'all' if key == 'em' else f'{key} hop' + 's' * (key != '1')
+        rows[name] = {**row, **dict(zip(('base, 95 %', 'after, 95 %', 'gain, 95 %'), texts))}
     return pd.DataFrame.from_dict(rows, orient='index')
 
 # %% ../nbs/70_diagnostics.ipynb #c035
@@ -286,9 +240,9 @@ DEPARTURES = ('none', 'wrong name', 'wrong relation', 'bad call', 'answered earl
               'no answer')
 
 # %% ../nbs/70_diagnostics.ipynb #c041
-def _steps_of(trajectory):
-    """The turns in which a rollout called or answered, each with what it asked for: None, or the text of its first
-    query; CARL's assimilate segments do neither."""
+def asked_turns(trajectory):
+    """The turns in which a rollout called or answered, each with what it asked for: list of (Turn, text of its first
+    query or None). CARL's assimilate segments do neither and are left out."""
     def asked(call):
         if call is None: return None
         if 'queries' in call: return call['queries'][0] if len(call['queries']) == 1 else ' ; '.join(call['queries'])
@@ -300,8 +254,8 @@ def _steps_of(trajectory):
 def first_departure(trajectory):  # of a tiny world's question
     """Name the first thing that a rollout did otherwise than perfect play: one of DEPARTURES. A sum is played right
     where its answer is right."""
-    chain, relations, steps = trajectory.question.meta['chain'], trajectory.question.meta['relations'], _steps_of(
-        trajectory)
+    chain, relations = trajectory.question.meta['chain'], trajectory.question.meta['relations']
+    steps = asked_turns(trajectory)
     right = trajectory.answer in trajectory.question.answers
     # a sum, or known by heart
     if right and (not relations or trajectory.turns[0].kind == 'commit' and trajectory.question.meta['parametric']):
@@ -312,8 +266,8 @@ def first_departure(trajectory):  # of a tiny world's question
         if asked != f'{name} {relation}': return 'wrong relation' if asked.startswith(f'{name} ') else 'wrong name'
     if len(steps) <= len(relations): return 'no answer'
     if not relations:
-        return 'no answer' if trajectory.answer is None else 'answered early' if len(
-            steps) == 1 else 'misread the last page'
+        if trajectory.answer is None: return 'no answer'
+        return 'answered early' if len(steps) == 1 else 'misread the last page'
     if steps[len(relations)][0].call is not None: return 'went on'
     if trajectory.answer is None: return 'no answer'
     return 'none' if trajectory.answer == chain[-1] else 'misread the last page'
@@ -338,12 +292,13 @@ def competence_table(
     right by the metric, `CARL match` by the paper's evaluation; `wrong` shares are of all its rollouts."""
     import pandas as pd
     right = lambda t: outcome_of(t, metric)
-    rows = [{
-        'tier': int(k), 'EM': right(t), 'CARL match': outcome_of(t, carl_match), 'tool rate':
-        float(measure(t)['calls'] > 0), 'calls': measure(t)['calls'], 'tokens': measure(t)['tokens'],
-        'wrong, answered': float(t.answer is not None and
-                                 not right(t)), 'wrong, no call': float(not right(t) and not measure(t)['calls'])
-    } for t, k in zip(trajectories, tier, strict=True)]
+    rows = []
+    for t, k in zip(trajectories, tier, strict=True):
+        played, wrong = measure(t), not right(t)
+        rows.append({'tier': int(k), 'EM': right(t), 'CARL match': outcome_of(t, carl_match),
+                     'tool rate': float(played['calls'] > 0), 'calls': played['calls'], 'tokens': played['tokens'],
+                     'wrong, answered': float(t.answer is not None and wrong),
+                     'wrong, no call': float(wrong and not played['calls'])})
     table = pd.DataFrame(rows)
     return table.groupby('tier').mean().assign(n=table.tier.value_counts())
 
@@ -366,10 +321,8 @@ def assimilation(trajectories, protocol):
     shares, lengths = [], []
     for t in trajectories:
         meta = t.question.meta
-        words = {
-            w for text in (*t.question.answers, *meta.get('chain', ()), *meta.get('relations', ()))
-            for w in normalize(text).split()
-        }
+        texts = (*t.question.answers, *meta.get('chain', ()), *meta.get('relations', ()))
+        words = {w for text in texts for w in normalize(text).split()}
         for turn in t.turns:
             if turn.kind != 'assimilate': continue
             note = normalize(read_context(protocol, turn.action_text)[0]).split()
@@ -402,8 +355,9 @@ class Disturbed:
 
 # %% ../nbs/70_diagnostics.ipynb #c058
 def resilience(engine, env, questions, sampling=None, metric='em'):
-    """On questions that are known (CARL tables 15 and 16), dict: `called`, share of games under the prompt that forces a call in which there was one; of those the share right, by a metric of outcome_of,
-    when the output works, is empty, irrelevant or garbage, NaN if there was none; `no tool`, share right of all without tools."""
+    """Break the tool on questions that are known (CARL tables 15 and 16): dict of shares. `called`: of the games under
+    the prompt that forces a call those in which there was one; for each of OUTPUTS what is right of those, by a metric
+    of outcome_of, NaN if there was none; `no tool`: what is right of all without tools."""
     out, forced = {}, prompted(env, 'forced')
     right = lambda groups: outcome_rewards(groups, metric).double()
     play = lambda where: evaluate(engine, where, questions, sampling)[1]
@@ -437,14 +391,11 @@ def sign_table(pairs):  # (P, 2), of sign_pairs
     kept it and one for those that lost it."""
     import pandas as pd
     change, kept = pairs[:, 0], pairs[:, 1] == 1
-    rows = {'kept': (kept, change > 0, 'rise'), 'lost': (~kept, change < 0, 'fall')}
-    return pd.DataFrame.from_dict(
-        {
-            name: {
-                'n': int(own.sum()), 'V should': should, 'did': int((right & own).sum()), 'rate':
-                (right & own).sum().item() / int(own.sum()) if own.any() else math.nan
-            } for name, (own, right, should) in rows.items()
-        }, orient='index')
+    rows = {}
+    for name, own, right, should in (('kept', kept, change > 0, 'rise'), ('lost', ~kept, change < 0, 'fall')):
+        n, did = int(own.sum()), int((right & own).sum())
+        rows[name] = {'n': n, 'V should': should, 'did': did, 'rate': did / n if n else math.nan}
+    return pd.DataFrame.from_dict(rows, orient='index')
 
 # %% ../nbs/70_diagnostics.ipynb #c065
 def critic_report(exam, model, head):
@@ -452,10 +403,8 @@ def critic_report(exam, model, head):
     tables 12 and 14): dict."""
     starts, table = exam.read(model, head)
     tier = exam.data.tier
-    return {
-        'value_tier_1': starts[tier == 1].mean().item(), 'value_tier_2': starts[tier == 2].mean().item(), 'auc':
-        auc(starts, tier == 2), 'signs': sign_table(exam.signs(table))
-    }
+    return {'value_tier_1': starts[tier == 1].mean().item(), 'value_tier_2': starts[tier == 2].mean().item(),
+            'auc': auc(starts, tier == 2), 'signs': sign_table(exam.signs(table))}
 
 # %% ../nbs/70_diagnostics.ipynb #c066
 def crossover(folder, bar=0.6):  # of a run

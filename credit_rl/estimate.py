@@ -24,13 +24,12 @@ class Sizes:
 
     @property
     def multiplied(self):
-        """Parameters that a token is multiplied with: layers and head, without the table of embeddings, norms and
-        biases."""
-        return self.layers * self.hidden * (3 * self.intermediate + 2 * self.query +
-                                            2 * self.kv) + self.vocabulary * self.hidden
+        "Parameters that a token is multiplied with: layers and head, not the table of embeddings, norms and biases."
+        layer = self.hidden * (3 * self.intermediate + 2 * self.query + 2 * self.kv)
+        return self.layers * layer + self.vocabulary * self.hidden
 
 def read_sizes(model):  # Hugging Face folder or name
-    "The sizes of a model, from its configuration alone."
+    "Read the sizes of a model from its configuration alone."
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
     c = AutoConfig.from_pretrained(model)
@@ -64,39 +63,38 @@ class Plan:
 
 # %% ../nbs/04_estimate.ipynb #c012
 def model_memory(sizes, plan):
-    """Bytes on one rank of what lies there all the time: dict of weights, gradients, optimiser, frozen models, acting
-    copy."""
+    """Count the bytes on one rank of what lies there all the time: dict of weights, gradients, optimiser, frozen
+    models, acting copy."""
     p, n, stage = sizes.parameters, plan.ranks, plan.stage or 0
     part = lambda least: n if stage >= least else 1
     models = 2 if plan.critic else 1
     # ZeRO 3 fetches a layer at a time
     trained, one, visits = models * plan.share * p, plan.width * p, plan.aside > 0 and stage < 3
     return {
-        'weights': models * one / part(3), 'gradients': plan.width * trained / part(2), 'optimiser':
-        _optimiser_bytes(plan) * trained / part(1), 'frozen models':
-        (plan.frozen - plan.aside) * one / part(3) + visits * one, 'acting copy':
-        one if stage == 3 or plan.copies else 0
+        'weights': models * one / part(3),
+        'gradients': plan.width * trained / part(2),
+        'optimiser': _optimiser_bytes(plan) * trained / part(1),
+        'frozen models': (plan.frozen - plan.aside) * one / part(3) + visits * one,
+        'acting copy': one if stage == 3 or plan.copies else 0,
     }
 
 def _optimiser_bytes(plan):
-    "Of each trained parameter: AdamW's two averages, and in mixed precision a copy in float32 beside them."
+    "Count the bytes of each trained parameter: AdamW's two averages, and in mixed precision a copy in float32."
     return 12 if plan.stage or (plan.stage == 0 and plan.width == 2) else 2 * plan.width
 
 # %% ../nbs/04_estimate.ipynb #c015
 def working_memory(sizes, plan):
-    "Bytes on one rank while it learns and acts: dict of activations, head, kept keys and values."
+    "Count the bytes on one rank while it learns and acts: dict of activations, head, kept keys and values."
     s = sizes
     layer = 4 * s.hidden + 2 * s.query + 2 * s.kv + 4 * s.intermediate
     kept = s.layers * s.hidden + layer if plan.checkpointing else s.layers * layer
-    return {
-        'activations': plan.row_tokens * plan.width * kept, 'head': plan.row_tokens * 12 * s.vocabulary,
-        'keys and values': plan.acting * plan.width * 2 * s.layers * s.kv
-    }
+    return {'activations': plan.row_tokens * plan.width * kept, 'head': plan.row_tokens * 12 * s.vocabulary,
+            'keys and values': plan.acting * plan.width * 2 * s.layers * s.kv}
 
 # %% ../nbs/04_estimate.ipynb #c019
 def start_memory(sizes, plan):
-    """Bytes on one rank while a run starts, without an engine that has a copy of its own: the whole models first, then
-    each that is frozen beside what is spread."""
+    """Count the bytes on one rank while a run starts, without an engine that has a copy of its own: the whole models
+    first, then what is spread and each frozen model as it comes."""
     one, lies = plan.width * sizes.parameters, model_memory(sizes, plan)
     models, waiting = 2 if plan.critic else 1, plan.frozen - plan.copied if plan.stage is not None else 0
     spread = lies['weights'] + (0 if plan.offload else lies['optimiser'])
@@ -105,41 +103,37 @@ def start_memory(sizes, plan):
 
 # %% ../nbs/04_estimate.ipynb #c022
 def _host_memory(sizes, plan):
-    """Bytes of the host's memory that one rank takes: dict of `host`, the most at a time, and `file`, vLLM's weights
-    in /dev/shm."""
+    """Count the bytes of the host's memory that one rank takes: dict of `host`, the most at a time, and `file`, vLLM's
+    weights in /dev/shm."""
     one = plan.width * sizes.parameters
     file, waiting = one if plan.by_file else 0, plan.frozen - plan.copied if plan.stage is not None else 0
-    kept = (model_memory(sizes, plan)['optimiser']
-            if plan.offload else 0) + plan.aside * one / (plan.ranks if plan.stage == 3 else 1)
+    optimiser = model_memory(sizes, plan)['optimiser'] if plan.offload else 0
+    kept = optimiser + plan.aside * one / (plan.ranks if plan.stage == 3 else 1)
     gathered = one if plan.stage == 3 else 0
-    return {
-        'host': max(one * (max(1, waiting) + plan.sleeps), kept + gathered + max(2 * file, one * plan.sleeps)), 'file':
-        file
-    }
+    start, later = one * (max(1, waiting) + plan.sleeps), kept + gathered + max(2 * file, one * plan.sleeps)
+    return {'host': max(start, later), 'file': file}
 
 def memory(sizes, plan):
-    """Bytes that a run needs, as a dict: its parts on each rank; their total `rank`, or what the start takes where that is more; `start`, of the learner;
-    `host` and `file` of each rank; and `checkpoint`, on disk, of all ranks together."""
+    """Count the bytes that a run needs, as a dict: its parts on each rank; their total `rank`, or what the start takes
+    where that is more; `start`, of the learner; `host` and `file` of each rank; and `checkpoint`, on disk, of all ranks
+    together."""
     lies, works, one = model_memory(sizes, plan), working_memory(sizes, plan), plan.width * sizes.parameters
     if plan.offload: del lies['optimiser']
     copy = lies['acting copy'] if plan.sleeps or plan.apart else 0    # there only while it acts
-    beside = one * plan.copies if plan.apart else sum(lies.values()) - copy
-    rank = max(
-        sum(lies.values()) - copy + works['activations'] + works['head'], beside + copy + works['keys and values'])
+    learning = sum(lies.values()) - copy + works['activations'] + works['head']
+    acting = (one * plan.copies if plan.apart else sum(lies.values()) - copy) + copy + works['keys and values']
     start = start_memory(sizes, plan)
     trained = 2 if plan.critic else 1
     weights = 1 - plan.share if plan.stage == 3 else 1  # there, the optimiser's copies are the trained ones
-    saved = trained * sizes.parameters * (plan.width * weights +
-                                          plan.share * _optimiser_bytes(plan)) + plan.renewed * one
+    each = plan.width * weights + plan.share * _optimiser_bytes(plan)
+    saved = trained * sizes.parameters * each + plan.renewed * one
     awake = one if plan.copies and not (plan.sleeps or plan.apart) else 0
-    return {
-        **lies, **works, 'rank': max(rank, start + awake), 'start': start, **_host_memory(sizes, plan), 'checkpoint':
-        saved
-    }
+    return {**lies, **works, 'rank': max(learning, acting, start + awake), 'start': start,
+            **_host_memory(sizes, plan), 'checkpoint': saved}
 
 # %% ../nbs/04_estimate.ipynb #c025
 def forward_flops(sizes, tokens, length):
-    "FLOPs of a forward over `tokens` in rows of `length`."
+    "Count the FLOPs of a forward over `tokens` in rows of `length`."
     return 2 * sizes.multiplied * tokens + 2 * tokens * length * sizes.query * sizes.layers
 
 def step_seconds(
@@ -152,32 +146,34 @@ def step_seconds(
     epochs=1,        # times the batch is learned from
     acting=0.1,      # share of `tflops` that acting reaches
 ):
-    "Seconds of a training step: dict of acting, reading and learning."
+    "Estimate the seconds of a training step: dict of acting, reading and learning."
     one = forward_flops(sizes, tokens, length) / (plan.ranks * tflops * 1e12)
     back = (4 if plan.checkpointing else 3) * (2 if plan.critic else 1)
     return {'acting': one / acting, 'reading': reads * one, 'learning': epochs * back * one}
 
 # %% ../nbs/04_estimate.ipynb #c029
 def _short(x):
-    "A number with a prefix: 7.62 G for 7,615,616,512."
+    "Write a number with a prefix: 7.62 G for 7,615,616,512."
     power = min(4, max(0, (len(str(int(x))) - 1) // 3))
     return f'{x / 1000 ** power:.3g} {"kMGT"[power - 1] if power else ""}'
 
 def describe(sizes, plan, seconds, steps):
-    "The estimate as lines of text."
+    "Say the estimate in lines of text."
     found = memory(sizes, plan)
     how = 'plain PyTorch' if plan.stage is None else f'ZeRO {plan.stage}'
     parts = ', '.join(f'{k} {_short(v)}B' for k, v in found.items()
                       if k not in ('rank', 'start', 'host', 'file', 'checkpoint') and v)
-    starts = f'; most at its start, {_short(found["start"])}B of whole models' if found[
-        'rank'] < found['start'] * 1.0001 else ''
-    total = sum(seconds.values())
+    starts = ''
+    if found['rank'] < found['start'] * 1.0001:
+        starts = f'; most at its start, {_short(found["start"])}B of whole models'
+    file = f', and {_short(found["file"])}B in /dev/shm among them' if found['file'] else ''
+    total, spent = sum(seconds.values()), ', '.join(f'{k} {v:.3g}' for k, v in seconds.items() if v)
     return [
         f'{sizes.parameters:,} parameters, {plan.ranks} rank{"s" * (plan.ranks > 1)}, {how}, {8 * plan.width} '
-        'bits a weight', f'memory of a rank, at least: {_short(found["rank"])}B ({parts}{starts})',
-        f'memory of the host, at least: {_short(found["host"])}B for each rank' +
-        (f', and {_short(found["file"])}B in /dev/shm among them' if found['file'] else ''),
+        'bits a weight',
+        f'memory of a rank, at least: {_short(found["rank"])}B ({parts}{starts})',
+        f'memory of the host, at least: {_short(found["host"])}B for each rank{file}',
         f'a checkpoint: {_short(found["checkpoint"])}B',
-        f'a step, if every trajectory is as long as it may be: {total:.3g} s (' +
-        ', '.join(f'{k} {v:.3g}' for k, v in seconds.items() if v) + f'); {steps} steps: {total * steps / 3600:.3g} h'
+        f'a step, if every trajectory is as long as it may be: {total:.3g} s ({spent}); {steps} steps: '
+        f'{total * steps / 3600:.3g} h',
     ]

@@ -6,11 +6,12 @@
 __all__ = ['merge_lora', 'read_policy', 'export_run', 'main']
 
 # %% ../nbs/66_export.ipynb #c002
-import dataclasses, json
+import dataclasses, json, sys
 from pathlib import Path
 import torch, yaml
 from .learner import saved_policy
 from .models import load_model
+from .parameters import make_parser
 from .runlog import atomic_folder, latest_checkpoint, named_checkpoint
 from .settings import make_config
 from .stage import add_lora, base_folder
@@ -68,17 +69,14 @@ def export_run(
     with atomic_folder(folder) as part:
         model.save_pretrained(part)
         tokenizer.save_pretrained(part)
-        (part / 'credit_rl.json').write_text(
-            json.dumps({'run': run.name, 'step': step, **{k: about[k] for k in ('method', 'model', 'seed', 'lora')}},
-                       indent=1) + '\n')
+        origin = {'run': run.name, 'step': step, **{k: about[k] for k in ('method', 'model', 'seed', 'lora')}}
+        (part/'credit_rl.json').write_text(json.dumps(origin, indent=1) + '\n')
     return folder
 
 # %% ../nbs/66_export.ipynb #c013
 def main(arguments=None):  # list of str; None: the command line's
     "`python -m credit_rl.export RUN FOLDER`; `--checkpoint newest` takes another one than the best."
-    import argparse, sys
-    parser = argparse.ArgumentParser(prog='python -m credit_rl.export', description='Write what a training run made '
-                                                                                    'as a Hugging Face folder.')
+    parser = make_parser('credit_rl.export', 'Write what a training run made as a Hugging Face folder.')
     parser.add_argument('run', help='folder of the run')
     parser.add_argument('folder', help='of the model; new or empty')
     parser.add_argument('--checkpoint', default='best', help="'best' by the dev questions, or 'newest'")

@@ -223,6 +223,7 @@ class GoldQuery:
     budget: int           # most tokens in a forward, padding included
     joint: bool = False   # True: the log-probabilities of the trained tokens too, from the same forward
 
+# %% ../nbs/52_learner.ipynb #n52back5
 class PlainBackend:
     "Run a learner in plain PyTorch, on the one device where the model lies."
     rank, ranks = 0, 1  # this process, and how many learn together
@@ -328,10 +329,10 @@ def check_offload(names):
 @dataclass(frozen=True)
 class Frozen:
     "The models that a learner only reads. Raises ValueError on a teacher of its own that is to be refreshed."
-    reference: object = None   # causal model that the KL term compares with, or 'base'; None: a copy of the policy
-    #                            if the loss has a KL term
-    teacher: object = None     # causal model that scores gold answers, or 'base'; None: a copy of the policy if
-    #                            teacher_every asks for one
+    # causal model that the KL term compares with, or 'base'; None: a copy of the policy if the loss has such a term
+    reference: object = None
+    # causal model that scores gold answers, or 'base'; None: a copy of the policy if teacher_every asks for one
+    teacher: object = None
     # steps after which the teacher is the policy again: 1 at once (no copy), 0 never; None: the policy teaches nothing
     teacher_every: int = None
     offload: tuple = ()        # of 'reference' and 'teacher': those whose weights lie in the host's memory

@@ -12,7 +12,8 @@ from types import ModuleType
 from . import outcome, advantages, losses, folr, information_gain, prs
 from . import vspo, turn_rewards, potentials, smdp, turn_ppo
 from .options import nearest, read_options
-from .parts import Method, Objective, Reward, Row, Rule, Sampling
+from .parts import Method, Objective, Part, Reward, Row, Rule, Sampling
+from .runlog import METRICS
 
 # %% ../nbs/60_methods.ipynb #c006
 MODULES = tuple(m for m in list(globals().values()) if isinstance(m, ModuleType) and 'PARTS' in vars(m))
@@ -28,6 +29,7 @@ def gather(
         found[part.name] = part
     return found
 
+METRICS.update({name: about for m in MODULES for p in m.PARTS if isinstance(p, Part) for name, about in p.logs.items()})
 REWARDS, RULES, SAMPLINGS, LOSSES = (gather(MODULES, kind) for kind in (Reward, Rule, Sampling, Objective))
 
 # %% ../nbs/60_methods.ipynb #c030

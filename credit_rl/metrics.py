@@ -9,15 +9,15 @@ __all__ = ['normalize', 'exact_match', 'search_r1_answer', 'search_r1_em', 'cove
 # %% ../nbs/11_metrics.ipynb #c003
 import math, re, string
 from collections import Counter
+from collections.abc import Iterable
 from functools import partial
 
 from .benchmarks import get_benchmark
 
-# %% ../nbs/11_metrics.ipynb #c005
+# %% ../nbs/11_metrics.ipynb #c006
 _PUNCTUATION = str.maketrans('', '', string.punctuation)
 _ARTICLES = re.compile(r'\b(?:a|an|the)\b')
 
-# %% ../nbs/11_metrics.ipynb #c006
 def normalize(text):
     "Normalise `text` as SQuAD does: lower case, no ASCII punctuation, no articles, single blanks."
     return ' '.join(_ARTICLES.sub(' ', text.lower().translate(_PUNCTUATION)).split())
@@ -25,7 +25,7 @@ def normalize(text):
 # %% ../nbs/11_metrics.ipynb #c011
 def _check(prediction, golds):
     "Return `prediction` as str ('' for None) and `golds` as a list; refuse anything else."
-    if isinstance(golds, str) or not hasattr(golds, '__iter__'):
+    if isinstance(golds, str) or not isinstance(golds, Iterable):
         raise TypeError(f'golds must be a list of strings, got {golds!r}; write [{str(golds)!r}]')
     golds = list(golds)
     if not golds:
@@ -38,7 +38,6 @@ def _check(prediction, golds):
                         f'{type(prediction).__name__}')
     return prediction or '', golds
 
-# %% ../nbs/11_metrics.ipynb #c012
 def _normalized(prediction, golds):
     "Normalise both; golds that become empty are left out."
     prediction, golds = _check(prediction, golds)
@@ -109,7 +108,6 @@ def _ngrams(words, n):
     "Count the n-grams of a list of words."
     return Counter(tuple(words[i:i + n]) for i in range(len(words) - n + 1))
 
-# %% ../nbs/11_metrics.ipynb #c036
 def _bleu(words, gold, smooth):
     "Short BLEU of two lists of words (PRS eqs. 10-12); `smooth` adds one to both counts of every p_n with n > 1."
     c, r = len(words), len(gold)

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['RIGHT', 'Seen', 'Credit', 'Loss', 'to_tokens', 'Keeps', 'Part', 'Reward', 'Rule', 'Sampling', 'Objective',
            'total_rewards', 'rewards_on_last', 'every_turn', 'first_tokens', 'turn_starts', 'Row', 'option_names',
-           'Asks', 'Method', 'bind', 'begin', 'at', 'move', 'part_metrics', 'Batch', 'assign']
+           'Facts', 'Asks', 'Method', 'bind', 'begin', 'at', 'move', 'part_metrics', 'Batch', 'assign']
 
 # %% ../nbs/29_parts.ipynb #c002
 from collections import Counter
@@ -89,7 +89,7 @@ class Part:
     equation: str         # LaTeX
     paper: str            # where it is defined
     options: dict = field(default_factory=dict)  # name -> Option
-    facts: dict = field(default_factory=dict)    # option -> the fact of a run that it takes unless it is set
+    facts: dict = field(default_factory=dict)    # option -> the one of `Facts` that it takes unless it is set
     check: object = None    # options -> None, raises ValueError on those that cannot work together
     differs: str = ''       # how ours differs from the paper
     metrics: object = None  # (rewards, layout, options) -> dict of numbers to log
@@ -206,6 +206,13 @@ def option_names(parts):
     return {p.name: {n: n if count[n] == 1 else f'{p.name}.{n}' for n in p.options} for p in parts}
 
 @dataclass(frozen=True)
+class Facts:
+    "What a run knows that an option may take unless it is set; None: it does not know."
+    metric: object = None             # what the data are scored by: a name, a function, or a dict of them by data set
+    tags: tuple = None                # the protocol's tags of reasoning, call and answer
+    questions_per_step: int = None
+
+@dataclass(frozen=True)
 class Asks:
     "What a method must find out about a batch besides its text."
     groups: list                                 # of Group: the batch
@@ -235,6 +242,8 @@ class Method:
     def critic(self): return self.rule.critic
     @property
     def compares(self): return self.rule.compares
+    @property
+    def metric(self): return self.options['right']
 
     @property
     def sees(self):
@@ -297,14 +306,15 @@ class Method:
 def bind(
     method,      # Method
     options={},  # of the run, by name
-    facts={},    # what a run knows: name -> value, taken by options that were not set
+    facts=Facts(),
     loss=None,   # Loss; None: the method's own
 ):
     "The method of a run. Raises ValueError on options that it does not have."
     values, usual, names = method.settings(options), method.knobs, option_names(method.parts)
     takes = {'right': 'metric', **{names[p.name][n]: fact for p in method.parts for n, fact in p.facts.items()}}
     for name, fact in takes.items():
-        if fact in facts and name not in options and values[name] == usual[name].default: values[name] = facts[fact]
+        known = getattr(facts, fact)
+        if known is not None and name not in options and values[name] == usual[name].default: values[name] = known
     return replace(method, options=values, loss=loss or method.loss)
 
 def begin(method):

@@ -26,14 +26,13 @@ class Retriever(Protocol):
     def search(self, queries, k):
         "For each of Q queries (str) up to k `Passage`s with their scores, best first: list of Q lists."
 
-# %% ../nbs/12_retrieval.ipynb #c007
+# %% ../nbs/12_retrieval.ipynb #c008
 def _line(passage):
     "A passage as one JSON line, in bytes: what is hashed, and what is written to disk."
     return json.dumps([passage.id, passage.title, passage.text]).encode() + b'\n'
 
-# %% ../nbs/12_retrieval.ipynb #c008
 def corpus_hash(passages):
-    "Hash of a corpus: 32 hexadecimal digits over id, title and text of its `Passage`s, in order; scores do not count."
+    "Hash a corpus: 32 hexadecimal digits over id, title and text of its `Passage`s, in order; scores do not count."
     digest = hashlib.blake2b(digest_size=16)
     for p in passages: digest.update(_line(p))
     return digest.hexdigest()
@@ -43,7 +42,6 @@ def words(text):
     "Split `text` into lower-cased runs of letters, digits and underscores."
     return re.findall(r'\w+', text.lower())
 
-# %% ../nbs/12_retrieval.ipynb #c012
 def document(passage):
     "The text of a `Passage` that is searched: its title and its text."
     return f'{passage.title} {passage.text}'
@@ -102,19 +100,18 @@ def _check_search(queries, k):
     if operator.index(k) < 1: raise ValueError(f'k is the number of passages wanted and must be at least 1, got {k}')
 
 # %% ../nbs/12_retrieval.ipynb #c026
-class _Search:
-    "`search` for a class that has `passages` and `scores(queries)` → (Q, P), freshly computed."
-    def search(self, queries, k):
-        "For each query up to k `Passage`s with score > 0, best first, ties by passage index: list of Q lists."
-        queries = list(queries) if not isinstance(queries, str) else queries
-        _check_search(queries, k)
-        found, unique = {}, list(dict.fromkeys(queries))    # a group of rollouts often asks the same
-        step = max(1, 2 ** 20 // len(self.passages))         # about a million scores at a time
-        for i in range(0, len(unique), step):
-            part = unique[i:i + step]
-            found.update(zip(part, _best(self.scores(part), k)))
-        hits = {q: [replace(self.passages[i], score=s) for i, s in pairs] for q, pairs in found.items()}
-        return [list(hits[q]) for q in queries]
+def _search(retriever, queries, k):
+    """For each query up to k `Passage`s with score > 0, best first, ties by passage index: list of Q lists. The
+    retriever has `passages` and `scores(queries)` → (Q, P), freshly computed."""
+    queries = list(queries) if not isinstance(queries, str) else queries
+    _check_search(queries, k)
+    passages, unique, found = retriever.passages, list(dict.fromkeys(queries)), {}   # a group often asks the same
+    step = max(1, 2 ** 20 // len(passages))         # about a million scores at a time
+    for i in range(0, len(unique), step):
+        part = unique[i:i + step]
+        found.update(zip(part, _best(retriever.scores(part), k)))
+    hits = {q: [replace(passages[i], score=s) for i, s in pairs] for q, pairs in found.items()}
+    return [list(hits[q]) for q in queries]
 
 # %% ../nbs/12_retrieval.ipynb #c028
 def _check_passages(passages):
@@ -146,27 +143,8 @@ def _spread(data, rows, start, passages):
     table[np.repeat(np.arange(shape[0]), np.diff(start)), rows] = data
     return table
 
-# %% ../nbs/12_retrieval.ipynb #c031
-class _Kept(_Search):
-    "What can be kept on disk (see *Keeping an index* below)."
-    @property
-    def corpus(self):
-        "The `corpus_hash` of its passages."
-        self._corpus = self._corpus or corpus_hash(self.passages)
-        return self._corpus
-
-    def save(self, folder):
-        "Write the index and its passages to `folder`, all or nothing."
-        _save_index(self, folder)
-
-    @classmethod
-    def load(cls, folder, passages=None):
-        """Open what `save` wrote, memory-mapped; with `passages`, or their `corpus_hash`, an index of another corpus
-        is refused."""
-        return _load_index(cls, folder, passages)
-
 # %% ../nbs/12_retrieval.ipynb #c032
-class BM25(_Kept):
+class BM25:
     """Search by BM25 over scores computed in advance (bm25s). Raises on an empty corpus, an unknown variant, senseless
     k1 or b."""
     def __init__(self,
@@ -187,21 +165,42 @@ class BM25(_Kept):
     def _set(self, index, passages, corpus=None):  # a bm25s index, the passages it is of, their hash if it is known
         self._corpus = corpus
         self.passages, self.index, self.k1, self.b, self.variant = passages, index, index.k1, index.b, index.method
-        self._data, self._rows, self._start = (np.asarray(index.scores[x]) for x in ('data', 'indices', 'indptr'))
-        self._table = _spread(self._data, self._rows, self._start, len(passages))
+        # word w has the scores data[start[w]:start[w + 1]], of the passages rows[start[w]:start[w + 1]]
+        self.data, self.rows, self.start = (np.asarray(index.scores[x]) for x in ('data', 'indices', 'indptr'))
+        self.table = _spread(self.data, self.rows, self.start, len(passages))   # (words, passages), None if too large
 
     def scores(self, queries):
         "Score of every passage for every query: float32 array (Q, P), equal to bm25s's bit by bit."
         out = np.zeros((len(queries), len(self.passages)), np.float32)
         for row, query in zip(out, queries):
             for i in self.index.get_tokens_ids(words(query)):
-                s = slice(self._start[i], self._start[i + 1])
-                if self._table is not None: row += self._table[i]
-                else: np.add.at(row, self._rows[s], self._data[s])
+                s = slice(self.start[i], self.start[i + 1])
+                if self.table is not None: row += self.table[i]
+                else: np.add.at(row, self.rows[s], self.data[s])
         return out
 
+    def search(self, queries, k):
+        "For each query up to k `Passage`s with score > 0, best first, ties by passage index: list of Q lists."
+        return _search(self, queries, k)
+
+    @property
+    def corpus(self):
+        "The `corpus_hash` of its passages."
+        self._corpus = self._corpus or corpus_hash(self.passages)
+        return self._corpus
+
+    def save(self, folder):
+        "Write the index and its passages to `folder`, all or nothing (see *Keeping an index* below)."
+        _save_index(self, folder)
+
+    @classmethod
+    def load(cls, folder, passages=None):
+        """Open what `save` wrote, memory-mapped; with `passages`, or their `corpus_hash`, an index of another corpus
+        is refused."""
+        return _load_index(cls, folder, passages)
+
 # %% ../nbs/12_retrieval.ipynb #c039
-class RankBM25(_Search):
+class RankBM25:
     "Search by rank_bm25's BM25Okapi on the same words: a slow, independent reference."
     def __init__(self,
         passages,        # list of Passage
@@ -218,6 +217,10 @@ class RankBM25(_Search):
         with np.errstate(invalid='ignore'):  # the library divides 0 by 0 for a passage without words at b = 1
             out = np.array([self.okapi.get_scores(words(q)) for q in queries]).reshape(len(queries), len(self.passages))
         return np.nan_to_num(out)
+
+    def search(self, queries, k):
+        "As `BM25.search`."
+        return _search(self, queries, k)
 
 # %% ../nbs/12_retrieval.ipynb #c043
 class PassageFile(Sequence):
@@ -256,11 +259,9 @@ def _save_index(retriever, folder):
         new.mkdir(parents=True)
         retriever.index.save(new, show_progress=False)
         _write_passages(retriever.passages, new)
-        (new / 'index.json').write_text(
-            json.dumps({
-                'format': 2, 'passages': len(retriever.passages), 'corpus': retriever.corpus, 'k1': retriever.k1, 'b':
-                retriever.b, 'variant': retriever.variant
-            }))
+        about = {'format': 2, 'passages': len(retriever.passages), 'corpus': retriever.corpus, 'k1': retriever.k1,
+                 'b': retriever.b, 'variant': retriever.variant}
+        (new / 'index.json').write_text(json.dumps(about))
         if folder.exists(): folder.rename(old)
         try: new.rename(folder)
         except OSError:
@@ -279,13 +280,12 @@ def _load_index(cls, folder, passages=None):
         raise FileNotFoundError(f'{folder} holds no saved index (no index.json); build one with BM25(...).save')
     about = json.loads((folder / 'index.json').read_text())
     if about.get('format') != 2:
-        raise ValueError(
-            f'{folder} has index format {about.get("format")}, this version reads 2; build the index again')
+        raise ValueError(f'{folder} has index format {about.get("format")}, this version reads 2; build the index '
+                         'again')
     wanted = passages if passages is None or isinstance(passages, str) else corpus_hash(passages)
     if wanted not in (None, about['corpus']):
         raise ValueError(f'the index in {folder} is of another corpus: {about["passages"]} passages with hash '
-                         f'{about["corpus"]}, '
-                         f'wanted {wanted}; build the index again')
+                         f'{about["corpus"]}, wanted {wanted}; build the index again')
     index, stored = bm25s.BM25.load(folder, mmap=True), PassageFile(folder)
     if not len(stored) == index.scores['num_docs'] == about['passages']:
         raise ValueError(f'{folder} is damaged: {len(stored)} passages, scores for {index.scores["num_docs"]}; '
@@ -297,10 +297,8 @@ def _load_index(cls, folder, passages=None):
 # %% ../nbs/12_retrieval.ipynb #c050
 def _document(passage):
     "A passage as a search server sends it."
-    return {
-        'id': passage.id, 'title': passage.title, 'text': passage.text, 'contents':
-        f'"{passage.title}"\n{passage.text}'
-    }
+    return {'id': passage.id, 'title': passage.title, 'text': passage.text,
+            'contents': f'"{passage.title}"\n{passage.text}'}
 
 # %% ../nbs/12_retrieval.ipynb #c051
 def _passage(entry):
@@ -327,10 +325,8 @@ def _respond(retriever, k, body):
     try: found = retriever.search(queries, k)
     except Exception as e: return 500, {'error': f'{type(e).__name__}: {e}'}
     scored = bool(asked.get('return_scores'))
-    return 200, {
-        'result':
-        [[{'document': _document(p), 'score': p.score} if scored else _document(p) for p in row] for row in found]
-    }
+    entry = lambda p: {'document': _document(p), 'score': p.score} if scored else _document(p)
+    return 200, {'result': [[entry(p) for p in row] for row in found]}
 
 # %% ../nbs/12_retrieval.ipynb #c055
 class _Handler(http.server.BaseHTTPRequestHandler):
@@ -339,6 +335,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     limit = 2 ** 26  # bytes of a request
 
     def do_POST(self):
+        "Answer one request."
         length = self.headers.get('Content-Length', '')
         if self.path.rstrip('/') != '/retrieve':
             status, value = 404, {'error': f'there is no {self.path}, only /retrieve'}
@@ -387,6 +384,35 @@ class SearchServer(socketserver.ThreadingTCPServer):
 class SearchError(RuntimeError):
     "A search server that cannot be reached, refuses, fails, or answers something else."
 
+def _ask(client, value):
+    "Send one request, again if need be; the body of the answer (bytes). Raises SearchError or TimeoutError."
+    request = urllib.request.Request(client.url, json.dumps(value).encode(), {'Content-Type': 'application/json'})
+    for left in reversed(range(client.tries)):
+        try:
+            with client.open(request, timeout=client.seconds) as answer: return answer.read()
+        except urllib.error.HTTPError as e:
+            reason = e.read(500).decode(errors='replace')
+            problem = SearchError(f'{client.url} answered {e.code}: {reason}')
+            if e.code != 429 and e.code < 500: raise problem from None
+        except (OSError, http.client.HTTPException) as e:   # also TimeoutError and URLError
+            reason = getattr(e, 'reason', e)
+            slow = isinstance(reason, TimeoutError)
+            problem = (TimeoutError(f'{client.url} did not answer within {client.seconds:g} s') if slow else
+                       SearchError(f'{client.url} cannot be reached ({reason!r}): is the server running?'))
+        if left: time.sleep(client.pause * 2 ** (client.tries - 1 - left))
+    raise problem
+
+def _read_answer(url, body, queries, k):
+    "Lists of `Passage` in the body of a search server's answer. Raises SearchError saying what is wrong with it."
+    try:
+        result = json.loads(body)['result']
+        if not isinstance(result, list) or len(result) != queries:
+            raise ValueError(f'wanted {queries} lists, one a query')
+        return [[_passage(entry) for entry in row[:k]] for row in result]
+    except (ValueError, TypeError, KeyError, RecursionError) as e:
+        problem = f'{e.field} {e.problem}' if isinstance(e, RowError) else f'{type(e).__name__}: {e}'
+        raise SearchError(f'{url} answered something else than /retrieve does ({problem}): {body[:200]!r}') from None
+
 # %% ../nbs/12_retrieval.ipynb #c059
 class SearchClient:
     """Search by a server that speaks Search-R1's `/retrieve`: a `Retriever`. Raises ValueError on settings that make
@@ -405,7 +431,7 @@ class SearchClient:
                              f'{pause}, {batch}')
         self.url = url if re.match(r'https?://[^/]+/.', url) else url.rstrip('/') + '/retrieve'
         self.seconds, self.tries, self.pause, self.batch = seconds, tries, pause, batch
-        self._open = urllib.request.build_opener(urllib.request.ProxyHandler({})).open
+        self.open = urllib.request.build_opener(urllib.request.ProxyHandler({})).open
 
     def search(self, queries, k):
         """For each query up to k `Passage`s as the server ranks them: list of Q lists. Raises SearchError or
@@ -415,11 +441,8 @@ class SearchClient:
         found, unique = {}, list(dict.fromkeys(queries))
         for i in range(0, len(unique), self.batch):
             part = unique[i:i + self.batch]
-            found.update(
-                zip(
-                    part,
-                    _read_answer(self.url, _ask(self, {'queries': part, 'topk': int(k), 'return_scores': True}),
-                                 len(part), k)))
+            body = _ask(self, {'queries': part, 'topk': int(k), 'return_scores': True})
+            found.update(zip(part, _read_answer(self.url, body, len(part), k)))
         return [list(found[q]) for q in queries]
 
     def check(self):
@@ -429,42 +452,11 @@ class SearchClient:
         except (SearchError, TimeoutError) as e: raise ConnectionError(f'a query was tried: {e}') from None
         return self
 
-# %% ../nbs/12_retrieval.ipynb #c060
-def _ask(client, value):
-    "Send one request, again if need be; the body of the answer (bytes). Raises SearchError or TimeoutError."
-    request = urllib.request.Request(client.url, json.dumps(value).encode(), {'Content-Type': 'application/json'})
-    for left in reversed(range(client.tries)):
-        try:
-            with client._open(request, timeout=client.seconds) as answer: return answer.read()
-        except urllib.error.HTTPError as e:
-            said = e.read(500).decode(errors='replace')
-            problem = SearchError(f'{client.url} answered {e.code}: {said}')
-            if e.code != 429 and e.code < 500: raise problem from None
-        except (OSError, http.client.HTTPException) as e:   # also TimeoutError and URLError
-            reason = getattr(e, 'reason', e)
-            slow = isinstance(reason, TimeoutError)
-            problem = (TimeoutError(f'{client.url} did not answer within {client.seconds:g} s') if slow else
-                       SearchError(f'{client.url} cannot be reached ({reason!r}): is the server running?'))
-        if left: time.sleep(client.pause * 2 ** (client.tries - 1 - left))
-    raise problem
-
-# %% ../nbs/12_retrieval.ipynb #c061
-def _read_answer(url, body, queries, k):
-    "Lists of `Passage` in the body of a search server's answer. Raises SearchError saying what is wrong with it."
-    try:
-        result = json.loads(body)['result']
-        if not isinstance(result, list) or len(result) != queries:
-            raise ValueError(f'wanted {queries} lists, one a query')
-        return [[_passage(entry) for entry in row[:k]] for row in result]
-    except (ValueError, TypeError, KeyError, RecursionError) as e:
-        problem = f'{e.field} {e.problem}' if isinstance(e, RowError) else f'{type(e).__name__}: {e}'
-        raise SearchError(f'{url} answered something else than /retrieve does ({problem}): {body[:200]!r}') from None
-
 # %% ../nbs/12_retrieval.ipynb #c064
 def main(arguments=None):  # list of str; None: the command line's
     "`python -m credit_rl.retrieval FOLDER`: serve a saved index until interrupted."
-    parser = argparse.ArgumentParser(prog='python -m credit_rl.retrieval', description='Serve a saved BM25 index, in '
-                                                                                       'the dialect of Search-R1.')
+    parser = argparse.ArgumentParser(prog='python -m credit_rl.retrieval',
+                                     description='Serve a saved BM25 index, in the dialect of Search-R1.')
     parser.add_argument('folder', help='what BM25.save wrote')
     parser.add_argument('--host', default='127.0.0.1', help='address to listen on; anybody who reaches it may search')
     parser.add_argument('--port', type=int, default=8000)

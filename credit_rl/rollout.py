@@ -6,7 +6,7 @@
 __all__ = ['Environment', 'rollout']
 
 # %% ../nbs/22_rollout.ipynb #c002
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from .trajectory import Group, Result, Stop, Trajectory, Turn
 from .engine import Sampling, seed_of
 from .protocol import reaches, read_context
@@ -17,11 +17,9 @@ from .tools import PythonTool, SearchTool
 class Environment:
     "Where a rollout happens. Raises ValueError on caps below 1, and on a tool that does not fit the protocol's calls."
     chat: object            # Chat: protocol and tokenizer
-    # has call(list of query lists, or of programs) -> list of (text, Result); None if nothing can be called
-    tool: object
+    tool: object            # has call(list of query lists, or of programs) -> list of (text, Result), or None
     max_turns: int = None   # assistant turns, the answer included; None: 4, or 15 segments
-    # ids in a row, prompt and observations included; a trajectory is one row unless its chat edits contexts
-    max_tokens: int = 4096
+    max_tokens: int = 4096  # ids in a row (a trajectory, unless its chat edits contexts), observations included
     context_tokens: int = 256  # most tokens of an assimilate segment
 
     def __post_init__(self):
@@ -43,22 +41,24 @@ class _Draft:
     """A trajectory in the making: what the next turn is sampled after (`ids`), and that again if it was edited
     (`context`)."""
     def __init__(self, key, question, prompt_ids):
-        self.key, self.question, self.prompt_ids, self.ids, self.turns, self.context = key, question, prompt_ids, list(
-            prompt_ids), [], None
+        self.key, self.question, self.prompt_ids = key, question, prompt_ids
+        self.ids, self.turns, self.context = list(prompt_ids), [], None
         self.base = None   # while an output is being read: what stays when it is gone
 
     def add(self, finished, text, call=None, observation_ids=(), observation='', result=Result.NONE, kind='tool'):
         "Append a finished turn and what the environment said to it."
         self.ids += [*finished.ids, *observation_ids]
-        self.turns.append(
-            Turn(kind, finished.ids, finished.logps, observation_ids, text, observation, call, result, self.context))
+        self.turns.append(Turn(kind, finished.ids, finished.logps, observation_ids, text, observation, call, result,
+                               self.context))
         self.context = None
 
     def edit(self, ids):
         "Go on after these ids instead of all that came before: a new row."
         self.ids, self.context = list(ids), tuple(ids)
 
-    def trajectory(self, stop, answer=None): return Trajectory(self.question, self.prompt_ids, self.turns, stop, answer)
+    def trajectory(self, stop, answer=None):
+        "The `Trajectory` that it has become."
+        return Trajectory(self.question, self.prompt_ids, self.turns, stop, answer)
 
 # %% ../nbs/22_rollout.ipynb #c007
 def _answer_or_observe(env, draft, finished, text, action, reply):
@@ -87,22 +87,24 @@ def _edit_context(env, draft, stream, limit):
 # %% ../nbs/22_rollout.ipynb #c009
 def _call(env, actions):
     "Run the calls of many actions as one batch: list of (text, Result)."
-    return env.tool.call([a.call['code'] if env.chat.protocol.runs_code else a.call['queries']
-                          for a in actions]) if actions else []
+    if not actions: return []
+    runs_code = env.chat.protocol.runs_code
+    return env.tool.call([a.call['code'] if runs_code else a.call['queries'] for a in actions])
 
-# %% ../nbs/22_rollout.ipynb #c010
-def _replies(env, drafts, actions, ended):
-    """What the environment says to each action: (text, Result, ids), or None where it will not be read. All calls run
-    as one batch."""
-    open_ = [
-        i for i, (d, a) in enumerate(zip(drafts, actions)) if a.answer is None and len(d.turns) + 1 < env.max_turns
-    ]
-    calling = [i for i in open_ if actions[i].call]
-    said = {i: (f'Error: {actions[i].error}', Result.MALFORMED) for i in open_}
-    said.update(zip(calling, _call(env, [actions[i] for i in calling])))
-    ids = env.chat.batch_observation_ids([said[i][0] for i in open_], [ended[i] for i in open_])
-    coded = {i: (*said[i], x) for i, x in zip(open_, ids)}
+def _observe(env, actions, read, ended):
+    """What the environment says to the actions numbered in `read`: (text, Result, ids), and None to the others. All
+    calls run as one batch; `ended` says of each that is read whether the model ended its message itself."""
+    calling = [i for i in read if actions[i].call]
+    replies = {i: (f'Error: {actions[i].error}', Result.MALFORMED) for i in read}
+    replies.update(zip(calling, _call(env, [actions[i] for i in calling])))
+    ids = env.chat.batch_observation_ids([replies[i][0] for i in read], ended)
+    coded = {i: (*replies[i], x) for i, x in zip(read, ids)}
     return [coded.get(i) for i in range(len(actions))]
+
+def _readable(env, drafts, actions):
+    "Numbers of the actions whose observation could be read: no answer, and not on the last turn."
+    pairs = enumerate(zip(drafts, actions))
+    return [i for i, (d, a) in pairs if a and a.answer is None and len(d.turns) + 1 < env.max_turns]
 
 # %% ../nbs/22_rollout.ipynb #c011
 def _turns(env, stream, drafts, batch, limit):
@@ -110,27 +112,10 @@ def _turns(env, stream, drafts, batch, limit):
     others."""
     texts, ended = env.chat.read([f.ids for f in batch], [f.stop for f in batch])
     actions = [env.chat.parse(text, f.stop) for text, f in zip(texts, batch)]
-    replies = _replies(env, drafts, actions, ended)
-    return [
-        _answer_or_observe(env, *one) or _edit_context(env, one[0], stream, limit)
-        for one in zip(drafts, batch, texts, actions, replies)
-    ]
-
-# %% ../nbs/22_rollout.ipynb #c013
-def _outputs(env, drafts, actions, texts):
-    """What comes back from each segment: (text, Result, ids), or None where nothing was called or nobody could read
-    it. All programs run as one batch."""
-    open_ = [
-        i for i, (d, a) in enumerate(zip(drafts, actions))
-        if a and a.answer is None and len(d.turns) + 1 < env.max_turns
-    ]
-    open_ = [i for i in open_ if actions[i].call or reaches(env.chat.protocol, texts[i])]
-    calling = [i for i in open_ if actions[i].call]
-    said = {i: (f'Error: {actions[i].error}', Result.MALFORMED) for i in open_}
-    said.update(zip(calling, _call(env, [actions[i] for i in calling])))
-    ids = env.chat.batch_observation_ids([said[i][0] for i in open_], [False] * len(open_))
-    coded = {i: (*said[i], x) for i, x in zip(open_, ids)}
-    return [coded.get(i) for i in range(len(actions))]
+    read = _readable(env, drafts, actions)
+    replies = _observe(env, actions, read, [ended[i] for i in read])
+    return [_answer_or_observe(env, *one) or _edit_context(env, one[0], stream, limit)
+            for one in zip(drafts, batch, texts, actions, replies)]
 
 # %% ../nbs/22_rollout.ipynb #c014
 def _invoke_or_commit(env, draft, finished, text, action, ended, output):
@@ -170,14 +155,25 @@ def _segments(env, stream, drafts, batch, limit):
     the others."""
     texts, ended = env.chat.read([f.ids for f in batch], [f.stop for f in batch])
     actions = [env.chat.parse(text, f.stop) if d.base is None else None for text, f, d in zip(texts, batch, drafts)]
-    out = []
-    for draft, f, text, action, end, output in zip(drafts, batch, texts, actions, ended,
-                                                   _outputs(env, drafts, actions, texts)):
-        over = _invoke_or_commit(env, draft, f, text, action, end, output) if action else _assimilate(
-            env, draft, f, text, limit)
+    read = [i for i in _readable(env, drafts, actions) if actions[i].call or reaches(env.chat.protocol, texts[i])]
+    outputs, out = _observe(env, actions, read, [False] * len(read)), []
+    for draft, f, text, action, end, output in zip(drafts, batch, texts, actions, ended, outputs):
+        if action: over = _invoke_or_commit(env, draft, f, text, action, end, output)
+        else: over = _assimilate(env, draft, f, text, limit)
         if over is None: stream.rewind(draft.key, draft.ids)
         out.append(over)
     return out
+
+# %% ../nbs/22_rollout.ipynb #x017
+def _begin(env, questions, group_size, limit):
+    "Drafts of all attempts, by (number of the question, attempt). Raises ValueError on a prompt that leaves no room."
+    drafts = {}
+    for b, (question, prompt) in enumerate(zip(questions, env.chat.prompt_ids([q.text for q in questions]))):
+        if len(prompt) >= limit:
+            raise ValueError(f'question {question.id!r} has a prompt of {len(prompt)} ids, which leaves nothing of '
+                             f'{limit}: raise max_tokens or drop it')
+        drafts.update({(b, g): _Draft((b, g), question, prompt) for g in range(group_size)})
+    return drafts
 
 # %% ../nbs/22_rollout.ipynb #c017
 def rollout(
@@ -193,33 +189,25 @@ def rollout(
     if not questions or group_size < 1:
         raise ValueError(f'a rollout needs questions and a group size of at least 1, got {len(questions)} questions '
                          f'and {group_size}')
-    sampling = Sampling() if sampling is None else sampling
-    stream, drafts, done = engine.stream(Sampling(**{**vars(sampling), 'stop': env.chat.stop})), {}, {}
-    limit = min(env.max_tokens, engine.max_length)
-
-    step = _segments if env.chat.protocol.context_tag else _turns
+    sampling = replace(Sampling() if sampling is None else sampling, stop=env.chat.stop)
+    stream, limit, done = engine.stream(sampling), min(env.max_tokens, engine.max_length), {}
+    drafts, step = _begin(env, questions, group_size, limit), _segments if env.chat.protocol.context_tag else _turns
+    most = min(env.context_tokens, sampling.max_tokens)
 
     def submit(draft):
         own = seed_of(seed, draft.question.id, draft.key[1], len(draft.turns))
         if draft.base is None: stream.submit(draft.key, draft.ids, own)
-        else:
-            stream.submit(draft.key, draft.ids, own, min(env.context_tokens, sampling.max_tokens),
-                          env.chat.context_stop)
+        else: stream.submit(draft.key, draft.ids, own, most, env.chat.context_stop)
 
-    for b, (question, prompt) in enumerate(zip(questions, env.chat.prompt_ids([q.text for q in questions]))):
-        if len(prompt) >= limit:
-            raise ValueError(f'question {question.id!r} has a prompt of {len(prompt)} ids, which leaves nothing of '
-                             f'{limit}: raise max_tokens or drop it')
-        for g in range(group_size):
-            drafts[b, g] = _Draft((b, g), question, prompt)
-            submit(drafts[b, g])
+    for draft in drafts.values(): submit(draft)
     for batch in stream:
-        active, over = [drafts[f.key] for f in batch], 0
-        for f, draft, trajectory in zip(batch, active, step(env, stream, active, batch, limit)):
+        active = [drafts[f.key] for f in batch]
+        over = step(env, stream, active, batch, limit)
+        for draft, trajectory in zip(active, over):
             if trajectory is None: submit(draft)
             else:
-                stream.release(f.key)
-                done[f.key] = trajectory
-                over += 1
-        if progress and over: progress(over)
+                stream.release(draft.key)
+                done[draft.key] = trajectory
+        ended = sum(trajectory is not None for trajectory in over)
+        if progress and ended: progress(ended)
     return [Group(q, [done[b, g] for g in range(group_size)]) for b, q in enumerate(questions)]

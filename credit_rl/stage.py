@@ -127,7 +127,6 @@ def real_questions(
                          f'{wanted - n} for test; each part needs one at least')
     return {'train': subsample(rest, task.questions, seed), 'dev': held[:n], 'test': held[n:]}
 
-# %% ../nbs/62_stage.ipynb #c034
 def _mixed_questions(task, names, seed):
     "The questions of several sets: all training questions in one pool, dev and test in equal parts, ids as 'set:id'."
     merged, n = {}, len(names)

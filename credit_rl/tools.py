@@ -20,7 +20,6 @@ def render_documents(results, empty):
     if len(results) == 1: return block(results[0][1])
     return '\n\n'.join(f'Query: {query}\n{block(passages)}' for query, passages in results)
 
-# %% ../nbs/13_tools.ipynb #c006
 def render_plain(results, empty):
     "Join the passages' texts by blanks, without titles or numbers."
     return ' '.join(' '.join(p.text for p in passages) or empty for _, passages in results)
@@ -175,18 +174,17 @@ def _verdict(tool, program, error):
     "What to say about a Monty error, and the Result."
     import pydantic_monty as monty
     if isinstance(error, monty.MontyCrashedError):
-        return ('the code was stopped from outside, it ran too long',
-                Result.TIMEOUT) if error.timed_out else ('the interpreter crashed', Result.ERROR)
+        if error.timed_out: return 'the code was stopped from outside, it ran too long', Result.TIMEOUT
+        return 'the interpreter crashed', Result.ERROR
     if isinstance(error, monty.MontySyntaxError): return f'SyntaxError: {error}', Result.MALFORMED
-    inner, said = error.exception(), str(error)
+    inner, message = error.exception(), str(error)
     if isinstance(inner, TimeoutError):
-        return (
-            f'the code ran longer than {tool.seconds:g} seconds' if 'time limit exceeded' in said else said
-        ), Result.TIMEOUT
-    if isinstance(inner, MemoryError) and 'memory limit exceeded' in said:
-        said = f'the code needed more than {tool.memory_mb:g} MB of memory'
-    if 'suspension limit' in said: said = 'the code called too often for things outside'
-    return said, Result.ERROR
+        if 'time limit exceeded' in message: message = f'the code ran longer than {tool.seconds:g} seconds'
+        return message, Result.TIMEOUT
+    if isinstance(inner, MemoryError) and 'memory limit exceeded' in message:
+        message = f'the code needed more than {tool.memory_mb:g} MB of memory'
+    if 'suspension limit' in message: message = 'the code called too often for things outside'
+    return message, Result.ERROR
 
 # %% ../nbs/13_tools.ipynb #c034
 def _step(tool, program, resume):
@@ -209,7 +207,6 @@ def _query(snapshot):
         raise TypeError('search takes one query: search("…")')
     return [*args, *named.values()][0]
 
-# %% ../nbs/13_tools.ipynb #c037
 def _ask(search, queries):
     "Ask for many queries: list of text or exception. A `SearchTool` gets all of them in one call."
     def alone(query):
@@ -222,10 +219,8 @@ def _ask(search, queries):
                                                                'not a text')
     if not isinstance(search, SearchTool): return [alone(q) for q in queries]
     kinds = {Result.TIMEOUT: TimeoutError, Result.MALFORMED: ValueError, Result.ERROR: RuntimeError}
-    return [
-        text if result is Result.OK else kinds[result](text.removeprefix('Error: '))
-        for text, result in search.call([[q] for q in queries])
-    ]
+    return [text if result is Result.OK else kinds[result](text.removeprefix('Error: '))
+            for text, result in search.call([[q] for q in queries])]
 
 # %% ../nbs/13_tools.ipynb #c038
 def _serve(tool, waiting, served):
@@ -256,42 +251,38 @@ def _run_programs(tool, codes):
             list(threads.map(begin, programs, codes))
             while waiting := [p for p in programs if p.waits is not None]:
                 answers = _serve(tool, waiting, served)
-                list(
-                    threads.map(lambda p, answer: _step(tool, p, lambda call=p.waits: call.resume(answer)), waiting,
-                                answers))
+                go_on = lambda p, answer: _step(tool, p, lambda call=p.waits: call.resume(answer))
+                list(threads.map(go_on, waiting, answers))
         finally:
             for p in programs:
                 if p.session is not None: p.session.__exit__(None, None, None)
     return programs
 
-# %% ../nbs/13_tools.ipynb #c041
+# %% ../nbs/13_tools.ipynb #c042
 _USED_BY = []   # process ids that have started an interpreter
 # so that a program always prints the same
 _ALIKE = {'sleep': 'zero', 'datetime': datetime.datetime(2025, 1, 1), 'random_start': {'seed': 0}}
 
-# %% ../nbs/13_tools.ipynb #c042
 class PythonTool:
     """Run programs of an agent in a sandbox (CARL section 3.1). Raises ValueError on limits that are not positive,
     TypeError on a `search` that is neither."""
     def __init__(self,
         search=None,        # what `search(query)` does: a `SearchTool`, or function(query) → text; None: there is none
-        seconds=2.0,  # longest time a program may compute; searches, which have a limit of their own, do not count
+        seconds=2.0,        # longest time a program may compute; searches have a limit of their own
         memory_mb=64,       # most memory of a program, in MB
         output_chars=4000,  # most characters that it may print
         searches=20,        # most searches of one program
         workers=16,         # programs that run at the same time
         empty='No output.', # what stands for a program that printed nothing
     ):
-        limits = {
-            'seconds': seconds, 'memory_mb': memory_mb, 'output_chars': output_chars, 'searches': searches, 'workers':
-            workers
-        }
+        limits = {'seconds': seconds, 'memory_mb': memory_mb, 'output_chars': output_chars, 'searches': searches,
+                  'workers': workers}
         for name, value in limits.items():
             if not isinstance(value, (int, float)) or not value > 0:
                 raise ValueError(f'{name} must be a positive number, got {value!r}')
         if not (search is None or isinstance(search, SearchTool) or callable(search)):
             raise TypeError(f'search must be a SearchTool or a function of one query, got {search!r:.80}')
-        self.search, self.empty, self._pool, self._lock = search, empty, None, threading.Lock()
+        self.search, self.empty, self._pool, self.lock = search, empty, None, threading.Lock()
         self.seconds, self.memory_mb, self.output_chars, self.searches, self.workers = limits.values()
 
     def session(self):
@@ -304,10 +295,8 @@ class PythonTool:
             _USED_BY.append(os.getpid())
             self._pool = monty.Monty(max_processes=self.workers)
             self._pool.__enter__()
-        limits = {
-            'max_feed_duration_secs': self.seconds, 'max_memory': int(self.memory_mb * 2 ** 20), 'max_suspensions':
-            2 * self.searches + 100
-        }
+        limits = {'max_feed_duration_secs': self.seconds, 'max_memory': int(self.memory_mb * 2 ** 20),
+                  'max_suspensions': 2 * self.searches + 100}
         return self._pool.checkout(limits=limits, os_policy=_ALIKE)
 
     def call(self, codes):
@@ -325,11 +314,11 @@ class PythonTool:
 # %% ../nbs/13_tools.ipynb #c043
 def _python_calls(tool, codes):
     "Answer the calls of a `PythonTool`, `workers` at a time; what is no text is told so."
-    with tool._lock:                       # threads take turns, or each could wait for workers that the other holds
+    with tool.lock:                        # threads take turns, or each could wait for workers that the other holds
         tool.session()                     # start the workers here, not in several threads
         texts = [c for c in codes if isinstance(c, str)]
-        done = iter(
-            [p for i in range(0, len(texts), tool.workers) for p in _run_programs(tool, texts[i:i + tool.workers])])
+        parts = (texts[i:i + tool.workers] for i in range(0, len(texts), tool.workers))
+        done = iter([program for part in parts for program in _run_programs(tool, part)])
     def observation(code):
         if not isinstance(code, str): return _error(f'code must be a string, got {code!r:.80}'), Result.MALFORMED
         program = next(done)

@@ -21,7 +21,6 @@ class Result(str, Enum):
     SKIPPED = 'skipped'      # the trajectory ended before the call could run
     NONE = 'none'            # nothing was called: an answer turn
 
-# %% ../nbs/00_trajectory.ipynb #c006
 class Stop(str, Enum):
     "Why a trajectory ended."
     ANSWER = 'answer'      # the model gave an answer
@@ -31,10 +30,9 @@ class Stop(str, Enum):
 
 # %% ../nbs/00_trajectory.ipynb #c009
 def _freeze(obj, **fields):
-    "Set converted `fields` on a frozen dataclass from its `__post_init__`."
+    "Set converted `fields` of a frozen dataclass from its `__post_init__`."
     for name, value in fields.items(): object.__setattr__(obj, name, value)
 
-# %% ../nbs/00_trajectory.ipynb #c010
 @dataclass(frozen=True)
 class Question:
     "A question and every answer that counts as right."
@@ -85,7 +83,6 @@ class Trajectory:
     def __post_init__(self):
         _freeze(self, prompt_ids=tuple(self.prompt_ids), turns=tuple(self.turns), stop=Stop(self.stop))
 
-# %% ../nbs/00_trajectory.ipynb #c016
 @dataclass(frozen=True)
 class Group:
     "Several attempts at one question: the unit that is compared within."
@@ -100,18 +97,18 @@ class Group:
                                  f'trajectory of {t.question.id!r}')
 
 # %% ../nbs/00_trajectory.ipynb #c018
-_EXAMPLE = {
+_EXAMPLE = {  # rollout: (thought, query, what came back) of each turn; an answer turn has no query
     'right': [
-        ('The film is Casablanca, so first its director.', 'director of Casablanca', 'Casablanca is a 1942 film '
-                                                                                     'directed by Michael Curtiz.'),
-        ('The director is Michael Curtiz.', 'Michael Curtiz birthplace', 'Michael Curtiz was a director born in '
-                                                                         'Budapest. He made films in Vienna.'),
+        ('The film is Casablanca, so first its director.', 'director of Casablanca',
+         'Casablanca is a 1942 film directed by Michael Curtiz.'),
+        ('The director is Michael Curtiz.', 'Michael Curtiz birthplace',
+         'Michael Curtiz was a director born in Budapest. He made films in Vienna.'),
         ('Born in Budapest. I check that it is a city.', 'Budapest', 'Budapest is the capital city of Hungary.'),
         ('It is a city.', None, 'Budapest')],
     'near miss': [
         ('First the director.', 'Casablanca director', 'Casablanca is a 1942 film directed by Michael Curtiz.'),
-        ('Now Michael Curtiz.', 'Michael Curtiz', 'Michael Curtiz was a director born in Budapest. He made films in '
-                                                  'Vienna.'),
+        ('Now Michael Curtiz.', 'Michael Curtiz',
+         'Michael Curtiz was a director born in Budapest. He made films in Vienna.'),
         ('He made films in Vienna.', 'Vienna', 'Vienna is the capital city of Austria.'),
         ('Vienna is a city.', None, 'Vienna')],
     'lost': [
@@ -122,18 +119,14 @@ _EXAMPLE = {
 
 # %% ../nbs/00_trajectory.ipynb #c019
 def _example_vocabulary():
-    "Word → id for everything said in the running example, sorted so that ids do not depend on order."
-    words = {
-        '<user>', '<assistant>', 'In', 'which', 'city', 'was', 'the', 'director', 'of', 'Casablanca', 'born?',
-        '<think>', '</think>', '<tool_call>', '</tool_call>', '<tool_response>', '</tool_response>', '<answer>',
-        '</answer>'
-    }
+    "Number every word of the running example, sorted so that ids do not depend on order: dict word → id."
+    tags = [f'<{slash}{tag}>' for tag in ('think', 'tool_call', 'tool_response', 'answer') for slash in ('', '/')]
+    words = {'<user>', '<assistant>', *tags, *'In which city was the director of Casablanca born?'.split()}
     words |= {w for turns in _EXAMPLE.values() for turn in turns for text in turn if text for w in text.split()}
     return {w: i for i, w in enumerate(sorted(words))}
 
-# %% ../nbs/00_trajectory.ipynb #c020
 def _example_turn(encode, think, query, text):
-    "One turn of the running example from its texts; an answer turn has no query."
+    "Make one turn of the running example from its texts; an answer turn has no query."
     tag = ('tool_call', query) if query else ('answer', text)
     action = f'<think> {think} </think> <{tag[0]}> {tag[1]} </{tag[0]}>'
     ids = encode(action)
@@ -145,50 +138,43 @@ def _example_turn(encode, think, query, text):
 
 # %% ../nbs/00_trajectory.ipynb #c021
 def example_group():
-    """The running example: a right, a near-miss and a lost rollout of one two-hop question, as a `Group` of G = 3, K =
-    4."""
+    "Make the running example: a right, a near-miss and a lost rollout of one question, a `Group` of G = 3, K = 4."
     vocabulary = _example_vocabulary()
     encode = lambda text: [vocabulary[w] for w in text.split()]
     q = Question('casablanca', 'In which city was the director of Casablanca born?', ['Budapest'], 'example',
                  {'hops': 2})
-    rollouts = [
-        Trajectory(q, encode(f'<user> {q.text} <assistant>'), [_example_turn(encode, *t)
-                                                               for t in turns], Stop.ANSWER, turns[-1][2])
-        for turns in _EXAMPLE.values()
-    ]
-    return Group(q, rollouts)
+    prompt = encode(f'<user> {q.text} <assistant>')
+    made = lambda turns: [_example_turn(encode, *turn) for turn in turns]
+    return Group(q, [Trajectory(q, prompt, made(turns), Stop.ANSWER, turns[-1][2]) for turns in _EXAMPLE.values()])
 
 # %% ../nbs/00_trajectory.ipynb #c025
 def to_json(x):
-    "Plain JSON values of a `Question`, `Turn`, `Trajectory` or `Group`."
+    "Make plain JSON values of a `Question`, `Turn`, `Trajectory` or `Group`."
     return json.loads(json.dumps(dataclasses.asdict(x)))
 
 # %% ../nbs/00_trajectory.ipynb #c026
 def turn_from_json(d):
-    "`Turn` from `to_json`'s dictionary."
+    "Make a `Turn` from `to_json`'s dictionary."
     return Turn(**d)
 
-# %% ../nbs/00_trajectory.ipynb #c027
 def trajectory_from_json(d):
-    "`Trajectory` from `to_json`'s dictionary."
+    "Make a `Trajectory` from `to_json`'s dictionary."
     return Trajectory(Question(**d['question']), d['prompt_ids'], [turn_from_json(t) for t in d['turns']], d['stop'],
                       d['answer'])
 
-# %% ../nbs/00_trajectory.ipynb #c028
 def group_from_json(d):
-    "`Group` from `to_json`'s dictionary."
+    "Make a `Group` from `to_json`'s dictionary."
     return Group(Question(**d['question']), [trajectory_from_json(t) for t in d['trajectories']])
 
 # %% ../nbs/00_trajectory.ipynb #c031
 def turn_counts(groups):
-    "Number of turns of each trajectory, in order: list of N ints. Raises on a trajectory without turns."
+    "Count the turns of each trajectory, in order: list of N ints. Raises ValueError on one without turns."
     counts = [len(t.turns) for g in groups for t in g.trajectories]
     if 0 in counts:
         raise ValueError(f'trajectory {counts.index(0)} has no turns; a rollout has at least one turn, drop it before '
                          'credit is assigned')
     return counts
 
-# %% ../nbs/00_trajectory.ipynb #c032
 def group_index(groups):
-    "Group of each trajectory, in order: list of N ints in [0, B)."
+    "Number the group of each trajectory, in order: list of N ints in [0, B)."
     return [b for b, g in enumerate(groups) for _ in g.trajectories]

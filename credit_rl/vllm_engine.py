@@ -515,7 +515,7 @@ class _Core:
         with _heard('wake'): self.llm.wake_up()
         self.asleep = False
 
-# %% ../nbs/21_vllm_engine.ipynb #c042
+# %% ../nbs/21_vllm_engine.ipynb #x042
 def _read_folder(folder):
     "Of a model's folder the ids that end a text, the positions it has (None: not said) and how many ids it knows."
     from transformers import AutoConfig, GenerationConfig
@@ -524,6 +524,7 @@ def _read_folder(folder):
     except OSError: eos = config.eos_token_id   # the folder has no generation_config.json
     return eos, getattr(config, 'max_position_embeddings', None), config.vocab_size
 
+# %% ../nbs/21_vllm_engine.ipynb #c042
 class VLLMEngine:
     "Generate with vLLM: the interface of `HFEngine`. `load` brings the learner's weights."
 
@@ -598,37 +599,6 @@ class VLLMEngine:
         self.core.live.clear()
         self.kept = None
         self.llm.engine_core.shutdown()
-
-# %% ../nbs/21_vllm_engine.ipynb #2f14fcad
-def _start(self, stream, row, seed):
-    "Hand one turn to vLLM."
-    from vllm.inputs.engine import tokens_input
-    row.request, self._count = str(self._count), self._count + 1
-    parameters = vllm_parameters(stream.sampling, seed, row.room, self.eos_ids | self.stop_tokens(row.strings)[0])
-    self._live[row.request] = stream, row
-    with _heard('generate'):
-        self.llm.add_request(row.request, tokens_input(row.ids), parameters, lora_request=self.adapter)
-
-def _stop(self, row, finished=False):
-    "Take a conversation's request out; call it off if vLLM has not finished it."
-    row.busy = False
-    del self._live[row.request]
-    if not finished: self.llm.abort_request([row.request])
-
-def _step(self):
-    "Let vLLM take one step and hand what is new to the streams."
-    with _heard('generate'): outputs = self.llm.step()
-    for output in outputs:
-        if output.request_id in self._live:   # another may have been called off
-            stream, row = self._live[output.request_id]
-            stream._take(row, output)
-
-def _goes_on(self, done, busy):
-    """Whether to take another step before turns are handed over. In this process a tool would stop the engine: wait
-    until they are a quarter of the busy ones. In its own, only for what is there."""
-    return not self.llm.engine_core.outputs_queue.empty() if self.own_process else 4 * done < busy
-
-VLLMEngine._start, VLLMEngine._stop, VLLMEngine._step, VLLMEngine._goes_on = _start, _stop, _step, _goes_on
 
 # %% ../nbs/21_vllm_engine.ipynb #c051
 def adapter_weights(named):  # {name: tensor} of a model with additions built in

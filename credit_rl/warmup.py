@@ -480,6 +480,7 @@ class Player:
         return self.ranks.each(questions, lambda share: rollout(self.engine, env, share, times, self.sampling,
                                                                 seed_of(*seed)))
 
+# %% ../nbs/54_warmup.ipynb #n54coll
 def collect(
     player,      # Player
     env,         # Environment with the prompt of the training to come

@@ -44,9 +44,8 @@ def main():
     seed = given.seed
     torch.set_num_threads(1)
     settings = yaml.safe_load((Path(__file__).resolve().parents[1] / 'runs' / 'params' / 'carl_warm.yaml').read_text())
-    worlds = tiny_worlds(
-        make_config({n: settings[n]
-                     for n in ('world', 'questions', 'dev_questions', 'test_questions')} | {'seed': seed}))
+    asked = ('world', 'questions', 'dev_questions', 'test_questions')
+    worlds = tiny_worlds(make_config({n: settings[n] for n in asked}), seed)
     with tempfile.TemporaryDirectory() as folder:
         cpu, clock = time.process_time(), time.monotonic()
         base = given.base or make_base(folder + '/base', seed, protocol='carl-tiny', known=known_worlds(worlds))

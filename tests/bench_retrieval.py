@@ -60,7 +60,7 @@ def resident():
 def index_bytes(bm25):
     """Bytes of the index in memory without the passages: scores, their rows and starts, and the vocabulary about as it
     is."""
-    arrays = sum(a.nbytes for a in (bm25._data, bm25._rows, bm25._start))
+    arrays = sum(a.nbytes for a in (bm25.data, bm25.rows, bm25.start))
     return arrays, sum(len(w) + 49 + 104 for w in bm25.index.vocab_dict)   # a str and its place in a dict
 
 
@@ -84,7 +84,7 @@ def main():
     slow_index = time.perf_counter() - start
 
     part = queries[:a.slow_queries]
-    common = {w for w, i in fast.index.vocab_dict.items() if fast._start[i + 1] - fast._start[i] > len(passages) / 2}
+    common = {w for w, i in fast.index.vocab_dict.items() if fast.start[i + 1] - fast.start[i] > len(passages) / 2}
     # a word in over half of the passages is weighed differently by rank_bm25
     equal = [q for q in part if not common & set(q.split())]
     assert equal and np.allclose((k1 + 1) * fast.scores(equal), slow.scores(equal), atol=1e-3), 'the two do not agree'

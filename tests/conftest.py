@@ -1,4 +1,5 @@
 """Fixtures that every test may use, and how tests are marked, bounded and ordered (see pytest.ini)."""
+import functools
 import inspect
 import json
 import os
@@ -35,10 +36,10 @@ def pytest_addoption(parser):
 STARTS = re.compile(r'\b(subprocess|Popen|papermill|start_new_kernel|run_python|Process)\b')
 
 
-def starts_processes(item):
+@functools.cache
+def starts_processes(*functions):
     "Whether a test, a fixture that it asks for, or a function of tests/ that these name starts another Python."
-    left, found = [item.function], set()
-    left += [d.func for defs in item._fixtureinfo.name2fixturedefs.values() for d in defs]
+    left, found = list(functions), set()
     while left:
         function = inspect.unwrap(left.pop())
         if function in found or Path(inspect.getfile(function)).parent != ROOT / 'tests': continue
@@ -61,7 +62,8 @@ def pytest_collection_modifyitems(config, items):
     first, so that all end together."""
     seconds, files = read_durations(), Counter()
     for item in items:
-        if starts_processes(item): item.add_marker('process')
+        fixtures = [d.func for defs in item._fixtureinfo.name2fixturedefs.values() for d in defs]
+        if starts_processes(item.function, *fixtures): item.add_marker('process')
     most = config.getoption('below')
     if most is not None:
         long = [item for item in items if seconds.get(item.nodeid, 0) > most]

@@ -15,13 +15,11 @@ def papermill(out, *arguments, settings, cwd, notebook='90_train'):
     out.parent.mkdir(parents=True, exist_ok=True)
     given = out.parent / 'settings.yaml'
     given.write_text(yaml.safe_dump(settings))
-    done = subprocess.run([
-        sys.executable, '-m', 'papermill',
-        str(ROOT / 'nbs' / f'{notebook}.ipynb'),
-        str(out), '-f',
-        str(given), *arguments, '--log-output', '--no-progress-bar'
-    ], cwd=cwd, env={**os.environ, 'CUDA_VISIBLE_DEVICES': ''}, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-                          stderr=subprocess.STDOUT, text=True)
+    template = str(ROOT / 'nbs' / f'{notebook}.ipynb')
+    command = [template, str(out), '-f', str(given), *arguments, '--log-output', '--no-progress-bar']
+    done = subprocess.run([sys.executable, '-m', 'papermill', *command], cwd=cwd, text=True, timeout=540,
+                          env={**os.environ, 'CUDA_VISIBLE_DEVICES': ''}, stdin=subprocess.DEVNULL,
+                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     return done.returncode, done.stdout, json.loads(out.read_text())
 
 

@@ -101,7 +101,7 @@ class Coder(ScriptedEngine):
 @pytest.fixture
 def scripted(monkeypatch, model):
     "Training and warm-up play by the scripted coder."
-    worlds = tiny_worlds(make_config({**TINY, 'model': model}))
+    worlds = tiny_worlds(config := make_config({**TINY, 'model': model}), config.seed)
     for module in ('train', 'competence'):
         monkeypatch.setattr(f'credit_rl.{module}.HFEngine', lambda m, tokenizer, **limits: Coder(m, tokenizer, worlds))
     return worlds
@@ -171,8 +171,9 @@ def test_a_checkpoint_is_the_best_by_what_the_data_are_scored_by(monkeypatch):
     t = wrong_sign(example_group().trajectories[0])
     monkeypatch.setattr(training, 'evaluate', lambda *a: (None, [Group(t.question, [t])]))
     for data, best in (('gsm8k', 0.), ('hotpotqa+gsm8k', 0.), ('hotpotqa', 1.), ('tiny', 1.)):
-        run = object.__new__(training._Run)
-        run.config, run.method, run.memory = make_config({'data': data, 'method': 'carl', 'protocol': 'carl'}), training.get_method('carl'), {'best': -1., 'best_step': 0}
+        run = object.__new__(training.Run)
+        run.config, run.memory = make_config({'data': data, 'method': 'carl', 'protocol': 'carl'}), {'best': -1., 'best_step': 0}
+        run.method = training.bind(training.get_method('carl'), {}, training.run_facts(run.config))
         run.ranks, run.engine, run.stage = Ranks(), None, SimpleNamespace(questions={'dev': [t.question]}, environments={'dev': None})
         logged, named = {}, []
         run.log, run.checkpoint = SimpleNamespace(timed=lambda part: contextlib.nullcontext(), metrics=lambda step, **m: logged.update(m)), lambda step, name: named.append(name)
@@ -295,8 +296,8 @@ def test_explained_variance_is_of_the_outcome_at_the_states_before_segments():
     layout = pack([group])
     values = torch.full(layout.ids.shape, 9.)                                               # of the tokens inside segments nobody asks
     for (row, position), value in zip((first_tokens(layout.token_turns)).nonzero().tolist(), (.5, .9, .5, .1)): values[row, position] = value
-    assert abs(training._explained_outcome(values, torch.tensor([1., 0., math.nan]), layout) - .24) < 1e-6      # the last one's outcome is not known
-    assert math.isnan(training._explained_outcome(values, torch.ones(3), layout))
+    assert abs(training.explained_outcome(values, torch.tensor([1., 0., math.nan]), layout) - .24) < 1e-6      # the last one's outcome is not known
+    assert math.isnan(training.explained_outcome(values, torch.ones(3), layout))
 
 
 @pytest.mark.parametrize('settings', [dict(method='grpo'), dict(method='ppo', critic='shared', critic_mix=0., options={'lam': .95}), dict(options={'lam': 1.})], ids=['grpo', 'ppo', 'lambda 1'])
@@ -553,17 +554,21 @@ def test_finished_runs_are_examined_once_and_reported(model, scripted, tmp_path,
     k = gold_shown(t)[0][0]
     t = dataclasses.replace(t, turns=[dataclasses.replace(x, action_text='<context> </context>') if i == k else x for i, x in enumerate(t.turns)])
     RunLog(tmp_path / 'runs' / 'carl-0', resume=True).turns(3, [{**row, 'step': 3, 'trajectory': to_json(t), 'advantages': [{k - 1: .3, k: -.4}.get(i, 0.) for i in range(len(t.turns))]}])
-    older = {name: json.loads((tmp_path / 'runs' / name / 'competence.json').read_text()) for name in ('carl-0', 'ppo-0', 'grpo-0')}
-    for name, found in older.items():
-        place = tmp_path / 'runs' / name / 'competence.json'
-        place.write_text(json.dumps({k: v for k, v in found.items() if k not in ('base', 'no tools')}))                  # as it was kept when less was asked
+    names, older = ('carl-0', 'ppo-0', 'grpo-0'), {}
+    for name in names:
+        place = tmp_path / 'runs' / name / 'summary.json'
+        summary = json.loads(place.read_text())
+        older[name] = {k: v for k, v in summary['competence'].items() if k != 'first credit'}
+        summary['competence'] = {k: v for k, v in older[name].items() if k not in ('base', 'no tools')}                  # as it was kept when less was asked
+        place.write_text(json.dumps(summary))
     assert not any(label.startswith('base') for label in competence.asking_table(tmp_path / 'runs').index) and competence.play_table(tmp_path / 'runs')['note precision, base'].isna().all()
     assert competence.resilience_table(tmp_path / 'runs')[['no tool, all', 'no tool, all, base']].isna().all(axis=None)
     asked, whole = [], []
     for name, kept in (('examine_base', asked), ('examine_agent', whole)):
         monkeypatch.setattr(competence, name, lambda *a, of=getattr(competence, name), kept=kept, **k: kept.append(a) or of(*a, **k))
     competence.main([str(tmp_path / 'runs')])                                                                            # anew; one base, asked once for the three
-    assert len(asked) == 1 and len(whole) == 3 and {name: found for name, found in ((f'{m}-{seed}', found) for m, seed, found in examined(tmp_path / 'runs'))} == older
+    found = {f'{m}-{seed}': {k: v for k, v in found.items() if k != 'first credit'} for m, seed, found in examined(tmp_path / 'runs')}
+    assert len(asked) == 1 and len(whole) == 3 and found == older
     monkeypatch.setattr(competence, 'open_agent', lambda *a: pytest.fail('examined twice'))
     competence.main([str(tmp_path / 'runs')])                                                                            # the warm-up is left out
     code, text, notebook = papermill(tmp_path / 'report.ipynb', settings={'folders': str(tmp_path / 'runs'), 'out': str(tmp_path / 'out')}, cwd=tmp_path, notebook='96_competence')
@@ -603,9 +608,8 @@ def kept_runs(folder, rows, of=lambda method, seed: {'name': f'bases/{seed}'}):
     for (method, seed), (em, before) in rows.items():
         log = RunLog(folder / f'{method}-{seed}')
         log.write_params({'method': method, 'seed': seed, 'options': {}})
-        log.summary({})
         base = {**of(method, seed), 'greedy': play(before), 'no tools': play(0.), 'notes': {'precision': before / 2, 'tokens': 8}} if before is not None else None
-        (log.folder / 'competence.json').write_text(json.dumps({'greedy': play(em), 'hops': None, 'notes': {'precision': em / 2, 'tokens': 4}, **({'base': base} if base else {})}))
+        log.summary({'competence': {'greedy': play(em), 'hops': None, 'notes': {'precision': em / 2, 'tokens': 4}, **({'base': base} if base else {})}})
     return folder
 
 

@@ -12,10 +12,10 @@ import pytest
 import yaml
 
 from credit_rl import compare
-from credit_rl.compare import (common_seeds, effort_table, find_runs, Job, load_runs, main, markdown_table,
-                               paired_differences, plan_jobs, replay, run_jobs, seed_curves, status_table)
-from credit_rl.runlog import module_hashes
-from credit_rl.runlog import RunLog
+from credit_rl.compare import (common_seeds, effort_table, find_runs, load_runs, main, markdown_table, paired_differences,
+                               plan_jobs, replay, seed_curves)
+from credit_rl.jobs import Job, run_jobs, status_table
+from credit_rl.runlog import RunLog, module_hashes
 from credit_rl.settings import make_config
 from credit_rl.train import train
 
@@ -167,7 +167,7 @@ else: sys.exit('nobody said go')
 """
 SITTING = """
 import sys, pathlib
-from credit_rl.compare import Job, run_jobs
+from credit_rl.jobs import Job, run_jobs
 run_jobs([Job('a', 1, pathlib.Path(sys.argv[1]))], lambda job: [sys.executable, '-c', sys.argv[2], job.folder])
 """
 
@@ -282,6 +282,10 @@ def test_table(tmp_path):
     assert rows[0][-1] == 'rerun needed: folr, no_such_module changed; 1 collapsed' and rows[2][3] == '0.900'
     with pytest.raises(ValueError, match='none of the runs has finished'):
         markdown_table([tmp_path / 'tips-1'])
+    made_up(tmp_path, 'gspo', 1, code={'outcome': 'eed1bc39f30a'})     # hashed as a file, listed by hand
+    assert '| rerun needed: made before imports were followed |' in markdown_table(tmp_path, ['gspo'])
+    short = markdown_table(tmp_path, ['grpo'], ['method', 'final EM']).splitlines()
+    assert short[0] == '| method | final EM |' and len(short) == 4
 
 
 def test_a_replay_finds_the_numbers_again_and_notices_others(tmp_path, root, capsys):

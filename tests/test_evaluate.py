@@ -12,9 +12,9 @@ from credit_rl import evaluate as evaluation
 from credit_rl.benchmarks import BENCHMARKS
 from credit_rl.datasets import MIXTURES, load_corpus, load_questions
 from credit_rl.engine import ScriptedEngine
-from credit_rl.evaluate import (Settings, bootstrap_interval, evaluation_figure, evaluation_table, from_settings, main,
-                                manifest_differences, read_manifest, read_scores, replay, run_evaluation, set_names,
-                                set_scores)
+from credit_rl.evaluate import (bootstrap_interval, evaluation_figure, evaluation_table, main, manifest_differences,
+                                read_manifest, read_scores, replay, run_evaluation, set_names, set_scores, Settings)
+from credit_rl.parameters import from_settings
 from credit_rl.metrics import cover_match, normalize
 from credit_rl.models import local_folder, model_hashes
 from credit_rl.protocol import TEMPLATES, byte_tokenizer

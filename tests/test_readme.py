@@ -1,16 +1,59 @@
 "The README is the index notebook, converted; numbers reach it only through the notebook."
+import json
+import re
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+README = (ROOT / 'README.md').read_text(encoding='utf-8')
+
+
+def converted():
+    "The index as `make readme` converts it: (text, {path: bytes} of its pictures)."
+    from nbconvert import MarkdownExporter
+    from traitlets.config import Config
+    config = Config()
+    config.TagRemovePreprocessor.enabled = True
+    config.TagRemovePreprocessor.remove_input_tags = {'remove-input'}
+    config.RegexRemovePreprocessor.patterns = [r'#\| hide[\s\S]*']
+    config.ExtractOutputPreprocessor.output_filename_template = 'readme_{cell_index}{extension}'
+    text, resources = MarkdownExporter(config=config).from_filename(
+        str(ROOT / 'nbs' / 'index.ipynb'), resources={'output_files_dir': 'nbs/figures'})
+    return re.sub(r'\]\((\d\d_)', r'](nbs/\1', text).replace('](../', ']('), resources['outputs']
 
 
 def test_readme_is_made_from_the_index():
-    from nbconvert import MarkdownExporter
-    text, _ = MarkdownExporter().from_filename(str(ROOT/'nbs'/'index.ipynb'))
-    assert (ROOT/'README.md').read_text() == text, 'README.md differs from nbs/index.ipynb: run `make readme`'
+    text, pictures = converted()
+    assert README == text, 'README.md differs from nbs/index.ipynb: run `make readme`'
+    for path, data in pictures.items():
+        assert (ROOT / path).read_bytes() == data, f'{path} is not the picture of the index: run `make readme`'
+    assert {str(p.relative_to(ROOT)) for p in (ROOT / 'nbs' / 'figures').iterdir()} == set(pictures)
+    assert len(pictures) == 2 and all(len(data) < 200_000 for data in pictures.values())
+
+
+def test_links_lead_somewhere():
+    links = re.findall(r'\]\(([^)]+)\)', README)
+    assert len(links) > 10 and not [x for x in links if not x.startswith('https://') and not (ROOT / x).exists()]
+    text = ''.join(''.join(c['source']) for c in json.loads((ROOT / 'nbs' / 'index.ipynb').read_text())['cells'])
+    links = re.findall(r'\]\(([^)]+)\)', text)
+    assert len(
+        links) > 10 and not [x for x in links if not x.startswith('https://') and not (ROOT / 'nbs' / x).exists()]
 
 
 def test_readme_names_the_commands_that_make_has():
-    readme, makefile = (ROOT/'README.md').read_text(), (ROOT/'Makefile').read_text()
-    for command in ('demo', 'test', 'compare', 'lab'):
-        assert f'make {command}' in readme and f'\n{command}:' in makefile
+    makefile = (ROOT / 'Makefile').read_text()
+    for command in ('demo', 'test', 'compare', 'lab', 'reports'):
+        assert f'make {command}' in README and f'\n{command}:' in makefile
+    assert 'git clone --depth 1' in README
+
+
+def test_readme_is_short_and_its_numbers_are_computed():
+    cells = json.loads((ROOT / 'nbs' / 'index.ipynb').read_text())['cells']
+    said = [''.join(c['source']) for c in cells if c['cell_type'] == 'markdown']
+    shown = [''.join(o['data']['text/markdown']) for c in cells for o in c.get('outputs', ())
+             if 'text/markdown' in o.get('data', {})]
+    prose = [line for text in said + shown for line in text.splitlines() if line[:4].strip() and line[0] != '|']
+    assert 500 <= sum(len(line.split()) for line in prose) <= 800
+    tables = [text for text in shown if text.startswith('|')]
+    assert len(tables) == 1 and len(tables[0].splitlines()) <= 2 + 8
+    typed = re.sub(r'`[^`]*`|\[[^]]*\]\([^)]*\)|^ {4}.*$', '', '\n'.join(said), flags=re.M)  # neither code nor links
+    assert not re.findall(r'(?<!\d)0?\.\d{2,}|\d+ ?%', typed), 'a result is typed by hand'

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from credit_rl import train as training
+from credit_rl import stage as staging
 from credit_rl.benchmarks import BENCHMARKS, get_benchmark
 from credit_rl.datasets import load_questions
 from credit_rl.engine import HFEngine, Sampling, ScriptedEngine
@@ -49,7 +49,7 @@ def check_run(run, model_folder, settings):
     assert 0 <= summary['final_em'] <= .5 and summary['ceiling_em'] is None
 
     config = make_config({**settings, 'run': str(run), 'model': model_folder})
-    parts = {part: {q.text for q in questions} for part, questions in real_questions(config).items()}
+    parts = {part: {q.text for q in questions} for part, questions in real_questions(config, config.seed).items()}
     model, tokenizer = load_model(model_folder)
     rows = read_turns(run)
     assert {row['kind'] for row in rows} == {'before', 'train', 'after'} and len([r for r in rows if r['kind'] == 'train']) == settings['steps'] * settings['group_size']
@@ -179,7 +179,7 @@ def test_a_single_file_is_dealt_out(tmp_path):
     (tmp_path / 'one.json').write_text(json.dumps(many))
 
     def deal(**settings):
-        return real_questions(make_config({'data': 'hotpotqa', 'path': str(tmp_path / 'one.json'), **settings}))
+        return real_questions(config := make_config({'data': 'hotpotqa', 'path': str(tmp_path / 'one.json'), **settings}), config.seed)
     parts = deal(dev_questions=5, test_questions=7)
     assert {part: len(questions) for part, questions in parts.items()} == {'train': len(many) - 12, 'dev': 5, 'test': 7} and disjoint(parts)
     assert names(parts) == names(deal(dev_questions=5, test_questions=7)) != names(deal(dev_questions=5, test_questions=7, seed=1))
@@ -189,19 +189,19 @@ def test_a_single_file_is_dealt_out(tmp_path):
 
 def test_a_folder_keeps_its_splits(data):
     config = make_config({**SHORT, 'path': str(data / 'hotpotqa')})
-    parts = real_questions(config)
+    parts = real_questions(config, config.seed)
     own = {split: {(q.id, q.text) for q in load_questions('hotpotqa', data / 'hotpotqa', split)} for split in ('train', 'dev')}
     named = names(parts)
     assert named['train'] <= own['train'] and named['dev'] | named['test'] <= own['dev'] and disjoint(parts)
     assert len(parts['dev']) == len(parts['test']) == 4
-    same = real_questions(dataclasses.replace(config, train_split='dev'))                                   # trains on what dev and test leave
+    same = real_questions(dataclasses.replace(config, train_split='dev'), config.seed)                                   # trains on what dev and test leave
     assert names(same)['train'] <= own['dev'] and disjoint(same)
 
 
 def test_questions_of_a_files_own_paragraphs_can_be_answered():
     config = make_config({'data': 'hotpotqa', 'path': str(SAMPLE)})
     text = normalize(' '.join(f'{p.title} {p.text}' for p in real_passages(config)))
-    answers = [q.answers for questions in real_questions(config).values() for q in questions]
+    answers = [q.answers for questions in real_questions(config, config.seed).values() for q in questions]
     assert sum(cover_match(text, list(a)) for a in answers) >= len(answers) / 2
 
 
@@ -211,8 +211,8 @@ def test_without_a_path_both_splits_of_the_hub_are_searched(monkeypatch):
     rows = json.loads(SAMPLE.read_text())
     monkeypatch.setattr(datasets, '_hub_rows', lambda bench, split: [(split, row) for row in (rows[:4] if bench.hub_splits[split] == 'train' else rows[3:])])
     config = make_config({'data': 'hotpotqa', 'dev_questions': 1, 'test_questions': 1})
-    parts, passages = real_questions(config), real_passages(config)
+    parts, passages = real_questions(config, config.seed), real_passages(config)
     assert disjoint(parts) and parts['train']
     assert len({p.id for p in passages}) == len(passages) == len({(p.title, p.text) for p in passages})
     assert {p.title for p in passages} == {title for row in rows for title, _ in row['context']}
-    assert BENCHMARKS['hotpotqa'].hub and training.real_passages is real_passages
+    assert BENCHMARKS['hotpotqa'].hub and staging.real_passages is real_passages

@@ -4,9 +4,11 @@ import math
 
 import pytest
 
-from credit_rl.runlog import RunLog
+from credit_rl import runlog
+from credit_rl.runlog import RunLog, changed_modules, code_hashes, imported_modules, module_hashes, source_hash
 
-# argv: how many file operations to let pass, the run folder. The process dies at the next one and exits 9; if none is left it exits 0.
+# argv: how many file operations to let pass, the run folder. The process dies at the next one and exits 9; if none is
+# left it exits 0.
 DIES_AT = """
 import os, sys
 left = [int(sys.argv[1])]
@@ -51,7 +53,8 @@ atomic_write(Path(sys.argv[2])/'a', lambda path: path.write_text({NEW!r}))
     seen = []
     for folder in deaths(run_python, script, prepare):
         seen.append((folder / 'a').read_text())
-        atomic_write(folder / 'a', lambda path: path.write_text('next'))  # what the dead process left does not get in the way
+        # what the dead process left does not get in the way
+        atomic_write(folder / 'a', lambda path: path.write_text('next'))
         assert [p.name for p in folder.iterdir()] == ['a']
     assert set(seen) == {OLD, NEW}
 
@@ -111,3 +114,84 @@ def test_other_trackers_where_they_are_installed(tmp_path, name, monkeypatch):
     log.write_params({'steps': 2})
     for step in range(2): log.metrics(step, reward=step / 2)
     assert any(p.is_file() for p in (*tmp_path.glob('tracked/**/*'), *tmp_path.glob('run/wandb/**/*')))
+
+
+# ---- which code made a run ----
+
+SOURCE = '''
+"What the module is for."
+import math
+def area(r):
+    "Give the area."
+    return math.pi * r ** 2
+class Circle:
+    "A circle."
+    def size(self): return f'{area(1):.2f}'
+'''
+
+
+@pytest.mark.parametrize('old, new, same', [
+    ('What the module is for.', 'Another purpose.', True),
+    ('    "Give the area."\n', '', True),
+    ('"A circle."', '"""A circle,\n    in two lines."""', True),
+    ('import math\n', '\n# of the standard library\nimport math\n\n\n', True),
+    ('math.pi * r ** 2', '(math.pi\n            * (r ** 2))', True),
+    ('r ** 2', 'r ** 3', False),
+    ('r ** 2', 'r * 2', False),
+    ('return math.pi * r ** 2', 'return (math.pi * r) ** 2', False),
+    (':.2f', ':.3f', False),
+    ('import math', 'import cmath as math', False),
+    ('def size(self):', 'def size(self, unit=1):', False),
+    ('def area(r)', '@staticmethod\ndef area(r)', False),
+])
+def test_a_hash_follows_what_the_code_does(old, new, same):
+    assert SOURCE.count(old) >= 1
+    assert (source_hash(SOURCE) == source_hash(SOURCE.replace(old, new))) == same
+
+
+def test_a_text_that_is_no_docstring_counts():
+    assert source_hash('x = 1\n"a note"') != source_hash('x = 1\n"another"')
+    assert source_hash('def f():\n    "only a docstring"') == source_hash('def f():\n    "another one"')
+
+
+@pytest.fixture
+def package(tmp_path, monkeypatch):
+    "Modules that stand for this library's, in a folder: a dict name -> source that can be written again."
+    class Package(dict):
+        def __setitem__(self, name, source):
+            super().__setitem__(name, source)
+            (tmp_path / f'{name}.py').write_text(source)
+            runlog._read_module.cache_clear()
+
+    def find(name):
+        file = tmp_path / f'{name.removeprefix("credit_rl.")}.py'
+        return type('Spec', (), {'origin': str(file)}) if file.exists() else None
+
+    monkeypatch.setattr(runlog.importlib.util, 'find_spec', find)
+    return Package()
+
+
+def test_imports_are_followed_wherever_they_stand(package):
+    package['start'] = ('from credit_rl.first import f\nimport credit_rl.second\nfrom credit_rl import third\nimport '
+                        'os\n')
+    package['first'] = 'def f():\n    from .lazy import g\n    return g()\n'
+    package['lazy'] = 'from .start import f\n'                       # round in a circle
+    package['second'] = 'try: from . import fourth\nexcept ImportError: pass\n'
+    for name in ('third', 'fourth', 'stranger'): package[name] = 'x = 1\n'
+    assert imported_modules('start') == ['first', 'fourth', 'lazy', 'second', 'start', 'third']
+    recorded = code_hashes('start')
+    assert changed_modules(recorded) == []
+    package['stranger'] = 'x = 2\n'
+    package['third'] = '# the same\nx = 1\n'
+    assert changed_modules(recorded) == []
+    # what is reached from now on shows where it is imported
+    package['lazy'] = 'from .start import f\nfrom .stranger import x\n'
+    assert changed_modules(recorded) == ['lazy'] and 'stranger' in code_hashes('start')
+
+
+def test_hashes_of_whole_files_count_as_changed():
+    assert changed_modules({'outcome': 'eed1bc39f30a'}) == ['outcome']
+    assert changed_modules({'gone_since': '0' * 16}) == ['gone_since'] and module_hashes(['gone_since'
+                                                                                          ]) == {'gone_since': 'gone'}
+    assert changed_modules(code_hashes('train')) == [] and {'metrics', 'trajectory', 'tools', 'vllm_engine'} <= set(
+        code_hashes('train'))

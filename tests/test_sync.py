@@ -6,7 +6,8 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch.testing import assert_close
 
-from credit_rl.engine import HFEngine
+from credit_rl.engine import HFEngine, stop_tokens
+from credit_rl.models import load_model
 from credit_rl.learner import Learner, Optimiser
 from credit_rl.models import load_model
 from credit_rl.parts import Loss

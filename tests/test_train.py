@@ -153,12 +153,12 @@ def sitting(settings, death=None, rising=False):
     sys.stdout = sys.stderr = open(os.devnull, 'w')
     torch.cuda.is_available = lambda: False
     if rising:
-        evaluate = training._Run.evaluate
+        evaluate = training.Run.evaluate
 
         def better(run, part):
             scores, groups = evaluate(run, part)
             return (scores | {'em': len(run.memory['rates']) / 10} if part == 'dev' else scores), groups
-        training._Run.evaluate = better
+        training.Run.evaluate = better
     if death:
         DEATHS[death]()
     train(settings)
@@ -359,7 +359,7 @@ def test_a_tiny_model_is_not_made_for_a_mistake(idle, tmp_path):
 
 
 @pytest.mark.parametrize('arguments, message', [
-    (['metod=grpo'], "no setting 'metod'; did you mean 'method'"), (['method=gpro'], "no method 'gpro'; did you mean 'igpo' or 'gspo' or 'grpo'"),
+    (['metod=grpo'], "no setting 'metod'; did you mean 'method'"), (['method=gpro'], "no method 'gpro'; did you mean 'igpo'"),
     (['--params', 'nowhere.yaml'], 'nowhere.yaml'), (['--params', 'params.yaml', 'metod=grpo'], 'did you mean'), (['learning_rate=fast'], 'learning_rate must be a float'),
     (['--params', 'list.yaml'], 'wanted lines such as'), (['steps=[1'], 'parsing a flow sequence'),
 ])
@@ -495,13 +495,13 @@ def test_vllm_sleeps_while_the_learner_is_made(monkeypatch, tmp_path):
         hollow = False
         def __getattr__(self, name): return lambda *given: told.append(name)
     monkeypatch.setattr(training, 'make_engine', lambda *given: told.append('made') or Engine())
-    monkeypatch.setattr(training, 'make_learner', lambda *given: told.append('learner'))
+    monkeypatch.setattr(training, 'make_learner', lambda config, method, model: told.append('learner') or SimpleNamespace(loss=method.loss))
     monkeypatch.setattr(training, 'hand_over', lambda *given: told.append('weights'))
     config = training.make_config({**SHORT, 'track': '', 'engine': 'vllm', 'run': str(tmp_path / 'run')})
     monkeypatch.setattr(training, 'RunLog', lambda *given: training.SilentLog(config.run))
-    run = training._Run(config, lambda line: None)
+    run = training.begin_run(config, lambda line: None)
     def play(run, part): raise KeyboardInterrupt
-    monkeypatch.setattr(training._Run, 'evaluate', play)
+    monkeypatch.setattr(training.Run, 'evaluate', play)
     for hollow, last in ((False, 'wake'), (True, 'weights')):
         Engine.hollow = hollow
         with pytest.raises(KeyboardInterrupt): training._begin(run)
@@ -546,13 +546,13 @@ def test_a_collapsed_answer_rate_stops_the_run(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, 'is_available', lambda: False)
     step = training.train_step
 
-    def wipe(number, config, method, stage, *rest):
-        told = step(number, config, method, stage, *rest)
+    def wipe(run, number, *rest):
+        metrics = step(run, number, *rest)
         if number == 5:
             with torch.no_grad():
-                for p in stage.model.parameters():
+                for p in run.stage.model.parameters():
                     p.zero_()
-        return told
+        return metrics
     monkeypatch.setattr(training, 'train_step', wipe)
     lines, settings = [], {**SHORT, 'run': str(tmp_path / 'run'), 'steps': 40, 'eval_every': 5, 'questions_per_step': 8, 'group_size': 2, 'log_kl': False}
     train(settings, say=lines.append)

@@ -194,7 +194,7 @@ def test_so_many_questions_are_searched_elsewhere(looked_up, how, share):
 
 def test_without_another_search_there_is_one(looked_up):
     questions, env, _, engine = looked_up
-    assert set().union(*places(collect(engine, env, questions, Sampling(), Collecting(per_tier=15, clusters=3)), 'forced').values()) == {'there'}
+    assert set().union(*places(collect(Player(engine, Sampling()), env, questions, Collecting(per_tier=15, clusters=3)), 'forced').values()) == {'there'}
 
 
 @pytest.mark.parametrize('share', [.1, .3, .5, .9])
