@@ -244,7 +244,6 @@ class Method:
     def compares(self): return self.rule.compares
     @property
     def metric(self): return self.options['right']
-
     @property
     def sees(self):
         "What `evaluate` must find out besides what the loss needs: tuple of SEES."
