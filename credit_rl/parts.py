@@ -242,7 +242,6 @@ class Method:
     def critic(self): return self.rule.critic
     @property
     def metric(self): return self.options['right']
-
     @property
     def sees(self):
         "What `evaluate` must find out besides what the loss needs: tuple of SEES."

@@ -542,8 +542,8 @@ def test_groups_without_a_difference_get_exactly_nothing(name, answers):
     said = iter(answers)
     groups = rollout(ScriptedEngine(lambda text, rng: f'<answer> {next(said)} </answer>', chat.tokenizer), env,
                      [Question('q', '?', ['right'])], 3)
-    credit = assign(METHODS[name], groups, look=lambda layout, asks: None).credit
-    assert (credit.advantages == 0).all()
+    batch = assign(METHODS[name], groups, look=lambda layout, asks: None)
+    assert batch.empty or (batch.credit.advantages == 0).all()
 
 
 def test_a_turn_that_earned_nothing_keeps_its_own_tokens():

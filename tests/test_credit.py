@@ -1,8 +1,8 @@
-"""Properties of the credit rules of floors 3 and 4, 30_outcome, 32_folr, 40_advantages, and what TRL and torchrl make of the same rewards.
+"""30_outcome, 32_folr, 40_advantages: properties of credit rules, and what TRL and torchrl make of the same rewards.
 
-RLOO, GRPO, Dr. GRPO and REINFORCE++ are compared with TRL's trainers, the joint norm, returns and GAE with torchrl, chi-squared with
-scipy. No maintained library that can be installed beside them holds MT-GRPO, MT-GRPO*, GiGPO or TSPO: these are compared with their
-definitions, written out slowly.
+RLOO, GRPO, Dr. GRPO and REINFORCE++ are compared with TRL's trainers, the joint norm, returns and GAE with torchrl,
+chi-squared with scipy. No maintained library that can be installed beside them holds MT-GRPO, MT-GRPO*, GiGPO or
+TSPO: these are compared with their definitions, written out slowly.
 """
 import math, statistics, subprocess, sys
 from collections import defaultdict
@@ -18,8 +18,9 @@ from torchrl.objectives.value import functional
 from credit_rl.advantages import (anchor_ids, anchor_share, discounted_sum, gae, gigpo, group_normalize, mt_grpo,
                                   mt_grpo_star, reinforce_pp,
                                   rloo, to_tokens, turn_normalize)
-from credit_rl.folr import (check_binary, chi_squared, evidence_golds, first_occurrence, first_turns, folr_rewards, group_misses, has_evidence,
-                            near_miss_share, near_miss_statistics, op_table, tspo_advantages)
+from credit_rl.folr import (check_binary, chi_squared, evidence_golds, first_occurrence, first_turns, folr_rewards,
+                            group_misses, has_evidence, near_miss_share, near_miss_statistics, op_table,
+                            tspo_advantages)
 from credit_rl.groups import at_last_turn, discounted_suffix, group_share, index_groups, standardize
 from credit_rl.losses import kl
 from credit_rl.outcome import broke_format, extract_answer, outcome_rewards
@@ -33,7 +34,8 @@ numbers = st.floats(-10, 10, width=32)
 
 @st.composite
 def batches(draw, values=numbers, lone=True):
-    "x (N, K) float64 with NaN padding, turn_mask, groups with any ids in any order, one of them of two members or more."
+    """x (N, K) float64 with NaN padding, turn_mask, groups with any ids in any order, one of them of two members or
+    more."""
     sizes = [draw(st.integers(2, 4))] + draw(st.lists(st.integers(1 if lone else 2, 4), max_size=3))
     labels = draw(st.lists(st.integers(-50, 50), min_size=len(sizes), max_size=len(sizes), unique=True))
     groups = draw(st.permutations([label for label, size in zip(labels, sizes) for _ in range(size)]))
@@ -107,17 +109,23 @@ def finds_of(x, mask):
 
 
 RULES = {  # (x (N, K), turn_mask, groups) → (N, K) or (N,)
-    'joint norm': lambda v, m, g: group_normalize(v, g, m), 'outcome norm': lambda v, m, g: group_normalize(v[:, 0], g),
-    'turn norm': turn_normalize, 'turn norm, none': lambda v, m, g: turn_normalize(v, m, g, pad='none'),
-    'rloo': lambda v, m, g: rloo(v[:, 0], g), 'reinforce_pp': lambda v, m, g: reinforce_pp(v[:, 0]),
+    'joint norm': lambda v, m, g: group_normalize(v, g, m),
+    'outcome norm': lambda v, m, g: group_normalize(v[:, 0], g),
+    'turn norm': turn_normalize,
+    'turn norm, none': lambda v, m, g: turn_normalize(v, m, g, pad='none'),
+    'rloo': lambda v, m, g: rloo(v[:, 0], g),
+    'reinforce_pp': lambda v, m, g: reinforce_pp(v[:, 0]),
     'reinforce_pp baseline': lambda v, m, g: reinforce_pp(v[:, 0], g),
     'mt_grpo': lambda v, m, g: mt_grpo(v[:, 0] ** 2, v[:, 0], m[:, :2], g),
     'mt_grpo_star': lambda v, m, g: mt_grpo_star(v, v[:, 0], m, g),
     'mt_grpo_star pooled': lambda v, m, g: mt_grpo_star(v, v[:, 0], m, g, norm='pooled'),
-    'gigpo': lambda v, m, g: gigpo(v, anchors_of(v), m, g), 'gigpo std': lambda v, m, g: gigpo(v, anchors_of(v), m, g, mode='mean_std_norm'),
+    'gigpo': lambda v, m, g: gigpo(v, anchors_of(v), m, g),
+    'gigpo std': lambda v, m, g: gigpo(v, anchors_of(v), m, g, mode='mean_std_norm'),
     'tspo': lambda v, m, g: tspo_advantages(*finds_of(v, m), m, g, 0.5, 'all'),
     'tspo all-wrong': lambda v, m, g: tspo_advantages(*finds_of(v, m), m, g),
-    'folr': lambda v, m, g: folr_rewards(*finds_of(v, m), m, 0.5), 'discounted_sum': lambda v, m, g: discounted_sum(v, m, 0.9)}
+    'folr': lambda v, m, g: folr_rewards(*finds_of(v, m), m, 0.5),
+    'discounted_sum': lambda v, m, g: discounted_sum(v, m, 0.9),
+}
 every_rule = pytest.mark.parametrize('rule', RULES.values(), ids=RULES)
 brief = settings(max_examples=15)
 
@@ -128,9 +136,11 @@ def test_shift_and_scale_do_not_matter(batch, shift, scale):
     anchors = anchors_of(x)
     for rule in (lambda v: group_normalize(v, groups, mask, eps=0), lambda v: turn_normalize(v, mask, groups, eps=0),
                  lambda v: group_normalize(v[:, 0], groups, eps=0), lambda v: reinforce_pp(v[:, 0], eps=0),
-                 lambda v: reinforce_pp(v[:, 0], groups, eps=0), lambda v: mt_grpo(v[:, 0], v[:, 0], mask[:, :2], groups, eps=0),
+                 lambda v: reinforce_pp(v[:, 0], groups, eps=0),
+                 lambda v: mt_grpo(v[:, 0], v[:, 0], mask[:, :2], groups, eps=0),
                  lambda v: mt_grpo_star(v, v[:, 0], mask, groups, eps=0),
-                 lambda v: gigpo(v, anchors, mask, groups, gamma=0.0, mode='mean_std_norm', eps=0) if mask.all() else v.new_zeros(v.shape)):
+                 lambda v: gigpo(v, anchors, mask, groups, gamma=0.0, mode='mean_std_norm', eps=0)
+                 if mask.all() else v.new_zeros(v.shape)):
         assert_close(rule(scale * x), rule(x), atol=1e-9, rtol=1e-9)
         kept = rule(x) != 0                 # an inexact shift may open a spread of one bit where there was none
         assert_close(rule(x + shift)[kept], rule(x)[kept], atol=1e-9, rtol=1e-9)
@@ -206,18 +216,20 @@ def test_a_missing_trajectory_leaves_the_statistics(batch, data):
     holed = torch.where(gone[:, None], NAN, x)
     if kept.sum() < 2 or groups[kept].unique(return_counts=True)[1].max() < 2: return
     for rule in (lambda v, m, g: group_normalize(v, g, m), turn_normalize, lambda v, m, g: rloo(v[:, 0], g),
-                 lambda v, m, g: reinforce_pp(v[:, 0]),
-                 lambda v, m, g: reinforce_pp(v[:, 0], g),
+                 lambda v, m, g: reinforce_pp(v[:, 0]), lambda v, m, g: reinforce_pp(v[:, 0], g),
                  lambda v, m, g: gigpo(v, torch.zeros_like(m, dtype=torch.long), m, g),
                  lambda v, m, g: mt_grpo(v[:, 0] ** 2, v[:, 0], m[:, :2], g),
-                 lambda v, m, g: mt_grpo_star(v, v[:, 0], m, g), lambda v, m, g: mt_grpo_star(v, v[:, 0], m, g, norm='pooled')):
+                 lambda v, m, g: mt_grpo_star(v, v[:, 0], m, g),
+                 lambda v, m, g: mt_grpo_star(v, v[:, 0], m, g, norm='pooled')):
         out = rule(holed, mask, groups)
         assert (out[gone] == 0).all()
         assert_close(out[kept], rule(x[kept], mask[kept], groups[kept]), atol=1e-8, rtol=1e-8)
     assert discounted_sum(holed, mask, 0.9)[mask & gone[:, None]].isnan().all()         # missing stays missing
     seen = [m for m in cells(groups) if kept[m].any()]
     share = group_share(holed[:, 0], groups)
-    assert math.isclose(share['collapsed'], sum(len(set(x[[i for i in m if kept[i]], 0].tolist())) == 1 for m in seen) / len(seen), rel_tol=1e-6)
+    assert math.isclose(share['collapsed'],
+                        sum(len(set(x[[i for i in m if kept[i]], 0].tolist())) == 1 for m in seen) / len(seen),
+                        rel_tol=1e-6)
 
 
 def test_half_measured_trajectories_infinities_and_lone_groups_are_refused():
@@ -228,8 +240,10 @@ def test_half_measured_trajectories_infinities_and_lone_groups_are_refused():
         with pytest.raises(ValueError, match='bridge'): rule()
     endless = torch.tensor([1., -math.inf])
     for rule in (lambda: group_normalize(endless, pair), lambda: rloo(endless, pair), lambda: reinforce_pp(endless),
-                 lambda: mt_grpo(endless, endless, both, pair), lambda: mt_grpo_star(endless[:, None].expand(2, 2), half[1], both, pair),
-                 lambda: gigpo(endless.expand(2, 2), both.long(), both, pair), lambda: discounted_sum(endless.expand(2, 2), both, 1.0)):
+                 lambda: mt_grpo(endless, endless, both, pair),
+                 lambda: mt_grpo_star(endless[:, None].expand(2, 2), half[1], both, pair),
+                 lambda: gigpo(endless.expand(2, 2), both.long(), both, pair),
+                 lambda: discounted_sum(endless.expand(2, 2), both, 1.0)):
         with pytest.raises(ValueError, match='infinite'): rule()
     lone = torch.tensor([0, 1])
     for rule in (lambda: group_normalize(half[1], lone), lambda: turn_normalize(half[1:].expand(2, 2), both, lone),
@@ -243,9 +257,10 @@ def test_half_measured_trajectories_infinities_and_lone_groups_are_refused():
                                                                      1]))[2] == 0       # a lone member beside others
     with pytest.raises(TypeError, match='index_groups'): group_normalize(half[1], [example_group()])
     holes, full = torch.tensor([[False, True], [True, True]]), torch.ones(2, 2)
-    for rule in (lambda: turn_normalize(full, holes, pair), lambda: discounted_sum(full, holes, 1.0), lambda: at_last_turn(full[0], holes),
-                 lambda: gigpo(full, both.long(), holes, pair), lambda: mt_grpo_star(full, full[0], holes, pair),
-                 lambda: mt_grpo(full[0], full[0], holes, pair), lambda: folr_rewards(full[0], pair, holes)):
+    for rule in (lambda: turn_normalize(full, holes, pair), lambda: discounted_sum(full, holes, 1.0),
+                 lambda: at_last_turn(full[0], holes), lambda: gigpo(full, both.long(), holes, pair),
+                 lambda: mt_grpo_star(full, full[0], holes, pair), lambda: mt_grpo(full[0], full[0], holes, pair),
+                 lambda: folr_rewards(full[0], pair, holes)):
         with pytest.raises(ValueError, match='hole'): rule()
     with pytest.raises(ValueError, match='one per trajectory'): at_last_turn(torch.ones(3), both)
     with pytest.raises(ValueError, match='bool'): group_normalize(half, pair, torch.ones(2, 2))
@@ -371,8 +386,10 @@ def test_tspo_paper_example():
 def test_tspo_collapses_to_grpo(batch, strategy, alpha):
     outcome, first, mask, groups = batch
     for kw in (dict(ddof=1), dict(eps=0.5)):
-        assert_close(tspo_advantages(*batch, strategy='none', **kw), torch.where(mask, group_normalize(outcome, groups, **kw)[:, None], 0.0))
-        assert_close(tspo_advantages(*batch, strategy='all', **kw), turn_normalize(folr_rewards(outcome, first, mask), mask, groups, **kw))
+        assert_close(tspo_advantages(*batch, strategy='none', **kw),
+                     torch.where(mask, group_normalize(outcome, groups, **kw)[:, None], 0.0))
+        assert_close(tspo_advantages(*batch, strategy='all', **kw),
+                     turn_normalize(folr_rewards(outcome, first, mask), mask, groups, **kw))
     grpo = torch.where(mask, group_normalize(outcome, groups)[:, None], 0.0)
     assert_close(tspo_advantages(*batch, alpha=0.0, strategy=strategy), grpo)
     assert_close(tspo_advantages(*batch, alpha=alpha, strategy='none'), grpo)
@@ -425,7 +442,8 @@ def test_first_occurrence_traps():
     yes = Group(Question('q', 'Is it?', ['yes']), [Trajectory(Question('q', 'Is it?', ['yes']), [0],
                                                               g.trajectories[0].turns, 'answer', 'yes')])
     assert first_turns([yes]).tolist() == [-1]
-    said = Group(yes.question, [Trajectory(yes.question, [0], [Turn('tool', [1], [-1.0], [2], '', 'Yes, it is.')], 'answer', 'yes')])
+    said = Group(yes.question,
+                 [Trajectory(yes.question, [0], [Turn('tool', [1], [-1.0], [2], '', 'Yes, it is.')], 'answer', 'yes')])
     assert first_turns([said]).tolist() == [-1] and first_turns([said], match_short=True).tolist() == [0]
     with pytest.raises(TypeError): first_occurrence(['x'], 'x')
     with pytest.raises(TypeError): first_occurrence('x', ['x'])
@@ -449,7 +467,8 @@ def test_alpha_decides_between_good_and_bad_in_a_mixed_group():
 @given(binary_batches(), st.data())
 def test_near_miss_statistics(batch, data):
     outcome, first, mask, groups = batch
-    scored = torch.tensor([data.draw(st.booleans()) for _ in sorted(set(groups.tolist()))])[groups.unique(return_inverse=True)[1]]
+    scored = torch.tensor([data.draw(st.booleans())
+                           for _ in sorted(set(groups.tolist()))])[groups.unique(return_inverse=True)[1]]
     counts, table = group_misses(outcome, first, groups, scored), op_table(outcome, first, scored)
     for row, label in zip(counts.tolist(), sorted(set(groups.tolist()))):
         own = [i for i, g in enumerate(groups.tolist()) if g == label and scored[i]]
@@ -461,17 +480,20 @@ def test_near_miss_statistics(batch, data):
     kept = [(m, row) for m, row in zip(sorted(cells(groups), key=lambda m: groups[m[0]]), counts.tolist()) if sum(row)]
     failed = [(m, row) for m, row in kept if not row[0]]
     share = lambda hits, among: sum(hits) / len(among) if among else NAN
-    expected = dict(near_miss=near_miss_share(table), near_miss_by_group=share([r[1] / (r[1] + r[2]) for _, r in kept if r[1] + r[2]],
-                                                                              [r for _, r in kept if r[1] + r[2]]),
-                    all_wrong=share([1 for _ in failed], kept), near_miss_groups=share([r[1] > 0 for _, r in failed], failed),
+    some_wrong = [r for _, r in kept if r[1] + r[2]]
+    expected = dict(near_miss=near_miss_share(table),
+                    near_miss_by_group=share([r[1] / (r[1] + r[2]) for r in some_wrong], some_wrong),
+                    all_wrong=share([1 for _ in failed], kept),
+                    near_miss_groups=share([r[1] > 0 for _, r in failed], failed),
                     revived=share([bool(a[m].any()) for m, _ in failed], failed))
     assert found == pytest.approx(expected, nan_ok=True, rel=1e-6)
-    assert not found['revived'] > found['near_miss_groups']                                      # without a find nothing is revived
+    assert not found['revived'] > found['near_miss_groups']  # without a find nothing is revived
 
 
 def test_evidence_is_a_property_of_the_question():
     g = example_group()
-    asked = lambda answers: Group(Question('q', '?', answers), [Trajectory(Question('q', '?', answers), [0], g.trajectories[0].turns, 'answer', 'x')])
+    asked = lambda answers: Group(Question(
+        'q', '?', answers), [Trajectory(Question('q', '?', answers), [0], g.trajectories[0].turns, 'answer', 'x')])
     groups = [asked(['yes']), asked(['no', 'Vienna']), asked(['7', 'the'])]
     assert has_evidence(groups).tolist() == [False, True, False] and has_evidence(groups, match_short=True).all()
     assert has_evidence([g]).tolist() == [True] * 3
@@ -486,10 +508,12 @@ def test_chi_squared_agrees_with_scipy(counts):
         return
     expected = chi2_contingency(table.numpy(), correction=False)
     assert math.isclose(chi_squared(table), expected.statistic, rel_tol=1e-9, abs_tol=1e-9)
-    assert math.isclose(math.erfc(math.sqrt(chi_squared(table) / 2)), expected.pvalue, rel_tol=1e-6, abs_tol=1e-12)   # as 32_folr has it
+    # as 32_folr has it
+    assert math.isclose(math.erfc(math.sqrt(chi_squared(table) / 2)), expected.pvalue, rel_tol=1e-6, abs_tol=1e-12)
 
 
-@pytest.mark.parametrize('table', [[[1, 0], [2, 0]], [[0, 1], [0, 2]], [[0, 0], [1, 2]], [[1, 2], [0, 0]], [[0, 0], [0, 0]], [1, 2], [[1, -1], [2, 3]]])
+@pytest.mark.parametrize('table', [[[1, 0], [2, 0]], [[0, 1], [0, 2]], [[0, 0], [1, 2]], [[1, 2], [0, 0]],
+                                   [[0, 0], [0, 0]], [1, 2], [[1, -1], [2, 3]]])
 def test_chi_squared_refuses(table):
     with pytest.raises(ValueError): chi_squared(table)
 
@@ -501,8 +525,8 @@ def test_op_table():
     assert op_table(outcome, first, torch.tensor([True, True, False, True, False])).tolist() == [[1, 0], [1, 1]]
     assert math.isnan(near_miss_share([[3, 0], [1, 0]]))
     for low in (outcome.long(), outcome.bool(), outcome.bfloat16()): assert check_binary(low).dtype == torch.float32
-    for bad in (dict(scored=torch.tensor([0, 1, 1, 0, 1])), dict(scored=torch.tensor([True])), dict(first_turn=first[:2]),
-                dict(outcome=outcome / 2)):
+    for bad in (dict(scored=torch.tensor([0, 1, 1, 0, 1])), dict(scored=torch.tensor([True])),
+                dict(first_turn=first[:2]), dict(outcome=outcome / 2)):
         for rule in (op_table, lambda **kw: group_misses(groups=torch.zeros(5).long(), **kw)):
             with pytest.raises(ValueError): rule(**{**dict(outcome=outcome, first_turn=first), **bad})
 
@@ -514,18 +538,44 @@ def trl_advantages(rewards, size, kind='GRPO', **settings):
     module = pytest.importorskip(f'trl.trainer.{kind.lower()}_trainer', reason='pip install credit_rl[train]')
     trainer = object.__new__(getattr(module, f'{kind}Trainer'))       # its method, without a model and data
     same, ids = (lambda x, *a, **k: x), [[0]] * len(rewards)
-    written = (ids, ids, None, [''] * len(rewards), None, {}, None, None) if kind == 'GRPO' else (ids, ids, [''] * len(rewards))
+    blank = [''] * len(rewards)
+    written = (ids, ids, None, blank, None, {}, None, None) if kind == 'GRPO' else (ids, ids, blank)
     stubs = dict(
-        num_generations=size, reward_weights=torch.ones(1), reward_func_names=['r'], reward_funcs=[None], beta=0.0, scale_rewards='group',
-        multi_objective_aggregation='sum_then_normalize', normalize_advantages=False, reward_clip_range=None, tools=None, environments=None,
-        environment_factories=None, use_vllm=False, vllm_importance_sampling_correction=False, num_iterations=1, mask_truncated_completions=False,
-        pad_to_multiple_of=None, log_multimodal=False, _pending_extra_logs={}, _pending_metrics={}, _metrics={'train': defaultdict(list)},
-        _logs=defaultdict(list, rewards=defaultdict(list)), _tokenizer=SimpleNamespace(pad_token_id=0),
+        num_generations=size,
+        reward_weights=torch.ones(1),
+        reward_func_names=['r'],
+        reward_funcs=[None],
+        beta=0.0,
+        scale_rewards='group',
+        multi_objective_aggregation='sum_then_normalize',
+        normalize_advantages=False,
+        reward_clip_range=None,
+        tools=None,
+        environments=None,
+        environment_factories=None,
+        use_vllm=False,
+        vllm_importance_sampling_correction=False,
+        num_iterations=1,
+        mask_truncated_completions=False,
+        pad_to_multiple_of=None,
+        log_multimodal=False,
+        _pending_extra_logs={},
+        _pending_metrics={},
+        _metrics={'train': defaultdict(list)},
+        _logs=defaultdict(list, rewards=defaultdict(list)),
+        _tokenizer=SimpleNamespace(pad_token_id=0),
         model=SimpleNamespace(training=True, is_gradient_checkpointing=False),
-        args=SimpleNamespace(per_device_train_batch_size=len(rewards), steps_per_generation=1, gradient_accumulation_steps=1, gradient_checkpointing_kwargs=None),
+        args=SimpleNamespace(
+            per_device_train_batch_size=len(rewards),
+            steps_per_generation=1,
+            gradient_accumulation_steps=1,
+            gradient_checkpointing_kwargs=None,
+        ),
         accelerator=SimpleNamespace(device=torch.device('cpu'), process_index=0, gather=same, reduce=same),
-        _generate=lambda prompts: written, _calculate_rewards=lambda *a: rewards[:, None].clone(),
-        _get_per_token_logps_and_entropies=lambda *a, **k: (torch.zeros(len(rewards), 1), None, None))
+        _generate=lambda prompts: written,
+        _calculate_rewards=lambda *a: rewards[:, None].clone(),
+        _get_per_token_logps_and_entropies=lambda *a, **k: (torch.zeros(len(rewards), 1), None, None),
+    )
     for name, value in {**stubs, **settings}.items(): setattr(trainer, name, value)
     return trainer._generate_and_score_completions([{'prompt': ''}] * len(rewards))['advantages']
 
@@ -541,8 +591,9 @@ def test_outcome_comparisons_are_trls(seed):
         close(group_normalize(x, groups, ddof=1, eps=1e-4), trl_advantages(x, 4))
         close(group_normalize(x, groups, scale=False), trl_advantages(x, 4, scale_rewards='none'))      # Dr. GRPO
         close(rloo(x, groups), trl_advantages(x, 4, 'RLOO'))
-        close(reinforce_pp(x, ddof=1, eps=1e-4), trl_advantages(x, 12))                     # the whole batch as one group
-    # TRL divides the leave-one-out differences by their deviation: G/(G−1) times ours on both sides of the fraction, but for its ε
+        close(reinforce_pp(x, ddof=1, eps=1e-4), trl_advantages(x, 12))  # the whole batch as one group
+    # TRL divides the leave-one-out differences by their deviation: G/(G−1) times ours on both sides of the fraction,
+    # but for its ε
     close(reinforce_pp(r, groups, ddof=1, eps=1e-4 * 3 / 4), trl_advantages(r, 4, 'RLOO', normalize_advantages=True))
 
 
@@ -551,29 +602,34 @@ def test_rloo_with_k1_in_the_reward_is_trls():
     g = torch.Generator().manual_seed(0)
     r, (old, ref) = torch.rand(8, generator=g), -torch.rand(2, 8, 1, generator=g) - 0.1
     said = iter([old, ref])
-    theirs = trl_advantages(r, 4, 'RLOO', beta=0.3, ref_model=object(), _get_per_token_logps_and_entropies=lambda *a, **k: (next(said), None, None))
+    theirs = trl_advantages(r, 4, 'RLOO', beta=0.3, ref_model=object(),
+                            _get_per_token_logps_and_entropies=lambda *a, **k: (next(said), None, None))
     assert_close(rloo(r - 0.3 * kl(old, ref, 'k1').sum(1), torch.arange(8) // 4), theirs, atol=1e-6, rtol=1e-5)
 
 
 @given(batches(lone=False))
 def test_joint_norm_is_torchrls(batch):
-    "torchrl's MCAdvantage on trajectories of different lengths: all steps of a group together (IGPO's joint norm), or their sums (GRPO)."
+    """torchrl's MCAdvantage on trajectories of different lengths: all steps of a group together (IGPO's joint norm),
+    or their sums (GRPO)."""
     x, mask, groups = batch
     for members in cells(groups):
         own, total = x[members][mask[members]], torch.where(mask, x, 0.0).sum(1)[members]
         for kind, values in ((None, own), ('sum', total)):
-            if values.max() == values.min(): continue                                       # torchrl has no rule for them
+            if values.max() == values.min(): continue  # torchrl has no rule for them
             rule = MCAdvantage(grpo_size=len(members), prompt_key='group', trajectory_return=kind)
             for i in members:
                 reward = x[i][mask[i]][:, None]
                 done = torch.arange(len(reward))[:, None] == len(reward) - 1
-                whole = rule.inv(TensorDict(group=torch.zeros(len(reward)), next=TensorDict(reward=reward, done=done, batch_size=[len(reward)]),
-                                            batch_size=[len(reward)]))
+                whole = rule.inv(
+                    TensorDict(group=torch.zeros(len(reward)), next=TensorDict(reward=reward, done=done,
+                                                                               batch_size=[len(reward)]),
+                               batch_size=[len(reward)]))
             ours = (group_normalize(x[members], groups[members], mask[members], ddof=1, eps=0) if kind is None else
                     group_normalize(total, groups[members], ddof=1, eps=0)[:, None].expand(len(members), x.shape[1]))
             theirs = whole['advantage']
             theirs = (theirs.values() if theirs.is_nested else theirs).flatten()
-            if values.std() > 1e-6: assert_close(ours[mask[members]], theirs, atol=1e-6, rtol=1e-5)      # below it torchrl divides by 1e-6
+            # below it torchrl divides by 1e-6
+            if values.std() > 1e-6: assert_close(ours[mask[members]], theirs, atol=1e-6, rtol=1e-5)
 
 
 @given(batches(lone=False))
@@ -600,13 +656,15 @@ def test_reinforce_pp(batch):
 def test_mt_grpo_star_without_calls_is_grpo(batch):
     x, mask, groups = batch
     grpo = torch.where(mask, group_normalize(x[:, 0], groups)[:, None], 0.0)
-    for norm in ('turn', 'pooled'): assert_close(mt_grpo_star(x, x[:, 0], mask, groups, lambda_mid=0.0, norm=norm), grpo)
+    for norm in ('turn', 'pooled'):
+        assert_close(mt_grpo_star(x, x[:, 0], mask, groups, lambda_mid=0.0, norm=norm), grpo)
     assert_close(mt_grpo_star(x, x[:, 0], mask, groups, tool_mask=torch.zeros_like(mask)), grpo)
     two, two_mask = x[:, :2], mask[:, :2]
     assert_close(mt_grpo(two[:, 0], x[:, 0], two_mask, groups, beta=0.0), grpo[:, :2])
 
 
-@given(batches(), st.sampled_from(['turn', 'pooled']), st.booleans(), st.floats(0, 2), st.floats(0, 2), st.sampled_from([(0, 1e-6), (1, 0.5)]), st.data())
+@given(batches(), st.sampled_from(['turn', 'pooled']), st.booleans(), st.floats(0, 2), st.floats(0, 2),
+       st.sampled_from([(0, 1e-6), (1, 0.5)]), st.data())
 def test_mt_grpo_star_is_the_definition(batch, norm, literal, mid, final, how, data):
     x, mask, groups = batch
     flags = lambda p: torch.tensor([[data.draw(p) for _ in range(x.shape[1])] for _ in range(len(x))])
@@ -635,14 +693,17 @@ def test_mt_grpo_is_the_definition(batch, beta, ddof, eps, data):
     x, mask, groups = batch
     mask = mask[:, :2]
     call, outcome = ([data.draw(st.sampled_from([0., 0.25, 1., NAN])) for _ in range(len(x))] for _ in range(2))
-    a = mt_grpo(torch.tensor(call, dtype=torch.float64), torch.tensor(outcome, dtype=torch.float64), mask, groups, beta, ddof, eps)
+    a = mt_grpo(torch.tensor(call, dtype=torch.float64), torch.tensor(outcome, dtype=torch.float64), mask, groups,
+                beta, ddof, eps)
     for members in cells(groups):
         known = [i for i in members if not math.isnan(outcome[i])]
         called = [i for i in known if not math.isnan(call[i])]
-        outer, inner = dict(zip(known, z([outcome[i] for i in known], ddof, eps))), dict(zip(called, z([call[i] for i in called], ddof, eps)))
+        outer = dict(zip(known, z([outcome[i] for i in known], ddof, eps)))
+        inner = dict(zip(called, z([call[i] for i in called], ddof, eps)))
         for i in members:
             first = beta * inner[i] + (1 - beta) * outer[i] if i in inner else outer.get(i, 0.0)
-            assert a[i].tolist() == pytest.approx([v if m else 0.0 for v, m in zip([first, outer.get(i, 0.0)], mask[i])], abs=1e-6)
+            assert a[i].tolist() == pytest.approx(
+                [v if m else 0.0 for v, m in zip([first, outer.get(i, 0.0)], mask[i])], abs=1e-6)
 
 
 def test_mt_grpo_star_details():
@@ -668,7 +729,8 @@ def test_mt_grpo_star_details():
     assert_close(no_call[1, 0], final[1]); assert_close(no_call[0, 0], 0.5 + final[0] / 2, atol=1e-5, rtol=0)
 
 
-@given(batches(), st.sampled_from([0.0, 0.95, 1.0]), st.sampled_from(['mean_norm', 'mean_std_norm']), st.sampled_from([(0, 1e-6), (1, 0.5)]), st.data())
+@given(batches(), st.sampled_from([0.0, 0.95, 1.0]), st.sampled_from(['mean_norm', 'mean_std_norm']),
+       st.sampled_from([(0, 1e-6), (1, 0.5)]), st.data())
 def test_gigpo_compares_within_anchors(batch, gamma, mode, how, data):
     x, mask, groups = batch
     anchors = torch.tensor([[data.draw(st.integers(0, 2)) for _ in range(x.shape[1])] for _ in range(len(x))])
@@ -694,7 +756,7 @@ def test_anchors_are_exact_contexts():
                               make(turn([9], [9]), turn([8], [], context=[1, 2, 3, 4, 5]))]),
                     Group(q, [make(turn([3, 4], [5]))])])
     assert a[0, 1] == a[1, 1] == a[3, 1] and a[2, 1] != a[0, 1] and len({a[i, 0].item() for i in range(4)}) == 1
-    assert a[4, 0] != a[0, 0] and a[0, 2] == -1                            # another question, the same ids; no third turn
+    assert a[4, 0] != a[0, 0] and a[0, 2] == -1  # another question, the same ids; no third turn
     assert math.isclose(anchor_share(a, a >= 0), 3 / 5, rel_tol=1e-6)
 
 
@@ -719,8 +781,8 @@ def test_gae_is_the_recursion_over_trained_tokens(seed, gamma, lam, trajectories
         for w in where[::-1]:
             later_a = (r[w] + gamma * later_v - v[w] + gamma * lam * later_a).item()
             later_v = v[w].item()
-            assert math.isclose(a[w], later_a, rel_tol=1e-9, abs_tol=1e-9) and math.isclose(returns[w], later_a + later_v,
-                                                                                            rel_tol=1e-9, abs_tol=1e-9)
+            assert math.isclose(a[w], later_a, rel_tol=1e-9, abs_tol=1e-9)
+            assert math.isclose(returns[w], later_a + later_v, rel_tol=1e-9, abs_tol=1e-9)
     assert not a[~mask].any() and not returns[~mask].any()
 
 
@@ -729,7 +791,7 @@ def test_gae_limits_and_shapes(seed):
     r, v, mask, _ = random_rows(seed)
     rewards_to_go = torch.where(mask, torch.where(mask, r, 0.0).flip(1).cumsum(1).flip(1), 0.0)
     a, returns = gae(r, v, mask, 1.0, 1.0)
-    assert_close(returns, rewards_to_go)                                                # telescoping: the critic cancels
+    assert_close(returns, rewards_to_go)  # telescoping: the critic cancels
     assert_close(a, torch.where(mask, rewards_to_go - v, 0.0))
     wide, pad = torch.cat([r, torch.full_like(r, NAN)], 1), torch.cat([mask, torch.zeros_like(mask)], 1)
     assert_close(gae(wide, wide, pad, 0.9, 0.9)[0][:, :r.shape[1]], gae(r, r, mask, 0.9, 0.9)[0])
@@ -796,8 +858,10 @@ def test_floors_3_and_4_need_nothing_but_torch():
     code = ("import sys\n"
             "class Refuse:\n"
             "    def find_spec(self, name, path=None, target=None):\n"
-            "        if name.split('.')[0] in {'transformers', 'datasets', 'pandas', 'matplotlib', 'seaborn', 'scipy', 'sklearn',\n"
-            "                                  'nbdev', 'fastcore', 'yaml', 'requests', 'trl', 'accelerate', 'IPython', 'rank_bm25',\n"
+            "        if name.split('.')[0] in {'transformers', 'datasets', 'pandas', 'matplotlib', 'seaborn', "
+            "'scipy', 'sklearn',\n"
+            "                                  'nbdev', 'fastcore', 'yaml', 'requests', 'trl', 'accelerate', "
+            "'IPython', 'rank_bm25',\n"
             "                                  'bm25s', 'tqdm'}:\n"
             "            raise ImportError('refused: ' + name)\n"
             "sys.meta_path.insert(0, Refuse())\n"

@@ -88,9 +88,14 @@ def test_a_missing_verdict_is_missing_only_where_it_matters(verdict, format, ans
     assert math.isnan(progressive([verdict, 1, answer], [1, 1]))
 
 
-@pytest.mark.parametrize('call', [lambda: prs_short(0.5, 0, 1), lambda: prs_short(1, 1.0, 1), lambda: prs_short(1, -0.1, 1), lambda: prs_short(1, 0.1, 2),
-                                  lambda: prs_short(1, 0.1, None), lambda: prs_short(1, 0.1, NAN), lambda: prs_long(1, 0.1, 2, 1), lambda: prs_long(1, 0.1, 0.5, 1),
-                                  lambda: prs_long(1, 0.1, 1, NAN), lambda: progressive([], []), lambda: progressive([1, 2], [1, 1])])
+OUT_OF_RANGE = [
+    lambda: prs_short(0.5, 0, 1), lambda: prs_short(1, 1.0, 1), lambda: prs_short(1, -0.1, 1),
+    lambda: prs_short(1, 0.1, 2), lambda: prs_short(1, 0.1, None), lambda: prs_short(1, 0.1, NAN),
+    lambda: prs_long(1, 0.1, 2, 1), lambda: prs_long(1, 0.1, 0.5, 1), lambda: prs_long(1, 0.1, 1, NAN),
+    lambda: progressive([], []), lambda: progressive([1, 2], [1, 1])]
+
+
+@pytest.mark.parametrize('call', OUT_OF_RANGE)
 def test_scores_out_of_range_are_refused(call):
     with pytest.raises(ValueError): call()
 
@@ -253,10 +258,14 @@ def test_unsmoothed_answers_longer_than_a_short_gold_score_nothing(r, said):
 
 # ---------------------------------------------------------------- the judge
 
-@pytest.mark.parametrize('reply, verdict', [
-    ('Match', 1), ('mismatch', 0), ('<Evaluation Rating>: Match', 1), ('<Evaluation Rating>:Mismatch.', 0), ('**Match**', 1), ('Evaluation Rating: [Mismatch]', 0),
-    ('<Evaluation Rating>: <Match>', 1), ('1', 1), ('0', 0), ('It is a mismatch. <Evaluation Rating>: Match\n', 1),
-    ('not a match', None), ('no Match', None), ('Match/Mismatch', None), ('Matching', None), ('<Evaluation Rating>:', None), ('', None), (None, None), ('10', None)])
+VERDICTS = {
+    'Match': 1, '<Evaluation Rating>: Match': 1, '**Match**': 1, '<Evaluation Rating>: <Match>': 1, '1': 1,
+    'It is a mismatch. <Evaluation Rating>: Match\n': 1, 'mismatch': 0, '<Evaluation Rating>:Mismatch.': 0,
+    'Evaluation Rating: [Mismatch]': 0, '0': 0, 'not a match': None, 'no Match': None, 'Match/Mismatch': None,
+    'Matching': None, '<Evaluation Rating>:': None, '': None, None: None, '10': None}
+
+
+@pytest.mark.parametrize('reply, verdict', VERDICTS.items())
 def test_verdicts(reply, verdict):
     assert parse_verdict(reply) == verdict and (parse_verdict(reply) is None) == (verdict is None)
 
