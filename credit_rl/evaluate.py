@@ -702,3 +702,5 @@ def main(arguments=None):  # list of str; None: the command line's
         if not given.replay: print(evaluation_table(run_evaluation(settings)).to_string())
         elif not all(r.same for r in replay(given.replay, changes=settings).values()): sys.exit(1)
     except (ValueError, OSError, LaunchError, EngineLost) as e: sys.exit(f'credit_rl.evaluate: {e}')
+
+if __name__ == '__main__' and '__file__' in globals(): main()  # a notebook has no file
