@@ -5,7 +5,8 @@
 # %% auto #0
 __all__ = ['MAY_CHANGE', 'train_step', 'Run', 'run_facts', 'options_of', 'act', 'Look', 'describe_rollouts', 'credit_metrics',
            'correct_credit', 'kl_from_base', 'collapsed', 'note_params', 'check_same_params', 'finished', 'SilentLog',
-           'saving', 'plan_of', 'is_large', 'Examiner', 'examine', 'no_gpu', 'train', 'launch_ranks', 'main']
+           'saving', 'begin_run', 'plan_of', 'is_large', 'Examiner', 'examine', 'no_gpu', 'train', 'launch_ranks',
+           'main']
 
 # %% ../nbs/63_train.ipynb #c002
 import contextlib, copy, dataclasses, json, math, os, re, shutil, sys, time
@@ -327,7 +328,7 @@ def saving(path):  # of a checkpoint
                       'earlier checkpoints are kept: make room, or raise the limit, and go on with resume=True') from e
 
 # %% ../nbs/63_train.ipynb #c0751
-def _begin_run(
+def begin_run(
     config,         # Config
     say,            # function called with lines of text
     ranks=Ranks(),
@@ -574,7 +575,7 @@ def _train(config, say, ranks):
         check_same_params(config)
         return Path(config.run)
     if config.threads: torch.set_num_threads(config.threads)
-    run = _begin_run(config, say, ranks)
+    run = begin_run(config, say, ranks)
     with contextlib.closing(run):
         _steps(run, _begin(run))
         _finish(run)
