@@ -2,11 +2,14 @@
 
     python tests/bench_retrieval.py [--passages 100000] [--queries 400] [--slow-queries 20]
 
-Passages are synthetic: words drawn by Zipf's law, as many as a block of Wikipedia has. Both search the same corpus, with the same
+Passages are synthetic: words drawn by Zipf's law, as many as a block of Wikipedia has. Both search the same corpus,
+with the same
 words and parameters, for the same queries in the same process; scores are compared before they are timed.
 
-What a million passages take is extrapolated: bytes measured at this many passages, times a million over their number. Scores and
-texts grow in proportion; the vocabulary grows more slowly, so that its figure is an upper bound. The peak of building is the largest
+What a million passages take is extrapolated: bytes measured at this many passages, times a million over their number.
+Scores and
+texts grow in proportion; the vocabulary grows more slowly, so that its figure is an upper bound. The peak of building
+is the largest
 resident size of the process while the index is built less its size just before, when it held the passages.
 """
 import argparse

@@ -1,13 +1,19 @@
-"""How much do tools cost a rollout with vLLM? It is compared, in one run and in turns, with the same engine that generates without tools:
+"""How much do tools cost a rollout with vLLM? It is compared, in one run and in turns, with the same engine that
+generates without tools:
 
-- `whole`: the same length for each trajectory, so those ids that were observed are sampled then. Trajectories per second, and sampled tokens per second:
+- `whole`: the same length for each trajectory, so those ids that were observed are sampled then. Trajectories per
+second, and sampled tokens per second:
   the first credits a rollout with what it reads, the second does not.
-- `sampled`: only as many ids for each as were sampled in it, so nothing takes the place of what was read, and the trajectories are shorter.
+- `sampled`: only as many ids for each as were sampled in it, so nothing takes the place of what was read, and the
+trajectories are shorter.
 
-    python tests/bench_vllm.py [--questions 96] [--group 8] [--rows 256] [--block-size 32] [--own-process] [--library] [--tool-seconds 0.0] [--repeats 3]
+    python tests/bench_vllm.py [--questions 96] [--group 8] [--rows 256] [--block-size 32] [--own-process] [--library]
+    [--tool-seconds 0.0] [--repeats 3]
 
-By default 768 trajectories, three times as many as the engine has at once: a step of the papers has 1,280 and more. With as many as it has at once
-(`--questions 32`), tools find it waiting for the last ones. `--tool-seconds` makes every batch of calls wait; in a process of its own the engine goes on meanwhile. `--library` measures `HFEngine` instead; vLLM needs
+By default 768 trajectories, three times as many as the engine has at once: a step of the papers has 1,280 and more.
+With as many as it has at once
+(`--questions 32`), tools find it waiting for the last ones. `--tool-seconds` makes every batch of calls wait; in a
+process of its own the engine goes on meanwhile. `--library` measures `HFEngine` instead; vLLM needs
 `make test-vllm`.
 Also printed: the seconds of a weight sync, and how many of a rollout's samples stay the same in other company.
 """
@@ -109,10 +115,13 @@ def main():
     other = engine.generate(prompts[::-2], Sampling(max_tokens=24), seeds=seeds[::-2]).ids
     median = lambda name: statistics.median(r[name] for r in rates)
     print('MEASURED', json.dumps({
-        'trajectories': len(trajectories), 'calls': sum(x.call is not None for t in trajectories for x in t.turns), **length,
+        'trajectories': len(trajectories), 'calls': sum(x.call is not None for t in trajectories for x in t.turns),
+        **length,
         'tokens_per_second_with_tools': round(median('tokens_per_second_with_tools')),
-        'ratio': {name: round(median(name), 3) for name in rates[0] if ',' in name}, 'ratios': {name: [round(r[name], 3) for r in rates] for name in rates[0] if ',' in name},
-        'load_seconds': round(load_seconds, 3), 'same_samples_in_other_company': f'{sum(x == y for x, y in zip(one[::-2], other))} of {len(other)}'}))
+        'ratio': {name: round(median(name), 3) for name in rates[0] if ',' in name},
+        'ratios': {name: [round(r[name], 3) for r in rates] for name in rates[0] if ',' in name},
+        'load_seconds': round(load_seconds, 3),
+        'same_samples_in_other_company': f'{sum(x == y for x, y in zip(one[::-2], other))} of {len(other)}'}))
     if not a.library: engine.close()
 
 

@@ -1,9 +1,11 @@
-"""What does VSPO cost? Tokens that go through a model in one training step (old and reference log-probabilities, then the
+"""What does VSPO cost? Tokens that go through a model in one training step (old and reference log-probabilities, then
+the
 update), for GRPO on the whole batch, VSPO by weights, and VSPO by literal copies of the drawn groups, in one run.
 
     python tests/bench_vspo.py [--groups 32] [--members 5] [--tokens 160]
 
-The claim: by weights it costs the forward passes of the groups that are not silent, and takes the same step as the copies.
+The claim: by weights it costs the forward passes of the groups that are not silent, and takes the same step as the
+copies.
 """
 import argparse
 import copy

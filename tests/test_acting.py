@@ -1,4 +1,5 @@
-"""Acting and reading agree: what the engine sampled, token by token, is what one plain forward and the learner see, whoever else is in the batch."""
+"""Acting and reading agree: what the engine sampled, token by token, is what one plain forward and the learner see,
+whoever else is in the batch."""
 import copy
 import dataclasses
 
@@ -29,7 +30,8 @@ TEMPERATURE = 1.7
 def same_logps(a, b):
     """Assert that float32 log-probabilities agree within 1e-4, where the model is well-conditioned.
 
-    A sharp model in a muddle is not: there one token in a hundred (or one in a short row) may be up to 1e-3 off, as far as
+    A sharp model in a muddle is not: there one token in a hundred (or one in a short row) may be up to 1e-3 off, as
+    far as
     a float32 forward is from a float64 one. `test_in_double_precision_the_cache_is_exact` shows that it is rounding.
     """
     gap = (a - b).abs()
@@ -533,8 +535,17 @@ def test_stop_strings_do_not_begin_in_the_prompt():
     assert engine.generate([prompt], Sampling(max_tokens=6, stop=(first,))).ids[0] == free[:1]
 
 
-@pytest.mark.parametrize('name', [n for n, m in METHODS.items() if m.rule.compares and not m.sees and n not in ('mt-grpo*', 'mt-grpo', 'prs', 'prs+vspo', 'igpo-f1')])
-@pytest.mark.parametrize('answers', [('right', 'right', 'right'), ('wrong', 'wrong', 'wrong')], ids=['all right', 'all wrong'])
+@pytest.mark.parametrize(
+    'name',
+    [
+        n
+        for n, m in METHODS.items()
+        if m.rule.compares and not m.sees and n not in ('mt-grpo*', 'mt-grpo', 'prs', 'prs+vspo', 'igpo-f1')
+    ],
+)
+@pytest.mark.parametrize(
+    'answers', [('right', 'right', 'right'), ('wrong', 'wrong', 'wrong')], ids=['all right', 'all wrong']
+)
 def test_groups_without_a_difference_get_exactly_nothing(name, answers):
     "Zero variance is seen by the spread: three equal rewards, 0 or 1, give advantages that are exactly 0."
     chat = Chat(PROTOCOLS['tiny'], byte_tokenizer())

@@ -1,4 +1,5 @@
-"""CARL end to end: training by programs, in segments, with a critic that was warmed up or not, in the tiny world and on real sets."""
+"""CARL end to end: training by programs, in segments, with a critic that was warmed up or not, in the tiny world and
+on real sets."""
 import contextlib
 import dataclasses
 import importlib.util
@@ -101,8 +102,10 @@ def model(tmp_path_factory):
 
 
 class Coder(ScriptedEngine):
-    """A scripted coder in the place of the random model, which would never call (a base that plays takes minutes to make).
-    The learner recomputes the log-probabilities that it was not sampled with, so that all of a step but the sampling is real."""
+    """A scripted coder in the place of the random model, which would never call (a base that plays takes minutes to
+    make).
+    The learner recomputes the log-probabilities that it was not sampled with, so that all of a step but the sampling
+    is real."""
     def __init__(self, model, tokenizer, worlds, **limits):
         memory = {text: answer for w in worlds.values() for text, answer in memory_of(w).items()}
         super().__init__(lambda text, rng: act_coder(text, rng, NOISY_CODER, memory), tokenizer)
@@ -379,7 +382,15 @@ def test_explained_variance_is_of_the_outcome_at_the_states_before_segments():
     assert math.isnan(training.explained_outcome(values, torch.ones(3), layout))
 
 
-@pytest.mark.parametrize('settings', [dict(method='grpo'), dict(method='ppo', critic='shared', critic_mix=0., options={'lam': .95}), dict(options={'lam': 1.})], ids=['grpo', 'ppo', 'lambda 1'])
+@pytest.mark.parametrize(
+    'settings',
+    [
+        dict(method='grpo'),
+        dict(method='ppo', critic='shared', critic_mix=0.0, options={'lam': 0.95}),
+        dict(options={'lam': 1.0}),
+    ],
+    ids=['grpo', 'ppo', 'lambda 1'],
+)
 def test_matched_baselines_run_by_other_settings(model, scripted, tmp_path, settings):
     table = read_metrics(quiet({**TINY, 'model': model, 'kl': .01, 'run': str(tmp_path / 'run'), **settings}))
     assert table.updates[1:].eq(2).all() and table.loss[1:].notna().all() and table.tool_rate[1:].notna().all()
@@ -783,9 +794,14 @@ def test_finished_runs_are_examined_once_and_reported(model, scripted, tmp_path,
     assert code == 0, text[-3000:]
 
 
-@pytest.mark.skipif(not importlib.util.find_spec('deepspeed'), reason='deepspeed is not installed: pip install '
-                                                                      'credit_rl[train]')
-@pytest.mark.parametrize('more', [dict(stage=3), dict(stage=2, method='ppo', critic='frozen', options={'penalty': -1.})], ids=['shared, stage 3', 'frozen, stage 2'])
+@pytest.mark.skipif(
+    not importlib.util.find_spec('deepspeed'), reason='deepspeed is not installed: pip install credit_rl[train]'
+)
+@pytest.mark.parametrize(
+    'more',
+    [dict(stage=3), dict(stage=2, method='ppo', critic='frozen', options={'penalty': -1.0})],
+    ids=['shared, stage 3', 'frozen, stage 2'],
+)
 def test_a_critic_in_the_pieces_of_deepspeed_is_examined(model, scripted, tmp_path, more):
     """The same run by both learners: their critics agree, what each says of a state, too, and the examination asks
     that of the pieces."""

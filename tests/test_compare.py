@@ -1,4 +1,5 @@
-"""A comparison that is killed, resumed and reported: which runs are made, which are not made again, and what is said of those that failed."""
+"""A comparison that is killed, resumed and reported: which runs are made, which are not made again, and what is said
+of those that failed."""
 import json
 import os
 import signal
@@ -43,13 +44,15 @@ def test_status_shows_how_many_steps_there_will_be(tmp_path, params, shown):
     assert status_table([job]).splitlines()[1].split() == ['carl', '1', 'unfinished', shown, '0.500']
 
 
-# What the fake of 90_train does, given its parameters: writes a run folder. It fails where a file FAIL-METHOD-SEED stands beside the runs.
+# What the fake of 90_train does, given its parameters: writes a run folder. It fails where a file FAIL-METHOD-SEED
+# stands beside the runs.
 FAKE = textwrap.dedent(
     """
     import json, os, pathlib
     folder = pathlib.Path(run)
     with open(folder.parent/'started.jsonl', 'a') as f:
-        f.write(json.dumps({'run': folder.name, 'method': method, 'resume': resume, 'model': model, 'steps': steps, 'threads': os.environ['OMP_NUM_THREADS']}) + '\\n')
+        f.write(json.dumps({'run': folder.name, 'method': method, 'resume': resume, 'model': model, 'steps': steps,
+                            'threads': os.environ['OMP_NUM_THREADS']}) + '\\n')
     from credit_rl.runlog import RunLog
     log = RunLog(run, resume)
     log.write_params({'method': method, 'seed': seed, 'steps': steps, 'data': 'tiny', 'run': run}, may_change=['steps'])
@@ -58,7 +61,8 @@ FAKE = textwrap.dedent(
     if (folder.parent/f'FAIL-{folder.name}').exists(): raise RuntimeError(f'{method} fell over a chair')
     log.metrics(steps, dev_em=0.5, reward=0.5, trajectories=8)
     scores = {'em': 0.5, '2': 0.5}
-    log.summary({'method': method, 'seed': seed, 'base_em': 0.2, 'final_em': 0.5 + seed / 100, 'questions': 60, 'seconds': 30, 'base': scores, 'final': scores})
+    log.summary({'method': method, 'seed': seed, 'base_em': 0.2, 'final_em': 0.5 + seed / 100, 'questions': 60,
+                 'seconds': 30, 'base': scores, 'final': scores})
 """
 )
 DEFAULTS = {'method': 'grpo', 'seed': 0, 'run': 'runs/x', 'model': 'elsewhere', 'steps': 4, 'resume': False}
@@ -135,8 +139,15 @@ def test_nothing_done_makes_no_report(tmp_path, settings, monkeypatch):
     assert main(arguments(settings, tmp_path, 'grpo', '1')) == 1
 
 
-@pytest.mark.parametrize('change, message', [({'methods': 'grppo'}, "did you mean 'grpo'"), ({'params': 'none.yaml'}, 'none.yaml does not exist'),
-                                             ({'notebook': 'none.ipynb'}, 'none.ipynb does not exist'), ({'workers': 0}, 'at least 1')])
+@pytest.mark.parametrize(
+    'change, message',
+    [
+        ({'methods': 'grppo'}, "did you mean 'grpo'"),
+        ({'params': 'none.yaml'}, 'none.yaml does not exist'),
+        ({'notebook': 'none.ipynb'}, 'none.ipynb does not exist'),
+        ({'workers': 0}, 'at least 1'),
+    ],
+)
 def test_bad_arguments_are_refused_before_anything_is_made(tmp_path, settings, change, message):
     with pytest.raises(SystemExit, match=message):
         main(arguments(settings, tmp_path / 'runs', **change))
@@ -206,7 +217,8 @@ run_jobs([Job('a', 1, pathlib.Path(sys.argv[1]))], lambda job: [sys.executable, 
 
 @pytest.mark.parametrize('sign, times', [(signal.SIGKILL, 1), (signal.SIGINT, 2)], ids=['killed', 'interrupted'])
 def test_a_command_that_ends_early(tmp_path, root, sign, times):
-    """Killed, it leaves its process running, and the next command waits for that instead of starting a second one in the same folder.
+    """Killed, it leaves its process running, and the next command waits for that instead of starting a second one in
+    the same folder.
     Interrupted, it ends its process, and the next command starts the run again."""
     job = Job('a', 1, tmp_path / 'a-1')
     begun = job.folder / 'begun'

@@ -279,7 +279,10 @@ def test_search_r1_rows():
         load_questions('musique', OWN['search_r1.jsonl'])
 
 
-@pytest.mark.parametrize('truth', [{'target': ['A', 'B']}, {'target': 'A<|answer_split|>B'}, ['A', 'B'], 'A<|answer_split|>B', ['A', ' B ', 'A']])
+@pytest.mark.parametrize(
+    'truth',
+    [{'target': ['A', 'B']}, {'target': 'A<|answer_split|>B'}, ['A', 'B'], 'A<|answer_split|>B', ['A', ' B ', 'A']],
+)
 def test_forms_of_verls_ground_truth(tmp_path, truth):
     row = verl('Think first.\nQuestion: Who was it?\n', truth, extra_info={'index': 7, 'split': 'test'})
     for path in (write(tmp_path / 'a.jsonl', [row]), write_parquet(tmp_path / 'a.parquet', [row])):
@@ -395,7 +398,9 @@ MALFORMED = [
 ]
 
 
-@pytest.mark.parametrize('name, row, field', MALFORMED, ids=[f'{name}-{field}-{i}' for i, (name, _, field) in enumerate(MALFORMED)])
+@pytest.mark.parametrize(
+    'name, row, field', MALFORMED, ids=[f'{name}-{field}-{i}' for i, (name, _, field) in enumerate(MALFORMED)]
+)
 def test_a_malformed_question_names_file_row_and_field(tmp_path, name, row, field):
     first, *_ = good = own_rows(name)
     for file, place in (('a.json', 'a.json, row 1'), ('a.jsonl', 'a.jsonl, line 2')):
@@ -444,7 +449,8 @@ def test_whatever_a_row_holds_it_is_a_question_or_a_row_error(name, data):
     except RowError as e: assert repr(e.field) in str(e)
 
 
-@pytest.mark.parametrize('context', [[['title']], {'title': ['a', 'b'], 'sentences': [['x']]}, [['a', 'not a list']], [['a', [3]]], [[3, ['x']]], 'text'])
+@pytest.mark.parametrize('context', [[['title']], {'title': ['a', 'b'], 'sentences': [['x']]}, [['a', 'not a list']],
+                                     [['a', [3]]], [[3, ['x']]], 'text'])
 @pytest.mark.parametrize('name', ['hotpotqa', '2wikimultihopqa'])
 def test_a_malformed_paragraph_names_its_field(tmp_path, context, name):
     first = own_rows(name)[0]
@@ -511,7 +517,10 @@ def test_parquet_without_pyarrow(tmp_path, monkeypatch):
 CELL = st.text(st.characters(codec='utf-8', exclude_characters='\r\x00'), max_size=12)
 
 
-@given(st.lists(st.tuples(CELL, st.lists(CELL.filter(str.strip), min_size=1, max_size=3)), min_size=1, max_size=4), st.sampled_from([',', '\t']))
+@given(
+    st.lists(st.tuples(CELL, st.lists(CELL.filter(str.strip), min_size=1, max_size=3)), min_size=1, max_size=4),
+    st.sampled_from([',', '\t']),
+)
 @settings(deadline=None)
 def test_tables_keep_every_character(tmp_path_factory, rows, delimiter):
     "Quotes, line breaks, delimiters and any alphabet in a cell come back as they were."
@@ -673,7 +682,8 @@ def hub_files(name, splits):
 
 @pytest.fixture(scope='module')
 def from_hub(tmp_path_factory, run_python):
-    """What three processes got from one hub, one after the other: on a connection that breaks off in the middle of HotpotQA's training file;
+    """What three processes got from one hub, one after the other: on a connection that breaks off in the middle of
+    HotpotQA's training file;
     again; and again without a hub. (list of {name: {split: rows or error}}, Hub)."""
     pytest.importorskip('datasets')
     here = tmp_path_factory.mktemp('hub')
@@ -704,7 +714,10 @@ def test_a_set_is_loaded_by_name_at_the_pinned_commit(from_hub, name):
                 assert rows == json.loads(json.dumps([[q.id, q.text, q.answers, q.meta] for q in original]))
 
 
-@pytest.mark.parametrize('name, split, file', [('hotpotqa', 'train', 'distractor/train-00000-of-00001.parquet'), ('finqa', 'dev', 'dataset/dev.json')])
+@pytest.mark.parametrize(
+    'name, split, file',
+    [('hotpotqa', 'train', 'distractor/train-00000-of-00001.parquet'), ('finqa', 'dev', 'dataset/dev.json')],
+)
 def test_an_interrupted_download_goes_on_where_it_was(from_hub, name, split, file):
     (first, second, _), hub = from_hub
     kind, said = first[name][split]

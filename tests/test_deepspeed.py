@@ -1,4 +1,4 @@
-"""53_sharded: a learner behind DeepSpeed takes the plain learner's steps, at every ZeRO stage, on one rank and on two."""
+"""53_sharded: a learner behind DeepSpeed takes the plain one's steps, at every ZeRO stage, on one rank and on two."""
 import importlib.util
 import os
 import socket
@@ -91,12 +91,15 @@ def test_steps_are_those_of_the_plain_learner(results, plain, ranks, stage, case
     for name in ('logp', 'one'): assert_close(got[name], wanted[name], atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize('ranks, stage, case', [(*run, (name, 'adamw')) for run in RUNS for name in deepspeed_steps.METHOD_CASES]
+@pytest.mark.parametrize('ranks, stage, case',
+                         [(*run, (name, 'adamw')) for run in RUNS for name in deepspeed_steps.METHOD_CASES]
                          + [(*run, (name, 'sgd')) for run in RUNS if run[1] > 1 for name in deepspeed_steps.LETTER])
 def test_methods_learn_the_same(results, plain, ranks, stage, case):
-    """Losses of policy and critic within 1e-4 over five steps, weights within 1e-4; values, gold answers by policy and teacher.
+    """Losses of policy and critic within 1e-4 over five steps, weights within 1e-4; values, gold answers by policy and
+    teacher.
 
-    By AdamW also across a refreshed teacher and a restored checkpoint. With two ranks one has no rows in the last mini-batch of each step, and none when one trajectory is evaluated;
+    By AdamW also across a refreshed teacher and a restored checkpoint. With two ranks one has no rows in the
+    last mini-batch of each step, and none when one trajectory is evaluated;
     one rank alone has the teacher offloaded.
     """
     got, wanted = results(ranks)[0][stage][case], plain[case]

@@ -1,4 +1,5 @@
-"""From files to numbers: nine sets through one command, a scripted player whose score is known beforehand, manifests, and what a replay notices."""
+"""From files to numbers: nine sets through one command, a scripted player whose score is known beforehand, manifests,
+and what a replay notices."""
 import gzip
 import json
 import re
@@ -352,9 +353,17 @@ def test_replay_names_changed_weights(copy):
     assert result.rows and all('action differs' in line for line in result.rows)
 
 
-@pytest.mark.parametrize('changes, named', [
-    ({'greedy': False}, {'decoding.greedy'}), ({'turn_tokens': 5}, {'decoding.max_tokens', 'limits.turn_tokens'}), ({'passages': 3}, {'retriever.top_k'}),
-    ({'seed': 1}, {'seed'}), ({'batch': 3}, {'machine.batch'}), ({'max_turns': 1}, {'limits.max_turns'})])
+@pytest.mark.parametrize(
+    'changes, named',
+    [
+        ({'greedy': False}, {'decoding.greedy'}),
+        ({'turn_tokens': 5}, {'decoding.max_tokens', 'limits.turn_tokens'}),
+        ({'passages': 3}, {'retriever.top_k'}),
+        ({'seed': 1}, {'seed'}),
+        ({'batch': 3}, {'machine.batch'}),
+        ({'max_turns': 1}, {'limits.max_turns'}),
+    ],
+)
 def test_replay_names_changed_settings(copy, changes, named):
     assert parts(copy(**changes)) == named
 
@@ -408,18 +417,37 @@ def test_what_is_done_is_not_played_again(model, tmp_path, monkeypatch):
 EMPTY = 'empty.jsonl'
 
 
-@pytest.mark.parametrize('changes, error, message', [
-    ({'data': 'hotpot'}, ValueError, "did you mean 'hotpotqa'"), ({'data': []}, ValueError, 'at least one data set'),
-    ({'path': 'no/such/file.json'}, FileNotFoundError, 'path .* of hotpotqa does not exist'), ({'corpus': 'no/corpus'}, FileNotFoundError, 'corpus .* does not exist'),
-    ({'path': EMPTY}, ValueError, 'hotpotqa: the file has no rows'), ({'data': 'nq', 'path': FILES['nq']}, ValueError, 'nq brings no passages: give them as corpus'),
-    ({'data': 'triviaqa', 'path': FILES['triviaqa']}, ValueError, 'triviaqa rows bring no paragraphs; give a corpus '
-                                                                  'file'),
-    ({'model': 'no/such/folder/here'}, ValueError, 'neither a folder here nor a name'), ({'model': str(ROWS)}, ValueError, 'no config.json'),
-    ({'model': 'bare'}, ValueError, 'has no weights'), ({'model': None}, ValueError, 'model must be given'),
-    ({'protocol': 'tspoo'}, ValueError, 'protocol must be one of'), ({'context_tokens': 0}, ValueError, 'context_tokens must be at least 1'), ({'dtype': 'float33'}, ValueError, 'dtype must be'),
-    ({'dtype': 'nn'}, ValueError, 'dtype must be'), ({'engine': 'gpt'}, ValueError, 'engine must be one of hf'), ({'questions': 0}, ValueError, 'at least 1'),
-    ({'temperature': 0.}, ValueError, 'temperature'), ({'max_tokens': 200}, ValueError, '6 of 6 questions leave no room'), ({'split': 'tests', 'path': 'folder'}, ValueError, 'unknown split'),
-    ({'modle': 'x'}, ValueError, "did you mean 'model'"), ({'questions': 'ten'}, ValueError, 'must be a int')])
+@pytest.mark.parametrize(
+    'changes, error, message',
+    [
+        ({'data': 'hotpot'}, ValueError, "did you mean 'hotpotqa'"),
+        ({'data': []}, ValueError, 'at least one data set'),
+        ({'path': 'no/such/file.json'}, FileNotFoundError, 'path .* of hotpotqa does not exist'),
+        ({'corpus': 'no/corpus'}, FileNotFoundError, 'corpus .* does not exist'),
+        ({'path': EMPTY}, ValueError, 'hotpotqa: the file has no rows'),
+        ({'data': 'nq', 'path': FILES['nq']}, ValueError, 'nq brings no passages: give them as corpus'),
+        (
+            {'data': 'triviaqa', 'path': FILES['triviaqa']},
+            ValueError,
+            'triviaqa rows bring no paragraphs; give a corpus file',
+        ),
+        ({'model': 'no/such/folder/here'}, ValueError, 'neither a folder here nor a name'),
+        ({'model': str(ROWS)}, ValueError, 'no config.json'),
+        ({'model': 'bare'}, ValueError, 'has no weights'),
+        ({'model': None}, ValueError, 'model must be given'),
+        ({'protocol': 'tspoo'}, ValueError, 'protocol must be one of'),
+        ({'context_tokens': 0}, ValueError, 'context_tokens must be at least 1'),
+        ({'dtype': 'float33'}, ValueError, 'dtype must be'),
+        ({'dtype': 'nn'}, ValueError, 'dtype must be'),
+        ({'engine': 'gpt'}, ValueError, 'engine must be one of hf'),
+        ({'questions': 0}, ValueError, 'at least 1'),
+        ({'temperature': 0.0}, ValueError, 'temperature'),
+        ({'max_tokens': 200}, ValueError, '6 of 6 questions leave no room'),
+        ({'split': 'tests', 'path': 'folder'}, ValueError, 'unknown split'),
+        ({'modle': 'x'}, ValueError, "did you mean 'model'"),
+        ({'questions': 'ten'}, ValueError, 'must be a int'),
+    ],
+)
 def test_bad_input_is_refused_before_the_model_is_loaded(model, tmp_path, monkeypatch, changes, error, message):
     monkeypatch.chdir(tmp_path)
     (tmp_path / EMPTY).write_text('')

@@ -1,4 +1,5 @@
-"""52_learner: dropout that repeats itself, and models that are only read: the policy without its additions, or offloaded."""
+"""52_learner: dropout that repeats itself, and models that are only read: the policy without its additions, or
+offloaded."""
 import importlib.util
 import json
 import multiprocessing
@@ -123,7 +124,9 @@ def offloading(names, **how):
     return learner, places
 
 
-@pytest.mark.parametrize('names', [[], ['reference'], ['reference', 'teacher']], ids=lambda names: '+'.join(names) or 'none')
+@pytest.mark.parametrize(
+    'names', [[], ['reference'], ['reference', 'teacher']], ids=lambda names: '+'.join(names) or 'none'
+)
 def test_offloaded_models_are_on_the_device_only_while_they_read(names):
     "They say the same, refreshed and restored too, from a copy that is made for it; afterwards each lies where it lay."
     layout, golds = pack([example_group()]), [[AnswerTemplate((3, 4, 5), 1, 3)]] * 3

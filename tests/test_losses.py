@@ -1,6 +1,8 @@
-"""50_losses against TRL's own `_compute_loss` and torchrl's value loss, its identities, and the learner's micro-batches.
+"""50_losses against TRL's own `_compute_loss` and torchrl's value loss, its identities, and the learner's
+micro-batches.
 
-TRL 1.16 also has `sapo`, `vespo` and RLOO's product ratio off policy, which nothing here wants; `segment-mean`, `gspo-token` with a
+TRL 1.16 also has `sapo`, `vespo` and RLOO's product ratio off policy, which nothing here wants; `segment-mean`,
+`gspo-token` with a
 credit per turn, the lower clip of `cispo` and k2 have no counterpart in it and are checked by what defines them.
 """
 import dataclasses, math

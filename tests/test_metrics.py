@@ -78,7 +78,11 @@ def test_em_and_f1_agree_with_torchmetrics_squad(p, golds):
 
 
 @settings(deadline=None)
-@given(st.lists(st.sampled_from('uvwxyz'), max_size=7), st.lists(st.sampled_from('uvwxyz'), min_size=1, max_size=7), st.booleans())
+@given(
+    st.lists(st.sampled_from('uvwxyz'), max_size=7),
+    st.lists(st.sampled_from('uvwxyz'), min_size=1, max_size=7),
+    st.booleans(),
+)
 def test_short_bleu_agrees_with_nltk(p, g, smooth):
     bleu = pytest.importorskip('nltk.translate.bleu_score')
     max_n = min(4, len(p))
@@ -120,8 +124,28 @@ def test_a_number_in_any_dress_is_the_same_number(x):
     if x: assert numeric_match(plain.replace('.', ''), [plain]) == 0.0
 
 
-@pytest.mark.parametrize('text', ['', 'none', '-', '%', '$', '.', '12 or 13', '12, 13', '10-20', '2009-10-01', '1,5', '1234,567', '1/2',
-                                  '3.14.15', 'B52', 'x2', '1e999'])
+@pytest.mark.parametrize(
+    'text',
+    [
+        '',
+        'none',
+        '-',
+        '%',
+        '$',
+        '.',
+        '12 or 13',
+        '12, 13',
+        '10-20',
+        '2009-10-01',
+        '1,5',
+        '1234,567',
+        '1/2',
+        '3.14.15',
+        'B52',
+        'x2',
+        '1e999',
+    ],
+)
 def test_what_is_not_one_number(text):
     assert parse_number(text) is None and numeric_match(text, ['12']) == 0.0
 
@@ -164,7 +188,9 @@ def test_latex_around_a_number_changes_nothing(x):
         assert parse_number(text) == (float(plain), True), text
 
 
-@pytest.mark.parametrize('text', [r'\frac{1}{2}', r'12 \text{ or } 13', r'10^6', r'1\,5', r'\{1, 2\}', '12 % of 30', 'between $3 and $4'])
+@pytest.mark.parametrize(
+    'text', [r'\frac{1}{2}', r'12 \text{ or } 13', r'10^6', r'1\,5', r'\{1, 2\}', '12 % of 30', 'between $3 and $4']
+)
 def test_latex_that_is_not_one_number(text):
     assert parse_number(text) is None
 
@@ -184,7 +210,9 @@ def test_search_r1_takes_the_last_answer_after_the_prompts_own(answers, golds, b
     assert search_r1_answer(text, prompt_answers=0) == ((answers or ['Beijing'])[-1].strip())
 
 
-@given(st.lists(st.sampled_from(['<answer>', '</answer>', 'x', ' y\n', 'z<']), max_size=12).map(''.join), st.integers(0, 3))
+@given(
+    st.lists(st.sampled_from(['<answer>', '</answer>', 'x', ' y\n', 'z<']), max_size=12).map(''.join), st.integers(0, 3)
+)
 @settings(deadline=None)
 def test_search_r1_pairs_each_opening_with_the_next_closing_tag(text, prompt_answers):
     pairs, at = [], 0

@@ -245,9 +245,19 @@ def unsaid(text):
     return wrong
 
 
-@pytest.mark.parametrize('changes, frozen, aside', [({}, 1, 0), ({'lora': {'r': 4}}, 0, 0), ({'offload': ['reference', 'teacher']}, 1, 1), ({'log_kl': False}, 0, 0),
-                                                    ({'method': 'tips'}, 2, 0), ({'method': 'tips', 'offload': ['teacher']}, 2, 1), ({'method': 'tips', 'teacher': 'base', 'lora': {'r': 4}}, 0, 0),
-                                                    ({'method': 'ppo', 'critic': 'frozen'}, 2, 0)])
+@pytest.mark.parametrize(
+    'changes, frozen, aside',
+    [
+        ({}, 1, 0),
+        ({'lora': {'r': 4}}, 0, 0),
+        ({'offload': ['reference', 'teacher']}, 1, 1),
+        ({'log_kl': False}, 0, 0),
+        ({'method': 'tips'}, 2, 0),
+        ({'method': 'tips', 'offload': ['teacher']}, 2, 1),
+        ({'method': 'tips', 'teacher': 'base', 'lora': {'r': 4}}, 0, 0),
+        ({'method': 'ppo', 'critic': 'frozen'}, 2, 0),
+    ],
+)
 def test_models_that_are_only_read_are_counted(changes, frozen, aside):
     """A reference that the policy has under its low-rank additions is no second model; one in the host's memory only
     visits; a frozen critic's backbone is one more."""
@@ -272,8 +282,14 @@ def test_a_value_that_says_nothing_is_noticed():
     assert len(unsaid('# Mine.\nkl: 1   # table 1')) == 2
 
 
-@pytest.mark.parametrize('name, per_tier, rates', [('carl_qwen2.5_3b', [10400, 5600], (5e-6, 5e-7)), ('carl_qwen2.5_7b', [8800, 7200], (5e-6, 5e-7)),
-                                                   ('search_r1_ppo_qwen2.5_7b', [8800, 7200], (1e-5, 0.))])
+@pytest.mark.parametrize(
+    'name, per_tier, rates',
+    [
+        ('carl_qwen2.5_3b', [10400, 5600], (5e-6, 5e-7)),
+        ('carl_qwen2.5_7b', [8800, 7200], (5e-6, 5e-7)),
+        ('search_r1_ppo_qwen2.5_7b', [8800, 7200], (1e-5, 0.0)),
+    ],
+)
 def test_a_warm_up_is_told_the_rest_by_a_second_file(name, per_tier, rates, tmp_path):
     """The two files of the command, one after the other as papermill reads them, and then the training that is given
     the folder."""

@@ -1,4 +1,5 @@
-"""Prompts, tags and chat templates: what is kept is what the template says, for each family of models; what a template rewrites becomes rows of its own."""
+"""Prompts, tags and chat templates: what is kept is what the template says, for each family of models; what a template
+rewrites becomes rows of its own."""
 import json
 import re
 
@@ -68,7 +69,8 @@ ACTS = st.one_of(
     WORDS.map(lambda w: f'<search>{w}</search>'),
     WORDS.map(
         lambda w: (
-            f'<tool_call>\n{json.dumps({"name": "search", "arguments": {"query_list": [w]}}, ensure_ascii=False)}\n</tool_call>'
+            '<tool_call>\n' + json.dumps({'name': 'search', 'arguments': {'query_list': [w]}}, ensure_ascii=False) +
+            '\n</tool_call>'
         )
     ),
 )
@@ -101,7 +103,11 @@ def conversations(draw):
 @pytest.mark.skipif(not PUBLISHED, reason='TRL, which brings the published templates, is not installed')
 @pytest.mark.parametrize('name', PUBLISHED)
 @settings(deadline=None, max_examples=50)
-@given(conversations(), st.booleans(), st.sampled_from([{}, {'enable_thinking': False}, {'enable_thinking': True}, {'date_string': '1 Jan 2025'}]))
+@given(
+    conversations(),
+    st.booleans(),
+    st.sampled_from([{}, {'enable_thinking': False}, {'enable_thinking': True}, {'date_string': '1 Jan 2025'}]),
+)
 def test_our_template_texts_speak_the_published_markup(name, messages, prompt, options):
     tokenizer = family_tokenizer(name)
     ours, theirs = (tokenizer.apply_chat_template(messages, chat_template=template_text(name, p), tokenize=False,
@@ -505,14 +511,21 @@ def test_tools_are_told_by_the_template_or_by_us():
         '<|begin_of_text|><|start_header_id|>system')
 
 
-@pytest.mark.parametrize('template, said', [(CHATML.replace("{{ m['content'] }}", "{{ m['content'] if m.role != "
-                                                                                  "'user' else '…' }}"), 'question'),
-                                            (CHATML.replace("{{ m['content'] }}", "{{ m['content'] if m.role != "
-                                                                                  "'assistant' else '…' }}"), 'hides'),
-                                            (CHATML.replace("{{ m['content'] }}", "{{ m['content'] }}{{ m['content'] "
-                                                                                  "if m.role == 'user' and loop.first "
-                                                                                  "}}"), 'question'),
-                                            ('{{ raise_exception("never") }}', 'never'), ('{{ messages[9].content }}', 'fails|question')])
+@pytest.mark.parametrize(
+    'template, said',
+    [
+        (CHATML.replace("{{ m['content'] }}", "{{ m['content'] if m.role != 'user' else '…' }}"), 'question'),
+        (CHATML.replace("{{ m['content'] }}", "{{ m['content'] if m.role != 'assistant' else '…' }}"), 'hides'),
+        (
+            CHATML.replace(
+                "{{ m['content'] }}", "{{ m['content'] }}{{ m['content'] if m.role == 'user' and loop.first }}"
+            ),
+            'question',
+        ),
+        ('{{ raise_exception("never") }}', 'never'),
+        ('{{ messages[9].content }}', 'fails|question'),
+    ],
+)
 def test_a_template_that_shows_no_conversation_is_refused(template, said):
     with pytest.raises(ValueError, match=said): Chat(PROTOCOLS['tiny'], byte_tokenizer(template))
 
@@ -531,10 +544,26 @@ def test_the_doors_of_a_chat():
 
 # ---- from outside ----
 
+
 @each_template
 @settings(deadline=None, max_examples=20)
-@given(st.lists(WORDS | st.sampled_from(['<|im_end|>', '<|eot_id|>', '<|endoftext|>', '<|im_start|>', '<|begin_of_text|>', '<|start_header_id|>', '\ud800']),
-                max_size=6).map(''.join))
+@given(
+    st.lists(
+        WORDS
+        | st.sampled_from(
+            [
+                '<|im_end|>',
+                '<|eot_id|>',
+                '<|endoftext|>',
+                '<|im_start|>',
+                '<|begin_of_text|>',
+                '<|start_header_id|>',
+                '\ud800',
+            ]
+        ),
+        max_size=6,
+    ).map(''.join)
+)
 def test_no_text_from_outside_holds_a_special_token(name, published, text):
     chat = chat_of(name, PROTOCOLS['tiny'], published)
     special = {i for i, t in chat.tokenizer.added_tokens_decoder.items() if t.special}
@@ -565,23 +594,51 @@ def test_any_text_is_a_call_an_answer_or_an_error(name, text):
     assert boxed(text) == extract_answer(text, 'boxed')
 
 
-@pytest.mark.parametrize('inside', ['[' * 100000, '{"a":' * 100000, '"', 'null', '3', '1e999999', '{"name": ["search"], "arguments": {"query": "x"}}',
-                                    '{"name": "search", "arguments": "x"}', '{"name": "search", "arguments": '
-                                                                            '{"query_list": "x", "query": null}}',
-                                    '{"name": "search", "arguments": {"query_list": ["x", null]}}'], ids=range(10))
+@pytest.mark.parametrize(
+    'inside',
+    [
+        '[' * 100000,
+        '{"a":' * 100000,
+        '"',
+        'null',
+        '3',
+        '1e999999',
+        '{"name": ["search"], "arguments": {"query": "x"}}',
+        '{"name": "search", "arguments": "x"}',
+        '{"name": "search", "arguments": {"query_list": "x", "query": null}}',
+        '{"name": "search", "arguments": {"query_list": ["x", null]}}',
+    ],
+    ids=range(10),
+)
 def test_a_broken_call_is_an_error_and_no_crash(inside):
     action = parse(PROTOCOLS['tips'], f'<tool_call>{inside}</tool_call>')
     assert action.error or action.call == {'name': 'search', 'queries': ['x']}
 
 
-@pytest.mark.parametrize('name, text, wanted', [
-    ('tiny', '<tool_call> a ; b </tool_call>', {'name': 'search', 'queries': ['a', 'b']}),
-    ('search-r1', '<think> a; b </think>\n<search> a; b </search>', {'name': 'search', 'queries': ['a; b']}),
-    ('igpo', '<think>a</think>\n<search>who?</search>\n', {'name': 'search', 'queries': ['who?']}),
-    ('tips', '<tool_call>\n{"name": "search", "arguments": {"query_list": ["a", "b"]}}\n</tool_call>', {'name': 'search', 'queries': ['a', 'b']}),
-    ('tspo', '<tool_call> {"name": "search", "arguments": {"query": "a"}} </tool_call>', {'name': 'search', 'queries': ['a']}),
-    ('prs', '<tool_call>{"name": "wiki_search", "arguments": {"query": "a"}}</tool_call>', {'name': 'wiki_search', 'queries': ['a']}),
-    ('carl', 'I look.\n```python\nprint(search("a"))\n```', {'name': 'python', 'code': 'print(search("a"))\n'})])
+@pytest.mark.parametrize(
+    'name, text, wanted',
+    [
+        ('tiny', '<tool_call> a ; b </tool_call>', {'name': 'search', 'queries': ['a', 'b']}),
+        ('search-r1', '<think> a; b </think>\n<search> a; b </search>', {'name': 'search', 'queries': ['a; b']}),
+        ('igpo', '<think>a</think>\n<search>who?</search>\n', {'name': 'search', 'queries': ['who?']}),
+        (
+            'tips',
+            '<tool_call>\n{"name": "search", "arguments": {"query_list": ["a", "b"]}}\n</tool_call>',
+            {'name': 'search', 'queries': ['a', 'b']},
+        ),
+        (
+            'tspo',
+            '<tool_call> {"name": "search", "arguments": {"query": "a"}} </tool_call>',
+            {'name': 'search', 'queries': ['a']},
+        ),
+        (
+            'prs',
+            '<tool_call>{"name": "wiki_search", "arguments": {"query": "a"}}</tool_call>',
+            {'name': 'wiki_search', 'queries': ['a']},
+        ),
+        ('carl', 'I look.\n```python\nprint(search("a"))\n```', {'name': 'python', 'code': 'print(search("a"))\n'}),
+    ],
+)
 def test_the_call_of_each_paper(name, text, wanted):
     assert parse(PROTOCOLS[name], text) == Action(call=wanted)
     answer = r'so \boxed{Budapest}' if name == 'carl' else '<answer> Budapest </answer>'

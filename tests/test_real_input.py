@@ -1,4 +1,5 @@
-"""HotpotQA as it was published, end to end: a model from a folder, BM25 over the passages, the published prompt, five training steps, rollouts one can read."""
+"""HotpotQA as it was published, end to end: a model from a folder, BM25 over the passages, the published prompt, five
+training steps, rollouts one can read."""
 import dataclasses
 import html
 import json

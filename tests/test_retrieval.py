@@ -289,7 +289,11 @@ ENTRY = {'document': {'id': '4', 'contents': '"Orvane"\nA port.\nIt is old.'}, '
 
 
 @settings(deadline=None, max_examples=25)
-@given(st.lists(st.tuples(st.text(max_size=8), st.text(max_size=12)), min_size=1, max_size=6), st.lists(QUERY, max_size=4), st.integers(1, 9))
+@given(
+    st.lists(st.tuples(st.text(max_size=8), st.text(max_size=12)), min_size=1, max_size=6),
+    st.lists(QUERY, max_size=4),
+    st.integers(1, 9),
+)
 def test_what_comes_over_http_is_what_the_retriever_said(texts, queries, k):
     class Everything:
         def search(self, queries, k):
@@ -337,9 +341,19 @@ def test_the_server_speaks_search_r1(corpus):
         assert len(bare) == 2 and all('contents' in d for d in bare)
 
 
-@pytest.mark.parametrize('body, said', [(b'{', 'JSONDecodeError'), (b'[]', 'wanted'), ({'queries': 'odd'}, 'list of strings'), ({'queries': [1]}, 'list of strings'),
-                                        ({'queries': None}, 'list of strings'), ({'queries': ['a'], 'topk': 0}, 'at least 1'),
-                                        ({'queries': ['a'], 'topk': '3'}, 'integer'), (b'[' * 100000, 'RecursionError|JSONDecodeError')])
+@pytest.mark.parametrize(
+    'body, said',
+    [
+        (b'{', 'JSONDecodeError'),
+        (b'[]', 'wanted'),
+        ({'queries': 'odd'}, 'list of strings'),
+        ({'queries': [1]}, 'list of strings'),
+        ({'queries': None}, 'list of strings'),
+        ({'queries': ['a'], 'topk': 0}, 'at least 1'),
+        ({'queries': ['a'], 'topk': '3'}, 'integer'),
+        (b'[' * 100000, 'RecursionError|JSONDecodeError'),
+    ],
+)
 def test_a_senseless_request_is_told_why(corpus, body, said):
     with SearchServer(BM25(corpus)) as server:
         status, value = post(server.url, body)
@@ -400,10 +414,22 @@ def test_nobody_there_is_an_error_observation():
     assert result is Result.ERROR and text.startswith('Error: SearchError') and 'is the server running' in text
 
 
-@pytest.mark.parametrize('body', [b'<html>', b'[]', b'{}', b'{"result": 3}', b'{"result": []}', b'{"result": [[], []]}', b'{"result": [3]}', b'{"result": [["x"]]}',
-                                  b'{"result": [[{"document": {"id": "1"}}]]}', b'{"result": [[{"document": '
-                                                                                b'{"contents": "a"}}]]}',
-                                  b'{"result": [[{"document": {"id": "1", "contents": "a"}, "score": "high"}]]}'])
+@pytest.mark.parametrize(
+    'body',
+    [
+        b'<html>',
+        b'[]',
+        b'{}',
+        b'{"result": 3}',
+        b'{"result": []}',
+        b'{"result": [[], []]}',
+        b'{"result": [3]}',
+        b'{"result": [["x"]]}',
+        b'{"result": [[{"document": {"id": "1"}}]]}',
+        b'{"result": [[{"document": {"contents": "a"}}]]}',
+        b'{"result": [[{"document": {"id": "1", "contents": "a"}, "score": "high"}]]}',
+    ],
+)
 def test_another_answer_is_refused_with_a_piece_of_it(canned, body):
     url, asked = canned((200, body))
     with pytest.raises(SearchError, match=f'(?s)something else.*{re.escape(body[:20].decode())}'):

@@ -1,4 +1,5 @@
-"""The run notebooks 90_train and 91_evaluate as papermill runs them: from anywhere, with their parameters checked, and shown again without doing it again."""
+"""The run notebooks 90_train and 91_evaluate as papermill runs them: from anywhere, with their parameters checked, and
+shown again without doing it again."""
 import json
 import os
 import subprocess
@@ -15,35 +16,53 @@ from test_evaluate import random_model
 from credit_rl.runlog import latest_checkpoint, read_metrics, read_turns
 
 ROOT = Path(__file__).resolve().parents[1]
-SHORT = dict(model=str(ROOT / 'data' / 'tiny_base'), steps=3, eval_every=2, questions_per_step=4, group_size=4, questions=50, dev_questions=6, test_questions=6,
-             max_turns=3, turn_tokens=12, world={'size': 200}, threads=1)
+SHORT = dict(model=str(ROOT / 'data' / 'tiny_base'), steps=3, eval_every=2, questions_per_step=4, group_size=4,
+             questions=50, dev_questions=6, test_questions=6, max_turns=3, turn_tokens=12, world={'size':
+                                                                                                  200}, threads=1)
 
 
 @pytest.fixture(scope='module')
 def finished(tmp_path_factory):
-    "A run that papermill made from another working directory, with its folder given relative to it: (working directory, run folder, notebook)."
+    """A run that papermill made from another working directory, with its folder given relative to it: (working
+    directory, run folder, notebook)."""
     cwd = tmp_path_factory.mktemp('elsewhere')
-    code, text, notebook = papermill(cwd / 'runs' / 'short' / 'notebook.ipynb', '-p', 'run', 'runs/short', settings=SHORT, cwd=cwd)
+    code, text, notebook = papermill(cwd / 'runs' / 'short' / 'notebook.ipynb', '-p', 'run', 'runs/short',
+                                     settings=SHORT, cwd=cwd)
     assert code == 0, text[-5000:]
     return cwd, cwd / 'runs' / 'short', notebook
 
 
 def test_a_papers_command_with_a_small_model(tmp_path):
-    "As it is typed in a clone, where the run has no folder yet, with TIPS's file for eight GPUs; given besides is only what is small: model, data, numbers of questions, and two ranks that play by themselves. The notebook starts them, shows their progress, and then what happened."
+    """As it is typed in a clone, where the run has no folder yet, with TIPS's file for eight GPUs; given besides is
+    only what is small: model, data, numbers of questions, and two ranks that play by themselves. The notebook
+    starts them, shows their progress, and then what happened."""
     pytest.importorskip('deepspeed', reason='deepspeed is not installed: pip install credit_rl[train]')
     (tmp_path / 'runs').mkdir()
     for name in ('nbs', 'runs/params'): (tmp_path / name).symlink_to(ROOT / name)
-    small = dict(run='runs/tips-7b', model=str(ROOT / 'data' / 'tiny_base'), data='tiny', corpus=None, protocol='tiny', questions=40, dev_questions=8, test_questions=8, questions_per_step=8,
-                 steps=2, eval_every=1, teacher_every=1, turn_tokens=24, max_tokens=192, row_tokens=4096, passages=1, passage_tokens=30, engine='hf', vllm={}, ranks=2)
-    done = subprocess.run([sys.executable, '-m', 'papermill', 'nbs/90_train.ipynb', 'runs/tips-7b/notebook.ipynb', '-f', 'runs/params/tips_qwen2.5_7b.yaml', '-y', json.dumps(small), '--no-progress-bar'],
-                          cwd=tmp_path, env={**os.environ, 'CUDA_VISIBLE_DEVICES': ''}, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    small = dict(run='runs/tips-7b', model=str(ROOT / 'data' / 'tiny_base'), data='tiny', corpus=None, protocol='tiny',
+                 questions=40, dev_questions=8, test_questions=8, questions_per_step=8, steps=2, eval_every=1,
+                 teacher_every=1, turn_tokens=24, max_tokens=192, row_tokens=4096, passages=1, passage_tokens=30,
+                 engine='hf', vllm={}, ranks=2)
+    done = subprocess.run([
+        sys.executable, '-m', 'papermill', 'nbs/90_train.ipynb', 'runs/tips-7b/notebook.ipynb', '-f',
+        'runs/params/tips_qwen2.5_7b.yaml', '-y',
+        json.dumps(small), '--no-progress-bar'
+    ], cwd=tmp_path, env={**os.environ, 'CUDA_VISIBLE_DEVICES': ''}, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                          stderr=subprocess.STDOUT, text=True)
     assert done.returncode == 0, done.stdout[-5000:]
-    run, notebook = tmp_path / 'runs' / 'tips-7b', json.loads((tmp_path / 'runs' / 'tips-7b' / 'notebook.ipynb').read_text())
+    run, notebook = tmp_path / 'runs' / 'tips-7b', json.loads(
+        (tmp_path / 'runs' / 'tips-7b' / 'notebook.ipynb').read_text())
     params, table = yaml.safe_load((run / 'params.yaml').read_text()), read_metrics(run)
-    assert params.items() >= dict(method='tips', learner='deepspeed', stage=3, dtype='bfloat16', gradient_checkpointing=True, group_size=1, critic='own', offload=['reference', 'teacher']).items()
-    assert params['deepspeed']['zero_optimization']['offload_optimizer'] == {'device': 'cpu'} and (run / 'summary.json').exists()
-    assert table.step.tolist() == [0, 1, 2] and table[['grad_norm', 'mean_abs_shaping', 'alpha', 'value_loss']][1:].gt(0).all(axis=None) and table.trajectories[1:].tolist() == [8, 8]
-    assert len(shown(notebook, 'image/png')) >= 1 and not [o for _, o in outputs(notebook) if o['output_type'] == 'error']
+    assert params.items() >= dict(method='tips', learner='deepspeed', stage=3, dtype='bfloat16',
+                                  gradient_checkpointing=True, group_size=1, critic='own',
+                                  offload=['reference', 'teacher']).items()
+    assert params['deepspeed']['zero_optimization']['offload_optimizer'] == {'device': 'cpu'
+                                                                             } and (run / 'summary.json').exists()
+    assert table.step.tolist() == [0, 1, 2] and table[[
+        'grad_norm', 'mean_abs_shaping', 'alpha', 'value_loss'
+    ]][1:].gt(0).all(axis=None) and table.trajectories[1:].tolist() == [8, 8]
+    assert len(shown(notebook,
+                     'image/png')) >= 1 and not [o for _, o in outputs(notebook) if o['output_type'] == 'error']
     for said in ('2 ranks: ', 'base: EM', 'step 2/2', 'final: EM'): assert printed(notebook).count(said) == 1, said
 
 
@@ -63,7 +82,9 @@ def test_the_notebook_shows_what_happened(finished):
 
 def test_the_run_folder_holds_everything(finished):
     _, folder, _ = finished
-    assert {'notebook.ipynb', 'params.yaml', 'metrics.jsonl', 'turns.jsonl.gz', 'summary.json', 'figures', 'checkpoints'} <= set(os.listdir(folder))
+    assert {
+        'notebook.ipynb', 'params.yaml', 'metrics.jsonl', 'turns.jsonl.gz', 'summary.json', 'figures', 'checkpoints'
+    } <= set(os.listdir(folder))
     assert list((folder / 'figures').glob('*.png'))
     params = yaml.safe_load((folder / 'params.yaml').read_text())
     assert params.items() >= {**SHORT, 'method': 'tspo'}.items()
@@ -75,7 +96,8 @@ def test_the_run_folder_holds_everything(finished):
 def test_a_finished_run_is_shown_again_without_training(finished):
     cwd, folder, first = finished
     before = {name: (folder / name).read_bytes() for name in ('metrics.jsonl', 'turns.jsonl.gz', 'summary.json')}
-    code, text, notebook = papermill(cwd / 'again' / 'notebook.ipynb', '-p', 'run', 'runs/short', '-p', 'resume', 'True', settings=SHORT, cwd=cwd)
+    code, text, notebook = papermill(cwd / 'again' / 'notebook.ipynb', '-p', 'run', 'runs/short', '-p', 'resume',
+                                     'True', settings=SHORT, cwd=cwd)
     assert code == 0, text[-5000:]
     assert {name: (folder / name).read_bytes() for name in before} == before
     assert 'step 1/3' not in printed(notebook)
@@ -84,23 +106,28 @@ def test_a_finished_run_is_shown_again_without_training(finished):
 
 
 def test_a_dry_run_only_tells_what_a_run_would_take(tmp_path):
-    code, text, notebook = papermill(tmp_path / 'notebook.ipynb', '-p', 'run', str(tmp_path / 'run'), '-p', 'dry_run', 'True', settings=SHORT, cwd=tmp_path)
+    code, text, notebook = papermill(tmp_path / 'notebook.ipynb', '-p', 'run', str(tmp_path / 'run'), '-p', 'dry_run',
+                                     'True', settings=SHORT, cwd=tmp_path)
     assert code == 0, text[-5000:]
-    for said in ('470,144 parameters', 'memory of a rank, at least', '3 steps', 'leave out dry_run'): assert said in printed(notebook)
+    for said in ('470,144 parameters', 'memory of a rank, at least', '3 steps', 'leave out dry_run'):
+        assert said in printed(notebook)
     assert not shown(notebook, 'image/png') and not (tmp_path / 'run').exists()
 
 
 @pytest.fixture
 def kernel(tmp_path):
     "A kernel as JupyterLab starts one: what runs code in it and hands back its outputs, and its manager."
-    manager, client = start_new_kernel(kernel_name='python3', cwd=str(tmp_path), env={**os.environ, 'CUDA_VISIBLE_DEVICES': '', 'OMP_NUM_THREADS': '1'}, startup_timeout=600)
+    manager, client = start_new_kernel(kernel_name='python3', cwd=str(tmp_path),
+                                       env={**os.environ, 'CUDA_VISIBLE_DEVICES': '', 'OMP_NUM_THREADS':
+                                            '1'}, startup_timeout=600)
     yield manager, client
     client.stop_channels()
     manager.shutdown_kernel(now=True)
 
 
 def run_cell(client, code, until=None):
-    "What a cell prints, and the name of the error that ends it or None. With `until`, returns once that was printed: the cell is running then."
+    """What a cell prints, and the name of the error that ends it or None. With `until`, returns once that was printed:
+    the cell is running then."""
     if code is not None: client.execute(code)
     said = ''
     while True:
@@ -115,11 +142,16 @@ def run_cell(client, code, until=None):
 
 
 def test_interrupting_the_notebook_ends_its_ranks(kernel, tmp_path):
-    "By the notebook's own cells, in a kernel, while two ranks train; then the notebook goes on from the last checkpoint."
+    """By the notebook's own cells, in a kernel, while two ranks train; then the notebook goes on from the last
+    checkpoint."""
     pytest.importorskip('deepspeed', reason='deepspeed is not installed: pip install credit_rl[train]')
     psutil = pytest.importorskip('psutil')
     manager, client = kernel
-    first, read, begin = [''.join(c['source']) for c in json.loads((ROOT / 'nbs' / '90_train.ipynb').read_text())['cells'] if c['cell_type'] == 'code'][:3]
+    first, read, begin = [
+        ''.join(c['source'])
+        for c in json.loads((ROOT / 'nbs' / '90_train.ipynb').read_text())['cells']
+        if c['cell_type'] == 'code'
+    ][:3]
     settings = {**SHORT, 'learner': 'deepspeed', 'ranks': 2, 'run': str(tmp_path / 'run'), 'eval_every': 1, 'track': ''}
     given = lambda **more: '\n'.join(f'{name} = {value!r}' for name, value in {**settings, **more}.items())
     for code in (first, given(steps=100000), read): assert run_cell(client, code)[1] is None
@@ -130,7 +162,8 @@ def test_interrupting_the_notebook_ends_its_ranks(kernel, tmp_path):
     assert len(ranks) == 2
     manager.interrupt_kernel()
     assert run_cell(client, None)[1] == 'KeyboardInterrupt'
-    assert not psutil.wait_procs(ranks, 60)[1] and not psutil.Process(pid).children(recursive=True)    # launcher and ranks have ended, the kernel has not
+    # launcher and ranks have ended, the kernel has not
+    assert not psutil.wait_procs(ranks, 60)[1] and not psutil.Process(pid).children(recursive=True)
     assert not (tmp_path / 'run' / 'summary.json').exists()
     done = latest_checkpoint(tmp_path / 'run')[0]
     for code in (given(steps=done + 1, resume=True), read): assert run_cell(client, code)[1] is None
@@ -140,7 +173,8 @@ def test_interrupting_the_notebook_ends_its_ranks(kernel, tmp_path):
 
 
 def test_an_unknown_parameter_is_an_error(tmp_path):
-    code, text, notebook = papermill(tmp_path / 'notebook.ipynb', '-p', 'run', str(tmp_path / 'run'), '-p', 'metod', 'grpo', settings=SHORT, cwd=tmp_path)
+    code, text, notebook = papermill(tmp_path / 'notebook.ipynb', '-p', 'run', str(tmp_path / 'run'), '-p', 'metod',
+                                     'grpo', settings=SHORT, cwd=tmp_path)
     message = "there is no setting 'metod'; did you mean 'method'?"
     assert code == 1 and message in text
     ((at, error),) = [(i, o) for i, o in outputs(notebook) if o['output_type'] == 'error']
@@ -151,8 +185,10 @@ def test_an_unknown_parameter_is_an_error(tmp_path):
 
 # ---- 91_evaluate ----
 
-ASKED = dict(data='hotpotqa, gsm8k', path={'hotpotqa': str(ROOT / 'data' / 'hotpotqa_sample.json'), 'gsm8k': str(ROOT / 'data' / 'rows' / 'gsm8k.jsonl')},
-             max_turns=2, turn_tokens=6, threads=1)
+ASKED = dict(
+    data='hotpotqa, gsm8k', path={
+        'hotpotqa': str(ROOT / 'data' / 'hotpotqa_sample.json'), 'gsm8k': str(ROOT / 'data' / 'rows' / 'gsm8k.jsonl')
+    }, max_turns=2, turn_tokens=6, threads=1)
 
 
 def test_an_evaluation_is_made_and_shown(tmp_path):
@@ -160,8 +196,8 @@ def test_an_evaluation_is_made_and_shown(tmp_path):
     model = random_model(tmp_path / 'model')
     scores = []
     for out in ('first', 'again'):
-        code, text, notebook = papermill(tmp_path / 'runs' / out / 'notebook.ipynb', '-p', 'run', 'runs/eval', '-p', 'model', model, settings=ASKED, cwd=tmp_path,
-                                         notebook='91_evaluate')
+        code, text, notebook = papermill(tmp_path / 'runs' / out / 'notebook.ipynb', '-p', 'run', 'runs/eval', '-p',
+                                         'model', model, settings=ASKED, cwd=tmp_path, notebook='91_evaluate')
         assert code == 0, text[-5000:]
         assert not [o for _, o in outputs(notebook) if o['output_type'] == 'error']
         assert printed(notebook).count('evaluated before') == (0 if out == 'first' else 2)
@@ -171,12 +207,14 @@ def test_an_evaluation_is_made_and_shown(tmp_path):
         assert 'numeric match' in scores[-1] and 'mean' in scores[-1]
     assert scores[0] == scores[1]
     folder = tmp_path / 'runs' / 'eval'
-    assert {'hotpotqa', 'gsm8k', 'summary.json', 'table.csv', 'figures'} == set(os.listdir(folder)) and (folder / 'figures' / 'scores.png').exists()
+    assert {'hotpotqa', 'gsm8k', 'summary.json', 'table.csv', 'figures'} == set(
+        os.listdir(folder)) and (folder / 'figures' / 'scores.png').exists()
     assert {'manifest.json', 'turns.jsonl.gz', 'scores.json'} <= set(os.listdir(folder / 'hotpotqa'))
     assert json.loads((folder / 'gsm8k' / 'manifest.json').read_text())['settings']['model'] == model
 
 
 def test_an_evaluation_of_nothing_known_is_refused(tmp_path):
-    code, text, notebook = papermill(tmp_path / 'notebook.ipynb', '-p', 'run', str(tmp_path / 'run'), '-p', 'data', 'hotpot', '-p', 'model', str(tmp_path), settings={}, cwd=tmp_path,
-                                     notebook='91_evaluate')
+    code, text, notebook = papermill(tmp_path / 'notebook.ipynb',
+                                     '-p', 'run', str(tmp_path / 'run'), '-p', 'data', 'hotpot', '-p', 'model',
+                                     str(tmp_path), settings={}, cwd=tmp_path, notebook='91_evaluate')
     assert code == 1 and "did you mean 'hotpotqa'" in text and not (tmp_path / 'run').exists()

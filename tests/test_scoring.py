@@ -1,4 +1,5 @@
-"""Gold answers at every state: one packed forward says what a plain forward for each pair says, and nothing else has any influence."""
+"""Gold answers at every state: one packed forward says what a plain forward for each pair says, and nothing else has
+any influence."""
 import contextlib
 import dataclasses
 import math
@@ -175,14 +176,29 @@ def test_a_model_that_ignores_or_refuses_the_mask_is_read_through_its_cache(mixi
     same(logp, token_logps(qwen, work[0][0], trained).detach())
 
 
-@pytest.mark.parametrize('kind, changes', [
-    ('mistral', dict(sliding_window=6)),
-    ('gemma2', dict(sliding_window=4096, final_logit_softcapping=1., query_pre_attn_scalar=8)),
-    ('bloom', {}),
-    ('qwen3_next', dict(linear_num_key_heads=2, linear_num_value_heads=2, linear_key_head_dim=8, linear_value_head_dim=8, num_experts=2,
-                        num_experts_per_tok=1, moe_intermediate_size=16, shared_expert_intermediate_size=16,
-                        layer_types=['linear_attention', 'full_attention']))],
-    ids=['window', 'soft-capped', 'alibi', 'recurrent'])
+@pytest.mark.parametrize(
+    'kind, changes',
+    [
+        ('mistral', dict(sliding_window=6)),
+        ('gemma2', dict(sliding_window=4096, final_logit_softcapping=1.0, query_pre_attn_scalar=8)),
+        ('bloom', {}),
+        (
+            'qwen3_next',
+            dict(
+                linear_num_key_heads=2,
+                linear_num_value_heads=2,
+                linear_key_head_dim=8,
+                linear_value_head_dim=8,
+                num_experts=2,
+                num_experts_per_tok=1,
+                moe_intermediate_size=16,
+                shared_expert_intermediate_size=16,
+                layer_types=['linear_attention', 'full_attention'],
+            ),
+        ),
+    ],
+    ids=['window', 'soft-capped', 'alibi', 'recurrent'],
+)
 def test_models_that_a_tree_mask_would_misread(kind, changes):
     model, work = make(kind, 'eager', **changes), fixed()
     expected = plain(model, *work)
@@ -448,7 +464,11 @@ def test_trap_the_header_encoded_alone_has_another_length(bpe):
 
 
 @settings(deadline=None, max_examples=150)
-@given(st.text('<answer>Rome. é"San\n', max_size=8), st.text('Rome é"San José.<', min_size=1, max_size=8).filter(str.strip), st.sampled_from(['', '</answer>', '<', '. ']))
+@given(
+    st.text('<answer>Rome. é"San\n', max_size=8),
+    st.text('Rome é"San José.<', min_size=1, max_size=8).filter(str.strip),
+    st.sampled_from(['', '</answer>', '<', '. ']),
+)
 def test_a_gold_is_the_fewest_tokens_that_hold_it(bpe, before, gold, after):
     found = answer_ids(bpe, before, gold, after)
     ids = bpe(before + gold + after, add_special_tokens=False).input_ids

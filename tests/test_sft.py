@@ -12,20 +12,32 @@ from credit_rl.sft import fine_tune, keep_right, main, sft_rows
 from credit_rl.trajectory import Group, example_group
 
 
-@pytest.mark.skipif(importlib.util.find_spec('trl') is None, reason='trl is not installed: pip install credit_rl[train]')
+@pytest.mark.skipif(
+    importlib.util.find_spec('trl') is None, reason='trl is not installed: pip install credit_rl[train]'
+)
 def test_the_command_leaves_a_model_that_loads(tmp_path, root, monkeypatch):
     monkeypatch.chdir(root)
-    main([f'run={tmp_path / "run"}', 'model=data/tiny_base', 'questions=60', 'dev_questions=15', 'test_questions=60', 'threads=1', 'seed=3',
-          'sft.questions=24', 'sft.attempts=8', 'sft.epochs=2', 'sft.learning_rate=1e-3'])
+    main([
+        f'run={tmp_path / "run"}', 'model=data/tiny_base', 'questions=60', 'dev_questions=15', 'test_questions=60',
+        'threads=1', 'seed=3', 'sft.questions=24', 'sft.attempts=8', 'sft.epochs=2', 'sft.learning_rate=1e-3'
+    ])
     summary = json.loads((tmp_path / 'run' / 'summary.json').read_text())
-    assert summary['method'] == 'sft' and summary['rows'] > 5 and 0 <= summary['final_em'] <= 1 and len(summary['losses']) > 0
+    assert summary['method'] == 'sft' and summary['rows'] > 5 and 0 <= summary['final_em'] <= 1 and len(
+        summary['losses']) > 0
     model, tokenizer = load_model(str(tmp_path / 'run' / 'model'))
     base, _ = load_model('data/tiny_base')
     assert any(not torch.equal(a, b) for a, b in zip(model.parameters(), base.parameters()))
-    with pytest.raises(SystemExit, match='already holds a run'): main([f'run={tmp_path / "run"}', 'model=data/tiny_base'])
+    with pytest.raises(SystemExit, match='already holds a run'):
+        main([f'run={tmp_path / "run"}', 'model=data/tiny_base'])
 
 
-@pytest.mark.parametrize('given, message', [('sft.questons=9', "no setting 'sft.questons'; there are sft.questions, sft.attempts"), ('dry_run=true', 'dry_run is for training by reinforcement')])
+@pytest.mark.parametrize(
+    'given, message',
+    [
+        ('sft.questons=9', "no setting 'sft.questons'; there are sft.questions, sft.attempts"),
+        ('dry_run=true', 'dry_run is for training by reinforcement'),
+    ],
+)
 def test_what_it_does_not_take_is_refused_before_it_plays(tmp_path, root, monkeypatch, given, message):
     monkeypatch.chdir(root)
     with pytest.raises(SystemExit, match=message): main([f'run={tmp_path / "run"}', 'model=data/tiny_base', given])
@@ -38,7 +50,8 @@ def test_games_are_different_right_and_few():
     kept = keep_right([Group(group.question, [right, right, wrong]), Group(group.question, [wrong])])
     assert [len(g.trajectories) for g in kept] == [1] and kept[0].trajectories[0] is right
     (row,) = sft_rows(kept)
-    assert len(row['input_ids']) == len(row['labels']) and {l for l in row['labels'] if l != -100} <= set(row['input_ids'])
+    assert len(row['input_ids']) == len(row['labels']) and {l for l in row['labels'] if l != -100} <= set(
+        row['input_ids'])
 
 
 def test_without_trl_the_extra_is_named(root):
@@ -46,6 +59,9 @@ def test_without_trl_the_extra_is_named(root):
         fine_tune(None, None, [{'input_ids': [1], 'labels': [1]}])
 
 
-@pytest.mark.parametrize('arguments, message', [(['modle=x'], "did you mean 'model'"), (['model=nowhere'], 'neither a folder'), (['sft.atempts=3'], 'atempts')])
+@pytest.mark.parametrize(
+    'arguments, message',
+    [(['modle=x'], "did you mean 'model'"), (['model=nowhere'], 'neither a folder'), (['sft.atempts=3'], 'atempts')],
+)
 def test_mistakes_in_a_line(arguments, message):
     with pytest.raises(SystemExit, match=message): main(arguments)

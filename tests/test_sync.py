@@ -1,4 +1,5 @@
-"Between engine and learner, without vLLM: which weights are whole, where a turn ends, how far two log-probabilities lie apart, and what corrects for it."
+("Between engine and learner, without vLLM: which weights are whole, where a turn ends, how far two log-probabilities "
+ "lie apart, and what corrects for it.")
 import math
 
 import pytest
@@ -22,10 +23,15 @@ BYTES, WORDS = byte_tokenizer(), tiny_tokenizer()
 
 # ---- where a turn ends ----
 
+
 @settings(deadline=None, max_examples=300)
-@given(st.lists(st.sampled_from('</think> x;>'), min_size=1, max_size=25).map(''.join), st.lists(st.sampled_from(['</think>', '>', '>;', 'x x', ' x', 'nk']), min_size=1, max_size=3, unique=True))
+@given(
+    st.lists(st.sampled_from('</think> x;>'), min_size=1, max_size=25).map(''.join),
+    st.lists(st.sampled_from(['</think>', '>', '>;', 'x x', ' x', 'nk']), min_size=1, max_size=3, unique=True),
+)
 def test_only_after_some_tokens_text_needs_looking_at(text, stop):
-    "The first token after which the text contains a stop string is among those that may end a turn; one of the sure ones always ends it."
+    """The first token after which the text contains a stop string is among those that may end a turn; one of the sure
+    ones always ends it."""
     surely, may = stop_tokens(BYTES, len(BYTES), tuple(stop))
     assert surely <= may
     seen = []
@@ -48,19 +54,24 @@ def test_a_learners_weights_are_whole(root):
     model, _ = load_model(str(root / 'data' / 'tiny_base'))
     shapes, shared = parameter_shapes(root / 'data' / 'tiny_base')
     assert shared and set(shapes) == {n for n, _ in model.named_parameters(remove_duplicate=False)}
-    for named in (dict(model.named_parameters()), dict(model.named_parameters(remove_duplicate=False)), Learner(model, Loss(), Optimiser()).weights()):
+    for named in (dict(model.named_parameters()), dict(model.named_parameters(remove_duplicate=False)),
+                  Learner(model, Loss(), Optimiser()).weights()):
         whole = complete(named, shapes, shared)
-        assert set(whole) == set(shapes) and whole['lm_head.weight'].data_ptr() == whole['model.embed_tokens.weight'].data_ptr()
+        assert set(whole) == set(
+            shapes) and whole['lm_head.weight'].data_ptr() == whole['model.embed_tokens.weight'].data_ptr()
         assert not any(t.requires_grad for t in whole.values())
 
 
 def test_an_output_layer_of_its_own_is_not_made_up(tmp_path):
     from transformers import Qwen2Config, Qwen2ForCausalLM
-    model = Qwen2ForCausalLM(Qwen2Config(vocab_size=20, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, tie_word_embeddings=False))
+    model = Qwen2ForCausalLM(
+        Qwen2Config(vocab_size=20, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2,
+                    num_key_value_heads=1, tie_word_embeddings=False))
     model.save_pretrained(tmp_path)
     shapes, shared = parameter_shapes(tmp_path)
     named = dict(model.named_parameters())
-    assert not shared and complete(named, shapes, shared)['lm_head.weight'].data_ptr() == model.lm_head.weight.data_ptr()
+    assert not shared and complete(named, shapes,
+                                   shared)['lm_head.weight'].data_ptr() == model.lm_head.weight.data_ptr()
     with pytest.raises(ValueError, match='lm_head.weight'):
         complete({n: t for n, t in named.items() if n != 'lm_head.weight'}, shapes, shared)
 
@@ -73,7 +84,8 @@ SHAPE = (4, 6)
 @settings(deadline=None)
 @given(st.integers(0, 10**6), st.sampled_from(['truncated', 'masked']), st.booleans())
 def test_weights_multiply_a_positive_part_of_the_loss(seed, kind, by_trajectory):
-    "Weights are at least 0, so weighing a token's term and weighing its advantage are the same: for every loss of `losses`."
+    """Weights are at least 0, so weighing a token's term and weighing its advantage are the same: for every loss of
+    `losses`."""
     g = torch.Generator().manual_seed(seed)
     logp, old, engine = (-3 * torch.rand(SHAPE, generator=g) for _ in range(3))
     trained, advantages = torch.rand(SHAPE, generator=g) < .7, torch.randn(SHAPE, generator=g)
@@ -91,7 +103,8 @@ def test_weights_multiply_a_positive_part_of_the_loss(seed, kind, by_trajectory)
 @settings(deadline=None)
 @given(st.integers(0, 10**6))
 def test_weighted_by_the_ratio_an_expectation_is_the_learners(seed):
-    "Over the whole vocabulary, sum of engine probability · weight · f is the sum of learner probability · f; truncation only takes away."
+    """Over the whole vocabulary, sum of engine probability · weight · f is the sum of learner probability · f;
+    truncation only takes away."""
     g = torch.Generator().manual_seed(seed)
     engine, learner = (torch.randn(1, 9, generator=g).log_softmax(-1) for _ in range(2))
     f, every = torch.rand(1, 9, generator=g), torch.ones(1, 9, dtype=torch.bool)
@@ -105,7 +118,8 @@ def test_weighted_by_the_ratio_an_expectation_is_the_learners(seed):
 def test_a_long_trajectory_does_not_overflow_into_nonsense():
     far = torch.zeros(1, 2000)
     for kind, wanted in (('truncated', 2.), ('masked', 0.)):
-        assert sampler_weights(far, far - 5, far == 0, kind, row_trajectory=torch.tensor([0])).unique().tolist() == [wanted]
+        assert sampler_weights(far, far - 5, far == 0, kind,
+                               row_trajectory=torch.tensor([0])).unique().tolist() == [wanted]
     assert sampler_weights(far - 5, far, far == 0, row_trajectory=torch.tensor([0])).unique().tolist() == [0.]
 
 
@@ -120,4 +134,5 @@ def test_the_gap_counts_sampled_tokens_alone():
 
 def test_the_other_engine_records_what_the_learner_reads(root):
     model, tokenizer = load_model(str(root / 'data' / 'tiny_base'))
-    assert sync_gap(HFEngine(model.cpu(), tokenizer), model, [[10, 11, 12], [13]], tolerance=1e-4)['logp_gap_max'] < 1e-4
+    assert sync_gap(HFEngine(model.cpu(), tokenizer), model, [[10, 11, 12], [13]],
+                    tolerance=1e-4)['logp_gap_max'] < 1e-4

@@ -65,8 +65,18 @@ def test_the_cut_is_per_passage_and_leaves_titles():
     assert SearchTool(BM, 1, 8, count_tokens=len).run(['red']) == 'Doc 1 (Title: "Title 0") red fox'
 
 
-@pytest.mark.parametrize('bad, said', [('red', 'list of strings'), (None, 'list of strings'), ({'q': 1}, 'list of strings'), ([], 'no query'),
-                                       ([''], 'non-empty'), (['red', 3], 'non-empty'), ([' '], 'non-empty')])
+@pytest.mark.parametrize(
+    'bad, said',
+    [
+        ('red', 'list of strings'),
+        (None, 'list of strings'),
+        ({'q': 1}, 'list of strings'),
+        ([], 'no query'),
+        ([''], 'non-empty'),
+        (['red', 3], 'non-empty'),
+        ([' '], 'non-empty'),
+    ],
+)
 def test_a_malformed_call_is_told_and_does_not_reach_the_retriever(bad, said):
     stub = Stub()
     (text, result), (good, ok) = SearchTool(stub, 1, 9).call([bad, ['red']])
@@ -132,8 +142,10 @@ def test_within():
     with pytest.raises(KeyError): within(lambda: {}['x'], None)
 
 
-@pytest.mark.parametrize('arguments', [dict(k=0), dict(k=None), dict(k=-1), dict(max_tokens=0), dict(max_tokens='9'), dict(seconds=0),
-                                       dict(seconds=-1)])
+@pytest.mark.parametrize(
+    'arguments',
+    [dict(k=0), dict(k=None), dict(k=-1), dict(max_tokens=0), dict(max_tokens='9'), dict(seconds=0), dict(seconds=-1)],
+)
 def test_the_door(arguments):
     with pytest.raises(ValueError, match=next(iter(arguments))):
         SearchTool(BM, **{'k': 1, 'max_tokens': 9, **arguments})
@@ -238,15 +250,32 @@ def test_all_of_them_side_by_side_say_what_they_say_alone():
         assert together[-1] == ('42', Result.OK) and programs
 
 
-@pytest.mark.parametrize('code, text', [
-    ('print(347 * 28)', '9716'), ('x = 3', 'No output.'), ('6 * 7', 'No output.'), ('', 'No output.'), ('# nothing', 'No output.'),
-    ('print("Zürich 東京 😀")', 'Zürich 東京 😀'), ('größe = 2\nprint(größe)', '2'), ('print(1, end="")', '1'), ('print("a\\n\\n")', 'a'), ('print("  a ")', '  a '),
-    ('print(search("red fox"))', 'found red fox'), ('print(search(query="x"))', 'found x'), ('s = search\nprint([s(q) '
-                                                                                             'for q in "ab"])', "['found a', 'found b']"),
-    ('import math, re, json\nprint(math.floor(2.5), re.findall("[0-9]+", "a1b22"), json.dumps({"a": 1}))', "2 ['1', '22'] {\"a\": 1}"),
-    ('def f(n): return n if n < 2 else f(n - 1) + f(n - 2)\nprint(f(10))', '55'), ('import sys\nprint("log", '
-                                                                                   'file=sys.stderr)\nprint("out")', 'out'),
-    ('try: 1 / 0\nexcept ZeroDivisionError as e: print(e)', 'division by zero'), ('print("a" * 300)', 'a' * 300)])
+@pytest.mark.parametrize(
+    'code, text',
+    [
+        ('print(347 * 28)', '9716'),
+        ('x = 3', 'No output.'),
+        ('6 * 7', 'No output.'),
+        ('', 'No output.'),
+        ('# nothing', 'No output.'),
+        ('print("Zürich 東京 😀")', 'Zürich 東京 😀'),
+        ('größe = 2\nprint(größe)', '2'),
+        ('print(1, end="")', '1'),
+        ('print("a\\n\\n")', 'a'),
+        ('print("  a ")', '  a '),
+        ('print(search("red fox"))', 'found red fox'),
+        ('print(search(query="x"))', 'found x'),
+        ('s = search\nprint([s(q) for q in "ab"])', "['found a', 'found b']"),
+        (
+            'import math, re, json\nprint(math.floor(2.5), re.findall("[0-9]+", "a1b22"), json.dumps({"a": 1}))',
+            "2 ['1', '22'] {\"a\": 1}",
+        ),
+        ('def f(n): return n if n < 2 else f(n - 1) + f(n - 2)\nprint(f(10))', '55'),
+        ('import sys\nprint("log", file=sys.stderr)\nprint("out")', 'out'),
+        ('try: 1 / 0\nexcept ZeroDivisionError as e: print(e)', 'division by zero'),
+        ('print("a" * 300)', 'a' * 300),
+    ],
+)
 def test_programs_that_work(code, text):
     assert PYTHON.call([code]) == [(text, Result.OK)]
 
@@ -284,13 +313,15 @@ def test_without_a_search_there_is_none():
     assert PythonTool().run('search("a")') == "Error: NameError: name 'search' is not defined"
 
 
-@pytest.mark.parametrize('search, said, result', [(fatal, "RuntimeError: the search failed: KeyError: 'the index is "
-                                                          "gone'", Result.ERROR),
-                                                  (lambda q: 3, 'RuntimeError: the search failed: it gave int, not a '
-                                                                'text', Result.ERROR),
-                                                  (SearchTool(Stub(), 1, 9), "RuntimeError: KeyError: 'a\\nb'", Result.ERROR),
-                                                  (SearchTool(Stub(), 1, 9, seconds=0.05), 'TimeoutError: the search '
-                                                                                           'took too long', Result.TIMEOUT)])
+@pytest.mark.parametrize(
+    'search, said, result',
+    [
+        (fatal, "RuntimeError: the search failed: KeyError: 'the index is gone'", Result.ERROR),
+        (lambda q: 3, 'RuntimeError: the search failed: it gave int, not a text', Result.ERROR),
+        (SearchTool(Stub(), 1, 9), "RuntimeError: KeyError: 'a\\nb'", Result.ERROR),
+        (SearchTool(Stub(), 1, 9, seconds=0.05), 'TimeoutError: the search took too long', Result.TIMEOUT),
+    ],
+)
 def test_a_search_that_fails_is_an_exception_in_the_program(search, said, result):
     tool, query = PythonTool(search=search), 'hang' if result is Result.TIMEOUT else 'broken'
     assert tool.call([f'print("before")\nprint(search("{query}"))']) == [(f'Error: {said}\nbefore', result)]
@@ -384,7 +415,17 @@ def test_a_forked_process_is_refused_and_does_not_hang():
     assert done.stdout == '7 2\n', done.stderr
 
 
-@pytest.mark.parametrize('bad', [dict(seconds=0), dict(memory_mb=-1), dict(output_chars=0), dict(searches=0), dict(workers='2'), dict(seconds=None)])
+@pytest.mark.parametrize(
+    'bad',
+    [
+        dict(seconds=0),
+        dict(memory_mb=-1),
+        dict(output_chars=0),
+        dict(searches=0),
+        dict(workers='2'),
+        dict(seconds=None),
+    ],
+)
 def test_the_limits_of_programs(bad):
     with pytest.raises(ValueError, match=next(iter(bad))): PythonTool(**bad)
 

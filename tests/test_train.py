@@ -1,4 +1,5 @@
-"""Whole runs: what is refused before anything is computed, that a run repeats itself, and that one killed anywhere ends as if it had not been."""
+"""Whole runs: what is refused before anything is computed, that a run repeats itself, and that one killed anywhere
+ends as if it had not been."""
 import errno
 import json
 import multiprocessing
@@ -27,9 +28,10 @@ from credit_rl.vllm_engine import VLLMSettings
 
 ROOT = Path(__file__).resolve().parents[1]
 BASE = str(ROOT / 'data' / 'tiny_base')
-# a run of two seconds with checkpoints in it; the KL term makes it update at every step, so that a state that is not restored shows
-SHORT = dict(model=BASE, steps=4, eval_every=2, questions_per_step=4, group_size=4, questions=50, dev_questions=8, test_questions=8,
-             max_turns=3, turn_tokens=12, kl=.01, world={'size': 200}, threads=1)
+# a run of two seconds with checkpoints in it; the KL term makes it update at every step, so that a state that is not
+# restored shows
+SHORT = dict(model=BASE, steps=4, eval_every=2, questions_per_step=4, group_size=4, questions=50, dev_questions=8,
+             test_questions=8, max_turns=3, turn_tokens=12, kl=.01, world={'size': 200}, threads=1)
 
 
 def command(settings):
@@ -63,7 +65,10 @@ def results(folder):
 
 def logged(folder):
     "The lines of metrics.jsonl as they were written, the clocks apart."
-    return [{k: v for k, v in json.loads(line).items() if not k.startswith('seconds')} for line in (folder / 'metrics.jsonl').read_text().splitlines()]
+    return [{k: v
+             for k, v in json.loads(line).items()
+             if not k.startswith('seconds')}
+            for line in (folder / 'metrics.jsonl').read_text().splitlines()]
 
 
 def assert_same(a, b):
@@ -87,7 +92,10 @@ def test_a_run_tells_how_it_goes(whole):
     summary = results(folder)
     assert summary['steps'] == 4 and summary['questions'] == 8 and not summary['collapsed']
     assert {row['kind'] for row in read_turns(folder)} == {'before', 'train', 'after'}
-    assert all(len(row['advantages']) == len(row['trajectory']['turns']) for row in read_turns(folder) if row['kind'] == 'train')
+    assert all(
+        len(row['advantages']) == len(row['trajectory']['turns'])
+        for row in read_turns(folder)
+        if row['kind'] == 'train')
 
 
 def test_the_same_settings_give_the_same_run(whole, tmp_path):
@@ -102,10 +110,13 @@ def test_the_same_settings_give_the_same_run(whole, tmp_path):
 @pytest.mark.parametrize('method', ['ppo', 'tips'])
 def test_one_attempt_per_question(tmp_path, method):
     "As PPO's papers have it: nothing that compares within a group is needed, and of groups nothing is logged."
-    run = train({**SHORT, 'method': method, 'group_size': 1, 'steps': 2, 'run': str(tmp_path / 'run')}, say=lambda line: None)
+    run = train({**SHORT, 'method': method, 'group_size': 1, 'steps': 2, 'run': str(tmp_path / 'run')},
+                say=lambda line: None)
     table = read_metrics(run)
     assert table.step.tolist() == [0, 1, 2] and table.reward[1:].notna().all() and table.grad_norm[1:].gt(0).all()
-    assert table.trajectories[1:].tolist() == [4, 4] and table[['groups_all_right', 'groups_mixed', 'groups_all_wrong']].isna().all(axis=None)
+    assert table.trajectories[1:].tolist() == [4, 4] and table[[
+        'groups_all_right', 'groups_mixed', 'groups_all_wrong'
+    ]].isna().all(axis=None)
     training_curves(run)
 
 
@@ -116,7 +127,8 @@ context.set_forkserver_preload(['credit_rl.train', 'transformers.models.qwen2.mo
 
 
 def deadly(owner, name, count, matches=lambda *args: True, before=lambda *args: None):
-    "Make the `count`-th call of `owner.name` that `matches` the process's last deed; `before` is called with its arguments."
+    """Make the `count`-th call of `owner.name` that `matches` the process's last deed; `before` is called with its
+    arguments."""
     call, left = getattr(owner, name), [count]
 
     def counted(*args, **kwargs):
@@ -139,17 +151,26 @@ DEATHS = {
     'before anything is logged': lambda: deadly(RunLog, '_append', 1),
     'in the middle of the first line of metrics': lambda: deadly(RunLog, '_append', 2, before=half_written),
     'in the middle of the rollouts of step 1': lambda: deadly(RunLog, '_append', 3, before=half_written),
-    'in the middle of the metrics of step 2, before its checkpoint': lambda: deadly(RunLog, '_append', 6, before=half_written),
-    'between the two renames of a checkpoint': lambda: deadly(os, 'rename', 2, lambda a, b: str(b).endswith('step-000002') or str(b).endswith('step-000000')),
+    'in the middle of the metrics of step 2, before its checkpoint': lambda: deadly(
+        RunLog, '_append', 6, before=half_written
+    ),
+    'between the two renames of a checkpoint': lambda: deadly(
+        os, 'rename', 2, lambda a, b: str(b).endswith('step-000002') or str(b).endswith('step-000000')
+    ),
     'in the middle of the last rollouts': lambda: deadly(RunLog, '_append', 11, before=half_written),
-    'with everything done but the summary': lambda: deadly(os, 'replace', 1, lambda a, b: str(b).endswith('summary.json')),
-    'before the third best checkpoint gets its name': lambda: deadly(os, 'replace', 3, lambda a, b: str(b).endswith('best')),
+    'with everything done but the summary': lambda: deadly(
+        os, 'replace', 1, lambda a, b: str(b).endswith('summary.json')
+    ),
+    'before the third best checkpoint gets its name': lambda: deadly(
+        os, 'replace', 3, lambda a, b: str(b).endswith('best')
+    ),
 }
 ANYWHERE = [death for death in DEATHS if 'third' not in death]             # those that every run meets
 
 
 def sitting(settings, death=None, rising=False):
-    "A run, or the rest of one, in a process of its own. `rising`: pretend that the dev score rises with each step, so that each checkpoint is the best."
+    """A run, or the rest of one, in a process of its own. `rising`: pretend that the dev score rises with each step,
+    so that each checkpoint is the best."""
     sys.stdout = sys.stderr = open(os.devnull, 'w')
     torch.cuda.is_available = lambda: False
     if rising:
@@ -198,7 +219,8 @@ def test_killed_at_random_moments_again_and_again(whole, tmp_path):
 
 def test_the_command_is_killed_and_resumed(whole, tmp_path):
     settings = {**SHORT, 'run': str(tmp_path / 'killed')}
-    run = subprocess.Popen(command(settings), cwd=ROOT, env=on_a_cpu(), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    run = subprocess.Popen(command(settings), cwd=ROOT, env=on_a_cpu(), stdin=subprocess.DEVNULL,
+                           stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     for line in run.stdout:
         if line.startswith('step 3/4'):
             break
@@ -212,9 +234,11 @@ def test_the_command_is_killed_and_resumed(whole, tmp_path):
 
 @pytest.mark.skipif(not hasattr(resource, 'prlimit'), reason='limits of another process are set on Linux alone')
 def test_a_disk_that_takes_no_more_ends_a_run_in_a_line(whole, tmp_path):
-    "Said are the file, what stands in the way and what stays; with room again the run goes on, to the very numbers of a whole one."
+    """Said are the file, what stands in the way and what stays; with room again the run goes on, to the very numbers
+    of a whole one."""
     settings = {**SHORT, 'run': str(tmp_path / 'run')}
-    run = subprocess.Popen(command({**settings, 'track': ''}), cwd=ROOT, env=on_a_cpu(), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    run = subprocess.Popen(command({**settings, 'track': ''}), cwd=ROOT, env=on_a_cpu(), stdin=subprocess.DEVNULL,
+                           stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     for line in run.stdout:
         if line.startswith('base: EM'):                                # the first checkpoint is there
             resource.prlimit(run.pid, resource.RLIMIT_FSIZE, (300_000, 300_000))
@@ -223,16 +247,21 @@ def test_a_disk_that_takes_no_more_ends_a_run_in_a_line(whole, tmp_path):
     kept = latest_checkpoint(tmp_path / 'run')[0]
     message = said.splitlines()[-1]
     assert run.returncode == 1 and 'Traceback' not in said and not (tmp_path / 'run' / 'summary.json').exists(), said
-    assert message.startswith(f'credit_rl.train: the checkpoint {tmp_path}/run/checkpoints/step-00000{kept + 2} could not be written (RuntimeError: '), said
-    for words in ('GB free', 'the file size limit is 0.3 MB', 'earlier checkpoints are kept', 'resume=True'): assert words in message, said
+    assert message.startswith(f'credit_rl.train: the checkpoint {tmp_path}/run/checkpoints/step-00000{kept + 2} could '
+                              'not be written (RuntimeError: '), said
+    for words in ('GB free', 'the file size limit is 0.3 MB', 'earlier checkpoints are kept', 'resume=True'):
+        assert words in message, said
     assert kept < 4 and not [p for p in (tmp_path / 'run' / 'checkpoints').iterdir() if p.name.endswith('part')]
     assert sit({**settings, 'resume': True}) == 0
     assert_same(whole[0], tmp_path / 'run')
 
 
 def test_another_failure_while_a_checkpoint_is_written_is_no_matter_of_the_disk(tmp_path):
-    with pytest.raises(RuntimeError, match='^connection closed$'), training.saving(tmp_path / 'step-000002'): raise RuntimeError('connection closed')
-    with pytest.raises(OSError, match=r'step-000002 could not be written \(OSError: .* No space left on device\); its disk has [0-9.e+]+ GB free; earlier'), training.saving(tmp_path / 'step-000002'):
+    with pytest.raises(RuntimeError, match='^connection closed$'), training.saving(tmp_path / 'step-000002'):
+        raise RuntimeError('connection closed')
+    with pytest.raises(
+            OSError, match=r'step-000002 could not be written \(OSError: .* No space left on device\); its '
+            r'disk has [0-9.e+]+ GB free; earlier'), training.saving(tmp_path / 'step-000002'):
         raise OSError(errno.ENOSPC, 'No space left on device')
 
 
@@ -254,7 +283,9 @@ def idle(monkeypatch):
     "Fail the test if anything is computed: no model, no world to play in, no rollout."
     def refuse(*args, **kwargs):
         pytest.fail('something was computed')
-    for module, names in ((training, ('set_stage', 'rollout', 'evaluate')), (staging, ('load_model', 'make_base', 'HFEngine', 'BM25'))):
+
+    for module, names in ((training, ('set_stage', 'rollout', 'evaluate')), (staging, ('load_model', 'make_base',
+                                                                                       'HFEngine', 'BM25'))):
         for name in names:
             monkeypatch.setattr(module, name, refuse)
 
@@ -298,7 +329,8 @@ def bad(tmp_path):
     shutil.copytree(BASE, no_weights, ignore=shutil.ignore_patterns('*.safetensors'))
     empty_corpus = tmp_path / 'empty_corpus'
     empty_corpus.mkdir()
-    for name, rows in (('train.json', [HOTPOT]), ('dev.json', [{**HOTPOT, '_id': str(i)} for i in range(4)]), ('corpus.json', [])):
+    for name, rows in (('train.json', [HOTPOT]), ('dev.json', [{**HOTPOT, '_id': str(i)}
+                                                               for i in range(4)]), ('corpus.json', [])):
         (empty_corpus / name).write_text(json.dumps(rows))
     no_questions = tmp_path / 'no_questions'
     no_questions.mkdir()
@@ -309,18 +341,22 @@ def bad(tmp_path):
     file.write_text('a file, not a folder')
     begun = tmp_path / 'begun'
     RunLog(begun).write_params({'method': 'tspo'})
-    return {p.name: str(p) for p in (no_tokenizer, no_weights, empty_corpus, no_questions, one_question, file, begun)} | {'below a file': str(file / 'run')}
+    return {p.name: str(p) for p in (no_tokenizer, no_weights, empty_corpus, no_questions, one_question, file, begun)
+            } | {'below a file': str(file / 'run')}
 
 
 REFUSED = {
     'unknown method': (dict(method='tsop'), "no method 'tsop'; did you mean 'tspo'"),
     'unknown parameter': (dict(metod='grpo'), "no setting 'metod'; did you mean 'method'"),
-    'unknown option of the method': (dict(options={'alhpa': 1.}), "no option 'alhpa'; did you mean 'alpha'"),
+    'unknown option of the method': (dict(options={'alhpa': 1.0}), "no option 'alhpa'; did you mean 'alpha'"),
     'wrong kind of value': (dict(steps='many'), "steps must be a int, got 'many'"),
     'model folder without tokenizer': (dict(model='no_tokenizer'), 'has no tokenizer: save one into it'),
     'model folder without model': (dict(model='empty_corpus'), 'has no config.json'),
     'model folder without weights': (dict(model='no_weights'), r'has no weights: wanted \*.safetensors'),
-    'nobody at the search server': (dict(data='hotpotqa', path='empty_corpus', corpus='http://127.0.0.1:9'), 'a query was tried: http://127.0.0.1:9/retrieve cannot be reached'),
+    'nobody at the search server': (
+        dict(data='hotpotqa', path='empty_corpus', corpus='http://127.0.0.1:9'),
+        'a query was tried: http://127.0.0.1:9/retrieve cannot be reached',
+    ),
     'no model folder': (dict(model='./nowhere'), 'neither a folder here nor a name'),
     'empty corpus': (dict(data='hotpotqa', path='empty_corpus'), 'has no rows'),
     'no questions': (dict(data='hotpotqa', path='no_questions'), 'has no hotpotqa questions'),
@@ -332,8 +368,8 @@ REFUSED = {
     'no turns': (dict(max_turns=0), 'max_turns must be at least 1, got 0'),
     'no steps to speak of': (dict(steps=-1), 'steps must be at least 0, got -1'),
     'no mini-batch': (dict(minibatches=0), 'minibatches must be at least 1, got 0'),
-    'cut-off sampling': (dict(top_p=.9), 'training takes top_p=1'),
-    'frozen sampling': (dict(temperature=0.), 'temperature must be above 0'),
+    'cut-off sampling': (dict(top_p=0.9), 'training takes top_p=1'),
+    'frozen sampling': (dict(temperature=0.0), 'temperature must be above 0'),
     'unknown average': (dict(average='mean'), "average must be one of token-mean, .*, got 'mean'"),
     'unknown world': (dict(world={'sise': 200}), "world takes size, .*, got 'sise'"),
     'impossible world': (dict(world={'size': 3}), 'size must be at least 50'),
@@ -347,10 +383,14 @@ REFUSED = {
 @pytest.mark.parametrize('name', REFUSED)
 def test_bad_input_is_refused_before_any_compute(idle, bad, tmp_path, name):
     given, message = REFUSED[name]
-    settings = {**SHORT, 'run': str(tmp_path / 'run'), **{k: bad.get(v, v) if isinstance(v, str) else v for k, v in given.items()}}
+    settings = {
+        **SHORT, 'run': str(tmp_path / 'run'),
+        **{k: bad.get(v, v) if isinstance(v, str) else v for k, v in given.items()}
+    }
     with pytest.raises((ValueError, OSError), match=message):
         train(settings, say=lambda line: pytest.fail(f'something was begun: {line}'))
-    assert not (tmp_path / 'run' / 'params.yaml').exists()             # so that the same folder can be used when the mistake is mended
+    # so that the same folder can be used when the mistake is mended
+    assert not (tmp_path / 'run' / 'params.yaml').exists()
 
 
 def test_a_tiny_model_is_not_made_for_a_mistake(idle, tmp_path):
@@ -358,11 +398,18 @@ def test_a_tiny_model_is_not_made_for_a_mistake(idle, tmp_path):
         train({'run': str(tmp_path / 'run'), 'group_size': 1})
 
 
-@pytest.mark.parametrize('arguments, message', [
-    (['metod=grpo'], "no setting 'metod'; did you mean 'method'"), (['method=gpro'], "no method 'gpro'; did you mean 'igpo'"),
-    (['--params', 'nowhere.yaml'], 'nowhere.yaml'), (['--params', 'params.yaml', 'metod=grpo'], 'did you mean'), (['learning_rate=fast'], 'learning_rate must be a float'),
-    (['--params', 'list.yaml'], 'wanted lines such as'), (['steps=[1'], 'parsing a flow sequence'),
-])
+@pytest.mark.parametrize(
+    'arguments, message',
+    [
+        (['metod=grpo'], "no setting 'metod'; did you mean 'method'"),
+        (['method=gpro'], "no method 'gpro'; did you mean 'igpo'"),
+        (['--params', 'nowhere.yaml'], 'nowhere.yaml'),
+        (['--params', 'params.yaml', 'metod=grpo'], 'did you mean'),
+        (['learning_rate=fast'], 'learning_rate must be a float'),
+        (['--params', 'list.yaml'], 'wanted lines such as'),
+        (['steps=[1'], 'parsing a flow sequence'),
+    ],
+)
 def test_the_command_line_tells_mistakes_in_a_line(idle, tmp_path, monkeypatch, arguments, message):
     (tmp_path / 'params.yaml').write_text(yaml.safe_dump({'steps': 3}))
     (tmp_path / 'list.yaml').write_text('- steps')
@@ -403,8 +450,10 @@ PAPER = dict(learner='deepspeed', ranks=8, stage=3, dtype='bfloat16')
 
 
 def test_a_dry_run_asks_a_search_server(tmp_path):
-    settings = dict(run=str(tmp_path / 'run'), data='hotpotqa', path=str(ROOT / 'data' / 'hotpotqa_sample.json'), dev_questions=1, test_questions=1)
-    assert 'cannot start: a query was tried: http://127.0.0.1:9/retrieve cannot be reached' in dry(**settings, corpus='http://127.0.0.1:9')[1]
+    settings = dict(run=str(tmp_path / 'run'), data='hotpotqa', path=str(ROOT / 'data' / 'hotpotqa_sample.json'),
+                    dev_questions=1, test_questions=1)
+    assert 'cannot start: a query was tried: http://127.0.0.1:9/retrieve cannot be reached' in dry(
+        **settings, corpus='http://127.0.0.1:9')[1]
     asked = []
 
     class Search:
@@ -418,7 +467,8 @@ def test_a_dry_run_asks_a_search_server(tmp_path):
 def test_a_dry_run_says_where_there_is_no_gpu(tmp_path, gpus):
     "Two ranks on a CPU are allowed; that a paper's eight will not be happy there is said."
     lines, refused = dry(**PAPER, run=str(tmp_path / 'run'))
-    assert refused is None and lines[-2].startswith('no GPU: 8 ranks would share the processor') and lines[-1].startswith('everything else is there'), lines
+    assert refused is None and lines[-2].startswith(
+        'no GPU: 8 ranks would share the processor') and lines[-1].startswith('everything else is there'), lines
     assert not any('no GPU' in line for line in dry(run=str(tmp_path / 'run'))[0])           # one process and a toy
     gpus(8)
     lines, refused = dry(**PAPER, run=str(tmp_path / 'run'))
@@ -430,15 +480,19 @@ def test_a_dry_run_weighs_gpus_and_memory(tmp_path, gpus, monkeypatch):
     gpus(4)
     assert '8 ranks need as many GPUs, but there are 4' in dry(**PAPER, run=run)[1]
     gpus(8, 1e6)
-    assert re.findall(r'GPU (.) has 0.0 GB, but a rank needs at least 0.1 GB', dry(**PAPER, run=run)[1]) == list('01234567')
+    assert re.findall(r'GPU (.) has 0.0 GB, but a rank needs at least 0.1 GB',
+                      dry(**PAPER, run=run)[1]) == list('01234567')
     config = training.make_config({**PAPER, 'model': BASE, 'run': run})
     needs = {'checkpoint': 1, 'rank': 90e9, 'start': 90e9, 'host': 10e9, 'file': 1e15}
     gpus(8)
     monkeypatch.setattr(training, '_free_memory', lambda: 79e9)
     memory, file, *others = training._missing_room(config, needs)
     assert memory == 'the memory of this host has 79.0 GB free, but 8 ranks take at least 80.0 GB'
-    assert file.startswith('/dev/shm has ') and file.endswith(' GB free, but the weights that 8 ranks give to vLLM take 8000000.0 GB')
-    assert others == [f'GPU {i} has 80.0 GB, but a rank needs at least 90.0 GB at its start, when models are whole' for i in range(8)]
+    assert file.startswith('/dev/shm has ') and file.endswith(' GB free, but the weights that 8 ranks give to vLLM '
+                                                              'take 8000000.0 GB')
+    assert others == [
+        f'GPU {i} has 80.0 GB, but a rank needs at least 90.0 GB at its start, when models are whole' for i in range(8)
+    ]
     monkeypatch.setattr(training, '_free_memory', lambda: 80e9)
     assert training._missing_room(config, {**needs, 'rank': 80e9, 'file': 0}) == []
 
@@ -446,7 +500,8 @@ def test_a_dry_run_weighs_gpus_and_memory(tmp_path, gpus, monkeypatch):
 def test_the_start_is_weighed_beside_a_vllm_that_does_not_sleep(gpus):
     gpus(1)
     needs = {'checkpoint': 1, 'rank': 50e9, 'start': 50e9, 'acting copy': 10e9, 'weights': 5e9}
-    config = lambda **vllm: training.make_config(dict(model=BASE, engine='vllm', vllm={'arguments': {'gpu_memory_utilization': .4}, **vllm}))
+    config = lambda **vllm: training.make_config(
+        dict(model=BASE, engine='vllm', vllm={'arguments': {'gpu_memory_utilization': .4}, **vllm}))
     assert training._missing_room(config(sleep_level=1), needs) == []
     (lacks,) = training._missing_room(config(), needs)
     assert lacks.startswith("GPU 0 has 80.0 GB, of which vLLM takes 32.0 GB, but 50.0 GB are the learner's")
@@ -456,7 +511,10 @@ def test_the_start_is_weighed_beside_a_vllm_that_does_not_sleep(gpus):
 def test_free_memory_is_a_containers_too(tmp_path):
     (info := tmp_path / 'meminfo').write_text('MemTotal: 200 kB\nMemAvailable: 100 kB\n')
     assert training._free_memory(info, tmp_path) == 102400
-    for name, text in (('memory.max', 'max\n'), ('memory.current', '50000\n'), ('memory.stat', 'anon 1\ninactive_file 3000\nactive_file 2000\n')): (tmp_path / name).write_text(text)
+    for name, text in (('memory.max', 'max\n'), ('memory.current', '50000\n'), ('memory.stat', 'anon 1\ninactive_file '
+                                                                                               '3000\nactive_file '
+                                                                                               '2000\n')):
+        (tmp_path / name).write_text(text)
     assert training._free_memory(info, tmp_path) == 102400
     (tmp_path / 'memory.max').write_text('60000\n')
     assert training._free_memory(info, tmp_path) == 15000
@@ -464,16 +522,24 @@ def test_free_memory_is_a_containers_too(tmp_path):
 
 
 def test_a_dry_run_of_a_warm_up_plays_nothing(monkeypatch, tmp_path, capsys):
-    for name in ('set_stage', 'make_engine', 'collect', 'load_model'): monkeypatch.setattr(preparing, name, lambda *a, **k: pytest.fail('something was computed'))
-    settings = dict(model=BASE, run=str(tmp_path / 'run'), data='hotpotqa', path=str(ROOT / 'data' / 'hotpotqa_sample.json'), dev_questions=1, test_questions=1, questions=100,
+    for name in ('set_stage', 'make_engine', 'collect', 'load_model'):
+        monkeypatch.setattr(preparing, name, lambda *a, **k: pytest.fail('something was computed'))
+    settings = dict(model=BASE, run=str(tmp_path / 'run'), data='hotpotqa',
+                    path=str(ROOT / 'data' / 'hotpotqa_sample.json'), dev_questions=1, test_questions=1, questions=100,
                     protocol='carl', max_turns=4, per_tier=10, warm_steps=7, warm_least=5, dry_run=True)
     typed = [f'{k}={json.dumps(v)}' for k, v in settings.items()]
     preparing.main(typed)
     said = capsys.readouterr().out
-    for words in ('470,144 parameters', 'memory of a rank, at least', '7 steps', 'before that, 625 rollouts at most', 'leave out dry_run'): assert words in said, said   # 101 · 5 tries, and of train and dev 20 each under 3 prompts
+    # 101 · 5 tries, and of train and dev 20 each under 3 prompts
+    for words in ('470,144 parameters', 'memory of a rank, at least', '7 steps', 'before that, 625 rollouts at most',
+                  'leave out dry_run'):
+        assert words in said, said
     assert not (tmp_path / 'run').exists()
-    for wrong, message in (({'corpus': 'http://127.0.0.1:9'}, 'a query was tried'), ({'warm_least': 8}, 'no step counts'), ({'other_corpus': 'http://127.0.0.1:9'}, 'a query was tried')):
-        with pytest.raises((ValueError, OSError), match=message): preparing.prepare(settings | wrong, say=lambda line: None)
+    for wrong, message in (({'corpus': 'http://127.0.0.1:9'}, 'a query was tried'),
+                           ({'warm_least': 8}, 'no step counts'), ({'other_corpus':
+                                                                    'http://127.0.0.1:9'}, 'a query was tried')):
+        with pytest.raises((ValueError, OSError), match=message):
+            preparing.prepare(settings | wrong, say=lambda line: None)
 
 
 def test_a_large_warm_up_tells_first_what_it_needs(monkeypatch, tmp_path):
@@ -481,7 +547,8 @@ def test_a_large_warm_up_tells_first_what_it_needs(monkeypatch, tmp_path):
     monkeypatch.setattr(preparing, '_prepare', begin)
     monkeypatch.setattr(preparing, 'is_large', lambda c: True)
     lines = []
-    with pytest.raises(KeyboardInterrupt): preparing.prepare(dict(model=BASE, protocol='carl-tiny', run=str(tmp_path / 'run')), say=lines.append)
+    with pytest.raises(KeyboardInterrupt):
+        preparing.prepare(dict(model=BASE, protocol='carl-tiny', run=str(tmp_path / 'run')), say=lines.append)
     assert any(line.startswith('before that, ') for line in lines) and any('memory of a rank' in line for line in lines)
 
 
@@ -495,7 +562,8 @@ def test_vllm_sleeps_while_the_learner_is_made(monkeypatch, tmp_path):
         hollow = False
         def __getattr__(self, name): return lambda *given: told.append(name)
     monkeypatch.setattr(training, 'make_engine', lambda *given: told.append('made') or Engine())
-    monkeypatch.setattr(training, 'make_learner', lambda config, method, model: told.append('learner') or SimpleNamespace(loss=method.loss))
+    monkeypatch.setattr(training, 'make_learner',
+                        lambda config, method, model: told.append('learner') or SimpleNamespace(loss=method.loss))
     monkeypatch.setattr(training, 'hand_over', lambda *given: told.append('weights'))
     config = training.make_config({**SHORT, 'track': '', 'engine': 'vllm', 'run': str(tmp_path / 'run')})
     monkeypatch.setattr(training, 'RunLog', lambda *given: training.SilentLog(config.run))
@@ -514,19 +582,28 @@ def test_each_rank_gives_its_vllm_its_own_gpu(monkeypatch):
     monkeypatch.setattr(staging, 'VLLMEngine', lambda folder, tokenizer, settings, **given: settings.devices)
     monkeypatch.setattr(torch.cuda, 'device_count', lambda: 8)
     monkeypatch.setenv('LOCAL_RANK', '2')
-    made = lambda **given: training.make_engine(training.make_config({'model': BASE, 'engine': 'vllm', **given, 'vllm': {'untried': True, **given.get('vllm', {})}}), None, None)
-    assert made(ranks=8, learner='deepspeed') == '2' and made() is None and made(vllm={'devices': '4,5', 'own_process': True}) == '4,5'
-    with pytest.raises(ValueError, match="each of 8 ranks starts a vLLM of its own, and devices='4,5'"): made(ranks=8, learner='deepspeed', vllm={'devices': '4,5'})
+    made = lambda **given: training.make_engine(
+        training.make_config({
+            'model': BASE, 'engine': 'vllm', **given, 'vllm': {'untried': True, **given.get('vllm', {})}
+        }), None, None)
+    assert made(ranks=8, learner='deepspeed') == '2' and made() is None and made(
+        vllm={'devices': '4,5', 'own_process': True}) == '4,5'
+    with pytest.raises(ValueError, match="each of 8 ranks starts a vLLM of its own, and devices='4,5'"):
+        made(ranks=8, learner='deepspeed', vllm={'devices': '4,5'})
     monkeypatch.setattr(torch.cuda, 'device_count', lambda: 4)
-    with pytest.raises(ValueError, match="devices='3,4', but this process sees 4 GPUs"): VLLMSettings(own_process=True, untried=True, devices='3,4')
+    with pytest.raises(ValueError, match="devices='3,4', but this process sees 4 GPUs"):
+        VLLMSettings(own_process=True, untried=True, devices='3,4')
     VLLMSettings(own_process=True, untried=True, devices='2,3')
 
 
 @pytest.mark.parametrize('given', [dict(ranks=2), dict(stage=3)], ids=['two learners', 'weights on the CPU'])
 @pytest.mark.parametrize('transfer', ['ipc', 'nccl'])
 def test_a_transfer_that_wants_whole_weights_on_one_gpu_is_refused_elsewhere(transfer, given):
-    config = training.make_config(dict(model=BASE, engine='vllm', learner='deepspeed', vllm={'transfer': transfer, 'untried': True, 'own_process': True}, **given))
-    with pytest.raises(ValueError, match=f"transfer='{transfer}' wants whole weights on one GPU"): training.check(config)
+    config = training.make_config(
+        dict(model=BASE, engine='vllm', learner='deepspeed',
+             vllm={'transfer': transfer, 'untried': True, 'own_process': True}, **given))
+    with pytest.raises(ValueError, match=f"transfer='{transfer}' wants whole weights on one GPU"):
+        training.check(config)
 
 
 def test_devices_for_all_ranks_are_refused():
@@ -535,14 +612,18 @@ def test_devices_for_all_ranks_are_refused():
 
 
 def test_an_estimate_counts_what_vllm_makes_the_learner_read():
-    reading = lambda **given: float(re.search(r'reading ([0-9.e+-]+)', '\n'.join(training._forecast(training.make_config({'model': BASE, 'method': 'grpo', 'kl': .01, **given}))))[1])
+    reading = lambda **given: float(
+        re.search(
+            r'reading ([0-9.e+-]+)', '\n'.join(
+                training._forecast(training.make_config({'model': BASE, 'method': 'grpo', 'kl': .01, **given}))))[1])
     assert reading(engine='vllm') == pytest.approx(2 * reading()) == reading(recompute=True)
 
 
 # ---- collapse ----
 
 def test_a_collapsed_answer_rate_stops_the_run(monkeypatch, tmp_path):
-    "After step 5 the model is wiped and babbles evenly; nothing is answered any more, and the run says so and ends. A resumed one knows."
+    """After step 5 the model is wiped and babbles evenly; nothing is answered any more, and the run says so and ends.
+    A resumed one knows."""
     monkeypatch.setattr(torch.cuda, 'is_available', lambda: False)
     step = training.train_step
 
@@ -554,7 +635,10 @@ def test_a_collapsed_answer_rate_stops_the_run(monkeypatch, tmp_path):
                     p.zero_()
         return metrics
     monkeypatch.setattr(training, 'train_step', wipe)
-    lines, settings = [], {**SHORT, 'run': str(tmp_path / 'run'), 'steps': 40, 'eval_every': 5, 'questions_per_step': 8, 'group_size': 2, 'log_kl': False}
+    lines, settings = [], {
+        **SHORT, 'run': str(tmp_path / 'run'), 'steps': 40, 'eval_every': 5, 'questions_per_step': 8, 'group_size': 2,
+        'log_kl': False
+    }
     train(settings, say=lines.append)
     table = read_metrics(tmp_path / 'run')
     assert table.answer_rate[1:6].mean() > .2 and table.answer_rate[6:].mean() < .03

@@ -1,6 +1,8 @@
-"""The vLLM engine against the Hugging Face engine and the learner. `make test-vllm` installs vLLM's CPU build and runs this; without vLLM it is skipped.
+"""The vLLM engine against the Hugging Face engine and the learner. `make test-vllm` installs vLLM's CPU build and runs
+this; without vLLM it is skipped.
 
-One engine per process on a CPU: vLLM keeps global state, so what needs another engine runs in a process of its own (tests/vllm_process.py).
+One engine per process on a CPU: vLLM keeps global state, so what needs another engine runs in a process of its own
+(tests/vllm_process.py).
 """
 import copy
 import importlib

@@ -77,8 +77,17 @@ def test_clusters_are_topics():
 PASSES, FAILS = GateReport(.9, .9, .9, .9, .9, (1, 1)), GateReport(.1, .9, .9, .9, .9, (1, 1))
 
 
-@pytest.mark.parametrize('how, passes, sat', [((200, 60, 25), lambda step: True, [0, 25, 50, 75]), ((200, 50, 25), lambda step: True, [0, 25, 50]), ((200, 60, 25), lambda step: step != 75, [0, 25, 50, 75, 100]),
-                                              ((70, 60, 25), lambda step: True, [0, 25, 50, 70]), ((200, 0, 25), lambda step: True, [0]), ((100, 60, 25), lambda step: step < 60, None)])
+@pytest.mark.parametrize(
+    'how, passes, sat',
+    [
+        ((200, 60, 25), lambda step: True, [0, 25, 50, 75]),
+        ((200, 50, 25), lambda step: True, [0, 25, 50]),
+        ((200, 60, 25), lambda step: step != 75, [0, 25, 50, 75, 100]),
+        ((70, 60, 25), lambda step: True, [0, 25, 50, 70]),
+        ((200, 0, 25), lambda step: True, [0]),
+        ((100, 60, 25), lambda step: step < 60, None),
+    ],
+)
 def test_the_first_pass_at_or_after_least_ends_it(monkeypatch, how, passes, sat):
     "A pass before `least` counts for nothing, and `least` need not be a step of an examination."
     taught = []
@@ -121,7 +130,9 @@ QUESTIONS = [
 TIER = torch.tensor([1 + i % 2 for i in range(60)])
 
 
-@pytest.mark.parametrize('per_tier, drawn', [(5, (5, 5)), ((9, 4), (9, 4)), ([4, 9], (4, 9)), (100, (30, 30)), ((100, 3), (30, 3))])
+@pytest.mark.parametrize(
+    'per_tier, drawn', [(5, (5, 5)), ((9, 4), (9, 4)), ([4, 9], (4, 9)), (100, (30, 30)), ((100, 3), (30, 3))]
+)
 def test_so_many_questions_of_each_tier(per_tier, drawn):
     how = Collecting(per_tier=per_tier, clusters=2)
     chosen = choose_questions(QUESTIONS, TIER, how)
@@ -219,7 +230,11 @@ def places(data, prompt):
     return out
 
 
-@pytest.mark.parametrize('how, share', [({}, .3), (dict(other=.5), .5), (dict(other=1.), 1.), (dict(other=0.), 0.), (dict(kind='random'), 0.)], ids=['as in the paper', 'half', 'all', 'none', 'random'])
+@pytest.mark.parametrize(
+    'how, share',
+    [({}, 0.3), (dict(other=0.5), 0.5), (dict(other=1.0), 1.0), (dict(other=0.0), 0.0), (dict(kind='random'), 0.0)],
+    ids=['as in the paper', 'half', 'all', 'none', 'random'],
+)
 def test_so_many_questions_are_searched_elsewhere(looked_up, how, share):
     """Three in ten unless told otherwise, wholly so, the same ones under every prompt and whenever they are played; a
     random collection has the one search."""

@@ -1,4 +1,5 @@
-"""Engines in processes of their own, for tests/test_vllm.py: `python tests/vllm_process.py NAME`. Prints `MEASURED {…}` with `ok`."""
+"""Engines in processes of their own, for tests/test_vllm.py: `python tests/vllm_process.py NAME`. Prints `MEASURED
+{…}` with `ok`."""
 import copy
 import dataclasses
 import json
