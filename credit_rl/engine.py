@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['Sampling', 'Finished', 'Samples', 'seed_of', 'draw', 'end_ids', 'stop_tokens', 'SlotCache', 'RowBatch', 'admitted',
-           'check_request', 'Stream', 'run_stream', 'HFEngine', 'ScriptedEngine']
+           'check_request', 'Stream', 'run_stream', 'continue_prompts', 'HFEngine', 'ScriptedEngine']
 
 # %% ../nbs/20_engine.ipynb #c002
 import hashlib, math, random
@@ -383,6 +383,14 @@ def run_stream(
             if keys is None: stream.release(f.key)
     return Samples(*([getattr(out[name], field) for name in names] for field in ('ids', 'logps', 'stop')))
 
+def continue_prompts(engine, prompts, sampling, n=1, keys=None, seeds=None):
+    """Continue each prompt (list of ids) `n` times: `Samples`. With `keys` the conversations go on in the stream that
+    the engine keeps, else in one of their own."""
+    if keys is None: return run_stream(engine.stream(sampling), prompts, n, None, seeds)
+    if engine.kept is None: engine.kept = engine.stream(sampling)
+    engine.kept.use(sampling)
+    return run_stream(engine.kept, prompts, n, keys, seeds)
+
 # %% ../nbs/20_engine.ipynb #c034
 class HFEngine:
     "Generate with a Hugging Face causal model on its own device; the model may be the one that is being trained."
@@ -407,12 +415,9 @@ class HFEngine:
     def generate(self, prompts, sampling, n=1, keys=None, seeds=None):
         """Continue each prompt (list of ids) `n` times. Returns `Samples`, prompts outermost. `seeds`: one per sample,
         default 0, 1, …"""
-        if keys is None: return run_stream(self.stream(sampling), prompts, n, None, seeds)
-        if len(keys) > self.max_rows:
+        if keys is not None and len(keys) > self.max_rows:
             raise ValueError(f'at most max_rows={self.max_rows} conversations are kept at once, got {len(keys)} keys')
-        if self.kept is None: self.kept = self.stream(sampling)
-        self.kept.use(sampling)
-        return run_stream(self.kept, prompts, n, keys, seeds)
+        return continue_prompts(self, prompts, sampling, n, keys, seeds)
 
     def release(self, keys):
         "Forget kept conversations."

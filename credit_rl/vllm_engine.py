@@ -11,7 +11,7 @@ __all__ = ['check_sampling', 'vllm_parameters', 'VLLMStream', 'parameter_shapes'
 import contextlib, importlib.util, os, random, signal, sys, tempfile, threading, time
 from dataclasses import dataclass, field, fields
 import torch
-from .engine import Finished, Sampling, check_request, end_ids, run_stream, stop_tokens
+from .engine import Finished, Sampling, check_request, end_ids, continue_prompts, stop_tokens
 
 # %% ../nbs/21_vllm_engine.ipynb #c010
 def check_sampling(sampling):  # Sampling
@@ -561,10 +561,7 @@ class VLLMEngine:
     def generate(self, prompts, sampling, n=1, keys=None, seeds=None):
         """Continue each prompt (list of ids) `n` times. Returns `Samples`, prompts outermost. `seeds`: one per sample,
         default 0, 1, …"""
-        if keys is None: return run_stream(self.stream(sampling), prompts, n, None, seeds)
-        if self.kept is None: self.kept = self.stream(sampling)
-        self.kept.use(sampling)
-        return run_stream(self.kept, prompts, n, keys, seeds)
+        return continue_prompts(self, prompts, sampling, n, keys, seeds)
 
     def release(self, keys):
         "Forget kept conversations."
