@@ -109,8 +109,6 @@ METRICS = {
     # the credit
     'turn_reward': 'mean reward of a turn before normalisation, in units of reward',
     'missing_states': 'number of states whose measurement failed',
-    'alpha': 'weight of the shaping rewards in force, in units of reward per nat',
-    'mean_abs_shaping': 'mean size of a shaping reward, in units of reward',
     'read_tokens': 'tokens that models read without gradient, before the update, for credit and loss, gold answers '
                    'included',
     'zero_advantage': 'share of trajectories whose advantage is exactly 0 at every trained token',
