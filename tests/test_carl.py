@@ -39,7 +39,7 @@ from credit_rl.outcome import outcome_rewards
 from credit_rl.rollout import rollout
 from credit_rl.prepare import gate_table, make_warming, prepare, warmup_table
 from credit_rl.tiny import NOISY_CODER, act_coder, memory_of
-from credit_rl.settings import check, make_config
+from credit_rl.settings import check, make_config, settings_of
 from credit_rl.stage import set_stage, tiny_worlds
 from credit_rl.train import train
 from credit_rl.trajectory import (example_group, Group, Question, Result, Stop, to_json, Trajectory,
@@ -117,7 +117,7 @@ class Coder(ScriptedEngine):
 def scripted(monkeypatch, model):
     "Training and warm-up play by the scripted coder."
     worlds = tiny_worlds(config := make_config({**TINY, 'model': model}), config.seed)
-    for module in ('train', 'competence'):
+    for module in ('stage', 'competence'):
         monkeypatch.setattr(f'credit_rl.{module}.HFEngine', lambda m, tokenizer, **limits: Coder(m, tokenizer, worlds))
     return worlds
 
@@ -214,7 +214,8 @@ def test_a_checkpoint_is_the_best_by_what_the_data_are_scored_by(monkeypatch):
         run = object.__new__(training.Run)
         run.config, run.memory = make_config({'data': data, 'method': 'carl', 'protocol':
                                               'carl'}), {'best': -1., 'best_step': 0}
-        run.method = training.bind(training.get_method('carl'), {}, training.run_facts(run.config))
+        facts = training.run_facts(settings_of(run.config).task, 4)
+        run.method = training.bind(training.get_method('carl'), {}, facts)
         run.ranks, run.engine, run.stage = Ranks(), None, SimpleNamespace(questions={'dev': [t.question]},
                                                                           environments={'dev': None})
         logged, named = {}, []
@@ -264,16 +265,13 @@ def test_a_program_is_run_on_each_set_and_its_output_becomes_a_context(spoken, r
 # ---- training ----
 
 def spy_steps(monkeypatch):
-    "What each step of a training sees and credits: a list that fills with (layout, seen, credit, rewards, options)."
-    kept, make = [], training.get_method
-    def watched(name):
-        method = make(name)
-        def credit(rewards, layout, seen, options):
-            out = method.credit(rewards, layout, seen, options)
-            kept.append((layout, seen, out, rewards))
-            return out
-        return dataclasses.replace(method, credit=credit)
-    monkeypatch.setattr(training, 'get_method', watched)
+    "What each step of a training sees and credits: a list that fills with (layout, seen, credit, rewards)."
+    kept, real = [], training.assign
+    def watched(*arguments):
+        batch = real(*arguments)
+        kept.append((batch.layout, batch.seen, batch.credit, batch.rewards))
+        return batch
+    monkeypatch.setattr(training, 'assign', watched)
     return kept
 
 
@@ -378,8 +376,8 @@ def test_explained_variance_is_of_the_outcome_at_the_states_before_segments():
     for (row, position), value in zip((first_tokens(layout.token_turns)).nonzero().tolist(), (.5, .9, .5, .1)):
         values[row, position] = value
     # the last one's outcome is not known
-    assert abs(training.explained_outcome(values, torch.tensor([1., 0., math.nan]), layout) - .24) < 1e-6
-    assert math.isnan(training.explained_outcome(values, torch.ones(3), layout))
+    assert abs(training._explained_outcome(values, torch.tensor([1., 0., math.nan]), layout) - .24) < 1e-6
+    assert math.isnan(training._explained_outcome(values, torch.ones(3), layout))
 
 
 @pytest.mark.parametrize(

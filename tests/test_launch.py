@@ -316,7 +316,7 @@ def test_a_hostfile_of_this_host_starts_the_ranks_by_deepspeeds_launcher(runs, t
 # ---- what is refused before anything starts ----
 
 REFUSED = {
-    'plain ranks': (dict(ranks=2), 'one process'), 'unknown learner': (dict(learner='deep'), "'plain' or 'deepspeed'"),
+    'plain ranks': (dict(ranks=2), 'one process'), 'unknown learner': (dict(learner='deep'), 'plain, deepspeed'),
     'stage': (dict(learner='deepspeed',
                    stage=4), 'stage must be'), 'settings without deepspeed': (dict(deepspeed={'a': 1}), 'learner is'),
     'half precision': (dict(learner='deepspeed', dtype='float16'), "'float32' or 'bfloat16'"), 'no ranks':
