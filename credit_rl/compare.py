@@ -13,6 +13,7 @@ from pathlib import Path
 import yaml
 from .diagnostics import method_colour, method_colours
 from .jobs import Job, last_words, run_jobs, status_table
+from .parameters import by_group, enter_project, make_parser, read_settings
 from .runlog import METRICS, changed_modules, code_hashes, read_metrics, read_params, read_summary, write_json
 
 # %% ../nbs/74_compare.ipynb #c008
@@ -530,16 +531,15 @@ def _report(notebook, out, folders, baseline, say):
 # %% ../nbs/74_compare.ipynb #c080
 def _parser():
     "Arguments of the command."
-    import argparse, torch
+    import torch
     from credit_rl.methods import METHODS
-    parser = argparse.ArgumentParser(prog='python -m credit_rl.compare', description='Run several methods on the same '
-                                     'questions, seeds and bases, and report.')
+    about = 'Run several methods on the same questions, seeds and bases, and report. Settings are those all runs share.'
+    parser = make_parser('credit_rl.compare', about)
+    parser.set_defaults(params='runs/params/demo.yaml')
     add, cores = parser.add_argument, os.cpu_count() or 1
     add('--methods', nargs='+', default=[m for m in METHODS if m != 'mt-grpo'],
         help='rows of the table of methods (all but mt-grpo, whose games have two turns)')
     add('--seeds', nargs='+', type=int, default=[1, 2, 3], help='(1 2 3)')
-    add('--params', default='runs/params/demo.yaml',
-        help='YAML file with the settings that all runs share (runs/params/demo.yaml)')
     add('--out', default='runs/compare', type=Path, help='folder of the comparison (runs/compare)')
     add('--workers', type=int, default=1 if torch.cuda.is_available() else cores,
         help='runs at a time (one for each core; 1 where there is a GPU, which they would share)')
@@ -553,16 +553,15 @@ def _parser():
 def _arguments(arguments):
     "Parse and check the command's arguments: (namespace, parameters). Raises ValueError or FileNotFoundError."
     from credit_rl.methods import get_method
-    from credit_rl.parameters import enter_project
-    given = _parser().parse_args(arguments)
+    from credit_rl.settings import GROUPS
     enter_project()
-    for path in (given.params, given.notebook, given.report):
+    try: params, given = read_settings(_parser(), arguments, by_group(*GROUPS.values()))
+    except FileNotFoundError as e:
+        raise FileNotFoundError(f'{e.filename} does not exist; relative paths start at the top of the checkout') from e
+    for path in (given.notebook, given.report):
         if not Path(path).exists():
             raise FileNotFoundError(f'{path} does not exist; relative paths start at the top of the checkout')
     if given.workers < 1: raise ValueError(f'--workers must be at least 1, got {given.workers}')
-    params = yaml.safe_load(Path(given.params).read_text()) or {}
-    if not isinstance(params, dict):
-        raise ValueError(f'{given.params} holds a {type(params).__name__}; wanted lines such as `steps: 40`')
     for method in given.methods: get_method((params.get('methods') or {}).get(method, {}).get('method', method))
     if given.baseline and given.baseline not in given.methods:
         raise ValueError(f'--baseline {given.baseline} is none of the methods compared: {", ".join(given.methods)}')

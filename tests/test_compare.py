@@ -273,13 +273,11 @@ def test_through_papermill(tmp_path, settings, root, run_python):
 def test_what_no_run_would_take_is_refused_before_the_first(tmp_path, settings, monkeypatch):
     monkeypatch.setattr(compare, 'run_jobs', lambda *a, **k: pytest.fail('something was begun'))
     monkeypatch.setattr(compare, '_bases', lambda *a, **k: pytest.fail('a base was begun'))
-    for text, methods, more, message in (('stpes: 4', 'grpo', {}, "grpo, seed 1: .*no setting 'stpes'; did you mean "
-                                          "'steps'"), ('- steps', 'grpo', {}, 'holds a list; '
-                                                       'wanted lines '
-                                                       'such as'), ('steps: many', 'grpo', {},
-                                                                    "steps must be a int, got 'many'"),
-                                         ('steps: 4', 'grpo tspo', {'baseline': 'tpso'},
-                                          'baseline tpso is none of the methods compared: grpo, tspo')):
+    for text, methods, more, message in (
+            ('stpes: 4', 'grpo', {}, "grpo, seed 1: .*no setting 'stpes'; did you mean 'steps'"),
+            ('- steps', 'grpo', {}, 'wanted lines such as'),
+            ('steps: many', 'grpo', {}, "steps must be a int, got 'many'"),
+            ('steps: 4', 'grpo tspo', {'baseline': 'tpso'}, 'baseline tpso is none of the methods compared: grpo, tspo')):
         settings.write_text(text)
         with pytest.raises(SystemExit, match=message):
             main(arguments(settings, tmp_path / 'runs', methods, '1', **more))
