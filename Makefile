@@ -129,7 +129,7 @@ READ_ME := --TagRemovePreprocessor.enabled=True --TagRemovePreprocessor.remove_i
 readme: $(VENV)/.ok-test
 	@rm -rf nbs/figures
 	@$(PY) -m jupyter nbconvert --log-level WARN --to markdown --output-dir . --output README $(READ_ME) nbs/index.ipynb
-	@sed -i.old -E 's#\]\(([0-9]{2}_)#](nbs/\1#g; s#\]\(\.\./#](#g' README.md && rm README.md.old
+	@sed -i.old -E 's#\]\(([0-9]{2}_|your_rule)#](nbs/\1#g; s#\]\(\.\./#](#g' README.md && rm README.md.old
 
 lab: $(VENV)/.ok-test
 	@$(PY) -m jupyter lab nbs

@@ -277,7 +277,8 @@ def test_what_no_run_would_take_is_refused_before_the_first(tmp_path, settings, 
             ('stpes: 4', 'grpo', {}, "grpo, seed 1: .*no setting 'stpes'; did you mean 'steps'"),
             ('- steps', 'grpo', {}, 'wanted lines such as'),
             ('steps: many', 'grpo', {}, "steps must be a int, got 'many'"),
-            ('steps: 4', 'grpo tspo', {'baseline': 'tpso'}, 'baseline tpso is none of the methods compared: grpo, tspo')):
+            ('steps: 4', 'grpo tspo', {'baseline': 'tpso'},
+             'baseline tpso is none of the methods compared: grpo, tspo')):
         settings.write_text(text)
         with pytest.raises(SystemExit, match=message):
             main(arguments(settings, tmp_path / 'runs', methods, '1', **more))
