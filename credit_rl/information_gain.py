@@ -171,8 +171,8 @@ def set_f1(
         raise TypeError(f'golds must be a list of strings, got the string {golds!r}; write [{golds!r}]')
     blank = str.maketrans(string.punctuation, ' ' * len(string.punctuation))
     words = lambda text: set((text or '').lower().translate(blank).split())
-    said = words(prediction)
-    return max((2 * len(said & words(g)) / max(len(said) + len(words(g)), 1) for g in golds), default=0.0)
+    written = words(prediction)
+    return max((2 * len(written & words(g)) / max(len(written) + len(words(g)), 1) for g in golds), default=0.0)
 
 # %% ../nbs/33_information_gain.ipynb #c046
 def gold_entropy(

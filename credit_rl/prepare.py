@@ -238,7 +238,8 @@ def prepare(
     if is_rank():
         with keep_traceback(c.run, int(os.environ['RANK'])): return _prepare(c, say, join_ranks(c.ranks))
     if finished_warming(c) is None:
-        for line in [*_forecast(c), *no_gpu(c)] if is_large(c) else (): say(line)
+        host = settings_of(c).host
+        for line in [*_forecast(c), *no_gpu(host, c.model)] if is_large(c.model) else (): say(line)
         if c.ranks > 1: return launch_ranks(c, say, 'credit_rl.prepare', (*MAY_CHANGE, 'warm_steps'))
     return _prepare(c, say, Ranks())
 

@@ -218,8 +218,8 @@ def _seat_tools(markup):
     p = markup.protocol
     if not p.tools: return None, p.system
     if markup.shows(f'<{p.call_tag}>', [{'role': 'user', 'content': _Q}], list(p.tools)): return list(p.tools), p.system
-    told = _TELL.format(schemas='\n'.join(map(json.dumps, p.tools)), tag=p.call_tag)
-    return None, '\n\n'.join(filter(None, [p.system, told]))
+    described = _TELL.format(schemas='\n'.join(map(json.dumps, p.tools)), tag=p.call_tag)
+    return None, '\n\n'.join(filter(None, [p.system, described]))
 
 def _seat_response(markup):
     "Fall back to a user message between tags where the template does not show a response's text as it is."

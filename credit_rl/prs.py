@@ -167,8 +167,8 @@ def parse_verdict(
 ):
     """Read a judge's reply, Match or Mismatch after the last 'Evaluation Rating' (PRS appendix B): 1, 0, or None if it
     is neither."""
-    said = re.split(r'Evaluation Rating\s*>?\s*:', reply or '', flags=re.IGNORECASE)[-1]
-    return {'match': 1, '1': 1, 'mismatch': 0, '0': 0}.get(said.strip(' \t\r\n.*_"\'`<>[]').lower())
+    rating = re.split(r'Evaluation Rating\s*>?\s*:', reply or '', flags=re.IGNORECASE)[-1]
+    return {'match': 1, '1': 1, 'mismatch': 0, '0': 0}.get(rating.strip(' \t\r\n.*_"\'`<>[]').lower())
 
 # %% ../nbs/34_prs.ipynb #c038
 def read_calls(
@@ -189,7 +189,7 @@ def _verdicts(judge, trajectories, process, prompt):
     n = len(trajectories)
     if judge is None: return [math.nan] * n
     if isinstance(judge, (list, tuple, torch.Tensor)):
-        said = judge.tolist() if isinstance(judge, torch.Tensor) else list(judge)
+        verdicts = judge.tolist() if isinstance(judge, torch.Tensor) else list(judge)
     elif not callable(getattr(judge, 'ask', None)):
         raise TypeError('judge must have ask(prompts, parse), or be one verdict per trajectory, got '
                         f'{type(judge).__name__}')
@@ -198,9 +198,10 @@ def _verdicts(judge, trajectories, process, prompt):
         messages = [judge_messages(t.question.text, t.answer, list(t.question.answers), prompt)
                     for t in (trajectories[i] for i in asked)]
         replies = dict(zip(asked, judge.ask(messages, parse_verdict)))
-        said = [replies.get(i) for i in range(n)]
-    if len(said) != n: raise ValueError(f'wanted one verdict for each of {n} trajectories, got {len(said)}')
-    return [math.nan if verdict is None else float(verdict) for verdict in said]
+        verdicts = [replies.get(i) for i in range(n)]
+    if len(verdicts) != n:
+        raise ValueError(f'wanted one verdict for each of {n} trajectories, got {len(verdicts)}')
+    return [math.nan if verdict is None else float(verdict) for verdict in verdicts]
 
 # %% ../nbs/34_prs.ipynb #c040
 _NO_JUDGE = "form='short' has no judge; leave it out or take form='long'"

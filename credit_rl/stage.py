@@ -147,8 +147,8 @@ def real_search(
     asked without."""
     first = data_sets(task)[0]
     if not is_searched(first, protocol, task.corpus): return None
-    beside = get_benchmark(first).paragraphs is not None
-    if task.corpus or task.path or not beside: return open_search(first, task.path, task.corpus)[0]
+    has_paragraphs = get_benchmark(first).paragraphs is not None
+    if task.corpus or task.path or not has_paragraphs: return open_search(first, task.path, task.corpus)[0]
     return BM25(real_passages(task))
 
 def real_passages(task):

@@ -53,7 +53,7 @@ def train_step(
     batch = assign(method, groups, look, _keep_generator(run, step), run.prefix, rewards)
     metrics = describe_rollouts(groups, batch.text)
     if batch.empty: return {**metrics, 'zero_advantage': 1., 'updates': 0}
-    credit, sampler = correct_credit(run.config, batch)
+    credit, sampler = correct_credit(run.mismatch, batch)
     metrics |= credit_metrics(run, method, batch)
     if measure_kl: metrics |= kl_from_base(run.learner, batch.layout)
     with run.log.timed('update'): update = run.learner.step(batch.layout, batch.seen, credit)
@@ -78,6 +78,7 @@ class Run:
 
     def __post_init__(self):
         s = settings_of(self.config)
+        self.mismatch = None if s.host.engine == 'hf' else s.mismatch
         facts = run_facts(s.task, s.learning.questions_per_step, self.stage.chat)
         self.method = bind(get_method(self.config.method), self.config.options, facts, self.learner.loss)
         self.prefix = len(self.stage.chat.encode(answer_header(self.stage.chat)))
@@ -223,21 +224,21 @@ def _explained_outcome(values, outcome, layout):
 
 # %% ../nbs/63_train.ipynb #c049
 def correct_credit(
-    config,  # Config: engine, gap, correction, limits
-    batch,   # Batch whose learner and engine may differ
+    mismatch,  # Mismatch: what another engine may differ by, and what is done about it; None: the learner itself acts
+    batch,     # Batch
 ):
     """The credit with its advantages times the importance weights of learner over engine, and metrics of their
     difference. Raises RuntimeError where the two are too far apart."""
-    c, layout, seen, credit = config, batch.layout, batch.seen, batch.credit
-    if c.engine == 'hf': return credit, {}
+    layout, seen, credit = batch.layout, batch.seen, batch.credit
+    if mismatch is None: return credit, {}
     metrics = logp_gap(seen.logp, layout.logps, layout.trained)
-    if metrics['logp_gap'] > c.gap:
+    if metrics['logp_gap'] > mismatch.gap:
         raise RuntimeError(f"engine and learner differ by {metrics['logp_gap']:.3g} nats per token (at most "
-                           f"{metrics['logp_gap_max']:.3g}; gap={c.gap:g} is allowed): "
+                           f"{metrics['logp_gap_max']:.3g}; gap={mismatch.gap:g} is allowed): "
                            'the weights of the last step are not all across, or the precisions differ')
-    if c.correction is None: return credit, metrics
-    high, low = weight_limits(c)
-    weights = sampler_weights(seen.logp, layout.logps, layout.trained, c.correction, high, low)
+    if mismatch.correction is None: return credit, metrics
+    high, low = weight_limits(mismatch)
+    weights = sampler_weights(seen.logp, layout.logps, layout.trained, mismatch.correction, high, low)
     ratio = (seen.logp - layout.logps)[layout.trained].exp()
     metrics |= {'sampler_weight': weights[layout.trained].mean().item(),
                 'sampler_cut': ((ratio > high) | (ratio < low)).float().mean().item()}
@@ -292,13 +293,15 @@ def check_same_params(config, may_change=MAY_CHANGE):
                          'same, or choose another name')
 
 # %% ../nbs/63_train.ipynb #n0310
-def finished(config):
-    """Whether `config` resumes a run that is complete: its summary is there and has as many steps (or says that it
+def finished(
+    course,  # Course: run, resume, steps
+):
+    """Whether a run is resumed that is complete: its summary is there and has as many steps (or says that it
     collapsed)."""
-    path = Path(config.run)/'summary.json'
-    if not (config.resume and path.exists()): return False
+    path = Path(course.run)/'summary.json'
+    if not (course.resume and path.exists()): return False
     summary = json.loads(path.read_text())
-    return summary['steps'] >= config.steps or summary['collapsed']
+    return summary['steps'] >= course.steps or summary['collapsed']
 
 # %% ../nbs/63_train.ipynb #c073
 class SilentLog:
@@ -421,18 +424,19 @@ def plan_of(config):
         c.stage if c.learner == 'deepspeed' else None, c.ranks, 4 if c.dtype == 'float32' else 2, critic == 'own',
         sum(held.values()) + frozen, sum(held[n] for n in c.offload), c.row_tokens, c.gradient_checkpointing,
         'offload_optimizer' in c.deepspeed.get('zero_optimization', {}),
-        min(c.act_rows, -(-c.questions_per_step // c.ranks) * c.group_size) * c.max_tokens, _lora_share(c),
+        min(c.act_rows, -(-c.questions_per_step // c.ranks) * c.group_size) * c.max_tokens,
+        _lora_share(c.model, c.lora),
         copies=vllm and not c.vllm.get('devices'), sleeps=bool(c.vllm.get('sleep_level')), copied=copies + frozen,
         renewed=every not in (None, 0, 1), by_file=vllm and apart and not c.lora)
 
-def _lora_share(c):
+def _lora_share(model, lora):
     "Share of the parameters that is trained."
-    if not c.lora or c.model == 'tiny': return 1.
+    if not lora or model == 'tiny': return 1.
     from transformers import AutoConfig, AutoModelForCausalLM
-    with torch.device('meta'): model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(c.model))
-    whole = sum(p.numel() for p in model.parameters())
-    add_lora(model, {**c.lora, 'init_lora_weights': False})
-    return sum(p.numel() for p in model.parameters() if p.requires_grad) / whole
+    with torch.device('meta'): empty = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model))
+    whole = sum(p.numel() for p in empty.parameters())
+    add_lora(empty, {**lora, 'init_lora_weights': False})
+    return sum(p.numel() for p in empty.parameters() if p.requires_grad) / whole
 
 # %% ../nbs/63_train.ipynb #n0306
 def _forecast(c):
@@ -447,9 +451,9 @@ def _forecast(c):
 
 def _weigh(c): return memory(read_sizes(c.model), plan_of(c))
 
-def is_large(config):
-    "Whether a run's model is more than a toy, so that one wants to know what it takes."
-    return config.model != 'tiny' and read_sizes(config.model).parameters > 2e7
+def is_large(model):
+    "Whether a model, a folder or name, is more than a toy, so that one wants to know what a run of it takes."
+    return model != 'tiny' and read_sizes(model).parameters > 2e7
 
 @dataclass(frozen=True)
 class Examiner:
@@ -473,8 +477,8 @@ def examine(
     if c.model != 'tiny':
         load_tokenizer(c.model)
         for line in examiner.forecast(c): say(line)
-        wrong += _missing_room(c, examiner.weigh(c))
-        notes = no_gpu(c)
+        wrong += _missing_room(Path(c.run), c.keep, s.host, examiner.weigh(c))
+        notes = no_gpu(s.host, c.model)
         if not Path(c.model).exists(): notes.append(f'{c.model} is a name on the hub: its weights were not looked at')
         for line in notes: say(line)
     if (Path(c.run)/'params.yaml').exists() and not c.resume:
@@ -498,18 +502,21 @@ def _missing_data(s, say):
     return _complaints(questions) + _complaints(search)
 
 # %% ../nbs/63_train.ipynb #c085
-def _ranks_here(c): return c.ranks if not c.hostfile else max(read_hostfile(c.hostfile).values())
+def _ranks_here(host): return max(read_hostfile(host.hostfile).values()) if host.hostfile else host.ranks
 
-def no_gpu(c):
+def no_gpu(
+    host,   # Host: ranks, hostfile
+    model,  # folder or name
+):
     "What to say where ranks, or a model that is no toy, would find no GPU: list of str."
-    if torch.cuda.device_count() or not (c.ranks > 1 or is_large(c)): return []
-    return [f'no GPU: {_ranks_here(c)} rank{"s" * (_ranks_here(c) > 1)} would share the processor and memory of this '
-            'host, and take far longer than the estimate says']
+    if torch.cuda.device_count() or not (host.ranks > 1 or is_large(model)): return []
+    return [f'no GPU: {_ranks_here(host)} rank{"s" * (_ranks_here(host) > 1)} would share the processor and memory of '
+            'this host, and take far longer than the estimate says']
 
-def _missing_room(c, needs):
-    "What disk, memory and GPUs of this host lack: list of str."
-    folder = next(p for p in (Path(c.run).absolute(), *Path(c.run).absolute().parents) if p.exists())
-    here, gpus, checkpoints = _ranks_here(c), torch.cuda.device_count(), c.keep + 2  # the best, and one being written
+def _missing_room(folder, keep, host, needs):
+    "What disk, memory and GPUs of this host lack for a run that keeps so many checkpoints in a folder: list of str."
+    folder = next(p for p in (folder.absolute(), *folder.absolute().parents) if p.exists())
+    here, gpus, checkpoints = _ranks_here(host), torch.cuda.device_count(), keep + 2   # the best, and one being written
     asked, file = here * (needs.get('host', 0) if gpus else needs['rank']), here * needs.get('file', 0)
     stored, disk = checkpoints * needs['checkpoint'], shutil.disk_usage(folder).free
     rooms = [(folder, disk, f'{checkpoints} checkpoints take', stored),
@@ -520,19 +527,19 @@ def _missing_room(c, needs):
     wrong = [f'{where} has {free / 1e9:.1f} GB free, but {what} {size / 1e9:.1f} GB'
              for where, free, what, size in rooms if size > free]
     if gpus and gpus < here: wrong.append(f'{here} ranks need as many GPUs, but there are {gpus}')
-    return wrong + [line for i in range(min(gpus, here)) for line in _missing_gpu(c, needs, i)]
+    return wrong + [line for i in range(min(gpus, here)) for line in _missing_gpu(host, needs, i)]
 
 # %% ../nbs/63_train.ipynb #n0308
-def _missing_gpu(c, needs, i):
+def _missing_gpu(host, needs, i):
     "What GPU `i` lacks: list of str."
     size, get = torch.cuda.get_device_properties(i).total_memory, lambda *names: sum(needs.get(n, 0) for n in names)
     wrong, when = [], ' at its start, when models are whole' if needs['rank'] == needs.get('start') else ''
     if needs['rank'] > size:
         wrong.append(f'GPU {i} has {size / 1e9:.1f} GB, but a rank needs at least {needs["rank"] / 1e9:.1f} GB{when}')
-    if c.engine != 'vllm' or c.vllm.get('devices'): return wrong
-    taken = c.vllm.get('arguments', {}).get('gpu_memory_utilization', .9) * size
+    if host.engine != 'vllm' or host.vllm.get('devices'): return wrong
+    taken = host.vllm.get('arguments', {}).get('gpu_memory_utilization', .9) * size
     lies = max(get('weights', 'gradients', 'optimiser', 'frozen models'), get('acting copy'),
-               0 if c.vllm.get('sleep_level') else get('start'))                # vLLM starts beside the whole policy
+               0 if host.vllm.get('sleep_level') else get('start'))                # vLLM starts beside the whole policy
     if taken and taken + lies > size:
         wrong.append(f'GPU {i} has {size / 1e9:.1f} GB, of which vLLM takes {taken / 1e9:.1f} GB, but '
                      f'{lies / 1e9:.1f} GB are the learner\'s: give arguments: {{gpu_memory_utilization: …}} among the '
@@ -565,7 +572,8 @@ def train(
     if is_rank():
         with keep_traceback(config.run, int(os.environ['RANK'])): return _train(config, say, join_ranks(config.ranks))
     if not finished(config):
-        for line in [*_forecast(config), *no_gpu(config)] if is_large(config) else (): say(line)
+        host, model = settings_of(config).host, config.model
+        for line in [*_forecast(config), *no_gpu(host, model)] if is_large(model) else (): say(line)
         if config.ranks > 1: return launch_ranks(config, say)
     return _train(config, say, Ranks())
 

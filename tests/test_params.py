@@ -20,7 +20,7 @@ from credit_rl.parts import Credit, Seen
 from credit_rl.methods import get_method
 from credit_rl.prepare import check_warming, make_warming
 from credit_rl.tiny import tiny_model, tiny_tokenizer
-from credit_rl.settings import check, make_config
+from credit_rl.settings import check, make_config, settings_of
 from credit_rl.train import _missing_room, plan_of, train
 from credit_rl.trajectory import example_group
 
@@ -219,10 +219,11 @@ def test_a_dry_run_weighs_vllm_against_the_learner(tmp_path, monkeypatch):
     config = make_config(
         dict(run=str(tmp_path / 'run'), engine='vllm', vllm={'arguments': {'gpu_memory_utilization': .8}}))
     needs = dict.fromkeys(('weights', 'gradients', 'optimiser'), 1e6) | {'rank': 5e6, 'checkpoint': 1}
-    assert [w.partition(':')[0] for w in _missing_room(config, needs)] == ["GPU 0 has 0.0 GB, of which vLLM takes 0.0 "
-                                                                           "GB, but 0.0 GB are the learner's"]
-    assert _missing_room(replace(config, vllm={'arguments': {'gpu_memory_utilization': .6}}),
-                         needs) == [] == _missing_room(replace(config, engine='hf'), needs)
+    lacking = lambda config: _missing_room(tmp_path, config.keep, settings_of(config).host, needs)
+    assert [w.partition(':')[0] for w in lacking(config)] == [
+        "GPU 0 has 0.0 GB, of which vLLM takes 0.0 GB, but 0.0 GB are the learner's"]
+    assert lacking(replace(config, vllm={'arguments': {'gpu_memory_utilization': .6}})) == []
+    assert lacking(replace(config, engine='hf', vllm={})) == []
 
 
 # of the paper in the file's first line; paper 4's sections have no numbers

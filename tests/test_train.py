@@ -475,6 +475,11 @@ def test_a_dry_run_says_where_there_is_no_gpu(tmp_path, gpus):
     assert refused is None and lines[-1].startswith('everything is there'), lines
 
 
+def lacking(config, needs):
+    "What this host lacks for a run: list of str."
+    return training._missing_room(Path(config.run), config.keep, training.settings_of(config).host, needs)
+
+
 def test_a_dry_run_weighs_gpus_and_memory(tmp_path, gpus, monkeypatch):
     run = str(tmp_path / 'run')
     gpus(4)
@@ -486,7 +491,7 @@ def test_a_dry_run_weighs_gpus_and_memory(tmp_path, gpus, monkeypatch):
     needs = {'checkpoint': 1, 'rank': 90e9, 'start': 90e9, 'host': 10e9, 'file': 1e15}
     gpus(8)
     monkeypatch.setattr(training, '_free_memory', lambda: 79e9)
-    memory, file, *others = training._missing_room(config, needs)
+    memory, file, *others = lacking(config, needs)
     assert memory == 'the memory of this host has 79.0 GB free, but 8 ranks take at least 80.0 GB'
     assert file.startswith('/dev/shm has ') and file.endswith(' GB free, but the weights that 8 ranks give to vLLM '
                                                               'take 8000000.0 GB')
@@ -494,7 +499,7 @@ def test_a_dry_run_weighs_gpus_and_memory(tmp_path, gpus, monkeypatch):
         f'GPU {i} has 80.0 GB, but a rank needs at least 90.0 GB at its start, when models are whole' for i in range(8)
     ]
     monkeypatch.setattr(training, '_free_memory', lambda: 80e9)
-    assert training._missing_room(config, {**needs, 'rank': 80e9, 'file': 0}) == []
+    assert lacking(config, {**needs, 'rank': 80e9, 'file': 0}) == []
 
 
 def test_the_start_is_weighed_beside_a_vllm_that_does_not_sleep(gpus):
@@ -502,10 +507,10 @@ def test_the_start_is_weighed_beside_a_vllm_that_does_not_sleep(gpus):
     needs = {'checkpoint': 1, 'rank': 50e9, 'start': 50e9, 'acting copy': 10e9, 'weights': 5e9}
     config = lambda **vllm: training.make_config(
         dict(model=BASE, engine='vllm', vllm={'arguments': {'gpu_memory_utilization': .4}, **vllm}))
-    assert training._missing_room(config(sleep_level=1), needs) == []
-    (lacks,) = training._missing_room(config(), needs)
+    assert lacking(config(sleep_level=1), needs) == []
+    (lacks,) = lacking(config(), needs)
     assert lacks.startswith("GPU 0 has 80.0 GB, of which vLLM takes 32.0 GB, but 50.0 GB are the learner's")
-    assert training._missing_room(config(devices='1'), needs) == []                          # it is on another GPU
+    assert lacking(config(devices='1'), needs) == []                          # it is on another GPU
 
 
 def test_free_memory_is_a_containers_too(tmp_path):
