@@ -10,7 +10,6 @@ __all__ = ['find_runs', 'run_label', 'load_runs', 'seed_curves', 'learning_curve
 # %% ../nbs/74_compare.ipynb #c003
 import json, math, os, signal, subprocess, sys, tempfile, textwrap
 from pathlib import Path
-import yaml
 from .diagnostics import method_colour, method_colours
 from .jobs import Job, last_words, run_jobs, status_table
 from .parameters import by_group, enter_project, make_parser, read_settings
