@@ -30,9 +30,9 @@ from .rollout import rollout
 from .runlog import latest_checkpoint, named_checkpoint, plain_json, write_json
 from .runlog import read_metrics, read_params, read_summary, read_turns
 from .parameters import make_parser
-from .settings import Acting, Task, make_config
-from .stage import base_folder, set_stage
-from .train import options_of
+from .settings import make_config, settings_of
+from .stage import origin_of, set_stage
+from .train import bound_method
 from .trajectory import trajectory_from_json
 from .warmup import Collected, Examination, gold_shown, prompted, tiers
 
@@ -52,16 +52,16 @@ class Agent:
     name: str = 'base'   # of what it began as
 
 # %% ../nbs/75_competence.ipynb #c006
-def _read_critic(config, policy, folder):
-    "The critic of a checkpoint as (model, head); None for a method without one."
-    made = get_method(config.method).critic
+def _read_critic(method, policy, origin, folder):
+    "The critic of a checkpoint of a method as (model, head); None where it has none."
+    made = get_method(method).critic
     if not made: return None
     saved = saved_critic(folder)
     head = {'linear': LinearHead, 'competence': CompetenceHead}[made['head']](policy.config.hidden_size)
     part = lambda name: {n.removeprefix(f'{name}.'): w for n, w in saved.items() if n.startswith(f'{name}.')}
     head.load_state_dict(part('head'))
     if not part('model'): return policy, head
-    model = load_model(base_folder(config), config.dtype)[0].cpu()
+    model = load_model(origin.base, origin.dtype)[0].cpu()
     model.load_state_dict(part('model'))
     return model, head
 
@@ -83,13 +83,15 @@ def open_agent(
     if not (config.protocol or '').startswith('carl'):
         raise ValueError(f"{run} played by the protocol {config.protocol or 'of its data'!r}; this examination needs "
                          "one that leaves the choice: 'carl' or 'carl-tiny'")
-    stage, base = set_stage(config, say=lambda line: None), load_model(base_folder(config), config.dtype)[0]
+    s = settings_of(config)
+    origin = origin_of(s.course, s.acting, s.host, s.critic)
+    stage = set_stage(s.task, s.acting, origin, config.seed, lambda line: None)
+    base = load_model(origin.base, origin.dtype)[0]
     engine = lambda model: HFEngine(model, tokenizer, max_length=config.max_tokens, max_rows=config.act_rows)
-    critic = _read_critic(config, policy, _checkpoint_of(run, checkpoint)[1])
-    metric = options_of(config, get_method(config.method), stage.chat)['metric']
-    sampling = Sampling(config.temperature, max_tokens=config.turn_tokens)
+    critic = _read_critic(config.method, policy, origin, _checkpoint_of(run, checkpoint)[1])
+    metric = bound_method(s.course, s.task, s.learning.questions_per_step, stage.chat).metric
     return Agent(engine(policy), engine(base), stage.environments['test'], stage.questions['test'], metric, config.seed,
-                 sampling, critic, config.row_tokens, base_folder(config)), step
+                 s.acting.sampling, critic, config.row_tokens, origin.base), step
 
 # %% ../nbs/75_competence.ipynb #c009
 def _by_tier(groups, tier, metric):
@@ -178,13 +180,11 @@ def early_credit(run, until=EARLY):  # folder of a run
             'that answer': len(answers)}
 
 # %% ../nbs/75_competence.ipynb #n304
-def _asked_of_base(config):
-    "All that an examination of a run's base depends on."
-    metric = get_method(config.method).settings(config.options).get('metric')
-    return repr([
-        base_folder(config), metric, config.seed, config.temperature, config.act_rows,
-        *(getattr(config, f.name) for g in (Task, Acting) for f in fields(g) if f.name != 'model')
-    ])
+def _asked_of_base(course, task, acting, host, base):
+    "All that an examination of a run's base, a folder or name, depends on."
+    metric = get_method(course.method).settings(course.options).get('metric')
+    return repr([base, metric, course.seed, acting.temperature, host.act_rows,
+                 *(getattr(g, f.name) for g in (task, acting) for f in fields(g) if f.name != 'model')])
 
 def examine_run(
     run,                # folder of a finished run
@@ -202,7 +202,8 @@ def examine_run(
     found = summary.get('competence')
     if found and (not wanted or found['step'] == wanted[0] and {'base', 'no tools'} <= found.keys()): return found
     agent, step = open_agent(run, checkpoint)
-    tell, asked = lambda part: say(f'{run.name}: {part}'), _asked_of_base(_config_of(run))
+    tell, s = lambda part: say(f'{run.name}: {part}'), settings_of(_config_of(run))
+    asked = _asked_of_base(s.course, s.task, s.acting, s.host, agent.name)
     if asked not in bases: bases[asked] = examine_base(agent, progress=tell)
     found = examine_agent(agent, progress=tell, base=bases[asked])
     found |= plain_json({'first credit': early_credit(run), 'step': step})

@@ -7,7 +7,6 @@ __all__ = ['Sizes', 'read_sizes', 'Plan', 'model_memory', 'working_memory', 'sta
            'step_seconds', 'describe']
 
 # %% ../nbs/04_estimate.ipynb #c002
-import dataclasses
 from dataclasses import dataclass
 
 # %% ../nbs/04_estimate.ipynb #c005

@@ -8,7 +8,7 @@ __all__ = ['merge_lora', 'read_policy', 'export_run', 'main']
 # %% ../nbs/66_export.ipynb #c002
 import dataclasses, json, sys
 from pathlib import Path
-import torch, yaml
+import yaml
 from .learner import saved_policy
 from .models import load_model
 from .parameters import make_parser
@@ -46,7 +46,7 @@ def read_policy(
         raise FileNotFoundError(f'{run} holds no params.yaml: wanted the folder of a training run')
     step, folder = _checkpoint(run, checkpoint)
     config = dataclasses.replace(make_config(yaml.safe_load((Path(run)/'params.yaml').read_text())), run=str(run))
-    model, tokenizer = load_model(base_folder(config), config.dtype)
+    model, tokenizer = load_model(base_folder(config.model, run, config.critic_from), config.dtype)
     model = model.cpu()
     if config.lora: add_lora(model, config.lora, config.seed)
     model.load_state_dict(saved_policy(folder))

@@ -8,7 +8,7 @@ __all__ = ['CRITICS', 'SEES', 'Optimiser', 'deal', 'needed', 'Critic', 'make_cri
            'padded_tokens', 'Learner', 'saved_policy', 'saved_critic']
 
 # %% ../nbs/52_learner.ipynb #c002
-import contextlib, copy, math, os
+import contextlib, copy, os
 from collections import Counter
 from dataclasses import dataclass
 import torch
@@ -16,7 +16,7 @@ from .critics import CompetenceHead, LinearHead, first_tokens, scale_gradient, t
 from .engine import seed_of
 from .layout import hidden_states, loss_weights, rows_of, take, token_logps
 from .losses import kl, policy_terms, value_loss, weighted_sum
-from .parts import Credit, Loss, Seen
+from .parts import Loss, Seen
 from .scoring import acting_states, answer_logps, batch_logps, joint_logps, takes_tree_mask
 
 # %% ../nbs/52_learner.ipynb #c008

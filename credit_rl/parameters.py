@@ -6,7 +6,7 @@
 __all__ = ['from_settings', 'notebook_settings', 'enter_project', 'by_group', 'settings_help', 'make_parser', 'read_settings']
 
 # %% ../nbs/06_parameters.ipynb #c002
-import argparse, dataclasses, os
+import argparse, os
 from pathlib import Path
 import yaml
 from .options import nearest, options_in

@@ -17,7 +17,7 @@ from .estimate import describe, memory, read_sizes, step_seconds
 from .evaluate import open_search
 from .launch import LaunchError, Ranks, is_rank, join_ranks, keep_traceback, speak
 from .layout import pack
-from .learner import Frozen, make_critic, seeded
+from .learner import Frozen
 from .losses import kl
 from .methods import get_method
 from .models import load_model
@@ -26,11 +26,11 @@ from .outcome import outcome_rewards
 from .parameters import by_group, from_settings, make_parser, notebook_settings, read_settings
 from .protocol import PROTOCOLS
 from .runlog import RunLog, latest_checkpoint, read_metrics, save_checkpoint
-from .settings import GROUPS, check, flat_form, group_of, settings_of
+from .settings import GROUPS, CriticChoice, check, data_sets, flat_form, group_of, settings_of
 from .sharded import DeepSpeedBackend
-from .stage import base_folder, make_engine, real_questions, real_search, set_stage
-from .train import (MAY_CHANGE, Examiner, SilentLog, check_same_params, examine, is_large, launch_ranks,
-                             no_gpu, options_of, plan_of, saving)
+from .stage import make_engine, origin_of, real_questions, real_search, set_stage, start_critic
+from .train import (MAY_CHANGE, Examiner, SilentLog, bound_method, check_same_params, examine, is_large, launch_ranks,
+                             no_gpu, plan_of, saving)
 from .vllm_engine import EngineLost
 from .warmup import (GATE, Collecting, Examination, GateFailed, Missing, Player, WarmUp, collect,
                               critic_learner, make_pairs, read_collected, report_from, searching, warm_up, write_warmed)
@@ -81,10 +81,6 @@ def read_warming(variables):
     return make_warming(notebook_settings(variables))
 
 # %% ../nbs/65_prepare.ipynb #c007
-def _critic_of(c):
-    "How the critic of a warm-up's method is made, for make_critic."
-    return {**get_method(c.method).critic, **({'kind': c.critic} if c.critic else {})}
-
 def check_warming(config):
     "Refuse a warm-up that cannot work. Raises ValueError with what was got, what is wanted, and how to mend it."
     c, method = config, get_method(config.method)
@@ -102,18 +98,18 @@ def check_warming(config):
                          f'them, got {c.prompts} for protocol {c.protocol}')
 
 # %% ../nbs/65_prepare.ipynb #c010
-def _collecting(c, metric, part):
+def _collecting(choice, course, metric, part):
     """How rollouts of a part are collected. The held-out ones are curated whatever the taught ones are, or there would
     be nothing to compare."""
-    kind = 'random' if part == 'train' and c.collected == 'random' else 'curated'
-    return Collecting(kind, tuple(c.prompts), c.tries, c.per_tier, c.repeats, c.clusters, c.other_share, metric,
-                      seed_of('warm-up', c.seed, part))
+    kind = 'random' if part == 'train' and choice.collected == 'random' else 'curated'
+    return Collecting(kind, tuple(choice.prompts), choice.tries, choice.per_tier, choice.repeats, choice.clusters,
+                      choice.other_share, metric, seed_of('warm-up', course.seed, part))
 
-def _elsewhere(c, env):
+def _elsewhere(choice, task, env):
     "The environment whose programs search elsewhere; None where there is no search."
     if env.tool.search is None: return None
-    if c.other_corpus: return searching(env, open_search(c.data.split('+')[0], c.path, c.other_corpus)[0])
-    return searching(env, Missing(env.tool.search.retriever, c.other_misses))
+    if choice.other_corpus: return searching(env, open_search(data_sets(task)[0], task.path, choice.other_corpus)[0])
+    return searching(env, Missing(env.tool.search.retriever, choice.other_misses))
 
 def _embedder(name):
     "A function list of str → array of a sentence-transformers model; None without a name. Raises ImportError."
@@ -125,23 +121,13 @@ def _embedder(name):
     return SentenceTransformer(name).encode
 
 # %% ../nbs/65_prepare.ipynb #c011
-def _gather_rollouts(c, metric, stage, folder, say, ranks):
-    """Rollouts to teach ('train') and to examine ('dev') on, played by all ranks or read from the run folder: dict of
-    `Collected`."""
-    out, engine = {}, make_engine(c, stage.model, stage.chat.tokenizer)
-    player = Player(engine, settings_of(c).acting.sampling, ranks)
-    try:
-        for part in ('train', 'dev'):
-            path, env = Path(folder)/f'rollouts-{part}.jsonl.gz', stage.environments[part]
-            if not ranks.once(path.exists):
-                questions = stage.questions[part][:c.sorted_questions] if part == 'train' else stage.questions[part]
-                found = collect(player, env, questions, _collecting(c, metric, part), _elsewhere(c, env),
-                                _embedder(c.embed), lambda line: say(f'{part}: {line}'))
-                ranks.once(lambda: found.save(path))
-            out[part] = read_collected(path)
-    finally:
-        if c.engine != 'hf': engine.close()
-    return out
+def _gathered(path, player, env, questions, how, other, embed, say):
+    """Rollouts to teach or to examine on, collected by all ranks as `how` and `other` say, or read from the file where
+    they were kept: `Collected`."""
+    if not player.ranks.once(path.exists):
+        found = collect(player, env, questions, how, other, _embedder(embed), say)
+        player.ranks.once(lambda: found.save(path))
+    return read_collected(path)
 
 # %% ../nbs/65_prepare.ipynb #c013
 def drift(
@@ -153,28 +139,31 @@ def drift(
     return kl(seen.ref_logp, seen.logp, 'k1', trained)[trained].mean().item()
 
 # %% ../nbs/65_prepare.ipynb #c014
-def _summary(c, metric, history, exam, learner):
+def _summary(choice, course, history, exam, learner):
     "What a warm-up came to: dict of JSON values."
     (step, report), (_, first) = history[-1], history[0]
     starts, _ = exam.read(learner)
     tiers, chosen = exam.data.tier, [g for g, p in zip(exam.data.groups, exam.data.prompts) if p == 'optional']
     place = {q.id: i for i, q in enumerate(exam.data.questions)}
-    chances, outcomes = starts[[place[g.question.id] for g in chosen]].clamp(0, 1), outcome_rewards(chosen, metric)
+    chances, outcomes = starts[[place[g.question.id] for g in chosen]].clamp(0, 1), outcome_rewards(chosen, exam.metric)
     return {
-        'kind': 'warm-up', 'collected': c.collected, 'method': c.method, 'seed': c.seed, 'step': step,
-        'passed': report.passed and step >= c.warm_least, 'must_pass': c.must_pass, 'failed': report.failed,
-        'report': asdict(report), 'before': asdict(first), 'head': _critic_of(c)['head'],
+        'kind': 'warm-up', 'collected': choice.collected, 'method': course.method, 'seed': course.seed, 'step': step,
+        'passed': report.passed and step >= choice.warm_least, 'must_pass': choice.must_pass, 'failed': report.failed,
+        'report': asdict(report), 'before': asdict(first), 'head': get_method(course.method).critic['head'],
         'value_tier': {str(t): starts[tiers == t].mean().item() for t in (1, 2)},
         'ece': expected_calibration_error(chances, outcomes), 'brier': brier(chances, outcomes),
         'drift': drift(learner, pack(chosen[:64])), 'questions': {str(t): int((tiers == t).sum()) for t in (1, 2)}}
 
 # %% ../nbs/65_prepare.ipynb #c015
-def finished_warming(config):
-    """The summary of a warm-up that `config` resumes and that is over (it passed, or took all its steps), None if
-    there is more to do."""
-    path = Path(config.run)/'summary.json'
-    if not (config.resume and path.exists()): return None
-    summary, most = json.loads(path.read_text()), 0 if config.collected == 'cold' else config.warm_steps
+def finished_warming(
+    course,  # Course: run, resume
+    choice,  # WarmUpChoice
+):
+    """The summary of a warm-up that is resumed and over (it passed, or took all its steps), None if there is more to
+    do."""
+    path = Path(course.run)/'summary.json'
+    if not (course.resume and path.exists()): return None
+    summary, most = json.loads(path.read_text()), 0 if choice.collected == 'cold' else choice.warm_steps
     return summary if summary['passed'] or summary['step'] >= most else None
 
 # %% ../nbs/65_prepare.ipynb #c016
@@ -214,14 +203,6 @@ def _forecast(c):
             f'before that, {rollouts:,} rollouts at most: {took(rollouts)["acting"] / 3600:.3g} h (taking '
             f'{c.tflops:g} TFLOP/s for a rank that learns, a tenth of it for one that acts)']
 
-def _teaching(c, how, model):
-    "The learner that teaches a run's critic."
-    with seeded(seed_of('critic', c.seed)): head = make_critic(model, **{**_critic_of(c), 'kind': 'shared'}).head
-    if c.gradient_checkpointing: model.gradient_checkpointing_enable({'use_reentrant': False})
-    frozen = Frozen(load_model(base_folder(c), c.dtype)[0], offload=tuple(c.offload))
-    backend = None if c.learner == 'plain' else DeepSpeedBackend(c.stage, c.dtype, c.deepspeed)
-    return critic_learner(model, head, how, frozen, c.temperature, backend)
-
 # %% ../nbs/65_prepare.ipynb #c018
 def prepare(
     config,    # Warming, or a dict of its settings
@@ -237,8 +218,8 @@ def prepare(
     check_warming(c)
     if is_rank():
         with keep_traceback(c.run, int(os.environ['RANK'])): return _prepare(c, say, join_ranks(c.ranks))
-    if finished_warming(c) is None:
-        host = settings_of(c).host
+    host = settings_of(c).host
+    if finished_warming(settings_of(c).course, group_of(WarmUpChoice, c)) is None:
         for line in [*_forecast(c), *no_gpu(host, c.model)] if is_large(c.model) else (): say(line)
         if c.ranks > 1: return launch_ranks(c, say, 'credit_rl.prepare', (*MAY_CHANGE, 'warm_steps'))
     return _prepare(c, say, Ranks())
@@ -246,40 +227,61 @@ def prepare(
 # %% ../nbs/65_prepare.ipynb #c019
 def _prepare(c, say, ranks):
     "The warm-up, or this rank's part of it."
-    if finished_warming(c):
+    say, s, choice = say if ranks.first else lambda line: None, settings_of(c), group_of(WarmUpChoice, c)
+    if finished_warming(s.course, choice):
         check_same_params(c)
         return Path(c.run)
     if c.threads: torch.set_num_threads(c.threads)
-    say, s = say if ranks.first else lambda line: None, settings_of(c)
     log = RunLog(c.run, c.resume, s.keeping.trackers) if ranks.first else SilentLog(c.run)
     real = None if c.data == 'tiny' else (real_questions(s.task, c.seed), real_search(s.task, c.protocol))
     log.write_params(vars(c), (*MAY_CHANGE, 'warm_steps'))
-    stage = ranks.in_turn(lambda: set_stage(c, say, real))
-    metric = options_of(c, get_method(c.method), stage.chat)['metric']
-    data = _gather_rollouts(c, metric, stage, log.folder, say, ranks)
+    origin = origin_of(s.course, s.acting, s.host, s.critic)
+    stage = ranks.in_turn(lambda: set_stage(s.task, s.acting, origin, c.seed, say, real))
+    metric = bound_method(s.course, s.task, s.learning.questions_per_step, stage.chat).metric
+    engine = make_engine(s.host, s.acting, origin.start, stage.model, stage.chat.tokenizer)
+    player, data = Player(engine, s.acting.sampling, ranks), {}
+    try:
+        for part, most in (('train', c.sorted_questions), ('dev', None)):
+            env, path = stage.environments[part], log.folder/f'rollouts-{part}.jsonl.gz'
+            data[part] = _gathered(path, player, env, stage.questions[part][:most],
+                                   _collecting(choice, s.course, metric, part), _elsewhere(choice, s.task, env),
+                                   choice.embed, lambda line: say(f'{part}: {line}'))
+    finally:
+        if c.engine != 'hf': engine.close()
     exam = Examination(data['dev'], stage.environments['dev'], metric, c.row_tokens)
-    learner, history = _teach(c, metric, data['train'], exam, stage.model, log, ranks, say)
-    write_warmed(log.folder, learner, stage.chat.tokenizer, _summary(c, metric, history, exam, learner), log, ranks)
+    learner, history = _teach(_warming_learner(s, choice, origin, stage.model), data['train'], exam, log, ranks, say)
+    summary = _summary(choice, s.course, history, exam, learner)
+    write_warmed(log.folder, learner, stage.chat.tokenizer, summary, log, ranks)
     ranks.wait()
     say(('passed: ' if history[-1][1].passed else 'NOT passed: ') + str(history[-1][1]))
     return log.folder
 
-def _teach(c, metric, data, exam, model, log, ranks, say):
+def _warming_learner(s, choice, origin, model):
+    """How a run's critic is taught, the learner that teaches it, and how many checkpoints are kept: (WarmUp, Learner,
+    int)."""
+    how = WarmUp(0 if choice.collected == 'cold' else choice.warm_steps, choice.warm_least, choice.warm_every,
+                 choice.warm_batch, choice.head_rate, choice.backbone_rate, choice.warm_rise, s.learning.clip,
+                 s.learning.row_tokens, choice.must_pass, s.course.seed)
+    critic = start_critic(get_method(s.course.method), CriticChoice('shared'), model, s.course.seed)
+    if s.host.gradient_checkpointing: model.gradient_checkpointing_enable({'use_reentrant': False})
+    frozen = Frozen(load_model(origin.base, origin.dtype)[0], offload=tuple(s.host.offload))
+    backend = None if s.host.learner == 'plain' else DeepSpeedBackend(s.host.stage, origin.dtype, s.host.deepspeed)
+    return how, critic_learner(model, critic.head, how, frozen, s.acting.temperature, backend), s.keeping.keep
+
+def _teach(teaching, data, exam, log, ranks, say):
     "Teach a critic on what was collected, from the last checkpoint on: the learner, and its examinations."
-    how = WarmUp(0 if c.collected == 'cold' else c.warm_steps, c.warm_least, c.warm_every, c.warm_batch, c.head_rate,
-                 c.backbone_rate, c.warm_rise, c.clip, c.row_tokens, c.must_pass, c.seed)
-    learner, kept = _teaching(c, how, model), None
+    (how, learner, keep), kept = teaching, None
     found = ranks.once(lambda: latest_checkpoint(log.folder))
     log.cut(found[0] if found else -1)
     if found:
         learner.restore(found[1])
         kept = torch.load(found[1]/'warmup.pt', weights_only=True)
-    pairs = make_pairs(data.groups, data.buckets, metric)
+    pairs = make_pairs(data.groups, data.buckets, exam.metric)
     say(f'{len(pairs.contexts)} states of {len(data.groups)} rollouts to teach, {len(exam.pairs.contexts)} '
         f'of {len(exam.data.groups)} to examine on')
     try:
-        keep = lambda state: _keep_exam(log, learner, c.keep, ranks, state)
-        return learner, warm_up(learner, pairs, lambda: exam(learner), how, say, keep, kept)
+        store = lambda state: _keep_exam(log, learner, keep, ranks, state)
+        return learner, warm_up(learner, pairs, lambda: exam(learner), how, say, store, kept)
     except GateFailed as e: return learner, e.history
 
 # %% ../nbs/65_prepare.ipynb #c023

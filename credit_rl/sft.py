@@ -6,22 +6,20 @@
 __all__ = ['keep_right', 'sft_rows', 'Imitation', 'fine_tune', 'rejection_sft', 'main']
 
 # %% ../nbs/64_sft.ipynb #c003
-import dataclasses, json, random, sys, tempfile
+import dataclasses, random, sys, tempfile
 from dataclasses import dataclass
-from pathlib import Path
 import torch
 from .engine import HFEngine, seed_of
 from .evaluate import evaluate
 from .layout import pack
-from .methods import get_method
 from .options import check_settings, options_in, setting
 from .outcome import outcome_rewards
 from .parameters import by_group, from_settings, make_parser, read_settings
 from .rollout import rollout
 from .runlog import RunLog, code_hashes
 from .settings import GROUPS, check, make_config, settings_of
-from .stage import draw_questions, set_stage
-from .train import options_of
+from .stage import draw_questions, origin_of, set_stage
+from .train import bound_method
 from .trajectory import Group
 
 # %% ../nbs/64_sft.ipynb #c006
@@ -105,9 +103,11 @@ def rejection_sft(
     c = make_config(config) if isinstance(config, dict) else config
     if c.dry_run: raise ValueError('dry_run is for training by reinforcement; this fine-tuning has none')
     check(c)
-    log, metric, acting = RunLog(c.run), options_of(c, get_method('grpo'))['metric'], settings_of(c).acting
+    log, s = RunLog(c.run), settings_of(c)
+    acting, origin = s.acting, origin_of(s.course, s.acting, s.host, s.critic)
+    metric = bound_method(dataclasses.replace(s.course, method='grpo'), s.task, c.questions_per_step).metric
     log.write_params({**vars(c), 'method': 'sft', 'sft': dataclasses.asdict(how)})
-    stage = set_stage(c, say)
+    stage = set_stage(s.task, acting, origin, c.seed, say)
     engine = HFEngine(stage.model, stage.chat.tokenizer, max_length=c.max_tokens)
     test = lambda: evaluate(engine, stage.environments['test'], stage.questions['test'], acting.greedy)
     base, _ = test()

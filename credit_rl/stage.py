@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['Stage', 'tiny_worlds', 'known_worlds', 'set_stage', 'search_place', 'real_questions', 'real_search', 'real_passages',
-           'draw_questions', 'make_engine', 'hand_over', 'add_lora', 'base_folder', 'start_folder', 'holds_base',
-           'load_base', 'make_learner']
+           'draw_questions', 'make_engine', 'hand_over', 'add_lora', 'Origin', 'base_folder', 'origin_of',
+           'make_learner', 'start_critic']
 
 # %% ../nbs/62_stage.ipynb #c002
 import dataclasses, os, random, sys, tempfile
@@ -21,7 +21,7 @@ from .methods import get_method
 from .models import load_model, read_template
 from .protocol import PROTOCOLS, Chat
 from .retrieval import BM25
-from .settings import data_sets, settings_of, world_arguments
+from .settings import data_sets, world_arguments
 from .sharded import DeepSpeedBackend
 from .tiny import ceiling, make_base, tiny_environment
 from .vllm_engine import VLLMEngine, VLLMSettings, rank_devices, save_adapter
@@ -52,24 +52,28 @@ def known_worlds(worlds):
     return tuple(w for w in worlds.values() if w.known)
 
 # %% ../nbs/62_stage.ipynb #c030
-def set_stage(config, say=print, real=None):
-    """Make or load model, questions and search for a run: `Stage`. `real`: a data set's questions and passages, if
-    they are there already."""
-    c, s = config, settings_of(config)
-    if c.data == 'tiny':
-        worlds = tiny_worlds(s.task, c.seed)
-        if c.model == 'tiny': _make_tiny_base(c, worlds, say)
-        return _tiny_stage(s.acting, s.task.passages, worlds, start_folder(c), say)
-    parts, search = real or (real_questions(s.task, c.seed), real_search(s.task, c.protocol))
-    return _real_stage(s.acting, s.task, (parts, search), start_folder(c), say)
+def set_stage(
+    task,       # Task
+    acting,     # Acting
+    origin,     # Origin: the weights to begin with
+    seed,       # of worlds and questions
+    say=print,  # function called with lines of text
+    real=None,  # (questions, passages) of a data set, if they are there already
+):
+    "Make or load model, questions and search for a run: `Stage`."
+    if task.data == 'tiny':
+        worlds = tiny_worlds(task, seed)
+        if acting.model == 'tiny': _make_tiny_base(origin.base, acting.protocol, seed, worlds, say)
+        return _tiny_stage(acting, task.passages, worlds, origin.start, say)
+    parts, search = real or (real_questions(task, seed), real_search(task, acting.protocol))
+    return _real_stage(acting, task, (parts, search), origin.start, say)
 
-def _make_tiny_base(c, worlds, say):
-    "Make the base model of a run from nothing, unless it is there."
-    folder = Path(base_folder(c))
-    there, whose = (folder/'config.json').exists(), 'its warm-up' if c.critic_from else 'this run'
-    say(f'taking the base model of {whose}' if there else 'making a base model from nothing')
-    words = 'carl-tiny' if (c.protocol or '').startswith('carl') else 'tiny'
-    make_base(folder, c.seed, words, known=known_worlds(worlds), progress=say)
+def _make_tiny_base(folder, protocol, seed, worlds, say):
+    "Make a base model from nothing, unless it is there."
+    there = (Path(folder)/'config.json').exists()
+    say(f'taking the base model in {folder}' if there else 'making a base model from nothing')
+    words = 'carl-tiny' if (protocol or '').startswith('carl') else 'tiny'
+    make_base(Path(folder), seed, words, known=known_worlds(worlds), progress=say)
 
 # %% ../nbs/62_stage.ipynb #n0202
 def _tiny_stage(acting, passages, worlds, folder, say):
@@ -172,20 +176,21 @@ def draw_questions(questions, n, step, seed):
 
 # %% ../nbs/62_stage.ipynb #c050
 def make_engine(
-    config,
+    host,       # Host
+    acting,     # Acting
+    folder,     # of the weights that it begins with
     model,      # Hugging Face model that acts, whole; of a vLLM engine only its folder is read
     tokenizer,
 ):
     "Who acts in a run: the learner's model itself, or vLLM, which begins with the weights of the folder."
-    c, host = config, settings_of(config).host
-    if c.engine == 'hf': return HFEngine(model, tokenizer, max_length=c.max_tokens, max_rows=c.act_rows)
-    ranks = [r for r in (1, 8, 16, 32, 64, 128, 256, 320, 512) if r >= c.lora.get('r', 8)]  # those that vLLM takes
-    adapters = {'enable_lora': True, 'max_lora_rank': ranks[0]} if c.lora else {}
-    mine = os.environ['LOCAL_RANK'] if c.ranks > 1 and torch.cuda.is_available() else None
-    own = {'devices': rank_devices(c.vllm.get('devices'), c.ranks, mine), 'own_process': host.own_process,
-           'arguments': {**adapters, **c.vllm.get('arguments', {})}}
-    return VLLMEngine(start_folder(c), tokenizer, max_length=c.max_tokens, max_rows=c.act_rows,
-                      settings=VLLMSettings(**{'dtype': c.dtype, **c.vllm, **own}))
+    how = {'max_length': acting.max_tokens, 'max_rows': host.act_rows}
+    if host.engine == 'hf': return HFEngine(model, tokenizer, **how)
+    ranks = [r for r in (1, 8, 16, 32, 64, 128, 256, 320, 512) if r >= host.lora.get('r', 8)]  # those that vLLM takes
+    adapters = {'enable_lora': True, 'max_lora_rank': ranks[0]} if host.lora else {}
+    mine = os.environ['LOCAL_RANK'] if host.ranks > 1 and torch.cuda.is_available() else None
+    own = {'devices': rank_devices(host.vllm.get('devices'), host.ranks, mine), 'own_process': host.own_process,
+           'arguments': {**adapters, **host.vllm.get('arguments', {})}}
+    return VLLMEngine(folder, tokenizer, settings=VLLMSettings(**{'dtype': acting.dtype, **host.vllm, **own}), **how)
 
 def hand_over(
     learner,
@@ -217,53 +222,74 @@ def add_lora(
     for name, p in model.named_parameters(): p.requires_grad_('.lora_' in name)
 
 # %% ../nbs/62_stage.ipynb #c056
-def base_folder(config):
+@dataclass(frozen=True)
+class Origin:
+    "The weights that a run comes from."
+    base: str              # folder or name of the model that it began as
+    start: str             # and of what its policy starts from: another where a warm-up moved a shared backbone
+    dtype: str = 'float32'
+    adapted: bool = False  # whether the policy without its low-rank additions is the base
+
+    def load_base(self, device=None):
+        "What a run began as: a model, or 'base' where the policy has it."
+        return 'base' if self.adapted else load_model(self.base, self.dtype, device)[0]
+
+def base_folder(
+    model,             # 'tiny', a folder or a name
+    run,               # folder of the run
+    critic_from=None,  # folder of the warm-up that came before it
+):
     "Folder or name of the model that a run began as."
-    return str(Path(config.critic_from or config.run)/'base') if config.model == 'tiny' else config.model
+    return str(Path(critic_from or run)/'base') if model == 'tiny' else model
 
-def start_folder(config):
-    """The weights that the policy starts from: where it shares its backbone with a warmed-up critic, the backbone that
-    this one moved."""
-    critic = get_method(config.method).critic
-    moved = config.critic_from and (config.critic or critic['kind']) == 'shared'
-    return str(read_warmed(config.critic_from).folder) if moved else base_folder(config)
-
-def holds_base(config):
-    "Whether what a run began as is the policy without its low-rank additions."
-    how = config.lora.get('init_lora_weights', True)         # other ways change the weights beside the additions
-    return bool(config.lora) and how in (True, False, 'gaussian') and start_folder(config) == base_folder(config)
-
-def load_base(config, device=None):
-    "What a run began as: a model, or 'base' where the policy has it."
-    return 'base' if holds_base(config) else load_model(base_folder(config), config.dtype, device)[0]
+def origin_of(course, acting, host, critic):  # Course, Acting, Host, CriticChoice
+    """The `Origin` of a run. Where the policy shares its backbone with a warmed-up critic, it starts from the backbone
+    that this one moved."""
+    base = base_folder(acting.model, course.run, critic.critic_from)
+    moved = critic.critic_from and critic.kind(get_method(course.method)) == 'shared'
+    start = str(read_warmed(critic.critic_from).folder) if moved else base
+    how = host.lora.get('init_lora_weights', True)           # other ways change the weights beside the additions
+    return Origin(base, start, acting.dtype, bool(host.lora) and how in (True, False, 'gaussian') and start == base)
 
 # %% ../nbs/62_stage.ipynb #n0206
-def make_learner(config, method, model):
+def make_learner(
+    settings,  # Settings of a run
+    origin,    # Origin
+    model,     # Hugging Face model that learns
+):
     "The learner of a run, with the critic, teacher and reference that its method and loss ask for."
-    c, s = config, settings_of(config)
-    loss, optimiser = s.learning.loss_of(method), s.learning.optimiser(c.critic_rate)
+    s, host, method = settings, settings.host, get_method(settings.course.method)
+    loss, optimiser = s.learning.loss_of(method), s.learning.optimiser(s.critic.critic_rate)
     # models that are only read wait there, until the policy is spread and has left room for them
-    aside = 'cpu' if c.learner == 'deepspeed' else None
-    reference, critic = load_base(c, aside) if c.log_kl or loss.kl else None, _make_critic(s, method, model)
-    if c.critic_from: _warm(critic, read_warmed(c.critic_from), c.dtype)
-    teacher = _load_teacher(c, aside) if 'teacher' in method.sees else None
-    frozen = Frozen(reference, teacher, s.teacher.period(method, c.steps), tuple(c.offload))
-    if c.gradient_checkpointing:
+    aside = 'cpu' if host.learner == 'deepspeed' else None
+    reference = origin.load_base(aside) if s.keeping.log_kl or loss.kl else None
+    critic = start_critic(method, s.critic, model, s.course.seed, origin.dtype)
+    teacher = _load_teacher(s.teacher.teacher, origin, aside) if 'teacher' in method.sees else None
+    frozen = Frozen(reference, teacher, s.teacher.period(method, s.course.steps), tuple(host.offload))
+    if host.gradient_checkpointing:
         for m in (model, critic and critic.model):
             if m is not None: m.gradient_checkpointing_enable({'use_reentrant': False})
-    backend = None if c.learner == 'plain' else DeepSpeedBackend(c.stage, c.dtype, c.deepspeed)
-    return Learner(model, loss, optimiser, critic, frozen, c.temperature, c.seed, backend)
+    backend = None if host.learner == 'plain' else DeepSpeedBackend(host.stage, origin.dtype, host.deepspeed)
+    return Learner(model, loss, optimiser, critic, frozen, s.acting.temperature, s.course.seed, backend)
 
-def _make_critic(s, method, model):
-    "The critic of a method, its head drawn from the run's seed; None where it has none."
+def start_critic(
+    method,           # Method
+    choice,           # CriticChoice
+    model,            # Hugging Face model of the policy
+    seed,             # of the run, from which the head is drawn
+    dtype='float32',  # of a backbone that a warm-up moved
+):
+    "The critic that a method begins with, warmed up where the run names a warm-up; None where it has none."
     if not method.critic: return None
-    given = {k: v for k, v in (('kind', s.critic.critic), ('mix', s.critic.critic_mix)) if v is not None}
-    with seeded(seed_of('critic', s.course.seed)): return make_critic(model, **{**method.critic, **given})
+    given = {k: v for k, v in (('kind', choice.critic), ('mix', choice.critic_mix)) if v is not None}
+    with seeded(seed_of('critic', seed)): critic = make_critic(model, **{**method.critic, **given})
+    if choice.critic_from: _warm(critic, read_warmed(choice.critic_from), dtype)
+    return critic
 
-def _load_teacher(c, device):
+def _load_teacher(teacher, origin, device):
     "A teacher that is a model of its own; None where a copy of the policy teaches."
-    if c.teacher == 'self': return None
-    return load_base(c, device) if c.teacher == 'base' else load_model(c.teacher, c.dtype, device)[0]
+    if teacher == 'self': return None
+    return origin.load_base(device) if teacher == 'base' else load_model(teacher, origin.dtype, device)[0]
 
 def _warm(critic, warmed, dtype):
     "Give a critic what a warm-up taught it; a shared backbone is the policy's, which has it already."

@@ -10,12 +10,12 @@ __all__ = ['PERFECT', 'NOISY', 'GUESSING', 'TEACHER', 'PERFECT_CODER', 'NOISY_CO
            'code_warm_start', 'make_base']
 
 # %% ../nbs/25_tiny.ipynb #c002
-import json, random, re
+import random, re
 from dataclasses import dataclass, replace
 from itertools import chain as joined
 from pathlib import Path
 import torch
-from .engine import HFEngine, Sampling, ScriptedEngine, seed_of
+from .engine import ScriptedEngine, seed_of
 from .layout import loss_weights, pack, take, token_logps
 from .protocol import CHATML, PROTOCOLS, Chat
 from .readers import Passage
@@ -23,7 +23,7 @@ from .retrieval import BM25
 from .runlog import atomic_folder
 from .rollout import Environment, rollout
 from .tools import PythonTool, SearchTool, render_plain
-from .trajectory import Group, Question
+from .trajectory import Question
 from .world import (EASY, RELATIONS, SHARES, SIGNS, WORDS, Competence, arithmetic_text, compute, make_world,
                              question_text)
 

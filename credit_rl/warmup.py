@@ -529,7 +529,7 @@ class Examination:
         metric='em',       # outcome, see outcome_rewards
         row_tokens=4096,   # padded tokens in a forward
     ):
-        self.data, self.row_tokens = data, row_tokens
+        self.data, self.metric, self.row_tokens = data, metric, row_tokens
         self.prompts = env.chat.prompt_ids([q.text for q in data.questions])
         self.pairs, self.turn_mask = make_pairs(data.groups, data.buckets, metric), index_groups(data.groups)[0]
         self.forced = [i for i, p in enumerate(data.prompts) if p == 'forced']

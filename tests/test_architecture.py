@@ -20,6 +20,10 @@ ROW = 5                            # exported cells without something to see bet
 # formulas of the public contract, whose arguments are the paper's
 FORMULAS = ('igpo_advantages', 'mt_grpo_star', 'gigpo', 'policy_terms', 'policy_loss')
 LOOP = ('learner', 'sharded', 'settings', 'stage', 'train')   # they know no method by its name
+# what starts a run, checks it, estimates it, or stores what was asked
+WHOLE = ('train', '_train', 'begin_run', 'launch_ranks', 'rejection_sft', 'prepare', '_prepare', '_warming_learner',
+         'check', '_check_method', '_check_warmed', 'check_warming', 'settings_of', 'group_of', 'examine', 'plan_of',
+         '_plan', '_weigh', '_forecast', 'note_params', 'check_same_params')
 HERE = [str(p) for p in (ROOT, ROOT.parent, Path.home(), Path(tempfile.gettempdir())) if p != Path(p.anchor)]
 PATHS = re.compile('(?<![\\w/.:<])(?:' + '|'.join(map(re.escape, HERE)) +
                    '|/(?:home|root|Users|tmp|var|usr|opt|mnt|private|scratch))/\\w')
@@ -252,6 +256,15 @@ def asked_with(n):
     return [], ''
 
 
+def few_take_everything(nb, numbers):
+    "From the learner on, the whole configuration goes to what starts, checks, estimates or stores a run, and no further."
+    if not '52' <= nb.name[:2] <= '75': return
+    for c in nb.exported:
+        for n in ast.walk(c.tree):
+            if isinstance(n, FUNCTIONS) and n.name not in WHOLE:
+                yield from (f'{n.name} takes the whole {a.arg}' for a in n.args.args if a.arg in ('config', 'c', 's'))
+
+
 def everything_shown(nb, numbers):
     "Each public name is used in a cell that is not exported."
     used = {x.id if isinstance(x, ast.Name) else x.attr for c in nb.code if not c.exported
@@ -303,7 +316,7 @@ def run_notebook(nb, numbers):
 RULES = [
     floors, named_like_its_module, no_notebook_tools, torch_alone, narrow_lines, short_definitions, few_parameters,
     nothing_private_from_elsewhere, whole_classes, something_to_see, no_fillers, loop_knows_no_method,
-    everything_shown, nothing_skipped, clean_outputs, executed, run_notebook
+    few_take_everything, everything_shown, nothing_skipped, clean_outputs, executed, run_notebook
 ]
 
 
@@ -391,6 +404,7 @@ BAD = [
     (loop_knows_no_method, notebook('61_settings', "#| export\nhigh = method.options['band'][1]")),
     (loop_knows_no_method, notebook('63_train', "#| export\nright = options_of(config, method).options['right']")),
     (loop_knows_no_method, notebook('52_learner', "#| export\nform = options.get('match_short', False)")),
+    (few_take_everything, notebook('62_stage', '#| export\ndef set_stage(config): pass')),
     (loop_knows_no_method, notebook('52_learner', "#| export\nREADS = {'tips': 'teacher'}")),
     (everything_shown, notebook('12_b', '#| export\ndef f(): pass', '# f\n"f"')),
     (nothing_skipped, notebook('12_b', '#| eval: false\nassert f() == 1')),

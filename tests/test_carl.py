@@ -40,12 +40,13 @@ from credit_rl.rollout import rollout
 from credit_rl.prepare import gate_table, make_warming, prepare, warmup_table
 from credit_rl.tiny import NOISY_CODER, act_coder, memory_of
 from credit_rl.settings import check, make_config, settings_of
-from credit_rl.stage import set_stage, tiny_worlds
+from credit_rl.stage import tiny_worlds
 from credit_rl.train import train
 from credit_rl.trajectory import (example_group, Group, Question, Result, Stop, to_json, Trajectory,
                                   trajectory_from_json, Turn)
 from credit_rl.warmup import GATE, GateReport, context_values, gold_shown, read_collected, read_warmed
 from papermilled import papermill, shown
+from pieces import learner_of, stage_of
 
 ROOT = Path(__file__).resolve().parents[1]
 ROWS = ROOT / 'data' / 'rows'
@@ -127,7 +128,7 @@ def scripted(monkeypatch, model):
 @pytest.mark.parametrize('name', SETS)
 def test_each_set_has_its_tools(spoken, rows, name):
     "GSM8K and FinQA can calculate and nothing else; the others can search as well."
-    stage = set_stage(make_config({**REAL, 'data': name, 'path': rows(name), 'model': spoken}), say=lambda line: None)
+    stage = stage_of(make_config({**REAL, 'data': name, 'path': rows(name), 'model': spoken}))
     env = stage.environments['test']
     assert isinstance(env.tool,
                       PythonTool) and (env.max_turns, env.context_tokens,
@@ -158,6 +159,12 @@ def test_each_set_trains_and_is_evaluated_by_programs(spoken, rows, tmp_path, na
     assert (manifest['corpus'] is None) == (name in ('gsm8k', 'finqa')) and len(read_turns(folder / name)) == 2
 
 
+def metric_of(config):
+    "What a run by CARL is scored by."
+    s = settings_of(config)
+    return training.bound_method(s.course, s.task, s.learning.questions_per_step).metric
+
+
 def test_sets_that_are_scored_differently_train_together(spoken, rows, tmp_path, monkeypatch):
     "GSM8K's questions are scored as numbers, HotpotQA's by exact match, within one batch."
     for name, file in (('gsm8k', '{}.jsonl'), ('hotpotqa', 'hotpot_{}.json')):
@@ -168,7 +175,7 @@ def test_sets_that_are_scored_differently_train_together(spoken, rows, tmp_path,
         **REAL, 'data': 'hotpotqa+gsm8k', 'path': str(tmp_path / 'sets'), 'corpus': rows('hotpotqa'), 'model': spoken,
         'questions': 10 ** 6, 'questions_per_step': 8, 'run': str(tmp_path / 'run')
     }
-    metric = training.options_of(make_config(settings), training.get_method('carl'))['metric']
+    metric = metric_of(make_config(settings))
     ask = lambda source: Question('q', '', ('-12.5',), source)
     said = [
         Group(ask(s), [Trajectory(ask(s), (0, ), [Turn('commit', (1, ), (0., ), (), '', '')], Stop.ANSWER, '12.5')])
@@ -182,9 +189,7 @@ def test_sets_that_are_scored_differently_train_together(spoken, rows, tmp_path,
     played = {trajectory_from_json(r['trajectory']).question.source for r in read_turns(tmp_path / 'run')}
     assert played == {'hotpotqa', 'gsm8k'}
     # these are scored alike
-    assert callable(
-        training.options_of(make_config({**settings, 'data': 'hotpotqa+musique'}),
-                            training.get_method('carl'))['metric'])
+    assert callable(metric_of(make_config({**settings, 'data': 'hotpotqa+musique'})))
 
 
 def wrong_sign(t):
@@ -236,10 +241,8 @@ LOOKED = {
 def test_a_program_is_run_on_each_set_and_its_output_becomes_a_context(spoken, rows, name):
     """A scripted coder that calculates or searches once, notes what came, and answers with it: three segments, of
     which the last no longer sees the output."""
-    stage = set_stage(
-        make_config(
-            {**REAL, 'data': name, 'path': rows(name), 'model': spoken, 'turn_tokens': 400, 'context_tokens': 200}),
-        say=lambda line: None)
+    stage = stage_of(make_config(
+        {**REAL, 'data': name, 'path': rows(name), 'model': spoken, 'turn_tokens': 400, 'context_tokens': 200}))
     code, seen = LOOKED[name]
     def act(text, rng):
         if code not in text: return f'I look it up.\n```python\n{code}\n```\n'
@@ -469,8 +472,8 @@ def test_a_warm_up_that_passes_teaches(model, scripted, tmp_path, easy_gate):
     # of the base's rollouts: how much less likely they became
     assert abs(summary['drift']) > 1e-3 and math.isclose(summary['drift'], (before - after).mean().item(), abs_tol=1e-4)
     config = make_config({**TINY, 'model': model, 'critic_from': str(warm), 'run': str(tmp_path / 'run')})
-    stage = set_stage(config, say=lambda line: None)
-    learner = training.make_learner(config, training.get_method('carl'), stage.model)
+    stage = stage_of(config)
+    learner = learner_of(config, stage.model)
     # the policy starts from the moved backbone …
     assert all(torch.equal(a, b) for a, b in zip(stage.model.parameters(), moved.parameters()))
     # … and its KL counts from the base
@@ -481,7 +484,7 @@ def test_a_warm_up_that_passes_teaches(model, scripted, tmp_path, easy_gate):
     run = read_metrics(quiet(config))
     assert run.kl.dropna().iloc[0] > 0 and run.value_start[1] != .5
     own = dataclasses.replace(config, critic='own')
-    learner = training.make_learner(own, training.get_method('carl'), set_stage(own, say=lambda line: None).model)
+    learner = learner_of(own, stage_of(own).model)
     assert all(torch.equal(a, b) for a, b in zip(learner.scorer.model.parameters(), base.parameters())) and all(
         torch.equal(a, b) for a, b in zip(learner.critic.model.parameters(), moved.parameters()))
     for change, message in ((dict(model=str(ROOT / 'data' / 'tiny_base')), 'was warmed up with model='),
@@ -633,8 +636,9 @@ def test_three_questions_in_ten_are_looked_up_in_another_corpus(spoken, rows, tm
 @pytest.mark.parametrize('more, share', [({}, .5), ({'other_misses': .2}, .2)])
 def test_without_another_corpus_the_same_search_has_holes(model, more, share):
     config = make_warming({**WARM, 'model': model, **more})
-    env = set_stage(config, say=lambda line: None).environments['dev']
-    there, elsewhere = env.tool.search.retriever, preparing._elsewhere(config, env).tool.search.retriever
+    env = stage_of(config).environments['dev']
+    other = preparing._elsewhere(config, settings_of(config).task, env)
+    there, elsewhere = env.tool.search.retriever, other.tool.search.retriever
     names = [page.title for page in there.passages]
     missed = [elsewhere.search([n], 1) != there.search([n], 1) for n in names]
     assert len(names) > 200 and abs(sum(missed) / len(names) - share) < .1 and elsewhere.search(names, 1) == [

@@ -22,6 +22,7 @@ from credit_rl.scoring import AnswerTemplate
 from credit_rl.settings import make_config
 from credit_rl.train import train
 from credit_rl.trajectory import example_group
+from pieces import origin_of
 
 ROOT = Path(__file__).resolve().parents[1]
 # the KL term makes it update at every step
@@ -93,7 +94,8 @@ def test_additions_switched_off_are_a_second_model(tmp_path, monkeypatch, teache
     monkeypatch.setattr(staging, 'load_model', lambda *a: loaded.append(a) or load(*a))
     off = quiet(tmp_path / 'off', settings)
     assert len(loaded) == 1                                           # the policy
-    monkeypatch.setattr(staging, 'load_base', lambda c, device: staging.load_model(c.model, c.dtype, device)[0])
+    whole = lambda origin, device: staging.load_model(origin.base, origin.dtype, device)[0]
+    monkeypatch.setattr(staging.Origin, 'load_base', whole)
     second = quiet(tmp_path / 'second', settings)
     assert len(loaded) == (3 if teacher == 'self' else 4)             # the policy, its reference, its teacher
     assert same_metrics(off, second, 1e-6) == [] and read_metrics(off).kl.max() > 1e-4
@@ -103,7 +105,7 @@ def test_additions_switched_off_are_a_second_model(tmp_path, monkeypatch, teache
 def test_what_changes_the_weights_beside_it_needs_a_second_model(tmp_path):
     "PiSSA puts a part of the weights into the additions, so that the rest is not the base."
     pieces = [make_config({**SHORT, 'lora': {'r': 4, **more}}) for more in ({}, {'init_lora_weights': 'pissa'})]
-    whole, taken = (staging.load_base(c, None) for c in pieces)
+    whole, taken = (origin_of(c).load_base() for c in pieces)
     assert whole == 'base' and isinstance(taken, torch.nn.Module)
 
 

@@ -24,12 +24,13 @@ from credit_rl.runlog import RunLog
 from credit_rl.scoring import gold_templates
 from credit_rl.smdp import segment_advantages
 from credit_rl.settings import check, make_config
-from credit_rl.stage import Stage, make_learner
+from credit_rl.stage import Stage
 from credit_rl.tiny import NOISY, act, tiny_environment
 from credit_rl.train import Look, Run, train_step
 from credit_rl.trajectory import Group
 from credit_rl.vspo import vspo_weights
 from credit_rl.world import make_world
+from pieces import learner_of
 
 
 class StubJudge:
@@ -373,7 +374,7 @@ def a_run(world, folder, method, **changes):
     land = make_world('train', 3, size=60, questions=40)
     stage = Stage(chat, copy.deepcopy(model), {'train': list(land.questions)}, {'train': tiny_environment(land, chat)})
     config = make_config({'method': method, 'questions_per_step': 2, 'group_size': 2, 'log_kl': False, **changes})
-    learner = make_learner(config, get_method(method), copy.deepcopy(model))
+    learner = learner_of(config, copy.deepcopy(model))
     return Run(config, stage, HFEngine(learner.scorer.model, chat.tokenizer), learner, RunLog(str(folder)))
 
 

@@ -568,7 +568,7 @@ def test_vllm_sleeps_while_the_learner_is_made(monkeypatch, tmp_path):
         def __getattr__(self, name): return lambda *given: told.append(name)
     monkeypatch.setattr(training, 'make_engine', lambda *given: told.append('made') or Engine())
     monkeypatch.setattr(training, 'make_learner',
-                        lambda config, method, model: told.append('learner') or SimpleNamespace(loss=method.loss))
+                        lambda *given: told.append('learner') or SimpleNamespace(loss=None))
     monkeypatch.setattr(training, 'hand_over', lambda *given: told.append('weights'))
     config = training.make_config({**SHORT, 'track': '', 'engine': 'vllm', 'run': str(tmp_path / 'run')})
     monkeypatch.setattr(training, 'RunLog', lambda *given: training.SilentLog(config.run))
@@ -587,10 +587,10 @@ def test_each_rank_gives_its_vllm_its_own_gpu(monkeypatch):
     monkeypatch.setattr(staging, 'VLLMEngine', lambda folder, tokenizer, settings, **given: settings.devices)
     monkeypatch.setattr(torch.cuda, 'device_count', lambda: 8)
     monkeypatch.setenv('LOCAL_RANK', '2')
-    made = lambda **given: training.make_engine(
-        training.make_config({
-            'model': BASE, 'engine': 'vllm', **given, 'vllm': {'untried': True, **given.get('vllm', {})}
-        }), None, None)
+    def made(**given):
+        s = training.settings_of(training.make_config({
+            'model': BASE, 'engine': 'vllm', **given, 'vllm': {'untried': True, **given.get('vllm', {})}}))
+        return training.make_engine(s.host, s.acting, BASE, None, None)
     assert made(ranks=8, learner='deepspeed') == '2' and made() is None and made(
         vllm={'devices': '4,5', 'own_process': True}) == '4,5'
     with pytest.raises(ValueError, match="each of 8 ranks starts a vLLM of its own, and devices='4,5'"):
