@@ -9,7 +9,7 @@ __all__ = ['join_deepspeed', 'merged_pieces', 'DeepSpeedBackend']
 import contextlib, os, sys, warnings
 import torch
 from .layout import rows_of, take
-from .learner import brought
+from .learner import brought, make_adamw
 from .scoring import answer_batches, collect, takes_tree_mask
 
 # %% ../nbs/53_sharded.ipynb #s007
@@ -41,8 +41,8 @@ def join_deepspeed(
 def merged_pieces(
     folder,  # a checkpoint's, which holds a folder 'deepspeed'
 ):
-    """Put together what other ranks wrote: float32 weights by name, AdamW's averages by key and name, its number of
-    steps (0: no averages yet), and the state that `save` was given."""
+    """Put together what other ranks wrote: float32 weights by name, AdamW's averages by key and name, its numbers of
+    steps by key, and the state that `save` was given. A group without an average yet has zeros."""
     from deepspeed.utils import zero_to_fp32 as zero
     place = os.path.join(folder, 'deepspeed')
     parts = [torch.load(file, map_location='cpu', weights_only=False)['optimizer_state_dict']
@@ -58,17 +58,20 @@ def merged_pieces(
             paddings = parts[0].get('param_alignment_paddings')
             zero._zero2_merge_trainable_params(named, len(parts), groups, models, paddings)
         return {n: w.contiguous() for n, w in named.items()}
+    flat = [part['fp32_flat_groups' if spread else 'single_partition_of_fp32_groups'] for part in parts]
+    keys = sorted({key for group in states[0].values() for key in group})
+    held = lambda state, i, key, weights: state.get(i, {}).get(key, torch.zeros_like(weights))
     with contextlib.redirect_stdout(None):
-        weights = merge([part['fp32_flat_groups' if spread else 'single_partition_of_fp32_groups'] for part in parts])
-        averages = {key: merge([[state[i][key] for i in sorted(state)] for state in states])
-                    for key in ('exp_avg', 'exp_avg_sq') if states[0]}
-    steps = float(states[0][0]['step']) if states[0] else 0.
+        weights = merge(flat)
+        averages = {key: merge([[held(state, i, key, w) for i, w in enumerate(groups)]
+                                for state, groups in zip(states, flat)]) for key in keys if 'step' not in key}
+    steps = {key: max(float(group.get(key, 0)) for group in states[0].values()) for key in keys if 'step' in key}
     return weights, averages, steps, torch.load(files[0], map_location='cpu', weights_only=False)
 
 # %% ../nbs/53_sharded.ipynb #s012
 class DeepSpeedBackend:
     "Run a learner through DeepSpeed, on as many ranks as were launched. See `PlainBackend` for what each method does."
-    scorer, clip = None, 1.
+    scorer = None
 
     def __init__(
         self,
@@ -83,14 +86,14 @@ class DeepSpeedBackend:
 
     def make_optimiser(self, groups, optimiser):
         "AdamW over groups of parameters (parameter_groups)."
-        return torch.optim.AdamW(groups, betas=optimiser.betas)
+        return make_adamw(groups, optimiser)
 
     def wrap(self, scorer, groups, optimiser):
         """Take over a `Scorer` and its parameters by groups: the engine that its forwards go through. In bfloat16 at
         stage 0 DeepSpeed begins with a step of its own, on gradients of 0: it moves nothing, and AdamW doesn't count
         it."""
         if self.scorer is not None: raise ValueError('a backend serves one learner: make another for this one')
-        self.adamw, self.clip = self.make_optimiser(groups, optimiser), optimiser.clip
+        self.adamw = self.make_optimiser(groups, optimiser)
         deepspeed = join_deepspeed(next(scorer.model.parameters()).device)
         self.rank, self.ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
         self.scorer, self.tree = scorer, takes_tree_mask(scorer.model)            # later its weights may be in pieces
@@ -118,9 +121,10 @@ class DeepSpeedBackend:
         self.engine.set_gradient_accumulation_boundary(last)
         self.engine.backward(loss * self.ranks)
 
-    def update(self):
-        "Clip, step, forget the gradient. Returns the gradient's norm before clipping."
-        plain = torch.nn.utils.clip_grad_norm_(self.scorer.parameters(), self.clip) if self.stage == 0 else None
+    def update(self, clip):
+        "Clip to a norm, step, forget the gradient. Returns the gradient's norm before clipping."
+        plain = torch.nn.utils.clip_grad_norm_(self.scorer.parameters(), clip) if self.stage == 0 else None
+        if hasattr(self.engine.optimizer, 'clip_grad'): self.engine.optimizer.clip_grad = clip
         self.engine.step()                                            # clips too; without ZeRO it then forgets the norm
         return float(self.engine.get_global_grad_norm() if plain is None else plain)
 
@@ -206,8 +210,8 @@ class DeepSpeedBackend:
         zero = self.engine.optimizer
         # AdamW would make its averages at its first step
         for flat in zero.fp32_partitioned_groups_flat if self.stage == 3 else zero.single_partition_of_fp32_groups:
-            self.adamw.state[flat] = {'step': torch.tensor(steps), 'exp_avg': torch.zeros_like(flat),
-                                      'exp_avg_sq': torch.zeros_like(flat)}
+            self.adamw.state[flat] = {key: torch.tensor(count) for key, count in steps.items()} | {
+                key: torch.zeros_like(flat) for key in averages}
         if self.stage < 3: zero._lazy_init_hp_params_optimizer_state()
         for name, p in self.scorer.named_parameters():
             if name not in weights: continue                          # what is frozen is what it was
@@ -239,7 +243,7 @@ class DeepSpeedBackend:
     def configuration(self):
         "DeepSpeed's configuration. A batch size is asked for and plays no part."
         ours = {'train_micro_batch_size_per_gpu': 1, 'gradient_accumulation_steps': 1,
-                'gradient_clipping': self.clip, 'zero_optimization': {'stage': self.stage},
+                'zero_optimization': {'stage': self.stage},
                 'bf16': {'enabled': self.dtype == 'bfloat16'},
                 'zero_allow_untested_optimizer': True, 'zero_force_ds_cpu_optimizer': False}
         join = lambda a, b: {**a, **b} if isinstance(a, dict) else b
