@@ -1,8 +1,9 @@
 """A few updates of a learner on two small batches. As a program, one process per rank: `deepspeed_steps.py OUT.pt
-OTHER STAGE ...`; OTHER is the OUT.pt of another number of ranks, or -. With `restore` before the stages only that one's
-checkpoints are gone on from."""
+OTHER STAGE ...`; OTHER is the OUT.pt of another number of ranks, whose checkpoints are gone on from."""
+import contextlib
 import dataclasses
 import faulthandler
+import gc
 import os
 import sys
 
@@ -207,11 +208,10 @@ def offloaded(stage, folder):
             'weights again': weights_of(fresh)}
 
 
-def sharded(stage, folder, other):
+def sharded(stage, folder, others=None, offload=()):
     """The same through DeepSpeed at a ZeRO stage; besides, what follows a checkpoint, twice, also one of another
-    number of ranks, and a run in bfloat16."""
-    how, out, alone = dict(stage=stage, settings=SPREAD_ALL), {}, os.environ.get('WORLD_SIZE') == '1'
-    offload = ('reference', 'teacher') if 'RANK' in os.environ and alone else ()
+    number of ranks where a folder of these is given, and a run in bfloat16."""
+    how, out = dict(stage=stage, settings=SPREAD_ALL), {}
     for name, learner, batch, count in cases(DeepSpeedBackend, DeepSpeedSGD, offload, **how):
         out[name] = follow(learner, *batch, count)
     for name in METHOD_CASES:
@@ -226,7 +226,7 @@ def sharded(stage, folder, other):
     fresh = make_learner(parts(), DeepSpeedBackend(**how), offload)
     fresh.restore(folder)
     out['resumed'] = before, steps(fresh, *batch, 1)
-    if os.path.isdir(others := f'{other}-{stage}'): out['other number of ranks'] = go_on(stage, others)
+    if others and os.path.isdir(others): out['other number of ranks'] = go_on(stage, others)
     if offload: out['offloaded'] = offloaded(stage, f'{folder}/offloaded')
     half, again = (make_learner(parts() | {'frozen': Frozen(model(0, 100))}, DeepSpeedBackend(dtype='bfloat16', **how),
                                 offload) for _ in range(2))
@@ -243,18 +243,30 @@ def sharded(stage, folder, other):
     return out
 
 
+@contextlib.contextmanager
+def what_is_here_stays():
+    "DeepSpeed looks for garbage at each start of stage 3, among all the objects of all modules: now not among these."
+    gc.collect()
+    gc.freeze()
+    try: yield
+    finally: gc.unfreeze()
+
+
+def at_stages(stages, target, other=None, offload=()):
+    "What happens at each stage, whose checkpoints stand beside the file `target`: stage → what `sharded` returns."
+    found = {}
+    with what_is_here_stays():
+        for stage in stages:
+            os.makedirs(f'{target}-{stage}', exist_ok=True)
+            found[stage] = sharded(stage, f'{target}-{stage}', other and f'{other}-{stage}', offload)
+    return found
+
+
 if __name__ == '__main__':
     faulthandler.dump_traceback_later(3000, exit=True)  # a rank that waits for ever ends here
     torch.set_num_threads(1)
     target, other = sys.argv[1:3]
-    restore, results = sys.argv[3] == 'restore', {'target': target}
-    for stage in map(int, sys.argv[4 if restore else 3:]):
-        if restore:
-            results[stage] = go_on(stage, f'{other}-{stage}')
-            continue
-        folder = f'{target}-{stage}'
-        os.makedirs(folder, exist_ok=True)
-        results[stage] = sharded(stage, folder, other)
+    results = at_stages(map(int, sys.argv[3:]), target, other)
     rank = torch.distributed.get_rank()
     results |= {'rank': rank, 'ranks': torch.distributed.get_world_size()}
     torch.save(results, f'{target}.{rank}')

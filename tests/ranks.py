@@ -1,5 +1,7 @@
 """Two ranks that meet and then wait; not a test file. As a program, `python -m tests.ranks FOLDER` asks for them as a
-run does, without what a run imports."""
+run does, without what a run imports. `python -m tests.ranks FOLDER RUNS.json` asks for two that make whole runs, a list
+of their settings, one after the other."""
+import json
 import sys
 import time
 from pathlib import Path
@@ -7,11 +9,14 @@ from pathlib import Path
 from credit_rl.launch import is_rank, join_ranks, launch, launch_command, speak
 
 if __name__ == '__main__':
-    if is_rank():
+    folder, *several = map(Path, sys.argv[1:])
+    if not is_rank(): launch(launch_command('tests.ranks', sys.argv[1:], 2), folder, folder / 'summary.json')
+    elif several:
+        from credit_rl.train import train
+        for settings in json.loads(several[0].read_text()): train(settings)
+        (folder / 'summary.json').touch()
+    else:
         ranks = join_ranks(2)
         ranks.wait()
         if ranks.first: speak('all are here')
         time.sleep(600)
-    else:
-        folder = Path(sys.argv[1])
-        launch(launch_command('tests.ranks', sys.argv[1:], 2), folder, folder / 'summary.json')

@@ -24,7 +24,7 @@ RUNS = [(ranks, stage) for ranks, stages in STAGES.items() for stage in stages]
 HANG = 3300  # seconds after which a launch is ended
 
 
-def launch(ranks, folder, other='-', stages=None):
+def launch(ranks, folder, other):
     "Run the steps on some ranks: what each rank found. Judged by the files they write, for gloo may fall over at exit."
     with socket.socket() as free:
         free.bind(('127.0.0.1', 0))
@@ -33,7 +33,7 @@ def launch(ranks, folder, other='-', stages=None):
     command = [
         sys.executable, '-m', 'torch.distributed.run', '--nproc_per_node', ranks, '--master_addr', '127.0.0.1',
         '--master_port', port,
-        Path(deepspeed_steps.__file__), out, other, *(stages or STAGES[ranks])
+        Path(deepspeed_steps.__file__), out, other, *STAGES[ranks]
     ]
     with open(log, 'w') as f:
         process = subprocess.Popen(
@@ -53,24 +53,33 @@ def launch(ranks, folder, other='-', stages=None):
 
 
 @pytest.fixture(scope='module')
-def results(tmp_path_factory):
-    "Results of each rank by the number of ranks; each launch happens once, when it is first asked for."
-    done, places = {}, {}
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope='module')
+def results(tmp_path_factory, one_thread):
+    """Results of each rank by the number of ranks; all happens once, when the first is asked for. The one is this
+    process; two, a launch, go on from its checkpoints; then it goes on from theirs."""
+    done = {}
     def get(ranks):
-        if ranks == 1: get(2)                                                   # whose checkpoints the one goes on from
-        if ranks not in done:
-            places[ranks] = tmp_path_factory.mktemp(f'ranks{ranks}')
-            done[ranks] = launch(ranks, places[ranks], *([places[2] / 'out.pt'] if ranks == 1 else []))
+        if not done:
+            alone, both = (tmp_path_factory.mktemp(f'ranks{n}') for n in (1, 2))
+            found = deepspeed_steps.at_stages(STAGES[1], alone / 'out.pt', offload=('reference', 'teacher'))
+            done[2] = launch(2, both, alone / 'out.pt')
+            for stage in STAGES[1]:
+                found[stage]['other number of ranks'] = deepspeed_steps.go_on(stage, f'{both / "out.pt"}-{stage}')
+            done[1] = [found]
         return done[ranks]
     return get
 
 
 @pytest.fixture(scope='module')
-def plain():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield deepspeed_steps.plain()
-    torch.set_num_threads(threads)
+def plain(one_thread):
+    return deepspeed_steps.plain()
 
 
 def assert_same_logs(logs, expected, atol, rtol):
@@ -100,7 +109,7 @@ def test_methods_learn_the_same(results, plain, ranks, stage, case):
 
     By AdamW also across a refreshed teacher and a restored checkpoint. With two ranks one has no rows in the
     last mini-batch of each step, and none when one trajectory is evaluated;
-    one rank alone has the teacher offloaded.
+    one rank alone has reference and teacher offloaded.
     """
     got, wanted = results(ranks)[0][stage][case], plain[case]
     assert len(got['logs']) == deepspeed_steps.STEPS == 5
@@ -180,10 +189,9 @@ def test_one_rank_goes_on_where_two_stopped(results, stage):
     assert_goes_on(results(1)[0][stage]['other number of ranks'], results(2)[0][stage]['went on'])
 
 
-def test_two_ranks_go_on_where_one_stopped(results, tmp_path):
-    found = launch(2, tmp_path, results(1)[0]['target'], ['restore', *STAGES[1]])
-    for rank in found:
-        for stage in STAGES[1]: assert_goes_on(rank[stage], results(1)[0][stage]['went on'])
+@pytest.mark.parametrize('stage', STAGES[1])
+def test_two_ranks_go_on_where_one_stopped(results, stage):
+    for rank in results(2): assert_goes_on(rank[stage]['other number of ranks'], results(1)[0][stage]['went on'])
 
 
 @pytest.mark.parametrize('ranks, stage', RUNS)
