@@ -58,6 +58,7 @@ class Plan:
     copied: int = 0
     renewed: bool = False  # such a copy is made anew during the run, so that checkpoints hold it
     by_file: bool = False  # that engine gets its weights as a file in the host's memory
+    twice: bool = False    # the critic's loss moves the policy's weights too, in a step of its own
     apart: bool = False    # acts first, with the policy alone, and learns when the engine is gone, as a warm-up does
 
 # %% ../nbs/04_estimate.ipynb #c012
@@ -78,8 +79,10 @@ def model_memory(sizes, plan):
     }
 
 def _optimiser_bytes(plan):
-    "Count the bytes of each trained parameter: AdamW's two averages, and in mixed precision a copy in float32."
-    return 12 if plan.stage or (plan.stage == 0 and plan.width == 2) else 2 * plan.width
+    """Count the bytes of each trained parameter: AdamW's two averages, for each loss that moves it, and in mixed
+    precision a copy in float32."""
+    exact = bool(plan.stage or (plan.stage == 0 and plan.width == 2))
+    return (1 + plan.twice) * 2 * (4 if exact else plan.width) + 4 * exact
 
 # %% ../nbs/04_estimate.ipynb #c015
 def working_memory(sizes, plan):
@@ -147,7 +150,7 @@ def step_seconds(
 ):
     "Estimate the seconds of a training step: dict of acting, reading and learning."
     one = forward_flops(sizes, tokens, length) / (plan.ranks * tflops * 1e12)
-    back = (4 if plan.checkpointing else 3) * (2 if plan.critic else 1)
+    back = (4 if plan.checkpointing else 3) * (2 if plan.critic or plan.twice else 1)
     return {'acting': one / acting, 'reading': reads * one, 'learning': epochs * back * one}
 
 # %% ../nbs/04_estimate.ipynb #c029

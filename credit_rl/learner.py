@@ -165,9 +165,9 @@ def parameter_groups(
     parts = [(scorer.model, {**(backbone if both else {}), first: o.learning_rate}, o.weight_decay)]
     if own: parts.append((critic.model.base_model, backbone, o.weight_decay))
     if critic is not None: parts.append((critic.head, {last: head}, 0.))
-    groups = [{'params': [p for p in m.parameters() if p.requires_grad], 'lr': o.learning_rate, 'weight_decay': decay,
+    groups = [{'params': [p for p in m.parameters() if p.requires_grad], 'weight_decay': decay,
                'rates': {name: rates[name] for name in names if name in rates}} for m, rates, decay in parts]
-    return [g for g in groups if g['params']]
+    return [g | {'lr': next(iter(g['rates'].values()))} for g in groups if g['params']]
 
 # %% ../nbs/52_learner.ipynb #n52adam2
 class AdamWByLoss(torch.optim.Optimizer):

@@ -184,7 +184,7 @@ def _keep_exam(log, learner, keep, ranks, kept):
 def _plan(c):
     """What of a warm-up the estimate depends on: a head on the policy, a frozen copy to tell its drift, and an engine
     that is gone before they learn."""
-    return replace(plan_of(c), critic=False, frozen=1, copied=1, renewed=False, by_file=False,
+    return replace(plan_of(c), critic=False, frozen=1, copied=1, renewed=False, by_file=False, twice=False,
                    share=float(c.backbone_rate > 0), apart=True)
 
 def _weigh(c):
@@ -266,7 +266,8 @@ def _warming_learner(s, choice, origin, model):
     if s.host.gradient_checkpointing: model.gradient_checkpointing_enable({'use_reentrant': False})
     frozen = Frozen(load_model(origin.base, origin.dtype)[0], offload=tuple(s.host.offload))
     backend = None if s.host.learner == 'plain' else DeepSpeedBackend(s.host.stage, origin.dtype, s.host.deepspeed)
-    return how, critic_learner(model, critic.head, how, frozen, s.acting.temperature, backend), s.keeping.keep
+    teacher = critic_learner(model, critic.head, how, frozen, s.acting.temperature, backend, critic.at)
+    return how, teacher, s.keeping.keep
 
 def _teach(teaching, data, exam, log, ranks, say):
     "Teach a critic on what was collected, from the last checkpoint on: the learner, and its examinations."

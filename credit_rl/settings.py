@@ -166,11 +166,12 @@ class Learning:
         if len(self.betas) != 2 or not all(0 <= b < 1 for b in self.betas):
             raise ValueError(f'betas are two numbers from 0 up to 1, got {self.betas}')
 
-    def optimiser(self, critic_rate=None):
-        "The learner's `Optimiser`; `critic_rate` None: the policy's."
-        return Optimiser(self.learning_rate, critic_rate, weight_decay=self.weight_decay, betas=tuple(self.betas),
-                         clip=self.clip, warmup=self.warmup, minibatches=self.minibatches, epochs=self.epochs,
-                         row_tokens=self.row_tokens)
+    def optimiser(self, critic):  # CriticChoice
+        "The learner's `Optimiser`."
+        return Optimiser(self.learning_rate, critic.critic_rate, weight_decay=self.weight_decay,
+                         betas=tuple(self.betas), clip=self.clip, warmup=self.warmup, minibatches=self.minibatches,
+                         epochs=self.epochs, row_tokens=self.row_tokens, backbone_rate=critic.critic_backbone_rate,
+                         critic_clip=critic.critic_clip, apart=critic.critic_step == 'apart')
 
     def loss_of(self, method):
         "The `Loss` of a run by a method: its own, with what is set. Raises TypeError on a field that Loss has not."
@@ -183,13 +184,30 @@ class CriticChoice:
     "The critic, where the method has one."
     critic: str = setting(None, "'own' (a second model), 'frozen' (one that never learns) or 'shared' (the policy's "
                                 "backbone); None: the method's own", choices=CRITICS)
-    critic_rate: float = setting(None, "learning rate of the critic's own parameters; None: learning_rate")
-    critic_mix: float = setting(None, "what a critic's gradient into a shared backbone is multiplied by; None: the "
-                                      "method's own")
+    critic_step: str = setting('apart', "'apart': policy and critic have an AdamW each, with clips of their own; "
+                                        "'together': one AdamW and one clip for both", choices=('apart', 'together'))
+    critic_rate: float = setting(None, "learning rate of the critic's head; None: learning_rate", least=0)
+    critic_backbone_rate: float = setting(None, 'of the model that it reads with, by its loss; None: critic_rate',
+                                          least=0)
+    critic_clip: float = setting(None, "gradient norm of a critic that steps apart; None: clip", above=0)
+    critic_mix: float = setting(None, "together: what a critic's gradient into a shared backbone is multiplied by; "
+                                      "None: the method's own; 0: the backbone is the policy's alone")
     critic_from: str = setting(None, 'folder of a warm-up (92_warmup): its head, and the backbone that it moved; None: '
                                      'a critic that knows nothing yet')
 
-    def __post_init__(self): check_settings(self)
+    def __post_init__(self):
+        check_settings(self)
+        if self.critic_mix and self.critic_step == 'apart':
+            raise ValueError(f"critic_mix={self.critic_mix} weighs two losses in one optimiser: give "
+                             "critic_step='together' with it, or critic_backbone_rate in its place")
+        if self.critic_clip and self.critic_step == 'together':
+            raise ValueError('together policy and critic have one clip: leave out critic_clip')
+
+    @property
+    def given(self):
+        "What of a critic is not as its method has it, for make_critic: dict."
+        mix = 1. if self.critic_mix is None and self.critic_step == 'apart' else self.critic_mix
+        return {k: v for k, v in (('kind', self.critic), ('mix', mix)) if v is not None}
 
     def kind(self, method):
         "Which critic a run by a method has: one of CRITICS, or None."

@@ -126,6 +126,8 @@ class DeepSpeedBackend:
         plain = torch.nn.utils.clip_grad_norm_(self.scorer.parameters(), clip) if self.stage == 0 else None
         if hasattr(self.engine.optimizer, 'clip_grad'): self.engine.optimizer.clip_grad = clip
         self.engine.step()                                            # clips too; without ZeRO it then forgets the norm
+        # stage 3 would keep what this loss gave to weights that the next one does not reach
+        if self.stage == 3: self.engine.optimizer.grad_partitions_flat_buffer.zero_()
         return float(self.engine.get_global_grad_norm() if plain is None else plain)
 
     def gather(self, sums):

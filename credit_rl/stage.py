@@ -259,7 +259,7 @@ def make_learner(
 ):
     "The learner of a run, with the critic, teacher and reference that its method and loss ask for."
     s, host, method = settings, settings.host, get_method(settings.course.method)
-    loss, optimiser = s.learning.loss_of(method), s.learning.optimiser(s.critic.critic_rate)
+    loss, optimiser = s.learning.loss_of(method), s.learning.optimiser(s.critic)
     # models that are only read wait there, until the policy is spread and has left room for them
     aside = 'cpu' if host.learner == 'deepspeed' else None
     reference = origin.load_base(aside) if s.keeping.log_kl or loss.kl else None
@@ -281,8 +281,7 @@ def start_critic(
 ):
     "The critic that a method begins with, warmed up where the run names a warm-up; None where it has none."
     if not method.critic: return None
-    given = {k: v for k, v in (('kind', choice.critic), ('mix', choice.critic_mix)) if v is not None}
-    with seeded(seed_of('critic', seed)): critic = make_critic(model, **{**method.critic, **given})
+    with seeded(seed_of('critic', seed)): critic = make_critic(model, **{**method.critic, **choice.given})
     if choice.critic_from: _warm(critic, read_warmed(choice.critic_from), dtype)
     return critic
 

@@ -434,7 +434,8 @@ def plan_of(config):
         min(c.act_rows, -(-c.questions_per_step // c.ranks) * c.group_size) * c.max_tokens,
         _lora_share(c.model, c.lora),
         copies=vllm and not c.vllm.get('devices'), sleeps=bool(c.vllm.get('sleep_level')), copied=copies + frozen,
-        renewed=every not in (None, 0, 1), by_file=vllm and apart and not c.lora)
+        renewed=every not in (None, 0, 1), by_file=vllm and apart and not c.lora,
+        twice=critic == 'shared' and c.critic_step == 'apart' and c.critic_mix != 0)
 
 def _lora_share(model, lora):
     "Share of the parameters that is trained."

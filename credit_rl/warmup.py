@@ -138,6 +138,7 @@ class Pairs:
     contexts: list         # of P lists of ids
     returns: torch.Tensor  # (P,) outcome of the rollout, in [0, 1]
     buckets: torch.Tensor  # (P,) long
+    segments: list = None  # of P lists of the ids that the policy wrote there, for a critic that is read at each token
 
 # %% ../nbs/54_warmup.ipynb #c028
 def make_pairs(
@@ -152,8 +153,10 @@ def make_pairs(
     layout, outcome = pack(groups), outcome_rewards(groups, metric)
     starts = segment_starts(layout.token_turns, layout.row_trajectory, layout.turn_mask)
     n, k = (starts[..., 0] >= 0).nonzero(as_tuple=True)
-    contexts = [layout.ids[row, :position + 1].tolist() for row, position in starts[n, k].tolist()]
-    return Pairs(contexts, outcome[n], torch.as_tensor(buckets)[layout.groups[n]])
+    places = [(row, position, turn) for (row, position), turn in zip(starts[n, k].tolist(), k.tolist())]
+    contexts = [layout.ids[row, :position + 1].tolist() for row, position, _ in places]
+    written = [layout.ids[row, layout.token_turns[row] == turn].tolist() for row, _, turn in places]
+    return Pairs(contexts, outcome[n], torch.as_tensor(buckets)[layout.groups[n]], written)
 
 # %% ../nbs/54_warmup.ipynb #c030
 def draw_pairs(
@@ -264,6 +267,7 @@ def critic_learner(
     frozen=Frozen(),  # a reference, where the policy's drift from it is to be measured
     temperature=1.0,  # that rollouts are sampled at
     backend=None,     # as of Learner; None: plain
+    at='turns',       # where the critic will be read, and is taught: 'turns' or 'tokens', see Critic
 ):
     """Make a learner that teaches a critic on the policy's backbone, and nothing else. The output layer's weights, and
     embeddings tied to them, are frozen."""
@@ -271,13 +275,15 @@ def critic_learner(
     model.get_output_embeddings().weight.requires_grad_(False)
     optimiser = Optimiser(how.backbone_rate, how.head_rate, (.9, .999), .01, how.clip, how.rise, minibatches=1,
                           row_tokens=how.row_tokens)
-    return Learner(model, Loss(value_average='sequence-mean-token-mean'), optimiser, Critic(head, at='turns'), frozen,
+    return Learner(model, Loss(value_average='sequence-mean-token-mean'), optimiser, Critic(head, at=at), frozen,
                    temperature, how.seed, backend)
 
-def _state_layout(contexts):
-    "Contexts as trajectories of one segment of one token: `Layout`."
-    state, turn = Question('state', '', ('',)), Turn('commit', (0,), (0.,), (), '', '')
-    return pack([Group(state, [Trajectory(state, tuple(ids), [turn], Stop.NO_ANSWER)]) for ids in contexts])
+def _state_layout(contexts, segments=None):
+    "Contexts as trajectories of one segment each: of what was written there, or of one token: `Layout`."
+    state = Question('state', '', ('',))
+    turn = lambda ids: Turn('commit', tuple(ids), (0.,) * len(ids), (), '', '')
+    return pack([Group(state, [Trajectory(state, tuple(ids), [turn(written)], Stop.NO_ANSWER)])
+                 for ids, written in zip(contexts, segments or [(0,)] * len(contexts))])
 
 def read_states(learner, contexts):
     "What a learner's critic says at the end of contexts, dealt out over the ranks: (P,)."
@@ -285,11 +291,15 @@ def read_states(learner, contexts):
     return learner.evaluate(layout, ('values',)).values[layout.trained]
 
 # %% ../nbs/54_warmup.ipynb #c044
-def _teach(learner, contexts, returns):
-    "One step on some states: the loss, float."
-    layout = _state_layout(contexts)
+def _teach(learner, pairs, chosen):
+    """One step on some pairs, each of weight 1: the loss, float. A critic that is read before each token is taught there
+    too, the same return before every token of a segment."""
+    pick = lambda items: [items[i] for i in chosen.tolist()]
+    everywhere = learner.critic.at == 'tokens'
+    layout = _state_layout(pick(pairs.contexts), pick(pairs.segments) if everywhere else None)
+    returns = pairs.returns[chosen].float()[layout.row_trajectory, None]
     nothing = torch.zeros(layout.ids.shape)
-    return learner.step(layout, None, Credit(nothing, nothing.masked_scatter(layout.trained, returns.float())))['loss']
+    return learner.step(layout, None, Credit(nothing, torch.where(layout.trained, returns, nothing)))['loss']
 
 def warm_up(
     learner,    # see critic_learner
@@ -317,7 +327,7 @@ def warm_up(
     for step in range(history[-1][0] + 1, how.steps + 1):
         if history[-1][0] >= how.least and history[-1][1].passed: break
         chosen = draw_pairs(pairs.buckets, how.batch, generator)
-        loss = _teach(learner, [pairs.contexts[i] for i in chosen.tolist()], pairs.returns[chosen])
+        loss = _teach(learner, pairs, chosen)
         if step % how.every == 0 or step == how.steps: sit(step, loss)
     step, last = history[-1]
     if how.must_pass and not (last.passed and step >= how.least): raise GateFailed(history)

@@ -25,6 +25,7 @@ from credit_rl.world import make_world
 
 STEPS = 5
 RATES = (.1, .03)  # of policy and critic under SGD
+ADAM = (1e-3, 3e-3)  # of both under AdamW
 # or these small weights would never be spread
 SPREAD_ALL = {'zero_optimization': {'stage3_param_persistence_threshold': 0}}
 
@@ -132,9 +133,10 @@ def method_batch():
     return [Group(first.question, first.trajectories[1:]), second]
 
 
-def learn(backend, name, folder=None, rates=(1e-3, 3e-3), offload=(), **how):
-    """Five steps of a method; with a folder, from the fourth on by a fresh learner that restored what was saved. Then
-    what it says of all and of one trajectory."""
+def learn(backend, name, folder=None, rates=ADAM, offload=(), start=None, **how):
+    """Five steps of a method; with a folder, from the fourth on by a fresh learner that restored what was saved; with
+    `start`, only those from the fourth on, from what was saved there. Then what it says of all and of one trajectory. By
+    AdamW policy and critic step apart, by SGD together."""
     tokenizer, method = tiny_tokenizer(), METHODS[name]
     groups, chat = method_batch(), Chat(PROTOCOLS['tiny'], tokenizer)
     golds = {n: gold_templates(chat, groups, schema) for n, schema in method.asks(groups).schemas.items()}
@@ -143,11 +145,13 @@ def learn(backend, name, folder=None, rates=(1e-3, 3e-3), offload=(), **how):
     def fresh():
         policy = model(0, len(tokenizer), True)
         return Learner(policy, dataclasses.replace(method.loss, value_clip=.2),
-                       Optimiser(*rates, minibatches=3, row_tokens=2 * longest),
+                       Optimiser(*rates, minibatches=3, row_tokens=2 * longest, backbone_rate=5e-4, critic_clip=.1,
+                                 apart=rates == ADAM),
                        make_critic(policy, **method.critic) if method.critic else None,
                        Frozen(teacher_every=METHOD_CASES[name], offload=offload), backend=backend(**how))
     learner, logs, seens = fresh(), [], []
-    for step in range(1, STEPS + 1):
+    if start: learner.restore(start)
+    for step in range(4 if start else 1, STEPS + 1):
         if folder and step == 4:
             learner.save(folder)
             learner = fresh()
@@ -226,7 +230,9 @@ def sharded(stage, folder, others=None, offload=()):
     fresh = make_learner(parts(), DeepSpeedBackend(**how), offload)
     fresh.restore(folder)
     out['resumed'] = before, steps(fresh, *batch, 1)
-    if others and os.path.isdir(others): out['other number of ranks'] = go_on(stage, others)
+    if others and os.path.isdir(others):
+        out['other number of ranks'] = go_on(stage, others)
+        out['apart, other number of ranks'] = learn(DeepSpeedBackend, 'carl', start=f'{others}/carl', **how)
     if offload: out['offloaded'] = offloaded(stage, f'{folder}/offloaded')
     half, again = (make_learner(parts() | {'frozen': Frozen(model(0, 100))}, DeepSpeedBackend(dtype='bfloat16', **how),
                                 offload) for _ in range(2))
