@@ -207,7 +207,7 @@ class DeepSpeedBackend:
 
     def _restore_merged(self, folder):
         "Go back to what another number of ranks saved. Returns the state that `save` was given."
-        from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
+        import deepspeed.utils as put
         weights, averages, steps, state = merged_pieces(folder)
         zero = self.engine.optimizer
         # AdamW would make its averages at its first step
@@ -218,9 +218,17 @@ class DeepSpeedBackend:
         for name, p in self.scorer.named_parameters():
             if name not in weights: continue                          # what is frozen is what it was
             with self._gathered(p), torch.no_grad(): p.data.copy_(weights[name])
-            safe_set_full_fp32_param(p, weights[name].to(self.device))
-            for key, named in averages.items(): safe_set_full_optimizer_state(p, named[name].to(self.device), key)
+            of = lambda value: (self._piece(value, p) if self.stage == 3 else value).to(self.device)
+            (put.safe_set_local_fp32_param if self.stage == 3 else put.safe_set_full_fp32_param)(p, of(weights[name]))
+            average = put.safe_set_local_optimizer_state if self.stage == 3 else put.safe_set_full_optimizer_state
+            for key, named in averages.items(): average(p, of(named[name]), key)
         return state
+
+    def _piece(self, value, parameter):
+        "This rank's piece of a value under stage 3, with zeros where a last piece is longer than what is left."
+        size = parameter.ds_tensor.ds_numel
+        whole = torch.nn.functional.pad(value.flatten(), (0, size * self.ranks - value.numel()))
+        return whole[size * self.rank:size * (self.rank + 1)]
 
     def _fill(self, model, named):
         "Put weights into a model, in pieces under stage 3."

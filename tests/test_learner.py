@@ -12,7 +12,7 @@ import torch
 
 from deepspeed_steps import model
 
-from credit_rl import stage as staging
+from credit_rl import stage as staging, train as training
 from credit_rl.advantages import to_tokens
 from credit_rl.layout import pack
 from credit_rl.learner import Frozen, Learner, Optimiser
@@ -166,3 +166,40 @@ def test_a_run_may_offload_from_its_next_sitting_on(tmp_path):
     with pytest.raises(ValueError, match="offload takes 'reference' and 'teacher'"):
         quiet(tmp_path / 'no', {**SHORT, 'offload': ['optimiser']})
     assert not (tmp_path / 'no').exists()
+
+
+# ---- a critic on the policy's backbone ----
+
+def moved_by(run, batch, steps=3):
+    "Where some steps on a batch take the weights of a run's policy, as one vector."
+    flat = lambda: torch.cat([p.detach().flatten() for p in run.learner.scorer.model.parameters()]).clone()
+    before = flat()
+    for _ in range(steps): run.learner.step(batch.layout, batch.seen, batch.credit)
+    return flat() - before
+
+
+@pytest.fixture(scope='module')
+def directions(tmp_path_factory):
+    """Where PPO takes a policy whose shared critic expects 20 of outcomes in [0, 1], by how the two step; and where it
+    goes without the critic's loss. All on the same rollouts."""
+    ask = {**SHORT, 'method': 'ppo', 'critic': 'shared', 'learning_rate': 5e-4, 'kl': 0., 'group_size': 8}
+    ways = {'alone': {'critic_step': 'together', 'loss': {'value': 0.}}, 'apart': {'critic_backbone_rate': 5e-5},
+            'together': {'critic_step': 'together'}}
+    found, batch = {}, None
+    for name, more in ways.items():
+        folder = tmp_path_factory.mktemp(name)
+        run = training.begin_run(make_config({**ask, **more, 'run': str(folder / 'run')}), lambda line: None)
+        if batch is None:
+            groups, rewards = training.act(run, run.method, 1)
+            batch = training.assign(run.method, groups, training.Look(run), torch.Generator(), run.prefix, rewards)
+        with torch.no_grad():
+            for p in run.learner.critic.head.parameters(): p.fill_(20. if p.ndim == 1 or p.numel() == 1 else .01)
+        found[name] = moved_by(run, batch)
+    return found
+
+
+def test_a_bad_critic_does_not_turn_its_policy_where_they_step_apart(directions):
+    cosine = lambda name: torch.cosine_similarity(directions[name], directions['alone'], dim=0).item()
+    apart, together = cosine('apart'), cosine('together')
+    print(f'cosine with the update without a critic: apart {apart:.3f}, together {together:.3f}')
+    assert apart > .9 > .5 > together
