@@ -135,7 +135,7 @@ def run_facts(
     protocol = chat and chat.protocol
     return Facts(metric=None if task.data == 'tiny' else _data_metric(data_sets(task)),
                  tags=protocol and (protocol.think_tag, protocol.call_tag, protocol.answer_tag),
-                 questions_per_step=questions_per_step)
+                 opening=chat and chat.opening, questions_per_step=questions_per_step)
 
 def options_of(config, method, chat=None):
     "A method's options for a run: those that are set, and for the others what the run knows."
