@@ -288,8 +288,13 @@ class Method:
         "What must be found out about these groups: `Asks`."
         models = [r for r in self.rewards if r.model]
         ends = any(r.ends and r.ends(self.own(r)) for r in models)
-        schema = lambda r: r.schema(self.own(r)) if callable(r.schema) else r.schema
-        return Asks(groups, self.sees, {r.sees: schema(r) for r in models}, ends)
+        schemas = {}
+        for r in models:
+            schema = r.schema(self.own(r)) if callable(r.schema) else r.schema
+            if schemas.setdefault(r.sees, schema) != schema:
+                raise ValueError(f'{self.name} has golds scored once, by {schemas[r.sees]!r} or by {schema!r}: '
+                                 f'give {r.name} the schema of the other reward')
+        return Asks(groups, self.sees, schemas, ends)
 
     def model_rewards(self, rewards, layout, seen):
         "The rewards with what models add to the turns (N, K), each such reward under its own name too: dict."
@@ -297,9 +302,11 @@ class Method:
         return {**rewards, 'turns': rewards['turns'] + sum(found.values()), **found} if found else rewards
 
     def credit(self, rewards, layout, seen):
-        "The rule's `Credit`, on tokens; a rollout of which anything is missing gets weight 0."
+        """The rule's `Credit`, on tokens; a rollout of which anything is missing leaves all comparisons and gets weight
+        0."""
         missing = rewards['outcome'].isnan() | rewards['turns'].isnan().any(1)
-        credit = self.rule.credit({**rewards, 'missing': missing}, layout, seen, self.own(self.rule))
+        known = {**rewards, 'missing': missing, 'outcome': torch.where(missing, torch.nan, rewards['outcome'])}
+        credit = self.rule.credit(known, layout, seen, self.own(self.rule))
         if not isinstance(credit, Credit):
             turns = torch.where(missing[:, None], 0., credit)
             credit = Credit(to_tokens(turns, layout.token_turns, layout.row_trajectory))

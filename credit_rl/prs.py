@@ -264,7 +264,7 @@ def progressive(
     return total
 
 # %% ../nbs/34_prs.ipynb #p002
-from .judge import make_judge
+from .judge import JUDGE_LOGS, judge_counts, make_judge
 from .options import Option
 from .parts import Reward, Row
 
@@ -288,6 +288,7 @@ PARTS = (
     Reward('prs', r'R_i = R_{process} + R_{format} + \mathbb 1[R_{process} = 1]\, R_a', 'PRS eqs. 8-14',
            gives='outcome', text=_staged, check=_check_settings,
            reach=lambda o: o['judge'] and make_judge(o['judge']).check(),
+           metrics=lambda rewards, layout, o: judge_counts(make_judge(o['judge'])), logs=JUDGE_LOGS,
            options={'form': Option('short', 'short answers (eq. 13) or long ones that a judge reads (eq. 14)',
                                    choices=('short', 'long')),
                     'judge': Option(None, 'settings of the judge: base_url, model, …', object),
