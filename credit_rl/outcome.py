@@ -112,7 +112,7 @@ PARTS = (
            options={'metric': Option('em', 'how an answer is scored: a name, a function, or a dict of them by data set',
                                      object),
                     'penalty': Option(None, 'reward of a rollout that broke the format; None: 0', float, most=0),
-                    'tags': Option(None, 'tags of reasoning, call and answer: with a penalty, a turn without its '
-                                   'reasoning breaks the format; None: not looked at', object),
+                    'tags': Option(None, 'tags of reasoning, call and answer; reasoning is asked where there is a '
+                                   'penalty', object),
                     'opening': Option('', 'what the generation prefix says of every turn before the model does')},
            facts={'metric': 'metric', 'tags': 'tags', 'opening': 'opening'}),)

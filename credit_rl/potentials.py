@@ -238,8 +238,8 @@ def _shaping_part(name, equation, paper, model, more, **about):
                               choices=tuple(REWARD_BANDS)),
                'refund': Option(False, 'the mean |α ΔΦ| counts the last turn with its -αΦ(S_{K-1}) too'),
                'reduce': Option('logsumexp', 'how Φ is made of several golds', choices=('logsumexp', 'mean')),
-               'schema': Option('tips', "what stands around a gold that is scored: 'tips', the protocol's own form of "
-                                'an answer; another name in SCHEMAS; or two texts, before and after', object)}
+               'schema': Option('tips', "form of a scored gold: 'tips', the protocol's own; a name in SCHEMAS; or two "
+                                'texts around it', object)}
     return Reward(
         name, equation, paper, model=model, sees='teacher', schema=lambda o: o['schema'], options=options | more,
         check=_check_options,
