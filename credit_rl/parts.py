@@ -225,6 +225,16 @@ class Asks:
     schemas: dict = field(default_factory=dict)  # 'gold' or 'teacher' -> schema of gold_templates
     ends: bool = False                           # gold answers are scored after the last turn too
 
+def _schemas(method, rewards):
+    "How rewards have golds written down, 'gold' or 'teacher' -> schema. Raises ValueError where two want it otherwise."
+    found = {}
+    for r in rewards:
+        schema = r.schema(method.own(r)) if callable(r.schema) else r.schema
+        if found.setdefault(r.sees, schema) != schema:
+            raise ValueError(f'{method.name} has golds scored once, by {found[r.sees]!r} or by {schema!r}: give '
+                             f'{r.name} the schema of the other reward')
+    return found
+
 # %% ../nbs/29_parts.ipynb #c019
 @dataclass(frozen=True)
 class Method:
@@ -288,13 +298,7 @@ class Method:
         "What must be found out about these groups: `Asks`."
         models = [r for r in self.rewards if r.model]
         ends = any(r.ends and r.ends(self.own(r)) for r in models)
-        schemas = {}
-        for r in models:
-            schema = r.schema(self.own(r)) if callable(r.schema) else r.schema
-            if schemas.setdefault(r.sees, schema) != schema:
-                raise ValueError(f'{self.name} has golds scored once, by {schemas[r.sees]!r} or by {schema!r}: '
-                                 f'give {r.name} the schema of the other reward')
-        return Asks(groups, self.sees, schemas, ends)
+        return Asks(groups, self.sees, _schemas(self, models), ends)
 
     def model_rewards(self, rewards, layout, seen):
         "The rewards with what models add to the turns (N, K), each such reward under its own name too: dict."

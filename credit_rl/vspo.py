@@ -154,7 +154,7 @@ PARTS = (
                       **_VARIANCE,
                       'draw': Option('value', 'how free places are drawn', choices=('value', 'random', 'none')),
                       'clip': Option(True, 'smooth the weights; False: ω = N')},
-             differs='one row with ω times its advantage in place of N copies, its KL counted once; smoothing is its α'),
+             differs='one row with ω times its advantage in place of N copies, its KL once; smoothing is its α'),
     Sampling('varied', r'0 < \#\{i : R_i\ \text{right}\} < G', 'DAPO eq. 11', keep=_varied, rounds=lambda o: o['draws'],
              options={**_VARIANCE, 'draws': Option(3, 'rounds of rollouts that a step may take', least=1),
                       'groups': Option(None, 'most groups that are kept; None: those of a step', int, least=1)},

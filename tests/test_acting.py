@@ -517,8 +517,8 @@ def test_the_prompts_example_is_no_answer():
 
 @pytest.mark.parametrize('words', [tiny_tokenizer, byte_tokenizer, merging_tokenizer])
 def test_what_was_cut_off_shows_nothing(words):
-    """An observation that does not fit ends where its ids do, after a whole word. A gold behind the cut was never on the
-    model's screen, so t* does not find it (TSPO section 3.2), and no rule pays for it."""
+    """An observation that does not fit ends where its ids do, after a whole word. A gold behind the cut was never on
+    the model's screen, so t* does not find it (TSPO section 3.2), and no rule pays for it."""
     class Page:
         def search(self, queries, k): return [[Passage('0', '', PAGE)] for _ in queries]
     gold, rest = WORDS[7], WORDS[8]

@@ -324,7 +324,8 @@ def test_outcomes_and_penalties():
     for lost in ('<think>', '</think>'):                                       # IGPO eq. 2: missing tags
         turns = [dataclasses.replace(thought[0], action_text=thought[0].action_text.replace(lost, '')), *thought[1:]]
         hasty = Group(g.question, [dataclasses.replace(g.trajectories[0], turns=turns)])
-        assert outcome_rewards([hasty], 'f1', -2.0, 'think').tolist() == [-2] and outcome_rewards([hasty]).tolist() == [1]
+        assert outcome_rewards([hasty], 'f1', -2.0, 'think').tolist() == [-2]
+        assert outcome_rewards([hasty], 'f1', -2.0).tolist() == [1]
         opened = outcome_rewards([hasty], 'f1', -2.0, 'think', '<think>')      # by the generation prefix, perhaps
         assert opened.tolist() == [1 if lost == '<think>' else -2]
     assert outcome_rewards([g], 'f1', -2.0, 'think').tolist() == [1, 0, 0]

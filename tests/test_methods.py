@@ -249,8 +249,8 @@ def test_rows_that_meet(world):
 
 @pytest.mark.parametrize('average', ['token-mean', 'sequence-mean-token-mean', 'token-sum'])
 def test_vspo_by_weights_is_vspo_by_copies(world, average):
-    """One row with ω times its advantage, averaged over the batch's places, is the batch in which a group stands N times
-    with ω/N each."""
+    """One row with ω times its advantage, averaged over the batch's places, is the batch in which a group stands N
+    times with ω/N each."""
     groups = games(world)
     method = compose(Row('tried', 'outcome/group/value', None, options={'smoothing': 3}, average=average))
     _, _, moved, _ = a_step(world, method, groups=groups)
@@ -261,7 +261,8 @@ def test_vspo_by_weights_is_vspo_by_copies(world, average):
     before = {n: w.clone() for n, w in learner.weights().items()}
     plain = assign(METHODS['grpo'], groups, look=lambda layout, asks: None)
     # dropped groups have ω = 0 and stay in the denominator
-    weighted = dataclasses.replace(plain.credit, advantages=plain.credit.advantages * weights.repeat_interleave(4)[:, None])
+    omega = weights.repeat_interleave(4)[:, None]
+    weighted = dataclasses.replace(plain.credit, advantages=plain.credit.advantages * omega)
     learner.step(plain.layout, None, weighted)
     torch.testing.assert_close(moved, change(before, learner), atol=1e-6, rtol=1e-4)
 
@@ -290,7 +291,7 @@ def test_vspo_counts_the_kl_of_a_kept_row_once(world, average):
     once = Credit(torch.zeros(whole.ids.shape), trajectory_weight=(counts > 0).float().repeat_interleave(4))
     expected = moved(whole, once, Loss(average=average, kl=.5))
     assert expected.norm() > 1e-3 * alone.norm()
-    torch.testing.assert_close(both - alone, expected, atol=2e-6, rtol=1e-3)
+    assert (both - alone - expected).norm() < 1e-3 * expected.norm()
 
 
 def test_carl_on_tokens(world):
@@ -489,7 +490,8 @@ def test_a_teacher_with_the_policys_words_is_let_in(root, monkeypatch, tmp_path)
 
 def test_a_rule_of_tags_takes_those_that_are_set(root):
     "A protocol without an answer tag is no obstacle to whoever names one."
-    check(make_config({'method': 'prs', 'protocol': 'carl-tiny', 'options': {'tags': ['think', 'tool_call', 'answer']}}))
+    named = {'tags': ['think', 'tool_call', 'answer']}
+    check(make_config({'method': 'prs', 'protocol': 'carl-tiny', 'options': named}))
     bound = bind(METHODS['prs'], {}, Facts(tags=('think', 'tool_call', 'answer'), opening='<think>'))
     assert bound.options['tags'][0] == 'think' and bound.options['opening'] == '<think>'
 

@@ -13,8 +13,8 @@ from torch.testing import assert_close
 from credit_rl.layout import pack, token_logps
 from credit_rl.protocol import PROTOCOLS, Chat, Protocol, byte_tokenizer, parse
 from credit_rl.scoring import (SCHEMAS, AnswerTemplate, Schema, acting_states, answer_batches, answer_form,
-                               answer_header, answer_ids, answer_logps, answer_logps_separate, batch_logps, collect, gold_templates,
-                               joint_logps, takes_tree_mask)
+                               answer_header, answer_ids, answer_logps, answer_logps_separate, batch_logps, collect,
+                               gold_templates, joint_logps, takes_tree_mask)
 from credit_rl.trajectory import Group, Question, Stop, Trajectory, Turn, example_group
 
 VOCABULARY = 60
@@ -543,7 +543,7 @@ def test_state_and_template_together_are_the_conversation(role, schema):
         row, position = states[0, s].tolist()
         for gold, text in zip(answers[0], ('Rome', 'the city of Rome')):
             read = tokenizer.decode([*layout.ids[row, :position + 1].tolist(), *gold.ids])
-            own = {'tag': 'final', 'open': '<final> ', 'close': ' </final>'}      # its prompt shows no example: one blank
+            own = {'tag': 'final', 'open': '<final> ', 'close': ' </final>'}      # no example in its prompt: one blank
             wanted = tokenizer.decode(chat.prompt_ids('Where?')) + said
             wanted += shape.before.format(**own) + text + shape.after.format(**own)
             assert read == wanted and tokenizer.decode(gold.ids[gold.start:gold.end]) == text

@@ -411,7 +411,8 @@ def test_an_unparsable_reply_leaves_the_statistics_and_is_counted():
     played, it is given weight 0, and the run's log says how many replies were lost. A reply is never worth 0."""
     def script(prompt, attempt):
         if 'Morocco' in prompt: return 'I would rather not.'
-        return f'ratings_by_pair={[[2, 1, 0], [1, 1, 1 + ("Vienna is" in prompt)], [2, 2, 2 - ("Vienna is" in prompt)]]}'
+        vienna = 'Vienna is' in prompt
+        return f'ratings_by_pair={[[2, 1, 0], [1, 1, 1 + vienna], [2, 2, 2 - vienna]]}'
     g, look = example_group(), lambda layout, asks: None
     with Stub(script) as stub:
         method = bind(get_method('outcome+judge/calls'), {'judge': stub.judge()})

@@ -159,8 +159,8 @@ def test_draws_of_seeds_differ_and_do_not_touch_the_global_generator():
 
 @given(tables(), st.integers(0, 100), st.booleans(), st.randoms(use_true_random=False))
 def test_weights_are_literal_copies(x, seed, spread_groups, random):
-    """One row with N times its advantage, averaged over the places of the batch, is N copies of it: in the clipped term,
-    whatever the ratio."""
+    """One row with N times its advantage, averaged over the places of the batch, is N copies of it: in the clipped
+    term, whatever the ratio."""
     b, g = x.shape
     flat, labels = x.flatten(), torch.arange(b).repeat_interleave(g) * 3 - 5
     order = torch.tensor(random.sample(range(b * g), b * g)) if spread_groups else torch.arange(b * g)
