@@ -43,7 +43,9 @@ def first_turns(
     groups,             # list of Group, N trajectories in all
     match_short=False,  # True: yes, no and single characters may match too
 ):
-    "Find every rollout's first gold-showing turn: (N,) long, -1 for none."
+    """Find every rollout's first gold-showing turn, in what the model was shown (TSPO sec. 3.2): (N,) long, -1 for
+    none. A `Turn`'s observation text ends where its ids do: what was cut off before it reached the context is not in
+    it."""
     found = [first_occurrence([turn.observation_text for turn in t.turns], g.question.answers, match_short)
              for g in groups for t in g.trajectories]
     return torch.tensor([-1 if k is None else k for k in found])

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['check_model', 'load_tokenizer', 'load_model', 'local_folder', 'file_hash', 'json_hash', 'model_hashes',
-           'tokenizer_hash', 'read_template']
+           'tokenizer_hash', 'check_reads', 'read_template']
 
 # %% ../nbs/19_models.ipynb #c002
 import hashlib, json
@@ -101,6 +101,27 @@ def tokenizer_hash(tokenizer):
     rules = kept(json.loads(core.to_str())) if core else tokenizer.get_vocab()
     special = {k: str(v) for k, v in tokenizer.special_tokens_map.items()}
     return json_hash([rules, special, str(getattr(tokenizer, 'chat_template', None))])
+
+# %% ../nbs/19_models.ipynb #c0372
+def check_reads(
+    model,      # folder or hub name of the model that is to read
+    tokenizer,  # of the policy: a Hugging Face tokenizer, or the folder or hub name of its model
+):
+    """Refuse a model to which the policy's ids are other words. Raises ValueError naming one of them, and
+    ConnectionError where a tokenizer of the hub cannot be fetched."""
+    def vocabulary(name):
+        check_model(name)
+        try: return load_tokenizer(name).get_vocab()
+        except OSError as e: raise ConnectionError(f'the tokenizer of {name!r} could not be fetched: {e}') from e
+    theirs = vocabulary(model)
+    own = vocabulary(tokenizer) if isinstance(tokenizer, str) else tokenizer.get_vocab()
+    other = sorted((i, word) for word, i in own.items() if theirs.get(word) != i)
+    if other:
+        i, word = other[0]
+        there = f'id {theirs[word]}' if word in theirs else 'no token at all'
+        raise ValueError(f"model {model!r} has another tokenizer than the policy: {len(other)} of the policy's "
+                         f'{len(own)} tokens are other ids there (id {i}, {word!r}, is {there}), so that it would read '
+                         "another text; take a model of the policy's family, or a copy of the policy")
 
 # %% ../nbs/19_models.ipynb #c028
 def read_template(given):

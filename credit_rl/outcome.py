@@ -43,9 +43,20 @@ def extract_answer(
 METRICS = {'em': exact_match, 'cover': cover_match, 'f1': f1, 'bleu': short_bleu, 'numeric': numeric_match}
 
 # %% ../nbs/30_outcome.ipynb #c014
-def broke_format(trajectory):
-    "Tell whether a rollout gave no well-formed answer or wrote a malformed turn on the way (IGPO eq. 2)."
-    return trajectory.answer is None or any(t.result == Result.MALFORMED for t in trajectory.turns)
+def _thought(text, tag):
+    "Whether a turn's text holds a block of reasoning, opened and closed."
+    return re.search(f'<{re.escape(tag)}>.*</{re.escape(tag)}>', text, re.DOTALL) is not None
+
+def broke_format(
+    trajectory,
+    think=None,  # str, tag of the reasoning that every turn must hold; None: not looked at
+    opening='',  # str, what the generation prefix said of every turn before the model did, e.g. '<think>'
+):
+    """Tell whether a rollout gave no well-formed answer, wrote a malformed turn on the way, or a turn without its
+    reasoning tags (IGPO eq. 2): bool."""
+    if trajectory.answer is None or any(t.result == Result.MALFORMED for t in trajectory.turns): return True
+    spoken = [opening + t.action_text for t in trajectory.turns if t.kind != 'assimilate']
+    return think is not None and not all(_thought(text, think) for text in spoken)
 
 # %% ../nbs/30_outcome.ipynb #c015
 def outcome_of(
@@ -72,12 +83,15 @@ def outcome_rewards(
     groups,        # list of Group, N trajectories in all
     metric='em',   # see outcome_of
     penalty=None,  # reward <= 0 of a rollout that broke the format (IGPO: -1.0); None: no answer scores 0
+    think=None,    # see broke_format; asked only where there is a penalty
+    opening='',    # see broke_format
 ):
     """Score every rollout's answer against its question's golds (TSPO eq. 2, IGPO eq. 2): (N,) float32.
     Raises ValueError on an unknown metric or a positive penalty."""
     if penalty is not None and penalty > 0:
         raise ValueError(f'penalty is what a broken format costs, a number <= 0, got {penalty}; write {-penalty}')
-    reward = lambda t: penalty if penalty is not None and broke_format(t) else outcome_of(t, metric)
+    broke = lambda t: penalty is not None and broke_format(t, think, opening)
+    reward = lambda t: penalty if broke(t) else outcome_of(t, metric)
     return torch.tensor([float(reward(t)) for g in groups for t in g.trajectories])
 
 # %% ../nbs/30_outcome.ipynb #p002
@@ -93,8 +107,12 @@ def _check_metric(options):
 
 PARTS = (
     Reward('outcome', r'R_i', 'TSPO eq. 2; IGPO eq. 2', gives='outcome', chance=True, check=_check_metric,
-           text=lambda groups, o: outcome_rewards(groups, o['metric'], o['penalty']),
+           text=lambda groups, o: outcome_rewards(groups, o['metric'], o['penalty'], o['tags'] and o['tags'][0],
+                                                  o['opening']),
            options={'metric': Option('em', 'how an answer is scored: a name, a function, or a dict of them by data set',
                                      object),
-                    'penalty': Option(None, 'reward of a rollout that broke the format; None: 0', float, most=0)},
-           facts={'metric': 'metric'}),)
+                    'penalty': Option(None, 'reward of a rollout that broke the format; None: 0', float, most=0),
+                    'tags': Option(None, 'tags of reasoning, call and answer; reasoning is asked where there is a '
+                                   'penalty', object),
+                    'opening': Option('', 'what the generation prefix says of every turn before the model does')},
+           facts={'metric': 'metric', 'tags': 'tags', 'opening': 'opening'}),)

@@ -34,7 +34,9 @@ class Credit:
     "What the update is told about a layout."
     advantages: torch.Tensor                # (R, T), 0 where nothing is trained
     returns: torch.Tensor = None            # (R, T) the critic's targets
-    trajectory_weight: torch.Tensor = None  # (N,) e.g. VSPO's ω; None: all 1
+    # (N,) weight of all of a trajectory's terms, KL and entropy too: 0 where something is missing, else what makes a
+    # mean over kept groups one over all of the batch's places; None: all 1
+    trajectory_weight: torch.Tensor = None
 
 # %% ../nbs/29_parts.ipynb #c007
 @dataclass(frozen=True)
@@ -80,7 +82,7 @@ class Keeps:
     "What a part keeps from step to step, as JSON values: three functions."
     begin: object  # options -> state before the first step, None: nothing is kept
     use: object    # (options, state) -> options of this step
-    move: object   # (state, rewards, layout) -> state after the step
+    move: object   # (options, state, rewards, layout) -> state after the step
 
 @dataclass(frozen=True)
 class Part:
@@ -105,7 +107,7 @@ class Reward(Part):
     text: object = None     # (groups, options) -> tensor, from the rollouts' text; or else
     model: object = None    # (layout, seen, options) -> tensor, from what models found
     sees: str = None        # what `model` reads of Seen: 'gold', the policy's scores, or 'teacher'
-    schema: str = None      # how gold answers are written down to be scored (gold_templates)
+    schema: object = None   # how gold answers are written down to be scored (gold_templates), or options -> that
     ends: object = None     # options -> whether gold answers are scored after the last turn too
     reach: object = None    # options -> None, called once before a run: makes sure that what is asked answers
     chance: bool = False    # an outcome whose mean is a chance of success
@@ -132,7 +134,9 @@ class Rule(Part):
 @dataclass(frozen=True)
 class Sampling(Part):
     "Which groups are worth an update."
-    keep: object = None    # (groups, rewards, options, generator) -> indices of groups, weights (n,) or None
+    # (groups, rewards, options, generator) -> indices of groups, and ω (n,), by which the advantages of their
+    # trajectories are multiplied in a mean over the places of all groups; None: 1, in a mean over the kept ones
+    keep: object = None
     selects: bool = True   # leaves groups out
     rounds: object = None  # options -> rounds of rollouts that a step may take to find enough groups; None: 1
 
@@ -210,6 +214,7 @@ class Facts:
     "What a run knows that an option may take unless it is set; None: it does not know."
     metric: object = None             # what the data are scored by: a name, a function, or a dict of them by data set
     tags: tuple = None                # the protocol's tags of reasoning, call and answer
+    opening: str = None               # what the generation prefix says of every turn before the model does: '<think>\n'
     questions_per_step: int = None
 
 @dataclass(frozen=True)
@@ -219,6 +224,16 @@ class Asks:
     sees: tuple = ()                             # of the learner's SEES
     schemas: dict = field(default_factory=dict)  # 'gold' or 'teacher' -> schema of gold_templates
     ends: bool = False                           # gold answers are scored after the last turn too
+
+def _schemas(method, rewards):
+    "How rewards have golds written down, 'gold' or 'teacher' -> schema. Raises ValueError where two want it otherwise."
+    found = {}
+    for r in rewards:
+        schema = r.schema(method.own(r)) if callable(r.schema) else r.schema
+        if found.setdefault(r.sees, schema) != schema:
+            raise ValueError(f'{method.name} has golds scored once, by {found[r.sees]!r} or by {schema!r}: give '
+                             f'{r.name} the schema of the other reward')
+    return found
 
 # %% ../nbs/29_parts.ipynb #c019
 @dataclass(frozen=True)
@@ -276,14 +291,14 @@ class Method:
         return {**out, **(self.rule.reads(groups, self.own(self.rule)) if self.rule.reads else {})}
 
     def keep(self, groups, rewards, rng=None):
-        "Groups that are worth an update: indices, and weights (n,) of their trajectories or None."
+        "Groups that are worth an update: indices, and ω (n,) of their trajectories or None, as `Sampling` says."
         return self.sampling.keep(groups, rewards, self.own(self.sampling), rng)
 
     def asks(self, groups):
         "What must be found out about these groups: `Asks`."
         models = [r for r in self.rewards if r.model]
         ends = any(r.ends and r.ends(self.own(r)) for r in models)
-        return Asks(groups, self.sees, {r.sees: r.schema for r in models}, ends)
+        return Asks(groups, self.sees, _schemas(self, models), ends)
 
     def model_rewards(self, rewards, layout, seen):
         "The rewards with what models add to the turns (N, K), each such reward under its own name too: dict."
@@ -291,9 +306,11 @@ class Method:
         return {**rewards, 'turns': rewards['turns'] + sum(found.values()), **found} if found else rewards
 
     def credit(self, rewards, layout, seen):
-        "The rule's `Credit`, on tokens; a rollout of which anything is missing gets weight 0."
+        """The rule's `Credit`, on tokens; a rollout of which anything is missing leaves all comparisons and gets weight
+        0."""
         missing = rewards['outcome'].isnan() | rewards['turns'].isnan().any(1)
-        credit = self.rule.credit({**rewards, 'missing': missing}, layout, seen, self.own(self.rule))
+        known = {**rewards, 'missing': missing, 'outcome': torch.where(missing, torch.nan, rewards['outcome'])}
+        credit = self.rule.credit(known, layout, seen, self.own(self.rule))
         if not isinstance(credit, Credit):
             turns = torch.where(missing[:, None], 0., credit)
             credit = Credit(to_tokens(turns, layout.token_turns, layout.row_trajectory))
@@ -306,13 +323,17 @@ def bind(
     facts=Facts(),
     loss=None,   # Loss; None: the method's own
 ):
-    "The method of a run. Raises ValueError on options that it does not have."
+    """The method of a run. Raises ValueError on options that it does not have, and where a part cannot work with what
+    the run knows."""
     values, usual, names = method.settings(options), method.knobs, option_names(method.parts)
     takes = {'right': 'metric', **{names[p.name][n]: fact for p in method.parts for n, fact in p.facts.items()}}
     for name, fact in takes.items():
         known = getattr(facts, fact)
         if known is not None and name not in options and values[name] == usual[name].default: values[name] = known
-    return replace(method, options=values, loss=loss or method.loss)
+    bound = replace(method, options=values, loss=loss or method.loss)
+    for p in bound.parts:
+        if p.check: p.check(bound.own(p))
+    return bound
 
 def begin(method):
     "What the parts of a method keep before the first step: dict part -> JSON state."
@@ -329,8 +350,8 @@ def at(method, states):
 
 def move(method, states, batch):
     "What the parts keep after a step: dict part -> JSON state."
-    parts = {p.name: p for p in method.parts}
-    return {name: parts[name].keeps.move(state, batch.rewards, batch.layout) for name, state in states.items()}
+    parts, seen = {p.name: p for p in method.parts}, (batch.rewards, batch.layout)
+    return {name: parts[name].keeps.move(method.own(parts[name]), state, *seen) for name, state in states.items()}
 
 def part_metrics(method, batch):
     "What the parts of a method log of a step: dict."
@@ -358,16 +379,20 @@ class Batch:
     def trajectories(self): return [t for g in self.groups for t in g.trajectories]
 
 # %% ../nbs/29_parts.ipynb #c026
-def _kept_rows(groups, kept, weights, prefix, average):
-    "Layout of the kept groups, which trajectories these are, and weights that make an average one over all groups."
+def _kept_rows(groups, kept, prefix, average):
+    "Layout of the kept groups, which trajectories these are, and by what a mean over them becomes one over all groups."
     whole = pack(groups, prefix)
     chosen = torch.isin(whole.groups, torch.tensor(kept, dtype=torch.long)).nonzero()[:, 0]
-    if len(chosen) == len(whole.groups): return whole, chosen, weights
+    if len(chosen) == len(whole.groups): return whole, chosen, 1.
     layout = take(whole, chosen)
-    if weights is not None and average.startswith('token'):               # weights come for averages over trajectories
-        share = layout.trained.sum() / whole.trained.sum() if average == 'token-mean' else 1.
-        weights = weights * share * len(whole.groups) / len(chosen)
-    return layout, chosen, weights
+    shares = {'token-mean': float(layout.trained.sum() / whole.trained.sum()), 'token-sum': 1.}
+    return layout, chosen, shares.get(average, len(chosen) / len(whole.groups))
+
+def _weighted(credit, layout, omega, share):
+    "Credit whose advantages count ω (n,) times, and every other term of a kept row once, in a mean over all groups."
+    known = torch.ones_like(omega) if credit.trajectory_weight is None else credit.trajectory_weight
+    advantages = credit.advantages * omega.to(credit.advantages)[layout.row_trajectory][:, None]
+    return replace(credit, advantages=advantages, trajectory_weight=share * known)
 
 def assign(
     method,        # Method, bound to a run and a step
@@ -379,14 +404,12 @@ def assign(
 ):
     "Say what every token of a batch of rollouts is credited with: `Batch`, empty where no group is worth an update."
     text = method.text_rewards(groups) if rewards is None else rewards
-    kept, weights = method.keep(groups, text, rng)
+    kept, omega = method.keep(groups, text, rng)
     if not kept: return Batch([], text)
-    layout, chosen, weights = _kept_rows(groups, kept, weights, prefix, method.loss.average)
+    layout, chosen, share = _kept_rows(groups, kept, prefix, method.loss.average)
     groups = [groups[b] for b in sorted(set(kept))]
     seen = look(layout, method.asks(groups))
     rewards = method.model_rewards({name: x[chosen] for name, x in text.items()}, layout, seen)
     credit = method.credit(rewards, layout, seen)
-    if weights is not None:
-        known = 1. if credit.trajectory_weight is None else credit.trajectory_weight
-        credit = replace(credit, trajectory_weight=weights * known)
+    if omega is not None: credit = _weighted(credit, layout, omega, share)
     return Batch(groups, text, layout, chosen, rewards, seen, credit)

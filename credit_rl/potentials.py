@@ -105,24 +105,27 @@ def history_max(
 
 # %% ../nbs/31_potentials.ipynb #c041
 def mean_abs_reward(
-    shaping,  # (N, K) shaping rewards; NaN: missing
-    mask,     # (N, K) bool, turns that count
+    shaping,       # (N, K) shaping rewards; NaN: missing
+    turn_mask,     # (N, K) bool
+    refund=False,  # True: each trajectory's last turn counts too, with its −αΦ(S_{K−1})
 ):
-    "Average the size of the shaping, mean |α ΔΦ| (TIPS appendix D): float, NaN if no turn was measured."
-    if mask.dtype != torch.bool or mask.shape != shaping.shape:
-        raise ValueError(f'mask must be {tuple(shaping.shape)} bool like shaping, got {tuple(mask.shape)} {mask.dtype}')
-    return widen(shaping)[mask & ~shaping.isnan()].abs().mean().item()
+    """Average the size of the shaping over the turns before the last, mean |α ΔΦ| (TIPS appendix D): float, NaN if no
+    such turn was measured."""
+    check_turns(turn_mask, shaping)
+    counted = turn_mask if refund else turn_mask & torch.nn.functional.pad(turn_mask[:, 1:], (0, 1))
+    return widen(shaping)[counted & ~shaping.isnan()].abs().mean().item()
 
 # %% ../nbs/31_potentials.ipynb #c042
 def pilot_alpha(
-    shaping,     # (N, K) shaping rewards of a pilot run; NaN: missing
-    mask,        # (N, K) bool, turns that count
-    alpha=1.0,   # the α that they were made with
-    target=0.2,  # wanted mean of |α ΔΦ|
+    shaping,       # (N, K) shaping rewards of a pilot run; NaN: missing
+    turn_mask,     # (N, K) bool
+    alpha=1.0,     # the α that they were made with
+    target=0.2,    # wanted mean of |α ΔΦ|
+    refund=False,  # as for mean_abs_reward
 ):
     """Choose α from a pilot run so that the shaping gets the wanted mean size (TIPS appendix D): float.
     Raises ValueError if the run shows no shaping at all."""
-    size = mean_abs_reward(shaping, mask)
+    size = mean_abs_reward(shaping, turn_mask, refund)
     if not size > 0:
         raise ValueError(f'the pilot run shows no shaping (mean size {size}), so no α can be chosen from it')
     return alpha * target / size
@@ -205,6 +208,7 @@ def scoring_flops(
 from dataclasses import asdict
 from .options import Option
 from .parts import Keeps, Reward, Row
+from .scoring import read_schema
 
 def _phi(seen, o):
     "Potential of every state: (N, K+1)."
@@ -213,6 +217,11 @@ def _phi(seen, o):
 def _controller(o):
     "State of a fresh controller of α for a band, or None without one."
     return None if o['band'] is None else asdict(AlphaController(*REWARD_BANDS[o['band']], o['alpha']))
+
+def _check_options(o):
+    "Refuse an α that no controller can begin with, and an answer form that there is not."
+    _controller(o)
+    read_schema(o['schema'])
 
 def _moved(state, size):
     "A controller's state after a step of shaping rewards of mean size; unmoved where nothing was measured."
@@ -223,18 +232,23 @@ def _moved(state, size):
 # %% ../nbs/31_potentials.ipynb #p003
 def _shaping_part(name, equation, paper, model, more, **about):
     "A reward by a teacher's Φ: α, its band and the logarithm are common to all."
-    size = lambda rewards, layout: mean_abs_reward(rewards[name], layout.turn_mask)
+    size = lambda rewards, layout, o: mean_abs_reward(rewards[name], layout.turn_mask, o['refund'])
     options = {'alpha': Option(0.1, 'reward per nat of Φ', least=0),
                'band': Option(None, 'range of the mean |α ΔΦ| that a controller of α aims at', str,
                               choices=tuple(REWARD_BANDS)),
-               'reduce': Option('logsumexp', 'how Φ is made of several golds', choices=('logsumexp', 'mean'))}
+               'refund': Option(False, 'the mean |α ΔΦ| counts the last turn with its -αΦ(S_{K-1}) too'),
+               'reduce': Option('logsumexp', 'how Φ is made of several golds', choices=('logsumexp', 'mean')),
+               'schema': Option('tips', "form of a scored gold: 'tips', the protocol's own; a name in SCHEMAS; or two "
+                                'texts around it', object)}
     return Reward(
-        name, equation, paper, model=model, sees='teacher', schema='tips', options=options | more, check=_controller,
+        name, equation, paper, model=model, sees='teacher', schema=lambda o: o['schema'], options=options | more,
+        check=_check_options,
         keeps=Keeps(_controller, lambda o, state: {**o, 'alpha': state['alpha']},
-                    lambda state, rewards, layout: _moved(state, size(rewards, layout))),
-        metrics=lambda rewards, layout, o: {'alpha': o['alpha'], 'mean_abs_shaping': size(rewards, layout)},
+                    lambda o, state, rewards, layout: _moved(state, size(rewards, layout, o))),
+        metrics=lambda rewards, layout, o: {'alpha': o['alpha'], 'mean_abs_shaping': size(rewards, layout, o)},
         logs={'alpha': 'weight of the shaping rewards in force, in units of reward per nat',
-              'mean_abs_shaping': 'mean size of a shaping reward, in units of reward'}, **about)
+              'mean_abs_shaping': 'mean size of the shaping reward of a turn before the last (with the option refund, '
+                                  'of any turn), in units of reward'}, **about)
 
 PARTS = (
     _shaping_part('shaping', r'r_{i,k} = \alpha[\Phi(S_{k+1}) - \Phi(S_k)],\ \Phi(S_K) = 0', 'TIPS eqs. 15-20',

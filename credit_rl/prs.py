@@ -216,6 +216,7 @@ def prs_rewards(
     smooth=False,    # True: smoothed BLEU
     tags=PRS_TAGS,   # names of the reasoning, call and answer tags
     prompt=PRS_JUDGE_PROMPT,  # the judge's instructions, for a judge that is asked
+    opening='',      # what the generation prefix said of every turn before the model did, e.g. '<reasoning>'
 ):
     """Reward rollouts stage by stage (PRS eqs. 8-14): rewards (N,) float32, NaN where a needed verdict is missing, and
     their stages, a dict of (N,): process, format, answer, judge.
@@ -229,7 +230,7 @@ def prs_rewards(
     for t in trajectories:
         parsed, ran = read_calls(t, tags)
         process.append(process_reward(parsed, t.answer is not None, ran if executed else None))
-        format.append(format_reward(all(complete_package(turn.action_text, tags) for turn in t.turns)))
+        format.append(format_reward(all(complete_package(opening + turn.action_text, tags) for turn in t.turns)))
         answer.append(short_bleu(t.answer, list(t.question.answers), smooth))
     verdict = _verdicts(judge, trajectories, process, prompt)
     rewards = (list(map(prs_short, process, format, answer)) if form == 'short' else
@@ -263,31 +264,38 @@ def progressive(
     return total
 
 # %% ../nbs/34_prs.ipynb #p002
-from .judge import make_judge
+from .judge import JUDGE_LOGS, judge_counts, make_judge
 from .options import Option
 from .parts import Reward, Row
 
-def _check_judge(o):
-    "Refuse the long form without a judge, and a judge without the long form."
+def _check_settings(o):
+    "Refuse the long form without a judge, a judge without the long form, and tags of which one is missing."
     if o['form'] == 'long' and not o['judge']:
         raise ValueError("the long form of prs asks a judge: give options={'judge': "
                          "{'base_url': 'http://localhost:8000/v1', 'model': 'NAME'}}")
     if o['form'] == 'short' and o['judge']: raise ValueError(_NO_JUDGE)
+    tags = tuple(o['tags'])
+    if len(tags) != 3 or not all(isinstance(tag, str) and tag for tag in tags):
+        raise ValueError(f'prs reads reasoning, calls and answers by their tags, and these are {tags}: take a protocol '
+                         'that has all three, such as prs or tspo, or name them with the option tags')
 
 def _staged(groups, o):
     "PRS's rewards by a method's options: (N,)."
-    return prs_rewards(groups, o['form'], make_judge(o['judge']), o['executed'], o['smooth'], tuple(o['tags']))[0]
+    return prs_rewards(groups, o['form'], make_judge(o['judge']), o['executed'], o['smooth'], tuple(o['tags']),
+                       opening=o['opening'])[0]
 
 PARTS = (
     Reward('prs', r'R_i = R_{process} + R_{format} + \mathbb 1[R_{process} = 1]\, R_a', 'PRS eqs. 8-14',
-           gives='outcome', text=_staged, check=_check_judge,
+           gives='outcome', text=_staged, check=_check_settings,
            reach=lambda o: o['judge'] and make_judge(o['judge']).check(),
+           metrics=lambda rewards, layout, o: judge_counts(make_judge(o['judge'])), logs=JUDGE_LOGS,
            options={'form': Option('short', 'short answers (eq. 13) or long ones that a judge reads (eq. 14)',
                                    choices=('short', 'long')),
                     'judge': Option(None, 'settings of the judge: base_url, model, …', object),
                     'executed': Option(False, 'a call must also have run'),
                     'smooth': Option(False, 'smoothed BLEU'),
-                    'tags': Option(PRS_TAGS, 'names of the reasoning, call and answer tags', object)},
-           facts={'tags': 'tags'}, differs='no call at all counts as every call parsed'),
+                    'tags': Option(PRS_TAGS, 'names of the reasoning, call and answer tags', object),
+                    'opening': Option('', 'what the generation prefix says of every turn before the model does')},
+           facts={'tags': 'tags', 'opening': 'opening'}, differs='no call at all counts as every call parsed'),
     Row('prs', 'prs/group', 'PRS eqs. 8-13', '#56b4e9'),
     Row('prs+vspo', 'prs/group/value', 'PRS eqs. 8-13; VSPO eqs. 16-21', '#8f7fe0'))

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from .trajectory import Group, Result, Stop, Trajectory, Turn
 from .engine import Sampling, seed_of
 from .protocol import reaches, read_context
-from .tools import PythonTool, SearchTool
+from .tools import PythonTool, SearchTool, cut
 
 # %% ../nbs/22_rollout.ipynb #c004
 @dataclass(frozen=True)
@@ -60,6 +60,13 @@ class _Draft:
         "The `Trajectory` that it has become."
         return Trajectory(self.question, self.prompt_ids, self.turns, stop, answer)
 
+# %% ../nbs/22_rollout.ipynb #c0062
+def _shown(chat, text, ids, room):
+    "What the first `room` ids of an observation show of its text: all of it, or the words that they hold whole."
+    if len(ids) <= room: return text
+    lead = chat.pieces.between if ids[0] == chat.end_id else chat.pieces.between.removeprefix(chat.pieces.end)
+    return cut(text, room, lambda part: len(chat.encode(lead + chat.markup.body(part))))
+
 # %% ../nbs/22_rollout.ipynb #c007
 def _answer_or_observe(env, draft, finished, text, action, reply):
     "Append one turn to its draft. Returns the `Trajectory` if that ended it, else None."
@@ -71,7 +78,7 @@ def _answer_or_observe(env, draft, finished, text, action, reply):
         draft.add(finished, text, action.call, result=Result.SKIPPED if action.call else Result.MALFORMED)
         return draft.trajectory(Stop.TURN_CAP if len(draft.turns) == env.max_turns else Stop.LENGTH)
     observation, result, ids = reply
-    draft.add(finished, text, action.call, ids[:room], observation, result)
+    draft.add(finished, text, action.call, ids[:room], _shown(env.chat, observation, ids, room), result)
     return draft.trajectory(Stop.LENGTH) if len(ids) + 1 > room else None
 
 # %% ../nbs/22_rollout.ipynb #c008
@@ -133,7 +140,7 @@ def _invoke_or_commit(env, draft, finished, text, action, ended, output):
         return draft.trajectory(Stop.TURN_CAP if len(draft.turns) == env.max_turns else Stop.LENGTH)
     observation, result, ids = output
     base = [*draft.ids, *(finished.ids[:-1] if ended or finished.stop == 'eos' else finished.ids)]
-    draft.add(finished, text, action.call, ids[:room], observation, result, 'invoke')
+    draft.add(finished, text, action.call, ids[:room], _shown(env.chat, observation, ids, room), result, 'invoke')
     if len(ids) + 1 > room: return draft.trajectory(Stop.LENGTH)
     draft.edit([*base, *ids])
     draft.base = base

@@ -199,7 +199,7 @@ def judge_rewards(
     return out
 
 # %% ../nbs/35_turn_rewards.ipynb #p002
-from .judge import make_judge
+from .judge import JUDGE_LOGS, judge_counts, make_judge
 from .options import Option
 from .parts import Reward, Row
 
@@ -223,6 +223,7 @@ PARTS = (
     Reward('judge', r'r_{i,k} = \tfrac{1}{2\sum w}\sum_c w_c q_{k,c}', 'TIPS appendix E.7', check=_needs_judge,
            text=lambda groups, o: judge_rewards(groups, make_judge(o['judge']), tuple(o['weights'])),
            reach=lambda o: make_judge(o['judge']).check(),
+           metrics=lambda rewards, layout, o: judge_counts(make_judge(o['judge'])), logs=JUDGE_LOGS,
            options={'judge': Option(None, 'settings of the judge: base_url, model, …', object),
                     'weights': Option((1, 1, 1), 'of correctness, efficiency, clarity', object)}),
     Row('mt-ppo', 'outcome+rules/gae', 'TIPS appendix E.5', '#5a3d2b'))

@@ -110,8 +110,9 @@ def kept_and_weights(
     sampling='value',  # how free places are drawn: 'value', 'random', 'none'
     clip=True,         # smooth the weights (eq. 21); False: ω = N
 ):
-    """Choose groups and weigh their trajectories; a mean over those is one over the whole batch (VSPO eqs. 6, 20-21).
-    List of positions among the sorted groups, and weights (n,). Raises ValueError if no group has two members."""
+    """Choose groups, and give the ω by which the advantages of their trajectories are multiplied (VSPO eqs. 6, 20-21).
+    The mean of the loss goes over the places of the whole batch. List of positions among the sorted groups, and ω
+    (n,), 0 for a missing member. Raises ValueError if no group has two members."""
     index = check_groups(groups, len(rewards))
     size, order = index.bincount(), index.argsort(stable=True)
     member = torch.empty_like(index)
@@ -121,7 +122,7 @@ def kept_and_weights(
     weights, counts = vspo_weights(table, temperature, alpha, eps, generator, sampling, clip)
     chosen = (counts > 0)[index]
     omega = torch.where(rewards.isnan(), 0.0, weights[index])
-    return (counts > 0).nonzero()[:, 0].tolist(), omega[chosen] * chosen.float().mean()
+    return (counts > 0).nonzero()[:, 0].tolist(), omega[chosen]
 
 # %% ../nbs/42_vspo.ipynb #p002
 from .options import Option
@@ -130,7 +131,7 @@ from .parts import Row, Sampling
 def _group_sizes(groups): return [len(g.trajectories) for g in groups]
 
 def _valuable(groups, rewards, o, rng):
-    "VSPO's groups and their weights."
+    "VSPO's groups and the ω of their trajectories."
     index = torch.arange(len(groups)).repeat_interleave(torch.tensor(_group_sizes(groups)))
     return kept_and_weights(rewards['outcome'], index, o['temperature'], o['smoothing'], o['least_variance'], rng,
                             o['draw'], o['clip'])
@@ -153,7 +154,7 @@ PARTS = (
                       **_VARIANCE,
                       'draw': Option('value', 'how free places are drawn', choices=('value', 'random', 'none')),
                       'clip': Option(True, 'smooth the weights; False: ω = N')},
-             differs='one row of weight ω in place of N copies; smoothing is its α'),
+             differs='one row with ω times its advantage in place of N copies, its KL once; smoothing is its α'),
     Sampling('varied', r'0 < \#\{i : R_i\ \text{right}\} < G', 'DAPO eq. 11', keep=_varied, rounds=lambda o: o['draws'],
              options={**_VARIANCE, 'draws': Option(3, 'rounds of rollouts that a step may take', least=1),
                       'groups': Option(None, 'most groups that are kept; None: those of a step', int, least=1)},

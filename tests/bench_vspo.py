@@ -41,8 +41,9 @@ def rollouts(groups, members, tokens, generator):
     ]
 
 
-def step(model, groups, rewards, weights, kl):
-    "One training step of a copy of the model: tokens forwarded, seconds, what the learner logged."
+def step(model, groups, rewards, omega, share, kl):
+    """One training step of a copy of the model, advantages times ω, terms of rows times their share of the batch:
+    tokens forwarded, seconds, what the learner logged."""
     seen = []
     learner = Learner(copy.deepcopy(model), Loss(average='sequence-mean-token-mean', kl=kl),
                       Optimiser(minibatches=1, row_tokens=8192), frozen=Frozen(copy.deepcopy(model)))
@@ -50,9 +51,10 @@ def step(model, groups, rewards, weights, kl):
     for module in (learner.scorer.model, learner.reference.model):
         module.base_model.register_forward_pre_hook(count, with_kwargs=True)
     start, layout = time.perf_counter(), pack(groups)
-    advantages = group_normalize(rewards.flatten(), layout.groups)[layout.row_trajectory][:, None] * layout.trained
+    own = group_normalize(rewards.flatten(), layout.groups) * omega
+    advantages = own[layout.row_trajectory][:, None] * layout.trained
     logged = learner.step(layout, learner.evaluate(layout, ('logp', 'ref_logp')),
-                          Credit(advantages, trajectory_weight=weights))
+                          Credit(advantages, trajectory_weight=torch.full((len(layout.groups),), share)))
     return sum(seen), time.perf_counter() - start, logged
 
 
@@ -81,10 +83,9 @@ def main():
     assert 0 < len(kept) < a.groups and len(copies) == a.groups, ('no group, or every group, is silent: take another '
                                                                   'seed')
     batches = {
-        'grpo, all groups': (range(a.groups), None), 'vspo by weights': (kept, weights), 'vspo by copies':
-        (copies, None)
+        'grpo, all groups': (range(a.groups), 1.), 'vspo by weights': (kept, weights), 'vspo by copies': (copies, 1.)
     }
-    done = {name: step(model, [groups[b] for b in chosen], rewards[list(chosen)], w, a.kl)
+    done = {name: step(model, [groups[b] for b in chosen], rewards[list(chosen)], w, len(chosen) / a.groups, a.kl)
             for name, (chosen, w) in batches.items()}
 
     own = int(pack([groups[b] for b in kept]).lengths.sum())

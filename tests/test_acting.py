@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from credit_rl.advantages import to_tokens
+from credit_rl.folr import first_turns
 from credit_rl.engine import HFEngine, Sampling, ScriptedEngine, draw
 from credit_rl.layout import AVERAGES, loss_weights, pack, take, token_logps
 from credit_rl.learner import Frozen, Learner, Optimiser, deal
@@ -16,11 +17,13 @@ from credit_rl.methods import METHODS
 from credit_rl.outcome import outcome_rewards
 from credit_rl.protocol import PROTOCOLS, Chat, byte_tokenizer
 from credit_rl.rollout import Environment, rollout
-from credit_rl.tiny import tiny_environment
-from credit_rl.tools import SearchTool
+from credit_rl.readers import Passage
+from credit_rl.tiny import tiny_environment, tiny_tokenizer
+from credit_rl.tools import SearchTool, render_plain
 from credit_rl.models import load_model
 from credit_rl.trajectory import Group, Question, Stop, Trajectory, Turn
-from credit_rl.world import make_world
+from credit_rl.turn_rewards import rule_turn_rewards
+from credit_rl.world import WORDS, make_world
 
 ATTENTION = ['eager', 'sdpa']
 SAMPLING = Sampling(max_tokens=24)
@@ -512,10 +515,38 @@ def test_the_prompts_example_is_no_answer():
     assert outcome_rewards(groups).tolist() == [0, 0]
 
 
+@pytest.mark.parametrize('words', [tiny_tokenizer, byte_tokenizer, merging_tokenizer])
+def test_what_was_cut_off_shows_nothing(words):
+    """An observation that does not fit ends where its ids do, after a whole word. A gold behind the cut was never on
+    the model's screen, so t* does not find it (TSPO section 3.2), and no rule pays for it."""
+    class Page:
+        def search(self, queries, k): return [[Passage('0', '', PAGE)] for _ in queries]
+    gold, rest = WORDS[7], WORDS[8]
+    PAGE = f'{WORDS[0]} is {WORDS[1]} of {gold} . {rest} is {WORDS[2]}'
+    chat, question = Chat(PROTOCOLS['tiny'], words()), Question('q', WORDS[0], [gold])
+    call = f'<think> {WORDS[0]} </think> <tool_call> {WORDS[0]} </tool_call>'
+    tool = SearchTool(Page(), k=1, max_tokens=None, render=render_plain)
+    least = len(chat.prompt_ids(question.text)) + len(chat.encode(call))
+
+    def seen(room):
+        env = Environment(chat, tool, max_turns=2, max_tokens=least + room)
+        groups = rollout(ScriptedEngine(lambda text, rng: call, chat.tokenizer), env, [question])
+        return groups, groups[0].trajectories[0].turns[0]
+    whole = len(chat.observation_ids(PAGE))
+    found = {}
+    for room in range(2, whole + 2):
+        groups, turn = seen(room)
+        held, text = chat.tokenizer.decode(turn.observation_ids), turn.observation_text
+        assert PAGE.startswith(text) and text in held and (text in ('', PAGE) or PAGE[len(text)] == ' ')
+        found[room] = first_turns(groups).tolist() == [0]
+        assert found[room] == (gold in text) and (rule_turn_rewards(groups)[0, 0] > .2) == found[room]
+        if not found[room]: assert f' {gold} ' not in held
+    assert not found[2] and found[whole + 1] and sorted(found.values()) == list(found.values())
+
+
 def test_an_observation_is_no_answer():
     class Echo:
         def search(self, queries, k):
-            from credit_rl.readers import Passage
             return [[Passage('0', '', '<answer> Beijing </answer>')] for _ in queries]
     chat = Chat(PROTOCOLS['tiny'], byte_tokenizer())
     env = Environment(chat, SearchTool(Echo(), k=1, max_tokens=99), max_turns=2)

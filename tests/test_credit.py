@@ -4,7 +4,7 @@ RLOO, GRPO, Dr. GRPO and REINFORCE++ are compared with TRL's trainers, the joint
 chi-squared with scipy. No maintained library that can be installed beside them holds MT-GRPO, MT-GRPO*, GiGPO or
 TSPO: these are compared with their definitions, written out slowly.
 """
-import math, statistics, subprocess, sys
+import dataclasses, math, statistics, subprocess, sys
 from collections import defaultdict
 from types import SimpleNamespace
 
@@ -320,6 +320,17 @@ def test_outcomes_and_penalties():
     assert outcome_rewards([group]).tolist() == [1, 0, 0, 0, 1]
     assert outcome_rewards([group], 'f1', penalty=-2.0).tolist() == [1, 0, 0, -2, -2] and broke_format(clumsy)
     assert outcome_rewards([group], lambda p, golds: len(p) / 2).tolist() == [4, 3, 2.5, 0, 4]
+    thought = g.trajectories[0].turns
+    for lost in ('<think>', '</think>'):                                       # IGPO eq. 2: missing tags
+        turns = [dataclasses.replace(thought[0], action_text=thought[0].action_text.replace(lost, '')), *thought[1:]]
+        hasty = Group(g.question, [dataclasses.replace(g.trajectories[0], turns=turns)])
+        assert outcome_rewards([hasty], 'f1', -2.0, 'think').tolist() == [-2]
+        assert outcome_rewards([hasty], 'f1', -2.0).tolist() == [1]
+        opened = outcome_rewards([hasty], 'f1', -2.0, 'think', '<think>')      # by the generation prefix, perhaps
+        assert opened.tolist() == [1 if lost == '<think>' else -2]
+    assert outcome_rewards([g], 'f1', -2.0, 'think').tolist() == [1, 0, 0]
+    noted = dataclasses.replace(thought[1], kind='assimilate', action_text='<context> born in Budapest </context>')
+    assert not broke_format(dataclasses.replace(g.trajectories[0], turns=[thought[0], noted, *thought[2:]]), 'think')
     mask, groups = index_groups([group, g])
     assert mask.sum(1).tolist() == [4, 4, 4, 1, 2, 4, 4, 4] and groups.tolist() == [0] * 5 + [1] * 3
     with pytest.raises(ValueError, match='metric'): outcome_rewards([group], 'em ')

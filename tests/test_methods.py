@@ -5,6 +5,7 @@ import dataclasses
 import itertools
 import json
 import math
+import shutil
 
 import pytest
 import torch
@@ -16,8 +17,9 @@ from credit_rl.layout import pack
 from credit_rl.learner import Frozen, Learner, Optimiser, PlainBackend, make_critic
 from credit_rl.methods import (LOSSES, METHODS, REWARDS, RULES, SAMPLINGS, compose, extra_passes, get_method,
                                method_table, refusal)
-from credit_rl.models import load_model
-from credit_rl.parts import Asks, Loss, Row, assign, bind, part_metrics, to_tokens
+from credit_rl.models import load_model, load_tokenizer
+from credit_rl.parts import (Asks, Credit, Facts, Loss, Row, Seen, assign, begin, bind, move, part_metrics,
+                             to_tokens)
 from credit_rl.protocol import PROTOCOLS, Chat
 from credit_rl.rollout import rollout
 from credit_rl.runlog import RunLog
@@ -28,7 +30,7 @@ from credit_rl.stage import Stage
 from credit_rl.tiny import NOISY, act, tiny_environment
 from credit_rl.train import Look, Run, train_step
 from credit_rl.trajectory import Group
-from credit_rl.vspo import vspo_weights
+from credit_rl.vspo import task_values, vspo_weights
 from credit_rl.world import make_world
 from pieces import learner_of
 
@@ -248,7 +250,8 @@ def test_rows_that_meet(world):
 
 @pytest.mark.parametrize('average', ['token-mean', 'sequence-mean-token-mean', 'token-sum'])
 def test_vspo_by_weights_is_vspo_by_copies(world, average):
-    "One row of weight ω, averaged over the batch's places, is the batch in which a group stands N times with ω/N each."
+    """One row with ω times its advantage, averaged over the batch's places, is the batch in which a group stands N
+    times with ω/N each."""
     groups = games(world)
     method = compose(Row('tried', 'outcome/group/value', None, options={'smoothing': 3}, average=average))
     _, _, moved, _ = a_step(world, method, groups=groups)
@@ -258,10 +261,38 @@ def test_vspo_by_weights_is_vspo_by_copies(world, average):
     learner = Learner(copy.deepcopy(world[0]), Loss(average=average), AT_ONCE, backend=SGD())
     before = {n: w.clone() for n, w in learner.weights().items()}
     plain = assign(METHODS['grpo'], groups, look=lambda layout, asks: None)
-    # dropped groups have weight 0 and stay in the denominator
-    weighted = dataclasses.replace(plain.credit, trajectory_weight=weights.repeat_interleave(4))
+    # dropped groups have ω = 0 and stay in the denominator
+    omega = weights.repeat_interleave(4)[:, None]
+    weighted = dataclasses.replace(plain.credit, advantages=plain.credit.advantages * omega)
     learner.step(plain.layout, None, weighted)
     torch.testing.assert_close(moved, change(before, learner), atol=1e-6, rtol=1e-4)
+
+
+@pytest.mark.parametrize('average', ['token-mean', 'sequence-mean-token-mean', 'token-sum'])
+def test_vspo_counts_the_kl_of_a_kept_row_once(world, average):
+    """ω is a statement about advantages: with a KL term the step is the step without it and that of the KL alone, in
+    which a kept row weighs 1, whatever its ω, a dropped one 0, and the batch keeps its denominator."""
+    groups, model = games(world), world[0]
+    reference = copy.deepcopy(model)
+    with torch.no_grad(): reference.get_output_embeddings().weight.mul_(1.5)
+    method = compose(Row('tried', 'outcome/group/value', None, options={'smoothing': 3}, average=average))
+
+    def moved(layout, credit, loss):
+        learner = Learner(copy.deepcopy(model), loss, AT_ONCE, frozen=Frozen(reference), backend=SGD())
+        before = {n: w.clone() for n, w in learner.weights().items()}
+        learner.step(layout, learner.evaluate(layout, ('logp', 'ref_logp') if loss.kl else ('logp',)), credit)
+        return change(before, learner)
+
+    batch = assign(method, groups, lambda layout, asks: None, torch.Generator().manual_seed(0))
+    weights, counts = vspo_weights(method.text_rewards(groups)['outcome'].view(6, 4), alpha=3,
+                                   generator=torch.Generator().manual_seed(0))
+    assert (counts == 0).any() and weights.max() > 1.5
+    both, alone = (moved(batch.layout, batch.credit, Loss(average=average, kl=kl)) for kl in (.5, 0.))
+    whole = pack(groups)
+    once = Credit(torch.zeros(whole.ids.shape), trajectory_weight=(counts > 0).float().repeat_interleave(4))
+    expected = moved(whole, once, Loss(average=average, kl=.5))
+    assert expected.norm() > 1e-3 * alone.norm()
+    assert (both - alone - expected).norm() < 1e-3 * expected.norm()
 
 
 def test_carl_on_tokens(world):
@@ -299,7 +330,8 @@ def test_parts_log_what_they_measured(world):
     "Shaping logs its weight and its size; a row without such a part logs nothing."
     batch, *_ = a_step(world, METHODS['tips'], {'alpha': .3})
     logged = part_metrics(bind(METHODS['tips'], {'alpha': .3}), batch)
-    size = batch.rewards['shaping'][batch.layout.turn_mask].abs().mean().item()
+    before_last = batch.layout.turn_mask & torch.nn.functional.pad(batch.layout.turn_mask[:, 1:], (0, 1))
+    size = batch.rewards['shaping'][before_last].abs().mean().item()
     assert logged == {'alpha': .3, 'mean_abs_shaping': pytest.approx(size)} and size > 0
     assert part_metrics(METHODS['tspo'], batch) == {} and set(logged) == set(REWARDS['shaping'].logs)
 
@@ -390,11 +422,13 @@ def test_dapo_asks_again(world, tmp_path):
 
 def test_the_controller_moves_alpha_and_survives_in_json(world, tmp_path):
     "TIPS's dynamic α: its state is JSON, a resumed run goes on from it."
-    run, alphas = a_run(world, tmp_path, 'tips', options={'band': 'small', 'alpha': 1.0}), []
+    run, alphas, means = a_run(world, tmp_path, 'tips', options={'band': 'small', 'alpha': 1.0}), [], []
     for step in (1, 2, 3):
         run.memory = json.loads(json.dumps(run.memory))
         alphas.append(train_step(run, step)['alpha'])
-    assert alphas[0] == 1.0 and alphas[2] < alphas[1] < 1.0                    # far above the band: α falls
+        means.append(run.memory['method']['shaping']['mean'])
+    assert alphas[0] == 1.0 and alphas[2] <= alphas[1] < 1.0                   # far above the band: α falls
+    assert len(set(means)) == 3                                                # every step is remembered
 
 
 def test_shaping_with_folr_keeps_its_own_alpha(world, tmp_path):
@@ -425,13 +459,141 @@ REFUSED = [
     ('tips', {'teacher': 'data/tiny_base', 'teacher_every': 3}, 'never refreshed'),
     ('grpo', {'loss': {'cliphigh': 1}}, 'clip_high'), ('prs+prs/group', {}, 'exactly one outcome'),
     ('outcome/group/all/ppo/more', {}, 'rewards/rule/sampling/loss'), ('outcome/grup', {}, "did you mean 'group'"),
-    ('prs+vspoo', {}, "did you mean 'prs.vspo'")]
+    ('prs+vspoo', {}, "did you mean 'prs.vspo'"),
+    ('prs', {'protocol': 'carl-tiny'}, "reads reasoning, calls and answers by their tags, .* None"),
+    ('prs+vspo', {'protocol': 'carl-tiny-direct'}, 'by their tags'),
+    ('prs', {'options': {'tags': ['think', 'tool_call']}}, 'by their tags'),
+    ('tips', {'options': {'schema': 'tpis'}}, "'bare', 'igpo', 'tips'"),
+    ('tips', {'model': 'data/tiny_carl', 'teacher': 'data/tiny_base'},
+     "another tokenizer than the policy: .* take a model of the policy's family")]
 
 
 @pytest.mark.parametrize('name, changes, message', REFUSED)
 def test_refused_before_compute(root, monkeypatch, name, changes, message):
     monkeypatch.chdir(root)
     with pytest.raises(ValueError, match=message): check(make_config({'method': name, **changes}))
+
+
+def test_a_teacher_with_the_policys_words_is_let_in(root, monkeypatch, tmp_path):
+    "Another model with the same ids; also one that has words besides, to which the policy's ids say the same."
+    monkeypatch.chdir(root)
+    check(make_config({'method': 'tips', 'teacher': 'data/tiny_base'}))
+    shutil.copytree('data/tiny_base', tmp_path / 'more')
+    tokenizer = load_tokenizer('data/tiny_base')
+    tokenizer.add_tokens(['<more>'])
+    tokenizer.save_pretrained(tmp_path / 'more')
+    more = str(tmp_path / 'more')
+    check(make_config({'method': 'tips', 'teacher': more}))
+    check(make_config({'method': 'tips', 'teacher': more, 'model': 'data/tiny_base'}))
+    with pytest.raises(ValueError, match="'<more>', is no token at all"):
+        check(make_config({'method': 'tips', 'teacher': 'data/tiny_base', 'model': more}))
+
+
+def test_a_rule_of_tags_takes_those_that_are_set(root):
+    "A protocol without an answer tag is no obstacle to whoever names one."
+    named = {'tags': ['think', 'tool_call', 'answer']}
+    check(make_config({'method': 'prs', 'protocol': 'carl-tiny', 'options': named}))
+    bound = bind(METHODS['prs'], {}, Facts(tags=('think', 'tool_call', 'answer'), opening='<think>'))
+    assert bound.options['tags'][0] == 'think' and bound.options['opening'] == '<think>'
+
+
+def test_igpo_pays_the_penalty_for_a_turn_without_reasoning(world):
+    "In a run the protocol's reasoning tag is known; what broke is the outcome, and nothing else changes."
+    groups = games(world)
+    method = bind(METHODS['igpo'], {}, Facts(tags=('think', 'tool_call', 'answer')))
+    whole = method.text_rewards(groups)['outcome']
+    i = int((whole > 0).nonzero()[0])
+    flat = [t for g in groups for t in g.trajectories]
+    first = flat[i].turns[0]
+    mute = dataclasses.replace(first, action_text=first.action_text.replace('</think>', ''))
+    flat[i] = dataclasses.replace(flat[i], turns=[mute, *flat[i].turns[1:]])
+    broken = [Group(g.question, flat[4 * b:4 * b + 4]) for b, g in enumerate(groups)]
+    outcome = method.text_rewards(broken)['outcome']
+    assert outcome[i] == -1 and whole[i] > 0 and (outcome == whole).sum() == len(flat) - 1
+    assert method.text_rewards(broken)['right'][i] == 1                              # right, whatever it pays
+
+
+@pytest.mark.parametrize('lam', [0., .5, .95, 1.])
+def test_tips_below_lambda_one(world, lam):
+    """Shaped GAE by the recursion written out, token by token; and the identity that it is GAE with the critic V + αΦ
+    of the state before each turn."""
+    generator = torch.Generator().manual_seed(3)
+    method = bind(METHODS['tips'], {'lam': lam, 'alpha': .3, 'whiten': False})
+
+    def look(layout, asks):
+        shape = (*layout.states.shape[:2], 1)
+        return Seen(values=torch.randn(layout.ids.shape, generator=generator) * layout.trained,
+                    teacher_logp=-9 * torch.rand(shape, generator=generator), teacher_tokens=torch.ones(shape).long())
+    batch = assign(method, games(world), look)
+    layout, seen, rewards = batch.layout, batch.seen, batch.rewards
+    for i in range(len(layout.groups)):
+        at = layout.trained[i].nonzero()[:, 0].tolist()
+        turn, v, phi = layout.token_turns[i], seen.values[i], seen.teacher_logp[i, :, 0]
+        turns, later, shifted = int(layout.turn_mask[i].sum()), 0., 0.
+        for j, t in reversed(list(enumerate(at))):
+            k, last = int(turn[t]), j + 1 == len(at)
+            after = None if last else at[j + 1]
+            ends = last or int(turn[after]) != k                              # the turn's last token is paid
+            paid = .3 * ((0. if k + 1 == turns else phi[k + 1]) - phi[k]) if ends else 0.
+            outcome = rewards['outcome'][i] if last else 0.
+            later = outcome + paid + (0. if last else v[after]) - v[t] + lam * later
+            critic = lambda s: v[s] + .3 * phi[int(turn[s])]
+            shifted = outcome + (0. if last else critic(after)) - critic(t) + lam * shifted
+            assert math.isclose(batch.credit.advantages[i, t], later, abs_tol=1e-4)
+            assert math.isclose(later, shifted, abs_tol=1e-4)
+
+
+def test_the_size_of_alpha_is_read_before_the_refund(world):
+    "The band's controller sees what turns before the last earned; with `refund` it sees the last turn too."
+    def look(layout, asks):
+        shape = (*layout.states.shape[:2], 1)
+        return Seen(values=torch.zeros(layout.ids.shape), teacher_tokens=torch.ones(shape).long(),
+                    teacher_logp=torch.linspace(-9., -8., shape[1])[None, :, None].expand(shape))
+    for refund in (False, True):
+        method = bind(METHODS['tips'], {'band': 'medium', 'alpha': .1, 'refund': refund})
+        batch = assign(method, games(world), look)
+        mask = batch.layout.turn_mask
+        counted = mask if refund else mask & torch.nn.functional.pad(mask[:, 1:], (0, 1))
+        size = batch.rewards['shaping'][counted].abs().mean().item()
+        kept = move(method, begin(method), batch)['shaping']
+        assert math.isclose(kept['mean'], size / .1, rel_tol=1e-5) and (kept['mean'] > 1) == refund
+        assert math.isclose(part_metrics(method, batch)['mean_abs_shaping'], size, rel_tol=1e-5)
+
+
+def test_what_a_teacher_reads_is_an_option(world):
+    chat, groups = world[1:3]
+    asked = lambda options: bind(METHODS['tips'], options).asks(groups).schemas
+    assert asked({'schema': 'bare'}) == {'teacher': 'bare'} and asked({}) == {'teacher': 'tips'}
+    own = asked({'schema': ['answer : ', '']})['teacher']
+    template = gold_templates(chat, groups, own)[0][0]
+    assert 'answer :' not in chat.tokenizer.decode(template.ids[template.start:template.end])
+    both = bind(get_method('outcome+shaping+record/turns'), {'shaping.schema': 'bare'})
+    with pytest.raises(ValueError, match="'bare' or by 'tips'"): both.asks(groups)
+
+
+@pytest.mark.parametrize('name', ['mt-grpo', 'mt-grpo*'])
+def test_mt_grpo_is_a_mean_over_rollouts_of_sums_over_tokens(world, name):
+    "TIPS eq. 5: a batch played twice makes the same step, and a rollout with more tokens a larger one."
+    groups = two_turns(games(world)[:3]) if name == 'mt-grpo' else games(world)[:3]
+    once, twice = (a_step(world, METHODS[name], groups=batch) for batch in (groups, groups * 2))
+    torch.testing.assert_close(twice[2], once[2], atol=1e-6, rtol=1e-3)
+    assert METHODS[name].loss.average == 'group-mean-token-sum' and once[2].norm() > 0
+
+
+def test_prs_with_vspo_trains_on_stages(world, tmp_path):
+    """PRS's stages go past 0 and 1, so that value tells groups apart, which it hardly does under 0/1 outcomes (at most
+    4/27); both spellings are the same method, and a run takes a step."""
+    named, spelt = get_method('prs+vspo'), get_method('prs/group/value')
+    assert named.parts == spelt.parts and named.options == spelt.options and named.loss == spelt.loss
+    groups = games(world)
+    method = bind(named, {}, Facts(tags=('think', 'tool_call', 'answer')))
+    staged = method.text_rewards(groups)['outcome'].view(6, 4)
+    assert task_values(staged).max() > 4 / 27 >= task_values(right_answers(groups).view(6, 4)).max()
+    run = a_run(world, tmp_path, 'prs+vspo', questions_per_step=6, group_size=4)
+    before = {n: w.clone() for n, w in run.learner.weights().items()}
+    logged = train_step(run, 1)
+    assert run.method.options['tags'][0] == 'think' and math.isfinite(logged['loss'])
+    assert change(before, run.learner).abs().max() > 0
 
 
 def test_the_table_names_every_row():

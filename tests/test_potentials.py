@@ -266,6 +266,19 @@ def test_a_pilot_hits_its_target(alpha, target, seed):
     assert math.isclose(mean_abs_reward(shaping_rewards(phi, mask, chosen), mask), target, rel_tol=1e-6)
 
 
+def test_the_refund_is_not_what_alpha_is_sized_by():
+    """Appendix D's pilot and band are about what a search earns. The last turn's refund −αΦ(S_{K−1}) is left out, in
+    trajectories of any length, unless it is asked for; where nothing comes before the last turn nothing is measured."""
+    phi = torch.tensor([[-9., -8., -6., NAN], [-9., -8.5, NAN, NAN], [-9., NAN, NAN, NAN]], dtype=torch.float64)
+    mask = torch.tensor([[True, True, True], [True, True, False], [True, False, False]])
+    shaping = shaping_rewards(phi, mask, .1)
+    assert math.isclose(mean_abs_reward(shaping, mask), .1 * (1 + 2 + .5) / 3)
+    assert math.isclose(mean_abs_reward(shaping, mask, refund=True), .1 * (1 + 2 + 6 + .5 + 8.5 + 9) / 6)
+    assert math.isclose(pilot_alpha(shaping, mask, .1), .2 / (3.5 / 3))
+    assert pilot_alpha(shaping, mask, .1, refund=True) < pilot_alpha(shaping, mask, .1) / 3
+    assert math.isnan(mean_abs_reward(shaping[2:, :1], mask[2:, :1]))
+
+
 def test_without_any_shaping_there_is_no_pilot():
     for nothing in (torch.zeros(2, 3), torch.full((2, 3), NAN)):
         with pytest.raises(ValueError, match='no shaping'): pilot_alpha(nothing, torch.ones(2, 3, dtype=torch.bool))

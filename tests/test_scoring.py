@@ -3,6 +3,7 @@ any influence."""
 import contextlib
 import dataclasses
 import math
+import re
 
 import pytest
 import torch
@@ -10,10 +11,10 @@ from hypothesis import given, settings, strategies as st
 from torch.testing import assert_close
 
 from credit_rl.layout import pack, token_logps
-from credit_rl.protocol import PROTOCOLS, Chat, Protocol, byte_tokenizer
-from credit_rl.scoring import (SCHEMAS, AnswerTemplate, Schema, acting_states, answer_batches, answer_header,
-                               answer_ids, answer_logps, answer_logps_separate, batch_logps, collect, gold_templates,
-                               joint_logps, takes_tree_mask)
+from credit_rl.protocol import PROTOCOLS, Chat, Protocol, byte_tokenizer, parse
+from credit_rl.scoring import (SCHEMAS, AnswerTemplate, Schema, acting_states, answer_batches, answer_form,
+                               answer_header, answer_ids, answer_logps, answer_logps_separate, batch_logps, collect,
+                               gold_templates, joint_logps, takes_tree_mask)
 from credit_rl.trajectory import Group, Question, Stop, Trajectory, Turn, example_group
 
 VOCABULARY = 60
@@ -542,9 +543,27 @@ def test_state_and_template_together_are_the_conversation(role, schema):
         row, position = states[0, s].tolist()
         for gold, text in zip(answers[0], ('Rome', 'the city of Rome')):
             read = tokenizer.decode([*layout.ids[row, :position + 1].tolist(), *gold.ids])
-            wanted = tokenizer.decode(chat.prompt_ids('Where?')) + said + shape.before.format(
-                tag='final') + text + shape.after.format(tag='final')
+            own = {'tag': 'final', 'open': '<final> ', 'close': ' </final>'}      # no example in its prompt: one blank
+            wanted = tokenizer.decode(chat.prompt_ids('Where?')) + said
+            wanted += shape.before.format(**own) + text + shape.after.format(**own)
             assert read == wanted and tokenizer.decode(gold.ids[gold.start:gold.end]) == text
+
+
+@pytest.mark.parametrize('name', PROTOCOLS)
+def test_a_teacher_reads_the_answer_form_that_the_prompt_teaches(name):
+    "With the blank of the prompt's own example; a protocol that boxes its answers boxes the gold."
+    protocol, tokenizer = PROTOCOLS[name], byte_tokenizer()
+    chat, group = Chat(protocol, tokenizer), example_group()
+    gold = gold_templates(chat, [group])[0][0]
+    before = tokenizer.decode(gold.ids[:gold.start]).removeprefix(answer_header(chat))
+    taught = f'{protocol.system or ""} {protocol.user}'
+    if protocol.answer_tag is None: assert before == '\\boxed{'
+    elif name == 'igpo': assert before == '<answer>' and '<answer>the answer alone</answer>' in taught
+    else: assert before == '<answer> ' and (name == 'tiny' or re.search(r'<answer> \w+ </answer>', taught))
+    assert parse(protocol, tokenizer.decode(gold.ids).removeprefix(answer_header(chat)) +
+                 answer_form(protocol)[1]).answer == 'Budapest'
+    mine = gold_templates(chat, [group], ['Answer: ', '.'])[0][0]
+    assert tokenizer.decode(mine.ids) == f'{answer_header(chat)}Answer: Budapest.'
 
 
 def test_edited_contexts_are_scored_in_the_row_that_the_state_is_in(exact):
@@ -571,8 +590,10 @@ def test_the_answer_state_is_scored_only_when_asked():
 
 def test_templates_are_refused_by_name():
     chat, group = Chat(PROTOCOLS['tspo'], byte_tokenizer()), example_group()
-    with pytest.raises(ValueError, match="'igpo', 'tips'"):
-        gold_templates(chat, [group], 'carl')
+    for unknown in ('carl', ['<{tag}>'], ('a', 1), None):
+        with pytest.raises(ValueError, match="'bare', 'igpo', 'tips'"): gold_templates(chat, [group], unknown)
+    with pytest.raises(ValueError, match="'carl' has none"):
+        gold_templates(Chat(PROTOCOLS['carl'], byte_tokenizer()), [group], 'igpo')
     with pytest.raises(ValueError, match="'casablanca' has no accepted answer"):
         gold_templates(chat, [dataclasses.replace(group, question=dataclasses.replace(group.question, answers=[]))])
     with pytest.raises(ValueError, match="question 'casablanca': the gold ' ' has no tokens"):

@@ -10,8 +10,11 @@ from credit_rl.advantages import gae, mt_grpo_star, to_tokens
 from credit_rl.groups import at_last_turn, discounted_sum, index_groups
 from credit_rl.judge import Judge
 from credit_rl.layout import pack
+from credit_rl.methods import get_method
 from credit_rl.outcome import outcome_rewards
+from credit_rl.parts import assign, bind, part_metrics
 from credit_rl.potentials import bridge, shaping_rewards
+from credit_rl.runlog import METRICS
 from credit_rl.trajectory import Group, Question, Result, Stop, Trajectory, Turn, example_group
 from credit_rl.turn_rewards import (judge_prompt, judge_rewards, parse_ratings, place_rewards, rating_scores,
                                     rule_rewards, rule_turn_rewards, tool_segments)
@@ -401,6 +404,26 @@ def test_a_success_that_is_no_completion_is_a_failure(answer):
         judge = stub.judge()
         assert judge.ask(['x'], upper) == [None]
         assert judge.counts == count(1, failures=1) and 'no chat completion' in judge.last_error
+
+
+def test_an_unparsable_reply_leaves_the_statistics_and_is_counted():
+    """MT-GRPO* paid by a judge that cannot be read about one rollout: the others are compared as if it had never been
+    played, it is given weight 0, and the run's log says how many replies were lost. A reply is never worth 0."""
+    def script(prompt, attempt):
+        if 'Morocco' in prompt: return 'I would rather not.'
+        vienna = 'Vienna is' in prompt
+        return f'ratings_by_pair={[[2, 1, 0], [1, 1, 1 + vienna], [2, 2, 2 - vienna]]}'
+    g, look = example_group(), lambda layout, asks: None
+    with Stub(script) as stub:
+        method = bind(get_method('outcome+judge/calls'), {'judge': stub.judge()})
+        batch, without = (assign(method, [Group(g.question, g.trajectories[:n])], look) for n in (3, 2))
+        logged = part_metrics(method, batch)
+    assert batch.rewards['turns'][2].isnan().any() and batch.credit.trajectory_weight.tolist() == [1, 1, 0]
+    width = without.layout.ids.shape[1]
+    assert without.credit.advantages.any() and not batch.credit.advantages[2].any()
+    assert_close(batch.credit.advantages[:2, :width], without.credit.advantages, atol=1e-6, rtol=0)
+    assert logged == {'judge_calls': 5, 'judge_retries': 0, 'judge_failures': 0, 'judge_unparsable': 1}
+    assert all(name in METRICS for name in logged)
 
 
 def test_a_completion_without_text_is_an_empty_reply():

@@ -159,16 +159,18 @@ def test_draws_of_seeds_differ_and_do_not_touch_the_global_generator():
 
 @given(tables(), st.integers(0, 100), st.booleans(), st.randoms(use_true_random=False))
 def test_weights_are_literal_copies(x, seed, spread_groups, random):
-    "One row of weight N, averaged over the kept rows, is N copies of it, averaged over the batch."
+    """One row with N times its advantage, averaged over the places of the batch, is N copies of it: in the clipped
+    term, whatever the ratio."""
     b, g = x.shape
     flat, labels = x.flatten(), torch.arange(b).repeat_interleave(g) * 3 - 5
     order = torch.tensor(random.sample(range(b * g), b * g)) if spread_groups else torch.arange(b * g)
     flat, labels = flat[order], labels[order]
     generator = seeded(seed)
-    terms = torch.randn(b * g, 6, generator=generator, dtype=torch.float64) * group_normalize(flat, labels)[:, None]
+    advantages, ratio = group_normalize(flat, labels), torch.randn(b * g, 6, generator=generator).double().exp()
+    term = lambda a, rho: torch.minimum(rho * a[:, None], rho.clamp(.8, 1.2) * a[:, None])
     turns = torch.where(torch.arange(6) < torch.randint(1, 7, (b * g, 1), generator=generator), 0, -1)
     mean = lambda rows, **kw: loss_weights(turns[rows], torch.arange(len(rows)), 'sequence-mean-token-mean', **kw)
-    loss = lambda rows, **kw: (terms[rows] * mean(rows, **kw)).sum()
+    loss = lambda rows, omega, **kw: (term(omega * advantages[rows], ratio[rows]) * mean(rows, **kw)).sum()
 
     kept, w = kept_and_weights(flat, labels, generator=seeded(seed), clip=False)
     position = labels.unique(return_inverse=True)[1]
@@ -177,7 +179,7 @@ def test_weights_are_literal_copies(x, seed, spread_groups, random):
     counts = vspo_weights(table, generator=seeded(seed), clip=False)[1]
     copies = torch.cat([(position == i).nonzero()[:, 0].repeat(int(n)) for i, n in enumerate(counts)])
     assert len(copies) == b * g and kept == (counts > 0).nonzero()[:, 0].tolist() and len(w) == len(rows)
-    assert_close(loss(rows, trajectory_weight=w), loss(copies), atol=1e-6, rtol=1e-5)
+    assert_close(loss(rows, w.double(), denominator=b * g), loss(copies, 1.), atol=1e-6, rtol=1e-5)
 
 
 @given(tables(), st.integers(0, 100))
@@ -195,7 +197,9 @@ def test_smoothed_weights_are_divided_by_all_places():
     kept, w = kept_and_weights(x, labels, generator=seeded(2))
     _, counts = vspo_weights(x.view(5, 2), generator=seeded(2))
     assert kept == [0, 4] and counts[[0, 4]].sum() == 5
-    total = loss_weights(torch.zeros(4, 1, dtype=torch.long), torch.arange(4), 'sequence-mean-token-mean', w).sum()
+    weights = loss_weights(torch.zeros(4, 1, dtype=torch.long), torch.arange(4), 'sequence-mean-token-mean',
+                           denominator=10)
+    total = (w[:, None] * weights).sum()
     assert_close(total, value_smoothing(counts[[0, 4]], 2).sum() / 5)  # not / 2, not / Σω
     assert total < 1
 
@@ -207,7 +211,7 @@ def test_ragged_groups_and_missing_members():
     assert kept == [1, 2] and w.shape == (5,)
     seven, four = w[:3], w[3:]
     assert seven[1] == 0 and seven[0] == seven[2] and four[0] == four[1]
-    assert_close(seven[0] + four[0], torch.tensor(4 * 5 / 8))                        # four places, five of eight kept
+    assert_close(seven[0] + four[0], torch.tensor(4.))                                                 # four places
     silent = kept_and_weights(torch.tensor([1.0, 1, NAN, 0, 0]), torch.tensor([0, 0, 0, 1, 1]))
     assert silent[0] == [0, 1] and silent[1].tolist() == [1, 1, 0, 1, 1]
 
