@@ -256,7 +256,7 @@ def _anchored(rewards, layout, seen, o):
     return gigpo(rewards_on_last(rewards, layout), rewards['anchors'], layout.turn_mask, layout.groups, o['gamma'],
                  o['step_weight'], o['mode'], o['ddof'], o['eps'])
 
-_CALLS = {'average': 'token-sum', 'wants_turns': True, 'skips_last': True,
+_CALLS = {'average': 'group-mean-token-sum', 'wants_turns': True, 'skips_last': True,
           'reads': lambda groups, o: {'tool': tool_segments(groups)}}
 _TURN_RULES = (
     Rule('call', r'A_{i,0} = \beta\,\tilde r_i + (1-\beta)\tilde R_i,\ A_{i,1} = \tilde R_i',
@@ -268,7 +268,8 @@ _TURN_RULES = (
          options={'lambda_mid': Option(1.0, 'weight of the turn'), 'lambda_final': Option(1.0, 'weight of the outcome'),
                   'norm': Option('turn', 'what is normalised together', choices=('turn', 'pooled')),
                   'literal': Option(False, "divide by the turn's tokens as written"), **_SPREAD},
-         differs='λ have no published values; the reward itself, not its average over tokens', **_CALLS),
+         differs="λ have no published values; the reward itself, not its average over tokens; eq. 5's mean over "
+         'rollouts of token sums, where table 9 names token-mean', **_CALLS),
     Rule('anchors', r'A_{i,k} = \tilde R_i + w\,\tilde y_{i,k}\ \text{among equal contexts}',
          'GiGPO (Feng et al. 2025)', credit=_anchored, average='sequence-mean-token-mean',
          reads=lambda groups, o: {'anchors': anchor_ids(groups)},

@@ -18,12 +18,13 @@ from .launch import check_hostfile
 from .layout import AVERAGES
 from .learner import CRITICS, Optimiser, check_offload
 from .methods import get_method
-from .models import check_model
+from .models import check_model, check_reads
 from .options import check_settings, options_in, setting
 from .parameters import from_settings, notebook_settings
-from .parts import Loss
+from .parts import Facts, Loss, bind
 from .protocol import PROTOCOLS
 from .runlog import check_trackers
+from .tiny import tiny_tokenizer
 from .vllm_engine import check_adapter, check_vllm_settings, rank_devices, sampler_weights
 from .warmup import read_warmed
 from .world import SPLITS, world_of
@@ -393,7 +394,8 @@ def _check_positions(model, tokens):
 def _check_method(s, method):
     "Refuse more turns than a method's rule knows, a lone attempt where it compares, and settings that say nothing."
     name, most, turns = s.course.method, method.rule.most_turns, s.acting.max_turns
-    method.settings(s.course.options)
+    row = PROTOCOLS.get(s.acting.protocol)
+    bind(method, s.course.options, Facts(tags=row and (row.think_tag, row.call_tag, row.answer_tag)))
     if most and turns > most:
         raise ValueError(f'{name} is for rollouts of {most} turns, so max_turns must be {most}, got {turns}')
     if s.critic.critic and not method.critic:
@@ -401,7 +403,7 @@ def _check_method(s, method):
     if s.teacher.teacher != 'self' and s.teacher.teacher_every:
         raise ValueError('a teacher of its own is never refreshed from the policy; leave out '
                          f'teacher_every={s.teacher.teacher_every}')
-    if s.teacher.teacher not in ('self', 'base'): check_model(s.teacher.teacher)
+    if s.teacher.teacher not in ('self', 'base'): check_reads(s.teacher.teacher, _own_tokenizer(s.acting))
     if method.rule.compares and s.learning.group_size < 2:
         raise ValueError(f'{name} compares the attempts at one question with each other, so group_size must be at '
                          f'least 2, got {s.learning.group_size}')
@@ -411,6 +413,11 @@ def _check_method(s, method):
         raise ValueError(f'loss takes {known}, got {got}') from None
 
 # %% ../nbs/61_settings.ipynb #n0119
+def _own_tokenizer(acting):
+    "The policy's tokenizer, or the folder or name that it is loaded from."
+    code = (acting.protocol or '').startswith('carl')
+    return tiny_tokenizer(numbers=code) if acting.model == 'tiny' else acting.model
+
 def _check_words(acting, data):
     "Refuse a model without words for the questions and the protocol."
     if acting.model != 'tiny': check_model(acting.model)

@@ -134,7 +134,7 @@ def run_facts(
     protocol = chat and chat.protocol
     return Facts(metric=None if task.data == 'tiny' else _data_metric(data_sets(task)),
                  tags=protocol and (protocol.think_tag, protocol.call_tag, protocol.answer_tag),
-                 questions_per_step=questions_per_step)
+                 opening=chat and chat.opening, questions_per_step=questions_per_step)
 
 def bound_method(
     course,              # Course: the method and its options
