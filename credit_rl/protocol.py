@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['CALL_STYLES', 'ANSWER_STOPS', 'CHATML', 'PLAIN', 'TEMPLATES', 'TOOL_PROMPT', 'SEARCH', 'WIKI_SEARCH', 'CARL_PROMPTS',
-           'TINY_PROMPTS', 'PROTOCOLS', 'Protocol', 'Action', 'boxed', 'last_answer', 'parse', 'read_context',
+           'TINY_PROMPTS', 'PROTOCOLS', 'WORDS', 'Protocol', 'Action', 'boxed', 'last_answer', 'parse', 'read_context',
            'reaches', 'byte_tokenizer', 'Encoder', 'Markup', 'Pieces', 'cut_pieces', 'rewriting', 'Chat',
            'check_tokenizer', 'worded', 'prompt_hash']
 
@@ -612,6 +612,8 @@ def _read_prompt(name, path):
     return text
 
 # %% ../nbs/14_protocol.ipynb #w003
+WORDS = ('system_prompt', 'user_prompt', 'tool_prompt', 'answer_stop')   # settings of a run: arguments of `worded`
+
 def worded(
     protocol,             # Protocol
     system_prompt=None,   # file of the system message; None: the protocol's own, and so with the others
