@@ -25,6 +25,7 @@ from credit_rl.tiny import tiny_environment
 from credit_rl.tools import PythonTool, SearchTool
 from credit_rl.train import train
 from credit_rl.trajectory import Question, Result, Stop
+from credit_rl.warmup import prompted
 from credit_rl.world import make_world
 
 TOKENIZER = byte_tokenizer()
@@ -339,3 +340,11 @@ def test_a_run_keeps_its_protocol_and_the_hash_of_its_prompt(root, file, tmp_pat
         assert (summary['protocol'], summary['prompt_hash']) == ('tiny', prompt_hash(protocol))
     with pytest.raises(ValueError, match="no words for the prompt of protocol 'tiny'"):
         set_stage(make_config({**given, 'system_prompt': file('Be brief.')}), lambda line: None)
+
+
+def test_other_prompts_of_carl_keep_the_words_that_are_given(file):
+    "In a warm-up, which asks in several ways: the user's message in all, the system message in the one that it is of."
+    given = worded(PROTOCOLS['carl'], file('Choose.', 's'), file('Now: {question}', 'u'))
+    env = Environment(Chat(given, TOKENIZER), PythonTool(TOOL))
+    same, forced = prompted(env, 'optional'), prompted(env, 'forced')
+    assert same.chat.protocol == given and forced.chat.protocol == replace(PROTOCOLS['carl-forced'], user=given.user)
