@@ -274,11 +274,12 @@ def test_a_message_goes_on_after_its_answer_and_a_response_ends_at_its_cap_as_wi
     "Greedy games where the last answer counts, and under a cap that only some reach."
     model, tokenizer, _ = base
     patient = replace(env, chat=Chat(replace(PROTOCOLS['tiny'], answer_stop='last'), tokenizer))
-    for rules in ({}, {'response_tokens': 40}, {'malformed': 'end'}):
+    for rules in ({}, {'response_tokens': 60}, {'malformed': 'end'}):
         a, b, first = ([played(t) for t in flat(rollout(e, replace(v, **rules), world.questions, 1, GREEDY))]
                        for e, v in ((engine, patient), (HFEngine(model, tokenizer, max_length=192), patient),
                                     (engine, env)))
         assert a == b and a != first, rules
+        assert ({Stop.LENGTH, Stop.ANSWER} <= {stop for _, stop, _ in a}) == ('response_tokens' in rules)
 
 
 def test_a_full_context_ends_a_turn(base, engine):
