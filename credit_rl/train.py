@@ -29,8 +29,8 @@ from .metrics import benchmark_metric, exact_match
 from .models import load_tokenizer
 from .outcome import outcome_rewards
 from .parameters import by_group, make_parser, read_settings
-from .protocol import prompt_hash
 from .parts import Facts, assign, at, begin, bind, first_tokens, move, part_metrics
+from .protocol import prompt_hash
 from .rollout import rollout
 from .runlog import (RunLog, atomic_write, latest_checkpoint, code_hashes, named_checkpoint,
                               save_checkpoint)
