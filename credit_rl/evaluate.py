@@ -4,9 +4,10 @@
 
 # %% auto #0
 __all__ = ['DIRECT', 'ENGINES', 'measure', 'summarize', 'score', 'evaluate', 'bootstrap_interval', 'Settings', 'set_names',
-           'check_settings', 'NoSearch', 'open_search', 'is_searched', 'Conversation', 'make_environment', 'Player',
-           'Plan', 'plan_evaluation', 'manifest_differences', 'question_row', 'set_scores', 'read_manifest',
-           'read_scores', 'run_evaluation', 'Replayed', 'replay', 'evaluation_table', 'evaluation_figure', 'main']
+           'check_settings', 'asked_protocol', 'NoSearch', 'open_search', 'is_searched', 'Conversation',
+           'make_environment', 'Player', 'Plan', 'plan_evaluation', 'manifest_differences', 'question_row',
+           'set_scores', 'read_manifest', 'read_scores', 'run_evaluation', 'Replayed', 'replay', 'evaluation_table',
+           'evaluation_figure', 'main']
 
 # %% ../nbs/26_evaluate.ipynb #c002
 import dataclasses, importlib.metadata, json, os, platform, sys, time
@@ -24,9 +25,9 @@ from .models import (json_hash, load_model, load_tokenizer, local_folder, model_
                               tokenizer_hash)
 from .options import setting
 from .parameters import by_group, from_settings, make_parser, read_settings
-from .protocol import PROTOCOLS, Protocol, check_tokenizer
+from .protocol import PROTOCOLS, WORDS, Protocol, check_tokenizer, prompt_hash, worded
 from .retrieval import BM25, SearchClient
-from .rollout import Environment, rollout
+from .rollout import MALFORMED, RULES, Environment, check_lengths, check_prompts, rollout
 from .runlog import RunLog, atomic_folder, atomic_write, module_hashes, read_turns
 from .tools import PythonTool, SearchTool
 from .trajectory import Result, Stop, to_json
@@ -39,7 +40,7 @@ def measure(trajectory):
     t, golds = trajectory, list(trajectory.question.answers)
     scores = (0., 0.) if t.answer is None else (exact_match(t.answer, golds), f1(t.answer, golds))
     return {
-        'em': scores[0], 'f1': scores[1], 'answer_rate': float(t.stop is Stop.ANSWER), 'turns': len(t.turns),
+        'em': scores[0], 'f1': scores[1], 'answer_rate': float(t.answer is not None), 'turns': len(t.turns),
         'calls': sum(turn.call is not None for turn in t.turns),
         'tokens': sum(len(turn.action_ids) for turn in t.turns),
         'malformed': sum(turn.result is Result.MALFORMED for turn in t.turns) / len(t.turns)}
@@ -114,6 +115,14 @@ class Settings:
     turn_tokens: int = setting(512, 'most tokens the model writes in a turn')
     context_tokens: int = setting(256, 'and in a segment that writes a context')
     max_tokens: int = setting(8192, 'most tokens of a trajectory, prompt included')
+    prompt_tokens: int = setting(None, 'most tokens of a prompt; a longer one is refused; None: no cap of its own')
+    response_tokens: int = setting(None, 'most tokens after the prompt, observations included; None: the same')
+    answer_stop: str = setting('first', "the answer that ends a message: 'first', or 'last': the model ends it itself")
+    malformed: str = setting('error', "after a turn that neither calls nor answers: 'error': the model is told and "
+                                      "goes on; 'end': the rollout ends")
+    system_prompt: str = setting(None, "text file of the system message; None: the protocol's own words")
+    user_prompt: str = setting(None, 'text file of the user message, with {question}; None: the same')
+    tool_prompt: str = setting(None, 'text file that tells of the tools, with {tools} and {tag}; None: the same')
     passages: int = setting(3, 'per query')
     passage_tokens: int = setting(None, 'most tokens of each; None: whole passages')
     greedy: bool = setting(True, 'the most probable token; False: sampled')
@@ -151,8 +160,8 @@ def check_settings(settings):
     """Refuse settings that cannot work. Raises ValueError or FileNotFoundError with what was got, what is wanted, and
     how to mend it."""
     s = settings
-    for name in ('questions', 'max_turns', 'turn_tokens', 'context_tokens', 'max_tokens', 'passages', 'passage_tokens',
-                 'batch', 'threads', 'ranks'):
+    for name in ('questions', 'max_turns', 'turn_tokens', 'context_tokens', 'max_tokens', 'prompt_tokens',
+                 'response_tokens', 'passages', 'passage_tokens', 'batch', 'threads', 'ranks'):
         value = getattr(s, name)
         if value is not None and value < 1: raise ValueError(f'{name} must be at least 1, got {value}')
     if s.engine not in ENGINES: raise ValueError(f'engine must be one of {", ".join(ENGINES)}, got {s.engine!r}')
@@ -160,6 +169,10 @@ def check_settings(settings):
         raise ValueError(f'protocol must be one of direct, {", ".join(PROTOCOLS)}, got {s.protocol!r}')
     if not isinstance(getattr(torch, s.dtype, None), torch.dtype):
         raise ValueError(f"dtype must be one of PyTorch's, such as 'float32' or 'bfloat16', got {s.dtype!r}")
+    if s.malformed not in MALFORMED:
+        raise ValueError(f'malformed must be one of {", ".join(MALFORMED)}, got {s.malformed!r}')
+    check_lengths(s.prompt_tokens, s.response_tokens, s.max_tokens)
+    worded(asked_protocol(s.protocol), **_some(s, WORDS))
     _sampling(s)
     if s.vllm and s.engine != 'vllm':
         raise ValueError(f"vllm holds settings of engine='vllm', but engine is {s.engine!r}")
@@ -171,11 +184,17 @@ def check_settings(settings):
 
 def _sampling(s): return Sampling(s.temperature, s.top_p, s.top_k, s.greedy, s.turn_tokens)
 
+def _some(s, names): return {name: getattr(s, name) for name in names}
+
 # %% ../nbs/26_evaluate.ipynb #c041
 DIRECT = Protocol('direct', user='Answer the question below. First reason about it between <think> and </think>, then '
                                  'give the answer between <answer> and </answer>, the answer alone, without '
                                  'explanations, a number in digits: for example, <answer> 42 </answer>.\n\n{question}',
                   source='sets without a search')
+
+def asked_protocol(name, data=None):  # a row of PROTOCOLS, 'direct', or None: 'tiny' for the tiny world, else 'tspo'
+    "The `Protocol` that a run's settings name."
+    return DIRECT if name == 'direct' else PROTOCOLS[name or ('tiny' if data == 'tiny' else 'tspo')]
 
 class NoSearch:
     "The tool where there is none: every call gets an error."
@@ -257,7 +276,8 @@ class Conversation:
     template: str = None        # text, as for `Chat`
     options: dict = None
     history: str = None
-    context_tokens: int = 256   # as for `Environment`
+    words: dict = None          # arguments of `worded`; sets that are asked directly have words of their own
+    rules: dict = None          # further fields of `Environment`, see RULES
 
 def make_environment(
     tokenizer,
@@ -266,14 +286,15 @@ def make_environment(
     vocabulary=None,  # int: how many ids the model embeds; None: not compared
 ):
     "Make the `Environment` of a set's questions. Raises ValueError where tokenizer and protocol do not go together."
-    asked = DIRECT if how.protocol == 'direct' else PROTOCOLS[how.protocol or 'tspo']
-    chat = check_tokenizer(tokenizer, DIRECT if search is None and not asked.context_tag else asked, how.template,
-                           how.options, how.history, vocabulary)
+    asked = worded(asked_protocol(how.protocol), **(how.words or {}))
+    if search is None and not asked.context_tag and how.protocol != 'direct':
+        asked = dataclasses.replace(DIRECT, answer_stop=asked.answer_stop)
+    chat = check_tokenizer(tokenizer, asked, how.template, how.options, how.history, vocabulary)
     size = lambda text: len(chat.encode(text))
     tool = None if search is None else SearchTool(search, how.passages, how.passage_tokens, size)
     if asked.context_tag: tool = PythonTool(search=tool) if asked.runs_code else None
     elif tool is None: tool = NoSearch()
-    return Environment(chat, tool, how.max_turns, how.max_tokens, how.context_tokens)
+    return Environment(chat, tool, how.max_turns, how.max_tokens, **(how.rules or {}))
 
 # %% ../nbs/26_evaluate.ipynb #c053
 def _versions(engine='hf'):
@@ -337,11 +358,12 @@ class Player:
 def _environment(s, search, player):
     "Make the environment by the settings."
     how = Conversation(s.protocol, s.max_turns, player.limit, s.passages, s.passage_tokens, read_template(s.template),
-                       s.template_options, s.history, s.context_tokens)
+                       s.template_options, s.history, _some(s, WORDS), _some(s, RULES))
     return make_environment(player.tokenizer, search, how, player.vocabulary)
 
 def _refuse_long(plan_name, questions, env):
-    "Refuse questions that leave no room for an answer."
+    "Refuse questions that leave no room for an answer, or whose prompt is longer than it may be."
+    check_prompts(env, questions)
     sizes = [len(ids) for ids in env.chat.prompt_ids([q.text for q in questions])]
     long = [(q.id, n) for q, n in zip(questions, sizes) if n >= env.max_tokens]
     if long:
@@ -354,6 +376,7 @@ def _asking(s, player, env):
     "The part of a manifest that says who is asked, and how."
     chat = env.chat
     contexts = {'context_tokens': s.context_tokens} if chat.protocol.context_tag else {}
+    contexts |= {n: v for n, v in _some(s, ('prompt_tokens', 'response_tokens')).items() if v is not None}
     return {
         'model': player.model,
         'tokenizer': tokenizer_hash(player.tokenizer),
@@ -361,6 +384,8 @@ def _asking(s, player, env):
         'dtype': s.dtype,
         'protocol': dataclasses.asdict(chat.protocol),
         'prompt': chat.tokenizer.decode(chat.prompt_ids('{question}')),
+        'prompt_hash': prompt_hash(chat.protocol),
+        'malformed': env.malformed,
         'history': chat.history,
         'template': {'hash': chat.template and json_hash(chat.template), 'options': chat.options},
         'decoding': {**vars(_sampling(s)), 'stop': chat.stop},

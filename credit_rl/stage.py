@@ -19,8 +19,9 @@ from .evaluate import Conversation, is_searched, make_environment, open_search
 from .learner import Frozen, Learner, make_critic, seeded
 from .methods import get_method
 from .models import load_model, read_template
-from .protocol import PROTOCOLS, Chat
+from .protocol import PROTOCOLS, check_tokenizer, worded
 from .retrieval import BM25
+from .rollout import check_prompts
 from .settings import data_sets, world_arguments
 from .sharded import DeepSpeedBackend
 from .tiny import ceiling, make_base, tiny_environment
@@ -37,6 +38,9 @@ class Stage:
     questions: dict
     environments: dict
     ceiling: dict = None  # exact match of the perfect player on the test questions, where there is one
+
+    def __post_init__(self):
+        for part, env in self.environments.items(): check_prompts(env, self.questions[part])
 
 # %% ../nbs/62_stage.ipynb #c029
 def tiny_worlds(
@@ -79,9 +83,10 @@ def _make_tiny_base(folder, protocol, seed, worlds, say):
 def _tiny_stage(acting, passages, worlds, folder, say):
     "The stage of the tiny world, whose perfect player sets the ceiling."
     model, tokenizer = load_model(folder, acting.dtype)
-    chat = Chat(PROTOCOLS[acting.protocol or 'tiny'], tokenizer)
-    rules = dict(k=passages, max_turns=acting.max_turns, max_tokens=acting.max_tokens)
-    environments = {part: dataclasses.replace(tiny_environment(w, chat, **rules), context_tokens=acting.context_tokens)
+    chat = check_tokenizer(tokenizer, worded(PROTOCOLS[acting.protocol or 'tiny'], **acting.words))
+    rules = dict(k=passages, max_turns=acting.max_turns, max_tokens=acting.max_tokens,
+                 response_tokens=acting.response_tokens)
+    environments = {part: dataclasses.replace(tiny_environment(w, chat, **rules), **acting.rules)
                     for part, w in worlds.items()}
     top = None
     if chat.protocol.call_style in ('text', 'python'):                      # calls that perfect players write
@@ -97,7 +102,8 @@ def _real_stage(acting, task, real, folder, say):
     say(f'{counts} questions of {task.data}; {search_place(search)}')
     model, tokenizer = load_model(folder, acting.dtype)
     how = Conversation(acting.protocol, acting.max_turns, acting.max_tokens, task.passages, task.passage_tokens,
-                       read_template(acting.template), acting.template_options, acting.history, acting.context_tokens)
+                       read_template(acting.template), acting.template_options, acting.history, acting.words,
+                       acting.rules)
     env = make_environment(tokenizer, search, how, model.config.vocab_size)
     return Stage(env.chat, model, parts, dict.fromkeys(parts, env))
 

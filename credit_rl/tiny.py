@@ -57,14 +57,15 @@ def tiny_tokenizer(numbers=False):
                                    unk_token='<unk>', additional_special_tokens=['<|im_start|>'], chat_template=CHATML)
 
 # %% ../nbs/25_tiny.ipynb #c010
-def tiny_environment(world, chat, k=1, max_turns=None, max_tokens=192):
+def tiny_environment(world, chat, k=1, max_turns=None, max_tokens=192, response_tokens=None):
     """Make the `Environment` of a tiny world: its pages behind BM25 (`k` of them per query), for queries or for
     programs, as the protocol calls."""
-    if chat.protocol.call_style == 'none': return Environment(chat, None, max_turns=max_turns, max_tokens=max_tokens)
+    caps = {'max_turns': max_turns, 'max_tokens': max_tokens, 'response_tokens': response_tokens}
+    if chat.protocol.call_style == 'none': return Environment(chat, None, **caps)
     pages = [Passage(str(i), name, text) for i, (name, text) in enumerate(world.pages.items())]
     tool = SearchTool(BM25(pages), k=k, max_tokens=None, render=render_plain, empty='No results .')
     if chat.protocol.runs_code: tool = PythonTool(search=tool, output_chars=400, searches=5, empty='No results .')
-    return Environment(chat, tool, max_turns=max_turns, max_tokens=max_tokens)
+    return Environment(chat, tool, **caps)
 
 # %% ../nbs/25_tiny.ipynb #c013
 @dataclass(frozen=True)
@@ -142,7 +143,7 @@ def ceiling(
     world,
     chat,
     questions=None,  # of the world; None: all of them
-    k=1, max_turns=None, max_tokens=192,  # as for tiny_environment
+    k=1, max_turns=None, max_tokens=192, response_tokens=None,  # as for tiny_environment
 ):
     """Measure the exact match of the perfect player on a world's questions: {hops: share, 'all': share}, what search
     and turns allow. Raises ValueError on calls that no player knows."""
@@ -152,7 +153,8 @@ def ceiling(
                          f"{chat.protocol.name!r} does")
     coder = lambda text, rng: act_coder(text, rng, PERFECT_CODER, memory_of(world))
     engine = ScriptedEngine(act if style == 'text' else coder, chat.tokenizer)
-    groups = rollout(engine, tiny_environment(world, chat, k, max_turns, max_tokens), questions or world.questions)
+    env = tiny_environment(world, chat, k, max_turns, max_tokens, response_tokens)
+    groups = rollout(engine, env, questions or world.questions)
     right = [(g.question.meta['hops'], g.trajectories[0].answer in g.question.answers) for g in groups]
     share = lambda some: sum(some) / len(some)
     of_hops = {h: share([r for hops, r in right if hops == h]) for h in sorted({hops for hops, _ in right})}

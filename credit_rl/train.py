@@ -30,6 +30,7 @@ from .models import load_tokenizer
 from .outcome import outcome_rewards
 from .parameters import by_group, make_parser, read_settings
 from .parts import Facts, assign, at, begin, bind, first_tokens, move, part_metrics
+from .protocol import prompt_hash
 from .rollout import rollout
 from .runlog import (RunLog, atomic_write, latest_checkpoint, code_hashes, named_checkpoint,
                               save_checkpoint)
@@ -409,6 +410,7 @@ def _finish(run):
     hops = dict(Counter(str(g.question.meta['hops']) for g in groups if 'hops' in g.question.meta))
     run.log.summary({
         'method': c.method, 'options': c.options, 'seed': c.seed, 'steps': c.steps, 'best_step': step,
+        'protocol': run.stage.chat.protocol.name, 'prompt_hash': prompt_hash(run.stage.chat.protocol),
         'questions': len(groups), 'questions_by_hops': hops, 'base_em': base['em'], 'final_em': final['em'],
         'last_em': last['em'], 'ceiling_em': top and top['all'], 'base': base, 'final': final, 'ceiling': top,
         'collapsed': run.memory.get('collapsed', False), 'code': code_hashes('train'), 'seconds': run.log.elapsed})

@@ -346,7 +346,8 @@ def prompted(
     if root is None or wanted not in PROTOCOLS:
         raise ValueError(f'protocol {name!r} has no prompt {mode!r}; those of CARL are '
                          f'{", ".join(n for n in PROTOCOLS if n.startswith("carl"))}')
-    chat = Chat(PROTOCOLS[wanted], chat.tokenizer, chat.template, chat.options, chat.history)
+    asked = chat.protocol if wanted == name else replace(PROTOCOLS[wanted], user=chat.protocol.user)
+    chat = Chat(asked, chat.tokenizer, chat.template, chat.options, chat.history)
     return replace(env, chat=chat, tool=None if mode == 'direct' else env.tool)
 
 # %% ../nbs/54_warmup.ipynb #c055

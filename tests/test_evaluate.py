@@ -331,8 +331,8 @@ def test_replay_names_a_changed_prompt(copy, monkeypatch):
     plain = evaluation.PROTOCOLS['tspo']
     monkeypatch.setitem(evaluation.PROTOCOLS, 'tspo', replace(plain, user='Be brief. ' + plain.user))
     result = copy()
-    assert parts(result) == {'prompt', 'protocol.user'} and len(result.rows) == 6 and all('another prompt' in line
-                                                                                          for line in result.rows)
+    assert parts(result) == {'prompt', 'prompt_hash', 'protocol.user'}
+    assert len(result.rows) == 6 and all('another prompt' in line for line in result.rows)
 
 
 def test_replay_names_a_changed_template(copy):
@@ -362,6 +362,9 @@ def test_replay_names_changed_weights(copy):
         ({'seed': 1}, {'seed'}),
         ({'batch': 3}, {'machine.batch'}),
         ({'max_turns': 1}, {'limits.max_turns'}),
+        ({'malformed': 'end'}, {'malformed'}),
+        ({'answer_stop': 'last'}, {'decoding.stop', 'protocol.answer_stop'}),
+        ({'prompt_tokens': 9000, 'response_tokens': 900}, {'limits.prompt_tokens', 'limits.response_tokens'}),
     ],
 )
 def test_replay_names_changed_settings(copy, changes, named):

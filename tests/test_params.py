@@ -58,6 +58,9 @@ MORE = {
         clip=1.0,
         max_turns=5,
         max_tokens=8192,
+        prompt_tokens=4096,
+        response_tokens=4096,
+        answer_stop='last',
         passages=3,
         passage_tokens=500,
     ),
@@ -82,6 +85,8 @@ MORE = {
         eval_every=25,
         max_turns=15,
         context_tokens=256,
+        prompt_tokens=2048,
+        response_tokens=2048,
         data='hotpotqa+2wikimultihopqa+gsm8k',
     ),
     'search_r1_ppo_qwen2.5_7b': dict(

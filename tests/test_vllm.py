@@ -12,6 +12,7 @@ import math
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -266,6 +267,19 @@ def test_turns_end_where_the_other_engines_do(base, engine, env, world):
             a, b = (e.generate(prompts, Sampling(greedy=True, max_tokens=most, stop=stop)) for e in (engine, hf))
             assert a.ids == b.ids and a.stop == b.stop, stop
     assert engine.generate(prompts, Sampling(greedy=True, max_tokens=24, stop=(first[3:9],))).stop[0] == 'stop'
+
+
+def test_a_message_goes_on_after_its_answer_and_a_response_ends_at_its_cap_as_with_the_other_engine(
+        base, engine, env, world):
+    "Greedy games where the last answer counts, and under a cap that only some reach."
+    model, tokenizer, _ = base
+    patient = replace(env, chat=Chat(replace(PROTOCOLS['tiny'], answer_stop='last'), tokenizer))
+    for rules in ({}, {'response_tokens': 60}, {'malformed': 'end'}):
+        a, b, first = ([played(t) for t in flat(rollout(e, replace(v, **rules), world.questions, 1, GREEDY))]
+                       for e, v in ((engine, patient), (HFEngine(model, tokenizer, max_length=192), patient),
+                                    (engine, env)))
+        assert a == b and a != first, rules
+        assert ({Stop.LENGTH, Stop.ANSWER} <= {stop for _, stop, _ in a}) == ('response_tokens' in rules)
 
 
 def test_a_full_context_ends_a_turn(base, engine):
