@@ -7,18 +7,10 @@ __all__ = ['MALFORMED', 'RULES', 'Environment', 'check_lengths', 'check_prompts'
 
 # %% ../nbs/22_rollout.ipynb #c002
 from dataclasses import dataclass, replace
-from credit_rl.trajectory import Group, Result, Stop, Trajectory, Turn
-from credit_rl.engine import Sampling, seed_of
-<<<<<<< /tmp/tmpgjfhmqev
-from credit_rl.protocol import reaches, read_context
-from credit_rl.tools import PythonTool, SearchTool, cut
-||||||| /tmp/tmp00jlcc9c
-from credit_rl.protocol import reaches, read_context
-from credit_rl.tools import PythonTool, SearchTool
-=======
-from credit_rl.protocol import last_answer, reaches, read_context
-from credit_rl.tools import PythonTool, SearchTool
->>>>>>> /tmp/tmp34cxv_er
+from .trajectory import Group, Result, Stop, Trajectory, Turn
+from .engine import Sampling, seed_of
+from .protocol import last_answer, reaches, read_context
+from .tools import PythonTool, SearchTool, cut
 
 # %% ../nbs/22_rollout.ipynb #c004
 MALFORMED = ('error', 'end')   # the model is told what was wrong and goes on; the rollout ends
@@ -113,16 +105,8 @@ def _answer_or_observe(env, draft, finished, text, action, reply):
         draft.add(finished, text, action.call, result=Result.SKIPPED if action.call else Result.MALFORMED)
         return _over(env, draft, Stop.TURN_CAP if len(draft.turns) == env.max_turns else Stop.LENGTH)
     observation, result, ids = reply
-<<<<<<< /tmp/tmpkgj4cr8x
     draft.add(finished, text, action.call, ids[:room], _shown(env.chat, observation, ids, room), result)
-    return draft.trajectory(Stop.LENGTH) if len(ids) + 1 > room else None
-||||||| /tmp/tmpqxmpa9wj
-    draft.add(finished, text, action.call, ids[:room], observation, result)
-    return draft.trajectory(Stop.LENGTH) if len(ids) + 1 > room else None
-=======
-    draft.add(finished, text, action.call, ids[:room], observation, result)
     return _over(env, draft, Stop.LENGTH) if len(ids) + 1 > room else None
->>>>>>> /tmp/tmp0ho2qrz5
 
 # %% ../nbs/22_rollout.ipynb #c008
 def _edit_context(env, draft, stream):
