@@ -1,9 +1,8 @@
 """Run notebooks run by papermill as a user would, and what they show; not a test file."""
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
+from unittest import mock
 
 import yaml
 
@@ -11,16 +10,18 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def papermill(out, *arguments, settings, cwd, notebook='90_train'):
-    "Run a run notebook as the command does. Returns (exit code, what was printed, the notebook as it was saved)."
+    """Run a run notebook in a kernel of its own as the command does, of which only the reading of `-p name value` is
+    done here. Returns (exit code, the error or nothing, the notebook as it was saved)."""
+    from papermill import PapermillExecutionError, execute_notebook
+    flags, names, values = arguments[::3], arguments[1::3], arguments[2::3]
+    assert set(flags) <= {'-p'} and len(names) == len(values), f'wanted -p name value ..., got {arguments}'
+    given = {**settings, **{name: yaml.safe_load(value) for name, value in zip(names, values)}}
     out.parent.mkdir(parents=True, exist_ok=True)
-    given = out.parent / 'settings.yaml'
-    given.write_text(yaml.safe_dump(settings))
-    template = str(ROOT / 'nbs' / f'{notebook}.ipynb')
-    command = [template, str(out), '-f', str(given), *arguments, '--log-output', '--no-progress-bar']
-    done = subprocess.run([sys.executable, '-m', 'papermill', *command], cwd=cwd, text=True, timeout=540,
-                          env={**os.environ, 'CUDA_VISIBLE_DEVICES': ''}, stdin=subprocess.DEVNULL,
-                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    return done.returncode, done.stdout, json.loads(out.read_text())
+    with mock.patch.dict(os.environ, CUDA_VISIBLE_DEVICES=''):
+        try:
+            execute_notebook(str(ROOT / 'nbs' / f'{notebook}.ipynb'), str(out), given, cwd=str(cwd), progress_bar=False)
+        except PapermillExecutionError as e: return 1, str(e), json.loads(out.read_text())
+    return 0, '', json.loads(out.read_text())
 
 
 def outputs(notebook):

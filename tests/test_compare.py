@@ -361,7 +361,8 @@ def test_a_replay_finds_the_numbers_again_and_notices_others(tmp_path, root, cap
     "A run of three steps, replayed for two: the same numbers; with one of them changed in the log: not."
     small = {
         'model': str(root / 'data' / 'tiny_base'), 'steps': 3, 'eval_every': 2, 'questions_per_step': 3, 'group_size':
-        3, 'dev_questions': 6, 'test_questions': 9, 'questions': 40, 'world': {'size': 60}, 'threads': 1, 'track': ''
+        3, 'dev_questions': 6, 'test_questions': 9, 'questions': 40, 'world': {'size': 60}, 'threads': 1, 'track': '',
+        'max_turns': 3, 'turn_tokens': 12
     }
     for method in ('grpo', 'tips'):
         train(make_config({**small, 'method': method, 'run': str(tmp_path / f'{method}-0')}), say=lambda line: None)
