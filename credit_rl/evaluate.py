@@ -30,7 +30,7 @@ from .retrieval import BM25, SearchClient
 from .rollout import MALFORMED, RULES, Environment, check_lengths, check_prompts, rollout
 from .runlog import RunLog, atomic_folder, atomic_write, module_hashes, read_turns
 from .tools import PythonTool, SearchTool
-from .trajectory import Result, Stop, to_json
+from .trajectory import Result, to_json
 from .vllm_engine import EngineLost, VLLMEngine, VLLMSettings, check_vllm_settings, rank_devices
 
 # %% ../nbs/26_evaluate.ipynb #c004
