@@ -11,17 +11,19 @@ ROOT = Path(__file__).resolve().parents[1]
 
 def papermill(out, *arguments, settings, cwd, notebook='90_train'):
     """Run a run notebook in a kernel of its own as the command does, of which only the reading of `-p name value` is
-    done here. Returns (exit code, the error or nothing, the notebook as it was saved)."""
+    done here. Returns (exit code, what it printed and the error if any, the notebook as it was saved)."""
     from papermill import PapermillExecutionError, execute_notebook
     flags, names, values = arguments[::3], arguments[1::3], arguments[2::3]
     assert set(flags) <= {'-p'} and len(names) == len(values), f'wanted -p name value ..., got {arguments}'
     given = {**settings, **{name: yaml.safe_load(value) for name, value in zip(names, values)}}
     out.parent.mkdir(parents=True, exist_ok=True)
+    code, error = 0, ''
     with mock.patch.dict(os.environ, CUDA_VISIBLE_DEVICES=''):
         try:
             execute_notebook(str(ROOT / 'nbs' / f'{notebook}.ipynb'), str(out), given, cwd=str(cwd), progress_bar=False)
-        except PapermillExecutionError as e: return 1, str(e), json.loads(out.read_text())
-    return 0, '', json.loads(out.read_text())
+        except PapermillExecutionError as e: code, error = 1, str(e)
+    saved = json.loads(out.read_text())
+    return code, printed(saved) + error, saved
 
 
 def outputs(notebook):
