@@ -29,7 +29,8 @@ from .runlog import RunLog, latest_checkpoint, read_metrics, save_checkpoint
 from .settings import GROUPS, CriticChoice, check, data_sets, flat_form, group_of, settings_of
 from .sharded import DeepSpeedBackend
 from .stage import make_engine, origin_of, real_questions, real_search, set_stage, start_critic
-from .train import (MAY_CHANGE, Examiner, SilentLog, bound_method, check_same_params, examine, is_large, launch_ranks,
+from .train import (MAY_CHANGE, Examiner, SilentLog, bound_method, check_same_params, examine, is_large,
+                             launch_ranks,
                              no_gpu, plan_of, saving)
 from .vllm_engine import EngineLost
 from .warmup import (GATE, Collecting, Examination, GateFailed, Missing, Player, WarmUp, collect,

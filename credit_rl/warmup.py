@@ -292,8 +292,8 @@ def read_states(learner, contexts):
 
 # %% ../nbs/54_warmup.ipynb #c044
 def _teach(learner, pairs, chosen):
-    """One step on some pairs, each of weight 1: the loss, float. A critic that is read before each token is taught there
-    too, the same return before every token of a segment."""
+    """One step on some pairs, each of weight 1: the loss, float. A critic that is read before each token is taught
+    there too, the same return before every token of a segment."""
     pick = lambda items: [items[i] for i in chosen.tolist()]
     everywhere = learner.critic.at == 'tokens'
     layout = _state_layout(pick(pairs.contexts), pick(pairs.segments) if everywhere else None)
