@@ -287,9 +287,10 @@ def _by_critic(rewards, layout, seen, o):
     last = at_last_turn(known(rewards['outcome']), layout.turn_mask)
     paid = place_rewards(known(rewards['turns']), *here, o['placement']) + place_rewards(last, *here)
     advantages, returns = gae(paid, seen.values, layout.trained, o['gamma'], o['lam'], layout.row_trajectory)
-    if o['whiten']:
-        x = advantages[layout.trained]
-        advantages = torch.where(layout.trained, (advantages - x.mean()) / (x.std(correction=0) + 1e-8), 0.)
+    counted = layout.trained & ~rewards['missing'][layout.row_trajectory, None]
+    if o['whiten'] and counted.any():
+        x = advantages[counted]
+        advantages = torch.where(counted, (advantages - x.mean()) / (x.std(correction=0) + 1e-8), 0.)
     return Credit(advantages, returns)
 
 PARTS = (

@@ -174,7 +174,7 @@ class AdamWByLoss(torch.optim.Optimizer):
     "AdamW that steps for one loss at a time, see `parameter_groups`; its state is what `torch.optim.AdamW` keeps."
     loss = None  # whose step is next: a name that `rates` of the groups have
 
-    def __init__(self, groups, betas, eps=1e-8): super().__init__(groups, {'betas': betas, 'eps': eps})
+    def __init__(self, groups, betas): super().__init__(groups, {'betas': betas})
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -190,7 +190,7 @@ class AdamWByLoss(torch.optim.Optimizer):
             of = lambda name: [self.state[p][prefix + name] for p in held]
             adamw(held, [p.grad for p in held], of('exp_avg'), of('exp_avg_sq'), [],
                   [torch.tensor(float(n)) for n in of('step')], amsgrad=False, beta1=group['betas'][0],
-                  beta2=group['betas'][1], lr=group['lr'], weight_decay=group['weight_decay'], eps=group['eps'],
+                  beta2=group['betas'][1], lr=group['lr'], weight_decay=group['weight_decay'], eps=1e-8,
                   maximize=False)
             for p in held: self.state[p][f'{prefix}step'] += 1
 

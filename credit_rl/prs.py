@@ -264,7 +264,7 @@ def progressive(
     return total
 
 # %% ../nbs/34_prs.ipynb #p002
-from .judge import JUDGE_LOGS, judge_counts, make_judge
+from .judge import JUDGE_LOGS, judge_counts, judge_text, make_judge
 from .options import Option
 from .parts import Reward, Row
 
@@ -274,6 +274,7 @@ def _check_settings(o):
         raise ValueError("the long form of prs asks a judge: give options={'judge': "
                          "{'base_url': 'http://localhost:8000/v1', 'model': 'NAME'}}")
     if o['form'] == 'short' and o['judge']: raise ValueError(_NO_JUDGE)
+    judge_text(o['judge_prompt'], PRS_JUDGE_PROMPT)
     tags = tuple(o['tags'])
     if len(tags) != 3 or not all(isinstance(tag, str) and tag for tag in tags):
         raise ValueError(f'prs reads reasoning, calls and answers by their tags, and these are {tags}: take a protocol '
@@ -282,7 +283,7 @@ def _check_settings(o):
 def _staged(groups, o):
     "PRS's rewards by a method's options: (N,)."
     return prs_rewards(groups, o['form'], make_judge(o['judge']), o['executed'], o['smooth'], tuple(o['tags']),
-                       opening=o['opening'])[0]
+                       judge_text(o['judge_prompt'], PRS_JUDGE_PROMPT), o['opening'])[0]
 
 PARTS = (
     Reward('prs', r'R_i = R_{process} + R_{format} + \mathbb 1[R_{process} = 1]\, R_a', 'PRS eqs. 8-14',
@@ -292,6 +293,7 @@ PARTS = (
            options={'form': Option('short', 'short answers (eq. 13) or long ones that a judge reads (eq. 14)',
                                    choices=('short', 'long')),
                     'judge': Option(None, 'settings of the judge: base_url, model, …', object),
+                    'judge_prompt': Option(None, "text file of the judge's instructions; None: our own words", str),
                     'executed': Option(False, 'a call must also have run'),
                     'smooth': Option(False, 'smoothed BLEU'),
                     'tags': Option(PRS_TAGS, 'names of the reasoning, call and answer tags', object),

@@ -135,8 +135,8 @@ def method_batch():
 
 def learn(backend, name, folder=None, rates=ADAM, offload=(), start=None, **how):
     """Five steps of a method; with a folder, from the fourth on by a fresh learner that restored what was saved; with
-    `start`, only those from the fourth on, from what was saved there. Then what it says of all and of one trajectory. By
-    AdamW policy and critic step apart, by SGD together."""
+    `start`, only those from the fourth on, from what was saved there. Then what it says of all and of one trajectory.
+    By AdamW policy and critic step apart, by SGD together."""
     tokenizer, method = tiny_tokenizer(), METHODS[name]
     groups, chat = method_batch(), Chat(PROTOCOLS['tiny'], tokenizer)
     golds = {n: gold_templates(chat, groups, schema) for n, schema in method.asks(groups).schemas.items()}

@@ -257,8 +257,8 @@ def asked_with(n):
 
 
 def few_take_everything(nb, numbers):
-    "From the learner on, the whole configuration goes to what starts, checks, estimates or stores a run, and no further."
-    if not '52' <= nb.name[:2] <= '75': return
+    "From the learner on, only what starts, checks, estimates or stores a run takes the whole configuration."
+    if nb.number is None or not 52 <= nb.number <= 75: return
     for c in nb.exported:
         for n in ast.walk(c.tree):
             if isinstance(n, FUNCTIONS) and n.name not in WHOLE:

@@ -10,7 +10,7 @@ from credit_rl.advantages import gae, mt_grpo_star, to_tokens
 from credit_rl.groups import at_last_turn, discounted_sum, index_groups
 from credit_rl.judge import Judge
 from credit_rl.layout import pack
-from credit_rl.methods import get_method
+from credit_rl.methods import compose, get_method
 from credit_rl.outcome import outcome_rewards
 from credit_rl.parts import assign, bind, part_metrics
 from credit_rl.potentials import bridge, shaping_rewards
@@ -509,3 +509,34 @@ def test_modules_load_with_torch_alone_and_a_missing_client_names_its_extra():
     said = run_without('openai', 'transformers', 'datasets', 'pandas', 'matplotlib', 'seaborn', 'scipy', 'sklearn',
                        'requests', 'httpx', 'yaml', 'tqdm', 'nbdev', 'fastcore')
     assert 'credit_rl[judge]' in said
+
+
+# ---------------------------------------------------------------- a judge's words from a file
+
+@pytest.mark.parametrize('spelling, needs', [('outcome+judge/calls', '{question} {pairs}'), ('prs', '')])
+def test_a_judge_is_told_what_a_file_says(tmp_path, spelling, needs):
+    "The file's words reach the judge, and a file that lacks a placeholder or has another is refused at the door."
+    asked, path = [], tmp_path / 'judge.txt'
+
+    class Listener:
+        def ask(self, prompts, parse):
+            asked.extend(prompts)
+            return [None] * len(prompts)
+
+    path.write_text(f'Be strict. {needs}')
+    options = {'judge': Listener(), 'judge_prompt': str(path), **({'form': 'long'} if spelling == 'prs' else {})}
+    method = bind(compose(spelling), options)
+    method.text_rewards([answered()])
+    assert asked and all('Be strict.' in str(prompt) for prompt in asked)
+    path.write_text('Be strict. {other}')
+    with pytest.raises(ValueError, match='must have the placeholders'): bind(compose(spelling), options)
+    with pytest.raises(ValueError, match='cannot be read'):
+        bind(compose(spelling), {**options, 'judge_prompt': str(tmp_path / 'no.txt')})
+
+
+def answered():
+    "The running example, with every tag that PRS asks for, so that its long form asks the judge too."
+    tagged = lambda t: dataclasses.replace(t, action_text=f'<reasoning>so</reasoning>{t.action_text}')
+    group = example_group()
+    return Group(group.question, [dataclasses.replace(t, turns=[tagged(turn) for turn in t.turns])
+                                  for t in group.trajectories])
