@@ -192,7 +192,7 @@ from .scoring import SCHEMAS
 def belief_schema(
     protocol,  # Protocol
 ):
-    "The `Schema` in which golds are scored where no method asks for another: IGPO's, or the protocol's own answer form."
+    "The `Schema` of golds that are scored though no method asks: IGPO's, or the protocol's own form of an answer."
     return SCHEMAS['igpo' if protocol.answer_tag else 'tips']
 
 def state_logp(

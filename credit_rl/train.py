@@ -334,9 +334,10 @@ def _keep_rollouts(run, step, batch):
 def turn_records(
     batch,  # Batch of N trajectories
 ):
-    """What was found at every turn and state, by name: `turn_rewards` (N, K), the outcome apart; and, where a model was
-    asked, `values` (N, K), the critic's at the start of a turn, `belief` (N, K+1), the policy's probability of a token
-    of the best gold (IGPO eq. 3), and `potential` (N, K+1), the teacher's Φ in nats (TIPS section 3.2). NaN: missing."""
+    """What was found at every turn and state, by name, NaN where it is missing: `turn_rewards` (N, K), the outcome
+    apart; and, where a model was asked, `values` (N, K), the critic's at the start of a turn, `belief` (N, K+1), the
+    policy's mean probability of a token of the best gold (IGPO eq. 3), and `potential` (N, K+1), the teacher's Φ in
+    nats (TIPS section 3.2)."""
     found, seen = {'turn_rewards': batch.rewards['turns']}, batch.seen or Seen()
     if seen.values is not None: found['values'] = start_values(seen.values, batch.layout)
     if seen.gold_logp is not None: found['belief'] = state_logp(seen).exp()
@@ -493,7 +494,8 @@ def _finish(run):
         'method': c.method, 'options': c.options, 'seed': c.seed, 'steps': c.steps, 'best_step': step,
         'protocol': run.stage.chat.protocol.name, 'prompt_hash': prompt_hash(run.stage.chat.protocol),
         'questions': len(groups), 'questions_by_hops': hops, 'questions_by_set': sets if len(sets) > 1 else {},
-        'base_em': base['em'], 'final_em': final['em'], 'last_em': last['em'], 'ceiling_em': top and top['all'], 'base': base, 'final': final, 'ceiling': top,
+        'base_em': base['em'], 'final_em': final['em'], 'last_em': last['em'], 'ceiling_em': top and top['all'],
+        'base': base, 'final': final, 'ceiling': top,
         'collapsed': run.memory.get('collapsed', False), 'code': code_hashes('train'), 'seconds': run.log.elapsed})
     run.say(f'final: EM {final["em"]:.3f} on {len(groups)} test questions (base {base["em"]:.3f}' +
             (f', ceiling {top["all"]:.3f}' if top else '') +
