@@ -12,6 +12,8 @@ __all__ = ['METHOD_COLOURS', 'SPARE_COLOURS', 'DEPARTURES', 'OUTPUTS', 'alike_co
 import math, random, re, zlib
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from itertools import cycle
+from .benchmarks import BENCHMARKS
 from .critics import auc, brier, expected_calibration_error, reliability
 from .evaluate import evaluate, measure
 from .methods import METHODS
@@ -59,14 +61,22 @@ _PANELS = (  # title, unit, metric → its name in the legend
     ('nothing to learn from', 'share',
      {'zero_advantage': 'rollouts with advantage 0', 'groups_equal': 'groups not mixed'}),
     ('turn reward', 'mean reward of a turn', {'turn_reward': ''}),
+    ('what was shown', 'share of rollouts', {'o+p+': 'right, gold shown', 'o+p-': 'right, not shown',
+                                             'o-p+': 'wrong, gold shown', 'o-p-': 'wrong, not shown'}),
+    ('near misses', 'share of wrong rollouts', {'near_miss': ''}),
+    ('equal contexts', 'share of later turns', {'anchor_share': ''}),
+    ('gold answer', '−log p, nats per token', {'gold_entropy_start': 'at the question',
+                                               'gold_entropy_end': 'before the answer'}),
     ('entropy', 'nats per token', {'entropy': ''}),
+    ('surprisal', '−log p of sampled tokens, nats', {'surprisal': ''}),    # where there is no entropy
     ('KL from the reference', 'nats per token', {'kl': ''}),
     ('gradient', 'norm before clipping', {'grad_norm': ''}),
     ('clipping', 'share of tokens', {'clip_fraction': ''}),
     ('critic', 'explained variance', {'explained_variance': 'of its targets', 'explained_outcome': 'of the outcome'}),
     ('signs of V', 'share right', {'sign_kept': 'gold kept: rises', 'sign_lost': 'gold lost: falls'}),
     ('value at the prompt', 'mean chance of success', {'value_start': ''}),
-    ('do they call?', 'share with a call', {'tool_rate': ''}),
+    ('do they call?', 'share with a call', {'tool_rate': 'all', 'tool_rate_tier_1': 'not known without tools',
+                                            'tool_rate_tier_2': 'known without tools'}),
     ('contexts', 'tokens of each', {'context_tokens': ''}),
     ('critic loss', 'before its weight', {'value_loss': ''}),
     ('shaping', 'mean size of a shaping reward', {'mean_abs_shaping': ''}),
@@ -76,6 +86,7 @@ _PANELS = (  # title, unit, metric → its name in the legend
      {f'seconds_{s}': s for s in ('rollout', 'evaluate', 'update', 'load', 'dev', 'checkpoint')}),
 )
 _STACKED = {'groups': ('#0173b2', '#d0d0d0', '#de8f05'),
+            'what was shown': ('#0173b2', '#56b4e9', '#de8f05', '#d0d0d0'),
             'time': ('#0173b2', '#56b4e9', '#de8f05', '#949494', '#029e73', '#cc78bc')}
 
 # %% ../nbs/70_diagnostics.ipynb #c013
@@ -99,8 +110,8 @@ def _panel(ax, table, steps, title, unit, metrics, colour):
         ax.margins(x=0, y=0)
         if title == 'time': ax.set_ylim(0, 1.35 * rows.sum(axis=1).max())  # room for the legend
     else:
-        shades = colour, '#333333', '#6b6b6b', '#999999', '#c0c0c0'
-        for (m, label), shade, style in zip(metrics.items(), shades, ('-', '--', '-.', ':', ':')):
+        shades = cycle((colour, '#333333', '#6b6b6b', '#999999', '#c0c0c0'))
+        for (m, label), shade, style in zip(metrics.items(), shades, cycle(('-', '--', '-.', ':'))):
             if m in table: _line(ax, table.set_index('step')[m][steps[m]], label, shade, style)
     ax.set(title=title, ylabel=unit)
     ax.xaxis.get_major_locator().set_params(integer=True)
@@ -121,6 +132,15 @@ def _read_run(folder):
     params = read_params(folder) if (folder/'params.yaml').exists() else {}
     return params, table, steps, read_summary(folder) or {}
 
+def _panels(table):
+    """The panels whose metrics were logged; behind the first, where several data sets are mixed, one with a line for
+    each. Of entropy and surprisal, its estimate, the first that there is."""
+    found = [p for p in _PANELS if any(m in table for m in p[2]) and not (p[0] == 'surprisal' and 'entropy' in table)]
+    for kind, unit in (('right', "right by each set's metric"), ('em', 'exact match')):
+        lines = {f'dev_{kind}_{name}': name for name in BENCHMARKS if f'dev_{kind}_{name}' in table}
+        if lines: return [*found[:1], ('data sets', unit, lines), *found[1:]]
+    return found
+
 def _frame(ax, summary):
     "Ceiling and chosen step on the panel of the development questions."
     top = (summary.get('ceiling') or {}).get('all')
@@ -137,7 +157,7 @@ def training_curves(folder):  # of a run, finished or not
     holds no metrics."""
     import matplotlib.pyplot as plt, seaborn as sns
     params, table, steps, summary = _read_run(folder)
-    panels = [p for p in _PANELS if any(m in table for m in p[2])]
+    panels = _panels(table)
     if not panels:
         raise ValueError(f'{folder} has logged none of the metrics that are drawn here; it has '
                          f'{", ".join(table) or "no line yet"}')
@@ -186,20 +206,21 @@ def gain_interval(
 def _range(interval): return f'{interval[0]:.2f} to {interval[1]:.2f}'.replace('-', '−')
 
 def before_after(folder):  # of a finished run
-    """Table of a run's exact match before and after training, overall and by hops, with 95 % intervals: pandas
-    DataFrame. Raises FileNotFoundError on a run without summary."""
+    """Table of a run's exact match before and after training, overall, by hops and by data set, with 95 % intervals:
+    pandas DataFrame. Raises FileNotFoundError on a run without summary."""
     import pandas as pd
     if (summary := read_summary(folder)) is None:
         raise FileNotFoundError(f'{folder} holds no summary.json: the run has not finished; resume it')
     base, final, ceiling, rows = summary['base'], summary['final'], summary.get('ceiling') or {}, {}
-    counts = {'em': summary.get('questions'), **summary.get('questions_by_hops', {})}
-    for key in ['em', *sorted(k for k in base if k.isdigit())]:
+    counts = {'em': summary.get('questions'), **summary.get('questions_by_hops', {}),
+              **{f'em_{name}': n for name, n in summary.get('questions_by_set', {}).items()}}
+    for key in ['em', *sorted(k for k in base if k.isdigit()), *sorted(k for k in base if k.startswith('em_'))]:
         b, a, n = base[key], final[key], counts.get(key)
         row = {'questions': n or '', 'base': b, 'after': a, 'gain': a - b,
                'ceiling': ceiling.get('all' if key == 'em' else key, math.nan)}
         ranges = (wilson(b, n), wilson(a, n), gain_interval(b, a, n)) if n else ()
         texts = [_range(r) for r in ranges] or [''] * 3
-        name = 'all' if key == 'em' else f'{key} hop' + 's' * (key != '1')
+        name = 'all' if key == 'em' else f'{key} hop' + 's' * (key != '1') if key.isdigit() else key[3:]
         rows[name] = {**row, **dict(zip(('base, 95 %', 'after, 95 %', 'gain, 95 %'), texts))}
     return pd.DataFrame.from_dict(rows, orient='index')
 

@@ -8,7 +8,7 @@ __all__ = ['PARTS', 'evidence_golds', 'first_occurrence', 'first_turns', 'has_ev
            'tspo_advantages', 'group_misses', 'near_miss_statistics']
 
 # %% ../nbs/32_folr.ipynb #c003
-import torch
+import functools, torch
 from .groups import cast_like, check_groups, check_turns, group_normalize, measured, standardize, widen
 from .metrics import normalize
 
@@ -24,6 +24,11 @@ def evidence_golds(
     return [g for g in map(normalize, golds) if g and (match_short or (len(g) > 1 and g not in ('yes', 'no')))]
 
 # %% ../nbs/32_folr.ipynb #c007
+@functools.lru_cache(maxsize=1 << 13)
+def _words_of(text):
+    "A normalised text between blanks. The last are remembered: rollouts find the same pages, and several ask of them."
+    return f' {normalize(text)} '
+
 def first_occurrence(
     observations,       # list of K str, what the environment said after each turn ('' for an answer turn)
     golds,              # list of str, accepted answers
@@ -33,9 +38,8 @@ def first_occurrence(
     if isinstance(observations, str):
         raise TypeError(f'observations must be a list with one string per turn, got the string {observations[:40]!r}')
     golds = evidence_golds(golds, match_short)
-    for k, text in enumerate(observations):
-        padded = f' {normalize(text)} '
-        if any(f' {g} ' in padded for g in golds): return k
+    for k, text in enumerate(observations if golds else ()):
+        if any(f' {g} ' in _words_of(text) for g in golds): return k
     return None
 
 # %% ../nbs/32_folr.ipynb #c011

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['NORMS', 'PARTS', 'best_gold_logp', 'information_gain', 'has_answer', 'with_outcome', 'igpo_advantages',
-           'first_answer', 'set_f1', 'gold_entropy']
+           'first_answer', 'set_f1', 'gold_entropy', 'belief_schema', 'state_logp', 'gold_statistics']
 
 # %% ../nbs/33_information_gain.ipynb #c003
 import math, re, string, torch
@@ -186,14 +186,39 @@ def gold_entropy(
     _check_logp(x, torch.arange(x.shape[1], device=x.device) <= last)
     return cast_like(-x.gather(1, torch.cat([torch.zeros_like(last), last], 1)), answer_logp)
 
+# %% ../nbs/33_information_gain.ipynb #n3302
+from .scoring import SCHEMAS
+
+def belief_schema(
+    protocol,  # Protocol
+):
+    "The `Schema` of golds that are scored though no method asks: IGPO's, or the protocol's own form of an answer."
+    return SCHEMAS['igpo' if protocol.answer_tag else 'tips']
+
+def state_logp(
+    seen,  # Seen, with the policy's scores of M golds at each state
+):
+    """Take the best gold's mean log-probability per token at every state, by the policy (IGPO eq. 3): (N, K+1), in
+    nats, NaN where it was not scored."""
+    there = (seen.gold_tokens > 0).any(1, keepdim=True)
+    return best_gold_logp(seen.gold_logp, seen.gold_tokens.amax(1, keepdim=True), there)
+
+def gold_statistics(
+    seen,    # Seen, with the policy's scores of golds
+    layout,  # Layout of the N trajectories
+):
+    """What to log of the policy's belief in the gold: gold_entropy_start and gold_entropy_end, means over the
+    trajectories where it was scored (IGPO section 4.4), in nats per token; NaN where there is none."""
+    start, end = gold_entropy(state_logp(seen), layout.turn_mask).nanmean(0).tolist()
+    return {'gold_entropy_start': start, 'gold_entropy_end': end}
+
 # %% ../nbs/33_information_gain.ipynb #p002
 from .options import Option
 from .parts import Reward, Row, Rule, rewards_on_last
 
 def _gain(layout, seen, o):
     "Information gain of every turn but the last: (N, K)."
-    there = (seen.gold_tokens > 0).any(1, keepdim=True)
-    belief = best_gold_logp(seen.gold_logp, seen.gold_tokens.amax(1, keepdim=True), there)
+    belief = state_logp(seen)
     last = torch.arange(layout.turn_mask.shape[1], device=belief.device) == layout.turn_mask.sum(1, keepdim=True) - 1
     return information_gain(belief, layout.turn_mask, o['mode']).masked_fill(last, 0.)
 

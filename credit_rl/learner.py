@@ -140,8 +140,8 @@ class Scorer(torch.nn.Module):
         "What is wanted, by name: (R, T) each, 0 where it is not asked. With a batch of answers, {'asked': (Q,)}."
         if batch is not None: return {'asked': batch_logps(self.model, batch, self.temperature)}
         out, shared = {}, self.critic is not None and self.critic.model is None
-        hidden = hidden_states(self.model, ids) if shared or 'logp' in want else None
-        if 'logp' in want:
+        hidden = hidden_states(self.model, ids) if shared or {'logp', 'entropy'} & set(want) else None
+        if {'logp', 'entropy'} & set(want):
             scored = token_logps(self.model, ids, trained, self.temperature, 'entropy' in want, hidden)
             out |= dict(zip(('logp', 'entropy'), scored)) if 'entropy' in want else {'logp': scored}
         if 'values' in want:
@@ -227,7 +227,9 @@ def _policy_loss(outputs, micro, loss, row_trajectory, share):
         moved = kl(logp, micro['ref'], loss.kl_kind, trained)
         terms = terms + loss.kl * moved
         sums['kl'] = share * float(moved.detach()[trained].sum())
-    if loss.entropy: terms = terms - loss.entropy * outputs['entropy']
+    if loss.entropy:
+        terms = terms - loss.entropy * outputs['entropy']
+        sums['entropy'] = share * float(outputs['entropy'].detach()[trained].sum())
     # the second term keeps the graph where all weights are 0
     return weighted_sum(terms, micro['weights'] * share) + 0. * logp.sum(), sums
 
@@ -400,7 +402,7 @@ class PlainBackend:
         return state
 
 # %% ../nbs/52_learner.ipynb #n52help
-SEES = ('logp', 'values', 'gold', 'teacher', 'ref_logp')  # what evaluate can find out, in the order it does
+SEES = ('logp', 'entropy', 'values', 'gold', 'teacher', 'ref_logp')  # what evaluate can find out, in the order it does
 
 def padded_tokens(layout):
     "Count the padded tokens of each trajectory, its rows times its longest row: list of N ints."
@@ -447,8 +449,8 @@ class Learner:
     def evaluate(
         self,
         layout,
-        # of SEES: log-probabilities, the critic's values, gold answers by the policy and by the teacher, the
-        # reference's log-probabilities
+        # of SEES: log-probabilities and entropies, the critic's values, gold answers by the policy and by the teacher,
+        # the reference's log-probabilities
         sees=('logp',),
         golds=None,      # dict 'gold' or 'teacher' → list of N lists of AnswerTemplate (gold_templates)
         ends=False,      # True: score gold answers after the last turn too
@@ -458,12 +460,13 @@ class Learner:
         self.scorer.eval()
         self.passes, out, budget = Counter(), {}, 4 * self.optimiser.row_tokens
         share = deal(padded_tokens(layout), budget, self.backend.ranks)[self.backend.rank]
-        plain = [name for name in ('logp', 'values') if name in sees]
-        joint = 'gold' in sees and plain == ['logp']                              # one forward for both
+        plain = [name for name in ('logp', 'entropy', 'values') if name in sees]
+        joint = 'gold' in sees and 'logp' in sees and 'values' not in sees        # one forward for both
+        if joint: plain.remove('logp')
         states = layout.states if ends else acting_states(layout.states, layout.turn_mask)
-        if plain and not joint:
+        if plain:
             own = self.critic is not None and self.critic.model is not None
-            if 'logp' in plain or not own: self.passes['policy'] += 1
+            if plain != ['values'] or not own: self.passes['policy'] += 1
             if 'values' in plain and own: self.passes['critic'] += 1
             out |= self._read('policy', layout, share, plain)
         if 'gold' in sees:
@@ -479,8 +482,9 @@ class Learner:
 
     def step(self, layout, seen, credit):
         """Update the weights on a batch, dealt out to mini-batches anew in each epoch. Returns what to log: loss, kl,
-        clip_fraction, value_loss, grad_norm, and of a critic that steps apart critic_grad_norm (means over updates),
-        updates, learning_rate. Raises ValueError where a critic has no returns to learn."""
+        entropy (where the loss has that term), clip_fraction, value_loss, grad_norm, and of a critic that steps apart
+        critic_grad_norm (means over updates), updates, learning_rate. Raises ValueError where a critic has no returns
+        to learn."""
         if self.critic is not None and credit.returns is None:
             raise ValueError('the learner has a critic, but the credit has no returns for it to learn')
         logs = []

@@ -117,12 +117,13 @@ def extra_passes(
     reference=False,  # the loss has a KL term
     recompute=False,  # old log-probabilities by the learner instead of the engine's
     teacher_every=0,  # 1: the teacher is the policy itself
+    measure=(),       # of 'belief' and 'entropy': what is measured besides what the method and the loss need
 ):
     "Forwards without gradient over the batch in one step, by model: dict, {} if the row needs none."
     own = (critic or (method.rule.critic or {}).get('kind')) in ('own', 'frozen')
     values, gold = 'values' in method.sees, 'gold' in method.sees
-    plain = recompute or (values and not own)
-    policy = (plain and not (gold and not values)) + gold + ('teacher' in method.sees and teacher_every == 1)
+    plain = (recompute and not (gold and not values)) or (values and not own) or 'entropy' in measure
+    policy = plain + (gold or 'belief' in measure) + ('teacher' in method.sees and teacher_every == 1)
     counts = {'policy': int(policy), 'critic': int(values and own),
               'teacher': int('teacher' in method.sees and teacher_every != 1), 'reference': int(reference)}
     return {k: v for k, v in counts.items() if v}

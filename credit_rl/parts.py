@@ -27,6 +27,7 @@ class Seen:
     gold_tokens: torch.Tensor = None  # (N, K+1, M) tokens of each gold, 0 where state or gold does not exist
     teacher_logp: torch.Tensor = None    # (N, K+1, M) as gold_logp, by the teacher
     teacher_tokens: torch.Tensor = None  # (N, K+1, M)
+    entropy: torch.Tensor = None      # (R, T) entropy in nats of what each trained token was drawn from, 0 elsewhere
 
 # %% ../nbs/29_parts.ipynb #c006
 @dataclass(frozen=True)

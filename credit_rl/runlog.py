@@ -106,12 +106,23 @@ METRICS = {
     'groups_all_right': 'share of groups in which every trajectory is right',
     'groups_mixed': 'share of groups with right and wrong trajectories',
     'groups_all_wrong': 'share of groups in which every trajectory is wrong',
+    # process, whether a gold answer was shown (TSPO table 1), against outcome; questions whose golds are evidence alone
+    'o+p+': 'share of trajectories that are right and were shown a gold answer',
+    'o+p-': 'share of trajectories that are right and were shown none',
+    'o-p+': 'share of trajectories that are wrong and were shown a gold answer',
+    'o-p-': 'share of trajectories that are wrong and were shown none',
+    'near_miss': 'share of the wrong trajectories that were shown a gold answer',
+    'anchor_share': "share of the turns after the first that start from the same context as another turn of the group",
+    'tool_rate_tier_1': 'share of trajectories with a tool call, of questions not known without tools',
+    'tool_rate_tier_2': 'share of trajectories with a tool call, of questions known without tools',
     # the credit
     'turn_reward': 'mean reward of a turn before normalisation, in units of reward',
     'missing_states': 'number of states whose measurement failed',
     'read_tokens': 'tokens that models read without gradient, before the update, for credit and loss, gold answers '
                    'included',
     'zero_advantage': 'share of trajectories whose advantage is exactly 0 at every trained token',
+    'gold_entropy_start': 'mean -log-probability of a token of the gold answer at the question, by the policy, in nats',
+    'gold_entropy_end': 'the same at the last state before the answer',
 }
 
 # %% ../nbs/02_runlog.ipynb #c019
@@ -121,7 +132,10 @@ METRICS |= {
     'policy_loss': 'the policy term of the loss',
     'value_loss': 'the critic term of the loss, before its weight',
     'kl': 'mean KL estimate against the reference per trained token, in nats',
-    'entropy': 'mean entropy of the next-token distribution per trained token, in nats',
+    'surprisal': 'mean -log-probability of the sampled tokens when they were sampled, in nats: estimates the entropy '
+                 'by one sample a token',
+    'entropy': "mean entropy of the next-token distribution per trained token, in nats: in the updates' forwards where "
+               'the loss has an entropy term, else before the update, where a run asks for it',
     'clip_fraction': 'share of trained tokens whose gradient the clipping removed',
     'grad_norm': 'norm of the gradient before it is clipped; of a policy whose critic steps apart, its own',
     'critic_grad_norm': 'norm of the gradient of a critic that steps apart, before it is clipped',
@@ -506,12 +520,16 @@ def read_metrics(folder):  # of a run
     return pd.DataFrame(list(metrics_by_step(folder).values()))
 
 # %% ../nbs/02_runlog.ipynb #c061
+_MEASURED = ('turn_rewards', 'values', 'belief', 'potential')  # of the turns or states of a rollout
+
 def read_turns(folder,     # of a run
                step=None): # only this step's
-    "Rollout rows of a run: list of dict, each with its `step`; none where none were kept. Raises without a folder."
+    """Rollout rows of a run: list of dict, each with its `step`; none where none were kept. What was measured of turns
+    and states and is missing is NaN. Raises without a folder."""
     path = Path(folder)/'turns.jsonl.gz'
     if not path.parent.is_dir(): raise FileNotFoundError(f'{folder} is not a folder; wanted that of a run, runs/NAME')
-    return [row for _, block in _members(path) for row in _rows(path, block) if step in (None, row['step'])]
+    rows = [row for _, block in _members(path) for row in _rows(path, block) if step in (None, row['step'])]
+    return [{k: list(map(_number, v)) if k in _MEASURED else v for k, v in row.items()} for row in rows]
 
 def read_params(folder):  # of a run
     "Parameters of a run, as resolved: dict. Raises FileNotFoundError where the folder has none."

@@ -101,8 +101,24 @@ def _observation(text, golds, fold):
     return f'<details class="crl-seen"><summary>{start} … ({note})</summary><div>{body}</div></details>'
 
 # %% ../nbs/72_view.ipynb #c020
-def _card(k, turn, golds, a, limit, fold):
-    "One turn as HTML; `a` is its advantage, NaN if missing, None if none are shown."
+_TURNS, _STATES = {'turn_rewards': 'reward', 'values': 'V'}, {'belief': 'belief', 'potential': 'Φ'}
+
+def _notes(measured, t):
+    """What was measured of each turn, as text: its reward, the value at its start, and belief and potential before and
+    after it. Raises ValueError on another number of turns or states."""
+    turns, say = len(t.turns), lambda x: 'missing' if x != x else f'{x:.3g}'
+    found = {**_TURNS, **_STATES}.keys() & measured.keys()
+    for name in found:
+        if len(measured[name]) != turns + (name in _STATES):
+            raise ValueError(f'a rollout of {turns} turns was given {len(measured[name])} numbers as its {name}; '
+                             f'wanted {turns + (name in _STATES)}')
+    at = [{label: say(measured[name][k]) for name, label in _TURNS.items() if name in found} |
+          {label: f'{say(measured[name][k])} → {say(measured[name][k + 1])}' for name, label in _STATES.items()
+           if name in found} for k in range(turns)]
+    return [' · '.join(f'{label} {text}' for label, text in row.items()) for row in at]
+
+def _card(k, turn, golds, a, limit, fold, note=''):
+    "One turn as HTML; `a` is its advantage, NaN if missing, None if none are shown; `note` says what was measured."
     style = '' if a is None else f' style="border-left:6px {"dotted" if math.isnan(a) else "solid"} {_tint(a, limit)}"'
     result, chips = turn.result.value, []
     if result != 'none': chips.append(f'<span class="crl-chip{"" if result == "ok" else " crl-bad"}">{result}</span>')
@@ -110,7 +126,8 @@ def _card(k, turn, golds, a, limit, fold):
     credit = '' if a is None else f'<span class="crl-credit">{_bar(a, limit)}</span>'
     head = f'<div class="crl-head"><span>turn {k} · {html.escape(turn.kind)}</span>{"".join(chips)}{credit}</div>'
     seen = _observation(turn.observation_text, golds, fold)
-    return f'<div class="crl-turn"{style}>{head}{_say(turn.action_text)}{seen}</div>'
+    foot = f'<div class="crl-foot">{html.escape(note)}</div>' if note else ''
+    return f'<div class="crl-turn"{style}>{head}{_say(turn.action_text)}{seen}{foot}</div>'
 
 def _verdict(t):
     "How a rollout came out, as HTML: the answer, whether it equals a gold, and why it ended."
@@ -122,10 +139,10 @@ def _verdict(t):
                    f'{html.escape(t.answer)}</span>')
     return verdict if t.stop.value == 'answer' else f'{verdict} <span class="crl-chip crl-bad">{t.stop.value}</span>'
 
-def _rollout(t, advantages, limit, title, turns, fold):
+def _rollout(t, advantages, limit, title, turns, fold, measured={}):
     "One rollout as a column of `turns` + 2 cells."
-    credit = [None] * len(t.turns) if advantages is None else advantages
-    cards = [_card(k, turn, t.question.answers, credit[k], limit, fold) for k, turn in enumerate(t.turns)]
+    credit, notes = [None] * len(t.turns) if advantages is None else advantages, _notes(measured, t)
+    cards = [_card(k, turn, t.question.answers, credit[k], limit, fold, notes[k]) for k, turn in enumerate(t.turns)]
     tokens = sum(len(turn.action_ids) for turn in t.turns)
     count = f'{len(t.turns)} turn{"s" * (len(t.turns) != 1)}, {tokens:,} token{"s" * (tokens != 1)} written'
     cells = [f'<div class="crl-title"><b>{html.escape(title)}</b> {_verdict(t)}</div>', *cards,
@@ -195,12 +212,12 @@ def _numbers(advantages, t):
                          f'wanted {turns} of them, and no more than zeros or NaN after those')
     return values[:turns]
 
-def _view(trajectories, advantages, titles, fold, what):
+def _view(trajectories, advantages, titles, fold, what, measured={}):
     "Rollouts of one question as a `View`."
     question = trajectories[0].question
     limit = max((abs(a) for row in advantages if row for a in row if math.isfinite(a)), default=0.0)
     turns = max(len(t.turns) for t in trajectories)
-    columns = ''.join(_rollout(t, a, limit, title, turns, fold)
+    columns = ''.join(_rollout(t, a, limit, title, turns, fold, measured)
                       for t, a, title in zip(trajectories, advantages, titles))
     golds = ' '.join(f'<mark>{html.escape(g)}</mark>' for g in question.answers) or 'none'
     widest = '1fr' if len(trajectories) > 1 else '56rem'
@@ -218,12 +235,13 @@ def show_rollout(
     advantages=None,  # (K,) tensor, or list with None for NaN: one for each turn; None: no credit is shown
     title=None,       # str above the turns
     fold=400,         # observations of more characters are folded
+    measured={},      # the row of `read_turns`: turn_rewards, values, belief, potential, those that it has
 ):
-    """Show one rollout turn by turn, each with its advantage: `View`. Raises ValueError on advantages of another
-    number of turns."""
+    """Show one rollout turn by turn, each with its advantage, and what a run measured of it: `View`. Raises ValueError
+    on advantages or measurements of another number of turns."""
     title = 'rollout' if title is None else title
     return _view([trajectory], [_numbers(advantages, trajectory)], [title], fold, f'{title} of question '
-                                                                                  f'{trajectory.question.id}')
+                 f'{trajectory.question.id}', measured)
 
 # %% ../nbs/72_view.ipynb #c035
 def show_group(

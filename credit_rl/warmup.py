@@ -6,8 +6,8 @@
 __all__ = ['GATE', 'BUCKETS', 'tiers', 'cluster_questions', 'draw_evenly', 'GateReport', 'gate', 'Pairs', 'make_pairs',
            'draw_pairs', 'gold_shown', 'sign_pairs', 'segment_statistics', 'context_values', 'GateFailed', 'WarmUp',
            'critic_learner', 'read_states', 'warm_up', 'prompted', 'Missing', 'searching', 'Collecting', 'Collected',
-           'read_collected', 'choose_questions', 'obedience', 'Player', 'collect', 'Examination', 'Warmed',
-           'write_warmed', 'report_from', 'read_warmed']
+           'read_collected', 'read_tiers', 'choose_questions', 'obedience', 'Player', 'collect', 'Examination',
+           'Warmed', 'write_warmed', 'report_from', 'read_warmed']
 
 # %% ../nbs/54_warmup.ipynb #c003
 import gzip, json, math, random
@@ -434,6 +434,11 @@ def read_collected(path):
     groups = [Group(t.question, [t]) for t in (trajectory_from_json(r['trajectory']) for r in rows)]
     return Collected([Question(**q) for q in head['questions']], torch.tensor(head['tier']), groups,
                      torch.tensor([r['bucket'] for r in rows]), [r['prompt'] for r in rows])
+
+def read_tiers(path):
+    "Tiers of the questions in what `Collected.save` wrote: dict (source, id) → 1 or 2. The rollouts are not read."
+    with gzip.open(path, 'rt', encoding='utf-8') as f: head = json.loads(f.readline())
+    return {(q['source'], q['id']): t for q, t in zip(head['questions'], head['tier'])}
 
 # %% ../nbs/54_warmup.ipynb #c062
 def _clusters(questions, how, embed):

@@ -186,6 +186,15 @@ def test_sets_that_are_scored_differently_train_together(spoken, rows, tmp_path,
     table = read_metrics(quiet(settings))
     assert table.updates.iloc[-1] == 2 and table.reward[1:].notna().all()
     assert table.dev_right.notna().any()
+    last, summary = table.iloc[-1], json.loads((tmp_path / 'run' / 'summary.json').read_text())
+    counts = summary['questions_by_set']
+    assert set(counts) == {'hotpotqa', 'gsm8k'} and sum(counts.values()) == summary['questions']
+    for kind in ('em', 'right'):
+        assert 0 <= min(last[f'dev_{kind}_gsm8k'], last[f'dev_{kind}_hotpotqa']) <= last[f'dev_{kind}'] <= max(
+            last[f'dev_{kind}_gsm8k'], last[f'dev_{kind}_hotpotqa'])
+        for scores in (summary['base'], summary['final']):
+            mixed = sum(n * scores[f'{kind}_{name}'] for name, n in counts.items()) / summary['questions']
+            assert scores[kind] == pytest.approx(mixed)
     played = {trajectory_from_json(r['trajectory']).question.source for r in read_turns(tmp_path / 'run')}
     assert played == {'hotpotqa', 'gsm8k'}
     # these are scored alike

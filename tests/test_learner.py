@@ -203,3 +203,24 @@ def test_a_bad_critic_does_not_turn_its_policy_where_they_step_apart(directions)
     apart, together = cosine('apart'), cosine('together')
     print(f'cosine with the update without a critic: apart {apart:.3f}, together {together:.3f}')
     assert apart > .9 > .5 > together
+
+
+# ---- entropy ----
+
+def test_entropy_is_that_of_the_distributions():
+    """Against torch's own Categorical; seen alone, with the log-probabilities in one forward, and beside gold answers
+    that are read with these."""
+    layout = pack([example_group()])
+    learner = Learner(model(0, int(layout.ids.max()) + 1), temperature=.7)
+    golds = {'gold': [[AnswerTemplate((3, 4, 5), 1, 3)]] * 3}
+    with torch.no_grad(): logits = learner.scorer.model(input_ids=layout.ids).logits / .7
+    expected = torch.distributions.Categorical(logits=logits).entropy().roll(1, 1).where(layout.trained, 0.)
+    for sees, passes in ((('entropy',), 1), (('logp', 'entropy'), 1), (('logp', 'gold', 'entropy'), 2)):
+        seen = learner.evaluate(layout, sees, golds)
+        torch.testing.assert_close(seen.entropy, expected, atol=1e-5, rtol=0)
+        assert learner.passes['policy'] == passes
+    assert torch.equal(seen.logp, learner.evaluate(layout, ('logp', 'gold'), golds).logp)
+    learner = Learner(learner.scorer.model, Loss(entropy=.1), Optimiser(minibatches=1, learning_rate=1e-9),
+                      temperature=.7)
+    log = learner.step(layout, None, Credit(layout.trained.float()))
+    assert log['entropy'] == pytest.approx(expected[layout.trained].mean().item(), rel=1e-5)

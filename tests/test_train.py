@@ -1,7 +1,9 @@
 """Whole runs: what is refused before anything is computed, that a run repeats itself, and that one killed anywhere
 ends as if it had not been."""
 import errno
+import gzip
 import json
+import math
 import multiprocessing
 import os
 import random
@@ -20,11 +22,16 @@ import torch
 import yaml
 
 from credit_rl import prepare as preparing, stage as staging, train as training
-from credit_rl.diagnostics import training_curves
+from credit_rl.diagnostics import before_after, training_curves
+from credit_rl.learner import saved_policy
+from credit_rl.methods import extra_passes
 from credit_rl.retrieval import SearchServer
 from credit_rl.runlog import RunLog, latest_checkpoint, named_checkpoint, read_metrics, read_turns, same_metrics
 from credit_rl.train import main, train
+from credit_rl.trajectory import Group, example_group, trajectory_from_json
+from credit_rl.view import show_rollout
 from credit_rl.vllm_engine import VLLMSettings
+from credit_rl.warmup import Collected
 
 ROOT = Path(__file__).resolve().parents[1]
 BASE = str(ROOT / 'data' / 'tiny_base')
@@ -371,6 +378,7 @@ REFUSED = {
     'cut-off sampling': (dict(top_p=0.9), 'training takes top_p=1'),
     'frozen sampling': (dict(temperature=0.0), 'temperature must be above 0'),
     'unknown average': (dict(average='mean'), "average must be one of token-mean, .*, got 'mean'"),
+    'unknown measurement': (dict(measure=['beliefs']), r"measure takes belief and entropy, got \['beliefs'\]"),
     'unknown world': (dict(world={'sise': 200}), "world takes size, .*, got 'sise'"),
     'impossible world': (dict(world={'size': 3}), 'size must be at least 50'),
     'run folder below a file': (dict(run='below a file'), 'cannot be written'),
@@ -622,6 +630,7 @@ def test_an_estimate_counts_what_vllm_makes_the_learner_read():
             r'reading ([0-9.e+-]+)', '\n'.join(
                 training._forecast(training.make_config({'model': BASE, 'method': 'grpo', 'kl': .01, **given}))))[1])
     assert reading(engine='vllm') == pytest.approx(2 * reading()) == reading(recompute=True)
+    assert reading(measure=['belief']) == pytest.approx(2 * reading()) == reading(recompute=True, measure=['entropy'])
 
 
 # ---- collapse ----
@@ -658,3 +667,173 @@ def test_a_collapsed_answer_rate_stops_the_run(monkeypatch, tmp_path):
     train({**settings, 'resume': True}, say=lines.append)
     assert results(tmp_path / 'run') == summary
     assert train({**settings, 'resume': True}) == tmp_path / 'run'
+
+
+# ---- what is recorded ----
+
+ALL = {**SHORT, 'kl': None, 'steps': 2, 'log_rollouts': 99, 'track': '', 'log_kl': False}
+MEASURED = {'belief': {'gold_entropy_start', 'gold_entropy_end'}, 'entropy': {'entropy'}}
+
+
+def quiet(folder, **settings):
+    "The folder of a run, and its kept training rollouts of step 1."
+    run = train({**ALL, **settings, 'run': str(folder)}, say=lambda line: None)
+    return run, [row for row in read_turns(run, 1) if row['kind'] == 'train']
+
+
+def played(rows):
+    "The trajectories of kept rows."
+    return [trajectory_from_json(row['trajectory']) for row in rows]
+
+
+@pytest.mark.parametrize('method, more', [('grpo', {}), ('grpo', {'recompute': True}), ('igpo', {'recompute': True}),
+                                          ('tips', {}), ('ppo', {'critic': 'shared'})])
+def test_what_is_measured_changes_no_update(tmp_path, method, more):
+    "The same weights after two steps and the same metrics, with and without; what was asked for is there besides."
+    runs = [quiet(tmp_path / str(len(measure)), method=method, measure=measure, **more)[0]
+            for measure in ([], ['belief', 'entropy'])]
+    without, with_all = (saved_policy(latest_checkpoint(run)[1]) for run in runs)
+    assert max((without[name] - with_all[name]).abs().max() for name in without) < 1e-6
+    timeless = lambda row: row[[name for name in row.index if not name.startswith('seconds')]]
+    few, many = (timeless(read_metrics(run).iloc[-1].dropna()) for run in runs)
+    changed = {name for name in few.index if few[name] != many[name]}
+    assert changed <= {'read_tokens', *MEASURED['belief']} and 'surprisal' in few
+    assert {*many.index} - {*few.index} <= {'missing_states', *MEASURED['belief'], *MEASURED['entropy']}
+    assert {*MEASURED['belief'], 'entropy'} <= {*many.index} and 'entropy' not in few
+
+
+@pytest.mark.parametrize('method, settings', [
+    ('grpo', {'measure': ['belief']}), ('grpo', {'measure': ['belief', 'entropy'], 'recompute': True}),
+    ('igpo', {'measure': ['belief', 'entropy'], 'recompute': True}), ('tips', {'measure': ['entropy']}),
+    ('carl', {'measure': ['entropy']})])
+def test_the_forwards_of_what_is_measured_are_counted(tmp_path, method, settings):
+    config = training.make_config({**ALL, 'steps': 60, 'method': method, **settings, 'run': str(tmp_path / 'run')})
+    run = training.begin_run(config, lambda line: None)
+    groups, rewards = training.act(run, run.method, 1)
+    look = training.Look(run)
+    training.assign(run.method, groups, look, prefix=run.prefix, rewards=rewards)
+    assert dict(look.passes) == extra_passes(run.method, None, False, config.recompute, 0, config.measure)
+
+
+def test_grpo_measures_the_gold_as_igpo_does(tmp_path):
+    """From the same base both play the same rollouts at step 1, and find the gold as probable: GRPO, which is paid by
+    nobody for it, writes it down as IGPO does."""
+    asked, _ = quiet(tmp_path / 'grpo', method='grpo', measure=['belief'])
+    own, _ = quiet(tmp_path / 'igpo', method='igpo')
+    for name in MEASURED['belief']:
+        assert read_metrics(asked)[name][1] == pytest.approx(read_metrics(own)[name][1], abs=1e-5)
+    rows = [[row['belief'] for row in read_turns(run, 1) if row['kind'] == 'train'] for run in (asked, own)]
+    for one, other in zip(*rows, strict=True):
+        assert one == pytest.approx(other, abs=1e-6, nan_ok=True)
+    logs = torch.tensor([[row[0], row[-2]] for row in rows[0]]).log().mean(0)
+    assert read_metrics(asked).gold_entropy_end[1] == pytest.approx(-logs[1].item(), rel=1e-4)
+
+
+def test_surprisal_is_of_the_samples_and_entropy_of_the_distributions(tmp_path):
+    """Surprisal is the mean -log-probability of what was sampled. A loss with an entropy term logs the entropy itself,
+    and before the first update it is what measuring it says."""
+    run, rows = quiet(tmp_path / 'asked', method='grpo', measure=['entropy'])
+    logps = [p for t in played(rows) for turn in t.turns for p in turn.action_logps]
+    table = read_metrics(run)
+    assert table.surprisal[1] == pytest.approx(-sum(logps) / len(logps), rel=1e-5)
+    bonus, _ = quiet(tmp_path / 'bonus', method='grpo', loss={'entropy': .01}, minibatches=1, measure=['entropy'])
+    assert read_metrics(bonus).entropy[1] == pytest.approx(table.entropy[1], rel=1e-4)
+    assert read_metrics(bonus).entropy[1] != pytest.approx(table.surprisal[1], rel=1e-3)
+    assert 'entropy' not in read_metrics(quiet(tmp_path / 'plain', method='grpo')[0])
+
+
+def test_stored_runs_say_surprisal():
+    "Runs that were stored when the estimate was called entropy were renamed, so that they can be replayed."
+    stored = [p for p in (ROOT / 'runs').glob('*/*/metrics.jsonl') if 'carl_warm' not in str(p)]
+    assert stored
+    for path in stored:
+        assert any('"surprisal": ' in line for line in path.read_text().splitlines()), path
+
+
+def test_kept_rollouts_tell_of_their_turns_and_states(tmp_path):
+    """Turn rewards, values, beliefs and potentials stand beside the advantages. By TIPS a turn earns α times the step of
+    Φ, and what is left at the end; a missing state is null in the file and NaN when it is read."""
+    run, rows = quiet(tmp_path / 'tips', method='tips', options={'alpha': .5}, measure=['belief'])
+    for row in rows:
+        turns, phi = len(row['trajectory']['turns']), row['potential']
+        assert [len(row[k]) for k in ('advantages', 'turn_rewards', 'values')] == [turns] * 3
+        assert len(phi) == len(row['belief']) == turns + 1 and all(0 < p < 1 for p in row['belief'][:-1])
+        assert math.isnan(phi[-1]) and math.isnan(row['belief'][-1]) and all(map(math.isfinite, row['values']))
+        steps = [.5 * (b - a) for a, b in zip(phi, [*phi[1:-1], 0.])]
+        assert row['turn_rewards'] == pytest.approx(steps, abs=1e-5)
+    with gzip.open(run / 'turns.jsonl.gz', 'rt') as f:
+        line = next(line for line in f if '"train"' in line)
+    assert json.loads(line)['potential'][-1] is None and 'NaN' not in line
+    assert show_rollout(played(rows)[0], rows[0]['advantages'], measured=rows[0]).html.count('reward ') >= len(
+        rows[0]['turn_rewards'])
+    _, rows = quiet(tmp_path / 'grpo', method='grpo')
+    assert all('belief' not in row and 'values' not in row and not any(row['turn_rewards']) for row in rows)
+
+
+def by_hand(rows):
+    "Right, and a gold shown, of kept rollouts: the tiny world's names need no normalisation."
+    trajectories = played(rows)
+    right = [t.answer is not None and t.answer.strip() in t.question.answers for t in trajectories]
+    shown = [any(f' {g} ' in f' {turn.observation_text} ' for g in t.question.answers for turn in t.turns)
+             for t in trajectories]
+    return list(zip(right, shown))
+
+
+def test_outcome_and_process_of_every_step(tmp_path):
+    run, rows = quiet(tmp_path / 'run', method='grpo', questions_per_step=6)
+    table, kinds = read_metrics(run).set_index('step'), by_hand(rows)
+    assert len({*kinds}) > 2, 'the seed shows too little'
+    names = {(True, True): 'o+p+', (True, False): 'o+p-', (False, True): 'o-p+', (False, False): 'o-p-'}
+    for kind, name in names.items():
+        assert table[name][1] == pytest.approx(kinds.count(kind) / len(kinds)), name
+    wrong = [shown for right, shown in kinds if not right]
+    assert table.near_miss[1] == pytest.approx(sum(wrong) / len(wrong))
+    starts = []
+    for t in played(rows):
+        context = t.prompt_ids
+        for k, turn in enumerate(t.turns):
+            starts.append((t.question.id, context, k))
+            context += turn.action_ids + turn.observation_ids
+    later = [s for s in starts if s[2]]
+    assert table.anchor_share[1] == pytest.approx(sum(starts.count(s) > 1 for s in later) / len(later))
+    alone, _ = quiet(tmp_path / 'alone', method='ppo', group_size=1)
+    assert read_metrics(alone).anchor_share.isna().all() and read_metrics(alone)['o-p-'][1] >= 0
+
+
+def test_tool_rate_by_tier_where_tiers_are_known(tmp_path, monkeypatch):
+    "From a warm-up's rollouts, or a question's own meta; without tiers nothing is logged."
+    group = example_group()
+    one = Collected([group.question], torch.tensor([2]), [Group(group.question, group.trajectories[:1])],
+                    torch.tensor([3]), ['forced'])
+    one.save(tmp_path / 'rollouts-train.jsonl.gz')
+    tiers = training.known_tiers(str(tmp_path))
+    assert tiers == {(group.question.source, group.question.id): 2} and training.known_tiers(None) == {}
+    assert training.known_tiers(str(tmp_path / 'nowhere')) == {}
+    assert training.tier_rates([group], tiers) == {'tool_rate_tier_2': 1.} and training.tier_rates([group], {}) == {}
+
+    none, rows = quiet(tmp_path / 'none', method='grpo')
+    assert not [name for name in read_metrics(none) if 'tier' in name]
+    ids = [*dict.fromkeys(('tiny', t.question.id) for t in played(rows))]
+    tiers = {key: 1 + i % 2 for i, key in enumerate(ids)}
+    monkeypatch.setattr(training, 'known_tiers', lambda folder: tiers)
+    run, again = quiet(tmp_path / 'run', method='grpo')
+    assert again == rows and len(ids) > 1
+    for tier in (1, 2):
+        called = [any(turn.call is not None for turn in t.turns) for t in played(rows)
+                  if tiers['tiny', t.question.id] == tier]
+        assert read_metrics(run)[f'tool_rate_tier_{tier}'][1] == pytest.approx(sum(called) / len(called))
+
+
+def test_entropy_is_drawn_where_it_is_there_and_else_its_estimate(tmp_path):
+    for name, row in (('old', {'surprisal': .3}), ('new', {'surprisal': .3, 'entropy': .4})):
+        log = RunLog(tmp_path / name)
+        for step in (1, 2): log.metrics(step, reward=.5, **row)
+    drawn = [[ax.get_title() for ax in training_curves(tmp_path / name).axes] for name in ('old', 'new')]
+    assert drawn == [['reward', 'surprisal'], ['reward', 'entropy']]
+
+
+def test_a_table_has_a_row_for_each_data_set(tmp_path):
+    RunLog(tmp_path).summary({'questions': 10, 'questions_by_set': {'nq': 6, 'gsm8k': 4}, 'base': {'em': .2, 'em_nq': 0.,
+                              'em_gsm8k': .5}, 'final': {'em': .5, 'em_nq': .5, 'em_gsm8k': .5}})
+    table = before_after(tmp_path)
+    assert table.questions.to_dict() == {'all': 10, 'gsm8k': 4, 'nq': 6} and table.gain['nq'] == .5

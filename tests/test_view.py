@@ -96,6 +96,13 @@ def test_missing_and_zero_advantages_are_told_apart():
     assert 'inf' not in read(show_rollout(t, [1.0, float('inf'), 0, 0])).replace('+inf', '')
 
 
+def test_what_was_measured_stands_under_its_turn():
+    found = {'turn_rewards': [.5], 'values': [.25], 'belief': [.125, NAN], 'potential': [-2., -1.], 'step': 3}
+    assert 'reward 0.5 · V 0.25 · belief 0.125 → missing · Φ -2 → -1' in read(show_rollout(attempt(), measured=found))
+    with pytest.raises(ValueError, match='given 1 numbers as its belief; wanted 2'):
+        show_rollout(attempt(), measured={'belief': [.1]})
+
+
 def test_no_answer_no_golds_and_no_text():
     assert 'no answer' in read(show_rollout(attempt(answer=None, stop='turn_cap')))
     assert 'turn_cap' in read(show_rollout(attempt(stop='turn_cap')))
