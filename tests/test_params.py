@@ -35,74 +35,71 @@ FILES = {
 }
 # what a warm-up is told besides
 WARM = {p.stem.removesuffix('_warmup'): p for p in sorted((ROOT / 'runs' / 'params').glob('*_warmup.yaml'))}
-# steps, questions a step, group size, mini-batches, epochs, learning rate, weight of the KL, by the papers
+BOTH = lambda *names: [f'{name}_qwen2.5_{size}' for name in names for size in ('3b', '7b')]
+# steps, questions a step, group size, mini-batches, epochs, learning rate, gradient clip, weight of the KL, by the papers
 VALUES = {
     **dict.fromkeys(
-        ('tips_qwen2.5_3b', 'tips_qwen2.5_7b', 'tips_qwen2.5_14b', 'tips_qwen3_4b', 'tips_llama3.1_8b'),
-        (500, 256, 1, 1, 1, 1e-6, 0.001),
+        [*BOTH('tips', 'ppo', 'mt_ppo'), 'tips_qwen2.5_14b', 'tips_qwen3_4b', 'tips_llama3.1_8b'],
+        (500, 256, 1, 1, 1, 1e-6, 1.0, 0.001),
     ),
-    **dict.fromkeys(('tspo_qwen2.5_3b', 'tspo_qwen2.5_7b'), (500, 512, 5, 2, 1, 1e-6, 0.001)),
-    **dict.fromkeys(('igpo_qwen2.5_3b', 'igpo_qwen2.5_7b'), (500, 32, 16, 1, 1, 1e-6, 0.001)),
-    **dict.fromkeys(('prs_qwen2.5_3b', 'vspo_qwen2.5_3b'), (500, 128, 5, 1, 1, 1e-7, 0.001)),
-    **dict.fromkeys(
-        ('carl_qwen2.5_3b', 'carl_qwen2.5_7b', 'search_r1_ppo_qwen2.5_7b'), (500, 256, 5, 20, 4, 1e-6, 0.001)
-    ),
-    'search_r1_grpo_qwen2.5_7b': (500, 256, 5, 1, 1, 5e-7, 0.001),
+    **dict.fromkeys(BOTH('grpo', 'mt_grpo_star'), (500, 256, 5, 1, 1, 5e-7, 1e-4, 0.001)),
+    **dict.fromkeys(BOTH('tspo', 'tspo_grpo'), (500, 512, 5, 2, 1, 1e-6, 1.0, 0.001)),
+    **dict.fromkeys(BOTH('igpo', 'igpo_f1', 'igpo_ig'), (500, 32, 16, 1, 1, 1e-6, 1.0, 0.001)),
+    **dict.fromkeys([*BOTH('prs', 'prs_grpo', 'vspo'), 'prs_ppo_qwen2.5_3b'], (500, 128, 5, 1, 1, 1e-7, 1.0, 0.001)),
+    **dict.fromkeys([*BOTH('carl', 'carl_grpo'), 'search_r1_ppo_qwen2.5_7b'],
+                    (500, 256, 5, 20, 4, 1e-6, 1.0, 0.001)),
+}
+# the same for all of a paper's files, then what a file has besides
+GAE = {'gamma': 1.0, 'lam': 1.0, 'whiten': True}
+CRITIC = dict(critic='own', critic_step='apart', critic_rate=1e-5, critic_backbone_rate=1e-5, clip=1.0, critic_clip=1.0)
+DUAL = dict(average='token-mean', loss={'clip_low': 0.2, 'clip_high': 0.2, 'dual_clip': 3.0, 'entropy': 0.0})
+IGPO = {'metric': 'f1', 'penalty': -1.0}
+RULES = lambda size: {'variant': {'3b': 'answer-aware', '7b': 'tool-only'}[size], 'exec_reward': .1, 'answer_reward': .15}
+FAMILIES = {
+    ('tips', 'ppo', 'mt_ppo', 'grpo', 'mt_grpo_star'):
+        dict(protocol='tips', max_turns=5, max_tokens=8192, prompt_tokens=4096, response_tokens=4096, turn_tokens=4096,
+             answer_stop='last', malformed='end', passages=3, passage_tokens=500, data='nq+hotpotqa', stage=3),
+    ('tspo', ):
+        dict(protocol='tspo', data='nq+hotpotqa', average='group-mean-token-sum', answer_stop='last'),
+    ('igpo', ):
+        dict(protocol='igpo', max_turns=10, turn_tokens=2000, max_tokens=30767 + 2000, temperature=1.0, answer_stop='last',
+             data='nq+triviaqa+hotpotqa+2wikimultihopqa', average='sequence-mean-token-mean'),
+    ('prs', 'vspo'):
+        dict(protocol='prs', data='nq+hotpotqa', temperature=1.0, answer_stop='last'),
+    ('carl', 'search_r1_ppo'):
+        dict(protocol='carl', betas=[0.9, 0.999], weight_decay=0.01, warmup=100 * 80, eval_every=25, max_turns=15,
+             turn_tokens=2048, context_tokens=256, prompt_tokens=2048, response_tokens=2048, max_tokens=4096,
+             data='hotpotqa+2wikimultihopqa+gsm8k', passages=3, stage=3),
 }
 MORE = {
-    'tips_qwen2.5_7b': dict(
-        method='tips',
-        teacher_every=200,
-        critic='own',
-        critic_rate=1e-5,
-        clip=1.0,
-        max_turns=5,
-        max_tokens=8192,
-        prompt_tokens=4096,
-        response_tokens=4096,
-        answer_stop='last',
-        passages=3,
-        passage_tokens=500,
-    ),
-    'tspo_qwen2.5_7b': dict(
-        method='tspo', options={'alpha': 1.0, 'strategy': 'all-wrong'}, average='group-mean-token-sum'
-    ),
-    'igpo_qwen2.5_7b': dict(method='igpo', max_turns=10, turn_tokens=2000, max_tokens=30767 + 2000, temperature=1.0),
-    'vspo_qwen2.5_3b': dict(
-        method='prs+vspo', options={'form': 'short', 'temperature': 0.1, 'smoothing': 2, 'least_variance': 1e-6}
-    ),
-    'carl_qwen2.5_7b': dict(
-        method='carl',
-        options={'lam': 0.0},
-        critic='shared',
-        critic_rate=5e-6,
-        critic_mix=0.5,
-        betas=[0.9, 0.999],
-        weight_decay=0.01,
-        warmup=100 * 80,
-        loss={'clip_low': 0.2, 'clip_high': 0.2, 'entropy': 0.001, 'value': 1.0},
-        average='segment-mean',
-        eval_every=25,
-        max_turns=15,
-        context_tokens=256,
-        prompt_tokens=2048,
-        response_tokens=2048,
-        data='hotpotqa+2wikimultihopqa+gsm8k',
-    ),
-    'search_r1_ppo_qwen2.5_7b': dict(
-        method='ppo',
-        options={'gamma': 1.0, 'lam': 0.95},
-        critic='frozen',
-        critic_rate=1e-5,
-        protocol='carl',
-        data='hotpotqa+2wikimultihopqa+gsm8k',
-    ),
-    'search_r1_grpo_qwen2.5_7b': dict(
-        method='grpo',
-        clip=1e-4,
-        average='token-mean',
-        loss={'clip_low': 0.2, 'clip_high': 0.2, 'dual_clip': 3.0, 'entropy': 0.0},
-    ),
+    **dict.fromkeys((n for n in VALUES if n.startswith('tips')), {
+        'method': 'tips', 'teacher': 'self', 'teacher_every': 200, **CRITIC, 'options':
+            {'band': 'medium', 'alpha': .1, 'refund': False, 'schema': 'tips', 'reduce': 'logsumexp', 'terminal': 'zero', **GAE}
+    }),
+    **dict.fromkeys(BOTH('ppo'), {'method': 'ppo', 'options': GAE, **CRITIC}),
+    **dict.fromkeys(BOTH('grpo'), {'method': 'grpo', **DUAL}),
+    **{f'mt_ppo_qwen2.5_{s}': {'method': 'mt-ppo', 'options': {**RULES(s), 'placement': 'last', **GAE}, **CRITIC}
+       for s in ('3b', '7b')},
+    **{f'mt_grpo_star_qwen2.5_{s}': {'method': 'mt-grpo*', **DUAL, 'options': {
+        **RULES(s), 'lambda_mid': 1.0, 'lambda_final': 1.0, 'literal': False}} for s in ('3b', '7b')},
+    **dict.fromkeys(BOTH('tspo'), {'method': 'tspo', 'options': {'alpha': 1.0, 'strategy': 'all-wrong'}}),
+    **dict.fromkeys(BOTH('tspo_grpo'), {'method': 'grpo'}),
+    **dict.fromkeys(BOTH('igpo'), {'method': 'igpo', 'options': {**IGPO, 'mode': 'prob', 'norm': 'joint', 'gamma': 1.0}}),
+    **dict.fromkeys(BOTH('igpo_f1'), {'method': 'igpo-f1', 'options': IGPO}),
+    **dict.fromkeys(BOTH('igpo_ig'), {'method': 'igpo-ig', 'options': {
+        **IGPO, 'mode': 'prob', 'norm': 'joint', 'gamma': 1.0, 'parts': 'gain'}}),
+    **dict.fromkeys(BOTH('prs'), {'method': 'prs', 'options': {'form': 'short'}, 'average': 'sequence-mean-token-mean'}),
+    **dict.fromkeys(BOTH('prs_grpo'), {'method': 'grpo', 'options': {'metric': 'em'}}),
+    'prs_ppo_qwen2.5_3b': {'method': 'prs/gae', 'options': {'form': 'short', **GAE}, 'critic': 'own'},
+    **dict.fromkeys(BOTH('vspo'), {'method': 'prs+vspo', 'options': {
+        'form': 'short', 'draw': 'value', 'temperature': 0.1, 'clip': True, 'smoothing': 2, 'least_variance': 1e-6}}),
+    **dict.fromkeys(BOTH('carl'), {
+        'method': 'carl', 'options': {'lam': 0.0}, 'critic': 'shared', 'critic_step': 'apart', 'critic_rate': 5e-6,
+        'critic_backbone_rate': 5e-7, 'critic_mix': None, 'critic_clip': 1.0, 'average': 'segment-mean',
+        'loss': {'clip_low': 0.2, 'clip_high': 0.2, 'entropy': 0.001, 'value': 1.0}}),
+    **dict.fromkeys(BOTH('carl_grpo'), {'method': 'grpo'}),
+    'search_r1_ppo_qwen2.5_7b': dict(method='ppo', options={'gamma': 1.0, 'lam': 0.95, 'whiten': True}, critic='frozen',
+                                     critic_step='apart', critic_rate=1e-5, critic_mix=None),
 }
 
 # the models' shapes, as their configurations say; parameters as published
@@ -119,11 +116,9 @@ MODELS = {
                                            tie_word_embeddings=True), 4_022_468_096),
     'meta-llama/Llama-3.1-8B-Instruct': (_SHAPE(LlamaConfig, 32, 4096, 14336, 32, 8, 128256), 8_030_261_248)
 }
-# bytes of one, of the stated host
-GPU = {
-    'tips': 141e9, 'tspo': 80e9, 'igpo': 80e9, 'prs': 141e9, 'vspo': 141e9, 'carl': 80e9, 'search_r1_ppo': 80e9,
-    'search_r1_grpo': 141e9
-}
+# bytes of a GPU of the stated host
+GPU = {**dict.fromkeys(('tips', 'ppo', 'grpo', 'mt_', 'prs', 'vspo'), 141e9),
+       **dict.fromkeys(('tspo', 'igpo', 'carl', 'search_r1'), 80e9)}
 
 
 def settings(name): return yaml.safe_load(FILES[name].read_text())
@@ -204,9 +199,19 @@ def test_a_file_loads_and_passes_the_checks(name, tmp_path):
     assert (config.learner, config.ranks, config.run) == ('deepspeed', 8,
                                                           f'runs/{name}') and settings(name)['model'] in MODELS
     got = (config.steps, config.questions_per_step, config.group_size, config.minibatches, config.epochs,
-           config.learning_rate, config.kl)
+           config.learning_rate, config.clip, config.kl)
     assert got == VALUES[name]
-    for key, value in MORE.get(name, {}).items(): assert getattr(config, key) == value, key
+    (family,) = [told for starts, told in FAMILIES.items() if name.startswith(starts)]
+    for key, value in {**family, **MORE[name]}.items(): assert getattr(config, key) == value, key
+
+
+@pytest.mark.parametrize('name', FILES)
+def test_the_head_has_the_command_that_starts_it(name):
+    heads = [line[4:] for line in FILES[name].read_text().splitlines() if line.startswith('#   ')]
+    train = f'papermill nbs/90_train.ipynb runs/{name}/notebook.ipynb -f runs/params/{name}.yaml'
+    warm = (f'papermill nbs/92_warmup.ipynb runs/{name}_warmup/notebook.ipynb -f runs/params/{name}.yaml '
+            f'-f runs/params/{name}_warmup.yaml')
+    assert heads == ([warm, f'{train} -p critic_from runs/{name}_warmup'] if name in WARM else [train])
 
 
 @pytest.mark.parametrize('name', FILES)
@@ -233,19 +238,20 @@ def test_a_dry_run_weighs_vllm_against_the_learner(tmp_path, monkeypatch):
 
 # of the paper in the file's first line; paper 4's sections have no numbers
 PLACE = re.compile(
-    r'\b(sections?|tables?|appendix|equations?|figures?) (\d|[A-Z](\.\d|\b)|Experimental Setup|Datasets)', re.I)
+    r'\b(sections?|tables?|appendix|equations?|figures?) (\d|[A-Z](\.\d|\b)|Experimental Setup|Datasets|Baselines|The introduction of VSPO)',
+    re.I)
 OURS = re.compile(r'\bours(: |, for )\S+( \S+){2}')                                 # and why
 
 
 def unsaid(text):
     """Lines of a paper's file whose value is neither cited nor ours for a reason. Number of ranks and learner are the
-    host's, which a line above them cites; run and method are the file's own."""
-    wrong = [] if re.search(r'\(paper [1-5]\)|paper \([1-5]\)', text.splitlines()[0]) else ['no paper is named in the '
+    host's, which a line above them cites; run and method are the file's own. Each option has a line of its own."""
+    wrong = [] if re.search(r'\(paper [1-5]\b|paper \([1-5]\)', text.splitlines()[0]) else ['no paper is named in the '
                                                                                             'first line']
     if not any(line.startswith('# the host: ') and PLACE.search(line) for line in text.splitlines()):
         wrong.append('the host is not cited')
     for line in text.splitlines():
-        if line.startswith(('#', 'run:', 'method:', 'learner:', 'ranks:')): continue
+        if line.startswith(('#', 'run:', 'method:', 'learner:', 'ranks:')) or line == 'options:': continue
         comment = line.partition(' # ')[2]
         if not (PLACE.search(comment) or OURS.search(comment)): wrong.append(line)
     return wrong
@@ -312,16 +318,13 @@ def test_a_warm_up_is_told_the_rest_by_a_second_file(name, per_tier, rates, tmp_
             warming.other_share) == (2400, 1800, 25, 256, 100, .3)
     assert (warming.head_rate, warming.backbone_rate,
             warming.collected) == (*rates, 'curated') and warming.betas == [.9, .999]
-    text = FILES[name].read_text()
-    assert re.search(rf'92_warmup.*-f runs/params/{name}.yaml -f runs/params/{name}_warmup.yaml\n',
-                     text) and f'-p critic_from {warming.run}' in text and text.count('papermill') == 3
 
 
 def test_only_those_with_a_critic_to_warm_up_have_a_second_file():
-    assert set(WARM) == {n for n in FILES if n.startswith(('carl', 'search_r1_ppo'))}
+    assert set(WARM) == {n for n in FILES if settings(n).get('critic') in ('shared', 'frozen')}
 
 
-@pytest.mark.parametrize('name', [n for n in FILES if n.startswith(('carl', 'search_r1_ppo'))])
+@pytest.mark.parametrize('name', WARM)
 def test_the_critics_term_is_half_the_mean_square(name):
     """By hand: a cold CARL critic says .5 at every segment, and .5 · mean (.5 - 1)² = .125 of an outcome of 1; a
     linear one says 0, so .5 · mean (0 - 1)² = .5."""
