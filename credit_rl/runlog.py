@@ -124,6 +124,7 @@ METRICS |= {
     'entropy': 'mean entropy of the next-token distribution per trained token, in nats',
     'clip_fraction': 'share of trained tokens whose gradient the clipping removed',
     'grad_norm': 'norm of the gradient before it is clipped',
+    'critic_grad_norm': "the same of the critic's own gradient, where it steps apart",
     'learning_rate': 'learning rate of the policy in the last update of the step',
     'updates': 'number of optimiser updates',
     'logp_gap': 'mean |log-probability by the learner - by the engine| per sampled token, in nats',

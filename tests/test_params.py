@@ -3,10 +3,12 @@
 import importlib.util
 import re
 import shutil
+import sys
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
+import numpy
 import pytest
 import torch
 import yaml
@@ -15,14 +17,19 @@ from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 from credit_rl.compare import plan_jobs
 from credit_rl.estimate import memory, read_sizes
 from credit_rl.layout import pack
-from credit_rl.learner import Learner, Optimiser, make_critic
+from credit_rl.learner import Learner, Optimiser, make_critic, saved_policy
 from credit_rl.parts import Credit, Seen
 from credit_rl.methods import get_method
-from credit_rl.prepare import check_warming, make_warming
+from credit_rl.models import load_model
+from credit_rl.prepare import check_warming, make_warming, prepare
+from credit_rl.protocol import PROTOCOLS
 from credit_rl.tiny import tiny_model, tiny_tokenizer
+from credit_rl.runlog import latest_checkpoint, read_metrics
 from credit_rl.settings import check, make_config, settings_of
 from credit_rl.train import _missing_room, plan_of, train
 from credit_rl.trajectory import example_group
+from credit_rl.warmup import read_collected
+from paper_player import Player, write_model, write_sets
 
 ROOT = Path(__file__).resolve().parents[1]
 VLLM = importlib.util.find_spec('vllm') is not None
@@ -36,7 +43,7 @@ FILES = {
 # what a warm-up is told besides
 WARM = {p.stem.removesuffix('_warmup'): p for p in sorted((ROOT / 'runs' / 'params').glob('*_warmup.yaml'))}
 BOTH = lambda *names: [f'{name}_qwen2.5_{size}' for name in names for size in ('3b', '7b')]
-# steps, questions a step, group size, mini-batches, epochs, learning rate, gradient clip, weight of the KL, by the papers
+# steps, questions a step, group size, mini-batches, epochs, learning rate, gradient clip, KL's weight, by the papers
 VALUES = {
     **dict.fromkeys(
         [*BOTH('tips', 'ppo', 'mt_ppo'), 'tips_qwen2.5_14b', 'tips_qwen3_4b', 'tips_llama3.1_8b'],
@@ -53,8 +60,10 @@ VALUES = {
 GAE = {'gamma': 1.0, 'lam': 1.0, 'whiten': True}
 CRITIC = dict(critic='own', critic_step='apart', critic_rate=1e-5, critic_backbone_rate=1e-5, clip=1.0, critic_clip=1.0)
 DUAL = dict(average='token-mean', loss={'clip_low': 0.2, 'clip_high': 0.2, 'dual_clip': 3.0, 'entropy': 0.0})
-IGPO = {'metric': 'f1', 'penalty': -1.0}
-RULES = lambda size: {'variant': {'3b': 'answer-aware', '7b': 'tool-only'}[size], 'exec_reward': .1, 'answer_reward': .15}
+F1 = {'metric': 'f1', 'penalty': -1.0}
+GAIN = {**F1, 'mode': 'prob', 'norm': 'joint', 'gamma': 1.0}
+VARIANT = {'3b': 'answer-aware', '7b': 'tool-only'}
+RULES = lambda size: {'variant': VARIANT[size], 'exec_reward': .1, 'answer_reward': .15}
 FAMILIES = {
     ('tips', 'ppo', 'mt_ppo', 'grpo', 'mt_grpo_star'):
         dict(protocol='tips', max_turns=5, max_tokens=8192, prompt_tokens=4096, response_tokens=4096, turn_tokens=4096,
@@ -62,8 +71,8 @@ FAMILIES = {
     ('tspo', ):
         dict(protocol='tspo', data='nq+hotpotqa', average='group-mean-token-sum', answer_stop='last'),
     ('igpo', ):
-        dict(protocol='igpo', max_turns=10, turn_tokens=2000, max_tokens=30767 + 2000, temperature=1.0, answer_stop='last',
-             data='nq+triviaqa+hotpotqa+2wikimultihopqa', average='sequence-mean-token-mean'),
+        dict(protocol='igpo', max_turns=10, turn_tokens=2000, max_tokens=30767 + 2000, temperature=1.0,
+             answer_stop='last', data='nq+triviaqa+hotpotqa+2wikimultihopqa', average='sequence-mean-token-mean'),
     ('prs', 'vspo'):
         dict(protocol='prs', data='nq+hotpotqa', temperature=1.0, answer_stop='last'),
     ('carl', 'search_r1_ppo'):
@@ -74,7 +83,8 @@ FAMILIES = {
 MORE = {
     **dict.fromkeys((n for n in VALUES if n.startswith('tips')), {
         'method': 'tips', 'teacher': 'self', 'teacher_every': 200, **CRITIC, 'options':
-            {'band': 'medium', 'alpha': .1, 'refund': False, 'schema': 'tips', 'reduce': 'logsumexp', 'terminal': 'zero', **GAE}
+            {'band': 'medium', 'alpha': .1, 'refund': False, 'schema': 'tips', 'reduce': 'logsumexp',
+             'terminal': 'zero', **GAE}
     }),
     **dict.fromkeys(BOTH('ppo'), {'method': 'ppo', 'options': GAE, **CRITIC}),
     **dict.fromkeys(BOTH('grpo'), {'method': 'grpo', **DUAL}),
@@ -84,11 +94,11 @@ MORE = {
         **RULES(s), 'lambda_mid': 1.0, 'lambda_final': 1.0, 'literal': False}} for s in ('3b', '7b')},
     **dict.fromkeys(BOTH('tspo'), {'method': 'tspo', 'options': {'alpha': 1.0, 'strategy': 'all-wrong'}}),
     **dict.fromkeys(BOTH('tspo_grpo'), {'method': 'grpo'}),
-    **dict.fromkeys(BOTH('igpo'), {'method': 'igpo', 'options': {**IGPO, 'mode': 'prob', 'norm': 'joint', 'gamma': 1.0}}),
-    **dict.fromkeys(BOTH('igpo_f1'), {'method': 'igpo-f1', 'options': IGPO}),
-    **dict.fromkeys(BOTH('igpo_ig'), {'method': 'igpo-ig', 'options': {
-        **IGPO, 'mode': 'prob', 'norm': 'joint', 'gamma': 1.0, 'parts': 'gain'}}),
-    **dict.fromkeys(BOTH('prs'), {'method': 'prs', 'options': {'form': 'short'}, 'average': 'sequence-mean-token-mean'}),
+    **dict.fromkeys(BOTH('igpo'), {'method': 'igpo', 'options': GAIN}),
+    **dict.fromkeys(BOTH('igpo_f1'), {'method': 'igpo-f1', 'options': F1}),
+    **dict.fromkeys(BOTH('igpo_ig'), {'method': 'igpo-ig', 'options': {**GAIN, 'parts': 'gain'}}),
+    **dict.fromkeys(BOTH('prs'), {'method': 'prs', 'options': {'form': 'short'},
+                                  'average': 'sequence-mean-token-mean'}),
     **dict.fromkeys(BOTH('prs_grpo'), {'method': 'grpo', 'options': {'metric': 'em'}}),
     'prs_ppo_qwen2.5_3b': {'method': 'prs/gae', 'options': {'form': 'short', **GAE}, 'critic': 'own'},
     **dict.fromkeys(BOTH('vspo'), {'method': 'prs+vspo', 'options': {
@@ -238,8 +248,8 @@ def test_a_dry_run_weighs_vllm_against_the_learner(tmp_path, monkeypatch):
 
 # of the paper in the file's first line; paper 4's sections have no numbers
 PLACE = re.compile(
-    r'\b(sections?|tables?|appendix|equations?|figures?) (\d|[A-Z](\.\d|\b)|Experimental Setup|Datasets|Baselines|The introduction of VSPO)',
-    re.I)
+    r'\b(sections?|tables?|appendix|equations?|figures?) '
+    r'(\d|[A-Z](\.\d|\b)|Experimental Setup|Datasets|Baselines|The introduction of VSPO)', re.I)
 OURS = re.compile(r'\bours(: |, for )\S+( \S+){2}')                                 # and why
 
 
@@ -379,3 +389,97 @@ def test_a_dry_run_of_what_is_there_says_so(tmp_path):
     (tmp_path / 'run' / 'params.yaml').write_text('run: x')
     with pytest.raises(ValueError, match='already holds a run'):
         train(dict(model=str(ROOT / 'data' / 'tiny_base'), run=str(tmp_path / 'run'), dry_run=True), say=lines.append)
+
+
+# ---- none that has never been started ----
+
+# what a run at a small size is given instead: of all else each file's own settings are what is run
+SMALL = dict(steps=2, eval_every=2, dev_questions=10, test_questions=5, learner='plain', ranks=1, deepspeed={},
+             engine='hf', vllm={}, dtype='float32', recompute=True, threads=1, track='')
+SMALL_WARM = dict(per_tier=[8, 6], warm_steps=2, warm_least=1, warm_every=1, warm_rise=1, warm_batch=16,
+                  must_pass=False)
+
+
+@pytest.fixture(scope='module')
+def small(tmp_path_factory):
+    "A small model, the sets' files and passages: (settings, question → gold)."
+    folder = tmp_path_factory.mktemp('small')
+    gold = write_sets(folder)
+    write_model(folder / 'model', list(gold))
+    return {**SMALL, 'model': str(folder / 'model'), 'path': str(folder), 'corpus': str(folder / 'corpus.jsonl')}, gold
+
+
+@pytest.fixture
+def shrunk(small, tmp_path, monkeypatch):
+    """A function of a file's settings, and changes to them, to the changed settings of a run in a small folder, where a
+    player of the file's protocol acts."""
+    monkeypatch.setattr(torch.cuda, 'is_available', lambda: False)
+    def of(told, **changes):
+        monkeypatch.setattr('credit_rl.stage.HFEngine',
+                            lambda model, tokenizer, **limits: Player(PROTOCOLS[told['protocol']], small[1], tokenizer))
+        questions = 2 if told['epochs'] > 1 else max(2, 15 // told['group_size'])
+        return {**small[0], 'minibatches': min(told['minibatches'], 2), 'warmup': min(told.get('warmup', 0), 2),
+                'questions_per_step': questions, 'run': str(tmp_path / Path(told['run']).name), **changes}
+    return of
+
+
+def quiet(line): pass
+
+
+def check_ran(told, changes):
+    """Check of a finished run of two steps that all settings but the changed ones were the file's, and that it learned
+    from what its method asks for. Returns its table without the base."""
+    run, method = Path(changes['run']), get_method(told['method'])
+    params, table = yaml.safe_load((run / 'params.yaml').read_text()), read_metrics(run)
+    assert {k: params[k] for k in told} == {**told, **{k: v for k, v in changes.items() if k in told}}
+    assert table.step.tolist() == [0, 1, 2] and (run / 'summary.json').exists()
+    steps = table[1:]
+    asked = ['grad_norm', 'reward', 'calls', 'answer_rate', *['value_loss', 'critic_grad_norm'] * bool(method.critic),
+             *['mean_abs_shaping', 'alpha'] * ('teacher' in method.sees)]
+    assert (steps[asked].max() > 0).all() and steps[['loss', 'kl']].notna().all(axis=None)
+    before, after = load_model(params['model'])[0].state_dict(), saved_policy(latest_checkpoint(run)[1])
+    assert any(not torch.equal(before[name], w) for name, w in after.items() if name in before)
+    return steps
+
+
+@pytest.mark.parametrize('name', FILES)
+def test_a_file_trains_at_a_small_size(name, shrunk):
+    """Two steps in this process by all of a file's settings but sizes and host: its own protocol, prompts, caps,
+    method, options, loss, rates, critic and teacher. Questions that are never answered right are there for TSPO, and
+    for VSPO to leave out."""
+    train({**(told := settings(name)), **(changes := shrunk(settings(name)))}, say=quiet)
+    steps = check_ran(told, changes)
+    if name.startswith(('tspo', 'vspo')): assert steps.groups_all_wrong.max() > 0
+
+
+@pytest.fixture
+def sentences(monkeypatch):
+    "A stand-in for sentence-transformers, which need not be installed: the names of the models that were asked for."
+    asked = []
+    class Encoder:
+        def __init__(self, name): asked.append(name)
+        def encode(self, texts): return numpy.array([[float(len(t)), float(sum(map(ord, t)) % 7)] for t in texts])
+    stub = ModuleType('sentence_transformers')
+    stub.SentenceTransformer = Encoder
+    monkeypatch.setitem(sys.modules, 'sentence_transformers', stub)
+    return asked
+
+
+@pytest.mark.parametrize('name', WARM)
+def test_a_warm_up_runs_at_a_small_size_and_what_it_made_teaches(name, small, shrunk, sentences):
+    "The two commands of a file's head, one after the other."
+    told = settings(name) | (own := yaml.safe_load(WARM[name].read_text()))
+    changes = shrunk(told, **SMALL_WARM, other_corpus=small[0]['corpus'])
+    warm = prepare({**told, **changes}, say=quiet)
+    params = yaml.safe_load((warm / 'params.yaml').read_text())
+    kept = {k: params[k] for k in told if k in params}
+    assert kept == {k: {**told, **changes}[k] for k in kept} and kept.keys() >= own.keys()
+    assert sentences and set(sentences) == {told['embed']}
+    data = read_collected(warm / 'rollouts-train.jsonl.gz')
+    assert set(data.prompts) == {'direct', 'forced', 'optional'} and set(data.tier.tolist()) == {1, 2}
+    assert (read_metrics(warm).loss.dropna() > 0).sum() == 2
+    changes = shrunk(told := settings(name), critic_from=str(warm))
+    train({**told, **changes}, say=quiet)
+    steps = check_ran(told, changes)
+    cold = {'shared': .5, 'frozen': 0.}[told['critic']]                        # of a critic that knows nothing yet
+    assert abs(steps.value_start.iloc[0] - cold) > 1e-6
