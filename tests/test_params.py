@@ -3,10 +3,12 @@
 import importlib.util
 import re
 import shutil
+import sys
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
+import numpy
 import pytest
 import torch
 import yaml
@@ -15,14 +17,19 @@ from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 from credit_rl.compare import plan_jobs
 from credit_rl.estimate import memory, read_sizes
 from credit_rl.layout import pack
-from credit_rl.learner import Learner, Optimiser, make_critic
+from credit_rl.learner import Learner, Optimiser, make_critic, saved_policy
 from credit_rl.parts import Credit, Seen
 from credit_rl.methods import get_method
-from credit_rl.prepare import check_warming, make_warming
+from credit_rl.models import load_model
+from credit_rl.prepare import check_warming, make_warming, prepare
+from credit_rl.protocol import PROTOCOLS
 from credit_rl.tiny import tiny_model, tiny_tokenizer
+from credit_rl.runlog import latest_checkpoint, read_metrics
 from credit_rl.settings import check, make_config, settings_of
 from credit_rl.train import _missing_room, plan_of, train
 from credit_rl.trajectory import example_group
+from credit_rl.warmup import read_collected
+from paper_player import Player, write_model, write_sets
 
 ROOT = Path(__file__).resolve().parents[1]
 VLLM = importlib.util.find_spec('vllm') is not None
@@ -35,74 +42,74 @@ FILES = {
 }
 # what a warm-up is told besides
 WARM = {p.stem.removesuffix('_warmup'): p for p in sorted((ROOT / 'runs' / 'params').glob('*_warmup.yaml'))}
-# steps, questions a step, group size, mini-batches, epochs, learning rate, weight of the KL, by the papers
+BOTH = lambda *names: [f'{name}_qwen2.5_{size}' for name in names for size in ('3b', '7b')]
+# steps, questions a step, group size, mini-batches, epochs, learning rate, gradient clip, KL's weight, by the papers
 VALUES = {
     **dict.fromkeys(
-        ('tips_qwen2.5_3b', 'tips_qwen2.5_7b', 'tips_qwen2.5_14b', 'tips_qwen3_4b', 'tips_llama3.1_8b'),
-        (500, 256, 1, 1, 1, 1e-6, 0.001),
+        [*BOTH('tips', 'ppo', 'mt_ppo'), 'tips_qwen2.5_14b', 'tips_qwen3_4b', 'tips_llama3.1_8b'],
+        (500, 256, 1, 1, 1, 1e-6, 1.0, 0.001),
     ),
-    **dict.fromkeys(('tspo_qwen2.5_3b', 'tspo_qwen2.5_7b'), (500, 512, 5, 2, 1, 1e-6, 0.001)),
-    **dict.fromkeys(('igpo_qwen2.5_3b', 'igpo_qwen2.5_7b'), (500, 32, 16, 1, 1, 1e-6, 0.001)),
-    **dict.fromkeys(('prs_qwen2.5_3b', 'vspo_qwen2.5_3b'), (500, 128, 5, 1, 1, 1e-7, 0.001)),
-    **dict.fromkeys(
-        ('carl_qwen2.5_3b', 'carl_qwen2.5_7b', 'search_r1_ppo_qwen2.5_7b'), (500, 256, 5, 20, 4, 1e-6, 0.001)
-    ),
-    'search_r1_grpo_qwen2.5_7b': (500, 256, 5, 1, 1, 5e-7, 0.001),
+    **dict.fromkeys(BOTH('grpo', 'mt_grpo_star'), (500, 256, 5, 1, 1, 5e-7, 1e-4, 0.001)),
+    **dict.fromkeys(BOTH('tspo', 'tspo_grpo'), (500, 512, 5, 2, 1, 1e-6, 1.0, 0.001)),
+    **dict.fromkeys(BOTH('igpo', 'igpo_f1', 'igpo_ig'), (500, 32, 16, 1, 1, 1e-6, 1.0, 0.001)),
+    **dict.fromkeys([*BOTH('prs', 'prs_grpo', 'vspo'), 'prs_ppo_qwen2.5_3b'], (500, 128, 5, 1, 1, 1e-7, 1.0, 0.001)),
+    **dict.fromkeys([*BOTH('carl', 'carl_grpo'), 'search_r1_ppo_qwen2.5_7b'],
+                    (500, 256, 5, 20, 4, 1e-6, 1.0, 0.001)),
+}
+# the same for all of a paper's files, then what a file has besides
+GAE = {'gamma': 1.0, 'lam': 1.0, 'whiten': True}
+CRITIC = dict(critic='own', critic_step='apart', critic_rate=1e-5, critic_backbone_rate=1e-5, clip=1.0, critic_clip=1.0)
+DUAL = dict(average='token-mean', loss={'clip_low': 0.2, 'clip_high': 0.2, 'dual_clip': 3.0, 'entropy': 0.0})
+F1 = {'metric': 'f1', 'penalty': -1.0}
+GAIN = {**F1, 'mode': 'prob', 'norm': 'joint', 'gamma': 1.0}
+VARIANT = {'3b': 'answer-aware', '7b': 'tool-only'}
+RULES = lambda size: {'variant': VARIANT[size], 'exec_reward': .1, 'answer_reward': .15}
+FAMILIES = {
+    ('tips', 'ppo', 'mt_ppo', 'grpo', 'mt_grpo_star'):
+        dict(protocol='tips', max_turns=5, max_tokens=8192, prompt_tokens=4096, response_tokens=4096, turn_tokens=4096,
+             answer_stop='last', malformed='end', passages=3, passage_tokens=500, data='nq+hotpotqa', stage=3),
+    ('tspo', ):
+        dict(protocol='tspo', data='nq+hotpotqa', average='group-mean-token-sum', answer_stop='last'),
+    ('igpo', ):
+        dict(protocol='igpo', max_turns=10, turn_tokens=2000, max_tokens=30767 + 2000, temperature=1.0,
+             answer_stop='last', data='nq+triviaqa+hotpotqa+2wikimultihopqa', average='sequence-mean-token-mean'),
+    ('prs', 'vspo'):
+        dict(protocol='prs', data='nq+hotpotqa', temperature=1.0, answer_stop='last'),
+    ('carl', 'search_r1_ppo'):
+        dict(protocol='carl', betas=[0.9, 0.999], weight_decay=0.01, warmup=100 * 80, eval_every=25, max_turns=15,
+             turn_tokens=2048, context_tokens=256, prompt_tokens=2048, response_tokens=2048, max_tokens=4096,
+             data='hotpotqa+2wikimultihopqa+gsm8k', passages=3, stage=3),
 }
 MORE = {
-    'tips_qwen2.5_7b': dict(
-        method='tips',
-        teacher_every=200,
-        critic='own',
-        critic_rate=1e-5,
-        clip=1.0,
-        max_turns=5,
-        max_tokens=8192,
-        prompt_tokens=4096,
-        response_tokens=4096,
-        answer_stop='last',
-        passages=3,
-        passage_tokens=500,
-    ),
-    'tspo_qwen2.5_7b': dict(
-        method='tspo', options={'alpha': 1.0, 'strategy': 'all-wrong'}, average='group-mean-token-sum'
-    ),
-    'igpo_qwen2.5_7b': dict(method='igpo', max_turns=10, turn_tokens=2000, max_tokens=30767 + 2000, temperature=1.0),
-    'vspo_qwen2.5_3b': dict(
-        method='prs+vspo', options={'form': 'short', 'temperature': 0.1, 'smoothing': 2, 'least_variance': 1e-6}
-    ),
-    'carl_qwen2.5_7b': dict(
-        method='carl',
-        options={'lam': 0.0},
-        critic='shared',
-        critic_rate=5e-6,
-        critic_mix=0.5,
-        betas=[0.9, 0.999],
-        weight_decay=0.01,
-        warmup=100 * 80,
-        loss={'clip_low': 0.2, 'clip_high': 0.2, 'entropy': 0.001, 'value': 1.0},
-        average='segment-mean',
-        eval_every=25,
-        max_turns=15,
-        context_tokens=256,
-        prompt_tokens=2048,
-        response_tokens=2048,
-        data='hotpotqa+2wikimultihopqa+gsm8k',
-    ),
-    'search_r1_ppo_qwen2.5_7b': dict(
-        method='ppo',
-        options={'gamma': 1.0, 'lam': 0.95},
-        critic='frozen',
-        critic_rate=1e-5,
-        protocol='carl',
-        data='hotpotqa+2wikimultihopqa+gsm8k',
-    ),
-    'search_r1_grpo_qwen2.5_7b': dict(
-        method='grpo',
-        clip=1e-4,
-        average='token-mean',
-        loss={'clip_low': 0.2, 'clip_high': 0.2, 'dual_clip': 3.0, 'entropy': 0.0},
-    ),
+    **dict.fromkeys((n for n in VALUES if n.startswith('tips')), {
+        'method': 'tips', 'teacher': 'self', 'teacher_every': 200, **CRITIC, 'options':
+            {'band': 'medium', 'alpha': .1, 'refund': False, 'schema': 'tips', 'reduce': 'logsumexp',
+             'terminal': 'zero', **GAE}
+    }),
+    **dict.fromkeys(BOTH('ppo'), {'method': 'ppo', 'options': GAE, **CRITIC}),
+    **dict.fromkeys(BOTH('grpo'), {'method': 'grpo', **DUAL}),
+    **{f'mt_ppo_qwen2.5_{s}': {'method': 'mt-ppo', 'options': {**RULES(s), 'placement': 'last', **GAE}, **CRITIC}
+       for s in ('3b', '7b')},
+    **{f'mt_grpo_star_qwen2.5_{s}': {'method': 'mt-grpo*', **DUAL, 'options': {
+        **RULES(s), 'lambda_mid': 1.0, 'lambda_final': 1.0, 'literal': False}} for s in ('3b', '7b')},
+    **dict.fromkeys(BOTH('tspo'), {'method': 'tspo', 'options': {'alpha': 1.0, 'strategy': 'all-wrong'}}),
+    **dict.fromkeys(BOTH('tspo_grpo'), {'method': 'grpo'}),
+    **dict.fromkeys(BOTH('igpo'), {'method': 'igpo', 'options': GAIN}),
+    **dict.fromkeys(BOTH('igpo_f1'), {'method': 'igpo-f1', 'options': F1}),
+    **dict.fromkeys(BOTH('igpo_ig'), {'method': 'igpo-ig', 'options': {**GAIN, 'parts': 'gain'}}),
+    **dict.fromkeys(BOTH('prs'), {'method': 'prs', 'options': {'form': 'short'},
+                                  'average': 'sequence-mean-token-mean'}),
+    **dict.fromkeys(BOTH('prs_grpo'), {'method': 'grpo', 'options': {'metric': 'em'}}),
+    'prs_ppo_qwen2.5_3b': {'method': 'prs/gae', 'options': {'form': 'short', **GAE}, 'critic': 'own'},
+    **dict.fromkeys(BOTH('vspo'), {'method': 'prs+vspo', 'options': {
+        'form': 'short', 'draw': 'value', 'temperature': 0.1, 'clip': True, 'smoothing': 2, 'least_variance': 1e-6}}),
+    **dict.fromkeys(BOTH('carl'), {
+        'method': 'carl', 'options': {'lam': 0.0}, 'critic': 'shared', 'critic_step': 'apart', 'critic_rate': 5e-6,
+        'critic_backbone_rate': 5e-7, 'critic_mix': None, 'critic_clip': 1.0, 'average': 'segment-mean',
+        'loss': {'clip_low': 0.2, 'clip_high': 0.2, 'entropy': 0.001, 'value': 1.0}}),
+    **dict.fromkeys(BOTH('carl_grpo'), {'method': 'grpo'}),
+    'search_r1_ppo_qwen2.5_7b': dict(method='ppo', options={'gamma': 1.0, 'lam': 0.95, 'whiten': True}, critic='frozen',
+                                     critic_step='apart', critic_rate=1e-5, critic_mix=None),
 }
 
 # the models' shapes, as their configurations say; parameters as published
@@ -119,11 +126,9 @@ MODELS = {
                                            tie_word_embeddings=True), 4_022_468_096),
     'meta-llama/Llama-3.1-8B-Instruct': (_SHAPE(LlamaConfig, 32, 4096, 14336, 32, 8, 128256), 8_030_261_248)
 }
-# bytes of one, of the stated host
-GPU = {
-    'tips': 141e9, 'tspo': 80e9, 'igpo': 80e9, 'prs': 141e9, 'vspo': 141e9, 'carl': 80e9, 'search_r1_ppo': 80e9,
-    'search_r1_grpo': 141e9
-}
+# bytes of a GPU of the stated host
+GPU = {**dict.fromkeys(('tips', 'ppo', 'grpo', 'mt_', 'prs', 'vspo'), 141e9),
+       **dict.fromkeys(('tspo', 'igpo', 'carl', 'search_r1'), 80e9)}
 
 
 def settings(name): return yaml.safe_load(FILES[name].read_text())
@@ -204,9 +209,19 @@ def test_a_file_loads_and_passes_the_checks(name, tmp_path):
     assert (config.learner, config.ranks, config.run) == ('deepspeed', 8,
                                                           f'runs/{name}') and settings(name)['model'] in MODELS
     got = (config.steps, config.questions_per_step, config.group_size, config.minibatches, config.epochs,
-           config.learning_rate, config.kl)
+           config.learning_rate, config.clip, config.kl)
     assert got == VALUES[name]
-    for key, value in MORE.get(name, {}).items(): assert getattr(config, key) == value, key
+    (family,) = [told for starts, told in FAMILIES.items() if name.startswith(starts)]
+    for key, value in {**family, **MORE[name]}.items(): assert getattr(config, key) == value, key
+
+
+@pytest.mark.parametrize('name', FILES)
+def test_the_head_has_the_command_that_starts_it(name):
+    heads = [line[4:] for line in FILES[name].read_text().splitlines() if line.startswith('#   ')]
+    train = f'papermill nbs/90_train.ipynb runs/{name}/notebook.ipynb -f runs/params/{name}.yaml'
+    warm = (f'papermill nbs/92_warmup.ipynb runs/{name}_warmup/notebook.ipynb -f runs/params/{name}.yaml '
+            f'-f runs/params/{name}_warmup.yaml')
+    assert heads == ([warm, f'{train} -p critic_from runs/{name}_warmup'] if name in WARM else [train])
 
 
 @pytest.mark.parametrize('name', FILES)
@@ -233,19 +248,20 @@ def test_a_dry_run_weighs_vllm_against_the_learner(tmp_path, monkeypatch):
 
 # of the paper in the file's first line; paper 4's sections have no numbers
 PLACE = re.compile(
-    r'\b(sections?|tables?|appendix|equations?|figures?) (\d|[A-Z](\.\d|\b)|Experimental Setup|Datasets)', re.I)
+    r'\b(sections?|tables?|appendix|equations?|figures?) '
+    r'(\d|[A-Z](\.\d|\b)|Experimental Setup|Datasets|Baselines|The introduction of VSPO)', re.I)
 OURS = re.compile(r'\bours(: |, for )\S+( \S+){2}')                                 # and why
 
 
 def unsaid(text):
     """Lines of a paper's file whose value is neither cited nor ours for a reason. Number of ranks and learner are the
-    host's, which a line above them cites; run and method are the file's own."""
-    wrong = [] if re.search(r'\(paper [1-5]\)|paper \([1-5]\)', text.splitlines()[0]) else ['no paper is named in the '
+    host's, which a line above them cites; run and method are the file's own. Each option has a line of its own."""
+    wrong = [] if re.search(r'\(paper [1-5]\b|paper \([1-5]\)', text.splitlines()[0]) else ['no paper is named in the '
                                                                                             'first line']
     if not any(line.startswith('# the host: ') and PLACE.search(line) for line in text.splitlines()):
         wrong.append('the host is not cited')
     for line in text.splitlines():
-        if line.startswith(('#', 'run:', 'method:', 'learner:', 'ranks:')): continue
+        if line.startswith(('#', 'run:', 'method:', 'learner:', 'ranks:')) or line == 'options:': continue
         comment = line.partition(' # ')[2]
         if not (PLACE.search(comment) or OURS.search(comment)): wrong.append(line)
     return wrong
@@ -312,16 +328,13 @@ def test_a_warm_up_is_told_the_rest_by_a_second_file(name, per_tier, rates, tmp_
             warming.other_share) == (2400, 1800, 25, 256, 100, .3)
     assert (warming.head_rate, warming.backbone_rate,
             warming.collected) == (*rates, 'curated') and warming.betas == [.9, .999]
-    text = FILES[name].read_text()
-    assert re.search(rf'92_warmup.*-f runs/params/{name}.yaml -f runs/params/{name}_warmup.yaml\n',
-                     text) and f'-p critic_from {warming.run}' in text and text.count('papermill') == 3
 
 
 def test_only_those_with_a_critic_to_warm_up_have_a_second_file():
-    assert set(WARM) == {n for n in FILES if n.startswith(('carl', 'search_r1_ppo'))}
+    assert set(WARM) == {n for n in FILES if settings(n).get('critic') in ('shared', 'frozen')}
 
 
-@pytest.mark.parametrize('name', [n for n in FILES if n.startswith(('carl', 'search_r1_ppo'))])
+@pytest.mark.parametrize('name', WARM)
 def test_the_critics_term_is_half_the_mean_square(name):
     """By hand: a cold CARL critic says .5 at every segment, and .5 · mean (.5 - 1)² = .125 of an outcome of 1; a
     linear one says 0, so .5 · mean (0 - 1)² = .5."""
@@ -376,3 +389,97 @@ def test_a_dry_run_of_what_is_there_says_so(tmp_path):
     (tmp_path / 'run' / 'params.yaml').write_text('run: x')
     with pytest.raises(ValueError, match='already holds a run'):
         train(dict(model=str(ROOT / 'data' / 'tiny_base'), run=str(tmp_path / 'run'), dry_run=True), say=lines.append)
+
+
+# ---- none that has never been started ----
+
+# what a run at a small size is given instead: of all else each file's own settings are what is run
+SMALL = dict(steps=2, eval_every=2, dev_questions=10, test_questions=5, learner='plain', ranks=1, deepspeed={},
+             engine='hf', vllm={}, dtype='float32', recompute=True, threads=1, track='')
+SMALL_WARM = dict(per_tier=[8, 6], warm_steps=2, warm_least=1, warm_every=1, warm_rise=1, warm_batch=16,
+                  must_pass=False)
+
+
+@pytest.fixture(scope='module')
+def small(tmp_path_factory):
+    "A small model, the sets' files and passages: (settings, question → gold)."
+    folder = tmp_path_factory.mktemp('small')
+    gold = write_sets(folder)
+    write_model(folder / 'model', list(gold))
+    return {**SMALL, 'model': str(folder / 'model'), 'path': str(folder), 'corpus': str(folder / 'corpus.jsonl')}, gold
+
+
+@pytest.fixture
+def shrunk(small, tmp_path, monkeypatch):
+    """A function of a file's settings, and changes to them, to the changed settings of a run in a small folder, where a
+    player of the file's protocol acts."""
+    monkeypatch.setattr(torch.cuda, 'is_available', lambda: False)
+    def of(told, **changes):
+        monkeypatch.setattr('credit_rl.stage.HFEngine',
+                            lambda model, tokenizer, **limits: Player(PROTOCOLS[told['protocol']], small[1], tokenizer))
+        questions = 2 if told['epochs'] > 1 else max(2, 15 // told['group_size'])
+        return {**small[0], 'minibatches': min(told['minibatches'], 2), 'warmup': min(told.get('warmup', 0), 2),
+                'questions_per_step': questions, 'run': str(tmp_path / Path(told['run']).name), **changes}
+    return of
+
+
+def quiet(line): pass
+
+
+def check_ran(told, changes):
+    """Check of a finished run of two steps that all settings but the changed ones were the file's, and that it learned
+    from what its method asks for. Returns its table without the base."""
+    run, method = Path(changes['run']), get_method(told['method'])
+    params, table = yaml.safe_load((run / 'params.yaml').read_text()), read_metrics(run)
+    assert {k: params[k] for k in told} == {**told, **{k: v for k, v in changes.items() if k in told}}
+    assert table.step.tolist() == [0, 1, 2] and (run / 'summary.json').exists()
+    steps = table[1:]
+    asked = ['grad_norm', 'reward', 'calls', 'answer_rate', *['value_loss', 'critic_grad_norm'] * bool(method.critic),
+             *['mean_abs_shaping', 'alpha'] * ('teacher' in method.sees)]
+    assert (steps[asked].max() > 0).all() and steps[['loss', 'kl']].notna().all(axis=None)
+    before, after = load_model(params['model'])[0].state_dict(), saved_policy(latest_checkpoint(run)[1])
+    assert any(not torch.equal(before[name], w) for name, w in after.items() if name in before)
+    return steps
+
+
+@pytest.mark.parametrize('name', FILES)
+def test_a_file_trains_at_a_small_size(name, shrunk):
+    """Two steps in this process by all of a file's settings but sizes and host: its own protocol, prompts, caps,
+    method, options, loss, rates, critic and teacher. Questions that are never answered right are there for TSPO, and
+    for VSPO to leave out."""
+    train({**(told := settings(name)), **(changes := shrunk(settings(name)))}, say=quiet)
+    steps = check_ran(told, changes)
+    if name.startswith(('tspo', 'vspo')): assert steps.groups_all_wrong.max() > 0
+
+
+@pytest.fixture
+def sentences(monkeypatch):
+    "A stand-in for sentence-transformers, which need not be installed: the names of the models that were asked for."
+    asked = []
+    class Encoder:
+        def __init__(self, name): asked.append(name)
+        def encode(self, texts): return numpy.array([[float(len(t)), float(sum(map(ord, t)) % 7)] for t in texts])
+    stub = ModuleType('sentence_transformers')
+    stub.SentenceTransformer = Encoder
+    monkeypatch.setitem(sys.modules, 'sentence_transformers', stub)
+    return asked
+
+
+@pytest.mark.parametrize('name', WARM)
+def test_a_warm_up_runs_at_a_small_size_and_what_it_made_teaches(name, small, shrunk, sentences):
+    "The two commands of a file's head, one after the other."
+    told = settings(name) | (own := yaml.safe_load(WARM[name].read_text()))
+    changes = shrunk(told, **SMALL_WARM, other_corpus=small[0]['corpus'])
+    warm = prepare({**told, **changes}, say=quiet)
+    params = yaml.safe_load((warm / 'params.yaml').read_text())
+    kept = {k: params[k] for k in told if k in params}
+    assert kept == {k: {**told, **changes}[k] for k in kept} and kept.keys() >= own.keys()
+    assert sentences and set(sentences) == {told['embed']}
+    data = read_collected(warm / 'rollouts-train.jsonl.gz')
+    assert set(data.prompts) == {'direct', 'forced', 'optional'} and set(data.tier.tolist()) == {1, 2}
+    assert (read_metrics(warm).loss.dropna() > 0).sum() == 2
+    changes = shrunk(told := settings(name), critic_from=str(warm))
+    train({**told, **changes}, say=quiet)
+    steps = check_ran(told, changes)
+    cold = {'shared': .5, 'frozen': 0.}[told['critic']]                        # of a critic that knows nothing yet
+    assert abs(steps.value_start.iloc[0] - cold) > 1e-6

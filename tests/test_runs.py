@@ -2,6 +2,7 @@
 shown again without doing it again."""
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -32,38 +33,75 @@ def finished(tmp_path_factory):
     return cwd, cwd / 'runs' / 'short', notebook
 
 
-def test_a_papers_command_with_a_small_model(tmp_path):
-    """As it is typed in a clone, where the run has no folder yet, with TIPS's file for eight GPUs; given besides is
-    only what is small: model, data, numbers of questions, and two ranks that play by themselves. The notebook
-    starts them, shows their progress, and then what happened."""
-    pytest.importorskip('deepspeed', reason='deepspeed is not installed: pip install credit_rl[train]')
-    (tmp_path / 'runs').mkdir()
-    for name in ('nbs', 'runs/params'): (tmp_path / name).symlink_to(ROOT / name)
-    small = dict(run='runs/tips-7b', model=str(ROOT / 'data' / 'tiny_base'), data='tiny', corpus=None, protocol='tiny',
-                 questions=40, dev_questions=8, test_questions=8, questions_per_step=8, steps=2, eval_every=1,
-                 teacher_every=1, turn_tokens=24, max_tokens=192, row_tokens=4096, passages=1, passage_tokens=30,
-                 engine='hf', vllm={}, ranks=2)
-    done = subprocess.run([
-        sys.executable, '-m', 'papermill', 'nbs/90_train.ipynb', 'runs/tips-7b/notebook.ipynb', '-f',
-        'runs/params/tips_qwen2.5_7b.yaml', '-y',
-        json.dumps(small), '--no-progress-bar'
-    ], cwd=tmp_path, env={**os.environ, 'CUDA_VISIBLE_DEVICES': ''}, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-                          stderr=subprocess.STDOUT, text=True)
+def commands_of(name):
+    "The commands in the head of a papers' file: list of lists of words."
+    return [shlex.split(line[4:]) for line in (ROOT / 'runs' / 'params' / f'{name}.yaml').read_text().splitlines()
+            if line.startswith('#   ')]
+
+
+def typed(words, given, cwd):
+    "Run a command of papermill with settings that stand over the files'. Returns the notebook."
+    done = subprocess.run([sys.executable, '-m', *words, '-y', json.dumps(given), '--no-progress-bar'], cwd=cwd,
+                          env={**os.environ, 'CUDA_VISIBLE_DEVICES': ''}, stdin=subprocess.DEVNULL,
+                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     assert done.returncode == 0, done.stdout[-5000:]
-    run, notebook = tmp_path / 'runs' / 'tips-7b', json.loads(
-        (tmp_path / 'runs' / 'tips-7b' / 'notebook.ipynb').read_text())
+    notebook = json.loads((cwd / words[2]).read_text())
+    assert not [o for _, o in outputs(notebook) if o['output_type'] == 'error']
+    return notebook
+
+
+SMALL = dict(model=str(ROOT / 'data' / 'tiny_base'), data='tiny', corpus=None, protocol='tiny', questions=40,
+             dev_questions=8, test_questions=8, questions_per_step=8, group_size=2, minibatches=2, steps=2,
+             eval_every=1, turn_tokens=24, prompt_tokens=64, response_tokens=128, max_tokens=192, row_tokens=4096,
+             passages=1, passage_tokens=30, engine='hf', vllm={}, ranks=2)
+CODE = dict(model=str(ROOT / 'data' / 'tiny_carl'), protocol='carl-tiny', context_tokens=24, turn_tokens=48,
+            response_tokens=320, max_tokens=384, warmup=2,
+            world=dict(size=300, hops=[1, 2], famous=dict(train=30, dev=15, test=15), easy=5, hard=5))
+CLUSTERS = dict(per_tier=[6, 6], tries=2, sorted_questions=24, clusters=2, embed=None, other_corpus=None, warm_steps=2,
+                warm_least=1, warm_every=1, warm_batch=16, warm_rise=1, must_pass=False)
+# learners, and kinds of critics: file, what is small, what the file says, what is measured
+KINDS = {
+    'own critic, two ranks': (
+        'tips_qwen2.5_7b', dict(group_size=1, teacher_every=1, minibatches=1),
+        dict(method='tips', learner='deepspeed', stage=3, dtype='bfloat16', critic='own', critic_step='apart',
+             gradient_checkpointing=True, offload=['reference', 'teacher']),
+        ['mean_abs_shaping', 'alpha', 'value_loss', 'critic_grad_norm']),
+    'shared critic, two ranks': (
+        'carl_qwen2.5_7b', CODE, dict(method='carl', learner='deepspeed', stage=3, critic='shared', critic_step='apart',
+                                      critic_backbone_rate=5e-7), ['value_loss', 'critic_grad_norm']),
+    'frozen critic, two ranks': (
+        'search_r1_ppo_qwen2.5_7b', CODE, dict(method='ppo', learner='deepspeed', stage=3, critic='frozen'),
+        ['value_loss', 'critic_grad_norm']),
+    'no critic, plain learner': (
+        'tspo_qwen2.5_7b', dict(learner='plain', ranks=1, deepspeed={}), dict(method='tspo', learner='plain'), []),
+}
+
+
+@pytest.mark.parametrize('kind', KINDS)
+def test_a_papers_commands_with_a_small_model(kind, tmp_path):
+    """As they are typed in a clone, where the run has no folder yet, with the papers' files for eight GPUs; given
+    besides is only what is small: model, data, numbers of questions, and two ranks that play by themselves. The
+    notebooks start them, show their progress, and then what happened. CARL's warm-up comes first; the frozen critic
+    does without."""
+    name, changes, said, measured = KINDS[kind]
+    if said['learner'] == 'deepspeed':
+        pytest.importorskip('deepspeed', reason='deepspeed is not installed: pip install credit_rl[train]')
+    (tmp_path / 'runs').mkdir()
+    for folder in ('nbs', 'runs/params'): (tmp_path / folder).symlink_to(ROOT / folder)
+    *warm, train = commands_of(name)
+    if said.get('critic') == 'shared': typed(warm[0], {**SMALL, **changes, **CLUSTERS}, tmp_path)
+    elif warm: train = train[:train.index('-p')]
+    notebook = typed(train, {**SMALL, **changes}, tmp_path)
+    run = tmp_path / 'runs' / name
     params, table = yaml.safe_load((run / 'params.yaml').read_text()), read_metrics(run)
-    assert params.items() >= dict(method='tips', learner='deepspeed', stage=3, dtype='bfloat16',
-                                  gradient_checkpointing=True, group_size=1, critic='own',
-                                  offload=['reference', 'teacher']).items()
-    assert params['deepspeed']['zero_optimization']['offload_optimizer'] == {'device': 'cpu'
-                                                                             } and (run / 'summary.json').exists()
-    assert table.step.tolist() == [0, 1, 2] and table[[
-        'grad_norm', 'mean_abs_shaping', 'alpha', 'value_loss'
-    ]][1:].gt(0).all(axis=None) and table.trajectories[1:].tolist() == [8, 8]
-    assert len(shown(notebook,
-                     'image/png')) >= 1 and not [o for _, o in outputs(notebook) if o['output_type'] == 'error']
-    for said in ('2 ranks: ', 'base: EM', 'step 2/2', 'final: EM'): assert printed(notebook).count(said) == 1, said
+    assert params.items() >= said.items() and (run / 'summary.json').exists()
+    if said['learner'] == 'deepspeed':
+        assert params['deepspeed']['zero_optimization']['offload_optimizer'] == {'device': 'cpu'}
+        assert printed(notebook).count('2 ranks: ') == 1
+    assert table.step.tolist() == [0, 1, 2] and table[['grad_norm', *measured]][1:].gt(0).all(axis=None)
+    assert table.trajectories[1:].tolist() == [8 * params['group_size']] * 2
+    assert len(shown(notebook, 'image/png')) >= 1
+    for line in ('base: EM', 'step 2/2', 'final: EM'): assert printed(notebook).count(line) == 1, line
 
 
 def test_the_notebook_shows_what_happened(finished):

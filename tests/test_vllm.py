@@ -16,6 +16,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import yaml
 from papermilled import papermill, shown
 
 from credit_rl.engine import HFEngine, Sampling, seed_of
@@ -431,14 +432,14 @@ ADAPTED = dict(method='igpo', lora={'r': 4}, learning_rate=1e-2, correction='mas
                vllm={'own_process': True, 'arguments': SETTINGS})
 
 
-def start(root, folder, **settings):
+def start(root, folder, *words, **settings):
     "A run as a process of its own, whose lines can be read."
     settings = {
         **TINY, 'model': str(root / 'data' / 'tiny_base'), 'correction': 'truncated', 'run': str(folder), **settings
     }
     return subprocess.Popen(
-        [sys.executable, '-m', 'credit_rl.train', *(f'{k}={json.dumps(v)}' for k, v in settings.items())], cwd=root,
-        text=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        [sys.executable, '-m', 'credit_rl.train', *words, *(f'{k}={json.dumps(v)}' for k, v in settings.items())],
+        cwd=root, text=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         env={**os.environ, 'PYTHONPATH': str(root), 'CUDA_VISIBLE_DEVICES': '', 'PYTHONUNBUFFERED': '1'})
 
 
@@ -524,6 +525,20 @@ def test_two_ranks_with_a_vllm_each_do_what_the_notebook_does(root, tmp_path):
     assert 'step 4/4' in said and len(shown(notebook, 'image/png')) >= 1
     agrees(tmp_path / 'two', 4)
     assert same_metrics(tmp_path / 'one', tmp_path / 'two', 1e-3) == []
+
+
+def test_a_papers_file_acts_by_vllm(root, tmp_path):
+    """IGPO's file in the tiny world, its learner and stage, on one rank with a vLLM in a process of its own that stays
+    awake, as it must without a GPU."""
+    run = start(root, tmp_path / 'run', '--params', str(root / 'runs' / 'params' / 'igpo_qwen2.5_7b.yaml'), data='tiny',
+                corpus=None, protocol='tiny', max_tokens=192, passages=1, dtype='float32', ranks=1, steps=2,
+                correction='truncated', learning_rate=1e-3, kl=.001)
+    said = run.communicate()[0]
+    assert run.returncode == 0, said[-4000:]
+    params = yaml.safe_load((tmp_path / 'run' / 'params.yaml').read_text())
+    assert params.items() >= dict(method='igpo', learner='deepspeed', stage=3, engine='vllm', answer_stop='last',
+                                  malformed='end', average='sequence-mean-token-mean', ranks=1).items()
+    agrees(tmp_path / 'run', 2)
 
 
 def test_an_evaluation_is_the_other_engines(root, tmp_path):
