@@ -189,11 +189,14 @@ def plain():
 
 
 def go_on(stage, folder):
-    "What follows a checkpoint of the last case, whoever wrote it: a step, and the weights then."
+    """What follows checkpoints of another number of ranks: of the last case a step and the weights then; of a critic
+    that steps apart its last two steps."""
     *batch, parts = grpo()
     learner = make_learner(parts(), DeepSpeedBackend(stage, settings=SPREAD_ALL))
     learner.restore(folder)
-    return steps(learner, *batch, 1), {n: w.detach().float().clone() for n, w in learner.weights().items()}
+    after = steps(learner, *batch, 1), {n: w.detach().float().clone() for n, w in learner.weights().items()}
+    apart = learn(DeepSpeedBackend, 'carl', start=f'{folder}/carl', stage=stage, settings=SPREAD_ALL)
+    return {'other number of ranks': after, 'apart, other number of ranks': apart}
 
 
 def offloaded(stage, folder):
@@ -230,9 +233,7 @@ def sharded(stage, folder, others=None, offload=()):
     fresh = make_learner(parts(), DeepSpeedBackend(**how), offload)
     fresh.restore(folder)
     out['resumed'] = before, steps(fresh, *batch, 1)
-    if others and os.path.isdir(others):
-        out['other number of ranks'] = go_on(stage, others)
-        out['apart, other number of ranks'] = learn(DeepSpeedBackend, 'carl', start=f'{others}/carl', **how)
+    if others and os.path.isdir(others): out |= go_on(stage, others)
     if offload: out['offloaded'] = offloaded(stage, f'{folder}/offloaded')
     half, again = (make_learner(parts() | {'frozen': Frozen(model(0, 100))}, DeepSpeedBackend(dtype='bfloat16', **how),
                                 offload) for _ in range(2))

@@ -71,7 +71,7 @@ def results(tmp_path_factory, one_thread):
             found = deepspeed_steps.at_stages(STAGES[1], alone / 'out.pt', offload=('reference', 'teacher'))
             done[2] = launch(2, both, alone / 'out.pt')
             for stage in STAGES[1]:
-                found[stage]['other number of ranks'] = deepspeed_steps.go_on(stage, f'{both / "out.pt"}-{stage}')
+                found[stage] |= deepspeed_steps.go_on(stage, f'{both / "out.pt"}-{stage}')
             done[1] = [found]
         return done[ranks]
     return get

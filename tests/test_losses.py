@@ -451,9 +451,9 @@ def test_value_loss_and_entropy():
 
 class Recorder(PlainBackend):
     "A backend that keeps each update's gradient before it is clipped."
-    def update(self):
+    def update(self, clip):
         self.gradient = torch.cat([p.grad.flatten().clone() for p in self.scorer.parameters()])
-        return super().update()
+        return super().update(clip)
 
 
 def small_model(seed=0):

@@ -190,7 +190,7 @@ def test_rows_by_vllm_are_the_sweeps_but_for_their_engine(method, root, monkeypa
 def test_what_make_carl_runs_passes_the_checks(root, monkeypatch):
     monkeypatch.chdir(root)
     shared, makefile = yaml.safe_load(
-        (root / 'runs' / 'params' / 'carl_demo.yaml').read_text()), (root / 'Makefile').read_text()
+        (root / 'runs' / 'params' / 'carl_demo.yaml').read_text()), (root / 'Makefile').read_text().replace('\\\n', '')
     warm, run = ({
         n: yaml.safe_load(v)
         for n, v in (pair.split('=')

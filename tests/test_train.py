@@ -751,8 +751,8 @@ def test_stored_runs_say_surprisal():
 
 
 def test_kept_rollouts_tell_of_their_turns_and_states(tmp_path):
-    """Turn rewards, values, beliefs and potentials stand beside the advantages. By TIPS a turn earns α times the step of
-    Φ, and what is left at the end; a missing state is null in the file and NaN when it is read."""
+    """Turn rewards, values, beliefs and potentials stand beside the advantages. By TIPS a turn earns α times the step
+    of Φ, and what is left at the end; a missing state is null in the file and NaN when it is read."""
     run, rows = quiet(tmp_path / 'tips', method='tips', options={'alpha': .5}, measure=['belief'])
     for row in rows:
         turns, phi = len(row['trajectory']['turns']), row['potential']
@@ -833,7 +833,8 @@ def test_entropy_is_drawn_where_it_is_there_and_else_its_estimate(tmp_path):
 
 
 def test_a_table_has_a_row_for_each_data_set(tmp_path):
-    RunLog(tmp_path).summary({'questions': 10, 'questions_by_set': {'nq': 6, 'gsm8k': 4}, 'base': {'em': .2, 'em_nq': 0.,
-                              'em_gsm8k': .5}, 'final': {'em': .5, 'em_nq': .5, 'em_gsm8k': .5}})
+    RunLog(tmp_path).summary({'questions': 10, 'questions_by_set': {'nq': 6, 'gsm8k': 4},
+                              'base': {'em': .2, 'em_nq': 0., 'em_gsm8k': .5},
+                              'final': {'em': .5, 'em_nq': .5, 'em_gsm8k': .5}})
     table = before_after(tmp_path)
     assert table.questions.to_dict() == {'all': 10, 'gsm8k': 4, 'nq': 6} and table.gain['nq'] == .5
