@@ -176,6 +176,7 @@ METRICS |= {
     'seconds_step': 'seconds of the whole step',
     'seconds_rollout': 'seconds of acting, tools included',
     'seconds_evaluate': "seconds of the learner's forward passes: log-probabilities, values, gold answers",
+    'seconds_teacher': "seconds in which a teacher scored gold answers",
     'seconds_update': 'seconds of the optimiser updates',
     'seconds_load': 'seconds of handing the weights to the engine',
     'seconds_dev': 'seconds of the development questions',

@@ -766,7 +766,9 @@ def test_kept_rollouts_tell_of_their_turns_and_states(tmp_path):
     assert json.loads(line)['potential'][-1] is None and 'NaN' not in line
     assert show_rollout(played(rows)[0], rows[0]['advantages'], measured=rows[0]).html.count('reward ') >= len(
         rows[0]['turn_rewards'])
-    _, rows = quiet(tmp_path / 'grpo', method='grpo')
+    assert (read_metrics(run)[['seconds_teacher', 'seconds_evaluate']][1:] > 0).all(axis=None)
+    other, rows = quiet(tmp_path / 'grpo', method='grpo')
+    assert 'seconds_teacher' not in read_metrics(other)
     assert all('belief' not in row and 'values' not in row and not any(row['turn_rewards']) for row in rows)
 
 
