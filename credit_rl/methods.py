@@ -10,7 +10,7 @@ __all__ = ['MODULES', 'REWARDS', 'RULES', 'SAMPLINGS', 'LOSSES', 'METHODS', 'gat
 from dataclasses import replace
 from types import ModuleType
 from . import outcome, advantages, losses, folr, information_gain, prs
-from . import vspo, turn_rewards, potentials, smdp, turn_ppo
+from . import vspo, turn_rewards, potentials, smdp, turn_ppo, true_credit
 from . import runlog
 from .options import nearest, read_options
 from .parts import Method, Objective, Part, Reward, Row, Rule, Sampling

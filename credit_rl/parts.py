@@ -28,6 +28,8 @@ class Seen:
     teacher_logp: torch.Tensor = None    # (N, K+1, M) as gold_logp, by the teacher
     teacher_tokens: torch.Tensor = None  # (N, K+1, M)
     entropy: torch.Tensor = None      # (R, T) entropy in nats of what each trained token was drawn from, 0 elsewhere
+    # (N, K) mean outcome when the policy plays on from the state before each turn, NaN where there is no turn
+    state_values: torch.Tensor = None
 
 # %% ../nbs/29_parts.ipynb #c006
 @dataclass(frozen=True)
@@ -110,6 +112,7 @@ class Reward(Part):
     sees: str = None        # what `model` reads of Seen: 'gold', the policy's scores, or 'teacher'
     schema: object = None   # how gold answers are written down to be scored (gold_templates), or options -> that
     ends: object = None     # options -> whether gold answers are scored after the last turn too
+    plays: object = None    # options -> how often the policy plays on from every state; `model` reads its values
     reach: object = None    # options -> None, called once before a run: makes sure that what is asked answers
     chance: bool = False    # an outcome whose mean is a chance of success
     unsummed: str = ''      # why a rule must not sum it over turns; '': it may
@@ -217,6 +220,7 @@ class Facts:
     tags: tuple = None                # the protocol's tags of reasoning, call and answer
     opening: str = None               # what the generation prefix says of every turn before the model does: '<think>\n'
     questions_per_step: int = None
+    max_turns: int = None             # of a rollout, its answer included
 
 @dataclass(frozen=True)
 class Asks:
@@ -225,6 +229,7 @@ class Asks:
     sees: tuple = ()                             # of the learner's SEES
     schemas: dict = field(default_factory=dict)  # 'gold' or 'teacher' -> schema of gold_templates
     ends: bool = False                           # gold answers are scored after the last turn too
+    plays: int = 0                               # how often the policy plays on from the state before every turn
 
 def _schemas(method, rewards):
     "How rewards have golds written down, 'gold' or 'teacher' -> schema. Raises ValueError where two want it otherwise."
@@ -299,7 +304,8 @@ class Method:
         "What must be found out about these groups: `Asks`."
         models = [r for r in self.rewards if r.model]
         ends = any(r.ends and r.ends(self.own(r)) for r in models)
-        return Asks(groups, self.sees, _schemas(self, models), ends)
+        plays = max((r.plays(self.own(r)) for r in models if r.plays), default=0)
+        return Asks(groups, self.sees, _schemas(self, [r for r in models if r.sees]), ends, plays)
 
     def model_rewards(self, rewards, layout, seen):
         "The rewards with what models add to the turns (N, K), each such reward under its own name too: dict."

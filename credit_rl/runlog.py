@@ -177,6 +177,7 @@ METRICS |= {
     'seconds_rollout': 'seconds of acting, tools included',
     'seconds_evaluate': "seconds of the learner's forward passes: log-probabilities, values, gold answers",
     'seconds_teacher': "seconds in which a teacher scored gold answers",
+    'seconds_play_on': 'seconds of playing on from the states of rollouts, where a method asks for their values',
     'seconds_update': 'seconds of the optimiser updates',
     'seconds_load': 'seconds of handing the weights to the engine',
     'seconds_dev': 'seconds of the development questions',

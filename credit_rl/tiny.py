@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['PERFECT', 'NOISY', 'GUESSING', 'TEACHER', 'PERFECT_CODER', 'NOISY_CODER', 'CODE_TEACHER', 'CODE_KNOWER', 'TABLE',
-           'tiny_tokenizer', 'tiny_environment', 'Player', 'act', 'ceiling', 'tiny_model', 'demonstrations',
-           'copy_rows', 'imitate', 'WarmStart', 'warm_start', 'recollections', 'Coder', 'memory_of', 'act_coder',
-           'segment_rows', 'code_demonstrations', 'code_recollections', 'code_readings', 'CodeWarmStart',
+           'tiny_tokenizer', 'tiny_environment', 'Player', 'act', 'player_state', 'ceiling', 'tiny_model',
+           'demonstrations', 'copy_rows', 'imitate', 'WarmStart', 'warm_start', 'recollections', 'Coder', 'memory_of',
+           'act_coder', 'segment_rows', 'code_demonstrations', 'code_recollections', 'code_readings', 'CodeWarmStart',
            'code_warm_start', 'make_base']
 
 # %% ../nbs/25_tiny.ipynb #c002
@@ -137,6 +137,14 @@ def _query(name, relation, start, luck, player, rng):
     if luck < player.one_word + player.relation: return relation
     if luck < player.one_word + player.relation + player.restart: return start
     return f'{name} {relation}'
+
+# %% ../nbs/25_tiny.ipynb #c0162
+def player_state(
+    text,  # str, everything so far
+):
+    "What a player goes by, which is less than all that was said: it goes on alike from texts whose states are equal."
+    relations, kind, start, thoughts, seen = _understand(text)
+    return tuple(relations), kind, start, tuple(thoughts[-1]) if thoughts else None, seen
 
 # %% ../nbs/25_tiny.ipynb #c020
 def ceiling(

@@ -35,7 +35,7 @@ from .parameters import by_group, make_parser, read_settings
 from .parts import Asks, Facts, Seen, assign, at, begin, bind, first_tokens, move, part_metrics
 from .potentials import answer_potential
 from .protocol import prompt_hash
-from .rollout import rollout
+from .rollout import continuations, rollout
 from .runlog import (RunLog, atomic_write, latest_checkpoint, code_hashes, named_checkpoint,
                               save_checkpoint)
 from .scoring import answer_header, gold_templates
@@ -43,6 +43,7 @@ from .settings import GROUPS, Config, check, check_engine, data_sets, make_confi
 from .stage import (Stage, add_lora, draw_questions, hand_over, make_engine, make_learner, origin_of,
                              real_questions, real_search, set_stage)
 from .trajectory import to_json
+from .true_credit import distinct_states, score_continuations, state_values
 from .vllm_engine import EngineLost, logp_gap, sampler_weights
 from .warmup import read_tiers, segment_statistics
 
@@ -53,7 +54,7 @@ def train_step(
     measure_kl=False,   # also how far the policy is from its base: two more forwards
 ):
     "Take one training step. Returns its metrics; rollouts and clocks go to the run's log."
-    method, look = at(run.method, run.memory['method']), Look(run)
+    method, look = at(run.method, run.memory['method']), Look(run, step)
     groups, rewards = act(run, method, step)
     batch = assign(method, groups, look, _keep_generator(run, step), run.prefix, rewards)
     metrics = describe_rollouts(groups, batch.text, run.tiers)
@@ -84,7 +85,8 @@ class Run:
     def __post_init__(self):
         s = self.settings = settings_of(self.config)
         self.mismatch = None if s.host.engine == 'hf' else s.mismatch
-        self.method = bound_method(s.course, s.task, s.learning.questions_per_step, self.stage.chat, self.learner.loss)
+        self.method = bound_method(s.course, s.task, s.learning.questions_per_step, self.stage.chat, self.learner.loss,
+                                   self.stage.environments['train'].max_turns)
         self.prefix = len(self.stage.chat.encode(answer_header(self.stage.chat)))
         self.tiers = known_tiers(s.critic.critic_from)
         start = {'best': -1., 'best_step': 0, 'rates': [], 'base': None, 'method': begin(self.method)}
@@ -137,12 +139,13 @@ def run_facts(
     task,                # Task
     questions_per_step,
     chat=None,           # Chat; None: nothing of the protocol is known yet
+    max_turns=None,      # of a rollout; None: not known yet
 ):
     "What a run knows that a method's options may take: `Facts`."
     protocol = chat and chat.protocol
     return Facts(metric=None if task.data == 'tiny' else _data_metric(data_sets(task)),
                  tags=protocol and (protocol.think_tag, protocol.call_tag, protocol.answer_tag),
-                 opening=chat and chat.opening, questions_per_step=questions_per_step)
+                 opening=chat and chat.opening, questions_per_step=questions_per_step, max_turns=max_turns)
 
 def bound_method(
     course,              # Course: the method and its options
@@ -150,9 +153,10 @@ def bound_method(
     questions_per_step,
     chat=None,           # Chat; None: nothing of the protocol is known yet
     loss=None,           # Loss of the run; None: the method's own
+    max_turns=None,      # of a rollout; None: not known yet
 ):
     "A run's `Method`, with the options that are set, and for the others what the run knows."
-    return bind(get_method(course.method), course.options, run_facts(task, questions_per_step, chat), loss)
+    return bind(get_method(course.method), course.options, run_facts(task, questions_per_step, chat, max_turns), loss)
 
 def _data_metric(names):
     "What data sets are scored by: one function, or a dict by set where they differ."
@@ -177,14 +181,31 @@ def act(run, method, step):
     return groups, rewards
 
 class Look:
-    """Answers what a method asks about a batch and what its run measures, by the run's learner. `passes` counts the
-    forwards of each model, `tokens` what they read."""
-    def __init__(self, run): self.run, self.passes, self.tokens = run, Counter(), 0
+    """Answers what a method asks about a batch and what its run measures, by the run's learner, and by its engine
+    where the policy is to play on. `passes` counts the forwards of each model, `tokens` what they read."""
+    def __init__(self, run, step=0): self.run, self.step, self.passes, self.tokens = run, step, Counter(), 0
 
     def __call__(self, layout, asks):
         "What is asked, what the loss needs, and what is measured: `Seen`, None if that is nothing."
+        values = self._play_on(asks) if asks.plays else None
+        self.run.engine.sleep()
+        seen = self._look(layout, asks)
+        return seen if values is None else dataclasses.replace(seen or Seen(), state_values=values)
+
+    def _play_on(self, asks):
+        "Values of the states before all turns, by continuations of the policy that acted: (N, K)."
         run, c = self.run, self.run.config
-        run.engine.sleep()
+        states, index = distinct_states(asks.groups)
+        play = lambda share: continuations(run.engine, run.stage.environments['train'], share, asks.plays,
+                                           Sampling(c.temperature, max_tokens=c.turn_tokens),
+                                           seed_of('play on', c.seed, self.step))
+        with run.log.timed('play_on'): played = run.ranks.each(states, play)
+        earned = run.ranks.once(lambda: score_continuations(played, lambda g: run.method.text_rewards(g)['outcome']))
+        return state_values(earned, index)[0]
+
+    def _look(self, layout, asks):
+        "What models find out: `Seen`, None if nothing is asked."
+        run, c = self.run, self.run.config
         own = ['logp'] * (c.recompute or c.engine != 'hf') + ['ref_logp'] * bool(run.learner.loss.kl)
         own += ['entropy'] * ('entropy' in c.measure and not run.learner.loss.entropy)     # else the update tells it
         asks = dataclasses.replace(asks, sees=tuple(dict.fromkeys((*asks.sees, *own))))
