@@ -160,7 +160,7 @@ test: $(VENV)/.ok-test
 	@echo '== notebooks'
 	@$(VENV)/bin/nbdev_test --path nbs --file_re '$(LIBRARY)' --n_workers $(WORKERS)
 	@echo '== tests/'
-	@$(PY) -m pytest tests -n $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart 1 -ra $(RECORD)
+	@$(PY) -m pytest tests -n $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart 1 -ra --durations 20 $(RECORD)
 	@$(tree) > $(VENV)/tree-after
 	@diff $(VENV)/tree-before $(VENV)/tree-after \
 	    || { echo 'The files above differ from what was checked out: modules are stale (make export, then commit),'; \

@@ -180,6 +180,7 @@ def act(run, method, step):
         if not part.rounds or len(method.keep(groups, rewards, _keep_generator(run, step))[0]) >= len(questions): break
     return groups, rewards
 
+# %% ../nbs/63_train.ipynb #c0442
 class Look:
     """Answers what a method asks about a batch and what its run measures, by the run's learner, and by its engine
     where the policy is to play on. `passes` counts the forwards of each model, `tokens` what they read."""

@@ -20,13 +20,13 @@ from credit_rl.readers import Passage
 from credit_rl.retrieval import BM25
 from credit_rl.rollout import Environment, check_prompts, rollout
 from credit_rl.settings import Acting, check, make_config
-from credit_rl.stage import set_stage
 from credit_rl.tiny import tiny_environment
 from credit_rl.tools import PythonTool, SearchTool
 from credit_rl.train import train
 from credit_rl.trajectory import Question, Result, Stop
 from credit_rl.warmup import prompted
 from credit_rl.world import make_world
+from pieces import stage_of
 
 TOKENIZER = byte_tokenizer()
 TOOL = SearchTool(BM25([Passage('0', 'Casablanca', 'Casablanca is a film directed by Michael Curtiz.')]), 1, 50)
@@ -230,10 +230,9 @@ def test_a_long_prompt_is_refused_before_anything_is_played(root):
             refused()
     check_prompts(replace(env, prompt_tokens=long), questions)
     given = dict(model=str(root / 'data' / 'tiny_base'), questions=9, dev_questions=4, test_questions=4)
-    quiet = lambda line: None
     with pytest.raises(ValueError, match='questions have a prompt of more than prompt_tokens=5 ids, such as '):
-        set_stage(make_config({**given, 'prompt_tokens': 5}), quiet)
-    stage = set_stage(make_config({**given, 'prompt_tokens': 60, 'response_tokens': 99, 'malformed': 'end'}), quiet)
+        stage_of(make_config({**given, 'prompt_tokens': 5}))
+    stage = stage_of(make_config({**given, 'prompt_tokens': 60, 'response_tokens': 99, 'malformed': 'end'}))
     assert {(e.prompt_tokens, e.response_tokens, e.max_tokens, e.malformed)
             for e in stage.environments.values()} == {(60, 99, 159, 'end')}
 
@@ -339,7 +338,7 @@ def test_a_run_keeps_its_protocol_and_the_hash_of_its_prompt(root, file, tmp_pat
         summary = json.loads((folder / 'summary.json').read_text())
         assert (summary['protocol'], summary['prompt_hash']) == ('tiny', prompt_hash(protocol))
     with pytest.raises(ValueError, match="no words for the prompt of protocol 'tiny'"):
-        set_stage(make_config({**given, 'system_prompt': file('Be brief.')}), lambda line: None)
+        stage_of(make_config({**given, 'system_prompt': file('Be brief.')}))
 
 
 def test_other_prompts_of_carl_keep_the_words_that_are_given(file):
