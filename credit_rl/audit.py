@@ -4,30 +4,26 @@
 
 # %% auto #0
 __all__ = ['KINDS', 'RULES', 'Truth', 'find_truth', 'turn_kinds', 'squares_by_kind', 'kendall', 'agreements', 'interval',
-           'turn_gradients', 'gradient_scores', 'audit', 'audit_figure', 'findings', 'Auditing', 'turn_means',
-           'rule_credit', 'judged_run', 'run_audit', 'write_audit']
+           'turn_gradients', 'gradient_scores', 'audit', 'audit_figure', 'findings', 'Auditing', 'run_audit', 'main']
 
 # %% ../nbs/71_audit.ipynb #a003
-import dataclasses, json, math, sys, time
+import dataclasses, json, sys, time
 from dataclasses import dataclass
 from pathlib import Path
 import torch
 from .engine import Sampling, seed_of
 from .groups import index_groups
-from .launch import Ranks
 from .layout import hidden_states, pack
-from .methods import METHODS, get_method
+from .methods import get_method
 from .options import check_settings, setting
 from .parameters import by_group, from_settings, make_parser, read_settings
 from .parts import assign
 from .rollout import continuations, rollout
-from .runlog import atomic_write, plain_json
+from .runlog import plain_json, write_json
 from .settings import GROUPS, make_config, settings_of
 from .stage import draw_questions, make_engine, make_learner, origin_of, set_stage
 from .train import Look, Run, SilentLog, train_step
-from .true_credit import (credit_errors, distinct_states, query_rate, score_continuations, solver_values, state_values,
-                                   turn_changes, turn_credit)
-from .groups import at_last_turn
+from .true_credit import credit_errors, distinct_states, score_continuations, state_values, turn_credit
 
 # %% ../nbs/71_audit.ipynb #a006
 @dataclass(frozen=True)
@@ -117,9 +113,9 @@ def agreements(
     truth,   # Truth
     kinds,   # (N, K) long (turn_kinds)
 ):
-    """How a rule's credit agrees with the truth (ours): dict name -> (sums, counts), (B,) each by question. Ranks within
-    rollouts and within groups, turn by turn, and within groups by kind of turn; of turns whose credit is beyond two
-    errors the share with the right sign among those that got any, and the share that got exactly 0."""
+    """How a rule's credit agrees with the truth (ours): dict name -> (sums, counts), (B,) each by question. Ranks
+    within rollouts and within groups, turn by turn, and within groups by kind of turn; of turns whose credit is beyond
+    two errors the share with the right sign among those that got any, and the share that got exactly 0."""
     true, owner, b = truth.credit(), truth.owner, len(truth.groups)
     out = {'within rollouts': _by_question(kendall(credit, true, truth.turn_mask), owner, b)}
     (x, there), (y, _), (m, _), (kind, _) = (_in_groups(v, owner, b) for v in (credit, true, truth.turn_mask, kinds))
@@ -183,17 +179,15 @@ def gradient_scores(
     """Cosine of the mean gradient that a rule makes with the one that true credit makes, and its signal to noise (ours):
     dict name -> (value, low, high), bootstrapped over questions. NaN of a rule that says nothing."""
     b = int(owner.max()) + 1
-    mean = lambda a: torch.zeros(b, gradients.shape[2]).index_add(0, owner, torch.einsum('nk,nkd->nd', a, gradients)) / (
-        owner.bincount(minlength=b)[:, None])
-    own, right = mean(credit), mean(true)
-    cross, same, other = own @ right.T, own @ own.T, right @ right.T
-    generator = torch.Generator().manual_seed(0)
-    drawn = torch.randint(b, (times, b), generator=generator)
+    count = owner.bincount(minlength=b)[:, None]
+    add = lambda x: torch.zeros(b, gradients.shape[2]).index_add(0, owner, x) / count
+    made, right = (add(torch.einsum('nk,nkd->nd', a, gradients)) for a in (credit, true))
+    drawn = torch.randint(b, (times, b), generator=torch.Generator().manual_seed(0))
     weights = torch.cat([torch.ones(1, b), torch.nn.functional.one_hot(drawn, b).sum(1).float()]) / b
-    along = lambda m: ((weights @ m) * weights).sum(1)
-    spread = ((weights * same.diagonal()).sum(1) - along(same)).clamp(min=0) / max(1, b - 1)
-    length = along(other).sqrt()
-    found = {'cosine': along(cross) / (along(same).sqrt() * length), 'signal to noise': along(cross) / length / spread.sqrt()}
+    product = lambda x, y: ((weights @ (x @ y.T)) * weights).sum(1)    # of two means, in each sample of questions
+    squares, along = product(made, made), product(made, right) / product(right, right).sqrt()
+    spread = ((weights * made.pow(2).sum(1)).sum(1) - squares).clamp(min=0) / max(1, b - 1)
+    found = {'cosine': along / squares.sqrt(), 'signal to noise': along / spread.sqrt()}
     ends = torch.tensor([.025, .975])
     return {name: (float(x[0]), *x[1:].nanquantile(ends).tolist()) for name, x in found.items()}
 
@@ -213,7 +207,8 @@ def audit(
     kinds, mask = turn_kinds(truth.groups), truth.turn_mask
     half = truth.played.shape[1] // 2
     drawn = torch.randn(mask.shape, generator=torch.Generator().manual_seed(0)) * mask
-    controls = {'half': truth.credit(slice(half)), 'even': (truth.outcome / mask.sum(1))[:, None] * mask, 'chance': drawn}
+    even = (truth.outcome / mask.sum(1))[:, None] * mask
+    controls = {'half': truth.credit(slice(half)), 'even': even, 'chance': drawn}
     rows = {}
     for name, credit in {**rules, **controls}.items():
         judge = dataclasses.replace(truth, played=truth.played[:, half:]) if name == 'half' else truth
@@ -235,40 +230,43 @@ def audit_figure(
     import matplotlib.pyplot as plt, seaborn as sns
     share, scored = squares.sum(0) / squares.sum(), 'signal to noise' in table
     with sns.axes_style('white'):
-        height = 1.6 + .34 * len(table)
-        figure, axes = plt.subplots(1, 1 + scored, figsize=(6 + 3.6 * scored, height), layout='constrained', squeeze=False)
-    sns.heatmap(table[list(KINDS)], vmin=-1, vmax=1, cmap='RdBu', annot=True, fmt='.2f', ax=axes[0, 0],
-                cbar_kws={'label': "agreement with true credit (Kendall's τ)"})
-    names = [f'{kind}\n{float(x):.0%} of credit' for kind, x in zip(KINDS, share)]
+        size = 6.4 + 3.6 * scored, 1.8 + .34 * len(table)
+        figure, axes = plt.subplots(1, 1 + scored, figsize=size, layout='constrained', squeeze=False)
+    there = [(kind, float(x)) for kind, x in zip(KINDS, share) if table[kind].notna().any()]
+    sns.heatmap(table[[kind for kind, _ in there]], vmin=-1, vmax=1, cmap='RdBu', annot=True, fmt='.2f', ax=axes[0, 0],
+                cbar_kws={'label': "agreement, Kendall's τ"})
     axes[0, 0].set(ylabel='', title='Which rule sees what')
-    axes[0, 0].set_xticklabels(names, rotation=0)
+    axes[0, 0].set_xticklabels([kind.replace(' and ', '\nand ') + f'\n{x:.0%} of credit' for kind, x in there])
+    axes[0, 0].tick_params(axis='both', rotation=0, length=0)
     if scored:
         ax, x = axes[0, 1], table['signal to noise']
         ends = [x - table['signal to noise, low'], table['signal to noise, high'] - x]
         ax.errorbar(x, range(len(table)), xerr=[e.clip(lower=0) for e in ends], fmt='o', ms=4, color='#333333')
         ax.axvline(0, color='#999999', lw=.8)
-        ax.set(ylim=(len(table) - .5, -.5), yticks=[], xlabel='signal to noise of its gradient', title='What an update makes of it')
+        ax.set(ylim=(len(table) - .5, -.5), yticks=[], xlabel='signal to noise of its gradient',
+               title='What an update makes of it')
         sns.despine(ax=ax, left=True)
     plt.close(figure)
     return figure
 
 def findings(table, squares):
     "What an audit says, in sentences made from its numbers: str."
-    share = squares.sum(0) / squares.sum()
+    ends = [interval(x, squares.sum(1)) for x in squares.T]
     said = ['Of the true credit (Σ A², noise taken off) ' + ', '.join(
-        f'{float(x):.0%} lies in turns of the kind "{kind}"' for kind, x in zip(KINDS, share)) + '.']
-    rules = table.drop(index=['half', 'even', 'chance'])
-    main = KINDS[int(share.argmax())]
+        f'{mean:.0%} ({low:.0%} to {high:.0%}) lies in the kind of turn "{kind}"'
+        for kind, (mean, low, high), x in zip(KINDS, ends, squares.T) if x.any()) + '.']
+    rules, main = table.drop(index=['half', 'even', 'chance']), KINDS[int(squares.sum(0).argmax())]
     sees = lambda kind: [f'{r} ({rules[kind][r]:+.2f})' for r in rules.index if rules[f'{kind}, low'][r] > 0]
     blind = [r for r in rules.index if not rules[f'{main}, low'][r] > 0]
     best = sorted(sees(main), key=lambda text: -float(text.split('(')[1][:-1]))
-    said.append(f'There, in "{main}", {", ".join(best) if best else "no rule"} ' +
+    said.append(f'In "{main}" {", ".join(best) if best else "no rule"} ' +
                 ('agree with it by an interval above 0' if best else 'agrees with it by an interval above 0') +
                 (f'; {", ".join(blind)} do not.' if blind and best else '.'))
     if 'signal to noise' in rules and rules['signal to noise'].notna().any():
         top = rules['signal to noise'].idxmax()
-        said.append(f'The gradient with the most signal to noise is that of {top} ({rules["signal to noise"][top]:.1f}; '
-                    f'true credit itself, measured by half the continuations, {table["signal to noise"]["half"]:.1f}).')
+        most, half = rules['signal to noise'][top], table['signal to noise']['half']
+        said.append(f'The gradient with the most signal to noise is that of {top} ({most:.1f}; true credit itself, '
+                    f'measured by half the continuations, {half:.1f}).')
     return ' '.join(said)
 
 # %% ../nbs/71_audit.ipynb #a025
@@ -285,10 +283,10 @@ class Auditing:
 
     def __post_init__(self):
         check_settings(self)
-        object.__setattr__(self, 'rules', tuple(self.rules.split()) if isinstance(self.rules, str) else tuple(self.rules))
+        object.__setattr__(self, 'rules', tuple(self.rules))
         for name in self.rules: get_method(name)
 
-def turn_means(
+def _turn_means(
     advantages,  # (R, T)
     layout,      # Layout of N trajectories
 ):
@@ -298,7 +296,7 @@ def turn_means(
     total = torch.zeros(n * k).index_add(0, cell, advantages[trained].float())
     return (total / cell.bincount(minlength=n * k).clamp(min=1)).view(n, k)
 
-def rule_credit(
+def _rule_credit(
     run,     # Run of a method
     groups,  # list of Group, N trajectories in all
     seed=0,
@@ -308,12 +306,12 @@ def rule_credit(
     batch = assign(run.method, groups, look, torch.Generator().manual_seed(seed), run.prefix)
     out = torch.zeros(index_groups(groups)[0].shape)
     if not batch.empty:
-        found = turn_means(batch.credit.advantages, batch.layout)
+        found = _turn_means(batch.credit.advantages, batch.layout)
         out[batch.chosen, :found.shape[1]] = found
     return out, {'forward tokens': look.tokens, 'seconds': round(time.monotonic() - since, 3)}
 
 # %% ../nbs/71_audit.ipynb #a026
-def judged_run(
+def _judged_run(
     config,  # Config of a training
     name,    # of a method
     stage,   # Stage
@@ -322,8 +320,9 @@ def judged_run(
 ):
     "A run of a method whose policy stands still, its critic taught: `Run`."
     critic = 'own' if get_method(name).critic else None
+    # a policy's rate that is too small to move a weight
     still = dataclasses.replace(config, method=name, options=config.options if name == config.method else {},
-                                learning_rate=0., critic=critic, critic_rate=config.critic_rate or 2e-3,
+                                learning_rate=1e-12, critic=critic, critic_rate=config.critic_rate or 2e-3,
                                 critic_backbone_rate=5e-4, log_kl=False, steps=max(1, teach))
     s = settings_of(still)
     engine = make_engine(s.host, s.acting, origin.start, stage.model, stage.chat.tokenizer)
@@ -346,26 +345,43 @@ def run_audit(
     env, how = stage.environments['train'], Sampling(config.temperature, max_tokens=config.turn_tokens)
     say(f'{auditing.asked} questions, {auditing.attempts} attempts each')
     groups = rollout(engine, env, questions, auditing.attempts, how, seed_of('audit', config.seed))
-    first = judged_run(config, 'grpo', stage, origin, 0)
+    first = _judged_run(config, 'grpo', stage, origin, 0)
     outcome, since = lambda g: first.method.text_rewards(g)['outcome'], time.monotonic()
     truth = find_truth(engine, env, groups, auditing.plays, outcome, how, seed_of('audit, on', config.seed))
     say(f'{len(truth.played)} states, {auditing.plays} continuations of each: {time.monotonic() - since:.0f} s')
     rules, costs = {}, {}
     for name in auditing.rules:
         say(f'{name}: asked')
-        rules[name], costs[name] = rule_credit(judged_run(config, name, stage, origin, auditing.teach), groups)
+        rules[name], costs[name] = _rule_credit(_judged_run(config, name, stage, origin, auditing.teach), groups)
     gradients = turn_gradients(stage.model, pack(groups))
-    return write_audit(Path(config.run), truth, audit(rules, truth, gradients, costs), rules)
+    return _write_audit(Path(config.run), truth, audit(rules, truth, gradients, costs), rules)
 
-def write_audit(folder, truth, table, rules):
+def _write_audit(folder, truth, table, rules):
     "Store an audit: table, findings, bottleneck, figure. Returns the folder."
     squares = squares_by_kind(truth, turn_kinds(truth.groups))
     (folder/'figures').mkdir(parents=True, exist_ok=True)
-    atomic_write(folder/'audit.csv', table.to_csv())
+    table.to_csv(folder/'audit.csv')
     share = (squares.sum(0) / squares.sum()).tolist()
     found = {'findings': findings(table, squares), 'bottleneck': dict(zip(KINDS, share)),
              'right': float(truth.outcome.mean()), 'questions': len(truth.groups), 'states': len(truth.played),
              'continuations': truth.played.shape[1]}
-    atomic_write(folder/'audit.json', json.dumps(plain_json(found), indent=1))
+    write_json(folder/'audit.json', plain_json(found))
     audit_figure(table, squares).savefig(folder/'figures'/'audit.png', dpi=110)
     return folder
+
+# %% ../nbs/71_audit.ipynb #a031
+def main(arguments=None):
+    "`python -m credit_rl.audit name=value …`: judge rules on a checkpoint; `--params FILE` for a file of settings."
+    about = 'Which rule sees where credit lies, on this policy and these questions?'
+    parser = make_parser('credit_rl.audit', about)
+    try:
+        given, _ = read_settings(parser, arguments, by_group(Auditing, *GROUPS.values()))
+        own = {f.name for f in dataclasses.fields(Auditing)}
+        auditing = from_settings(Auditing, {k: v for k, v in given.items() if k in own})
+        config = make_config({'run': 'runs/audit', **{k: v for k, v in given.items() if k not in own}})
+        folder = run_audit(config, auditing, lambda line: print(line, flush=True))
+    except (ValueError, OSError) as e: sys.exit(f'credit_rl.audit: {e}')
+    print(f'{json.loads((folder/"audit.json").read_text())["findings"]}\n{folder}')
+
+# %% ../nbs/71_audit.ipynb #a032
+if __name__ == '__main__' and '__file__' in globals(): main()  # a notebook has no file

@@ -234,7 +234,7 @@ class Asks:
 def _schemas(method, rewards):
     "How rewards have golds written down, 'gold' or 'teacher' -> schema. Raises ValueError where two want it otherwise."
     found = {}
-    for r in rewards:
+    for r in (r for r in rewards if r.sees):
         schema = r.schema(method.own(r)) if callable(r.schema) else r.schema
         if found.setdefault(r.sees, schema) != schema:
             raise ValueError(f'{method.name} has golds scored once, by {found[r.sees]!r} or by {schema!r}: give '
@@ -303,9 +303,8 @@ class Method:
     def asks(self, groups):
         "What must be found out about these groups: `Asks`."
         models = [r for r in self.rewards if r.model]
-        ends = any(r.ends and r.ends(self.own(r)) for r in models)
-        plays = max((r.plays(self.own(r)) for r in models if r.plays), default=0)
-        return Asks(groups, self.sees, _schemas(self, [r for r in models if r.sees]), ends, plays)
+        return Asks(groups, self.sees, _schemas(self, models), any(r.ends and r.ends(self.own(r)) for r in models),
+                    max((r.plays(self.own(r)) for r in models if r.plays), default=0))
 
     def model_rewards(self, rewards, layout, seen):
         "The rewards with what models add to the turns (N, K), each such reward under its own name too: dict."

@@ -247,7 +247,7 @@ def _row_limit(env, prompt, longest):
     "Most ids of a row that begins with a prompt, where `longest` fit anywhere."
     return longest if env.response_tokens is None else min(longest, len(prompt) + env.response_tokens)
 
-# %% ../nbs/22_rollout.ipynb #x018
+# %% ../nbs/22_rollout.ipynb #c017
 def _step(env): return _segments if env.chat.protocol.context_tag else _turns
 
 def _play(engine, env, drafts, sampling, seed, progress):
@@ -274,7 +274,6 @@ def _play(engine, env, drafts, sampling, seed, progress):
         if progress and ended: progress(ended)
     return done
 
-# %% ../nbs/22_rollout.ipynb #c017
 def rollout(
     engine,         # has stream(sampling) -> submit / release / iterate (HFEngine, ScriptedEngine, …)
     env,            # Environment
@@ -325,7 +324,8 @@ def continuations(
     longest, drafts = min(env.max_tokens, engine.max_length), {}
     for s, (trajectory, turn) in enumerate(states):
         if not 0 <= turn < len(trajectory.turns):
-            raise ValueError(f'a state is before one of the {len(trajectory.turns)} turns of its trajectory, got {turn}')
+            raise ValueError(f'a state is before one of the {len(trajectory.turns)} turns of its trajectory, got '
+                             f'{turn}')
         drafts |= {(s, i): _draft_of(env, trajectory, turn, (s, i), longest, i) for i in range(count)}
     done = _play(engine, env, drafts, Sampling() if sampling is None else sampling, seed, progress)
     return [Group(t.question, [done[s, i] for i in range(count)]) for s, (t, _) in enumerate(states)]

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['PARTS', 'turn_changes', 'turn_credit', 'credit_errors', 'distinct_states', 'state_values', 'score_continuations',
-           'continuation_values', 'Choices', 'said_next', 'exact_values', 'missing_pages', 'query_rate', 'chance_of',
+           'continuation_values', 'said_next', 'exact_values', 'missing_pages', 'query_rate', 'chance_of',
            'solver_values']
 
 # %% ../nbs/36_true_credit.ipynb #t003
@@ -117,7 +117,7 @@ class _Uniform:
         else: self.low = bar
         return less
 
-class Choices:
+class _Choices:
     "Stands for a `random.Random`: takes one `path` through what a program leaves to chance, and notes the ways beside."
     def __init__(self, path=()): self.path, self.taken, self.beside, self.probability = path, (), [], 1.
 
@@ -145,7 +145,7 @@ def said_next(
     "All that a scripted player may say next: dict text -> probability, which sum to 1."
     out, paths = {}, [()]
     while paths:
-        rng = Choices(paths.pop())
+        rng = _Choices(paths.pop())
         said = policy(text, rng)
         out[said] = out.get(said, 0.) + rng.probability
         paths += rng.beside
@@ -169,7 +169,8 @@ def exact_values(
         key = t.question.source, t.question.id, len(t.turns), text if state is None else state(text)
         if key not in known:
             after = [(p, *follow(env, t, said)) for said, p in said_next(policy, text).items()]
-            known[key] = sum(p * (float(earned([Group(t.question, [u])])) if over else value(u)) for p, u, over in after)
+            last = lambda t: float(earned([Group(t.question, [t])]))
+            known[key] = sum(p * (last(u) if over else value(u)) for p, u, over in after)
         return known[key]
     turn_mask, _ = index_groups(groups)
     out = torch.full(turn_mask.shape, torch.nan)
@@ -242,9 +243,9 @@ PARTS = (
     Reward('solver', r'V^{solver}(S_{k+1}) - V^{solver}(S_k)', 'ours', text=_solver_changes,
            options={'turns': Option(4, 'turns that a rollout may take', least=1)}, facts={'turns': 'max_turns'},
            **_CHANGES),
-    Rule('own', r'A_{i,k} = r_{i,k} / s', 'ours', credit=_scaled, compares=False,
+    Rule('each', r'A_{i,k} = r_{i,k} / s', 'ours', credit=_scaled, compares=False,
          options={'scale': Option('batch', "s: the batch's root mean square, the group's deviation, or 1",
                                   choices=('batch', 'group', 'none')),
                   'eps': Option(1e-6, 'added to s', least=0)}),
-    Row('vine', 'outcome+continuations/own', 'VinePPO (Kazemnejad et al. 2024), over turns; ours', '#00441b'),
-    Row('oracle', 'outcome+solver/own', 'ours', '#8c6d1f'))
+    Row('vine', 'outcome+continuations/each', 'VinePPO (Kazemnejad et al. 2024), over turns; ours', '#00441b'),
+    Row('oracle', 'outcome+solver/each', 'ours', '#8c6d1f'))
