@@ -23,7 +23,8 @@ from .runlog import plain_json, write_json
 from .settings import GROUPS, make_config, settings_of
 from .stage import draw_questions, make_engine, make_learner, origin_of, set_stage
 from .train import Look, Run, SilentLog, train_step
-from .true_credit import credit_errors, distinct_states, score_continuations, state_values, turn_credit
+from .true_credit import (credit_errors, distinct_states, query_rate, score_continuations, solver_values,
+                                   state_values, turn_credit)
 
 # %% ../nbs/71_audit.ipynb #a006
 @dataclass(frozen=True)
@@ -112,11 +113,13 @@ def agreements(
     credit,  # (N, K) a rule's
     truth,   # Truth
     kinds,   # (N, K) long (turn_kinds)
+    against=None,  # (N, K) what the credit is held against; None: true credit, which has errors
 ):
     """How a rule's credit agrees with the truth (ours): dict name -> (sums, counts), (B,) each by question. Ranks
     within rollouts and within groups, turn by turn, and within groups by kind of turn; of turns whose credit is beyond
     two errors the share with the right sign among those that got any, and the share that got exactly 0."""
-    true, owner, b = truth.credit(), truth.owner, len(truth.groups)
+    true, owner, b = truth.credit() if against is None else against, truth.owner, len(truth.groups)
+    beyond = 2 * truth.errors() if against is None else 0.
     out = {'within rollouts': _by_question(kendall(credit, true, truth.turn_mask), owner, b)}
     (x, there), (y, _), (m, _), (kind, _) = (_in_groups(v, owner, b) for v in (credit, true, truth.turn_mask, kinds))
     k, m = x.shape[2], m & there[..., None]
@@ -126,7 +129,7 @@ def agreements(
     for number, name in enumerate(KINDS):
         of = (m & (kind == number)).flatten(1)
         out[name] = _by_question(kendall(x.flatten(1), y.flatten(1), of), torch.arange(b), b)
-    clear = truth.turn_mask & (true.abs() > 2 * truth.errors())
+    clear = truth.turn_mask & (true.abs() > beyond)
     spoken = clear & (credit != 0)
     share = lambda which, of: tuple(torch.zeros(b).index_add(0, owner, v.sum(1).float()) for v in (which & of, of))
     out['sign'] = share(credit.sign() == true.sign(), spoken)
@@ -176,8 +179,8 @@ def gradient_scores(
     owner,      # (N,) long, question of each rollout
     times=1000,
 ):
-    """Cosine of the mean gradient that a rule makes with the one that true credit makes, and its signal to noise (ours):
-    dict name -> (value, low, high), bootstrapped over questions. NaN of a rule that says nothing."""
+    """Cosine of the mean gradient that a rule makes with the one that true credit makes, and its signal to noise
+    (ours): dict name -> (value, low, high), bootstrapped over questions. NaN of a rule that says nothing."""
     b = int(owner.max()) + 1
     count = owner.bincount(minlength=b)[:, None]
     add = lambda x: torch.zeros(b, gradients.shape[2]).index_add(0, owner, x) / count
@@ -212,8 +215,9 @@ def audit(
     rows = {}
     for name, credit in {**rules, **controls}.items():
         judge = dataclasses.replace(truth, played=truth.played[:, half:]) if name == 'half' else truth
-        scores = {score: interval(*x) for score, x in agreements(credit, judge, kinds).items()}
-        if gradients is not None: scores |= gradient_scores(credit, judge.credit(), gradients, truth.owner)
+        scores = {score: interval(*x) for score, x in agreements(credit, judge, kinds, against).items()}
+        right = judge.credit() if against is None else against
+        if gradients is not None: scores |= gradient_scores(credit, right, gradients, truth.owner)
         rows[name] = {key: v for score, (mean, low, high) in scores.items()
                       for key, v in ((score, mean), (f'{score}, low', low), (f'{score}, high', high))}
         rows[name] |= (costs or {}).get(name, {})
@@ -335,8 +339,8 @@ def run_audit(
     auditing,  # Auditing
     say=print, # function called with lines of text
 ):
-    """Audit a checkpoint: writes `audit.csv`, `audit.json` and `figures/audit.png` into the run's folder. Returns the
-    folder."""
+    """Audit a checkpoint: writes `audit.csv`, `audit.json` and `figures/audit.png` into the run's folder, and of a tiny
+    world `solver.csv`, the rules held against the solver's value. Returns the folder."""
     s = settings_of(config)
     origin = origin_of(s.course, s.acting, s.host, s.critic)
     stage = set_stage(s.task, s.acting, origin, config.seed, say)
@@ -354,9 +358,14 @@ def run_audit(
         say(f'{name}: asked')
         rules[name], costs[name] = _rule_credit(_judged_run(config, name, stage, origin, auditing.teach), groups)
     gradients = turn_gradients(stage.model, pack(groups))
-    return _write_audit(Path(config.run), truth, audit(rules, truth, gradients, costs), rules)
+    folder = _write_audit(Path(config.run), truth, audit(rules, truth, gradients, costs))
+    if config.data == 'tiny':
+        values = solver_values(groups, env.max_turns, query_rate(groups))
+        against = turn_credit(values, truth.outcome, truth.turn_mask)
+        audit(rules, truth, gradients, costs, against).to_csv(folder/'solver.csv')
+    return folder
 
-def _write_audit(folder, truth, table, rules):
+def _write_audit(folder, truth, table):
     "Store an audit: table, findings, bottleneck, figure. Returns the folder."
     squares = squares_by_kind(truth, turn_kinds(truth.groups))
     (folder/'figures').mkdir(parents=True, exist_ok=True)

@@ -228,6 +228,10 @@ def _scaled(rewards, layout, seen, o):
     spread = x[known].pow(2).mean().sqrt() + o['eps'] if o['scale'] == 'batch' and known.any() else 1.
     return torch.where(known, x / spread, 0.)
 
+def _as_wide(values, layout):
+    "Values of kept rollouts, in as many columns as the batch has turns: a longer rollout may have been left out."
+    return torch.nn.functional.pad(values, (0, layout.turn_mask.shape[1] - values.shape[1]), value=math.nan)
+
 def _solver_changes(groups, o):
     "What each turn changed of the solver's value: (N, K), the last one leaving nothing."
     turn_mask, _ = index_groups(groups)
@@ -237,7 +241,7 @@ def _solver_changes(groups, o):
 _CHANGES = {'unsummed': 'changes of value sum to the outcome less a constant', 'telescopes': True}
 PARTS = (
     Reward('continuations', r'V^\pi(S_{k+1}) - V^\pi(S_k)', 'VinePPO (Kazemnejad et al. 2024)',
-           model=lambda layout, seen, o: turn_changes(seen.state_values, layout.turn_mask),
+           model=lambda layout, seen, o: turn_changes(_as_wide(seen.state_values, layout), layout.turn_mask),
            plays=lambda o: o['m'], options={'m': Option(4, 'continuations of every state', least=1)},
            differs='a turn for a step', **_CHANGES),
     Reward('solver', r'V^{solver}(S_{k+1}) - V^{solver}(S_k)', 'ours', text=_solver_changes,

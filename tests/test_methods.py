@@ -30,6 +30,7 @@ from credit_rl.stage import Stage
 from credit_rl.tiny import NOISY, act, tiny_environment
 from credit_rl.train import Look, Run, train_step
 from credit_rl.trajectory import Group
+from credit_rl.true_credit import continuation_values
 from credit_rl.vspo import task_values, vspo_weights
 from credit_rl.world import make_world
 from pieces import learner_of
@@ -79,12 +80,17 @@ def games(world, shift=0.):
 AT_ONCE = Optimiser(.1, minibatches=1, clip=1e9)
 
 
-def looks(learner, chat):
-    "A look that asks a learner for what a method asks, and for nothing else."
+def looks(learner, world):
+    "A look that asks a learner, or a policy that plays on, for what a method asks, and for nothing else."
+    model, chat, _, env = world[:4]
+
     def look(layout, asks):
-        if not asks.sees: return None
-        golds = {n: gold_templates(chat, asks.groups, schema) for n, schema in asks.schemas.items()}
-        return learner.evaluate(layout, asks.sees, golds, ends=asks.ends)
+        if not asks.sees and not asks.plays: return None
+        golds, seen = {n: gold_templates(chat, asks.groups, schema) for n, schema in asks.schemas.items()}, Seen()
+        if asks.sees: seen = learner.evaluate(layout, asks.sees, golds, ends=asks.ends)
+        if not asks.plays: return seen
+        engine = HFEngine(model, chat.tokenizer, max_length=192)
+        return dataclasses.replace(seen, state_values=continuation_values(engine, env, asks.groups, asks.plays)[0])
     return look
 
 
@@ -97,7 +103,7 @@ def a_step(world, method, options=None, groups=None):
     frozen = Frozen(teacher_every=0 if 'teacher' in method.sees else None)
     learner = Learner(copy.deepcopy(model), method.loss, AT_ONCE, critic, frozen, backend=SGD())
     before = {n: w.clone() for n, w in learner.weights().items()}
-    batch = assign(method, groups or games(world), looks(learner, chat), torch.Generator().manual_seed(0))
+    batch = assign(method, groups or games(world), looks(learner, world), torch.Generator().manual_seed(0))
     passes, stats = dict(learner.passes), learner.step(batch.layout, batch.seen, batch.credit)
     return batch, stats, change(before, learner), passes
 
@@ -308,7 +314,7 @@ def test_carl_on_tokens(world):
 
 def test_missing_measures_take_a_rollout_out(world):
     "A rollout without gold scores has weight 0 and changes nobody else's credit outside its group."
-    look = looks(Learner(copy.deepcopy(world[0])), world[1])
+    look = looks(Learner(copy.deepcopy(world[0])), world)
     def without_one(layout, asks):
         seen, gone = look(layout, asks), torch.tensor([2])
         return dataclasses.replace(seen, gold_logp=seen.gold_logp.clone().index_fill_(0, gone, torch.nan))
