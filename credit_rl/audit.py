@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['KINDS', 'RULES', 'Truth', 'find_truth', 'turn_kinds', 'squares_by_kind', 'kendall', 'agreements', 'interval',
-           'turn_gradients', 'gradient_scores', 'audit', 'audit_figure', 'findings', 'Auditing', 'run_audit', 'main']
+           'turn_gradients', 'gradient_scores', 'audit', 'audit_figure', 'findings', 'Auditing', 'run_audit',
+           'read_audit_settings', 'main']
 
 # %% ../nbs/71_audit.ipynb #a003
 import dataclasses, json, sys, time
@@ -20,7 +21,7 @@ from .parameters import by_group, from_settings, make_parser, read_settings
 from .parts import assign
 from .rollout import continuations, rollout
 from .runlog import plain_json, write_json
-from .settings import GROUPS, make_config, settings_of
+from .settings import GROUPS, check, make_config, settings_of
 from .stage import draw_questions, make_engine, make_learner, origin_of, set_stage
 from .train import Look, Run, SilentLog, train_step
 from .true_credit import (credit_errors, distinct_states, query_rate, score_continuations, solver_values,
@@ -279,7 +280,7 @@ RULES = ('grpo', 'tspo', 'igpo', 'tips', 'ppo', 'prs+vspo', 'gigpo', 'mt-grpo*',
 @dataclass(frozen=True)
 class Auditing:
     "An audit."
-    rules: tuple = setting(RULES, 'rows of METHODS that are judged')
+    rules: list = setting(list(RULES), 'rows of METHODS that are judged')
     asked: int = setting(16, 'questions that are played', least=2)
     attempts: int = setting(4, 'attempts at each', least=2)
     plays: int = setting(16, 'continuations of every state', least=2)
@@ -287,7 +288,6 @@ class Auditing:
 
     def __post_init__(self):
         check_settings(self)
-        object.__setattr__(self, 'rules', tuple(self.rules))
         for name in self.rules: get_method(name)
 
 def _turn_means(
@@ -379,16 +379,23 @@ def _write_audit(folder, truth, table):
     return folder
 
 # %% ../nbs/71_audit.ipynb #a031
+def read_audit_settings(
+    given,  # dict name -> value: settings of a training and of the audit, in one
+):
+    "The settings of an audit: (Config, Auditing). Raises ValueError on an unknown name or a value that is not allowed."
+    own = {f.name for f in dataclasses.fields(Auditing)}
+    auditing = from_settings(Auditing, {k: v for k, v in given.items() if k in own})
+    config = make_config({'run': 'runs/audit', **{k: v for k, v in given.items() if k not in own}})
+    check(config)
+    return config, auditing
+
 def main(arguments=None):
     "`python -m credit_rl.audit name=value …`: judge rules on a checkpoint; `--params FILE` for a file of settings."
     about = 'Which rule sees where credit lies, on this policy and these questions?'
     parser = make_parser('credit_rl.audit', about)
     try:
         given, _ = read_settings(parser, arguments, by_group(Auditing, *GROUPS.values()))
-        own = {f.name for f in dataclasses.fields(Auditing)}
-        auditing = from_settings(Auditing, {k: v for k, v in given.items() if k in own})
-        config = make_config({'run': 'runs/audit', **{k: v for k, v in given.items() if k not in own}})
-        folder = run_audit(config, auditing, lambda line: print(line, flush=True))
+        folder = run_audit(*read_audit_settings(given), lambda line: print(line, flush=True))
     except (ValueError, OSError) as e: sys.exit(f'credit_rl.audit: {e}')
     print(f'{json.loads((folder/"audit.json").read_text())["findings"]}\n{folder}')
 

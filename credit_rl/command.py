@@ -13,6 +13,7 @@ from .options import nearest
 VERBS = {  # verb -> module, what it does
     'train': ('train', 'train a policy with one of the methods'),
     'evaluate': ('evaluate', 'play benchmarks with a model, or play an evaluation again'),
+    'audit': ('audit', 'judge rules by true credit, on a checkpoint and its own rollouts'),
     'compare': ('compare', 'run several methods on the same budget, and report'),
     'warmup': ('prepare', 'warm up a critic until it passes its gate'),
     'sft': ('sft', 'fine-tune a policy on its own right rollouts'),

@@ -1,0 +1,112 @@
+"""71_audit: scores of known answer, a checkpoint judged from a shell, real data and a random model: honest zeros."""
+
+import json
+import math
+
+import pandas as pd
+import pytest
+import torch
+from scipy.stats import kendalltau
+from torch.testing import assert_close
+
+from credit_rl.audit import (KINDS, Truth, agreements, audit, find_truth, gradient_scores, interval, kendall,
+                             main, read_audit_settings, squares_by_kind, turn_kinds)
+from credit_rl.engine import ScriptedEngine
+from credit_rl.metrics import exact_match
+from credit_rl.outcome import outcome_rewards
+from credit_rl.protocol import PROTOCOLS, Chat
+from credit_rl.rollout import rollout
+from credit_rl.tiny import Player, act, player_state, tiny_environment, tiny_tokenizer
+from credit_rl.true_credit import exact_values, turn_credit
+from credit_rl.world import make_world
+
+WEAK = Player(one_word=.3, restart=.2, near_miss=.4, early=.1)
+earned = lambda groups: outcome_rewards(groups, exact_match)
+
+
+@pytest.fixture(scope='module')
+def truth():
+    chat = Chat(PROTOCOLS['tiny'], tiny_tokenizer())
+    world = make_world('train', 7, size=120, questions=24, hops=(1, 2, 2))
+    env = tiny_environment(world, chat)
+    engine = ScriptedEngine(lambda text, rng: act(text, rng, WEAK), chat.tokenizer)
+    groups = rollout(engine, env, list(world.questions), 4, seed=3)
+    exact = exact_values(lambda text, rng: act(text, rng, WEAK), env, groups, state=player_state)
+    return find_truth(engine, env, groups, 24, earned, seed=1), exact
+
+
+def test_rank_correlation_is_scipys():
+    "With ties, holes, and rows that have none."
+    generator = torch.Generator().manual_seed(0)
+    x, y = (torch.randint(4, (60, 6), generator=generator).float() for _ in range(2))
+    mask = torch.rand(60, 6, generator=generator) < .8
+    wanted = torch.tensor([kendalltau(a[m], b[m]).statistic if m.sum() > 1 else math.nan
+                           for a, b, m in zip(x, y, mask)], dtype=torch.float32)
+    assert wanted.isnan().any()
+    assert_close(kendall(x, y, mask), wanted, equal_nan=True, atol=1e-5, rtol=0)
+
+
+def test_the_truth_scores_1_and_chance_0(truth):
+    "The exact credit of a scripted player against itself measured; chance beside it, 0 and ½ within its interval."
+    found, exact = truth
+    right = turn_credit(exact, found.outcome, found.turn_mask)
+    table = audit({'exact': right}, found)
+    assert table.loc['exact', 'sign'] > .97 and table.loc['exact', 'silent'] == 0
+    assert table.loc['exact', 'within groups'] > table.loc['half', 'within groups'] - .05 > .3
+    for score, centre in (('within rollouts', 0), ('within groups', 0), ('sign', .5)):
+        assert table.loc['chance', f'{score}, low'] <= centre <= table.loc['chance', f'{score}, high'], score
+    own = audit({'true': found.credit()}, found).loc['true']
+    assert own[['within rollouts', 'within groups', 'sign']].tolist() == pytest.approx([1, 1, 1], abs=1e-6)
+
+
+def test_the_noise_of_continuations_is_taken_off(truth):
+    "Σ A² by kind of turn, from few continuations, is what exact values give; without it the noise is credit too."
+    found, exact = truth
+    kinds, right = turn_kinds(found.groups), turn_credit(exact, found.outcome, found.turn_mask)
+    wanted = torch.stack([(right ** 2)[kinds == i].sum() for i in range(len(KINDS))])
+    few = Truth(found.groups, found.outcome, found.played[:, :12], found.index)
+    got, raw = squares_by_kind(few, kinds).sum(0), (few.credit() ** 2)[few.turn_mask].sum()
+    assert_close(got, wanted, atol=.12 * float(wanted.sum()), rtol=0)
+    assert raw - got.sum() > .3 * (few.errors() ** 2).sum()
+
+
+def test_scores_by_hand():
+    "Two turns, one group of two: a rule that has one of two signs right, and passes over one clear turn."
+    chat = Chat(PROTOCOLS['tiny'], tiny_tokenizer())
+    world = make_world('train', 7, size=120, questions=1, hops=(1,))
+    engine = ScriptedEngine(lambda text, rng: act(text, rng, Player()), chat.tokenizer)
+    groups = rollout(engine, tiny_environment(world, chat), list(world.questions), 2)
+    found = Truth(groups, torch.tensor([1., 0.]), torch.tensor([[0., 1.] * 50, [1.] * 100]), torch.tensor([[0, 1]] * 2))
+    assert_close(found.credit(), torch.tensor([[.5, 0.], [.5, -1.]]))
+    said = agreements(torch.tensor([[1., 5.], [0., 1.]]), found, turn_kinds(groups))
+    score = {name: interval(*x)[0] for name, x in said.items()}
+    assert score['sign'] == .5 and score['silent'] == pytest.approx(1 / 3) and score['within groups'] == 1.
+    assert math.isclose(score['within rollouts'], -1.)
+
+
+def test_a_noisier_rule_has_less_signal():
+    "Credit plus noise keeps its direction in expectation and loses signal to noise."
+    generator = torch.Generator().manual_seed(1)
+    owner, true = torch.arange(40).repeat_interleave(4), torch.randn(160, 3, generator=generator)
+    gradients = torch.randn(160, 3, 50, generator=generator) + true[..., None]
+    noisy = true + 4 * torch.randn(160, 3, generator=generator)
+    plain, loud = (gradient_scores(x, true, gradients, owner) for x in (true, noisy))
+    assert plain['cosine'][0] == pytest.approx(1., abs=1e-5) and loud['cosine'][0] < .995
+    assert plain['signal to noise'][0] > 1.5 * loud['signal to noise'][0]
+    silent = gradient_scores(torch.zeros(160, 3), true, gradients, owner)
+    assert math.isnan(silent['cosine'][0])
+
+
+def test_a_checkpoint_is_audited_from_a_shell(root, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(root)
+    main([f'run={tmp_path}/a', 'model=data/tiny_base', 'questions=20', 'dev_questions=4', 'test_questions=4',
+          'questions_per_step=4', 'group_size=4', 'rules=[grpo, tspo, tips]', 'asked=4', 'plays=2', 'teach=1'])
+    table, found = pd.read_csv(tmp_path / 'a' / 'audit.csv', index_col='rule'), json.loads(
+        (tmp_path / 'a' / 'audit.json').read_text())
+    assert list(table.index) == ['grpo', 'tspo', 'tips', 'half', 'even', 'chance']
+    assert table.loc['tips', 'forward tokens'] > 0 == table.loc['grpo', 'forward tokens']
+    assert found['findings'] in capsys.readouterr().out and found['continuations'] == 2
+    assert (tmp_path / 'a' / 'figures' / 'audit.png').stat().st_size > 10_000
+    assert (tmp_path / 'a' / 'solver.csv').exists()
+    with pytest.raises(SystemExit, match="there is no .*'tpso'"): main(['rules=[tpso]'])
+    with pytest.raises(ValueError, match='plays must be at least 2'): read_audit_settings({'plays': 1})
