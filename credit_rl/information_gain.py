@@ -5,13 +5,13 @@
 # %% auto #0
 __all__ = ['NORMS', 'LEAST_BELIEF', 'PARTS', 'best_gold_logp', 'information_gain', 'has_answer', 'with_outcome',
            'igpo_advantages', 'first_answer', 'set_f1', 'gold_entropy', 'belief_schema', 'state_logp',
-           'gold_statistics', 'belief_check', 'belief_warning']
+           'gold_statistics', 'shown_states', 'belief_check', 'belief_warning']
 
 # %% ../nbs/33_information_gain.ipynb #c003
 import math, re, string, torch
 from .groups import (cast_like, check_groups, check_turns, discounted_suffix, discounted_sum, measured,
                               standardize, widen)
-from .folr import first_turns, has_evidence
+from .folr import first_occurrence, has_evidence
 from .potentials import bridge
 
 # %% ../nbs/33_information_gain.ipynb #c006
@@ -216,6 +216,23 @@ def gold_statistics(
     return {'gold_entropy_start': start, 'gold_entropy_end': end}
 
 # %% ../nbs/33_information_gain.ipynb #hb12
+def shown_states(
+    groups,  # list of Group, N trajectories in all
+):
+    """Mark the states before a turn, S_0 … S_{K-1}, in whose text an observation shows a gold: (N, K) bool. Where the
+    model's note has taken an observation's place (CARL), the note counts."""
+    def shows(golds, turns):
+        "Whether a gold stands in what the environment said in `turns`, or in the notes that were made of it."
+        noted = [turn.kind == 'assimilate' for turn in turns]
+        texts = [turn.action_text if own else '' if after else turn.observation_text
+                 for turn, own, after in zip(turns, noted, [*noted[1:], False])]
+        return first_occurrence(texts, golds) is not None
+    flat = [t for g in groups for t in g.trajectories]
+    out = torch.zeros(len(flat), max(len(t.turns) for t in flat), dtype=torch.bool)
+    for i, t in enumerate(flat):
+        for k in range(1, len(t.turns)): out[i, k] = shows(t.question.answers, t.turns[:k])
+    return out
+
 LEAST_BELIEF = {'belief_auc': .8, 'belief_shown': .05}   # below these a belief is none
 
 def _rank(shown, unshown):
@@ -235,9 +252,7 @@ def belief_check(
     belief_shown_states and belief_unshown_states. Questions whose golds are no evidence (`has_evidence`) and states
     that were not scored don't count. NaN where a kind is missing."""
     belief = state_logp(seen, 'teacher' if seen.gold_logp is None else 'gold')[:, :-1].exp()
-    first = first_turns(groups)[:, None]
-    shown = (first >= 0) & (torch.arange(belief.shape[1]) > first)
-    counted = layout.turn_mask & has_evidence(groups)[:, None] & belief.isfinite()
+    shown, counted = shown_states(groups), layout.turn_mask & has_evidence(groups)[:, None] & belief.isfinite()
     after, before = belief[counted & shown], belief[counted & ~shown]
     return {'belief_auc': _rank(after, before), 'belief_shown': after.mean().item(),
             'belief_unshown': before.mean().item(), 'belief_shown_states': len(after),

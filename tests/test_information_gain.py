@@ -11,7 +11,7 @@ from credit_rl.engine import HFEngine, Sampling
 from credit_rl.folr import first_turns
 from credit_rl.information_gain import (NORMS, PARTS, belief_check, belief_schema, belief_warning, best_gold_logp,
                                         first_answer, gold_entropy, has_answer, igpo_advantages, information_gain,
-                                        set_f1, state_logp, with_outcome)
+                                        set_f1, shown_states, with_outcome)
 from credit_rl.groups import group_normalize
 from credit_rl.layout import pack
 from credit_rl.models import load_model
@@ -422,6 +422,20 @@ def test_belief_is_compared_at_states_that_were_shown_the_gold_and_others(who):
     assert found['belief_auc'] == pytest.approx((7 + 6 + 6 + 5.5) / 28) and belief_warning(found) == ''
 
 
+def test_what_a_note_has_lost_is_not_shown_any_more():
+    """By hand: a call shows Budapest (S_1), the note of it takes its place and keeps it (S_2) or not; what the model
+    writes elsewhere shows nothing."""
+    group = example_group()
+    first = group.trajectories[0]
+    turn = dataclasses.replace(first.turns[0], observation_text='Curtiz was born in Budapest .')
+    last = dataclasses.replace(first.turns[-1], action_text='Budapest', observation_text='')
+    def played(note):
+        noted = dataclasses.replace(turn, kind='assimilate', action_text=note, observation_text='')
+        return dataclasses.replace(first, turns=[dataclasses.replace(turn, action_text='Budapest ?'), noted, last, last])
+    both = Group(group.question, [played('born in Budapest'), played('nothing')])
+    assert shown_states([both]).tolist() == [[False, True, True, True], [False, True, False, False]]
+
+
 @PROPERTY
 @given(st.lists(st.sampled_from([.1, .2, .3, .4, .5]), min_size=12, max_size=12))
 def test_the_auc_of_belief_is_that_of_every_auc(values):
@@ -475,6 +489,20 @@ def test_only_in_its_own_words_does_the_small_base_believe(played):
     for name in ('tips', 'igpo'):
         assert found[name]['belief_shown'] < .05 and belief_warning(found[name]), name
     assert belief_schema(chat.protocol) == Schema('<think> {last_relation} ', ' </think>')
+
+
+@pytest.mark.parametrize('base, protocol', [('tiny_weak', 'tiny'), ('tiny_carl', 'carl-tiny-forced')])
+def test_so_do_the_other_small_bases(root, base, protocol):
+    "The weak one, and CARL's, whose outputs are replaced by notes that may lose what they showed."
+    model, words = load_model(str(root / 'data' / base))
+    chat, world = Chat(PROTOCOLS[protocol], words), make_world('dev', 5, size=200, questions=30)
+    groups = rollout(HFEngine(model, words), tiny_environment(world, chat, max_turns=9), world.questions, 2,
+                     Sampling(max_tokens=24))
+    layout = pack(groups, prefix=len(chat.encode(answer_header(chat))))
+    scores = answer_logps(model, (layout.ids, layout.lengths), acting_states(layout.states, layout.turn_mask),
+                          gold_templates(chat, groups))
+    found = belief_check(Seen(gold_logp=scores.sums, gold_tokens=scores.tokens), layout, groups)
+    assert found['belief_auc'] > .9 and found['belief_shown'] > .3 and found['belief_shown_states'] > 20
 
 
 def test_the_gain_asks_in_the_protocols_words_unless_told():
