@@ -431,7 +431,8 @@ def test_what_a_note_has_lost_is_not_shown_any_more():
     last = dataclasses.replace(first.turns[-1], action_text='Budapest', observation_text='')
     def played(note):
         noted = dataclasses.replace(turn, kind='assimilate', action_text=note, observation_text='')
-        return dataclasses.replace(first, turns=[dataclasses.replace(turn, action_text='Budapest ?'), noted, last, last])
+        asks = dataclasses.replace(turn, action_text='Budapest ?')
+        return dataclasses.replace(first, turns=[asks, noted, last, last])
     both = Group(group.question, [played('born in Budapest'), played('nothing')])
     assert shown_states([both]).tolist() == [[False, True, True, True], [False, True, False, False]]
 

@@ -608,7 +608,7 @@ def test_templates_are_refused_by_name():
 # ---- the words of an agent ----
 
 def written(chat, schema='own', **question):
-    "The text of a gold inside its schema, after the generation prefix, for the running example's question with changes."
+    "The text of a gold in its schema, after the generation prefix, for the running example's question with changes."
     group = example_group()
     group = dataclasses.replace(group, question=dataclasses.replace(group.question, **question))
     template = gold_templates(chat, [group], schema)[0][0]
