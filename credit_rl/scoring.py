@@ -100,8 +100,8 @@ def answer_form(
 
 # %% ../nbs/24_scoring.ipynb #c012
 SCHEMAS = {'tips': Schema(), 'bare': Schema('<{tag}>'), 'igpo': Schema(*PROTOCOLS['igpo'].gold_schema)}
-SCHEMA_OPTION = Option('own', "words around a scored gold: 'own', the protocol's gold_schema; 'tips' and 'igpo', those "
-                       'papers\'; another name in SCHEMAS; or two texts', object)   # of rewards that score golds
+SCHEMA_OPTION = Option('own', "words around a scored gold: 'own', the protocol's; a name in SCHEMAS; or two texts",
+                       object)   # of rewards that score golds
 
 def read_schema(
     schema,         # 'own', a name in SCHEMAS, a Schema, or a list of its two texts
