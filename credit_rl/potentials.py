@@ -208,7 +208,7 @@ def scoring_flops(
 from dataclasses import asdict
 from .options import Option
 from .parts import Keeps, Reward, Row
-from .scoring import read_schema
+from .scoring import SCHEMA_OPTION, read_schema
 
 def _phi(seen, o):
     "Potential of every state: (N, K+1)."
@@ -238,8 +238,7 @@ def _shaping_part(name, equation, paper, model, more, **about):
                               choices=tuple(REWARD_BANDS)),
                'refund': Option(False, 'the mean |α ΔΦ| counts the last turn with its -αΦ(S_{K-1}) too'),
                'reduce': Option('logsumexp', 'how Φ is made of several golds', choices=('logsumexp', 'mean')),
-               'schema': Option('tips', "form of a scored gold: 'tips', the protocol's own; a name in SCHEMAS; or two "
-                                'texts around it', object)}
+               'schema': SCHEMA_OPTION}
     return Reward(
         name, equation, paper, model=model, sees='teacher', schema=lambda o: o['schema'], options=options | more,
         check=_check_options,

@@ -36,6 +36,7 @@ class Protocol:
     response_tag: str = 'tool_response'  # around what the tool said; None: nothing around it
     context_tag: str = None              # around what the model keeps of a response (CARL); None: responses stay
     response_role: str = 'user'          # of its message: 'user', 'tool'; None: inside the assistant's own message
+    gold_schema: tuple = ('{open}', '')  # texts before and after an answer whose probability is asked (24_scoring)
     source: str = ''                     # where it is published
 
     def __post_init__(self):
@@ -53,6 +54,10 @@ class Protocol:
              self.tool_text)
         need(not self.context_tag or self.response_role is None, "what is replaced by a context stands inside the "
              "assistant's message: response_role must be None", self.response_role)
+        texts = self.gold_schema
+        need(isinstance(texts, (tuple, list)) and len(texts) == 2 and all(isinstance(x, str) for x in texts),
+             'gold_schema must be two texts, before and after an answer', texts)
+        object.__setattr__(self, 'gold_schema', tuple(texts))
 
     @property
     def stop(self):
@@ -560,13 +565,14 @@ CARL_PROMPTS = {
     # of warm-up rollouts (CARL, appendix C)
     'multi-hop': f'You must{_CODE} The question may take several searches: code may be run more than once.'}
 TINY_PROMPTS = {'direct': 'known', 'forced': 'python', 'optional': None}
+_VALUE = ('<think> {last_relation} ', ' </think>')   # where an agent of the tiny world first names what it has found
 
 def _carl():
     """CARL's protocols: the one that may choose is `carl`, the others are named after their prompt; the same for the
     tiny world."""
     big = Protocol('carl', think_tag=None, call_style='code', answer_tag=None, response_tag=None, response_role=None,
                    context_tag='context', source='CARL, section 3 and appendix C')
-    tiny = replace(big, name='carl-tiny', think_tag='think', call_style='python',
+    tiny = replace(big, name='carl-tiny', think_tag='think', call_style='python', gold_schema=_VALUE,
                    source='CARL, in the words of the tiny world')
     for base, prompts in ((big, CARL_PROMPTS), (tiny, TINY_PROMPTS)):
         for mode, system in prompts.items():
@@ -577,7 +583,7 @@ def _carl():
 _HELPFUL = 'You are a helpful and harmless assistant.'
 _JSON_CALL = '<tool_call> {"name": <function-name>, "arguments": <args-json-object>} </tool_call>'
 _SEARCHING = (
-    Protocol('tiny', call_style='text', source='the tiny world'),
+    Protocol('tiny', call_style='text', gold_schema=_VALUE, source='the tiny world'),
     Protocol('tips', _rules('call a search engine by <tool_call> query </tool_call>'), _HELPFUL, (SEARCH,),
              source='TIPS, appendix (sample rollouts)'),
     Protocol('tspo', _rules(f'call a search engine by {_JSON_CALL}'), _HELPFUL, (SEARCH,),
@@ -587,7 +593,8 @@ _SEARCHING = (
              call_tag='search', call_style='query', response_tag='information', response_role=None,
              source='Search-R1 (Jin et al. 2025)'),
     Protocol('igpo', system=_STEPS, call_tag='search', call_style='query',
-             source='IGPO, section 2.1 and appendix F'),
+             gold_schema=("<think>Now there's enough information to answer</think><{tag}>", '</{tag}>'),
+             source='IGPO, sections 2.1 and 3.2, appendix F'),
     Protocol('prs', _rules('call wiki_search', 'reasoning', '', 'xxx'), tools=(WIKI_SEARCH,), think_tag='reasoning',
              source='PRS, appendix A'))
 PROTOCOLS = {p.name: p for p in (*_SEARCHING, *_carl())}
@@ -620,10 +627,11 @@ def worded(
     user_prompt=None,     # file of the user message
     tool_prompt=None,     # file of what the system message says about the tools
     answer_stop='first',  # one of ANSWER_STOPS
+    gold_schema=None,     # two texts around an answer whose probability is asked; None: the protocol's own
 ):
     """Say a protocol in other words, from text files. Raises ValueError naming a file that is not there or empty, a
     placeholder that is missing or unknown, and a text about tools where a protocol has none."""
-    new = {'answer_stop': answer_stop}
+    new = {'answer_stop': answer_stop, 'gold_schema': protocol.gold_schema if gold_schema is None else gold_schema}
     if system_prompt is not None:
         new['system'] = _read_prompt('system_prompt', system_prompt)
         _need_placeholders(f'system_prompt {str(system_prompt)!r}', new['system'], (), ())

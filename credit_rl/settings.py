@@ -6,7 +6,7 @@
 __all__ = ['MEASURES', 'GROUPS', 'Config', 'Course', 'Task', 'usual_turns', 'usual_tokens', 'Acting', 'Host', 'Mismatch',
            'weight_limits', 'Learning', 'CriticChoice', 'TeacherChoice', 'Keeping', 'flat_form', 'make_config',
            'read_parameters', 'Settings', 'group_of', 'settings_of', 'check', 'data_sets', 'world_arguments',
-           'check_engine']
+           'check_engine', 'scored_schemas', 'schema_notes']
 
 # %% ../nbs/61_settings.ipynb #c002
 import dataclasses, json
@@ -20,13 +20,14 @@ from .launch import check_hostfile
 from .layout import AVERAGES
 from .learner import CRITICS, Optimiser, check_offload
 from .methods import get_method
-from .models import check_model, check_reads
+from .models import check_model, check_reads, load_tokenizer
 from .options import check_settings, options_in, setting
 from .parameters import from_settings, notebook_settings
 from .parts import Facts, Loss, bind
 from .protocol import ANSWER_STOPS, PROTOCOLS, WORDS, worded
 from .rollout import MALFORMED, RULES, check_lengths
 from .runlog import check_trackers
+from .scoring import SCHEMA_OPTION, read_schema, schema_warning
 from .tiny import tiny_tokenizer
 from .vllm_engine import check_adapter, check_vllm_settings, rank_devices, sampler_weights
 from .warmup import read_warmed
@@ -98,6 +99,8 @@ class Acting:
     system_prompt: str = setting(None, "text file of the system message; None: the protocol's own words")
     user_prompt: str = setting(None, 'text file of the user message, with {question}; None: the same')
     tool_prompt: str = setting(None, 'text file that tells of the tools, with {tools} and {tag}; None: the same')
+    gold_schema: list = setting(None, 'two texts around a gold answer whose probability is asked, what this model '
+                                      "writes right before an answer and after it; None: the protocol's own")
     template: str = setting(None, "chat template instead of the model's own: 'chatml', 'plain', or a file")
     template_options: dict = setting({}, 'its variables')
     history: str = setting(None, "'as-sampled', 'template', None: as for `Chat`")
@@ -113,7 +116,7 @@ class Acting:
         check_lengths(*own, self.max_tokens)
 
     @property
-    def words(self): return {name: getattr(self, name) for name in WORDS}   # arguments of `worded`
+    def words(self): return {name: getattr(self, name) for name in (*WORDS, 'gold_schema')}   # arguments of `worded`
 
     @property
     def rules(self): return {name: getattr(self, name) for name in RULES}   # fields of `Environment`
@@ -346,6 +349,7 @@ def check(config):
     if task.data == 'tiny': _check_world(task.world, s.course.seed)
     else: _check_sets(task, acting.protocol)
     _check_words(acting, task.data)
+    schema_notes(acting, task.data, scored_schemas(bind(method, s.course.options), s.keeping.measure))
     if s.critic.critic_from: _check_warmed(config, method)
     if task.path is not None and not Path(task.path).exists(): raise ValueError(f'path {task.path!r} does not exist')
 
@@ -456,7 +460,7 @@ def _own_tokenizer(acting):
 
 def _check_words(acting, data):
     "Refuse a model without words for the questions and the protocol, and prompts that cannot stand in its place."
-    worded(asked_protocol(acting.protocol, data), **acting.words)
+    read_schema(SCHEMA_OPTION.default, worded(asked_protocol(acting.protocol, data), **acting.words))
     if acting.model != 'tiny': check_model(acting.model)
     elif data != 'tiny':
         raise ValueError(f"model='tiny' knows only the words of the tiny world; data={data!r} needs a model folder")
@@ -479,3 +483,27 @@ def _check_warmed(config, method):
                              f'{now!r}; what it knows is of another model')
     if c.lora and (c.critic or method.critic['kind']) != 'shared':
         raise ValueError("lora with critic_from needs critic='shared': another critic brings a backbone of its own")
+
+# %% ../nbs/61_settings.ipynb #hb62
+def scored_schemas(
+    method,   # Method with the options of a run
+    measure,  # names in MEASURES
+):
+    "How the golds that a run scores are written down: list, see `read_schema`."
+    asked = method.asks([]).schemas
+    measured = 'belief' in measure and 'gold' not in asked
+    return [*asked.values(), *[SCHEMA_OPTION.default] * measured]
+
+def schema_notes(acting, data, schemas, load=False):
+    """What to say of the words around scored golds, list of str; with `load` the model's tokenizer is asked which of
+    them it has not. Raises ValueError on schemas that cannot be written in the run's protocol, or about its data."""
+    protocol, own = worded(asked_protocol(acting.protocol, data), **acting.words), _own_tokenizer(acting)
+    for schema in schemas:
+        of = read_schema(schema, protocol).of_question
+        if of and data != 'tiny':
+            raise ValueError(f'golds are scored behind {{{of[0]}}}, which questions of the tiny world alone have, and '
+                             f'data is {data!r}: set gold_schema, or the option schema, to two texts without it')
+    if not (load and schemas): own = None
+    tokenizer = load_tokenizer(own) if isinstance(own, str) else own
+    lines = [schema_warning(schema, protocol, tokenizer) for schema in schemas]
+    return [line for line in dict.fromkeys(lines) if line]

@@ -1,15 +1,27 @@
 """Properties of 33_information_gain: gains telescope, comparisons stay inside their cells, the released variant is
 what was released."""
-import math, statistics
+import dataclasses, math, statistics
 
 import pytest, torch
 from hypothesis import given, settings, strategies as st
 from torch.testing import assert_close
 
-from credit_rl.information_gain import (NORMS, best_gold_logp, first_answer, gold_entropy, has_answer, igpo_advantages,
-                                        information_gain, set_f1, with_outcome)
+from credit_rl.critics import auc
+from credit_rl.engine import HFEngine, Sampling
+from credit_rl.folr import first_turns
+from credit_rl.information_gain import (NORMS, PARTS, belief_check, belief_schema, belief_warning, best_gold_logp,
+                                        first_answer, gold_entropy, has_answer, igpo_advantages, information_gain,
+                                        set_f1, shown_states, with_outcome)
 from credit_rl.groups import group_normalize
+from credit_rl.layout import pack
+from credit_rl.models import load_model
+from credit_rl.parts import Seen
+from credit_rl.protocol import PROTOCOLS, Chat
+from credit_rl.rollout import rollout
+from credit_rl.scoring import Schema, acting_states, answer_header, answer_logps, gold_templates
+from credit_rl.tiny import tiny_environment
 from credit_rl.trajectory import Group, example_group
+from credit_rl.world import make_world
 
 PROPERTY = settings(deadline=None, max_examples=40)
 NAN = math.nan
@@ -385,3 +397,117 @@ def test_a_group_of_failures_is_not_silent():
     out = igpo_advantages(rewards, torch.ones(3, 4, dtype=torch.bool), torch.zeros(3, dtype=torch.long))
     assert out[0, 0] > out[1, 0] and out[0, 0] > out[2, 0] and not group_normalize(
         torch.zeros(3), torch.zeros(3, dtype=torch.long)).any()
+
+
+# ---------------------------------------------------------------- is it a belief?
+
+def scored(beliefs, who='gold'):
+    "`Seen` with these beliefs (N, K+1) in one gold of one token."
+    logp = torch.as_tensor(beliefs).log()[..., None]
+    return Seen(**{f'{who}_logp': logp, f'{who}_tokens': torch.ones_like(logp, dtype=torch.long)})
+
+
+@pytest.mark.parametrize('who', ['gold', 'teacher'])
+def test_belief_is_compared_at_states_that_were_shown_the_gold_and_others(who):
+    """By hand: the second turn of two rollouts of the running example shows Budapest, so S_2 and S_3 of them count as
+    shown, and the eight other states before a turn as not; the end S_4 and a state that was not scored do not count."""
+    group = example_group()
+    assert first_turns([group]).tolist() == [1, 1, -1]
+    beliefs = [[.1, .2, .6, .3, .9], [.1, NAN, .2, .4, .9], [.1, .1, .1, .5, .9]]
+    found = belief_check(scored(beliefs, who), pack([group]), [group])
+    assert (found['belief_shown_states'], found['belief_unshown_states']) == (4, 7)
+    assert found['belief_shown'] == pytest.approx((.6 + .3 + .2 + .4) / 4)
+    assert found['belief_unshown'] == pytest.approx((.1 + .2 + .1 + .1 + .1 + .1 + .5) / 7)
+    # of 28 pairs the shown .6 wins 7, .3 and .4 each 6, and .2 five and a half
+    assert found['belief_auc'] == pytest.approx((7 + 6 + 6 + 5.5) / 28) and belief_warning(found) == ''
+
+
+def test_what_a_note_has_lost_is_not_shown_any_more():
+    """By hand: a call shows Budapest (S_1), the note of it takes its place and keeps it (S_2) or not; what the model
+    writes elsewhere shows nothing."""
+    group = example_group()
+    first = group.trajectories[0]
+    turn = dataclasses.replace(first.turns[0], observation_text='Curtiz was born in Budapest .')
+    last = dataclasses.replace(first.turns[-1], action_text='Budapest', observation_text='')
+    def played(note):
+        noted = dataclasses.replace(turn, kind='assimilate', action_text=note, observation_text='')
+        asks = dataclasses.replace(turn, action_text='Budapest ?')
+        return dataclasses.replace(first, turns=[asks, noted, last, last])
+    both = Group(group.question, [played('born in Budapest'), played('nothing')])
+    assert shown_states([both]).tolist() == [[False, True, True, True], [False, True, False, False]]
+
+
+@PROPERTY
+@given(st.lists(st.sampled_from([.1, .2, .3, .4, .5]), min_size=12, max_size=12))
+def test_the_auc_of_belief_is_that_of_every_auc(values):
+    group, shown = example_group(), [0, 0, 1, 1] * 2 + [0] * 4
+    beliefs = torch.tensor(values, dtype=torch.float64).view(3, 4)
+    found = belief_check(scored(torch.nn.functional.pad(beliefs, (0, 1), value=.5)), pack([group]), [group])
+    assert found['belief_auc'] == pytest.approx(auc(beliefs.flatten(), shown))
+
+
+def test_a_missing_kind_of_state_is_nan_and_not_warned_about():
+    group = example_group()
+    lost = Group(group.question, group.trajectories[2:])
+    found = belief_check(scored(torch.full((1, 5), .1)), pack([lost]), [lost])
+    assert math.isnan(found['belief_auc']) and math.isnan(found['belief_shown']) and found['belief_shown_states'] == 0
+    assert found['belief_unshown'] == pytest.approx(.1) and found['belief_unshown_states'] == 4
+    assert belief_warning(found) == belief_warning({}) == ''
+    yes = dataclasses.replace(group, question=dataclasses.replace(group.question, answers=['yes']))
+    said = belief_check(scored(torch.full((3, 5), .1)), pack([yes]), [yes])
+    assert said['belief_shown_states'] == said['belief_unshown_states'] == 0 and math.isnan(said['belief_unshown'])
+
+
+@pytest.mark.parametrize('found, warned', [((.81, .06), False), ((.79, .5), True), ((.99, .04), True),
+                                           ((NAN, NAN), False), ((.8, .05), False)])
+def test_a_belief_that_is_none_is_warned_about(found, warned):
+    told = {'belief_auc': found[0], 'belief_shown': found[1], 'belief_unshown': .01, 'belief_shown_states': 7,
+            'belief_unshown_states': 9}
+    said = belief_warning(told)
+    assert bool(said) == warned == ('gold_schema' in said) == ('7 states' in said)
+
+
+@pytest.fixture(scope='module')
+def played(root):
+    "Model, chat and 240 rollouts of the small base."
+    model, words = load_model(str(root / 'data' / 'tiny_base'))
+    chat, world = Chat(PROTOCOLS['tiny'], words), make_world('dev', 5, size=200, questions=60)
+    return model, chat, rollout(HFEngine(model, words), tiny_environment(world, chat, max_turns=4), world.questions, 4,
+                                Sampling(max_tokens=24))
+
+
+def test_only_in_its_own_words_does_the_small_base_believe(played):
+    "The papers' schemas, of which it knows no word or that it never wrote, stay below what is warned about."
+    model, chat, groups = played
+    layout, found = pack(groups, prefix=len(chat.encode(answer_header(chat)))), {}
+    for name in ('own', 'tips', 'igpo'):
+        scores = answer_logps(model, (layout.ids, layout.lengths), acting_states(layout.states, layout.turn_mask),
+                              gold_templates(chat, groups, name))
+        found[name] = belief_check(Seen(gold_logp=scores.sums, gold_tokens=scores.tokens), layout, groups)
+    own = found['own']
+    assert own['belief_auc'] > .9 and own['belief_shown'] > .4 > .01 > own['belief_unshown']
+    assert min(own['belief_shown_states'], own['belief_unshown_states']) > 50 and not belief_warning(own)
+    for name in ('tips', 'igpo'):
+        assert found[name]['belief_shown'] < .05 and belief_warning(found[name]), name
+    assert belief_schema(chat.protocol) == Schema('<think> {last_relation} ', ' </think>')
+
+
+@pytest.mark.parametrize('base, protocol', [('tiny_weak', 'tiny'), ('tiny_carl', 'carl-tiny-forced')])
+def test_so_do_the_other_small_bases(root, base, protocol):
+    "The weak one, and CARL's, whose outputs are replaced by notes that may lose what they showed."
+    model, words = load_model(str(root / 'data' / base))
+    chat, world = Chat(PROTOCOLS[protocol], words), make_world('dev', 5, size=200, questions=30)
+    groups = rollout(HFEngine(model, words), tiny_environment(world, chat, max_turns=9), world.questions, 2,
+                     Sampling(max_tokens=24))
+    layout = pack(groups, prefix=len(chat.encode(answer_header(chat))))
+    scores = answer_logps(model, (layout.ids, layout.lengths), acting_states(layout.states, layout.turn_mask),
+                          gold_templates(chat, groups))
+    found = belief_check(Seen(gold_logp=scores.sums, gold_tokens=scores.tokens), layout, groups)
+    assert found['belief_auc'] > .9 and found['belief_shown'] > .3 and found['belief_shown_states'] > 20
+
+
+def test_the_gain_asks_in_the_protocols_words_unless_told():
+    gain = PARTS[0]
+    usual = {name: option.default for name, option in gain.options.items()}
+    assert gain.schema(usual) == 'own' and gain.schema({**usual, 'schema': ['a ', '']}) == ['a ', '']
+    with pytest.raises(ValueError, match="'own', one of"): gain.check({**usual, 'schema': 'tpis'})

@@ -327,8 +327,9 @@ def test_missing_measures_take_a_rollout_out(world):
 def test_a_method_asks_for_what_its_parts_look_at(world):
     "Each row's `Asks`: the models that its rewards read, their schemas, and ends where these are scored."
     asks = lambda spelling, options: bind(get_method(spelling), options).asks(world[2])
-    assert asks('grpo', {}) == Asks(world[2]) and asks('igpo', {}).schemas == {'gold': 'igpo'}
-    assert asks('tips', {}) == Asks(world[2], ('teacher', 'values'), {'teacher': 'tips'})
+    assert asks('grpo', {}) == Asks(world[2]) and asks('igpo', {}).schemas == {'gold': 'own'}
+    assert asks('tips', {}) == Asks(world[2], ('teacher', 'values'), {'teacher': 'own'})
+    assert asks('igpo', {'schema': 'igpo'}).schemas == {'gold': 'igpo'}
     assert asks('tips', {'terminal': 'teacher'}).ends and not asks('tips-hmax', {}).ends
 
 
@@ -453,7 +454,7 @@ def test_tokens_read_are_those_of_rows_and_answers(world, tmp_path):
     look = Look(run)
     look(layout, run.method.asks(groups))
     flat = [t for g in groups for t in g.trajectories]
-    answers = gold_templates(chat, groups, 'igpo')
+    answers = gold_templates(chat, groups)
     by_hand = sum(len(t.turns) * sum(len(a.ids) for a in golds) for t, golds in zip(flat, answers))
     assert look.tokens == int(layout.lengths.sum()) + by_hand
 
@@ -470,6 +471,13 @@ REFUSED = [
     ('prs+vspo', {'protocol': 'carl-tiny-direct'}, 'by their tags'),
     ('prs', {'options': {'tags': ['think', 'tool_call']}}, 'by their tags'),
     ('tips', {'options': {'schema': 'tpis'}}, "'bare', 'igpo', 'tips'"),
+    ('igpo', {'options': {'schema': 'igop'}}, "'bare', 'igpo', 'tips'"),
+    ('igpo', {'options': {'schema': 'igpo'}, 'protocol': 'carl-tiny'}, "'carl-tiny' has none"),
+    ('tips', {'options': {'schema': 'bare'}, 'protocol': 'carl-tiny'}, "'carl-tiny' has none"),
+    ('grpo', {'gold_schema': ['{relation} ', '']}, 'which nothing is put in place of'),
+    ('grpo', {'gold_schema': ['{open}']}, 'gold_schema must be two texts'),
+    ('grpo', {'measure': ['belief'], 'gold_schema': ['<{tag}>', ''], 'protocol': 'carl-tiny'}, "'carl-tiny' has none"),
+    ('igpo', {'data': 'gsm8k', 'model': 'data/tiny_base', 'protocol': 'tiny'}, "last_relation.*data is 'gsm8k'"),
     ('tips', {'model': 'data/tiny_carl', 'teacher': 'data/tiny_base'},
      "another tokenizer than the policy: .* take a model of the policy's family")]
 
@@ -569,12 +577,12 @@ def test_the_size_of_alpha_is_read_before_the_refund(world):
 def test_what_a_teacher_reads_is_an_option(world):
     chat, groups = world[1:3]
     asked = lambda options: bind(METHODS['tips'], options).asks(groups).schemas
-    assert asked({'schema': 'bare'}) == {'teacher': 'bare'} and asked({}) == {'teacher': 'tips'}
+    assert asked({'schema': 'bare'}) == {'teacher': 'bare'} and asked({}) == {'teacher': 'own'}
     own = asked({'schema': ['answer : ', '']})['teacher']
     template = gold_templates(chat, groups, own)[0][0]
     assert 'answer :' not in chat.tokenizer.decode(template.ids[template.start:template.end])
     both = bind(get_method('outcome+shaping+record/turns'), {'shaping.schema': 'bare'})
-    with pytest.raises(ValueError, match="'bare' or by 'tips'"): both.asks(groups)
+    with pytest.raises(ValueError, match="'bare' or by 'own'"): both.asks(groups)
 
 
 @pytest.mark.parametrize('name', ['mt-grpo', 'mt-grpo*'])

@@ -18,14 +18,15 @@ from credit_rl.compare import plan_jobs
 from credit_rl.estimate import memory, read_sizes
 from credit_rl.layout import pack
 from credit_rl.learner import Learner, Optimiser, make_critic, saved_policy
-from credit_rl.parts import Credit, Seen
+from credit_rl.parts import Credit, Seen, bind
 from credit_rl.methods import get_method
 from credit_rl.models import load_model
 from credit_rl.prepare import check_warming, make_warming, prepare
 from credit_rl.protocol import PROTOCOLS
 from credit_rl.tiny import tiny_model, tiny_tokenizer
 from credit_rl.runlog import latest_checkpoint, read_metrics
-from credit_rl.settings import check, make_config, settings_of
+from credit_rl.scoring import Schema, read_schema
+from credit_rl.settings import check, make_config, scored_schemas, settings_of
 from credit_rl.train import _missing_room, plan_of, train
 from credit_rl.trajectory import example_group
 from credit_rl.warmup import read_collected
@@ -213,6 +214,17 @@ def test_a_file_loads_and_passes_the_checks(name, tmp_path):
     assert got == VALUES[name]
     (family,) = [told for starts, told in FAMILIES.items() if name.startswith(starts)]
     for key, value in {**family, **MORE[name]}.items(): assert getattr(config, key) == value, key
+
+
+@pytest.mark.parametrize('name', [n for n in FILES if n.startswith(('igpo', 'tips'))])
+def test_golds_are_scored_in_the_papers_words(name):
+    "IGPO's sentence and TIPS's answer form, whether the file names them or leaves them to its protocol."
+    config = make_config(settings(name))
+    method = bind(get_method(config.method), config.options)
+    scored = [read_schema(schema, PROTOCOLS[config.protocol]) for schema in scored_schemas(method, ['belief'])]
+    own = Schema('{open}') if name.startswith('tips') else Schema(
+        "<think>Now there's enough information to answer</think><{tag}>", '</{tag}>')
+    assert {*scored} == {own} and len(scored_schemas(method, [])) == ('f1' not in name)
 
 
 @pytest.mark.parametrize('name', FILES)

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import math
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,10 +12,11 @@ from hypothesis import given, settings, strategies as st
 from torch.testing import assert_close
 
 from credit_rl.layout import pack, token_logps
+from credit_rl.models import load_tokenizer
 from credit_rl.protocol import PROTOCOLS, Chat, Protocol, byte_tokenizer, parse
 from credit_rl.scoring import (SCHEMAS, AnswerTemplate, Schema, acting_states, answer_batches, answer_form,
                                answer_header, answer_ids, answer_logps, answer_logps_separate, batch_logps, collect,
-                               gold_templates, joint_logps, takes_tree_mask)
+                               gold_templates, joint_logps, read_schema, schema_warning, takes_tree_mask)
 from credit_rl.trajectory import Group, Question, Stop, Trajectory, Turn, example_group
 
 VOCABULARY = 60
@@ -554,7 +556,7 @@ def test_a_teacher_reads_the_answer_form_that_the_prompt_teaches(name):
     "With the blank of the prompt's own example; a protocol that boxes its answers boxes the gold."
     protocol, tokenizer = PROTOCOLS[name], byte_tokenizer()
     chat, group = Chat(protocol, tokenizer), example_group()
-    gold = gold_templates(chat, [group])[0][0]
+    gold = gold_templates(chat, [group], 'tips')[0][0]
     before = tokenizer.decode(gold.ids[:gold.start]).removeprefix(answer_header(chat))
     taught = f'{protocol.system or ""} {protocol.user}'
     if protocol.answer_tag is None: assert before == '\\boxed{'
@@ -591,7 +593,8 @@ def test_the_answer_state_is_scored_only_when_asked():
 def test_templates_are_refused_by_name():
     chat, group = Chat(PROTOCOLS['tspo'], byte_tokenizer()), example_group()
     for unknown in ('carl', ['<{tag}>'], ('a', 1), None):
-        with pytest.raises(ValueError, match="'bare', 'igpo', 'tips'"): gold_templates(chat, [group], unknown)
+        with pytest.raises(ValueError, match="'own', one of .'bare', 'igpo', 'tips'"):
+            gold_templates(chat, [group], unknown)
     with pytest.raises(ValueError, match="'carl' has none"):
         gold_templates(Chat(PROTOCOLS['carl'], byte_tokenizer()), [group], 'igpo')
     with pytest.raises(ValueError, match="'casablanca' has no accepted answer"):
@@ -600,3 +603,65 @@ def test_templates_are_refused_by_name():
         gold_templates(
             chat,
             [dataclasses.replace(group, question=dataclasses.replace(group.question, answers=['Budapest', ' ']))])
+
+
+# ---- the words of an agent ----
+
+def written(chat, schema='own', **question):
+    "The text of a gold in its schema, after the generation prefix, for the running example's question with changes."
+    group = example_group()
+    group = dataclasses.replace(group, question=dataclasses.replace(group.question, **question))
+    template = gold_templates(chat, [group], schema)[0][0]
+    assert 'Budapest' in chat.tokenizer.decode(template.ids[template.start:template.end])
+    return chat.tokenizer.decode(template.ids).removeprefix(answer_header(chat))
+
+
+@pytest.mark.parametrize('name', ['tiny', 'carl-tiny', 'carl-tiny-forced'])
+def test_in_the_tiny_world_a_gold_stands_in_the_thought_that_names_it(name):
+    """Behind the relation that the question ends with; one without relations takes the answer's plain form. By hand:
+    `<think> birthplace Budapest </think>`."""
+    chat = Chat(PROTOCOLS[name], byte_tokenizer())
+    two = {'relations': ['director', 'birthplace'], 'chain': ['a', 'b', 'c']}
+    assert written(chat, meta=two) == '<think> birthplace Budapest </think>'
+    assert written(chat, meta={'relations': ['capital']}) == '<think> capital Budapest </think>'
+    plain = '<answer> Budapest' if name == 'tiny' else '\\boxed{Budapest'
+    assert written(chat, meta={'relations': []}) == plain == written(chat, 'tips', meta=two)
+    assert written(chat, ['{last_relation}: {open}', '{close} {last_relation}'], meta=two).startswith(
+        'birthplace: ' + plain)
+    with pytest.raises(ValueError, match="meta.'relations'.*question 'casablanca'.*gold_schema"): written(chat)
+
+
+def test_questions_of_a_batch_have_each_their_own_words():
+    chat, group = Chat(PROTOCOLS['tiny'], byte_tokenizer()), example_group()
+    asked = [dataclasses.replace(group, question=dataclasses.replace(group.question, meta={'relations': [r]}))
+             for r in ('capital', 'founder')]
+    texts = [chat.tokenizer.decode(golds[0].ids) for golds in gold_templates(chat, asked)]
+    assert ['capital' in t for t in texts] == [True] * 3 + [False] * 3 == ['founder' not in t for t in texts]
+
+
+def test_the_papers_protocols_have_the_papers_words():
+    """IGPO section 3.2 and TIPS section 3.2, typed from the papers; to every other protocol of a paper the answer form
+    of its prompt."""
+    igpo, tips = (Chat(PROTOCOLS[name], byte_tokenizer()) for name in ('igpo', 'tips'))
+    sentence = "<think>Now there's enough information to answer</think><answer>Budapest</answer>"
+    assert written(igpo) == written(igpo, 'igpo') == sentence == written(tips, 'igpo')
+    assert written(tips) == written(tips, 'tips') == '<answer> Budapest'
+    for name in PROTOCOLS.keys() - {'igpo'}:
+        if 'tiny' not in name: assert read_schema('own', PROTOCOLS[name]) == read_schema('tips'), name
+
+
+def test_a_schema_is_refused_or_warned_about_before_anything_is_scored():
+    words, tiny = load_tokenizer(str(Path(__file__).parents[1] / 'data' / 'tiny_base')), PROTOCOLS['tiny']
+    assert schema_warning('own', tiny, words) == schema_warning('tips', tiny, words) == ''
+    said = schema_warning('igpo', tiny, words)
+    lost = ['Now', 'there', 's', 'enough', 'information', 'to', 'answer']
+    assert f'no words for {", ".join(map(repr, lost))},' in said and 'gold_schema' in said
+    assert schema_warning('igpo', tiny, byte_tokenizer()) == schema_warning('igpo', tiny) == ''
+    for schema in ('igpo', 'bare'):
+        with pytest.raises(ValueError, match="'carl-tiny' has none: write {open}"):
+            schema_warning(schema, PROTOCOLS['carl-tiny'])
+    for bad in ('<think> {relation} ', '{}{question} '):
+        with pytest.raises(ValueError, match='placeholders it may hold: {open}, {close}, {tag}, {last_relation}'):
+            schema_warning([bad, ''], tiny)
+    with pytest.raises(ValueError, match='gold_schema must be two texts'): Protocol('p', gold_schema='{open}')
+    with pytest.raises(ValueError, match='gold_schema must be two texts'): Protocol('p', gold_schema=('{open}',))

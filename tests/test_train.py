@@ -672,7 +672,8 @@ def test_a_collapsed_answer_rate_stops_the_run(monkeypatch, tmp_path):
 # ---- what is recorded ----
 
 ALL = {**SHORT, 'kl': None, 'steps': 2, 'log_rollouts': 99, 'track': '', 'log_kl': False}
-MEASURED = {'belief': {'gold_entropy_start', 'gold_entropy_end'}, 'entropy': {'entropy'}}
+BELIEF = {'belief_auc', 'belief_shown', 'belief_unshown', 'belief_shown_states', 'belief_unshown_states'}
+MEASURED = {'belief': {'gold_entropy_start', 'gold_entropy_end', *BELIEF}, 'entropy': {'entropy'}}
 
 
 def quiet(folder, **settings):
@@ -727,6 +728,50 @@ def test_grpo_measures_the_gold_as_igpo_does(tmp_path):
         assert one == pytest.approx(other, abs=1e-6, nan_ok=True)
     logs = torch.tensor([[row[0], row[-2]] for row in rows[0]]).log().mean(0)
     assert read_metrics(asked).gold_entropy_end[1] == pytest.approx(-logs[1].item(), rel=1e-4)
+
+
+def listened(folder, **settings):
+    "What a run of two steps from the small base says, and the metrics that it writes."
+    lines = []
+    run = train({**ALL, 'model': BASE, 'eval_every': 1, 'questions_per_step': 12, 'group_size': 4, **settings,
+                 'run': str(folder)}, say=lines.append)
+    return lines, read_metrics(run)
+
+
+@pytest.mark.parametrize('settings, believes', [
+    ({'method': 'igpo'}, True), ({'method': 'tips'}, True), ({'method': 'grpo', 'measure': ['belief']}, True),
+    ({'method': 'igpo', 'options': {'schema': 'igpo'}}, False),
+    ({'method': 'tips', 'options': {'schema': 'tips'}}, False),
+    ({'method': 'igpo', 'gold_schema': ['<answer> ', '']}, False)], ids=str)
+def test_a_run_tells_whether_its_belief_is_one(tmp_path, monkeypatch, settings, believes):
+    """In the metrics of every step, with the step's own rollouts; and in a line at the first step and at evaluations
+    where it is none. Words that the tokenizer does not have are told before the first step."""
+    monkeypatch.chdir(ROOT)
+    lines, table = listened(tmp_path / 'run', **settings)
+    assert BELIEF <= {*table.columns} and table[[*BELIEF]][1:].notna().all(axis=None)
+    row, warned = table.iloc[1], [line for line in lines if line.startswith('belief in the gold answer is ')]
+    assert row.belief_shown_states + row.belief_unshown_states == pytest.approx(row.turns * row.trajectories)
+    if believes: assert row.belief_auc > .9 and row.belief_shown > .4 and not warned
+    else: assert row.belief_shown < .05 and len(warned) == 2 and 'set gold_schema' in warned[0]
+    unknown = [i for i, line in enumerate(lines) if "has no words for 'Now'" in line]
+    assert len(unknown) == (settings.get('options') == {'schema': 'igpo'}) and unknown in ([], [0])
+
+
+def test_a_run_that_scores_no_gold_says_nothing_of_belief(tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    lines, table = listened(tmp_path / 'run', method='grpo')
+    assert not BELIEF & {*table.columns} and not any('belief' in line for line in lines)
+
+
+@pytest.mark.parametrize('settings, told', [
+    ({'method': 'igpo'}, 0), ({'method': 'igpo', 'options': {'schema': 'igpo'}}, 1), ({'method': 'grpo'}, 0),
+    ({'method': 'grpo', 'measure': ['belief'], 'gold_schema': ['Finally : ', '']}, 1)])
+@pytest.mark.parametrize('model', ['tiny', BASE])
+def test_a_dry_run_tells_of_words_that_the_model_does_not_know(tmp_path, monkeypatch, settings, told, model):
+    monkeypatch.chdir(ROOT)
+    lines = []
+    train({**SHORT, **settings, 'model': model, 'run': str(tmp_path / 'run'), 'dry_run': True}, say=lines.append)
+    assert sum('has no words for' in line and 'gold_schema' in line for line in lines) == told
 
 
 def test_surprisal_is_of_the_samples_and_entropy_of_the_distributions(tmp_path):
