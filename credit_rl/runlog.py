@@ -123,6 +123,13 @@ METRICS = {
     'zero_advantage': 'share of trajectories whose advantage is exactly 0 at every trained token',
     'gold_entropy_start': 'mean -log-probability of a token of the gold answer at the question, by the policy, in nats',
     'gold_entropy_end': 'the same at the last state before the answer',
+    'belief_auc': 'chance that a state to which a gold was shown has more belief in it than one to which none was, '
+                  '0 to 1; belief is the mean probability of a gold token, by the policy, or by the teacher that '
+                  'scores golds',
+    'belief_shown': 'mean belief at states before a turn to which a gold was shown, 0 to 1',
+    'belief_unshown': 'mean belief at states before a turn to which none was, 0 to 1',
+    'belief_shown_states': 'number of states to which a gold was shown, of those that count for belief_auc',
+    'belief_unshown_states': 'number of the other states',
 }
 
 # %% ../nbs/02_runlog.ipynb #c019

@@ -22,7 +22,7 @@ from .estimate import Plan, describe, memory, read_sizes, step_seconds
 from .evaluate import by_set, evaluate, summarize
 from .folr import first_turns, has_evidence, near_miss_share, op_table
 from .groups import group_share, index_groups
-from .information_gain import belief_schema, gold_statistics, state_logp
+from .information_gain import belief_check, belief_schema, belief_warning, gold_statistics, state_logp
 from .launch import (LaunchError, Ranks, is_rank, join_ranks, keep_traceback, launch, launch_command,
                               read_hostfile, speak)
 from .learner import Learner
@@ -39,7 +39,8 @@ from .rollout import continuations, rollout
 from .runlog import (RunLog, atomic_write, latest_checkpoint, code_hashes, named_checkpoint,
                               save_checkpoint)
 from .scoring import answer_header, gold_templates
-from .settings import GROUPS, Config, check, check_engine, data_sets, make_config, settings_of, weight_limits
+from .settings import (GROUPS, Config, check, check_engine, data_sets, make_config, schema_notes,
+                                scored_schemas, settings_of, weight_limits)
 from .stage import (Stage, add_lora, draw_questions, hand_over, make_engine, make_learner, origin_of,
                              real_questions, real_search, set_stage)
 from .trajectory import to_json
@@ -292,6 +293,7 @@ def credit_metrics(run, method, batch):
     if rewards['turns'].any(): out['turn_reward'] = rewards['turns'][layout.turn_mask].nanmean().item()
     scored = [x for x in ((seen.gold_logp, seen.teacher_logp) if seen else ()) if x is not None]
     if scored: out['missing_states'] = sum(int((x[:, :-1].isnan().all(-1) & layout.turn_mask).sum()) for x in scored)
+    if scored: out |= belief_check(seen, layout, batch.groups)
     if seen and seen.values is not None:
         valued = run.learner.critic.where(layout.token_turns)
         out['explained_variance'] = explained_variance(seen.values[valued], credit.returns[valued])
@@ -457,6 +459,8 @@ def begin_run(
     log = RunLog(config.run, config.resume, s.keeping.trackers) if ranks.first else SilentLog(config.run)
     real = None
     if config.data != 'tiny': real = real_questions(s.task, config.seed), real_search(s.task, config.protocol)
+    scored = scored_schemas(method, config.measure)
+    for line in schema_notes(s.acting, config.data, scored, load=True): say(line)
     note_params(log, config)
     # the first makes the base that the others load
     stage = ranks.in_turn(lambda: set_stage(s.task, s.acting, origin, config.seed, say, real))
@@ -602,6 +606,8 @@ def examine(
         notes = no_gpu(s.host, c.model)
         if not Path(c.model).exists(): notes.append(f'{c.model} is a name on the hub: its weights were not looked at')
         for line in notes: say(line)
+    scored = scored_schemas(bound_method(s.course, s.task, s.learning.questions_per_step), c.measure)
+    for line in schema_notes(s.acting, c.data, scored, load=True): say(line)
     if (Path(c.run)/'params.yaml').exists() and not c.resume:
         wrong.append(f'{c.run} already holds a run: give resume=True, or choose another name')
     if wrong: raise ValueError('this run cannot start: ' + '; '.join(wrong))
@@ -722,6 +728,7 @@ def _steps(run, first):
         run.memory['collapsed'] = collapsed(run.memory['rates'], config.collapse)
         dev = _dev(run, step, metrics) if due else None
         if not due: run.log.metrics(step, **metrics)
+        if (step == first or due) and (line := belief_warning(metrics)): run.say(line)
         pace = (time.monotonic() - since) / (step - first + 1)
         if due or step - first < 3 or step % 5 == 0: _say_step(run, step, metrics, dev, pace)
         if run.memory['collapsed']:
