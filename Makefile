@@ -113,19 +113,10 @@ compare: $(VENV)/.ok-demo
 
 # Git keeps of a run what was asked, measured and found; these make of it the reports, their figures, and the tables.
 REPORT := $(PY) -m papermill --no-progress-bar
-comma  := ,
-empty  :=
-space  := $(empty) $(empty)
-listed = [$(subst $(space),$(comma),$(strip $(1)))]
-ABLATION = $(sort $(wildcard runs/carl_ablation/*-4??) $(wildcard runs/carl_tiny/carl-41[235]))
 reports: $(VENV)/.ok-test
-	@for name in compare sweep sweep_weak engines carl_tiny; do \
+	@for name in compare sweep sweep_weak engines; do \
 	    $(REPORT) nbs/94_compare.ipynb runs/$$name/report.ipynb -p folders runs/$$name -p out runs/$$name || exit 1; done
-	@$(REPORT) nbs/94_compare.ipynb runs/carl_ablation/report.ipynb -p baseline carl -p out runs/carl_ablation \
-	    -y 'folders: $(call listed,$(ABLATION))'
 	@$(REPORT) nbs/95_claims.ipynb runs/claims/report.ipynb
-	@$(REPORT) nbs/96_competence.ipynb runs/carl_warm/report.ipynb -p out runs/carl_warm \
-	    -y 'folders: [runs/carl_warm, runs/carl_tiny, runs/carl_ablation]'
 	@$(REPORT) nbs/97_results.ipynb runs/results/report.ipynb
 
 # README.md is nbs/index.ipynb, executed: cells that only prepare are left out, of others the code is, and links start
