@@ -18,8 +18,8 @@ from .benchmarks import BENCHMARKS, get_benchmark
 from .datasets import MIXTURES, load_corpus, load_questions, subsample
 from .engine import HFEngine, Sampling
 from .readers import RowError
-from .launch import (LaunchError, Ranks, check_hostfile, is_rank, join_ranks, keep_traceback, launch,
-                              launch_command, speak)
+from .launch import (LaunchError, Ranks, check_hostfile, check_threads, is_rank, join_ranks, keep_traceback,
+                              launch, launch_command, speak)
 from .metrics import benchmark_metric, cover_match, exact_match, f1
 from .models import (json_hash, load_model, load_tokenizer, local_folder, model_hashes, read_template,
                               tokenizer_hash)
@@ -192,6 +192,7 @@ def check_settings(settings):
         raise ValueError(f"vllm holds settings of engine='vllm', but engine is {s.engine!r}")
     if s.engine == 'vllm': check_vllm_settings(_vllm(s), _sampling(s), s.max_tokens)
     check_hostfile(s.hostfile, s.ranks)
+    check_threads(s.threads)
     read_template(s.template)
     for name in set_names(s.data):
         for what in ('path', 'corpus'): _place(name, getattr(s, what), what)

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['MARK', 'Ranks', 'is_rank', 'join_ranks', 'keep_traceback', 'failure', 'read_hostfile', 'check_hostfile',
-           'launch_command', 'speak', 'LaunchError', 'launch']
+           'check_threads', 'launch_command', 'speak', 'LaunchError', 'launch']
 
 # %% ../nbs/03_launch.ipynb #c002
 import contextlib, datetime, json, os, queue, re, shutil, signal, socket, subprocess, sys, threading, time, traceback
@@ -152,6 +152,13 @@ def check_hostfile(path, ranks):
     if not Path(path).is_file(): raise ValueError(f'hostfile {str(path)!r} does not exist')
     slots = sum(read_hostfile(path).values())
     if slots != ranks: raise ValueError(f'{path} has {slots} slots, but ranks={ranks}')
+
+def check_threads(threads):
+    "Refuse more threads of PyTorch (None: its own choice) than could help this host, eight a core. Raises ValueError."
+    cores = os.cpu_count() or 1
+    if threads and threads > 8 * cores:
+        raise ValueError(f'threads={threads}, but this host has {cores} core{"s" * (cores > 1)}: take that many, or '
+                         'leave it out')
 
 # %% ../nbs/03_launch.ipynb #c029
 def launch_command(

@@ -33,6 +33,7 @@ class Option:
             raise ValueError(f'{name} must be a {kind.__name__}, got {value!r}')
         if self.choices and value not in self.choices:
             raise ValueError(f'{name} must be one of {", ".join(map(str, self.choices))}, got {value!r}')
+        if isinstance(value, float) and value != value: raise ValueError(f'{name} must be a number, got {value}')
         if self.least is not None and not value >= self.least:
             raise ValueError(f'{name} must be at least {self.least:g}, got {value}')
         if self.above is not None and not value > self.above:

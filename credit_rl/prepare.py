@@ -231,15 +231,17 @@ def _prepare(c, say, ranks):
     say, s, choice = say if ranks.first else lambda line: None, settings_of(c), group_of(WarmUpChoice, c)
     if finished_warming(s.course, choice):
         check_same_params(c)
+        say(f'{c.run} is only shown again: its warm-up is over')
         return Path(c.run)
     if c.threads: torch.set_num_threads(c.threads)
     log = RunLog(c.run, c.resume, s.keeping.trackers) if ranks.first else SilentLog(c.run)
     real = None if c.data == 'tiny' else (real_questions(s.task, c.seed), real_search(s.task, c.protocol))
-    log.write_params(vars(c), (*MAY_CHANGE, 'warm_steps'))
-    origin = origin_of(s.course, s.acting, s.host, s.critic)
-    stage = ranks.in_turn(lambda: set_stage(s.task, s.acting, origin, c.seed, say, real))
-    metric = bound_method(s.course, s.task, s.learning.questions_per_step, stage.chat).metric
-    engine = make_engine(s.host, s.acting, origin.start, stage.model, stage.chat.tokenizer)
+    with log.beginning():
+        log.write_params(vars(c), (*MAY_CHANGE, 'warm_steps'))
+        origin = origin_of(s.course, s.acting, s.host, s.critic)
+        stage = ranks.in_turn(lambda: set_stage(s.task, s.acting, origin, c.seed, say, real))
+        metric = bound_method(s.course, s.task, s.learning.questions_per_step, stage.chat).metric
+        engine = make_engine(s.host, s.acting, origin.start, stage.model, stage.chat.tokenizer)
     player, data = Player(engine, s.acting.sampling, ranks), {}
     try:
         for part, most in (('train', c.sorted_questions), ('dev', None)):

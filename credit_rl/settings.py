@@ -16,12 +16,13 @@ import torch
 from .benchmarks import get_benchmark
 from .engine import Sampling
 from .evaluate import asked_protocol
-from .launch import check_hostfile
+from .launch import check_hostfile, check_threads
 from .layout import AVERAGES
 from .learner import CRITICS, Optimiser, check_offload
+from .losses import kl, policy_terms
 from .methods import get_method
 from .models import check_model, check_reads
-from .options import check_settings, options_in, setting
+from .options import check_settings, options_in, read_options, setting
 from .parameters import from_settings, notebook_settings
 from .parts import Facts, Loss, bind
 from .protocol import ANSWER_STOPS, PROTOCOLS, WORDS, worded
@@ -176,7 +177,7 @@ class Learning:
     group_size: int = setting(8, 'attempts at each', least=1)
     learning_rate: float = setting(5e-4, 'of the policy', above=0)
     warmup: int = setting(0, 'optimiser updates over which the learning rate rises', least=0)
-    weight_decay: float = setting(0.0, 'of AdamW')
+    weight_decay: float = setting(0.0, 'of AdamW', least=0)
     betas: list = setting([0.9, 0.95], 'of AdamW')
     minibatches: int = setting(2, 'updates that a batch is dealt out to', least=1)
     epochs: int = setting(1, 'times through the batch', least=1)
@@ -202,9 +203,10 @@ class Learning:
                          critic_clip=critic.critic_clip, apart=critic.critic_step == 'apart')
 
     def loss_of(self, method):
-        "The `Loss` of a run by a method: its own, with what is set. Raises TypeError on a field that Loss has not."
+        "The `Loss` of a run by a method: its own, with what is set. Raises ValueError on what Loss does not take."
         over = {name: v for name, v in (('average', self.average), ('kl', self.kl)) if v is not None}
-        return dataclasses.replace(method.loss, **{**self.loss, **over})
+        read = read_options('loss', options_in(Loss), {**self.loss, **over})
+        return dataclasses.replace(method.loss, **{name: read[name] for name in (*self.loss, *over)})
 
 # %% ../nbs/61_settings.ipynb #n0109
 @dataclass(frozen=True)
@@ -386,6 +388,7 @@ def _check_host(host, dtype):
         raise ValueError(f"with learner='deepspeed' dtype is 'float32' or 'bfloat16', got {dtype!r}")
     check_offload(host.offload)
     check_hostfile(host.hostfile, host.ranks)
+    check_threads(host.threads)
 
 # %% ../nbs/61_settings.ipynb #c022
 def check_engine(
@@ -443,10 +446,17 @@ def _check_method(s, method):
     if method.rule.compares and s.learning.group_size < 2:
         raise ValueError(f'{name} compares the attempts at one question with each other, so group_size must be at '
                          f'least 2, got {s.learning.group_size}')
-    try: s.learning.loss_of(method)
-    except TypeError:
-        known, got = ', '.join(f.name for f in dataclasses.fields(Loss)), sorted(s.learning.loss)
-        raise ValueError(f'loss takes {known}, got {got}') from None
+    _check_learning(s.learning, method)
+
+def _check_learning(learning, method):
+    "Refuse a loss that there is not, and more mini-batches than rollouts."
+    loss, none, played = learning.loss_of(method), torch.zeros(1, 1), learning.questions_per_step * learning.group_size
+    policy_terms(none, none, none, none == 0, loss.kind, (loss.clip_low, loss.clip_high), loss.dual_clip)
+    kl(none, none, loss.kl_kind, none == 0)
+    if learning.minibatches > played:
+        raise ValueError(f'minibatches={learning.minibatches}, but a step has {played} rollouts '
+                         f'(questions_per_step={learning.questions_per_step} times group_size={learning.group_size}): '
+                         'take fewer mini-batches, or more rollouts')
 
 # %% ../nbs/61_settings.ipynb #n0119
 def _own_tokenizer(acting):

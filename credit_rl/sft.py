@@ -107,24 +107,25 @@ def rejection_sft(
     acting, origin = s.acting, origin_of(s.course, s.acting, s.host, s.critic)
     metric = bound_method(dataclasses.replace(s.course, method='grpo'), s.task, c.questions_per_step).metric
     log.write_params({**vars(c), 'method': 'sft', 'sft': dataclasses.asdict(how)})
-    stage = set_stage(s.task, acting, origin, c.seed, say)
-    engine = HFEngine(stage.model, stage.chat.tokenizer, max_length=c.max_tokens)
-    test = lambda: evaluate(engine, stage.environments['test'], stage.questions['test'], acting.greedy)
-    base, _ = test()
-    groups = _played(stage, engine, acting.sampling, how, c.seed, say)
-    kept = keep_right(groups, metric, how.per_question, c.seed)
-    rows = sft_rows(kept) if kept else []
-    say(f'{len(rows)} rows of {sum(len(g.trajectories) for g in groups)} rollouts are right, different, and kept')
-    history = fine_tune(stage.model, stage.chat.tokenizer, rows, how, seed=c.seed)
-    final, tested = test()
-    for part in (stage.model, stage.chat.tokenizer): part.save_pretrained(log.folder/'model')
-    log.summary({
-        'method': 'sft', 'options': {}, 'seed': c.seed, 'steps': 0, 'best_step': 0, 'questions': len(tested),
-        'base_em': base['em'], 'final_em': final['em'], 'last_em': final['em'], 'base': base, 'final': final,
-        'ceiling_em': stage.ceiling and stage.ceiling['all'], 'ceiling': stage.ceiling, 'collapsed': False,
-        'rows': len(rows), 'trajectories': how.questions * how.attempts,
-        'losses': [h['loss'] for h in history if 'loss' in h], 'code': code_hashes('sft'), 'seconds': log.elapsed})
-    say(f'final: EM {final["em"]:.3f} on {len(tested)} test questions (base {base["em"]:.3f}); {log.elapsed:.0f} s')
+    with log.beginning():
+        stage = set_stage(s.task, acting, origin, c.seed, say)
+        engine = HFEngine(stage.model, stage.chat.tokenizer, max_length=c.max_tokens)
+        test = lambda: evaluate(engine, stage.environments['test'], stage.questions['test'], acting.greedy)
+        base, _ = test()
+        groups = _played(stage, engine, acting.sampling, how, c.seed, say)
+        kept = keep_right(groups, metric, how.per_question, c.seed)
+        rows = sft_rows(kept) if kept else []
+        say(f'{len(rows)} rows of {sum(len(g.trajectories) for g in groups)} rollouts are right, different, and kept')
+        history = fine_tune(stage.model, stage.chat.tokenizer, rows, how, seed=c.seed)
+        final, tested = test()
+        for part in (stage.model, stage.chat.tokenizer): part.save_pretrained(log.folder/'model')
+        log.summary({
+            'method': 'sft', 'options': {}, 'seed': c.seed, 'steps': 0, 'best_step': 0, 'questions': len(tested),
+            'base_em': base['em'], 'final_em': final['em'], 'last_em': final['em'], 'base': base, 'final': final,
+            'ceiling_em': stage.ceiling and stage.ceiling['all'], 'ceiling': stage.ceiling, 'collapsed': False,
+            'rows': len(rows), 'trajectories': how.questions * how.attempts,
+            'losses': [h['loss'] for h in history if 'loss' in h], 'code': code_hashes('sft'), 'seconds': log.elapsed})
+        say(f'final: EM {final["em"]:.3f} on {len(tested)} test questions (base {base["em"]:.3f}); {log.elapsed:.0f} s')
     return log.folder
 
 # %% ../nbs/64_sft.ipynb #c015

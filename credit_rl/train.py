@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['MAY_CHANGE', 'train_step', 'Run', 'run_facts', 'bound_method', 'act', 'Look', 'describe_rollouts', 'process_shares',
            'tier_rates', 'known_tiers', 'credit_metrics', 'start_values', 'correct_credit', 'kl_from_base',
-           'turn_records', 'collapsed', 'note_params', 'check_same_params', 'finished', 'SilentLog', 'saving',
+           'turn_records', 'collapsed', 'note_params', 'check_same_params', 'finished', 'told', 'SilentLog', 'saving',
            'begin_run', 'plan_of', 'is_large', 'Examiner', 'examine', 'no_gpu', 'train', 'launch_ranks', 'main']
 
 # %% ../nbs/63_train.ipynb #c002
@@ -37,7 +37,7 @@ from .potentials import answer_potential
 from .protocol import prompt_hash
 from .rollout import rollout
 from .runlog import (RunLog, atomic_write, latest_checkpoint, code_hashes, named_checkpoint,
-                              save_checkpoint)
+                              metrics_by_step, read_params, read_summary, save_checkpoint)
 from .scoring import answer_header, gold_templates
 from .settings import GROUPS, Config, check, check_engine, data_sets, make_config, settings_of, weight_limits
 from .stage import (Stage, add_lora, draw_questions, hand_over, make_engine, make_learner, origin_of,
@@ -393,6 +393,39 @@ def finished(
     summary = json.loads(path.read_text())
     return summary['steps'] >= course.steps or summary['collapsed']
 
+# %% ../nbs/63_train.ipynb #p6302
+def told(folder):
+    "How a run has gone so far, in the words in which it told of itself, from what it logged: list of lines."
+    steps, summary, lines = read_params(folder)['steps'], read_summary(folder), []
+    for step, row in metrics_by_step(folder).items():
+        if step == 0: lines.append(f'base: EM {row["dev_em"]:.3f} on dev')
+        elif 'dev_em' in row or _shown(step): lines.append(_step_line(step, steps, row, row.get('dev_em')))
+    return lines + ([_final_line(summary)] if summary else [])
+
+def _shown(step, first=1):
+    "Whether the line of a step is shown where dev is not evaluated: of the first three of a sitting, and of every fifth."
+    return step - first < 3 or step % 5 == 0
+
+def _step_line(step, steps, metrics, dev=None):
+    "How a step went: a line."
+    return (f'step {step}/{steps}  reward {metrics["reward"]:.3f}  EM {metrics["em"]:.3f}  answers '
+            f'{metrics["answer_rate"]:.2f}' + ('' if dev is None else f'  dev EM {dev:.3f}'))
+
+def _final_line(summary):
+    "What came of a run: a line."
+    base, top = summary['base_em'], summary['ceiling_em']
+    return (f'final: EM {summary["final_em"]:.3f} on {summary["questions"]} test questions (base {base:.3f}' +
+            (f', ceiling {top:.3f}' if top else '') +
+            f'), the checkpoint of step {summary["best_step"]}; {summary["seconds"]:.0f} s')
+
+def _over_line(config):
+    "That a run which is resumed is over, and how to take more steps: a line."
+    summary = read_summary(config.run)
+    if summary['collapsed']: why = 'stopped where its answer rate collapsed, and more steps would not mend it'
+    elif summary['steps'] > config.steps: why = f'has {summary["steps"]} steps, more than steps={config.steps}'
+    else: why = f'has its {summary["steps"]} steps; give more steps to go on'
+    return f'{config.run} is only shown again: it {why}'
+
 # %% ../nbs/63_train.ipynb #c073
 class SilentLog:
     "The log of a rank that writes nothing."
@@ -404,6 +437,7 @@ class SilentLog:
     def summary(self, values): pass
     def cut(self, step): pass
     def timed(self, stage): return contextlib.nullcontext()
+    def beginning(self): return contextlib.nullcontext()
 
 @contextlib.contextmanager
 def saving(path):  # of a checkpoint
@@ -435,16 +469,18 @@ def begin_run(
     log = RunLog(config.run, config.resume, s.keeping.trackers) if ranks.first else SilentLog(config.run)
     real = None
     if config.data != 'tiny': real = real_questions(s.task, config.seed), real_search(s.task, config.protocol)
-    note_params(log, config)
-    # the first makes the base that the others load
-    stage = ranks.in_turn(lambda: set_stage(s.task, s.acting, origin, config.seed, say, real))
-    if config.lora: add_lora(stage.model, config.lora, config.seed)
-    pieces = config.engine == 'hf' and config.learner == 'deepspeed' and config.stage == 3
-    acting = copy.deepcopy(stage.model).eval() if pieces else stage.model      # one that is whole
-    # before the learner: it measures what memory is free
-    engine = make_engine(s.host, s.acting, origin.start, acting, stage.chat.tokenizer)
-    if config.engine == 'vllm': engine.sleep()    # models are whole until the learner spreads them, so it gives it back
-    return Run(config, stage, engine, make_learner(s, origin, stage.model), log, ranks, say)
+    with log.beginning():
+        note_params(log, config)
+        # the first makes the base that the others load
+        stage = ranks.in_turn(lambda: set_stage(s.task, s.acting, origin, config.seed, say, real))
+        if config.lora: add_lora(stage.model, config.lora, config.seed)
+        pieces = config.engine == 'hf' and config.learner == 'deepspeed' and config.stage == 3
+        acting = copy.deepcopy(stage.model).eval() if pieces else stage.model      # one that is whole
+        # before the learner: it measures what memory is free
+        engine = make_engine(s.host, s.acting, origin.start, acting, stage.chat.tokenizer)
+        # models are whole until the learner spreads them, so it gives its memory back
+        if config.engine == 'vllm': engine.sleep()
+        return Run(config, stage, engine, make_learner(s, origin, stage.model), log, ranks, say)
 
 # %% ../nbs/63_train.ipynb #c076
 def _dev(run, step, metrics):
@@ -473,6 +509,7 @@ def _begin(run):
         run.restore(found[1])
         # killed before it was named
         if run.memory['best_step'] == found[0] and found != best: run.checkpoint(found[0], 'best')
+        for line in told(run.log.folder): run.say(line)
         run.say(f'resumed after step {found[0]}')
         return found[0] + 1
     run.wake()
@@ -494,16 +531,15 @@ def _finish(run):
     c, top, base = run.config, run.stage.ceiling, run.memory['base']
     hops = dict(Counter(str(g.question.meta['hops']) for g in groups if 'hops' in g.question.meta))
     sets = dict(Counter(g.question.source for g in groups))
-    run.log.summary({
+    summary = {
         'method': c.method, 'options': c.options, 'seed': c.seed, 'steps': c.steps, 'best_step': step,
         'protocol': run.stage.chat.protocol.name, 'prompt_hash': prompt_hash(run.stage.chat.protocol),
         'questions': len(groups), 'questions_by_hops': hops, 'questions_by_set': sets if len(sets) > 1 else {},
         'base_em': base['em'], 'final_em': final['em'], 'last_em': last['em'], 'ceiling_em': top and top['all'],
         'base': base, 'final': final, 'ceiling': top,
-        'collapsed': run.memory.get('collapsed', False), 'code': code_hashes('train'), 'seconds': run.log.elapsed})
-    run.say(f'final: EM {final["em"]:.3f} on {len(groups)} test questions (base {base["em"]:.3f}' +
-            (f', ceiling {top["all"]:.3f}' if top else '') +
-            f'), the checkpoint of step {step}; {run.log.elapsed:.0f} s')
+        'collapsed': run.memory.get('collapsed', False), 'code': code_hashes('train'), 'seconds': run.log.elapsed}
+    run.log.summary(summary)
+    run.say(_final_line(summary))
 
 # %% ../nbs/63_train.ipynb #c083
 def plan_of(config):
@@ -680,11 +716,14 @@ def _train(config, say, ranks):
     "The run, or this rank's part of it."
     if finished(config):
         check_same_params(config)
+        if ranks.first:
+            for line in [*told(config.run), _over_line(config)]: say(line)
         return Path(config.run)
     if config.threads: torch.set_num_threads(config.threads)
     run = begin_run(config, say, ranks)
     with contextlib.closing(run):
-        _steps(run, _begin(run))
+        with run.log.beginning(): first = _begin(run)
+        _steps(run, first)
         _finish(run)
         ranks.wait()
     return run.log.folder
@@ -701,7 +740,7 @@ def _steps(run, first):
         dev = _dev(run, step, metrics) if due else None
         if not due: run.log.metrics(step, **metrics)
         pace = (time.monotonic() - since) / (step - first + 1)
-        if due or step - first < 3 or step % 5 == 0: _say_step(run, step, metrics, dev, pace)
+        if due or _shown(step, first): _say_step(run, step, metrics, dev, pace)
         if run.memory['collapsed']:
             run.say(f'stopped at step {step}: the answer rate of the last 5 steps fell below {config.collapse:.0%} of '
                     'its best; try a smaller learning rate, or a KL term')
@@ -710,9 +749,7 @@ def _steps(run, first):
 def _say_step(run, step, metrics, dev, pace):
     "Say how a step went, and how long the rest will take at so many seconds a step."
     steps = run.config.steps
-    run.say(f'step {step}/{steps}  reward {metrics["reward"]:.3f}  EM {metrics["em"]:.3f}  answers '
-            f'{metrics["answer_rate"]:.2f}' + ('' if dev is None else f'  dev EM {dev:.3f}') +
-            f'  {pace:.2f} s/step, {pace * (steps - step):.0f} s left')
+    run.say(_step_line(step, steps, metrics, dev) + f'  {pace:.2f} s/step, {pace * (steps - step):.0f} s left')
 
 # %% ../nbs/63_train.ipynb #c091
 def launch_ranks(
@@ -730,8 +767,9 @@ def launch_ranks(
     command = launch_command(module, ['--params', str(log.folder/'launch.yaml')], config.ranks, config.hostfile)
     say(f'{config.ranks} ranks: ' + ' '.join(['python', *command[1:]]))
     alone = torch.cuda.is_available() or sys.platform != 'linux' or config.hostfile
-    launch(command, log.folder, log.folder/'summary.json', say,
-           environment={} if alone else {'GLOO_SOCKET_IFNAME': 'lo'})
+    with log.beginning():
+        launch(command, log.folder, log.folder/'summary.json', say,
+               environment={} if alone else {'GLOO_SOCKET_IFNAME': 'lo'})
     return log.folder
 
 # %% ../nbs/63_train.ipynb #c097

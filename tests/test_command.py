@@ -5,7 +5,7 @@ import sys
 import pytest
 
 import credit_rl
-from credit_rl.api import HOMES, MODULES
+from credit_rl.api import HOMES, MODULES, argument_comments
 from credit_rl.command import VERBS, main
 from credit_rl.options import options_in
 from credit_rl.settings import GROUPS
@@ -52,3 +52,29 @@ def test_every_verb_has_a_help(verb, capsys):
 def test_an_unknown_verb_names_the_nearest():
     with pytest.raises(SystemExit, match="there is no verb 'trian'; did you mean 'train'"):
         main(['trian'])
+
+
+def test_help_says_what_arguments_are():
+    "In a plain import of one module; without nbdev or fastcore, which the package does not need."
+    code = ('import sys, credit_rl.folr, inspect; print(inspect.getdoc(credit_rl.folr.tspo_advantages)); '
+            'assert not {"nbdev", "fastcore"} & set(sys.modules)')
+    done = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert 'alpha: reward of the turns up to first_turn in a wrong rollout, in [0, 1]' in done.stdout
+    assert 'Compare first-occurrence rewards' in done.stdout
+
+
+@pytest.mark.parametrize('name', [n for n in HOMES if n.islower()])
+def test_every_described_argument_of_the_package_is_in_its_help(name):
+    import importlib
+    import inspect
+    source = inspect.getsource(importlib.import_module(f'credit_rl.{HOMES[name]}'))
+    for argument, text in argument_comments(source).get(name, {}).items():
+        assert f'    {argument}: {text}' in getattr(credit_rl, name).__doc__
+
+
+def test_comments_of_arguments_are_read():
+    source = ('# %% a cell\ndef f(a, b):  # two of them\n    pass\ndef g(\n    x,  # (N,) of #1\n    # before\n'
+              '    y="# no",\n    z=(1,\n       2),  # a pair\n): pass\n# behind\ndef h(x): pass\n')
+    assert argument_comments(source) == {'f': {'a, b': 'two of them'},
+                                         'g': {'x': '(N,) of #1', 'y': 'before', 'z': 'a pair'}}

@@ -1,0 +1,169 @@
+"""The start of a run as a newcomer meets it: what is refused before anything is computed, what is said, and what a
+start that failed leaves behind."""
+import json
+import os
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from credit_rl import launch, train as training
+from credit_rl.learner import Learner, Optimiser
+from credit_rl.parts import Loss
+from credit_rl.runlog import RunFolders, RunLog
+from credit_rl.settings import check, make_config
+from credit_rl.train import train
+
+ROOT = Path(__file__).resolve().parents[1]
+BASE = str(ROOT / 'data' / 'tiny_base')
+SHORT = dict(model=BASE, steps=1, eval_every=1, questions_per_step=4, group_size=4, questions=50, dev_questions=8,
+             test_questions=8, max_turns=3, turn_tokens=12, world={'size': 200})
+
+
+# ---- options and settings are checked before a start ----
+
+@pytest.mark.parametrize('settings, message', [
+    (dict(method='tspo', options={'alpha': 2}), 'alpha must be at most 1, got 2'),
+    (dict(method='tspo', options={'alpha': 'abc'}), "alpha must be a float, got 'abc'"),
+    (dict(method='tspo', options={'match_short': 'no'}), "match_short must be a bool, got 'no'"),
+    (dict(method='tspo', options={'eps': -7}), 'eps must be at least 0'),
+    (dict(method='dapo', options={'draws': 0}), 'draws must be at least 1'),
+    (dict(method='ppo', options={'whiten': 'no'}), 'whiten must be a bool'),
+    (dict(method='vspo', options={'clip': 'no'}), 'clip must be a bool'),
+    (dict(method='mt-grpo*', options={'lambda_mid': float('nan')}), 'lambda_mid must be a number, got nan'),
+    (dict(weight_decay=-5), 'weight_decay must be at least 0'),
+    (dict(method='ppo', critic_rate=-1), 'critic_rate must be at least 0'),
+    (dict(loss={'clip_high': 'wide'}), 'clip_high must be a float'),
+    (dict(loss={'clip_high': -.2}), 'clip_high must be at least 0'),
+    (dict(loss={'kind': 'pppo'}), "kind is 'ppo'"),
+    (dict(loss={'cliphigh': .2}), "did you mean 'clip_high'"),
+    (dict(loss={'kl_kind': 'k9'}), "kind is 'k1'"),
+    (dict(threads=10000), 'threads=10000, but this host has'),
+    (dict(minibatches=9, questions_per_step=2, group_size=4), 'minibatches=9, but a step has 8 rollouts'),
+])
+def test_what_cannot_be_is_refused_by_a_dry_run_too(settings, message, tmp_path):
+    said = []
+    with pytest.raises(ValueError, match=message):
+        train({'run': str(tmp_path / 'run'), 'dry_run': True, **settings}, say=said.append)
+    assert not said and not (tmp_path / 'run').exists()
+
+
+def test_threads_that_this_host_can_use_pass(monkeypatch):
+    monkeypatch.setattr(os, 'cpu_count', lambda: 2)
+    for threads in (None, 1, 16): launch.check_threads(threads)
+    with pytest.raises(ValueError, match='threads=17, but this host has 2 cores'): launch.check_threads(17)
+
+
+def test_a_learner_updates_on_fewer_trajectories_than_mini_batches(tmp_path):
+    "A sampling that keeps few groups leaves less than was asked for."
+    from transformers import AutoModelForCausalLM
+    from credit_rl.layout import pack
+    from credit_rl.parts import Credit
+    from credit_rl.trajectory import example_group
+    model = AutoModelForCausalLM.from_pretrained(BASE)
+    layout = pack([example_group()])
+    layout.ids.clamp_(max=model.config.vocab_size - 1)
+    learner = Learner(model, Loss(), Optimiser(minibatches=9))
+    log = learner.step(layout, None, Credit(layout.trained.float()))
+    assert log['updates'] == len(layout.groups) < 9
+
+
+# ---- a start that failed can be made again in the same folder ----
+
+@pytest.mark.parametrize('where', ['set_stage', 'make_learner', '_begin'])
+def test_a_start_that_failed_leaves_its_folder_free(where, tmp_path, monkeypatch):
+    def fail(*args): raise RuntimeError('something broke')
+    with monkeypatch.context() as broken:
+        broken.setattr(training, where, fail)
+        with pytest.raises(RuntimeError, match='something broke'):
+            train({**SHORT, 'run': str(tmp_path / 'run')}, say=lambda line: None)
+    RunLog(tmp_path / 'run')                           # refuses a folder that holds a run
+
+
+def test_what_has_a_checkpoint_or_was_there_before_is_kept(tmp_path):
+    log = RunLog(tmp_path)
+    with pytest.raises(RuntimeError), log.beginning():
+        log.write_params({'seed': 1})
+        (tmp_path / 'checkpoints' / 'step-000000').mkdir(parents=True)
+        raise RuntimeError
+    assert (tmp_path / 'params.yaml').exists()
+    (tmp_path / 'checkpoints' / 'step-000000').rmdir()
+    with pytest.raises(RuntimeError), RunLog(tmp_path, resume=True).beginning(): raise RuntimeError
+    assert (tmp_path / 'params.yaml').exists()
+
+
+def test_a_fine_tuning_without_right_rollouts_leaves_its_folder_free(tmp_path, monkeypatch):
+    from credit_rl import sft
+    monkeypatch.setattr(sft, '_played', lambda *args: [])
+    with pytest.raises(ValueError, match='nothing to imitate'):
+        sft.rejection_sft({**SHORT, 'run': str(tmp_path / 'run')}, say=lambda line: None)
+    RunLog(tmp_path / 'run')
+
+
+# ---- the notebook of a run ----
+
+def as_papermill_writes(executed=False, cell="run = 'runs/train'\nresume = False", **given):
+    cells = [{'cell_type': 'code', 'source': cell.splitlines(keepends=True), 'metadata': {'tags': ['parameters']},
+              'execution_count': 1 if executed else None}]
+    return json.dumps({'cells': cells, 'metadata': {'papermill': {'parameters': given}}})
+
+
+def test_the_same_command_again_keeps_the_finished_notebook(tmp_path, monkeypatch):
+    "papermill writes before the first cell runs, so that is where the second start is refused."
+    monkeypatch.chdir(tmp_path)
+    run, write = Path('runs/mine'), RunFolders.write
+    write(as_papermill_writes(run='runs/mine'), run / 'notebook.ipynb')
+    RunLog(run).write_params({'seed': 1})
+    write(done := as_papermill_writes(executed=True, run='runs/mine'), run / 'notebook.ipynb')
+    for more in ({}, {'dry_run': True}):
+        with pytest.raises(FileExistsError, match='runs/mine already holds a run .*resume=True'):
+            write(as_papermill_writes(run='runs/mine', **more), run / 'notebook.ipynb')
+    assert (run / 'notebook.ipynb').read_text() == done
+    write(as_papermill_writes(run='runs/mine', resume=True), run / 'notebook.ipynb')
+
+
+def test_a_notebook_apart_from_its_run_is_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match='give -p run runs/other as well'):
+        RunFolders.write(as_papermill_writes(), 'runs/other/notebook.ipynb')
+    RunFolders.write(as_papermill_writes(), 'runs/train/notebook.ipynb')
+    RunFolders.write(as_papermill_writes(cell='folders = 3'), 'runs/other/report.ipynb')    # a report has no run
+
+
+@pytest.mark.parametrize('name', ['90_train', '91_evaluate', '92_warmup'])
+def test_the_run_notebooks_say_where_their_run_lies(name, tmp_path, monkeypatch):
+    "Else the check above would let them pass."
+    monkeypatch.chdir(tmp_path)
+    text = (ROOT / 'nbs' / f'{name}.ipynb').read_text()
+    notebook = json.loads(text)
+    for cell in notebook['cells']: cell.pop('execution_count', None)
+    with pytest.raises(ValueError, match='give -p run'): RunFolders.write(json.dumps(notebook), 'runs/x/notebook.ipynb')
+
+
+# ---- what is said of a run that is over, or goes on ----
+
+@pytest.fixture(scope='module')
+def short(tmp_path_factory):
+    "A finished run of one step, and its lines."
+    folder, lines = tmp_path_factory.mktemp('runs') / 'short', []
+    train({**SHORT, 'run': str(folder), 'threads': 1}, say=lines.append)
+    return folder, lines
+
+
+def test_a_run_that_is_shown_again_tells_its_log_again(short):
+    folder, first = short
+    for steps, why in ((1, 'has its 1 steps'), (0, 'has 1 steps, more than steps=0')):
+        again = []
+        train({**SHORT, 'run': str(folder), 'threads': 1, 'resume': True, 'steps': steps}, say=again.append)
+        assert why in again[-1] and again[-2] == first[-1]
+        (line,), (then,) = ([x for x in lines if x.startswith('step 1/1')] for lines in (first, again))
+        assert line.startswith(then) and any(x.startswith('base: EM') for x in again)
+
+
+def test_a_run_that_goes_on_tells_its_log_first(short, tmp_path):
+    folder, lines = shutil.copytree(short[0], tmp_path / 'more', symlinks=True), []
+    train({**SHORT, 'run': str(folder), 'threads': 1, 'resume': True, 'steps': 2}, say=lines.append)
+    at = lines.index('resumed after step 1')
+    assert any(x.startswith('step 1/2') for x in lines[:at]) and any(x.startswith('step 2/2') for x in lines[at:])
