@@ -20,7 +20,7 @@ from .layout import pack
 from .learner import Frozen
 from .losses import kl
 from .methods import get_method
-from .models import load_model
+from .models import find_model, load_model
 from .options import check_settings, setting
 from .outcome import outcome_rewards
 from .parameters import by_group, from_settings, make_parser, notebook_settings, read_settings
@@ -221,6 +221,7 @@ def prepare(
         with keep_traceback(c.run, int(os.environ['RANK'])): return _prepare(c, say, join_ranks(c.ranks))
     host = settings_of(c).host
     if finished_warming(settings_of(c).course, group_of(WarmUpChoice, c)) is None:
+        if c.model != 'tiny': find_model(c.model)
         for line in [*_forecast(c), *no_gpu(host, c.model)] if is_large(c.model) else (): say(line)
         if c.ranks > 1: return launch_ranks(c, say, 'credit_rl.prepare', (*MAY_CHANGE, 'warm_steps'))
     return _prepare(c, say, Ranks())

@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['METRICS', 'TRACKERS', 'atomic_write', 'RunFolders', 'atomic_folder', 'check_metrics', 'plain_json', 'write_json',
-           'latest_checkpoint', 'named_checkpoint', 'save_checkpoint', 'check_trackers', 'RunLog', 'metrics_by_step',
-           'read_metrics', 'read_turns', 'read_params', 'read_summary', 'same_metrics', 'source_hash',
-           'imported_modules', 'module_hashes', 'code_hashes', 'changed_modules']
+           'check_folder', 'latest_checkpoint', 'named_checkpoint', 'save_checkpoint', 'check_trackers', 'RunLog',
+           'metrics_by_step', 'read_metrics', 'read_turns', 'read_params', 'read_summary', 'same_metrics',
+           'source_hash', 'imported_modules', 'module_hashes', 'code_hashes', 'changed_modules']
 
 # %% ../nbs/02_runlog.ipynb #c002
 import ast, contextlib, difflib, functools, gzip, hashlib, importlib.util
@@ -288,6 +288,15 @@ def _cut(path, read, step):
 _GROWING = {'metrics.jsonl': _lines, 'turns.jsonl.gz': _members}
 _HOLDS = ['params.yaml', *_GROWING, 'summary.json', 'checkpoints']
 
+def check_folder(folder):
+    "Refuse the folder of a run that could not be made or written, without making it. Raises OSError."
+    folder = Path(folder)
+    there = next(p for p in (folder.absolute(), *folder.absolute().parents) if p.exists())
+    if not there.is_dir(): raise NotADirectoryError(f'{there} is a file; a run needs a folder, choose another name')
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise PermissionError(f'{folder} cannot be written ({there} cannot); choose a folder that can, or mend its '
+                              'permissions')
+
 def _check_empty(folder):
     "Refuse a folder that holds a run. Raises FileExistsError."
     if held := [name for name in _HOLDS if (folder/name).exists()]:
@@ -297,8 +306,7 @@ def _check_empty(folder):
 def _run_folder(folder, resume):
     "The run folder, made if missing. Raises where it cannot be written or holds a run that is not to be resumed."
     folder = Path(folder)
-    if folder.exists() and not folder.is_dir():
-        raise NotADirectoryError(f'{folder} is a file; a run needs a folder, choose another name')
+    check_folder(folder)
     if not resume: _check_empty(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)

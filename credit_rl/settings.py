@@ -6,7 +6,7 @@
 __all__ = ['MEASURES', 'GROUPS', 'Config', 'Course', 'Task', 'usual_turns', 'usual_tokens', 'Acting', 'Host', 'Mismatch',
            'weight_limits', 'Learning', 'CriticChoice', 'TeacherChoice', 'Keeping', 'flat_form', 'make_config',
            'read_parameters', 'Settings', 'group_of', 'settings_of', 'check', 'data_sets', 'world_arguments',
-           'check_engine']
+           'check_engine', 'own_tokenizer']
 
 # %% ../nbs/61_settings.ipynb #c002
 import dataclasses, json
@@ -442,7 +442,7 @@ def _check_method(s, method):
     if s.teacher.teacher != 'self' and s.teacher.teacher_every:
         raise ValueError('a teacher of its own is never refreshed from the policy; leave out '
                          f'teacher_every={s.teacher.teacher_every}')
-    if s.teacher.teacher not in ('self', 'base'): check_reads(s.teacher.teacher, _own_tokenizer(s.acting))
+    if s.teacher.teacher not in ('self', 'base'): check_reads(s.teacher.teacher, own_tokenizer(s.acting))
     if method.rule.compares and s.learning.group_size < 2:
         raise ValueError(f'{name} compares the attempts at one question with each other, so group_size must be at '
                          f'least 2, got {s.learning.group_size}')
@@ -459,7 +459,7 @@ def _check_learning(learning, method):
                          'take fewer mini-batches, or more rollouts')
 
 # %% ../nbs/61_settings.ipynb #n0119
-def _own_tokenizer(acting):
+def own_tokenizer(acting):
     "The policy's tokenizer, or the folder or name that it is loaded from."
     code = (acting.protocol or '').startswith('carl')
     return tiny_tokenizer(numbers=code) if acting.model == 'tiny' else acting.model
@@ -467,6 +467,9 @@ def _own_tokenizer(acting):
 def _check_words(acting, data):
     "Refuse a model without words for the questions and the protocol, and prompts that cannot stand in its place."
     worded(asked_protocol(acting.protocol, data), **acting.words)
+    if data == 'tiny' and acting.protocol not in (None, *PROTOCOLS):
+        raise ValueError(f'protocol={acting.protocol!r} is for data sets that are asked without a search; the tiny world '
+                         f'takes {", ".join(PROTOCOLS)}')
     if acting.model != 'tiny': check_model(acting.model)
     elif data != 'tiny':
         raise ValueError(f"model='tiny' knows only the words of the tiny world; data={data!r} needs a model folder")

@@ -18,7 +18,7 @@ from .advantages import anchor_ids, anchor_share
 from .critics import explained_variance
 from .benchmarks import get_benchmark
 from .engine import Sampling, seed_of
-from .estimate import Plan, describe, memory, read_sizes, step_seconds
+from .estimate import KNOWN_SIZES, Plan, describe, memory, read_sizes, step_seconds
 from .evaluate import by_set, evaluate, summarize
 from .folr import first_turns, has_evidence, near_miss_share, op_table
 from .groups import group_share, index_groups
@@ -29,7 +29,7 @@ from .learner import Learner
 from .losses import kl
 from .methods import extra_passes, get_method
 from .metrics import benchmark_metric, exact_match
-from .models import load_tokenizer
+from .models import find_model
 from .outcome import outcome_rewards
 from .parameters import by_group, make_parser, read_settings
 from .parts import Asks, Facts, Seen, assign, at, begin, bind, first_tokens, move, part_metrics
@@ -37,11 +37,12 @@ from .potentials import answer_potential
 from .protocol import prompt_hash
 from .rollout import rollout
 from .runlog import (RunLog, atomic_write, latest_checkpoint, code_hashes, named_checkpoint,
-                              metrics_by_step, read_params, read_summary, save_checkpoint)
+                              check_folder, metrics_by_step, read_params, read_summary, save_checkpoint)
 from .scoring import answer_header, gold_templates
-from .settings import GROUPS, Config, check, check_engine, data_sets, make_config, settings_of, weight_limits
-from .stage import (Stage, add_lora, draw_questions, hand_over, make_engine, make_learner, origin_of,
-                             real_questions, real_search, set_stage)
+from .settings import (GROUPS, Config, check, check_engine, data_sets, make_config, own_tokenizer,
+                                settings_of, weight_limits)
+from .stage import (Stage, add_lora, check_stage, draw_questions, hand_over, make_engine, make_learner,
+                             origin_of, real_questions, real_search, set_stage)
 from .trajectory import to_json
 from .vllm_engine import EngineLost, logp_gap, sampler_weights
 from .warmup import read_tiers, segment_statistics
@@ -608,9 +609,13 @@ def examine(
     c, s, notes = config, settings_of(config), []
     examiner.check(dataclasses.replace(c, engine='hf', vllm={}, correction=None))
     wrong = _complaints(lambda: check_engine(s.host, s.mismatch, s.acting))    # vLLM wants a host that this need not be
-    if c.data != 'tiny': wrong += _missing_data(s.task, c.seed, c.protocol, say)
-    if c.model != 'tiny':
-        load_tokenizer(c.model)
+    wrong += _complaints(lambda: check_folder(c.run))
+    lacks, real = ([], None) if c.data == 'tiny' else _missing_data(s.task, c.seed, c.protocol, say)
+    absent = [] if c.model == 'tiny' else _complaints(lambda: find_model(c.model))
+    if not (lacks or absent):
+        wrong += _complaints(lambda: check_stage(s.task, s.acting, c.seed, own_tokenizer(s.acting), real))
+    wrong += lacks + absent
+    if c.model != 'tiny' and (not absent or c.model in KNOWN_SIZES):
         for line in examiner.forecast(c): say(line)
         wrong += _missing_room(Path(c.run), c.keep, s.host, examiner.weigh(c))
         notes = no_gpu(s.host, c.model)
@@ -618,7 +623,8 @@ def examine(
         for line in notes: say(line)
     if (Path(c.run)/'params.yaml').exists() and not c.resume:
         wrong.append(f'{c.run} already holds a run: give resume=True, or choose another name')
-    if wrong: raise ValueError('this run cannot start: ' + '; '.join(wrong))
+    if len(wrong) == 1: raise ValueError(f'this run cannot start: {wrong[0]}')
+    if wrong: raise ValueError('\n- '.join(['this run cannot start:', *wrong]))
     say(f'everything {"else " * bool(notes)}is there; leave out dry_run to start')
     return Path(c.run)
 
@@ -629,12 +635,16 @@ def _complaints(look):
     return []
 
 def _missing_data(task, seed, protocol, say):
-    "What is wrong with questions and search: list of str."
+    "What is wrong with questions and search, list of str, and both, where nothing is: (questions, search) or None."
+    real = []
     def questions():
-        found = real_questions(task, seed)
-        say(', '.join(f'{len(v)} {k} questions' for k, v in found.items()))
-    def search(): say(f'search: {type(real_search(task, protocol)).__name__}')
-    return _complaints(questions) + _complaints(search)
+        real.append(real_questions(task, seed))
+        say(', '.join(f'{len(v)} {k} questions' for k, v in real[0].items()))
+    def search():
+        real.append(real_search(task, protocol))
+        say(f'search: {type(real[-1]).__name__}')
+    lacks = _complaints(questions) + _complaints(search)
+    return lacks, None if lacks else tuple(real)
 
 # %% ../nbs/63_train.ipynb #c085
 def _ranks_here(host): return max(read_hostfile(host.hostfile).values()) if host.hostfile else host.ranks
@@ -648,6 +658,8 @@ def no_gpu(
     return [f'no GPU: {_ranks_here(host)} rank{"s" * (_ranks_here(host) > 1)} would share the processor and memory of '
             'this host, and take far longer than the estimate says']
 
+def _gigabytes(size): return f'{size / 1e9:.1f} GB' if size >= 1e9 else f'{size / 1e6:.3g} MB'
+
 def _missing_room(folder, keep, host, needs):
     "What disk, memory and GPUs of this host lack for a run that keeps so many checkpoints in a folder: list of str."
     folder = next(p for p in (folder.absolute(), *folder.absolute().parents) if p.exists())
@@ -659,7 +671,7 @@ def _missing_room(folder, keep, host, needs):
     if file and Path('/dev/shm').is_dir():
         shared = shutil.disk_usage('/dev/shm').free
         rooms.append(('/dev/shm', shared, f'the weights that {here} ranks give to vLLM take', file))
-    wrong = [f'{where} has {free / 1e9:.1f} GB free, but {what} {size / 1e9:.1f} GB'
+    wrong = [f'{where} has {_gigabytes(free)} free, but {what} {_gigabytes(size)}'
              for where, free, what, size in rooms if size > free]
     if gpus and gpus < here: wrong.append(f'{here} ranks need as many GPUs, but there are {gpus}')
     return wrong + [line for i in range(min(gpus, here)) for line in _missing_gpu(host, needs, i)]
@@ -708,6 +720,7 @@ def train(
         with keep_traceback(config.run, int(os.environ['RANK'])): return _train(config, say, join_ranks(config.ranks))
     if not finished(config):
         host, model = settings_of(config).host, config.model
+        if model != 'tiny': find_model(model)
         for line in [*_forecast(config), *no_gpu(host, model)] if is_large(model) else (): say(line)
         if config.ranks > 1: return launch_ranks(config, say)
     return _train(config, say, Ranks())

@@ -1,19 +1,22 @@
 """The start of a run as a newcomer meets it: what is refused before anything is computed, what is said, and what a
 start that failed leaves behind."""
+import dataclasses
 import json
 import os
 import shutil
+import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
+import yaml
 
 from credit_rl import launch, train as training
 from credit_rl.learner import Learner, Optimiser
+from credit_rl.models import find_model, load_model, local_folder
 from credit_rl.parts import Loss
 from credit_rl.runlog import RunFolders, RunLog
-from credit_rl.settings import check, make_config
+
 from credit_rl.train import train
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -167,3 +170,91 @@ def test_a_run_that_goes_on_tells_its_log_first(short, tmp_path):
     train({**SHORT, 'run': str(folder), 'threads': 1, 'resume': True, 'steps': 2}, say=lines.append)
     at = lines.index('resumed after step 1')
     assert any(x.startswith('step 1/2') for x in lines[:at]) and any(x.startswith('step 2/2') for x in lines[at:])
+
+
+# ---- a dry run sees what a start would fall over ----
+
+def dry(**settings):
+    "What a dry run is refused for, and its lines."
+    lines = []
+    with pytest.raises((ValueError, OSError)) as e: train({'model': BASE, 'dry_run': True, **settings}, lines.append)
+    return str(e.value), lines
+
+
+@pytest.mark.parametrize('data', ['tiny', 'hotpotqa'])
+def test_a_dry_run_sees_a_prompt_that_is_too_long(data, tmp_path):
+    sample = dict(path=str(ROOT / 'data' / 'hotpotqa_sample.json'), dev_questions=1, test_questions=1)
+    given = dict(run=str(tmp_path / 'run'), data=data, max_tokens=8, **(sample if data != 'tiny' else {}))
+    why, _ = dry(**given)
+    assert 'which leaves nothing of 8: raise max_tokens' in why or 'has no words for' in why, why
+    if data == 'tiny': assert 'leaves nothing of 8' in dry(**{**given, 'model': 'tiny'})[0]
+
+
+def test_a_dry_run_refuses_direct_questions_of_the_tiny_world(tmp_path):
+    assert "protocol='direct' is for data sets that are asked without a search" in dry(
+        run=str(tmp_path / 'run'), protocol='direct')[0]
+
+
+def test_a_dry_run_tries_the_folder(tmp_path, monkeypatch):
+    (tmp_path / 'file').write_text('a file')
+    assert f"{tmp_path / 'file'} is a file; a run needs a folder" in dry(run=str(tmp_path / 'file' / 'run'))[0]
+    monkeypatch.setattr(os, 'access', lambda path, mode: False)          # root may write everywhere
+    assert 'cannot be written' in dry(run=str(tmp_path / 'run'))[0] and not (tmp_path / 'run').exists()
+
+
+@pytest.fixture
+def offline(monkeypatch):
+    "A hub that is out of reach, as a name is that nobody knows; what asks more than once is counted."
+    from huggingface_hub import constants
+    monkeypatch.setattr(constants, 'ENDPOINT', 'http://hub.invalid')
+
+
+def test_a_dry_run_lists_all_that_is_missing_and_estimates_without_a_network(offline, tmp_path, monkeypatch):
+    "The papers' files on a host without network, search server and GPUs: in seconds, for the clients are not begun."
+    monkeypatch.setattr(torch.cuda, 'device_count', lambda: 0)
+    given = yaml.safe_load((ROOT / 'runs' / 'params' / 'tips_qwen2.5_7b.yaml').read_text())
+    since, lines = time.monotonic(), []
+    with pytest.raises(ValueError, match='cannot start') as e:
+        train({**given, 'run': str(tmp_path / 'run'), 'dry_run': True, 'path': None,
+               'corpus': 'http://127.0.0.1:9'}, lines.append)
+    assert time.monotonic() - since < 20
+    why = str(e.value).splitlines()
+    for part in ('vLLM', 'nq_open', '127.0.0.1:9', "model 'Qwen/Qwen2.5-7B-Instruct'"):
+        assert any(part in line for line in why), (part, why)
+    assert any('memory of a rank' in line for line in lines) and any('a step, if' in line for line in lines)
+
+
+# ---- a model that is not there ----
+
+@pytest.mark.parametrize('model', ['models/qwen', 'data/tiny_base'])
+def test_a_model_that_is_not_there_is_named_at_once_with_the_folder(model, offline, tmp_path, monkeypatch):
+    "Not in the words of the hub's client after half a minute of its tries."
+    monkeypatch.chdir(tmp_path)
+    for call in (lambda: train({'model': model, 'run': 'runs/x'}), lambda: load_model(model), lambda: local_folder(model)):
+        since = time.monotonic()
+        with pytest.raises(ConnectionError, match=f"model '{model}': there is no such folder in {tmp_path}, and "
+                                                  "http://hub.invalid does not answer"): call()
+        assert time.monotonic() - since < 6
+    assert not (tmp_path / 'runs').exists()
+
+
+def test_a_model_that_the_hub_does_not_have_is_named(monkeypatch, tmp_path):
+    from huggingface_hub import constants
+    from hub import Hub
+    with Hub({'there/model': ('0' * 40, {'config.json': b'{}'})}) as server:
+        monkeypatch.setattr(constants, 'ENDPOINT', server.url)
+        monkeypatch.setattr(constants, 'HUGGINGFACE_CO_URL_TEMPLATE', server.url + '/{repo_id}/resolve/{revision}/{filename}')
+        find_model('there/model')
+        with pytest.raises(ValueError, match="model 'not/there': there is no such folder .*, and the hub gives no"):
+            find_model('not/there')
+
+
+def test_known_sizes_are_those_of_the_configurations():
+    from test_params import MODELS
+    from credit_rl.estimate import KNOWN_SIZES
+    for name, known in KNOWN_SIZES.items():
+        config, parameters = MODELS[name]
+        width = getattr(config, 'head_dim', None) or config.hidden_size // config.num_attention_heads
+        assert dataclasses.astuple(known) == (
+            parameters, config.num_hidden_layers, config.hidden_size, config.intermediate_size,
+            width * config.num_attention_heads, width * config.num_key_value_heads, config.vocab_size), name
