@@ -10,7 +10,7 @@ __all__ = ['DIRECT', 'ENGINES', 'measure', 'by_set', 'summarize', 'score', 'eval
            'evaluation_figure', 'main']
 
 # %% ../nbs/26_evaluate.ipynb #c002
-import dataclasses, importlib.metadata, json, os, platform, sys, time
+import dataclasses, importlib.metadata, json, os, platform, re, sys, time
 from dataclasses import dataclass
 from pathlib import Path
 import numpy as np, torch
@@ -152,11 +152,11 @@ class Settings:
 
 # %% ../nbs/26_evaluate.ipynb #c023
 def set_names(data):
-    """List the data sets meant: a list, names with commas, a paper of MIXTURES (the sets it reports), or 'all'.
+    """List the data sets meant: a list, names with commas or +, a paper of MIXTURES (the sets it reports), or 'all'.
     Raises ValueError."""
     if data == 'all': return list(BENCHMARKS)
     if isinstance(data, str):
-        data = MIXTURES[data].evaluate if data in MIXTURES else [n.strip() for n in data.split(',') if n.strip()]
+        data = MIXTURES[data].evaluate if data in MIXTURES else [n.strip() for n in re.split('[,+]', data) if n.strip()]
     if not isinstance(data, (list, tuple)) or not data:
         raise ValueError(f'data must name at least one data set, got {data!r}; known: {", ".join(BENCHMARKS)}')
     return list(dict.fromkeys(get_benchmark(n).name for n in data))

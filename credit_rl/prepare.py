@@ -214,7 +214,7 @@ def prepare(
     c = make_warming(config) if isinstance(config, dict) else config
     say = say or (speak if is_rank() else lambda line: print(line, flush=True))
     if c.dry_run:
-        if c.other_corpus: open_search(c.data.split('+')[0], c.path, c.other_corpus)
+        if c.other_corpus: open_search(data_sets(settings_of(c).task)[0], c.path, c.other_corpus)
         return examine(c, say, Examiner(check_warming, _weigh, _forecast))
     check_warming(c)
     if is_rank():

@@ -89,8 +89,8 @@ def prs_short(
     format,   # 0 or 0.1 (format_reward), in [0, 1)
     answer,   # in [0, 1] (short_bleu); not read unless process is 1
 ):
-    """Add the answer's score once the process is right (PRS eq. 13): float, or a tensor (N,). Raises ValueError on scores
-    out of range, and where some are tensors and others are not."""
+    """Add the answer's score once the process is right (PRS eq. 13): float, or a tensor (N,). Raises ValueError on
+    scores out of range, TypeError where some are tensors and others are not."""
     if any(isinstance(x, torch.Tensor) for x in (process, format, answer)): return _many_short(process, format, answer)
     _check_start(process, format)
     return process + format + (_check_answer(answer) if process == 1 else 0.0)

@@ -9,7 +9,7 @@ __all__ = ['MEASURES', 'GROUPS', 'Config', 'Course', 'Task', 'usual_turns', 'usu
            'check_engine', 'own_tokenizer']
 
 # %% ../nbs/61_settings.ipynb #c002
-import dataclasses, json
+import dataclasses, json, re
 from dataclasses import dataclass
 from pathlib import Path
 import torch
@@ -354,7 +354,7 @@ def check(config):
 # %% ../nbs/61_settings.ipynb #c020
 def data_sets(task):
     "Names of the data sets that a task mixes."
-    return task.data.split('+')
+    return [name.strip() for name in re.split('[,+]', task.data)]
 
 def world_arguments(world, part):
     "Arguments of `make_world` for a part, 'train', 'dev' or 'test': a dict of parts has one value for each."
@@ -468,8 +468,8 @@ def _check_words(acting, data):
     "Refuse a model without words for the questions and the protocol, and prompts that cannot stand in its place."
     worded(asked_protocol(acting.protocol, data), **acting.words)
     if data == 'tiny' and acting.protocol not in (None, *PROTOCOLS):
-        raise ValueError(f'protocol={acting.protocol!r} is for data sets that are asked without a search; the tiny world '
-                         f'takes {", ".join(PROTOCOLS)}')
+        raise ValueError(f'protocol={acting.protocol!r} is for data sets that are asked without a search; the tiny '
+                         f'world takes {", ".join(PROTOCOLS)}')
     if acting.model != 'tiny': check_model(acting.model)
     elif data != 'tiny':
         raise ValueError(f"model='tiny' knows only the words of the tiny world; data={data!r} needs a model folder")

@@ -404,7 +404,7 @@ def told(folder):
     return lines + ([_final_line(summary)] if summary else [])
 
 def _shown(step, first=1):
-    "Whether the line of a step is shown where dev is not evaluated: of the first three of a sitting, and of every fifth."
+    "Whether the line of a step is shown where dev is not evaluated: the first three of a sitting, and every fifth."
     return step - first < 3 or step % 5 == 0
 
 def _step_line(step, steps, metrics, dev=None):
@@ -419,13 +419,13 @@ def _final_line(summary):
             (f', ceiling {top:.3f}' if top else '') +
             f'), the checkpoint of step {summary["best_step"]}; {summary["seconds"]:.0f} s')
 
-def _over_line(config):
+def _over_line(course):  # Course
     "That a run which is resumed is over, and how to take more steps: a line."
-    summary = read_summary(config.run)
+    summary = read_summary(course.run)
     if summary['collapsed']: why = 'stopped where its answer rate collapsed, and more steps would not mend it'
-    elif summary['steps'] > config.steps: why = f'has {summary["steps"]} steps, more than steps={config.steps}'
+    elif summary['steps'] > course.steps: why = f'has {summary["steps"]} steps, more than steps={course.steps}'
     else: why = f'has its {summary["steps"]} steps; give more steps to go on'
-    return f'{config.run} is only shown again: it {why}'
+    return f'{course.run} is only shown again: it {why}'
 
 # %% ../nbs/63_train.ipynb #c073
 class SilentLog:

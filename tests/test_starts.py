@@ -181,13 +181,18 @@ def dry(**settings):
     return str(e.value), lines
 
 
-@pytest.mark.parametrize('data', ['tiny', 'hotpotqa'])
-def test_a_dry_run_sees_a_prompt_that_is_too_long(data, tmp_path):
+def test_a_dry_run_sees_a_prompt_that_is_too_long(tmp_path, spoken):
     sample = dict(path=str(ROOT / 'data' / 'hotpotqa_sample.json'), dev_questions=1, test_questions=1)
-    given = dict(run=str(tmp_path / 'run'), data=data, max_tokens=8, **(sample if data != 'tiny' else {}))
-    why, _ = dry(**given)
-    assert 'which leaves nothing of 8: raise max_tokens' in why or 'has no words for' in why, why
-    if data == 'tiny': assert 'leaves nothing of 8' in dry(**{**given, 'model': 'tiny'})[0]
+    for given in (dict(), dict(model='tiny'), dict(data='hotpotqa', model=spoken, **sample)):
+        why, _ = dry(run=str(tmp_path / 'run'), max_tokens=8, **given)
+        assert 'which leaves nothing of 8: raise max_tokens' in why, why
+
+
+def test_a_dry_run_sees_a_model_without_the_words(tmp_path):
+    "The tiny model knows the words of the tiny world alone."
+    why, _ = dry(run=str(tmp_path / 'run'), data='hotpotqa', path=str(ROOT / 'data' / 'hotpotqa_sample.json'),
+                 dev_questions=1, test_questions=1)
+    assert "it has no words for the prompt of protocol 'tspo'" in why
 
 
 def test_a_dry_run_refuses_direct_questions_of_the_tiny_world(tmp_path):
@@ -230,7 +235,8 @@ def test_a_dry_run_lists_all_that_is_missing_and_estimates_without_a_network(off
 def test_a_model_that_is_not_there_is_named_at_once_with_the_folder(model, offline, tmp_path, monkeypatch):
     "Not in the words of the hub's client after half a minute of its tries."
     monkeypatch.chdir(tmp_path)
-    for call in (lambda: train({'model': model, 'run': 'runs/x'}), lambda: load_model(model), lambda: local_folder(model)):
+    calls = lambda: train({'model': model, 'run': 'runs/x'}), lambda: load_model(model), lambda: local_folder(model)
+    for call in calls:
         since = time.monotonic()
         with pytest.raises(ConnectionError, match=f"model '{model}': there is no such folder in {tmp_path}, and "
                                                   "http://hub.invalid does not answer"): call()
@@ -243,7 +249,8 @@ def test_a_model_that_the_hub_does_not_have_is_named(monkeypatch, tmp_path):
     from hub import Hub
     with Hub({'there/model': ('0' * 40, {'config.json': b'{}'})}) as server:
         monkeypatch.setattr(constants, 'ENDPOINT', server.url)
-        monkeypatch.setattr(constants, 'HUGGINGFACE_CO_URL_TEMPLATE', server.url + '/{repo_id}/resolve/{revision}/{filename}')
+        monkeypatch.setattr(constants, 'HUGGINGFACE_CO_URL_TEMPLATE',
+                            server.url + '/{repo_id}/resolve/{revision}/{filename}')
         find_model('there/model')
         with pytest.raises(ValueError, match="model 'not/there': there is no such folder .*, and the hub gives no"):
             find_model('not/there')
