@@ -190,8 +190,8 @@ def _corpus_rows(bench, path, split):
     "Yield the (where, row) pairs that hold the passages: a file, a folder's corpus file, or question rows."
     if path is None and bench.paragraphs is None:
         why = 'rows bring no paragraphs' if bench.has_corpus else 'is answered without a search and has no corpus'
-        raise ValueError(f'{bench.name} {why}; give a corpus file as path, {{"id", "contents"}} or '
-                         f'{{"title", "text"}} rows')
+        raise ValueError(f'{bench.name} {why}; give one, with corpus=FILE (load_corpus takes it as path), of '
+                         f'{{"id", "contents"}} or {{"title", "text"}} rows')
     if path is None or not Path(path).is_dir(): return _question_rows(bench, path, split)
     folder = Path(path)
     names = [f'{bench.name}_corpus.json', 'corpus.json', 'corpus.jsonl', 'corpus.jsonl.gz', '*passages.jsonl']
@@ -221,7 +221,9 @@ def load_corpus(
             if is_question_row(row): pieces.add((title, text))
             out.append(passage)
     out.skipped = collect_rows(_corpus_rows(bench, path, split), parse, on_error).skipped
-    if not out: raise ValueError(f'the {bench.name} rows bring no paragraphs; give a corpus file as path')
+    if not out:
+        raise ValueError(f'the {bench.name} rows of {path or bench.hub[0]} bring no paragraphs; give passages apart, with '
+                         'corpus=FILE (load_corpus takes it as path), or the url of a search server')
     return out
 
 # %% ../nbs/10_datasets.ipynb #c124

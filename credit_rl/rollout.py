@@ -237,7 +237,8 @@ def _refuse_full(question, prompt, longest):
     "Refuse a prompt that leaves no room. Raises ValueError."
     if len(prompt) >= longest:
         raise ValueError(f'question {question.id!r} has a prompt of {len(prompt)} ids, which leaves nothing of '
-                         f'{longest}: raise max_tokens or drop it')
+                         f'{longest}: raise max_tokens, where the model has more positions than that, or leave the '
+                         'question out')
 
 def _begin(env, questions, group_size, longest):
     "Drafts of all attempts, by (number of the question, attempt). Raises ValueError on a prompt that leaves no room."

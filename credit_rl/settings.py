@@ -10,17 +10,18 @@ __all__ = ['MEASURES', 'GROUPS', 'Config', 'Course', 'Task', 'usual_turns', 'usu
 
 # %% ../nbs/61_settings.ipynb #c002
 import dataclasses, json, re
+from difflib import get_close_matches
 from dataclasses import dataclass
 from pathlib import Path
 import torch
-from .benchmarks import get_benchmark
+from .benchmarks import find_benchmark, get_benchmark
 from .engine import Sampling
 from .evaluate import asked_protocol
 from .launch import check_hostfile, check_threads
 from .layout import AVERAGES
 from .learner import CRITICS, Optimiser, check_offload
 from .losses import kl, policy_terms
-from .methods import get_method
+from .methods import METHODS, get_method
 from .models import check_model, check_reads
 from .options import check_settings, options_in, read_options, setting
 from .parameters import from_settings, notebook_settings
@@ -300,8 +301,19 @@ Config = flat_form('Config', GROUPS.values(), 'Everything that determines a trai
 
 # %% ../nbs/61_settings.ipynb #c009
 def make_config(settings):
-    "A `Config` from a dict. Raises ValueError on an unknown name, naming the nearest, and on a value not allowed."
+    """A `Config` from a dict. Raises ValueError on an unknown name, naming the nearest or the option that it is, and on
+    a value not allowed."""
+    _refuse_options(settings)
     return from_settings(Config, settings)
+
+def _refuse_options(settings):
+    "Refuse an option of the method that stands among the settings."
+    method = settings.get('method', Config.method)
+    options = get_method(method).knobs if method in METHODS else {}
+    for name in settings:
+        if name in options and name not in options_in(Config):
+            raise ValueError(f'{name} is an option of the method {method!r}, not a setting: write options.{name}='
+                             f'{settings[name]} on the command line, and options: {{{name}: {settings[name]}}} elsewhere')
 
 def read_parameters(variables):
     "The `Config` set by a notebook's variables (its `globals()`), all that are plain values."
@@ -362,7 +374,10 @@ def world_arguments(world, part):
 
 def _check_sets(task, protocol):
     "Refuse data sets that are unknown or cannot be mixed."
-    for name in data_sets(task): get_benchmark(name)
+    for name in data_sets(task):
+        if not find_benchmark(name) and get_close_matches(name, ['tiny'], 1):
+            raise ValueError(f"no data set {name!r}; did you mean 'tiny'?")
+        get_benchmark(name)
     if len(data_sets(task)) > 1 and not task.corpus and protocol != 'direct':
         raise ValueError(f'{task.data}: several sets are searched in one place; give it as corpus (passages, what '
                          'BM25.save wrote, or the url of a search server)')

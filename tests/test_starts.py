@@ -12,11 +12,13 @@ import torch
 import yaml
 
 from credit_rl import launch, train as training
+from credit_rl.datasets import load_corpus
 from credit_rl.learner import Learner, Optimiser
 from credit_rl.models import find_model, load_model, local_folder
 from credit_rl.parts import Loss
 from credit_rl.runlog import RunFolders, RunLog
 
+from credit_rl.settings import make_config, settings_of
 from credit_rl.train import train
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -265,3 +267,39 @@ def test_known_sizes_are_those_of_the_configurations():
         assert dataclasses.astuple(known) == (
             parameters, config.num_hidden_layers, config.hidden_size, config.intermediate_size,
             width * config.num_attention_heads, width * config.num_key_value_heads, config.vocab_size), name
+
+
+# ---- hints that lead to the right setting ----
+
+@pytest.mark.parametrize('settings, hint', [
+    ({'lr': 1e-3}, "no setting 'lr'; did you mean 'learning_rate'?"),
+    ({'alpha': 2}, "alpha is an option of the method 'tspo', not a setting: write options.alpha=2"),
+    ({'band': 'medium', 'method': 'tips'}, "option of the method 'tips'"),
+    ({'data': 'tinny'}, "no data set 'tinny'; did you mean 'tiny'?"),
+    ({'data': 'hotpot'}, "did you mean 'hotpotqa'"),
+    ({'xyz': 2}, "no setting 'xyz'; --help lists all [0-9]+$"),
+])
+def test_a_hint_names_what_was_meant(settings, hint, tmp_path):
+    with pytest.raises(ValueError, match=hint): train({'run': str(tmp_path / 'run'), **settings})
+
+
+def test_rows_without_paragraphs_ask_for_a_corpus_by_its_name(tmp_path):
+    (tmp_path / 'rows.json').write_text(json.dumps([{'_id': 'a', 'question': 'Who?', 'answer': 'Ada'}]))
+    with pytest.raises(ValueError, match='bring no paragraphs.*corpus=FILE'):
+        load_corpus('hotpotqa', tmp_path / 'rows.json')
+
+
+def test_too_few_positions_are_not_told_to_raise_max_tokens_alone(spoken):
+    from credit_rl.rollout import check_prompts
+    from credit_rl.evaluate import Conversation, make_environment
+    from credit_rl.models import load_tokenizer
+    from credit_rl.trajectory import example_group
+    env = make_environment(load_tokenizer(spoken), None, Conversation(max_tokens=20))
+    with pytest.raises(ValueError, match='raise max_tokens, where the model has more positions than that, or leave'):
+        check_prompts(env, [example_group().question])
+
+
+def test_room_is_told_in_a_unit_that_shows_it():
+    host = settings_of(make_config({})).host
+    (line, *_) = training._missing_room(Path('/proc'), 2, host, {'rank': 0, 'host': 0, 'checkpoint': 5e6})
+    assert line == '/proc has 0 MB free, but 4 checkpoints take 20 MB'
