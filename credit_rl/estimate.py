@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['KNOWN_SIZES', 'Sizes', 'read_sizes', 'Plan', 'model_memory', 'working_memory', 'start_memory', 'memory',
-           'forward_flops', 'step_seconds', 'describe']
+           'forward_flops', 'measure_tflops', 'step_seconds', 'describe']
 
 # %% ../nbs/04_estimate.ipynb #c002
 from dataclasses import dataclass
@@ -146,6 +146,23 @@ def memory(sizes, plan):
 def forward_flops(sizes, tokens, length):
     "Count the FLOPs of a forward over `tokens` in rows of `length`."
     return 2 * sizes.multiplied * tokens + 2 * tokens * length * sizes.query * sizes.layers
+
+def measure_tflops(device=None, dtype=None, width=1024, seconds=.3):
+    """Measure what this host's GPU, or its processor where there is none, multiplies: 10¹² FLOPs a second of products of
+    square matrices, about the most that a model reaches."""
+    import time, torch
+    device = device or ('cuda' if torch.cuda.is_available() else 'cpu')
+    width, done = width * (4 if device == 'cuda' else 1), 0
+    x = torch.randn(width, width, device=device, dtype=dtype)
+    settled = torch.cuda.synchronize if device == 'cuda' else lambda: None
+    x @ x
+    settled()
+    since = time.monotonic()
+    while time.monotonic() - since < seconds:
+        x @ x
+        settled()
+        done += 1
+    return 2 * width ** 3 * done / (time.monotonic() - since) / 1e12
 
 def step_seconds(
     sizes,

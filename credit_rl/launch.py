@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['MARK', 'Ranks', 'is_rank', 'join_ranks', 'keep_traceback', 'failure', 'read_hostfile', 'check_hostfile',
-           'check_threads', 'launch_command', 'speak', 'LaunchError', 'launch']
+           'check_threads', 'launch_command', 'speak', 'Progress', 'LaunchError', 'launch']
 
 # %% ../nbs/03_launch.ipynb #c002
 import contextlib, datetime, json, os, queue, re, shutil, signal, socket, subprocess, sys, threading, time, traceback
@@ -192,6 +192,19 @@ MARK = '» '   # before a line of progress
 def speak(line):
     "Print a line of progress that `launch` passes on."
     print(MARK + line, flush=True)
+
+# %% ../nbs/03_launch.ipynb #p0302
+class Progress:
+    "Counts what is done, and says so at most every `every` seconds: a function called with a number of things."
+    def __init__(self, say, what, total, every=20., clock=time.monotonic):  # say: function called with lines of text
+        self.say, self.what, self.total, self.every, self.clock = say, what, total, every, clock
+        self.done, self.last = 0, clock()
+
+    def __call__(self, n):
+        self.done += n
+        if self.clock() - self.last < self.every: return
+        self.last = self.clock()
+        self.say(f'{self.what}: {self.done} of {self.total}')
 
 # %% ../nbs/03_launch.ipynb #c024
 @contextlib.contextmanager

@@ -31,7 +31,7 @@ from .sharded import DeepSpeedBackend
 from .stage import make_engine, origin_of, real_questions, real_search, set_stage, start_critic
 from .train import (MAY_CHANGE, Examiner, SilentLog, bound_method, check_same_params, examine, is_large,
                              launch_ranks,
-                             no_gpu, plan_of, saving)
+                             no_gpu, plan_of, rank_tflops, saving)
 from .vllm_engine import EngineLost
 from .warmup import (GATE, Collecting, Examination, GateFailed, Missing, Player, WarmUp, collect,
                               critic_learner, make_pairs, read_collected, report_from, searching, warm_up, write_warmed)
@@ -197,12 +197,12 @@ def _forecast(c):
     "The estimate of a warm-up, as lines."
     sizes, plan = read_sizes(c.model), _plan(c)
     n = min(c.questions, c.sorted_questions or c.questions) + c.dev_questions
-    took = lambda rollouts: step_seconds(sizes, plan, rollouts * c.max_tokens, c.max_tokens, c.tflops)
+    tflops, taken = rank_tflops(settings_of(c).host)
+    took = lambda rollouts: step_seconds(sizes, plan, rollouts * c.max_tokens, c.max_tokens, tflops)
     most = 2 * (sum(c.per_tier) if isinstance(c.per_tier, (list, tuple)) else 2 * c.per_tier)  # of both parts
     rollouts = n * c.tries + min(n, most) * len(c.prompts) * c.repeats
     return [*describe(sizes, plan, {'learning': took(c.warm_batch)['learning']}, c.warm_steps),
-            f'before that, {rollouts:,} rollouts at most: {took(rollouts)["acting"] / 3600:.3g} h (taking '
-            f'{c.tflops:g} TFLOP/s for a rank that learns, a tenth of it for one that acts)']
+            f'before that, {rollouts:,} rollouts at most: {took(rollouts)["acting"] / 3600:.3g} h {taken}']
 
 # %% ../nbs/65_prepare.ipynb #c018
 def prepare(

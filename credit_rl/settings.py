@@ -144,7 +144,8 @@ class Host:
                           choices=('hf', 'vllm'))
     vllm: dict = setting({}, 'of VLLMEngine: dtype, own_process, devices, transfer, sleep_level, arguments, ...')
     act_rows: int = setting(256, 'conversations that a rank plays at once; others wait', least=1)
-    tflops: float = setting(100., '10¹² FLOPs a second that one rank is taken to do, for the estimate', above=0)
+    tflops: float = setting(None, '10¹² FLOPs a second that one rank does, for the estimate; None: measured on this '
+                                  'host', above=0)
     threads: int = setting(None, 'of PyTorch on a CPU; None: its own choice', least=1)
 
     def __post_init__(self): check_settings(self)
@@ -309,7 +310,7 @@ def make_config(settings):
 def _refuse_options(settings):
     "Refuse an option of the method that stands among the settings."
     method = settings.get('method', Config.method)
-    options = get_method(method).knobs if method in METHODS else {}
+    options = METHODS[str(method)].knobs if str(method) in METHODS else {}
     for name in settings:
         if name in options and name not in options_in(Config):
             raise ValueError(f'{name} is an option of the method {method!r}, not a setting: write options.{name}='

@@ -6,7 +6,8 @@
 __all__ = ['MAY_CHANGE', 'train_step', 'Run', 'run_facts', 'bound_method', 'act', 'Look', 'describe_rollouts', 'process_shares',
            'tier_rates', 'known_tiers', 'credit_metrics', 'start_values', 'correct_credit', 'kl_from_base',
            'turn_records', 'collapsed', 'note_params', 'check_same_params', 'finished', 'told', 'SilentLog', 'saving',
-           'begin_run', 'plan_of', 'is_large', 'Examiner', 'examine', 'no_gpu', 'train', 'launch_ranks', 'main']
+           'begin_run', 'plan_of', 'rank_tflops', 'is_large', 'Examiner', 'examine', 'no_gpu', 'train', 'launch_ranks',
+           'main']
 
 # %% ../nbs/63_train.ipynb #c002
 import contextlib, copy, dataclasses, json, math, os, re, shutil, sys, time
@@ -18,13 +19,13 @@ from .advantages import anchor_ids, anchor_share
 from .critics import explained_variance
 from .benchmarks import get_benchmark
 from .engine import Sampling, seed_of
-from .estimate import KNOWN_SIZES, Plan, describe, memory, read_sizes, step_seconds
+from .estimate import KNOWN_SIZES, Plan, describe, measure_tflops, memory, read_sizes, step_seconds
 from .evaluate import by_set, evaluate, summarize
 from .folr import first_turns, has_evidence, near_miss_share, op_table
 from .groups import group_share, index_groups
 from .information_gain import belief_schema, gold_statistics, state_logp
-from .launch import (LaunchError, Ranks, is_rank, join_ranks, keep_traceback, launch, launch_command,
-                              read_hostfile, speak)
+from .launch import (LaunchError, Progress, Ranks, is_rank, join_ranks, keep_traceback, launch,
+                              launch_command, read_hostfile, speak)
 from .learner import Learner
 from .losses import kl
 from .methods import extra_passes, get_method
@@ -55,7 +56,9 @@ def train_step(
 ):
     "Take one training step. Returns its metrics; rollouts and clocks go to the run's log."
     method, look = at(run.method, run.memory['method']), Look(run)
+    since = time.monotonic()
     groups, rewards = act(run, method, step)
+    if time.monotonic() - since > 20: run.say(f'step {step}: {len(groups)} questions played, now they teach')
     batch = assign(method, groups, look, _keep_generator(run, step), run.prefix, rewards)
     metrics = describe_rollouts(groups, batch.text, run.tiers)
     if batch.empty: return {**metrics, 'zero_advantage': 1., 'updates': 0}
@@ -95,7 +98,9 @@ class Run:
         """Play the 'dev' or 'test' questions greedily, dealt out over the ranks: (means, groups). Where the data are
         scored by more than exact match, 'right' is the share right by that, of each set too where there are several."""
         sampling = Sampling(greedy=True, max_tokens=self.config.turn_tokens)
-        play = lambda share: evaluate(self.engine, self.stage.environments[part], share, sampling)[1]
+        def play(share):
+            shown = Progress(self.say, f'{part} questions played', len(share))
+            return evaluate(self.engine, self.stage.environments[part], share, sampling, progress=shown)[1]
         groups = self.ranks.each(self.stage.questions[part], play)
         metric, scores = self.method.metric, summarize(groups)
         if metric in ('em', exact_match): return scores, groups
@@ -170,8 +175,10 @@ def act(run, method, step):
     for again in range(part.rounds(method.own(part)) if part.rounds else 1):
         extra, seed = (again,) if again else (), seed_of(c.seed, again) if again else c.seed
         questions = draw_questions(run.stage.questions['train'], c.questions_per_step, step, seed)
-        play = lambda share: rollout(run.engine, run.stage.environments['train'], share, c.group_size,
-                                     Sampling(c.temperature, max_tokens=c.turn_tokens), seed_of(c.seed, step, *extra))
+        def play(share):
+            shown = Progress(run.say, f'step {step}: rollouts played', len(share) * c.group_size)
+            return rollout(run.engine, run.stage.environments['train'], share, c.group_size,
+                           Sampling(c.temperature, max_tokens=c.turn_tokens), seed_of(c.seed, step, *extra), shown)
         with run.log.timed('rollout'): groups += run.ranks.each(questions, play)
         rewards = run.ranks.once(lambda: method.text_rewards(groups))   # a judge may say something else the next time
         if not part.rounds or len(method.keep(groups, rewards, _keep_generator(run, step))[0]) >= len(questions): break
@@ -581,9 +588,15 @@ def _forecast(c):
                          s.teacher.period(method, c.steps) or 0,
                          [name for name in c.measure if not (name == 'entropy' and loss.entropy)])
     tokens = c.questions_per_step * c.group_size * c.max_tokens
-    seconds = step_seconds(sizes, plan, tokens, c.max_tokens, c.tflops, sum(reads.values()), c.epochs)
-    taken = f'(taking {c.tflops:g} TFLOP/s for a rank that learns, a tenth of it for one that acts)'
+    tflops, taken = rank_tflops(s.host)
+    seconds = step_seconds(sizes, plan, tokens, c.max_tokens, tflops, sum(reads.values()), c.epochs)
     return [*describe(sizes, plan, seconds, c.steps), taken]
+
+def rank_tflops(host):  # Host
+    "What a rank does, 10¹² FLOPs a second, as it is set or measured, and a line that says so: (float, str)."
+    tflops = host.tflops or measure_tflops() / (1 if torch.cuda.is_available() else _ranks_here(host))
+    how = 'taking' if host.tflops else 'measured on this host:'
+    return tflops, f'({how} {tflops:.3g} TFLOP/s for a rank that learns, a tenth of it for one that acts)'
 
 def _weigh(c): return memory(read_sizes(c.model), plan_of(c))
 

@@ -1,11 +1,14 @@
 """The start of a run as a newcomer meets it: what is refused before anything is computed, what is said, and what a
 start that failed leaves behind."""
 import dataclasses
+import itertools
 import json
 import os
+import re
 import shutil
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -303,3 +306,44 @@ def test_room_is_told_in_a_unit_that_shows_it():
     host = settings_of(make_config({})).host
     (line, *_) = training._missing_room(Path('/proc'), 2, host, {'rank': 0, 'host': 0, 'checkpoint': 5e6})
     assert line == '/proc has 0 MB free, but 4 checkpoints take 20 MB'
+
+
+# ---- how far it is ----
+
+def test_what_takes_long_says_how_far_it_is(tmp_path, monkeypatch):
+    "Base evaluation and rollouts, where each round takes longer than half a minute by the clock that is asked."
+    ticks, lines = itertools.count(step=30), []
+    hurried = lambda *args: launch.Progress(*args, clock=lambda: float(next(ticks)))
+    monkeypatch.setattr(training, 'Progress', hurried)
+    train({**SHORT, 'run': str(tmp_path / 'run'), 'threads': 1}, say=lines.append)
+    for wanted in ('test questions played: 8 of 8', 'dev questions played: 8 of 8', 'step 1: rollouts played: 16 of 16'):
+        assert wanted in lines, lines
+
+
+def test_a_fine_tuning_tells_its_loss():
+    from credit_rl.sft import _losses_told
+    lines, state = [], SimpleNamespace(global_step=1, max_steps=9)
+    told = _losses_told(lines.append)
+    told.on_log(None, state, None, logs={'loss': 2.})
+    state.global_step = 2
+    told.on_log(None, state, None, logs={'loss': 1.})
+    told.last -= 30
+    told.on_log(None, state, None, logs={'loss': .5})
+    assert lines == ['update 1 of 9, loss 2.000', 'update 2 of 9, loss 0.500']
+
+
+def test_the_estimate_measures_what_this_host_does(monkeypatch):
+    "Not a GPU's 100 TFLOP/s on a processor, which does a thousandth of it."
+    monkeypatch.setattr(training, 'measure_tflops', lambda: .05)
+    monkeypatch.setattr(torch.cuda, 'is_available', lambda: False)
+    *_, step, taken = training._forecast(make_config({'model': BASE}))
+    *_, given, said = training._forecast(make_config({'model': BASE, 'tflops': 50}))
+    seconds = [float(re.search(r'be: ([0-9.e+-]+) s', line)[1]) for line in (step, given)]
+    assert 990 < seconds[0] / seconds[1] < 1010
+    assert 'measured on this host: 0.05 TFLOP/s' in taken and 'taking 50 TFLOP/s' in said
+
+
+def test_a_measured_product_is_what_its_clock_says():
+    from credit_rl.estimate import measure_tflops
+    since = time.monotonic()
+    assert 1e-4 < measure_tflops('cpu', width=256, seconds=.1) < 20 and time.monotonic() - since < 5
