@@ -6,7 +6,7 @@
 __all__ = ['MIXTURES', 'ask_hub', 'load_questions', 'load_corpus', 'subsample', 'Mixture', 'load_mixture']
 
 # %% ../nbs/10_datasets.ipynb #c003
-import hashlib, json, re
+import hashlib, json, re, warnings
 from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -44,6 +44,11 @@ def _split_files(bench, folder, split):
     "Find the question files of a folder as {split: path}; of one split if it is given. Raises if there are none."
     wanted = {s: _file_names(bench, s) for s in ('train', 'dev', 'test') if split in (None, s)}
     found = {s: path for s, names in wanted.items() if (path := _first_match(folder, names))}
+    for s, path in found.items():
+        others = sorted({p.name for name in wanted[s] for p in folder.glob(name)} - {path.name})
+        if others and split:
+            warnings.warn(f'{folder}: the {s} questions are taken from {path.name}, not from {", ".join(others)}; to have '
+                          'another, give the file itself as path', stacklevel=2)
     if found: return found
     shown = [n for names in wanted.values() for n in names if not n.endswith('.gz')]
     raise FileNotFoundError(f'{folder} has no {bench.name} questions' + (f' of split {split!r}' if split else '') +

@@ -10,7 +10,7 @@ __all__ = ['DIRECT', 'ENGINES', 'measure', 'by_set', 'summarize', 'score', 'eval
            'evaluation_figure', 'main']
 
 # %% ../nbs/26_evaluate.ipynb #c002
-import dataclasses, importlib.metadata, json, os, platform, re, sys, time
+import dataclasses, importlib.metadata, json, os, platform, re, sys, time, warnings
 from dataclasses import dataclass
 from pathlib import Path
 import numpy as np, torch
@@ -228,6 +228,9 @@ def _questions(s, name):
     try: pool = load_questions(name, path, split, s.on_error)
     except RowError: raise
     except ValueError as e: raise ValueError(f'{name}: {e}') from None
+    if s.questions and len(pool) < s.questions:
+        warnings.warn(f'{name}: {s.questions} questions were asked for, but {path or bench.hub[0]} has {len(pool)} of '
+                      f'split {split!r}')
     asked = subsample(pool, s.questions, s.seed) if s.questions else list(pool)
     about = {
         'dataset': name, 'revision': 'local files' if path else '@'.join(filter(None, bench.hub)), 'split': split,
@@ -483,7 +486,15 @@ def question_row(
 def _intervals(rows, names, seed):
     """Estimate the bootstrap interval of the mean of each number over the rows: dict name → [low, high]; none for a
     single row."""
-    return {n: list(bootstrap_interval([r[n] for r in rows], seed=seed)) for n in names} if len(rows) > 1 else {}
+    interval = lambda values: _alike(values) or list(bootstrap_interval(values, seed=seed))
+    return {n: interval([r[n] for r in rows]) for n in names} if len(rows) > 1 else {}
+
+def _alike(values):
+    """Where all values are 0, or all 1, resampling finds a point. Then Wilson's 95 % interval of a share, which at its
+    ends is [0, z²/(n + z²)] and [n/(n + z²), 1]; None elsewhere."""
+    n, z2 = len(values), 1.96 ** 2
+    if set(values) == {0}: return [0., z2 / (n + z2)]
+    if set(values) == {1}: return [n / (n + z2), 1.]
 
 def set_scores(
     rows,    # list of dict, as `question_row` gives them, all of one data set
@@ -738,5 +749,8 @@ def main(arguments=None):  # list of str; None: the command line's
         if not given.replay: print(evaluation_table(run_evaluation(settings)).to_string())
         elif not all(r.same for r in replay(given.replay, changes=settings).values()): sys.exit(1)
     except (ValueError, OSError, LaunchError, EngineLost) as e: sys.exit(f'credit_rl.evaluate: {e}')
+    except KeyboardInterrupt:
+        print('credit_rl.evaluate: interrupted; the same command goes on with the set that it was at', file=sys.stderr)
+        sys.exit(130)
 
 if __name__ == '__main__' and '__file__' in globals(): main()  # a notebook has no file

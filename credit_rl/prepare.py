@@ -29,7 +29,8 @@ from .runlog import RunLog, latest_checkpoint, read_metrics, save_checkpoint
 from .settings import GROUPS, CriticChoice, check, data_sets, flat_form, group_of, settings_of
 from .sharded import DeepSpeedBackend
 from .stage import make_engine, origin_of, real_questions, real_search, set_stage, start_critic
-from .train import (MAY_CHANGE, Examiner, SilentLog, bound_method, check_same_params, examine, is_large,
+from .train import (MAY_CHANGE, Examiner, SilentLog, bound_method, check_same_params, end_interrupted, examine,
+                             is_large,
                              launch_ranks,
                              no_gpu, plan_of, rank_tflops, saving)
 from .vllm_engine import EngineLost
@@ -350,13 +351,16 @@ def main(arguments=None):
     first. Exit code 1 if the critic did not pass."""
     from credit_rl.warmup import read_warmed
     parser = make_parser('credit_rl.prepare', 'Warm up a critic until it passes its gate.')
+    run = Warming.run
     try:
         settings, _ = read_settings(parser, arguments, by_group(WarmUpChoice, *GROUPS.values()))
+        run = settings.get('run', run)
         folder = prepare(settings)
         if settings.get('dry_run'): return
         print(gate_table(folder).to_string())
         read_warmed(folder)
     except (ValueError, OSError, LaunchError, EngineLost) as e: sys.exit(f'credit_rl.prepare: {e}')
+    except KeyboardInterrupt: end_interrupted('credit_rl.prepare', run)
 
 # %% ../nbs/65_prepare.ipynb #c030
 if __name__ == '__main__' and '__file__' in globals(): main()  # a notebook has no file

@@ -126,9 +126,9 @@ def rejection_sft(
     with log.beginning():
         stage = set_stage(s.task, acting, origin, c.seed, say)
         engine = HFEngine(stage.model, stage.chat.tokenizer, max_length=c.max_tokens)
-        tested = lambda: Progress(say, 'test questions played', len(stage.questions['test']))
+        shown = lambda: Progress(say, 'test questions played', len(stage.questions['test']))
         test = lambda: evaluate(engine, stage.environments['test'], stage.questions['test'], acting.greedy,
-                                progress=tested())
+                                progress=shown())
         base, _ = test()
         groups = _played(stage, engine, acting.sampling, how, c.seed, say)
         kept = keep_right(groups, metric, how.per_question, c.seed)
@@ -171,6 +171,9 @@ def main(arguments=None):
             raise ValueError(f"no setting 'sft.{unknown[0]}'; there are {', '.join(f'sft.{n}' for n in known)}")
         rejection_sft(settings, from_settings(Imitation, own))
     except (ValueError, OSError, TypeError) as e: sys.exit(f'credit_rl.sft: {e}')
+    except KeyboardInterrupt:
+        print('credit_rl.sft: interrupted; the same command begins anew', file=sys.stderr)
+        sys.exit(130)
 
 # %% ../nbs/64_sft.ipynb #c022
 if __name__ == '__main__' and '__file__' in globals(): main()  # a notebook has no file

@@ -7,7 +7,7 @@ __all__ = ['MAY_CHANGE', 'train_step', 'Run', 'run_facts', 'bound_method', 'act'
            'tier_rates', 'known_tiers', 'credit_metrics', 'start_values', 'correct_credit', 'kl_from_base',
            'turn_records', 'collapsed', 'note_params', 'check_same_params', 'finished', 'told', 'SilentLog', 'saving',
            'begin_run', 'plan_of', 'rank_tflops', 'is_large', 'Examiner', 'examine', 'no_gpu', 'train', 'launch_ranks',
-           'main']
+           'main', 'end_interrupted']
 
 # %% ../nbs/63_train.ipynb #c002
 import contextlib, copy, dataclasses, json, math, os, re, shutil, sys, time
@@ -802,9 +802,24 @@ def launch_ranks(
 def main(arguments=None):
     """`python -m credit_rl.train setting=value …`, values as in YAML; `--params FILE` reads a YAML file of settings
     first."""
-    parser = make_parser('credit_rl.train', 'Train a policy with one of the methods.')
-    try: train(read_settings(parser, arguments, by_group(*GROUPS.values()))[0])
+    parser, run = make_parser('credit_rl.train', 'Train a policy with one of the methods.'), Config.run
+    try:
+        settings = read_settings(parser, arguments, by_group(*GROUPS.values()))[0]
+        run = settings.get('run', run)
+        train(settings)
     except (ValueError, OSError, LaunchError, EngineLost) as e: sys.exit(f'credit_rl.train: {e}')
+    except KeyboardInterrupt: end_interrupted('credit_rl.train', run)
+
+def end_interrupted(
+    command,  # str, what was interrupted
+    run,      # its folder
+):
+    "Say in a line how an interrupted run goes on, and end the program with exit code 130."
+    found = latest_checkpoint(run)
+    how = f'with resume=true the same command goes on after step {found[0]}' if found else \
+        'it had no checkpoint yet, so the same command begins anew'
+    print(f'{command}: {run} was interrupted; {how}', file=sys.stderr)
+    sys.exit(130)
 
 # %% ../nbs/63_train.ipynb #c098
 if __name__ == '__main__' and '__file__' in globals(): main()  # a notebook has no file

@@ -14,8 +14,9 @@ import pytest
 import torch
 import yaml
 
-from credit_rl import launch, train as training
-from credit_rl.datasets import load_corpus
+from credit_rl import evaluate, launch, prepare, sft, train as training
+from credit_rl.datasets import load_corpus, load_questions
+from credit_rl.diagnostics import wilson
 from credit_rl.learner import Learner, Optimiser
 from credit_rl.models import find_model, load_model, local_folder
 from credit_rl.parts import Loss
@@ -347,3 +348,58 @@ def test_a_measured_product_is_what_its_clock_says():
     from credit_rl.estimate import measure_tflops
     since = time.monotonic()
     assert 1e-4 < measure_tflops('cpu', width=256, seconds=.1) < 20 and time.monotonic() - since < 5
+
+
+# ---- interrupted, small samples, indexes, names ----
+
+def test_an_interrupt_is_a_line_that_says_how_to_go_on(short, tmp_path, monkeypatch, capsys):
+    def stop(*args, **more): raise KeyboardInterrupt
+    for module, name in ((training, 'train'), (prepare, 'prepare'), (sft, 'rejection_sft'), (evaluate, 'run_evaluation')):
+        monkeypatch.setattr(module, name, stop)
+        for run, how in ((short[0], 'resume=true.*after step 1'), (tmp_path / 'new', 'begins anew')):
+            with pytest.raises(SystemExit) as end: module.main([f'run={run}'])
+            (line,) = capsys.readouterr().err.splitlines()
+            assert end.value.code == 130 and 'interrupted' in line
+            if module in (training, prepare): assert re.search(how, line), line
+
+
+def test_all_wrong_and_all_right_have_an_interval_too():
+    "By hand: Wilson's at its ends, z² = 3.84: of none of 10 right up to 3.84 / 13.84."
+    found = evaluate._intervals([{'em': 0.}] * 10, ['em'], 0)['em'], evaluate._intervals([{'em': 1.}] * 10, ['em'], 0)['em']
+    assert found[0] == pytest.approx([0., .2775], abs=1e-3) and found[1] == pytest.approx([.7225, 1.], abs=1e-3)
+    assert found[0] == pytest.approx(list(wilson(0., 10)), abs=1e-3)
+    low, high = evaluate._intervals([{'em': 0.}, {'em': 1.}] * 5, ['em'], 0)['em']
+    assert 0 < low < .5 < high < 1
+
+
+def test_another_file_of_the_same_split_is_named(tmp_path):
+    row = {'_id': 'a', 'question': 'Who?', 'answer': 'Ada', 'context': [['Ada', ['Ada was here.']]]}
+    (tmp_path / 'dev.json').write_text(json.dumps([row]))
+    (tmp_path / 'flashrag_dev.jsonl').write_text(json.dumps({'id': 'b', 'question': 'Who?', 'golden_answers': ['B']}))
+    with pytest.warns(UserWarning, match='taken from dev.json, not from flashrag_dev.jsonl'):
+        assert len(load_questions('hotpotqa', tmp_path, 'dev')) == 1
+    settings = evaluate.Settings(model=BASE, data='hotpotqa', path=str(tmp_path), split='dev', questions=2)
+    with pytest.warns(UserWarning, match='2 questions were asked for, but .* has 1'): evaluate._questions(settings, 'hotpotqa')
+
+
+def test_a_command_builds_an_index(tmp_path, capsys):
+    from credit_rl.command import main
+    from credit_rl.retrieval import BM25
+    sample, folder = str(ROOT / 'data' / 'hotpotqa_sample.json'), str(tmp_path / 'index')
+    main(['index', sample, folder])
+    assert 'passages in' in capsys.readouterr().out
+    assert BM25.load(folder).search(['Who?'], 1) == BM25(load_corpus('hotpotqa', sample)).search(['Who?'], 1)
+    with pytest.raises(SystemExit): main(['index', sample, folder])
+    assert 'is there already' in capsys.readouterr().err
+
+
+def test_the_readme_lines_that_start_a_run_have_folders_of_their_own():
+    runs = re.findall(r'-p run (\S+)|train run=(\S+)', (ROOT / 'README.md').read_text())
+    assert len(runs) == 2 and len(set(map(''.join, runs))) == 2
+
+
+def test_jupyterlab_calls_the_kernel_as_the_notebooks_do():
+    "Else it writes its own name of the kernel into each notebook that is saved."
+    names = {json.loads(p.read_text())['metadata']['kernelspec']['display_name'] for p in ROOT.glob('nbs/*.ipynb')}
+    lab = re.search(r'^lab:.*\n(\t.*\n)+', (ROOT / 'Makefile').read_text(), re.M)[0]
+    assert names == {re.search(r'ipykernel install .*--name python3 --display-name (\S+)', lab)[1]}
