@@ -47,8 +47,8 @@ def _split_files(bench, folder, split):
     for s, path in found.items():
         others = sorted({p.name for name in wanted[s] for p in folder.glob(name)} - {path.name})
         if others and split:
-            warnings.warn(f'{folder}: the {s} questions are taken from {path.name}, not from {", ".join(others)}; to have '
-                          'another, give the file itself as path', stacklevel=2)
+            warnings.warn(f'{folder}: the {s} questions are taken from {path.name}, not from {", ".join(others)}; to '
+                          'have another, give the file itself as path', stacklevel=2)
     if found: return found
     shown = [n for names in wanted.values() for n in names if not n.endswith('.gz')]
     raise FileNotFoundError(f'{folder} has no {bench.name} questions' + (f' of split {split!r}' if split else '') +
@@ -227,8 +227,8 @@ def load_corpus(
             out.append(passage)
     out.skipped = collect_rows(_corpus_rows(bench, path, split), parse, on_error).skipped
     if not out:
-        raise ValueError(f'the {bench.name} rows of {path or bench.hub[0]} bring no paragraphs; give passages apart, with '
-                         'corpus=FILE (load_corpus takes it as path), or the url of a search server')
+        raise ValueError(f'the {bench.name} rows of {path or bench.hub[0]} bring no paragraphs; give passages apart, '
+                         'with corpus=FILE (load_corpus takes it as path), or the url of a search server')
     return out
 
 # %% ../nbs/10_datasets.ipynb #c124

@@ -148,8 +148,8 @@ def forward_flops(sizes, tokens, length):
     return 2 * sizes.multiplied * tokens + 2 * tokens * length * sizes.query * sizes.layers
 
 def measure_tflops(device=None, dtype=None, width=1024, seconds=.3):
-    """Measure what this host's GPU, or its processor where there is none, multiplies: 10¹² FLOPs a second of products of
-    square matrices, about the most that a model reaches."""
+    """Measure what this host's GPU, or its processor where there is none, multiplies: 10¹² FLOPs a second of products
+    of square matrices, about the most that a model reaches."""
     import time, torch
     device = device or ('cuda' if torch.cuda.is_available() else 'cpu')
     width, done = width * (4 if device == 'cuda' else 1), 0

@@ -103,8 +103,8 @@ def read_settings(
     groups=None,     # settings that --help lists, see by_group
 ):
     """Read a command's `--params FILE` and `setting=value …`, values as in YAML: (settings: dict, what the parser was
-    given). `-p setting value`, as papermill has it, `--setting value` and, of a setting that is a dict, `setting.key=value`
-    say the same. Raises OSError, ValueError where a file does not hold settings."""
+    given). `-p setting value`, as papermill has it, `--setting value` and, of a setting that is a dict,
+    `setting.key=value` say the same. Raises OSError, ValueError where a file does not hold settings."""
     parser.add_argument('--params', metavar='FILE', help='YAML file of settings')
     parser.add_argument('settings', nargs='*', metavar='setting=value', help='over those of the file')
     if groups: parser.epilog = settings_help(groups).replace('%', '%%')

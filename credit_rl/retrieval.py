@@ -473,8 +473,8 @@ def main(arguments=None):  # list of str; None: the command line's
 def build(arguments=None):  # list of str; None: the command line's
     "`credit-rl index CORPUS FOLDER`: save a BM25 index of passages, for `corpus=FOLDER` and for a server."
     parser = argparse.ArgumentParser(prog='credit-rl index', description='Save a BM25 index of passages.')
-    parser.add_argument('corpus', help='file of {"id", "contents"} or {"title", "text"} rows, or of questions that bring '
-                                       'paragraphs')
+    parser.add_argument('corpus', help='file of {"id", "contents"} or {"title", "text"} rows, or of questions that '
+                                       'bring paragraphs')
     parser.add_argument('folder', help='where the index is written; it must not be there yet')
     parser.add_argument('--data', default='hotpotqa', help='data set whose layout rows of questions have')
     given = parser.parse_args(arguments)

@@ -313,8 +313,9 @@ def _refuse_options(settings):
     options = METHODS[str(method)].knobs if str(method) in METHODS else {}
     for name in settings:
         if name in options and name not in options_in(Config):
+            value = settings[name]
             raise ValueError(f'{name} is an option of the method {method!r}, not a setting: write options.{name}='
-                             f'{settings[name]} on the command line, and options: {{{name}: {settings[name]}}} elsewhere')
+                             f'{value} on the command line, and options: {{{name}: {value}}} elsewhere')
 
 def read_parameters(variables):
     "The `Config` set by a notebook's variables (its `globals()`), all that are plain values."

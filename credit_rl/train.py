@@ -138,7 +138,7 @@ class Run:
         "Stop an engine that is a program of its own."
         if self.config.engine != 'hf': self.engine.close()
 
-# %% ../nbs/63_train.ipynb #c044
+# %% ../nbs/63_train.ipynb #p6310
 def run_facts(
     task,                # Task
     questions_per_step,
@@ -166,6 +166,7 @@ def _data_metric(names):
     alike = len({(b.metric, b.rel_tol if b.metric != 'em' else None) for b in sets}) == 1
     return benchmark_metric(sets[0].name) if alike else {b.name: benchmark_metric(b.name) for b in sets}
 
+# %% ../nbs/63_train.ipynb #c044
 def _keep_generator(run, step): return torch.Generator().manual_seed(seed_of('keep', run.config.seed, step))
 
 def act(run, method, step):

@@ -99,7 +99,8 @@ def _observation(text, golds, fold):
     if len(text) <= fold: return f'<div class="crl-seen" style="margin-left:1.5em">{body}</div>'
     note = f'{len(text):,} characters' + (f', <mark>gold</mark> × {marks}' if marks else ', no gold')
     start = html.escape(text[:80].rsplit(' ', 1)[0])
-    return f'<details class="crl-seen" style="margin-left:1.5em"><summary>{start} … ({note})</summary><div>{body}</div></details>'
+    tag = 'details class="crl-seen" style="margin-left:1.5em"'
+    return f'<{tag}><summary>{start} … ({note})</summary><div>{body}</div></details>'
 
 # %% ../nbs/72_view.ipynb #c020
 _TURNS, _STATES = {'turn_rewards': 'reward', 'values': 'V'}, {'belief': 'belief', 'potential': 'Φ'}

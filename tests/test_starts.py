@@ -317,7 +317,8 @@ def test_what_takes_long_says_how_far_it_is(tmp_path, monkeypatch):
     hurried = lambda *args: launch.Progress(*args, clock=lambda: float(next(ticks)))
     monkeypatch.setattr(training, 'Progress', hurried)
     train({**SHORT, 'run': str(tmp_path / 'run'), 'threads': 1}, say=lines.append)
-    for wanted in ('test questions played: 8 of 8', 'dev questions played: 8 of 8', 'step 1: rollouts played: 16 of 16'):
+    for wanted in ('test questions played: 8 of 8', 'dev questions played: 8 of 8',
+                   'step 1: rollouts played: 16 of 16'):
         assert wanted in lines, lines
 
 
@@ -354,7 +355,8 @@ def test_a_measured_product_is_what_its_clock_says():
 
 def test_an_interrupt_is_a_line_that_says_how_to_go_on(short, tmp_path, monkeypatch, capsys):
     def stop(*args, **more): raise KeyboardInterrupt
-    for module, name in ((training, 'train'), (prepare, 'prepare'), (sft, 'rejection_sft'), (evaluate, 'run_evaluation')):
+    for module, name in ((training, 'train'), (prepare, 'prepare'), (sft, 'rejection_sft'),
+                         (evaluate, 'run_evaluation')):
         monkeypatch.setattr(module, name, stop)
         for run, how in ((short[0], 'resume=true.*after step 1'), (tmp_path / 'new', 'begins anew')):
             with pytest.raises(SystemExit) as end: module.main([f'run={run}'])
@@ -365,7 +367,7 @@ def test_an_interrupt_is_a_line_that_says_how_to_go_on(short, tmp_path, monkeypa
 
 def test_all_wrong_and_all_right_have_an_interval_too():
     "By hand: Wilson's at its ends, z² = 3.84: of none of 10 right up to 3.84 / 13.84."
-    found = evaluate._intervals([{'em': 0.}] * 10, ['em'], 0)['em'], evaluate._intervals([{'em': 1.}] * 10, ['em'], 0)['em']
+    found = [evaluate._intervals([{'em': em}] * 10, ['em'], 0)['em'] for em in (0., 1.)]
     assert found[0] == pytest.approx([0., .2775], abs=1e-3) and found[1] == pytest.approx([.7225, 1.], abs=1e-3)
     assert found[0] == pytest.approx(list(wilson(0., 10)), abs=1e-3)
     low, high = evaluate._intervals([{'em': 0.}, {'em': 1.}] * 5, ['em'], 0)['em']
@@ -379,7 +381,8 @@ def test_another_file_of_the_same_split_is_named(tmp_path):
     with pytest.warns(UserWarning, match='taken from dev.json, not from flashrag_dev.jsonl'):
         assert len(load_questions('hotpotqa', tmp_path, 'dev')) == 1
     settings = evaluate.Settings(model=BASE, data='hotpotqa', path=str(tmp_path), split='dev', questions=2)
-    with pytest.warns(UserWarning, match='2 questions were asked for, but .* has 1'): evaluate._questions(settings, 'hotpotqa')
+    with pytest.warns(UserWarning, match='2 questions were asked for, but .* has 1'):
+        evaluate._questions(settings, 'hotpotqa')
 
 
 def test_a_command_builds_an_index(tmp_path, capsys):

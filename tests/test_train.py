@@ -459,7 +459,8 @@ PAPER = dict(learner='deepspeed', ranks=8, stage=3, dtype='bfloat16')
 
 
 def test_a_dry_run_asks_a_search_server(tmp_path, spoken):
-    settings = dict(run=str(tmp_path / 'run'), model=spoken, max_tokens=8192, data='hotpotqa', path=str(ROOT / 'data' / 'hotpotqa_sample.json'),
+    settings = dict(run=str(tmp_path / 'run'), model=spoken, max_tokens=8192, data='hotpotqa',
+                    path=str(ROOT / 'data' / 'hotpotqa_sample.json'),
                     dev_questions=1, test_questions=1)
     assert 'cannot start: a query was tried: http://127.0.0.1:9/retrieve cannot be reached' in dry(
         **settings, corpus='http://127.0.0.1:9')[1]
@@ -545,7 +546,8 @@ def test_a_dry_run_of_a_warm_up_plays_nothing(monkeypatch, tmp_path, capsys, spo
     preparing.main(typed)
     said = capsys.readouterr().out
     # 101 · 5 tries, and of train and dev 20 each under 3 prompts
-    for words in (f'{read_sizes(spoken).parameters:,} parameters', 'memory of a rank, at least', '7 steps', 'before that, 625 rollouts at most',
+    for words in (f'{read_sizes(spoken).parameters:,} parameters', 'memory of a rank, at least', '7 steps',
+                  'before that, 625 rollouts at most',
                   'leave out dry_run'):
         assert words in said, said
     assert not (tmp_path / 'run').exists()
