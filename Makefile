@@ -129,7 +129,9 @@ readme: $(VENV)/.ok-test
 	@$(PY) -m jupyter nbconvert --log-level WARN --to markdown --output-dir . --output README $(READ_ME) nbs/index.ipynb
 	@sed -i.old -E 's#\]\(([0-9]{2}_|your_rule)#](nbs/\1#g; s#\]\(\.\./#](#g' README.md && rm README.md.old
 
+# The kernel is called as the notebooks call it, or JupyterLab would write another name into each that it saves.
 lab: $(VENV)/.ok-test
+	@$(PY) -m ipykernel install --sys-prefix --name python3 --display-name python3 > $(VENV)/kernel.log 2>&1
 	@$(PY) -m jupyter lab nbs
 
 export: $(VENV)/.ok-test

@@ -1,6 +1,10 @@
 __version__ = "0.1.0"
 
-from credit_rl.api import HOMES, MODULES, find
+import sys
+
+from credit_rl.api import HOMES, MODULES, Documented, find
+
+sys.meta_path.insert(0, Documented)   # help() of a function says what its arguments are, see 88_api
 
 
 def __getattr__(name):

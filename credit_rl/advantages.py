@@ -10,8 +10,8 @@ __all__ = ['PARTS', 'rloo', 'reinforce_pp', 'gae', 'mt_grpo', 'mt_grpo_star', 'a
 import hashlib, torch
 from array import array
 from .folr import turn_normalize
-from .groups import (cast_like, check_groups, check_turns, discounted_suffix, discounted_sum, group_normalize,
-                              measured, standardize, widen)
+from .groups import (cast_like, check_groups, check_tensors, check_turns, discounted_suffix, discounted_sum,
+                              group_normalize, measured, standardize, widen)
 from .parts import to_tokens
 
 _all_ = ['group_normalize', 'turn_normalize', 'discounted_sum', 'to_tokens']
@@ -22,6 +22,7 @@ def rloo(
     groups,   # (N,) integer
 ):
     "Subtract the mean of the group's other members (RLOO: Ahmadian et al. 2024): (N,), 0 for a lone or missing member."
+    check_tensors(rewards=rewards)
     centered = group_normalize(widen(rewards), groups, scale=False)
     index = check_groups(groups, len(rewards))
     there = measured(rewards).to(centered.dtype)
@@ -37,6 +38,7 @@ def reinforce_pp(
 ):
     """Normalise over the batch, in the baseline form after subtracting group means (REINFORCE++: Hu 2025): (N,).
     0 for a missing member. Raises ValueError if fewer than two rewards were measured."""
+    if not eps >= 0: raise ValueError(f'eps is added to a deviation, so it is at least 0, got {eps}')
     there = measured(rewards)
     if rewards.ndim != 1 or there.sum() < 2:
         raise ValueError(f'a batch comparison needs (N,) rewards, two of them measured, got {rewards.tolist()}')
@@ -75,6 +77,7 @@ def gae(
 ):
     """Estimate advantages over trained tokens only (GAE: Schulman et al. 2016, eq. 16): advantages and returns.
     (R, T) each, 0 where mask is False. Raises ValueError on a value or reward of a trained token that is not finite."""
+    check_tensors(rewards=rewards, values=values, mask=mask, row_trajectory=row_trajectory)
     if mask.dtype != torch.bool or not rewards.shape == values.shape == mask.shape:
         raise ValueError(f'rewards, values and a bool mask must be (R, T) alike, got {tuple(rewards.shape)}, '
                          f'{tuple(values.shape)}, {tuple(mask.shape)} {mask.dtype}')
@@ -103,6 +106,7 @@ def mt_grpo(
 ):
     """Mix the call's and the outcome's comparison on the first turn (MT-GRPO: TIPS appendix E.5): (N, K). Raises on a
     third turn."""
+    check_tensors(call_reward=call_reward, outcome=outcome, turn_mask=turn_mask)
     if not 0 <= beta <= 1: raise ValueError(f'beta is a share, in [0, 1], got {beta}')
     if turn_mask[:, 2:].any():
         raise ValueError('mt_grpo knows one tool call and one answer; for more turns use mt_grpo_star')
@@ -132,6 +136,7 @@ def mt_grpo_star(
 ):
     """Add each call's own comparison to the outcome's (MT-GRPO*: TIPS appendix E.5): (N, K), 0 outside the mask.
     Raises ValueError on another norm, an infinite reward, and literal without turn_tokens or the other way round."""
+    check_tensors(rewards=rewards, outcome=outcome, tool_mask=tool_mask, turn_tokens=turn_tokens)
     counts, k = check_turns(turn_mask, rewards), torch.arange(rewards.shape[1], device=rewards.device)
     tool = turn_mask & (k < counts[:, None] - 1) if tool_mask is None else turn_mask & tool_mask
     if norm not in ('turn', 'pooled'): raise ValueError(f"norm is 'turn' or 'pooled', got {norm!r}")
@@ -179,6 +184,7 @@ def gigpo(
     "Compare episodes in the group and turns at the same anchor (GiGPO: Feng et al. 2025): (N, K), 0 outside the mask."
     if mode not in ('mean_norm', 'mean_std_norm'):
         raise ValueError(f"mode is 'mean_norm' or 'mean_std_norm', got {mode!r}")
+    check_tensors(rewards=rewards, anchors=anchors)
     if anchors.shape != rewards.shape or anchors.is_floating_point():
         raise ValueError(f'anchors must be {tuple(rewards.shape)} integers like rewards, '
                          f'got {tuple(anchors.shape)} {anchors.dtype}')

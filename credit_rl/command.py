@@ -10,7 +10,7 @@ import importlib, sys
 from .options import nearest
 
 # %% ../nbs/89_command.ipynb #c005
-VERBS = {  # verb -> module, what it does
+VERBS = {  # verb -> module (whose main it is, unless a function is named), what it does
     'train': ('train', 'train a policy with one of the methods'),
     'evaluate': ('evaluate', 'play benchmarks with a model, or play an evaluation again'),
     'audit': ('audit', 'judge rules by true credit, on a checkpoint and its own rollouts'),
@@ -19,6 +19,7 @@ VERBS = {  # verb -> module, what it does
     'sft': ('sft', 'fine-tune a policy on its own right rollouts'),
     'export': ('export', 'write what a run made as a Hugging Face folder'),
     'competence': ('competence', 'does a trained agent ask for what it does not know, and only for that?'),
+    'index': ('retrieval:build', 'save a BM25 index of passages'),
     'serve': ('retrieval', 'serve a saved BM25 index, in the format of Search-R1'),
 }
 
@@ -35,7 +36,8 @@ def main(arguments=None):  # list of str; None: the command line's
         return 0 if given else 2
     verb, *rest = given
     if verb not in VERBS: sys.exit(f'credit-rl: there is no verb {verb!r}{nearest(verb, VERBS)}')
-    return importlib.import_module(f'credit_rl.{VERBS[verb][0]}').main(rest)
+    module, _, function = VERBS[verb][0].partition(':')
+    return getattr(importlib.import_module(f'credit_rl.{module}'), function or 'main')(rest)
 
 # %% ../nbs/89_command.ipynb #c009
 if __name__ == '__main__' and '__file__' in globals(): sys.exit(main())  # a notebook has no file

@@ -10,7 +10,7 @@ __all__ = ['DIRECT', 'ENGINES', 'measure', 'by_set', 'summarize', 'score', 'eval
            'evaluation_figure', 'main']
 
 # %% ../nbs/26_evaluate.ipynb #c002
-import dataclasses, importlib.metadata, json, os, platform, sys, time
+import dataclasses, importlib.metadata, json, os, platform, re, sys, time, warnings
 from dataclasses import dataclass
 from pathlib import Path
 import numpy as np, torch
@@ -18,8 +18,8 @@ from .benchmarks import BENCHMARKS, get_benchmark
 from .datasets import MIXTURES, load_corpus, load_questions, subsample
 from .engine import HFEngine, Sampling
 from .readers import RowError
-from .launch import (LaunchError, Ranks, check_hostfile, is_rank, join_ranks, keep_traceback, launch,
-                              launch_command, speak)
+from .launch import (LaunchError, Ranks, check_hostfile, check_threads, is_rank, join_ranks, keep_traceback,
+                              launch, launch_command, speak)
 from .metrics import benchmark_metric, cover_match, exact_match, f1
 from .models import (json_hash, load_model, load_tokenizer, local_folder, model_hashes, read_template,
                               tokenizer_hash)
@@ -152,11 +152,11 @@ class Settings:
 
 # %% ../nbs/26_evaluate.ipynb #c023
 def set_names(data):
-    """List the data sets meant: a list, names with commas, a paper of MIXTURES (the sets it reports), or 'all'.
+    """List the data sets meant: a list, names with commas or +, a paper of MIXTURES (the sets it reports), or 'all'.
     Raises ValueError."""
     if data == 'all': return list(BENCHMARKS)
     if isinstance(data, str):
-        data = MIXTURES[data].evaluate if data in MIXTURES else [n.strip() for n in data.split(',') if n.strip()]
+        data = MIXTURES[data].evaluate if data in MIXTURES else [n.strip() for n in re.split('[,+]', data) if n.strip()]
     if not isinstance(data, (list, tuple)) or not data:
         raise ValueError(f'data must name at least one data set, got {data!r}; known: {", ".join(BENCHMARKS)}')
     return list(dict.fromkeys(get_benchmark(n).name for n in data))
@@ -192,6 +192,7 @@ def check_settings(settings):
         raise ValueError(f"vllm holds settings of engine='vllm', but engine is {s.engine!r}")
     if s.engine == 'vllm': check_vllm_settings(_vllm(s), _sampling(s), s.max_tokens)
     check_hostfile(s.hostfile, s.ranks)
+    check_threads(s.threads)
     read_template(s.template)
     for name in set_names(s.data):
         for what in ('path', 'corpus'): _place(name, getattr(s, what), what)
@@ -227,6 +228,9 @@ def _questions(s, name):
     try: pool = load_questions(name, path, split, s.on_error)
     except RowError: raise
     except ValueError as e: raise ValueError(f'{name}: {e}') from None
+    if s.questions and len(pool) < s.questions:
+        warnings.warn(f'{name}: {s.questions} questions were asked for, but {path or bench.hub[0]} has {len(pool)} of '
+                      f'split {split!r}')
     asked = subsample(pool, s.questions, s.seed) if s.questions else list(pool)
     about = {
         'dataset': name, 'revision': 'local files' if path else '@'.join(filter(None, bench.hub)), 'split': split,
@@ -482,7 +486,15 @@ def question_row(
 def _intervals(rows, names, seed):
     """Estimate the bootstrap interval of the mean of each number over the rows: dict name → [low, high]; none for a
     single row."""
-    return {n: list(bootstrap_interval([r[n] for r in rows], seed=seed)) for n in names} if len(rows) > 1 else {}
+    interval = lambda values: _alike(values) or list(bootstrap_interval(values, seed=seed))
+    return {n: interval([r[n] for r in rows]) for n in names} if len(rows) > 1 else {}
+
+def _alike(values):
+    """Where all values are 0, or all 1, resampling finds a point. Then Wilson's 95 % interval of a share, which at its
+    ends is [0, z²/(n + z²)] and [n/(n + z²), 1]; None elsewhere."""
+    n, z2 = len(values), 1.96 ** 2
+    if set(values) == {0}: return [0., z2 / (n + z2)]
+    if set(values) == {1}: return [n / (n + z2), 1.]
 
 def set_scores(
     rows,    # list of dict, as `question_row` gives them, all of one data set
@@ -737,5 +749,8 @@ def main(arguments=None):  # list of str; None: the command line's
         if not given.replay: print(evaluation_table(run_evaluation(settings)).to_string())
         elif not all(r.same for r in replay(given.replay, changes=settings).values()): sys.exit(1)
     except (ValueError, OSError, LaunchError, EngineLost) as e: sys.exit(f'credit_rl.evaluate: {e}')
+    except KeyboardInterrupt:
+        print('credit_rl.evaluate: interrupted; the same command goes on with the set that it was at', file=sys.stderr)
+        sys.exit(130)
 
 if __name__ == '__main__' and '__file__' in globals(): main()  # a notebook has no file

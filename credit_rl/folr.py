@@ -9,7 +9,8 @@ __all__ = ['PARTS', 'evidence_golds', 'first_occurrence', 'first_turns', 'has_ev
 
 # %% ../nbs/32_folr.ipynb #c003
 import functools, torch
-from .groups import cast_like, check_groups, check_turns, group_normalize, measured, standardize, widen
+from .groups import (cast_like, check_groups, check_tensors, check_turns, group_normalize, measured,
+                              standardize, widen)
 from .metrics import normalize
 
 # %% ../nbs/32_folr.ipynb #c006
@@ -67,6 +68,7 @@ def check_binary(
     outcome,  # (N,)
 ):
     "Widen outcomes to float32, refusing any but 0 and 1: (N,)."
+    check_tensors(outcome=outcome)
     if outcome.ndim != 1 or not ((outcome == 0) | (outcome == 1)).all():
         raise ValueError(f'first-occurrence rewards need (N,) outcomes that are 0 or 1, got {tuple(outcome.shape)} '
                          f'with values such as {outcome.flatten()[:5].tolist()}; threshold a graded outcome first')
@@ -79,6 +81,7 @@ def op_table(
     scored=None,  # (N,) bool, rollouts whose question has evidence golds (has_evidence); None: all
 ):
     "Count rollouts by process and outcome, [[P+O+, P+O−], [P−O+, P−O−]]: (2, 2) long (TSPO table 1)."
+    check_tensors(first_turn=first_turn, scored=scored)
     right, seen = check_binary(outcome) == 1, first_turn >= 0
     scored = torch.ones_like(right) if scored is None else scored
     if first_turn.shape != outcome.shape or scored.shape != outcome.shape or scored.dtype != torch.bool:
@@ -121,6 +124,7 @@ def folr_rewards(
     """Reward every turn: 1 if the answer is right, else alpha up to the turn that first showed a gold (TSPO eq. 6).
     (N, K). Raises ValueError on outcomes other than 0 and 1, and on a first turn that the rollout does not have."""
     if not 0 <= alpha <= 1: raise ValueError(f'alpha is a share of the full reward, in [0, 1], got {alpha}')
+    check_tensors(first_turn=first_turn)
     right = check_binary(outcome)
     counts = check_turns(turn_mask, turn_mask)
     if first_turn.is_floating_point() or first_turn.shape != counts.shape or outcome.shape != counts.shape:
@@ -173,6 +177,7 @@ def selective_advantages(
     Raises ValueError on another strategy, and if no group has two members."""
     if strategy not in ('none', 'all', 'all-wrong'):
         raise ValueError(f"strategy is 'none', 'all' or 'all-wrong', got {strategy!r}")
+    check_tensors(rewards=rewards, outcome=outcome, right=right)
     by_turn = turn_normalize(rewards, turn_mask, groups, ddof=ddof, eps=eps)
     by_outcome = torch.where(turn_mask, group_normalize(outcome, groups, ddof=ddof, eps=eps)[:, None], 0.0)
     index = check_groups(groups, len(right))

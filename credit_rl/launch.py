@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['MARK', 'Ranks', 'is_rank', 'join_ranks', 'keep_traceback', 'failure', 'read_hostfile', 'check_hostfile',
-           'launch_command', 'speak', 'LaunchError', 'launch']
+           'check_threads', 'launch_command', 'speak', 'Progress', 'LaunchError', 'launch']
 
 # %% ../nbs/03_launch.ipynb #c002
 import contextlib, datetime, json, os, queue, re, shutil, signal, socket, subprocess, sys, threading, time, traceback
@@ -153,6 +153,13 @@ def check_hostfile(path, ranks):
     slots = sum(read_hostfile(path).values())
     if slots != ranks: raise ValueError(f'{path} has {slots} slots, but ranks={ranks}')
 
+def check_threads(threads):
+    "Refuse more threads of PyTorch (None: its own choice) than could help this host, eight a core. Raises ValueError."
+    cores = os.cpu_count() or 1
+    if threads and threads > 8 * cores:
+        raise ValueError(f'threads={threads}, but this host has {cores} core{"s" * (cores > 1)}: take that many, or '
+                         'leave it out')
+
 # %% ../nbs/03_launch.ipynb #c029
 def launch_command(
     module,         # that each rank runs, e.g. 'credit_rl.train'
@@ -185,6 +192,19 @@ MARK = '» '   # before a line of progress
 def speak(line):
     "Print a line of progress that `launch` passes on."
     print(MARK + line, flush=True)
+
+# %% ../nbs/03_launch.ipynb #p0302
+class Progress:
+    "Counts what is done, and says so at most every `every` seconds: a function called with a number of things."
+    def __init__(self, say, what, total, every=20., clock=time.monotonic):  # say: function called with lines of text
+        self.say, self.what, self.total, self.every, self.clock = say, what, total, every, clock
+        self.done, self.last = 0, clock()
+
+    def __call__(self, n):
+        self.done += n
+        if self.clock() - self.last < self.every: return
+        self.last = self.clock()
+        self.say(f'{self.what}: {self.done} of {self.total}')
 
 # %% ../nbs/03_launch.ipynb #c024
 @contextlib.contextmanager

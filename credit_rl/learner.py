@@ -491,7 +491,7 @@ class Learner:
         self.scorer.train()
         for _ in range(self.optimiser.epochs):
             order = torch.randperm(len(layout.groups), generator=self.generator)
-            for part in order.tensor_split(self.optimiser.minibatches):
+            for part in order.tensor_split(min(self.optimiser.minibatches, len(order))):    # few groups may be kept
                 sub, tensors = update_tensors(layout, sorted(part.tolist()), seen, credit, self.loss, self.critic)
                 with seeded(seed_of('update', self.seed, self.updates, self.backend.rank)):
                     log = self._minibatch(sub, tensors)

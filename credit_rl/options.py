@@ -33,6 +33,7 @@ class Option:
             raise ValueError(f'{name} must be a {kind.__name__}, got {value!r}')
         if self.choices and value not in self.choices:
             raise ValueError(f'{name} must be one of {", ".join(map(str, self.choices))}, got {value!r}')
+        if isinstance(value, float) and value != value: raise ValueError(f'{name} must be a number, got {value}')
         if self.least is not None and not value >= self.least:
             raise ValueError(f'{name} must be at least {self.least:g}, got {value}')
         if self.above is not None and not value > self.above:
@@ -59,9 +60,12 @@ def nearest(
     name,   # str that is not known
     known,  # names that are
 ):
-    "What to say of an unknown name: '; did you mean …?', or a list of all names."
-    near = difflib.get_close_matches(str(name), list(map(str, known)), 1)
-    return f'; did you mean {near[0]!r}?' if near else f'; there are {", ".join(map(str, known))}'
+    "What to say of an unknown name: '; did you mean …?', of initials the name that has them, or a list of all names."
+    known, few = list(map(str, known)), 30                     # more than that nobody reads
+    short = [k for k in known if len(str(name)) > 1 and ''.join(part[:1] for part in k.split('_')) == str(name)]
+    near = short or difflib.get_close_matches(str(name), known, 1)
+    if near: return f'; did you mean {near[0]!r}?'
+    return f'; there are {", ".join(known)}' if len(known) <= few else f'; --help lists all {len(known)}'
 
 def read_options(
     owner,    # str, e.g. "method 'tspo'": whose options they are

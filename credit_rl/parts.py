@@ -12,8 +12,8 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 import torch
 from .groups import at_last_turn, index_groups
-from .layout import pack, take
-from .options import Option, read_options
+from .layout import AVERAGES, pack, take
+from .options import Option, read_options, setting
 
 # %% ../nbs/29_parts.ipynb #c005
 @dataclass(frozen=True)
@@ -45,17 +45,17 @@ class Credit:
 @dataclass(frozen=True)
 class Loss:
     "How advantages become a gradient."
-    kind: str = 'ppo'            # policy_loss's kinds
-    clip_low: float = 0.2
-    clip_high: float = 0.2
-    dual_clip: float = None
-    average: str = 'token-mean'  # loss_weights' averages
-    kl: float = 0.               # weight of the KL term against the reference; 0 leaves the reference out
-    kl_kind: str = 'k3'
-    entropy: float = 0.          # weight of the entropy bonus
-    value: float = 1.            # weight of the critic's term, where there is a critic
-    value_average: str = 'token-mean'  # average over the tokens that the critic values
-    value_clip: float = None     # PPO's clip of a value's step; None: none
+    kind: str = setting('ppo', "policy_loss's kinds")
+    clip_low: float = setting(0.2, 'ratios are clipped to 1 - clip_low', least=0)
+    clip_high: float = setting(0.2, 'and to 1 + clip_high', least=0)
+    dual_clip: float = setting(None, 'c of the dual clip; None: none', above=1)
+    average: str = setting('token-mean', 'how tokens are averaged', choices=AVERAGES)
+    kl: float = setting(0., 'weight of the KL term against the reference; 0 leaves the reference out', least=0)
+    kl_kind: str = setting('k3', 'its estimator')
+    entropy: float = setting(0., 'weight of the entropy bonus')
+    value: float = setting(1., "weight of the critic's term, where there is a critic", least=0)
+    value_average: str = setting('token-mean', 'average over the tokens that the critic values', choices=AVERAGES)
+    value_clip: float = setting(None, "PPO's clip of a value's step; None: none", above=0)
 
 # %% ../nbs/29_parts.ipynb #c009
 def to_tokens(

@@ -20,7 +20,7 @@ from .layout import pack
 from .learner import Frozen
 from .losses import kl
 from .methods import get_method
-from .models import load_model
+from .models import find_model, load_model
 from .options import check_settings, setting
 from .outcome import outcome_rewards
 from .parameters import by_group, from_settings, make_parser, notebook_settings, read_settings
@@ -29,9 +29,10 @@ from .runlog import RunLog, latest_checkpoint, read_metrics, save_checkpoint
 from .settings import GROUPS, CriticChoice, check, data_sets, flat_form, group_of, settings_of
 from .sharded import DeepSpeedBackend
 from .stage import make_engine, origin_of, real_questions, real_search, set_stage, start_critic
-from .train import (MAY_CHANGE, Examiner, SilentLog, bound_method, check_same_params, examine, is_large,
+from .train import (MAY_CHANGE, Examiner, SilentLog, bound_method, check_same_params, end_interrupted, examine,
+                             is_large,
                              launch_ranks,
-                             no_gpu, plan_of, saving)
+                             no_gpu, plan_of, rank_tflops, saving)
 from .vllm_engine import EngineLost
 from .warmup import (GATE, Collecting, Examination, GateFailed, Missing, Player, WarmUp, collect,
                               critic_learner, make_pairs, read_collected, report_from, searching, warm_up, write_warmed)
@@ -197,12 +198,12 @@ def _forecast(c):
     "The estimate of a warm-up, as lines."
     sizes, plan = read_sizes(c.model), _plan(c)
     n = min(c.questions, c.sorted_questions or c.questions) + c.dev_questions
-    took = lambda rollouts: step_seconds(sizes, plan, rollouts * c.max_tokens, c.max_tokens, c.tflops)
+    tflops, taken = rank_tflops(settings_of(c).host)
+    took = lambda rollouts: step_seconds(sizes, plan, rollouts * c.max_tokens, c.max_tokens, tflops)
     most = 2 * (sum(c.per_tier) if isinstance(c.per_tier, (list, tuple)) else 2 * c.per_tier)  # of both parts
     rollouts = n * c.tries + min(n, most) * len(c.prompts) * c.repeats
     return [*describe(sizes, plan, {'learning': took(c.warm_batch)['learning']}, c.warm_steps),
-            f'before that, {rollouts:,} rollouts at most: {took(rollouts)["acting"] / 3600:.3g} h (taking '
-            f'{c.tflops:g} TFLOP/s for a rank that learns, a tenth of it for one that acts)']
+            f'before that, {rollouts:,} rollouts at most: {took(rollouts)["acting"] / 3600:.3g} h {taken}']
 
 # %% ../nbs/65_prepare.ipynb #c018
 def prepare(
@@ -214,13 +215,14 @@ def prepare(
     c = make_warming(config) if isinstance(config, dict) else config
     say = say or (speak if is_rank() else lambda line: print(line, flush=True))
     if c.dry_run:
-        if c.other_corpus: open_search(c.data.split('+')[0], c.path, c.other_corpus)
+        if c.other_corpus: open_search(data_sets(settings_of(c).task)[0], c.path, c.other_corpus)
         return examine(c, say, Examiner(check_warming, _weigh, _forecast))
     check_warming(c)
     if is_rank():
         with keep_traceback(c.run, int(os.environ['RANK'])): return _prepare(c, say, join_ranks(c.ranks))
     host = settings_of(c).host
     if finished_warming(settings_of(c).course, group_of(WarmUpChoice, c)) is None:
+        if c.model != 'tiny': find_model(c.model)
         for line in [*_forecast(c), *no_gpu(host, c.model)] if is_large(c.model) else (): say(line)
         if c.ranks > 1: return launch_ranks(c, say, 'credit_rl.prepare', (*MAY_CHANGE, 'warm_steps'))
     return _prepare(c, say, Ranks())
@@ -231,15 +233,17 @@ def _prepare(c, say, ranks):
     say, s, choice = say if ranks.first else lambda line: None, settings_of(c), group_of(WarmUpChoice, c)
     if finished_warming(s.course, choice):
         check_same_params(c)
+        say(f'{c.run} is only shown again: its warm-up is over')
         return Path(c.run)
     if c.threads: torch.set_num_threads(c.threads)
     log = RunLog(c.run, c.resume, s.keeping.trackers) if ranks.first else SilentLog(c.run)
     real = None if c.data == 'tiny' else (real_questions(s.task, c.seed), real_search(s.task, c.protocol))
-    log.write_params(vars(c), (*MAY_CHANGE, 'warm_steps'))
-    origin = origin_of(s.course, s.acting, s.host, s.critic)
-    stage = ranks.in_turn(lambda: set_stage(s.task, s.acting, origin, c.seed, say, real))
-    metric = bound_method(s.course, s.task, s.learning.questions_per_step, stage.chat).metric
-    engine = make_engine(s.host, s.acting, origin.start, stage.model, stage.chat.tokenizer)
+    with log.beginning():
+        log.write_params(vars(c), (*MAY_CHANGE, 'warm_steps'))
+        origin = origin_of(s.course, s.acting, s.host, s.critic)
+        stage = ranks.in_turn(lambda: set_stage(s.task, s.acting, origin, c.seed, say, real))
+        metric = bound_method(s.course, s.task, s.learning.questions_per_step, stage.chat).metric
+        engine = make_engine(s.host, s.acting, origin.start, stage.model, stage.chat.tokenizer)
     player, data = Player(engine, s.acting.sampling, ranks), {}
     try:
         for part, most in (('train', c.sorted_questions), ('dev', None)):
@@ -347,13 +351,16 @@ def main(arguments=None):
     first. Exit code 1 if the critic did not pass."""
     from credit_rl.warmup import read_warmed
     parser = make_parser('credit_rl.prepare', 'Warm up a critic until it passes its gate.')
+    run = Warming.run
     try:
         settings, _ = read_settings(parser, arguments, by_group(WarmUpChoice, *GROUPS.values()))
+        run = settings.get('run', run)
         folder = prepare(settings)
         if settings.get('dry_run'): return
         print(gate_table(folder).to_string())
         read_warmed(folder)
     except (ValueError, OSError, LaunchError, EngineLost) as e: sys.exit(f'credit_rl.prepare: {e}')
+    except KeyboardInterrupt: end_interrupted('credit_rl.prepare', run)
 
 # %% ../nbs/65_prepare.ipynb #c030
 if __name__ == '__main__' and '__file__' in globals(): main()  # a notebook has no file

@@ -9,6 +9,7 @@ __all__ = ['PRS_TAGS', 'PRS_JUDGE_PROMPT', 'PARTS', 'process_reward', 'format_re
 # %% ../nbs/34_prs.ipynb #c003
 import math, re, torch
 from collections.abc import Iterable
+from .groups import check_tensors, widen
 from .metrics import short_bleu
 from .trajectory import Result, turn_counts
 
@@ -69,13 +70,28 @@ def _check_answer(answer):
         raise ValueError(f'an answer score lies in [0, 1] (short_bleu), got {answer}')
     return float(answer)
 
+# %% ../nbs/34_prs.ipynb #p3401
+def _many_short(process, format, answer):
+    "`prs_short` of N rollouts at once: (N,) in float32 or better."
+    check_tensors(process=process, format=format, answer=answer)
+    if not process.ndim == 1 or not process.shape == format.shape == answer.shape:
+        raise ValueError(f'process, format and answer must be (N,) alike, got {tuple(process.shape)}, '
+                         f'{tuple(format.shape)} and {tuple(answer.shape)}')
+    for x in process.unique().tolist(): _check_start(x, 0)
+    for x in format.unique().tolist(): _check_start(0, x)
+    passed = process == 1
+    for x in answer[passed].unique().tolist(): _check_answer(x)
+    return widen(process) + widen(format) + torch.where(passed, widen(answer), 0.0)
+
 # %% ../nbs/34_prs.ipynb #c024
 def prs_short(
-    process,  # -1, 0 or 1 (process_reward)
+    process,  # -1, 0 or 1 (process_reward); or a tensor (N,) of them, and then all three are
     format,   # 0 or 0.1 (format_reward), in [0, 1)
     answer,   # in [0, 1] (short_bleu); not read unless process is 1
 ):
-    "Add the answer's score once the process is right (PRS eq. 13): float. Raises ValueError on scores out of range."
+    """Add the answer's score once the process is right (PRS eq. 13): float, or a tensor (N,). Raises ValueError on
+    scores out of range, TypeError where some are tensors and others are not."""
+    if any(isinstance(x, torch.Tensor) for x in (process, format, answer)): return _many_short(process, format, answer)
     _check_start(process, format)
     return process + format + (_check_answer(answer) if process == 1 else 0.0)
 

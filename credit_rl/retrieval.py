@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['Retriever', 'corpus_hash', 'words', 'document', 'bm25_reference', 'BM25', 'RankBM25', 'PassageFile', 'SearchServer',
-           'SearchError', 'SearchClient', 'main']
+           'SearchError', 'SearchClient', 'main', 'build']
 
 # %% ../nbs/12_retrieval.ipynb #c003
 import argparse, hashlib, json, math, mmap, operator, os, re, shutil, threading, time
@@ -17,6 +17,7 @@ from typing import Protocol, runtime_checkable
 
 import numpy as np
 
+from .datasets import load_corpus
 from .readers import Passage, RowError, read_contents
 
 # %% ../nbs/12_retrieval.ipynb #c005
@@ -468,6 +469,21 @@ def main(arguments=None):  # list of str; None: the command line's
             threading.Event().wait()
     except KeyboardInterrupt: pass
     except (OSError, ValueError) as e: parser.exit(1, f'credit_rl.retrieval: {e}\n')
+
+def build(arguments=None):  # list of str; None: the command line's
+    "`credit-rl index CORPUS FOLDER`: save a BM25 index of passages, for `corpus=FOLDER` and for a server."
+    parser = argparse.ArgumentParser(prog='credit-rl index', description='Save a BM25 index of passages.')
+    parser.add_argument('corpus', help='file of {"id", "contents"} or {"title", "text"} rows, or of questions that '
+                                       'bring paragraphs')
+    parser.add_argument('folder', help='where the index is written; it must not be there yet')
+    parser.add_argument('--data', default='hotpotqa', help='data set whose layout rows of questions have')
+    given = parser.parse_args(arguments)
+    try:
+        if Path(given.folder).exists(): raise FileExistsError(f'{given.folder} is there already: choose another name')
+        passages = load_corpus(given.data, given.corpus)
+        BM25(passages).save(given.folder)
+    except (OSError, ValueError) as e: parser.exit(1, f'credit-rl index: {e}\n')
+    print(f'{len(passages):,} passages in {given.folder}')
 
 # %% ../nbs/12_retrieval.ipynb #c065
 if __name__ == '__main__' and '__file__' in globals(): main()  # a notebook has no file

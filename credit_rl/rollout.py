@@ -223,22 +223,30 @@ def check_prompts(
     env,        # Environment
     questions,  # list of Question
 ):
-    """Refuse questions whose prompt is longer than `prompt_tokens`, before anything is played. Raises ValueError that
-    names one. Counted are only those with as many bytes, since a token has at least one."""
-    if env.prompt_tokens is None: return
+    """Refuse questions whose prompt is longer than `prompt_tokens`, or leaves nothing of `max_tokens`, before anything
+    is played. Raises ValueError that names one. Counted are only those with as many bytes, since a token has at least
+    one."""
     size = lambda text: len(text.encode('utf-8', 'replace'))
-    around = sum(map(size, env.chat.pieces.question))
-    near = [q for q in questions if around + size(q.text) > env.prompt_tokens]
-    if near: _refuse_long(env, near, env.chat.prompt_ids([q.text for q in near]))
+    around, most = sum(map(size, env.chat.pieces.question)), env.max_tokens - 1
+    if env.prompt_tokens is not None: most = min(most, env.prompt_tokens)
+    near = [q for q in questions if around + size(q.text) > most]
+    prompts = env.chat.prompt_ids([q.text for q in near]) if near else []
+    _refuse_long(env, near, prompts)
+    for question, prompt in zip(near, prompts): _refuse_full(question, prompt, env.max_tokens)
+
+def _refuse_full(question, prompt, longest):
+    "Refuse a prompt that leaves no room. Raises ValueError."
+    if len(prompt) >= longest:
+        raise ValueError(f'question {question.id!r} has a prompt of {len(prompt)} ids, which leaves nothing of '
+                         f'{longest}: raise max_tokens, where the model has more positions than that, or leave the '
+                         'question out')
 
 def _begin(env, questions, group_size, longest):
     "Drafts of all attempts, by (number of the question, attempt). Raises ValueError on a prompt that leaves no room."
     drafts, prompts = {}, env.chat.prompt_ids([q.text for q in questions])
     _refuse_long(env, questions, prompts)
     for b, (question, prompt) in enumerate(zip(questions, prompts)):
-        if len(prompt) >= longest:
-            raise ValueError(f'question {question.id!r} has a prompt of {len(prompt)} ids, which leaves nothing of '
-                             f'{longest}: raise max_tokens or drop it')
+        _refuse_full(question, prompt, longest)
         limit = _row_limit(env, prompt, longest)
         drafts.update({(b, g): _Draft((b, g), question, prompt, limit, g) for g in range(group_size)})
     return drafts

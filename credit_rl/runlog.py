@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['METRICS', 'TRACKERS', 'atomic_write', 'RunFolders', 'atomic_folder', 'check_metrics', 'plain_json', 'write_json',
-           'latest_checkpoint', 'named_checkpoint', 'save_checkpoint', 'check_trackers', 'RunLog', 'metrics_by_step',
-           'read_metrics', 'read_turns', 'read_params', 'read_summary', 'same_metrics', 'source_hash',
-           'imported_modules', 'module_hashes', 'code_hashes', 'changed_modules']
+           'check_folder', 'latest_checkpoint', 'named_checkpoint', 'save_checkpoint', 'check_trackers', 'RunLog',
+           'metrics_by_step', 'read_metrics', 'read_turns', 'read_params', 'read_summary', 'same_metrics',
+           'source_hash', 'imported_modules', 'module_hashes', 'code_hashes', 'changed_modules']
 
 # %% ../nbs/02_runlog.ipynb #c002
 import ast, contextlib, difflib, functools, gzip, hashlib, importlib.util
@@ -42,15 +42,37 @@ def atomic_write(path,   # file to replace or make
         raise
     _sync(path.parent)
 
+# %% ../nbs/02_runlog.ipynb #p0203
+def _parameter(notebook, name):
+    "What the cell of a notebook's parameters assigns to a name; None where it does not."
+    for cell in notebook.get('cells', []):
+        if 'parameters' not in cell['metadata'].get('tags', ()): continue
+        for node in ast.parse(''.join(cell['source'])).body:
+            if isinstance(node, ast.Assign) and getattr(node.targets[0], 'id', None) == name:
+                return ast.literal_eval(node.value)
+
+def _check_notebook(text, path):
+    "Refuse the notebook of a run, before its first cell, where the run could not begin or would lie elsewhere."
+    notebook = json.loads(text)
+    given = notebook.get('metadata', {}).get('papermill', {}).get('parameters', {})
+    usual, resume = _parameter(notebook, 'run'), _parameter(notebook, 'resume')
+    if usual is None or any(cell.get('execution_count') for cell in notebook['cells']): return
+    run = Path(given.get('run', usual))
+    if 'run' not in given and run.absolute() != path.parent.absolute():
+        raise ValueError(f'{path} would be the notebook of a run in {run}: give -p run {path.parent} as well')
+    if resume is not None and not given.get('resume', resume): _check_empty(run)
+
 # %% ../nbs/02_runlog.ipynb #c011
 class RunFolders:
     """How papermill reads and writes what lies below `runs/`: a folder that is missing is made, and a notebook is
-    replaced as a whole."""
+    replaced as a whole. One that would be replaced though its run cannot begin is kept, and so is one whose run would
+    lie in another folder: FileExistsError, ValueError."""
     @staticmethod
     def read(path): return Path(path).read_text(encoding='utf-8')
 
     @staticmethod
     def write(text, path):
+        _check_notebook(text, Path(path))
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         atomic_write(path, lambda part: part.write_text(text, encoding='utf-8'))
 
@@ -274,15 +296,26 @@ def _cut(path, read, step):
 _GROWING = {'metrics.jsonl': _lines, 'turns.jsonl.gz': _members}
 _HOLDS = ['params.yaml', *_GROWING, 'summary.json', 'checkpoints']
 
+def check_folder(folder):
+    "Refuse the folder of a run that could not be made or written, without making it. Raises OSError."
+    folder = Path(folder)
+    there = next(p for p in (folder.absolute(), *folder.absolute().parents) if p.exists())
+    if not there.is_dir(): raise NotADirectoryError(f'{there} is a file; a run needs a folder, choose another name')
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise PermissionError(f'{folder} cannot be written ({there} cannot); choose a folder that can, or mend its '
+                              'permissions')
+
+def _check_empty(folder):
+    "Refuse a folder that holds a run. Raises FileExistsError."
+    if held := [name for name in _HOLDS if (folder/name).exists()]:
+        raise FileExistsError(f'{folder} already holds a run ({", ".join(held)}): pass resume=True to continue it or '
+                              'choose another name')
+
 def _run_folder(folder, resume):
     "The run folder, made if missing. Raises where it cannot be written or holds a run that is not to be resumed."
     folder = Path(folder)
-    if folder.exists() and not folder.is_dir():
-        raise NotADirectoryError(f'{folder} is a file; a run needs a folder, choose another name')
-    held = [name for name in _HOLDS if (folder/name).exists()]
-    if held and not resume:
-        raise FileExistsError(f'{folder} already holds a run ({", ".join(held)}): pass resume=True to continue it or '
-                              'choose another name')
+    check_folder(folder)
+    if not resume: _check_empty(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         atomic_write(folder/'probe', lambda path: path.write_text('can this folder be written?'))
@@ -461,6 +494,7 @@ class RunLog:
                  trackers=()):   # names in TRACKERS, which show the metrics as well
         self._trackers = _Trackers(trackers)
         self.folder = _run_folder(folder, resume)
+        self._new = not (self.folder/'params.yaml').exists()
         _tidy(self.folder/'checkpoints')
         self.cut(math.inf)
 
@@ -478,6 +512,16 @@ class RunLog:
         "Write the parameters, or compare them with those of the run that is resumed."
         _write_params(self.folder/'params.yaml', params, may_change)
         self._trackers.params = params
+
+    @contextlib.contextmanager
+    def beginning(self):
+        "Make the folder free for another start where a `with` block raises before the run has a checkpoint or summary."
+        try: yield
+        except BaseException:
+            if self._new and not (_checkpoints(self.folder) or (self.folder/'summary.json').exists()):
+                for name in ('params.yaml', *_GROWING): (self.folder/name).unlink(missing_ok=True)
+                with contextlib.suppress(OSError): (self.folder/'checkpoints').rmdir()      # kept if anything is in it
+            raise
 
     def metrics(self, step,  # >= 0, never goes back
                 **values):   # number or string for each name in METRICS

@@ -6,22 +6,24 @@
 __all__ = ['MEASURES', 'GROUPS', 'Config', 'Course', 'Task', 'usual_turns', 'usual_tokens', 'Acting', 'Host', 'Mismatch',
            'weight_limits', 'Learning', 'CriticChoice', 'TeacherChoice', 'Keeping', 'flat_form', 'make_config',
            'read_parameters', 'Settings', 'group_of', 'settings_of', 'check', 'data_sets', 'world_arguments',
-           'check_engine', 'scored_schemas', 'schema_notes']
+           'check_engine', 'own_tokenizer', 'scored_schemas', 'schema_notes']
 
 # %% ../nbs/61_settings.ipynb #c002
-import dataclasses, json
+import dataclasses, json, re
+from difflib import get_close_matches
 from dataclasses import dataclass
 from pathlib import Path
 import torch
-from .benchmarks import get_benchmark
+from .benchmarks import find_benchmark, get_benchmark
 from .engine import Sampling
 from .evaluate import asked_protocol
-from .launch import check_hostfile
+from .launch import check_hostfile, check_threads
 from .layout import AVERAGES
 from .learner import CRITICS, Optimiser, check_offload
-from .methods import get_method
+from .losses import kl, policy_terms
+from .methods import METHODS, get_method
 from .models import check_model, check_reads, load_tokenizer
-from .options import check_settings, options_in, setting
+from .options import check_settings, options_in, read_options, setting
 from .parameters import from_settings, notebook_settings
 from .parts import Facts, Loss, bind
 from .protocol import ANSWER_STOPS, PROTOCOLS, WORDS, worded
@@ -145,7 +147,8 @@ class Host:
                           choices=('hf', 'vllm'))
     vllm: dict = setting({}, 'of VLLMEngine: dtype, own_process, devices, transfer, sleep_level, arguments, ...')
     act_rows: int = setting(256, 'conversations that a rank plays at once; others wait', least=1)
-    tflops: float = setting(100., '10¹² FLOPs a second that one rank is taken to do, for the estimate', above=0)
+    tflops: float = setting(None, '10¹² FLOPs a second that one rank does, for the estimate; None: measured on this '
+                                  'host', above=0)
     threads: int = setting(None, 'of PyTorch on a CPU; None: its own choice', least=1)
 
     def __post_init__(self): check_settings(self)
@@ -179,7 +182,7 @@ class Learning:
     group_size: int = setting(8, 'attempts at each', least=1)
     learning_rate: float = setting(5e-4, 'of the policy', above=0)
     warmup: int = setting(0, 'optimiser updates over which the learning rate rises', least=0)
-    weight_decay: float = setting(0.0, 'of AdamW')
+    weight_decay: float = setting(0.0, 'of AdamW', least=0)
     betas: list = setting([0.9, 0.95], 'of AdamW')
     minibatches: int = setting(2, 'updates that a batch is dealt out to', least=1)
     epochs: int = setting(1, 'times through the batch', least=1)
@@ -205,9 +208,10 @@ class Learning:
                          critic_clip=critic.critic_clip, apart=critic.critic_step == 'apart')
 
     def loss_of(self, method):
-        "The `Loss` of a run by a method: its own, with what is set. Raises TypeError on a field that Loss has not."
+        "The `Loss` of a run by a method: its own, with what is set. Raises ValueError on what Loss does not take."
         over = {name: v for name, v in (('average', self.average), ('kl', self.kl)) if v is not None}
-        return dataclasses.replace(method.loss, **{**self.loss, **over})
+        read = read_options('loss', options_in(Loss), {**self.loss, **over})
+        return dataclasses.replace(method.loss, **{name: read[name] for name in (*self.loss, *over)})
 
 # %% ../nbs/61_settings.ipynb #n0109
 @dataclass(frozen=True)
@@ -301,8 +305,20 @@ Config = flat_form('Config', GROUPS.values(), 'Everything that determines a trai
 
 # %% ../nbs/61_settings.ipynb #c009
 def make_config(settings):
-    "A `Config` from a dict. Raises ValueError on an unknown name, naming the nearest, and on a value not allowed."
+    """A `Config` from a dict. Raises ValueError on an unknown name, naming the nearest or the option that it is, and on
+    a value not allowed."""
+    _refuse_options(settings)
     return from_settings(Config, settings)
+
+def _refuse_options(settings):
+    "Refuse an option of the method that stands among the settings."
+    method = settings.get('method', Config.method)
+    options = METHODS[str(method)].knobs if str(method) in METHODS else {}
+    for name in settings:
+        if name in options and name not in options_in(Config):
+            value = settings[name]
+            raise ValueError(f'{name} is an option of the method {method!r}, not a setting: write options.{name}='
+                             f'{value} on the command line, and options: {{{name}: {value}}} elsewhere')
 
 def read_parameters(variables):
     "The `Config` set by a notebook's variables (its `globals()`), all that are plain values."
@@ -356,7 +372,7 @@ def check(config):
 # %% ../nbs/61_settings.ipynb #c020
 def data_sets(task):
     "Names of the data sets that a task mixes."
-    return task.data.split('+')
+    return [name.strip() for name in re.split('[,+]', task.data)]
 
 def world_arguments(world, part):
     "Arguments of `make_world` for a part, 'train', 'dev' or 'test': a dict of parts has one value for each."
@@ -364,7 +380,10 @@ def world_arguments(world, part):
 
 def _check_sets(task, protocol):
     "Refuse data sets that are unknown or cannot be mixed."
-    for name in data_sets(task): get_benchmark(name)
+    for name in data_sets(task):
+        if not find_benchmark(name) and get_close_matches(name, ['tiny'], 1):
+            raise ValueError(f"no data set {name!r}; did you mean 'tiny'?")
+        get_benchmark(name)
     if len(data_sets(task)) > 1 and not task.corpus and protocol != 'direct':
         raise ValueError(f'{task.data}: several sets are searched in one place; give it as corpus (passages, what '
                          'BM25.save wrote, or the url of a search server)')
@@ -390,6 +409,7 @@ def _check_host(host, dtype):
         raise ValueError(f"with learner='deepspeed' dtype is 'float32' or 'bfloat16', got {dtype!r}")
     check_offload(host.offload)
     check_hostfile(host.hostfile, host.ranks)
+    check_threads(host.threads)
 
 # %% ../nbs/61_settings.ipynb #c022
 def check_engine(
@@ -443,17 +463,24 @@ def _check_method(s, method):
     if s.teacher.teacher != 'self' and s.teacher.teacher_every:
         raise ValueError('a teacher of its own is never refreshed from the policy; leave out '
                          f'teacher_every={s.teacher.teacher_every}')
-    if s.teacher.teacher not in ('self', 'base'): check_reads(s.teacher.teacher, _own_tokenizer(s.acting))
+    if s.teacher.teacher not in ('self', 'base'): check_reads(s.teacher.teacher, own_tokenizer(s.acting))
     if method.rule.compares and s.learning.group_size < 2:
         raise ValueError(f'{name} compares the attempts at one question with each other, so group_size must be at '
                          f'least 2, got {s.learning.group_size}')
-    try: s.learning.loss_of(method)
-    except TypeError:
-        known, got = ', '.join(f.name for f in dataclasses.fields(Loss)), sorted(s.learning.loss)
-        raise ValueError(f'loss takes {known}, got {got}') from None
+    _check_learning(s.learning, method)
+
+def _check_learning(learning, method):
+    "Refuse a loss that there is not, and more mini-batches than rollouts."
+    loss, none, played = learning.loss_of(method), torch.zeros(1, 1), learning.questions_per_step * learning.group_size
+    policy_terms(none, none, none, none == 0, loss.kind, (loss.clip_low, loss.clip_high), loss.dual_clip)
+    kl(none, none, loss.kl_kind, none == 0)
+    if learning.minibatches > played:
+        raise ValueError(f'minibatches={learning.minibatches}, but a step has {played} rollouts '
+                         f'(questions_per_step={learning.questions_per_step} times group_size={learning.group_size}): '
+                         'take fewer mini-batches, or more rollouts')
 
 # %% ../nbs/61_settings.ipynb #n0119
-def _own_tokenizer(acting):
+def own_tokenizer(acting):
     "The policy's tokenizer, or the folder or name that it is loaded from."
     code = (acting.protocol or '').startswith('carl')
     return tiny_tokenizer(numbers=code) if acting.model == 'tiny' else acting.model
@@ -461,6 +488,9 @@ def _own_tokenizer(acting):
 def _check_words(acting, data):
     "Refuse a model without words for the questions and the protocol, and prompts that cannot stand in its place."
     read_schema(SCHEMA_OPTION.default, worded(asked_protocol(acting.protocol, data), **acting.words))
+    if data == 'tiny' and acting.protocol not in (None, *PROTOCOLS):
+        raise ValueError(f'protocol={acting.protocol!r} is for data sets that are asked without a search; the tiny '
+                         f'world takes {", ".join(PROTOCOLS)}')
     if acting.model != 'tiny': check_model(acting.model)
     elif data != 'tiny':
         raise ValueError(f"model='tiny' knows only the words of the tiny world; data={data!r} needs a model folder")
@@ -497,7 +527,7 @@ def scored_schemas(
 def schema_notes(acting, data, schemas, load=False):
     """What to say of the words around scored golds, list of str; with `load` the model's tokenizer is asked which of
     them it has not. Raises ValueError on schemas that cannot be written in the run's protocol, or about its data."""
-    protocol, own = worded(asked_protocol(acting.protocol, data), **acting.words), _own_tokenizer(acting)
+    protocol, own = worded(asked_protocol(acting.protocol, data), **acting.words), own_tokenizer(acting)
     for schema in schemas:
         of = read_schema(schema, protocol).of_question
         if of and data != 'tiny':

@@ -6,11 +6,12 @@
 __all__ = ['keep_right', 'sft_rows', 'Imitation', 'fine_tune', 'rejection_sft', 'main']
 
 # %% ../nbs/64_sft.ipynb #c003
-import dataclasses, random, sys, tempfile
+import dataclasses, random, sys, tempfile, time
 from dataclasses import dataclass
 import torch
 from .engine import HFEngine, seed_of
 from .evaluate import evaluate
+from .launch import Progress
 from .layout import pack
 from .options import check_settings, options_in, setting
 from .outcome import outcome_rewards
@@ -61,6 +62,19 @@ class Imitation:
 
     def __post_init__(self): check_settings(self)
 
+# %% ../nbs/64_sft.ipynb #p6401
+def _losses_told(say, every=20.):
+    "What tells the loss of a fine-tuning as it goes: of the first update, and every so many seconds: TrainerCallback."
+    from transformers.trainer_callback import TrainerCallback
+    class Told(TrainerCallback):
+        last = time.monotonic()
+        def on_log(self, args, state, control, logs=None, **rest):
+            "Tell the loss of an update."
+            if 'loss' not in (logs or {}) or state.global_step > 1 and time.monotonic() - self.last < every: return
+            self.last = time.monotonic()
+            say(f'update {state.global_step} of {state.max_steps}, loss {logs["loss"]:.3f}')
+    return Told()
+
 # %% ../nbs/64_sft.ipynb #c012
 def fine_tune(
     model,             # Hugging Face causal model, trained in place
@@ -69,6 +83,7 @@ def fine_tune(
     how=Imitation(),   # epochs, learning rate, batch
     micro=8,           # rows per forward
     seed=0,
+    say=None,          # function called with lines of text; None: nobody is told how it goes
 ):
     """Train on rows with TRL's SFTTrainer: its log, list of dict. Raises ImportError without the extra `train`,
     ValueError without rows."""
@@ -88,6 +103,7 @@ def fine_tune(
                          logging_steps=1, disable_tqdm=not sys.stderr.isatty(), gradient_checkpointing=False)
         trainer = SFTTrainer(model, args, train_dataset=Dataset.from_list(rows), processing_class=tokenizer)
         trainer.remove_callback(PrinterCallback)                          # its log is returned
+        if say: trainer.add_callback(_losses_told(say))
         trainer.train()
     model.eval()
     return trainer.state.log_history
@@ -107,24 +123,27 @@ def rejection_sft(
     acting, origin = s.acting, origin_of(s.course, s.acting, s.host, s.critic)
     metric = bound_method(dataclasses.replace(s.course, method='grpo'), s.task, c.questions_per_step).metric
     log.write_params({**vars(c), 'method': 'sft', 'sft': dataclasses.asdict(how)})
-    stage = set_stage(s.task, acting, origin, c.seed, say)
-    engine = HFEngine(stage.model, stage.chat.tokenizer, max_length=c.max_tokens)
-    test = lambda: evaluate(engine, stage.environments['test'], stage.questions['test'], acting.greedy)
-    base, _ = test()
-    groups = _played(stage, engine, acting.sampling, how, c.seed, say)
-    kept = keep_right(groups, metric, how.per_question, c.seed)
-    rows = sft_rows(kept) if kept else []
-    say(f'{len(rows)} rows of {sum(len(g.trajectories) for g in groups)} rollouts are right, different, and kept')
-    history = fine_tune(stage.model, stage.chat.tokenizer, rows, how, seed=c.seed)
-    final, tested = test()
-    for part in (stage.model, stage.chat.tokenizer): part.save_pretrained(log.folder/'model')
-    log.summary({
-        'method': 'sft', 'options': {}, 'seed': c.seed, 'steps': 0, 'best_step': 0, 'questions': len(tested),
-        'base_em': base['em'], 'final_em': final['em'], 'last_em': final['em'], 'base': base, 'final': final,
-        'ceiling_em': stage.ceiling and stage.ceiling['all'], 'ceiling': stage.ceiling, 'collapsed': False,
-        'rows': len(rows), 'trajectories': how.questions * how.attempts,
-        'losses': [h['loss'] for h in history if 'loss' in h], 'code': code_hashes('sft'), 'seconds': log.elapsed})
-    say(f'final: EM {final["em"]:.3f} on {len(tested)} test questions (base {base["em"]:.3f}); {log.elapsed:.0f} s')
+    with log.beginning():
+        stage = set_stage(s.task, acting, origin, c.seed, say)
+        engine = HFEngine(stage.model, stage.chat.tokenizer, max_length=c.max_tokens)
+        shown = lambda: Progress(say, 'test questions played', len(stage.questions['test']))
+        test = lambda: evaluate(engine, stage.environments['test'], stage.questions['test'], acting.greedy,
+                                progress=shown())
+        base, _ = test()
+        groups = _played(stage, engine, acting.sampling, how, c.seed, say)
+        kept = keep_right(groups, metric, how.per_question, c.seed)
+        rows = sft_rows(kept) if kept else []
+        say(f'{len(rows)} rows of {sum(len(g.trajectories) for g in groups)} rollouts are right, different, and kept')
+        history = fine_tune(stage.model, stage.chat.tokenizer, rows, how, seed=c.seed, say=say)
+        final, tested = test()
+        for part in (stage.model, stage.chat.tokenizer): part.save_pretrained(log.folder/'model')
+        log.summary({
+            'method': 'sft', 'options': {}, 'seed': c.seed, 'steps': 0, 'best_step': 0, 'questions': len(tested),
+            'base_em': base['em'], 'final_em': final['em'], 'last_em': final['em'], 'base': base, 'final': final,
+            'ceiling_em': stage.ceiling and stage.ceiling['all'], 'ceiling': stage.ceiling, 'collapsed': False,
+            'rows': len(rows), 'trajectories': how.questions * how.attempts,
+            'losses': [h['loss'] for h in history if 'loss' in h], 'code': code_hashes('sft'), 'seconds': log.elapsed})
+        say(f'final: EM {final["em"]:.3f} on {len(tested)} test questions (base {base["em"]:.3f}); {log.elapsed:.0f} s')
     return log.folder
 
 # %% ../nbs/64_sft.ipynb #c015
@@ -152,6 +171,9 @@ def main(arguments=None):
             raise ValueError(f"no setting 'sft.{unknown[0]}'; there are {', '.join(f'sft.{n}' for n in known)}")
         rejection_sft(settings, from_settings(Imitation, own))
     except (ValueError, OSError, TypeError) as e: sys.exit(f'credit_rl.sft: {e}')
+    except KeyboardInterrupt:
+        print('credit_rl.sft: interrupted; the same command begins anew', file=sys.stderr)
+        sys.exit(130)
 
 # %% ../nbs/64_sft.ipynb #c022
 if __name__ == '__main__' and '__file__' in globals(): main()  # a notebook has no file

@@ -5,8 +5,9 @@
 # %% auto #0
 __all__ = ['MAY_CHANGE', 'train_step', 'Run', 'run_facts', 'bound_method', 'act', 'Look', 'describe_rollouts', 'process_shares',
            'tier_rates', 'known_tiers', 'credit_metrics', 'start_values', 'correct_credit', 'kl_from_base',
-           'turn_records', 'collapsed', 'note_params', 'check_same_params', 'finished', 'SilentLog', 'saving',
-           'begin_run', 'plan_of', 'is_large', 'Examiner', 'examine', 'no_gpu', 'train', 'launch_ranks', 'main']
+           'turn_records', 'collapsed', 'note_params', 'check_same_params', 'finished', 'told', 'SilentLog', 'saving',
+           'begin_run', 'plan_of', 'rank_tflops', 'is_large', 'Examiner', 'examine', 'no_gpu', 'train', 'launch_ranks',
+           'main', 'end_interrupted']
 
 # %% ../nbs/63_train.ipynb #c002
 import contextlib, copy, dataclasses, json, math, os, re, shutil, sys, time
@@ -18,18 +19,18 @@ from .advantages import anchor_ids, anchor_share
 from .critics import explained_variance
 from .benchmarks import get_benchmark
 from .engine import Sampling, seed_of
-from .estimate import Plan, describe, memory, read_sizes, step_seconds
+from .estimate import KNOWN_SIZES, Plan, describe, measure_tflops, memory, read_sizes, step_seconds
 from .evaluate import by_set, evaluate, summarize
 from .folr import first_turns, has_evidence, near_miss_share, op_table
 from .groups import group_share, index_groups
 from .information_gain import belief_check, belief_schema, belief_warning, gold_statistics, state_logp
-from .launch import (LaunchError, Ranks, is_rank, join_ranks, keep_traceback, launch, launch_command,
-                              read_hostfile, speak)
+from .launch import (LaunchError, Progress, Ranks, is_rank, join_ranks, keep_traceback, launch,
+                              launch_command, read_hostfile, speak)
 from .learner import Learner
 from .losses import kl
 from .methods import extra_passes, get_method
 from .metrics import benchmark_metric, exact_match
-from .models import load_tokenizer
+from .models import find_model
 from .outcome import outcome_rewards
 from .parameters import by_group, make_parser, read_settings
 from .parts import Asks, Facts, Seen, assign, at, begin, bind, first_tokens, move, part_metrics
@@ -37,12 +38,12 @@ from .potentials import answer_potential
 from .protocol import prompt_hash
 from .rollout import continuations, rollout
 from .runlog import (RunLog, atomic_write, latest_checkpoint, code_hashes, named_checkpoint,
-                              save_checkpoint)
+                              check_folder, metrics_by_step, read_params, read_summary, save_checkpoint)
 from .scoring import answer_header, gold_templates
-from .settings import (GROUPS, Config, check, check_engine, data_sets, make_config, schema_notes,
-                                scored_schemas, settings_of, weight_limits)
-from .stage import (Stage, add_lora, draw_questions, hand_over, make_engine, make_learner, origin_of,
-                             real_questions, real_search, set_stage)
+from .settings import (GROUPS, Config, check, check_engine, data_sets, make_config, own_tokenizer,
+                                schema_notes, scored_schemas, settings_of, weight_limits)
+from .stage import (Stage, add_lora, check_stage, draw_questions, hand_over, make_engine, make_learner,
+                             origin_of, real_questions, real_search, set_stage)
 from .trajectory import to_json
 from .true_credit import distinct_states, score_continuations, state_values
 from .vllm_engine import EngineLost, logp_gap, sampler_weights
@@ -56,7 +57,9 @@ def train_step(
 ):
     "Take one training step. Returns its metrics; rollouts and clocks go to the run's log."
     method, look = at(run.method, run.memory['method']), Look(run, step)
+    since = time.monotonic()
     groups, rewards = act(run, method, step)
+    if time.monotonic() - since > 20: run.say(f'step {step}: {len(groups)} questions played, now they teach')
     batch = assign(method, groups, look, _keep_generator(run, step), run.prefix, rewards)
     metrics = describe_rollouts(groups, batch.text, run.tiers)
     if batch.empty: return {**metrics, 'zero_advantage': 1., 'updates': 0}
@@ -97,7 +100,9 @@ class Run:
         """Play the 'dev' or 'test' questions greedily, dealt out over the ranks: (means, groups). Where the data are
         scored by more than exact match, 'right' is the share right by that, of each set too where there are several."""
         sampling = Sampling(greedy=True, max_tokens=self.config.turn_tokens)
-        play = lambda share: evaluate(self.engine, self.stage.environments[part], share, sampling)[1]
+        def play(share):
+            shown = Progress(self.say, f'{part} questions played', len(share))
+            return evaluate(self.engine, self.stage.environments[part], share, sampling, progress=shown)[1]
         groups = self.ranks.each(self.stage.questions[part], play)
         metric, scores = self.method.metric, summarize(groups)
         if metric in ('em', exact_match): return scores, groups
@@ -135,7 +140,7 @@ class Run:
         "Stop an engine that is a program of its own."
         if self.config.engine != 'hf': self.engine.close()
 
-# %% ../nbs/63_train.ipynb #c044
+# %% ../nbs/63_train.ipynb #p6310
 def run_facts(
     task,                # Task
     questions_per_step,
@@ -165,6 +170,7 @@ def _data_metric(names):
     alike = len({(b.metric, b.rel_tol if b.metric != 'em' else None) for b in sets}) == 1
     return benchmark_metric(sets[0].name) if alike else {b.name: benchmark_metric(b.name) for b in sets}
 
+# %% ../nbs/63_train.ipynb #c044
 def _keep_generator(run, step): return torch.Generator().manual_seed(seed_of('keep', run.config.seed, step))
 
 def act(run, method, step):
@@ -174,8 +180,10 @@ def act(run, method, step):
     for again in range(part.rounds(method.own(part)) if part.rounds else 1):
         extra, seed = (again,) if again else (), seed_of(c.seed, again) if again else c.seed
         questions = draw_questions(run.stage.questions['train'], c.questions_per_step, step, seed)
-        play = lambda share: rollout(run.engine, run.stage.environments['train'], share, c.group_size,
-                                     Sampling(c.temperature, max_tokens=c.turn_tokens), seed_of(c.seed, step, *extra))
+        def play(share):
+            shown = Progress(run.say, f'step {step}: rollouts played', len(share) * c.group_size)
+            return rollout(run.engine, run.stage.environments['train'], share, c.group_size,
+                           Sampling(c.temperature, max_tokens=c.turn_tokens), seed_of(c.seed, step, *extra), shown)
         with run.log.timed('rollout'): groups += run.ranks.each(questions, play)
         rewards = run.ranks.once(lambda: method.text_rewards(groups))   # a judge may say something else the next time
         if not part.rounds or len(method.keep(groups, rewards, _keep_generator(run, step))[0]) >= len(questions): break
@@ -417,6 +425,39 @@ def finished(
     summary = json.loads(path.read_text())
     return summary['steps'] >= course.steps or summary['collapsed']
 
+# %% ../nbs/63_train.ipynb #p6302
+def told(folder):
+    "How a run has gone so far, in the words in which it told of itself, from what it logged: list of lines."
+    steps, summary, lines = read_params(folder)['steps'], read_summary(folder), []
+    for step, row in metrics_by_step(folder).items():
+        if step == 0: lines.append(f'base: EM {row["dev_em"]:.3f} on dev')
+        elif 'dev_em' in row or _shown(step): lines.append(_step_line(step, steps, row, row.get('dev_em')))
+    return lines + ([_final_line(summary)] if summary else [])
+
+def _shown(step, first=1):
+    "Whether the line of a step is shown where dev is not evaluated: the first three of a sitting, and every fifth."
+    return step - first < 3 or step % 5 == 0
+
+def _step_line(step, steps, metrics, dev=None):
+    "How a step went: a line."
+    return (f'step {step}/{steps}  reward {metrics["reward"]:.3f}  EM {metrics["em"]:.3f}  answers '
+            f'{metrics["answer_rate"]:.2f}' + ('' if dev is None else f'  dev EM {dev:.3f}'))
+
+def _final_line(summary):
+    "What came of a run: a line."
+    base, top = summary['base_em'], summary['ceiling_em']
+    return (f'final: EM {summary["final_em"]:.3f} on {summary["questions"]} test questions (base {base:.3f}' +
+            (f', ceiling {top:.3f}' if top else '') +
+            f'), the checkpoint of step {summary["best_step"]}; {summary["seconds"]:.0f} s')
+
+def _over_line(course):  # Course
+    "That a run which is resumed is over, and how to take more steps: a line."
+    summary = read_summary(course.run)
+    if summary['collapsed']: why = 'stopped where its answer rate collapsed, and more steps would not mend it'
+    elif summary['steps'] > course.steps: why = f'has {summary["steps"]} steps, more than steps={course.steps}'
+    else: why = f'has its {summary["steps"]} steps; give more steps to go on'
+    return f'{course.run} is only shown again: it {why}'
+
 # %% ../nbs/63_train.ipynb #c073
 class SilentLog:
     "The log of a rank that writes nothing."
@@ -428,6 +469,7 @@ class SilentLog:
     def summary(self, values): pass
     def cut(self, step): pass
     def timed(self, stage): return contextlib.nullcontext()
+    def beginning(self): return contextlib.nullcontext()
 
 @contextlib.contextmanager
 def saving(path):  # of a checkpoint
@@ -461,16 +503,18 @@ def begin_run(
     if config.data != 'tiny': real = real_questions(s.task, config.seed), real_search(s.task, config.protocol)
     scored = scored_schemas(method, config.measure)
     for line in schema_notes(s.acting, config.data, scored, load=True): say(line)
-    note_params(log, config)
-    # the first makes the base that the others load
-    stage = ranks.in_turn(lambda: set_stage(s.task, s.acting, origin, config.seed, say, real))
-    if config.lora: add_lora(stage.model, config.lora, config.seed)
-    pieces = config.engine == 'hf' and config.learner == 'deepspeed' and config.stage == 3
-    acting = copy.deepcopy(stage.model).eval() if pieces else stage.model      # one that is whole
-    # before the learner: it measures what memory is free
-    engine = make_engine(s.host, s.acting, origin.start, acting, stage.chat.tokenizer)
-    if config.engine == 'vllm': engine.sleep()    # models are whole until the learner spreads them, so it gives it back
-    return Run(config, stage, engine, make_learner(s, origin, stage.model), log, ranks, say)
+    with log.beginning():
+        note_params(log, config)
+        # the first makes the base that the others load
+        stage = ranks.in_turn(lambda: set_stage(s.task, s.acting, origin, config.seed, say, real))
+        if config.lora: add_lora(stage.model, config.lora, config.seed)
+        pieces = config.engine == 'hf' and config.learner == 'deepspeed' and config.stage == 3
+        acting = copy.deepcopy(stage.model).eval() if pieces else stage.model      # one that is whole
+        # before the learner: it measures what memory is free
+        engine = make_engine(s.host, s.acting, origin.start, acting, stage.chat.tokenizer)
+        # models are whole until the learner spreads them, so it gives its memory back
+        if config.engine == 'vllm': engine.sleep()
+        return Run(config, stage, engine, make_learner(s, origin, stage.model), log, ranks, say)
 
 # %% ../nbs/63_train.ipynb #c076
 def _dev(run, step, metrics):
@@ -499,6 +543,7 @@ def _begin(run):
         run.restore(found[1])
         # killed before it was named
         if run.memory['best_step'] == found[0] and found != best: run.checkpoint(found[0], 'best')
+        for line in told(run.log.folder): run.say(line)
         run.say(f'resumed after step {found[0]}')
         return found[0] + 1
     run.wake()
@@ -520,16 +565,15 @@ def _finish(run):
     c, top, base = run.config, run.stage.ceiling, run.memory['base']
     hops = dict(Counter(str(g.question.meta['hops']) for g in groups if 'hops' in g.question.meta))
     sets = dict(Counter(g.question.source for g in groups))
-    run.log.summary({
+    summary = {
         'method': c.method, 'options': c.options, 'seed': c.seed, 'steps': c.steps, 'best_step': step,
         'protocol': run.stage.chat.protocol.name, 'prompt_hash': prompt_hash(run.stage.chat.protocol),
         'questions': len(groups), 'questions_by_hops': hops, 'questions_by_set': sets if len(sets) > 1 else {},
         'base_em': base['em'], 'final_em': final['em'], 'last_em': last['em'], 'ceiling_em': top and top['all'],
         'base': base, 'final': final, 'ceiling': top,
-        'collapsed': run.memory.get('collapsed', False), 'code': code_hashes('train'), 'seconds': run.log.elapsed})
-    run.say(f'final: EM {final["em"]:.3f} on {len(groups)} test questions (base {base["em"]:.3f}' +
-            (f', ceiling {top["all"]:.3f}' if top else '') +
-            f'), the checkpoint of step {step}; {run.log.elapsed:.0f} s')
+        'collapsed': run.memory.get('collapsed', False), 'code': code_hashes('train'), 'seconds': run.log.elapsed}
+    run.log.summary(summary)
+    run.say(_final_line(summary))
 
 # %% ../nbs/63_train.ipynb #c083
 def plan_of(config):
@@ -570,9 +614,15 @@ def _forecast(c):
                          s.teacher.period(method, c.steps) or 0,
                          [name for name in c.measure if not (name == 'entropy' and loss.entropy)])
     tokens = c.questions_per_step * c.group_size * c.max_tokens
-    seconds = step_seconds(sizes, plan, tokens, c.max_tokens, c.tflops, sum(reads.values()), c.epochs)
-    taken = f'(taking {c.tflops:g} TFLOP/s for a rank that learns, a tenth of it for one that acts)'
+    tflops, taken = rank_tflops(s.host)
+    seconds = step_seconds(sizes, plan, tokens, c.max_tokens, tflops, sum(reads.values()), c.epochs)
     return [*describe(sizes, plan, seconds, c.steps), taken]
+
+def rank_tflops(host):  # Host
+    "What a rank does, 10¹² FLOPs a second, as it is set or measured, and a line that says so: (float, str)."
+    tflops = host.tflops or measure_tflops() / (1 if torch.cuda.is_available() else _ranks_here(host))
+    how = 'taking' if host.tflops else 'measured on this host:'
+    return tflops, f'({how} {tflops:.3g} TFLOP/s for a rank that learns, a tenth of it for one that acts)'
 
 def _weigh(c): return memory(read_sizes(c.model), plan_of(c))
 
@@ -598,9 +648,13 @@ def examine(
     c, s, notes = config, settings_of(config), []
     examiner.check(dataclasses.replace(c, engine='hf', vllm={}, correction=None))
     wrong = _complaints(lambda: check_engine(s.host, s.mismatch, s.acting))    # vLLM wants a host that this need not be
-    if c.data != 'tiny': wrong += _missing_data(s.task, c.seed, c.protocol, say)
-    if c.model != 'tiny':
-        load_tokenizer(c.model)
+    wrong += _complaints(lambda: check_folder(c.run))
+    lacks, real = ([], None) if c.data == 'tiny' else _missing_data(s.task, c.seed, c.protocol, say)
+    absent = [] if c.model == 'tiny' else _complaints(lambda: find_model(c.model))
+    if not (lacks or absent):
+        wrong += _complaints(lambda: check_stage(s.task, s.acting, c.seed, own_tokenizer(s.acting), real))
+    wrong += lacks + absent
+    if c.model != 'tiny' and (not absent or c.model in KNOWN_SIZES):
         for line in examiner.forecast(c): say(line)
         wrong += _missing_room(Path(c.run), c.keep, s.host, examiner.weigh(c))
         notes = no_gpu(s.host, c.model)
@@ -610,7 +664,8 @@ def examine(
     for line in schema_notes(s.acting, c.data, scored, load=True): say(line)
     if (Path(c.run)/'params.yaml').exists() and not c.resume:
         wrong.append(f'{c.run} already holds a run: give resume=True, or choose another name')
-    if wrong: raise ValueError('this run cannot start: ' + '; '.join(wrong))
+    if len(wrong) == 1: raise ValueError(f'this run cannot start: {wrong[0]}')
+    if wrong: raise ValueError('\n- '.join(['this run cannot start:', *wrong]))
     say(f'everything {"else " * bool(notes)}is there; leave out dry_run to start')
     return Path(c.run)
 
@@ -621,12 +676,16 @@ def _complaints(look):
     return []
 
 def _missing_data(task, seed, protocol, say):
-    "What is wrong with questions and search: list of str."
+    "What is wrong with questions and search, list of str, and both, where nothing is: (questions, search) or None."
+    real = []
     def questions():
-        found = real_questions(task, seed)
-        say(', '.join(f'{len(v)} {k} questions' for k, v in found.items()))
-    def search(): say(f'search: {type(real_search(task, protocol)).__name__}')
-    return _complaints(questions) + _complaints(search)
+        real.append(real_questions(task, seed))
+        say(', '.join(f'{len(v)} {k} questions' for k, v in real[0].items()))
+    def search():
+        real.append(real_search(task, protocol))
+        say(f'search: {type(real[-1]).__name__}')
+    lacks = _complaints(questions) + _complaints(search)
+    return lacks, None if lacks else tuple(real)
 
 # %% ../nbs/63_train.ipynb #c085
 def _ranks_here(host): return max(read_hostfile(host.hostfile).values()) if host.hostfile else host.ranks
@@ -640,6 +699,8 @@ def no_gpu(
     return [f'no GPU: {_ranks_here(host)} rank{"s" * (_ranks_here(host) > 1)} would share the processor and memory of '
             'this host, and take far longer than the estimate says']
 
+def _gigabytes(size): return f'{size / 1e9:.1f} GB' if size >= 1e9 else f'{size / 1e6:.3g} MB'
+
 def _missing_room(folder, keep, host, needs):
     "What disk, memory and GPUs of this host lack for a run that keeps so many checkpoints in a folder: list of str."
     folder = next(p for p in (folder.absolute(), *folder.absolute().parents) if p.exists())
@@ -651,7 +712,7 @@ def _missing_room(folder, keep, host, needs):
     if file and Path('/dev/shm').is_dir():
         shared = shutil.disk_usage('/dev/shm').free
         rooms.append(('/dev/shm', shared, f'the weights that {here} ranks give to vLLM take', file))
-    wrong = [f'{where} has {free / 1e9:.1f} GB free, but {what} {size / 1e9:.1f} GB'
+    wrong = [f'{where} has {_gigabytes(free)} free, but {what} {_gigabytes(size)}'
              for where, free, what, size in rooms if size > free]
     if gpus and gpus < here: wrong.append(f'{here} ranks need as many GPUs, but there are {gpus}')
     return wrong + [line for i in range(min(gpus, here)) for line in _missing_gpu(host, needs, i)]
@@ -700,6 +761,7 @@ def train(
         with keep_traceback(config.run, int(os.environ['RANK'])): return _train(config, say, join_ranks(config.ranks))
     if not finished(config):
         host, model = settings_of(config).host, config.model
+        if model != 'tiny': find_model(model)
         for line in [*_forecast(config), *no_gpu(host, model)] if is_large(model) else (): say(line)
         if config.ranks > 1: return launch_ranks(config, say)
     return _train(config, say, Ranks())
@@ -708,11 +770,14 @@ def _train(config, say, ranks):
     "The run, or this rank's part of it."
     if finished(config):
         check_same_params(config)
+        if ranks.first:
+            for line in [*told(config.run), _over_line(config)]: say(line)
         return Path(config.run)
     if config.threads: torch.set_num_threads(config.threads)
     run = begin_run(config, say, ranks)
     with contextlib.closing(run):
-        _steps(run, _begin(run))
+        with run.log.beginning(): first = _begin(run)
+        _steps(run, first)
         _finish(run)
         ranks.wait()
     return run.log.folder
@@ -730,7 +795,7 @@ def _steps(run, first):
         if not due: run.log.metrics(step, **metrics)
         if (step == first or due) and (line := belief_warning(metrics)): run.say(line)
         pace = (time.monotonic() - since) / (step - first + 1)
-        if due or step - first < 3 or step % 5 == 0: _say_step(run, step, metrics, dev, pace)
+        if due or _shown(step, first): _say_step(run, step, metrics, dev, pace)
         if run.memory['collapsed']:
             run.say(f'stopped at step {step}: the answer rate of the last 5 steps fell below {config.collapse:.0%} of '
                     'its best; try a smaller learning rate, or a KL term')
@@ -739,9 +804,7 @@ def _steps(run, first):
 def _say_step(run, step, metrics, dev, pace):
     "Say how a step went, and how long the rest will take at so many seconds a step."
     steps = run.config.steps
-    run.say(f'step {step}/{steps}  reward {metrics["reward"]:.3f}  EM {metrics["em"]:.3f}  answers '
-            f'{metrics["answer_rate"]:.2f}' + ('' if dev is None else f'  dev EM {dev:.3f}') +
-            f'  {pace:.2f} s/step, {pace * (steps - step):.0f} s left')
+    run.say(_step_line(step, steps, metrics, dev) + f'  {pace:.2f} s/step, {pace * (steps - step):.0f} s left')
 
 # %% ../nbs/63_train.ipynb #c091
 def launch_ranks(
@@ -759,17 +822,33 @@ def launch_ranks(
     command = launch_command(module, ['--params', str(log.folder/'launch.yaml')], config.ranks, config.hostfile)
     say(f'{config.ranks} ranks: ' + ' '.join(['python', *command[1:]]))
     alone = torch.cuda.is_available() or sys.platform != 'linux' or config.hostfile
-    launch(command, log.folder, log.folder/'summary.json', say,
-           environment={} if alone else {'GLOO_SOCKET_IFNAME': 'lo'})
+    with log.beginning():
+        launch(command, log.folder, log.folder/'summary.json', say,
+               environment={} if alone else {'GLOO_SOCKET_IFNAME': 'lo'})
     return log.folder
 
 # %% ../nbs/63_train.ipynb #c097
 def main(arguments=None):
     """`python -m credit_rl.train setting=value …`, values as in YAML; `--params FILE` reads a YAML file of settings
     first."""
-    parser = make_parser('credit_rl.train', 'Train a policy with one of the methods.')
-    try: train(read_settings(parser, arguments, by_group(*GROUPS.values()))[0])
+    parser, run = make_parser('credit_rl.train', 'Train a policy with one of the methods.'), Config.run
+    try:
+        settings = read_settings(parser, arguments, by_group(*GROUPS.values()))[0]
+        run = settings.get('run', run)
+        train(settings)
     except (ValueError, OSError, LaunchError, EngineLost) as e: sys.exit(f'credit_rl.train: {e}')
+    except KeyboardInterrupt: end_interrupted('credit_rl.train', run)
+
+def end_interrupted(
+    command,  # str, what was interrupted
+    run,      # its folder
+):
+    "Say in a line how an interrupted run goes on, and end the program with exit code 130."
+    found = latest_checkpoint(run)
+    how = f'with resume=true the same command goes on after step {found[0]}' if found else \
+        'it had no checkpoint yet, so the same command begins anew'
+    print(f'{command}: {run} was interrupted; {how}', file=sys.stderr)
+    sys.exit(130)
 
 # %% ../nbs/63_train.ipynb #c098
 if __name__ == '__main__' and '__file__' in globals(): main()  # a notebook has no file

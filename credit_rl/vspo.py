@@ -7,13 +7,14 @@ __all__ = ['PARTS', 'informative', 'task_values', 'sampling_probabilities', 'val
 
 # %% ../nbs/42_vspo.ipynb #c003
 import math, torch
-from .groups import check_groups, measured, widen
+from .groups import check_groups, check_tensors, measured, widen
 
 # %% ../nbs/42_vspo.ipynb #c006
 def _moments(
     rewards,  # (B, G), NaN: missing
 ):
     "Mean and population variance of each group's measured rewards: two (B,) in float32 or better, NaN without any."
+    check_tensors(rewards=rewards)
     if rewards.ndim != 2 or rewards.shape[1] < 2:
         raise ValueError('VSPO compares the attempts at one question: rewards must be (B, G) '
                          f'with G >= 2 scalar outcomes each, got {tuple(rewards.shape)}')
@@ -31,6 +32,7 @@ def informative(
 ):
     """Mark the groups whose rewards vary enough to be kept, σ² >= ε (VSPO, below eq. 17): (B,) bool.
     Raises ValueError if G < 2."""
+    if not eps >= 0: raise ValueError(f'eps is a variance, at least 0, got {eps}')
     return _moments(rewards)[1] >= eps
 
 # %% ../nbs/42_vspo.ipynb #c010
@@ -51,6 +53,7 @@ def sampling_probabilities(
 ):
     """Turn values into a softmax over the kept groups (VSPO eq. 19): (B,), 0 for groups not kept.
     Raises ValueError on T <= 0 and on a kept group without a value."""
+    check_tensors(values=values, keep=keep)
     if not temperature > 0: raise ValueError(f'temperature must be above 0, got {temperature}')
     keep = torch.ones_like(values, dtype=torch.bool) if keep is None else keep
     if keep.shape != values.shape or keep.dtype != torch.bool or values.ndim != 1:
@@ -90,6 +93,8 @@ def vspo_weights(
     ΣN = B; all 1 if no group or every group is silent. Raises ValueError if G < 2 and on settings out of range."""
     if sampling not in ('value', 'random', 'none'):
         raise ValueError(f"sampling is 'value', 'random' or 'none', got {sampling!r}")
+    if not isinstance(clip, bool): raise ValueError(f'clip is True or False, got {clip!r}')
+    if not temperature > 0: raise ValueError(f'temperature must be above 0, got {temperature}')
     keep, values = informative(rewards, eps), task_values(rewards)
     p = sampling_probabilities(values, temperature if sampling == 'value' else math.inf, keep)
     counts, kept, free = torch.ones_like(keep, dtype=torch.long), keep.nonzero()[:, 0], int((~keep).sum())
@@ -113,6 +118,7 @@ def kept_and_weights(
     """Choose groups, and give the ω by which the advantages of their trajectories are multiplied (VSPO eqs. 6, 20-21).
     The mean of the loss goes over the places of the whole batch. List of positions among the sorted groups, and ω
     (n,), 0 for a missing member. Raises ValueError if no group has two members."""
+    check_tensors(rewards=rewards)
     index = check_groups(groups, len(rewards))
     size, order = index.bincount(), index.argsort(stable=True)
     member = torch.empty_like(index)

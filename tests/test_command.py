@@ -5,10 +5,12 @@ import sys
 import pytest
 
 import credit_rl
-from credit_rl.api import HOMES, MODULES
+from credit_rl.api import HOMES, MODULES, argument_comments
 from credit_rl.command import VERBS, main
 from credit_rl.options import options_in
-from credit_rl.settings import GROUPS
+from credit_rl.evaluate import set_names
+from credit_rl.parameters import by_group, make_parser, read_settings
+from credit_rl.settings import GROUPS, data_sets, make_config
 
 
 def test_importing_the_package_imports_nothing_heavy():
@@ -52,3 +54,74 @@ def test_every_verb_has_a_help(verb, capsys):
 def test_an_unknown_verb_names_the_nearest():
     with pytest.raises(SystemExit, match="there is no verb 'trian'; did you mean 'train'"):
         main(['trian'])
+
+
+def test_help_says_what_arguments_are():
+    "In a plain import of one module; without nbdev or fastcore, which the package does not need."
+    code = ('import sys, credit_rl.folr, inspect; print(inspect.getdoc(credit_rl.folr.tspo_advantages)); '
+            'assert not {"nbdev", "fastcore"} & set(sys.modules)')
+    done = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert 'alpha: reward of the turns up to first_turn in a wrong rollout, in [0, 1]' in done.stdout
+    assert 'Compare first-occurrence rewards' in done.stdout
+
+
+@pytest.mark.parametrize('name', [n for n in HOMES if n.islower()])
+def test_every_described_argument_of_the_package_is_in_its_help(name):
+    import importlib
+    import inspect
+    source = inspect.getsource(importlib.import_module(f'credit_rl.{HOMES[name]}'))
+    for argument, text in argument_comments(source).get(name, {}).items():
+        assert f'    {argument}: {text}' in getattr(credit_rl, name).__doc__
+
+
+def test_comments_of_arguments_are_read():
+    source = ('# %% a cell\ndef f(a, b):  # two of them\n    pass\ndef g(\n    x,  # (N,) of #1\n    # before\n'
+              '    y="# no",\n    z=(1,\n       2),  # a pair\n): pass\n# behind\ndef h(x): pass\n')
+    assert argument_comments(source) == {'f': {'a, b': 'two of them'},
+                                         'g': {'x': '(N,) of #1', 'y': 'before', 'z': 'a pair'}}
+
+
+# ---- the ways in which settings are written ----
+
+def read(*typed):
+    "What a command reads: its settings, and its own arguments."
+    parser = make_parser('x', 'About.')
+    parser.add_argument('--methods', nargs='+')
+    parser.add_argument('--out')
+    return read_settings(parser, list(typed), by_group(*GROUPS.values()))
+
+
+@pytest.mark.parametrize('typed', [
+    ('method=tspo', 'seed=1', 'dry_run=true'), ('--method', 'tspo', '--seed=1', '--dry_run'),
+    ('-p', 'method', 'tspo', '-p', 'seed', '1', '-p', 'dry_run', 'True'), ('--dry-run', 'method=tspo', '--seed', '1')])
+def test_a_setting_is_read_however_it_is_written(typed):
+    settings, given = read(*typed)
+    assert make_config(settings) == make_config({'method': 'tspo', 'seed': 1, 'dry_run': True})
+
+
+def test_an_option_is_set_by_its_name_in_the_dict(tmp_path):
+    (tmp_path / 'p.yaml').write_text('options: {alpha: 1.0, ddof: 1}')
+    settings, _ = read('--params', str(tmp_path / 'p.yaml'), 'options.alpha=0.5', 'options.overlong.buffer=9',
+                       'vllm.dtype=bfloat16', 'world.size=60')
+    assert settings == {'options': {'alpha': .5, 'ddof': 1, 'overlong.buffer': 9}, 'vllm': {'dtype': 'bfloat16'},
+                        'world': {'size': 60}}
+    with pytest.raises(ValueError, match="no setting 'metod.x'"): make_config(read('metod.x=1')[0])
+
+
+@pytest.mark.parametrize('typed', [
+    ('--methods', 'tspo', 'grpo', '--out', 'a=b', 'steps=5'), ('methods=tspo,grpo', 'steps=5', 'out=a=b'),
+    ('steps=5', '--out=a=b', 'methods=[tspo, grpo]')])
+def test_an_argument_that_takes_several_leaves_the_settings(typed):
+    settings, given = read(*typed)
+    assert (settings, given.methods, given.out) == ({'steps': 5}, ['tspo', 'grpo'], 'a=b')
+
+
+def test_a_dict_may_come_as_text_as_papermill_hands_it_over():
+    assert make_config({'options': '{alpha: 0.5}', 'betas': '[0.9, 0.99]'}).options == {'alpha': .5}
+    with pytest.raises(ValueError, match='options must be a dict'): make_config({'options': 'alpha'})
+
+
+def test_sets_are_joined_by_plus_and_by_comma_everywhere():
+    for text in ('nq+hotpotqa', 'nq, hotpotqa', 'nq,hotpotqa'):
+        assert data_sets(make_config({'data': text})) == set_names(text) == ['nq', 'hotpotqa']

@@ -8,7 +8,7 @@ import dataclasses, math, statistics, subprocess, sys
 from collections import defaultdict
 from types import SimpleNamespace
 
-import pytest, torch
+import numpy as np, pytest, torch
 from hypothesis import given, settings, strategies as st
 from tensordict import TensorDict
 from torch.testing import assert_close
@@ -879,3 +879,74 @@ def test_floors_3_and_4_need_nothing_but_torch():
             "import credit_rl.outcome, credit_rl.folr, credit_rl.advantages, credit_rl.losses\n")
     done = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+# ---- what a caller of the functions meets ----
+
+CALLS = {  # function -> what it takes: two rollouts of one group, two turns each
+    'group_normalize': ('outcome', 'groups'),
+    'group_share': ('outcome', 'groups'),
+    'at_last_turn': ('outcome', 'mask'),
+    'discounted_sum': ('turns', 'mask', 'gamma'),
+    'folr_rewards': ('outcome', 'first', 'mask'),
+    'tspo_advantages': ('outcome', 'first', 'mask', 'groups'),
+    'turn_normalize': ('turns', 'mask', 'groups'),
+    'rloo': ('outcome', 'groups'),
+    'reinforce_pp': ('outcome', ),
+    'gae': ('turns', 'turns', 'mask', 'gamma', 'gamma'),
+    'mt_grpo': ('outcome', 'outcome', 'mask', 'groups'),
+    'mt_grpo_star': ('turns', 'outcome', 'mask', 'groups'),
+    'gigpo': ('turns', 'anchors', 'mask', 'groups'),
+    'igpo_advantages': ('turns', 'mask', 'groups'),
+    'vspo_weights': ('turns', ),
+    'task_values': ('turns', ),
+}
+
+
+def called(name, **given):
+    import credit_rl.advantages, credit_rl.information_gain, credit_rl.vspo
+    values = {'outcome': torch.tensor([0., 1.]), 'groups': torch.tensor([0, 0]), 'first': torch.tensor([0, -1]),
+              'mask': torch.ones(2, 2, dtype=torch.bool), 'turns': torch.tensor([[0., 1.], [1., 1.]]), 'gamma': .9,
+              'anchors': torch.tensor([[0, 1], [0, 2]]), **given}
+    homes = (credit_rl.groups, credit_rl.folr, credit_rl.advantages, credit_rl.information_gain, credit_rl.vspo)
+    function = next(vars(m)[name] for m in homes if name in vars(m))
+    return function(*(values[x] for x in CALLS[name]))
+
+
+@pytest.mark.parametrize('name', CALLS)
+def test_lists_and_arrays_are_told_of_as_tensor(name):
+    called(name)
+    tensors = {'outcome': [0., 1.], 'groups': [0, 0], 'first': [0, -1], 'mask': [[True, True], [True, True]],
+               'turns': [[0., 1.], [1., 1.]], 'anchors': [[0, 1], [0, 2]]}
+    for argument, value in tensors.items():
+        if argument not in CALLS[name]: continue
+        for wrong in (value, np.array(value)):
+            with pytest.raises(TypeError, match='must be an? (integer )?tensor.*torch.as_tensor'):
+                called(name, **{argument: wrong})
+
+
+@pytest.mark.parametrize('name', [n for n in CALLS if n not in ('group_share', 'vspo_weights')])
+def test_credit_is_no_way_back_into_what_earned_it(name):
+    learned = {'outcome': torch.tensor([0., 1.], requires_grad=True),
+               'turns': torch.tensor([[0., 1.], [1., 1.]], requires_grad=True)}
+    out = called(name, **learned)
+    if name in ('at_last_turn', 'folr_rewards', 'task_values'): return          # rewards and values, no advantages
+    assert not any(x.requires_grad for x in (out if isinstance(out, tuple) else (out, )))
+
+
+def test_an_empty_batch_is_called_so():
+    none = torch.tensor([])
+    with pytest.raises(ValueError, match='N = 0.*empty batch'): group_normalize(none, none.long())
+
+
+def test_a_deviation_is_never_made_smaller():
+    "eps = -7 used to turn all signs around."
+    x, groups = torch.tensor([0., 1.]), torch.tensor([0, 0])
+    from credit_rl.advantages import reinforce_pp
+    from credit_rl.vspo import informative, vspo_weights
+    for call in (lambda e: group_normalize(x, groups, eps=e), lambda e: reinforce_pp(x, groups, eps=e),
+                 lambda e: informative(x[None], e), lambda e: vspo_weights(x[None], eps=e)):
+        for bad in (-7, math.nan):
+            with pytest.raises(ValueError, match='at least 0'): call(bad)
+    for bad in (dict(clip=7), dict(temperature=math.nan, sampling='none'), dict(alpha=math.nan)):
+        with pytest.raises(ValueError): vspo_weights(x[None], **bad)

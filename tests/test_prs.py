@@ -68,6 +68,22 @@ def test_forms_are_the_general_form_without_squashing(process, format, judge, an
         assert math.isclose(prs_long(process, format, judge, answer), prs_short(process, format, answer) + 1)
 
 
+def test_a_tensor_of_stages_is_added_up_as_each_alone():
+    rows = [(p, f, a) for p in (-1, 0, 1) for f in (0., .1) for a in (0., .5, 1.)]
+    many = prs_short(*map(torch.tensor, zip(*rows)))
+    assert_close(many, torch.tensor([prs_short(*row) for row in rows]))
+    unread = prs_short(torch.tensor([0, 1]), torch.tensor([0., 0.]), torch.tensor([NAN, 1.]))     # no answer, none read
+    assert unread.tolist() == [0., 2.]
+    for bad, error in (((torch.tensor([1]), torch.tensor([.1]), torch.tensor([2.])), ValueError),
+                       ((torch.tensor([1]), torch.tensor([.1]), torch.tensor([NAN])), ValueError),
+                       ((torch.tensor([2]), torch.tensor([.1]), torch.tensor([0.])), ValueError),
+                       ((torch.tensor([1]), torch.tensor([1.]), torch.tensor([0.])), ValueError),
+                       ((torch.tensor([1]), torch.tensor([.1, 0.]), torch.tensor([0.])), ValueError),
+                       ((torch.tensor([1]), .1, torch.tensor([0.])), TypeError)):
+        with pytest.raises(error): prs_short(*bad)
+
+
+
 def test_a_later_lesson_is_always_worth_more():
     """Every rollout that reached a stage beats, with equal tags, every one that did not; and tags never outweigh a
     stage."""

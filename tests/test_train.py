@@ -23,6 +23,7 @@ import yaml
 
 from credit_rl import prepare as preparing, stage as staging, train as training
 from credit_rl.diagnostics import before_after, training_curves
+from credit_rl.estimate import read_sizes
 from credit_rl.learner import saved_policy
 from credit_rl.methods import extra_passes
 from credit_rl.retrieval import SearchServer
@@ -381,7 +382,7 @@ REFUSED = {
     'unknown measurement': (dict(measure=['beliefs']), r"measure takes belief and entropy, got \['beliefs'\]"),
     'unknown world': (dict(world={'sise': 200}), "world takes size, .*, got 'sise'"),
     'impossible world': (dict(world={'size': 3}), 'size must be at least 50'),
-    'run folder below a file': (dict(run='below a file'), 'cannot be written'),
+    'run folder below a file': (dict(run='below a file'), 'is a file; a run needs a folder'),
     'run folder is a file': (dict(run='file'), 'is a file; a run needs a folder'),
     'run folder holds a run': (dict(run='begun'), r'already holds a run \(params.yaml\): pass resume=True'),
     'another run to resume': (dict(run='begun', resume=True), 'was begun with other parameters'),
@@ -457,8 +458,9 @@ def gpus(monkeypatch):
 PAPER = dict(learner='deepspeed', ranks=8, stage=3, dtype='bfloat16')
 
 
-def test_a_dry_run_asks_a_search_server(tmp_path):
-    settings = dict(run=str(tmp_path / 'run'), data='hotpotqa', path=str(ROOT / 'data' / 'hotpotqa_sample.json'),
+def test_a_dry_run_asks_a_search_server(tmp_path, spoken):
+    settings = dict(run=str(tmp_path / 'run'), model=spoken, max_tokens=8192, data='hotpotqa',
+                    path=str(ROOT / 'data' / 'hotpotqa_sample.json'),
                     dev_questions=1, test_questions=1)
     assert 'cannot start: a query was tried: http://127.0.0.1:9/retrieve cannot be reached' in dry(
         **settings, corpus='http://127.0.0.1:9')[1]
@@ -534,17 +536,18 @@ def test_free_memory_is_a_containers_too(tmp_path):
     assert 0 < training._free_memory(tmp_path / 'nowhere', tmp_path / 'nowhere') > 102400
 
 
-def test_a_dry_run_of_a_warm_up_plays_nothing(monkeypatch, tmp_path, capsys):
+def test_a_dry_run_of_a_warm_up_plays_nothing(monkeypatch, tmp_path, capsys, spoken):
     for name in ('set_stage', 'make_engine', 'collect', 'load_model'):
         monkeypatch.setattr(preparing, name, lambda *a, **k: pytest.fail('something was computed'))
-    settings = dict(model=BASE, run=str(tmp_path / 'run'), data='hotpotqa',
+    settings = dict(model=spoken, max_tokens=8192, run=str(tmp_path / 'run'), data='hotpotqa',
                     path=str(ROOT / 'data' / 'hotpotqa_sample.json'), dev_questions=1, test_questions=1, questions=100,
                     protocol='carl', max_turns=4, per_tier=10, warm_steps=7, warm_least=5, dry_run=True)
     typed = [f'{k}={json.dumps(v)}' for k, v in settings.items()]
     preparing.main(typed)
     said = capsys.readouterr().out
     # 101 · 5 tries, and of train and dev 20 each under 3 prompts
-    for words in ('470,144 parameters', 'memory of a rank, at least', '7 steps', 'before that, 625 rollouts at most',
+    for words in (f'{read_sizes(spoken).parameters:,} parameters', 'memory of a rank, at least', '7 steps',
+                  'before that, 625 rollouts at most',
                   'leave out dry_run'):
         assert words in said, said
     assert not (tmp_path / 'run').exists()

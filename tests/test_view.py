@@ -12,7 +12,7 @@ from hypothesis import given, strategies as st
 
 from credit_rl.metrics import normalize
 from credit_rl.trajectory import Group, Question, Result, Stop, Trajectory, Turn, example_group
-from credit_rl.view import gold_spans, show_group, show_rollout
+from credit_rl.view import gold_spans, show_group, show_rollout, telling_group
 
 NAN = float('nan')
 ATTACKS = [
@@ -165,3 +165,31 @@ def test_in_a_browser(tmp_path):
     assert len(seen['cards']) == 6 and top[0] == top[4] and top[1] == top[5] and top[0] < top[1] < top[2]
     assert left[0] < right[0] <= left[4] and height[1] == height[5] and seen['wide'] <= 1000
     assert len(set(seen['stripes'])) == 4 and seen['stripes'][1] == seen['stripes'][5] and seen['marks'] >= 3
+
+
+def test_it_reads_well_without_its_style():
+    "JupyterLab strips the style of a notebook that it does not trust, but not the attributes."
+    t = example_group().trajectories[1]
+    plain = re.sub(r'<style>.*?</style>', '', show_rollout(t, [.71, 0., -.5, NAN]).html, flags=re.S)
+    plain = re.sub(r' class="[^"]*"', '', plain)
+    text = Reader(plain).text
+    for said in ('turn 0 · tool ok advantage  +0.71', 'advantage  0', 'advantage  −0.50', 'advantage  missing'):
+        assert said in text, text
+    numbers = re.findall(r'<b style="background-color:(rgba\([^)]*\))">', plain)
+    assert len(numbers) == 4 and len(set(numbers)) == 3 and numbers[1] == numbers[3]        # blue, grey, orange, grey
+
+
+def row(step, advantages, reward=0., question='q', kind='train'):
+    return {'kind': kind, 'step': step, 'reward': reward, 'advantages': advantages,
+            'trajectory': {'question': {'id': question}}}
+
+
+def test_the_rollouts_that_are_shown_have_credit():
+    differ, same = [row(3, [.5, -.5]), row(3, [-.1, -.1], 1.)], [row(4, [1., 1.], 1.), row(4, [-1., -1.])]
+    grey, missing = [row(5, [0., 0.], 1.), row(5, [0., 0.], 1.)], [row(6, [None, NAN]), row(6, None)]
+    after = [row(7, None, kind='after')]
+    assert telling_group(differ + same + grey + missing + after) == differ[::-1]
+    assert telling_group(same + grey + missing + after) == same
+    assert telling_group(grey + after) == grey and telling_group(after) == []
+    two = [row(3, [.5, -.5], question='a'), row(3, [.2, .2], question='b')]
+    assert telling_group(two) == two[:1]                          # of one question, not of all of a step
