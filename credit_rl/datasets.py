@@ -102,12 +102,12 @@ def _hub_files(bench, split):
     repository, config, commit = bench.hub
     source = bench.hub_splits[split].format(repository=repository, commit=commit)
     if '://' in source: return {source.rpartition('/')[2]: source}
-    ask_hub()
     try: from datasets import load_dataset_builder
     except ImportError as e:
         raise ImportError('downloading needs `datasets`: pip install "credit_rl[train]"; or give a local file as '
                           'path') from e
     from huggingface_hub import hf_hub_url
+    ask_hub()
     # hf://datasets/REPOSITORY@COMMIT/NAME
     found = load_dataset_builder(repository, config, revision=commit).config.data_files[source]
     names = [str(f).partition(f'@{commit}/')[2] for f in found]

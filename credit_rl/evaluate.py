@@ -377,13 +377,13 @@ def _environment(s, search, player):
 
 def _refuse_long(plan_name, questions, env):
     "Refuse questions that leave no room for an answer, or whose prompt is longer than it may be."
-    check_prompts(env, questions)
     sizes = [len(ids) for ids in env.chat.prompt_ids([q.text for q in questions])]
     long = [(q.id, n) for q, n in zip(questions, sizes) if n >= env.max_tokens]
     if long:
         raise ValueError(f'{plan_name}: {len(long)} of {len(questions)} questions leave no room for an answer in '
                          f'{env.max_tokens} tokens, such as {long[0][0]!r} with {long[0][1]}: raise max_tokens (or '
                          'take a model of longer positions)')
+    check_prompts(env, questions)
 
 # %% ../nbs/26_evaluate.ipynb #n5ask
 def _asking(s, player, env):

@@ -648,7 +648,7 @@ def test_triviaqas_evidence(tmp_path):
 
 
 def test_sets_without_paragraphs_say_so():
-    with pytest.raises(ValueError, match='nq rows bring no paragraphs; give a corpus file'): load_corpus('nq')
+    with pytest.raises(ValueError, match='nq rows bring no paragraphs; give one, with corpus=FILE'): load_corpus('nq')
     with pytest.raises(ValueError, match='gsm8k is answered without a search'): load_corpus('gsm8k')
 
 
@@ -787,6 +787,7 @@ def test_offline_is_said_clearly(monkeypatch, tmp_path, name):
     bench = BENCHMARKS[name]
     monkeypatch.setattr(huggingface_hub.constants, 'HF_HOME', str(tmp_path))
     monkeypatch.setattr(datasets, '_fetch', offline)
+    monkeypatch.setattr(datasets, 'ask_hub', offline)
     monkeypatch.setitem(sys.modules, 'datasets', SimpleNamespace(load_dataset_builder=offline))
     with pytest.raises(ConnectionError) as e: load_questions(name, split=bench.eval_split)
     for said in (bench.hub[0], bench.hub[2], 'unreachable', bench.home, 'give it as path',

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from credit_rl import evaluate as evaluation
+from credit_rl import models
 from credit_rl.benchmarks import BENCHMARKS
 from credit_rl.datasets import MIXTURES, load_corpus, load_questions
 from credit_rl.engine import ScriptedEngine
@@ -432,7 +433,7 @@ EMPTY = 'empty.jsonl'
         (
             {'data': 'triviaqa', 'path': FILES['triviaqa']},
             ValueError,
-            'triviaqa rows bring no paragraphs; give a corpus file',
+            'triviaqa rows of .* bring no paragraphs; give passages apart, with corpus=FILE',
         ),
         ({'model': 'no/such/folder/here'}, ValueError, 'neither a folder here nor a name'),
         ({'model': str(ROWS)}, ValueError, 'no config.json'),
@@ -563,7 +564,8 @@ def test_scores_by_hand():
     assert (s['score'], s['em'], s['cover_em'], s['tokens'], s['questions']) == (.75, .75, 1., 10., 4)
     assert {h: (x['questions'], x['score'])
             for h, x in s['by_hops'].items()} == {'2': (2, .5), '4':
-                                                  (2, 1.)} and s['by_hops']['4']['interval'] == [1, 1]
+                                                  (2, 1.)}
+    assert s['by_hops']['4']['interval'] == pytest.approx([2 / (2 + 1.96 ** 2), 1])     # both right: Wilson's
     alone = set_scores([row(1., None)])
     assert alone['intervals'] == {} and alone['by_hops'] == {}  # one question says nothing about others
 
@@ -596,6 +598,7 @@ def test_a_model_of_the_hub_is_fetched_or_named(model, monkeypatch):
     def fetch(name, allow_patterns):
         asked.append((name, allow_patterns))
         return model
+    monkeypatch.setattr(models, 'find_model', lambda name: None)              # the hub has it
     monkeypatch.setattr(huggingface_hub, 'snapshot_download', fetch)
     assert local_folder('owner/model') == Path(model) and len(asked) == 1 and '*.safetensors' in asked[0][1]
 

@@ -631,7 +631,8 @@ def test_an_estimate_counts_what_vllm_makes_the_learner_read():
     reading = lambda **given: float(
         re.search(
             r'reading ([0-9.e+-]+)', '\n'.join(
-                training._forecast(training.make_config({'model': BASE, 'method': 'grpo', 'kl': .01, **given}))))[1])
+                training._forecast(training.make_config({'model': BASE, 'method': 'grpo', 'kl': .01, 'tflops': 1,
+                                                         **given}))))[1])
     assert reading(engine='vllm') == pytest.approx(2 * reading()) == reading(recompute=True)
     assert reading(measure=['belief']) == pytest.approx(2 * reading()) == reading(recompute=True, measure=['entropy'])
 
