@@ -6,11 +6,12 @@
 __all__ = ['MALFORMED', 'RULES', 'Environment', 'check_lengths', 'check_prompts', 'rollout']
 
 # %% ../nbs/22_rollout.ipynb #c002
+import random
 from dataclasses import dataclass, replace
 from .trajectory import Group, Result, Stop, Trajectory, Turn
 from .engine import Sampling, seed_of
 from .protocol import last_answer, reaches, read_context
-from .tools import PythonTool, SearchTool, cut
+from .tools import PythonTool, SearchTool, cut, skipping
 
 # %% ../nbs/22_rollout.ipynb #c004
 MALFORMED = ('error', 'end')   # the model is told what was wrong and goes on; the rollout ends
@@ -29,6 +30,7 @@ class Environment:
     malformed: str = 'error'   # one of MALFORMED: after a turn that neither calls nor answers
     prompt_tokens: int = None    # most ids of a prompt, generation prefix included; None: no cap of its own
     response_tokens: int = None  # most ids of a row after the prompt, observations included; None: the same
+    faults: object = None        # Faults of its searches; None: each finds what it can
 
     def __post_init__(self):
         p = self.chat.protocol
@@ -48,13 +50,14 @@ class Environment:
             raise ValueError(f'protocol {p.name!r} calls by queries, and this environment only runs programs')
         if self.tool is None and p.call_style != 'none':
             raise ValueError(f'protocol {p.name!r} calls, and this environment has no tool')
+        if self.faults and self.tool: skipping(self.tool, 0)   # refuses a tool whose searches can't fail
 
 # %% ../nbs/22_rollout.ipynb #c006
 class _Draft:
     """A trajectory in the making: what the next turn is sampled after (`ids`), and that again if it was edited
-    (`context`); `limit` is the most ids of a row."""
-    def __init__(self, key, question, prompt_ids, limit):
-        self.key, self.question, self.prompt_ids, self.limit = key, question, prompt_ids, limit
+    (`context`); `limit` is the most ids of a row, `seed` the rollout's."""
+    def __init__(self, key, question, prompt_ids, limit, seed=0):
+        self.key, self.question, self.prompt_ids, self.limit, self.seed = key, question, prompt_ids, limit, seed
         self.ids, self.turns, self.context = list(prompt_ids), [], None
         self.base = None   # while an output is being read: what stays when it is gone
 
@@ -119,18 +122,25 @@ def _edit_context(env, draft, stream):
     draft.edit(ids)
 
 # %% ../nbs/22_rollout.ipynb #c009
-def _call(env, actions):
-    "Run the calls of many actions as one batch: list of (text, Result)."
+def _call(env, drafts, actions):
+    "Run the calls of many actions as one batch, those that fail alike together: list of (text, Result)."
     if not actions: return []
     runs_code = env.chat.protocol.runs_code
-    return env.tool.call([a.call['code'] if runs_code else a.call['queries'] for a in actions])
+    calls = [a.call['code'] if runs_code else a.call['queries'] for a in actions]
+    if env.faults is None: return env.tool.call(calls)
+    luck = (random.Random(seed_of('search', d.seed, d.question.id, d.key[1], len(d.turns))).random() for d in drafts)
+    skips, replies = [env.faults.skips(x) for x in luck], {}
+    for skip in dict.fromkeys(skips):
+        alike = [i for i, other in enumerate(skips) if other == skip]
+        replies.update(zip(alike, skipping(env.tool, skip).call([calls[i] for i in alike])))
+    return [replies[i] for i in range(len(calls))]
 
-def _observe(env, actions, read, ended):
+def _observe(env, drafts, actions, read, ended):
     """What the environment says to the actions numbered in `read`: (text, Result, ids), and None to the others. All
     calls run as one batch; `ended` says of each that is read whether the model ended its message itself."""
     calling = [i for i in read if actions[i].call]
     replies = {i: (f'Error: {actions[i].error}', Result.MALFORMED) for i in read}
-    replies.update(zip(calling, _call(env, [actions[i] for i in calling])))
+    replies.update(zip(calling, _call(env, [drafts[i] for i in calling], [actions[i] for i in calling])))
     ids = env.chat.batch_observation_ids([replies[i][0] for i in read], ended)
     coded = {i: (*replies[i], x) for i, x in zip(read, ids)}
     return [coded.get(i) for i in range(len(actions))]
@@ -147,7 +157,7 @@ def _turns(env, stream, drafts, batch):
     texts, ended = env.chat.read([f.ids for f in batch], [f.stop for f in batch])
     actions = [env.chat.parse(text, f.stop) for text, f in zip(texts, batch)]
     read = _readable(env, drafts, actions)
-    replies = _observe(env, actions, read, [ended[i] for i in read])
+    replies = _observe(env, drafts, actions, read, [ended[i] for i in read])
     return [_answer_or_observe(env, *one) or _edit_context(env, one[0], stream)
             for one in zip(drafts, batch, texts, actions, replies)]
 
@@ -191,7 +201,7 @@ def _segments(env, stream, drafts, batch):
     texts, ended = env.chat.read([f.ids for f in batch], [f.stop for f in batch])
     actions = [env.chat.parse(text, f.stop) if d.base is None else None for text, f, d in zip(texts, batch, drafts)]
     read = [i for i in _readable(env, drafts, actions) if actions[i].call or reaches(env.chat.protocol, texts[i])]
-    outputs, out = _observe(env, actions, read, [False] * len(read)), []
+    outputs, out = _observe(env, drafts, actions, read, [False] * len(read)), []
     for draft, f, text, action, end, output in zip(drafts, batch, texts, actions, ended, outputs):
         if action: over = _invoke_or_commit(env, draft, f, text, action, end, output)
         else: over = _assimilate(env, draft, f, text)
@@ -230,7 +240,7 @@ def check_prompts(
     near = [q for q in questions if around + size(q.text) > env.prompt_tokens]
     if near: _refuse_long(env, near, env.chat.prompt_ids([q.text for q in near]))
 
-def _begin(env, questions, group_size, longest):
+def _begin(env, questions, group_size, longest, seed):
     "Drafts of all attempts, by (number of the question, attempt). Raises ValueError on a prompt that leaves no room."
     drafts, prompts = {}, env.chat.prompt_ids([q.text for q in questions])
     _refuse_long(env, questions, prompts)
@@ -239,7 +249,7 @@ def _begin(env, questions, group_size, longest):
             raise ValueError(f'question {question.id!r} has a prompt of {len(prompt)} ids, which leaves nothing of '
                              f'{longest}: raise max_tokens or drop it')
         limit = longest if env.response_tokens is None else min(longest, len(prompt) + env.response_tokens)
-        drafts.update({(b, g): _Draft((b, g), question, prompt, limit) for g in range(group_size)})
+        drafts.update({(b, g): _Draft((b, g), question, prompt, limit, seed) for g in range(group_size)})
     return drafts
 
 # %% ../nbs/22_rollout.ipynb #c017
@@ -258,7 +268,7 @@ def rollout(
                          f'and {group_size}')
     sampling = replace(Sampling() if sampling is None else sampling, stop=env.chat.stop)
     stream, done, step = engine.stream(sampling), {}, _segments if env.chat.protocol.context_tag else _turns
-    drafts = _begin(env, questions, group_size, min(env.max_tokens, engine.max_length))
+    drafts = _begin(env, questions, group_size, min(env.max_tokens, engine.max_length), seed)
     most = min(env.context_tokens, sampling.max_tokens)
 
     def submit(draft):
