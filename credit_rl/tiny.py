@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 from .engine import ScriptedEngine, seed_of
 from .layout import loss_weights, pack, take, token_logps
+from .models import load_model
 from .protocol import CHATML, PROTOCOLS, Chat
 from .readers import Passage
 from .retrieval import BM25
@@ -262,6 +263,7 @@ class _Part:
     steps: int             # most steps
     first: int = 0         # the losses that count: that of this step, and of every so many after it
     every: int = 1
+    least: int = 0         # fewest steps
 
     def mean(self, losses):
         "Mean of the last 25 losses that count."
@@ -271,7 +273,7 @@ class _Part:
 def _train_part(part, model, batches, progress, learning_rate=4e-3, cooldown=0):
     "Imitate until the part's loss is below its level. Raises RuntimeError if it does not get there in its steps."
     def check(step, losses):
-        done = part.mean(losses) < part.level
+        done = step >= part.least and part.mean(losses) < part.level
         if done or step % 75 == 0:
             progress(f'warm start: {part.name}, step {step}, loss {part.mean(losses):.3f}, done below {part.level}')
         return done
@@ -291,9 +293,7 @@ class WarmStart:
     games: int = 1500
     copied: float = 1.0     # losses at which they end, nats per trained token
     played: float = .08
-    practice: int = 0       # most steps of perfect games before them, which teach skill faster than bad ones; 0: none
-    practised: float = .04  # loss at which these end
-    easier: dict = field(default_factory=dict, hash=False)   # what their world has otherwise than that of the games
+    least: int = 0          # fewest steps of the games
     count: int = 4000       # games to imitate
     teacher: Player = TEACHER  # whose games are imitated
     world: dict = field(default_factory=lambda: {'hops': (1, 2, 3, 3, 3)}, hash=False)  # of the games, see world_of
@@ -305,18 +305,17 @@ def warm_start(
     plan=WarmStart(),
     known=(),        # worlds whose `known` facts are taught as well
     progress=print,  # called with a line of text
+    start=None,      # folder of a base that copies and plays already; None: begin with nothing
 ):
-    "Train a tiny model from nothing to a weak base. Returns the model. Raises RuntimeError if a part falls short."
-    model, generator = tiny_model(chat.tokenizer, seed), torch.Generator().manual_seed(seed)
-    rows = iter(lambda: copy_rows(chat.tokenizer, 64, generator), None)
-    _train_part(_Part('copy', plan.copied, plan.copy), model, rows, progress)
-    if plan.practice:
-        perfect = demonstrations(chat, PERFECT, plan.count, seed, {**plan.world, **plan.easier}, plan.caps)
-        part = _Part('practice', plan.practised, plan.practice)
-        _train_part(part, model, _endless(perfect, 16, seed), progress, learning_rate=2e-3)
+    "Train a tiny model to a weak base. Returns the model. Raises RuntimeError if a part falls short."
+    if start: model, _ = load_model(str(start), device='cpu')
+    else:
+        model, generator = tiny_model(chat.tokenizer, seed), torch.Generator().manual_seed(seed)
+        rows = iter(lambda: copy_rows(chat.tokenizer, 64, generator), None)
+        _train_part(_Part('copy', plan.copied, plan.copy), model, rows, progress)
     shown = demonstrations(chat, plan.teacher, plan.count, seed, plan.world, plan.caps)
     shown += [g for world in known for g in recollections(world, chat)]
-    _train_part(_Part('games', plan.played, plan.games), model, _endless(shown, 16, seed), progress,
+    _train_part(_Part('games', plan.played, plan.games, least=plan.least), model, _endless(shown, 16, seed), progress,
                 learning_rate=2e-3, cooldown=80)
     return model.eval()
 
@@ -545,6 +544,7 @@ def make_base(
     plan=None,        # WarmStart, or CodeWarmStart for 'carl-tiny'; None: the defaults
     known=(),         # worlds whose `known` facts are taught
     progress=print,   # called with a line of text
+    start=None,       # for 'tiny', folder of a base to begin with; None: nothing
 ):
     """Write a warm-started model and its tokenizer into `folder` (a Hugging Face folder), unless it is there. Raises
     ValueError on another protocol."""
@@ -552,7 +552,7 @@ def make_base(
         raise ValueError(f"a base is made for the protocol 'tiny' or 'carl-tiny', got {protocol!r}")
     if not (Path(folder)/'config.json').exists():
         chat = Chat(PROTOCOLS[protocol], tiny_tokenizer(numbers=protocol != 'tiny'))
-        if protocol == 'tiny': model = warm_start(chat, seed, plan or WarmStart(), known, progress)
+        if protocol == 'tiny': model = warm_start(chat, seed, plan or WarmStart(), known, progress, start)
         else: model = code_warm_start(chat.tokenizer, seed, plan or CodeWarmStart(), known, progress)
         with atomic_folder(folder) as part:
             model.save_pretrained(part)
