@@ -7,6 +7,7 @@ from credit_rl.engine import ScriptedEngine
 from credit_rl.folr import first_turns
 from credit_rl.metrics import exact_match, parts
 from credit_rl.methods import METHODS
+from credit_rl.models import load_model
 from credit_rl.outcome import outcome_rewards
 from credit_rl.protocol import PROTOCOLS, Chat
 from credit_rl.regimes import REGIMES, Regime, describe_play, get_regime, main, measure_base
@@ -189,7 +190,7 @@ def test_the_next_best_page_comes_instead():
 # ---- regimes ----
 
 def test_the_regimes():
-    assert {'plain', 'many-parts', 'near-miss', 'far'} <= set(REGIMES)
+    assert {'plain', 'many-parts', 'near-miss', 'far', 'two-pages', 'mixed', 'unreliable', 'malformed'} <= set(REGIMES)
     with pytest.raises(ValueError, match="did you mean 'near-miss'"): get_regime('near_miss')
     for r in REGIMES.values():
         world = world_of({'mirrors': 0., **r.world, 'size': 300}, 'dev', 5, 40)
@@ -240,12 +241,19 @@ def test_a_base_is_measured_by_what_it_did():
 
 
 def test_the_command(tmp_path, monkeypatch, capsys):
-    short = Regime('plain', '', {}, TEACHER, WarmStart(copy=3, games=3, copied=99, played=99, count=32))
+    few = {'games': 3, 'played': 99, 'count': 32}
+    short = Regime('plain', '', {}, TEACHER, WarmStart(copy=3, copied=99, **few), from_nothing=True)
     monkeypatch.setitem(regimes.REGIMES, 'plain', short)
+    monkeypatch.setitem(regimes.REGIMES, 'far', Regime('far', '', {'hops': [4]}, TEACHER, WarmStart(least=2, **few)))
     main(['plain', 'seed=2', f'folder={tmp_path / "base"}', 'questions=2'])
     out = capsys.readouterr().out
     assert (tmp_path / 'base' / 'config.json').exists() and f'{tmp_path / "base"}: right 0.000' in out
-    assert 'all_wrong 1.000' in out and 'tokens' in out
+    assert 'all_wrong 1.000' in out and 'tokens' in out and 'copy' in out
+    main(['far', f'start={tmp_path / "base"}', f'folder={tmp_path / "next"}', 'questions=2'])   # begins with that one
+    assert 'copy' not in capsys.readouterr().out
+    base, following, other = (load_model(str(f))[0].lm_head.weight for f in
+                              (tmp_path / 'base', tmp_path / 'next', 'data/tiny_base'))
+    assert 0 < (base - following).abs().max() < .05 < (base - other).abs().max()
     for bad, match in ((['plan'], "did you mean 'plain'"), (['plain', 'sed=1'], "did you mean 'seed'")):
         with pytest.raises(SystemExit, match=match): main(bad)
 
