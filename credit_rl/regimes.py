@@ -86,8 +86,8 @@ _REGIMES = (
            _some(400, 4000), max_turns=6, max_tokens=320, turn_tokens=28),
     Regime('two-pages', 'An answer is put together from two pages, so no observation holds it, and rules that look '
            'for it are blind while belief is not (IGPO and TIPS against TSPO).',
-           {'hops': [3], 'two_pages': 1.}, Player(one_word=.08, relation=.03, astray=.08, near_miss=.35),
-           _some(300), max_tokens=224),
+           {'hops': [3], 'two_pages': 1.}, Player(one_word=.02, astray=.03, near_miss=.1), _some(450, 4000),
+           max_tokens=224),
     Regime('mixed', 'A third of the questions is hopeless and others are easy, so groups fall silent on both sides '
            '(VSPO).',
            {'hops': [1, 1, 3], 'hopeless': .3}, Player(one_word=.03, astray=.03, near_miss=.2), _some(120)),
