@@ -31,7 +31,7 @@ class Regime:
     holds: str              # which paper's precondition holds in it, one sentence
     world: dict = field(default_factory=dict, hash=False)   # as a run's setting `world`, see world_of
     player: Player = TEACHER  # whose games the base imitates
-    plan: WarmStart = WarmStart()  # how; teacher and caps are the regime's, and its world's settings stand over the plan's
+    plan: WarmStart = WarmStart()  # how; teacher and caps are the regime's, and its world stands over the plan's
     max_turns: int = 4      # the answer included
     max_tokens: int = 192   # of a rollout
     turn_tokens: int = 24   # that the model may write in a turn
@@ -147,7 +147,8 @@ def describe_play(
 class Making:
     "How a base is made and measured."
     seed: int = setting(0, 'of the base, and of the world that it is measured in', least=0)
-    start: str = setting(START, "folder of the base to begin with, made from nothing where it is not there; not of 'plain'")
+    start: str = setting(START, "folder of the base to begin with, made from nothing where it is not there; 'plain' "
+                                'begins with nothing')
     folder: str = setting(None, 'of the base; None: data/bases/REGIME-seed')
     questions: int = setting(96, 'that it is measured on, eight attempts each', least=1)
     threads: int = setting(1, 'of PyTorch', least=1)
