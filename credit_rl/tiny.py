@@ -294,6 +294,8 @@ class WarmStart:
     copied: float = 1.0     # losses at which they end, nats per trained token
     played: float = .08
     least: int = 0          # fewest steps of the games
+    easier: dict = field(default_factory=dict, hash=False)   # what the world of easier games, played before, has
+    eased: int = 0          # otherwise; and their steps
     count: int = 4000       # games to imitate
     teacher: Player = TEACHER  # whose games are imitated
     world: dict = field(default_factory=lambda: {'hops': (1, 2, 3, 3, 3)}, hash=False)  # of the games, see world_of
@@ -313,6 +315,9 @@ def warm_start(
         model, generator = tiny_model(chat.tokenizer, seed), torch.Generator().manual_seed(seed)
         rows = iter(lambda: copy_rows(chat.tokenizer, 64, generator), None)
         _train_part(_Part('copy', plan.copied, plan.copy), model, rows, progress)
+    if plan.eased:
+        easier = demonstrations(chat, plan.teacher, plan.count, seed, {**plan.world, **plan.easier}, plan.caps)
+        imitate(model, _endless(easier, 16, seed), plan.eased, 2e-3)
     shown = demonstrations(chat, plan.teacher, plan.count, seed, plan.world, plan.caps)
     shown += [g for world in known for g in recollections(world, chat)]
     _train_part(_Part('games', plan.played, plan.games, least=plan.least), model, _endless(shown, 16, seed), progress,
