@@ -75,11 +75,11 @@ _REGIMES = (
            'have nothing to tell (GRPO).', from_nothing=True),
     Regime('many-parts', 'Control: six independent look-ups, whose credit lies in two turns each while the outcome '
            'sums them, so credit by turns must show (any rule with turns).',
-           {'parts': [6]}, Player(one_word=.05, near_miss=.15), _some(100, 200, parts=[2, 3]),
+           {'parts': [6]}, Player(one_word=.05, near_miss=.15), _some(250, 500, parts=[2, 3]),
            max_turns=7, max_tokens=448, turn_tokens=56, metric='parts'),
     Regime('near-miss', 'A fifth is right, half of the rollouts saw the gold and missed it, and many groups are all '
            'wrong (TSPO, table 1).',
-           {'hops': [3]}, Player(near_miss=.77, spared=('birthplace', 'headquarters')), _some(100)),
+           {'hops': [3]}, Player(one_word=.01, near_miss=.7, spared=('birthplace', 'headquarters')), _some(100)),
     Regime('far', 'Chains of three to five look-ups with mistakes at every kind of turn, so belief rises with the '
            'search and falls with a mistake (IGPO, TIPS).',
            {'hops': [3, 4, 5]}, Player(one_word=.02, restart=.01, misread=.01, early=.01, near_miss=.15,
