@@ -91,7 +91,8 @@ _REGIMES = (
            _some(225, 225, hops=[2]), max_tokens=224),
     Regime('mixed', 'A third of the questions is hopeless and others are easy, so groups fall silent on both sides '
            '(VSPO).',
-           {'hops': [1, 1, 3], 'hopeless': .3}, Player(one_word=.03, astray=.03, near_miss=.05), _some(300)),
+           {'hops': [1, 1, 3], 'hopeless': .3}, Player(one_word=.03, astray=.03, near_miss=.05),
+           _some(150, 250, hops=[1, 1, 2], hopeless=0.)),
     Regime('unreliable', 'Searches fail for reasons of the environment, so what follows a turn is noise that no rule '
            'may blame on it (CARL, TIPS).',
            {'hops': [2], 'nothing': .12, 'sibling': .12},
