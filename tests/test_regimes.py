@@ -14,6 +14,7 @@ from credit_rl.outcome import outcome_rewards
 from credit_rl.protocol import PROTOCOLS, Chat
 from credit_rl.regimes import REGIMES, Regime, describe_play, get_regime, main, measure_base
 from credit_rl.rollout import rollout
+from credit_rl.runlog import METRICS as METRICS_OF_RUNS
 from credit_rl.settings import check, make_config, settings_of
 from credit_rl.tiny import (PERFECT, TEACHER, Player, WarmStart, act, act_coder, ceiling, demonstrations,
                             tiny_environment, tiny_model, tiny_tokenizer)
@@ -272,3 +273,8 @@ def test_the_command(tmp_path, monkeypatch, capsys):
 
 def test_exact_match_reads_a_list_as_a_whole():
     assert exact_match('a b ; c d', ['a b ; c d']) == 1 and exact_match('a b ; c', ['a b ; c d']) == 0
+
+
+def test_a_step_of_each_number_of_look_ups_has_a_metric():
+    most = {q.meta['hops'] for r in REGIMES.values() for q in world_of(r.world, 'dev', 0, 12).questions}
+    assert {5, 6} <= most and {f'dev_em_{hops}' for hops in most} <= set(METRICS_OF_RUNS)
