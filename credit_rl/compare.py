@@ -500,11 +500,16 @@ def _bases(jobs, folder, say):
     """Folder of the base model of each job with a run to do, made if missing, for jobs whose settings name no model or
     critic to begin from: dict Job -> folder."""
     from credit_rl.tiny import make_base
+    from credit_rl.regimes import get_regime, regime_base
     from credit_rl.stage import known_worlds, tiny_worlds
     from credit_rl.settings import make_config
     made, asked = {}, ('world', 'questions', 'dev_questions', 'test_questions')
     for job in jobs:
         if job.done or job.settings.get('model', 'tiny') != 'tiny' or job.settings.get('critic_from'): continue
+        if regime := job.settings.get('regime'):
+            made[job] = regime_base(get_regime(regime), job.seed,
+                                    progress=lambda line: say(f'base of {regime}, seed {job.seed}: {line}'))
+            continue
         config = make_config({n: v for n, v in job.settings.items() if n in asked})
         known = known_worlds(tiny_worlds(config, job.seed))
         # parametric facts belong to a world

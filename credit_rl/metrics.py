@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['normalize', 'exact_match', 'search_r1_answer', 'search_r1_em', 'cover_match', 'carl_match', 'f1', 'short_bleu',
-           'parse_number', 'numeric_match', 'benchmark_metric']
+           'parse_number', 'numeric_match', 'parts', 'benchmark_metric']
 
 # %% ../nbs/11_metrics.ipynb #c003
 import math, re, string
@@ -181,6 +181,20 @@ def numeric_match(
         if g is None and exact_match(prediction, [gold]): return 1.0
         if g is not None and p is not None and _same_number(p, g, rel_tol): return 1.0
     return 0.0
+
+# %% ../nbs/11_metrics.ipynb #n1102
+def parts(
+    prediction,     # str or None
+    golds,          # list of str, each a list of parts
+    between=';',    # what stands between the parts
+):
+    """Return the share of a gold's parts that are right at their place, in [0, 1], the best over the golds. A part
+    that normalises to nothing is never right."""
+    prediction, golds = _check(prediction, golds)
+    listed = lambda text: [normalize(part) for part in text.split(between)]
+    said = listed(prediction)
+    share = lambda gold: sum(a == b != '' for a, b in zip(said, gold)) / len(gold)
+    return max(share(listed(gold)) for gold in golds)
 
 # %% ../nbs/11_metrics.ipynb #c054
 def benchmark_metric(

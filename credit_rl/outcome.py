@@ -8,7 +8,7 @@ __all__ = ['METRICS', 'PARTS', 'extract_answer', 'broke_format', 'outcome_of', '
 # %% ../nbs/30_outcome.ipynb #c003
 import re, torch
 from .trajectory import Result
-from .metrics import cover_match, exact_match, f1, numeric_match, short_bleu
+from .metrics import cover_match, exact_match, f1, numeric_match, parts, short_bleu
 
 # %% ../nbs/30_outcome.ipynb #c006
 _ANSWER = re.compile(r'<answer>((?:(?!</?answer>).)*)</answer>', re.DOTALL)
@@ -40,7 +40,8 @@ def extract_answer(
     return None if found is None else found.strip()
 
 # %% ../nbs/30_outcome.ipynb #c013
-METRICS = {'em': exact_match, 'cover': cover_match, 'f1': f1, 'bleu': short_bleu, 'numeric': numeric_match}
+METRICS = {'em': exact_match, 'cover': cover_match, 'f1': f1, 'bleu': short_bleu, 'numeric': numeric_match,
+           'parts': parts}
 
 # %% ../nbs/30_outcome.ipynb #c014
 def _thought(text, tag):

@@ -6,12 +6,12 @@
 __all__ = ['MALFORMED', 'RULES', 'Environment', 'check_lengths', 'check_prompts', 'rollout', 'continuations', 'follow']
 
 # %% ../nbs/22_rollout.ipynb #c002
-import math
+import math, random
 from dataclasses import dataclass, replace
 from .trajectory import Group, Result, Stop, Trajectory, Turn
 from .engine import Finished, Sampling, ScriptedEngine, seed_of
 from .protocol import last_answer, reaches, read_context
-from .tools import PythonTool, SearchTool, cut
+from .tools import PythonTool, SearchTool, cut, skipping
 
 # %% ../nbs/22_rollout.ipynb #c004
 MALFORMED = ('error', 'end')   # the model is told what was wrong and goes on; the rollout ends
@@ -30,6 +30,7 @@ class Environment:
     malformed: str = 'error'   # one of MALFORMED: after a turn that neither calls nor answers
     prompt_tokens: int = None    # most ids of a prompt, generation prefix included; None: no cap of its own
     response_tokens: int = None  # most ids of a row after the prompt, observations included; None: the same
+    faults: object = None        # Faults of its searches; None: each finds what it can
 
     def __post_init__(self):
         p = self.chat.protocol
@@ -49,13 +50,16 @@ class Environment:
             raise ValueError(f'protocol {p.name!r} calls by queries, and this environment only runs programs')
         if self.tool is None and p.call_style != 'none':
             raise ValueError(f'protocol {p.name!r} calls, and this environment has no tool')
+        if self.faults and self.tool: skipping(self.tool, 0)   # refuses a tool whose searches can't fail
 
 # %% ../nbs/22_rollout.ipynb #c006
 class _Draft:
     """A trajectory in the making: what the next turn is sampled after (`ids`), and that again if it was edited
-    (`context`); `limit` is the most ids of a row, `name` tells it from other attempts at its question."""
-    def __init__(self, key, question, prompt_ids, limit, name=0):
-        self.key, self.question, self.prompt_ids, self.limit, self.name = key, question, prompt_ids, limit, name
+    (`context`); `limit` is the most ids of a row, `seed` the rollout's, `name` tells it from other attempts at its
+    question."""
+    def __init__(self, key, question, prompt_ids, limit, seed=0, name=0):
+        self.key, self.question, self.prompt_ids, self.limit = key, question, prompt_ids, limit
+        self.seed, self.name = seed, name
         self.ids, self.turns, self.context = list(prompt_ids), [], None
         self.base = None   # while an output is being read: what stays when it is gone
 
@@ -120,18 +124,25 @@ def _edit_context(env, draft, stream):
     draft.edit(ids)
 
 # %% ../nbs/22_rollout.ipynb #c009
-def _call(env, actions):
-    "Run the calls of many actions as one batch: list of (text, Result)."
+def _call(env, drafts, actions):
+    "Run the calls of many actions as one batch, those that fail alike together: list of (text, Result)."
     if not actions: return []
     runs_code = env.chat.protocol.runs_code
-    return env.tool.call([a.call['code'] if runs_code else a.call['queries'] for a in actions])
+    calls = [a.call['code'] if runs_code else a.call['queries'] for a in actions]
+    if env.faults is None: return env.tool.call(calls)
+    luck = (random.Random(seed_of('search', d.seed, d.question.id, d.name, len(d.turns))).random() for d in drafts)
+    skips, replies = [env.faults.skips(x) for x in luck], {}
+    for skip in dict.fromkeys(skips):
+        alike = [i for i, other in enumerate(skips) if other == skip]
+        replies.update(zip(alike, skipping(env.tool, skip).call([calls[i] for i in alike])))
+    return [replies[i] for i in range(len(calls))]
 
-def _observe(env, actions, read, ended):
+def _observe(env, drafts, actions, read, ended):
     """What the environment says to the actions numbered in `read`: (text, Result, ids), and None to the others. All
     calls run as one batch; `ended` says of each that is read whether the model ended its message itself."""
     calling = [i for i in read if actions[i].call]
     replies = {i: (f'Error: {actions[i].error}', Result.MALFORMED) for i in read}
-    replies.update(zip(calling, _call(env, [actions[i] for i in calling])))
+    replies.update(zip(calling, _call(env, [drafts[i] for i in calling], [actions[i] for i in calling])))
     ids = env.chat.batch_observation_ids([replies[i][0] for i in read], ended)
     coded = {i: (*replies[i], x) for i, x in zip(read, ids)}
     return [coded.get(i) for i in range(len(actions))]
@@ -148,7 +159,7 @@ def _turns(env, stream, drafts, batch):
     texts, ended = env.chat.read([f.ids for f in batch], [f.stop for f in batch])
     actions = [env.chat.parse(text, f.stop) for text, f in zip(texts, batch)]
     read = _readable(env, drafts, actions)
-    replies = _observe(env, actions, read, [ended[i] for i in read])
+    replies = _observe(env, drafts, actions, read, [ended[i] for i in read])
     return [_answer_or_observe(env, *one) or _edit_context(env, one[0], stream)
             for one in zip(drafts, batch, texts, actions, replies)]
 
@@ -192,7 +203,7 @@ def _segments(env, stream, drafts, batch):
     texts, ended = env.chat.read([f.ids for f in batch], [f.stop for f in batch])
     actions = [env.chat.parse(text, f.stop) if d.base is None else None for text, f, d in zip(texts, batch, drafts)]
     read = [i for i in _readable(env, drafts, actions) if actions[i].call or reaches(env.chat.protocol, texts[i])]
-    outputs, out = _observe(env, actions, read, [False] * len(read)), []
+    outputs, out = _observe(env, drafts, actions, read, [False] * len(read)), []
     for draft, f, text, action, end, output in zip(drafts, batch, texts, actions, ended, outputs):
         if action: over = _invoke_or_commit(env, draft, f, text, action, end, output)
         else: over = _assimilate(env, draft, f, text)
@@ -241,14 +252,14 @@ def _refuse_full(question, prompt, longest):
                          f'{longest}: raise max_tokens, where the model has more positions than that, or leave the '
                          'question out')
 
-def _begin(env, questions, group_size, longest):
+def _begin(env, questions, group_size, longest, seed):
     "Drafts of all attempts, by (number of the question, attempt). Raises ValueError on a prompt that leaves no room."
     drafts, prompts = {}, env.chat.prompt_ids([q.text for q in questions])
     _refuse_long(env, questions, prompts)
     for b, (question, prompt) in enumerate(zip(questions, prompts)):
         _refuse_full(question, prompt, longest)
         limit = _row_limit(env, prompt, longest)
-        drafts.update({(b, g): _Draft((b, g), question, prompt, limit, g) for g in range(group_size)})
+        drafts.update({(b, g): _Draft((b, g), question, prompt, limit, seed, g) for g in range(group_size)})
     return drafts
 
 def _row_limit(env, prompt, longest):
@@ -295,15 +306,15 @@ def rollout(
     if not questions or group_size < 1:
         raise ValueError(f'a rollout needs questions and a group size of at least 1, got {len(questions)} questions '
                          f'and {group_size}')
-    drafts = _begin(env, questions, group_size, min(env.max_tokens, engine.max_length))
+    drafts = _begin(env, questions, group_size, min(env.max_tokens, engine.max_length), seed)
     done = _play(engine, env, drafts, Sampling() if sampling is None else sampling, seed, progress)
     return [Group(q, [done[b, g] for g in range(group_size)]) for b, q in enumerate(questions)]
 
 # %% ../nbs/22_rollout.ipynb #y002
-def _draft_of(env, trajectory, turn, key, longest, attempt):
-    "The draft of a trajectory as it was before a turn. Its name is what it had read and the number of the `attempt`."
+def _draft_of(env, trajectory, turn, key, longest, seed):
+    "The draft of a trajectory as it was before a turn. Its name is what it had read and the number of its attempt."
     limit = _row_limit(env, trajectory.prompt_ids, longest)
-    draft = _Draft(key, trajectory.question, trajectory.prompt_ids, limit, None)
+    draft = _Draft(key, trajectory.question, trajectory.prompt_ids, limit, seed)
     draft.turns = list(trajectory.turns[:turn])
     for t in draft.turns:
         if t.context_ids is not None: draft.ids = list(t.context_ids)
@@ -313,7 +324,7 @@ def _draft_of(env, trajectory, turn, key, longest, attempt):
         draft.edit(following.context_ids)
         if following.kind == 'assimilate':
             draft.base = draft.ids[:len(draft.ids) - len(trajectory.turns[turn - 1].observation_ids)]
-    draft.name = seed_of(*draft.ids), attempt
+    draft.name = seed_of(*draft.ids), key[1]
     return draft
 
 def continuations(
@@ -334,7 +345,7 @@ def continuations(
         if not 0 <= turn < len(trajectory.turns):
             raise ValueError(f'a state is before one of the {len(trajectory.turns)} turns of its trajectory, got '
                              f'{turn}')
-        drafts |= {(s, i): _draft_of(env, trajectory, turn, (s, i), longest, i) for i in range(count)}
+        drafts |= {(s, i): _draft_of(env, trajectory, turn, (s, i), longest, seed) for i in range(count)}
     done = _play(engine, env, drafts, Sampling() if sampling is None else sampling, seed, progress)
     return [Group(t.question, [done[s, i] for i in range(count)]) for s, (t, _) in enumerate(states)]
 
@@ -350,7 +361,7 @@ def follow(
         raise ValueError(f'protocol {env.chat.protocol.name!r} edits contexts, and a text alone does not say in which '
                          'one it was written')
     ids = env.chat.encode(text)
-    draft = _draft_of(env, trajectory, len(trajectory.turns), 0, env.max_tokens, 0)
+    draft = _draft_of(env, trajectory, len(trajectory.turns), (0, 0), env.max_tokens, 0)
     (over,) = _turns(env, ScriptedEngine(None, env.chat.tokenizer), [draft],
-                     [Finished(0, ids, [math.nan] * len(ids), 'stop')])
+                     [Finished((0, 0), ids, [math.nan] * len(ids), 'stop')])
     return (over, True) if over else (draft.trajectory(trajectory.stop), False)

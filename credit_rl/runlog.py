@@ -195,7 +195,7 @@ METRICS |= {
     'dev_em': 'share of development questions answered exactly',
     'dev_right': 'share of development questions that are right by what their data sets are scored by, where that is '
                  'more than exact match',
-    **{f'dev_em_{hops}': f'dev_em on the questions of {hops} hop{"s" * (hops != 1)}' for hops in (0, 1, 2, 3, 4)},
+    **{f'dev_em_{hops}': f'dev_em on the questions of {hops} hop{"s" * (hops != 1)}' for hops in range(11)},
     'dev_f1': 'mean word F1 on the development questions, 0 to 1',
     'dev_answer_rate': 'share of development questions that got an answer',
     'dev_turns': 'mean number of turns on a development question',

@@ -27,6 +27,7 @@ from .options import check_settings, options_in, read_options, setting
 from .parameters import from_settings, notebook_settings
 from .parts import Facts, Loss, bind
 from .protocol import ANSWER_STOPS, PROTOCOLS, WORDS, worded
+from .regimes import get_regime
 from .rollout import MALFORMED, RULES, check_lengths
 from .runlog import check_trackers
 from .scoring import SCHEMA_OPTION, read_schema, schema_warning
@@ -59,6 +60,8 @@ class Task:
     dev_split: str = setting(None, "split of dev and test questions, none in both; None: the set's own, see Benchmark")
     world: dict = setting({}, "for data='tiny', arguments of make_world; one may be a dict of parts, "
                               "as in {'famous': {'train': 150, 'dev': 150, 'test': 400}}")
+    regime: str = setting(None, "for data='tiny', a row of REGIMES: world, max_turns, max_tokens, turn_tokens, model "
+                                'and metric are its own where they are left as they are by default')
     questions: int = setting(3000, 'training questions to draw from', least=1)
     dev_questions: int = setting(210, 'questions that choose the checkpoint', least=1)
     test_questions: int = setting(600, 'questions that are reported', least=1)
@@ -291,9 +294,12 @@ GROUPS = {'course': Course, 'task': Task, 'acting': Acting, 'host': Host, 'misma
           'critic': CriticChoice, 'teacher': TeacherChoice, 'keeping': Keeping}
 
 def flat_form(name, groups, about, **defaults):
-    """A dataclass with all settings of some groups, whose own `defaults` may differ; `max_turns` and `max_tokens` are
-    filled."""
+    """A dataclass with all settings of some groups, whose own `defaults` may differ; what a regime sets, `max_turns`
+    and `max_tokens` are filled."""
     def usual(self):
+        own = get_regime(self.regime).settings(self.seed) if self.regime else {}
+        for n, value in own.items():
+            if getattr(self, n) == options[n].default: setattr(self, n, value)
         if self.max_turns is None: self.max_turns = usual_turns(self.protocol)
         if self.max_tokens is None: self.max_tokens = usual_tokens(self.prompt_tokens, self.response_tokens)
     options = {n: o for group in groups for n, o in options_in(group).items()}
@@ -362,6 +368,7 @@ def check(config):
     check_engine(s.host, s.mismatch, acting)
     if not isinstance(getattr(torch, acting.dtype, None), torch.dtype):
         raise ValueError(f"dtype must be one of PyTorch's, such as 'float32' or 'bfloat16', got {acting.dtype!r}")
+    if task.regime: _check_regime(task, acting.model, s.course.seed)
     if task.data == 'tiny': _check_world(task.world, s.course.seed)
     else: _check_sets(task, acting.protocol)
     _check_words(acting, task.data)
@@ -388,9 +395,18 @@ def _check_sets(task, protocol):
         raise ValueError(f'{task.data}: several sets are searched in one place; give it as corpus (passages, what '
                          'BM25.save wrote, or the url of a search server)')
 
+def _check_regime(task, model, seed):
+    "Refuse a regime of other data, and one whose base was not made yet."
+    regime = get_regime(task.regime)
+    if task.data != 'tiny': raise ValueError(f"a regime is for data='tiny', got data={task.data!r}: leave out regime")
+    if model == regime.base_folder(seed) and not Path(model).exists():
+        raise ValueError(f'the base of the regime is not in {model}: make it by python -m credit_rl.regimes '
+                         f'{regime.name} seed={seed}, or name another model')
+
 def _check_world(world, seed=0):
     "Refuse arguments that `make_world` does not take, or of which it can make no world."
-    known = ('size', 'hops', 'mirrors', 'parametric', 'famous', 'famous_relations', 'easy', 'hard')
+    known = ('size', 'hops', 'mirrors', 'parametric', 'famous', 'famous_relations', 'easy', 'hard', 'parts',
+             'two_pages', 'hopeless', 'nothing', 'sibling')
     for name, value in world.items():
         if name not in known: raise ValueError(f'world takes {", ".join(known)}, got {name!r}')
         if isinstance(value, dict) and set(value) != set(SPLITS):

@@ -11,21 +11,22 @@ __all__ = ['PERFECT', 'NOISY', 'GUESSING', 'TEACHER', 'PERFECT_CODER', 'NOISY_CO
 
 # %% ../nbs/25_tiny.ipynb #c002
 import random, re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain as joined
 from pathlib import Path
 import torch
 from .engine import ScriptedEngine, seed_of
 from .layout import loss_weights, pack, take, token_logps
+from .models import load_model
 from .protocol import CHATML, PROTOCOLS, Chat
 from .readers import Passage
 from .retrieval import BM25
 from .runlog import atomic_folder
 from .rollout import Environment, rollout
-from .tools import PythonTool, SearchTool, render_plain
+from .tools import Faults, PythonTool, SearchTool, render_plain
 from .trajectory import Question
 from .world import (EASY, RELATIONS, SHARES, SIGNS, WORDS, Competence, arithmetic_text, compute, make_world,
-                             question_text)
+                             world_of)
 
 # %% ../nbs/25_tiny.ipynb #c005
 _TAGS = [f'<{slash}{tag}>' for tag in ('think', 'tool_call', 'tool_response', 'answer', 'context')
@@ -59,13 +60,14 @@ def tiny_tokenizer(numbers=False):
 # %% ../nbs/25_tiny.ipynb #c010
 def tiny_environment(world, chat, k=1, max_turns=None, max_tokens=192, response_tokens=None):
     """Make the `Environment` of a tiny world: its pages behind BM25 (`k` of them per query), for queries or for
-    programs, as the protocol calls."""
+    programs, as the protocol calls. Searches fail by chance as the world says."""
     caps = {'max_turns': max_turns, 'max_tokens': max_tokens, 'response_tokens': response_tokens}
     if chat.protocol.call_style == 'none': return Environment(chat, None, **caps)
     pages = [Passage(str(i), name, text) for i, (name, text) in enumerate(world.pages.items())]
     tool = SearchTool(BM25(pages), k=k, max_tokens=None, render=render_plain, empty='No results .')
     if chat.protocol.runs_code: tool = PythonTool(search=tool, output_chars=400, searches=5, empty='No results .')
-    return Environment(chat, tool, **caps)
+    faults = Faults(world.nothing, world.sibling) if world.nothing or world.sibling else None
+    return Environment(chat, tool, **caps, faults=faults)
 
 # %% ../nbs/25_tiny.ipynb #c013
 @dataclass(frozen=True)
@@ -79,6 +81,9 @@ class Player:
     guess: float = 0.     # answers at once, with any name
     near_miss: float = 0. # on the last page, reads the fact beside the one that was asked for
     spared: tuple = ()    # relations that are always read right there
+    astray: float = 0.    # on a page before the last, reads the fact beside the one that was asked for
+    broken_call: float = 0.    # closes a call by the wrong tag
+    broken_answer: float = 0.  # and an answer
 
 PERFECT = Player()
 NOISY = Player(one_word=.25, relation=.15, restart=.15, misread=.4, early=.3, guess=.06)
@@ -86,12 +91,15 @@ GUESSING = Player(guess=1.)
 
 # %% ../nbs/25_tiny.ipynb #c014
 def _understand(text):
-    "Read question and history as a player does: (relations in order, type, start, thoughts, last observation)."
-    asked = re.search(r'user (\w+) (\w+ \w+)((?: \w+)*) \?', text)
-    relations = asked[3].replace(' its ', ' ').split()
-    thoughts = [t.split(maxsplit=1) for t in re.findall(r'<think> (\w+ \w+ \w+)(?: \w+)* </think>', text)]
-    seen = re.findall(r'<tool_response> (.*?) </tool_response>', text)
-    return relations, asked[1], asked[2], thoughts, seen[-1] if seen else ''
+    """Read question and history as a player does: (question, its chains as (type, start, relations), what the last
+    thought held as (label, name, relations left), or None before the first, last observation)."""
+    asked = re.search(r'user (\w+ [\w +;]+) \?', text)[1]
+    parts = [re.fullmatch(r'(\w+) (\w+ \w+)((?: \w+)*)', part).groups() for part in re.split(' [+;] ', asked)]
+    chains = [(kind, start, rest.replace(' its ', ' ').split()) for kind, start, rest in parts]
+    thoughts, seen = (re.findall(rf'<{tag}> (.*?) </{tag}>', text) for tag in ('think', 'tool_response'))
+    items = [item.split() for item in thoughts[-1].split(' ; ')] if thoughts else None
+    held = items and [(label, f'{a} {b}', left) for label, a, b, *left in items]
+    return f'{asked} ?', chains, held, seen[-1] if seen else ''
 
 def _page_facts(observation, name):
     "Read the facts on the page of `name` in an observation: {relation: value}; empty if the page is not there."
@@ -101,30 +109,42 @@ def _page_facts(observation, name):
 # %% ../nbs/25_tiny.ipynb #c015
 def act(text, rng, player=PERFECT):
     "Write what `player` says next, given everything so far."
-    relations, kind, start, thoughts, seen = _understand(text)
-    if not thoughts:
-        held, hop = (kind, start), 0
-        if rng.random() < player.guess:
-            return f'{_thought(held, relations)} <answer> {" ".join(rng.sample(WORDS, 2))} </answer>'
-    else:
-        held, hop = tuple(thoughts[-1]), relations.index(thoughts[-1][0]) + 1 if thoughts[-1][0] in relations else 0
-        facts = _page_facts(seen, held[1])
-        values = re.findall(rf'({"|".join(RELATIONS)}) (\w+ \w+) \.', seen)
-        if values and rng.random() < player.misread: held, hop = (relations[hop], rng.choice(values)[1]), hop + 1
-        elif relations[hop] in facts:
-            last = hop + 1 == len(relations) and relations[hop] not in player.spared
-            slips = last and rng.random() < player.near_miss
-            held = _next_fact(relations[hop], facts) if slips else (relations[hop], facts[relations[hop]])
-            hop += 1
-    thought = _thought(held, relations[hop:])
-    if hop == len(relations) or (thoughts and rng.random() < player.early):
-        return f'{thought} <answer> {held[1]} </answer>'
-    return f'{thought} <tool_call> {_query(held[1], relations[hop], start, rng.random(), player, rng)} </tool_call>'
+    asked, chains, thought, seen = _understand(text)
+    *done, held = thought or chains[:1]              # values that were found; what is held, and the way that is left
+    if thought is None and rng.random() < player.guess:
+        return f'{_thought(held)} <answer> {" ".join(rng.sample(WORDS, 2))} </answer>'
+    if thought and held[2]: held = _read(held, seen, player, rng, again=' ; ' not in asked)
+    if not held[2] and len(done) + 1 < len(chains): done, held = [*done, held], chains[len(done) + 1]
+    says, left = _thought(*done, held), held[2]
+    if not left or (thought and rng.random() < player.early):
+        broken = player.broken_answer and rng.random() < player.broken_answer
+        return f'{says} <answer> {_answer(asked, [*done, held])} {"</tool_call>" if broken else "</answer>"}'
+    query = _query(held[1], left[0], chains[len(done)][1], rng.random(), player, rng)
+    broken = player.broken_call and rng.random() < player.broken_call
+    return f'{says} <tool_call> {query} {"</answer>" if broken else "</tool_call>"}'
 
 # %% ../nbs/25_tiny.ipynb #c016
-def _thought(held, left):
-    "Write a thought: what is held, a (type or relation, name), and the relations that are left to follow."
-    return f'<think> {" ".join([*held, *left])} </think>'
+def _thought(*items):
+    "Write a thought: what was found and what is held, each (type or relation, name, relations left to follow)."
+    return f'<think> {" ; ".join(" ".join([label, name, *left]) for label, name, left in items)} </think>'
+
+def _read(held, seen, player, rng, again=True):
+    """Read the next fact off the page of what is held: what is held then. Where the page is not there, that is the
+    same as before, to search `again`, or else whatever was found instead."""
+    label, name, (relation, *left) = held
+    facts = _page_facts(seen, name)
+    values = re.findall(rf'({"|".join(RELATIONS)}) (\w+ \w+) \.', seen)
+    if values and rng.random() < player.misread: return relation, rng.choice(values)[1], left
+    if relation not in facts: return held if again else (relation, values[0][1] if values else name, left)
+    # a chance of 0 on the way draws nothing: so earlier players play as they did
+    if left: slips = player.astray and rng.random() < player.astray
+    else: slips = relation not in player.spared and rng.random() < player.near_miss
+    return (*(_next_fact(relation, facts) if slips else (relation, facts[relation])), left)
+
+def _answer(asked, found):
+    "Write the answer of what was found: the values in their order, or of two pages one word of each."
+    if ' + ' in asked: return f'{found[0][1].split()[0]} {found[-1][1].split()[1]}'
+    return ' ; '.join(name for _, name, _ in found)
 
 def _next_fact(relation, facts):
     "Take the (relation, value) after `relation` on a page, round the end."
@@ -143,8 +163,7 @@ def player_state(
     text,  # str, everything so far
 ):
     "What a player goes by, which is less than all that was said: it goes on alike from texts whose states are equal."
-    relations, kind, start, thoughts, seen = _understand(text)
-    return tuple(relations), kind, start, tuple(thoughts[-1]) if thoughts else None, seen
+    return repr(_understand(text))
 
 # %% ../nbs/25_tiny.ipynb #c020
 def ceiling(
@@ -183,13 +202,19 @@ def tiny_model(tokenizer, seed=0, width=128, layers=2, heads=4, feedforward=384,
     return model
 
 # %% ../nbs/25_tiny.ipynb #c026
-def demonstrations(chat, player, count, seed, hops=(1, 2, 3), size=300, batch=250):
+def demonstrations(
+    chat, player,
+    count, seed,      # games, and what they are drawn from
+    world={},         # settings of their worlds, see world_of; those of 300 pages and chains of 1 to 3 unless it says
+    caps={},          # of their environment: max_turns, max_tokens
+    batch=250,        # games in a world
+):
     "Play `count` games of a scripted player, on as many random train worlds as it takes: list of `Group`."
     engine, groups = ScriptedEngine(lambda text, rng: act(text, rng, player), chat.tokenizer), []
     while len(groups) < count:
-        world = make_world('train', seed_of('demonstrations', seed, len(groups)), size=size,
-                           questions=min(batch, count - len(groups)), hops=hops)
-        groups += rollout(engine, tiny_environment(world, chat), world.questions, seed=seed)
+        own = seed_of('demonstrations', seed, len(groups))
+        there = world_of({'size': 300, **world}, 'train', own, min(batch, count - len(groups)))
+        groups += rollout(engine, tiny_environment(there, chat, **caps), there.questions, seed=seed)
     return groups
 
 def copy_rows(tokenizer, count, generator, length=16, words=WORDS):
@@ -245,6 +270,7 @@ class _Part:
     steps: int             # most steps
     first: int = 0         # the losses that count: that of this step, and of every so many after it
     every: int = 1
+    least: int = 0         # fewest steps
 
     def mean(self, losses):
         "Mean of the last 25 losses that count."
@@ -254,7 +280,7 @@ class _Part:
 def _train_part(part, model, batches, progress, learning_rate=4e-3, cooldown=0):
     "Imitate until the part's loss is below its level. Raises RuntimeError if it does not get there in its steps."
     def check(step, losses):
-        done = part.mean(losses) < part.level
+        done = step >= part.least and part.mean(losses) < part.level
         if done or step % 75 == 0:
             progress(f'warm start: {part.name}, step {step}, loss {part.mean(losses):.3f}, done below {part.level}')
         return done
@@ -274,8 +300,13 @@ class WarmStart:
     games: int = 1500
     copied: float = 1.0     # losses at which they end, nats per trained token
     played: float = .08
+    least: int = 0          # fewest steps of the games
+    easier: dict = field(default_factory=dict, hash=False)   # what the world of easier games, played before, has
+    eased: int = 0          # otherwise; and their steps
     count: int = 4000       # games to imitate
     teacher: Player = TEACHER  # whose games are imitated
+    world: dict = field(default_factory=lambda: {'hops': (1, 2, 3, 3, 3)}, hash=False)  # of the games, see world_of
+    caps: dict = field(default_factory=dict, hash=False)   # and their environments': max_turns, max_tokens
 
 def warm_start(
     chat,
@@ -283,14 +314,20 @@ def warm_start(
     plan=WarmStart(),
     known=(),        # worlds whose `known` facts are taught as well
     progress=print,  # called with a line of text
+    start=None,      # folder of a base that copies and plays already; None: begin with nothing
 ):
-    "Train a tiny model from nothing to a weak base. Returns the model. Raises RuntimeError if a part falls short."
-    model, generator = tiny_model(chat.tokenizer, seed), torch.Generator().manual_seed(seed)
-    rows = iter(lambda: copy_rows(chat.tokenizer, 64, generator), None)
-    _train_part(_Part('copy', plan.copied, plan.copy), model, rows, progress)
-    shown = demonstrations(chat, plan.teacher, plan.count, seed, hops=(1, 2, 3, 3, 3))
+    "Train a tiny model to a weak base. Returns the model. Raises RuntimeError if a part falls short."
+    if start: model, _ = load_model(str(start), device='cpu')
+    else:
+        model, generator = tiny_model(chat.tokenizer, seed), torch.Generator().manual_seed(seed)
+        rows = iter(lambda: copy_rows(chat.tokenizer, 64, generator), None)
+        _train_part(_Part('copy', plan.copied, plan.copy), model, rows, progress)
+    if plan.eased:
+        easier = demonstrations(chat, plan.teacher, plan.count, seed, {**plan.world, **plan.easier}, plan.caps)
+        imitate(model, _endless(easier, 16, seed), plan.eased, 2e-3)
+    shown = demonstrations(chat, plan.teacher, plan.count, seed, plan.world, plan.caps)
     shown += [g for world in known for g in recollections(world, chat)]
-    _train_part(_Part('games', plan.played, plan.games), model, _endless(shown, 16, seed), progress,
+    _train_part(_Part('games', plan.played, plan.games, least=plan.least), model, _endless(shown, 16, seed), progress,
                 learning_rate=2e-3, cooldown=80)
     return model.eval()
 
@@ -299,9 +336,8 @@ def recollections(world, chat, times=20):
     "Play games that answer the parametric questions of a world from memory, each `times` over: list of `Group`."
     answers = {q.text: q.answers[0] for q in world.questions if q.meta['parametric']}
     def recall(text, rng):
-        relations, kind, start, _, _ = _understand(text)
-        answer = answers[question_text(kind, start, relations)]
-        return f'{_thought((kind, start), relations)} <answer> {answer} </answer>'
+        asked, chains, _, _ = _understand(text)
+        return f'{_thought(chains[0])} <answer> {answers[asked]} </answer>'
     asked = [q for q in world.questions if q.meta['parametric']] * times
     return rollout(ScriptedEngine(recall, chat.tokenizer), tiny_environment(world, chat), asked) if asked else []
 
@@ -344,7 +380,10 @@ def _calculation(sums, contexts):
 def _look_up(asked, thoughts, contexts):
     "Find thought, query (None if no relation is left) and the name that is held, for a question about a chain."
     if not thoughts:
-        kind, start, relations = re.fullmatch(r'(\w+) (\w+ \w+) its (.*) \?', asked).groups()
+        chain = re.fullmatch(r'(\w+) (\w+ \w+) its ([\w ]*) \?', asked)
+        if not chain: raise ValueError(f'a coder plays chains and calculations, got {asked!r}; play two pages and '
+                                       "several parts by the protocol 'tiny'")
+        kind, start, relations = chain.groups()
         thought = f'{kind} {start} {relations.replace(" its ", " ")}'
     elif contexts[-1]: thought = ' '.join([contexts[-1], *thoughts[-1].split()[4:]])
     else: thought = thoughts[-1]             # nothing was noted: it gives what it had
@@ -517,6 +556,7 @@ def make_base(
     plan=None,        # WarmStart, or CodeWarmStart for 'carl-tiny'; None: the defaults
     known=(),         # worlds whose `known` facts are taught
     progress=print,   # called with a line of text
+    start=None,       # for 'tiny', folder of a base to begin with; None: nothing
 ):
     """Write a warm-started model and its tokenizer into `folder` (a Hugging Face folder), unless it is there. Raises
     ValueError on another protocol."""
@@ -524,7 +564,7 @@ def make_base(
         raise ValueError(f"a base is made for the protocol 'tiny' or 'carl-tiny', got {protocol!r}")
     if not (Path(folder)/'config.json').exists():
         chat = Chat(PROTOCOLS[protocol], tiny_tokenizer(numbers=protocol != 'tiny'))
-        if protocol == 'tiny': model = warm_start(chat, seed, plan or WarmStart(), known, progress)
+        if protocol == 'tiny': model = warm_start(chat, seed, plan or WarmStart(), known, progress, start)
         else: model = code_warm_start(chat.tokenizer, seed, plan or CodeWarmStart(), known, progress)
         with atomic_folder(folder) as part:
             model.save_pretrained(part)

@@ -35,6 +35,7 @@ from .outcome import outcome_rewards
 from .parameters import by_group, make_parser, read_settings
 from .parts import Asks, Facts, Seen, assign, at, begin, bind, first_tokens, move, part_metrics
 from .potentials import answer_potential
+from .regimes import get_regime
 from .protocol import prompt_hash
 from .rollout import continuations, rollout
 from .runlog import (RunLog, atomic_write, latest_checkpoint, code_hashes, named_checkpoint,
@@ -91,6 +92,7 @@ class Run:
         self.mismatch = None if s.host.engine == 'hf' else s.mismatch
         self.method = bound_method(s.course, s.task, s.learning.questions_per_step, self.stage.chat, self.learner.loss,
                                    self.stage.environments['train'].max_turns)
+        self.metric = get_regime(s.task.regime).metric if s.task.regime else self.method.metric
         self.prefix = len(self.stage.chat.encode(answer_header(self.stage.chat)))
         self.tiers = known_tiers(s.critic.critic_from)
         start = {'best': -1., 'best_step': 0, 'rates': [], 'base': None, 'method': begin(self.method)}
@@ -104,7 +106,7 @@ class Run:
             shown = Progress(self.say, f'{part} questions played', len(share))
             return evaluate(self.engine, self.stage.environments[part], share, sampling, progress=shown)[1]
         groups = self.ranks.each(self.stage.questions[part], play)
-        metric, scores = self.method.metric, summarize(groups)
+        metric, scores = self.metric, summarize(groups)
         if metric in ('em', exact_match): return scores, groups
         right = outcome_rewards(groups, metric).double()
         parts = {f'right_{name}': share for name, share in by_set(groups, right.tolist()).items()}
@@ -148,8 +150,8 @@ def run_facts(
     max_turns=None,      # of a rollout; None: not known yet
 ):
     "What a run knows that a method's options may take: `Facts`."
-    protocol = chat and chat.protocol
-    return Facts(metric=None if task.data == 'tiny' else _data_metric(data_sets(task)),
+    protocol, tiny = chat and chat.protocol, get_regime(task.regime).metric if task.regime else None
+    return Facts(metric=tiny if task.data == 'tiny' else _data_metric(data_sets(task)),
                  tags=protocol and (protocol.think_tag, protocol.call_tag, protocol.answer_tag),
                  opening=chat and chat.opening, questions_per_step=questions_per_step, max_turns=max_turns)
 
@@ -162,7 +164,8 @@ def bound_method(
     max_turns=None,      # of a rollout; None: not known yet
 ):
     "A run's `Method`, with the options that are set, and for the others what the run knows."
-    return bind(get_method(course.method), course.options, run_facts(task, questions_per_step, chat, max_turns), loss)
+    options = {**(get_regime(task.regime).options if task.regime else {}), **course.options}
+    return bind(get_method(course.method), options, run_facts(task, questions_per_step, chat, max_turns), loss)
 
 def _data_metric(names):
     "What data sets are scored by: one function, or a dict by set where they differ."

@@ -206,6 +206,11 @@ def chance_of(least, tries, rate):
     "Chance of at least `least` successes in `tries` independent ones of a rate."
     return sum(math.comb(tries, j) * rate ** j * (1 - rate) ** (tries - j) for j in range(least, tries + 1))
 
+def _solver_value(question, left, tries, rate):
+    "What a reader without fault expects with some pages missing: the chance of all, or the share of independent parts."
+    if question.meta.get('form') != 'parts': return chance_of(left, tries, rate)
+    return 1 - sum(1 - chance_of(n, tries, rate) for n in range(1, left + 1)) / question.meta['hops']
+
 def solver_values(
     groups,  # list of Group of the tiny world, N trajectories of at most K turns
     turns,   # turns that a rollout may take, its answer included
@@ -216,7 +221,7 @@ def solver_values(
     out = torch.full(turn_mask.shape, torch.nan)
     for i, t in enumerate(t for g in groups for t in g.trajectories):
         left = missing_pages(t)
-        for k in range(len(t.turns)): out[i, k] = chance_of(left[k], max(0, turns - 1 - k), rate)
+        for k in range(len(t.turns)): out[i, k] = _solver_value(t.question, left[k], max(0, turns - 1 - k), rate)
     return out
 
 # %% ../nbs/36_true_credit.ipynb #t026

@@ -168,6 +168,18 @@ def test_each_seed_has_one_base(tmp_path, monkeypatch):
     assert compare._bases([Job('grpo', 3, tmp_path / 'x', {'model': 'a/b'})], tmp_path, print) == {} and len(made) == 1
 
 
+def test_a_regime_has_bases_of_its_own(tmp_path, monkeypatch):
+    import credit_rl.regimes
+    made = []
+    monkeypatch.setattr(credit_rl.regimes, 'regime_base', lambda regime, seed, progress: made.append(
+        (regime.name, seed)) or tmp_path / regime.name)
+    jobs = [Job('grpo', 2, tmp_path / str(i), settings) for i, settings in enumerate(
+        ({'regime': 'far'}, {'regime': 'near-miss'}, {'regime': 'far', 'model': 'a/b'}))]
+    assert compare._bases(jobs, tmp_path / 'bases', print) == {jobs[0]: tmp_path / 'far',
+                                                               jobs[1]: tmp_path / 'near-miss'}
+    assert made == [('far', 2), ('near-miss', 2)]
+
+
 def test_worlds_and_variants(tmp_path, settings, monkeypatch):
     """Each world has its own folder and report; a variant of a method runs under its own name; a method may have
     settings of its own."""
