@@ -73,7 +73,7 @@ def one_dialect(
     """Write what was typed in one way: settings as `name=value`, a command's own arguments as `--name value …`, a list
     with commas apart."""
     own, left = {o for a in parser._actions for o in a.option_strings}, list(arguments)
-    settings, rest = [], []
+    settings, rest, words = [], [], []
     while left:
         word = left.pop(0)
         flag, given, value = word.partition('=')
@@ -85,8 +85,9 @@ def one_dialect(
             settings.append(f'{name}={value if given else "true" if alone else left.pop(0) if left else ""}')
         elif given and flag[0] != '-' and f'--{name}' in own and name not in known:
             rest += [f'--{name}', *value.strip('[]').replace(',', ' ').split()]
-        else: (settings if given and flag[0] != '-' else rest).append(word)
-    return settings + rest                                  # an argument that takes several would take settings too
+        elif flag[:1] != '-' and (given or not rest): (settings if given else words).append(word)
+        else: rest.append(word)
+    return words + settings + rest                          # an argument that takes several would take settings too
 
 # %% ../nbs/06_parameters.ipynb #c016
 def make_parser(

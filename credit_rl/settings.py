@@ -297,7 +297,7 @@ def flat_form(name, groups, about, **defaults):
     """A dataclass with all settings of some groups, whose own `defaults` may differ; what a regime sets, `max_turns`
     and `max_tokens` are filled."""
     def usual(self):
-        own = get_regime(self.regime).settings(self.seed) if self.regime else {}
+        own = get_regime(self.regime).settings(self.seed) if getattr(self, 'regime', None) else {}
         for n, value in own.items():
             if getattr(self, n) == options[n].default: setattr(self, n, value)
         if self.max_turns is None: self.max_turns = usual_turns(self.protocol)

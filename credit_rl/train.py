@@ -664,7 +664,7 @@ def examine(
         if not Path(c.model).exists(): notes.append(f'{c.model} is a name on the hub: its weights were not looked at')
         for line in notes: say(line)
     scored = scored_schemas(bound_method(s.course, s.task, s.learning.questions_per_step), c.measure)
-    for line in schema_notes(s.acting, c.data, scored, load=True): say(line)
+    for line in schema_notes(s.acting, c.data, scored, load=not absent): say(line)
     if (Path(c.run)/'params.yaml').exists() and not c.resume:
         wrong.append(f'{c.run} already holds a run: give resume=True, or choose another name')
     if len(wrong) == 1: raise ValueError(f'this run cannot start: {wrong[0]}')
