@@ -9,8 +9,8 @@ __all__ = ['MODULES', 'REWARDS', 'RULES', 'SAMPLINGS', 'LOSSES', 'METHODS', 'gat
 # %% ../nbs/60_methods.ipynb #c003
 from dataclasses import replace
 from types import ModuleType
-from . import outcome, advantages, losses, folr, information_gain, prs
-from . import vspo, turn_rewards, potentials, smdp, turn_ppo, true_credit
+from . import outcome, advantages, losses, folr, information_gain, prs, true_credit
+from . import vspo, turn_rewards, potentials, smdp, turn_ppo
 from . import runlog
 from .options import nearest, read_options
 from .parts import Method, Objective, Part, Reward, Row, Rule, Sampling

@@ -223,13 +223,14 @@ def test_the_measures_are_of_the_runs_own_metric():
 def test_a_checkpoint_is_the_best_by_what_the_data_are_scored_by(monkeypatch):
     "Dev answers off by their sign, of a run on GSM8K, of one on HotpotQA and of one in the tiny world."
     t = wrong_sign(example_group().trajectories[0])
-    monkeypatch.setattr(training, 'evaluate', lambda *a: (None, [Group(t.question, [t])]))
+    monkeypatch.setattr(training, 'evaluate', lambda *a, **k: (None, [Group(t.question, [t])]))
     for data, best in (('gsm8k', 0.), ('hotpotqa+gsm8k', 0.), ('hotpotqa', 1.), ('tiny', 1.)):
         run = object.__new__(training.Run)
         run.config, run.memory = make_config({'data': data, 'method': 'carl', 'protocol':
                                               'carl'}), {'best': -1., 'best_step': 0}
         facts = training.run_facts(settings_of(run.config).task, 4)
         run.method = training.bind(training.get_method('carl'), {}, facts)
+        run.metric, run.say = run.method.metric, print
         run.ranks, run.engine, run.stage = Ranks(), None, SimpleNamespace(questions={'dev': [t.question]},
                                                                           environments={'dev': None})
         logged, named = {}, []

@@ -473,14 +473,11 @@ def test_a_proxy_of_the_environment_is_not_asked(corpus, monkeypatch):
 
 def test_a_saved_index_is_served_from_the_command_line(corpus, tmp_path, root):
     BM25(corpus).save(tmp_path / 'index')
-    process = subprocess.Popen(
-        [sys.executable, '-m', 'credit_rl.retrieval',
-         str(tmp_path / 'index'), '--port', '0'],
-        cwd=root,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,  # a background job's children are born deaf to SIGINT
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
+    # a background job's children are born deaf to SIGINT; no preexec_fn, for which all of this process is copied
+    hearing = ('import runpy, signal; signal.signal(signal.SIGINT, signal.default_int_handler); '
+               "runpy.run_module('credit_rl.retrieval', run_name='__main__')")
+    process = subprocess.Popen([sys.executable, '-c', hearing, str(tmp_path / 'index'), '--port', '0'], cwd=root,
+                               stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
         line = process.stdout.readline()
         url = re.fullmatch(r'7 passages at (http://127\.0\.0\.1:\d+/retrieve)\n', line)[1]
