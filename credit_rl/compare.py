@@ -215,7 +215,8 @@ def dev_area(
     folder,  # of a run
 ):
     """Area under a run's development curve, over its steps: the mean over training of what is right, by trapezoids
-    between evaluations; NaN with fewer than two."""
+    between evaluations; NaN with fewer than two, and of a run that logs no steps."""
+    if not (Path(folder)/'metrics.jsonl').exists(): return math.nan       # fine-tuning has no steps of this kind
     table = read_metrics(folder)
     of = 'dev_right' if 'dev_right' in table else 'dev_em'
     if of not in table: return math.nan

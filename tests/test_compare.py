@@ -1,6 +1,7 @@
 """A comparison that is killed, resumed and reported: which runs are made, which are not made again, and what is said
 of those that failed."""
 import json
+import math
 import os
 import signal
 import subprocess
@@ -14,7 +15,7 @@ import yaml
 
 from credit_rl import compare
 from credit_rl.compare import (common_seeds, effort_table, find_runs, load_runs, main, markdown_table,
-                               paired_differences, plan_jobs, replay, seed_curves)
+                               dev_area, paired_differences, plan_jobs, replay, seed_curves)
 from credit_rl.jobs import Job, run_jobs, status_table
 from credit_rl.runlog import RunLog, module_hashes
 from credit_rl.settings import make_config
@@ -311,6 +312,20 @@ def test_differences_are_paired_by_seed(tmp_path):
     assert abs(back['mean difference'] + row['mean difference']) < 1e-12 and back['better in'] == '0 of 5'
     with pytest.raises(KeyError, match="no 'final_f1'"):
         paired_differences(tmp_path, 'final_f1')
+
+
+def test_the_area_under_a_development_curve_is_compared(tmp_path):
+    "By hand: .1, .5, .5 at steps 0, 10, 20 have an area of .4. What logs no steps has none, and is compared without."
+    for method, curve in (('grpo', (.1, .5, .5)), ('tspo', (.1, .1, .5)), ('sft', ())):
+        made_up(tmp_path, method, 1, .5)
+        folder = tmp_path / f'{method}-1'
+        (folder / 'metrics.jsonl').unlink()
+        lines = [json.dumps({'step': 10 * i, 'dev_em': em}) for i, em in enumerate(curve)]
+        if lines: (folder / 'metrics.jsonl').write_text('\n'.join(lines) + '\n')
+    assert dev_area(tmp_path / 'grpo-1') == pytest.approx(.4)
+    table = paired_differences(tmp_path, 'dev_area')['mean difference']
+    assert table['tspo − grpo'] == pytest.approx(-.2) and math.isnan(table['sft − grpo'])
+    assert paired_differences(tmp_path)['mean difference'].tolist() == [0, 0]
 
 
 def test_what_cannot_be_paired_is_refused(tmp_path):
