@@ -1,6 +1,7 @@
 """The run folder under real kills: a process is ended, without any clean-up, at each of its file operations in turn."""
 import importlib.util
 import math
+import time
 
 import pytest
 
@@ -92,6 +93,7 @@ def test_tensorboard_is_told_what_the_file_holds(tmp_path):
     log = RunLog(tmp_path / 'run', trackers=['tensorboard'])
     log.write_params({'steps': 4})
     for step in range(4): log.metrics(step, reward=step / 4, kl=math.nan)
+    time.sleep(1.1)   # event files are read in the order of their names, which begin with the second; sittings lie further apart
     log = RunLog(tmp_path / 'run', resume=True, trackers=['tensorboard'])
     log.cut(1)
     log.metrics(2, reward=9.)
@@ -121,6 +123,7 @@ def test_other_trackers_where_they_are_installed(tmp_path, name, monkeypatch):
 SOURCE = '''
 "What the module is for."
 import math
+import time
 def area(r):
     "Give the area."
     return math.pi * r ** 2
