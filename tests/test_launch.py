@@ -18,7 +18,7 @@ import torch
 
 from credit_rl.estimate import memory, read_sizes
 from credit_rl.export import export_run, read_policy
-from credit_rl.launch import LaunchError
+from credit_rl.launch import LaunchError, is_rank
 from credit_rl.models import load_model
 from credit_rl.runlog import latest_checkpoint, read_metrics, read_params, read_turns, same_metrics
 from credit_rl.settings import check, make_config
@@ -251,6 +251,12 @@ def test_progress_is_passed_on_and_everything_is_kept(sittings):
         for words in said: assert sitting.count(words) == 1, words                # by one rank only
     assert 'final: EM' in (last.folder / 'ranks.log').read_text() and not (last.folder / 'errors').exists()
     assert (latest_checkpoint(last.folder)[1] / 'deepspeed').is_dir()
+
+
+def test_a_second_run_in_a_process_is_no_rank(monkeypatch):
+    "A run on one rank leaves RANK in the environment: accelerate sets it."
+    for name in ('RANK', 'WORLD_SIZE'): monkeypatch.setenv(name, '1')
+    assert not is_rank()
 
 
 @pytest.mark.parametrize('kind', ['plain', 'one rank, stage 2', 'two ranks, stage 2', 'two ranks, stage 3', *TEACHERS])

@@ -6,7 +6,7 @@ import json
 import os
 import re
 import shutil
-import time
+import socket
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -215,20 +215,26 @@ def test_a_dry_run_tries_the_folder(tmp_path, monkeypatch):
 
 @pytest.fixture
 def offline(monkeypatch):
-    "A hub that is out of reach, as a name is that nobody knows; what asks more than once is counted."
+    "A hub that is out of reach, as a name is that nobody knows: list of the times that the name was looked up."
     from huggingface_hub import constants
     monkeypatch.setattr(constants, 'ENDPOINT', 'http://hub.invalid')
+    asked, look_up = [], socket.getaddrinfo
+    def counted(host, *more, **named):
+        if host in ('hub.invalid', b'hub.invalid'): asked.append(host)
+        return look_up(host, *more, **named)
+    monkeypatch.setattr(socket, 'getaddrinfo', counted)
+    return asked
 
 
 def test_a_dry_run_lists_all_that_is_missing_and_estimates_without_a_network(offline, tmp_path, monkeypatch):
     "The papers' files on a host without network, search server and GPUs: in seconds, for the clients are not begun."
     monkeypatch.setattr(torch.cuda, 'device_count', lambda: 0)
     given = yaml.safe_load((ROOT / 'runs' / 'params' / 'tips_qwen2.5_7b.yaml').read_text())
-    since, lines = time.monotonic(), []
+    lines = []
     with pytest.raises(ValueError, match='cannot start') as e:
         train({**given, 'run': str(tmp_path / 'run'), 'dry_run': True, 'path': None,
                'corpus': 'http://127.0.0.1:9'}, lines.append)
-    assert time.monotonic() - since < 20
+    assert len(offline) <= 2
     why = str(e.value).splitlines()
     for part in ('vLLM', 'nq_open', '127.0.0.1:9', "model 'Qwen/Qwen2.5-7B-Instruct'"):
         assert any(part in line for line in why), (part, why)
@@ -241,13 +247,12 @@ def test_a_dry_run_lists_all_that_is_missing_and_estimates_without_a_network(off
 def test_a_model_that_is_not_there_is_named_at_once_with_the_folder(model, offline, tmp_path, monkeypatch):
     "Not in the words of the hub's client after half a minute of its tries."
     monkeypatch.chdir(tmp_path)
-    for name in ('RANK', 'WORLD_SIZE'): monkeypatch.delenv(name, raising=False)   # DeepSpeed in this process sets them
     calls = lambda: train({'model': model, 'run': 'runs/x'}), lambda: load_model(model), lambda: local_folder(model)
     for call in calls:
-        since = time.monotonic()
+        offline.clear()
         with pytest.raises(ConnectionError, match=f"model '{model}': there is no such folder in {tmp_path}, and "
                                                   "http://hub.invalid does not answer"): call()
-        assert time.monotonic() - since < 6
+        assert len(offline) == 1
     assert not list(tmp_path.iterdir())
 
 
@@ -348,8 +353,7 @@ def test_the_estimate_measures_what_this_host_does(monkeypatch):
 
 def test_a_measured_product_is_what_its_clock_says():
     from credit_rl.estimate import measure_tflops
-    since = time.monotonic()
-    assert 1e-4 < measure_tflops('cpu', width=256, seconds=.1) < 20 and time.monotonic() - since < 5
+    assert 1e-4 < measure_tflops('cpu', width=256, seconds=.1) < 20
 
 
 # ---- interrupted, small samples, indexes, names ----
