@@ -1,0 +1,58 @@
+"""76_study: what a study finds, on stored runs of another comparison, and what it refuses."""
+import json
+import shutil
+from pathlib import Path
+
+import pandas as pd
+import pytest
+from papermilled import papermill, shown
+
+from credit_rl.compare import dev_area
+from credit_rl.runlog import read_summary
+from credit_rl.study import SCORE, predict, read_audits, regimes_of, study_differences, which_rule_when
+
+ROOT = Path(__file__).resolve().parents[1]
+STORED = ROOT / 'runs' / 'sweep_weak'
+
+
+@pytest.fixture
+def study(tmp_path):
+    "One regime, with all seeds of GRPO and fewer of TSPO, and a run that did not finish."
+    for name in ('grpo-201', 'grpo-202', 'grpo-203', 'tspo-201', 'tspo-203', 'prs+vspo-201'):
+        shutil.copytree(STORED / name, tmp_path / 'weak' / name)
+    (tmp_path / 'weak' / 'prs+vspo-201' / 'summary.json').unlink()
+    return tmp_path
+
+
+def test_a_rule_is_held_against_grpo_on_its_own_seeds(study):
+    for metric, value in (('dev_area', dev_area), ('final_em', lambda run: read_summary(run)['final_em'])):
+        (found,) = study_differences(study, metric).to_dict('records')
+        by_hand = [value(study / 'weak' / f'tspo-{seed}') - value(study / 'weak' / f'grpo-{seed}')
+                   for seed in (201, 203)]
+        assert (found['regime'], found['rule'], found['seeds']) == ('weak', 'tspo', 2)
+        assert found['difference'] == pytest.approx(sum(by_hand) / 2)
+        assert min(by_hand) <= found['low'] <= found['difference'] <= found['high'] <= max(by_hand)
+        ends = found['low'] > 0, found['high'] < 0
+        assert found['says'] == {(True, False): 'ahead', (False, True): 'behind'}.get(ends, 'level')
+
+
+def test_a_regime_without_runs_or_audits_is_none(tmp_path):
+    for empty in (regimes_of, read_audits):
+        with pytest.raises(FileNotFoundError, match='holds no'): empty(tmp_path)
+    assert which_rule_when(pd.DataFrame({'regime': [], 'before': [], 'right': []}),
+                           pd.DataFrame({'regime': []})).empty
+
+
+def test_the_page_shows_what_was_expected_and_what_came_out(study):
+    "Of three rules, one of which GRPO's seeds say nothing about."
+    place = study / 'weak' / 'audits' / '7'
+    place.mkdir(parents=True)
+    ends = [SCORE, f'{SCORE}, low', f'{SCORE}, high']
+    pd.DataFrame([[2., 1., 3.], [4., 3., 5.], [1., .5, 1.5]], columns=ends,
+                 index=pd.Index(['grpo', 'tspo', 'prs+vspo'], name='rule')).to_csv(place / 'audit.csv')
+    (place / 'audit.json').write_text(json.dumps({'bottleneck': {'answer': .7}, 'right': .05}))
+    predict(read_audits(study)).to_csv(study / 'predictions.csv', index=False)
+    code, said, page = papermill(study / 'report.ipynb', settings={'folder': str(study)}, cwd=ROOT, notebook='98_study')
+    assert code == 0, said
+    tables = '\n'.join(map(str, shown(page, 'text/plain')))
+    assert 'ahead' in tables and 'behind' in tables and 'weak' in tables and len(shown(page, 'image/png')) == 3
