@@ -150,7 +150,7 @@ def study_figure(
         sns.despine(ax=ax, left=True)
     shown = [plt.Line2D([], [], marker='o', color=EXPECTED[word], label=f'expected {word}') for word in
              ('ahead', 'level', 'behind')]
-    figure.legend(handles=shown, loc='outside lower center', ncols=3, frameon=False)
+    figure.legend(handles=shown, loc='outside upper center', ncols=3, frameon=False)
     figure.supxlabel(label, fontsize=10)
     plt.close(figure)
     return figure
