@@ -94,9 +94,25 @@ def make_parser(
     module,  # str, e.g. 'credit_rl.train'
     about,   # one line: what the command does
 ):
-    "The parser of a command, to which it adds arguments of its own: argparse.ArgumentParser."
-    return argparse.ArgumentParser(prog=f'python -m {module}', description=about,
-                                   formatter_class=argparse.RawDescriptionHelpFormatter)
+    """The parser of a command, to which it adds arguments of its own: argparse.ArgumentParser. Its help shows defaults,
+    and of a flag that there is not it names the nearest."""
+    return _Parser(prog=f'python -m {module}', description=about, formatter_class=_Help)
+
+class _Help(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
+    "Lines as they are written, and the default of every flag that has one."
+    def _get_help_string(self, action):
+        without = action.default is None or action.default is False or not action.option_strings
+        return action.help if without else super()._get_help_string(action)
+
+class _Parser(argparse.ArgumentParser):
+    names = ()   # of settings, which are written as flags too
+
+    def error(self, message):
+        "Say what is wrong, with the nearest flag for each that there is not, and exit with 2."
+        unknown = [word.partition('=')[0] for word in message.split() if word.startswith('--')]
+        if not message.startswith('unrecognized'): unknown = []
+        flags = [*self._option_string_actions, *(f'--{name}' for name in self.names)]
+        super().error(message + ''.join(nearest(flag, flags) for flag in unknown))
 
 def read_settings(
     parser,          # argparse.ArgumentParser with the command's own arguments, if any
@@ -110,6 +126,7 @@ def read_settings(
     parser.add_argument('settings', nargs='*', metavar='setting=value', help='over those of the file')
     if groups: parser.epilog = settings_help(groups).replace('%', '%%')
     known = {name: option for options in (groups or {}).values() for name, option in options.items()}
+    parser.names = known
     given = parser.parse_intermixed_args(one_dialect(sys.argv[1:] if arguments is None else arguments, known, parser))
     for text in given.settings:
         if '=' not in text: parser.error(f'settings are written name=value, got {text!r}')

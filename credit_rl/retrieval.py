@@ -7,7 +7,7 @@ __all__ = ['Retriever', 'corpus_hash', 'words', 'document', 'bm25_reference', 'B
            'SearchError', 'SearchClient', 'main', 'build']
 
 # %% ../nbs/12_retrieval.ipynb #c003
-import argparse, hashlib, json, math, mmap, operator, os, re, shutil, threading, time
+import hashlib, json, math, mmap, operator, os, re, shutil, threading, time
 import http.client, http.server, socketserver, urllib.error, urllib.request
 from collections import Counter
 from collections.abc import Sequence
@@ -18,6 +18,7 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 
 from .datasets import load_corpus
+from .parameters import make_parser
 from .readers import Passage, RowError, read_contents
 
 # %% ../nbs/12_retrieval.ipynb #c005
@@ -456,11 +457,10 @@ class SearchClient:
 # %% ../nbs/12_retrieval.ipynb #c064
 def main(arguments=None):  # list of str; None: the command line's
     "`python -m credit_rl.retrieval FOLDER`: serve a saved index until interrupted."
-    parser = argparse.ArgumentParser(prog='python -m credit_rl.retrieval',
-                                     description='Serve a saved BM25 index, in the dialect of Search-R1.')
+    parser = make_parser('credit_rl.retrieval', 'Serve a saved BM25 index, in the dialect of Search-R1.')
     parser.add_argument('folder', help='what BM25.save wrote')
     parser.add_argument('--host', default='127.0.0.1', help='address to listen on; anybody who reaches it may search')
-    parser.add_argument('--port', type=int, default=8000)
+    parser.add_argument('--port', type=int, default=8000, help='to listen on; 0: a free one')
     parser.add_argument('--k', type=int, default=3, help='passages per query where a request does not say')
     given = parser.parse_args(arguments)
     try:
@@ -472,7 +472,8 @@ def main(arguments=None):  # list of str; None: the command line's
 
 def build(arguments=None):  # list of str; None: the command line's
     "`credit-rl index CORPUS FOLDER`: save a BM25 index of passages, for `corpus=FOLDER` and for a server."
-    parser = argparse.ArgumentParser(prog='credit-rl index', description='Save a BM25 index of passages.')
+    parser = make_parser('credit_rl.retrieval', 'Save a BM25 index of passages.')
+    parser.prog = 'credit-rl index'
     parser.add_argument('corpus', help='file of {"id", "contents"} or {"title", "text"} rows, or of questions that '
                                        'bring paragraphs')
     parser.add_argument('folder', help='where the index is written; it must not be there yet')

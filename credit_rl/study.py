@@ -20,7 +20,7 @@ def regimes_of(folder):  # of a study
     "Names of the regimes of a study, those with an audit or a run. Raises FileNotFoundError where there are none."
     found = sorted({p.relative_to(folder).parts[0] for what in ('*/audits/*/audit.csv', '*/*/params.yaml')
                     for p in Path(folder).glob(what)})
-    if not found: raise FileNotFoundError(f'{folder} holds no study: no audits/SEED/audit.csv and no run in a folder of it')
+    if not found: raise FileNotFoundError(f'{folder} holds no study: no REGIME/audits/SEED/audit.csv and no run')
     return found
 
 def read_audits(folder):  # of a study

@@ -8,7 +8,7 @@ import credit_rl
 from credit_rl.api import HOMES, MODULES, argument_comments
 from credit_rl.command import VERBS, main
 from credit_rl.options import options_in
-from credit_rl.evaluate import set_names
+from credit_rl.evaluate import Settings, set_names
 from credit_rl.parameters import by_group, make_parser, read_settings
 from credit_rl.settings import GROUPS, data_sets, make_config
 
@@ -33,7 +33,7 @@ def test_an_unknown_name_is_an_attribute_error():
 
 @pytest.mark.parametrize('verb, prefix, groups', [
     ('train', '', GROUPS.values()), ('warmup', '', GROUPS.values()), ('sft', '', GROUPS.values()),
-    ('evaluate', '', [])])
+    ('evaluate', '', Settings.__bases__)])
 def test_help_lists_every_setting_with_its_line(verb, prefix, groups, capsys):
     with pytest.raises(SystemExit) as end:
         main([verb, '--help'])
@@ -42,6 +42,16 @@ def test_help_lists_every_setting_with_its_line(verb, prefix, groups, capsys):
     for group in groups:
         for name, option in options_in(group).items():
             assert f'    {prefix}{name}={option.default!r}' in text and option.about and option.about in text
+
+
+@pytest.mark.parametrize('words, near', [
+    (['compare', '--metods', 'tspo'], "did you mean '--methods'"),
+    (['serve', 'x', '--prot=1'], "did you mean '--port'"),
+    (['evaluate', '--modle', 'x'], "did you mean '--model'")])
+def test_a_mistyped_flag_names_the_nearest(words, near, capsys):
+    with pytest.raises(SystemExit) as end:
+        main(words)
+    assert end.value.code == 2 and near in capsys.readouterr().err
 
 
 @pytest.mark.parametrize('verb', VERBS)

@@ -93,7 +93,7 @@ def test_tensorboard_is_told_what_the_file_holds(tmp_path):
     log = RunLog(tmp_path / 'run', trackers=['tensorboard'])
     log.write_params({'steps': 4})
     for step in range(4): log.metrics(step, reward=step / 4, kl=math.nan)
-    time.sleep(1.1)   # event files are read in the order of their names, which begin with the second; sittings lie further apart
+    time.sleep(1.1)   # the second begins a file's name, files are read by name, and sittings lie further apart
     log = RunLog(tmp_path / 'run', resume=True, trackers=['tensorboard'])
     log.cut(1)
     log.metrics(2, reward=9.)
