@@ -138,7 +138,9 @@ def method_table(
     for m in METHODS.values() if methods is None else methods:
         usual = [m.sampling] * (not m.sampling.selects) + [m.objective] * (m.objective == LOSSES['ppo'])
         formulas = [f'${p.equation}$' for p in m.parts if p not in usual]
-        cost = ', '.join(f'{n} {k}' for k, n in extra_passes(m).items()) or 'none'
+        plays = m.asks([]).plays
+        costs = [f'{n} {k}' for k, n in extra_passes(m).items()]
+        cost = ', '.join(costs + [f'{plays} games played on from every state'] * bool(plays)) or 'none'
         sees = ', '.join(m.sees) or 'text only'
         cells = [m.name, '<br>'.join(formulas), m.paper, sees, cost, m.loss.average, m.differs]
         lines.append('| ' + ' | '.join(c.replace('|', r'\|') for c in cells) + ' |')
