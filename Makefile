@@ -138,7 +138,7 @@ export: $(VENV)/.ok-test
 	@$(VENV)/bin/nbdev_export
 
 # The state of the notebooks and modules: a checksum for each file.
-tree = find nbs credit_rl -type f ! -path '*/__pycache__/*' ! -path '*/.ipynb_checkpoints/*' -exec cksum {} + \
+tree = find nbs credit_rl -type f ! -name _modidx.py ! -path '*/__pycache__/*' ! -path '*/.ipynb_checkpoints/*' -exec cksum {} + \
     | sort -k 3
 
 quick: $(VENV)/.ok-test
