@@ -42,7 +42,7 @@ def merged_pieces(
     folder,  # a checkpoint's, which holds a folder 'deepspeed'
 ):
     """Put together what other ranks wrote: float32 weights by name, AdamW's averages by key and name, its numbers of
-    steps by key, and the state that `save` was given. A group without an average yet has zeros."""
+    steps by name and key, and the state that `save` was given. A group without an average yet has zeros."""
     from deepspeed.utils import zero_to_fp32 as zero
     place = os.path.join(folder, 'deepspeed')
     parts = [torch.load(file, map_location='cpu', weights_only=False)['optimizer_state_dict']
@@ -65,7 +65,8 @@ def merged_pieces(
         weights = merge(flat)
         averages = {key: merge([[held(state, i, key, w) for i, w in enumerate(groups)]
                                 for state, groups in zip(states, flat)]) for key in keys if 'step' not in key}
-    steps = {key: max(float(group.get(key, 0)) for group in states[0].values()) for key in keys if 'step' in key}
+    steps = {name: {key: float(states[0].get(i, {}).get(key, 0)) for key in keys if 'step' in key}
+             for i, shapes in enumerate(models[0].param_shapes) for name in shapes}
     return weights, averages, steps, torch.load(files[0], map_location='cpu', weights_only=False)
 
 # %% ../nbs/53_sharded.ipynb #s012
@@ -210,9 +211,12 @@ class DeepSpeedBackend:
         import deepspeed.utils as put
         weights, averages, steps, state = merged_pieces(folder)
         zero = self.engine.optimizer
-        # AdamW would make its averages at its first step
-        for flat in zero.fp32_partitioned_groups_flat if self.stage == 3 else zero.single_partition_of_fp32_groups:
-            self.adamw.state[flat] = {key: torch.tensor(count) for key, count in steps.items()} | {
+        groups, flats = ((zero.fp16_groups, zero.fp32_partitioned_groups_flat) if self.stage == 3 else
+                         (zero.round_robin_bit16_groups, zero.single_partition_of_fp32_groups))
+        names = {id(p): name for name, p in self.scorer.named_parameters()}
+        # AdamW would make its averages at its first step; the weights of a group have taken the same steps
+        for group, flat in zip(groups, flats):
+            self.adamw.state[flat] = {key: torch.tensor(count) for key, count in steps[names[id(group[0])]].items()} | {
                 key: torch.zeros_like(flat) for key in averages}
         if self.stage < 3: zero._lazy_init_hp_params_optimizer_state()
         for name, p in self.scorer.named_parameters():
