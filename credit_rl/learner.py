@@ -180,12 +180,16 @@ class AdamWByLoss(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict):
         "Take over what another one's `state_dict` said. Raises ValueError where that one had other groups."
+        self.check_groups(state_dict)
+        super().load_state_dict(state_dict)
+
+    def check_groups(self, state_dict):
+        "Refuse what another one's `state_dict` said where that one had other groups."
         saved, here = len(state_dict['param_groups']), len(self.param_groups)
         if saved != here:
-            raise ValueError(f'the checkpoint\'s AdamW steps over {saved} groups of weights, this learner\'s over {here} '
+            raise ValueError(f"the checkpoint's AdamW steps over {saved} groups of weights, this learner's over {here} "
                              '(parameter_groups): it was written for another critic, or by an earlier version, which '
                              'moved output embeddings by the loss of a critic that does not read them; begin anew')
-        super().load_state_dict(state_dict)
 
     @torch.no_grad()
     def step(self, closure=None):

@@ -9,7 +9,7 @@ __all__ = ['join_deepspeed', 'merged_pieces', 'DeepSpeedBackend']
 import contextlib, os, sys, warnings
 import torch
 from .layout import rows_of, take
-from .learner import brought, make_adamw
+from .learner import AdamWByLoss, brought, make_adamw
 from .scoring import answer_batches, collect, takes_tree_mask
 
 # %% ../nbs/53_sharded.ipynb #s007
@@ -199,12 +199,21 @@ class DeepSpeedBackend:
                                     'there, is a PlainBackend\'s')
         pieces = sum('optim_states' in name for name in os.listdir(os.path.join(folder, 'deepspeed')))
         # stage 0 has no pieces
-        if pieces in (0, self.ranks): _, state = self.engine.load_checkpoint(str(folder), tag='deepspeed')
+        if pieces in (0, self.ranks):
+            if self.stage in (1, 2) and isinstance(self.adamw, AdamWByLoss): self._check_pieces(folder)
+            _, state = self.engine.load_checkpoint(str(folder), tag='deepspeed')
         else: state = self._restore_merged(folder)
         if teacher is not None:
             named = torch.load(os.path.join(folder, 'teacher.pt'), map_location=self.device, weights_only=True)
             self._fill(teacher, named)
         return {'generator': state['generator'], 'updates': state['learner_updates']}
+
+    def _check_pieces(self, folder):
+        "Refuse pieces over other groups: at the other stages AdamW does, at these DeepSpeed would speak of alignment."
+        from deepspeed.utils import zero_to_fp32 as zero
+        piece = zero.get_optim_files(os.path.join(folder, 'deepspeed'))[0]
+        saved = torch.load(piece, map_location='cpu', weights_only=False, mmap=True)       # little of it is read
+        self.adamw.check_groups(saved['optimizer_state_dict']['base_optimizer_state'])
 
     def _restore_merged(self, folder):
         "Go back to what another number of ranks saved. Returns the state that `save` was given."

@@ -57,10 +57,10 @@ def played(tokenizer):
     return [Group(groups[0].question, [first, dataclasses.replace(second, turns=turns), *others]), *groups[1:]]
 
 
-def adapted(seed, vocabulary):
+def adapted(seed, vocabulary, targets=('q_proj', 'v_proj', 'down_proj')):
     "A model of which only low-rank additions are trained, which begin as zero."
     from peft import LoraConfig, inject_adapter_in_model
-    made = inject_adapter_in_model(LoraConfig(r=4, target_modules=['q_proj', 'v_proj', 'down_proj']),
+    made = inject_adapter_in_model(LoraConfig(r=4, target_modules=list(targets)),
                                    model(seed, vocabulary))
     for name, p in made.named_parameters(): p.requires_grad_('.lora_' in name)
     return made
@@ -172,6 +172,15 @@ def learn(backend, name, folder=None, rates=ADAM, offload=(), start=None, **how)
     }
 
 
+def another_critic(backend, folder, **how):
+    "How a learner of UNTIED whose critic leaves the backbone alone refuses the checkpoint of one that moves it."
+    policy = model(0, len(tiny_tokenizer()))
+    learner = Learner(policy, optimiser=Optimiser(apart=True), backend=backend(**how),
+                      critic=make_critic(policy, **{**METHODS['carl'].critic, 'mix': 0.}))
+    try: learner.restore(folder)
+    except ValueError as e: return str(e)
+
+
 def weights_of(learner): return {n: w.detach().float().clone() for n, w in learner.weights().items()}
 
 
@@ -230,6 +239,7 @@ def sharded(stage, folder, others=None, offload=()):
     for name in METHOD_CASES:
         os.makedirs(f'{folder}/{name}', exist_ok=True)
         out[name, 'adamw'] = learn(DeepSpeedBackend, name, f'{folder}/{name}', offload=offload, **how)
+    out['refused'] = another_critic(DeepSpeedBackend, f'{folder}/{UNTIED}', **how)
     for name in LETTER if stage > 1 else ():
         out[name, 'sgd'] = learn(DeepSpeedSGD, name, rates=RATES, offload=offload, **how)
     *batch, parts = grpo()

@@ -198,6 +198,12 @@ def test_weights_that_a_critic_does_not_reach_would_be_moved_by_far_more_than_th
     assert all('critic_grad_norm' in log and log['updates'] == 3 for log in logs)
 
 
+@pytest.mark.parametrize('ranks, stage', RUNS)
+def test_a_checkpoint_over_other_groups_of_weights_is_refused(results, ranks, stage):
+    for rank in results(ranks):
+        assert "AdamW steps over 3 groups of weights, this learner's over 2" in rank[stage]['refused']
+
+
 def assert_goes_on(got, wanted):
     assert_same_logs(got[0], wanted[0], atol=1e-4, rtol=1e-4)
     assert_close(got[1], wanted[1], atol=1e-5, rtol=0)
