@@ -38,6 +38,13 @@ def join_deepspeed(
     return deepspeed
 
 # %% ../nbs/53_sharded.ipynb #s010
+def _piece_of(folder):
+    "AdamW's state in the first piece that ranks wrote at stages 1 and 2: dict. Only what is used of it is read."
+    from deepspeed.utils import zero_to_fp32 as zero
+    file = zero.get_optim_files(os.path.join(folder, 'deepspeed'))[0]
+    saved = torch.load(file, map_location='cpu', weights_only=False, mmap=True)
+    return saved['optimizer_state_dict']['base_optimizer_state']
+
 def merged_pieces(
     folder,  # a checkpoint's, which holds a folder 'deepspeed'
 ):
@@ -200,7 +207,8 @@ class DeepSpeedBackend:
         pieces = sum('optim_states' in name for name in os.listdir(os.path.join(folder, 'deepspeed')))
         # stage 0 has no pieces
         if pieces in (0, self.ranks):
-            if self.stage in (1, 2) and isinstance(self.adamw, AdamWByLoss): self._check_pieces(folder)
+            # which AdamW does itself at the other stages; at these DeepSpeed would speak of alignment
+            if self.stage in (1, 2) and isinstance(self.adamw, AdamWByLoss): self.adamw.check_groups(_piece_of(folder))
             _, state = self.engine.load_checkpoint(str(folder), tag='deepspeed')
         else: state = self._restore_merged(folder)
         if teacher is not None:
@@ -208,12 +216,6 @@ class DeepSpeedBackend:
             self._fill(teacher, named)
         return {'generator': state['generator'], 'updates': state['learner_updates']}
 
-    def _check_pieces(self, folder):
-        "Refuse pieces over other groups: at the other stages AdamW does, at these DeepSpeed would speak of alignment."
-        from deepspeed.utils import zero_to_fp32 as zero
-        piece = zero.get_optim_files(os.path.join(folder, 'deepspeed'))[0]
-        saved = torch.load(piece, map_location='cpu', weights_only=False, mmap=True)       # little of it is read
-        self.adamw.check_groups(saved['optimizer_state_dict']['base_optimizer_state'])
 
     def _restore_merged(self, folder):
         "Go back to what another number of ranks saved. Returns the state that `save` was given."
