@@ -154,19 +154,21 @@ def parameter_groups(
     optimiser,  # Optimiser
 ):
     """Sort what is trained into dicts (torch's param groups) of policy, critic's model and critic's head. `rates` says
-    by which losses a group is moved, and how fast by each."""
-    o, critic = optimiser, scorer.critic
+    by which losses a group is moved, and how fast by each. What a shared critic doesn't read is a group of its own."""
+    o, critic, policy = optimiser, scorer.critic, scorer.model
     names = list(o.losses(critic))
     first, last = names[0], names[-1]
     head = o.learning_rate if o.critic_rate is None else o.critic_rate
     backbone = {last: head if o.backbone_rate is None else o.backbone_rate}
     own = critic is not None and critic.model is not None
     both = critic is not None and not own and critic.mix > 0 and len(names) > 1
-    parts = [(scorer.model, {**(backbone if both else {}), first: o.learning_rate}, o.weight_decay)]
-    if own: parts.append((critic.model.base_model, backbone, o.weight_decay))
-    if critic is not None: parts.append((critic.head, {last: head}, 0.))
-    groups = [{'params': [p for p in m.parameters() if p.requires_grad], 'weight_decay': decay,
-               'rates': {name: rates[name] for name in names if name in rates}} for m, rates, decay in parts]
+    read = {id(p) for p in policy.base_model.parameters()} if both else set()     # by both losses
+    parts = [([p for p in policy.parameters() if (id(p) in read) == shared],
+              {**(backbone if shared else {}), first: o.learning_rate}, o.weight_decay) for shared in (True, False)]
+    if own: parts.append((critic.model.base_model.parameters(), backbone, o.weight_decay))
+    if critic is not None: parts.append((critic.head.parameters(), {last: head}, 0.))
+    groups = [{'params': [p for p in held if p.requires_grad], 'weight_decay': decay,
+               'rates': {name: rates[name] for name in names if name in rates}} for held, rates, decay in parts]
     return [g | {'lr': next(iter(g['rates'].values()))} for g in groups if g['params']]
 
 # %% ../nbs/52_learner.ipynb #n52adam2
@@ -175,6 +177,19 @@ class AdamWByLoss(torch.optim.Optimizer):
     loss = None  # whose step is next: a name that `rates` of the groups have
 
     def __init__(self, groups, betas): super().__init__(groups, {'betas': betas})
+
+    def load_state_dict(self, state_dict):
+        "Take over what another one's `state_dict` said. Raises ValueError where that one had other groups."
+        self.check_groups(state_dict)
+        super().load_state_dict(state_dict)
+
+    def check_groups(self, state_dict):
+        "Refuse what another one's `state_dict` said where that one had other groups."
+        saved, here = len(state_dict['param_groups']), len(self.param_groups)
+        if saved != here:
+            raise ValueError(f"the checkpoint's AdamW steps over {saved} groups of weights, this learner's over {here} "
+                             '(parameter_groups): it was written for another critic, or by an earlier version, which '
+                             'moved output embeddings by the loss of a critic that does not read them; begin anew')
 
     @torch.no_grad()
     def step(self, closure=None):

@@ -9,7 +9,7 @@ __all__ = ['join_deepspeed', 'merged_pieces', 'DeepSpeedBackend']
 import contextlib, os, sys, warnings
 import torch
 from .layout import rows_of, take
-from .learner import brought, make_adamw
+from .learner import AdamWByLoss, brought, make_adamw
 from .scoring import answer_batches, collect, takes_tree_mask
 
 # %% ../nbs/53_sharded.ipynb #s007
@@ -38,11 +38,18 @@ def join_deepspeed(
     return deepspeed
 
 # %% ../nbs/53_sharded.ipynb #s010
+def _piece_of(folder):
+    "AdamW's state in the first piece that ranks wrote at stages 1 and 2: dict. Only what is used of it is read."
+    from deepspeed.utils import zero_to_fp32 as zero
+    file = zero.get_optim_files(os.path.join(folder, 'deepspeed'))[0]
+    saved = torch.load(file, map_location='cpu', weights_only=False, mmap=True)
+    return saved['optimizer_state_dict']['base_optimizer_state']
+
 def merged_pieces(
     folder,  # a checkpoint's, which holds a folder 'deepspeed'
 ):
     """Put together what other ranks wrote: float32 weights by name, AdamW's averages by key and name, its numbers of
-    steps by key, and the state that `save` was given. A group without an average yet has zeros."""
+    steps by name and key, and the state that `save` was given. A group without an average yet has zeros."""
     from deepspeed.utils import zero_to_fp32 as zero
     place = os.path.join(folder, 'deepspeed')
     parts = [torch.load(file, map_location='cpu', weights_only=False)['optimizer_state_dict']
@@ -65,7 +72,8 @@ def merged_pieces(
         weights = merge(flat)
         averages = {key: merge([[held(state, i, key, w) for i, w in enumerate(groups)]
                                 for state, groups in zip(states, flat)]) for key in keys if 'step' not in key}
-    steps = {key: max(float(group.get(key, 0)) for group in states[0].values()) for key in keys if 'step' in key}
+    steps = {name: {key: float(states[0].get(i, {}).get(key, 0)) for key in keys if 'step' in key}
+             for i, shapes in enumerate(models[0].param_shapes) for name in shapes}
     return weights, averages, steps, torch.load(files[0], map_location='cpu', weights_only=False)
 
 # %% ../nbs/53_sharded.ipynb #s012
@@ -198,21 +206,28 @@ class DeepSpeedBackend:
                                     'there, is a PlainBackend\'s')
         pieces = sum('optim_states' in name for name in os.listdir(os.path.join(folder, 'deepspeed')))
         # stage 0 has no pieces
-        if pieces in (0, self.ranks): _, state = self.engine.load_checkpoint(str(folder), tag='deepspeed')
+        if pieces in (0, self.ranks):
+            # which AdamW does itself at the other stages; at these DeepSpeed would speak of alignment
+            if self.stage in (1, 2) and isinstance(self.adamw, AdamWByLoss): self.adamw.check_groups(_piece_of(folder))
+            _, state = self.engine.load_checkpoint(str(folder), tag='deepspeed')
         else: state = self._restore_merged(folder)
         if teacher is not None:
             named = torch.load(os.path.join(folder, 'teacher.pt'), map_location=self.device, weights_only=True)
             self._fill(teacher, named)
         return {'generator': state['generator'], 'updates': state['learner_updates']}
 
+
     def _restore_merged(self, folder):
         "Go back to what another number of ranks saved. Returns the state that `save` was given."
         import deepspeed.utils as put
         weights, averages, steps, state = merged_pieces(folder)
         zero = self.engine.optimizer
-        # AdamW would make its averages at its first step
-        for flat in zero.fp32_partitioned_groups_flat if self.stage == 3 else zero.single_partition_of_fp32_groups:
-            self.adamw.state[flat] = {key: torch.tensor(count) for key, count in steps.items()} | {
+        groups, flats = ((zero.fp16_groups, zero.fp32_partitioned_groups_flat) if self.stage == 3 else
+                         (zero.round_robin_bit16_groups, zero.single_partition_of_fp32_groups))
+        names = {id(p): name for name, p in self.scorer.named_parameters()}
+        # AdamW would make its averages at its first step; the weights of a group have taken the same steps
+        for group, flat in zip(groups, flats):
+            self.adamw.state[flat] = {key: torch.tensor(count) for key, count in steps[names[id(group[0])]].items()} | {
                 key: torch.zeros_like(flat) for key in averages}
         if self.stage < 3: zero._lazy_init_hp_params_optimizer_state()
         for name, p in self.scorer.named_parameters():

@@ -31,8 +31,9 @@ SPREAD_ALL = {'zero_optimization': {'stage3_param_persistence_threshold': 0}}
 
 
 LETTER = ('grpo', 'tips', 'carl')  # each by AdamW and by SGD, in mini-batches of which the last is one trajectory
-# gold answers; a critic of its own and a teacher that is refreshed; a shared critic; text alone
-METHOD_CASES = {'igpo': None, 'tips': 2, 'carl': None, 'grpo': None}  # teacher_every
+UNTIED = 'carl, untied'  # output embeddings of its own, which the critic's loss doesn't reach; weights decay fast
+# gold answers; a critic of its own and a teacher that is refreshed; a shared critic, twice; text alone
+METHOD_CASES = {'igpo': None, 'tips': 2, 'carl': None, UNTIED: None, 'grpo': None}  # teacher_every
 
 
 def model(seed, vocabulary, tied=False):
@@ -56,10 +57,10 @@ def played(tokenizer):
     return [Group(groups[0].question, [first, dataclasses.replace(second, turns=turns), *others]), *groups[1:]]
 
 
-def adapted(seed, vocabulary):
+def adapted(seed, vocabulary, targets=('q_proj', 'v_proj', 'down_proj')):
     "A model of which only low-rank additions are trained, which begin as zero."
     from peft import LoraConfig, inject_adapter_in_model
-    made = inject_adapter_in_model(LoraConfig(r=4, target_modules=['q_proj', 'v_proj', 'down_proj']),
+    made = inject_adapter_in_model(LoraConfig(r=4, target_modules=list(targets)),
                                    model(seed, vocabulary))
     for name, p in made.named_parameters(): p.requires_grad_('.lora_' in name)
     return made
@@ -136,17 +137,18 @@ def method_batch():
 def learn(backend, name, folder=None, rates=ADAM, offload=(), start=None, **how):
     """Five steps of a method; with a folder, from the fourth on by a fresh learner that restored what was saved; with
     `start`, only those from the fourth on, from what was saved there. Then what it says of all and of one trajectory.
-    By AdamW policy and critic step apart, by SGD together."""
-    tokenizer, method = tiny_tokenizer(), METHODS[name]
+    By AdamW policy and critic step apart, by SGD together. In the second step of UNTIED only the critic learns, so
+    that the two have steps of their own to count."""
+    untied, tokenizer, method = name == UNTIED, tiny_tokenizer(), METHODS[name.split(',')[0]]
     groups, chat = method_batch(), Chat(PROTOCOLS['tiny'], tokenizer)
     golds = {n: gold_templates(chat, groups, schema) for n, schema in method.asks(groups).schemas.items()}
     sees, longest = ('logp', *method.sees), pack(groups).ids.shape[1]
 
     def fresh():
-        policy = model(0, len(tokenizer), True)
+        policy = model(0, len(tokenizer), not untied)
         return Learner(policy, dataclasses.replace(method.loss, value_clip=.2),
-                       Optimiser(*rates, minibatches=3, row_tokens=2 * longest, backbone_rate=5e-4, critic_clip=.1,
-                                 apart=rates == ADAM),
+                       Optimiser(*rates, weight_decay=5. * untied, minibatches=3, row_tokens=2 * longest,
+                                 backbone_rate=5e-4, critic_clip=.1, apart=rates == ADAM),
                        make_critic(policy, **method.critic) if method.critic else None,
                        Frozen(teacher_every=METHOD_CASES[name], offload=offload), backend=backend(**how))
     learner, logs, seens = fresh(), [], []
@@ -157,7 +159,9 @@ def learn(backend, name, folder=None, rates=ADAM, offload=(), start=None, **how)
             learner = fresh()
             learner.restore(folder)
         batch = assign(method, groups, look=lambda layout, asks: learner.evaluate(layout, sees, golds))
-        logs.append(learner.step(batch.layout, batch.seen, batch.credit))
+        alone = untied and step == 2
+        credit = dataclasses.replace(batch.credit, advantages=0 * batch.credit.advantages) if alone else batch.credit
+        logs.append(learner.step(batch.layout, batch.seen, credit))
         learner.tick(step)
         seens.append(batch.seen)
     layout, first = batch.layout, {n: g[:1] for n, g in golds.items()}
@@ -166,6 +170,15 @@ def learn(backend, name, folder=None, rates=ADAM, offload=(), start=None, **how)
         'logs': logs, 'seen': [{n: v for n, v in vars(seen).items() if v is not None} for seen in seens], 'weights':
         weights_of(learner)
     }
+
+
+def another_critic(backend, folder, **how):
+    "How a learner of UNTIED whose critic leaves the backbone alone refuses the checkpoint of one that moves it."
+    policy = model(0, len(tiny_tokenizer()))
+    learner = Learner(policy, optimiser=Optimiser(apart=True), backend=backend(**how),
+                      critic=make_critic(policy, **{**METHODS['carl'].critic, 'mix': 0.}))
+    try: learner.restore(folder)
+    except ValueError as e: return str(e)
 
 
 def weights_of(learner): return {n: w.detach().float().clone() for n, w in learner.weights().items()}
@@ -189,19 +202,20 @@ def plain():
 
 
 def go_on(stage, folder):
-    """What follows checkpoints of another number of ranks: of the last case a step and the weights then; of a critic
-    that steps apart its last two steps."""
+    """What follows checkpoints of another number of ranks: of the last case a step and the weights then; of critics
+    that step apart their last two steps."""
     *batch, parts = grpo()
     learner = make_learner(parts(), DeepSpeedBackend(stage, settings=SPREAD_ALL))
     learner.restore(folder)
     after = steps(learner, *batch, 1), {n: w.detach().float().clone() for n, w in learner.weights().items()}
-    apart = learn(DeepSpeedBackend, 'carl', start=f'{folder}/carl', stage=stage, settings=SPREAD_ALL)
+    apart = {name: learn(DeepSpeedBackend, name, start=f'{folder}/{name}', stage=stage, settings=SPREAD_ALL)
+             for name in ('carl', UNTIED)}
     return {'other number of ranks': after, 'apart, other number of ranks': apart}
 
 
 def offloaded(stage, folder):
     """TSPO's batch with the optimiser in the host's memory: five steps, the last two once more by a fresh learner that
-    restored what was saved before them."""
+    restored what was saved before them. Then UNTIED, whose last two are taken by such a one."""
     *batch, parts = tspo()
     settings = {'zero_optimization': {**SPREAD_ALL['zero_optimization'], 'offload_optimizer': {'device': 'cpu'}}}
     learner, fresh = (make_learner(parts(), DeepSpeedBackend(stage, settings=settings)) for _ in range(2))
@@ -212,7 +226,8 @@ def offloaded(stage, folder):
     fresh.restore(folder)
     where = str(learner.backend.engine.zero_offload_optimizer().device)
     return {'where': where, 'logs': logs, 'weights': weights_of(learner), 'again': steps(fresh, *batch, 2),
-            'weights again': weights_of(fresh)}
+            'weights again': weights_of(fresh),
+            'untied': learn(DeepSpeedBackend, UNTIED, folder, stage=stage, settings=settings)}
 
 
 def sharded(stage, folder, others=None, offload=()):
@@ -224,6 +239,7 @@ def sharded(stage, folder, others=None, offload=()):
     for name in METHOD_CASES:
         os.makedirs(f'{folder}/{name}', exist_ok=True)
         out[name, 'adamw'] = learn(DeepSpeedBackend, name, f'{folder}/{name}', offload=offload, **how)
+    out['refused'] = another_critic(DeepSpeedBackend, f'{folder}/{UNTIED}', **how)
     for name in LETTER if stage > 1 else ():
         out[name, 'sgd'] = learn(DeepSpeedSGD, name, rates=RATES, offload=offload, **how)
     *batch, parts = grpo()

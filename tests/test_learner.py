@@ -1,5 +1,5 @@
-"""52_learner: dropout that repeats itself, and models that are only read: the policy without its additions, or
-offloaded."""
+"""52_learner: mini-batches, dropout that repeats itself, models that are only read (the policy without its additions,
+or offloaded), and a critic on the policy's backbone."""
 import importlib.util
 import json
 import multiprocessing
@@ -10,18 +10,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from deepspeed_steps import model
+import deepspeed_steps
+from deepspeed_steps import adapted, model
 
-from credit_rl import stage as staging, train as training
+from credit_rl import learner as learning, stage as staging, train as training
 from credit_rl.advantages import to_tokens
 from credit_rl.layout import pack
-from credit_rl.learner import Frozen, Learner, Optimiser
+from credit_rl.learner import Frozen, Learner, Optimiser, PlainBackend, Scorer, make_critic, parameter_groups
 from credit_rl.parts import Credit, Loss
 from credit_rl.runlog import read_metrics, read_turns, same_metrics
 from credit_rl.scoring import AnswerTemplate
 from credit_rl.settings import make_config
 from credit_rl.train import train
-from credit_rl.trajectory import example_group
+from credit_rl.trajectory import Group, example_group
 from pieces import origin_of
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -61,6 +62,22 @@ def assert_same(a, b):
     assert same_metrics(a, b) == [] and read_turns(a) == read_turns(b)
     one, other = (json.loads((folder / 'summary.json').read_text()) for folder in (a, b))
     assert {**one, 'seconds': 0} == {**other, 'seconds': 0}
+
+
+# ---- mini-batches ----
+
+def test_each_epoch_deals_all_trajectories_out_anew(monkeypatch):
+    "Two mini-batches of four, twice: other fours in the second epoch, and no trajectory in two of them."
+    group, drawn, cut = example_group(), [], learning.update_tensors
+    layout = pack([Group(group.question, (group.trajectories * 3)[:8])])
+    note = lambda layout, trajectories, *others: drawn.append(trajectories) or cut(layout, trajectories, *others)
+    monkeypatch.setattr(learning, 'update_tensors', note)
+    learner = Learner(model(0, 100), optimiser=Optimiser(minibatches=2, epochs=2))
+    assert learner.step(layout, None, Credit(layout.trained.float()))['updates'] == 4
+    assert [len(part) for part in drawn] == [4] * 4
+    first, second = drawn[:2], drawn[2:]
+    for parts in (first, second): assert sorted(sum(parts, [])) == list(range(8))
+    assert sorted(first) != sorted(second)                            # whichever comes first
 
 
 # ---- dropout ----
@@ -169,6 +186,38 @@ def test_a_run_may_offload_from_its_next_sitting_on(tmp_path):
 
 
 # ---- a critic on the policy's backbone ----
+
+# the model, and what of it lies beyond the backbone
+BEYOND = {
+    'output embeddings of its own': (lambda: model(0, 100), {'lm_head.weight'}),
+    'tied embeddings': (lambda: model(0, 100, True), set()),
+    **({'additions': (lambda: adapted(0, 100), set()),
+        'additions to the output embeddings': (
+            lambda: adapted(0, 100, ['q_proj', 'lm_head']),
+            {f'lm_head.lora_{x}.default.weight' for x in 'AB'})} if importlib.util.find_spec('peft') else {})
+}
+
+
+@pytest.mark.parametrize('name', BEYOND)
+def test_a_shared_critics_step_leaves_alone_what_its_loss_does_not_reach(name):
+    "By the groups' rates, and by the gradient: the weights to which the values' backward gives none."
+    make, beyond = BEYOND[name]
+    layout, policy = pack([example_group()]), make()
+    scorer = Scorer(policy, critic=make_critic(policy, 'shared'))
+    groups = parameter_groups(scorer, Optimiser(weight_decay=.1, apart=True))
+    scorer(layout.ids, layout.trained, layout.trained, ('values',))['values'].sum().backward()
+    named = {n: p for n, p in policy.named_parameters() if p.requires_grad}
+    rates = {id(p): set(group['rates']) for group in groups for p in group['params']}
+    assert {n for n, p in named.items() if p.grad is None} == beyond
+    for n, p in named.items(): assert rates[id(p)] == ({'policy'} if n in beyond else {'policy', 'critic'})
+    assert sum(len(group['params']) for group in groups) == len(rates) == len(named) + 2          # the head's two
+
+
+def test_a_checkpoint_over_other_groups_of_weights_is_refused(tmp_path):
+    deepspeed_steps.learn(PlainBackend, deepspeed_steps.UNTIED, tmp_path)
+    said = deepspeed_steps.another_critic(PlainBackend, tmp_path)
+    assert "AdamW steps over 3 groups of weights, this learner's over 2" in said and 'earlier version' in said
+
 
 def moved_by(run, batch, steps=3):
     "Where some steps on a batch take the weights of a run's policy, as one vector."
