@@ -4,11 +4,12 @@
 
 # %% auto #0
 __all__ = ['auc', 'reliability', 'expected_calibration_error', 'brier', 'explained_variance', 'LinearHead', 'CompetenceHead',
-           'first_tokens', 'token_values', 'segment_starts', 'state_values', 'at_states', 'scale_gradient']
+           'token_values', 'segment_starts', 'state_values', 'at_states', 'scale_gradient']
 
 # %% ../nbs/51_critics.ipynb #c003
 import torch
 from .groups import widen
+from .parts import first_tokens
 
 # %% ../nbs/51_critics.ipynb #c006
 def _numbers(
@@ -138,13 +139,6 @@ class CompetenceHead(torch.nn.Module):
         "Chances (...) in [0, 1], float32 or better, of hidden states (..., d)."
         h = torch.nn.functional.gelu(self.hidden(hidden.to(self.hidden.weight.dtype)))
         return widen(self.out(h)[..., 0]).sigmoid()
-
-# %% ../nbs/51_critics.ipynb #c035
-def first_tokens(
-    token_turns,  # (R, T) long, turn (or segment) of each trained token, -1 elsewhere
-):
-    "Mark the first token of every turn: (R, T) bool."
-    return (token_turns >= 0) & (token_turns != torch.nn.functional.pad(token_turns[:, :-1], (1, 0), value=-1))
 
 # %% ../nbs/51_critics.ipynb #c036
 def token_values(

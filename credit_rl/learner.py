@@ -13,11 +13,11 @@ from collections import Counter
 from dataclasses import dataclass
 import torch
 from torch.optim.adamw import adamw
-from .critics import CompetenceHead, LinearHead, first_tokens, scale_gradient, token_values
+from .critics import CompetenceHead, LinearHead, scale_gradient, token_values
 from .engine import seed_of
 from .layout import hidden_states, loss_weights, rows_of, take, token_logps
 from .losses import kl, policy_terms, value_loss, weighted_sum
-from .parts import Loss, Seen
+from .parts import Loss, Seen, first_tokens
 from .scoring import acting_states, answer_logps, batch_logps, joint_logps, takes_tree_mask
 
 # %% ../nbs/52_learner.ipynb #c008

@@ -6,10 +6,11 @@ from hypothesis import given, settings, strategies as st
 from torch.testing import assert_close
 
 from credit_rl.critics import (CompetenceHead, LinearHead, at_states, auc, brier, expected_calibration_error,
-                               explained_variance, first_tokens, reliability, scale_gradient, segment_starts,
+                               explained_variance, reliability, scale_gradient, segment_starts,
                                state_values, token_values)
 from credit_rl.layout import loss_weights, pack
 from credit_rl.losses import value_loss
+from credit_rl.parts import first_tokens
 from credit_rl.trajectory import Group, Question, Trajectory, Turn
 
 settings.register_profile('credit', deadline=None, max_examples=40)
