@@ -528,8 +528,12 @@ def test_a_judge_is_told_what_a_file_says(tmp_path, spelling, needs):
     method = bind(compose(spelling), options)
     method.text_rewards([answered()])
     assert asked and all('Be strict.' in str(prompt) for prompt in asked)
-    path.write_text('Be strict. {other}')
-    with pytest.raises(ValueError, match='must have the placeholders'): bind(compose(spelling), options)
+    for other in ('{other}', '{Gold}', '{ref2}'):
+        path.write_text(f'Be strict. {needs} {other}')
+        with pytest.raises(ValueError, match=f'must have the placeholders .*, got .*{other}'):
+            bind(compose(spelling), options)
+    path.write_text(rf'Be strict. {needs} Put it into \boxed{{answer}}, as {{"a": 1}}.')          # no placeholders
+    bind(compose(spelling), options)
     with pytest.raises(ValueError, match='cannot be read'):
         bind(compose(spelling), {**options, 'judge_prompt': str(tmp_path / 'no.txt')})
 
