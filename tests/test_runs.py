@@ -81,20 +81,20 @@ KINDS = {
 def test_a_papers_commands_with_a_small_model(kind, tmp_path):
     """As they are typed in a clone, where the run has no folder yet, with the papers' files for eight GPUs; given
     besides is only what is small: model, data, numbers of questions, and two ranks that play by themselves. The
-    notebooks start them, show their progress, and then what happened. CARL's warm-up comes first; the frozen critic
-    does without."""
+    notebooks start them, show their progress, and then what happened. Where a file's critic is warmed up, its warm-up
+    comes first, typed as well."""
     name, changes, said, measured = KINDS[kind]
     if said['learner'] == 'deepspeed':
         pytest.importorskip('deepspeed', reason='deepspeed is not installed: pip install credit_rl[train]')
     (tmp_path / 'runs').mkdir()
     for folder in ('nbs', 'runs/params'): (tmp_path / folder).symlink_to(ROOT / folder)
     *warm, train = commands_of(name)
-    if said.get('critic') == 'shared': typed(warm[0], {**SMALL, **changes, **CLUSTERS}, tmp_path)
-    elif warm: train = train[:train.index('-p')]
+    for words in warm: typed(words, {**SMALL, **changes, **CLUSTERS}, tmp_path)
     notebook = typed(train, {**SMALL, **changes}, tmp_path)
     run = tmp_path / 'runs' / name
     params, table = yaml.safe_load((run / 'params.yaml').read_text()), read_metrics(run)
     assert params.items() >= said.items() and (run / 'summary.json').exists()
+    assert params['critic_from'] == (f'runs/{name}_warmup' if warm else None)
     if said['learner'] == 'deepspeed':
         assert params['deepspeed']['zero_optimization']['offload_optimizer'] == {'device': 'cpu'}
         assert printed(notebook).count('2 ranks: ') == 1
