@@ -347,7 +347,8 @@ def test_the_hash_of_a_judges_words_stands_apart(spelling, reward, tmp_path):
     path, form = tmp_path / 'judge.txt', {'form': 'long'} if spelling == 'prs' else {}
     path.write_text('Be strict. {question} {pairs}' if spelling != 'prs' else 'Be strict.')
     given = {'judge': {'base_url': 'http://localhost:8000/v1', 'model': 'm'}, **form}
-    ours, file = (judge_hashes(bind(compose(spelling), {**given, **more})) for more in ({}, {'judge_prompt': str(path)}))
+    ours, file = (judge_hashes(bind(compose(spelling), {**given, **more}))
+                  for more in ({}, {'judge_prompt': str(path)}))
     assert ours == {reward: prompt_hash(JUDGE_PROMPT if reward == 'judge' else PRS_JUDGE_PROMPT)}
     assert file == {reward: prompt_hash(path.read_text())} != ours
     assert judge_hashes(bind(compose('prs'), {})) == judge_hashes(bind(compose('outcome/group'), {})) == {}
@@ -363,6 +364,7 @@ def test_a_run_keeps_its_protocol_and_the_hash_of_its_prompt(root, file, tmp_pat
         folder = train({**given, **more, 'run': str(tmp_path / name)}, say=lambda line: None)
         summary = json.loads((folder / 'summary.json').read_text())
         assert (summary['protocol'], summary['prompt_hash']) == ('tiny', prompt_hash(protocol))
+        assert 'judge_prompt_hashes' not in summary
     with pytest.raises(ValueError, match="no words for the prompt of protocol 'tiny'"):
         stage_of(make_config({**given, 'system_prompt': file('Be brief.')}))
 

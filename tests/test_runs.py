@@ -2,7 +2,6 @@
 shown again without doing it again."""
 import json
 import os
-import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +10,7 @@ import pytest
 import yaml
 from jupyter_client.manager import start_new_kernel
 
-from papermilled import outputs, papermill, printed, shown
+from papermilled import commands_of, outputs, papermill, printed, shown, typed
 from test_evaluate import random_model
 
 from credit_rl.runlog import latest_checkpoint, read_metrics, read_turns
@@ -31,23 +30,6 @@ def finished(tmp_path_factory):
                                      settings=SHORT, cwd=cwd)
     assert code == 0, text[-5000:]
     return cwd, cwd / 'runs' / 'short', notebook
-
-
-def commands_of(name):
-    "The commands in the head of a papers' file: list of lists of words."
-    return [shlex.split(line[4:]) for line in (ROOT / 'runs' / 'params' / f'{name}.yaml').read_text().splitlines()
-            if line.startswith('#   ')]
-
-
-def typed(words, given, cwd):
-    "Run a command of papermill with settings that stand over the files'. Returns the notebook."
-    done = subprocess.run([sys.executable, '-m', *words, '-y', json.dumps(given), '--no-progress-bar'], cwd=cwd,
-                          env={**os.environ, 'CUDA_VISIBLE_DEVICES': ''}, stdin=subprocess.DEVNULL,
-                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    assert done.returncode == 0, done.stdout[-5000:]
-    notebook = json.loads((cwd / words[2]).read_text())
-    assert not [o for _, o in outputs(notebook) if o['output_type'] == 'error']
-    return notebook
 
 
 SMALL = dict(model=str(ROOT / 'data' / 'tiny_base'), data='tiny', corpus=None, protocol='tiny', questions=40,
