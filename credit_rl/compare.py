@@ -48,7 +48,8 @@ def _result(folder):
 # %% ../nbs/74_compare.ipynb #c010
 def load_runs(folders):  # as in find_runs
     """Metrics of several runs as one pandas DataFrame: a row for each run and step, with `method`, `seed`, `run`,
-    the rollouts so far in `trajectories_seen`, and `ceiling_em`. Raises where two runs share method and seed."""
+    the rollouts so far in `trajectories_seen`, the tokens that were trained so far in `trained_tokens_seen` (NaN from
+    a step on that did not log them), and `ceiling_em`. Raises where two runs share method and seed."""
     import pandas as pd
     tables, seen = [], {}
     for folder in find_runs(folders):
@@ -62,16 +63,18 @@ def load_runs(folders):  # as in find_runs
         table = read_metrics(folder)
         if table.empty: continue
         rollouts = table.trajectories.fillna(0).cumsum() if 'trajectories' in table else 0
+        # before the first step nothing is trained
+        trained = table.trained_tokens.where(table.step > 0, 0) if 'trained_tokens' in table else math.nan * table.step
         ceiling = (read_summary(folder) or {}).get('ceiling_em')
         tables.append(table.assign(method=who[0], seed=who[1], run=folder.name, trajectories_seen=rollouts,
-                                   ceiling_em=ceiling))
+                                   trained_tokens_seen=trained.cumsum(skipna=False), ceiling_em=ceiling))
     if not tables:
         raise ValueError(f'none of the {len(seen)} runs has logged a line of metrics yet; wait for the first step')
     return pd.concat(tables, ignore_index=True)
 
 # %% ../nbs/74_compare.ipynb #c014
 _AXES = {'step': ('step', 'training step'), 'trajectories': ('trajectories_seen', 'rollouts'),
-         'seconds': ('seconds', 'seconds')}
+         'trained_tokens': ('trained_tokens_seen', 'trained tokens with credit'), 'seconds': ('seconds', 'seconds')}
 
 def seed_curves(runs, metric='dev_em', x='step'):
     "Read the seeds of each method off at common places: DataFrame with method, seed, x, y."
@@ -147,7 +150,7 @@ def _curves(runs, metric, x):
 def learning_curves(
     runs,             # DataFrame of load_runs
     metric='dev_em',  # a name in METRICS
-    x='step',         # 'step', 'trajectories' or 'seconds'
+    x='step',         # 'step', 'trajectories', 'trained_tokens' or 'seconds'
 ):
     """Draw a metric of several methods: mean over seeds, with a band from the lowest seed to the highest: matplotlib
     figure. For more than seven, `curve_panels`."""
@@ -169,7 +172,7 @@ def learning_curves(
 def curve_panels(
     runs,              # DataFrame of load_runs
     metric='dev_em',   # a name in METRICS
-    x='step',          # 'step', 'trajectories' or 'seconds'
+    x='step',          # 'step', 'trajectories', 'trained_tokens' or 'seconds'
     baseline='grpo',   # its mean is drawn in every panel
     columns=5,
 ):
@@ -360,9 +363,9 @@ def markdown_table(
     if not finished: raise ValueError('none of the runs has finished; a table is made of summary.json files')
     order = sorted(finished, key=lambda m: -sum(s['final_em'] for s in finished[m].values()) / len(finished[m]))
     rows = [_table_row(m, finished[m]) for m in order]
-    noted = any(r['note'] for r in rows)
+    any_note = any(r['note'] for r in rows)
     if top := _ceiling_row(finished): rows.append(top)
-    names = [c for c in dict.fromkeys(c for r in rows for c in r if c != 'note')] + ['note'] * noted
+    names = [c for c in dict.fromkeys(c for r in rows for c in r if c != 'note')] + ['note'] * any_note
     names = [c for c in names if columns is None or c in columns]
     lines = [names, ['---'] + ['---:'] * (len(names) - 1), *[[r.get(c, '') for c in names] for r in rows]]
     return '\n'.join('| ' + ' | '.join(line) + ' |' for line in lines)

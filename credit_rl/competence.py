@@ -127,14 +127,14 @@ def examine_agent(agent, tries=5, progress=None, base=None):
     groups = play(a.env)
     step('play, sampled')
     chosen = rollout(a.engine, a.env, a.questions, 1, a.sampling, seed_of('competence', a.seed))
-    first, told = [g.trajectories[0] for g in groups], any('hops' in q.meta for q in a.questions)
+    first, has_hops = [g.trajectories[0] for g in groups], any('hops' in q.meta for q in a.questions)
     step('play with broken tools, and without')
     return plain_json({
         'tiers': {t: tier.count(t) for t in (1, 2)},
         'greedy': _by_tier(groups, tier, metric),
         'sampled': _by_tier(chosen, tier, metric),
         'notes': assimilation(first, a.env.chat.protocol),
-        'hops': hop_table(first, metric).to_dict('index') if told else None,
+        'hops': hop_table(first, metric).to_dict('index') if has_hops else None,
         'no tools': _by_tier(play(prompted(a.env, 'direct')), tier, metric),
         'broken': resilience(a.engine, a.env, known, greedy, metric) if known else None,
         'known_before': base['no tools']['2']['EM'] if known else math.nan,

@@ -223,9 +223,9 @@ def shown_states(
     model's note has taken an observation's place (CARL), the note counts."""
     def shows(golds, turns):
         "Whether a gold stands in what the environment said in `turns`, or in the notes that were made of it."
-        noted = [turn.kind == 'assimilate' for turn in turns]
+        notes = [turn.kind == 'assimilate' for turn in turns]
         texts = [turn.action_text if own else '' if after else turn.observation_text
-                 for turn, own, after in zip(turns, noted, [*noted[1:], False])]
+                 for turn, own, after in zip(turns, notes, [*notes[1:], False])]
         return first_occurrence(texts, golds) is not None
     flat = [t for g in groups for t in g.trajectories]
     out = torch.zeros(len(flat), max(len(t.turns) for t in flat), dtype=torch.bool)

@@ -107,7 +107,7 @@ def judge_text(
     try: text = Path(path).read_text(encoding='utf-8')
     except OSError as e: raise ValueError(f'the judge prompt {str(path)!r} cannot be read: {e.strerror}') from e
     if not text.strip(): raise ValueError(f'the judge prompt {str(path)!r} is empty')
-    found = set(re.findall(r'\{([a-z_]+)\}', text))
+    found = {f for f in fields if f'{{{f}}}' in text} | set(re.findall(r'(?<!\w)\{(\w+)\}', text))  # no \boxed{…}
     if found != set(fields):
         wanted, got = (', '.join(f'{{{name}}}' for name in sorted(names)) or 'none' for names in (fields, found))
         raise ValueError(f'the judge prompt {str(path)!r} must have the placeholders {wanted}, got {got}')

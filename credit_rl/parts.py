@@ -110,6 +110,8 @@ class Reward(Part):
     text: object = None     # (groups, options) -> tensor, from the rollouts' text; or else
     model: object = None    # (layout, seen, options) -> tensor, from what models found
     sees: str = None        # what `model` reads of Seen: 'gold', the policy's scores, or 'teacher'
+    potential: object = None  # (seen, options) -> (N, K+1): Φ, in nats, of the states whose changes `model` pays
+    words: object = None    # options -> str, in which a judge is asked; None: no judge is asked
     schema: object = None   # how gold answers are written down to be scored (gold_templates), or options -> that
     ends: object = None     # options -> whether gold answers are scored after the last turn too
     plays: object = None    # options -> how often the policy plays on from every state; `model` reads its values

@@ -240,8 +240,8 @@ def _shaping_part(name, equation, paper, model, more, **about):
                'reduce': Option('logsumexp', 'how Φ is made of several golds', choices=('logsumexp', 'mean')),
                'schema': SCHEMA_OPTION}
     return Reward(
-        name, equation, paper, model=model, sees='teacher', schema=lambda o: o['schema'], options=options | more,
-        check=_check_options,
+        name, equation, paper, model=model, sees='teacher', potential=_phi, schema=lambda o: o['schema'],
+        options=options | more, check=_check_options,
         keeps=Keeps(_controller, lambda o, state: {**o, 'alpha': state['alpha']},
                     lambda o, state, rewards, layout: _moved(state, size(rewards, layout, o))),
         metrics=lambda rewards, layout, o: {'alpha': o['alpha'], 'mean_abs_shaping': size(rewards, layout, o)},

@@ -24,7 +24,7 @@ from .models import find_model, load_model
 from .options import check_settings, setting
 from .outcome import outcome_rewards
 from .parameters import by_group, from_settings, make_parser, notebook_settings, read_settings
-from .protocol import PROTOCOLS
+from .protocol import PROTOCOLS, prompt_hash
 from .runlog import RunLog, latest_checkpoint, read_metrics, save_checkpoint
 from .settings import GROUPS, CriticChoice, check, data_sets, flat_form, group_of, settings_of
 from .sharded import DeepSpeedBackend
@@ -91,8 +91,10 @@ def check_warming(config):
     if not method.critic:
         raise ValueError(f'{c.method} has no critic to warm up; take carl, ppo, tips or another with one')
     if c.critic_from: raise ValueError(f'critic_from={c.critic_from!r} is for the training that comes after a warm-up')
-    if c.protocol not in ('carl', 'carl-tiny'):
-        raise ValueError(f"a warm-up plays CARL's prompts: protocol must be 'carl' or 'carl-tiny', got {c.protocol!r}")
+    known = [name.removesuffix('-forced') for name in PROTOCOLS if name.endswith('-forced')]
+    if c.protocol not in known:
+        raise ValueError(f"a warm-up plays CARL's prompts: protocol must be {' or '.join(map(repr, known))}, "
+                         f'got {c.protocol!r}')
     lacking = [p for p in c.prompts if p != 'optional' and f'{c.protocol}-{p}' not in PROTOCOLS]
     # the gate needs both: the one for its signs, the other because V(s_0) is asked under it
     if lacking or not {'forced', 'optional'} <= set(c.prompts):
@@ -255,7 +257,8 @@ def _prepare(c, say, ranks):
         if c.engine != 'hf': engine.close()
     exam = Examination(data['dev'], stage.environments['dev'], metric, c.row_tokens)
     learner, history = _teach(_warming_learner(s, choice, origin, stage.model), data['train'], exam, log, ranks, say)
-    summary = _summary(choice, s.course, history, exam, learner)
+    summary = {**_summary(choice, s.course, history, exam, learner), 'protocol': stage.chat.protocol.name,
+               'prompt_hash': prompt_hash(stage.chat.protocol)}
     write_warmed(log.folder, learner, stage.chat.tokenizer, summary, log, ranks)
     ranks.wait()
     say(('passed: ' if history[-1][1].passed else 'NOT passed: ') + str(history[-1][1]))
@@ -328,8 +331,9 @@ def is_warmup(folder):
     return 'collected' in yaml.safe_load((Path(folder)/'params.yaml').read_text())
 
 def _kind(summary):
-    "What a warm-up was: how its rollouts were collected, and whose critic it is where not CARL's."
-    return summary['collected'] + ('' if summary['method'] == 'carl' else f", {summary['method']}'s critic")
+    "What a warm-up was: how its rollouts were collected, and whose critic it is where that usually has its own model."
+    shared = get_method(summary['method']).critic['kind'] == 'shared'
+    return summary['collected'] + ('' if shared else f", {summary['method']}'s critic")
 
 def warmup_table(folders):  # list of folders of finished warm-ups, or one folder that holds them
     """What warm-ups came to (the paper's ablation: cold, random, curated), means over seeds: a pandas DataFrame, a row

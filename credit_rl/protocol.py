@@ -241,7 +241,7 @@ To call one, write its name and its arguments as a JSON object:
 {"name": <function-name>, "arguments": <args-json-object>}
 </{tag}>'''
 
-def _told(protocol, text):
+def _tool_description(protocol, text):
     "A description of tools with their schemas, a line each, and the call's tag in the placeholders' places."
     return text.replace('{tag}', protocol.call_tag).replace('{tools}', '\n'.join(map(json.dumps, protocol.tools)))
 
@@ -254,7 +254,7 @@ def _seat_tools(markup):
     if not p.tools: return None, p.system
     shown = not p.tool_text and markup.shows(f'<{p.call_tag}>', [{'role': 'user', 'content': _Q}], list(p.tools))
     if shown: return list(p.tools), p.system
-    return None, '\n\n'.join(filter(None, [p.system, _told(p, p.tool_text or TOOL_PROMPT)]))
+    return None, '\n\n'.join(filter(None, [p.system, _tool_description(p, p.tool_text or TOOL_PROMPT)]))
 
 def _seat_response(markup):
     "Fall back to a user message between tags where the template does not show a response's text as it is."
@@ -651,8 +651,12 @@ def worded(
 
 # %% ../nbs/14_protocol.ipynb #w007
 def prompt_hash(
-    protocol,  # Protocol
+    prompt,  # Protocol; or str, the words for a judge
 ):
-    "Hash what a protocol tells the model: system and user message, tools and the text about them; 12 hex digits."
-    told = [protocol.system, protocol.user, list(protocol.tools), protocol.tool_text]
-    return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:12]
+    """Hash what a protocol tells the model: system and user message, tools and the text about them, ours where it has
+    none; or a judge's words. 12 hex digits."""
+    p, texts = prompt, prompt
+    if isinstance(p, Protocol):
+        about = p.tool_text or TOOL_PROMPT if p.tools else None
+        texts = [p.system, p.user, list(p.tools), about]
+    return hashlib.sha256(json.dumps(texts, sort_keys=True).encode()).hexdigest()[:12]

@@ -290,20 +290,22 @@ def _check_settings(o):
         raise ValueError("the long form of prs asks a judge: give options={'judge': "
                          "{'base_url': 'http://localhost:8000/v1', 'model': 'NAME'}}")
     if o['form'] == 'short' and o['judge']: raise ValueError(_NO_JUDGE)
-    judge_text(o['judge_prompt'], PRS_JUDGE_PROMPT)
+    _words(o)
     tags = tuple(o['tags'])
     if len(tags) != 3 or not all(isinstance(tag, str) and tag for tag in tags):
         raise ValueError(f'prs reads reasoning, calls and answers by their tags, and these are {tags}: take a protocol '
                          'that has all three, such as prs or tspo, or name them with the option tags')
 
+def _words(o): return judge_text(o['judge_prompt'], PRS_JUDGE_PROMPT)
+
 def _staged(groups, o):
     "PRS's rewards by a method's options: (N,)."
     return prs_rewards(groups, o['form'], make_judge(o['judge']), o['executed'], o['smooth'], tuple(o['tags']),
-                       judge_text(o['judge_prompt'], PRS_JUDGE_PROMPT), o['opening'])[0]
+                       _words(o), o['opening'])[0]
 
 PARTS = (
     Reward('prs', r'R_i = R_{process} + R_{format} + \mathbb 1[R_{process} = 1]\, R_a', 'PRS eqs. 8-14',
-           gives='outcome', text=_staged, check=_check_settings,
+           gives='outcome', text=_staged, check=_check_settings, words=lambda o: _words(o) if o['judge'] else None,
            reach=lambda o: o['judge'] and make_judge(o['judge']).check(),
            metrics=lambda rewards, layout, o: judge_counts(make_judge(o['judge'])), logs=JUDGE_LOGS,
            options={'form': Option('short', 'short answers (eq. 13) or long ones that a judge reads (eq. 14)',

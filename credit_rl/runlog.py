@@ -170,6 +170,7 @@ METRICS |= {
     'critic_grad_norm': 'norm of the gradient of a critic that steps apart, before it is clipped',
     'learning_rate': 'learning rate of the policy in the last update of the step',
     'updates': 'number of optimiser updates',
+    'trained_tokens': 'trained tokens whose advantage is not 0, each counted once an epoch',
     'logp_gap': 'mean |log-probability by the learner - by the engine| per sampled token, in nats',
     'logp_gap_max': 'the largest such difference of a step, in nats',
     'engine_kl': 'estimate of KL(engine || learner) per sampled token, in nats',

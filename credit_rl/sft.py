@@ -16,6 +16,7 @@ from .layout import pack
 from .options import check_settings, options_in, setting
 from .outcome import outcome_rewards
 from .parameters import by_group, from_settings, make_parser, read_settings
+from .protocol import prompt_hash
 from .rollout import rollout
 from .runlog import RunLog, code_hashes
 from .settings import GROUPS, check, make_config, settings_of
@@ -63,17 +64,17 @@ class Imitation:
     def __post_init__(self): check_settings(self)
 
 # %% ../nbs/64_sft.ipynb #p6401
-def _losses_told(say, every=20.):
+def _loss_callback(say, every=20.):
     "What tells the loss of a fine-tuning as it goes: of the first update, and every so many seconds: TrainerCallback."
     from transformers.trainer_callback import TrainerCallback
-    class Told(TrainerCallback):
+    class LossLines(TrainerCallback):
         last = time.monotonic()
         def on_log(self, args, state, control, logs=None, **rest):
             "Tell the loss of an update."
             if 'loss' not in (logs or {}) or state.global_step > 1 and time.monotonic() - self.last < every: return
             self.last = time.monotonic()
             say(f'update {state.global_step} of {state.max_steps}, loss {logs["loss"]:.3f}')
-    return Told()
+    return LossLines()
 
 # %% ../nbs/64_sft.ipynb #c012
 def fine_tune(
@@ -103,7 +104,7 @@ def fine_tune(
                          logging_steps=1, disable_tqdm=not sys.stderr.isatty(), gradient_checkpointing=False)
         trainer = SFTTrainer(model, args, train_dataset=Dataset.from_list(rows), processing_class=tokenizer)
         trainer.remove_callback(PrinterCallback)                          # its log is returned
-        if say: trainer.add_callback(_losses_told(say))
+        if say: trainer.add_callback(_loss_callback(say))
         trainer.train()
     model.eval()
     return trainer.state.log_history
@@ -139,6 +140,7 @@ def rejection_sft(
         for part in (stage.model, stage.chat.tokenizer): part.save_pretrained(log.folder/'model')
         log.summary({
             'method': 'sft', 'options': {}, 'seed': c.seed, 'steps': 0, 'best_step': 0, 'questions': len(tested),
+            'protocol': stage.chat.protocol.name, 'prompt_hash': prompt_hash(stage.chat.protocol),
             'base_em': base['em'], 'final_em': final['em'], 'last_em': final['em'], 'base': base, 'final': final,
             'ceiling_em': stage.ceiling and stage.ceiling['all'], 'ceiling': stage.ceiling, 'collapsed': False,
             'rows': len(rows), 'trajectories': how.questions * how.attempts,

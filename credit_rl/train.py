@@ -5,9 +5,9 @@
 # %% auto #0
 __all__ = ['MAY_CHANGE', 'train_step', 'Run', 'run_facts', 'bound_method', 'act', 'Look', 'describe_rollouts', 'process_shares',
            'tier_rates', 'known_tiers', 'credit_metrics', 'start_values', 'correct_credit', 'kl_from_base',
-           'turn_records', 'collapsed', 'note_params', 'check_same_params', 'finished', 'told', 'SilentLog', 'saving',
-           'begin_run', 'plan_of', 'rank_tflops', 'is_large', 'Examiner', 'examine', 'no_gpu', 'train', 'launch_ranks',
-           'main', 'end_interrupted']
+           'turn_records', 'credited_tokens', 'collapsed', 'judge_hashes', 'note_params', 'check_same_params',
+           'finished', 'log_lines', 'SilentLog', 'saving', 'begin_run', 'plan_of', 'rank_tflops', 'is_large',
+           'Examiner', 'examine', 'no_gpu', 'train', 'launch_ranks', 'main', 'end_interrupted']
 
 # %% ../nbs/63_train.ipynb #c002
 import contextlib, copy, dataclasses, json, math, os, re, shutil, sys, time
@@ -34,7 +34,6 @@ from .models import find_model
 from .outcome import outcome_rewards
 from .parameters import by_group, make_parser, read_settings
 from .parts import Asks, Facts, Seen, assign, at, begin, bind, first_tokens, move, part_metrics
-from .potentials import answer_potential
 from .regimes import get_regime
 from .protocol import prompt_hash
 from .rollout import continuations, rollout
@@ -63,9 +62,10 @@ def train_step(
     if time.monotonic() - since > 20: run.say(f'step {step}: {len(groups)} questions played, now they teach')
     batch = assign(method, groups, look, _keep_generator(run, step), run.prefix, rewards)
     metrics = describe_rollouts(groups, batch.text, run.tiers)
-    if batch.empty: return {**metrics, 'zero_advantage': 1., 'updates': 0}
+    if batch.empty: return {**metrics, 'zero_advantage': 1., 'trained_tokens': 0, 'updates': 0}
     credit, sampler = correct_credit(run.mismatch, batch)
     metrics |= credit_metrics(run, method, batch)
+    metrics['trained_tokens'] = run.settings.learning.epochs * credited_tokens(credit, batch.layout)
     if measure_kl: metrics |= kl_from_base(run.learner, batch.layout)
     with run.log.timed('update'): update = run.learner.step(batch.layout, batch.seen, credit)
     run.learner.tick(step)
@@ -363,7 +363,7 @@ def _keep_rollouts(run, step, batch):
     "Write the first groups of a step to the log, with what their turns earned and what their states were found to be."
     shown = [i for i, b in enumerate(batch.layout.groups.tolist()) if b < run.config.log_rollouts]
     earned, played = batch.rewards['outcome'].tolist(), batch.trajectories
-    tables, most = turn_records(batch) if shown else {}, batch.layout.turn_mask.shape[1]
+    tables, most = turn_records(batch, run.method) if shown else {}, batch.layout.turn_mask.shape[1]
     rows = [{'kind': 'train', 'trajectory': to_json(played[i]), 'reward': earned[i],
              'advantages': _turn_advantages(batch, i),
              **{name: x[i, :len(played[i].turns) + x.shape[1] - most].tolist() for name, x in tables.items()}}
@@ -371,17 +371,18 @@ def _keep_rollouts(run, step, batch):
     run.log.turns(step, rows)
 
 def turn_records(
-    batch,  # Batch of N trajectories
+    batch,   # Batch of N trajectories
+    method,  # Method, bound to a run: the first of its rewards that has a potential says what Φ is
 ):
     """What was found at every turn and state, by name, NaN where it is missing: `turn_rewards` (N, K), the outcome
     apart; and, where a model was asked, `values` (N, K), the critic's at the start of a turn, `belief` (N, K+1), the
     policy's mean probability of a token of the best gold (IGPO eq. 3), and `potential` (N, K+1), the teacher's Φ in
-    nats (TIPS section 3.2)."""
+    nats (TIPS section 3.2) whose changes a reward pays."""
     found, seen = {'turn_rewards': batch.rewards['turns']}, batch.seen or Seen()
     if seen.values is not None: found['values'] = start_values(seen.values, batch.layout)
     if seen.gold_logp is not None: found['belief'] = state_logp(seen).exp()
-    if seen.teacher_logp is not None:
-        found['potential'] = answer_potential(seen.teacher_logp, (seen.teacher_tokens > 0).any(1, keepdim=True))
+    for part in method.rewards:
+        if part.potential: found.setdefault('potential', part.potential(seen, method.own(part)))
     return found
 
 def _turn_advantages(batch, i):
@@ -389,6 +390,16 @@ def _turn_advantages(batch, i):
     rows = batch.layout.row_trajectory == i
     turns, advantages = batch.layout.token_turns[rows], batch.credit.advantages[rows]
     return [advantages[turns == k].mean().item() for k in range(int(batch.layout.turn_mask[i].sum()))]
+
+# %% ../nbs/63_train.ipynb #n6312
+def credited_tokens(
+    credit,  # Credit of N trajectories, as the update gets it
+    layout,  # Layout of the same
+):
+    "Count the trained tokens that have an advantage other than 0, those of a trajectory of weight 0 apart: int."
+    weight = credit.trajectory_weight
+    counted = torch.ones(len(layout.groups)) if weight is None else weight
+    return int(((credit.advantages != 0) & (counted != 0)[layout.row_trajectory][:, None]).sum())
 
 # %% ../nbs/63_train.ipynb #c069
 def collapsed(rates, share=0.25, window=5):
@@ -398,6 +409,14 @@ def collapsed(rates, share=0.25, window=5):
     means = [sum(rates[i:i + window]) / window for i in range(len(rates) - window + 1)]
     best = max(means[:-window])
     return best >= 0.2 and means[-1] < share * best
+
+# %% ../nbs/63_train.ipynb #n6311
+def judge_hashes(
+    method,  # Method of a run
+):
+    "Hash the words in which rewards ask a judge: dict name of the reward -> 12 hex digits, {} where none asks."
+    words = {r.name: r.words(method.own(r)) for r in method.rewards if r.words}
+    return {name: prompt_hash(text) for name, text in words.items() if text}
 
 # %% ../nbs/63_train.ipynb #c072
 MAY_CHANGE = ('steps', 'resume', 'run', 'threads', 'eval_every', 'keep', 'track', 'measure', 'hostfile', 'ranks',
@@ -429,7 +448,7 @@ def finished(
     return summary['steps'] >= course.steps or summary['collapsed']
 
 # %% ../nbs/63_train.ipynb #p6302
-def told(folder):
+def log_lines(folder):
     "How a run has gone so far, in the words in which it told of itself, from what it logged: list of lines."
     steps, summary, lines = read_params(folder)['steps'], read_summary(folder), []
     for step, row in metrics_by_step(folder).items():
@@ -546,7 +565,7 @@ def _begin(run):
         run.restore(found[1])
         # killed before it was named
         if run.memory['best_step'] == found[0] and found != best: run.checkpoint(found[0], 'best')
-        for line in told(run.log.folder): run.say(line)
+        for line in log_lines(run.log.folder): run.say(line)
         run.say(f'resumed after step {found[0]}')
         return found[0] + 1
     run.wake()
@@ -568,9 +587,11 @@ def _finish(run):
     c, top, base = run.config, run.stage.ceiling, run.memory['base']
     hops = dict(Counter(str(g.question.meta['hops']) for g in groups if 'hops' in g.question.meta))
     sets = dict(Counter(g.question.source for g in groups))
+    judged = judge_hashes(run.method)
     summary = {
         'method': c.method, 'options': c.options, 'seed': c.seed, 'steps': c.steps, 'best_step': step,
         'protocol': run.stage.chat.protocol.name, 'prompt_hash': prompt_hash(run.stage.chat.protocol),
+        **({'judge_prompt_hashes': judged} if judged else {}),
         'questions': len(groups), 'questions_by_hops': hops, 'questions_by_set': sets if len(sets) > 1 else {},
         'base_em': base['em'], 'final_em': final['em'], 'last_em': last['em'], 'ceiling_em': top and top['all'],
         'base': base, 'final': final, 'ceiling': top,
@@ -774,7 +795,7 @@ def _train(config, say, ranks):
     if finished(config):
         check_same_params(config)
         if ranks.first:
-            for line in [*told(config.run), _over_line(config)]: say(line)
+            for line in [*log_lines(config.run), _over_line(config)]: say(line)
         return Path(config.run)
     if config.threads: torch.set_num_threads(config.threads)
     run = begin_run(config, say, ranks)

@@ -118,13 +118,13 @@ class _Uniform:
         return less
 
 class _Choices:
-    "Stands for a `random.Random`: takes one `path` through what a program leaves to chance, and notes the ways beside."
-    def __init__(self, path=()): self.path, self.taken, self.beside, self.probability = path, (), [], 1.
+    "Stands for a `random.Random`: takes one `path` through what a program leaves to chance, and notes its siblings."
+    def __init__(self, path=()): self.path, self.taken, self.siblings, self.probability = path, (), [], 1.
 
     def pick(self, shares):
         "Which of several ways is taken, whose probabilities are `shares`: the one on the path, else the first."
         at = len(self.taken)
-        if at >= len(self.path): self.beside += [(*self.taken, i) for i in range(1, len(shares))]
+        if at >= len(self.path): self.siblings += [(*self.taken, i) for i in range(1, len(shares))]
         chosen = self.path[at] if at < len(self.path) else 0
         self.taken, self.probability = (*self.taken, chosen), self.probability * shares[chosen]
         return chosen
@@ -148,7 +148,7 @@ def said_next(
         rng = _Choices(paths.pop())
         said = policy(text, rng)
         out[said] = out.get(said, 0.) + rng.probability
-        paths += rng.beside
+        paths += rng.siblings
     return out
 
 # %% ../nbs/36_true_credit.ipynb #t017

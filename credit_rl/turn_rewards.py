@@ -224,6 +224,7 @@ PARTS = (
                     'variant': Option('answer-aware', 'or without the second term',
                                       choices=('answer-aware', 'tool-only'))}),
     Reward('judge', r'r_{i,k} = \tfrac{1}{2\sum w}\sum_c w_c q_{k,c}', 'TIPS appendix E.7', check=_needs_judge,
+           words=_words,
            text=lambda groups, o: judge_rewards(groups, make_judge(o['judge']), tuple(o['weights']), _words(o)),
            reach=lambda o: make_judge(o['judge']).check(),
            metrics=lambda rewards, layout, o: judge_counts(make_judge(o['judge'])), logs=JUDGE_LOGS,

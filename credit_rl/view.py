@@ -253,11 +253,11 @@ def telling_group(rows):  # list of dict, as `read_turns` gives them
     groups = {}
     for row in rows:
         if row['kind'] == 'train': groups.setdefault((row['step'], row['trajectory']['question']['id']), []).append(row)
-    told = lambda row: [a for a in row['advantages'] or () if a is not None and a == a]
-    differ = [g for g in groups.values() if any(len(set(told(row))) > 1 for row in g)]
-    some = [g for g in groups.values() if any(map(any, map(told, g)))]
+    advantages = lambda row: [a for a in row['advantages'] or () if a is not None and a == a]
+    differ = [g for g in groups.values() if any(len(set(advantages(row))) > 1 for row in g)]
+    some = [g for g in groups.values() if any(map(any, map(advantages, g)))]
     found = (differ or some or list(groups.values()) or [[]])[-1]
-    return sorted(found, key=lambda row: (row['reward'], sum(told(row))), reverse=True)
+    return sorted(found, key=lambda row: (row['reward'], sum(advantages(row))), reverse=True)
 
 # %% ../nbs/72_view.ipynb #c035
 def show_group(

@@ -1,6 +1,9 @@
 """Run notebooks run by papermill as a user would, and what they show; not a test file."""
 import json
 import os
+import shlex
+import subprocess
+import sys
 from pathlib import Path
 from unittest import mock
 
@@ -38,3 +41,20 @@ def shown(notebook, kind):
 
 def printed(notebook):
     return ''.join(''.join(o['text']) for _, o in outputs(notebook) if o['output_type'] == 'stream')
+
+
+def commands_of(name):
+    "The commands in the head of a papers' file: list of lists of words."
+    return [shlex.split(line[4:]) for line in (ROOT / 'runs' / 'params' / f'{name}.yaml').read_text().splitlines()
+            if line.startswith('#   ')]
+
+
+def typed(words, given, cwd):
+    "Run a command of papermill with settings that stand over the files'. Returns the notebook."
+    done = subprocess.run([sys.executable, '-m', *words, '-y', json.dumps(given), '--no-progress-bar'], cwd=cwd,
+                          env={**os.environ, 'CUDA_VISIBLE_DEVICES': ''}, stdin=subprocess.DEVNULL,
+                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert done.returncode == 0, done.stdout[-5000:]
+    notebook = json.loads((cwd / words[2]).read_text())
+    assert not [o for _, o in outputs(notebook) if o['output_type'] == 'error']
+    return notebook

@@ -19,7 +19,9 @@ PARAMETERS = 8                     # of a function, besides self
 ROW = 5                            # exported cells without something to see between them
 # formulas of the public contract, whose arguments are the paper's
 FORMULAS = ('igpo_advantages', 'mt_grpo_star', 'gigpo', 'policy_terms', 'policy_loss')
-LOOP = ('learner', 'sharded', 'settings', 'stage', 'train')   # they know no method by its name
+# they know no method by its name
+LOOP = ('learner', 'sharded', 'methods', 'settings', 'stage', 'train', 'sft', 'prepare', 'export')
+PARTICIPLES = {'told', 'noted', 'beside'}   # no names for things: say what they are
 # what starts a run, checks it, estimates it, or stores what was asked
 WHOLE = ('train', '_train', 'begin_run', 'launch_ranks', 'rejection_sft', 'prepare', '_prepare', '_warming_learner',
          'check', '_check_method', '_check_warmed', 'check_warming', 'settings_of', 'group_of', 'examine', 'plan_of',
@@ -256,6 +258,19 @@ def asked_with(n):
     return [], ''
 
 
+def named_by_nouns(nb, numbers):
+    "No identifier is, or has among its words, one that names nothing: `log_lines` says more than `told`."
+    return [f'{name} is a name of no thing' for c in nb.code for name in identifiers(c.tree)
+            if PARTICIPLES & {word.lower() for word in re.findall('[A-Z]?[a-z]+|[A-Z]+', name)}]
+
+
+def identifiers(tree):
+    "Names that a tree defines, reads or takes as arguments: variables, attributes, functions, classes, parameters."
+    for n in ast.walk(tree):
+        names = [getattr(n, field, None) for field in ('id', 'attr', 'name', 'asname', 'arg')]
+        yield from (name for name in [*names, *getattr(n, 'names', [])] if isinstance(name, str))
+
+
 def few_take_everything(nb, numbers):
     "From the learner on, only what starts, checks, estimates or stores a run takes the whole configuration."
     if nb.number is None or not 52 <= nb.number <= 75: return
@@ -315,7 +330,7 @@ def run_notebook(nb, numbers):
 
 RULES = [
     floors, named_like_its_module, no_notebook_tools, torch_alone, narrow_lines, short_definitions, few_parameters,
-    nothing_private_from_elsewhere, whole_classes, something_to_see, no_fillers, loop_knows_no_method,
+    nothing_private_from_elsewhere, whole_classes, something_to_see, no_fillers, loop_knows_no_method, named_by_nouns,
     few_take_everything, everything_shown, nothing_skipped, clean_outputs, executed, run_notebook
 ]
 
@@ -330,6 +345,14 @@ NUMBERS = {nb.name: nb.number for nb in NOTEBOOKS if nb.number is not None and n
 def test_rule(rule):
     complaints = [f'{nb.stem}: {complaint}' for nb in NOTEBOOKS for complaint in rule(nb, NUMBERS)]
     assert not complaints, '\n' + '\n'.join(complaints)
+
+
+def test_modules_are_named_by_nouns():
+    "What a notebook's cells do not show as code, such as an exported module that is older than they, counts too."
+    for path in sorted((ROOT / 'credit_rl').glob('*.py')):
+        words = {w.lower() for name in identifiers(ast.parse(path.read_text(encoding='utf-8')))
+                 for w in re.findall('[A-Z]?[a-z]+|[A-Z]+', name)}
+        assert not words & PARTICIPLES, (path.name, words & PARTICIPLES)
 
 
 def test_lines_of_tests_are_narrow():
@@ -404,6 +427,13 @@ BAD = [
     (loop_knows_no_method, notebook('61_settings', "#| export\nhigh = method.options['band'][1]")),
     (loop_knows_no_method, notebook('63_train', "#| export\nright = options_of(config, method).options['right']")),
     (loop_knows_no_method, notebook('52_learner', "#| export\nform = options.get('match_short', False)")),
+    (loop_knows_no_method, notebook('65_prepare', "#| export\nwhose = '' if summary['method'] == 'carl' else name")),
+    (loop_knows_no_method, notebook('60_methods', "#| export\nusual = m.objective == LOSSES['ppo']")),
+    (named_by_nouns, notebook('12_b', '#| export\ndef _losses_told(say): pass')),
+    (named_by_nouns, notebook('12_b', 'class Told: pass')),
+    (named_by_nouns, notebook('12_b', 'x.beside = 1')),
+    (named_by_nouns, notebook('12_b', 'def f(*, noted=1): pass')),
+    (named_by_nouns, notebook('12_b', 'f(noted=1)')),
     (few_take_everything, notebook('62_stage', '#| export\ndef set_stage(config): pass')),
     (loop_knows_no_method, notebook('52_learner', "#| export\nREADS = {'tips': 'teacher'}")),
     (everything_shown, notebook('12_b', '#| export\ndef f(): pass', '# f\n"f"')),

@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 
 from credit_rl.benchmarks import get_benchmark
 from credit_rl.evaluate import run_evaluation, summarize
-from credit_rl.protocol import PROTOCOLS, byte_tokenizer
+from credit_rl.protocol import PROTOCOLS, byte_tokenizer, prompt_hash
 from credit_rl.runlog import RunLog, latest_checkpoint, read_metrics, read_turns, same_metrics
 from credit_rl.tiny import tiny_model, tiny_tokenizer
 from credit_rl.tools import PythonTool, SearchTool
@@ -522,6 +522,8 @@ def test_a_warm_up_that_fails_ends_with_a_report_and_may_not_teach(model, script
     cold = prepare({**settings, 'collected': 'cold', 'run': str(tmp_path / 'cold')}, say=lines.append)
     summary = json.loads((cold / 'summary.json').read_text())
     assert (summary['step'], summary['drift'], summary['report']['auc']) == (0, 0., .5)
+    protocol = PROTOCOLS[settings['protocol']]
+    assert (summary['protocol'], summary['prompt_hash']) == (protocol.name, prompt_hash(protocol))
 
 
 def test_how_far_the_policy_moved_is_missing_where_an_older_warm_up_kept_something_else(tmp_path):

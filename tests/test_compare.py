@@ -15,7 +15,7 @@ import yaml
 
 from credit_rl import compare
 from credit_rl.compare import (common_seeds, effort_table, find_runs, load_runs, main, markdown_table,
-                               dev_area, paired_differences, plan_jobs, replay, seed_curves)
+                               dev_area, learning_curves, paired_differences, plan_jobs, replay, seed_curves)
 from credit_rl.jobs import Job, run_jobs, status_table
 from credit_rl.runlog import RunLog, module_hashes
 from credit_rl.settings import make_config
@@ -413,6 +413,25 @@ def test_curves_keep_to_where_every_seed_has_been(tmp_path):
         ['method', 'x']).seed.count()['grpo'].eq(2).all()
     by_rollouts = seed_curves(load_runs(tmp_path), x='trajectories')
     assert by_rollouts[by_rollouts.method == 'tspo'].x.tolist() == [8 * step for step in range(9)]
+
+
+def test_curves_by_trained_tokens(tmp_path):
+    "Summed up over steps; a run that did not log them from its first step on has no such axis from there on."
+    for method, logged in (('grpo', [30, 0, 50]), ('tspo', [40, None, 60])):
+        log = RunLog(tmp_path / f'{method}-1')
+        log.write_params({'method': method, 'seed': 1, 'steps': 3})
+        log.metrics(0, dev_em=.1)
+        for step, tokens in enumerate(logged, 1):
+            log.metrics(step, trajectories=8, dev_em=.2, **({} if tokens is None else {'trained_tokens': tokens}))
+    made_up(tmp_path, 'ppo', 1)                                                    # before they were logged
+    runs = load_runs(tmp_path)
+    seen = {method: of.trained_tokens_seen.tolist() for method, of in runs.groupby('method')}
+    assert seen['grpo'] == [0, 30, 30, 80] and seen['tspo'][:2] == [0, 40] and all(map(math.isnan, seen['tspo'][2:]))
+    assert all(map(math.isnan, seen['ppo']))
+    curves = seed_curves(runs, x='trained_tokens')
+    assert set(curves.method) == {'grpo', 'tspo'} and curves[curves.method == 'grpo'].x.max() == 80
+    figure = learning_curves(runs, x='trained_tokens')
+    assert 'credit' in figure.axes[0].get_xlabel() and 'not drawn' in figure.axes[0].get_title('left')
 
 
 def test_a_baseline_is_found_without_its_options(tmp_path):

@@ -15,15 +15,21 @@ from credit_rl.layout import pack
 from credit_rl.learner import Learner
 from credit_rl.models import load_model
 from credit_rl.outcome import extract_answer
-from credit_rl.protocol import PROTOCOLS, WORDS, Chat, byte_tokenizer, last_answer, parse, prompt_hash, worded
+from credit_rl import protocol as protocols
+from credit_rl.methods import compose
+from credit_rl.parts import bind
+from credit_rl.protocol import (PROTOCOLS, TOOL_PROMPT, WORDS, Chat, byte_tokenizer, last_answer, parse, prompt_hash,
+                                worded)
+from credit_rl.prs import PRS_JUDGE_PROMPT
 from credit_rl.readers import Passage
 from credit_rl.retrieval import BM25
 from credit_rl.rollout import Environment, check_prompts, rollout
 from credit_rl.settings import Acting, check, make_config
 from credit_rl.tiny import tiny_environment
 from credit_rl.tools import PythonTool, SearchTool
-from credit_rl.train import train
+from credit_rl.train import judge_hashes, train
 from credit_rl.trajectory import Question, Result, Stop
+from credit_rl.turn_rewards import JUDGE_PROMPT
 from credit_rl.warmup import prompted
 from credit_rl.world import make_world
 from pieces import stage_of
@@ -319,12 +325,33 @@ def test_sets_that_are_asked_directly_keep_their_words(file):
 
 def test_the_hash_is_of_what_the_model_is_told(file):
     tips = PROTOCOLS['tips']
-    told = [tips.system, tips.user, list(tips.tools), None]
-    assert prompt_hash(tips) == hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:12]
+    texts = [tips.system, tips.user, list(tips.tools), TOOL_PROMPT]
+    assert prompt_hash(tips) == hashlib.sha256(json.dumps(texts, sort_keys=True).encode()).hexdigest()[:12]
     assert prompt_hash(tips) == prompt_hash(replace(tips, name='x', source='y', answer_stop='last'))
     others = [worded(tips, system_prompt=file('a')), worded(tips, user_prompt=file('{question}')),
               worded(tips, tool_prompt=file('{tools} {tag}')), replace(tips, tools=PROTOCOLS['prs'].tools)]
     assert len({prompt_hash(p) for p in [tips, *others]}) == 5
+
+
+def test_our_own_words_about_tools_are_in_the_hash(monkeypatch):
+    "Where a protocol has tools and no text about them; one without tools is never given them."
+    before = {name: prompt_hash(p) for name, p in PROTOCOLS.items()}
+    monkeypatch.setattr(protocols, 'TOOL_PROMPT', TOOL_PROMPT + ' Be brief.')
+    changed = {name for name, p in PROTOCOLS.items() if prompt_hash(p) != before[name]}
+    assert changed == {name for name, p in PROTOCOLS.items() if p.tools and not p.tool_text} and 'tips' in changed
+
+
+@pytest.mark.parametrize('spelling, reward', [('outcome+judge/calls', 'judge'), ('prs', 'prs')])
+def test_the_hash_of_a_judges_words_stands_apart(spelling, reward, tmp_path):
+    "Ours or a file's; of a reward that asks nobody there is none."
+    path, form = tmp_path / 'judge.txt', {'form': 'long'} if spelling == 'prs' else {}
+    path.write_text('Be strict. {question} {pairs}' if spelling != 'prs' else 'Be strict.')
+    given = {'judge': {'base_url': 'http://localhost:8000/v1', 'model': 'm'}, **form}
+    ours, file = (judge_hashes(bind(compose(spelling), {**given, **more}))
+                  for more in ({}, {'judge_prompt': str(path)}))
+    assert ours == {reward: prompt_hash(JUDGE_PROMPT if reward == 'judge' else PRS_JUDGE_PROMPT)}
+    assert file == {reward: prompt_hash(path.read_text())} != ours
+    assert judge_hashes(bind(compose('prs'), {})) == judge_hashes(bind(compose('outcome/group'), {})) == {}
 
 
 def test_a_run_keeps_its_protocol_and_the_hash_of_its_prompt(root, file, tmp_path):
@@ -337,6 +364,7 @@ def test_a_run_keeps_its_protocol_and_the_hash_of_its_prompt(root, file, tmp_pat
         folder = train({**given, **more, 'run': str(tmp_path / name)}, say=lambda line: None)
         summary = json.loads((folder / 'summary.json').read_text())
         assert (summary['protocol'], summary['prompt_hash']) == ('tiny', prompt_hash(protocol))
+        assert 'judge_prompt_hashes' not in summary
     with pytest.raises(ValueError, match="no words for the prompt of protocol 'tiny'"):
         stage_of(make_config({**given, 'system_prompt': file('Be brief.')}))
 

@@ -2,7 +2,6 @@
 shown again without doing it again."""
 import json
 import os
-import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +10,7 @@ import pytest
 import yaml
 from jupyter_client.manager import start_new_kernel
 
-from papermilled import outputs, papermill, printed, shown
+from papermilled import commands_of, outputs, papermill, printed, shown, typed
 from test_evaluate import random_model
 
 from credit_rl.runlog import latest_checkpoint, read_metrics, read_turns
@@ -31,23 +30,6 @@ def finished(tmp_path_factory):
                                      settings=SHORT, cwd=cwd)
     assert code == 0, text[-5000:]
     return cwd, cwd / 'runs' / 'short', notebook
-
-
-def commands_of(name):
-    "The commands in the head of a papers' file: list of lists of words."
-    return [shlex.split(line[4:]) for line in (ROOT / 'runs' / 'params' / f'{name}.yaml').read_text().splitlines()
-            if line.startswith('#   ')]
-
-
-def typed(words, given, cwd):
-    "Run a command of papermill with settings that stand over the files'. Returns the notebook."
-    done = subprocess.run([sys.executable, '-m', *words, '-y', json.dumps(given), '--no-progress-bar'], cwd=cwd,
-                          env={**os.environ, 'CUDA_VISIBLE_DEVICES': ''}, stdin=subprocess.DEVNULL,
-                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    assert done.returncode == 0, done.stdout[-5000:]
-    notebook = json.loads((cwd / words[2]).read_text())
-    assert not [o for _, o in outputs(notebook) if o['output_type'] == 'error']
-    return notebook
 
 
 SMALL = dict(model=str(ROOT / 'data' / 'tiny_base'), data='tiny', corpus=None, protocol='tiny', questions=40,
@@ -81,20 +63,20 @@ KINDS = {
 def test_a_papers_commands_with_a_small_model(kind, tmp_path):
     """As they are typed in a clone, where the run has no folder yet, with the papers' files for eight GPUs; given
     besides is only what is small: model, data, numbers of questions, and two ranks that play by themselves. The
-    notebooks start them, show their progress, and then what happened. CARL's warm-up comes first; the frozen critic
-    does without."""
+    notebooks start them, show their progress, and then what happened. Where a file's critic is warmed up, its warm-up
+    comes first, typed as well."""
     name, changes, said, measured = KINDS[kind]
     if said['learner'] == 'deepspeed':
         pytest.importorskip('deepspeed', reason='deepspeed is not installed: pip install credit_rl[train]')
     (tmp_path / 'runs').mkdir()
     for folder in ('nbs', 'runs/params'): (tmp_path / folder).symlink_to(ROOT / folder)
     *warm, train = commands_of(name)
-    if said.get('critic') == 'shared': typed(warm[0], {**SMALL, **changes, **CLUSTERS}, tmp_path)
-    elif warm: train = train[:train.index('-p')]
+    for words in warm: typed(words, {**SMALL, **changes, **CLUSTERS}, tmp_path)
     notebook = typed(train, {**SMALL, **changes}, tmp_path)
     run = tmp_path / 'runs' / name
     params, table = yaml.safe_load((run / 'params.yaml').read_text()), read_metrics(run)
     assert params.items() >= said.items() and (run / 'summary.json').exists()
+    assert params['critic_from'] == (f'runs/{name}_warmup' if warm else None)
     if said['learner'] == 'deepspeed':
         assert params['deepspeed']['zero_optimization']['offload_optimizer'] == {'device': 'cpu'}
         assert printed(notebook).count('2 ranks: ') == 1

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from credit_rl.models import load_model
+from credit_rl.protocol import PROTOCOLS, prompt_hash
 from credit_rl.sft import fine_tune, keep_right, main, sft_rows
 from credit_rl.trajectory import Group, example_group
 
@@ -22,6 +23,8 @@ def test_the_command_leaves_a_model_that_loads(tmp_path, root, monkeypatch):
         'threads=1', 'seed=3', 'sft.questions=24', 'sft.attempts=8', 'sft.epochs=2', 'sft.learning_rate=1e-3'
     ])
     summary = json.loads((tmp_path / 'run' / 'summary.json').read_text())
+    tiny = PROTOCOLS['tiny']
+    assert (summary['protocol'], summary['prompt_hash']) == ('tiny', prompt_hash(tiny))
     assert summary['method'] == 'sft' and summary['rows'] > 5 and 0 <= summary['final_em'] <= 1 and len(
         summary['losses']) > 0
     model, tokenizer = load_model(str(tmp_path / 'run' / 'model'))

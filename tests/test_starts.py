@@ -329,14 +329,14 @@ def test_what_takes_long_says_how_far_it_is(tmp_path, monkeypatch):
 
 
 def test_a_fine_tuning_tells_its_loss():
-    from credit_rl.sft import _losses_told
+    from credit_rl.sft import _loss_callback
     lines, state = [], SimpleNamespace(global_step=1, max_steps=9)
-    told = _losses_told(lines.append)
-    told.on_log(None, state, None, logs={'loss': 2.})
+    callback = _loss_callback(lines.append)
+    callback.on_log(None, state, None, logs={'loss': 2.})
     state.global_step = 2
-    told.on_log(None, state, None, logs={'loss': 1.})
-    told.last -= 30
-    told.on_log(None, state, None, logs={'loss': .5})
+    callback.on_log(None, state, None, logs={'loss': 1.})
+    callback.last -= 30
+    callback.on_log(None, state, None, logs={'loss': .5})
     assert lines == ['update 1 of 9, loss 2.000', 'update 2 of 9, loss 0.500']
 
 

@@ -24,8 +24,10 @@ import yaml
 from credit_rl import prepare as preparing, stage as staging, train as training
 from credit_rl.diagnostics import before_after, training_curves
 from credit_rl.estimate import read_sizes
+from credit_rl.layout import pack
 from credit_rl.learner import saved_policy
-from credit_rl.methods import extra_passes
+from credit_rl.methods import extra_passes, get_method
+from credit_rl.parts import Batch, Credit, Seen, bind
 from credit_rl.retrieval import SearchServer
 from credit_rl.runlog import RunLog, latest_checkpoint, named_checkpoint, read_metrics, read_turns, same_metrics
 from credit_rl.train import main, train
@@ -819,6 +821,46 @@ def test_kept_rollouts_tell_of_their_turns_and_states(tmp_path):
     other, rows = quiet(tmp_path / 'grpo', method='grpo')
     assert 'seconds_teacher' not in read_metrics(other)
     assert all('belief' not in row and 'values' not in row and not any(row['turn_rewards']) for row in rows)
+
+
+def test_a_kept_potential_is_the_one_that_is_paid():
+    "Two golds at -1 and -3 nats: TIPS with the mean pays the steps of -2, not of their log-sum, -0.873."
+    group = example_group()
+    layout = pack([group])
+    n, k = layout.turn_mask.shape
+    golds = torch.tensor([-1., -3.]).expand(n, k + 1, 2)
+    seen = Seen(teacher_logp=golds, teacher_tokens=torch.ones(n, k + 1, 2, dtype=torch.long))
+    for reduce, phi in (('mean', -2.), ('logsumexp', -.8730720)):
+        method = bind(get_method('tips'), {'alpha': .5, 'reduce': reduce})
+        rewards = method.model_rewards({'turns': torch.zeros(n, k), 'outcome': torch.zeros(n)}, layout, seen)
+        kept, credit = [], Credit(layout.trained.float())
+        run = SimpleNamespace(method=method, config=SimpleNamespace(log_rollouts=1),
+                              log=SimpleNamespace(turns=lambda step, rows: kept.extend(rows)))
+        training._keep_rollouts(run, 1, Batch([group], {}, layout, torch.arange(n), rewards, seen, credit))
+        assert len(kept) == n
+        for row in kept:
+            assert row['potential'] == pytest.approx([phi] * len(row['potential']))
+            assert row['turn_rewards'][-1] == pytest.approx(-.5 * row['potential'][-2])       # what is left at the end
+
+
+# of each kind of rule: groups, turns, critics of tokens and of turns
+@pytest.mark.parametrize('method', ['grpo', 'igpo', 'tspo', 'vspo', 'ppo', 'tips', 'turn-ppo', 'mt-grpo*'])
+def test_tokens_with_credit_of_every_step(tmp_path, method):
+    "Those of the turns whose advantage is not 0, once in each of two epochs; nothing is counted before the first step."
+    run, rows = quiet(tmp_path / 'run', method=method, epochs=2, questions_per_step=4)
+    table = read_metrics(run).set_index('step')
+    expected = 2 * sum(len(turn.action_ids) for t, row in zip(played(rows), rows)
+                       for turn, a in zip(t.turns, row['advantages']) if a)
+    assert table.trained_tokens[1] == expected > 0 and math.isnan(table.trained_tokens[0])
+
+
+def test_a_trajectory_of_weight_0_is_not_trained_on():
+    layout = pack([example_group()])
+    whole = Credit(layout.trained.float())
+    part = Credit(layout.trained.float(), trajectory_weight=torch.tensor([1., 0., .5]))
+    tokens = torch.zeros(3).long().index_add(0, layout.row_trajectory, layout.trained.sum(1))
+    assert training.credited_tokens(whole, layout) == int(tokens.sum())
+    assert training.credited_tokens(part, layout) == int(tokens[0] + tokens[2])
 
 
 def by_hand(rows):

@@ -14,7 +14,9 @@ from credit_rl.methods import compose, get_method
 from credit_rl.outcome import outcome_rewards
 from credit_rl.parts import assign, bind, part_metrics
 from credit_rl.potentials import bridge, shaping_rewards
+from credit_rl.protocol import prompt_hash
 from credit_rl.runlog import METRICS
+from credit_rl.train import train
 from credit_rl.trajectory import Group, Question, Result, Stop, Trajectory, Turn, example_group
 from credit_rl.turn_rewards import (judge_prompt, judge_rewards, parse_ratings, place_rewards, rating_scores,
                                     rule_rewards, rule_turn_rewards, tool_segments)
@@ -528,10 +530,29 @@ def test_a_judge_is_told_what_a_file_says(tmp_path, spelling, needs):
     method = bind(compose(spelling), options)
     method.text_rewards([answered()])
     assert asked and all('Be strict.' in str(prompt) for prompt in asked)
-    path.write_text('Be strict. {other}')
-    with pytest.raises(ValueError, match='must have the placeholders'): bind(compose(spelling), options)
+    for other in ('{other}', '{Gold}', '{ref2}'):
+        path.write_text(f'Be strict. {needs} {other}')
+        with pytest.raises(ValueError, match=f'must have the placeholders .*, got .*{other}'):
+            bind(compose(spelling), options)
+    path.write_text(rf'Be strict. {needs} Put it into \boxed{{answer}}, as {{"a": 1}}.')          # no placeholders
+    bind(compose(spelling), options)
     with pytest.raises(ValueError, match='cannot be read'):
         bind(compose(spelling), {**options, 'judge_prompt': str(tmp_path / 'no.txt')})
+
+
+def test_a_run_that_asks_a_judge_keeps_the_hash_of_its_words(root, tmp_path):
+    "A stub grades every pair it is shown; what a run read by stands in its summary, beside the model's prompt."
+    grades = lambda prompt, attempt: f'ratings_by_pair={[[2, 1, 0]] * prompt.count("<tool_response>")}'
+    (tmp_path / 'words.txt').write_text('Grade {pairs} for {question}.')
+    with Stub(grades) as stub:
+        judge = {'base_url': f'http://127.0.0.1:{stub.server.server_port}/v1', 'model': 'stub'}
+        run = train(dict(method='outcome+judge/calls', options={'judge': judge, 'judge_prompt': str(
+            tmp_path / 'words.txt')}, model=str(root / 'data' / 'tiny_base'), run=str(tmp_path / 'run'), steps=1,
+            questions_per_step=2, group_size=3, questions=20, dev_questions=2, test_questions=2, max_turns=3,
+            turn_tokens=12, world={'size': 200}, threads=1), say=lambda line: None)
+    summary = json.loads((run / 'summary.json').read_text())
+    assert summary['judge_prompt_hashes'] == {'judge': prompt_hash('Grade {pairs} for {question}.')}
+    assert len(stub.requests) > 1 and all('Grade Pair 1' in r['messages'][0]['content'] for r in stub.requests[1:])
 
 
 def answered():

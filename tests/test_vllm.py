@@ -17,7 +17,7 @@ from dataclasses import replace
 import pytest
 import torch
 import yaml
-from papermilled import papermill, shown
+from papermilled import commands_of, papermill, printed, shown, typed
 
 from credit_rl.engine import HFEngine, Sampling, seed_of
 from credit_rl.export import export_run
@@ -528,17 +528,20 @@ def test_two_ranks_with_a_vllm_each_do_what_the_notebook_does(root, tmp_path):
 
 
 def test_a_papers_file_acts_by_vllm(root, tmp_path):
-    """IGPO's file in the tiny world, its learner and stage, on one rank with a vLLM in a process of its own that stays
-    awake, as it must without a GPU."""
-    run = start(root, tmp_path / 'run', '--params', str(root / 'runs' / 'params' / 'igpo_qwen2.5_7b.yaml'), data='tiny',
-                corpus=None, protocol='tiny', max_tokens=192, passages=1, dtype='float32', ranks=1, steps=2,
-                correction='truncated', learning_rate=1e-3, kl=.001)
-    said = run.communicate()[0]
-    assert run.returncode == 0, said[-4000:]
-    params = yaml.safe_load((tmp_path / 'run' / 'params.yaml').read_text())
+    """IGPO's file by the command in its head, in the tiny world: its learner and stage, on two ranks, each with a vLLM
+    in a process of its own that stays awake, as it must without a GPU."""
+    (tmp_path / 'runs').mkdir()
+    for folder in ('nbs', 'runs/params'): (tmp_path / folder).symlink_to(root / folder)
+    (words,) = commands_of('igpo_qwen2.5_7b')
+    small = dict(TINY, model=str(root / 'data' / 'tiny_base'), data='tiny', corpus=None, protocol='tiny',
+                 prompt_tokens=64, response_tokens=128, max_tokens=192, passages=1, dtype='float32', ranks=2, steps=2,
+                 correction='truncated', learning_rate=1e-3, kl=.001)
+    notebook, run = typed(words, small, tmp_path), tmp_path / 'runs' / 'igpo_qwen2.5_7b'
+    params = yaml.safe_load((run / 'params.yaml').read_text())
     assert params.items() >= dict(method='igpo', learner='deepspeed', stage=3, engine='vllm', answer_stop='last',
-                                  malformed='end', average='sequence-mean-token-mean', ranks=1).items()
-    agrees(tmp_path / 'run', 2)
+                                  malformed='end', average='sequence-mean-token-mean', ranks=2).items()
+    agrees(run, 2)
+    assert printed(notebook).count('2 ranks: ') == 1 and printed(notebook).count('step 2/2') == 1
 
 
 def test_an_evaluation_is_the_other_engines(root, tmp_path):
