@@ -72,6 +72,8 @@ def refusal(
         return f'{loss} {objective.whole}, so {rule.name} would do nothing; take a loss with a ratio for each token'
 
 # %% ../nbs/60_methods.ipynb #c037
+_USUAL = 'group', 'all', 'ppo'   # rule, sampling and loss that a spelling leaves out
+
 def _find(table, kind, name):
     "A part by its name. Raises ValueError naming the nearest one."
     if name not in table: raise ValueError(f'there is no {kind} {name!r}{nearest(name, table)}')
@@ -85,7 +87,7 @@ def compose(
     row = Row(row, row, None) if isinstance(row, str) else row
     first, *rest = row.spelling.split('/')
     if len(rest) > 3: raise ValueError(f'parts are written rewards/rule/sampling/loss, got {row.spelling!r}')
-    names = [*rest, *('group', 'all', 'ppo')[len(rest):]]
+    names = [*rest, *_USUAL[len(rest):]]
     earned = tuple(_find(REWARDS, 'reward', name) for name in first.split('+'))
     tables, kinds = (RULES, SAMPLINGS, LOSSES), ('rule', 'sampling', 'loss')
     rule, sampling, objective = map(_find, tables, kinds, names)
@@ -136,7 +138,7 @@ def method_table(
     lines = ['| method | what earns, what it is compared with | paper | sees | extra forwards | average | differs |',
              '|---|---|---|---|---|---|---|']
     for m in METHODS.values() if methods is None else methods:
-        usual = [m.sampling] * (not m.sampling.selects) + [m.objective] * (m.objective == LOSSES['ppo'])
+        usual = [m.sampling] * (not m.sampling.selects) + [m.objective] * (m.objective == LOSSES[_USUAL[-1]])
         formulas = [f'${p.equation}$' for p in m.parts if p not in usual]
         plays = m.asks([]).plays
         costs = [f'{n} {k}' for k, n in extra_passes(m).items()]

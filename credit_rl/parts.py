@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['RIGHT', 'Seen', 'Credit', 'Loss', 'to_tokens', 'Keeps', 'Part', 'Reward', 'Rule', 'Sampling', 'Objective',
-           'total_rewards', 'rewards_on_last', 'every_turn', 'first_tokens', 'turn_starts', 'Row', 'option_names',
-           'Facts', 'Asks', 'Method', 'bind', 'begin', 'at', 'move', 'part_metrics', 'Batch', 'assign']
+           'total_rewards', 'rewards_on_last', 'every_turn', 'first_tokens', 'start_values', 'turn_starts', 'Row',
+           'option_names', 'Facts', 'Asks', 'Method', 'bind', 'begin', 'at', 'move', 'part_metrics', 'Batch', 'assign']
 
 # %% ../nbs/29_parts.ipynb #c002
 from collections import Counter
@@ -181,18 +181,26 @@ def first_tokens(
     "Mark the first token of every turn: (R, T) bool."
     return (token_turns >= 0) & (token_turns != torch.nn.functional.pad(token_turns[:, :-1], (1, 0), value=-1))
 
+def start_values(
+    values,  # (R, T) value before each token
+    layout,  # Layout of N trajectories
+):
+    "Pick the values before the first token of every turn: (N, K), NaN where there is none."
+    row, position = first_tokens(layout.token_turns).nonzero(as_tuple=True)
+    cell = layout.row_trajectory[row], layout.token_turns[row, position]
+    return values.new_full(layout.turn_mask.shape, torch.nan).index_put(cell, values[row, position])
+
 def turn_starts(
     values,  # (R, T) value before each token
     layout,  # Layout of N trajectories
 ):
-    """Pick the values before the first token of every turn: (N, K), NaN where there is no turn.
-    Raises ValueError where turns and stretches of trained tokens do not match."""
+    "The same where every turn has one stretch of trained tokens: (N, K). Raises ValueError where one has not."
     row, position = first_tokens(layout.token_turns).nonzero(as_tuple=True)
     cell = layout.row_trajectory[row], layout.token_turns[row, position]
     found = torch.zeros_like(layout.turn_mask, dtype=torch.long)
     if (found.index_put(cell, torch.ones_like(row), accumulate=True) != layout.turn_mask).any():
         raise ValueError('every turn of turn_mask must have one stretch of trained tokens')
-    return values.new_full(layout.turn_mask.shape, torch.nan).index_put(cell, values[row, position])
+    return start_values(values, layout)
 
 # %% ../nbs/29_parts.ipynb #c016
 @dataclass(frozen=True)

@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['MAY_CHANGE', 'train_step', 'Run', 'run_facts', 'bound_method', 'act', 'Look', 'describe_rollouts', 'process_shares',
-           'tier_rates', 'known_tiers', 'credit_metrics', 'start_values', 'correct_credit', 'kl_from_base',
-           'turn_records', 'credited_tokens', 'collapsed', 'judge_hashes', 'note_params', 'check_same_params',
-           'finished', 'log_lines', 'SilentLog', 'saving', 'begin_run', 'plan_of', 'rank_tflops', 'is_large',
-           'Examiner', 'examine', 'no_gpu', 'train', 'launch_ranks', 'main', 'end_interrupted']
+           'tier_rates', 'known_tiers', 'credit_metrics', 'correct_credit', 'kl_from_base', 'turn_records',
+           'credited_tokens', 'collapsed', 'judge_hashes', 'note_params', 'check_same_params', 'finished', 'log_lines',
+           'SilentLog', 'saving', 'begin_run', 'plan_of', 'rank_tflops', 'is_large', 'Examiner', 'examine', 'no_gpu',
+           'train', 'launch_ranks', 'main', 'end_interrupted']
 
 # %% ../nbs/63_train.ipynb #c002
 import contextlib, copy, dataclasses, json, math, os, re, shutil, sys, time
@@ -33,7 +33,7 @@ from .metrics import benchmark_metric, exact_match
 from .models import find_model
 from .outcome import outcome_rewards
 from .parameters import by_group, make_parser, read_settings
-from .parts import Asks, Facts, Seen, assign, at, begin, bind, first_tokens, move, part_metrics
+from .parts import Asks, Facts, Seen, assign, at, begin, bind, move, part_metrics, start_values
 from .regimes import get_regime
 from .protocol import prompt_hash
 from .rollout import continuations, rollout
@@ -320,15 +320,6 @@ def _explained_outcome(values, outcome, layout):
     came = outcome[:, None].expand_as(expected)
     counted = expected.isfinite() & came.isfinite()
     return explained_variance(expected[counted], came[counted])
-
-def start_values(
-    values,  # (R, T) value before each token
-    layout,  # Layout of N trajectories
-):
-    "The critic's value at the start of every turn: (N, K), NaN where there is none."
-    row, position = first_tokens(layout.token_turns).nonzero(as_tuple=True)
-    cell = layout.row_trajectory[row], layout.token_turns[row, position]
-    return values.new_full(layout.turn_mask.shape, torch.nan).index_put(cell, values[row, position])
 
 # %% ../nbs/63_train.ipynb #c049
 def correct_credit(

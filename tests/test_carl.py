@@ -27,7 +27,7 @@ from credit_rl.tools import PythonTool, SearchTool
 from credit_rl import prepare as preparing, stage as staging, train as training
 from credit_rl import competence
 from credit_rl.competence import examine_run, examined
-from credit_rl.critics import at_states, first_tokens, segment_starts
+from credit_rl.critics import at_states, segment_starts
 from credit_rl.engine import ScriptedEngine
 from credit_rl.layout import pack, token_logps
 from credit_rl.diagnostics import competence_table, hop_table
