@@ -560,11 +560,11 @@ def _parser():
     add, cores = parser.add_argument, os.cpu_count() or 1
     add('--methods', nargs='+', default=[m for m in METHODS if m != 'mt-grpo'],
         help='rows of the table of methods (all but mt-grpo, whose games have two turns)')
-    add('--seeds', nargs='+', type=int, default=[1, 2, 3], help='(1 2 3)')
-    add('--out', default='runs/compare', type=Path, help='folder of the comparison (runs/compare)')
+    add('--seeds', nargs='+', type=int, default=[1, 2, 3], help='of worlds, bases and samples')
+    add('--out', default='runs/compare', type=Path, help='folder of the comparison')
     add('--workers', type=int, default=1 if torch.cuda.is_available() else cores,
         help='runs at a time (one for each core; 1 where there is a GPU, which they would share)')
-    add('--baseline', help='method that the others are compared with (grpo, or the first)')
+    add('--baseline', help='method that the others are compared with; grpo, or the first, unless it is said')
     add('--replay', type=int, metavar='STEPS', help='make nothing; run the first steps of a finished run of each '
         'method in OUT again and say whether they agree')
     add('--notebook', default='nbs/90_train.ipynb', help='notebook that makes a run')

@@ -13,7 +13,7 @@ from .engine import HFEngine, seed_of
 from .evaluate import evaluate
 from .launch import Progress
 from .layout import pack
-from .options import check_settings, options_in, setting
+from .options import check_settings, nearest, options_in, setting
 from .outcome import outcome_rewards
 from .parameters import by_group, from_settings, make_parser, read_settings
 from .protocol import prompt_hash
@@ -170,7 +170,8 @@ def main(arguments=None):
         own = {name.removeprefix('sft.'): settings.pop(name) for name in list(settings) if name.startswith('sft.')}
         known = options_in(Imitation)
         if unknown := [n for n in own if n not in known]:
-            raise ValueError(f"no setting 'sft.{unknown[0]}'; there are {', '.join(f'sft.{n}' for n in known)}")
+            wrong = f'sft.{unknown[0]}'
+            raise ValueError(f'no setting {wrong!r}{nearest(wrong, [f"sft.{n}" for n in known])}')
         rejection_sft(settings, from_settings(Imitation, own))
     except (ValueError, OSError, TypeError) as e: sys.exit(f'credit_rl.sft: {e}')
     except KeyboardInterrupt:

@@ -37,7 +37,7 @@ def test_the_command_leaves_a_model_that_loads(tmp_path, root, monkeypatch):
 @pytest.mark.parametrize(
     'given, message',
     [
-        ('sft.questons=9', "no setting 'sft.questons'; there are sft.questions, sft.attempts"),
+        ('sft.questons=9', "no setting 'sft.questons'; did you mean 'sft.questions'?"),
         ('dry_run=true', 'dry_run is for training by reinforcement'),
     ],
 )
