@@ -58,11 +58,9 @@ class Ranks:
 # %% ../nbs/03_launch.ipynb #c008
 _CALLER = 'CREDIT_RL_CALLER'   # environment variable: process id of the one that asked for the run
 
-_LAUNCHED = {'RANK', 'WORLD_SIZE'} <= os.environ.keys()   # asked once: a run on one rank lets accelerate set them later
-
 def is_rank():
     "Tell whether a launcher started this process as one of several ranks."
-    return _LAUNCHED
+    return 'RANK' in os.environ and 'WORLD_SIZE' in os.environ
 
 def join_ranks(count):
     """Meet the other ranks of a launched run: `Ranks`. Raises ValueError where the launcher started another number

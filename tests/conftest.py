@@ -61,7 +61,7 @@ def read_durations():
 def group_of(item, fixtures, seconds):
     """Which tests a worker takes together: those of a file, for they share what its fixtures set up; a long one that
     shares nothing is a group of its own."""
-    shares = any(d.scope != 'function' and d.baseid.endswith(item.path.name) for d in fixtures)
+    shares = any(d.scope != 'function' and inspect.getfile(d.func) == str(item.path) for d in fixtures)
     alone = not shares and seconds.get(item.nodeid, 0) >= LONG
     return item.nodeid if alone else item.path.name
 

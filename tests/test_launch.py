@@ -253,10 +253,13 @@ def test_progress_is_passed_on_and_everything_is_kept(sittings):
     assert (latest_checkpoint(last.folder)[1] / 'deepspeed').is_dir()
 
 
-def test_a_second_run_in_a_process_is_no_rank(monkeypatch):
-    "A run on one rank leaves RANK in the environment: accelerate sets it."
-    for name in ('RANK', 'WORLD_SIZE'): monkeypatch.setenv(name, '1')
-    assert not is_rank()
+def test_a_run_on_one_rank_leaves_no_launchers_words_behind(runs):
+    "Or what comes next in this process, and what it starts, would take itself for a rank: accelerate reads LOCAL_RANK."
+    from accelerate import PartialState
+    runs('one rank, stage 2')
+    PartialState._reset_state()
+    PartialState(cpu=True)
+    assert not is_rank() and not {'LOCAL_RANK', 'RANK', 'MASTER_PORT'} & os.environ.keys()
 
 
 @pytest.mark.parametrize('kind', ['plain', 'one rank, stage 2', 'two ranks, stage 2', 'two ranks, stage 3', *TEACHERS])

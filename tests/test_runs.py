@@ -2,8 +2,6 @@
 shown again without doing it again."""
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest

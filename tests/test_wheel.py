@@ -2,7 +2,6 @@
 import re
 import shutil
 import subprocess
-import sys
 import venv
 from configparser import ConfigParser
 from importlib.metadata import distribution
