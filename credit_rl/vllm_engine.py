@@ -12,6 +12,7 @@ import contextlib, importlib.util, os, random, signal, sys, tempfile, threading,
 from dataclasses import dataclass, field, fields
 import torch
 from .engine import Finished, Sampling, check_request, end_ids, continue_prompts, stop_tokens
+from .launch import LAUNCHER
 
 # %% ../nbs/21_vllm_engine.ipynb #c010
 def check_sampling(sampling):  # Sampling
@@ -233,10 +234,6 @@ def make_transfer(
     return _native(name, address)
 
 # %% ../nbs/21_vllm_engine.ipynb #c030
-# of the learner's ranks, no matter of vLLM's
-_LAUNCHER = ('RANK', 'WORLD_SIZE', 'LOCAL_RANK', 'LOCAL_WORLD_SIZE', 'GROUP_RANK', 'ROLE_RANK', 'MASTER_ADDR',
-             'MASTER_PORT')
-
 def _set_environment(values):
     "Set environment variables, {name: value}; None takes one out."
     for name, value in values.items():
@@ -422,7 +419,7 @@ def start_vllm(folder, arguments, own_process, devices=None):
         for name, value in (('VLLM_CPU_KVCACHE_SPACE', '1'), ('VLLM_CPU_OMP_THREADS_BIND', 'nobind')):
             os.environ.setdefault(name, value)
     own = {'worker_extension_cls': f'{_Tied.__module__}.{_Tied.__name__}'} if own_process else {}
-    around = {'VLLM_ENABLE_V1_MULTIPROCESSING': str(int(own_process)), **dict.fromkeys(_LAUNCHER)}
+    around = {'VLLM_ENABLE_V1_MULTIPROCESSING': str(int(own_process)), **dict.fromkeys(LAUNCHER)}
     if devices: around['CUDA_VISIBLE_DEVICES'] = visible_devices(devices, os.environ.get('CUDA_VISIBLE_DEVICES'))
     with _undisturbed(around):
         config = EngineArgs(model=str(folder), skip_tokenizer_init=True, generation_config='vllm',

@@ -12,6 +12,7 @@ import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -253,13 +254,17 @@ def test_progress_is_passed_on_and_everything_is_kept(sittings):
     assert (latest_checkpoint(last.folder)[1] / 'deepspeed').is_dir()
 
 
-def test_a_run_on_one_rank_leaves_no_launchers_words_behind(runs):
-    "Or what comes next in this process, and what it starts, would take itself for a rank: accelerate reads LOCAL_RANK."
+def test_a_run_on_one_rank_makes_no_rank_of_what_comes_next(runs):
+    "DeepSpeed wants LOCAL_RANK, by which accelerate sets RANK: that makes a rank of nothing, of no child either."
     from accelerate import PartialState
     runs('one rank, stage 2')
-    PartialState._reset_state()
-    PartialState(cpu=True)
-    assert not is_rank() and not {'LOCAL_RANK', 'RANK', 'MASTER_PORT'} & os.environ.keys()
+    with mock.patch.dict(os.environ):                        # put back afterwards
+        PartialState._reset_state()
+        PartialState(cpu=True)
+        PartialState._reset_state()
+        assert 'RANK' in os.environ and not is_rank()
+        code = 'from credit_rl.launch import is_rank; print(is_rank())'
+        assert subprocess.check_output([sys.executable, '-c', code], text=True) == 'False\n'
 
 
 @pytest.mark.parametrize('kind', ['plain', 'one rank, stage 2', 'two ranks, stage 2', 'two ranks, stage 3', *TEACHERS])
