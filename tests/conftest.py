@@ -15,7 +15,6 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 DURATIONS = ROOT / 'tests' / 'durations.json'   # test → seconds of CPU time, of those that take one at least
-LONG = 5                                        # seconds from which on a test may be a group of its own
 BOUND = 540                                     # seconds for a process that a test starts, less than for the test
 
 
@@ -58,31 +57,20 @@ def read_durations():
     return json.loads(DURATIONS.read_text(encoding='utf-8')) if DURATIONS.exists() else {}
 
 
-def group_of(item, fixtures, seconds):
-    """Which tests a worker takes together: those of a file, for they share what its fixtures set up; a long one that
-    shares nothing is a group of its own."""
-    shares = any(d.scope != 'function' and inspect.getfile(d.func) == str(item.path) for d in fixtures)
-    alone = not shares and seconds.get(item.nodeid, 0) >= LONG
-    return item.nodeid if alone else item.path.name
-
-
-@pytest.hookimpl(tryfirst=True)             # before xdist writes the groups into the names
 def pytest_collection_modifyitems(config, items):
-    """Mark what starts processes; leave out what `--below` excludes; on several workers, take the longest groups
+    """Mark what starts processes; leave out what `--below` excludes; on several workers, take the longest files
     first, so that all end together."""
-    seconds, groups, group = read_durations(), Counter(), {}
+    seconds, files = read_durations(), Counter()
     for item in items:
-        fixtures = [d for defs in item._fixtureinfo.name2fixturedefs.values() for d in defs]
-        if starts_processes(item.function, *(d.func for d in fixtures)): item.add_marker('process')
-        group[item] = group_of(item, fixtures, seconds)
-        item.add_marker(pytest.mark.xdist_group(group[item]))
+        fixtures = [d.func for defs in item._fixtureinfo.name2fixturedefs.values() for d in defs]
+        if starts_processes(item.function, *fixtures): item.add_marker('process')
     most = config.getoption('below')
     if most is not None:
         long = [item for item in items if seconds.get(item.nodeid, 0) > most]
         config.hook.pytest_deselected(items=long)
         items[:] = [item for item in items if item not in long]
-    for item in items: groups[group[item]] += seconds.get(item.nodeid, 0)
-    if hasattr(config, 'workerinput'): items.sort(key=lambda item: (-groups[group[item]], group[item]))
+    for item in items: files[item.path] += seconds.get(item.nodeid, 0)
+    if hasattr(config, 'workerinput'): items.sort(key=lambda item: -files[item.path])
 
 
 def cpu_seconds():
@@ -108,7 +96,7 @@ def pytest_runtest_makereport():
 
 
 def pytest_runtest_logreport(report):
-    TOOK[report.nodeid.partition('@')[0]] += report.cpu    # xdist writes the group behind the name
+    TOOK[report.nodeid] += report.cpu
 
 
 def pytest_sessionfinish(session):
