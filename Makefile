@@ -144,7 +144,7 @@ tree = find nbs credit_rl -type f ! -name _modidx.py ! -path '*/__pycache__/*' !
 quick: $(VENV)/.ok-test
 	@$(PY) tests/quick.py $(QUICK)
 
-# Tests of one file share what they set up, so a worker takes whole files, the longest first (tests/conftest.py).
+# A worker takes the tests of a file, or a long one that shares nothing with them, the longest first (tests/conftest.py).
 test: export OMP_NUM_THREADS := 1
 test: $(VENV)/.ok-test
 	@$(tree) > $(VENV)/tree-before
@@ -153,7 +153,7 @@ test: $(VENV)/.ok-test
 	@echo '== notebooks'
 	@$(VENV)/bin/nbdev_test --path nbs --file_re '$(LIBRARY)' --n_workers $(WORKERS)
 	@echo '== tests/'
-	@$(PY) -m pytest tests -n $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart 1 -ra --durations 20 $(RECORD)
+	@$(PY) -m pytest tests -n $(WORKERS) --dist loadscope --no-loadscope-reorder --max-worker-restart 1 -ra --durations 20 $(RECORD)
 	@$(tree) > $(VENV)/tree-after
 	@diff $(VENV)/tree-before $(VENV)/tree-after \
 	    || { echo 'The files above differ from what was checked out: modules are stale (make export, then commit),'; \

@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-DURATIONS = ROOT / 'tests' / 'durations.json'   # test → seconds of CPU time, of those that take one at least
+DURATIONS = ROOT / 'tests' / 'durations.json'   # test → [seconds of CPU time, of those that take one at least; alone]
+LONG = 5                                        # seconds from which on a test may go to another worker than its file
 BOUND = 540                                     # seconds for a process that a test starts, less than for the test
 
 
@@ -57,10 +58,32 @@ def read_durations():
     return json.loads(DURATIONS.read_text(encoding='utf-8')) if DURATIONS.exists() else {}
 
 
+def is_alone(item):
+    "Whether a test shares with no other of its file what a fixture sets up."
+    found = [d for defs in item._fixtureinfo.name2fixturedefs.values() for d in defs]
+    return not any(d.scope != 'function' and item.nodeid.startswith(f'{d.baseid}::') for d in found)
+
+
+def unit_of(nodeid, recorded):
+    "What a worker takes at once: a long test that can go alone, or what is left of its file."
+    seconds, alone = recorded.get(nodeid, (0, False))
+    return nodeid if alone and seconds >= LONG else nodeid.split('::')[0]
+
+
+def pytest_xdist_make_scheduler(config, log):
+    "Deals out units of tests in the order in which `pytest_collection_modifyitems` of the workers puts them."
+    from xdist.scheduler import LoadScopeScheduling
+    class Units(LoadScopeScheduling):
+        recorded = read_durations()
+        def _split_scope(self, nodeid): return unit_of(nodeid, self.recorded)
+    return Units(config, log)
+
+
 def pytest_collection_modifyitems(config, items):
-    """Mark what starts processes; leave out what `--below` excludes; on several workers, take the longest files
+    """Mark what starts processes; leave out what `--below` excludes; on several workers, take the longest units
     first, so that all end together."""
-    seconds, files = read_durations(), Counter()
+    recorded, units = read_durations(), Counter()
+    seconds = {name: took for name, (took, _) in recorded.items()}
     for item in items:
         fixtures = [d.func for defs in item._fixtureinfo.name2fixturedefs.values() for d in defs]
         if starts_processes(item.function, *fixtures): item.add_marker('process')
@@ -69,8 +92,9 @@ def pytest_collection_modifyitems(config, items):
         long = [item for item in items if seconds.get(item.nodeid, 0) > most]
         config.hook.pytest_deselected(items=long)
         items[:] = [item for item in items if item not in long]
-    for item in items: files[item.path] += seconds.get(item.nodeid, 0)
-    if hasattr(config, 'workerinput'): items.sort(key=lambda item: -files[item.path])
+    unit = {item: unit_of(item.nodeid, recorded) for item in items}
+    for item in items: units[unit[item]] += seconds.get(item.nodeid, 0)
+    if hasattr(config, 'workerinput'): items.sort(key=lambda item: -units[unit[item]])
 
 
 def cpu_seconds():
@@ -78,7 +102,7 @@ def cpu_seconds():
     return sum(os.times()[:4])
 
 
-BEFORE, TOOK = [0.], Counter()
+BEFORE, TOOK, ALONE = [0.], Counter(), set()
 
 
 @pytest.hookimpl(wrapper=True)
@@ -88,15 +112,17 @@ def pytest_runtest_protocol():
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport():
-    "A report of setup, call or teardown tells what was used since the one before."
+def pytest_runtest_makereport(item):
+    "A report of setup, call or teardown tells what was used since the one before, and whether its test is alone."
     report, now = (yield), cpu_seconds()
     report.cpu, BEFORE[0] = now - BEFORE[0], now
+    report.alone = is_alone(item)
     return report
 
 
 def pytest_runtest_logreport(report):
     TOOK[report.nodeid] += report.cpu
+    if report.alone: ALONE.add(report.nodeid)
 
 
 def pytest_sessionfinish(session):
@@ -104,8 +130,9 @@ def pytest_sessionfinish(session):
     if session.config.getoption('record') and not hasattr(session.config, 'workerinput'):
         files = {name.split('::')[0] for name in TOOK}
         kept = {name: took for name, took in read_durations().items() if name.split('::')[0] not in files}
-        now = {name: round(took, 1) for name, took in TOOK.items() if took >= 1}
-        DURATIONS.write_text(json.dumps(dict(sorted({**kept, **now}.items())), indent=0) + '\n', encoding='utf-8')
+        now = {name: [round(took, 1), name in ALONE] for name, took in TOOK.items() if took >= 1}
+        lines = ',\n'.join(f'{json.dumps(name)}: {json.dumps(it)}' for name, it in sorted({**kept, **now}.items()))
+        DURATIONS.write_text(f'{{\n{lines}\n}}\n', encoding='utf-8')
 
 
 # ---- fixtures ----

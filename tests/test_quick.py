@@ -1,4 +1,6 @@
-"""What `make quick` chooses."""
+"""What `make quick` chooses, and what the workers of `make test` take at once."""
+import conftest
+import pytest
 import quick
 
 
@@ -22,3 +24,22 @@ def test_a_change_is_looked_at_where_its_module_is_imported():
 def test_a_helper_of_tests_brings_those_that_import_it():
     notebooks, files = quick.chosen(set(), {'hub'})
     assert not notebooks and {'test_datasets', 'test_evaluate'} <= stems(files)
+
+
+@pytest.fixture(scope='module')
+def shared():
+    return 'set up once'
+
+
+def test_what_shares_a_fixture_stays_with_its_file(request, shared):
+    assert not conftest.is_alone(request.node)
+
+
+def test_what_shares_nothing_may_go_alone(request, root, tmp_path):
+    assert conftest.is_alone(request.node)
+
+
+def test_long_tests_that_share_nothing_are_units_of_their_own():
+    recorded = {'a.py::long': (60., True), 'a.py::shares': (60., False), 'a.py::short': (2., True)}
+    units = {name: conftest.unit_of(name, recorded) for name in [*recorded, 'a.py::new']}
+    assert units == {'a.py::long': 'a.py::long', 'a.py::shares': 'a.py', 'a.py::short': 'a.py', 'a.py::new': 'a.py'}
