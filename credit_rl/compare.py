@@ -13,7 +13,8 @@ from pathlib import Path
 from .diagnostics import method_colour, method_colours
 from .jobs import Job, last_words, run_jobs, status_table
 from .parameters import by_group, enter_project, make_parser, read_settings
-from .runlog import METRICS, changed_modules, code_hashes, read_metrics, read_params, read_summary, write_json
+from .runlog import (METRICS, changed_modules, code_hashes, metrics_file, read_metrics, read_params,
+                              read_summary, write_json)
 
 # %% ../nbs/74_compare.ipynb #c008
 def find_runs(folders):  # a run folder, a folder of run folders, or a list of run folders
@@ -59,7 +60,7 @@ def load_runs(folders):  # as in find_runs
             raise ValueError(f'{folder} and {seen[who]} are both {who[0]} with seed {who[1]}; give one of them, or '
                              'their difference has no meaning')
         seen[who] = folder
-        if not (folder/'metrics.jsonl').exists(): continue
+        if not metrics_file(folder): continue
         table = read_metrics(folder)
         if table.empty: continue
         rollouts = table.trajectories.fillna(0).cumsum() if 'trajectories' in table else 0
@@ -219,7 +220,7 @@ def dev_area(
 ):
     """Area under a run's development curve, over its steps: the mean over training of what is right, by trapezoids
     between evaluations; NaN with fewer than two, and of a run that logs no steps."""
-    if not (Path(folder)/'metrics.jsonl').exists(): return math.nan       # fine-tuning has no steps of this kind
+    if not metrics_file(folder): return math.nan       # fine-tuning has no steps of this kind
     table = read_metrics(folder)
     of = 'dev_right' if 'dev_right' in table else 'dev_em'
     if of not in table: return math.nan
@@ -594,7 +595,7 @@ def _replay_all(out, steps, say):
     "Replay a finished run of each method. Returns the exit code: 1 if one disagrees, or if there is none."
     first = {}
     for folder in find_runs(out):
-        if read_summary(folder) and (folder/'metrics.jsonl').exists():
+        if read_summary(folder) and metrics_file(folder):
             first.setdefault(run_label(folder, read_params(folder)), folder)
     found = {}
     for name, folder in first.items():

@@ -10,7 +10,7 @@ import os, re, signal, subprocess, threading, time
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from .runlog import read_metrics, read_params
+from .runlog import metrics_file, read_metrics, read_params
 
 # %% ../nbs/73_jobs.ipynb #j005
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ def status_table(jobs,        # list of Job
     for job in jobs:
         state = states.get(job) or ('done' if job.done else 'unfinished' if job.begun else 'to do')
         step, em = '', ''
-        if (job.folder/'metrics.jsonl').exists() and not (table := read_metrics(job.folder)).empty:
+        if metrics_file(job.folder) and not (table := read_metrics(job.folder)).empty:
             params = read_params(job.folder) if (job.folder/'params.yaml').exists() else {}
             step = f'{table.step.iloc[-1]}/{params.get("warm_steps", params.get("steps", "?"))}'
             if 'dev_em' in table: em = f'{table.dev_em.dropna().iloc[-1]:.3f}' if table.dev_em.notna().any() else ''

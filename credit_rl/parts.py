@@ -181,13 +181,17 @@ def first_tokens(
     "Mark the first token of every turn: (R, T) bool."
     return (token_turns >= 0) & (token_turns != torch.nn.functional.pad(token_turns[:, :-1], (1, 0), value=-1))
 
+def _begins(layout):
+    "Where turns begin: row and position of each first token (F,), and its trajectory and turn, a pair of (F,)."
+    row, position = first_tokens(layout.token_turns).nonzero(as_tuple=True)
+    return row, position, (layout.row_trajectory[row], layout.token_turns[row, position])
+
 def start_values(
     values,  # (R, T) value before each token
     layout,  # Layout of N trajectories
 ):
     "Pick the values before the first token of every turn: (N, K), NaN where there is none."
-    row, position = first_tokens(layout.token_turns).nonzero(as_tuple=True)
-    cell = layout.row_trajectory[row], layout.token_turns[row, position]
+    row, position, cell = _begins(layout)
     return values.new_full(layout.turn_mask.shape, torch.nan).index_put(cell, values[row, position])
 
 def turn_starts(
@@ -195,8 +199,7 @@ def turn_starts(
     layout,  # Layout of N trajectories
 ):
     "The same where every turn has one stretch of trained tokens: (N, K). Raises ValueError where one has not."
-    row, position = first_tokens(layout.token_turns).nonzero(as_tuple=True)
-    cell = layout.row_trajectory[row], layout.token_turns[row, position]
+    row, _, cell = _begins(layout)
     found = torch.zeros_like(layout.turn_mask, dtype=torch.long)
     if (found.index_put(cell, torch.ones_like(row), accumulate=True) != layout.turn_mask).any():
         raise ValueError('every turn of turn_mask must have one stretch of trained tokens')

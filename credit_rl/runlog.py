@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['METRICS', 'TRACKERS', 'atomic_write', 'RunFolders', 'atomic_folder', 'check_metrics', 'plain_json', 'write_json',
            'check_folder', 'latest_checkpoint', 'named_checkpoint', 'save_checkpoint', 'check_trackers', 'RunLog',
-           'metrics_by_step', 'read_metrics', 'read_turns', 'read_params', 'read_summary', 'same_metrics',
-           'source_hash', 'imported_modules', 'module_hashes', 'code_hashes', 'changed_modules']
+           'metrics_file', 'metrics_by_step', 'read_metrics', 'read_turns', 'read_params', 'read_summary',
+           'same_metrics', 'source_hash', 'imported_modules', 'module_hashes', 'code_hashes', 'changed_modules']
 
 # %% ../nbs/02_runlog.ipynb #c002
 import ast, contextlib, difflib, functools, gzip, hashlib, importlib.util
@@ -253,7 +253,7 @@ def _lines(path):
     "Yield (end offset, bytes) of each whole line of a file; a missing file has none."
     if not path.exists(): return
     end = 0
-    with open(path, 'rb') as f:
+    with (gzip.open if path.suffix == '.gz' else open)(path, 'rb') as f:
         for line in f:
             if not line.endswith(b'\n'): return
             end += len(line)
@@ -317,6 +317,8 @@ def _run_folder(folder, resume):
     folder = Path(folder)
     check_folder(folder)
     if not resume: _check_empty(folder)
+    if (packed := folder/'metrics.jsonl.gz').exists():
+        raise ValueError(f'{folder} holds a run whose metrics are packed; to go on with it: gunzip {packed}')
     try:
         folder.mkdir(parents=True, exist_ok=True)
         atomic_write(folder/'probe', lambda path: path.write_text('can this folder be written?'))
@@ -557,10 +559,14 @@ class RunLog:
         self._trackers.close()
 
 # %% ../nbs/02_runlog.ipynb #c059
+def metrics_file(folder):  # of a run
+    "Where a run's metrics lie: `metrics.jsonl`, or packed by gzip, `metrics.jsonl.gz`; None where there are none."
+    return next(filter(Path.exists, (Path(folder)/name for name in ('metrics.jsonl', 'metrics.jsonl.gz'))), None)
+
 def metrics_by_step(folder):
     "Metrics of a run: dict step → dict of values. Raises where the folder has none."
-    path = Path(folder)/'metrics.jsonl'
-    if not path.exists():
+    path = metrics_file(folder)
+    if path is None:
         raise FileNotFoundError(f'{folder} holds no metrics.jsonl; wanted the folder of a run, runs/NAME')
     steps = {}
     for _, line in _lines(path):

@@ -8,6 +8,7 @@ __all__ = ['join_deepspeed', 'merged_pieces', 'DeepSpeedBackend']
 # %% ../nbs/53_sharded.ipynb #s002
 import contextlib, os, sys, warnings
 import torch
+from .launch import is_rank
 from .layout import rows_of, take
 from .learner import AdamWByLoss, brought, make_adamw
 from .scoring import answer_batches, collect, takes_tree_mask
@@ -28,7 +29,7 @@ def join_deepspeed(
                          f'{wanted}, or set DS_ACCELERATOR before anything imports DeepSpeed')
     # on a CPU it would be compiled first, for a minute; gloo does without
     sys.modules['deepspeed.comm.torch'].build_shm_op = lambda: None
-    if not torch.distributed.is_initialized() and 'RANK' not in os.environ:
+    if not torch.distributed.is_initialized() and not is_rank():
         os.environ['LOCAL_RANK'] = '0'
         torch.distributed.init_process_group('gloo' if device.type == 'cpu' else 'nccl',
                                              store=torch.distributed.HashStore(), rank=0, world_size=1)
