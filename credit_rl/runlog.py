@@ -10,7 +10,7 @@ __all__ = ['METRICS', 'TRACKERS', 'atomic_write', 'RunFolders', 'atomic_folder',
 
 # %% ../nbs/02_runlog.ipynb #c002
 import ast, contextlib, difflib, functools, gzip, hashlib, importlib.util
-import json, math, numbers, os, re, shutil, time, zlib
+import json, logging, math, numbers, os, re, shutil, sys, time, zlib
 from pathlib import Path
 import yaml
 
@@ -81,6 +81,15 @@ class RunFolders:
 
     @staticmethod
     def pretty_path(path): return path
+
+def _worth_saying(record):
+    """Whether a line of papermill's log helps. It calls every setting unknown that the cell of a notebook's parameters
+    does not list; our notebooks take them all, and refuse what is none."""
+    if not str(record.msg).startswith('Passed unknown parameter'): return True
+    named = [Path(word) for word in sys.argv[1:] if word.endswith('.ipynb') and Path(word).is_file()]
+    return not any('from credit_rl.' in path.read_text(encoding='utf-8') for path in named)
+
+logging.getLogger('papermill').addFilter(_worth_saying)
 
 # %% ../nbs/02_runlog.ipynb #c014
 def _settle(path):

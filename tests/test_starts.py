@@ -3,10 +3,12 @@ start that failed leaves behind."""
 import dataclasses
 import itertools
 import json
+import logging
 import os
 import re
 import shutil
 import socket
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -149,6 +151,18 @@ def test_the_run_notebooks_say_where_their_run_lies(name, tmp_path, monkeypatch)
     notebook = json.loads(text)
     for cell in notebook['cells']: cell.pop('execution_count', None)
     with pytest.raises(ValueError, match='give -p run'): RunFolders.write(json.dumps(notebook), 'runs/x/notebook.ipynb')
+
+
+@pytest.mark.parametrize('ours', [True, False])
+def test_papermill_calls_no_setting_of_ours_unknown(ours, tmp_path, monkeypatch, caplog):
+    "Our notebooks check names by themselves; those of others have only papermill's word."
+    path = tmp_path / 'some.ipynb'
+    path.write_text('from credit_rl.train import train' if ours else 'import json')
+    monkeypatch.setattr(sys, 'argv', ['papermill', str(path), 'runs/x/notebook.ipynb', '-p', 'lr', '1e-5'])
+    log = logging.getLogger('papermill')
+    for line in ('Passed unknown parameter: lr', 'Executing notebook'): log.warning(line)
+    assert [r.getMessage() for r in caplog.records] == (['Passed unknown parameter: lr'] * (not ours)
+                                                         + ['Executing notebook'])
 
 
 # ---- what is said of a run that is over, or goes on ----
