@@ -280,7 +280,7 @@ def progressive(
     return total
 
 # %% ../nbs/34_prs.ipynb #p002
-from .judge import JUDGE_LOGS, judge_counts, judge_text, make_judge
+from .judge import JUDGE_LOGS, check_judge, judge_counts, judge_text, make_judge
 from .options import Option
 from .parts import Reward, Row
 
@@ -290,6 +290,7 @@ def _check_settings(o):
         raise ValueError("the long form of prs asks a judge: give options={'judge': "
                          "{'base_url': 'http://localhost:8000/v1', 'model': 'NAME'}}")
     if o['form'] == 'short' and o['judge']: raise ValueError(_NO_JUDGE)
+    check_judge(o['judge'])
     _words(o)
     tags = tuple(o['tags'])
     if len(tags) != 3 or not all(isinstance(tag, str) and tag for tag in tags):
@@ -310,7 +311,7 @@ PARTS = (
            metrics=lambda rewards, layout, o: judge_counts(make_judge(o['judge'])), logs=JUDGE_LOGS,
            options={'form': Option('short', 'short answers (eq. 13) or long ones that a judge reads (eq. 14)',
                                    choices=('short', 'long')),
-                    'judge': Option(None, 'settings of the judge: base_url, model, …', object),
+                    'judge': Option(None, 'settings of the judge: base_url, model, key_from, …', object),
                     'judge_prompt': Option(None, "text file of the judge's instructions; None: our own words", str),
                     'executed': Option(False, 'a call must also have run'),
                     'smooth': Option(False, 'smoothed BLEU'),

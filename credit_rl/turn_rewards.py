@@ -199,7 +199,7 @@ def judge_rewards(
     return out
 
 # %% ../nbs/35_turn_rewards.ipynb #p002
-from .judge import JUDGE_LOGS, judge_counts, judge_text, make_judge
+from .judge import JUDGE_LOGS, check_judge, judge_counts, judge_text, make_judge
 from .options import Option
 from .parts import Reward, Row
 
@@ -208,6 +208,7 @@ def _needs_judge(o):
     if not o['judge']:
         raise ValueError("the reward judge asks a judge: give options={'judge': "
                          "{'base_url': 'http://localhost:8000/v1', 'model': 'NAME'}}")
+    check_judge(o['judge'])
     _words(o)
 
 def _words(o): return judge_text(o['judge_prompt'], JUDGE_PROMPT, ('question', 'pairs'))
@@ -228,7 +229,7 @@ PARTS = (
            text=lambda groups, o: judge_rewards(groups, make_judge(o['judge']), tuple(o['weights']), _words(o)),
            reach=lambda o: make_judge(o['judge']).check(),
            metrics=lambda rewards, layout, o: judge_counts(make_judge(o['judge'])), logs=JUDGE_LOGS,
-           options={'judge': Option(None, 'settings of the judge: base_url, model, …', object),
+           options={'judge': Option(None, 'settings of the judge: base_url, model, key_from, …', object),
                     'judge_prompt': Option(None, 'text file with {question} and {pairs}; None: our own words', str),
                     'weights': Option((1, 1, 1), 'of correctness, efficiency, clarity', object)}),
     Row('mt-ppo', 'outcome+rules/gae', 'TIPS appendix E.5', '#5a3d2b'))

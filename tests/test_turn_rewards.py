@@ -1,5 +1,5 @@
 """35_turn_rewards: rule rewards, their place among the tokens, and a judge behind an HTTP server on this machine."""
-import dataclasses, http.server, json, math, socket, subprocess, sys, threading
+import dataclasses, gzip, http.server, json, math, socket, subprocess, sys, threading
 from functools import partial
 
 import pytest, torch
@@ -294,7 +294,7 @@ class Stub:
                 message = {'role': 'assistant', 'content': todo if isinstance(todo, str) else None}
                 data = {'id': 'x', 'object': 'chat.completion', 'created': 0, 'model': 'stub',
                         'choices': [{'index': 0, 'message': message, 'finish_reason': 'stop'}]}
-                if isinstance(todo, int): data = {'error': {'message': f'status {status}'}}
+                if isinstance(todo, int): data = {'error': {'message': f'status {status} for {self.headers["Authorization"]}'}}
                 if isinstance(todo, dict): data = todo
                 raw = todo if isinstance(todo, bytes) else json.dumps(data).encode()
                 self.send_response(status)
@@ -553,6 +553,52 @@ def test_a_run_that_asks_a_judge_keeps_the_hash_of_its_words(root, tmp_path):
     summary = json.loads((run / 'summary.json').read_text())
     assert summary['judge_prompt_hashes'] == {'judge': prompt_hash('Grade {pairs} for {question}.')}
     assert len(stub.requests) > 1 and all('Grade Pair 1' in r['messages'][0]['content'] for r in stub.requests[1:])
+
+
+KEY = 'sk-a-key-that-nobody-may-see'
+
+
+def test_a_judges_key_is_sent_and_never_written(root, tmp_path, monkeypatch):
+    "All files of a run's folder are searched, those packed by gzip unpacked."
+    monkeypatch.setenv('JUDGE_KEY', KEY)
+    grades = lambda prompt, attempt: f'ratings_by_pair={[[2, 1, 0]] * prompt.count("<tool_response>")}'
+    with Stub(grades) as stub:
+        judge = {'base_url': f'http://127.0.0.1:{stub.server.server_port}/v1', 'model': 'stub', 'key_from': 'JUDGE_KEY'}
+        lines = []
+        run = train(dict(method='outcome+judge/calls', options={'judge': judge}, model=str(root / 'data' / 'tiny_base'),
+                         run=str(tmp_path / 'run'), steps=1, questions_per_step=2, group_size=3, questions=20,
+                         dev_questions=2, test_questions=2, max_turns=3, turn_tokens=12, world={'size': 200},
+                         threads=1), say=lines.append)
+    assert stub.requests and all(r['key'] == f'Bearer {KEY}' for r in stub.requests)
+    files = [p for p in run.rglob('*') if p.is_file()]
+    written = [gzip.decompress(p.read_bytes()) if p.suffix == '.gz' else p.read_bytes() for p in files]
+    assert {'params.yaml', 'summary.json', 'turns.jsonl.gz'} <= {p.name for p in files}
+    assert b'JUDGE_KEY' in b''.join(written)                       # the search would have found it
+    assert not any(KEY.encode() in text for text in [*written, '\n'.join(lines).encode()])
+
+
+@pytest.mark.parametrize('spelling, options', [('outcome+judge/calls', {}), ('prs', {'form': 'long'})])
+@pytest.mark.parametrize('secret', [{'api_key': KEY}, {'base_url': f'https://me:{KEY}@judge.org/v1'}])
+def test_a_key_among_the_options_is_refused_and_not_repeated(spelling, options, secret):
+    judge = {'base_url': 'http://127.0.0.1:9/v1', 'model': 'stub', **secret}
+    with pytest.raises(ValueError, match="export JUDGE_KEY=.*'key_from': 'JUDGE_KEY'") as refusal:
+        bind(compose(spelling), {'judge': judge, **options})
+    assert KEY not in str(refusal.value)
+
+
+@pytest.mark.parametrize('judge, said', [({'modell': 'x'}, "did you mean 'model'"), ({'model': ''}, "needs 'model'"),
+                                         ({'key_from': 'NO_SUCH_KEY'}, 'export NO_SUCH_KEY'),
+                                         ({'key_from': '/dev/null'}, 'is empty')])
+def test_a_judges_settings_are_checked_at_the_door(judge, said):
+    with pytest.raises(ValueError, match=said):
+        bind(compose('outcome+judge/calls'), {'judge': {'base_url': 'http://h/v1', 'model': 'stub', **judge}})
+
+
+def test_a_server_that_repeats_a_wrong_key_does_not_spread_it():
+    with Stub(lambda prompt, attempt: 401) as stub:
+        judge = stub.judge(api_key=KEY)
+        judge.ask(['x'], upper)
+        assert '401' in judge.last_error and KEY not in judge.last_error
 
 
 def answered():
