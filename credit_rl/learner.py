@@ -5,10 +5,10 @@
 # %% auto #0
 __all__ = ['CRITICS', 'SEES', 'Optimiser', 'deal', 'needed', 'Critic', 'make_critic', 'Scorer', 'parameter_groups', 'AdamWByLoss',
            'make_adamw', 'batch_loss', 'update_tensors', 'check_offload', 'Frozen', 'unadapted', 'brought', 'seeded',
-           'GoldQuery', 'PlainBackend', 'padded_tokens', 'Learner', 'saved_policy', 'saved_critic']
+           'BadStep', 'GoldQuery', 'PlainBackend', 'padded_tokens', 'Learner', 'saved_policy', 'saved_critic']
 
 # %% ../nbs/52_learner.ipynb #c002
-import contextlib, copy, os
+import contextlib, copy, math, os
 from collections import Counter
 from dataclasses import dataclass
 import torch
@@ -37,6 +37,7 @@ class Optimiser:
     backbone_rate: float = None  # of the model that a critic reads with, by the critic's loss; None: critic_rate
     critic_clip: float = None    # apart: norm that the critic's gradient is clipped to; None: clip
     apart: bool = False          # True: the policy's loss and the critic's take a step each, with clips of their own
+    on_bad_step: str = 'stop'    # where a gradient is not finite: 'stop' raises BadStep, 'skip' goes on without it
 
     def __post_init__(self):
         least = (self.minibatches, self.epochs, self.row_tokens)
@@ -333,6 +334,19 @@ def seeded(seed):
         torch.manual_seed(seed)
         yield
 
+# %% ../nbs/52_learner.ipynb #n52bad2
+class BadStep(RuntimeError):
+    "An update that was not taken, since its gradient is not finite. `trajectories`: those of its mini-batch."
+    trajectories = ()
+
+@contextlib.contextmanager
+def _culprits(trajectories):  # (n,) long
+    "Note on a `BadStep` which trajectories made it."
+    try: yield
+    except BadStep as e:
+        e.trajectories = sorted(trajectories.tolist())
+        raise
+
 # %% ../nbs/52_learner.ipynb #n52back2
 @dataclass(frozen=True)
 class GoldQuery:
@@ -373,9 +387,10 @@ class PlainBackend:
         loss.backward()
 
     def update(self, clip):
-        "Clip to a norm, step, forget the gradient. Returns the gradient's norm before clipping."
+        """Clip to a norm, step, forget the gradient. Returns the gradient's norm before clipping; where that is not
+        finite no step is taken."""
         norm = torch.nn.utils.clip_grad_norm_(self.scorer.parameters(), clip)
-        self.adamw.step()
+        if norm.isfinite(): self.adamw.step()
         self.adamw.zero_grad()
         return float(norm)
 
@@ -498,8 +513,8 @@ class Learner:
     def step(self, layout, seen, credit):
         """Update the weights on a batch, dealt out to mini-batches anew in each epoch. Returns what to log: loss, kl,
         entropy (where the loss has that term), clip_fraction, value_loss, grad_norm, and of a critic that steps apart
-        critic_grad_norm (means over updates), updates, learning_rate. Raises ValueError where a critic has no returns
-        to learn."""
+        critic_grad_norm (means over updates), updates, learning_rate, and bad_updates where some were left out. Raises
+        ValueError where a critic has no returns to learn, BadStep."""
         if self.critic is not None and credit.returns is None:
             raise ValueError('the learner has a critic, but the credit has no returns for it to learn')
         logs = []
@@ -508,15 +523,16 @@ class Learner:
             order = torch.randperm(len(layout.groups), generator=self.generator)
             for part in order.tensor_split(min(self.optimiser.minibatches, len(order))):    # few groups may be kept
                 sub, tensors = update_tensors(layout, sorted(part.tolist()), seen, credit, self.loss, self.critic)
-                with seeded(seed_of('update', self.seed, self.updates, self.backend.rank)):
+                with seeded(seed_of('update', self.seed, self.updates, self.backend.rank)), _culprits(part):
                     log = self._minibatch(sub, tensors)
                 if log: logs.append(log)
         self.scorer.eval()
-        mean = {}
+        bad, mean = [log.pop('bad') for log in logs if 'bad' in log], {}
         for k in dict.fromkeys(k for log in logs for k in log):
             found = [log[k] for log in logs if k in log]
             mean[k] = sum(found) / len(found)
-        return {**mean, 'updates': len(logs), 'learning_rate': self.optimiser.share(self.updates) *
+        if bad: mean['bad_updates'] = len(bad)
+        return {**mean, 'updates': sum(map(bool, logs)), 'learning_rate': self.optimiser.share(self.updates) *
                 self.optimiser.learning_rate}
 
     def weights(self):
@@ -616,9 +632,17 @@ class Learner:
         backend.adamw.loss = name
         for group, rates in zip(backend.adamw.param_groups, self.rates): group['lr'] = share * rates.get(name, 0.)
         norm = backend.update(clip)
+        if not math.isfinite(norm): return self._refused(name, norm, sums)
         if name == 'critic': return {'value_loss': sums['value_loss'], 'critic_grad_norm': norm}
         tokens, whole = sums.pop('tokens'), {k: sums.pop(k) for k in ('loss', 'value_loss') if k in sums}
         return {**whole, **{k: v / tokens for k, v in sums.items()}, 'grad_norm': norm}
+
+    def _refused(self, name, norm, sums):
+        "The log of an update that was not taken; raises BadStep unless such are to be skipped."
+        if self.optimiser.on_bad_step == 'skip': return {'bad': name}
+        loss = sums['value_loss' if name == 'critic' else 'loss']
+        raise BadStep(f'update {self.updates + 1}: the gradient is not finite (norm {norm}, loss {loss:.4g}), so the '
+                      'weights were left as they were; try a smaller learning_rate, or on_bad_step=skip')
 
 # %% ../nbs/52_learner.ipynb #c061
 def _saved(folder, part):

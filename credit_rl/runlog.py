@@ -179,6 +179,7 @@ METRICS |= {
     'critic_grad_norm': 'norm of the gradient of a critic that steps apart, before it is clipped',
     'learning_rate': 'learning rate of the policy in the last update of the step',
     'updates': 'number of optimiser updates',
+    'bad_updates': 'number of optimiser updates left out, since their gradient was not finite; logged where some were',
     'trained_tokens': 'trained tokens whose advantage is not 0, each counted once an epoch',
     'logp_gap': 'mean |log-probability by the learner - by the engine| per sampled token, in nats',
     'logp_gap_max': 'the largest such difference of a step, in nats',
@@ -557,6 +558,10 @@ class RunLog:
     def summary(self, values):  # dict of JSON values
         "Write the results as a whole."
         write_json(self.folder/'summary.json', values)
+
+    def bad_step(self, values):  # dict of JSON values
+        "Write what is known of an update that was refused, over that of an earlier one."
+        write_json(self.folder/'bad_step.json', values)
 
     def cut(self, step):  # the checkpoint's; -1 drops everything
         "Drop lines, turns and checkpoints later than `step`, half-written entries and the summary; set the clock back."

@@ -190,6 +190,8 @@ class Learning:
     minibatches: int = setting(2, 'updates that a batch is dealt out to', least=1)
     epochs: int = setting(1, 'times through the batch', least=1)
     clip: float = setting(1.0, 'gradient norm', above=0)
+    on_bad_step: str = setting('stop', 'where a gradient is not finite; skip goes on without that update',
+                               choices=('stop', 'skip'))
     row_tokens: int = setting(4096, 'padded tokens in one forward with gradient; a CPU likes few, a GPU as many as fit',
                               least=1)
     average: str = setting(None, "of the loss; None: the method's own", choices=AVERAGES)
@@ -208,7 +210,8 @@ class Learning:
         return Optimiser(self.learning_rate, critic.critic_rate, weight_decay=self.weight_decay,
                          betas=tuple(self.betas), clip=self.clip, warmup=self.warmup, minibatches=self.minibatches,
                          epochs=self.epochs, row_tokens=self.row_tokens, backbone_rate=critic.critic_backbone_rate,
-                         critic_clip=critic.critic_clip, apart=critic.critic_step == 'apart')
+                         critic_clip=critic.critic_clip, apart=critic.critic_step == 'apart',
+                         on_bad_step=self.on_bad_step)
 
     def loss_of(self, method):
         "The `Loss` of a run by a method: its own, with what is set. Raises ValueError on what Loss does not take."

@@ -131,8 +131,12 @@ class DeepSpeedBackend:
         self.engine.backward(loss * self.ranks)
 
     def update(self, clip):
-        "Clip to a norm, step, forget the gradient. Returns the gradient's norm before clipping."
+        """Clip to a norm, step, forget the gradient. Returns the gradient's norm before clipping; where that is not
+        finite no step is taken. With ZeRO it is DeepSpeed that refuses, and gives infinity for the norm."""
         plain = torch.nn.utils.clip_grad_norm_(self.scorer.parameters(), clip) if self.stage == 0 else None
+        if plain is not None and not plain.isfinite():
+            self.engine.optimizer.zero_grad()
+            return float(plain)
         if hasattr(self.engine.optimizer, 'clip_grad'): self.engine.optimizer.clip_grad = clip
         self.engine.step()                                            # clips too; without ZeRO it then forgets the norm
         # stage 3 would keep what this loss gave to weights that the next one does not reach

@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['MAY_CHANGE', 'train_step', 'Run', 'run_facts', 'bound_method', 'act', 'Look', 'describe_rollouts', 'process_shares',
-           'tier_rates', 'known_tiers', 'credit_metrics', 'correct_credit', 'kl_from_base', 'turn_records',
-           'credited_tokens', 'collapsed', 'judge_hashes', 'note_params', 'check_same_params', 'finished', 'log_lines',
-           'SilentLog', 'saving', 'begin_run', 'plan_of', 'rank_tflops', 'is_large', 'Examiner', 'examine', 'no_gpu',
-           'train', 'launch_ranks', 'main', 'end_interrupted']
+           'tier_rates', 'known_tiers', 'credit_metrics', 'correct_credit', 'kl_from_base', 'rollout_rows',
+           'keeping_bad', 'turn_records', 'credited_tokens', 'collapsed', 'judge_hashes', 'note_params',
+           'check_same_params', 'finished', 'log_lines', 'SilentLog', 'saving', 'begin_run', 'plan_of', 'rank_tflops',
+           'is_large', 'Examiner', 'examine', 'no_gpu', 'train', 'launch_ranks', 'main', 'end_interrupted']
 
 # %% ../nbs/63_train.ipynb #c002
 import contextlib, copy, dataclasses, json, math, os, re, shutil, sys, time
@@ -26,7 +26,7 @@ from .groups import group_share, index_groups
 from .information_gain import belief_check, belief_schema, belief_warning, gold_statistics, state_logp
 from .launch import (LaunchError, Progress, Ranks, is_rank, join_ranks, keep_traceback, launch,
                               launch_command, read_hostfile, speak)
-from .learner import Learner
+from .learner import BadStep, Learner
 from .losses import kl
 from .methods import extra_passes, get_method
 from .metrics import benchmark_metric, exact_match
@@ -67,7 +67,8 @@ def train_step(
     metrics |= credit_metrics(run, method, batch)
     metrics['trained_tokens'] = run.settings.learning.epochs * credited_tokens(credit, batch.layout)
     if measure_kl: metrics |= kl_from_base(run.learner, batch.layout)
-    with run.log.timed('update'): update = run.learner.step(batch.layout, batch.seen, credit)
+    with run.log.timed('update'), keeping_bad(run, step, batch):
+        update = run.learner.step(batch.layout, batch.seen, credit)
     run.learner.tick(step)
     with run.log.timed('load'): hand_over(run.learner, run.engine, run.settings.host)
     run.memory['method'] = move(method, run.memory['method'], batch)
@@ -351,15 +352,31 @@ def kl_from_base(learner, layout):
             'logp_gap': (seen.logp - layout.logps)[trained].abs().mean().item()}
 
 def _keep_rollouts(run, step, batch):
-    "Write the first groups of a step to the log, with what their turns earned and what their states were found to be."
+    "Write the first groups of a step to the log."
     shown = [i for i, b in enumerate(batch.layout.groups.tolist()) if b < run.config.log_rollouts]
+    run.log.turns(step, rollout_rows(run.method, batch, shown))
+
+def rollout_rows(
+    method,  # Method, bound to a run
+    batch,   # Batch of N trajectories
+    shown,   # list of indices
+):
+    "Rollouts as JSON values, with what their turns earned and what their states were found to be: list of dict."
     earned, played = batch.rewards['outcome'].tolist(), batch.trajectories
-    tables, most = turn_records(batch, run.method) if shown else {}, batch.layout.turn_mask.shape[1]
-    rows = [{'kind': 'train', 'trajectory': to_json(played[i]), 'reward': earned[i],
+    tables, most = turn_records(batch, method) if shown else {}, batch.layout.turn_mask.shape[1]
+    return [{'kind': 'train', 'trajectory': to_json(played[i]), 'reward': earned[i],
              'advantages': _turn_advantages(batch, i),
              **{name: x[i, :len(played[i].turns) + x.shape[1] - most].tolist() for name, x in tables.items()}}
             for i in shown]
-    run.log.turns(step, rows)
+
+@contextlib.contextmanager
+def keeping_bad(run, step, batch):
+    "Where an update is refused, keep in `bad_step.json` what it was, and the rollouts that made it. Raises BadStep."
+    try: yield
+    except BadStep as e:
+        rows = rollout_rows(run.method, batch, e.trajectories)
+        run.log.bad_step({'step': step, 'error': str(e), 'rollouts': rows})
+        raise BadStep(f'step {step}, {e}; the rollouts that made it are in {run.log.folder/"bad_step.json"}') from e
 
 def turn_records(
     batch,   # Batch of N trajectories
@@ -411,7 +428,7 @@ def judge_hashes(
 
 # %% ../nbs/63_train.ipynb #c072
 MAY_CHANGE = ('steps', 'resume', 'run', 'threads', 'eval_every', 'keep', 'track', 'measure', 'hostfile', 'ranks',
-              'act_rows', 'tflops', 'dry_run', 'offload')  # in a run that is resumed
+              'act_rows', 'tflops', 'dry_run', 'offload', 'on_bad_step')  # in a run that is resumed
 
 def note_params(log, config, may_change=MAY_CHANGE):
     "Write a run's parameters, or compare them with those it was begun with. Raises ValueError naming what changed."
@@ -480,6 +497,7 @@ class SilentLog:
     def metrics(self, step, **values): pass
     def turns(self, step, rows): pass
     def summary(self, values): pass
+    def bad_step(self, values): pass
     def cut(self, step): pass
     def timed(self, stage): return contextlib.nullcontext()
     def beginning(self): return contextlib.nullcontext()
@@ -851,7 +869,7 @@ def main(arguments=None):
         settings = read_settings(parser, arguments, by_group(*GROUPS.values()))[0]
         run = settings.get('run', run)
         train(settings)
-    except (ValueError, OSError, LaunchError, EngineLost) as e: sys.exit(f'credit_rl.train: {e}')
+    except (ValueError, OSError, LaunchError, EngineLost, BadStep) as e: sys.exit(f'credit_rl.train: {e}')
     except KeyboardInterrupt: end_interrupted('credit_rl.train', run)
 
 def end_interrupted(

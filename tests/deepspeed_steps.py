@@ -12,7 +12,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from credit_rl.engine import ScriptedEngine
 from credit_rl.layout import pack, take
-from credit_rl.learner import Frozen, Learner, Optimiser, PlainBackend, make_critic
+from credit_rl.learner import BadStep, Frozen, Learner, Optimiser, PlainBackend, make_critic
 from credit_rl.parts import Loss, assign, bind
 from credit_rl.methods import METHODS
 from credit_rl.protocol import PROTOCOLS, Chat
@@ -184,6 +184,23 @@ def another_critic(backend, folder, **how):
 def weights_of(learner): return {n: w.detach().float().clone() for n, w in learner.weights().items()}
 
 
+def bad_step(backend):
+    """The running example with credit so large that one of two mini-batches has a gradient that is not finite: what a
+    step logs that skips it, and a good one after it; the weights; why a step of another learner stops, and which
+    trajectories it names."""
+    layout, credit, sees, parts = grpo()
+    broken = dataclasses.replace(credit, advantages=credit.advantages * torch.tensor([[1e38], [1.], [1.]]))
+    def learner_that(does):
+        how = parts()
+        return make_learner({**how, 'optimiser': dataclasses.replace(how['optimiser'], on_bad_step=does)}, backend())
+    goes_on, stops, why = learner_that('skip'), learner_that('stop'), None
+    logs = steps(goes_on, layout, broken, sees, 1) + steps(goes_on, layout, credit, sees, 1)
+    try: steps(stops, layout, broken, sees, 1)
+    except BadStep as e: why = str(e), list(e.trajectories)
+    return {'logs': logs, 'weights': weights_of(goes_on), 'why': why,
+            'finite': all(w.isfinite().all() for w in weights_of(stops).values())}
+
+
 def cases(adamw, sgd, offload=(), **how):
     "Name, learner and batch of each case, for two backends."
     base = None if adamw is PlainBackend else 'base'
@@ -197,7 +214,7 @@ def plain():
     return {
         **{name: follow(learner, *batch, count) for name, learner, batch, count in cases(PlainBackend, PlainSGD)},
         **{(name, 'adamw'): learn(PlainBackend, name) for name in METHOD_CASES},
-        **{(name, 'sgd'): learn(PlainSGD, name, rates=RATES) for name in LETTER}
+        **{(name, 'sgd'): learn(PlainSGD, name, rates=RATES) for name in LETTER}, 'bad': bad_step(PlainBackend)
     }
 
 
@@ -239,6 +256,8 @@ def sharded(stage, folder, others=None, offload=()):
     for name in METHOD_CASES:
         os.makedirs(f'{folder}/{name}', exist_ok=True)
         out[name, 'adamw'] = learn(DeepSpeedBackend, name, f'{folder}/{name}', offload=offload, **how)
+    out['bad'] = bad_step(lambda: DeepSpeedBackend(**how))
+    out['bad bfloat16'] = bad_step(lambda: DeepSpeedBackend(dtype='bfloat16', **how))
     out['refused'] = another_critic(DeepSpeedBackend, f'{folder}/{UNTIED}', **how)
     for name in LETTER if stage > 1 else ():
         out[name, 'sgd'] = learn(DeepSpeedSGD, name, rates=RATES, offload=offload, **how)

@@ -100,6 +100,21 @@ def test_steps_are_those_of_the_plain_learner(results, plain, ranks, stage, case
     for name in ('logp', 'one'): assert_close(got[name], wanted[name], atol=1e-4, rtol=0)
 
 
+@pytest.mark.parametrize('dtype', ['bad', 'bad bfloat16'])
+@pytest.mark.parametrize('ranks, stage', RUNS)
+def test_a_gradient_that_is_not_finite_moves_nothing(results, plain, ranks, stage, dtype):
+    """Also without ZeRO, where DeepSpeed would take the step. All ranks stop alike, and name the trajectories; or they
+    skip that update, and the next is the plain learner's."""
+    wanted, found = plain['bad'], [rank[stage][dtype] for rank in results(ranks)]
+    assert wanted['logs'][0]['bad_updates'] == 1 == wanted['logs'][0]['updates'] and wanted['finite']
+    assert 'bad_updates' not in wanted['logs'][1] and wanted['why'][1]
+    for got in found:
+        assert [log.get('bad_updates') for log in got['logs']] == [1, None] and got['finite']
+        assert 'the gradient is not finite' in got['why'][0] and got['why'][1] == wanted['why'][1]
+        close = dict(atol=1e-4, rtol=0) if dtype == 'bad' else dict(atol=.01, rtol=.02)
+        assert_close(got['weights'], {n: w.to(got['weights'][n].dtype) for n, w in wanted['weights'].items()}, **close)
+
+
 def assert_learned_the_same(got, wanted):
     assert_same_logs(got['logs'], wanted['logs'], atol=1e-4, rtol=1e-4)
     assert_close(got['weights'], wanted['weights'], atol=1e-4, rtol=0)

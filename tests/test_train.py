@@ -1,5 +1,6 @@
 """Whole runs: what is refused before anything is computed, that a run repeats itself, and that one killed anywhere
 ends as if it had not been."""
+import dataclasses
 import errno
 import gzip
 import json
@@ -25,7 +26,7 @@ from credit_rl import prepare as preparing, stage as staging, train as training
 from credit_rl.diagnostics import before_after, training_curves
 from credit_rl.estimate import read_sizes
 from credit_rl.layout import pack
-from credit_rl.learner import saved_policy
+from credit_rl.learner import BadStep, saved_policy
 from credit_rl.methods import extra_passes, get_method
 from credit_rl.parts import Batch, Credit, Seen, bind
 from credit_rl.retrieval import SearchServer
@@ -637,6 +638,28 @@ def test_an_estimate_counts_what_vllm_makes_the_learner_read():
                                                          **given}))))[1])
     assert reading(engine='vllm') == pytest.approx(2 * reading()) == reading(recompute=True)
     assert reading(measure=['belief']) == pytest.approx(2 * reading()) == reading(recompute=True, measure=['entropy'])
+
+
+def test_a_gradient_that_is_not_finite_ends_a_run_and_keeps_what_made_it(tmp_path, monkeypatch):
+    "At step 3: the weights of step 2 are the newest; resumed so that it skips such updates, the run goes on."
+    honest, run = training.correct_credit, tmp_path / 'run'
+    def too_large(mismatch, batch):
+        credit, metrics = honest(mismatch, batch)
+        large = credit.advantages.new_full(credit.advantages.shape, 1e38).where(batch.layout.trained, 0.)
+        return (dataclasses.replace(credit, advantages=large) if steps.pop(0) == 3 else credit), metrics
+    monkeypatch.setattr(training, 'correct_credit', too_large)
+    settings, steps = {**SHORT, 'steps': 4, 'eval_every': 1, 'run': str(run), 'kl': .01}, [1, 2, 3]
+    with pytest.raises(BadStep, match='step 3, update .*not finite .*bad_step.json'):
+        train(settings, say=lambda line: None)
+    bad = json.loads((run / 'bad_step.json').read_text())
+    assert bad['step'] == 3 and bad['error'].startswith('update') and 'loss' in bad['error']
+    assert bad['rollouts'] and all(row['trajectory']['turns'] for row in bad['rollouts'])
+    assert read_metrics(run).step.iloc[-1] == 2 and latest_checkpoint(run)[0] == 2 and not (run / 'summary.json').exists()
+    assert all(w.isfinite().all() for w in saved_policy(latest_checkpoint(run)[1]).values())
+    steps[:] = [3, 4]
+    train({**settings, 'resume': True, 'on_bad_step': 'skip'}, say=lambda line: None)
+    table = read_metrics(run).set_index('step')
+    assert table.bad_updates[3] > 0 and math.isnan(table.bad_updates[4]) and (run / 'summary.json').exists()
 
 
 # ---- collapse ----
