@@ -221,7 +221,6 @@ class DeepSpeedBackend:
             self._fill(teacher, named)
         return {'generator': state['generator'], 'updates': state['learner_updates']}
 
-
     def _restore_merged(self, folder):
         "Go back to what another number of ranks saved. Returns the state that `save` was given."
         import deepspeed.utils as put
