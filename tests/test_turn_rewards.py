@@ -294,7 +294,8 @@ class Stub:
                 message = {'role': 'assistant', 'content': todo if isinstance(todo, str) else None}
                 data = {'id': 'x', 'object': 'chat.completion', 'created': 0, 'model': 'stub',
                         'choices': [{'index': 0, 'message': message, 'finish_reason': 'stop'}]}
-                if isinstance(todo, int): data = {'error': {'message': f'status {status} for {self.headers["Authorization"]}'}}
+                if isinstance(todo, int):
+                    data = {'error': {'message': f'status {status} for {self.headers["Authorization"]}'}}
                 if isinstance(todo, dict): data = todo
                 raw = todo if isinstance(todo, bytes) else json.dumps(data).encode()
                 self.send_response(status)
