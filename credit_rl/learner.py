@@ -5,10 +5,11 @@
 # %% auto #0
 __all__ = ['CRITICS', 'SEES', 'Optimiser', 'deal', 'needed', 'Critic', 'make_critic', 'Scorer', 'parameter_groups', 'AdamWByLoss',
            'make_adamw', 'batch_loss', 'update_tensors', 'check_offload', 'Frozen', 'unadapted', 'brought', 'seeded',
-           'BadStep', 'GoldQuery', 'PlainBackend', 'padded_tokens', 'Learner', 'saved_policy', 'saved_critic']
+           'BadStep', 'only_data', 'GoldQuery', 'PlainBackend', 'padded_tokens', 'Learner', 'saved_policy',
+           'saved_critic']
 
 # %% ../nbs/52_learner.ipynb #c002
-import contextlib, copy, math, os
+import contextlib, copy, math, os, pickle, sys
 from collections import Counter
 from dataclasses import dataclass
 import torch
@@ -347,6 +348,28 @@ def _culprits(trajectories):  # (n,) long
         e.trajectories = sorted(trajectories.tolist())
         raise
 
+# %% ../nbs/52_learner.ipynb #n52data2
+_HELD = (('deepspeed.runtime.fp16.loss_scaler', 'LossScaler'), ('deepspeed.runtime.zero.config', 'ZeroStageEnum'),
+         ('deepspeed.utils.tensor_fragment', 'fragment_address'))   # by files of DeepSpeed, which is imported then
+_FORCE = 'TORCH_FORCE_WEIGHTS_ONLY_LOAD'
+
+@contextlib.contextmanager
+def only_data(
+    folder,  # that is read from, for the message
+):
+    "Let torch read nothing but data from files, whoever asks it to. Raises ValueError where one holds more."
+    classes = [getattr(sys.modules[module], name) for module, name in _HELD if module in sys.modules]
+    before = os.environ.get(_FORCE)
+    os.environ[_FORCE] = '1'
+    try:
+        with torch.serialization.safe_globals(classes): yield
+    except pickle.UnpicklingError:
+        raise ValueError(f'a file in {str(folder)!r} holds more than weights and numbers and might run any program, so '
+                         'it was not read: take a checkpoint that this library wrote') from None
+    finally:
+        if before is None: del os.environ[_FORCE]
+        else: os.environ[_FORCE] = before
+
 # %% ../nbs/52_learner.ipynb #n52back2
 @dataclass(frozen=True)
 class GoldQuery:
@@ -425,7 +448,7 @@ class PlainBackend:
 
     def restore(self, folder, teacher=None):
         "Go back to what `save` wrote: the state that it was given."
-        state = torch.load(os.path.join(folder, 'learner.pt'), map_location=self.device, weights_only=True)
+        with only_data(folder): state = torch.load(os.path.join(folder, 'learner.pt'), map_location=self.device)
         self.scorer.load_state_dict(state['scorer'])
         if teacher is not None: teacher.load_state_dict(state['teacher'])
         self.adamw.load_state_dict(state['optimiser'])
@@ -648,7 +671,8 @@ class Learner:
 def _saved(folder, part):
     "The weights of a part of a scorer, 'model' or 'critic', in what a learner's `save` wrote, by name within it."
     plain, pieces = os.path.join(folder, 'learner.pt'), os.path.join(folder, 'deepspeed')
-    if os.path.exists(plain): named = torch.load(plain, map_location='cpu', weights_only=True)['scorer']
+    if os.path.exists(plain):
+        with only_data(folder): named = torch.load(plain, map_location='cpu')['scorer']
     elif not os.path.isdir(pieces):
         raise FileNotFoundError(f'{str(folder)!r} holds no checkpoint of a learner: wanted learner.pt or a folder '
                                 'deepspeed')
@@ -656,11 +680,11 @@ def _saved(folder, part):
         try: from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
         except ImportError as e:
             raise ImportError('a checkpoint of DeepSpeed needs DeepSpeed: pip install credit_rl[train]') from e
-        with contextlib.redirect_stdout(None):
+        with contextlib.redirect_stdout(None), only_data(folder):
             named = get_fp32_state_dict_from_zero_checkpoint(str(folder), tag='deepspeed')
     else:                                                                         # stage 0: nothing is in pieces
         states = os.path.join(pieces, 'mp_rank_00_model_states.pt')
-        named = torch.load(states, map_location='cpu', weights_only=False)['module']
+        with only_data(folder): named = torch.load(states, map_location='cpu')['module']
     return {n.removeprefix(f'{part}.'): w for n, w in named.items() if n.startswith(f'{part}.')}
 
 def saved_policy(folder):

@@ -17,7 +17,7 @@ from .estimate import describe, memory, read_sizes, step_seconds
 from .evaluate import open_search
 from .launch import LaunchError, Ranks, is_rank, join_ranks, keep_traceback, speak
 from .layout import pack
-from .learner import Frozen
+from .learner import Frozen, only_data
 from .losses import kl
 from .methods import get_method
 from .models import find_model, load_model
@@ -284,7 +284,7 @@ def _teach(teaching, data, exam, log, ranks, say):
     log.cut(found[0] if found else -1)
     if found:
         learner.restore(found[1])
-        kept = torch.load(found[1]/'warmup.pt', weights_only=True)
+        with only_data(found[1]): kept = torch.load(found[1]/'warmup.pt')
     pairs = make_pairs(data.groups, data.buckets, exam.metric)
     say(f'{len(pairs.contexts)} states of {len(data.groups)} rollouts to teach, {len(exam.pairs.contexts)} '
         f'of {len(exam.data.groups)} to examine on')

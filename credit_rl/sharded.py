@@ -10,7 +10,7 @@ import contextlib, os, sys, warnings
 import torch
 from .launch import is_rank
 from .layout import rows_of, take
-from .learner import AdamWByLoss, brought, make_adamw
+from .learner import AdamWByLoss, brought, make_adamw, only_data
 from .scoring import answer_batches, collect, takes_tree_mask
 
 # %% ../nbs/53_sharded.ipynb #s007
@@ -43,7 +43,7 @@ def _piece_of(folder):
     "AdamW's state in the first piece that ranks wrote at stages 1 and 2: dict. Only what is used of it is read."
     from deepspeed.utils import zero_to_fp32 as zero
     file = zero.get_optim_files(os.path.join(folder, 'deepspeed'))[0]
-    saved = torch.load(file, map_location='cpu', weights_only=False, mmap=True)
+    with only_data(folder): saved = torch.load(file, map_location='cpu', mmap=True)
     return saved['optimizer_state_dict']['base_optimizer_state']
 
 def merged_pieces(
@@ -53,10 +53,11 @@ def merged_pieces(
     steps by name and key, and the state that `save` was given. A group without an average yet has zeros."""
     from deepspeed.utils import zero_to_fp32 as zero
     place = os.path.join(folder, 'deepspeed')
-    parts = [torch.load(file, map_location='cpu', weights_only=False)['optimizer_state_dict']
-             for file in zero.get_optim_files(place)]
-    files, spread = zero.get_model_state_files(place), parts[0]['zero_stage'] == 3
-    models = zero.parse_model_states(files)
+    with only_data(folder):
+        parts = [torch.load(file, map_location='cpu')['optimizer_state_dict'] for file in zero.get_optim_files(place)]
+        files = zero.get_model_state_files(place)
+        models, state = zero.parse_model_states(files), torch.load(files[0], map_location='cpu')
+    spread = parts[0]['zero_stage'] == 3
     states = [part['optimizer_state_dict' if spread else 'base_optimizer_state']['state'] for part in parts]
 
     def merge(groups):
@@ -75,7 +76,7 @@ def merged_pieces(
                                 for state, groups in zip(states, flat)]) for key in keys if 'step' not in key}
     steps = {name: {key: float(states[0].get(i, {}).get(key, 0)) for key in keys if 'step' in key}
              for i, shapes in enumerate(models[0].param_shapes) for name in shapes}
-    return weights, averages, steps, torch.load(files[0], map_location='cpu', weights_only=False)
+    return weights, averages, steps, state
 
 # %% ../nbs/53_sharded.ipynb #s012
 class DeepSpeedBackend:
@@ -210,14 +211,13 @@ class DeepSpeedBackend:
             raise FileNotFoundError(f'{str(folder)!r} holds no checkpoint of a DeepSpeedBackend; learner.pt, if it is '
                                     'there, is a PlainBackend\'s')
         pieces = sum('optim_states' in name for name in os.listdir(os.path.join(folder, 'deepspeed')))
-        # stage 0 has no pieces
-        if pieces in (0, self.ranks):
+        if pieces in (0, self.ranks):                                 # stage 0 has no pieces
             # which AdamW does itself at the other stages; at these DeepSpeed would speak of alignment
             if self.stage in (1, 2) and isinstance(self.adamw, AdamWByLoss): self.adamw.check_groups(_piece_of(folder))
-            _, state = self.engine.load_checkpoint(str(folder), tag='deepspeed')
+            with only_data(folder): _, state = self.engine.load_checkpoint(str(folder), tag='deepspeed')
         else: state = self._restore_merged(folder)
         if teacher is not None:
-            named = torch.load(os.path.join(folder, 'teacher.pt'), map_location=self.device, weights_only=True)
+            with only_data(folder): named = torch.load(os.path.join(folder, 'teacher.pt'), map_location=self.device)
             self._fill(teacher, named)
         return {'generator': state['generator'], 'updates': state['learner_updates']}
 

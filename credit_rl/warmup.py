@@ -21,7 +21,7 @@ from .folr import first_occurrence
 from .groups import index_groups
 from .launch import Ranks
 from .layout import hidden_states, pack
-from .learner import Critic, Frozen, Learner, Optimiser
+from .learner import Critic, Frozen, Learner, Optimiser, only_data
 from .parts import Credit, Loss
 from .outcome import outcome_rewards
 from .protocol import PROTOCOLS, Chat, read_context
@@ -578,8 +578,8 @@ class Warmed:
 
     def load_head(self, head):
         "Put the kept weights into a head."
-        head.load_state_dict(
-            torch.load(self.folder / 'head.pt', weights_only=True, map_location=next(head.parameters()).device))
+        where = next(head.parameters()).device
+        with only_data(self.folder): head.load_state_dict(torch.load(self.folder/'head.pt', map_location=where))
 
 # %% ../nbs/54_warmup.ipynb #c071
 def write_warmed(folder, learner, tokenizer, summary, log, ranks=Ranks()):

@@ -6,19 +6,20 @@ import faulthandler
 import gc
 import os
 import sys
+from pathlib import Path
 
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from credit_rl.engine import ScriptedEngine
 from credit_rl.layout import pack, take
-from credit_rl.learner import BadStep, Frozen, Learner, Optimiser, PlainBackend, make_critic
+from credit_rl.learner import BadStep, Frozen, Learner, Optimiser, PlainBackend, make_critic, saved_policy
 from credit_rl.parts import Loss, assign, bind
 from credit_rl.methods import METHODS
 from credit_rl.protocol import PROTOCOLS, Chat
 from credit_rl.rollout import rollout
 from credit_rl.scoring import gold_templates
-from credit_rl.sharded import DeepSpeedBackend
+from credit_rl.sharded import DeepSpeedBackend, merged_pieces
 from credit_rl.tiny import NOISY, act, tiny_environment, tiny_tokenizer
 from credit_rl.trajectory import Group, example_group
 from credit_rl.world import make_world
@@ -201,6 +202,26 @@ def bad_step(backend):
             'finite': all(w.isfinite().all() for w in weights_of(stops).values())}
 
 
+class Harm:
+    "What a stranger's file might hold: whoever reads it calls a function of his choice."
+    def __init__(self, mark): self.mark = mark
+    def __reduce__(self): return os.mkdir, (self.mark,)
+
+
+def strangers_files(folder, read, mark):
+    """Put harm into each file of a checkpoint in turn and read it in some ways: file and way → what was said, and None
+    where it was read; whether the harm was done stands under 'harmed'."""
+    said = {}
+    for path in [p for p in Path(folder).rglob('*.pt') if 'teacher' not in p.name]:
+        honest = path.read_bytes()
+        torch.save({**torch.load(path, weights_only=False), 'more': Harm(mark)}, path)
+        for name, way in read.items():
+            try: said[path.name, name] = way(folder)
+            except ValueError as e: said[path.name, name] = str(e)
+        path.write_bytes(honest)
+    return {**said, 'harmed': os.path.exists(mark)}
+
+
 def cases(adamw, sgd, offload=(), **how):
     "Name, learner and batch of each case, for two backends."
     base = None if adamw is PlainBackend else 'base'
@@ -256,6 +277,13 @@ def sharded(stage, folder, others=None, offload=()):
     for name in METHOD_CASES:
         os.makedirs(f'{folder}/{name}', exist_ok=True)
         out[name, 'adamw'] = learn(DeepSpeedBackend, name, f'{folder}/{name}', offload=offload, **how)
+    if others is None:
+        ways = {'learner': lambda place: make_learner(parts(), DeepSpeedBackend(**how)).restore(place),
+                'policy': lambda place: saved_policy(place) and None}
+        if stage: ways['other ranks'] = lambda place: merged_pieces(place) and None
+        *_, parts = grpo()
+        learner.save(folder)
+        out['stranger'] = strangers_files(folder, ways, f'{folder}/harm')
     out['bad'] = bad_step(lambda: DeepSpeedBackend(**how))
     out['bad bfloat16'] = bad_step(lambda: DeepSpeedBackend(dtype='bfloat16', **how))
     out['refused'] = another_critic(DeepSpeedBackend, f'{folder}/{UNTIED}', **how)

@@ -115,6 +115,14 @@ def test_a_gradient_that_is_not_finite_moves_nothing(results, plain, ranks, stag
         assert_close(got['weights'], {n: w.to(got['weights'][n].dtype) for n, w in wanted['weights'].items()}, **close)
 
 
+@pytest.mark.parametrize('stage', STAGES[1])
+def test_a_strangers_checkpoint_runs_nothing(results, stage):
+    "Harm in any file of it, however it is read: to go on, to take the policy, to go on with other ranks."
+    said = dict(results(1)[0][stage]['stranger'])
+    assert said.pop('harmed') is False and len(said) == 6
+    for found in said.values(): assert 'might run any program' in found
+
+
 def assert_learned_the_same(got, wanted):
     assert_same_logs(got['logs'], wanted['logs'], atol=1e-4, rtol=1e-4)
     assert_close(got['weights'], wanted['weights'], atol=1e-4, rtol=0)

@@ -273,3 +273,21 @@ def test_entropy_is_that_of_the_distributions():
                       temperature=.7)
     log = learner.step(layout, None, Credit(layout.trained.float()))
     assert log['entropy'] == pytest.approx(expected[layout.trained].mean().item(), rel=1e-5)
+
+
+class Harm:
+    "What a stranger's file might hold: whoever reads it calls a function of his choice."
+    def __init__(self, mark): self.mark = mark
+    def __reduce__(self): return os.mkdir, (str(self.mark), )
+
+
+def test_a_strangers_checkpoint_runs_nothing(tmp_path):
+    honest = Learner(model(0, 100))
+    honest.save(tmp_path)
+    held = torch.load(tmp_path / 'learner.pt', weights_only=True)
+    torch.save({**held, 'more': Harm(tmp_path / 'harm')}, tmp_path / 'learner.pt')
+    for read in (honest.restore, learning.saved_policy):
+        with pytest.raises(ValueError, match='might run any program'): read(tmp_path)
+    assert not (tmp_path / 'harm').exists() and 'TORCH_FORCE_WEIGHTS_ONLY_LOAD' not in os.environ
+    torch.load(tmp_path / 'learner.pt', weights_only=False)
+    assert (tmp_path / 'harm').exists()                                            # it would have been done
