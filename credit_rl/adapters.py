@@ -72,7 +72,7 @@ class Arrays:
     def __post_init__(self):
         mask = torch.as_tensor(self.mask).bool().cpu()
         owner = torch.arange(len(mask)) if self.row_trajectory is None else torch.as_tensor(self.row_trajectory).cpu()
-        groups = self.groups.tolist() if hasattr(self.groups, 'tolist') else list(self.groups)
+        groups = self.groups.tolist() if isinstance(self.groups, torch.Tensor) else list(self.groups)
         outcome = torch.as_tensor(self.outcome).detach().float().cpu()
         n = len(groups)
         if outcome.shape != (n,) or owner.shape != mask.shape[:1] or sorted(set(owner.tolist())) != list(range(n)):
