@@ -223,7 +223,7 @@ def text_credit(
 def text_methods():
     "Names of the methods that ask no model: list of str."
     return [name for name, m in METHODS.items()
-            if not m.sees and not m.asks([]).plays and not any(r.words for r in m.rewards)]
+            if not m.sees and not m.asks([]).plays and not any(r.words and r.words(m.own(r)) for r in m.rewards)]
 
 def compare_rules(
     groups,                     # list of Group
