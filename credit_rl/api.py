@@ -29,6 +29,10 @@ NAMES = {  # module -> names that `credit_rl` gives
     'parts': ('assign',),
     'methods': ('METHODS', 'compose', 'get_method'),
     'settings': ('Config', 'make_config'),
+    'adapters': ('Arrays', 'assign_arrays', 'register_verl', 'register_skyrl', 'openrlhf_maker', 'slime_rewards',
+                 'slime_advantages', 'prime_algorithm'),
+    'trl_trainer': ('TurnCredit', 'credit_trainer', 'question_rows'),
+    'dumps': ('read_dump', 'text_credit', 'compare_rules'),
 }
 MODULES = ('train', 'rollout', 'evaluate', 'information_gain')  # whose main function has the module's name
 HOMES = {name: module for module, names in NAMES.items() for name in names}

@@ -133,7 +133,7 @@ def main(arguments=None):
     if len(arguments) > 1 or any(a.startswith('-') for a in arguments):
         sys.exit('usage: python -m credit_rl.conformance [FILE]')
     path = write_vectors(*arguments)
-    print(f'{path}: {path.stat().st_size / 1e3:.0f} kB')
+    print(f'{path.name}: {path.stat().st_size / 1e3:.0f} kB')
 
 # %% ../nbs/81_conformance.ipynb #c014
 if __name__ == '__main__' and '__file__' in globals(): main()  # a notebook has no file
