@@ -142,8 +142,13 @@ def assign_arrays(
         place = arrays.mask[rows]
         out[rows] = torch.zeros(place.shape).masked_scatter(place, x[batch.layout.trained].float())
         return out
-    credit = batch.credit
-    return Credit(back(credit.advantages), None if credit.returns is None else back(credit.returns))
+    credit, layout = batch.credit, batch.layout
+    advantages, returns, weight = credit.advantages, credit.returns, credit.trajectory_weight
+    if weight is not None:                    # what weighs 0 in our loss teaches nothing, neither policy nor critic
+        gone = (weight == 0)[layout.row_trajectory][:, None]
+        advantages = torch.where(gone, 0., advantages)
+        if returns is not None: returns = torch.where(gone, batch.seen.values, returns)
+    return Credit(back(advantages), None if returns is None else back(returns))
 
 def _groups(arrays, token_turns, order, number):
     "The arrays as groups, in the order of their first members."
@@ -263,7 +268,7 @@ def openrlhf_credit(
     mask = torch.cat([wide(e.action_mask.float()) for e in experiences])
     have = ['turn_rewards' in e.info for e in experiences]
     if any(have) != all(have):
-        raise ValueError(f"{have.count(False)} of {len(have)} experiences have no info['turn_rewards'], the others have")
+        raise ValueError(f"{have.count(False)} of {len(have)} experiences have no info['turn_rewards'], the others do")
     turns = None
     if all(have):
         most = max(e.info['turn_rewards'].shape[1] for e in experiences)
@@ -367,8 +372,8 @@ def prime_credit(
     for i, listed in enumerate(turns):
         count = int(numbers[torch.tensor(owner) == i].max()) + 1
         if listed and len(listed) != count:
-            raise ValueError(f"info['turn_rewards'] of rollout {i} has {len(listed)} numbers for {count} turns: one for "
-                             'each that the model wrote, None where it has none')
+            raise ValueError(f"info['turn_rewards'] of rollout {i} has {len(listed)} numbers for {count} turns: one "
+                             'for each that the model wrote, None where it has none')
     advantages = torch.zeros(mask.shape)
     if len(group) > 1:
         arrays = Arrays(mask, [0] * len(group), [rollout.reward for rollout in group], _padded(turns), owner)

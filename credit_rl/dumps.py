@@ -140,6 +140,7 @@ def make_trajectory(
     return Trajectory(question, spoken.prompt or encode(spoken.question), turns,
                       Stop.NO_ANSWER if answer is None else Stop.ANSWER, answer)
 
+# %% ../nbs/83_dumps.ipynb #c0115
 @dataclass(frozen=True)
 class Dump:
     "Rollouts of a file. N trajectories."
@@ -216,7 +217,8 @@ def text_credit(
     total, count = torch.zeros(2, *mask.shape)
     if batch.empty: return total
     layout, found = batch.layout, batch.credit.advantages
-    cell = batch.chosen[layout.row_trajectory][:, None].expand_as(found)[layout.trained], layout.token_turns[layout.trained]
+    owner = batch.chosen[layout.row_trajectory][:, None].expand_as(found)
+    cell = owner[layout.trained], layout.token_turns[layout.trained]
     total = total.index_put(cell, found[layout.trained].float(), accumulate=True)
     return total / count.index_put(cell, torch.ones(len(cell[0])), accumulate=True).clamp(min=1)
 

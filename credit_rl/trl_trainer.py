@@ -9,6 +9,7 @@ __all__ = ['question_rows', 'question_of', 'play_rows', 'trl_rollouts', 'row_adv
 # %% ../nbs/82_trl_trainer.ipynb #c002
 import itertools, json, sys
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 import torch
 from .engine import HFEngine, Sampling, seed_of
 from .evaluate import evaluate
@@ -106,10 +107,11 @@ def policy_look(
 def check_method(method):
     "Refuse a method that TRL cannot serve. Raises ValueError naming what is missing."
     lacks = {'values': 'has no critic', 'teacher': 'has no teacher'}
-    why = [lacks[name] for name in method.sees if name in lacks] + ['plays on from no state'] * bool(method.asks([]).plays)
+    why = [lacks[name] for name in method.sees if name in lacks]
+    if method.asks([]).plays: why.append('plays on from no state')
     if why:
-        raise ValueError(f'{method.name} asks for what TRL {why[0]}: take a method that judges text or asks the policy, '
-                         'as tspo or igpo do, or our own loop (credit_rl.train)')
+        raise ValueError(f'{method.name} cannot be served, TRL {why[0]}: take a method that judges text or asks the '
+                         'policy, as tspo or igpo do, or our own loop (credit_rl.train)')
 
 # %% ../nbs/82_trl_trainer.ipynb #c022
 @dataclass
@@ -246,8 +248,10 @@ def trl_run(
     metrics.jsonl. Raises ValueError on a method that TRL cannot serve."""
     from datasets import Dataset
     config = make_config(config) if isinstance(config, dict) else config
-    s, log = settings_of(config), RunLog(config.run)
-    loss = s.learning.loss_of(get_method(config.method))
+    s, method = settings_of(config), get_method(config.method)
+    check_method(method)
+    loss = s.learning.loss_of(method)
+    args, log = trl_arguments(s.learning, s.course, loss, Path(config.run)/'trl'), RunLog(config.run)
     origin = origin_of(s.course, s.acting, s.host, s.critic)
     stage = set_stage(s.task, s.acting, origin, config.seed, say)
     env, n = stage.environments['train'], s.learning.questions_per_step
@@ -265,8 +269,7 @@ def trl_run(
         say(f'step {step}/{config.steps}  dev EM {scores["em"]:.3f}  {log.elapsed:.0f} s')
     dev(0)
     trainer = credit_trainer()(stage.model, credit=credit, processing_class=stage.chat.tokenizer,
-                               train_dataset=Dataset.from_list(question_rows(asked)),
-                               args=trl_arguments(s.learning, s.course, loss, log.folder/'trl'),
+                               train_dataset=Dataset.from_list(question_rows(asked)), args=args,
                                callbacks=[each_step(config.minibatches * config.epochs, dev)])
     trainer.train()
     return log.folder

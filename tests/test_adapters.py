@@ -21,7 +21,8 @@ from credit_rl.trajectory import Group, Result, Stop, example_group
 
 # ---- the contract: one toy batch, the same advantages everywhere ----
 
-CREDITED = ('tspo', 'igpo', 'grpo', 'rloo', 'mt-grpo*', 'vspo', 'dapo', 'igpo-ig')   # without a critic, by groups or batch
+# without a critic, which compare in groups
+CREDITED = ('tspo', 'igpo', 'grpo', 'rloo', 'mt-grpo*', 'vspo', 'dapo', 'igpo-ig')
 
 
 def toy():
@@ -355,7 +356,8 @@ def test_text_rules_give_a_dump_what_they_give_our_rollouts():
         for turn in t.turns:
             query = turn.call and turn.call['queries'][0]
             said = f'<search>{query}</search>' if query else f'<answer>{t.answer}</answer>'
-            talk += [{'role': 'assistant', 'content': said}] + [{'role': 'tool', 'content': turn.observation_text}] * bool(query)
+            talk.append({'role': 'assistant', 'content': said})
+            if query: talk.append({'role': 'tool', 'content': turn.observation_text})
         rows.append({'messages': talk, 'answers': ['Budapest']})
     groups = dumps.read_dump(rows, 'search-r1').groups
     for name in ('tspo', 'grpo', 'mt-grpo*', 'rloo'):
@@ -370,7 +372,7 @@ def test_text_rules_give_a_dump_what_they_give_our_rollouts():
     ({'messages': TALK[2:], **GOLD}, 'row 2: no message of a user'),
     ({'messages': 'Who?', **GOLD}, 'row 2: a message is a dict'),
     ({'messages': TALK, 'answers': ['Wilder']}, 'row 2: question .* in row 1 it had'),
-    ({'prompt_ids': [1], 'completion_ids': [2], 'completion_mask': [1], **GOLD}, 'row 2: ids are read with a tokenizer'),
+    ({'prompt_ids': [1], 'completion_ids': [2], 'completion_mask': [1], **GOLD}, 'row 2: ids are read with a token'),
     ({'input': 'Who?', 'output': ' ', **GOLD}, 'row 2: the model said nothing'),
     ({'messages': TALK, **GOLD, 'reward': 'good'}, 'row 2: could not convert'),
     ({'messages': TALK, **GOLD, 'reward': [1.]}, 'row 2 is not laid out as it should be')])

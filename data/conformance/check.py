@@ -45,7 +45,8 @@ def main(path, place):
     sys.path.insert(0, '.')
     data = read(path)
     found = check(data, getattr(importlib.import_module(module), name))
-    for case, lines in found.items(): print('differs' if lines else 'agrees ', case, *lines[:3], sep='\n    ' if lines else ' ')
+    for case, lines in found.items():
+        print('differs' if lines else 'agrees ', case, *(f'\n    {line}' for line in lines[:3]))
     wrong = sum(map(bool, found.values()))
     print(f'{len(found)} of {len(data["cases"])} cases answered, {wrong} differ')
     return 1 if wrong or not found else 0
