@@ -183,6 +183,9 @@ class CreditMixin:
                 raise ValueError(f'{name} is set by credit, which plays and scores; leave it out')
         self.turn_credit = credit
         super().__init__(*arguments, reward_funcs=[credit.outcome], rollout_func=credit.play, **settings)
+        if self.args.temperature != credit.sampling.temperature:
+            raise ValueError(f'rollouts are sampled at temperature {credit.sampling.temperature} (sampling of '
+                             f'TurnCredit) and scored at {self.args.temperature} (GRPOConfig): set both alike')
         if self.args.loss_type != 'dapo':
             raise ValueError(f"loss_type must be 'dapo', TRL's mean over all tokens, got {self.args.loss_type!r}: the "
                              "method's own average is part of its advantages")
@@ -208,6 +211,7 @@ def trl_arguments(
     course,    # Course: steps, seed
     loss,      # Loss
     folder,    # where TRL may write
+    temperature=1.0,  # of the rollouts
 ):
     "TRL's `GRPOConfig` for the settings of a run. Raises ValueError on what TRL's loss does not have."
     from trl import GRPOConfig
@@ -218,8 +222,8 @@ def trl_arguments(
     if rows % parts: raise ValueError(f'TRL wants equal mini-batches, and {rows} rollouts do not make {parts}')
     micro = max(n for n in range(1, 33) if rows // parts % n == 0)
     return GRPOConfig(
-        str(folder), seed=course.seed, max_steps=course.steps * parts * learning.epochs, loss_type='dapo',
-        beta=loss.kl, epsilon=loss.clip_low, epsilon_high=loss.clip_high, delta=loss.dual_clip,
+        str(folder), seed=course.seed, temperature=temperature, max_steps=course.steps * parts * learning.epochs,
+        loss_type='dapo', beta=loss.kl, epsilon=loss.clip_low, epsilon_high=loss.clip_high, delta=loss.dual_clip,
         num_generations=learning.group_size, num_iterations=learning.epochs, per_device_train_batch_size=micro,
         gradient_accumulation_steps=rows // parts // micro, steps_per_generation=rows // micro,
         learning_rate=learning.learning_rate, lr_scheduler_type='constant_with_warmup',
@@ -251,7 +255,8 @@ def trl_run(
     s, method = settings_of(config), get_method(config.method)
     check_method(method)
     loss = s.learning.loss_of(method)
-    args, log = trl_arguments(s.learning, s.course, loss, Path(config.run)/'trl'), RunLog(config.run)
+    args = trl_arguments(s.learning, s.course, loss, Path(config.run)/'trl', config.temperature)
+    log = RunLog(config.run)
     origin = origin_of(s.course, s.acting, s.host, s.critic)
     stage = set_stage(s.task, s.acting, origin, config.seed, say)
     env, n = stage.environments['train'], s.learning.questions_per_step

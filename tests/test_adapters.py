@@ -470,8 +470,11 @@ def test_trl_refuses_what_it_cannot_serve(trl, tmp_path):
     with pytest.raises(ValueError, match='one row for each'):
         trl.trl_rollouts([Group(edited.question, [edited])])
     class Base:
-        def __init__(self, **settings): self.args = SimpleNamespace(loss_type='grpo')
+        def __init__(self, **settings): self.args = SimpleNamespace(loss_type='grpo', temperature=1.)
     credit = trl.TurnCredit(bind(get_method('tspo')), None)
+    cold = trl.TurnCredit(bind(get_method('tspo')), None, trl.Sampling(.5))
+    with pytest.raises(ValueError, match='temperature 0.5 .* scored at 1.0'):
+        type('T', (trl.CreditMixin, Base), {})(credit=cold)
     with pytest.raises(ValueError, match="must be 'dapo'"): type('T', (trl.CreditMixin, Base), {})(credit=credit)
     with pytest.raises(ValueError, match='tools is set by credit'):
         type('T', (trl.CreditMixin, Base), {})(credit=credit, tools=[print])
