@@ -199,6 +199,14 @@ def _refuse_judge(method):
     for part in method.rewards:
         if part.words and part.words(method.own(part)): raise NotKept(f'{part.name} asks a judge, and none is asked now')
 
+def _refuse_critic(method, s):
+    "Refuse the values of a critic that was taught other rewards than the rule's. Raises NotKept."
+    if s is None or not method.critic: return
+    own, asked = ([r.name for r in m.rewards] for m in (get_method(s.course.method), method))
+    if own != asked:
+        raise NotKept(f'needs a critic of {" + ".join(asked)}, and this run had '
+                      f'{"one of " + " + ".join(own) if get_method(s.course.method).critic else "none"}')
+
 def recorded_credit(
     recording,    # Recording
     name,         # str: a row of METHODS, or the spelling of one
@@ -217,8 +225,10 @@ def recorded_credit(
         same = list(same)
         try:
             _refuse_judge(method)
+            _refuse_critic(method, s)
             found += _step_credit(same, method, look, seed)
         except ValueError as e: found += [str(e)] * len(same)      # a rule says what it lacks, and that is the result
+        except KeyError as e: found += [f'needs {e} among what is known of the questions'] * len(same)
     return found
 
 def _facts(s, protocol):
@@ -256,11 +266,16 @@ def token_texts(
     turns,      # iterable of Turn
     tokenizer,
 ):
-    "Cut the text of each turn where its tokens end: list of lists of str."
+    """Cut the text of each turn where its tokens end: list of lists of str. Raises NotKept where the tokenizer cannot
+    be the one that wrote them."""
     turns = list(turns)
     ids = sorted({i for turn in turns for i in turn.action_ids})
     known = dict(zip(ids, tokenizer.batch_decode([[i] for i in ids])))
-    return [cut_text([known[i] for i in turn.action_ids], turn.action_text) for turn in turns]
+    cut = [cut_text([known[i] for i in turn.action_ids], turn.action_text) for turn in turns]
+    empty = sum(not piece for pieces in cut for piece in pieces)
+    if empty > len(turns) + sum(map(len, cut)) / 2:
+        raise NotKept('the tokenizer at hand is not the one that wrote these texts: most of its tokens are not in them')
+    return cut
 
 # %% ../nbs/69_recorded.ipynb #c026
 def recorded_tokenizer(recording):
