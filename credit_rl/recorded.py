@@ -122,9 +122,9 @@ _HINTS = {'belief': 'needs the belief in the gold, which this run did not measur
           'values': "needs a critic's values at the starts of turns, and this run had no critic"}
 _TOKENS = 'needs a value before every token, and a run keeps those at the starts of turns'
 
-def _scored(x, floor=None):
+def _scored(x):
     "(N, K+1) log-probabilities of one gold of one token: what `Seen` calls `_logp` and `_tokens`."
-    return x[..., None], (~x.isnan())[..., None].long()
+    return x[..., None], torch.ones_like(x, dtype=torch.long)[..., None]
 
 # %% ../nbs/69_recorded.ipynb #c015
 def _check_ends(x, layout, name):

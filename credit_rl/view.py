@@ -560,7 +560,7 @@ function card(g, r, k) {
   const found = [r.earned ? `reward ${at('earned')}` : null, r.values ? `V ${at('values')}` : null,
                  r.belief ? `belief ${change(r.belief)}` : null, r.potential ? `Φ ${change(r.potential)}` : null];
   const bars = [...state.rules].map((i) => r.credit[i] ? bar(i, r.credit[i][k]) : null);
-  return el('div', {class: 'turn'}, el('div', {class: 'head'}, `turn ${k} · ${turn.kind}`, chips,
+  return el('div', {class: 'turn'}, el('div', {class: 'head'}, say(`turn ${k} · ${turn.kind}`), chips,
       el('span', {class: 'count'}, many(turn.count, 'token'))), bars,
     action(turn, r, k), observation(turn), el('div', {class: 'foot'}, found.filter(known).join(' · ')));
 }
@@ -627,7 +627,7 @@ function drawGroup() {
   const golds = g.golds.map((x) => [el('mark', {}, el('bdi', {}, say(x))), ' ']);
   main.replaceChildren(el('h2', {dir: 'auto'}, say(g.question)),
     el('div', {class: 'small'}, 'gold: ', golds.length ? golds : 'none',
-      el('span', {class: 'facts'}, facts.filter(Boolean).join(' · '))), legend(), grid);
+      el('span', {class: 'facts'}, say(facts.filter(Boolean).join(' · ')))), legend(), grid);
 }
 function legend() {
   const parts = [...state.rules].map((i) => el('span', {}, `${data.rules[i].name} ±${short(data.rules[i].limit)}`));
