@@ -745,6 +745,7 @@ addEventListener('keydown', (e) => {
   if (e.target.closest && e.target.closest('select, input')) { if (e.key.startsWith('Arrow') || e.key === ' ') return; }
   e.preventDefault(); KEYS[e.key]();
 });
+addEventListener('resize', () => { if ($('list').querySelector('[aria-current]')) drawList(); });
 $('ask').addEventListener('click', () => KEYS['?']());
 readAddress();
 drawControls();
@@ -798,12 +799,13 @@ section{display:contents} .title{display:flex;flex-wrap:wrap;align-items:center;
 .trace{width:100%;max-width:26rem;display:block} .axis{stroke:rgba(128,128,128,.6)} .tick{font-size:9px;
   text-anchor:middle;fill:currentColor}
 .key span{font-weight:600} #rules{position:relative} #rules summary{cursor:pointer}
-.menu{position:absolute;z-index:2;background:Canvas;border:1px solid rgba(128,128,128,.6);border-radius:5px;
-  padding:8px 12px;width:26rem;right:0;
-  max-height:70vh;overflow:auto;box-shadow:0 4px 14px rgba(0,0,0,.2)} .menu label{display:block}
+.menu{position:fixed;z-index:2;background:Canvas;border:1px solid rgba(128,128,128,.6);border-radius:5px;
+  padding:8px 12px;width:min(26rem,90vw);right:14px;top:4rem;max-height:75vh;overflow:auto;box-shadow:0 4px 14px rgba(0,0,0,.2)} .menu label{display:block}
 button:focus-visible,select:focus-visible,summary:focus-visible{outline:2px solid rgb(46,134,200);outline-offset:-2px}
+@media (max-width:760px){body{grid-template:auto 8.5rem 1fr/1fr} header{grid-column:1} #list{border-right:0;
+  border-bottom:1px solid rgba(128,128,128,.35)}}
 dialog td:first-child{font-family:ui-monospace,monospace;padding-right:14px} @media (prefers-color-scheme:dark){
-  .key span{filter:brightness(1.7)} .trace path,.trace rect,.trace circle{filter:brightness(1.5)}}
+  .key span{filter:brightness(1.7)} mark{background:rgba(240,180,0,.3)} .trace path,.trace rect,.trace circle{filter:brightness(1.5)}}
 """
 
 # %% ../nbs/72_view.ipynb #v127
@@ -839,7 +841,8 @@ class Page:
     def _repr_html_(self):
         said = f'{self.what}: a notebook that is not trusted shows no pages; trust it, or open the page that it saved'
         return (f'<iframe srcdoc="{html.escape(self.page)}" sandbox="allow-scripts" width="100%" '
-                f'height="{self.height}" style="border:1px solid rgba(128,128,128,.4)">{html.escape(said)}</iframe>')
+                f'height="{self.height}" style="display:block;box-sizing:border-box;border:1px solid #888">'
+                f'{html.escape(said)}</iframe>')
 
     def save(self, path):  # file to write
         "Write the page. Returns the path."

@@ -23,9 +23,10 @@ def find_browser():
 
 class Tab:
     "One tab. `errors` are exceptions, console errors and refused requests, in words."
-    def __init__(self, url, seconds):
+    def __init__(self, url, seconds, port):
         import websocket
-        self.socket, self.number, self.errors, self.seconds = websocket.create_connection(url, timeout=seconds), 0, [], seconds
+        self.socket, self.number = websocket.create_connection(url, timeout=seconds), 0
+        self.errors, self.seconds, self.port = [], seconds, port
         for domain in ('Page', 'Runtime', 'Log', 'Network'):
             self.call(f'{domain}.enable')
 
@@ -69,7 +70,7 @@ class Tab:
         until = time.monotonic() + self.seconds
         while time.monotonic() < until:
             with contextlib.suppress(AssertionError):            # the page is on its way
-                if self.ask(expression):
+                if self.ask(f"Boolean({expression})"):
                     return
             time.sleep(.02)
         raise TimeoutError(f'not within {self.seconds} s: {expression}; errors: {self.errors}')
@@ -87,6 +88,12 @@ class Tab:
         return path
 
 
+def targets(port, kind):
+    "Addresses of a browser's pages, or of the frames ('iframe') that it keeps apart from theirs, as sandboxed ones."
+    with urllib.request.urlopen(f'http://127.0.0.1:{port}/json', timeout=60) as answer:
+        return [t['webSocketDebuggerUrl'] for t in json.load(answer) if t['type'] == kind]
+
+
 @contextlib.contextmanager
 def open_tab(folder, seconds=120):
     "A tab of a fresh browser whose profile lies in `folder`; both end with the block."
@@ -98,9 +105,7 @@ def open_tab(folder, seconds=120):
         stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         port = wait_for_port(profile / 'DevToolsActivePort', process, seconds)
-        with urllib.request.urlopen(f'http://127.0.0.1:{port}/json', timeout=seconds) as answer:
-            pages = [t for t in json.load(answer) if t['type'] == 'page']
-        tab = Tab(pages[0]['webSocketDebuggerUrl'], seconds)
+        tab = Tab(targets(port, 'page')[0], seconds, port)
         yield tab
         tab.socket.close()
     finally:
