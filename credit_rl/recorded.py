@@ -197,15 +197,17 @@ def _step_credit(attempts, method, look, seed):
 def _refuse_judge(method):
     "Refuse a rule that would ask a judge. Raises NotKept."
     for part in method.rewards:
-        if part.words and part.words(method.own(part)): raise NotKept(f'{part.name} asks a judge, and none is asked now')
+        if part.words and part.words(method.own(part)):
+            raise NotKept(f'{part.name} asks a judge, and none is asked now')
 
-def _refuse_critic(method, s):
+def _refuse_critic(method, settings):
     "Refuse the values of a critic that was taught other rewards than the rule's. Raises NotKept."
-    if s is None or not method.critic: return
-    own, asked = ([r.name for r in m.rewards] for m in (get_method(s.course.method), method))
+    if settings is None or not method.critic: return
+    of_run = get_method(settings.course.method)
+    own, asked = ([r.name for r in m.rewards] for m in (of_run, method))
     if own != asked:
         raise NotKept(f'needs a critic of {" + ".join(asked)}, and this run had '
-                      f'{"one of " + " + ".join(own) if get_method(s.course.method).critic else "none"}')
+                      f'{"one of " + " + ".join(own) if of_run.critic else "none"}')
 
 def recorded_credit(
     recording,    # Recording
@@ -216,32 +218,32 @@ def recorded_credit(
     """Work out a rule's credit for what a run kept, step by step: for each of its attempts G lists with a float for
     each turn, NaN where it is missing, or a str that says why there is none. Raises ValueError on a name or option that
     there is not."""
-    s = recording.settings
-    protocol, options = recording.protocol, (s.course.options if s else {}) if options is None else options
-    method = bind(get_method(name), options, _facts(s, protocol))
-    look = recorded_look(recording.attempts, method, _schemas(s, protocol), protocol)
+    settings, protocol = recording.settings, recording.protocol
+    if options is None: options = settings.course.options if settings else {}
+    method = bind(get_method(name), options, _facts(settings, protocol))
+    look = recorded_look(recording.attempts, method, _schemas(settings, protocol), protocol)
     found = []
     for _, same in itertools.groupby(recording.attempts, lambda a: (a.step, a.kind)):
         same = list(same)
         try:
             _refuse_judge(method)
-            _refuse_critic(method, s)
+            _refuse_critic(method, settings)
             found += _step_credit(same, method, look, seed)
         except ValueError as e: found += [str(e)] * len(same)      # a rule says what it lacks, and that is the result
         except KeyError as e: found += [f'needs {e} among what is known of the questions'] * len(same)
     return found
 
-def _facts(s, protocol):
+def _facts(settings, protocol):
     "What the run of these settings knows: `Facts`."
-    if s is None: return Facts()
-    facts = run_facts(s.task, s.learning.questions_per_step, max_turns=s.acting.max_turns)
+    if settings is None: return Facts()
+    facts = run_facts(settings.task, settings.learning.questions_per_step, max_turns=settings.acting.max_turns)
     return replace(facts, tags=(protocol.think_tag, protocol.call_tag, protocol.answer_tag))
 
-def _schemas(s, protocol):
+def _schemas(settings, protocol):
     "In what words the run scored golds: dict 'gold' or 'teacher' -> Schema."
-    if s is None: return {}
-    asked = bind(get_method(s.course.method), s.course.options).asks([]).schemas
-    measured = {'gold': SCHEMA_OPTION.default} if 'belief' in s.keeping.measure else {}
+    if settings is None: return {}
+    asked = bind(get_method(settings.course.method), settings.course.options).asks([]).schemas
+    measured = {'gold': SCHEMA_OPTION.default} if 'belief' in settings.keeping.measure else {}
     return {who: read_schema(schema, protocol) for who, schema in {**measured, **asked}.items()}
 
 # %% ../nbs/69_recorded.ipynb #c024

@@ -800,12 +800,15 @@ section{display:contents} .title{display:flex;flex-wrap:wrap;align-items:center;
   text-anchor:middle;fill:currentColor}
 .key span{font-weight:600} #rules{position:relative} #rules summary{cursor:pointer}
 .menu{position:fixed;z-index:2;background:Canvas;border:1px solid rgba(128,128,128,.6);border-radius:5px;
-  padding:8px 12px;width:min(26rem,90vw);right:14px;top:4rem;max-height:75vh;overflow:auto;box-shadow:0 4px 14px rgba(0,0,0,.2)} .menu label{display:block}
+  padding:8px 12px;width:min(26rem,90vw);right:14px;top:4rem;max-height:75vh;
+  overflow:auto;box-shadow:0 4px 14px rgba(0,0,0,.2)}
+.menu label{display:block}
 button:focus-visible,select:focus-visible,summary:focus-visible{outline:2px solid rgb(46,134,200);outline-offset:-2px}
 @media (max-width:760px){body{grid-template:auto 8.5rem 1fr/1fr} header{grid-column:1} #list{border-right:0;
   border-bottom:1px solid rgba(128,128,128,.35)}}
 dialog td:first-child{font-family:ui-monospace,monospace;padding-right:14px} @media (prefers-color-scheme:dark){
-  .key span{filter:brightness(1.7)} mark{background:rgba(240,180,0,.3)} .trace path,.trace rect,.trace circle{filter:brightness(1.5)}}
+  .key span{filter:brightness(1.7)} mark{background:rgba(240,180,0,.3)}
+  .trace path,.trace rect,.trace circle{filter:brightness(1.5)}}
 """
 
 # %% ../nbs/72_view.ipynb #v127

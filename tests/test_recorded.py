@@ -16,8 +16,9 @@ from credit_rl.trajectory import example_group, to_json
 
 ROOT = Path(__file__).resolve().parents[1]
 NAN = math.nan
-SMALL = {'model': str(ROOT / 'data/tiny_base'), 'steps': 1, 'questions_per_step': 6, 'group_size': 4, 'dev_questions': 3,
-         'test_questions': 6, 'log_rollouts': 6, 'track': '', 'keep': 1, 'seed': 14, 'log_kl': False}
+SMALL = {'model': str(ROOT / 'data/tiny_base'), 'steps': 1, 'questions_per_step': 6, 'group_size': 4,
+         'dev_questions': 3, 'test_questions': 6, 'log_rollouts': 6, 'track': '', 'keep': 1, 'seed': 14,
+         'log_kl': False}
 
 
 def kept(tmp_path, rows, **params):
@@ -42,15 +43,15 @@ def test_a_run_s_own_credit_comes_out_again(tmp_path, method):
     train({**SMALL, **more, 'method': method, 'run': str(tmp_path / 'run')}, lambda line: None)
     recording = read_recording(tmp_path / 'run')
     found = recorded_credit(recording, method, None)
-    told = [(a, c) for a, c in zip(recording.attempts, found) if a.kind == 'train']
-    assert len(told) == 6 * (3 if more else 1) and not [c for _, c in told if isinstance(c, str)]
-    trained = torch.tensor([x for a, _ in told for r in a.rows for x in r['advantages']])
-    again = torch.tensor([x for _, c in told for row in c for x in row])
-    assert trained.abs().max() > .1
-    torch.testing.assert_close(again, trained, atol=2e-5, rtol=1e-4)
-    texts = token_texts([turn for a, _ in told for t in a.group.trajectories for turn in t.turns],
+    trained = [(a, c) for a, c in zip(recording.attempts, found) if a.kind == 'train']
+    assert len(trained) == 6 * (3 if more else 1) and not [c for _, c in trained if isinstance(c, str)]
+    before = torch.tensor([x for a, _ in trained for r in a.rows for x in r['advantages']])
+    again = torch.tensor([x for _, c in trained for row in c for x in row])
+    assert before.abs().max() > .1
+    torch.testing.assert_close(again, before, atol=2e-5, rtol=1e-4)
+    texts = token_texts([turn for a, _ in trained for t in a.group.trajectories for turn in t.turns],
                         recorded_tokenizer(recording))
-    assert {''.join(t) for t in texts} == {turn.action_text for a, _ in told for t in a.group.trajectories
+    assert {''.join(t) for t in texts} == {turn.action_text for a, _ in trained for t in a.group.trajectories
                                            for turn in t.turns}
 
 
@@ -68,7 +69,7 @@ def test_the_wrong_critic_and_the_wrong_words_are_refused(tmp_path):
     recording = kept(tmp_path, example(values=values, belief=belief), method='mt-ppo', group_size=3)
     assert 'this run had one of outcome + rules' in recorded_credit(recording, 'turn-ppo')[0]
     (tmp_path / 'other').mkdir()
-    recording = kept(tmp_path / 'other', example(belief=belief), method='igpo', options={'schema': 'bare'}, group_size=3)
+    recording = kept(tmp_path / 'other', example(belief=belief), method='igpo', options={'schema': 'bare'})
     assert isinstance(recorded_credit(recording, 'igpo', None)[0], list)
     assert 'other words' in recorded_credit(recording, 'igpo')[0]
 

@@ -389,8 +389,9 @@ def lab(tmp_path):
     work = tmp_path / 'notebooks'
     work.mkdir()
     server = subprocess.Popen(
-        [sys.executable, '-m', 'jupyter', 'lab', '--no-browser', '--allow-root', '--port=0', '--IdentityProvider.token=x',
-         f'--ServerApp.root_dir={work}', '--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate',
+        [sys.executable, '-m', 'jupyter', 'lab', '--no-browser', '--allow-root', '--port=0',
+         '--IdentityProvider.token=x', f'--ServerApp.root_dir={work}', 
+         '--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate',
          '--LabApp.news_url=None'], env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         until = time.monotonic() + 120
