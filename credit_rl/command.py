@@ -18,6 +18,8 @@ VERBS = {  # verb -> module (whose main it is, unless a function is named), what
     'warmup': ('prepare', 'warm up a critic until it passes its gate'),
     'sft': ('sft', 'fine-tune a policy on its own right rollouts'),
     'export': ('export', 'write what a run made as a Hugging Face folder'),
+    'view': ('view', 'write the rollouts of a run, with the credit of each rule, as one page'),
+    'watch': ('watch', 'show a run while it goes on'),
     'competence': ('competence', 'does a trained agent ask for what it does not know, and only for that?'),
     'index': ('retrieval:build', 'save a BM25 index of passages'),
     'serve': ('retrieval', 'serve a saved BM25 index, in the format of Search-R1'),

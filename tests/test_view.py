@@ -2,17 +2,25 @@
 import dataclasses
 import html
 import json
+import os
 import re
 import shutil
 import subprocess
+import sys
+import time
 from html.parser import HTMLParser
 
+import nbformat
 import pytest
+from browser import Tab, find_browser, open_tab, targets
 from hypothesis import given, strategies as st
+from nbformat.v4 import new_code_cell, new_notebook, new_output
 
 from credit_rl.metrics import normalize
-from credit_rl.trajectory import Group, Question, Result, Stop, Trajectory, Turn, example_group
-from credit_rl.view import gold_spans, show_group, show_rollout, telling_group
+from credit_rl.recorded import read_recording
+from credit_rl.runlog import RunLog
+from credit_rl.trajectory import Group, Question, Result, Stop, Trajectory, Turn, example_group, to_json
+from credit_rl.view import gold_spans, main, show_group, show_rollout, show_run, telling_group
 
 NAN = float('nan')
 ATTACKS = [
@@ -193,3 +201,233 @@ def test_the_rollouts_that_are_shown_have_credit():
     assert telling_group(grey + after) == grey and telling_group(after) == []
     two = [row(3, [.5, -.5], question='a'), row(3, [.2, .2], question='b')]
     assert telling_group(two) == two[:1]                          # of one question, not of all of a step
+
+
+# ---- a whole run, on one page ----
+
+TURNED = 'abc \u202e gold \u2066 txt \u200f'
+HOSTILE = [*ATTACKS, '</script><script>document.title="broken"</script>', '\u2028\u2029\x00', TURNED]
+
+
+def kept(folder, rows, **params):
+    "A run's folder with rows of one step."
+    log = RunLog(folder)
+    if params: log.write_params(params)
+    log.turns(1, rows)
+    return folder
+
+
+def kept_rows(trajectories, rewards, **more):
+    return [{'kind': 'train', 'trajectory': to_json(t), 'reward': r, **{n: x[i] for n, x in more.items()}}
+            for i, (t, r) in enumerate(zip(trajectories, rewards))]
+
+
+def example_run(folder, **more):
+    return kept(folder, kept_rows(example_group().trajectories, (1., 0., 0.), **more), method='tspo', group_size=3)
+
+
+def page_json(page):
+    "The data of a page, and its other text."
+    before, data, after = re.fullmatch(r'(.*<script id="data" type="application/json">)(.*?)(</script>.*)', page,
+                                       re.S).groups()
+    assert '<' not in data
+    return json.loads(data), before + after
+
+
+def test_a_page_is_whole_and_nothing_in_it_is_fetched(tmp_path):
+    belief = [[.1, .2, .8, .9, NAN]] * 3
+    page = show_run(example_run(tmp_path / 'run', belief=belief, advantages=[[.5, -.5, 0., None]] * 3)).page
+    data, rest = page_json(page)
+    assert not re.search(r'(?:src|href)=(?!"data:,")|url\(|@import|https?://(?!www\.w3\.org/2000/svg)', rest)
+    assert "default-src 'none'" in rest and rest.count('<script') == 2
+    [group] = data['groups']
+    assert group['hops'] == 2 and group['golds'] == ['Budapest']
+    assert group['rollouts'][0]['credit'][0] == [.5, -.5, 0., None] and data['rules'][0]['name'] == 'as trained'
+    assert group['rollouts'][0]['belief'] == [.1, .2, .8, .9, None]
+    seen = [turn['seen'] for turn in group['rollouts'][0]['turns']]
+    assert seen[1] == ['Michael Curtiz was a director born in ', 'Budapest', '. He made films in Vienna.']
+
+
+def test_a_rule_that_is_not_known_is_drawn_nowhere(tmp_path):
+    data, _ = page_json(show_run(example_run(tmp_path / 'run'), ['grpo', 'ppo', 'igpo']).page)
+    grpo, ppo, igpo = data['rules']
+    assert grpo['why'] is None and 'critic' in ppo['why'] and 'belief' in igpo['why'] and data['chosen'] == [0]
+    assert [r['credit'][1:] for r in data['groups'][0]['rollouts']] == [[None, None]] * 3
+
+
+def test_the_scale_of_bars_is_a_percentile_and_not_one_wild_value(tmp_path):
+    "150 rollouts of 4 turns at ±1 and one turn at 500: its bar is cut, and all others can be seen."
+    trajectories = [example_group().trajectories[0]] * 150
+    advantages = [[500. if i == 0 else 1., -1., 1., -1.] for i in range(150)]
+    folder = kept(tmp_path / 'run', kept_rows(trajectories, [1.] * 150, advantages=advantages))
+    assert page_json(show_run(folder, ['grpo']).page)[0]['rules'][0]['limit'] == 1.
+
+
+def test_long_texts_are_cut_and_say_so(tmp_path):
+    t = attempt(observation='x' * 1_000_000 + ' Budapest')
+    folder = kept(tmp_path / 'run', kept_rows([t], [0.]))
+    page = show_run(folder, ['reinforce++']).page
+    [turn] = page_json(page)[0]['groups'][0]['rollouts'][0]['turns']
+    assert len(page) < 200_000 and turn['size'] == 1_000_009 and turn['more'] == 980_009 and turn['marks'] == 1
+    whole = page_json(show_run(folder, ['reinforce++'], characters=2_000_000).page)[0]
+    assert whole['groups'][0]['rollouts'][0]['turns'][0]['seen'][1] == 'Budapest'
+
+
+def test_the_command_writes_the_page(tmp_path, capsys):
+    folder = example_run(tmp_path / 'run')
+    main([str(folder), 'rules=grpo,tspo', '--most', '3'])
+    assert capsys.readouterr().out.strip() == str(folder / 'view.html') and (folder / 'view.html').exists()
+    for wrong, said in (([str(tmp_path / 'none')], 'holds no turns.jsonl.gz'), ([str(folder), 'rules=grop'], 'grpo')):
+        with pytest.raises(SystemExit) as end: main(wrong)
+        assert end.value.code == 1 and said in capsys.readouterr().err
+
+
+DRAWN = 'document.documentElement.dataset.drawn === "yes"'
+
+
+def hostile_run(folder):
+    "A run in which every text is an attack, one with a million characters in one line among them."
+    texts = [*HOSTILE, 'y' * 1_000_000]
+    trajectories = [attempt(action=x, observation=x, answer=x, golds=[x], text=x) for x in texts]
+    rows = [{**r, 'trajectory': {**r['trajectory'], 'question': {**r['trajectory']['question'], 'id': x}}}
+            for x, r in zip(texts, kept_rows(trajectories, [0.] * len(texts)))]
+    for r in rows: r['trajectory']['turns'][0] |= {'action_text': r['trajectory']['question']['text']}
+    return kept(folder, rows)
+
+
+def test_nothing_that_was_said_becomes_part_of_the_page(tmp_path):
+    path = show_run(hostile_run(tmp_path / 'run'), ['reinforce++'], characters=2_000_000).save(tmp_path / 'view.html')
+    with open_tab(tmp_path) as tab:
+        tab.open(path.as_uri() + '#open=true', DRAWN)
+        title = tab.ask('document.title')
+        for i in range(len(HOSTILE) + 1):
+            tab.ask(f'state.group = {i}; draw()')
+            wanted = ('y' * 1_000_000) if i == len(HOSTILE) else HOSTILE[i]
+            said = tab.ask('document.querySelector("#main .say").textContent')
+            plain = re.sub('U\\+(20..)', lambda m: chr(int(m[1], 16)), said)
+            squeezed = lambda text: re.sub(r'\s|\x00|\ufffd', '', text)
+            assert squeezed(wanted) in squeezed(plain), (i, said[:80])
+        assert tab.ask('document.title') == title and not tab.errors
+        assert tab.ask('document.querySelectorAll("img, iframe, script:not(#data)").length') == 1
+        assert tab.ask('document.scripts.length') == 2
+
+
+def test_marks_of_direction_are_shown_by_number(tmp_path):
+    path = show_run(hostile_run(tmp_path / 'run'), ['reinforce++']).save(tmp_path / 'view.html')
+    with open_tab(tmp_path) as tab:
+        tab.open(f'{path.as_uri()}#group={HOSTILE.index(TURNED)}', DRAWN)
+        assert tab.ask('document.querySelector("h2").textContent') == 'abc U+202E gold U+2066 txt U+200F'
+        assert not re.search('[\u202a-\u202e\u2066-\u2069]', tab.ask('document.body.innerText'))
+
+
+def rich_run(folder):
+    "Two groups of three rollouts, of 2 and 3 hops; one rollout was cut; belief, values and potentials."
+    group, rows = example_group(), []
+    for i, hops in enumerate((2, 3)):
+        question = dataclasses.replace(group.question, id=f'q{hops}', meta={'hops': hops, 'tier': i + 1})
+        played = [dataclasses.replace(t, question=question) for t in group.trajectories]
+        if i: played[2] = dataclasses.replace(played[2], stop=Stop.LENGTH, answer=None)
+        rows += kept_rows(played, (0., 1., .5), belief=[[.1, .2, .8, .9, NAN]] * 3, values=[[.1, .2, .3, .4]] * 3,
+                          potential=[[-9., -5., -2., -1., NAN]] * 3,
+                          advantages=[[1., -1., 1., -1.], [.5, .5, .5, .5], [-2., 2., -2., 2.]])
+    return kept(folder, rows, method='igpo', group_size=3)
+
+
+def test_a_page_is_sorted_filtered_and_driven_by_keys(tmp_path):
+    path = show_run(rich_run(tmp_path / 'run'), ['grpo', 'igpo', 'ppo']).save(tmp_path / 'view.html')
+    with open_tab(tmp_path) as tab:
+        tab.size(1000, 800)
+        tab.open(path.as_uri() + '#group=0', DRAWN)
+        titles = lambda: tab.ask('[...document.querySelectorAll(".title > b")].map((e) => e.textContent)')
+        hops = lambda: tab.ask('document.querySelector(".facts").textContent.match(/(.) hops/)[1]')
+        assert titles() == ['rollout 0', 'rollout 1', 'rollout 2'] and hops() == '2'
+        assert tab.ask('document.documentElement.scrollWidth') <= 1000
+        tab.key('j')
+        assert hops() == '3'
+        tab.key('ArrowUp')
+        assert hops() == '2'
+        tab.key('s')                                                    # by reward
+        assert titles() == ['rollout 1', 'rollout 2', 'rollout 0']
+        tab.key('s')                                                    # by disagreement
+        numbers = tab.ask('[...document.querySelectorAll("section")].map((s) => +s.querySelector('
+                          '".number:last-child").textContent.split(" ")[1])')
+        assert numbers == sorted(numbers, reverse=True) and numbers[0] > numbers[-1]
+        tab.ask('$("stop").value = "length"; $("stop").dispatchEvent(new Event("change"))')
+        assert titles() == ['rollout 2'] and hops() == '3' and '2 of 3 hidden' in tab.ask('document.body.innerText')
+        tab.key('c')
+        assert len(titles()) == 3 and tab.ask('document.querySelectorAll("#hops option").length') == 3
+        tab.ask('$("tier").value = "1"; $("tier").dispatchEvent(new Event("change"))')
+        assert hops() == '2' and tab.ask('document.querySelectorAll("#list button").length') == 1
+        tab.key('l')
+        assert tab.ask('[...document.querySelectorAll("section")].findIndex((s) => s.className === "here")') == 1
+        tab.key('?')
+        assert tab.ask('$("help").open')
+        tab.key('?')
+        bars = tab.ask('[...document.querySelectorAll(".rule > span:first-child")].map((e) => e.textContent)')
+        assert set(bars) == {'as trained', 'grpo', 'igpo'}
+        assert tab.ask('document.querySelector("[data-rule=\\"3\\"]").disabled')
+        assert tab.ask('document.querySelectorAll(".trace circle").length') == 12         # 3 rollouts × 4 known states
+        assert 'sort=disagreement' in tab.ask('location.hash') and not tab.errors
+
+
+def test_500_rollouts_open(tmp_path):
+    "No limit on time: that nothing hangs is what is tested."
+    trajectories = example_group().trajectories
+    log = RunLog(tmp_path / 'run')
+    for step in range(167): log.turns(step, kept_rows(trajectories, (1., 0., 0.)))
+    path = show_run(read_recording(tmp_path / 'run', None), ['grpo', 'tspo']).save(tmp_path / 'view.html')
+    with open_tab(tmp_path) as tab:
+        tab.open(path.as_uri(), DRAWN)
+        assert '501 rollouts of 501, 167 groups' in tab.ask('document.body.innerText') and not tab.errors
+
+
+@pytest.fixture
+def lab(tmp_path):
+    "A JupyterLab on this machine alone: its folder of notebooks, its address, and its variables."
+    env = {**os.environ, 'HOME': str(tmp_path),
+           **{f'JUPYTER_{n}_DIR': str(tmp_path / n.lower()) for n in ('DATA', 'CONFIG', 'RUNTIME')}}
+    work = tmp_path / 'notebooks'
+    work.mkdir()
+    server = subprocess.Popen(
+        [sys.executable, '-m', 'jupyter', 'lab', '--no-browser', '--allow-root', '--port=0',
+         '--IdentityProvider.token=x', f'--ServerApp.root_dir={work}', 
+         '--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate',
+         '--LabApp.news_url=None'], env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        until = time.monotonic() + 120
+        while not (found := list((tmp_path / 'runtime').glob('jpserver-*.json'))):
+            assert server.poll() is None and time.monotonic() < until, 'JupyterLab did not start'
+            time.sleep(.1)
+        yield work, json.loads(found[0].read_text())['url'], env
+    finally:
+        server.terminate()
+        try: server.wait(30)
+        except subprocess.TimeoutExpired:
+            server.kill()
+            server.wait(30)
+
+
+def test_in_a_real_jupyterlab(tmp_path, lab):
+    "A trusted notebook shows the page in a frame, one that is not says why there is none; neither reports an error."
+    find_browser()
+    work, url, env = lab
+    page = show_run(rich_run(tmp_path / 'run'), ['grpo', 'igpo'])
+    said = new_output('execute_result', {'text/html': page._repr_html_(), 'text/plain': repr(page)}, execution_count=1)
+    for name in ('trusted', 'plain'):
+        cell = new_code_cell(f'{name} = page', execution_count=1, outputs=[said])
+        nbformat.write(new_notebook(cells=[cell]), work / f'{name}.ipynb')
+    subprocess.run([sys.executable, '-m', 'jupyter', 'trust', str(work / 'trusted.ipynb')], env=env, check=True,
+                   capture_output=True, timeout=120)
+    output = 'document.querySelector(".jp-OutputArea-output")'
+    with open_tab(tmp_path) as tab:
+        tab.size(1000, 900)
+        tab.open(f'{url}lab/tree/plain.ipynb?token=x&reset', output)
+        assert tab.ask(f'{output}.innerText').startswith('run run: a notebook that is not trusted shows no pages')
+        tab.open(f'{url}lab/tree/trusted.ipynb?token=x&reset', f'{output} && {output}.querySelector("iframe")')
+        [frame] = [Tab(address, tab.seconds, tab.port) for address in targets(tab.port, 'iframe')]
+        frame.wait(DRAWN)
+        assert frame.ask('document.querySelectorAll(".rule").length') == 3 * 4 * 3      # rollouts × turns × rules
+        frame.key('s')
+        assert frame.ask('document.querySelector(".title > b").textContent') == 'rollout 1' and not frame.errors
+        frame.socket.close()
+        assert not [e for e in tab.errors if 'beforeunload' not in e]    # Chromium's word on leaving a notebook
