@@ -1,0 +1,42 @@
+"""What mkdocs is told besides mkdocs.yml: equations become MathML as the site is built, so that a browser needs no
+script for them; and the style of notebooks stands in one file instead of in every page."""
+import re
+from html import unescape
+from pathlib import Path
+
+from latex2mathml.converter import convert
+
+STYLE = 'assets/notebook.css'
+CODE = re.compile(r'(<(pre|code|script|style|svg|math)\b.*?</\2>)', re.S)
+MARKED = re.compile(r'<(span|div) class="arithmatex">\\([(\[])(.*?)\\[)\]]</\1>', re.S)
+DOLLARS = re.compile(r'(\$\$?)(?=\S)([^$]+?)(?<=\S)\1', re.S)
+styles = {}
+
+
+def equation(latex, block):
+    "An equation as MathML, left out of the search."
+    shown = convert(unescape(latex).strip(), display='block' if block else 'inline')
+    return shown.replace('<math', '<math data-search-exclude', 1)
+
+
+def with_equations(html, dollars):
+    "A page with its LaTeX as MathML: what arithmatex marked, and in a notebook what stands between dollar signs."
+    html = MARKED.sub(lambda m: equation(m[3], m[2] == '['), html)
+    if not dollars: return html
+    parts = CODE.split(html)                                     # text, code, its tag, text, code, …
+    parts[::3] = [DOLLARS.sub(lambda m: equation(m[2], len(m[1]) == 2), part) for part in parts[::3]]
+    return ''.join(part for i, part in enumerate(parts) if i % 3 < 2)
+
+
+def on_page_content(html, page, config, files):
+    if not page.file.src_uri.endswith('.ipynb'): return with_equations(html, False)
+    before, wrapper, body = html.partition('<div class="jupyter-wrapper">')
+    body, _, after = body.rpartition('<style>')
+    styles[STYLE] = '\n'.join(re.findall(r'<style[^>]*>(.*?)</style>', before, re.S))
+    body = re.sub(r'<div class="zeroclipboard-container">.*?</clipboard-copy>\s*</div>', '', body, flags=re.S)
+    up = '../' * page.file.src_uri.count('/')
+    return f'<link rel="stylesheet" href="{up}{STYLE}">{wrapper}{with_equations(body, True)}'
+
+
+def on_post_build(config):
+    for name, text in styles.items(): (Path(config.site_dir) / name).write_text(text, encoding='utf-8')
