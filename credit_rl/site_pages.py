@@ -59,9 +59,10 @@ def equation_section(method, stored):
     "The parts of a method: what each is called, its equation, its paper, its notebook."
     homes, lines = _homes(), []
     spelling = f'{"+".join(r.name for r in method.rewards)}/' + '/'.join(p.name for p in method.parts[-3:])
-    for p in method.parts:
+    kinds = ['Reward'] * len(method.rewards) + ['Rule', 'Sampling', 'Loss']
+    for kind, p in zip(kinds, method.parts):
         home = f', {notebook_link(homes[id(p)])}' if id(p) in homes else ''
-        lines.append(f'**{type(p).__name__} `{p.name}`** ({p.paper}{home})\n\n$$\n{p.equation}\n$$\n')
+        lines.append(f'**{kind} `{p.name}`** ({p.paper}{home})\n\n$$\n{p.equation}\n$$\n')
     return '\n'.join([f'As parts: `{spelling}`. Any of them can be exchanged ([all methods](index.md)).\n', *lines])
 
 # %% ../nbs/87_site_pages.ipynb #s011
@@ -97,6 +98,10 @@ def _cell(text):
     "A text as a cell of a table in Markdown."
     return ' '.join(str(text).split()).replace('|', r'\|')
 
+def _in_code(text):
+    "A text with the names of notebooks in code type."
+    return re.sub(r'\b(\d\d_[a-z_]+)', r'`\1`', text)
+
 def option_table(options, values=None):
     """A table in Markdown of options (dict name -> Option): default, one line, range. `values` (dict name -> value)
     are what stands in place of the default."""
@@ -104,18 +109,19 @@ def option_table(options, values=None):
     for name, o in options.items():
         default = f'`{o.default!r}`'
         if values is not None and values[name] != o.default: default = f'`{values[name]!r}` (elsewhere {default})'
-        lines.append('| ' + ' | '.join(map(_cell, (f'`{name}`', default, o.about, o.range()))) + ' |')
+        lines.append('| ' + ' | '.join(map(_cell, (f'`{name}`', default, _in_code(o.about), o.range()))) + ' |')
     return '\n'.join(lines)
 
 def options_section(method, stored):
     "A method's options and a line on how they are set."
-    name = [*method.knobs][-1]
-    return (f'Set as `options.{name}=…` on a command line; in a file as `options: {{{name}: …}}`. What every run has '
+    return ('Set as `options.NAME=value` on a command line; in a file as `options: {NAME: value}`. What every run has '
             f'besides stands among the [settings](../settings.md).\n\n{option_table(method.knobs, method.options)}')
 
 def differs_section(method, stored):
-    "How ours differs from the paper, as a list."
-    return '\n'.join(f'- {what}' for what in method.differs.split('; ') if what) or 'No difference is known.'
+    "How ours differs from the paper: of each part, or what the row says itself."
+    of_parts = [p.differs for p in method.parts if p.differs]
+    lines = of_parts if method.differs == '; '.join(of_parts) else [method.differs]
+    return '\n'.join(f'- {_in_code(line)}' for line in lines) or 'No difference is known.'
 
 # %% ../nbs/87_site_pages.ipynb #s017
 def _row_command(method, **more):
@@ -173,9 +179,9 @@ def method_page(
 
 def methods_page():
     "The table of all methods, in Markdown, each with a link to its page."
-    lines = method_table().split('\n')
-    for i, name in enumerate(METHODS, 2):
-        lines[i] = lines[i].replace(f'| {name} |', f'| [{name}]({page_name(name)}.md) |', 1)
+    rows = [re.split(r'(?<!\\)\|', line)[1:6] for line in method_table().split('\n')]   # the rest is on the pages
+    for row, name in zip(rows[2:], METHODS): row[0] = f' [{name}]({page_name(name)}.md) '
+    lines = ['|' + '|'.join(row) + '|' for row in rows]
     return ('# Methods\n\nA method is a choice of parts: rewards, a rule that compares them, groups that are worth an '
             f'update, and a loss ({notebook_link(inspect.getmodule(method_table))}).\n\n' + '\n'.join(lines) + '\n')
 
@@ -330,7 +336,9 @@ def site_notebook(
         source = ''.join(cell['source'])
         directives = dict(re.findall(r'^#\s*\|\s*(\w+):?[ \t]*(.*?)\s*$', source, re.M))
         if cell['cell_type'] == 'markdown':
-            source = re.sub(r'\]\(((?!\w+:)[^)#]+)\.(ipynb|md)', r'](\1.html', link_notebooks(source, stems, '', '.html'))
+            source = re.sub('^#.*', lambda m: m[0].replace('`', ''), source, flags=re.M)   # a heading is plain text
+            source = link_notebooks(source, stems, ending='.html')
+            source = re.sub(r'\]\(((?!\w+:)[^)#]+)\.(ipynb|md)', r'](\1.html', source)
         else: source = re.sub(r'^#\s*\|.*\n?', '', source, flags=re.M)
         if 'hide' in directives or not source.strip(): continue
         tags = [*cell['metadata'].get('tags', [])] + ['no-input'] * (directives.get('echo') == 'false')
@@ -362,6 +370,7 @@ def site_nav(notebooks):  # as read_notebooks gives them
             {'Results': ['results.md', {'Log of findings': 'runs/LOG.md'}]}]
 
 # %% ../nbs/87_site_pages.ipynb #s042
+_ALONE = ('index.md', 'settings.md', 'api.md', 'nbs/your_rule.md')     # pages without others beside them
 _COPIED = ('CITATION.cff', 'LICENSE', 'nbs/figures/*', 'runs/params/*.yaml')   # what pages link to
 
 def made_pages(root, out, homes):
@@ -384,8 +393,8 @@ def write_pages(
     texts = {name: (root/name).read_text(encoding='utf-8') for name in ('nbs/your_rule.md', 'runs/LOG.md')}
     texts |= {'index.md': (root/'README.md').read_text(encoding='utf-8'), **made_pages(root, out, homes)}
     for name, text in texts.items():
-        up = '../' * name.count('/')
-        texts[name] = link_notebooks(text, notebooks, f'{up}nbs/')
+        alone = '---\nhide: [navigation]\n---\n' * (name in _ALONE)
+        texts[name] = alone + link_notebooks(text, notebooks, '../' * name.count('/') + 'nbs/')
     texts |= {f'nbs/{stem}.ipynb': json.dumps(site_notebook(nb, notebooks)) for stem, nb in notebooks.items()}
     for name, text in texts.items():
         (out/name).parent.mkdir(parents=True, exist_ok=True)

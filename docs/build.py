@@ -1,5 +1,6 @@
-"""`make docs`: writes the pages into _docs/pages, has mkdocs make _docs/site of them, and reads every built page again:
-a link that leads nowhere, or anything that would be loaded from another host, ends it with 1."""
+"""`make docs`, or `python docs/build.py FOLDER` for another folder than _docs: writes the pages into _docs/pages, has
+mkdocs make _docs/site of them, and reads every built page again. A link that leads nowhere, or anything that would be
+loaded from another host, ends it with 1."""
 import sys
 import time
 from pathlib import Path
@@ -8,7 +9,7 @@ from urllib.parse import urlsplit
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def build(out=ROOT / '_docs'):
+def build(out):  # Path
     "Build the site below a folder. Returns what is wrong with it: list of str."
     import shutil
     from credit_rl import api, site_pages
@@ -27,7 +28,8 @@ def build(out=ROOT / '_docs'):
 
 
 if __name__ == '__main__':
-    since, wrong = time.monotonic(), build()
+    out = Path(sys.argv[1] if sys.argv[1:] else '_docs').resolve()
+    since, wrong = time.monotonic(), build(out)
     if wrong: sys.exit('\n'.join([*wrong, f'docs: {len(wrong)} addresses are wrong']))
-    print(f'_docs/site/index.html, built in {time.monotonic() - since:.0f} s; its search wants a server: '
-          'python -m http.server -d _docs/site')
+    print(f'{out}/site/index.html, built in {time.monotonic() - since:.0f} s; its search wants a server: '
+          f'python -m http.server -d {out}/site')

@@ -10,12 +10,14 @@ STYLE = 'assets/notebook.css'
 CODE = re.compile(r'(<(pre|code|script|style|svg|math)\b.*?</\2>)', re.S)
 MARKED = re.compile(r'<(span|div) class="arithmatex">\\([(\[])(.*?)\\[)\]]</\1>', re.S)
 DOLLARS = re.compile(r'(\$\$?)(?=\S)([^$]+?)(?<=\S)\1', re.S)
+NAMED = re.compile(r'(<mi>(?:exp|ln|log|max|min)</mi>)(?=<m(?:i|n|sub|sup|subsup|frac)\b)')   # log π, not logπ
 styles = {}
 
 
 def equation(latex, block):
     "An equation as MathML, left out of the search."
-    shown = convert(unescape(latex).strip(), display='block' if block else 'inline')
+    latex = re.sub(r'\\mathbb\s*\{?1\}?', '𝟙', unescape(latex).strip())            # double-struck letters it knows
+    shown = NAMED.sub(r'\1<mspace width="0.17em"></mspace>', convert(latex, display='block' if block else 'inline'))
     return shown.replace('<math', '<math data-search-exclude', 1)
 
 
@@ -34,6 +36,7 @@ def on_page_content(html, page, config, files):
     body, _, after = body.rpartition('<style>')
     styles[STYLE] = '\n'.join(re.findall(r'<style[^>]*>(.*?)</style>', before, re.S))
     body = re.sub(r'<div class="zeroclipboard-container">.*?</clipboard-copy>\s*</div>', '', body, flags=re.S)
+    body = body.replace('class="anchor-link"', 'class="headerlink"')                 # a sign that no search is for
     up = '../' * page.file.src_uri.count('/')
     return f'<link rel="stylesheet" href="{up}{STYLE}">{wrapper}{with_equations(body, True)}'
 
