@@ -414,6 +414,7 @@ class PageLinks(HTMLParser):
         super().__init__()
         self.links, self.loads, self.ids, self._within = [], [], set(), None
         self.feed(text)
+        self.close()
 
     def handle_starttag(self, tag, attrs):
         attrs, self._within = dict(attrs), tag

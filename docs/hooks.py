@@ -9,7 +9,7 @@ from latex2mathml.converter import convert
 STYLE = 'assets/notebook.css'
 CODE = re.compile(r'(<(pre|code|script|style|svg|math)\b.*?</\2>)', re.S)
 MARKED = re.compile(r'<(span|div) class="arithmatex">\\([(\[])(.*?)\\[)\]]</\1>', re.S)
-DOLLARS = re.compile(r'(\$\$?)(?=\S)([^$]+?)(?<=\S)\1', re.S)
+DOLLARS = re.compile(r'\$\$([^$]+)\$\$|\$(?=\S)([^$]+?)(?<=\S)\$(?!\d)', re.S)
 NAMED = re.compile(r'(<mi>(?:exp|ln|log|max|min)</mi>)(?=<m(?:i|n|sub|sup|subsup|frac)\b)')   # log π, not logπ
 styles = {}
 
@@ -26,7 +26,7 @@ def with_equations(html, dollars):
     html = MARKED.sub(lambda m: equation(m[3], m[2] == '['), html)
     if not dollars: return html
     parts = CODE.split(html)                                     # text, code, its tag, text, code, …
-    parts[::3] = [DOLLARS.sub(lambda m: equation(m[2], len(m[1]) == 2), part) for part in parts[::3]]
+    parts[::3] = [DOLLARS.sub(lambda m: equation(m[1] or m[2], bool(m[1])), part) for part in parts[::3]]
     return ''.join(part for i, part in enumerate(parts) if i % 3 < 2)
 
 
@@ -36,6 +36,7 @@ def on_page_content(html, page, config, files):
     body, _, after = body.rpartition('<style>')
     styles[STYLE] = '\n'.join(re.findall(r'<style[^>]*>(.*?)</style>', before, re.S))
     body = re.sub(r'<div class="zeroclipboard-container">.*?</clipboard-copy>\s*</div>', '', body, flags=re.S)
+    body = re.sub(r'<div class="clipboard-copy-txt".*?</div>', '', body, flags=re.S)    # every cell a second time
     body = body.replace('class="anchor-link"', 'class="headerlink"')                 # a sign that no search is for
     up = '../' * page.file.src_uri.count('/')
     return f'<link rel="stylesheet" href="{up}{STYLE}">{wrapper}{with_equations(body, True)}'
