@@ -6,9 +6,9 @@
 __all__ = ['SEEN', 'SECTIONS', 'COMMANDS', 'FLOORS', 'page_name', 'notebook_of', 'notebook_link', 'Stored', 'equation_section',
            'sees_section', 'cost_section', 'option_table', 'options_section', 'differs_section', 'curve_section',
            'audit_section', 'command_section', 'method_page', 'methods_page', 'comparisons', 'stored_audits',
-           'params_files', 'stored_about', 'results_page', 'settings_page', 'name_entry', 'api_page', 'link_notebooks',
-           'site_notebook', 'notebook_title', 'read_notebooks', 'site_nav', 'made_pages', 'write_pages', 'PageLinks',
-           'css_loads', 'dead_links', 'foreign_loads']
+           'params_files', 'Archive', 'read_archive', 'stored_about', 'results_page', 'settings_page', 'name_entry',
+           'api_page', 'link_notebooks', 'site_notebook', 'notebook_title', 'read_notebooks', 'site_nav', 'made_pages',
+           'write_pages', 'PageLinks', 'css_loads', 'dead_links', 'foreign_loads']
 
 # %% ../nbs/87_site_pages.ipynb #s002
 import importlib, inspect, json, os, re, shlex, shutil
@@ -211,6 +211,19 @@ def params_files(root):
         if name: found.setdefault(name, []).append(str(path.relative_to(root)))
     return found
 
+# %% ../nbs/87_site_pages.ipynb #s0235
+@dataclass(frozen=True)
+class Archive:
+    "What the repository holds about all methods, read once."
+    root: Path          # top of the repository
+    comparisons: dict   # folder -> methods that have a curve
+    audits: dict        # method -> folder -> column -> text
+    params: dict        # method -> paths of files of settings
+
+def read_archive(root):
+    "Read the `Archive` of a repository."
+    return Archive(Path(root), comparisons(root), stored_audits(root), params_files(root))
+
 # %% ../nbs/87_site_pages.ipynb #s025
 def _draw(runs, path):
     "Draw the curves of runs into a file; many methods get a panel each."
@@ -220,20 +233,20 @@ def _draw(runs, path):
     figure.savefig(path, dpi=110)
 
 def stored_about(
-    method,   # Method
-    root,     # top of the repository
-    out=None, # folder of the page, which gets the picture; None: nothing is drawn
+    method,    # Method
+    archive,   # Archive
+    out=None,  # folder of the page, which gets the picture; None: nothing is drawn
 ):
     "What the repository holds about a method: `Stored`."
-    name, wide = method.name, comparisons(root)
+    name, wide = method.name, archive.comparisons
     folder = next((folder for folder, methods in wide.items() if name in methods), None)
-    audits, params = stored_audits(root).get(name, {}), tuple(params_files(root).get(name, ()))
+    audits, params = archive.audits.get(name, {}), tuple(archive.params.get(name, ()))
     if folder is None: return Stored(audits=audits, params=params)
     runs = named_runs(folder, *dict.fromkeys([name] + ['grpo'] * ('grpo' in wide[folder])))
     picture = f'curves/{page_name(name)}.png'
     if out is not None: _draw(runs, Path(out)/picture)
     columns = ['method', 'seeds', 'base EM', 'final EM', 'gain', 'minutes', 'note']
-    return Stored(str(folder.relative_to(root)), markdown_table(runs, columns=columns), picture, audits, params)
+    return Stored(str(folder.relative_to(archive.root)), markdown_table(runs, columns=columns), picture, audits, params)
 
 # %% ../nbs/87_site_pages.ipynb #s028
 def _about_file(path):
@@ -244,19 +257,19 @@ def _about_file(path):
     return '\n'.join(line.removeprefix('#').removeprefix(' ') for line in head)
 
 def results_page(
-    root,      # top of the repository
+    archive,   # Archive
     out=None,  # folder of the page, which gets the pictures; None: nothing is drawn
 ):
     "The tables of the stored comparisons with their curves, in Markdown."
     parts = ['# Results\n\nTest exact match on the tiny world: mean over seeds (lowest to highest). What the tables '
              'mean, and what they do not show, stands in [97_results](nbs/97_results.ipynb), which `make reports` '
              'runs, and in the [log of findings](runs/LOG.md).']
-    for folder, methods in comparisons(root).items():
+    for folder, methods in archive.comparisons.items():
         if not (folder/'table.md').exists(): continue
-        name = str(folder.relative_to(root))
+        name = str(folder.relative_to(archive.root))
         if out is not None: _draw(named_runs(folder, *methods), Path(out)/'curves'/f'{folder.name}.png')
         parts.append('\n\n'.join(text for text in [
-            f'## {name}', _about_file(Path(root, 'runs', 'params', f'{folder.name}.yaml')),
+            f'## {name}', _about_file(archive.root/'runs'/'params'/f'{folder.name}.yaml'),
             f'![exact match on development questions by training step, {name}](curves/{folder.name}.png)',
             (folder/'table.md').read_text(encoding='utf-8').strip()] if text))
     return '\n\n'.join(parts) + '\n'
@@ -375,11 +388,11 @@ _COPIED = ('CITATION.cff', 'LICENSE', 'nbs/figures/*', 'runs/params/*.yaml')   #
 
 def made_pages(root, out, homes):
     "The pages that are made from the code: dict path -> Markdown. Pictures are drawn into `out`."
-    folder = Path(out)/'methods'
-    pages = {f'methods/{page_name(m.name)}.md': method_page(m, stored_about(m, root, folder))
+    archive, folder = read_archive(root), Path(out)/'methods'
+    pages = {f'methods/{page_name(m.name)}.md': method_page(m, stored_about(m, archive, folder))
              for m in METHODS.values()}
     return {**pages, 'methods/index.md': methods_page(), 'settings.md': settings_page(), 'api.md': api_page(homes),
-            'results.md': results_page(root, out)}
+            'results.md': results_page(archive, out)}
 
 def write_pages(
     root,   # top of the repository
