@@ -281,8 +281,8 @@ COMMANDS = {  # verb of credit-rl -> groups of settings that no other command ha
 
 def settings_page():
     "All settings by group, in Markdown."
-    parts = ["# Settings\n\nOne name sets a run in a YAML file, on a command line (`name=value`) and in a notebook that "
-             'papermill runs (`-p name value`); see [06_parameters](nbs/06_parameters.ipynb) and '
+    parts = ["# Settings\n\nOne name sets a run in a YAML file, on a command line (`name=value`) and in a notebook "
+             'that papermill runs (`-p name value`); see [06_parameters](nbs/06_parameters.ipynb) and '
              '[61_settings](nbs/61_settings.ipynb). A value out of its range is refused before anything is computed. '
              "What a method takes besides, its `options`, stands on its [page](methods/index.md)."]
     parts += [f'## {head}\n\n{option_table(options)}' for head, options in by_group(*GROUPS.values()).items()]

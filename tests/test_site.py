@@ -174,7 +174,7 @@ def test_equations_become_mathml(root):
     assert '<msub>' in shown and '<mfrac>' in shown and 'display="block"' in shown
     marked = hooks.with_equations('<span class="arithmatex">\\(\\log \\pi &lt; 1\\)</span> $z$', False)
     assert marked.count('<math') == 1 and '<mo>&#x0003C;</mo>' in marked and 'mspace' in marked
-    assert marked.endswith(' $z$')                                             # in Markdown arithmatex has marked them all
+    assert marked.endswith(' $z$')  # in Markdown arithmatex has marked them all
     for method in METHODS.values():
         for part in method.parts: assert '\\' not in hooks.equation(part.equation, True), part.equation
 
