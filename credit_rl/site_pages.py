@@ -157,7 +157,7 @@ def command_section(method, stored):
     lines = ['On the tiny world, in minutes on a CPU:', '',
              '    credit-rl train ' + _row_command(method, run=f'runs/{page_name(method.name)}'), '']
     if stored.params:
-        lines += ["By a paper's settings; `dry_run=true` only says what a run would take:", '']
+        lines += ['By a file of settings that names it; `dry_run=true` only says what a run would take:', '']
         lines += [f'    credit-rl train --params {path} dry_run=true' for path in stored.params]
         lines += ['', 'The files: ' + ', '.join(f'[{Path(p).stem}](../{p})' for p in stored.params)]
     return '\n'.join(lines)
