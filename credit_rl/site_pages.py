@@ -383,7 +383,8 @@ def site_nav(notebooks):  # as read_notebooks gives them
             {'Results': ['results.md', {'Log of findings': 'runs/LOG.md'}]}]
 
 # %% ../nbs/87_site_pages.ipynb #s042
-_ALONE = ('index.md', 'settings.md', 'api.md', 'nbs/your_rule.md')     # pages without others beside them
+_HIDDEN = {'methods/index.md': 'toc',                      # page -> list beside it that is left out
+           **dict.fromkeys(('index.md', 'settings.md', 'api.md', 'nbs/your_rule.md'), 'navigation')}
 _COPIED = ('CITATION.cff', 'LICENSE', 'nbs/figures/*', 'runs/params/*.yaml')   # what pages link to
 
 def made_pages(root, out, homes):
@@ -406,8 +407,8 @@ def write_pages(
     texts = {name: (root/name).read_text(encoding='utf-8') for name in ('nbs/your_rule.md', 'runs/LOG.md')}
     texts |= {'index.md': (root/'README.md').read_text(encoding='utf-8'), **made_pages(root, out, homes)}
     for name, text in texts.items():
-        alone = '---\nhide: [navigation]\n---\n' * (name in _ALONE)
-        texts[name] = alone + link_notebooks(text, notebooks, '../' * name.count('/') + 'nbs/')
+        head = f'---\nhide: [{_HIDDEN[name]}]\n---\n' if name in _HIDDEN else ''
+        texts[name] = head + link_notebooks(text, notebooks, '../' * name.count('/') + 'nbs/')
     texts |= {f'nbs/{stem}.ipynb': json.dumps(site_notebook(nb, notebooks)) for stem, nb in notebooks.items()}
     for name, text in texts.items():
         (out/name).parent.mkdir(parents=True, exist_ok=True)
