@@ -37,7 +37,7 @@ begin = @mkdir -p $(VENV) && echo $$PPID > $(VENV)/.installing
 end   = @rm $(VENV)/.installing && touch $@
 
 .DEFAULT_GOAL := help
-.PHONY: help demo compare carl reports quick test test-vllm test-gpu readme lab export clean
+.PHONY: help demo compare carl reports quick test test-vllm test-gpu readme docs lab export clean
 
 help:
 	@echo 'make demo      train on the tiny world, a few minutes on a CPU   (SEED=101 for another seed)'
@@ -49,6 +49,7 @@ help:
 	@echo 'make test-vllm the vLLM engine on a CPU, in an environment of its own (.venv-vllm, 4 GB)'
 	@echo 'make test-gpu  a training step at the true shapes of 0.5B, 3B and 7B, random weights, on a machine with a GPU'
 	@echo 'make readme    README.md from nbs/index.ipynb'
+	@echo 'make docs      the site in _docs/site: methods, notebooks, settings, results, with search; three minutes'
 	@echo 'make lab       JupyterLab on the notebooks'
 	@echo 'make export    write credit_rl/ from the notebooks'
 	@echo 'make clean     delete what builds and tests left behind (not .venv)'
@@ -82,6 +83,13 @@ $(VENV)/.ok-test: $(VENV)/.ok-torch constraints.txt settings.ini setup.py pyproj
 	@echo '[3/3] credit_rl, the trainers and the test tools'
 	$(begin)
 	@$(PIP) $(PINS) -e '.[train,dev]'
+	@touch $(VENV)/.ok-demo
+	$(end)
+
+$(VENV)/.ok-docs: $(VENV)/.ok-torch constraints.txt settings.ini setup.py pyproject.toml
+	@echo '[3/3] credit_rl and what builds its site'
+	$(begin)
+	@$(PIP) $(PINS) -e '.[docs]'
 	@touch $(VENV)/.ok-demo
 	$(end)
 
@@ -128,6 +136,11 @@ readme: $(VENV)/.ok-test
 	@rm -rf nbs/figures
 	@$(PY) -m jupyter nbconvert --log-level WARN --to markdown --output-dir . --output README $(READ_ME) nbs/index.ipynb
 	@sed -i.old -E 's#\]\(([0-9]{2}_|your_rule)#](nbs/\1#g; s#\]\(\.\./#](#g' README.md && rm README.md.old
+
+# The site from what git keeps: no notebook is executed, nothing is fetched. A dead link or a warning of mkdocs fails it.
+docs: export OMP_NUM_THREADS := 1
+docs: $(VENV)/.ok-docs
+	@$(PY) docs/build.py
 
 # The kernel is called as the notebooks call it, or JupyterLab would write another name into each that it saves.
 lab: $(VENV)/.ok-test
@@ -191,6 +204,6 @@ test-gpu: $(VENV)/.ok-test
 	@$(PY) -m pytest tests/gpu -o timeout=3600 -o faulthandler_timeout=3700 -ra
 
 clean:
-	@rm -rf build dist *.egg-info .pytest_cache .hypothesis $(VENV)/tree-before $(VENV)/tree-after
+	@rm -rf build dist _docs *.egg-info .pytest_cache .hypothesis $(VENV)/tree-before $(VENV)/tree-after
 	@find . -path ./$(VENV) -prune -o -path ./$(VLLM_VENV) -prune -o \
 	    -type d \( -name __pycache__ -o -name .ipynb_checkpoints \) -prune -exec rm -rf {} +

@@ -41,7 +41,7 @@ def test_links_lead_somewhere():
 
 def test_readme_names_the_commands_that_make_has():
     makefile = (ROOT / 'Makefile').read_text()
-    for command in ('demo', 'test', 'compare', 'lab', 'reports'):
+    for command in ('demo', 'test', 'compare', 'lab', 'reports', 'docs'):
         assert f'make {command}' in README and f'\n{command}:' in makefile
     assert 'git clone --depth 1' in README
 

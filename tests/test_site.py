@@ -1,0 +1,273 @@
+"The site: its pages are made from the table of methods, and no link of it is dead."
+import functools
+import http.server
+import importlib.util
+import json
+import re
+import shlex
+import shutil
+import subprocess
+import threading
+import time
+import urllib.request
+from dataclasses import replace
+
+import pytest
+
+from credit_rl import api, site_pages
+from credit_rl.methods import METHODS, compose
+from credit_rl.options import Option
+from credit_rl.parts import Row
+from credit_rl.settings import Config, check, make_config
+from credit_rl.site_pages import SECTIONS, dead_links, foreign_loads, method_page, page_name, read_archive, stored_about
+
+BUILT_WITH = ('mkdocs', 'material', 'mkdocs_jupyter', 'latex2mathml')    # the extra `docs`
+without_docs = pytest.mark.skipif(not all(map(importlib.util.find_spec, BUILT_WITH)), reason="the extra 'docs' is "
+                                  'not installed: make docs installs it')
+
+
+def sections(page):
+    "The sections of a page: dict title -> text."
+    parts = re.split('^## (.*)\n', page, flags=re.M)
+    return dict(zip(parts[1::2], map(str.strip, parts[2::2])))
+
+
+# ---- pages of methods ----
+
+@pytest.fixture(scope='module')
+def archive(root):
+    return read_archive(root)
+
+
+@pytest.mark.parametrize('name', METHODS)
+def test_every_method_has_a_page_in_the_one_form(name, archive):
+    method, found = METHODS[name], sections(method_page(METHODS[name], stored_about(METHODS[name], archive)))
+    assert list(found) == list(SECTIONS) and all(found.values())
+    assert all(f'$$\n{p.equation}\n$$' in found['Equation'] and p.paper in found['Equation'] for p in method.parts)
+    assert all(f'| `{option}` |' in found['Options'] for option in method.options)
+    assert all(p.differs.replace('31_potentials', '`31_potentials`') in found['How ours differs']
+               for p in method.parts if p.differs and p.differs in method.differs)
+    assert all(site_pages.SEEN[what] in found['What it sees'] for what in method.sees)
+
+
+@pytest.mark.parametrize('name', METHODS)
+def test_the_command_of_a_page_is_accepted(name):
+    words = shlex.split(re.search('credit-rl train (.*)', method_page(METHODS[name]))[1])
+    settings = dict(word.split('=', 1) for word in words)
+    assert settings['method'] == name
+    check(make_config({k: int(v) if type(getattr(Config, k, '')) is int or k == 'max_turns' else v
+                       for k, v in settings.items()}))
+
+
+def test_a_new_row_gives_a_new_page(monkeypatch, tmp_path):
+    (tmp_path / 'runs').mkdir()
+    before = set(site_pages.made_pages(tmp_path, tmp_path / 'pages', api.HOMES))
+    row = Row('up*', 'outcome+folr/turns', 'nobody yet', '#123456', {'alpha': 0.25}, differs='by a quarter')
+    monkeypatch.setitem(METHODS, 'up*', compose(row))
+    pages = site_pages.made_pages(tmp_path, tmp_path / 'pages', api.HOMES)
+    assert set(pages) - before == {'methods/up-star.md'}
+    page = pages['methods/up-star.md']
+    assert '> nobody yet' in page and '| `alpha` | `0.25` (elsewhere `1.0`) |' in page and '- by a quarter' in page
+    assert '[up*](up-star.md)' in pages['methods/index.md'] and 'up*' in pages['api.md'].split('### METHODS')[1]
+    assert {'up*': 'methods/up-star.md'} in site_pages.site_nav({})[2]['Methods']
+
+
+def test_pages_show_what_parts_say(monkeypatch):
+    method = METHODS['tspo']
+    folr = replace(method.rewards[1], equation=r'r = \beta', options={'beta': Option(.5, 'a new one', least=0, most=1)})
+    changed = replace(method, rewards=(method.rewards[0], folr), options={**method.options, 'beta': .5})
+    page = method_page(changed)
+    assert '$$\nr = \\beta\n$$' in page and '| `beta` | `0.5` | a new one | at least 0, at most 1 |' in page
+    assert '`alpha`' not in page
+
+
+def test_names_of_pages_differ_and_need_no_escape():
+    names = [page_name(name) for name in METHODS]
+    assert len(set(names)) == len(names) and all(re.fullmatch('[a-z0-9-]+', name) for name in names)
+
+
+# ---- what is stored ----
+
+def test_a_stored_curve_is_drawn_and_its_results_shown(archive, tmp_path):
+    about = stored_about(METHODS['tspo'], archive, tmp_path)
+    assert (tmp_path / about.picture).read_bytes()[:4] == b'\x89PNG'
+    page = method_page(METHODS['tspo'], about)
+    assert f']({about.picture})' in page and '| tspo | 3 |' in page
+    assert 'is stored' in sections(method_page(METHODS['oracle'], stored_about(METHODS['oracle'], archive)))['Curve']
+
+
+def test_a_stored_audit_is_shown_on_its_methods_page(tmp_path):
+    (tmp_path / 'runs' / 'mine').mkdir(parents=True)
+    (tmp_path / 'runs' / 'mine' / 'audit.csv').write_text(',within,sign\ntspo,0.5,0.75\nigpo,,0.5\n')
+    audit = {name: sections(method_page(METHODS[name], stored_about(METHODS[name], read_archive(tmp_path))))['Audit']
+             for name in ('tspo', 'igpo', 'grpo')}
+    assert audit['tspo'].splitlines() == ['| audit | within | sign |', '| --- | --- | --- |',
+                                          '| `runs/mine` | 0.5 | 0.75 |']
+    assert audit['igpo'].splitlines()[2] == '| `runs/mine` |  | 0.5 |'
+    assert 'No audit' in audit['grpo'] and "'rules=[grpo]'" in audit['grpo']
+
+
+def test_results_are_the_stored_tables(root):
+    page = site_pages.results_page(read_archive(root))
+    tables = sorted((root / 'runs').glob('*/table.md'))
+    assert tables and all(table.read_text().strip() in page for table in tables)
+
+
+def test_every_setting_and_every_name_has_its_line():
+    settings, names = site_pages.settings_page(), site_pages.api_page(api.HOMES)
+    assert all(f'| `{name}` |' in settings for name in vars(Config())) and '| `sft.attempts` |' in settings
+    assert re.findall('^### (.*)', names, re.M) == list(api.HOMES)
+    assert '- `first\\_turn`' not in names and '- `first_turn`: (N,) long' in names
+
+
+# ---- notebooks ----
+
+def test_notebooks_lose_directives_and_hidden_cells_and_keep_outputs(root):
+    notebooks = site_pages.read_notebooks(root)
+    for stem, notebook in notebooks.items():
+        shown = site_pages.site_notebook(notebook, notebooks)['cells']
+        assert not [c for c in shown if c['cell_type'] == 'code' and re.search(r'^#\s*\|', c['source'], re.M)]
+        left_out = [c for c in notebook['cells'] if re.search(r'^#\s*\|\s*hide\b', ''.join(c['source']), re.M)]
+        count = lambda cells: sum(len(c.get('outputs', ())) for c in cells)
+        assert count(shown) == count(notebook['cells']) - count(left_out), stem
+
+
+# ---- links ----
+
+def test_a_dead_link_put_in_on_purpose_is_found(tmp_path):
+    (tmp_path / 'b').mkdir()
+    (tmp_path / 'index.html').write_text('<h1 id="top"><a href="b/c.html#x">c</a><a href="https://x.org/y">y</a>')
+    (tmp_path / 'b' / 'c.html').write_text('<p id="x"><a href="../index.html#top">up</a><a href="../">up</a>')
+    assert dead_links(tmp_path) == []
+    page = tmp_path / 'b' / 'c.html'
+    for dead in ('<a href="gone.html">', '<img src="../gone.png">', '<a href="#y">', '<a href="../index.html#gone">',
+                 '<a href="/site/gone.html">', '<script src="gone.js"></script>'):
+        good = page.read_text()
+        page.write_text(good + dead)
+        assert dead_links(tmp_path, '/site/') == [f'b/c.html: {re.findall(chr(34) + "(.*?)" + chr(34), dead)[0]}']
+        page.write_text(good)
+
+
+@pytest.mark.parametrize('name, text', [
+    ('a.html', '<script src="https://cdn.org/x.js"></script>'), ('a.html', '<img src="//cdn.org/x.png">'),
+    ('a.html', '<link rel="stylesheet" href="https://fonts.org/f.css">'),
+    ('a.html', '<style>@import "http://x.org";</style>'),
+    ('a.html', '<script type="module">const m = await import("https://cdn.org/m.js")</script>'),
+    ('a.css', 'p {background: url(https://x.org/p.png)}')])
+def test_what_comes_from_another_host_is_found(name, text, tmp_path):
+    (tmp_path / 'b.html').write_text('<a href="https://x.org">x</a><link rel="canonical" href="https://x.org">')
+    assert foreign_loads(tmp_path) == []
+    (tmp_path / name).write_text(text)
+    assert len(foreign_loads(tmp_path)) == 1
+
+
+# ---- the whole build ----
+
+@without_docs
+def test_equations_become_mathml(root):
+    spec = importlib.util.spec_from_file_location('site_hooks', root / 'docs' / 'hooks.py')
+    hooks = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(hooks)
+    page = '<p>$a_i$ <code>$x$</code> costs $5 and $6 or $ 7 <pre>$y$</pre>\n$$\n\\frac12\n$$ and $$b$$</p>'
+    shown = hooks.with_equations(page, True)
+    assert shown.count('<math') == 3 and '<code>$x$</code> costs $5 and $6 or $ 7 <pre>$y$</pre>' in shown
+    assert '<msub>' in shown and '<mfrac>' in shown and 'display="block"' in shown
+    marked = hooks.with_equations('<span class="arithmatex">\\(\\log \\pi &lt; 1\\)</span> $z$', False)
+    assert marked.count('<math') == 1 and '<mo>&#x0003C;</mo>' in marked and 'mspace' in marked
+    assert marked.endswith(' $z$')  # in Markdown arithmatex has marked them all
+    for method in METHODS.values():
+        for part in method.parts: assert '\\' not in hooks.equation(part.equation, True), part.equation
+
+
+NO_NETWORK = '''
+import runpy, socket, sys
+def refuse(*args): raise OSError(f'a build asked for {args[1:]}')
+socket.socket.connect = socket.socket.connect_ex = socket.getaddrinfo = refuse
+runpy.run_path(sys.argv[0], run_name='__main__')
+'''
+
+
+@pytest.fixture(scope='module')
+def site(run_python, tmp_path_factory, root):
+    "The site, built by a process that has no network: its folder."
+    out = tmp_path_factory.mktemp('docs')
+    code = f'import sys; sys.argv = [{str(root / "docs" / "build.py")!r}, {str(out)!r}]{NO_NETWORK}'
+    run_python('-c', code, env={'PYTHONPATH': str(root), 'OMP_NUM_THREADS': '1'})
+    return out / 'site'
+
+
+@without_docs
+def test_make_docs_builds_a_site_without_a_dead_link(site, root):
+    assert not dead_links(site, '/credit_rl/') and not foreign_loads(site)
+    pages = {str(p.relative_to(site)): p.read_text() for p in site.rglob('*.html')}
+    assert {f'methods/{page_name(name)}.html' for name in METHODS} < set(pages)
+    assert {f'nbs/{stem}.html' for stem in site_pages.read_notebooks(root)} < set(pages)
+    gain = pages['nbs/33_information_gain.html']
+    assert '<math' in gain and 'href="24_scoring.html"' in gain and '<img' in gain and '#| export' not in gain
+    texts = [re.sub(r'<(pre|code|script)\b.*?</\1>', '', page, flags=re.S) for page in pages.values()]
+    assert not [text for text in texts if re.search(r'\\(?:frac|operatorname|sum|mathbb)', text)]
+    index = json.loads((site / 'search' / 'search_index.json').read_text())['docs']
+    assert [d for d in index if d['location'] == 'nbs/33_information_gain.html' and 'Information gain' in d['title']]
+    broken = site / 'methods' / 'tspo.html'
+    whole = broken.read_text()
+    broken.write_text(whole.replace('../nbs/32_folr.html', '../nbs/32_gone.html', 1))
+    assert dead_links(site, '/credit_rl/') == ['methods/tspo.html: ../nbs/32_gone.html']
+    broken.write_text(whole)
+
+
+@without_docs
+@pytest.mark.skipif(not shutil.which('chromium'), reason='there is no chromium')
+def test_a_search_finds_the_page_in_a_browser(site, tmp_path):
+    websocket = pytest.importorskip('websocket')
+    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(site))
+    server = http.server.ThreadingHTTPServer(('127.0.0.1', 0), handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    top = f'http://127.0.0.1:{server.server_port}/'
+    browser = subprocess.Popen(['chromium', '--headless=new', '--no-sandbox', '--disable-gpu',
+                                '--remote-debugging-port=0', '--remote-allow-origins=*',
+                                f'--user-data-dir={tmp_path}', 'about:blank'],
+                               stderr=subprocess.DEVNULL)
+    try:
+        port = wait_for(lambda: (tmp_path / 'DevToolsActivePort').read_text().split()[0])
+        tabs = json.load(urllib.request.urlopen(f'http://127.0.0.1:{port}/json'))
+        page = next(tab for tab in tabs if tab['type'] == 'page')
+        tab = Tab(websocket.create_connection(page['webSocketDebuggerUrl'], timeout=60))
+        for domain in ('Network', 'Runtime', 'Log', 'Page'): tab.call(f'{domain}.enable')
+        tab.call('Page.navigate', url=top + 'index.html?q=information+gain')
+        found = wait_for(lambda: tab.value("document.querySelector('.md-search-result__link').href"))
+        assert found.startswith(top + 'nbs/33_information_gain.html')
+        asked = [e['params']['request']['url'] for e in tab.events if e['method'] == 'Network.requestWillBeSent']
+        assert asked and not [url for url in asked if not url.startswith((top, 'data:', 'blob:'))]
+        assert not [e for e in tab.events if e['method'] in ('Runtime.exceptionThrown', 'Log.entryAdded')]
+    finally:
+        browser.terminate()
+        browser.wait()
+        server.shutdown()
+
+
+class Tab:
+    "A tab of Chromium, asked by its DevTools protocol."
+    def __init__(self, socket): self.socket, self.number, self.events = socket, 0, []
+
+    def call(self, method, **params):
+        self.number += 1
+        self.socket.send(json.dumps({'id': self.number, 'method': method, 'params': params}))
+        while True:
+            answer = json.loads(self.socket.recv())
+            if answer.get('id') == self.number: return answer['result']
+            self.events.append(answer)
+
+    def value(self, expression):
+        answer = self.call('Runtime.evaluate', expression=expression, returnByValue=True)
+        if 'exceptionDetails' in answer: raise LookupError(expression)
+        return answer['result']['value']
+
+
+def wait_for(ask, seconds=120):
+    "What a function gives as soon as it gives something."
+    end = time.monotonic() + seconds
+    while True:
+        try: return ask()
+        except (LookupError, OSError):
+            if time.monotonic() > end: raise
+            time.sleep(.3)
