@@ -497,7 +497,8 @@ def _member(step, rows):
         if row.get('step', step) != step:
             raise ValueError(f'a row of step {step} says that it is of step {row["step"]}')
     lines = [json.dumps({**plain_json(row), 'step': int(step)}, ensure_ascii=False) + '\n' for row in rows]
-    return gzip.compress(''.join(lines).encode(), mtime=0) if rows else b''
+    # half of a surrogate pair, which no file can hold, becomes its escape in JSON
+    return gzip.compress(''.join(lines).encode('utf-8', 'backslashreplace'), mtime=0) if rows else b''
 
 # %% ../nbs/02_runlog.ipynb #c054
 class RunLog:
