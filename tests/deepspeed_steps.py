@@ -212,7 +212,7 @@ def strangers_files(folder, read, mark):
     """Put harm into each file of a checkpoint in turn and read it in some ways: file and way → what was said, and None
     where it was read; whether the harm was done stands under 'harmed'."""
     said = {}
-    for path in [p for p in Path(folder).rglob('*.pt') if 'teacher' not in p.name]:
+    for path in list(Path(folder, 'deepspeed').glob('*.pt')):
         honest = path.read_bytes()
         torch.save({**torch.load(path, weights_only=False), 'more': Harm(mark)}, path)
         for name, way in read.items():
