@@ -70,6 +70,7 @@ def unit_of(nodeid, recorded):
     return nodeid if alone and seconds >= LONG else nodeid.split('::')[0]
 
 
+@pytest.hookimpl(optionalhook=True)               # where xdist is not installed there is nothing to deal out
 def pytest_xdist_make_scheduler(config, log):
     "Deals out units of tests in the order in which `pytest_collection_modifyitems` of the workers puts them."
     from xdist.scheduler import LoadScopeScheduling
