@@ -64,7 +64,7 @@ def read_arguments():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('--changed', nargs='+', metavar='NAME', help='the modules that changed, if git need not say')
     parser.add_argument('--since', default='HEAD', metavar='COMMIT', help='compare with another commit, e.g. main')
-    parser.add_argument('--below', default='3', metavar='SECONDS', help='the longest a test may have taken')
+    parser.add_argument('--below', default='1.5', metavar='SECONDS', help='the longest a test may have taken')
     parser.add_argument('--list', action='store_true', help='only say what would be run')
     return parser.parse_args()
 
