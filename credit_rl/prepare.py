@@ -17,7 +17,7 @@ from .estimate import describe, memory, read_sizes, step_seconds
 from .evaluate import open_search
 from .launch import LaunchError, Ranks, is_rank, join_ranks, keep_traceback, speak
 from .layout import pack
-from .learner import Frozen, only_data
+from .learner import BadStep, Frozen, only_data
 from .losses import kl
 from .methods import get_method
 from .models import find_model, load_model
@@ -363,7 +363,7 @@ def main(arguments=None):
         if settings.get('dry_run'): return
         print(gate_table(folder).to_string())
         read_warmed(folder)
-    except (ValueError, OSError, LaunchError, EngineLost) as e: sys.exit(f'credit_rl.prepare: {e}')
+    except (ValueError, OSError, LaunchError, EngineLost, BadStep) as e: sys.exit(f'credit_rl.prepare: {e}')
     except KeyboardInterrupt: end_interrupted('credit_rl.prepare', run)
 
 # %% ../nbs/65_prepare.ipynb #c030
