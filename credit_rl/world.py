@@ -362,13 +362,16 @@ def withdraw_pages(
 # %% ../nbs/05_world.ipynb #n0512
 def world_of(
     settings,  # dict as parameter files write it: make_world's size, hops, mirrors, parametric; Competence's famous,
-               # famous_relations, easy, hard; and parts, two_pages, hopeless, nothing, sibling
-    split, seed, questions,  # as for make_world
+               # famous_relations, easy, hard; and parts, two_pages, hopeless, nothing, sibling; and seed
+    split,      # as for make_world
+    seed,       # where the settings name none
+    questions,  # as for make_world
 ):
     "Make a world from flat settings. Raises ValueError on values that no world satisfies."
     names = {'famous': 'famous', 'famous_relations': 'relations', 'easy': 'easy', 'hard': 'hard'}
     competence = Competence(**{names[k]: v for k, v in settings.items() if k in names})
     rest = {k: v for k, v in settings.items() if k not in names}
+    seed = rest.pop('seed', seed)
     parts, share, hopeless = (rest.pop(k, off) for k, off in (('parts', ()), ('two_pages', 0.), ('hopeless', 0.)))
     luck = {k: rest.pop(k, 0.) for k in ('nothing', 'sibling')}
     if min(luck.values()) < 0 or sum(luck.values()) > 1:

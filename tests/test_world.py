@@ -3,6 +3,8 @@ import hashlib
 
 import pytest
 
+from credit_rl.settings import check, make_config, settings_of
+from credit_rl.stage import tiny_worlds
 from credit_rl.world import (RELATIONS, fact_chain, make_world, missing_facts, reachable, withdraw_pages, world_of)
 
 
@@ -53,6 +55,15 @@ def test_another_shape_leaves_the_rest_as_it_was(settings):
     if 'two_pages' in settings:
         kept = [q for q in after.questions if 'form' not in q.meta]
         assert len(kept) == 40 and set(kept) <= set(before.questions)
+
+
+def test_runs_of_other_seeds_may_meet_the_same_questions():
+    asked = {}
+    for seed in (1, 2):
+        config = make_config({'data': 'tiny', 'seed': seed, 'world': {'seed': 9}, 'model': 'data/tiny_base'})
+        check(config)
+        asked[seed] = tiny_worlds(settings_of(config).task, seed)
+    assert asked[1] == asked[2] and asked[1]['dev'].seed == 9
 
 
 def test_no_page_holds_an_answer_of_two_pages():
