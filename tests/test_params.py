@@ -35,7 +35,7 @@ from paper_player import Player, write_model, write_sets
 ROOT = Path(__file__).resolve().parents[1]
 VLLM = importlib.util.find_spec('vllm') is not None
 # many runs in the tiny world, for credit_rl.compare
-OURS = ('sweep', 'sweep_weak', 'claims', 'engines', 'carl_warm', 'carl_tiny')
+OURS = ('sweep', 'sweep_weak', 'claims', 'engines', 'carl_warm', 'carl_tiny', 'study')
 FILES = {
     p.stem: p
     for p in sorted((ROOT / 'runs' / 'params').glob('*.yaml'))
@@ -170,7 +170,7 @@ def test_each_run_of_a_sweep_passes_the_checks(name, root, monkeypatch):
                 left = {'critic_from'} | (set() if VLLM else {'engine', 'vllm'})
                 check(
                     make_config({
-                        n: 'tiny' if n == 'model' and v.startswith('runs/') else v
+                        n: 'data/tiny_base' if n == 'model' and (v.startswith('runs/') or 'regime' in given) else v
                         for n, v in given.items()
                         if n not in left
                     }))
