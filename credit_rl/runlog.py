@@ -62,17 +62,35 @@ def _check_notebook(text, path):
         raise ValueError(f'{path} would be the notebook of a run in {run}: give -p run {path.parent} as well')
     if resume is not None and not given.get('resume', resume): _check_empty(run)
 
+def _steps_written(folder):
+    "Bytes of metrics in a run's folder."
+    return sum(path.stat().st_size for path in folder.glob('metrics.jsonl*'))
+
+def _would_lose(text, path, begun):
+    """Whether a notebook is worth less than the one in its place: that of a run which is taken up again, and has
+    neither made a step nor come to its end. `begun` remembers, by path, how far the run had come before."""
+    cells = [cell for cell in json.loads(text)['cells'] if cell['cell_type'] == 'code']
+    counts = [cell.get('execution_count') for cell in cells]
+    if not any(counts):
+        begun.pop(path, None)
+        if path.exists() and (path.parent/'params.yaml').exists(): begun[path] = _steps_written(path.parent)
+    return begun.get(path) == _steps_written(path.parent) and not all(counts)
+
 # %% ../nbs/02_runlog.ipynb #c011
 class RunFolders:
     """How papermill reads and writes what lies below `runs/`: a folder that is missing is made, and a notebook is
     replaced as a whole. One that would be replaced though its run cannot begin is kept, and so is one whose run would
-    lie in another folder: FileExistsError, ValueError."""
+    lie in another folder: FileExistsError, ValueError. That of a run which is taken up again is kept until the run has
+    made a step or come to its end."""
+    _begun = {}
+
     @staticmethod
     def read(path): return Path(path).read_text(encoding='utf-8')
 
     @staticmethod
     def write(text, path):
         _check_notebook(text, Path(path))
+        if _would_lose(text, Path(path).absolute(), RunFolders._begun): return
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         atomic_write(path, lambda part: part.write_text(text, encoding='utf-8'))
 
