@@ -9,12 +9,14 @@ __all__ = ['PARTS', 'turn_changes', 'turn_credit', 'credit_errors', 'distinct_st
 
 # %% ../nbs/36_true_credit.ipynb #t003
 import math, torch
+from dataclasses import replace
 from .groups import at_last_turn, check_turns, group_normalize, index_groups
 from .metrics import exact_match
 from .options import Option
 from .outcome import outcome_rewards
 from .parts import Reward, Row, Rule, rewards_on_last
 from .rollout import continuations, follow
+from .tools import skipping
 from .trajectory import Group, Result
 from .world import fact_chain
 

@@ -15,10 +15,11 @@ from credit_rl.engine import ScriptedEngine
 from credit_rl.metrics import exact_match
 from credit_rl.outcome import outcome_rewards
 from credit_rl.protocol import PROTOCOLS, Chat
+from credit_rl.regimes import REGIMES
 from credit_rl.rollout import rollout
 from credit_rl.tiny import Player, act, player_state, tiny_environment, tiny_tokenizer
-from credit_rl.true_credit import exact_values, turn_credit
-from credit_rl.world import make_world
+from credit_rl.true_credit import exact_values, state_values, turn_credit
+from credit_rl.world import make_world, world_of
 
 WEAK = Player(one_word=.3, restart=.2, near_miss=.4, early=.1)
 earned = lambda groups: outcome_rewards(groups, exact_match)
@@ -57,6 +58,43 @@ def test_the_truth_scores_1_and_chance_0(truth):
         assert table.loc['chance', f'{score}, low'] <= centre <= table.loc['chance', f'{score}, high'], score
     own = audit({'true': found.credit()}, found).loc['true']
     assert own[['within rollouts', 'within groups', 'sign']].tolist() == pytest.approx([1, 1, 1], abs=1e-6)
+
+
+def played_in(regime, asked):
+    "Games of the regime's own player, judged by the regime's own outcome."
+    chat = Chat(PROTOCOLS['tiny'], tiny_tokenizer())
+    policy = lambda text, rng: act(text, rng, regime.player)
+    env = regime.environment(world := world_of({**regime.world, 'size': 150}, 'train', 7, asked), chat)
+    engine, earned = ScriptedEngine(policy, chat.tokenizer), lambda groups: outcome_rewards(groups, regime.metric)
+    groups = rollout(engine, env, list(world.questions), 4, seed=3)
+    return policy, env, earned, find_truth(engine, env, groups, 32, earned, seed=1)
+
+
+@pytest.mark.parametrize('name', REGIMES)
+def test_measured_credit_is_the_exact_one_in_every_regime(name):
+    "By its own player, its chances that a search fails, and its outcome."
+    asked = {'far': 1, 'many-parts': 2}.get(name, 10)               # whose games branch most
+    policy, env, earned, found = played_in(REGIMES[name], asked)
+    exact = exact_values(policy, env, found.groups, earned, player_state)
+    values, errors = state_values(found.played, found.index)
+    assert ((values - exact).abs() < 3 * errors)[found.turn_mask].float().mean() > .9
+    table = audit({'exact': turn_credit(exact, found.outcome, found.turn_mask)}, found)
+    assert table.loc['exact', 'sign'] > .8          # where many turns earn nothing, some seem to: by two errors
+
+
+@pytest.mark.parametrize('name', REGIMES)
+def test_the_true_rule_scores_1_and_chance_0_in_every_regime(name):
+    "Chance in the mean of twenty draws; most of their intervals hold 0 and ½."
+    found = played_in(REGIMES[name], 24)[-1]
+    draws = [torch.randn(found.turn_mask.shape, generator=torch.Generator().manual_seed(seed)) for seed in range(20)]
+    table = audit({'true': found.credit(), **{f'drawn {i}': x * found.turn_mask for i, x in enumerate(draws)}}, found)
+    scores = ['within rollouts', 'within groups', 'sign']
+    assert table.loc['true', scores].tolist() == pytest.approx([1, 1, 1], abs=1e-6)
+    drawn = table[table.index.str.startswith('drawn')]
+    for score, centre in zip(scores, (0, 0, .5)):
+        assert abs(drawn[score].mean() - centre) < 3 * drawn[score].std() / 20 ** .5, score
+        held = (drawn[f'{score}, low'] <= centre) & (centre <= drawn[f'{score}, high'])
+        assert held.mean() > .7, score
 
 
 def test_the_noise_of_continuations_is_taken_off(truth):
