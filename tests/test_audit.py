@@ -73,7 +73,7 @@ def played_in(regime, asked):
 @pytest.mark.parametrize('name', REGIMES)
 def test_measured_credit_is_the_exact_one_in_every_regime(name):
     "By its own player, its chances that a search fails, and its outcome."
-    asked = {'far': 1, 'many-parts': 2}.get(name, 10)               # whose games branch most
+    asked = {'far': 2, 'many-parts': 3}.get(name, 10)               # whose games branch most
     policy, env, earned, found = played_in(REGIMES[name], asked)
     exact = exact_values(policy, env, found.groups, earned, player_state)
     values, errors = state_values(found.played, found.index)
