@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['KINDS', 'RULES', 'Truth', 'find_truth', 'turn_kinds', 'squares_by_kind', 'kendall', 'agreements', 'interval',
-           'turn_gradients', 'gradient_scores', 'audit', 'audit_figure', 'findings', 'Auditing', 'run_audit',
-           'read_audit_settings', 'main']
+           'turn_gradients', 'gradient_samples', 'sample_interval', 'audit', 'audit_figure', 'findings', 'Auditing',
+           'run_audit', 'read_audit_settings', 'main']
 
 # %% ../nbs/71_audit.ipynb #a003
 import dataclasses, json, sys, time
@@ -173,7 +173,7 @@ def turn_gradients(
         out.index_add_(0, layout.row_trajectory[part][row] * k + turns[row, at + 1], outer)
     return out.view(n, k, -1)
 
-def gradient_scores(
+def gradient_samples(
     credit,     # (N, K) a rule's
     true,       # (N, K) true credit
     gradients,  # (N, K, D), of turn_gradients
@@ -181,7 +181,8 @@ def gradient_scores(
     times=1000,
 ):
     """Cosine of the mean gradient that a rule makes with the one that true credit makes, and its signal to noise
-    (ours): dict name -> (value, low, high), bootstrapped over questions. NaN of a rule that says nothing."""
+    (ours): dict name -> (1 + times,), the value, and those of bootstrap samples of questions, the same for every rule.
+    NaN of a rule that says nothing."""
     b = int(owner.max()) + 1
     count = owner.bincount(minlength=b)[:, None]
     add = lambda x: torch.zeros(b, gradients.shape[2]).index_add(0, owner, x) / count
@@ -191,9 +192,11 @@ def gradient_scores(
     product = lambda x, y: ((weights @ (x @ y.T)) * weights).sum(1)    # of two means, in each sample of questions
     squares, along = product(made, made), product(made, right) / product(right, right).sqrt()
     spread = ((weights * made.pow(2).sum(1)).sum(1) - squares).clamp(min=0) / max(1, b - 1)
-    found = {'cosine': along / squares.sqrt(), 'signal to noise': along / spread.sqrt()}
-    ends = torch.tensor([.025, .975])
-    return {name: (float(x[0]), *x[1:].nanquantile(ends).tolist()) for name, x in found.items()}
+    return {'cosine': along / squares.sqrt(), 'signal to noise': along / spread.sqrt()}
+
+def sample_interval(samples):  # (1 + times,), of gradient_samples
+    "A value and the 95 % interval of its bootstrap samples: (value, low, high)."
+    return (float(samples[0]), *samples[1:].nanquantile(torch.tensor([.025, .975])).tolist())
 
 # %% ../nbs/71_audit.ipynb #a019
 def audit(
@@ -202,23 +205,30 @@ def audit(
     gradients=None,  # (N, K, D), of turn_gradients; None: those scores are left out
     costs=None,      # dict name -> dict of more columns
     against=None,    # (N, K) what the rules are held against; None: true credit
+    baseline='grpo', # whose signal to noise is taken off, where it is among the rules
 ):
     """Judge rules against true credit (METHODS "True credit", ours): a pandas DataFrame, a row for each rule and for
     the controls: `half`, true credit from one half of the continuations, which is judged by the other half;
     `chance`, drawn at random; `even`, the outcome spread over the turns. Each score stands beside its 95 % interval,
-    `low` and `high`."""
+    `low` and `high`. `signal to noise over grpo` is what a rule has more of it
+    than the baseline."""
     import pandas as pd
     kinds, mask = turn_kinds(truth.groups), truth.turn_mask
     half = truth.played.shape[1] // 2
     drawn = torch.randn(mask.shape, generator=torch.Generator().manual_seed(0)) * mask
     even = (truth.outcome / mask.sum(1))[:, None] * mask
     controls = {'half': truth.credit(slice(half)), 'even': even, 'chance': drawn}
-    rows = {}
+    rows, samples = {}, lambda credit, right: gradient_samples(credit, right, gradients, truth.owner)
+    paired = gradients is not None and baseline in rules
+    base = samples(rules[baseline], truth.credit() if against is None else against) if paired else None
     for name, credit in {**rules, **controls}.items():
         judge = dataclasses.replace(truth, played=truth.played[:, half:]) if name == 'half' else truth
         scores = {score: interval(*x) for score, x in agreements(credit, judge, kinds, against).items()}
         right = judge.credit() if against is None else against
-        if gradients is not None: scores |= gradient_scores(credit, right, gradients, truth.owner)
+        if gradients is not None:
+            found = samples(credit, right)
+            if paired: found[f'signal to noise over {baseline}'] = found['signal to noise'] - base['signal to noise']
+            scores |= {score: sample_interval(x) for score, x in found.items()}
         rows[name] = {key: v for score, (mean, low, high) in scores.items()
                       for key, v in ((score, mean), (f'{score}, low', low), (f'{score}, high', high))}
         rows[name] |= (costs or {}).get(name, {})

@@ -9,7 +9,7 @@ import torch
 from scipy.stats import kendalltau
 from torch.testing import assert_close
 
-from credit_rl.audit import (KINDS, Truth, agreements, audit, find_truth, gradient_scores, interval, kendall,
+from credit_rl.audit import (KINDS, Truth, agreements, audit, find_truth, gradient_samples, interval, kendall,
                              main, read_audit_settings, squares_by_kind, turn_kinds)
 from credit_rl.engine import ScriptedEngine
 from credit_rl.metrics import exact_match
@@ -128,11 +128,26 @@ def test_a_noisier_rule_has_less_signal():
     owner, true = torch.arange(40).repeat_interleave(4), torch.randn(160, 3, generator=generator)
     gradients = torch.randn(160, 3, 50, generator=generator) + true[..., None]
     noisy = true + 4 * torch.randn(160, 3, generator=generator)
-    plain, loud = (gradient_scores(x, true, gradients, owner) for x in (true, noisy))
+    plain, loud = (gradient_samples(x, true, gradients, owner) for x in (true, noisy))
     assert plain['cosine'][0] == pytest.approx(1., abs=1e-5) and loud['cosine'][0] < .995
     assert plain['signal to noise'][0] > 1.5 * loud['signal to noise'][0]
-    silent = gradient_scores(torch.zeros(160, 3), true, gradients, owner)
+    silent = gradient_samples(torch.zeros(160, 3), true, gradients, owner)
     assert math.isnan(silent['cosine'][0])
+
+
+def test_two_rules_on_the_same_rollouts_are_told_apart_where_each_alone_is_not(truth):
+    "A slightly noisier copy of a rule: its own interval holds the rule's value, that of the difference does not hold 0."
+    found, _ = truth
+    generator = torch.Generator().manual_seed(2)
+    gradients = torch.randn(*found.turn_mask.shape, 20, generator=generator) + found.credit()[..., None]
+    noise = torch.randn(found.turn_mask.shape, generator=generator) * found.turn_mask
+    rules = {'grpo': found.credit(), 'same': found.credit(), 'worse': found.credit() + .1 * noise}
+    table, name = audit(rules, found, gradients), 'signal to noise over grpo'
+    assert table.loc['same', [name, f'{name}, low', f'{name}, high']].tolist() == [0, 0, 0]
+    assert table.loc['worse', 'signal to noise, high'] > table.loc['grpo', 'signal to noise']
+    assert table.loc['worse', f'{name}, high'] < 0
+    assert table.loc['worse', name] == pytest.approx(
+        table.loc['worse', 'signal to noise'] - table.loc['grpo', 'signal to noise'])
 
 
 def test_a_checkpoint_is_audited_from_a_shell(root, tmp_path, monkeypatch, capsys):

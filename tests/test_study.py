@@ -48,7 +48,7 @@ def test_the_page_shows_what_was_expected_and_what_came_out(study):
     place = study / 'weak' / 'audits' / '7'
     place.mkdir(parents=True)
     ends = [SCORE, f'{SCORE}, low', f'{SCORE}, high']
-    pd.DataFrame([[2., 1., 3.], [4., 3., 5.], [1., .5, 1.5]], columns=ends,
+    pd.DataFrame([[0., 0., 0.], [2., 1., 3.], [-1., -1.5, -.5]], columns=ends,
                  index=pd.Index(['grpo', 'tspo', 'prs+vspo'], name='rule')).to_csv(place / 'audit.csv')
     (place / 'audit.json').write_text(json.dumps({'bottleneck': {'answer': .7}, 'right': .05}))
     predict(read_audits(study)).to_csv(study / 'predictions.csv', index=False)
