@@ -24,8 +24,8 @@ from .runlog import plain_json, write_json
 from .settings import GROUPS, check, make_config, settings_of
 from .stage import draw_questions, make_engine, make_learner, origin_of, set_stage
 from .train import Look, Run, SilentLog, train_step
-from .true_credit import (credit_errors, distinct_states, query_rate, score_continuations, solver_values,
-                                   state_values, turn_credit)
+from .true_credit import (credit_errors, distinct_states, query_rate, sampling_variance, score_continuations,
+                                   solver_values, state_values, turn_credit)
 
 # %% ../nbs/71_audit.ipynb #a006
 @dataclass(frozen=True)
@@ -48,6 +48,11 @@ class Truth:
     def errors(self):
         "Standard error of the true credit of every turn: (N, K)."
         return credit_errors(state_values(self.played, self.index)[1], self.turn_mask)
+
+    def noise(self):
+        "What the chance of the continuations adds to the square of every turn's credit, in expectation: (N, K)."
+        errors = torch.where(self.turn_mask, sampling_variance(self.played).sqrt()[self.index], 0.)
+        return credit_errors(errors, self.turn_mask) ** 2
 
 def find_truth(
     engine, env, groups,   # as for continuations; list of Group
@@ -78,7 +83,7 @@ def turn_kinds(
 
 def squares_by_kind(truth, kinds):
     "Σ A², less its noise, by question and kind of turn: (B, len(KINDS))."
-    clear = torch.where(truth.turn_mask, truth.credit() ** 2 - truth.errors() ** 2, 0.)
+    clear = torch.where(truth.turn_mask, truth.credit() ** 2 - truth.noise(), 0.)
     where = torch.nn.functional.one_hot(kinds.clamp(min=0), len(KINDS)) * truth.turn_mask[..., None]
     rows = (clear[..., None] * where).sum(1)
     return torch.zeros(len(truth.groups), len(KINDS)).index_add(0, truth.owner, rows)
