@@ -10,7 +10,7 @@ __all__ = ['DIRECT', 'ENGINES', 'measure', 'by_set', 'summarize', 'score', 'eval
            'Replayed', 'replay', 'evaluation_table', 'evaluation_figure', 'main']
 
 # %% ../nbs/26_evaluate.ipynb #c002
-import dataclasses, importlib.metadata, json, os, platform, re, sys, time, warnings
+import contextlib, dataclasses, importlib.metadata, json, os, platform, re, sys, time, warnings
 from dataclasses import dataclass
 from pathlib import Path
 import numpy as np, torch
@@ -28,7 +28,7 @@ from .parameters import by_group, from_settings, make_parser, read_settings
 from .protocol import PROTOCOLS, WORDS, Protocol, check_tokenizer, prompt_hash, worded
 from .retrieval import BM25, SearchClient
 from .rollout import MALFORMED, RULES, Environment, check_lengths, check_prompts, rollout
-from .runlog import METRICS, RunLog, atomic_folder, atomic_write, code_hashes, read_turns
+from .runlog import METRICS, Hold, RunLog, atomic_folder, atomic_write, code_hashes, read_turns
 from .tools import PythonTool, SearchTool
 from .trajectory import Result, to_json
 from .vllm_engine import EngineLost, VLLMEngine, VLLMSettings, check_vllm_settings, rank_devices
@@ -551,7 +551,7 @@ def _write_json(path, value): path.write_text(json.dumps(value, indent=1, ensure
 def _keep(folder, plan, rows):
     "Write the folder of one set as a whole."
     with atomic_folder(folder) as part:
-        RunLog(part).turns(0, rows)
+        with RunLog(part) as log: log.turns(0, rows)
         _write_json(part/'scores.json', set_scores(rows, plan.manifest['seed']))
         _write_json(part/'manifest.json', plan.manifest)
 
@@ -588,17 +588,19 @@ _NAMES = {'em': 'EM', 'numeric': 'numeric match'}
 def _evaluate_sets(s, player, plans, say, progress, ranks=Ranks()):
     "Play the sets that are not done, or this rank's part of them; the first rank writes."
     folder = Path(s.run)
-    done = ranks.once(lambda: {plan.name: _is_done(folder/plan.name, plan) for plan in plans})
-    for plan in plans:
-        since = time.monotonic()
-        rows = None if done[plan.name] else _play(plan, player, progress and ranks.first, ranks)
-        if not ranks.first: continue
-        if rows: _keep(folder/plan.name, plan, rows)
-        x = json.loads((folder/plan.name/'scores.json').read_text())
-        say(f'{plan.name}: {_NAMES[x["metric"]]} {x["score"]:.3f} on {x["questions"]} questions, '
-            + ('evaluated before' if done[plan.name] else f'{time.monotonic() - since:.0f} s'))
-    if ranks.first: atomic_write(folder/'summary.json', lambda path: _write_json(path, read_scores(folder)))
-    ranks.wait()
+    if ranks.first: folder.mkdir(parents=True, exist_ok=True)
+    with Hold(folder) if ranks.first else contextlib.nullcontext():
+        done = ranks.once(lambda: {plan.name: _is_done(folder/plan.name, plan) for plan in plans})
+        for plan in plans:
+            since = time.monotonic()
+            rows = None if done[plan.name] else _play(plan, player, progress and ranks.first, ranks)
+            if not ranks.first: continue
+            if rows: _keep(folder/plan.name, plan, rows)
+            x = json.loads((folder/plan.name/'scores.json').read_text())
+            say(f'{plan.name}: {_NAMES[x["metric"]]} {x["score"]:.3f} on {x["questions"]} questions, '
+                + ('evaluated before' if done[plan.name] else f'{time.monotonic() - since:.0f} s'))
+        if ranks.first: atomic_write(folder/'summary.json', lambda path: _write_json(path, read_scores(folder)))
+        ranks.wait()
     return folder
 
 def _launch(s, say):
@@ -606,12 +608,15 @@ def _launch(s, say):
     import yaml
     folder = Path(s.run)
     folder.mkdir(parents=True, exist_ok=True)
-    text = yaml.safe_dump(json.loads(json.dumps(vars(s))), sort_keys=False, allow_unicode=True)
-    atomic_write(folder/'launch.yaml', lambda path: path.write_text(text))
-    command = launch_command('credit_rl.evaluate', ['--params', str(folder/'launch.yaml')], s.ranks, s.hostfile)
-    elsewhere = torch.cuda.is_available() or sys.platform != 'linux' or s.hostfile
-    launch(command, folder, folder/'summary.json', say,
-           environment={} if elsewhere else {'GLOO_SOCKET_IFNAME': 'lo'})
+    with Hold(folder) as hold:
+        text = yaml.safe_dump(json.loads(json.dumps(vars(s))), sort_keys=False, allow_unicode=True)
+        atomic_write(folder/'launch.yaml', lambda path: path.write_text(text))
+        command = launch_command('credit_rl.evaluate', ['--params', str(folder/'launch.yaml')], s.ranks, s.hostfile)
+        if s.hostfile: hold.close()                              # the first rank may be on another host, and holds it
+        else: hold.share()
+        elsewhere = torch.cuda.is_available() or sys.platform != 'linux' or s.hostfile
+        launch(command, folder, folder/'summary.json', say,
+               environment={} if elsewhere else {'GLOO_SOCKET_IFNAME': 'lo'})
     return folder
 
 # %% ../nbs/26_evaluate.ipynb #c070

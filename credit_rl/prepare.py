@@ -238,7 +238,12 @@ def _prepare(c, say, ranks):
         say(f'{c.run} is only shown again: its warm-up is over')
         return Path(c.run)
     if c.threads: torch.set_num_threads(c.threads)
-    log = RunLog(c.run, c.resume, s.keeping.trackers) if ranks.first else SilentLog(c.run)
+    with RunLog(c.run, c.resume, s.keeping.trackers) if ranks.first else SilentLog(c.run) as log:
+        return _warmed(c, log, ranks, say)
+
+def _warmed(c, log, ranks, say):
+    "Warm up into a run folder that this process holds. Returns it."
+    s, choice = settings_of(c), group_of(WarmUpChoice, c)
     real = None if c.data == 'tiny' else (real_questions(s.task, c.seed), real_search(s.task, c.protocol))
     with log.beginning():
         log.write_params(vars(c), (*MAY_CHANGE, 'warm_steps'))
