@@ -444,7 +444,8 @@ WRITE = {
     'training under TRL': lambda run, spoken: trl_run({**SHORT, 'run': run, 'method': 'grpo'}, print),
     'evaluation': lambda run, spoken: evaluate.run_evaluation(
         {'run': run, 'model': spoken, 'data': 'gsm8k', 'path': GSM8K}),
-    'notebook': lambda run, spoken: RunFolders.write(as_papermill_writes(run=run, resume=True), Path(run) / 'notebook.ipynb'),
+    'notebook': lambda run, spoken: RunFolders.write(as_papermill_writes(run=run, resume=True),
+                                                     Path(run) / 'notebook.ipynb'),
 }
 
 
