@@ -13,7 +13,7 @@ from pathlib import Path
 from .diagnostics import method_colour, method_colours
 from .jobs import Job, last_words, run_jobs, status_table
 from .parameters import by_group, enter_project, make_parser, read_settings
-from .runlog import (METRICS, changed_modules, code_hashes, metrics_file, read_metrics, read_params,
+from .runlog import (METRICS, changed_modules, code_hashes, metrics_file, read_json, read_metrics, read_params,
                               read_summary, write_json)
 
 # %% ../nbs/74_compare.ipynb #c008
@@ -44,7 +44,7 @@ def run_label(folder, params):  # of a run, and its parameters
 def _result(folder):
     "A finished run's summary, with what came of its last replay; None of an unfinished one."
     summary, again = read_summary(folder), Path(folder)/'replay.json'
-    return summary and {**summary, **({'replay': json.loads(again.read_text())} if again.exists() else {})}
+    return summary and {**summary, **({'replay': read_json(again)} if again.exists() else {})}
 
 # %% ../nbs/74_compare.ipynb #c010
 def load_runs(folders):  # as in find_runs

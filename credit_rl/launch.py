@@ -10,7 +10,7 @@ __all__ = ['LAUNCHER', 'MARK', 'Ranks', 'is_rank', 'join_ranks', 'keep_traceback
 import contextlib, datetime, json, os, queue, re, shutil, signal, socket, subprocess, sys, threading, time, traceback
 from dataclasses import dataclass
 from pathlib import Path
-from .runlog import CALLER, is_alive
+from .runlog import CALLER, is_alive, read_json
 
 # %% ../nbs/03_launch.ipynb #c005
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ def failure(
 ):
     "Say why a run's ranks ended without a result: a signal, else the first traceback, else the log."
     folder = Path(folder)
-    notes = sorted((json.loads(p.read_text()) | {'file': p.with_suffix('.txt')}
+    notes = sorted((read_json(p) | {'file': p.with_suffix('.txt')}
                     for p in (folder / 'errors').glob('rank-*.json')), key=lambda note: note['time'])
     deaths = {int(rank): signal.Signals(-int(code)).name for rank, code in _DEATHS.findall(log)}
     # those are what the others' ends look like
@@ -250,6 +250,8 @@ def launch(
     before, over, text = stamp(), None, []
     folder.mkdir(parents=True, exist_ok=True)
     shutil.rmtree(folder/'errors', ignore_errors=True)
+    for name in ('errors', 'ranks.log'):              # a link would lead elsewhere
+        if (folder/name).is_symlink(): (folder/name).unlink()
     with open(folder/'ranks.log', 'w') as log, _sigterm_interrupts():
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,

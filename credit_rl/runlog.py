@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['METRICS', 'CALLER', 'TRACKERS', 'atomic_write', 'RunFolders', 'atomic_folder', 'check_metrics', 'plain_json',
-           'write_json', 'FolderInUse', 'is_alive', 'Hold', 'check_folder', 'latest_checkpoint', 'named_checkpoint',
-           'save_checkpoint', 'check_trackers', 'RunLog', 'metrics_file', 'metrics_by_step', 'read_metrics',
-           'read_turns', 'read_params', 'read_summary', 'same_metrics', 'source_hash', 'imported_modules',
-           'module_hashes', 'code_hashes', 'changed_modules']
+           'write_json', 'read_json', 'read_yaml', 'FolderInUse', 'is_alive', 'Hold', 'check_folder',
+           'latest_checkpoint', 'named_checkpoint', 'save_checkpoint', 'check_trackers', 'RunLog', 'metrics_file',
+           'metrics_by_step', 'read_metrics', 'read_turns', 'read_params', 'read_summary', 'same_metrics',
+           'source_hash', 'imported_modules', 'module_hashes', 'code_hashes', 'changed_modules']
 
 # %% ../nbs/02_runlog.ipynb #c002
 import ast, contextlib, difflib, errno, functools, gzip, hashlib, importlib.util
@@ -34,6 +34,7 @@ def atomic_write(path,   # file to replace or make
     "Replace a file as a whole: a kill at any moment leaves the old version or the new one."
     path = Path(path)
     part = _hidden(path, 'part')
+    if part.is_symlink(): part.unlink()                # else what is written would go where it leads
     try:
         write(part)
         _sync(part)
@@ -260,6 +261,43 @@ def write_json(path,    # file to replace or make
     text = re.sub(r'\[[^][{}"]*\]', lambda m: re.sub(r'\n\s*', ' ', m[0]), text)
     atomic_write(path, lambda part: part.write_text(text + '\n'))
 
+# %% ../nbs/02_runlog.ipynb #w011
+_MOST = 64 << 20   # bytes of a YAML or JSON file that is read whole
+
+def _read_text(path, most):
+    "The text of a file. Raises ValueError on one that is larger, or is no UTF-8."
+    with open(path, 'rb') as f: data = f.read(most + 1)
+    if len(data) > most:
+        raise ValueError(f'{path} has more than {most / 2 ** 20:.3g} MiB, far more than such a file holds: it was not '
+                         'read')
+    try: return data.decode('utf-8')
+    except UnicodeDecodeError as e: raise ValueError(f'{path} is no text in UTF-8 ({e.reason})') from None
+
+def read_json(path,       # file
+              most=_MOST): # bytes
+    """Read a JSON file of a run, a model or an index. Raises ValueError on one that is too large, nested too deep, or no
+    JSON."""
+    text = _read_text(path, most)
+    try: return json.loads(text)
+    except RecursionError: raise ValueError(f'{path} is nested too deep') from None
+    except ValueError as e: raise ValueError(f'{path} is not valid JSON: {e}') from None
+
+class _Values(yaml.SafeLoader):
+    "Reads values alone."
+    def compose_node(self, parent, index):
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.composer.ComposerError(None, None, 'it has an alias, which such a file needs nowhere',
+                                              self.peek_event().start_mark)
+        return super().compose_node(parent, index)
+
+def read_yaml(path,            # file
+              most=_MOST // 64): # bytes
+    "Read a YAML file of a run. Raises ValueError on one that is too large, nested too deep, no YAML, or has aliases."
+    text = _read_text(path, most)
+    try: return yaml.load(text, _Values)
+    except RecursionError: raise ValueError(f'{path} is nested too deep') from None
+    except yaml.YAMLError as e: raise ValueError(f'{path} cannot be read: {" ".join(str(e).split())}') from None
+
 # %% ../nbs/02_runlog.ipynb #c027
 def _lines(path):
     "Yield (end offset, bytes) of each whole line of a file; a missing file has none."
@@ -446,6 +484,7 @@ def _run_folder(folder, resume):
         folder.mkdir(parents=True, exist_ok=True)
         hold = Hold(folder)
     try:
+        for name in (*_HOLDS, 'bad_step.json', 'launch.yaml'): _own(folder/name)
         if not resume: _check_empty(folder)
         if (packed := folder/'metrics.jsonl.gz').exists():
             raise ValueError(f'{folder} holds a run whose metrics are packed; to go on with it: gunzip {packed}')
@@ -462,7 +501,7 @@ def _write_params(path, params, may_change):
     "Write a YAML file of parameters, or compare with the one that is there. Raises ValueError naming what changed."
     text = yaml.safe_dump(plain_json(params), sort_keys=False, allow_unicode=True)
     if path.exists():
-        old, new = yaml.safe_load(path.read_text()), yaml.safe_load(text)
+        old, new = read_yaml(path), yaml.safe_load(text)
         say = lambda d, k: repr(d[k]) if k in d else 'absent'
         changed = [f'{k}: {say(old, k)} before, {say(new, k)} now' for k in {**old, **new}
                    if k not in may_change and (k not in old or k not in new or old[k] != new[k])]
@@ -472,9 +511,16 @@ def _write_params(path, params, may_change):
     atomic_write(path, lambda part: part.write_text(text))
 
 # %% ../nbs/02_runlog.ipynb #c037
+def _own(path):
+    "A path in a run folder. Raises ValueError on a link, which may lead anywhere."
+    if path.is_symlink():
+        raise ValueError(f'{path} is a link to {os.readlink(path)!r}: a run keeps what is its own in its folder; move '
+                         'that there, or link the whole folder of the run')
+    return path
+
 def _checkpoints(folder):
     "Complete checkpoints of a run, oldest first: dict step → path."
-    found = {int(p.name[5:]): p for p in (Path(folder)/'checkpoints').glob('step-*') if p.name[5:].isdigit()}
+    found = {int(p.name[5:]): _own(p) for p in (Path(folder)/'checkpoints').glob('step-*') if p.name[5:].isdigit()}
     return dict(sorted(found.items()))
 
 def latest_checkpoint(folder):  # of a run
@@ -485,9 +531,12 @@ def named_checkpoint(folder,       # of a run
                      name='best'):
     "Checkpoint that a name points to: (step, path), or None."
     link = Path(folder)/'checkpoints'/name
-    if not link.exists(): return None
-    path = link.with_name(os.readlink(link))
-    return int(path.name[5:]), path
+    if not link.is_symlink(): return None
+    place = os.readlink(link)
+    if not re.fullmatch(r'step-\d+', place):
+        raise ValueError(f'{link} leads to {place!r}; wanted the name of a checkpoint beside it, such as step-000120')
+    path = _own(link.with_name(place))
+    return (int(place[5:]), path) if path.exists() else None
 
 # %% ../nbs/02_runlog.ipynb #c038
 def _remove(path):
@@ -746,12 +795,12 @@ def read_turns(folder,     # of a run
 
 def read_params(folder):  # of a run
     "Parameters of a run, as resolved: dict. Raises FileNotFoundError where the folder has none."
-    return yaml.safe_load((Path(folder)/'params.yaml').read_text())
+    return read_yaml(Path(folder)/'params.yaml')
 
 def read_summary(folder):  # of a run
     "Results of a run: dict, None of a run that has not finished."
     path = Path(folder)/'summary.json'
-    return json.loads(path.read_text()) if path.exists() else None
+    return read_json(path) if path.exists() else None
 
 # %% ../nbs/02_runlog.ipynb #c070
 def _equal(x, y, tolerance):

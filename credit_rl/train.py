@@ -38,7 +38,7 @@ from .regimes import get_regime
 from .protocol import prompt_hash
 from .rollout import continuations, rollout
 from .runlog import (RunLog, atomic_write, latest_checkpoint, code_hashes, named_checkpoint,
-                              check_folder, metrics_by_step, read_params, read_summary, save_checkpoint)
+                              check_folder, metrics_by_step, read_json, read_params, read_summary, save_checkpoint)
 from .scoring import answer_header, gold_templates
 from .settings import (GROUPS, Config, check, check_engine, data_sets, make_config, own_tokenizer,
                                 schema_notes, scored_schemas, settings_of, weight_limits)
@@ -116,7 +116,7 @@ class Run:
     def restore(self, path):
         "Go back to a checkpoint. Raises ValueError on one that keeps its method's state in another form."
         self.learner.restore(path)
-        self.memory = json.loads((Path(path)/'memory.json').read_text())
+        self.memory = read_json(Path(path)/'memory.json')
         if 'method' not in self.memory:
             raise ValueError(f'{path} was written by an earlier version, which kept no state of its method; begin anew')
         hand_over(self.learner, self.engine, self.settings.host)
@@ -439,7 +439,7 @@ def note_params(log, config, may_change=MAY_CHANGE):
 def check_same_params(config, may_change=MAY_CHANGE):
     """Refuse to show a finished run's results as those of other parameters; settings that it did not know yet don't
     count. Raises ValueError."""
-    before, now = yaml.safe_load((Path(config.run)/'params.yaml').read_text()), json.loads(json.dumps(vars(config)))
+    before, now = read_params(config.run), json.loads(json.dumps(vars(config)))
     changed = [f'{k}: {before[k]!r} before, {now[k]!r} now' for k in before
                if k in now and k not in may_change and before[k] != now[k]]
     if changed:
@@ -454,7 +454,7 @@ def finished(
     collapsed)."""
     path = Path(course.run)/'summary.json'
     if not (course.resume and path.exists()): return False
-    summary = json.loads(path.read_text())
+    summary = read_json(path)
     return summary['steps'] >= course.steps or summary['collapsed']
 
 # %% ../nbs/63_train.ipynb #p6302
@@ -639,7 +639,8 @@ def _lora_share(model, lora):
     "Share of the parameters that is trained."
     if not lora or model == 'tiny': return 1.
     from transformers import AutoConfig, AutoModelForCausalLM
-    with torch.device('meta'): empty = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model))
+    with torch.device('meta'): empty = AutoModelForCausalLM.from_config(
+        AutoConfig.from_pretrained(model, trust_remote_code=False))
     whole = sum(p.numel() for p in empty.parameters())
     add_lora(empty, {**lora, 'init_lora_weights': False})
     return sum(p.numel() for p in empty.parameters() if p.requires_grad) / whole

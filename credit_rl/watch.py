@@ -11,10 +11,9 @@ import json, math, os, shutil, sys, textwrap, time, zlib
 from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
-import yaml
 from .diagnostics import training_curves
 from .parameters import make_parser, one_dialect
-from .runlog import latest_checkpoint, metrics_by_step, read_summary
+from .runlog import latest_checkpoint, metrics_by_step, read_json, read_params, read_summary
 from .trajectory import trajectory_from_json
 from .view import show_rollout, telling_group
 
@@ -91,7 +90,7 @@ def _error(folder, since):
     "The first error that ranks wrote down since a time: str or None."
     found = []
     for path in sorted((folder/'errors').glob('rank-*.json')):
-        try: error = json.loads(path.read_text())
+        try: error = read_json(path)
         except ValueError: continue                                  # it is being written, and whole at the next look
         if since is None or error['time'] >= since - 1: found.append((error['time'], error['error']))
     return min(found)[1] if found else None
@@ -141,10 +140,10 @@ def read_status(
     folder, now = Path(folder), time.time() if now is None else now
     params, metrics, rollouts, trouble = {}, {}, [], ''
     try:
-        if (folder/'params.yaml').exists(): params = yaml.safe_load((folder/'params.yaml').read_text()) or {}
+        if (folder/'params.yaml').exists(): params = read_params(folder) or {}
         if (folder/'metrics.jsonl').exists(): metrics = metrics_by_step(folder)
         rollouts = (newest or NewestRollouts(folder)).read()
-    except (ValueError, yaml.YAMLError) as e: trouble = f' ({" ".join(str(e).split())})'
+    except ValueError as e: trouble = f' ({" ".join(str(e).split())})'
     phase, line = _phase(folder, params, metrics, now)
     return Status(folder, phase, line + trouble, params, metrics, rollouts)
 
