@@ -46,7 +46,7 @@ def _check_shards(index):
     shards = found.get('weight_map') if isinstance(found, dict) else None
     if not isinstance(shards, dict): raise ValueError(f'{index} is no index of weights: it has no weight_map')
     for name in sorted({str(name) for name in shards.values()}):
-        if Path(name).name != name:
+        if Path(name).name != name or name == '..':
             raise ValueError(f'{index} names weights in {name!r}; wanted files beside it')
 
 def find_model(model):

@@ -275,8 +275,7 @@ def _read_text(path, most):
 
 def read_json(path,       # file
               most=_MOST): # bytes
-    """Read a JSON file of a run, a model or an index. Raises ValueError on one that is too large, nested too deep, or no
-    JSON."""
+    "Read a JSON file whole. Raises ValueError on one that is too large, nested too deep, or no JSON."
     text = _read_text(path, most)
     try: return json.loads(text)
     except RecursionError: raise ValueError(f'{path} is nested too deep') from None
@@ -407,10 +406,9 @@ def _take(folder):
             here = found.get('host') == host
             ranks = here and found['pid'] == int(os.environ.get(CALLER, 0))     # this is a rank that the writer started
             got = _flock(fd, shared=ranks)
-            if got is None: free = path not in _HELD and (not found or ranks or here and (
-                found['pid'] == os.getpid() or not is_alive(found['pid'])))
-            else: free = got
-            if not free: raise _in_use(path, found, got is False)
+            gone = not found or here and (found['pid'] == os.getpid() or not is_alive(found['pid']))
+            free = ranks or gone if got is None else got
+            if path in _HELD or not free: raise _in_use(path, found, got is not None)
             if _is_at(fd, path):                       # else the one that held it removed it just now
                 mine = {'pid': os.getpid(), 'host': host, 'since': time.strftime('%Y-%m-%d %H:%M:%S')}
                 os.ftruncate(fd, os.pwrite(fd, json.dumps(mine).encode(), 0))
@@ -467,6 +465,13 @@ def _check_empty(folder):
         raise FileExistsError(f'{folder} already holds a run ({", ".join(held)}): pass resume=True to continue it or '
                               'choose another name')
 
+def _own(path):
+    "A path in a run folder. Raises ValueError on a link, which may lead anywhere."
+    if path.is_symlink():
+        raise ValueError(f'{path} is a link to {os.readlink(path)!r}: a run keeps what is its own in its folder; move '
+                         'that there, or link the whole folder of the run')
+    return path
+
 @contextlib.contextmanager
 def _said_of(folder):
     "Say of an error of the file system which folder cannot be written. Raises OSError."
@@ -476,25 +481,22 @@ def _said_of(folder):
         raise OSError(e.errno, f'{folder} cannot be written ({e.strerror}); choose a folder that can, or mend its '
                                'permissions') from e
 
-def _run_folder(folder, resume):
-    """Take a run folder, made if missing: `Hold`. Raises where another process writes it, where it cannot be written,
-    and where it holds a run that is not to be resumed."""
+def _made(folder):
+    "A run folder, made if missing. Raises OSError where it cannot be."
     check_folder(folder)
+    with _said_of(folder): folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+def _check_run(folder, resume):
+    """Refuse a folder that is held where its files lead elsewhere, where it cannot be written, and where it holds a run
+    that is not to be resumed."""
+    for name in (*_HOLDS, 'bad_step.json', 'launch.yaml'): _own(folder/name)
+    if not resume: _check_empty(folder)
+    if (packed := folder/'metrics.jsonl.gz').exists():
+        raise ValueError(f'{folder} holds a run whose metrics are packed; to go on with it: gunzip {packed}')
     with _said_of(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        hold = Hold(folder)
-    try:
-        for name in (*_HOLDS, 'bad_step.json', 'launch.yaml'): _own(folder/name)
-        if not resume: _check_empty(folder)
-        if (packed := folder/'metrics.jsonl.gz').exists():
-            raise ValueError(f'{folder} holds a run whose metrics are packed; to go on with it: gunzip {packed}')
-        with _said_of(folder):
-            atomic_write(folder/'probe', lambda path: path.write_text('can this folder be written?'))
-            (folder/'probe').unlink()
-    except BaseException:
-        hold.close()
-        raise
-    return hold
+        atomic_write(folder/'probe', lambda path: path.write_text('can this folder be written?'))
+        (folder/'probe').unlink()
 
 # %% ../nbs/02_runlog.ipynb #c035
 def _write_params(path, params, may_change):
@@ -511,13 +513,6 @@ def _write_params(path, params, may_change):
     atomic_write(path, lambda part: part.write_text(text))
 
 # %% ../nbs/02_runlog.ipynb #c037
-def _own(path):
-    "A path in a run folder. Raises ValueError on a link, which may lead anywhere."
-    if path.is_symlink():
-        raise ValueError(f'{path} is a link to {os.readlink(path)!r}: a run keeps what is its own in its folder; move '
-                         'that there, or link the whole folder of the run')
-    return path
-
 def _checkpoints(folder):
     "Complete checkpoints of a run, oldest first: dict step → path."
     found = {int(p.name[5:]): _own(p) for p in (Path(folder)/'checkpoints').glob('step-*') if p.name[5:].isdigit()}
@@ -669,32 +664,22 @@ def _member(step, rows):
     return gzip.compress(''.join(lines).encode('utf-8', 'backslashreplace'), mtime=0) if rows else b''
 
 # %% ../nbs/02_runlog.ipynb #c054
-class RunLog:
+class RunLog(Hold):
     """The folder of one run, open for writing by this process alone until it is closed. Raises before any compute where
     it cannot be used."""
     def __init__(self, folder,   # runs/NAME; made if missing
                  resume=False,   # True: continue the run that it holds, if any; False: refuse a folder that holds one
                  trackers=()):   # names in TRACKERS, which show the metrics as well
-        self._trackers, self.folder = _Trackers(trackers), Path(folder)
-        self._hold = _run_folder(self.folder, resume)
-        self._new = not (self.folder/'params.yaml').exists()
+        self._trackers, self.folder = _Trackers(trackers), _made(Path(folder))
+        with _said_of(self.folder): super().__init__(self.folder)
         try:
+            _check_run(self.folder, resume)
+            self._new = not (self.folder/'params.yaml').exists()
             _tidy(self.folder/'checkpoints')
             self.cut(math.inf)
         except BaseException:
             self.close()
             raise
-
-    def share(self):
-        "Let the ranks that this process starts write the folder as well; see `Hold.share`."
-        self._hold.share()
-
-    def close(self):
-        "Let others write the folder. Nothing may be written after it."
-        self._hold.close()
-
-    def __enter__(self): return self
-    def __exit__(self, *error): self.close()
 
     @property
     def elapsed(self):
@@ -717,11 +702,10 @@ class RunLog:
         summary; the log is closed where it raises, whatever there is."""
         try: yield
         except BaseException:
-            try:
+            with self:
                 if self._new and not (_checkpoints(self.folder) or (self.folder/'summary.json').exists()):
                     for name in ('params.yaml', *_GROWING): (self.folder/name).unlink(missing_ok=True)
                     with contextlib.suppress(OSError): (self.folder/'checkpoints').rmdir()  # kept if anything is in it
-            finally: self.close()
             raise
 
     def metrics(self, step,  # >= 0, never goes back

@@ -528,8 +528,8 @@ def begin_run(
     say,            # function called with lines of text
     ranks=Ranks(),
 ):
-    """Set everything up that a run needs, on every rank: `Run`. Bad data and an absent judge leave no parameters behind,
-    a folder that is written already is refused before them."""
+    """Set everything up that a run needs, on every rank: `Run`. Bad data and an absent judge leave no parameters
+    behind, a folder that is written already is refused before a model is loaded."""
     s, say = settings_of(config), say if ranks.first else lambda line: None
     method, origin = (bound_method(s.course, s.task, s.learning.questions_per_step),
                       origin_of(s.course, s.acting, s.host, s.critic))

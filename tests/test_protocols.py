@@ -619,7 +619,7 @@ def test_a_stranger_writes_no_markup_in_any_protocol(name, published, protocol, 
 
 
 def test_a_blank_parts_whatever_a_tokenizer_takes_for_a_mark():
-    "Roles that a tokenizer does not call special, tokens in tokens, one of one letter, and what a normalizer makes one."
+    "Roles that are not called special, tokens in tokens, one of a single letter, and what a normalizer makes one."
     from tokenizers import AddedToken, normalizers
     tokenizer = byte_tokenizer(special=('<|im_start|>', '< s>', '<s>', '\u2603'))
     tokenizer.add_tokens(['<｜User｜>', '[INST]', 'hello'])
@@ -654,7 +654,8 @@ class Says:
 
 
 CALLS = {'json': '<{tag}> {{"name": "{name}", "arguments": {{"query": "Budapest"}}}} </{tag}>',
-         'query': '<{tag}> Budapest </{tag}>', 'text': '<{tag}> Budapest </{tag}>', 'python': '<{tag}> print(1) </{tag}>', 'code': '```python\nprint(1)\n```\n'}
+         'query': '<{tag}> Budapest </{tag}>', 'text': '<{tag}> Budapest </{tag}>',
+         'python': '<{tag}> print(1) </{tag}>', 'code': '```python\nprint(1)\n```\n'}
 
 
 def played(protocol, template, said):
