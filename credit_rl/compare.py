@@ -353,6 +353,10 @@ def _ceiling_row(finished):
     share = {key: f'{sum(t[key] for t in tops) / len(tops):.3f}' for key in tops[0]}
     return {'method': 'ceiling', 'final EM': share['all'], **{_hops(h): share[h] for h in share if h.isdigit()}}
 
+def _in_table(text):
+    "A text that ends no cell of a Markdown table, no line and no page: names of methods come from files."
+    return ' '.join(text.split()).replace('|', '\\|').replace('<', '&lt;').replace('`', "'")
+
 def markdown_table(
     folders,       # as in find_runs; unfinished runs don't count
     methods=None,  # list of str: the rows to show; None: all
@@ -369,7 +373,7 @@ def markdown_table(
     names = [c for c in dict.fromkeys(c for r in rows for c in r if c != 'note')] + ['note'] * any_note
     names = [c for c in names if columns is None or c in columns]
     lines = [names, ['---'] + ['---:'] * (len(names) - 1), *[[r.get(c, '') for c in names] for r in rows]]
-    return '\n'.join('| ' + ' | '.join(line) + ' |' for line in lines)
+    return '\n'.join('| ' + ' | '.join(map(_in_table, line)) + ' |' for line in lines)
 
 # %% ../nbs/74_compare.ipynb #c045
 def replay(

@@ -7,7 +7,7 @@ __all__ = ['PHASES', 'NewestRollouts', 'Status', 'duration', 'pace', 'read_statu
            'watch_figure', 'main']
 
 # %% ../nbs/79_watch.ipynb #c003
-import json, math, os, shutil, sys, textwrap, time, zlib
+import html, json, math, os, shutil, sys, textwrap, time, zlib
 from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -269,11 +269,11 @@ def watch_figure(
     sleep=time.sleep,   # waits so many seconds
 ):
     "Show a run in a notebook while it goes on, its figure and newest rollout redrawn in place: the last `Status`."
-    from IPython.display import HTML, Markdown, display
-    name, *parts = [display(Markdown(''), display_id=True) for _ in range(3)]
+    from IPython.display import HTML, display
+    name, *parts = [display(HTML(''), display_id=True) for _ in range(3)]
     seen = None
     for status in follow(folder, every, sleep):
-        name.update(Markdown(f'`{clean(status.folder.name)}` {clean(status.line)}'))
+        name.update(HTML(f'<code>{html.escape(clean(status.folder.name))}</code> {html.escape(clean(status.line))}'))
         state = (list(status.metrics), len(status.rollouts), status.phase)
         if state == seen: continue
         seen = state
