@@ -13,7 +13,7 @@ from pathlib import Path
 from .diagnostics import method_colour, method_colours
 from .jobs import Job, last_words, run_jobs, status_table
 from .parameters import by_group, enter_project, make_parser, read_settings
-from .runlog import (METRICS, changed_modules, code_hashes, metrics_file, read_metrics, read_params,
+from .runlog import (METRICS, changed_modules, code_hashes, metrics_file, read_json, read_metrics, read_params,
                               read_summary, write_json)
 
 # %% ../nbs/74_compare.ipynb #c008
@@ -44,7 +44,7 @@ def run_label(folder, params):  # of a run, and its parameters
 def _result(folder):
     "A finished run's summary, with what came of its last replay; None of an unfinished one."
     summary, again = read_summary(folder), Path(folder)/'replay.json'
-    return summary and {**summary, **({'replay': json.loads(again.read_text())} if again.exists() else {})}
+    return summary and {**summary, **({'replay': read_json(again)} if again.exists() else {})}
 
 # %% ../nbs/74_compare.ipynb #c010
 def load_runs(folders):  # as in find_runs
@@ -353,6 +353,10 @@ def _ceiling_row(finished):
     share = {key: f'{sum(t[key] for t in tops) / len(tops):.3f}' for key in tops[0]}
     return {'method': 'ceiling', 'final EM': share['all'], **{_hops(h): share[h] for h in share if h.isdigit()}}
 
+def _in_table(text):
+    "A text that ends no cell of a Markdown table, no line and no page: names of methods come from files."
+    return ' '.join(text.split()).replace('|', '\\|').replace('<', '&lt;').replace('`', "'")
+
 def markdown_table(
     folders,       # as in find_runs; unfinished runs don't count
     methods=None,  # list of str: the rows to show; None: all
@@ -369,7 +373,7 @@ def markdown_table(
     names = [c for c in dict.fromkeys(c for r in rows for c in r if c != 'note')] + ['note'] * any_note
     names = [c for c in names if columns is None or c in columns]
     lines = [names, ['---'] + ['---:'] * (len(names) - 1), *[[r.get(c, '') for c in names] for r in rows]]
-    return '\n'.join('| ' + ' | '.join(line) + ' |' for line in lines)
+    return '\n'.join('| ' + ' | '.join(map(_in_table, line)) + ' |' for line in lines)
 
 # %% ../nbs/74_compare.ipynb #c045
 def replay(

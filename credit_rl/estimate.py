@@ -40,7 +40,7 @@ def read_sizes(model):  # Hugging Face folder or name
     if model in KNOWN_SIZES: return KNOWN_SIZES[model]
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
-    c = AutoConfig.from_pretrained(model)
+    c = AutoConfig.from_pretrained(model, trust_remote_code=False)
     with torch.device('meta'): parameters = sum(p.numel() for p in AutoModelForCausalLM.from_config(c).parameters())
     width = getattr(c, 'head_dim', None) or c.hidden_size // c.num_attention_heads
     return Sizes(parameters, c.num_hidden_layers, c.hidden_size, c.intermediate_size, width * c.num_attention_heads,

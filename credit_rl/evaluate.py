@@ -10,7 +10,7 @@ __all__ = ['DIRECT', 'ENGINES', 'measure', 'by_set', 'summarize', 'score', 'eval
            'Replayed', 'replay', 'evaluation_table', 'evaluation_figure', 'main']
 
 # %% ../nbs/26_evaluate.ipynb #c002
-import dataclasses, importlib.metadata, json, os, platform, re, sys, time, warnings
+import contextlib, dataclasses, importlib.metadata, json, os, platform, re, sys, time, warnings
 from dataclasses import dataclass
 from pathlib import Path
 import numpy as np, torch
@@ -28,7 +28,7 @@ from .parameters import by_group, from_settings, make_parser, read_settings
 from .protocol import PROTOCOLS, WORDS, Protocol, check_tokenizer, prompt_hash, worded
 from .retrieval import BM25, SearchClient
 from .rollout import MALFORMED, RULES, Environment, check_lengths, check_prompts, rollout
-from .runlog import METRICS, RunLog, atomic_folder, atomic_write, code_hashes, read_turns
+from .runlog import METRICS, Hold, RunLog, atomic_folder, atomic_write, code_hashes, read_json, read_turns
 from .tools import PythonTool, SearchTool
 from .trajectory import Result, to_json
 from .vllm_engine import EngineLost, VLLMEngine, VLLMSettings, check_vllm_settings, rank_devices
@@ -377,7 +377,7 @@ class Player:
         if s.model is None:
             raise ValueError('model must be given: a Hugging Face folder, or a name of the form owner/model')
         self.folder, self.name = local_folder(s.model), s.engine
-        config, files = json.loads((self.folder/'config.json').read_text()), model_hashes(self.folder)
+        config, files = read_json(self.folder/'config.json'), model_hashes(self.folder)
         self.tokenizer, self.vocabulary = load_tokenizer(self.folder), config.get('vocab_size')
         self.limit = min(self.limit, config.get('max_position_embeddings') or self.limit)
         self.model = {'name': s.model, 'hash': json_hash(files), 'files': files}
@@ -551,7 +551,7 @@ def _write_json(path, value): path.write_text(json.dumps(value, indent=1, ensure
 def _keep(folder, plan, rows):
     "Write the folder of one set as a whole."
     with atomic_folder(folder) as part:
-        RunLog(part).turns(0, rows)
+        with RunLog(part) as log: log.turns(0, rows)
         _write_json(part/'scores.json', set_scores(rows, plan.manifest['seed']))
         _write_json(part/'manifest.json', plan.manifest)
 
@@ -562,7 +562,7 @@ def read_manifest(folder):  # of one set in a run's folder
     if not path.is_file():
         raise FileNotFoundError(f'{folder} holds no manifest.json; wanted the folder of a data set in the run of an '
                                 'evaluation')
-    return json.loads(path.read_text(encoding='utf-8'))
+    return read_json(path)
 
 def _is_done(folder, plan):
     "Tell whether a set is evaluated already. Raises ValueError if that was with other inputs."
@@ -577,7 +577,7 @@ def read_scores(folder):  # of a run
     """Read the scores of the sets evaluated in a run: dict set → what `set_scores` gives, in the order of BENCHMARKS.
     Raises FileNotFoundError where there are none."""
     found = {n: Path(folder)/n/'scores.json' for n in BENCHMARKS}
-    scores = {n: json.loads(p.read_text(encoding='utf-8')) for n, p in found.items() if p.is_file()}
+    scores = {n: read_json(p) for n, p in found.items() if p.is_file()}
     if not scores:
         raise FileNotFoundError(f'{folder} holds no evaluated data set; wanted the run folder of an evaluation')
     return scores
@@ -588,17 +588,19 @@ _NAMES = {'em': 'EM', 'numeric': 'numeric match'}
 def _evaluate_sets(s, player, plans, say, progress, ranks=Ranks()):
     "Play the sets that are not done, or this rank's part of them; the first rank writes."
     folder = Path(s.run)
-    done = ranks.once(lambda: {plan.name: _is_done(folder/plan.name, plan) for plan in plans})
-    for plan in plans:
-        since = time.monotonic()
-        rows = None if done[plan.name] else _play(plan, player, progress and ranks.first, ranks)
-        if not ranks.first: continue
-        if rows: _keep(folder/plan.name, plan, rows)
-        x = json.loads((folder/plan.name/'scores.json').read_text())
-        say(f'{plan.name}: {_NAMES[x["metric"]]} {x["score"]:.3f} on {x["questions"]} questions, '
-            + ('evaluated before' if done[plan.name] else f'{time.monotonic() - since:.0f} s'))
-    if ranks.first: atomic_write(folder/'summary.json', lambda path: _write_json(path, read_scores(folder)))
-    ranks.wait()
+    if ranks.first: folder.mkdir(parents=True, exist_ok=True)
+    with Hold(folder) if ranks.first else contextlib.nullcontext():
+        done = ranks.once(lambda: {plan.name: _is_done(folder/plan.name, plan) for plan in plans})
+        for plan in plans:
+            since = time.monotonic()
+            rows = None if done[plan.name] else _play(plan, player, progress and ranks.first, ranks)
+            if not ranks.first: continue
+            if rows: _keep(folder/plan.name, plan, rows)
+            x = read_json(folder/plan.name/'scores.json')
+            say(f'{plan.name}: {_NAMES[x["metric"]]} {x["score"]:.3f} on {x["questions"]} questions, '
+                + ('evaluated before' if done[plan.name] else f'{time.monotonic() - since:.0f} s'))
+        if ranks.first: atomic_write(folder/'summary.json', lambda path: _write_json(path, read_scores(folder)))
+        ranks.wait()
     return folder
 
 def _launch(s, say):
@@ -606,12 +608,15 @@ def _launch(s, say):
     import yaml
     folder = Path(s.run)
     folder.mkdir(parents=True, exist_ok=True)
-    text = yaml.safe_dump(json.loads(json.dumps(vars(s))), sort_keys=False, allow_unicode=True)
-    atomic_write(folder/'launch.yaml', lambda path: path.write_text(text))
-    command = launch_command('credit_rl.evaluate', ['--params', str(folder/'launch.yaml')], s.ranks, s.hostfile)
-    elsewhere = torch.cuda.is_available() or sys.platform != 'linux' or s.hostfile
-    launch(command, folder, folder/'summary.json', say,
-           environment={} if elsewhere else {'GLOO_SOCKET_IFNAME': 'lo'})
+    with Hold(folder) as hold:
+        text = yaml.safe_dump(json.loads(json.dumps(vars(s))), sort_keys=False, allow_unicode=True)
+        atomic_write(folder/'launch.yaml', lambda path: path.write_text(text))
+        command = launch_command('credit_rl.evaluate', ['--params', str(folder/'launch.yaml')], s.ranks, s.hostfile)
+        if s.hostfile: hold.close()                              # the first rank may be on another host, and holds it
+        else: hold.share()
+        elsewhere = torch.cuda.is_available() or sys.platform != 'linux' or s.hostfile
+        launch(command, folder, folder/'summary.json', say,
+               environment={} if elsewhere else {'GLOO_SOCKET_IFNAME': 'lo'})
     return folder
 
 # %% ../nbs/26_evaluate.ipynb #c070

@@ -8,11 +8,10 @@ __all__ = ['merge_lora', 'read_policy', 'export_run', 'main']
 # %% ../nbs/66_export.ipynb #c002
 import dataclasses, json, sys
 from pathlib import Path
-import yaml
 from .learner import saved_policy
 from .models import load_model
 from .parameters import make_parser
-from .runlog import atomic_folder, latest_checkpoint, named_checkpoint
+from .runlog import atomic_folder, latest_checkpoint, named_checkpoint, read_params
 from .settings import make_config
 from .stage import add_lora, base_folder
 
@@ -45,7 +44,7 @@ def read_policy(
     if not (Path(run)/'params.yaml').is_file():
         raise FileNotFoundError(f'{run} holds no params.yaml: wanted the folder of a training run')
     step, folder = _checkpoint(run, checkpoint)
-    config = dataclasses.replace(make_config(yaml.safe_load((Path(run)/'params.yaml').read_text())), run=str(run))
+    config = dataclasses.replace(make_config(read_params(run)), run=str(run))
     model, tokenizer = load_model(base_folder(config.model, run, config.critic_from), config.dtype)
     model = model.cpu()
     if config.lora: add_lora(model, config.lora, config.seed)
@@ -65,7 +64,7 @@ def export_run(
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise FileExistsError(f'{folder} is not empty; choose another folder')
     model, tokenizer, step = read_policy(run, checkpoint)
-    about = yaml.safe_load((run/'params.yaml').read_text())
+    about = read_params(run)
     with atomic_folder(folder) as part:
         model.save_pretrained(part)
         tokenizer.save_pretrained(part)

@@ -62,6 +62,7 @@ def start_job(job, command, threads=1):  # list of str: the program and its argu
     "Start a job's process, its output going to `log.txt`: Popen, or None if another process is at it."
     lock = _locked(job.folder)
     if lock is None: return None
+    if (job.folder/'log.txt').is_symlink(): (job.folder/'log.txt').unlink()    # it would lead elsewhere
     environment = {**os.environ, 'OMP_NUM_THREADS': str(threads)}
     with lock, open(job.folder/'log.txt', 'wb') as log:
         return subprocess.Popen([str(word) for word in command], stdin=subprocess.DEVNULL, stdout=log,

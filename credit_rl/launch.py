@@ -10,6 +10,7 @@ __all__ = ['LAUNCHER', 'MARK', 'Ranks', 'is_rank', 'join_ranks', 'keep_traceback
 import contextlib, datetime, json, os, queue, re, shutil, signal, socket, subprocess, sys, threading, time, traceback
 from dataclasses import dataclass
 from pathlib import Path
+from .runlog import CALLER, is_alive, read_json
 
 # %% ../nbs/03_launch.ipynb #c005
 @dataclass(frozen=True)
@@ -56,7 +57,6 @@ class Ranks:
         self.each(list(range(self.count)), lambda mine: mine)
 
 # %% ../nbs/03_launch.ipynb #c008
-_CALLER = 'CREDIT_RL_CALLER'   # environment variable: process id of the one that asked for the run
 LAUNCHER = ('RANK', 'WORLD_SIZE', 'LOCAL_RANK', 'LOCAL_WORLD_SIZE', 'GROUP_RANK', 'ROLE_RANK', 'MASTER_ADDR',
             'MASTER_PORT')   # what launchers set for a rank
 
@@ -78,20 +78,13 @@ def join_ranks(count):
         dist.init_process_group('cpu:gloo,cuda:nccl' if gpu else 'gloo', timeout=datetime.timedelta(hours=2))
     return Ranks(dist.get_rank(), count)
 
-def _lives(pid):
-    """Tell whether a process of this host runs. One that has ended keeps its number, a zombie, until its parent asks
-    how."""
-    try: os.kill(pid, 0)                               # asks, and does nothing else
-    except ProcessLookupError: return False
-    try: return Path(f'/proc/{pid}/stat').read_text().rpartition(')')[2].split()[0] not in 'ZX'
-    except OSError: return True                        # there is no /proc here, or the process went just now
 
 def _end_with_parent():
     """Watch the process that started this one, and on the same host the one that asked for the run; end when either is
     gone."""
-    parent, caller = os.getppid(), int(os.environ.get(_CALLER, 0))
+    parent, caller = os.getppid(), int(os.environ.get(CALLER, 0))
     def watch():
-        while os.getppid() == parent and (not caller or _lives(caller)): time.sleep(1)
+        while os.getppid() == parent and (not caller or is_alive(caller)): time.sleep(1)
         os.kill(os.getpid(), signal.SIGKILL)
     threading.Thread(target=watch, daemon=True).start()
 
@@ -120,7 +113,7 @@ def failure(
 ):
     "Say why a run's ranks ended without a result: a signal, else the first traceback, else the log."
     folder = Path(folder)
-    notes = sorted((json.loads(p.read_text()) | {'file': p.with_suffix('.txt')}
+    notes = sorted((read_json(p) | {'file': p.with_suffix('.txt')}
                     for p in (folder / 'errors').glob('rank-*.json')), key=lambda note: note['time'])
     deaths = {int(rank): signal.Signals(-int(code)).name for rank, code in _DEATHS.findall(log)}
     # those are what the others' ends look like
@@ -257,12 +250,14 @@ def launch(
     before, over, text = stamp(), None, []
     folder.mkdir(parents=True, exist_ok=True)
     shutil.rmtree(folder/'errors', ignore_errors=True)
+    for name in ('errors', 'ranks.log'):              # a link would lead elsewhere
+        if (folder/name).is_symlink(): (folder/name).unlink()
     with open(folder/'ranks.log', 'w') as log, _sigterm_interrupts():
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
             errors='replace', start_new_session=True,
             env={**{name: value for name, value in os.environ.items() if name not in LAUNCHER},
-                 'PYTHONUNBUFFERED': '1', _CALLER: str(os.getpid()), **(environment or {})})
+                 'PYTHONUNBUFFERED': '1', CALLER: str(os.getpid()), **(environment or {})})
         try:
             for line in _lines(process):
                 log.write(line)

@@ -7,11 +7,12 @@ __all__ = ['check_model', 'find_model', 'load_tokenizer', 'load_model', 'local_f
            'tokenizer_hash', 'check_reads', 'read_template']
 
 # %% ../nbs/19_models.ipynb #c002
-import hashlib, json
+import hashlib, json, pickle
 from pathlib import Path
 import torch
 from .datasets import ask_hub
 from .protocol import TEMPLATES
+from .runlog import read_json
 
 # %% ../nbs/19_models.ipynb #c031
 def check_model(model):
@@ -29,6 +30,24 @@ def check_model(model):
                          f'tokenizer.save_pretrained({model!r})')
     if not _weights(folder):
         raise ValueError(f'model folder {model!r} has no weights: wanted *.safetensors or pytorch_model*.bin')
+    _check_code(folder)
+    for index in folder.glob('*.index.json'): _check_shards(index)
+
+def _check_code(folder):
+    "Refuse a model that is defined by programs in its folder, which would have to be run. Raises ValueError."
+    for path in (folder/'config.json', folder/'tokenizer_config.json'):
+        if path.exists() and (found := read_json(path)) and isinstance(found, dict) and found.get('auto_map'):
+            raise ValueError(f'{path} asks for programs of its own (auto_map), which are never run: take a model whose '
+                             'architecture and tokenizer transformers knows, and remove auto_map from the file')
+
+def _check_shards(index):
+    "Refuse an index of weights that names a file elsewhere. Raises ValueError."
+    found = read_json(index)
+    shards = found.get('weight_map') if isinstance(found, dict) else None
+    if not isinstance(shards, dict): raise ValueError(f'{index} is no index of weights: it has no weight_map')
+    for name in sorted({str(name) for name in shards.values()}):
+        if Path(name).name != name or name == '..':
+            raise ValueError(f'{index} names weights in {name!r}; wanted files beside it')
 
 def find_model(model):
     """Make sure in seconds that a model is there: as a folder, in the hub's cache, or on the hub. Raises ValueError
@@ -56,7 +75,8 @@ def load_tokenizer(folder):
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
     find_model(folder)
     kind = PreTrainedTokenizerFast if (Path(folder)/'tokenizer.json').exists() else AutoTokenizer
-    tokenizer = kind.from_pretrained(folder)
+    more = {} if kind is PreTrainedTokenizerFast else {'trust_remote_code': False}
+    tokenizer = kind.from_pretrained(folder, **more)
     if tokenizer.eos_token_id is None:
         raise ValueError(f'the tokenizer of {folder!r} has no eos_token, so the model could never end a turn')
     return tokenizer
@@ -68,7 +88,11 @@ def load_model(folder, dtype='float32', device=None):
     from transformers import AutoModelForCausalLM
     tokenizer = load_tokenizer(folder)
     gpu = torch.cuda.is_available()
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype))
+    try: model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype), trust_remote_code=False,
+                                                      weights_only=True)
+    except pickle.UnpicklingError:
+        raise ValueError(f'the weights in {str(folder)!r} hold more than numbers and might run any program, so they '
+                         'were not read: take *.safetensors') from None
     model = model.to(device or ('cuda' if gpu else 'cpu'))
     narrow, short = model.config.hidden_size <= 256, getattr(model.config, 'max_position_embeddings', 4096) <= 1024
     if not gpu and narrow and short: model.set_attn_implementation('eager')  # the fused kernel pays from longer rows on

@@ -7,10 +7,10 @@ __all__ = ['Warming', 'WarmUpChoice', 'make_warming', 'read_warming', 'check_war
            'gate_history', 'gate_figure', 'gate_table', 'is_warmup', 'warmup_table', 'main']
 
 # %% ../nbs/65_prepare.ipynb #c002
-import json, math, os, sys
+import math, os, sys
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-import torch, yaml
+import torch
 from .critics import brier, expected_calibration_error
 from .engine import seed_of
 from .estimate import describe, memory, read_sizes, step_seconds
@@ -25,7 +25,7 @@ from .options import check_settings, setting
 from .outcome import outcome_rewards
 from .parameters import by_group, from_settings, make_parser, notebook_settings, read_settings
 from .protocol import PROTOCOLS, prompt_hash
-from .runlog import RunLog, latest_checkpoint, read_metrics, save_checkpoint
+from .runlog import RunLog, latest_checkpoint, read_json, read_metrics, read_params, save_checkpoint
 from .settings import GROUPS, CriticChoice, check, data_sets, flat_form, group_of, settings_of
 from .sharded import DeepSpeedBackend
 from .stage import make_engine, origin_of, real_questions, real_search, set_stage, start_critic
@@ -167,7 +167,7 @@ def finished_warming(
     do."""
     path = Path(course.run)/'summary.json'
     if not (course.resume and path.exists()): return None
-    summary, most = json.loads(path.read_text()), 0 if choice.collected == 'cold' else choice.warm_steps
+    summary, most = read_json(path), 0 if choice.collected == 'cold' else choice.warm_steps
     return summary if summary['passed'] or summary['step'] >= most else None
 
 # %% ../nbs/65_prepare.ipynb #c016
@@ -238,7 +238,12 @@ def _prepare(c, say, ranks):
         say(f'{c.run} is only shown again: its warm-up is over')
         return Path(c.run)
     if c.threads: torch.set_num_threads(c.threads)
-    log = RunLog(c.run, c.resume, s.keeping.trackers) if ranks.first else SilentLog(c.run)
+    with RunLog(c.run, c.resume, s.keeping.trackers) if ranks.first else SilentLog(c.run) as log:
+        return _warmed(c, log, ranks, say)
+
+def _warmed(c, log, ranks, say):
+    "Warm up into a run folder that this process holds. Returns it."
+    s, choice = settings_of(c), group_of(WarmUpChoice, c)
     real = None if c.data == 'tiny' else (real_questions(s.task, c.seed), real_search(s.task, c.protocol))
     with log.beginning():
         log.write_params(vars(c), (*MAY_CHANGE, 'warm_steps'))
@@ -318,7 +323,7 @@ def gate_figure(folder):
 def gate_table(folder):
     "What a warm-up's critic reached, what passes, and what is missing: a pandas DataFrame."
     import pandas as pd
-    summary = json.loads((Path(folder)/'summary.json').read_text())
+    summary = read_json(Path(folder)/'summary.json')
     report = report_from(summary['report'])
     rows = {name: {'before': summary['before'][name], 'reached': getattr(report, name), 'passes from': least,
                    'target': target, 'short by': report.failed.get(name, 0.)}
@@ -328,7 +333,7 @@ def gate_table(folder):
 # %% ../nbs/65_prepare.ipynb #c025
 def is_warmup(folder):
     "Whether a run folder is that of a warm-up."
-    return 'collected' in yaml.safe_load((Path(folder)/'params.yaml').read_text())
+    return 'collected' in read_params(folder)
 
 def _kind(summary):
     "What a warm-up was: how its rollouts were collected, and whose critic it is where that usually has its own model."
@@ -340,7 +345,7 @@ def warmup_table(folders):  # list of folders of finished warm-ups, or one folde
     for each kind; NaN for how far the policy moved where that was not kept. Raises ValueError on an empty list."""
     import pandas as pd
     if isinstance(folders, (str, Path)): folders = sorted(p.parent for p in Path(folders).glob('*/summary.json'))
-    summaries = [json.loads((Path(f)/'summary.json').read_text()) for f in folders]
+    summaries = [read_json(Path(f)/'summary.json') for f in folders]
     if not summaries: raise ValueError('got no finished warm-up to tell of')
     rows = [{'critic': _kind(x), 'seeds': 1, **{n: x['report'][n] for n in GATE}, 'ECE': x['ece'], 'Brier': x['brier'],
              'V, known': x['value_tier']['2'], 'V, not known': x['value_tier']['1'],

@@ -66,6 +66,12 @@ class Protocol:
         return (*call, f'</{self.answer_tag}>') if self.answer_tag and self.answer_stop == 'first' else call
 
     @property
+    def tags(self):
+        "Names of all tags: of reasoning, call, answer, response and context."
+        found = (self.think_tag, self.call_tag, self.answer_tag, self.response_tag, self.context_tag)
+        return tuple(dict.fromkeys(filter(None, (*found, 'tool_response'))))     # the one that templates know
+
+    @property
     def runs_code(self):
         "Whether a call is a program."
         return self.call_style in ('code', 'python')
@@ -208,15 +214,22 @@ def byte_tokenizer(
                                    additional_special_tokens=list(special), chat_template=chat_template)
 
 # %% ../nbs/14_protocol.ipynb #c029
-class Encoder:
-    "Text to ids for one Hugging Face tokenizer."
+def _any_of(words):
+    "A regex for any of some words, the longest first; it finds nothing where there are none."
+    return re.compile('|'.join(map(re.escape, sorted(filter(str.strip, words), key=len, reverse=True))) or r'(?!)')
 
-    def __init__(self, tokenizer):
-        names = {str(t.content) for t in getattr(tokenizer, 'added_tokens_decoder', {}).values() if t.special}
-        names |= {str(t) for t in tokenizer.all_special_tokens}
-        longest_first = sorted(names, key=len, reverse=True)
-        self.tokenizer = tokenizer
-        self.special = re.compile('|'.join(map(re.escape, longest_first)) or r'(?!)')   # matches special tokens
+class Encoder:
+    "Text to ids for one Hugging Face tokenizer; `tags`, names, are what a protocol writes as <tag> and </tag>."
+
+    def __init__(self, tokenizer, tags=()):
+        added = list(getattr(tokenizer, 'added_tokens_decoder', {}).values())
+        names = {str(t.content) for t in added if t.special} | {str(t) for t in tokenizer.all_special_tokens}
+        # some tokenizers keep roles as ordinary tokens in brackets
+        marks = {str(t.content) for t in added if re.fullmatch(r'<.+>|\[.+\]', t.content, re.S)}
+        written = {f'<{slash}{tag}>' for tag in tags for slash in ('', '/')}
+        self.tokenizer, self.special, self.foreign = tokenizer, _any_of(names), _any_of(names | marks | written)
+        core = getattr(tokenizer, 'backend_tokenizer', None)
+        self.normalizes = bool(core and core.normalizer and any(t.normalized for t in added))
         # what messages call it: with its folder or hub name, if it has one
         self.name = f'the tokenizer {tokenizer.name_or_path!r}' if tokenizer.name_or_path else 'the tokenizer'
 
@@ -226,9 +239,15 @@ class Encoder:
         texts = whole(text) if isinstance(text, str) else [whole(t) for t in text]
         return self.tokenizer(texts, add_special_tokens=False).input_ids
 
-    def plain(self, text):
-        "`text` from outside, so that no part of it is a special token."
-        return self.special.sub(lambda m: f'{m[0][0]} {m[0][1:]}', text.encode('utf-8', 'replace').decode('utf-8'))
+    def plain(self, text, own=False):
+        """`text` from outside, so that no part of it is a token or tag that means something: a blank parts it. Of what
+        the model wrote (`own`) only special tokens are parted."""
+        marks, text = self.special if own else self.foreign, text.encode('utf-8', 'replace').decode('utf-8')
+        if self.normalizes:                            # what makes a token of a text that does not look like one
+            normal = self.tokenizer.backend_tokenizer.normalizer.normalize_str(text)
+            if marks.search(normal): text = normal
+        while marks.search(text): text = marks.sub(lambda m: f'{m[0][0]} {m[0][1:]}' if m[0][1:] else ' ', text)
+        return text
 
 # %% ../nbs/14_protocol.ipynb #c033
 _Q, _A, _O, _T = 'QUESTION0', 'ACTION0', 'RESPONSE0', 'THOUGHT0'  # markers of what will stand in their places
@@ -430,7 +449,7 @@ class Chat:
     ):
         if history not in (None, 'as-sampled', 'template'):
             raise ValueError(f"history must be 'as-sampled', 'template' or None, got {history!r}")
-        encoder = Encoder(tokenizer)
+        encoder = Encoder(tokenizer, protocol.tags)
         markup = Markup(protocol, encoder, template, options)
         self.protocol, self.tokenizer, self.encoder, self.markup = protocol, tokenizer, encoder, markup
         self.encode, self.plain, self.template, self.options = encoder.encode, encoder.plain, template, markup.options
@@ -473,8 +492,9 @@ class Chat:
         return [list(ids[text]) for text in wrapped]
 
     def context_ids(self, kept):
-        "Ids that stand for a tool's output in what follows: the context block around `kept`."
-        return self.observation_ids(f'<{self.protocol.context_tag}>{kept}</{self.protocol.context_tag}>')
+        "Ids that stand for a tool's output in what follows: the context block around `kept`, which the model wrote."
+        tag = self.protocol.context_tag
+        return self.encode(self.pieces.wrap(f'<{tag}>{self.encoder.plain(kept, own=True)}</{tag}>'))
 
     def read(self, samples, reasons):
         """Texts of turns from their ids, each without the token that ended it, and whether that was the template's

@@ -160,6 +160,12 @@ extra explanation or comments.
 
 # %% ../nbs/34_prs.ipynb #c032
 _LABELS = ('[Merchants Question]', '[Q&A Agents Response]', '[Reference Answer]')
+_LABEL = re.compile('|'.join(map(re.escape, _LABELS)), re.IGNORECASE)
+
+def _without_labels(text):
+    "A text that is judged, without the brackets of a label and the words that a verdict follows."
+    while _LABEL.search(text): text = _LABEL.sub(lambda m: m[0][1:-1], text)
+    return re.sub(r'(?<=Evaluation)\s+(?=Rating)', '-', text, flags=re.IGNORECASE)
 
 # %% ../nbs/34_prs.ipynb #c033
 def judge_messages(
@@ -172,8 +178,7 @@ def judge_messages(
     golds."""
     if isinstance(golds, str):
         raise TypeError(f'golds must be a list of strings, got the string {golds!r}; write [{golds!r}]')
-    for label in _LABELS: response = re.sub(re.escape(label), label[1:-1], response, flags=re.IGNORECASE)
-    parts = zip(_LABELS, (question, response, ' or '.join(golds)))
+    parts = zip(_LABELS, map(_without_labels, (question, response, ' or '.join(golds))))
     asked = '\n'.join(f'{label}: {text}' for label, text in parts)
     return [{'role': 'system', 'content': prompt}, {'role': 'user', 'content': asked}]
 

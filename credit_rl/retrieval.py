@@ -20,6 +20,7 @@ import numpy as np
 from .datasets import load_corpus
 from .parameters import make_parser
 from .readers import Passage, RowError, read_contents
+from .runlog import read_json
 
 # %% ../nbs/12_retrieval.ipynb #c005
 @runtime_checkable
@@ -280,7 +281,7 @@ def _load_index(cls, folder, passages=None):
     folder = Path(folder)
     if not (folder / 'index.json').is_file():
         raise FileNotFoundError(f'{folder} holds no saved index (no index.json); build one with BM25(...).save')
-    about = json.loads((folder / 'index.json').read_text())
+    about = read_json(folder / 'index.json')
     if about.get('format') != 2:
         raise ValueError(f'{folder} has index format {about.get("format")}, this version reads 2; build the index '
                          'again')

@@ -152,7 +152,8 @@ def gold_templates(
         if not g.question.answers:
             raise ValueError(f'question {g.question.id!r} has no accepted answer to score; leave it out of this batch')
         before, after = _wrap(schema, chat.protocol, g.question)
-        try: golds = [answer_ids(chat.tokenizer, header + before, x, after) for x in dict.fromkeys(g.question.answers)]
+        answers = dict.fromkeys(map(chat.plain, g.question.answers))
+        try: golds = [answer_ids(chat.tokenizer, header + before, x, after) for x in answers]
         except ValueError as e: raise ValueError(f'question {g.question.id!r}: {e}') from e
         out += [golds] * len(g.trajectories)
     return out

@@ -29,7 +29,7 @@ from .parts import Facts, Loss, bind
 from .protocol import ANSWER_STOPS, PROTOCOLS, WORDS, worded
 from .regimes import get_regime
 from .rollout import MALFORMED, RULES, check_lengths
-from .runlog import check_trackers
+from .runlog import check_trackers, read_json
 from .scoring import SCHEMA_OPTION, read_schema, schema_warning
 from .tiny import tiny_tokenizer
 from .vllm_engine import check_adapter, check_vllm_settings, rank_devices, sampler_weights
@@ -466,7 +466,7 @@ def check_engine(
 def _check_positions(model, tokens):
     "Refuse trajectories that are longer than a local model has positions."
     if not (Path(model)/'config.json').exists(): return
-    most = json.loads((Path(model)/'config.json').read_text()).get('max_position_embeddings', tokens)
+    most = read_json(Path(model)/'config.json').get('max_position_embeddings', tokens)
     if tokens > most: raise ValueError(f'max_tokens={tokens}, but {model} has {most} positions')
 
 # %% ../nbs/61_settings.ipynb #c024

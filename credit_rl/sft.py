@@ -120,11 +120,11 @@ def rejection_sft(
     c = make_config(config) if isinstance(config, dict) else config
     if c.dry_run: raise ValueError('dry_run is for training by reinforcement; this fine-tuning has none')
     check(c)
-    log, s = RunLog(c.run), settings_of(c)
+    s = settings_of(c)
     acting, origin = s.acting, origin_of(s.course, s.acting, s.host, s.critic)
     metric = bound_method(dataclasses.replace(s.course, method='grpo'), s.task, c.questions_per_step).metric
-    log.write_params({**vars(c), 'method': 'sft', 'sft': dataclasses.asdict(how)})
-    with log.beginning():
+    with RunLog(c.run) as log, log.beginning():
+        log.write_params({**vars(c), 'method': 'sft', 'sft': dataclasses.asdict(how)})
         stage = set_stage(s.task, acting, origin, c.seed, say)
         engine = HFEngine(stage.model, stage.chat.tokenizer, max_length=c.max_tokens)
         shown = lambda: Progress(say, 'test questions played', len(stage.questions['test']))

@@ -7,13 +7,13 @@ __all__ = ['SCORE', 'EXPECTED', 'regimes_of', 'read_audits', 'word', 'joined', '
            'rank_agreement', 'which_rule_when', 'study_figure', 'write_predictions', 'main']
 
 # %% ../nbs/76_study.ipynb #s003
-import json, math, sys
+import math, sys
 from pathlib import Path
 import torch
 from .audit import kendall
 from .compare import find_runs, paired_differences
 from .parameters import make_parser
-from .runlog import read_summary
+from .runlog import read_json, read_summary
 
 # %% ../nbs/76_study.ipynb #s006
 def regimes_of(folder):  # of a study
@@ -29,7 +29,7 @@ def read_audits(folder):  # of a study
     import pandas as pd
     tables = []
     for path in sorted(Path(folder).glob('*/audits/*/audit.csv')):
-        found = json.loads((path.parent/'audit.json').read_text())
+        found = read_json(path.parent/'audit.json')
         before = 1 - found['bottleneck']['answer']
         tables.append(pd.read_csv(path).assign(regime=path.parts[-4], seed=int(path.parts[-2]), before=before,
                                                right=found['right']))

@@ -38,7 +38,7 @@ from .regimes import get_regime
 from .protocol import prompt_hash
 from .rollout import continuations, rollout
 from .runlog import (RunLog, atomic_write, latest_checkpoint, code_hashes, named_checkpoint,
-                              check_folder, metrics_by_step, read_params, read_summary, save_checkpoint)
+                              check_folder, metrics_by_step, read_json, read_params, read_summary, save_checkpoint)
 from .scoring import answer_header, gold_templates
 from .settings import (GROUPS, Config, check, check_engine, data_sets, make_config, own_tokenizer,
                                 schema_notes, scored_schemas, settings_of, weight_limits)
@@ -116,7 +116,7 @@ class Run:
     def restore(self, path):
         "Go back to a checkpoint. Raises ValueError on one that keeps its method's state in another form."
         self.learner.restore(path)
-        self.memory = json.loads((Path(path)/'memory.json').read_text())
+        self.memory = read_json(Path(path)/'memory.json')
         if 'method' not in self.memory:
             raise ValueError(f'{path} was written by an earlier version, which kept no state of its method; begin anew')
         hand_over(self.learner, self.engine, self.settings.host)
@@ -140,8 +140,10 @@ class Run:
         else: self.engine.wake()
 
     def close(self):
-        "Stop an engine that is a program of its own."
-        if self.config.engine != 'hf': self.engine.close()
+        "Stop an engine that is a program of its own, and let others write the run's folder."
+        try:
+            if self.config.engine != 'hf': self.engine.close()
+        finally: self.log.close()
 
 # %% ../nbs/63_train.ipynb #p6310
 def run_facts(
@@ -437,7 +439,7 @@ def note_params(log, config, may_change=MAY_CHANGE):
 def check_same_params(config, may_change=MAY_CHANGE):
     """Refuse to show a finished run's results as those of other parameters; settings that it did not know yet don't
     count. Raises ValueError."""
-    before, now = yaml.safe_load((Path(config.run)/'params.yaml').read_text()), json.loads(json.dumps(vars(config)))
+    before, now = read_params(config.run), json.loads(json.dumps(vars(config)))
     changed = [f'{k}: {before[k]!r} before, {now[k]!r} now' for k in before
                if k in now and k not in may_change and before[k] != now[k]]
     if changed:
@@ -452,7 +454,7 @@ def finished(
     collapsed)."""
     path = Path(course.run)/'summary.json'
     if not (course.resume and path.exists()): return False
-    summary = json.loads(path.read_text())
+    summary = read_json(path)
     return summary['steps'] >= course.steps or summary['collapsed']
 
 # %% ../nbs/63_train.ipynb #p6302
@@ -501,6 +503,9 @@ class SilentLog:
     def cut(self, step): pass
     def timed(self, stage): return contextlib.nullcontext()
     def beginning(self): return contextlib.nullcontext()
+    def close(self): pass
+    def __enter__(self): return self
+    def __exit__(self, *error): pass
 
 @contextlib.contextmanager
 def saving(path):  # of a checkpoint
@@ -523,18 +528,19 @@ def begin_run(
     say,            # function called with lines of text
     ranks=Ranks(),
 ):
-    "Set everything up that a run needs, on every rank: `Run`. Bad data and an absent judge leave no parameters behind."
+    """Set everything up that a run needs, on every rank: `Run`. Bad data and an absent judge leave no parameters
+    behind, a folder that is written already is refused before a model is loaded."""
     s, say = settings_of(config), say if ranks.first else lambda line: None
     method, origin = (bound_method(s.course, s.task, s.learning.questions_per_step),
                       origin_of(s.course, s.acting, s.host, s.critic))
     for part in method.rewards:
         if part.reach and ranks.first: part.reach(method.own(part))
     log = RunLog(config.run, config.resume, s.keeping.trackers) if ranks.first else SilentLog(config.run)
-    real = None
-    if config.data != 'tiny': real = real_questions(s.task, config.seed), real_search(s.task, config.protocol)
-    scored = scored_schemas(method, config.measure)
-    for line in schema_notes(s.acting, config.data, scored, load=True): say(line)
     with log.beginning():
+        real = None
+        if config.data != 'tiny': real = real_questions(s.task, config.seed), real_search(s.task, config.protocol)
+        scored = scored_schemas(method, config.measure)
+        for line in schema_notes(s.acting, config.data, scored, load=True): say(line)
         note_params(log, config)
         # the first makes the base that the others load
         stage = ranks.in_turn(lambda: set_stage(s.task, s.acting, origin, config.seed, say, real))
@@ -633,7 +639,8 @@ def _lora_share(model, lora):
     "Share of the parameters that is trained."
     if not lora or model == 'tiny': return 1.
     from transformers import AutoConfig, AutoModelForCausalLM
-    with torch.device('meta'): empty = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model))
+    with torch.device('meta'): empty = AutoModelForCausalLM.from_config(
+        AutoConfig.from_pretrained(model, trust_remote_code=False))
     whole = sum(p.numel() for p in empty.parameters())
     add_lora(empty, {**lora, 'init_lora_weights': False})
     return sum(p.numel() for p in empty.parameters() if p.requires_grad) / whole
@@ -848,16 +855,18 @@ def launch_ranks(
 ):
     """Start the ranks of a run and wait for its summary. Returns the run folder. Raises LaunchError where they end
     without one."""
-    log = RunLog(config.run, config.resume)                      # refuses a folder that it cannot use
-    if (log.folder/'params.yaml').exists(): note_params(log, config, may_change)
-    text = yaml.safe_dump(json.loads(json.dumps(vars(config))), sort_keys=False, allow_unicode=True)
-    atomic_write(log.folder/'launch.yaml', lambda path: path.write_text(text))
-    command = launch_command(module, ['--params', str(log.folder/'launch.yaml')], config.ranks, config.hostfile)
-    say(f'{config.ranks} ranks: ' + ' '.join(['python', *command[1:]]))
-    alone = torch.cuda.is_available() or sys.platform != 'linux' or config.hostfile
-    with log.beginning():
-        launch(command, log.folder, log.folder/'summary.json', say,
-               environment={} if alone else {'GLOO_SOCKET_IFNAME': 'lo'})
+    with RunLog(config.run, config.resume) as log:               # refuses a folder that it cannot use
+        if (log.folder/'params.yaml').exists(): note_params(log, config, may_change)
+        text = yaml.safe_dump(json.loads(json.dumps(vars(config))), sort_keys=False, allow_unicode=True)
+        atomic_write(log.folder/'launch.yaml', lambda path: path.write_text(text))
+        command = launch_command(module, ['--params', str(log.folder/'launch.yaml')], config.ranks, config.hostfile)
+        say(f'{config.ranks} ranks: ' + ' '.join(['python', *command[1:]]))
+        alone = torch.cuda.is_available() or sys.platform != 'linux' or config.hostfile
+        if config.hostfile: log.close()                          # the first rank may be on another host, and holds it
+        else: log.share()
+        with log.beginning():
+            launch(command, log.folder, log.folder/'summary.json', say,
+                   environment={} if alone else {'GLOO_SOCKET_IFNAME': 'lo'})
     return log.folder
 
 # %% ../nbs/63_train.ipynb #c097

@@ -256,28 +256,28 @@ def trl_run(
     check_method(method)
     loss = s.learning.loss_of(method)
     args = trl_arguments(s.learning, s.course, loss, Path(config.run)/'trl', config.temperature)
-    log = RunLog(config.run)
-    origin = origin_of(s.course, s.acting, s.host, s.critic)
-    stage = set_stage(s.task, s.acting, origin, config.seed, say)
-    env, n = stage.environments['train'], s.learning.questions_per_step
-    method = bound_method(s.course, s.task, n, stage.chat, loss, env.max_turns)
-    credit = TurnCredit(method, env, Sampling(config.temperature, max_tokens=config.turn_tokens), config.seed)
-    note_params(log, config)
-    asked = [q for step in range(config.steps)
-             for q in draw_questions(stage.questions['train'], n, step + 1, config.seed)]
-    def dev(step):
-        if step % config.eval_every and step != config.steps: return
-        engine = HFEngine(stage.model, stage.chat.tokenizer, env.max_tokens)
-        greedy = Sampling(greedy=True, max_tokens=config.turn_tokens)
-        scores, _ = evaluate(engine, stage.environments['dev'], stage.questions['dev'], greedy)
-        log.metrics(step, **{f'dev_{name}': scores[name] for name in ('em', 'f1', 'answer_rate', 'turns', 'calls')})
-        say(f'step {step}/{config.steps}  dev EM {scores["em"]:.3f}  {log.elapsed:.0f} s')
-    dev(0)
-    trainer = credit_trainer()(stage.model, credit=credit, processing_class=stage.chat.tokenizer,
-                               train_dataset=Dataset.from_list(question_rows(asked)), args=args,
-                               callbacks=[each_step(config.minibatches * config.epochs, dev)])
-    trainer.train()
-    return log.folder
+    with RunLog(config.run) as log:
+        origin = origin_of(s.course, s.acting, s.host, s.critic)
+        stage = set_stage(s.task, s.acting, origin, config.seed, say)
+        env, n = stage.environments['train'], s.learning.questions_per_step
+        method = bound_method(s.course, s.task, n, stage.chat, loss, env.max_turns)
+        credit = TurnCredit(method, env, Sampling(config.temperature, max_tokens=config.turn_tokens), config.seed)
+        note_params(log, config)
+        asked = [q for step in range(config.steps)
+                 for q in draw_questions(stage.questions['train'], n, step + 1, config.seed)]
+        def dev(step):
+            if step % config.eval_every and step != config.steps: return
+            engine = HFEngine(stage.model, stage.chat.tokenizer, env.max_tokens)
+            greedy = Sampling(greedy=True, max_tokens=config.turn_tokens)
+            scores, _ = evaluate(engine, stage.environments['dev'], stage.questions['dev'], greedy)
+            log.metrics(step, **{f'dev_{name}': scores[name] for name in ('em', 'f1', 'answer_rate', 'turns', 'calls')})
+            say(f'step {step}/{config.steps}  dev EM {scores["em"]:.3f}  {log.elapsed:.0f} s')
+        dev(0)
+        trainer = credit_trainer()(stage.model, credit=credit, processing_class=stage.chat.tokenizer,
+                                   train_dataset=Dataset.from_list(question_rows(asked)), args=args,
+                                   callbacks=[each_step(config.minibatches * config.epochs, dev)])
+        trainer.train()
+        return log.folder
 
 def main(arguments=None):
     "`python -m credit_rl.trl_trainer setting=value …`, the settings of `credit_rl.train`."

@@ -133,6 +133,13 @@ ratings_by_pair=[[r1_cor, r1_eff, r1_clar], [r2_cor, r2_eff, r2_clar], ...]
 </answer>'''
 
 # %% ../nbs/35_turn_rewards.ipynb #c026
+_FORMAT = re.compile(r'<(?=/?(?:tool_call|tool_response|think|answer)>)|(?<=ratings)_(?=by_pair)|(?<=Pair) (?=\d)')
+
+def _quoted(text):
+    """A text that is graded, without what the grades are read by: a blank parts its tags, a hyphen stands in the name
+    of the list and before the number of a pair, so that a judge who quotes it says nothing else."""
+    return _FORMAT.sub(lambda m: '< ' if m[0] == '<' else '-', text)
+
 def judge_prompt(
     trajectory,           # Trajectory
     prompt=JUDGE_PROMPT,  # str with {question} and {pairs}
@@ -142,10 +149,10 @@ def judge_prompt(
     for name in ('{question}', '{pairs}'):
         if name not in prompt: raise ValueError(f'a judge prompt needs the field {name}, got {prompt!r:.80}')
     turns = [t for t in trajectory.turns if t.observation_ids]
-    call = lambda t: json.dumps(t.call, ensure_ascii=False) if t.call else '(no well-formed call)'
-    pairs = [f'Pair {i}\n<tool_call>\n{call(t)}\n</tool_call>\n<tool_response>\n{t.observation_text}\n</tool_response>'
-             for i, t in enumerate(turns, 1)]
-    fields = {'question': trajectory.question.text, 'pairs': '\n\n'.join(pairs)}
+    call = lambda t: _quoted(json.dumps(t.call, ensure_ascii=False)) if t.call else '(no well-formed call)'
+    pairs = [f'Pair {i}\n<tool_call>\n{call(t)}\n</tool_call>\n<tool_response>\n{_quoted(t.observation_text)}\n'
+             '</tool_response>' for i, t in enumerate(turns, 1)]
+    fields = {'question': _quoted(trajectory.question.text), 'pairs': '\n\n'.join(pairs)}
     return re.sub(r'\{(question|pairs)\}', lambda m: fields[m[1]], prompt), len(turns)
 
 # %% ../nbs/35_turn_rewards.ipynb #c029

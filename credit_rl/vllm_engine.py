@@ -138,7 +138,7 @@ def parameter_shapes(folder):  # a Hugging Face folder or name
     """Read what parameters a model has, both names of shared ones included, without making any: {name: shape}, and
     whether the output layer shares the embedding."""
     from transformers import AutoConfig, AutoModelForCausalLM
-    config = AutoConfig.from_pretrained(folder)
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     with torch.device('meta'): model = AutoModelForCausalLM.from_config(config)
     shared = model.get_output_embeddings().weight is model.get_input_embeddings().weight
     return {n: tuple(p.shape) for n, p in model.named_parameters(remove_duplicate=False)}, shared
@@ -516,7 +516,7 @@ class _Core:
 def _read_folder(folder):
     "Of a model's folder the ids that end a text, the positions it has (None: not said) and how many ids it knows."
     from transformers import AutoConfig, GenerationConfig
-    config = AutoConfig.from_pretrained(folder)
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     try: eos = GenerationConfig.from_pretrained(folder).eos_token_id
     except OSError: eos = config.eos_token_id   # the folder has no generation_config.json
     return eos, getattr(config, 'max_position_embeddings', None), config.vocab_size

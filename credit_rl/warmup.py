@@ -26,7 +26,7 @@ from .parts import Credit, Loss
 from .outcome import outcome_rewards
 from .protocol import PROTOCOLS, Chat, read_context
 from .rollout import rollout
-from .runlog import atomic_folder, atomic_write
+from .runlog import atomic_folder, atomic_write, read_json, read_params
 from .tools import PythonTool, SearchTool
 from .trajectory import Group, Question, Stop, Trajectory, Turn, to_json, trajectory_from_json
 
@@ -600,16 +600,15 @@ def report_from(values):
 def read_warmed(folder):
     """The critic of a warm-up: `Warmed`. Raises ValueError on a folder that holds none, and on a critic that did not
     pass, with what it lacked."""
-    import yaml
     place = Path(folder)
     if not (place/'summary.json').is_file():
         raise ValueError(f'{folder} holds no finished warm-up of a critic (no summary.json): run 92_warmup into it, '
                          'or resume it')
-    summary = json.loads((place/'summary.json').read_text())
+    summary = read_json(place/'summary.json')
     if 'report' not in summary:
         raise ValueError(f'{folder} is the folder of another kind of run, not of a warm-up (92_warmup)')
     report = report_from(summary['report'])
     if summary['must_pass'] and not (report.passed and summary['passed']):
         raise ValueError(f'the critic in {folder} did not pass its gate in {summary["step"]} steps, so it may not '
                          f'teach: {report}')
-    return Warmed(place/'critic', summary['head'], report, yaml.safe_load((place/'params.yaml').read_text()))
+    return Warmed(place/'critic', summary['head'], report, read_params(place))

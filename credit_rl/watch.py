@@ -7,14 +7,13 @@ __all__ = ['PHASES', 'NewestRollouts', 'Status', 'duration', 'pace', 'read_statu
            'watch_figure', 'main']
 
 # %% ../nbs/79_watch.ipynb #c003
-import json, math, os, shutil, sys, textwrap, time, zlib
+import html, json, math, os, shutil, sys, textwrap, time, zlib
 from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
-import yaml
 from .diagnostics import training_curves
 from .parameters import make_parser, one_dialect
-from .runlog import latest_checkpoint, metrics_by_step, read_summary
+from .runlog import latest_checkpoint, metrics_by_step, read_json, read_params, read_summary
 from .trajectory import trajectory_from_json
 from .view import show_rollout, telling_group
 
@@ -91,7 +90,7 @@ def _error(folder, since):
     "The first error that ranks wrote down since a time: str or None."
     found = []
     for path in sorted((folder/'errors').glob('rank-*.json')):
-        try: error = json.loads(path.read_text())
+        try: error = read_json(path)
         except ValueError: continue                                  # it is being written, and whole at the next look
         if since is None or error['time'] >= since - 1: found.append((error['time'], error['error']))
     return min(found)[1] if found else None
@@ -141,10 +140,10 @@ def read_status(
     folder, now = Path(folder), time.time() if now is None else now
     params, metrics, rollouts, trouble = {}, {}, [], ''
     try:
-        if (folder/'params.yaml').exists(): params = yaml.safe_load((folder/'params.yaml').read_text()) or {}
+        if (folder/'params.yaml').exists(): params = read_params(folder) or {}
         if (folder/'metrics.jsonl').exists(): metrics = metrics_by_step(folder)
         rollouts = (newest or NewestRollouts(folder)).read()
-    except (ValueError, yaml.YAMLError) as e: trouble = f' ({" ".join(str(e).split())})'
+    except ValueError as e: trouble = f' ({" ".join(str(e).split())})'
     phase, line = _phase(folder, params, metrics, now)
     return Status(folder, phase, line + trouble, params, metrics, rollouts)
 
@@ -270,11 +269,11 @@ def watch_figure(
     sleep=time.sleep,   # waits so many seconds
 ):
     "Show a run in a notebook while it goes on, its figure and newest rollout redrawn in place: the last `Status`."
-    from IPython.display import HTML, Markdown, display
-    name, *parts = [display(Markdown(''), display_id=True) for _ in range(3)]
+    from IPython.display import HTML, display
+    name, *parts = [display(HTML(''), display_id=True) for _ in range(3)]
     seen = None
     for status in follow(folder, every, sleep):
-        name.update(Markdown(f'`{clean(status.folder.name)}` {clean(status.line)}'))
+        name.update(HTML(f'<code>{html.escape(clean(status.folder.name))}</code> {html.escape(clean(status.line))}'))
         state = (list(status.metrics), len(status.rollouts), status.phase)
         if state == seen: continue
         seen = state

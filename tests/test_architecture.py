@@ -23,7 +23,8 @@ FORMULAS = ('igpo_advantages', 'mt_grpo_star', 'gigpo', 'policy_terms', 'policy_
 LOOP = ('learner', 'sharded', 'methods', 'settings', 'stage', 'train', 'sft', 'prepare', 'export')
 PARTICIPLES = {'told', 'noted', 'beside'}   # no names for things: say what they are
 # what starts a run, checks it, estimates it, or stores what was asked
-WHOLE = ('train', '_train', 'begin_run', 'launch_ranks', 'rejection_sft', 'prepare', '_prepare', '_warming_learner',
+WHOLE = ('train', '_train', 'begin_run', 'launch_ranks', 'rejection_sft', 'prepare', '_prepare', '_warmed',
+         '_warming_learner',
          'check', '_check_method', '_check_warmed', 'check_warming', 'settings_of', 'group_of', 'examine', 'plan_of',
          '_plan', '_weigh', '_forecast', 'note_params', 'check_same_params', 'run_audit', '_judged_run')
 HERE = [str(p) for p in (ROOT, ROOT.parent, Path.home(), Path(tempfile.gettempdir())) if p != Path(p.anchor)]

@@ -440,3 +440,14 @@ def test_a_baseline_is_found_without_its_options(tmp_path):
     assert list(table.index) == ['tips − ppo (whiten=True)'] and abs(table['mean difference'].iloc[0] - .1) < 1e-9
     with pytest.raises(ValueError, match="no finished run of the baseline 'pp'"):
         paired_differences(tmp_path, baseline='pp')
+
+
+def test_a_method_s_name_from_a_file_stays_in_its_cell(tmp_path):
+    attack = 'a|b\n\n<img src=x onerror=alert(1)> `c`'
+    RunLog(made_up(tmp_path, 'grpo', 1), resume=True)
+    for file in ('params.yaml', 'summary.json'):
+        path = tmp_path / 'grpo-1' / file
+        values = {**yaml.safe_load(path.read_text()), 'method': attack}
+        path.write_text(json.dumps(values))
+    header, rule, row, *rest = markdown_table(tmp_path).splitlines()
+    assert row.startswith("| a\\|b &lt;img src=x onerror=alert(1)> 'c' | 1 |") and '<' not in row

@@ -1,12 +1,20 @@
 """The run folder under real kills: a process is ended, without any clean-up, at each of its file operations in turn."""
+import contextlib
 import importlib.util
+import json
 import math
+import os
+import signal
+import socket
+import subprocess
+import sys
 import time
 
 import pytest
 
 from credit_rl import runlog
-from credit_rl.runlog import RunLog, changed_modules, code_hashes, imported_modules, module_hashes, source_hash
+from credit_rl.runlog import (FolderInUse, Hold, RunLog, changed_modules, code_hashes, imported_modules,
+                              metrics_by_step, module_hashes, source_hash)
 
 # argv: how many file operations to let pass, the run folder. The process dies at the next one and exits 9; if none is
 # left it exits 0.
@@ -93,6 +101,7 @@ def test_tensorboard_is_told_what_the_file_holds(tmp_path):
     log = RunLog(tmp_path / 'run', trackers=['tensorboard'])
     log.write_params({'steps': 4})
     for step in range(4): log.metrics(step, reward=step / 4, kl=math.nan)
+    log.close()
     time.sleep(1.1)   # the second begins a file's name, files are read by name, and sittings lie further apart
     log = RunLog(tmp_path / 'run', resume=True, trackers=['tensorboard'])
     log.cut(1)
@@ -198,3 +207,179 @@ def test_hashes_of_whole_files_count_as_changed():
                                                                                           ]) == {'gone_since': 'gone'}
     assert changed_modules(code_hashes('train')) == [] and {'metrics', 'trajectory', 'tools', 'vllm_engine'} <= set(
         code_hashes('train'))
+
+
+# ---- one writer ----
+
+# argv: a folder, what to do with it once it is held; says so, and stays
+WRITER = """
+import os, sys, time
+from credit_rl.runlog import Hold, RunLog
+log = RunLog(sys.argv[1], resume=True)
+log.write_params({'seed': 1})
+log.metrics(0, reward=.5)
+if sys.argv[2] == 'share': log.share()
+if sys.argv[2] == 'fork' and os.fork() == 0: os.setsid()
+print(os.getpid(), flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.fixture
+def start(root):
+    "Starts a process that does what a script says of a folder: (Popen, the process id that it printed)."
+    started = []
+    def one(script, *args, **env):
+        process = subprocess.Popen([sys.executable, '-c', script, *map(str, args)], cwd=root, text=True,
+                                   env={**os.environ, **env}, stdout=subprocess.PIPE, start_new_session=True)
+        started.append(process)
+        return process, [int(process.stdout.readline()) for _ in range(2 if 'fork' in args else 1)]
+    yield one
+    for process in started:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+def contents(folder): return {p.name: p.read_bytes() for p in folder.iterdir() if p.is_file()}
+
+
+@pytest.mark.parametrize('resume', [True, False])
+@pytest.mark.parametrize('state', ['running', 'stopped'])
+def test_a_second_writer_is_refused_by_the_name_of_the_first(start, tmp_path, state, resume):
+    "Also where the first is only stopped; nothing in the folder is touched."
+    process, (pid,) = start(WRITER, tmp_path, 'alone')
+    if state == 'stopped': process.send_signal(signal.SIGSTOP)
+    before = contents(tmp_path)
+    wanted = rf'{tmp_path} is being written by process {pid} on {socket.gethostname()}, since \d{{4}}-\d\d-\d\d \d\d:'
+    for _ in range(2):
+        with pytest.raises(FolderInUse, match=wanted): RunLog(tmp_path, resume)
+    assert contents(tmp_path) == before
+
+
+@pytest.mark.parametrize('how', ['alone', 'fork'])
+def test_what_a_killed_writer_held_is_taken_over(start, tmp_path, how):
+    "Also where a process that it forked, which does not write, outlives it."
+    process, pids = start(WRITER, tmp_path, how)
+    process.kill()
+    process.wait()
+    try:
+        with RunLog(tmp_path, resume=True) as log: log.metrics(1, reward=1.)
+    finally:
+        for pid in set(pids) - {process.pid}: os.kill(pid, signal.SIGKILL)
+    assert list(metrics_by_step(tmp_path)) == [0, 1] and not (tmp_path / '.writer').exists()
+
+
+def test_a_process_is_refused_its_own_folder_until_it_lets_go(tmp_path):
+    log = RunLog(tmp_path / 'run')
+    with pytest.raises(FolderInUse, match=f'process {os.getpid()} .* it is this process: close'):
+        RunLog(tmp_path / '..' / tmp_path.name / 'run', resume=True)     # by another name
+    log.close()
+    log.close()
+    log = RunLog(tmp_path / 'run', resume=True)
+    del log                                                              # no longer used
+    with RunLog(tmp_path / 'run', resume=True): pass
+    for broken in ('{"step": 0, "rew\n', '{"step": 1}\n'):               # the first is refused, and frees the folder
+        (tmp_path / 'run' / 'metrics.jsonl').write_text(broken)
+        with contextlib.suppress(ValueError): kept = RunLog(tmp_path / 'run', resume=True)
+    assert kept.folder == tmp_path / 'run' and os.listdir(kept.folder) != ['metrics.jsonl']
+
+
+def test_what_is_refused_for_another_reason_leaves_no_lock(tmp_path):
+    with RunLog(tmp_path) as log: log.write_params({'seed': 1})
+    with pytest.raises(FileExistsError): RunLog(tmp_path)
+    assert os.listdir(tmp_path) == ['params.yaml']
+
+
+RANK = """
+import os, sys, time
+from credit_rl.runlog import RunLog
+log = RunLog(sys.argv[1], resume=True)
+log.metrics(1, reward=.5)
+print(os.getpid(), flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_rank_shares_the_folder_with_the_one_that_started_it(start, tmp_path):
+    "It alone; and the folder is in use as long as one of the two is there, whichever goes first."
+    caller, (pid,) = start(WRITER, tmp_path, 'share')
+    def refused():
+        with pytest.raises(FolderInUse): RunLog(tmp_path, resume=True)
+    refused()
+    with pytest.raises(ValueError): start(RANK, tmp_path, CREDIT_RL_CALLER=str(os.getpid()))   # another's rank
+    rank, _ = start(RANK, tmp_path, CREDIT_RL_CALLER=str(pid))
+    refused()
+    caller.kill()
+    caller.wait()
+    with pytest.raises(FolderInUse, match=f'process {rank.pid} on'): RunLog(tmp_path, resume=True)
+    rank.kill()
+    rank.wait()
+    RunLog(tmp_path, resume=True).close()
+
+
+@pytest.mark.parametrize('first', ['rank', 'caller'])
+def test_the_file_goes_with_the_last_of_those_who_share(tmp_path, monkeypatch, start, first):
+    hold = Hold(tmp_path)
+    hold.share()
+    rank, _ = start(RANK, tmp_path, CREDIT_RL_CALLER=str(os.getpid()))
+    if first == 'rank':
+        rank.kill()
+        rank.wait()
+        hold.close()
+        assert not (tmp_path / '.writer').exists()
+        return
+    hold.close()
+    assert (tmp_path / '.writer').exists()
+    with pytest.raises(FolderInUse): Hold(tmp_path)
+
+
+def test_without_locks_of_the_file_system_the_file_is_believed(tmp_path, monkeypatch, start):
+    "The one it names counts while it runs; one of another host counts until somebody removes the file."
+    monkeypatch.setattr(runlog, '_flock', lambda fd, shared=False: None)
+    file = tmp_path / '.writer'
+    claim = lambda pid, host: file.write_text(json.dumps({'pid': pid, 'host': host, 'since': 'today'}))
+    process, (pid,) = start(WRITER, tmp_path / 'other', 'alone')
+    claim(pid, socket.gethostname())
+    with pytest.raises(FolderInUse, match=f'process {pid} .* no locks.*remove {file}'): Hold(tmp_path)
+    process.kill()
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)                    # a zombie: nobody has asked yet how it ended
+    with Hold(tmp_path) as held:
+        with pytest.raises(FolderInUse, match='this process'): Hold(tmp_path)
+    assert not file.exists() and held
+    claim(pid, 'elsewhere')
+    with pytest.raises(FolderInUse, match=f'process {pid} on elsewhere, since today; .*remove {file}'): Hold(tmp_path)
+    for nonsense in ('', 'half', '[1]', '{"pid": "x"}', '[' * 400, '{"pid": -1}'):
+        file.write_text(nonsense)
+        Hold(tmp_path).close()
+
+
+def test_a_link_in_the_place_of_the_lock_is_not_followed(tmp_path):
+    (tmp_path / 'precious').write_text('mine')
+    (tmp_path / 'run').mkdir()
+    (tmp_path / 'run' / '.writer').symlink_to(tmp_path / 'precious')
+    with pytest.raises(OSError, match='cannot be written'): RunLog(tmp_path / 'run')
+    assert (tmp_path / 'precious').read_text() == 'mine'
+
+
+def test_many_at_once_and_one_writes(root, tmp_path):
+    "Of eight that start together, and let go, and start again, never two hold the folder."
+    script = """
+import os, sys, time
+from pathlib import Path
+from credit_rl.runlog import FolderInUse, Hold
+end, count = time.monotonic() + 1.5, 0
+while time.monotonic() < end:
+    try: hold = Hold(sys.argv[1])
+    except FolderInUse: continue
+    with hold:
+        os.close(os.open(f'{sys.argv[1]}/alone', os.O_CREAT | os.O_EXCL))      # fails where another is here
+        count += 1
+        os.unlink(f'{sys.argv[1]}/alone')
+print(count)
+"""
+    all_of_them = [subprocess.Popen([sys.executable, '-c', script, str(tmp_path)], cwd=root, text=True,
+                                    stdout=subprocess.PIPE, stderr=subprocess.STDOUT) for _ in range(8)]
+    said = [p.communicate()[0] for p in all_of_them]
+    assert all(p.returncode == 0 for p in all_of_them), said
+    assert sum(map(int, said)) > 8 and os.listdir(tmp_path) == []

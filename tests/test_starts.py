@@ -1,6 +1,7 @@
 """The start of a run as a newcomer meets it: what is refused before anything is computed, what is said, and what a
 start that failed leaves behind."""
 import dataclasses
+import importlib
 import itertools
 import json
 import logging
@@ -22,7 +23,7 @@ from credit_rl.diagnostics import wilson
 from credit_rl.learner import Learner, Optimiser
 from credit_rl.models import find_model, load_model, local_folder
 from credit_rl.parts import Loss
-from credit_rl.runlog import RunFolders, RunLog
+from credit_rl.runlog import FolderInUse, Hold, RunFolders, RunLog
 
 from credit_rl.settings import make_config, settings_of
 from credit_rl.train import train
@@ -451,3 +452,52 @@ def test_jupyterlab_calls_the_kernel_as_the_notebooks_do():
     names = {json.loads(p.read_text())['metadata']['kernelspec']['display_name'] for p in ROOT.glob('nbs/*.ipynb')}
     lab = re.search(r'^lab:.*\n(\t.*\n)+', (ROOT / 'Makefile').read_text(), re.M)[0]
     assert names == {re.search(r'ipykernel install .*--name python3 --display-name (\S+)', lab)[1]}
+
+
+# ---- a folder that another process writes ----
+
+def trl_run(settings, say): return importlib.import_module('credit_rl.trl_trainer').trl_run(settings, say)
+
+
+GSM8K = str(next((ROOT / 'data' / 'rows').glob('gsm8k.*')))
+WARM = dict(model=str(ROOT / 'data' / 'tiny_carl'), protocol='carl-tiny', method='carl', threads=1)
+WRITE = {
+    'training': lambda run, spoken: train({**SHORT, 'run': run}, say=print),
+    'training, resumed': lambda run, spoken: train({**SHORT, 'run': run, 'resume': True}, say=print),
+    'training on ranks': lambda run, spoken: train({**SHORT, 'run': run, 'learner': 'deepspeed', 'ranks': 2}, print),
+    'warm-up': lambda run, spoken: prepare.prepare({**WARM, 'run': run, 'resume': True}, say=print),
+    'fine-tuning': lambda run, spoken: sft.rejection_sft({**SHORT, 'run': run}, say=print),
+    'training under TRL': lambda run, spoken: trl_run({**SHORT, 'run': run, 'method': 'grpo'}, print),
+    'evaluation': lambda run, spoken: evaluate.run_evaluation(
+        {'run': run, 'model': spoken, 'data': 'gsm8k', 'path': GSM8K}),
+    'notebook': lambda run, spoken: RunFolders.write(as_papermill_writes(run=run, resume=True),
+                                                     Path(run) / 'notebook.ipynb'),
+}
+
+
+@pytest.mark.parametrize('name', WRITE)
+def test_a_folder_that_is_written_is_refused_before_a_model_is_loaded(name, tmp_path, spoken, monkeypatch):
+    def load(*args, **more): raise AssertionError('a model was loaded')
+    if name == 'training on ranks': pytest.importorskip('deepspeed')
+    if name.endswith('TRL'): pytest.importorskip('trl')
+    for module, loads in ((training, 'set_stage'), (prepare, 'set_stage'), (sft, 'set_stage'), (training, 'launch'),
+                          (evaluate, 'load_model')):
+        monkeypatch.setattr(module, loads, load)
+    if name.endswith('TRL'): monkeypatch.setattr(importlib.import_module('credit_rl.trl_trainer'), 'set_stage', load)
+    (tmp_path / 'notebook.ipynb').write_text('of the run that is there')
+    contents = lambda: {p.name: p.read_bytes() for p in tmp_path.rglob('*') if p.is_file()}
+    with Hold(tmp_path):
+        before = contents()
+        with pytest.raises(FolderInUse, match=f'{tmp_path} is being written by process {os.getpid()} on '):
+            WRITE[name](str(tmp_path), spoken)
+        assert contents() == before
+
+
+def test_a_run_that_is_over_or_failed_lets_its_folder_go(tmp_path, monkeypatch):
+    "Also where its error, and with it all that it refers to, is kept."
+    run = str(tmp_path / 'run')
+    with monkeypatch.context() as broken:
+        broken.setattr(training, '_steps', lambda *args: 1 / 0)
+        with pytest.raises(ZeroDivisionError) as kept: train({**SHORT, 'run': run}, say=lambda line: None)
+    folder = train({**SHORT, 'run': run, 'resume': True}, say=lambda line: None)
+    assert (folder / 'summary.json').exists() and not (folder / '.writer').exists() and kept

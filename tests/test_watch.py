@@ -261,3 +261,16 @@ def test_a_notebook_s_figure_is_replaced_where_it_stands(tmp_path, monkeypatch):
     name, figure, rollout = places
     assert looks == [7.] * 4 and len(name.shown) == 5 and len(figure.shown) == 2 and len(rollout.shown) == 1
     assert 'Budapest' in rollout.shown[0].data
+
+
+def test_what_a_folder_says_becomes_no_part_of_the_notebook(tmp_path, monkeypatch):
+    "Its name, and the error that its files tell of, are text to the notebook: no HTML, no Markdown."
+    shown, attack = [], '<img src=x onerror=alert(1)>`</code>**b**'
+    class Place:
+        def update(self, x): shown.append(x.data)
+    monkeypatch.setattr('IPython.display.display', lambda x, display_id: Place())
+    log = begin(tmp_path / attack.replace('/', '-'), steps=2)
+    (log.folder / 'errors').mkdir()
+    (log.folder / 'errors' / 'rank-0.json').write_text(json.dumps({'time': time.time() + 60, 'error': attack}))
+    assert watch_figure(log.folder, 1., lambda seconds: None).phase == 'died'
+    assert shown[0].count('<') == 2 and shown[0].startswith('<code>&lt;img') and attack not in ''.join(shown)
