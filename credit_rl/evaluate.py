@@ -458,7 +458,8 @@ def _asking(s, player, env):
     chat = env.chat
     contexts = {'context_tokens': s.context_tokens} if chat.protocol.context_tag else {}
     contexts |= {n: v for n, v in _some(s, ('prompt_tokens', 'response_tokens')).items() if v is not None}
-    base = {'baseline': dataclasses.asdict(BASELINES[s.baseline])} if s.baseline else {}
+    base = BASELINES.get(s.baseline)
+    base = {'baseline': {'name': s.baseline, 'when': base.when, 'max_turns': base.max_turns}} if base else {}
     return {
         **base,
         'model': player.model,
