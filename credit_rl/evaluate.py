@@ -370,6 +370,7 @@ def make_environment(
 ):
     "Make the `Environment` of a set's questions. Raises ValueError where tokenizer and protocol do not go together."
     base, asked = BASELINES.get(how.baseline), worded(_protocol(how.protocol, how.baseline), **(how.words or {}))
+    turns = how.max_turns if base is None or base.max_turns is None else base.max_turns
     must_search = base.searches and not asked.runs_code if base else not asked.context_tag and how.protocol != 'direct'
     if search is None and must_search: asked, base = dataclasses.replace(DIRECT, answer_stop=asked.answer_stop), None
     chat = check_tokenizer(tokenizer, asked, how.template, how.options, how.history, vocabulary)
@@ -378,7 +379,6 @@ def make_environment(
     if asked.runs_code: tool = PythonTool(search=tool)
     elif asked.context_tag and asked.call_style == 'none': tool = None
     elif tool is None: tool = NoSearch()
-    turns = how.max_turns if base is None or base.max_turns is None else base.max_turns
     return Environment(base.ask(chat, tool) if base else chat, tool, turns, how.max_tokens, **(how.rules or {}))
 
 # %% ../nbs/26_evaluate.ipynb #c053
