@@ -44,8 +44,8 @@ FILES = {
     for p in sorted((ROOT / 'runs' / 'params').glob('*.yaml'))
     if p.stem not in ('demo', 'carl_demo', *OURS) and not p.stem.endswith('_warmup') and not p.stem.startswith('eval_')
 }
-# how a paper evaluates, for credit_rl.evaluate
-EVALUATIONS = {p.stem: p for p in sorted((ROOT / 'runs' / 'params').glob('eval_*.yaml'))}
+# how a paper evaluates, for credit_rl.evaluate; long answers: test_longform.py
+EVALUATIONS = {p.stem: p for p in sorted((ROOT / 'runs' / 'params').glob('eval_*.yaml')) if p.stem != 'eval_prs_long'}
 # what a warm-up is told besides
 WARM = {p.stem.removesuffix('_warmup'): p for p in sorted((ROOT / 'runs' / 'params').glob('*_warmup.yaml'))}
 BOTH = lambda *names: [f'{name}_qwen2.5_{size}' for name in names for size in ('3b', '7b')]
