@@ -151,9 +151,9 @@ def judge_set(
 class Judging:
     "Who judges the answers, and by which words."
     judge: dict = setting({}, 'settings of the judge: base_url, model, key_from, … as for 18_judge')
-    judge_prompt: str = setting(None, "text file of the judge's instructions about the reference; None: those of 34_prs")
-    hallucination_prompt: str = setting(None, 'text file of what it is asked about inventions, with {question}, {found}, '
-                                              '{reference} and {answer}; None: ours')
+    judge_prompt: str = setting(None, "text file of the judge's instructions about the reference; None: PRS's")
+    hallucination_prompt: str = setting(None, 'text file of what it is asked about inventions, with {question}, '
+                                              '{found}, {reference} and {answer}; None: ours')
 
 def _words(judging):
     return (judge_text(judging.judge_prompt, PRS_JUDGE_PROMPT),
@@ -162,11 +162,13 @@ def _words(judging):
 def _check(settings, judging, folder):
     "Refuse what could not be played or judged before anything is spent. Raises ValueError."
     if not judging.judge:
-        raise ValueError("answers are judged by a model: give judge='{base_url: http://localhost:8000/v1, model: NAME}'")
+        raise ValueError('answers are judged by a model: give '
+                         "judge='{base_url: http://localhost:8000/v1, model: NAME}'")
     check_judge(judging.judge)
     if folder is None and settings.path is None and settings.data == PAIRS.name:
         raise ValueError('pairs are read from a file of yours: give path=FILE with rows of question and reference')
-    if folder is None and settings.ranks > 1: raise ValueError(f'pairs are played on one rank, got ranks={settings.ranks}')
+    if folder is None and settings.ranks > 1:
+        raise ValueError(f'pairs are played on one rank, got ranks={settings.ranks}')
 
 def run_longform(
     settings,       # dict of settings: of an evaluation, its `data` 'pairs' unless it says so, and of `Judging`

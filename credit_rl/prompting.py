@@ -167,7 +167,8 @@ class Script:
     def _answer(self, answer):
         p = self.baseline.protocol
         if p.answer_tag is None: return f'So it is \\boxed{{{answer}}}.'
-        return (f'<{p.think_tag}> I know it . </{p.think_tag}> ' if p.think_tag else '') + f'<answer> {answer} </answer>'
+        thought = f'<{p.think_tag}> I know it . </{p.think_tag}> ' if p.think_tag else ''
+        return f'{thought}<answer> {answer} </answer>'
 
     def _go_on(self, names, relations):
         "Search for what is missing, where that is possible; else give up."

@@ -67,7 +67,8 @@ def test_any_file_of_pairs_is_read(form, tmp_path):
 
 @pytest.mark.parametrize('row, message', [
     ({'question': 'Why?'}, "'reference' is missing"), ({'question': 'Why?', 'reference': ' '}, 'holds no answer'),
-    ({'question': 'Why?', 'reference': 7}, 'wanted a list of strings'), ({'reference': 'So.'}, "'question' is missing")])
+    ({'question': 'Why?', 'reference': 7}, 'wanted a list of strings'),
+    ({'reference': 'So.'}, "'question' is missing")])
 def test_a_pair_without_one_of_the_two_is_refused(row, message, tmp_path):
     know_pairs()
     (tmp_path / 'p.jsonl').write_text(json.dumps(row))
@@ -79,8 +80,8 @@ def test_a_pair_without_one_of_the_two_is_refused(row, message, tmp_path):
 def row_of(text, seen='', gold='It rains.', turns=None):
     "A row of an evaluation: one search where something was `seen`, then an answer, or none."
     q = Question('q', 'Why is {answer} wet?', (gold, ), 'nq', {})
-    turns = [Turn('tool', (1, ), (0., ), (2, ), call_of(PRS, 'rain'), seen, {'name': 'wiki_search', 'queries': ['rain']},
-                  'ok')] if seen else []
+    call = {'name': 'wiki_search', 'queries': ['rain']}
+    turns = [Turn('tool', (1, ), (0., ), (2, ), call_of(PRS, 'rain'), seen, call, 'ok')] if seen else []
     turns.append(Turn('answer', (3, ), (0., ), (), answer_of(PRS, text) if text else '<reasoning> hm </reasoning>', ''))
     return question_row(Trajectory(q, (0, ), tuple(turns), 'answer' if text else 'no_answer', text), 'nq')
 
@@ -244,8 +245,8 @@ def test_the_papers_file_is_cited_and_runs_with_a_local_model(tmp_path, monkeypa
     write_model(tmp_path / 'model', [json.loads(line)['question'] for line in SAMPLE.read_text().splitlines()])
     with Stub(by_numbers) as stub:
         given = settings_for(stub, tmp_path / 'run', model=str(tmp_path / 'model'), turn_tokens=8)
-        run = run_longform({**told, **{k: given[k] for k in ('path', 'corpus', 'model', 'run', 'judge', 'turn_tokens')}},
-                           say=lambda line: None, progress=False)
+        here = {k: given[k] for k in ('path', 'corpus', 'model', 'run', 'judge', 'turn_tokens')}
+        run = run_longform({**told, **here}, say=lambda line: None, progress=False)
     rows = read_turns(run / 'pairs')
     assert len(rows) == 4 and judged_table(run).loc[('pairs', 'all'), 'questions'] == 4
 
@@ -271,10 +272,10 @@ def test_prs_long_trains_on_pairs_with_a_judge(tmp_path, monkeypatch):
     with Stub(says) as stub:
         judge = settings_for(stub, tmp_path)['judge']
         run = train(dict(model=str(folder), data='pairs', path=str(SAMPLE), corpus=str(PAGES), protocol='prs',
-                         method='prs', options={'form': 'long', 'judge': judge}, run=str(tmp_path / 'run'), steps=2, group_size=4,
-                         questions_per_step=2, dev_questions=1, test_questions=1, eval_every=2, max_tokens=4096,
+                         method='prs', options={'form': 'long', 'judge': judge}, run=str(tmp_path / 'run'), steps=2,
+                         group_size=4, questions_per_step=2, dev_questions=1, test_questions=1, eval_every=2, max_tokens=4096,
                          turn_tokens=512, malformed='end', threads=1, recompute=True), say=lambda line: None)
         asked = [r for r in stub.requests if '[Reference Answer]' in r['messages'][-1]['content']]
     table = read_metrics(run)[1:]
     assert len(asked) == table.judge_calls.iloc[-1] > 0 and (table.judge_failures == 0).all()
-    assert table.reward.max() > 1.1 and (table.grad_norm > 0).any()        # beyond process and format: a verdict counted
+    assert table.reward.max() > 1.1 and (table.grad_norm > 0).any()    # beyond process and format: a verdict counted
