@@ -273,8 +273,9 @@ def test_prs_long_trains_on_pairs_with_a_judge(tmp_path, monkeypatch):
         judge = settings_for(stub, tmp_path)['judge']
         run = train(dict(model=str(folder), data='pairs', path=str(SAMPLE), corpus=str(PAGES), protocol='prs',
                          method='prs', options={'form': 'long', 'judge': judge}, run=str(tmp_path / 'run'), steps=2,
-                         group_size=4, questions_per_step=2, dev_questions=1, test_questions=1, eval_every=2, max_tokens=4096,
-                         turn_tokens=512, malformed='end', threads=1, recompute=True), say=lambda line: None)
+                         group_size=4, questions_per_step=2, dev_questions=1, test_questions=1, eval_every=2,
+                         max_tokens=4096, turn_tokens=512, malformed='end', threads=1, recompute=True),
+                    say=lambda line: None)
         asked = [r for r in stub.requests if '[Reference Answer]' in r['messages'][-1]['content']]
     table = read_metrics(run)[1:]
     assert len(asked) == table.judge_calls.iloc[-1] > 0 and (table.judge_failures == 0).all()
