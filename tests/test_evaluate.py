@@ -14,8 +14,9 @@ from credit_rl import models
 from credit_rl.benchmarks import BENCHMARKS
 from credit_rl.datasets import MIXTURES, load_corpus, load_questions
 from credit_rl.engine import ScriptedEngine
-from credit_rl.evaluate import (bootstrap_interval, evaluation_figure, evaluation_table, main, manifest_differences,
-                                read_manifest, read_scores, replay, run_evaluation, set_names, set_scores, Settings)
+from credit_rl.evaluate import (bootstrap_interval, compare_rows, evaluation_figure, evaluation_table, main,
+                                manifest_differences, NEAR, read_manifest, read_scores, replay, run_evaluation,
+                                set_names, set_scores, Settings)
 from credit_rl.parameters import from_settings
 from credit_rl.metrics import cover_match, normalize
 from credit_rl.models import local_folder, model_hashes
@@ -681,3 +682,116 @@ def test_an_evaluation_asks_its_search_server_first(model, tmp_path, monkeypatch
             dict(model=model, data='hotpotqa', path=str(SAMPLE), corpus='http://127.0.0.1:9',
                  run=str(tmp_path / 'run'), **QUICK))
     assert not (tmp_path / 'run').exists()
+
+
+# ---- one manifest, one set of numbers ----
+
+@pytest.fixture(scope='module')
+def tiny_files(tmp_path_factory):
+    "Questions and pages of a tiny world as files, and the settings under which data/tiny_base plays them."
+    from credit_rl.world import make_world
+    here, world = tmp_path_factory.mktemp('tiny'), make_world('dev', seed=5, size=80, questions=12)
+    rows = [{'id': q.id, 'question': q.text, 'golden_answers': list(q.answers)} for q in world.questions]
+    (here / 'questions.jsonl').write_text('\n'.join(map(json.dumps, rows)))
+    pages = [{'id': n, 'title': n, 'text': text} for n, text in world.pages.items()]
+    (here / 'pages.jsonl').write_text('\n'.join(map(json.dumps, pages)))
+    return {'model': str(DATA / 'tiny_base'), 'data': 'nq', 'path': str(here / 'questions.jsonl'), 'corpus':
+            str(here / 'pages.jsonl'), 'protocol': 'tiny', 'turn_tokens': 24, 'max_tokens': 400, 'gaps': True}
+
+
+def test_two_processes_give_one_set_of_numbers(tiny_files, tmp_path, run_python, capsys):
+    """Other hash seeds, threads and batch sizes: row for row the same tokens, and the same scores. What near ties are
+    there is listed by the command."""
+    for name, hashes, threads, batch in (('one', 1, 1, 1), ('other', 77, 2, 7)):
+        given = {**tiny_files, 'run': str(tmp_path / name), 'threads': threads, 'batch': batch}
+        run_python('-m', 'credit_rl.evaluate', *(f'{k}={json.dumps(v)}' for k, v in given.items()),
+                   env={'PYTHONHASHSEED': str(hashes), 'CUDA_VISIBLE_DEVICES': '', 'OMP_NUM_THREADS': str(threads)})
+    one, other = (tmp_path / name / 'nq' for name in ('one', 'other'))
+    (found,), said = compare_rows(tmp_path / 'one', tmp_path / 'other').values(), capsys.readouterr().out
+    assert found.same and found.questions == 12 and 'nq: 0 of 12 rows differ' in said
+    written = lambda row: [turn['action_ids'] for turn in row['trajectory']['turns']]
+    differ = [a['gap'] for a, b in zip(read_turns(one), read_turns(other)) if written(a) != written(b)]
+    assert all(gap < NEAR for gap in differ) and len(found.ties) >= len(differ)
+    if not differ: assert (one / 'scores.json').read_text() == (other / 'scores.json').read_text()
+    manifests = read_manifest(one), read_manifest(other)
+    assert not manifest_differences(*manifests) and len(manifest_differences(*manifests, ignore=())) == 2
+    main(['--same', str(one), str(other)])                                                     # exits with 0
+    assert all(0 < r['gap'] < 20 for r in read_turns(one)) and any(r['turns'] > 2 for r in read_turns(one))
+
+
+def test_a_gap_is_the_one_of_the_logits_that_it_was_drawn_from(tiny_files, tmp_path):
+    "Of each token that was written, the logits after all before it, one by one: the smallest difference is the gap."
+    run = quiet({**tiny_files, 'questions': 2, 'run': str(tmp_path)})
+    model, _ = models.load_model(tiny_files['model'], 'float32')
+    for row in read_turns(run / 'nq'):
+        t, ids, gaps = trajectory_from_json(row['trajectory']), [], []
+        ids += t.prompt_ids
+        for turn in t.turns:
+            for token in turn.action_ids:
+                best = model(torch.tensor([ids])).logits[0, -1].topk(2)
+                assert best.indices[0] == token
+                gaps.append(float(best.values[0] - best.values[1]))
+                ids.append(token)
+            ids += turn.observation_ids
+        assert row['gap'] == pytest.approx(min(gaps), abs=1e-4)
+
+
+def test_a_near_tie_may_differ_and_nothing_else_may(tiny_files, tmp_path, capsys):
+    """A model in which one word is written like another: it cannot tell them apart, so that every row with it has a
+    gap of 0 and may differ. In the model as it is, the same difference is one."""
+    from transformers import AutoModelForCausalLM
+    tokenizer = evaluation.load_tokenizer(tiny_files['model'])
+    model = AutoModelForCausalLM.from_pretrained(tiny_files['model'])
+    think, twin = tokenizer.convert_tokens_to_ids(['<think>', '%'])
+    with torch.no_grad(): model.get_input_embeddings().weight[twin] = model.get_input_embeddings().weight[think]
+    model.save_pretrained(tmp_path / 'twins')
+    tokenizer.save_pretrained(tmp_path / 'twins')
+    for name, folder in (('plain', tiny_files['model']), ('tied', str(tmp_path / 'twins'))):
+        run = quiet({**tiny_files, 'model': folder, 'questions': 4, 'run': str(tmp_path / name)})
+        shutil.copytree(run, tmp_path / f'{name}-again')
+        path = tmp_path / f'{name}-again' / 'nq' / 'turns.jsonl.gz'
+        rows = [json.loads(line) for line in gzip.decompress(path.read_bytes()).splitlines()]
+        rows[1]['trajectory']['turns'][0]['action_ids'][0] = twin
+        path.write_bytes(gzip.compress(''.join(json.dumps(r) + '\n' for r in rows).encode()))
+    (plain,), (tied,) = (compare_rows(tmp_path / n, tmp_path / f'{n}-again').values() for n in ('plain', 'tied'))
+    assert not plain.same and len(plain.rows) == 1 and 'turn 0: action differs' in plain.rows[0] and not plain.ties
+    assert tied.same and not tied.rows and len(tied.ties) == 4
+    assert 'turn 0: action differs' in tied.ties[1] and tied.ties[0].split(': ')[1].startswith('alike; two best tokens')
+    assert 'nq, near tie: row' in capsys.readouterr().out
+    with pytest.raises(SystemExit) as stopped: main(['--same', str(tmp_path / 'plain'), str(tmp_path / 'plain-again')])
+    assert stopped.value.code == 1
+
+
+def test_what_cannot_be_compared_is_refused(played, tiny_files, tmp_path):
+    settings, run = played
+    with pytest.raises(ValueError, match='has no gap.*gaps=true'): compare_rows(run, run)
+    tiny = quiet({**tiny_files, 'questions': 1, 'run': str(tmp_path / 'tiny')})
+    with pytest.raises(ValueError, match='holds the sets nq, .* hotpotqa'): compare_rows(tiny, run)
+    more = quiet({**tiny_files, 'questions': 2, 'run': str(tmp_path / 'more')})
+    (found,) = compare_rows(tiny, more, say=lambda line: None).values()
+    assert not found.same and sum('in one of them only' in line for line in found.inputs) == 1
+    for given in ({'greedy': False}, {'engine': 'vllm'}):
+        with pytest.raises(ValueError, match="they need engine='hf' and greedy=True"): quiet({**tiny_files, **given})
+    with pytest.raises(ValueError, match='ScriptedEngine has none'):
+        quiet({**tiny_files, 'model': 'nobody', 'run': str(tmp_path / 'x')},
+              engine=ScriptedEngine(None, evaluation.load_tokenizer(tiny_files['model'])))
+
+
+# ---- the metric that a paper reports ----
+
+def test_the_metric_asked_for_is_the_score(corpus, model, tmp_path):
+    "A player that wraps the gold in more words: 0 by EM, 2·1/(1 + 3) by F1 of one gold word among three."
+    questions = load_questions('gsm8k', FILES['gsm8k']) + load_questions('nq', FILES['nq'])
+    golds = {q.text.strip(): q.answers[0] for q in questions}
+    says = lambda text, rng: f'<answer> {next(g for q, g in golds.items() if q in text)} I think </answer>'
+    engine = ScriptedEngine(says, evaluation.load_tokenizer(model), max_length=10 ** 6)
+    given = {**QUICK, 'model': 'x', 'data': 'nq,gsm8k', 'path': FILES, 'corpus': {'nq': corpus}}
+    scores = {m: read_scores(quiet({**given, 'metric': m, 'run': str(tmp_path / m)}, engine=engine))
+              for m in ('em', 'f1', 'cover_em', 'carl_em')}
+    assert all(s['gsm8k']['metric'] == 'numeric' and s['gsm8k']['score'] == 1 for s in scores.values())
+    several = [len(normalize(golds[q.text.strip()]).split()) for q in questions if q.source == 'nq']
+    assert scores['em']['nq']['score'] == 0 and scores['cover_em']['nq']['score'] == 1
+    assert scores['f1']['nq']['score'] == pytest.approx(sum(2 * n / (2 * n + 2) for n in several) / len(several))
+    assert scores['carl_em']['nq']['score'] == sum(n > 1 for n in several) / len(several)
+    assert [evaluation_table(tmp_path / m).loc['nq', 'metric'] for m in scores] == ['EM', 'F1', 'cover EM', "CARL's EM"]
+    with pytest.raises(ValueError, match='metric must be one of em, f1'): quiet({**given, 'metric': 'bleu'})

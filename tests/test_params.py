@@ -15,16 +15,19 @@ import yaml
 from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 
 from credit_rl.compare import plan_jobs
+from credit_rl.datasets import MIXTURES
 from credit_rl.estimate import memory, read_sizes
+from credit_rl.evaluate import check_settings, read_manifest, read_scores, run_evaluation, Settings, set_names
 from credit_rl.layout import pack
 from credit_rl.learner import Learner, Optimiser, make_critic, saved_policy
 from credit_rl.parts import Credit, Seen, bind
 from credit_rl.methods import get_method
+from credit_rl.parameters import from_settings
 from credit_rl.models import load_model
 from credit_rl.prepare import check_warming, make_warming, prepare
 from credit_rl.protocol import PROTOCOLS
 from credit_rl.tiny import tiny_model, tiny_tokenizer
-from credit_rl.runlog import latest_checkpoint, read_metrics
+from credit_rl.runlog import latest_checkpoint, read_metrics, read_turns
 from credit_rl.scoring import Schema, read_schema
 from credit_rl.settings import check, make_config, scored_schemas, settings_of
 from credit_rl.train import _missing_room, plan_of, train
@@ -39,8 +42,10 @@ OURS = ('sweep', 'sweep_weak', 'claims', 'engines', 'carl_warm', 'carl_tiny', 's
 FILES = {
     p.stem: p
     for p in sorted((ROOT / 'runs' / 'params').glob('*.yaml'))
-    if p.stem not in ('demo', 'carl_demo', *OURS) and not p.stem.endswith('_warmup')
+    if p.stem not in ('demo', 'carl_demo', *OURS) and not p.stem.endswith('_warmup') and not p.stem.startswith('eval_')
 }
+# how a paper evaluates, for credit_rl.evaluate; long answers: test_longform.py
+EVALUATIONS = {p.stem: p for p in sorted((ROOT / 'runs' / 'params').glob('eval_*.yaml')) if p.stem != 'eval_prs_long'}
 # what a warm-up is told besides
 WARM = {p.stem.removesuffix('_warmup'): p for p in sorted((ROOT / 'runs' / 'params').glob('*_warmup.yaml'))}
 BOTH = lambda *names: [f'{name}_qwen2.5_{size}' for name in names for size in ('3b', '7b')]
@@ -261,16 +266,16 @@ def test_a_dry_run_weighs_vllm_against_the_learner(tmp_path, monkeypatch):
 # of the paper in the file's first line; paper 4's sections have no numbers
 PLACE = re.compile(
     r'\b(sections?|tables?|appendix|equations?|figures?) '
-    r'(\d|[A-Z](\.\d|\b)|Experimental Setup|Datasets|Baselines|The introduction of VSPO)', re.I)
+    r'(\d|[A-Z](\.\d|\b)|Experimental Setup|Datasets|Evaluation Metrics|Baselines|The introduction of VSPO)', re.I)
 OURS = re.compile(r'\bours(: |, for )\S+( \S+){2}')                                 # and why
 
 
-def unsaid(text):
+def unsaid(text, host=True):
     """Lines of a paper's file whose value is neither cited nor ours for a reason. Number of ranks and learner are the
     host's, which a line above them cites; run and method are the file's own. Each option has a line of its own."""
     wrong = [] if re.search(r'\(paper [1-5]\b|paper \([1-5]\)', text.splitlines()[0]) else ['no paper is named in the '
                                                                                             'first line']
-    if not any(line.startswith('# the host: ') and PLACE.search(line) for line in text.splitlines()):
+    if host and not any(line.startswith('# the host: ') and PLACE.search(line) for line in text.splitlines()):
         wrong.append('the host is not cited')
     for line in text.splitlines():
         if line.startswith(('#', 'run:', 'method:', 'learner:', 'ranks:')) or line == 'options:': continue
@@ -496,3 +501,71 @@ def test_a_warm_up_runs_at_a_small_size_and_what_it_made_teaches(name, small, sh
     steps = check_ran(told, changes)
     cold = {'shared': .5, 'frozen': 0.}[told['critic']]                        # of a critic that knows nothing yet
     assert abs(steps.value_start.iloc[0] - cold) > 1e-6
+
+
+# ---- how the papers evaluate ----
+
+# sets, passages, turns, metric, by the papers
+EVALUATED = {'eval_tips': ('tips', 3, 5, 'em'), 'eval_tspo': ('tspo', 3, 5, 'em'), 'eval_igpo': ('igpo', 3, 10, 'f1'),
+             'eval_prs': ('prs', 3, 5, 'em'), 'eval_carl': ('carl', 3, 15, 'carl_em')}
+# what an evaluation at a small size is given instead
+BRIEF = dict(questions=2, turn_tokens=12, threads=1)
+
+
+def evaluation(name): return yaml.safe_load(EVALUATIONS[name].read_text())
+
+
+def test_every_paper_has_an_evaluation():
+    assert set(EVALUATIONS) == set(EVALUATED) and {data for data, *_ in EVALUATED.values()} == set(MIXTURES)
+
+
+@pytest.mark.parametrize('name', EVALUATIONS)
+def test_an_evaluation_is_its_papers(name):
+    """Its sets, passages, turns and metric; the protocol and the limits that the same paper trains with; and its head
+    has the command."""
+    s = from_settings(Settings, evaluation(name) | {'corpus': None})     # no server is here
+    check_settings(s)
+    data, *rest = EVALUATED[name]
+    assert (set_names(s.data), [s.passages, s.max_turns, s.metric]) == (list(MIXTURES[data].evaluate), rest)
+    trained = settings({'prs': 'prs_qwen2.5_3b'}.get(data, f'{data}_qwen2.5_7b'))
+    for key in ('protocol', 'max_turns', 'turn_tokens', 'max_tokens', 'prompt_tokens', 'response_tokens', 'passages',
+                'passage_tokens', 'answer_stop', 'malformed', 'context_tokens'):
+        if data == 'carl' and key in ('prompt_tokens', 'max_tokens'): continue    # FinQA's pages are longer
+        assert evaluation(name).get(key) == trained.get(key), key
+    assert s.greedy and 'model' not in evaluation(name) and 'run' not in evaluation(name)
+    (command,) = [line[4:] for line in EVALUATIONS[name].read_text().splitlines() if line.startswith('#   ')]
+    assert command == (f'papermill nbs/91_evaluate.ipynb runs/{name}/notebook.ipynb -f runs/params/{name}.yaml -p run '
+                       f'runs/{name} -p model MODEL -p path DATA')
+
+
+@pytest.mark.parametrize('name', EVALUATIONS)
+def test_every_value_of_an_evaluation_is_cited_or_ours_for_a_reason(name):
+    assert unsaid(EVALUATIONS[name].read_text(), host=False) == []
+
+
+def test_the_defaults_are_none_of_theirs():
+    "So that each file says something: of sets, turns, tokens, protocol and metric some differ."
+    for name in EVALUATIONS:
+        s, plain = from_settings(Settings, evaluation(name)), Settings()
+        assert len([k for k in evaluation(name) if getattr(s, k) != getattr(plain, k)]) >= 5
+
+
+@pytest.mark.parametrize('name', EVALUATIONS)
+def test_an_evaluation_runs_on_the_real_slices(name, small, data, tmp_path):
+    """All its settings but the number of questions, the length of a turn, and a server's passages, in whose place are
+    those beside the questions: with a small random model."""
+    told = evaluation(name)
+    corpus = str(data) if told['corpus'] else None
+    run_evaluation({**told, **BRIEF, 'model': small[0]['model'], 'path': str(data), 'corpus': corpus,
+                    'run': str(tmp_path)}, say=quiet, progress=False)
+    scores = read_scores(tmp_path)
+    assert set(scores) == set(MIXTURES[EVALUATED[name][0]].evaluate)
+    for found, s in scores.items():
+        manifest, rows = read_manifest(tmp_path / found), read_turns(tmp_path / found)
+        numeric = found in ('gsm8k', 'finqa')
+        assert s['metric'] == manifest['metric']['name'] == ('numeric' if numeric else told['metric'])
+        assert s['questions'] == 2 and s['score'] == sum(r[s['metric']] for r in rows) / 2
+        assert manifest['protocol']['name'] == told['protocol'] and manifest['limits']['max_turns'] == told['max_turns']
+        assert manifest['malformed'] == told.get('malformed', 'error') and manifest['decoding']['greedy']
+        assert (manifest['retriever'] or {'top_k': 3})['top_k'] == told['passages']
+        assert (manifest['retriever'] is None) == numeric
