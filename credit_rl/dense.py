@@ -121,12 +121,17 @@ class Dense:
         self._corpus = self._corpus or corpus_hash(self.passages)
         return self._corpus
 
+    def about(self):
+        "What a manifest says of it: passages and their hash, and what the vectors were made with."
+        return {'name': 'Dense', 'passages': len(self.passages), 'corpus': self.corpus, 'factory': self.factory,
+                'model': None if callable(self.model) else str(self.model), 'prefixes': list(self.prefixes)}
+
     def save(self, folder):
         "Write the index and its passages to `folder`, all or nothing, for `load` and `open_index`."
         with new_index(folder) as new:
             with PassageWriter(new) as file:
                 for p in self.passages: file.add(p)
-            _write_dense(new, self.index, file.corpus, self.model, self.prefixes, self.factory)
+            _write_dense(new, self.index, self.about())
 
     @classmethod
     def load(cls, folder, passages=None, model=None):  # model: as above; None: the one it was built with
@@ -135,12 +140,10 @@ class Dense:
         return _load_dense(cls, folder, passages, model)
 
 # %% ../nbs/15_dense.ipynb #c018
-def _write_dense(folder, index, corpus, model, prefixes, factory):
+def _write_dense(folder, index, about):
     "Write a faiss index, and what it says about itself, to a folder that has its passages."
     _faiss().write_index(index, str(folder / 'vectors.faiss'))
-    about = {'format': 2, 'kind': 'dense', 'passages': index.ntotal, 'corpus': corpus, 'factory': factory,
-             'model': None if callable(model) else str(model), 'prefixes': list(prefixes)}
-    (folder / 'index.json').write_text(json.dumps(about))
+    (folder / 'index.json').write_text(json.dumps({'format': 2, 'kind': 'dense', **about}))
 
 def _load_dense(cls, folder, passages, model):
     "Open a `Dense`. Raises on a folder that is none, is damaged, or is of other passages or another kind of model."
@@ -176,7 +179,9 @@ def build_dense(
         with PassageWriter(new) as file: index = fill_index(blocks(file), factory)
         if (again := file.repeated()) is not None:
             raise ValueError(f'the id {PassageFile(new)[again].id!r} of passage {again + 1} stands twice')
-        _write_dense(new, index, file.corpus, model, prefixes, factory)
+        name = None if callable(model) else str(model)
+        _write_dense(new, index, {'name': 'Dense', 'passages': index.ntotal, 'corpus': file.corpus, 'factory': factory,
+                                  'model': name, 'prefixes': list(prefixes)})
     return index.ntotal
 
 def open_index(folder, passages=None):  # passages: list of Passage or their corpus_hash, None: any

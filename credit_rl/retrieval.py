@@ -197,6 +197,11 @@ class BM25:
         self._corpus = self._corpus or corpus_hash(self.passages)
         return self._corpus
 
+    def about(self):
+        "What a manifest says of it: passages and their hash, and the settings of the search."
+        return {'name': 'BM25', 'passages': len(self.passages), 'corpus': self.corpus, 'k1': self.k1, 'b': self.b,
+                'variant': self.variant}
+
     def save(self, folder):
         "Write the index and its passages to `folder`, all or nothing (see *Keeping an index* below)."
         _save_index(self, folder)
@@ -457,4 +462,4 @@ def build_index(
 
 # %% ../nbs/12_retrieval.ipynb #c065
 if __name__ == '__main__' and '__file__' in globals():  # a notebook has no file; the server's home is two floors up
-    runpy.run_module('credit_rl.search_service', run_name='__main__')
+    runpy.run_module('credit_rl.search_service', run_name='__main__')  # python -m credit_rl.retrieval FOLDER serves
