@@ -20,7 +20,8 @@ from credit_rl.parameters import from_settings
 from credit_rl.metrics import cover_match, normalize
 from credit_rl.models import local_folder, model_hashes
 from credit_rl.protocol import TEMPLATES, byte_tokenizer
-from credit_rl.retrieval import BM25, SearchServer
+from credit_rl.retrieval import BM25
+from credit_rl.search_service import SearchCache, SearchClient, SearchServer
 from credit_rl.runlog import read_turns
 from credit_rl.trajectory import Stop, trajectory_from_json
 from hub import Hub
@@ -469,7 +470,8 @@ def test_bad_input_is_refused_before_the_model_is_loaded(model, tmp_path, monkey
 
 # ---- other ways to search, or none ----
 
-def test_an_index_a_server_and_a_file_give_the_same_rows(corpus, tmp_path):
+def test_an_index_a_server_and_files_give_the_same_rows(corpus, tmp_path):
+    pytest.importorskip('fastapi', reason='the extra `serve` is not installed')
     engine = ScriptedEngine(researcher(load_questions('nq', FILES['nq'])), byte_tokenizer(), max_length=10 ** 5)
     search = BM25(load_corpus('nq', corpus))
     search.save(tmp_path / 'index')
@@ -479,9 +481,13 @@ def test_an_index_a_server_and_a_file_give_the_same_rows(corpus, tmp_path):
                   engine=engine) / 'nq'
             for name, given in (('file', corpus), ('indexed', str(tmp_path / 'index')), ('served', server.url))
         ]
-        url = server.url
+        url, kept = server.url, str(tmp_path / 'kept.jsonl')
+        SearchCache(kept, SearchClient(url)).search([q.text.strip() for q in load_questions('nq', FILES['nq'])], 9)
+    folders.append(quiet({'data': 'nq', 'path': FILES['nq'], 'corpus': kept, 'run': str(tmp_path / 'kept'),
+                          'model': 'r'}, engine=engine) / 'nq')               # the server is gone
     assert len({(f / 'turns.jsonl.gz').read_bytes() for f in folders}) == 1
-    file, indexed, served = map(read_manifest, folders)
+    file, indexed, served, replayed = map(read_manifest, folders)
+    assert replayed['retriever'] == {'name': 'SearchCache', 'kept': kept}
     assert not manifest_differences(file, indexed) and file['corpus']['hash'] == search.corpus
     assert served['corpus'] == {'passages': None, 'hash': None} and served['retriever']['url'] == url
 

@@ -1,14 +1,8 @@
-"BM25 against its written-out formula, bm25s and rank_bm25; ties, doors, saving all or nothing; searching over HTTP."
-import http.server
+"BM25 against its written-out formula, bm25s and rank_bm25; ties, doors, saving all or nothing; building in shards."
 import json
 import os
-import re
-import signal
-import socket
-import subprocess
-import sys
-import threading
-import urllib.request
+import tempfile
+import weakref
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,10 +12,8 @@ from hypothesis import given, settings, strategies as st
 
 from credit_rl.datasets import load_corpus, load_questions
 from credit_rl.readers import Passage
-from credit_rl.retrieval import (BM25, PassageFile, RankBM25, Retriever, SearchClient, SearchError, SearchServer,
-                                 bm25_reference, corpus_hash, document, words)
-from credit_rl.tools import SearchTool
-from credit_rl.trajectory import Result
+from credit_rl.retrieval import (BM25, PassageFile, RankBM25, Retriever, bm25_reference, build_index, corpus_hash,
+                                 document, read_index, words)
 
 DATA = os.environ.get('CREDIT_RL_DATA')
 WORD = st.sampled_from('abcdefgh')
@@ -229,6 +221,54 @@ def test_a_stale_index_is_refused(corpus, tmp_path):
             BM25.load(folder, other)
     BM25(edited).save(folder)
     assert BM25.load(folder, edited).passages[3].text == 'text 3, corrected'
+
+
+# ---- in shards ----
+
+@settings(deadline=None, max_examples=60)
+@given(corpora(), PARAMETERS, st.sampled_from(VARIANTS), st.integers(1, 6), st.integers(1, 9))
+def test_shards_and_blocks_of_any_size_give_the_index_of_all_at_once(corpus, parameters, variant, shard, most):
+    k1, b = parameters
+    with tempfile.TemporaryDirectory() as folder:
+        whole, parts = Path(folder) / 'whole', Path(folder) / 'parts'
+        BM25(corpus, k1, b, variant).save(whole)
+        assert build_index(iter(corpus), parts, k1, b, variant, shard, most) == len(corpus)
+        for array in ('data.csc.index.npy', 'indices.csc.index.npy', 'indptr.csc.index.npy', 'passages.start.npy'):
+            assert np.array_equal(np.load(whole / array), np.load(parts / array)), array
+        assert {p.name for p in whole.iterdir()} == {p.name for p in parts.iterdir()}
+        for name in ('vocab.index.json', 'params.index.json', 'index.json'):
+            assert json.loads((whole / name).read_text()) == json.loads((parts / name).read_text()), name
+        assert (whole / 'passages.jsonl').read_bytes() == (parts / 'passages.jsonl').read_bytes()
+
+
+def test_a_few_passages_at_a_time_are_held(tmp_path):
+    alive, most = weakref.WeakSet(), []
+    def stream():
+        for i in range(2000):
+            alive.add(p := Passage(str(i), '', f'word{i % 50} common {i}'))
+            most.append(len(alive))
+            yield p
+    assert build_index(stream(), tmp_path / 'index', shard=300, most=500) == 2000
+    assert max(most) < 10
+    assert [p.id for p in BM25.load(tmp_path / 'index').search(['word7 1207'], 1)[0]] == ['1207']
+
+
+def test_what_cannot_be_built_in_shards_leaves_nothing(tmp_path):
+    good, folder = [Passage('0', '', 'a b'), Passage('1', '', 'c')], tmp_path / 'index'
+    def breaking():
+        yield good[0]
+        raise OSError('the disk is gone')
+    for passages, error, said in (([], ValueError, 'empty'), ([Passage('0', '', '?!')], ValueError, 'has a word'),
+                                  (['a b'], TypeError, 'made of Passage'), (breaking(), OSError, 'disk is gone'),
+                                  (good + good[:1], ValueError, "the id '0' of passage 3 stands twice")):
+        with pytest.raises(error, match=said): build_index(passages, folder)
+        assert not list(tmp_path.iterdir())
+    for bad in (dict(variant='bm25+'), dict(k1=-1), dict(b=2), dict(shard=0), dict(most=0)):
+        with pytest.raises(ValueError): build_index(good, folder, **bad)
+    build_index(good, folder)
+    with pytest.raises(OSError): build_index(breaking(), folder)              # and an older index stays
+    assert BM25.load(folder, good).search(['c'], 1)[0][0].id == '1'
+    assert read_index(folder)['passages'] == 2
 
 
 @pytest.mark.skipif(not DATA, reason='CREDIT_RL_DATA is not set')
