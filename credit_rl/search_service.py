@@ -115,7 +115,7 @@ def search_app(
 # %% ../nbs/16_search_service.ipynb #c013
 def _listen(host, port):
     "A socket that listens. Raises OSError on a port that is taken."
-    s = socket.socket()
+    s = socket.socket(proto=socket.IPPROTO_TCP)   # by which asyncio knows to send small answers without waiting
     try:
         s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         s.bind((host, port))
@@ -419,8 +419,8 @@ def main(arguments=None):  # list of str; None: the command line's
     "`credit-rl serve PLACE`: serve a saved index until interrupted."
     parser = make_parser('credit_rl.search_service', "Serve a saved index, in Search-R1's protocol.")
     parser.prog = 'credit-rl serve'
-    parser.add_argument('place', help='what credit-rl index, or save, wrote; or the url of another server, or a file of '
-                                      'kept answers, which is replayed')
+    parser.add_argument('place', help='what credit-rl index wrote; or the url of another server, or a file of kept '
+                                      'answers, which is replayed')
     parser.add_argument('--keep', help='file in which answers are kept')
     parser.add_argument('--host', default='127.0.0.1', help='address to listen on; anybody who reaches it may search')
     parser.add_argument('--port', type=int, default=8000, help='to listen on; 0: a free one')

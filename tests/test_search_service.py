@@ -387,6 +387,17 @@ def test_one_connection_serves_many_searches():
     assert len(connections) == 1 and len(server.asked) == 5
 
 
+def test_answers_on_one_connection_wait_for_no_acknowledgement(corpus):
+    "An answer in two packets whose second waits for the first's acknowledgement takes 40 ms, every one."
+    with SearchServer(BM25(corpus)) as server:
+        client, delays = SearchClient(server.url), []
+        for _ in range(60):
+            start = time.monotonic()
+            client.search(['odd'], 3)
+            delays.append(time.monotonic() - start)
+    assert min(delays[30:]) < .03, sorted(delays[30:])
+
+
 def test_the_extra_is_named_where_it_is_missing(corpus, monkeypatch):
     monkeypatch.setitem(sys.modules, 'fastapi', None)
     for call in (lambda: SearchServer(BM25(corpus)), lambda: search_app(BM25(corpus))):
@@ -398,10 +409,12 @@ def test_the_extra_is_named_where_it_is_missing(corpus, monkeypatch):
 @contextmanager
 def running(root, *arguments):
     "The url of `credit-rl serve ARGUMENTS`, and its process, which is ended."
-    process = subprocess.Popen([sys.executable, '-m', 'credit_rl.command', 'serve', *map(str, arguments), '--port', '0'],
-                               cwd=root, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    try: yield re.search(r'http://127\.0\.0\.1:\d+/retrieve', line := process.stdout.readline() or 'nothing')[0], process
-    except TypeError: pytest.fail(line + process.stdout.read())
+    command = [sys.executable, '-m', 'credit_rl.command', 'serve', *map(str, arguments), '--port', '0']
+    process = subprocess.Popen(command, cwd=root, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        found = re.search(r'http://127\.0\.0\.1:\d+/retrieve', line := process.stdout.readline())
+        assert found, line + process.stdout.read()
+        yield found[0], process
     finally:
         if process.poll() is None: process.terminate()
         try: process.wait(30)
