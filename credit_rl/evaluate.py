@@ -175,7 +175,7 @@ class Settings(Asked, Answering, Playing, Drawing, Hosting):
 def set_names(data):
     """List the data sets meant: a list, names with commas or +, a paper of MIXTURES (the sets it reports), or 'all'.
     Raises ValueError."""
-    if data == 'all': return list(BENCHMARKS)
+    if data == 'all': return [n for n, b in BENCHMARKS.items() if b.common]
     if isinstance(data, str):
         data = MIXTURES[data].evaluate if data in MIXTURES else [n.strip() for n in re.split('[,+]', data) if n.strip()]
     if not isinstance(data, (list, tuple)) or not data:

@@ -33,6 +33,7 @@ ROWS = DATA / 'rows'
 SAMPLE = DATA / 'hotpotqa_sample.json'
 SEVEN = MIXTURES['tspo'].evaluate
 # rows of our own, of every set
+COMMON = [n for n, b in BENCHMARKS.items() if b.common]
 FILES = {**{n: str(next(ROWS.glob(f'{n}.*'))) for n in BENCHMARKS if n != 'hotpotqa'}, 'hotpotqa': str(SAMPLE)}
 BARE = ('nq', 'triviaqa', 'popqa', 'bamboogle')  # their rows bring no passages
 QUICK = dict(max_turns=2, turn_tokens=6, max_tokens=16384, passages=2)
@@ -82,7 +83,7 @@ def quiet(settings, **rest):
 def check_nine(run, asked, loaded):
     "What must be true of a random model's evaluation of all sets; `loaded` gives the questions of a set."
     scores = read_scores(run)
-    assert list(scores) == list(BENCHMARKS) and len(scores) == 9 and json.loads(
+    assert list(scores) == COMMON and len(scores) == 9 and json.loads(
         (run / 'summary.json').read_text()) == scores
     for name, s in scores.items():
         folder, rows = run / name, read_turns(run / name)
@@ -131,14 +132,14 @@ def test_nine_sets_of_our_own_by_one_command(model, corpus, tmp_path, capsys):
     scores = check_nine(tmp_path / 'run', 2, lambda name: load_questions(name, FILES[name]))
     check_finqa(tmp_path / 'run', evaluation.load_tokenizer(model))
     said = capsys.readouterr().out
-    assert all(f'{name}: ' in said for name in BENCHMARKS) and '95 %' in said and 'mean' in said
+    assert all(f'{name}: ' in said for name in COMMON) and '95 %' in said and 'mean' in said
     table = evaluation_table(tmp_path / 'run')
-    assert table.index.tolist() == [*BENCHMARKS, 'mean'] and table.loc['mean', 'score'] == pytest.approx(
+    assert table.index.tolist() == [*COMMON, 'mean'] and table.loc['mean', 'score'] == pytest.approx(
         sum(s['score'] for s in scores.values()) / 9, abs=1e-3)
     assert {n for n, _ in evaluation_table(tmp_path / 'run', by_hops=True).index
             } == {'hotpotqa', '2wikimultihopqa', 'musique', 'bamboogle'}
     (ax,) = evaluation_figure(tmp_path / 'run').axes
-    assert [label.get_text().split()[0] for label in ax.get_yticklabels()] == list(BENCHMARKS)[::-1]
+    assert [label.get_text().split()[0] for label in ax.get_yticklabels()] == COMMON[::-1]
 
 
 def test_nine_real_slices_by_one_command(model, data, tmp_path):
@@ -147,7 +148,7 @@ def test_nine_real_slices_by_one_command(model, data, tmp_path):
     scores = check_nine(tmp_path / 'run', 2,
                         lambda name: load_questions(name, data / name, BENCHMARKS[name].eval_split))
     check_finqa(tmp_path / 'run', evaluation.load_tokenizer(model))
-    assert scores.keys() == set(BENCHMARKS)
+    assert scores.keys() == set(COMMON)
     assert read_manifest(tmp_path / 'run' / 'hotpotqa')['corpus']['passages'] == len(
         json.loads((data / 'hotpotqa' / 'hotpotqa_corpus.json').read_text()))
 
@@ -591,7 +592,7 @@ def test_the_interval_is_the_binomials(n, p):
 # ---- names ----
 
 def test_which_sets_are_meant():
-    assert set_names('all') == list(BENCHMARKS) and set_names('tspo') == list(SEVEN)
+    assert set_names('all') == COMMON and set(BENCHMARKS) - set(COMMON) == {'browsecompplus'} and set_names('tspo') == list(SEVEN)
     assert set_names('GSM8K, Hotpot-QA,gsm8k') == set_names(['gsm8k', 'hotpotqa']) == ['gsm8k', 'hotpotqa']
     with pytest.raises(ValueError, match='must be a int'):
         from_settings(Settings, {'seed': 1.5})
