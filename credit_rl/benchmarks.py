@@ -448,7 +448,8 @@ def _browsecomp_pages(row, name, part):
 
 def _browsecomp_paragraphs(row):
     "Read the pages that a BrowseComp-Plus row names, each once: list of ('', text)."
-    texts = [t for name in ('evidence_docs', 'gold_docs', 'negative_docs') for t in _browsecomp_pages(row, name, 'text')]
+    names = ('evidence_docs', 'gold_docs', 'negative_docs')
+    texts = [text for name in names for text in _browsecomp_pages(row, name, 'text')]
     return [('', text) for text in dict.fromkeys(texts)]
 
 def _browsecomp_meta(row):

@@ -376,8 +376,9 @@ def error_table(trajectories, protocol, metric='em'):
     import pandas as pd
     found = [(t.question.meta.get('hops'), error_category(t, protocol, metric)) for t in trajectories]
     table = pd.DataFrame([(hops, error) for hops, error in found if error], columns=['hops', 'error'])
-    by_hops = {f'{int(h)} hops': table[table.hops == h].error.value_counts() for h in sorted(table.hops.dropna().unique())}
-    columns = {**by_hops, 'all': table.error.value_counts()}
+    hops = sorted(table.hops.dropna().unique())
+    columns = {f'{int(h)} hops': table[table.hops == h].error.value_counts() for h in hops}
+    columns['all'] = table.error.value_counts()
     return pd.DataFrame(columns, index=ERRORS).fillna(0).astype(int)
 
 # %% ../nbs/70_diagnostics.ipynb #e006
@@ -386,7 +387,7 @@ def supporting_passages(questions, passages):
     are none."""
     titles = {title for q in questions for title, _ in q.meta.get('supporting_facts', ())}
     found = [p for p in passages if p.title in titles]
-    if not found: raise ValueError('no passage has the title of a supporting fact: is it the corpus of these questions?')
+    if not found: raise ValueError('no passage has the title of a supporting fact: is this the questions\' corpus?')
     return found
 
 def search_in(env, retriever, k):

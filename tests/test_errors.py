@@ -7,6 +7,7 @@ from hypothesis import given, settings, strategies as st
 from credit_rl.diagnostics import (ERRORS, error_category, error_table, retrieval_ablation, search_in,
                                    supporting_passages)
 from credit_rl.engine import ScriptedEngine
+from credit_rl.evaluate import NoSearch
 from credit_rl.protocol import PROTOCOLS, Chat
 from credit_rl.readers import Passage
 from credit_rl.retrieval import BM25
@@ -108,7 +109,7 @@ def test_oracle_passages_are_the_supporting_pages():
     passages = [Passage('0', 'Orvane', 'a'), Passage('1', 'Kell', 'b'), Passage('2', 'Orvane', 'c')]
     asked = [Question('q', '?', ('x',), '', {'supporting_facts': [['Orvane', 0], ['Tavistead', None]]})]
     assert [p.id for p in supporting_passages(asked, passages)] == ['0', '2']
-    with pytest.raises(ValueError, match='corpus of these questions'): supporting_passages(asked, passages[1:2])
+    with pytest.raises(ValueError, match="questions' corpus"): supporting_passages(asked, passages[1:2])
 
 
 def test_search_inside_programs_is_replaced_and_nothing_else():
@@ -120,5 +121,6 @@ def test_search_inside_programs_is_replaced_and_nothing_else():
     assert (other.tool.seconds, other.tool.output_chars) == (1.5, 99) and env.tool.search is search
     new = other.tool.search
     assert (new.retriever, new.k, new.max_tokens, new.seconds, new.empty) == (second, 5, 7, 2, 'none')
-    for tool in (None, PythonTool()):
-        with pytest.raises(TypeError, match='nothing is searched here'): search_in(replace(env, tool=tool), second, 5)
+    with pytest.raises(TypeError, match='nothing is searched here'): search_in(replace(env, tool=PythonTool()), second, 5)
+    without = Environment(Chat(PROTOCOLS['tiny'], tiny_tokenizer()), NoSearch())
+    with pytest.raises(TypeError, match='nothing is searched here'): search_in(without, second, 5)
