@@ -121,6 +121,6 @@ def test_search_inside_programs_is_replaced_and_nothing_else():
     assert (other.tool.seconds, other.tool.output_chars) == (1.5, 99) and env.tool.search is search
     new = other.tool.search
     assert (new.retriever, new.k, new.max_tokens, new.seconds, new.empty) == (second, 5, 7, 2, 'none')
-    with pytest.raises(TypeError, match='nothing is searched here'): search_in(replace(env, tool=PythonTool()), second, 5)
-    without = Environment(Chat(PROTOCOLS['tiny'], tiny_tokenizer()), NoSearch())
-    with pytest.raises(TypeError, match='nothing is searched here'): search_in(without, second, 5)
+    direct = Environment(Chat(PROTOCOLS['tiny'], tiny_tokenizer()), NoSearch())
+    for without in (replace(env, tool=PythonTool()), direct):
+        with pytest.raises(TypeError, match='nothing is searched here'): search_in(without, second, 5)
