@@ -80,9 +80,9 @@ $(VENV)/.ok-demo: $(VENV)/.ok-torch constraints.txt settings.ini setup.py pyproj
 	$(end)
 
 $(VENV)/.ok-test: $(VENV)/.ok-torch constraints.txt settings.ini setup.py pyproject.toml
-	@echo '[3/3] credit_rl, the trainers and the test tools'
+	@echo '[3/3] credit_rl, the trainers, the search service and the test tools'
 	$(begin)
-	@$(PIP) $(PINS) -e '.[train,dev]'
+	@$(PIP) $(PINS) -e '.[train,serve,dense,dev]'
 	@touch $(VENV)/.ok-demo
 	$(end)
 

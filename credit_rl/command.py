@@ -22,8 +22,8 @@ VERBS = {  # verb -> module (whose main it is, unless a function is named), what
     'view': ('view', 'write the rollouts of a run, with the credit of each rule, as one page'),
     'watch': ('watch', 'show a run while it goes on'),
     'competence': ('competence', 'does a trained agent ask for what it does not know, and only for that?'),
-    'index': ('retrieval:build', 'save a BM25 index of passages'),
-    'serve': ('retrieval', 'serve a saved BM25 index, in the format of Search-R1'),
+    'index': ('search_service:build', 'save an index of passages, BM25 or vectors'),
+    'serve': ('search_service', "serve a saved index, in Search-R1's protocol"),
 }
 
 def usage():

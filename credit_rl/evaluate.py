@@ -28,7 +28,8 @@ from .models import (json_hash, load_model, load_tokenizer, local_folder, model_
 from .options import nearest, setting
 from .parameters import by_group, from_settings, make_parser, read_settings
 from .protocol import PROTOCOLS, WORDS, Protocol, check_tokenizer, prompt_hash, worded
-from .retrieval import BM25, SearchClient
+from .retrieval import BM25
+from .search_service import is_kept, open_retriever
 from .rollout import MALFORMED, RULES, Environment, check_lengths, check_prompts, rollout
 from .runlog import METRICS, Hold, RunLog, atomic_folder, atomic_write, code_hashes, read_json, read_turns
 from .tools import PythonTool, SearchTool
@@ -197,7 +198,7 @@ class Settings(Asked, Answering, Playing, Scoring, Drawing, Hosting):
 def set_names(data):
     """List the data sets meant: a list, names with commas or +, a paper of MIXTURES (the sets it reports), or 'all'.
     Raises ValueError."""
-    if data == 'all': return list(BENCHMARKS)
+    if data == 'all': return [n for n, b in BENCHMARKS.items() if b.common]
     if isinstance(data, str):
         data = MIXTURES[data].evaluate if data in MIXTURES else [n.strip() for n in re.split('[,+]', data) if n.strip()]
     if not isinstance(data, (list, tuple)) or not data:
@@ -304,30 +305,29 @@ def _questions(s, name):
 def open_search(
     name,          # a data set of BENCHMARKS
     path=None,     # its file or folder, None: the hub; taken for the passages where `corpus` is not given
-    # a file or folder of passages, what BM25.save wrote, or the url of a search server; None: those beside the
-    # questions
+    # a file or folder of passages, a saved index, the url of a search server, or a file of kept searches; None: those
+    # beside the questions
     corpus=None,
     split=None,    # of the hub's questions, whose paragraphs are taken; files are taken whole
     on_error='raise',
-    opened=None,   # dict: saved indexes that are open already, by their folder
+    opened=None,   # dict: saved indexes and the like that are open already, by their place
 ):
     """Open what a set is searched in: (has search(queries, k), what to say about its passages, about itself). Raises
     ValueError naming the set, ConnectionError where a search server does not answer."""
     bench, opened = get_benchmark(name), {} if opened is None else opened
-    if corpus and corpus.startswith(('http://', 'https://')):
-        return SearchClient(corpus).check(), {'passages': None, 'hash': None}, {'name': 'SearchClient', 'url': corpus}
+    served = bool(corpus) and corpus.startswith(('http://', 'https://'))
     if not corpus and bench.paragraphs is None and not (path and Path(path).is_dir()):
         raise ValueError(f'{name} brings no passages: give them as corpus (a file, a folder, what BM25.save wrote, or '
                          'the url of a search server), or ask without a search by protocol=\'direct\'')
-    if corpus and (Path(corpus)/'index.json').is_file():
-        if corpus not in opened: opened[corpus] = BM25.load(corpus)
-        search = opened[corpus]
+    if corpus and (served or (Path(corpus)/'index.json').is_file() or Path(corpus).is_file() and is_kept(corpus)):
+        if corpus not in opened: opened[corpus] = open_retriever(corpus)
+        search = opened[corpus].check() if served else opened[corpus]
     else:
         try: search = BM25(load_corpus(name, corpus or path, None if corpus or path else split, on_error))
         except RowError: raise
         except ValueError as e: raise ValueError(f'{name}: {e}') from None
-    about = {'name': 'BM25', 'k1': search.k1, 'b': search.b, 'variant': search.variant}
-    return search, {'passages': len(search.passages), 'hash': search.corpus}, about
+    about = search.about()
+    return search, {'passages': about.pop('passages', None), 'hash': about.pop('corpus', None)}, about
 
 # %% ../nbs/26_evaluate.ipynb #c047
 def is_searched(name, protocol=None, corpus=None, baseline=None):

@@ -1,5 +1,6 @@
-("Loaders: nine sets in every layout, corpora, splits, mixtures, malformed rows, no network; real slices where "
+("Loaders: ten sets in every layout, corpora, splits, mixtures, malformed rows, no network; real slices where "
  "CREDIT_RL_DATA points to them.")
+import base64
 import copy
 import csv
 import gzip
@@ -16,9 +17,12 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from credit_rl import benchmarks, datasets, readers
-from credit_rl.benchmarks import BENCHMARKS, Benchmark, Layout, get_benchmark, register
+from credit_rl.benchmarks import (BENCHMARKS, CANARY, Benchmark, Layout, decrypt, encrypt, get_benchmark,
+                                  register)
 from credit_rl.datasets import MIXTURES, load_corpus, load_mixture, load_questions, subsample
+from credit_rl.metrics import exact_match
 from credit_rl.readers import Passage, RowError, read_rows
+from credit_rl.retrieval import BM25
 from credit_rl.trajectory import Question
 from hub import Hub
 
@@ -28,7 +32,7 @@ OWN = {p.name: p for p in (ROOT / 'data' / 'rows').iterdir()} | {SAMPLE.name: SA
 FILES = {
     'nq': 'nq.jsonl', 'triviaqa': 'triviaqa.json', 'popqa': 'popqa.tsv', 'hotpotqa': SAMPLE.name, '2wikimultihopqa':
     '2wikimultihopqa.json', 'musique': 'musique.jsonl', 'bamboogle': 'bamboogle.csv', 'gsm8k': 'gsm8k.jsonl', 'finqa':
-    'finqa.json'
+    'finqa.json', 'browsecompplus': 'browsecompplus.jsonl'
 }
 ROWS = json.loads(SAMPLE.read_text(encoding='utf-8'))
 
@@ -197,6 +201,41 @@ def hub_row(name, row):
             qa['program_re'], 'gold_inds': []
         }
     return row
+
+
+def test_encrypted_questions_are_read_by_the_canary_of_the_release_or_of_their_row(tmp_path):
+    "BrowseComp-Plus, by a cipher written down once more here: base64 of the bytes XOR the canary's SHA-256."
+    def hide(text, canary):
+        key = hashlib.sha256(canary.encode()).digest()
+        return base64.b64encode(bytes(b ^ key[i % 32] for i, b in enumerate(text.encode()))).decode()
+    assert hide('ñ ' * 99, 'abc') == encrypt('ñ ' * 99, 'abc') and decrypt(hide('x', CANARY)) == 'x'
+    question, answer = 'Which port has the oldest light — and why?', 'Orvane'
+    def row(canary, more={}):
+        page = {'docid': hide('5', canary), 'text': hide('Orvane has a light.', canary)}
+        return {'query_id': '7', 'query': hide(question, canary), 'answer': hide(answer, canary), 'gold_docs': [page],
+                'evidence_docs': [page], 'negative_docs': [{'docid': hide('6', canary), 'text': hide('Rain.', canary)}],
+                **more}
+    plain = {'query_id': '7', 'query': question, 'answer': answer, 'gold_docs': [{'docid': '5', 'text': 'Orvane.'}]}
+    for i, given in enumerate((row(CANARY), row('my own', {'canary': 'my own'}), plain)):
+        path = write(tmp_path / f'{i}.jsonl', [given])
+        (q,) = load_questions('BrowseComp-Plus', path)
+        assert (q.id, q.text, q.answers, q.meta['gold_docs']) == ('7', question, (answer,), ['5'])
+        if i < 2: assert [p.text for p in load_corpus('browsecomp', path)] == ['Orvane has a light.', 'Rain.']
+    for bad, said in (({'answer': 'Orvane'}, "field 'answer'.*not encrypted by the canary"),
+                      ({'canary': 'another'}, "field 'query'.*not encrypted by the canary 'another'"),
+                      ({'query': None}, "field 'query' is null"), ({'gold_docs': [{'docid': 'x'}]}, 'gold_docs')):
+        with pytest.raises(RowError, match=said):
+            load_questions('browsecompplus', write(tmp_path / 'bad.jsonl', [row(CANARY, bad)]))
+
+
+def test_browsecomp_plus_is_searched_in_its_released_corpus_and_scored_by_exact_match(tmp_path):
+    pages = [{'docid': str(i), 'text': t, 'url': 'https://pages.example'} for i, t in
+             ((81, 'A film about a light.'), (305, 'Teodor Vannick was born in Orvane.'))]
+    corpus = load_corpus('browsecompplus', write(tmp_path / 'corpus.jsonl', pages))
+    assert [(p.id, p.title) for p in corpus] == [('81', ''), ('305', '')]
+    question = load_questions('browsecompplus', OWN[FILES['browsecompplus']])[0]
+    assert BM25(corpus).search(['Where was Vannick born?'], 1)[0][0].id in question.meta['gold_docs']
+    assert BENCHMARKS['browsecompplus'].metric == 'em' and exact_match('the Orvane.', question.answers) == 1
 
 
 @pytest.mark.parametrize('name', FILES)
@@ -668,7 +707,8 @@ def hub_files(name, splits):
     bench, rows = BENCHMARKS[name], [hub_row(name, row) for row in own_rows(name)]
     if name == 'finqa': return {f'dataset/{split}.json': OWN['finqa.json'].read_bytes() for split in splits}
     config, kind = bench.hub[1] or 'default', 'jsonl' if name in ('musique', 'bamboogle') else 'parquet'
-    card = ''.join(f'  - split: {theirs}\n    path: {config}/{theirs}-*\n' for theirs in splits.values())
+    folder = 'data' if name == 'browsecompplus' else config
+    card = ''.join(f'  - split: {theirs}\n    path: {folder}/{theirs}-*\n' for theirs in splits.values())
     files = {'README.md': f'---\nconfigs:\n- config_name: {config}\n  data_files:\n{card}---\n'.encode()}
     for theirs in splits.values():
         out = io.BytesIO()
@@ -676,7 +716,7 @@ def hub_files(name, splits):
         else:
             pytest.importorskip('pyarrow.parquet').write_table(
                 pytest.importorskip('pyarrow').Table.from_pylist(rows), out)
-        files[f'{config}/{theirs}-00000-of-00001.{kind}'] = out.getvalue()
+        files[f'{folder}/{theirs}-00000-of-00001.{kind}'] = out.getvalue()
     return files
 
 
@@ -927,6 +967,7 @@ def test_real_corpora(data, file):
 def test_real_folders(data):
     for name in FILES:
         bench = BENCHMARKS[name]
+        if not bench.common: continue
         assert load_questions(name, data / name, split=bench.eval_split)
         if bench.has_corpus: assert len(load_corpus(name, data / name)) > 300
 

@@ -21,7 +21,8 @@ from credit_rl.parameters import from_settings
 from credit_rl.metrics import cover_match, normalize
 from credit_rl.models import local_folder, model_hashes
 from credit_rl.protocol import TEMPLATES, byte_tokenizer
-from credit_rl.retrieval import BM25, SearchServer
+from credit_rl.retrieval import BM25
+from credit_rl.search_service import SearchCache, SearchClient, SearchServer
 from credit_rl.runlog import read_turns
 from credit_rl.trajectory import Stop, trajectory_from_json
 from hub import Hub
@@ -33,6 +34,7 @@ ROWS = DATA / 'rows'
 SAMPLE = DATA / 'hotpotqa_sample.json'
 SEVEN = MIXTURES['tspo'].evaluate
 # rows of our own, of every set
+COMMON = [n for n, b in BENCHMARKS.items() if b.common]
 FILES = {**{n: str(next(ROWS.glob(f'{n}.*'))) for n in BENCHMARKS if n != 'hotpotqa'}, 'hotpotqa': str(SAMPLE)}
 BARE = ('nq', 'triviaqa', 'popqa', 'bamboogle')  # their rows bring no passages
 QUICK = dict(max_turns=2, turn_tokens=6, max_tokens=16384, passages=2)
@@ -82,7 +84,7 @@ def quiet(settings, **rest):
 def check_nine(run, asked, loaded):
     "What must be true of a random model's evaluation of all sets; `loaded` gives the questions of a set."
     scores = read_scores(run)
-    assert list(scores) == list(BENCHMARKS) and len(scores) == 9 and json.loads(
+    assert list(scores) == COMMON and len(scores) == 9 and json.loads(
         (run / 'summary.json').read_text()) == scores
     for name, s in scores.items():
         folder, rows = run / name, read_turns(run / name)
@@ -131,14 +133,14 @@ def test_nine_sets_of_our_own_by_one_command(model, corpus, tmp_path, capsys):
     scores = check_nine(tmp_path / 'run', 2, lambda name: load_questions(name, FILES[name]))
     check_finqa(tmp_path / 'run', evaluation.load_tokenizer(model))
     said = capsys.readouterr().out
-    assert all(f'{name}: ' in said for name in BENCHMARKS) and '95 %' in said and 'mean' in said
+    assert all(f'{name}: ' in said for name in COMMON) and '95 %' in said and 'mean' in said
     table = evaluation_table(tmp_path / 'run')
-    assert table.index.tolist() == [*BENCHMARKS, 'mean'] and table.loc['mean', 'score'] == pytest.approx(
+    assert table.index.tolist() == [*COMMON, 'mean'] and table.loc['mean', 'score'] == pytest.approx(
         sum(s['score'] for s in scores.values()) / 9, abs=1e-3)
     assert {n for n, _ in evaluation_table(tmp_path / 'run', by_hops=True).index
             } == {'hotpotqa', '2wikimultihopqa', 'musique', 'bamboogle'}
     (ax,) = evaluation_figure(tmp_path / 'run').axes
-    assert [label.get_text().split()[0] for label in ax.get_yticklabels()] == list(BENCHMARKS)[::-1]
+    assert [label.get_text().split()[0] for label in ax.get_yticklabels()] == COMMON[::-1]
 
 
 def test_nine_real_slices_by_one_command(model, data, tmp_path):
@@ -147,7 +149,7 @@ def test_nine_real_slices_by_one_command(model, data, tmp_path):
     scores = check_nine(tmp_path / 'run', 2,
                         lambda name: load_questions(name, data / name, BENCHMARKS[name].eval_split))
     check_finqa(tmp_path / 'run', evaluation.load_tokenizer(model))
-    assert scores.keys() == set(BENCHMARKS)
+    assert scores.keys() == set(COMMON)
     assert read_manifest(tmp_path / 'run' / 'hotpotqa')['corpus']['passages'] == len(
         json.loads((data / 'hotpotqa' / 'hotpotqa_corpus.json').read_text()))
 
@@ -470,7 +472,8 @@ def test_bad_input_is_refused_before_the_model_is_loaded(model, tmp_path, monkey
 
 # ---- other ways to search, or none ----
 
-def test_an_index_a_server_and_a_file_give_the_same_rows(corpus, tmp_path):
+def test_an_index_a_server_and_files_give_the_same_rows(corpus, tmp_path):
+    pytest.importorskip('fastapi', reason='the extra `serve` is not installed')
     engine = ScriptedEngine(researcher(load_questions('nq', FILES['nq'])), byte_tokenizer(), max_length=10 ** 5)
     search = BM25(load_corpus('nq', corpus))
     search.save(tmp_path / 'index')
@@ -480,9 +483,13 @@ def test_an_index_a_server_and_a_file_give_the_same_rows(corpus, tmp_path):
                   engine=engine) / 'nq'
             for name, given in (('file', corpus), ('indexed', str(tmp_path / 'index')), ('served', server.url))
         ]
-        url = server.url
+        url, kept = server.url, str(tmp_path / 'kept.jsonl')
+        SearchCache(kept, SearchClient(url)).search([q.text.strip() for q in load_questions('nq', FILES['nq'])], 9)
+    folders.append(quiet({'data': 'nq', 'path': FILES['nq'], 'corpus': kept, 'run': str(tmp_path / 'kept'),
+                          'model': 'r'}, engine=engine) / 'nq')               # the server is gone
     assert len({(f / 'turns.jsonl.gz').read_bytes() for f in folders}) == 1
-    file, indexed, served = map(read_manifest, folders)
+    file, indexed, served, replayed = map(read_manifest, folders)
+    assert replayed['retriever']['name'] == 'SearchCache' and replayed['retriever']['kept'] == kept
     assert not manifest_differences(file, indexed) and file['corpus']['hash'] == search.corpus
     assert served['corpus'] == {'passages': None, 'hash': None} and served['retriever']['url'] == url
 
@@ -586,7 +593,8 @@ def test_the_interval_is_the_binomials(n, p):
 # ---- names ----
 
 def test_which_sets_are_meant():
-    assert set_names('all') == list(BENCHMARKS) and set_names('tspo') == list(SEVEN)
+    assert set(BENCHMARKS) - set(COMMON) == {'browsecompplus'}
+    assert set_names('all') == COMMON and set_names('tspo') == list(SEVEN)
     assert set_names('GSM8K, Hotpot-QA,gsm8k') == set_names(['gsm8k', 'hotpotqa']) == ['gsm8k', 'hotpotqa']
     with pytest.raises(ValueError, match='must be a int'):
         from_settings(Settings, {'seed': 1.5})

@@ -1,14 +1,8 @@
-"BM25 against its written-out formula, bm25s and rank_bm25; ties, doors, saving all or nothing; searching over HTTP."
-import http.server
+"BM25 against its written-out formula, bm25s and rank_bm25; ties, doors, saving all or nothing; building in shards."
 import json
 import os
-import re
-import signal
-import socket
-import subprocess
-import sys
-import threading
-import urllib.request
+import tempfile
+import weakref
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,10 +12,8 @@ from hypothesis import given, settings, strategies as st
 
 from credit_rl.datasets import load_corpus, load_questions
 from credit_rl.readers import Passage
-from credit_rl.retrieval import (BM25, PassageFile, RankBM25, Retriever, SearchClient, SearchError, SearchServer,
-                                 bm25_reference, corpus_hash, document, words)
-from credit_rl.tools import SearchTool
-from credit_rl.trajectory import Result
+from credit_rl.retrieval import (BM25, PassageFile, RankBM25, Retriever, bm25_reference, build_index, corpus_hash,
+                                 document, read_index, words)
 
 DATA = os.environ.get('CREDIT_RL_DATA')
 WORD = st.sampled_from('abcdefgh')
@@ -231,262 +223,52 @@ def test_a_stale_index_is_refused(corpus, tmp_path):
     assert BM25.load(folder, edited).passages[3].text == 'text 3, corrected'
 
 
-# ---- over HTTP ----
+# ---- in shards ----
 
-FAST = dict(seconds=60, pause=0)
-
-
-def post(url, value):
-    "Status and JSON of a plain request, as any other client would send it."
-    data = value if isinstance(value, bytes) else json.dumps(value).encode()
-    try:
-        with urllib.request.urlopen(urllib.request.Request(url, data, {'Content-Type': 'application/json'}),
-                                    timeout=30) as answer:
-            return answer.status, json.loads(answer.read())
-    except urllib.error.HTTPError as e: return e.code, json.loads(e.read())
-
-
-class Canned(http.server.BaseHTTPRequestHandler):
-    """Gives the server's `answers` (status, bytes), one after the other, the last one for ever; None hangs up, a
-    number of seconds waits."""
-    def do_POST(self):
-        self.server.asked.append(json.loads(self.rfile.read(int(self.headers['Content-Length']))))
-        answer = self.server.answers[min(len(self.server.asked), len(self.server.answers)) - 1]
-        if answer is None: return
-        if isinstance(answer, float):
-            self.server.wait.wait(30)
-            return
-        self.send_response(answer[0])
-        self.send_header('Content-Length', str(len(answer[1])))
-        self.end_headers()
-        self.wfile.write(answer[1])
-
-    def log_message(self, *args): pass
+@settings(deadline=None, max_examples=60)
+@given(corpora(), PARAMETERS, st.sampled_from(VARIANTS), st.integers(1, 6), st.integers(1, 9))
+def test_shards_and_blocks_of_any_size_give_the_index_of_all_at_once(corpus, parameters, variant, shard, most):
+    k1, b = parameters
+    with tempfile.TemporaryDirectory() as folder:
+        whole, parts = Path(folder) / 'whole', Path(folder) / 'parts'
+        BM25(corpus, k1, b, variant).save(whole)
+        assert build_index(iter(corpus), parts, k1, b, variant, shard, most) == len(corpus)
+        for array in ('data.csc.index.npy', 'indices.csc.index.npy', 'indptr.csc.index.npy', 'passages.start.npy'):
+            assert np.array_equal(np.load(whole / array), np.load(parts / array)), array
+        assert {p.name for p in whole.iterdir()} == {p.name for p in parts.iterdir()}
+        for name in ('vocab.index.json', 'params.index.json', 'index.json'):
+            assert json.loads((whole / name).read_text()) == json.loads((parts / name).read_text()), name
+        assert (whole / 'passages.jsonl').read_bytes() == (parts / 'passages.jsonl').read_bytes()
 
 
-@pytest.fixture
-def canned():
-    "Function (answers) → url and the list of what is asked there."
-    servers = []
-    def start(*answers):
-        server = http.server.ThreadingHTTPServer(('127.0.0.1', 0), Canned)
-        server.answers, server.asked, server.wait, server.daemon_threads = answers, [], threading.Event(), True
-        threading.Thread(target=server.serve_forever, kwargs={'poll_interval': .02}, daemon=True).start()
-        servers.append(server)
-        return f'http://127.0.0.1:{server.server_address[1]}/retrieve', server.asked
-    yield start
-    for server in servers:
-        server.wait.set()
-        server.shutdown()
-        server.server_close()
+def test_a_few_passages_at_a_time_are_held(tmp_path):
+    alive, most = weakref.WeakSet(), []
+    def stream():
+        for i in range(2000):
+            alive.add(p := Passage(str(i), '', f'word{i % 50} common {i}'))
+            most.append(len(alive))
+            yield p
+    assert build_index(stream(), tmp_path / 'index', shard=300, most=500) == 2000
+    assert max(most) < 10
+    assert [p.id for p in BM25.load(tmp_path / 'index').search(['word7 1207'], 1)[0]] == ['1207']
 
 
-def answer(*rows):
-    return 200, json.dumps({'result': rows}).encode()
-
-
-ENTRY = {'document': {'id': '4', 'contents': '"Orvane"\nA port.\nIt is old.'}, 'score': 1.5}
-
-
-@settings(deadline=None, max_examples=25)
-@given(
-    st.lists(st.tuples(st.text(max_size=8), st.text(max_size=12)), min_size=1, max_size=6),
-    st.lists(QUERY, max_size=4),
-    st.integers(1, 9),
-)
-def test_what_comes_over_http_is_what_the_retriever_said(texts, queries, k):
-    class Everything:
-        def search(self, queries, k):
-            return [[Passage(str(i), *pair, score=k / 7 + len(q)) for i, pair in enumerate(texts)][:k] for q in queries]
-    with SearchServer(Everything()) as server:
-        assert SearchClient(server.url, **FAST).search(queries, k) == Everything().search(queries, k)
-
-
-def test_a_served_index_searches_like_the_index(corpus):
-    bm25, queries = BM25(corpus), ['odd', 'text 3', 'tïtle', 'zebra', 'odd']
-    with SearchServer(bm25) as server:
-        client = SearchClient(server.url, **FAST)
-        assert isinstance(client, Retriever) and client.search(queries, 3) == bm25.search(
-            queries, 3) and client.search([], 3) == []
-        assert SearchClient(server.url.removesuffix('/retrieve'), **FAST).search(['odd'], 1) == bm25.search(['odd'], 1)
-        assert SearchTool(client, 2, None).run(['odd', 'even']) == SearchTool(bm25, 2, None).run(['odd', 'even'])
-        first, again = client.search(['odd', 'odd'], 2)
-        first.clear()
-        assert again
-
-
-def test_many_clients_at_once_get_their_own_answers(corpus):
-    bm25, out = BM25(corpus), {}
-    with SearchServer(bm25) as server:
-        def ask(i):
-            out[i] = [
-                SearchClient(server.url, seconds=60).search([f'text {(i + j) % 7}'], 1)[0][0].id for j in range(5)
-            ]
-        threads = [threading.Thread(target=ask, args=(i,)) for i in range(12)]
-        for t in threads: t.start()
-        for t in threads: t.join()
-    assert out == {i: [bm25.search([f'text {(i + j) % 7}'], 1)[0][0].id for j in range(5)] for i in range(12)}
-
-
-def test_the_server_speaks_search_r1(corpus):
-    with SearchServer(BM25(corpus), k=2) as server:
-        status, told = post(server.url, {'queries': ['odd', 'zebra'], 'topk': 1, 'return_scores': True})
-        assert status == 200 and list(told) == ['result'] and len(told['result']) == 2 and told['result'][1] == []
-        ((entry,), _) = told['result']
-        assert set(entry) == {'document', 'score'} and isinstance(entry['score'], float)
-        assert entry['document']['id'] == 'id1' and entry['document']['contents'] == ('"Tïtle "q""\ntext 1\nnext line '
-                                                                                      '\ud800 odd')
-        # no scores: bare documents; no topk: the server's k
-        bare = post(server.url, {'queries': ['odd']})[1]['result'][0]
-        assert len(bare) == 2 and all('contents' in d for d in bare)
-
-
-@pytest.mark.parametrize(
-    'body, said',
-    [
-        (b'{', 'JSONDecodeError'),
-        (b'[]', 'wanted'),
-        ({'queries': 'odd'}, 'list of strings'),
-        ({'queries': [1]}, 'list of strings'),
-        ({'queries': None}, 'list of strings'),
-        ({'queries': ['a'], 'topk': 0}, 'at least 1'),
-        ({'queries': ['a'], 'topk': '3'}, 'integer'),
-        (b'[' * 100000, 'RecursionError|JSONDecodeError'),
-    ],
-)
-def test_a_senseless_request_is_told_why(corpus, body, said):
-    with SearchServer(BM25(corpus)) as server:
-        status, value = post(server.url, body)
-        assert status == 400 and re.search(said, value['error'])
-        assert post(server.url, {'queries': ['odd']})[0] == 200                       # and nobody else suffers
-        assert post(server.url + '/else', {'queries': ['odd']})[0] == 404
-
-
-def test_a_retriever_that_raises_is_the_servers_error_and_is_asked_again():
-    class Broken:
-        calls = 0
-        def search(self, queries, k):
-            self.calls += 1
-            raise RuntimeError('the index is on fire')
-    broken = Broken()
-    with SearchServer(broken) as server:
-        with pytest.raises(SearchError, match='500.*the index is on fire'):
-            SearchClient(server.url, tries=4, **FAST).search(['a'], 1)
-        assert broken.calls == 4
-
-
-def test_passing_failures_are_tried_again_and_refusals_are_not(canned):
-    url, asked = canned((503, b'busy'), None, (429, b'slow down'), answer([ENTRY]))
-    assert SearchClient(url, tries=4, **FAST).search(['q'], 3) == [[Passage('4', 'Orvane', 'A port.\nIt is old.', 1.5)]]
-    assert asked == [{'queries': ['q'], 'topk': 3, 'return_scores': True}] * 4
-    url, asked = canned((422, b'what?'))
-    with pytest.raises(SearchError, match='422: what[?]'): SearchClient(url, tries=4, **FAST).search(['q'], 3)
-    assert len(asked) == 1
-    url, asked = canned(None)
-    with pytest.raises(SearchError, match='cannot be reached'): SearchClient(url, tries=2, **FAST).search(['q'], 3)
-    assert len(asked) == 2
-
-
-def test_pauses_between_tries_double(canned, monkeypatch):
-    from credit_rl import retrieval
-    pauses = []
-    monkeypatch.setattr(retrieval.time, 'sleep', pauses.append)
-    url, _ = canned((503, b''))
-    with pytest.raises(SearchError): SearchClient(url, tries=4, pause=.5).search(['q'], 1)
-    assert pauses == [.5, 1, 2]
-
-
-def test_a_server_that_hangs_is_a_timeout(canned):
-    url, asked = canned(0.)
-    with pytest.raises(TimeoutError, match='within 0.1 s'):
-        SearchClient(url, seconds=.1, tries=2, pause=0).search(['q'], 1)
-    assert len(asked) == 2
-    (_, result), = SearchTool(SearchClient(url, seconds=.1, tries=1), 1, None).call([['q']])
-    assert result is Result.TIMEOUT
-
-
-def test_nobody_there_is_an_error_observation():
-    with socket.socket() as s:
-        s.bind(('127.0.0.1', 0))
-        url = f'http://127.0.0.1:{s.getsockname()[1]}'
-    with pytest.raises(SearchError, match='is the server running'): SearchClient(url, tries=1).search(['q'], 1)
-    (text, result), = SearchTool(SearchClient(url, tries=1), 1, None).call([['q']])
-    assert result is Result.ERROR and text.startswith('Error: SearchError') and 'is the server running' in text
-
-
-@pytest.mark.parametrize(
-    'body',
-    [
-        b'<html>',
-        b'[]',
-        b'{}',
-        b'{"result": 3}',
-        b'{"result": []}',
-        b'{"result": [[], []]}',
-        b'{"result": [3]}',
-        b'{"result": [["x"]]}',
-        b'{"result": [[{"document": {"id": "1"}}]]}',
-        b'{"result": [[{"document": {"contents": "a"}}]]}',
-        b'{"result": [[{"document": {"id": "1", "contents": "a"}, "score": "high"}]]}',
-    ],
-)
-def test_another_answer_is_refused_with_a_piece_of_it(canned, body):
-    url, asked = canned((200, body))
-    with pytest.raises(SearchError, match=f'(?s)something else.*{re.escape(body[:20].decode())}'):
-        SearchClient(url, tries=3, **FAST).search(['q'], 1)
-    assert len(asked) == 1
-
-
-def test_more_than_k_is_cut_and_documents_may_come_without_scores(canned):
-    bare = [{'id': i, 'contents': f'only text {i}'} for i in range(5)]
-    url, asked = canned(answer(bare))
-    assert SearchClient(url, **FAST).search(['q'],
-                                            2) == [[Passage('0', '', 'only text 0'),
-                                                    Passage('1', '', 'only text 1')]]
-    url, _ = canned(
-        answer([{'document': {'id': 3, 'title': 'T', 'text': 'x', 'contents': '"other"\ny'}, 'score': '2'}]))
-    assert SearchClient(url, **FAST).search(['q'], 2) == [[Passage('3', 'T', 'x', 2.0)]]
-
-
-def test_long_lists_go_in_several_requests_and_equal_queries_once(canned):
-    url, asked = canned(answer([ENTRY], [ENTRY]))
-    assert len(SearchClient(url, batch=2, **FAST).search(['a', 'b', 'a', 'c', 'd'], 1)) == 5
-    assert [a['queries'] for a in asked] == [['a', 'b'], ['c', 'd']]
-
-
-def test_the_http_door(corpus):
-    for url in ('localhost:8000', '', None, 'ftp://x'):
-        with pytest.raises(ValueError, match='url'): SearchClient(url)
-    for bad in (dict(seconds=0), dict(tries=0), dict(pause=-1), dict(batch=0)):
-        with pytest.raises(ValueError, match=next(iter(bad))): SearchClient('http://localhost', **bad)
-    with pytest.raises(TypeError, match='search'): SearchServer(corpus)
-    with pytest.raises(TypeError, match='list of strings'): SearchClient('http://localhost').search('q', 1)
-    with SearchServer(BM25(corpus)) as server:
-        with pytest.raises(OSError): SearchServer(BM25(corpus), port=server.server_address[1])
-
-
-def test_a_proxy_of_the_environment_is_not_asked(corpus, monkeypatch):
-    for name in ('http_proxy', 'HTTP_PROXY'): monkeypatch.setenv(name, 'http://127.0.0.1:9')
-    monkeypatch.delenv('no_proxy', raising=False)
-    with SearchServer(BM25(corpus)) as server: assert SearchClient(server.url, tries=1).search(['odd'], 1)[0]
-
-
-def test_a_saved_index_is_served_from_the_command_line(corpus, tmp_path, root):
-    BM25(corpus).save(tmp_path / 'index')
-    # a background job's children are born deaf to SIGINT; no preexec_fn, for which all of this process is copied
-    hearing = ('import runpy, signal; signal.signal(signal.SIGINT, signal.default_int_handler); '
-               "runpy.run_module('credit_rl.retrieval', run_name='__main__')")
-    process = subprocess.Popen([sys.executable, '-c', hearing, str(tmp_path / 'index'), '--port', '0'], cwd=root,
-                               stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    try:
-        line = process.stdout.readline()
-        url = re.fullmatch(r'7 passages at (http://127\.0\.0\.1:\d+/retrieve)\n', line)[1]
-        assert SearchClient(url).search(['odd'], 3) == BM25(corpus).search(['odd'], 3)
-        process.send_signal(signal.SIGINT)
-        assert process.wait() == 0 and process.stdout.read() == ''
-    finally:
-        if process.poll() is None: process.kill()
-        process.stdout.close()
+def test_what_cannot_be_built_in_shards_leaves_nothing(tmp_path):
+    good, folder = [Passage('0', '', 'a b'), Passage('1', '', 'c')], tmp_path / 'index'
+    def breaking():
+        yield good[0]
+        raise OSError('the disk is gone')
+    for passages, error, said in (([], ValueError, 'empty'), ([Passage('0', '', '?!')], ValueError, 'has a word'),
+                                  (['a b'], TypeError, 'made of Passage'), (breaking(), OSError, 'disk is gone'),
+                                  (good + good[:1], ValueError, "the id '0' of passage 3 stands twice")):
+        with pytest.raises(error, match=said): build_index(passages, folder)
+        assert not list(tmp_path.iterdir())
+    for bad in (dict(variant='bm25+'), dict(k1=-1), dict(b=2), dict(shard=0), dict(most=0)):
+        with pytest.raises(ValueError): build_index(good, folder, **bad)
+    build_index(good, folder)
+    with pytest.raises(OSError): build_index(breaking(), folder)              # and an older index stays
+    assert BM25.load(folder, good).search(['c'], 1)[0][0].id == '1'
+    assert read_index(folder)['passages'] == 2
 
 
 @pytest.mark.skipif(not DATA, reason='CREDIT_RL_DATA is not set')

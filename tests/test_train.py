@@ -29,7 +29,7 @@ from credit_rl.layout import pack
 from credit_rl.learner import BadStep, saved_policy
 from credit_rl.methods import extra_passes, get_method
 from credit_rl.parts import Batch, Credit, Seen, bind
-from credit_rl.retrieval import SearchServer
+from credit_rl.search_service import SearchServer
 from credit_rl.runlog import RunLog, latest_checkpoint, named_checkpoint, read_metrics, read_turns, same_metrics
 from credit_rl.train import main, train
 from credit_rl.trajectory import Group, example_group, trajectory_from_json
