@@ -1,0 +1,150 @@
+"""Rows that share a prefix, read as a forest and in rows of their own: the same losses, gradients, whole steps."""
+import copy
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+from torch.testing import assert_close
+from transformers import (GPT2Config, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, Qwen2Config,
+                          Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM)
+
+from credit_rl.layout import token_logps, hidden_states
+from credit_rl.trees import CHUNK, Paths, attend_by_trees, check_tree, node_numbers, path_attention, plant
+
+SIZES = dict(vocab_size=40, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+             num_key_value_heads=2, head_dim=8, initializer_range=.3, max_position_embeddings=1024)
+MADE = {
+    'qwen2': lambda **o: Qwen2ForCausalLM(Qwen2Config(**SIZES, **o)),
+    'qwen3': lambda **o: Qwen3ForCausalLM(Qwen3Config(**SIZES, **o)),
+    'llama': lambda **o: LlamaForCausalLM(LlamaConfig(**SIZES, **o)),
+    'mistral': lambda **o: MistralForCausalLM(MistralConfig(**SIZES, sliding_window=None, **o)),
+}
+
+
+def made(kind='qwen2', attention='sdpa', **options):
+    torch.manual_seed(0)
+    model = MADE[kind](**options).train()
+    model.set_attn_implementation(attention)
+    return model
+
+
+@st.composite
+def rows(draw):
+    "Rows that grow off each other at random: nothing shared, prefixes of each other, the same row twice, single tokens."
+    found = [draw(st.lists(st.integers(1, 39), min_size=1, max_size=12))]
+    for _ in range(draw(st.integers(0, 6))):
+        base = draw(st.sampled_from(found))
+        kept = draw(st.integers(0, len(base)))
+        found.append(base[:kept] + draw(st.lists(st.integers(1, 39), min_size=0 if kept else 1, max_size=8)))
+    return found
+
+
+def rectangle(found):
+    lengths = torch.tensor([len(row) for row in found])
+    ids = torch.zeros(len(found), int(lengths.max()), dtype=torch.long)
+    for i, row in enumerate(found): ids[i, :len(row)] = torch.tensor(row)
+    return ids, lengths
+
+
+def both_ways(model, ids, lengths, seed=0):
+    "Loss and gradients of a random weighted sum of log-probabilities and entropies, by rows and by a tree."
+    trained = torch.arange(ids.shape[1]) < lengths[:, None]
+    weights = torch.randn(ids.shape, generator=torch.Generator().manual_seed(seed))
+    out = []
+    for tree in (None, plant(ids, node_numbers(ids, lengths))):
+        model.zero_grad()
+        logp, entropy = token_logps(model, ids, trained, .7, True, hidden_states(model, ids, tree))
+        loss = ((logp + .1 * entropy) * weights * trained).sum() / trained.sum()
+        if loss.requires_grad: loss.backward()
+        out.append((logp.detach(), loss.detach(), {n: p.grad.clone() for n, p in model.named_parameters()
+                                                  if p.grad is not None}))
+    return out
+
+
+def check_both(model, ids, lengths, seed=0):
+    (logp, loss, gradients), (logp2, loss2, gradients2) = both_ways(model, ids, lengths, seed)
+    assert_close(logp2, logp, atol=1e-5, rtol=1e-5)
+    assert_close(loss2, loss, atol=1e-5, rtol=1e-5)
+    assert gradients.keys() == gradients2.keys()
+    for name in gradients: assert_close(gradients2[name], gradients[name], atol=1e-4, rtol=1e-4)
+
+
+MODELS = {}
+
+
+@settings(max_examples=60, deadline=None)
+@given(rows(), st.sampled_from([*MADE]), st.sampled_from(['eager', 'sdpa']), st.integers(0, 9))
+def test_any_forest_is_its_rows(found, kind, attention, seed):
+    if (kind, attention) not in MODELS: MODELS[kind, attention] = made(kind, attention)
+    check_both(MODELS[kind, attention], *rectangle(found), seed)
+
+
+@settings(max_examples=100, deadline=None)
+@given(rows())
+def test_nodes_are_the_prefixes_of_the_rows(found):
+    ids, lengths = rectangle(found)
+    nodes = node_numbers(ids, lengths)
+    prefix = {}
+    for row, numbers in zip(found, nodes.tolist()):
+        for n in range(len(row)): assert prefix.setdefault(numbers[n], row[:n + 1]) == row[:n + 1]
+    assert sorted(prefix) == list(range(len({tuple(p) for p in prefix.values()})))
+    tree = plant(ids, nodes)
+    sees = [[prefix[q][:len(prefix[k])] == prefix[k] for k in range(len(prefix))] for q in range(len(prefix))]
+    assert tree.mask().tolist() == sees and tree.work[1] == sum(map(sum, sees))
+    some = torch.tensor([i for i in range(len(found)) if i % 2 == 0])
+    assert set(plant(ids[some], nodes[some]).ids.tolist()) <= set(tree.ids.tolist())
+    q, k, v = torch.randn(3, 1, 2, len(prefix), 4, dtype=torch.float64)
+    dense = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=tree.mask())
+    assert_close(path_attention(q, k, v, Paths(tree)), dense)
+
+
+def test_long_stretches_attend_in_chunks():
+    torch.manual_seed(1)
+    first = torch.randint(1, 40, (40,)).tolist()
+    long = [first + torch.randint(1, 40, (n,)).tolist() for n in (CHUNK + 60, 2 * CHUNK + 3, 5)]
+    check_both(made(), *rectangle([*long, long[0][:CHUNK] + [1, 2, 3]]))
+
+
+@pytest.mark.parametrize('reentrant', [False, True])
+def test_checkpointed_gradients_are_the_same(reentrant):
+    ids, lengths = rectangle([[1, 2, 3, 4, 5], [1, 2, 3, 7], [1, 2, 9, 9, 9, 9], [8]])
+    plain, less = made(), made()
+    less.gradient_checkpointing_enable({'use_reentrant': reentrant})
+    if reentrant: less.enable_input_require_grads()
+    _, (logp, _, gradients) = both_ways(plain, ids, lengths)
+    _, (logp2, _, gradients2) = both_ways(less, ids, lengths)
+    assert torch.equal(logp, logp2)
+    for name in gradients: assert_close(gradients2[name], gradients[name], atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize('attention', ['eager', 'sdpa'])
+def test_a_model_that_reads_trees_reads_rows_as_before(attention):
+    model, ids = made(attention=attention).eval(), torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]])
+    mask = torch.tensor([[0, 1, 1, 1], [1, 1, 1, 1]])
+    before = [model(ids).logits, model(ids, attention_mask=mask).logits[:, 1:], model.generate(ids, max_new_tokens=6)]
+    attend_by_trees(model)
+    after = [model(ids).logits, model(ids, attention_mask=mask).logits[:, 1:], model.generate(ids, max_new_tokens=6)]
+    for a, b in zip(before, after): assert torch.equal(a, b)
+    copied = copy.deepcopy(model)
+    check_both(copied, *rectangle([[1, 2, 3], [1, 2, 4]]))
+
+
+@pytest.mark.parametrize('config, why', [
+    (GPT2Config(), 'not for'),
+    (MistralConfig(sliding_window=4096), 'window'),
+    (Qwen2Config(use_sliding_window=True, sliding_window=64, max_window_layers=1), 'window'),
+    (LlamaConfig(attention_dropout=.1), 'dropout'),
+    (LlamaConfig(rope_parameters={'rope_type': 'dynamic', 'factor': 2., 'rope_theta': 1e4}), 'dynamic'),
+], ids=['architecture', 'mistral', 'qwen2', 'dropout', 'rope'])
+def test_what_would_be_wrong_is_refused(config, why):
+    with pytest.raises(ValueError, match=why): check_tree(config)
+
+
+def test_dropout_of_low_rank_additions_is_refused():
+    from peft import LoraConfig, inject_adapter_in_model
+    for drop in (0., .1):
+        model = inject_adapter_in_model(LoraConfig(r=2, target_modules=['q_proj'], lora_dropout=drop), made())
+        if drop:
+            with pytest.raises(ValueError, match='drops'): attend_by_trees(model)
+        else: check_both(model, *rectangle([[1, 2, 3], [1, 2, 4]]))
