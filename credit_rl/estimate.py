@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['KNOWN_SIZES', 'Sizes', 'read_sizes', 'Plan', 'model_memory', 'working_memory', 'start_memory', 'memory',
-           'forward_flops', 'measure_tflops', 'step_seconds', 'describe']
+           'forward_flops', 'measure_tflops', 'step_seconds', 'rows_work', 'work_flops', 'sharing_gain',
+           'describe_sharing', 'describe']
 
 # %% ../nbs/04_estimate.ipynb #c002
 from dataclasses import dataclass
@@ -179,12 +180,45 @@ def step_seconds(
     back = (4 if plan.checkpointing else 3) * (2 if plan.critic or plan.twice else 1)
     return {'acting': one / acting, 'reading': reads * one, 'learning': epochs * back * one}
 
-# %% ../nbs/04_estimate.ipynb #c029
+# %% ../nbs/04_estimate.ipynb #p0411
 def _short(x):
     "Write a number with a prefix: 7.62 G for 7,615,616,512."
     power = min(4, max(0, (len(str(int(x))) - 1) // 3))
     return f'{x / 1000 ** power:.3g} {"kMGT"[power - 1] if power else ""}'
 
+def rows_work(prompt, response, segments=1, together=1):
+    """Count what `together` trajectories of one question are, (tokens, pairs) of rows of their own and of a tree. Each
+    has `response` tokens after the prompt; of `segments` rows, each reads all before it anew, padded to the longest."""
+    row = prompt + response
+    apart = together * segments * row, together * segments * row * row / 2
+    return apart, (prompt + together * response, prompt ** 2 / 2 + together * response * (prompt + response / 2))
+
+def work_flops(sizes, tokens, pairs):
+    "Count the FLOPs of a forward over so many tokens and pairs."
+    return 2 * sizes.multiplied * tokens + 4 * pairs * sizes.query * sizes.layers
+
+def sharing_gain(sizes, apart, shared):  # (tokens, pairs) each
+    "How many times the work of a tree rows of their own are, in FLOPs."
+    return work_flops(sizes, *apart) / work_flops(sizes, *shared)
+
+def describe_sharing(
+    sizes,
+    prompt,      # tokens of a prompt, at most; None: not known
+    response,    # tokens after it, at most
+    segments,    # rows of a trajectory
+    together,    # trajectories of one question in a forward, at least 1
+):
+    "Say in a line of text what a tree saves."
+    if prompt is None:
+        return ('tree: what it saves depends on how long prompts are; give prompt_tokens and response_tokens to have it '
+                'predicted')
+    apart, shared = rows_work(prompt, response, segments, together)
+    rows = f'{together:.3g} trajectories of a question in a forward, {segments} row{"s" * (segments > 1)} each'
+    return (f'tree: {_short(shared[0])}tokens in place of {_short(apart[0])}(with padding; {rows}), by counts '
+            f'{sharing_gain(sizes, apart, shared):.2f} times as fast to read and to learn from, if every row is as long '
+            'as it may be')
+
+# %% ../nbs/04_estimate.ipynb #c029
 def describe(sizes, plan, seconds, steps):
     "Say the estimate in lines of text."
     found = memory(sizes, plan)

@@ -1,6 +1,11 @@
 """Rows that share a prefix, read as a forest and in rows of their own: the same losses, gradients, whole steps."""
 import copy
-import dataclasses
+import importlib.util
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,7 +14,7 @@ from torch.testing import assert_close
 from transformers import (GPT2Config, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, Qwen2Config,
                           Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM)
 
-from credit_rl.layout import token_logps, hidden_states
+from credit_rl.layout import hidden_states, token_logps
 from credit_rl.trees import CHUNK, Paths, attend_by_trees, check_tree, node_numbers, path_attention, plant
 
 SIZES = dict(vocab_size=40, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
@@ -148,3 +153,50 @@ def test_dropout_of_low_rank_additions_is_refused():
         if drop:
             with pytest.raises(ValueError, match='drops'): attend_by_trees(model)
         else: check_both(model, *rectangle([[1, 2, 3], [1, 2, 4]]))
+
+
+# ---- whole steps ----
+
+def assert_same_steps(found, wanted):
+    "What was seen, logged and learned is the same in float32."
+    for x, y in zip(found['seen'], wanted['seen'], strict=True):
+        assert x.keys() == y.keys()
+        for name in x: assert_close(x[name], y[name], atol=1e-4, rtol=0, equal_nan=True, msg=lambda m: f'{name}: {m}')
+    for x, y in zip(found['logs'], wanted['logs'], strict=True):
+        assert {n: float(v) for n, v in x.items()} == pytest.approx({n: float(v) for n, v in y.items()}, abs=1e-5)
+    assert_close(found['weights'], wanted['weights'], atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize('critic', [None, 'own', 'shared'])
+def test_steps_with_trees_are_those_without(critic, monkeypatch):
+    import tree_steps
+    from credit_rl import learner
+    from credit_rl.learner import PlainBackend
+    wanted, forwards = tree_steps.two_steps(PlainBackend(), False, critic), []
+    grown = learner.tree_of
+    monkeypatch.setattr(learner, 'tree_of', lambda ids, nodes: forwards.append(grown(ids, nodes)) or forwards[-1])
+    assert_same_steps(tree_steps.two_steps(PlainBackend(), True, critic), wanted)
+    assert sum(tree is not None for tree in forwards) >= 8          # and they were trees
+
+
+def launch(out, *stages):
+    "What two ranks of tree_steps found, rank 0's."
+    import tree_steps
+    with socket.socket() as free:
+        free.bind(('127.0.0.1', 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, '-m', 'torch.distributed.run', '--nproc_per_node', 2, '--master_addr', '127.0.0.1',
+               '--master_port', port, tree_steps.__file__, out, *stages]
+    done = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=1500, env={
+        **os.environ, 'OMP_NUM_THREADS': '1', **({'GLOO_SOCKET_IFNAME': 'lo'} if sys.platform == 'linux' else {})})
+    assert Path(out).exists(), (done.stdout + done.stderr)[-6000:]
+    return torch.load(out, weights_only=True)
+
+
+@pytest.mark.skipif(not importlib.util.find_spec('deepspeed'), reason='pip install credit_rl[train]')
+def test_deepspeeds_steps_with_trees_are_the_plain_learners_without(tmp_path):
+    import tree_steps
+    from credit_rl.learner import PlainBackend
+    found, wanted = launch(tmp_path / 'out.pt', 0, 1, 2, 3), tree_steps.two_steps(PlainBackend(), False)
+    assert sorted(found) == [0, 1, 2, 3]
+    for stage in found: assert_same_steps(found[stage], wanted)
