@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['KNOWN_SIZES', 'Sizes', 'read_sizes', 'Plan', 'model_memory', 'working_memory', 'start_memory', 'memory',
-           'forward_flops', 'measure_tflops', 'step_seconds', 'rows_work', 'work_flops', 'sharing_gain',
+           'forward_flops', 'measure_tflops', 'step_seconds', 'row_spans', 'rows_work', 'work_flops', 'sharing_gain',
            'describe_sharing', 'describe']
 
 # %% ../nbs/04_estimate.ipynb #c002
@@ -186,12 +186,23 @@ def _short(x):
     power = min(4, max(0, (len(str(int(x))) - 1) // 3))
     return f'{x / 1000 ** power:.3g} {"kMGT"[power - 1] if power else ""}'
 
+def row_spans(prompt, response, segments=1):
+    """List the stretches that a tree computes of a trajectory after its prompt: (tokens before, tokens). Its longest
+    row has `response` tokens after the prompt. Where contexts are edited, a call's reasoning, output and notes are
+    taken to be equally long, and notes are computed twice: behind the output, and in its place."""
+    if segments == 1: return [(prompt, response)]
+    u, spans = response / segments, []
+    for base in (prompt + 2 * u * k for k in range(segments // 2)):
+        spans += [(base, u), (base + u, u), (base + 2 * u, u), (base + u, u)]
+    return [*spans, (prompt + 2 * u * (segments // 2), u)]
+
 def rows_work(prompt, response, segments=1, together=1):
-    """Count what `together` trajectories of one question are, (tokens, pairs) of rows of their own and of a tree. Each
-    has `response` tokens after the prompt; of `segments` rows, each reads all before it anew, padded to the longest."""
-    row = prompt + response
+    """Count what `together` trajectories of one question are: (tokens, pairs) of rows of their own, padded to the
+    longest, of which each segment is one; and of a tree."""
+    row, spans = prompt + response, row_spans(prompt, response, segments)
     apart = together * segments * row, together * segments * row * row / 2
-    return apart, (prompt + together * response, prompt ** 2 / 2 + together * response * (prompt + response / 2))
+    pairs = sum(n * (before + n / 2) for before, n in spans)
+    return apart, (prompt + together * sum(n for _, n in spans), prompt ** 2 / 2 + together * pairs)
 
 def work_flops(sizes, tokens, pairs):
     "Count the FLOPs of a forward over so many tokens and pairs."
@@ -210,8 +221,8 @@ def describe_sharing(
 ):
     "Say in a line of text what a tree saves."
     if prompt is None:
-        return ('tree: what it saves depends on how long prompts are; give prompt_tokens and response_tokens to have it '
-                'predicted')
+        return ('tree: what it saves depends on how long prompts are; give prompt_tokens and response_tokens to have '
+                'it predicted')
     apart, shared = rows_work(prompt, response, segments, together)
     rows = f'{together:.3g} trajectories of a question in a forward, {segments} row{"s" * (segments > 1)} each'
     return (f'tree: {_short(shared[0])}tokens in place of {_short(apart[0])}(with padding; {rows}), by counts '

@@ -64,8 +64,8 @@ def _rows(t, prefix):
 
 # %% ../nbs/23_layout.ipynb #c008
 def pack(groups, prefix=0, tree=False):
-    """Lay out groups of trajectories as a `Layout`. `prefix`: ids of the generation prefix that every context ends with.
-    `tree`: tokens that rows share are to be computed once."""
+    """Lay out groups of trajectories as a `Layout`. `prefix`: ids of the generation prefix that every context ends
+    with. `tree`: tokens that rows share are to be computed once."""
     counts = turn_counts(groups)
     if not counts: raise ValueError('there is nothing to pack: got no trajectories')
     rows, owner, states = [], [], torch.full((len(counts), max(counts) + 1, 2), -1)

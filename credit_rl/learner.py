@@ -473,16 +473,16 @@ def micro_batches(
     budget,   # most tokens in a forward, padding included; of a layout with nodes, most nodes
     ranks=1,
 ):
-    "Deal trajectories into the forwards that read them: list (ranks) of equally long lists of lists of places in chosen."
+    "Deal trajectories into forwards: list (ranks) of equally long lists of lists of places in `chosen`."
     if layout.nodes is None:
         sizes = padded_tokens(layout)
         return deal([sizes[i] for i in chosen], budget, ranks)
     nodes = [layout.nodes[layout.row_trajectory == i] for i in chosen]
     return deal_nodes([x[x >= 0].unique() for x in nodes], budget, ranks)
 
-def _tree_on(ids, nodes, device):
+def _tree_on(layout, rows, device):
     "The `Tree` of some rows on a device, as the argument of a forward: {} where they are read as they are."
-    tree = tree_of(ids, nodes)
+    tree = None if layout.nodes is None else tree_of(layout.ids[rows], layout.nodes[rows])
     return {} if tree is None else {'tree': tree.to(device)}
 
 def _frozen_scorer(model, policy):
@@ -635,8 +635,8 @@ class Learner:
                 chosen = sorted(part or [0])                                      # an idle rank runs one along
                 sub, rows = take(layout, chosen), rows_of(layout, chosen)
                 valued = self.critic.where(sub.token_turns).to(device) if 'values' in want else None
-                tree = _tree_on(sub.ids, sub.nodes, device)
-                outputs = module(sub.ids.to(device), sub.trained.to(device), valued, want, **tree)
+                outputs = module(sub.ids.to(device), sub.trained.to(device), valued, want,
+                                 **_tree_on(layout, rows, device))
                 for name in want if part else ():
                     out[name][rows, :sub.ids.shape[1]] = outputs[name].float().cpu()
         return self.backend.gather(out)
@@ -668,8 +668,8 @@ class Learner:
             rows = rows_of(layout, chosen[part] if part else chosen[:1])  # an idle rank runs one along, with weight 0
             width = int(layout.lengths[rows].max())
             micro = {k: None if v is None else v[rows, :width].to(backend.device) for k, v in tensors.items()}
-            tree = _tree_on(layout.ids[rows], layout.nodes if layout.nodes is None else layout.nodes[rows], backend.device)
-            outputs = self.modules['policy'](micro['ids'], micro['trained'], micro.get('valued'), want, **tree)
+            outputs = self.modules['policy'](micro['ids'], micro['trained'], micro.get('valued'), want,
+                                             **_tree_on(layout, rows, backend.device))
             loss, log = batch_loss(outputs, micro, self.loss, layout.row_trajectory[rows].to(backend.device),
                                    1. if part else 0.)
             backend.backward(loss, last=i + 1 == len(parts))

@@ -386,7 +386,7 @@ class TreeBatch:
         return dataclasses.replace(self, **{f.name: getattr(self, f.name).to(device) for f in dataclasses.fields(self)})
 
 def _paths(ids, work, own, part, mine):
-    "The ids (P, L) and lengths (P,) of the rows `part` as far as they are read, and behind them of the branches `mine`."
+    "Ids (P, L) and lengths (P,) of the rows `part` as far as they are read, and behind them of the branches `mine`."
     read, row, before = (work.end[work.template] - 1)[mine], work.row[mine], work.position[mine] + 1
     lengths = torch.cat([own[part], before + read])
     source, kept = torch.cat([part, row]), torch.cat([own[part], before])

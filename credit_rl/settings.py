@@ -522,7 +522,7 @@ def _check_words(acting, data):
                          f"protocol={acting.protocol!r}")
 
 def _check_tree(model, lora):
-    "Refuse a folder's model that reads no trees, and low-rank additions that drop; a model on the hub is left to its load."
+    "Refuse a folder's model that reads no trees, and low-rank additions that drop; one on the hub is left to its load."
     if lora.get('lora_dropout'):
         raise ValueError(f'tree wants no dropout, got lora_dropout={lora["lora_dropout"]}: set it to 0, or leave tree '
                          'out')

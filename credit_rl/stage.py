@@ -305,7 +305,7 @@ def make_learner(
     return Learner(model, loss, optimiser, critic, frozen, s.acting.temperature, s.course.seed, backend)
 
 def _read_trees(*models):
-    "Let the models of a learner read trees, as far as they are models of their own. Raises ValueError on one that can't."
+    "Let a learner's models read trees, as far as they are models of their own. Raises ValueError on one that can't."
     for m in models:
         if m not in (None, 'base'): attend_by_trees(m)
 

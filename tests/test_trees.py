@@ -36,7 +36,7 @@ def made(kind='qwen2', attention='sdpa', **options):
 
 @st.composite
 def rows(draw):
-    "Rows that grow off each other at random: nothing shared, prefixes of each other, the same row twice, single tokens."
+    "Rows that grow off each other: nothing shared, prefixes of each other, the same row twice, single tokens."
     found = [draw(st.lists(st.integers(1, 39), min_size=1, max_size=12))]
     for _ in range(draw(st.integers(0, 6))):
         base = draw(st.sampled_from(found))
