@@ -226,8 +226,8 @@ def describe_sharing(
     apart, shared = rows_work(prompt, response, segments, together)
     rows = f'{together:.3g} trajectories of a question in a forward, {segments} row{"s" * (segments > 1)} each'
     return (f'tree: {_short(shared[0])}tokens in place of {_short(apart[0])}(with padding; {rows}), by counts '
-            f'{sharing_gain(sizes, apart, shared):.2f} times as fast to read and to learn from, if every row is as long '
-            'as it may be')
+            f'{sharing_gain(sizes, apart, shared):.2f} times as fast to read and to learn from, if every row is as '
+            'long as it may be')
 
 # %% ../nbs/04_estimate.ipynb #c029
 def describe(sizes, plan, seconds, steps):

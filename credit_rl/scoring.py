@@ -16,7 +16,7 @@ import torch
 from .layout import token_logps
 from .options import Option
 from .protocol import PROTOCOLS
-from .trees import NAMES, Tree, deal_nodes, node_numbers, plant, read_tree
+from .trees import Tree, adds_mask, deal_nodes, node_numbers, plant, read_tree
 
 # %% ../nbs/24_scoring.ipynb #c005
 @dataclass(frozen=True)
@@ -450,7 +450,7 @@ def _attention(model, batch):
         return create_block_mask(see, *segment.shape[:1], None, segment.shape[1], segment.shape[1],
                                  device=str(segment.device))
     mask = batch.mask()
-    if kind not in ('eager', NAMES['eager']): return mask
+    if not adds_mask(model): return mask
     closed = torch.finfo(model.dtype).min
     return torch.zeros(mask.shape, dtype=model.dtype, device=mask.device).masked_fill(~mask, closed)
 

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['CHUNK', 'BLOCK', 'NAMES', 'ARCHITECTURES', 'WORTH', 'node_numbers', 'Tree', 'plant', 'Paths', 'path_attention',
-           'block_mask', 'tree_attention', 'check_tree', 'attend_by_trees', 'read_tree', 'spread', 'tree_of',
-           'deal_nodes']
+           'block_mask', 'tree_attention', 'check_tree', 'attend_by_trees', 'adds_mask', 'read_tree', 'spread',
+           'tree_of', 'deal_nodes']
 
 # %% ../nbs/17_trees.ipynb #t002
 import functools, sys
@@ -82,7 +82,7 @@ def plant(
     return Tree(own, at, torch.zeros_like(numbers).scatter_reduce(0, column, leaf, 'amax'), place)
 
 # %% ../nbs/17_trees.ipynb #t010
-CHUNK = 256      # queries that attend at once to what stands before them: what they may not see is computed, then dropped
+CHUNK = 256      # queries that attend at once to what stands before them; what they may not see is computed and dropped
 BLOCK = 128      # columns in a block of flex attention
 NAMES = {'eager': 'tree_eager', 'sdpa': 'tree_sdpa'}   # what a model is set to: its own attention, and that of trees
 
@@ -192,6 +192,12 @@ def attend_by_trees(
                          "with attn_implementation='sdpa', or leave tree out")
     _register()
     model.set_attn_implementation(NAMES[kind])
+
+def adds_mask(
+    model,  # Hugging Face causal model
+):
+    "Whether a model's attention adds its mask to the scores, so that booleans would be wrong: bool."
+    return model.config._attn_implementation in ('eager', NAMES['eager'])
 
 @functools.cache
 def _register():

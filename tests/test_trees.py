@@ -200,3 +200,75 @@ def test_deepspeeds_steps_with_trees_are_the_plain_learners_without(tmp_path):
     found, wanted = launch(tmp_path / 'out.pt', 0, 1, 2, 3), tree_steps.two_steps(PlainBackend(), False)
     assert sorted(found) == [0, 1, 2, 3]
     for stage in found: assert_same_steps(found[stage], wanted)
+
+
+# ---- runs ----
+
+ROOT = Path(__file__).resolve().parents[1]
+SHORT = dict(model=str(ROOT / 'data' / 'tiny_base'), steps=1, eval_every=1, questions_per_step=4, group_size=4,
+             questions=50, dev_questions=4, test_questions=4, max_turns=3, turn_tokens=12, world={'size': 200},
+             threads=1, kl=.01, minibatches=1)
+
+
+def test_a_run_with_trees_takes_the_steps_of_one_without(tmp_path):
+    from credit_rl.runlog import read_metrics
+    from credit_rl.train import train
+    tables = {}
+    for tree in (False, True):
+        folder = train({**SHORT, 'method': 'tips', 'tree': tree, 'gradient_checkpointing': tree,
+                        'run': str(tmp_path / f'run{tree}')}, say=lambda line: None)
+        tables[tree] = read_metrics(folder)
+    plain, trees = ({n: v for n, v in t.iloc[1].items() if not n.startswith('seconds')} for t in tables.values())
+    assert plain['updates'] == 1 and plain['grad_norm'] > 0 and plain.keys() == trees.keys()
+    assert trees == pytest.approx(plain, abs=1e-4, rel=1e-4, nan_ok=True)
+
+
+def test_a_dry_run_says_what_sharing_saves_before_it_is_measured():
+    from credit_rl.train import train
+    lines = []
+    settings = dict(model=SHORT['model'], dry_run=True, tflops=1., group_size=16, minibatches=1, row_tokens=4096,
+                    prompt_tokens=64, response_tokens=128, run='runs/planned')
+    train({**settings, 'tree': True}, say=lines.append)
+    said = next(line for line in lines if line.startswith('tree:'))
+    assert f'{64 + 16 * 128:,}'.replace(',', '.')[:4] in said and '16 trajectories' in said
+    lines.clear()
+    train(settings, say=lines.append)
+    assert not any('tree' in line for line in lines)
+
+
+def test_the_prediction_is_the_work_of_real_rows():
+    """Of equally long rows without a common token after the prompt it is exact, and of segments, whose calls are as
+    long as it takes them to be."""
+    from credit_rl.estimate import rows_work
+    rng = iter(range(10 ** 6))
+    new = lambda n: [next(rng) for _ in range(n)]
+    prompt = new(20)
+    together = [prompt + new(30) for _ in range(5)]
+    base, edited = list(prompt), []
+    for _ in range(7):
+        action, seen, notes = new(4), new(4), new(4)
+        edited += [base + action, base + action + seen + notes]
+        base = base + action + notes
+    edited.append(base + new(4))
+    for rows, args in ((together, (20, 30, 1, 5)), (edited, (20, 60, 15, 1))):
+        ids, lengths = rectangle(rows)
+        (apart, _), shared = rows_work(*args)
+        assert apart == ids.numel()
+        tokens, pairs = plant(ids, node_numbers(ids, lengths)).work
+        assert (tokens, pairs - tokens / 2) == pytest.approx(shared)
+
+
+@pytest.mark.parametrize('settings, why', [
+    (dict(lora={'r': 2, 'lora_dropout': .1}), 'lora_dropout'), (dict(model='gpt2'), 'not for')])
+def test_a_run_that_cannot_read_trees_does_not_begin(settings, why, tmp_path):
+    from transformers import AutoTokenizer, GPT2LMHeadModel
+    from credit_rl.train import train
+    if 'model' in settings:
+        settings['model'] = str(tmp_path / 'model')
+        tokenizer = AutoTokenizer.from_pretrained(SHORT['model'])
+        small = GPT2Config(vocab_size=len(tokenizer), n_embd=8, n_layer=1, n_head=1)
+        GPT2LMHeadModel(small).save_pretrained(settings['model'])
+        tokenizer.save_pretrained(settings['model'])
+    with pytest.raises(ValueError, match=why):
+        train({**SHORT, 'tree': True, **settings, 'run': str(tmp_path / 'run')}, say=lambda line: None)
+    assert not (tmp_path / 'run').exists()
