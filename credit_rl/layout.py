@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch.nn.utils.rnn import pad_sequence
 from .trajectory import group_index, turn_counts
-from .trees import node_numbers, read_tree, spread
+from .trees import node_numbers, read_tree, states_at
 
 # %% ../nbs/23_layout.ipynb #c004
 @dataclass(frozen=True)
@@ -146,8 +146,8 @@ def hidden_states(
     ids,        # (R, T) long, padded on the right
     tree=None,  # Tree of these rows: what they share is computed once; None: row by row
 ):
-    "Read rows once: last hidden states (R, T, d)."
-    if tree is not None: return spread(read_tree(model, tree), tree)
+    "Read rows once: last hidden states (R, T, d), or with a tree those of its columns (W, d)."
+    if tree is not None: return read_tree(model, tree)
     return model.base_model(input_ids=ids, use_cache=False).last_hidden_state
 
 # %% ../nbs/23_layout.ipynb #c030
@@ -157,14 +157,15 @@ def token_logps(
     trained,          # (R, T) bool
     temperature=1.0,  # > 0, divides the logits
     entropy=False,    # True: that of each trained token's distribution too
-    hidden=None,      # (R, T, d) last hidden states of the rows, where they are known (hidden_states)
+    hidden=None,      # last hidden states of the rows, where they are known (hidden_states)
+    place=None,       # (R, T) long: where each token's state stands among those of a tree's columns
 ):
     "Log-probability of each trained token, in nats, and with `entropy` a pair: (R, T) float32, 0 elsewhere."
     hidden = hidden_states(model, ids) if hidden is None else hidden
     target = trained.clone()
     target[:, 0] = False                                     # the first token of a row has no prediction
     before = target.roll(-1, 1)
-    logp = (model.get_output_embeddings()(hidden[before]).float() / temperature).log_softmax(-1)
+    logp = (model.get_output_embeddings()(states_at(hidden, before, place)).float() / temperature).log_softmax(-1)
     spread = lambda values: torch.zeros(ids.shape, device=ids.device).masked_scatter(target, values)
     own = spread(logp.gather(-1, ids[target][:, None])[:, 0])
     return (own, spread(-(logp.exp() * logp).sum(-1))) if entropy else own

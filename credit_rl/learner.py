@@ -144,13 +144,14 @@ class Scorer(torch.nn.Module):
         "What is wanted, by name: (R, T) each, 0 where it is not asked. With a batch of answers, {'asked': (Q,)}."
         if batch is not None: return {'asked': batch_logps(self.model, batch, self.temperature)}
         out, shared = {}, self.critic is not None and self.critic.model is None
+        place = None if tree is None else tree.place
         hidden = hidden_states(self.model, ids, tree) if shared or {'logp', 'entropy'} & set(want) else None
         if {'logp', 'entropy'} & set(want):
-            scored = token_logps(self.model, ids, trained, self.temperature, 'entropy' in want, hidden)
+            scored = token_logps(self.model, ids, trained, self.temperature, 'entropy' in want, hidden, place)
             out |= dict(zip(('logp', 'entropy'), scored)) if 'entropy' in want else {'logp': scored}
         if 'values' in want:
             read = scale_gradient(hidden, self.critic.mix) if shared else hidden_states(self.critic.model, ids, tree)
-            out['values'] = token_values(read, valued, self.critic.head)
+            out['values'] = token_values(read, valued, self.critic.head, place)
         return out
 
 def parameter_groups(

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['CHUNK', 'BLOCK', 'NAMES', 'ARCHITECTURES', 'WORTH', 'node_numbers', 'Tree', 'plant', 'Paths', 'path_attention',
-           'block_mask', 'tree_attention', 'check_tree', 'attend_by_trees', 'adds_mask', 'read_tree', 'spread',
+           'block_mask', 'tree_attention', 'check_tree', 'attend_by_trees', 'adds_mask', 'read_tree', 'states_at',
            'tree_of', 'deal_nodes']
 
 # %% ../nbs/17_trees.ipynb #t002
@@ -210,25 +210,27 @@ def _register():
 
 # %% ../nbs/17_trees.ipynb #t019
 def read_tree(
-    model,  # Hugging Face causal model
-    tree,   # Tree on its device
+    model,      # Hugging Face causal model
+    tree,       # Tree on its device
+    flex=None,  # True: by flex attention; None: on all devices but a CPU
 ):
     "Read a forest once: last hidden states (W, d). Raises ValueError on a model that check_tree refuses."
     attend_by_trees(model)
-    width, fast = len(tree.ids), tree.ids.device.type != 'cpu'
-    if fast: tree = tree.padded(BLOCK)
+    width, flex = len(tree.ids), tree.ids.device.type != 'cpu' if flex is None else flex
+    if flex: tree = tree.padded(BLOCK)
     # a mask with four axes is passed on as it is, and the attention over trees does not look at it
     unread = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=tree.ids.device)
-    how = block_mask(tree) if fast else Paths(tree)
+    how = block_mask(tree) if flex else Paths(tree)
     return model.base_model(input_ids=tree.ids[None], position_ids=tree.positions[None], attention_mask=unread,
                             use_cache=False, tree=how).last_hidden_state[0, :width]
 
-def spread(
-    hidden,  # (W, d)
-    tree,    # Tree
+def states_at(
+    hidden,      # (R, T, d) states of rows, or with `place` (W, d) of columns
+    where,       # (R, T) bool
+    place=None,  # (R, T) long: the column of each token, see Tree
 ):
-    "Give every token of the rows the state of its column: (R, T, d); at padding it is that of column 0."
-    return hidden.index_select(0, tree.place.clamp(min=0).flatten()).view(*tree.place.shape, -1)
+    "Pick the states of some tokens of rows: (n, d)."
+    return hidden[where] if place is None else hidden.index_select(0, place[where])
 
 # %% ../nbs/17_trees.ipynb #t022
 WORTH = 1.05   # a rectangle of rows is read as it is unless its tokens, padding included, are so many times the nodes

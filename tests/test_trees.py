@@ -15,7 +15,7 @@ from transformers import (GPT2Config, LlamaConfig, LlamaForCausalLM, MistralConf
                           Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM)
 
 from credit_rl.layout import hidden_states, token_logps
-from credit_rl.trees import CHUNK, Paths, attend_by_trees, check_tree, node_numbers, path_attention, plant
+from credit_rl.trees import CHUNK, Paths, attend_by_trees, check_tree, node_numbers, path_attention, plant, read_tree
 
 SIZES = dict(vocab_size=40, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
              num_key_value_heads=2, head_dim=8, initializer_range=.3, max_position_embeddings=1024)
@@ -59,7 +59,7 @@ def both_ways(model, ids, lengths, seed=0):
     out = []
     for tree in (None, plant(ids, node_numbers(ids, lengths))):
         model.zero_grad()
-        logp, entropy = token_logps(model, ids, trained, .7, True, hidden_states(model, ids, tree))
+        logp, entropy = token_logps(model, ids, trained, .7, True, hidden_states(model, ids, tree), tree and tree.place)
         loss = ((logp + .1 * entropy) * weights * trained).sum() / trained.sum()
         if loss.requires_grad: loss.backward()
         out.append((logp.detach(), loss.detach(), {n: p.grad.clone() for n, p in model.named_parameters()
@@ -109,6 +109,23 @@ def test_long_stretches_attend_in_chunks():
     first = torch.randint(1, 40, (40,)).tolist()
     long = [first + torch.randint(1, 40, (n,)).tolist() for n in (CHUNK + 60, 2 * CHUNK + 3, 5)]
     check_both(made(), *rectangle([*long, long[0][:CHUNK] + [1, 2, 3]]))
+
+
+@pytest.mark.filterwarnings('ignore:flex_attention called')
+@pytest.mark.parametrize('kind', [*MADE])
+def test_flex_attention_reads_the_same(kind, monkeypatch):
+    "By its block mask, as a GPU would, but not compiled."
+    from torch.nn.attention.flex_attention import flex_attention
+    from transformers.integrations import flex_attention as home
+    calls = []
+    def plain(query, key, value, training=False, **how):
+        calls.append(how['block_mask'])
+        return flex_attention(query, key, value, **how)
+    monkeypatch.setattr(home, 'compile_friendly_flex_attention', plain)
+    model, (ids, lengths) = made(kind).eval(), rectangle([[1, 2, 3, 4, 5], [1, 2, 3, 7], [1, 2, 9, 9, 9, 9], [8]])
+    tree = plant(ids, node_numbers(ids, lengths))
+    with torch.no_grad(): assert_close(read_tree(model, tree, flex=True), read_tree(model, tree), atol=1e-5, rtol=1e-5)
+    assert len(calls) == model.config.num_hidden_layers and None not in calls
 
 
 @pytest.mark.parametrize('reentrant', [False, True])
