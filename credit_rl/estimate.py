@@ -181,11 +181,6 @@ def step_seconds(
     return {'acting': one / acting, 'reading': reads * one, 'learning': epochs * back * one}
 
 # %% ../nbs/04_estimate.ipynb #p0411
-def _short(x):
-    "Write a number with a prefix: 7.62 G for 7,615,616,512."
-    power = min(4, max(0, (len(str(int(x))) - 1) // 3))
-    return f'{x / 1000 ** power:.3g} {"kMGT"[power - 1] if power else ""}'
-
 def row_spans(prompt, response, segments=1):
     """List the stretches that a tree computes of a trajectory after its prompt: (tokens before, tokens). Its longest
     row has `response` tokens after the prompt. Where contexts are edited, a call's reasoning, output and notes are
@@ -224,12 +219,17 @@ def describe_sharing(
         return ('tree: what it saves depends on how long prompts are; give prompt_tokens and response_tokens to have '
                 'it predicted')
     apart, shared = rows_work(prompt, response, segments, together)
-    rows = f'{together:.3g} trajectories of a question in a forward, {segments} row{"s" * (segments > 1)} each'
-    return (f'tree: {_short(shared[0])}tokens in place of {_short(apart[0])}(with padding; {rows}), by counts '
+    rows = f'{together:.3g} of the trajectories of a question in a forward, {segments} row{"s" * (segments > 1)} each'
+    return (f'tree: {shared[0]:,.0f} tokens in place of {apart[0]:,.0f} with padding ({rows}); by counts '
             f'{sharing_gain(sizes, apart, shared):.2f} times as fast to read and to learn from, if every row is as '
             'long as it may be')
 
 # %% ../nbs/04_estimate.ipynb #c029
+def _short(x):
+    "Write a number with a prefix: 7.62 G for 7,615,616,512."
+    power = min(4, max(0, (len(str(int(x))) - 1) // 3))
+    return f'{x / 1000 ** power:.3g} {"kMGT"[power - 1] if power else ""}'
+
 def describe(sizes, plan, seconds, steps):
     "Say the estimate in lines of text."
     found = memory(sizes, plan)

@@ -15,7 +15,9 @@ from transformers import (GPT2Config, LlamaConfig, LlamaForCausalLM, MistralConf
                           Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM)
 
 from credit_rl.layout import hidden_states, token_logps
-from credit_rl.trees import CHUNK, Paths, attend_by_trees, check_tree, node_numbers, path_attention, plant, read_tree
+from credit_rl.scoring import AnswerTemplate, answer_logps, answer_logps_separate, joint_logps
+from credit_rl.trees import (CHUNK, Paths, attend_by_trees, check_tree, deal_nodes, node_numbers, path_attention, plant,
+                             read_tree)
 
 SIZES = dict(vocab_size=40, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
              num_key_value_heads=2, head_dim=8, initializer_range=.3, max_position_embeddings=1024)
@@ -172,6 +174,39 @@ def test_dropout_of_low_rank_additions_is_refused():
         else: check_both(model, *rectangle([[1, 2, 3], [1, 2, 4]]))
 
 
+@settings(max_examples=60, deadline=None)
+@given(rows(), st.integers(1, 40), st.integers(1, 4))
+def test_everything_is_dealt_once_within_the_budget(found, budget, ranks):
+    ids, lengths = rectangle(found)
+    nodes = node_numbers(ids, lengths)
+    units = [row[row >= 0] for row in nodes]
+    shares = deal_nodes(units, budget, ranks)
+    assert len(shares) == ranks and len({len(parts) for parts in shares}) == 1
+    parts = [part for parts in shares for part in parts if part]
+    assert sorted(i for part in parts for i in part) == list(range(len(found)))
+    for part in parts: assert len(part) == 1 or len(torch.cat([units[i] for i in part]).unique()) <= budget
+    assert deal_nodes(units, 10 ** 6)[0] == [sorted(range(len(found)), key=lambda i: (units[i].tolist(), i))]
+
+
+@settings(max_examples=20, deadline=None)
+@given(rows(), st.lists(st.lists(st.integers(1, 39), min_size=2, max_size=4), min_size=1, max_size=3, unique_by=tuple),
+       st.sampled_from([5, 20, 10 ** 6]), st.booleans())
+def test_answers_scored_in_forests_are_those_scored_one_by_one(found, golds, budget, joint):
+    if 'score' not in MODELS: MODELS['score'] = made().eval()
+    model, (ids, lengths) = MODELS['score'], rectangle(found)
+    first = torch.stack([torch.arange(len(found)), torch.zeros_like(lengths)], 1)
+    states = torch.stack([first, torch.stack([torch.arange(len(found)), lengths - 1], 1)], 1)       # (N, 2, 2)
+    answers = [[AnswerTemplate(gold, i % 2, len(gold)) for i, gold in enumerate(golds)]] * len(found)
+    wanted = answer_logps_separate(model, (ids, lengths), states, answers)
+    if not joint: scores = answer_logps(model, (ids, lengths), states, answers, 'tree', budget)
+    else:
+        trained = (torch.arange(ids.shape[1]) < lengths[:, None]) & (ids % 2 == 0)
+        logp, scores = joint_logps(model, (ids, lengths), trained, states, answers, .7, 'tree', budget)
+        with torch.no_grad(): assert_close(logp, token_logps(model, ids, trained, .7), atol=1e-5, rtol=1e-5)
+    assert torch.equal(scores.tokens, wanted.tokens)
+    assert_close(scores.sums, wanted.sums, atol=1e-4, rtol=1e-5)
+
+
 # ---- whole steps ----
 
 def assert_same_steps(found, wanted):
@@ -247,7 +282,7 @@ def test_a_dry_run_says_what_sharing_saves_before_it_is_measured():
                     prompt_tokens=64, response_tokens=128, run='runs/planned')
     train({**settings, 'tree': True}, say=lines.append)
     said = next(line for line in lines if line.startswith('tree:'))
-    assert f'{64 + 16 * 128:,}'.replace(',', '.')[:4] in said and '16 trajectories' in said
+    assert said.startswith(f'tree: {64 + 16 * 128:,} tokens in place of {16 * 192:,} with padding (16 of the')
     lines.clear()
     train(settings, say=lines.append)
     assert not any('tree' in line for line in lines)
@@ -289,3 +324,11 @@ def test_a_run_that_cannot_read_trees_does_not_begin(settings, why, tmp_path):
     with pytest.raises(ValueError, match=why):
         train({**SHORT, 'tree': True, **settings, 'run': str(tmp_path / 'run')}, say=lambda line: None)
     assert not (tmp_path / 'run').exists()
+
+
+def test_what_is_saved_of_a_model_that_reads_trees_knows_nothing_of_them(tmp_path):
+    model = made()
+    attend_by_trees(model)
+    model.save_pretrained(tmp_path)
+    again = Qwen2ForCausalLM.from_pretrained(tmp_path)
+    assert again.config._attn_implementation == 'sdpa' and 'tree' not in (tmp_path / 'config.json').read_text()
