@@ -10,6 +10,7 @@ __all__ = ['auc', 'reliability', 'expected_calibration_error', 'brier', 'explain
 import torch
 from .groups import widen
 from .parts import first_tokens
+from .trees import states_at
 
 # %% ../nbs/51_critics.ipynb #c006
 def _numbers(
@@ -142,18 +143,20 @@ class CompetenceHead(torch.nn.Module):
 
 # %% ../nbs/51_critics.ipynb #c036
 def token_values(
-    hidden,  # (R, T, d) last hidden states
-    wanted,  # (R, T) bool, tokens before which a value is wanted: all trained ones (PPO) or first_tokens (CARL)
-    head,    # module, (n, d) → (n,)
+    hidden,      # (R, T, d) last hidden states, or with `place` (W, d)
+    wanted,      # (R, T) bool, tokens before which a value is wanted: all trained ones (PPO) or first_tokens (CARL)
+    head,        # module, (n, d) → (n,)
+    place=None,  # (R, T) long: where each token's state stands among those of a tree's columns, see Tree
 ):
     """Read the critic's value before each wanted token, at the position before it: (R, T), 0 elsewhere.
     Raises ValueError if a value is wanted at position 0."""
-    if wanted.dtype != torch.bool or wanted.shape != hidden.shape[:2]:
-        raise ValueError(f'wanted must be {tuple(hidden.shape[:2])} bool like the hidden states, '
+    shape = hidden.shape[:2] if place is None else place.shape
+    if wanted.dtype != torch.bool or wanted.shape != shape:
+        raise ValueError(f'wanted must be {tuple(shape)} bool like the hidden states, '
                          f'got {tuple(wanted.shape)} {wanted.dtype}')
     if wanted[:, :1].any():
         raise ValueError('the first token of a row has no state before it to be valued: a row begins with its prompt')
-    values = head(hidden[wanted.roll(-1, 1)])
+    values = head(states_at(hidden, wanted.roll(-1, 1), place))
     return values.new_zeros(wanted.shape).masked_scatter(wanted, values)
 
 # %% ../nbs/51_critics.ipynb #c038

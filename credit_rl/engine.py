@@ -10,6 +10,7 @@ __all__ = ['Sampling', 'Finished', 'Samples', 'seed_of', 'draw', 'end_ids', 'sto
 import hashlib, math, random
 from dataclasses import dataclass
 import torch
+from .trees import adds_mask
 
 # %% ../nbs/20_engine.ipynb #c004
 @dataclass(frozen=True)
@@ -161,7 +162,7 @@ def _leaders(rows):
 def _logits(model, cache, tokens, positions, last):
     "Logits (n, V) after the `last` (n,) of `tokens` (n, q), at `positions` (n, q), in the rows that `cache` aims at."
     mask = torch.arange(cache.length, device=tokens.device) <= positions[:, None, :, None]   # (n, 1, q, length)
-    if model.config._attn_implementation == 'eager':  # which adds its mask to the scores
+    if adds_mask(model):
         added = torch.zeros(mask.shape, dtype=model.dtype, device=mask.device)
         mask = added.masked_fill(~mask, torch.finfo(model.dtype).min)
     hidden = model.base_model(input_ids=tokens, attention_mask=mask, position_ids=positions, past_key_values=cache,

@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch.nn.utils.rnn import pad_sequence
 from .trajectory import group_index, turn_counts
+from .trees import node_numbers, read_tree, states_at
 
 # %% ../nbs/23_layout.ipynb #c004
 @dataclass(frozen=True)
@@ -23,6 +24,8 @@ class Layout:
     turn_mask: torch.Tensor       # (N, K) bool: which turns exist
     groups: torch.Tensor          # (N,) long
     states: torch.Tensor          # (N, K+1, 2) long: row and last position of each state S_k; -1 where there is none
+    # (R, T) long: one number for tokens that are computed once, -1 at padding (17_trees); None: rows of their own
+    nodes: torch.Tensor = None
 
     @property
     def trained(self):
@@ -31,7 +34,8 @@ class Layout:
 
     def to(self, device):
         "The same layout on another device."
-        return replace(self, **{f.name: getattr(self, f.name).to(device) for f in fields(self)})
+        held = {f.name: getattr(self, f.name) for f in fields(self)}
+        return replace(self, **{name: x.to(device) for name, x in held.items() if x is not None})
 
 # %% ../nbs/23_layout.ipynb #c006
 SEGMENTS = ('invoke', 'assimilate', 'commit')   # kinds of turns that are segments, each in a context of its own (CARL)
@@ -59,8 +63,9 @@ def _rows(t, prefix):
     return rows, states
 
 # %% ../nbs/23_layout.ipynb #c008
-def pack(groups, prefix=0):
-    "Lay out groups of trajectories as a `Layout`. `prefix`: ids of the generation prefix that every context ends with."
+def pack(groups, prefix=0, tree=False):
+    """Lay out groups of trajectories as a `Layout`. `prefix`: ids of the generation prefix that every context ends
+    with. `tree`: tokens that rows share are to be computed once."""
     counts = turn_counts(groups)
     if not counts: raise ValueError('there is nothing to pack: got no trajectories')
     rows, owner, states = [], [], torch.full((len(counts), max(counts) + 1, 2), -1)
@@ -70,9 +75,10 @@ def pack(groups, prefix=0):
         rows += own
         owner += [i] * len(own)
     pad = lambda j, value, dtype: pad_sequence([torch.tensor(r[j], dtype=dtype) for r in rows], True, value)
-    return Layout(pad(0, 0, torch.long), torch.tensor([len(r[0]) for r in rows]), pad(1, -1, torch.long),
-                  pad(2, 0., torch.float32), torch.tensor(owner),
-                  torch.arange(max(counts)) < torch.tensor(counts)[:, None], torch.tensor(group_index(groups)), states)
+    ids, lengths = pad(0, 0, torch.long), torch.tensor([len(r[0]) for r in rows])
+    return Layout(ids, lengths, pad(1, -1, torch.long), pad(2, 0., torch.float32), torch.tensor(owner),
+                  torch.arange(max(counts)) < torch.tensor(counts)[:, None], torch.tensor(group_index(groups)), states,
+                  node_numbers(ids, lengths) if tree else None)
 
 # %% ../nbs/23_layout.ipynb #c019
 def take(layout, trajectories):
@@ -89,7 +95,7 @@ def take(layout, trajectories):
     states[..., 0] = torch.where(states[..., 0] >= 0, new_row[states[..., 0]], -1)
     return Layout(layout.ids[rows, :width], layout.lengths[rows], layout.token_turns[rows, :width],
                   layout.logps[rows, :width], place[layout.row_trajectory[rows]], layout.turn_mask[trajectories],
-                  layout.groups[trajectories], states)
+                  layout.groups[trajectories], states, None if layout.nodes is None else layout.nodes[rows, :width])
 
 def rows_of(
     layout,
@@ -136,10 +142,12 @@ def loss_weights(
 
 # %% ../nbs/23_layout.ipynb #c029
 def hidden_states(
-    model,  # Hugging Face causal model
-    ids,    # (R, T) long, padded on the right
+    model,      # Hugging Face causal model
+    ids,        # (R, T) long, padded on the right
+    tree=None,  # Tree of these rows: what they share is computed once; None: row by row
 ):
-    "Read rows once: last hidden states (R, T, d)."
+    "Read rows once: last hidden states (R, T, d), or with a tree those of its columns (W, d)."
+    if tree is not None: return read_tree(model, tree)
     return model.base_model(input_ids=ids, use_cache=False).last_hidden_state
 
 # %% ../nbs/23_layout.ipynb #c030
@@ -149,14 +157,15 @@ def token_logps(
     trained,          # (R, T) bool
     temperature=1.0,  # > 0, divides the logits
     entropy=False,    # True: that of each trained token's distribution too
-    hidden=None,      # (R, T, d) last hidden states of the rows, where they are known (hidden_states)
+    hidden=None,      # last hidden states of the rows, where they are known (hidden_states)
+    place=None,       # (R, T) long: where each token's state stands among those of a tree's columns
 ):
     "Log-probability of each trained token, in nats, and with `entropy` a pair: (R, T) float32, 0 elsewhere."
     hidden = hidden_states(model, ids) if hidden is None else hidden
     target = trained.clone()
     target[:, 0] = False                                     # the first token of a row has no prediction
     before = target.roll(-1, 1)
-    logp = (model.get_output_embeddings()(hidden[before]).float() / temperature).log_softmax(-1)
+    logp = (model.get_output_embeddings()(states_at(hidden, before, place)).float() / temperature).log_softmax(-1)
     spread = lambda values: torch.zeros(ids.shape, device=ids.device).masked_scatter(target, values)
     own = spread(logp.gather(-1, ids[target][:, None])[:, 0])
     return (own, spread(-(logp.exp() * logp).sum(-1))) if entropy else own

@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['CRITICS', 'SEES', 'Optimiser', 'deal', 'needed', 'Critic', 'make_critic', 'Scorer', 'parameter_groups', 'AdamWByLoss',
            'make_adamw', 'batch_loss', 'update_tensors', 'check_offload', 'Frozen', 'unadapted', 'brought', 'seeded',
-           'BadStep', 'only_data', 'GoldQuery', 'PlainBackend', 'padded_tokens', 'Learner', 'saved_policy',
-           'saved_critic']
+           'BadStep', 'only_data', 'GoldQuery', 'PlainBackend', 'padded_tokens', 'micro_batches', 'Learner',
+           'saved_policy', 'saved_critic']
 
 # %% ../nbs/52_learner.ipynb #c002
 import contextlib, copy, math, os, pickle, sys
@@ -20,6 +20,7 @@ from .layout import hidden_states, loss_weights, rows_of, take, token_logps
 from .losses import kl, policy_terms, value_loss, weighted_sum
 from .parts import Loss, Seen, first_tokens
 from .scoring import acting_states, answer_logps, batch_logps, joint_logps, takes_tree_mask
+from .trees import deal_nodes, tree_of
 
 # %% ../nbs/52_learner.ipynb #c008
 @dataclass(frozen=True)
@@ -137,18 +138,20 @@ class Scorer(torch.nn.Module):
         trained=None,    # (R, T) bool
         valued=None,     # (R, T) bool, tokens before which the critic is read
         want=('logp',),  # of 'logp', 'entropy', 'values'
-        batch=None,      # AnswerBatch to read instead of ids
+        batch=None,      # AnswerBatch or TreeBatch to read instead of ids
+        tree=None,       # Tree of the rows: what they share is computed once
     ):
         "What is wanted, by name: (R, T) each, 0 where it is not asked. With a batch of answers, {'asked': (Q,)}."
         if batch is not None: return {'asked': batch_logps(self.model, batch, self.temperature)}
         out, shared = {}, self.critic is not None and self.critic.model is None
-        hidden = hidden_states(self.model, ids) if shared or {'logp', 'entropy'} & set(want) else None
+        place = None if tree is None else tree.place
+        hidden = hidden_states(self.model, ids, tree) if shared or {'logp', 'entropy'} & set(want) else None
         if {'logp', 'entropy'} & set(want):
-            scored = token_logps(self.model, ids, trained, self.temperature, 'entropy' in want, hidden)
+            scored = token_logps(self.model, ids, trained, self.temperature, 'entropy' in want, hidden, place)
             out |= dict(zip(('logp', 'entropy'), scored)) if 'entropy' in want else {'logp': scored}
         if 'values' in want:
-            read = scale_gradient(hidden, self.critic.mix) if shared else hidden_states(self.critic.model, ids)
-            out['values'] = token_values(read, valued, self.critic.head)
+            read = scale_gradient(hidden, self.critic.mix) if shared else hidden_states(self.critic.model, ids, tree)
+            out['values'] = token_values(read, valued, self.critic.head, place)
         return out
 
 def parameter_groups(
@@ -424,7 +427,8 @@ class PlainBackend:
     def score(self, module, scorer, query, share):
         "Gold answers by a frozen or trained scorer: gold_logp and gold_tokens (N, K+1, M), and logp (R, T) if joint."
         if self.tree is None: self.tree = takes_tree_mask(scorer.model)
-        layout, how = query.layout.to(self.device), ('packed' if self.tree else 'cache', query.budget)
+        method = 'packed' if self.tree else 'cache'
+        layout, how = query.layout.to(self.device), (method if query.layout.nodes is None else 'tree', query.budget)
         rows, states, logp = (layout.ids, layout.lengths), query.states.to(self.device), {}
         if query.joint:
             own, scores = joint_logps(scorer.model, rows, layout.trained, states, query.golds, scorer.temperature, *how)
@@ -463,6 +467,24 @@ def padded_tokens(layout):
     rows = torch.zeros(n, dtype=torch.long).index_add_(0, layout.row_trajectory, torch.ones_like(layout.row_trajectory))
     longest = torch.zeros(n, dtype=torch.long).scatter_reduce(0, layout.row_trajectory, layout.lengths, 'amax')
     return (rows * longest).tolist()
+
+def micro_batches(
+    layout,
+    chosen,   # (n,) long or range: trajectories
+    budget,   # most tokens in a forward, padding included; of a layout with nodes, most nodes
+    ranks=1,
+):
+    "Deal trajectories into forwards: list (ranks) of equally long lists of lists of places in `chosen`."
+    if layout.nodes is None:
+        sizes = padded_tokens(layout)
+        return deal([sizes[i] for i in chosen], budget, ranks)
+    nodes = [layout.nodes[layout.row_trajectory == i] for i in chosen]
+    return deal_nodes([x[x >= 0].unique() for x in nodes], budget, ranks)
+
+def _tree_on(layout, rows, device):
+    "The `Tree` of some rows on a device, as the argument of a forward: {} where they are read as they are."
+    tree = None if layout.nodes is None else tree_of(layout.ids[rows], layout.nodes[rows])
+    return {} if tree is None else {'tree': tree.to(device)}
 
 def _frozen_scorer(model, policy):
     "The `Scorer` of a model that is only read, the policy's own for 'base'; None where there is none."
@@ -512,7 +534,7 @@ class Learner:
         self._check(sees, golds or {})
         self.scorer.eval()
         self.passes, out, budget = Counter(), {}, 4 * self.optimiser.row_tokens
-        share = deal(padded_tokens(layout), budget, self.backend.ranks)[self.backend.rank]
+        share = micro_batches(layout, range(len(layout.groups)), budget, self.backend.ranks)[self.backend.rank]
         plain = [name for name in ('logp', 'entropy', 'values') if name in sees]
         joint = 'gold' in sees and 'logp' in sees and 'values' not in sees        # one forward for both
         if joint: plain.remove('logp')
@@ -614,7 +636,8 @@ class Learner:
                 chosen = sorted(part or [0])                                      # an idle rank runs one along
                 sub, rows = take(layout, chosen), rows_of(layout, chosen)
                 valued = self.critic.where(sub.token_turns).to(device) if 'values' in want else None
-                outputs = module(sub.ids.to(device), sub.trained.to(device), valued, want)
+                outputs = module(sub.ids.to(device), sub.trained.to(device), valued, want,
+                                 **_tree_on(layout, rows, device))
                 for name in want if part else ():
                     out[name][rows, :sub.ids.shape[1]] = outputs[name].float().cpu()
         return self.backend.gather(out)
@@ -638,15 +661,16 @@ class Learner:
 
     def _descend(self, name, clip, layout, tensors, chosen):
         "One step for a loss, 'all', 'policy' or 'critic', on some trajectories of a mini-batch. Returns its log."
-        backend, sizes, sums = self.backend, padded_tokens(layout), {}
-        parts = deal([sizes[i] for i in chosen], self.optimiser.row_tokens, backend.ranks)[backend.rank]
+        backend, sums = self.backend, {}
+        parts = micro_batches(layout, chosen, self.optimiser.row_tokens, backend.ranks)[backend.rank]
         want = [] if name == 'critic' else ['logp', *(['entropy'] if self.loss.entropy else [])]
         if self.critic is not None and name != 'policy': want.append('values')
         for i, part in enumerate(parts):
             rows = rows_of(layout, chosen[part] if part else chosen[:1])  # an idle rank runs one along, with weight 0
             width = int(layout.lengths[rows].max())
             micro = {k: None if v is None else v[rows, :width].to(backend.device) for k, v in tensors.items()}
-            outputs = self.modules['policy'](micro['ids'], micro['trained'], micro.get('valued'), want)
+            outputs = self.modules['policy'](micro['ids'], micro['trained'], micro.get('valued'), want,
+                                             **_tree_on(layout, rows, backend.device))
             loss, log = batch_loss(outputs, micro, self.loss, layout.row_trajectory[rows].to(backend.device),
                                    1. if part else 0.)
             backend.backward(loss, last=i + 1 == len(parts))

@@ -398,9 +398,9 @@ class Batch:
     def trajectories(self): return [t for g in self.groups for t in g.trajectories]
 
 # %% ../nbs/29_parts.ipynb #c026
-def _kept_rows(groups, kept, prefix, average):
+def _kept_rows(groups, kept, prefix, average, tree):
     "Layout of the kept groups, which trajectories these are, and by what a mean over them becomes one over all groups."
-    whole = pack(groups, prefix)
+    whole = pack(groups, prefix, tree)
     chosen = torch.isin(whole.groups, torch.tensor(kept, dtype=torch.long)).nonzero()[:, 0]
     if len(chosen) == len(whole.groups): return whole, chosen, 1.
     layout = take(whole, chosen)
@@ -420,12 +420,13 @@ def assign(
     rng=None,      # torch.Generator of the sampling, the same on every rank
     prefix=0,      # ids of the generation prefix that every context ends with
     rewards=None,  # what text_rewards gave, where it is known; None: it is called
+    tree=False,    # True: tokens that rows share are to be computed once, see `pack`
 ):
     "Say what every token of a batch of rollouts is credited with: `Batch`, empty where no group is worth an update."
     text = method.text_rewards(groups) if rewards is None else rewards
     kept, omega = method.keep(groups, text, rng)
     if not kept: return Batch([], text)
-    layout, chosen, share = _kept_rows(groups, kept, prefix, method.loss.average)
+    layout, chosen, share = _kept_rows(groups, kept, prefix, method.loss.average, tree)
     groups = [groups[b] for b in sorted(set(kept))]
     seen = look(layout, method.asks(groups))
     rewards = method.model_rewards({name: x[chosen] for name, x in text.items()}, layout, seen)

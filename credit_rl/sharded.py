@@ -155,7 +155,7 @@ class DeepSpeedBackend:
 
     def score(self, module, scorer, query, share):
         "Gold answers through an engine, the same number of forwards on every rank; see `PlainBackend.score`."
-        if not self.tree:
+        if not (self.tree or query.layout.nodes is not None):
             raise ValueError('this model obeys no tree mask (takes_tree_mask), so several ranks cannot score answers '
                              'in packed forwards with it')
         layout, shape = query.layout, (*query.states.shape[:2], max(map(len, query.golds)))
@@ -179,12 +179,13 @@ class DeepSpeedBackend:
         "One packed forward over all of a part: `Scores`, and the trained tokens' log-probabilities."
         sub, states = sub.to(self.device), states.to(self.device)
         longest = getattr(model.config, 'max_position_embeddings', None)
-        pack = lambda trained: answer_batches((sub.ids, sub.lengths), states, golds, sys.maxsize, longest, trained)
+        pack = lambda trained: answer_batches((sub.ids, sub.lengths), states, golds, sys.maxsize, longest, trained,
+                                              tree=sub.nodes is not None)
         trained = sub.trained if joint else None
         batches, tokens = pack(trained)
         # nothing fits, but other ranks wait for a forward
         if not batches: (batches, tokens), trained = pack(sub.trained), sub.trained
-        scores = collect(batches, [module(batch=b)['asked'] for b in batches], tokens, trained)
+        scores = collect(batches, [module(batch=b.to(self.device))['asked'] for b in batches], tokens, trained)
         return (scores, None) if trained is None else (scores[1], scores[0])
 
     def whole(self, parameter):

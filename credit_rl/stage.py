@@ -25,6 +25,7 @@ from .rollout import check_prompts
 from .settings import data_sets, world_arguments
 from .sharded import DeepSpeedBackend
 from .tiny import ceiling, make_base, tiny_environment
+from .trees import attend_by_trees
 from .vllm_engine import VLLMEngine, VLLMSettings, rank_devices, save_adapter
 from .warmup import read_warmed
 from .world import world_of
@@ -299,8 +300,14 @@ def make_learner(
     if host.gradient_checkpointing:
         for m in (model, critic and critic.model):
             if m is not None: m.gradient_checkpointing_enable({'use_reentrant': False})
+    if s.learning.tree: _read_trees(model, critic and critic.model, reference, teacher)
     backend = None if host.learner == 'plain' else DeepSpeedBackend(host.stage, origin.dtype, host.deepspeed)
     return Learner(model, loss, optimiser, critic, frozen, s.acting.temperature, s.course.seed, backend)
+
+def _read_trees(*models):
+    "Let a learner's models read trees, as far as they are models of their own. Raises ValueError on one that can't."
+    for m in models:
+        if m not in (None, 'base'): attend_by_trees(m)
 
 def start_critic(
     method,           # Method

@@ -13,6 +13,9 @@ import torch
 
 import measure
 
+from credit_rl.layout import hidden_states, token_logps
+from credit_rl.trees import node_numbers, plant
+
 REQUIRED = os.environ.get('CREDIT_RL_GPU') == 'required'
 ON_GPU = REQUIRED or torch.cuda.is_available()
 SHAPES = [shape for shape in measure.SHAPES if shape != 'toy']
@@ -44,6 +47,39 @@ def test_without_a_gpu_it_says_so_and_fails(monkeypatch):
 def test_sizes_are_the_published_ones(shape):
     published = {'qwen2.5-0.5b': 494_032_768, 'qwen2.5-3b': 3_085_938_688, 'qwen2.5-7b': 7_615_616_512}
     assert measure.sizes(shape).parameters == published[shape]
+
+
+def tree_against_rows(shape, device, prompt, response):
+    """How far log-probabilities of a tree (by flex attention on a GPU) are from those of rows of their own, in nats,
+    and the norm of the difference of their gradients over the norm of these."""
+    model = measure.random_model(shape, device, 'float32').train()
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(1, 500, (5, prompt + response), generator=generator)
+    ids[:4, :prompt] = ids[0, :prompt]                                           # the fifth shares nothing
+    ids[3, :prompt + response // 2] = ids[2, :prompt + response // 2]
+    lengths = torch.tensor([prompt + response, prompt + response - 7, prompt + response, prompt + response, prompt])
+    tree = plant(ids, node_numbers(ids, lengths)).to(device)
+    trained = ((torch.arange(ids.shape[1]) < lengths[:, None]) & (torch.arange(ids.shape[1]) >= prompt // 2)).to(device)
+    ids, found = ids.to(device), []
+    for how in (None, tree):
+        logp = token_logps(model, ids, trained, hidden=hidden_states(model, ids, how), place=how and how.place)
+        parameters = [p for n, p in model.named_parameters() if 'layers' in n]
+        found.append((logp.detach(), torch.autograd.grad(logp.sum() / trained.sum(), parameters)))
+    (rows, own), (columns, other) = found
+    norm = lambda tensors: float(torch.stack([t.norm() for t in tensors]).norm())
+    return float((rows - columns).abs().max()), norm([a - b for a, b in zip(own, other)]) / norm(own)
+
+
+def test_a_tree_is_its_rows_on_a_cpu():
+    apart, gradients = tree_against_rows('toy', 'cpu', 40, 30)
+    assert apart < 1e-4 and gradients < 1e-4
+
+
+@pytest.mark.skipif(not ON_GPU, reason='no GPU here: `make test-gpu` on a machine that has one')
+@pytest.mark.parametrize('shape', SHAPES[:1])
+def test_flex_attention_over_a_tree_is_rows_of_their_own(shape):
+    apart, gradients = tree_against_rows(shape, 'cuda', 500, 300)
+    assert apart < 1e-2 and gradients < 1e-2
 
 
 @pytest.mark.skipif(not ON_GPU, reason='no GPU here: `make test-gpu` on a machine that has one')
