@@ -21,6 +21,7 @@ VERBS = {  # verb -> module (whose main it is, unless a function is named), what
     'export': ('export', 'write what a run made as a Hugging Face folder'),
     'view': ('view', 'write the rollouts of a run, with the credit of each rule, as one page'),
     'watch': ('watch', 'show a run while it goes on'),
+    'profile': ('profile', "where a run's time went, by line of the loop, and on which tokens"),
     'competence': ('competence', 'does a trained agent ask for what it does not know, and only for that?'),
     'index': ('search_service:build', 'save an index of passages, BM25 or vectors'),
     'serve': ('search_service', "serve a saved index, in Search-R1's protocol"),

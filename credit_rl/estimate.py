@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['KNOWN_SIZES', 'Sizes', 'read_sizes', 'Plan', 'model_memory', 'working_memory', 'start_memory', 'memory',
-           'forward_flops', 'measure_tflops', 'step_seconds', 'describe']
+           'forward_flops', 'measure_tflops', 'step_seconds', 'row_spans', 'rows_work', 'work_flops', 'sharing_gain',
+           'describe_sharing', 'describe']
 
 # %% ../nbs/04_estimate.ipynb #c002
 from dataclasses import dataclass
@@ -178,6 +179,50 @@ def step_seconds(
     one = forward_flops(sizes, tokens, length) / (plan.ranks * tflops * 1e12)
     back = (4 if plan.checkpointing else 3) * (2 if plan.critic or plan.twice else 1)
     return {'acting': one / acting, 'reading': reads * one, 'learning': epochs * back * one}
+
+# %% ../nbs/04_estimate.ipynb #p0411
+def row_spans(prompt, response, segments=1):
+    """List the stretches that a tree computes of a trajectory after its prompt: (tokens before, tokens). Its longest
+    row has `response` tokens after the prompt. Where contexts are edited, a call's reasoning, output and notes are
+    taken to be equally long, and notes are computed twice: behind the output, and in its place."""
+    if segments == 1: return [(prompt, response)]
+    u, spans = response / segments, []
+    for base in (prompt + 2 * u * k for k in range(segments // 2)):
+        spans += [(base, u), (base + u, u), (base + 2 * u, u), (base + u, u)]
+    return [*spans, (prompt + 2 * u * (segments // 2), u)]
+
+def rows_work(prompt, response, segments=1, together=1):
+    """Count what `together` trajectories of one question are: (tokens, pairs) of rows of their own, padded to the
+    longest, of which each segment is one; and of a tree."""
+    row, spans = prompt + response, row_spans(prompt, response, segments)
+    apart = together * segments * row, together * segments * row * row / 2
+    pairs = sum(n * (before + n / 2) for before, n in spans)
+    return apart, (prompt + together * sum(n for _, n in spans), prompt ** 2 / 2 + together * pairs)
+
+def work_flops(sizes, tokens, pairs):
+    "Count the FLOPs of a forward over so many tokens and pairs."
+    return 2 * sizes.multiplied * tokens + 4 * pairs * sizes.query * sizes.layers
+
+def sharing_gain(sizes, apart, shared):  # (tokens, pairs) each
+    "How many times the work of a tree rows of their own are, in FLOPs."
+    return work_flops(sizes, *apart) / work_flops(sizes, *shared)
+
+def describe_sharing(
+    sizes,
+    prompt,      # tokens of a prompt, at most; None: not known
+    response,    # tokens after it, at most
+    segments,    # rows of a trajectory
+    together,    # trajectories of one question in a forward, at least 1
+):
+    "Say in a line of text what a tree saves."
+    if prompt is None:
+        return ('tree: what it saves depends on how long prompts are; give prompt_tokens and response_tokens to have '
+                'it predicted')
+    apart, shared = rows_work(prompt, response, segments, together)
+    rows = f'{together:.3g} of the trajectories of a question in a forward, {segments} row{"s" * (segments > 1)} each'
+    return (f'tree: {shared[0]:,.0f} tokens in place of {apart[0]:,.0f} with padding ({rows}); by counts '
+            f'{sharing_gain(sizes, apart, shared):.2f} times as fast to read and to learn from, if every row is as '
+            'long as it may be')
 
 # %% ../nbs/04_estimate.ipynb #c029
 def _short(x):

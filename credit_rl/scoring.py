@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['OF_QUESTION', 'SCHEMAS', 'SCHEMA_OPTION', 'AnswerTemplate', 'answer_ids', 'Schema', 'answer_form', 'read_schema',
            'answer_header', 'gold_templates', 'schema_warning', 'acting_states', 'AnswerBatch', 'answer_batches',
-           'Scores', 'batch_logps', 'collect', 'answer_logps_separate', 'takes_tree_mask', 'answer_logps',
+           'TreeBatch', 'Scores', 'batch_logps', 'collect', 'answer_logps_separate', 'takes_tree_mask', 'answer_logps',
            'joint_logps']
 
 # %% ../nbs/24_scoring.ipynb #c002
@@ -16,6 +16,7 @@ import torch
 from .layout import token_logps
 from .options import Option
 from .protocol import PROTOCOLS
+from .trees import Tree, adds_mask, deal_nodes, node_numbers, plant, read_tree
 
 # %% ../nbs/24_scoring.ipynb #c005
 @dataclass(frozen=True)
@@ -311,11 +312,20 @@ def _asked(ids, work, plan, part, mine, trained):
     """Source, target, cell and kind of the gold tokens of the branches `mine` and of the trained tokens of the rows
     `part`."""
     _, _, column, place = plan
+    _, c, j = _gold_tokens(work, mine)
+    before = torch.where(j > 0, column[c] + j - 1, work.position[c])    # a gold without a header follows its state
+    return _with_trained(ids, work, part, trained, (torch.stack([place[work.row[c]], before], 1), c, j))
+
+def _gold_tokens(work, mine):
+    "Every token of the golds of the branches `mine`: index of its branch in `mine`, its pair, its place, (n,) each."
     owner, j = _ragged((work.end - work.start)[work.template[mine]])
     c = mine[owner]
-    j = j + work.start[work.template[c]]
-    before = torch.where(j > 0, column[c] + j - 1, work.position[c])    # a gold without a header follows its state
-    source, target, cell = torch.stack([place[work.row[c]], before], 1), work.ids[work.template[c], j], work.cell[c]
+    return owner, c, j + work.start[work.template[c]]
+
+def _with_trained(ids, work, part, trained, golds):
+    "Source, target, cell and kind of gold tokens (source, pair, place), and after them of the trained tokens of rows."
+    source, c, j = golds
+    target, cell = work.ids[work.template[c], j], work.cell[c]
     if trained is None: return source, target, cell, torch.zeros_like(cell, dtype=torch.bool)
     b, t = (trained[part] & (torch.arange(ids.shape[1], device=ids.device) > 0)).nonzero(as_tuple=True)
     r, asked = part[b], len(cell)
@@ -324,12 +334,17 @@ def _asked(ids, work, plan, part, mine, trained):
     return source, target, cell, torch.arange(len(cell), device=ids.device) >= asked
 
 # %% ../nbs/24_scoring.ipynb #c028
-def _batches(rows, work, budget, trained=None, multiple=1):
-    "Pack what is in `work`: list of `AnswerBatch`."
+def _ids_read(rows, work, trained):
+    "How many ids of each row (R,) and of each branch (C,) are read, and of all branches of a row (R,)."
     (ids, lengths), read = rows, work.end[work.template] - 1            # ids of a branch; the gold's last is not read
     added = torch.zeros_like(lengths).index_add_(0, work.row, read)
     own = torch.zeros_like(lengths).scatter_reduce_(0, work.row, work.position + 1, 'amax')
     if trained is not None: own = torch.maximum(own, (trained * torch.arange(ids.shape[1], device=ids.device)).amax(1))
+    return own, read, added
+
+def _batches(rows, work, budget, trained=None, multiple=1):
+    "Pack what is in `work`: list of `AnswerBatch`."
+    (ids, lengths), (own, read, added) = rows, _ids_read(rows, work, trained)
     column, out = own[work.row] + read.cumsum(0) - read - (added.cumsum(0) - added)[work.row], []
     for part in _in_budget(own + added, budget):
         part = torch.tensor(part, device=ids.device)
@@ -349,11 +364,59 @@ def answer_batches(
     max_length=None,  # the model's context; None: unlimited
     trained=None,     # (R, T) bool, tokens whose log-probability is asked besides; None: none
     multiple=1,       # widths are rounded up to a multiple of this: 128 for flex attention's blocks
+    tree=False,       # True: a list of `TreeBatch` instead, where what rows share is read once; budget counts nodes
 ):
     """Pack rows and their answers into few rectangles: list of `AnswerBatch`, and the golds' token counts (N, S, M).
     Raises ValueError on states outside their rows and on a gold longer than the context."""
     work = _work(rows, states, answers, math.inf if max_length is None else max_length)
+    if tree: return _tree_batches(rows, work, budget, trained), work.tokens
     return _batches(rows, work, budget, trained, multiple), work.tokens
+
+# %% ../nbs/24_scoring.ipynb #n24tree2
+@dataclass(frozen=True)
+class TreeBatch:
+    "Rows and their answers as a forest, and the Q tokens whose log-probability is asked."
+    tree: Tree               # of W columns
+    source: torch.Tensor     # (Q,) long: column of the token before, which predicts it
+    target: torch.Tensor     # (Q,) long: its id
+    cell: torch.Tensor       # (Q,) long: where it is added, see `collect`
+    trained: torch.Tensor    # (Q,) bool: a trained token of a row, not one of a gold
+
+    def to(self, device):
+        "The same batch on another device."
+        return dataclasses.replace(self, **{f.name: getattr(self, f.name).to(device) for f in dataclasses.fields(self)})
+
+def _paths(ids, work, own, part, mine):
+    "Ids (P, L) and lengths (P,) of the rows `part` as far as they are read, and behind them of the branches `mine`."
+    read, row, before = (work.end[work.template] - 1)[mine], work.row[mine], work.position[mine] + 1
+    lengths = torch.cat([own[part], before + read])
+    source, kept = torch.cat([part, row]), torch.cat([own[part], before])
+    at = torch.arange(int(lengths.max()))
+    paths = torch.zeros(len(lengths), len(at), dtype=torch.long)
+    short = min(len(at), ids.shape[1])
+    paths[:, :short] = ids[source, :short]
+    paths = paths * (at < kept[:, None])
+    owner, j = _ragged(read)
+    paths[len(part) + owner, before[owner] + j] = work.ids[work.template[mine[owner]], j]
+    return paths, lengths
+
+def _tree_batches(rows, work, budget, trained=None):
+    "What is in `work` as forests of at most `budget` nodes, if no row has more: list of `TreeBatch` on the CPU."
+    (ids, lengths), trained = (x.cpu() for x in rows), None if trained is None else trained.cpu()
+    work = _Work(*(getattr(work, f.name).cpu() for f in dataclasses.fields(work)))
+    own, _, added = _ids_read((ids, lengths), work, trained)
+    some, nodes, out = (own + added).nonzero()[:, 0], node_numbers(ids, own), []
+    if not len(some): return out
+    for chosen in deal_nodes([nodes[r][nodes[r] >= 0] for r in some], budget, extra=added[some].tolist())[0]:
+        part = some[chosen]
+        mine = torch.isin(work.row, part).nonzero()[:, 0]
+        paths, sizes = _paths(ids, work, own, part, mine)
+        tree = plant(paths, node_numbers(paths, sizes))
+        owner, c, j = _gold_tokens(work, mine)
+        source = torch.stack([len(part) + owner, work.position[c] + j], 1)         # path and place in it
+        source, *others = _with_trained(ids, work, part, trained, (source, c, j))
+        out.append(TreeBatch(tree, tree.place[source[:, 0], source[:, 1]], *others))
+    return out
 
 # %% ../nbs/24_scoring.ipynb #c035
 class Scores(NamedTuple):
@@ -388,7 +451,7 @@ def _attention(model, batch):
         return create_block_mask(see, *segment.shape[:1], None, segment.shape[1], segment.shape[1],
                                  device=str(segment.device))
     mask = batch.mask()
-    if kind != 'eager': return mask
+    if not adds_mask(model): return mask
     closed = torch.finfo(model.dtype).min
     return torch.zeros(mask.shape, dtype=model.dtype, device=mask.device).masked_fill(~mask, closed)
 
@@ -400,20 +463,23 @@ def _wide(logits):
 @torch.no_grad()
 def batch_logps(
     model,            # Hugging Face causal model that takes a tree mask
-    batch,            # AnswerBatch on the model's device
+    batch,            # AnswerBatch or TreeBatch on the model's device
     temperature=1.0,  # > 0; divides the logits of trained tokens, not those of golds
 ):
     """Read one batch: the log-probability (Q,) of every token that is asked. A learner that wraps its model calls this
     inside."""
-    hidden = model.base_model(input_ids=batch.ids, attention_mask=_attention(model, batch),
-                              position_ids=batch.positions, use_cache=False).last_hidden_state
-    logits = _wide(model.get_output_embeddings()(hidden[batch.source[:, 0], batch.source[:, 1]]))
+    if isinstance(batch, TreeBatch): asked = read_tree(model, batch.tree)[batch.source]
+    else:
+        hidden = model.base_model(input_ids=batch.ids, attention_mask=_attention(model, batch),
+                                  position_ids=batch.positions, use_cache=False).last_hidden_state
+        asked = hidden[batch.source[:, 0], batch.source[:, 1]]
+    logits = _wide(model.get_output_embeddings()(asked))
     if temperature != 1: logits = logits / torch.where(batch.trained, temperature, 1.0)[:, None]
     return logits.log_softmax(-1).gather(-1, batch.target[:, None])[:, 0]
 
 # %% ../nbs/24_scoring.ipynb #c039
 def collect(
-    batches,       # list of AnswerBatch
+    batches,       # list of AnswerBatch or TreeBatch
     values,        # their log-probabilities: list of (Q,)
     tokens,        # (N, S, M) long, token counts as answer_batches gives them
     trained=None,  # (R, T) bool, as answer_batches was given
@@ -524,8 +590,8 @@ def _cached(model, rows, work):
 # %% ../nbs/24_scoring.ipynb #c050
 def _choose(model, work, method):
     "The method that will be used. Raises ValueError on an unknown one."
-    if method not in ('auto', 'packed', 'cache', 'flex'):
-        raise ValueError(f"method is 'auto', 'packed', 'cache' or 'flex', got {method!r}")
+    if method not in ('auto', 'packed', 'cache', 'flex', 'tree'):
+        raise ValueError(f"method is 'auto', 'packed', 'cache', 'flex' or 'tree', got {method!r}")
     if method != 'auto': return method
     window = min(_setting(model, 'sliding_window'), _setting(model, 'attention_chunk_size'))
     return 'packed' if work.longest() <= window and takes_tree_mask(model) else 'cache'
@@ -548,7 +614,8 @@ def _score(model, rows, work, method, budget, trained=None, temperature=1.0):
         if method == 'cache':
             scores = _placed(_cached(model, rows, work), work)
             return scores if trained is None else (_plain(model, rows, trained, temperature, budget), scores)
-        batches = _batches(rows, work, budget, trained, 128 if method == 'flex' else 1)
+        if method == 'tree': batches = _tree_batches(rows, work, budget, trained)
+        else: batches = _batches(rows, work, budget, trained, 128 if method == 'flex' else 1)
         return collect(batches, [batch_logps(model, b.to(model.device), temperature) for b in batches], work.tokens,
                        trained)
 
@@ -558,7 +625,7 @@ def answer_logps(
     rows,             # ids (R, T) long padded on the right, lengths (R,)
     states,           # (N, S, 2) long, row and last position of each state; -1 where there is none
     answers,          # list of N lists of AnswerTemplate
-    method='auto',    # 'auto', 'packed', 'cache', 'flex'
+    method='auto',    # 'auto', 'packed', 'cache', 'flex', or 'tree': what rows share is read once (17_trees)
     budget=16384,     # most tokens in a forward, padding included; a longer row goes alone
     max_length=None,  # the model's context; None: as its configuration says
 ):
@@ -576,7 +643,7 @@ def joint_logps(
     states,           # (N, S, 2) long, row and last position of each state; -1 where there is none
     answers,          # list of N lists of AnswerTemplate
     temperature=1.0,  # > 0, of the trained tokens
-    method='auto',    # 'auto', 'packed', 'cache', 'flex'
+    method='auto',    # 'auto', 'packed', 'cache', 'flex', or 'tree': what rows share is read once (17_trees)
     budget=16384,     # most tokens in a forward, padding included; a longer row goes alone
 ):
     """Read every row once for both: log-probability (R, T) of its trained tokens, 0 elsewhere, as `token_logps`, and

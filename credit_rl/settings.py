@@ -32,6 +32,7 @@ from .rollout import MALFORMED, RULES, check_lengths
 from .runlog import check_trackers, read_json
 from .scoring import SCHEMA_OPTION, read_schema, schema_warning
 from .tiny import tiny_tokenizer
+from .trees import check_tree
 from .vllm_engine import check_adapter, check_vllm_settings, rank_devices, sampler_weights
 from .warmup import read_warmed
 from .world import SPLITS, world_of
@@ -194,6 +195,8 @@ class Learning:
                                choices=('stop', 'skip'))
     row_tokens: int = setting(4096, 'padded tokens in one forward with gradient; a CPU likes few, a GPU as many as fit',
                               least=1)
+    tree: bool = setting(False, 'tokens that rows share, as a prompt, are computed once, forward and backward; then '
+                                'row_tokens counts each once')
     average: str = setting(None, "of the loss; None: the method's own", choices=AVERAGES)
     kl: float = setting(None, "weight of the KL term; None: the method's own", least=0)
     loss: dict = setting({}, "other fields of Loss, e.g. {'clip_high': 0.28, 'entropy': 0.001}")
@@ -377,6 +380,7 @@ def check(config):
     _check_words(acting, task.data)
     schema_notes(acting, task.data, scored_schemas(bind(method, s.course.options), s.keeping.measure))
     if s.critic.critic_from: _check_warmed(config, method)
+    if s.learning.tree: _check_tree(acting.model, s.host.lora)
     if task.path is not None and not Path(task.path).exists(): raise ValueError(f'path {task.path!r} does not exist')
 
 # %% ../nbs/61_settings.ipynb #c020
@@ -516,6 +520,15 @@ def _check_words(acting, data):
     elif not (acting.protocol or 'tiny').startswith(('tiny', 'carl-tiny')):
         raise ValueError("model='tiny' knows the words of the protocols tiny and carl-tiny alone, got "
                          f"protocol={acting.protocol!r}")
+
+def _check_tree(model, lora):
+    "Refuse a folder's model that reads no trees, and low-rank additions that drop; one on the hub is left to its load."
+    if lora.get('lora_dropout'):
+        raise ValueError(f'tree wants no dropout, got lora_dropout={lora["lora_dropout"]}: set it to 0, or leave tree '
+                         'out')
+    if model == 'tiny' or not Path(model).exists(): return
+    from transformers import AutoConfig
+    check_tree(AutoConfig.from_pretrained(model))
 
 def _check_warmed(config, method):
     "Refuse a warmed-up critic that did not pass or is of another model, protocol or head."

@@ -6,8 +6,9 @@
 __all__ = ['MAY_CHANGE', 'train_step', 'Run', 'run_facts', 'bound_method', 'act', 'Look', 'describe_rollouts', 'process_shares',
            'tier_rates', 'known_tiers', 'credit_metrics', 'correct_credit', 'kl_from_base', 'rollout_rows',
            'keeping_bad', 'turn_records', 'credited_tokens', 'collapsed', 'judge_hashes', 'note_params',
-           'check_same_params', 'finished', 'log_lines', 'SilentLog', 'saving', 'begin_run', 'plan_of', 'rank_tflops',
-           'is_large', 'Examiner', 'examine', 'no_gpu', 'train', 'launch_ranks', 'main', 'end_interrupted']
+           'check_same_params', 'finished', 'log_lines', 'SilentLog', 'saving', 'begin_run', 'plan_of', 'sharing_line',
+           'rank_tflops', 'is_large', 'Examiner', 'examine', 'no_gpu', 'train', 'launch_ranks', 'main',
+           'end_interrupted']
 
 # %% ../nbs/63_train.ipynb #c002
 import contextlib, copy, dataclasses, json, math, os, re, shutil, sys, time
@@ -19,7 +20,8 @@ from .advantages import anchor_ids, anchor_share
 from .critics import explained_variance
 from .benchmarks import get_benchmark
 from .engine import Sampling, seed_of
-from .estimate import KNOWN_SIZES, Plan, describe, measure_tflops, memory, read_sizes, step_seconds
+from .estimate import (KNOWN_SIZES, Plan, describe, describe_sharing, measure_tflops, memory, read_sizes,
+                                step_seconds)
 from .evaluate import by_set, evaluate, summarize
 from .folr import first_turns, has_evidence, near_miss_share, op_table
 from .groups import group_share, index_groups
@@ -35,7 +37,7 @@ from .outcome import outcome_rewards
 from .parameters import by_group, make_parser, read_settings
 from .parts import Asks, Facts, Seen, assign, at, begin, bind, move, part_metrics, start_values
 from .regimes import get_regime
-from .protocol import prompt_hash
+from .protocol import PROTOCOLS, prompt_hash
 from .rollout import continuations, rollout
 from .runlog import (RunLog, atomic_write, latest_checkpoint, code_hashes, named_checkpoint,
                               check_folder, metrics_by_step, read_json, read_params, read_summary, save_checkpoint)
@@ -60,7 +62,7 @@ def train_step(
     since = time.monotonic()
     groups, rewards = act(run, method, step)
     if time.monotonic() - since > 20: run.say(f'step {step}: {len(groups)} questions played, now they teach')
-    batch = assign(method, groups, look, _keep_generator(run, step), run.prefix, rewards)
+    batch = assign(method, groups, look, _keep_generator(run, step), run.prefix, rewards, run.settings.learning.tree)
     metrics = describe_rollouts(groups, batch.text, run.tiers)
     if batch.empty: return {**metrics, 'zero_advantage': 1., 'trained_tokens': 0, 'updates': 0}
     credit, sampler = correct_credit(run.mismatch, batch)
@@ -656,7 +658,16 @@ def _forecast(c):
     tokens = c.questions_per_step * c.group_size * c.max_tokens
     tflops, taken = rank_tflops(s.host)
     seconds = step_seconds(sizes, plan, tokens, c.max_tokens, tflops, sum(reads.values()), c.epochs)
-    return [*describe(sizes, plan, seconds, c.steps), taken]
+    return [*describe(sizes, plan, seconds, c.steps), taken,
+            *([sharing_line(sizes, s.acting, s.learning)] if s.learning.tree else [])]
+
+def sharing_line(sizes, acting, learning):  # Sizes, Acting, Learning
+    "What computing shared tokens once saves, predicted from lengths alone: str."
+    prompt, row = acting.prompt_tokens, PROTOCOLS.get(acting.protocol)
+    response = acting.max_tokens - (prompt or 0)
+    fit = (learning.row_tokens - (prompt or 0)) / max(response, 1)
+    together = max(1, min(learning.group_size / learning.minibatches, fit))
+    return describe_sharing(sizes, prompt, response, acting.max_turns if row and row.context_tag else 1, together)
 
 def rank_tflops(host):  # Host
     "What a rank does, 10¹² FLOPs a second, as it is set or measured, and a line that says so: (float, str)."

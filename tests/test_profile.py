@@ -1,4 +1,4 @@
-"""77_profile: what a run's folder says of its seconds and tokens."""
+"""78_profile: what a run's folder says of its seconds and tokens."""
 import pytest
 
 from credit_rl.command import main
