@@ -462,6 +462,7 @@ PAPER = dict(learner='deepspeed', ranks=8, stage=3, dtype='bfloat16')
 
 
 def test_a_dry_run_asks_a_search_server(tmp_path, spoken):
+    pytest.importorskip('fastapi', reason='the extra `serve` is not installed')
     settings = dict(run=str(tmp_path / 'run'), model=spoken, max_tokens=8192, data='hotpotqa',
                     path=str(ROOT / 'data' / 'hotpotqa_sample.json'),
                     dev_questions=1, test_questions=1)
