@@ -111,13 +111,14 @@ def measure(case, repeats, scale, budget, check):
     advantages = torch.randn(layouts[0].ids.shape, generator=torch.Generator().manual_seed(0)) * layouts[0].trained
     times = {'step': ([], []), 'evaluate': ([], [])}
     for _ in range(repeats):
+        losses = []
         for i, (learner, layout) in enumerate(zip(learners, layouts)):
             took, seen = seconds(lambda: learner.evaluate(layout))
             times['evaluate'][i].append(took)
             took, log = seconds(lambda: learner.step(layout, seen, Credit(advantages)))
             times['step'][i].append(took)
-            if i and check: torch.testing.assert_close(log['loss'], before['loss'], atol=1e-4, rtol=0)
-            before = log
+            losses.append(log['loss'])
+        if check: torch.testing.assert_close(*losses, atol=1e-4, rtol=0)
     out = {'case': case, 'rows': len(layouts[0].lengths), 'tokens of rows': int(layouts[0].lengths.sum()),
            'nodes': plant(layouts[1].ids, layouts[1].nodes).work[0], 'parameters': base.num_parameters(),
            'predicted': round(predicted(sizes(base), *layouts, budget), 2)}

@@ -1,14 +1,12 @@
 """Whole steps of a learner with rows of their own and with trees. As a program, one process per rank: `tree_steps.py
 OUT.pt STAGE ...` writes what DeepSpeed's steps with trees found at each ZeRO stage."""
-import dataclasses
 import sys
 
 import torch
-from deepspeed_steps import PlainSGD, SPREAD_ALL, method_batch, model
+from deepspeed_steps import SPREAD_ALL, method_batch, model
 
 from credit_rl.layout import pack
-from credit_rl.learner import Frozen, Learner, Optimiser, PlainBackend, make_critic
-from credit_rl.methods import METHODS
+from credit_rl.learner import Frozen, Learner, Optimiser, make_critic
 from credit_rl.parts import Credit, Loss
 from credit_rl.protocol import PROTOCOLS, Chat
 from credit_rl.scoring import gold_templates
