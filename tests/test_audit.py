@@ -153,7 +153,7 @@ def test_a_noisier_rule_has_less_signal():
 
 
 def test_two_rules_on_the_same_rollouts_are_told_apart_where_each_alone_is_not(truth):
-    "A slightly noisier copy of a rule: its own interval holds the rule's value, that of the difference does not hold 0."
+    "A slightly noisier copy of a rule: its interval holds the rule's value, that of the difference not 0."
     found, _ = truth
     generator = torch.Generator().manual_seed(2)
     gradients = torch.randn(*found.turn_mask.shape, 20, generator=generator) + found.credit()[..., None]
