@@ -13,7 +13,7 @@ import hashlib, json, re
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from .trajectory import Turn
+from .trajectory import Result, Turn
 
 # %% ../nbs/14_protocol.ipynb #c004
 CALL_STYLES = ('json', 'query', 'text', 'code', 'python', 'none')
@@ -241,7 +241,7 @@ class Encoder:
 
     def plain(self, text, own=False):
         """`text` from outside, so that no part of it is a token or tag that means something: a blank parts it. Of what
-        the model wrote (`own`) only special tokens are parted."""
+        the model or we wrote (`own`) only special tokens are parted."""
         marks, text = self.special if own else self.foreign, text.encode('utf-8', 'replace').decode('utf-8')
         if self.normalizes:                            # what makes a token of a text that does not look like one
             normal = self.tokenizer.backend_tokenizer.normalizer.normalize_str(text)
@@ -288,6 +288,10 @@ def _seat_response(markup):
                          f'{markup.protocol.response_role!r} nor as a user message')
 
 # %% ../nbs/14_protocol.ipynb #c034
+def _is_ours(turn):
+    "Whether what a turn was answered are our words: what was wrong with its call."
+    return turn.result is Result.MALFORMED
+
 class Markup:
     """A chat template, asked how it shows tools, a system message and a response. Raises ValueError where there is
     none, or it does not show them, or does not know an option."""
@@ -329,14 +333,15 @@ class Markup:
         try: return text in self.render(messages, tools=tools)
         except Exception: return False             # templates raise what they like
 
-    def body(self, text):
-        "What stands between a response's tags."
-        return self.encoder.plain(text) if self.tag and self.role else self.encoder.plain(text).strip()
+    def body(self, text, own=False):
+        "What stands between a response's tags: words of a tool, or our `own`, which may name tags."
+        plain = self.encoder.plain(text, own)
+        return plain if self.tag and self.role else plain.strip()
 
-    def response(self, text):
+    def response(self, text, own=False):
         "A response with its tags: lines of their own in a message, none inside the assistant's."
-        line = '\n' if self.role else ''
-        return f'<{self.tag}>{line}{self.body(text)}{line}</{self.tag}>' if self.tag else self.body(text)
+        line, body = '\n' if self.role else '', self.body(text, own)
+        return f'<{self.tag}>{line}{body}{line}</{self.tag}>' if self.tag else body
 
     def messages(self, question, turns=(), opening=''):
         """The conversation as messages for `apply_chat_template`: what was asked, and what was said and seen in `turns`
@@ -345,7 +350,8 @@ class Markup:
         if self.folded: system, user = None, f'{system}\n\n{user}'
         out = ([{'role': 'system', 'content': system}] if system else []) + [{'role': 'user', 'content': user}]
         for t in turns:
-            action, seen = opening + t.action_text, self.response(t.observation_text) if t.observation_ids else ''
+            action = opening + t.action_text
+            seen = self.response(t.observation_text, _is_ours(t)) if t.observation_ids else ''
             if self.role:
                 out.append({'role': 'assistant', 'content': action})
                 if seen: out.append({'role': self.role, 'content': seen})
@@ -431,7 +437,7 @@ def _next_context(chat, question, turns):
     last, markup = turns[-1], chat.markup
     ended = bool(last.action_ids) and last.action_ids[-1] == chat.end_id
     added = chat.tokenizer.decode(list(last.action_ids))
-    added += chat.pieces.wrap(markup.body(last.observation_text), ended)
+    added += chat.pieces.wrap(markup.body(last.observation_text, _is_ours(last)), ended)
     whole = markup.render(chat.messages(question, turns))
     return None if whole == markup.render(chat.messages(question, turns[:-1])) + added else chat.encode(whole)
 
@@ -478,15 +484,16 @@ class Chat:
         whole = lambda q: self.plain(q).strip().join(self.pieces.question)
         return self.encode(whole(question) if isinstance(question, str) else [whole(q) for q in question])
 
-    def observation_ids(self, text, ended=False):
+    def observation_ids(self, text, ended=False, own=False):
         """Ids to append after an action: the end of its message (unless the model `ended` it itself), the response,
-        the next prefix."""
-        return self.encode(self.pieces.wrap(self.markup.body(text), ended))
+        the next prefix. A response of our `own` says what was wrong with a call, and may name tags."""
+        return self.encode(self.pieces.wrap(self.markup.body(text, own), ended))
 
-    def batch_observation_ids(self, texts, ended):
+    def batch_observation_ids(self, texts, ended, own=None):
         """`observation_ids` of many texts, encoded together and each different one once (a group often finds the
-        same); `ended` is a list of bool."""
-        wrapped = [self.pieces.wrap(self.markup.body(text), end) for text, end in zip(texts, ended)]
+        same); `ended` and `own` (None: no text is) are lists of bool."""
+        every = zip(texts, ended, own or [False] * len(texts))
+        wrapped = [self.pieces.wrap(self.markup.body(text, ours), end) for text, end, ours in every]
         different = list(dict.fromkeys(wrapped))
         ids = dict(zip(different, self.encode(different) if texts else []))
         return [list(ids[text]) for text in wrapped]

@@ -79,11 +79,14 @@ class _Draft:
         return Trajectory(self.question, self.prompt_ids, self.turns, stop, answer)
 
 # %% ../nbs/22_rollout.ipynb #c0062
-def _shown(chat, text, ids, room):
-    "What the first `room` ids of an observation show of its text: all of it, or the words that they hold whole."
+def _shown(chat, reply, room):
+    """What the first `room` ids of a reply (text, Result, ids) show of its text: all of it, or the words that they hold
+    whole."""
+    text, result, ids = reply
     if len(ids) <= room: return text
     lead = chat.pieces.between if ids[0] == chat.end_id else chat.pieces.between.removeprefix(chat.pieces.end)
-    return cut(text, room, lambda part: len(chat.encode(lead + chat.markup.body(part))))
+    own = result is Result.MALFORMED
+    return cut(text, room, lambda part: len(chat.encode(lead + chat.markup.body(part, own))))
 
 # %% ../nbs/22_rollout.ipynb #c007
 def _over(env, draft, stop):
@@ -109,8 +112,8 @@ def _answer_or_observe(env, draft, finished, text, action, reply):
     if finished.stop == 'length' or room <= 1 or len(draft.turns) + 1 == env.max_turns:
         draft.add(finished, text, action.call, result=Result.SKIPPED if action.call else Result.MALFORMED)
         return _over(env, draft, Stop.TURN_CAP if len(draft.turns) == env.max_turns else Stop.LENGTH)
-    observation, result, ids = reply
-    draft.add(finished, text, action.call, ids[:room], _shown(env.chat, observation, ids, room), result)
+    _, result, ids = reply
+    draft.add(finished, text, action.call, ids[:room], _shown(env.chat, reply, room), result)
     return _over(env, draft, Stop.LENGTH) if len(ids) + 1 > room else None
 
 # %% ../nbs/22_rollout.ipynb #c008
@@ -143,7 +146,8 @@ def _observe(env, drafts, actions, read, ended):
     calling = [i for i in read if actions[i].call]
     replies = {i: (f'Error: {actions[i].error}', Result.MALFORMED) for i in read}
     replies.update(zip(calling, _call(env, [drafts[i] for i in calling], [actions[i] for i in calling])))
-    ids = env.chat.batch_observation_ids([replies[i][0] for i in read], ended)
+    own = [replies[i][1] is Result.MALFORMED for i in read]
+    ids = env.chat.batch_observation_ids([replies[i][0] for i in read], ended, own)
     coded = {i: (*replies[i], x) for i, x in zip(read, ids)}
     return [coded.get(i) for i in range(len(actions))]
 
@@ -178,9 +182,9 @@ def _invoke_or_commit(env, draft, finished, text, action, ended, output):
         draft.add(finished, text, action.call, kind='invoke',
                   result=Result.SKIPPED if action.call else Result.MALFORMED)
         return draft.trajectory(Stop.TURN_CAP if len(draft.turns) == env.max_turns else Stop.LENGTH)
-    observation, result, ids = output
+    _, result, ids = output
     base = [*draft.ids, *(finished.ids[:-1] if ended or finished.stop == 'eos' else finished.ids)]
-    draft.add(finished, text, action.call, ids[:room], _shown(env.chat, observation, ids, room), result, 'invoke')
+    draft.add(finished, text, action.call, ids[:room], _shown(env.chat, output, room), result, 'invoke')
     if len(ids) + 1 > room: return draft.trajectory(Stop.LENGTH)
     draft.edit([*base, *ids])
     draft.base = base

@@ -681,6 +681,21 @@ def test_what_a_tool_says_changes_no_turn_call_or_answer(protocol, template, sai
     assert played(PROTOCOLS[protocol], template, said)[1:] == ('Budapest', Stop.ANSWER)
 
 
+@pytest.mark.parametrize('name', FAMILIES)
+def test_our_own_words_about_a_call_name_its_tags(name):
+    "What was wrong with a call is said by us: its tags are whole, in ids and in the template's context, as ever."
+    for protocol in TALKING:
+        chat = chat_of(name, PROTOCOLS[protocol])
+        tape = Tape((act(chat, 'neither'), 'stop'), (act(chat, '<answer> x </answer>'), 'stop'))
+        (t,) = rollout(tape, Environment(chat, TOOL, max_tokens=10 ** 6), [QUESTION])[0].trajectories
+        said = chat.tokenizer.decode(list(t.turns[0].observation_ids))
+        assert t.turns[0].result is Result.MALFORMED
+        assert f'no well-formed <{chat.protocol.call_tag}> or <answer>' in said
+        whole = rendered(chat, t.turns[:1], QUESTION.text)
+        assert whole == chat.tokenizer.decode([*t.prompt_ids, *t.turns[0].action_ids, *t.turns[0].observation_ids])
+
+
+
 @pytest.mark.parametrize('text', ['a' * 10 ** 6, '<answer>' * 10 ** 5, '\u200b' * 10 ** 6, '<search>\\boxed{' * 10 ** 5,
                                   ' ' * 10 ** 6, '<|im_end|>' * 10 ** 5, '[[' * 10 ** 5], ids=range(7))
 def test_a_million_letters_in_a_line_are_read_in_seconds(text):
