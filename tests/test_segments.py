@@ -56,12 +56,12 @@ def by_the_book(t, chat):
     state, out, ended = list(t.prompt_ids), [], {chat.end_id, chat.tokenizer.eos_token_id}
     for x in t.turns:
         if x.kind == 'assimilate':
-            out.append(said + chat.observation_ids(seen))
+            out.append(said + chat.observation_ids(seen, own=ours))
             state = said + chat.context_ids(read_context(chat.protocol, x.action_text)[0])
         else:
             out.append(state)
             said = state + [*x.action_ids[:-1], *([] if x.action_ids[-1] in ended else x.action_ids[-1:])]
-            seen = x.observation_text
+            seen, ours = x.observation_text, x.result is Result.MALFORMED
     return out
 
 
