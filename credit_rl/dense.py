@@ -33,7 +33,7 @@ def load_encoder(
     try: from sentence_transformers import SentenceTransformer
     except ImportError as e:
         raise ImportError('dense retrieval needs sentence-transformers: pip install "credit_rl[dense]"') from e
-    loaded = SentenceTransformer(str(model), device=device)
+    loaded = SentenceTransformer(str(model), device=device, trust_remote_code=False)
     return lambda texts: loaded.encode(texts, batch_size=batch, show_progress_bar=False, convert_to_numpy=True)
 
 def unit_vectors(encode, texts):

@@ -122,7 +122,7 @@ def _embedder(name):
     except ImportError as e:
         raise ImportError(f'embed={name!r} needs sentence-transformers: pip install credit_rl[dense], or leave it out '
                           'for TF-IDF') from e
-    return SentenceTransformer(name).encode
+    return SentenceTransformer(name, trust_remote_code=False).encode
 
 # %% ../nbs/65_prepare.ipynb #c011
 def _gathered(path, player, env, questions, how, other, embed, say):

@@ -528,7 +528,7 @@ def _check_tree(model, lora):
                          'out')
     if model == 'tiny' or not Path(model).exists(): return
     from transformers import AutoConfig
-    check_tree(AutoConfig.from_pretrained(model))
+    check_tree(AutoConfig.from_pretrained(model, trust_remote_code=False))
 
 def _check_warmed(config, method):
     "Refuse a warmed-up critic that did not pass or is of another model, protocol or head."

@@ -99,6 +99,8 @@ def test_no_module_trusts_the_code_of_a_model():
         for call in ('AutoConfig', 'AutoModelForCausalLM'):
             for after in source.split(f'{call}.from_pretrained(')[1:]:
                 assert 'trust_remote_code=False' in after[:160], path.name
+        for after in source.split(' SentenceTransformer(')[1:]:
+            assert 'trust_remote_code=False' in after[:160], path.name
 
 
 EVIL = {'classes': "{{ ''.__class__.__mro__[1].__subclasses__() }}",
