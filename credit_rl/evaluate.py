@@ -901,7 +901,7 @@ def main(arguments=None):  # list of str; None: the command line's
         elif given.replay: found = replay(given.replay, changes=settings)
         else: return print(evaluation_table(run_evaluation(settings)).to_string())
         if not all(r.same for r in found.values()): sys.exit(1)
-    except (ValueError, OSError, LaunchError, EngineLost) as e: sys.exit(f'credit_rl.evaluate: {e}')
+    except (ValueError, OSError, ImportError, LaunchError, EngineLost) as e: sys.exit(f'credit_rl.evaluate: {e}')
     except KeyboardInterrupt:
         print('credit_rl.evaluate: interrupted; the same command goes on with the set that it was at', file=sys.stderr)
         sys.exit(130)

@@ -723,7 +723,7 @@ def examine(
 def _complaints(look):
     "What is wrong by a function that raises: list of str."
     try: look()
-    except (ValueError, OSError) as e: return [str(e)]
+    except (ValueError, OSError, ImportError) as e: return [str(e)]
     return []
 
 def _missing_data(task, seed, protocol, say):
@@ -889,7 +889,7 @@ def main(arguments=None):
         settings = read_settings(parser, arguments, by_group(*GROUPS.values()))[0]
         run = settings.get('run', run)
         train(settings)
-    except (ValueError, OSError, LaunchError, EngineLost, BadStep) as e: sys.exit(f'credit_rl.train: {e}')
+    except (ValueError, OSError, ImportError, LaunchError, EngineLost, BadStep) as e: sys.exit(f'credit_rl.train: {e}')
     except KeyboardInterrupt: end_interrupted('credit_rl.train', run)
 
 def end_interrupted(

@@ -501,3 +501,13 @@ def test_a_run_that_is_over_or_failed_lets_its_folder_go(tmp_path, monkeypatch):
         with pytest.raises(ZeroDivisionError) as kept: train({**SHORT, 'run': run}, say=lambda line: None)
     folder = train({**SHORT, 'run': run, 'resume': True}, say=lambda line: None)
     assert (folder / 'summary.json').exists() and not (folder / '.writer').exists() and kept
+
+
+def test_a_package_that_is_missing_stands_in_the_list(root, tmp_path, monkeypatch):
+    "Without `datasets`, as after `make demo`, nothing can be downloaded: a dry run ended in a traceback."
+    monkeypatch.chdir(root)
+    monkeypatch.setitem(sys.modules, 'datasets', None)
+    monkeypatch.setattr('huggingface_hub.constants.HF_HOME', str(tmp_path / 'hub'))
+    for dry in ('true', 'false'):
+        with pytest.raises(SystemExit, match=r'downloading needs `datasets`: pip install "credit_rl\[train\]"'):
+            training.main([f'run={tmp_path}/run', 'data=hotpotqa', 'model=data/tiny_base', f'dry_run={dry}'])
