@@ -102,7 +102,8 @@ def profile_figure(folder):  # of a run of training
     first.set(xlabel='seconds of a mean step', title=f'{sum(spent.values()):.3g} s a step')
     counts = [tokens.get(name, 0) for name in KINDS[::-1]]
     second.barh(KINDS[::-1], counts, color=['#de8f05', '#d0d0d0', '#56b4e9', '#029e73', '#949494'])
-    second.set(xlabel='tokens', title=f'{kept} kept rollouts')
+    second.set(xlabel='tokens; what is shared is counted above too', title=f'{kept} kept rollouts')
+    second.locator_params(axis='x', nbins=5)
     return fig
 
 # %% ../nbs/78_profile.ipynb #f018
