@@ -668,7 +668,7 @@ def test_questions_are_clustered_by_the_named_model(model, scripted, tmp_path, m
     loaded, asked = [], []
     rare = lambda text: sum(map(ord, text)) % 5 == 0                          # no word tells it
     class Encoder:
-        def __init__(self, name): loaded.append(name)
+        def __init__(self, name, trust_remote_code): loaded.append((name, trust_remote_code))
         def encode(self, texts):
             asked.append(list(texts))
             return numpy.array([[float(rare(t)), 1.] for t in texts])
@@ -688,7 +688,7 @@ def test_questions_are_clustered_by_the_named_model(model, scripted, tmp_path, m
         there = {t: sum(rare(q.text) for q in pool if q.meta['parametric'] == (t == 2)) for t in (1, 2)}
         if embed: assert drawn == {t: min(4, there[t]) for t in (1, 2)}
         else: assert drawn != {t: min(4, there[t]) for t in (1, 2)}
-    assert loaded == [MINILM] * 2 and [sorted(texts) for texts in asked] == [
+    assert loaded == [(MINILM, False)] * 2 and [sorted(texts) for texts in asked] == [
         sorted(q.text for q in scripted[part].questions) for part in ('train', 'dev')
     ] if embed else loaded == asked == []
 

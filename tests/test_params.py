@@ -475,7 +475,7 @@ def sentences(monkeypatch):
     "A stand-in for sentence-transformers, which need not be installed: the names of the models that were asked for."
     asked = []
     class Encoder:
-        def __init__(self, name): asked.append(name)
+        def __init__(self, name, trust_remote_code): asked.append((name, trust_remote_code))
         def encode(self, texts): return numpy.array([[float(len(t)), float(sum(map(ord, t)) % 7)] for t in texts])
     stub = ModuleType('sentence_transformers')
     stub.SentenceTransformer = Encoder
@@ -492,7 +492,7 @@ def test_a_warm_up_runs_at_a_small_size_and_what_it_made_teaches(name, small, sh
     params = yaml.safe_load((warm / 'params.yaml').read_text())
     kept = {k: params[k] for k in told if k in params}
     assert kept == {k: {**told, **changes}[k] for k in kept} and kept.keys() >= own.keys()
-    assert sentences and set(sentences) == {told['embed']}
+    assert sentences and set(sentences) == {(told['embed'], False)}
     data = read_collected(warm / 'rollouts-train.jsonl.gz')
     assert set(data.prompts) == {'direct', 'forced', 'optional'} and set(data.tier.tolist()) == {1, 2}
     assert (read_metrics(warm).loss.dropna() > 0).sum() == 2
