@@ -94,16 +94,16 @@ def describe_profile(folder):  # of a run of training
 
 def profile_figure(folder):  # of a run of training
     "Draw a run's seconds by line and its tokens by kind: a matplotlib figure."
-    from matplotlib.figure import Figure
+    import matplotlib.pyplot as plt
     spent, (tokens, kept) = line_seconds(folder), kept_tokens(folder)
-    fig = Figure(figsize=(8, 2.6), layout='constrained')
-    first, second = fig.subplots(1, 2)
+    fig, (first, second) = plt.subplots(1, 2, figsize=(8, 2.6), layout='constrained')
     first.barh([*spent][::-1], [*spent.values()][::-1], color='#0173b2')
     first.set(xlabel='seconds of a mean step', title=f'{sum(spent.values()):.3g} s a step')
     counts = [tokens.get(name, 0) for name in KINDS[::-1]]
     second.barh(KINDS[::-1], counts, color=['#de8f05', '#d0d0d0', '#56b4e9', '#029e73', '#949494'])
     second.set(xlabel='tokens; what is shared is counted above too', title=f'{kept} kept rollouts')
     second.locator_params(axis='x', nbins=5)
+    plt.close(fig)
     return fig
 
 # %% ../nbs/78_profile.ipynb #f018
