@@ -65,17 +65,17 @@ class Regime:
 # %% ../nbs/55_regimes.ipynb #c006
 START = 'data/tiny_base'   # the base that others begin with
 
-def _some(steps, eased=0, **easier):
+def _some(steps, eased=0, batch=16, **easier):
     """The `WarmStart` of a base that begins with another: about so many steps, since a loss says little of the player,
     after `eased` ones in an easier world."""
-    return WarmStart(games=steps + 105, least=steps, played=2., easier=easier, eased=eased, count=2500)
+    return WarmStart(games=steps + 105, least=steps, batch=batch, played=2., easier=easier, eased=eased, count=2500)
 
 _REGIMES = (
     Regime('plain', 'Control: the base reads the last page wrong and does all else right, so rules for searches '
            'have nothing to tell (GRPO).', from_nothing=True),
     Regime('many-parts', 'Control: six independent look-ups, whose credit lies in two turns each while the outcome '
            'sums them, so credit by turns must show (any rule with turns).',
-           {'parts': [6]}, Player(one_word=.05, near_miss=.15), _some(250, 500, parts=[2, 3]),
+           {'parts': [6]}, Player(one_word=.05, near_miss=.15), _some(320, 200, batch=8, parts=[2, 3]),
            max_turns=7, max_tokens=448, turn_tokens=56, metric='parts'),
     Regime('near-miss', 'A fifth is right, half of the rollouts saw the gold and missed it, and many groups are all '
            'wrong (TSPO, table 1).',
@@ -95,8 +95,8 @@ _REGIMES = (
            _some(150, 250, hops=[1, 1, 2], hopeless=0.)),
     Regime('unreliable', 'Searches fail for reasons of the environment, so what follows a turn is noise that no rule '
            'may blame on it (CARL, TIPS).',
-           {'hops': [2], 'nothing': .12, 'sibling': .12},
-           Player(one_word=.04, astray=.05, near_miss=.3), _some(120)),
+           {'hops': [3], 'nothing': .12, 'sibling': .12},
+           Player(one_word=.03, astray=.03, near_miss=.1), _some(200), max_turns=5, max_tokens=256),
     Regime('malformed', 'Calls and answers are often malformed, so staged rewards have a first stage to teach (PRS).',
            {'hops': [2]}, Player(one_word=.06, near_miss=.4, broken_call=.25, broken_answer=.3),
            _some(150)),

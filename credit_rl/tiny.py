@@ -99,6 +99,9 @@ def _understand(text):
     thoughts, seen = (re.findall(rf'<{tag}> (.*?) </{tag}>', text) for tag in ('think', 'tool_response'))
     items = [item.split() for item in thoughts[-1].split(' ; ')] if thoughts else None
     held = items and [(label, f'{a} {b}', left) for label, a, b, *left in items]
+    if held and ' ; ' in asked:   # a thought on the way notes one part: what was found before stands in earlier ones
+        notes = [thought.split(' ; ')[0].split() for thought in thoughts[1:]]
+        held = [*((label, f'{a} {b}', []) for label, a, b in notes), held[-1]]
     return f'{asked} ?', chains, held, seen[-1] if seen else ''
 
 def _page_facts(observation, name):
@@ -115,13 +118,13 @@ def act(text, rng, player=PERFECT):
         return f'{_thought(held)} <answer> {" ".join(rng.sample(WORDS, 2))} </answer>'
     if thought and held[2]: held = _read(held, seen, player, rng, again=' ; ' not in asked)
     if not held[2] and len(done) + 1 < len(chains): done, held = [*done, held], chains[len(done) + 1]
-    says, left = _thought(*done, held), held[2]
+    left, noted = held[2], done[-1:] if ' ; ' in asked else done
     if not left or (thought and rng.random() < player.early):
         broken = player.broken_answer and rng.random() < player.broken_answer
-        return f'{says} <answer> {_answer(asked, [*done, held])} {"</tool_call>" if broken else "</answer>"}'
+        return f'{_thought(*done, held)} <answer> {_answer(asked, [*done, held])} {"</tool_call>" if broken else "</answer>"}'
     query = _query(held[1], left[0], chains[len(done)][1], rng.random(), player, rng)
     broken = player.broken_call and rng.random() < player.broken_call
-    return f'{says} <tool_call> {query} {"</answer>" if broken else "</tool_call>"}'
+    return f'{_thought(*noted, held)} <tool_call> {query} {"</answer>" if broken else "</tool_call>"}'
 
 # %% ../nbs/25_tiny.ipynb #c016
 def _thought(*items):
@@ -139,7 +142,8 @@ def _read(held, seen, player, rng, again=True):
     # a chance of 0 on the way draws nothing: so earlier players play as they did
     if left: slips = player.astray and rng.random() < player.astray
     else: slips = relation not in player.spared and rng.random() < player.near_miss
-    return (*(_next_fact(relation, facts) if slips else (relation, facts[relation])), left)
+    label, value = _next_fact(relation, facts) if slips else (relation, facts[relation])
+    return label if again else relation, value, left
 
 def _answer(asked, found):
     "Write the answer of what was found: the values in their order, or of two pages one word of each."
@@ -301,6 +305,7 @@ class WarmStart:
     copied: float = 1.0     # losses at which they end, nats per trained token
     played: float = .08
     least: int = 0          # fewest steps of the games
+    batch: int = 16         # games of a step
     easier: dict = field(default_factory=dict, hash=False)   # what the world of easier games, played before, has
     eased: int = 0          # otherwise; and their steps
     count: int = 4000       # games to imitate
@@ -324,11 +329,11 @@ def warm_start(
         _train_part(_Part('copy', plan.copied, plan.copy), model, rows, progress)
     if plan.eased:
         easier = demonstrations(chat, plan.teacher, plan.count, seed, {**plan.world, **plan.easier}, plan.caps)
-        imitate(model, _endless(easier, 16, seed), plan.eased, 2e-3)
+        imitate(model, _endless(easier, plan.batch, seed), plan.eased, 2e-3)
     shown = demonstrations(chat, plan.teacher, plan.count, seed, plan.world, plan.caps)
     shown += [g for world in known for g in recollections(world, chat)]
-    _train_part(_Part('games', plan.played, plan.games, least=plan.least), model, _endless(shown, 16, seed), progress,
-                learning_rate=2e-3, cooldown=80)
+    _train_part(_Part('games', plan.played, plan.games, least=plan.least), model, _endless(shown, plan.batch, seed),
+                progress, learning_rate=2e-3, cooldown=80)
     return model.eval()
 
 # %% ../nbs/25_tiny.ipynb #c035
