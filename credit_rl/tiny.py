@@ -355,6 +355,7 @@ class Coder:
     one_word: float = 0.   # searches one word of the name
     near_miss: float = 0.  # notes the fact beside the one it looked for
     lose: float = 0.       # notes nothing of a page
+    fallback: float = 0.   # where nothing was noted, boxes what it knows instead of what it holds
 
 PERFECT_CODER = Coder(recall=1.)
 NOISY_CODER = Coder(recall=.5, guess=.1, one_word=.2, near_miss=.4, lose=.1)
@@ -419,7 +420,9 @@ def act_coder(text, rng, coder=PERFECT_CODER, memory={}):
         if asked in memory and (system or rng.random() < coder.recall): return boxed(memory[asked])
         if asked not in memory and (system or rng.random() < coder.guess):
             return boxed(rng.randrange(10, 100) if sums else ' '.join(rng.sample(WORDS, 2)))
-    if query is None or contexts[-1:] == ['']: return boxed(held)
+    if query is None or contexts[-1:] == ['']:
+        knows = contexts and contexts[-1] == '' and asked in memory and coder.fallback
+        return boxed(memory[asked] if knows and rng.random() < coder.fallback else held)
     if sums: return f'{thinks} <tool_call> print ( {query} ) </tool_call>'
     if rng.random() < coder.one_word: query = rng.choice(query.split()[:2])
     return f'{thinks} <tool_call> print ( search ( " {query} " ) ) </tool_call>'

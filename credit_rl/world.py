@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['RELATIONS', 'SHARES', 'SPLITS', 'MOST_HOPS', 'WORDS', 'SIGNS', 'EASY', 'HARD', 'JOINTS', 'split_of', 'World',
            'question_text', 'fact_chain', 'compute', 'arithmetic_text', 'Competence', 'make_world', 'missing_facts',
-           'reachable', 'join_pages', 'list_parts', 'withdraw_pages', 'world_of']
+           'reachable', 'join_pages', 'list_parts', 'ask_twins', 'withdraw_pages', 'world_of']
 
 # %% ../nbs/05_world.ipynb #c002
 import random
@@ -335,6 +335,31 @@ def list_parts(
         return [([name, value], [r]) for name, value, r in zip(names, values, relations)], ' ; '.join(values)
     return _redraw(world, _chains_of(world), 'parts', draw, 'parts')
 
+# %% ../nbs/05_world.ipynb #n0515
+def ask_twins(world):
+    """Make the first half of a world's questions known, and ask each of the second half in the form of one of them,
+    its twin, with no known fact: both say so in `meta`, as 'parametric' and 'twin'. Raises ValueError on an odd number
+    of questions, where something is known already, and where too few entities are left for a twin."""
+    n, asked = len(world.questions) // 2, world.questions
+    if world.known or len(_chains_of(world)) != 2 * n:
+        raise ValueError('twins want an even number of chains, and nothing that is known besides, got '
+                         f'{len(_chains_of(world))} chains among {len(asked)} questions, {len(world.known)} known facts')
+    first = [replace(q, meta={**q.meta, 'parametric': True, 'twin': asked[n + i].id}) for i, q in enumerate(asked[:n])]
+    known, seen = {f for q in first for f in fact_chain(q)}, {q.text for q in first}
+    rng, second = random.Random(f'{world.split}/{world.seed}/twins'), []
+    for q, other in zip(first, asked[n:]):
+        relations, kind = q.meta['relations'], world.types[q.meta['chain'][0]]
+        starts = [name for name, its in world.types.items() if its == kind]
+        for start in rng.sample(starts, len(starts)):
+            names, text = [start], question_text(kind, start, relations)
+            for r in relations: names.append(world.facts[names[-1], r])
+            if text not in seen and len({*names}) == len(names) and not known & {*zip(names, relations)}: break
+        else: raise ValueError(f'no {kind} is left for a twin of {q.text!r}: raise size, or ask fewer questions')
+        seen.add(text)
+        meta = {**q.meta, 'chain': names, 'parametric': False, 'twin': q.id}
+        second.append(Question(other.id, text, [names[-1]], 'tiny', meta))
+    return replace(world, questions=(*first, *second), known=frozenset(known))
+
 # %% ../nbs/05_world.ipynb #n0509
 def withdraw_pages(
     world,
@@ -362,7 +387,7 @@ def withdraw_pages(
 # %% ../nbs/05_world.ipynb #n0512
 def world_of(
     settings,  # dict as parameter files write it: make_world's size, hops, mirrors, parametric; Competence's famous,
-               # famous_relations, easy, hard; and parts, two_pages, hopeless, nothing, sibling; and seed
+               # famous_relations, easy, hard; and parts, two_pages, twins, hopeless, nothing, sibling; and seed
     split,      # as for make_world
     seed,       # where the settings name none
     questions,  # as for make_world
@@ -373,14 +398,15 @@ def world_of(
     rest = {k: v for k, v in settings.items() if k not in names}
     seed = rest.pop('seed', seed)
     parts, share, hopeless = (rest.pop(k, off) for k, off in (('parts', ()), ('two_pages', 0.), ('hopeless', 0.)))
-    luck = {k: rest.pop(k, 0.) for k in ('nothing', 'sibling')}
+    luck, twins = {k: rest.pop(k, 0.) for k in ('nothing', 'sibling')}, rest.pop('twins', False)
     if min(luck.values()) < 0 or sum(luck.values()) > 1:
         raise ValueError(f'nothing and sibling are chances, at least 0 and together at most 1, got {luck}')
-    if parts and share:
-        raise ValueError(f'a question has several parts or two pages, not both: got parts={parts} and '
-                         f'two_pages={share}')
+    if (parts and share) or (twins and (parts or share)):
+        raise ValueError('a question has several parts, or two pages, or a twin: got '
+                         f'parts={parts}, two_pages={share} and twins={twins}')
     world = make_world(split, seed, questions=questions, competence=competence, **rest)
     if parts: world = list_parts(world, tuple(parts))
     if share: world = join_pages(world, share)
+    if twins: world = ask_twins(world)
     if hopeless: world = withdraw_pages(world, hopeless)
     return replace(world, **luck)

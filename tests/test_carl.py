@@ -20,13 +20,13 @@ from safetensors.torch import load_file
 from credit_rl.benchmarks import get_benchmark
 from credit_rl.evaluate import run_evaluation, summarize
 from credit_rl.parts import first_tokens
-from credit_rl.protocol import PROTOCOLS, byte_tokenizer, prompt_hash
+from credit_rl.protocol import PROTOCOLS, Chat, byte_tokenizer, prompt_hash
 from credit_rl.runlog import RunLog, latest_checkpoint, read_metrics, read_turns, same_metrics
 from credit_rl.tiny import tiny_model, tiny_tokenizer
 from credit_rl.tools import PythonTool, SearchTool
 from credit_rl import prepare as preparing, stage as staging, train as training
 from credit_rl import competence
-from credit_rl.competence import examine_run, examined
+from credit_rl.competence import examine_run, examined, form_auc
 from credit_rl.critics import at_states, segment_starts
 from credit_rl.engine import ScriptedEngine
 from credit_rl.layout import pack, token_logps
@@ -38,7 +38,8 @@ from credit_rl.models import load_model
 from credit_rl.outcome import outcome_rewards
 from credit_rl.rollout import rollout
 from credit_rl.prepare import gate_table, make_warming, prepare, warmup_table
-from credit_rl.tiny import NOISY_CODER, act_coder, memory_of
+from credit_rl.tiny import NOISY_CODER, PERFECT_CODER, act_coder, memory_of, tiny_environment
+from credit_rl.world import world_of
 from credit_rl.settings import check, make_config, settings_of
 from credit_rl.stage import tiny_worlds
 from credit_rl.train import train
@@ -659,6 +660,33 @@ def test_without_another_corpus_the_same_search_has_holes(model, more, share):
 
 
 MINILM = 'sentence-transformers/all-MiniLM-L6-v2'
+
+
+def test_the_form_of_twins_does_not_tell_which_is_known():
+    for seed in range(5):
+        w = world_of({'hops': (1, 2), 'twins': True}, 'test', seed, 200)
+        told = form_auc(w.questions, [q.meta['parametric'] for q in w.questions])
+        assert told == {'logistic': .5, 'trees': .5}                              # each form is there with both answers
+    w = world_of({'hops': (1, 2, 2, 2, 2, 2), 'famous': 100, 'famous_relations': ('birthplace', 'mayor')}, 'test', 1, 100)
+    told = form_auc(w.questions, [q.meta['parametric'] for q in w.questions])
+    assert min(told.values()) > .9
+    assert all(math.isnan(v) for v in form_auc(w.questions, [True] * len(w.questions)).values())
+    with pytest.raises(ValueError): form_auc(w.questions[:3], [True, False, True])
+
+
+def test_a_failed_look_up_falls_back_on_memory_as_often_as_it_should():
+    w = world_of({'hops': (1, 2), 'twins': True, 'nothing': 1.}, 'test', 1, 80)
+    chat, memory = Chat(PROTOCOLS['carl-tiny'], tiny_tokenizer(numbers=True)), memory_of(w)
+    right = {}
+    for share in (0., .5, 1.):
+        coder = dataclasses.replace(PERFECT_CODER, recall=0., fallback=share)
+        engine = ScriptedEngine(lambda text, rng: act_coder(text, rng, coder, memory), chat.tokenizer)
+        played = rollout(engine, tiny_environment(w, chat), w.questions, 4)
+        right[share] = {known: [t.answer in g.question.answers for g in played for t in g.trajectories
+                                if g.question.meta['parametric'] == known] for known in (True, False)}
+        assert not any(right[share][False])
+    assert not any(right[0.][True]) and all(right[1.][True])
+    assert .4 < sum(right[.5][True]) / len(right[.5][True]) < .6
 
 
 @pytest.mark.parametrize('embed', [MINILM, None])
