@@ -472,15 +472,16 @@ def _code_games(tokenizer, world, questions, coder, memory, seed):
             groups += rollout(engine, env, questions[a:b], seed=seed)
     return groups
 
-def code_demonstrations(tokenizer, coder, count, seed, known=(), times=1, size=300, batch=250):
-    """Play `count` games of a scripted coder on random train worlds, and `times` one for each parametric question of
-    the worlds in `known`: list of `Group`."""
+def code_demonstrations(tokenizer, coder, count, seed, known=(), times=1, size=300, batch=250, luck={}):
+    """Play `count` games of a scripted coder on random train worlds, where searches fail by `luck` (a world's nothing
+    and sibling), and `times` one for each parametric question of the worlds in `known`: list of `Group`."""
     groups = []
     while len(groups) < count:
         n = min(batch, count - len(groups))
         world = make_world('train', seed_of('code demonstrations', seed, len(groups)), size=size,
                            questions=n - 2 * (n // 5), hops=(1, 2, 2),
                            competence=Competence(easy=n // 5, hard=n // 5))
+        world = replace(world, **luck)
         groups += _code_games(tokenizer, world, list(world.questions), coder, TABLE, seed)
     for world in known:
         asked, memory = [q for q in world.questions if q.meta['parametric']], TABLE | memory_of(world)
@@ -528,6 +529,8 @@ class CodeWarmStart:
     recalled: float = .05
     count: int = 4000      # games to imitate
     times: int = 4         # how often each question about `known` is played besides
+    teacher: Coder = CODE_TEACHER  # whose games on random worlds are imitated
+    knower: Coder = CODE_KNOWER    # and whose on the worlds of what is known
 
 def code_warm_start(
     tokenizer,
@@ -542,13 +545,14 @@ def code_warm_start(
     drill = lambda size: iter(lambda: copy_rows(tokenizer, size, generator, words=[*WORDS, *_NUMBERS]), None)
     _train_part(_Part('copy', p.copied, p.copy), model, drill(64), progress)
     rows = lambda groups: [row for g in groups for t in g.trajectories for row in segment_rows(t)]
-    games = code_demonstrations(tokenizer, CODE_TEACHER, p.count, seed)
-    games += code_demonstrations(tokenizer, CODE_KNOWER, 0, seed, known, p.times)
+    luck = {k: getattr(known[0], k) for k in ('nothing', 'sibling')} if known else {}   # learned as it will be met
+    games = code_demonstrations(tokenizer, p.teacher, p.count, seed, luck=luck)
+    games += code_demonstrations(tokenizer, p.knower, 0, seed, known, p.times)
     shown = _endless_rows(rows(games), 32, seed)
     learned = _endless_rows(rows(code_recollections(tokenizer, known)), 96, seed)
     _train_part(_Part('games', p.played, p.games), model, shown, progress, learning_rate=2e-3)
     for name, level, steps, first, coder, cooldown in (('reading', p.read, p.reading, 1, PERFECT_CODER, 0),
-                                                       ('mixed', p.recalled, p.mixed, 0, CODE_KNOWER, 300)):
+                                                       ('mixed', p.recalled, p.mixed, 0, p.knower, 300)):
         pages = code_readings(tokenizer, coder, known, seed, p.times)
         parts = (learned, *([_endless_rows(pages, 48, seed)] if pages else []), shown, drill(32))
         if pages or name == 'mixed':

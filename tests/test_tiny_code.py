@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
+from credit_rl import tiny
 from credit_rl.engine import ScriptedEngine
 from credit_rl.layout import pack, token_logps
 from credit_rl.protocol import PROTOCOLS, Chat
@@ -147,6 +148,23 @@ def test_what_is_recalled_and_what_is_shown():
     shown = code_demonstrations(TOKENIZER, CODE_TEACHER, 60, seed=1, known=[WORLD])
     assert len(shown) == 60 + len(memory_of(WORLD)) and shown == code_demonstrations(
         TOKENIZER, CODE_TEACHER, 60, seed=1, known=[WORLD])
+
+
+def test_searches_of_demonstrations_fail_as_those_of_the_known_worlds(monkeypatch):
+    def empty(groups):
+        seen = [x.observation_text.strip() for g in groups for t in g.trajectories for x in t.turns
+                if x.call and 'search' in x.action_text]
+        return sum(x == 'No results .' for x in seen) / len(seen)
+    caller, lucks = replace(CODE_TEACHER, recall=0., guess=0., one_word=0.), []
+    shares = [empty(code_demonstrations(TOKENIZER, caller, 100, seed=1, luck={'nothing': p})) for p in (0., .5, 1.)]
+    assert shares[0] < .05 and .35 < shares[1] < .65 and shares[2] == 1
+    real = tiny.code_demonstrations
+    monkeypatch.setattr(tiny, 'code_demonstrations', lambda *given, luck={}, **more: lucks.append(luck) or real(
+        *given, luck=luck, **more))
+    plan = CodeWarmStart(copy=2, games=2, reading=2, mixed=6, copied=99, played=99, read=99, recalled=99, count=40)
+    known = replace(SMALL, nothing=.2, sibling=.1)
+    code_warm_start(TOKENIZER, 3, plan, known=[known], progress=lambda line: None)
+    assert lucks[0] == {'nothing': .2, 'sibling': .1}
 
 
 # ---- rows of the warm start ----
