@@ -413,13 +413,13 @@ def _check_regime(task, model, seed):
 def _check_world(world, seed=0):
     "Refuse arguments that `make_world` does not take, or of which it can make no world."
     known = ('size', 'hops', 'mirrors', 'parametric', 'famous', 'famous_relations', 'easy', 'hard', 'parts',
-             'two_pages', 'hopeless', 'nothing', 'sibling', 'seed')
+             'two_pages', 'twins', 'hopeless', 'nothing', 'sibling', 'seed')
     for name, value in world.items():
         if name not in known: raise ValueError(f'world takes {", ".join(known)}, got {name!r}')
         if isinstance(value, dict) and set(value) != set(SPLITS):
             raise ValueError(f'world: {name} is a number, or one for each of {", ".join(SPLITS)}, got {value}')
     for part in SPLITS if any(isinstance(v, dict) for v in world.values()) else ('dev',):
-        world_of(world_arguments(world, part), part, seed, 1)
+        world_of(world_arguments(world, part), part, seed, 2)   # twins come in twos
 
 # %% ../nbs/61_settings.ipynb #c021
 def _check_host(host, dtype):

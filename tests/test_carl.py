@@ -26,7 +26,8 @@ from credit_rl.tiny import tiny_model, tiny_tokenizer
 from credit_rl.tools import PythonTool, SearchTool
 from credit_rl import prepare as preparing, stage as staging, train as training
 from credit_rl import competence
-from credit_rl.competence import examine_run, examined, form_auc
+from credit_rl.asking import form_auc
+from credit_rl.competence import examine_run, examined
 from credit_rl.critics import at_states, segment_starts
 from credit_rl.engine import ScriptedEngine
 from credit_rl.layout import pack, token_logps
