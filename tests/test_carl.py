@@ -26,7 +26,7 @@ from credit_rl.tiny import tiny_model, tiny_tokenizer
 from credit_rl.tools import PythonTool, SearchTool
 from credit_rl import prepare as preparing, stage as staging, train as training
 from credit_rl import competence
-from credit_rl.asking import form_auc
+from credit_rl.asking import Asking, form_auc, run_asking
 from credit_rl.competence import examine_run, examined
 from credit_rl.critics import at_states, segment_starts
 from credit_rl.engine import ScriptedEngine
@@ -661,6 +661,23 @@ def test_without_another_corpus_the_same_search_has_holes(model, more, share):
 
 
 MINILM = 'sentence-transformers/all-MiniLM-L6-v2'
+
+
+def test_what_a_critic_says_is_held_against_what_asking_is_worth(model, scripted, tmp_path):
+    warm = prepare(
+        {
+            **WARM, 'model': model, 'collected': 'random', 'must_pass': False, 'per_tier': 8, 'warm_steps': 2,
+            'warm_least': 2, 'warm_every': 2, 'clusters': 2, 'run': str(tmp_path / 'warm')
+        }, say=lambda line: None)
+    config = make_config({**TINY, 'model': model, 'critic_from': str(warm), 'critic': 'own', 'run': str(tmp_path / 'run')})
+    said, asking, bias, form = run_asking(config, Asking(attempts=6, asked=24), say=lambda line: None)
+    kept = json.loads((tmp_path / 'run' / 'asking.json').read_text())
+    assert kept['says'] == said and "critic's bias" in said and asking.delta['known'] > 0
+    assert asking.questions.sum() == 24 and asking.questions['known'] > 3
+    assert ((bias.value - bias.outcome - bias.bias).abs() < 1e-6).all() and bias.value.nunique() > 2
+    assert set(bias.index.get_level_values('kind')) == {'start', 'assimilate', 'invoke', 'commit'}
+    played = bias.states[:, 'start']
+    assert played.sum() == 24 * 6 and max(form.values()) > .7                     # famous facts have a form of their own
 
 
 def test_the_form_of_twins_does_not_tell_which_is_known():
