@@ -99,11 +99,11 @@ def form_of(question):
 def form_auc(
     questions,  # list of Q Question
     known,      # Q booleans: whether each is known
-    folds=5,
+    folds=5,    # fewer where there are fewer questions
 ):
     """How well the form alone tells known from unknown: AUC of 'logistic' regression and of 'trees', means over folds
     of questions that they did not learn from; twins (`ask_twins`) are never parted. NaN where all or none are known.
-    Raises ImportError without scikit-learn, ValueError on fewer questions than folds."""
+    Raises ImportError without scikit-learn, ValueError on one question alone."""
     try:
         from sklearn.ensemble import HistGradientBoostingClassifier
         from sklearn.feature_extraction import DictVectorizer
@@ -115,7 +115,9 @@ def form_auc(
     made = {'logistic': lambda: LogisticRegression(max_iter=1000),
             'trees': lambda: HistGradientBoostingClassifier(max_iter=50, random_state=0)}
     found = {name: [] for name in made}
-    for learn, test in GroupKFold(folds).split(x, y, pairs):
+    apart = min(folds, len(set(pairs)))
+    if apart < 2: raise ValueError(f'form_auc wants two questions at least that are no twins, got {len(questions)}')
+    for learn, test in GroupKFold(apart).split(x, y, pairs):
         if len(set(y[learn])) < 2: continue
         for name, new in made.items():
             chance = new().fit(x[learn], y[learn]).predict_proba(x[test])[:, 1]

@@ -118,13 +118,14 @@ def act(text, rng, player=PERFECT):
         return f'{_thought(held)} <answer> {" ".join(rng.sample(WORDS, 2))} </answer>'
     if thought and held[2]: held = _read(held, seen, player, rng, again=' ; ' not in asked)
     if not held[2] and len(done) + 1 < len(chains): done, held = [*done, held], chains[len(done) + 1]
-    left, noted = held[2], done[-1:] if ' ; ' in asked else done
+    left, shown = held[2], done[-1:] if ' ; ' in asked else done
     if not left or (thought and rng.random() < player.early):
         broken = player.broken_answer and rng.random() < player.broken_answer
-        return f'{_thought(*done, held)} <answer> {_answer(asked, [*done, held])} {"</tool_call>" if broken else "</answer>"}'
+        gives = f'<answer> {_answer(asked, [*done, held])} {"</tool_call>" if broken else "</answer>"}'
+        return f'{_thought(*done, held)} {gives}'
     query = _query(held[1], left[0], chains[len(done)][1], rng.random(), player, rng)
     broken = player.broken_call and rng.random() < player.broken_call
-    return f'{_thought(*noted, held)} <tool_call> {query} {"</answer>" if broken else "</tool_call>"}'
+    return f'{_thought(*shown, held)} <tool_call> {query} {"</answer>" if broken else "</tool_call>"}'
 
 # %% ../nbs/25_tiny.ipynb #c016
 def _thought(*items):
@@ -472,13 +473,13 @@ def _code_games(tokenizer, world, questions, coder, memory, seed):
             groups += rollout(engine, env, questions[a:b], seed=seed)
     return groups
 
-def code_demonstrations(tokenizer, coder, count, seed, known=(), times=1, size=300, batch=250, luck={}):
+def code_demonstrations(tokenizer, coder, count, seed, known=(), times=1, batch=250, luck={}):
     """Play `count` games of a scripted coder on random train worlds, where searches fail by `luck` (a world's nothing
     and sibling), and `times` one for each parametric question of the worlds in `known`: list of `Group`."""
     groups = []
     while len(groups) < count:
         n = min(batch, count - len(groups))
-        world = make_world('train', seed_of('code demonstrations', seed, len(groups)), size=size,
+        world = make_world('train', seed_of('code demonstrations', seed, len(groups)), size=300,
                            questions=n - 2 * (n // 5), hops=(1, 2, 2),
                            competence=Competence(easy=n // 5, hard=n // 5))
         world = replace(world, **luck)

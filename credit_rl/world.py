@@ -343,7 +343,8 @@ def ask_twins(world):
     n, asked = len(world.questions) // 2, world.questions
     if world.known or len(_chains_of(world)) != 2 * n:
         raise ValueError('twins want an even number of chains, and nothing that is known besides, got '
-                         f'{len(_chains_of(world))} chains among {len(asked)} questions, {len(world.known)} known facts')
+                         f'{len(_chains_of(world))} chains among {len(asked)} questions, and {len(world.known)} known '
+                         'facts')
     first = [replace(q, meta={**q.meta, 'parametric': True, 'twin': asked[n + i].id}) for i, q in enumerate(asked[:n])]
     known, seen = {f for q in first for f in fact_chain(q)}, {q.text for q in first}
     rng, second = random.Random(f'{world.split}/{world.seed}/twins'), []

@@ -669,7 +669,8 @@ def test_what_a_critic_says_is_held_against_what_asking_is_worth(model, scripted
             **WARM, 'model': model, 'collected': 'random', 'must_pass': False, 'per_tier': 8, 'warm_steps': 2,
             'warm_least': 2, 'warm_every': 2, 'clusters': 2, 'run': str(tmp_path / 'warm')
         }, say=lambda line: None)
-    config = make_config({**TINY, 'model': model, 'critic_from': str(warm), 'critic': 'own', 'run': str(tmp_path / 'run')})
+    critic = {'critic_from': str(warm), 'critic': 'own'}
+    config = make_config({**TINY, **critic, 'model': model, 'run': str(tmp_path / 'run')})
     said, asking, bias, form = run_asking(config, Asking(attempts=6, asked=24), say=lambda line: None)
     kept = json.loads((tmp_path / 'run' / 'asking.json').read_text())
     assert kept['says'] == said and "critic's bias" in said and asking.delta['known'] > 0
@@ -677,19 +678,20 @@ def test_what_a_critic_says_is_held_against_what_asking_is_worth(model, scripted
     assert ((bias.value - bias.outcome - bias.bias).abs() < 1e-6).all() and bias.value.nunique() > 2
     assert set(bias.index.get_level_values('kind')) == {'start', 'assimilate', 'invoke', 'commit'}
     played = bias.states[:, 'start']
-    assert played.sum() == 24 * 6 and max(form.values()) > .7                     # famous facts have a form of their own
+    assert played.sum() == 24 * 6 and max(form.values()) > .7    # famous facts have a form of their own
 
 
 def test_the_form_of_twins_does_not_tell_which_is_known():
     for seed in range(5):
         w = world_of({'hops': (1, 2), 'twins': True}, 'test', seed, 200)
         told = form_auc(w.questions, [q.meta['parametric'] for q in w.questions])
-        assert told == {'logistic': .5, 'trees': .5}                              # each form is there with both answers
-    w = world_of({'hops': (1, 2, 2, 2, 2, 2), 'famous': 100, 'famous_relations': ('birthplace', 'mayor')}, 'test', 1, 100)
+        assert told == {'logistic': .5, 'trees': .5}    # each form is there with both answers
+    famous = {'famous': 100, 'famous_relations': ('birthplace', 'mayor')}
+    w = world_of({'hops': (1, 2, 2, 2, 2, 2), **famous}, 'test', 1, 100)
     told = form_auc(w.questions, [q.meta['parametric'] for q in w.questions])
     assert min(told.values()) > .9
     assert all(math.isnan(v) for v in form_auc(w.questions, [True] * len(w.questions)).values())
-    with pytest.raises(ValueError): form_auc(w.questions[:3], [True, False, True])
+    with pytest.raises(ValueError, match='two questions at least'): form_auc(w.questions[:1], [True])
 
 
 def test_a_failed_look_up_falls_back_on_memory_as_often_as_it_should():

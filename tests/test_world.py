@@ -37,8 +37,10 @@ def test_long_chains(hops):
                                         ({'hops': (2,), 'two_pages': 1.5}, 'two_pages is a share'),
                                         ({'parts': [11]}, 'parts must be some of 2 to 10'), ({'parts': [1]}, 'parts'),
                                         ({'parts': [3], 'two_pages': .5}, 'or two pages'),
-                                        ({'parts': [3], 'twins': True}, 'or a twin'), ({'twins': True, 'size': 50, 'hops': (4, )}, 'is left'),
-                                        ({'twins': True, 'parametric': .5}, 'known besides'), ({'twins': True, 'easy': 2}, 'chains among'), ({'hopeless': 1}, 'hopeless'),
+                                        ({'parts': [3], 'twins': True}, 'or a twin'),
+                                        ({'twins': True, 'size': 50, 'hops': (4, )}, 'is left'),
+                                        ({'twins': True, 'parametric': .5}, 'known besides'),
+                                        ({'twins': True, 'easy': 2}, 'chains among'), ({'hopeless': 1}, 'hopeless'),
                                         ({'hopeless': .9, 'parametric': 1.}, 'need a page'),
                                         ({'nothing': .7, 'sibling': .4}, 'together at most 1'),
                                         ({'sibling': -.1}, 'sibling')])
@@ -99,7 +101,8 @@ def test_twins_have_one_form_and_one_of_them_is_known():
         twin, knows = of[q.meta['twin']], [f in w.known for f in fact_chain(q)]
         assert of[twin.meta['twin']] is q and twin.meta['parametric'] != q.meta['parametric']
         assert [r for _, r in fact_chain(q)] == [r for _, r in fact_chain(twin)]
-        assert w.types[q.meta['chain'][0]] == w.types[twin.meta['chain'][0]] and q.text.split()[0] == twin.text.split()[0]
+        assert w.types[q.meta['chain'][0]] == w.types[twin.meta['chain'][0]]
+        assert q.text.split()[0] == twin.text.split()[0]
         assert all(knows) if q.meta['parametric'] else not any(knows)
         assert q.answers == (w.facts[fact_chain(q)[-1]], )
         assert missing_facts(w, q) == ([] if q.meta['parametric'] else fact_chain(q))
