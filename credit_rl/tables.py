@@ -7,11 +7,11 @@ __all__ = ['DRAWINGS', 'FILES', 'is_evaluation', 'sort_folders', 'of_kind', 'fin
            'table_of', 'set_values', 'score_table', 'mean_table', 'gain_table', 'kept_rollouts', 'process_table',
            'reward_table', 'near_miss_table', 'dense_parameters', 'scoring_flops', 'widths_table', 'lengths_table',
            'flops_table', 'time_table', 'regression_table', 'curve_figure', 'set_figure', 'stack_figure',
-           'refresh_figure', 'size_figure', 'advantage_figure', 'rollout_figure', 'state_figure', 'asking_rates',
-           'broken_table', 'tier_table', 'mechanism_table', 'sign_rates', 'calibration_table', 'competence_figure',
-           'bucket_table', 'tier_figure', 'explained_table', 'error_counts', 'hop_scores', 'retriever_table',
-           'sources_table', 'judged_rates', 'paper_settings', 'run_settings', 'settings_table', 'draw_entry',
-           'setting_gaps', 'entry_lines', 'main']
+           'refresh_figure', 'size_figure', 'advantage_figure', 'rollout_figure', 'state_figure', 'examined_runs',
+           'asking_rates', 'broken_table', 'tier_table', 'mechanism_table', 'sign_rates', 'calibration_table',
+           'competence_figure', 'bucket_table', 'tier_figure', 'explained_table', 'error_counts', 'hop_scores',
+           'retriever_table', 'sources_table', 'judged_rates', 'paper_settings', 'run_settings', 'settings_table',
+           'draw_entry', 'setting_gaps', 'entry_lines', 'main']
 
 # %% ../nbs/85_tables.ipynb #u002
 import math, re, sys, textwrap
@@ -20,12 +20,13 @@ import numpy as np, torch, yaml
 from .compare import find_runs, load_runs, seed_curves
 from .competence import asking_table, critics_table, examined, play_table, resilience_table
 from .critics import brier, expected_calibration_error
-from .diagnostics import error_table, method_colours
-from .estimate import read_sizes
-from .evaluate import asked_protocol, evaluation_table, measure, read_manifest, read_scores
+from .diagnostics import SPARE_COLOURS, error_table, method_colours
+from .estimate import KNOWN_SIZES, read_sizes
+from .evaluate import asked_protocol, measure, read_manifest, read_scores
 from .folr import chi_squared, first_turns, has_evidence, op_table
-from .longform import judged_table
-from .papers import ENTRIES, count_states, entry_table, find_entry, numbered, report
+from .longform import judged_table, know_pairs
+from .methods import METHODS, get_method
+from .papers import ENTRIES, find_entry, report
 from .parameters import make_parser
 from .prepare import is_warmup
 from .runlog import METRICS, read_params, read_summary, read_turns
@@ -331,6 +332,15 @@ def _panels(count, width=3.6, height=2.9):
     plt.close(fig)
     return fig, list(axes.flat[:count])
 
+def _colours(names):
+    "Colours of names of runs: dict. The first of a method has the method's, its variants take spare ones."
+    own, first, spare = method_colours(list(names)), set(), iter(SPARE_COLOURS * 9)
+    for name in own:
+        method = name.split(' (')[0]
+        if method in first: own[name] = next(spare)
+        first.add(method)
+    return own
+
 def _add_legend(fig, axes):
     "One legend for all panels, below them."
     named = {label: h for ax in axes for h, label in zip(*ax.get_legend_handles_labels())}
@@ -347,15 +357,15 @@ def curve_figure(
     curves = {m: c for m, c in curves.items() if len(c)}
     if not curves: raise ValueError(f'none of these runs logged {" or ".join(metrics)}')
     fig, axes = _panels(len(curves))
-    colours = method_colours(list(dict.fromkeys(table.method)))
+    colours = _colours(dict.fromkeys(table.method))
     unit = {'step': 'training step', 'trained_tokens': 'trained tokens with credit'}.get(x, x)
     for ax, (m, c) in zip(axes, curves.items()):
         for name, own in c.groupby('method', sort=False):
             y = own.groupby('x').y.agg(['mean', 'min', 'max'])
             ax.plot(y.index, y['mean'], color=colours[name], label=name, lw=1.4)
             ax.fill_between(y.index, y['min'], y['max'], color=colours[name], alpha=.15, lw=0)
-        ax.set_ylabel(textwrap.fill({**METRICS, **_DERIVED}.get(m, m), 40))
-        ax.set_xlabel(unit)
+        ax.set_title(textwrap.fill({**METRICS, **_DERIVED}.get(m, m), 56), fontsize=7.5)
+        ax.set(ylabel=m.replace('_', ' '), xlabel=unit)
         ax.locator_params(nbins=5)
     _add_legend(fig, axes)
     return fig
@@ -395,7 +405,7 @@ def refresh_figure(folders):  # as in sort_folders
     interval: matplotlib figure."""
     runs, table = finished_runs(folders), _curves(folders)
     fig, axes = _panels(2)
-    colours = method_colours(list(dict.fromkeys(table.method)))
+    colours = _colours(dict.fromkeys(table.method))
     for name, own in seed_curves(table, 'dev_em').groupby('method', sort=False):
         axes[0].plot(own.groupby('x').y.mean(), color=colours[name], label=name, lw=1.4)
     ends = {}
@@ -411,15 +421,20 @@ def refresh_figure(folders):  # as in sort_folders
     return fig
 
 def size_figure(folders):  # as in sort_folders
-    "Draw the score of evaluations against the size of their models: matplotlib figure. Raises ValueError of none."
+    """Draw the score of evaluations against the size of their models: matplotlib figure. Raises ValueError where no
+    model's configuration is here."""
+    places = [(folder, name, read_manifest(folder/name)['model']['name']) for folder in of_kind(folders, 'evaluation')
+              for name in read_scores(folder)]
+    here = lambda model: model in KNOWN_SIZES or (Path(str(model))/'config.json').exists()
+    if not any(here(model) for *_, model in places):
+        raise ValueError(f'no configuration of {", ".join(dict.fromkeys(str(m) for *_, m in places))} is here')
     fig, (ax,) = _panels(1)
-    for folder in of_kind(folders, 'evaluation'):
-        for name in read_scores(folder):
-            model = read_manifest(folder/name)['model']['name']
-            size, score = read_sizes(model).parameters, set_values(folder, 'score')[name]
-            ax.plot(size, score, 'o', color='#0173b2')
-            ax.annotate(f'{folder.name}, {name}', (size, score), (0, 6), textcoords='offset points', ha='center',
-                        fontsize=7)
+    for folder, name, model in places:
+        if not here(model): continue
+        size, score = read_sizes(model).parameters, set_values(folder, 'score')[name]
+        ax.plot(size, score, 'o', color='#0173b2')
+        ax.annotate(f'{folder.name}, {name}', (size, score), (0, 6), textcoords='offset points', ha='center',
+                    fontsize=7)
     ax.set(xscale='log', xlabel='parameters of the model', ylabel='score')
     ax.margins(x=.6, y=.2)
     return fig
@@ -436,7 +451,7 @@ def advantage_figure(folders):  # as in sort_folders
     fig, axes = _panels(len(found))
     limit = max(abs(a) for own in found.values() for a in own) or 1.
     for ax, (name, own) in zip(axes, found.items()):
-        ax.hist(own, 41, range=(-limit, limit), color=method_colours([name])[name])
+        ax.hist(own, 41, range=(-limit, limit), color=_colours(found)[name])
         ax.axvline(0, color='black', lw=.6)
         ax.set(title=f'{name}: {len(own):,} tokens', xlabel="advantage, mean of the token's turn", ylabel='tokens')
         ax.locator_params(nbins=5)
@@ -467,13 +482,13 @@ def rollout_figure(
     fig, (ax,) = _panels(1, 9, .5 + .19 * lines)
     y = 0
     for a, text in blocks:
-        colour = 'white' if a is None else colormaps['RdBu'](.5 + .4 * a / limit)
+        colour = 'white' if a is None else colormaps['RdBu'](.5 + .3 * a / limit)
         ax.axhspan(y, y + len(text), color=colour, lw=0)
         for i, line in enumerate(text):
             ax.text(.005, y + i + .5, line.replace('$', r'\$'), va='center', fontsize=7.5, family='monospace',
                     color='black' if a is not None else '#555555')
         y += len(text)
-    ax.set(xlim=(0, 1), ylim=(y, 0), xticks=[], yticks=[])
+    ax.set(xlim=(0, 1), ylim=(y, 0), xticks=[], yticks=[], frame_on=False)
     ax.set_title(f'{name}: {"right" if right else "wrong"}; blue: more of this, red: less', fontsize=9, loc='left')
     return fig
 
@@ -502,36 +517,39 @@ def state_figure(
     return fig
 
 # %% ../nbs/85_tables.ipynb #u040
-def _examined(folders):
-    "Examinations of finished runs of training: list of (method, seed, dict). Raises where one was not examined."
-    return examined(of_kind(folders))
+def examined_runs(folders):  # as in sort_folders
+    "Runs of training that were examined: list of Path. Raises ValueError where none was."
+    found = [run for run in of_kind(folders) if 'competence' in (read_summary(run) or {})]
+    if not found: raise ValueError('none of these runs was examined: credit-rl competence RUN')
+    return found
 
 def asking_rates(folders):  # as in sort_folders
     "Calls, exact match and mistakes by tier (CARL tables 3 and 19): a pandas DataFrame, see `asking_table`."
-    return asking_table(of_kind(folders))
+    return asking_table(examined_runs(folders))
 
 def broken_table(folders):  # as in sort_folders
     "Exact match on what is known, with a tool that fails (CARL table 16): a pandas DataFrame, see `resilience_table`."
-    return resilience_table(of_kind(folders))
+    return resilience_table(examined_runs(folders))
 
 def tier_table(folders):  # as in sort_folders
     "Share of the test questions that the base does not know without tools (CARL table 1): a pandas DataFrame."
     count = lambda found, tier: float(found['tiers'].get(tier, 0))
     return table_of([(method, {'tier 1': count(f, '1') / (count(f, '1') + count(f, '2')),
-                               'questions': count(f, '1') + count(f, '2')}) for method, _, f in _examined(folders)])
+                               'questions': count(f, '1') + count(f, '2')})
+                     for method, _, f in examined(examined_runs(folders))])
 
 def mechanism_table(folders):  # as in sort_folders
     "What critics tell apart and what notes keep, before and after (CARL table 14): a pandas DataFrame."
-    runs = of_kind(folders)
-    broken = resilience_table(runs)
-    alone = broken.filter(items=['no tool, all, base'])
+    runs = examined_runs(folders)
+    alone = resilience_table(runs).filter(items=['no tool, all, base'])
     return play_table(runs).join(critics_table(runs), how='left').join(alone)
 
 def sign_rates(folders):  # as in sort_folders
     """How often the critic rose where a note kept a gold, and fell where it lost one (CARL table 12): a pandas
     DataFrame, a row for each method and case. Raises ValueError on runs without a critic."""
-    rows = [(f'{method}, {case}', {'n': float(x['n']), 'did': float(x['did'])}) for method, _, f in _examined(folders)
-            if f['critic'] for case, x in f['critic']['signs'].items()]
+    rows = [(f'{method}, {case}', {'n': float(x['n']), 'did': float(x['did'])})
+            for method, _, f in examined(examined_runs(folders)) if f['critic']
+            for case, x in f['critic']['signs'].items()]
     if not rows: raise ValueError('none of these runs has a critic')
     table = table_of(rows)
     return table.assign(rate=table.did / table.n.where(table.n > 0))
@@ -541,7 +559,7 @@ def calibration_table(folders):  # as in sort_folders
     pandas DataFrame, a column for each method, seeds together; NaN in empty bins."""
     import pandas as pd
     found = {}
-    for method, _, f in _examined(folders):
+    for method, _, f in examined(examined_runs(folders)):
         if f['critic']: found.setdefault(method, []).append(f['critic'])
     if not found: raise ValueError('none of these runs has a critic')
     columns = {}
@@ -559,7 +577,7 @@ def competence_figure(folders):  # as in sort_folders
     table, curves = calibration_table(folders).iloc[:10], _curves(folders)
     names = [n for n in ('dev_em', 'tool_rate_tier_2') if n in curves and curves[n].notna().any()]
     fig, axes = _panels(1 + len(names))
-    colours = method_colours(list(dict.fromkeys([*table, *curves.method])))
+    colours = _colours(dict.fromkeys([*table, *curves.method]))
     axes[0].plot([0, 1], [0, 1], '--', color='#999999', lw=.8)
     for method in table:
         axes[0].plot([(i + .5) / 10 for i in range(10)], table[method], 'o-', ms=3, color=colours[method], label=method)
@@ -645,20 +663,21 @@ def hop_scores(folders):  # as in sort_folders
     if not columns: raise ValueError('no question of these runs tells how many hops it takes')
     return pd.DataFrame(columns)
 
+def _by_set(folders, row):
+    "A row of the manifest of each set of evaluations: a pandas DataFrame."
+    import pandas as pd
+    rows = {(f.name, name): row(about) for f in of_kind(folders, 'evaluation') for name, about, _ in _set_rows(f)}
+    return pd.DataFrame(list(rows.values()), pd.MultiIndex.from_tuples(rows, names=['run', 'data']))
+
 def retriever_table(folders):  # as in sort_folders
     "What was searched, and how (TIPS table 8): a pandas DataFrame, a row for each set of an evaluation."
-    import pandas as pd
-    rows = {(f.name, name): {**(about['retriever'] or {'kind': 'none'}),
-                             **{f'corpus, {k}': v for k, v in (about['corpus'] or {}).items()}}
-            for f in of_kind(folders, 'evaluation') for name, about, _ in _set_rows(f)}
-    return pd.DataFrame(list(rows.values()), pd.MultiIndex.from_tuples(rows, names=['run', 'data']))
+    return _by_set(folders, lambda about: {**(about['retriever'] or {'kind': 'none'}),
+                                           **{f'corpus, {k}': v for k, v in (about['corpus'] or {}).items()}})
 
 def sources_table(folders):  # as in sort_folders
     "Questions of the sets that were evaluated, and where they come from (TSPO table 6): a pandas DataFrame."
-    import pandas as pd
-    rows = {(f.name, name): {n: about['questions'][n] for n in ('revision', 'split', 'loaded', 'asked')}
-            | {'model': about['model']['name']} for f in of_kind(folders, 'evaluation') for name, about, _ in _set_rows(f)}
-    return pd.DataFrame(list(rows.values()), pd.MultiIndex.from_tuples(rows, names=['run', 'data']))
+    return _by_set(folders, lambda about: {n: about['questions'][n] for n in ('revision', 'split', 'loaded', 'asked')}
+                                          | {'model': about['model']['name']})
 
 def judged_rates(folders):  # as in sort_folders
     "Pass rates of long answers by type (PRS tables 1, 3 and 6): a pandas DataFrame, see `judged_table`."
@@ -685,7 +704,9 @@ def run_settings(folder):
     "Settings that a run of training or an evaluation was made with: dict, options as `options.band`."
     if is_evaluation(folder): return read_manifest(Path(folder)/next(iter(read_scores(folder))))['settings']
     params = read_params(folder)
-    return {**params, **{f'options.{n}': v for n, v in (params.get('options') or {}).items()}}
+    options = params.get('options') or {}
+    if params['method'] in METHODS: options = get_method(params['method']).settings(options)
+    return {**params, **{f'options.{n}': v for n, v in options.items()}}
 
 def settings_table(
     folders,       # as in sort_folders
@@ -700,7 +721,7 @@ def settings_table(
     rows = {name: {'paper': value, **{run: own.get(name) for run, own in runs.items()}, 'source': source}
             for name, (value, source) in paper.items()
             if not differ or any(own.get(name) != value for own in runs.values())}
-    return pd.DataFrame.from_dict(rows, orient='index')
+    return pd.DataFrame.from_dict(rows, orient='index', dtype=object)
 
 # %% ../nbs/85_tables.ipynb #u052
 DRAWINGS = {f.__name__: f for f in (
@@ -772,6 +793,7 @@ def main(arguments=None):  # list of str; None: the command line's
     parser.add_argument('--only', metavar='NAME', help="one of them, such as 'table 3'")
     parser.add_argument('--out', metavar='FOLDER', help='where tables are written as .csv and figures as .png')
     given = parser.parse_args(arguments)
+    know_pairs()                                       # so that long answers are found as well
     try:
         entries = [find_entry(given.paper, given.only)] if given.only else ENTRIES[given.paper]
         for entry in entries:
