@@ -682,7 +682,9 @@ def sources_table(folders):  # as in sort_folders
 def judged_rates(folders):  # as in sort_folders
     "Pass rates of long answers by type (PRS tables 1, 3 and 6): a pandas DataFrame, see `judged_table`."
     import pandas as pd
-    return pd.concat({f.name: judged_table(f) for f in of_kind(folders, 'evaluation')}, names=['run'])
+    judged = [f for f in of_kind(folders, 'evaluation') if list(f.glob('*/judged.json'))]
+    if not judged: raise ValueError('none of these evaluations was judged: credit-rl longform --folder RUN judge=…')
+    return pd.concat({f.name: judged_table(f) for f in judged}, names=['run'])
 
 # %% ../nbs/85_tables.ipynb #u049
 def paper_settings(file):  # name of a file of runs/params without its ending

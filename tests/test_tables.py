@@ -20,10 +20,10 @@ from credit_rl.evaluate import Settings, check_settings, run_evaluation
 from credit_rl.longform import run_longform
 from credit_rl.papers import (ABSENT, ENTRIES, LAST, REPORTED, SAID, Entry, count_states, entry_table, find_entry,
                               numbered, report, reported_table)
-from credit_rl.parameters import from_settings, make_parser, read_settings
+from credit_rl.parameters import by_group, from_settings, make_parser, read_settings
 from credit_rl.prepare import prepare
 from credit_rl.runlog import RunLog, read_metrics, read_turns
-from credit_rl.settings import make_config
+from credit_rl.settings import GROUPS, make_config
 from credit_rl.stage import tiny_worlds
 from credit_rl.tables import DRAWINGS, draw_entry, entry_lines, gain_table, setting_gaps, settings_table, sort_folders
 from credit_rl.tiny import NOISY_CODER, act_coder, memory_of, tiny_model, tiny_tokenizer
@@ -122,7 +122,7 @@ def test_the_numbers_are_those_of_the_papers_texts():
 def settings_in(words):
     "The settings of a command credit-rl VERB, and of files that it names."
     parser = make_parser('x', 'About.')
-    settings, _ = read_settings(parser, [w for w in words if not w.startswith('{')])
+    settings, _ = read_settings(parser, words, by_group(*GROUPS.values(), *Settings.__bases__))
     return settings
 
 
