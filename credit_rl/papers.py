@@ -31,7 +31,8 @@ def _last_word(text): return re.split('[=/]', text)[-1].strip('[]')
 def training(file, *more):  # name of a file of runs/params without its ending; further settings, name=value
     "The command that trains by a paper's settings: str. With further settings the run has a folder of its own."
     own = '_'.join([file, *map(_last_word, more)])
-    return ' '.join([f'credit-rl train --params runs/params/{file}.yaml', *more, *([f'run=runs/{own}'] if more else [])])
+    own = [f'run=runs/{own}'] if more else []
+    return ' '.join([f'credit-rl train --params runs/params/{file}.yaml', *more, *own])
 
 def evaluation(paper, *more):  # whose file is eval_PAPER.yaml; further settings, name=value
     "The command that evaluates as a paper does, MODEL and DATA to be filled in: str."

@@ -82,9 +82,9 @@ def setting_value(params, name):
 
 def run_names(runs):  # list of run folders
     "Names of runs of training: list of str, 'tips (band=small)'."
-    told_apart, names = ('teacher', 'teacher_every', 'measure'), []
+    besides, names = ('teacher', 'teacher_every', 'measure'), []
     params = [read_params(run) for run in runs]
-    values = [{**{n: p.get(n) for n in told_apart}, **{f'options.{n}': v for n, v in (p.get('options') or {}).items()}}
+    values = [{**{n: p.get(n) for n in besides}, **{f'options.{n}': v for n, v in (p.get('options') or {}).items()}}
               for p in params]
     for p, own in zip(params, values):
         alike = [v for q, v in zip(params, values) if q['method'] == p['method']]
@@ -315,7 +315,7 @@ def _curves(folders):
     tables = [load_runs([run]).assign(method=name) for name, run in zip(run_names(runs), runs)]
     table = pd.concat(tables, ignore_index=True)
     twice = table[table.duplicated(['method', 'seed', 'step'])]
-    if len(twice): raise ValueError(f'two runs are both {twice.method.iloc[0]} with seed {twice.seed.iloc[0]}: give one')
+    for row in twice.itertuples(): raise ValueError(f'two runs are both {row.method} with seed {row.seed}: give one')
     if {'gold_entropy_start', 'gold_entropy_end'} <= {*table}:
         table['gold_entropy_fall'] = table.gold_entropy_start - table.gold_entropy_end
     return table
@@ -346,6 +346,7 @@ def _add_legend(fig, axes):
     named = {label: h for ax in axes for h, label in zip(*ax.get_legend_handles_labels())}
     fig.legend(named.values(), named, loc='outside lower center', ncols=min(3, len(named)), frameon=False, fontsize=8)
 
+# %% ../nbs/85_tables.ipynb #u027b
 def curve_figure(
     folders,   # as in sort_folders
     metrics,   # names in METRICS, or 'gold_entropy_fall'
@@ -592,14 +593,14 @@ def competence_figure(folders):  # as in sort_folders
 
 # %% ../nbs/85_tables.ipynb #u043
 def bucket_table(folders):  # as in sort_folders
-    "Rollouts of warm-ups by tier of their question and by prompt (CARL table 4): a pandas DataFrame, a column for each."
+    "Rollouts of warm-ups by tier of the question and by prompt (CARL table 4): a pandas DataFrame, a column for each."
     import pandas as pd
     columns = {}
     for folder in of_kind(folders, 'warm-up'):
         data = read_collected(folder/'rollouts-train.jsonl.gz')
         tier = {(q.source, q.id): t for q, t in zip(data.questions, data.tier.tolist())}
-        own = pd.Series([f'tier {tier[g.question.source, g.question.id]}, {p}' for g, p in zip(data.groups, data.prompts)])
-        counts = own.value_counts().sort_index()
+        keys = [(g.question.source, g.question.id) for g in data.groups]
+        counts = pd.Series([f'tier {tier[k]}, {p}' for k, p in zip(keys, data.prompts)]).value_counts().sort_index()
         columns[folder.name] = {**counts.to_dict(), 'all': int(counts.sum())}
     return pd.DataFrame(columns)
 
@@ -692,8 +693,8 @@ def paper_settings(file):  # name of a file of runs/params without its ending
     file is not below this folder or one above."""
     here = Path.cwd()
     found = [p for folder in (here, *here.parents) if (p := folder/'runs'/'params'/f'{file}.yaml').exists()]
-    if not found: raise FileNotFoundError(f'runs/params/{file}.yaml is in no folder from {here.name} upwards: call this '
-                                          'from inside the checkout')
+    if not found: raise FileNotFoundError(f'runs/params/{file}.yaml is in no folder from {here.name} upwards: call '
+                                          'this from inside the checkout')
     text, out = found[0].read_text(encoding='utf-8'), {}
     sources = dict(re.findall(r'^ *([\w.]+):(?: .*?)? # *(.*)$', text, re.M))
     for name, value in yaml.safe_load(text).items():
@@ -720,10 +721,10 @@ def settings_table(
     kinds, paper = sort_folders(folders), paper_settings(file)
     runs = {run.name: run_settings(run) for run in kinds['evaluation'] + kinds['training']}
     if not runs: raise ValueError('settings are those of runs of training and of evaluations, got none')
-    rows = {name: {'paper': value, **{run: own.get(name) for run, own in runs.items()}, 'source': source}
-            for name, (value, source) in paper.items()
-            if not differ or any(own.get(name) != value for own in runs.values())}
-    return pd.DataFrame.from_dict(rows, orient='index', dtype=object)
+    names = [n for n, (value, _) in paper.items() if not differ or any(own.get(n) != value for own in runs.values())]
+    columns = {'paper': [paper[n][0] for n in names], **{run: [own.get(n) for n in names] for run, own in runs.items()},
+               'source': [paper[n][1] for n in names]}
+    return pd.DataFrame({name: pd.Series(values, names, dtype=object) for name, values in columns.items()})
 
 # %% ../nbs/85_tables.ipynb #u052
 DRAWINGS = {f.__name__: f for f in (
@@ -758,8 +759,8 @@ def setting_gaps(paper, folders):  # a paper of ENTRIES; as in sort_folders
     for run in kinds['evaluation'] + kinds['training']:
         own = FILES[paper].get('' if is_evaluation(run) else read_params(run)['method'], FILES[paper][''])
         table = settings_table([run], f'eval_{paper}' if is_evaluation(run) else own, differ=True)
-        lines += [f'{run.name}: {n} is {row[run.name]!r:.60}, in the paper {row.paper!r:.60} ({row.source or "its file"})'
-                  for n, row in table.iterrows()]
+        lines += [f'{run.name}: {n} is {row[run.name]!r:.60}, in the paper {row.paper!r:.60}'
+                  f' ({row.source or "its file"})' for n, row in table.iterrows()]
     return lines
 
 # %% ../nbs/85_tables.ipynb #u054
@@ -789,7 +790,8 @@ def entry_lines(
 def main(arguments=None):  # list of str; None: the command line's
     """`credit-rl tables PAPER [RUN_FOLDERS…]`: the tables and figures of a paper, those that the folders hold drawn and
     the others with the command that would make them."""
-    parser = make_parser('credit_rl.tables', "A paper's tables and figures, from run folders; without folders the list.")
+    about = "A paper's tables and figures, from run folders; without folders the list of them."
+    parser = make_parser('credit_rl.tables', about)
     parser.add_argument('paper', choices=[*ENTRIES], help='whose')
     parser.add_argument('runs', nargs='*', help='run folders, or folders of them: training, warm-up, evaluation')
     parser.add_argument('--only', metavar='NAME', help="one of them, such as 'table 3'")

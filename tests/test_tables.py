@@ -103,9 +103,10 @@ def test_no_table_and_no_figure_is_missing():
                                                  for of in ENTRIES.values() for e in of)
 
 
-@pytest.mark.skipif('CREDIT_RL_PAPERS' not in os.environ, reason='CREDIT_RL_PAPERS, a folder of their texts, is not set')
+@pytest.mark.skipif('CREDIT_RL_PAPERS' not in os.environ, reason='CREDIT_RL_PAPERS is not set')
 def test_the_numbers_are_those_of_the_papers_texts():
-    "Every number that a text mentions is in the list; the highest of the list are mentioned, or counted for IGPO."
+    """CREDIT_RL_PAPERS is a folder of their texts. Every number in one is in the list; all of the list are in it, but for
+    IGPO, whose pictures are lost."""
     texts = [p.read_text(encoding='utf-8') for p in sorted(Path(os.environ['CREDIT_RL_PAPERS']).glob('*.txt'))]
     title = {'tips': 'INFORMATION-POTENTIAL', 'tspo': 'Double Homogenization', 'igpo': 'Information Gain-based',
              'prs': 'Progressive Reward Shaping', 'carl': 'Knowing When to Ask'}
@@ -240,7 +241,8 @@ def test_what_is_not_in_the_folders_is_said_with_the_command(runs, tmp_path):
     with pytest.raises(ValueError, match='its tables are numbered to 16'): find_entry('tips', 'table 7')
     with pytest.raises(ValueError, match='the papers are'): find_entry('ppo', 'table 1')
     (tmp_path / 'empty').mkdir()
-    with pytest.raises(ValueError, match='holds no run'): draw_entry(find_entry('tips', 'table 14'), [tmp_path / 'empty'])
+    with pytest.raises(ValueError, match='holds no run'):
+        draw_entry(find_entry('tips', 'table 14'), [tmp_path / 'empty'])
 
 
 def test_the_verb_prints_the_list_and_writes_what_is_drawn(runs, tmp_path, root, monkeypatch, capsys):
