@@ -105,8 +105,8 @@ def test_no_table_and_no_figure_is_missing():
 
 @pytest.mark.skipif('CREDIT_RL_PAPERS' not in os.environ, reason='CREDIT_RL_PAPERS is not set')
 def test_the_numbers_are_those_of_the_papers_texts():
-    """CREDIT_RL_PAPERS is a folder of their texts. Every number in one is in the list; all of the list are in it, but for
-    IGPO, whose pictures are lost."""
+    """CREDIT_RL_PAPERS is a folder of their texts. Every number in one is in the list; all of the list are in it, but
+    for IGPO, whose pictures are lost."""
     texts = [p.read_text(encoding='utf-8') for p in sorted(Path(os.environ['CREDIT_RL_PAPERS']).glob('*.txt'))]
     title = {'tips': 'INFORMATION-POTENTIAL', 'tspo': 'Double Homogenization', 'igpo': 'Information Gain-based',
              'prs': 'Progressive Reward Shaping', 'carl': 'Knowing When to Ask'}
@@ -194,7 +194,9 @@ def test_tables_hold_what_the_folders_say(runs):
     assert counts.loc['all', 'all'] == len(kept) == 32
     gains = gain_table([runs], ('options.band',))
     assert gains.gain['ppo'] == pytest.approx(0, abs=1e-12) or math.isnan(gains.gain['ppo'])
-    assert 'tips: band medium' in gains.index
+    assert 'tips: band medium' in gains.index and math.isnan(gains.gain['carl'])   # it was asked other questions
+    drawn = draw_entry(find_entry('prs', 'table 5'), [runs])                     # options that were left as they are
+    assert 'prs+vspo: temperature 0.1, smoothing 2, clip True' in drawn.index
     table = draw_entry(find_entry('carl', 'table 4'), [runs])['warm']
     assert table['all'] == table.drop('all').sum() and any(n.startswith('tier 1, forced') for n in table.index)
     kinds = sort_folders([runs])
