@@ -15,7 +15,7 @@ import yaml
 from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 
 from credit_rl.compare import plan_jobs
-from credit_rl.datasets import MIXTURES
+from credit_rl.datasets import MIXTURES, load_questions
 from credit_rl.estimate import memory, read_sizes
 from credit_rl.evaluate import check_settings, read_manifest, read_scores, run_evaluation, Settings, set_names
 from credit_rl.layout import pack
@@ -26,6 +26,7 @@ from credit_rl.parameters import from_settings
 from credit_rl.models import load_model
 from credit_rl.prepare import check_warming, make_warming, prepare
 from credit_rl.protocol import PROTOCOLS
+from credit_rl.retrieval import BM25
 from credit_rl.tiny import tiny_model, tiny_tokenizer
 from credit_rl.runlog import latest_checkpoint, read_metrics, read_turns
 from credit_rl.scoring import Schema, read_schema
@@ -45,7 +46,10 @@ FILES = {
     if p.stem not in ('demo', 'carl_demo', *OURS) and not p.stem.endswith('_warmup') and not p.stem.startswith('eval_')
 }
 # how a paper evaluates, for credit_rl.evaluate; long answers: test_longform.py
-EVALUATIONS = {p.stem: p for p in sorted((ROOT / 'runs' / 'params').glob('eval_*.yaml')) if p.stem != 'eval_prs_long'}
+EVALUATIONS = {p.stem: p for p in sorted((ROOT / 'runs' / 'params').glob('eval_*.yaml')) if p.stem != 'eval_prs_long'
+               and not p.stem.startswith('eval_carl_')}
+# one of them with other passages: CARL's appendix G
+SEARCHES = {p.stem: p for p in sorted((ROOT / 'runs' / 'params').glob('eval_carl_*.yaml'))}
 # what a warm-up is told besides
 WARM = {p.stem.removesuffix('_warmup'): p for p in sorted((ROOT / 'runs' / 'params').glob('*_warmup.yaml'))}
 BOTH = lambda *names: [f'{name}_qwen2.5_{size}' for name in names for size in ('3b', '7b')]
@@ -541,6 +545,29 @@ def test_an_evaluation_is_its_papers(name):
 @pytest.mark.parametrize('name', EVALUATIONS)
 def test_every_value_of_an_evaluation_is_cited_or_ours_for_a_reason(name):
     assert unsaid(EVALUATIONS[name].read_text(), host=False) == []
+
+
+@pytest.mark.parametrize('name, passages', [('eval_carl_k3', 3), ('eval_carl_k5', 5), ('eval_carl_k7', 7),
+                                            ('eval_carl_oracle', 3)])
+def test_an_evaluation_with_other_passages_is_the_papers_but_for_them(name, passages, small, data, tmp_path):
+    "CARL's settings on one set; played with them, the oracle's search finds nothing but support."
+    told, plain = yaml.safe_load(SEARCHES[name].read_text()), evaluation('eval_carl')
+    assert {k for k in told if told[k] != plain[k]} <= {'data', 'passages', 'corpus'} and told.keys() == plain.keys()
+    assert (told['data'], told['passages'], told['questions']) == ('musique', passages, 500)
+    assert unsaid(SEARCHES[name].read_text(), host=False) == [] and len(SEARCHES) == 4
+    command = (f'#   papermill nbs/91_evaluate.ipynb runs/{name}/notebook.ipynb -f runs/params/{name}.yaml '
+               f'-p run runs/{name} -p model MODEL -p path DATA')
+    assert command in SEARCHES[name].read_text()
+    if name == 'eval_carl_oracle':
+        lines = (ROOT / 'data' / 'README.md').read_text().split('musique_oracle` of')[1].split('python -c "')[1]
+        code, place = lines.split('"')[0].replace('\n      ', '\n'), str(tmp_path / 'oracle')
+        exec(code.replace('FOLDER/musique', str(data / 'musique')).replace('data/musique_oracle', place))
+        told['corpus'] = place
+        support = {t for q in load_questions('musique', data / 'musique', 'dev') for t, _ in q.meta['supporting_facts']}
+        assert {p.title for p in BM25.load(place).passages} <= support
+    run_evaluation({**told, **BRIEF, 'model': small[0]['model'], 'path': str(data), 'run': str(tmp_path / 'run')},
+                   say=quiet, progress=False)
+    assert read_manifest(tmp_path / 'run' / 'musique')['retriever']['top_k'] == passages
 
 
 def test_the_defaults_are_none_of_theirs():
