@@ -80,8 +80,8 @@ def one_dialect(
         name = flag.lstrip('-').replace('-', '_')
         if word == '-p' and len(left) > 1: settings.append(f'{left.pop(0)}={left.pop(0)}')
         elif word in own: rest, left = [*rest, word, *left[:1]], left[1:]
-        elif flag.startswith('--') and name in known:
-            alone = isinstance(known[name].default, bool) and (not left or '=' in left[0] or left[0][0] == '-')
+        elif flag.startswith('--') and (option := known.get(name) or known.get(name.partition('.')[0])):
+            alone = isinstance(option.default, bool) and (not left or '=' in left[0] or left[0][0] == '-')
             settings.append(f'{name}={value if given else "true" if alone else left.pop(0) if left else ""}')
         elif given and flag[0] != '-' and f'--{name}' in own and name not in known:
             rest += [f'--{name}', *value.strip('[]').replace(',', ' ').split()]
@@ -120,8 +120,8 @@ def read_settings(
     groups=None,     # settings that --help lists, see by_group
 ):
     """Read a command's `--params FILE` and `setting=value …`, values as in YAML: (settings: dict, what the parser was
-    given). `-p setting value`, as papermill has it, `--setting value` and, of a setting that is a dict,
-    `setting.key=value` say the same. Raises OSError, ValueError where a file does not hold settings."""
+    given). `-p setting value`, as papermill has it, and `--setting value` say the same; `setting.key` is one key of a
+    setting that is a dict. Raises OSError, ValueError where a file does not hold settings."""
     parser.add_argument('--params', metavar='FILE', help='YAML file of settings')
     parser.add_argument('settings', nargs='*', metavar='setting=value', help='over those of the file')
     if groups: parser.epilog = settings_help(groups).replace('%', '%%')

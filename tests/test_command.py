@@ -116,6 +116,9 @@ def test_an_option_is_set_by_its_name_in_the_dict(tmp_path):
                        'vllm.dtype=bfloat16', 'world.size=60')
     assert settings == {'options': {'alpha': .5, 'ddof': 1, 'overlong.buffer': 9}, 'vllm': {'dtype': 'bfloat16'},
                         'world': {'size': 60}}
+    for typed in (['--options.alpha', '0.5', 'seed=1'], ['--options.alpha=0.5', '--seed', '1'],
+                  ['-p', 'options.alpha', '0.5', '-p', 'seed', '1']):
+        assert read(*typed)[0] == {'options': {'alpha': .5}, 'seed': 1}
     with pytest.raises(ValueError, match="no setting 'metod.x'"): make_config(read('metod.x=1')[0])
 
 
