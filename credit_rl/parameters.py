@@ -25,8 +25,12 @@ def from_settings(
     return kind(**{name: options[name].read(name, _written(options[name], value)) for name, value in given.items()})
 
 def _written(option, value):
-    "The value that a text means where a dict or a list is wanted, as papermill's -p hands it over: '{alpha: 0.5}'."
-    return yaml.safe_load(value) if isinstance(value, str) and option.kind in (dict, list) else value
+    """The value that a text means where a dict or a list is wanted: '{alpha: 0.5}', as papermill's -p hands it over, or
+    'tspo,grpo', without the brackets."""
+    if not isinstance(value, str) or option.kind not in (dict, list): return value
+    found = yaml.safe_load(value)
+    alone = option.kind is list and not isinstance(found, list)
+    return [yaml.safe_load(part) for part in value.split(',')] if alone else found
 
 # %% ../nbs/06_parameters.ipynb #c008
 def notebook_settings(variables):

@@ -64,6 +64,26 @@ def test_what_cannot_be_is_refused_by_a_dry_run_too(settings, message, tmp_path)
     assert not said and not (tmp_path / 'run').exists()
 
 
+def audited(settings): return importlib.import_module('credit_rl.audit').read_audit_settings(settings)
+def under_trl(settings): return importlib.import_module('credit_rl.trl_trainer').trl_run(settings)
+
+
+@pytest.mark.parametrize('start', [audited, under_trl, sft.rejection_sft])
+def test_what_has_no_dry_run_says_so_and_does_not_begin(start, tmp_path):
+    "An audit, a comparison and a training under TRL took dry_run=true and ran."
+    with pytest.raises(ValueError, match='dry_run'):
+        start({'run': str(tmp_path / 'run'), 'model': BASE, 'dry_run': True})
+    assert not (tmp_path / 'run').exists()
+
+
+def test_a_comparison_has_no_dry_run(tmp_path, monkeypatch):
+    from credit_rl.compare import main
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(SystemExit, match='a comparison has no dry_run'):
+        main(['--methods', 'grpo', '--seeds', '1', '--out', str(tmp_path / 'runs'), '--dry-run'])
+    assert not (tmp_path / 'runs').exists()
+
+
 def test_threads_that_this_host_can_use_pass(monkeypatch):
     monkeypatch.setattr(os, 'cpu_count', lambda: 2)
     for threads in (None, 1, 16): launch.check_threads(threads)
@@ -113,6 +133,23 @@ def test_a_fine_tuning_without_right_rollouts_leaves_its_folder_free(tmp_path, m
     monkeypatch.setattr(sft, '_played', lambda *args: [])
     with pytest.raises(ValueError, match='nothing to imitate'):
         sft.rejection_sft({**SHORT, 'run': str(tmp_path / 'run')}, say=lambda line: None)
+    RunLog(tmp_path / 'run')
+
+
+def test_a_fine_tuning_without_trl_is_refused_before_it_plays(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, 'trl', None)
+    with pytest.raises(SystemExit, match=r'pip install credit_rl\[train\]'):
+        sft.main([f'run={tmp_path / "run"}', f'model={BASE}'])
+    assert not (tmp_path / 'run').exists()
+
+
+def test_a_start_under_trl_that_failed_leaves_its_folder_free(tmp_path, monkeypatch):
+    trl = pytest.importorskip('credit_rl.trl_trainer')
+    pytest.importorskip('trl')
+    def fail(*args): raise RuntimeError('something broke')
+    monkeypatch.setattr(trl, 'evaluate', fail)
+    with pytest.raises(RuntimeError, match='something broke'):
+        trl.trl_run({**SHORT, 'run': str(tmp_path / 'run'), 'method': 'grpo'}, say=lambda line: None)
     RunLog(tmp_path / 'run')
 
 
