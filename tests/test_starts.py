@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import re
+import runpy
 import shutil
 import signal
 import socket
@@ -173,6 +174,23 @@ def test_the_same_command_again_keeps_the_finished_notebook(tmp_path, monkeypatc
             write(as_papermill_writes(run='runs/mine', **more), run / 'notebook.ipynb')
     assert (run / 'notebook.ipynb').read_text() == done
     write(as_papermill_writes(run='runs/mine', resume=True), run / 'notebook.ipynb')
+
+
+@pytest.mark.parametrize('path', ['runs/mine/notebook.ipynb', './runs/mine/notebook.ipynb'])
+def test_papermill_hands_such_a_path_to_us(path, monkeypatch):
+    "By setup.py, where ./runs/ was left to papermill's own writer, which lost a finished notebook."
+    iorw = pytest.importorskip('papermill.iorw')
+    monkeypatch.chdir(ROOT)
+    given = {}
+    monkeypatch.setattr('setuptools.setup', lambda **settings: given.update(settings))
+    runpy.run_path(str(ROOT / 'setup.py'))
+    io = iorw.PapermillIO()
+    io.register('local', iorw.LocalHandler())
+    for line in given['entry_points']['papermill.io']:
+        prefix, place = line.split(' = ')
+        assert place == 'credit_rl.runlog:RunFolders'
+        io.register(prefix, RunFolders)
+    assert io.get_handler(path) is RunFolders and io.get_handler('elsewhere/notebook.ipynb') is not RunFolders
 
 
 def test_the_notebook_of_a_run_taken_up_again_is_kept_until_there_is_more(tmp_path, monkeypatch):
