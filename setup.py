@@ -32,7 +32,8 @@ setup(
     extras_require=extras,
     entry_points={
         'console_scripts': ['credit-rl = credit_rl.command:main'],
-        'papermill.io': ['runs/ = credit_rl.runlog:RunFolders'],   # papermill makes a new run's folder
+        # papermill makes a new run's folder, and keeps a finished notebook; it chooses by how a path begins
+        'papermill.io': ['runs/ = credit_rl.runlog:RunFolders', './runs/ = credit_rl.runlog:RunFolders'],
     },
     zip_safe=False,
 )

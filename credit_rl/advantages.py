@@ -10,8 +10,8 @@ __all__ = ['PARTS', 'rloo', 'reinforce_pp', 'gae', 'mt_grpo', 'mt_grpo_star', 'a
 import hashlib, torch
 from array import array
 from .folr import turn_normalize
-from .groups import (cast_like, check_groups, check_tensors, check_turns, discounted_suffix, discounted_sum,
-                              group_normalize, measured, standardize, widen)
+from .groups import (cast_like, check_groups, check_some, check_tensors, check_turns, discounted_suffix,
+                              discounted_sum, group_normalize, measured, standardize, widen)
 from .parts import to_tokens
 
 _all_ = ['group_normalize', 'turn_normalize', 'discounted_sum', 'to_tokens']
@@ -81,6 +81,7 @@ def gae(
     if mask.dtype != torch.bool or not rewards.shape == values.shape == mask.shape:
         raise ValueError(f'rewards, values and a bool mask must be (R, T) alike, got {tuple(rewards.shape)}, '
                          f'{tuple(values.shape)}, {tuple(mask.shape)} {mask.dtype}')
+    check_some(len(mask))
     if not (0 <= gamma <= 1 and 0 <= lam <= 1): raise ValueError(f'gamma and lam lie in [0, 1], got {gamma} and {lam}')
     v = widen(values[mask].detach())
     r = rewards[mask].detach().to(v.dtype)

@@ -401,6 +401,7 @@ def read_audit_settings(
     own = {f.name for f in dataclasses.fields(Auditing)}
     auditing = from_settings(Auditing, {k: v for k, v in given.items() if k in own})
     config = make_config({'run': 'runs/audit', **{k: v for k, v in given.items() if k not in own}})
+    if config.dry_run: raise ValueError('dry_run is for a training: an audit has none')
     check(config)
     return config, auditing
 
@@ -411,7 +412,7 @@ def main(arguments=None):
     try:
         given, _ = read_settings(parser, arguments, by_group(Auditing, *GROUPS.values()))
         folder = run_audit(*read_audit_settings(given), lambda line: print(line, flush=True))
-    except (ValueError, OSError) as e: sys.exit(f'credit_rl.audit: {e}')
+    except (ValueError, OSError, ImportError) as e: sys.exit(f'credit_rl.audit: {e}')
     print(f'{json.loads((folder/"audit.json").read_text())["findings"]}\n{folder}')
 
 # %% ../nbs/71_audit.ipynb #a032

@@ -587,6 +587,7 @@ def _arguments(arguments):
     for path in (given.notebook, given.report):
         if not Path(path).exists():
             raise FileNotFoundError(f'{path} does not exist; relative paths start at the top of the checkout')
+    if params.get('dry_run'): raise ValueError('a comparison has no dry_run; python -m credit_rl.train has, for a run')
     if given.workers < 1: raise ValueError(f'--workers must be at least 1, got {given.workers}')
     for method in given.methods: get_method((params.get('methods') or {}).get(method, {}).get('method', method))
     if given.baseline and given.baseline not in given.methods:

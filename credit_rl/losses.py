@@ -8,7 +8,7 @@ __all__ = ['PARTS', 'weighted_sum', 'check_logps', 'sequence_log_ratio', 'policy
 
 # %% ../nbs/50_losses.ipynb #c003
 import torch
-from .groups import widen
+from .groups import check_tensors, widen
 
 # %% ../nbs/50_losses.ipynb #c006
 def weighted_sum(
@@ -132,6 +132,7 @@ def policy_loss(
 ):
     """Sum weight · clipped surrogate (TSPO eq. 9, VSPO eq. 6; GSPO, CISPO, REINFORCE): scalar to minimise.
     Raises ValueError on probabilities in place of log-probabilities, and on NaN where the weight is not 0."""
+    check_tensors(logp=logp, old_logp=old_logp, advantages=advantages, weights=weights, row_trajectory=row_trajectory)
     terms, _ = policy_terms(logp, old_logp, advantages, weights != 0, kind, (clip_low, clip_high), dual_clip,
                             row_trajectory)
     return weighted_sum(terms, weights)
@@ -145,6 +146,7 @@ def kl(
 ):
     """Estimate KL(π_θ ‖ π_ref) per token (Schulman 2020): (R, T), 0 outside the mask.
     Raises ValueError on probabilities in place of log-probabilities."""
+    check_tensors(logp=logp, ref_logp=ref_logp, mask=mask)
     if kind not in ('k1', 'k2', 'k3'): raise ValueError(f"kind is 'k1', 'k2' or 'k3', got {kind!r}")
     mask = torch.ones_like(logp, dtype=torch.bool) if mask is None else mask
     d = check_logps('logp', logp, mask) - check_logps('ref_logp', ref_logp.detach(), mask)
@@ -168,6 +170,7 @@ def value_loss(
         raise ValueError('clip and old_values, the values to step from, go together')
     if clip is not None and not clip > 0: raise ValueError(f'clip is the largest step of a value, above 0, got {clip}')
     given = {'values': values, 'returns': returns, 'old_values': weights if old_values is None else old_values}
+    check_tensors(**given, weights=weights)
     for name, x in given.items():
         if x.shape != weights.shape:
             raise ValueError(f'{name} must be {tuple(weights.shape)} like the weights, got {tuple(x.shape)}')

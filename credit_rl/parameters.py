@@ -25,8 +25,12 @@ def from_settings(
     return kind(**{name: options[name].read(name, _written(options[name], value)) for name, value in given.items()})
 
 def _written(option, value):
-    "The value that a text means where a dict or a list is wanted, as papermill's -p hands it over: '{alpha: 0.5}'."
-    return yaml.safe_load(value) if isinstance(value, str) and option.kind in (dict, list) else value
+    """The value that a text means where a dict or a list is wanted: '{alpha: 0.5}', as papermill's -p hands it over, or
+    'tspo,grpo', without the brackets."""
+    if not isinstance(value, str) or option.kind not in (dict, list): return value
+    found = yaml.safe_load(value)
+    alone = option.kind is list and not isinstance(found, list)
+    return [yaml.safe_load(part) for part in value.split(',')] if alone else found
 
 # %% ../nbs/06_parameters.ipynb #c008
 def notebook_settings(variables):
@@ -80,8 +84,8 @@ def one_dialect(
         name = flag.lstrip('-').replace('-', '_')
         if word == '-p' and len(left) > 1: settings.append(f'{left.pop(0)}={left.pop(0)}')
         elif word in own: rest, left = [*rest, word, *left[:1]], left[1:]
-        elif flag.startswith('--') and name in known:
-            alone = isinstance(known[name].default, bool) and (not left or '=' in left[0] or left[0][0] == '-')
+        elif flag.startswith('--') and (option := known.get(name) or known.get(name.partition('.')[0])):
+            alone = isinstance(option.default, bool) and (not left or '=' in left[0] or left[0][0] == '-')
             settings.append(f'{name}={value if given else "true" if alone else left.pop(0) if left else ""}')
         elif given and flag[0] != '-' and f'--{name}' in own and name not in known:
             rest += [f'--{name}', *value.strip('[]').replace(',', ' ').split()]
@@ -120,8 +124,8 @@ def read_settings(
     groups=None,     # settings that --help lists, see by_group
 ):
     """Read a command's `--params FILE` and `setting=value …`, values as in YAML: (settings: dict, what the parser was
-    given). `-p setting value`, as papermill has it, `--setting value` and, of a setting that is a dict,
-    `setting.key=value` say the same. Raises OSError, ValueError where a file does not hold settings."""
+    given). `-p setting value`, as papermill has it, and `--setting value` say the same; `setting.key` is one key of a
+    setting that is a dict. Raises OSError, ValueError where a file does not hold settings."""
     parser.add_argument('--params', metavar='FILE', help='YAML file of settings')
     parser.add_argument('settings', nargs='*', metavar='setting=value', help='over those of the file')
     if groups: parser.epilog = settings_help(groups).replace('%', '%%')

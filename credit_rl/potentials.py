@@ -9,7 +9,7 @@ __all__ = ['REWARD_BANDS', 'MODEL_SHAPES', 'PARTS', 'answer_potential', 'bridge'
 # %% ../nbs/31_potentials.ipynb #c003
 import math, torch
 from dataclasses import dataclass
-from .groups import cast_like, check_turns, widen
+from .groups import cast_like, check_tensors, check_turns, widen
 
 # %% ../nbs/31_potentials.ipynb #c006
 def answer_potential(
@@ -21,6 +21,7 @@ def answer_potential(
     """Measure how probable the gold answers are at each state, Φ (TIPS section 3.2, eqs. 15-16): (...).
     NaN where a gold was not scored. Raises ValueError on positive values (probabilities, most likely) and on a state
     without golds."""
+    check_tensors(logps=logps, gold_mask=gold_mask)
     if reduce not in ('logsumexp', 'mean'): raise ValueError(f"reduce is 'logsumexp' or 'mean', got {reduce!r}")
     if not logps.is_floating_point() or logps.ndim == 0 or (gold_mask is not None and gold_mask.ndim != logps.ndim):
         mask_shape = '' if gold_mask is None else f' and {tuple(gold_mask.shape)}'
@@ -39,6 +40,7 @@ def answer_potential(
 # %% ../nbs/31_potentials.ipynb #c013
 def _own_states(x, turn_mask):
     "Mark each trajectory's own states S_0 … S_{K_i}, its end included: (N, K+1) bool, and its number of turns (N, 1)."
+    check_tensors(phi=x, turn_mask=turn_mask)
     if turn_mask.ndim != 2 or x.shape != (turn_mask.shape[0], turn_mask.shape[1] + 1) or not x.is_floating_point():
         raise ValueError(f'state values must be (N, K+1) floats for a turn_mask (N, K), got {tuple(x.shape)} {x.dtype} '
                          f'for {tuple(turn_mask.shape)}; K turns have K+1 states, the first before any turn')

@@ -394,6 +394,17 @@ def read_corpus(
                 count += 1
         except RowError as e: raise RowError(e.field, e.problem, where) from None
 
+def _progress(passages, every=20., clock=time.monotonic):
+    "The passages of an iterable, as they come; says how many were read, about every so many seconds."
+    since, n = clock(), 0
+    last = since
+    for n, passage in enumerate(passages, 1):
+        if clock() - last >= every:
+            last = clock()
+            print(f'{n:,} passages read in {last - since:.0f} s', flush=True)
+        yield passage
+    if last > since: print(f'all {n:,} passages read: the index is being written', flush=True)
+
 def build(arguments=None):  # list of str; None: the command line's
     "`credit-rl index CORPUS FOLDER`: save an index of passages, for `corpus=FOLDER` and for a server."
     parser = make_parser('credit_rl.search_service', 'Save an index of passages: BM25, or vectors.')
@@ -408,7 +419,7 @@ def build(arguments=None):  # list of str; None: the command line's
     given = parser.parse_args(arguments)
     try:
         if Path(given.folder).exists(): raise FileExistsError(f'{given.folder} is there already: choose another name')
-        passages = read_corpus(given.data, given.corpus)
+        passages = _progress(read_corpus(given.data, given.corpus))
         if given.dense: count = build_dense(passages, given.folder, given.dense, factory=given.factory)
         else: count = build_index(passages, given.folder)
     except (OSError, ValueError, ImportError) as e: parser.exit(1, f'credit-rl index: {e}\n')

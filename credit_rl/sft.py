@@ -77,6 +77,12 @@ def _loss_callback(say, every=20.):
     return LossLines()
 
 # %% ../nbs/64_sft.ipynb #c012
+def _trl():
+    "TRL's configuration and trainer for fine-tuning. Raises ImportError without the extra `train`."
+    try: from trl import SFTConfig, SFTTrainer
+    except ImportError as e: raise ImportError('fine_tune needs TRL: pip install credit_rl[train]') from e
+    return SFTConfig, SFTTrainer
+
 def fine_tune(
     model,             # Hugging Face causal model, trained in place
     tokenizer,         # its tokenizer
@@ -91,8 +97,7 @@ def fine_tune(
     if not rows:
         raise ValueError('there is nothing to imitate: no rollout was right; play more attempts, or begin with a '
                          'better model')
-    try: from trl import SFTConfig, SFTTrainer
-    except ImportError as e: raise ImportError('fine_tune needs TRL: pip install credit_rl[train]') from e
+    SFTConfig, SFTTrainer = _trl()
     from datasets import Dataset
     from transformers.trainer_callback import PrinterCallback
     width = max(len(row['input_ids']) for row in rows)
@@ -120,6 +125,7 @@ def rejection_sft(
     c = make_config(config) if isinstance(config, dict) else config
     if c.dry_run: raise ValueError('dry_run is for training by reinforcement; this fine-tuning has none')
     check(c)
+    _trl()                                                       # before anything is played
     s = settings_of(c)
     acting, origin = s.acting, origin_of(s.course, s.acting, s.host, s.critic)
     metric = bound_method(dataclasses.replace(s.course, method='grpo'), s.task, c.questions_per_step).metric
@@ -173,7 +179,7 @@ def main(arguments=None):
             wrong = f'sft.{unknown[0]}'
             raise ValueError(f'no setting {wrong!r}{nearest(wrong, [f"sft.{n}" for n in known])}')
         rejection_sft(settings, from_settings(Imitation, own))
-    except (ValueError, OSError, TypeError) as e: sys.exit(f'credit_rl.sft: {e}')
+    except (ValueError, OSError, TypeError, ImportError) as e: sys.exit(f'credit_rl.sft: {e}')
     except KeyboardInterrupt:
         print('credit_rl.sft: interrupted; the same command begins anew', file=sys.stderr)
         sys.exit(130)

@@ -187,12 +187,16 @@ def methods_page():
 
 # %% ../nbs/87_site_pages.ipynb #s023
 def comparisons(root):  # top of the repository
-    "Folders of stored runs and what was compared there, the widest first: dict folder -> methods that have a curve."
+    """Folders of stored runs and what was compared there, the widest first: dict folder -> names of runs, without the
+    seed, of methods and variants that have a curve."""
     found = {}
     for folder in sorted({p.parents[1] for p in Path(root, 'runs').glob('*/*/metrics.jsonl')}):
-        runs = [(run, run_label(run, read_params(run))) for run in find_runs(folder) if (run/'summary.json').exists()]
-        found[folder] = sorted({label for run, label in runs if run.name.rpartition('-')[0] == label})
+        runs = {run: read_params(run) for run in find_runs(folder) if (run/'summary.json').exists()}
+        found[folder] = sorted({stem for run, params in runs.items() if (stem := run.name.rpartition('-')[0]) in
+                                (run_label(run, params), *_stems(params['method']))})
     return dict(sorted(found.items(), key=lambda item: -len(item[1])))
+
+def _stems(name): return name, page_name(name)   # what the folders of a method's runs are called, before the seed
 
 def stored_audits(root):
     "Rows of the audits that are stored: dict method -> folder -> column -> text."
@@ -216,7 +220,7 @@ def params_files(root):
 class Archive:
     "What the repository holds about all methods, read once."
     root: Path          # top of the repository
-    comparisons: dict   # folder -> methods that have a curve
+    comparisons: dict   # folder -> names of runs, without the seed, of methods that have a curve
     audits: dict        # method -> folder -> column -> text
     params: dict        # method -> paths of files of settings
 
@@ -239,10 +243,11 @@ def stored_about(
 ):
     "What the repository holds about a method: `Stored`."
     name, wide = method.name, archive.comparisons
-    folder = next((folder for folder, methods in wide.items() if name in methods), None)
+    folder, stem = next(((folder, stem) for folder, found in wide.items() for stem in _stems(name) if stem in found),
+                        (None, None))
     audits, params = archive.audits.get(name, {}), tuple(archive.params.get(name, ()))
     if folder is None: return Stored(audits=audits, params=params)
-    runs = named_runs(folder, *dict.fromkeys([name] + ['grpo'] * ('grpo' in wide[folder])))
+    runs = named_runs(folder, *dict.fromkeys([stem] + ['grpo'] * ('grpo' in wide[folder])))
     picture = f'curves/{page_name(name)}.png'
     if out is not None: _draw(runs, Path(out)/picture)
     columns = ['method', 'seeds', 'base EM', 'final EM', 'gain', 'minutes', 'note']

@@ -8,7 +8,7 @@ __all__ = ['PARTS', 'segment_kinds', 'segment_advantages']
 # %% ../nbs/41_smdp.ipynb #c003
 import torch
 from .advantages import gae
-from .groups import at_last_turn, cast_like, check_turns, widen
+from .groups import at_last_turn, cast_like, check_tensors, check_turns, widen
 from .potentials import bridge
 
 # %% ../nbs/41_smdp.ipynb #c006
@@ -30,6 +30,7 @@ def segment_advantages(
     """Credit each segment with the change of the critic's value across it, R at the end (CARL eqs. 1, 6): (N, S).
     0 outside the mask and for a missing rollout. Raises ValueError on shapes that do not fit and on infinite values."""
     check_turns(segment_mask, values)
+    check_tensors(reward=reward)
     if reward.shape != values.shape[:1]:
         raise ValueError(f'reward must be ({len(values)},), one outcome per rollout, got {tuple(reward.shape)}')
     if (values.isinf() & segment_mask).any() or reward.isinf().any():

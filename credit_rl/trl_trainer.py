@@ -252,11 +252,12 @@ def trl_run(
     metrics.jsonl. Raises ValueError on a method that TRL cannot serve."""
     from datasets import Dataset
     config = make_config(config) if isinstance(config, dict) else config
+    if config.dry_run: raise ValueError('training under TRL has no dry_run')
     s, method = settings_of(config), get_method(config.method)
     check_method(method)
     loss = s.learning.loss_of(method)
     args = trl_arguments(s.learning, s.course, loss, Path(config.run)/'trl', config.temperature)
-    with RunLog(config.run) as log:
+    with RunLog(config.run) as log:                    # what fails before its first score leaves the folder free
         origin = origin_of(s.course, s.acting, s.host, s.critic)
         stage = set_stage(s.task, s.acting, origin, config.seed, say)
         env, n = stage.environments['train'], s.learning.questions_per_step
@@ -272,7 +273,7 @@ def trl_run(
             scores, _ = evaluate(engine, stage.environments['dev'], stage.questions['dev'], greedy)
             log.metrics(step, **{f'dev_{name}': scores[name] for name in ('em', 'f1', 'answer_rate', 'turns', 'calls')})
             say(f'step {step}/{config.steps}  dev EM {scores["em"]:.3f}  {log.elapsed:.0f} s')
-        dev(0)
+        with log.beginning(): dev(0)
         trainer = credit_trainer()(stage.model, credit=credit, processing_class=stage.chat.tokenizer,
                                    train_dataset=Dataset.from_list(question_rows(asked)), args=args,
                                    callbacks=[each_step(config.minibatches * config.epochs, dev)])
@@ -283,7 +284,7 @@ def main(arguments=None):
     "`python -m credit_rl.trl_trainer setting=value …`, the settings of `credit_rl.train`."
     parser = make_parser('credit_rl.trl_trainer', "Train a policy under TRL with one of the methods.")
     try: trl_run(read_settings(parser, arguments, by_group(*GROUPS.values()))[0])
-    except (ValueError, OSError) as e: sys.exit(f'credit_rl.trl_trainer: {e}')
+    except (ValueError, OSError, ImportError) as e: sys.exit(f'credit_rl.trl_trainer: {e}')
 
 # %% ../nbs/82_trl_trainer.ipynb #c028
 if __name__ == '__main__' and '__file__' in globals(): main()  # a notebook has no file

@@ -254,7 +254,8 @@ def telling_group(rows):  # list of dict, as `read_turns` gives them
     for row in rows:
         if row['kind'] == 'train': groups.setdefault((row['step'], row['trajectory']['question']['id']), []).append(row)
     advantages = lambda row: [a for a in row['advantages'] or () if a is not None and a == a]
-    differ = [g for g in groups.values() if any(len(set(advantages(row))) > 1 for row in g)]
+    apart = lambda row: max(known := advantages(row), default=0) - min(known, default=0) > 1e-4  # and not by rounding
+    differ = [g for g in groups.values() if any(map(apart, g))]
     some = [g for g in groups.values() if any(map(any, map(advantages, g)))]
     found = (differ or some or list(groups.values()) or [[]])[-1]
     return sorted(found, key=lambda row: (row['reward'], sum(advantages(row))), reverse=True)

@@ -116,6 +116,9 @@ def test_an_option_is_set_by_its_name_in_the_dict(tmp_path):
                        'vllm.dtype=bfloat16', 'world.size=60')
     assert settings == {'options': {'alpha': .5, 'ddof': 1, 'overlong.buffer': 9}, 'vllm': {'dtype': 'bfloat16'},
                         'world': {'size': 60}}
+    for typed in (['--options.alpha', '0.5', 'seed=1'], ['--options.alpha=0.5', '--seed', '1'],
+                  ['-p', 'options.alpha', '0.5', '-p', 'seed', '1']):
+        assert read(*typed)[0] == {'options': {'alpha': .5}, 'seed': 1}
     with pytest.raises(ValueError, match="no setting 'metod.x'"): make_config(read('metod.x=1')[0])
 
 
@@ -130,6 +133,14 @@ def test_an_argument_that_takes_several_leaves_the_settings(typed):
 def test_a_dict_may_come_as_text_as_papermill_hands_it_over():
     assert make_config({'options': '{alpha: 0.5}', 'betas': '[0.9, 0.99]'}).options == {'alpha': .5}
     with pytest.raises(ValueError, match='options must be a dict'): make_config({'options': 'alpha'})
+
+
+def test_a_list_needs_no_brackets():
+    "As --methods, rules and sets need none."
+    for text in ('belief, entropy', 'belief,entropy', '[belief, entropy]'):
+        assert make_config(read(f'measure={text}')[0]).measure == ['belief', 'entropy']
+    assert make_config(read('measure=belief')[0]).measure == ['belief']
+    assert make_config({'betas': '0.9,0.99'}).betas == [.9, .99]
 
 
 def test_sets_are_joined_by_plus_and_by_comma_everywhere():

@@ -900,15 +900,25 @@ CALLS = {  # function -> what it takes: two rollouts of one group, two turns eac
     'igpo_advantages': ('turns', 'mask', 'groups'),
     'vspo_weights': ('turns', ),
     'task_values': ('turns', ),
+    'shaping_rewards': ('states', 'mask', 'gamma'),
+    'history_max': ('states', 'mask'),
+    'answer_potential': ('logps', ),
+    'segment_advantages': ('turns', 'mask', 'outcome'),
+    'policy_loss': ('logps', 'logps', 'turns', 'turns'),
 }
+NO_ADVANTAGES = ('at_last_turn', 'folr_rewards', 'task_values', 'shaping_rewards', 'history_max', 'answer_potential',
+                 'policy_loss')    # rewards, values, and a loss, which has to be a way back
 
 
 def called(name, **given):
-    import credit_rl.advantages, credit_rl.information_gain, credit_rl.vspo
+    import credit_rl.advantages, credit_rl.information_gain, credit_rl.losses, credit_rl.potentials, credit_rl.smdp
+    import credit_rl.vspo
     values = {'outcome': torch.tensor([0., 1.]), 'groups': torch.tensor([0, 0]), 'first': torch.tensor([0, -1]),
               'mask': torch.ones(2, 2, dtype=torch.bool), 'turns': torch.tensor([[0., 1.], [1., 1.]]), 'gamma': .9,
-              'anchors': torch.tensor([[0, 1], [0, 2]]), **given}
-    homes = (credit_rl.groups, credit_rl.folr, credit_rl.advantages, credit_rl.information_gain, credit_rl.vspo)
+              'anchors': torch.tensor([[0, 1], [0, 2]]), 'states': torch.tensor([[-2., -1., 0.], [-2., -2., 0.]]),
+              'logps': torch.tensor([[-2., -1.], [-2., -2.]]), **given}
+    homes = (credit_rl.groups, credit_rl.folr, credit_rl.advantages, credit_rl.information_gain, credit_rl.vspo,
+             credit_rl.potentials, credit_rl.smdp, credit_rl.losses)
     function = next(vars(m)[name] for m in homes if name in vars(m))
     return function(*(values[x] for x in CALLS[name]))
 
@@ -917,7 +927,8 @@ def called(name, **given):
 def test_lists_and_arrays_are_told_of_as_tensor(name):
     called(name)
     tensors = {'outcome': [0., 1.], 'groups': [0, 0], 'first': [0, -1], 'mask': [[True, True], [True, True]],
-               'turns': [[0., 1.], [1., 1.]], 'anchors': [[0, 1], [0, 2]]}
+               'turns': [[0., 1.], [1., 1.]], 'anchors': [[0, 1], [0, 2]], 'states': [[-2., -1., 0.], [-2., -2., 0.]],
+               'logps': [[-2., -1.], [-2., -2.]]}
     for argument, value in tensors.items():
         if argument not in CALLS[name]: continue
         for wrong in (value, np.array(value)):
@@ -930,13 +941,18 @@ def test_credit_is_no_way_back_into_what_earned_it(name):
     learned = {'outcome': torch.tensor([0., 1.], requires_grad=True),
                'turns': torch.tensor([[0., 1.], [1., 1.]], requires_grad=True)}
     out = called(name, **learned)
-    if name in ('at_last_turn', 'folr_rewards', 'task_values'): return          # rewards and values, no advantages
+    if name in NO_ADVANTAGES: return
     assert not any(x.requires_grad for x in (out if isinstance(out, tuple) else (out, )))
 
 
-def test_an_empty_batch_is_called_so():
-    none = torch.tensor([])
-    with pytest.raises(ValueError, match='N = 0.*empty batch'): group_normalize(none, none.long())
+@pytest.mark.parametrize('name', [n for n in CALLS if n == 'task_values'
+                                  or n not in (*NO_ADVANTAGES, 'discounted_sum')])
+def test_an_empty_batch_is_called_so(name):
+    "It was said to have groups of one member, or that a tensor cannot be reshaped."
+    none = torch.zeros(0)
+    given = {'outcome': none, 'groups': none.long(), 'first': none.long(), 'mask': torch.zeros(0, 2, dtype=torch.bool),
+             'turns': torch.zeros(0, 2), 'anchors': torch.zeros(0, 2, dtype=torch.long)}
+    with pytest.raises(ValueError, match='N = 0.*empty batch'): called(name, **given)
 
 
 def test_a_deviation_is_never_made_smaller():

@@ -96,6 +96,16 @@ def test_a_stored_curve_is_drawn_and_its_results_shown(archive, tmp_path):
     assert 'is stored' in sections(method_page(METHODS['oracle'], stored_about(METHODS['oracle'], archive)))['Curve']
 
 
+def test_every_method_that_was_run_has_its_curve(root, archive):
+    "Also one whose folders cannot have its name (mt-grpo*), and one that was given an option (tips)."
+    folders = (root / 'runs' / 'sweep').glob('*/summary.json')
+    run = {json.loads(path.read_text())['method'] for path in folders} & set(METHODS)
+    assert {'mt-grpo*', 'tips', 'tspo'} <= run
+    for name in run:
+        about = stored_about(METHODS[name], archive)
+        assert about.runs == 'runs/sweep' and re.search(rf'^\| {re.escape(name)}[ (]', about.table, re.M), name
+
+
 def test_a_stored_audit_is_shown_on_its_methods_page(tmp_path):
     (tmp_path / 'runs' / 'mine').mkdir(parents=True)
     (tmp_path / 'runs' / 'mine' / 'audit.csv').write_text(',within,sign\ntspo,0.5,0.75\nigpo,,0.5\n')

@@ -7,8 +7,11 @@ import json
 import logging
 import os
 import re
+import runpy
 import shutil
+import signal
 import socket
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -60,6 +63,26 @@ def test_what_cannot_be_is_refused_by_a_dry_run_too(settings, message, tmp_path)
     with pytest.raises(ValueError, match=message):
         train({'run': str(tmp_path / 'run'), 'dry_run': True, **settings}, say=said.append)
     assert not said and not (tmp_path / 'run').exists()
+
+
+def audited(settings): return importlib.import_module('credit_rl.audit').read_audit_settings(settings)
+def under_trl(settings): return importlib.import_module('credit_rl.trl_trainer').trl_run(settings)
+
+
+@pytest.mark.parametrize('start', [audited, under_trl, sft.rejection_sft])
+def test_what_has_no_dry_run_says_so_and_does_not_begin(start, tmp_path):
+    "An audit, a comparison and a training under TRL took dry_run=true and ran."
+    with pytest.raises(ValueError, match='dry_run'):
+        start({'run': str(tmp_path / 'run'), 'model': BASE, 'dry_run': True})
+    assert not (tmp_path / 'run').exists()
+
+
+def test_a_comparison_has_no_dry_run(tmp_path, monkeypatch):
+    from credit_rl.compare import main
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(SystemExit, match='a comparison has no dry_run'):
+        main(['--methods', 'grpo', '--seeds', '1', '--out', str(tmp_path / 'runs'), '--dry-run'])
+    assert not (tmp_path / 'runs').exists()
 
 
 def test_threads_that_this_host_can_use_pass(monkeypatch):
@@ -114,6 +137,23 @@ def test_a_fine_tuning_without_right_rollouts_leaves_its_folder_free(tmp_path, m
     RunLog(tmp_path / 'run')
 
 
+def test_a_fine_tuning_without_trl_is_refused_before_it_plays(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, 'trl', None)
+    with pytest.raises(SystemExit, match=r'pip install credit_rl\[train\]'):
+        sft.main([f'run={tmp_path / "run"}', f'model={BASE}'])
+    assert not (tmp_path / 'run').exists()
+
+
+def test_a_start_under_trl_that_failed_leaves_its_folder_free(tmp_path, monkeypatch):
+    trl = pytest.importorskip('credit_rl.trl_trainer')
+    pytest.importorskip('trl')
+    def fail(*args): raise RuntimeError('something broke')
+    monkeypatch.setattr(trl, 'evaluate', fail)
+    with pytest.raises(RuntimeError, match='something broke'):
+        trl.trl_run({**SHORT, 'run': str(tmp_path / 'run'), 'method': 'grpo'}, say=lambda line: None)
+    RunLog(tmp_path / 'run')
+
+
 # ---- the notebook of a run ----
 
 def as_papermill_writes(executed=False, cell="run = 'runs/train'\nresume = False", **given):
@@ -134,6 +174,23 @@ def test_the_same_command_again_keeps_the_finished_notebook(tmp_path, monkeypatc
             write(as_papermill_writes(run='runs/mine', **more), run / 'notebook.ipynb')
     assert (run / 'notebook.ipynb').read_text() == done
     write(as_papermill_writes(run='runs/mine', resume=True), run / 'notebook.ipynb')
+
+
+@pytest.mark.parametrize('path', ['runs/mine/notebook.ipynb', './runs/mine/notebook.ipynb'])
+def test_papermill_hands_such_a_path_to_us(path, monkeypatch):
+    "By setup.py, where ./runs/ was left to papermill's own writer, which lost a finished notebook."
+    iorw = pytest.importorskip('papermill.iorw')
+    monkeypatch.chdir(ROOT)
+    given = {}
+    monkeypatch.setattr('setuptools.setup', lambda **settings: given.update(settings))
+    runpy.run_path(str(ROOT / 'setup.py'))
+    io = iorw.PapermillIO()
+    io.register('local', iorw.LocalHandler())
+    for line in given['entry_points']['papermill.io']:
+        prefix, place = line.split(' = ')
+        assert place == 'credit_rl.runlog:RunFolders'
+        io.register(prefix, RunFolders)
+    assert io.get_handler(path) is RunFolders and io.get_handler('elsewhere/notebook.ipynb') is not RunFolders
 
 
 def test_the_notebook_of_a_run_taken_up_again_is_kept_until_there_is_more(tmp_path, monkeypatch):
@@ -340,7 +397,7 @@ def test_rows_without_paragraphs_ask_for_a_corpus_by_its_name(tmp_path):
         load_corpus('hotpotqa', tmp_path / 'rows.json')
 
 
-def test_too_few_positions_are_not_told_to_raise_max_tokens_alone(spoken):
+def test_too_few_positions_are_not_progress_to_raise_max_tokens_alone(spoken):
     from credit_rl.rollout import check_prompts
     from credit_rl.evaluate import Conversation, make_environment
     from credit_rl.models import load_tokenizer
@@ -350,7 +407,7 @@ def test_too_few_positions_are_not_told_to_raise_max_tokens_alone(spoken):
         check_prompts(env, [example_group().question])
 
 
-def test_room_is_told_in_a_unit_that_shows_it():
+def test_room_is_progress_in_a_unit_that_shows_it():
     host = settings_of(make_config({})).host
     (line, *_) = training._missing_room(Path('/proc'), 2, host, {'rank': 0, 'host': 0, 'checkpoint': 5e6})
     assert line == '/proc has 0 MB free, but 4 checkpoints take 20 MB'
@@ -411,6 +468,36 @@ def test_an_interrupt_is_a_line_that_says_how_to_go_on(short, tmp_path, monkeypa
             if module in (training, prepare): assert re.search(how, line), line
 
 
+@pytest.mark.parametrize('command', [
+    ['-m', 'credit_rl.train'], ['-m', 'credit_rl.audit', 'model=x'], ['-m', 'credit_rl.command', 'longform'],
+    ['-c', 'import sys; from credit_rl.command import main; sys.exit(main(["audit"]))']])
+def test_an_interrupt_while_modules_are_imported_is_a_line_too(command, tmp_path):
+    "It takes seconds, a minute on a slow disk, and gave up to 78 lines of traceback."
+    (tmp_path / 'torch.py').write_text('raise KeyboardInterrupt')
+    path = os.pathsep.join([str(tmp_path), str(ROOT)])
+    done = subprocess.run([sys.executable, *command], cwd=tmp_path, capture_output=True, text=True, timeout=120,
+                          env={**os.environ, 'PYTHONPATH': path})
+    (line,) = done.stderr.splitlines()
+    assert 'interrupted; give the same command again' in line and done.returncode in (130, -signal.SIGINT)
+
+
+def test_other_errors_of_a_command_keep_their_traceback(tmp_path):
+    (tmp_path / 'torch.py').write_text('raise RuntimeError("broken")')
+    done = subprocess.run([sys.executable, '-m', 'credit_rl.train'], cwd=tmp_path, capture_output=True, text=True,
+                          timeout=120, env={**os.environ, 'PYTHONPATH': os.pathsep.join([str(tmp_path), str(ROOT)])})
+    assert done.stderr.startswith('Traceback') and done.stderr.endswith('RuntimeError: broken\n')
+
+
+@pytest.mark.parametrize('verb', ['audit', 'longform', 'competence', 'export', 'profile', 'view', 'index'])
+def test_a_verb_without_a_word_of_its_own_is_interrupted_in_a_line(verb, monkeypatch, capsys):
+    from credit_rl import command
+    def stop(arguments): raise KeyboardInterrupt
+    module, _, function = command.VERBS[verb][0].partition(':')
+    monkeypatch.setattr(importlib.import_module(f'credit_rl.{module}'), function or 'main', stop)
+    assert command.main([verb, 'x']) == 130
+    assert capsys.readouterr().err == f'credit-rl {verb}: interrupted; give the same command again\n'
+
+
 def test_all_wrong_and_all_right_have_an_interval_too():
     "By hand: Wilson's at its ends, z² = 3.84: of none of 10 right up to 3.84 / 13.84."
     found = [evaluate._intervals([{'em': em}] * 10, ['em'], 0)['em'] for em in (0., 1.)]
@@ -440,6 +527,15 @@ def test_a_command_builds_an_index(tmp_path, capsys):
     assert BM25.load(folder).search(['Who?'], 1) == BM25(load_corpus('hotpotqa', sample)).search(['Who?'], 1)
     with pytest.raises(SystemExit): main(['index', sample, folder])
     assert 'is there already' in capsys.readouterr().err
+
+
+def test_an_index_says_how_far_it_is(capsys):
+    from credit_rl.search_service import _progress
+    clock = lambda: float(next(ticks))
+    ticks = itertools.count(step=8)                                     # a look every 8 s, a line after 20 or more
+    assert list(_progress('abcdefg', clock=clock)) == list('abcdefg')
+    assert capsys.readouterr().out.splitlines()[-1] == 'all 7 passages read: the index is being written'
+    assert list(_progress('ab', clock=lambda: 0.)) == ['a', 'b'] and not capsys.readouterr().out
 
 
 def test_the_readme_lines_that_start_a_run_have_folders_of_their_own():

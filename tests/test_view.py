@@ -199,6 +199,8 @@ def test_the_rollouts_that_are_shown_have_credit():
     assert telling_group(differ + same + grey + missing + after) == differ[::-1]
     assert telling_group(same + grey + missing + after) == same
     assert telling_group(grey + after) == grey and telling_group(after) == []
+    rounded = [row(5, [.77459514, .77459508, .77459502], 1.), row(5, [-1.2909917, -1.2909916])]     # of one number
+    assert telling_group(differ + rounded) == differ[::-1]
     two = [row(3, [.5, -.5], question='a'), row(3, [.2, .2], question='b')]
     assert telling_group(two) == two[:1]                          # of one question, not of all of a step
 
