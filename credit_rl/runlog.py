@@ -134,9 +134,10 @@ def atomic_folder(path):  # folder to replace or make
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir()
     try: yield part
-    except BaseException:
+    except BaseException as e:
         shutil.rmtree(part, ignore_errors=True)
-        raise
+        if type(e).__name__ != 'SafetensorError': raise
+        raise OSError(f'{path} could not be written: {e}; make room and give the same command again') from e
     for p in sorted(part.rglob('*')):
         if not p.is_symlink(): _sync(p)
     _sync(part)
@@ -559,6 +560,19 @@ def _remove(path):
     os.rename(path, gone)
     shutil.rmtree(gone)
 
+_SIZES = 'written.json'   # in a checkpoint: bytes of the run's growing files when it was saved
+
+def _check_sizes(folder, step):
+    """Refuse to go on from a checkpoint where a file of the run has lost what stood in it when that was saved. Raises
+    ValueError saying what is missing. Checkpoints of earlier versions know no sizes."""
+    if (place := _checkpoints(folder).get(step)) is None or not (place/_SIZES).exists(): return
+    for name, size in read_json(place/_SIZES).items():
+        now = (folder/name).stat().st_size if (folder/name).exists() else 0
+        if now < size:
+            raise ValueError(f'{folder/name} has {now} bytes, but had {size} when {place} was saved: its end is gone. '
+                             f'Restore it; or remove {place}, and resume=True goes on from the checkpoint before; or '
+                             f'remove {place/_SIZES} to go on without what is gone')
+
 def _drop_later(folder, step):
     "Delete checkpoints of later steps and the names that pointed to them."
     for at, path in _checkpoints(folder).items():
@@ -579,12 +593,17 @@ def save_checkpoint(folder,    # of a run
                     write,     # write(path) fills an empty folder
                     keep=2,    # how many of the newest stay
                     name=None): # e.g. 'best': let this name point to it
-    "Save a checkpoint as a whole, drop old ones, and give its path."
+    """Save a checkpoint as a whole, drop old ones, and give its path. What the run's growing files hold by then is forced
+    to the disk before, and their sizes are kept in it."""
     later = [at for at in _checkpoints(folder) if at > step]
     if keep < 1 or step < 0: raise ValueError(f'wanted keep >= 1 and step >= 0, got keep={keep}, step={step}')
     if later: raise ValueError(f'checkpoints of later steps {later} are there; RunLog.cut({step}) drops them')
     path = Path(folder)/'checkpoints'/f'step-{step:06d}'
-    with atomic_folder(path) as part: write(part)
+    with atomic_folder(path) as part:
+        write(part)
+        there = [file for n in _GROWING if (file := Path(folder)/n).exists()]
+        for file in there: _sync(file)
+        (part/_SIZES).write_text(json.dumps({file.name: file.stat().st_size for file in there}))
     if name:
         part = _hidden(path.with_name(name), 'part')
         part.unlink(missing_ok=True)
@@ -754,7 +773,9 @@ class RunLog(Hold):
         write_json(self.folder/'bad_step.json', values)
 
     def cut(self, step):  # the checkpoint's; -1 drops everything
-        "Drop lines, turns and checkpoints later than `step`, half-written entries and the summary; set the clock back."
+        """Drop lines, turns and checkpoints later than `step`, half-written entries and the summary; set the clock back.
+        Raises ValueError where what was there at the checkpoint of `step` is gone."""
+        if step < math.inf: _check_sizes(self.folder, step)
         last = {name: _cut(self.folder/name, read, step) for name, read in _GROWING.items()}
         self._last = {name: row.get('step', -1) for name, row in last.items()}
         _drop_later(self.folder, step)

@@ -97,7 +97,7 @@ class SearchTool:
 
     def call(self, calls):
         """Answer C calls, each a list of queries, by one search: list of C (observation text, `Result`). Never raises
-        for what is in them."""
+        for what is in them; ConnectionError where the retriever says that it is gone."""
         return _search_calls(self, calls)
 
     def run(self, queries):
@@ -128,9 +128,13 @@ def _observation(tool, queries, found):
 
 # %% ../nbs/13_tools.ipynb #c022
 def _answer(tool, calls, deadline):
-    "Observation and Result of well-formed calls by one search; if it raises, of each by itself."
+    """Observation and Result of well-formed calls by one search; if it raises, of each by itself. Raises ConnectionError
+    where what is searched is gone: no agent did that, and it would learn from, or be judged by, an outage."""
     def attempt(part): return [(_observation(tool, c, f), Result.OK) for c, f in zip(part, _found(tool, part))]
     try: return within(lambda: attempt(calls), deadline)
+    except ConnectionError as e:
+        raise ConnectionError(f'{e} The run ends here, and goes on by the same command (a training with resume=True) '
+                              'when that is mended') from e
     except TimeoutError: return [(_error('the search took too long'), Result.TIMEOUT)] * len(calls)
     except Exception as e:
         if len(calls) == 1: return [(_error(f'{type(e).__name__}: {e}'), Result.ERROR)]
@@ -155,6 +159,7 @@ class _Program:
     printed: list = field(default_factory=list)
     size: int = 0              # characters printed
     failed: tuple = None       # (what to say, Result), None if all went well
+    crashed: bool = False      # its interpreter ended, and not because it ran too long
 
     def listen(self, stream, text):
         "Take printed text; raises OverflowError past the limit, which stops the program's output."
@@ -197,7 +202,9 @@ def _step(tool, program, resume):
                 program.waits = now
                 return
             now = now.resume_auto()
-    except monty.MontyError as e: program.failed, program.waits = _verdict(tool, program, e), None
+    except monty.MontyError as e:
+        program.failed, program.waits = _verdict(tool, program, e), None
+        program.crashed = isinstance(e, monty.MontyCrashedError) and not e.timed_out
 
 # %% ../nbs/13_tools.ipynb #c036
 def _query(snapshot):
@@ -312,13 +319,21 @@ class PythonTool:
         return [text for text, _ in self.call(codes)]
 
 # %% ../nbs/13_tools.ipynb #c043
+def _twice(tool, codes):
+    """Run programs, and once more those whose interpreter ended (out of memory, or somebody ended it): a program that
+    did that by itself does it again. List of `_Program`."""
+    programs = _run_programs(tool, codes)
+    if again := [i for i, p in enumerate(programs) if p.crashed]:
+        for i, p in zip(again, _run_programs(tool, [codes[i] for i in again])): programs[i] = p
+    return programs
+
 def _python_calls(tool, codes):
     "Answer the calls of a `PythonTool`, `workers` at a time; what is no text is told so."
     with tool.lock:                        # threads take turns, or each could wait for workers that the other holds
         tool.session()                     # start the workers here, not in several threads
         texts = [c for c in codes if isinstance(c, str)]
         parts = (texts[i:i + tool.workers] for i in range(0, len(texts), tool.workers))
-        done = iter([program for part in parts for program in _run_programs(tool, part)])
+        done = iter([program for part in parts for program in _twice(tool, part)])
     def observation(code):
         if not isinstance(code, str): return _error(f'code must be a string, got {code!r:.80}'), Result.MALFORMED
         program = next(done)
