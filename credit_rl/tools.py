@@ -6,7 +6,7 @@
 __all__ = ['render_documents', 'render_plain', 'count_words', 'cut', 'within', 'SearchTool', 'PythonTool', 'Faults', 'skipping']
 
 # %% ../nbs/13_tools.ipynb #c003
-import copy, datetime, os, queue, re, threading, time
+import contextlib, copy, datetime, os, queue, re, signal, threading, time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
@@ -157,17 +157,33 @@ class _Program:
     session: object = None     # of one worker
     waits: object = None       # the suspended call of `search`, None while it needs nothing
     printed: list = field(default_factory=list)
+    worker: int = None         # process id of its interpreter, None when that was ended here
     size: int = 0              # characters printed
+    errors: int = 0            # and written to stderr
     failed: tuple = None       # (what to say, Result), None if all went well
     crashed: bool = False      # its interpreter ended, and not because it ran too long
 
+    def begin(self, session):
+        "Enter a session; its worker is this program's from now on."
+        self.session = session
+        self.session.__enter__()
+        self.worker = self.session.worker_pid
+
     def listen(self, stream, text):
-        "Take printed text; raises OverflowError past the limit, which stops the program's output."
-        if stream != 'stdout': return
-        # one character more, to know that there was more
-        self.printed.append(text[:max(0, self.limit + 1 - self.size)])
-        self.size += len(text)
-        if self.size > self.limit + 1: raise OverflowError
+        """Take printed text, or what goes to stderr, of which nothing is kept. Past the limit of either the worker is
+        ended: Monty would let the program print on until its time is over."""
+        if stream == 'stdout':                        # one character more, to know that there was more
+            self.printed.append(text[:max(0, self.limit + 1 - self.size)])
+            self.size += len(text)
+        else: self.errors += len(text)
+        if self.too_much and self.worker:
+            with contextlib.suppress(ProcessLookupError): os.kill(self.worker, signal.SIGKILL)
+            self.worker = None
+
+    @property
+    def too_much(self):
+        "Whether it printed more than it may; line breaks at the end are not counted, unless they are very many."
+        return len(self.text) > self.limit or max(self.size, self.errors) > 4 * (self.limit + 1)
 
     @property
     def text(self):
@@ -204,7 +220,7 @@ def _step(tool, program, resume):
             now = now.resume_auto()
     except monty.MontyError as e:
         program.failed, program.waits = _verdict(tool, program, e), None
-        program.crashed = isinstance(e, monty.MontyCrashedError) and not e.timed_out
+        program.crashed = isinstance(e, monty.MontyCrashedError) and not e.timed_out and not program.too_much
 
 # %% ../nbs/13_tools.ipynb #c036
 def _query(snapshot):
@@ -249,8 +265,7 @@ def _run_programs(tool, codes):
     programs, served = [_Program(tool.output_chars) for _ in codes], {}
     lookup = {} if tool.search is None else {'search': lambda query: None}   # its calls are answered in rounds
     def begin(program, code):
-        program.session = tool.session()
-        program.session.__enter__()
+        program.begin(tool.session())
         _step(tool, program,
               lambda: program.session.feed_start(code, print_callback=program.listen, external_lookup=lookup))
     with ThreadPoolExecutor(len(codes)) as threads:
@@ -338,7 +353,7 @@ def _python_calls(tool, codes):
         if not isinstance(code, str): return _error(f'code must be a string, got {code!r:.80}'), Result.MALFORMED
         program = next(done)
         printed, failed = program.text, program.failed
-        if len(printed) > tool.output_chars:
+        if program.too_much:
             failed = f'the output is longer than {tool.output_chars} characters; it begins', Result.ERROR
         if failed is None: return printed or tool.empty, Result.OK
         return '\n'.join(filter(None, [_error(failed[0]), printed[:tool.output_chars]])), failed[1]
