@@ -35,7 +35,8 @@ def usage():
     return '\n'.join(['usage: credit-rl VERB …', '', *lines, '', 'credit-rl VERB --help: what a verb takes'])
 
 def main(arguments=None):  # list of str; None: the command line's
-    "Run a verb with the rest of the arguments. Returns its exit code; ends the program on an unknown verb."
+    """Run a verb with the rest of the arguments. Returns its exit code, 130 where it was interrupted and had no word of
+    its own for that, as while it is imported; ends the program on an unknown verb."""
     given = sys.argv[1:] if arguments is None else arguments
     if not given or given[0] in ('-h', '--help'):
         print(usage())
@@ -43,7 +44,10 @@ def main(arguments=None):  # list of str; None: the command line's
     verb, *rest = given
     if verb not in VERBS: sys.exit(f'credit-rl: there is no verb {verb!r}{nearest(verb, VERBS)}')
     module, _, function = VERBS[verb][0].partition(':')
-    return getattr(importlib.import_module(f'credit_rl.{module}'), function or 'main')(rest)
+    try: return getattr(importlib.import_module(f'credit_rl.{module}'), function or 'main')(rest)
+    except KeyboardInterrupt:
+        print(f'credit-rl {verb}: interrupted; give the same command again', file=sys.stderr)
+        return 130
 
 # %% ../nbs/89_command.ipynb #c009
 if __name__ == '__main__' and '__file__' in globals(): sys.exit(main())  # a notebook has no file

@@ -625,6 +625,10 @@ def _is_done(folder, plan):
     if changed:
         raise ValueError(f'{folder} holds an evaluation of other inputs ({"; ".join(changed[:3])}): choose another '
                          'run, or remove that folder')
+    played, asked = {r['id'] for r in read_turns(folder)}, set(plan.manifest['questions']['ids'])
+    if asked - played:
+        raise ValueError(f'{folder}/turns.jsonl.gz lacks {len(asked - played)} of {len(asked)} questions: its end is '
+                         'gone. Restore it, or remove that folder, and the same command plays the set again')
     return True
 
 def read_scores(folder):  # of a run

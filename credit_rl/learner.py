@@ -9,7 +9,7 @@ __all__ = ['CRITICS', 'SEES', 'Optimiser', 'deal', 'needed', 'Critic', 'make_cri
            'saved_policy', 'saved_critic']
 
 # %% ../nbs/52_learner.ipynb #c002
-import contextlib, copy, math, os, pickle, sys
+import contextlib, copy, errno, math, os, pickle, sys
 from collections import Counter
 from dataclasses import dataclass
 import torch
@@ -366,6 +366,11 @@ def only_data(
     os.environ[_FORCE] = '1'
     try:
         with torch.serialization.safe_globals(classes): yield
+    except (RuntimeError, EOFError, OSError) as e:              # torch's own words for a file that is cut or broken
+        broken = 'PytorchStreamReader' in str(e) or isinstance(e, EOFError) or getattr(e, 'errno', 0) == errno.EINVAL
+        if not broken: raise
+        raise ValueError(f'a file in {str(folder)!r} is damaged ({str(e).splitlines()[0]:.90}): restore it, or remove '
+                         'this checkpoint, and resume=True goes on from the one before') from e
     except pickle.UnpicklingError:
         raise ValueError(f'a file in {str(folder)!r} holds more than weights and numbers and might run any program, so '
                          'it was not read: take a checkpoint that this library wrote') from None

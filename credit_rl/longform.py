@@ -19,7 +19,7 @@ from .parameters import by_group, from_settings, make_parser, read_settings
 from .protocol import prompt_hash
 from .prs import PRS_JUDGE_PROMPT, judge_messages, parse_verdict, prs_rewards
 from .readers import read_answers, read_field
-from .runlog import atomic_write, read_turns
+from .runlog import atomic_write, read_json, read_turns
 from .trajectory import Group, trajectory_from_json
 
 # %% ../nbs/77_longform.ipynb #c004
@@ -202,7 +202,7 @@ def judged_table(folder):  # of a run
     import pandas as pd
     found = sorted(Path(folder).glob('*/judged.json'))
     if not found: raise FileNotFoundError(f'{folder} holds no judged set: credit-rl longform --folder {folder} judge=…')
-    sets = [json.loads(path.read_text(encoding='utf-8')) for path in found]
+    sets = [read_json(path) for path in found]
     rows = {(x['dataset'], kind): {n: rates[n] for n in ('questions', *VERDICTS, 'prs_long')}
             for x in sets for kind, rates in x.items() if isinstance(rates, dict) and 'questions' in rates}
     return pd.DataFrame(list(rows.values()), pd.MultiIndex.from_tuples(rows, names=['data', 'type'])).round(3)

@@ -11,6 +11,7 @@ import argparse, os, sys
 from pathlib import Path
 import yaml
 from .options import nearest, options_in
+from .runlog import read_text
 
 # %% ../nbs/06_parameters.ipynb #c005
 def from_settings(
@@ -135,7 +136,7 @@ def read_settings(
     for text in given.settings:
         if '=' not in text: parser.error(f'settings are written name=value, got {text!r}')
     try:
-        settings = (yaml.safe_load(Path(given.params).read_text()) if given.params else None) or {}
+        settings = (yaml.safe_load(read_text(given.params)) if given.params else None) or {}
         if not isinstance(settings, dict):
             raise ValueError(f'{given.params}: wanted lines such as "steps: 70", got {settings!r:.60}')
         over = {name: yaml.safe_load(value) for name, value in (text.split('=', 1) for text in given.settings)}

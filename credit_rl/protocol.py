@@ -9,7 +9,7 @@ __all__ = ['CALL_STYLES', 'ANSWER_STOPS', 'CHATML', 'PLAIN', 'TEMPLATES', 'TOOL_
            'check_tokenizer', 'worded', 'prompt_hash']
 
 # %% ../nbs/14_protocol.ipynb #c002
-import hashlib, json, re
+import contextlib, ctypes, hashlib, json, re, threading
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -249,6 +249,38 @@ class Encoder:
         while marks.search(text): text = marks.sub(lambda m: f'{m[0][0]} {m[0][1:]}' if m[0][1:] else ' ', text)
         return text
 
+# %% ../nbs/14_protocol.ipynb #n14x
+_MOST_SECONDS, _MOST_CHARS, _MOST_NUMBER = 5., 1 << 24, 10 ** 6
+
+def _check_template(text):
+    "Refuse what a template could fill the memory with before, or in one step while, it is rendered: ValueError."
+    import jinja2
+    if len(text) > 1 << 20: raise ValueError(f'it has {len(text):,} characters, more than a template needs')
+    for _, kind, value in jinja2.Environment().lex(text):
+        huge = kind == 'integer' and int(value.replace('_', ''), 0) > _MOST_NUMBER
+        if huge or (kind, value) == ('operator', '**'):
+            raise ValueError(f'it computes with {value!r:.40}; a template needs no powers, and no numbers above '
+                             f'{_MOST_NUMBER:,}')
+
+@contextlib.contextmanager
+def _at_most(seconds):
+    "Interrupt what a `with` block computes in Python after so many seconds, in whichever thread: TimeoutError."
+    lock, over, thread = threading.Lock(), [], ctypes.c_ulong(threading.get_ident())
+    interrupt = ctypes.pythonapi.PyThreadState_SetAsyncExc
+    def late():
+        with lock:
+            if not over: interrupt(thread, ctypes.py_object(TimeoutError))
+    timer = threading.Timer(seconds, late)
+    timer.daemon = True
+    timer.start()
+    try: yield
+    except TimeoutError: raise TimeoutError(f'it takes more than {seconds:g} seconds') from None
+    finally:
+        with lock:
+            over.append(True)
+            interrupt(thread, None)                   # one that was sent and has not arrived stays within the block
+        timer.cancel()
+
 # %% ../nbs/14_protocol.ipynb #c033
 _Q, _A, _O, _T = 'QUESTION0', 'ACTION0', 'RESPONSE0', 'THOUGHT0'  # markers of what will stand in their places
 TOOL_PROMPT = '''You can call these tools, each described by a JSON schema:
@@ -313,7 +345,9 @@ class Markup:
                 raise ValueError(f'option {name!r} is nowhere in the chat template; it would change nothing')
         self.system, self.tools, self.folded = protocol.system, None, False
         self.role, self.tag = protocol.response_role, protocol.response_tag
-        try: asked = self.render([{'role': 'user', 'content': _Q}])
+        try:
+            for part in text.values() if isinstance(text, dict) else [text]: _check_template(part)
+            asked = self.render([{'role': 'user', 'content': _Q}])
         except Exception as e:
             raise ValueError(f'{self.name} fails on a mere question: {type(e).__name__}: {e}') from None
         if _Q not in asked: raise ValueError(f'{self.name} does not show the question: use another template')
@@ -323,10 +357,14 @@ class Markup:
         _seat_response(self)
 
     def render(self, messages, prompt=True, tools=None):
-        "The template's text of messages, the generation prefix included."
-        return self.encoder.tokenizer.apply_chat_template(
-            messages, tools=tools or self.tools, chat_template=self.template, tokenize=False,
-            add_generation_prompt=prompt, **self.options)
+        """The template's text of messages, the generation prefix included. Raises TimeoutError after five seconds,
+        ValueError of a text that is too long."""
+        with _at_most(_MOST_SECONDS):
+            text = self.encoder.tokenizer.apply_chat_template(
+                messages, tools=tools or self.tools, chat_template=self.template, tokenize=False,
+                add_generation_prompt=prompt, **self.options)
+        if len(text) > _MOST_CHARS: raise ValueError(f'it writes more than {_MOST_CHARS:,} characters')
+        return text
 
     def shows(self, text, messages, tools=None):
         "Whether `text` stands in the rendered messages."

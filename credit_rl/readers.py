@@ -7,9 +7,10 @@ __all__ = ['READERS', 'RowError', 'describe_row', 'has_field', 'read_field', 're
            'Loaded', 'collect_rows', 'Passage', 'read_contents']
 
 # %% ../nbs/08_readers.ipynb #c003
-import csv, gzip, json, warnings, zlib
+import csv, gzip, io, json, warnings, zlib
 from dataclasses import dataclass
 from pathlib import Path
+from .runlog import Unpacked
 
 # %% ../nbs/08_readers.ipynb #c007
 class RowError(ValueError):
@@ -71,9 +72,9 @@ def _progress(items, name, size=0, total=None):
     return tqdm(items, total=total, desc=name)
 
 def _open(path):
-    "Open a text file, gzipped or not."
-    opened = gzip.open if path.suffix == '.gz' else open
-    return opened(path, 'rt', encoding='utf-8-sig', newline='')
+    "Open a text file, gzipped or not. One that inflates without bound raises ValueError (`Unpacked`)."
+    if path.suffix != '.gz': return open(path, encoding='utf-8-sig', newline='')
+    return io.TextIOWrapper(Unpacked(path), encoding='utf-8-sig', newline='')
 
 def _jsonl_rows(path, name):
     "Yield (where, row) of a JSON lines file; a line that is not JSON gives a RowError as its row."

@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['METRICS', 'CALLER', 'TRACKERS', 'atomic_write', 'RunFolders', 'atomic_folder', 'check_metrics', 'plain_json',
-           'write_json', 'read_json', 'read_yaml', 'FolderInUse', 'is_alive', 'Hold', 'check_folder',
-           'latest_checkpoint', 'named_checkpoint', 'save_checkpoint', 'check_trackers', 'RunLog', 'metrics_file',
-           'metrics_by_step', 'read_metrics', 'read_turns', 'read_params', 'read_summary', 'same_metrics',
-           'source_hash', 'imported_modules', 'module_hashes', 'code_hashes', 'changed_modules']
+           'write_json', 'read_text', 'read_json', 'read_yaml', 'read_members', 'Unpacked', 'FolderInUse', 'is_alive',
+           'Hold', 'check_folder', 'latest_checkpoint', 'named_checkpoint', 'save_checkpoint', 'check_trackers',
+           'RunLog', 'metrics_file', 'metrics_by_step', 'read_metrics', 'read_turns', 'read_params', 'read_summary',
+           'same_metrics', 'source_hash', 'imported_modules', 'module_hashes', 'code_hashes', 'changed_modules']
 
 # %% ../nbs/02_runlog.ipynb #c002
 import ast, contextlib, difflib, errno, functools, gzip, hashlib, importlib.util
@@ -134,9 +134,10 @@ def atomic_folder(path):  # folder to replace or make
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir()
     try: yield part
-    except BaseException:
+    except BaseException as e:
         shutil.rmtree(part, ignore_errors=True)
-        raise
+        if type(e).__name__ != 'SafetensorError': raise
+        raise OSError(f'{path} could not be written: {e}; make room and give the same command again') from e
     for p in sorted(part.rglob('*')):
         if not p.is_symlink(): _sync(p)
     _sync(part)
@@ -280,10 +281,12 @@ def write_json(path,    # file to replace or make
     atomic_write(path, lambda part: part.write_text(text + '\n'))
 
 # %% ../nbs/02_runlog.ipynb #w011
-_MOST = 64 << 20   # bytes of a YAML or JSON file that is read whole
+_MOST = 64 << 20   # bytes of a YAML or JSON file that is read whole, and of a line of metrics
+_MOST_STEP = 256 << 20   # bytes of a step's rollouts, unpacked
 
-def _read_text(path, most):
-    "The text of a file. Raises ValueError on one that is larger, or is no UTF-8."
+def read_text(path,         # file
+              most=_MOST):  # bytes
+    "The text of a file of at most so many bytes. Raises ValueError on one that is larger, or is no UTF-8."
     with open(path, 'rb') as f: data = f.read(most + 1)
     if len(data) > most:
         raise ValueError(f'{path} has more than {most / 2 ** 20:.3g} MiB, far more than such a file holds: it was not '
@@ -294,7 +297,7 @@ def _read_text(path, most):
 def read_json(path,       # file
               most=_MOST): # bytes
     "Read a JSON file whole. Raises ValueError on one that is too large, nested too deep, or no JSON."
-    text = _read_text(path, most)
+    text = read_text(path, most)
     try: return json.loads(text)
     except RecursionError: raise ValueError(f'{path} is nested too deep') from None
     except ValueError as e: raise ValueError(f'{path} is not valid JSON: {e}') from None
@@ -310,39 +313,69 @@ class _Values(yaml.SafeLoader):
 def read_yaml(path,            # file
               most=_MOST // 64): # bytes
     "Read a YAML file of a run. Raises ValueError on one that is too large, nested too deep, no YAML, or has aliases."
-    text = _read_text(path, most)
+    text = read_text(path, most)
     try: return yaml.load(text, _Values)
     except RecursionError: raise ValueError(f'{path} is nested too deep') from None
     except yaml.YAMLError as e: raise ValueError(f'{path} cannot be read: {" ".join(str(e).split())}') from None
 
 # %% ../nbs/02_runlog.ipynb #c027
 def _lines(path):
-    "Yield (end offset, bytes) of each whole line of a file; a missing file has none."
+    "Yield (end offset, bytes) of each whole line of a file; a missing file has none. Raises ValueError on a long one."
     if not path.exists(): return
     end = 0
-    with (gzip.open if path.suffix == '.gz' else open)(path, 'rb') as f:
-        for line in f:
+    with Unpacked(path) if path.suffix == '.gz' else open(path, 'rb') as f:
+        while line := f.readline(_MOST + 1):
+            if len(line) > _MOST: raise _too_large(path, 'a line', _MOST)
             if not line.endswith(b'\n'): return
             end += len(line)
             yield end, line
 
 def _members(path):
-    """Yield (end offset, decompressed bytes) of each whole gzip member of a file. Raises where it is damaged before
-    its end."""
+    """Yield (end offset, decompressed bytes) of each whole gzip member of a file. Raises ValueError where it is damaged
+    before its end, or a member is too large."""
     if not path.exists(): return
-    end, data, gz = 0, [], zlib.decompressobj(wbits=31)
-    with open(path, 'rb') as f:
-        while chunk := f.read(1 << 20):
-            while chunk:
-                try: data.append(gz.decompress(chunk))
-                except zlib.error as e:
-                    raise ValueError(f'{path} is damaged after byte {end}: {e}; what stands before can be kept by '
-                                     'truncating it there') from e
-                end += len(chunk) - len(gz.unused_data)
-                chunk = gz.unused_data
-                if gz.eof:
-                    yield end, b''.join(data)
-                    data, gz = [], zlib.decompressobj(wbits=31)
+    with open(path, 'rb') as f: yield from read_members(f, path)
+
+def read_members(
+    file,   # open for reading bytes, at the beginning of a member
+    path,   # its name, for messages
+    end=0,  # that beginning, in bytes
+):
+    "Yield (end offset, decompressed bytes) of the whole gzip members that follow. Raises ValueError as said above."
+    data, gz = bytearray(), zlib.decompressobj(wbits=31)
+    while chunk := file.read(1 << 20):
+        while chunk:
+            try: data += gz.decompress(chunk, _MOST_STEP + 1 - len(data))
+            except zlib.error as e:
+                raise ValueError(f'{path} is damaged after byte {end}: {e}; what stands before can be kept by '
+                                 'truncating it there') from e
+            if len(data) > _MOST_STEP: raise _too_large(path, "a step's rollouts", _MOST_STEP)
+            end += len(chunk) - len(gz.unused_data)
+            chunk = gz.unused_data
+            if gz.eof:
+                yield end, bytes(data)
+                data, gz = bytearray(), zlib.decompressobj(wbits=31)
+
+class Unpacked(gzip.GzipFile):
+    """A gzip file, open for reading bytes. Raises ValueError once it has inflated to more than 64 MiB and a hundred times
+    its size, which texts do not."""
+    def __init__(self, path):
+        super().__init__(path, 'rb')
+        self.path, self.most = path, _MOST + 100 * os.stat(path).st_size
+
+    def _checked(self, data):
+        if self.tell() > self.most: raise _too_large(self.path, 'it', self.most)
+        return data
+
+    def _left(self, size): return self.most + 1 - self.tell() if size is None or size < 0 else size
+    def read(self, size=-1): return self._checked(super().read(self._left(size)))
+    def read1(self, size=-1): return self._checked(super().read1(size))
+    def readline(self, size=-1): return self._checked(super().readline(self._left(size)))
+
+def _too_large(path, what, most):
+    "What to say of a packed file that would fill the memory."
+    return ValueError(f'{path}: {what} has more than {most / 2 ** 20:.4g} MiB when it is unpacked, far more than a run '
+                      'writes: it was not read')
 
 # %% ../nbs/02_runlog.ipynb #c029
 def _rows(path, block):
@@ -559,6 +592,19 @@ def _remove(path):
     os.rename(path, gone)
     shutil.rmtree(gone)
 
+_SIZES = 'written.json'   # in a checkpoint: bytes of the run's growing files when it was saved
+
+def _check_sizes(folder, step):
+    """Refuse to go on from a checkpoint where a file of the run has lost what stood in it when that was saved. Raises
+    ValueError saying what is missing. Checkpoints of earlier versions know no sizes."""
+    if (place := _checkpoints(folder).get(step)) is None or not (place/_SIZES).exists(): return
+    for name, size in read_json(place/_SIZES).items():
+        now = (folder/name).stat().st_size if (folder/name).exists() else 0
+        if now < size:
+            raise ValueError(f'{folder/name} has {now} bytes, but had {size} when {place} was saved: its end is gone. '
+                             f'Restore it; or remove {place}, and resume=True goes on from the checkpoint before; or '
+                             f'remove {place/_SIZES} to go on without what is gone')
+
 def _drop_later(folder, step):
     "Delete checkpoints of later steps and the names that pointed to them."
     for at, path in _checkpoints(folder).items():
@@ -579,12 +625,17 @@ def save_checkpoint(folder,    # of a run
                     write,     # write(path) fills an empty folder
                     keep=2,    # how many of the newest stay
                     name=None): # e.g. 'best': let this name point to it
-    "Save a checkpoint as a whole, drop old ones, and give its path."
+    """Save a checkpoint as a whole, drop old ones, and give its path. What the run's growing files hold by then is forced
+    to the disk before, and their sizes are kept in it."""
     later = [at for at in _checkpoints(folder) if at > step]
     if keep < 1 or step < 0: raise ValueError(f'wanted keep >= 1 and step >= 0, got keep={keep}, step={step}')
     if later: raise ValueError(f'checkpoints of later steps {later} are there; RunLog.cut({step}) drops them')
     path = Path(folder)/'checkpoints'/f'step-{step:06d}'
-    with atomic_folder(path) as part: write(part)
+    with atomic_folder(path) as part:
+        write(part)
+        there = [file for n in _GROWING if (file := Path(folder)/n).exists()]
+        for file in there: _sync(file)
+        (part/_SIZES).write_text(json.dumps({file.name: file.stat().st_size for file in there}))
     if name:
         part = _hidden(path.with_name(name), 'part')
         part.unlink(missing_ok=True)
@@ -754,7 +805,9 @@ class RunLog(Hold):
         write_json(self.folder/'bad_step.json', values)
 
     def cut(self, step):  # the checkpoint's; -1 drops everything
-        "Drop lines, turns and checkpoints later than `step`, half-written entries and the summary; set the clock back."
+        """Drop lines, turns and checkpoints later than `step`, half-written entries and the summary; set the clock back.
+        Raises ValueError where what was there at the checkpoint of `step` is gone."""
+        if step < math.inf: _check_sizes(self.folder, step)
         last = {name: _cut(self.folder/name, read, step) for name, read in _GROWING.items()}
         self._last = {name: row.get('step', -1) for name, row in last.items()}
         _drop_later(self.folder, step)

@@ -8,6 +8,7 @@ __all__ = ['keep_right', 'sft_rows', 'Imitation', 'fine_tune', 'rejection_sft', 
 # %% ../nbs/64_sft.ipynb #c003
 import dataclasses, random, sys, tempfile, time
 from dataclasses import dataclass
+from pathlib import Path
 import torch
 from .engine import HFEngine, seed_of
 from .evaluate import evaluate
@@ -18,10 +19,10 @@ from .outcome import outcome_rewards
 from .parameters import by_group, from_settings, make_parser, read_settings
 from .protocol import prompt_hash
 from .rollout import rollout
-from .runlog import RunLog, code_hashes
+from .runlog import RunLog, atomic_folder, code_hashes, read_params
 from .settings import GROUPS, check, make_config, settings_of
 from .stage import draw_questions, origin_of, set_stage
-from .train import bound_method
+from .train import MAY_CHANGE, bound_method, check_same_params
 from .trajectory import Group
 
 # %% ../nbs/64_sft.ipynb #c006
@@ -121,16 +122,23 @@ def rejection_sft(
     say=print,
 ):
     """Play, keep what was right, fine-tune, and compare on the test questions. Returns the run folder, with the model
-    in `model/`."""
+    in `model/`. With `resume` one that did not come to its end begins anew, and one that did is left as it is."""
     c = make_config(config) if isinstance(config, dict) else config
     if c.dry_run: raise ValueError('dry_run is for training by reinforcement; this fine-tuning has none')
     check(c)
+    if c.resume and (Path(c.run)/'summary.json').exists():
+        check_same_params(c, (*MAY_CHANGE, 'method'))
+        if (made := read_params(c.run).get('sft')) != (given := dataclasses.asdict(how)):
+            raise ValueError(f'{c.run} holds a finished fine-tuning by {made}, not by {given}: give the same, or choose '
+                             'another name')
+        say(f'{c.run} is complete and left as it is')
+        return Path(c.run)
     _trl()                                                       # before anything is played
     s = settings_of(c)
     acting, origin = s.acting, origin_of(s.course, s.acting, s.host, s.critic)
     metric = bound_method(dataclasses.replace(s.course, method='grpo'), s.task, c.questions_per_step).metric
-    with RunLog(c.run) as log, log.beginning():
-        log.write_params({**vars(c), 'method': 'sft', 'sft': dataclasses.asdict(how)})
+    with RunLog(c.run, c.resume) as log, log.beginning():
+        log.write_params({**vars(c), 'method': 'sft', 'sft': dataclasses.asdict(how)}, MAY_CHANGE)
         stage = set_stage(s.task, acting, origin, c.seed, say)
         engine = HFEngine(stage.model, stage.chat.tokenizer, max_length=c.max_tokens)
         shown = lambda: Progress(say, 'test questions played', len(stage.questions['test']))
@@ -143,7 +151,8 @@ def rejection_sft(
         say(f'{len(rows)} rows of {sum(len(g.trajectories) for g in groups)} rollouts are right, different, and kept')
         history = fine_tune(stage.model, stage.chat.tokenizer, rows, how, seed=c.seed, say=say)
         final, tested = test()
-        for part in (stage.model, stage.chat.tokenizer): part.save_pretrained(log.folder/'model')
+        with atomic_folder(log.folder/'model') as place:
+            for part in (stage.model, stage.chat.tokenizer): part.save_pretrained(place)
         log.summary({
             'method': 'sft', 'options': {}, 'seed': c.seed, 'steps': 0, 'best_step': 0, 'questions': len(tested),
             'protocol': stage.chat.protocol.name, 'prompt_hash': prompt_hash(stage.chat.protocol),

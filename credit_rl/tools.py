@@ -6,7 +6,7 @@
 __all__ = ['render_documents', 'render_plain', 'count_words', 'cut', 'within', 'SearchTool', 'PythonTool', 'Faults', 'skipping']
 
 # %% ../nbs/13_tools.ipynb #c003
-import copy, datetime, os, queue, re, threading, time
+import contextlib, copy, datetime, os, queue, re, signal, threading, time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
@@ -97,7 +97,7 @@ class SearchTool:
 
     def call(self, calls):
         """Answer C calls, each a list of queries, by one search: list of C (observation text, `Result`). Never raises
-        for what is in them."""
+        for what is in them; ConnectionError where the retriever says that it is gone."""
         return _search_calls(self, calls)
 
     def run(self, queries):
@@ -128,9 +128,13 @@ def _observation(tool, queries, found):
 
 # %% ../nbs/13_tools.ipynb #c022
 def _answer(tool, calls, deadline):
-    "Observation and Result of well-formed calls by one search; if it raises, of each by itself."
+    """Observation and Result of well-formed calls by one search; if it raises, of each by itself. Raises ConnectionError
+    where what is searched is gone: no agent did that, and it would learn from, or be judged by, an outage."""
     def attempt(part): return [(_observation(tool, c, f), Result.OK) for c, f in zip(part, _found(tool, part))]
     try: return within(lambda: attempt(calls), deadline)
+    except ConnectionError as e:
+        raise ConnectionError(f'{e} The run ends here, and goes on by the same command (a training with resume=True) '
+                              'when that is mended') from e
     except TimeoutError: return [(_error('the search took too long'), Result.TIMEOUT)] * len(calls)
     except Exception as e:
         if len(calls) == 1: return [(_error(f'{type(e).__name__}: {e}'), Result.ERROR)]
@@ -153,16 +157,33 @@ class _Program:
     session: object = None     # of one worker
     waits: object = None       # the suspended call of `search`, None while it needs nothing
     printed: list = field(default_factory=list)
+    worker: int = None         # process id of its interpreter, None when that was ended here
     size: int = 0              # characters printed
+    errors: int = 0            # and written to stderr
     failed: tuple = None       # (what to say, Result), None if all went well
+    crashed: bool = False      # its interpreter ended, and not because it ran too long
+
+    def begin(self, session):
+        "Enter a session; its worker is this program's from now on."
+        self.session = session
+        self.session.__enter__()
+        self.worker = self.session.worker_pid
 
     def listen(self, stream, text):
-        "Take printed text; raises OverflowError past the limit, which stops the program's output."
-        if stream != 'stdout': return
-        # one character more, to know that there was more
-        self.printed.append(text[:max(0, self.limit + 1 - self.size)])
-        self.size += len(text)
-        if self.size > self.limit + 1: raise OverflowError
+        """Take printed text, or what goes to stderr, of which nothing is kept. Past the limit of either the worker is
+        ended: Monty would let the program print on until its time is over."""
+        if stream == 'stdout':                        # one character more, to know that there was more
+            self.printed.append(text[:max(0, self.limit + 1 - self.size)])
+            self.size += len(text)
+        else: self.errors += len(text)
+        if self.too_much and self.worker:
+            with contextlib.suppress(ProcessLookupError): os.kill(self.worker, signal.SIGKILL)
+            self.worker = None
+
+    @property
+    def too_much(self):
+        "Whether it printed more than it may; line breaks at the end are not counted, unless they are very many."
+        return len(self.text) > self.limit or max(self.size, self.errors) > 4 * (self.limit + 1)
 
     @property
     def text(self):
@@ -197,7 +218,9 @@ def _step(tool, program, resume):
                 program.waits = now
                 return
             now = now.resume_auto()
-    except monty.MontyError as e: program.failed, program.waits = _verdict(tool, program, e), None
+    except monty.MontyError as e:
+        program.failed, program.waits = _verdict(tool, program, e), None
+        program.crashed = isinstance(e, monty.MontyCrashedError) and not e.timed_out and not program.too_much
 
 # %% ../nbs/13_tools.ipynb #c036
 def _query(snapshot):
@@ -242,8 +265,7 @@ def _run_programs(tool, codes):
     programs, served = [_Program(tool.output_chars) for _ in codes], {}
     lookup = {} if tool.search is None else {'search': lambda query: None}   # its calls are answered in rounds
     def begin(program, code):
-        program.session = tool.session()
-        program.session.__enter__()
+        program.begin(tool.session())
         _step(tool, program,
               lambda: program.session.feed_start(code, print_callback=program.listen, external_lookup=lookup))
     with ThreadPoolExecutor(len(codes)) as threads:
@@ -312,18 +334,26 @@ class PythonTool:
         return [text for text, _ in self.call(codes)]
 
 # %% ../nbs/13_tools.ipynb #c043
+def _twice(tool, codes):
+    """Run programs, and once more those whose interpreter ended (out of memory, or somebody ended it): a program that
+    did that by itself does it again. List of `_Program`."""
+    programs = _run_programs(tool, codes)
+    if again := [i for i, p in enumerate(programs) if p.crashed]:
+        for i, p in zip(again, _run_programs(tool, [codes[i] for i in again])): programs[i] = p
+    return programs
+
 def _python_calls(tool, codes):
     "Answer the calls of a `PythonTool`, `workers` at a time; what is no text is told so."
     with tool.lock:                        # threads take turns, or each could wait for workers that the other holds
         tool.session()                     # start the workers here, not in several threads
         texts = [c for c in codes if isinstance(c, str)]
         parts = (texts[i:i + tool.workers] for i in range(0, len(texts), tool.workers))
-        done = iter([program for part in parts for program in _run_programs(tool, part)])
+        done = iter([program for part in parts for program in _twice(tool, part)])
     def observation(code):
         if not isinstance(code, str): return _error(f'code must be a string, got {code!r:.80}'), Result.MALFORMED
         program = next(done)
         printed, failed = program.text, program.failed
-        if len(printed) > tool.output_chars:
+        if program.too_much:
             failed = f'the output is longer than {tool.output_chars} characters; it begins', Result.ERROR
         if failed is None: return printed or tool.empty, Result.OK
         return '\n'.join(filter(None, [_error(failed[0]), printed[:tool.output_chars]])), failed[1]

@@ -26,7 +26,7 @@ from .parts import Credit, Loss
 from .outcome import outcome_rewards
 from .protocol import PROTOCOLS, Chat, read_context
 from .rollout import rollout
-from .runlog import atomic_folder, atomic_write, read_json, read_params
+from .runlog import Unpacked, atomic_folder, atomic_write, read_json, read_params
 from .tools import PythonTool, SearchTool
 from .trajectory import Group, Question, Stop, Trajectory, Turn, to_json, trajectory_from_json
 
@@ -430,14 +430,14 @@ class Collected:
 
 def read_collected(path):
     "Read what `Collected.save` wrote."
-    head, *rows = map(json.loads, gzip.decompress(Path(path).read_bytes()).decode().splitlines())
+    with Unpacked(path) as f: head, *rows = map(json.loads, f.read().decode().splitlines())
     groups = [Group(t.question, [t]) for t in (trajectory_from_json(r['trajectory']) for r in rows)]
     return Collected([Question(**q) for q in head['questions']], torch.tensor(head['tier']), groups,
                      torch.tensor([r['bucket'] for r in rows]), [r['prompt'] for r in rows])
 
 def read_tiers(path):
     "Tiers of the questions in what `Collected.save` wrote: dict (source, id) → 1 or 2. The rollouts are not read."
-    with gzip.open(path, 'rt', encoding='utf-8') as f: head = json.loads(f.readline())
+    with Unpacked(path) as f: head = json.loads(f.readline())
     return {(q['source'], q['id']): t for q, t in zip(head['questions'], head['tier'])}
 
 # %% ../nbs/54_warmup.ipynb #c062

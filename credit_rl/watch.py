@@ -7,13 +7,13 @@ __all__ = ['PHASES', 'NewestRollouts', 'Status', 'duration', 'pace', 'read_statu
            'watch_figure', 'main']
 
 # %% ../nbs/79_watch.ipynb #c003
-import html, json, math, os, shutil, sys, textwrap, time, zlib
+import html, json, math, os, shutil, sys, textwrap, time
 from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
 from .diagnostics import training_curves
 from .parameters import make_parser, one_dialect
-from .runlog import latest_checkpoint, metrics_by_step, read_json, read_params, read_summary
+from .runlog import latest_checkpoint, metrics_by_step, read_json, read_members, read_params, read_summary
 from .trajectory import trajectory_from_json
 from .view import show_rollout, telling_group
 
@@ -28,26 +28,16 @@ class NewestRollouts:
         "The rows, oldest first: list of dict. Raises ValueError where the file is damaged."
         size = self.path.stat().st_size if self.path.exists() else 0
         try: self._read(0 if size < self.end else self.end)
-        except zlib.error:
-            try: self._read(0)                                          # cut back, and longer than before by now
-            except zlib.error as e: raise ValueError(f'{self.path} is damaged after byte {self.end}: {e}') from e
+        except ValueError: self._read(0)                                # cut back, and longer than before by now
         return [json.loads(line) for line in self.lines]
 
     def _read(self, start):
         if start == 0: self.lines.clear()
-        self.end = at = start
+        self.end = start
         if not self.path.exists(): return
-        data, gz = [], zlib.decompressobj(wbits=31)
         with open(self.path, 'rb') as f:
             f.seek(start)
-            for chunk in iter(lambda: f.read(1 << 16), b''):
-                while chunk:
-                    data.append(gz.decompress(chunk))
-                    at += len(chunk) - len(gz.unused_data)
-                    chunk = gz.unused_data
-                    if gz.eof:
-                        self.lines.extend(b''.join(data).splitlines())
-                        self.end, data, gz = at, [], zlib.decompressobj(wbits=31)
+            for self.end, block in read_members(f, self.path, start): self.lines.extend(block.splitlines())
 
 # %% ../nbs/79_watch.ipynb #c009
 PHASES = ('waiting', 'starting', 'running', 'finishing', 'silent', 'died', 'ended')

@@ -291,3 +291,16 @@ def test_a_strangers_checkpoint_runs_nothing(tmp_path):
     assert not (tmp_path / 'harm').exists() and 'TORCH_FORCE_WEIGHTS_ONLY_LOAD' not in os.environ
     torch.load(tmp_path / 'learner.pt', weights_only=False)
     assert (tmp_path / 'harm').exists()                                            # it would have been done
+
+
+def test_a_checkpoint_that_lost_its_end_is_told(tmp_path):
+    "At places throughout its last kilobyte, and almost all of it; torch's own words are 'Invalid argument' and others."
+    path = tmp_path / 'learner.pt'
+    torch.save({'scorer': {'model.w': torch.zeros(1000)}, 'more': list(range(100))}, path)
+    whole = path.read_bytes()
+    for lost in [*range(1, 1025, 31), len(whole) - 30, len(whole)]:
+        path.write_bytes(whole[:-lost])
+        with pytest.raises(ValueError, match='is damaged .*remove this checkpoint, and resume=True goes on'):
+            learning.saved_policy(tmp_path)
+    path.unlink()
+    with pytest.raises(FileNotFoundError): learning.saved_policy(tmp_path)

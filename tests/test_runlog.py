@@ -4,6 +4,7 @@ import importlib.util
 import json
 import math
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -13,8 +14,8 @@ import time
 import pytest
 
 from credit_rl import runlog
-from credit_rl.runlog import (FolderInUse, Hold, RunLog, changed_modules, code_hashes, imported_modules,
-                              metrics_by_step, module_hashes, source_hash)
+from credit_rl.runlog import (FolderInUse, Hold, RunLog, atomic_folder, changed_modules, code_hashes,
+                              imported_modules, metrics_by_step, module_hashes, save_checkpoint, source_hash)
 
 # argv: how many file operations to let pass, the run folder. The process dies at the next one and exits 9; if none is
 # left it exits 0.
@@ -383,3 +384,49 @@ print(count)
     said = [p.communicate()[0] for p in all_of_them]
     assert all(p.returncode == 0 for p in all_of_them), said
     assert sum(map(int, said)) > 8 and os.listdir(tmp_path) == []
+
+
+# ---- files that lost their end ----
+
+def run_of_three(folder):
+    "A run with a checkpoint after each of its three steps."
+    with RunLog(folder) as log:
+        log.write_params({'seed': 1})
+        for step in range(3):
+            log.turns(step, [{'kind': 'train', 'text': f'said {step}'}])
+            log.metrics(step, loss=step)
+            save_checkpoint(folder, step, lambda path: (path / 'weights').write_text('w'))
+    return folder
+
+
+@pytest.mark.parametrize('name', ['metrics.jsonl', 'turns.jsonl.gz'])
+def test_a_run_does_not_go_on_over_a_gap(tmp_path, name):
+    """Cut at every place of its last kilobyte: the checkpoint is beyond what the file tells, and the run would go on as
+    if its steps had never been."""
+    run = run_of_three(tmp_path / 'run')
+    whole = (run / name).read_bytes()
+    for lost in range(1, min(1024, len(whole)) + 1):
+        (run / name).write_bytes(whole[:-lost])
+        with RunLog(run, resume=True) as log, pytest.raises(ValueError, match=f'{name} has .* its end is gone'):
+            log.cut(2)
+    (run / name).write_bytes(whole)
+    with RunLog(run, resume=True) as log: log.cut(2)
+    assert (run / name).read_bytes() == whole
+
+
+def test_the_ways_to_go_on_without_the_end_of_a_file(tmp_path):
+    run = run_of_three(tmp_path / 'run')
+    lines = (run / 'metrics.jsonl').read_bytes().splitlines(keepends=True)
+    (run / 'metrics.jsonl').write_bytes(b''.join(lines[:2]))
+    shutil.rmtree(run / 'checkpoints' / 'step-000002')            # the checkpoint before, whose lines are all there
+    with RunLog(run, resume=True) as log: log.cut(1)
+    (run / 'metrics.jsonl').write_bytes(lines[0])
+    (run / 'checkpoints' / 'step-000001' / 'written.json').unlink()
+    with RunLog(run, resume=True) as log: log.cut(1)
+
+
+def test_weights_that_find_no_room_say_so(tmp_path):
+    class SafetensorError(Exception): pass
+    with pytest.raises(OSError, match='model could not be written: .*No space.*make room'):
+        with atomic_folder(tmp_path / 'model'): raise SafetensorError('I/O error: No space left on device')
+    assert os.listdir(tmp_path) == []

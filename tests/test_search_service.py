@@ -19,9 +19,9 @@ from hypothesis import given, settings, strategies as st
 
 from credit_rl.readers import Passage
 from credit_rl.retrieval import BM25, Retriever
-from credit_rl.search_service import (SearchCache, SearchClient, SearchError, SearchServer, build, open_retriever,
-                                      read_corpus, search_app)
-from credit_rl.tools import SearchTool
+from credit_rl.search_service import (SearchCache, SearchClient, SearchError, SearchLost, SearchServer, build,
+                                      open_retriever, read_corpus, search_app)
+from credit_rl.tools import PythonTool, SearchTool
 from credit_rl.trajectory import Result
 
 pytest.importorskip('fastapi', reason='the extra `serve` is not installed')
@@ -205,22 +205,25 @@ def test_pauses_between_tries_double(canned, monkeypatch):
     assert pauses == [.5, 1, 2]
 
 
-def test_a_server_that_hangs_is_a_timeout(canned):
+def test_a_server_that_hangs_ends_the_run_that_asks_it(canned):
     url, asked = canned(0.)
-    with pytest.raises(TimeoutError, match='within 0.1 s'):
+    with pytest.raises(SearchLost, match='within 0.1 s'):
         SearchClient(url, seconds=.1, tries=2, pause=0).search(['q'], 1)
     assert len(asked) == 2
-    (_, result), = SearchTool(SearchClient(url, seconds=.1, tries=1), 1, None).call([['q']])
-    assert result is Result.TIMEOUT
+    with pytest.raises(ConnectionError, match='within 0.1 s. The run ends here.*resume=True'):
+        SearchTool(SearchClient(url, seconds=.1, tries=1), 1, None).call([['q']])
 
 
-def test_nobody_there_is_an_error_observation():
+@pytest.mark.parametrize('program', [False, True])
+def test_nobody_there_ends_the_run_that_asks(program):
+    "As an observation an outage would be taken for what the agent did, in training as in evaluation."
     with socket.socket() as s:
         s.bind(('127.0.0.1', 0))
         url = f'http://127.0.0.1:{s.getsockname()[1]}'
     with pytest.raises(SearchError, match='is the server running'): SearchClient(url, tries=1).search(['q'], 1)
-    (text, result), = SearchTool(SearchClient(url, tries=1), 1, None).call([['q']])
-    assert result is Result.ERROR and text.startswith('Error: SearchError') and 'is the server running' in text
+    tool = SearchTool(SearchClient(url, tries=1), 1, None)
+    with pytest.raises(ConnectionError, match='is the server running.*The run ends here'):
+        PythonTool(tool).call(['print(search("q"))']) if program else tool.call([['q'], ['r']])
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,5 @@
 """64_sft: the supervised baseline as a command, its folder, and what stands in its way."""
+import contextlib
 import importlib.util
 import json
 import sys
@@ -7,6 +8,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from credit_rl import runlog, sft
 from credit_rl.models import load_model
 from credit_rl.protocol import PROTOCOLS, prompt_hash
 from credit_rl.sft import fine_tune, keep_right, main, sft_rows
@@ -68,3 +70,25 @@ def test_without_trl_the_extra_is_named(root):
 )
 def test_mistakes_in_a_line(arguments, message):
     with pytest.raises(SystemExit, match=message): main(arguments)
+
+
+def test_a_fine_tuning_that_was_ended_begins_anew(tmp_path, root, monkeypatch, capsys):
+    "What a kill leaves was refused with the advice to resume, which was refused as well."
+    pytest.importorskip('trl')
+    monkeypatch.chdir(root)
+    words = [f'run={tmp_path / "run"}', 'model=data/tiny_base', 'questions=40', 'dev_questions=6', 'test_questions=6',
+             'threads=1', 'seed=3', 'sft.questions=24', 'sft.attempts=8', 'sft.epochs=1']
+    class Killed(BaseException): pass
+    def die(*args, **rest): raise Killed
+    with monkeypatch.context() as patch:
+        patch.setattr(sft, 'fine_tune', die)
+        patch.setattr(runlog.RunLog, 'beginning', lambda log: contextlib.nullcontext())      # no time to clear away
+        with pytest.raises(Killed): main(words)
+    assert (tmp_path / 'run' / 'params.yaml').exists()
+    with pytest.raises(SystemExit, match='already holds a run'): main(words)
+    main([*words, 'resume=true'])
+    made = (tmp_path / 'run' / 'summary.json').read_bytes()
+    main([*words, 'resume=true'])
+    assert 'complete and left as it is' in capsys.readouterr().out
+    with pytest.raises(SystemExit, match='holds a finished fine-tuning by'): main([*words, 'resume=true', 'sft.batch=3'])
+    assert (tmp_path / 'run' / 'summary.json').read_bytes() == made

@@ -1,26 +1,32 @@
 """A folder from a stranger (a run, a checkpoint, a model, an index, a base, a data set, a notebook) runs no code, leads
 nowhere else, and takes no more memory than such a folder may. What a checkpoint's own files may hold is tested in
 test_learner.py and test_deepspeed.py."""
+import gzip
 import json
 import os
 import shutil
+import time
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from credit_rl import protocol
 from credit_rl.datasets import load_questions
 from credit_rl.estimate import read_sizes
 from credit_rl.export import read_policy
 from credit_rl.launch import LaunchError, launch
 from credit_rl.models import check_model, load_model, load_tokenizer
+from credit_rl.parameters import make_parser, read_settings
 from credit_rl.protocol import CHATML, PROTOCOLS, Chat, byte_tokenizer
 from credit_rl.readers import Passage
 from credit_rl.retrieval import BM25
-from credit_rl.runlog import (RunFolders, RunLog, atomic_write, latest_checkpoint, named_checkpoint, read_json,
-                              read_params, read_summary, read_yaml, save_checkpoint)
-from credit_rl.warmup import read_warmed
+from credit_rl.runlog import (RunFolders, RunLog, atomic_write, latest_checkpoint, metrics_by_step, named_checkpoint,
+                              read_json, read_params, read_summary, read_turns, read_yaml, save_checkpoint)
+from credit_rl.warmup import read_collected, read_tiers, read_warmed
+from credit_rl.watch import NewestRollouts
 
 ROOT = Path(__file__).resolve().parents[1]
 BASE = ROOT / 'data' / 'tiny_base'
@@ -124,8 +130,37 @@ def test_a_template_is_rendered_in_a_sandbox(model, mark, kind, how):
         (model / 'chat_template.jinja').write_text(evil + CHATML)
         tokenizer = load_tokenizer(str(model))
         assert tokenizer.chat_template.startswith(evil)
-    with pytest.raises(ValueError, match='fails on a mere question: (Security|Overflow|Undefined)Error'):
+    with pytest.raises(ValueError, match='fails on a mere question: (Security|Overflow|Undefined|Value)Error'):
         Chat(PROTOCOLS['tiny'], tokenizer, given)
+
+
+LONG = '{% for i in range(90000) %}{% for j in range(90000) %}{% set x = i %}{% endfor %}{% endfor %}'
+WASTEFUL = {'loops': (LONG, 'TimeoutError: it takes more than 0.2 seconds'),
+            'output': ("{% for i in range(90000) %}{{ 'a' * 900 }}{% endfor %}", 'it writes more than 16,777,216 char'),
+            'power': ('{{ 10 ** 10 ** 10 }}', r"computes with '\*\*'"),
+            'a power of a variable': ('{% set n = messages|length + 9 %}{{ n ** n ** n }}', r"computes with '\*\*'"),
+            'number': ("{{ 'a' * 20000000000 }}", "computes with '20000000000'"),
+            'in hexadecimal': ("{{ 'a' * 0xFFFF_FFFF_F }}", 'computes with'),
+            'size': ('{# ' + 'a' * (1 << 20) + ' #}', 'more than a template needs')}
+
+
+@pytest.mark.parametrize('kind', WASTEFUL)
+def test_a_template_takes_no_more_than_it_needs(kind, monkeypatch):
+    template, message = WASTEFUL[kind]
+    monkeypatch.setattr(protocol, '_MOST_SECONDS', .2 if kind == 'loops' else 30.)
+    since = time.monotonic()
+    with pytest.raises(ValueError, match=f'fails on a mere question: .*{message}'):
+        Chat(PROTOCOLS['tiny'], byte_tokenizer(template + CHATML))
+    assert time.monotonic() - since < 20
+
+
+def test_a_template_that_loops_over_a_long_conversation_is_interrupted(monkeypatch):
+    "What is harmless for a question may loop for what comes later."
+    monkeypatch.setattr(protocol, '_MOST_SECONDS', .2)
+    late = f'{{% if messages|length > 9 %}}{LONG}{{% endif %}}'
+    chat = Chat(PROTOCOLS['tiny'], byte_tokenizer(late + CHATML))
+    with pytest.raises(TimeoutError, match='0.2 seconds'): chat.markup.render([{'role': 'user', 'content': 'a'}] * 10)
+    assert 'a' in chat.markup.render([{'role': 'user', 'content': 'a'}])
 
 
 @pytest.mark.parametrize('name', ['passages.start.npy', 'data.csc.index.npy', 'indices.csc.index.npy'])
@@ -239,6 +274,65 @@ def test_a_models_files_are_bounded(model, name):
     (model / name).write_text((model / name).read_text() if (model / name).exists() else '')
     os.truncate(model / name, 2 ** 33)
     with pytest.raises(ValueError, match=f'{name} has more than 64 MiB'): check_model(str(model))
+
+
+def bomb(path, head=b'', size=1 << 29, member=b''):
+    "A gzip file of half a MiB that inflates to half a GiB of blanks."
+    with gzip.open(path, 'wb') as f:
+        f.write(head)
+        for _ in range(size >> 24): f.write(b' ' * (1 << 24))
+    path.write_bytes(member + path.read_bytes())
+
+
+def peak(function):
+    "MiB that a function takes from Python's heap at most, beyond what there is."
+    tracemalloc.start()
+    try: function()
+    finally:
+        most = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    return most / 2 ** 20
+
+
+BOMBS = {'rollouts': ('turns.jsonl.gz', lambda path: read_turns(path.parent), 256),
+         'rollouts of a run that goes on': ('turns.jsonl.gz', lambda path: RunLog(path.parent, resume=True), 256),
+         'rollouts that are watched': ('turns.jsonl.gz', lambda path: NewestRollouts(path.parent).read(), 256),
+         'metrics': ('metrics.jsonl.gz', lambda path: metrics_by_step(path.parent), 64),
+         'a warm-up': ('rollouts-train.jsonl.gz', read_collected, 113),
+         'its tiers': ('rollouts-train.jsonl.gz', read_tiers, 113),
+         'rows': ('rows.jsonl.gz', lambda path: load_questions('gsm8k', str(path), 'test'), 113),
+         'a list of rows': ('rows.json.gz', lambda path: load_questions('musique', str(path), 'test'), 113)}
+
+
+@pytest.mark.parametrize('kind', BOMBS)
+def test_a_packed_file_that_inflates_is_refused_at_a_stated_size(tmp_path, kind):
+    name, read, most = BOMBS[kind]
+    bomb(tmp_path / name, member=gzip.compress(b'{"step": 0}\n') if name.startswith('turns') else b'')
+    def refused():
+        with pytest.raises(ValueError, match=f'{name}.* has more than {most}[.\\d]* MiB when it is unpacked'):
+            read(tmp_path / name)
+    assert peak(refused) < 4 * most + 40                        # bytes, and the text that is made of them
+
+
+def test_metrics_of_many_lines_are_bounded_too(tmp_path):
+    with gzip.open(tmp_path / 'metrics.jsonl.gz', 'wb') as f:
+        for _ in range(1 << 9): f.write(b'{"step": 1}\n' * (1 << 16))
+    with pytest.raises(ValueError, match='has more than [.\\d]* MiB when it is unpacked'): metrics_by_step(tmp_path)
+
+
+def test_what_we_pack_is_read(tmp_path):
+    "Rollouts of one word, which pack best."
+    rows = [{'kind': 'train', 'text': 'word ' * 200000, 'advantages': [0.] * 10000} for _ in range(8)]
+    with RunLog(tmp_path) as log:
+        for step in range(3): log.turns(step, rows)
+    assert len(read_turns(tmp_path)) == 24 and len(NewestRollouts(tmp_path).read()) == 24
+
+
+def test_a_file_of_settings_is_bounded(tmp_path):
+    (tmp_path / 'params.yaml').write_text('seed: 1')
+    os.truncate(tmp_path / 'params.yaml', 2 ** 33)
+    with pytest.raises(ValueError, match='params.yaml has more than 64 MiB'):
+        read_settings(make_parser('x', 'y'), ['--params', str(tmp_path / 'params.yaml')])
 
 
 def test_an_index_says_little(tmp_path):
