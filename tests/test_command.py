@@ -124,7 +124,8 @@ def test_an_option_is_set_by_its_name_in_the_dict(tmp_path):
 
 @pytest.mark.parametrize('typed', [
     ('--methods', 'tspo', 'grpo', '--out', 'a=b', 'steps=5'), ('methods=tspo,grpo', 'steps=5', 'out=a=b'),
-    ('steps=5', '--out=a=b', 'methods=[tspo, grpo]')])
+    ('steps=5', '--out=a=b', 'methods=[tspo, grpo]'), ('--methods', 'tspo,grpo', 'steps=5', '--out', 'a=b'),
+    ('--methods=tspo,grpo', '--steps', '5', '--out', 'a=b'), ('--methods', 'tspo,', 'grpo', '--out=a=b', 'steps=5')])
 def test_an_argument_that_takes_several_leaves_the_settings(typed):
     settings, given = read(*typed)
     assert (settings, given.methods, given.out) == ({'steps': 5}, ['tspo', 'grpo'], 'a=b')
