@@ -77,19 +77,22 @@ def one_dialect(
 ):
     """Write what was typed in one way: settings as `name=value`, a command's own arguments as `--name value …`, a list
     with commas apart."""
-    own, left = {o for a in parser._actions for o in a.option_strings}, list(arguments)
+    own, left = {o: a for a in parser._actions for o in a.option_strings}, list(arguments)
+    several = lambda text: text.strip('[]').replace(',', ' ').split()
     settings, rest, words = [], [], []
     while left:
         word = left.pop(0)
         flag, given, value = word.partition('=')
         name = flag.lstrip('-').replace('-', '_')
         if word == '-p' and len(left) > 1: settings.append(f'{left.pop(0)}={left.pop(0)}')
+        elif flag in own and own[flag].nargs == '+' and (given or left):
+            rest += [flag, *several(value if given else left.pop(0))]
         elif word in own: rest, left = [*rest, word, *left[:1]], left[1:]
         elif flag.startswith('--') and (option := known.get(name) or known.get(name.partition('.')[0])):
             alone = isinstance(option.default, bool) and (not left or '=' in left[0] or left[0][0] == '-')
             settings.append(f'{name}={value if given else "true" if alone else left.pop(0) if left else ""}')
         elif given and flag[0] != '-' and f'--{name}' in own and name not in known:
-            rest += [f'--{name}', *value.strip('[]').replace(',', ' ').split()]
+            rest += [f'--{name}', *several(value)]
         elif flag[:1] != '-' and (given or not rest): (settings if given else words).append(word)
         else: rest.append(word)
     return words + settings + rest                          # an argument that takes several would take settings too

@@ -108,12 +108,13 @@ def test_every_method_that_was_run_has_its_curve(root, archive):
 
 def test_a_stored_audit_is_shown_on_its_methods_page(tmp_path):
     (tmp_path / 'runs' / 'mine').mkdir(parents=True)
-    (tmp_path / 'runs' / 'mine' / 'audit.csv').write_text(',within,sign\ntspo,0.5,0.75\nigpo,,0.5\n')
+    (tmp_path / 'runs' / 'mine' / 'audit.csv').write_text(
+        ',sign,"sign, low","sign, high",cosine,seconds\ntspo,0.754,0.6,0.9,0.5,3\nigpo,,,,0.5,1\n')
     audit = {name: sections(method_page(METHODS[name], stored_about(METHODS[name], read_archive(tmp_path))))['Audit']
              for name in ('tspo', 'igpo', 'grpo')}
-    assert audit['tspo'].splitlines() == ['| audit | within | sign |', '| --- | --- | --- |',
-                                          '| `runs/mine` | 0.5 | 0.75 |']
-    assert audit['igpo'].splitlines()[2] == '| `runs/mine` |  | 0.5 |'
+    assert audit['tspo'].splitlines()[2:] == ['| audit | sign | cosine |', '| --- | --- | --- |',
+                                              '| `runs/mine` | 0.75 (0.60 to 0.90) | 0.50 |']
+    assert audit['igpo'].splitlines()[4] == '| `runs/mine` |  | 0.50 |'
     assert 'No audit' in audit['grpo'] and "'rules=[grpo]'" in audit['grpo']
 
 
