@@ -131,9 +131,8 @@ def rejection_sft(
         log.write_params({**vars(c), 'method': 'sft', 'sft': dataclasses.asdict(how)}, MAY_CHANGE)
         stage = set_stage(s.task, acting, origin, c.seed, say)
         engine = HFEngine(stage.model, stage.chat.tokenizer, max_length=c.max_tokens)
-        shown = lambda: Progress(say, 'test questions played', len(stage.questions['test']))
         test = lambda: evaluate(engine, stage.environments['test'], stage.questions['test'], acting.greedy,
-                                progress=shown())
+                                progress=Progress(say, 'test questions played', len(stage.questions['test'])))
         base, _ = test()
         groups = _played(stage, engine, acting.sampling, how, c.seed, say)
         kept = keep_right(groups, metric, how.per_question, c.seed)
