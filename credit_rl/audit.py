@@ -413,6 +413,7 @@ def main(arguments=None):
         given, _ = read_settings(parser, arguments, by_group(Auditing, *GROUPS.values()))
         folder = run_audit(*read_audit_settings(given), lambda line: print(line, flush=True))
     except (ValueError, OSError, ImportError) as e: sys.exit(f'credit_rl.audit: {e}')
+    except KeyboardInterrupt: parser.exit(130, 'credit_rl.audit: interrupted; the same command begins anew\n')
     print(f'{json.loads((folder/"audit.json").read_text())["findings"]}\n{folder}')
 
 # %% ../nbs/71_audit.ipynb #a032

@@ -82,6 +82,7 @@ def main(arguments=None):  # list of str; None: the command line's
     given = parser.parse_args(arguments)
     try: print(export_run(given.run, given.folder, given.checkpoint))
     except (OSError, ValueError, ImportError) as e: sys.exit(f'credit_rl.export: {e}')
+    except KeyboardInterrupt: parser.exit(130, 'credit_rl.export: interrupted; the same command begins anew\n')
 
 # %% ../nbs/66_export.ipynb #c014
 if __name__ == '__main__' and '__file__' in globals(): main()  # a notebook has no file

@@ -323,7 +323,7 @@ def _lines(path):
     "Yield (end offset, bytes) of each whole line of a file; a missing file has none. Raises ValueError on a long one."
     if not path.exists(): return
     end = 0
-    with Unpacked(path) if path.suffix == '.gz' else open(path, 'rb') as f:
+    with Unpacked.whole(path, 'take another copy') if path.suffix == '.gz' else open(path, 'rb') as f:
         while line := f.readline(_MOST + 1):
             if len(line) > _MOST: raise _too_large(path, 'a line', _MOST)
             if not line.endswith(b'\n'): return
@@ -357,8 +357,8 @@ def read_members(
                 data, gz = bytearray(), zlib.decompressobj(wbits=31)
 
 class Unpacked(gzip.GzipFile):
-    """A gzip file, open for reading bytes. Raises ValueError once it has inflated to more than 64 MiB and a hundred times
-    its size, which texts do not."""
+    """A gzip file, open for reading bytes. Raises ValueError once it has inflated to more than 64 MiB and a hundred
+    times its size, which texts do not."""
     def __init__(self, path):
         super().__init__(path, 'rb')
         self.path, self.most = path, _MOST + 100 * os.stat(path).st_size
@@ -369,6 +369,16 @@ class Unpacked(gzip.GzipFile):
 
     def _left(self, size): return self.most + 1 - self.tell() if size is None or size < 0 else size
     def read(self, size=-1): return self._checked(super().read(self._left(size)))
+
+    @staticmethod
+    @contextlib.contextmanager
+    def whole(path, way):  # str, how to go on without it
+        "Open one that must be there to its end. Raises ValueError where it is not, with the way to go on."
+        try:
+            with Unpacked(path) as file: yield file
+        except (EOFError, zlib.error, gzip.BadGzipFile) as e:
+            raise ValueError(f'{path} is damaged ({e}): restore it, or {way}') from e
+
     def read1(self, size=-1): return self._checked(super().read1(size))
     def readline(self, size=-1): return self._checked(super().readline(self._left(size)))
 
@@ -625,8 +635,8 @@ def save_checkpoint(folder,    # of a run
                     write,     # write(path) fills an empty folder
                     keep=2,    # how many of the newest stay
                     name=None): # e.g. 'best': let this name point to it
-    """Save a checkpoint as a whole, drop old ones, and give its path. What the run's growing files hold by then is forced
-    to the disk before, and their sizes are kept in it."""
+    """Save a checkpoint as a whole, drop old ones, and give its path. What the run's growing files hold by then is
+    forced to the disk before, and their sizes are kept in it."""
     later = [at for at in _checkpoints(folder) if at > step]
     if keep < 1 or step < 0: raise ValueError(f'wanted keep >= 1 and step >= 0, got keep={keep}, step={step}')
     if later: raise ValueError(f'checkpoints of later steps {later} are there; RunLog.cut({step}) drops them')
@@ -734,8 +744,7 @@ def _member(step, rows):
 
 # %% ../nbs/02_runlog.ipynb #c054
 class RunLog(Hold):
-    """The folder of one run, open for writing by this process alone until it is closed. Raises before any compute where
-    it cannot be used."""
+    "The folder of one run, written by this process alone until it is closed. Raises at once where it cannot be used."
     def __init__(self, folder,   # runs/NAME; made if missing
                  resume=False,   # True: continue the run that it holds, if any; False: refuse a folder that holds one
                  trackers=()):   # names in TRACKERS, which show the metrics as well
@@ -805,9 +814,8 @@ class RunLog(Hold):
         write_json(self.folder/'bad_step.json', values)
 
     def cut(self, step):  # the checkpoint's; -1 drops everything
-        """Drop lines, turns and checkpoints later than `step`, half-written entries and the summary; set the clock back.
-        Raises ValueError where what was there at the checkpoint of `step` is gone."""
-        if step < math.inf: _check_sizes(self.folder, step)
+        "Drop lines, turns and checkpoints later than `step`, half-written entries and the summary; set the clock back."
+        _check_sizes(self.folder, step)              # raises ValueError where what the checkpoint saw is gone
         last = {name: _cut(self.folder/name, read, step) for name, read in _GROWING.items()}
         self._last = {name: row.get('step', -1) for name, row in last.items()}
         _drop_later(self.folder, step)

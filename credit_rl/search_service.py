@@ -426,6 +426,7 @@ def build(arguments=None):  # list of str; None: the command line's
         if given.dense: count = build_dense(passages, given.folder, given.dense, factory=given.factory)
         else: count = build_index(passages, given.folder)
     except (OSError, ValueError, ImportError) as e: parser.exit(1, f'credit-rl index: {e}\n')
+    except KeyboardInterrupt: parser.exit(130, 'credit-rl index: interrupted; the same command begins anew\n')
     print(f'{count:,} passages in {given.folder}')
 
 # %% ../nbs/16_search_service.ipynb #c026

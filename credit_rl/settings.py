@@ -282,6 +282,8 @@ class Keeping:
     keep: int = setting(2, 'newest checkpoints kept', least=1)
     track: str = setting('tensorboard', "who else gets the metrics: names of TRACKERS, with commas between; '' nobody")
     log_rollouts: int = setting(1, 'groups of each step written to turns.jsonl.gz', least=0)
+    log_steps: int = setting(500, 'first steps of which they are all written; then of every second step, beyond twice '
+                                  'as many of every fourth, and so on', least=1)
     log_kl: bool = setting(True, 'measure KL from the base when dev is evaluated; keeps a copy of the base')
     measure: list = setting([], "at every step, by forwards that the method need not ask for: 'belief', how probable "
                                 "the policy finds the gold answer; 'entropy', of its distributions")

@@ -128,11 +128,7 @@ def rejection_sft(
     check(c)
     if c.resume and (Path(c.run)/'summary.json').exists():
         check_same_params(c, (*MAY_CHANGE, 'method'))
-        if (made := read_params(c.run).get('sft')) != (given := dataclasses.asdict(how)):
-            raise ValueError(f'{c.run} holds a finished fine-tuning by {made}, not by {given}: give the same, or choose '
-                             'another name')
-        say(f'{c.run} is complete and left as it is')
-        return Path(c.run)
+        return _finished(Path(c.run), how, say)
     _trl()                                                       # before anything is played
     s = settings_of(c)
     acting, origin = s.acting, origin_of(s.course, s.acting, s.host, s.critic)
@@ -141,9 +137,8 @@ def rejection_sft(
         log.write_params({**vars(c), 'method': 'sft', 'sft': dataclasses.asdict(how)}, MAY_CHANGE)
         stage = set_stage(s.task, acting, origin, c.seed, say)
         engine = HFEngine(stage.model, stage.chat.tokenizer, max_length=c.max_tokens)
-        shown = lambda: Progress(say, 'test questions played', len(stage.questions['test']))
         test = lambda: evaluate(engine, stage.environments['test'], stage.questions['test'], acting.greedy,
-                                progress=shown())
+                                progress=Progress(say, 'test questions played', len(stage.questions['test'])))
         base, _ = test()
         groups = _played(stage, engine, acting.sampling, how, c.seed, say)
         kept = keep_right(groups, metric, how.per_question, c.seed)
@@ -164,6 +159,14 @@ def rejection_sft(
     return log.folder
 
 # %% ../nbs/64_sft.ipynb #c015
+def _finished(folder, how, say):
+    "The folder of a fine-tuning that is over. Raises ValueError where it was done by other settings."
+    if (made := read_params(folder).get('sft')) != (given := dataclasses.asdict(how)):
+        raise ValueError(f'{folder} holds a finished fine-tuning by {made}, not by {given}: give the same, or choose '
+                         'another name')
+    say(f'{folder} is complete and left as it is')
+    return folder
+
 def _played(stage, engine, sampling, how, seed, say, at_once=24):
     "Rollouts of training questions, a batch at a time: list of Group."
     groups, n = [], how.questions

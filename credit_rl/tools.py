@@ -128,8 +128,8 @@ def _observation(tool, queries, found):
 
 # %% ../nbs/13_tools.ipynb #c022
 def _answer(tool, calls, deadline):
-    """Observation and Result of well-formed calls by one search; if it raises, of each by itself. Raises ConnectionError
-    where what is searched is gone: no agent did that, and it would learn from, or be judged by, an outage."""
+    """Observation and Result of well-formed calls by one search; if it raises, of each by itself. Raises
+    ConnectionError where what is searched is gone: no agent did that, and it would learn from an outage."""
     def attempt(part): return [(_observation(tool, c, f), Result.OK) for c, f in zip(part, _found(tool, part))]
     try: return within(lambda: attempt(calls), deadline)
     except ConnectionError as e:

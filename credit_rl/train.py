@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['MAY_CHANGE', 'train_step', 'Run', 'run_facts', 'bound_method', 'act', 'Look', 'describe_rollouts', 'process_shares',
            'tier_rates', 'known_tiers', 'credit_metrics', 'correct_credit', 'kl_from_base', 'rollout_rows',
-           'keeping_bad', 'turn_records', 'credited_tokens', 'collapsed', 'judge_hashes', 'note_params',
+           'keeping_bad', 'turn_records', 'is_kept', 'credited_tokens', 'collapsed', 'judge_hashes', 'note_params',
            'check_same_params', 'finished', 'log_lines', 'SilentLog', 'saving', 'begin_run', 'plan_of', 'sharing_line',
            'rank_tflops', 'is_large', 'Examiner', 'examine', 'no_gpu', 'train', 'launch_ranks', 'main',
            'end_interrupted']
@@ -357,6 +357,7 @@ def kl_from_base(learner, layout):
 
 def _keep_rollouts(run, step, batch):
     "Write the first groups of a step to the log."
+    if not is_kept(step, run.config.log_steps): return
     shown = [i for i, b in enumerate(batch.layout.groups.tolist()) if b < run.config.log_rollouts]
     run.log.turns(step, rollout_rows(run.method, batch, shown))
 
@@ -403,6 +404,15 @@ def _turn_advantages(batch, i):
     turns, advantages = batch.layout.token_turns[rows], batch.credit.advantages[rows]
     return [advantages[turns == k].mean().item() for k in range(int(batch.layout.turn_mask[i].sum()))]
 
+# %% ../nbs/63_train.ipynb #n63kept
+def is_kept(
+    step,  # 1, 2, …
+    most,  # first steps that are all kept
+):
+    """Whether the rollouts of a step are written: of the first `most` steps all, up to twice as many every second, up
+    to four times as many every fourth, and so on, so that the log grows as the logarithm of the steps."""
+    return step % 2 ** max(0, math.ceil(math.log2(step / most))) == 0
+
 # %% ../nbs/63_train.ipynb #n6312
 def credited_tokens(
     credit,  # Credit of N trajectories, as the update gets it
@@ -432,7 +442,7 @@ def judge_hashes(
 
 # %% ../nbs/63_train.ipynb #c072
 MAY_CHANGE = ('steps', 'resume', 'run', 'threads', 'eval_every', 'keep', 'track', 'measure', 'hostfile', 'ranks',
-              'act_rows', 'tflops', 'dry_run', 'offload', 'on_bad_step')  # in a run that is resumed
+              'act_rows', 'tflops', 'dry_run', 'offload', 'on_bad_step', 'log_steps')  # in a run that is resumed
 
 def note_params(log, config, may_change=MAY_CHANGE):
     "Write a run's parameters, or compare them with those it was begun with. Raises ValueError naming what changed."

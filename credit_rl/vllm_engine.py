@@ -298,7 +298,7 @@ def _heard(doing):
     "Say of a process that vLLM found dead what it was asked to do then."
     try: yield
     except Exception as e:
-        if type(e).__name__ != 'EngineDeadError': raise
+        if type(e).__name__ != 'EngineDeadError' and 'Engine core initialization failed' not in str(e): raise
         raise EngineLost(f"vLLM's own process ended while it was to {doing} (killed from outside, out of memory, or "
                          "an error of its own, which then stands above); "
                          'nothing of the learner is lost: start again from the last checkpoint') from e
@@ -425,7 +425,8 @@ def start_vllm(folder, arguments, own_process, devices=None):
         config = EngineArgs(model=str(folder), skip_tokenizer_init=True, generation_config='vllm',
                             logprobs_mode='processed_logprobs', enable_prefix_caching=True, disable_log_stats=True,
                             **own, **arguments).create_engine_config()
-        llm = LLMEngine(config, Executor.get_class(config), log_stats=False, multiprocess_mode=own_process)
+        with _heard('start'):
+            llm = LLMEngine(config, Executor.get_class(config), log_stats=False, multiprocess_mode=own_process)
     if own_process:
         llm.collective_rpc('end_with', args=(os.getpid(),))
         _wake_when_dead(llm.engine_core)

@@ -430,14 +430,15 @@ class Collected:
 
 def read_collected(path):
     "Read what `Collected.save` wrote."
-    with Unpacked(path) as f: head, *rows = map(json.loads, f.read().decode().splitlines())
+    with Unpacked.whole(path, 'remove it, and the same command with resume=True collects anew') as f:
+        head, *rows = map(json.loads, f.read().decode().splitlines())
     groups = [Group(t.question, [t]) for t in (trajectory_from_json(r['trajectory']) for r in rows)]
     return Collected([Question(**q) for q in head['questions']], torch.tensor(head['tier']), groups,
                      torch.tensor([r['bucket'] for r in rows]), [r['prompt'] for r in rows])
 
 def read_tiers(path):
     "Tiers of the questions in what `Collected.save` wrote: dict (source, id) → 1 or 2. The rollouts are not read."
-    with Unpacked(path) as f: head = json.loads(f.readline())
+    with Unpacked.whole(path, 'collect anew') as f: head = json.loads(f.readline())
     return {(q['source'], q['id']): t for q, t in zip(head['questions'], head['tier'])}
 
 # %% ../nbs/54_warmup.ipynb #c062

@@ -56,7 +56,8 @@ def expressions(inner):
     "An expression made of smaller ones."
     return st.one_of(
         formed('({} {} {})', inner, OPERATORS, inner), formed('[{}, {}]', inner, inner),
-        formed('{{{}: {}}}', inner, inner), formed('({})[{}]', inner, inner), formed('{}({})', FUNCTIONS, inner), formed('({}).{}', inner, METHODS),
+        formed('{{{}: {}}}', inner, inner), formed('({})[{}]', inner, inner), formed('{}({})', FUNCTIONS, inner),
+        formed('({}).{}', inner, METHODS),
         formed('[{} for {} in {}]', inner, NAMES, inner), formed('(lambda {}: {})(1)', NAMES, inner),
         formed('f"{{({})}} and {{{}!r}}"', NAMES, NAMES))
 

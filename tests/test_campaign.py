@@ -11,8 +11,8 @@ KINDS = ('kill', 'interrupt', 'cut', 'stop', 'disk')
 
 
 def test_faults_at_random_moments_lose_nothing(run_python, tmp_path):
-    said = run_python('tests/campaign.py', '--faults', 6, '--seed', 3, '--stop', 1, '--out', tmp_path, '--jobs', 'index',
-                      'training', '--kinds', *KINDS, env={'OMP_NUM_THREADS': '1'})
+    said = run_python('tests/campaign.py', '--faults', 6, '--seed', 3, '--stop', 1, '--out', tmp_path, '--jobs',
+                      'index', 'training', '--kinds', *KINDS, env={'OMP_NUM_THREADS': '1'})
     rows = campaign.read_rows(tmp_path / 'faults.jsonl')
     assert len(rows) == 6 and len({row['kind'] for row in rows}) >= 3
     assert {row['outcome'] for row in rows} <= {'same', 'told'}, said
@@ -22,7 +22,8 @@ def test_faults_at_random_moments_lose_nothing(run_python, tmp_path):
 def test_a_campaign_goes_on_where_it_ended(tmp_path, monkeypatch):
     "Faults that are over are not made again: here all are."
     monkeypatch.setattr(campaign, 'own_mounts', lambda: False)                # they are this process's own for good
-    rows = [{'number': n, 'job': 'training', 'kind': 'kill', 'outcome': 'same', 'note': '', 'seconds': 1} for n in (0, 1)]
+    row = {'job': 'training', 'kind': 'kill', 'outcome': 'same', 'note': '', 'seconds': 1}
+    rows = [{'number': n, **row} for n in (0, 1)]
     (tmp_path / 'faults.jsonl').write_text(''.join(json.dumps(row) + '\n' for row in rows))
     (tmp_path / 'shared').mkdir()
     (tmp_path / 'shared' / 'corpus.jsonl').write_text('')

@@ -1,4 +1,5 @@
 """The package from outside: what `import credit_rl` costs and gives, and the command `credit-rl`."""
+import importlib
 import subprocess
 import sys
 
@@ -147,3 +148,15 @@ def test_a_list_needs_no_brackets():
 def test_sets_are_joined_by_plus_and_by_comma_everywhere():
     for text in ('nq+hotpotqa', 'nq, hotpotqa', 'nq,hotpotqa'):
         assert data_sets(make_config({'data': text})) == set_names(text) == ['nq', 'hotpotqa']
+
+
+@pytest.mark.parametrize('module, function, words', [
+    ('search_service', 'read_corpus', ['index', 'corpus.jsonl', 'OUT']),
+    ('export', 'export_run', ['export', 'run', 'OUT']),
+    ('audit', 'run_audit', ['audit', 'run=OUT', 'model=data/tiny_base'])])
+def test_an_interrupt_ends_in_a_line(module, function, words, tmp_path, monkeypatch, capsys, root):
+    def interrupted(*args, **rest): raise KeyboardInterrupt
+    monkeypatch.chdir(root)
+    monkeypatch.setattr(importlib.import_module(f'credit_rl.{module}'), function, interrupted)
+    with pytest.raises(SystemExit) as ended: main([word.replace('OUT', str(tmp_path / 'out')) for word in words])
+    assert ended.value.code == 130 and 'interrupted; the same command begins anew' in capsys.readouterr().err

@@ -803,3 +803,17 @@ def test_the_metric_asked_for_is_the_score(corpus, model, tmp_path):
     assert scores['carl_em']['nq']['score'] == sum(n > 1 for n in several) / len(several)
     assert [evaluation_table(tmp_path / m).loc['nq', 'metric'] for m in scores] == ['EM', 'F1', 'cover EM', "CARL's EM"]
     with pytest.raises(ValueError, match='metric must be one of em, f1'): quiet({**given, 'metric': 'bleu'})
+
+
+def test_a_set_whose_log_lost_its_end_is_not_taken_for_done(model, tmp_path):
+    "At places throughout the last kilobyte: the scores are there, the rollouts that they come from are not."
+    settings = {'model': model, 'data': 'hotpotqa', 'path': str(SAMPLE), 'run': str(tmp_path / 'run'), **QUICK}
+    path = quiet(settings) / 'hotpotqa' / 'turns.jsonl.gz'
+    whole = path.read_bytes()
+    for lost in range(1, 1025, 93):
+        path.write_bytes(whole[:-lost])
+        with pytest.raises(ValueError, match='turns.jsonl.gz lacks 6 of 6 questions: its end is gone. Restore it, or'):
+            quiet(settings)
+    shutil.rmtree(path.parent)
+    quiet(settings)
+    assert read_turns(path.parent) and path.read_bytes() == whole

@@ -90,5 +90,6 @@ def test_a_fine_tuning_that_was_ended_begins_anew(tmp_path, root, monkeypatch, c
     made = (tmp_path / 'run' / 'summary.json').read_bytes()
     main([*words, 'resume=true'])
     assert 'complete and left as it is' in capsys.readouterr().out
-    with pytest.raises(SystemExit, match='holds a finished fine-tuning by'): main([*words, 'resume=true', 'sft.batch=3'])
+    with pytest.raises(SystemExit, match='holds a finished fine-tuning by'):
+        main([*words, 'resume=true', 'sft.batch=3'])
     assert (tmp_path / 'run' / 'summary.json').read_bytes() == made

@@ -349,3 +349,14 @@ def test_what_we_write_is_read(tmp_path):
     assert read_params(tmp_path) == read_summary(tmp_path) == values
     assert read_yaml(tmp_path / 'params.yaml') == read_json(tmp_path / 'summary.json')
     assert latest_checkpoint(tmp_path) is None
+
+
+@pytest.mark.parametrize('kind', ['metrics', 'a warm-up', 'its tiers'])
+def test_a_packed_file_that_lost_its_end_is_told(tmp_path, kind):
+    name, read, _ = BOMBS[kind]
+    path, rng = tmp_path / name, np.random.default_rng(0)
+    whole = gzip.compress(''.join(f'{{"step": {n}, "loss": {rng.random()}}}\n' for n in range(500)).encode())
+    for lost in range(1, 1025, 93):
+        path.write_bytes(whole[:-lost])
+        if kind == 'its tiers': path.write_bytes(whole[:20])                   # of which the first line is read
+        with pytest.raises(ValueError, match=f'{name} is damaged .*restore it, or '): read(path)

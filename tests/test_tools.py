@@ -374,7 +374,7 @@ def workers_of(process):
 @pytest.mark.skipif(not Path('/proc/self/stat').exists(), reason='needs /proc to find the workers')
 @pytest.mark.parametrize('times', [1, 2])
 def test_a_killed_worker_is_replaced_and_its_program_run_once_more(times):
-    "Whoever ended it (a host that is out of memory, say), the agent did not; what ends two interpreters does so itself."
+    "Whoever ended it (a host without memory, say), the agent did not; a program that ends two does so itself."
     before, killed = set(workers_of(os.getpid())), []
     def kill(query):
         for pid in set(workers_of(os.getpid())) - before - set(killed) if len(killed) < times else ():

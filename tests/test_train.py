@@ -31,7 +31,7 @@ from credit_rl.methods import extra_passes, get_method
 from credit_rl.parts import Batch, Credit, Seen, bind
 from credit_rl.search_service import SearchServer
 from credit_rl.runlog import RunLog, latest_checkpoint, named_checkpoint, read_metrics, read_turns, same_metrics
-from credit_rl.train import main, train
+from credit_rl.train import is_kept, main, train
 from credit_rl.trajectory import Group, example_group, trajectory_from_json
 from credit_rl.view import show_rollout
 from credit_rl.vllm_engine import VLLMSettings
@@ -956,3 +956,12 @@ def test_a_table_has_a_row_for_each_data_set(tmp_path):
                               'final': {'em': .5, 'em_nq': .5, 'em_gsm8k': .5}})
     table = before_after(tmp_path)
     assert table.questions.to_dict() == {'all': 10, 'gsm8k': 4, 'nq': 6} and table.gain['nq'] == .5
+
+
+# ---- logs that do not grow without bound ----
+
+def test_a_long_run_keeps_ever_fewer_steps_of_rollouts(tmp_path):
+    run = train({**SHORT, 'steps': 5, 'log_steps': 1, 'track': '', 'run': str(tmp_path / 'run')}, say=lambda line: None)
+    assert {row['step'] for row in read_turns(run) if row['kind'] == 'train'} == {1, 2, 4}
+    kept = [sum(is_kept(n, 500) for n in range(1, steps + 1)) for steps in (500, 2000, 10 ** 5)]
+    assert kept[:2] == [500, 1000] and kept[2] < 2500
