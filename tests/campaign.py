@@ -517,8 +517,8 @@ def strike(kind, sitting, reference, rng, stop):
     if not early:
         wait_for(lambda: place.begun or sitting.process.poll() is not None, 4 * reference['seconds'] + 30)
         at = chance * (reference['seconds'] - reference['began'])
-    if kind.startswith('child'): wait_for(lambda: sitting.children() or sitting.process.poll() is not None, 120)
     sitting.wait(at)
+    if kind.startswith('child'): wait_for(lambda: sitting.children() or sitting.process.poll() is not None, 120)
     when = f'after {time.monotonic() - began:.1f} s'
     signals = {'kill': signal.SIGKILL, 'cut': signal.SIGKILL, 'terminate': signal.SIGTERM, 'interrupt': signal.SIGINT,
                'interrupt, ignored': signal.SIGINT}
@@ -766,6 +766,7 @@ def main(arguments=None):
     parser.add_argument('--stop', type=float, default=60., help='seconds for which processes are stopped')
     given = parser.parse_args(arguments)
     say = lambda line: print(line, flush=True)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))      # so that what a fault started is ended
     rows = campaign(given, say)
     say(table(rows))
     return int(any(row['outcome'] in FAILURES for row in rows))
