@@ -130,8 +130,7 @@ def rejection_sft(
         check_same_params(c, (*MAY_CHANGE, 'method'))
         return _finished(Path(c.run), how, say)
     _trl()                                                       # before anything is played
-    s = settings_of(c)
-    acting, origin = s.acting, origin_of(s.course, s.acting, s.host, s.critic)
+    acting, origin = (s := settings_of(c)).acting, origin_of(s.course, s.acting, s.host, s.critic)
     metric = bound_method(dataclasses.replace(s.course, method='grpo'), s.task, c.questions_per_step).metric
     with RunLog(c.run, c.resume) as log, log.beginning():
         log.write_params({**vars(c), 'method': 'sft', 'sft': dataclasses.asdict(how)}, MAY_CHANGE)

@@ -766,7 +766,7 @@ def main(arguments=None):
     parser.add_argument('--stop', type=float, default=60., help='seconds for which processes are stopped')
     given = parser.parse_args(arguments)
     say = lambda line: print(line, flush=True)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))      # so that what a fault started is ended
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))     # what a fault started is ended
     rows = campaign(given, say)
     say(table(rows))
     return int(any(row['outcome'] in FAILURES for row in rows))
