@@ -120,7 +120,7 @@ class Run:
         self.learner.restore(path)
         try: self.memory = read_json(Path(path)/'memory.json')
         except (ValueError, FileNotFoundError) as e:
-            raise ValueError(f'{e}: restore it, or remove {path}, and resume=True goes on from the checkpoint before') from e
+            raise ValueError(f'{e}: restore it, or remove {path}, and resume=True goes on from the one before') from e
         if 'method' not in self.memory:
             raise ValueError(f'{path} was written by an earlier version, which kept no state of its method; begin anew')
         hand_over(self.learner, self.engine, self.settings.host)

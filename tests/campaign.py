@@ -618,8 +618,8 @@ def second_sitting(kind, sitting, server, reference, note, rng):
     if gone := [name for name, data in kept.items() if now.get(name) != data]:
         return 'lost', f'{note}; {", ".join(gone[:4])}'
     # what nobody reads any more may stay as the fault left it
-    found, wanted = ({k: v for k, v in x.items() if k != spoiled} for x in (results(sitting.place), reference['results']))
-    differs = differing(found, wanted)
+    found = {name: said for name, said in results(sitting.place).items() if name != spoiled}
+    differs = differing(found, {name: said for name, said in reference['results'].items() if name != spoiled})
     said = f'{note}; {first[:200]}'
     if not differs: return 'same', said
     if sitting.code: return 'told', f'{note}; {last_line(sitting.said)}'
@@ -772,7 +772,7 @@ def main(arguments=None):
     parser.add_argument('--stop', type=float, default=60., help='seconds for which processes are stopped')
     given = parser.parse_args(arguments)
     say = lambda line: print(line, flush=True)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))      # so that what a fault started is ended
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))      # what a fault started is ended too
     rows = campaign(given, say)
     say(table(rows))
     return int(any(row['outcome'] in FAILURES for row in rows))
