@@ -369,8 +369,9 @@ def only_data(
     except (RuntimeError, EOFError, OSError) as e:              # torch's own words for a file that is cut or broken
         broken = 'PytorchStreamReader' in str(e) or isinstance(e, EOFError) or getattr(e, 'errno', 0) == errno.EINVAL
         if not broken: raise
-        raise ValueError(f'a file in {str(folder)!r} is damaged ({str(e).splitlines()[0]:.90}): restore it, or remove '
-                         'this checkpoint, and resume=True goes on from the one before') from e
+        words = (str(e) or 'it ends too early').splitlines()[0]
+        raise ValueError(f'a file in {str(folder)!r} is damaged ({words:.90}): restore it, or remove this checkpoint, '
+                         'and resume=True goes on from the one before') from e
     except pickle.UnpicklingError:
         raise ValueError(f'a file in {str(folder)!r} holds more than weights and numbers and might run any program, so '
                          'it was not read: take a checkpoint that this library wrote') from None

@@ -608,7 +608,9 @@ def _check_sizes(folder, step):
     """Refuse to go on from a checkpoint where a file of the run has lost what stood in it when that was saved. Raises
     ValueError saying what is missing. Checkpoints of earlier versions know no sizes."""
     if (place := _checkpoints(folder).get(step)) is None or not (place/_SIZES).exists(): return
-    for name, size in read_json(place/_SIZES).items():
+    try: sizes = read_json(place/_SIZES)
+    except ValueError as e: raise ValueError(f'{e}; remove it, and the run goes on without what it says') from e
+    for name, size in sizes.items():
         now = (folder/name).stat().st_size if (folder/name).exists() else 0
         if now < size:
             raise ValueError(f'{folder/name} has {now} bytes, but had {size} when {place} was saved: its end is gone. '

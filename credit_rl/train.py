@@ -118,7 +118,9 @@ class Run:
     def restore(self, path):
         "Go back to a checkpoint. Raises ValueError on one that keeps its method's state in another form."
         self.learner.restore(path)
-        self.memory = read_json(Path(path)/'memory.json')
+        try: self.memory = read_json(Path(path)/'memory.json')
+        except (ValueError, FileNotFoundError) as e:
+            raise ValueError(f'{e}: restore it, or remove {path}, and resume=True goes on from the one before') from e
         if 'method' not in self.memory:
             raise ValueError(f'{path} was written by an earlier version, which kept no state of its method; begin anew')
         hand_over(self.learner, self.engine, self.settings.host)

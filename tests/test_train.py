@@ -965,3 +965,14 @@ def test_a_long_run_keeps_ever_fewer_steps_of_rollouts(tmp_path):
     assert {row['step'] for row in read_turns(run) if row['kind'] == 'train'} == {1, 2, 4}
     kept = [sum(is_kept(n, 500) for n in range(1, steps + 1)) for steps in (500, 2000, 10 ** 5)]
     assert kept[:2] == [500, 1000] and kept[2] < 2500
+
+
+@pytest.mark.parametrize('name', ['memory.json', 'written.json', 'learner.pt'])
+def test_a_checkpoint_that_was_cut_says_how_to_go_on(whole, tmp_path, name):
+    "Without it the run goes on from the checkpoint before, to the same results."
+    run = Path(shutil.copytree(whole[0], tmp_path / 'run', symlinks=True))
+    (run / 'params.yaml').write_text((run / 'params.yaml').read_text().replace(str(whole[0]), str(run)))
+    (run / 'summary.json').unlink()
+    last = latest_checkpoint(run)[1]
+    os.truncate(last / name, (last / name).stat().st_size - 3)
+    with pytest.raises(ValueError, match=f'{last}.*remove'): train({**SHORT, 'run': str(run), 'resume': True})
