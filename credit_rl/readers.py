@@ -10,7 +10,6 @@ __all__ = ['READERS', 'RowError', 'describe_row', 'has_field', 'read_field', 're
 import csv, gzip, io, json, warnings, zlib
 from dataclasses import dataclass
 from pathlib import Path
-from .runlog import Unpacked
 
 # %% ../nbs/08_readers.ipynb #c007
 class RowError(ValueError):
@@ -74,6 +73,7 @@ def _progress(items, name, size=0, total=None):
 def _open(path):
     "Open a text file, gzipped or not. One that inflates without bound raises ValueError (`Unpacked`)."
     if path.suffix != '.gz': return open(path, encoding='utf-8-sig', newline='')
+    from credit_rl.runlog import Unpacked        # here: metrics are imported where there is torch alone
     return io.TextIOWrapper(Unpacked(path), encoding='utf-8-sig', newline='')
 
 def _jsonl_rows(path, name):
