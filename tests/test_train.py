@@ -859,7 +859,7 @@ def test_a_kept_potential_is_the_one_that_is_paid():
         method = bind(get_method('tips'), {'alpha': .5, 'reduce': reduce})
         rewards = method.model_rewards({'turns': torch.zeros(n, k), 'outcome': torch.zeros(n)}, layout, seen)
         kept, credit = [], Credit(layout.trained.float())
-        run = SimpleNamespace(method=method, config=SimpleNamespace(log_rollouts=1),
+        run = SimpleNamespace(method=method, config=SimpleNamespace(log_rollouts=1, log_steps=500),
                               log=SimpleNamespace(turns=lambda step, rows: kept.extend(rows)))
         training._keep_rollouts(run, 1, Batch([group], {}, layout, torch.arange(n), rewards, seen, credit))
         assert len(kept) == n
