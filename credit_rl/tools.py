@@ -165,9 +165,8 @@ class _Program:
 
     def begin(self, session):
         "Enter a session; its worker is this program's from now on."
-        self.session = session
-        self.session.__enter__()
-        self.worker = self.session.worker_pid
+        session.__enter__()
+        self.session, self.worker = session, session.worker_pid
 
     def listen(self, stream, text):
         """Take printed text, or what goes to stderr, of which nothing is kept. Past the limit of either the worker is
@@ -263,9 +262,13 @@ def _serve(tool, waiting, served):
 def _run_programs(tool, codes):
     "Run at most `tool.workers` programs side by side: list of `_Program`, all of them over."
     programs, served = [_Program(tool.output_chars) for _ in codes], {}
+    import pydantic_monty as monty
     lookup = {} if tool.search is None else {'search': lambda query: None}   # its calls are answered in rounds
     def begin(program, code):
-        program.begin(tool.session())
+        try: program.begin(tool.session())
+        except monty.MontyCrashedError:               # a worker that did not answer; another takes its place
+            program.failed, program.crashed = ('the interpreter crashed', Result.ERROR), True
+            return
         _step(tool, program,
               lambda: program.session.feed_start(code, print_callback=program.listen, external_lookup=lookup))
     with ThreadPoolExecutor(len(codes)) as threads:
@@ -282,6 +285,7 @@ def _run_programs(tool, codes):
 
 # %% ../nbs/13_tools.ipynb #c042
 _USED_BY = []   # process ids that have started an interpreter
+_SILENCE = 10.  # seconds beyond a program's own after which a worker that says nothing is taken to hang, and ended
 # so that a program always prints the same
 _ALIKE = {'sleep': 'zero', 'datetime': datetime.datetime(2025, 1, 1), 'random_start': {'seed': 0}}
 
@@ -315,7 +319,7 @@ class PythonTool:
                                'talk to: start processes by spawn')
         if self._pool is None:
             _USED_BY.append(os.getpid())
-            self._pool = monty.Monty(max_processes=self.workers)
+            self._pool = monty.Monty(max_processes=self.workers, request_timeout=self.seconds + _SILENCE)
             self._pool.__enter__()
         limits = {'max_feed_duration_secs': self.seconds, 'max_memory': int(self.memory_mb * 2 ** 20),
                   'max_suspensions': 2 * self.searches + 100}

@@ -400,6 +400,16 @@ def test_the_workers_end_with_the_tool():
     while mine & set(workers_of(os.getpid())): pass
 
 
+def test_a_worker_that_hangs_is_ended_and_another_runs_the_program(monkeypatch):
+    monkeypatch.setattr('credit_rl.tools._SILENCE', 1.)
+    before, tool = set(workers_of(os.getpid())), PythonTool(workers=1)
+    assert tool.run('print(1)') == '1'
+    worker, = set(workers_of(os.getpid())) - before
+    os.kill(worker, signal.SIGSTOP)
+    assert tool.call(['print(2)']) == [('2', Result.OK)]
+    while worker in workers_of(os.getpid()): pass
+
+
 FORKED = '''
 import os
 from credit_rl.tools import PythonTool
