@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 import torch
 from .critics import CompetenceHead, LinearHead, auc
-from .engine import Sampling, seed_of
+from .engine import seed_of
 from .evaluate import bootstrap_interval
 from .models import load_model
 from .options import check_settings, setting

@@ -100,6 +100,7 @@ class Part:
     metrics: object = None  # (rewards, layout, options) -> dict of numbers to log
     logs: dict = field(default_factory=dict)     # name of each such metric -> one line with its unit
     keeps: Keeps = None
+    reads: object = None    # (groups, options) -> dict of tensors that it wants besides the rewards
 
 # %% ../nbs/29_parts.ipynb #c013
 @dataclass(frozen=True)
@@ -129,7 +130,6 @@ class Rule(Part):
     average: str = 'token-mean'  # of the loss, unless a method says otherwise
     turnwise: bool = True        # gives turns of a rollout different credit; False: sums over turns
     compares: bool = True        # compares the attempts at one question, so it needs two of them
-    reads: object = None         # (groups, options) -> dict of tensors that it wants besides the rewards
     critic: dict = None          # how its critic is made (make_critic), if it has one
     wants_turns: bool = False    # compares turn rewards, so one must be picked
     skips_last: bool = False     # leaves the reward of the last turn out
@@ -301,13 +301,13 @@ class Method:
         return values
 
     def text_rewards(self, groups):
-        "What the text tells: dict of 'right' (N,), 'outcome' (N,), 'turns' (N, K), and what the rule reads."
+        "What the text tells: dict of 'right' (N,), 'outcome' (N,), 'turns' (N, K), and what parts read."
         out = {'right': self.right(groups, self.options['right']), 'turns': torch.zeros(index_groups(groups)[0].shape)}
         for r in sorted((r for r in self.rewards if r.text), key=lambda r: r.gives != 'outcome'):
             value = r.text(groups, self.own(r))
             if r.gives == 'turns': out['turns'] = out['turns'] + value
             else: out['outcome'] = value if r.gives == 'outcome' else out['outcome'] + value
-        return {**out, **(self.rule.reads(groups, self.own(self.rule)) if self.rule.reads else {})}
+        return out | {n: x for p in self.parts if p.reads for n, x in p.reads(groups, self.own(p)).items()}
 
     def keep(self, groups, rewards, rng=None):
         "Groups that are worth an update: indices, and ω (n,) of their trajectories or None, as `Sampling` says."

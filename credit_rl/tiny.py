@@ -566,7 +566,7 @@ def make_base(
     folder,
     seed=0,
     protocol='tiny',  # or 'carl-tiny'
-    plan=None,        # WarmStart, or CodeWarmStart for 'carl-tiny'; None: the defaults
+    plan=None,        # WarmStart, or CodeWarmStart for 'carl-tiny'; None: the defaults, by whether searches fail
     known=(),         # worlds whose `known` facts are taught
     progress=print,   # called with a line of text
     start=None,       # for 'tiny', folder of a base to begin with; None: nothing
@@ -578,7 +578,10 @@ def make_base(
     if not (Path(folder)/'config.json').exists():
         chat = Chat(PROTOCOLS[protocol], tiny_tokenizer(numbers=protocol != 'tiny'))
         if protocol == 'tiny': model = warm_start(chat, seed, plan or WarmStart(), known, progress, start)
-        else: model = code_warm_start(chat.tokenizer, seed, plan or CodeWarmStart(), known, progress)
+        else:
+            fails = any(world.nothing or world.sibling for world in known)       # then half of them remember
+            usual = CodeWarmStart(knower=replace(CODE_KNOWER, fallback=.5 * fails))
+            model = code_warm_start(chat.tokenizer, seed, plan or usual, known, progress)
         with atomic_folder(folder) as part:
             model.save_pretrained(part)
             chat.tokenizer.save_pretrained(part)
