@@ -191,7 +191,7 @@ def comparisons(root):  # top of the repository
     """Folders of stored runs and what was compared there, the widest first: dict folder -> names of runs, without the
     seed, of methods and variants that have a curve."""
     found = {}
-    for folder in sorted({p.parents[1] for p in Path(root, 'runs').glob('*/*/metrics.jsonl')}):
+    for folder in sorted({p.parents[1] for p in Path(root, 'runs').glob('*/*/metrics.jsonl*')}):
         runs = {run: read_params(run) for run in find_runs(folder) if (run/'summary.json').exists()}
         found[folder] = sorted({stem for run, params in runs.items() if (stem := run.name.rpartition('-')[0]) in
                                 (run_label(run, params), *_stems(params['method']))})

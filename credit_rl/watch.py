@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from .diagnostics import training_curves
 from .parameters import make_parser, one_dialect
-from .runlog import latest_checkpoint, metrics_by_step, read_json, read_members, read_params, read_summary
+from .runlog import (latest_checkpoint, metrics_by_step, metrics_file, read_json, read_members, read_params,
+                              read_summary)
 from .trajectory import trajectory_from_json
 from .view import show_rollout, telling_group
 
@@ -131,7 +132,7 @@ def read_status(
     params, metrics, rollouts, trouble = {}, {}, [], ''
     try:
         if (folder/'params.yaml').exists(): params = read_params(folder) or {}
-        if (folder/'metrics.jsonl').exists(): metrics = metrics_by_step(folder)
+        if metrics_file(folder): metrics = metrics_by_step(folder)
         rollouts = (newest or NewestRollouts(folder)).read()
     except ValueError as e: trouble = f' ({" ".join(str(e).split())})'
     phase, line = _phase(folder, params, metrics, now)
