@@ -341,6 +341,9 @@ def digest(path, folder):
     if name.endswith('.csv'):
         head, *rows = csv.reader(data.decode().splitlines())
         return repr([[x for x, name in zip(row, head) if not CLOCKS.search(name)] for row in rows])
+    if name == 'table.md':
+        head, *rows = ([cell.strip() for cell in line.split('|')] for line in data.decode().splitlines())
+        return repr([[x for x, name in zip(row, head) if not CLOCKS.search(name)] for row in (head, *rows)])
     if name == 'params.yaml': data = re.sub(rb'resume: \w+', b'', data)
     return hashlib.sha256(data).hexdigest()
 

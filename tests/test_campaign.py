@@ -49,6 +49,14 @@ def test_results_are_compared_without_clocks_and_places(tmp_path):
     assert campaign.differing(campaign.results(place), wanted) == 'metrics.jsonl missing'
 
 
+def test_clocks_of_a_table_are_left_out(tmp_path):
+    table = '| method | final EM | minutes |\n| --- | ---: | ---: |\n| grpo | {em} | {minutes} |\n'.format
+    wanted = campaign.results(place_of(tmp_path, table__md=table(em=.5, minutes=3)))
+    assert campaign.results(place_of(tmp_path, table__md=table(em=.5, minutes=4))) == wanted
+    other = campaign.results(place_of(tmp_path, table__md=table(em=.6, minutes=3)))
+    assert campaign.differing(other, wanted) == 'table.md other'
+
+
 def test_what_a_checkpoint_covers_must_stay(tmp_path):
     place = place_of(tmp_path, metrics__jsonl=''.join(f'{{"step": {n}, "seconds": {n}.5}}\n' for n in range(4)))
     assert campaign.complete(place.run) == {}
