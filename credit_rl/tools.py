@@ -133,8 +133,8 @@ def _answer(tool, calls, deadline):
     def attempt(part): return [(_observation(tool, c, f), Result.OK) for c, f in zip(part, _found(tool, part))]
     try: return within(lambda: attempt(calls), deadline)
     except ConnectionError as e:
-        raise ConnectionError(f'{e} The run ends here, and goes on by the same command (a training with resume=True) '
-                              'when that is mended') from e
+        raise ConnectionError(f"{str(e).rstrip('.')}. The run ends here, and goes on by the same command (a training "
+                              'with resume=True) when that is mended') from e
     except TimeoutError: return [(_error('the search took too long'), Result.TIMEOUT)] * len(calls)
     except Exception as e:
         if len(calls) == 1: return [(_error(f'{type(e).__name__}: {e}'), Result.ERROR)]
