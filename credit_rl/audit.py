@@ -14,11 +14,13 @@ from pathlib import Path
 import torch
 from .engine import Sampling, seed_of
 from .groups import index_groups
+from .information_gain import belief_warning
 from .layout import hidden_states, pack
 from .methods import get_method
 from .options import check_settings, setting
 from .parameters import by_group, from_settings, make_parser, read_settings
 from .parts import assign
+from .regimes import base_belief
 from .rollout import continuations, rollout
 from .runlog import plain_json, write_json
 from .settings import GROUPS, check, make_config, settings_of
@@ -373,22 +375,24 @@ def run_audit(
         say(f'{name}: asked')
         rules[name], costs[name] = _rule_credit(_judged_run(config, name, stage, origin, auditing.teach), groups)
     gradients = turn_gradients(stage.model, pack(groups))
-    folder = _write_audit(Path(config.run), truth, audit(rules, truth, gradients, costs))
+    belief = base_belief(stage.model, stage.chat, groups)
+    if warning := belief_warning(belief): say(warning)
+    folder = _write_audit(Path(config.run), truth, audit(rules, truth, gradients, costs), belief)
     if config.data == 'tiny':
         values = solver_values(groups, env.max_turns, query_rate(groups))
         against = turn_credit(values, truth.outcome, truth.turn_mask)
         audit(rules, truth, gradients, costs, against).to_csv(folder/'solver.csv')
     return folder
 
-def _write_audit(folder, truth, table):
-    "Store an audit: table, findings, bottleneck, figure. Returns the folder."
+def _write_audit(folder, truth, table, belief):
+    "Store an audit: table, findings, bottleneck, belief in the gold, figure. Returns the folder."
     squares = squares_by_kind(truth, turn_kinds(truth.groups))
     (folder/'figures').mkdir(parents=True, exist_ok=True)
     table.to_csv(folder/'audit.csv')
     share = (squares.sum(0) / squares.sum()).tolist()
     found = {'findings': findings(table, squares), 'bottleneck': dict(zip(KINDS, share)),
              'right': float(truth.outcome.mean()), 'questions': len(truth.groups), 'states': len(truth.played),
-             'continuations': truth.played.shape[1]}
+             'continuations': truth.played.shape[1], 'belief': belief}
     write_json(folder/'audit.json', plain_json(found))
     audit_figure(table, squares).savefig(folder/'figures'/'audit.png', dpi=110)
     return folder

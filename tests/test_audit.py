@@ -177,6 +177,6 @@ def test_a_checkpoint_is_audited_from_a_shell(root, tmp_path, monkeypatch, capsy
     assert table.loc['tips', 'forward tokens'] > 0 == table.loc['grpo', 'forward tokens']
     assert found['findings'] in capsys.readouterr().out and found['continuations'] == 2
     assert (tmp_path / 'a' / 'figures' / 'audit.png').stat().st_size > 10_000
-    assert (tmp_path / 'a' / 'solver.csv').exists()
+    assert (tmp_path / 'a' / 'solver.csv').exists() and found['belief']['belief_shown_states'] > 0
     with pytest.raises(SystemExit, match="there is no .*'tpso'"): main(['rules=[tpso]'])
     with pytest.raises(ValueError, match='plays must be at least 2'): read_audit_settings({'plays': 1})

@@ -1,4 +1,5 @@
 "Players, searches and settings of the regimes of the tiny world."
+import math
 from dataclasses import replace
 
 import pytest
@@ -7,14 +8,17 @@ import torch
 from credit_rl import regimes, tiny
 from credit_rl.engine import ScriptedEngine
 from credit_rl.folr import first_turns
+from credit_rl.information_gain import belief_check, belief_schema
+from credit_rl.layout import pack
 from credit_rl.metrics import exact_match, parts
 from credit_rl.methods import METHODS
 from credit_rl.models import load_model
 from credit_rl.outcome import outcome_rewards
 from credit_rl.protocol import PROTOCOLS, Chat
-from credit_rl.regimes import REGIMES, Regime, describe_play, get_regime, main, measure_base
+from credit_rl.regimes import REGIMES, Regime, base_belief, describe_play, get_regime, main, measure_base
 from credit_rl.rollout import rollout
 from credit_rl.runlog import METRICS as METRICS_OF_RUNS
+from credit_rl.scoring import answer_header, gold_templates
 from credit_rl.settings import check, make_config, settings_of
 from credit_rl.tiny import (PERFECT, TEACHER, Player, WarmStart, act, act_coder, ceiling, demonstrations,
                             tiny_environment, tiny_model, tiny_tokenizer)
@@ -22,6 +26,7 @@ from credit_rl.tools import Faults
 from credit_rl.train import bound_method
 from credit_rl.trajectory import Group, Result, Stop
 from credit_rl.world import fact_chain, world_of
+from pieces import learner_of
 
 CHAT = Chat(PROTOCOLS['tiny'], tiny_tokenizer())
 CODE = Chat(PROTOCOLS['carl-tiny'], tiny_tokenizer(numbers=True))
@@ -247,6 +252,7 @@ def test_a_base_is_measured_by_what_it_did():
     r = Regime('small', '', {'hops': [2], 'size': 100}, max_turns=3)
     found = measure_base(tiny_model(CHAT.tokenizer), CHAT, r, questions=3, group_size=2)
     assert found['right'] == found['em'] == found['found'] == 0 and found['all_wrong'] == found['lost'] == 1
+    assert math.isnan(found['belief_shown']) and 0 < found['belief_unshown'] < .1     # nothing was ever shown
     player = Player(near_miss=1., spared=('mayor',))
     told = describe_play([g for g in play(player, size=2)])
     groups = play(player, size=2)
@@ -255,12 +261,28 @@ def test_a_base_is_measured_by_what_it_did():
     assert told['near'] + told['lost'] + told['right'] == pytest.approx(1) and told['malformed'] == 0
 
 
+def test_belief_of_a_base_is_that_of_a_run_which_measures_it():
+    "The learner's way, as a run with measure=['belief'] goes it, on games in which golds were shown."
+    groups = play(Player(near_miss=.5), size=6)
+    model = tiny_model(CHAT.tokenizer, 3)
+    found = base_belief(model, CHAT, groups)
+    layout = pack(groups, len(CHAT.encode(answer_header(CHAT))))
+    golds = gold_templates(CHAT, groups, belief_schema(CHAT.protocol))
+    learner = learner_of(make_config({'method': 'grpo', 'log_kl': False}), model)
+    seen = learner.evaluate(layout, ('gold',), {'gold': golds})
+    wanted = belief_check(seen, layout, groups)
+    assert wanted['belief_shown_states'] > 3
+    for name, value in found.items(): assert value == pytest.approx(wanted[name], rel=1e-4), name
+
+
 def test_the_command(tmp_path, monkeypatch, capsys):
     few = {'games': 3, 'played': 99, 'count': 32}
     short = Regime('plain', '', {}, TEACHER, WarmStart(copy=3, copied=99, **few), from_nothing=True)
     monkeypatch.setitem(regimes.REGIMES, 'plain', short)
     monkeypatch.setitem(regimes.REGIMES, 'far', Regime('far', '', {'hops': [4]}, TEACHER, WarmStart(least=2, **few)))
-    main(['plain', 'seed=2', f'folder={tmp_path / "base"}', 'questions=2'])
+    kept = tmp_path / 'study' / 'bases.csv'
+    main(['plain', 'seed=2', f'folder={tmp_path / "base"}', 'questions=2', f'table={kept}'])
+    assert kept.read_text().startswith('regime,seed,right') and '\nplain,2,0.0,' in kept.read_text()
     out = capsys.readouterr().out
     assert (tmp_path / 'base' / 'config.json').exists() and f'{tmp_path / "base"}: right 0.000' in out
     assert 'all_wrong 1.000' in out and 'tokens' in out
