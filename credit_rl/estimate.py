@@ -235,14 +235,13 @@ def split_seconds(
     gpus=8,
     transfer=0.,   # seconds of handing weights over
 ):
-    """Estimate the mean seconds of a step, on all GPUs in step and with each number of them for acting, one step off:
-    dict of how many act -> seconds; under 0 all of them act, and then learn."""
-    whole = [rollout_seconds(lengths, engines=gpus, **engine) for lengths in steps]
-    found = {0: ahead_seconds(whole, [learning / gpus], transfer)[0]}
-    for acts in range(1, gpus):
-        acting = [rollout_seconds(lengths, engines=acts, **engine) for lengths in steps]
-        found[acts] = ahead_seconds(acting, [learning / (gpus - acts)], transfer)[1]
-    return found
+    """Estimate the mean seconds of a step where some GPUs act and the others learn: dict of how many act -> (in step,
+    one step off). Under 0, all of them act and then all learn, which is in step alone: both are that."""
+    found = {}
+    for acts in range(gpus):
+        acting = [rollout_seconds(lengths, engines=acts or gpus, **engine) for lengths in steps]
+        found[acts] = ahead_seconds(acting, [learning / (gpus - acts)], transfer)
+    return {**found, 0: found[0][:1] * 2}
 
 # %% ../nbs/04_estimate.ipynb #p0411
 def row_spans(prompt, response, segments=1):

@@ -256,7 +256,7 @@ def test_seconds_ahead_by_hand():
     assert ahead_seconds([1, 7], [4]) == (8, (4 + 7) / 2)                   # more than the longer of the means
     assert rollout_seconds([10, 30], rate=10) == 4 and rollout_seconds([10, 30], 10, 4, latency=.1, pauses=2) == 5
     found = split_seconds([[10, 30]], {'rate': 10, 'latency': .1}, learning=8, gpus=4)
-    assert found == {0: 3 + 2, 1: 4, 2: 4, 3: 8}
+    assert found == {0: (5, 5), 1: (4 + 8 / 3, 4), 2: (3 + 4, 4), 3: (3 + 8, 8)}
 
 
 def test_memory_of_both_at_once():
