@@ -238,10 +238,10 @@ METRICS |= {
     # the clock
     'seconds': 'seconds of this run up to the line, over all its sittings',
     'seconds_step': 'seconds of the whole step',
-    'seconds_rollout': "seconds of acting, tools included; where playing runs ahead, of the next step's rollouts, most "
-                       'of them while this step is learned from',
-    'seconds_wait': "seconds in which a step that has been learned from waits for the next one's rollouts; where "
-                    'playing runs ahead',
+    'seconds_rollout': 'seconds of acting, tools included; where playing runs ahead, those in which nothing else was '
+                       'done',
+    'seconds_ahead': "seconds of playing the next step's rollouts, those in which nothing else was done included; where "
+                     'playing runs ahead',
     'seconds_evaluate': "seconds of the learner's forward passes: log-probabilities, values, gold answers",
     'seconds_teacher': "seconds in which a teacher scored gold answers",
     'seconds_play_on': 'seconds of playing on from the states of rollouts, where a method asks for their values',

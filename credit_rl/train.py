@@ -321,12 +321,12 @@ def playing_ahead(run, step):
         if over.is_set(): raise CalledOff
     def play_mine():
         if not (mine := run.ranks.share(questions)): return []
-        with run.log.timed('rollout'): return play(mine, off)
+        with run.log.timed('ahead'): return play(mine, off)
     with ThreadPoolExecutor(1, 'ahead') as pool:
         playing = pool.submit(play_mine)
         try:
             yield
-            with run.log.timed('wait'): playing.exception()
+            with run.log.timed('rollout'): playing.exception()                 # what is left of it when all is learned
         except BaseException:
             over.set()
             raise

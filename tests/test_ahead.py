@@ -49,7 +49,7 @@ def test_a_run_in_step_plays_nothing_in_advance(tmp_path, monkeypatch):
     "No thread, nothing kept, and not a word more in its metrics."
     monkeypatch.setattr(training, 'ThreadPoolExecutor', lambda *args: pytest.fail('something was played in advance'))
     run = train({**SHORT, 'steps': 1, 'run': str(tmp_path / 'run')}, say=quiet)
-    assert not {'stale', 'seconds_wait', 'sampler_weight'} & set(logged(run)[1])
+    assert not {'stale', 'seconds_ahead', 'sampler_weight'} & set(logged(run)[1])
     assert not list(run.glob('checkpoints/*/played*'))
     assert make_config({}).ahead == 0
 
