@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['KNOWN_SIZES', 'Sizes', 'read_sizes', 'Plan', 'model_memory', 'working_memory', 'start_memory', 'memory',
-           'forward_flops', 'measure_tflops', 'step_seconds', 'row_spans', 'rows_work', 'work_flops', 'sharing_gain',
+           'forward_flops', 'measure_tflops', 'step_seconds', 'both_seconds', 'ahead_seconds', 'describe_ahead',
+           'rollout_seconds', 'split_seconds', 'row_spans', 'rows_work', 'work_flops', 'sharing_gain',
            'describe_sharing', 'describe']
 
 # %% ../nbs/04_estimate.ipynb #c002
@@ -70,6 +71,7 @@ class Plan:
     by_file: bool = False  # that engine gets its weights as a file in the host's memory
     twice: bool = False    # the critic's loss moves the policy's weights too, in a step of its own
     apart: bool = False    # acts first, with the policy alone, and learns when the engine is gone, as a warm-up does
+    both: bool = False     # acts while it learns, on the same device
 
 # %% ../nbs/04_estimate.ipynb #c012
 def model_memory(sizes, plan):
@@ -132,7 +134,7 @@ def memory(sizes, plan):
     lies, works, one = model_memory(sizes, plan), working_memory(sizes, plan), plan.width * sizes.parameters
     if plan.offload: del lies['optimiser']
     copy = lies['acting copy'] if plan.sleeps or plan.apart else 0    # there only while it acts
-    learning = sum(lies.values()) - copy + works['activations'] + works['head']
+    learning = sum(lies.values()) - copy + works['activations'] + works['head'] + plan.both * works['keys and values']
     acting = (one * plan.copies if plan.apart else sum(lies.values()) - copy) + copy + works['keys and values']
     start = start_memory(sizes, plan)
     trained = 2 if plan.critic else 1
@@ -179,6 +181,67 @@ def step_seconds(
     one = forward_flops(sizes, tokens, length) / (plan.ranks * tflops * 1e12)
     back = (4 if plan.checkpointing else 3) * (2 if plan.critic or plan.twice else 1)
     return {'acting': one / acting, 'reading': reads * one, 'learning': epochs * back * one}
+
+# %% ../nbs/04_estimate.ipynb #ah042
+def both_seconds(
+    acting,     # seconds of playing a step's rollouts, alone
+    learning,   # seconds of scoring and learning, alone
+    slower=1.,  # how many times longer both take while the other is at work: 1 on devices of their own
+):
+    "Estimate the seconds until two that begin at once are both done: while both are at work each is `slower`."
+    return slower * min(acting, learning) + abs(acting - learning)
+
+def ahead_seconds(
+    acting,       # list of n seconds: playing the rollouts of a step, as they come
+    learning,     # list of m seconds: scoring and learning
+    transfer=0.,  # seconds in which weights are handed over and neither is at work
+    slower=1.,    # see both_seconds
+):
+    """Estimate the mean seconds of a step in step and of one whose rollouts are played a step ahead: (float, float). A
+    step's learning meets the next step's acting, so each time of the one is as likely to meet any of the other."""
+    if not acting or not learning:
+        raise ValueError(f'wanted seconds of at least one step of each, got {len(acting)} of acting and '
+                         f'{len(learning)} of learning')
+    if slower < 1: raise ValueError(f'two at work do not speed each other up: slower is at least 1, got {slower}')
+    apart = sum(acting) / len(acting) + sum(learning) / len(learning)
+    pairs = [both_seconds(a, b, slower) for a in acting for b in learning]
+    return apart + transfer, sum(pairs) / len(pairs) + transfer
+
+def describe_ahead(seconds):  # dict as step_seconds gives it
+    "Say in a line of text what playing ahead saves."
+    learning = sum(v for k, v in seconds.items() if k != 'acting')
+    apart, ahead = ahead_seconds([seconds['acting']], [learning])
+    return (f'ahead: a step takes {ahead:.3g} s in place of {apart:.3g}, if engine and learner have devices of their '
+            f'own, as many each as the run has ranks; on the same devices less is gained. The engine plays '
+            f'{seconds["acting"]:.3g} s of a step, the learner works {learning:.3g}')
+
+# %% ../nbs/04_estimate.ipynb #ah046
+def rollout_seconds(
+    lengths,     # list of tokens that the model writes in each trajectory of a step
+    rate,        # tokens a second of one engine that is full
+    engines=1,   # that share the trajectories
+    latency=0.,  # seconds of a token of a trajectory that is alone
+    pauses=0.,   # seconds that a trajectory waits for its tools
+):
+    """Estimate the seconds of a step's rollouts: until the work is done, and not before the longest trajectory is. That
+    one goes on alone at the end, which is taken to be free before."""
+    work = sum(lengths) / (rate * engines)
+    return max(work, max(lengths) * latency + pauses)
+
+def split_seconds(
+    steps,         # list of steps, each a list of tokens that the model writes in its trajectories
+    engine,        # dict of rate, latency and pauses, see rollout_seconds
+    learning,      # seconds of scoring and learning on one GPU
+    gpus=8,
+    transfer=0.,   # seconds of handing weights over
+):
+    """Estimate the mean seconds of a step where some GPUs act and the others learn: dict of how many act -> (in step,
+    one step off). Under 0, all of them act and then all learn, which is in step alone: both are that."""
+    found = {}
+    for acts in range(gpus):
+        acting = [rollout_seconds(lengths, engines=acts or gpus, **engine) for lengths in steps]
+        found[acts] = ahead_seconds(acting, [learning / (gpus - acts)], transfer)
+    return {**found, 0: found[0][:1] * 2}
 
 # %% ../nbs/04_estimate.ipynb #p0411
 def row_spans(prompt, response, segments=1):

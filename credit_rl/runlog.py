@@ -206,6 +206,8 @@ METRICS |= {
     'logp_gap': 'mean |log-probability by the learner - by the engine| per sampled token, in nats',
     'logp_gap_max': 'the largest such difference of a step, in nats',
     'engine_kl': 'estimate of KL(engine || learner) per sampled token, in nats',
+    'stale': 'mean number of optimiser updates that the learner took between the sampling of a trajectory and learning '
+             'from it; logged where playing runs ahead of learning',
     'sampler_weight': 'mean importance weight of a sampled token, learner over engine, after the cut',
     'sampler_cut': 'share of sampled tokens whose importance ratio lay outside the limits',
     'explained_variance': "1 - Var(return - value) / Var(return) over the critic's targets: of PPO the λ-return of "
@@ -236,7 +238,10 @@ METRICS |= {
     # the clock
     'seconds': 'seconds of this run up to the line, over all its sittings',
     'seconds_step': 'seconds of the whole step',
-    'seconds_rollout': 'seconds of acting, tools included',
+    'seconds_rollout': 'seconds of acting, tools included; where playing runs ahead, those in which nothing else was '
+                       'done',
+    'seconds_ahead': "seconds of playing the next step's rollouts, those in which nothing else was done included; where "
+                     'playing runs ahead',
     'seconds_evaluate': "seconds of the learner's forward passes: log-probabilities, values, gold answers",
     'seconds_teacher': "seconds in which a teacher scored gold answers",
     'seconds_play_on': 'seconds of playing on from the states of rollouts, where a method asks for their values',

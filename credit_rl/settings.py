@@ -6,7 +6,7 @@
 __all__ = ['MEASURES', 'GROUPS', 'Config', 'Course', 'Task', 'usual_turns', 'usual_tokens', 'Acting', 'Host', 'Mismatch',
            'weight_limits', 'Learning', 'CriticChoice', 'TeacherChoice', 'Keeping', 'flat_form', 'make_config',
            'read_parameters', 'Settings', 'group_of', 'settings_of', 'check', 'data_sets', 'world_arguments',
-           'check_engine', 'own_tokenizer', 'scored_schemas', 'schema_notes']
+           'check_engine', 'check_ahead', 'own_tokenizer', 'scored_schemas', 'schema_notes']
 
 # %% ../nbs/61_settings.ipynb #c002
 import dataclasses, json, re
@@ -165,10 +165,12 @@ class Host:
 # %% ../nbs/61_settings.ipynb #n0105
 @dataclass(frozen=True)
 class Mismatch:
-    "What is done where the engine's probabilities are not the learner's (21_vllm_engine)."
-    correction: str = setting(None, "importance weights of learner over engine: 'truncated' or 'masked'; None: 1")
+    "What is done where the engine's probabilities are not the learner's (21_vllm_engine), or were not any more."
+    correction: str = setting(None, "importance weights of learner over engine, whose weights are older with ahead: "
+                                    "'truncated' or 'masked'; None: 1")
     limits: list = setting([0., 2.], "of these weights: the lower one, of 'masked' only, and the upper one")
-    gap: float = setting(0.1, 'mean difference, in nats per token, above which a sync has failed and the run ends')
+    gap: float = setting(0.1, 'mean difference, in nats per token, above which a sync has failed and the run ends; '
+                              'with ahead the updates of a step are in it')
 
     def __post_init__(self): check_settings(self)
 
@@ -201,7 +203,10 @@ class Learning:
     kl: float = setting(None, "weight of the KL term; None: the method's own", least=0)
     loss: dict = setting({}, "other fields of Loss, e.g. {'clip_high': 0.28, 'entropy': 0.001}")
     recompute: bool = setting(False, "old log-probabilities by a forward of the learner instead of the engine's own; "
-                                     "with engine='vllm' always")
+                                     "with engine='vllm' or ahead always")
+    ahead: int = setting(0, 'steps by which playing runs ahead of learning: 1 plays the rollouts of the next step, '
+                            'with the weights from before this one, while this one is learned from; wants correction',
+                         choices=(0, 1))
 
     def __post_init__(self):
         check_settings(self)
@@ -373,7 +378,8 @@ def check(config):
     acting.sampling                                    # refuses a temperature that is none
     check_trackers(s.keeping.trackers)
     _check_host(s.host, acting.dtype)
-    check_engine(s.host, s.mismatch, acting)
+    check_engine(s.host, s.mismatch, acting, s.learning.ahead)
+    check_ahead(s)
     if not isinstance(getattr(torch, acting.dtype, None), torch.dtype):
         raise ValueError(f"dtype must be one of PyTorch's, such as 'float32' or 'bfloat16', got {acting.dtype!r}")
     if task.regime: _check_regime(task, acting.model, s.course.seed)
@@ -441,17 +447,18 @@ def check_engine(
     host,      # Host
     mismatch,  # Mismatch
     acting,    # Acting
+    ahead=0,   # steps by which playing runs ahead of learning
 ):
     """Refuse settings of an engine that is not asked for, and those with which vLLM cannot act for this run. Raises
     ValueError."""
     vllm = host.vllm
-    if host.engine == 'hf':
-        if vllm or mismatch.correction:
-            raise ValueError("vllm and correction are settings of engine='vllm', but engine is 'hf'")
-        return
+    if host.engine == 'hf' and (vllm or mismatch.correction and not ahead):
+        raise ValueError("vllm and correction are settings of engine='vllm' (correction of ahead=1 too), but engine is "
+                         "'hf'")
     if mismatch.correction:                            # refuses what it does not take
         none = torch.zeros(1, 1)
         sampler_weights(none, none, none == 0, mismatch.correction, *weight_limits(mismatch))
+    if host.engine == 'hf': return
     if host.learner == 'deepspeed' and not host.own_process:
         raise ValueError("beside DeepSpeed vLLM needs a process of its own: leave out own_process=False")
     if host.ranks > 1 and torch.cuda.is_available() and not vllm.get('untried'):
@@ -474,6 +481,25 @@ def _check_positions(model, tokens):
     if not (Path(model)/'config.json').exists(): return
     most = read_json(Path(model)/'config.json').get('max_position_embeddings', tokens)
     if tokens > most: raise ValueError(f'max_tokens={tokens}, but {model} has {most} positions')
+
+# %% ../nbs/61_settings.ipynb #ah612
+def check_ahead(settings):
+    """Refuse to play ahead where the engine cannot act while the learner learns, where nothing weighs what older
+    weights sampled, and a method that plays on with the engine. Raises ValueError."""
+    host, mismatch, course = settings.host, settings.mismatch, settings.course
+    if not settings.learning.ahead: return
+    if host.engine == 'vllm' and not host.own_process:
+        raise ValueError("ahead=1 plays while the learner learns, but vLLM is in the learner's process: give "
+                         'own_process: true among the settings of vllm')
+    if level := host.vllm.get('sleep_level'):
+        raise ValueError(f'ahead=1 plays while the learner learns, so vLLM cannot sleep then, got sleep_level={level}: '
+                         'leave it at 0, and give vLLM devices of its own, or less memory by gpu_memory_utilization')
+    if not mismatch.correction:
+        raise ValueError("ahead=1 learns from what older weights sampled, but correction is None, and nothing would "
+                         "weigh it: give correction='truncated' or correction='masked'")
+    if plays := bind(get_method(course.method), course.options).asks([]).plays:
+        raise ValueError(f'{course.method} plays on {plays} times from every state, and with ahead=1 the engine is '
+                         'busy with the next step by then: leave ahead at 0, or take another method')
 
 # %% ../nbs/61_settings.ipynb #c024
 def _check_method(s, method):

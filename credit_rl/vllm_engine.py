@@ -661,7 +661,7 @@ def sync_gap(
 
 # %% ../nbs/21_vllm_engine.ipynb #c062
 def sampler_weights(
-    logp,                 # (R, T) the learner's, at the weights that sampled
+    logp,                 # (R, T) the learner's, at the weights that sampled, or, where those are older, at its own
     engine_logp,          # (R, T) recorded at sampling
     trained,              # (R, T) bool
     kind='truncated',     # 'truncated' or 'masked'

@@ -39,7 +39,7 @@ from paper_player import Player, write_model, write_sets
 ROOT = Path(__file__).resolve().parents[1]
 VLLM = importlib.util.find_spec('vllm') is not None
 # many runs in the tiny world, for credit_rl.compare
-OURS = ('sweep', 'sweep_weak', 'claims', 'engines', 'carl_warm', 'carl_tiny', 'study')
+OURS = ('sweep', 'sweep_weak', 'claims', 'engines', 'ahead', 'carl_warm', 'carl_tiny', 'study')
 FILES = {
     p.stem: p
     for p in sorted((ROOT / 'runs' / 'params').glob('*.yaml'))
@@ -195,6 +195,14 @@ def test_rows_by_vllm_are_the_sweeps_but_for_their_engine(method, root, monkeypa
     assert sweep.pop('methods').keys().isdisjoint({method}) and both == sweep
     assert by_vllm.keys() == {'method', 'engine', 'vllm'} and (by_vllm['method'], by_vllm['engine'],
                                                                by_vllm['vllm']['dtype']) == (method, 'vllm', 'float32')
+
+
+@pytest.mark.parametrize('method', ('tspo', 'igpo'))
+def test_rows_ahead_are_the_sweeps_but_for_their_engine(method, root):
+    both, sweep = (yaml.safe_load((root / 'runs' / 'params' / f'{name}.yaml').read_text()) for name in ('ahead', 'sweep'))
+    row = both.pop('methods')[f'{method}-ahead']
+    sweep.pop('methods')
+    assert both == sweep and row == {'method': method, 'ahead': 1, 'correction': 'truncated', 'gap': 1.}
 
 
 def test_what_make_carl_runs_passes_the_checks(root, monkeypatch):

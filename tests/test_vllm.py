@@ -511,6 +511,28 @@ def test_a_killed_engine_and_a_killed_learner(root, tmp_path):
         tmp_path / 'run')
 
 
+def test_a_run_one_step_off_is_killed_and_resumed(root, tmp_path):
+    """TIPS, vLLM in a process of its own that plays the next step while this one is learned from: every batch but the
+    first is two updates old and weighed, and a run that was killed goes on to the numbers of a whole one."""
+    settings = dict(method='tips', ahead=1, gap=10., learning_rate=2e-3, vllm={'own_process': True, 'arguments': SETTINGS})
+    killed = start(root, tmp_path / 'killed', **settings)
+    read_until(killed, 'step 3/4')
+    family = psutil.Process(killed.pid).children(recursive=True)
+    killed.kill()
+    killed.communicate()
+    assert family and not psutil.wait_procs(family, 60)[1]
+    assert (latest_checkpoint(tmp_path / 'killed')[1] / 'played.jsonl.gz').exists()
+    for folder, resume in (('whole', False), ('killed', True)):
+        run = start(root, tmp_path / folder, **settings, resume=resume)
+        said = run.communicate()[0]
+        assert run.returncode == 0, said[-4000:]
+    assert same_metrics(tmp_path / 'whole', tmp_path / 'killed') == [] and read_turns(
+        tmp_path / 'whole') == read_turns(tmp_path / 'killed')
+    table = read_metrics(tmp_path / 'whole')[1:]
+    assert table.stale.tolist() == [0, 2, 2, 2] and table.logp_gap_max[1] < 1e-3 < table.logp_gap[4]
+    assert table.sampler_weight.sub(1).abs()[4] > 1e-6 and table.seconds_ahead.gt(0).all()
+
+
 def test_two_ranks_with_a_vllm_each_do_what_the_notebook_does(root, tmp_path):
     """DeepSpeed trains on two ranks, each with a vLLM of its own that takes the gathered weights; the same rollouts
     and numbers as one process without DeepSpeed, which `90_train` is by papermill."""
