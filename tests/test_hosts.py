@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import re
-import shlex
 import signal
 import socket
 import subprocess
@@ -15,9 +14,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from credit_rl.launch import check_hosts, check_same_files, missing_for_hosts, Ranks
+from credit_rl.launch import Ranks, check_hosts, check_same_files, missing_for_hosts
 from credit_rl.runlog import latest_checkpoint, read_metrics, same_metrics
-from credit_rl.settings import GROUPS, Config, check, make_config
+from credit_rl.settings import GROUPS, check, make_config
 from credit_rl.parameters import by_group, make_parser, read_settings
 from credit_rl.train import train
 
@@ -149,7 +148,7 @@ def test_data_that_only_one_host_sees_is_refused(hosts, tmp_path):
 
 
 def test_another_command_on_a_host_is_refused(hosts, tmp_path):
-    endpoint, said = free_endpoint(), []
+    endpoint = free_endpoint()
     both = [hosts('tests.hosts', tmp_path / 'run', endpoint, what) for what in ('end', 'wait')]
     for command in both:
         code, words = command.end()
@@ -262,3 +261,41 @@ def test_an_endpoint_that_is_not_known_here_is_said_before_a_run(tmp_path):
              'dry_run': True}
     with pytest.raises(ValueError, match='nowhere.invalid:29500: this host does not know that name'):
         train(asked, say=lambda line: None)
+
+
+# ---- the examples ----
+
+def checked(arguments):
+    "The settings of a command, checked but for vLLM, which this host need not have: dict."
+    assert arguments[:2] == ['credit-rl', 'train']
+    settings = read_settings(make_parser('credit_rl.train', ''), arguments[2:], by_group(*GROUPS.values()))[0]
+    check(make_config({**settings, 'engine': 'hf', 'vllm': {}}))
+    return settings
+
+
+def test_the_slurm_example_gives_a_command_that_the_checks_pass(tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    script = ROOT / 'runs' / 'hosts' / 'slurm.sh'
+    for name, does in {'srun': 'printf "%s\\n" "$@"', 'scontrol': 'echo gpu07; echo gpu08'}.items():
+        (tmp_path / name).write_text(f'#!/bin/sh\n{does}\n')
+        (tmp_path / name).chmod(0o755)
+    slurm = {'SLURM_JOB_NODELIST': 'gpu[07-08]', 'SLURM_NNODES': '2', 'SLURM_GPUS_ON_NODE': '4'}
+    path = {'PATH': f'{tmp_path}:{os.environ["PATH"]}'}
+    assert subprocess.run(['bash', '-n', script]).returncode == 0
+    given = subprocess.check_output(['bash', script, 'steps=7'], env=path | slurm, text=True).splitlines()
+    settings = checked(given[given.index('credit-rl'):])
+    assert (settings['hosts'], settings['ranks'], settings['endpoint']) == (2, 8, 'gpu07:29500')
+    assert settings['steps'] == 7 and settings['corpus'] == 'http://gpu07:8000' and settings['method'] == 'tspo'
+
+
+def test_the_kubernetes_example_gives_a_command_that_the_checks_pass(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    service, job = yaml.safe_load_all((ROOT / 'runs' / 'hosts' / 'kubernetes.yaml').read_text())
+    pod = job['spec']['template']
+    settings = checked(pod['spec']['containers'][0]['command'])
+    assert settings['hosts'] == job['spec']['completions'] == job['spec']['parallelism'] == 4
+    assert settings['ranks'] == 4 * pod['spec']['containers'][0]['resources']['limits']['nvidia.com/gpu']
+    # the name of the first pod, as the service gives it
+    assert settings['endpoint'].split(':')[0] == f'{job["metadata"]["name"]}-0.{service["metadata"]["name"]}'
+    assert pod['spec']['subdomain'] == service['metadata']['name'] and service['spec']['clusterIP'] == 'None'
+    assert service['spec']['selector'].items() <= pod['metadata']['labels'].items()
