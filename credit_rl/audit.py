@@ -344,7 +344,7 @@ def _judged_run(
     # a policy's rate that is too small to move a weight
     still = dataclasses.replace(config, method=name, options=config.options if name == config.method else {},
                                 learning_rate=1e-12, critic=critic, critic_rate=config.critic_rate or 2e-3,
-                                critic_backbone_rate=5e-4, log_kl=False, steps=max(1, teach))
+                                critic_backbone_rate=5e-4, log_kl=False, steps=max(1, teach), ahead=0)
     s = settings_of(still)
     engine = make_engine(s.host, s.acting, origin.start, stage.model, stage.chat.tokenizer)
     run = Run(still, stage, engine, make_learner(s, origin, stage.model), SilentLog(config.run), say=lambda line: None)

@@ -19,8 +19,8 @@ from .benchmarks import BENCHMARKS, get_benchmark
 from .datasets import MIXTURES, load_corpus, load_questions, subsample
 from .engine import HFEngine, Sampling
 from .readers import RowError
-from .launch import (LaunchError, Ranks, check_hostfile, check_threads, is_rank, join_ranks, keep_traceback,
-                              launch, launch_command, speak)
+from .launch import (LaunchError, Ranks, check_hosts, check_threads, gloo_environment, is_rank, join_ranks,
+                              keep_traceback, launch, launch_command, meet, speak)
 from .layout import hidden_states, pack
 from .metrics import benchmark_metric, carl_match, cover_match, exact_match, f1
 from .models import (json_hash, load_model, load_tokenizer, local_folder, model_hashes, read_template,
@@ -188,6 +188,8 @@ class Hosting:
     batch: int = setting(64, 'conversations at once')
     ranks: int = setting(1, 'processes that share the questions, each with a GPU where there are some')
     hostfile: str = setting(None, "several hosts, a line 'name slots=8' for each; None: all ranks on this host")
+    hosts: int = setting(1, 'several hosts, each of which is given this same command and starts its share of the ranks')
+    endpoint: str = setting(None, "where these meet, as 'node0:29500': the host of rank 0, and a free port there")
     threads: int = setting(None, 'of PyTorch on a CPU; None: its own choice')
 
 @dataclass(frozen=True)
@@ -239,7 +241,7 @@ def check_settings(settings):
     if s.vllm and s.engine != 'vllm':
         raise ValueError(f"vllm holds settings of engine='vllm', but engine is {s.engine!r}")
     if s.engine == 'vllm': check_vllm_settings(_vllm(s), _sampling(s), s.max_tokens)
-    check_hostfile(s.hostfile, s.ranks)
+    check_hosts(s.ranks, s.hostfile, s.hosts, s.endpoint)
     check_threads(s.threads)
     read_template(s.template)
     for name in set_names(s.data):
@@ -665,17 +667,20 @@ def _launch(s, say):
     "Start the ranks of an evaluation and wait for its summary. Returns the run folder."
     import yaml
     folder = Path(s.run)
-    folder.mkdir(parents=True, exist_ok=True)
-    with Hold(folder) as hold:
-        text = yaml.safe_dump(json.loads(json.dumps(vars(s))), sort_keys=False, allow_unicode=True)
-        atomic_write(folder/'launch.yaml', lambda path: path.write_text(text))
+    with meet(s.hosts, s.endpoint, vars(s)) as meeting:
         module = 'credit_rl.prompting' if s.baseline else 'credit_rl.evaluate'   # whose import fills BASELINES
-        command = launch_command(module, ['--params', str(folder/'launch.yaml')], s.ranks, s.hostfile)
-        if s.hostfile: hold.close()                              # the first rank may be on another host, and holds it
-        else: hold.share()
-        elsewhere = torch.cuda.is_available() or sys.platform != 'linux' or s.hostfile
-        launch(command, folder, folder/'summary.json', say,
-               environment={} if elsewhere else {'GLOO_SOCKET_IFNAME': 'lo'})
+        command = launch_command(module, ['--params', str(folder/'launch.yaml')], s.ranks, s.hostfile, meeting)
+        start = lambda: launch(command, folder, folder/'summary.json', say, environment=gloo_environment(
+            s.hostfile, s.hosts, s.endpoint, torch.cuda.is_available()), meeting=meeting)
+        if meeting and meeting.number: start()                   # host 0 holds the folder, with rank 0
+        else:
+            folder.mkdir(parents=True, exist_ok=True)
+            with Hold(folder) as hold:
+                text = yaml.safe_dump(json.loads(json.dumps(vars(s))), sort_keys=False, allow_unicode=True)
+                atomic_write(folder/'launch.yaml', lambda path: path.write_text(text))
+                if s.hostfile: hold.close()                      # the first rank may be on another host, and holds it
+                else: hold.share()
+                start()
     return folder
 
 # %% ../nbs/26_evaluate.ipynb #c070
@@ -699,7 +704,7 @@ def run_evaluation(
     plans = [plan_evaluation(s, name, player, opened) for name in set_names(s.data)]
     if is_rank():
         with keep_traceback(s.run, int(os.environ['RANK'])):
-            return _evaluate_sets(s, player, plans, say, progress, join_ranks(s.ranks))
+            return _evaluate_sets(s, player, plans, say, progress, join_ranks(s.ranks, s))
     if s.ranks > 1 and not all(_is_done(Path(s.run)/plan.name, plan) for plan in plans): return _launch(s, say)
     return _evaluate_sets(s, player, plans, say, progress)
 
@@ -761,7 +766,7 @@ def replay(
     say, players, out = say or (lambda line: print(line, flush=True)), {}, {}
     for place in _set_folders(folder):
         before, rows = read_manifest(place), read_turns(place)
-        s = from_settings(Settings, {**before['settings'], 'hostfile': None, **(changes or {})})
+        s = from_settings(Settings, {**before['settings'], 'hostfile': None, 'hosts': 1, **(changes or {})})
         check_settings(s)
         if s.threads: torch.set_num_threads(s.threads)
         other = ('data', 'path', 'corpus', 'split', 'questions', 'run')

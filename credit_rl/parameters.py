@@ -10,6 +10,7 @@ __all__ = ['from_settings', 'notebook_settings', 'enter_project', 'by_group', 's
 import argparse, os, sys
 from pathlib import Path
 import yaml
+from .launch import expect_file
 from .options import nearest, options_in
 from .runlog import read_text
 
@@ -138,6 +139,7 @@ def read_settings(
     given = parser.parse_intermixed_args(one_dialect(sys.argv[1:] if arguments is None else arguments, known, parser))
     for text in given.settings:
         if '=' not in text: parser.error(f'settings are written name=value, got {text!r}')
+    if given.params: expect_file(given.params)
     try:
         settings = (yaml.safe_load(read_text(given.params)) if given.params else None) or {}
         if not isinstance(settings, dict):

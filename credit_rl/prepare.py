@@ -221,7 +221,7 @@ def prepare(
         return examine(c, say, Examiner(check_warming, _weigh, _forecast))
     check_warming(c)
     if is_rank():
-        with keep_traceback(c.run, int(os.environ['RANK'])): return _prepare(c, say, join_ranks(c.ranks))
+        with keep_traceback(c.run, int(os.environ['RANK'])): return _prepare(c, say, join_ranks(c.ranks, c))
     host = settings_of(c).host
     if finished_warming(settings_of(c).course, group_of(WarmUpChoice, c)) is None:
         if c.model != 'tiny': find_model(c.model)

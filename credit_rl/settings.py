@@ -17,7 +17,7 @@ import torch
 from .benchmarks import find_benchmark, get_benchmark
 from .engine import Sampling
 from .evaluate import asked_protocol
-from .launch import check_hostfile, check_threads
+from .launch import check_hosts, check_threads
 from .layout import AVERAGES
 from .learner import CRITICS, Optimiser, check_offload
 from .losses import kl, policy_terms
@@ -138,8 +138,13 @@ class Acting:
 class Host:
     "What the run runs on."
     learner: str = setting('plain', 'PyTorch on one device, or DeepSpeed', choices=('plain', 'deepspeed'))
-    ranks: int = setting(1, 'processes, each with a GPU where there are some; one is this process itself', least=1)
-    hostfile: str = setting(None, "several hosts, a line 'name slots=8' for each; None: all ranks on this host")
+    ranks: int = setting(1, 'processes, of all hosts together, each with a GPU where there are some; one is this '
+                            'process itself', least=1)
+    hostfile: str = setting(None, "several hosts, a line 'name slots=8' for each, whose ranks DeepSpeed starts by pdsh "
+                                  'from this one; None: all ranks on this host')
+    hosts: int = setting(1, 'several hosts, each of which is given this same command and starts its share of the ranks',
+                         least=1)
+    endpoint: str = setting(None, "where these meet, as 'node0:29500': the host of rank 0, and a free port there")
     stage: int = setting(2, 'of ZeRO', choices=(0, 1, 2, 3))
     deepspeed: dict = setting({}, "further entries of DeepSpeed's configuration")
     offload: list = setting([], "of 'reference' and 'teacher': models of their own that lie in the host's memory, and "
@@ -431,7 +436,7 @@ def _check_world(world, seed=0):
 
 # %% ../nbs/61_settings.ipynb #c021
 def _check_host(host, dtype):
-    "Refuse ranks without DeepSpeed, models that cannot wait in memory, a hostfile with another number of ranks."
+    "Refuse ranks without DeepSpeed, models that cannot wait in memory, hosts that cannot share the ranks."
     if host.learner == 'plain' and host.ranks > 1:
         raise ValueError(f"the plain learner is one process: ranks={host.ranks} needs learner='deepspeed'")
     if host.learner == 'plain' and host.deepspeed:
@@ -439,7 +444,7 @@ def _check_host(host, dtype):
     if host.learner == 'deepspeed' and dtype not in ('float32', 'bfloat16'):
         raise ValueError(f"with learner='deepspeed' dtype is 'float32' or 'bfloat16', got {dtype!r}")
     check_offload(host.offload)
-    check_hostfile(host.hostfile, host.ranks)
+    check_hosts(host.ranks, host.hostfile, host.hosts, host.endpoint)
     check_threads(host.threads)
 
 # %% ../nbs/61_settings.ipynb #c022

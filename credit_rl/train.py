@@ -29,7 +29,7 @@ from .folr import first_turns, has_evidence, near_miss_share, op_table
 from .groups import group_share, index_groups
 from .information_gain import belief_check, belief_schema, belief_warning, gold_statistics, state_logp
 from .launch import (LaunchError, Progress, Ranks, is_rank, join_ranks, keep_traceback, launch,
-                              launch_command, read_hostfile, speak)
+                              gloo_environment, launch_command, meet, missing_for_hosts, ranks_here, speak)
 from .learner import BadStep, Learner
 from .losses import kl
 from .methods import extra_passes, get_method
@@ -520,8 +520,8 @@ def judge_hashes(
     return {name: prompt_hash(text) for name, text in words.items() if text}
 
 # %% ../nbs/63_train.ipynb #c072
-MAY_CHANGE = ('steps', 'resume', 'run', 'threads', 'eval_every', 'keep', 'track', 'measure', 'hostfile', 'ranks',
-              'act_rows', 'tflops', 'dry_run', 'offload', 'on_bad_step', 'log_steps')  # in a run that is resumed
+MAY_CHANGE = ('steps', 'resume', 'run', 'threads', 'eval_every', 'keep', 'track', 'measure', 'hostfile', 'hosts',
+              'endpoint', 'ranks', 'act_rows', 'tflops', 'dry_run', 'offload', 'on_bad_step', 'log_steps')  # resumed
 
 def note_params(log, config, may_change=MAY_CHANGE):
     "Write a run's parameters, or compare them with those it was begun with. Raises ValueError naming what changed."
@@ -793,7 +793,7 @@ def examine(
     # vLLM wants a host that this need not be
     wrong = _complaints(lambda: check_engine(s.host, s.mismatch, s.acting, s.learning.ahead))
     wrong += _complaints(lambda: check_ahead(s))
-    wrong += _complaints(lambda: check_folder(c.run))
+    wrong += _complaints(lambda: check_folder(c.run)) + missing_for_hosts(c.hostfile, c.hosts, c.endpoint)
     lacks, real = ([], None) if c.data == 'tiny' else _missing_data(s.task, c.seed, c.protocol, say)
     absent = [] if c.model == 'tiny' else _complaints(lambda: find_model(c.model))
     if not (lacks or absent):
@@ -833,7 +833,7 @@ def _missing_data(task, seed, protocol, say):
     return lacks, None if lacks else tuple(real)
 
 # %% ../nbs/63_train.ipynb #c085
-def _ranks_here(host): return max(read_hostfile(host.hostfile).values()) if host.hostfile else host.ranks
+def _ranks_here(host): return ranks_here(host.ranks, host.hostfile, host.hosts)
 
 def no_gpu(
     host,   # Host: ranks, hostfile
@@ -903,7 +903,8 @@ def train(
     if config.dry_run: return examine(config, say)
     check(config)
     if is_rank():
-        with keep_traceback(config.run, int(os.environ['RANK'])): return _train(config, say, join_ranks(config.ranks))
+        with keep_traceback(config.run, int(os.environ['RANK'])):
+            return _train(config, say, join_ranks(config.ranks, config))
     if not finished(config):
         host, model = settings_of(config).host, config.model
         if model != 'tiny': find_model(model)
@@ -958,21 +959,29 @@ def launch_ranks(
     module='credit_rl.train',    # that each rank runs, with the settings as its --params
     may_change=MAY_CHANGE,       # settings that may differ from those that a resumed run began with
 ):
-    """Start the ranks of a run and wait for its summary. Returns the run folder. Raises LaunchError where they end
-    without one."""
+    """Start the ranks of a run, of several hosts those of this one, and wait for its summary. Returns the run folder.
+    Raises LaunchError where they end without one."""
+    folder, c, hosts = Path(config.run), config, (config.hosts, config.endpoint)
+    if config.hosts > 1: say(f'waiting for {config.hosts} hosts at {config.endpoint}')
+    with meet(*hosts, vars(config)) as meeting:
+        command = launch_command(module, ['--params', str(folder/'launch.yaml')], c.ranks, c.hostfile, meeting)
+        around = ' of all hosts' * bool(meeting)
+        say(f'{c.ranks} ranks{around}: ' + ' '.join(['python', *command[1:]]))
+        start = lambda: launch(command, folder, folder/'summary.json', say, meeting=meeting, environment=
+                               gloo_environment(c.hostfile, *hosts, torch.cuda.is_available()))
+        if meeting and meeting.number: start()                       # host 0 holds the folder, with rank 0
+        else: _hold_and_start(config, may_change, start)
+    return folder
+
+def _hold_and_start(config, may_change, start):
+    "Hold a run's folder, write what its ranks read, and call `start`."
     with RunLog(config.run, config.resume) as log:               # refuses a folder that it cannot use
         if (log.folder/'params.yaml').exists(): note_params(log, config, may_change)
         text = yaml.safe_dump(json.loads(json.dumps(vars(config))), sort_keys=False, allow_unicode=True)
         atomic_write(log.folder/'launch.yaml', lambda path: path.write_text(text))
-        command = launch_command(module, ['--params', str(log.folder/'launch.yaml')], config.ranks, config.hostfile)
-        say(f'{config.ranks} ranks: ' + ' '.join(['python', *command[1:]]))
-        alone = torch.cuda.is_available() or sys.platform != 'linux' or config.hostfile
         if config.hostfile: log.close()                          # the first rank may be on another host, and holds it
         else: log.share()
-        with log.beginning():
-            launch(command, log.folder, log.folder/'summary.json', say,
-                   environment={} if alone else {'GLOO_SOCKET_IFNAME': 'lo'})
-    return log.folder
+        with log.beginning(): start()
 
 # %% ../nbs/63_train.ipynb #c097
 def main(arguments=None):

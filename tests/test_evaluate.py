@@ -660,7 +660,7 @@ def test_an_evaluation_on_several_hosts_is_started_by_its_hostfile(model, tmp_pa
     settings = dict(model=model, data='hotpotqa', path=str(SAMPLE), run=str(tmp_path / 'run'), ranks=3,
                     hostfile=str(hosts), **QUICK)
     told = []
-    monkeypatch.setattr(evaluation, 'launch', lambda command, *given, environment: told.append(
+    monkeypatch.setattr(evaluation, 'launch', lambda command, *given, environment, meeting: told.append(
         (command[1:], environment)))
     assert quiet(settings) == tmp_path / 'run'
     assert told == [([

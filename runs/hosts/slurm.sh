@@ -1,0 +1,24 @@
+#!/bin/bash
+# TSPO on four hosts of eight GPUs by Slurm. Each host gives the same command, and finds its place at the endpoint.
+#   sbatch runs/hosts/slurm.sh [setting=value …]
+# What `--params` and the settings name, and the run folder, must be seen by all hosts under the same paths.
+#SBATCH --job-name=credit-rl
+#SBATCH --nodes=4
+#SBATCH --ntasks-per-node=1
+#SBATCH --gpus-per-node=8
+#SBATCH --cpus-per-task=64
+#SBATCH --time=48:00:00
+#SBATCH --requeue
+set -euo pipefail
+
+head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)   # rank 0 runs there
+gpus=${SLURM_GPUS_ON_NODE:-8}
+# where hosts have several networks, name the one that they reach each other by:
+# export GLOO_SOCKET_IFNAME=ib0 NCCL_SOCKET_IFNAME=ib0
+
+# resume=true: a requeued job goes on from its last checkpoint, also on another number of hosts.
+# corpus: localhost would be another host on each; here the search server runs on the first one.
+srun --ntasks-per-node=1 --kill-on-bad-exit=0 \
+    credit-rl train --params runs/params/tspo_qwen2.5_7b.yaml \
+    hosts="$SLURM_NNODES" endpoint="$head:29500" ranks=$((SLURM_NNODES * gpus)) resume=true \
+    run=runs/tspo_qwen2.5_7b_hosts corpus="http://$head:8000" "$@"
