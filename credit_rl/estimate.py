@@ -4,12 +4,12 @@
 
 # %% auto #0
 __all__ = ['KNOWN_SIZES', 'Sizes', 'read_sizes', 'Plan', 'model_memory', 'working_memory', 'start_memory', 'memory',
-           'forward_flops', 'measure_tflops', 'step_seconds', 'both_seconds', 'ahead_seconds', 'describe_ahead',
-           'rollout_seconds', 'split_seconds', 'row_spans', 'rows_work', 'work_flops', 'sharing_gain',
-           'describe_sharing', 'describe']
+           'forward_flops', 'measure_tflops', 'step_seconds', 'Links', 'Load', 'sent_bytes', 'step_parts',
+           'describe_hosts', 'both_seconds', 'ahead_seconds', 'describe_ahead', 'rollout_seconds', 'split_seconds',
+           'row_spans', 'rows_work', 'work_flops', 'sharing_gain', 'describe_sharing', 'describe']
 
 # %% ../nbs/04_estimate.ipynb #c002
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 # %% ../nbs/04_estimate.ipynb #c005
 @dataclass(frozen=True)
@@ -72,6 +72,8 @@ class Plan:
     twice: bool = False    # the critic's loss moves the policy's weights too, in a step of its own
     apart: bool = False    # acts first, with the policy alone, and learns when the engine is gone, as a warm-up does
     both: bool = False     # acts while it learns, on the same device
+    bucket: float = 5e8    # numbers that DeepSpeed sends at a time: its reduce_bucket_size
+    live: float = 1e9      # and that it holds whole at a time under stage 3: its stage3_max_live_parameters
 
 # %% ../nbs/04_estimate.ipynb #c012
 def model_memory(sizes, plan):
@@ -98,12 +100,19 @@ def _optimiser_bytes(plan):
 
 # %% ../nbs/04_estimate.ipynb #c015
 def working_memory(sizes, plan):
-    "Count the bytes on one rank while it learns and acts: dict of activations, head, kept keys and values."
+    "Count the bytes on one rank while it learns and acts: dict of activations, head, kept keys and values, buffers."
     s = sizes
     layer = 4 * s.hidden + 2 * s.query + 2 * s.kv + 4 * s.intermediate
     kept = s.layers * s.hidden + layer if plan.checkpointing else s.layers * layer
     return {'activations': plan.row_tokens * plan.width * kept, 'head': plan.row_tokens * 12 * s.vocabulary,
-            'keys and values': plan.acting * plan.width * 2 * s.layers * s.kv}
+            'keys and values': plan.acting * plan.width * 2 * s.layers * s.kv, 'buffers': _buffer_bytes(s, plan)}
+
+def _buffer_bytes(sizes, plan):
+    """Count the bytes of what DeepSpeed sends: a bucket of gradients; under ZeRO 3 whole weights too, and the bucket
+    twice, for it is put in the order of the ranks first."""
+    whole = sizes.parameters * (2 if plan.critic else 1)
+    bucket, live = plan.width * min(plan.share * whole, plan.bucket), plan.width * min(whole, plan.live)
+    return {2: bucket, 3: live + 2 * bucket}.get(plan.stage, 0)
 
 # %% ../nbs/04_estimate.ipynb #c019
 def start_memory(sizes, plan):
@@ -134,7 +143,8 @@ def memory(sizes, plan):
     lies, works, one = model_memory(sizes, plan), working_memory(sizes, plan), plan.width * sizes.parameters
     if plan.offload: del lies['optimiser']
     copy = lies['acting copy'] if plan.sleeps or plan.apart else 0    # there only while it acts
-    learning = sum(lies.values()) - copy + works['activations'] + works['head'] + plan.both * works['keys and values']
+    works_on = works['activations'] + works['head'] + works['buffers'] + plan.both * works['keys and values']
+    learning = sum(lies.values()) - copy + works_on
     acting = (one * plan.copies if plan.apart else sum(lies.values()) - copy) + copy + works['keys and values']
     start = start_memory(sizes, plan)
     trained = 2 if plan.critic else 1
@@ -181,6 +191,66 @@ def step_seconds(
     one = forward_flops(sizes, tokens, length) / (plan.ranks * tflops * 1e12)
     back = (4 if plan.checkpointing else 3) * (2 if plan.critic or plan.twice else 1)
     return {'acting': one / acting, 'reading': reads * one, 'learning': epochs * back * one}
+
+# %% ../nbs/04_estimate.ipynb #h0402
+@dataclass(frozen=True)
+class Links:
+    "How fast ranks send: bytes a second of each."
+    inside: float = 300e9    # between GPUs of a host
+    between: float = 25e9    # between hosts
+    file: float = 5e9        # into the host's memory, where an engine of its own finds the weights
+    here: int = 8            # ranks of a host
+
+@dataclass(frozen=True)
+class Load:
+    "What a step computes."
+    tokens: int        # of its trajectories, all ranks together
+    length: int        # of a trajectory
+    reads: int = 0     # forwards without gradient over the batch, see `step_seconds`
+    epochs: int = 1    # times the batch is learned from
+    updates: int = 1   # of the weights, in an epoch
+
+def sent_bytes(
+    sizes,
+    plan,
+    load,
+):
+    "Count the bytes that a rank sends in a step: dict of gradients, fetched weights, and what goes to the engine."
+    n, models, whole = plan.ranks, 2 if plan.critic else 1, plan.width * sizes.parameters
+    ring, stage, trained = (n - 1) / n, plan.stage or 0, models * plan.share * whole
+    forwards = -(-load.tokens // (n * plan.row_tokens)) * load.epochs
+    reading = -(-load.tokens // (n * 4 * plan.row_tokens)) * load.reads    # in forwards four times as large
+    adds = forwards if stage >= 2 else load.epochs * load.updates
+    spread = load.epochs * load.updates * trained if stage < 3 else (2 * forwards * models + reading) * whole
+    return {'gradients': ring * adds * trained, 'fetched weights': ring * spread,
+            'to the engine': ring * whole if stage == 3 else 0}
+
+def step_parts(
+    sizes,
+    plan,
+    load,
+    tflops,         # 10¹² FLOPs a second of one rank, learning
+    links=Links(),
+):
+    "Estimate the seconds of a step on one or several hosts: dict of rollout, scoring, learning, transfer."
+    found = step_seconds(sizes, plan, load.tokens, load.length, tflops, load.reads, load.epochs)
+    sent = sum(sent_bytes(sizes, plan, load).values())
+    stored = 2 * plan.width * sizes.parameters / links.file if plan.by_file else 0
+    return {'rollout': found['acting'], 'scoring': found['reading'], 'learning': found['learning'],
+            'transfer': sent / (links.inside if plan.ranks <= links.here else links.between) + stored}
+
+def describe_hosts(rows):  # of (name, sizes, plan, load, tflops), the plan of one host
+    "Say what steps take on one host and on four, in lines of a Markdown table."
+    lines = ['| run | GPUs | GB a rank | rollout, s | scoring, s | learning, s | transfer, s | step, s |',
+             '|---|---|---|---|---|---|---|---|']
+    for name, sizes, plan, load, tflops in rows:
+        for ranks in (plan.ranks, 4 * plan.ranks):
+            acting = plan.acting * plan.ranks // ranks
+            wider = replace(plan, ranks=ranks, acting=acting)
+            took = step_parts(sizes, wider, load, tflops, Links(here=plan.ranks))
+            cells = [f'{memory(sizes, wider)["rank"] / 1e9:.0f}', *(f'{v:,.1f}' for v in took.values())]
+            lines.append(f'| {name} | {ranks} | {" | ".join(cells)} | {sum(took.values()):,.1f} |')
+    return lines
 
 # %% ../nbs/04_estimate.ipynb #ah042
 def both_seconds(

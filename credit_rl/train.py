@@ -726,8 +726,14 @@ def plan_of(config):
         _lora_share(c.model, c.lora),
         copies=acts, sleeps=bool(c.vllm.get('sleep_level')), copied=copies + frozen,
         renewed=every not in (None, 0, 1), by_file=vllm and apart and not c.lora,
-        twice=critic == 'shared' and c.critic_step == 'apart' and c.critic_mix != 0,
-        both=bool(c.ahead) and acts)
+        twice=critic == 'shared' and c.critic_step == 'apart' and c.critic_mix != 0, both=bool(c.ahead) and acts,
+        **_sent_at_a_time(c.deepspeed))
+
+def _sent_at_a_time(deepspeed):
+    "What DeepSpeed's configuration says of the numbers that it sends or holds whole at a time: fields of `Plan`."
+    zero = deepspeed.get('zero_optimization', {})
+    names = {'bucket': 'reduce_bucket_size', 'live': 'stage3_max_live_parameters'}
+    return {field: float(zero[name]) for field, name in names.items() if name in zero}
 
 def _lora_share(model, lora):
     "Share of the parameters that is trained."
