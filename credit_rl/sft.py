@@ -20,7 +20,7 @@ from .parameters import by_group, from_settings, make_parser, read_settings
 from .protocol import prompt_hash
 from .rollout import rollout
 from .runlog import RunLog, atomic_folder, code_hashes, read_params
-from .settings import GROUPS, check, make_config, settings_of
+from .settings import GROUPS, check, make_config, settings_of, tree_notes
 from .stage import draw_questions, origin_of, set_stage
 from .train import MAY_CHANGE, bound_method, check_same_params
 from .trajectory import Group
@@ -127,14 +127,14 @@ def rejection_sft(
     if c.dry_run: raise ValueError('dry_run is for training by reinforcement; this fine-tuning has none')
     check(c)
     if c.resume and (Path(c.run)/'summary.json').exists():
-        check_same_params(c, (*MAY_CHANGE, 'method'))
-        return _finished(Path(c.run), how, say)
+        return _finished(c, how, say)
     _trl()                                                       # before anything is played
     acting, origin = (s := settings_of(c)).acting, origin_of(s.course, s.acting, s.host, s.critic)
     metric = bound_method(dataclasses.replace(s.course, method='grpo'), s.task, c.questions_per_step).metric
     with RunLog(c.run, c.resume) as log, log.beginning():
         log.write_params({**vars(c), 'method': 'sft', 'sft': dataclasses.asdict(how)}, MAY_CHANGE)
         stage = set_stage(s.task, acting, origin, c.seed, say)
+        for line in tree_notes(s.learning, 'a fine-tuning reads its rows as they are'): say(line)
         engine = HFEngine(stage.model, stage.chat.tokenizer, max_length=c.max_tokens)
         test = lambda: evaluate(engine, stage.environments['test'], stage.questions['test'], acting.greedy,
                                 progress=Progress(say, 'test questions played', len(stage.questions['test'])))
@@ -158,8 +158,10 @@ def rejection_sft(
     return log.folder
 
 # %% ../nbs/64_sft.ipynb #c015
-def _finished(folder, how, say):
+def _finished(config, how, say):
     "The folder of a fine-tuning that is over. Raises ValueError where it was done by other settings."
+    folder = Path(config.run)
+    check_same_params(config, (*MAY_CHANGE, 'method'))
     if (made := read_params(folder).get('sft')) != (given := dataclasses.asdict(how)):
         raise ValueError(f'{folder} holds a finished fine-tuning by {made}, not by {given}: give the same, or choose '
                          'another name')

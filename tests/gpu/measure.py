@@ -20,11 +20,12 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))   # a checkout will do
 from credit_rl.engine import HFEngine, Sampling
 from credit_rl.estimate import Plan, Sizes, memory
-from credit_rl.layout import pack
+from credit_rl.layout import hidden_states, pack, token_logps
 from credit_rl.learner import Learner, Optimiser
 from credit_rl.parts import Credit, Loss
 from credit_rl.scoring import AnswerTemplate, acting_states, answer_logps, answer_logps_separate
 from credit_rl.trajectory import Group, Question, Stop, Trajectory, Turn
+from credit_rl.trees import node_numbers, plant
 
 # layers, width, width of the feed-forward layer, heads, key heads, vocabulary, whether the output layer shares the
 # embedding
@@ -44,8 +45,9 @@ class Ids:
     def batch_decode(self, rows): return [self.decode(row) for row in rows]
 
 
-def random_model(shape, device, dtype):
+def random_model(shape, device, dtype, depth=None):
     layers, hidden, intermediate, heads, kv, vocabulary, tied = SHAPES[shape]
+    layers = depth or layers
     config = Qwen2Config(num_hidden_layers=layers, hidden_size=hidden, intermediate_size=intermediate,
                          num_attention_heads=heads, num_key_value_heads=kv, vocab_size=vocabulary,
                          tie_word_embeddings=tied, max_position_embeddings=32768, eos_token_id=None, bos_token_id=None,
@@ -143,6 +145,33 @@ def measure(shape, a):
         'learning_tokens_per_second': tokens / learning.seconds, 'learning_bytes': learning.bytes, 'estimated_bytes':
         needs['rank'], 'logp_gap': gap, **scored
     }
+
+
+def tree_against_rows(shape, device, prompt, response, layers=None):
+    """How far a tree (by flex attention on a GPU) is from rows of their own, in float32: the largest difference of a
+    log-probability, in nats, the norm of the difference of the gradients over the norm of these, and seconds and peak
+    bytes of both, forward and backward, the second time that it is done. `layers`: of the shape, None for all."""
+    model = random_model(shape, device, 'float32', layers).train()
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(1, 500, (5, prompt + response), generator=generator)
+    ids[:4, :prompt] = ids[0, :prompt]                                           # the fifth shares nothing
+    ids[3, :prompt + response // 2] = ids[2, :prompt + response // 2]
+    lengths = torch.tensor([prompt + response, prompt + response - 7, prompt + response, prompt + response, prompt])
+    tree = plant(ids, node_numbers(ids, lengths)).to(device)
+    trained = ((torch.arange(ids.shape[1]) < lengths[:, None]) & (torch.arange(ids.shape[1]) >= prompt // 2)).to(device)
+    ids, found, out = ids.to(device), [], {'tokens': int(lengths.sum()), 'nodes': tree.work[0]}
+    parameters = [p for n, p in model.named_parameters() if 'layers' in n]
+    for name, how in (('rows', None), ('tree', tree)):
+        for again in range(2):                                                   # the first one compiles
+            with Clock(device) as clock:
+                logp = token_logps(model, ids, trained, hidden=hidden_states(model, ids, how), place=how and how.place)
+                gradients = torch.autograd.grad(logp.sum() / trained.sum(), parameters)
+        out |= {f'{name}_seconds': clock.seconds, f'{name}_bytes': clock.bytes}
+        found.append((logp.detach(), gradients))
+    (rows, own), (columns, other) = found
+    norm = lambda tensors: sum(float(t.double().norm()) ** 2 for t in tensors) ** .5
+    apart = norm(a - b for a, b in zip(own, other)) / norm(own)
+    return {'nats_apart': float((rows - columns).abs().max()), 'gradients_apart': apart, **out}
 
 
 def sizes(shape):

@@ -7,14 +7,13 @@ run must not look like one that passed.
 import json
 import os
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 import measure
-
-from credit_rl.layout import hidden_states, token_logps
-from credit_rl.trees import node_numbers, plant
+import run
 
 REQUIRED = os.environ.get('CREDIT_RL_GPU') == 'required'
 ON_GPU = REQUIRED or torch.cuda.is_available()
@@ -49,45 +48,64 @@ def test_sizes_are_the_published_ones(shape):
     assert measure.sizes(shape).parameters == published[shape]
 
 
-def tree_against_rows(shape, device, prompt, response):
-    """How far log-probabilities of a tree (by flex attention on a GPU) are from those of rows of their own, in nats,
-    and the norm of the difference of their gradients over the norm of these."""
-    model = measure.random_model(shape, device, 'float32').train()
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(1, 500, (5, prompt + response), generator=generator)
-    ids[:4, :prompt] = ids[0, :prompt]                                           # the fifth shares nothing
-    ids[3, :prompt + response // 2] = ids[2, :prompt + response // 2]
-    lengths = torch.tensor([prompt + response, prompt + response - 7, prompt + response, prompt + response, prompt])
-    tree = plant(ids, node_numbers(ids, lengths)).to(device)
-    trained = ((torch.arange(ids.shape[1]) < lengths[:, None]) & (torch.arange(ids.shape[1]) >= prompt // 2)).to(device)
-    ids, found = ids.to(device), []
-    for how in (None, tree):
-        logp = token_logps(model, ids, trained, hidden=hidden_states(model, ids, how), place=how and how.place)
-        parameters = [p for n, p in model.named_parameters() if 'layers' in n]
-        found.append((logp.detach(), torch.autograd.grad(logp.sum() / trained.sum(), parameters)))
-    (rows, own), (columns, other) = found
-    norm = lambda tensors: float(torch.stack([t.norm() for t in tensors]).norm())
-    return float((rows - columns).abs().max()), norm([a - b for a, b in zip(own, other)]) / norm(own)
-
-
 def test_a_tree_is_its_rows_on_a_cpu():
-    apart, gradients = tree_against_rows('toy', 'cpu', 40, 30)
-    assert apart < 1e-4 and gradients < 1e-4
+    found = measure.tree_against_rows('toy', 'cpu', 40, 30)
+    assert found['nats_apart'] < 1e-4 and found['gradients_apart'] < 1e-4 and found['nodes'] < found['tokens']
+
+
+def run_parts(root, run_python, out, *arguments, check=True, env={}):
+    said = run_python(root / 'tests' / 'gpu' / 'run.py', *arguments, '--out', out, env={'PYTHONPATH': str(root), **env})
+    return said, {path.stem: json.loads(path.read_text()) for path in Path(out).glob('*.json')}
+
+
+def test_every_part_runs_on_a_cpu_with_toys(root, run_python, tmp_path):
+    _, found = run_parts(root, run_python, tmp_path, '--device', 'cpu', '--small', env={'CUDA_VISIBLE_DEVICES': ''})
+    assert set(found) == {'step', 'tree', 'training'} and all('numbers' in part for part in found.values()), found
+    assert found['tree']['numbers'][0]['gradients_apart'] < 1e-4 and found['step']['versions']['torch']
+    training = found['training']['numbers']
+    assert training['steps'] == 1 and 0 <= training['final_em'] <= 1 and training['parameters'] < 100_000
+
+
+def test_a_part_that_cannot_run_says_so_and_the_rest_goes_on(monkeypatch, tmp_path, capsys):
+    def lacking(a): raise ImportError("No module named 'papermill'")
+    monkeypatch.setattr(run, 'PARTS', {'training': lacking, 'tree': run.tree_part})
+    with pytest.raises(SystemExit) as end: run.main(['--device', 'cpu', '--small', '--out', str(tmp_path)])
+    assert end.value.code == 0 and "CANNOT RUN training: No module named 'papermill'" in capsys.readouterr().out
+    assert 'papermill' in json.loads((tmp_path / 'training.json').read_text())['cannot run']
+    assert json.loads((tmp_path / 'tree.json').read_text())['numbers']
+    monkeypatch.setattr(run, 'PARTS', {'training': lacking})
+    with pytest.raises(SystemExit) as end: run.main(['--device', 'cpu', '--out', str(tmp_path)])
+    assert end.value.code == 2
+
+
+def test_layers_are_cut_where_they_do_not_fit(monkeypatch):
+    monkeypatch.setattr(run, 'room', lambda device: 80e9)
+    assert [run.layers_that_fit(s, 'cuda') for s in SHAPES[:2]] == [24, 36]
+    assert 10 < run.layers_that_fit('qwen2.5-7b', 'cuda') < 28
 
 
 @pytest.mark.skipif(not ON_GPU, reason='no GPU here: `make test-gpu` on a machine that has one')
-@pytest.mark.parametrize('shape', SHAPES[:1])
-def test_flex_attention_over_a_tree_is_rows_of_their_own(shape):
-    apart, gradients = tree_against_rows(shape, 'cuda', 500, 300)
-    assert apart < 1e-2 and gradients < 1e-2
+def test_flex_attention_over_a_tree_is_rows_of_their_own(root, run_python):
+    _, found = run_parts(root, run_python, root / 'runs' / 'gpu', 'tree')
+    if 'cannot run' in found['tree']: pytest.skip(found['tree']['cannot run'])
+    assert [m['shape'] for m in found['tree']['numbers']] == SHAPES
+    assert all(m['nats_apart'] < 1e-2 and m['gradients_apart'] < 1e-2 for m in found['tree']['numbers'])
 
 
 @pytest.mark.skipif(not ON_GPU, reason='no GPU here: `make test-gpu` on a machine that has one')
-@pytest.mark.parametrize('shape', SHAPES)
-def test_a_step_at_the_true_shape(root, run_python, shape, capsys):
-    said = run_python(root / 'tests' / 'gpu' / 'measure.py', shape, env={'PYTHONPATH': str(root)})
-    with capsys.disabled(): print('\n' + said)
-    if 'LEFT OUT' in said: pytest.skip(next(line for line in said.splitlines() if 'LEFT OUT' in line))
-    (m,) = measured(said)
-    assert m['parameters'] == measure.sizes(shape).parameters and all(m[n] > 0 for n in NUMBERS)
-    assert m['learning_bytes'] < 1.25 * m['estimated_bytes'], 'the estimate says too little'
+@pytest.mark.timeout(7200)
+def test_a_model_of_64_million_parameters_learns_from_nothing(root, run_python):
+    _, found = run_parts(root, run_python, root / 'runs' / 'gpu', 'training')
+    if 'cannot run' in found['training']: pytest.skip(found['training']['cannot run'])
+    numbers = found['training']['numbers']
+    assert numbers['parameters'] > 6e7 and numbers['final_em'] >= numbers['base_em']
+
+
+@pytest.mark.skipif(not ON_GPU, reason='no GPU here: `make test-gpu` on a machine that has one')
+def test_a_step_at_the_true_shapes(root, run_python):
+    _, found = run_parts(root, run_python, root / 'runs' / 'gpu', 'step')
+    for m in found['step']['numbers']:
+        if 'left out' in m: continue
+        assert m['parameters'] == measure.sizes(m['shape']).parameters and all(m[n] > 0 for n in NUMBERS)
+        assert m['learning_bytes'] < 1.25 * m['estimated_bytes'], 'the estimate says too little'
+    assert any('left out' not in m for m in found['step']['numbers'])
