@@ -324,7 +324,8 @@ def _rule_credit(
 ):
     "What a run's method gives every turn of rollouts, 0 in groups that it leaves out: (N, K), and the cost: dict."
     look, since = Look(run, 0), time.monotonic()
-    batch = assign(run.method, groups, look, torch.Generator().manual_seed(seed), run.prefix)
+    batch = assign(run.method, groups, look, torch.Generator().manual_seed(seed), run.prefix,
+                   tree=run.settings.learning.tree)
     out = torch.zeros(index_groups(groups)[0].shape)
     if not batch.empty:
         found = _turn_means(batch.credit.advantages, batch.layout)

@@ -26,7 +26,8 @@ from .outcome import outcome_rewards
 from .parameters import by_group, from_settings, make_parser, notebook_settings, read_settings
 from .protocol import PROTOCOLS, prompt_hash
 from .runlog import RunLog, latest_checkpoint, read_json, read_metrics, read_params, save_checkpoint
-from .settings import GROUPS, CriticChoice, check, data_sets, flat_form, group_of, settings_of
+from .settings import (GROUPS, CriticChoice, check, data_sets, flat_form, group_of, settings_of,
+                                tree_notes)
 from .sharded import DeepSpeedBackend
 from .stage import make_engine, origin_of, real_questions, real_search, set_stage, start_critic
 from .train import (MAY_CHANGE, Examiner, SilentLog, bound_method, check_same_params, end_interrupted, examine,
@@ -245,6 +246,7 @@ def _warmed(c, log, ranks, say):
     "Warm up into a run folder that this process holds. Returns it."
     s, choice = settings_of(c), group_of(WarmUpChoice, c)
     real = None if c.data == 'tiny' else (real_questions(s.task, c.seed), real_search(s.task, c.protocol))
+    for line in tree_notes(s.learning, 'a warm-up reads its states as rows of their own'): say(line)
     with log.beginning():
         log.write_params(vars(c), (*MAY_CHANGE, 'warm_steps'))
         origin = origin_of(s.course, s.acting, s.host, s.critic)

@@ -6,7 +6,7 @@
 __all__ = ['MEASURES', 'GROUPS', 'Config', 'Course', 'Task', 'usual_turns', 'usual_tokens', 'Acting', 'Host', 'Mismatch',
            'weight_limits', 'Learning', 'CriticChoice', 'TeacherChoice', 'Keeping', 'flat_form', 'make_config',
            'read_parameters', 'Settings', 'group_of', 'settings_of', 'check', 'data_sets', 'world_arguments',
-           'check_engine', 'check_ahead', 'own_tokenizer', 'scored_schemas', 'schema_notes']
+           'check_engine', 'check_ahead', 'own_tokenizer', 'tree_notes', 'scored_schemas', 'schema_notes']
 
 # %% ../nbs/61_settings.ipynb #c002
 import dataclasses, json, re
@@ -562,6 +562,13 @@ def _check_tree(model, lora):
     if model == 'tiny' or not Path(model).exists(): return
     from transformers import AutoConfig
     check_tree(AutoConfig.from_pretrained(model, trust_remote_code=False))
+
+def tree_notes(
+    learning,  # Learning
+    what,      # str, what reads rows as they are
+):
+    "What to say where `tree` is set for something that does not heed it: list of str."
+    return [f'tree=true is heeded by training by reinforcement alone: {what}'] if learning.tree else []
 
 def _check_warmed(config, method):
     "Refuse a warmed-up critic that did not pass or is of another model, protocol or head."
