@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['find_runs', 'run_label', 'load_runs', 'seed_curves', 'learning_curves', 'curve_panels', 'dev_area', 'common_seeds',
            'paired_differences', 'setting_differences', 'markdown_table', 'replay', 'effort_table', 'named_runs',
-           'side_by_side', 'plan_jobs', 'papermill_command', 'check_made_with', 'check_settings', 'main']
+           'side_by_side', 'peer_table', 'plan_jobs', 'papermill_command', 'check_made_with', 'check_settings', 'main']
 
 # %% ../nbs/74_compare.ipynb #c003
 import json, math, os, signal, subprocess, sys, tempfile, textwrap
@@ -459,6 +459,19 @@ def side_by_side(
         paired_differences(kept, 'final_em', baseline).round(3),
         effort_table(kept).round({'rollouts': 0, 'no credit': 3, 'tokens read': 0, 'seconds': 2}), *left_out
     ]
+
+# %% ../nbs/74_compare.ipynb #c055
+def peer_table(path):  # JSON file of tests/bench_peers.py
+    "What others cost over what ours costs: DataFrame, a row for each peer, medians and ranges of the repeats as text."
+    import pandas as pd
+    rows = []
+    for row in read_json(path)['rows']:
+        by = {name: '{:.2f} ({:.2f} to {:.2f})'.format(*three) for name, three in row['ratios'].items()}
+        unit = next(name for name in by if name.startswith('processor')).rpartition(' per ')[2]
+        rows.append({'what': row['case'], 'instead': row['peer'], 'per': unit,
+                     **{name: by[f'{name} seconds per {unit}'] for name in ('processor', 'clock')},
+                     'peak memory': by['peak bytes'], 'load': row['load']})
+    return pd.DataFrame(rows)
 
 # %% ../nbs/74_compare.ipynb #c071
 def plan_jobs(

@@ -429,7 +429,7 @@ class Meeting:
         with self._leaving():
             if self.number >= hosts: raise ValueError(f'{endpoint} has its {hosts} hosts already, without {name}')
             mine = {'name': name, 'port': _free_port(), 'settings': settings or {}}
-            found = self._gather('host', json.loads(json.dumps(mine)))
+            found = self.gather('host', json.loads(json.dumps(mine)))
             self.names, self.port = {n: x['name'] for n, x in enumerate(found)}, found[0]['port']
             _check_alike(found, self.number)
             self._until = time.monotonic() + wait
@@ -451,17 +451,7 @@ class Meeting:
         "A host in words."
         return f'host {n} ({self.names.get(n, "of no name yet")})'
 
-    def ready(self, folder):
-        "Wait until all are about to start. Raises ValueError where this host does not see the folder that 0 writes."
-        token = self._gather('ready', _write_token(folder) if self.number == 0 else '')[0]
-        reads = self._gather('reads', _reads(folder, token))
-        if self.number == 0: (Path(folder)/token).unlink()
-        if not all(reads):
-            blind = ', '.join(self.call(n) for n, read in enumerate(reads) if not read)
-            raise ValueError(f'{blind} sees nothing of the run folder {str(folder)!r} that {self.call(0)} writes: put '
-                             'it where all hosts see it, under the same path')
-
-    def _gather(self, what, value):
+    def gather(self, what, value):
         "What all hosts say of something: list by number."
         store, keys = self._board.store, [f'{what}/{n}' for n in range(self.hosts)]
         try:
@@ -491,11 +481,6 @@ class Meeting:
         return [n for n, at in self._board.heard.items()
                 if n != self.number and n not in self.words and time.monotonic() - at > patience]
 
-    def wait_for_end(self, seconds):
-        "Wait so long for host 0's word that all is well, or for another's that it is not."
-        until = time.monotonic() + seconds
-        while not (self.is_over() or self.trouble()) and time.monotonic() < until: time.sleep(.2)
-
     def is_over(self):
         "Whether host 0 has told that all is well: its result is there."
         return 0 in self.words and not self.words[0]['why']
@@ -511,6 +496,7 @@ class Meeting:
         sure = [f'{self.call(n)}: {word["why"]}' for n, word in sorted(self.words.items()) if word['sure']]
         return '; '.join(sure) or (self.trouble(patience / 2) if silent() else None)
 
+# %% ../nbs/03_launch.ipynb #h0318
 def _check_alike(found, number):
     "Refuse settings of this host that are not those of host 0. Raises ValueError."
     first, mine = found[0]['settings'], found[number]['settings']
@@ -588,14 +574,29 @@ def launch(
     stamp = lambda: result.stat().st_mtime_ns if result.exists() else None
     before, file = stamp(), f'ranks-{number}.log' if number else 'ranks.log'
     if number == 0: _clear(folder)
-    if meeting: meeting.ready(folder)
+    if meeting: _check_same_folder(meeting, folder)
     # host 0 judges, for a shared folder may show another host its files late
     over = (lambda: stamp() not in (None, before)) if number == 0 else meeting.is_over
     with _sigterm_interrupts(): text = _follow(command, folder/file, say, over, grace, environment, meeting)
-    if number and not (_killed(text) or _notes(folder)): meeting.wait_for_end(grace)    # host 0's ranks end later
+    if number and not (_killed(text) or _notes(folder)): _await_end(meeting, grace)    # host 0's ranks end later
     if not over():
         why = _cause(folder, text, file, meeting)
         raise LaunchError(f'the run in {folder} ended without {result.name}: {why}')
+
+def _check_same_folder(meeting, folder):
+    "Wait until all hosts are about to start. Raises ValueError where one does not see the folder that host 0 writes."
+    token = meeting.gather('ready', _write_token(folder) if meeting.number == 0 else '')[0]
+    reads = meeting.gather('reads', _reads(folder, token))
+    if meeting.number == 0: (Path(folder)/token).unlink()
+    if not all(reads):
+        blind = ', '.join(meeting.call(n) for n, read in enumerate(reads) if not read)
+        raise ValueError(f'{blind} sees nothing of the run folder {str(folder)!r} that {meeting.call(0)} writes: put '
+                         'it where all hosts see it, under the same path')
+
+def _await_end(meeting, seconds):
+    "Wait so long for host 0's word that all is well, or for another's that it is not."
+    until = time.monotonic() + seconds
+    while not (meeting.is_over() or meeting.trouble()) and time.monotonic() < until: time.sleep(.2)
 
 def _cause(folder, text, file, meeting):
     "Why a run ended, on this host or on another: a signal, a host that was lost, else what ranks wrote or printed."

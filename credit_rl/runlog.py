@@ -240,8 +240,8 @@ METRICS |= {
     'seconds_step': 'seconds of the whole step',
     'seconds_rollout': 'seconds of acting, tools included; where playing runs ahead, those in which nothing else was '
                        'done',
-    'seconds_ahead': "seconds of playing the next step's rollouts, those in which nothing else was done included; where "
-                     'playing runs ahead',
+    'seconds_ahead': "seconds of playing the next step's rollouts, those in which nothing else was done included; "
+                     'where playing runs ahead',
     'seconds_evaluate': "seconds of the learner's forward passes: log-probabilities, values, gold answers",
     'seconds_teacher': "seconds in which a teacher scored gold answers",
     'seconds_play_on': 'seconds of playing on from the states of rollouts, where a method asks for their values',

@@ -193,7 +193,8 @@ def _keep_generator(run, step): return torch.Generator().manual_seed(seed_of('ke
 def _round(run, step, again=0):
     """A round of a step: its questions, and how a rank plays its share of them, function of a list that gives a list of
     Group; `off()` may raise to call it off."""
-    c, extra, seed = run.config, (again,) if again else (), seed_of(run.config.seed, again) if again else run.config.seed
+    c, extra = run.config, (again,) if again else ()
+    seed = seed_of(c.seed, again) if again else c.seed
     def play(share, off=lambda: None):
         shown = Progress(run.say, f'step {step}: rollouts played', len(share) * c.group_size)
         return rollout(run.engine, run.stage.environments['train'], share, c.group_size,

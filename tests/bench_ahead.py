@@ -1,15 +1,15 @@
-"""How much faster is a step whose rollouts are played while the step before is learned from (`ahead=1`)? In one run, in
-turns, by one machine: blocks of steps in step and one step off, the same games and updates in both (the policy's rate is
-too small to move a weight), with longer and longer learning.
+"""How much faster is a step whose rollouts are played while the step before is learned from (`ahead=1`)? In one run,
+in turns, by one machine: blocks of steps in step and one step off, the same games and updates in both (the policy's
+rate is too small to move a weight), with longer and longer learning.
 
     python tests/bench_ahead.py [--epochs 1 2 4] [--steps 4] [--repeats 3] [--questions 24] [--group 8] [--library]
 
 The engine is vLLM in a process of its own (`make test-vllm`), with one thread, as the learner has; `--library` takes
-`HFEngine` in a thread. Printed for each number of epochs: the seconds of a step's acting, learning and transfer in step;
-the seconds of a step in step and ahead, and their ratio, each the median of the repeats with the smallest and the
-largest; and what `ahead_seconds` predicts from the first row of numbers. `slower`, by how much both slow each other down,
-is taken from the first number of epochs alone, so that the others check it; `own devices` is the same with 1 in its
-place.
+`HFEngine` in a thread. Printed for each number of epochs: the seconds of a step's acting, learning and transfer in
+step; the seconds of a step in step and ahead, and their ratio, each the median of the repeats with the smallest and
+the largest; and what `ahead_seconds` predicts from the first row of numbers. `slower`, by how much both slow each
+other down, is taken from the first number of epochs alone, so that the others check it; `own devices` is the same with
+1 in its place.
 """
 import argparse
 import dataclasses
@@ -32,7 +32,8 @@ VLLM = dict(engine='vllm', vllm={'dtype': 'float32', 'own_process': True,
 
 def begin(folder, a, **over):
     "A run that can take steps."
-    settings = dict(model=str(ROOT / 'data' / 'tiny_base'), questions_per_step=a.questions, group_size=a.group, threads=1,
+    settings = dict(model=str(ROOT / 'data' / 'tiny_base'), questions_per_step=a.questions, group_size=a.group,
+                    threads=1,
                     learning_rate=1e-12, kl=.01, track='', log_kl=False, gap=10., run=str(folder))
     run = begin_run(make_config({**settings, **({} if a.library else VLLM), **over}), lambda line: None)
     run.wake()
@@ -84,7 +85,8 @@ def main():
             first += a.repeats * a.steps
             if slower is None: slower = fit(acting, learning, transfer, statistics.median(ahead))
             print('MEASURED', json.dumps({
-                'epochs': epochs, 'acting': spread(acting), 'learning': spread(learning), 'transfer': round(transfer, 3),
+                'epochs': epochs, 'acting': spread(acting), 'learning': spread(learning),
+                'transfer': round(transfer, 3),
                 'in step': spread(step), 'ahead': spread(ahead), 'ratio': spread([x / y for x, y in zip(step, ahead)]),
                 'predicted in step': round(ahead_seconds(acting, learning, transfer)[0], 3),
                 'predicted ahead': round(ahead_seconds(acting, learning, transfer, slower)[1], 3),

@@ -1,12 +1,13 @@
-"""The estimate of a step (04_estimate) beside what a step takes: tokens, FLOPs and memory of random models of 15, 60 and
-150 million parameters, in plain PyTorch and on two ranks at each ZeRO stage, on this host's processor.
+"""The estimate of a step (04_estimate) beside what a step takes: tokens, FLOPs and memory of random models of 15, 60
+and 150 million parameters, in plain PyTorch and on two ranks at each ZeRO stage, on this host's processor.
 
     python tests/bench_estimate.py [15 60 150] [--how plain 0 1 2 3] [--json FILE]
 
 FLOPs are those of the operations that PyTorch ran, forward and backward, by the shapes of their arguments; so a busy
 machine changes nothing. Memory is the most that a rank's process had in main memory over what it had before it made its
 model, where large blocks go back to the system at once (glibc's MALLOC_MMAP_THRESHOLD_), so that freed tensors do not
-count. Both are of two steps, in each of which a rank learns from two rows: the second has all of the optimiser's state."""
+count. Both are of two steps, in each of which a rank learns from two rows: the second has all of the optimiser's
+state."""
 import argparse
 import copy
 import json
@@ -103,7 +104,8 @@ def take(size, how, rank, ranks, port, out):
                       backend=None if how == 'plain' else DeepSpeedBackend(int(how)))
     start = status('VmHWM') - before
     credit = Credit(torch.ones(layout.ids.shape) * layout.trained)
-    learner.scorer.register_forward_pre_hook(lambda module, args, kwargs: read.append(args[0].numel()), with_kwargs=True)
+    count = lambda module, args, kwargs: read.append(args[0].numel())
+    learner.scorer.register_forward_pre_hook(count, with_kwargs=True)
     learner.step(layout, None, credit)
     read.clear()
     with FlopCounterMode(display=False, custom_mapping=OURS) as counter: learner.step(layout, None, credit)

@@ -18,8 +18,8 @@ What goes without a package that is not here is left out and said to be.
   ours reads a conversation's new ids only, leaves finished ones out, takes the sampler's log-probabilities for the old
   ones, and leaves rows out of the update whose group has no spread; TRL reads all again at each turn, and recomputes
   old log-probabilities where a batch has more than one update.
-- `loop long`: a random model of 15 M parameters, four rollouts of one question, of 1,500 tokens each (a prompt of 150, six
-  turns of 100, five searches that bring 150), one update, four rows in a forward with gradient on both sides. Every
+- `loop long`: a random model of 15 M parameters, four rollouts of one question, of 1,500 tokens each (a prompt of 150,
+  six turns of 100, five searches that bring 150), one update, four rows in a forward with gradient on both sides. Every
   turn counts as a call. Rewards are drawn from the ids, so no row is left out.
 - `loop defaults`: the same, eight rollouts of two questions, with each side's default for the rows of a forward: ours
   4,096 tokens, TRL's eight rows whose activations are computed again.
@@ -131,7 +131,8 @@ def main(arguments=None):
     parser.add_argument('cases', nargs='*', metavar='case', help=', '.join(names))
     parser.add_argument('--repeats', type=int, default=3)
     parser.add_argument('--out', help='JSON file; cases that it holds and that are not measured now stay in it')
-    parser.add_argument('--vllm', default='.venv-vllm/bin/python', help="Python of an environment with vLLM's CPU build")
+    parser.add_argument('--vllm', default='.venv-vllm/bin/python',
+                        help="Python of an environment with vLLM's CPU build")
     parser.add_argument('--lucene', default='.venv-lucene/bin/python', help='Python of an environment with pyserini')
     parser.add_argument('--small', action='store_true', help='toys of the same shapes, for tests')
     a = parser.parse_args(arguments)

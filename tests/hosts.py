@@ -1,13 +1,13 @@
-"""A host of two that meet at an endpoint, with a rank each, which then wait, fail or end; not a test file. As a program,
-`python -m tests.hosts FOLDER ENDPOINT WHAT [DATA]` is one host's command, without what a run imports."""
+"""A host of two that meet at an endpoint, with a rank each, which then wait, fail or end; not a test file. As a
+program, `python -m tests.hosts FOLDER ENDPOINT WHAT [DATA]` is one host's command, without what a run imports."""
 import os
 import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
 
-from credit_rl.launch import (expect_file, gloo_environment, is_rank, join_ranks, keep_traceback, launch, launch_command,
-                              meet, speak)
+from credit_rl.launch import (expect_file, gloo_environment, is_rank, join_ranks, keep_traceback, launch,
+                              launch_command, meet, speak)
 
 if __name__ == '__main__':
     folder, endpoint, what, *data = sys.argv[1:]

@@ -203,7 +203,8 @@ TEMPLATE = """{% for m in messages %}{% if m['role'] == 'tool' %}<|im_end|>
 <|im_start|>user
 <tool_response> {{ m['content'] }} </tool_response><|im_end|>
 {% else %}<|im_start|>{{ m['role'] }}
-{{ m['content'] }}{% for c in m['tool_calls'] or [] %}<tool_call> {{ c['function']['name'] }} {% for k, v in c['function']['arguments'].items() %}{{ k }} {{ v }} {% endfor %}</tool_call>{% endfor %}<|im_end|>
+{{ m['content'] }}{% for c in m['tool_calls'] or [] %}<tool_call> {{ c['function']['name'] }}{{ ' ' -}}
+{% for k, v in c['function']['arguments'].items() %}{{ k }} {{ v }} {% endfor %}</tool_call>{% endfor %}<|im_end|>
 {% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""   # what stands between two turns in credit_rl's rollouts, token by token
 
@@ -288,7 +289,8 @@ def trl_loop(case, small, own=False):
             return out
     with tempfile.TemporaryDirectory() as folder:
         arguments = GRPOConfig(
-            folder, max_steps=(warm + steps) * parts, num_generations=game.group, per_device_train_batch_size=game.micro,
+            folder, max_steps=(warm + steps) * parts, num_generations=game.group,
+            per_device_train_batch_size=game.micro,
             gradient_accumulation_steps=game.rows // parts // game.micro,
             steps_per_generation=game.rows // game.micro, max_completion_length=game.env.max_tokens - 16,
             max_tool_calling_iterations=game.env.max_turns - 1, loss_type='dapo', beta=0., temperature=1.,
@@ -443,8 +445,8 @@ def bm25s_search(small):
 
 
 def lucene_search(small):
-    """Pyserini's LuceneSearcher, query by query, and the texts of what was found, as Search-R1's server does it; without
-    HTTP, which ours has not here either. Needs Java and `pip install pyserini` in an environment of its own."""
+    """Pyserini's LuceneSearcher, query by query, and the texts of what was found, as Search-R1's server does it;
+    without HTTP, which ours has not here either. Needs Java and `pip install pyserini` in an environment of its own."""
     import subprocess
     from pyserini.search.lucene import LuceneSearcher
     pages, queries = pages_and_queries(small)

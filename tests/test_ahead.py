@@ -23,7 +23,8 @@ quiet = lambda line: None
 
 
 def ids(groups):
-    return [[(t.prompt_ids, [(x.action_ids, x.action_logps, x.observation_ids) for x in t.turns]) for t in g.trajectories]
+    return [[(t.prompt_ids, [(x.action_ids, x.action_logps, x.observation_ids) for x in t.turns])
+             for t in g.trajectories]
             for g in groups]
 
 
@@ -162,7 +163,8 @@ def test_what_older_weights_sampled_is_weighed(tmp_path, monkeypatch, kind, limi
     "The advantages that the learner gets are the rule's times the ratio of its own to the sampler's probability, cut."
     run = begin_run(make_config({**AHEAD, 'correction': kind, 'limits': limits, 'run': str(tmp_path / 'run')}), quiet)
     found, honest = [], training.correct_credit
-    monkeypatch.setattr(training, 'correct_credit', lambda *args: found.append((args[1], *honest(*args))) or found[-1][1:])
+    monkeypatch.setattr(training, 'correct_credit',
+                        lambda *args: found.append((args[1], *honest(*args))) or found[-1][1:])
     for step in (1, 2, 3): metrics = train_step(run, step)
     run.close()
     batch, credit, _ = found[-1]
@@ -273,4 +275,5 @@ def test_two_ranks_play_ahead_each_its_share(tmp_path):
     train({**plain, 'learner': 'deepspeed', 'ranks': 2, 'stage': 3, 'run': str(tmp_path / 'two')}, say=quiet)
     assert same_metrics(tmp_path / 'one', tmp_path / 'two', 1e-3) == []
     assert read_metrics(tmp_path / 'two').stale.dropna().tolist() == [0, 2, 2]
-    assert dataclasses.astuple(training.read_played(latest_checkpoint(tmp_path / 'two')[1] / training.PLAYED))[:2] == (4, 4)
+    played = training.read_played(latest_checkpoint(tmp_path / 'two')[1] / training.PLAYED)
+    assert (played.step, played.updates) == (4, 4)

@@ -199,7 +199,8 @@ def test_rows_by_vllm_are_the_sweeps_but_for_their_engine(method, root, monkeypa
 
 @pytest.mark.parametrize('method', ('tspo', 'igpo'))
 def test_rows_ahead_are_the_sweeps_but_for_their_engine(method, root):
-    both, sweep = (yaml.safe_load((root / 'runs' / 'params' / f'{name}.yaml').read_text()) for name in ('ahead', 'sweep'))
+    both, sweep = (yaml.safe_load((root / 'runs' / 'params' / f'{name}.yaml').read_text())
+                   for name in ('ahead', 'sweep'))
     row = both.pop('methods')[f'{method}-ahead']
     sweep.pop('methods')
     assert both == sweep and row == {'method': method, 'ahead': 1, 'correction': 'truncated', 'gap': 1.}

@@ -514,7 +514,8 @@ def test_a_killed_engine_and_a_killed_learner(root, tmp_path):
 def test_a_run_one_step_off_is_killed_and_resumed(root, tmp_path):
     """TIPS, vLLM in a process of its own that plays the next step while this one is learned from: every batch but the
     first is two updates old and weighed, and a run that was killed goes on to the numbers of a whole one."""
-    settings = dict(method='tips', ahead=1, gap=10., learning_rate=2e-3, vllm={'own_process': True, 'arguments': SETTINGS})
+    settings = dict(method='tips', ahead=1, gap=10., learning_rate=2e-3,
+                    vllm={'own_process': True, 'arguments': SETTINGS})
     killed = start(root, tmp_path / 'killed', **settings)
     read_until(killed, 'step 3/4')
     family = psutil.Process(killed.pid).children(recursive=True)
