@@ -23,17 +23,21 @@ def regimes_of(folder):  # of a study
     if not found: raise FileNotFoundError(f'{folder} holds no study: no REGIME/audits/SEED/audit.csv and no run')
     return found
 
-def read_audits(folder):  # of a study
-    """What the audits of its bases say: DataFrame, a row for each regime, seed of a base, and rule, with the columns of
-    `audit` and, from `audit.json`, what share of the credit lies before the last turn."""
+def read_audits(
+    folder,         # of a study
+    what='audits',  # of its bases; 'midway': of what GRPO had made of them half-way
+):
+    """What audits say: DataFrame, a row for each regime, seed of a base, and rule, with the columns of `audit` and,
+    from `audit.json`, what share of the credit lies before the last turn. Raises FileNotFoundError where there is
+    none."""
     import pandas as pd
     tables = []
-    for path in sorted(Path(folder).glob('*/audits/*/audit.csv')):
+    for path in sorted(Path(folder).glob(f'*/{what}/*/audit.csv')):
         found = read_json(path.parent/'audit.json')
         before = 1 - found['bottleneck']['answer']
         tables.append(pd.read_csv(path).assign(regime=path.parts[-4], seed=int(path.parts[-2]), before=before,
                                                right=found['right']))
-    if not tables: raise FileNotFoundError(f'{folder} holds no audits: REGIME/audits/SEED/audit.csv')
+    if not tables: raise FileNotFoundError(f'{folder} holds no audits: REGIME/{what}/SEED/audit.csv')
     return pd.concat(tables, ignore_index=True)
 
 # %% ../nbs/76_study.ipynb #s008
