@@ -354,8 +354,9 @@ def _ceiling_row(finished):
     return {'method': 'ceiling', 'final EM': share['all'], **{_hops(h): share[h] for h in share if h.isdigit()}}
 
 def _in_table(text):
-    "A text that ends no cell of a Markdown table, no line and no page: names of methods come from files."
-    return ' '.join(text.split()).replace('|', '\\|').replace('<', '&lt;').replace('`', "'")
+    "A text that ends no cell of a Markdown table, no line, no page, and leads nowhere: methods' names come from files."
+    text = ' '.join(text.split()).replace('\\', '\\\\').replace('|', '\\|')
+    return text.replace('<', '&lt;').replace('`', "'").replace('](', '] (')      # neither link nor image
 
 def markdown_table(
     folders,       # as in find_runs; unfinished runs don't count

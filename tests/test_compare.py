@@ -442,12 +442,16 @@ def test_a_baseline_is_found_without_its_options(tmp_path):
         paired_differences(tmp_path, baseline='pp')
 
 
-def test_a_method_s_name_from_a_file_stays_in_its_cell(tmp_path):
-    attack = 'a|b\n\n<img src=x onerror=alert(1)> `c`'
+@pytest.mark.parametrize('attack, said', [
+    ('a|b\n\n<img src=x onerror=alert(1)> `c`', "a\\|b &lt;img src=x onerror=alert(1)> 'c'"),
+    ('![a](http://h/x.png)', '![a] (http://h/x.png)'), ('[a](javascript:alert(1))', '[a] (javascript:alert(1))'),
+    ('a\\|b', 'a\\\\\\|b')], ids=['HTML', 'an image', 'a link', 'an escape'])
+def test_a_method_s_name_from_a_file_stays_in_its_cell(tmp_path, attack, said):
+    "Nor does it fetch anything when it is shown, or lead elsewhere."
     RunLog(made_up(tmp_path, 'grpo', 1), resume=True)
     for file in ('params.yaml', 'summary.json'):
         path = tmp_path / 'grpo-1' / file
         values = {**yaml.safe_load(path.read_text()), 'method': attack}
         path.write_text(json.dumps(values))
     header, rule, row, *rest = markdown_table(tmp_path).splitlines()
-    assert row.startswith("| a\\|b &lt;img src=x onerror=alert(1)> 'c' | 1 |") and '<' not in row
+    assert row.startswith(f'| {said} | 1 |') and '<' not in row
