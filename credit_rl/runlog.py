@@ -5,13 +5,14 @@
 # %% auto #0
 __all__ = ['METRICS', 'CALLER', 'TRACKERS', 'atomic_write', 'RunFolders', 'atomic_folder', 'check_metrics', 'plain_json',
            'write_json', 'read_text', 'read_json', 'read_yaml', 'read_members', 'Unpacked', 'FolderInUse', 'is_alive',
-           'Hold', 'check_folder', 'latest_checkpoint', 'named_checkpoint', 'save_checkpoint', 'check_trackers',
-           'RunLog', 'metrics_file', 'metrics_by_step', 'read_metrics', 'read_turns', 'read_params', 'read_summary',
-           'same_metrics', 'source_hash', 'imported_modules', 'module_hashes', 'code_hashes', 'changed_modules']
+           'Hold', 'check_folder', 'writing', 'latest_checkpoint', 'named_checkpoint', 'save_checkpoint',
+           'check_trackers', 'RunLog', 'metrics_file', 'metrics_by_step', 'read_metrics', 'read_turns', 'read_params',
+           'read_summary', 'same_metrics', 'source_hash', 'imported_modules', 'module_hashes', 'code_hashes',
+           'changed_modules']
 
 # %% ../nbs/02_runlog.ipynb #c002
 import ast, contextlib, difflib, errno, functools, gzip, hashlib, importlib.util
-import json, logging, math, numbers, os, re, shutil, socket, sys, time, weakref, zlib
+import json, logging, math, numbers, os, re, shutil, socket, sys, time, urllib.parse, weakref, zlib
 from pathlib import Path
 import yaml
 
@@ -53,12 +54,22 @@ def _parameter(notebook, name):
             if isinstance(node, ast.Assign) and getattr(node.targets[0], 'id', None) == name:
                 return ast.literal_eval(node.value)
 
+def _check_secrets(given, path):
+    "Refuse parameters that hold a key: the notebook would keep them. ValueError."
+    if isinstance(given, list): given = dict(enumerate(given))
+    if not isinstance(given, dict): return
+    if 'api_key' in given or '@' in urllib.parse.urlsplit(str(given.get('base_url', ''))).netloc:
+        raise ValueError(f'a key among the parameters would be written into {path}: put it into the environment '
+                         "(export JUDGE_KEY=…) or a file, and give 'key_from': 'JUDGE_KEY'")
+    for value in given.values(): _check_secrets(value, path)
+
 def _check_notebook(text, path):
     "Refuse the notebook of a run, before its first cell, where the run could not begin or would lie elsewhere."
     notebook = json.loads(text)
     given = notebook.get('metadata', {}).get('papermill', {}).get('parameters', {})
     usual, resume = _parameter(notebook, 'run'), _parameter(notebook, 'resume')
     if usual is None or any(cell.get('execution_count') for cell in notebook['cells']): return
+    _check_secrets(given, path)
     run = Path(given.get('run', usual))
     if 'run' not in given and run.absolute() != path.parent.absolute():
         raise ValueError(f'{path} would be the notebook of a run in {run}: give -p run {path.parent} as well')
@@ -83,8 +94,8 @@ def _would_lose(text, path, begun):
 class RunFolders:
     """How papermill reads and writes what lies below `runs/`: a folder that is missing is made, and a notebook is
     replaced as a whole. One that would be replaced though its run cannot begin is kept, and so is one whose run would
-    lie in another folder or would meet another writer: FileExistsError, ValueError, FolderInUse. That of a run which is
-    taken up again is kept until the run has made a step or come to its end."""
+    lie in another folder, would meet another writer or has a key among its parameters: FileExistsError, ValueError,
+    FolderInUse. That of a run which is taken up again is kept until the run has made a step or come to its end."""
     _begun = {}
 
     @staticmethod
@@ -552,6 +563,18 @@ def _made(folder):
     check_folder(folder)
     with _said_of(folder): folder.mkdir(parents=True, exist_ok=True)
     return folder
+
+@contextlib.contextmanager
+def writing(folder):  # made if missing
+    """Let this process alone write a folder; one that was made and stays empty is removed. Raises FolderInUse with the
+    one that writes it, OSError where it cannot be written."""
+    folder, there = Path(folder), Path(folder).exists()
+    with _said_of(_made(folder)): hold = Hold(folder)
+    try:
+        with hold: yield folder
+    finally:
+        if not there:
+            with contextlib.suppress(OSError): folder.rmdir()      # it is kept where anything is in it
 
 def _check_run(folder, resume):
     """Refuse a folder that is held where its files lead elsewhere, where it cannot be written, and where it holds a run
