@@ -13,8 +13,8 @@ from pathlib import Path
 from .diagnostics import method_colour, method_colours
 from .jobs import Job, last_words, run_jobs, status_table
 from .parameters import by_group, enter_project, make_parser, read_settings
-from .runlog import (METRICS, changed_modules, code_hashes, metrics_file, read_json, read_metrics, read_params,
-                              read_summary, write_json)
+from .runlog import (METRICS, changed_modules, check_secrets, code_hashes, metrics_file, read_json,
+                              read_metrics, read_params, read_summary, write_json)
 
 # %% ../nbs/74_compare.ipynb #c008
 def find_runs(folders):  # a run folder, a folder of run folders, or a list of run folders
@@ -598,6 +598,7 @@ def _arguments(arguments):
     try: params, given = read_settings(_parser(), arguments, by_group(*GROUPS.values()))
     except FileNotFoundError as e:
         raise FileNotFoundError(f'{e.filename} does not exist; relative paths start at the top of the checkout') from e
+    check_secrets(params, given.out)                            # papermill would write them down
     for path in (given.notebook, given.report):
         if not Path(path).exists():
             raise FileNotFoundError(f'{path} does not exist; relative paths start at the top of the checkout')
