@@ -264,7 +264,8 @@ def _warmed(c, log, ranks, say):
         if c.engine != 'hf': engine.close()
     exam = Examination(data['dev'], stage.environments['dev'], metric, c.row_tokens)
     teaching = _warming_learner(s, choice, origin, stage.model)
-    with _keeping_bad(log, stage.chat.tokenizer): learner, history = _teach(teaching, data['train'], exam, log, ranks, say)
+    with _keeping_bad(log, stage.chat.tokenizer):
+        learner, history = _teach(teaching, data['train'], exam, log, ranks, say)
     summary = {**_summary(choice, s.course, history, exam, learner), 'protocol': stage.chat.protocol.name,
                'prompt_hash': prompt_hash(stage.chat.protocol)}
     write_warmed(log.folder, learner, stage.chat.tokenizer, summary, log, ranks)

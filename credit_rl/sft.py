@@ -157,8 +157,7 @@ def rejection_sft(
     c = make_config(config) if isinstance(config, dict) else config
     if c.dry_run: raise ValueError('dry_run is for training by reinforcement; this fine-tuning has none')
     check(c)
-    if c.resume and (Path(c.run)/'summary.json').exists():
-        return _finished(c, how, say)
+    if c.resume and (Path(c.run)/'summary.json').exists(): return _finished(c, how, say)
     _trl()                                                       # before anything is played
     acting, origin = (s := settings_of(c)).acting, origin_of(s.course, s.acting, s.host, s.critic)
     metric = bound_method(dataclasses.replace(s.course, method='grpo'), s.task, c.questions_per_step).metric

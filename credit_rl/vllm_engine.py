@@ -303,6 +303,20 @@ def _heard(doing):
                          "an error of its own, which then stands above); "
                          'nothing of the learner is lost: start again from the last checkpoint') from e
 
+@contextlib.contextmanager
+def _interruptible():
+    "Let an interrupt end a block of vLLM's, parts of which swallow KeyboardInterrupt: it is raised behind the block."
+    class Stopped(BaseException): "What vLLM does not know."
+    def stop(number, frame): raise Stopped
+    before = signal.getsignal(signal.SIGINT)
+    heard = threading.current_thread() is threading.main_thread() and callable(before)     # else it is ignored anyway
+    try:
+        if heard: signal.signal(signal.SIGINT, stop)
+        yield
+    except Stopped: raise KeyboardInterrupt from None
+    finally:
+        if heard: signal.signal(signal.SIGINT, before)
+
 # %% ../nbs/21_vllm_engine.ipynb #c034
 def visible_devices(
     devices,         # str, GPUs by their number among those that this process sees: '0,2'; names such as GPU-1f0c… stay
@@ -425,7 +439,7 @@ def start_vllm(folder, arguments, own_process, devices=None):
         config = EngineArgs(model=str(folder), skip_tokenizer_init=True, generation_config='vllm',
                             logprobs_mode='processed_logprobs', enable_prefix_caching=True, disable_log_stats=True,
                             **own, **arguments).create_engine_config()
-        with _heard('start'):
+        with _heard('start'), _interruptible():
             llm = LLMEngine(config, Executor.get_class(config), log_stats=False, multiprocess_mode=own_process)
     if own_process:
         llm.collective_rpc('end_with', args=(os.getpid(),))
