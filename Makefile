@@ -37,7 +37,7 @@ begin = @mkdir -p $(VENV) && echo $$PPID > $(VENV)/.installing
 end   = @rm $(VENV)/.installing && touch $@
 
 .DEFAULT_GOAL := help
-.PHONY: help demo compare carl reports quick test test-vllm test-gpu readme docs lab export clean
+.PHONY: help demo compare carl reports quick test test-vllm test-gpu faults long programs readme docs lab export clean
 
 help:
 	@echo 'make demo      train on the tiny world, a few minutes on a CPU   (SEED=101 for another seed)'
@@ -48,6 +48,9 @@ help:
 	@echo 'make test      export the modules, run every notebook and tests/, check that nothing changed'
 	@echo 'make test-vllm the vLLM engine on a CPU, in an environment of its own (.venv-vllm, 4 GB)'
 	@echo 'make test-gpu  a training step at the true shapes of 0.5B, 3B and 7B, random weights, on a machine with a GPU'
+	@echo 'make faults    two hundred faults at random moments, an hour or two (FAULTS="--faults 20" for fewer)'
+	@echo 'make long      two thousand steps, watched from outside, a quarter of an hour or more'
+	@echo 'make programs  ten thousand random programs in the sandbox, half an hour'
 	@echo 'make readme    README.md from nbs/index.ipynb'
 	@echo 'make docs      the site in _docs/site: methods, notebooks, settings, results, with search; three minutes'
 	@echo 'make lab       JupyterLab on the notebooks'
@@ -203,7 +206,18 @@ test-gpu: export CREDIT_RL_GPU := required
 test-gpu: $(VENV)/.ok-test
 	@$(PY) -m pytest tests/gpu -o timeout=3600 -o faulthandler_timeout=3700 -ra
 
+# What takes hours and is no part of `make test`: .github/workflows/nightly.yml runs them. The same command goes on with
+# the faults that are not over.
+FAULTS ?= --faults 200
+faults: $(VENV)/.ok-test
+	@$(PY) tests/campaign.py --out _hours/faults $(FAULTS)
+long: export OMP_NUM_THREADS := 1
+long: $(VENV)/.ok-test
+	@rm -rf _hours/long && $(PY) tests/long_run.py --out _hours/long
+programs: $(VENV)/.ok-test
+	@$(PY) tests/sandbox_programs.py 10000
+
 clean:
-	@rm -rf build dist _docs *.egg-info .pytest_cache .hypothesis $(VENV)/tree-before $(VENV)/tree-after
+	@rm -rf build dist _docs _hours *.egg-info .pytest_cache .hypothesis $(VENV)/tree-before $(VENV)/tree-after
 	@find . -path ./$(VENV) -prune -o -path ./$(VLLM_VENV) -prune -o \
 	    -type d \( -name __pycache__ -o -name .ipynb_checkpoints \) -prune -exec rm -rf {} +

@@ -9,7 +9,6 @@ __all__ = ['first_choice', 'asking_values', 'value_bias', 'read_bias', 'form_of'
 # %% ../nbs/68_asking.ipynb #q002
 import dataclasses, math, random, sys
 from dataclasses import dataclass
-from pathlib import Path
 import torch
 from .critics import CompetenceHead, LinearHead, auc
 from .engine import seed_of
@@ -19,7 +18,7 @@ from .options import check_settings, setting
 from .outcome import outcome_rewards
 from .parameters import by_group, from_settings, make_parser, read_settings
 from .rollout import rollout
-from .runlog import plain_json, write_json
+from .runlog import plain_json, write_json, writing
 from .settings import GROUPS, check, make_config, settings_of
 from .stage import make_engine, origin_of, set_stage
 from .train import bound_method
@@ -175,29 +174,29 @@ def run_asking(
     say=print, # function called with lines of text
 ):
     """Find out whether asking can be learned: writes `asking.json` into the run's folder. Returns (sentence, asking,
-    bias or None, form). Raises ValueError on a protocol that leaves no choice."""
+    bias or None, form). Raises ValueError on a protocol that leaves no choice, FolderInUse."""
     if not (config.protocol or '').startswith('carl'):
         raise ValueError(f"wanted a protocol that leaves the choice, 'carl' or 'carl-tiny', got {config.protocol!r}")
-    s = settings_of(config)
-    origin = origin_of(s.course, s.acting, s.host, s.critic)
-    stage = set_stage(s.task, s.acting, origin, config.seed, say)
-    engine = make_engine(s.host, s.acting, origin.start, stage.model, stage.chat.tokenizer)
-    env, there = stage.environments['dev'], stage.questions['dev']
-    questions = random.Random(config.seed).sample(there, min(how.asked or len(there), len(there)))
-    metric = bound_method(s.course, s.task, s.learning.questions_per_step, stage.chat).metric
-    say(f'{len(questions)} questions, {how.tries} answers each without tools')
-    alone = rollout(engine, prompted(env, 'direct'), questions, how.tries, s.acting.sampling,
-                    seed_of('tiers', config.seed))
-    known = (tiers(alone, metric) == 2).tolist()
-    say(f'{sum(known)} are known; {how.attempts} attempts each with the choice')
-    groups = rollout(engine, env, questions, how.attempts, s.acting.sampling, seed_of('asking', config.seed))
-    asking, form = asking_values(groups, known, metric), form_auc(questions, known)
-    bias = read_bias(*_critic_of(config.critic_from), groups, known, metric) if config.critic_from else None
-    said = asking_says(asking, bias, form)
-    Path(config.run).mkdir(parents=True, exist_ok=True)
-    write_json(Path(config.run)/'asking.json', plain_json({
-        'says': said, 'asking': asking.to_dict('index'), 'form': form, 'questions': len(questions),
-        'attempts': how.attempts, 'bias': None if bias is None else bias.reset_index().to_dict('records')}))
+    with writing(config.run) as folder:
+        s = settings_of(config)
+        origin = origin_of(s.course, s.acting, s.host, s.critic)
+        stage = set_stage(s.task, s.acting, origin, config.seed, say)
+        engine = make_engine(s.host, s.acting, origin.start, stage.model, stage.chat.tokenizer)
+        env, there = stage.environments['dev'], stage.questions['dev']
+        questions = random.Random(config.seed).sample(there, min(how.asked or len(there), len(there)))
+        metric = bound_method(s.course, s.task, s.learning.questions_per_step, stage.chat).metric
+        say(f'{len(questions)} questions, {how.tries} answers each without tools')
+        alone = rollout(engine, prompted(env, 'direct'), questions, how.tries, s.acting.sampling,
+                        seed_of('tiers', config.seed))
+        known = (tiers(alone, metric) == 2).tolist()
+        say(f'{sum(known)} are known; {how.attempts} attempts each with the choice')
+        groups = rollout(engine, env, questions, how.attempts, s.acting.sampling, seed_of('asking', config.seed))
+        asking, form = asking_values(groups, known, metric), form_auc(questions, known)
+        bias = read_bias(*_critic_of(config.critic_from), groups, known, metric) if config.critic_from else None
+        said = asking_says(asking, bias, form)
+        write_json(folder/'asking.json', plain_json({
+            'says': said, 'asking': asking.to_dict('index'), 'form': form, 'questions': len(questions),
+            'attempts': how.attempts, 'bias': None if bias is None else bias.reset_index().to_dict('records')}))
     return said, asking, bias, form
 
 def main(arguments=None):

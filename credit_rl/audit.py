@@ -10,7 +10,6 @@ __all__ = ['KINDS', 'RULES', 'Truth', 'find_truth', 'turn_kinds', 'squares_by_ki
 # %% ../nbs/71_audit.ipynb #a003
 import dataclasses, json, sys, time
 from dataclasses import dataclass
-from pathlib import Path
 import torch
 from .engine import Sampling, seed_of
 from .groups import index_groups
@@ -22,7 +21,7 @@ from .parameters import by_group, from_settings, make_parser, read_settings
 from .parts import assign
 from .regimes import base_belief
 from .rollout import continuations, rollout
-from .runlog import plain_json, write_json
+from .runlog import atomic_write, plain_json, write_json, writing
 from .settings import GROUPS, check, make_config, settings_of
 from .stage import draw_questions, make_engine, make_learner, origin_of, set_stage
 from .train import Look, Run, SilentLog, train_step
@@ -358,7 +357,15 @@ def run_audit(
     say=print, # function called with lines of text
 ):
     """Audit a checkpoint: writes `audit.csv`, `audit.json` and `figures/audit.png` into the run's folder, and of a tiny
-    world `solver.csv`, the rules held against the solver's value. Returns the folder."""
+    world `solver.csv`, the rules held against the solver's value. Returns the folder. Raises FolderInUse."""
+    with writing(config.run) as folder:
+        truth, table, belief, against = _audited(config, auditing, say)
+        _write_audit(folder, truth, table, belief)
+        if against is not None: atomic_write(folder/'solver.csv', against.to_csv)
+    return folder
+
+def _audited(config, auditing, say):
+    "An audit: (truth, table, belief), and of a tiny world the table against the solver's values, else None."
     s = settings_of(config)
     origin = origin_of(s.course, s.acting, s.host, s.critic)
     stage = set_stage(s.task, s.acting, origin, config.seed, say)
@@ -378,25 +385,23 @@ def run_audit(
     gradients = turn_gradients(stage.model, pack(groups))
     belief = base_belief(stage.model, stage.chat, groups)
     if warning := belief_warning(belief): say(warning)
-    folder = _write_audit(Path(config.run), truth, audit(rules, truth, gradients, costs), belief)
+    table, against = audit(rules, truth, gradients, costs), None
     if config.data == 'tiny':
         values = solver_values(groups, env.max_turns, query_rate(groups))
-        against = turn_credit(values, truth.outcome, truth.turn_mask)
-        audit(rules, truth, gradients, costs, against).to_csv(folder/'solver.csv')
-    return folder
+        against = audit(rules, truth, gradients, costs, turn_credit(values, truth.outcome, truth.turn_mask))
+    return truth, table, belief, against
 
 def _write_audit(folder, truth, table, belief):
-    "Store an audit: table, findings, bottleneck, belief in the gold, figure. Returns the folder."
+    "Store an audit: table, findings, bottleneck, belief in the gold, figure."
     squares = squares_by_kind(truth, turn_kinds(truth.groups))
     (folder/'figures').mkdir(parents=True, exist_ok=True)
-    table.to_csv(folder/'audit.csv')
+    atomic_write(folder/'audit.csv', table.to_csv)
     share = (squares.sum(0) / squares.sum()).tolist()
     found = {'findings': findings(table, squares), 'bottleneck': dict(zip(KINDS, share)),
              'right': float(truth.outcome.mean()), 'questions': len(truth.groups), 'states': len(truth.played),
              'continuations': truth.played.shape[1], 'belief': belief}
     write_json(folder/'audit.json', plain_json(found))
     audit_figure(table, squares).savefig(folder/'figures'/'audit.png', dpi=110)
-    return folder
 
 # %% ../nbs/71_audit.ipynb #a031
 def read_audit_settings(

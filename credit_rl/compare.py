@@ -13,8 +13,8 @@ from pathlib import Path
 from .diagnostics import method_colour, method_colours
 from .jobs import Job, last_words, run_jobs, status_table
 from .parameters import by_group, enter_project, make_parser, read_settings
-from .runlog import (METRICS, changed_modules, code_hashes, metrics_file, read_json, read_metrics, read_params,
-                              read_summary, write_json)
+from .runlog import (METRICS, changed_modules, check_secrets, code_hashes, metrics_file, read_json,
+                              read_metrics, read_params, read_summary, write_json)
 
 # %% ../nbs/74_compare.ipynb #c008
 def find_runs(folders):  # a run folder, a folder of run folders, or a list of run folders
@@ -354,8 +354,9 @@ def _ceiling_row(finished):
     return {'method': 'ceiling', 'final EM': share['all'], **{_hops(h): share[h] for h in share if h.isdigit()}}
 
 def _in_table(text):
-    "A text that ends no cell of a Markdown table, no line and no page: names of methods come from files."
-    return ' '.join(text.split()).replace('|', '\\|').replace('<', '&lt;').replace('`', "'")
+    "A text that ends no cell of a Markdown table, no line, no page, and leads nowhere: methods' names come from files."
+    text = ' '.join(text.split()).replace('\\', '\\\\').replace('|', '\\|')
+    return text.replace('<', '&lt;').replace('`', "'").replace('](', '] (')      # neither link nor image
 
 def markdown_table(
     folders,       # as in find_runs; unfinished runs don't count
@@ -597,6 +598,7 @@ def _arguments(arguments):
     try: params, given = read_settings(_parser(), arguments, by_group(*GROUPS.values()))
     except FileNotFoundError as e:
         raise FileNotFoundError(f'{e.filename} does not exist; relative paths start at the top of the checkout') from e
+    check_secrets(params, given.out)                            # papermill would write them down
     for path in (given.notebook, given.report):
         if not Path(path).exists():
             raise FileNotFoundError(f'{path} does not exist; relative paths start at the top of the checkout')

@@ -11,7 +11,7 @@ from pathlib import Path
 from .learner import saved_policy
 from .models import load_model
 from .parameters import make_parser
-from .runlog import atomic_folder, latest_checkpoint, named_checkpoint, read_params
+from .runlog import atomic_folder, latest_checkpoint, named_checkpoint, read_params, writing
 from .settings import make_config
 from .stage import add_lora, base_folder
 
@@ -59,18 +59,23 @@ def export_run(
     checkpoint='best',  # the best by the dev questions, or 'newest'
 ):
     """Write what a run made as a Hugging Face folder: configuration, weights, tokenizer. Returns its path. Raises
-    FileExistsError on a folder that holds something."""
+    FileExistsError on a folder that holds something, FolderInUse on one that is being written."""
     run, folder = Path(run), Path(folder)
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    if folder.exists() and (not folder.is_dir() or {p.name for p in folder.iterdir()} - {'.writer'}):
         raise FileExistsError(f'{folder} is not empty; choose another folder')
-    model, tokenizer, step = read_policy(run, checkpoint)
+    with writing(folder):
+        model, tokenizer, step = read_policy(run, checkpoint)
+        _write_model(folder, run, model, tokenizer, step)
+    return folder
+
+def _write_model(folder, run, model, tokenizer, step):
+    "Write a policy and where it comes from, as a whole."
     about = read_params(run)
     with atomic_folder(folder) as part:
         model.save_pretrained(part)
         tokenizer.save_pretrained(part)
         origin = {'run': run.name, 'step': step, **{k: about[k] for k in ('method', 'model', 'seed', 'lora')}}
         (part/'credit_rl.json').write_text(json.dumps(origin, indent=1) + '\n')
-    return folder
 
 # %% ../nbs/66_export.ipynb #c013
 def main(arguments=None):  # list of str; None: the command line's

@@ -6,7 +6,7 @@
 __all__ = ['JUDGE_LOGS', 'Judge', 'read_key', 'check_judge', 'make_judge', 'judge_counts', 'judge_text']
 
 # %% ../nbs/18_judge.ipynb #c002
-import functools, inspect, json, os, re, urllib.parse
+import functools, inspect, json, os, re, urllib.parse, weakref
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from .options import nearest
@@ -36,6 +36,7 @@ class Judge:
         self.options = {'temperature': 0.0, 'max_tokens': 2048} if options is None else options
         self.counts = {'calls': 0, 'retries': 0, 'failures': 0, 'unparsable': 0}  # since the judge was made
         self.last_error = None                                                    # str, what the latest failure was
+        self._step, self._from, self._upto = None, dict(self.counts), dict(self.counts)
         self._error, self._unreached = openai.APIError, openai.APIConnectionError
         self._secret = api_key if api_key != 'none' else None
         self._client = openai.OpenAI(base_url=base_url, api_key=api_key, max_retries=retries, timeout=timeout)
@@ -46,6 +47,12 @@ class Judge:
         if error:
             raise ConnectionError(f'the judge {self.model!r} at {self.base_url} does not answer ({error}; {retries} '
                                   'retries): start it, or mend address, name or key')
+
+    def counts_of(self, step):  # any object that stays the same while a step is logged
+        "What was asked since another step was logged: dict, the same each time it is asked of one step."
+        if self._step is None or self._step() is not step:
+            self._step, self._from, self._upto = weakref.ref(step), self._upto, dict(self.counts)
+        return {name: n - self._from[name] for name, n in self._upto.items()}
 
     def ask(self, prompts, parse):
         """Put prompts (list of str, or of message lists) to the model, `concurrency` at a time: list of values, in
@@ -120,16 +127,18 @@ def _judge_at(settings):
     return Judge(api_key=read_key(settings.pop('key_from', None)), **settings)
 
 # %% ../nbs/18_judge.ipynb #c0121
-JUDGE_LOGS = {'judge_calls': 'prompts that the judge was asked since the run was started or resumed',
+JUDGE_LOGS = {'judge_calls': 'prompts that the judge was asked for this step',
               'judge_retries': 'further attempts at these',
               'judge_failures': 'of these, prompts that were never answered: their rollouts are missing',
               'judge_unparsable': 'of these, replies that could not be read: their rollouts are missing'}
 
 def judge_counts(
-    judge,  # Judge; None, or a stand-in that counts nothing
+    judge,      # Judge; None, or a stand-in that counts nothing
+    step=None,  # see Judge.counts_of; None: since the judge was made
 ):
-    "What a run logs of its judge, its counts so far under the names of JUDGE_LOGS: dict, {} without a `Judge`."
-    return {f'judge_{name}': n for name, n in judge.counts.items()} if isinstance(judge, Judge) else {}
+    "What a judge was asked, under the names of JUDGE_LOGS: dict, {} without a `Judge`."
+    if not isinstance(judge, Judge): return {}
+    return {f'judge_{name}': n for name, n in (judge.counts if step is None else judge.counts_of(step)).items()}
 
 # %% ../nbs/18_judge.ipynb #c0125
 def judge_text(

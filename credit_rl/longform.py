@@ -19,7 +19,7 @@ from .parameters import by_group, from_settings, make_parser, read_settings
 from .protocol import prompt_hash
 from .prs import PRS_JUDGE_PROMPT, judge_messages, parse_verdict, prs_rewards
 from .readers import read_answers, read_field
-from .runlog import atomic_write, read_json, read_turns
+from .runlog import atomic_write, read_json, read_turns, writing
 from .trajectory import Group, trajectory_from_json
 
 # %% ../nbs/77_longform.ipynb #c004
@@ -178,7 +178,8 @@ def run_longform(
     progress=True,  # progress bars
 ):
     """Evaluate on pairs, or take an evaluation, and judge its answers: the run folder, each set's folder with
-    `judged.json`. Raises ValueError on bad input, ConnectionError where the judge does not answer."""
+    `judged.json`. Raises ValueError on bad input, ConnectionError where the judge does not answer,
+    FolderInUse."""
     know_pairs()
     known = [*options_in(Judging), *options_in(Settings)]
     for name in settings:
@@ -190,11 +191,13 @@ def run_longform(
     words, judge = _words(judging), make_judge(judging.judge)
     judge.check()
     run = Path(folder) if folder else run_evaluation(played, engine, say, progress)
-    for name in read_scores(run):
-        x = judge_set(run/name, judge, *words)
-        shown = ', '.join(f'{n.replace("_", " ")} {"missing" if x["all"][n] is None else format(x["all"][n], ".3f")}'
-                          for n in (*VERDICTS, 'prs_long'))
-        say(f'{name}: {shown} on {x["all"]["questions"]} questions')
+    names = read_scores(run)
+    with writing(run):
+        for name in names:
+            x = judge_set(run/name, judge, *words)
+            number = lambda x: 'missing' if x is None else format(x, '.3f')
+            shown = ', '.join(f'{n.replace("_", " ")} {number(x["all"][n])}' for n in (*VERDICTS, 'prs_long'))
+            say(f'{name}: {shown} on {x["all"]["questions"]} questions')
     return run
 
 def judged_table(folder):  # of a run

@@ -7,7 +7,7 @@ __all__ = ['Warming', 'WarmUpChoice', 'make_warming', 'read_warming', 'check_war
            'gate_history', 'gate_figure', 'gate_table', 'is_warmup', 'warmup_table', 'main']
 
 # %% ../nbs/65_prepare.ipynb #c002
-import math, os, sys
+import contextlib, math, os, sys
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 import torch
@@ -263,7 +263,9 @@ def _warmed(c, log, ranks, say):
     finally:
         if c.engine != 'hf': engine.close()
     exam = Examination(data['dev'], stage.environments['dev'], metric, c.row_tokens)
-    learner, history = _teach(_warming_learner(s, choice, origin, stage.model), data['train'], exam, log, ranks, say)
+    teaching = _warming_learner(s, choice, origin, stage.model)
+    with _keeping_bad(log, stage.chat.tokenizer):
+        learner, history = _teach(teaching, data['train'], exam, log, ranks, say)
     summary = {**_summary(choice, s.course, history, exam, learner), 'protocol': stage.chat.protocol.name,
                'prompt_hash': prompt_hash(stage.chat.protocol)}
     write_warmed(log.folder, learner, stage.chat.tokenizer, summary, log, ranks)
@@ -271,12 +273,21 @@ def _warmed(c, log, ranks, say):
     say(('passed: ' if history[-1][1].passed else 'NOT passed: ') + str(history[-1][1]))
     return log.folder
 
+@contextlib.contextmanager
+def _keeping_bad(log, tokenizer):
+    "Where a step is refused, keep in `bad_step.json` what it was, and the states that made it. Raises BadStep."
+    try: yield
+    except BadStep as e:
+        states = [{'text': tokenizer.decode(ids), 'outcome': outcome} for ids, outcome in e.pairs]
+        log.bad_step({'step': e.step, 'error': str(e), 'states': states})
+        raise BadStep(f'warm-up, {e}; the states that made it are in {log.folder/"bad_step.json"}') from e
+
 def _warming_learner(s, choice, origin, model):
     """How a run's critic is taught, the learner that teaches it, and how many checkpoints are kept: (WarmUp, Learner,
     int)."""
     how = WarmUp(0 if choice.collected == 'cold' else choice.warm_steps, choice.warm_least, choice.warm_every,
                  choice.warm_batch, choice.head_rate, choice.backbone_rate, choice.warm_rise, s.learning.clip,
-                 s.learning.row_tokens, choice.must_pass, s.course.seed)
+                 s.learning.row_tokens, choice.must_pass, s.course.seed, s.learning.on_bad_step)
     critic = start_critic(get_method(s.course.method), CriticChoice('shared'), model, s.course.seed)
     if s.host.gradient_checkpointing: model.gradient_checkpointing_enable({'use_reentrant': False})
     frozen = Frozen(load_model(origin.base, origin.dtype)[0], offload=tuple(s.host.offload))

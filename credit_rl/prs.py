@@ -313,7 +313,7 @@ PARTS = (
     Reward('prs', r'R_i = R_{process} + R_{format} + \mathbb 1[R_{process} = 1]\, R_a', 'PRS eqs. 8-14',
            gives='outcome', text=_staged, check=_check_settings, words=lambda o: _words(o) if o['judge'] else None,
            reach=lambda o: o['judge'] and make_judge(o['judge']).check(),
-           metrics=lambda rewards, layout, o: judge_counts(make_judge(o['judge'])), logs=JUDGE_LOGS,
+           metrics=lambda rewards, layout, o: judge_counts(make_judge(o['judge']), layout), logs=JUDGE_LOGS,
            options={'form': Option('short', 'short answers (eq. 13) or long ones that a judge reads (eq. 14)',
                                    choices=('short', 'long')),
                     'judge': Option(None, 'settings of the judge: base_url, model, key_from, …', object),

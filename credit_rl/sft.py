@@ -6,7 +6,7 @@
 __all__ = ['keep_right', 'sft_rows', 'Imitation', 'fine_tune', 'rejection_sft', 'main']
 
 # %% ../nbs/64_sft.ipynb #c003
-import dataclasses, random, sys, tempfile, time
+import contextlib, dataclasses, math, random, sys, tempfile, time
 from dataclasses import dataclass
 from pathlib import Path
 import torch
@@ -14,6 +14,7 @@ from .engine import HFEngine, seed_of
 from .evaluate import evaluate
 from .launch import Progress
 from .layout import pack
+from .learner import BadStep
 from .options import check_settings, nearest, options_in, setting
 from .outcome import outcome_rewards
 from .parameters import by_group, from_settings, make_parser, read_settings
@@ -77,6 +78,33 @@ def _loss_callback(say, every=20.):
             say(f'update {state.global_step} of {state.max_steps}, loss {logs["loss"]:.3f}')
     return LossLines()
 
+# %% ../nbs/64_sft.ipynb #n64bad1
+def _guard(model, does='stop', say=None):
+    """What takes no update whose gradient is not finite: TrainerCallback. Raises BadStep with the number of the update,
+    `step`, and the ids of the rows that made it, `rows`; does='skip' leaves such an update out and counts it."""
+    from transformers.trainer_callback import TrainerCallback
+    class Guard(TrainerCallback):
+        seen, left_out = [], 0
+        def on_step_begin(self, *args, **rest): self.seen = []
+        def on_pre_optimizer_step(self, args, state, control, **rest):
+            "Look at the gradient, which has been clipped: what was not finite still is not."
+            norms = [p.grad.norm() for p in model.parameters() if p.grad is not None]
+            if math.isfinite(norm := torch.stack(norms).norm().item()): return
+            loss = sum(loss.item() for _, loss in self.seen) / len(self.seen)
+            why = f'update {state.global_step + 1}: the gradient is not finite (norm {norm}, loss {loss:.4g})'
+            if does == 'skip':
+                model.zero_grad()
+                self.left_out += 1
+                return say and say(f'{why}, so it was left out')
+            e = BadStep(f'{why}, so the weights were left as they were; try a smaller sft.learning_rate, or '
+                        'on_bad_step=skip')
+            e.step, e.rows = state.global_step + 1, [row.tolist() for ids, _ in self.seen for row in ids]
+            raise e
+    guard = Guard()
+    note = lambda module, args, given, out: guard.seen.append((given['input_ids'], out.loss.detach()))
+    guard.hook = model.register_forward_hook(note, with_kwargs=True)
+    return guard
+
 # %% ../nbs/64_sft.ipynb #c012
 def _trl():
     "TRL's configuration and trainer for fine-tuning. Raises ImportError without the extra `train`."
@@ -92,9 +120,10 @@ def fine_tune(
     micro=8,           # rows per forward
     seed=0,
     say=None,          # function called with lines of text; None: nobody is told how it goes
+    on_bad_step='stop',    # where a gradient is not finite: 'stop' raises BadStep, 'skip' goes on without it
 ):
     """Train on rows with TRL's SFTTrainer: its log, list of dict. Raises ImportError without the extra `train`,
-    ValueError without rows."""
+    ValueError without rows, BadStep."""
     if not rows:
         raise ValueError('there is nothing to imitate: no rollout was right; play more attempts, or begin with a '
                          'better model')
@@ -111,9 +140,11 @@ def fine_tune(
         trainer = SFTTrainer(model, args, train_dataset=Dataset.from_list(rows), processing_class=tokenizer)
         trainer.remove_callback(PrinterCallback)                          # its log is returned
         if say: trainer.add_callback(_loss_callback(say))
-        trainer.train()
+        trainer.add_callback(guard := _guard(model, on_bad_step, say))
+        try: trainer.train()
+        finally: guard.hook.remove()
     model.eval()
-    return trainer.state.log_history
+    return trainer.state.log_history + ([{'bad_updates': guard.left_out}] if guard.left_out else [])
 
 # %% ../nbs/64_sft.ipynb #c014
 def rejection_sft(
@@ -126,8 +157,7 @@ def rejection_sft(
     c = make_config(config) if isinstance(config, dict) else config
     if c.dry_run: raise ValueError('dry_run is for training by reinforcement; this fine-tuning has none')
     check(c)
-    if c.resume and (Path(c.run)/'summary.json').exists():
-        return _finished(c, how, say)
+    if c.resume and (Path(c.run)/'summary.json').exists(): return _finished(c, how, say)
     _trl()                                                       # before anything is played
     acting, origin = (s := settings_of(c)).acting, origin_of(s.course, s.acting, s.host, s.critic)
     metric = bound_method(dataclasses.replace(s.course, method='grpo'), s.task, c.questions_per_step).metric
@@ -143,7 +173,8 @@ def rejection_sft(
         kept = keep_right(groups, metric, how.per_question, c.seed)
         rows = sft_rows(kept) if kept else []
         say(f'{len(rows)} rows of {sum(len(g.trajectories) for g in groups)} rollouts are right, different, and kept')
-        history = fine_tune(stage.model, stage.chat.tokenizer, rows, how, seed=c.seed, say=say)
+        with _keeping_bad(log, stage.chat.tokenizer):
+            history = fine_tune(stage.model, stage.chat.tokenizer, rows, how, 8, c.seed, say, s.learning.on_bad_step)
         final, tested = test()
         with atomic_folder(log.folder/'model') as place:
             for part in (stage.model, stage.chat.tokenizer): part.save_pretrained(place)
@@ -167,6 +198,14 @@ def _finished(config, how, say):
                          'another name')
     say(f'{folder} is complete and left as it is')
     return folder
+
+@contextlib.contextmanager
+def _keeping_bad(log, tokenizer):
+    "Where an update is refused, keep in `bad_step.json` what it was, and the rows that made it. Raises BadStep."
+    try: yield
+    except BadStep as e:
+        log.bad_step({'step': e.step, 'error': str(e), 'rollouts': [tokenizer.decode(row) for row in e.rows]})
+        raise BadStep(f'{e}; the rows that made it are in {log.folder/"bad_step.json"}') from e
 
 def _played(stage, engine, sampling, how, seed, say, at_once=24):
     "Rollouts of training questions, a batch at a time: list of Group."
@@ -192,7 +231,7 @@ def main(arguments=None):
             wrong = f'sft.{unknown[0]}'
             raise ValueError(f'no setting {wrong!r}{nearest(wrong, [f"sft.{n}" for n in known])}')
         rejection_sft(settings, from_settings(Imitation, own))
-    except (ValueError, OSError, TypeError, ImportError) as e: sys.exit(f'credit_rl.sft: {e}')
+    except (ValueError, OSError, TypeError, ImportError, BadStep) as e: sys.exit(f'credit_rl.sft: {e}')
     except KeyboardInterrupt:
         print('credit_rl.sft: interrupted; the same command begins anew', file=sys.stderr)
         sys.exit(130)

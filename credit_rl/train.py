@@ -16,6 +16,7 @@ import contextlib, copy, dataclasses, gzip, json, math, os, re, shutil, sys, thr
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
 import torch, yaml
 from .advantages import anchor_ids, anchor_share
@@ -507,10 +508,11 @@ def credited_tokens(
 def collapsed(rates, share=0.25, window=5):
     """Whether the mean of the last `window` answer rates is below `share` of the best earlier window's (which must
     reach 0.2)."""
-    if len(rates) < 2 * window: return False
-    means = [sum(rates[i:i + window]) / window for i in range(len(rates) - window + 1)]
-    best = max(means[:-window])
-    return best >= 0.2 and means[-1] < share * best
+    last = sum(rates[-window:]) / window
+    if len(rates) < 2 * window or last >= share: return False                # no window has more than 1
+    sums = [0., *accumulate(rates[:-window])]
+    best = max(b - a for a, b in zip(sums, sums[window:])) / window
+    return best >= 0.2 and last < share * best
 
 # %% ../nbs/63_train.ipynb #n6311
 def judge_hashes(

@@ -235,7 +235,7 @@ PARTS = (
            words=_words,
            text=lambda groups, o: judge_rewards(groups, make_judge(o['judge']), tuple(o['weights']), _words(o)),
            reach=lambda o: make_judge(o['judge']).check(),
-           metrics=lambda rewards, layout, o: judge_counts(make_judge(o['judge'])), logs=JUDGE_LOGS,
+           metrics=lambda rewards, layout, o: judge_counts(make_judge(o['judge']), layout), logs=JUDGE_LOGS,
            options={'judge': Option(None, 'settings of the judge: base_url, model, key_from, …', object),
                     'judge_prompt': Option(None, 'text file with {question} and {pairs}; None: our own words', str),
                     'weights': Option((1, 1, 1), 'of correctness, efficiency, clarity', object)}),

@@ -8,7 +8,7 @@ __all__ = ['check_sampling', 'vllm_parameters', 'VLLMStream', 'parameter_shapes'
            'VLLMEngine', 'adapter_weights', 'check_adapter', 'save_adapter', 'logp_gap', 'sync_gap', 'sampler_weights']
 
 # %% ../nbs/21_vllm_engine.ipynb #c003
-import contextlib, importlib.util, os, random, signal, sys, tempfile, threading, time
+import contextlib, importlib.util, os, random, signal, subprocess, sys, tempfile, threading, time
 from dataclasses import dataclass, field, fields
 import torch
 from .engine import Finished, Sampling, check_request, end_ids, continue_prompts, stop_tokens
@@ -278,6 +278,27 @@ class _Tied:
                 with contextlib.suppress(ProcessLookupError): os.kill(process, signal.SIGKILL)
         threading.Thread(target=watch, daemon=True).start()
 
+_WATCH = """
+import sys, time, psutil
+caller, since, begun = psutil.Process(int(sys.argv[1])), psutil.Process().create_time(), set()
+try:
+    while caller.status() != psutil.STATUS_ZOMBIE:
+        begun |= {p for p in caller.children(recursive=True) if p.create_time() > since}
+        time.sleep(.2)
+except psutil.NoSuchProcess: pass
+for p in begun:
+    try: p.kill()
+    except psutil.NoSuchProcess: pass
+"""
+
+@contextlib.contextmanager
+def _watched():
+    "If this process is killed within a block, another one ends what was started there."
+    quiet = dict.fromkeys(('stdin', 'stdout', 'stderr'), subprocess.DEVNULL)
+    with subprocess.Popen([sys.executable, '-c', _WATCH, str(os.getpid())], start_new_session=True, **quiet) as watcher:
+        try: yield
+        finally: watcher.kill()
+
 def _wake_when_dead(core):
     """Watch vLLM's note that its process is gone, and wake those who wait for a word from it, which vLLM leaves
     waiting for ever."""
@@ -302,6 +323,20 @@ def _heard(doing):
         raise EngineLost(f"vLLM's own process ended while it was to {doing} (killed from outside, out of memory, or "
                          "an error of its own, which then stands above); "
                          'nothing of the learner is lost: start again from the last checkpoint') from e
+
+@contextlib.contextmanager
+def _interruptible():
+    "Let an interrupt end a block of vLLM's, parts of which swallow KeyboardInterrupt: it is raised behind the block."
+    class Stopped(BaseException): "What vLLM does not know."
+    def stop(number, frame): raise Stopped
+    before = signal.getsignal(signal.SIGINT)
+    heard = threading.current_thread() is threading.main_thread() and callable(before)     # else it is ignored anyway
+    try:
+        if heard: signal.signal(signal.SIGINT, stop)
+        yield
+    except Stopped: raise KeyboardInterrupt from None
+    finally:
+        if heard: signal.signal(signal.SIGINT, before)
 
 # %% ../nbs/21_vllm_engine.ipynb #c034
 def visible_devices(
@@ -425,11 +460,10 @@ def start_vllm(folder, arguments, own_process, devices=None):
         config = EngineArgs(model=str(folder), skip_tokenizer_init=True, generation_config='vllm',
                             logprobs_mode='processed_logprobs', enable_prefix_caching=True, disable_log_stats=True,
                             **own, **arguments).create_engine_config()
-        with _heard('start'):
+        with _heard('start'), _interruptible(), _watched() if own_process else contextlib.nullcontext():
             llm = LLMEngine(config, Executor.get_class(config), log_stats=False, multiprocess_mode=own_process)
-    if own_process:
-        llm.collective_rpc('end_with', args=(os.getpid(),))
-        _wake_when_dead(llm.engine_core)
+            if own_process: llm.collective_rpc('end_with', args=(os.getpid(),))
+    if own_process: _wake_when_dead(llm.engine_core)
     return llm
 
 # %% ../nbs/21_vllm_engine.ipynb #c045

@@ -21,7 +21,7 @@ from .folr import first_occurrence
 from .groups import index_groups
 from .launch import Ranks
 from .layout import hidden_states, pack
-from .learner import Critic, Frozen, Learner, Optimiser, only_data
+from .learner import BadStep, Critic, Frozen, Learner, Optimiser, only_data
 from .parts import Credit, Loss
 from .outcome import outcome_rewards
 from .protocol import PROTOCOLS, Chat, read_context
@@ -258,6 +258,7 @@ class WarmUp:
     row_tokens: int = 4096       # padded tokens in a forward
     must_pass: bool = True       # False: end with whatever critic there is, for ablations
     seed: int = 0
+    on_bad_step: str = 'stop'    # where a gradient is not finite, see Optimiser
 
 # %% ../nbs/54_warmup.ipynb #c043
 def critic_learner(
@@ -274,7 +275,7 @@ def critic_learner(
     model.requires_grad_(bool(how.backbone_rate))
     model.get_output_embeddings().weight.requires_grad_(False)
     optimiser = Optimiser(how.backbone_rate, how.head_rate, (.9, .999), .01, how.clip, how.rise, minibatches=1,
-                          row_tokens=how.row_tokens)
+                          row_tokens=how.row_tokens, on_bad_step=how.on_bad_step)
     return Learner(model, Loss(value_average='sequence-mean-token-mean'), optimiser, Critic(head, at=at), frozen,
                    temperature, how.seed, backend)
 
@@ -292,14 +293,19 @@ def read_states(learner, contexts):
 
 # %% ../nbs/54_warmup.ipynb #c044
 def _teach(learner, pairs, chosen):
-    """One step on some pairs, each of weight 1: the loss, float. A critic that is read before each token is taught
-    there too, the same return before every token of a segment."""
+    """One step on some pairs, each of weight 1: the loss, float, NaN where the step was left out. A critic that is read
+    before each token is taught there too, the same return before every token of a segment. Raises BadStep with the
+    number of the step and its `pairs`, list of (ids of the state, return)."""
     pick = lambda items: [items[i] for i in chosen.tolist()]
     everywhere = learner.critic.at == 'tokens'
     layout = _state_layout(pick(pairs.contexts), pick(pairs.segments) if everywhere else None)
     returns = pairs.returns[chosen].float()[layout.row_trajectory, None]
     nothing = torch.zeros(layout.ids.shape)
-    return learner.step(layout, None, Credit(nothing, torch.where(layout.trained, returns, nothing)))['loss']
+    try: log = learner.step(layout, None, Credit(nothing, torch.where(layout.trained, returns, nothing)))
+    except BadStep as e:
+        e.step, e.pairs = learner.updates + 1, [(pairs.contexts[i], float(pairs.returns[i])) for i in chosen.tolist()]
+        raise
+    return log.get('loss', math.nan)
 
 def warm_up(
     learner,    # see critic_learner
@@ -312,7 +318,7 @@ def warm_up(
     kept=None,  # such a dict, to go on from with a learner that was restored to that step
 ):
     """Teach a critic until it passes (CARL section 3.3, appendix C): list of (step, GateReport). Raises GateFailed if
-    it never does, unless it need not."""
+    it never does, unless it need not, and BadStep."""
     generator, history = torch.Generator().manual_seed(how.seed), []
     def sit(step, loss):
         history.append((step, examine()))

@@ -33,7 +33,7 @@ from credit_rl.engine import ScriptedEngine
 from credit_rl.layout import pack, token_logps
 from credit_rl.diagnostics import competence_table, hop_table
 from credit_rl.launch import Ranks
-from credit_rl.learner import Learner
+from credit_rl.learner import BadStep, Learner
 from credit_rl.metrics import benchmark_metric
 from credit_rl.models import load_model
 from credit_rl.outcome import outcome_rewards
@@ -46,7 +46,7 @@ from credit_rl.stage import tiny_worlds
 from credit_rl.train import train
 from credit_rl.trajectory import (example_group, Group, Question, Result, Stop, to_json, Trajectory,
                                   trajectory_from_json, Turn)
-from credit_rl.warmup import GATE, GateReport, context_values, gold_shown, read_collected, read_warmed
+from credit_rl.warmup import GATE, GateReport, context_values, gold_shown, make_pairs, read_collected, read_warmed
 from papermilled import papermill, shown
 from pieces import learner_of, stage_of
 
@@ -526,6 +526,26 @@ def test_a_warm_up_that_fails_ends_with_a_report_and_may_not_teach(model, script
     assert (summary['step'], summary['drift'], summary['report']['auc']) == (0, 0., .5)
     protocol = PROTOCOLS[settings['protocol']]
     assert (summary['protocol'], summary['prompt_hash']) == (protocol.name, prompt_hash(protocol))
+
+
+def test_a_warm_up_whose_gradient_is_not_finite_ends_and_keeps_what_made_it(model, scripted, tmp_path, monkeypatch):
+    "One state's return is absurd; resumed so that it skips the steps that meet it, the warm-up comes to its end."
+    def with_one(*args):
+        pairs = make_pairs(*args)
+        pairs.returns[:4] = 1e38
+        return pairs
+    monkeypatch.setattr(preparing, 'make_pairs', with_one)
+    run = tmp_path / 'warm'
+    settings = {**WARM, 'model': model, 'warm_steps': 8, 'warm_least': 2, 'warm_every': 2, 'must_pass': False,
+                'warm_batch': 16, 'run': str(run)}
+    with pytest.raises(BadStep, match='warm-up, update .* not finite .*bad_step.json'):
+        prepare(settings, say=lambda line: None)
+    bad = json.loads((run / 'bad_step.json').read_text())
+    assert bad['step'] >= 1 and 'loss' in bad['error'] and max(state['outcome'] for state in bad['states']) > 1e37
+    assert len(bad['states']) == 16 and all('<|im_start|>' in state['text'] for state in bad['states'])
+    assert not (run / 'summary.json').exists() and latest_checkpoint(run)[0] < bad['step']
+    prepare({**settings, 'resume': True, 'on_bad_step': 'skip'}, say=lambda line: None)
+    assert all(w.isfinite().all() for w in load_model(run / 'critic')[0].parameters())
 
 
 def test_how_far_the_policy_moved_is_missing_where_an_older_warm_up_kept_something_else(tmp_path):

@@ -442,12 +442,26 @@ def test_a_baseline_is_found_without_its_options(tmp_path):
         paired_differences(tmp_path, baseline='pp')
 
 
-def test_a_method_s_name_from_a_file_stays_in_its_cell(tmp_path):
-    attack = 'a|b\n\n<img src=x onerror=alert(1)> `c`'
+def test_a_key_among_the_settings_is_refused_before_papermill_writes_it(root, tmp_path, monkeypatch):
+    monkeypatch.chdir(root)
+    judge = {'base_url': 'http://127.0.0.1:9/v1', 'model': 'stub', 'api_key': 'sk-a-key-that-nobody-may-see'}
+    (tmp_path / 'params.yaml').write_text(json.dumps({'options': {'judge': judge}}))
+    with pytest.raises(SystemExit, match='export JUDGE_KEY=') as refusal:
+        main(['--methods', 'outcome+judge/calls', '--seeds', '1', '--params', str(tmp_path / 'params.yaml'), '--out',
+              str(tmp_path / 'out')])
+    assert 'sk-' not in str(refusal.value) and not (tmp_path / 'out').exists()
+
+
+@pytest.mark.parametrize('attack, said', [
+    ('a|b\n\n<img src=x onerror=alert(1)> `c`', "a\\|b &lt;img src=x onerror=alert(1)> 'c'"),
+    ('![a](http://h/x.png)', '![a] (http://h/x.png)'), ('[a](javascript:alert(1))', '[a] (javascript:alert(1))'),
+    ('a\\|b', 'a\\\\\\|b')], ids=['HTML', 'an image', 'a link', 'an escape'])
+def test_a_method_s_name_from_a_file_stays_in_its_cell(tmp_path, attack, said):
+    "Nor does it fetch anything when it is shown, or lead elsewhere."
     RunLog(made_up(tmp_path, 'grpo', 1), resume=True)
     for file in ('params.yaml', 'summary.json'):
         path = tmp_path / 'grpo-1' / file
         values = {**yaml.safe_load(path.read_text()), 'method': attack}
         path.write_text(json.dumps(values))
     header, rule, row, *rest = markdown_table(tmp_path).splitlines()
-    assert row.startswith("| a\\|b &lt;img src=x onerror=alert(1)> 'c' | 1 |") and '<' not in row
+    assert row.startswith(f'| {said} | 1 |') and '<' not in row

@@ -14,8 +14,9 @@ import time
 import pytest
 
 from credit_rl import runlog
+from credit_rl.command import main as command
 from credit_rl.runlog import (FolderInUse, Hold, RunLog, atomic_folder, changed_modules, code_hashes,
-                              imported_modules, metrics_by_step, module_hashes, save_checkpoint, source_hash)
+                              imported_modules, metrics_by_step, module_hashes, save_checkpoint, source_hash, writing)
 
 # argv: how many file operations to let pass, the run folder. The process dies at the next one and exits 9; if none is
 # left it exits 0.
@@ -290,6 +291,20 @@ def test_what_is_refused_for_another_reason_leaves_no_lock(tmp_path):
     with RunLog(tmp_path) as log: log.write_params({'seed': 1})
     with pytest.raises(FileExistsError): RunLog(tmp_path)
     assert os.listdir(tmp_path) == ['params.yaml']
+
+
+@pytest.mark.parametrize('words', [
+    ['audit', 'run=RUN', 'model=data/tiny_base'], ['export', 'runs/compare/tspo-101', 'RUN'],
+    ['asking', 'run=RUN', 'model=data/tiny_carl', 'protocol=carl-tiny', 'method=grpo']], ids=lambda words: words[0])
+def test_whatever_else_writes_a_folder_is_refused_too(root, tmp_path, monkeypatch, words):
+    "Before it computes anything; and what is refused leaves no folder behind that it made."
+    monkeypatch.chdir(root)
+    with Hold(tmp_path), pytest.raises(SystemExit, match=rf'{tmp_path} is being written by process {os.getpid()}'):
+        command([word.replace('RUN', str(tmp_path)) for word in words])
+    assert os.listdir(tmp_path) == []
+    with contextlib.suppress(ValueError), writing(tmp_path / 'new'): raise ValueError
+    with contextlib.suppress(ValueError), writing(tmp_path): raise ValueError
+    assert os.listdir(tmp_path) == []
 
 
 RANK = """

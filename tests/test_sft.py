@@ -93,3 +93,20 @@ def test_a_fine_tuning_that_was_ended_begins_anew(tmp_path, root, monkeypatch, c
     with pytest.raises(SystemExit, match='holds a finished fine-tuning by'):
         main([*words, 'resume=true', 'sft.batch=3'])
     assert (tmp_path / 'run' / 'summary.json').read_bytes() == made
+
+
+def test_an_update_whose_gradient_is_not_finite_is_not_taken(tmp_path, root, monkeypatch, capsys):
+    "TRL takes it, and what came out was a model of NaN and a summary of its score."
+    pytest.importorskip('trl')
+    monkeypatch.chdir(root)
+    words = [f'run={tmp_path / "run"}', 'model=data/tiny_base', 'questions=40', 'dev_questions=6', 'test_questions=6',
+             'threads=1', 'seed=3', 'sft.questions=12', 'sft.attempts=6', 'sft.epochs=4', 'sft.learning_rate=1e30']
+    with pytest.raises(SystemExit, match='update 3: the gradient is not finite .*bad_step.json'): main(words)
+    bad = json.loads((tmp_path / 'run' / 'bad_step.json').read_text())
+    assert bad['step'] == 3 and 'loss' in bad['error']
+    assert bad['rollouts'] and all('<answer>' in row for row in bad['rollouts'])
+    assert sorted(p.name for p in (tmp_path / 'run').iterdir()) == ['bad_step.json']
+    main([*words, 'resume=true', 'on_bad_step=skip'])
+    assert 'update 3: the gradient is not finite' in capsys.readouterr().out
+    weights = load_model(str(tmp_path / 'run' / 'model'))[0].parameters()
+    assert all(w.isfinite().all() for w in weights)

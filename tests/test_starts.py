@@ -227,6 +227,20 @@ def test_a_notebook_apart_from_its_run_is_refused(tmp_path, monkeypatch):
     RunFolders.write(as_papermill_writes(cell='folders = 3'), 'runs/other/report.ipynb')    # a report has no run
 
 
+KEY = 'sk-a-key-that-nobody-may-see'
+
+
+@pytest.mark.parametrize('given', [{'options': {'judge': {'model': 'x', 'api_key': KEY}}}, {'api_key': KEY},
+                                   {'options': {'judges': [{'base_url': f'https://me:{KEY}@judge.org/v1'}]}}])
+def test_a_key_among_the_parameters_is_refused_before_a_notebook_keeps_it(tmp_path, monkeypatch, given):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="export JUDGE_KEY=.*'key_from': 'JUDGE_KEY'") as refusal:
+        RunFolders.write(as_papermill_writes(run='runs/x', **given), 'runs/x/notebook.ipynb')
+    assert KEY not in str(refusal.value) and not Path('runs').exists()
+    fine = {'judge': {'model': 'x', 'key_from': 'JUDGE_KEY', 'base_url': 'http://127.0.0.1:1/v1'}}
+    RunFolders.write(as_papermill_writes(run='runs/x', options=fine), 'runs/x/notebook.ipynb')
+
+
 @pytest.mark.parametrize('name', ['90_train', '91_evaluate', '92_warmup'])
 def test_the_run_notebooks_say_where_their_run_lies(name, tmp_path, monkeypatch):
     "Else the check above would let them pass."

@@ -1,6 +1,7 @@
 """A folder from a stranger (a run, a checkpoint, a model, an index, a base, a data set, a notebook) runs no code, leads
 nowhere else, and takes no more memory than such a folder may. What a checkpoint's own files may hold is tested in
 test_learner.py and test_deepspeed.py."""
+import ast
 import gzip
 import json
 import os
@@ -14,6 +15,7 @@ import pytest
 import torch
 
 from credit_rl import protocol
+from credit_rl.critics import LinearHead
 from credit_rl.datasets import load_questions
 from credit_rl.estimate import read_sizes
 from credit_rl.export import read_policy
@@ -25,7 +27,7 @@ from credit_rl.readers import Passage
 from credit_rl.retrieval import BM25
 from credit_rl.runlog import (RunFolders, RunLog, atomic_write, latest_checkpoint, metrics_by_step, named_checkpoint,
                               read_json, read_params, read_summary, read_turns, read_yaml, save_checkpoint)
-from credit_rl.warmup import read_collected, read_tiers, read_warmed
+from credit_rl.warmup import Warmed, read_collected, read_tiers, read_warmed
 from credit_rl.watch import NewestRollouts
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -107,6 +109,26 @@ def test_no_module_trusts_the_code_of_a_model():
                 assert 'trust_remote_code=False' in after[:160], path.name
         for after in source.split(' SentenceTransformer(')[1:]:
             assert 'trust_remote_code=False' in after[:160], path.name
+
+
+def test_no_module_reads_weights_but_as_data():
+    "Each torch.load stands in a block of only_data's."
+    for path in (ROOT / 'credit_rl').glob('*.py'):
+        tree = ast.parse(path.read_text(encoding='utf-8'))
+        blocks = [n for n in ast.walk(tree) if isinstance(n, ast.With)
+                  and any('only_data' in ast.unparse(item.context_expr) for item in n.items)]
+        inside = {inner for block in blocks for inner in ast.walk(block)}
+        loads = [n for n in ast.walk(tree) if isinstance(n, ast.Call) and ast.unparse(n.func) == 'torch.load']
+        assert set(loads) <= inside, path.name
+        assert not any(isinstance(n, ast.Attribute) and ast.unparse(n) in ('pickle.load', 'pickle.loads')
+                       for n in ast.walk(tree)), path.name
+
+
+def test_the_head_of_a_strangers_critic_is_read_as_numbers(tmp_path, mark):
+    head = LinearHead(8)
+    torch.save({**head.state_dict(), 'more': Harm(mark)}, tmp_path / 'head.pt')
+    with pytest.raises(ValueError, match='might run any program'):
+        Warmed(tmp_path, 'linear', None, {}).load_head(head)
 
 
 EVIL = {'classes': "{{ ''.__class__.__mro__[1].__subclasses__() }}",

@@ -1,6 +1,12 @@
 ("Between engine and learner, without vLLM: which weights are whole, where a turn ends, how far two log-probabilities "
  "lie apart, and what corrects for it.")
 import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +21,7 @@ from credit_rl.parts import Loss
 from credit_rl.losses import policy_terms
 from credit_rl.protocol import byte_tokenizer
 from credit_rl.tiny import tiny_tokenizer
-from credit_rl.vllm_engine import complete, logp_gap, parameter_shapes, sampler_weights, sync_gap
+from credit_rl.vllm_engine import (_interruptible, complete, logp_gap, parameter_shapes, sampler_weights, sync_gap)
 from credit_rl.engine import stop_tokens
 
 BYTES, WORDS = byte_tokenizer(), tiny_tokenizer()
@@ -136,3 +142,49 @@ def test_the_other_engine_records_what_the_learner_reads(root):
     model, tokenizer = load_model(str(root / 'data' / 'tiny_base'))
     assert sync_gap(HFEngine(model.cpu(), tokenizer), model, [[10, 11, 12], [13]],
                     tolerance=1e-4)['logp_gap_max'] < 1e-4
+
+
+# ---- while vLLM starts ----
+
+STARTS = """
+import subprocess, sys, time
+from credit_rl.vllm_engine import _watched
+before = subprocess.Popen(['sleep', '600'], stdout=subprocess.DEVNULL)
+time.sleep(.1)                                                # a tick of the clock by which processes are told apart
+with _watched():
+    time.sleep(.1)
+    inside = subprocess.Popen(['sleep', '600'], stdout=subprocess.DEVNULL)
+    print(before.pid, inside.pid, flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.mark.skipif(not Path('/proc').exists(), reason='needs /proc')
+def test_what_a_killed_process_was_starting_is_ended(root):
+    "And not what it had started before."
+    pytest.importorskip('psutil')
+    process = subprocess.Popen([sys.executable, '-c', STARTS], cwd=root, text=True, stdin=subprocess.PIPE,
+                               stdout=subprocess.PIPE)
+    before, inside = map(int, process.stdout.readline().split())
+    time.sleep(3)                                                         # for the watcher to have seen them
+    process.kill()
+    process.communicate()
+    end = time.monotonic() + 30
+    while runs(inside) and time.monotonic() < end: time.sleep(.1)
+    assert not runs(inside) and runs(before)
+    os.kill(before, signal.SIGKILL)
+
+
+def runs(pid):
+    "Whether a process is there, and no zombie."
+    try: return Path(f'/proc/{pid}/stat').read_text().rpartition(')')[2].split()[0] not in 'ZX'
+    except OSError: return False
+
+
+def test_an_interrupt_that_is_swallowed_ends_the_block():
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt), _interruptible():
+        try: signal.raise_signal(signal.SIGINT)
+        except KeyboardInterrupt: pass
+        raise AssertionError('it went on')
+    assert signal.getsignal(signal.SIGINT) is before

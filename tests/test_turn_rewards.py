@@ -6,6 +6,7 @@ import pytest, torch
 from hypothesis import given, settings, strategies as st
 from torch.testing import assert_close
 
+from credit_rl import judge as judges
 from credit_rl.advantages import gae, mt_grpo_star, to_tokens
 from credit_rl.groups import at_last_turn, discounted_sum, index_groups
 from credit_rl.judge import Judge
@@ -15,7 +16,7 @@ from credit_rl.outcome import outcome_rewards
 from credit_rl.parts import assign, bind, part_metrics
 from credit_rl.potentials import bridge, shaping_rewards
 from credit_rl.protocol import prompt_hash
-from credit_rl.runlog import METRICS
+from credit_rl.runlog import METRICS, read_metrics, same_metrics
 from credit_rl.train import train
 from credit_rl.trajectory import Group, Question, Result, Stop, Trajectory, Turn, example_group
 from credit_rl.turn_rewards import (judge_prompt, judge_rewards, parse_ratings, place_rewards, rating_scores,
@@ -580,6 +581,23 @@ def test_a_run_that_asks_a_judge_keeps_the_hash_of_its_words(root, tmp_path):
     summary = json.loads((run / 'summary.json').read_text())
     assert summary['judge_prompt_hashes'] == {'judge': prompt_hash('Grade {pairs} for {question}.')}
     assert len(stub.requests) > 1 and all('Grade Pair 1' in r['messages'][0]['content'] for r in stub.requests[1:])
+
+
+def test_a_run_that_is_resumed_counts_its_judge_as_a_whole_one(root, tmp_path):
+    "By step; what was asked so far began at 0 again with each process."
+    with Stub(lambda prompt, attempt: f'ratings_by_pair={[[2, 1, 0]] * prompt.count("<tool_response>")}') as stub:
+        judge = {'base_url': f'http://127.0.0.1:{stub.server.server_port}/v1', 'model': 'stub'}
+        settings = dict(method='outcome+judge/calls', options={'judge': judge}, model=str(root / 'data' / 'tiny_base'),
+                        questions_per_step=2, group_size=3, questions=20, dev_questions=2, test_questions=2,
+                        max_turns=3, turn_tokens=12, world={'size': 200}, threads=1, eval_every=1, track='')
+        folders = tmp_path / 'whole', tmp_path / 'parts', tmp_path / 'parts'
+        for folder, steps in zip(folders, (3, 1, 3)):
+            judges._judge_at.cache_clear()                                                    # another process
+            train(settings | {'steps': steps, 'run': str(folder), 'resume': True}, say=lambda line: None)
+        asked = len(stub.requests) - 3                                                        # a check before each
+    assert same_metrics(*folders[:2]) == []
+    calls = read_metrics(folders[0]).judge_calls.dropna()
+    assert (calls > 0).all() and 2 * calls.sum() == asked
 
 
 KEY = 'sk-a-key-that-nobody-may-see'

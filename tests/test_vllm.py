@@ -10,8 +10,10 @@ import importlib.util
 import json
 import math
 import os
+import signal
 import subprocess
 import sys
+import time
 from dataclasses import replace
 
 import pytest
@@ -509,6 +511,37 @@ def test_a_killed_engine_and_a_killed_learner(root, tmp_path):
     agrees(tmp_path / 'whole', 4)
     assert same_metrics(tmp_path / 'whole', tmp_path / 'run') == [] and read_turns(tmp_path / 'whole') == read_turns(
         tmp_path / 'run')
+
+
+def child_of(run):
+    "vLLM's own process, which a run starts."
+    while True:
+        assert run.poll() is None
+        family = psutil.Process(run.pid).children(recursive=True)
+        if core := [p for p in family if 'spawn_main' in ' '.join(p.cmdline())]: return core[0]
+        time.sleep(.1)
+
+
+def test_an_interrupt_ends_a_run_whose_engine_hangs_while_it_starts(root, tmp_path):
+    "vLLM takes an interrupt for the end of one of its waits, and goes on with the next, of ten minutes."
+    run = start(root, tmp_path / 'run', **ADAPTED)
+    core = child_of(run)
+    core.suspend()
+    time.sleep(20)                                             # until it is waited for
+    run.send_signal(signal.SIGINT)
+    said = run.communicate(timeout=100)[0]
+    assert run.returncode == 130 and 'was interrupted; it had no checkpoint yet' in said, said[-4000:]
+    assert not psutil.wait_procs([core], 30)[1] and 'Traceback' not in said
+
+
+def test_an_engine_that_starts_ends_with_a_run_that_is_killed(root, tmp_path):
+    "It would wait for a word for ever."
+    run = start(root, tmp_path / 'run', **ADAPTED)
+    core = child_of(run)
+    time.sleep(2)
+    run.kill()
+    run.communicate()
+    assert not psutil.wait_procs([core], 30)[1]
 
 
 def test_a_run_one_step_off_is_killed_and_resumed(root, tmp_path):
