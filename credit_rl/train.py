@@ -22,8 +22,8 @@ from .advantages import anchor_ids, anchor_share
 from .critics import explained_variance
 from .benchmarks import get_benchmark
 from .engine import Sampling, seed_of
-from .estimate import (KNOWN_SIZES, Load, Plan, describe, describe_ahead, describe_sharing, measure_tflops, memory,
-                                read_sizes, step_seconds)
+from .estimate import (KNOWN_SIZES, Load, Plan, describe, describe_ahead, describe_sharing, measure_tflops,
+                                memory, read_sizes, step_seconds)
 from .evaluate import by_set, evaluate, summarize
 from .folr import first_turns, has_evidence, near_miss_share, op_table
 from .groups import group_share, index_groups
