@@ -7,8 +7,8 @@ __all__ = ['PLAYED', 'MAY_CHANGE', 'train_step', 'Run', 'run_facts', 'bound_meth
            'write_played', 'read_played', 'CalledOff', 'playing_ahead', 'describe_rollouts', 'process_shares',
            'tier_rates', 'known_tiers', 'credit_metrics', 'correct_credit', 'kl_from_base', 'rollout_rows',
            'keeping_bad', 'turn_records', 'is_kept', 'credited_tokens', 'collapsed', 'judge_hashes', 'note_params',
-           'check_same_params', 'finished', 'log_lines', 'SilentLog', 'saving', 'begin_run', 'plan_of', 'sharing_line',
-           'rank_tflops', 'is_large', 'Examiner', 'examine', 'no_gpu', 'train', 'launch_ranks', 'main',
+           'check_same_params', 'finished', 'log_lines', 'SilentLog', 'saving', 'begin_run', 'plan_of', 'load_of',
+           'sharing_line', 'rank_tflops', 'is_large', 'Examiner', 'examine', 'no_gpu', 'train', 'launch_ranks', 'main',
            'end_interrupted']
 
 # %% ../nbs/63_train.ipynb #c002
@@ -23,8 +23,8 @@ from .advantages import anchor_ids, anchor_share
 from .critics import explained_variance
 from .benchmarks import get_benchmark
 from .engine import Sampling, seed_of
-from .estimate import (KNOWN_SIZES, Plan, describe, describe_ahead, describe_sharing, measure_tflops, memory,
-                                read_sizes, step_seconds)
+from .estimate import (KNOWN_SIZES, Load, Plan, describe, describe_ahead, describe_sharing, measure_tflops,
+                                memory, read_sizes, step_seconds)
 from .evaluate import by_set, evaluate, summarize
 from .folr import first_turns, has_evidence, near_miss_share, op_table
 from .groups import group_share, index_groups
@@ -749,16 +749,21 @@ def _lora_share(model, lora):
     return sum(p.numel() for p in empty.parameters() if p.requires_grad) / whole
 
 # %% ../nbs/63_train.ipynb #n0306
-def _forecast(c):
-    "The estimate of a run, as lines."
-    method, s, plan, sizes = get_method(c.method), settings_of(c), plan_of(c), read_sizes(c.model)
+def load_of(config):
+    "What a step of a configuration computes, if every trajectory is as long as it may be: `Load`."
+    c, method, s = config, get_method(config.method), settings_of(config)
     loss = s.learning.loss_of(method)
     reads = extra_passes(method, c.critic, bool(loss.kl), bool(c.recompute or c.engine == 'vllm' or c.ahead),
                          s.teacher.period(method, c.steps) or 0,
                          [name for name in c.measure if not (name == 'entropy' and loss.entropy)])
-    tokens = c.questions_per_step * c.group_size * c.max_tokens
+    return Load(c.questions_per_step * c.group_size * c.max_tokens, c.max_tokens, sum(reads.values()), c.epochs,
+                c.minibatches)
+
+def _forecast(c):
+    "The estimate of a run, as lines."
+    s, plan, sizes, load = settings_of(c), plan_of(c), read_sizes(c.model), load_of(c)
     tflops, taken = rank_tflops(s.host)
-    seconds = step_seconds(sizes, plan, tokens, c.max_tokens, tflops, sum(reads.values()), c.epochs)
+    seconds = step_seconds(sizes, plan, load.tokens, load.length, tflops, load.reads, load.epochs)
     return [*describe(sizes, plan, seconds, c.steps), *([describe_ahead(seconds)] if c.ahead else []), taken,
             *([sharing_line(sizes, s.acting, s.learning)] if s.learning.tree else [])]
 

@@ -142,11 +142,12 @@ def block_mask(tree):  # Tree, padded to a multiple of BLOCK
 def tree_attention(module, query, key, value, attention_mask, tree=None, **kwargs):
     """Attention for Hugging Face's models, see its AttentionInterface: along a tree's paths (`Paths`) or by its block
     mask, and where no tree is given the model's own."""
-    from transformers.integrations import flex_attention, sdpa_attention
+    from transformers import AttentionInterface
+    from transformers.integrations import flex_attention
     if tree is None:
         if module.config._attn_implementation == NAMES['eager']:
             plain = sys.modules[type(module).__module__].eager_attention_forward
-        else: plain = sdpa_attention.sdpa_attention_forward
+        else: plain = AttentionInterface()['sdpa']
         return plain(module, query, key, value, attention_mask, **kwargs)
     if not isinstance(tree, Paths):
         return flex_attention.flex_attention_forward(module, query, key, value, tree, scaling=kwargs.get('scaling'))

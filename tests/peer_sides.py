@@ -136,7 +136,8 @@ def long_game(small, questions=1):
 
 
 GAMES = {'loop tiny': (tiny_game, 1, 5), 'loop long': (long_game, 0, 1),   # steps that warm up, steps that are timed
-         'loop defaults': (functools.partial(long_game, questions=2), 0, 1)}
+         'loop defaults': (functools.partial(long_game, questions=2), 0, 1),
+         'loop lean': (functools.partial(long_game, questions=2), 0, 1)}
 
 
 def played(groups):
@@ -154,9 +155,9 @@ def add(made, more):
 
 # ---- the loops ----
 
-def our_loop(case, small, own=False):
+def our_loop(case, small, own=False, lean=False):
     """`train_step` of credit_rl.train as a run calls it: rollout, credit, update, metrics and the log of rollouts. With
-    `own`, row_tokens are the library's default."""
+    `own`, row_tokens are the library's default; with `lean`, activations are computed again."""
     from credit_rl import train
     from credit_rl.engine import HFEngine
     from credit_rl.runlog import RunLog
@@ -168,7 +169,8 @@ def our_loop(case, small, own=False):
         config = make_config(dict(
             model=str(BASE), method='grpo', average='token-mean', run=f'{folder}/run', track='', steps=steps,
             questions_per_step=game.per_step, group_size=game.group, learning_rate=1e-6, minibatches=game.updates,
-            turn_tokens=game.turn_tokens, **({} if own else {'row_tokens': game.row_tokens})))
+            turn_tokens=game.turn_tokens, gradient_checkpointing=lean,
+            **({} if own else {'row_tokens': game.row_tokens})))
         s = settings_of(config)
         stage = Stage(game.env.chat, game.model, {'train': game.questions}, {'train': game.env})
         engine = HFEngine(game.model, game.tokenizer, max_length=game.env.max_tokens)
@@ -468,6 +470,8 @@ SIDES = {f'{case}/{name}': functools.partial(loop, case) for case in GAMES
          for name, loop in (('credit_rl', our_loop), ('trl', trl_loop))}
 SIDES |= {'loop defaults/credit_rl': functools.partial(our_loop, 'loop defaults', own=True),
           'loop defaults/trl': functools.partial(trl_loop, 'loop defaults', own=True),
+          'loop lean/credit_rl': functools.partial(our_loop, 'loop lean', own=True, lean=True),
+          'loop lean/trl': functools.partial(trl_loop, 'loop lean', own=True),
           'engine/credit_rl': our_engine, 'engine/transformers generate': plain_generate,
           'engine/vllm-cpu': vllm_generate,
           'scoring/credit_rl': functools.partial(scoring, True), 'scoring/separate': functools.partial(scoring, False),

@@ -26,7 +26,8 @@ PARTICIPLES = {'told', 'noted', 'beside'}   # no names for things: say what they
 WHOLE = ('train', '_train', 'begin_run', 'launch_ranks', 'rejection_sft', 'prepare', '_prepare', '_warmed',
          '_warming_learner',
          'check', '_check_method', '_check_warmed', 'check_warming', 'settings_of', 'group_of', 'examine', 'plan_of',
-         '_plan', '_weigh', '_forecast', 'note_params', 'check_same_params', 'run_audit', '_audited', '_judged_run',
+         'load_of', '_plan', '_weigh', '_forecast', 'note_params', 'check_same_params', 'run_audit', '_audited',
+         '_judged_run',
          'run_asking', '_hold_and_start', '_finished')
 HERE = [str(p) for p in (ROOT, ROOT.parent, Path.home(), Path(tempfile.gettempdir())) if p != Path(p.anchor)]
 PATHS = re.compile('(?<![\\w/.:<])(?:' + '|'.join(map(re.escape, HERE)) +

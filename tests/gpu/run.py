@@ -137,7 +137,7 @@ def training_part(a):
         import papermill
     except ImportError as e: raise CannotRun(f'the notebook is run by papermill and ipykernel: {e}') from e
     few = dict(steps=1, questions=20, dev_questions=4, test_questions=6, questions_per_step=2, group_size=2,
-               world={'size': 40}) if a.small else dict(
+               world={'size': 60}) if a.small else dict(
         steps=60, questions=6000, dev_questions=420, test_questions=1200, questions_per_step=48, group_size=8,
         row_tokens=65536, world={'size': 1500})
     os.environ['PYTHONPATH'] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get('PYTHONPATH')]))
