@@ -89,7 +89,8 @@ _PANELS = (  # title, unit, metric → its name in the legend
     ('learner against engine', 'mean gap, nats per token', {'logp_gap': ''}),
     ('missing measurements', 'states per step', {'missing_states': ''}),
     ('time', 'seconds per step',
-     {f'seconds_{s}': s for s in ('rollout', 'play_on', 'evaluate', 'teacher', 'update', 'load', 'dev', 'gate', 'checkpoint')}),
+     {f'seconds_{s}': s for s in ('rollout', 'play_on', 'evaluate', 'teacher', 'update', 'load', 'dev', 'gate',
+                                  'checkpoint')}),
 )
 _STACKED = {'groups': ('#0173b2', '#d0d0d0', '#de8f05'),
             'what was shown': ('#0173b2', '#56b4e9', '#de8f05', '#d0d0d0'),

@@ -703,7 +703,7 @@ def teach_critic(
     layout,
     returns,  # (R, T) the critic's targets
 ):
-    "Take one update of a critic alone, by the rates of the learner's last one. Returns value_loss and critic_grad_norm."
+    "Take one update of a critic alone, at the rates of the learner's next one. Returns value_loss, critic_grad_norm."
     everyone, nothing = torch.arange(len(layout.groups)), torch.zeros_like(returns)
     seen = learner.evaluate(layout, ('values',)) if learner.loss.value_clip else None
     learner.scorer.train()
