@@ -431,7 +431,7 @@ def _check_regime(task, model, seed):
 def _check_world(world, seed=0):
     "Refuse arguments that `make_world` does not take, or of which it can make no world."
     known = ('size', 'hops', 'mirrors', 'parametric', 'famous', 'famous_relations', 'easy', 'hard', 'parts',
-             'two_pages', 'twins', 'hopeless', 'nothing', 'sibling', 'seed')
+             'two_pages', 'twins', 'hopeless', 'nothing', 'sibling', 'lost', 'seed')
     for name, value in world.items():
         if name not in known: raise ValueError(f'world takes {", ".join(known)}, got {name!r}')
         if isinstance(value, dict) and set(value) != set(SPLITS):

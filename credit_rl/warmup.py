@@ -28,7 +28,8 @@ from .protocol import PROTOCOLS, Chat, read_context
 from .rollout import rollout
 from .runlog import Unpacked, atomic_folder, atomic_write, read_json, read_params
 from .tools import PythonTool, SearchTool
-from .trajectory import Group, Question, Stop, Trajectory, Turn, to_json, trajectory_from_json
+from .trajectory import (Group, Question, Result, Stop, Trajectory, Turn, to_json,
+                                  trajectory_from_json)
 
 # %% ../nbs/54_warmup.ipynb #c006
 def tiers(
@@ -176,12 +177,13 @@ def gold_shown(
     protocol=PROTOCOLS['carl'], # says what of a segment is its context
 ):
     """Assimilate segments that were shown the gold and are not the last: list of (place, whether the context kept it).
-    What is written around the context is gone, so it counts for nothing."""
+    What is written around the context is gone, so it counts for nothing, and so does a note that was lost."""
     turns, golds = trajectory.turns, trajectory.question.answers
     holds = lambda text: first_occurrence([text], golds) is not None
     shown = [k for k in range(1, len(turns) - 1)
              if turns[k].kind == 'assimilate' and holds(turns[k - 1].observation_text)]
-    return [(k, holds(read_context(protocol, turns[k].action_text)[0])) for k in shown]
+    keeps = lambda turn: turn.result is not Result.LOST and holds(read_context(protocol, turn.action_text)[0])
+    return [(k, keeps(turns[k])) for k in shown]
 
 def sign_pairs(
     groups,  # list of Group, rollouts in segments
