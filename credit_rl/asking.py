@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['first_choice', 'asking_values', 'value_bias', 'read_bias', 'form_of', 'form_auc', 'asking_says', 'Asking',
-           'run_asking', 'main']
+           'run_asking', 'asking_settings', 'main']
 
 # %% ../nbs/68_asking.ipynb #q002
 import dataclasses, math, random, sys
@@ -16,9 +16,9 @@ from .evaluate import bootstrap_interval
 from .models import load_model
 from .options import check_settings, setting
 from .outcome import outcome_rewards
-from .parameters import by_group, from_settings, make_parser, read_settings
+from .parameters import by_group, each_world, fill_names, from_settings, make_parser, read_settings
 from .rollout import rollout
-from .runlog import plain_json, write_json, writing
+from .runlog import plain_json, read_json, write_json, writing
 from .settings import GROUPS, check, make_config, settings_of
 from .stage import make_engine, origin_of, set_stage
 from .train import bound_method
@@ -199,20 +199,44 @@ def run_asking(
             'attempts': how.attempts, 'bias': None if bias is None else bias.reset_index().to_dict('records')}))
     return said, asking, bias, form
 
+# %% ../nbs/68_asking.ipynb #135bb1a6
+def asking_settings(
+    settings,     # dict: of a run, perhaps with `worlds`, and `methods`, which count for nothing here
+    seeds=None,   # list of int; None: the settings' own
+    worlds=None,  # names of the worlds that are wanted; None: all
+):
+    "Settings of each question to be put, by world and seed: list of dict, each with a folder of its own."
+    shared = {'run': 'runs/asking', **{k: v for k, v in settings.items() if k not in ('worlds', 'methods')}}
+    out = []
+    for world, more in each_world(settings, worlds).items():
+        for seed in seeds or [shared.get('seed', 0)]:
+            place = Path(shared['run'], world, str(seed) if seeds else '')
+            out.append(fill_names({**shared, **more, 'seed': seed, 'run': str(place)}, seed=seed, world=world))
+    return out
+
 def main(arguments=None):
-    "`credit-rl asking name=value …`: can a rule learn here when to ask? `--params FILE` for a file of settings."
+    """`credit-rl asking name=value …`: can a rule learn here when to ask? `--params FILE` for a file of settings, whose
+    worlds are all asked, each with all seeds; what was found before is only shown."""
     parser = make_parser('credit_rl.asking', 'Before training: can a rule learn here when to ask?')
+    parser.add_argument('--seeds', nargs='+', type=int, help='several, in folders of their own below run')
+    parser.add_argument('--worlds', nargs='+', help='of those that the parameters name; all unless it is said')
     try:
-        given, _ = read_settings(parser, arguments, by_group(Asking, *GROUPS.values()))
+        given, more = read_settings(parser, arguments, by_group(Asking, *GROUPS.values()))
         own = {f.name for f in dataclasses.fields(Asking)}
         how = from_settings(Asking, {k: v for k, v in given.items() if k in own})
-        config = make_config({'run': 'runs/asking', **{k: v for k, v in given.items() if k not in own}})
-        check(config)
-        said, asking, bias, _ = run_asking(config, how, lambda line: print(line, flush=True))
+        wanted = asking_settings({k: v for k, v in given.items() if k not in own}, more.seeds, more.worlds)
+        for settings in wanted: check(make_config(settings))
+        for settings in wanted: _ask(settings, how)
     except (ValueError, OSError, ImportError) as e: sys.exit(f'credit_rl.asking: {e}')
+
+def _ask(settings, how):  # dict, Asking
+    "Find out, or read what was found before, and print it."
+    config = make_config(settings)
+    if (found := Path(config.run)/'asking.json').exists(): return print(f'{config.run}: {read_json(found)["says"]}')
+    said, asking, bias, _ = run_asking(config, how, lambda line: print(line, flush=True))
     print(asking.round(3).to_string())
     if bias is not None: print(bias.round(3).to_string())
-    print(said)
+    print(f'{config.run}: {said}', flush=True)
 
 # %% ../nbs/68_asking.ipynb #q036
 if __name__ == '__main__' and '__file__' in globals(): main()  # a notebook has no file

@@ -12,7 +12,7 @@ import json, math, os, signal, subprocess, sys, tempfile, textwrap
 from pathlib import Path
 from .diagnostics import method_colour, method_colours
 from .jobs import Job, last_words, run_jobs, status_table
-from .parameters import by_group, enter_project, make_parser, read_settings
+from .parameters import by_group, each_world, enter_project, fill_names, make_parser, read_settings
 from .runlog import (METRICS, changed_modules, check_secrets, code_hashes, metrics_file, read_json,
                               read_metrics, read_params, read_summary, write_json)
 
@@ -480,21 +480,21 @@ def plan_jobs(
     seeds,    # list of int
     params,   # dict: settings of Config that all share, and perhaps `worlds` and `methods`
     out,      # folder of the comparison
+    worlds=None,  # names of the worlds that are wanted; None: all that the parameters have
 ):
-    """List the runs of a sweep, world by world and seed by seed: list of Job, each with all its settings, `{seed}` in
-    them filled in. Raises ValueError on a name without settings."""
+    """List the runs of a sweep, world by world and seed by seed: list of Job, each with all its settings, `{seed}` and
+    `{world}` in them filled in. Raises ValueError on a method without settings and on a world that there is not."""
     own_to_a_job = ('worlds', 'methods', 'method', 'seed', 'run', 'resume')
     shared = {n: v for n, v in params.items() if n not in own_to_a_job}
     own = params.get('methods') or {}
     if missing := [m for m in own if not isinstance(own[m], dict)]:
         raise ValueError(f'methods: settings of {missing} are wanted as name: value')
-    filled = lambda value, seed: value.replace('{seed}', str(seed)) if isinstance(value, str) else value
     jobs = []
-    for world, more in (params.get('worlds') or {'': {}}).items():
+    for world, more in each_world(params, worlds).items():
         for s in dict.fromkeys(seeds):
             for m in dict.fromkeys(methods):
-                settings = {**shared, **(more or {}), **own.get(m, {})}
-                jobs.append(Job(m, s, Path(out)/world/f'{m}-{s}', {n: filled(v, s) for n, v in settings.items()}))
+                settings = fill_names({**shared, **more, **own.get(m, {})}, seed=s, world=world)
+                jobs.append(Job(m, s, Path(out)/world/f'{m}-{s}', settings))
     return jobs
 
 # %% ../nbs/74_compare.ipynb #c073
@@ -580,6 +580,7 @@ def _parser():
     add('--methods', nargs='+', default=[m for m in METHODS if m != 'mt-grpo'],
         help='rows of the table of methods (all but mt-grpo, whose games have two turns)')
     add('--seeds', nargs='+', type=int, default=[1, 2, 3], help='of worlds, bases and samples')
+    add('--worlds', nargs='+', help='of those that the parameters name; all unless it is said')
     add('--out', default='runs/compare', type=Path, help='folder of the comparison')
     add('--workers', type=int, default=1 if torch.cuda.is_available() else cores,
         help='runs at a time (one for each core; 1 where there is a GPU, which they would share)')
@@ -628,7 +629,7 @@ def _replay_all(out, steps, say):
 def _compare(given, params, say):
     "Make the runs that are missing, then a report of each world. Returns the exit code."
     if given.replay: return _replay_all(given.out, given.replay, say)
-    jobs = plan_jobs(given.methods, given.seeds, params, given.out)  # seed by seed: pairs come early
+    jobs = plan_jobs(given.methods, given.seeds, params, given.out, given.worlds)   # pairs come early
     check_settings(jobs)
     check_made_with(jobs)
     say(status_table(jobs))

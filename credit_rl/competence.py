@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['EARLY', 'Agent', 'open_agent', 'examine_base', 'examine_agent', 'early_credit', 'examine_run', 'examined',
-           'asking_table', 'play_table', 'resilience_table', 'critics_table', 'crossover_table', 'asking_differences',
-           'asking_figure', 'first_credit', 'opposite_signs', 'main']
+           'asking_table', 'play_table', 'resilience_table', 'critics_table', 'crossover_table', 'gate_curves',
+           'asking_differences', 'asking_figure', 'first_credit', 'opposite_signs', 'main']
 
 # %% ../nbs/75_competence.ipynb #c002
 import math, sys
@@ -34,7 +34,7 @@ from .settings import make_config, settings_of
 from .stage import origin_of, set_stage
 from .train import bound_method
 from .trajectory import trajectory_from_json
-from .warmup import Collected, Examination, gold_shown, prompted, tiers
+from .warmup import GATE, Collected, Examination, gold_shown, prompted, tiers
 
 # %% ../nbs/75_competence.ipynb #c005
 @dataclass(frozen=True)
@@ -245,12 +245,16 @@ def _before(folders):
     of = lambda what, more: [('base' + more if one else label + more, base[what]) for label, base in kept.values()]
     return of('no tools', ', no tools') + of('greedy', '')
 
-def asking_table(folders):  # as in find_runs
+def asking_table(
+    folders,        # as in find_runs
+    play='greedy',  # or 'sampled'
+):
     """Tool rate and exact match by tier, and both readings of a confident mistake on what is not known, means over
-    seeds (CARL tables 3, 6 and 19): a pandas DataFrame, a row for each method, and before them for what they began
-    as, alone and with tools at its choice."""
+    seeds (CARL tables 3, 6 and 19): a pandas DataFrame, a row for each method, and of greedy play before them for what
+    they began as, alone and with tools at its choice."""
     import pandas as pd
-    rows = [*_before(folders), *((method, found['greedy']) for method, _, found in examined(folders))]
+    rows = [*(_before(folders) if play == 'greedy' else []),
+            *((method, found[play]) for method, _, found in examined(folders))]
     table = pd.DataFrame([{'method': method, **{title: _measure(play, *of) for title, of in _ASKED.items()}}
                           for method, play in rows]).groupby('method', sort=False)
     return table.mean().assign(seeds=table.size())
@@ -316,17 +320,45 @@ def crossover_table(
     table = pd.DataFrame.from_dict(rows, orient='index').rename_axis('run')
     return table.astype({name: 'Int64' for name in table.columns[3:]})
 
+# %% ../nbs/75_competence.ipynb #48fcdc5d
+def gate_curves(folders):  # as in find_runs
+    "Draw what the gate says of critics while they teach, a line for each run: matplotlib figure; None if no run asked."
+    import matplotlib.pyplot as plt, seaborn as sns
+    runs = [(run_label(f, read_params(f)), read_metrics(f).set_index('step')) for f in find_runs(folders)
+            if not is_warmup(f)]
+    runs = [(method, table) for method, table in runs if _READ['auc'] in table]
+    if not runs: return None
+    colours, labels = method_colours(list(dict.fromkeys(method for method, _ in runs))), set()
+    with sns.axes_style('ticks'):
+        fig, axes = plt.subplots(1, 3, figsize=(9.5, 2.6), layout='constrained')
+        for method, table in runs:
+            for ax, name in zip(axes, _READ.values()):
+                shown = table[name][table.gate_explained.notna()].astype(float)
+                ax.plot(shown, marker='o', ms=3, lw=1, color=colours[method], label='' if method in labels else method)
+            labels.add(method)
+        for ax, (name, (least, _)) in zip(axes, GATE.items()):
+            ax.axhline(least, color='#333333', lw=1)
+            ax.set(title=name.replace('_', ' '), xlabel='training step', ylim=(min(0, ax.get_ylim()[0]), 1.02))
+        axes[0].set_ylabel('on own rollouts')
+        fig.legend(*axes[0].get_legend_handles_labels(), loc='outside right center', frameon=False)
+        sns.despine(fig)
+    plt.close(fig)
+    return fig
+
+_READ = {'auc': 'gate_auc', 'sign_accuracy': 'gate_sign', 'explained_variance': 'gate_explained'}
+
 # %% ../nbs/75_competence.ipynb #c023
 def asking_differences(
     folders,         # as in find_runs
     method='carl',   # which is compared with every other
+    play='greedy',   # or 'sampled'
 ):
     """How much less `method` asks for what is known, and what that costs, paired over common seeds: a pandas DataFrame
     with mean, bootstrap interval (NaN for one seed) and seeds. Raises ValueError without a run of `method`, and where
     another method has no seed in common with it."""
     import pandas as pd
     runs = {}
-    for name, seed, found in examined(folders): runs.setdefault(name, {})[seed] = found['greedy']
+    for name, seed, found in examined(folders): runs.setdefault(name, {})[seed] = found[play]
     if method not in runs: raise ValueError(f'no examined run of {method!r}; there are {", ".join(runs)}')
     rows = {}
     for other in (o for o in runs if o != method):

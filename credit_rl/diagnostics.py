@@ -78,6 +78,8 @@ _PANELS = (  # title, unit, metric → its name in the legend
     ('clipping', 'share of tokens', {'clip_fraction': ''}),
     ('critic', 'explained variance', {'explained_variance': 'of its targets', 'explained_outcome': 'of the outcome'}),
     ('signs of V', 'share right', {'sign_kept': 'gold kept: rises', 'sign_lost': 'gold lost: falls'}),
+    ('the gate, read again', 'on own rollouts', {'gate_auc': 'AUC of V(s₀)', 'gate_sign': 'right signs',
+                                                 'gate_explained': 'explained variance'}),
     ('value at the prompt', 'mean chance of success', {'value_start': ''}),
     ('do they call?', 'share with a call', {'tool_rate': 'all', 'tool_rate_tier_1': 'not known without tools',
                                             'tool_rate_tier_2': 'known without tools'}),
@@ -87,7 +89,8 @@ _PANELS = (  # title, unit, metric → its name in the legend
     ('learner against engine', 'mean gap, nats per token', {'logp_gap': ''}),
     ('missing measurements', 'states per step', {'missing_states': ''}),
     ('time', 'seconds per step',
-     {f'seconds_{s}': s for s in ('rollout', 'play_on', 'evaluate', 'teacher', 'update', 'load', 'dev', 'checkpoint')}),
+     {f'seconds_{s}': s for s in ('rollout', 'play_on', 'evaluate', 'teacher', 'update', 'load', 'dev', 'gate',
+                                  'checkpoint')}),
 )
 _STACKED = {'groups': ('#0173b2', '#d0d0d0', '#de8f05'),
             'what was shown': ('#0173b2', '#56b4e9', '#de8f05', '#d0d0d0'),

@@ -6,7 +6,7 @@
 __all__ = ['CRITICS', 'SEES', 'Optimiser', 'deal', 'needed', 'Critic', 'make_critic', 'Scorer', 'parameter_groups', 'AdamWByLoss',
            'make_adamw', 'batch_loss', 'update_tensors', 'check_offload', 'Frozen', 'unadapted', 'brought', 'seeded',
            'BadStep', 'only_data', 'GoldQuery', 'PlainBackend', 'padded_tokens', 'micro_batches', 'Learner',
-           'saved_policy', 'saved_critic']
+           'teach_critic', 'saved_policy', 'saved_critic']
 
 # %% ../nbs/52_learner.ipynb #c002
 import contextlib, copy, errno, math, os, pickle, sys
@@ -18,7 +18,7 @@ from .critics import CompetenceHead, LinearHead, scale_gradient, token_values
 from .engine import seed_of
 from .layout import hidden_states, loss_weights, rows_of, take, token_logps
 from .losses import kl, policy_terms, value_loss, weighted_sum
-from .parts import Loss, Seen, first_tokens
+from .parts import Credit, Loss, Seen, first_tokens
 from .scoring import acting_states, answer_logps, batch_logps, joint_logps, takes_tree_mask
 from .trees import deal_nodes, tree_of
 
@@ -696,6 +696,24 @@ class Learner:
         loss = sums['value_loss' if name == 'critic' else 'loss']
         raise BadStep(f'update {self.updates + 1}: the gradient is not finite (norm {norm}, loss {loss:.4g}), so the '
                       'weights were left as they were; try a smaller learning_rate, or on_bad_step=skip')
+
+# %% ../nbs/52_learner.ipynb #8a317d05
+def teach_critic(
+    learner,  # Learner whose critic steps apart
+    layout,
+    returns,  # (R, T) the critic's targets
+):
+    "Take one update of a critic alone, at the rates of the learner's next one. Returns value_loss, critic_grad_norm."
+    everyone, nothing = torch.arange(len(layout.groups)), torch.zeros_like(returns)
+    seen = learner.evaluate(layout, ('values',)) if learner.loss.value_clip else None
+    learner.scorer.train()
+    sub, tensors = update_tensors(layout, everyone.tolist(), seen, Credit(nothing, returns), learner.loss,
+                                  learner.critic)
+    clip = learner.optimiser.losses(learner.critic)['critic']
+    with seeded(seed_of('teach', learner.seed, learner.updates, learner.backend.rank)):
+        log = learner._descend('critic', clip, sub, tensors, everyone)
+    learner.scorer.eval()
+    return log
 
 # %% ../nbs/52_learner.ipynb #c061
 def _saved(folder, part):

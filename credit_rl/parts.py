@@ -131,6 +131,7 @@ class Rule(Part):
     turnwise: bool = True        # gives turns of a rollout different credit; False: sums over turns
     compares: bool = True        # compares the attempts at one question, so it needs two of them
     critic: dict = None          # how its critic is made (make_critic), if it has one
+    gated: bool = False          # its critic has to pass a gate before it may teach
     wants_turns: bool = False    # compares turn rewards, so one must be picked
     skips_last: bool = False     # leaves the reward of the last turn out
     chance_only: bool = False    # takes an outcome alone, and one that is a chance of success

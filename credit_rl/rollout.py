@@ -30,7 +30,7 @@ class Environment:
     malformed: str = 'error'   # one of MALFORMED: after a turn that neither calls nor answers
     prompt_tokens: int = None    # most ids of a prompt, generation prefix included; None: no cap of its own
     response_tokens: int = None  # most ids of a row after the prompt, observations included; None: the same
-    faults: object = None        # Faults of its searches; None: each finds what it can
+    faults: object = None        # Faults of its searches and notes; None: each finds what it can, and all notes last
 
     def __post_init__(self):
         p = self.chat.protocol
@@ -51,6 +51,8 @@ class Environment:
         if self.tool is None and p.call_style != 'none':
             raise ValueError(f'protocol {p.name!r} calls, and this environment has no tool')
         if self.faults and self.tool: skipping(self.tool, 0)   # refuses a tool whose searches can't fail
+        if self.faults and self.faults.lost and not p.context_tag:
+            raise ValueError(f'protocol {p.name!r} keeps no notes, so none can be lost: leave out lost')
 
 # %% ../nbs/22_rollout.ipynb #c006
 class _Draft:
@@ -127,14 +129,17 @@ def _edit_context(env, draft, stream):
     draft.edit(ids)
 
 # %% ../nbs/22_rollout.ipynb #c009
+def _luck(what, draft):
+    "How lucky a draft's next turn is, in [0, 1), whoever plays beside it."
+    return random.Random(seed_of(what, draft.seed, draft.question.id, draft.name, len(draft.turns))).random()
+
 def _call(env, drafts, actions):
     "Run the calls of many actions as one batch, those that fail alike together: list of (text, Result)."
     if not actions: return []
     runs_code = env.chat.protocol.runs_code
     calls = [a.call['code'] if runs_code else a.call['queries'] for a in actions]
     if env.faults is None: return env.tool.call(calls)
-    luck = (random.Random(seed_of('search', d.seed, d.question.id, d.name, len(d.turns))).random() for d in drafts)
-    skips, replies = [env.faults.skips(x) for x in luck], {}
+    skips, replies = [env.faults.skips(_luck('search', d)) for d in drafts], {}
     for skip in dict.fromkeys(skips):
         alike = [i for i, other in enumerate(skips) if other == skip]
         replies.update(zip(alike, skipping(env.tool, skip).call([calls[i] for i in alike])))
@@ -194,7 +199,9 @@ def _assimilate(env, draft, finished, text):
     """Append an assimilate segment and put its context in the output's place. Returns the `Trajectory` if no segment
     can follow, else None."""
     kept, wrong = read_context(env.chat.protocol, text)
-    draft.add(finished, text, kind='assimilate', result=Result.MALFORMED if wrong else Result.NONE)
+    if lost := env.faults is not None and _luck('note', draft) < env.faults.lost: kept = ''
+    result = Result.MALFORMED if wrong else Result.LOST if lost else Result.NONE
+    draft.add(finished, text, kind='assimilate', result=result)
     ids, draft.base = [*draft.base, *env.chat.context_ids(kept)], None
     if len(draft.turns) == env.max_turns: return draft.trajectory(Stop.TURN_CAP)
     if len(ids) >= draft.limit: return draft.trajectory(Stop.LENGTH)

@@ -233,6 +233,11 @@ METRICS |= {
     'value_start': "mean of the critic's value at the prompt",
     'sign_kept': 'share of contexts that kept a gold that was shown across which the value rose',
     'sign_lost': 'share of contexts that lost a gold that was shown across which the value fell',
+    'gate_auc': "the gate's AUC, read again on the policy's own sampled rollouts of development questions: how well "
+                "the critic's value at the prompt ranks what the base knew over what it did not, 0 to 1",
+    'gate_sign': "the gate's sign accuracy on the same rollouts, 0 to 1",
+    'gate_explained': "the gate's explained variance on the same rollouts, over all states before segments; at most 1",
+    'replay_loss': "the critic's loss on replayed rollouts of its warm-up, before its weight",
     'auc': "how well the critic's value at the prompt ranks what is known without tools over what is not, 0 to 1",
     'sign_accuracy': 'share of contexts after a gold was shown across which the value moved as it should',
     'context_tokens': 'mean number of tokens of a segment that writes a context',
@@ -262,6 +267,7 @@ METRICS |= {
     'seconds_update': 'seconds of the optimiser updates',
     'seconds_load': 'seconds of handing the weights to the engine',
     'seconds_dev': 'seconds of the development questions',
+    'seconds_gate': "seconds of reading the critic's gate again",
     'seconds_checkpoint': 'seconds of saving a checkpoint',
 }
 

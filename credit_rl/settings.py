@@ -248,9 +248,14 @@ class CriticChoice:
                                       "None: the method's own; 0: the backbone is the policy's alone")
     critic_from: str = setting(None, 'folder of a warm-up (92_warmup): its head, and the backbone that it moved; None: '
                                      'a critic that knows nothing yet')
+    critic_replay: int = setting(0, 'rollouts with a demanded call of that warm-up, drawn evenly over its buckets, on '
+                                    'which the critic is taught besides after every step; 0: none', least=0)
 
     def __post_init__(self):
         check_settings(self)
+        if self.critic_replay and (self.critic_from is None or self.critic_step == 'together'):
+            raise ValueError(f'critic_replay={self.critic_replay} plays rollouts of a warm-up again, for a critic that '
+                             "steps apart: give critic_from and critic_step='apart' with it")
         if self.critic_mix and self.critic_step == 'apart':
             raise ValueError(f"critic_mix={self.critic_mix} weighs two losses in one optimiser: give "
                              "critic_step='together' with it, or critic_backbone_rate in its place")
@@ -426,7 +431,7 @@ def _check_regime(task, model, seed):
 def _check_world(world, seed=0):
     "Refuse arguments that `make_world` does not take, or of which it can make no world."
     known = ('size', 'hops', 'mirrors', 'parametric', 'famous', 'famous_relations', 'easy', 'hard', 'parts',
-             'two_pages', 'twins', 'hopeless', 'nothing', 'sibling', 'seed')
+             'two_pages', 'twins', 'hopeless', 'nothing', 'sibling', 'lost', 'seed')
     for name, value in world.items():
         if name not in known: raise ValueError(f'world takes {", ".join(known)}, got {name!r}')
         if isinstance(value, dict) and set(value) != set(SPLITS):

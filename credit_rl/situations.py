@@ -11,6 +11,7 @@ from .groups import index_groups
 from .options import Option
 from .outcome import outcome_rewards
 from .parts import Keeps, Reward, Row
+from .trajectory import Result
 from .true_credit import missing_pages, turn_changes
 
 # %% ../nbs/37_situations.ipynb #s007
@@ -34,7 +35,8 @@ def situations(
             reads = turn.kind == 'assimilate'
             out[i, k] = 8 * (6 * bool(meta['parametric']) + min(missing, _MOST)) + 4 * shown + 2 * written + reads
             shown = shown or any(gold in turn.observation_text for gold in golds)
-            written = written or any(gold in turn.action_text for gold in golds)
+            lasts = turn.result is not Result.LOST
+            written = written or lasts and any(gold in turn.action_text for gold in golds)
     return out
 
 # %% ../nbs/37_situations.ipynb #s011

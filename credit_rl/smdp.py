@@ -61,7 +61,7 @@ def _by_segment(rewards, layout, seen, o):
 PARTS = (
     Rule('smdp', r'A_k = V(s_{k+1}) - V(s_k),\ \text{last: } R - V(s_N)', 'CARL eqs. 1-6', credit=_by_segment,
          average='segment-mean', compares=False, chance_only=True,
-         critic={'kind': 'shared', 'head': 'competence', 'at': 'turns', 'mix': 0.5},
+         critic={'kind': 'shared', 'head': 'competence', 'at': 'turns', 'mix': 0.5}, gated=True,
          options={'lam': Option(0.0, 'λ of a segment', least=0, most=1)},
          differs='a turn is a segment where the protocol edits no contexts'),
     Row('carl', 'outcome/smdp', 'CARL eqs. 1-9', '#d55e00'))

@@ -60,13 +60,14 @@ def tiny_tokenizer(numbers=False):
 # %% ../nbs/25_tiny.ipynb #c010
 def tiny_environment(world, chat, k=1, max_turns=None, max_tokens=192, response_tokens=None):
     """Make the `Environment` of a tiny world: its pages behind BM25 (`k` of them per query), for queries or for
-    programs, as the protocol calls. Searches fail by chance as the world says."""
+    programs, as the protocol calls. Searches fail and notes are lost by chance as the world says."""
     caps = {'max_turns': max_turns, 'max_tokens': max_tokens, 'response_tokens': response_tokens}
     if chat.protocol.call_style == 'none': return Environment(chat, None, **caps)
     pages = [Passage(str(i), name, text) for i, (name, text) in enumerate(world.pages.items())]
     tool = SearchTool(BM25(pages), k=k, max_tokens=None, render=render_plain, empty='No results .')
     if chat.protocol.runs_code: tool = PythonTool(search=tool, output_chars=400, searches=5, empty='No results .')
-    faults = Faults(world.nothing, world.sibling) if world.nothing or world.sibling else None
+    luck = world.nothing, world.sibling, world.lost
+    faults = Faults(*luck) if any(luck) else None
     return Environment(chat, tool, **caps, faults=faults)
 
 # %% ../nbs/25_tiny.ipynb #c013
@@ -474,8 +475,8 @@ def _code_games(tokenizer, world, questions, coder, memory, seed):
     return groups
 
 def code_demonstrations(tokenizer, coder, count, seed, known=(), times=1, batch=250, luck={}):
-    """Play `count` games of a scripted coder on random train worlds, where searches fail by `luck` (a world's nothing
-    and sibling), and `times` one for each parametric question of the worlds in `known`: list of `Group`."""
+    """Play `count` games of a scripted coder on random train worlds, where searches fail by `luck` (a world's nothing,
+    sibling and lost), and `times` one for each parametric question of the worlds in `known`: list of `Group`."""
     groups = []
     while len(groups) < count:
         n = min(batch, count - len(groups))
@@ -546,7 +547,8 @@ def code_warm_start(
     drill = lambda size: iter(lambda: copy_rows(tokenizer, size, generator, words=[*WORDS, *_NUMBERS]), None)
     _train_part(_Part('copy', p.copied, p.copy), model, drill(64), progress)
     rows = lambda groups: [row for g in groups for t in g.trajectories for row in segment_rows(t)]
-    luck = {k: getattr(known[0], k) for k in ('nothing', 'sibling')} if known else {}   # learned as it will be met
+    # learned as it will be met
+    luck = {k: v for k in ('nothing', 'sibling', 'lost') for v in [getattr(known[0], k)] if v} if known else {}
     games = code_demonstrations(tokenizer, p.teacher, p.count, seed, luck=luck)
     games += code_demonstrations(tokenizer, p.knower, 0, seed, known, p.times)
     shown = _endless_rows(rows(games), 32, seed)
@@ -579,7 +581,7 @@ def make_base(
         chat = Chat(PROTOCOLS[protocol], tiny_tokenizer(numbers=protocol != 'tiny'))
         if protocol == 'tiny': model = warm_start(chat, seed, plan or WarmStart(), known, progress, start)
         else:
-            fails = any(world.nothing or world.sibling for world in known)       # then half of them remember
+            fails = any(w.nothing or w.sibling or w.lost for w in known)         # then half of them remember
             usual = CodeWarmStart(knower=replace(CODE_KNOWER, fallback=.5 * fails))
             model = code_warm_start(chat.tokenizer, seed, plan or usual, known, progress)
         with atomic_folder(folder) as part:

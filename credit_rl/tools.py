@@ -366,14 +366,16 @@ def _python_calls(tool, codes):
 # %% ../nbs/13_tools.ipynb #n1302
 @dataclass(frozen=True)
 class Faults:
-    "Chances that the searches of a call fail for reasons of the environment. Raises ValueError."
+    "Chances that a call's searches, or a note, fail for reasons of the environment. Raises ValueError."
     nothing: float = 0.   # nothing is found
     sibling: float = 0.   # the next best passages are found instead of the best
+    lost: float = 0.      # what was noted of an output is lost, in a protocol that keeps notes
 
     def __post_init__(self):
         if min(self.nothing, self.sibling) < 0 or self.nothing + self.sibling > 1:
             raise ValueError('nothing and sibling are chances, at least 0 and together at most 1, got '
                              f'{self.nothing} and {self.sibling}')
+        if not 0 <= self.lost <= 1: raise ValueError(f'lost is a chance, in [0, 1], got {self.lost}')
 
     def skips(self, luck):
         "How many of the best hits a call does not get, by its luck in [0, 1): None for all, 1, or 0."

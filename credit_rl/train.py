@@ -6,10 +6,10 @@
 __all__ = ['PLAYED', 'MAY_CHANGE', 'train_step', 'Run', 'run_facts', 'bound_method', 'act', 'Look', 'Played', 'staleness',
            'write_played', 'read_played', 'CalledOff', 'playing_ahead', 'describe_rollouts', 'process_shares',
            'tier_rates', 'known_tiers', 'credit_metrics', 'correct_credit', 'kl_from_base', 'rollout_rows',
-           'keeping_bad', 'turn_records', 'is_kept', 'credited_tokens', 'collapsed', 'judge_hashes', 'note_params',
-           'check_same_params', 'finished', 'log_lines', 'SilentLog', 'saving', 'begin_run', 'plan_of', 'load_of',
-           'sharing_line', 'rank_tflops', 'is_large', 'Examiner', 'examine', 'no_gpu', 'train', 'launch_ranks', 'main',
-           'end_interrupted']
+           'keeping_bad', 'turn_records', 'is_kept', 'credited_tokens', 'replay_metrics', 'collapsed', 'judge_hashes',
+           'note_params', 'check_same_params', 'finished', 'log_lines', 'SilentLog', 'saving', 'begin_run',
+           'gate_metrics', 'plan_of', 'load_of', 'sharing_line', 'rank_tflops', 'is_large', 'Examiner', 'examine',
+           'no_gpu', 'train', 'launch_ranks', 'main', 'end_interrupted']
 
 # %% ../nbs/63_train.ipynb #c002
 import contextlib, copy, dataclasses, gzip, json, math, os, re, shutil, sys, threading, time
@@ -31,14 +31,16 @@ from .groups import group_share, index_groups
 from .information_gain import belief_check, belief_schema, belief_warning, gold_statistics, state_logp
 from .launch import (LaunchError, Progress, Ranks, is_rank, join_ranks, keep_traceback, launch,
                               gloo_environment, launch_command, meet, missing_for_hosts, ranks_here, speak)
-from .learner import BadStep, Learner
+from .layout import pack
+from .learner import BadStep, Learner, teach_critic
 from .losses import kl
 from .methods import extra_passes, get_method
 from .metrics import benchmark_metric, exact_match
 from .models import find_model
 from .outcome import outcome_rewards
 from .parameters import by_group, make_parser, read_settings
-from .parts import Asks, Facts, Seen, assign, at, begin, bind, move, part_metrics, start_values
+from .parts import (Asks, Facts, Seen, assign, at, begin, bind, every_turn, move, part_metrics, start_values,
+                             to_tokens)
 from .regimes import get_regime
 from .protocol import PROTOCOLS, prompt_hash
 from .rollout import continuations, rollout
@@ -52,7 +54,7 @@ from .stage import (Stage, add_lora, check_stage, draw_questions, hand_over, mak
 from .trajectory import group_from_json, to_json
 from .true_credit import distinct_states, score_continuations, state_values
 from .vllm_engine import EngineLost, logp_gap, sampler_weights
-from .warmup import read_tiers, segment_statistics
+from .warmup import draw_pairs, forced_rollouts, gate_again, read_tiers, segment_statistics
 
 # %% ../nbs/63_train.ipynb #c047
 def train_step(
@@ -75,7 +77,7 @@ def train_step(
         metrics['trained_tokens'] = learning.epochs * credited_tokens(credit, batch.layout)
         if measure_kl: metrics |= kl_from_base(run.learner, batch.layout)
         with run.log.timed('update'), keeping_bad(run, step, batch):
-            update = run.learner.step(batch.layout, batch.seen, credit)
+            update = run.learner.step(batch.layout, batch.seen, credit) | replay_metrics(run, step)
         run.learner.tick(step)
     with run.log.timed('load'): hand_over(run.learner, run.engine, run.settings.host)
     run.memory['method'] = move(method, run.memory['method'], batch)
@@ -103,7 +105,8 @@ class Run:
                                    self.stage.environments['train'].max_turns)
         self.metric = get_regime(s.task.regime).metric if s.task.regime else self.method.metric
         self.prefix = len(self.stage.chat.encode(answer_header(self.stage.chat)))
-        self.tiers = known_tiers(s.critic.critic_from)
+        self.tiers, self.dev_tiers = (known_tiers(s.critic.critic_from, part) for part in ('train', 'dev'))
+        self.replay = forced_rollouts(s.critic.critic_from) if s.critic.critic_replay else None
         start = {'best': -1., 'best_step': 0, 'rates': [], 'base': None, 'method': begin(self.method)}
         self.memory = start | self.memory
 
@@ -373,9 +376,12 @@ def tier_rates(groups, tiers):
         if tier in (1, 2): found.setdefault(tier, []).extend(called)
     return {f'tool_rate_tier_{tier}': sum(called) / len(called) for tier, called in sorted(found.items())}
 
-def known_tiers(folder):  # of a warm-up; None: there was none
-    "Tiers of the training questions that a warm-up sorted, where it kept them: dict (source, id) → 1 or 2."
-    path = folder and Path(folder)/'rollouts-train.jsonl.gz'
+def known_tiers(
+    folder,        # of a warm-up; None: there was none
+    part='train',  # or 'dev'
+):
+    "Tiers of the questions of a part that a warm-up sorted, where it kept them: dict (source, id) → 1 or 2."
+    path = folder and Path(folder)/f'rollouts-{part}.jsonl.gz'
     return read_tiers(path) if path and path.exists() else {}
 
 def credit_metrics(run, method, batch):
@@ -503,6 +509,17 @@ def credited_tokens(
     weight = credit.trajectory_weight
     counted = torch.ones(len(layout.groups)) if weight is None else weight
     return int(((credit.advantages != 0) & (counted != 0)[layout.row_trajectory][:, None]).sum())
+
+# %% ../nbs/63_train.ipynb #8b2b22dc
+def replay_metrics(run, step):
+    "Teach a critic on rollouts of its warm-up besides, as many as are asked for: dict of what to log, {} for none."
+    if run.replay is None: return {}
+    (played, buckets), draws = run.replay, torch.Generator().manual_seed(seed_of('replay', run.config.seed, step))
+    groups = [played[i] for i in draw_pairs(buckets, run.config.critic_replay, draws).tolist()]
+    layout = pack(groups, run.prefix, run.config.tree)
+    returns = every_turn(outcome_rewards(groups, run.metric), layout)
+    log = teach_critic(run.learner, layout, to_tokens(returns, layout.token_turns, layout.row_trajectory))
+    return {'replay_loss': log.get('value_loss', math.nan)}
 
 # %% ../nbs/63_train.ipynb #c069
 def collapsed(rates, share=0.25, window=5):
@@ -648,13 +665,31 @@ def begin_run(
         if config.engine == 'vllm': engine.sleep()
         return Run(config, stage, engine, make_learner(s, origin, stage.model), log, ranks, say)
 
+# %% ../nbs/63_train.ipynb #a5dc15f2
+def gate_metrics(run):
+    "What the gate says of a run's critic now, where it has one that was to pass it: dict, NaN where nothing tells."
+    c, env = run.config, run.stage.environments['dev']
+    asked = run.learner.critic and (run.method.rule.gated or c.critic_from) and env.chat.protocol.context_tag
+    if not asked: return {}
+    play = lambda share: rollout(run.engine, env, share, 1, Sampling(c.temperature, max_tokens=c.turn_tokens),
+                                 seed_of('gate', c.seed))
+    with run.log.timed('gate'):
+        groups = run.ranks.each(run.stage.questions['dev'], play)
+        layout, awake = pack(groups, run.prefix, c.tree), run.settings.learning.ahead
+        if not awake: run.engine.sleep()
+        table = start_values(run.learner.evaluate(layout, ('values',)).values, layout)
+        if not awake: run.wake()
+    tier = [run.dev_tiers.get((g.question.source, g.question.id), 0) for g in groups]
+    found = gate_again(groups, tier, table, run.metric)
+    return {'gate_auc': found.auc, 'gate_sign': found.sign_accuracy, 'gate_explained': found.explained_variance}
+
 # %% ../nbs/63_train.ipynb #c076
 def _dev(run, step, metrics):
     "Evaluate on dev questions, log the step, and keep a checkpoint (the best under that name)."
     with run.log.timed('dev'): scores, _ = run.evaluate('dev')
     shown = lambda k: k in ('em', 'right', 'f1', 'answer_rate', 'turns', 'calls') or k.startswith(('em_', 'right_'))
     dev = {f'dev_em_{k}' if k.isdigit() else f'dev_{k}': v for k, v in scores.items() if k.isdigit() or shown(k)}
-    run.log.metrics(step, **metrics, **dev)
+    run.log.metrics(step, **metrics, **dev, **gate_metrics(run))
     chosen_by = scores.get('right', scores['em'])
     better = chosen_by > run.memory['best']
     if better: run.memory |= {'best': chosen_by, 'best_step': step}

@@ -20,6 +20,7 @@ class Result(str, Enum):
     TIMEOUT = 'timeout'      # the tool took too long
     SKIPPED = 'skipped'      # the trajectory ended before the call could run
     NONE = 'none'            # nothing was called: an answer turn
+    LOST = 'lost'            # nothing was called, and the environment lost the note that was written
 
 class Stop(str, Enum):
     "Why a trajectory ended."

@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['GATE', 'BUCKETS', 'tiers', 'cluster_questions', 'draw_evenly', 'GateReport', 'gate', 'Pairs', 'make_pairs',
-           'draw_pairs', 'gold_shown', 'sign_pairs', 'segment_statistics', 'context_values', 'GateFailed', 'WarmUp',
-           'critic_learner', 'read_states', 'warm_up', 'prompted', 'Missing', 'searching', 'Collecting', 'Collected',
-           'read_collected', 'read_tiers', 'choose_questions', 'obedience', 'Player', 'collect', 'Examination',
-           'Warmed', 'write_warmed', 'report_from', 'read_warmed']
+           'draw_pairs', 'gold_shown', 'sign_pairs', 'segment_statistics', 'gate_again', 'context_values', 'GateFailed',
+           'WarmUp', 'critic_learner', 'read_states', 'warm_up', 'prompted', 'Missing', 'searching', 'Collecting',
+           'Collected', 'read_collected', 'read_tiers', 'forced_rollouts', 'choose_questions', 'obedience', 'Player',
+           'collect', 'Examination', 'Warmed', 'write_warmed', 'report_from', 'read_warmed']
 
 # %% ../nbs/54_warmup.ipynb #c003
 import gzip, json, math, random
@@ -28,7 +28,8 @@ from .protocol import PROTOCOLS, Chat, read_context
 from .rollout import rollout
 from .runlog import Unpacked, atomic_folder, atomic_write, read_json, read_params
 from .tools import PythonTool, SearchTool
-from .trajectory import Group, Question, Stop, Trajectory, Turn, to_json, trajectory_from_json
+from .trajectory import (Group, Question, Result, Stop, Trajectory, Turn, to_json,
+                                  trajectory_from_json)
 
 # %% ../nbs/54_warmup.ipynb #c006
 def tiers(
@@ -176,12 +177,13 @@ def gold_shown(
     protocol=PROTOCOLS['carl'], # says what of a segment is its context
 ):
     """Assimilate segments that were shown the gold and are not the last: list of (place, whether the context kept it).
-    What is written around the context is gone, so it counts for nothing."""
+    What is written around the context is gone, so it counts for nothing, and so does a note that was lost."""
     turns, golds = trajectory.turns, trajectory.question.answers
     holds = lambda text: first_occurrence([text], golds) is not None
     shown = [k for k in range(1, len(turns) - 1)
              if turns[k].kind == 'assimilate' and holds(turns[k - 1].observation_text)]
-    return [(k, holds(read_context(protocol, turns[k].action_text)[0])) for k in shown]
+    keeps = lambda turn: turn.result is not Result.LOST and holds(read_context(protocol, turn.action_text)[0])
+    return [(k, keeps(turns[k])) for k in shown]
 
 def sign_pairs(
     groups,  # list of Group, rollouts in segments
@@ -213,6 +215,20 @@ def segment_statistics(
     change, kept = sign_pairs(groups, table).unbind(1)
     return {**out, 'value_start': table[:, 0].mean().item(), 'sign_kept': mean((change[kept == 1] > 0).tolist()),
             'sign_lost': mean((change[kept == 0] < 0).tolist())}
+
+# %% ../nbs/54_warmup.ipynb #bd85ceda
+def gate_again(
+    groups,       # list of Group, that a policy played by itself
+    tier,         # (B,) tier of each group's question, 1 or 2; 0: not known, so its V(s_0) is not ranked
+    table,        # (N, S) the critic's value at the start of each segment, NaN where there is none
+    metric='em',  # outcome, see outcome_rewards
+):
+    "Examine a critic on what the policy does as it is now: `GateReport`."
+    mask, index = index_groups(groups)
+    outcome, own = outcome_rewards(groups, metric)[:, None].expand(mask.shape), torch.as_tensor(tier)[index]
+    counted, ranked = mask & table.isfinite() & outcome.isfinite(), (own > 0) & table[:, 0].isfinite()
+    pairs = sign_pairs(groups, table)
+    return gate(table[ranked, 0], own[ranked], pairs[pairs[:, 0].isfinite()], table[counted], outcome[counted])
 
 # %% ../nbs/54_warmup.ipynb #c038
 def context_values(
@@ -446,6 +462,14 @@ def read_tiers(path):
     "Tiers of the questions in what `Collected.save` wrote: dict (source, id) → 1 or 2. The rollouts are not read."
     with Unpacked.whole(path, 'collect anew') as f: head = json.loads(f.readline())
     return {(q['source'], q['id']): t for q, t in zip(head['questions'], head['tier'])}
+
+# %% ../nbs/54_warmup.ipynb #15f2f736
+def forced_rollouts(folder):  # of a warm-up
+    "Rollouts with a demanded call that a critic was taught on: (list of Group, one rollout each, (N,) their buckets)."
+    data = read_collected(Path(folder)/'rollouts-train.jsonl.gz')
+    forced = [i for i, prompt in enumerate(data.prompts) if prompt == 'forced']
+    if not forced: raise ValueError(f'{folder} holds no rollouts with a demanded call, so there is nothing to replay')
+    return [data.groups[i] for i in forced], data.buckets[forced]
 
 # %% ../nbs/54_warmup.ipynb #c062
 def _clusters(questions, how, embed):

@@ -51,6 +51,7 @@ class World:
     known: frozenset = field(default_factory=frozenset)
     nothing: float = 0.   # chance that a search in it finds nothing
     sibling: float = 0.   # and that it finds the next best page instead of the best
+    lost: float = 0.      # chance that a note is lost, where notes are written
 
 def _page(name, types, facts):
     "Write the page of one entity: its type, then its facts."
@@ -388,7 +389,8 @@ def withdraw_pages(
 # %% ../nbs/05_world.ipynb #n0512
 def world_of(
     settings,  # dict as parameter files write it: make_world's size, hops, mirrors, parametric; Competence's famous,
-               # famous_relations, easy, hard; and parts, two_pages, twins, hopeless, nothing, sibling; and seed
+               # famous_relations, easy, hard; and parts, two_pages, twins, hopeless, nothing, sibling, lost; and
+               # seed
     split,      # as for make_world
     seed,       # where the settings name none
     questions,  # as for make_world
@@ -400,8 +402,10 @@ def world_of(
     seed = rest.pop('seed', seed)
     parts, share, hopeless = (rest.pop(k, off) for k, off in (('parts', ()), ('two_pages', 0.), ('hopeless', 0.)))
     luck, twins = {k: rest.pop(k, 0.) for k in ('nothing', 'sibling')}, rest.pop('twins', False)
+    lost = rest.pop('lost', 0.)
     if min(luck.values()) < 0 or sum(luck.values()) > 1:
         raise ValueError(f'nothing and sibling are chances, at least 0 and together at most 1, got {luck}')
+    if not 0 <= lost <= 1: raise ValueError(f'lost is the chance that a note is lost, in [0, 1], got {lost}')
     if (parts and share) or (twins and (parts or share)):
         raise ValueError('a question has several parts, or two pages, or a twin: got '
                          f'parts={parts}, two_pages={share} and twins={twins}')
@@ -410,4 +414,4 @@ def world_of(
     if share: world = join_pages(world, share)
     if twins: world = ask_twins(world)
     if hopeless: world = withdraw_pages(world, hopeless)
-    return replace(world, **luck)
+    return replace(world, lost=lost, **luck)

@@ -33,7 +33,7 @@ from credit_rl.engine import ScriptedEngine
 from credit_rl.layout import pack, token_logps
 from credit_rl.diagnostics import competence_table, hop_table
 from credit_rl.launch import Ranks
-from credit_rl.learner import BadStep, Learner
+from credit_rl.learner import BadStep, Learner, saved_policy
 from credit_rl.metrics import benchmark_metric
 from credit_rl.models import load_model
 from credit_rl.outcome import outcome_rewards
@@ -503,6 +503,86 @@ def test_a_warm_up_that_passes_teaches(model, scripted, tmp_path, easy_gate):
                             (dict(protocol='carl-tiny-forced'),
                              'was warmed up with protocol='), (dict(method='ppo'), 'has a linear head')):
         with pytest.raises(ValueError, match=message): check(dataclasses.replace(config, **change))
+
+
+GATES = {'gate_auc', 'gate_sign', 'gate_explained'}
+
+
+@pytest.fixture
+def warm(model, scripted, tmp_path, easy_gate):
+    "Folder of a warm-up whose critic passed."
+    return prepare({**WARM, 'model': model, 'run': str(tmp_path / 'warm')}, say=lambda line: None)
+
+
+def test_the_gate_is_read_again_on_what_the_policy_plays(model, warm, scripted, tmp_path, monkeypatch):
+    """At every evaluation of a run whose critic was to pass: checked by hand on the rollouts that were played for it.
+    All else is what it is where the gate is not read, and no other run reads it."""
+    given, examine = [], training.gate_again
+    monkeypatch.setattr(training, 'gate_again', lambda *of: given.append(of) or examine(*of))
+    settings = {**TINY, 'model': model, 'critic_from': str(warm), 'eval_every': 1}
+    run, data = quiet({**settings, 'run': str(tmp_path / 'run')}), read_collected(warm / 'rollouts-dev.jsonl.gz')
+    tiers = {q.id: t for q, t in zip(data.questions, data.tier.tolist())}
+    table = read_metrics(run)
+    assert len(given) == 3 == len(table)
+    for (groups, tier, values, metric), row in zip(given, table.itertuples()):
+        assert [g.question.id for g in groups] == [q.id for q in scripted['dev'].questions]
+        assert tier == [tiers.get(g.question.id, 0) for g in groups] and {1, 2} <= set(tier)
+        known, unknown = ([v for v, t in zip(values[:, 0].tolist(), tier) if t == of] for of in (2, 1))
+        order = [(a > b) + (a == b) / 2 for a in known for b in unknown]
+        assert math.isclose(row.gate_auc, sum(order) / len(order), abs_tol=1e-6)
+        mask = values.isfinite()
+        came = outcome_rewards(groups, metric)[:, None].expand(mask.shape)[mask]
+        left = (came - values[mask]).var(correction=0) / came.var(correction=0)
+        assert math.isclose(row.gate_explained, 1 - left.item(), abs_tol=1e-5)
+        changes = [(values[i, k + 1] - values[i, k]).item() * (1 if kept else -1) > 0 for i, g in enumerate(groups)
+                   for k, kept in gold_shown(g.trajectories[0])]
+        assert changes and math.isclose(row.gate_sign, sum(changes) / len(changes))
+    monkeypatch.setattr(training, 'gate_metrics', lambda run: {})
+    without = quiet({**settings, 'run': str(tmp_path / 'without')})
+    assert {line.split(': ')[1].split()[0] for line in same_metrics(run, without)} == GATES
+    monkeypatch.undo()
+
+
+def test_a_critic_without_a_gate_is_not_asked_and_what_nothing_tells_is_missing(model, scripted, tmp_path):
+    "GRPO has no critic, PPO none that was warmed up; of CARL's cold one nobody knows what the base knew."
+    for method, logged in (('grpo', set()), ('ppo', set()), ('carl', GATES)):
+        table = read_metrics(quiet({**TINY, 'model': model, 'method': method, 'run': str(tmp_path / method)}))
+        assert GATES & set(table) == logged
+    # a cold critic says .5 everywhere
+    assert table.gate_auc.isna().all() and abs(table.gate_explained[0]) < 1e-6 and table.gate_sign[0] == 0
+
+
+@pytest.mark.parametrize('kind', ['own', 'shared'])
+def test_a_critic_is_taught_on_what_its_warm_up_was_told_to_look_up(model, warm, scripted, tmp_path, monkeypatch, kind):
+    """As many rollouts as asked for, with a demanded call, from all buckets alike, and the same ones again after a
+    resumption; an own critic leaves the policy's first update as it was."""
+    taught, teach = [], training.teach_critic
+    monkeypatch.setattr(training, 'teach_critic', lambda learner, layout, returns: taught.append(
+        (layout, returns)) or teach(learner, layout, returns))
+    settings = {**TINY, 'model': model, 'critic_from': str(warm), 'critic': kind, 'eval_every': 1, 'keep': 5}
+    plain = quiet({**settings, 'run': str(tmp_path / 'plain')})
+    assert not taught and 'replay_loss' not in read_metrics(plain)
+    run = quiet({**settings, 'critic_replay': 12, 'run': str(tmp_path / 'run')})
+    data = read_collected(warm / 'rollouts-train.jsonl.gz')
+    forced = {tuple(t.prompt_ids): (b, outcome_rewards([g], 'em').item()) for g, b, p in zip(
+        data.groups, data.buckets.tolist(), data.prompts) for t in g.trajectories if p == 'forced'}
+    assert len(taught) == 2
+    for layout, returns in taught:
+        first = [layout.ids[(layout.row_trajectory == i).nonzero()[0, 0]].tolist() for i in range(12)]
+        drawn = [next(v for k, v in forced.items() if tuple(ids[:len(k)]) == k) for ids in first]
+        assert len(layout.groups) == 12 and len({b for b, _ in drawn}) > 1
+        for i, (_, outcome) in enumerate(drawn):
+            rows = layout.row_trajectory == i
+            assert (returns[rows][layout.trained[rows]] == outcome).all()
+    assert (read_metrics(run).replay_loss[1:] > 0).all()
+    weights = lambda folder: saved_policy(folder / 'checkpoints' / 'step-000001')
+    moved = any(not torch.equal(w, weights(run)[n]) for n, w in weights(plain).items())
+    assert moved == (kind == 'shared')
+    (run / 'summary.json').unlink()
+    shutil.rmtree(run / 'checkpoints' / 'step-000002')
+    before = read_metrics(run)
+    quiet({**settings, 'critic_replay': 12, 'run': str(run), 'resume': True})
+    assert read_metrics(run).replay_loss.tolist()[1:] == before.replay_loss.tolist()[1:]
 
 
 def test_a_warm_up_that_fails_ends_with_a_report_and_may_not_teach(model, scripted, tmp_path):

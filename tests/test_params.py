@@ -1,6 +1,7 @@
 ("The papers' settings under runs/params: each file loads, can be run, says where its values come from, and fits its "
  "paper's host.")
 import importlib.util
+import math
 import re
 import shutil
 import sys
@@ -14,6 +15,7 @@ import torch
 import yaml
 from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 
+from credit_rl.asking import asking_settings
 from credit_rl.compare import plan_jobs
 from credit_rl.datasets import MIXTURES, load_questions
 from credit_rl.estimate import memory, read_sizes
@@ -39,7 +41,7 @@ from paper_player import Player, write_model, write_sets
 ROOT = Path(__file__).resolve().parents[1]
 VLLM = importlib.util.find_spec('vllm') is not None
 # many runs in the tiny world, for credit_rl.compare
-OURS = ('sweep', 'sweep_weak', 'claims', 'engines', 'ahead', 'carl_warm', 'carl_tiny', 'study')
+OURS = ('sweep', 'sweep_weak', 'claims', 'engines', 'ahead', 'carl_warm', 'carl_tiny', 'study', 'asking')
 FILES = {
     p.stem: p
     for p in sorted((ROOT / 'runs' / 'params').glob('*.yaml'))
@@ -164,16 +166,19 @@ def test_each_run_of_a_sweep_passes_the_checks(name, root, monkeypatch):
     is left unnamed."""
     monkeypatch.chdir(root)
     text = (root / 'runs' / 'params' / f'{name}.yaml').read_text()
-    commands, params, named = re.findall(r'--methods ([^-].*?) --seeds ([\d ]+?) ',
+    commands, params, named = re.findall(r'--methods ([^-].*?) --seeds ([\d ]+?) (?:\s*--worlds (\w+) )?',
                                          re.sub(r'\\\n#', '', text)), yaml.safe_load(text), set()
-    for asked, seeds in commands:
+    for asked, seeds, world in commands:
         named |= set(asked.split())
-        for job in plan_jobs(asked.split(), list(map(int, seeds.split())), params, 'runs/nothing'):
+        worlds = [world] if world else None
+        for job in plan_jobs(asked.split(), list(map(int, seeds.split())), params, 'runs/nothing', worlds):
             given = {
                 'model': 'tiny', **job.settings, 'method': job.settings.get('method', job.method), 'seed': job.seed,
                 'run': str(job.folder)
             }
-            if 'collected' in given: check_warming(make_warming(given))
+            if 'collected' in given:
+                made = given['model'] if given['model'] == 'tiny' else 'data/tiny_base'    # another command makes it
+                check_warming(make_warming({**given, 'model': made}))
             else:
                 # what other commands make first, and what is not installed
                 left = {'critic_from'} | (set() if VLLM else {'engine', 'vllm'})
@@ -184,6 +189,38 @@ def test_each_run_of_a_sweep_passes_the_checks(name, root, monkeypatch):
                         if n not in left
                     }))
     assert commands and set(params.get('methods', {})) <= named
+
+
+def test_rules_that_are_asked_when_to_ask_differ_in_their_credit_alone(root, monkeypatch):
+    """Of all doses and rules: four passes, the same rates, terms and moments, 40 steps with a rate that rises; PPO
+    whitens, and its critic was warmed up where it is read. Doses differ in how often a search misses, and in nothing
+    else. Each critic comes from the warm-up of its own dose."""
+    monkeypatch.chdir(root)
+    params = yaml.safe_load((root / 'runs' / 'params' / 'asking.yaml').read_text())
+    doses, rules = {'m00': 0., 'm10': .1, 'm25': .25, 'm50': .5}, ('carl', 'carl-table', 'carl-lam1', 'grpo',
+                                                                  'ppo-lam1', 'ppo-lam095')
+    assert list(params['worlds']) == list(doses)
+    for job in plan_jobs(rules, [711], params, 'runs/nothing'):
+        world, method = job.folder.parent.name, job.settings.get('method', job.method)
+        config = make_config({**job.settings, 'method': method, 'seed': 711})
+        learns = (config.epochs, config.kl, config.loss, config.betas, config.steps, config.warmup > 0,
+                  config.learning_rate, config.group_size)
+        assert learns == (4, .001, {'entropy': .001}, [.9, .999], 40, True, params['learning_rate'], 5)
+        shared = {k: v for k, v in config.world.items() if k not in ('nothing', 'sibling')}
+        assert shared == {'hops': [1, 2], 'twins': True, 'lost': .1}
+        assert config.model == 'runs/asking_warm/bases/m25/711'
+        assert math.isclose(config.world.get('nothing', 0) + config.world.get('sibling', 0), doses[world])
+        warm = {'carl': 'curated', 'ppo': 'own'}.get(method)
+        assert config.critic_from == (warm and f'runs/asking_warm/{world}/{warm}-711')
+        if warm:
+            assert (config.critic, config.critic_rate, config.critic_backbone_rate) == ('own', .0005, .00005)
+            (job,) = plan_jobs([warm], [711], params, 'runs/asking_warm', [world])
+            warming = make_warming({**job.settings, 'seed': 711})
+            assert (warming.method, warming.world, str(job.folder)) == (method, config.world, config.critic_from)
+        if method == 'ppo': assert bind(get_method('ppo'), config.options).options['whiten']
+    asked = asking_settings(params, [711, 712], None)
+    assert [Path(a['run']).parts[-2:] for a in asked] == [(w, s) for w in doses for s in ('711', '712')]
+    assert all(make_config(a).world['twins'] for a in asked)
 
 
 @pytest.mark.parametrize('method', ('tspo', 'igpo'))

@@ -190,6 +190,27 @@ def test_faults_come_as_often_as_stated_and_are_repeatable(chat):
     assert 1 in fates and 2 in fates                           # attempts differ in their luck
 
 
+def test_notes_are_lost_as_often_as_stated_and_leave_an_empty_context():
+    "Perfect coders then are wrong for no reason of theirs; the same attempt always has the same luck."
+    w = world_of({'mirrors': 0., 'hops': (1, 2), 'size': 200, 'lost': .3}, 'dev', 5, 60)
+    def run(world, questions=None):
+        engine = ScriptedEngine(lambda text, rng: act_coder(text, rng), CODE.tokenizer)
+        return rollout(engine, tiny_environment(world, CODE), questions or list(w.questions), 4, seed=3)
+    groups = run(w)
+    after = [(turn, later) for g in groups for t in g.trajectories for turn, later in zip(t.turns, t.turns[1:])
+             if turn.kind == 'assimilate']
+    share = sum(turn.result is Result.LOST for turn, _ in after) / len(after)
+    assert abs(share - .3) < .08 and {turn.result for turn, _ in after} == {Result.LOST, Result.NONE}
+    for turn, later in after:
+        kept = CODE.tokenizer.decode(later.context_ids).rpartition('<context>')[2].partition('</context>')[0].strip()
+        written = turn.action_text.partition('<context>')[2].partition('</context>')[0].strip()
+        assert kept == ('' if turn.result is Result.LOST else written) and written
+    right = outcome_rewards(groups).mean()
+    assert right < .8 < outcome_rewards(run(replace(w, lost=0.))).mean()
+    assert run(w, list(w.questions)[7:10]) == groups[7:10]
+    with pytest.raises(ValueError, match="'tiny' keeps no notes"): tiny_environment(w, CHAT)
+
+
 def test_without_faults_nothing_is_drawn(monkeypatch):
     monkeypatch.setattr('credit_rl.rollout.random', None)
     monkeypatch.setattr('credit_rl.rollout.skipping', None)

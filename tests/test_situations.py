@@ -18,7 +18,7 @@ from credit_rl.runlog import same_metrics
 from credit_rl.situations import PARTS, SITUATIONS, situations, table_values, tally
 from credit_rl.tiny import CODE_KNOWER, act_coder, memory_of, tiny_environment, tiny_tokenizer
 from credit_rl.train import train
-from credit_rl.trajectory import example_group
+from credit_rl.trajectory import Result, example_group
 from credit_rl.world import world_of
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -33,7 +33,7 @@ RUN = dict(method='carl-table', model=str(ROOT / 'data' / 'tiny_carl'), protocol
 @pytest.fixture(scope='module')
 def games():
     tokenizer = tiny_tokenizer(numbers=True)
-    world = world_of({'hops': (1, 2), 'twins': True, 'nothing': .2, 'sibling': .1}, 'train', 11, 60)
+    world = world_of({'hops': (1, 2), 'twins': True, 'nothing': .2, 'sibling': .1, 'lost': .2}, 'train', 11, 60)
     engine = ScriptedEngine(lambda text, rng: act_coder(text, rng, CODE_KNOWER, memory_of(world)), tokenizer)
     return rollout(engine, tiny_environment(world, Chat(PROTOCOLS['carl-tiny'], tokenizer)), world.questions, 3, seed=2)
 
@@ -61,7 +61,8 @@ def test_what_is_known_and_what_was_seen_are_read_off_the_games(games):
         assert row[0] == 8 * (6 * t.question.meta['parametric'] + t.question.meta['hops'])
         assert [s % 2 for s in row[:len(t.turns)]] == [turn.kind == 'assimilate' for turn in t.turns]
         gold, = t.question.answers
-        noted = [any(gold in turn.action_text for turn in t.turns[:k]) for k in range(len(t.turns))]
+        noted = [any(gold in turn.action_text and turn.result is not Result.LOST for turn in t.turns[:k])
+                 for k in range(len(t.turns))]
         assert [s // 2 % 2 for s in row[:len(t.turns)]] == noted
         pages = [s // 8 % 6 for s in row[:len(t.turns)]]
         assert pages == sorted(pages, reverse=True)

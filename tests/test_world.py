@@ -43,13 +43,13 @@ def test_long_chains(hops):
                                         ({'twins': True, 'easy': 2}, 'chains among'), ({'hopeless': 1}, 'hopeless'),
                                         ({'hopeless': .9, 'parametric': 1.}, 'need a page'),
                                         ({'nothing': .7, 'sibling': .4}, 'together at most 1'),
-                                        ({'sibling': -.1}, 'sibling')])
+                                        ({'sibling': -.1}, 'sibling'), ({'lost': 1.5}, 'lost is the chance')])
 def test_refusals(bad, match):
     with pytest.raises(ValueError, match=match): world_of(bad, 'dev', 0, 20)
 
 
 @pytest.mark.parametrize('settings', [{'parts': [3]}, {'hops': (2, 3), 'two_pages': .5}, {'hopeless': .3},
-                                      {'nothing': .1, 'sibling': .1}])
+                                      {'nothing': .1, 'sibling': .1}, {'lost': .1}])
 def test_another_shape_leaves_the_rest_as_it_was(settings):
     before = world_of({'hops': settings.get('hops', (1, 2, 3))}, 'train', 4, 80)
     after = world_of(settings, 'train', 4, 80)
