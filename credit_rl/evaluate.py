@@ -612,13 +612,20 @@ def _keep(folder, plan, rows):
         _write_json(part/'manifest.json', plan.manifest)
 
 # %% ../nbs/26_evaluate.ipynb #c069
+def _read_part(path):
+    "Read a file of an evaluated set. Raises ValueError on one that is damaged, which says how to go on."
+    try: return read_json(path)
+    except ValueError as e:
+        raise ValueError(f'{e}: restore it, or remove {path.parent}, and the same command plays the set '
+                         'again') from None
+
 def read_manifest(folder):  # of one set in a run's folder
     "Read the manifest of an evaluated set. Raises FileNotFoundError."
     path = Path(folder)/'manifest.json'
     if not path.is_file():
         raise FileNotFoundError(f'{folder} holds no manifest.json; wanted the folder of a data set in the run of an '
                                 'evaluation')
-    return read_json(path)
+    return _read_part(path)
 
 def _is_done(folder, plan):
     "Tell whether a set is evaluated already. Raises ValueError if that was with other inputs."
@@ -637,7 +644,7 @@ def read_scores(folder):  # of a run
     """Read the scores of the sets evaluated in a run: dict set → what `set_scores` gives, in the order of BENCHMARKS.
     Raises FileNotFoundError where there are none."""
     found = {n: Path(folder)/n/'scores.json' for n in BENCHMARKS}
-    scores = {n: read_json(p) for n, p in found.items() if p.is_file()}
+    scores = {n: _read_part(p) for n, p in found.items() if p.is_file()}
     if not scores:
         raise FileNotFoundError(f'{folder} holds no evaluated data set; wanted the run folder of an evaluation')
     return scores
@@ -656,7 +663,7 @@ def _evaluate_sets(s, player, plans, say, progress, ranks=Ranks()):
             rows = None if done[plan.name] else _play(plan, player, progress and ranks.first, ranks)
             if not ranks.first: continue
             if rows: _keep(folder/plan.name, plan, rows)
-            x = read_json(folder/plan.name/'scores.json')
+            x = _read_part(folder/plan.name/'scores.json')
             say(f'{plan.name}: {_NAMES[x["metric"]]} {x["score"]:.3f} on {x["questions"]} questions, '
                 + ('evaluated before' if done[plan.name] else f'{time.monotonic() - since:.0f} s'))
         if ranks.first: atomic_write(folder/'summary.json', lambda path: _write_json(path, read_scores(folder)))

@@ -597,11 +597,18 @@ def _check_run(folder, resume):
         (folder/'probe').unlink()
 
 # %% ../nbs/02_runlog.ipynb #c035
+def _params_at(path):
+    "Parameters of a run: dict. Raises ValueError where they are damaged."
+    try: found = read_yaml(path)
+    except ValueError as e: raise ValueError(f'{e}: restore it, or choose another name for the run') from None
+    if isinstance(found, dict): return found
+    raise ValueError(f'{path} holds no parameters: restore it, or choose another name for the run')
+
 def _write_params(path, params, may_change):
     "Write a YAML file of parameters, or compare with the one that is there. Raises ValueError naming what changed."
     text = yaml.safe_dump(plain_json(params), sort_keys=False, allow_unicode=True)
     if path.exists():
-        old, new = read_yaml(path), yaml.safe_load(text)
+        old, new = _params_at(path), yaml.safe_load(text)
         say = lambda d, k: repr(d[k]) if k in d else 'absent'
         changed = [f'{k}: {say(old, k)} before, {say(new, k)} now' for k in {**old, **new}
                    if k not in may_change and (k not in old or k not in new or old[k] != new[k])]
@@ -897,7 +904,7 @@ def read_turns(folder,     # of a run
 
 def read_params(folder):  # of a run
     "Parameters of a run, as resolved: dict. Raises FileNotFoundError where the folder has none."
-    return read_yaml(Path(folder)/'params.yaml')
+    return _params_at(Path(folder)/'params.yaml')
 
 def read_summary(folder):  # of a run
     "Results of a run: dict, None of a run that has not finished."

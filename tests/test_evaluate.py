@@ -814,6 +814,13 @@ def test_a_set_whose_log_lost_its_end_is_not_taken_for_done(model, tmp_path):
         path.write_bytes(whole[:-lost])
         with pytest.raises(ValueError, match='turns.jsonl.gz lacks 6 of 6 questions: its end is gone. Restore it, or'):
             quiet(settings)
+    path.write_bytes(whole)
+    for name in ('scores.json', 'manifest.json'):
+        kept = path.with_name(name).read_bytes()
+        path.with_name(name).write_bytes(kept[:-30])
+        with pytest.raises(ValueError, match=f'{name} is not valid JSON.*restore it, or remove .*plays the set again'):
+            quiet(settings)
+        path.with_name(name).write_bytes(kept)
     shutil.rmtree(path.parent)
     quiet(settings)
     assert read_turns(path.parent) and path.read_bytes() == whole

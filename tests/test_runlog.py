@@ -440,6 +440,17 @@ def test_the_ways_to_go_on_without_the_end_of_a_file(tmp_path):
     with RunLog(run, resume=True) as log: log.cut(1)
 
 
+def test_parameters_that_lost_their_end_say_how_to_go_on(tmp_path):
+    with RunLog(tmp_path) as log: log.write_params({'seed': 1, 'options': {'alpha': [1, 2]}})
+    whole = (tmp_path / 'params.yaml').read_bytes()
+    for lost in range(1, len(whole)):
+        (tmp_path / 'params.yaml').write_bytes(whole[:-lost])
+        with RunLog(tmp_path, resume=True) as log:
+            try: log.write_params({'seed': 1, 'options': {'alpha': [1, 2]}})
+            except ValueError as e: assert 'restore' in str(e) and 'choose another name' in str(e)
+            else: assert (tmp_path / 'params.yaml').read_bytes() == whole      # what was lost said nothing
+
+
 def test_weights_that_find_no_room_say_so(tmp_path):
     class SafetensorError(Exception): pass
     with pytest.raises(OSError, match='model could not be written: .*No space.*make room'):
