@@ -200,7 +200,7 @@ def mounted(path):
     return [line.split()[4] for line in Path('/proc/self/mountinfo').read_text().splitlines()].count(str(path))
 
 
-def mount(*words): subprocess.run(['mount', *map(str, words)], check=True, capture_output=True)
+def mount(*words, check=True): return subprocess.run(['mount', *map(str, words)], check=check, capture_output=True)
 
 
 def free_port():
@@ -536,7 +536,8 @@ def strike(kind, sitting, reference, rng, stop):
             with contextlib.suppress(psutil.Error): p.resume()
     elif kind == 'read-only':
         mount('--bind', place.run.parent, place.run.parent)
-        mount('-o', 'remount,ro,bind', place.run.parent)
+        closed = lambda: mount('-o', 'remount,ro,bind', place.run.parent, check=False).returncode == 0
+        if not wait_for(closed, 20): raise RuntimeError(f'{place.run.parent} is written to all the time')    # busy
     elif kind.startswith('child'):
         found = sitting.children()
         if not found: return 'it had no child any more'
