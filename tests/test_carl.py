@@ -233,6 +233,7 @@ def test_a_checkpoint_is_the_best_by_what_the_data_are_scored_by(monkeypatch):
         facts = training.run_facts(settings_of(run.config).task, 4)
         run.method = training.bind(training.get_method('carl'), {}, facts)
         run.metric, run.say = run.method.metric, print
+        run.learner = SimpleNamespace(critic=None)                                 # so there is no gate to be read
         run.ranks, run.engine, run.stage = Ranks(), None, SimpleNamespace(questions={'dev': [t.question]},
                                                                           environments={'dev': None})
         logged, named = {}, []
