@@ -9,6 +9,7 @@ __all__ = ['first_choice', 'asking_values', 'value_bias', 'read_bias', 'form_of'
 # %% ../nbs/68_asking.ipynb #q002
 import dataclasses, math, random, sys
 from dataclasses import dataclass
+from pathlib import Path
 import torch
 from .critics import CompetenceHead, LinearHead, auc
 from .engine import seed_of

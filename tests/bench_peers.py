@@ -43,6 +43,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from credit_rl.launch import LAUNCHER
+
 ROOT = Path(__file__).resolve().parents[1]
 CASES = {  # case → what it is counted by, peers
     'loop tiny': (('trajectories', 'trained'), ('trl',)),
@@ -65,7 +67,8 @@ class Missing(RuntimeError):
 def run_side(name, python, small, seconds=3000):
     "What one side measured in a process of its own: dict. Raises Missing with the reason where it cannot run here."
     if not Path(python).exists(): raise Missing(f'{python} is not there')
-    env = {**os.environ, 'PYTHONPATH': str(ROOT), 'OMP_NUM_THREADS': '1', 'DS_ACCELERATOR': 'cpu',
+    own = {k: v for k, v in os.environ.items() if k not in LAUNCHER}     # a side is no rank of what asks for it
+    env = {**own, 'PYTHONPATH': str(ROOT), 'OMP_NUM_THREADS': '1', 'DS_ACCELERATOR': 'cpu',
            'CUDA_VISIBLE_DEVICES': '', 'TOKENIZERS_PARALLELISM': 'false', 'HF_HUB_OFFLINE': '1',
            **GIVES_BACK.get(name.split('/')[0], {})}
     done = subprocess.run([str(python), str(ROOT / 'tests' / 'peer_sides.py'), name, *['--small'] * small], env=env,

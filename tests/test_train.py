@@ -932,7 +932,7 @@ def test_tool_rate_by_tier_where_tiers_are_known(tmp_path, monkeypatch):
     assert not [name for name in read_metrics(none) if 'tier' in name]
     ids = [*dict.fromkeys(('tiny', t.question.id) for t in played(rows))]
     tiers = {key: 1 + i % 2 for i, key in enumerate(ids)}
-    monkeypatch.setattr(training, 'known_tiers', lambda folder: tiers)
+    monkeypatch.setattr(training, 'known_tiers', lambda folder, part='train': tiers)
     run, again = quiet(tmp_path / 'run', method='grpo')
     assert again == rows and len(ids) > 1
     for tier in (1, 2):
