@@ -233,7 +233,8 @@ def main(arguments=None):
 def _ask(settings, how):  # dict, Asking
     "Find out, or read what was found before, and print it."
     config = make_config(settings)
-    if (found := Path(config.run)/'asking.json').exists(): return print(f'{config.run}: {read_json(found)["says"]}')
+    if (found := Path(config.run)/'asking.json').exists():
+        return print(f'{config.run}: {read_json(found)["says"]} (found before; remove the folder to ask again)')
     said, asking, bias, _ = run_asking(config, how, lambda line: print(line, flush=True))
     print(asking.round(3).to_string())
     if bias is not None: print(bias.round(3).to_string())
