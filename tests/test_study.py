@@ -31,7 +31,9 @@ def test_a_rule_is_held_against_grpo_on_its_own_seeds(study):
                    for seed in (201, 203)]
         assert (found['regime'], found['rule'], found['seeds']) == ('weak', 'tspo', 2)
         assert found['difference'] == pytest.approx(sum(by_hand) / 2)
-        assert min(by_hand) <= found['low'] <= found['difference'] <= found['high'] <= max(by_hand)
+        reach = abs(by_hand[0] - by_hand[1]) / 2 ** .5   # of two draws from ±half the difference, times the root of two
+        assert found['low'] == pytest.approx(found['difference'] - reach, abs=1e-6)
+        assert found['high'] == pytest.approx(found['difference'] + reach, abs=1e-6)
         ends = found['low'] > 0, found['high'] < 0
         assert found['says'] == {(True, False): 'ahead', (False, True): 'behind'}.get(ends, 'level')
 
