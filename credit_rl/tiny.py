@@ -519,16 +519,16 @@ def code_readings(tokenizer, coder, known, seed, times=1, missing=.25):
 
 # %% ../nbs/25_tiny.ipynb #c073
 def knowing_rows(tokenizer, known, seed):
-    """Ask of questions whether they are known, and say so in a word: rows as of `segment_rows`, half of them of the
+    """Ask of questions, behind them, whether they are known, and say so in a word: rows as of `segment_rows`, half of them of the
     parametric questions of the worlds in `known`, half of questions about other worlds, ten times as many, each once."""
-    chat = Chat(replace(PROTOCOLS['carl-tiny'], system='known ?'), tokenizer)
+    chat = Chat(PROTOCOLS['carl-tiny'], tokenizer)
     mine, others, drawn = {text for world in known for text in memory_of(world)}, set(), 0
     while len(others) < 10 * len(mine):
         split = known[drawn % len(known)].split
         other = make_world(split, seed_of('others', seed, drawn), size=300, questions=250, hops=(1, 2))
         others, drawn = others | {q.text for q in other.questions} - mine, drawn + 1
     def row(text, word):
-        asked, said = chat.prompt_ids(text), tokenizer(f'{word} <|im_end|>', add_special_tokens=False).input_ids
+        asked, said = chat.prompt_ids(f'{text} known ?'), tokenizer(f'{word} <|im_end|>', add_special_tokens=False).input_ids
         return [*asked, *said], [-1] * len(asked) + [0] * len(said)
     return [row(text, 'known') for text in sorted(mine)] * 10 + [row(text, 'unknown') for text in sorted(others)]
 
@@ -574,7 +574,7 @@ def code_warm_start(
     for name, level, steps, first, coder, cooldown in (('reading', p.read, p.reading, 1, PERFECT_CODER, 0),
                                                        ('mixed', p.recalled, p.mixed, 0, p.knower, 300)):
         pages = code_readings(tokenizer, coder, known, seed, p.times)
-        parts = (learned, *([_endless_rows(pages, 48, seed)] if pages else []), shown, drill(32), *asked)
+        parts = (learned, *([_endless_rows(pages, 48, seed)] if pages else []), shown, drill(32), *asked * 2)
         if pages or name == 'mixed':
             part = _Part(name, level, steps, first, len(parts))
             _train_part(part, model, joined.from_iterable(zip(*parts)), progress, 2e-3, cooldown)
