@@ -445,6 +445,10 @@ class Disturbed:
         others = lambda pair: [p for p in self.said if p[0] != pair[0]]
         return [others(pair)[-1] if others(pair) else ('', pair[1]) for pair in found]
 
+    def around(self, tool):
+        "The same disturbance of another tool."
+        return Disturbed(tool, self.how, self.said)
+
 # %% ../nbs/70_diagnostics.ipynb #c058
 def resilience(engine, env, questions, sampling=None, metric='em'):
     """Break the tool on questions that are known (CARL tables 15 and 16): dict of shares. `called`: of the games under

@@ -6,8 +6,8 @@
 __all__ = ['PERFECT', 'NOISY', 'GUESSING', 'TEACHER', 'PERFECT_CODER', 'NOISY_CODER', 'CODE_TEACHER', 'CODE_KNOWER', 'TABLE',
            'tiny_tokenizer', 'tiny_environment', 'Player', 'act', 'player_state', 'ceiling', 'tiny_model',
            'demonstrations', 'copy_rows', 'imitate', 'WarmStart', 'warm_start', 'recollections', 'Coder', 'memory_of',
-           'act_coder', 'segment_rows', 'code_demonstrations', 'code_recollections', 'code_readings', 'CodeWarmStart',
-           'code_warm_start', 'make_base']
+           'act_coder', 'segment_rows', 'code_demonstrations', 'code_recollections', 'code_readings', 'knowing_rows',
+           'CodeWarmStart', 'code_warm_start', 'make_base']
 
 # %% ../nbs/25_tiny.ipynb #c002
 import random, re
@@ -517,6 +517,21 @@ def code_readings(tokenizer, coder, known, seed, times=1, missing=.25):
         read += [row for g in groups for row in segment_rows(g.trajectories[0])[:-1]]
     return read
 
+# %% ../nbs/25_tiny.ipynb #c073
+def knowing_rows(tokenizer, known, seed):
+    """Ask of questions, behind them, whether they are known, and say so in a word: rows as of `segment_rows`, half of them of the
+    parametric questions of the worlds in `known`, half of questions about other worlds, ten times as many, each once."""
+    chat = Chat(PROTOCOLS['carl-tiny'], tokenizer)
+    mine, others, drawn = {text for world in known for text in memory_of(world)}, set(), 0
+    while len(others) < 10 * len(mine):
+        split = known[drawn % len(known)].split
+        other = make_world(split, seed_of('others', seed, drawn), size=300, questions=250, hops=(1, 2))
+        others, drawn = others | {q.text for q in other.questions} - mine, drawn + 1
+    def row(text, word):
+        asked, said = chat.prompt_ids(f'{text} known ?'), tokenizer(f'{word} <|im_end|>', add_special_tokens=False).input_ids
+        return [*asked, *said], [-1] * len(asked) + [0] * len(said)
+    return [row(text, 'known') for text in sorted(mine)] * 10 + [row(text, 'unknown') for text in sorted(others)]
+
 # %% ../nbs/25_tiny.ipynb #c055
 @dataclass(frozen=True)
 class CodeWarmStart:
@@ -533,6 +548,7 @@ class CodeWarmStart:
     times: int = 4         # how often each question about `known` is played besides
     teacher: Coder = CODE_TEACHER  # whose games on random worlds are imitated
     knower: Coder = CODE_KNOWER    # and whose on the worlds of what is known
+    says: bool = False             # learns to say whether it knows, see knowing_rows
 
 def code_warm_start(
     tokenizer,
@@ -553,11 +569,12 @@ def code_warm_start(
     games += code_demonstrations(tokenizer, p.knower, 0, seed, known, p.times)
     shown = _endless_rows(rows(games), 32, seed)
     learned = _endless_rows(rows(code_recollections(tokenizer, known)), 96, seed)
+    asked = [_endless_rows(knowing_rows(tokenizer, known, seed), 96, seed)] if p.says else []
     _train_part(_Part('games', p.played, p.games), model, shown, progress, learning_rate=2e-3)
     for name, level, steps, first, coder, cooldown in (('reading', p.read, p.reading, 1, PERFECT_CODER, 0),
                                                        ('mixed', p.recalled, p.mixed, 0, p.knower, 300)):
         pages = code_readings(tokenizer, coder, known, seed, p.times)
-        parts = (learned, *([_endless_rows(pages, 48, seed)] if pages else []), shown, drill(32))
+        parts = (learned, *([_endless_rows(pages, 48, seed)] if pages else []), shown, drill(32), *asked * 2)
         if pages or name == 'mixed':
             part = _Part(name, level, steps, first, len(parts))
             _train_part(part, model, joined.from_iterable(zip(*parts)), progress, 2e-3, cooldown)
@@ -583,6 +600,9 @@ def make_base(
         else:
             fails = any(w.nothing or w.sibling or w.lost for w in known)         # then half of them remember
             usual = CodeWarmStart(knower=replace(CODE_KNOWER, fallback=.5 * fails))
+            if any('twin' in q.meta for w in known for q in w.questions):        # then it acts alike on both
+                usual = replace(usual, teacher=replace(CODE_TEACHER, recall=.3, guess=.3),
+                                knower=replace(usual.knower, recall=.3), says=True)
             model = code_warm_start(chat.tokenizer, seed, plan or usual, known, progress)
         with atomic_folder(folder) as part:
             model.save_pretrained(part)

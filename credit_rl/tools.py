@@ -390,10 +390,11 @@ class _Skipping:
         return [found[self.skip:] for found in self.retriever.search(queries, k + self.skip)]
 
 def skipping(
-    tool,  # SearchTool, or PythonTool whose programs search by one
+    tool,  # SearchTool, or PythonTool whose programs search by one, or what is `around` such a tool
     skip,  # how many of the best hits are left out; None: all
 ):
     "The same tool, whose searches miss their best hits. Raises TypeError on a tool that has no such search."
+    if hasattr(tool, 'around'): return tool.around(skipping(tool.tool, skip))   # one that changes another's outputs
     search = tool.search if isinstance(tool, PythonTool) else tool
     if not isinstance(search, SearchTool):
         raise TypeError(f'only a SearchTool, or a PythonTool with one, can miss hits, got {tool!r:.80}')
