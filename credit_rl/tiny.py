@@ -519,8 +519,8 @@ def code_readings(tokenizer, coder, known, seed, times=1, missing=.25):
 
 # %% ../nbs/25_tiny.ipynb #c073
 def knowing_rows(tokenizer, known, seed):
-    """Ask of questions, behind them, whether they are known, and say so in a word: rows as of `segment_rows`, half of them of the
-    parametric questions of the worlds in `known`, half of questions about other worlds, ten times as many, each once."""
+    """Ask behind questions whether they are known, and say so in a word: rows as of `segment_rows`, half of them of the
+    parametric questions of the worlds in `known`, half of others, ten times as many, each once."""
     chat = Chat(PROTOCOLS['carl-tiny'], tokenizer)
     mine, others, drawn = {text for world in known for text in memory_of(world)}, set(), 0
     while len(others) < 10 * len(mine):
@@ -528,7 +528,8 @@ def knowing_rows(tokenizer, known, seed):
         other = make_world(split, seed_of('others', seed, drawn), size=300, questions=250, hops=(1, 2))
         others, drawn = others | {q.text for q in other.questions} - mine, drawn + 1
     def row(text, word):
-        asked, said = chat.prompt_ids(f'{text} known ?'), tokenizer(f'{word} <|im_end|>', add_special_tokens=False).input_ids
+        asked = chat.prompt_ids(f'{text} known ?')
+        said = tokenizer(f'{word} <|im_end|>', add_special_tokens=False).input_ids
         return [*asked, *said], [-1] * len(asked) + [0] * len(said)
     return [row(text, 'known') for text in sorted(mine)] * 10 + [row(text, 'unknown') for text in sorted(others)]
 
