@@ -84,7 +84,7 @@ def study_differences(
     baseline='grpo',
 ):
     """Every rule against the baseline in every regime: DataFrame with regime, rule, seeds, difference, its interval of
-    `pooled_intervals`, and what it `says`: 'unknown' where no rule has two seeds."""
+    `pooled_intervals` over the rule's regimes, and what it `says`: 'unknown' where the rule has two seeds nowhere."""
     import pandas as pd
     found = []
     for regime in regimes_of(folder):
@@ -96,8 +96,12 @@ def study_differences(
             if rule == baseline or not seeds: continue
             apart = [paired_differences([done[rule, seed], done[baseline, seed]], metric, baseline) for seed in seeds]
             found.append((regime, rule, torch.tensor([of['mean difference'].item() for of in apart])))
-    rows = [(regime, rule, len(d), d.mean().item(), low, high, word(low, high)) for (regime, rule, d), (low, high) in
-            zip(found, pooled_intervals([d for *_, d in found]))]
+    ends = {}
+    for rule in dict.fromkeys(rule for _, rule, _ in found):
+        of = {regime: d for regime, name, d in found if name == rule}
+        ends |= {(regime, rule): end for regime, end in zip(of, pooled_intervals(list(of.values())))}
+    rows = [(regime, rule, len(d), d.mean().item(), *ends[regime, rule], word(*ends[regime, rule]))
+            for regime, rule, d in found]
     return pd.DataFrame(rows, columns=['regime', 'rule', 'seeds', 'difference', 'low', 'high', 'says'])
 
 def judge(
