@@ -240,7 +240,7 @@ def test_rows_ahead_are_the_sweeps_but_for_their_engine(method, root):
                    for name in ('ahead', 'sweep'))
     row = both.pop('methods')[f'{method}-ahead']
     sweep.pop('methods')
-    assert both.pop('threads') == 1        # one waits less where other work is done besides
+    assert both.pop('threads') == 1        # beside other work one thread is faster (runs/LOG.md)
     assert both == sweep and row == {'method': method, 'ahead': 1, 'correction': 'truncated', 'gap': 1.}
 
 
