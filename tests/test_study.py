@@ -3,13 +3,17 @@ import json
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 import pytest
+import torch
 from papermilled import papermill, shown
+from scipy import stats
 
 from credit_rl.compare import dev_area
 from credit_rl.runlog import read_summary
-from credit_rl.study import SCORE, predict, read_audits, regimes_of, study_differences, which_rule_when
+from credit_rl.study import (SCORE, pooled_intervals, predict, read_audits, regimes_of, student, study_differences,
+                             which_rule_when)
 
 ROOT = Path(__file__).resolve().parents[1]
 STORED = ROOT / 'runs' / 'sweep_weak'
@@ -31,11 +35,23 @@ def test_a_rule_is_held_against_grpo_on_its_own_seeds(study):
                    for seed in (201, 203)]
         assert (found['regime'], found['rule'], found['seeds']) == ('weak', 'tspo', 2)
         assert found['difference'] == pytest.approx(sum(by_hand) / 2)
-        reach = abs(by_hand[0] - by_hand[1]) / 2 ** .5   # of two draws from ±half the difference, times the root of two
-        assert found['low'] == pytest.approx(found['difference'] - reach, abs=1e-6)
-        assert found['high'] == pytest.approx(found['difference'] + reach, abs=1e-6)
+        reach = stats.t.ppf(.975, 1) * stats.sem(by_hand)      # one rule in one regime: the usual interval of a mean
+        assert found['low'] == pytest.approx(found['difference'] - reach, rel=1e-3)
+        assert found['high'] == pytest.approx(found['difference'] + reach, rel=1e-3)
         ends = found['low'] > 0, found['high'] < 0
         assert found['says'] == {(True, False): 'ahead', (False, True): 'behind'}.get(ends, 'level')
+
+
+def test_luck_is_pooled_over_regimes_as_in_an_analysis_of_variance():
+    "Against scipy: the mean square within groups is that of its F test, and the reach Student's."
+    rng = np.random.default_rng(0)
+    groups = [rng.normal(mean, .02, n) for mean, n in ((0., 3), (.1, 8), (-.05, 3))]
+    within = sum(((g - g.mean()) ** 2).sum() for g in groups) / 11
+    between = sum(len(g) * (g.mean() - np.concatenate(groups).mean()) ** 2 for g in groups) / 2
+    assert between / within == pytest.approx(stats.f_oneway(*groups).statistic)
+    for g, (low, high) in zip(groups, pooled_intervals([torch.tensor(g) for g in groups])):
+        assert (low, high) == pytest.approx(stats.t.interval(.95, 11, g.mean(), (within / len(g)) ** .5), rel=1e-3)
+    for free in (1, 2, 5, 30, 200): assert student(free) == pytest.approx(stats.t.ppf(.975, free), rel=1e-3)
 
 
 def test_a_regime_without_runs_or_audits_is_none(tmp_path):
