@@ -74,11 +74,13 @@ def student(free):  # degrees of freedom
     return x[1:][area >= .475][0].item()
 
 def pooled_intervals(differences):  # list of (n,) tensors, one difference for each seed
-    "95 % intervals of means whose luck is alike: list of (low, high), NaN where none has two seeds."
-    free = sum(len(d) - 1 for d in differences)
-    if not free: return [(math.nan, math.nan)] * len(differences)
-    reach = student(free) * (sum((d - d.mean()).pow(2).sum().item() for d in differences) / free) ** .5
-    return [(d.mean().item() - reach / len(d) ** .5, d.mean().item() + reach / len(d) ** .5) for d in differences]
+    """95 % intervals of means whose luck is alike: list of (low, high), NaN where none has two seeds. A rule that did
+    what the baseline did, to the last digit, has an interval of nothing, and says nothing of luck elsewhere."""
+    apart = [d for d in differences if d.any()]
+    free = sum(len(d) - 1 for d in apart)
+    reach = student(free) * (sum((d - d.mean()).pow(2).sum().item() for d in apart) / free) ** .5 if free else math.nan
+    reaches = [reach / len(d) ** .5 if d.any() else 0. for d in differences]
+    return [(d.mean().item() - r, d.mean().item() + r) for d, r in zip(differences, reaches)]
 
 def study_differences(
     folder,             # of a study
@@ -144,7 +146,7 @@ def which_rule_when(
                                        of[of.says == says].sort_values('difference', ascending=False).itertuples())
         rows[regime] = {'credit before the last turn': base.before.mean(), 'base right': base.right.mean(),
                         'ahead of GRPO': named('ahead') or 'none', 'behind': named('behind') or 'none',
-                        'tried': len(of), 'seeds': f'{of.seeds.min()} to {of.seeds.max()}'}
+                        'tried': len(of), 'seeds': ' to '.join(map(str, sorted({of.seeds.min(), of.seeds.max()})))}
     return pd.DataFrame.from_dict(rows, orient='index').rename_axis('regime')
 
 # %% ../nbs/76_study.ipynb #s0172

@@ -54,6 +54,12 @@ def test_luck_is_pooled_over_regimes_as_in_an_analysis_of_variance():
     for free in (1, 2, 5, 30, 200): assert student(free) == pytest.approx(stats.t.ppf(.975, free), rel=1e-3)
 
 
+def test_a_rule_that_did_as_the_baseline_did_says_nothing_of_luck_elsewhere():
+    apart, same = torch.tensor([.01, .03, .08]), torch.zeros(8)
+    ends = pooled_intervals([apart, same])
+    assert ends == [*pooled_intervals([apart]), (0, 0)]
+
+
 def test_a_regime_without_runs_or_audits_is_none(tmp_path):
     for empty in (regimes_of, read_audits):
         with pytest.raises(FileNotFoundError, match='holds no'): empty(tmp_path)
