@@ -602,8 +602,8 @@ def make_base(
             fails = any(w.nothing or w.sibling or w.lost for w in known)         # then half of them remember
             usual = CodeWarmStart(knower=replace(CODE_KNOWER, fallback=.5 * fails))
             if any('twin' in q.meta for w in known for q in w.questions):        # then it acts alike on both
-                usual = replace(usual, teacher=replace(CODE_TEACHER, recall=.2, guess=.2),
-                                knower=replace(usual.knower, recall=.2), says=True)
+                usual = replace(usual, teacher=replace(CODE_TEACHER, recall=.15, guess=.15),
+                                knower=replace(usual.knower, recall=.15), says=True)
             model = code_warm_start(chat.tokenizer, seed, plan or usual, known, progress)
         with atomic_folder(folder) as part:
             model.save_pretrained(part)

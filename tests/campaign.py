@@ -81,11 +81,9 @@ class Place:
 SMALL = ['questions=50', 'dev_questions=6', 'test_questions=6', 'threads=1', 'seed=3']
 TRAIN = [*SMALL, 'steps=4', 'eval_every=2', 'questions_per_step=4', 'group_size=4', 'max_turns=3', 'turn_tokens=12',
          'world={size: 200}', 'track=""']
-KNOWN = '{hops: [1, 2, 2, 2, 2, 2], famous: {train: 300, dev: 150, test: 400}, famous_relations: ' \
-        '[birthplace, headquarters, director, mayor], easy: {train: 100, dev: 50, test: 50}, ' \
-        'hard: {train: 60, dev: 30, test: 50}}'                       # whose facts tiny_carl knows, by seed 412
-CARL = ['questions=60', 'dev_questions=20', 'test_questions=6', 'threads=1', 'seed=412', 'protocol=carl-tiny',
-        f'model={CODER}', 'turn_tokens=40', f'world={KNOWN}', 'track=""']
+TWINS = '{hops: [1, 2], twins: true, nothing: .125, sibling: .125, lost: .1}'
+CARL = ['questions=480', 'dev_questions=120', 'test_questions=6', 'threads=1', 'seed=412', 'protocol=carl-tiny',
+        f'model={CODER}', 'turn_tokens=40', f'world={TWINS}', 'track=""']      # whose facts tiny_carl knows
 WARM = ['per_tier=[6, 6]', 'tries=2', 'sorted_questions=40', 'clusters=2', 'warm_steps=6', 'warm_least=6',
         'warm_every=2', 'warm_batch=16', 'warm_rise=1', 'must_pass=false']
 RUN_FILES = ('metrics.jsonl', 'turns.jsonl.gz', 'params.yaml', 'summary.json', 'checkpoints/step-*/**/*')

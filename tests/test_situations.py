@@ -22,11 +22,9 @@ from credit_rl.trajectory import Result, example_group
 from credit_rl.world import world_of
 
 ROOT = Path(__file__).resolve().parents[1]
-FACTS = {'hops': [1, 2, 2, 2, 2, 2], 'famous': {'train': 300, 'dev': 150, 'test': 400},
-         'famous_relations': ['birthplace', 'headquarters', 'director', 'mayor'],
-         'easy': {'train': 100, 'dev': 50, 'test': 50}, 'hard': {'train': 60, 'dev': 30, 'test': 50}}  # tiny_carl's
+TWINS = {'hops': [1, 2], 'twins': True, 'nothing': .125, 'sibling': .125, 'lost': .1}   # tiny_carl's
 RUN = dict(method='carl-table', model=str(ROOT / 'data' / 'tiny_carl'), protocol='carl-tiny', seed=412, turn_tokens=40,
-           world=FACTS, questions=60, dev_questions=10, test_questions=6, questions_per_step=4, group_size=4, steps=3,
+           world=TWINS, questions=60, dev_questions=10, test_questions=6, questions_per_step=4, group_size=4, steps=3,
            eval_every=1, threads=1, track='')
 
 
