@@ -84,7 +84,7 @@ TRAIN = [*SMALL, 'steps=4', 'eval_every=2', 'questions_per_step=4', 'group_size=
 TWINS = '{hops: [1, 2], twins: true, nothing: .125, sibling: .125, lost: .1}'
 CARL = ['questions=480', 'dev_questions=120', 'test_questions=6', 'threads=1', 'seed=412', 'protocol=carl-tiny',
         f'model={CODER}', 'turn_tokens=40', f'world={TWINS}', 'track=""']      # whose facts tiny_carl knows
-WARM = ['per_tier=[6, 6]', 'tries=2', 'sorted_questions=40', 'clusters=2', 'warm_steps=6', 'warm_least=6',
+WARM = ['per_tier=[6, 6]', 'tries=2', 'sorted_questions=480', 'clusters=2', 'warm_steps=6', 'warm_least=6',
         'warm_every=2', 'warm_batch=16', 'warm_rise=1', 'must_pass=false']
 RUN_FILES = ('metrics.jsonl', 'turns.jsonl.gz', 'params.yaml', 'summary.json', 'checkpoints/step-*/**/*')
 SETS = {'hotpotqa': ROOT / 'data' / 'hotpotqa_sample.json',
