@@ -122,7 +122,7 @@ def pytest_runtest_makereport(item):
 
 
 def pytest_runtest_logreport(report):
-    TOOK[report.nodeid] += report.cpu
+    TOOK[report.nodeid] += getattr(report, 'cpu', 0.)   # a worker that died has told none
     if report.alone: ALONE.add(report.nodeid)
 
 

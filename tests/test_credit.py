@@ -116,7 +116,7 @@ RULES = {  # (x (N, K), turn_mask, groups) → (N, K) or (N,)
     'rloo': lambda v, m, g: rloo(v[:, 0], g),
     'reinforce_pp': lambda v, m, g: reinforce_pp(v[:, 0]),
     'reinforce_pp baseline': lambda v, m, g: reinforce_pp(v[:, 0], g),
-    'mt_grpo': lambda v, m, g: mt_grpo(v[:, 0] ** 2, v[:, 0], m[:, :2], g),
+    'mt_grpo': lambda v, m, g: mt_grpo(v[:, 0].abs(), v[:, 0], m[:, :2], g),
     'mt_grpo_star': lambda v, m, g: mt_grpo_star(v, v[:, 0], m, g),
     'mt_grpo_star pooled': lambda v, m, g: mt_grpo_star(v, v[:, 0], m, g, norm='pooled'),
     'gigpo': lambda v, m, g: gigpo(v, anchors_of(v), m, g),
@@ -218,7 +218,7 @@ def test_a_missing_trajectory_leaves_the_statistics(batch, data):
     for rule in (lambda v, m, g: group_normalize(v, g, m), turn_normalize, lambda v, m, g: rloo(v[:, 0], g),
                  lambda v, m, g: reinforce_pp(v[:, 0]), lambda v, m, g: reinforce_pp(v[:, 0], g),
                  lambda v, m, g: gigpo(v, torch.zeros_like(m, dtype=torch.long), m, g),
-                 lambda v, m, g: mt_grpo(v[:, 0] ** 2, v[:, 0], m[:, :2], g),
+                 lambda v, m, g: mt_grpo(v[:, 0].abs(), v[:, 0], m[:, :2], g),
                  lambda v, m, g: mt_grpo_star(v, v[:, 0], m, g),
                  lambda v, m, g: mt_grpo_star(v, v[:, 0], m, g, norm='pooled')):
         out = rule(holed, mask, groups)
