@@ -123,7 +123,7 @@ def pytest_runtest_makereport(item):
 
 def pytest_runtest_logreport(report):
     TOOK[report.nodeid] += getattr(report, 'cpu', 0.)   # a worker that died has told none
-    if report.alone: ALONE.add(report.nodeid)
+    if getattr(report, 'alone', False): ALONE.add(report.nodeid)
 
 
 def pytest_sessionfinish(session):
