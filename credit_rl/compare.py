@@ -238,7 +238,8 @@ def _finished(folders):
         runs = out.setdefault(run_label(folder, params), {})
         if params['seed'] in runs:
             raise ValueError(f'two runs are {run_label(folder, params)} with seed {params["seed"]}; give one of them')
-        runs[params['seed']] = {**summary, 'dev_area': dev_area(folder)}
+        right = summary['final'].get('right', summary['final_em'])
+        runs[params['seed']] = {**summary, 'dev_area': dev_area(folder), 'final_right': right}
         for name in ('data', 'world', 'test_questions', 'dev_split'):
             asked.setdefault((name, str(params.get(name))), folder)
     for name in {name for name, _ in asked}:
