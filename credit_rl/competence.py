@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['EARLY', 'Agent', 'open_agent', 'examine_base', 'examine_agent', 'early_credit', 'examine_run', 'examined',
            'asking_table', 'play_table', 'resilience_table', 'critics_table', 'crossover_table', 'gate_curves',
-           'asking_differences', 'asking_figure', 'first_credit', 'opposite_signs', 'main']
+           'asking_differences', 'asking_figure', 'dose_figure', 'first_credit', 'opposite_signs', 'main']
 
 # %% ../nbs/75_competence.ipynb #c002
 import math, sys
@@ -392,6 +392,37 @@ def asking_figure(folders):  # as in find_runs
                    xlim=(-.4, 1.4), ylim=(-.03, 1.05),
                    title={'tool rate': 'share of rollouts with a call', 'EM': 'exact match'}[name])
         fig.legend(*axes[1].get_legend_handles_labels(), loc='outside right center', frameon=False)
+        sns.despine(fig)
+    plt.close(fig)
+    return fig
+
+# %% ../nbs/75_competence.ipynb #d0se0002
+def dose_figure(
+    folder,          # of a comparison: WORLD/METHOD-SEED
+    play='sampled',  # or 'greedy'
+):
+    """Draw tool rate and exact match by tier over the worlds of a comparison, in the order of their names: a line for
+    each method through its means, a point for each examined seed. Returns the matplotlib figure. Raises
+    FileNotFoundError where no run was examined."""
+    import matplotlib.pyplot as plt, seaborn as sns
+    worlds = sorted({run.parent for run in Path(folder).glob('*/*-*') if 'competence' in (read_summary(run) or {})})
+    if not worlds: raise FileNotFoundError(f'{folder} holds no examined run: WORLD/METHOD-SEED, credit-rl competence')
+    runs = {}                                                # (method, world) -> what was found on each seed
+    for x, world in enumerate(worlds):
+        for method, _, found in examined(world): runs.setdefault(method, {}).setdefault(x, []).append(found[play])
+    colours = method_colours(list(runs))
+    with sns.axes_style('ticks'):
+        fig, axes = plt.subplots(1, 4, figsize=(11.5, 2.9), layout='constrained', sharey=True)
+        for ax, (title, of) in zip(axes, _BY_TIER.items()):
+            for i, (method, found) in enumerate(runs.items()):
+                off, colour = .05 * (i - (len(runs) - 1) / 2), colours[method]
+                seeds = {x + off: [_measure(play, *of) for play in plays] for x, plays in found.items()}
+                for x, values in seeds.items(): ax.plot([x] * len(values), values, '.', color=colour, alpha=.45)
+                means = [sum(values) / len(values) for values in seeds.values()]
+                ax.plot([*seeds], means, '-o', ms=4, mfc='white', color=colour, label=method)
+            ax.set(title=title, xticks=range(len(worlds)), xticklabels=[w.name for w in worlds], ylim=(-.03, 1.05),
+                   xlim=(-.4, len(worlds) - .6))
+        fig.legend(*axes[0].get_legend_handles_labels(), loc='outside right center', frameon=False)
         sns.despine(fig)
     plt.close(fig)
     return fig
