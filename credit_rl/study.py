@@ -29,17 +29,20 @@ def read_audits(
     what='audits',  # of its bases; 'midway': of what GRPO had made of them half-way
 ):
     """What audits say: DataFrame, a row for each regime, seed of a base, and rule, with the columns of `audit` and,
-    from `audit.json`, what share of the credit lies before the last turn. Raises FileNotFoundError where there is
-    none."""
+    from `audit.json`, what share of the credit lies before the last turn. A rule that was audited by other options has
+    these rows alone. Raises FileNotFoundError where there is none."""
     import pandas as pd
-    tables = []
-    for path in sorted(Path(folder).glob(f'*/{what}/*/audit.csv')):
-        found = read_json(path.parent/'audit.json')
-        before = 1 - found['bottleneck']['answer']
-        tables.append(pd.read_csv(path).assign(regime=path.parts[-4], seed=int(path.parts[-2]), before=before,
-                                               right=found['right']))
+    tables, own = [], {}
+    for path in sorted(Path(folder).glob(f'*/{what}*/*/audit.csv')):
+        found, (regime, kind, seed) = read_json(path.parent/'audit.json'), path.parts[-4:-1]
+        rule, before = kind.removeprefix(what).removeprefix('-'), 1 - found['bottleneck']['answer']
+        table = pd.read_csv(path).assign(regime=regime, seed=int(seed), before=before, right=found['right'])
+        if rule: own.setdefault((regime, rule), []).append(table[table.rule == rule])
+        else: tables.append(table)
     if not tables: raise FileNotFoundError(f'{folder} holds no audits: REGIME/{what}/SEED/audit.csv')
-    return pd.concat(tables, ignore_index=True)
+    usual = pd.concat(tables)
+    replaced = pd.Series([*zip(usual.regime, usual.rule)], index=usual.index).isin([*own])
+    return pd.concat([usual[~replaced], *(table for of in own.values() for table in of)], ignore_index=True)
 
 # %% ../nbs/76_study.ipynb #s008
 SCORE = 'signal to noise over grpo'
@@ -82,13 +85,22 @@ def pooled_intervals(differences):  # list of (n,) tensors, one difference for e
     reaches = [reach / len(d) ** .5 if d.any() else 0. for d in differences]
     return [(d.mean().item() - r, d.mean().item() + r) for d, r in zip(differences, reaches)]
 
+def _paired(run, other, metric, baseline):
+    "Difference of a run and the baseline's of its seed. Raises ValueError where they did not begin with one base."
+    if read_summary(run)['base'] != read_summary(other)['base']:
+        raise ValueError(f'{run} and {other} began with bases that play differently: a base is made anew where it is '
+                         'not there, and another processor makes another one; run both where one base lies, or '
+                         f'{run.name} by another seed together with {baseline}')
+    return paired_differences([run, other], metric, baseline)['mean difference'].item()
+
 def study_differences(
     folder,             # of a study
     metric='dev_area',  # of a run, as in paired_differences
     baseline='grpo',
 ):
     """Every rule against the baseline in every regime: DataFrame with regime, rule, seeds, difference, its interval of
-    `pooled_intervals` over the rule's regimes, and what it `says`: 'unknown' where the rule has two seeds nowhere."""
+    `pooled_intervals` over the rule's regimes, and what it `says`: 'unknown' where the rule has two seeds nowhere.
+    Raises ValueError where two runs of one seed did not begin with the same base."""
     import pandas as pd
     found = []
     for regime in regimes_of(folder):
@@ -98,8 +110,8 @@ def study_differences(
         for rule in dict.fromkeys(name for name, _ in done):
             seeds = [seed for name, seed in done if name == rule and (baseline, seed) in done]
             if rule == baseline or not seeds: continue
-            apart = [paired_differences([done[rule, seed], done[baseline, seed]], metric, baseline) for seed in seeds]
-            found.append((regime, rule, torch.tensor([of['mean difference'].item() for of in apart])))
+            apart = [_paired(done[rule, seed], done[baseline, seed], metric, baseline) for seed in seeds]
+            found.append((regime, rule, torch.tensor(apart)))
     ends = {}
     for rule in dict.fromkeys(rule for _, rule, _ in found):
         of = {regime: d for regime, name, d in found if name == rule}
@@ -181,16 +193,17 @@ def study_figure(
 
 # %% ../nbs/76_study.ipynb #s019
 def write_predictions(folder):  # of a study
-    """Write `predictions.csv` from the audits of a study; rows of regimes that it holds already are kept as they are.
-    Returns the table. Raises ValueError where a regime without a prediction has a run."""
+    """Write `predictions.csv` from the audits of a study; what it holds already of a rule in a regime is kept as it is.
+    Returns the table. Raises ValueError where a rule without a prediction has a run."""
     import pandas as pd
     place, found = Path(folder)/'predictions.csv', predict(read_audits(folder))
     old = pd.read_csv(place) if place.exists() else found.iloc[:0]
-    new = found[~found.regime.isin(old.regime)]
-    for regime in dict.fromkeys(new.regime):
-        begun = sorted(p.parent.name for p in (Path(folder)/regime).glob('*/params.yaml'))
-        if begun: raise ValueError(f'{regime}: a prediction is made before the first run, and there are '
-                                   f'{", ".join(begun[:3])}: move the runs away, or take the regime out')
+    held = {*zip(old.regime, old.rule)}
+    new = found[[of not in held for of in zip(found.regime, found.rule)]]
+    begun = [f'{r.regime}/{run.name}' for r in new.itertuples() for run in sorted((Path(folder)/r.regime).glob('*-*'))
+             if run.name.rpartition('-')[0] == r.rule and (run/'params.yaml').exists()]
+    if begun: raise ValueError(f'a prediction is made before the first run, and there are {", ".join(begun[:3])}: move '
+                               'the runs away, or take the audits of this regime away')
     table = pd.concat([old, new], ignore_index=True) if len(old) else new
     table.to_csv(place, index=False)
     return table

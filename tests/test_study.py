@@ -42,6 +42,15 @@ def test_a_rule_is_held_against_grpo_on_its_own_seeds(study):
         assert found['says'] == {(True, False): 'ahead', (False, True): 'behind'}.get(ends, 'level')
 
 
+def test_runs_of_one_seed_that_began_with_two_bases_are_no_pair(study):
+    place = study / 'weak' / 'tspo-203' / 'summary.json'
+    summary = json.loads(place.read_text())
+    summary['base']['em'] += .01
+    place.write_text(json.dumps(summary))
+    with pytest.raises(ValueError, match='tspo-203 and .*grpo-203 began with bases that play differently'):
+        study_differences(study)
+
+
 def test_luck_is_pooled_over_regimes_as_in_an_analysis_of_variance():
     "Against scipy: the mean square within groups is that of its F test, and the reach Student's."
     rng = np.random.default_rng(0)
