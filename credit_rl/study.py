@@ -185,8 +185,9 @@ def study_figure(
         ax.set(title=regime, yticks=range(len(rules)), yticklabels=rules, ylim=(len(rules) - .5, -.5))
         sns.despine(ax=ax, left=True)
     drawn = {word_of.get((r.regime, r.rule), 'unknown') for r in differences.itertuples()}
-    shown = [plt.Line2D([], [], marker='o', color=color, label=f'expected {word}' if word != 'unknown' else 'not predicted')
-             for word, color in EXPECTED.items() if word != 'unknown' or word in drawn]
+    named = {word: f'expected {word}' for word in EXPECTED if word != 'unknown'}
+    if 'unknown' in drawn: named['unknown'] = 'not predicted'
+    shown = [plt.Line2D([], [], marker='o', color=EXPECTED[word], label=label) for word, label in named.items()]
     figure.legend(handles=shown, loc='outside upper center', ncols=3, frameon=False)
     figure.supxlabel(label, fontsize=10)
     plt.close(figure)
