@@ -188,7 +188,7 @@ def study_figure(
     named = {word: f'expected {word}' for word in EXPECTED if word != 'unknown'}
     if 'unknown' in drawn: named['unknown'] = 'not predicted'
     shown = [plt.Line2D([], [], marker='o', color=EXPECTED[word], label=label) for word, label in named.items()]
-    figure.legend(handles=shown, loc='outside upper center', ncols=3, frameon=False)
+    figure.legend(handles=shown, loc='outside upper center', ncols=4, frameon=False)
     figure.supxlabel(label, fontsize=10)
     plt.close(figure)
     return figure
