@@ -153,7 +153,7 @@ def which_rule_when(
     import pandas as pd
     rows = {}
     for regime, of in differences.groupby('regime', sort=False):
-        base = audits[audits.regime == regime]
+        base = audits[audits.regime == regime].drop_duplicates('seed')
         named = lambda says: ', '.join(f'{r.rule} {r.difference:+.3f}' for r in
                                        of[of.says == says].sort_values('difference', ascending=False).itertuples())
         rows[regime] = {'credit before the last turn': base.before.mean(), 'base right': base.right.mean(),

@@ -42,6 +42,17 @@ def test_a_rule_is_held_against_grpo_on_its_own_seeds(study):
         assert found['says'] == {(True, False): 'ahead', (False, True): 'behind'}.get(ends, 'level')
 
 
+def test_where_outcomes_are_shares_the_end_is_what_is_right(study):
+    "Exact match of all parts at once would be 0 and say nothing."
+    for name, right in (('grpo-201', .2), ('grpo-203', .3), ('tspo-201', .25), ('tspo-203', .45)):
+        place = study / 'weak' / name / 'summary.json'
+        summary = json.loads(place.read_text())
+        summary['final'] |= {'em': 0., 'right': right}
+        place.write_text(json.dumps(summary | {'final_em': 0.}))
+    (found,) = study_differences(study, 'final_right').to_dict('records')
+    assert found['difference'] == pytest.approx(.1)
+
+
 def test_runs_of_one_seed_that_began_with_two_bases_are_no_pair(study):
     place = study / 'weak' / 'tspo-203' / 'summary.json'
     summary = json.loads(place.read_text())
@@ -72,7 +83,7 @@ def test_a_rule_that_did_as_the_baseline_did_says_nothing_of_luck_elsewhere():
 def test_a_regime_without_runs_or_audits_is_none(tmp_path):
     for empty in (regimes_of, read_audits):
         with pytest.raises(FileNotFoundError, match='holds no'): empty(tmp_path)
-    assert which_rule_when(pd.DataFrame({'regime': [], 'before': [], 'right': []}),
+    assert which_rule_when(pd.DataFrame({'regime': [], 'seed': [], 'before': [], 'right': []}),
                            pd.DataFrame({'regime': []})).empty
 
 
