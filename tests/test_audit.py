@@ -1,5 +1,6 @@
 """71_audit: scores of known answer, a checkpoint judged from a shell, real data and a random model: honest zeros."""
 
+import dataclasses
 import json
 import math
 
@@ -9,7 +10,7 @@ import torch
 from scipy.stats import kendalltau
 from torch.testing import assert_close
 
-from credit_rl.audit import (KINDS, Truth, agreements, audit, find_truth, gradient_samples, interval, kendall,
+from credit_rl.audit import (FEW, KINDS, Truth, agreements, audit, find_truth, gradient_samples, interval, kendall,
                              main, read_audit_settings, squares_by_kind, turn_kinds)
 from credit_rl.engine import ScriptedEngine
 from credit_rl.metrics import exact_match
@@ -22,6 +23,7 @@ from credit_rl.true_credit import exact_values, state_values, turn_credit
 from credit_rl.world import make_world, world_of
 
 WEAK = Player(one_word=.3, restart=.2, near_miss=.4, early=.1)
+SCORES = ['within rollouts', 'within groups', 'sign']
 earned = lambda groups: outcome_rewards(groups, exact_match)
 
 
@@ -54,6 +56,11 @@ def test_the_truth_scores_1_and_chance_0(truth):
     table = audit({'exact': right}, found)
     assert table.loc['exact', 'sign'] > .97 and table.loc['exact', 'silent'] == 0
     assert table.loc['exact', 'within groups'] > table.loc['half', 'within groups'] - .05 > .3
+    few = dataclasses.replace(found, played=found.played[:, :FEW])              # what `vine` learns from
+    alone = audit({'few': few.credit()}, dataclasses.replace(found, played=found.played[:, FEW:]))
+    assert table.loc['vine', SCORES].tolist() == alone.loc['few', SCORES].tolist()
+    assert table.loc['vine', 'within groups'] < table.loc['half', 'within groups']
+    assert 'vine' not in audit({}, dataclasses.replace(found, played=found.played[:, :2 * FEW])).index
     for score, centre in (('within rollouts', 0), ('within groups', 0), ('sign', .5)):
         assert table.loc['chance', f'{score}, low'] <= centre <= table.loc['chance', f'{score}, high'], score
     own = audit({'true': found.credit()}, found).loc['true']
