@@ -12,8 +12,8 @@ from scipy import stats
 
 from credit_rl.compare import dev_area
 from credit_rl.runlog import read_summary
-from credit_rl.study import (SCORE, pooled_intervals, predict, read_audits, regimes_of, student, study_differences,
-                             which_rule_when)
+from credit_rl.study import (SCORE, pooled_intervals, predict, rank_agreement, read_audits, regimes_of, student,
+                             study_differences, which_rule_when)
 
 ROOT = Path(__file__).resolve().parents[1]
 STORED = ROOT / 'runs' / 'sweep_weak'
@@ -78,6 +78,25 @@ def test_a_rule_that_did_as_the_baseline_did_says_nothing_of_luck_elsewhere():
     apart, same = torch.tensor([.01, .03, .08]), torch.zeros(8)
     ends = pooled_intervals([apart, same])
     assert ends == [*pooled_intervals([apart]), (0, 0)]
+
+
+def test_rank_agreement_is_scipys_and_draws_regimes_and_rules():
+    "Against rows repeated one by one; rules that always end in the order of their scores agree in every sample."
+    rng = np.random.default_rng(3)
+    both = pd.DataFrame([(g, r) for g in 'abcd' for r in 'uvwxy'][:-2], columns=['regime', 'rule'])
+    both['score'] = rng.normal(size=len(both))
+    both['difference'] = both.score + rng.normal(size=len(both))
+    both.loc[0, 'difference'] = both.loc[1, 'difference']
+    tau, low, high = rank_agreement(both, 4000)
+    assert tau == pytest.approx(stats.kendalltau(both.score, both.difference).statistic)
+    by_hand = []
+    for _ in range(2000):
+        of = [rng.choice(names, len(names)) for names in (both.regime.unique(), both.rule.unique())]
+        times = [(of[0] == row.regime).sum() * (of[1] == row.rule).sum() for row in both.itertuples()]
+        drawn = both.loc[both.index.repeat(times)]
+        by_hand.append(stats.kendalltau(drawn.score, drawn.difference).statistic)
+    assert (low, high) == pytest.approx(np.nanquantile(by_hand, [.025, .975]), abs=.05)
+    assert rank_agreement(both.assign(difference=both.score ** 3)) == pytest.approx((1, 1, 1))
 
 
 def test_a_regime_without_runs_or_audits_is_none(tmp_path):
