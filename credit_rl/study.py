@@ -98,8 +98,8 @@ def study_differences(
     baseline='grpo',
 ):
     """Every rule against the baseline in every regime: DataFrame with regime, rule, seeds, difference, its interval of
-    `pooled_intervals` over the rule's regimes, and what it `says`: 'unknown' where the rule has two seeds nowhere.
-    Raises ValueError where two runs of one seed did not begin with the same base."""
+    `pooled_intervals` over the rule's regimes, and what it `says`: 'unknown' where the rule has two seeds nowhere. A
+    run without the measure is left out. Raises ValueError where two runs of one seed began with different bases."""
     import pandas as pd
     found = []
     for regime in regimes_of(folder):
@@ -109,8 +109,8 @@ def study_differences(
         for rule in dict.fromkeys(name for name, _ in done):
             seeds = [seed for name, seed in done if name == rule and (baseline, seed) in done]
             if rule == baseline or not seeds: continue
-            apart = [_paired(done[rule, seed], done[baseline, seed], metric, baseline) for seed in seeds]
-            found.append((regime, rule, torch.tensor(apart)))
+            apart = torch.tensor([_paired(done[rule, seed], done[baseline, seed], metric, baseline) for seed in seeds])
+            if (known := apart[apart.isfinite()]).numel(): found.append((regime, rule, known))
     ends = {}
     for rule in dict.fromkeys(rule for _, rule, _ in found):
         of = {regime: d for regime, name, d in found if name == rule}

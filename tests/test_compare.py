@@ -14,7 +14,8 @@ import yaml
 
 from credit_rl import compare
 from credit_rl.compare import (common_seeds, effort_table, find_runs, load_runs, main, markdown_table,
-                               dev_area, learning_curves, paired_differences, plan_jobs, replay, seed_curves)
+                               dev_area, learning_curves, paired_differences, plan_jobs, replay, sampled_right,
+                               seed_curves)
 from credit_rl.jobs import Job, run_jobs, status_table
 from credit_rl.runlog import RunLog, module_hashes
 from credit_rl.settings import make_config
@@ -325,6 +326,22 @@ def test_the_area_under_a_development_curve_is_compared(tmp_path):
     table = paired_differences(tmp_path, 'dev_area')['mean difference']
     assert table['tspo − grpo'] == pytest.approx(-.2) and math.isnan(table['sft − grpo'])
     assert paired_differences(tmp_path)['mean difference'].tolist() == [0, 0]
+
+
+@pytest.mark.parametrize('share', [False, True], ids=['exact match', 'a share of parts'])
+def test_what_was_sampled_is_compared(tmp_path, share):
+    "By hand: the mean over the steps, of what the outcome says where right is a share; stages are no share."
+    of, rows = ('reward', {'dev_right': .3}) if share else ('em', {})
+    for method, steps in (('grpo', (.1, .5)), ('tspo', (.2, .6)), ('prs', (.4, .4)), ('sft', ())):
+        made_up(tmp_path, method, 1, .5)
+        folder = tmp_path / f'{method}-1'
+        (folder / 'metrics.jsonl').unlink()
+        lines = [{'step': 0, 'dev_em': .9, **rows}, *({'step': i + 1, of: x} for i, x in enumerate(steps))]
+        if steps: (folder / 'metrics.jsonl').write_text('\n'.join(map(json.dumps, lines)) + '\n')
+    assert sampled_right(tmp_path / 'grpo-1') == pytest.approx(.3)
+    table = paired_differences(tmp_path, 'sampled_right')['mean difference']
+    assert table['tspo − grpo'] == pytest.approx(.1) and math.isnan(table['sft − grpo'])
+    assert math.isnan(table['prs − grpo']) if share else table['prs − grpo'] == pytest.approx(.1)
 
 
 def test_what_cannot_be_paired_is_refused(tmp_path):
