@@ -153,15 +153,18 @@ def which_rule_when(
     audits,       # DataFrame of read_audits
     differences,  # DataFrame of study_differences
 ):
-    """The study in a table: DataFrame, a row for each regime, with the share of true credit before the last turn, how
-    often its bases are right, and the rules ahead of GRPO and behind it, each with its difference."""
+    """The study in a table: DataFrame, a row for each regime, with the share of true credit before the last turn; how
+    much more signal to noise than GRPO's true credit has in its bases, which is what there is to gain; how often they
+    are right; and the rules ahead of GRPO and behind it, each with its difference."""
     import pandas as pd
     rows = {}
     for regime, of in differences.groupby('regime', sort=False):
-        base = audits[audits.regime == regime].drop_duplicates('seed')
+        found = audits[audits.regime == regime]
+        base, lead = found.drop_duplicates('seed'), found[found.rule == 'half'][SCORE]
         named = lambda says: ', '.join(f'{r.rule} {r.difference:+.3f}' for r in
                                        of[of.says == says].sort_values('difference', ascending=False).itertuples())
-        rows[regime] = {'credit before the last turn': base.before.mean(), 'base right': base.right.mean(),
+        rows[regime] = {'credit before the last turn': base.before.mean(), 'to gain': lead.mean(),
+                        'base right': base.right.mean(),
                         'ahead of GRPO': named('ahead') or 'none', 'behind': named('behind') or 'none',
                         'tried': len(of), 'seeds': ' to '.join(map(str, sorted({of.seeds.min(), of.seeds.max()})))}
     return pd.DataFrame.from_dict(rows, orient='index').rename_axis('regime')

@@ -102,8 +102,8 @@ def test_rank_agreement_is_scipys_and_draws_regimes_and_rules():
 def test_a_regime_without_runs_or_audits_is_none(tmp_path):
     for empty in (regimes_of, read_audits):
         with pytest.raises(FileNotFoundError, match='holds no'): empty(tmp_path)
-    assert which_rule_when(pd.DataFrame({'regime': [], 'seed': [], 'before': [], 'right': []}),
-                           pd.DataFrame({'regime': []})).empty
+    nothing = pd.DataFrame(columns=['regime', 'seed', 'before', 'right', 'rule', SCORE])
+    assert which_rule_when(nothing, pd.DataFrame({'regime': []})).empty
 
 
 def test_the_page_shows_what_was_expected_and_what_came_out(study):
