@@ -234,14 +234,16 @@ def sampled_right(
     folder,  # of a run
 ):
     """What a run got right as it sampled, the mean over its steps: of the rollouts of each step, before the update. NaN
-    of a run that logs no steps, and where right is a share but the method's outcome is something else."""
+    of a run that logs no steps, and where right is a share but the method's outcome something else: stages, or F1."""
     from credit_rl.methods import get_method
     if not metrics_file(folder): return math.nan
     table = read_metrics(folder)
-    shares = 'dev_right' in table                      # right is not exact match: the outcome says how much
-    if shares and get_method(read_params(folder)['method']).rewards[0].name != 'outcome': return math.nan
-    of = 'reward' if shares else 'em'
-    return table[of].mean() if of in table else math.nan
+    if 'dev_right' not in table: return table.em.mean() if 'em' in table else math.nan
+    params = read_params(folder)                       # right is not exact match: the outcome says how much
+    method = get_method(params['method'])
+    o = {**method.options, **params.get('options', {})}
+    if method.rewards[0].name != 'outcome' or o['metric'] != o['right']: return math.nan
+    return table.reward.mean() if 'reward' in table else math.nan
 
 def _finished(folders):
     "Summaries of the finished runs: {method: {seed: summary}}. Raises where the runs were asked different questions."

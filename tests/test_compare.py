@@ -330,9 +330,9 @@ def test_the_area_under_a_development_curve_is_compared(tmp_path):
 
 @pytest.mark.parametrize('share', [False, True], ids=['exact match', 'a share of parts'])
 def test_what_was_sampled_is_compared(tmp_path, share):
-    "By hand: the mean over the steps, of what the outcome says where right is a share; stages are no share."
+    "By hand: the mean over the steps, of what the outcome says where right is a share; stages and F1 are no share."
     of, rows = ('reward', {'dev_right': .3}) if share else ('em', {})
-    for method, steps in (('grpo', (.1, .5)), ('tspo', (.2, .6)), ('prs', (.4, .4)), ('sft', ())):
+    for method, steps in (('grpo', (.1, .5)), ('tspo', (.2, .6)), ('prs', (.4, .4)), ('igpo', (.5, .3)), ('sft', ())):
         made_up(tmp_path, method, 1, .5)
         folder = tmp_path / f'{method}-1'
         (folder / 'metrics.jsonl').unlink()
@@ -341,7 +341,8 @@ def test_what_was_sampled_is_compared(tmp_path, share):
     assert sampled_right(tmp_path / 'grpo-1') == pytest.approx(.3)
     table = paired_differences(tmp_path, 'sampled_right')['mean difference']
     assert table['tspo − grpo'] == pytest.approx(.1) and math.isnan(table['sft − grpo'])
-    assert math.isnan(table['prs − grpo']) if share else table['prs − grpo'] == pytest.approx(.1)
+    for other in ('prs − grpo', 'igpo − grpo'):
+        assert math.isnan(table[other]) if share else table[other] == pytest.approx(.1), other
 
 
 def test_what_cannot_be_paired_is_refused(tmp_path):
