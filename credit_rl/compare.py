@@ -9,7 +9,7 @@ __all__ = ['find_runs', 'run_label', 'load_runs', 'seed_curves', 'learning_curve
            'check_settings', 'main']
 
 # %% ../nbs/74_compare.ipynb #c003
-import json, math, os, signal, subprocess, sys, tempfile, textwrap
+import dataclasses, json, math, os, signal, subprocess, sys, tempfile, textwrap
 from pathlib import Path
 from .diagnostics import method_colour, method_colours
 from .jobs import Job, last_words, run_jobs, status_table
@@ -241,11 +241,14 @@ def sampled_right(
     if 'dev_right' not in table: return table.em.mean() if 'em' in table else math.nan
     params = read_params(folder)                       # right is not exact match: the outcome says how much
     method = get_method(params['method'])
-    o = {**method.options, **params.get('options', {})}
-    if method.rewards[0].name != 'outcome' or o['metric'] != o['right']: return math.nan
+    method = dataclasses.replace(method, options={**method.options, **params.get('options', {})})
+    outcome, o = method.rewards[0], method.own(method.rewards[0])
+    if outcome.name != 'outcome' or o['metric'] != o['right']: return math.nan
     return table.reward.mean() if 'reward' in table else math.nan
 
-def _finished(folders):
+_MEASURES = {'dev_area': dev_area, 'sampled_right': sampled_right}         # read from a run's log, where asked for
+
+def _finished(folders, metric=None):
     "Summaries of the finished runs: {method: {seed: summary}}. Raises where the runs were asked different questions."
     out, asked = {}, {}
     for folder in find_runs(folders):
@@ -254,8 +257,9 @@ def _finished(folders):
         runs = out.setdefault(run_label(folder, params), {})
         if params['seed'] in runs:
             raise ValueError(f'two runs are {run_label(folder, params)} with seed {params["seed"]}; give one of them')
-        runs[params['seed']] = {**summary, 'final_right': summary['final'].get('right', summary['final_em']),
-                                'dev_area': dev_area(folder), 'sampled_right': sampled_right(folder)}
+        right = summary['final'].get('right', summary['final_em'])
+        logged = {metric: _MEASURES[metric](folder)} if metric in _MEASURES else {}
+        runs[params['seed']] = {**summary, 'final_right': right, **logged}
         for name in ('data', 'world', 'test_questions', 'dev_split'):
             asked.setdefault((name, str(params.get(name))), folder)
     for name in {name for name, _ in asked}:
@@ -291,7 +295,7 @@ def paired_differences(
     its bootstrap interval. Raises ValueError where a method and the baseline did not finish the same seeds."""
     import pandas as pd
     from credit_rl.evaluate import bootstrap_interval
-    finished = _finished(folders)
+    finished = _finished(folders, metric)
     if baseline not in finished and len(named := [m for m in finished if m.split(' (')[0] == baseline]) == 1:
         baseline = named[0]
     if baseline not in finished:
