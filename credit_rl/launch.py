@@ -9,7 +9,8 @@ __all__ = ['LAUNCHER', 'WAIT', 'SILENCE', 'MARK', 'Ranks', 'is_rank', 'join_rank
            'LaunchError', 'Meeting', 'meet', 'speak', 'Progress', 'launch']
 
 # %% ../nbs/03_launch.ipynb #c002
-import contextlib, datetime, json, os, queue, re, shutil, signal, socket, subprocess, sys, threading, time, traceback
+import atexit, contextlib, datetime, json, os, queue, re, shutil, signal, socket, subprocess, sys, threading, time
+import traceback
 from dataclasses import dataclass
 from pathlib import Path
 from .runlog import CALLER, is_alive, read_json
@@ -85,9 +86,15 @@ def join_ranks(
     if not dist.is_initialized():
         dist.init_process_group('cpu:gloo,cuda:nccl' if gpu else 'gloo', store=_meet_ranks(rank, count, wait),
                                 rank=rank, world_size=count, timeout=datetime.timedelta(hours=2))
+        atexit.register(_leave_ranks)
     ranks = Ranks(rank, count)
     if settings: check_same_files(ranks, settings.run, named_files(vars(settings)))
     return ranks
+
+def _leave_ranks():
+    "Leave the group of ranks: its threads may abort a process that ends in it, and with that a run that went well."
+    import torch.distributed as dist
+    if dist.is_initialized(): dist.destroy_process_group()
 
 def _meet_ranks(rank, count, wait):
     "The store of a run's ranks, once all of them have come. Raises TimeoutError with those that have not."
@@ -188,12 +195,17 @@ def keep_traceback(
 ):
     "Write the traceback of an exception to `errors/rank-R.json` of the run folder, and raise it again."
     try: yield
-    except Exception as e:
-        place, note = Path(folder)/'errors', {'time': time.time(), 'error': f'{type(e).__name__}: {e}'}
-        place.mkdir(parents=True, exist_ok=True)
-        (place/f'rank-{rank}.txt').write_text(traceback.format_exc())
-        (place/f'rank-{rank}.json').write_text(json.dumps(note | {'host': socket.gethostname()}))
+    except BaseException as e:
+        atexit.unregister(_leave_ranks)                                     # it could wait for the others
+        if isinstance(e, Exception): _write_error(Path(folder)/'errors', rank, f'{type(e).__name__}: {e}')
         raise
+
+def _write_error(place, rank, error):
+    "Write the traceback of the exception at hand, and what it says with time and host."
+    place.mkdir(parents=True, exist_ok=True)
+    (place/f'rank-{rank}.txt').write_text(traceback.format_exc())
+    (place/f'rank-{rank}.json').write_text(json.dumps({'time': time.time(), 'error': error,
+                                                       'host': socket.gethostname()}))
 
 # %% ../nbs/03_launch.ipynb #c012
 # as torchrun reports ranks that a signal ended

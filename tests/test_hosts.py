@@ -171,6 +171,21 @@ def test_a_rank_that_does_not_come_is_named(monkeypatch):
     assert f'waited 3 s for rank 0 at {":".join(place)}, in vain' in ask('1')
 
 
+@pytest.mark.parametrize('end, left', [('pass', True), ('raise SystemExit(0)', False), ('1 / 0', False)])
+def test_a_rank_leaves_its_group_where_all_went_well(tmp_path, end, left):
+    "Else the group's threads abort some of the ranks that end; one that failed could wait for the others."
+    code = ('import atexit, sys\nimport torch.distributed as dist\n'
+            "atexit.register(lambda: print('in its group:', dist.is_initialized()))\n"
+            'from credit_rl.launch import join_ranks, keep_traceback\n'
+            f'with keep_traceback(sys.argv[1], 0):\n    join_ranks(1)\n    {end}')
+    place = free_endpoint().split(':')
+    alone = {**os.environ, 'WORLD_SIZE': '1', 'RANK': '0', 'LOCAL_RANK': '0', 'MASTER_ADDR': place[0],
+             'MASTER_PORT': place[1], 'PYTHONPATH': str(ROOT), 'CUDA_VISIBLE_DEVICES': ''}
+    said = subprocess.run([sys.executable, '-c', code, tmp_path], env=alone, text=True, stdout=subprocess.PIPE,
+                          timeout=PATIENCE).stdout
+    assert said == f'in its group: {not left}\n'
+
+
 def test_a_file_of_the_launcher_that_a_host_does_not_see_is_named(tmp_path, monkeypatch):
     for name in ('RANK', 'WORLD_SIZE', 'MASTER_ADDR'): monkeypatch.setenv(name, '1')
     parser = make_parser('credit_rl.train', '')

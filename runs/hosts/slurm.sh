@@ -11,7 +11,7 @@
 #SBATCH --requeue
 set -euo pipefail
 
-head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)   # rank 0 runs there
+head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)   # rank 0 runs there
 gpus=${SLURM_GPUS_ON_NODE:-8}
 # where hosts have several networks, name the one that they reach each other by:
 # export GLOO_SOCKET_IFNAME=ib0 NCCL_SOCKET_IFNAME=ib0
