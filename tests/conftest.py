@@ -77,6 +77,19 @@ def pytest_xdist_make_scheduler(config, log):
     class Units(LoadScopeScheduling):
         recorded = read_durations()
         def _split_scope(self, nodeid): return unit_of(nodeid, self.recorded)
+
+        def remove_node(self, node):
+            """The test in which a worker was lost, if one was; what it had not begun goes to others. xdist would deal
+            out all its units again, the finished too, and wait for ever for the end of one that is empty."""
+            left = {name: [test for test, done in unit.items() if not done]
+                    for name, unit in self.assigned_work.pop(node).items()}
+            lost = next((test for tests in left.values() for test in tests), None)
+            for name, tests in left.items():
+                rest = [test for test in tests if test != lost]
+                if rest: self.workqueue[name] = dict.fromkeys(rest, False)
+            if lost:
+                for other in self.assigned_work: self._reschedule(other)
+            return lost
     return Units(config, log)
 
 

@@ -43,3 +43,23 @@ def test_long_tests_that_share_nothing_are_units_of_their_own():
     recorded = {'a.py::long': (60., True), 'a.py::shares': (60., False), 'a.py::short': (2., True)}
     units = {name: conftest.unit_of(name, recorded) for name in [*recorded, 'a.py::new']}
     assert units == {'a.py::long': 'a.py::long', 'a.py::shares': 'a.py', 'a.py::short': 'a.py', 'a.py::new': 'a.py'}
+
+
+LOSES = '''
+import os, pytest, time
+@pytest.mark.parametrize('i', range(4))
+def test_it(i):
+    time.sleep(.2)
+    if __name__ == 'test_a' and i == {lost}: os._exit(1)
+'''
+
+
+@pytest.mark.parametrize('lost', [1, 3])
+def test_a_lost_worker_fails_its_test_and_the_run_ends(run_python, root, tmp_path, lost):
+    "The second test of its file, or the last, after which nothing of the file is left to deal out; each runs once."
+    for name in 'abc': (tmp_path / f'test_{name}.py').write_text(LOSES.format(lost=lost))
+    (tmp_path / 'pytest.ini').write_text('[pytest]')
+    said = run_python('-m', 'pytest', tmp_path, '-n', 2, '--dist', 'loadscope', '--no-loadscope-reorder', '-p', 'conftest',
+                      '--max-worker-restart', 1, '-p', 'no:cacheprovider', cwd=tmp_path, code=1,
+                      env={'PYTHONPATH': str(root / 'tests')})
+    assert f"crashed while running 'test_a.py::test_it[{lost}]'" in said and '1 failed, 11 passed' in said
