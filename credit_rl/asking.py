@@ -20,7 +20,7 @@ from .outcome import outcome_rewards
 from .parameters import by_group, each_world, fill_names, from_settings, make_parser, read_settings
 from .rollout import rollout
 from .runlog import plain_json, read_json, write_json, writing
-from .settings import GROUPS, check, make_config, settings_of
+from .settings import GROUPS, Acting, Task, check, make_config, settings_of
 from .stage import make_engine, origin_of, set_stage
 from .train import bound_method
 from .warmup import context_values, make_pairs, prompted, read_warmed, tiers
@@ -169,6 +169,12 @@ def _critic_of(folder):
     warmed.load_head(head)
     return model, head
 
+def _asked_of(settings, how):  # dict of a whole configuration, Asking
+    "What an answer depends on: dict of JSON values."
+    names = {f.name for part in (Task, Acting) for f in dataclasses.fields(part)}
+    names |= {'seed', 'method', 'options', 'model', 'critic_from'}
+    return plain_json({**{k: v for k, v in settings.items() if k in names}, **vars(how)})
+
 def run_asking(
     config,    # Config of the training to come, by a protocol that leaves the choice
     how=Asking(),
@@ -197,7 +203,8 @@ def run_asking(
         said = asking_says(asking, bias, form)
         write_json(folder/'asking.json', plain_json({
             'says': said, 'asking': asking.to_dict('index'), 'form': form, 'questions': len(questions),
-            'attempts': how.attempts, 'bias': None if bias is None else bias.reset_index().to_dict('records')}))
+            'attempts': how.attempts, 'bias': None if bias is None else bias.reset_index().to_dict('records'),
+            'settings': _asked_of(vars(config), how)}))
     return said, asking, bias, form
 
 # %% ../nbs/68_asking.ipynb #135bb1a6
@@ -217,7 +224,7 @@ def asking_settings(
 
 def main(arguments=None):
     """`credit-rl asking name=value …`: can a rule learn here when to ask? `--params FILE` for a file of settings, whose
-    worlds are all asked, each with all seeds; what was found before is only shown."""
+    worlds are all asked, each with all seeds; what was found before by the same settings is only shown."""
     parser = make_parser('credit_rl.asking', 'Before training: can a rule learn here when to ask?')
     parser.add_argument('--seeds', nargs='+', type=int, help='several, in folders of their own below run')
     parser.add_argument('--worlds', nargs='+', help='of those that the parameters name; all unless it is said')
@@ -231,10 +238,15 @@ def main(arguments=None):
     except (ValueError, OSError, ImportError) as e: sys.exit(f'credit_rl.asking: {e}')
 
 def _ask(settings, how):  # dict, Asking
-    "Find out, or read what was found before, and print it."
+    "Find out, or read what was found before, and print it. Raises ValueError where that was by other settings."
     config = make_config(settings)
-    if (found := Path(config.run)/'asking.json').exists():
-        return print(f'{config.run}: {read_json(found)["says"]} (found before; remove the folder to ask again)')
+    if (path := Path(config.run)/'asking.json').exists():
+        found, now = read_json(path), _asked_of(vars(config), how)
+        changed = [f'{k}: {found["settings"].get(k)!r} before, {v!r} now' for k, v in now.items()
+                   if found['settings'].get(k) != v]
+        if changed: raise ValueError(f'{path} was found by other settings ({"; ".join(changed)}): give the same, or '
+                                     'another run=')
+        return print(f'{config.run}: {found["says"]} (found before; remove the folder to ask again)')
     said, asking, bias, _ = run_asking(config, how, lambda line: print(line, flush=True))
     print(asking.round(3).to_string())
     if bias is not None: print(bias.round(3).to_string())

@@ -85,6 +85,11 @@ def test_an_untrained_model_knows_nothing_and_the_command_says_so(model, tmp_pat
     assert kept['questions'] == 6 and kept['bias'] is None and kept['form'] == {'logistic': None, 'trees': None}
     assert kept['asking']['known']['questions'] == 0 and 'Too few known questions' in kept['says']
     assert kept['says'] in capsys.readouterr().out
+    again = ['--params', str(file), 'attempts=2', 'tries=2', 'asked=6', f'run={tmp_path / "run"}', 'learning_rate=.5']
+    asking.main(again)                              # what plays no part in it may change
+    assert 'found before' in capsys.readouterr().out
+    with pytest.raises(SystemExit, match=r'other settings \(temperature: 1.0 before, 0.5 now; attempts: 2 before, 3'):
+        asking.main([*again, 'attempts=3', 'temperature=.5'])
     with pytest.raises(ValueError, match='leaves the choice'):
         run_asking(make_config({'protocol': 'tiny', 'model': model, 'run': str(tmp_path)}))
     with pytest.raises(ValueError, match='attempts must be at least 2'): Asking(attempts=1)
