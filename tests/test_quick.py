@@ -59,7 +59,7 @@ def test_a_lost_worker_fails_its_test_and_the_run_ends(run_python, root, tmp_pat
     "The second test of its file, or the last, after which nothing of the file is left to deal out; each runs once."
     for name in 'abc': (tmp_path / f'test_{name}.py').write_text(LOSES.format(lost=lost))
     (tmp_path / 'pytest.ini').write_text('[pytest]')
-    said = run_python('-m', 'pytest', tmp_path, '-n', 2, '--dist', 'loadscope', '--no-loadscope-reorder', '-p', 'conftest',
-                      '--max-worker-restart', 1, '-p', 'no:cacheprovider', cwd=tmp_path, code=1,
+    said = run_python('-m', 'pytest', tmp_path, '-n', 2, '--dist', 'loadscope', '--no-loadscope-reorder',
+                      '--max-worker-restart', 1, '-p', 'conftest', '-p', 'no:cacheprovider', cwd=tmp_path, code=1,
                       env={'PYTHONPATH': str(root / 'tests')})
     assert f"crashed while running 'test_a.py::test_it[{lost}]'" in said and '1 failed, 11 passed' in said
