@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['first_choice', 'asking_values', 'value_bias', 'read_bias', 'form_of', 'form_auc', 'asking_says', 'Asking',
-           'run_asking', 'asking_settings', 'main']
+           'run_asking', 'asking_settings', 'main', 'read_asking']
 
 # %% ../nbs/68_asking.ipynb #q002
 import dataclasses, math, random, sys
@@ -251,6 +251,24 @@ def _ask(settings, how):  # dict, Asking
     print(asking.round(3).to_string())
     if bias is not None: print(bias.round(3).to_string())
     print(f'{config.run}: {said}', flush=True)
+
+# %% ../nbs/68_asking.ipynb #q039
+def read_asking(folder):  # of answers to `credit-rl asking`
+    """What was found before training: DataFrame, a row for each `asking.json`, by world and seed. `delta`, `low` and
+    `high` of known questions, `unknown` is the delta of the rest; `bias` and its `error` at the start of known ones;
+    `form`, the better AUC. NaN: not measured. Raises FileNotFoundError where there is none."""
+    import pandas as pd
+    rows, number = {}, lambda x: math.nan if x is None else x
+    for path in sorted(Path(folder).glob('**/asking.json')):
+        found = read_json(path)
+        known, start = found['asking']['known'], [b for b in found['bias'] or [] if b['kind'] == 'start']
+        off = next((b for b in start if b['tier'] == 'known'), {})
+        rows[path.parts[-3], path.parts[-2]] = {k: number(v) for k, v in {
+            **{k: known[k] for k in ('ask rate', 'ask', 'answer', 'delta', 'low', 'high')},
+            'unknown': found['asking']['unknown']['delta'], 'bias': off.get('bias'), 'error': off.get('error'),
+            'form': max(map(number, found['form'].values()))}.items()}
+    if not rows: raise FileNotFoundError(f'{folder} holds no asking.json: credit-rl asking, with run={folder}')
+    return pd.DataFrame.from_dict(rows, orient='index').rename_axis(['world', 'seed'])
 
 # %% ../nbs/68_asking.ipynb #q036
 if __name__ == '__main__' and '__file__' in globals(): main()  # a notebook has no file

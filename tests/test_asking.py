@@ -7,7 +7,8 @@ import torch
 import yaml
 
 from credit_rl import asking
-from credit_rl.asking import Asking, asking_says, asking_values, first_choice, form_auc, run_asking, value_bias
+from credit_rl.asking import (Asking, asking_says, asking_values, first_choice, form_auc, read_asking, run_asking,
+                              value_bias)
 from credit_rl.settings import make_config
 from credit_rl.tiny import tiny_model, tiny_tokenizer
 from credit_rl.trajectory import Group, Question, Stop, Trajectory, Turn
@@ -85,6 +86,8 @@ def test_an_untrained_model_knows_nothing_and_the_command_says_so(model, tmp_pat
     assert kept['questions'] == 6 and kept['bias'] is None and kept['form'] == {'logistic': None, 'trees': None}
     assert kept['asking']['known']['questions'] == 0 and 'Too few known questions' in kept['says']
     assert kept['says'] in capsys.readouterr().out
+    (row,) = read_asking(tmp_path).itertuples()
+    assert row.Index == (tmp_path.name, 'run') and all(map(math.isnan, (row.delta, row.bias, row.form)))
     again = ['--params', str(file), 'attempts=2', 'tries=2', 'asked=6', f'run={tmp_path / "run"}', 'learning_rate=.5']
     asking.main(again)                              # what plays no part in it may change
     assert 'found before' in capsys.readouterr().out
@@ -99,3 +102,19 @@ def test_questions_of_one_form_cannot_be_told_apart():
     with pytest.raises(ValueError, match='two questions'): form_auc([Question('a', 'x', [''])], [True])
     assert torch.tensor(list(form_auc([Question(str(i), 'x', ['']) for i in range(9)], [i < 4 for i in range(9)])
                              .values())).allclose(torch.tensor(.5))
+
+
+def test_what_was_found_is_one_table_by_world_and_seed(tmp_path):
+    for world, seed, delta in (('m25', 2, .3), ('m00', 1, None), ('m25', 1, .1)):
+        of = {'ask rate': .9, 'ask': .5, 'answer': None, 'delta': delta, 'low': delta, 'high': delta}
+        place = tmp_path / world / str(seed)
+        place.mkdir(parents=True)
+        bias = [{'tier': t, 'kind': k, 'bias': b, 'error': .01} for t, k, b in (
+            ('unknown', 'start', .9), ('known', 'commit', .8), ('known', 'start', -.02))]
+        (place / 'asking.json').write_text(json.dumps({
+            'asking': {'known': of, 'unknown': {**of, 'delta': -.4}}, 'bias': bias if delta else None,
+            'form': {'logistic': .48, 'trees': .51}}))
+    table = read_asking(tmp_path)
+    assert table.index.tolist() == [('m00', '1'), ('m25', '1'), ('m25', '2')]
+    assert table.delta.tolist()[1:] == [.1, .3] and table.bias.tolist()[1:] == [-.02, -.02]
+    assert table.loc[('m00', '1')].isna().sum() == 6 and set(table.form) == {.51} and set(table.unknown) == {-.4}
