@@ -7,7 +7,7 @@ __all__ = ['PERFECT', 'NOISY', 'GUESSING', 'TEACHER', 'PERFECT_CODER', 'NOISY_CO
            'tiny_tokenizer', 'tiny_environment', 'Player', 'act', 'player_state', 'ceiling', 'tiny_model',
            'demonstrations', 'copy_rows', 'imitate', 'WarmStart', 'warm_start', 'recollections', 'Coder', 'memory_of',
            'act_coder', 'segment_rows', 'code_demonstrations', 'code_recollections', 'code_readings', 'knowing_rows',
-           'CodeWarmStart', 'code_warm_start', 'make_base']
+           'CodeWarmStart', 'answer_share', 'code_warm_start', 'make_base']
 
 # %% ../nbs/25_tiny.ipynb #c002
 import random, re
@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from itertools import chain as joined
 from pathlib import Path
 import torch
-from .engine import ScriptedEngine, seed_of
+from .engine import HFEngine, Sampling, ScriptedEngine, seed_of
 from .layout import loss_weights, pack, take, token_logps
 from .models import load_model
 from .protocol import CHATML, PROTOCOLS, Chat
@@ -541,15 +541,35 @@ class CodeWarmStart:
     games: int = 900
     reading: int = 3000
     mixed: int = 6000
+    settling: int = 900    # most steps more, where games of the base do not end in answers
     copied: float = 1.0    # losses at which they end, nats per trained token; the last two of what they are named after
     played: float = 1.1
     read: float = .25
     recalled: float = .05
+    answers: float = .9    # share of its games that must
     count: int = 4000      # games to imitate
     times: int = 4         # how often each question about `known` is played besides
     teacher: Coder = CODE_TEACHER  # whose games on random worlds are imitated
     knower: Coder = CODE_KNOWER    # and whose on the worlds of what is known
     says: bool = False             # learns to say whether it knows, see knowing_rows
+
+def answer_share(engine, world, seed, games=120):
+    "Share of games with the choice left open that end in an answer, one of each of some of a world's questions."
+    asked = random.Random(seed).sample(world.questions, min(games, len(world.questions)))
+    env = tiny_environment(world, Chat(PROTOCOLS['carl-tiny'], engine.tokenizer))
+    played = rollout(engine, env, asked, 1, Sampling(max_tokens=40), seed_of('answers', seed))
+    return sum(g.trajectories[0].answer is not None for g in played) / len(played)
+
+def _settle(model, tokenizer, plan, world, batches, seed, progress):
+    "Imitate some more until a base's games end in answers. Raises RuntimeError where they never do."
+    engine, spent = HFEngine(model, tokenizer), 0
+    while (share := answer_share(engine, world, seed)) < plan.answers:
+        if spent >= plan.settling:
+            raise RuntimeError(f'after {spent} steps of settling {share:.2f} of the games of the warm start end in an '
+                               f'answer, wanted {plan.answers}: raise `settling`, or take another seed')
+        progress(f'warm start: settling, {share:.2f} of the games end in an answer, done from {plan.answers}')
+        imitate(model, batches, 300, 1e-3, cooldown=150)
+        spent += 300
 
 def code_warm_start(
     tokenizer,
@@ -579,7 +599,10 @@ def code_warm_start(
         if pages or name == 'mixed':
             part = _Part(name, level, steps, first, len(parts))
             _train_part(part, model, joined.from_iterable(zip(*parts)), progress, 2e-3, cooldown)
-    return model.eval()
+    more = (shown, learned, shown, *asked, shown, *([_endless_rows(pages, 48, seed)] if pages else []))
+    world = known[0] if known else make_world('train', seed_of('answers', seed), size=300, questions=120, hops=(1, 2))
+    _settle(model.eval(), tokenizer, p, world, joined.from_iterable(zip(*more)), seed, progress)
+    return model
 
 # %% ../nbs/25_tiny.ipynb #c056
 def make_base(

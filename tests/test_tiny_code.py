@@ -12,8 +12,8 @@ from credit_rl.layout import pack, token_logps
 from credit_rl.protocol import PROTOCOLS, Chat
 from credit_rl.rollout import rollout
 from credit_rl.tiny import (CODE_TEACHER, NOISY_CODER, PERFECT_CODER, TABLE, CodeWarmStart, Coder, act_coder,
-                            code_demonstrations, code_recollections, code_warm_start, make_base, memory_of,
-                            segment_rows, tiny_environment, tiny_model, tiny_tokenizer)
+                            answer_share, code_demonstrations, code_recollections, code_warm_start, make_base,
+                            memory_of, segment_rows, tiny_environment, tiny_model, tiny_tokenizer)
 from credit_rl.trajectory import Group, Result, Stop
 from credit_rl.world import EASY, HARD, SPLITS, Competence, compute, fact_chain, make_world, reachable
 
@@ -161,7 +161,8 @@ def test_searches_of_demonstrations_fail_as_those_of_the_known_worlds(monkeypatc
     real = tiny.code_demonstrations
     monkeypatch.setattr(tiny, 'code_demonstrations', lambda *given, luck={}, **more: lucks.append(luck) or real(
         *given, luck=luck, **more))
-    plan = CodeWarmStart(copy=2, games=2, reading=2, mixed=6, copied=99, played=99, read=99, recalled=99, count=40)
+    plan = CodeWarmStart(copy=2, games=2, reading=2, mixed=6, copied=99, played=99, read=99, recalled=99, answers=0,
+                         count=40)
     known = replace(SMALL, nothing=.2, sibling=.1)
     code_warm_start(TOKENIZER, 3, plan, known=[known], progress=lambda line: None)
     assert lucks[0] == {'nothing': .2, 'sibling': .1}
@@ -188,10 +189,35 @@ def test_fewer_rows_say_the_same():
 
 
 def test_the_warm_start_is_the_same_for_the_same_seed_and_refuses_to_fail_silently(tmp_path):
-    plan = CodeWarmStart(copy=2, games=2, reading=2, mixed=6, copied=99, played=99, read=99, recalled=99, count=40)
+    plan = CodeWarmStart(copy=2, games=2, reading=2, mixed=6, copied=99, played=99, read=99, recalled=99, answers=0,
+                         count=40)
     rest = dict(known=[SMALL], progress=lambda line: None)
     folders = [make_base(tmp_path / str(i), 3, 'carl-tiny', plan, **rest) for i in range(2)]
     assert (folders[0] / 'model.safetensors').read_bytes() == (folders[1] / 'model.safetensors').read_bytes()
     with pytest.raises(RuntimeError, match="of the part 'mixed'"):
         code_warm_start(TOKENIZER, 3, replace(plan, recalled=.01), **rest)
+    with pytest.raises(RuntimeError, match='after 0 steps of settling 0.00 of the games .* end in an answer, wanted 0.9'):
+        code_warm_start(TOKENIZER, 3, replace(plan, answers=.9, settling=0), **rest)
     with pytest.raises(ValueError, match='carl-tiny'): make_base(tmp_path / 'x', protocol='carl')
+
+
+@pytest.mark.parametrize('shares, steps', [([.95], 0), ([.5, .8, .9], 600), ([.5] * 4, 900)])
+def test_a_base_whose_games_end_in_nothing_learns_on(monkeypatch, shares, steps):
+    "Until nine in ten end in an answer, or for as many steps as the plan allows, and then it is refused."
+    taken, said, left = [], [], iter(shares)
+    monkeypatch.setattr(tiny, 'answer_share', lambda *_: next(left))
+    monkeypatch.setattr(tiny, 'imitate', lambda model, batches, n, rate, cooldown: taken.append(n))
+    settle = lambda: tiny._settle(tiny_model(TOKENIZER, 1), TOKENIZER, CodeWarmStart(), SMALL, None, 3, said.append)
+    if shares[-1] >= .9: settle()
+    else:
+        with pytest.raises(RuntimeError, match='after 900 steps of settling 0.50'): settle()
+    assert sum(taken) == steps and len(said) == len(taken)
+
+
+def test_the_share_of_answers_is_that_of_the_games_played():
+    "Half of the questions answered: half of the games. The answer may be wrong."
+    asked = [q.text for q in WORLD.questions]
+    engine = ScriptedEngine(lambda text, rng: '\\boxed { x }' if any(q in text for q in asked[::2]) else 'known',
+                            TOKENIZER)
+    share = answer_share(engine, WORLD, seed=0, games=len(asked))
+    assert share == len(asked[::2]) / len(asked)
