@@ -6,8 +6,8 @@
 __all__ = ['PERFECT', 'NOISY', 'GUESSING', 'TEACHER', 'PERFECT_CODER', 'NOISY_CODER', 'CODE_TEACHER', 'CODE_KNOWER', 'TABLE',
            'tiny_tokenizer', 'tiny_environment', 'Player', 'act', 'player_state', 'ceiling', 'tiny_model',
            'demonstrations', 'copy_rows', 'imitate', 'WarmStart', 'warm_start', 'recollections', 'Coder', 'memory_of',
-           'act_coder', 'segment_rows', 'code_demonstrations', 'code_recollections', 'code_readings', 'knowing_rows',
-           'CodeWarmStart', 'answer_share', 'code_warm_start', 'make_base']
+           'act_coder', 'segment_rows', 'code_demonstrations', 'code_recollections', 'code_readings', 'first_rows',
+           'knowing_rows', 'CodeWarmStart', 'answer_share', 'code_warm_start', 'make_base']
 
 # %% ../nbs/25_tiny.ipynb #c002
 import random, re
@@ -518,6 +518,14 @@ def code_readings(tokenizer, coder, known, seed, times=1, missing=.25):
     return read
 
 # %% ../nbs/25_tiny.ipynb #c073
+def first_rows(groups):
+    "The first turn of each trajectory of groups: rows as of `segment_rows`."
+    rows = []
+    for t in (t for g in groups for t in g.trajectories):
+        asked, said = list(t.prompt_ids), list(t.turns[0].action_ids)
+        rows.append(([*asked, *said], [-1] * len(asked) + [0] * len(said)))
+    return rows
+
 def knowing_rows(tokenizer, known, seed):
     """Ask behind questions whether they are known, and say so in a word: rows as of `segment_rows`, half of them of the
     parametric questions of the worlds in `known`, half of others, ten times as many, each once."""
@@ -590,16 +598,18 @@ def code_warm_start(
     games += code_demonstrations(tokenizer, p.knower, 0, seed, known, p.times)
     shown = _endless_rows(rows(games), 32, seed)
     learned = _endless_rows(rows(code_recollections(tokenizer, known)), 96, seed)
-    asked = [_endless_rows(knowing_rows(tokenizer, known, seed), 96, seed)] if p.says else []
+    # as often as it is asked whether it knows it begins a game, or it takes the one for the other
+    talks = [_endless_rows(of, 96, seed) for of in (knowing_rows(tokenizer, known, seed), first_rows(games))
+            ] if p.says else []
     _train_part(_Part('games', p.played, p.games), model, shown, progress, learning_rate=2e-3)
     for name, level, steps, first, coder, cooldown in (('reading', p.read, p.reading, 1, PERFECT_CODER, 0),
                                                        ('mixed', p.recalled, p.mixed, 0, p.knower, 300)):
         pages = code_readings(tokenizer, coder, known, seed, p.times)
-        parts = (learned, *([_endless_rows(pages, 48, seed)] if pages else []), shown, drill(32), *asked * 2)
+        parts = (learned, *([_endless_rows(pages, 48, seed)] if pages else []), shown, drill(32), *talks)
         if pages or name == 'mixed':
             part = _Part(name, level, steps, first, len(parts))
             _train_part(part, model, joined.from_iterable(zip(*parts)), progress, 2e-3, cooldown)
-    more = (shown, learned, shown, *asked, shown, *([_endless_rows(pages, 48, seed)] if pages else []))
+    more = (shown, learned, shown, *talks, shown, *([_endless_rows(pages, 48, seed)] if pages else []))
     world = known[0] if known else make_world('train', seed_of('answers', seed), size=300, questions=120, hops=(1, 2))
     _settle(model.eval(), tokenizer, p, world, joined.from_iterable(zip(*more)), seed, progress)
     return model

@@ -12,8 +12,8 @@ from credit_rl.layout import pack, token_logps
 from credit_rl.protocol import PROTOCOLS, Chat
 from credit_rl.rollout import rollout
 from credit_rl.tiny import (CODE_TEACHER, NOISY_CODER, PERFECT_CODER, TABLE, CodeWarmStart, Coder, act_coder,
-                            answer_share, code_demonstrations, code_recollections, code_warm_start, make_base,
-                            memory_of, segment_rows, tiny_environment, tiny_model, tiny_tokenizer)
+                            answer_share, code_demonstrations, code_recollections, code_warm_start, first_rows,
+                            make_base, memory_of, segment_rows, tiny_environment, tiny_model, tiny_tokenizer)
 from credit_rl.trajectory import Group, Result, Stop
 from credit_rl.world import EASY, HARD, SPLITS, Competence, compute, fact_chain, make_world, reachable
 
@@ -196,7 +196,7 @@ def test_the_warm_start_is_the_same_for_the_same_seed_and_refuses_to_fail_silent
     assert (folders[0] / 'model.safetensors').read_bytes() == (folders[1] / 'model.safetensors').read_bytes()
     with pytest.raises(RuntimeError, match="of the part 'mixed'"):
         code_warm_start(TOKENIZER, 3, replace(plan, recalled=.01), **rest)
-    with pytest.raises(RuntimeError, match='after 0 steps of settling 0.00 of the games .* end in an answer, wanted 0.9'):
+    with pytest.raises(RuntimeError, match='after 0 steps of settling 0.00 of the games .* wanted 0.9'):
         code_warm_start(TOKENIZER, 3, replace(plan, answers=.9, settling=0), **rest)
     with pytest.raises(ValueError, match='carl-tiny'): make_base(tmp_path / 'x', protocol='carl')
 
@@ -221,3 +221,12 @@ def test_the_share_of_answers_is_that_of_the_games_played():
                             TOKENIZER)
     share = answer_share(engine, WORLD, seed=0, games=len(asked))
     assert share == len(asked[::2]) / len(asked)
+
+
+def test_first_rows_are_the_beginnings_of_games():
+    "Prompt and first turn of each trajectory, of which the turn alone is trained."
+    groups = [Group(t.question, [t]) for t in play(NOISY_CODER, '', WORLD.questions[::5])]
+    for (ids, turns), g in zip(first_rows(groups), groups, strict=True):
+        t = g.trajectories[0]
+        assert ids == [*t.prompt_ids, *t.turns[0].action_ids]
+        assert [i for i, k in zip(ids, turns) if k == 0] == list(t.turns[0].action_ids) and set(turns) == {-1, 0}
