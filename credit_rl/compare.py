@@ -4,13 +4,14 @@
 
 # %% auto #0
 __all__ = ['find_runs', 'run_label', 'load_runs', 'seed_curves', 'learning_curves', 'curve_panels', 'dev_area', 'sampled_right',
-           'common_seeds', 'paired_differences', 'setting_differences', 'markdown_table', 'replay', 'effort_table',
-           'named_runs', 'side_by_side', 'peer_table', 'plan_jobs', 'papermill_command', 'check_made_with',
-           'check_settings', 'main']
+           'common_seeds', 'student', 'pooled_intervals', 'paired_differences', 'setting_differences', 'markdown_table',
+           'replay', 'effort_table', 'named_runs', 'side_by_side', 'peer_table', 'plan_jobs', 'papermill_command',
+           'check_made_with', 'check_settings', 'main']
 
 # %% ../nbs/74_compare.ipynb #c003
 import dataclasses, json, math, os, signal, subprocess, sys, tempfile, textwrap
 from pathlib import Path
+import torch
 from .diagnostics import method_colour, method_colours
 from .jobs import Job, last_words, run_jobs, status_table
 from .parameters import by_group, each_world, enter_project, fill_names, make_parser, read_settings
@@ -285,6 +286,22 @@ def common_seeds(folders):  # as in find_runs
         else: kept.append(folder)
     return kept, out
 
+# %% ../nbs/74_compare.ipynb #c0302
+def student(free):  # degrees of freedom
+    "How many standard errors the 95 % interval of a mean reaches to each side, by Student's distribution."
+    x = torch.linspace(0, 100, 200_001, dtype=torch.float64)
+    area = torch.cumulative_trapezoid(torch.distributions.StudentT(float(free)).log_prob(x).exp(), x)
+    return x[1:][area >= .475][0].item()
+
+def pooled_intervals(differences):  # list of (n,) tensors, one difference for each seed
+    """95 % intervals of means whose luck is alike: list of (low, high), NaN where none has two seeds. A rule that did
+    what the baseline did, to the last digit, has an interval of nothing, and says nothing of luck elsewhere."""
+    apart = [d for d in differences if d.any()]
+    free = sum(len(d) - 1 for d in apart)
+    reach = student(free) * (sum((d - d.mean()).pow(2).sum().item() for d in apart) / free) ** .5 if free else math.nan
+    reaches = [reach / len(d) ** .5 if d.any() or len(d) < 2 else 0. for d in differences]
+    return [(d.mean().item() - r, d.mean().item() + r) for d, r in zip(differences, reaches)]
+
 # %% ../nbs/74_compare.ipynb #c031
 def paired_differences(
     folders,            # as in find_runs; unfinished runs don't count
@@ -292,9 +309,9 @@ def paired_differences(
     baseline='grpo',    # method that the others are compared with; its options may be left out
 ):
     """Compare each method with a baseline, paired by seed: pandas DataFrame with the mean difference over seeds and
-    its bootstrap interval. Raises ValueError where a method and the baseline did not finish the same seeds."""
+    its 95 % interval (NaN of one seed). Raises ValueError where a method and the baseline did not finish the same
+    seeds."""
     import pandas as pd
-    from credit_rl.evaluate import bootstrap_interval
     finished = _finished(folders, metric)
     if baseline not in finished and len(named := [m for m in finished if m.split(' (')[0] == baseline]) == 1:
         baseline = named[0]
@@ -310,7 +327,7 @@ def paired_differences(
                              '(common_seeds)')
         d = [_value(runs[s], metric) - _value(finished[baseline][s], metric) for s in sorted(runs)]
         base = [runs[s]['base_em'] - finished[baseline][s]['base_em'] for s in runs]
-        low, high = bootstrap_interval(d) if len(d) > 1 else (math.nan, math.nan)
+        low, high = pooled_intervals([torch.tensor(d)])[0]
         rows[f'{method} − {baseline}'] = {
             'seeds': len(d), 'mean difference': sum(d) / len(d), 'low': low, 'high': high, 'better in':
             f'{sum(x > 0 for x in d)} of {len(d)}', 'base differs by': max(map(abs, base)), 'says':

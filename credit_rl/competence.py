@@ -12,12 +12,12 @@ import math, sys
 from dataclasses import dataclass, fields
 from pathlib import Path
 import torch
-from .compare import find_runs, run_label
+from .compare import find_runs, pooled_intervals, run_label
 from .critics import CompetenceHead, LinearHead, brier, expected_calibration_error, explained_variance
 from .diagnostics import assimilation, competence_table, critic_report, crossover, hop_table
 from .diagnostics import asked_turns, method_colours, resilience
 from .engine import HFEngine, Sampling, seed_of
-from .evaluate import bootstrap_interval, evaluate
+from .evaluate import evaluate
 from .models import load_model
 from .export import read_policy
 from .learner import saved_critic
@@ -354,7 +354,7 @@ def asking_differences(
     play='greedy',   # or 'sampled'
 ):
     """How much less `method` asks for what is known, and what that costs, paired over common seeds: a pandas DataFrame
-    with mean, bootstrap interval (NaN for one seed) and seeds. Raises ValueError without a run of `method`, and where
+    with mean, 95 % interval (NaN for one seed) and seeds. Raises ValueError without a run of `method`, and where
     another method has no seed in common with it."""
     import pandas as pd
     runs = {}
@@ -368,7 +368,7 @@ def asking_differences(
                              f'{sorted(runs[method])}: a pair needs the same seed')
         for name, of in (_BY_TIER | {'EM': (None, 'EM')}).items():
             d = [_measure(runs[method][s], *of) - _measure(runs[other][s], *of) for s in both]
-            low, high = bootstrap_interval(d) if len(d) > 1 else (math.nan, math.nan)
+            low, high = pooled_intervals([torch.tensor(d)])[0]
             rows[f'{method} − {other}', name] = {'mean': sum(d) / len(d), 'low': low, 'high': high,
                                                  'lower in': f'{sum(x < 0 for x in d)} of {len(d)}', 'seeds': len(d)}
     return pd.DataFrame.from_dict(rows, orient='index')

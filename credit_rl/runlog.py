@@ -662,11 +662,12 @@ def _check_sizes(folder, step):
                              f'remove {place/_SIZES} to go on without what is gone')
 
 def _drop_later(folder, step):
-    "Delete checkpoints of later steps and the names that pointed to them."
+    "Delete checkpoints of later steps, the names that pointed to them, and the summary of a run that went on."
     for at, path in _checkpoints(folder).items():
         if at > step: _remove(path)
     for link in (Path(folder)/'checkpoints').glob('*'):
         if link.is_symlink() and not link.exists(): link.unlink()
+    if step < math.inf: (Path(folder)/'summary.json').unlink(missing_ok=True)
 
 def _tidy(folder):
     "Finish or clear away what a killed writer left in a folder of checkpoints."
@@ -709,19 +710,19 @@ def _tensorboard(folder, params, step):
     def tell(step, values):
         for name, value in values.items(): board.add_scalar(name, value, step)
         board.flush()
-    return tell
+    return tell, board.close
 
 def _wandb(folder, params, step):
     import wandb
     run = wandb.init(project='credit_rl', name=folder.name,
                      id=hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:12], resume='allow', dir=folder,
                      config=params)
-    return lambda step, values: run.log(values, step=step)
+    return lambda step, values: run.log(values, step=step), run.finish
 
 def _trackio(folder, params, step):
     import trackio
     run = trackio.init(project='credit_rl', name=folder.name, resume='allow', config=params, embed=False)
-    return lambda step, values: run.log(values, step=step)
+    return lambda step, values: run.log(values, step=step), run.finish
 
 TRACKERS = {'tensorboard': _tensorboard, 'wandb': _wandb, 'trackio': _trackio}
 
@@ -762,13 +763,16 @@ class _Trackers:
         check_trackers(names)
         self.names, self.params, self.opened = names, {}, None
 
-    def close(self): self.opened = None
+    def close(self):
+        "End their threads and connections; the next line opens them anew."
+        opened, self.opened = self.opened or [], None
+        for _, end in opened: end()
 
     def show(self, folder, step, values):
         "Pass on the numbers of a line; words and missing values are left out."
         if self.opened is None: self.opened = [TRACKERS[name](folder, self.params, step - 1) for name in self.names]
         known = {n: float(v) for n, v in values.items() if not isinstance(v, str) and v == v}
-        for tell in self.opened: tell(step, known)
+        for tell, _ in self.opened: tell(step, known)
 
 # %% ../nbs/02_runlog.ipynb #c051
 def _line(step, values):
@@ -788,6 +792,12 @@ def _member(step, rows):
     # half of a surrogate pair, which no file can hold, becomes its escape in JSON
     return gzip.compress(''.join(lines).encode('utf-8', 'backslashreplace'), mtime=0) if rows else b''
 
+def _undo_beginning(folder):
+    "Remove what a run has written before its first checkpoint or summary; where it has one, nothing."
+    if _checkpoints(folder) or (folder/'summary.json').exists(): return
+    for name in ('params.yaml', *_GROWING): (folder/name).unlink(missing_ok=True)
+    with contextlib.suppress(OSError): (folder/'checkpoints').rmdir()  # kept if anything is in it
+
 # %% ../nbs/02_runlog.ipynb #c054
 class RunLog(Hold):
     "The folder of one run, written by this process alone until it is closed. Raises at once where it cannot be used."
@@ -804,6 +814,10 @@ class RunLog(Hold):
         except BaseException:
             self.close()
             raise
+
+    def close(self):
+        "Close the trackers and give the folder back; a second time does nothing."
+        with contextlib.closing(super()): self._trackers.close()
 
     @property
     def elapsed(self):
@@ -827,17 +841,14 @@ class RunLog(Hold):
         try: yield
         except BaseException:
             with self:
-                if self._new and not (_checkpoints(self.folder) or (self.folder/'summary.json').exists()):
-                    for name in ('params.yaml', *_GROWING): (self.folder/name).unlink(missing_ok=True)
-                    with contextlib.suppress(OSError): (self.folder/'checkpoints').rmdir()  # kept if anything is in it
+                if self._new: _undo_beginning(self.folder)
             raise
 
     def metrics(self, step,  # >= 0, never goes back
                 **values):   # number or string for each name in METRICS
         "Append one line of metrics, and the clocks. Raises on an unknown name and on a step that goes back."
         check_metrics(values)
-        line = _line(step, {**(clocks := self._clock.read()), **values})
-        self._append('metrics.jsonl', step, line)
+        self._append('metrics.jsonl', step, _line(step, {**(clocks := self._clock.read()), **values}))
         self._trackers.show(self.folder, step, {**clocks, **values})
 
     def _append(self, name, step, data):
@@ -865,7 +876,6 @@ class RunLog(Hold):
         last = {name: _cut(self.folder/name, read, step) for name, read in _GROWING.items()}
         self._last = {name: row.get('step', -1) for name, row in last.items()}
         _drop_later(self.folder, step)
-        if step < math.inf: (self.folder/'summary.json').unlink(missing_ok=True)
         self._clock = _Clock(last['metrics.jsonl'].get('seconds', 0.0))
         self._trackers.close()
 

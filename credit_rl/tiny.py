@@ -549,12 +549,11 @@ class CodeWarmStart:
     games: int = 900
     reading: int = 3000
     mixed: int = 6000
-    settling: int = 900    # most steps more, where games of the base do not end in answers
     copied: float = 1.0    # losses at which they end, nats per trained token; the last two of what they are named after
     played: float = 1.1
     read: float = .25
     recalled: float = .05
-    answers: float = .9    # share of its games that must
+    answers: float = .9    # share of its games that must end in one
     count: int = 4000      # games to imitate
     times: int = 4         # how often each question about `known` is played besides
     teacher: Coder = CODE_TEACHER  # whose games on random worlds are imitated
@@ -568,16 +567,12 @@ def answer_share(engine, world, seed, games=120):
     played = rollout(engine, env, asked, 1, Sampling(max_tokens=40), seed_of('answers', seed))
     return sum(g.trajectories[0].answer is not None for g in played) / len(played)
 
-def _settle(model, tokenizer, plan, world, batches, seed, progress):
-    "Imitate some more until a base's games end in answers. Raises RuntimeError where they never do."
-    engine, spent = HFEngine(model, tokenizer), 0
-    while (share := answer_share(engine, world, seed)) < plan.answers:
-        if spent >= plan.settling:
-            raise RuntimeError(f'after {spent} steps of settling {share:.2f} of the games of the warm start end in an '
-                               f'answer, wanted {plan.answers}: raise `settling`, or take another seed')
-        progress(f'warm start: settling, {share:.2f} of the games end in an answer, done from {plan.answers}')
-        imitate(model, batches, 300, 1e-3, cooldown=150)
-        spent += 300
+def _check_answers(engine, world, wanted, seed):
+    "Refuse a base that does not play. Raises RuntimeError where fewer than `wanted` of its games end in an answer."
+    share = answer_share(engine, world, seed)
+    if share < wanted:
+        raise RuntimeError(f'{share:.2f} of the games of the warm start end in an answer, wanted {wanted}: take '
+                           'another seed, or a plan with more steps or lower losses')
 
 def code_warm_start(
     tokenizer,
@@ -609,9 +604,8 @@ def code_warm_start(
         if pages or name == 'mixed':
             part = _Part(name, level, steps, first, len(parts))
             _train_part(part, model, joined.from_iterable(zip(*parts)), progress, 2e-3, cooldown)
-    more = (shown, learned, shown, *talks, shown, *([_endless_rows(pages, 48, seed)] if pages else []))
     world = known[0] if known else make_world('train', seed_of('answers', seed), size=300, questions=120, hops=(1, 2))
-    _settle(model.eval(), tokenizer, p, world, joined.from_iterable(zip(*more)), seed, progress)
+    _check_answers(HFEngine(model.eval(), tokenizer), world, p.answers, seed)
     return model
 
 # %% ../nbs/25_tiny.ipynb #c056

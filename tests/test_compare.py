@@ -11,6 +11,7 @@ import time
 
 import pytest
 import yaml
+from scipy import stats
 
 from credit_rl import compare
 from credit_rl.compare import (common_seeds, effort_table, find_runs, load_runs, main, markdown_table,
@@ -305,8 +306,9 @@ def test_differences_are_paired_by_seed(tmp_path):
         made_up(tmp_path, 'grpo', seed, .5 + luck)
         made_up(tmp_path, 'tspo', seed, .5 + luck + (.04 if seed % 2 else .01))
     row = paired_differences(tmp_path).loc['tspo − grpo']
-    assert abs(row['mean difference'] - (3 * .04 + 2 * .01) /
-               5) < 1e-9 and .01 - 1e-9 <= row.low < row['mean difference'] < row.high <= .04 + 1e-9
+    apart = [.04, .01, .04, .01, .04]
+    assert row['mean difference'] == pytest.approx(.028)
+    assert (row.low, row.high) == pytest.approx(stats.t.interval(.95, 4, .028, stats.sem(apart)), rel=1e-3)
     assert row['better in'] == '5 of 5' and row.seeds == 5 and row.says == 'enough seeds for a claim'
     back = paired_differences(tmp_path, baseline='tspo').loc['grpo − tspo']
     assert abs(back['mean difference'] + row['mean difference']) < 1e-12 and back['better in'] == '0 of 5'

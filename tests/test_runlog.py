@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -114,6 +115,23 @@ def test_tensorboard_is_told_what_the_file_holds(tmp_path):
     assert set(board.Tags()['scalars']) == {'reward', 'seconds'}
 
 
+def test_a_closed_run_leaves_no_thread_of_a_tracker(tmp_path):
+    "Neither one that ends, nor one that goes back; and the folder is given back where a tracker's end fails."
+    before = threading.active_count()
+    for i in range(3):
+        with RunLog(tmp_path / str(i), trackers=['tensorboard']) as log:
+            for step in range(2): log.metrics(step, reward=step)
+            assert threading.active_count() > before
+            log.cut(0)
+            assert threading.active_count() == before
+            log.metrics(1, reward=2)
+    assert threading.active_count() == before
+    log = RunLog(tmp_path / 'failing')
+    log._trackers.opened = [(None, lambda: 1 / 0)]
+    with pytest.raises(ZeroDivisionError): log.close()
+    RunLog(tmp_path / 'failing', resume=True).close()
+
+
 @pytest.mark.parametrize('name', ['wandb', 'trackio'])
 def test_other_trackers_where_they_are_installed(tmp_path, name, monkeypatch):
     "Where the package is missing, the run is refused before it begins; where it is there, it is told, offline."
@@ -126,6 +144,7 @@ def test_other_trackers_where_they_are_installed(tmp_path, name, monkeypatch):
     log = RunLog(tmp_path / 'run', trackers=[name])
     log.write_params({'steps': 2})
     for step in range(2): log.metrics(step, reward=step / 2)
+    log.close()
     assert any(p.is_file() for p in (*tmp_path.glob('tracked/**/*'), *tmp_path.glob('run/wandb/**/*')))
 
 

@@ -10,10 +10,10 @@ import torch
 from papermilled import papermill, shown
 from scipy import stats
 
-from credit_rl.compare import dev_area
+from credit_rl.compare import dev_area, pooled_intervals, student
 from credit_rl.runlog import read_summary
-from credit_rl.study import (SCORE, pooled_intervals, predict, rank_agreement, read_audits, regimes_of, student,
-                             study_differences, which_rule_when)
+from credit_rl.study import (SCORE, predict, rank_agreement, read_audits, regimes_of, study_differences,
+                             which_rule_when)
 
 ROOT = Path(__file__).resolve().parents[1]
 STORED = ROOT / 'runs' / 'sweep_weak'

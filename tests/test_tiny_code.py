@@ -196,22 +196,9 @@ def test_the_warm_start_is_the_same_for_the_same_seed_and_refuses_to_fail_silent
     assert (folders[0] / 'model.safetensors').read_bytes() == (folders[1] / 'model.safetensors').read_bytes()
     with pytest.raises(RuntimeError, match="of the part 'mixed'"):
         code_warm_start(TOKENIZER, 3, replace(plan, recalled=.01), **rest)
-    with pytest.raises(RuntimeError, match='after 0 steps of settling 0.00 of the games .* wanted 0.9'):
-        code_warm_start(TOKENIZER, 3, replace(plan, answers=.9, settling=0), **rest)
+    with pytest.raises(RuntimeError, match='0.00 of the games .* wanted 0.9'):
+        code_warm_start(TOKENIZER, 3, replace(plan, answers=.9), **rest)
     with pytest.raises(ValueError, match='carl-tiny'): make_base(tmp_path / 'x', protocol='carl')
-
-
-@pytest.mark.parametrize('shares, steps', [([.95], 0), ([.5, .8, .9], 600), ([.5] * 4, 900)])
-def test_a_base_whose_games_end_in_nothing_learns_on(monkeypatch, shares, steps):
-    "Until nine in ten end in an answer, or for as many steps as the plan allows, and then it is refused."
-    taken, said, left = [], [], iter(shares)
-    monkeypatch.setattr(tiny, 'answer_share', lambda *_: next(left))
-    monkeypatch.setattr(tiny, 'imitate', lambda model, batches, n, rate, cooldown: taken.append(n))
-    settle = lambda: tiny._settle(tiny_model(TOKENIZER, 1), TOKENIZER, CodeWarmStart(), SMALL, None, 3, said.append)
-    if shares[-1] >= .9: settle()
-    else:
-        with pytest.raises(RuntimeError, match='after 900 steps of settling 0.50'): settle()
-    assert sum(taken) == steps and len(said) == len(taken)
 
 
 def test_the_share_of_answers_is_that_of_the_games_played():
