@@ -4,14 +4,14 @@
 
 # %% auto #0
 __all__ = ['Warming', 'WarmUpChoice', 'make_warming', 'read_warming', 'check_warming', 'drift', 'finished_warming', 'prepare',
-           'gate_history', 'gate_figure', 'gate_table', 'is_warmup', 'warmup_table', 'main']
+           'gate_history', 'gate_figure', 'gate_table', 'is_warmup', 'warmup_table', 'calibration_figure', 'main']
 
 # %% ../nbs/65_prepare.ipynb #c002
 import contextlib, math, os, sys
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 import torch
-from .critics import brier, expected_calibration_error
+from .critics import brier, expected_calibration_error, reliability
 from .engine import seed_of
 from .estimate import describe, memory, read_sizes, step_seconds
 from .evaluate import open_search
@@ -157,6 +157,7 @@ def _summary(choice, course, history, exam, learner):
         'report': asdict(report), 'before': asdict(first), 'head': get_method(course.method).critic['head'],
         'value_tier': {str(t): starts[tiers == t].mean().item() for t in (1, 2)},
         'ece': expected_calibration_error(chances, outcomes), 'brier': brier(chances, outcomes),
+        'calibration': [[round(p, 6), y] for p, y in zip(chances.tolist(), outcomes.tolist())],
         'drift': drift(learner, pack(chosen[:64])), 'questions': {str(t): int((tiers == t).sum()) for t in (1, 2)}}
 
 # %% ../nbs/65_prepare.ipynb #c015
@@ -353,19 +354,47 @@ def _kind(summary):
     shared = get_method(summary['method']).critic['kind'] == 'shared'
     return summary['collected'] + ('' if shared else f", {summary['method']}'s critic")
 
+def _summaries(folders):
+    "Read what warm-ups came to: list of dict. Raises ValueError where there are none."
+    if isinstance(folders, (str, Path)): folders = sorted(p.parent for p in Path(folders).glob('*/summary.json'))
+    if not folders: raise ValueError('got no finished warm-up to tell of')
+    return [read_json(Path(f)/'summary.json') for f in folders]
+
 def warmup_table(folders):  # list of folders of finished warm-ups, or one folder that holds them
     """What warm-ups came to (the paper's ablation: cold, random, curated), means over seeds: a pandas DataFrame, a row
     for each kind; NaN for how far the policy moved where that was not kept. Raises ValueError on an empty list."""
     import pandas as pd
-    if isinstance(folders, (str, Path)): folders = sorted(p.parent for p in Path(folders).glob('*/summary.json'))
-    summaries = [read_json(Path(f)/'summary.json') for f in folders]
-    if not summaries: raise ValueError('got no finished warm-up to tell of')
     rows = [{'critic': _kind(x), 'seeds': 1, **{n: x['report'][n] for n in GATE}, 'ECE': x['ece'], 'Brier': x['brier'],
              'V, known': x['value_tier']['2'], 'V, not known': x['value_tier']['1'],
              'KL(base ‖ warmed), k1': x.get('drift', math.nan), 'steps': x['step'], 'passed': int(x['passed'])}
-            for x in summaries]
+            for x in _summaries(folders)]
     how = {n: 'sum' if n in ('seeds', 'passed') else 'mean' for n in rows[0] if n != 'critic'}
     return pd.DataFrame(rows).groupby('critic', sort=False).agg(how)
+
+def calibration_figure(folders):  # as in warmup_table
+    """Draw what V(s_0) said against what came of it, on the held-out rollouts with the choice (CARL figure 2a): a panel
+    for each kind of warm-up, its seeds together; matplotlib figure, None where no warm-up has kept its pairs."""
+    import matplotlib.pyplot as plt, seaborn as sns
+    pairs = {}
+    for summary in _summaries(folders): pairs.setdefault(_kind(summary), []).extend(summary.get('calibration', []))
+    pairs = {kind: torch.tensor([*zip(*found)], dtype=torch.float64) for kind, found in pairs.items() if found}
+    if not pairs: return None
+    with sns.axes_style('ticks'):
+        fig, axes = plt.subplots(1, len(pairs), figsize=(2.7 * len(pairs), 2.9), layout='constrained', sharey=True,
+                                 squeeze=False)
+        for ax, (kind, (chances, outcomes)) in zip(axes[0], pairs.items()):
+            predicted, observed, count = reliability(chances, outcomes)
+            ax.plot([0, 1], [0, 1], color='#999999', lw=.8, ls='--')
+            some = count > 0
+            ax.plot(predicted[some], observed[some], color='#0173b2', lw=1)
+            ax.scatter(predicted, observed, s=5 + 60 * count / count.max(), color='#0173b2')
+            ax.set(xlim=(0, 1), ylim=(0, 1), xlabel='V(s₀), predicted', aspect='equal')
+            ax.set_title(f'{kind}\nECE {expected_calibration_error(chances, outcomes):.2f}, {len(chances):,} rollouts',
+                         fontsize=9)
+        axes[0, 0].set_ylabel('share right, observed')
+        sns.despine(fig)
+    plt.close(fig)
+    return fig
 
 # %% ../nbs/65_prepare.ipynb #c029
 def main(arguments=None):

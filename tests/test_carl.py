@@ -28,7 +28,7 @@ from credit_rl import prepare as preparing, stage as staging, train as training
 from credit_rl import competence
 from credit_rl.asking import Asking, form_auc, run_asking
 from credit_rl.competence import examine_run, examined
-from credit_rl.critics import at_states, segment_starts
+from credit_rl.critics import at_states, expected_calibration_error, segment_starts
 from credit_rl.engine import ScriptedEngine
 from credit_rl.layout import pack, token_logps
 from credit_rl.diagnostics import competence_table, hop_table
@@ -38,7 +38,7 @@ from credit_rl.metrics import benchmark_metric
 from credit_rl.models import load_model
 from credit_rl.outcome import outcome_rewards
 from credit_rl.rollout import rollout
-from credit_rl.prepare import gate_table, make_warming, prepare, warmup_table
+from credit_rl.prepare import calibration_figure, gate_table, make_warming, prepare, warmup_table
 from credit_rl.tiny import NOISY_CODER, PERFECT_CODER, act_coder, memory_of, tiny_environment
 from credit_rl.world import world_of
 from credit_rl.settings import check, make_config, settings_of
@@ -472,6 +472,10 @@ def test_a_warm_up_that_passes_teaches(model, scripted, tmp_path, easy_gate):
     assert any('Tier 2' in line and line.startswith('train')
                for line in lines) and {'rollouts-train.jsonl.gz', 'rollouts-dev.jsonl.gz', 'critic', 'metrics.jsonl'
                                        } <= set(os.listdir(warm))
+    chances, outcomes = torch.tensor(summary['calibration']).T     # the pairs are kept, for the figure
+    assert expected_calibration_error(chances, outcomes) == pytest.approx(summary['ece'], abs=1e-3)
+    (panel,) = calibration_figure([warm, warm]).axes
+    assert f'{2 * len(chances):,} rollouts' in panel.get_title()
     warmed, base = read_warmed(warm), load_model(model)[0]
     moved = load_model(warmed.folder)[0]
     assert isinstance(warmed.report, GateReport) and warmed.report.passed
@@ -639,6 +643,7 @@ def test_how_far_the_policy_moved_is_missing_where_an_older_warm_up_kept_somethi
     told = warmup_table([tmp_path / 'old-1', tmp_path / 'new-1'])['KL(base ‖ warmed), k1']
     assert math.isnan(told['curated']) and told["curated, ppo's critic"] == .25 and not (warmup_table(
         [tmp_path / 'old-1']).select_dtypes('number') > 100).any().any()
+    assert calibration_figure(tmp_path) is None                    # nor did it keep what its critic said
 
 
 class Killed(BaseException):
@@ -948,7 +953,7 @@ def test_finished_runs_are_examined_once_and_reported(model, scripted, tmp_path,
     for wanted in ('base, no tools', 'note precision, base', 'reaches 0.6 at step'):
         assert sum(wanted in page for page in tables) == 1
     assert len(tables) >= 7 and any('carl − grpo' in page
-                                    for page in tables) and {'asking.png', 'reliability.png'} <= set(
+                                    for page in tables) and {'asking.png', 'calibration.png', 'reliability.png'} <= set(
                                         os.listdir(tmp_path / 'out' / 'figures'))
     # a good call and a bad note
     assert any('carl-0, step 3' in page and 'assimilate' in page and '0.40' in page for page in tables)
