@@ -38,21 +38,24 @@ def asking_values(
     metric='em',  # outcome, see outcome_rewards
 ):
     """What asking and answering at once are worth: DataFrame, rows 'known' and 'unknown', with `questions`, `ask rate`
-    (of rollouts that do either), `ask` and `answer` (means over questions of the outcome after that beginning), `both`
-    (questions that met both), and on these `delta`, answer less ask, with its 95 % interval. NaN: not measured."""
+    (of rollouts that do either) and its standard error over questions, `ask` and `answer` (means over questions of the
+    outcome after that beginning), `both` (questions that met both), and on these `delta`, answer less ask, with its
+    95 % interval. NaN: not measured."""
     import pandas as pd
     rows, mean = {}, lambda x: sum(x) / len(x) if x else math.nan
     for name, of in (('known', True), ('unknown', False)):
-        worth, choices = {'ask': [], 'answer': []}, []
+        worth, choices, rates = {'ask': [], 'answer': []}, [], []
         for g in (g for g, k in zip(groups, known) if bool(k) == of):
             outcome, chosen = outcome_rewards([g], metric).tolist(), [first_choice(t) for t in g.trajectories]
-            choices += [c for c in chosen if c]
-            for c in worth: worth[c].append(mean([x for x, made in zip(outcome, chosen) if made == c]))
+            choices += (made := [c for c in chosen if c])
+            if made: rates.append(mean([c == 'ask' for c in made]))
+            for c in worth: worth[c].append(mean([x for x, begun in zip(outcome, chosen) if begun == c]))
         apart = [a - b for a, b in zip(worth['answer'], worth['ask']) if not math.isnan(a - b)]
         low, high = bootstrap_interval(apart) if len(apart) > 1 else (math.nan, math.nan)
         kept = {c: mean([x for x in v if not math.isnan(x)]) for c, v in worth.items()}
-        rows[name] = {'questions': len(worth['ask']), 'ask rate': mean([c == 'ask' for c in choices]), **kept,
-                      'both': len(apart), 'delta': mean(apart), 'low': low, 'high': high}
+        error = torch.tensor(rates).std().item() / len(rates) ** .5 if len(rates) > 1 else math.nan
+        rows[name] = {'questions': len(worth['ask']), 'ask rate': mean([c == 'ask' for c in choices]),
+                      'ask error': error, **kept, 'both': len(apart), 'delta': mean(apart), 'low': low, 'high': high}
     return pd.DataFrame.from_dict(rows, orient='index')
 
 # %% ../nbs/68_asking.ipynb #q009
@@ -141,6 +144,10 @@ def asking_says(
                   'nothing to learn there.']
     if not math.isnan(b.low): says.append(f'On unknown ones the difference is {between(b)}' + (
         ', which keeps the agent asking.' if b.high < 0 else ': nothing keeps the agent asking.'))
+    tells, error = b['ask rate'] - a['ask rate'], (a['ask error']**2 + b['ask error']**2) ** .5
+    if not math.isnan(error): says.append(
+        f'It asks for {a["ask rate"]:.2f} of the known and {b["ask rate"]:.2f} of the unknown ones: it ' + (
+            'tells them apart.' if tells > 2 * error else 'hardly tells them apart, and a rule may move both alike.'))
     if bias is not None and a.delta > 0 and ('known', 'start') in bias.index:
         off = bias.bias['known', 'start']
         says.append(f"The critic's bias at the start of known questions is {off:+.2f}, " + (
@@ -255,17 +262,20 @@ def _ask(settings, how):  # dict, Asking
 # %% ../nbs/68_asking.ipynb #q039
 def read_asking(folder):  # of answers to `credit-rl asking`
     """What was found before training: DataFrame, a row for each `asking.json`, by world and seed. `delta`, `low` and
-    `high` of known questions, `unknown` is the delta of the rest; `bias` and its `error` at the start of known ones;
-    `form`, the better AUC. NaN: not measured. Raises FileNotFoundError where there is none."""
+    `high` of known questions, `tells` by how much more it asks for the rest, `unknown` the delta of these; `bias` and
+    its `error` at the start of known ones; `form`, the better AUC. NaN: not measured. Raises FileNotFoundError where
+    there is none."""
     import pandas as pd
     rows, number = {}, lambda x: math.nan if x is None else x
     for path in sorted(Path(folder).glob('**/asking.json')):
         found = read_json(path)
-        known, start = found['asking']['known'], [b for b in found['bias'] or [] if b['kind'] == 'start']
+        known, rest = ({k: number(v) for k, v in found['asking'][tier].items()} for tier in ('known', 'unknown'))
+        start = [b for b in found['bias'] or [] if b['kind'] == 'start']
         off = next((b for b in start if b['tier'] == 'known'), {})
         rows[path.parts[-3], path.parts[-2]] = {k: number(v) for k, v in {
             **{k: known[k] for k in ('ask rate', 'ask', 'answer', 'delta', 'low', 'high')},
-            'unknown': found['asking']['unknown']['delta'], 'bias': off.get('bias'), 'error': off.get('error'),
+            'tells': rest['ask rate'] - known['ask rate'], 'unknown': rest['delta'],
+            'bias': off.get('bias'), 'error': off.get('error'),
             'form': max(map(number, found['form'].values()))}.items()}
     if not rows: raise FileNotFoundError(f'{folder} holds no asking.json: credit-rl asking, with run={folder}')
     return pd.DataFrame.from_dict(rows, orient='index').rename_axis(['world', 'seed'])

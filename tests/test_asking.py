@@ -35,6 +35,7 @@ def test_by_hand():
     found = asking_values(groups, [True, True, True, False])
     known, unknown = found.loc['known'], found.loc['unknown']
     assert (known.questions, known.both, unknown.both) == (3, 2, 1)
+    assert known['ask error'] == pytest.approx(torch.tensor([.5, .5, 0.]).std().item() / 3 ** .5)  # of questions
     assert known['ask rate'] == 3 / 8 and known.ask == .25 and known.answer == pytest.approx(2 / 3)
     assert known.delta == .75 and (known.low, known.high) == (.5, 1.)      # of .5 and 1
     assert unknown.delta == -1 and math.isnan(unknown.low)                 # one question has no interval
@@ -48,14 +49,15 @@ def test_what_was_not_measured_is_missing():
     assert nobody.questions['known'] == 0 and math.isnan(nobody['ask rate']['known'])
 
 
-@pytest.mark.parametrize('known, unknown, bias, form, words', [
-    ((.3, .2, .4), (-.5, -.6, -.4), .05, .5, ['something to learn', 'keeps the agent', ', below a third', '0.50.']),
-    ((.3, .2, .4), (.1, -.1, .3), -.2, .9, ['nothing keeps', 'NOT below', 'says little']),
-    ((.1, -.1, .3), (-.5, -.6, -.4), 0., .5, ['nothing to learn', 'keeps the agent', ', below'])])
-def test_what_is_said(known, unknown, bias, form, words):
+@pytest.mark.parametrize('known, unknown, rest, bias, form, words', [
+    ((.3, .2, .4), (-.5, -.6, -.4), .96, .05, .5,
+     ['something to learn', 'keeps the agent', '.90 of the known and 0.96', 'it tells', ', below a third', '0.50.']),
+    ((.3, .2, .4), (.1, -.1, .3), .95, -.2, .9, ['nothing keeps', 'hardly tells', 'NOT below', 'says little']),
+    ((.1, -.1, .3), (-.5, -.6, -.4), .8, 0., .5, ['nothing to learn', 'keeps the agent', 'hardly tells', ', below'])])
+def test_what_is_said(known, unknown, rest, bias, form, words):
     import pandas as pd
-    row = lambda d: {'delta': d[0], 'low': d[1], 'high': d[2]}
-    table = pd.DataFrame.from_dict({'known': row(known), 'unknown': row(unknown)}, orient='index')
+    row = lambda d, rate: {'ask rate': rate, 'ask error': .02, 'delta': d[0], 'low': d[1], 'high': d[2]}
+    table = pd.DataFrame.from_dict({'known': row(known, .9), 'unknown': row(unknown, rest)}, orient='index')
     off = value_bias([.5 + bias] * 2, [.5] * 2, ['start'] * 2, ['a', 'b'], [True] * 2)
     said = asking_says(table, off, {'logistic': form, 'trees': .4})
     assert all(w in said for w in words)
@@ -112,9 +114,10 @@ def test_what_was_found_is_one_table_by_world_and_seed(tmp_path):
         bias = [{'tier': t, 'kind': k, 'bias': b, 'error': .01} for t, k, b in (
             ('unknown', 'start', .9), ('known', 'commit', .8), ('known', 'start', -.02))]
         (place / 'asking.json').write_text(json.dumps({
-            'asking': {'known': of, 'unknown': {**of, 'delta': -.4}}, 'bias': bias if delta else None,
+            'asking': {'known': of, 'unknown': {**of, 'ask rate': .95, 'delta': -.4}}, 'bias': bias if delta else None,
             'form': {'logistic': .48, 'trees': .51}}))
     table = read_asking(tmp_path)
     assert table.index.tolist() == [('m00', '1'), ('m25', '1'), ('m25', '2')]
     assert table.delta.tolist()[1:] == [.1, .3] and table.bias.tolist()[1:] == [-.02, -.02]
     assert table.loc[('m00', '1')].isna().sum() == 6 and set(table.form) == {.51} and set(table.unknown) == {-.4}
+    assert table.tells.tolist() == pytest.approx([.05] * 3)
