@@ -146,7 +146,7 @@ def asking_says(
         ', which keeps the agent asking.' if b.high < 0 else ': nothing keeps the agent asking.'))
     tells, error = b['ask rate'] - a['ask rate'], (a['ask error']**2 + b['ask error']**2) ** .5
     if not math.isnan(error): says.append(
-        f'It asks for {a["ask rate"]:.2f} of the known and {b["ask rate"]:.2f} of the unknown ones: it ' + (
+        f'The agent asks for {a["ask rate"]:.2f} of the known and {b["ask rate"]:.2f} of the unknown ones: it ' + (
             'tells them apart.' if tells > 2 * error else 'hardly tells them apart, and a rule may move both alike.'))
     if bias is not None and a.delta > 0 and ('known', 'start') in bias.index:
         off = bias.bias['known', 'start']

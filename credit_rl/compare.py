@@ -294,12 +294,13 @@ def student(free):  # degrees of freedom
     return x[1:][area >= .475][0].item()
 
 def pooled_intervals(differences):  # list of (n,) tensors, one difference for each seed
-    """95 % intervals of means whose luck is alike: list of (low, high), NaN where none has two seeds. A rule that did
-    what the baseline did, to the last digit, has an interval of nothing, and says nothing of luck elsewhere."""
+    """95 % intervals of means whose luck is alike: list of (low, high), NaN where no two seeds differ. A rule that did
+    what the baseline did, to the last digit, says nothing of luck elsewhere, and beside others has an interval of
+    nothing."""
     apart = [d for d in differences if d.any()]
     free = sum(len(d) - 1 for d in apart)
     reach = student(free) * (sum((d - d.mean()).pow(2).sum().item() for d in apart) / free) ** .5 if free else math.nan
-    reaches = [reach / len(d) ** .5 if d.any() or len(d) < 2 else 0. for d in differences]
+    reaches = [reach / len(d) ** .5 if d.any() or not free else 0. for d in differences]
     return [(d.mean().item() - r, d.mean().item() + r) for d, r in zip(differences, reaches)]
 
 # %% ../nbs/74_compare.ipynb #c031

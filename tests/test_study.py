@@ -78,6 +78,8 @@ def test_a_rule_that_did_as_the_baseline_did_says_nothing_of_luck_elsewhere():
     apart, same = torch.tensor([.01, .03, .08]), torch.zeros(8)
     ends = pooled_intervals([apart, same])
     assert ends == [*pooled_intervals([apart]), (0, 0)]
+    assert pooled_intervals([apart, torch.zeros(1)])[1] == (0, 0)
+    for level in (torch.zeros(1), torch.zeros(3)): assert np.isnan(pooled_intervals([level])[0]).all()  # no luck seen
 
 
 def test_rank_agreement_is_scipys_and_draws_regimes_and_rules():
