@@ -6,8 +6,8 @@
 __all__ = ['PERFECT', 'NOISY', 'GUESSING', 'TEACHER', 'PERFECT_CODER', 'NOISY_CODER', 'CODE_TEACHER', 'CODE_KNOWER', 'TABLE',
            'tiny_tokenizer', 'tiny_environment', 'Player', 'act', 'player_state', 'ceiling', 'tiny_model',
            'demonstrations', 'copy_rows', 'imitate', 'WarmStart', 'warm_start', 'recollections', 'Coder', 'memory_of',
-           'act_coder', 'segment_rows', 'code_demonstrations', 'code_recollections', 'code_readings', 'first_rows',
-           'knowing_rows', 'CodeWarmStart', 'answer_share', 'code_warm_start', 'make_base']
+           'act_coder', 'segment_rows', 'code_demonstrations', 'code_recollections', 'code_readings', 'knowing_rows',
+           'CodeWarmStart', 'answer_share', 'code_warm_start', 'make_base']
 
 # %% ../nbs/25_tiny.ipynb #c002
 import random, re
@@ -518,17 +518,9 @@ def code_readings(tokenizer, coder, known, seed, times=1, missing=.25):
     return read
 
 # %% ../nbs/25_tiny.ipynb #c073
-def first_rows(groups):
-    "The first turn of each trajectory of groups: rows as of `segment_rows`."
-    rows = []
-    for t in (t for g in groups for t in g.trajectories):
-        asked, said = list(t.prompt_ids), list(t.turns[0].action_ids)
-        rows.append(([*asked, *said], [-1] * len(asked) + [0] * len(said)))
-    return rows
-
 def knowing_rows(tokenizer, known, seed):
-    """Ask behind questions whether they are known, and say so in a word: rows as of `segment_rows`, half of them of the
-    parametric questions of the worlds in `known`, half of others, ten times as many, each once."""
+    """Ask whether questions are known where the answer would begin, and say so in a word: rows as of `segment_rows`,
+    half of them of the parametric questions of the worlds in `known`, half of others, ten times as many, each once."""
     chat = Chat(PROTOCOLS['carl-tiny'], tokenizer)
     mine, others, drawn = {text for world in known for text in memory_of(world)}, set(), 0
     while len(others) < 10 * len(mine):
@@ -536,7 +528,7 @@ def knowing_rows(tokenizer, known, seed):
         other = make_world(split, seed_of('others', seed, drawn), size=300, questions=250, hops=(1, 2))
         others, drawn = others | {q.text for q in other.questions} - mine, drawn + 1
     def row(text, word):
-        asked = chat.prompt_ids(f'{text} known ?')
+        asked = [*chat.prompt_ids(text), *tokenizer('known ?', add_special_tokens=False).input_ids]
         said = tokenizer(f'{word} <|im_end|>', add_special_tokens=False).input_ids
         return [*asked, *said], [-1] * len(asked) + [0] * len(said)
     return [row(text, 'known') for text in sorted(mine)] * 10 + [row(text, 'unknown') for text in sorted(others)]
@@ -549,6 +541,7 @@ class CodeWarmStart:
     games: int = 900
     reading: int = 3000
     mixed: int = 6000
+    least: int = 0         # fewest of the last part
     copied: float = 1.0    # losses at which they end, nats per trained token; the last two of what they are named after
     played: float = 1.1
     read: float = .25
@@ -593,16 +586,16 @@ def code_warm_start(
     games += code_demonstrations(tokenizer, p.knower, 0, seed, known, p.times)
     shown = _endless_rows(rows(games), 32, seed)
     learned = _endless_rows(rows(code_recollections(tokenizer, known)), 96, seed)
-    # as often as it is asked whether it knows it begins a game, or it takes the one for the other
-    talks = [_endless_rows(of, 96, seed) for of in (knowing_rows(tokenizer, known, seed), first_rows(games))
-            ] if p.says else []
+    # for each lot of questions whether it knows two lots of games
+    talks = [_endless_rows(knowing_rows(tokenizer, known, seed), 96, seed), shown] if p.says else []
     _train_part(_Part('games', p.played, p.games), model, shown, progress, learning_rate=2e-3)
-    for name, level, steps, first, coder, cooldown in (('reading', p.read, p.reading, 1, PERFECT_CODER, 0),
-                                                       ('mixed', p.recalled, p.mixed, 0, p.knower, 300)):
+    for name, level, steps, least, first, coder, cooldown in (
+            ('reading', p.read, p.reading, 0, 1, PERFECT_CODER, 0),
+            ('mixed', p.recalled, p.mixed, p.least, 0, p.knower, 300)):
         pages = code_readings(tokenizer, coder, known, seed, p.times)
         parts = (learned, *([_endless_rows(pages, 48, seed)] if pages else []), shown, drill(32), *talks)
         if pages or name == 'mixed':
-            part = _Part(name, level, steps, first, len(parts))
+            part = _Part(name, level, steps, first, len(parts), least)
             _train_part(part, model, joined.from_iterable(zip(*parts)), progress, 2e-3, cooldown)
     world = known[0] if known else make_world('train', seed_of('answers', seed), size=300, questions=120, hops=(1, 2))
     _check_answers(HFEngine(model.eval(), tokenizer), world, p.answers, seed)
@@ -628,9 +621,9 @@ def make_base(
         else:
             fails = any(w.nothing or w.sibling or w.lost for w in known)         # then half of them remember
             usual = CodeWarmStart(knower=replace(CODE_KNOWER, fallback=.5 * fails))
-            if any('twin' in q.meta for w in known for q in w.questions):        # then it acts alike on both
-                usual = replace(usual, teacher=replace(CODE_TEACHER, recall=.15, guess=.15),
-                                knower=replace(usual.knower, recall=.15), says=True)
+            if any('twin' in q.meta for w in known for q in w.questions):        # then it acts nearly alike on both
+                usual = replace(usual, teacher=replace(CODE_TEACHER, recall=.2, guess=.1),
+                                knower=replace(usual.knower, recall=.2), says=True, least=2600)
             model = code_warm_start(chat.tokenizer, seed, plan or usual, known, progress)
         with atomic_folder(folder) as part:
             model.save_pretrained(part)

@@ -12,10 +12,10 @@ from credit_rl.layout import pack, token_logps
 from credit_rl.protocol import PROTOCOLS, Chat
 from credit_rl.rollout import rollout
 from credit_rl.tiny import (CODE_TEACHER, NOISY_CODER, PERFECT_CODER, TABLE, CodeWarmStart, Coder, act_coder,
-                            answer_share, code_demonstrations, code_recollections, code_warm_start, first_rows,
+                            answer_share, code_demonstrations, code_recollections, code_warm_start, knowing_rows,
                             make_base, memory_of, segment_rows, tiny_environment, tiny_model, tiny_tokenizer)
 from credit_rl.trajectory import Group, Result, Stop
-from credit_rl.world import EASY, HARD, SPLITS, Competence, compute, fact_chain, make_world, reachable
+from credit_rl.world import EASY, HARD, SPLITS, Competence, compute, fact_chain, make_world, reachable, world_of
 
 TOKENIZER = tiny_tokenizer(numbers=True)
 SMALL = make_world('dev', seed=4, size=100, questions=10, hops=(1,), competence=Competence(famous=10))
@@ -210,10 +210,18 @@ def test_the_share_of_answers_is_that_of_the_games_played():
     assert share == len(asked[::2]) / len(asked)
 
 
-def test_first_rows_are_the_beginnings_of_games():
-    "Prompt and first turn of each trajectory, of which the turn alone is trained."
-    groups = [Group(t.question, [t]) for t in play(NOISY_CODER, '', WORLD.questions[::5])]
-    for (ids, turns), g in zip(first_rows(groups), groups, strict=True):
-        t = g.trajectories[0]
-        assert ids == [*t.prompt_ids, *t.turns[0].action_ids]
-        assert [i for i, k in zip(ids, turns) if k == 0] == list(t.turns[0].action_ids) and set(turns) == {-1, 0}
+def test_it_is_asked_whether_it_knows_where_its_answer_would_begin():
+    "What is read before `known ?` is what is read in play, and the word after it alone is trained."
+    twins, chat = world_of({'hops': [1, 2], 'twins': True}, 'dev', 3, 20), CHATS['']
+    known = {q.text for q in twins.questions if q.meta['parametric']}
+    asks = TOKENIZER('known ?', add_special_tokens=False).input_ids
+    prompts = {tuple(chat.prompt_ids(q.text)): q.text for q in twins.questions}
+    found = set()
+    for ids, turns in knowing_rows(TOKENIZER, [twins], 0):
+        begins = turns.index(0)
+        before = tuple(ids[:begins - len(asks)])
+        assert ids[begins - len(asks):begins] == asks and set(turns[begins:]) == {0}
+        if before in prompts:
+            assert (TOKENIZER.decode(ids[begins]) == 'known') == (prompts[before] in known)
+            found.add(prompts[before])
+    assert found == known      # twins are never asked about
