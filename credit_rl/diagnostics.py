@@ -465,18 +465,23 @@ def resilience(engine, env, questions, sampling=None, metric='em'):
     return {**out, 'no tool': right(play(prompted(env, 'direct'))).mean().item()}
 
 # %% ../nbs/70_diagnostics.ipynb #c061
-def reliability_figure(chances, outcomes, name=''):
-    "Draw predicted against observed success of V(s_0) in ten bins (CARL figure 2a, table 11): matplotlib figure."
+def reliability_figure(pairs):  # dict: name of a critic → (chances, outcomes), each (n,)
+    """Draw what V(s_0) said against the share that was right, in ten bins (CARL figure 2a, table 11): matplotlib
+    figure, a panel for each critic."""
     import matplotlib.pyplot as plt, seaborn as sns
-    predicted, observed, count = reliability(chances, outcomes)
     with sns.axes_style('ticks'):
-        fig, ax = plt.subplots(figsize=(3.4, 3.2), layout='constrained')
-        ax.plot([0, 1], [0, 1], color='#999999', lw=0.8, ls='--')
-        ax.plot(predicted, observed, color=method_colour('carl'), lw=1)
-        ax.scatter(predicted, observed, s=5 + 60 * count / count.max(), color=method_colour('carl'))
-        ax.set(xlim=(0, 1), ylim=(0, 1), xlabel='predicted chance of success', ylabel='observed share right')
-        ax.set_title(f'{name} ECE {expected_calibration_error(chances, outcomes):.3f}, Brier '
-                     f'{brier(chances, outcomes):.3f}'.strip(), fontsize=9)
+        fig, axes = plt.subplots(1, len(pairs), figsize=(.7 + 2.6 * len(pairs), 3.1), layout='constrained', sharey=True,
+                                 squeeze=False)
+        for ax, (name, (chances, outcomes)) in zip(axes[0], pairs.items()):
+            predicted, observed, count = reliability(chances, outcomes)
+            some = count > 0
+            ax.plot([0, 1], [0, 1], color='#999999', lw=.8, ls='--')
+            ax.plot(predicted[some], observed[some], color=method_colour('carl'), lw=1)
+            ax.scatter(predicted, observed, s=5 + 60 * count / count.max(), color=method_colour('carl'))
+            ax.set(xlim=(0, 1), ylim=(0, 1), xlabel='V(s₀), predicted', aspect='equal')
+            ax.set_title(f'{name}\nECE {expected_calibration_error(chances, outcomes):.3f}, Brier '
+                         f'{brier(chances, outcomes):.3f}, n {len(chances):,}', fontsize=9)
+        axes[0, 0].set_ylabel('share right, observed')
         sns.despine(fig)
     plt.close(fig)
     return fig

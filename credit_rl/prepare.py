@@ -4,14 +4,14 @@
 
 # %% auto #0
 __all__ = ['Warming', 'WarmUpChoice', 'make_warming', 'read_warming', 'check_warming', 'drift', 'finished_warming', 'prepare',
-           'gate_history', 'gate_figure', 'gate_table', 'is_warmup', 'warmup_table', 'calibration_figure', 'main']
+           'gate_history', 'gate_figure', 'gate_table', 'is_warmup', 'warmup_table', 'calibration_pairs', 'main']
 
 # %% ../nbs/65_prepare.ipynb #c002
 import contextlib, math, os, sys
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 import torch
-from .critics import brier, expected_calibration_error, reliability
+from .critics import brier, expected_calibration_error
 from .engine import seed_of
 from .estimate import describe, memory, read_sizes, step_seconds
 from .evaluate import open_search
@@ -31,9 +31,7 @@ from .settings import (GROUPS, CriticChoice, check, data_sets, flat_form, group_
 from .sharded import DeepSpeedBackend
 from .stage import make_engine, origin_of, real_questions, real_search, set_stage, start_critic
 from .train import (MAY_CHANGE, Examiner, SilentLog, bound_method, check_same_params, end_interrupted, examine,
-                             is_large,
-                             launch_ranks,
-                             no_gpu, plan_of, rank_tflops, saving)
+                             is_large, launch_ranks, no_gpu, plan_of, rank_tflops, saving)
 from .vllm_engine import EngineLost
 from .warmup import (GATE, Collecting, Examination, GateFailed, Missing, Player, WarmUp, collect,
                               critic_learner, make_pairs, read_collected, report_from, searching, warm_up, write_warmed)
@@ -371,30 +369,12 @@ def warmup_table(folders):  # list of folders of finished warm-ups, or one folde
     how = {n: 'sum' if n in ('seeds', 'passed') else 'mean' for n in rows[0] if n != 'critic'}
     return pd.DataFrame(rows).groupby('critic', sort=False).agg(how)
 
-def calibration_figure(folders):  # as in warmup_table
-    """Draw what V(s_0) said against what came of it, on the held-out rollouts with the choice (CARL figure 2a): a panel
-    for each kind of warm-up, its seeds together; matplotlib figure, None where no warm-up has kept its pairs."""
-    import matplotlib.pyplot as plt, seaborn as sns
+def calibration_pairs(folders):  # as in warmup_table
+    """What V(s_0) said and what came of it, on the held-out rollouts with the choice, by kind of warm-up, its seeds
+    together: dict of tensors (2, n). Without those that kept no pairs."""
     pairs = {}
     for summary in _summaries(folders): pairs.setdefault(_kind(summary), []).extend(summary.get('calibration', []))
-    pairs = {kind: torch.tensor([*zip(*found)], dtype=torch.float64) for kind, found in pairs.items() if found}
-    if not pairs: return None
-    with sns.axes_style('ticks'):
-        fig, axes = plt.subplots(1, len(pairs), figsize=(2.7 * len(pairs), 2.9), layout='constrained', sharey=True,
-                                 squeeze=False)
-        for ax, (kind, (chances, outcomes)) in zip(axes[0], pairs.items()):
-            predicted, observed, count = reliability(chances, outcomes)
-            ax.plot([0, 1], [0, 1], color='#999999', lw=.8, ls='--')
-            some = count > 0
-            ax.plot(predicted[some], observed[some], color='#0173b2', lw=1)
-            ax.scatter(predicted, observed, s=5 + 60 * count / count.max(), color='#0173b2')
-            ax.set(xlim=(0, 1), ylim=(0, 1), xlabel='V(s₀), predicted', aspect='equal')
-            ax.set_title(f'{kind}\nECE {expected_calibration_error(chances, outcomes):.2f}, {len(chances):,} rollouts',
-                         fontsize=9)
-        axes[0, 0].set_ylabel('share right, observed')
-        sns.despine(fig)
-    plt.close(fig)
-    return fig
+    return {kind: torch.tensor(found, dtype=torch.float64).T for kind, found in pairs.items() if found}
 
 # %% ../nbs/65_prepare.ipynb #c029
 def main(arguments=None):

@@ -38,7 +38,7 @@ from credit_rl.metrics import benchmark_metric
 from credit_rl.models import load_model
 from credit_rl.outcome import outcome_rewards
 from credit_rl.rollout import rollout
-from credit_rl.prepare import calibration_figure, gate_table, make_warming, prepare, warmup_table
+from credit_rl.prepare import calibration_pairs, gate_table, make_warming, prepare, warmup_table
 from credit_rl.tiny import NOISY_CODER, PERFECT_CODER, act_coder, memory_of, tiny_environment
 from credit_rl.world import world_of
 from credit_rl.settings import check, make_config, settings_of
@@ -474,8 +474,8 @@ def test_a_warm_up_that_passes_teaches(model, scripted, tmp_path, easy_gate):
                                        } <= set(os.listdir(warm))
     chances, outcomes = torch.tensor(summary['calibration']).T     # the pairs are kept, for the figure
     assert expected_calibration_error(chances, outcomes) == pytest.approx(summary['ece'], abs=1e-3)
-    (panel,) = calibration_figure([warm, warm]).axes
-    assert f'{2 * len(chances):,} rollouts' in panel.get_title()
+    ((kind, said),) = calibration_pairs([warm, warm]).items()
+    assert kind == 'curated' and torch.equal(said.float(), torch.stack([chances, outcomes]).repeat(1, 2))
     warmed, base = read_warmed(warm), load_model(model)[0]
     moved = load_model(warmed.folder)[0]
     assert isinstance(warmed.report, GateReport) and warmed.report.passed
@@ -643,7 +643,7 @@ def test_how_far_the_policy_moved_is_missing_where_an_older_warm_up_kept_somethi
     told = warmup_table([tmp_path / 'old-1', tmp_path / 'new-1'])['KL(base ‖ warmed), k1']
     assert math.isnan(told['curated']) and told["curated, ppo's critic"] == .25 and not (warmup_table(
         [tmp_path / 'old-1']).select_dtypes('number') > 100).any().any()
-    assert calibration_figure(tmp_path) is None                    # nor did it keep what its critic said
+    assert calibration_pairs(tmp_path) == {}                    # nor did it keep what its critic said
 
 
 class Killed(BaseException):
