@@ -7,16 +7,17 @@ __all__ = ['PERFECT', 'NOISY', 'GUESSING', 'TEACHER', 'PERFECT_CODER', 'NOISY_CO
            'tiny_tokenizer', 'tiny_environment', 'Player', 'act', 'player_state', 'ceiling', 'tiny_model',
            'demonstrations', 'copy_rows', 'imitate', 'WarmStart', 'warm_start', 'recollections', 'Coder', 'memory_of',
            'act_coder', 'segment_rows', 'code_demonstrations', 'code_recollections', 'code_readings', 'knowing_rows',
-           'CodeWarmStart', 'answer_share', 'code_warm_start', 'make_base']
+           'knowing_loss', 'CodeWarmStart', 'answer_share', 'code_warm_start', 'make_base']
 
 # %% ../nbs/25_tiny.ipynb #c002
 import random, re
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import chain as joined
 from pathlib import Path
 import torch
 from .engine import HFEngine, Sampling, ScriptedEngine, seed_of
-from .layout import loss_weights, pack, take, token_logps
+from .layout import hidden_states, loss_weights, pack, take, token_logps
 from .models import load_model
 from .protocol import CHATML, PROTOCOLS, Chat
 from .readers import Passage
@@ -236,7 +237,8 @@ def copy_rows(tokenizer, count, generator, length=16, words=WORDS):
 
 # %% ../nbs/25_tiny.ipynb #c029
 def imitate(model, batches, steps, learning_rate=4e-3, warmup=20, cooldown=0, check=None, every=25):
-    """Train by supervised AdamW steps on `batches`, an iterator of (ids, token_turns).
+    """Train by supervised AdamW steps on `batches`, an iterator of (ids, token_turns), or (ids, labels, loss) where a
+    batch has a loss of its own, a function of the model, ids and labels.
 
     The rate warms up, and falls over the last `cooldown` steps. Calls `check(step, losses)` every `every` steps; from
     when it returns True only the cooldown is left. At most `steps` in all. Returns the losses, mean nats per trained
@@ -245,10 +247,11 @@ def imitate(model, batches, steps, learning_rate=4e-3, warmup=20, cooldown=0, ch
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(.9, .95), weight_decay=0.)
     losses, end = [], steps
     while len(losses) < end:
-        ids, turns = next(batches)
+        ids, turns, *own = next(batches)
         for group in optimizer.param_groups:
             group['lr'] = learning_rate * min(1., (len(losses) + 1) / warmup, (end - len(losses)) / max(1, cooldown))
-        loss = -(token_logps(model, ids, turns >= 0) * loss_weights(turns, torch.arange(len(turns)))).sum()
+        loss = own[0](model, ids, turns) if own else -(
+            token_logps(model, ids, turns >= 0) * loss_weights(turns, torch.arange(len(turns)))).sum()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.)
         optimizer.step(); optimizer.zero_grad()
@@ -443,14 +446,14 @@ def segment_rows(trajectory):
     return [*rows, (ids, turns)]
 
 # %% ../nbs/25_tiny.ipynb #c047
-def _endless_rows(rows, size, seed):
-    """Yield batches (ids, token_turns), padded, of `size` rows of similar length (of all, where there are fewer), for
-    ever, reshuffled each time round."""
+def _endless_rows(rows, size, seed, alike=True):
+    """Yield batches (ids, token_turns), padded, of `size` rows (of all, where there are fewer), for ever, reshuffled
+    each time round; where `alike`, of similar length, which needs less padding."""
     from torch.nn.utils.rnn import pad_sequence
     rng, size = random.Random(seed), min(size, len(rows))
     while True:
-        # stable: equal lengths stay shuffled
-        order = sorted(rng.sample(range(len(rows)), len(rows)), key=lambda i: len(rows[i][0]))
+        order = rng.sample(range(len(rows)), len(rows))
+        if alike: order.sort(key=lambda i: len(rows[i][0]))   # stable: equal lengths stay shuffled
         batches = [order[i:i + size] for i in range(0, len(order) - size + 1, size)]
         for batch in rng.sample(batches, len(batches)):
             padded = lambda j, value: pad_sequence([torch.tensor(rows[i][j]) for i in batch], True, value)
@@ -519,19 +522,30 @@ def code_readings(tokenizer, coder, known, seed, times=1, missing=.25):
 
 # %% ../nbs/25_tiny.ipynb #c073
 def knowing_rows(tokenizer, known, seed):
-    """Ask whether questions are known where the answer would begin, and say so in a word: rows as of `segment_rows`,
-    half of them of the parametric questions of the worlds in `known`, half of others, ten times as many, each once."""
+    """Ask which questions are known where the answer would begin: rows (ids, labels), lists of int, of labels the last
+    alone is none of −1, it is 1 where the question is known and 0 otherwise. Half of them are the parametric questions
+    of the worlds in `known`, half others, ten times as many, each once."""
     chat = Chat(PROTOCOLS['carl-tiny'], tokenizer)
     mine, others, drawn = {text for world in known for text in memory_of(world)}, set(), 0
     while len(others) < 10 * len(mine):
         split = known[drawn % len(known)].split
         other = make_world(split, seed_of('others', seed, drawn), size=300, questions=250, hops=(1, 2))
         others, drawn = others | {q.text for q in other.questions} - mine, drawn + 1
-    def row(text, word):
-        asked = [*chat.prompt_ids(text), *tokenizer('known ?', add_special_tokens=False).input_ids]
-        said = tokenizer(f'{word} <|im_end|>', add_special_tokens=False).input_ids
-        return [*asked, *said], [-1] * len(asked) + [0] * len(said)
-    return [row(text, 'known') for text in sorted(mine)] * 10 + [row(text, 'unknown') for text in sorted(others)]
+    def row(text, label):
+        ids = list(chat.prompt_ids(text))
+        return ids, [-1] * (len(ids) - 1) + [label]
+    return [row(text, 1) for text in sorted(mine)] * 10 + [row(text, 0) for text in sorted(others)]
+
+def knowing_loss(
+    model,
+    ids,     # (R, T) long, padded on the right
+    labels,  # (R, T) long: 0 or 1 where a question ends, −1 elsewhere
+    words,   # token ids of the words for 0 and 1
+):
+    "How far a model is from knowing what it knows, were it to say one of two words: mean cross-entropy, nats."
+    ends = labels >= 0
+    logits = model.get_output_embeddings()(hidden_states(model, ids)[ends])[:, list(words)].float()
+    return torch.nn.functional.cross_entropy(logits, labels[ends])
 
 # %% ../nbs/25_tiny.ipynb #c055
 @dataclass(frozen=True)
@@ -551,7 +565,7 @@ class CodeWarmStart:
     times: int = 4         # how often each question about `known` is played besides
     teacher: Coder = CODE_TEACHER  # whose games on random worlds are imitated
     knower: Coder = CODE_KNOWER    # and whose on the worlds of what is known
-    says: bool = False             # learns to say whether it knows, see knowing_rows
+    says: bool = False             # learns whether it knows, see knowing_rows
 
 def answer_share(engine, world, seed, games=120):
     "Share of games with the choice left open that end in an answer, one of each of some of a world's questions."
@@ -584,10 +598,12 @@ def code_warm_start(
     luck = {k: v for k in ('nothing', 'sibling', 'lost') for v in [getattr(known[0], k)] if v} if known else {}
     games = code_demonstrations(tokenizer, p.teacher, p.count, seed, luck=luck)
     games += code_demonstrations(tokenizer, p.knower, 0, seed, known, p.times)
-    shown = _endless_rows(rows(games), 32, seed)
+    # of all lengths: where short games, which answer at once, come in batches of their own, the choice is not learned
+    shown = _endless_rows(rows(games), 32, seed, alike=False)
     learned = _endless_rows(rows(code_recollections(tokenizer, known)), 96, seed)
-    # for each lot of questions whether it knows two lots of games
-    talks = [_endless_rows(knowing_rows(tokenizer, known, seed), 96, seed), shown] if p.says else []
+    words = partial(knowing_loss, words=tokenizer.convert_tokens_to_ids(['unknown', 'known']))
+    knows = ((*batch, words) for batch in _endless_rows(knowing_rows(tokenizer, known, seed), 96, seed))
+    talks = [knows, learned] if p.says else []   # what takes longest comes twice
     _train_part(_Part('games', p.played, p.games), model, shown, progress, learning_rate=2e-3)
     for name, level, steps, least, first, coder, cooldown in (
             ('reading', p.read, p.reading, 0, 1, PERFECT_CODER, 0),
@@ -622,8 +638,8 @@ def make_base(
             fails = any(w.nothing or w.sibling or w.lost for w in known)         # then half of them remember
             usual = CodeWarmStart(knower=replace(CODE_KNOWER, fallback=.5 * fails))
             if any('twin' in q.meta for w in known for q in w.questions):        # then it acts nearly alike on both
-                usual = replace(usual, teacher=replace(CODE_TEACHER, recall=.2, guess=.1),
-                                knower=replace(usual.knower, recall=.2), says=True, least=2600)
+                usual = replace(usual, teacher=replace(CODE_TEACHER, recall=.3, guess=.1),
+                                knower=replace(usual.knower, recall=.3), says=True, recalled=.1, least=2600)
             model = code_warm_start(chat.tokenizer, seed, plan or usual, known, progress)
         with atomic_folder(folder) as part:
             model.save_pretrained(part)

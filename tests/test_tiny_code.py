@@ -12,8 +12,8 @@ from credit_rl.layout import pack, token_logps
 from credit_rl.protocol import PROTOCOLS, Chat
 from credit_rl.rollout import rollout
 from credit_rl.tiny import (CODE_TEACHER, NOISY_CODER, PERFECT_CODER, TABLE, CodeWarmStart, Coder, act_coder,
-                            answer_share, code_demonstrations, code_recollections, code_warm_start, knowing_rows,
-                            make_base, memory_of, segment_rows, tiny_environment, tiny_model, tiny_tokenizer)
+                            answer_share, code_demonstrations, code_recollections, code_warm_start, knowing_loss,
+                            knowing_rows, make_base, memory_of, segment_rows, tiny_environment, tiny_model, tiny_tokenizer)
 from credit_rl.trajectory import Group, Result, Stop
 from credit_rl.world import EASY, HARD, SPLITS, Competence, compute, fact_chain, make_world, reachable, world_of
 
@@ -211,17 +211,37 @@ def test_the_share_of_answers_is_that_of_the_games_played():
 
 
 def test_it_is_asked_whether_it_knows_where_its_answer_would_begin():
-    "What is read before `known ?` is what is read in play, and the word after it alone is trained."
+    "What is read is what is read in play; twins are never asked about."
     twins, chat = world_of({'hops': [1, 2], 'twins': True}, 'dev', 3, 20), CHATS['']
-    known = {q.text for q in twins.questions if q.meta['parametric']}
-    asks = TOKENIZER('known ?', add_special_tokens=False).input_ids
-    prompts = {tuple(chat.prompt_ids(q.text)): q.text for q in twins.questions}
-    found = set()
-    for ids, turns in knowing_rows(TOKENIZER, [twins], 0):
-        begins = turns.index(0)
-        before = tuple(ids[:begins - len(asks)])
-        assert ids[begins - len(asks):begins] == asks and set(turns[begins:]) == {0}
-        if before in prompts:
-            assert (TOKENIZER.decode(ids[begins]) == 'known') == (prompts[before] in known)
-            found.add(prompts[before])
-    assert found == known      # twins are never asked about
+    prompts, found = {tuple(chat.prompt_ids(q.text)): q for q in twins.questions}, set()
+    for ids, labels in knowing_rows(TOKENIZER, [twins], 0):
+        assert ids[-3:] == list(chat.prompt_ids(twins.questions[0].text))[-3:] and set(labels[:-1]) == {-1}
+        if (q := prompts.get(tuple(ids))):
+            assert q.meta['parametric'] and labels[-1] == 1
+            found.add(q.text)
+    assert found == set(memory_of(twins))
+
+
+def test_what_it_would_say_of_two_words_leaves_all_other_words_alone():
+    """One step of descent makes the right word of the two more likely; only these two rows of the output layer have a
+    gradient where it is not tied to the input."""
+    model, words = tiny_model(TOKENIZER, width=32, heads=1, feedforward=64), (5, 9)
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
+    ids, labels = torch.tensor([[3, 7, 8], [4, 6, 0]]), torch.tensor([[-1, -1, 1], [-1, 0, -1]])
+    loss = knowing_loss(model, ids, labels, words)
+    logits = torch.stack([model(ids).logits[0, 2], model(ids).logits[1, 1]])[:, list(words)]
+    own = logits[[0, 1], [1, 0]]
+    assert torch.allclose(loss, (logits.logsumexp(-1) - own).mean())
+    loss.backward()
+    moved = model.lm_head.weight.grad.abs().sum(-1).nonzero()[:, 0].tolist()
+    assert moved == sorted(words)
+
+
+def test_batches_of_all_lengths_hold_what_batches_of_like_length_hold():
+    "Each row once in a round either way; of all lengths a batch of short and long rows comes up."
+    rows = [([1] * n, [0] * n) for n in (2, 2, 9, 9)]
+    for alike in (True, False):
+        batches = tiny._endless_rows(rows, 2, 0, alike)
+        rounds = [[(ids > 0).sum(-1).tolist() for ids, _ in (next(batches), next(batches))] for _ in range(20)]
+        assert all(sorted(sum(r, [])) == [2, 2, 9, 9] for r in rounds)
+        assert any(len(set(batch)) > 1 for r in rounds for batch in r) != alike
