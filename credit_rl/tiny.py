@@ -522,9 +522,9 @@ def code_readings(tokenizer, coder, known, seed, times=1, missing=.25):
 
 # %% ../nbs/25_tiny.ipynb #c073
 def knowing_rows(tokenizer, known, seed):
-    """Ask which questions are known where the answer would begin: rows (ids, labels), lists of int, of labels the last
-    alone is none of −1, it is 1 where the question is known and 0 otherwise. Half of them are the parametric questions
-    of the worlds in `known`, half others, ten times as many, each once."""
+    """Ask which questions are known, where the question ends and where the first thought does: rows (ids, labels), lists
+    of int; labels are 1 there where the question is known and 0 otherwise, −1 elsewhere. Half of them are the
+    parametric questions of the worlds in `known`, half others, ten times as many, each once."""
     chat = Chat(PROTOCOLS['carl-tiny'], tokenizer)
     mine, others, drawn = {text for world in known for text in memory_of(world)}, set(), 0
     while len(others) < 10 * len(mine):
@@ -532,20 +532,21 @@ def knowing_rows(tokenizer, known, seed):
         other = make_world(split, seed_of('others', seed, drawn), size=300, questions=250, hops=(1, 2))
         others, drawn = others | {q.text for q in other.questions} - mine, drawn + 1
     def row(text, label):
-        ids = list(chat.prompt_ids(text))
-        return ids, [-1] * (len(ids) - 1) + [label]
+        asked, (thought, _, _) = chat.prompt_ids(text), _look_up(text, [], [])
+        thinks = tokenizer(f'<think> {thought} </think>', add_special_tokens=False).input_ids
+        return [*asked, *thinks], [*[-1] * (len(asked) - 1), label, *[-1] * (len(thinks) - 1), label]
     return [row(text, 1) for text in sorted(mine)] * 10 + [row(text, 0) for text in sorted(others)]
 
 def knowing_loss(
     model,
     ids,     # (R, T) long, padded on the right
-    labels,  # (R, T) long: 0 or 1 where a question ends, −1 elsewhere
+    labels,  # (R, T) long: 0 or 1 where it is asked, −1 elsewhere
     words,   # token ids of the words for 0 and 1
 ):
     "How far a model is from knowing what it knows, were it to say one of two words: mean cross-entropy, nats."
-    ends = labels >= 0
-    logits = model.get_output_embeddings()(hidden_states(model, ids)[ends])[:, list(words)].float()
-    return torch.nn.functional.cross_entropy(logits, labels[ends])
+    asked = labels >= 0
+    logits = model.get_output_embeddings()(hidden_states(model, ids)[asked])[:, list(words)].float()
+    return torch.nn.functional.cross_entropy(logits, labels[asked])
 
 # %% ../nbs/25_tiny.ipynb #c055
 @dataclass(frozen=True)
@@ -638,8 +639,8 @@ def make_base(
             fails = any(w.nothing or w.sibling or w.lost for w in known)         # then half of them remember
             usual = CodeWarmStart(knower=replace(CODE_KNOWER, fallback=.5 * fails))
             if any('twin' in q.meta for w in known for q in w.questions):        # then it acts nearly alike on both
-                usual = replace(usual, teacher=replace(CODE_TEACHER, recall=.3, guess=.1),
-                                knower=replace(usual.knower, recall=.3), says=True, recalled=.1, least=2600)
+                usual = replace(usual, teacher=replace(CODE_TEACHER, recall=.2, guess=.1),
+                                knower=replace(usual.knower, recall=.2), says=True, recalled=.1, least=2600)
             model = code_warm_start(chat.tokenizer, seed, plan or usual, known, progress)
         with atomic_folder(folder) as part:
             model.save_pretrained(part)

@@ -210,15 +210,20 @@ def test_the_share_of_answers_is_that_of_the_games_played():
     assert share == len(asked[::2]) / len(asked)
 
 
-def test_it_is_asked_whether_it_knows_where_its_answer_would_begin():
-    "What is read is what is read in play; twins are never asked about."
-    twins, chat = world_of({'hops': [1, 2], 'twins': True}, 'dev', 3, 20), CHATS['']
-    prompts, found = {tuple(chat.prompt_ids(q.text)): q for q in twins.questions}, set()
+def test_it_is_asked_whether_it_knows_where_a_critic_reads_and_where_it_chooses():
+    "Where its question ends, and behind its first thought, as in a game; twins are never asked about."
+    twins = world_of({'hops': [1, 2], 'twins': True}, 'dev', 3, 20)
+    games = {q.text: play(PERFECT_CODER, '', [q], {}, world=twins)[0] for q in twins.questions}
+    begins = {tuple([*t.prompt_ids, *t.turns[0].action_ids]): (q, len(t.prompt_ids)) for q, t in games.items()}
+    found = set()
     for ids, labels in knowing_rows(TOKENIZER, [twins], 0):
-        assert ids[-3:] == list(chat.prompt_ids(twins.questions[0].text))[-3:] and set(labels[:-1]) == {-1}
-        if (q := prompts.get(tuple(ids))):
-            assert q.meta['parametric'] and labels[-1] == 1
-            found.add(q.text)
+        mine = [x for whole, x in begins.items() if whole[:len(ids)] == tuple(ids)]
+        places = [i for i, label in enumerate(labels) if label >= 0]
+        assert len(ids) == len(labels) and len(places) == 2 and places[1] == len(ids) - 1
+        assert len({labels[i] for i in places}) == 1 and TOKENIZER.decode(ids[-1]) == '</think>'
+        for text, prompt in mine:
+            assert labels[prompt - 1] == 1 and places[0] == prompt - 1
+            found.add(text)
     assert found == set(memory_of(twins))
 
 
