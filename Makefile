@@ -42,7 +42,7 @@ end   = @rm $(VENV)/.installing && touch $@
 help:
 	@echo 'make demo      train on the tiny world, a few minutes on a CPU   (SEED=101 for another seed)'
 	@echo 'make compare   TSPO against GRPO on the same budget, three seeds each, with the comparison report'
-	@echo 'make carl      a critic teaches when to ask, where half of it is known, eight minutes of a CPU'
+	@echo 'make carl      a critic teaches when to ask, where half of it is known, five minutes of a CPU'
 	@echo 'make reports   the reports and tables of the stored runs, runs/NAME/report.ipynb, a few minutes'
 	@echo 'make quick     the notebooks that changed, what imports them, and their short tests, two minutes'
 	@echo 'make test      export the modules, run every notebook and tests/, check that nothing changed'
