@@ -522,8 +522,8 @@ def code_readings(tokenizer, coder, known, seed, times=1, missing=.25):
 
 # %% ../nbs/25_tiny.ipynb #c073
 def knowing_rows(tokenizer, known, seed):
-    """Ask which questions are known, where the question ends and where the first thought does: rows (ids, labels), lists
-    of int; labels are 1 there where the question is known and 0 otherwise, −1 elsewhere. Half of them are the
+    """Ask which questions are known, where the question ends and where the first thought does: rows (ids, labels),
+    lists of int; labels are 1 there where the question is known and 0 otherwise, −1 elsewhere. Half of them are the
     parametric questions of the worlds in `known`, half others, ten times as many, each once."""
     chat = Chat(PROTOCOLS['carl-tiny'], tokenizer)
     mine, others, drawn = {text for world in known for text in memory_of(world)}, set(), 0

@@ -13,7 +13,8 @@ from credit_rl.protocol import PROTOCOLS, Chat
 from credit_rl.rollout import rollout
 from credit_rl.tiny import (CODE_TEACHER, NOISY_CODER, PERFECT_CODER, TABLE, CodeWarmStart, Coder, act_coder,
                             answer_share, code_demonstrations, code_recollections, code_warm_start, knowing_loss,
-                            knowing_rows, make_base, memory_of, segment_rows, tiny_environment, tiny_model, tiny_tokenizer)
+                            knowing_rows, make_base, memory_of, segment_rows, tiny_environment, tiny_model,
+                            tiny_tokenizer)
 from credit_rl.trajectory import Group, Result, Stop
 from credit_rl.world import EASY, HARD, SPLITS, Competence, compute, fact_chain, make_world, reachable, world_of
 
