@@ -568,6 +568,11 @@ class CodeWarmStart:
     knower: Coder = CODE_KNOWER    # and whose on the worlds of what is known
     says: bool = False             # learns whether it knows, see knowing_rows
 
+def _knowing_batches(tokenizer, known, seed):
+    "Yield batches of `knowing_rows`, each with its loss, for ever."
+    loss = partial(knowing_loss, words=tokenizer.convert_tokens_to_ids(['unknown', 'known']))
+    return ((*batch, loss) for batch in _endless_rows(knowing_rows(tokenizer, known, seed), 96, seed))
+
 def answer_share(engine, world, seed, games=120):
     "Share of games with the choice left open that end in an answer, one of each of some of a world's questions."
     asked = random.Random(seed).sample(world.questions, min(games, len(world.questions)))
@@ -602,9 +607,7 @@ def code_warm_start(
     # of all lengths: where short games, which answer at once, come in batches of their own, the choice is not learned
     shown = _endless_rows(rows(games), 32, seed, alike=False)
     learned = _endless_rows(rows(code_recollections(tokenizer, known)), 96, seed)
-    words = partial(knowing_loss, words=tokenizer.convert_tokens_to_ids(['unknown', 'known']))
-    knows = ((*batch, words) for batch in _endless_rows(knowing_rows(tokenizer, known, seed), 96, seed))
-    talks = [knows, learned] if p.says else []   # what takes longest comes twice
+    talks = [_knowing_batches(tokenizer, known, seed), learned] if p.says else []   # what takes longest comes twice
     _train_part(_Part('games', p.played, p.games), model, shown, progress, learning_rate=2e-3)
     for name, level, steps, least, first, coder, cooldown in (
             ('reading', p.read, p.reading, 0, 1, PERFECT_CODER, 0),

@@ -251,3 +251,11 @@ def test_batches_of_all_lengths_hold_what_batches_of_like_length_hold():
         rounds = [[(ids > 0).sum(-1).tolist() for ids, _ in (next(batches), next(batches))] for _ in range(20)]
         assert all(sorted(sum(r, [])) == [2, 2, 9, 9] for r in rounds)
         assert any(len(set(batch)) > 1 for r in rounds for batch in r) != alike
+
+
+def test_a_base_that_is_not_asked_whether_it_knows_may_know_sums(monkeypatch):
+    "Only chains can be asked about; a base of another world never gets there."
+    assert any(q.meta['parametric'] and 'what is' in q.text for q in WORLD.questions)
+    monkeypatch.setattr(tiny, 'knowing_rows', lambda *_: pytest.fail('asked whether it knows'))
+    plan = CodeWarmStart(copy=2, games=2, reading=2, mixed=2, count=10, times=1, copied=99, played=99, read=99)
+    with pytest.raises(RuntimeError, match='mixed'): code_warm_start(TOKENIZER, 0, plan, [WORLD], print)
