@@ -470,7 +470,7 @@ def reliability_figure(pairs):  # dict: name of a critic → (chances, outcomes)
     figure, a panel for each critic."""
     import matplotlib.pyplot as plt, seaborn as sns
     with sns.axes_style('ticks'):
-        fig, axes = plt.subplots(1, len(pairs), figsize=(.7 + 2.6 * len(pairs), 3.1), layout='constrained', sharey=True,
+        fig, axes = plt.subplots(1, len(pairs), figsize=(.7 + 2.6 * len(pairs), 3.6), layout='constrained', sharey=True,
                                  squeeze=False)
         for ax, (name, (chances, outcomes)) in zip(axes[0], pairs.items()):
             predicted, observed, count = reliability(chances, outcomes)

@@ -374,7 +374,7 @@ def calibration_pairs(folders):  # as in warmup_table
     together: dict of tensors (2, n). Without those that kept no pairs."""
     pairs = {}
     for summary in _summaries(folders): pairs.setdefault(_kind(summary), []).extend(summary.get('calibration', []))
-    return {kind: torch.tensor(found, dtype=torch.float64).T for kind, found in pairs.items() if found}
+    return {kind: torch.tensor([*zip(*found)], dtype=torch.float64) for kind, found in pairs.items() if found}
 
 # %% ../nbs/65_prepare.ipynb #c029
 def main(arguments=None):
