@@ -5,11 +5,11 @@
 # %% auto #0
 __all__ = ['PLAYED', 'MAY_CHANGE', 'train_step', 'Run', 'run_facts', 'bound_method', 'act', 'Look', 'Played', 'staleness',
            'write_played', 'read_played', 'CalledOff', 'playing_ahead', 'describe_rollouts', 'process_shares',
-           'tier_rates', 'known_tiers', 'credit_metrics', 'correct_credit', 'kl_from_base', 'rollout_rows',
-           'keeping_bad', 'turn_records', 'is_kept', 'credited_tokens', 'replay_metrics', 'collapsed', 'judge_hashes',
-           'note_params', 'check_same_params', 'finished', 'log_lines', 'SilentLog', 'saving', 'begin_run',
-           'gate_metrics', 'plan_of', 'load_of', 'sharing_line', 'rank_tflops', 'is_large', 'Examiner', 'examine',
-           'no_gpu', 'train', 'launch_ranks', 'main', 'end_interrupted']
+           'tier_rates', 'known_tiers', 'taught_tiers', 'credit_metrics', 'correct_credit', 'kl_from_base',
+           'rollout_rows', 'keeping_bad', 'turn_records', 'is_kept', 'credited_tokens', 'replay_metrics', 'collapsed',
+           'judge_hashes', 'note_params', 'check_same_params', 'finished', 'log_lines', 'SilentLog', 'saving',
+           'begin_run', 'gate_metrics', 'plan_of', 'load_of', 'sharing_line', 'rank_tflops', 'is_large', 'Examiner',
+           'examine', 'no_gpu', 'train', 'launch_ranks', 'main', 'end_interrupted']
 
 # %% ../nbs/63_train.ipynb #c002
 import contextlib, copy, dataclasses, gzip, json, math, os, re, shutil, sys, threading, time
@@ -105,7 +105,9 @@ class Run:
                                    self.stage.environments['train'].max_turns)
         self.metric = get_regime(s.task.regime).metric if s.task.regime else self.method.metric
         self.prefix = len(self.stage.chat.encode(answer_header(self.stage.chat)))
-        self.tiers, self.dev_tiers = (known_tiers(s.critic.critic_from, part) for part in ('train', 'dev'))
+        taught = {part: taught_tiers(self.stage.questions[part]) for part in ('train', 'dev')}
+        self.tiers = taught['train'] or known_tiers(s.critic.critic_from)
+        self.dev_tiers = known_tiers(s.critic.critic_from, 'dev') or taught['dev']  # a gate keeps those it was passed by
         self.replay = forced_rollouts(s.critic.critic_from) if s.critic.critic_replay else None
         start = {'best': -1., 'best_step': 0, 'rates': [], 'base': None, 'method': begin(self.method)}
         self.memory = start | self.memory
@@ -383,6 +385,12 @@ def known_tiers(
     "Tiers of the questions of a part that a warm-up sorted, where it kept them: dict (source, id) → 1 or 2."
     path = folder and Path(folder)/f'rollouts-{part}.jsonl.gz'
     return read_tiers(path) if path and path.exists() else {}
+
+def taught_tiers(questions):
+    """Tiers of a tiny world's questions by what a base is taught of it, the same for rules with a warm-up and without:
+    dict (source, id) → 2 where all facts are taught, else 1; empty where none is, or another world asks."""
+    tiers = {(q.source, q.id): 1 + bool(q.meta.get('parametric')) for q in questions if 'parametric' in q.meta}
+    return tiers if 2 in tiers.values() else {}
 
 def credit_metrics(run, method, batch):
     "Metrics of a step's credit, and of what was seen for it: dict."

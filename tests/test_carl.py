@@ -549,12 +549,14 @@ def test_the_gate_is_read_again_on_what_the_policy_plays(model, warm, scripted, 
 
 
 def test_a_critic_without_a_gate_is_not_asked_and_what_nothing_tells_is_missing(model, scripted, tmp_path):
-    "GRPO has no critic, PPO none that was warmed up; of CARL's cold one nobody knows what the base knew."
+    "GRPO has no critic, PPO none that was warmed up; of CARL's cold one only a world can say what the base was taught."
     for method, logged in (('grpo', set()), ('ppo', set()), ('carl', GATES)):
         table = read_metrics(quiet({**TINY, 'model': model, 'method': method, 'run': str(tmp_path / method)}))
         assert GATES & set(table) == logged
     # a cold critic says .5 everywhere
-    assert table.gate_auc.isna().all() and abs(table.gate_explained[0]) < 1e-6 and table.gate_sign[0] == 0
+    assert table.gate_auc[0] == .5 and abs(table.gate_explained[0]) < 1e-6 and table.gate_sign[0] == 0
+    silent = {**TINY, 'model': model, 'world': {'size': 200}, 'run': str(tmp_path / 'silent')}
+    assert read_metrics(quiet(silent)).gate_auc.isna().all()
 
 
 @pytest.mark.parametrize('kind', ['own', 'shared'])

@@ -941,6 +941,15 @@ def test_tool_rate_by_tier_where_tiers_are_known(tmp_path, monkeypatch):
         assert read_metrics(run)[f'tool_rate_tier_{tier}'][1] == pytest.approx(sum(called) / len(called))
 
 
+def test_a_world_that_says_what_is_taught_sorts_its_questions_for_every_rule(tmp_path):
+    run, rows = quiet(tmp_path, method='grpo', world={'size': 200, 'parametric': .5}, questions_per_step=6)
+    for tier in (1, 2):
+        called = [any(turn.call is not None for turn in t.turns) for t in played(rows)
+                  if t.question.meta['parametric'] == (tier == 2)]
+        assert called and read_metrics(run)[f'tool_rate_tier_{tier}'][1] == pytest.approx(sum(called) / len(called))
+    assert training.taught_tiers([example_group().question]) == {}
+
+
 def test_entropy_is_drawn_where_it_is_there_and_else_its_estimate(tmp_path):
     for name, row in (('old', {'surprisal': .3}), ('new', {'surprisal': .3, 'entropy': .4})):
         log = RunLog(tmp_path / name)
