@@ -107,7 +107,8 @@ class Run:
         self.prefix = len(self.stage.chat.encode(answer_header(self.stage.chat)))
         taught = {part: taught_tiers(self.stage.questions[part]) for part in ('train', 'dev')}
         self.tiers = taught['train'] or known_tiers(s.critic.critic_from)
-        self.dev_tiers = known_tiers(s.critic.critic_from, 'dev') or taught['dev']  # a gate keeps those it was passed by
+        # a gate is read again by the tiers that it was passed by
+        self.dev_tiers = known_tiers(s.critic.critic_from, 'dev') or taught['dev']
         self.replay = forced_rollouts(s.critic.critic_from) if s.critic.critic_replay else None
         start = {'best': -1., 'best_step': 0, 'rates': [], 'base': None, 'method': begin(self.method)}
         self.memory = start | self.memory
