@@ -5,7 +5,8 @@
 # %% auto #0
 __all__ = ['EARLY', 'Agent', 'open_agent', 'examine_base', 'examine_agent', 'early_credit', 'examine_run', 'examined',
            'asking_table', 'play_table', 'resilience_table', 'critics_table', 'crossover_table', 'gate_curves',
-           'asking_differences', 'asking_figure', 'dose_figure', 'first_credit', 'opposite_signs', 'main']
+           'asking_differences', 'asking_figure', 'dose_figure', 'asking_course', 'course_differences', 'course_figure',
+           'first_credit', 'opposite_signs', 'main']
 
 # %% ../nbs/75_competence.ipynb #c002
 import math, sys
@@ -348,6 +349,25 @@ def gate_curves(folders):  # as in find_runs
 _READ = {'auc': 'gate_auc', 'sign_accuracy': 'gate_sign', 'explained_variance': 'gate_explained'}
 
 # %% ../nbs/75_competence.ipynb #c023
+def _paired(
+    runs,    # {method: {seed: {measure: number}}}
+    method,  # which is compared with every other
+):
+    "Differences over the seeds that two methods have in common: a pandas DataFrame, a row for each pair and measure."
+    import pandas as pd
+    rows = {}
+    for other in (o for o in runs if o != method):
+        both = sorted(runs[other].keys() & runs[method].keys())
+        if not both:
+            raise ValueError(f'{other} has the seeds {sorted(runs[other])}, {method} {sorted(runs[method])}: a pair '
+                             'needs the same seed')
+        for name in runs[method][both[0]]:
+            d = [runs[method][s][name] - runs[other][s][name] for s in both]
+            low, high = pooled_intervals([torch.tensor(d)])[0]
+            rows[f'{method} − {other}', name] = {'mean': sum(d) / len(d), 'low': low, 'high': high,
+                                                 'lower in': f'{sum(x < 0 for x in d)} of {len(d)}', 'seeds': len(d)}
+    return pd.DataFrame.from_dict(rows, orient='index')
+
 def asking_differences(
     folders,         # as in find_runs
     method='carl',   # which is compared with every other
@@ -356,22 +376,12 @@ def asking_differences(
     """How much less `method` asks for what is known, and what that costs, paired over common seeds: a pandas DataFrame
     with mean, 95 % interval (NaN for one seed) and seeds. Raises ValueError without a run of `method`, and where
     another method has no seed in common with it."""
-    import pandas as pd
-    runs = {}
-    for name, seed, found in examined(folders): runs.setdefault(name, {})[seed] = found[play]
+    runs, measures = {}, _BY_TIER | {'EM': (None, 'EM')}
+    for name, seed, found in examined(folders):
+        runs.setdefault(name, {})[seed] = {title: _measure(found[play], *of) for title, of in measures.items()}
     if method not in runs: raise ValueError(f'no examined run of {method!r}; there are {", ".join(runs)}')
-    rows = {}
-    for other in (o for o in runs if o != method):
-        both = sorted(runs[other].keys() & runs[method].keys())
-        if not both:
-            raise ValueError(f'{other} was examined on the seeds {sorted(runs[other])}, {method} on '
-                             f'{sorted(runs[method])}: a pair needs the same seed')
-        for name, of in (_BY_TIER | {'EM': (None, 'EM')}).items():
-            d = [_measure(runs[method][s], *of) - _measure(runs[other][s], *of) for s in both]
-            low, high = pooled_intervals([torch.tensor(d)])[0]
-            rows[f'{method} − {other}', name] = {'mean': sum(d) / len(d), 'low': low, 'high': high,
-                                                 'lower in': f'{sum(x < 0 for x in d)} of {len(d)}', 'seeds': len(d)}
-    return pd.DataFrame.from_dict(rows, orient='index')
+    return _paired(runs, method)
+
 
 # %% ../nbs/75_competence.ipynb #c027
 def asking_figure(folders):  # as in find_runs
@@ -423,6 +433,59 @@ def dose_figure(
             ax.set(title=title, xticks=range(len(worlds)), xticklabels=[w.name for w in worlds], ylim=(-.03, 1.05),
                    xlim=(-.4, len(worlds) - .6))
         fig.legend(*axes[0].get_legend_handles_labels(), loc='outside right center', frameon=False)
+        sns.despine(fig)
+    plt.close(fig)
+    return fig
+
+# %% ../nbs/75_competence.ipynb #c0urse02
+def asking_course(folders):  # as in find_runs
+    """Share of the training rollouts with a call, on what is `known` and `not known`, as runs logged it: a pandas
+    DataFrame with `method`, `seed` and `step`; runs that did not know their questions apart are left out."""
+    import pandas as pd
+    names, tables = {'tool_rate_tier_2': 'known', 'tool_rate_tier_1': 'not known'}, []
+    for run in find_runs(folders):
+        table = read_metrics(run)
+        if is_warmup(run) or not names.keys() <= set(table): continue
+        params, table = read_params(run), table[['step', *names]].dropna(thresh=2).rename(columns=names)
+        tables.append(table.assign(method=run_label(run, params), seed=params['seed']))
+    return pd.concat(tables, ignore_index=True) if tables else pd.DataFrame()
+
+def course_differences(
+    folders,        # as in find_runs
+    method='carl',  # which is compared with every other
+    steps=None,     # that count, the first so many; None: all
+):
+    """How much less `method` asked while it learned, paired over common seeds: a pandas DataFrame as
+    `asking_differences` gives it, of the means over steps. Raises as that does."""
+    table, runs = asking_course(folders), {}
+    if table.empty: raise ValueError(f'no run of {folders} logged tool_rate_tier_1 and 2: a world with twins or '
+                                     'parametric questions does, or a run with critic_from')
+    kept = table[table.step <= steps] if steps else table
+    for (name, seed), of in kept.groupby(['method', 'seed'], sort=False):
+        runs.setdefault(name, {})[seed] = {f'tool rate, {tier}': of[tier].mean() for tier in ('known', 'not known')}
+    if method not in runs: raise ValueError(f'no run of {method!r} logged its tiers; there are {", ".join(runs)}')
+    return _paired(runs, method)
+
+def course_figure(
+    folders,  # as in find_runs
+    every=5,  # steps that are averaged
+):
+    """Draw how often training asked, on what is known and on the rest: a line for each method through the means over
+    seeds, with the standard error of that mean. Returns the matplotlib figure, None where no run logged it."""
+    import matplotlib.pyplot as plt, seaborn as sns
+    table = asking_course(folders)
+    if table.empty: return None
+    table['step'] = (table.step - 1) // every * every + (every + 1) / 2
+    by = ['method', 'seed', 'step']
+    table, colours = table.groupby(by, sort=False).mean().reset_index(), method_colours([*table.method.unique()])
+    with sns.axes_style('ticks'):
+        fig, axes = plt.subplots(1, 2, figsize=(8.6, 3), layout='constrained', sharey=True)
+        for ax, tier in zip(axes, ('known', 'not known')):
+            sns.lineplot(table, x='step', y=tier, hue='method', palette=colours, errorbar='se', ax=ax)
+            ax.legend_.remove()
+            ax.set(title=tier, xlabel=f'step (means of {every})', ylabel='share of rollouts with a call',
+                   ylim=(-.03, 1.05))
+        fig.legend(*axes[1].get_legend_handles_labels(), loc='outside right center', frameon=False)
         sns.despine(fig)
     plt.close(fig)
     return fig

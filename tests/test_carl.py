@@ -954,9 +954,9 @@ def test_finished_runs_are_examined_once_and_reported(model, scripted, tmp_path,
     tables = shown(notebook, 'text/html')
     for wanted in ('base, no tools', 'note precision, base', 'reaches 0.6 at step'):
         assert sum(wanted in page for page in tables) == 1
-    assert len(tables) >= 7 and any('carl − grpo' in page
-                                    for page in tables) and {'asking.png', 'calibration.png', 'reliability.png'} <= set(
-                                        os.listdir(tmp_path / 'out' / 'figures'))
+    assert len(tables) >= 7 and any('carl − grpo' in page for page in tables)
+    drawn = {'asking.png', 'calibration.png', 'course.png', 'reliability.png'}
+    assert drawn <= set(os.listdir(tmp_path / 'out' / 'figures'))
     # a good call and a bad note
     assert any('carl-0, step 3' in page and 'assimilate' in page and '0.40' in page for page in tables)
     code, text, _ = papermill(tmp_path / 'warm.ipynb', settings={'folders': [str(warm)], 'out': str(tmp_path / 'out')},
