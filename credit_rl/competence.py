@@ -481,7 +481,8 @@ def course_figure(
     with sns.axes_style('ticks'):
         fig, axes = plt.subplots(1, 2, figsize=(8.6, 3), layout='constrained', sharey=True)
         for ax, tier in zip(axes, ('known', 'not known')):
-            sns.lineplot(table, x='step', y=tier, hue='method', palette=colours, errorbar='se', ax=ax)
+            sns.lineplot(table, x='step', y=tier, hue='method', palette=colours, errorbar='se', ax=ax,
+                         err_kws={'alpha': .12})
             ax.legend_.remove()
             ax.set(title=tier, xlabel=f'step (means of {every})', ylabel='share of rollouts with a call',
                    ylim=(-.03, 1.05))
