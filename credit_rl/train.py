@@ -105,7 +105,7 @@ class Run:
                                    self.stage.environments['train'].max_turns)
         self.metric = get_regime(s.task.regime).metric if s.task.regime else self.method.metric
         self.prefix = len(self.stage.chat.encode(answer_header(self.stage.chat)))
-        taught = {part: taught_tiers(self.stage.questions[part]) for part in ('train', 'dev')}
+        taught = {part: taught_tiers(self.stage.questions.get(part, ())) for part in ('train', 'dev')}
         self.tiers = taught['train'] or known_tiers(s.critic.critic_from)
         # a gate is read again by the tiers that it was passed by
         self.dev_tiers = known_tiers(s.critic.critic_from, 'dev') or taught['dev']
@@ -390,7 +390,7 @@ def known_tiers(
 def taught_tiers(questions):
     """Tiers of a tiny world's questions by what a base is taught of it, the same for rules with a warm-up and without:
     dict (source, id) → 2 where all facts are taught, else 1; empty where none is, or another world asks."""
-    tiers = {(q.source, q.id): 1 + bool(q.meta.get('parametric')) for q in questions if 'parametric' in q.meta}
+    tiers = {(q.source, q.id): 1 + bool(q.meta['parametric']) for q in questions if 'parametric' in q.meta}
     return tiers if 2 in tiers.values() else {}
 
 def credit_metrics(run, method, batch):
