@@ -820,7 +820,8 @@ def test_surprisal_is_of_the_samples_and_entropy_of_the_distributions(tmp_path):
 
 def test_stored_runs_say_surprisal():
     "Runs that were stored when the estimate was called entropy were renamed, so that they can be replayed."
-    stored = [p for p in (ROOT / 'runs').glob('*/*/metrics.jsonl*') if p.parts[-3] not in ('carl_warm', 'carl_demo', 'trl')]
+    others = 'carl_warm', 'carl_demo', 'trl'
+    stored = [p for p in (ROOT / 'runs').glob('*/*/metrics.jsonl*') if p.parts[-3] not in others]
     assert stored
     for path in stored: assert 'surprisal' in read_metrics(path.parent), path
 
