@@ -127,8 +127,8 @@ REPORT := $(PY) -m papermill --no-progress-bar
 reports: $(VENV)/.ok-test
 	@for name in compare sweep sweep_weak engines; do \
 	    $(REPORT) nbs/94_compare.ipynb runs/$$name/report.ipynb -p folders runs/$$name -p out runs/$$name || exit 1; done
-	@$(REPORT) nbs/95_claims.ipynb runs/claims/report.ipynb
-	@$(REPORT) nbs/97_results.ipynb runs/results/report.ipynb
+	@$(REPORT) nbs/experiments/95_claims.ipynb runs/claims/report.ipynb
+	@$(REPORT) nbs/experiments/97_results.ipynb runs/results/report.ipynb
 
 # README.md is nbs/index.ipynb, executed: cells that only prepare are left out, of others the code is, and links start
 # at the top.
@@ -138,7 +138,7 @@ READ_ME := --TagRemovePreprocessor.enabled=True --TagRemovePreprocessor.remove_i
 readme: $(VENV)/.ok-test
 	@rm -rf nbs/figures
 	@$(PY) -m jupyter nbconvert --log-level WARN --to markdown --output-dir . --output README $(READ_ME) nbs/index.ipynb
-	@sed -i.old -E 's#\]\(([0-9]{2}_|your_rule)#](nbs/\1#g; s#\]\(\.\./#](#g' README.md && rm README.md.old
+	@sed -i.old -E 's,\]\(([0-9a-z_]+/|[0-9]{2,3}_|your_rule),](nbs/\1,g; s,\]\(\.\./,](,g' README.md && rm README.md.old
 
 # The site from what git keeps: no notebook is executed, nothing is fetched. A dead link or a warning of mkdocs fails it.
 docs: export OMP_NUM_THREADS := 1

@@ -12,6 +12,12 @@ import yaml
 ROOT = Path(__file__).resolve().parents[1]
 
 
+def notebook_path(stem):
+    "Where the notebook of a stem such as '90_train' lies, whichever chapter it is in."
+    (path,) = (ROOT / 'nbs').rglob(f'{stem}.ipynb')
+    return path
+
+
 def papermill(out, *arguments, settings, cwd, notebook='90_train'):
     """Run a run notebook in a kernel of its own as the command does, of which only the reading of `-p name value` is
     done here. Returns (exit code, what it printed and the error if any, the notebook as it was saved)."""
@@ -23,7 +29,7 @@ def papermill(out, *arguments, settings, cwd, notebook='90_train'):
     code, error = 0, ''
     with mock.patch.dict(os.environ, CUDA_VISIBLE_DEVICES=''):
         try:
-            execute_notebook(str(ROOT / 'nbs' / f'{notebook}.ipynb'), str(out), given, cwd=str(cwd), progress_bar=False)
+            execute_notebook(str(notebook_path(notebook)), str(out), given, cwd=str(cwd), progress_bar=False)
         except PapermillExecutionError as e: code, error = 1, str(e)
     saved = json.loads(out.read_text())
     return code, printed(saved) + error, saved

@@ -41,7 +41,7 @@ def names_of(paths):
     modules, tests, runs = set(), set(), set()
     for path in map(Path, paths):
         number, _, name = path.stem.partition('_')
-        if path.parent == Path('nbs') and path.suffix == '.ipynb':
+        if path.parts[0] == 'nbs' and path.suffix == '.ipynb':
             if path.stem == 'index': modules.add('index')
             else: (runs if number >= '90' else modules).add(name)
         elif path.parent == Path('credit_rl') and path.suffix == '.py' and path.stem[0] != '_': modules.add(path.stem)
@@ -52,7 +52,7 @@ def names_of(paths):
 def chosen(modules, tests):
     "The notebooks to run and the test files, in order."
     code = {p.stem: imports(p) for p in (ROOT / 'credit_rl').glob('*.py')}
-    library = [p for p in sorted((ROOT / 'nbs').glob('*.ipynb')) if not '90' <= p.stem < 'a']
+    library = [p for p in sorted((ROOT / 'nbs').rglob('[0-9i]*.ipynb'), key=lambda p: p.stem) if not '90' <= p.stem < 'a']
     name = lambda p: p.stem.partition('_')[2] or p.stem                     # index.ipynb has no number
     run = [p for p in library if name(p) in modules or code.get(name(p), set()) & modules]
     files = [p for p in sorted((ROOT / 'tests').glob('test_*.py'))
@@ -71,7 +71,7 @@ def read_arguments():
 
 def notebooks_of(names):
     "The notebooks that export modules: list of paths from the root."
-    paths = [p.relative_to(ROOT) for name in names for p in (ROOT / 'nbs').glob(f'[0-8][0-9]_{name}.ipynb')]
+    paths = [p.relative_to(ROOT) for name in names for p in (ROOT / 'nbs').rglob(f'[0-8][0-9]*_{name}.ipynb')]
     if len(paths) != len(names): sys.exit(f'wanted names of modules, such as advantages, got {names}')
     return paths
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-NUMBERED = re.compile(r'(\d\d)_([a-z][a-z0-9_]*)')
+NUMBERED = re.compile(r'(\d\d\d?)_([a-z][a-z0-9_]*)')
 WIDEST = 120                       # characters of a line of code
 FUNCTION, CLASS, ROOMY = 40, 80, 200   # lines of a function, of a class, of a class in the notebooks of LARGE
 LARGE = ('learner', 'sharded')
@@ -340,7 +340,7 @@ RULES = [
 
 # ---- the tests ----
 
-NOTEBOOKS = [Notebook(p.stem, p.read_text(encoding='utf-8')) for p in sorted((ROOT / 'nbs').glob('*.ipynb'))]
+NOTEBOOKS = [Notebook(p.stem, p.read_text(encoding='utf-8')) for p in sorted((ROOT / 'nbs').rglob('[!.]*.ipynb'), key=lambda p: p.stem)]
 NUMBERS = {nb.name: nb.number for nb in NOTEBOOKS if nb.number is not None and not nb.runs}
 
 

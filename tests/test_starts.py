@@ -559,7 +559,7 @@ def test_the_readme_lines_that_start_a_run_have_folders_of_their_own():
 
 def test_jupyterlab_calls_the_kernel_as_the_notebooks_do():
     "Else it writes its own name of the kernel into each notebook that is saved."
-    names = {json.loads(p.read_text())['metadata']['kernelspec']['display_name'] for p in ROOT.glob('nbs/*.ipynb')}
+    names = {json.loads(p.read_text())['metadata']['kernelspec']['display_name'] for p in ROOT.glob('nbs/**/*.ipynb')}
     lab = re.search(r'^lab:.*\n(\t.*\n)+', (ROOT / 'Makefile').read_text(), re.M)[0]
     assert names == {re.search(r'ipykernel install .*--name python3 --display-name (\S+)', lab)[1]}
 

@@ -71,9 +71,9 @@ def add_line(path, change):
 def followed(guide, checkout):
     "The files before, and what each command of the guide said: (dict, dict command -> text)."
     before = files(checkout)
-    (checkout / 'nbs' / '44_median.ipynb').write_text(json.dumps(notebook(guide), indent=1) + '\n', encoding='utf-8')
+    (checkout / 'nbs' / '1_rules' / '44_median.ipynb').write_text(json.dumps(notebook(guide), indent=1) + '\n', encoding='utf-8')
     [change] = blocks(guide, 'diff')
-    add_line(checkout / 'nbs' / '60_methods.ipynb', change)
+    add_line(checkout / 'nbs' / '1_rules' / '60_methods.ipynb', change)
     path = os.pathsep.join((str(Path(sys.executable).parent), os.environ['PATH']))
     env = {**os.environ, 'PATH': path, 'PYTHONPATH': str(checkout), 'OMP_NUM_THREADS': '1', 'HF_HUB_OFFLINE': '1'}
     said, [commands] = {}, blocks(guide, 'bash')
@@ -103,9 +103,9 @@ def test_one_line_is_all_that_the_rule_changes(followed, checkout, guide):
     before, now = followed[0], files(checkout)
     changed = {name for name in {*before, *now} if before.get(name) != now.get(name)}
     exported = {'credit_rl/median.py', 'credit_rl/methods.py', 'credit_rl/_modidx.py'}
-    assert changed == {'nbs/44_median.ipynb', 'nbs/60_methods.ipynb', *exported}
+    assert changed == {'nbs/1_rules/44_median.ipynb', 'nbs/1_rules/60_methods.ipynb', *exported}
     lines = lambda book: [line for cell in json.loads(book)['cells'] for line in cell['source']]
-    old, new = (lines(state['nbs/60_methods.ipynb']) for state in (before, now))
+    old, new = (lines(state['nbs/1_rules/60_methods.ipynb']) for state in (before, now))
     new.remove('from credit_rl import median\n')
     assert new == old
 
