@@ -138,7 +138,7 @@ READ_ME := --TagRemovePreprocessor.enabled=True --TagRemovePreprocessor.remove_i
 readme: $(VENV)/.ok-test
 	@rm -rf nbs/figures
 	@$(PY) -m jupyter nbconvert --log-level WARN --to markdown --output-dir . --output README $(READ_ME) nbs/index.ipynb
-	@sed -i.old -E 's,\]\(([0-9a-z_]+/|[0-9]+_|your_rule),](nbs/\1,g; s,\]\(\.\./,](,g' README.md && rm README.md.old
+	@sed -i.old -E 's,\]\(([1-7]_[a-z]+/|machinery/|experiments/|papers/|[0-9]+_|your_rule),](nbs/\1,g; s,\]\(\.\./,](,g' README.md && rm README.md.old
 
 # The site from what git keeps: no notebook is executed, nothing is fetched. A dead link or a warning of mkdocs fails it.
 docs: export OMP_NUM_THREADS := 1
