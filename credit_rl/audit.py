@@ -13,13 +13,12 @@ from dataclasses import dataclass
 import torch
 from .engine import Sampling, seed_of
 from .groups import index_groups
-from .information_gain import belief_warning
+from .information_gain import belief_of, belief_warning
 from .layout import hidden_states, pack
 from .methods import get_method
 from .options import setting, with_defaults
 from .parameters import by_group, from_settings, make_parser, read_settings
 from .parts import assign
-from .regimes import base_belief
 from .rollout import RolloutSize, continuations, rollout
 from .runlog import atomic_write, plain_json, write_json, writing
 from .settings import GROUPS, Course, check, make_config, settings_of
@@ -391,7 +390,7 @@ def _audited(config, auditing, say):
         say(f'{name}: asked')
         rules[name], costs[name] = _rule_credit(_judged_run(config, name, stage, origin, auditing.teach), groups)
     gradients = turn_gradients(stage.model, pack(groups))
-    belief = base_belief(stage.model, stage.chat, groups)
+    belief = belief_of(stage.model, stage.chat, groups)
     if warning := belief_warning(belief): say(warning)
     table, against = audit(rules, truth, gradients, costs), None
     if config.data == 'tiny':

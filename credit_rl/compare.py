@@ -571,20 +571,27 @@ def check_settings(jobs):  # list of Job
         except (ValueError, TypeError) as e: raise ValueError(f'{job.name}: {e}') from e
 
 # %% ../nbs/6_looking/74_compare.ipynb #c078
+def _wants_base(job):
+    "Whether a job has a run to do whose settings name no model or critic to begin from."
+    return not (job.done or job.settings.get('model', 'tiny') != 'tiny' or job.settings.get('critic_from'))
+
+def _check_regimes(jobs):
+    "Refuse jobs in a regime whose base was not made yet. Raises ValueError with the commands that make them."
+    from credit_rl.world import get_regime
+    asked = sorted({(r, job.seed) for job in jobs if _wants_base(job) and (r := job.settings.get('regime'))})
+    missing = [f'python -m credit_rl.regimes {r} seed={seed}' for r, seed in asked
+               if not Path(get_regime(r).base_folder(seed)).exists()]
+    if missing: raise ValueError('bases of regimes are missing; make them first:\n  ' + '\n  '.join(missing))
+
 def _bases(jobs, folder, say):
-    """Folder of the base model of each job with a run to do, made if missing, for jobs whose settings name no model or
-    critic to begin from: dict Job -> folder."""
+    """Folder of the base model of each job that wants one, made if missing: dict Job -> folder, without jobs in a
+    regime, which names its own."""
     from credit_rl.tiny import make_base
-    from credit_rl.regimes import get_regime, regime_base
     from credit_rl.stage import known_worlds, tiny_worlds
     from credit_rl.settings import make_config
     made, asked = {}, ('world', 'questions', 'dev_questions', 'test_questions')
     for job in jobs:
-        if job.done or job.settings.get('model', 'tiny') != 'tiny' or job.settings.get('critic_from'): continue
-        if regime := job.settings.get('regime'):
-            made[job] = regime_base(get_regime(regime), job.seed,
-                                    progress=lambda line: say(f'base of {regime}, seed {job.seed}: {line}'))
-            continue
+        if not _wants_base(job) or job.settings.get('regime'): continue
         config = make_config({n: v for n, v in job.settings.items() if n in asked})
         known = known_worlds(tiny_worlds(config, job.seed))
         # parametric facts belong to a world
@@ -671,6 +678,7 @@ def _compare(given, params, say):
     jobs = plan_jobs(given.methods, given.seeds, params, given.out, given.worlds)   # pairs come early
     check_settings(jobs)
     check_made_with(jobs)
+    _check_regimes(jobs)
     say(status_table(jobs))
     models, threads = _bases(jobs, given.out/'bases', say), max(1, (os.cpu_count() or 1) // given.workers)
     failed = run_jobs(jobs, lambda job: papermill_command(job, given.notebook, models.get(job)), given.workers,

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['NORMS', 'LEAST_BELIEF', 'PARTS', 'best_gold_logp', 'information_gain', 'has_answer', 'with_outcome',
            'igpo_advantages', 'first_answer', 'set_f1', 'gold_entropy', 'belief_schema', 'state_logp',
-           'gold_statistics', 'shown_states', 'belief_check', 'belief_warning']
+           'gold_statistics', 'shown_states', 'belief_check', 'belief_warning', 'belief_of']
 
 # %% ../nbs/1_rules/33_information_gain.ipynb #c003
 import math, re, string, torch
@@ -271,6 +271,23 @@ def belief_warning(
             f'at the {found["belief_unshown_states"]} others, AUC {found["belief_auc"]:.2f}: it {" and ".join(wrong)}. '
             'Rewards made of it say as little: set gold_schema, or the option schema, to the words that this model '
             'itself writes right before an answer')
+
+# %% ../nbs/1_rules/33_information_gain.ipynb #hb121
+from .layout import pack
+from .parts import Seen
+from .scoring import acting_states, answer_header, answer_logps, gold_templates
+
+def belief_of(
+    model,   # Hugging Face model
+    chat,    # Chat of its tokenizer
+    groups,  # list of Group that it played
+):
+    "Score a model's golds in the words in which it answers, and compare as `belief_check` does: the same dict."
+    layout = pack(groups, len(chat.encode(answer_header(chat))))
+    golds = gold_templates(chat, groups, belief_schema(chat.protocol))
+    states = acting_states(layout.states, layout.turn_mask)
+    scores = answer_logps(model, (layout.ids, layout.lengths), states, golds)
+    return belief_check(Seen(gold_logp=scores.sums, gold_tokens=scores.tokens), layout, groups)
 
 # %% ../nbs/1_rules/33_information_gain.ipynb #p002
 from .options import Option

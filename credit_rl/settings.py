@@ -27,7 +27,6 @@ from .options import SettingsGroup, options_in, read_options, setting, with_defa
 from .parameters import from_settings, notebook_settings
 from .parts import Facts, Loss, bind
 from .protocol import PROTOCOLS, worded
-from .regimes import get_regime
 from .rollout import check_lengths
 from .runlog import RunFolder, check_trackers, read_json
 from .scoring import SCHEMA_OPTION, read_schema, schema_warning
@@ -35,7 +34,7 @@ from .tiny import tiny_tokenizer
 from .trees import check_tree
 from .vllm_engine import EngineChoice, check_adapter, check_vllm_settings, rank_devices, sampler_weights
 from .warmup import read_warmed
-from .world import SPLITS, world_of
+from .world import SPLITS, get_regime, world_of
 
 # %% ../nbs/5_run/61_settings.ipynb #n0101
 @dataclass(frozen=True)

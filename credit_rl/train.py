@@ -41,7 +41,7 @@ from .outcome import outcome_rewards
 from .parameters import by_group, make_parser, read_settings
 from .parts import (Asks, Facts, Seen, assign, at, begin, bind, every_turn, move, part_metrics, start_values,
                              to_tokens)
-from .regimes import get_regime
+from .world import get_regime
 from .protocol import PROTOCOLS, prompt_hash
 from .rollout import continuations, rollout
 from .runlog import (RunLog, Unpacked, atomic_write, latest_checkpoint, code_hashes, named_checkpoint,

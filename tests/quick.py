@@ -52,7 +52,8 @@ def names_of(paths):
 def chosen(modules, tests):
     "The notebooks to run and the test files, in order."
     code = {p.stem: imports(p) for p in (ROOT / 'credit_rl').glob('*.py')}
-    library = [p for p in sorted((ROOT / 'nbs').rglob('[0-9i]*.ipynb'), key=lambda p: p.stem) if not '90' <= p.stem < 'a']
+    places = sorted((ROOT / 'nbs').rglob('[0-9i]*.ipynb'), key=lambda p: p.stem)
+    library = [p for p in places if not '90' <= p.stem < 'a']
     name = lambda p: p.stem.partition('_')[2] or p.stem                     # index.ipynb has no number
     run = [p for p in library if name(p) in modules or code.get(name(p), set()) & modules]
     files = [p for p in sorted((ROOT / 'tests').glob('test_*.py'))

@@ -340,7 +340,8 @@ RULES = [
 
 # ---- the tests ----
 
-NOTEBOOKS = [Notebook(p.stem, p.read_text(encoding='utf-8')) for p in sorted((ROOT / 'nbs').rglob('[!.]*.ipynb'), key=lambda p: p.stem)]
+PLACES = sorted((ROOT / 'nbs').rglob('[!.]*.ipynb'), key=lambda p: p.stem)
+NOTEBOOKS = [Notebook(p.stem, p.read_text(encoding='utf-8')) for p in PLACES]
 NUMBERS = {nb.name: nb.number for nb in NOTEBOOKS if nb.number is not None and not nb.runs}
 
 

@@ -9,7 +9,8 @@ def stems(paths):
 
 
 def test_changed_files_are_known_by_their_modules():
-    changed = ['nbs/1_rules/42_vspo.ipynb', 'credit_rl/vspo.py', 'credit_rl/_modidx.py', 'nbs/index.ipynb', 'tests/hub.py',
+    changed = ['nbs/1_rules/42_vspo.ipynb', 'credit_rl/vspo.py', 'credit_rl/_modidx.py', 'nbs/index.ipynb',
+               'tests/hub.py',
                'nbs/90_train.ipynb', 'README.md', 'runs/LOG.md']
     assert quick.names_of(changed) == ({'vspo', 'index'}, {'hub'}, {'train'})
 

@@ -18,7 +18,8 @@ def converted():
     config.ExtractOutputPreprocessor.output_filename_template = 'readme_{cell_index}{extension}'
     text, resources = MarkdownExporter(config=config).from_filename(
         str(ROOT / 'nbs' / 'index.ipynb'), resources={'output_files_dir': 'nbs/figures'})
-    return re.sub(r'\]\(([1-7]_[a-z]+/|machinery/|experiments/|papers/|\d+_|your_rule)', r'](nbs/\1', text).replace('](../', ']('), resources['outputs']
+    beside = r'\]\(([1-7]_[a-z]+/|machinery/|experiments/|papers/|\d+_|your_rule)'
+    return re.sub(beside, r'](nbs/\1', text).replace('](../', ']('), resources['outputs']
 
 
 def test_readme_is_made_from_the_index():
