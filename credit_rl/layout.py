@@ -24,7 +24,7 @@ class Layout:
     turn_mask: torch.Tensor       # (N, K) bool: which turns exist
     groups: torch.Tensor          # (N,) long
     states: torch.Tensor          # (N, K+1, 2) long: row and last position of each state S_k; -1 where there is none
-    # (R, T) long: one number for tokens that are computed once, -1 at padding (17_trees); None: rows of their own
+    # (R, T) long: one number for tokens that are computed once, -1 at padding (07_trees); None: rows of their own
     nodes: torch.Tensor = None
 
     @property

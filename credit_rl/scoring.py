@@ -627,7 +627,7 @@ def answer_logps(
     rows,             # ids (R, T) long padded on the right, lengths (R,)
     states,           # (N, S, 2) long, row and last position of each state; -1 where there is none
     answers,          # list of N lists of AnswerTemplate
-    method='auto',    # 'auto', 'packed', 'cache', 'flex', or 'tree': what rows share is read once (17_trees)
+    method='auto',    # 'auto', 'packed', 'cache', 'flex', or 'tree': what rows share is read once (07_trees)
     budget=16384,     # most tokens in a forward, padding included; a longer row goes alone
     max_length=None,  # the model's context; None: as its configuration says
 ):
@@ -645,7 +645,7 @@ def joint_logps(
     states,           # (N, S, 2) long, row and last position of each state; -1 where there is none
     answers,          # list of N lists of AnswerTemplate
     temperature=1.0,  # > 0, of the trained tokens
-    method='auto',    # 'auto', 'packed', 'cache', 'flex', or 'tree': what rows share is read once (17_trees)
+    method='auto',    # 'auto', 'packed', 'cache', 'flex', or 'tree': what rows share is read once (07_trees)
     budget=16384,     # most tokens in a forward, padding included; a longer row goes alone
 ):
     """Read every row once for both: log-probability (R, T) of its trained tokens, 0 elsewhere, as `token_logps`, and

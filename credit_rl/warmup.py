@@ -5,9 +5,10 @@
 # %% auto #0
 __all__ = ['GATE', 'BUCKETS', 'tiers', 'cluster_questions', 'draw_evenly', 'GateReport', 'gate', 'Pairs', 'make_pairs',
            'draw_pairs', 'gold_shown', 'sign_pairs', 'segment_statistics', 'gate_again', 'context_values', 'GateFailed',
-           'WarmUp', 'critic_learner', 'read_states', 'warm_up', 'prompted', 'Missing', 'searching', 'Collecting',
-           'Collected', 'read_collected', 'read_tiers', 'forced_rollouts', 'choose_questions', 'obedience', 'Player',
-           'collect', 'Examination', 'Warmed', 'write_warmed', 'report_from', 'read_warmed']
+           'WarmUp', 'critic_learner', 'read_states', 'warm_up', 'prompted', 'Missing', 'searching', 'TierChoice',
+           'Collection', 'CollectionPlan', 'Collected', 'read_collected', 'read_tiers', 'forced_rollouts',
+           'choose_questions', 'obedience', 'Player', 'collect', 'Examination', 'Warmed', 'write_warmed', 'report_from',
+           'read_warmed']
 
 # %% ../nbs/4_learning/54_warmup.ipynb #c003
 import gzip, json, math, random
@@ -23,6 +24,7 @@ from .launch import Ranks
 from .layout import hidden_states, pack
 from .learner import BadStep, Critic, Frozen, Learner, Optimiser, only_data
 from .parts import Credit, Loss
+from .options import SettingsGroup, setting
 from .outcome import outcome_rewards
 from .protocol import PROTOCOLS, Chat, read_context
 from .rollout import rollout
@@ -402,28 +404,26 @@ def searching(
 BUCKETS = ('Tier 1, no tool', 'Tier 1, tool', 'Tier 2, no tool', 'Tier 2, tool')
 
 @dataclass(frozen=True)
-class Collecting:
-    "How rollouts are collected for a critic; defaults are the paper's (CARL appendix C)."
-    kind: str = 'curated'  # or 'random'
-    prompts: tuple = ('direct', 'forced', 'optional')
-    tries: int = 5         # no-tool rollouts that tell a question's tier
-    # questions of each tier, at most: one number, or a pair for Tier 1 and Tier 2 (CARL table 4: 8,800 and 7,200 at 7B)
-    per_tier: object = 8000
-    repeats: int = 1       # rollouts of a question under each prompt
-    # of questions: one number, or a dict source → number, each source by itself (CARL appendix C: 50, and 30 for GSM8K)
-    clusters: object = 50
-    other: float = 0.3     # share of questions whose programs search elsewhere
-    metric: object = 'em'  # outcome, see outcome_rewards
-    seed: int = 0
+class TierChoice(SettingsGroup):
+    "How it is told whether the policy knows a question's answer."
+    tries: int = setting(5, 'answers without tools; a question is known (Tier 2) where one is right', least=1)
+
+@dataclass(frozen=True)
+class Collection(TierChoice):
+    "Which rollouts a critic is taught on; defaults are the paper's (CARL appendix C)."
+    collected: str = setting('curated', "'random': no tiers, no clusters, one search; 'cold': nothing is taught, only "
+                                        'examined', choices=('curated', 'random', 'cold'))
+    prompts: list = setting(['direct', 'forced', 'optional'], 'under which each question is played')
+    per_tier: object = setting(8000, 'questions of each tier that are played, at most: one number, or [of Tier 1, of '
+                                     'Tier 2]; the paper has [8800, 7200] at 7B')
+    repeats: int = setting(1, 'rollouts of a question under each prompt', least=1)
+    clusters: object = setting(50, 'of questions; or {data set: number}, each by itself; the paper takes 30 for GSM8K')
+    other_share: float = setting(0.3, 'share of questions whose programs search elsewhere', least=0, most=1)
 
     def __post_init__(self):
-        if self.kind not in ('curated', 'random'):
-            raise ValueError(f"rollouts are collected 'curated' or 'random', got {self.kind!r}")
+        super().__post_init__()
         numbers = list(self.clusters.values()) if isinstance(self.clusters, dict) else [self.clusters]
-        if min(self.tries, self.repeats, *numbers) < 1:
-            raise ValueError(f'tries, repeats and clusters are at least 1, got {self.tries}, {self.repeats} and '
-                             f'{self.clusters}')
-        if not 0 <= self.other <= 1: raise ValueError(f'other is a share in [0, 1], got {self.other}')
+        if min(numbers) < 1: raise ValueError(f'clusters are at least 1, got {self.clusters}')
         if len(self.wanted) != 2 or not all(type(n) is int and n >= 1 for n in self.wanted):
             raise ValueError('per_tier is a number of questions, at least 1, or a pair of them for Tier 1 and Tier 2 '
                              f'as in (8800, 7200), got {self.per_tier!r}')
@@ -432,6 +432,12 @@ class Collecting:
     def wanted(self):
         "Questions of Tier 1 and of Tier 2, at most: a pair."
         return tuple(self.per_tier) if isinstance(self.per_tier, (tuple, list)) else (self.per_tier, self.per_tier)
+
+@dataclass(frozen=True)
+class CollectionPlan(Collection):
+    "A collection, what counts as right in it, and its seed."
+    metric: object = 'em'  # outcome, see outcome_rewards
+    seed: int = 0
 
 # %% ../nbs/4_learning/54_warmup.ipynb #c060
 @dataclass(frozen=True)
@@ -491,12 +497,12 @@ def _clusters(questions, how, embed):
 def choose_questions(
     questions,  # list of Q Question
     tier,       # (Q,) long
-    how,        # Collecting
+    how,        # CollectionPlan
     embed=None, # as for cluster_questions
 ):
     """Draw so many questions of each tier, evenly over clusters, or (random) as many of any: list of indices. A tier
     that has no more than are wanted is taken whole."""
-    if how.kind == 'random':
+    if how.collected == 'random':
         return sorted(random.Random(how.seed).sample(range(len(questions)), min(sum(how.wanted), len(questions))))
     clusters, out = _clusters(questions, how, embed), []
     for t, n in zip((1, 2), how.wanted):
@@ -533,7 +539,7 @@ def collect(
     player,      # Player
     env,         # Environment with the prompt of the training to come
     questions,   # list of Question
-    how=Collecting(),
+    how=CollectionPlan(),
     other=None,  # Environment that searches elsewhere, for the other share; None: all search in `env`
     embed=None,  # as for cluster_questions
     say=lambda line: None,  # function called with a line of text
@@ -548,11 +554,11 @@ def collect(
                          'tells the tiers apart; take other questions')
     whole = [f'all {n} of Tier {t}, of which {wanted} may be taken'
              for t, n, wanted in zip((1, 2), found, how.wanted) if n <= wanted]
-    if whole and how.kind == 'curated':
+    if whole and how.collected != 'random':
         say(f'takes {" and ".join(whole)}: clusters choose nothing there; give more questions or a smaller per_tier')
     chosen, elsewhere = choose_questions(questions, tier, how, embed), set()
-    if other and how.kind == 'curated':
-        elsewhere |= set(random.Random(how.seed + 1).sample(chosen, round(how.other * len(chosen))))
+    if other and how.collected != 'random':
+        elsewhere |= set(random.Random(how.seed + 1).sample(chosen, round(how.other_share * len(chosen))))
     played, prompts, own = [], [], []
     for mode in how.prompts:
         for part, where in ((sorted(set(chosen) - elsewhere), env), (sorted(elsewhere), other)):
@@ -564,7 +570,7 @@ def collect(
         prompts += [mode] * (len(played) - len(prompts))
     called = [any(turn.call is not None for turn in g.trajectories[0].turns) for g in played]
     if 'forced' in how.prompts: say(obedience(prompts, called, own))
-    buckets = [2 * (t - 1) + c if how.kind == 'curated' else 0 for t, c in zip(own, called)]
+    buckets = [2 * (t - 1) + c if how.collected != 'random' else 0 for t, c in zip(own, called)]
     return Collected([questions[i] for i in chosen], tier[chosen], played, torch.tensor(buckets), prompts)
 
 # %% ../nbs/4_learning/54_warmup.ipynb #c067

@@ -26,7 +26,7 @@ from credit_rl.tiny import tiny_model, tiny_tokenizer
 from credit_rl.tools import PythonTool, SearchTool
 from credit_rl import prepare as preparing, stage as staging, train as training
 from credit_rl import competence
-from credit_rl.asking import Asking, form_auc, run_asking
+from credit_rl.asking import AskingChoice, form_auc, run_asking
 from credit_rl.competence import examine_run, examined
 from credit_rl.critics import at_states, expected_calibration_error, segment_starts
 from credit_rl.engine import ScriptedEngine
@@ -779,7 +779,7 @@ def test_what_a_critic_says_is_held_against_what_asking_is_worth(model, scripted
         }, say=lambda line: None)
     critic = {'critic_from': str(warm), 'critic': 'own'}
     config = make_config({**TINY, **critic, 'model': model, 'run': str(tmp_path / 'run')})
-    said, asking, bias, form = run_asking(config, Asking(attempts=6, asked=24), say=lambda line: None)
+    said, asking, bias, form = run_asking(config, AskingChoice(attempts=6, asked=24), say=lambda line: None)
     kept = json.loads((tmp_path / 'run' / 'asking.json').read_text())
     assert kept['says'] == said and "critic's bias" in said and asking.delta['known'] > 0
     assert asking.questions.sum() == 24 and asking.questions['known'] > 3

@@ -9,8 +9,9 @@ import credit_rl
 from credit_rl.api import HOMES, MODULES, argument_comments
 from credit_rl.command import VERBS, main
 from credit_rl.options import options_in
-from credit_rl.evaluate import Settings, set_names
+from credit_rl.evaluate import Evaluation, set_names
 from credit_rl.parameters import by_group, make_parser, read_settings
+from credit_rl.prepare import Warming
 from credit_rl.settings import GROUPS, data_sets, make_config
 
 
@@ -33,8 +34,8 @@ def test_an_unknown_name_is_an_attribute_error():
 
 
 @pytest.mark.parametrize('verb, prefix, groups', [
-    ('train', '', GROUPS.values()), ('warmup', '', GROUPS.values()), ('sft', '', GROUPS.values()),
-    ('evaluate', '', Settings.__bases__)])
+    ('train', '', GROUPS.values()), ('warmup', '', [Warming]), ('sft', '', GROUPS.values()),
+    ('evaluate', '', Evaluation.__bases__)])
 def test_help_lists_every_setting_with_its_line(verb, prefix, groups, capsys):
     with pytest.raises(SystemExit) as end:
         main([verb, '--help'])

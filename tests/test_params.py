@@ -19,7 +19,7 @@ from credit_rl.asking import asking_settings
 from credit_rl.compare import plan_jobs
 from credit_rl.datasets import MIXTURES, load_questions
 from credit_rl.estimate import memory, read_sizes
-from credit_rl.evaluate import check_settings, read_manifest, read_scores, run_evaluation, Settings, set_names
+from credit_rl.evaluate import Evaluation, check_evaluation, read_manifest, read_scores, run_evaluation, set_names
 from credit_rl.layout import pack
 from credit_rl.learner import Learner, Optimiser, make_critic, saved_policy
 from credit_rl.parts import Credit, Seen, bind
@@ -574,8 +574,8 @@ def test_every_paper_has_an_evaluation():
 def test_an_evaluation_is_its_papers(name):
     """Its sets, passages, turns and metric; the protocol and the limits that the same paper trains with; and its head
     has the command."""
-    s = from_settings(Settings, evaluation(name) | {'corpus': None})     # no server is here
-    check_settings(s)
+    s = from_settings(Evaluation, evaluation(name) | {'corpus': None})     # no server is here
+    check_evaluation(s)
     data, *rest = EVALUATED[name]
     assert (set_names(s.data), [s.passages, s.max_turns, s.metric]) == (list(MIXTURES[data].evaluate), rest)
     trained = settings({'prs': 'prs_qwen2.5_3b'}.get(data, f'{data}_qwen2.5_7b'))
@@ -620,7 +620,7 @@ def test_an_evaluation_with_other_passages_is_the_papers_but_for_them(name, pass
 def test_the_defaults_are_none_of_theirs():
     "So that each file says something: of sets, turns, tokens, protocol and metric some differ."
     for name in EVALUATIONS:
-        s, plain = from_settings(Settings, evaluation(name)), Settings()
+        s, plain = from_settings(Evaluation, evaluation(name)), Evaluation()
         assert len([k for k in evaluation(name) if getattr(s, k) != getattr(plain, k)]) >= 5
 
 

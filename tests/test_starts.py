@@ -413,7 +413,7 @@ def test_rows_without_paragraphs_ask_for_a_corpus_by_its_name(tmp_path):
 
 def test_too_few_positions_are_not_progress_to_raise_max_tokens_alone(spoken):
     from credit_rl.rollout import check_prompts
-    from credit_rl.evaluate import Conversation, make_environment
+    from credit_rl.environment import Conversation, make_environment
     from credit_rl.models import load_tokenizer
     from credit_rl.trajectory import example_group
     env = make_environment(load_tokenizer(spoken), None, Conversation(max_tokens=20))
@@ -527,7 +527,7 @@ def test_another_file_of_the_same_split_is_named(tmp_path):
     (tmp_path / 'flashrag_dev.jsonl').write_text(json.dumps({'id': 'b', 'question': 'Who?', 'golden_answers': ['B']}))
     with pytest.warns(UserWarning, match='taken from dev.json, not from flashrag_dev.jsonl'):
         assert len(load_questions('hotpotqa', tmp_path, 'dev')) == 1
-    settings = evaluate.Settings(model=BASE, data='hotpotqa', path=str(tmp_path), split='dev', questions=2)
+    settings = evaluate.Evaluation(model=BASE, data='hotpotqa', path=str(tmp_path), split='dev', questions=2)
     with pytest.warns(UserWarning, match='2 questions were asked for, but .* has 1'):
         evaluate._questions(settings, 'hotpotqa')
 

@@ -16,7 +16,7 @@ from credit_rl.command import VERBS, main
 from credit_rl.competence import examine_run
 from credit_rl.engine import ScriptedEngine
 from credit_rl.estimate import KNOWN_SIZES
-from credit_rl.evaluate import Settings, check_settings, run_evaluation
+from credit_rl.evaluate import Evaluation, check_evaluation, run_evaluation
 from credit_rl.longform import run_longform
 from credit_rl.papers import (ABSENT, ENTRIES, LAST, REPORTED, SAID, Entry, count_states, entry_table, find_entry,
                               numbered, report, reported_table)
@@ -123,7 +123,7 @@ def test_the_numbers_are_those_of_the_papers_texts():
 def settings_in(words):
     "The settings of a command credit-rl VERB, and of files that it names."
     parser = make_parser('x', 'About.')
-    settings, _ = read_settings(parser, words, by_group(*GROUPS.values(), *Settings.__bases__))
+    settings, _ = read_settings(parser, words, by_group(*GROUPS.values(), *Evaluation.__bases__))
     return settings
 
 
@@ -138,7 +138,7 @@ def test_a_command_is_one(command, root, monkeypatch):
             assert verb in VERBS
             if verb == 'train': make_config(settings_in(words))
             if verb == 'evaluate':
-                check_settings(from_settings(Settings, settings_in(words) | {'corpus': None, 'path': None}))
+                check_evaluation(from_settings(Evaluation, settings_in(words) | {'corpus': None, 'path': None}))
         else: assert program in ('papermill', 'lm_eval')
 
 
