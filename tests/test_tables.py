@@ -18,8 +18,8 @@ from credit_rl.engine import ScriptedEngine
 from credit_rl.estimate import KNOWN_SIZES
 from credit_rl.evaluate import Evaluation, check_evaluation, run_evaluation
 from credit_rl.longform import run_longform
-from credit_rl.papers import (ABSENT, ENTRIES, LAST, REPORTED, SAID, Entry, count_states, entry_table, find_entry,
-                              numbered, report, reported_table)
+from credit_rl.papers import (ABSENT, ENTRIES, LAST, Entry, count_states, entry_table, find_entry, numbered,
+                              paper_numbers, paper_sentences, papers_folder, report, reported_table)
 from credit_rl.parameters import by_group, from_settings, make_parser, read_settings
 from credit_rl.prepare import prepare
 from credit_rl.runlog import RunLog, read_metrics, read_turns
@@ -143,10 +143,17 @@ def test_a_command_is_one(command, root, monkeypatch):
 
 
 def test_what_the_papers_report_is_read():
-    for paper, name in REPORTED:
-        table = reported_table(paper, name)
-        assert len(table) >= 1 and table.notna().any(axis=None) and find_entry(paper, name).draw != 'settings_table'
-    assert set(SAID) <= {(e.paper, e.name) for of in ENTRIES.values() for e in of}
+    assert {path.stem for path in papers_folder().glob('*.csv')} == {*ENTRIES, 'said'}
+    for paper in ENTRIES:
+        numbers = paper_numbers(paper)
+        assert list(numbers) == ['table', 'unit', 'row', 'column', 'value']
+        assert numbers.drop(columns='value').notna().all(axis=None)
+        for name, rows in numbers.groupby('table'):
+            table = reported_table(paper, name)
+            assert table.size == len(rows) and rows.unit.nunique() == 1 and table.notna().any(axis=None)
+            assert find_entry(paper, name).draw != 'settings_table' and report(paper, name).equals(table)
+    assert sum(paper_numbers(paper).table.nunique() for paper in ENTRIES) == 46
+    assert set(paper_sentences()) <= {(e.paper, e.name) for of in ENTRIES.values() for e in of}
     kept = reported_table('carl', 'table 12')
     assert (kept.did / kept.n * 100 - kept['rate, %']).abs().max() < .05
     hops = reported_table('carl', 'table 7')
@@ -154,6 +161,16 @@ def test_what_the_papers_report_is_read():
     bins = reported_table('carl', 'table 4')
     assert bins.iloc[:4].sum().tolist() == bins.loc['all'].tolist()
     with pytest.raises(KeyError, match='no numbers'): reported_table('carl', 'table 5')
+
+
+def test_where_the_papers_numbers_are_looked_for(root, tmp_path, monkeypatch):
+    "Beside the package, and in the project of the current folder; else it is said where."
+    assert papers_folder() == root / 'data' / 'papers'
+    monkeypatch.setattr('credit_rl.papers.files', lambda package: tmp_path / 'site-packages' / package)
+    monkeypatch.chdir(root / 'nbs' / 'papers')
+    assert papers_folder() == root / 'data' / 'papers'
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(FileNotFoundError, match='neither .*site-packages/data/papers nor '): papers_folder()
 
 
 @pytest.mark.parametrize('paper, model', [('Qwen2.5 3B', 'Qwen/Qwen2.5-3B-Instruct'),
