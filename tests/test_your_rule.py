@@ -71,7 +71,8 @@ def add_line(path, change):
 def followed(guide, checkout):
     "The files before, and what each command of the guide said: (dict, dict command -> text)."
     before = files(checkout)
-    (checkout / 'nbs' / '1_rules' / '44_median.ipynb').write_text(json.dumps(notebook(guide), indent=1) + '\n', encoding='utf-8')
+    new = checkout / 'nbs' / '1_rules' / '44_median.ipynb'
+    new.write_text(json.dumps(notebook(guide), indent=1) + '\n', encoding='utf-8')
     [change] = blocks(guide, 'diff')
     add_line(checkout / 'nbs' / '1_rules' / '60_methods.ipynb', change)
     path = os.pathsep.join((str(Path(sys.executable).parent), os.environ['PATH']))

@@ -25,32 +25,10 @@ from credit_rl.readers import Passage, RowError, read_rows
 from credit_rl.retrieval import BM25
 from credit_rl.trajectory import Question
 from hub import Hub
+from hub_rows import FILES, OWN, SAMPLE, columns, hub_files, hub_row, own_rows
 
-ROOT = Path(__file__).parents[1]
-SAMPLE = ROOT / 'data' / 'hotpotqa_sample.json'
-OWN = {p.name: p for p in (ROOT / 'data' / 'rows').iterdir()} | {SAMPLE.name: SAMPLE}
-FILES = {
-    'nq': 'nq.jsonl', 'triviaqa': 'triviaqa.json', 'popqa': 'popqa.tsv', 'hotpotqa': SAMPLE.name, '2wikimultihopqa':
-    '2wikimultihopqa.json', 'musique': 'musique.jsonl', 'bamboogle': 'bamboogle.csv', 'gsm8k': 'gsm8k.jsonl', 'finqa':
-    'finqa.json', 'browsecompplus': 'browsecompplus.jsonl'
-}
+ROOT = Path(__file__).parents[2]
 ROWS = json.loads(SAMPLE.read_text(encoding='utf-8'))
-
-
-def own_rows(name):
-    return [row for _, row in read_rows(OWN[FILES[name]])]
-
-
-def columns(row):
-    "A HotpotQA or 2Wiki row in the Hugging Face layout."
-    pairs = {'supporting_facts': ('title', 'sent_id'), 'context': ('title', 'sentences')}
-    return {'id': row['_id']} | {
-        k: {c: [p[i]
-                for p in v]
-            for i, c in enumerate(pairs[k])} if k in pairs else v
-        for k, v in row.items()
-        if k != '_id'
-    }
 
 
 def write(path, rows, encoding='utf-8'):
@@ -179,29 +157,6 @@ def test_ids_made_from_the_question_are_the_same_in_a_slice_and_tell_twins_apart
 
 
 # ---- the same rows in other layouts and files ----
-
-def hub_row(name, row):
-    "An original row as its Hugging Face copy has it."
-    if name in ('hotpotqa', '2wikimultihopqa'): return columns(row)
-    if name == 'triviaqa':
-        a = row['Answer']
-        return {
-            'question': row['Question'], 'question_id': row['QuestionId'], 'question_source': row['QuestionSource'],
-            'entity_pages': {'title': ['Orvane'], 'wiki_context':
-                             ['Orvane is a port.']}, 'search_results': {'title': [], 'search_context': []}, 'answer': {
-                                 'value': a['Value'], 'aliases': a['Aliases'], 'normalized_aliases':
-                                 a['NormalizedAliases'], 'type': a['Type']
-                             }
-        }
-    if name == 'bamboogle': return {'Question': row[0], 'Answer': row[4]}
-    if name == 'finqa':
-        qa = row['qa']
-        return {k: row[k] for k in ('id', 'pre_text', 'post_text', 'table')} | {
-            'question': qa['question'], 'answer': qa['answer'], 'final_result': str(qa['exe_ans']), 'program_re':
-            qa['program_re'], 'gold_inds': []
-        }
-    return row
-
 
 def test_encrypted_questions_are_read_by_the_canary_of_the_release_or_of_their_row(tmp_path):
     "BrowseComp-Plus, by a cipher written down once more here: base64 of the bytes XOR the canary's SHA-256."
@@ -702,24 +657,6 @@ def test_a_folders_corpus_file_comes_first(tmp_path):
 
 # ---- the hub ----
 
-def hub_files(name, splits):
-    "The files of one set's repository: a card that says which file is which split, and a file of rows for each."
-    bench, rows = BENCHMARKS[name], [hub_row(name, row) for row in own_rows(name)]
-    if name == 'finqa': return {f'dataset/{split}.json': OWN['finqa.json'].read_bytes() for split in splits}
-    config, kind = bench.hub[1] or 'default', 'jsonl' if name in ('musique', 'bamboogle') else 'parquet'
-    folder = 'data' if name == 'browsecompplus' else config
-    card = ''.join(f'  - split: {theirs}\n    path: {folder}/{theirs}-*\n' for theirs in splits.values())
-    files = {'README.md': f'---\nconfigs:\n- config_name: {config}\n  data_files:\n{card}---\n'.encode()}
-    for theirs in splits.values():
-        out = io.BytesIO()
-        if kind == 'jsonl': out.write(''.join(json.dumps(row) + '\n' for row in rows).encode())
-        else:
-            pytest.importorskip('pyarrow.parquet').write_table(
-                pytest.importorskip('pyarrow').Table.from_pylist(rows), out)
-        files[f'{folder}/{theirs}-00000-of-00001.{kind}'] = out.getvalue()
-    return files
-
-
 @pytest.fixture(scope='module')
 def from_hub(tmp_path_factory, run_python):
     """What three processes got from one hub, one after the other: on a connection that breaks off in the middle of
@@ -734,7 +671,8 @@ def from_hub(tmp_path_factory, run_python):
     }
 
     def client(n, url):
-        run_python(ROOT / 'tests' / 'hub_client.py', here / f'{n}.json', *FILES, env={**env, 'HF_ENDPOINT': url})
+        run_python(ROOT / 'tests' / 'tools' / 'hub_client.py', here / f'{n}.json', *FILES,
+                   env={**env, 'HF_ENDPOINT': url})
         return json.loads((here / f'{n}.json').read_text())
     with Hub(repositories, cut=['distractor/train-00000-of-00001.parquet', 'dataset/dev.json']) as hub:
         got = [client(0, hub.url), client(1, hub.url)]

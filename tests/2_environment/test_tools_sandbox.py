@@ -1,4 +1,5 @@
-"""The sandbox of 13_tools under random programs, watched from outside; tests/sandbox_programs.py runs ten thousand."""
+"""The sandbox of 13_tools under random programs, watched from outside; tests/tools/sandbox_programs.py runs ten
+thousand."""
 import os
 import time
 from pathlib import Path

@@ -26,10 +26,11 @@ from credit_rl.search_service import SearchCache, SearchClient, SearchServer
 from credit_rl.runlog import read_turns
 from credit_rl.trajectory import Stop, trajectory_from_json
 from hub import Hub
+from hub_rows import hub_files
+from random_models import random_model
 from templates import template_text
-from test_datasets import hub_files
 
-DATA = Path(__file__).resolve().parents[1] / 'data'
+DATA = Path(__file__).resolve().parents[2] / 'data'
 ROWS = DATA / 'rows'
 SAMPLE = DATA / 'hotpotqa_sample.json'
 SEVEN = MIXTURES['tspo'].evaluate
@@ -38,19 +39,6 @@ COMMON = [n for n, b in BENCHMARKS.items() if b.common]
 FILES = {**{n: str(next(ROWS.glob(f'{n}.*'))) for n in BENCHMARKS if n != 'hotpotqa'}, 'hotpotqa': str(SAMPLE)}
 BARE = ('nq', 'triviaqa', 'popqa', 'bamboogle')  # their rows bring no passages
 QUICK = dict(max_turns=2, turn_tokens=6, max_tokens=16384, passages=2)
-
-
-def random_model(folder):
-    "Write a small random Qwen2 with a byte-level BPE to a folder, as any model is saved. Returns the folder as str."
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-    tokenizer = byte_tokenizer(texts=[p.read_text() for p in ROWS.iterdir()], merges=400)
-    torch.manual_seed(0)
-    Qwen2ForCausalLM(
-        Qwen2Config(vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=2,
-                    num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=16384,
-                    eos_token_id=tokenizer.eos_token_id)).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return str(folder)
 
 
 @pytest.fixture(autouse=True, scope='module')

@@ -651,7 +651,7 @@ def test_the_papers_protocols_have_the_papers_words():
 
 
 def test_a_schema_is_refused_or_warned_about_before_anything_is_scored():
-    words, tiny = load_tokenizer(str(Path(__file__).parents[1] / 'data' / 'tiny_base')), PROTOCOLS['tiny']
+    words, tiny = load_tokenizer(str(Path(__file__).parents[2] / 'data' / 'tiny_base')), PROTOCOLS['tiny']
     assert schema_warning('own', tiny, words) == schema_warning('tips', tiny, words) == ''
     said = schema_warning('igpo', tiny, words)
     lost = ['Now', 'there', 's', 'enough', 'information', 'to', 'answer']

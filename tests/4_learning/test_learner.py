@@ -25,7 +25,7 @@ from credit_rl.train import train
 from credit_rl.trajectory import Group, example_group
 from pieces import origin_of
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 # the KL term makes it update at every step
 SHORT = dict(model=str(ROOT / 'data' / 'tiny_base'), steps=4, eval_every=2, questions_per_step=4, group_size=4,
              questions=50, dev_questions=4, test_questions=4, max_turns=3, turn_tokens=12, kl=.01, learning_rate=1e-2,

@@ -37,7 +37,7 @@ from credit_rl.view import show_rollout
 from credit_rl.vllm_engine import VLLMSettings
 from credit_rl.warmup import Collected
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 BASE = str(ROOT / 'data' / 'tiny_base')
 # a run of two seconds with checkpoints in it; the KL term makes it update at every step, so that a state that is not
 # restored shows

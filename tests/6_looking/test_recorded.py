@@ -14,7 +14,7 @@ from credit_rl.runlog import RunLog
 from credit_rl.train import train
 from credit_rl.trajectory import example_group, to_json
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 NAN = math.nan
 SMALL = {'model': str(ROOT / 'data/tiny_base'), 'steps': 1, 'questions_per_step': 6, 'group_size': 4,
          'dev_questions': 3, 'test_questions': 6, 'log_rollouts': 6, 'track': '', 'keep': 1, 'seed': 14,

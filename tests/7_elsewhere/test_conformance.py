@@ -18,7 +18,7 @@ from credit_rl.methods import METHODS
 from credit_rl.parts import to_tokens
 from credit_rl.smdp import segment_advantages
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 STORED, CHECKER = (ROOT / 'data' / 'conformance' / name for name in ('vectors_v1.json', 'check.py'))
 
 

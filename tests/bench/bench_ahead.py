@@ -2,7 +2,8 @@
 in turns, by one machine: blocks of steps in step and one step off, the same games and updates in both (the policy's
 rate is too small to move a weight), with longer and longer learning.
 
-    python tests/bench_ahead.py [--epochs 1 2 4] [--steps 4] [--repeats 3] [--questions 24] [--group 8] [--library]
+    python tests/bench/bench_ahead.py [--epochs 1 2 4] [--steps 4] [--repeats 3] [--questions 24] [--group 8]
+        [--library]
 
 The engine is vLLM in a process of its own (`make test-vllm`), with one thread, as the learner has; `--library` takes
 `HFEngine` in a thread. Printed for each number of epochs: the seconds of a step's acting, learning and transfer in
@@ -25,7 +26,7 @@ from credit_rl.runlog import metrics_by_step
 from credit_rl.settings import make_config
 from credit_rl.train import begin_run, train_step
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 VLLM = dict(engine='vllm', vllm={'dtype': 'float32', 'own_process': True,
                                  'arguments': {'enforce_eager': True, 'block_size': 32}})
 

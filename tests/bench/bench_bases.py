@@ -1,12 +1,14 @@
 """How weak is a base, and in which way? Plays dev and train questions of one seed with it.
 
-    python tests/bench_bases.py data/tiny_base data/tiny_weak [--seed 14]
+    python tests/bench/bench_bases.py data/tiny_base data/tiny_weak [--seed 14]
 
 Printed for each base: greedy exact match on 210 dev questions; of 8 rollouts at temperature 1 for each of 96
 training questions the share right, the shares of groups that are all right, mixed and all wrong, and of the wrong
 rollouts the share that had been shown an answer.
 """
 import argparse
+import sys
+from pathlib import Path
 
 import torch
 
@@ -17,7 +19,9 @@ from credit_rl.groups import group_share
 from credit_rl.outcome import outcome_rewards
 from credit_rl.rollout import rollout
 from credit_rl.settings import make_config
-from pieces import stage_of
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / 'tools'))
+from pieces import stage_of                                                                      # noqa: E402
 
 
 def main():

@@ -1,7 +1,7 @@
 """What does the warm start of CARL's tiny base make? Makes one from nothing, or takes one, and plays the test
 world's questions with it, under each prompt.
 
-    python tests/bench_code_base.py [--seed 411] [--base runs/carl_warm/bases/carl_warm/411]
+    python tests/bench/bench_code_base.py [--seed 411] [--base runs/carl_warm/bases/carl_warm/411]
 
 The worlds are those of runs/params/carl_warm.yaml. Printed: seconds of the warm start, and for each kind of question
 the share right and the share with a call, greedy and at temperature 1.
@@ -43,7 +43,7 @@ def main():
     given = parser.parse_args()
     seed = given.seed
     torch.set_num_threads(1)
-    settings = yaml.safe_load((Path(__file__).resolve().parents[1] / 'runs' / 'params' / 'carl_warm.yaml').read_text())
+    settings = yaml.safe_load((Path(__file__).resolve().parents[2] / 'runs' / 'params' / 'carl_warm.yaml').read_text())
     asked = ('world', 'questions', 'dev_questions', 'test_questions')
     worlds = tiny_worlds(make_config({n: settings[n] for n in asked}), seed)
     with tempfile.TemporaryDirectory() as folder:

@@ -1,7 +1,7 @@
 """What does turn-level credit cost, against the least that anything per token can cost: one gather with an index
 made beforehand?
 
-    python tests/bench_credit.py [--trajectories 1280] [--tokens 4096] [--threads 1]
+    python tests/bench/bench_credit.py [--trajectories 1280] [--tokens 4096] [--threads 1]
 
 Each rule starts from rewards per turn and ends with an advantage for every token, on the same rectangle of tokens,
 in one run. Turn-level rules are meant to stay within 12 gathers. What works on tokens, TIPS's placed rewards and

@@ -1,7 +1,7 @@
 """The estimate of a step (04_estimate) beside what a step takes: tokens, FLOPs and memory of random models of 15, 60
 and 150 million parameters, in plain PyTorch and on two ranks at each ZeRO stage, on this host's processor.
 
-    python tests/bench_estimate.py [15 60 150] [--how plain 0 1 2 3] [--json FILE]
+    python tests/bench/bench_estimate.py [15 60 150] [--how plain 0 1 2 3] [--json FILE]
 
 FLOPs are those of the operations that PyTorch ran, forward and backward, by the shapes of their arguments; so a busy
 machine changes nothing. Memory is the most that a rank's process had in main memory over what it had before it made its
@@ -26,7 +26,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))   # a checkout will do
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))   # a checkout will do
 from credit_rl.estimate import Plan, Sizes, forward_flops, memory
 from credit_rl.layout import pack
 from credit_rl.learner import Learner, Optimiser

@@ -1,6 +1,6 @@
 """Side by side with what one would use instead, on this machine: ratios, with their spread over repeats.
 
-    python tests/bench_peers.py [loop-tiny loop-long …] [--repeats 3] [--out runs/peers/result.json]
+    python tests/bench/bench_peers.py [loop-tiny loop-long …] [--repeats 3] [--out runs/peers/result.json]
                                 [--vllm .venv-vllm/bin/python] [--lucene .venv-lucene/bin/python]
 
 Each side runs in a fresh process of one thread, so that its peak memory is its own; the sides take turns, and change
@@ -45,7 +45,7 @@ from pathlib import Path
 
 from credit_rl.launch import LAUNCHER
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 CASES = {  # case → what it is counted by, peers
     'loop tiny': (('trajectories', 'trained'), ('trl',)),
     'loop long': (('trajectories', 'trained'), ('trl',)),
@@ -71,8 +71,8 @@ def run_side(name, python, small, seconds=3000):
     env = {**own, 'PYTHONPATH': str(ROOT), 'OMP_NUM_THREADS': '1', 'DS_ACCELERATOR': 'cpu',
            'CUDA_VISIBLE_DEVICES': '', 'TOKENIZERS_PARALLELISM': 'false', 'HF_HUB_OFFLINE': '1',
            **GIVES_BACK.get(name.split('/')[0], {})}
-    done = subprocess.run([str(python), str(ROOT / 'tests' / 'peer_sides.py'), name, *['--small'] * small], env=env,
-                          cwd=ROOT, capture_output=True, text=True, timeout=seconds)
+    done = subprocess.run([str(python), str(ROOT / 'tests' / 'bench' / 'peer_sides.py'), name, *['--small'] * small],
+                          env=env, cwd=ROOT, capture_output=True, text=True, timeout=seconds)
     lines = [line for line in done.stdout.splitlines() if line.startswith('MEASURED ')]
     if not done.returncode and lines: return json.loads(lines[-1].split(' ', 1)[1])
     said = (done.stderr.strip() or done.stdout.strip()).splitlines()
@@ -154,7 +154,7 @@ def main(arguments=None):
         result['rows'] = [row for row in result['rows'] if row['case'] != case]
         result['not measured'] = {k: v for k, v in result['not measured'].items() if k.split(' / ')[0] != case}
         rows, gone = measure(case, a.repeats, pythons, a.small, lambda line: print(line, file=sys.stderr, flush=True))
-        about = {'command': shlex.join(['python', 'tests/bench_peers.py', case.replace(' ', '-'), '--repeats',
+        about = {'command': shlex.join(['python', 'tests/bench/bench_peers.py', case.replace(' ', '-'), '--repeats',
                                         str(a.repeats)]),
                  'date': datetime.date.today().isoformat(), 'versions': versions(), 'cores': os.cpu_count(),
                  'load': round(os.getloadavg()[0], 1)}

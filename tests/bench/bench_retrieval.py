@@ -1,8 +1,8 @@
 """How much faster is BM25 (bm25s) than rank_bm25, in one run on one machine, and how much memory does its index take?
 
-    python tests/bench_retrieval.py [--passages 100000] [--queries 400] [--slow-queries 20]
-    python tests/bench_retrieval.py --shards --passages 1000000
-    python tests/bench_retrieval.py --clients 100 [--workers 2]
+    python tests/bench/bench_retrieval.py [--passages 100000] [--queries 400] [--slow-queries 20]
+    python tests/bench/bench_retrieval.py --shards --passages 1000000
+    python tests/bench/bench_retrieval.py --clients 100 [--workers 2]
 
 Passages are synthetic: words drawn by Zipf's law, as many as a block of Wikipedia has. Both search the same corpus,
 with the same

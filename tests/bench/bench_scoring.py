@@ -1,7 +1,7 @@
 """What does scoring gold answers cost? Ratios of one run on one machine; on one thread, of processor time, so that
 company does not matter.
 
-    python tests/bench_scoring.py [--rows 2] [--trajectories 8] [--threads 1] [--repeats 2]
+    python tests/bench/bench_scoring.py [--rows 2] [--trajectories 8] [--threads 1] [--repeats 2]
 
 1. Packed against separate: 6 states of rows of 1,500 tokens, 2 golds of 10 tokens (header included), a random Qwen2
    of about 15 M parameters, float32. Scores are compared before anything is timed.

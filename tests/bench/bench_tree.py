@@ -1,7 +1,8 @@
 """How much faster a learner is where shared prefixes are computed once: seconds of processor time of `step` and of
 `evaluate` with rows of their own over those with trees, on one thread, beside what counts predict.
 
-    python tests/bench_tree.py [carl grpo continuations] [--repeats 3] [--scale 1.0] [--row-tokens 16384] [--check]
+    python tests/bench/bench_tree.py [carl grpo continuations] [--repeats 3] [--scale 1.0] [--row-tokens 16384]
+        [--check]
 
 A random Qwen2 of some million parameters. Both ways are timed in turns, so that a busy machine slows both; the spread
 is that of the ratios of neighbours. `--scale` makes all lengths shorter."""
@@ -17,7 +18,7 @@ from pathlib import Path
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))   # a checkout will do
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))   # a checkout will do
 from credit_rl.estimate import Sizes, sharing_gain
 from credit_rl.layout import pack, rows_of
 from credit_rl.learner import Learner, Optimiser, micro_batches

@@ -7,7 +7,8 @@ second, and sampled tokens per second:
 - `sampled`: only as many ids for each as were sampled in it, so nothing takes the place of what was read, and the
 trajectories are shorter.
 
-    python tests/bench_vllm.py [--questions 96] [--group 8] [--rows 256] [--block-size 32] [--own-process] [--library]
+    python tests/bench/bench_vllm.py [--questions 96] [--group 8] [--rows 256] [--block-size 32] [--own-process]
+        [--library]
     [--tool-seconds 0.0] [--repeats 3]
 
 By default 768 trajectories, three times as many as the engine has at once: a step of the papers has 1,280 and more.
@@ -34,7 +35,7 @@ from credit_rl.tiny import tiny_environment
 from credit_rl.vllm_engine import VLLMEngine, VLLMSettings
 from credit_rl.world import make_world
 
-FOLDER = Path(__file__).resolve().parents[1] / 'data' / 'tiny_base'
+FOLDER = Path(__file__).resolve().parents[2] / 'data' / 'tiny_base'
 
 
 class Slow:

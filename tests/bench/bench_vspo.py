@@ -2,7 +2,7 @@
 the
 update), for GRPO on the whole batch, VSPO by weights, and VSPO by literal copies of the drawn groups, in one run.
 
-    python tests/bench_vspo.py [--groups 32] [--members 5] [--tokens 160]
+    python tests/bench/bench_vspo.py [--groups 32] [--members 5] [--tokens 160]
 
 The claim: by weights it costs the forward passes of the groups that are not silent, and takes the same step as the
 copies.

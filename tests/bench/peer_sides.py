@@ -1,7 +1,7 @@
 """What each side of `bench_peers.py` runs, in a process of its own. A side is a function (size) → dict of what was
 measured; `SIDES` has them by name. Where one goes without a package that it needs, it raises ImportError.
 
-    python tests/peer_sides.py 'loop tiny/credit_rl' [--small]
+    python tests/bench/peer_sides.py 'loop tiny/credit_rl' [--small]
 
 Prints `MEASURED {…}`: processor and clock seconds of what is timed, what was made meanwhile (trajectories, trained
 tokens), and bytes: `peak`, the largest resident size of the process, and `before`, what it was when all was set up.
@@ -22,9 +22,9 @@ from pathlib import Path
 
 import torch
 
-sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parent)]   # a checkout will do
+sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).resolve().parent)]   # a checkout will do
 
-BASE = Path(__file__).resolve().parents[1] / 'data' / 'tiny_base'
+BASE = Path(__file__).resolve().parents[2] / 'data' / 'tiny_base'
 WORDS, PROMPT, TURN, SEEN, TURNS = 8192, 150, 100, 150, 6   # of long trajectories: 150 + 6 · 100 + 5 · 150 = 1,500
 
 

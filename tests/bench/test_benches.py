@@ -7,7 +7,7 @@ import pytest
 @pytest.mark.parametrize('case', ['search', 'scoring', 'loop-tiny'])
 def test_a_bench_of_peers_keeps_ratios_of_what_was_measured(root, run_python, tmp_path, case):
     out = tmp_path / 'result.json'
-    said = run_python(root / 'tests' / 'bench_peers.py', case, '--small', '--repeats', '1', '--out', out)
+    said = run_python(root / 'tests' / 'bench' / 'bench_peers.py', case, '--small', '--repeats', '1', '--out', out)
     rows = json.loads(out.read_text())['rows']
     assert rows and all(row['case'] == case.replace('-', ' ') for row in rows), said   # says what was left out, and why
     for row in rows:

@@ -21,7 +21,7 @@ from credit_rl.train import train
 from credit_rl.trajectory import Result, example_group
 from credit_rl.world import world_of
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 TWINS = {'hops': [1, 2], 'twins': True, 'nothing': .125, 'sibling': .125, 'lost': .1}   # tiny_carl's
 RUN = dict(method='carl-table', model=str(ROOT / 'data' / 'tiny_carl'), protocol='carl-tiny', seed=412, turn_tokens=40,
            world=TWINS, questions=60, dev_questions=10, test_questions=6, questions_per_step=4, group_size=4, steps=3,

@@ -15,7 +15,7 @@ from credit_rl.runlog import read_summary
 from credit_rl.study import (SCORE, predict, rank_agreement, read_audits, regimes_of, study_differences,
                              which_rule_when)
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 STORED = ROOT / 'runs' / 'sweep_weak'
 
 

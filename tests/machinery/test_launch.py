@@ -29,7 +29,7 @@ if not importlib.util.find_spec('deepspeed'):
     pytest.skip('deepspeed is not installed: pip install credit_rl[train]', allow_module_level=True)
 psutil = pytest.importorskip('psutil')
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 SHORT = dict(model=str(ROOT / 'data' / 'tiny_base'), steps=3, eval_every=2, questions_per_step=3, group_size=4,
              questions=50, dev_questions=7, test_questions=7, max_turns=3, turn_tokens=12, kl=.01, learning_rate=1e-4,
              world={'size': 200}, threads=1, track='')  # an odd number of questions, so that ranks have unequal shares
@@ -128,7 +128,7 @@ def ask_two(folder, wanted):
     "Let two ranks make whole runs, a list of their settings, one after the other."
     folder.mkdir()
     (folder / 'runs.json').write_text(json.dumps(wanted))
-    asked = start_module('tests.ranks', str(folder), str(folder / 'runs.json'))
+    asked = start_module('tests.tools.ranks', str(folder), str(folder / 'runs.json'))
     said = asked.communicate()[0]
     assert asked.returncode == 0, said
 
@@ -343,7 +343,7 @@ def end_by(process, how):
 
 
 def test_interrupting_a_run_ends_its_ranks(tmp_path):
-    "As soon as they are there; those that train are interrupted in tests/test_runs.py."
+    "As soon as they are there; those that train are interrupted in tests/program/test_run_notebooks.py."
     process = start(tmp_path / 'run', TWO)
     read_until(process, '2 ranks: ')
     while len(ranks_of(process.pid)) < 2 and process.poll() is None: time.sleep(.1)
@@ -353,13 +353,13 @@ def test_interrupting_a_run_ends_its_ranks(tmp_path):
 @pytest.mark.parametrize('how', [signal.SIGTERM, signal.SIGINT, signal.SIGKILL], ids=lambda how: how.name)
 def test_ending_the_caller_ends_the_ranks(tmp_path, how):
     "Also where the caller has no time to end them itself."
-    process = start_module('tests.ranks', str(tmp_path))
+    process = start_module('tests.tools.ranks', str(tmp_path))
     read_until(process, 'all are here')
     end_by(process, how)
 
 
 def test_ranks_end_with_their_launcher(tmp_path):
-    process = start_module('tests.ranks', str(tmp_path))
+    process = start_module('tests.tools.ranks', str(tmp_path))
     read_until(process, 'all are here')
     ranks, (launcher,) = ranks_of(process.pid), psutil.Process(process.pid).children()
     assert sorted(ranks) == [0, 1] and launcher.pid not in [p.pid for p in ranks.values()]
@@ -370,7 +370,7 @@ def test_ranks_end_with_their_launcher(tmp_path):
 
 
 def test_ranks_that_are_killed_at_once_are_all_named(tmp_path):
-    process = start_module('tests.ranks', str(tmp_path))
+    process = start_module('tests.tools.ranks', str(tmp_path))
     read_until(process, 'all are here')
     ranks = list(ranks_of(process.pid).values())
     for rank in ranks: rank.send_signal(signal.SIGKILL)

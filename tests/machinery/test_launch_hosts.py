@@ -21,7 +21,7 @@ from credit_rl.parameters import by_group, make_parser, read_settings
 from credit_rl.train import train
 
 psutil = pytest.importorskip('psutil')
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 SHORT = dict(model=str(ROOT / 'data' / 'tiny_base'), steps=3, eval_every=2, questions_per_step=3, group_size=4,
              questions=50, dev_questions=7, test_questions=7, max_turns=3, turn_tokens=12, kl=.01, learning_rate=1e-4,
              world={'size': 200}, threads=1, track='', learner='deepspeed', stage=2)
@@ -80,10 +80,10 @@ def free_endpoint():
 
 
 def start_two(hosts, *arguments, cwd=(ROOT, ROOT), endpoint=None):
-    "Two commands of tests/hosts.py, the first of which is host 0."
+    "Two commands of tests/tools/hosts.py, the first of which is host 0."
     endpoint = endpoint or free_endpoint()
     folder, *rest = arguments
-    both = [hosts('tests.hosts', folder, endpoint, *rest, cwd=place) for place in cwd]
+    both = [hosts('tests.tools.hosts', folder, endpoint, *rest, cwd=place) for place in cwd]
     for command in both: command.read_until('this is host')
     return sorted(both, key=lambda command: 'host 0' not in command.said)
 
@@ -152,7 +152,7 @@ def test_data_that_only_one_host_sees_is_refused(hosts, tmp_path):
 
 def test_another_command_on_a_host_is_refused(hosts, tmp_path):
     endpoint = free_endpoint()
-    both = [hosts('tests.hosts', tmp_path / 'run', endpoint, what) for what in ('end', 'wait')]
+    both = [hosts('tests.tools.hosts', tmp_path / 'run', endpoint, what) for what in ('end', 'wait')]
     for command in both:
         code, words = command.end()
         assert code != 0 and 'every host gives the same command, but what=' in words, words

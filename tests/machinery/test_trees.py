@@ -256,7 +256,7 @@ def test_deepspeeds_steps_with_trees_are_the_plain_learners_without(tmp_path):
 
 # ---- runs ----
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 SHORT = dict(model=str(ROOT / 'data' / 'tiny_base'), steps=1, eval_every=1, questions_per_step=4, group_size=4,
              questions=50, dev_questions=4, test_questions=4, max_turns=3, turn_tokens=12, world={'size': 200},
              threads=1, kl=.01, minibatches=1)

@@ -2,7 +2,7 @@
 this; without vLLM it is skipped.
 
 One engine per process on a CPU: vLLM keeps global state, so what needs another engine runs in a process of its own
-(tests/vllm_process.py).
+(tests/tools/vllm_process.py).
 """
 import copy
 import importlib
@@ -416,8 +416,8 @@ def test_this_process_is_left_as_it_was(engine):
 
 @pytest.mark.parametrize('what', ['untied', 'carl', 'other_process', 'notebook', 'adapter'])
 def test_in_another_process(root, run_python, what):
-    "See tests/vllm_process.py; each prints what it measured."
-    said = run_python(root / 'tests' / 'vllm_process.py', what,
+    "See tests/tools/vllm_process.py; each prints what it measured."
+    said = run_python(root / 'tests' / 'tools' / 'vllm_process.py', what,
                       env={'VLLM_LOGGING_LEVEL': 'ERROR', 'PYTHONPATH': str(root)})
     lines = [line for line in said.splitlines() if line.startswith('MEASURED ')]
     assert lines, said[-4000:]

@@ -18,7 +18,7 @@ from credit_rl.runlog import RunLog
 from credit_rl.trajectory import example_group, to_json
 from credit_rl.watch import NewestRollouts, Status, follow, main, plot, read_status, screen, watch, watch_figure
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 SUMMARY = {'final_em': .5, 'base_em': .25, 'questions': 600, 'best_step': 3, 'seconds': 150, 'steps': 3}
 
 

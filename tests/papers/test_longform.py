@@ -23,10 +23,10 @@ from credit_rl.runlog import read_metrics, read_turns
 from credit_rl.train import train
 from credit_rl.trajectory import Question, Trajectory, Turn
 from paper_player import answer_of, call_of, write_model
-from test_params import unsaid
-from test_turn_rewards import Stub
+from test_paper_settings import unsaid
+from judge_server import Stub
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 SAMPLE, PAGES = ROOT / 'data' / 'rows' / 'pairs.jsonl', ROOT / 'data' / 'rows' / 'pairs_corpus.jsonl'
 PRS = PROTOCOLS['prs']
 

@@ -1,5 +1,6 @@
 ("The papers' settings under runs/params: each file loads, can be run, says where its values come from, and fits its "
  "paper's host.")
+import dataclasses
 import importlib.util
 import math
 import re
@@ -38,7 +39,7 @@ from credit_rl.trajectory import example_group
 from credit_rl.warmup import read_collected
 from paper_player import Player, write_model, write_sets
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 VLLM = importlib.util.find_spec('vllm') is not None
 # many runs in the tiny world, for credit_rl.compare
 OURS = ('sweep', 'sweep_weak', 'claims', 'engines', 'ahead', 'carl_warm', 'carl_tiny', 'study', 'asking')
@@ -422,6 +423,16 @@ def test_the_critics_term_is_half_the_mean_square(name):
 def test_sizes_are_the_published_ones(sizes):
     assert {name: s.parameters
             for name, s in sizes.items()} == {name: parameters for name, (_, parameters) in MODELS.items()}
+
+
+def test_known_sizes_are_those_of_the_configurations():
+    from credit_rl.estimate import KNOWN_SIZES
+    for name, known in KNOWN_SIZES.items():
+        config, parameters = MODELS[name]
+        width = getattr(config, 'head_dim', None) or config.hidden_size // config.num_attention_heads
+        assert dataclasses.astuple(known) == (
+            parameters, config.num_hidden_layers, config.hidden_size, config.intermediate_size,
+            width * config.num_attention_heads, width * config.num_key_value_heads, config.vocab_size), name
 
 
 @pytest.mark.parametrize('name', FILES)

@@ -29,9 +29,9 @@ from credit_rl.tables import DRAWINGS, draw_entry, entry_lines, gain_table, sett
 from credit_rl.tiny import NOISY_CODER, act_coder, memory_of, tiny_model, tiny_tokenizer
 from credit_rl.train import train
 from test_longform import by_numbers, gossip, settings_for
-from test_turn_rewards import Stub
+from judge_server import Stub
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 DRAWN = [e for of in ENTRIES.values() for e in of if e.draw]
 SMALL = dict(steps=2, eval_every=2, questions=20, dev_questions=6, test_questions=6, questions_per_step=4, group_size=4,
              threads=1, track='', log_rollouts=4)

@@ -1,4 +1,4 @@
-"""A slice of the campaign of faults (tests/campaign.py): a few of different kinds, on the jobs that cost least."""
+"""A slice of the campaign of faults, tests/tools/campaign.py: a few of several kinds, on the jobs that cost least."""
 import json
 from pathlib import Path
 
@@ -11,7 +11,7 @@ KINDS = ('kill', 'interrupt', 'cut', 'stop', 'disk')
 
 
 def test_faults_at_random_moments_lose_nothing(run_python, tmp_path):
-    said = run_python('tests/campaign.py', '--faults', 6, '--seed', 3, '--stop', 1, '--out', tmp_path, '--jobs',
+    said = run_python('tests/tools/campaign.py', '--faults', 6, '--seed', 3, '--stop', 1, '--out', tmp_path, '--jobs',
                       'index', 'training', '--kinds', *KINDS, env={'OMP_NUM_THREADS': '1'})
     rows = campaign.read_rows(tmp_path / 'faults.jsonl')
     assert len(rows) == 6 and len({row['kind'] for row in rows}) >= 3

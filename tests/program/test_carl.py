@@ -50,7 +50,7 @@ from credit_rl.warmup import GATE, GateReport, context_values, gold_shown, make_
 from papermilled import papermill, shown
 from pieces import learner_of, stage_of
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 ROWS = ROOT / 'data' / 'rows'
 WORLD = dict(size=300, hops=[1, 2], famous=dict(train=30, dev=15, test=15), easy=5, hard=5)
 TINY = dict(protocol='carl-tiny', method='carl', world=WORLD, steps=2, eval_every=2, questions=20, dev_questions=6,

@@ -29,7 +29,7 @@ from credit_rl.view import show_rollout
 from papermilled import papermill, printed, shown
 from pieces import stage_of
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 SAMPLE = ROOT / 'data' / 'hotpotqa_sample.json'
 SHORT = dict(data='hotpotqa', steps=5, eval_every=5, questions_per_step=2, group_size=2, dev_questions=4,
              test_questions=4, max_turns=3, turn_tokens=16, max_tokens=6000, passages=2, passage_tokens=60, threads=1)

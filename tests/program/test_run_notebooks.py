@@ -9,11 +9,11 @@ import yaml
 from jupyter_client.manager import start_new_kernel
 
 from papermilled import commands_of, outputs, papermill, printed, shown, typed
-from test_evaluate import random_model
+from random_models import random_model
 
 from credit_rl.runlog import latest_checkpoint, read_metrics, read_turns
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 SHORT = dict(model=str(ROOT / 'data' / 'tiny_base'), steps=3, eval_every=2, questions_per_step=4, group_size=4,
              questions=50, dev_questions=6, test_questions=6, max_turns=3, turn_tokens=12, world={'size':
                                                                                                   200}, threads=1)

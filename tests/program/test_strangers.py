@@ -30,7 +30,7 @@ from credit_rl.runlog import (RunFolders, RunLog, atomic_write, latest_checkpoin
 from credit_rl.warmup import Warmed, read_collected, read_tiers, read_warmed
 from credit_rl.watch import NewestRollouts
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 BASE = ROOT / 'data' / 'tiny_base'
 
 

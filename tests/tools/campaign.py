@@ -1,7 +1,8 @@
 """A campaign of faults: runs of every kind are struck at random moments, taken up again by the same command, and held
 against a run that was left alone.
 
-    python tests/campaign.py --faults 200 --seed 0 --out FOLDER [--jobs training sft] [--kinds kill disk] [--minutes 60]
+    python tests/tools/campaign.py --faults 200 --seed 0 --out FOLDER [--jobs training sft] [--kinds kill disk]
+        [--minutes 60]
 
 Each fault is drawn by its number and the seed: which job, which fault, at which moment. What is over stands in
 FOLDER/faults.jsonl, so the same command goes on where it ended. What can come of a fault:
@@ -42,7 +43,7 @@ from pathlib import Path
 
 import psutil
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 MARK = 'CREDIT_RL_CAMPAIGN'      # environment variable of all that a fault starts: its number
 FAILURES = ('wrong', 'lost', 'broken', 'hung')
 BASE, CODER = ROOT / 'data' / 'tiny_base', ROOT / 'data' / 'tiny_carl'
@@ -210,7 +211,7 @@ def free_port():
 def environment(number):
     here = {k: v for k, v in os.environ.items() if k not in ('RANK', 'WORLD_SIZE', 'MASTER_ADDR')}
     return {**here, MARK: str(number), 'OMP_NUM_THREADS': '1', 'CUDA_VISIBLE_DEVICES': '', 'HF_HUB_OFFLINE': '1',
-            'PYTHONPATH': f'{ROOT}:{ROOT / "tests"}', 'PYTHONUNBUFFERED': '1', 'DS_ACCELERATOR': 'cpu'}
+            'PYTHONPATH': f'{ROOT}:{ROOT / "tests" / "tools"}', 'PYTHONUNBUFFERED': '1', 'DS_ACCELERATOR': 'cpu'}
 
 
 def make_model(folder):

@@ -1,5 +1,5 @@
 """A host of two that meet at an endpoint, with a rank each, which then wait, fail or end; not a test file. As a
-program, `python -m tests.hosts FOLDER ENDPOINT WHAT [DATA]` is one host's command, without what a run imports."""
+program, `python -m tests.tools.hosts FOLDER ENDPOINT WHAT [DATA]` is one host's command, without what a run imports."""
 import os
 import sys
 import time
@@ -18,8 +18,8 @@ if __name__ == '__main__':
             if meeting.number == 0:
                 Path(folder).mkdir(exist_ok=True)
                 (Path(folder) / 'launch.yaml').write_text('{}')
-            launch(launch_command('tests.hosts', sys.argv[1:], 2, meeting=meeting), folder, result, meeting=meeting,
-                   environment=gloo_environment(hosts=2, endpoint=endpoint))
+            launch(launch_command('tests.tools.hosts', sys.argv[1:], 2, meeting=meeting), folder, result,
+                   meeting=meeting, environment=gloo_environment(hosts=2, endpoint=endpoint))
         print('all is well', flush=True)
     else:
         expect_file(Path(folder) / 'launch.yaml')

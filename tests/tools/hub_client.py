@@ -1,7 +1,7 @@
 """What a user's process does with the hub: load every split of some sets by name, and say what came. Run by
-tests/test_datasets.py, with HF_ENDPOINT and HF_HOME set.
+tests/2_environment/test_datasets.py, with HF_ENDPOINT and HF_HOME set.
 
-    python tests/hub_client.py OUT.json NAME...
+    python tests/tools/hub_client.py OUT.json NAME...
 
 FinQA's authors are taken to be at the same server. Writes {name: {split: [[id, text, answers, meta], ...] or an
 error's type and message}}.

@@ -1,6 +1,6 @@
 """A long run of a tiny model, watched from outside: memory, file sizes and the time of a step from beginning to end.
 
-    python tests/long_run.py --steps 2000 --out FOLDER       prints a table; exits with 1 if something grew
+    python tests/tools/long_run.py --steps 2000 --out FOLDER       prints a table; exits with 1 if something grew
 
 Nothing is learned and every step updates, so that all steps do the same. After 200 steps the memory of all processes
 may grow by 2 %, and the log of rollouts grows as `log_steps` says. How much processor time a step takes depends on what
@@ -17,7 +17,7 @@ from pathlib import Path
 
 import psutil
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 SETTLED = 200                    # steps after which memory should be flat
 BESIDE = 'processor time of a step, of a young run and the old one at the same time, s'
 SMALL = ['data=tiny', f'model={ROOT / "data" / "tiny_base"}', 'questions=200', 'dev_questions=4', 'test_questions=4',

@@ -12,7 +12,7 @@ from credit_rl.datasets import load_corpus, load_questions
 from credit_rl.engine import ScriptedEngine
 from credit_rl.protocol import PROTOCOLS, byte_tokenizer
 
-SAMPLE = Path(__file__).resolve().parents[1] / 'data' / 'hotpotqa_sample.json'
+SAMPLE = Path(__file__).resolve().parents[2] / 'data' / 'hotpotqa_sample.json'
 SETS = ('nq', 'triviaqa', 'hotpotqa', '2wikimultihopqa', 'gsm8k')
 
 

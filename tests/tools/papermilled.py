@@ -9,7 +9,7 @@ from unittest import mock
 
 import yaml
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def notebook_path(stem):

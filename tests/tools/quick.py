@@ -1,9 +1,10 @@
 """The checks for while one works: what changed and what stands on it directly, in two minutes on two cores.
 
-Runs the notebooks that changed since the last commit and those whose modules import theirs directly; the test files
-that changed or that import one of these modules; and tests/test_architecture.py. Left out: what depends on a change
-only through other modules; the run notebooks 9x; tests that start processes (the mark `process`); tests that took
-longer than `--below` seconds when durations were recorded (tests/durations.json). `make test` leaves nothing out.
+Runs the tour, the notebooks that changed since the last commit and those whose modules import theirs directly; the
+test files that changed or that import one of these modules; and tests/test_architecture.py. Left out: what depends on
+a change only through other modules; the run notebooks 9x; tests that start processes (the mark `process`); tests that
+took longer than `--below` seconds when durations were recorded (tests/durations.json). `make test-all` leaves nothing
+out.
 """
 import argparse
 import ast
@@ -14,8 +15,9 @@ import sys
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 BIN = Path(sys.executable).parent
+TOUR = 'tour'                  # the notebook that newcomers run first: it stands on nearly everything
 
 
 @functools.cache
@@ -45,17 +47,18 @@ def names_of(paths):
             if path.stem == 'index': modules.add('index')
             else: (runs if number >= '90' else modules).add(name)
         elif path.parent == Path('credit_rl') and path.suffix == '.py' and path.stem[0] != '_': modules.add(path.stem)
-        elif path.parent == Path('tests') and path.suffix == '.py': tests.add(path.stem)
+        elif path.parts[0] == 'tests' and path.suffix == '.py': tests.add(path.stem)
     return modules, tests, runs
 
 
 def chosen(modules, tests):
     "The notebooks to run and the test files, in order."
     code = {p.stem: imports(p) for p in (ROOT / 'credit_rl').glob('*.py')}
-    library = [p for p in sorted((ROOT / 'nbs').rglob('[0-9i]*.ipynb'), key=lambda p: p.stem) if not '90' <= p.stem < 'a']
+    books = sorted((ROOT / 'nbs').rglob('[0-9i]*.ipynb'), key=lambda p: p.stem)
+    library = [p for p in books if not '90' <= p.stem < 'a']
     name = lambda p: p.stem.partition('_')[2] or p.stem                     # index.ipynb has no number
-    run = [p for p in library if name(p) in modules or code.get(name(p), set()) & modules]
-    files = [p for p in sorted((ROOT / 'tests').glob('test_*.py'))
+    run = [p for p in library if name(p) in {*modules, TOUR} or code.get(name(p), set()) & modules]
+    files = [p for p in sorted((ROOT / 'tests').rglob('test_*.py'))
              if p.stem in {*tests, 'test_architecture'} or imports(p) & (modules | tests)]
     return run, files
 
@@ -91,7 +94,7 @@ def check(notebooks, files, below):
 def main():
     given, start = read_arguments(), time.monotonic()
     modules, tests, runs = names_of(notebooks_of(given.changed) if given.changed else changed_since(given.since))
-    if runs: print('left out, papermill runs them in `make test`:', *sorted(runs))
+    if runs: print('left out, papermill runs them in `make test-all`:', *sorted(runs))
     if not modules | tests: return print(f'no notebook and no test differs from {given.since}')
     if not given.list: subprocess.run([BIN / 'nbdev_export'], cwd=ROOT, check=True)
     notebooks, files = chosen(modules, tests)

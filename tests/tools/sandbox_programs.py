@@ -1,7 +1,7 @@
 """Random programs through the Python tool, watched from outside: no file, socket or process, no growth of this process,
 no run beyond its limit.
 
-    python tests/sandbox_programs.py 10000 [SEED]     prints the figures and exits with 1 if anything got out
+    python tests/tools/sandbox_programs.py 10000 [SEED]     prints the figures and exits with 1 if anything got out
 
 Programs are written by a grammar of ours (`programs`): what agents write, and what they should not be able to do."""
 import multiprocessing

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from credit_rl.protocol import byte_tokenizer
 
-FOLDER = Path(__file__).parent / 'fixtures' / 'templates'
+FOLDER = Path(__file__).resolve().parents[1] / 'fixtures' / 'templates'
 _found = importlib.util.find_spec('trl')
 TRL = Path(_found.submodule_search_locations[0]) / 'chat_templates' if _found else None
 

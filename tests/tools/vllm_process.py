@@ -1,5 +1,5 @@
-"""Engines in processes of their own, for tests/test_vllm.py: `python tests/vllm_process.py NAME`. Prints `MEASURED
-{…}` with `ok`."""
+"""Engines in processes of their own, for tests/machinery/test_vllm_engine.py. `python tests/tools/vllm_process.py NAME`
+prints `MEASURED {…}` with `ok`."""
 import copy
 import dataclasses
 import json
@@ -22,7 +22,7 @@ from credit_rl.tiny import tiny_environment, tiny_tokenizer
 from credit_rl.vllm_engine import VLLMEngine, VLLMSettings, logp_gap, sync_gap
 from credit_rl.world import make_world
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 SETTINGS = VLLMSettings('float32', arguments={'enforce_eager': True})
 ODD = [list(range(10, 10 + n)) for n in (5, 20, 60)]
 
