@@ -86,6 +86,7 @@ def followed(guide, checkout):
     return before, said
 
 
+@pytest.mark.long
 @pytest.mark.process
 def test_the_guide_trains_its_rule_and_shows_it(followed, checkout):
     "Three steps that move the weights, a row of the table, and a row of the comparison."
@@ -98,6 +99,7 @@ def test_the_guide_trains_its_rule_and_shows_it(followed, checkout):
     assert re.search(r'^\| *\W*median\b', comparison, re.M) and re.search(r'^\| *\W*grpo\b', comparison, re.M)
 
 
+@pytest.mark.long
 @pytest.mark.process
 def test_one_line_is_all_that_the_rule_changes(followed, checkout, guide):
     "Beside the new notebook, one line of one notebook, and what the export writes."
@@ -117,6 +119,7 @@ def test_the_guide_is_short(guide):
     assert 25 <= len(code) <= 40 and all(len(line) <= 120 for line in code)
 
 
+@pytest.mark.long
 @pytest.mark.process
 def test_what_the_guide_says_is_refused_is_refused(followed, checkout):
     "A quantile of 2, FOLR beside a sum over turns; the mixtures that it names are accepted."

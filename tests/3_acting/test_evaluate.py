@@ -618,6 +618,7 @@ def test_a_model_is_known_by_its_contents(model, tmp_path):
 
 # ---- several ranks ----
 
+@pytest.mark.long
 def test_two_ranks_write_what_one_writes(model, corpus, tmp_path, monkeypatch):
     "Two sets, an odd number of questions, sampled and not greedy; an evaluation that is done is only shown."
     monkeypatch.setenv('CUDA_VISIBLE_DEVICES', '')

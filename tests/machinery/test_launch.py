@@ -77,6 +77,11 @@ def nothing_left_running():
     STARTED.clear()
 
 
+def by_ranks(kinds):
+    "Kinds of runs as parameters; those of two ranks are made together, which takes long."
+    return [pytest.param(kind, marks=[pytest.mark.long] * ('two ranks' in kind)) for kind in kinds]
+
+
 def start_module(*command):
     "A module as a process of its own; its output can be read."
     alone = {**os.environ, 'OMP_NUM_THREADS': '1', 'PYTHONUNBUFFERED': '1'}
@@ -202,7 +207,7 @@ def results(folder):
     return {k: v for k, v in json.loads((folder / 'summary.json').read_text()).items() if k not in ('seconds', 'code')}
 
 
-@pytest.mark.parametrize('kind', OTHERS)
+@pytest.mark.parametrize('kind', by_ranks(OTHERS))
 def test_a_run_has_the_numbers_of_the_plain_one(runs, kind):
     plain, folder = runs('plain, adapted' if 'adapted' in kind else 'plain'), runs(kind)
     first, second = read_metrics(plain), read_metrics(folder)
@@ -218,7 +223,7 @@ def test_a_run_has_the_numbers_of_the_plain_one(runs, kind):
     assert results(folder) == results(plain)
 
 
-@pytest.mark.parametrize('kind', [kind for kind in KINDS if kind != 'plain, checkpointing'])
+@pytest.mark.parametrize('kind', by_ranks(kind for kind in KINDS if kind != 'plain, checkpointing'))
 def test_what_a_run_made_can_be_exported(runs, tmp_path, kind):
     """Weights in pieces are put together, additions merged: a folder that any reader of Hugging Face models loads,
     with the plain run's weights."""
@@ -244,6 +249,7 @@ def test_only_additions_are_trained(runs):
     assert all(w.abs().max() > 0 for name, w in state.items() if 'lora_B' in name)       # they began as zero
 
 
+@pytest.mark.long
 def test_progress_is_passed_on_and_everything_is_kept(sittings):
     first, second, last = sittings()
     assert first.before.startswith('2 ranks: python -m torch.distributed.run --nproc_per_node 2')
@@ -267,13 +273,15 @@ def test_a_run_on_one_rank_makes_no_rank_of_what_comes_next(runs):
         assert subprocess.check_output([sys.executable, '-c', code], text=True) == 'False\n'
 
 
-@pytest.mark.parametrize('kind', ['plain', 'one rank, stage 2', 'two ranks, stage 2', 'two ranks, stage 3', *TEACHERS])
+@pytest.mark.parametrize('kind', by_ranks(['plain', 'one rank, stage 2', 'two ranks, stage 2', 'two ranks, stage 3',
+                                           *TEACHERS]))
 def test_a_checkpoint_is_as_large_as_was_estimated(runs, kind):
     written = sum(p.stat().st_size for p in latest_checkpoint(runs(kind))[1].rglob('*') if p.is_file())
     config = make_config({**SHORT, **{**KINDS, **TEACHERS}[kind]})
     assert written == pytest.approx(memory(read_sizes(config.model), plan_of(config))['checkpoint'], rel=.05)
 
 
+@pytest.mark.long
 def test_a_disk_that_takes_no_checkpoint_ends_the_run_with_the_reason(sittings):
     found, *_ = sittings()
     assert found.code != 0 and not found.over
@@ -289,6 +297,7 @@ def test_a_disk_that_takes_no_checkpoint_ends_the_run_with_the_reason(sittings):
     assert found.steps[:kept + 1] == list(range(kept + 1))                        # what was written stays
 
 
+@pytest.mark.long
 def test_a_killed_rank_ends_the_run(sittings):
     first, found, _ = sittings()
     if found.over: pytest.fail('the run was over before the rank was killed')
@@ -299,17 +308,20 @@ def test_a_killed_rank_ends_the_run(sittings):
     assert found.newest == 2 and found.steps == [0, 1, 2]
 
 
+@pytest.mark.long
 def test_a_hostfile_of_this_host_starts_the_ranks_by_deepspeeds_launcher(sittings):
     found = sittings()[-1]
     assert 'deepspeed.launcher.runner --hostfile' in found.said.splitlines()[0]
     assert 'resumed after step 2' in found.said and found.said.count('final: EM') == 1 and found.over
 
 
+@pytest.mark.long
 def test_a_run_that_failed_twice_ends_with_the_very_numbers_of_a_whole_one(runs, sittings):
     whole, run = runs('two ranks, stage 2'), sittings()[-1].folder
     assert same_metrics(whole, run) == [] and results(whole) == results(run) and read_turns(whole) == read_turns(run)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize('kind, ranks', [
     ('two ranks, stage 2', 1), ('two ranks, stage 3, adapted', 1), ('one rank, stage 2', 2)])
 def test_a_run_goes_on_on_another_number_of_ranks(runs, tmp_path, kind, ranks):

@@ -21,6 +21,7 @@ from credit_rl.tiny import tiny_tokenizer
 
 STAGES = {1: (2, 3), 2: (0, 1, 2, 3)}  # ranks: the stages they run
 RUNS = [(ranks, stage) for ranks, stages in STAGES.items() for stage in stages]
+pytestmark = pytest.mark.long
 HANG = 3300  # seconds after which a launch is ended
 
 
