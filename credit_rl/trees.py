@@ -156,7 +156,7 @@ def tree_attention(module, query, key, value, attention_mask, tree=None, **kwarg
     return path_attention(query, key, value, tree, kwargs.get('scaling')).transpose(1, 2).contiguous(), None
 
 # %% ../nbs/machinery/07_trees.ipynb #t016
-ARCHITECTURES = ('llama', 'mistral', 'qwen2', 'qwen3')   # tests/test_trees.py compares each with rows of their own
+ARCHITECTURES = ('llama', 'mistral', 'qwen2', 'qwen3')   # tests/machinery/test_trees.py compares each
 
 def check_tree(
     config,  # Hugging Face configuration of a causal model
