@@ -151,7 +151,13 @@ def check_reads(
     tokenizer,  # of the policy: a Hugging Face tokenizer, or the folder or hub name of its model
 ):
     """Refuse a model to which the policy's ids are other words. Raises ValueError naming one of them, and
-    ConnectionError where a tokenizer of the hub cannot be fetched."""
+    ConnectionError where a tokenizer of the hub cannot be fetched.
+
+    Parameters
+    ----------
+    model : folder or hub name of the model that is to read
+    tokenizer : of the policy: a Hugging Face tokenizer, or the folder or hub name of its model
+    """
     def vocabulary(name):
         check_model(name)
         try: return load_tokenizer(name).get_vocab()

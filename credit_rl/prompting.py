@@ -46,7 +46,13 @@ class Baseline:
         chat,  # Chat of its protocol
         tool,  # has call(list of query lists) → list of (text, Result)
     ):
-        "Make the `Chat` by which a rollout asks."
+        """Make the `Chat` by which a rollout asks.
+
+        Parameters
+        ----------
+        chat : Chat of its protocol
+        tool : has call(list of query lists) → list of (text, Result)
+        """
         return Asking(self, chat, tool) if self.when in ('question', 'lines') else chat
 
 # %% ../nbs/papers/27_prompting.ipynb #c007

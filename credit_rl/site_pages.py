@@ -29,15 +29,30 @@ from .sft import Imitation
 
 # %% ../nbs/machinery/87_site_pages.ipynb #s005
 def page_name(name):  # str: of a method
-    "The name of a method's page, without its ending: str."
+    """The name of a method's page, without its ending: str.
+
+    Parameters
+    ----------
+    name : str: of a method
+    """
     return name.replace('*', '-star').replace('+', '-plus-').strip('-').replace('--', '-')
 
 def notebook_of(module):  # ModuleType
-    "The notebook that a module is exported from, its stem: str."
+    """The notebook that a module is exported from, its stem: str.
+
+    Parameters
+    ----------
+    module : ModuleType
+    """
     return re.search(r'nbs/(\w+)\.ipynb', Path(module.__file__).read_text(encoding='utf-8'))[1]
 
 def notebook_link(module, folder='../nbs'):  # ModuleType; path from the page to the notebooks
-    "A link to a module's notebook, in Markdown."
+    """A link to a module's notebook, in Markdown.
+
+    Parameters
+    ----------
+    module, folder : ModuleType; path from the page to the notebooks
+    """
     stem = notebook_of(module)
     return f'[{stem}]({folder}/{stem}.ipynb)'
 
@@ -173,7 +188,13 @@ def method_page(
     method,           # Method
     stored=Stored(),  # what the repository holds about it
 ):
-    "The page of a method, in Markdown: the same sections for each."
+    """The page of a method, in Markdown: the same sections for each.
+
+    Parameters
+    ----------
+    method : Method
+    stored : what the repository holds about it
+    """
     parts = [f'# {method.name}\n\n> {method.paper}']
     parts += [f'## {title}\n\n{section(method, stored)}' for title, section in SECTIONS.items()]
     return '\n\n'.join(parts) + '\n'
@@ -189,7 +210,12 @@ def methods_page():
 # %% ../nbs/machinery/87_site_pages.ipynb #s023
 def comparisons(root):  # top of the repository
     """Folders of stored runs and what was compared there, the widest first: dict folder -> names of runs, without the
-    seed, of methods and variants that have a curve."""
+    seed, of methods and variants that have a curve.
+
+    Parameters
+    ----------
+    root : top of the repository
+    """
     found = {}
     for folder in sorted({p.parents[1] for p in Path(root, 'runs').glob('*/*/metrics.jsonl*')}):
         runs = {run: read_params(run) for run in find_runs(folder) if (run/'summary.json').exists()}
@@ -253,7 +279,14 @@ def stored_about(
     archive,   # Archive
     out=None,  # folder of the page, which gets the picture; None: nothing is drawn
 ):
-    "What the repository holds about a method: `Stored`."
+    """What the repository holds about a method: `Stored`.
+
+    Parameters
+    ----------
+    method : Method
+    archive : Archive
+    out : folder of the page, which gets the picture; None: nothing is drawn
+    """
     name, wide = method.name, archive.comparisons
     folder, stem = next(((folder, stem) for folder, found in wide.items() for stem in _stems(name) if stem in found),
                         (None, None))
@@ -277,7 +310,13 @@ def results_page(
     archive,   # Archive
     out=None,  # folder of the page, which gets the pictures; None: nothing is drawn
 ):
-    "The tables of the stored comparisons with their curves, in Markdown."
+    """The tables of the stored comparisons with their curves, in Markdown.
+
+    Parameters
+    ----------
+    archive : Archive
+    out : folder of the page, which gets the pictures; None: nothing is drawn
+    """
     parts = ['# Results\n\nTest exact match on the tiny world: mean over seeds (lowest to highest). What the tables '
              'mean, and what they do not show, stands in [97_results](nbs/experiments/97_results.ipynb), which `make reports` '
              'runs, and in the [log of findings](runs/LOG.md).']
@@ -318,13 +357,18 @@ def _plain(text):
 
 def _documented(doc):
     "A docstring as Markdown, what it says of arguments as a list."
-    text, _, said = inspect.cleandoc(doc or '').partition('\n\nArguments:\n')
-    about = re.findall(r'^    (.+?): (.*)$', said, re.M)
-    lines = [f'- `{name}`: {_plain(what)}' for name, what in about]
+    text, _, said = inspect.cleandoc(doc or '').partition('\n\nParameters\n----------\n')
+    about = re.findall(r'^(\S.*?) : (.*(?:\n    .*)*)', said, re.M)
+    lines = [f'- `{name}`: {_plain(" ".join(what.split()))}' for name, what in about]
     return '\n\n'.join(p for p in [_plain(text), '\n'.join(lines)] if p)
 
 def name_entry(name, module):  # module: ModuleType
-    "What the page says of one name: signature, docstring, arguments."
+    """What the page says of one name: signature, docstring, arguments.
+
+    Parameters
+    ----------
+    name, module : module: ModuleType
+    """
     thing = getattr(module, name)
     if not callable(thing): return f'### {name}\n\n`{type(thing).__name__}` of {len(thing)}: {", ".join(thing)}'
     signature = str(inspect.signature(thing))
@@ -332,7 +376,12 @@ def name_entry(name, module):  # module: ModuleType
     return f'### {name}\n\n```python\n{name}{signature}\n```\n\n{_documented(thing.__doc__)}'
 
 def api_page(homes):  # dict name -> name of the module that it lives in
-    "The names that the package gives, by module, in Markdown."
+    """The names that the package gives, by module, in Markdown.
+
+    Parameters
+    ----------
+    homes : dict name -> name of the module that it lives in
+    """
     parts = ['# The package from outside\n\n`import credit_rl` gives these names and imports nothing heavy before one '
              'is used: `credit_rl.tspo_advantages(…)`. N trajectories, K turns, T tokens.']
     for home in dict.fromkeys(homes.values()):
@@ -349,7 +398,14 @@ def link_notebooks(
     place='',  # path from the page to their folder, with / at its end
     ending='.ipynb',
 ):
-    "Make a link of every notebook that a text names in code type, code blocks and links aside: str."
+    """Make a link of every notebook that a text names in code type, code blocks and links aside: str.
+
+    Parameters
+    ----------
+    text : Markdown
+    stems : names of notebooks that have a page
+    place : path from the page to their folder, with / at its end
+    """
     def linked(match):
         return f'[`{match[1]}`]({place}{match[1]}{ending})' if match[1] in stems else match[0]
     blocks = re.split(r'(^```.*?^```)', text, flags=re.M | re.S)
@@ -360,7 +416,13 @@ def site_notebook(
     notebook,  # dict, as JSON has it
     stems,     # names of the notebooks that have a page
 ):
-    "A notebook as the site shows it: dict. Directives and hidden cells are gone, links lead to pages."
+    """A notebook as the site shows it: dict. Directives and hidden cells are gone, links lead to pages.
+
+    Parameters
+    ----------
+    notebook : dict, as JSON has it
+    stems : names of the notebooks that have a page
+    """
     cells = []
     for cell in notebook['cells']:
         source = ''.join(cell['source'])
@@ -380,7 +442,12 @@ FLOORS = ('Words', 'Environment', 'Acting', 'Reward: what did a turn earn?', 'Cr
           'The run', 'Understanding', 'Elsewhere', 'Runs, for papermill')   # by the first digit of a notebook
 
 def notebook_title(notebook):  # dict, as JSON has it
-    "What a notebook calls itself: its first heading."
+    """What a notebook calls itself: its first heading.
+
+    Parameters
+    ----------
+    notebook : dict, as JSON has it
+    """
     text = ''.join(''.join(c['source']) + '\n' for c in notebook['cells'] if c['cell_type'] == 'markdown')
     return re.search('^# (.*)', text, re.M)[1]
 
@@ -390,7 +457,12 @@ def read_notebooks(root):
             for p in sorted(Path(root, 'nbs').glob('[0-9][0-9]_*.ipynb'))}
 
 def site_nav(notebooks):  # as read_notebooks gives them
-    "The site's contents, as mkdocs.yml has them: list."
+    """The site's contents, as mkdocs.yml has them: list.
+
+    Parameters
+    ----------
+    notebooks : as read_notebooks gives them
+    """
     floors = [{floor: [{f'{stem[:2]} · {notebook_title(nb)}': f'nbs/{stem}.ipynb'} for stem, nb in notebooks.items()
                        if int(stem[0]) == i]} for i, floor in enumerate(FLOORS)]
     return [{'Home': 'index.md'}, {'Your rule in 30 lines': 'nbs/your_rule.md'},
@@ -417,7 +489,14 @@ def write_pages(
     out,    # folder of pages, made anew
     homes,  # name that the package gives -> its module
 ):
-    "Write everything that the site is built from. Returns the site's contents, see `site_nav`."
+    """Write everything that the site is built from. Returns the site's contents, see `site_nav`.
+
+    Parameters
+    ----------
+    root : top of the repository
+    out : folder of pages, made anew
+    homes : name that the package gives -> its module
+    """
     root, out = Path(root), Path(out)
     shutil.rmtree(out, ignore_errors=True)
     notebooks = read_notebooks(root)
@@ -478,7 +557,13 @@ def dead_links(
     site,      # folder of built pages
     base='/',  # what stands before the path of a page on its host
 ):
-    "What leads nowhere in a built site: list of str, page and address."
+    """What leads nowhere in a built site: list of str, page and address.
+
+    Parameters
+    ----------
+    site : folder of built pages
+    base : what stands before the path of a page on its host
+    """
     site = Path(site).resolve()
     pages = {path: PageLinks(path.read_text(encoding='utf-8')) for path in sorted(site.rglob('*.html'))}
     found = []
@@ -493,7 +578,12 @@ def dead_links(
     return found
 
 def foreign_loads(site):  # folder of built pages
-    "What the pages and style sheets of a site load from another host: list of str, file and address."
+    """What the pages and style sheets of a site load from another host: list of str, file and address.
+
+    Parameters
+    ----------
+    site : folder of built pages
+    """
     site = Path(site)
     loads = [(path, a) for path in sorted(site.rglob('*.html'))
              for a in PageLinks(path.read_text(encoding='utf-8')).loads]
