@@ -6,10 +6,13 @@
 __all__ = ['KNOWN_SIZES', 'Sizes', 'read_sizes', 'Plan', 'model_memory', 'working_memory', 'start_memory', 'memory',
            'forward_flops', 'measure_tflops', 'step_seconds', 'Links', 'Load', 'sent_bytes', 'step_parts',
            'describe_hosts', 'both_seconds', 'ahead_seconds', 'describe_ahead', 'rollout_seconds', 'split_seconds',
-           'row_spans', 'rows_work', 'work_flops', 'sharing_gain', 'describe_sharing', 'describe']
+           'row_spans', 'rows_work', 'work_flops', 'sharing_gain', 'describe_sharing', 'describe', 'kept_lengths',
+           'likely_load', 'describe_likely']
 
 # %% ../nbs/machinery/04_estimate.ipynb #c002
 from dataclasses import dataclass, replace
+from pathlib import Path
+from .runlog import read_turns
 
 # %% ../nbs/machinery/04_estimate.ipynb #c005
 @dataclass(frozen=True)
@@ -458,3 +461,50 @@ def describe(sizes, plan, seconds, steps):
         f'a step, if every trajectory is as long as it may be: {total:.3g} s ({spent}); {steps} steps: '
         f'{total * steps / 3600:.3g} h',
     ]
+
+# %% ../nbs/machinery/04_estimate.ipynb #im042
+def kept_lengths(folder):
+    """The lengths of the rollouts that a run kept, prompts and what tools returned included: list of tokens, empty where
+    it kept none."""
+    if not (Path(folder)/'turns.jsonl.gz').exists(): return []
+    played = [row['trajectory'] for row in read_turns(folder)]
+    return [len(t['prompt_ids']) + sum(len(k['action_ids']) + len(k['observation_ids']) for k in t['turns'])
+            for t in played]
+
+def likely_load(
+    load,     # Load of trajectories that are as long as they may be
+    lengths,  # list of tokens of trajectories that were played
+):
+    """What a step computes whose trajectories are as long as others were: `Load`.
+
+    Parameters
+    ----------
+    load : Load of trajectories that are as long as they may be
+    lengths : list of tokens of trajectories that were played
+    """
+    squares, tokens = sum(n * n for n in lengths), sum(lengths)
+    return replace(load, tokens=round(load.tokens / load.length * tokens / len(lengths)), length=squares / tokens)
+
+def describe_likely(
+    sizes,
+    plan,
+    load,        # Load of trajectories that are as long as they may be
+    tflops,      # 10¹² FLOPs a second of one rank, learning
+    steps,       # of the run
+    lengths=(),  # of trajectories that were played, see kept_lengths; none: half as long as they may be
+):
+    """Say in a line of text what a step is likely to take.
+
+    Parameters
+    ----------
+    load : Load of trajectories that are as long as they may be
+    tflops : 10¹² FLOPs a second of one rank, learning
+    steps : of the run
+    lengths : of trajectories that were played, see kept_lengths; none: half as long as they may be
+    """
+    likely = likely_load(load, lengths or [load.length / 2])
+    seconds = step_seconds(sizes, plan, likely.tokens, likely.length, tflops, load.reads, load.epochs)
+    total, mean = sum(seconds.values()), sum(lengths) / len(lengths) if lengths else load.length / 2
+    how = f'as long as {len(lengths)} that were played' if lengths else 'half as long as they may be, a guess'
+    return (f'a step, if trajectories are {how} ({mean:,.0f} of at most {load.length:,} tokens): {total:.3g} s; {steps} '
+            f'steps: {total * steps / 3600:.3g} h')
