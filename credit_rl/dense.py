@@ -29,7 +29,14 @@ def load_encoder(
     batch=64,     # texts at a time
 ):
     """Load a model as a function list of N str → vectors, float32 (N, D). Raises ImportError without
-    sentence-transformers."""
+    sentence-transformers.
+
+    Parameters
+    ----------
+    model : a model of sentence-transformers: its name on the hub, or its folder
+    device : 'cpu', 'cuda', …; None: as sentence-transformers chooses
+    batch : texts at a time
+    """
     try: from sentence_transformers import SentenceTransformer
     except ImportError as e:
         raise ImportError('dense retrieval needs sentence-transformers: pip install "credit_rl[dense]"') from e
@@ -55,7 +62,14 @@ def fill_index(
     factory,        # faiss's description of an index
     train=100_000,  # vectors that an index which has to be trained is trained on, the first ones
 ):
-    "A faiss index of vectors by inner product. Raises ValueError on a factory that faiss refuses, and on no vectors."
+    """A faiss index of vectors by inner product. Raises ValueError on a factory that faiss refuses, and on no vectors.
+
+    Parameters
+    ----------
+    blocks : iterable of arrays (n, D): unit vectors
+    factory : faiss's description of an index
+    train : vectors that an index which has to be trained is trained on, the first ones
+    """
     faiss, index, waiting = _faiss(), None, []
     def add():
         vectors = np.concatenate(waiting)
@@ -77,7 +91,16 @@ def fill_index(
 
 # %% ../nbs/2_environment/15_dense.ipynb #c014
 class Dense:
-    "Search by vectors. Raises on an empty corpus, a model or an index that cannot be had."
+    """Search by vectors. Raises on an empty corpus, a model or an index that cannot be had.
+
+    Parameters
+    ----------
+    passages : list of Passage
+    model : as for load_encoder, or a function list of N str → vectors (N, D)
+    prefixes : (before a query, before a passage); None: by the model's name
+    factory : faiss's description of an index
+    block : passages whose vectors are made at a time
+    """
     def __init__(self,
         passages,         # list of Passage
         model=E5,         # as for load_encoder, or a function list of N str → vectors (N, D)
@@ -136,7 +159,12 @@ class Dense:
     @classmethod
     def load(cls, folder, passages=None, model=None):  # model: as above; None: the one it was built with
         """Open what `save` or `build_dense` wrote, memory-mapped; with `passages`, or their `corpus_hash`, an index of
-        another corpus is refused."""
+        another corpus is refused.
+
+        Parameters
+        ----------
+        folder, passages, model : model: as above; None: the one it was built with
+        """
         return _load_dense(cls, folder, passages, model)
 
 # %% ../nbs/2_environment/15_dense.ipynb #c018
@@ -168,7 +196,17 @@ def build_dense(
     block=4096,      # passages whose vectors are made at a time
 ):
     """Index passages by vectors with bounded memory: the index, and a block. Returns how many there were. Raises on an
-    empty corpus, an id that stands twice, and as `Dense` does; then nothing is written."""
+    empty corpus, an id that stands twice, and as `Dense` does; then nothing is written.
+
+    Parameters
+    ----------
+    passages : iterable of Passage, read once, one block at a time
+    folder : where the index goes
+    model : as for Dense
+    prefixes : as for Dense
+    factory : as for Dense
+    block : passages whose vectors are made at a time
+    """
     encode = model if callable(model) else load_encoder(model)
     prefixes, passages = tuple(prefixes or usual_prefixes('' if callable(model) else model)), iter(passages)
     with new_index(folder) as new:
@@ -185,6 +223,11 @@ def build_dense(
     return index.ntotal
 
 def open_index(folder, passages=None):  # passages: list of Passage or their corpus_hash, None: any
-    "Open a saved index of either kind: a `BM25` or a `Dense`. Raises on a folder that holds none, or a stale one."
+    """Open a saved index of either kind: a `BM25` or a `Dense`. Raises on a folder that holds none, or a stale one.
+
+    Parameters
+    ----------
+    folder, passages : passages: list of Passage or their corpus_hash, None: any
+    """
     kinds = {'bm25': BM25, 'dense': Dense}
     return kinds[read_index(folder, passages=passages)['kind']].load(folder, passages)

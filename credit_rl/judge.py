@@ -14,7 +14,18 @@ from .options import nearest
 # %% ../nbs/2_environment/18_judge.ipynb #c037
 class Judge:
     """Ask a model at an OpenAI-compatible endpoint and count what goes wrong. Raises ImportError without the extra
-    `judge`."""
+    `judge`.
+
+    Parameters
+    ----------
+    base_url : str, such as 'http://localhost:8000/v1'
+    model : str, the name that the server gives it
+    api_key : str, never written down or shown; servers of one's own mostly want none
+    retries : further attempts where one timed out, was refused, or met an error of the server
+    timeout : seconds per attempt
+    concurrency : requests under way at a time
+    options : dict sent along with each request; None: {'temperature': 0.0, 'max_tokens': 2048}
+    """
 
     def __init__(
         self,
@@ -49,7 +60,12 @@ class Judge:
                                   'retries): start it, or mend address, name or key')
 
     def counts_of(self, step):  # any object that stays the same while a step is logged
-        "What was asked since another step was logged: dict, the same each time it is asked of one step."
+        """What was asked since another step was logged: dict, the same each time it is asked of one step.
+
+        Parameters
+        ----------
+        step : any object that stays the same while a step is logged
+        """
         if self._step is None or self._step() is not step:
             self._step, self._from, self._upto = weakref.ref(step), self._upto, dict(self.counts)
         return {name: n - self._from[name] for name, n in self._upto.items()}
@@ -89,7 +105,12 @@ class Judge:
 def read_key(
     source,  # name of a variable of the environment, or path of a file; None: no key is wanted
 ):
-    "The key that a judge's server wants. Raises ValueError where there is none."
+    """The key that a judge's server wants. Raises ValueError where there is none.
+
+    Parameters
+    ----------
+    source : name of a variable of the environment, or path of a file; None: no key is wanted
+    """
     if source is None: return 'none'
     if os.environ.get(source): return os.environ[source]
     try: key = Path(source).read_text(encoding='utf-8').strip()
@@ -102,7 +123,12 @@ def read_key(
 def check_judge(
     settings,  # as of make_judge
 ):
-    "Refuse a judge's settings that hold a secret, which would be written down, or that could not be used: ValueError."
+    """Refuse a judge's settings that hold a secret, which would be written down, or that could not be used: ValueError.
+
+    Parameters
+    ----------
+    settings : as of make_judge
+    """
     if not isinstance(settings, dict): return
     allowed = {'key_from', *inspect.signature(Judge).parameters} - {'api_key'}
     if 'api_key' in settings or '@' in urllib.parse.urlsplit(str(settings.get('base_url', ''))).netloc:
@@ -117,7 +143,13 @@ def check_judge(
 def make_judge(
     settings,  # dict of Judge's arguments (base_url, model, …) with key_from for its key, an object with ask(prompts,
 ):             # parse), or None
-    "The judge that options name; the same settings give the same judge, so that its counts are those of the whole run."
+    """The judge that options name; the same settings give the same judge, so that its counts are those of the whole
+    run.
+
+    Parameters
+    ----------
+    settings : dict of Judge's arguments (base_url, model, …) with key_from for its key, an object with ask(prompts,
+    """
     return _judge_at(json.dumps(settings, sort_keys=True)) if isinstance(settings, dict) else settings
 
 @functools.cache
@@ -136,7 +168,13 @@ def judge_counts(
     judge,      # Judge; None, or a stand-in that counts nothing
     step=None,  # see Judge.counts_of; None: since the judge was made
 ):
-    "What a judge was asked, under the names of JUDGE_LOGS: dict, {} without a `Judge`."
+    """What a judge was asked, under the names of JUDGE_LOGS: dict, {} without a `Judge`.
+
+    Parameters
+    ----------
+    judge : Judge; None, or a stand-in that counts nothing
+    step : see Judge.counts_of; None: since the judge was made
+    """
     if not isinstance(judge, Judge): return {}
     return {f'judge_{name}': n for name, n in (judge.counts if step is None else judge.counts_of(step)).items()}
 
@@ -146,7 +184,14 @@ def judge_text(
     usual,     # str
     fields=(), # names of the placeholders that the text must have, as {name}, and no others
 ):
-    "The words for a judge. Raises ValueError on a file that is not there or empty, or with other placeholders."
+    """The words for a judge. Raises ValueError on a file that is not there or empty, or with other placeholders.
+
+    Parameters
+    ----------
+    path : of a text file; None: `usual`
+    usual : str
+    fields : names of the placeholders that the text must have, as {name}, and no others
+    """
     if path is None: return usual
     try: text = Path(path).read_text(encoding='utf-8')
     except OSError as e: raise ValueError(f'the judge prompt {str(path)!r} cannot be read: {e.strerror}') from e

@@ -168,7 +168,13 @@ def check_reads(
     tokenizer,  # of the policy: a Hugging Face tokenizer, or the folder or hub name of its model
 ):
     """Refuse a model whose vocabulary gives other ids to the policy's tokens. Raises ValueError naming one of them,
-    and ConnectionError where a tokenizer of the hub cannot be fetched."""
+    and ConnectionError where a tokenizer of the hub cannot be fetched.
+
+    Parameters
+    ----------
+    model : folder or hub name of the model that is to read
+    tokenizer : of the policy: a Hugging Face tokenizer, or the folder or hub name of its model
+    """
     def vocabulary(name):
         check_model(name)
         try: return load_tokenizer(name).get_vocab()

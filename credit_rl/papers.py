@@ -33,13 +33,23 @@ class Entry:
 def _last_word(text): return re.split('[=/]', text)[-1].strip('[]')
 
 def training(file, *more):  # name of a file of runs/params without its ending; further settings, name=value
-    "The command that trains by a paper's settings: str. With further settings the run has a folder of its own."
+    """The command that trains by a paper's settings: str. With further settings the run has a folder of its own.
+
+    Parameters
+    ----------
+    file, more : name of a file of runs/params without its ending; further settings, name=value
+    """
     own = '_'.join([file, *map(_last_word, more)])
     own = [f'run=runs/{own}'] if more else []
     return ' '.join([f'credit-rl train --params runs/params/{file}.yaml', *more, *own])
 
 def evaluation(paper, *more):  # whose file is eval_PAPER.yaml; further settings, name=value
-    "The command that evaluates as a paper does, MODEL and DATA to be filled in: str."
+    """The command that evaluates as a paper does, MODEL and DATA to be filled in: str.
+
+    Parameters
+    ----------
+    paper, more : whose file is eval_PAPER.yaml; further settings, name=value
+    """
     own = '_'.join([f'eval_{paper}', *map(_last_word, more)])
     return ' '.join([f'credit-rl evaluate --params runs/params/eval_{paper}.yaml', *more, f'run=runs/{own}',
                      'model=MODEL path=DATA'])
@@ -218,7 +228,12 @@ LAST = {  # the highest numbers of a paper: (of its tables, of its figures), rea
 ABSENT = {('tips', 'table 7')}   # numbers that a paper leaves out
 
 def numbered(paper):  # a paper of LAST
-    "Names of all numbered tables and figures of a paper: list of str."
+    """Names of all numbered tables and figures of a paper: list of str.
+
+    Parameters
+    ----------
+    paper : a paper of LAST
+    """
     tables, figures = LAST[paper]
     names = [f'table {n + 1}' for n in range(tables)] + [f'figure {n + 1}' for n in range(figures)]
     return [name for name in names if (paper, name) not in ABSENT]
@@ -240,7 +255,12 @@ def count_states():
     return table.assign(all=table.sum(axis=1))
 
 def entry_table(paper=None):  # None: all
-    "The list of tables and figures with their states and commands: a pandas DataFrame, a row for each."
+    """The list of tables and figures with their states and commands: a pandas DataFrame, a row for each.
+
+    Parameters
+    ----------
+    paper : None: all
+    """
     import pandas as pd
     rows = [(e.paper, e.name, e.title, e.state, e.command) for of in ENTRIES.values() for e in of
             if paper in (None, e.paper)]
@@ -260,7 +280,12 @@ def papers_folder():
 # %% ../nbs/papers/84_papers.ipynb #r004
 @cache
 def paper_numbers(paper):  # a paper of ENTRIES
-    "A paper's file: a pandas DataFrame with the columns table, unit, row, column and value, NaN where it gives none."
+    """A paper's file: a pandas DataFrame with the columns table, unit, row, column and value, NaN where it gives none.
+
+    Parameters
+    ----------
+    paper : a paper of ENTRIES
+    """
     import pandas as pd
     return pd.read_csv(papers_folder()/f'{paper}.csv')
 

@@ -48,7 +48,12 @@ def tiny_worlds(
     task,  # Task, for its world and the numbers of questions
     seed,
 ):
-    "The tiny worlds of a run: {'train', 'dev', 'test'} -> `World`."
+    """The tiny worlds of a run: {'train', 'dev', 'test'} -> `World`.
+
+    Parameters
+    ----------
+    task : Task, for its world and the numbers of questions
+    """
     sizes = {'train': task.questions, 'dev': task.dev_questions, 'test': task.test_questions}
     return {part: world_of(world_arguments(task.world, part), part, seed, n) for part, n in sizes.items()}
 
@@ -65,7 +70,17 @@ def set_stage(
     say=print,  # function called with lines of text
     real=None,  # (questions, passages) of a data set, if they are there already
 ):
-    "Make or load model, questions and search for a run: `Stage`."
+    """Make or load model, questions and search for a run: `Stage`.
+
+    Parameters
+    ----------
+    task : Task
+    acting : Acting
+    origin : Origin: the weights to begin with
+    seed : of worlds and questions
+    say : function called with lines of text
+    real : (questions, passages) of a data set, if they are there already
+    """
     if task.data == 'tiny':
         worlds = tiny_worlds(task, seed)
         if acting.model == 'tiny': _make_tiny_base(origin.base, acting.protocol, seed, worlds, say)
@@ -117,7 +132,15 @@ def check_stage(
     real=None,  # (questions, passages) of a data set, as for set_stage
 ):
     """Refuse a tokenizer without what the protocol needs, and prompts that are too long, without a model. Raises
-    ValueError."""
+    ValueError.
+
+    Parameters
+    ----------
+    task : Task
+    acting : Acting
+    tokenizer : Hugging Face tokenizer, or the folder or name of its model
+    real : (questions, passages) of a data set, as for set_stage
+    """
     if isinstance(tokenizer, str): tokenizer = load_tokenizer(tokenizer)
     if task.data == 'tiny':
         worlds = tiny_worlds(task, seed)
@@ -126,7 +149,12 @@ def check_stage(
     return Stage(None, None, real[0], dict.fromkeys(real[0], make_environment(tokenizer, real[1], acting)))
 
 def search_place(search):  # BM25, or another retriever; None: nothing is searched
-    "What is searched, in words: a number of passages, or the url of a server."
+    """What is searched, in words: a number of passages, or the url of a server.
+
+    Parameters
+    ----------
+    search : BM25, or another retriever; None: nothing is searched
+    """
     if search is None: return 'nothing to search'
     passages = getattr(search, 'passages', None)
     return search.url if passages is None else f'{len(passages)} passages'
@@ -141,6 +169,10 @@ def real_questions(
     Dev and test questions are drawn from `dev_split`, train questions from what they leave of `train_split`. A single
     file is all splits at once: it is shuffled by the seed, and dev and test take at most half of it. Raises ValueError
     on too few questions.
+
+    Parameters
+    ----------
+    task : Task: data, path, splits, and how many questions of each part
     """
     if len(data_sets(task)) > 1: return _mixed_questions(task, data_sets(task), seed)
     split = task.dev_split or get_benchmark(task.data).eval_split
@@ -172,7 +204,13 @@ def real_search(
     protocol,  # a row of PROTOCOLS, 'direct', or None
 ):
     """What is searched: `corpus`, or the path's corpus, or the paragraphs of the questions; None for a set that is
-    asked without."""
+    asked without.
+
+    Parameters
+    ----------
+    task : Task
+    protocol : a row of PROTOCOLS, 'direct', or None
+    """
     first = data_sets(task)[0]
     if not is_searched(first, protocol, task.corpus): return None
     has_paragraphs = get_benchmark(first).paragraphs is not None
@@ -206,7 +244,15 @@ def make_engine(
     model,      # Hugging Face model that acts, whole; of a vLLM engine only its folder is read
     tokenizer,
 ):
-    "Who acts in a run: the learner's model itself, or vLLM, which begins with the weights of the folder."
+    """Who acts in a run: the learner's model itself, or vLLM, which begins with the weights of the folder.
+
+    Parameters
+    ----------
+    host : Host
+    acting : Acting
+    folder : of the weights that it begins with
+    model : Hugging Face model that acts, whole; of a vLLM engine only its folder is read
+    """
     how = {'max_length': acting.max_tokens, 'max_rows': host.act_rows}
     if host.engine == 'hf': return HFEngine(model, tokenizer, **how)
     ranks = [r for r in (1, 8, 16, 32, 64, 128, 256, 320, 512) if r >= host.lora.get('r', 8)]  # those that vLLM takes
@@ -221,7 +267,12 @@ def hand_over(
     engine,
     host,     # Host: which engine it is, and whether low-rank additions alone are trained
 ):
-    "Give the engine the learner's weights: all of them, or to a vLLM engine only an adapter."
+    """Give the engine the learner's weights: all of them, or to a vLLM engine only an adapter.
+
+    Parameters
+    ----------
+    host : Host: which engine it is, and whether low-rank additions alone are trained
+    """
     named = learner.weights()
     if not host.lora or host.engine == 'hf': return engine.load(named)
     with tempfile.TemporaryDirectory() as folder:
@@ -237,7 +288,14 @@ def add_lora(
     seed=0,    # of the additions' first factors
 ):
     """Put low-rank additions into a model and freeze all else. Raises ImportError without the extra `train`,
-    ValueError on settings that peft does not take."""
+    ValueError on settings that peft does not take.
+
+    Parameters
+    ----------
+    model : Hugging Face causal model, changed in place
+    settings : dict, of peft's LoraConfig; target_modules: all linear layers of Qwen's and Llama's kind
+    seed : of the additions' first factors
+    """
     try: from peft import LoraConfig, inject_adapter_in_model
     except ImportError as e: raise ImportError('lora needs peft: pip install credit_rl[train]') from e
     with seeded(seed):
@@ -263,12 +321,24 @@ def base_folder(
     run,               # folder of the run
     critic_from=None,  # folder of the warm-up that came before it
 ):
-    "Folder or name of the model that a run began as."
+    """Folder or name of the model that a run began as.
+
+    Parameters
+    ----------
+    model : 'tiny', a folder or a name
+    run : folder of the run
+    critic_from : folder of the warm-up that came before it
+    """
     return str(Path(critic_from or run)/'base') if model == 'tiny' else model
 
 def origin_of(course, acting, host, critic):  # Course, Acting, Host, CriticChoice
     """The `Origin` of a run. Where the policy shares its backbone with a warmed-up critic, it starts from the backbone
-    that this one moved."""
+    that this one moved.
+
+    Parameters
+    ----------
+    course, acting, host, critic : Course, Acting, Host, CriticChoice
+    """
     base = base_folder(acting.model, course.run, critic.critic_from)
     moved = critic.critic_from and critic.kind(get_method(course.method)) == 'shared'
     start = str(read_warmed(critic.critic_from).folder) if moved else base
@@ -281,7 +351,14 @@ def make_learner(
     origin,    # Origin
     model,     # Hugging Face model that learns
 ):
-    "The learner of a run, with the critic, teacher and reference that its method and loss ask for."
+    """The learner of a run, with the critic, teacher and reference that its method and loss ask for.
+
+    Parameters
+    ----------
+    settings : Settings of a run
+    origin : Origin
+    model : Hugging Face model that learns
+    """
     s, host, method = settings, settings.host, get_method(settings.course.method)
     loss, optimiser = s.learning.loss_of(method), s.learning.optimiser(s.critic)
     # models that are only read wait there, until the policy is spread and has left room for them
@@ -309,7 +386,16 @@ def start_critic(
     seed,             # of the run, from which the head is drawn
     dtype='float32',  # of a backbone that a warm-up moved
 ):
-    "The critic that a method begins with, warmed up where the run names a warm-up; None where it has none."
+    """The critic that a method begins with, warmed up where the run names a warm-up; None where it has none.
+
+    Parameters
+    ----------
+    method : Method
+    choice : CriticChoice
+    model : Hugging Face model of the policy
+    seed : of the run, from which the head is drawn
+    dtype : of a backbone that a warm-up moved
+    """
     if not method.critic: return None
     with seeded(seed_of('critic', seed)): critic = make_critic(model, **{**method.critic, **choice.given})
     if choice.critic_from: _warm(critic, read_warmed(choice.critic_from), dtype)

@@ -35,7 +35,14 @@ def cut(
     max_tokens,          # int >= 1, or None: no limit
     count=count_words,   # function(text) → int; must not fall when text grows
 ):
-    "Cut `text` after the last whole word that keeps its count within `max_tokens`."
+    """Cut `text` after the last whole word that keeps its count within `max_tokens`.
+
+    Parameters
+    ----------
+    text : str
+    max_tokens : int >= 1, or None: no limit
+    count : function(text) → int; must not fall when text grows
+    """
     if max_tokens is None or count(text) <= max_tokens: return text
     ends = [m.end() for m in re.finditer(r'\S+', text)]
     fits, too_many = 0, len(ends) + 1          # so many words fit; so many are too many
@@ -76,7 +83,18 @@ def within(function, deadline):
 # %% ../nbs/2_environment/13_tools.ipynb #c019
 class SearchTool:
     """Search a corpus and write what was found as an observation. Raises on a retriever without search, k or
-    max_tokens below 1."""
+    max_tokens below 1.
+
+    Parameters
+    ----------
+    retriever : has search(queries, k) → list of lists of Passage
+    k : passages per query, >= 1
+    max_tokens : longest text of a passage (its title not counted), >= 1; None: whole passages
+    count_tokens : function(text) → int; None: words
+    seconds : time limit of a `call`; None: wait as long as it takes, without a thread
+    render : function(list of (query, passages), empty) → text
+    empty : what stands for a search that found nothing
+    """
     def __init__(self,
         retriever,              # has search(queries, k) → list of lists of Passage
         k,                      # passages per query, >= 1
@@ -291,7 +309,18 @@ _ALIKE = {'sleep': 'zero', 'datetime': datetime.datetime(2025, 1, 1), 'random_st
 
 class PythonTool:
     """Run programs of an agent in a sandbox (CARL section 3.1). Raises ValueError on limits that are not positive,
-    TypeError on a `search` that is neither."""
+    TypeError on a `search` that is neither.
+
+    Parameters
+    ----------
+    search : what `search(query)` does: a `SearchTool`, or function(query) → text; None: there is none
+    seconds : longest time a program may compute; searches have a limit of their own
+    memory_mb : most memory of a program, in MB
+    output_chars : most characters that it may print
+    searches : most searches of one program
+    workers : programs that run at the same time
+    empty : what stands for a program that printed nothing
+    """
     def __init__(self,
         search=None,        # what `search(query)` does: a `SearchTool`, or function(query) → text; None: there is none
         seconds=2.0,        # longest time a program may compute; searches have a limit of their own
@@ -393,7 +422,13 @@ def skipping(
     tool,  # SearchTool, or PythonTool whose programs search by one, or what is `around` such a tool
     skip,  # how many of the best hits are left out; None: all
 ):
-    "The same tool, whose searches miss their best hits. Raises TypeError on a tool that has no such search."
+    """The same tool, whose searches miss their best hits. Raises TypeError on a tool that has no such search.
+
+    Parameters
+    ----------
+    tool : SearchTool, or PythonTool whose programs search by one, or what is `around` such a tool
+    skip : how many of the best hits are left out; None: all
+    """
     if hasattr(tool, 'around'): return tool.around(skipping(tool.tool, skip))   # one that changes another's outputs
     search = tool.search if isinstance(tool, PythonTool) else tool
     if not isinstance(search, SearchTool):

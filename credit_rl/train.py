@@ -62,7 +62,14 @@ def train_step(
     step,               # 1, 2, …
     measure_kl=False,   # also how far the policy is from its base: two more forwards
 ):
-    "Take one training step. Returns its metrics; rollouts and clocks go to the run's log."
+    """Take one training step. Returns its metrics; rollouts and clocks go to the run's log.
+
+    Parameters
+    ----------
+    run : Run
+    step : 1, 2, …
+    measure_kl : also how far the policy is from its base: two more forwards
+    """
     method, look = at(run.method, run.memory['method']), Look(run, step)
     since = time.monotonic()
     groups, rewards = act(run, method, step)
@@ -170,7 +177,14 @@ def run_facts(
     chat=None,           # Chat; None: nothing of the protocol is known yet
     max_turns=None,      # of a rollout; None: not known yet
 ):
-    "What a run knows that a method's options may take: `Facts`."
+    """What a run knows that a method's options may take: `Facts`.
+
+    Parameters
+    ----------
+    task : Task
+    chat : Chat; None: nothing of the protocol is known yet
+    max_turns : of a rollout; None: not known yet
+    """
     protocol, tiny = chat and chat.protocol, get_regime(task.regime).metric if task.regime else None
     return Facts(metric=tiny if task.data == 'tiny' else _data_metric(data_sets(task)),
                  tags=protocol and (protocol.think_tag, protocol.call_tag, protocol.answer_tag),
@@ -184,7 +198,16 @@ def bound_method(
     loss=None,           # Loss of the run; None: the method's own
     max_turns=None,      # of a rollout; None: not known yet
 ):
-    "A run's `Method`, with the options that are set, and for the others what the run knows."
+    """A run's `Method`, with the options that are set, and for the others what the run knows.
+
+    Parameters
+    ----------
+    course : Course: the method and its options
+    task : Task
+    chat : Chat; None: nothing of the protocol is known yet
+    loss : Loss of the run; None: the method's own
+    max_turns : of a rollout; None: not known yet
+    """
     options = {**(get_regime(task.regime).options if task.regime else {}), **course.options}
     return bind(get_method(course.method), options, run_facts(task, questions_per_step, chat, max_turns), loss)
 
@@ -347,7 +370,14 @@ def describe_rollouts(
     rewards,   # dict with right (N,) and outcome (N,)
     tiers={},  # (source, id) of a question -> 1 or 2, see known_tiers
 ):
-    "Metrics of a step's rollouts: dict. What compares attempts at a question is NaN where each has one."
+    """Metrics of a step's rollouts: dict. What compares attempts at a question is NaN where each has one.
+
+    Parameters
+    ----------
+    groups : list of Group, N trajectories in all
+    rewards : dict with right (N,) and outcome (N,)
+    tiers : (source, id) of a question -> 1 or 2, see known_tiers
+    """
     (mask, index), scores, rest = index_groups(groups), summarize(groups), dict.fromkeys(_COMPARED, math.nan)
     if len(index) > len(groups):
         share = group_share(rewards['right'], index)
@@ -364,7 +394,13 @@ def process_shares(
     right,   # (N,) 1 where an answer is right; NaN: not known
 ):
     """Share of the rollouts by outcome, right or wrong, and process, a gold shown or not (TSPO table 1), and of the
-    wrong ones that were shown a gold: dict. Of questions whose golds are evidence (`evidence_golds`); NaN of none."""
+    wrong ones that were shown a gold: dict. Of questions whose golds are evidence (`evidence_golds`); NaN of none.
+
+    Parameters
+    ----------
+    groups : list of Group, N trajectories in all
+    right : (N,) 1 where an answer is right; NaN: not known
+    """
     table = op_table((right >= 1).float(), first_turns(groups), has_evidence(groups) & right.isfinite()).double()
     shares = (table / table.sum()).flatten().tolist()
     return {**dict(zip(('o+p+', 'o-p+', 'o+p-', 'o-p-'), shares)), 'near_miss': near_miss_share(table)}
@@ -383,7 +419,13 @@ def known_tiers(
     folder,        # of a warm-up; None: there was none
     part='train',  # or 'dev'
 ):
-    "Tiers of the questions of a part that a warm-up sorted, where it kept them: dict (source, id) → 1 or 2."
+    """Tiers of the questions of a part that a warm-up sorted, where it kept them: dict (source, id) → 1 or 2.
+
+    Parameters
+    ----------
+    folder : of a warm-up; None: there was none
+    part : or 'dev'
+    """
     path = folder and Path(folder)/f'rollouts-{part}.jsonl.gz'
     return read_tiers(path) if path and path.exists() else {}
 
@@ -427,7 +469,13 @@ def correct_credit(
     batch,     # Batch
 ):
     """The credit with its advantages times the importance weights of learner over engine, and metrics of their
-    difference. Raises RuntimeError where the two are too far apart."""
+    difference. Raises RuntimeError where the two are too far apart.
+
+    Parameters
+    ----------
+    mismatch : Mismatch: what another engine may differ by, and what is done about it; None: the learner itself acts
+    batch : Batch
+    """
     layout, seen, credit = batch.layout, batch.seen, batch.credit
     if mismatch is None: return credit, {}
     metrics = logp_gap(seen.logp, layout.logps, layout.trained)
@@ -462,7 +510,14 @@ def rollout_rows(
     batch,   # Batch of N trajectories
     shown,   # list of indices
 ):
-    "Rollouts as JSON values, with what their turns earned and what their states were found to be: list of dict."
+    """Rollouts as JSON values, with what their turns earned and what their states were found to be: list of dict.
+
+    Parameters
+    ----------
+    method : Method, bound to a run
+    batch : Batch of N trajectories
+    shown : list of indices
+    """
     earned, played = batch.rewards['outcome'].tolist(), batch.trajectories
     tables, most = turn_records(batch, method) if shown else {}, batch.layout.turn_mask.shape[1]
     return [{'kind': 'train', 'trajectory': to_json(played[i]), 'reward': earned[i],
@@ -486,7 +541,13 @@ def turn_records(
     """What was found at every turn and state, by name, NaN where it is missing: `turn_rewards` (N, K), the outcome
     apart; and, where a model was asked, `values` (N, K), the critic's at the start of a turn, `belief` (N, K+1), the
     policy's mean probability of a token of the best gold (IGPO eq. 3), and `potential` (N, K+1), the teacher's Φ in
-    nats (TIPS section 3.2) whose changes a reward pays."""
+    nats (TIPS section 3.2) whose changes a reward pays.
+
+    Parameters
+    ----------
+    batch : Batch of N trajectories
+    method : Method, bound to a run: the first of its rewards that has a potential says what Φ is
+    """
     found, seen = {'turn_rewards': batch.rewards['turns']}, batch.seen or Seen()
     if seen.values is not None: found['values'] = start_values(seen.values, batch.layout)
     if seen.gold_logp is not None: found['belief'] = state_logp(seen).exp()
@@ -506,7 +567,13 @@ def is_kept(
     most,  # first steps that are all kept
 ):
     """Whether the rollouts of a step are written: of the first `most` steps all, up to twice as many every second, up
-    to four times as many every fourth, and so on, so that the log grows as the logarithm of the steps."""
+    to four times as many every fourth, and so on, so that the log grows as the logarithm of the steps.
+
+    Parameters
+    ----------
+    step : 1, 2, …
+    most : first steps that are all kept
+    """
     return step % 2 ** max(0, math.ceil(math.log2(step / most))) == 0
 
 # %% ../nbs/5_run/63_train.ipynb #n6312
@@ -514,7 +581,13 @@ def credited_tokens(
     credit,  # Credit of N trajectories, as the update gets it
     layout,  # Layout of the same
 ):
-    "Count the trained tokens that have an advantage other than 0, those of a trajectory of weight 0 apart: int."
+    """Count the trained tokens that have an advantage other than 0, those of a trajectory of weight 0 apart: int.
+
+    Parameters
+    ----------
+    credit : Credit of N trajectories, as the update gets it
+    layout : Layout of the same
+    """
     weight = credit.trajectory_weight
     counted = torch.ones(len(layout.groups)) if weight is None else weight
     return int(((credit.advantages != 0) & (counted != 0)[layout.row_trajectory][:, None]).sum())
@@ -544,7 +617,12 @@ def collapsed(rates, share=0.25, window=5):
 def judge_hashes(
     method,  # Method of a run
 ):
-    "Hash the words in which rewards ask a judge: dict name of the reward -> 12 hex digits, {} where none asks."
+    """Hash the words in which rewards ask a judge: dict name of the reward -> 12 hex digits, {} where none asks.
+
+    Parameters
+    ----------
+    method : Method of a run
+    """
     words = {r.name: r.words(method.own(r)) for r in method.rewards if r.words}
     return {name: prompt_hash(text) for name, text in words.items() if text}
 
@@ -571,7 +649,12 @@ def finished(
     course,  # Course: run, resume, steps
 ):
     """Whether a run is resumed that is complete: its summary is there and has as many steps (or says that it
-    collapsed)."""
+    collapsed).
+
+    Parameters
+    ----------
+    course : Course: run, resume, steps
+    """
     path = Path(course.run)/'summary.json'
     if not (course.resume and path.exists()): return False
     summary = read_json(path)
@@ -629,7 +712,12 @@ class SilentLog:
 
 @contextlib.contextmanager
 def saving(path):  # of a checkpoint
-    "Say of a checkpoint that cannot be written what its disk and this process's limits allow. Raises OSError."
+    """Say of a checkpoint that cannot be written what its disk and this process's limits allow. Raises OSError.
+
+    Parameters
+    ----------
+    path : of a checkpoint
+    """
     try: yield
     except (OSError, RuntimeError) as e:
         of_torch = re.search('inline_container|PytorchStreamWriter|Parent directory', str(e))     # torch.save's own
@@ -649,7 +737,13 @@ def begin_run(
     ranks=Ranks(),
 ):
     """Set everything up that a run needs, on every rank: `Run`. Bad data and an absent judge leave no parameters
-    behind, a folder that is written already is refused before a model is loaded."""
+    behind, a folder that is written already is refused before a model is loaded.
+
+    Parameters
+    ----------
+    config : Config
+    say : function called with lines of text
+    """
     s, say = settings_of(config), say if ranks.first else lambda line: None
     method, origin = (bound_method(s.course, s.task, s.learning.questions_per_step),
                       origin_of(s.course, s.acting, s.host, s.critic))
@@ -812,7 +906,12 @@ def _forecast(c):
             *([sharing_line(sizes, s.acting, s.learning)] if s.learning.tree else [])]
 
 def sharing_line(sizes, acting, learning):  # Sizes, Acting, Learning
-    "What computing shared tokens once saves, predicted from lengths alone: str."
+    """What computing shared tokens once saves, predicted from lengths alone: str.
+
+    Parameters
+    ----------
+    sizes, acting, learning : Sizes, Acting, Learning
+    """
     prompt, row = acting.prompt_tokens, PROTOCOLS.get(acting.protocol)
     response = acting.max_tokens - (prompt or 0)
     fit = (learning.row_tokens - (prompt or 0)) / max(response, 1)
@@ -820,7 +919,12 @@ def sharing_line(sizes, acting, learning):  # Sizes, Acting, Learning
     return describe_sharing(sizes, prompt, response, acting.max_turns if row and row.context_tag else 1, together)
 
 def rank_tflops(host):  # Host
-    "What a rank does, 10¹² FLOPs a second, as it is set or measured, and a line that says so: (float, str)."
+    """What a rank does, 10¹² FLOPs a second, as it is set or measured, and a line that says so: (float, str).
+
+    Parameters
+    ----------
+    host : Host
+    """
     tflops = host.tflops or measure_tflops() / (1 if torch.cuda.is_available() else _ranks_here(host))
     how = 'taking' if host.tflops else 'measured on this host:'
     return tflops, f'({how} {tflops:.3g} TFLOP/s for a rank that learns, a tenth of it for one that acts)'
@@ -845,7 +949,13 @@ def examine(
     examiner=Examiner(),
 ):
     """Look at all that a run needs, without starting it, and say what it would take. Returns its folder. Raises
-    ValueError naming all that is missing."""
+    ValueError naming all that is missing.
+
+    Parameters
+    ----------
+    config : Config
+    say : function called with lines of text
+    """
     c, s, notes = config, settings_of(config), []
     examiner.check(dataclasses.replace(c, engine='hf', vllm={}, correction=None, ahead=0))
     # vLLM wants a host that this need not be
@@ -897,7 +1007,13 @@ def no_gpu(
     host,   # Host: ranks, hostfile
     model,  # folder or name
 ):
-    "What to say where ranks, or a model that is no toy, would find no GPU: list of str."
+    """What to say where ranks, or a model that is no toy, would find no GPU: list of str.
+
+    Parameters
+    ----------
+    host : Host: ranks, hostfile
+    model : folder or name
+    """
     if torch.cuda.device_count() or not (host.ranks > 1 or is_large(model)): return []
     return [f'no GPU: {_ranks_here(host)} rank{"s" * (_ranks_here(host) > 1)} would share the processor and memory of '
             'this host, and take far longer than the estimate says']
@@ -955,7 +1071,13 @@ def train(
     say=None,  # function called with lines of text; None: print
 ):
     """Run a training configuration from start (or checkpoint) to summary. Returns the run folder. Bad configurations
-    are refused before any compute."""
+    are refused before any compute.
+
+    Parameters
+    ----------
+    config : Config, or a dict of its settings
+    say : function called with lines of text; None: print
+    """
     config = make_config(config) if isinstance(config, dict) else config
     say = say or (speak if is_rank() else lambda line: print(line, flush=True))
     if config.dry_run: return examine(config, say)
@@ -1018,7 +1140,15 @@ def launch_ranks(
     may_change=MAY_CHANGE,       # settings that may differ from those that a resumed run began with
 ):
     """Start the ranks of a run, of several hosts those of this one, and wait for its summary. Returns the run folder.
-    Raises LaunchError where they end without one."""
+    Raises LaunchError where they end without one.
+
+    Parameters
+    ----------
+    config : Config
+    say : function called with lines of text
+    module : that each rank runs, with the settings as its --params
+    may_change : settings that may differ from those that a resumed run began with
+    """
     folder, c, hosts = Path(config.run), config, (config.hosts, config.endpoint)
     if config.hosts > 1: say(f'waiting for {config.hosts} hosts at {config.endpoint}')
     with meet(*hosts, vars(config)) as meeting:
@@ -1057,7 +1187,13 @@ def end_interrupted(
     command,  # str, what was interrupted
     run,      # its folder
 ):
-    "Say in a line how an interrupted run goes on, and end the program with exit code 130."
+    """Say in a line how an interrupted run goes on, and end the program with exit code 130.
+
+    Parameters
+    ----------
+    command : str, what was interrupted
+    run : its folder
+    """
     found = latest_checkpoint(run)
     how = f'with resume=true the same command goes on after step {found[0]}' if found else \
         'it had no checkpoint yet, so the same command begins anew'
