@@ -4,6 +4,7 @@ import importlib
 import inspect
 import re
 import shlex
+import textwrap
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -339,8 +340,8 @@ def _plain(text):
 def _documented(doc):
     "A docstring as Markdown, what it says of arguments as a list."
     text, *said = re.split(r'\n\n(?:Parameters\n-+|Arguments:)\n', inspect.cleandoc(doc or ''))
-    about = re.findall(r'^ *(\w[\w, ]*?) ?: (.*)$', '\n'.join(said), re.M)
-    lines = [f'- `{name}`: {_plain(what)}' for name, what in about]
+    about = re.findall(r'^(\S.*?) ?: (.*(?:\n    .*)*)', textwrap.dedent('\n'.join(said)), re.M)
+    lines = [f'- `{name}`: {_plain(" ".join(what.split()))}' for name, what in about]
     return '\n\n'.join(p for p in [_plain(text), '\n'.join(lines)] if p)
 
 
