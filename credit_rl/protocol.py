@@ -321,11 +321,12 @@ def _seat_response(markup):
         raise ValueError(f'{markup.name} cannot show a response, neither in the role '
                          f'{markup.protocol.response_role!r} nor as a user message')
 
-# %% ../nbs/2_environment/14_protocol.ipynb #c034
+# %% ../nbs/2_environment/14_protocol.ipynb #c0332
 def _is_ours(turn):
     "Whether what a turn was answered are our words: what was wrong with its call."
     return turn.result is Result.MALFORMED
 
+# %% ../nbs/2_environment/14_protocol.ipynb #c034
 class Markup:
     """A chat template, asked how it shows tools, a system message and a response. Raises ValueError where there is
     none, or it does not show them, or does not know an option."""
