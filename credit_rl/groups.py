@@ -20,7 +20,7 @@ def index_groups(
 
 # %% ../nbs/1_rules/28_groups.ipynb #c023
 def check_tensors(**given):  # name -> tensor; None is let pass
-    "Refuse lists, arrays and what else is no tensor. Raises TypeError."
+    "Refuse anything that is no tensor. Raises TypeError."
     for name, x in given.items():
         if x is not None and not isinstance(x, torch.Tensor):
             raise TypeError(f'{name} must be a tensor, got {type(x).__name__}; torch.as_tensor makes one of it')

@@ -323,7 +323,7 @@ def _seat_response(markup):
 
 # %% ../nbs/2_environment/14_protocol.ipynb #c0332
 def _is_ours(turn):
-    "Whether what a turn was answered are our words: what was wrong with its call."
+    "Whether a turn was answered in our words, which say what was wrong with its call."
     return turn.result is Result.MALFORMED
 
 # %% ../nbs/2_environment/14_protocol.ipynb #c034

@@ -347,7 +347,7 @@ def _twice(tool, codes):
     return programs
 
 def _python_calls(tool, codes):
-    "Answer the calls of a `PythonTool`, `workers` at a time; what is no text is told so."
+    "Answer the calls of a `PythonTool`, `workers` at a time; a call that is no text gets an error."
     with tool.lock:                        # threads take turns, or each could wait for workers that the other holds
         tool.session()                     # start the workers here, not in several threads
         texts = [c for c in codes if isinstance(c, str)]
