@@ -12,7 +12,7 @@ from .options import nearest
 # %% ../nbs/machinery/89_command.ipynb #c005
 VERBS = {  # verb -> module (whose main it is, unless a function is named), what it does
     'train': ('train', 'train a policy with one of the methods'),
-    'evaluate': ('prompting', 'play benchmarks with a model or a prompting baseline, or an evaluation again'),
+    'evaluate': ('evaluate', 'play benchmarks with a model or a prompting baseline, or an evaluation again'),
     'longform': ('longform', 'evaluate answers of several sentences, by a judge'),
     'audit': ('audit', 'judge rules by true credit, on a checkpoint and its own rollouts'),
     'compare': ('compare', 'run several methods on the same budget, and report'),

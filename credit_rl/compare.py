@@ -501,7 +501,7 @@ def side_by_side(
     ]
 
 # %% ../nbs/6_looking/74_compare.ipynb #c055
-def peer_table(path):  # JSON file of tests/bench_peers.py
+def peer_table(path):  # JSON file of tests/bench/bench_peers.py
     "What others cost over what ours costs: DataFrame, a row for each peer, medians and ranges of the repeats as text."
     import pandas as pd
     rows = []

@@ -6,13 +6,14 @@
 __all__ = ['LAUNCHER', 'WAIT', 'SILENCE', 'MARK', 'Ranks', 'is_rank', 'join_ranks', 'named_files', 'check_same_files',
            'expect_file', 'keep_traceback', 'failure', 'read_hostfile', 'check_hostfile', 'check_threads',
            'read_endpoint', 'check_hosts', 'ranks_here', 'gloo_environment', 'missing_for_hosts', 'launch_command',
-           'LaunchError', 'Meeting', 'meet', 'speak', 'Progress', 'launch']
+           'Processes', 'LaunchError', 'Meeting', 'meet', 'speak', 'Progress', 'launch']
 
 # %% ../nbs/machinery/03_launch.ipynb #c002
 import atexit, contextlib, datetime, json, os, queue, re, shutil, signal, socket, subprocess, sys, threading, time
 import traceback
 from dataclasses import dataclass
 from pathlib import Path
+from .options import SettingsGroup, setting
 from .runlog import CALLER, is_alive, read_json
 
 # %% ../nbs/machinery/03_launch.ipynb #c005
@@ -354,6 +355,19 @@ def _free_port():
     with socket.socket() as s:
         s.bind(('127.0.0.1', 0))
         return s.getsockname()[1]
+
+# %% ../nbs/machinery/03_launch.ipynb #v0301
+@dataclass(frozen=True)
+class Processes(SettingsGroup):
+    "In how many processes, and on which hosts."
+    ranks: int = setting(1, 'processes, of all hosts together, each with a GPU where there are some; one is this '
+                            'process itself', least=1)
+    hostfile: str = setting(None, "several hosts, a line 'name slots=8' for each, whose ranks DeepSpeed starts by pdsh "
+                                  'from this one; None: all ranks on this host')
+    hosts: int = setting(1, 'several hosts, each of which is given this same command and starts its share of the ranks',
+                         least=1)
+    endpoint: str = setting(None, "where these meet, as 'node0:29500': the host of rank 0, and a free port there")
+    threads: int = setting(None, 'of PyTorch on a CPU; None: its own choice', least=1)
 
 # %% ../nbs/machinery/03_launch.ipynb #h0314
 SILENCE = 60     # seconds after which a host that counts no further is taken for lost

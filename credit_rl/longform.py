@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['PAIRS', 'HALLUCINATION_PROMPT', 'VERDICTS', 'know_pairs', 'parse_grounded', 'judge_rows', 'long_rewards',
-           'pass_rates', 'judge_set', 'Judging', 'run_longform', 'judged_table', 'main']
+           'pass_rates', 'judge_set', 'JudgeChoice', 'run_longform', 'judged_table', 'main']
 
 # %% ../nbs/papers/77_longform.ipynb #c002
 import json, math, re, sys
@@ -12,9 +12,9 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from .benchmarks import BENCHMARKS, Benchmark, Layout, register
-from .evaluate import Settings, bootstrap_interval, read_manifest, read_scores, run_evaluation
+from .evaluate import Evaluation, bootstrap_interval, read_manifest, read_scores, run_evaluation
 from .judge import check_judge, judge_counts, judge_text, make_judge
-from .options import nearest, options_in, setting
+from .options import SettingsGroup, nearest, options_in, setting
 from .parameters import by_group, from_settings, make_parser, read_settings
 from .protocol import prompt_hash
 from .prs import PRS_JUDGE_PROMPT, judge_messages, parse_verdict, prs_rewards
@@ -77,7 +77,7 @@ def _grounding(row, words):
 VERDICTS = ('reference_pass', 'hallucination_pass')
 
 def judge_rows(
-    rows,                            # list of dict, as `question_row` of 26_evaluate gives them
+    rows,                            # list of dict, as `question_row` of 27_evaluate gives them
     judge,                           # has ask(prompts, parse) → list
     match=PRS_JUDGE_PROMPT,          # the judge's instructions about the reference
     grounded=HALLUCINATION_PROMPT,   # and what it is asked about inventions
@@ -148,7 +148,7 @@ def judge_set(
 
 # %% ../nbs/papers/77_longform.ipynb #c016
 @dataclass(frozen=True)
-class Judging:
+class JudgeChoice(SettingsGroup):
     "Who judges the answers, and by which words."
     judge: dict = setting({}, 'settings of the judge: base_url, model, key_from, … as for 18_judge')
     judge_prompt: str = setting(None, "text file of the judge's instructions about the reference; None: PRS's")
@@ -171,7 +171,7 @@ def _check(settings, judging, folder):
         raise ValueError(f'pairs are played on one rank, got ranks={settings.ranks}')
 
 def run_longform(
-    settings,       # dict of settings: of an evaluation, its `data` 'pairs' unless it says so, and of `Judging`
+    settings,       # dict of settings: of an evaluation, its `data` 'pairs' unless it says so, and of `JudgeChoice`
     folder=None,    # an evaluation to judge instead of playing one
     engine=None,    # as for run_evaluation
     say=print,      # function called with lines of text
@@ -181,12 +181,12 @@ def run_longform(
     `judged.json`. Raises ValueError on bad input, ConnectionError where the judge does not answer,
     FolderInUse."""
     know_pairs()
-    known = [*options_in(Judging), *options_in(Settings)]
+    known = [*options_in(JudgeChoice), *options_in(Evaluation)]
     for name in settings:
         if name not in known: raise ValueError(f'there is no setting {name!r}{nearest(name, known)}')
-    mine = {k: v for k, v in settings.items() if k in options_in(Judging)}
-    judging = from_settings(Judging, mine)
-    played = from_settings(Settings, {'data': PAIRS.name, **{k: v for k, v in settings.items() if k not in mine}})
+    mine = {k: v for k, v in settings.items() if k in options_in(JudgeChoice)}
+    judging = from_settings(JudgeChoice, mine)
+    played = from_settings(Evaluation, {'data': PAIRS.name, **{k: v for k, v in settings.items() if k not in mine}})
     _check(played, judging, folder)
     words, judge = _words(judging), make_judge(judging.judge)
     judge.check()
@@ -216,7 +216,7 @@ def main(arguments=None):  # list of str; None: the command line's
     parser = make_parser('credit_rl.longform', 'Evaluate answers of several sentences, by a judge.')
     parser.add_argument('--folder', metavar='RUN', help='run folder of an evaluation whose answers are judged')
     try:
-        settings, given = read_settings(parser, arguments, by_group(Judging, *Settings.__bases__))
+        settings, given = read_settings(parser, arguments, by_group(JudgeChoice, *Evaluation.__bases__))
         print(judged_table(run_longform(settings, given.folder)).to_string())
     except (ValueError, OSError, ImportError) as e: sys.exit(f'credit_rl.longform: {e}')
 

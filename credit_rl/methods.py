@@ -9,7 +9,7 @@ __all__ = ['MODULES', 'REWARDS', 'RULES', 'SAMPLINGS', 'LOSSES', 'METHODS', 'gat
 # %% ../nbs/1_rules/60_methods.ipynb #c003
 from dataclasses import replace
 from types import ModuleType
-from . import outcome, advantages, losses, folr, information_gain, prs, true_credit, situations
+from . import outcome, advantages, losses, folr, information_gain, prs, true_credit, table_critic
 from . import vspo, turn_rewards, potentials, smdp, turn_ppo
 from . import runlog
 from .options import nearest, read_options

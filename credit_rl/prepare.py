@@ -14,43 +14,35 @@ import torch
 from .critics import brier, expected_calibration_error
 from .engine import seed_of
 from .estimate import describe, memory, read_sizes, step_seconds
-from .evaluate import open_search
+from .environment import open_search
 from .launch import LaunchError, Ranks, is_rank, join_ranks, keep_traceback, speak
 from .layout import pack
 from .learner import BadStep, Frozen, only_data
 from .losses import kl
 from .methods import get_method
 from .models import find_model, load_model
-from .options import check_settings, setting
+from .options import setting, with_defaults
 from .outcome import outcome_rewards
 from .parameters import by_group, from_settings, make_parser, notebook_settings, read_settings
 from .protocol import PROTOCOLS, prompt_hash
 from .runlog import RunLog, latest_checkpoint, read_json, read_metrics, read_params, save_checkpoint
-from .settings import (GROUPS, CriticChoice, check, data_sets, flat_form, group_of, settings_of,
+from .settings import (GROUPS, Course, CriticChoice, check, data_sets, flat_form, group_of, settings_of,
                                 tree_notes)
 from .sharded import DeepSpeedBackend
 from .stage import make_engine, origin_of, real_questions, real_search, set_stage, start_critic
 from .train import (MAY_CHANGE, Examiner, SilentLog, bound_method, check_same_params, end_interrupted, examine,
                              is_large, launch_ranks, no_gpu, plan_of, rank_tflops, saving)
 from .vllm_engine import EngineLost
-from .warmup import (GATE, Collecting, Examination, GateFailed, Missing, Player, WarmUp, collect,
-                              critic_learner, make_pairs, read_collected, report_from, searching, warm_up, write_warmed)
+from .warmup import (GATE, Collection, CollectionPlan, Examination, GateFailed, Missing, Player, WarmUp,
+                              collect, critic_learner, make_pairs, read_collected, report_from, searching, warm_up,
+                              write_warmed)
 
 # %% ../nbs/5_run/65_prepare.ipynb #c005
 @dataclass(frozen=True)
-class WarmUpChoice:
+class WarmUpChoice(Collection):
     "How a critic is warmed up."
-    collected: str = setting('curated', "'random': no tiers, no clusters, one search; 'cold': nothing is taught, only "
-                                        'examined', choices=('curated', 'random', 'cold'))
-    prompts: list = setting(['direct', 'forced', 'optional'], 'under which each question is played')
-    tries: int = setting(5, "no-tool rollouts that tell a question's tier", least=1)
     sorted_questions: int = setting(None, 'training questions that are sorted into tiers; None: all', least=1)
-    per_tier: object = setting(8000, 'questions of each tier that are played, at most: one number, or [of Tier 1, of '
-                                     'Tier 2]')
-    repeats: int = setting(1, 'rollouts of a question under each prompt', least=1)
-    clusters: object = setting(50, 'of questions; or {data set: number}, each by itself; the paper takes 30 for GSM8K')
     embed: str = setting(None, 'model of sentence-transformers whose vectors are clustered; None: TF-IDF of the words')
-    other_share: float = setting(0.3, 'share of questions whose programs search elsewhere', least=0, most=1)
     other_corpus: str = setting(None, 'where: passages, an index or the url of a search server; None: the same search '
                                       'with holes')
     other_misses: float = setting(0.5, 'share of the queries that fall into a hole', least=0, most=1)
@@ -64,14 +56,14 @@ class WarmUpChoice:
     must_pass: bool = setting(True, 'False: keep the last critic, whatever it says, for an ablation')
 
     def __post_init__(self):
-        check_settings(self)
+        super().__post_init__()
         if self.warm_least > self.warm_steps:
             raise ValueError(f'no step counts: warm_least={self.warm_least} is after warm_steps={self.warm_steps}')
-        Collecting(per_tier=self.per_tier, clusters=self.clusters)   # refuses what is no number of questions
 
 # %% ../nbs/5_run/65_prepare.ipynb #c006
-Warming = flat_form('Warming', [*GROUPS.values(), WarmUpChoice], "A training's settings, and its critic's warm-up's.",
-                    run='runs/warmup', method='carl')
+_GROUPS = {**GROUPS, 'course': with_defaults(Course, run='runs/warmup', method='carl'), 'warmup': WarmUpChoice}
+
+Warming = flat_form('Warming', _GROUPS.values(), "A training's settings, and its critic's warm-up's.")
 
 def make_warming(settings):
     "A `Warming` from a dict. Raises ValueError on an unknown name, naming the nearest, and on a value not allowed."
@@ -105,8 +97,8 @@ def _collecting(choice, course, metric, part):
     """How rollouts of a part are collected. The held-out ones are curated whatever the taught ones are, or there would
     be nothing to compare."""
     kind = 'random' if part == 'train' and choice.collected == 'random' else 'curated'
-    return Collecting(kind, tuple(choice.prompts), choice.tries, choice.per_tier, choice.repeats, choice.clusters,
-                      choice.other_share, metric, seed_of('warm-up', course.seed, part))
+    return CollectionPlan(**vars(group_of(Collection, choice)) | {'collected': kind}, metric=metric,
+                          seed=seed_of('warm-up', course.seed, part))
 
 def _elsewhere(choice, task, env):
     "The environment whose programs search elsewhere; None where there is no search."
@@ -384,7 +376,7 @@ def main(arguments=None):
     parser = make_parser('credit_rl.prepare', 'Warm up a critic until it passes its gate.')
     run = Warming.run
     try:
-        settings, _ = read_settings(parser, arguments, by_group(WarmUpChoice, *GROUPS.values()))
+        settings, _ = read_settings(parser, arguments, by_group(*_GROUPS.values()))
         run = settings.get('run', run)
         folder = prepare(settings)
         if settings.get('dry_run'): return

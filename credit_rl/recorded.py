@@ -11,7 +11,7 @@ import itertools, math
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 import torch
-from .evaluate import asked_protocol
+from .environment import asked_protocol
 from .methods import get_method
 from .models import load_tokenizer
 from .parts import Facts, Seen, assign, bind, first_tokens

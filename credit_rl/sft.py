@@ -15,7 +15,7 @@ from .evaluate import evaluate
 from .launch import Progress
 from .layout import pack
 from .learner import BadStep
-from .options import check_settings, nearest, options_in, setting
+from .options import SettingsGroup, nearest, options_in, setting
 from .outcome import outcome_rewards
 from .parameters import by_group, from_settings, make_parser, read_settings
 from .protocol import prompt_hash
@@ -54,7 +54,7 @@ def sft_rows(
 
 # %% ../nbs/5_run/64_sft.ipynb #n0401
 @dataclass(frozen=True)
-class Imitation:
+class Imitation(SettingsGroup):
     "What is imitated, and how long."
     questions: int = setting(400, 'training questions to play', least=1)
     attempts: int = setting(8, 'rollouts of each', least=1)
@@ -62,8 +62,6 @@ class Imitation:
     epochs: int = setting(2, 'times through the rows', least=1)
     learning_rate: float = setting(1e-3, 'at its highest; it falls as a cosine', above=0)
     batch: int = setting(32, 'rows per update', least=1)
-
-    def __post_init__(self): check_settings(self)
 
 # %% ../nbs/5_run/64_sft.ipynb #p6401
 def _loss_callback(say, every=20.):

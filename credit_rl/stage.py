@@ -15,10 +15,10 @@ import torch
 from .benchmarks import get_benchmark
 from .datasets import load_corpus, load_questions, subsample
 from .engine import HFEngine, seed_of
-from .evaluate import Conversation, is_searched, make_environment, open_search
+from .environment import is_searched, make_environment, open_search
 from .learner import Frozen, Learner, make_critic, seeded
 from .methods import get_method
-from .models import load_model, load_tokenizer, read_template
+from .models import load_model, load_tokenizer
 from .protocol import PROTOCOLS, check_tokenizer, worded
 from .retrieval import BM25
 from .rollout import check_prompts
@@ -69,7 +69,7 @@ def set_stage(
     if task.data == 'tiny':
         worlds = tiny_worlds(task, seed)
         if acting.model == 'tiny': _make_tiny_base(origin.base, acting.protocol, seed, worlds, say)
-        return _tiny_stage(acting, task.passages, worlds, origin.start, say)
+        return _tiny_stage(acting, worlds, origin.start, say)
     parts, search = real or (real_questions(task, seed), real_search(task, acting.protocol))
     return _real_stage(acting, task, (parts, search), origin.start, say)
 
@@ -81,20 +81,20 @@ def _make_tiny_base(folder, protocol, seed, worlds, say):
     make_base(Path(folder), seed, words, known=known_worlds(worlds), progress=say)
 
 # %% ../nbs/5_run/62_stage.ipynb #n0202
-def _tiny_stage(acting, passages, worlds, folder, say):
+def _tiny_stage(acting, worlds, folder, say):
     "The stage of the tiny world, whose perfect player sets the ceiling."
     model, tokenizer = load_model(folder, acting.dtype)
-    environments, rules, top = *_tiny_environments(acting, passages, worlds, tokenizer), None
+    environments, rules, top = *_tiny_environments(acting, worlds, tokenizer), None
     chat = environments['test'].chat
     if chat.protocol.call_style in ('text', 'python'):                      # calls that perfect players write
         top = {str(k): v for k, v in ceiling(worlds['test'], chat, **rules).items()}
         say('ceiling of perfect play on the test questions: ' + ', '.join(f'{k} {v:.3f}' for k, v in top.items()))
     return Stage(chat, model, {part: list(w.questions) for part, w in worlds.items()}, environments, top)
 
-def _tiny_environments(acting, passages, worlds, tokenizer):
+def _tiny_environments(acting, worlds, tokenizer):
     "The environments of tiny worlds by part, and the rules that all of them have."
     chat = check_tokenizer(tokenizer, worded(PROTOCOLS[acting.protocol or 'tiny'], **acting.words))
-    rules = dict(k=passages, max_turns=acting.max_turns, max_tokens=acting.max_tokens,
+    rules = dict(k=acting.passages, max_turns=acting.max_turns, max_tokens=acting.max_tokens,
                  response_tokens=acting.response_tokens)
     return {part: dataclasses.replace(tiny_environment(w, chat, **rules), **acting.rules)
             for part, w in worlds.items()}, rules
@@ -106,15 +106,8 @@ def _real_stage(acting, task, real, folder, say):
     counts = ', '.join(f'{len(questions)} {part}' for part, questions in parts.items())
     say(f'{counts} questions of {task.data}; {search_place(search)}')
     model, tokenizer = load_model(folder, acting.dtype)
-    env = _real_environment(acting, task, search, tokenizer, model.config.vocab_size)
+    env = make_environment(tokenizer, search, acting, model.config.vocab_size)
     return Stage(env.chat, model, parts, dict.fromkeys(parts, env))
-
-def _real_environment(acting, task, search, tokenizer, vocabulary=None):
-    "The environment of a data set's questions."
-    how = Conversation(acting.protocol, acting.max_turns, acting.max_tokens, task.passages, task.passage_tokens,
-                       read_template(acting.template), acting.template_options, acting.history, acting.words,
-                       acting.rules)
-    return make_environment(tokenizer, search, how, vocabulary)
 
 def check_stage(
     task,       # Task
@@ -128,9 +121,9 @@ def check_stage(
     if isinstance(tokenizer, str): tokenizer = load_tokenizer(tokenizer)
     if task.data == 'tiny':
         worlds = tiny_worlds(task, seed)
-        environments = _tiny_environments(acting, task.passages, worlds, tokenizer)[0]
+        environments = _tiny_environments(acting, worlds, tokenizer)[0]
         return Stage(None, None, {part: list(w.questions) for part, w in worlds.items()}, environments)
-    return Stage(None, None, real[0], dict.fromkeys(real[0], _real_environment(acting, task, real[1], tokenizer)))
+    return Stage(None, None, real[0], dict.fromkeys(real[0], make_environment(tokenizer, real[1], acting)))
 
 def search_place(search):  # BM25, or another retriever; None: nothing is searched
     "What is searched, in words: a number of passages, or the url of a server."

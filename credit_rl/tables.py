@@ -22,7 +22,8 @@ from .competence import asking_table, critics_table, examined, play_table, resil
 from .critics import brier, expected_calibration_error
 from .diagnostics import SPARE_COLOURS, error_table, method_colours
 from .estimate import KNOWN_SIZES, read_sizes
-from .evaluate import asked_protocol, measure, read_manifest, read_scores
+from .environment import asked_protocol
+from .evaluate import measure, read_manifest, read_scores
 from .folr import chi_squared, first_turns, has_evidence, op_table
 from .longform import judged_table, know_pairs
 from .methods import METHODS, get_method

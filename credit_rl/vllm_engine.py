@@ -4,8 +4,9 @@
 
 # %% auto #0
 __all__ = ['check_sampling', 'vllm_parameters', 'VLLMStream', 'parameter_shapes', 'complete', 'make_transfer', 'EngineLost',
-           'visible_devices', 'rank_devices', 'VLLMSettings', 'engine_arguments', 'check_vllm_settings', 'start_vllm',
-           'VLLMEngine', 'adapter_weights', 'check_adapter', 'save_adapter', 'logp_gap', 'sync_gap', 'sampler_weights']
+           'visible_devices', 'rank_devices', 'VLLMSettings', 'engine_arguments', 'check_vllm_settings', 'EngineChoice',
+           'start_vllm', 'VLLMEngine', 'adapter_weights', 'check_adapter', 'save_adapter', 'logp_gap', 'sync_gap',
+           'sampler_weights']
 
 # %% ../nbs/machinery/21_vllm_engine.ipynb #c003
 import contextlib, importlib.util, os, random, signal, subprocess, sys, tempfile, threading, time
@@ -13,6 +14,7 @@ from dataclasses import dataclass, field, fields
 import torch
 from .engine import Finished, Sampling, check_request, end_ids, continue_prompts, stop_tokens
 from .launch import LAUNCHER
+from .options import SettingsGroup, setting
 
 # %% ../nbs/machinery/21_vllm_engine.ipynb #c010
 def check_sampling(sampling):  # Sampling
@@ -439,6 +441,15 @@ def check_vllm_settings(
         raise ValueError('vLLM reads prompts whole here, so max_num_batched_tokens must be at least '
                          f'max_tokens={max_tokens}, got {batch}')
     if importlib.util.find_spec('vllm') is None: raise ValueError(_MISSING)
+
+# %% ../nbs/machinery/21_vllm_engine.ipynb #v2101
+@dataclass(frozen=True)
+class EngineChoice(SettingsGroup):
+    "Which engine writes."
+    engine: str = setting('hf', "PyTorch, in training the learner's own model, or vLLM, which a training gives the "
+                                'weights after each step', choices=('hf', 'vllm'))
+    vllm: dict = setting({}, "of VLLMSettings, for engine='vllm': dtype, own_process, devices, transfer, sleep_level, "
+                             'arguments, ...')
 
 # %% ../nbs/machinery/21_vllm_engine.ipynb #s031
 def start_vllm(folder, arguments, own_process, devices=None):

@@ -12,6 +12,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 NUMBERED = re.compile(r'(\d\d\d?)_([a-z][a-z0-9_]*)')
+APART = ('experiments', 'papers')   # chapters
 WIDEST = 120                       # characters of a line of code
 FUNCTION, CLASS, ROOMY = 40, 80, 200   # lines of a function, of a class, of a class in the notebooks of LARGE
 LARGE = ('learner', 'sharded')
@@ -34,6 +35,8 @@ PATHS = re.compile('(?<![\\w/.:<])(?:' + '|'.join(map(re.escape, HERE)) +
                    '|/(?:home|root|Users|tmp|var|usr|opt|mnt|private|scratch))/\\w')
 
 
+# they export nothing, so they may import anything: the README, and the tour, whose three zeros put it before 00
+FRONT = ('index', '000_tour')
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
@@ -55,10 +58,10 @@ class Cell:
 
 
 class Notebook:
-    "A notebook of nbs/: `number` and `name` from its file name, its cells."
-    def __init__(self, stem, text):
-        self.stem, self.cells = stem, [Cell(d) for d in json.loads(text)['cells']]
-        match = NUMBERED.fullmatch(stem)
+    "A notebook of nbs/: `number` and `name` from its file name, the folder that is its chapter, its cells."
+    def __init__(self, stem, text, chapter='nbs'):
+        self.stem, self.chapter, self.cells = stem, chapter, [Cell(d) for d in json.loads(text)['cells']]
+        match = NUMBERED.fullmatch(stem) if stem not in FRONT else None
         self.number, self.name = (int(match[1]), match[2]) if match else (None, stem)
         self.code = [c for c in self.cells if c.code]
         self.exported = [c for c in self.code if c.exported]
@@ -111,6 +114,19 @@ def floors(nb, numbers):
                     yield f'imports {name}, which no notebook exports'
                 elif not own and numbers[module] >= (100 if nb.number is None else nb.number):
                     yield f'imports {name} of notebook {numbers[module]:02d}'
+
+
+@functools.cache
+def apart():
+    "Modules of the chapters that nothing else may stand on."
+    return {p.stem.partition('_')[2] for chapter in APART for p in (ROOT / 'nbs' / chapter).glob('[!.]*.ipynb')}
+
+
+def experiments_and_papers_apart(nb, numbers):
+    "Nothing outside the chapters of APART imports from them: who reads a rule or a run need not read an experiment."
+    if nb.chapter in APART: return
+    modules = {name.split('.')[1] for c in nb.code for name in imports(c.tree) if name.startswith('credit_rl.')}
+    yield from (f'imports {name}, of a chapter apart' for name in sorted(modules & apart() - {nb.name}))
 
 
 def named_like_its_module(nb, numbers):
@@ -332,20 +348,26 @@ def run_notebook(nb, numbers):
 
 
 RULES = [
-    floors, named_like_its_module, no_notebook_tools, torch_alone, narrow_lines, short_definitions, few_parameters,
-    nothing_private_from_elsewhere, whole_classes, something_to_see, no_fillers, loop_knows_no_method, named_by_nouns,
-    few_take_everything, everything_shown, nothing_skipped, clean_outputs, executed, run_notebook
+    floors, experiments_and_papers_apart, named_like_its_module, no_notebook_tools, torch_alone, narrow_lines,
+    short_definitions, few_parameters, nothing_private_from_elsewhere, whole_classes, something_to_see, no_fillers,
+    loop_knows_no_method, named_by_nouns, few_take_everything, everything_shown, nothing_skipped, clean_outputs,
+    executed, run_notebook
 ]
+UNMET = [experiments_and_papers_apart]   # of RULES, those that some notebook breaks today
 
 
 # ---- the tests ----
 
-PLACES = sorted((ROOT / 'nbs').rglob('[!.]*.ipynb'), key=lambda p: p.stem)
-NOTEBOOKS = [Notebook(p.stem, p.read_text(encoding='utf-8')) for p in PLACES]
+PATHS_OF_NOTEBOOKS = sorted((ROOT / 'nbs').rglob('[!.]*.ipynb'), key=lambda p: p.stem)
+NOTEBOOKS = [Notebook(p.stem, p.read_text(encoding='utf-8'), p.parent.name) for p in PATHS_OF_NOTEBOOKS]
 NUMBERS = {nb.name: nb.number for nb in NOTEBOOKS if nb.number is not None and not nb.runs}
 
 
-@pytest.mark.parametrize('rule', RULES, ids=lambda rule: rule.__name__)
+BROKEN = pytest.mark.xfail(strict=True, reason='regimes and situations are still imported from outside')
+
+
+@pytest.mark.parametrize('rule', [pytest.param(rule, id=rule.__name__, marks=[BROKEN] * (rule in UNMET))
+                                  for rule in RULES])
 def test_rule(rule):
     complaints = [f'{nb.stem}: {complaint}' for nb in NOTEBOOKS for complaint in rule(nb, NUMBERS)]
     assert not complaints, '\n' + '\n'.join(complaints)
@@ -366,7 +388,7 @@ def test_lines_of_tests_are_narrow():
 
 
 def test_one_notebook_a_module_and_one_module_a_notebook():
-    assert not [nb.stem for nb in NOTEBOOKS if nb.number is None and nb.stem != 'index'], 'wanted NN_name.ipynb'
+    assert not [nb.stem for nb in NOTEBOOKS if nb.number is None and nb.stem not in FRONT], 'wanted NN_name.ipynb'
     numbers = [nb.number for nb in NOTEBOOKS if nb.number is not None]
     assert len(numbers) == len(set(numbers)), f'two notebooks share a number: {numbers}'
     exported = [m for nb in NOTEBOOKS for m in nb.modules]
@@ -406,9 +428,13 @@ BAD = [
     (floors, notebook('12_b', '#| export\nimport credit_rl.b')),
     (floors, notebook('12_b', 'from credit_rl.gone import f')),
     (floors, notebook('12_b', '#| export\nfrom .a import f')),
+    (experiments_and_papers_apart, notebook('12_b', 'from credit_rl.longform import f')),
     (named_like_its_module, notebook('12_b', '#| default_exp c')),
     (named_like_its_module, notebook('12_b', '#| export\nx = 1')),
     (named_like_its_module, notebook('93_b', '#| default_exp b')),
+    (named_like_its_module, notebook('000_tour', '#| default_exp tour')),
+    (named_like_its_module, notebook('000_tour', '#| export\nx = 1')),
+    (floors, notebook('000_tour', 'from credit_rl.gone import f')),
     (no_notebook_tools, notebook('12_b', '#| export\nfrom fastcore.basics import patch')),
     (torch_alone, notebook('34_b', '#|export\nimport math, numpy as np')),
     (narrow_lines, notebook('12_b', 'x = 1  # ' + 'long ' * 30)),
@@ -470,6 +496,7 @@ GOOD = [
              '%time f()\nfrom credit_rl.b import f\nassert f() == 1', '#| eval: false\nlong_run()',
              outputs=output('1')),
     notebook('92_b', 'x = 1', metadata={'tags': ['parameters']}),
+    notebook('000_tour', 'from credit_rl.c import f'),
     notebook('63_train', '#| default_exp train', '#| export\nfrom credit_rl.a import *\nclass _Parent: x = 1',
              '#| export\nclass _One(_Parent): pass\nclass _Two(_Parent): pass', 'assert 1 + 1 == 2',
              *['#| export\n_x = table["seconds"], table.get("em"), kind == "plain", say("tips")'] * 5,
@@ -484,6 +511,6 @@ def test_rules_notice(rule, bad):
     assert list(rule(bad, NUMBERED_SO))
 
 
-@pytest.mark.parametrize('good', GOOD, ids=['library', 'run', 'loop', 'output'])
+@pytest.mark.parametrize('good', GOOD, ids=['library', 'run', 'tour', 'loop', 'output'])
 def test_rules_let_good_notebooks_pass(good):
     assert not [c for rule in RULES for c in rule(good, NUMBERED_SO)]

@@ -1,0 +1,276 @@
+"""54_warmup: the gate's numbers against scikit-learn, its edges, and draws that are even."""
+import math
+from collections import Counter
+
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+from sklearn.metrics import accuracy_score, explained_variance_score, roc_auc_score
+
+from credit_rl.engine import Sampling, ScriptedEngine
+from credit_rl.protocol import PROTOCOLS, Chat
+from credit_rl.readers import Passage
+from credit_rl.tiny import NOISY_CODER, act_coder, memory_of, tiny_environment, tiny_tokenizer
+from credit_rl.trajectory import Question, Stop, Trajectory, Turn
+from credit_rl import warmup
+from credit_rl.warmup import (choose_questions, cluster_questions, collect, CollectionPlan, draw_evenly, GATE, gate,
+                              GateFailed, GateReport, gold_shown, Missing, Pairs, Player, searching, warm_up, WarmUp)
+from credit_rl.world import Competence, make_world
+
+
+def example(seed, n=80):
+    g = torch.Generator().manual_seed(seed)
+    rand = lambda *shape: torch.rand(*shape, generator=g)
+    tier = torch.where(rand(n) < .5, 1, 2)
+    tier[:2] = torch.tensor([1, 2])
+    kept = (rand(n) < .6).double()
+    change = (rand(n) - .5 + .3 * (kept.float() - .5)).double()
+    returns = (rand(n) < .5).double()
+    return rand(n), tier, torch.stack([change, kept], 1), rand(n).double() * .5 + returns * .5, returns
+
+
+@pytest.mark.parametrize('seed', range(5))
+def test_the_gate_is_scikit_learns(seed):
+    v0, tier, pairs, values, returns = example(seed)
+    report = gate(v0, tier, pairs, values, returns)
+    assert math.isclose(report.auc, roc_auc_score(tier == 2, v0), abs_tol=1e-9)
+    assert math.isclose(report.sign_accuracy, accuracy_score(pairs[:, 1] == 1, pairs[:, 0] > 0), abs_tol=1e-9)
+    assert math.isclose(report.explained_variance, explained_variance_score(returns, values), abs_tol=1e-9)
+    assert report.passed == all(getattr(report, n) >= least for n, (least, _) in GATE.items()) and set(
+        report.failed) == {n for n, (least, _) in GATE.items() if getattr(report, n) < least}
+
+
+@pytest.mark.parametrize('name', GATE)
+def test_each_check_alone_fails_the_gate_by_what_it_says(name):
+    good = dict(auc=[.9, .1], sign_accuracy=[[.1, 1]], explained_variance=[0., 1.])
+    bad = dict(auc=[.1, .9], sign_accuracy=[[-.1, 1]], explained_variance=[1., 0.])
+    pick = lambda n: (bad if n == name else good)[n]
+    report = gate(pick('auc'), [2, 1], pick('sign_accuracy'), pick('explained_variance'), [0., 1.])
+    assert not report.passed and set(
+        report.failed) == {name} and f'FAILED: {name} by {report.failed[name]:.3f}' in str(report)
+
+
+def test_exactly_on_the_bar_passes():
+    pairs = [[.1, 1]] * 6 + [[0., 1]] * 4                                      # ties are wrong: 6 of 10
+    assert gate([.9, .1], [2, 1], pairs, [0., 1.], [0., 1.]).passed
+    assert not gate([.9, .1], [2, 1], pairs + [[0., 0]], [0., 1.], [0., 1.]).passed
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.lists(st.integers(0, 4), min_size=1, max_size=60), st.data())
+def test_draws_are_even(clusters, data):
+    "No cluster is drawn twice more often than another that still had items; nothing is drawn twice."
+    n = data.draw(st.integers(0, len(clusters)))
+    drawn, size = draw_evenly(clusters, n, seed=1), Counter(clusters)
+    assert len(set(drawn)) == len(drawn) == n
+    count = Counter(clusters[i] for i in drawn)
+    assert all(count[a] <= count[b] + 1 or count[b] == size[b] for a in size for b in size)
+
+
+def test_clusters_are_topics():
+    texts = [f'who directed the film number {i}' for i in range(20)] + [f'what is {i} + {i}' for i in range(20)]
+    clusters = cluster_questions(texts, k=2)
+    assert len(set(clusters[:20])) == len(set(clusters[20:])) == 1 and clusters[0] != clusters[20]
+    assert len(set(cluster_questions(['a'], k=50))) == 1
+
+
+PASSES, FAILS = GateReport(.9, .9, .9, .9, .9, (1, 1)), GateReport(.1, .9, .9, .9, .9, (1, 1))
+
+
+@pytest.mark.parametrize(
+    'how, passes, sat',
+    [
+        ((200, 60, 25), lambda step: True, [0, 25, 50, 75]),
+        ((200, 50, 25), lambda step: True, [0, 25, 50]),
+        ((200, 60, 25), lambda step: step != 75, [0, 25, 50, 75, 100]),
+        ((70, 60, 25), lambda step: True, [0, 25, 50, 70]),
+        ((200, 0, 25), lambda step: True, [0]),
+        ((100, 60, 25), lambda step: step < 60, None),
+    ],
+)
+def test_the_first_pass_at_or_after_least_ends_it(monkeypatch, how, passes, sat):
+    "A pass before `least` counts for nothing, and `least` need not be a step of an examination."
+    taught = []
+    monkeypatch.setattr(warmup, '_teach', lambda *a: taught.append(a) or 0.)
+    run = lambda: [
+        n for n, _ in warm_up(None, Pairs([[1]], torch.ones(1), torch.zeros(1, dtype=torch.long)), lambda: PASSES
+                              if passes(len(taught)) else FAILS, WarmUp(*how))
+    ]
+    if sat is None:
+        with pytest.raises(GateFailed, match='did not pass its gate in 100 steps.*FAILED: auc by 0.600'): run()
+    else: assert run() == sat and len(taught) == sat[-1]
+
+
+READS = {
+    'in the context': ('so <context>born in Budapest</context>', True), 'beside it':
+    ('It is Budapest, so '
+     '<context>a film</context>', False), 'after it': ('<context>a film</context> of Budapest', False),
+    'in a context begun again': ('<context>Budapest <context>a film</context>', False), 'in one that was not closed':
+    ('so <context>Budapest', True), 'in none': ('Budapest', False)
+}
+
+
+@pytest.mark.parametrize('where', READS)
+def test_kept_is_what_the_next_state_holds(where):
+    text, kept = READS[where]
+    turns = [
+        Turn(kind, (1, ), (0., ), (), said, seen)
+        for kind, said, seen in (('invoke', 'search', 'He was born in '
+                                  'Budapest.'), ('assimilate', text, ''), ('commit', 'Budapest', ''))
+    ]
+    assert gold_shown(Trajectory(Question('q', 'Where?', ('Budapest', )), (0, ), turns, Stop.ANSWER,
+                                 'Budapest')) == [(1, kept)]
+
+
+# ---- who is asked ----
+
+QUESTIONS = [
+    Question(f'q{i}', f'who directed film {i}' if i % 3 else f'what is {i} plus {i}', ('7', )) for i in range(60)
+]
+TIER = torch.tensor([1 + i % 2 for i in range(60)])
+
+
+@pytest.mark.parametrize(
+    'per_tier, drawn', [(5, (5, 5)), ((9, 4), (9, 4)), ([4, 9], (4, 9)), (100, (30, 30)), ((100, 3), (30, 3))]
+)
+def test_so_many_questions_of_each_tier(per_tier, drawn):
+    how = CollectionPlan(per_tier=per_tier, clusters=2)
+    chosen = choose_questions(QUESTIONS, TIER, how)
+    assert len(set(chosen)) == len(chosen) and tuple((TIER[chosen] == t).sum().item() for t in (1, 2)) == drawn
+    for t, n in zip((1, 2), drawn):  # a third of the questions are sums; half of those drawn, until there are no more
+        sums = sum(QUESTIONS[i].text.startswith('what') for i in chosen if TIER[i] == t)
+        assert abs(sums - min(n / 2, 10)) <= .5
+    random = CollectionPlan(collected='random', per_tier=per_tier)
+    assert len(choose_questions(QUESTIONS, TIER, random)) == min(60, sum(how.wanted))
+
+
+@pytest.mark.parametrize('per_tier', [0, (3,), (3, 0), (1, 2, 3), 2.5, '8', None])
+def test_what_is_no_number_of_questions(per_tier):
+    with pytest.raises(ValueError, match=r'per_tier is a number of questions, at least 1, or a pair'):
+        CollectionPlan(per_tier=per_tier)
+
+
+@pytest.mark.parametrize('per_tier, said', [((9, 9), None), ((11, 9), 'takes all 11 of Tier 1, of which 11 may be '
+                                                                      'taken: clusters choose nothing there'),
+                                            (50, 'takes all 11 of Tier 1, of which 50 may be taken and all 11 of Tier '
+                                                 '2, of which 50 may be taken: clusters')])
+def test_a_tier_that_is_taken_whole_is_said(per_tier, said):
+    world = make_world('dev', seed=3, size=200, questions=12, hops=(1,), competence=Competence(famous=12))
+    env = tiny_environment(world, Chat(PROTOCOLS['carl-tiny'], tiny_tokenizer(numbers=True)))
+    engine, lines = ScriptedEngine(lambda text, rng: act_coder(text, rng, NOISY_CODER, memory_of(world)),
+                                   env.chat.tokenizer), []
+    data = collect(Player(engine, Sampling()), env, [q for q in world.questions if q.meta['parametric']][:11] +
+                   [q for q in world.questions if not q.meta['parametric']][:11],
+                   CollectionPlan(per_tier=per_tier, clusters=3), say=lines.append)
+    assert lines[0].startswith('22 questions: 11 that it knows')
+    assert lines[-1].startswith('told to call, it does in 100% of rollouts of Tier 1 and 100% of rollouts of Tier 2; ')
+    assert [line[:len(said or '')] for line in lines[1:-1]] == ([said] if said else []) and len(data.questions) == sum(
+        min(11, n) for n in CollectionPlan(per_tier=per_tier).wanted)
+
+
+def test_a_base_that_does_not_call_when_told_to_is_noticed():
+    from credit_rl.warmup import obedience
+    assert obedience(['direct', 'forced', 'forced', 'forced', 'optional'], [False, True, False, True, True],
+                     [1, 1, 1, 2, 2]).startswith('told to call, it does in 50% of rollouts of Tier 1 and 100% of')
+    assert obedience(['forced'], [False], [2]).startswith('told to call, it does in 0% of rollouts of Tier 2;')
+
+
+def test_sources_have_clusters_of_their_own():
+    """With one cluster each, draws alternate between the sources, though one has three times as many questions; and
+    the drawn sums come from both of a source's two clusters."""
+    questions = [
+        Question(f'q{i}', f'who directed film {i}' if i % 2 else f'what is {i} plus {i}', ('7', ),
+                 'a' if i < 45 else 'b') for i in range(60)
+    ]
+    tier = torch.tensor([1] * 30 + [2] * 15 + [1] * 15)
+    of = lambda clusters, n: [
+        questions[i]
+        for i in choose_questions(questions, tier, CollectionPlan(per_tier=(n, 1), clusters=clusters))
+        if tier[i] == 1
+    ]
+    assert sorted(q.source for q in of({'a': 1, 'b': 1}, 20)) == ['a'] * 10 + ['b'] * 10
+    counts = Counter(q.source + q.text[:3] for q in of({'a': 2, 'b': 1}, 18))
+    assert counts['awho'] == counts['awha'] == 6 and counts['bwho'] + counts['bwha'] == 6
+    with pytest.raises(ValueError, match='clusters has a number for a, but there are questions of b'): of({'a': 2}, 5)
+    with pytest.raises(ValueError, match='clusters are at least 1'): CollectionPlan(clusters={'a': 0})
+
+
+# ---- who searches elsewhere ----
+
+ELSEWHERE = 'mayor mayor'  # words that the tiny tokenizer knows, as no page has them
+
+
+class Ranked:
+    "A retriever that finds `2k` numbered passages for whatever is asked, under a name of its own."
+    def __init__(self, name): self.name = name
+    def search(self, queries, k):
+        return [[Passage(str(i), f'{self.name} {i}', self.name) for i in range(k)] for _ in queries]
+
+
+@pytest.fixture(scope='module')
+def looked_up():
+    """A world whose questions all need a search when one is forced, an environment, one that searches elsewhere, and a
+    coder."""
+    world = make_world('dev', seed=3, size=200, questions=20, hops=(1, 2), competence=Competence(famous=20))
+    env = tiny_environment(world, Chat(PROTOCOLS['carl-tiny'], tiny_tokenizer(numbers=True)))
+    return list(world.questions), env, searching(env, Ranked(ELSEWHERE)), ScriptedEngine(
+        lambda text, rng: act_coder(text, rng, NOISY_CODER, memory_of(world)), env.chat.tokenizer)
+
+
+def places(data, prompt):
+    """What was searched in by the rollouts of each question under a prompt: dict id -> set of 'there' and 'elsewhere',
+    without questions that called nothing."""
+    out = {}
+    for g, p in zip(data.groups, data.prompts):
+        seen = {
+            'elsewhere' if ELSEWHERE in turn.observation_text else 'there'
+            for turn in g.trajectories[0].turns
+            if turn.call is not None
+        }
+        if p == prompt and seen: out[g.question.id] = out.get(g.question.id, set()) | seen
+    return out
+
+
+@pytest.mark.parametrize(
+    'how, share',
+    [({}, 0.3), (dict(other_share=0.5), 0.5), (dict(other_share=1.0), 1.0), (dict(other_share=0.0), 0.0),
+     (dict(collected='random'), 0.0)],
+    ids=['as in the paper', 'half', 'all', 'none', 'random'],
+)
+def test_so_many_questions_are_searched_elsewhere(looked_up, how, share):
+    """Three in ten unless told otherwise, wholly so, the same ones under every prompt and whenever they are played; a
+    random collection has the one search."""
+    questions, env, other, engine = looked_up
+    plan = CollectionPlan(per_tier=15, clusters=3, repeats=2, **how)
+    data = collect(Player(engine, Sampling()), env, questions, plan, other)
+    forced, optional = places(data, 'forced'), places(data, 'optional')
+    assert len(forced) == len(data.questions) == 30 and all(len(where) == 1 for where in forced.values())
+    away = {q for q, where in forced.items() if where == {'elsewhere'}}
+    assert len(away) == round(share * 30)
+    assert len(optional) > 15 and all(where == forced[q]
+                                      for q, where in optional.items()) and not places(data, 'direct')
+    tiers = {q.id: int(t) for q, t in zip(data.questions, data.tier)}
+    if 0 < share < 1: assert {tiers[q] for q in away} == {1, 2}
+
+
+def test_without_another_search_there_is_one(looked_up):
+    questions, env, _, engine = looked_up
+    assert set().union(
+        *places(collect(Player(engine, Sampling()), env, questions, CollectionPlan(per_tier=15, clusters=3)),
+                'forced').values()) == {'there'}
+
+
+@pytest.mark.parametrize('share', [.1, .3, .5, .9])
+def test_a_share_of_the_queries_falls_into_a_hole(share):
+    """Those get what ranks behind the best, always the same ones, whoever asks and in whatever order; the others get
+    the best. Larger holes hold the smaller ones."""
+    queries = [f'who directed film {i}' for i in range(3000)]
+    found = Missing(Ranked('p'), share).search(queries, 3)
+    ranks = [tuple(int(p.title.split()[1]) for p in passages) for passages in found]
+    assert set(ranks) == {(0, 1, 2), (3, 4, 5)}
+    holes = {q for q, r in zip(queries, ranks) if r[0] == 3}
+    assert abs(len(holes) / 3000 - share) < .03                                # three deviations of a half are .027
+    again = Missing(Ranked('p'), share)
+    assert holes == {q for q in reversed(queries) if again.search([q], 3)[0][0].title == 'p 3'}
+    larger = Missing(Ranked('p'), share + .1).search(queries, 3)
+    assert holes < {q for q, passages in zip(queries, larger) if passages[0].title == 'p 3'}
