@@ -25,7 +25,7 @@ def index_groups(
 
 # %% ../nbs/1_rules/28_groups.ipynb #c023
 def check_tensors(**given):  # name -> tensor; None is let pass
-    """Refuse lists, arrays and what else is no tensor. Raises TypeError.
+    """Refuse anything that is no tensor. Raises TypeError.
 
     Parameters
     ----------

@@ -234,7 +234,7 @@ def turn_starts(
     values,  # (R, T) value before each token
     layout,  # Layout of N trajectories
 ):
-    """The same where every turn has one stretch of trained tokens: (N, K). Raises ValueError where one has not.
+    """`start_values` (N, K) where every turn has one stretch of trained tokens. Raises ValueError where one has not.
 
     Parameters
     ----------
@@ -287,7 +287,7 @@ class Asks:
     plays: int = 0                               # how often the policy plays on from the state before every turn
 
 def _schemas(method, rewards):
-    "How rewards have golds written down, 'gold' or 'teacher' -> schema. Raises ValueError where two want it otherwise."
+    "Schemas in which rewards have golds scored: 'gold' or 'teacher' -> schema. Raises ValueError where two differ."
     found = {}
     for r in (r for r in rewards if r.sees):
         schema = r.schema(method.own(r)) if callable(r.schema) else r.schema
@@ -367,8 +367,7 @@ class Method:
         return {**rewards, 'turns': rewards['turns'] + sum(found.values()), **found} if found else rewards
 
     def credit(self, rewards, layout, seen):
-        """The rule's `Credit`, on tokens; a rollout of which anything is missing leaves all comparisons and gets weight
-        0."""
+        "The rule's `Credit`, on tokens. A rollout with a missing reward leaves all comparisons and gets weight 0."
         missing = rewards['outcome'].isnan() | rewards['turns'].isnan().any(1)
         known = {**rewards, 'missing': missing, 'outcome': torch.where(missing, torch.nan, rewards['outcome'])}
         credit = self.rule.credit(known, layout, seen, self.own(self.rule))
@@ -423,7 +422,7 @@ class Batch:
 
 # %% ../nbs/1_rules/29_parts.ipynb #c026
 def _kept_rows(groups, kept, prefix, average, tree):
-    "Layout of the kept groups, which trajectories these are, and by what a mean over them becomes one over all groups."
+    "Layout of the kept groups, which trajectories these are, and the factor from their mean to one over all groups."
     whole = pack(groups, prefix, tree)
     chosen = torch.isin(whole.groups, torch.tensor(kept, dtype=torch.long)).nonzero()[:, 0]
     if len(chosen) == len(whole.groups): return whole, chosen, 1.
@@ -432,7 +431,7 @@ def _kept_rows(groups, kept, prefix, average, tree):
     return layout, chosen, shares.get(average, len(chosen) / len(whole.groups))
 
 def _weighted(credit, layout, omega, share):
-    "Credit whose advantages count ω (n,) times, and every other term of a kept row once, in a mean over all groups."
+    "Multiply advantages by ω (n,), and weigh every term of a kept row by its share of the whole batch."
     known = torch.ones_like(omega) if credit.trajectory_weight is None else credit.trajectory_weight
     advantages = credit.advantages * omega.to(credit.advantages)[layout.row_trajectory][:, None]
     return replace(credit, advantages=advantages, trajectory_weight=share * known)
@@ -446,7 +445,7 @@ def assign(
     rewards=None,  # what text_rewards gave, where it is known; None: it is called
     tree=False,    # True: tokens that rows share are to be computed once, see `pack`
 ):
-    """Say what every token of a batch of rollouts is credited with: `Batch`, empty where no group is worth an update.
+    """Compute the credit of every token of a batch of rollouts: `Batch`, empty where no group is worth an update.
 
     Parameters
     ----------
@@ -477,7 +476,7 @@ def begin(method):
 
 # %% ../nbs/1_rules/29_parts.ipynb #k004
 def at(method, states):
-    "The method of a step, with what its parts kept put into their options."
+    "The method of a step: what its parts kept takes the place of their options."
     names, values = option_names(method.parts), dict(method.options)
     for p in (p for p in method.parts if p.name in states):
         used = p.keeps.use(method.own(p), states[p.name])

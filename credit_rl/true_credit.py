@@ -170,7 +170,7 @@ def continuation_values(
 
 # %% ../nbs/1_rules/36_true_credit.ipynb #t015
 class _Uniform:
-    "A number between 0 and 1 of which only what it is compared with is decided."
+    "A number between 0 and 1 that is never drawn: only its comparisons are decided, one by one."
     def __init__(self, choices): self.low, self.high, self.choices = 0., 1., choices
 
     def __lt__(self, bar):
@@ -183,7 +183,7 @@ class _Uniform:
 
 # %% ../nbs/1_rules/36_true_credit.ipynb #t0151
 class _Choices:
-    "Stands for a `random.Random`: takes one `path` through what a program leaves to chance, and notes its siblings."
+    "Stands for a `random.Random`: takes one `path` through a program's draws, and notes its siblings."
     def __init__(self, path=()): self.path, self.taken, self.siblings, self.probability = path, (), [], 1.
 
     def pick(self, shares):

@@ -269,7 +269,7 @@ from .options import Option
 from .parts import Reward, Row
 
 def _needs_judge(o):
-    "Refuse to have no judge."
+    "Refuse settings without a judge."
     if not o['judge']:
         raise ValueError("the reward judge asks a judge: give options={'judge': "
                          "{'base_url': 'http://localhost:8000/v1', 'model': 'NAME'}}")
