@@ -576,7 +576,7 @@ def _bases(jobs, folder, say):
     critic to begin from: dict Job -> folder."""
     from credit_rl.tiny import make_base
     from credit_rl.regimes import get_regime, regime_base
-    from credit_rl.stage import known_worlds, tiny_worlds
+    from credit_rl.setup import known_worlds, tiny_worlds
     from credit_rl.settings import make_config
     made, asked = {}, ('world', 'questions', 'dev_questions', 'test_questions')
     for job in jobs:

@@ -17,7 +17,7 @@ from credit_rl.groups import group_share
 from credit_rl.outcome import outcome_rewards
 from credit_rl.rollout import rollout
 from credit_rl.settings import make_config
-from pieces import stage_of
+from pieces import setup_of
 
 
 def main():
@@ -27,7 +27,7 @@ def main():
     given = parser.parse_args()
     torch.set_num_threads(1)
     for base in given.bases:
-        stage = stage_of(make_config({'model': base, 'seed': given.seed}))
+        stage = setup_of(make_config({'model': base, 'seed': given.seed}))
         engine = HFEngine(stage.model, stage.chat.tokenizer, max_length=192)
         greedy, _ = evaluate(engine, stage.environments['dev'], stage.questions['dev'])
         groups = rollout(engine, stage.environments['train'], stage.questions['train'][:96], 8,
