@@ -21,8 +21,7 @@ from .parameters import by_group, each_world, fill_names, from_settings, make_pa
 from .rollout import RolloutSize, rollout
 from .runlog import plain_json, read_json, write_json, writing
 from .settings import GROUPS, Acting, Course, Task, check, make_config, settings_of
-from .stage import make_engine, origin_of, set_stage
-from .train import bound_method
+from .setup import bound_method, make_engine, make_setup, origin_of
 from .warmup import TierChoice, context_values, make_pairs, prompted, read_warmed, tiers
 
 # %% ../nbs/experiments/68_asking.ipynb #q005
@@ -236,7 +235,7 @@ def run_asking(
     with writing(config.run) as folder:
         s = settings_of(config)
         origin = origin_of(s.course, s.acting, s.host, s.critic)
-        stage = set_stage(s.task, s.acting, origin, config.seed, say)
+        stage = make_setup(s.task, s.acting, origin, config.seed, say)
         engine = make_engine(s.host, s.acting, origin.start, stage.model, stage.chat.tokenizer)
         env, there = stage.environments['dev'], stage.questions['dev']
         questions = random.Random(config.seed).sample(there, min(how.asked or len(there), len(there)))

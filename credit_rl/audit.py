@@ -22,8 +22,8 @@ from .parts import assign
 from .rollout import RolloutSize, continuations, rollout
 from .runlog import atomic_write, plain_json, write_json, writing
 from .settings import GROUPS, Course, check, make_config, settings_of
-from .stage import draw_questions, make_engine, make_learner, origin_of, set_stage
-from .train import Look, Run, SilentLog, train_step
+from .setup import draw_questions, make_engine, make_learner, make_setup, origin_of
+from .train import Run, SilentLog, train_step
 from .true_credit import (credit_errors, distinct_states, query_rate, sampling_variance, score_continuations,
                                    solver_values, state_values, turn_credit)
 
@@ -398,7 +398,7 @@ def _rule_credit(
     seed=0,
 ):
     "What a run's method gives every turn of rollouts, 0 in groups that it leaves out: (N, K), and the cost: dict."
-    look, since = Look(run, 0), time.monotonic()
+    look, since = run.look(), time.monotonic()
     batch = assign(run.method, groups, look, torch.Generator().manual_seed(seed), run.prefix,
                    tree=run.settings.learning.tree)
     out = torch.zeros(index_groups(groups)[0].shape)
@@ -411,7 +411,7 @@ def _rule_credit(
 def _judged_run(
     config,  # Config of a training
     name,    # of a method
-    stage,   # Stage
+    stage,   # Setup
     origin,  # Origin
     teach=4, # batches from which a critic learns first
 ):
@@ -423,7 +423,7 @@ def _judged_run(
                                 critic_backbone_rate=5e-4, log_kl=False, steps=max(1, teach), ahead=0)
     s = settings_of(still)
     engine = make_engine(s.host, s.acting, origin.start, stage.model, stage.chat.tokenizer)
-    run = Run(still, stage, engine, make_learner(s, origin, stage.model), SilentLog(config.run), say=lambda line: None)
+    run = Run(s, stage, engine, make_learner(s, origin, stage.model), SilentLog(config.run), say=lambda line: None)
     for step in range(1, teach + 1 if critic else 1): train_step(run, step)
     return run
 
@@ -451,7 +451,7 @@ def _audited(config, auditing, say):
     "An audit: (truth, table, belief), and of a tiny world the table against the solver's values, else None."
     s = settings_of(config)
     origin = origin_of(s.course, s.acting, s.host, s.critic)
-    stage = set_stage(s.task, s.acting, origin, config.seed, say)
+    stage = make_setup(s.task, s.acting, origin, config.seed, say)
     engine = make_engine(s.host, s.acting, origin.start, stage.model, stage.chat.tokenizer)
     questions = draw_questions(stage.questions['train'], auditing.asked, 1, seed_of('audit', config.seed))
     env, how = stage.environments['train'], Sampling(config.temperature, max_tokens=config.turn_tokens)

@@ -712,7 +712,7 @@ def _bases(jobs, folder, say):
     """Folder of the base model of each job that wants one, made if missing: dict Job -> folder, without jobs in a
     regime, which names its own."""
     from credit_rl.tiny import make_base
-    from credit_rl.stage import known_worlds, tiny_worlds
+    from credit_rl.setup import known_worlds, tiny_worlds
     from credit_rl.settings import make_config
     made, asked = {}, ('world', 'questions', 'dev_questions', 'test_questions')
     for job in jobs:

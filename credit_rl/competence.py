@@ -32,8 +32,7 @@ from .runlog import latest_checkpoint, named_checkpoint, plain_json, write_json
 from .runlog import read_metrics, read_params, read_summary, read_turns
 from .parameters import make_parser
 from .settings import make_config, settings_of
-from .stage import origin_of, set_stage
-from .train import bound_method
+from .setup import bound_method, make_setup, origin_of
 from .trajectory import trajectory_from_json
 from .warmup import GATE, Collected, Examination, gold_shown, prompted, tiers
 
@@ -92,7 +91,7 @@ def open_agent(
                          "one that leaves the choice: 'carl' or 'carl-tiny'")
     s = settings_of(config)
     origin = origin_of(s.course, s.acting, s.host, s.critic)
-    stage = set_stage(s.task, s.acting, origin, config.seed, lambda line: None)
+    stage = make_setup(s.task, s.acting, origin, config.seed, lambda line: None)
     base = load_model(origin.base, origin.dtype)[0]
     engine = lambda model: HFEngine(model, tokenizer, max_length=config.max_tokens, max_rows=config.act_rows)
     critic = _read_critic(config.method, policy, origin, _checkpoint_of(run, checkpoint)[1])

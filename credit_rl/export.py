@@ -13,7 +13,7 @@ from .models import load_model
 from .parameters import make_parser
 from .runlog import atomic_folder, latest_checkpoint, named_checkpoint, read_params, writing
 from .settings import make_config
-from .stage import add_lora, base_folder
+from .setup import add_lora, base_folder
 
 # %% ../nbs/machinery/66_export.ipynb #c005
 def merge_lora(model):  # Hugging Face causal model, changed in place

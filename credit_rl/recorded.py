@@ -19,7 +19,7 @@ from .protocol import worded
 from .runlog import read_params, read_turns
 from .scoring import SCHEMA_OPTION, read_schema
 from .settings import make_config, own_tokenizer, settings_of
-from .train import run_facts
+from .setup import run_facts
 from .trajectory import Group, trajectory_from_json
 
 # %% ../nbs/6_looking/69_recorded.ipynb #c006

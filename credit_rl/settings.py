@@ -337,8 +337,8 @@ def settings_of(config):  # Config, or another flat form that has its names
 # %% ../nbs/5_run/61_settings.ipynb #c018
 def check(config):
     "Refuse a configuration that cannot work. Raises ValueError with what was got, what is wanted, and how to mend it."
-    method, s = get_method(config.method), settings_of(config)
-    acting, task = s.acting, s.task
+    s = settings_of(config)
+    method, acting, task = get_method(s.course.method), s.acting, s.task
     _check_method(s, method)
     if acting.top_p < 1 or acting.top_k:
         raise ValueError(f'training takes top_p=1 and top_k=0, got {acting.top_p} and {acting.top_k}: with a cut-off '
@@ -354,7 +354,7 @@ def check(config):
     else: _check_sets(task, acting.protocol)
     _check_words(acting, task.data)
     schema_notes(acting, task.data, scored_schemas(bind(method, s.course.options), s.keeping.measure))
-    if s.critic.critic_from: _check_warmed(config, method)
+    if s.critic.critic_from: _check_warmed(s, method)
     if s.learning.tree: _check_tree(acting.model, s.host.lora)
     if task.path is not None and not Path(task.path).exists(): raise ValueError(f'path {task.path!r} does not exist')
 
@@ -546,20 +546,22 @@ def tree_notes(
     """
     return [f'tree=true is heeded by training by reinforcement alone: {what}'] if learning.tree else []
 
-def _check_warmed(config, method):
+def _check_warmed(s, method):
     "Refuse a warmed-up critic that did not pass or is of another model, protocol or head."
-    c, source = config, config.critic_from
-    if not method.critic: raise ValueError(f'{c.method} has no critic; leave out critic_from={source!r}')
+    name, source, acting = s.course.method, s.critic.critic_from, s.acting
+    if not method.critic: raise ValueError(f'{name} has no critic; leave out critic_from={source!r}')
     warmed, head = read_warmed(source), method.critic['head']
     if warmed.head != head:
-        raise ValueError(f'{c.method} has a {head} head, and {source} holds a {warmed.head} one: warm it up with '
-                         f'method={c.method}')
-    for name in ('model', 'protocol', *(('data', 'seed', 'world') if c.model == 'tiny' else ())):
-        now, then = json.loads(json.dumps(getattr(c, name))), warmed.settings[name]
+        raise ValueError(f'{name} has a {head} head, and {source} holds a {warmed.head} one: warm it up with '
+                         f'method={name}')
+    known = {'model': acting.model, 'protocol': acting.protocol}
+    if acting.model == 'tiny': known |= {'data': s.task.data, 'seed': s.course.seed, 'world': s.task.world}
+    for setting, value in known.items():
+        now, then = json.loads(json.dumps(value)), warmed.settings[setting]
         if now != then:
-            raise ValueError(f'the critic in {source} was warmed up with {name}={then!r}, this run has '
+            raise ValueError(f'the critic in {source} was warmed up with {setting}={then!r}, this run has '
                              f'{now!r}; what it knows is of another model')
-    if c.lora and (c.critic or method.critic['kind']) != 'shared':
+    if s.host.lora and s.critic.kind(method) != 'shared':
         raise ValueError("lora with critic_from needs critic='shared': another critic brings a backbone of its own")
 
 # %% ../nbs/5_run/61_settings.ipynb #hb62

@@ -22,8 +22,8 @@ from .protocol import prompt_hash
 from .rollout import rollout
 from .runlog import RunLog, atomic_folder, code_hashes, read_params
 from .settings import GROUPS, check, make_config, settings_of, tree_notes
-from .stage import draw_questions, origin_of, set_stage
-from .train import MAY_CHANGE, bound_method, check_same_params
+from .setup import bound_method, draw_questions, make_setup, origin_of
+from .train import MAY_CHANGE, check_same_params
 from .trajectory import Group
 
 # %% ../nbs/5_run/64_sft.ipynb #c006
@@ -190,7 +190,7 @@ def rejection_sft(
     metric = bound_method(dataclasses.replace(s.course, method='grpo'), s.task, c.questions_per_step).metric
     with RunLog(c.run, c.resume) as log, log.beginning():
         log.write_params({**vars(c), 'method': 'sft', 'sft': dataclasses.asdict(how)}, MAY_CHANGE)
-        stage = set_stage(s.task, acting, origin, c.seed, say)
+        stage = make_setup(s.task, acting, origin, c.seed, say)
         for line in tree_notes(s.learning, 'a fine-tuning reads its rows as they are'): say(line)
         engine = HFEngine(stage.model, stage.chat.tokenizer, max_length=c.max_tokens)
         test = lambda: evaluate(engine, stage.environments['test'], stage.questions['test'], acting.greedy,

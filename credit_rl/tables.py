@@ -32,7 +32,7 @@ from .parameters import make_parser
 from .prepare import is_warmup
 from .runlog import METRICS, read_params, read_summary, read_turns
 from .trajectory import Group, trajectory_from_json
-from .train import known_tiers
+from .step_metrics import known_tiers
 from .warmup import read_collected
 
 # %% ../nbs/papers/85_tables.ipynb #u005

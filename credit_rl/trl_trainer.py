@@ -21,8 +21,8 @@ from .rollout import rollout
 from .runlog import RunLog
 from .scoring import acting_states, answer_header, answer_logps, gold_templates
 from .settings import GROUPS, make_config, settings_of
-from .stage import draw_questions, origin_of, set_stage
-from .train import bound_method, note_params
+from .setup import bound_method, draw_questions, make_setup, origin_of
+from .train import note_params
 from .trajectory import Question
 
 # %% ../nbs/7_elsewhere/82_trl_trainer.ipynb #c005
@@ -319,7 +319,7 @@ def trl_run(
     args = trl_arguments(s.learning, s.course, loss, Path(config.run)/'trl', config.temperature)
     with RunLog(config.run) as log:                    # what fails before its first score leaves the folder free
         origin = origin_of(s.course, s.acting, s.host, s.critic)
-        stage = set_stage(s.task, s.acting, origin, config.seed, say)
+        stage = make_setup(s.task, s.acting, origin, config.seed, say)
         env, n = stage.environments['train'], s.learning.questions_per_step
         method = bound_method(s.course, s.task, n, stage.chat, loss, env.max_turns)
         credit = TurnCredit(method, env, Sampling(config.temperature, max_tokens=config.turn_tokens), config.seed)

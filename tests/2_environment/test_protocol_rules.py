@@ -33,7 +33,7 @@ from credit_rl.trajectory import Question, Result, Stop
 from credit_rl.turn_rewards import JUDGE_PROMPT
 from credit_rl.warmup import prompted
 from credit_rl.world import make_world
-from pieces import stage_of
+from pieces import setup_of
 
 TOKENIZER = byte_tokenizer()
 TOOL = SearchTool(BM25([Passage('0', 'Casablanca', 'Casablanca is a film directed by Michael Curtiz.')]), 1, 50)
@@ -238,8 +238,8 @@ def test_a_long_prompt_is_refused_before_anything_is_played(root):
     check_prompts(replace(env, prompt_tokens=long), questions)
     given = dict(model=str(root / 'data' / 'tiny_base'), questions=9, dev_questions=4, test_questions=4)
     with pytest.raises(ValueError, match='questions have a prompt of more than prompt_tokens=5 ids, such as '):
-        stage_of(make_config({**given, 'prompt_tokens': 5}))
-    stage = stage_of(make_config({**given, 'prompt_tokens': 60, 'response_tokens': 99, 'malformed': 'end'}))
+        setup_of(make_config({**given, 'prompt_tokens': 5}))
+    stage = setup_of(make_config({**given, 'prompt_tokens': 60, 'response_tokens': 99, 'malformed': 'end'}))
     assert {(e.prompt_tokens, e.response_tokens, e.max_tokens, e.malformed)
             for e in stage.environments.values()} == {(60, 99, 159, 'end')}
 
@@ -366,7 +366,7 @@ def test_a_run_keeps_its_protocol_and_the_hash_of_its_prompt(root, file, tmp_pat
         assert (summary['protocol'], summary['prompt_hash']) == ('tiny', prompt_hash(protocol))
         assert 'judge_prompt_hashes' not in summary
     with pytest.raises(ValueError, match="no words for the prompt of protocol 'tiny'"):
-        stage_of(make_config({**given, 'system_prompt': file('Be brief.')}))
+        setup_of(make_config({**given, 'system_prompt': file('Be brief.')}))
 
 
 def test_other_prompts_of_carl_keep_the_words_that_are_given(file):

@@ -23,7 +23,7 @@ from credit_rl.settings import check, make_config, settings_of
 from credit_rl.tiny import (PERFECT, TEACHER, Player, WarmStart, act, act_coder, ceiling, demonstrations,
                             tiny_environment, tiny_model, tiny_tokenizer)
 from credit_rl.tools import Faults
-from credit_rl.train import bound_method
+from credit_rl.setup import bound_method
 from credit_rl.trajectory import Group, Result, Stop
 from credit_rl.world import REGIMES, Regime, fact_chain, get_regime, world_of
 from pieces import learner_of

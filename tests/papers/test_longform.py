@@ -267,7 +267,7 @@ def test_prs_long_trains_on_pairs_with_a_judge(tmp_path, monkeypatch):
         luck = rng.random()
         said = q.answers[0] if luck < .4 else 'Nobody knows.'
         return (answer_of(PRS, said) if luck < .8 else 'I give up.') + '<|im_end|>'
-    monkeypatch.setattr('credit_rl.stage.HFEngine', lambda model, tokenizer, **limits: Chatty(act, tokenizer, 8192))
+    monkeypatch.setattr('credit_rl.setup.HFEngine', lambda model, tokenizer, **limits: Chatty(act, tokenizer, 8192))
     says = lambda prompt, attempt: 'Mismatch' if 'Nobody knows' in prompt else 'Match'
     with Stub(says) as stub:
         judge = settings_for(stub, tmp_path)['judge']

@@ -24,7 +24,7 @@ from credit_rl.parameters import by_group, from_settings, make_parser, read_sett
 from credit_rl.prepare import prepare
 from credit_rl.runlog import RunLog, read_metrics, read_turns
 from credit_rl.settings import GROUPS, make_config
-from credit_rl.stage import tiny_worlds
+from credit_rl.setup import tiny_worlds
 from credit_rl.tables import DRAWINGS, draw_entry, entry_lines, gain_table, setting_gaps, settings_table, sort_folders
 from credit_rl.tiny import NOISY_CODER, act_coder, memory_of, tiny_model, tiny_tokenizer
 from credit_rl.train import train
