@@ -85,7 +85,9 @@ def is_searched(name, protocol=None, corpus=None, baseline=None):
 # %% ../nbs/2_environment/26_environment.ipynb #e007
 @dataclass(frozen=True)
 class Conversation(SettingsGroup):
-    "How a question is asked, and how far a conversation may go. Raises ValueError on lengths that do not fit together."
+    """How a question is asked, and how far a conversation may go.
+
+    Raises ValueError on lengths that do not fit together."""
     protocol: str = setting(None, "a row of PROTOCOLS, or 'direct': nothing is searched; None: 'tiny' in the tiny "
                                   "world, else 'tspo'; sets without passages are asked directly, or by programs",
                             choices=('direct', *PROTOCOLS))

@@ -76,7 +76,9 @@ def find_model(model):
 # %% ../nbs/3_acting/19_models.ipynb #v1901
 @dataclass(frozen=True)
 class Policy(SettingsGroup):
-    "Who acts. Raises ValueError on a dtype that PyTorch does not have."
+    """Who acts.
+
+    Raises ValueError on a dtype that PyTorch does not have."""
     model: str = setting('tiny', "a Hugging Face folder, or a name on the hub; to train also 'tiny': made from nothing")
     dtype: str = setting('float32', 'of a model that is loaded')
 

@@ -241,7 +241,7 @@ def test_the_papers_file_is_cited_and_runs_with_a_local_model(tmp_path, monkeypa
     path = ROOT / 'runs' / 'params' / 'eval_prs_long.yaml'
     told = yaml.safe_load(path.read_text())
     assert unsaid(path.read_text(), host=False) == [] and told['judge']['model'] == 'gpt-4.1'
-    from_settings(JudgeChoice, {k: told[k] for k in options_in(Judging)})
+    from_settings(JudgeChoice, {k: told[k] for k in options_in(JudgeChoice)})
     write_model(tmp_path / 'model', [json.loads(line)['question'] for line in SAMPLE.read_text().splitlines()])
     with Stub(by_numbers) as stub:
         given = settings_for(stub, tmp_path / 'run', model=str(tmp_path / 'model'), turn_tokens=8)
