@@ -20,7 +20,13 @@ def turns_from_mask(
     mask,                 # (R, T) bool or 0/1, 1 where the model wrote
     row_trajectory=None,  # (R,) trajectory of each row, rows in order; None: row i is trajectory i
 ):
-    "Number the turns of every trajectory by the runs of its mask: (R, T) long, -1 where the model did not write."
+    """Number the turns of every trajectory by the runs of its mask: (R, T) long, -1 where the model did not write.
+
+    Parameters
+    ----------
+    mask : (R, T) bool or 0/1, 1 where the model wrote
+    row_trajectory : (R,) trajectory of each row, rows in order; None: row i is trajectory i
+    """
     mask = torch.as_tensor(mask).bool()
     if mask.ndim != 2: raise ValueError(f'a mask is (rows, tokens), got {tuple(mask.shape)}')
     first = mask & ~torch.nn.functional.pad(mask[:, :-1], (1, 0))
@@ -38,7 +44,14 @@ def rewards_of_turns(
     row_trajectory=None,  # (R,) as for turns_from_mask
 ):
     """Sum what lies on each turn and behind it: outcome (N,), of the last turn, NaN without a turn, and (N, K), of the
-    others. Raises ValueError on a reward before the first turn of its row."""
+    others. Raises ValueError on a reward before the first turn of its row.
+
+    Parameters
+    ----------
+    token_rewards : (R, T) reward of each token; NaN: missing
+    token_turns : (R, T) long (turns_from_mask)
+    row_trajectory : (R,) as for turns_from_mask
+    """
     rewards = torch.as_tensor(token_rewards).float()
     if rewards.shape != token_turns.shape:
         raise ValueError(f'token rewards must be {tuple(token_turns.shape)} like the mask, got {tuple(rewards.shape)}')
@@ -92,7 +105,13 @@ def given_rewards(
     method,      # Method, or the name of one
     options={},  # its options, by name
 ):
-    "The method with its options set, whose rewards are handed over: none of its parts reads text or asks a model."
+    """The method with its options set, whose rewards are handed over: none of its parts reads text or asks a model.
+
+    Parameters
+    ----------
+    method : Method, or the name of one
+    options : its options, by name
+    """
     method = get_method(method) if isinstance(method, str) else method
     silent = dict.fromkeys(('text', 'model', 'sees', 'potential', 'plays', 'reach', 'check', 'keeps'))
     return bind(replace(method, rewards=tuple(replace(r, **silent) for r in method.rewards)), options)
@@ -152,7 +171,15 @@ def assign_arrays(
     rng=None,    # torch.Generator, for samplings that draw
 ):
     """What every token of a batch is credited with, given what its turns earned: `Credit` of (R, T), on the CPU. Raises
-    ValueError on arrays that lack what the rule reads."""
+    ValueError on arrays that lack what the rule reads.
+
+    Parameters
+    ----------
+    method : Method, or the name of one
+    arrays : Arrays
+    options : of the method, by name
+    rng : torch.Generator, for samplings that draw
+    """
     method, token_turns = given_rewards(method, options), turns_from_mask(arrays.mask, arrays.row_trajectory)
     number = {g: b for b, g in enumerate(dict.fromkeys(arrays.groups))}
     order = sorted(range(len(arrays.groups)), key=lambda i: number[arrays.groups[i]])
@@ -189,7 +216,14 @@ def response_arrays(
 ):
     """The tensors of verl and SkyRL for rollouts of ours: dict of token_level_rewards and response_mask (N, T), and
     index (N,), the question of each. Raises ValueError on a rollout in several rows, and on a reward of its own for a
-    last turn, which could not be told from the outcome."""
+    last turn, which could not be told from the outcome.
+
+    Parameters
+    ----------
+    groups : list of Group, N trajectories whose contexts only grow
+    outcome : (N,)
+    turns : (N, K) reward of each turn but the last, on top of the outcome
+    """
     played = [(g, t) for g in groups for t in g.trajectories]
     if any(turn.context_ids is not None for _, t in played for turn in t.turns):
         raise ValueError('a rollout whose contexts were edited is several rows; these tensors have one for each')
@@ -210,7 +244,13 @@ def estimator(
     method,      # Method, or the name of one
     options={},  # of the method, by name
 ):
-    "An advantage estimator as verl and SkyRL call it: function of keyword arguments -> (advantages, returns), (R, T)."
+    """An advantage estimator as verl and SkyRL call it: function of keyword arguments -> (advantages, returns), (R, T).
+
+    Parameters
+    ----------
+    method : Method, or the name of one
+    options : of the method, by name
+    """
     method = given_rewards(method, options)
     @torch.no_grad()
     def estimate(token_level_rewards, response_mask, index=None, config=None, values=None, **others):
@@ -240,7 +280,14 @@ def register_verl(
     name=None,   # None: credit_rl/ and the method's
     options={},  # of the method, by name
 ):
-    "Register a method with verl as an advantage estimator: its name. Raises ImportError without verl."
+    """Register a method with verl as an advantage estimator: its name. Raises ImportError without verl.
+
+    Parameters
+    ----------
+    method : Method, or the name of one
+    name : None: credit_rl/ and the method's
+    options : of the method, by name
+    """
     register = _imported(['verl.trainer.ppo.core_algos'], 'register_adv_est', 'verl')
     name = name or f'credit_rl/{given_rewards(method, options).name}'
     register(name)(estimator(method, options))
@@ -251,7 +298,14 @@ def register_skyrl(
     name=None,   # None: credit_rl/ and the method's
     options={},  # of the method, by name
 ):
-    "Register a method with SkyRL as an advantage estimator: its name. Raises ImportError without SkyRL."
+    """Register a method with SkyRL as an advantage estimator: its name. Raises ImportError without SkyRL.
+
+    Parameters
+    ----------
+    method : Method, or the name of one
+    name : None: credit_rl/ and the method's
+    options : of the method, by name
+    """
     places = ['skyrl.backends.skyrl_train.utils.ppo_utils', 'skyrl_train.utils.ppo_utils']
     register = _imported(places, 'register_advantage_estimator', 'SkyRL')
     name = name or f'credit_rl/{given_rewards(method, options).name}'
@@ -265,7 +319,15 @@ def openrlhf_credit(
     group_size,   # n_samples_per_prompt
     options={},   # of the method, by name
 ):
-    "Set `advantages` and `returns` of every experience: the list. Raises ValueError where turn rewards are missing."
+    """Set `advantages` and `returns` of every experience: the list. Raises ValueError where turn rewards are missing.
+
+    Parameters
+    ----------
+    method : Method, or the name of one
+    experiences : list of OpenRLHF's Experience
+    group_size : n_samples_per_prompt
+    options : of the method, by name
+    """
     widths, sizes = [e.action_mask.shape[1] for e in experiences], [len(e.index) for e in experiences]
     wide = lambda x, fill=0.: torch.nn.functional.pad(x, (0, max(widths) - x.shape[1]), value=fill)
     mask = torch.cat([wide(e.action_mask.float()) for e in experiences])
@@ -306,7 +368,13 @@ def openrlhf_maker(
     method,      # Method, or the name of one
     options={},  # of the method, by name
 ):
-    "A subclass of OpenRLHF's `RemoteExperienceMaker` with the method's advantages. Raises ImportError without it."
+    """A subclass of OpenRLHF's `RemoteExperienceMaker` with the method's advantages. Raises ImportError without it.
+
+    Parameters
+    ----------
+    method : Method, or the name of one
+    options : of the method, by name
+    """
     base = _imported(['openrlhf.trainer.ppo_utils.experience_maker'], 'RemoteExperienceMaker', 'OpenRLHF')
     return type('CreditExperienceMaker', (ExperienceMixin, base), {'credited': (given_rewards(method, options), {})})
 
@@ -322,7 +390,13 @@ def slime_rewards(
     method,      # Method, or the name of one
     options={},  # of the method, by name
 ):
-    "A function for slime's --custom-reward-post-process-path: (args, samples) -> raw rewards, and credit of turns."
+    """A function for slime's --custom-reward-post-process-path: (args, samples) -> raw rewards, and credit of turns.
+
+    Parameters
+    ----------
+    method : Method, or the name of one
+    options : of the method, by name
+    """
     method = given_rewards(method, options)
     def post_process(args, samples):
         flat = [s for held in samples for s in (held if isinstance(held, list) else [held])]
@@ -363,7 +437,14 @@ def prime_credit(
     options={},  # of the method, by name
 ):
     """Assign an advantage to every token of a group of rollouts. Raises ValueError on a rule that needs more than a
-    group, and on turn rewards that are not one for each turn."""
+    group, and on turn rewards that are not one for each turn.
+
+    Parameters
+    ----------
+    method : Method, or the name of one
+    group : list of prime-rl's rollouts: reward, info, samples, assign_advantages
+    options : of the method, by name
+    """
     method = given_rewards(method, options)
     if not method.rule.compares or method.sampling.selects:
         raise ValueError(f'{method.name} compares over a batch, draws from it, or reads a critic, and a group is all '
@@ -400,6 +481,12 @@ def prime_algorithm(
     method,      # Method, or the name of one
     options={},  # of the method, by name
 ):
-    "A subclass of prime-rl's `Algorithm` with the method's advantages. Raises ImportError without prime-rl."
+    """A subclass of prime-rl's `Algorithm` with the method's advantages. Raises ImportError without prime-rl.
+
+    Parameters
+    ----------
+    method : Method, or the name of one
+    options : of the method, by name
+    """
     base = _imported(['prime_rl.orchestrator.algo.base'], 'Algorithm', 'prime-rl')
     return type('CreditAlgorithm', (AlgorithmMixin, base), {'credited': (given_rewards(method, options), {})})

@@ -22,8 +22,8 @@ from .parts import assign
 from .rollout import RolloutSize, continuations, rollout
 from .runlog import atomic_write, plain_json, write_json, writing
 from .settings import GROUPS, Course, check, make_config, settings_of
-from .stage import draw_questions, make_engine, make_learner, origin_of, set_stage
-from .train import Look, Run, SilentLog, train_step
+from .setup import draw_questions, make_engine, make_learner, make_setup, origin_of
+from .train import Run, SilentLog, train_step
 from .true_credit import (credit_errors, distinct_states, query_rate, sampling_variance, score_continuations,
                                    solver_values, state_values, turn_credit)
 
@@ -60,7 +60,14 @@ def find_truth(
     outcome,               # list of Group -> (N,) outcomes
     sampling=None, seed=0,
 ):
-    "Play on from all states of rollouts: `Truth`."
+    """Play on from all states of rollouts: `Truth`.
+
+    Parameters
+    ----------
+    groups : as for continuations; list of Group
+    n : continuations of every state, at least 2
+    outcome : list of Group -> (N,) outcomes
+    """
     states, index = distinct_states(groups)
     played = continuations(engine, env, states, n, sampling, seed)
     return Truth(groups, outcome(groups), score_continuations(played, outcome), index)
@@ -72,7 +79,12 @@ def turn_kinds(
     groups,  # list of Group, N trajectories in all
 ):
     """The kind of every turn: (N, K) long, its number in KINDS, -1 where there is none. A first turn that calls only
-    asks; a later one has read something too; the last reads and answers; what does neither is malformed."""
+    asks; a later one has read something too; the last reads and answers; what does neither is malformed.
+
+    Parameters
+    ----------
+    groups : list of Group, N trajectories in all
+    """
     turn_mask, _ = index_groups(groups)
     out = torch.full(turn_mask.shape, -1)
     for i, t in enumerate(t for g in groups for t in g.trajectories):
@@ -93,7 +105,13 @@ def kendall(
     x, y,  # (B, n) float
     mask,  # (B, n) bool: entries that exist
 ):
-    "Kendall's rank correlation τ-b of each row: (B,), NaN where one side has no two different entries."
+    """Kendall's rank correlation τ-b of each row: (B,), NaN where one side has no two different entries.
+
+    Parameters
+    ----------
+    y : (B, n) float
+    mask : (B, n) bool: entries that exist
+    """
     pairs = mask[:, :, None] & mask[:, None, :]
     sign = lambda v: torch.where(pairs, (v[:, :, None] - v[:, None, :]).round(decimals=6).sign(), 0.)
     a, b = sign(torch.where(mask, x, 0.)), sign(torch.where(mask, y, 0.))
@@ -123,7 +141,15 @@ def agreements(
 ):
     """How a rule's credit agrees with the truth (ours): dict name -> (sums, counts), (B,) each by question. Ranks
     within rollouts and within groups, turn by turn, and within groups by kind of turn; of turns whose credit is beyond
-    two errors the share with the right sign among those that got any, and the share that got exactly 0."""
+    two errors the share with the right sign among those that got any, and the share that got exactly 0.
+
+    Parameters
+    ----------
+    credit : (N, K) a rule's
+    truth : Truth
+    kinds : (N, K) long (turn_kinds)
+    against : (N, K) what the credit is held against; None: true credit, which has errors
+    """
     true, owner, b = truth.credit() if against is None else against, truth.owner, len(truth.groups)
     beyond = 2 * truth.errors() if against is None else 0.
     out = {'within rollouts': _by_question(kendall(credit, true, truth.turn_mask), owner, b)}
@@ -147,7 +173,13 @@ def interval(
     times=1000,    # bootstrap samples of questions
     seed=0,
 ):
-    "A mean over what was counted, and the 95 % bootstrap interval over questions: (mean, low, high), NaN of nothing."
+    """A mean over what was counted, and the 95 % bootstrap interval over questions: (mean, low, high), NaN of nothing.
+
+    Parameters
+    ----------
+    counts : (B,) by question
+    times : bootstrap samples of questions
+    """
     generator = torch.Generator().manual_seed(seed)
     drawn = torch.randint(len(sums), (times, len(sums)), generator=generator)
     means = sums[drawn].sum(1) / counts[drawn].sum(1)
@@ -162,7 +194,15 @@ def turn_gradients(
     most=64,  # directions that hidden states and their gradients are projected to, where they have more
     rows=32,  # rows of a forward
 ):
-    "Gradient of log π of every turn's tokens, of an adapter after the last hidden state: (N, K, most · most) at most."
+    """Gradient of log π of every turn's tokens, of an adapter after the last hidden state: (N, K, most · most) at most.
+
+    Parameters
+    ----------
+    model : Hugging Face causal model
+    layout : Layout of N trajectories of at most K turns
+    most : directions that hidden states and their gradients are projected to, where they have more
+    rows : rows of a forward
+    """
     words, (n, k) = model.get_output_embeddings().weight, layout.turn_mask.shape
     d, generator = words.shape[1], torch.Generator().manual_seed(0)
     down = torch.eye(d) if d <= most else torch.randn(d, most, generator=generator) / most ** .5
@@ -188,7 +228,15 @@ def gradient_samples(
 ):
     """Cosine of the mean gradient that a rule makes with the one that true credit makes, and its signal to noise
     (ours): dict name -> (1 + times,), the value, and those of bootstrap samples of questions, the same for every rule.
-    NaN of a rule that says nothing."""
+    NaN of a rule that says nothing.
+
+    Parameters
+    ----------
+    credit : (N, K) a rule's
+    true : (N, K) true credit
+    gradients : (N, K, D), of turn_gradients
+    owner : (N,) long, question of each rollout
+    """
     b = int(owner.max()) + 1
     count = owner.bincount(minlength=b)[:, None]
     add = lambda x: torch.zeros(b, gradients.shape[2]).index_add(0, owner, x) / count
@@ -201,7 +249,12 @@ def gradient_samples(
     return {'cosine': along / squares.sqrt(), 'signal to noise': along / spread.sqrt()}
 
 def sample_interval(samples):  # (1 + times,), of gradient_samples
-    "A value and the 95 % interval of its bootstrap samples: (value, low, high)."
+    """A value and the 95 % interval of its bootstrap samples: (value, low, high).
+
+    Parameters
+    ----------
+    samples : (1 + times,), of gradient_samples
+    """
     return (float(samples[0]), *samples[1:].nanquantile(torch.tensor([.025, .975])).tolist())
 
 # %% ../nbs/6_looking/71_audit.ipynb #a019
@@ -219,7 +272,17 @@ def audit(
     the controls: `half`, true credit from one half of the continuations, which is judged by the other half; `vine`,
     from FEW of them, where that is less than half, judged by the others; `chance`, drawn at random; `even`, the outcome
     spread over the turns. Each score stands beside its 95 % interval, `low` and `high`. `signal to noise over grpo` is
-    what a rule has more of it than the baseline."""
+    what a rule has more of it than the baseline.
+
+    Parameters
+    ----------
+    rules : dict name -> (N, K) credit of every turn
+    truth : Truth
+    gradients : (N, K, D), of turn_gradients; None: those scores are left out
+    costs : dict name -> dict of more columns
+    against : (N, K) what the rules are held against; None: true credit
+    baseline : whose signal to noise is taken off, where it is among the rules
+    """
     import pandas as pd
     kinds, mask = turn_kinds(truth.groups), truth.turn_mask
     parts = {'half': truth.played.shape[1] // 2}
@@ -274,7 +337,13 @@ def audit_figure(
 ):
     """Draw which rule sees what: agreement with true credit within groups, rule by kind of turn, above it the share of
     true credit that lies there, and beside it the signal to noise of the gradient, with intervals. Returns the
-    matplotlib figure."""
+    matplotlib figure.
+
+    Parameters
+    ----------
+    table : DataFrame of `audit`
+    squares : (B, len(KINDS)), of squares_by_kind
+    """
     import matplotlib.pyplot as plt, seaborn as sns
     share, scored = squares.sum(0) / squares.sum(), 'signal to noise' in table
     with sns.axes_style('white'):
@@ -331,7 +400,7 @@ def _rule_credit(
     seed=0,
 ):
     "What a run's method gives every turn of rollouts, 0 in groups that it leaves out: (N, K), and the cost: dict."
-    look, since = Look(run, 0), time.monotonic()
+    look, since = run.look(), time.monotonic()
     batch = assign(run.method, groups, look, torch.Generator().manual_seed(seed), run.prefix,
                    tree=run.settings.learning.tree)
     out = torch.zeros(index_groups(groups)[0].shape)
@@ -344,7 +413,7 @@ def _rule_credit(
 def _judged_run(
     config,  # Config of a training
     name,    # of a method
-    stage,   # Stage
+    stage,   # Setup
     origin,  # Origin
     teach=4, # batches from which a critic learns first
 ):
@@ -356,7 +425,7 @@ def _judged_run(
                                 critic_backbone_rate=5e-4, log_kl=False, steps=max(1, teach), ahead=0)
     s = settings_of(still)
     engine = make_engine(s.host, s.acting, origin.start, stage.model, stage.chat.tokenizer)
-    run = Run(still, stage, engine, make_learner(s, origin, stage.model), SilentLog(config.run), say=lambda line: None)
+    run = Run(s, stage, engine, make_learner(s, origin, stage.model), SilentLog(config.run), say=lambda line: None)
     for step in range(1, teach + 1 if critic else 1): train_step(run, step)
     return run
 
@@ -367,7 +436,14 @@ def run_audit(
     say=print, # function called with lines of text
 ):
     """Audit a checkpoint: writes `audit.csv`, `audit.json` and `figures/audit.png` into the run's folder, and of a tiny
-    world `solver.csv`, the rules held against the solver's value. Returns the folder. Raises FolderInUse."""
+    world `solver.csv`, the rules held against the solver's value. Returns the folder. Raises FolderInUse.
+
+    Parameters
+    ----------
+    config : Config of a training: model, data, acting
+    auditing : AuditChoice
+    say : function called with lines of text
+    """
     with writing(config.run) as folder:
         truth, table, belief, against = _audited(config, auditing, say)
         _write_audit(folder, truth, table, belief)
@@ -379,7 +455,7 @@ def _audited(config, auditing, say):
     "An audit: (truth, table, belief), and of a tiny world the table against the solver's values, else None."
     s = settings_of(config)
     origin = origin_of(s.course, s.acting, s.host, s.critic)
-    stage = set_stage(s.task, s.acting, origin, config.seed, say)
+    stage = make_setup(s.task, s.acting, origin, config.seed, say)
     engine = make_engine(s.host, s.acting, origin.start, stage.model, stage.chat.tokenizer)
     questions = draw_questions(stage.questions['train'], auditing.asked, 1, seed_of('audit', config.seed))
     env, how = stage.environments['train'], Sampling(config.temperature, max_tokens=config.turn_tokens)
@@ -419,7 +495,12 @@ def _write_audit(folder, truth, table, belief):
 def read_audit_settings(
     given,  # dict name -> value: settings of a training and of the audit, in one
 ):
-    "The settings of an audit: (Config, AuditChoice). Raises ValueError on an unknown name or a value not allowed."
+    """The settings of an audit: (Config, AuditChoice). Raises ValueError on an unknown name or a value not allowed.
+
+    Parameters
+    ----------
+    given : dict name -> value: settings of a training and of the audit, in one
+    """
     own = {f.name for f in dataclasses.fields(AuditChoice)}
     auditing = from_settings(AuditChoice, {k: v for k, v in given.items() if k in own})
     config = make_config({'run': _COURSE.run, **{k: v for k, v in given.items() if k not in own}})

@@ -32,8 +32,7 @@ from .runlog import latest_checkpoint, named_checkpoint, plain_json, write_json
 from .runlog import read_metrics, read_params, read_summary, read_turns
 from .parameters import make_parser
 from .settings import make_config, settings_of
-from .stage import origin_of, set_stage
-from .train import bound_method
+from .setup import bound_method, make_setup, origin_of
 from .trajectory import trajectory_from_json
 from .warmup import GATE, Collected, Examination, gold_shown, prompted, tiers
 
@@ -78,7 +77,13 @@ def open_agent(
     checkpoint='best',  # or 'newest'
 ):
     """Load what a finished run made: (`Agent`, step of the checkpoint). Raises FileNotFoundError without a checkpoint,
-    ValueError on a run by another protocol."""
+    ValueError on a run by another protocol.
+
+    Parameters
+    ----------
+    run : folder of a run that played by one of CARL's protocols
+    checkpoint : or 'newest'
+    """
     run = Path(run)
     policy, tokenizer, step = read_policy(run, checkpoint)
     config = _config_of(run)
@@ -87,7 +92,7 @@ def open_agent(
                          "one that leaves the choice: 'carl' or 'carl-tiny'")
     s = settings_of(config)
     origin = origin_of(s.course, s.acting, s.host, s.critic)
-    stage = set_stage(s.task, s.acting, origin, config.seed, lambda line: None)
+    stage = make_setup(s.task, s.acting, origin, config.seed, lambda line: None)
     base = load_model(origin.base, origin.dtype)[0]
     engine = lambda model: HFEngine(model, tokenizer, max_length=config.max_tokens, max_rows=config.act_rows)
     critic = _read_critic(config.method, policy, origin, _checkpoint_of(run, checkpoint)[1])
@@ -168,7 +173,12 @@ EARLY = 8  # last step whose first segments count
 
 def early_credit(run, until=EARLY):  # folder of a run
     """Mean credit of the first segment of the training rollouts on known questions that a run has kept, where it asks
-    and where it answers at once, and their numbers: dict, NaN where there is none; None of a run that kept none."""
+    and where it answers at once, and their numbers: dict, NaN where there is none; None of a run that kept none.
+
+    Parameters
+    ----------
+    run, until : folder of a run
+    """
     credit = {'asks': [], 'answers at once': []}
     for row in read_turns(run):
         if row['kind'] != 'train' or not row['advantages'] or row['step'] > until: continue
@@ -196,7 +206,15 @@ def examine_run(
 ):
     """Examine a checkpoint of a finished run, or read what was found before: dict, as `examine_agent` gives it, with
     `step` and `first credit`. Raises FileNotFoundError on a run without a summary. One that an earlier version of this
-    examination asked less is examined anew where the checkpoint is still there."""
+    examination asked less is examined anew where the checkpoint is still there.
+
+    Parameters
+    ----------
+    run : folder of a finished run
+    say : function called with lines of text
+    checkpoint : or 'newest', all of the run's steps
+    bases : dict that keeps what was found of bases, for other runs that began from them
+    """
     run, say, bases = Path(run), say or (lambda line: print(line, flush=True)), {} if bases is None else bases
     summary, wanted = read_summary(run), _checkpoint_of(run, checkpoint)
     if summary is None:
@@ -215,7 +233,12 @@ def examine_run(
 # %% ../nbs/experiments/75_competence.ipynb #c018
 def examined(folders):  # as in find_runs
     """What `examine_run` found for each run: list of (method, seed, dict). Raises FileNotFoundError where a finished
-    run was not examined."""
+    run was not examined.
+
+    Parameters
+    ----------
+    folders : as in find_runs
+    """
     out = []
     for folder in find_runs(folders):
         params, summary = read_params(folder), read_summary(folder)
@@ -253,7 +276,13 @@ def asking_table(
 ):
     """Tool rate and exact match by tier, and both readings of a confident mistake on what is not known, means over
     seeds (CARL tables 3, 6 and 19): a pandas DataFrame, a row for each method, and of greedy play before them for what
-    they began as, alone and with tools at its choice."""
+    they began as, alone and with tools at its choice.
+
+    Parameters
+    ----------
+    folders : as in find_runs
+    play : or 'sampled'
+    """
     import pandas as pd
     rows = [*(_before(folders) if play == 'greedy' else []),
             *((method, found[play]) for method, _, found in examined(folders))]
@@ -271,7 +300,12 @@ def _means(folders, of):
 
 def play_table(folders):  # as in find_runs
     """Exact match by hops, and what its notes keep, before and after training (CARL tables 14 and 18): a pandas
-    DataFrame, a row for each method."""
+    DataFrame, a row for each method.
+
+    Parameters
+    ----------
+    folders : as in find_runs
+    """
     def of(found):
         base = found['base']['notes'] if 'base' in found else {}
         notes = {f'note {name}{when}': kept.get(name) for name in ('precision', 'tokens')
@@ -282,7 +316,12 @@ def play_table(folders):  # as in find_runs
 def resilience_table(folders):  # as in find_runs
     """Exact match on what is known with a forced call, by what becomes of its output, among those games in which there
     was one (`called`), and without tools, on what is known and on all questions, after and before training (CARL
-    tables 15 and 16): a pandas DataFrame. A seed that never called counts in `called` alone."""
+    tables 15 and 16): a pandas DataFrame. A seed that never called counts in `called` alone.
+
+    Parameters
+    ----------
+    folders : as in find_runs
+    """
     # an older examination asked neither what is done without tools nor in which games there was a call
     alone = lambda asked: _measure(asked['no tools'], None, 'EM') if asked and 'no tools' in asked else math.nan
     def of(found):
@@ -299,7 +338,12 @@ def crossover_table(
 ):
     """How much of the outcome's variance a critic explains over a training, and the first step that reaches a bar
     (CARL table 13): a pandas DataFrame, a row for each run with a critic. A critic that never gets there has no step,
-    a run that did not log it no number at all."""
+    a run that did not log it no number at all.
+
+    Parameters
+    ----------
+    folders : as in find_runs
+    """
     import pandas as pd
     rows = {}
     for folder in find_runs(folders):
@@ -314,7 +358,12 @@ def crossover_table(
 # %% ../nbs/experiments/75_competence.ipynb #c020x1
 def critics_table(folders):  # as in find_runs
     """What the critics of those methods that have one know after training (CARL tables 11, 12 and 14): a pandas
-    DataFrame, a row for each method."""
+    DataFrame, a row for each method.
+
+    Parameters
+    ----------
+    folders : as in find_runs
+    """
     def of(found):
         if (critic := found['critic']) is None: return {}
         return {**{n: critic[n] for n in ('auc', 'ece', 'brier', 'explained_variance')},
@@ -325,7 +374,13 @@ def critics_table(folders):  # as in find_runs
 
 # %% ../nbs/experiments/75_competence.ipynb #48fcdc5d
 def gate_curves(folders):  # as in find_runs
-    "Draw what the gate says of critics while they teach, a line for each run: matplotlib figure; None if no run asked."
+    """Draw what the gate says of critics while they teach, a line for each run: matplotlib figure; None if no run
+    asked.
+
+    Parameters
+    ----------
+    folders : as in find_runs
+    """
     import matplotlib.pyplot as plt, seaborn as sns
     runs = [(run_label(f, read_params(f)), read_metrics(f).set_index('step')) for f in find_runs(folders)
             if not is_warmup(f)]
@@ -377,7 +432,14 @@ def asking_differences(
 ):
     """How much less `method` asks for what is known, and what that costs, paired over common seeds: a pandas DataFrame
     with mean, 95 % interval (NaN for one seed) and seeds. Raises ValueError without a run of `method`, and where
-    another method has no seed in common with it."""
+    another method has no seed in common with it.
+
+    Parameters
+    ----------
+    folders : as in find_runs
+    method : which is compared with every other
+    play : or 'sampled'
+    """
     runs, measures = {}, _BY_TIER | {'EM': (None, 'EM')}
     for name, seed, found in examined(folders):
         runs.setdefault(name, {})[seed] = {title: _measure(found[play], *of) for title, of in measures.items()}
@@ -387,7 +449,12 @@ def asking_differences(
 
 # %% ../nbs/experiments/75_competence.ipynb #c027
 def asking_figure(folders):  # as in find_runs
-    "Draw tool rate and exact match by tier, a line for each method: matplotlib figure."
+    """Draw tool rate and exact match by tier, a line for each method: matplotlib figure.
+
+    Parameters
+    ----------
+    folders : as in find_runs
+    """
     import matplotlib.pyplot as plt, seaborn as sns
     runs = {}
     for method, _, found in examined(folders): runs.setdefault(method, []).append(found['greedy'])
@@ -415,7 +482,13 @@ def dose_figure(
 ):
     """Draw tool rate and exact match by tier over the worlds of a comparison, in the order of their names: a line for
     each method through its means, a point for each examined seed. Returns the matplotlib figure. Raises
-    FileNotFoundError where no run was examined."""
+    FileNotFoundError where no run was examined.
+
+    Parameters
+    ----------
+    folder : of a comparison: WORLD/METHOD-SEED
+    play : or 'greedy'
+    """
     import matplotlib.pyplot as plt, seaborn as sns
     worlds = sorted({run.parent for run in Path(folder).glob('*/*-*') if 'competence' in (read_summary(run) or {})})
     if not worlds: raise FileNotFoundError(f'{folder} holds no examined run: WORLD/METHOD-SEED, credit-rl competence')
@@ -442,7 +515,12 @@ def dose_figure(
 # %% ../nbs/experiments/75_competence.ipynb #c0urse02
 def asking_course(folders):  # as in find_runs
     """Share of the training rollouts with a call, on what is `known` and `not known`, as runs logged it: a pandas
-    DataFrame with `method`, `seed` and `step`; runs that did not know their questions apart are left out."""
+    DataFrame with `method`, `seed` and `step`; runs that did not know their questions apart are left out.
+
+    Parameters
+    ----------
+    folders : as in find_runs
+    """
     import pandas as pd
     names, tables = {'tool_rate_tier_2': 'known', 'tool_rate_tier_1': 'not known'}, []
     for run in find_runs(folders):
@@ -459,7 +537,14 @@ def course_differences(
     steps=None,     # that count, the first so many; None: all
 ):
     """How much less `method` asked while it learned, paired over common seeds: a pandas DataFrame as
-    `asking_differences` gives it, of the means over steps. Raises as that does."""
+    `asking_differences` gives it, of the means over steps. Raises as that does.
+
+    Parameters
+    ----------
+    folders : as in find_runs
+    method : which is compared with every other
+    steps : that count, the first so many; None: all
+    """
     table, runs = asking_course(folders), {}
     if table.empty: raise ValueError(f'no run of {folders} logged tool_rate_tier_1 and 2: a world with twins or '
                                      'parametric questions does, or a run with critic_from')
@@ -474,7 +559,13 @@ def course_figure(
     every=5,  # steps that are averaged
 ):
     """Draw how often training asked, on what is known and on the rest: a line for each method through the means over
-    seeds, with the standard error of that mean. Returns the matplotlib figure, None where no run logged it."""
+    seeds, with the standard error of that mean. Returns the matplotlib figure, None where no run logged it.
+
+    Parameters
+    ----------
+    folders : as in find_runs
+    every : steps that are averaged
+    """
     import matplotlib.pyplot as plt, seaborn as sns
     table = asking_course(folders)
     if table.empty: return None
@@ -500,7 +591,13 @@ def first_credit(
     until=EARLY,  # last step that counts
 ):
     """`early_credit` of each run, from its rollouts or, for EARLY steps, from its examination: a pandas DataFrame by
-    method and seed; runs that have neither are left out."""
+    method and seed; runs that have neither are left out.
+
+    Parameters
+    ----------
+    folders : as in find_runs
+    until : last step that counts
+    """
     import pandas as pd
     rows = {}
     for run in find_runs(folders):
@@ -525,7 +622,13 @@ def opposite_signs(
 ):
     """The clearest case among the rollouts that runs have kept: (trajectory, list of K advantages, step, folder of the
     run), None if there is none. First by `clear`, then by what was asked and noted, then by the smaller of the two
-    sizes."""
+    sizes.
+
+    Parameters
+    ----------
+    runs : folder of a run by CARL, or a list of them
+    clear : advantages that are smaller tell little: two points of the chance of success
+    """
     best, rank = None, (False, False, 0.)
     for run in [runs] if isinstance(runs, (str, Path)) else runs:
         for row in read_turns(run):

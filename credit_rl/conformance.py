@@ -38,7 +38,12 @@ INPUTS = {  # name -> what it is there for, masks of the rows, trajectory of eac
 def make_input(
     name,  # in INPUTS
 ):
-    "An input as JSON values: dict with token_turns, row_trajectory, groups, outcome, turn_rewards, values, ids."
+    """An input as JSON values: dict with token_turns, row_trajectory, groups, outcome, turn_rewards, values, ids.
+
+    Parameters
+    ----------
+    name : in INPUTS
+    """
     about, masks, owner, groups, outcome, turns = INPUTS[name]
     mask = torch.tensor([[int(x) for x in row] for row in masks])
     owner = list(range(len(masks)) if owner is None else owner)
@@ -71,7 +76,13 @@ def our_advantages(
     case,    # dict of the file's cases
     inputs,  # dict of its inputs
 ):
-    "Our answer to a case: list of R lists of T numbers."
+    """Our answer to a case: list of R lists of T numbers.
+
+    Parameters
+    ----------
+    case : dict of the file's cases
+    inputs : dict of its inputs
+    """
     rng = torch.Generator().manual_seed(0)
     return _numbers(assign_arrays(case['methods'][0], _arrays(inputs), case['options'], rng).advantages)
 

@@ -27,7 +27,12 @@ LAYOUTS = (('messages',), ('prompt', 'completion'), ('input', 'output'), ('promp
 def layout_of(
     row,  # dict
 ):
-    "Which of LAYOUTS a row has: a tuple of keys. Raises ValueError on one that has none."
+    """Which of LAYOUTS a row has: a tuple of keys. Raises ValueError on one that has none.
+
+    Parameters
+    ----------
+    row : dict
+    """
     for keys in LAYOUTS:
         if all(key in row for key in keys): return keys
     raise ValueError(f'its keys are {sorted(row)}, and a rollout is ' + '; or '.join(map(' and '.join, LAYOUTS)) +
@@ -38,7 +43,13 @@ def golds_of(
     answers={}, # question text -> accepted answers, where the file does not have them
     question='',
 ):
-    "Accepted answers of a row: list of str. Raises ValueError where there are none."
+    """Accepted answers of a row: list of str. Raises ValueError where there are none.
+
+    Parameters
+    ----------
+    row : dict
+    answers : question text -> accepted answers, where the file does not have them
+    """
     found = next((row[name] for name in GOLDS if row.get(name) not in (None, '', [])), answers.get(question))
     while isinstance(found, dict): found = next((found[name] for name in GOLDS if name in found), None)
     if found is None:
@@ -62,7 +73,12 @@ def _content(message):
 def from_messages(
     messages,  # list of dict with role and content
 ):
-    "The turns of a conversation: `Spoken`. Raises ValueError without an assistant's message or a question before it."
+    """The turns of a conversation: `Spoken`. Raises ValueError without an assistant's message or a question before it.
+
+    Parameters
+    ----------
+    messages : list of dict with role and content
+    """
     wrong = [m for m in messages if not isinstance(m, dict) or 'role' not in m]
     if wrong: raise ValueError(f'a message is a dict with role and content, got {str(wrong[0])[:60]!r}')
     at = [i for i, m in enumerate(messages) if m['role'] == 'assistant']
@@ -82,7 +98,14 @@ def from_text(
     tag,       # str, of the protocol, around what the environment said
 ):
     """The turns of one text, cut at the environment's answers: `Spoken`. Names of roles that a template left around
-    these are dropped."""
+    these are dropped.
+
+    Parameters
+    ----------
+    question : str
+    text : str: what the model and the environment said
+    tag : str, of the protocol, around what the environment said
+    """
     turns, rest = [], 0
     for m in re.finditer(rf'(?:\s*(?:user|tool)\s*\n)?\s*<{tag}>(.*?)</{tag}>(?:\s*\n(?:assistant)\s*\n)?', text, re.S):
         turns.append((text[rest:m.start()].strip(), m[1].strip(), None, None))
@@ -96,7 +119,13 @@ def from_ids(
     row,        # dict with prompt_ids, completion_ids and a mask
     tokenizer,  # Hugging Face tokenizer
 ):
-    "The turns of a row of ids, by its mask: `Spoken`. Raises ValueError without a tokenizer, or a mask that fits."
+    """The turns of a row of ids, by its mask: `Spoken`. Raises ValueError without a tokenizer, or a mask that fits.
+
+    Parameters
+    ----------
+    row : dict with prompt_ids, completion_ids and a mask
+    tokenizer : Hugging Face tokenizer
+    """
     if tokenizer is None: raise ValueError('ids are read with a tokenizer: hand it over as tokenizer=…')
     mask = next((row[name] for name in MASKS if name in row), None)
     ids = row['completion_ids']
@@ -134,7 +163,15 @@ def make_trajectory(
     protocol,   # Protocol
     encode,     # function str -> tuple of ids
 ):
-    "A `Trajectory` of what was spoken."
+    """A `Trajectory` of what was spoken.
+
+    Parameters
+    ----------
+    spoken : Spoken
+    question : Question
+    protocol : Protocol
+    encode : function str -> tuple of ids
+    """
     turns = [_turn(protocol, turn, encode) for turn in spoken.turns]
     final = turns[-1]
     answer = None if final.call else parse(protocol, final.action_text).answer or last_answer(protocol,
@@ -180,7 +217,16 @@ def read_dump(
     tokenizer=None,    # Hugging Face tokenizer, for rows of ids
     source='',         # name of the data set
 ):
-    "Read rollouts that a trainer wrote: `Dump`. Raises ValueError on a bad row, with its number and how to mend it."
+    """Read rollouts that a trainer wrote: `Dump`. Raises ValueError on a bad row, with its number and how to mend it.
+
+    Parameters
+    ----------
+    path : file of JSON lines, or a list of dict
+    protocol : a row of PROTOCOLS, or a Protocol: how calls and answers are written
+    answers : question text -> accepted answers, where the file does not have them
+    tokenizer : Hugging Face tokenizer, for rows of ids
+    source : name of the data set
+    """
     protocol, words = PROTOCOLS[protocol] if isinstance(protocol, str) else protocol, {}
     encode = lambda text: tuple(words.setdefault(w, len(words)) for w in text.split())
     groups, rewards, first = {}, {}, {}
@@ -209,7 +255,14 @@ def text_credit(
     method='tspo',  # Method, or the name of one, that asks no model
     options={},     # of the method, by name
 ):
-    "What a rule of text gives every turn: (N, K), 0 where there is none. Raises ValueError on one that asks a model."
+    """What a rule of text gives every turn: (N, K), 0 where there is none. Raises ValueError on one that asks a model.
+
+    Parameters
+    ----------
+    groups : list of Group
+    method : Method, or the name of one, that asks no model
+    options : of the method, by name
+    """
     method = bind(get_method(method) if isinstance(method, str) else method, options)
     asks = method.asks(groups)
     if asks.sees or asks.plays:
@@ -237,7 +290,13 @@ def compare_rules(
 ):
     """How rules of text differ on rollouts: a DataFrame, a row for each, with the share of turns that it credits, the
     share of rollouts whose turns it tells apart, and its τ with each of the others within rollouts, NaN where nothing
-    can be ordered."""
+    can be ordered.
+
+    Parameters
+    ----------
+    groups : list of Group
+    methods : names
+    """
     import pandas as pd
     mask, rows = index_groups(groups)[0], {}
     found = {name: text_credit(groups, name) for name in methods}

@@ -98,7 +98,13 @@ def end_ids(
     eos,        # int, list of int or None: a model's own end-of-sequence ids
     tokenizer,  # whose eos_token_id counts too
 ):
-    "Collect the ids that end a turn: a set."
+    """Collect the ids that end a turn: a set.
+
+    Parameters
+    ----------
+    eos : int, list of int or None: a model's own end-of-sequence ids
+    tokenizer : whose eos_token_id counts too
+    """
     own = [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
     return {i for i in [*own, tokenizer.eos_token_id] if i is not None}
 
@@ -108,7 +114,14 @@ def stop_tokens(
     stop,       # tuple of str
 ):
     """Find the ids that surely complete a stop string (it lies in their text) and those that may (it ends with how
-    their text begins): two sets, the first in the second."""
+    their text begins): two sets, the first in the second.
+
+    Parameters
+    ----------
+    tokenizer : decodes ids
+    size : int, ids that the model can sample, V
+    stop : tuple of str
+    """
     texts = tokenizer.batch_decode([[i] for i in range(size)]) if stop else []
     surely = {i for i, text in enumerate(texts) if any(s in text for s in stop)}
     ends = lambda text: any(s.endswith(text[:j]) for s in stop for j in range(1, len(text) + 1))
@@ -287,7 +300,14 @@ def admitted(
     free,     # int, rows that can be begun
     budget,   # int, most tokens in one reading forward, padding included; one row is always read
 ):
-    "Choose the waiting rows to read in next, shortest first."
+    """Choose the waiting rows to read in next, shortest first.
+
+    Parameters
+    ----------
+    waiting : list of rows, with what is submitted (`ids`), how many of them are `read`, and a `slot` or None
+    free : int, rows that can be begun
+    budget : int, most tokens in one reading forward, padding included; one row is always read
+    """
     ready = []
     for row in sorted(waiting, key=lambda r: len(r.ids) - r.read):
         if ready and (len(ready) + 1) * (len(row.ids) - row.read) > budget: break
@@ -303,7 +323,15 @@ def check_request(
     kept,  # list of int, what an earlier turn left in the cache
     most,  # int, the engine's max_length
 ):
-    "Refuse ids that do not continue a kept conversation, are none, or fill the context. Raises ValueError."
+    """Refuse ids that do not continue a kept conversation, are none, or fill the context. Raises ValueError.
+
+    Parameters
+    ----------
+    key : the conversation's, for the message
+    ids : list of int, everything so far
+    kept : list of int, what an earlier turn left in the cache
+    most : int, the engine's max_length
+    """
     if kept and (len(ids) <= len(kept) or ids[:len(kept)] != kept):
         raise ValueError(f'conversation {key!r}: the {len(ids)} ids submitted do not continue the {len(kept)} that are '
                          'kept; release or rewind it first')
@@ -414,7 +442,16 @@ def run_stream(
     keys=None,   # a name for each conversation, which is then kept; None: none is
     seeds=None,  # int for each sample; None: 0, 1, …
 ):
-    "Continue each prompt `n` times on a stream: `Samples`, prompts outermost. Raises ValueError on keys with n > 1."
+    """Continue each prompt `n` times on a stream: `Samples`, prompts outermost. Raises ValueError on keys with n > 1.
+
+    Parameters
+    ----------
+    stream : `Stream`, or another engine's
+    prompts : list of lists of ids
+    n : samples of each; 1 with `keys`
+    keys : a name for each conversation, which is then kept; None: none is
+    seeds : int for each sample; None: 0, 1, …
+    """
     if keys is not None and n != 1:
         raise ValueError(f'a kept conversation has one continuation: with keys, n must be 1, got {n}')
     names, out = list(range(len(prompts) * n)) if keys is None else list(keys), {}
@@ -435,7 +472,14 @@ def continue_prompts(engine, prompts, sampling, n=1, keys=None, seeds=None):
 
 # %% ../nbs/3_acting/20_engine.ipynb #c034
 class HFEngine:
-    "Generate with a Hugging Face causal model on its own device; the model may be the one that is being trained."
+    """Generate with a Hugging Face causal model on its own device; the model may be the one that is being trained.
+
+    Parameters
+    ----------
+    max_length : most ids in a conversation
+    max_rows : most conversations at once; others wait
+    read_tokens : most tokens, padding included, in one reading forward
+    """
 
     def __init__(self, model, tokenizer,
                  max_length=4096,     # most ids in a conversation

@@ -76,7 +76,9 @@ def find_model(model):
 # %% ../nbs/3_acting/19_models.ipynb #v1901
 @dataclass(frozen=True)
 class Policy(SettingsGroup):
-    "Who acts. Raises ValueError on a dtype that PyTorch does not have."
+    """Who acts.
+
+    Raises ValueError on a dtype that PyTorch does not have."""
     model: str = setting('tiny', "a Hugging Face folder, or a name on the hub; to train also 'tiny': made from nothing")
     dtype: str = setting('float32', 'of a model that is loaded')
 
@@ -168,7 +170,13 @@ def check_reads(
     tokenizer,  # of the policy: a Hugging Face tokenizer, or the folder or hub name of its model
 ):
     """Refuse a model whose vocabulary gives other ids to the policy's tokens. Raises ValueError naming one of them,
-    and ConnectionError where a tokenizer of the hub cannot be fetched."""
+    and ConnectionError where a tokenizer of the hub cannot be fetched.
+
+    Parameters
+    ----------
+    model : folder or hub name of the model that is to read
+    tokenizer : of the policy: a Hugging Face tokenizer, or the folder or hub name of its model
+    """
     def vocabulary(name):
         check_model(name)
         try: return load_tokenizer(name).get_vocab()

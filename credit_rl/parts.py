@@ -64,7 +64,14 @@ def to_tokens(
     row_trajectory=None,  # (R,) long, trajectory of each row; None: row i is trajectory i
 ):
     """Give every trained token its turn's value, others 0: (R, T).
-    Raises ValueError on a turn that the table does not have, or that was not measured."""
+    Raises ValueError on a turn that the table does not have, or that was not measured.
+
+    Parameters
+    ----------
+    turn_values : (N, K) value of each turn
+    token_turns : (R, T) long, turn of each trained token, -1 elsewhere
+    row_trajectory : (R,) long, trajectory of each row; None: row i is trajectory i
+    """
     n, k = turn_values.shape
     if token_turns.is_floating_point() or token_turns.ndim != 2 or (row_trajectory is None and len(token_turns) != n):
         raise ValueError(f'token_turns must be (R, T) integers, R = {n} without row_trajectory, '
@@ -157,14 +164,25 @@ class Objective(Part):
 def total_rewards(
     rewards,  # dict with outcome (N,), turns (N, K), missing (N,) bool
 ):
-    "Add up outcome and turn rewards of each rollout: (N,), NaN where something is missing."
+    """Add up outcome and turn rewards of each rollout: (N,), NaN where something is missing.
+
+    Parameters
+    ----------
+    rewards : dict with outcome (N,), turns (N, K), missing (N,) bool
+    """
     return torch.where(rewards['missing'], torch.nan, rewards['outcome'] + rewards['turns'].sum(1))
 
 def rewards_on_last(
     rewards,  # dict with outcome (N,), turns (N, K), missing (N,) bool
     layout,   # Layout of the N trajectories
 ):
-    "Add the outcome to the turn reward of each last turn: (N, K), a row of NaN where something is missing."
+    """Add the outcome to the turn reward of each last turn: (N, K), a row of NaN where something is missing.
+
+    Parameters
+    ----------
+    rewards : dict with outcome (N,), turns (N, K), missing (N,) bool
+    layout : Layout of the N trajectories
+    """
     total = rewards['turns'] + at_last_turn(rewards['outcome'].nan_to_num(), layout.turn_mask)
     return torch.where(rewards['missing'][:, None], torch.nan, total)
 
@@ -172,14 +190,25 @@ def every_turn(
     x,       # (N,) credit of each rollout
     layout,  # Layout of the N trajectories
 ):
-    "Give every turn of a rollout the same credit: (N, K), 0 where there is no turn."
+    """Give every turn of a rollout the same credit: (N, K), 0 where there is no turn.
+
+    Parameters
+    ----------
+    x : (N,) credit of each rollout
+    layout : Layout of the N trajectories
+    """
     return x[:, None] * layout.turn_mask
 
 # %% ../nbs/1_rules/29_parts.ipynb #c0125
 def first_tokens(
     token_turns,  # (R, T) long, turn (or segment) of each trained token, -1 elsewhere
 ):
-    "Mark the first token of every turn: (R, T) bool."
+    """Mark the first token of every turn: (R, T) bool.
+
+    Parameters
+    ----------
+    token_turns : (R, T) long, turn (or segment) of each trained token, -1 elsewhere
+    """
     return (token_turns >= 0) & (token_turns != torch.nn.functional.pad(token_turns[:, :-1], (1, 0), value=-1))
 
 def _begins(layout):
@@ -191,7 +220,13 @@ def start_values(
     values,  # (R, T) value before each token
     layout,  # Layout of N trajectories
 ):
-    "Pick the values before the first token of every turn: (N, K), NaN where there is none."
+    """Pick the values before the first token of every turn: (N, K), NaN where there is none.
+
+    Parameters
+    ----------
+    values : (R, T) value before each token
+    layout : Layout of N trajectories
+    """
     row, position, cell = _begins(layout)
     return values.new_full(layout.turn_mask.shape, torch.nan).index_put(cell, values[row, position])
 
@@ -199,7 +234,13 @@ def turn_starts(
     values,  # (R, T) value before each token
     layout,  # Layout of N trajectories
 ):
-    "The same where every turn has one stretch of trained tokens: (N, K). Raises ValueError where one has not."
+    """`start_values` (N, K) where every turn has one stretch of trained tokens. Raises ValueError where one has not.
+
+    Parameters
+    ----------
+    values : (R, T) value before each token
+    layout : Layout of N trajectories
+    """
     row, _, cell = _begins(layout)
     found = torch.zeros_like(layout.turn_mask, dtype=torch.long)
     if (found.index_put(cell, torch.ones_like(row), accumulate=True) != layout.turn_mask).any():
@@ -246,7 +287,7 @@ class Asks:
     plays: int = 0                               # how often the policy plays on from the state before every turn
 
 def _schemas(method, rewards):
-    "How rewards have golds written down, 'gold' or 'teacher' -> schema. Raises ValueError where two want it otherwise."
+    "Schemas in which rewards have golds scored: 'gold' or 'teacher' -> schema. Raises ValueError where two differ."
     found = {}
     for r in (r for r in rewards if r.sees):
         schema = r.schema(method.own(r)) if callable(r.schema) else r.schema
@@ -326,8 +367,7 @@ class Method:
         return {**rewards, 'turns': rewards['turns'] + sum(found.values()), **found} if found else rewards
 
     def credit(self, rewards, layout, seen):
-        """The rule's `Credit`, on tokens; a rollout of which anything is missing leaves all comparisons and gets weight
-        0."""
+        "The rule's `Credit`, on tokens. A rollout with a missing reward leaves all comparisons and gets weight 0."
         missing = rewards['outcome'].isnan() | rewards['turns'].isnan().any(1)
         known = {**rewards, 'missing': missing, 'outcome': torch.where(missing, torch.nan, rewards['outcome'])}
         credit = self.rule.credit(known, layout, seen, self.own(self.rule))
@@ -344,7 +384,14 @@ def bind(
     loss=None,   # Loss; None: the method's own
 ):
     """The method of a run. Raises ValueError on options that it does not have, and where a part cannot work with what
-    the run knows."""
+    the run knows.
+
+    Parameters
+    ----------
+    method : Method
+    options : of the run, by name
+    loss : Loss; None: the method's own
+    """
     values, usual, names = method.settings(options), method.knobs, option_names(method.parts)
     takes = {'right': 'metric', **{names[p.name][n]: fact for p in method.parts for n, fact in p.facts.items()}}
     for name, fact in takes.items():
@@ -375,7 +422,7 @@ class Batch:
 
 # %% ../nbs/1_rules/29_parts.ipynb #c026
 def _kept_rows(groups, kept, prefix, average, tree):
-    "Layout of the kept groups, which trajectories these are, and by what a mean over them becomes one over all groups."
+    "Layout of the kept groups, which trajectories these are, and the factor from their mean to one over all groups."
     whole = pack(groups, prefix, tree)
     chosen = torch.isin(whole.groups, torch.tensor(kept, dtype=torch.long)).nonzero()[:, 0]
     if len(chosen) == len(whole.groups): return whole, chosen, 1.
@@ -384,7 +431,7 @@ def _kept_rows(groups, kept, prefix, average, tree):
     return layout, chosen, shares.get(average, len(chosen) / len(whole.groups))
 
 def _weighted(credit, layout, omega, share):
-    "Credit whose advantages count ω (n,) times, and every other term of a kept row once, in a mean over all groups."
+    "Multiply advantages by ω (n,), and weigh every term of a kept row by its share of the whole batch."
     known = torch.ones_like(omega) if credit.trajectory_weight is None else credit.trajectory_weight
     advantages = credit.advantages * omega.to(credit.advantages)[layout.row_trajectory][:, None]
     return replace(credit, advantages=advantages, trajectory_weight=share * known)
@@ -398,7 +445,18 @@ def assign(
     rewards=None,  # what text_rewards gave, where it is known; None: it is called
     tree=False,    # True: tokens that rows share are to be computed once, see `pack`
 ):
-    "Say what every token of a batch of rollouts is credited with: `Batch`, empty where no group is worth an update."
+    """Compute the credit of every token of a batch of rollouts: `Batch`, empty where no group is worth an update.
+
+    Parameters
+    ----------
+    method : Method, bound to a run and a step
+    groups : list of Group, N trajectories in all
+    look : (layout, Asks) -> Seen, or None where nothing is asked
+    rng : torch.Generator of the sampling, the same on every rank
+    prefix : ids of the generation prefix that every context ends with
+    rewards : what text_rewards gave, where it is known; None: it is called
+    tree : True: tokens that rows share are to be computed once, see `pack`
+    """
     text = method.text_rewards(groups) if rewards is None else rewards
     kept, omega = method.keep(groups, text, rng)
     if not kept: return Batch([], text)
@@ -418,7 +476,7 @@ def begin(method):
 
 # %% ../nbs/1_rules/29_parts.ipynb #k004
 def at(method, states):
-    "The method of a step, with what its parts kept put into their options."
+    "The method of a step: what its parts kept takes the place of their options."
     names, values = option_names(method.parts), dict(method.options)
     for p in (p for p in method.parts if p.name in states):
         used = p.keeps.use(method.own(p), states[p.name])

@@ -18,7 +18,12 @@ def join_deepspeed(
     device,  # torch.device of the model
 ):
     """Import DeepSpeed for a device and join the other ranks; one that nobody launched is alone. Returns the module.
-    Raises ImportError without the extra `train`, ValueError where DeepSpeed runs on another kind of device."""
+    Raises ImportError without the extra `train`, ValueError where DeepSpeed runs on another kind of device.
+
+    Parameters
+    ----------
+    device : torch.device of the model
+    """
     if device.type == 'cpu': os.environ.setdefault('DS_ACCELERATOR', 'cpu')
     os.environ.setdefault('TORCH_EXTENSIONS_DIR', os.path.join(sys.prefix, 'torch_extensions'))
     try: import deepspeed
@@ -50,7 +55,12 @@ def merged_pieces(
     folder,  # a checkpoint's, which holds a folder 'deepspeed'
 ):
     """Put together what other ranks wrote: float32 weights by name, AdamW's averages by key and name, its numbers of
-    steps by name and key, and the state that `save` was given. A group without an average yet has zeros."""
+    steps by name and key, and the state that `save` was given. A group without an average yet has zeros.
+
+    Parameters
+    ----------
+    folder : a checkpoint's, which holds a folder 'deepspeed'
+    """
     from deepspeed.utils import zero_to_fp32 as zero
     place = os.path.join(folder, 'deepspeed')
     with only_data(folder):
@@ -80,7 +90,14 @@ def merged_pieces(
 
 # %% ../nbs/machinery/53_sharded.ipynb #s012
 class DeepSpeedBackend:
-    "Run a learner through DeepSpeed, on as many ranks as were launched. See `PlainBackend` for what each method does."
+    """Run a learner through DeepSpeed, on as many ranks as were launched. See `PlainBackend` for what each method does.
+
+    Parameters
+    ----------
+    stage : ZeRO stage, 0 to 3
+    dtype : of forward and backward: 'float32', 'bfloat16'; the optimiser steps in float32
+    settings : dict, entries of DeepSpeed's own configuration that add to or replace ours
+    """
     scorer = None
 
     def __init__(

@@ -21,21 +21,31 @@ from .rollout import rollout
 from .runlog import RunLog
 from .scoring import acting_states, answer_header, answer_logps, gold_templates
 from .settings import GROUPS, make_config, settings_of
-from .stage import draw_questions, origin_of, set_stage
-from .train import bound_method, note_params
+from .setup import bound_method, draw_questions, make_setup, origin_of
+from .train import note_params
 from .trajectory import Question
 
 # %% ../nbs/7_elsewhere/82_trl_trainer.ipynb #c005
 def question_rows(
     questions,  # list of Question
 ):
-    "Rows of a data set for TRL: list of dict with the text that it shows as `prompt`, and the question as JSON."
+    """Rows of a data set for TRL: list of dict with the text that it shows as `prompt`, and the question as JSON.
+
+    Parameters
+    ----------
+    questions : list of Question
+    """
     return [{'prompt': q.text, 'question': json.dumps(asdict(q))} for q in questions]
 
 def question_of(
     row,  # dict, as question_rows makes it
 ):
-    "The question of a row: `Question`. Raises ValueError on a row that has none."
+    """The question of a row: `Question`. Raises ValueError on a row that has none.
+
+    Parameters
+    ----------
+    row : dict, as question_rows makes it
+    """
     if 'question' not in row:
         raise ValueError(f'a row of the data set has no question, only {sorted(row)}: make the rows with '
                          'question_rows, and leave remove_unused_columns=False in GRPOConfig')
@@ -50,7 +60,16 @@ def play_rows(
     seed,      # with it, question and attempt, every sample is fixed
 ):
     """Play a question for every row: list of Group, in the order of the rows. Raises ValueError where a share of the
-    batch does not hold whole groups."""
+    batch does not hold whole groups.
+
+    Parameters
+    ----------
+    engine : HFEngine, VLLMEngine, ScriptedEngine
+    env : Environment
+    rows : list of dict (question_rows), the members of a group side by side
+    sampling : Sampling
+    seed : with it, question and attempt, every sample is fixed
+    """
     runs = [list(same) for _, same in itertools.groupby(map(question_of, rows), key=lambda q: (q.source, q.id))]
     sizes = sorted({len(run) for run in runs})
     if len(sizes) > 1:
@@ -63,7 +82,12 @@ def trl_rollouts(
     groups,  # list of Group
 ):
     """Prompt and completion of every trajectory as TRL's `rollout_func` returns them: dict of lists, with `env_mask`, 1
-    where the model wrote. Raises ValueError on a trajectory whose contexts were edited: TRL has one row for each."""
+    where the model wrote. Raises ValueError on a trajectory whose contexts were edited: TRL has one row for each.
+
+    Parameters
+    ----------
+    groups : list of Group
+    """
     out = {'prompt_ids': [], 'completion_ids': [], 'logprobs': [], 'env_mask': []}
     for t in (t for g in groups for t in g.trajectories):
         if any(turn.context_ids is not None for turn in t.turns):
@@ -84,7 +108,14 @@ def row_advantages(
     tokens,   # trained tokens of all groups, those that were not kept too
     average,  # of the method's loss, one of AVERAGES
 ):
-    "What TRL's mean over tokens is given for each kept row: (R, T), 0 where nothing is trained."
+    """What TRL's mean over tokens is given for each kept row: (R, T), 0 where nothing is trained.
+
+    Parameters
+    ----------
+    batch : Batch, of groups that were played
+    tokens : trained tokens of all groups, those that were not kept too
+    average : of the method's loss, one of AVERAGES
+    """
     layout, credit = batch.layout, batch.credit
     weights = loss_weights(layout.token_turns, layout.row_trajectory, average, credit.trajectory_weight)
     return credit.advantages * weights * tokens
@@ -94,7 +125,13 @@ def policy_look(
     model,  # Hugging Face causal model, whole on this device
     chat,   # Chat
 ):
-    "What answers `Asks` about gold answers by a model: function (layout, Asks) -> Seen, None where nothing is asked."
+    """What answers `Asks` about gold answers by a model: function (layout, Asks) -> Seen, None where nothing is asked.
+
+    Parameters
+    ----------
+    model : Hugging Face causal model, whole on this device
+    chat : Chat
+    """
     def look(layout, asks):
         if not asks.sees: return None
         golds = gold_templates(chat, asks.groups, asks.schemas['gold'])
@@ -214,7 +251,16 @@ def trl_arguments(
     folder,    # where TRL may write
     temperature=1.0,  # of the rollouts
 ):
-    "TRL's `GRPOConfig` for the settings of a run. Raises ValueError on what TRL's loss does not have."
+    """TRL's `GRPOConfig` for the settings of a run. Raises ValueError on what TRL's loss does not have.
+
+    Parameters
+    ----------
+    learning : Learning
+    course : Course: steps, seed
+    loss : Loss
+    folder : where TRL may write
+    temperature : of the rollouts
+    """
     from trl import GRPOConfig
     if loss.kind != 'ppo' or loss.entropy:
         raise ValueError(f"TRL is run with the loss 'ppo' without an entropy term here, got {loss.kind!r} and entropy="
@@ -238,7 +284,13 @@ def each_step(
     updates,  # of the optimiser in a step
     after,    # function of the number of the step
 ):
-    "A callback for TRL's trainer that calls a function after each step of so many updates."
+    """A callback for TRL's trainer that calls a function after each step of so many updates.
+
+    Parameters
+    ----------
+    updates : of the optimiser in a step
+    after : function of the number of the step
+    """
     from transformers import TrainerCallback
     class EachStep(TrainerCallback):
         def on_step_end(self, args, state, control, **others):
@@ -251,7 +303,13 @@ def trl_run(
     say=print,  # function called with lines of text
 ):
     """Train under TRL what `credit_rl.train` would train: the folder of the run, with params.yaml and the dev scores in
-    metrics.jsonl. Raises ValueError on a method that TRL cannot serve."""
+    metrics.jsonl. Raises ValueError on a method that TRL cannot serve.
+
+    Parameters
+    ----------
+    config : Config, or a dict of its settings
+    say : function called with lines of text
+    """
     from datasets import Dataset
     config = make_config(config) if isinstance(config, dict) else config
     if config.dry_run: raise ValueError('training under TRL has no dry_run')
@@ -261,7 +319,7 @@ def trl_run(
     args = trl_arguments(s.learning, s.course, loss, Path(config.run)/'trl', config.temperature)
     with RunLog(config.run) as log:                    # what fails before its first score leaves the folder free
         origin = origin_of(s.course, s.acting, s.host, s.critic)
-        stage = set_stage(s.task, s.acting, origin, config.seed, say)
+        stage = make_setup(s.task, s.acting, origin, config.seed, say)
         env, n = stage.environments['train'], s.learning.questions_per_step
         method = bound_method(s.course, s.task, n, stage.chat, loss, env.max_turns)
         credit = TurnCredit(method, env, Sampling(config.temperature, max_tokens=config.turn_tokens), config.seed)
