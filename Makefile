@@ -17,11 +17,13 @@ PINS    := $(shell $(PYTHON) -c 'import sys; print("-c constraints.txt" if sys.v
 # notebooks that export a module, the tour and the index; the run notebooks 9x are run by tests/, through papermill
 LIBRARY := ^(000_tour|[0-8][0-9]_.*|index)\.ipynb$$
 # what writes credit_rl/ from the notebooks
-EXPORT = $(VENV)/bin/nbdev_export
+EXPORT = $(PY) docs/export.py
 # seconds of processor time, as recorded, from which on a test waits for `make test-all`
 LONG ?= 20
 
 export TORCH_EXTENSIONS_DIR := $(CURDIR)/$(VENV)/torch_extensions
+# threads that wait sleep: a machine with other work on it is no trap (nbs/machinery/03_launch.ipynb)
+export OMP_WAIT_POLICY ?= passive
 ifeq ($(GPU),)
 export DS_ACCELERATOR := cpu
 endif
@@ -105,11 +107,19 @@ $(VENV)/.ok-docs: $(VENV)/.ok-torch constraints.txt settings.ini setup.py pyproj
 
 # ---- the work ----
 
+# $(call notebook,IN,OUT,ARGUMENTS): run a notebook. What papermill, the kernel and libraries have to say goes into
+# log.txt beside OUT, and is shown where the notebook fails. `--stdout-file -` shows what its cells print as it comes.
+notebook = $(PY) -m papermill $(1) $(2) $(3) --no-progress-bar --log-level ERROR 2> $(dir $(2))log.txt \
+    || { cat $(dir $(2))log.txt >&2; exit 1; }
+
 # The demo's folder is made anew each time; give a run that should stay a name of its own (see nbs/90_train.ipynb).
+SUMMED_UP = import json; s = json.load(open("$(1)/summary.json")); print("exact match on test questions:", \
+    "%.3f before training, %.3f after;" % (s["base_em"], s["final_em"]), "curves and rollouts: $(1)/notebook.ipynb")
 demo: $(VENV)/.ok-demo
 	@rm -rf runs/demo && mkdir -p runs/demo
-	@$(PY) -m papermill nbs/90_train.ipynb runs/demo/notebook.ipynb -f runs/params/demo.yaml \
-	    $(if $(SEED),-p seed $(SEED)) --log-output --no-progress-bar
+	@$(call notebook,nbs/90_train.ipynb,runs/demo/notebook.ipynb,-f runs/params/demo.yaml $(if $(SEED),-p seed $(SEED)) \
+	    --stdout-file -)
+	@$(PY) -c '$(call SUMMED_UP,runs/demo)'
 
 # From a stored base: a critic is warmed up, teaches, and the agent is asked when it asks. Where luck decides, no critic
 # explains as much as the gate wants; what it passed and lacked is printed. The folders are made anew each time.
@@ -130,12 +140,13 @@ compare: $(VENV)/.ok-demo
 	@$(PY) -m credit_rl.compare $(COMPARE)
 
 # Git keeps of a run what was asked, measured and found; these make of it the reports, their figures, and the tables.
-REPORT := $(PY) -m papermill --no-progress-bar
+report = mkdir -p $(dir $(2)) && { $(call notebook,$(1),$(2),$(3)); } && echo $(2)
 reports: $(VENV)/.ok-test
 	@for name in compare sweep sweep_weak engines; do \
-	    $(REPORT) nbs/94_compare.ipynb runs/$$name/report.ipynb -p folders runs/$$name -p out runs/$$name || exit 1; done
-	@$(REPORT) nbs/experiments/95_claims.ipynb runs/claims/report.ipynb
-	@$(REPORT) nbs/experiments/97_results.ipynb runs/results/report.ipynb
+	    $(call report,nbs/94_compare.ipynb,runs/$$name/report.ipynb,-p folders runs/$$name -p out runs/$$name) || exit 1; \
+	done
+	@$(call report,nbs/experiments/95_claims.ipynb,runs/claims/report.ipynb)
+	@$(call report,nbs/experiments/97_results.ipynb,runs/results/report.ipynb)
 
 # README.md is nbs/index.ipynb, executed: cells that only prepare are left out, of others the code is, and links start
 # at the top.
@@ -157,6 +168,7 @@ lab: $(VENV)/.ok-test
 	@$(PY) -m ipykernel install --sys-prefix --name python3 --display-name python3 > $(VENV)/kernel.log 2>&1
 	@$(PY) -m jupyter lab nbs
 
+# credit_rl/ from the notebooks, and into its docstrings what the comments beside arguments say.
 export: $(VENV)/.ok-test
 	@$(EXPORT)
 

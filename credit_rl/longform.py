@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['PAIRS', 'HALLUCINATION_PROMPT', 'VERDICTS', 'know_pairs', 'parse_grounded', 'judge_rows', 'long_rewards',
-           'pass_rates', 'judge_set', 'Judging', 'run_longform', 'judged_table', 'main']
+           'pass_rates', 'judge_set', 'JudgeChoice', 'run_longform', 'judged_table', 'main']
 
 # %% ../nbs/papers/77_longform.ipynb #c002
 import json, math, re, sys
@@ -12,9 +12,9 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from .benchmarks import BENCHMARKS, Benchmark, Layout, register
-from .evaluate import Settings, bootstrap_interval, read_manifest, read_scores, run_evaluation
+from .evaluate import Evaluation, bootstrap_interval, read_manifest, read_scores, run_evaluation
 from .judge import check_judge, judge_counts, judge_text, make_judge
-from .options import nearest, options_in, setting
+from .options import SettingsGroup, nearest, options_in, setting
 from .parameters import by_group, from_settings, make_parser, read_settings
 from .protocol import prompt_hash
 from .prs import PRS_JUDGE_PROMPT, judge_messages, parse_verdict, prs_rewards
@@ -62,7 +62,12 @@ _FIELDS = ('question', 'found', 'reference', 'answer')
 def parse_grounded(
     reply,  # str, what the judge said, or None
 ):
-    "Read whether an answer is free of inventions: 1, 0, or None where the reply's last word is neither."
+    """Read whether an answer is free of inventions: 1, 0, or None where the reply's last word is neither.
+
+    Parameters
+    ----------
+    reply : str, what the judge said, or None
+    """
     words = re.findall(r'[a-z]+', (reply or '').lower())
     return {'grounded': 1, 'invented': 0}.get(words[-1] if words else None)
 
@@ -77,12 +82,20 @@ def _grounding(row, words):
 VERDICTS = ('reference_pass', 'hallucination_pass')
 
 def judge_rows(
-    rows,                            # list of dict, as `question_row` of 26_evaluate gives them
+    rows,                            # list of dict, as `question_row` of 27_evaluate gives them
     judge,                           # has ask(prompts, parse) → list
     match=PRS_JUDGE_PROMPT,          # the judge's instructions about the reference
     grounded=HALLUCINATION_PROMPT,   # and what it is asked about inventions
 ):
-    "Judge each answer twice: list of dict of VERDICTS, 1, 0 or NaN where a verdict is missing."
+    """Judge each answer twice: list of dict of VERDICTS, 1, 0 or NaN where a verdict is missing.
+
+    Parameters
+    ----------
+    rows : list of dict, as `question_row` of 27_evaluate gives them
+    judge : has ask(prompts, parse) → list
+    match : the judge's instructions about the reference
+    grounded : and what it is asked about inventions
+    """
     said = [r for r in rows if r['prediction'] is not None]
     asked = [judge_messages(r['question'], r['prediction'], r['golds'], match) for r in said]
     asked += [_grounding(r, grounded) for r in said]
@@ -96,7 +109,14 @@ def long_rewards(
     verdicts,  # list of 1, 0 or NaN: the reference passes of these rows
     protocol,  # dict: that of the evaluation's manifest, whose tags are read
 ):
-    "PRS_long of each row (PRS eq. 14): list of float, NaN without a verdict, or where the protocol lacks a tag."
+    """PRS_long of each row (PRS eq. 14): list of float, NaN without a verdict, or where the protocol lacks a tag.
+
+    Parameters
+    ----------
+    rows : as for `judge_rows`
+    verdicts : list of 1, 0 or NaN: the reference passes of these rows
+    protocol : dict: that of the evaluation's manifest, whose tags are read
+    """
     tags = tuple(protocol[name] for name in ('think_tag', 'call_tag', 'answer_tag'))
     if None in tags: return [math.nan] * len(rows)
     groups = [Group(t.question, [t]) for t in (trajectory_from_json(r['trajectory']) for r in rows)]
@@ -108,7 +128,13 @@ def pass_rates(
     seed=0,  # of the intervals
 ):
     """Average the verdicts, of all and by type: dict name → rates, JSON values. A rate is over the verdicts that there
-    are; `missing` counts the others, and a rate without any is None."""
+    are; `missing` counts the others, and a rate without any is None.
+
+    Parameters
+    ----------
+    judged : list of dict with VERDICTS, 'prs_long' and 'type'
+    seed : of the intervals
+    """
     def rates(part):
         out, missing = {'questions': len(part)}, {}
         for name in (*VERDICTS, 'prs_long'):
@@ -132,7 +158,14 @@ def judge_set(
     grounded=HALLUCINATION_PROMPT,
 ):
     """Judge the answers of one evaluated set, and write `judged.jsonl` (a row each) and `judged.json` (the rates, the
-    judge, its words and what went wrong) beside them: the latter as dict."""
+    judge, its words and what went wrong) beside them: the latter as dict.
+
+    Parameters
+    ----------
+    folder : of one evaluated set
+    judge : as for `judge_rows`
+    match : as for `judge_rows`
+    """
     rows, manifest, before = read_turns(folder), read_manifest(folder), judge_counts(judge)
     verdicts = judge_rows(rows, judge, match, grounded)
     rewards = long_rewards(rows, [v['reference_pass'] for v in verdicts], manifest['protocol'])
@@ -148,7 +181,7 @@ def judge_set(
 
 # %% ../nbs/papers/77_longform.ipynb #c016
 @dataclass(frozen=True)
-class Judging:
+class JudgeChoice(SettingsGroup):
     "Who judges the answers, and by which words."
     judge: dict = setting({}, 'settings of the judge: base_url, model, key_from, … as for 18_judge')
     judge_prompt: str = setting(None, "text file of the judge's instructions about the reference; None: PRS's")
@@ -171,7 +204,7 @@ def _check(settings, judging, folder):
         raise ValueError(f'pairs are played on one rank, got ranks={settings.ranks}')
 
 def run_longform(
-    settings,       # dict of settings: of an evaluation, its `data` 'pairs' unless it says so, and of `Judging`
+    settings,       # dict of settings: of an evaluation, its `data` 'pairs' unless it says so, and of `JudgeChoice`
     folder=None,    # an evaluation to judge instead of playing one
     engine=None,    # as for run_evaluation
     say=print,      # function called with lines of text
@@ -179,14 +212,23 @@ def run_longform(
 ):
     """Evaluate on pairs, or take an evaluation, and judge its answers: the run folder, each set's folder with
     `judged.json`. Raises ValueError on bad input, ConnectionError where the judge does not answer,
-    FolderInUse."""
+    FolderInUse.
+
+    Parameters
+    ----------
+    settings : dict of settings: of an evaluation, its `data` 'pairs' unless it says so, and of `JudgeChoice`
+    folder : an evaluation to judge instead of playing one
+    engine : as for run_evaluation
+    say : function called with lines of text
+    progress : progress bars
+    """
     know_pairs()
-    known = [*options_in(Judging), *options_in(Settings)]
+    known = [*options_in(JudgeChoice), *options_in(Evaluation)]
     for name in settings:
         if name not in known: raise ValueError(f'there is no setting {name!r}{nearest(name, known)}')
-    mine = {k: v for k, v in settings.items() if k in options_in(Judging)}
-    judging = from_settings(Judging, mine)
-    played = from_settings(Settings, {'data': PAIRS.name, **{k: v for k, v in settings.items() if k not in mine}})
+    mine = {k: v for k, v in settings.items() if k in options_in(JudgeChoice)}
+    judging = from_settings(JudgeChoice, mine)
+    played = from_settings(Evaluation, {'data': PAIRS.name, **{k: v for k, v in settings.items() if k not in mine}})
     _check(played, judging, folder)
     words, judge = _words(judging), make_judge(judging.judge)
     judge.check()
@@ -201,7 +243,12 @@ def run_longform(
     return run
 
 def judged_table(folder):  # of a run
-    "The rates of each judged set of a run, of all questions and by type: DataFrame. Raises FileNotFoundError."
+    """The rates of each judged set of a run, of all questions and by type: DataFrame. Raises FileNotFoundError.
+
+    Parameters
+    ----------
+    folder : of a run
+    """
     import pandas as pd
     found = sorted(Path(folder).glob('*/judged.json'))
     if not found: raise FileNotFoundError(f'{folder} holds no judged set: credit-rl longform --folder {folder} judge=…')
@@ -212,11 +259,16 @@ def judged_table(folder):  # of a run
 
 def main(arguments=None):  # list of str; None: the command line's
     """`python -m credit_rl.longform path=PAIRS model=MODEL judge='{…}' setting=value …`, values as in YAML; `--folder
-    RUN` judges an evaluation."""
+    RUN` judges an evaluation.
+
+    Parameters
+    ----------
+    arguments : list of str; None: the command line's
+    """
     parser = make_parser('credit_rl.longform', 'Evaluate answers of several sentences, by a judge.')
     parser.add_argument('--folder', metavar='RUN', help='run folder of an evaluation whose answers are judged')
     try:
-        settings, given = read_settings(parser, arguments, by_group(Judging, *Settings.__bases__))
+        settings, given = read_settings(parser, arguments, by_group(JudgeChoice, *Evaluation.__bases__))
         print(judged_table(run_longform(settings, given.folder)).to_string())
     except (ValueError, OSError, ImportError) as e: sys.exit(f'credit_rl.longform: {e}')
 

@@ -12,45 +12,38 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 import torch
 from .critics import brier, expected_calibration_error
+from .dry_run import is_large, no_gpu, rank_tflops
 from .engine import seed_of
 from .estimate import describe, memory, read_sizes, step_seconds
-from .evaluate import open_search
+from .environment import open_search
 from .launch import LaunchError, Ranks, is_rank, join_ranks, keep_traceback, speak
 from .layout import pack
 from .learner import BadStep, Frozen, only_data
 from .losses import kl
 from .methods import get_method
 from .models import find_model, load_model
-from .options import check_settings, setting
+from .options import setting, with_defaults
 from .outcome import outcome_rewards
 from .parameters import by_group, from_settings, make_parser, notebook_settings, read_settings
 from .protocol import PROTOCOLS, prompt_hash
 from .runlog import RunLog, latest_checkpoint, read_json, read_metrics, read_params, save_checkpoint
-from .settings import (GROUPS, CriticChoice, check, data_sets, flat_form, group_of, settings_of,
+from .settings import (GROUPS, Course, CriticChoice, check, data_sets, flat_form, group_of, settings_of,
                                 tree_notes)
 from .sharded import DeepSpeedBackend
-from .stage import make_engine, origin_of, real_questions, real_search, set_stage, start_critic
-from .train import (MAY_CHANGE, Examiner, SilentLog, bound_method, check_same_params, end_interrupted, examine,
-                             is_large, launch_ranks, no_gpu, plan_of, rank_tflops, saving)
+from .setup import (Examiner, bound_method, examine, make_engine, make_setup, origin_of, plan_of,
+                             real_questions, real_search, start_critic)
+from .train import MAY_CHANGE, SilentLog, check_same_params, end_interrupted, launch_ranks, saving
 from .vllm_engine import EngineLost
-from .warmup import (GATE, Collecting, Examination, GateFailed, Missing, Player, WarmUp, collect,
-                              critic_learner, make_pairs, read_collected, report_from, searching, warm_up, write_warmed)
+from .warmup import (GATE, Collection, CollectionPlan, Examination, GateFailed, Missing, Player, WarmUp,
+                              collect, critic_learner, make_pairs, read_collected, report_from, searching, warm_up,
+                              write_warmed)
 
 # %% ../nbs/5_run/65_prepare.ipynb #c005
 @dataclass(frozen=True)
-class WarmUpChoice:
+class WarmUpChoice(Collection):
     "How a critic is warmed up."
-    collected: str = setting('curated', "'random': no tiers, no clusters, one search; 'cold': nothing is taught, only "
-                                        'examined', choices=('curated', 'random', 'cold'))
-    prompts: list = setting(['direct', 'forced', 'optional'], 'under which each question is played')
-    tries: int = setting(5, "no-tool rollouts that tell a question's tier", least=1)
     sorted_questions: int = setting(None, 'training questions that are sorted into tiers; None: all', least=1)
-    per_tier: object = setting(8000, 'questions of each tier that are played, at most: one number, or [of Tier 1, of '
-                                     'Tier 2]')
-    repeats: int = setting(1, 'rollouts of a question under each prompt', least=1)
-    clusters: object = setting(50, 'of questions; or {data set: number}, each by itself; the paper takes 30 for GSM8K')
     embed: str = setting(None, 'model of sentence-transformers whose vectors are clustered; None: TF-IDF of the words')
-    other_share: float = setting(0.3, 'share of questions whose programs search elsewhere', least=0, most=1)
     other_corpus: str = setting(None, 'where: passages, an index or the url of a search server; None: the same search '
                                       'with holes')
     other_misses: float = setting(0.5, 'share of the queries that fall into a hole', least=0, most=1)
@@ -64,14 +57,14 @@ class WarmUpChoice:
     must_pass: bool = setting(True, 'False: keep the last critic, whatever it says, for an ablation')
 
     def __post_init__(self):
-        check_settings(self)
+        super().__post_init__()
         if self.warm_least > self.warm_steps:
             raise ValueError(f'no step counts: warm_least={self.warm_least} is after warm_steps={self.warm_steps}')
-        Collecting(per_tier=self.per_tier, clusters=self.clusters)   # refuses what is no number of questions
 
 # %% ../nbs/5_run/65_prepare.ipynb #c006
-Warming = flat_form('Warming', [*GROUPS.values(), WarmUpChoice], "A training's settings, and its critic's warm-up's.",
-                    run='runs/warmup', method='carl')
+_GROUPS = {**GROUPS, 'course': with_defaults(Course, run='runs/warmup', method='carl'), 'warmup': WarmUpChoice}
+
+Warming = flat_form('Warming', _GROUPS.values(), "A training's settings, and its critic's warm-up's.")
 
 def make_warming(settings):
     "A `Warming` from a dict. Raises ValueError on an unknown name, naming the nearest, and on a value not allowed."
@@ -105,8 +98,8 @@ def _collecting(choice, course, metric, part):
     """How rollouts of a part are collected. The held-out ones are curated whatever the taught ones are, or there would
     be nothing to compare."""
     kind = 'random' if part == 'train' and choice.collected == 'random' else 'curated'
-    return Collecting(kind, tuple(choice.prompts), choice.tries, choice.per_tier, choice.repeats, choice.clusters,
-                      choice.other_share, metric, seed_of('warm-up', course.seed, part))
+    return CollectionPlan(**vars(group_of(Collection, choice)) | {'collected': kind}, metric=metric,
+                          seed=seed_of('warm-up', course.seed, part))
 
 def _elsewhere(choice, task, env):
     "The environment whose programs search elsewhere; None where there is no search."
@@ -137,7 +130,12 @@ def drift(
     learner,
     layout,  # Layout of the base's own rollouts
 ):
-    "Mean k1 estimate of KL(base ‖ policy) per token, nats, over rollouts of the base."
+    """Mean k1 estimate of KL(base ‖ policy) per token, nats, over rollouts of the base.
+
+    Parameters
+    ----------
+    layout : Layout of the base's own rollouts
+    """
     seen, trained = learner.evaluate(layout, ('logp', 'ref_logp')), layout.trained
     return kl(seen.ref_logp, seen.logp, 'k1', trained)[trained].mean().item()
 
@@ -164,7 +162,13 @@ def finished_warming(
     choice,  # WarmUpChoice
 ):
     """The summary of a warm-up that is resumed and over (it passed, or took all its steps), None if there is more to
-    do."""
+    do.
+
+    Parameters
+    ----------
+    course : Course: run, resume
+    choice : WarmUpChoice
+    """
     path = Path(course.run)/'summary.json'
     if not (course.resume and path.exists()): return None
     summary, most = read_json(path), 0 if choice.collected == 'cold' else choice.warm_steps
@@ -185,26 +189,26 @@ def _keep_exam(log, learner, keep, ranks, kept):
     else: write(None)
 
 # %% ../nbs/5_run/65_prepare.ipynb #c017
-def _plan(c):
+def _plan(settings, choice):
     """What of a warm-up the estimate depends on: a head on the policy, a frozen copy to tell its drift, and an engine
     that is gone before they learn."""
-    return replace(plan_of(c), critic=False, frozen=1, copied=1, renewed=False, by_file=False, twice=False,
-                   share=float(c.backbone_rate > 0), apart=True)
+    return replace(plan_of(settings), critic=False, frozen=1, copied=1, renewed=False, by_file=False, twice=False,
+                   share=float(choice.backbone_rate > 0), apart=True)
 
-def _weigh(c):
+def _weigh(settings, choice):
     "Bytes that a warm-up needs, see `memory`; beside vLLM only the policy."
-    found = memory(read_sizes(c.model), _plan(c))
+    found = memory(read_sizes(settings.acting.model), _plan(settings, choice))
     return {k: found[k] for k in ('rank', 'host', 'checkpoint', 'acting copy')}
 
-def _forecast(c):
+def _forecast(settings, choice):
     "The estimate of a warm-up, as lines."
-    sizes, plan = read_sizes(c.model), _plan(c)
-    n = min(c.questions, c.sorted_questions or c.questions) + c.dev_questions
-    tflops, taken = rank_tflops(settings_of(c).host)
-    took = lambda rollouts: step_seconds(sizes, plan, rollouts * c.max_tokens, c.max_tokens, tflops)
-    most = 2 * (sum(c.per_tier) if isinstance(c.per_tier, (list, tuple)) else 2 * c.per_tier)  # of both parts
-    rollouts = n * c.tries + min(n, most) * len(c.prompts) * c.repeats
-    return [*describe(sizes, plan, {'learning': took(c.warm_batch)['learning']}, c.warm_steps),
+    sizes, plan, task, most = read_sizes(settings.acting.model), _plan(settings, choice), settings.task, choice.per_tier
+    n = min(task.questions, choice.sorted_questions or task.questions) + task.dev_questions
+    (tflops, taken), length = rank_tflops(settings.host), settings.acting.max_tokens
+    took = lambda rollouts: step_seconds(sizes, plan, rollouts * length, length, tflops)
+    most = 2 * (sum(most) if isinstance(most, (list, tuple)) else 2 * most)  # of both parts
+    rollouts = n * choice.tries + min(n, most) * len(choice.prompts) * choice.repeats
+    return [*describe(sizes, plan, {'learning': took(choice.warm_batch)['learning']}, choice.warm_steps),
             f'before that, {rollouts:,} rollouts at most: {took(rollouts)["acting"] / 3600:.3g} h {taken}']
 
 # %% ../nbs/5_run/65_prepare.ipynb #c018
@@ -213,20 +217,29 @@ def prepare(
     say=None,  # function called with lines of text; None: print
 ):
     """Warm a critic up (CARL section 3.3, appendix C). Returns the run folder, whose summary says whether it passed.
-    Bad settings are refused before any compute."""
+    Bad settings are refused before any compute.
+
+    Parameters
+    ----------
+    config : Warming, or a dict of its settings
+    say : function called with lines of text; None: print
+    """
     c = make_warming(config) if isinstance(config, dict) else config
     say = say or (speak if is_rank() else lambda line: print(line, flush=True))
-    if c.dry_run:
-        if c.other_corpus: open_search(data_sets(settings_of(c).task)[0], c.path, c.other_corpus)
-        return examine(c, say, Examiner(check_warming, _weigh, _forecast))
+    s, choice = settings_of(c), group_of(WarmUpChoice, c)
+    if s.course.dry_run:
+        if choice.other_corpus: open_search(data_sets(s.task)[0], s.task.path, choice.other_corpus)
+        looks = (lambda settings: _weigh(settings, choice)), (lambda settings: _forecast(settings, choice))
+        return examine(c, say, Examiner(check_warming, *looks))
     check_warming(c)
     if is_rank():
-        with keep_traceback(c.run, int(os.environ['RANK'])): return _prepare(c, say, join_ranks(c.ranks, c))
-    host = settings_of(c).host
-    if finished_warming(settings_of(c).course, group_of(WarmUpChoice, c)) is None:
-        if c.model != 'tiny': find_model(c.model)
-        for line in [*_forecast(c), *no_gpu(host, c.model)] if is_large(c.model) else (): say(line)
-        if c.ranks > 1: return launch_ranks(c, say, 'credit_rl.prepare', (*MAY_CHANGE, 'warm_steps'))
+        with keep_traceback(s.course.run, int(os.environ['RANK'])):
+            return _prepare(c, say, join_ranks(s.host.ranks, c))
+    if finished_warming(s.course, choice) is None:
+        model = s.acting.model
+        if model != 'tiny': find_model(model)
+        for line in [*_forecast(s, choice), *no_gpu(s.host, model)] if is_large(model) else (): say(line)
+        if s.host.ranks > 1: return launch_ranks(c, say, 'credit_rl.prepare', (*MAY_CHANGE, 'warm_steps'))
     return _prepare(c, say, Ranks())
 
 # %% ../nbs/5_run/65_prepare.ipynb #c019
@@ -235,33 +248,34 @@ def _prepare(c, say, ranks):
     say, s, choice = say if ranks.first else lambda line: None, settings_of(c), group_of(WarmUpChoice, c)
     if finished_warming(s.course, choice):
         check_same_params(c)
-        say(f'{c.run} is only shown again: its warm-up is over')
-        return Path(c.run)
-    if c.threads: torch.set_num_threads(c.threads)
-    with RunLog(c.run, c.resume, s.keeping.trackers) if ranks.first else SilentLog(c.run) as log:
-        return _warmed(c, log, ranks, say)
+        say(f'{s.course.run} is only shown again: its warm-up is over')
+        return Path(s.course.run)
+    if s.host.threads: torch.set_num_threads(s.host.threads)
+    run = s.course.run
+    with RunLog(run, s.course.resume, s.keeping.trackers) if ranks.first else SilentLog(run) as log:
+        return _warmed(s, choice, vars(c), log, ranks, say)
 
-def _warmed(c, log, ranks, say):
-    "Warm up into a run folder that this process holds. Returns it."
-    s, choice = settings_of(c), group_of(WarmUpChoice, c)
-    real = None if c.data == 'tiny' else (real_questions(s.task, c.seed), real_search(s.task, c.protocol))
+def _warmed(s, choice, params, log, ranks, say):
+    "Warm up into a run folder that this process holds, which gets its `params`. Returns it."
+    task, seed, real = s.task, s.course.seed, None
+    if task.data != 'tiny': real = real_questions(task, seed), real_search(task, s.acting.protocol)
     for line in tree_notes(s.learning, 'a warm-up reads its states as rows of their own'): say(line)
     with log.beginning():
-        log.write_params(vars(c), (*MAY_CHANGE, 'warm_steps'))
+        log.write_params(params, (*MAY_CHANGE, 'warm_steps'))
         origin = origin_of(s.course, s.acting, s.host, s.critic)
-        stage = ranks.in_turn(lambda: set_stage(s.task, s.acting, origin, c.seed, say, real))
+        stage = ranks.in_turn(lambda: make_setup(task, s.acting, origin, seed, say, real))
         metric = bound_method(s.course, s.task, s.learning.questions_per_step, stage.chat).metric
         engine = make_engine(s.host, s.acting, origin.start, stage.model, stage.chat.tokenizer)
     player, data = Player(engine, s.acting.sampling, ranks), {}
     try:
-        for part, most in (('train', c.sorted_questions), ('dev', None)):
+        for part, most in (('train', choice.sorted_questions), ('dev', None)):
             env, path = stage.environments[part], log.folder/f'rollouts-{part}.jsonl.gz'
             data[part] = _gathered(path, player, env, stage.questions[part][:most],
-                                   _collecting(choice, s.course, metric, part), _elsewhere(choice, s.task, env),
+                                   _collecting(choice, s.course, metric, part), _elsewhere(choice, task, env),
                                    choice.embed, lambda line: say(f'{part}: {line}'))
     finally:
-        if c.engine != 'hf': engine.close()
-    exam = Examination(data['dev'], stage.environments['dev'], metric, c.row_tokens)
+        if s.host.engine != 'hf': engine.close()
+    exam = Examination(data['dev'], stage.environments['dev'], metric, s.learning.row_tokens)
     teaching = _warming_learner(s, choice, origin, stage.model)
     with _keeping_bad(log, stage.chat.tokenizer):
         learner, history = _teach(teaching, data['train'], exam, log, ranks, say)
@@ -272,6 +286,7 @@ def _warmed(c, log, ranks, say):
     say(('passed: ' if history[-1][1].passed else 'NOT passed: ') + str(history[-1][1]))
     return log.folder
 
+# %% ../nbs/5_run/65_prepare.ipynb #t6501
 @contextlib.contextmanager
 def _keeping_bad(log, tokenizer):
     "Where a step is refused, keep in `bad_step.json` what it was, and the states that made it. Raises BadStep."
@@ -281,6 +296,7 @@ def _keeping_bad(log, tokenizer):
         log.bad_step({'step': e.step, 'error': str(e), 'states': states})
         raise BadStep(f'warm-up, {e}; the states that made it are in {log.folder/"bad_step.json"}') from e
 
+# %% ../nbs/5_run/65_prepare.ipynb #t6502
 def _warming_learner(s, choice, origin, model):
     """How a run's critic is taught, the learner that teaches it, and how many checkpoints are kept: (WarmUp, Learner,
     int)."""
@@ -360,7 +376,12 @@ def _summaries(folders):
 
 def warmup_table(folders):  # list of folders of finished warm-ups, or one folder that holds them
     """What warm-ups came to (the paper's ablation: cold, random, curated), means over seeds: a pandas DataFrame, a row
-    for each kind; NaN for how far the policy moved where that was not kept. Raises ValueError on an empty list."""
+    for each kind; NaN for how far the policy moved where that was not kept. Raises ValueError on an empty list.
+
+    Parameters
+    ----------
+    folders : list of folders of finished warm-ups, or one folder that holds them
+    """
     import pandas as pd
     rows = [{'critic': _kind(x), 'seeds': 1, **{n: x['report'][n] for n in GATE}, 'ECE': x['ece'], 'Brier': x['brier'],
              'V, known': x['value_tier']['2'], 'V, not known': x['value_tier']['1'],
@@ -371,7 +392,12 @@ def warmup_table(folders):  # list of folders of finished warm-ups, or one folde
 
 def calibration_pairs(folders):  # as in warmup_table
     """What V(s_0) said and what came of it, on the held-out rollouts with the choice, by kind of warm-up, its seeds
-    together: dict of tensors (2, n). Without those that kept no pairs."""
+    together: dict of tensors (2, n). Without those that kept no pairs.
+
+    Parameters
+    ----------
+    folders : as in warmup_table
+    """
     pairs = {}
     for summary in _summaries(folders): pairs.setdefault(_kind(summary), []).extend(summary.get('calibration', []))
     return {kind: torch.tensor([*zip(*found)], dtype=torch.float64) for kind, found in pairs.items() if found}
@@ -384,7 +410,7 @@ def main(arguments=None):
     parser = make_parser('credit_rl.prepare', 'Warm up a critic until it passes its gate.')
     run = Warming.run
     try:
-        settings, _ = read_settings(parser, arguments, by_group(WarmUpChoice, *GROUPS.values()))
+        settings, _ = read_settings(parser, arguments, by_group(*_GROUPS.values()))
         run = settings.get('run', run)
         folder = prepare(settings)
         if settings.get('dry_run'): return

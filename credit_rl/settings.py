@@ -15,67 +15,65 @@ from dataclasses import dataclass
 from pathlib import Path
 import torch
 from .benchmarks import find_benchmark, get_benchmark
-from .engine import Sampling
-from .evaluate import asked_protocol
-from .launch import check_hosts, check_threads
+from .engine import Decoding, Sampling
+from .environment import Conversation, Source, asked_protocol
+from .launch import Processes, check_hosts, check_threads
 from .layout import AVERAGES
 from .learner import CRITICS, Optimiser, check_offload
 from .losses import kl, policy_terms
 from .methods import METHODS, get_method
-from .models import check_model, check_reads, load_tokenizer
-from .options import check_settings, options_in, read_options, setting
+from .models import Policy, check_model, check_reads, load_tokenizer
+from .options import SettingsGroup, options_in, read_options, setting, with_defaults
 from .parameters import from_settings, notebook_settings
 from .parts import Facts, Loss, bind
-from .protocol import ANSWER_STOPS, PROTOCOLS, WORDS, worded
-from .regimes import get_regime
-from .rollout import MALFORMED, RULES, check_lengths
-from .runlog import check_trackers, read_json
+from .protocol import PROTOCOLS, worded
+from .rollout import check_lengths
+from .runlog import RunFolder, check_trackers, read_json
 from .scoring import SCHEMA_OPTION, read_schema, schema_warning
 from .tiny import tiny_tokenizer
 from .trees import check_tree
-from .vllm_engine import check_adapter, check_vllm_settings, rank_devices, sampler_weights
+from .vllm_engine import EngineChoice, check_adapter, check_vllm_settings, rank_devices, sampler_weights
 from .warmup import read_warmed
-from .world import SPLITS, world_of
+from .world import SPLITS, get_regime, world_of
 
 # %% ../nbs/5_run/61_settings.ipynb #n0101
 @dataclass(frozen=True)
-class Course:
+class Course(RunFolder):
     "What is run."
-    run: str = setting('runs/train', 'folder of the run')
     method: str = setting('tspo', 'a row of METHODS, or a mixture of parts')
     options: dict = setting({}, "the row's own, e.g. {'alpha': 0.5}")
-    seed: int = setting(0, 'of worlds, base, questions and samples')
     steps: int = setting(60, 'training steps', least=0)
     resume: bool = setting(False, 'continue the run in this folder from its last checkpoint')
     dry_run: bool = setting(False, 'check everything, estimate memory and time, and stop')
 
-    def __post_init__(self): check_settings(self)
-
 # %% ../nbs/5_run/61_settings.ipynb #c005
 @dataclass(frozen=True)
-class Task:
-    "What is asked, and what is searched for it."
-    data: str = setting('tiny', "'tiny', a data set of 10_datasets, or several as in 'nq+hotpotqa'")
-    path: str = setting(None, 'its file or folder, of several a folder with one for each; None: by name from the hub')
+class Task(Source):
+    "Which questions are asked, what is searched for them, and what each part of a run gets."
     train_split: str = setting('train', 'split of the training questions')
     dev_split: str = setting(None, "split of dev and test questions, none in both; None: the set's own, see Benchmark")
     world: dict = setting({}, "for data='tiny', arguments of make_world; one may be a dict of parts, "
                               "as in {'famous': {'train': 150, 'dev': 150, 'test': 400}}")
     regime: str = setting(None, "for data='tiny', a row of REGIMES: world, max_turns, max_tokens, turn_tokens, model "
                                 'and metric are its own where they are left as they are by default')
-    questions: int = setting(3000, 'training questions to draw from', least=1)
     dev_questions: int = setting(210, 'questions that choose the checkpoint', least=1)
     test_questions: int = setting(600, 'questions that are reported', least=1)
-    passages: int = setting(1, 'passages per query', least=1)
-    passage_tokens: int = setting(None, 'most tokens of each; None: whole passages', least=1)
-    corpus: str = setting(None, 'what a data set is searched in: a file or folder, what BM25.save wrote, the url of a '
-                                'search server; None: the passages beside the questions')
 
-    def __post_init__(self): check_settings(self)
+    def __post_init__(self):
+        super().__post_init__()
+        for name in ('data', 'path', 'corpus'):
+            value = getattr(self, name)
+            if not isinstance(value, str) and (value is not None or name == 'data'):
+                raise ValueError(f'{name} must be a str, got {value!r}')
 
 # %% ../nbs/5_run/61_settings.ipynb #n0102
 def usual_turns(protocol):  # a row of PROTOCOLS or None
-    "Turns of a trajectory, the answer included, where no number is set: 15 segments by CARL's protocols, else 4."
+    """Turns of a trajectory, the answer included, where no number is set: 15 segments by CARL's protocols, else 4.
+
+    Parameters
+    ----------
+    protocol : a row of PROTOCOLS or None
+    """
     row = PROTOCOLS.get(protocol)
     return 15 if row and row.context_tag else 4
 
@@ -84,67 +82,29 @@ def usual_tokens(prompt_tokens, response_tokens):
     return 192 if None in (prompt_tokens, response_tokens) else prompt_tokens + response_tokens
 
 @dataclass(frozen=True)
-class Acting:
+class Acting(Policy, with_defaults(Conversation, max_tokens=None, passages=1), with_defaults(Decoding, turn_tokens=24)):
     "Who acts, and by which rules."
-    model: str = setting('tiny', "'tiny': made from nothing; else a Hugging Face folder or name")
-    dtype: str = setting('float32', 'of a model that is loaded')
-    protocol: str = setting(None, "a row of PROTOCOLS, or 'direct'; None: 'tiny' or 'tspo', by data",
-                            choices=('direct', *PROTOCOLS))
-    max_turns: int = setting(None, "the answer included; None: 4, or 15 segments by CARL's protocols", least=1)
-    turn_tokens: int = setting(24, 'most tokens the model writes in a turn', least=1)
-    context_tokens: int = setting(256, 'and in a segment that writes a context', least=1)
-    max_tokens: int = setting(None, 'most tokens of a trajectory; None: prompt_tokens and response_tokens together '
-                                    'where both are given, else 192', least=1)
-    prompt_tokens: int = setting(None, 'most tokens of a prompt; a longer one is refused; None: no cap of its own',
-                                 least=1)
-    response_tokens: int = setting(None, 'most tokens after the prompt, observations included; None: the same', least=1)
-    answer_stop: str = setting('first', "the answer that ends a message; 'last': the model ends it itself, and the "
-                                        'last one counts', choices=ANSWER_STOPS)
-    malformed: str = setting('error', "after a turn that neither calls nor answers: 'error', the model is told and "
-                                      "goes on; 'end', the rollout ends", choices=MALFORMED)
-    system_prompt: str = setting(None, "text file of the system message; None: the protocol's own words")
-    user_prompt: str = setting(None, 'text file of the user message, with {question}; None: the same')
-    tool_prompt: str = setting(None, 'text file that tells of the tools, with {tools} and {tag}; None: the same')
     gold_schema: list = setting(None, 'two texts around a gold answer whose probability is asked, what this model '
                                       "writes right before an answer and after it; None: the protocol's own")
-    template: str = setting(None, "chat template instead of the model's own: 'chatml', 'plain', or a file")
-    template_options: dict = setting({}, 'its variables')
-    history: str = setting(None, "'as-sampled', 'template', None: as for `Chat`")
-    temperature: float = setting(1.0, 'of the samples')
-    top_p: float = setting(1.0, 'training takes 1')
-    top_k: int = setting(0, 'training takes 0')
 
     def __post_init__(self):
-        check_settings(self)
+        super().__post_init__()
         if self.max_turns is None: object.__setattr__(self, 'max_turns', usual_turns(self.protocol))
         own = self.prompt_tokens, self.response_tokens
         if self.max_tokens is None: object.__setattr__(self, 'max_tokens', usual_tokens(*own))
         check_lengths(*own, self.max_tokens)
 
     @property
-    def words(self): return {name: getattr(self, name) for name in (*WORDS, 'gold_schema')}   # arguments of `worded`
-
-    @property
-    def rules(self): return {name: getattr(self, name) for name in RULES}   # fields of `Environment`
-
-    @property
-    def sampling(self): return Sampling(self.temperature, max_tokens=self.turn_tokens)
+    def words(self): return {**super().words, 'gold_schema': self.gold_schema}   # arguments of `worded`
 
     @property
     def greedy(self): return Sampling(greedy=True, max_tokens=self.turn_tokens)
 
 # %% ../nbs/5_run/61_settings.ipynb #c006
 @dataclass(frozen=True)
-class Host:
+class Host(Processes, EngineChoice):
     "What the run runs on."
     learner: str = setting('plain', 'PyTorch on one device, or DeepSpeed', choices=('plain', 'deepspeed'))
-    ranks: int = setting(1, 'processes, of all hosts together, each with a GPU where there are some; one is this '
-                            'process itself', least=1)
-    hostfile: str = setting(None, "several hosts, a line 'name slots=8' for each, whose ranks DeepSpeed starts by pdsh "
-                                  'from this one; None: all ranks on this host')
-    hosts: int = setting(1, 'several hosts, each of which is given this same command and starts its share of the ranks',
-                         least=1)
-    endpoint: str = setting(None, "where these meet, as 'node0:29500': the host of rank 0, and a free port there")
     stage: int = setting(2, 'of ZeRO', choices=(0, 1, 2, 3))
     deepspeed: dict = setting({}, "further entries of DeepSpeed's configuration")
     offload: list = setting([], "of 'reference' and 'teacher': models of their own that lie in the host's memory, and "
@@ -152,15 +112,9 @@ class Host:
     lora: dict = setting({}, "of peft's LoraConfig, e.g. {'r': 16}: only low-rank additions are trained; {}: all "
                              'weights')
     gradient_checkpointing: bool = setting(False, 'less memory for a third more time')
-    engine: str = setting('hf', "who acts: the learner's own model, or vLLM, given the weights after each step",
-                          choices=('hf', 'vllm'))
-    vllm: dict = setting({}, 'of VLLMEngine: dtype, own_process, devices, transfer, sleep_level, arguments, ...')
     act_rows: int = setting(256, 'conversations that a rank plays at once; others wait', least=1)
     tflops: float = setting(None, '10¹² FLOPs a second that one rank does, for the estimate; None: measured on this '
                                   'host', above=0)
-    threads: int = setting(None, 'of PyTorch on a CPU; None: its own choice', least=1)
-
-    def __post_init__(self): check_settings(self)
 
     @property
     def own_process(self):
@@ -169,15 +123,13 @@ class Host:
 
 # %% ../nbs/5_run/61_settings.ipynb #n0105
 @dataclass(frozen=True)
-class Mismatch:
+class Mismatch(SettingsGroup):
     "What is done where the engine's probabilities are not the learner's (21_vllm_engine), or were not any more."
     correction: str = setting(None, "importance weights of learner over engine, whose weights are older with ahead: "
                                     "'truncated' or 'masked'; None: 1")
     limits: list = setting([0., 2.], "of these weights: the lower one, of 'masked' only, and the upper one")
     gap: float = setting(0.1, 'mean difference, in nats per token, above which a sync has failed and the run ends; '
                               'with ahead the updates of a step are in it')
-
-    def __post_init__(self): check_settings(self)
 
 def weight_limits(mismatch):
     "The upper and the lower limit of importance weights, in the order of `sampler_weights`. Raises ValueError."
@@ -187,7 +139,7 @@ def weight_limits(mismatch):
 
 # %% ../nbs/5_run/61_settings.ipynb #n0106
 @dataclass(frozen=True)
-class Learning:
+class Learning(SettingsGroup):
     "How a step goes."
     questions_per_step: int = setting(24, 'questions played in a step', least=1)
     group_size: int = setting(8, 'attempts at each', least=1)
@@ -214,12 +166,17 @@ class Learning:
                          choices=(0, 1))
 
     def __post_init__(self):
-        check_settings(self)
+        super().__post_init__()
         if len(self.betas) != 2 or not all(0 <= b < 1 for b in self.betas):
             raise ValueError(f'betas are two numbers from 0 up to 1, got {self.betas}')
 
     def optimiser(self, critic):  # CriticChoice
-        "The learner's `Optimiser`."
+        """The learner's `Optimiser`.
+
+        Parameters
+        ----------
+        critic : CriticChoice
+        """
         return Optimiser(self.learning_rate, critic.critic_rate, weight_decay=self.weight_decay,
                          betas=tuple(self.betas), clip=self.clip, warmup=self.warmup, minibatches=self.minibatches,
                          epochs=self.epochs, row_tokens=self.row_tokens, backbone_rate=critic.critic_backbone_rate,
@@ -234,7 +191,7 @@ class Learning:
 
 # %% ../nbs/5_run/61_settings.ipynb #n0109
 @dataclass(frozen=True)
-class CriticChoice:
+class CriticChoice(SettingsGroup):
     "The critic, where the method has one."
     critic: str = setting(None, "'own' (a second model), 'frozen' (one that never learns) or 'shared' (the policy's "
                                 "backbone); None: the method's own", choices=CRITICS)
@@ -252,7 +209,7 @@ class CriticChoice:
                                     'which the critic is taught besides after every step; 0: none', least=0)
 
     def __post_init__(self):
-        check_settings(self)
+        super().__post_init__()
         if self.critic_replay and (self.critic_from is None or self.critic_step == 'together'):
             raise ValueError(f'critic_replay={self.critic_replay} plays rollouts of a warm-up again, for a critic that '
                              "steps apart: give critic_from and critic_step='apart' with it")
@@ -273,13 +230,11 @@ class CriticChoice:
         return method.critic and (self.critic or method.critic['kind'])
 
 @dataclass(frozen=True)
-class TeacherChoice:
+class TeacherChoice(SettingsGroup):
     "Who scores gold answers, where the method asks."
     teacher: str = setting('self', "'self', a frozen copy of the policy; 'base', what the run began as; or a folder")
     teacher_every: int = setting(None, 'steps after which the copy is made anew: 1 at once, 0 never; None: two fifths '
                                        'of the run')
-
-    def __post_init__(self): check_settings(self)
 
     def period(self, method, steps):
         """Steps after which the copy of the policy that teaches is made anew, 0: never, 1: it is the policy itself;
@@ -291,7 +246,7 @@ class TeacherChoice:
 MEASURES = ('belief', 'entropy')
 
 @dataclass(frozen=True)
-class Keeping:
+class Keeping(SettingsGroup):
     "What is measured and kept."
     eval_every: int = setting(10, 'steps between dev evaluations, each with a checkpoint', least=1)
     keep: int = setting(2, 'newest checkpoints kept', least=1)
@@ -305,7 +260,7 @@ class Keeping:
     collapse: float = setting(0.25, 'stop when the answer rate falls below this share of its best', least=0)
 
     def __post_init__(self):
-        check_settings(self)
+        super().__post_init__()
         if unknown := [name for name in self.measure if name not in MEASURES]:
             raise ValueError(f'measure takes {" and ".join(MEASURES)}, got {unknown}; leave these out')
 
@@ -316,9 +271,8 @@ class Keeping:
 GROUPS = {'course': Course, 'task': Task, 'acting': Acting, 'host': Host, 'mismatch': Mismatch, 'learning': Learning,
           'critic': CriticChoice, 'teacher': TeacherChoice, 'keeping': Keeping}
 
-def flat_form(name, groups, about, **defaults):
-    """A dataclass with all settings of some groups, whose own `defaults` may differ; what a regime sets, `max_turns`
-    and `max_tokens` are filled."""
+def flat_form(name, groups, about):
+    "A dataclass with all settings of some groups; what a regime sets, `max_turns` and `max_tokens` are filled."
     def usual(self):
         own = get_regime(self.regime).settings(self.seed) if getattr(self, 'regime', None) else {}
         for n, value in own.items():
@@ -326,7 +280,7 @@ def flat_form(name, groups, about, **defaults):
         if self.max_turns is None: self.max_turns = usual_turns(self.protocol)
         if self.max_tokens is None: self.max_tokens = usual_tokens(self.prompt_tokens, self.response_tokens)
     options = {n: o for group in groups for n, o in options_in(group).items()}
-    fields = [(n, o.kind, setting(**{**vars(o), 'default': defaults.get(n, o.default)})) for n, o in options.items()]
+    fields = [(n, o.kind, setting(**vars(o))) for n, o in options.items()]
     return dataclasses.make_dataclass(name, fields,
                                       namespace={'__doc__': about, '__module__': __name__, '__post_init__': usual})
 
@@ -372,14 +326,19 @@ def group_of(group, config):
     return group(**{name: getattr(config, name) for name in options_in(group)})
 
 def settings_of(config):  # Config, or another flat form that has its names
-    "The groups of a flat record: `Settings`. Raises ValueError on a value that is not allowed."
+    """The groups of a flat record: `Settings`. Raises ValueError on a value that is not allowed.
+
+    Parameters
+    ----------
+    config : Config, or another flat form that has its names
+    """
     return Settings(**{name: group_of(group, config) for name, group in GROUPS.items()})
 
 # %% ../nbs/5_run/61_settings.ipynb #c018
 def check(config):
     "Refuse a configuration that cannot work. Raises ValueError with what was got, what is wanted, and how to mend it."
-    method, s = get_method(config.method), settings_of(config)
-    acting, task = s.acting, s.task
+    s = settings_of(config)
+    method, acting, task = get_method(s.course.method), s.acting, s.task
     _check_method(s, method)
     if acting.top_p < 1 or acting.top_k:
         raise ValueError(f'training takes top_p=1 and top_k=0, got {acting.top_p} and {acting.top_k}: with a cut-off '
@@ -390,14 +349,12 @@ def check(config):
     _check_host(s.host, acting.dtype)
     check_engine(s.host, s.mismatch, acting, s.learning.ahead)
     check_ahead(s)
-    if not isinstance(getattr(torch, acting.dtype, None), torch.dtype):
-        raise ValueError(f"dtype must be one of PyTorch's, such as 'float32' or 'bfloat16', got {acting.dtype!r}")
     if task.regime: _check_regime(task, acting.model, s.course.seed)
     if task.data == 'tiny': _check_world(task.world, s.course.seed)
     else: _check_sets(task, acting.protocol)
     _check_words(acting, task.data)
     schema_notes(acting, task.data, scored_schemas(bind(method, s.course.options), s.keeping.measure))
-    if s.critic.critic_from: _check_warmed(config, method)
+    if s.critic.critic_from: _check_warmed(s, method)
     if s.learning.tree: _check_tree(acting.model, s.host.lora)
     if task.path is not None and not Path(task.path).exists(): raise ValueError(f'path {task.path!r} does not exist')
 
@@ -460,7 +417,15 @@ def check_engine(
     ahead=0,   # steps by which playing runs ahead of learning
 ):
     """Refuse settings of an engine that is not asked for, and those with which vLLM cannot act for this run. Raises
-    ValueError."""
+    ValueError.
+
+    Parameters
+    ----------
+    host : Host
+    mismatch : Mismatch
+    acting : Acting
+    ahead : steps by which playing runs ahead of learning
+    """
     vllm = host.vllm
     if host.engine == 'hf' and (vllm or mismatch.correction and not ahead):
         raise ValueError("vllm and correction are settings of engine='vllm' (correction of ahead=1 too), but engine is "
@@ -572,23 +537,31 @@ def tree_notes(
     learning,  # Learning
     what,      # str, what reads rows as they are
 ):
-    "What to say where `tree` is set for something that does not heed it: list of str."
+    """What to say where `tree` is set for something that does not heed it: list of str.
+
+    Parameters
+    ----------
+    learning : Learning
+    what : str, what reads rows as they are
+    """
     return [f'tree=true is heeded by training by reinforcement alone: {what}'] if learning.tree else []
 
-def _check_warmed(config, method):
+def _check_warmed(s, method):
     "Refuse a warmed-up critic that did not pass or is of another model, protocol or head."
-    c, source = config, config.critic_from
-    if not method.critic: raise ValueError(f'{c.method} has no critic; leave out critic_from={source!r}')
+    name, source, acting = s.course.method, s.critic.critic_from, s.acting
+    if not method.critic: raise ValueError(f'{name} has no critic; leave out critic_from={source!r}')
     warmed, head = read_warmed(source), method.critic['head']
     if warmed.head != head:
-        raise ValueError(f'{c.method} has a {head} head, and {source} holds a {warmed.head} one: warm it up with '
-                         f'method={c.method}')
-    for name in ('model', 'protocol', *(('data', 'seed', 'world') if c.model == 'tiny' else ())):
-        now, then = json.loads(json.dumps(getattr(c, name))), warmed.settings[name]
+        raise ValueError(f'{name} has a {head} head, and {source} holds a {warmed.head} one: warm it up with '
+                         f'method={name}')
+    known = {'model': acting.model, 'protocol': acting.protocol}
+    if acting.model == 'tiny': known |= {'data': s.task.data, 'seed': s.course.seed, 'world': s.task.world}
+    for setting, value in known.items():
+        now, then = json.loads(json.dumps(value)), warmed.settings[setting]
         if now != then:
-            raise ValueError(f'the critic in {source} was warmed up with {name}={then!r}, this run has '
+            raise ValueError(f'the critic in {source} was warmed up with {setting}={then!r}, this run has '
                              f'{now!r}; what it knows is of another model')
-    if c.lora and (c.critic or method.critic['kind']) != 'shared':
+    if s.host.lora and s.critic.kind(method) != 'shared':
         raise ValueError("lora with critic_from needs critic='shared': another critic brings a backbone of its own")
 
 # %% ../nbs/5_run/61_settings.ipynb #hb62
@@ -596,7 +569,13 @@ def scored_schemas(
     method,   # Method with the options of a run
     measure,  # names in MEASURES
 ):
-    "How the golds that a run scores are written down: list, see `read_schema`."
+    """How the golds that a run scores are written down: list, see `read_schema`.
+
+    Parameters
+    ----------
+    method : Method with the options of a run
+    measure : names in MEASURES
+    """
     asked = method.asks([]).schemas
     measured = 'belief' in measure and 'gold' not in asked
     return [*asked.values(), *[SCHEMA_OPTION.default] * measured]

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+os.environ.setdefault('OMP_WAIT_POLICY', 'passive')   # threads that wait sleep; before a test imports PyTorch
 ROOT = Path(__file__).resolve().parents[1]
 DURATIONS = ROOT / 'tests' / 'durations.json'   # test → [seconds of CPU time, of those that take one at least; alone]
 LONG = 5                                        # seconds from which on a test may go to another worker than its file

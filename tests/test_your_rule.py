@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-COPIED = ('nbs', 'credit_rl', 'data/tiny_base', 'runs/params', 'settings.ini', 'setup.py', 'pyproject.toml',
-          'README.md', 'LICENSE')
+COPIED = ('nbs', 'credit_rl', 'docs/export.py', 'data/tiny_base', 'runs/params', 'settings.ini', 'setup.py',
+          'pyproject.toml', 'README.md', 'LICENSE')
 SECONDS = 300   # for each command, on a machine with company
 
 

@@ -25,10 +25,10 @@ from credit_rl.rollout import rollout
 from credit_rl.runlog import RunLog
 from credit_rl.scoring import gold_templates
 from credit_rl.smdp import segment_advantages
-from credit_rl.settings import check, make_config
-from credit_rl.stage import Stage
+from credit_rl.settings import check, make_config, settings_of
+from credit_rl.setup import Setup
 from credit_rl.tiny import NOISY, act, tiny_environment
-from credit_rl.train import Look, Run, train_step
+from credit_rl.train import Run, train_step
 from credit_rl.trajectory import Group
 from credit_rl.true_credit import continuation_values
 from credit_rl.vspo import task_values, vspo_weights
@@ -411,10 +411,10 @@ def a_run(world, folder, method, **changes):
     "A run of a method in a small world, from the small base, without a test set."
     model, chat = world[:2]
     land = make_world('train', 3, size=60, questions=40)
-    stage = Stage(chat, copy.deepcopy(model), {'train': list(land.questions)}, {'train': tiny_environment(land, chat)})
+    setup = Setup(chat, copy.deepcopy(model), {'train': list(land.questions)}, {'train': tiny_environment(land, chat)})
     config = make_config({'method': method, 'questions_per_step': 2, 'group_size': 2, 'log_kl': False, **changes})
     learner = learner_of(config, copy.deepcopy(model))
-    return Run(config, stage, HFEngine(learner.scorer.model, chat.tokenizer), learner, RunLog(str(folder)))
+    return Run(settings_of(config), setup, HFEngine(learner.scorer.model, chat.tokenizer), learner, RunLog(str(folder)))
 
 
 def test_dapo_asks_again(world, tmp_path):
@@ -451,7 +451,7 @@ def test_tokens_read_are_those_of_rows_and_answers(world, tmp_path):
     "Each row once, and each gold's ids at each state of its rollout before the last turn's end."
     chat, groups = world[1], world[2]
     run, layout = a_run(world, tmp_path, 'igpo'), pack(groups)
-    look = Look(run)
+    look = run.look()
     look(layout, run.method.asks(groups))
     flat = [t for g in groups for t in g.trajectories]
     answers = gold_templates(chat, groups)

@@ -10,7 +10,8 @@ from hypothesis import given, settings, strategies as st
 
 from credit_rl import evaluate as evaluating
 from credit_rl.engine import HFEngine, Sampling, ScriptedEngine
-from credit_rl.evaluate import Conversation, check_settings, make_environment, measure
+from credit_rl.environment import Conversation, make_environment
+from credit_rl.evaluate import check_evaluation, measure
 from credit_rl.layout import pack
 from credit_rl.learner import Learner
 from credit_rl.models import load_model
@@ -32,7 +33,7 @@ from credit_rl.trajectory import Question, Result, Stop
 from credit_rl.turn_rewards import JUDGE_PROMPT
 from credit_rl.warmup import prompted
 from credit_rl.world import make_world
-from pieces import stage_of
+from pieces import setup_of
 
 TOKENIZER = byte_tokenizer()
 TOOL = SearchTool(BM25([Passage('0', 'Casablanca', 'Casablanca is a film directed by Michael Curtiz.')]), 1, 50)
@@ -237,8 +238,8 @@ def test_a_long_prompt_is_refused_before_anything_is_played(root):
     check_prompts(replace(env, prompt_tokens=long), questions)
     given = dict(model=str(root / 'data' / 'tiny_base'), questions=9, dev_questions=4, test_questions=4)
     with pytest.raises(ValueError, match='questions have a prompt of more than prompt_tokens=5 ids, such as '):
-        stage_of(make_config({**given, 'prompt_tokens': 5}))
-    stage = stage_of(make_config({**given, 'prompt_tokens': 60, 'response_tokens': 99, 'malformed': 'end'}))
+        setup_of(make_config({**given, 'prompt_tokens': 5}))
+    stage = setup_of(make_config({**given, 'prompt_tokens': 60, 'response_tokens': 99, 'malformed': 'end'}))
     assert {(e.prompt_tokens, e.response_tokens, e.max_tokens, e.malformed)
             for e in stage.environments.values()} == {(60, 99, 159, 'end')}
 
@@ -250,7 +251,7 @@ def test_caps_that_do_not_fit_together_are_refused():
     for bad in (dict(max_tokens=8191, prompt_tokens=4096, response_tokens=4096), dict(response_tokens=4096)):
         with pytest.raises(ValueError, match='do not fit into max_tokens='): Acting(**bad)
         with pytest.raises(ValueError, match='do not fit into max_tokens='):
-            check_settings(evaluating.Settings(**{'max_tokens': 192, **bad}))
+            check_evaluation(evaluating.Evaluation(**{'max_tokens': 192, **bad}))
     for name in ('prompt_tokens', 'response_tokens'):
         with pytest.raises(ValueError, match=f'{name} must be at least 1'): Acting(**{name: 0})
         with pytest.raises(ValueError, match=f'{name} must be at least 1'): Environment(chat_of(), TOOL, **{name: 0})
@@ -303,7 +304,7 @@ def test_a_prompt_that_cannot_be_used_is_refused_by_name(protocol, key, text, wa
     config = make_config({'protocol': protocol, 'data': 'nq', 'corpus': 'http://x', key: file(text)})
     with pytest.raises(ValueError, match=wanted): check(config)
     with pytest.raises(ValueError, match=wanted):
-        check_settings(evaluating.Settings(**{'protocol': protocol, key: file(text)}))
+        check_evaluation(evaluating.Evaluation(**{'protocol': protocol, key: file(text)}))
 
 
 def test_a_prompt_that_is_not_there_is_refused():
@@ -314,8 +315,7 @@ def test_a_prompt_that_is_not_there_is_refused():
 
 
 def test_sets_that_are_asked_directly_keep_their_words(file):
-    how = Conversation('tips', words={'system_prompt': file('Be brief.'), 'answer_stop': 'last'},
-                       rules={'malformed': 'end', 'context_tokens': 9})
+    how = Conversation('tips', system_prompt=file('Be brief.'), answer_stop='last', malformed='end', context_tokens=9)
     searched, direct = (make_environment(TOKENIZER, s, how) for s in (TOOL.retriever, None))
     assert searched.chat.protocol.system == 'Be brief.' and direct.chat.protocol.name == 'direct'
     assert direct.chat.protocol.system is None and '</answer>' not in (*direct.chat.stop, *searched.chat.stop)
@@ -366,7 +366,7 @@ def test_a_run_keeps_its_protocol_and_the_hash_of_its_prompt(root, file, tmp_pat
         assert (summary['protocol'], summary['prompt_hash']) == ('tiny', prompt_hash(protocol))
         assert 'judge_prompt_hashes' not in summary
     with pytest.raises(ValueError, match="no words for the prompt of protocol 'tiny'"):
-        stage_of(make_config({**given, 'system_prompt': file('Be brief.')}))
+        setup_of(make_config({**given, 'system_prompt': file('Be brief.')}))
 
 
 def test_other_prompts_of_carl_keep_the_words_that_are_given(file):

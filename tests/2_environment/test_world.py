@@ -4,7 +4,7 @@ import hashlib
 import pytest
 
 from credit_rl.settings import check, make_config, settings_of
-from credit_rl.stage import tiny_worlds
+from credit_rl.setup import tiny_worlds
 from credit_rl.world import (RELATIONS, fact_chain, make_world, missing_facts, reachable, withdraw_pages, world_of)
 
 

@@ -16,7 +16,7 @@ from credit_rl.datasets import MIXTURES, load_corpus, load_questions
 from credit_rl.engine import ScriptedEngine
 from credit_rl.evaluate import (bootstrap_interval, compare_rows, evaluation_figure, evaluation_table, main,
                                 manifest_differences, NEAR, read_manifest, read_scores, replay, run_evaluation,
-                                set_names, set_scores, Settings)
+                                set_names, set_scores, Evaluation)
 from credit_rl.parameters import from_settings
 from credit_rl.metrics import cover_match, normalize
 from credit_rl.models import local_folder, model_hashes
@@ -585,7 +585,7 @@ def test_which_sets_are_meant():
     assert set_names('all') == COMMON and set_names('tspo') == list(SEVEN)
     assert set_names('GSM8K, Hotpot-QA,gsm8k') == set_names(['gsm8k', 'hotpotqa']) == ['gsm8k', 'hotpotqa']
     with pytest.raises(ValueError, match='must be a int'):
-        from_settings(Settings, {'seed': 1.5})
+        from_settings(Evaluation, {'seed': 1.5})
 
 
 def test_a_model_of_the_hub_is_fetched_or_named(model, monkeypatch):
@@ -664,7 +664,7 @@ def test_an_evaluation_on_several_hosts_is_started_by_its_hostfile(model, tmp_pa
 
 
 def test_each_rank_of_an_evaluation_gives_its_vllm_its_own_gpu(monkeypatch):
-    settings = lambda **given: evaluation._vllm(Settings(engine='vllm', **given)).get('devices')
+    settings = lambda **given: evaluation._vllm(Evaluation(engine='vllm', **given)).get('devices')
     for name, value in (('RANK', '5'), ('WORLD_SIZE', '8'), ('LOCAL_RANK', '1'), ('MASTER_ADDR', '127.0.0.1')):
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(torch.cuda, 'is_available', lambda: True)

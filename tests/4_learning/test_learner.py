@@ -13,7 +13,7 @@ import torch
 import deepspeed_steps
 from deepspeed_steps import adapted, model
 
-from credit_rl import learner as learning, stage as staging, train as training
+from credit_rl import learner as learning, setup as staging, train as training
 from credit_rl.advantages import to_tokens
 from credit_rl.layout import pack
 from credit_rl.learner import Frozen, Learner, Optimiser, PlainBackend, Scorer, make_critic, parameter_groups
@@ -239,8 +239,8 @@ def directions(tmp_path_factory):
         folder = tmp_path_factory.mktemp(name)
         run = training.begin_run(make_config({**ask, **more, 'run': str(folder / 'run')}), lambda line: None)
         if batch is None:
-            groups, rewards = training.act(run, run.method, 1)
-            batch = training.assign(run.method, groups, training.Look(run), torch.Generator(), run.prefix, rewards)
+            groups, rewards = training.play_step(run.actor, run.method, 1)
+            batch = training.assign(run.method, groups, run.look(), torch.Generator(), run.prefix, rewards)
         with torch.no_grad():
             for p in run.learner.critic.head.parameters(): p.fill_(20. if p.ndim == 1 or p.numel() == 1 else .01)
         found[name] = moved_by(run, batch)

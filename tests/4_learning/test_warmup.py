@@ -13,7 +13,7 @@ from credit_rl.readers import Passage
 from credit_rl.tiny import NOISY_CODER, act_coder, memory_of, tiny_environment, tiny_tokenizer
 from credit_rl.trajectory import Question, Stop, Trajectory, Turn
 from credit_rl import warmup
-from credit_rl.warmup import (choose_questions, cluster_questions, collect, Collecting, draw_evenly, GATE, gate,
+from credit_rl.warmup import (choose_questions, cluster_questions, collect, CollectionPlan, draw_evenly, GATE, gate,
                               GateFailed, GateReport, gold_shown, Missing, Pairs, Player, searching, warm_up, WarmUp)
 from credit_rl.world import Competence, make_world
 
@@ -134,19 +134,20 @@ TIER = torch.tensor([1 + i % 2 for i in range(60)])
     'per_tier, drawn', [(5, (5, 5)), ((9, 4), (9, 4)), ([4, 9], (4, 9)), (100, (30, 30)), ((100, 3), (30, 3))]
 )
 def test_so_many_questions_of_each_tier(per_tier, drawn):
-    how = Collecting(per_tier=per_tier, clusters=2)
+    how = CollectionPlan(per_tier=per_tier, clusters=2)
     chosen = choose_questions(QUESTIONS, TIER, how)
     assert len(set(chosen)) == len(chosen) and tuple((TIER[chosen] == t).sum().item() for t in (1, 2)) == drawn
     for t, n in zip((1, 2), drawn):  # a third of the questions are sums; half of those drawn, until there are no more
         sums = sum(QUESTIONS[i].text.startswith('what') for i in chosen if TIER[i] == t)
         assert abs(sums - min(n / 2, 10)) <= .5
-    assert len(choose_questions(QUESTIONS, TIER, Collecting('random', per_tier=per_tier))) == min(60, sum(how.wanted))
+    random = CollectionPlan(collected='random', per_tier=per_tier)
+    assert len(choose_questions(QUESTIONS, TIER, random)) == min(60, sum(how.wanted))
 
 
 @pytest.mark.parametrize('per_tier', [0, (3,), (3, 0), (1, 2, 3), 2.5, '8', None])
 def test_what_is_no_number_of_questions(per_tier):
     with pytest.raises(ValueError, match=r'per_tier is a number of questions, at least 1, or a pair'):
-        Collecting(per_tier=per_tier)
+        CollectionPlan(per_tier=per_tier)
 
 
 @pytest.mark.parametrize('per_tier, said', [((9, 9), None), ((11, 9), 'takes all 11 of Tier 1, of which 11 may be '
@@ -160,11 +161,11 @@ def test_a_tier_that_is_taken_whole_is_said(per_tier, said):
                                    env.chat.tokenizer), []
     data = collect(Player(engine, Sampling()), env, [q for q in world.questions if q.meta['parametric']][:11] +
                    [q for q in world.questions if not q.meta['parametric']][:11],
-                   Collecting(per_tier=per_tier, clusters=3), say=lines.append)
+                   CollectionPlan(per_tier=per_tier, clusters=3), say=lines.append)
     assert lines[0].startswith('22 questions: 11 that it knows')
     assert lines[-1].startswith('told to call, it does in 100% of rollouts of Tier 1 and 100% of rollouts of Tier 2; ')
     assert [line[:len(said or '')] for line in lines[1:-1]] == ([said] if said else []) and len(data.questions) == sum(
-        min(11, n) for n in Collecting(per_tier=per_tier).wanted)
+        min(11, n) for n in CollectionPlan(per_tier=per_tier).wanted)
 
 
 def test_a_base_that_does_not_call_when_told_to_is_noticed():
@@ -184,14 +185,14 @@ def test_sources_have_clusters_of_their_own():
     tier = torch.tensor([1] * 30 + [2] * 15 + [1] * 15)
     of = lambda clusters, n: [
         questions[i]
-        for i in choose_questions(questions, tier, Collecting(per_tier=(n, 1), clusters=clusters))
+        for i in choose_questions(questions, tier, CollectionPlan(per_tier=(n, 1), clusters=clusters))
         if tier[i] == 1
     ]
     assert sorted(q.source for q in of({'a': 1, 'b': 1}, 20)) == ['a'] * 10 + ['b'] * 10
     counts = Counter(q.source + q.text[:3] for q in of({'a': 2, 'b': 1}, 18))
     assert counts['awho'] == counts['awha'] == 6 and counts['bwho'] + counts['bwha'] == 6
     with pytest.raises(ValueError, match='clusters has a number for a, but there are questions of b'): of({'a': 2}, 5)
-    with pytest.raises(ValueError, match='clusters are at least 1'): Collecting(clusters={'a': 0})
+    with pytest.raises(ValueError, match='clusters are at least 1'): CollectionPlan(clusters={'a': 0})
 
 
 # ---- who searches elsewhere ----
@@ -232,15 +233,16 @@ def places(data, prompt):
 
 @pytest.mark.parametrize(
     'how, share',
-    [({}, 0.3), (dict(other=0.5), 0.5), (dict(other=1.0), 1.0), (dict(other=0.0), 0.0), (dict(kind='random'), 0.0)],
+    [({}, 0.3), (dict(other_share=0.5), 0.5), (dict(other_share=1.0), 1.0), (dict(other_share=0.0), 0.0),
+     (dict(collected='random'), 0.0)],
     ids=['as in the paper', 'half', 'all', 'none', 'random'],
 )
 def test_so_many_questions_are_searched_elsewhere(looked_up, how, share):
     """Three in ten unless told otherwise, wholly so, the same ones under every prompt and whenever they are played; a
     random collection has the one search."""
     questions, env, other, engine = looked_up
-    data = collect(Player(engine, Sampling()), env, questions, Collecting(per_tier=15, clusters=3, repeats=2, **how),
-                   other)
+    plan = CollectionPlan(per_tier=15, clusters=3, repeats=2, **how)
+    data = collect(Player(engine, Sampling()), env, questions, plan, other)
     forced, optional = places(data, 'forced'), places(data, 'optional')
     assert len(forced) == len(data.questions) == 30 and all(len(where) == 1 for where in forced.values())
     away = {q for q, where in forced.items() if where == {'elsewhere'}}
@@ -254,7 +256,7 @@ def test_so_many_questions_are_searched_elsewhere(looked_up, how, share):
 def test_without_another_search_there_is_one(looked_up):
     questions, env, _, engine = looked_up
     assert set().union(
-        *places(collect(Player(engine, Sampling()), env, questions, Collecting(per_tier=15, clusters=3)),
+        *places(collect(Player(engine, Sampling()), env, questions, CollectionPlan(per_tier=15, clusters=3)),
                 'forced').values()) == {'there'}
 
 

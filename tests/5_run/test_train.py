@@ -22,7 +22,7 @@ import pytest
 import torch
 import yaml
 
-from credit_rl import prepare as preparing, stage as staging, train as training
+from credit_rl import dry_run, prepare as preparing, setup as staging, step_metrics, train as training
 from credit_rl.diagnostics import before_after, training_curves
 from credit_rl.estimate import read_sizes
 from credit_rl.layout import pack
@@ -31,7 +31,9 @@ from credit_rl.methods import extra_passes, get_method
 from credit_rl.parts import Batch, Credit, Seen, bind
 from credit_rl.search_service import SearchServer
 from credit_rl.runlog import RunLog, latest_checkpoint, named_checkpoint, read_metrics, read_turns, same_metrics
-from credit_rl.train import is_kept, main, train
+from credit_rl.settings import Keeping
+from credit_rl.step_metrics import is_kept
+from credit_rl.train import main, train
 from credit_rl.trajectory import Group, example_group, trajectory_from_json
 from credit_rl.view import show_rollout
 from credit_rl.vllm_engine import VLLMSettings
@@ -295,7 +297,7 @@ def idle(monkeypatch):
     def refuse(*args, **kwargs):
         pytest.fail('something was computed')
 
-    for module, names in ((training, ('set_stage', 'rollout', 'evaluate')), (staging, ('load_model', 'make_base',
+    for module, names in ((training, ('make_setup', 'rollout', 'evaluate')), (staging, ('load_model', 'make_base',
                                                                                        'HFEngine', 'BM25'))):
         for name in names:
             monkeypatch.setattr(module, name, refuse)
@@ -491,7 +493,7 @@ def test_a_dry_run_says_where_there_is_no_gpu(tmp_path, gpus):
 
 def lacking(config, needs):
     "What this host lacks for a run: list of str."
-    return training._missing_room(Path(config.run), config.keep, training.settings_of(config).host, needs)
+    return dry_run.missing_room(Path(config.run), config.keep, training.settings_of(config).host, needs)
 
 
 def test_a_dry_run_weighs_gpus_and_memory(tmp_path, gpus, monkeypatch):
@@ -504,7 +506,7 @@ def test_a_dry_run_weighs_gpus_and_memory(tmp_path, gpus, monkeypatch):
     config = training.make_config({**PAPER, 'model': BASE, 'run': run})
     needs = {'checkpoint': 1, 'rank': 90e9, 'start': 90e9, 'host': 10e9, 'file': 1e15}
     gpus(8)
-    monkeypatch.setattr(training, '_free_memory', lambda: 79e9)
+    monkeypatch.setattr(dry_run, '_free_memory', lambda: 79e9)
     memory, file, *others = lacking(config, needs)
     assert memory == 'the memory of this host has 79.0 GB free, but 8 ranks take at least 80.0 GB'
     assert file.startswith('/dev/shm has ') and file.endswith(' GB free, but the weights that 8 ranks give to vLLM '
@@ -512,7 +514,7 @@ def test_a_dry_run_weighs_gpus_and_memory(tmp_path, gpus, monkeypatch):
     assert others == [
         f'GPU {i} has 80.0 GB, but a rank needs at least 90.0 GB at its start, when models are whole' for i in range(8)
     ]
-    monkeypatch.setattr(training, '_free_memory', lambda: 80e9)
+    monkeypatch.setattr(dry_run, '_free_memory', lambda: 80e9)
     assert lacking(config, {**needs, 'rank': 80e9, 'file': 0}) == []
 
 
@@ -529,19 +531,19 @@ def test_the_start_is_weighed_beside_a_vllm_that_does_not_sleep(gpus):
 
 def test_free_memory_is_a_containers_too(tmp_path):
     (info := tmp_path / 'meminfo').write_text('MemTotal: 200 kB\nMemAvailable: 100 kB\n')
-    assert training._free_memory(info, tmp_path) == 102400
+    assert dry_run._free_memory(info, tmp_path) == 102400
     for name, text in (('memory.max', 'max\n'), ('memory.current', '50000\n'), ('memory.stat', 'anon 1\ninactive_file '
                                                                                                '3000\nactive_file '
                                                                                                '2000\n')):
         (tmp_path / name).write_text(text)
-    assert training._free_memory(info, tmp_path) == 102400
+    assert dry_run._free_memory(info, tmp_path) == 102400
     (tmp_path / 'memory.max').write_text('60000\n')
-    assert training._free_memory(info, tmp_path) == 15000
-    assert 0 < training._free_memory(tmp_path / 'nowhere', tmp_path / 'nowhere') > 102400
+    assert dry_run._free_memory(info, tmp_path) == 15000
+    assert 0 < dry_run._free_memory(tmp_path / 'nowhere', tmp_path / 'nowhere') > 102400
 
 
 def test_a_dry_run_of_a_warm_up_plays_nothing(monkeypatch, tmp_path, capsys, spoken):
-    for name in ('set_stage', 'make_engine', 'collect', 'load_model'):
+    for name in ('make_setup', 'make_engine', 'collect', 'load_model'):
         monkeypatch.setattr(preparing, name, lambda *a, **k: pytest.fail('something was computed'))
     settings = dict(model=spoken, max_tokens=8192, run=str(tmp_path / 'run'), data='hotpotqa',
                     path=str(ROOT / 'data' / 'hotpotqa_sample.json'), dev_questions=1, test_questions=1, questions=100,
@@ -635,8 +637,8 @@ def test_an_estimate_counts_what_vllm_makes_the_learner_read():
     reading = lambda **given: float(
         re.search(
             r'reading ([0-9.e+-]+)', '\n'.join(
-                training._forecast(training.make_config({'model': BASE, 'method': 'grpo', 'kl': .01, 'tflops': 1,
-                                                         **given}))))[1])
+                staging.forecast(training.settings_of(training.make_config({'model': BASE, 'method': 'grpo', 'kl': .01,
+                                                                            'tflops': 1, **given})))))[1])
     assert reading(engine='vllm') == pytest.approx(2 * reading()) == reading(recompute=True)
     assert reading(measure=['belief']) == pytest.approx(2 * reading()) == reading(recompute=True, measure=['entropy'])
 
@@ -676,7 +678,7 @@ def test_a_collapsed_answer_rate_stops_the_run(monkeypatch, tmp_path):
         metrics = step(run, number, *rest)
         if number == 5:
             with torch.no_grad():
-                for p in run.stage.model.parameters():
+                for p in run.setup.model.parameters():
                     p.zero_()
         return metrics
     monkeypatch.setattr(training, 'train_step', wipe)
@@ -741,8 +743,8 @@ def test_what_is_measured_changes_no_update(tmp_path, method, more):
 def test_the_forwards_of_what_is_measured_are_counted(tmp_path, method, settings):
     config = training.make_config({**ALL, 'steps': 60, 'method': method, **settings, 'run': str(tmp_path / 'run')})
     run = training.begin_run(config, lambda line: None)
-    groups, rewards = training.act(run, run.method, 1)
-    look = training.Look(run)
+    groups, rewards = training.play_step(run.actor, run.method, 1)
+    look = run.look()
     training.assign(run.method, groups, look, prefix=run.prefix, rewards=rewards)
     assert dict(look.passes) == extra_passes(run.method, None, False, config.recompute, 0, config.measure)
 
@@ -859,9 +861,9 @@ def test_a_kept_potential_is_the_one_that_is_paid():
         method = bind(get_method('tips'), {'alpha': .5, 'reduce': reduce})
         rewards = method.model_rewards({'turns': torch.zeros(n, k), 'outcome': torch.zeros(n)}, layout, seen)
         kept, credit = [], Credit(layout.trained.float())
-        run = SimpleNamespace(method=method, config=SimpleNamespace(log_rollouts=1, log_steps=500),
-                              log=SimpleNamespace(turns=lambda step, rows: kept.extend(rows)))
-        training._keep_rollouts(run, 1, Batch([group], {}, layout, torch.arange(n), rewards, seen, credit))
+        log, keeping = SimpleNamespace(turns=lambda step, rows: kept.extend(rows)), Keeping(log_rollouts=1)
+        batch = Batch([group], {}, layout, torch.arange(n), rewards, seen, credit)
+        training.keep_rollouts(log, 1, method, batch, keeping)
         assert len(kept) == n
         for row in kept:
             assert row['potential'] == pytest.approx([phi] * len(row['potential']))
@@ -884,8 +886,8 @@ def test_a_trajectory_of_weight_0_is_not_trained_on():
     whole = Credit(layout.trained.float())
     part = Credit(layout.trained.float(), trajectory_weight=torch.tensor([1., 0., .5]))
     tokens = torch.zeros(3).long().index_add(0, layout.row_trajectory, layout.trained.sum(1))
-    assert training.credited_tokens(whole, layout) == int(tokens.sum())
-    assert training.credited_tokens(part, layout) == int(tokens[0] + tokens[2])
+    assert step_metrics.credited_tokens(whole, layout) == int(tokens.sum())
+    assert step_metrics.credited_tokens(part, layout) == int(tokens[0] + tokens[2])
 
 
 def by_hand(rows):
@@ -924,10 +926,10 @@ def test_tool_rate_by_tier_where_tiers_are_known(tmp_path, monkeypatch):
     one = Collected([group.question], torch.tensor([2]), [Group(group.question, group.trajectories[:1])],
                     torch.tensor([3]), ['forced'])
     one.save(tmp_path / 'rollouts-train.jsonl.gz')
-    tiers = training.known_tiers(str(tmp_path))
-    assert tiers == {(group.question.source, group.question.id): 2} and training.known_tiers(None) == {}
-    assert training.known_tiers(str(tmp_path / 'nowhere')) == {}
-    assert training.tier_rates([group], tiers) == {'tool_rate_tier_2': 1.} and training.tier_rates([group], {}) == {}
+    tiers = step_metrics.known_tiers(str(tmp_path))
+    assert tiers == {(group.question.source, group.question.id): 2} and step_metrics.known_tiers(None) == {}
+    assert step_metrics.known_tiers(str(tmp_path / 'nowhere')) == {}
+    assert step_metrics.tier_rates([group], tiers) == {'tool_rate_tier_2': 1.} and step_metrics.tier_rates([group], {}) == {}
 
     none, rows = quiet(tmp_path / 'none', method='grpo')
     assert not [name for name in read_metrics(none) if 'tier' in name]
@@ -950,7 +952,7 @@ def test_a_world_that_says_what_is_taught_sorts_its_questions_for_every_rule(tmp
         called = [any(turn.call is not None for turn in t.turns) for t in played(rows)
                   if t.question.meta['parametric'] == (tier == 2)]
         assert called and read_metrics(run)[f'tool_rate_tier_{tier}'][1] == pytest.approx(sum(called) / len(called))
-    assert training.taught_tiers([example_group().question]) == {}
+    assert step_metrics.taught_tiers([example_group().question]) == {}
 
 
 def test_entropy_is_drawn_where_it_is_there_and_else_its_estimate(tmp_path):

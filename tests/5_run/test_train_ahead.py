@@ -9,13 +9,13 @@ import torch
 from test_train import DEATHS, SHORT, assert_same, context, logged, sit, sitting
 
 from credit_rl import train as training
-from credit_rl.engine import HFEngine, Sampling, seed_of
+from credit_rl.engine import HFEngine, seed_of
 from credit_rl.estimate import Plan, Sizes, ahead_seconds, memory, rollout_seconds, split_seconds
 from credit_rl.learner import BadStep
 from credit_rl.rollout import rollout
 from credit_rl.runlog import latest_checkpoint, read_metrics, read_turns, same_metrics
 from credit_rl.settings import make_config
-from credit_rl.stage import draw_questions
+from credit_rl.setup import draw_questions
 from credit_rl.train import begin_run, train, train_step
 
 AHEAD = {**SHORT, 'ahead': 1, 'correction': 'truncated', 'gap': 10., 'track': '', 'learning_rate': 2e-3}
@@ -57,19 +57,20 @@ def test_a_run_in_step_plays_nothing_in_advance(tmp_path, monkeypatch):
 
 def test_each_step_is_played_by_the_weights_before_the_one_it_was_played_in(begun):
     "Steps 1 and 2 by the base, step 3 by what step 1 made of it, step 4 by what step 2 made: played anew, id for id."
-    c, weights, played = begun.config, [], []
+    s, weights, played = begun.settings, [], []
     for step in (1, 2, 3):
-        weights.append(copy.deepcopy(begun.stage.model))                # after step - 1
+        weights.append(copy.deepcopy(begun.setup.model))                # after step - 1
         metrics = train_step(begun, step)
         assert metrics['stale'] == (0 if step == 1 else 2)              # updates of one step: two mini-batches
-        played.append(begun.played)
+        played.append(begun.ahead)
     assert [p.step for p in played] == [2, 3, 4] and begun.learner.updates == 6
     assert max((a - b).abs().max() for a, b in zip(weights[0].parameters(), weights[2].parameters())) > 1e-4
     for model, p in zip(weights, played):
-        engine = HFEngine(model, begun.stage.chat.tokenizer, begun.engine.max_length)
-        again = rollout(engine, begun.stage.environments['train'],
-                        draw_questions(begun.stage.questions['train'], c.questions_per_step, p.step, c.seed),
-                        c.group_size, Sampling(c.temperature, max_tokens=c.turn_tokens), seed_of(c.seed, p.step))
+        engine = HFEngine(model, begun.setup.chat.tokenizer, begun.engine.max_length)
+        again = rollout(engine, begun.setup.environments['train'],
+                        draw_questions(begun.setup.questions['train'], s.learning.questions_per_step, p.step,
+                                       s.course.seed),
+                        s.learning.group_size, s.acting.sampling, seed_of(s.course.seed, p.step))
         assert ids(again) == ids(p.groups)
 
 
@@ -136,8 +137,8 @@ def test_more_steps_go_on_from_where_a_run_ended(ahead, tmp_path):
     "The last checkpoint holds the rollouts of a step that was not to come."
     settings = {**AHEAD, 'run': str(tmp_path / 'longer')}
     assert sit({**settings, 'steps': 2}) == 0
-    path = latest_checkpoint(tmp_path / 'longer')[1] / training.PLAYED
-    assert training.read_played(path).step == 3
+    path = latest_checkpoint(tmp_path / 'longer')[1] / training.AHEAD_FILE
+    assert training.read_ahead(path).step == 3
     assert sit({**settings, 'resume': True}) == 0
     assert_same(ahead[0], tmp_path / 'longer')
     with pytest.raises(ValueError, match='ahead: 1 before, 0 now'):
@@ -146,14 +147,14 @@ def test_more_steps_go_on_from_where_a_run_ended(ahead, tmp_path):
 
 def test_rollouts_played_ahead_are_kept_to_the_last_digit(begun, tmp_path):
     train_step(begun, 1)
-    training.write_played(tmp_path / 'played', begun.played)
-    read = training.read_played(tmp_path / 'played')
-    assert read == begun.played and ids(read.groups) == ids(begun.played.groups)
-    assert [g.question.meta for g in read.groups] == [g.question.meta for g in begun.played.groups]
-    assert training.read_played(tmp_path / 'nothing') is None
+    training.write_ahead(tmp_path / 'played', begun.ahead)
+    read = training.read_ahead(tmp_path / 'played')
+    assert read == begun.ahead and ids(read.groups) == ids(begun.ahead.groups)
+    assert [g.question.meta for g in read.groups] == [g.question.meta for g in begun.ahead.groups]
+    assert training.read_ahead(tmp_path / 'nothing') is None
     (tmp_path / 'played').write_bytes((tmp_path / 'played').read_bytes()[:-40])
     with pytest.raises(ValueError, match='played is damaged .* remove its checkpoint, and resume=True goes on from'):
-        training.read_played(tmp_path / 'played')
+        training.read_ahead(tmp_path / 'played')
 
 
 # ---- weights ----
@@ -206,7 +207,7 @@ def test_where_learning_fails_the_play_is_called_off(begun, monkeypatch):
     monkeypatch.setattr(training, 'rollout', slowly)
     monkeypatch.setattr(begun.learner, 'step', fails)
     with pytest.raises(BadStep, match='step 1, no'): train_step(begun, 1)
-    assert not alive() and sum(ended) < 16 and begun.played is None
+    assert not alive() and sum(ended) < 16 and begun.ahead is None
 
 
 def test_where_the_engine_fails_the_step_does(begun, monkeypatch):
@@ -231,7 +232,7 @@ REFUSED = {
 @pytest.mark.parametrize('name', REFUSED)
 def test_what_cannot_work_is_refused_before_any_compute(tmp_path, monkeypatch, name):
     given, message = REFUSED[name]
-    monkeypatch.setattr(training, 'set_stage', lambda *args: pytest.fail('something was computed'))
+    monkeypatch.setattr(training, 'make_setup', lambda *args: pytest.fail('something was computed'))
     if 'vllm' in given:                # refused by this rule where vLLM can be had
         from credit_rl import settings
         monkeypatch.setattr(settings, 'check_vllm_settings', lambda *args: None)
@@ -278,5 +279,5 @@ def test_two_ranks_play_ahead_each_its_share(tmp_path):
     one, two = (read_metrics(tmp_path / name).grad_norm.dropna().tolist() for name in ('one', 'two'))
     assert two == pytest.approx(one, rel=1e-4) and len(one) == 3
     assert read_metrics(tmp_path / 'two').stale.dropna().tolist() == [0, 2, 2]
-    played = training.read_played(latest_checkpoint(tmp_path / 'two')[1] / training.PLAYED)
+    played = training.read_ahead(latest_checkpoint(tmp_path / 'two')[1] / training.AHEAD_FILE)
     assert (played.step, played.updates) == (4, 4)

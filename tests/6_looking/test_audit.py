@@ -16,11 +16,11 @@ from credit_rl.engine import ScriptedEngine
 from credit_rl.metrics import exact_match
 from credit_rl.outcome import outcome_rewards
 from credit_rl.protocol import PROTOCOLS, Chat
-from credit_rl.regimes import REGIMES
+from credit_rl.regimes import BASES, regime_environment
 from credit_rl.rollout import rollout
 from credit_rl.tiny import Player, act, player_state, tiny_environment, tiny_tokenizer
 from credit_rl.true_credit import exact_values, state_values, turn_credit
-from credit_rl.world import make_world, world_of
+from credit_rl.world import REGIMES, make_world, world_of
 
 WEAK = Player(one_word=.3, restart=.2, near_miss=.4, early=.1)
 SCORES = ['within rollouts', 'within groups', 'sign']
@@ -70,8 +70,8 @@ def test_the_truth_scores_1_and_chance_0(truth):
 def played_in(regime, asked):
     "Games of the regime's own player, judged by the regime's own outcome."
     chat = Chat(PROTOCOLS['tiny'], tiny_tokenizer())
-    policy = lambda text, rng: act(text, rng, regime.player)
-    env = regime.environment(world := world_of({**regime.world, 'size': 150}, 'train', 7, asked), chat)
+    policy = lambda text, rng: act(text, rng, BASES[regime.name].player)
+    env = regime_environment(regime, world := world_of({**regime.world, 'size': 150}, 'train', 7, asked), chat)
     engine, earned = ScriptedEngine(policy, chat.tokenizer), lambda groups: outcome_rewards(groups, regime.metric)
     groups = rollout(engine, env, list(world.questions), 4, seed=3)
     return policy, env, earned, find_truth(engine, env, groups, 32, earned, seed=1)

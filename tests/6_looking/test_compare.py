@@ -171,15 +171,15 @@ def test_each_seed_has_one_base(tmp_path, monkeypatch):
 
 
 def test_a_regime_has_bases_of_its_own(tmp_path, monkeypatch):
-    import credit_rl.regimes
-    made = []
-    monkeypatch.setattr(credit_rl.regimes, 'regime_base', lambda regime, seed, progress: made.append(
-        (regime.name, seed)) or tmp_path / regime.name)
+    "They are made by their command, which a comparison that lacks them names before anything is computed."
+    monkeypatch.chdir(tmp_path)
     jobs = [Job('grpo', 2, tmp_path / str(i), settings) for i, settings in enumerate(
-        ({'regime': 'far'}, {'regime': 'near-miss'}, {'regime': 'far', 'model': 'a/b'}))]
-    assert compare._bases(jobs, tmp_path / 'bases', print) == {jobs[0]: tmp_path / 'far',
-                                                               jobs[1]: tmp_path / 'near-miss'}
-    assert made == [('far', 2), ('near-miss', 2)]
+        ({'regime': 'far'}, {'regime': 'near-miss'}, {'regime': 'mixed', 'model': 'a/b'}))]
+    (tmp_path / 'data' / 'bases' / 'near-miss-2').mkdir(parents=True)
+    with pytest.raises(ValueError, match='credit_rl.regimes far seed=2$'): compare._check_regimes(jobs)
+    (tmp_path / 'data' / 'bases' / 'far-2').mkdir()
+    compare._check_regimes(jobs)
+    assert compare._bases(jobs, tmp_path / 'bases', print) == {}
 
 
 def test_worlds_and_variants(tmp_path, settings, monkeypatch):

@@ -7,7 +7,7 @@ from hypothesis import given, settings, strategies as st
 from credit_rl.diagnostics import (ERRORS, error_category, error_table, retrieval_ablation, search_in,
                                    supporting_passages)
 from credit_rl.engine import ScriptedEngine
-from credit_rl.evaluate import NoSearch
+from credit_rl.environment import NoSearch
 from credit_rl.protocol import PROTOCOLS, Chat
 from credit_rl.readers import Passage
 from credit_rl.retrieval import BM25

@@ -427,10 +427,10 @@ def test_a_step_under_trl_is_a_step_of_our_own_loop(trl, method, tmp_path, monke
     settings = {**TINY, 'method': method, 'average': {'tspo': 'token-mean', 'igpo': 'sequence-mean-token-mean'}[method]}
     run = begin_run(make_config({**settings, 'run': str(tmp_path / 'ours')}), lambda line: None)
     run.wake()
-    before, metrics = weights(run.stage.model), train_step(run, 1)
-    ours, kept = weights(run.stage.model), {}
-    original = trl.set_stage
-    monkeypatch.setattr(trl, 'set_stage', lambda *a: kept.setdefault('stage', original(*a)))
+    before, metrics = weights(run.setup.model), train_step(run, 1)
+    ours, kept = weights(run.setup.model), {}
+    original = trl.make_setup
+    monkeypatch.setattr(trl, 'make_setup', lambda *a: kept.setdefault('stage', original(*a)))
     make = trl.credit_trainer
     def watched():
         class Watched(make()):

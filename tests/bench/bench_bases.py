@@ -21,7 +21,7 @@ from credit_rl.rollout import rollout
 from credit_rl.settings import make_config
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / 'tools'))
-from pieces import stage_of                                                                      # noqa: E402
+from pieces import setup_of                                                                      # noqa: E402
 
 
 def main():
@@ -31,7 +31,7 @@ def main():
     given = parser.parse_args()
     torch.set_num_threads(1)
     for base in given.bases:
-        stage = stage_of(make_config({'model': base, 'seed': given.seed}))
+        stage = setup_of(make_config({'model': base, 'seed': given.seed}))
         engine = HFEngine(stage.model, stage.chat.tokenizer, max_length=192)
         greedy, _ = evaluate(engine, stage.environments['dev'], stage.questions['dev'])
         groups = rollout(engine, stage.environments['train'], stage.questions['train'][:96], 8,

@@ -20,7 +20,7 @@ from credit_rl.protocol import PROTOCOLS, Chat
 from credit_rl.rollout import rollout
 from credit_rl.tiny import make_base, tiny_environment, tiny_tokenizer
 from credit_rl.settings import make_config
-from credit_rl.stage import known_worlds, tiny_worlds
+from credit_rl.setup import known_worlds, tiny_worlds
 
 # parametric, hops
 KINDS = {

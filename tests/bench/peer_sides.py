@@ -162,7 +162,7 @@ def our_loop(case, small, own=False, lean=False):
     from credit_rl.engine import HFEngine
     from credit_rl.runlog import RunLog
     from credit_rl.settings import make_config, settings_of
-    from credit_rl.stage import Stage, make_learner, origin_of
+    from credit_rl.setup import Setup, make_learner, origin_of
     make, warm, steps = GAMES[case]
     game = make(small)
     with tempfile.TemporaryDirectory() as folder:
@@ -172,11 +172,11 @@ def our_loop(case, small, own=False, lean=False):
             turn_tokens=game.turn_tokens, gradient_checkpointing=lean,
             **({} if own else {'row_tokens': game.row_tokens})))
         s = settings_of(config)
-        stage = Stage(game.env.chat, game.model, {'train': game.questions}, {'train': game.env})
+        setup = Setup(game.env.chat, game.model, {'train': game.questions}, {'train': game.env})
         engine = HFEngine(game.model, game.tokenizer, max_length=game.env.max_tokens)
         with RunLog(config.run) as log:
             learner = make_learner(s, origin_of(s.course, s.acting, s.host, s.critic), game.model)
-            run = train.Run(config, stage, engine, learner, log, say=lambda line: None)
+            run = train.Run(s, setup, engine, learner, log, say=lambda line: None)
             outcome = run.method.rewards[0]
             earned = lambda groups, options: torch.tensor(
                 [game.reward(t.turns[-1].action_text, t.turns[-1].action_ids, g.question.answers)
@@ -252,7 +252,7 @@ def trl_loop(case, small, own=False):
     import transformers
     from transformers import TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
-    from credit_rl.stage import draw_questions
+    from credit_rl.setup import draw_questions
     transformers.logging.set_verbosity_error()
     datasets.disable_progress_bars()
     warnings.simplefilter('ignore')

@@ -7,7 +7,7 @@ import torch
 import yaml
 
 from credit_rl import asking
-from credit_rl.asking import (Asking, asking_says, asking_values, first_choice, form_auc, read_asking, run_asking,
+from credit_rl.asking import (AskingChoice, asking_says, asking_values, first_choice, form_auc, read_asking, run_asking,
                               value_bias)
 from credit_rl.settings import make_config
 from credit_rl.tiny import tiny_model, tiny_tokenizer
@@ -97,7 +97,7 @@ def test_an_untrained_model_knows_nothing_and_the_command_says_so(model, tmp_pat
         asking.main([*again, 'attempts=3', 'temperature=.5'])
     with pytest.raises(ValueError, match='leaves the choice'):
         run_asking(make_config({'protocol': 'tiny', 'model': model, 'run': str(tmp_path)}))
-    with pytest.raises(ValueError, match='attempts must be at least 2'): Asking(attempts=1)
+    with pytest.raises(ValueError, match='attempts must be at least 2'): AskingChoice(attempts=1)
 
 
 def test_questions_of_one_form_cannot_be_told_apart():

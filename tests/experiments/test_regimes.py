@@ -5,17 +5,17 @@ from dataclasses import replace
 import pytest
 import torch
 
-from credit_rl import regimes, tiny
+from credit_rl import tiny
 from credit_rl.engine import ScriptedEngine
 from credit_rl.folr import first_turns
-from credit_rl.information_gain import belief_check, belief_schema
+from credit_rl.information_gain import belief_check, belief_of, belief_schema
 from credit_rl.layout import pack
 from credit_rl.metrics import exact_match, parts
 from credit_rl.methods import METHODS
 from credit_rl.models import load_model
 from credit_rl.outcome import outcome_rewards
 from credit_rl.protocol import PROTOCOLS, Chat
-from credit_rl.regimes import REGIMES, Regime, base_belief, describe_play, get_regime, main, measure_base
+from credit_rl.regimes import BASES, RegimeBase, describe_play, main, measure_base, regime_environment
 from credit_rl.rollout import rollout
 from credit_rl.runlog import METRICS as METRICS_OF_RUNS
 from credit_rl.scoring import answer_header, gold_templates
@@ -23,9 +23,9 @@ from credit_rl.settings import check, make_config, settings_of
 from credit_rl.tiny import (PERFECT, TEACHER, Player, WarmStart, act, act_coder, ceiling, demonstrations,
                             tiny_environment, tiny_model, tiny_tokenizer)
 from credit_rl.tools import Faults
-from credit_rl.train import bound_method
+from credit_rl.setup import bound_method
 from credit_rl.trajectory import Group, Result, Stop
-from credit_rl.world import fact_chain, world_of
+from credit_rl.world import REGIMES, Regime, fact_chain, get_regime, world_of
 from pieces import learner_of
 
 CHAT = Chat(PROTOCOLS['tiny'], tiny_tokenizer())
@@ -130,7 +130,7 @@ def test_coders_refuse_what_they_do_not_play():
 def test_a_warm_start_plays_the_games_of_its_world():
     games = demonstrations(CHAT, PERFECT, 20, 1, {'parts': [6]}, {'max_turns': 7, 'max_tokens': 448})
     assert all(g.question.meta['hops'] == 6 and len(g.trajectories[0].turns) == 7 for g in games)
-    assert WarmStart().world == {'hops': (1, 2, 3, 3, 3)} == REGIMES['plain'].warm_start.world
+    assert WarmStart().world == {'hops': (1, 2, 3, 3, 3)} == BASES['plain'].warm_start(REGIMES['plain']).world
 
 
 def test_easier_games_come_first(monkeypatch):
@@ -239,7 +239,7 @@ def test_the_regimes():
         calm = world_of({'mirrors': 0., **r.world, **chance, 'size': 300}, 'dev', 5, 40)
         for w in (world, calm):
             engine = ScriptedEngine(act, CHAT.tokenizer)
-            for t in firsts(rollout(engine, r.environment(w, CHAT), list(w.questions))):
+            for t in firsts(rollout(engine, regime_environment(r, w, CHAT), list(w.questions))):
                 assert t.stop is not Stop.LENGTH and len(t.turns) <= r.max_turns
                 assert all(len(x.action_ids) <= r.turn_tokens for x in t.turns)
         most = ceiling(calm, CHAT, max_turns=r.max_turns, max_tokens=r.max_tokens)
@@ -286,7 +286,7 @@ def test_belief_of_a_base_is_that_of_a_run_which_measures_it():
     "The learner's way, as a run with measure=['belief'] goes it, on games in which golds were shown."
     groups = play(Player(near_miss=.5), size=6)
     model = tiny_model(CHAT.tokenizer, 3)
-    found = base_belief(model, CHAT, groups)
+    found = belief_of(model, CHAT, groups)
     layout = pack(groups, len(CHAT.encode(answer_header(CHAT))))
     golds = gold_templates(CHAT, groups, belief_schema(CHAT.protocol))
     learner = learner_of(make_config({'method': 'grpo', 'log_kl': False}), model)
@@ -298,9 +298,11 @@ def test_belief_of_a_base_is_that_of_a_run_which_measures_it():
 
 def test_the_command(tmp_path, monkeypatch, capsys):
     few = {'games': 3, 'played': 99, 'count': 32}
-    short = Regime('plain', '', {}, TEACHER, WarmStart(copy=3, copied=99, **few), from_nothing=True)
-    monkeypatch.setitem(regimes.REGIMES, 'plain', short)
-    monkeypatch.setitem(regimes.REGIMES, 'far', Regime('far', '', {'hops': [4]}, TEACHER, WarmStart(least=2, **few)))
+    short = RegimeBase(plan=WarmStart(copy=3, copied=99, **few), from_nothing=True)
+    monkeypatch.setitem(BASES, 'plain', short)
+    monkeypatch.setitem(BASES, 'far', RegimeBase(plan=WarmStart(least=2, **few)))
+    monkeypatch.setitem(REGIMES, 'plain', Regime('plain', ''))
+    monkeypatch.setitem(REGIMES, 'far', Regime('far', '', {'hops': [4]}))
     kept = tmp_path / 'study' / 'bases.csv'
     main(['plain', 'seed=2', f'folder={tmp_path / "base"}', 'questions=2', f'table={kept}'])
     assert kept.read_text().startswith('regime,seed,right') and '\nplain,2,0.0,' in kept.read_text()

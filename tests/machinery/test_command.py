@@ -1,17 +1,27 @@
 """The package from outside: what `import credit_rl` costs and gives, and the command `credit-rl`."""
+import ast
 import importlib
+import inspect
+import os
+import runpy
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 import credit_rl
-from credit_rl.api import HOMES, MODULES, argument_comments
+from credit_rl.api import HOMES, MODULES
 from credit_rl.command import VERBS, main
 from credit_rl.options import options_in
-from credit_rl.evaluate import Settings, set_names
+from credit_rl.evaluate import Evaluation, set_names
 from credit_rl.parameters import by_group, make_parser, read_settings
+from credit_rl.prepare import Warming
+from credit_rl.runlog import source_hash
 from credit_rl.settings import GROUPS, data_sets, make_config
+
+ROOT = Path(__file__).resolve().parents[1]
+EXPORT = runpy.run_path(str(ROOT / 'docs' / 'export.py'))   # its functions, by name
 
 
 def test_importing_the_package_imports_nothing_heavy():
@@ -33,8 +43,8 @@ def test_an_unknown_name_is_an_attribute_error():
 
 
 @pytest.mark.parametrize('verb, prefix, groups', [
-    ('train', '', GROUPS.values()), ('warmup', '', GROUPS.values()), ('sft', '', GROUPS.values()),
-    ('evaluate', '', Settings.__bases__)])
+    ('train', '', GROUPS.values()), ('warmup', '', [Warming]), ('sft', '', GROUPS.values()),
+    ('evaluate', '', Evaluation.__bases__)])
 def test_help_lists_every_setting_with_its_line(verb, prefix, groups, capsys):
     with pytest.raises(SystemExit) as end:
         main([verb, '--help'])
@@ -67,30 +77,107 @@ def test_an_unknown_verb_names_the_nearest():
         main(['trian'])
 
 
+def test_importing_the_package_changes_nothing_in_a_program_of_others(tmp_path):
+    "No hooks, and no variable of the environment, whatever is imported, also where that program is run by `-m`."
+    (tmp_path / 'theirs.py').write_text(
+        'import os, sys\nstate = lambda: (list(sys.meta_path), sys.excepthook, dict(os.environ))\nbefore = state()\n'
+        'import credit_rl, credit_rl.api, credit_rl.launch, credit_rl.options\nassert state() == before\n')
+    env = {**os.environ, 'PYTHONPATH': os.pathsep.join([str(tmp_path), str(ROOT)])}
+    env.pop('OMP_WAIT_POLICY', None)
+    for how in (['theirs.py'], ['-m', 'theirs']):
+        done = subprocess.run([sys.executable, *how], cwd=tmp_path, env=env, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize('command, policy', [
+    (['-m', 'credit_rl.train'], 'passive'), (['-m', 'credit_rl.command', 'audit'], 'passive'),
+    (['-c', 'from credit_rl.command import main; main(["audit"])'], 'passive'),
+    (['-c', 'import credit_rl.folr'], None)])
+def test_threads_sleep_in_commands(command, policy, tmp_path):
+    "What stands in the environment when a command imports PyTorch, and where the user says otherwise."
+    (tmp_path / 'torch.py').write_text('import os, sys\nprint(os.environ.get("OMP_WAIT_POLICY"))\nsys.exit()')
+    path = os.pathsep.join([str(tmp_path), str(ROOT)])
+    for given in ({}, {'OMP_WAIT_POLICY': 'active'}):
+        env = {n: v for n, v in os.environ.items() if n != 'OMP_WAIT_POLICY'} | {'PYTHONPATH': path} | given
+        done = subprocess.run([sys.executable, *command], cwd=tmp_path, env=env, capture_output=True, text=True)
+        assert done.stdout.strip() == str(given.get('OMP_WAIT_POLICY', policy)), done.stderr
+
+
+@pytest.mark.parametrize('name, module', [('tspo', 'folr'), ('carl', 'smdp')])
+def test_modules_by_the_names_of_the_field(name, module):
+    alias, own = importlib.import_module(f'credit_rl.{name}'), importlib.import_module(f'credit_rl.{module}')
+    assert getattr(credit_rl, name) is alias and own.__all__
+    assert all(getattr(alias, n) is getattr(own, n) for n in own.__all__)
+
+
+# ---- what help says ----
+
 def test_help_says_what_arguments_are():
     "In a plain import of one module; without nbdev or fastcore, which the package does not need."
     code = ('import sys, credit_rl.folr, inspect; print(inspect.getdoc(credit_rl.folr.tspo_advantages)); '
             'assert not {"nbdev", "fastcore"} & set(sys.modules)')
     done = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert 'alpha: reward of the turns up to first_turn in a wrong rollout, in [0, 1]' in done.stdout
+    assert 'Parameters\n----------\noutcome : (N,) 0 or 1\n' in done.stdout
+    assert 'alpha : reward of the turns up to first_turn in a wrong rollout, in [0, 1]' in done.stdout
     assert 'Compare first-occurrence rewards' in done.stdout
+
+
+def comments_of(source, name):
+    "What docs/export.py reads of the arguments of a function or class."
+    named = lambda tree, name: next((n for n in tree.body if getattr(n, 'name', '') == name), None)
+    thing = named(ast.parse(source), name)
+    if isinstance(thing, ast.ClassDef): thing = named(thing, '__init__')
+    return EXPORT['argument_comments'](thing, source.split('\n')) if thing else {}
 
 
 @pytest.mark.parametrize('name', [n for n in HOMES if n.islower()])
 def test_every_described_argument_of_the_package_is_in_its_help(name):
-    import importlib
-    import inspect
     source = inspect.getsource(importlib.import_module(f'credit_rl.{HOMES[name]}'))
-    for argument, text in argument_comments(source).get(name, {}).items():
-        assert f'    {argument}: {text}' in getattr(credit_rl, name).__doc__
+    help_text = ' '.join(inspect.getdoc(getattr(credit_rl, name)).split())
+    for argument, text in comments_of(source, name).items():
+        assert f'{argument} : {" ".join(text.split())}' in help_text
+
+
+def test_modules_are_as_the_export_leaves_them():
+    "After `nbdev_export` alone what arguments mean is not in their docstrings: `make export`."
+    for path in sorted((ROOT / 'credit_rl').glob('[!_]*.py')):
+        source = path.read_text(encoding='utf-8')
+        assert EXPORT['with_parameters'](source) == source, path.name
 
 
 def test_comments_of_arguments_are_read():
     source = ('# %% a cell\ndef f(a, b):  # two of them\n    pass\ndef g(\n    x,  # (N,) of #1\n    # before\n'
-              '    y="# no",\n    z=(1,\n       2),  # a pair\n): pass\n# behind\ndef h(x): pass\n')
-    assert argument_comments(source) == {'f': {'a, b': 'two of them'},
-                                         'g': {'x': '(N,) of #1', 'y': 'before', 'z': 'a pair'}}
+              '    y="# no",\n    z=(1,\n       2),  # a pair\n           # that goes on\n'
+              '    # and\n    # more\n    *, k  # last\n'
+              '): pass\n# behind\ndef h(x): pass\nclass C:\n    def __init__(self, a):  # of a C\n        pass\n')
+    assert [comments_of(source, name) for name in 'fghC'] == [
+        {'a, b': 'two of them'},
+        {'x': '(N,) of #1', 'y': 'before', 'z': 'a pair that goes on', 'k': 'and more last'}, {}, {'a': 'of a C'}]
+
+
+def test_sections_are_written_once_into_what_is_public():
+    source = ('def f(a):  # é, \\d\n    "Doc."; return a\ndef _g(a):  # private\n    "Doc."\n'
+              'def h(\n    a,  # one\n):\n    r"""Long\n    doc."""\n'
+              'class C:\n    "Class."\n    def __init__(self, b):  # two\n        pass\n'
+              '    def m(self, c):  # three\n        \'Method.\'\n    def n(self, c): "None."\n'
+              'def z(d):  # none\n    pass\n')
+    new = EXPORT['with_parameters'](source)
+    loaded = {}
+    exec(new, loaded)
+    section = '\n\nParameters\n----------\n'
+    docs = [inspect.getdoc(thing) for thing in (loaded['f'], loaded['_g'], loaded['h'], loaded['C'], loaded['C'].m)]
+    assert docs == [f'Doc.{section}a : é, \\d', 'Doc.', f'Long\ndoc.{section}a : one', f'Class.{section}b : two',
+                    f'Method.{section}c : three']
+    assert loaded['f'](1) == 1 and loaded['C'].n.__doc__ == 'None.' and loaded['z'].__doc__ is None
+    assert EXPORT['with_parameters'](new) == new and source_hash(new) == source_hash(source)
+
+
+def test_a_long_line_is_broken_where_three_quotation_marks_are_too_many():
+    source = f'def f(a):  # {"word " * 40}\n    "{"x" * 57} {"y" * 56}"\n'
+    assert len(source.split('\n')[1]) == 120
+    new = EXPORT['with_parameters'](source)
+    assert max(map(len, new.split('\n')[1:])) <= 120 and new.count('word') == 80
 
 
 # ---- the ways in which settings are written ----

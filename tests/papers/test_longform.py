@@ -12,7 +12,7 @@ from credit_rl.benchmarks import BENCHMARKS
 from credit_rl.datasets import load_questions
 from credit_rl.engine import ScriptedEngine
 from credit_rl.evaluate import question_row, run_evaluation
-from credit_rl.longform import (Judging, VERDICTS, judge_rows, judged_table, know_pairs,
+from credit_rl.longform import (JudgeChoice, VERDICTS, judge_rows, judged_table, know_pairs,
                                 long_rewards, main, parse_grounded, pass_rates, run_longform)
 from credit_rl.options import options_in
 from credit_rl.parameters import from_settings
@@ -241,7 +241,7 @@ def test_the_papers_file_is_cited_and_runs_with_a_local_model(tmp_path, monkeypa
     path = ROOT / 'runs' / 'params' / 'eval_prs_long.yaml'
     told = yaml.safe_load(path.read_text())
     assert unsaid(path.read_text(), host=False) == [] and told['judge']['model'] == 'gpt-4.1'
-    from_settings(Judging, {k: told[k] for k in options_in(Judging)})
+    from_settings(JudgeChoice, {k: told[k] for k in options_in(JudgeChoice)})
     write_model(tmp_path / 'model', [json.loads(line)['question'] for line in SAMPLE.read_text().splitlines()])
     with Stub(by_numbers) as stub:
         given = settings_for(stub, tmp_path / 'run', model=str(tmp_path / 'model'), turn_tokens=8)
@@ -267,7 +267,7 @@ def test_prs_long_trains_on_pairs_with_a_judge(tmp_path, monkeypatch):
         luck = rng.random()
         said = q.answers[0] if luck < .4 else 'Nobody knows.'
         return (answer_of(PRS, said) if luck < .8 else 'I give up.') + '<|im_end|>'
-    monkeypatch.setattr('credit_rl.stage.HFEngine', lambda model, tokenizer, **limits: Chatty(act, tokenizer, 8192))
+    monkeypatch.setattr('credit_rl.setup.HFEngine', lambda model, tokenizer, **limits: Chatty(act, tokenizer, 8192))
     says = lambda prompt, attempt: 'Mismatch' if 'Nobody knows' in prompt else 'Match'
     with Stub(says) as stub:
         judge = settings_for(stub, tmp_path)['judge']

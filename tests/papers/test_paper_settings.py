@@ -19,8 +19,9 @@ from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 from credit_rl.asking import asking_settings
 from credit_rl.compare import plan_jobs
 from credit_rl.datasets import MIXTURES, load_questions
+from credit_rl.dry_run import missing_room
 from credit_rl.estimate import memory, read_sizes
-from credit_rl.evaluate import check_settings, read_manifest, read_scores, run_evaluation, Settings, set_names
+from credit_rl.evaluate import Evaluation, check_evaluation, read_manifest, read_scores, run_evaluation, set_names
 from credit_rl.layout import pack
 from credit_rl.learner import Learner, Optimiser, make_critic, saved_policy
 from credit_rl.parts import Credit, Seen, bind
@@ -34,7 +35,8 @@ from credit_rl.tiny import tiny_model, tiny_tokenizer
 from credit_rl.runlog import latest_checkpoint, read_metrics, read_turns
 from credit_rl.scoring import Schema, read_schema
 from credit_rl.settings import check, make_config, scored_schemas, settings_of
-from credit_rl.train import _missing_room, plan_of, train
+from credit_rl.setup import plan_of
+from credit_rl.train import train
 from credit_rl.trajectory import example_group
 from credit_rl.warmup import read_collected
 from paper_player import Player, write_model, write_sets
@@ -296,7 +298,7 @@ def test_the_head_has_the_command_that_starts_it(name):
 @pytest.mark.parametrize('name', FILES)
 def test_vllm_acts_asleep_while_the_rank_learns(name):
     config = make_config(settings(name))
-    assert config.engine == 'vllm' and plan_of(config).copies and plan_of(config).sleeps
+    assert config.engine == 'vllm' and plan_of(settings_of(config)).copies and plan_of(settings_of(config)).sleeps
     if not torch.cuda.is_available():
         with pytest.raises(ValueError, match='vLLM frees memory on CUDA'): check(config)
 
@@ -308,7 +310,7 @@ def test_a_dry_run_weighs_vllm_against_the_learner(tmp_path, monkeypatch):
     config = make_config(
         dict(run=str(tmp_path / 'run'), engine='vllm', vllm={'arguments': {'gpu_memory_utilization': .8}}))
     needs = dict.fromkeys(('weights', 'gradients', 'optimiser'), 1e6) | {'rank': 5e6, 'checkpoint': 1}
-    lacking = lambda config: _missing_room(tmp_path, config.keep, settings_of(config).host, needs)
+    lacking = lambda config: missing_room(tmp_path, config.keep, settings_of(config).host, needs)
     assert [w.partition(':')[0] for w in lacking(config)] == [
         "GPU 0 has 0.0 GB, of which vLLM takes 0.0 GB, but 0.0 GB are the learner's"]
     assert lacking(replace(config, vllm={'arguments': {'gpu_memory_utilization': .6}})) == []
@@ -352,7 +354,7 @@ def unsaid(text, host=True):
 def test_models_that_are_only_read_are_counted(changes, frozen, aside):
     """A reference that the policy has under its low-rank additions is no second model; one in the host's memory only
     visits; a frozen critic's backbone is one more."""
-    plan = plan_of(make_config({'method': 'grpo', 'model': 'data/tiny_base', **changes}))
+    plan = plan_of(settings_of(make_config({'method': 'grpo', 'model': 'data/tiny_base', **changes})))
     assert (plan.frozen, plan.aside) == (frozen, aside)
 
 
@@ -438,7 +440,7 @@ def test_known_sizes_are_those_of_the_configurations():
 @pytest.mark.parametrize('name', FILES)
 def test_a_setting_fits_its_papers_host(name, sizes):
     config = make_config(settings(name))
-    needs = memory(sizes[config.model], plan_of(config))
+    needs = memory(sizes[config.model], plan_of(settings_of(config)))
     assert needs['rank'] < .9 * next(size for start, size in GPU.items() if name.startswith(start)), {
         k: f'{v / 1e9:.1f} GB' for k, v in needs.items()
     }
@@ -495,7 +497,7 @@ def shrunk(small, tmp_path, monkeypatch):
     player of the file's protocol acts."""
     monkeypatch.setattr(torch.cuda, 'is_available', lambda: False)
     def of(told, **changes):
-        monkeypatch.setattr('credit_rl.stage.HFEngine',
+        monkeypatch.setattr('credit_rl.setup.HFEngine',
                             lambda model, tokenizer, **limits: Player(PROTOCOLS[told['protocol']], small[1], tokenizer))
         questions = 2 if told['epochs'] > 1 else max(2, 15 // told['group_size'])
         return {**small[0], 'minibatches': min(told['minibatches'], 2), 'warmup': min(told.get('warmup', 0), 2),
@@ -585,8 +587,8 @@ def test_every_paper_has_an_evaluation():
 def test_an_evaluation_is_its_papers(name):
     """Its sets, passages, turns and metric; the protocol and the limits that the same paper trains with; and its head
     has the command."""
-    s = from_settings(Settings, evaluation(name) | {'corpus': None})     # no server is here
-    check_settings(s)
+    s = from_settings(Evaluation, evaluation(name) | {'corpus': None})     # no server is here
+    check_evaluation(s)
     data, *rest = EVALUATED[name]
     assert (set_names(s.data), [s.passages, s.max_turns, s.metric]) == (list(MIXTURES[data].evaluate), rest)
     trained = settings({'prs': 'prs_qwen2.5_3b'}.get(data, f'{data}_qwen2.5_7b'))
@@ -631,7 +633,7 @@ def test_an_evaluation_with_other_passages_is_the_papers_but_for_them(name, pass
 def test_the_defaults_are_none_of_theirs():
     "So that each file says something: of sets, turns, tokens, protocol and metric some differ."
     for name in EVALUATIONS:
-        s, plain = from_settings(Settings, evaluation(name)), Settings()
+        s, plain = from_settings(Evaluation, evaluation(name)), Evaluation()
         assert len([k for k in evaluation(name) if getattr(s, k) != getattr(plain, k)]) >= 5
 
 

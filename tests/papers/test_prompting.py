@@ -2,19 +2,22 @@
 refused."""
 import json
 import re
+import subprocess
+import sys
 
 import pytest
 import torch
 
-import credit_rl.prompting
 from credit_rl import evaluate as evaluation
+from credit_rl.baselines import Script
 from credit_rl.benchmarks import BENCHMARKS
 from credit_rl.datasets import load_corpus, load_questions
 from credit_rl.engine import ScriptedEngine
-from credit_rl.evaluate import (Conversation, check_settings, evaluate, main, make_environment, read_manifest,
-                                read_scores, replay, run_evaluation, Settings)
+from credit_rl.environment import Conversation, make_environment
+from credit_rl.evaluate import (Evaluation, check_evaluation, evaluate, main, read_manifest, read_scores, replay,
+                                run_evaluation)
 from credit_rl.parameters import from_settings
-from credit_rl.prompting import BASELINES, Baseline, Script, WHEN
+from credit_rl.prompting import BASELINES, Baseline, WHEN
 from credit_rl.protocol import PROTOCOLS, byte_tokenizer
 from credit_rl.readers import Passage
 from credit_rl.retrieval import BM25
@@ -55,7 +58,7 @@ def played(tiny, name, **script):
     "The trajectories of a baseline's script, one a question."
     world, search, _ = tiny
     tokenizer = byte_tokenizer()
-    env = make_environment(tokenizer, search, Conversation(baseline=name, max_tokens=20000))
+    env = make_environment(tokenizer, search, Conversation(max_tokens=20000), baseline=name)
     player = ScriptedEngine(Script(BASELINES[name], **script), tokenizer, max_length=20000)
     return [g.trajectories[0] for g in evaluate(player, env, world.questions)[1]]
 
@@ -159,7 +162,7 @@ def test_a_template_that_rewrites_keeps_the_passages(model):
     "As Qwen3's: the passages are in the contexts that the template makes, too."
     questions = load_questions('hotpotqa', SAMPLE)
     tokenizer = evaluation.load_tokenizer(model)
-    chat = make_environment(tokenizer, BM25(load_corpus('hotpotqa', SAMPLE)), Conversation(baseline='cot-rag')).chat
+    chat = make_environment(tokenizer, BM25(load_corpus('hotpotqa', SAMPLE)), baseline='cot-rag').chat
     rendered = chat.markup.render(chat.messages(questions[0].text))
     assert 'Doc 3' in rendered and chat.prompt_ids(questions[0].text) == chat.encode(rendered)
     assert chat.prompt_ids([q.text for q in questions]) == [chat.prompt_ids(q.text) for q in questions]
@@ -171,23 +174,23 @@ def test_a_template_that_rewrites_keeps_the_passages(model):
     ({'baseline': 'rag', 'protocol': 'tips'}, "brings its own protocol: leave protocol='tips' out"),
 ])
 def test_a_wrong_baseline_is_refused(given, message):
-    with pytest.raises(ValueError, match=re.escape(message)): check_settings(from_settings(Settings, given))
+    with pytest.raises(ValueError, match=re.escape(message)): check_evaluation(from_settings(Evaluation, given))
 
 
-def test_without_this_module_there_is_no_baseline(monkeypatch):
-    monkeypatch.setattr(evaluation, 'BASELINES', {})
-    with pytest.raises(ValueError, match='call credit-rl evaluate or python -m credit_rl.prompting'):
-        check_settings(Settings(baseline='rag'))
+def test_an_evaluation_alone_knows_the_baselines():
+    "No other module need be imported first."
+    code = "from credit_rl.evaluate import BASELINES; print(len(BASELINES))"
+    done = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, check=True)
+    assert int(done.stdout) == len(BASELINES) == 8
 
 
-def test_each_rank_of_a_baseline_knows_it(model, tmp_path, monkeypatch):
-    "The module that ranks start is the one whose import fills the table."
+def test_each_rank_of_a_baseline_is_an_evaluation(model, tmp_path, monkeypatch):
     asked = []
     monkeypatch.setattr(evaluation, 'launch', lambda command, *rest, **more: asked.append(command))
     settings = {**QUICK, 'model': model, 'data': 'hotpotqa', 'path': str(SAMPLE), 'ranks': 2}
     for name in ('rag', None): run_evaluation({**settings, 'baseline': name, 'run': str(tmp_path / str(name))})
     assert [[w for w in map(str, command) if w.startswith('credit_rl.')] for command in asked] == [
-        ['credit_rl.prompting'], ['credit_rl.evaluate']]
+        ['credit_rl.evaluate']] * 2
 
 
 def test_baselines_are_what_they_say():
@@ -196,4 +199,3 @@ def test_baselines_are_what_they_say():
     with pytest.raises(ValueError, match='the model calls nothing, but'): Baseline(PROTOCOLS['tips'], 'question')
     with pytest.raises(ValueError, match="the model calls, but protocol 'carl-direct'"):
         Baseline(PROTOCOLS['carl-direct'], 'told')
-    assert credit_rl.prompting.main is main

@@ -16,15 +16,15 @@ from credit_rl.command import VERBS, main
 from credit_rl.competence import examine_run
 from credit_rl.engine import ScriptedEngine
 from credit_rl.estimate import KNOWN_SIZES
-from credit_rl.evaluate import Settings, check_settings, run_evaluation
+from credit_rl.evaluate import Evaluation, check_evaluation, run_evaluation
 from credit_rl.longform import run_longform
-from credit_rl.papers import (ABSENT, ENTRIES, LAST, REPORTED, SAID, Entry, count_states, entry_table, find_entry,
-                              numbered, report, reported_table)
+from credit_rl.papers import (ABSENT, ENTRIES, LAST, Entry, count_states, entry_table, find_entry, numbered,
+                              paper_numbers, paper_sentences, papers_folder, report, reported_table)
 from credit_rl.parameters import by_group, from_settings, make_parser, read_settings
 from credit_rl.prepare import prepare
 from credit_rl.runlog import RunLog, read_metrics, read_turns
 from credit_rl.settings import GROUPS, make_config
-from credit_rl.stage import tiny_worlds
+from credit_rl.setup import tiny_worlds
 from credit_rl.tables import DRAWINGS, draw_entry, entry_lines, gain_table, setting_gaps, settings_table, sort_folders
 from credit_rl.tiny import NOISY_CODER, act_coder, memory_of, tiny_model, tiny_tokenizer
 from credit_rl.train import train
@@ -123,7 +123,7 @@ def test_the_numbers_are_those_of_the_papers_texts():
 def settings_in(words):
     "The settings of a command credit-rl VERB, and of files that it names."
     parser = make_parser('x', 'About.')
-    settings, _ = read_settings(parser, words, by_group(*GROUPS.values(), *Settings.__bases__))
+    settings, _ = read_settings(parser, words, by_group(*GROUPS.values(), *Evaluation.__bases__))
     return settings
 
 
@@ -138,15 +138,22 @@ def test_a_command_is_one(command, root, monkeypatch):
             assert verb in VERBS
             if verb == 'train': make_config(settings_in(words))
             if verb == 'evaluate':
-                check_settings(from_settings(Settings, settings_in(words) | {'corpus': None, 'path': None}))
+                check_evaluation(from_settings(Evaluation, settings_in(words) | {'corpus': None, 'path': None}))
         else: assert program in ('papermill', 'lm_eval')
 
 
 def test_what_the_papers_report_is_read():
-    for paper, name in REPORTED:
-        table = reported_table(paper, name)
-        assert len(table) >= 1 and table.notna().any(axis=None) and find_entry(paper, name).draw != 'settings_table'
-    assert set(SAID) <= {(e.paper, e.name) for of in ENTRIES.values() for e in of}
+    assert {path.stem for path in papers_folder().glob('*.csv')} == {*ENTRIES, 'said'}
+    for paper in ENTRIES:
+        numbers = paper_numbers(paper)
+        assert list(numbers) == ['table', 'unit', 'row', 'column', 'value']
+        assert numbers.drop(columns='value').notna().all(axis=None)
+        for name, rows in numbers.groupby('table'):
+            table = reported_table(paper, name)
+            assert table.size == len(rows) and rows.unit.nunique() == 1 and table.notna().any(axis=None)
+            assert find_entry(paper, name).draw != 'settings_table' and report(paper, name).equals(table)
+    assert sum(paper_numbers(paper).table.nunique() for paper in ENTRIES) == 46
+    assert set(paper_sentences()) <= {(e.paper, e.name) for of in ENTRIES.values() for e in of}
     kept = reported_table('carl', 'table 12')
     assert (kept.did / kept.n * 100 - kept['rate, %']).abs().max() < .05
     hops = reported_table('carl', 'table 7')
@@ -154,6 +161,16 @@ def test_what_the_papers_report_is_read():
     bins = reported_table('carl', 'table 4')
     assert bins.iloc[:4].sum().tolist() == bins.loc['all'].tolist()
     with pytest.raises(KeyError, match='no numbers'): reported_table('carl', 'table 5')
+
+
+def test_where_the_papers_numbers_are_looked_for(root, tmp_path, monkeypatch):
+    "Beside the package, and in the project of the current folder; else it is said where."
+    assert papers_folder() == root / 'data' / 'papers'
+    monkeypatch.setattr('credit_rl.papers.files', lambda package: tmp_path / 'site-packages' / package)
+    monkeypatch.chdir(root / 'nbs' / 'papers')
+    assert papers_folder() == root / 'data' / 'papers'
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(FileNotFoundError, match='neither .*site-packages/data/papers nor '): papers_folder()
 
 
 @pytest.mark.parametrize('paper, model', [('Qwen2.5 3B', 'Qwen/Qwen2.5-3B-Instruct'),

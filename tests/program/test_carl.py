@@ -24,9 +24,9 @@ from credit_rl.protocol import PROTOCOLS, Chat, byte_tokenizer, prompt_hash
 from credit_rl.runlog import RunLog, latest_checkpoint, read_metrics, read_turns, same_metrics
 from credit_rl.tiny import tiny_model, tiny_tokenizer
 from credit_rl.tools import PythonTool, SearchTool
-from credit_rl import prepare as preparing, stage as staging, train as training
+from credit_rl import prepare as preparing, setup as staging, step_metrics, train as training
 from credit_rl import competence
-from credit_rl.asking import Asking, form_auc, run_asking
+from credit_rl.asking import AskingChoice, form_auc, run_asking
 from credit_rl.competence import examine_run, examined
 from credit_rl.critics import at_states, expected_calibration_error, segment_starts
 from credit_rl.engine import ScriptedEngine
@@ -42,13 +42,13 @@ from credit_rl.prepare import calibration_pairs, gate_table, make_warming, prepa
 from credit_rl.tiny import NOISY_CODER, PERFECT_CODER, act_coder, memory_of, tiny_environment
 from credit_rl.world import world_of
 from credit_rl.settings import check, make_config, settings_of
-from credit_rl.stage import tiny_worlds
+from credit_rl.setup import tiny_worlds
 from credit_rl.train import train
 from credit_rl.trajectory import (example_group, Group, Question, Result, Stop, to_json, Trajectory,
                                   trajectory_from_json, Turn)
 from credit_rl.warmup import GATE, GateReport, context_values, gold_shown, make_pairs, read_collected, read_warmed
 from papermilled import papermill, shown
-from pieces import learner_of, stage_of
+from pieces import learner_of, setup_of
 
 ROOT = Path(__file__).resolve().parents[2]
 ROWS = ROOT / 'data' / 'rows'
@@ -130,7 +130,7 @@ def scripted(monkeypatch, model):
 @pytest.mark.parametrize('name', SETS)
 def test_each_set_has_its_tools(spoken, rows, name):
     "GSM8K and FinQA can calculate and nothing else; the others can search as well."
-    stage = stage_of(make_config({**REAL, 'data': name, 'path': rows(name), 'model': spoken}))
+    stage = setup_of(make_config({**REAL, 'data': name, 'path': rows(name), 'model': spoken}))
     env = stage.environments['test']
     assert isinstance(env.tool,
                       PythonTool) and (env.max_turns, env.context_tokens,
@@ -164,7 +164,7 @@ def test_each_set_trains_and_is_evaluated_by_programs(spoken, rows, tmp_path, na
 def metric_of(config):
     "What a run by CARL is scored by."
     s = settings_of(config)
-    return training.bound_method(s.course, s.task, s.learning.questions_per_step).metric
+    return staging.bound_method(s.course, s.task, s.learning.questions_per_step).metric
 
 
 def test_sets_that_are_scored_differently_train_together(spoken, rows, tmp_path, monkeypatch):
@@ -227,20 +227,16 @@ def test_a_checkpoint_is_the_best_by_what_the_data_are_scored_by(monkeypatch):
     t = wrong_sign(example_group().trajectories[0])
     monkeypatch.setattr(training, 'evaluate', lambda *a, **k: (None, [Group(t.question, [t])]))
     for data, best in (('gsm8k', 0.), ('hotpotqa+gsm8k', 0.), ('hotpotqa', 1.), ('tiny', 1.)):
-        run = object.__new__(training.Run)
-        run.config, run.memory = make_config({'data': data, 'method': 'carl', 'protocol':
-                                              'carl'}), {'best': -1., 'best_step': 0}
-        facts = training.run_facts(settings_of(run.config).task, 4)
-        run.method = training.bind(training.get_method('carl'), {}, facts)
-        run.metric, run.say = run.method.metric, print
-        run.learner = SimpleNamespace(critic=None)                                 # so there is no gate to be read
-        run.ranks, run.engine, run.stage = Ranks(), None, SimpleNamespace(questions={'dev': [t.question]},
-                                                                          environments={'dev': None})
-        logged, named = {}, []
+        run, logged, named = object.__new__(training.Run), {}, []
+        s = run.settings = settings_of(make_config({'data': data, 'method': 'carl', 'protocol': 'carl'}))
+        run.memory, run.metric = {'best': -1., 'best_step': 0}, staging.bound_method(s.course, s.task, 4).metric
+        run.segments, run.learner = True, SimpleNamespace(critic=None)              # so there is no gate to be read
+        setup = SimpleNamespace(questions={'dev': [t.question]}, environments={'dev': None})
         run.log, run.checkpoint = SimpleNamespace(
             timed=lambda part: contextlib.nullcontext(),
             metrics=lambda step, **m: logged.update(m)), lambda step, name: named.append(name)
-        assert training._dev(run, 3, {}) == 1 and run.memory['best'] == best and logged['dev_em'] == 1 and logged.get(
+        run.actor = training.Actor(None, setup, s.acting, s.learning, s.host, 0, Ranks(), run.log)
+        assert training._evaluate_dev(run, 3, {}) == 1 and run.memory['best'] == best and logged['dev_em'] == 1 and logged.get(
             'dev_right', 1.) == best and ('dev_right' in logged) == ('gsm8k' in data)
 
 
@@ -254,7 +250,7 @@ LOOKED = {
 def test_a_program_is_run_on_each_set_and_its_output_becomes_a_context(spoken, rows, name):
     """A scripted coder that calculates or searches once, notes what came, and answers with it: three segments, of
     which the last no longer sees the output."""
-    stage = stage_of(make_config(
+    stage = setup_of(make_config(
         {**REAL, 'data': name, 'path': rows(name), 'model': spoken, 'turn_tokens': 400, 'context_tokens': 200}))
     code, seen = LOOKED[name]
     def act(text, rng):
@@ -392,8 +388,8 @@ def test_explained_variance_is_of_the_outcome_at_the_states_before_segments():
     for (row, position), value in zip((first_tokens(layout.token_turns)).nonzero().tolist(), (.5, .9, .5, .1)):
         values[row, position] = value
     # the last one's outcome is not known
-    assert abs(training._explained_outcome(values, torch.tensor([1., 0., math.nan]), layout) - .24) < 1e-6
-    assert math.isnan(training._explained_outcome(values, torch.ones(3), layout))
+    assert abs(step_metrics._explained_outcome(values, torch.tensor([1., 0., math.nan]), layout) - .24) < 1e-6
+    assert math.isnan(step_metrics._explained_outcome(values, torch.ones(3), layout))
 
 
 @pytest.mark.parametrize(
@@ -489,7 +485,7 @@ def test_a_warm_up_that_passes_teaches(model, scripted, tmp_path, easy_gate):
     # of the base's rollouts: how much less likely they became
     assert abs(summary['drift']) > 1e-3 and math.isclose(summary['drift'], (before - after).mean().item(), abs_tol=1e-4)
     config = make_config({**TINY, 'model': model, 'critic_from': str(warm), 'run': str(tmp_path / 'run')})
-    stage = stage_of(config)
+    stage = setup_of(config)
     learner = learner_of(config, stage.model)
     # the policy starts from the moved backbone …
     assert all(torch.equal(a, b) for a, b in zip(stage.model.parameters(), moved.parameters()))
@@ -501,7 +497,7 @@ def test_a_warm_up_that_passes_teaches(model, scripted, tmp_path, easy_gate):
     run = read_metrics(quiet(config))
     assert run.kl.dropna().iloc[0] > 0 and run.value_start[1] != .5
     own = dataclasses.replace(config, critic='own')
-    learner = learner_of(own, stage_of(own).model)
+    learner = learner_of(own, setup_of(own).model)
     assert all(torch.equal(a, b) for a, b in zip(learner.scorer.model.parameters(), base.parameters())) and all(
         torch.equal(a, b) for a, b in zip(learner.critic.model.parameters(), moved.parameters()))
     for change, message in ((dict(model=str(ROOT / 'data' / 'tiny_base')), 'was warmed up with model='),
@@ -542,7 +538,7 @@ def test_the_gate_is_read_again_on_what_the_policy_plays(model, warm, scripted, 
         changes = [(values[i, k + 1] - values[i, k]).item() * (1 if kept else -1) > 0 for i, g in enumerate(groups)
                    for k, kept in gold_shown(g.trajectories[0])]
         assert changes and math.isclose(row.gate_sign, sum(changes) / len(changes))
-    monkeypatch.setattr(training, 'gate_metrics', lambda run: {})
+    monkeypatch.setattr(training, 'gate_metrics', lambda *given: {})
     without = quiet({**settings, 'run': str(tmp_path / 'without')})
     assert {line.split(': ')[1].split()[0] for line in same_metrics(run, without)} == GATES
     monkeypatch.undo()
@@ -759,7 +755,7 @@ def test_three_questions_in_ten_are_looked_up_in_another_corpus(spoken, rows, tm
 @pytest.mark.parametrize('more, share', [({}, .5), ({'other_misses': .2}, .2)])
 def test_without_another_corpus_the_same_search_has_holes(model, more, share):
     config = make_warming({**WARM, 'model': model, **more})
-    env = stage_of(config).environments['dev']
+    env = setup_of(config).environments['dev']
     other = preparing._elsewhere(config, settings_of(config).task, env)
     there, elsewhere = env.tool.search.retriever, other.tool.search.retriever
     names = [page.title for page in there.passages]
@@ -780,7 +776,7 @@ def test_what_a_critic_says_is_held_against_what_asking_is_worth(model, scripted
         }, say=lambda line: None)
     critic = {'critic_from': str(warm), 'critic': 'own'}
     config = make_config({**TINY, **critic, 'model': model, 'run': str(tmp_path / 'run')})
-    said, asking, bias, form = run_asking(config, Asking(attempts=6, asked=24), say=lambda line: None)
+    said, asking, bias, form = run_asking(config, AskingChoice(attempts=6, asked=24), say=lambda line: None)
     kept = json.loads((tmp_path / 'run' / 'asking.json').read_text())
     assert kept['says'] == said and "critic's bias" in said and asking.delta['known'] > 0
     assert asking.questions.sum() == 24 and asking.questions['known'] > 3

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from credit_rl import stage as staging
+from credit_rl import setup as staging
 from credit_rl.benchmarks import BENCHMARKS, get_benchmark
 from credit_rl.datasets import load_questions
 from credit_rl.engine import HFEngine, Sampling, ScriptedEngine
@@ -22,12 +22,12 @@ from credit_rl.rollout import rollout
 from credit_rl.runlog import read_metrics, read_turns
 from credit_rl.models import load_model
 from credit_rl.settings import make_config
-from credit_rl.stage import real_passages, real_questions
+from credit_rl.setup import real_passages, real_questions
 from credit_rl.train import train
 from credit_rl.trajectory import Group, Result, Stop, trajectory_from_json
 from credit_rl.view import show_rollout
 from papermilled import papermill, printed, shown
-from pieces import stage_of
+from pieces import setup_of
 
 ROOT = Path(__file__).resolve().parents[2]
 SAMPLE = ROOT / 'data' / 'hotpotqa_sample.json'
@@ -149,7 +149,7 @@ def researcher(text, rng):
 @pytest.fixture
 def stage(spoken, data):
     "Questions, search and model of the real set."
-    return stage_of(make_config(
+    return setup_of(make_config(
         {**SHORT, 'path': str(data / 'hotpotqa'), 'model': spoken, 'dev_questions': 30, 'test_questions': 30}))
 
 

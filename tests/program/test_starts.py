@@ -19,7 +19,7 @@ import pytest
 import torch
 import yaml
 
-from credit_rl import evaluate, launch, prepare, sft, train as training
+from credit_rl import dry_run, evaluate, launch, prepare, sft, train as training
 from credit_rl.datasets import load_corpus, load_questions
 from credit_rl.diagnostics import wilson
 from credit_rl.learner import Learner, Optimiser
@@ -28,6 +28,7 @@ from credit_rl.parts import Loss
 from credit_rl.runlog import FolderInUse, Hold, RunFolders, RunLog
 
 from credit_rl.settings import make_config, settings_of
+from credit_rl.setup import forecast
 from credit_rl.train import train
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -106,7 +107,7 @@ def test_a_learner_updates_on_fewer_trajectories_than_mini_batches(tmp_path):
 
 # ---- a start that failed can be made again in the same folder ----
 
-@pytest.mark.parametrize('where', ['set_stage', 'make_learner', '_begin'])
+@pytest.mark.parametrize('where', ['make_setup', 'make_learner', '_begin'])
 def test_a_start_that_failed_leaves_its_folder_free(where, tmp_path, monkeypatch):
     def fail(*args): raise RuntimeError('something broke')
     with monkeypatch.context() as broken:
@@ -401,7 +402,7 @@ def test_rows_without_paragraphs_ask_for_a_corpus_by_its_name(tmp_path):
 
 def test_too_few_positions_are_not_progress_to_raise_max_tokens_alone(spoken):
     from credit_rl.rollout import check_prompts
-    from credit_rl.evaluate import Conversation, make_environment
+    from credit_rl.environment import Conversation, make_environment
     from credit_rl.models import load_tokenizer
     from credit_rl.trajectory import example_group
     env = make_environment(load_tokenizer(spoken), None, Conversation(max_tokens=20))
@@ -411,7 +412,7 @@ def test_too_few_positions_are_not_progress_to_raise_max_tokens_alone(spoken):
 
 def test_room_is_progress_in_a_unit_that_shows_it():
     host = settings_of(make_config({})).host
-    (line, *_) = training._missing_room(Path('/proc'), 2, host, {'rank': 0, 'host': 0, 'checkpoint': 5e6})
+    (line, *_) = dry_run.missing_room(Path('/proc'), 2, host, {'rank': 0, 'host': 0, 'checkpoint': 5e6})
     assert line == '/proc has 0 MB free, but 4 checkpoints take 20 MB'
 
 
@@ -442,10 +443,10 @@ def test_a_fine_tuning_tells_its_loss():
 
 def test_the_estimate_measures_what_this_host_does(monkeypatch):
     "Not a GPU's 100 TFLOP/s on a processor, which does a thousandth of it."
-    monkeypatch.setattr(training, 'measure_tflops', lambda: .05)
+    monkeypatch.setattr(dry_run, 'measure_tflops', lambda: .05)
     monkeypatch.setattr(torch.cuda, 'is_available', lambda: False)
-    *_, step, taken = training._forecast(make_config({'model': BASE}))
-    *_, given, said = training._forecast(make_config({'model': BASE, 'tflops': 50}))
+    *_, step, taken = forecast(settings_of(make_config({'model': BASE})))
+    *_, given, said = forecast(settings_of(make_config({'model': BASE, 'tflops': 50})))
     seconds = [float(re.search(r'be: ([0-9.e+-]+) s', line)[1]) for line in (step, given)]
     assert 990 < seconds[0] / seconds[1] < 1010
     assert 'measured on this host: 0.05 TFLOP/s' in taken and 'taking 50 TFLOP/s' in said
@@ -471,10 +472,10 @@ def test_an_interrupt_is_a_line_that_says_how_to_go_on(short, tmp_path, monkeypa
 
 
 @pytest.mark.parametrize('command', [
-    ['-m', 'credit_rl.train'], ['-m', 'credit_rl.audit', 'model=x'], ['-m', 'credit_rl.command', 'longform'],
+    ['-m', 'credit_rl.command', 'longform'],
     ['-c', 'import sys; from credit_rl.command import main; sys.exit(main(["audit"]))']])
 def test_an_interrupt_while_modules_are_imported_is_a_line_too(command, tmp_path):
-    "It takes seconds, a minute on a slow disk, and gave up to 78 lines of traceback."
+    "It takes seconds, a minute on a slow disk. `python -m credit_rl.MODULE` has a traceback there: see 89_command."
     (tmp_path / 'torch.py').write_text('raise KeyboardInterrupt')
     path = os.pathsep.join([str(tmp_path), str(ROOT)])
     done = subprocess.run([sys.executable, *command], cwd=tmp_path, capture_output=True, text=True, timeout=120,
@@ -515,7 +516,7 @@ def test_another_file_of_the_same_split_is_named(tmp_path):
     (tmp_path / 'flashrag_dev.jsonl').write_text(json.dumps({'id': 'b', 'question': 'Who?', 'golden_answers': ['B']}))
     with pytest.warns(UserWarning, match='taken from dev.json, not from flashrag_dev.jsonl'):
         assert len(load_questions('hotpotqa', tmp_path, 'dev')) == 1
-    settings = evaluate.Settings(model=BASE, data='hotpotqa', path=str(tmp_path), split='dev', questions=2)
+    settings = evaluate.Evaluation(model=BASE, data='hotpotqa', path=str(tmp_path), split='dev', questions=2)
     with pytest.warns(UserWarning, match='2 questions were asked for, but .* has 1'):
         evaluate._questions(settings, 'hotpotqa')
 
@@ -578,10 +579,10 @@ def test_a_folder_that_is_written_is_refused_before_a_model_is_loaded(name, tmp_
     def load(*args, **more): raise AssertionError('a model was loaded')
     if name == 'training on ranks': pytest.importorskip('deepspeed')
     if name.endswith('TRL'): pytest.importorskip('trl')
-    for module, loads in ((training, 'set_stage'), (prepare, 'set_stage'), (sft, 'set_stage'), (training, 'launch'),
+    for module, loads in ((training, 'make_setup'), (prepare, 'make_setup'), (sft, 'make_setup'), (training, 'launch'),
                           (evaluate, 'load_model')):
         monkeypatch.setattr(module, loads, load)
-    if name.endswith('TRL'): monkeypatch.setattr(importlib.import_module('credit_rl.trl_trainer'), 'set_stage', load)
+    if name.endswith('TRL'): monkeypatch.setattr(importlib.import_module('credit_rl.trl_trainer'), 'make_setup', load)
     (tmp_path / 'notebook.ipynb').write_text('of the run that is there')
     contents = lambda: {p.name: p.read_bytes() for p in tmp_path.rglob('*') if p.is_file()}
     with Hold(tmp_path):

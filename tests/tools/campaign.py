@@ -399,7 +399,7 @@ def complete(run):
 
 PRELOADED = ['transformers.models.qwen2.modeling_qwen2', 'credit_rl.train', 'credit_rl.prepare', 'credit_rl.sft',
              'credit_rl.audit', 'credit_rl.compare', 'credit_rl.search_service', 'credit_rl.export',
-             'credit_rl.prompting', 'pandas', 'seaborn', 'tqdm.auto']
+             'pandas', 'seaborn', 'tqdm.auto']
 
 
 def enact(words, env, out, ignoring):

@@ -82,7 +82,8 @@ def notebooks_of(names):
 def check(notebooks, files, below):
     "Run the notebooks on one core and the tests on another. Returns whether any failed."
     here = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get('PYTHONPATH')])])
-    how = dict(cwd=ROOT, env={**os.environ, 'OMP_NUM_THREADS': '1', 'PYTHONPATH': here}, text=True)
+    env = {'OMP_WAIT_POLICY': 'passive', **os.environ, 'OMP_NUM_THREADS': '1', 'PYTHONPATH': here}
+    how = dict(cwd=ROOT, env=env, text=True)
     wanted = '^(' + '|'.join(p.stem for p in notebooks) + r')\.ipynb$'
     ours = subprocess.Popen([BIN / 'nbdev_test', '--path', 'nbs', '--file_re', wanted, '--n_workers', '0'],
                             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **how) if notebooks else None
@@ -96,7 +97,7 @@ def main():
     modules, tests, runs = names_of(notebooks_of(given.changed) if given.changed else changed_since(given.since))
     if runs: print('left out, papermill runs them in `make test-all`:', *sorted(runs))
     if not modules | tests: return print(f'no notebook and no test differs from {given.since}')
-    if not given.list: subprocess.run([BIN / 'nbdev_export'], cwd=ROOT, check=True)
+    if not given.list: subprocess.run([sys.executable, ROOT / 'docs' / 'export.py'], check=True)
     notebooks, files = chosen(modules, tests)
     print('notebooks:', *(p.stem for p in notebooks), '\ntests:', *(p.stem for p in files), flush=True)
     if given.list: return

@@ -1,4 +1,4 @@
-"""37_situations: the table in place of CARL's critic, against sums made one by one, and in an interrupted run."""
+"""56_table_critic: the table in place of CARL's critic, against sums made one by one, and in an interrupted run."""
 import json
 import math
 from collections import defaultdict
@@ -15,7 +15,7 @@ from credit_rl.outcome import outcome_rewards
 from credit_rl.protocol import PROTOCOLS, Chat
 from credit_rl.rollout import rollout
 from credit_rl.runlog import same_metrics
-from credit_rl.situations import PARTS, SITUATIONS, situations, table_values, tally
+from credit_rl.table_critic import PARTS, SITUATIONS, situations, table_values, tally
 from credit_rl.tiny import CODE_KNOWER, act_coder, memory_of, tiny_environment, tiny_tokenizer
 from credit_rl.train import train
 from credit_rl.trajectory import Result, example_group
