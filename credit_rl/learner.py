@@ -16,7 +16,7 @@ import torch
 from torch.optim.adamw import adamw
 from .critics import CompetenceHead, LinearHead, scale_gradient, token_values
 from .engine import seed_of
-from .layout import hidden_states, loss_weights, rows_of, take, token_logps
+from .layout import Pieces, hidden_states, loss_weights, rows_of, take, token_logps
 from .losses import kl, policy_terms, value_loss, weighted_sum
 from .parts import Credit, Loss, Seen, first_tokens
 from .scoring import acting_states, answer_logps, batch_logps, joint_logps, takes_tree_mask
@@ -151,9 +151,9 @@ def make_critic(
 # %% ../nbs/4_learning/52_learner.ipynb #c017
 class Scorer(torch.nn.Module):
     "A causal language model, with or without a critic, that says what is asked of its tokens."
-    def __init__(self, model, temperature=1.0, critic=None):
+    def __init__(self, model, temperature=1.0, critic=None, pieces=Pieces()):
         super().__init__()
-        self.model, self.temperature, self.critic = model, temperature, critic
+        self.model, self.temperature, self.critic, self.pieces = model, temperature, critic, pieces
 
     def forward(
         self,
@@ -175,12 +175,13 @@ class Scorer(torch.nn.Module):
         batch : AnswerBatch or TreeBatch to read instead of ids
         tree : Tree of the rows: what they share is computed once
         """
-        if batch is not None: return {'asked': batch_logps(self.model, batch, self.temperature)}
+        if batch is not None: return {'asked': batch_logps(self.model, batch, self.temperature, self.pieces)}
         out, shared = {}, self.critic is not None and self.critic.model is None
         place = None if tree is None else tree.place
         hidden = hidden_states(self.model, ids, tree) if shared or {'logp', 'entropy'} & set(want) else None
         if {'logp', 'entropy'} & set(want):
-            scored = token_logps(self.model, ids, trained, self.temperature, 'entropy' in want, hidden, place)
+            scored = token_logps(self.model, ids, trained, self.temperature, 'entropy' in want, hidden, place,
+                                 self.pieces)
             out |= dict(zip(('logp', 'entropy'), scored)) if 'entropy' in want else {'logp': scored}
         if 'values' in want:
             read = scale_gradient(hidden, self.critic.mix) if shared else hidden_states(self.critic.model, ids, tree)
@@ -578,7 +579,7 @@ def _frozen_scorer(model, policy):
     if model is None: return None
     if model == 'base':
         with unadapted(policy.model): return policy
-    return Scorer(model.eval().requires_grad_(False), policy.temperature)
+    return Scorer(model.eval().requires_grad_(False), policy.temperature, pieces=policy.pieces)
 
 # %% ../nbs/4_learning/52_learner.ipynb #c022
 class Learner:
@@ -606,7 +607,10 @@ class Learner:
         backend=None,           # PlainBackend or DeepSpeedBackend, one for each learner; None: plain
     ):
         self.loss, self.optimiser, self.critic, self.frozen, self.seed = loss, optimiser, critic, frozen, seed
-        self.backend, self.scorer = backend or PlainBackend(), Scorer(model.train(), temperature, critic)
+        self.backend = backend or PlainBackend()
+        # the logits of a piece take at most as many numbers as the hidden states of row_tokens tokens
+        pieces = Pieces(max(Pieces.budget, optimiser.row_tokens * model.config.hidden_size))
+        self.scorer = Scorer(model.train(), temperature, critic, pieces)
         self.reference, self.teacher = (_frozen_scorer(m, self.scorer) for m in frozen.models(model, loss))
         self.teacher_every, groups = frozen.teacher_every or 0, parameter_groups(self.scorer, optimiser)
         self.generator = torch.Generator().manual_seed(seed)   # shuffles trajectories into mini-batches

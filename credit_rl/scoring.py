@@ -13,7 +13,7 @@ import contextlib, copy, dataclasses, math, re, warnings
 from dataclasses import dataclass
 from typing import NamedTuple
 import torch
-from .layout import token_logps
+from .layout import Pieces, head_logps, token_logps
 from .options import Option
 from .protocol import PROTOCOLS
 from .trees import Tree, adds_mask, deal_nodes, node_numbers, plant, read_tree
@@ -518,6 +518,7 @@ def batch_logps(
     model,            # Hugging Face causal model that takes a tree mask
     batch,            # AnswerBatch or TreeBatch on the model's device
     temperature=1.0,  # > 0; divides the logits of trained tokens, not those of golds
+    pieces=Pieces(),  # how much of the head's output stands in memory at once
 ):
     """Read one batch: the log-probability (Q,) of every token that is asked. A learner that wraps its model calls this
     inside.
@@ -527,15 +528,15 @@ def batch_logps(
     model : Hugging Face causal model that takes a tree mask
     batch : AnswerBatch or TreeBatch on the model's device
     temperature : > 0; divides the logits of trained tokens, not those of golds
+    pieces : how much of the head's output stands in memory at once
     """
     if isinstance(batch, TreeBatch): asked = read_tree(model, batch.tree)[batch.source]
     else:
         hidden = model.base_model(input_ids=batch.ids, attention_mask=_attention(model, batch),
                                   position_ids=batch.positions, use_cache=False).last_hidden_state
         asked = hidden[batch.source[:, 0], batch.source[:, 1]]
-    logits = _wide(model.get_output_embeddings()(asked))
-    if temperature != 1: logits = logits / torch.where(batch.trained, temperature, 1.0)[:, None]
-    return logits.log_softmax(-1).gather(-1, batch.target[:, None])[:, 0]
+    heat = None if temperature == 1 else torch.where(batch.trained, temperature, 1.0)
+    return head_logps(model.get_output_embeddings(), asked, batch.target, heat, pieces=pieces)
 
 # %% ../nbs/3_acting/24_scoring.ipynb #c039
 def collect(

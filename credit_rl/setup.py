@@ -376,7 +376,7 @@ class Origin:
 
 def base_folder(
     model,             # 'tiny', a folder or a name
-    run,               # folder of the run
+    folder,            # of the run
     critic_from=None,  # folder of the warm-up that came before it
 ):
     """Folder or name of the model that a run began as.
@@ -384,10 +384,10 @@ def base_folder(
     Parameters
     ----------
     model : 'tiny', a folder or a name
-    run : folder of the run
+    folder : of the run
     critic_from : folder of the warm-up that came before it
     """
-    return str(Path(critic_from or run)/'base') if model == 'tiny' else model
+    return str(Path(critic_from or folder)/'base') if model == 'tiny' else model
 
 def origin_of(course, acting, host, critic):  # Course, Acting, Host, CriticChoice
     """The `Origin` of a run. Where the policy shares its backbone with a warmed-up critic, it starts from the backbone

@@ -21,17 +21,22 @@ ROW = 5                            # exported cells without something to see bet
 # formulas of the public contract, whose arguments are the paper's
 FORMULAS = ('igpo_advantages', 'mt_grpo_star', 'gigpo', 'policy_terms', 'policy_loss')
 # they know no method by its name
-LOOP = ('learner', 'sharded', 'methods', 'settings', 'stage', 'train', 'sft', 'prepare', 'export')
+LOOP = ('learner', 'sharded', 'methods', 'step_metrics', 'dry_run', 'settings', 'setup', 'train', 'sft', 'prepare',
+        'export')
 # written by hand: other names of modules
 ALIASES = {'tspo', 'carl'}
 PARTICIPLES = {'told', 'noted', 'beside'}   # no names for things: say what they are
-# what starts a run, checks it, estimates it, or stores what was asked
-WHOLE = ('train', '_train', 'begin_run', 'launch_ranks', 'rejection_sft', 'prepare', '_prepare', '_warmed',
-         '_warming_learner',
-         'check', '_check_method', '_check_warmed', 'check_warming', 'settings_of', 'group_of', 'examine', 'plan_of',
-         'load_of', '_plan', '_weigh', '_forecast', 'note_params', 'check_same_params', 'run_audit', '_audited',
-         '_judged_run',
-         'run_asking', '_hold_and_start', '_finished')
+# what starts a run, checks it, or stores what was asked, takes all of its flat record
+WHOLE = ('train', '_train', 'begin_run', 'launch_ranks', '_hold_and_start', 'rejection_sft', 'prepare', '_prepare',
+         'check', 'check_warming', 'settings_of', 'group_of', 'examine', 'note_params', 'check_same_params', 'run_audit',
+         '_audited', '_judged_run', 'run_asking', '_finished')
+# what checks it across groups, estimates it, or makes what many groups speak of, takes all of its groups
+GROUPED = ('_check_method', '_check_warmed', 'check_ahead', 'plan_of', 'load_of', 'forecast', 'weigh', 'make_learner',
+           '_plan', '_weigh', '_forecast', '_warmed', '_warming_learner')
+# `settings` is a dict of something else
+OTHER_SETTINGS = ('make_config', '_refuse_options', 'make_warming', 'add_lora', '_facts', '_refuse_critic', '_schemas',
+                  '_ask', '_asked_of', 'asking_settings', '__init__')
+RUNNERS, RUN_PAGES = 6, ('train', 'step_metrics', 'dry_run', 'setup')   # functions that take a whole run, and where
 HERE = [str(p) for p in (ROOT, ROOT.parent, Path.home(), Path(tempfile.gettempdir())) if p != Path(p.anchor)]
 PATHS = re.compile('(?<![\\w/.:<])(?:' + '|'.join(map(re.escape, HERE)) +
                    '|/(?:home|root|Users|tmp|var|usr|opt|mnt|private|scratch))/\\w')
@@ -294,12 +299,22 @@ def identifiers(tree):
 
 
 def few_take_everything(nb, numbers):
-    "From the learner on, only what starts, checks, estimates or stores a run takes the whole configuration."
+    """From the learner on, only what starts, checks, estimates or stores a run takes the whole configuration: its flat
+    record, or all of its groups."""
     if nb.number is None or not 52 <= nb.number <= 75: return
-    for c in nb.exported:
-        for n in ast.walk(c.tree):
-            if isinstance(n, FUNCTIONS) and n.name not in WHOLE:
-                yield from (f'{n.name} takes the whole {a.arg}' for a in n.args.args if a.arg in ('config', 'c', 's'))
+    may = {'config': WHOLE, 'c': WHOLE, 's': GROUPED, 'settings': GROUPED + OTHER_SETTINGS}
+    for name, n in functions(nb):
+        yield from (f'{name} takes the whole {a.arg}' for a in n.args.args if name not in may.get(a.arg, (name,)))
+
+
+def functions(nb):
+    "Exported functions and methods: (name, definition)."
+    return [(n.name, n) for c in nb.exported for n in ast.walk(c.tree) if isinstance(n, FUNCTIONS)]
+
+
+def takes_the_run(nb):
+    "Names of exported functions with a parameter `run`."
+    return [name for name, n in functions(nb) if 'run' in [a.arg for a in (*n.args.args, *n.args.kwonlyargs)]]
 
 
 def everything_shown(nb, numbers):
@@ -379,6 +394,11 @@ def test_modules_are_named_by_nouns():
         words = {w.lower() for name in identifiers(ast.parse(path.read_text(encoding='utf-8')))
                  for w in re.findall('[A-Z]?[a-z]+|[A-Z]+', name)}
         assert not words & PARTICIPLES, (path.name, words & PARTICIPLES)
+
+
+def test_few_functions_take_the_whole_run():
+    taking = {nb.name: names for nb in NOTEBOOKS if nb.name in RUN_PAGES and (names := takes_the_run(nb))}
+    assert 'train_step' in taking['train'] and sum(map(len, taking.values())) <= RUNNERS, taking
 
 
 def test_lines_of_tests_are_narrow():
@@ -465,6 +485,8 @@ BAD = [
     (named_by_nouns, notebook('12_b', 'def f(*, noted=1): pass')),
     (named_by_nouns, notebook('12_b', 'f(noted=1)')),
     (few_take_everything, notebook('62_setup', '#| export\ndef make_setup(config): pass')),
+    (few_take_everything, notebook('62_setup', '#| export\ndef make_engine(settings): pass')),
+    (few_take_everything, notebook('63_train', '#| export\ndef play_step(s, method): pass')),
     (loop_knows_no_method, notebook('52_learner', "#| export\nREADS = {'tips': 'teacher'}")),
     (everything_shown, notebook('12_b', '#| export\ndef f(): pass', '# f\n"f"')),
     (nothing_skipped, notebook('12_b', '#| eval: false\nassert f() == 1')),

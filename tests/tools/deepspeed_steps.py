@@ -108,9 +108,13 @@ class DeepSpeedSGD(SGD, DeepSpeedBackend): pass
 
 
 def make_learner(parts, backend=None, offload=()):
-    "A learner of some parts, with some of the models that it only reads offloaded."
+    """A learner of some parts, with some of the models that it only reads offloaded. Behind a backend its models read
+    the head in several pieces, on two ranks in numbers that differ before they agree."""
     frozen = dataclasses.replace(parts.get('frozen', Frozen()), offload=offload)
-    return Learner(**{**parts, 'frozen': frozen}, backend=backend)
+    learner = Learner(**{**parts, 'frozen': frozen}, backend=backend)
+    for scorer in (learner.scorer, learner.reference, learner.teacher) if backend else ():
+        if scorer: scorer.pieces = dataclasses.replace(scorer.pieces, budget=2400)
+    return learner
 
 
 def steps(learner, layout, credit, sees, count=STEPS):
