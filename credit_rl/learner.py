@@ -653,10 +653,9 @@ class Learner:
         backend=None,           # PlainBackend or DeepSpeedBackend, one for each learner; None: plain
     ):
         self.loss, self.optimiser, self.critic, self.frozen, self.seed = loss, optimiser, critic, frozen, seed
-        self.backend = backend or PlainBackend()
         # the logits of a piece take at most as many numbers as the hidden states of row_tokens tokens
         pieces = Pieces(max(Pieces.budget, optimiser.row_tokens * model.config.hidden_size))
-        self.scorer = Scorer(model.train(), temperature, critic, pieces)
+        self.backend, self.scorer = backend or PlainBackend(), Scorer(model.train(), temperature, critic, pieces)
         self.reference, self.teacher = (_frozen_scorer(m, self.scorer) for m in frozen.models(model, loss))
         self.teacher_every, groups = frozen.teacher_every or 0, parameter_groups(self.scorer, optimiser)
         self.generator = torch.Generator().manual_seed(seed)   # shuffles trajectories into mini-batches
@@ -666,8 +665,7 @@ class Learner:
         for who, scorer in (('reference', self.reference), ('teacher', self.teacher)):
             if scorer is self.scorer: self.modules[who] = self.modules['policy']
             elif scorer is not None:
-                scorer.pieces = self.scorer.pieces                # all ranks take the same number of them
-                self.modules[who] = self.backend.freeze(scorer, who in frozen.offload)
+                scorer.pieces, self.modules[who] = self.scorer.pieces, self.backend.freeze(scorer, who in frozen.offload)
 
     @torch.no_grad()
     def evaluate(
