@@ -660,12 +660,11 @@ class Learner:
         self.teacher_every, groups = frozen.teacher_every or 0, parameter_groups(self.scorer, optimiser)
         self.generator = torch.Generator().manual_seed(seed)   # shuffles trajectories into mini-batches
         self.updates, self.passes, self.rates = 0, Counter(), [group['rates'] for group in groups]
-        # what the forwards of each model go through
-        self.modules = {'policy': self.backend.wrap(self.scorer, groups, optimiser)}
+        self.modules = {'policy': self.backend.wrap(self.scorer, groups, optimiser)}  # what forwards go through
         for who, scorer in (('reference', self.reference), ('teacher', self.teacher)):
             if scorer is self.scorer: self.modules[who] = self.modules['policy']
-            elif scorer is not None:
-                scorer.pieces, self.modules[who] = self.scorer.pieces, self.backend.freeze(scorer, who in frozen.offload)
+            elif scorer is not None: self.modules[who] = self.backend.freeze(scorer, who in frozen.offload)
+            if scorer is not None: scorer.pieces = self.scorer.pieces
 
     @torch.no_grad()
     def evaluate(
