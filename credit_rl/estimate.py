@@ -6,10 +6,13 @@
 __all__ = ['KNOWN_SIZES', 'Sizes', 'read_sizes', 'Plan', 'model_memory', 'working_memory', 'start_memory', 'memory',
            'forward_flops', 'measure_tflops', 'step_seconds', 'Links', 'Load', 'sent_bytes', 'step_parts',
            'describe_hosts', 'both_seconds', 'ahead_seconds', 'describe_ahead', 'rollout_seconds', 'split_seconds',
-           'row_spans', 'rows_work', 'work_flops', 'sharing_gain', 'describe_sharing', 'describe']
+           'row_spans', 'rows_work', 'work_flops', 'sharing_gain', 'describe_sharing', 'describe', 'kept_lengths',
+           'likely_load', 'describe_likely']
 
 # %% ../nbs/machinery/04_estimate.ipynb #c002
 from dataclasses import dataclass, replace
+from pathlib import Path
+from .runlog import read_turns
 
 # %% ../nbs/machinery/04_estimate.ipynb #c005
 @dataclass(frozen=True)
@@ -38,7 +41,12 @@ KNOWN_SIZES = {  # the papers' models, so that an estimate needs no network; the
 }
 
 def read_sizes(model):  # Hugging Face folder or name
-    "Read the sizes of a model from its configuration alone; those of KNOWN_SIZES are known."
+    """Read the sizes of a model from its configuration alone; those of KNOWN_SIZES are known.
+
+    Parameters
+    ----------
+    model : Hugging Face folder or name
+    """
     if model in KNOWN_SIZES: return KNOWN_SIZES[model]
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -187,7 +195,17 @@ def step_seconds(
     epochs=1,        # times the batch is learned from
     acting=0.1,      # share of `tflops` that acting reaches
 ):
-    "Estimate the seconds of a training step: dict of acting, reading and learning."
+    """Estimate the seconds of a training step: dict of acting, reading and learning.
+
+    Parameters
+    ----------
+    tokens : of a step's trajectories, all ranks together
+    length : of a trajectory
+    tflops : 10¹² FLOPs a second of one rank, learning
+    reads : forwards without gradient over the batch: old log-probabilities, values, reference, teacher
+    epochs : times the batch is learned from
+    acting : share of `tflops` that acting reaches
+    """
     one = forward_flops(sizes, tokens, length) / (plan.ranks * tflops * 1e12)
     back = (4 if plan.checkpointing else 3) * (2 if plan.critic or plan.twice else 1)
     return {'acting': one / acting, 'reading': reads * one, 'learning': epochs * back * one}
@@ -232,7 +250,12 @@ def step_parts(
     tflops,         # 10¹² FLOPs a second of one rank, learning
     links=Links(),
 ):
-    "Estimate the seconds of a step on one or several hosts: dict of rollout, scoring, learning, transfer."
+    """Estimate the seconds of a step on one or several hosts: dict of rollout, scoring, learning, transfer.
+
+    Parameters
+    ----------
+    tflops : 10¹² FLOPs a second of one rank, learning
+    """
     found = step_seconds(sizes, plan, load.tokens, load.length, tflops, load.reads, load.epochs)
     sent = sum(sent_bytes(sizes, plan, load).values())
     stored = 2 * plan.width * sizes.parameters / links.file if plan.by_file else 0
@@ -240,7 +263,12 @@ def step_parts(
             'transfer': sent / (links.inside if plan.ranks <= links.here else links.between) + stored}
 
 def describe_hosts(rows):  # of (name, sizes, plan, load, tflops), the plan of one host
-    "Say what steps take on one host and on four, in lines of a Markdown table."
+    """Say what steps take on one host and on four, in lines of a Markdown table.
+
+    Parameters
+    ----------
+    rows : of (name, sizes, plan, load, tflops), the plan of one host
+    """
     lines = ['| run | GPUs | GB a rank | rollout, s | scoring, s | learning, s | transfer, s | step, s |',
              '|---|---|---|---|---|---|---|---|']
     for name, sizes, plan, load, tflops in rows:
@@ -258,7 +286,14 @@ def both_seconds(
     learning,   # seconds of scoring and learning, alone
     slower=1.,  # how many times longer both take while the other is at work: 1 on devices of their own
 ):
-    "Estimate the seconds until two that begin at once are both done: while both are at work each is `slower`."
+    """Estimate the seconds until two that begin at once are both done: while both are at work each is `slower`.
+
+    Parameters
+    ----------
+    acting : seconds of playing a step's rollouts, alone
+    learning : seconds of scoring and learning, alone
+    slower : how many times longer both take while the other is at work: 1 on devices of their own
+    """
     return slower * min(acting, learning) + abs(acting - learning)
 
 def ahead_seconds(
@@ -268,7 +303,15 @@ def ahead_seconds(
     slower=1.,    # see both_seconds
 ):
     """Estimate the mean seconds of a step in step and of one whose rollouts are played a step ahead: (float, float). A
-    step's learning meets the next step's acting, so each time of the one is as likely to meet any of the other."""
+    step's learning meets the next step's acting, so each time of the one is as likely to meet any of the other.
+
+    Parameters
+    ----------
+    acting : list of n seconds: playing the rollouts of a step, as they come
+    learning : list of m seconds: scoring and learning
+    transfer : seconds in which weights are handed over and neither is at work
+    slower : see both_seconds
+    """
     if not acting or not learning:
         raise ValueError(f'wanted seconds of at least one step of each, got {len(acting)} of acting and '
                          f'{len(learning)} of learning')
@@ -278,7 +321,12 @@ def ahead_seconds(
     return apart + transfer, sum(pairs) / len(pairs) + transfer
 
 def describe_ahead(seconds):  # dict as step_seconds gives it
-    "Say in a line of text what playing ahead saves."
+    """Say in a line of text what playing ahead saves.
+
+    Parameters
+    ----------
+    seconds : dict as step_seconds gives it
+    """
     learning = sum(v for k, v in seconds.items() if k != 'acting')
     apart, ahead = ahead_seconds([seconds['acting']], [learning])
     return (f'ahead: a step takes {ahead:.3g} s in place of {apart:.3g}, if engine and learner have devices of their '
@@ -294,7 +342,16 @@ def rollout_seconds(
     pauses=0.,   # seconds that a trajectory waits for its tools
 ):
     """Estimate the seconds of a step's rollouts: until the work is done, and not before the longest trajectory is. That
-    one goes on alone at the end, which is taken to be free before."""
+    one goes on alone at the end, which is taken to be free before.
+
+    Parameters
+    ----------
+    lengths : list of tokens that the model writes in each trajectory of a step
+    rate : tokens a second of one engine that is full
+    engines : that share the trajectories
+    latency : seconds of a token of a trajectory that is alone
+    pauses : seconds that a trajectory waits for its tools
+    """
     work = sum(lengths) / (rate * engines)
     return max(work, max(lengths) * latency + pauses)
 
@@ -306,7 +363,15 @@ def split_seconds(
     transfer=0.,   # seconds of handing weights over
 ):
     """Estimate the mean seconds of a step where some GPUs act and the others learn: dict of how many act -> (in step,
-    one step off). Under 0, all of them act and then all learn, which is in step alone: both are that."""
+    one step off). Under 0, all of them act and then all learn, which is in step alone: both are that.
+
+    Parameters
+    ----------
+    steps : list of steps, each a list of tokens that the model writes in its trajectories
+    engine : dict of rate, latency and pauses, see rollout_seconds
+    learning : seconds of scoring and learning on one GPU
+    transfer : seconds of handing weights over
+    """
     found = {}
     for acts in range(gpus):
         acting = [rollout_seconds(lengths, engines=acts or gpus, **engine) for lengths in steps]
@@ -337,7 +402,12 @@ def work_flops(sizes, tokens, pairs):
     return 2 * sizes.multiplied * tokens + 4 * pairs * sizes.query * sizes.layers
 
 def sharing_gain(sizes, apart, shared):  # (tokens, pairs) each
-    "How many times the work of a tree rows of their own are, in FLOPs."
+    """How many times the work of a tree rows of their own are, in FLOPs.
+
+    Parameters
+    ----------
+    sizes, apart, shared : (tokens, pairs) each
+    """
     return work_flops(sizes, *apart) / work_flops(sizes, *shared)
 
 def describe_sharing(
@@ -347,7 +417,15 @@ def describe_sharing(
     segments,    # rows of a trajectory
     together,    # trajectories of one question in a forward, at least 1
 ):
-    "Say in a line of text what a tree saves."
+    """Say in a line of text what a tree saves.
+
+    Parameters
+    ----------
+    prompt : tokens of a prompt, at most; None: not known
+    response : tokens after it, at most
+    segments : rows of a trajectory
+    together : trajectories of one question in a forward, at least 1
+    """
     if prompt is None:
         return ('tree: what it saves depends on how long prompts are; give prompt_tokens and response_tokens to have '
                 'it predicted')
@@ -383,3 +461,50 @@ def describe(sizes, plan, seconds, steps):
         f'a step, if every trajectory is as long as it may be: {total:.3g} s ({spent}); {steps} steps: '
         f'{total * steps / 3600:.3g} h',
     ]
+
+# %% ../nbs/machinery/04_estimate.ipynb #im042
+def kept_lengths(folder):
+    """The lengths of the rollouts that a run kept, prompts and what tools returned included: list of tokens, empty where
+    it kept none."""
+    if not (Path(folder)/'turns.jsonl.gz').exists(): return []
+    played = [row['trajectory'] for row in read_turns(folder)]
+    return [len(t['prompt_ids']) + sum(len(k['action_ids']) + len(k['observation_ids']) for k in t['turns'])
+            for t in played]
+
+def likely_load(
+    load,     # Load of trajectories that are as long as they may be
+    lengths,  # list of tokens of trajectories that were played
+):
+    """What a step computes whose trajectories are as long as others were: `Load`.
+
+    Parameters
+    ----------
+    load : Load of trajectories that are as long as they may be
+    lengths : list of tokens of trajectories that were played
+    """
+    squares, tokens = sum(n * n for n in lengths), sum(lengths)
+    return replace(load, tokens=round(load.tokens / load.length * tokens / len(lengths)), length=squares / tokens)
+
+def describe_likely(
+    sizes,
+    plan,
+    load,        # Load of trajectories that are as long as they may be
+    tflops,      # 10¹² FLOPs a second of one rank, learning
+    steps,       # of the run
+    lengths=(),  # of trajectories that were played, see kept_lengths; none: half as long as they may be
+):
+    """Say in a line of text what a step is likely to take.
+
+    Parameters
+    ----------
+    load : Load of trajectories that are as long as they may be
+    tflops : 10¹² FLOPs a second of one rank, learning
+    steps : of the run
+    lengths : of trajectories that were played, see kept_lengths; none: half as long as they may be
+    """
+    likely = likely_load(load, lengths or [load.length / 2])
+    seconds = step_seconds(sizes, plan, likely.tokens, likely.length, tflops, load.reads, load.epochs)
+    total, mean = sum(seconds.values()), sum(lengths) / len(lengths) if lengths else load.length / 2
+    how = f'as long as {len(lengths)} that were played' if lengths else 'half as long as they may be, a guess'
+    return (f'a step, if trajectories are {how} ({mean:,.0f} of at most {load.length:,} tokens): {total:.3g} s; {steps} '
+            f'steps: {total * steps / 3600:.3g} h')

@@ -13,12 +13,17 @@ from .models import load_model
 from .parameters import make_parser
 from .runlog import atomic_folder, latest_checkpoint, named_checkpoint, read_params, writing
 from .settings import make_config
-from .stage import add_lora, base_folder
+from .setup import add_lora, base_folder
 
 # %% ../nbs/machinery/66_export.ipynb #c005
 def merge_lora(model):  # Hugging Face causal model, changed in place
     """Add a model's low-rank additions (`add_lora`) to the weights they stand beside, and take them out. Raises
-    ValueError on a model that has none."""
+    ValueError on a model that has none.
+
+    Parameters
+    ----------
+    model : Hugging Face causal model, changed in place
+    """
     from peft.tuners.lora import LoraLayer
     found = [(name, module) for name, module in model.named_modules() if isinstance(module, LoraLayer)]
     if not found: raise ValueError('the model has no low-rank additions to merge')
@@ -40,7 +45,13 @@ def read_policy(
     checkpoint='best',  # the best by the dev questions, or 'newest'
 ):
     """The model that a run made and its tokenizer, on the CPU, with all additions merged; and the step: (model,
-    tokenizer, step). Raises FileNotFoundError."""
+    tokenizer, step). Raises FileNotFoundError.
+
+    Parameters
+    ----------
+    run : folder of a training run
+    checkpoint : the best by the dev questions, or 'newest'
+    """
     if not (Path(run)/'params.yaml').is_file():
         raise FileNotFoundError(f'{run} holds no params.yaml: wanted the folder of a training run')
     step, folder = _checkpoint(run, checkpoint)
@@ -59,7 +70,14 @@ def export_run(
     checkpoint='best',  # the best by the dev questions, or 'newest'
 ):
     """Write what a run made as a Hugging Face folder: configuration, weights, tokenizer. Returns its path. Raises
-    FileExistsError on a folder that holds something, FolderInUse on one that is being written."""
+    FileExistsError on a folder that holds something, FolderInUse on one that is being written.
+
+    Parameters
+    ----------
+    run : folder of a training run
+    folder : of the model, new or empty
+    checkpoint : the best by the dev questions, or 'newest'
+    """
     run, folder = Path(run), Path(folder)
     if folder.exists() and (not folder.is_dir() or {p.name for p in folder.iterdir()} - {'.writer'}):
         raise FileExistsError(f'{folder} is not empty; choose another folder')
@@ -79,7 +97,12 @@ def _write_model(folder, run, model, tokenizer, step):
 
 # %% ../nbs/machinery/66_export.ipynb #c013
 def main(arguments=None):  # list of str; None: the command line's
-    "`python -m credit_rl.export RUN FOLDER`; `--checkpoint newest` takes another one than the best."
+    """`python -m credit_rl.export RUN FOLDER`; `--checkpoint newest` takes another one than the best.
+
+    Parameters
+    ----------
+    arguments : list of str; None: the command line's
+    """
     parser = make_parser('credit_rl.export', 'Write what a training run made as a Hugging Face folder.')
     parser.add_argument('run', help='folder of the run')
     parser.add_argument('folder', help='of the model; new or empty')

@@ -33,7 +33,13 @@ class Job:
 
 def status_table(jobs,        # list of Job
                  states={}):  # Job → text, where it is known better than from its folder
-    "Text table of jobs: state, step, and exact match on the development questions so far."
+    """Text table of jobs: state, step, and exact match on the development questions so far.
+
+    Parameters
+    ----------
+    jobs : list of Job
+    states : Job → text, where it is known better than from its folder
+    """
     lines = [('method', 'seed', 'state', 'step', 'dev EM')]
     for job in jobs:
         state = states.get(job) or ('done' if job.done else 'unfinished' if job.begun else 'to do')
@@ -59,11 +65,16 @@ def _locked(folder):
     return file
 
 def start_job(job, command, threads=1):  # list of str: the program and its arguments; OMP_NUM_THREADS
-    "Start a job's process, its output going to `log.txt`: Popen, or None if another process is at it."
+    """Start a job's process, its output going to `log.txt`: Popen, or None if another process is at it.
+
+    Parameters
+    ----------
+    job, command, threads : list of str: the program and its arguments; OMP_NUM_THREADS
+    """
     lock = _locked(job.folder)
     if lock is None: return None
     if (job.folder/'log.txt').is_symlink(): (job.folder/'log.txt').unlink()    # it would lead elsewhere
-    environment = {**os.environ, 'OMP_NUM_THREADS': str(threads)}
+    environment = {'OMP_WAIT_POLICY': 'passive', **os.environ, 'OMP_NUM_THREADS': str(threads)}
     with lock, open(job.folder/'log.txt', 'wb') as log:
         return subprocess.Popen([str(word) for word in command], stdin=subprocess.DEVNULL, stdout=log,
                                 stderr=subprocess.STDOUT, pass_fds=[lock.fileno()], env=environment)
@@ -71,7 +82,12 @@ def start_job(job, command, threads=1):  # list of str: the program and its argu
 # %% ../nbs/machinery/73_jobs.ipynb #j010
 def stop_jobs(processes):  # iterable of Popen
     """End processes that are still running: politely, so that papermill saves the notebook and ends its kernel, then
-    not."""
+    not.
+
+    Parameters
+    ----------
+    processes : iterable of Popen
+    """
     processes = list(processes)
     for p in processes: p.terminate()
     deadline = time.monotonic() + 10
@@ -81,7 +97,12 @@ def stop_jobs(processes):  # iterable of Popen
 
 # %% ../nbs/machinery/73_jobs.ipynb #j014
 def last_words(folder):  # that holds a log.txt
-    "The error in a run's log: the last line that names one, else the last line."
+    """The error in a run's log: the last line that names one, else the last line.
+
+    Parameters
+    ----------
+    folder : that holds a log.txt
+    """
     text = re.sub(r'\x1b\[[0-9;]*[A-Za-z]', '', (Path(folder)/'log.txt').read_text(errors='replace'))
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     errors = [line for line in lines if re.match(r'[\w.]*(Error|Exception|Interrupt|Exit)\b', line)]
@@ -147,7 +168,17 @@ def run_jobs(
     every=60.0,   # seconds between tables of those that run
 ):
     """Make the runs that are not done, several at a time. Returns {Job: error} of those that failed. Interrupted, it
-    ends what it started."""
+    ends what it started.
+
+    Parameters
+    ----------
+    jobs : list of Job; those that are done are left alone
+    command : function Job → list of str, the program that makes the run
+    workers : processes at a time
+    threads : OMP_NUM_THREADS of each
+    say : called with a line of text when something happened
+    every : seconds between tables of those that run
+    """
     sitting, shown = _Sitting(jobs, command, threads, say), time.monotonic()
     try:
         while sitting.waiting or sitting.running:

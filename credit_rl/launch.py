@@ -6,7 +6,7 @@
 __all__ = ['LAUNCHER', 'WAIT', 'SILENCE', 'MARK', 'Ranks', 'is_rank', 'join_ranks', 'named_files', 'check_same_files',
            'expect_file', 'keep_traceback', 'failure', 'read_hostfile', 'check_hostfile', 'check_threads',
            'read_endpoint', 'check_hosts', 'ranks_here', 'gloo_environment', 'missing_for_hosts', 'launch_command',
-           'Processes', 'LaunchError', 'Meeting', 'meet', 'speak', 'Progress', 'launch']
+           'Processes', 'LaunchError', 'Meeting', 'meet', 'speak', 'Progress', 'launch', 'let_threads_sleep']
 
 # %% ../nbs/machinery/03_launch.ipynb #c002
 import atexit, contextlib, datetime, json, os, queue, re, shutil, signal, socket, subprocess, sys, threading, time
@@ -76,7 +76,14 @@ def join_ranks(
     wait=WAIT,      # seconds for the others to come
 ):
     """Meet the other ranks of a launched run: `Ranks`. Raises ValueError where the launcher started another number
-    than `count`, or hosts see other files; TimeoutError naming the ranks that did not come."""
+    than `count`, or hosts see other files; TimeoutError naming the ranks that did not come.
+
+    Parameters
+    ----------
+    count : ranks that the run has
+    settings : of the run, with its folder `run`: all hosts must see that and the files that they name
+    wait : seconds for the others to come
+    """
     found = int(os.environ['WORLD_SIZE'])
     if found != count: raise ValueError(f'the launcher started {found} ranks, but the run has ranks={count}')
     import torch, torch.distributed as dist
@@ -136,7 +143,12 @@ _FILES = ('path', 'corpus', 'model', 'teacher', 'critic_from', 'template', 'syst
           'tool_prompt')   # settings that may name one
 
 def named_files(settings):  # dict name → value
-    "Paths among a run's settings, as they are written: list of str. A word that is no path is on no host a file."
+    """Paths among a run's settings, as they are written: list of str. A word that is no path is on no host a file.
+
+    Parameters
+    ----------
+    settings : dict name → value
+    """
     values = [v for name in _FILES for v in (lambda x: x.values() if isinstance(x, dict) else [x])(settings.get(name))]
     return [v for v in dict.fromkeys(values) if isinstance(v, str) and '://' not in v]
 
@@ -145,7 +157,14 @@ def check_same_files(
     folder,  # of the run
     paths,   # of files and folders
 ):
-    "Refuse a run whose hosts do not see the same files. Raises ValueError, on all ranks, naming hosts and paths."
+    """Refuse a run whose hosts do not see the same files. Raises ValueError, on all ranks, naming hosts and paths.
+
+    Parameters
+    ----------
+    ranks : Ranks
+    folder : of the run
+    paths : of files and folders
+    """
     token = ranks.once(lambda: _write_token(folder))
     look = lambda mine: [(socket.gethostname(), _reads(folder, token), {p: _bytes(p) for p in paths})] * len(mine)
     seen = ranks.each(list(range(ranks.count)), look)
@@ -194,7 +213,12 @@ def keep_traceback(
     folder,  # of the run
     rank,
 ):
-    "Write the traceback of an exception to `errors/rank-R.json` of the run folder, and raise it again."
+    """Write the traceback of an exception to `errors/rank-R.json` of the run folder, and raise it again.
+
+    Parameters
+    ----------
+    folder : of the run
+    """
     try: yield
     except BaseException as e:
         atexit.unregister(_leave_ranks)                                     # it could wait for the others
@@ -228,7 +252,14 @@ def failure(
     log='',           # what launcher and ranks printed
     file='ranks.log', # where all of that stands, in the folder
 ):
-    "Say why a run's ranks ended without a result: a signal, else the first traceback, else the log."
+    """Say why a run's ranks ended without a result: a signal, else the first traceback, else the log.
+
+    Parameters
+    ----------
+    folder : of the run
+    log : what launcher and ranks printed
+    file : where all of that stands, in the folder
+    """
     folder, notes = Path(folder), _notes(folder)
     where = f'the whole output is in {folder/file}'
     if killed := _killed(log):
@@ -334,7 +365,16 @@ def launch_command(
     hostfile=None,  # None: all on this host, or on those of the meeting
     meeting=None,   # Meeting of the hosts, each of which starts its own ranks
 ):
-    "Write the command that starts the ranks: list of str. Raises ValueError where the hostfile has another number."
+    """Write the command that starts the ranks: list of str. Raises ValueError where the hostfile has another number.
+
+    Parameters
+    ----------
+    module : that each rank runs, e.g. 'credit_rl.train'
+    arguments : its arguments, list of str
+    ranks : number of processes, all hosts together
+    hostfile : None: all on this host, or on those of the meeting
+    meeting : Meeting of the hosts, each of which starts its own ranks
+    """
     if hostfile is None:
         where = ['--nproc_per_node', str(ranks), '--master_addr', '127.0.0.1', '--master_port', str(_free_port())]
         if meeting:
@@ -445,7 +485,12 @@ def _is_free_here(name, port):
 class Meeting:
     """The commands that ask for one run, one on each host. `number` 0 is the endpoint's, `names` are the hosts'. Raises
     TimeoutError where not all come in time, LaunchError where another gives up, ValueError where one was given other
-    settings."""
+    settings.
+
+    Parameters
+    ----------
+    hosts, endpoint, settings, wait, name : settings: dict, alike on all hosts
+    """
     def __init__(self, hosts, endpoint, settings=None, wait=WAIT, name=None):  # settings: dict, alike on all hosts
         self.hosts, self.address, self.wait = hosts, read_endpoint(endpoint)[0], wait
         self._board, self._until = _Board(endpoint, hosts, wait), time.monotonic() + wait
@@ -543,7 +588,12 @@ def speak(line):
 
 # %% ../nbs/machinery/03_launch.ipynb #p0302
 class Progress:
-    "Counts what is done, and says so at most every `every` seconds: a function called with a number of things."
+    """Counts what is done, and says so at most every `every` seconds: a function called with a number of things.
+
+    Parameters
+    ----------
+    say, what, total, every, clock : say: function called with lines of text
+    """
     def __init__(self, say, what, total, every=20., clock=time.monotonic):  # say: function called with lines of text
         self.say, self.what, self.total, self.every, self.clock = say, what, total, every, clock
         self.done, self.last = 0, clock()
@@ -595,7 +645,18 @@ def launch(
     environment=None, # dict, variables besides those of this process
     meeting=None,     # Meeting of the hosts, each of which starts its own ranks; host n writes ranks-n.log
 ):
-    "Run ranks to their end, passing on their progress. Raises LaunchError, saying why, if they leave no new result."
+    """Run ranks to their end, passing on their progress. Raises LaunchError, saying why, if they leave no new result.
+
+    Parameters
+    ----------
+    command : list of str, see launch_command
+    folder : of the run; gets ranks.log and errors/
+    result : file that the run writes last
+    say : function called with lines of progress
+    grace : seconds that the ranks have to end once the result is there
+    environment : dict, variables besides those of this process
+    meeting : Meeting of the hosts, each of which starts its own ranks; host n writes ranks-n.log
+    """
     folder, result, number = Path(folder), Path(result), meeting.number if meeting else 0
     stamp = lambda: result.stat().st_mtime_ns if result.exists() else None
     before, file = stamp(), f'ranks-{number}.log' if number else 'ranks.log'
@@ -659,3 +720,10 @@ def _follow(command, file, say, over, grace, environment, meeting):
                 if meeting and meeting.trouble(): break
         finally: _end(process)
     return ''.join(text)
+
+# %% ../nbs/machinery/03_launch.ipynb #om032
+def let_threads_sleep():
+    """Let PyTorch's threads sleep while they wait (OMP_WAIT_POLICY=passive), in this process and those that it starts,
+    unless the environment says otherwise. Returns whether it comes in time, before PyTorch is imported."""
+    os.environ.setdefault('OMP_WAIT_POLICY', 'passive')
+    return 'torch' not in sys.modules

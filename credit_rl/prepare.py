@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 import torch
 from .critics import brier, expected_calibration_error
+from .dry_run import is_large, no_gpu, rank_tflops
 from .engine import seed_of
 from .estimate import describe, memory, read_sizes, step_seconds
 from .environment import open_search
@@ -29,9 +30,9 @@ from .runlog import RunLog, latest_checkpoint, read_json, read_metrics, read_par
 from .settings import (GROUPS, Course, CriticChoice, check, data_sets, flat_form, group_of, settings_of,
                                 tree_notes)
 from .sharded import DeepSpeedBackend
-from .stage import make_engine, origin_of, real_questions, real_search, set_stage, start_critic
-from .train import (MAY_CHANGE, Examiner, SilentLog, bound_method, check_same_params, end_interrupted, examine,
-                             is_large, launch_ranks, no_gpu, plan_of, rank_tflops, saving)
+from .setup import (Examiner, bound_method, examine, make_engine, make_setup, origin_of, plan_of,
+                             real_questions, real_search, start_critic)
+from .train import MAY_CHANGE, SilentLog, check_same_params, end_interrupted, launch_ranks, saving
 from .vllm_engine import EngineLost
 from .warmup import (GATE, Collection, CollectionPlan, Examination, GateFailed, Missing, Player, WarmUp,
                               collect, critic_learner, make_pairs, read_collected, report_from, searching, warm_up,
@@ -129,7 +130,12 @@ def drift(
     learner,
     layout,  # Layout of the base's own rollouts
 ):
-    "Mean k1 estimate of KL(base ‖ policy) per token, nats, over rollouts of the base."
+    """Mean k1 estimate of KL(base ‖ policy) per token, nats, over rollouts of the base.
+
+    Parameters
+    ----------
+    layout : Layout of the base's own rollouts
+    """
     seen, trained = learner.evaluate(layout, ('logp', 'ref_logp')), layout.trained
     return kl(seen.ref_logp, seen.logp, 'k1', trained)[trained].mean().item()
 
@@ -156,7 +162,13 @@ def finished_warming(
     choice,  # WarmUpChoice
 ):
     """The summary of a warm-up that is resumed and over (it passed, or took all its steps), None if there is more to
-    do."""
+    do.
+
+    Parameters
+    ----------
+    course : Course: run, resume
+    choice : WarmUpChoice
+    """
     path = Path(course.run)/'summary.json'
     if not (course.resume and path.exists()): return None
     summary, most = read_json(path), 0 if choice.collected == 'cold' else choice.warm_steps
@@ -177,26 +189,26 @@ def _keep_exam(log, learner, keep, ranks, kept):
     else: write(None)
 
 # %% ../nbs/5_run/65_prepare.ipynb #c017
-def _plan(c):
+def _plan(settings, choice):
     """What of a warm-up the estimate depends on: a head on the policy, a frozen copy to tell its drift, and an engine
     that is gone before they learn."""
-    return replace(plan_of(c), critic=False, frozen=1, copied=1, renewed=False, by_file=False, twice=False,
-                   share=float(c.backbone_rate > 0), apart=True)
+    return replace(plan_of(settings), critic=False, frozen=1, copied=1, renewed=False, by_file=False, twice=False,
+                   share=float(choice.backbone_rate > 0), apart=True)
 
-def _weigh(c):
+def _weigh(settings, choice):
     "Bytes that a warm-up needs, see `memory`; beside vLLM only the policy."
-    found = memory(read_sizes(c.model), _plan(c))
+    found = memory(read_sizes(settings.acting.model), _plan(settings, choice))
     return {k: found[k] for k in ('rank', 'host', 'checkpoint', 'acting copy')}
 
-def _forecast(c):
+def _forecast(settings, choice):
     "The estimate of a warm-up, as lines."
-    sizes, plan = read_sizes(c.model), _plan(c)
-    n = min(c.questions, c.sorted_questions or c.questions) + c.dev_questions
-    tflops, taken = rank_tflops(settings_of(c).host)
-    took = lambda rollouts: step_seconds(sizes, plan, rollouts * c.max_tokens, c.max_tokens, tflops)
-    most = 2 * (sum(c.per_tier) if isinstance(c.per_tier, (list, tuple)) else 2 * c.per_tier)  # of both parts
-    rollouts = n * c.tries + min(n, most) * len(c.prompts) * c.repeats
-    return [*describe(sizes, plan, {'learning': took(c.warm_batch)['learning']}, c.warm_steps),
+    sizes, plan, task, most = read_sizes(settings.acting.model), _plan(settings, choice), settings.task, choice.per_tier
+    n = min(task.questions, choice.sorted_questions or task.questions) + task.dev_questions
+    (tflops, taken), length = rank_tflops(settings.host), settings.acting.max_tokens
+    took = lambda rollouts: step_seconds(sizes, plan, rollouts * length, length, tflops)
+    most = 2 * (sum(most) if isinstance(most, (list, tuple)) else 2 * most)  # of both parts
+    rollouts = n * choice.tries + min(n, most) * len(choice.prompts) * choice.repeats
+    return [*describe(sizes, plan, {'learning': took(choice.warm_batch)['learning']}, choice.warm_steps),
             f'before that, {rollouts:,} rollouts at most: {took(rollouts)["acting"] / 3600:.3g} h {taken}']
 
 # %% ../nbs/5_run/65_prepare.ipynb #c018
@@ -205,20 +217,29 @@ def prepare(
     say=None,  # function called with lines of text; None: print
 ):
     """Warm a critic up (CARL section 3.3, appendix C). Returns the run folder, whose summary says whether it passed.
-    Bad settings are refused before any compute."""
+    Bad settings are refused before any compute.
+
+    Parameters
+    ----------
+    config : Warming, or a dict of its settings
+    say : function called with lines of text; None: print
+    """
     c = make_warming(config) if isinstance(config, dict) else config
     say = say or (speak if is_rank() else lambda line: print(line, flush=True))
-    if c.dry_run:
-        if c.other_corpus: open_search(data_sets(settings_of(c).task)[0], c.path, c.other_corpus)
-        return examine(c, say, Examiner(check_warming, _weigh, _forecast))
+    s, choice = settings_of(c), group_of(WarmUpChoice, c)
+    if s.course.dry_run:
+        if choice.other_corpus: open_search(data_sets(s.task)[0], s.task.path, choice.other_corpus)
+        looks = (lambda settings: _weigh(settings, choice)), (lambda settings: _forecast(settings, choice))
+        return examine(c, say, Examiner(check_warming, *looks))
     check_warming(c)
     if is_rank():
-        with keep_traceback(c.run, int(os.environ['RANK'])): return _prepare(c, say, join_ranks(c.ranks, c))
-    host = settings_of(c).host
-    if finished_warming(settings_of(c).course, group_of(WarmUpChoice, c)) is None:
-        if c.model != 'tiny': find_model(c.model)
-        for line in [*_forecast(c), *no_gpu(host, c.model)] if is_large(c.model) else (): say(line)
-        if c.ranks > 1: return launch_ranks(c, say, 'credit_rl.prepare', (*MAY_CHANGE, 'warm_steps'))
+        with keep_traceback(s.course.run, int(os.environ['RANK'])):
+            return _prepare(c, say, join_ranks(s.host.ranks, c))
+    if finished_warming(s.course, choice) is None:
+        model = s.acting.model
+        if model != 'tiny': find_model(model)
+        for line in [*_forecast(s, choice), *no_gpu(s.host, model)] if is_large(model) else (): say(line)
+        if s.host.ranks > 1: return launch_ranks(c, say, 'credit_rl.prepare', (*MAY_CHANGE, 'warm_steps'))
     return _prepare(c, say, Ranks())
 
 # %% ../nbs/5_run/65_prepare.ipynb #c019
@@ -227,33 +248,34 @@ def _prepare(c, say, ranks):
     say, s, choice = say if ranks.first else lambda line: None, settings_of(c), group_of(WarmUpChoice, c)
     if finished_warming(s.course, choice):
         check_same_params(c)
-        say(f'{c.run} is only shown again: its warm-up is over')
-        return Path(c.run)
-    if c.threads: torch.set_num_threads(c.threads)
-    with RunLog(c.run, c.resume, s.keeping.trackers) if ranks.first else SilentLog(c.run) as log:
-        return _warmed(c, log, ranks, say)
+        say(f'{s.course.run} is only shown again: its warm-up is over')
+        return Path(s.course.run)
+    if s.host.threads: torch.set_num_threads(s.host.threads)
+    run = s.course.run
+    with RunLog(run, s.course.resume, s.keeping.trackers) if ranks.first else SilentLog(run) as log:
+        return _warmed(s, choice, vars(c), log, ranks, say)
 
-def _warmed(c, log, ranks, say):
-    "Warm up into a run folder that this process holds. Returns it."
-    s, choice = settings_of(c), group_of(WarmUpChoice, c)
-    real = None if c.data == 'tiny' else (real_questions(s.task, c.seed), real_search(s.task, c.protocol))
+def _warmed(s, choice, params, log, ranks, say):
+    "Warm up into a run folder that this process holds, which gets its `params`. Returns it."
+    task, seed, real = s.task, s.course.seed, None
+    if task.data != 'tiny': real = real_questions(task, seed), real_search(task, s.acting.protocol)
     for line in tree_notes(s.learning, 'a warm-up reads its states as rows of their own'): say(line)
     with log.beginning():
-        log.write_params(vars(c), (*MAY_CHANGE, 'warm_steps'))
+        log.write_params(params, (*MAY_CHANGE, 'warm_steps'))
         origin = origin_of(s.course, s.acting, s.host, s.critic)
-        stage = ranks.in_turn(lambda: set_stage(s.task, s.acting, origin, c.seed, say, real))
+        stage = ranks.in_turn(lambda: make_setup(task, s.acting, origin, seed, say, real))
         metric = bound_method(s.course, s.task, s.learning.questions_per_step, stage.chat).metric
         engine = make_engine(s.host, s.acting, origin.start, stage.model, stage.chat.tokenizer)
     player, data = Player(engine, s.acting.sampling, ranks), {}
     try:
-        for part, most in (('train', c.sorted_questions), ('dev', None)):
+        for part, most in (('train', choice.sorted_questions), ('dev', None)):
             env, path = stage.environments[part], log.folder/f'rollouts-{part}.jsonl.gz'
             data[part] = _gathered(path, player, env, stage.questions[part][:most],
-                                   _collecting(choice, s.course, metric, part), _elsewhere(choice, s.task, env),
+                                   _collecting(choice, s.course, metric, part), _elsewhere(choice, task, env),
                                    choice.embed, lambda line: say(f'{part}: {line}'))
     finally:
-        if c.engine != 'hf': engine.close()
-    exam = Examination(data['dev'], stage.environments['dev'], metric, c.row_tokens)
+        if s.host.engine != 'hf': engine.close()
+    exam = Examination(data['dev'], stage.environments['dev'], metric, s.learning.row_tokens)
     teaching = _warming_learner(s, choice, origin, stage.model)
     with _keeping_bad(log, stage.chat.tokenizer):
         learner, history = _teach(teaching, data['train'], exam, log, ranks, say)
@@ -264,6 +286,7 @@ def _warmed(c, log, ranks, say):
     say(('passed: ' if history[-1][1].passed else 'NOT passed: ') + str(history[-1][1]))
     return log.folder
 
+# %% ../nbs/5_run/65_prepare.ipynb #t6501
 @contextlib.contextmanager
 def _keeping_bad(log, tokenizer):
     "Where a step is refused, keep in `bad_step.json` what it was, and the states that made it. Raises BadStep."
@@ -273,6 +296,7 @@ def _keeping_bad(log, tokenizer):
         log.bad_step({'step': e.step, 'error': str(e), 'states': states})
         raise BadStep(f'warm-up, {e}; the states that made it are in {log.folder/"bad_step.json"}') from e
 
+# %% ../nbs/5_run/65_prepare.ipynb #t6502
 def _warming_learner(s, choice, origin, model):
     """How a run's critic is taught, the learner that teaches it, and how many checkpoints are kept: (WarmUp, Learner,
     int)."""
@@ -352,7 +376,12 @@ def _summaries(folders):
 
 def warmup_table(folders):  # list of folders of finished warm-ups, or one folder that holds them
     """What warm-ups came to (the paper's ablation: cold, random, curated), means over seeds: a pandas DataFrame, a row
-    for each kind; NaN for how far the policy moved where that was not kept. Raises ValueError on an empty list."""
+    for each kind; NaN for how far the policy moved where that was not kept. Raises ValueError on an empty list.
+
+    Parameters
+    ----------
+    folders : list of folders of finished warm-ups, or one folder that holds them
+    """
     import pandas as pd
     rows = [{'critic': _kind(x), 'seeds': 1, **{n: x['report'][n] for n in GATE}, 'ECE': x['ece'], 'Brier': x['brier'],
              'V, known': x['value_tier']['2'], 'V, not known': x['value_tier']['1'],
@@ -363,7 +392,12 @@ def warmup_table(folders):  # list of folders of finished warm-ups, or one folde
 
 def calibration_pairs(folders):  # as in warmup_table
     """What V(s_0) said and what came of it, on the held-out rollouts with the choice, by kind of warm-up, its seeds
-    together: dict of tensors (2, n). Without those that kept no pairs."""
+    together: dict of tensors (2, n). Without those that kept no pairs.
+
+    Parameters
+    ----------
+    folders : as in warmup_table
+    """
     pairs = {}
     for summary in _summaries(folders): pairs.setdefault(_kind(summary), []).extend(summary.get('calibration', []))
     return {kind: torch.tensor([*zip(*found)], dtype=torch.float64) for kind, found in pairs.items() if found}

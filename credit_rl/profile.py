@@ -29,7 +29,12 @@ BETWEEN = {'dev': ('development questions', 'raise eval_every, or ask fewer dev_
 
 def line_seconds(folder):  # of a run of training
     """Seconds of a mean step by line of the loop, and of what comes between steps: dict, in the order of the loop.
-    Lines that never ran are left out. Raises ValueError where no step was timed."""
+    Lines that never ran are left out. Raises ValueError where no step was timed.
+
+    Parameters
+    ----------
+    folder : of a run of training
+    """
     if metrics_file(folder) is None:
         raise ValueError(f'{folder} holds no metrics.jsonl; wanted the folder of a training run')
     table = read_metrics(folder)
@@ -46,7 +51,12 @@ def line_seconds(folder):  # of a run of training
 KINDS = ('prompt', 'sampled', 'observed', 'padded', 'shared')
 
 def layout_tokens(layout):  # with nodes, see pack
-    "Count a layout's tokens by kind: dict of KINDS. The first four are the whole rectangle; `shared` lies in them."
+    """Count a layout's tokens by kind: dict of KINDS. The first four are the whole rectangle; `shared` lies in them.
+
+    Parameters
+    ----------
+    layout : with nodes, see pack
+    """
     there = torch.arange(layout.ids.shape[1]) < layout.lengths[:, None]
     begun = layout.trained.long().cumsum(1) > 0
     some = layout.trained.any(1, keepdim=True)
@@ -57,7 +67,12 @@ def layout_tokens(layout):  # with nodes, see pack
 
 def kept_tokens(folder):  # of a run of training
     """Tokens by kind of the rollouts that a run kept, added up over its steps, and how many these were: (dict of KINDS,
-    int). Each step's are laid out by themselves. ({}, 0) where none were kept."""
+    int). Each step's are laid out by themselves. ({}, 0) where none were kept.
+
+    Parameters
+    ----------
+    folder : of a run of training
+    """
     steps, total = {}, {}
     for row in read_turns(folder):
         if row.get('kind') == 'train': steps.setdefault(row['step'], []).append(trajectory_from_json(row['trajectory']))
@@ -68,7 +83,12 @@ def kept_tokens(folder):  # of a run of training
 
 # %% ../nbs/machinery/78_profile.ipynb #f013
 def dominant(spent):  # see line_seconds
-    "Say which line takes the most of a step, and what may be done about it: str."
+    """Say which line takes the most of a step, and what may be done about it: str.
+
+    Parameters
+    ----------
+    spent : see line_seconds
+    """
     about = LINES | {'rest': REST} | BETWEEN
     name = max(spent, key=spent.get)
     what, mend = about[name]
@@ -76,14 +96,24 @@ def dominant(spent):  # see line_seconds
     return f'{share:.0%} of the time goes into {name} ({what}): {mend}'
 
 def shared_line(tokens):  # see kept_tokens
-    "Say what a tree would save of the kept rollouts, as far as tokens count: str."
+    """Say what a tree would save of the kept rollouts, as far as tokens count: str.
+
+    Parameters
+    ----------
+    tokens : see kept_tokens
+    """
     read = sum(tokens[name] for name in KINDS[:3])
     whole = read + tokens['padded']
     return (f'{tokens["padded"] / whole:.0%} of what is read in rows is padding, and {tokens["shared"] / read:.0%} of '
             f'the rest is shared with another row: tree=true reads {(read - tokens["shared"]) / whole:.0%} of it')
 
 def describe_profile(folder):  # of a run of training
-    "Say where a run's time goes, in lines of text."
+    """Say where a run's time goes, in lines of text.
+
+    Parameters
+    ----------
+    folder : of a run of training
+    """
     spent, (tokens, kept) = line_seconds(folder), kept_tokens(folder)
     about, total = LINES | {'rest': REST} | BETWEEN, sum(spent.values())
     lines = [f'{total:.3g} s a step:', *(f'  {name:12}{s:8.3g} s {s / total:5.0%}  {about[name][0]}'
@@ -93,7 +123,12 @@ def describe_profile(folder):  # of a run of training
             *(f'  {name:12}{tokens[name]:10,}' for name in KINDS), shared_line(tokens)]
 
 def profile_figure(folder):  # of a run of training
-    "Draw a run's seconds by line and its tokens by kind: a matplotlib figure."
+    """Draw a run's seconds by line and its tokens by kind: a matplotlib figure.
+
+    Parameters
+    ----------
+    folder : of a run of training
+    """
     import matplotlib.pyplot as plt
     spent, (tokens, kept) = line_seconds(folder), kept_tokens(folder)
     fig, (first, second) = plt.subplots(1, 2, figsize=(8, 2.6), layout='constrained')
@@ -108,7 +143,12 @@ def profile_figure(folder):  # of a run of training
 
 # %% ../nbs/machinery/78_profile.ipynb #f018
 def main(arguments=None):  # list of str; None: the command line's
-    "`credit-rl profile RUN`: say where a run's time went, by line of the loop, and on which tokens."
+    """`credit-rl profile RUN`: say where a run's time went, by line of the loop, and on which tokens.
+
+    Parameters
+    ----------
+    arguments : list of str; None: the command line's
+    """
     parser = make_parser('credit_rl.profile', "Say where a run's time went, by line of the loop, and on which tokens.")
     parser.add_argument('run', help='folder of a training run')
     parser.add_argument('--out', help='file of a figure, .png, .svg or .pdf')

@@ -68,7 +68,12 @@ class Task(Source):
 
 # %% ../nbs/5_run/61_settings.ipynb #n0102
 def usual_turns(protocol):  # a row of PROTOCOLS or None
-    "Turns of a trajectory, the answer included, where no number is set: 15 segments by CARL's protocols, else 4."
+    """Turns of a trajectory, the answer included, where no number is set: 15 segments by CARL's protocols, else 4.
+
+    Parameters
+    ----------
+    protocol : a row of PROTOCOLS or None
+    """
     row = PROTOCOLS.get(protocol)
     return 15 if row and row.context_tag else 4
 
@@ -166,7 +171,12 @@ class Learning(SettingsGroup):
             raise ValueError(f'betas are two numbers from 0 up to 1, got {self.betas}')
 
     def optimiser(self, critic):  # CriticChoice
-        "The learner's `Optimiser`."
+        """The learner's `Optimiser`.
+
+        Parameters
+        ----------
+        critic : CriticChoice
+        """
         return Optimiser(self.learning_rate, critic.critic_rate, weight_decay=self.weight_decay,
                          betas=tuple(self.betas), clip=self.clip, warmup=self.warmup, minibatches=self.minibatches,
                          epochs=self.epochs, row_tokens=self.row_tokens, backbone_rate=critic.critic_backbone_rate,
@@ -316,14 +326,19 @@ def group_of(group, config):
     return group(**{name: getattr(config, name) for name in options_in(group)})
 
 def settings_of(config):  # Config, or another flat form that has its names
-    "The groups of a flat record: `Settings`. Raises ValueError on a value that is not allowed."
+    """The groups of a flat record: `Settings`. Raises ValueError on a value that is not allowed.
+
+    Parameters
+    ----------
+    config : Config, or another flat form that has its names
+    """
     return Settings(**{name: group_of(group, config) for name, group in GROUPS.items()})
 
 # %% ../nbs/5_run/61_settings.ipynb #c018
 def check(config):
     "Refuse a configuration that cannot work. Raises ValueError with what was got, what is wanted, and how to mend it."
-    method, s = get_method(config.method), settings_of(config)
-    acting, task = s.acting, s.task
+    s = settings_of(config)
+    method, acting, task = get_method(s.course.method), s.acting, s.task
     _check_method(s, method)
     if acting.top_p < 1 or acting.top_k:
         raise ValueError(f'training takes top_p=1 and top_k=0, got {acting.top_p} and {acting.top_k}: with a cut-off '
@@ -339,7 +354,7 @@ def check(config):
     else: _check_sets(task, acting.protocol)
     _check_words(acting, task.data)
     schema_notes(acting, task.data, scored_schemas(bind(method, s.course.options), s.keeping.measure))
-    if s.critic.critic_from: _check_warmed(config, method)
+    if s.critic.critic_from: _check_warmed(s, method)
     if s.learning.tree: _check_tree(acting.model, s.host.lora)
     if task.path is not None and not Path(task.path).exists(): raise ValueError(f'path {task.path!r} does not exist')
 
@@ -402,7 +417,15 @@ def check_engine(
     ahead=0,   # steps by which playing runs ahead of learning
 ):
     """Refuse settings of an engine that is not asked for, and those with which vLLM cannot act for this run. Raises
-    ValueError."""
+    ValueError.
+
+    Parameters
+    ----------
+    host : Host
+    mismatch : Mismatch
+    acting : Acting
+    ahead : steps by which playing runs ahead of learning
+    """
     vllm = host.vllm
     if host.engine == 'hf' and (vllm or mismatch.correction and not ahead):
         raise ValueError("vllm and correction are settings of engine='vllm' (correction of ahead=1 too), but engine is "
@@ -514,23 +537,31 @@ def tree_notes(
     learning,  # Learning
     what,      # str, what reads rows as they are
 ):
-    "What to say where `tree` is set for something that does not heed it: list of str."
+    """What to say where `tree` is set for something that does not heed it: list of str.
+
+    Parameters
+    ----------
+    learning : Learning
+    what : str, what reads rows as they are
+    """
     return [f'tree=true is heeded by training by reinforcement alone: {what}'] if learning.tree else []
 
-def _check_warmed(config, method):
+def _check_warmed(s, method):
     "Refuse a warmed-up critic that did not pass or is of another model, protocol or head."
-    c, source = config, config.critic_from
-    if not method.critic: raise ValueError(f'{c.method} has no critic; leave out critic_from={source!r}')
+    name, source, acting = s.course.method, s.critic.critic_from, s.acting
+    if not method.critic: raise ValueError(f'{name} has no critic; leave out critic_from={source!r}')
     warmed, head = read_warmed(source), method.critic['head']
     if warmed.head != head:
-        raise ValueError(f'{c.method} has a {head} head, and {source} holds a {warmed.head} one: warm it up with '
-                         f'method={c.method}')
-    for name in ('model', 'protocol', *(('data', 'seed', 'world') if c.model == 'tiny' else ())):
-        now, then = json.loads(json.dumps(getattr(c, name))), warmed.settings[name]
+        raise ValueError(f'{name} has a {head} head, and {source} holds a {warmed.head} one: warm it up with '
+                         f'method={name}')
+    known = {'model': acting.model, 'protocol': acting.protocol}
+    if acting.model == 'tiny': known |= {'data': s.task.data, 'seed': s.course.seed, 'world': s.task.world}
+    for setting, value in known.items():
+        now, then = json.loads(json.dumps(value)), warmed.settings[setting]
         if now != then:
-            raise ValueError(f'the critic in {source} was warmed up with {name}={then!r}, this run has '
+            raise ValueError(f'the critic in {source} was warmed up with {setting}={then!r}, this run has '
                              f'{now!r}; what it knows is of another model')
-    if c.lora and (c.critic or method.critic['kind']) != 'shared':
+    if s.host.lora and s.critic.kind(method) != 'shared':
         raise ValueError("lora with critic_from needs critic='shared': another critic brings a backbone of its own")
 
 # %% ../nbs/5_run/61_settings.ipynb #hb62
@@ -538,7 +569,13 @@ def scored_schemas(
     method,   # Method with the options of a run
     measure,  # names in MEASURES
 ):
-    "How the golds that a run scores are written down: list, see `read_schema`."
+    """How the golds that a run scores are written down: list, see `read_schema`.
+
+    Parameters
+    ----------
+    method : Method with the options of a run
+    measure : names in MEASURES
+    """
     asked = method.asks([]).schemas
     measured = 'belief' in measure and 'gold' not in asked
     return [*asked.values(), *[SCHEMA_OPTION.default] * measured]

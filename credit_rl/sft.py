@@ -22,8 +22,8 @@ from .protocol import prompt_hash
 from .rollout import rollout
 from .runlog import RunLog, atomic_folder, code_hashes, read_params
 from .settings import GROUPS, check, make_config, settings_of, tree_notes
-from .stage import draw_questions, origin_of, set_stage
-from .train import MAY_CHANGE, bound_method, check_same_params
+from .setup import bound_method, draw_questions, make_setup, origin_of
+from .train import MAY_CHANGE, check_same_params
 from .trajectory import Group
 
 # %% ../nbs/5_run/64_sft.ipynb #c006
@@ -34,7 +34,15 @@ def keep_right(
     seed=0,          # which ones, where there are more
 ):
     """Keep right rollouts, different ones, a few of each question (rejection sampling): list of Group, without those
-    that have none."""
+    that have none.
+
+    Parameters
+    ----------
+    groups : list of Group
+    metric : outcome, see outcome_rewards; 1 is right
+    per_question : most rollouts of one question
+    seed : which ones, where there are more
+    """
     rng, kept = random.Random(seed), []
     if per_question < 1: raise ValueError(f'per_question must be at least 1, got {per_question}')
     for g in groups:
@@ -47,7 +55,12 @@ def keep_right(
 def sft_rows(
     groups,  # list of Group
 ):
-    "Rows for TRL's SFTTrainer: list of {'input_ids', 'labels'}, labels -100 except on what the model wrote."
+    """Rows for TRL's SFTTrainer: list of {'input_ids', 'labels'}, labels -100 except on what the model wrote.
+
+    Parameters
+    ----------
+    groups : list of Group
+    """
     layout = pack(groups)
     return [{'input_ids': ids[:n].tolist(), 'labels': torch.where(trained[:n], ids[:n], -100).tolist()}
             for ids, trained, n in zip(layout.ids, layout.trained, layout.lengths.tolist())]
@@ -121,7 +134,18 @@ def fine_tune(
     on_bad_step='stop',    # where a gradient is not finite: 'stop' raises BadStep, 'skip' goes on without it
 ):
     """Train on rows with TRL's SFTTrainer: its log, list of dict. Raises ImportError without the extra `train`,
-    ValueError without rows, BadStep."""
+    ValueError without rows, BadStep.
+
+    Parameters
+    ----------
+    model : Hugging Face causal model, trained in place
+    tokenizer : its tokenizer
+    rows : list of dict, from sft_rows
+    how : epochs, learning rate, batch
+    micro : rows per forward
+    say : function called with lines of text; None: nobody is told how it goes
+    on_bad_step : where a gradient is not finite: 'stop' raises BadStep, 'skip' goes on without it
+    """
     if not rows:
         raise ValueError('there is nothing to imitate: no rollout was right; play more attempts, or begin with a '
                          'better model')
@@ -151,7 +175,12 @@ def rejection_sft(
     say=print,
 ):
     """Play, keep what was right, fine-tune, and compare on the test questions. Returns the run folder, with the model
-    in `model/`. With `resume` one that did not come to its end begins anew, and one that did is left as it is."""
+    in `model/`. With `resume` one that did not come to its end begins anew, and one that did is left as it is.
+
+    Parameters
+    ----------
+    config : Config or dict of its settings: stage, questions and evaluation; its method plays no part
+    """
     c = make_config(config) if isinstance(config, dict) else config
     if c.dry_run: raise ValueError('dry_run is for training by reinforcement; this fine-tuning has none')
     check(c)
@@ -161,7 +190,7 @@ def rejection_sft(
     metric = bound_method(dataclasses.replace(s.course, method='grpo'), s.task, c.questions_per_step).metric
     with RunLog(c.run, c.resume) as log, log.beginning():
         log.write_params({**vars(c), 'method': 'sft', 'sft': dataclasses.asdict(how)}, MAY_CHANGE)
-        stage = set_stage(s.task, acting, origin, c.seed, say)
+        stage = make_setup(s.task, acting, origin, c.seed, say)
         for line in tree_notes(s.learning, 'a fine-tuning reads its rows as they are'): say(line)
         engine = HFEngine(stage.model, stage.chat.tokenizer, max_length=c.max_tokens)
         test = lambda: evaluate(engine, stage.environments['test'], stage.questions['test'], acting.greedy,

@@ -7,6 +7,7 @@ __all__ = ['join_deepspeed', 'merged_pieces', 'DeepSpeedBackend']
 
 # %% ../nbs/machinery/53_sharded.ipynb #s002
 import contextlib, os, sys, warnings
+from dataclasses import replace
 import torch
 from .launch import is_rank
 from .layout import rows_of, take
@@ -18,7 +19,12 @@ def join_deepspeed(
     device,  # torch.device of the model
 ):
     """Import DeepSpeed for a device and join the other ranks; one that nobody launched is alone. Returns the module.
-    Raises ImportError without the extra `train`, ValueError where DeepSpeed runs on another kind of device."""
+    Raises ImportError without the extra `train`, ValueError where DeepSpeed runs on another kind of device.
+
+    Parameters
+    ----------
+    device : torch.device of the model
+    """
     if device.type == 'cpu': os.environ.setdefault('DS_ACCELERATOR', 'cpu')
     os.environ.setdefault('TORCH_EXTENSIONS_DIR', os.path.join(sys.prefix, 'torch_extensions'))
     try: import deepspeed
@@ -50,7 +56,12 @@ def merged_pieces(
     folder,  # a checkpoint's, which holds a folder 'deepspeed'
 ):
     """Put together what other ranks wrote: float32 weights by name, AdamW's averages by key and name, its numbers of
-    steps by name and key, and the state that `save` was given. A group without an average yet has zeros."""
+    steps by name and key, and the state that `save` was given. A group without an average yet has zeros.
+
+    Parameters
+    ----------
+    folder : a checkpoint's, which holds a folder 'deepspeed'
+    """
     from deepspeed.utils import zero_to_fp32 as zero
     place = os.path.join(folder, 'deepspeed')
     with only_data(folder):
@@ -80,7 +91,14 @@ def merged_pieces(
 
 # %% ../nbs/machinery/53_sharded.ipynb #s012
 class DeepSpeedBackend:
-    "Run a learner through DeepSpeed, on as many ranks as were launched. See `PlainBackend` for what each method does."
+    """Run a learner through DeepSpeed, on as many ranks as were launched. See `PlainBackend` for what each method does.
+
+    Parameters
+    ----------
+    stage : ZeRO stage, 0 to 3
+    dtype : of forward and backward: 'float32', 'bfloat16'; the optimiser steps in float32
+    settings : dict, entries of DeepSpeed's own configuration that add to or replace ours
+    """
     scorer = None
 
     def __init__(
@@ -107,6 +125,7 @@ class DeepSpeedBackend:
         deepspeed = join_deepspeed(next(scorer.model.parameters()).device)
         self.rank, self.ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
         self.scorer, self.tree = scorer, takes_tree_mask(scorer.model)            # later its weights may be in pieces
+        if self.stage == 3 and self.ranks > 1: scorer.pieces = replace(scorer.pieces, agree=self._most)
         own = self.stage == 0 and self.dtype == 'bfloat16'
         for group in self.adamw.param_groups if own else (): group['lr'] = 0.     # each update sets it
         self.engine = self._initialise(deepspeed, scorer, optimizer=self.adamw)
@@ -117,6 +136,7 @@ class DeepSpeedBackend:
     def freeze(self, scorer, offload):
         "Take over a `Scorer` that is only read, in the learner's precision: spread over the ranks under stage 3."
         import deepspeed
+        scorer.pieces = self.scorer.pieces
         home = torch.device('cpu') if offload else self.device
         for p in scorer.parameters(): p.data = p.data.to(home, getattr(torch, self.dtype))
         if self.stage < 3: return scorer.to(home)
@@ -143,6 +163,12 @@ class DeepSpeedBackend:
         # stage 3 would keep what this loss gave to weights that the next one does not reach
         if self.stage == 3: self.engine.optimizer.grad_partitions_flat_buffer.zero_()
         return float(self.engine.get_global_grad_norm() if plain is None else plain)
+
+    def _most(self, count):
+        "The largest of the counts that all ranks say."
+        most = torch.tensor(count, device=self.device)
+        torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX)
+        return int(most)
 
     def gather(self, sums):
         "Add up named numbers or tensors over all ranks."

@@ -32,7 +32,7 @@ from .parameters import make_parser
 from .prepare import is_warmup
 from .runlog import METRICS, read_params, read_summary, read_turns
 from .trajectory import Group, trajectory_from_json
-from .train import known_tiers
+from .step_metrics import known_tiers
 from .warmup import read_collected
 
 # %% ../nbs/papers/85_tables.ipynb #u005
@@ -42,7 +42,12 @@ def is_evaluation(folder):
 
 def sort_folders(folders):  # list of run folders, or of folders of such
     """Sort run folders: dict 'training', 'warm-up' and 'evaluation' → list of Path. Raises FileNotFoundError on a
-    folder that holds no run."""
+    folder that holds no run.
+
+    Parameters
+    ----------
+    folders : list of run folders, or of folders of such
+    """
     found = {'training': [], 'warm-up': [], 'evaluation': []}
     for folder in map(Path, folders):
         inside = [p for p in sorted(folder.glob('*')) if is_evaluation(p)]
@@ -57,14 +62,25 @@ def of_kind(
     folders,          # as in sort_folders
     kind='training',  # or 'warm-up', 'evaluation'
 ):
-    "The folders of one kind: list of Path. Raises ValueError where there is none."
+    """The folders of one kind: list of Path. Raises ValueError where there is none.
+
+    Parameters
+    ----------
+    folders : as in sort_folders
+    kind : or 'warm-up', 'evaluation'
+    """
     found = sort_folders(folders)
     if found[kind]: return found[kind]
     got = ', '.join(f'{len(v)} of {k}' for k, v in found.items() if v) or 'no folder'
     raise ValueError(f'this is drawn from runs of {kind}, got {got}')
 
 def finished_runs(folders):  # as in sort_folders
-    "Runs of training that have ended: list of (parameters, summary). Raises ValueError where there is none."
+    """Runs of training that have ended: list of (parameters, summary). Raises ValueError where there is none.
+
+    Parameters
+    ----------
+    folders : as in sort_folders
+    """
     runs = [(read_params(run), read_summary(run)) for run in of_kind(folders)]
     found = [(params, summary) for params, summary in runs if summary is not None]
     if not found: raise ValueError(f'none of {len(runs)} runs has finished: resume them')
@@ -88,7 +104,12 @@ def setting_value(params, name):
     return read_params(value).get('collected', 'curated') if (Path(value)/'params.yaml').exists() else Path(value).name
 
 def run_names(runs):  # list of run folders
-    "Names of runs of training: list of str, 'tips (band=small)'."
+    """Names of runs of training: list of str, 'tips (band=small)'.
+
+    Parameters
+    ----------
+    runs : list of run folders
+    """
     besides, names = ('teacher', 'teacher_every', 'measure'), []
     params = [read_params(run) for run in runs]
     values = [{**{n: p.get(n) for n in besides}, **{f'options.{n}': v for n, v in (p.get('options') or {}).items()}}
@@ -104,7 +125,12 @@ def table_of(
     rows,         # list of (label, dict of numbers), a label for each seed
     name='run',
 ):
-    "Means over rows of one label: a pandas DataFrame, with their number in `seeds`."
+    """Means over rows of one label: a pandas DataFrame, with their number in `seeds`.
+
+    Parameters
+    ----------
+    rows : list of (label, dict of numbers), a label for each seed
+    """
     import pandas as pd
     table = pd.DataFrame([{name: label, **row} for label, row in rows]).groupby(name, sort=False)
     return table.mean(numeric_only=True).assign(seeds=table.size())
@@ -114,7 +140,13 @@ def set_values(
     folder,       # an evaluation, or a finished run of training
     metric='em',  # 'em', 'f1', 'calls', 'tokens', or 'score': what a set is reported by
 ):
-    "A metric of each set and its mean: dict set → number. Of a training's sets, em alone is kept."
+    """A metric of each set and its mean: dict set → number. Of a training's sets, em alone is kept.
+
+    Parameters
+    ----------
+    folder : an evaluation, or a finished run of training
+    metric : 'em', 'f1', 'calls', 'tokens', or 'score': what a set is reported by
+    """
     if is_evaluation(folder):
         found = {n: s['score'] if metric == 'score' else s[metric] for n, s in read_scores(folder).items()}
         return {**found, 'mean': sum(found.values()) / len(found)}
@@ -127,7 +159,14 @@ def score_table(
     metric='em',  # as in set_values
     also=(),      # further metrics, each with columns of its own
 ):
-    "A metric by set: a pandas DataFrame, a row for each evaluation and each kind of finished run of training."
+    """A metric by set: a pandas DataFrame, a row for each evaluation and each kind of finished run of training.
+
+    Parameters
+    ----------
+    folders : as in sort_folders
+    metric : as in set_values
+    also : further metrics, each with columns of its own
+    """
     kinds = sort_folders(folders)
     done = [run for run in kinds['training'] if read_summary(run) is not None]
     places = [*zip((f.name for f in kinds['evaluation']), kinds['evaluation']), *zip(run_names(done), done)]
@@ -137,7 +176,12 @@ def score_table(
                      for label, folder in places])
 
 def mean_table(folders):  # as in sort_folders
-    "Exact match and F1, means over sets: a pandas DataFrame, rows as in score_table."
+    """Exact match and F1, means over sets: a pandas DataFrame, rows as in score_table.
+
+    Parameters
+    ----------
+    folders : as in sort_folders
+    """
     em = score_table(folders, 'em')
     return em[['mean']].set_axis(['em'], axis=1).assign(f1=score_table(folders, 'f1')['mean'], seeds=em.seeds)
 
@@ -148,7 +192,14 @@ def gain_table(
 ):
     """Finished runs by their settings: a pandas DataFrame with exact match, F1, the sets' exact match, the gain over
     the baseline as a share of it (where the same was asked, and on the same model where rows are models), and how many
-    collapsed."""
+    collapsed.
+
+    Parameters
+    ----------
+    folders : as in sort_folders
+    by : settings as in setting_value, whose values tell the rows apart
+    baseline : the first of these methods that was run
+    """
     runs, rows, base = finished_runs(folders), [], {}
     least = next((m for m in baseline if any(p['method'] == m for p, _ in runs)), None)
     asked = lambda p: (setting_value(p, 'model') if 'model' in by else '',
@@ -167,7 +218,12 @@ def gain_table(
 # %% ../nbs/papers/85_tables.ipynb #u015
 def kept_rollouts(folders):  # as in sort_folders
     """Rollouts that runs of training and evaluations kept: list of (name of the run, Trajectory, row). Raises
-    ValueError where there are none."""
+    ValueError where there are none.
+
+    Parameters
+    ----------
+    folders : as in sort_folders
+    """
     kinds, found = sort_folders(folders), []
     for name, run in zip(run_names(kinds['training']), kinds['training']):
         found += [(name, trajectory_from_json(r['trajectory']), r) for r in read_turns(run) if r.get('kind') == 'train']
@@ -184,7 +240,12 @@ def _processes(rollouts):
 
 def process_table(folders):  # as in sort_folders
     """Outcome against process over all kept rollouts, counted, and Pearson's statistic, NaN where a row or column is
-    empty (TSPO table 1): a pandas DataFrame."""
+    empty (TSPO table 1): a pandas DataFrame.
+
+    Parameters
+    ----------
+    folders : as in sort_folders
+    """
     import pandas as pd
     counts = op_table(*_processes(kept_rollouts(folders)))
     table = pd.DataFrame(counts.tolist(), ['P+', 'P-'], ['O+', 'O-']).astype(float)
@@ -196,7 +257,12 @@ def process_table(folders):  # as in sort_folders
 _KINDS = {(1, True): 'O+P+', (1, False): 'O+P-', (0, True): 'O-P+', (0, False): 'O-P-'}
 
 def reward_table(folders):  # as in sort_folders
-    "Mean reward of each turn by outcome and process (TSPO table 2): a pandas DataFrame, NaN where no rollout has it."
+    """Mean reward of each turn by outcome and process (TSPO table 2): a pandas DataFrame, NaN where no rollout has it.
+
+    Parameters
+    ----------
+    folders : as in sort_folders
+    """
     rollouts = [r for r in kept_rollouts(folders) if r[2].get('turn_rewards')]
     if not rollouts: raise ValueError('no rollout was kept with the rewards of its turns: give runs of training')
     right, first, _ = _processes(rollouts)
@@ -208,7 +274,13 @@ def near_miss_table(
     folders,  # as in sort_folders
     most=5,   # rollouts shown
 ):
-    "Rollouts that were shown a gold and answered wrong (TSPO table 7): a pandas DataFrame with their texts."
+    """Rollouts that were shown a gold and answered wrong (TSPO table 7): a pandas DataFrame with their texts.
+
+    Parameters
+    ----------
+    folders : as in sort_folders
+    most : rollouts shown
+    """
     import pandas as pd
     rollouts = kept_rollouts(folders)
     right, first, scored = _processes(rollouts)
@@ -220,7 +292,12 @@ def near_miss_table(
 
 # %% ../nbs/papers/85_tables.ipynb #u019
 def dense_parameters(sizes):  # Sizes
-    "Parameters that a token meets, the table of embeddings counted like the head (TIPS appendix H.1, N_dense)."
+    """Parameters that a token meets, the table of embeddings counted like the head (TIPS appendix H.1, N_dense).
+
+    Parameters
+    ----------
+    sizes : Sizes
+    """
     return (sizes.layers * sizes.hidden * (3 * sizes.intermediate + 2 * sizes.query + 2 * sizes.kv)
             + 2 * sizes.vocabulary * sizes.hidden)
 
@@ -231,7 +308,16 @@ def scoring_flops(
     gold_tokens,   # L_a, of an answer
     golds,         # A, answers of a question
 ):
-    "FLOPs of a teacher that scores every state of a step's rollouts (TIPS appendix H.1): float."
+    """FLOPs of a teacher that scores every state of a step's rollouts (TIPS appendix H.1): float.
+
+    Parameters
+    ----------
+    sizes : Sizes of the teacher
+    batch : B, rollouts of a step
+    lengths : L_i, tokens up to each of the S states; the last is the whole rollout's
+    gold_tokens : L_a, of an answer
+    golds : A, answers of a question
+    """
     dense, attends, longest = dense_parameters(sizes), sizes.query * sizes.layers, max(lengths)
     prefix = 2 * dense * batch * longest + 4 * batch * longest ** 2 * attends
     pairs = sum(gold_tokens * n + gold_tokens * (gold_tokens - 1) / 2 for n in lengths)
@@ -244,7 +330,12 @@ def _model_sizes(params):
     return read_sizes(params['model'])
 
 def widths_table(folders):  # as in sort_folders
-    "Widths and parameters of the models of runs (TIPS table 12): a pandas DataFrame."
+    """Widths and parameters of the models of runs (TIPS table 12): a pandas DataFrame.
+
+    Parameters
+    ----------
+    folders : as in sort_folders
+    """
     sizes = [(setting_value(p, 'model'), _model_sizes(p)) for p in map(read_params, of_kind(folders))]
     return table_of([(n, {'query': float(s.query), 'key': float(s.kv), 'value': float(s.kv),
                           'N dense': float(dense_parameters(s))}) for n, s in sizes], 'model')
@@ -260,7 +351,13 @@ def lengths_table(
     folders,         # as in sort_folders
     gold_tokens=10,  # L_a, as the paper takes it: a run keeps no tokens of its golds
 ):
-    "Numbers and lengths for `scoring_flops`, of the rollouts that runs kept (TIPS table 13): a pandas DataFrame."
+    """Numbers and lengths for `scoring_flops`, of the rollouts that runs kept (TIPS table 13): a pandas DataFrame.
+
+    Parameters
+    ----------
+    folders : as in sort_folders
+    gold_tokens : L_a, as the paper takes it: a run keeps no tokens of its golds
+    """
     rows = []
     for name, run in zip(run_names(of_kind(folders)), of_kind(folders)):
         p, rollouts = read_params(run), [t for _, t, _ in kept_rollouts([run])]
@@ -272,7 +369,12 @@ def lengths_table(
     return table_of(rows)
 
 def flops_table(folders):  # as in sort_folders
-    "TFLOPs of the teacher's scoring in a step, of the rollouts that runs kept (TIPS table 11): a pandas DataFrame."
+    """TFLOPs of the teacher's scoring in a step, of the rollouts that runs kept (TIPS table 11): a pandas DataFrame.
+
+    Parameters
+    ----------
+    folders : as in sort_folders
+    """
     rows = []
     for name, run in zip(run_names(of_kind(folders)), of_kind(folders)):
         n = lengths_table([run]).iloc[0]
@@ -294,7 +396,12 @@ def _logged(folders, names):
 
 def time_table(folders):  # as in sort_folders
     """Seconds of a step, of them the teacher's scoring, the step without it, and what scoring adds to that (TIPS tables
-    14 and 15, TSPO table 5): a pandas DataFrame."""
+    14 and 15, TSPO table 5): a pandas DataFrame.
+
+    Parameters
+    ----------
+    folders : as in sort_folders
+    """
     rows = []
     for name, table in _logged(folders, ['seconds_step']):
         step, scoring = table.seconds_step.mean(), table.get('seconds_teacher', 0 * table.seconds_step).fillna(0).mean()
@@ -304,7 +411,12 @@ def time_table(folders):  # as in sort_folders
 
 def regression_table(folders):  # as in sort_folders
     """Seconds of a step as a line in the mean length of its rollouts, least squares: slope, intercept, R², mean length
-    (TIPS table 16): a pandas DataFrame. NaN where all steps are equally long."""
+    (TIPS table 16): a pandas DataFrame. NaN where all steps are equally long.
+
+    Parameters
+    ----------
+    folders : as in sort_folders
+    """
     rows = []
     for name, table in _logged(folders, ['seconds_step', 'tokens']):
         x, y = table.tokens.to_numpy(), table.seconds_step.to_numpy()
@@ -361,7 +473,14 @@ def curve_figure(
     metrics,   # names in METRICS, or 'gold_entropy_fall'
     x='step',  # 'step', 'trajectories', 'trained_tokens' or 'seconds'
 ):
-    "Draw metrics of runs of training, a panel for each that was logged: matplotlib figure. Raises ValueError of none."
+    """Draw metrics of runs of training, a panel for each that was logged: matplotlib figure. Raises ValueError of none.
+
+    Parameters
+    ----------
+    folders : as in sort_folders
+    metrics : names in METRICS, or 'gold_entropy_fall'
+    x : 'step', 'trajectories', 'trained_tokens' or 'seconds'
+    """
     table = _curves(folders)
     curves = {m: seed_curves(table, m, x) for m in metrics if m in table}
     curves = {m: c for m, c in curves.items() if len(c)}
@@ -383,7 +502,12 @@ def curve_figure(
 
 def set_figure(folders):  # as in sort_folders
     """Draw held-out questions by step, a panel for each data set where several are mixed, else one for each number of
-    hops, else one for all: matplotlib figure."""
+    hops, else one for all: matplotlib figure.
+
+    Parameters
+    ----------
+    folders : as in sort_folders
+    """
     names = [n for n in _curves(folders) if n.startswith('dev_em_')]
     return curve_figure(folders, [n for n in names if not n[7:].isdigit()] or sorted(names) or ['dev_em'])
 
@@ -391,7 +515,13 @@ def stack_figure(
     folders,  # as in sort_folders
     metrics,  # shares that add up to 1
 ):
-    "Draw shares by step, stacked, a panel for each name of a run, means over its seeds: matplotlib figure."
+    """Draw shares by step, stacked, a panel for each name of a run, means over its seeds: matplotlib figure.
+
+    Parameters
+    ----------
+    folders : as in sort_folders
+    metrics : shares that add up to 1
+    """
     table = _curves(folders)
     if not {*metrics} <= {*table}: raise ValueError(f'none of these runs logged {", ".join(metrics)}')
     means = table.dropna(subset=list(metrics)).groupby(['method', 'step'], sort=False)[list(metrics)].mean()
@@ -413,7 +543,12 @@ def stack_figure(
 # %% ../nbs/papers/85_tables.ipynb #u032
 def refresh_figure(folders):  # as in sort_folders
     """Draw held-out questions by step for each refresh interval of the teacher, and what finished runs came to by
-    interval: matplotlib figure."""
+    interval: matplotlib figure.
+
+    Parameters
+    ----------
+    folders : as in sort_folders
+    """
     runs, table = finished_runs(folders), _curves(folders)
     fig, axes = _panels(2)
     colours = _colours(dict.fromkeys(table.method))
@@ -433,7 +568,12 @@ def refresh_figure(folders):  # as in sort_folders
 
 def size_figure(folders):  # as in sort_folders
     """Draw the score of evaluations against the size of their models: matplotlib figure. Raises ValueError where no
-    model's configuration is here."""
+    model's configuration is here.
+
+    Parameters
+    ----------
+    folders : as in sort_folders
+    """
     places = [(folder, name, read_manifest(folder/name)['model']['name']) for folder in of_kind(folders, 'evaluation')
               for name in read_scores(folder)]
     here = lambda model: model in KNOWN_SIZES or (Path(str(model))/'config.json').exists()
@@ -454,7 +594,12 @@ def size_figure(folders):  # as in sort_folders
 # %% ../nbs/papers/85_tables.ipynb #u035
 def advantage_figure(folders):  # as in sort_folders
     """Draw how the advantages of trained tokens are spread, each token with the mean of its turn, which is what runs
-    keep (TIPS figure 5): matplotlib figure."""
+    keep (TIPS figure 5): matplotlib figure.
+
+    Parameters
+    ----------
+    folders : as in sort_folders
+    """
     found = {}
     for name, t, row in kept_rollouts(folders):
         for turn, a in zip(t.turns, row.get('advantages') or ()):
@@ -480,7 +625,13 @@ def rollout_figure(
     folders,     # as in sort_folders
     right=True,  # a rollout that is right, or one that is wrong
 ):
-    "Draw a rollout's texts, its turns coloured by advantage: matplotlib figure."
+    """Draw a rollout's texts, its turns coloured by advantage: matplotlib figure.
+
+    Parameters
+    ----------
+    folders : as in sort_folders
+    right : a rollout that is right, or one that is wrong
+    """
     from matplotlib import colormaps
     t, advantages, name = _chosen(folders, right)
     limit = max(abs(a) for a in advantages if a is not None) or 1.
@@ -513,7 +664,14 @@ def state_figure(
     most=40,           # rollouts of a panel, the first
 ):
     """Draw what was found at the states of rollouts, turn by turn, right ones and wrong ones, with a ring where a turn
-    showed the gold and the measure fell (TIPS figure 12), a panel for each name of a run: matplotlib figure."""
+    showed the gold and the measure fell (TIPS figure 12), a panel for each name of a run: matplotlib figure.
+
+    Parameters
+    ----------
+    folders : as in sort_folders
+    what : or 'values', 'belief', as runs keep them
+    most : rollouts of a panel, the first
+    """
     found = {}
     for r in kept_rollouts(folders):
         if r[2].get(what): found.setdefault(r[0], []).append(r)
@@ -533,35 +691,65 @@ def state_figure(
 
 # %% ../nbs/papers/85_tables.ipynb #u040
 def examined_runs(folders):  # as in sort_folders
-    "Runs of training that were examined: list of Path. Raises ValueError where none was."
+    """Runs of training that were examined: list of Path. Raises ValueError where none was.
+
+    Parameters
+    ----------
+    folders : as in sort_folders
+    """
     found = [run for run in of_kind(folders) if 'competence' in (read_summary(run) or {})]
     if not found: raise ValueError('none of these runs was examined: credit-rl competence RUN')
     return found
 
 def asking_rates(folders):  # as in sort_folders
-    "Calls, exact match and mistakes by tier (CARL tables 3 and 19): a pandas DataFrame, see `asking_table`."
+    """Calls, exact match and mistakes by tier (CARL tables 3 and 19): a pandas DataFrame, see `asking_table`.
+
+    Parameters
+    ----------
+    folders : as in sort_folders
+    """
     return asking_table(examined_runs(folders))
 
 def broken_table(folders):  # as in sort_folders
-    "Exact match on what is known, with a tool that fails (CARL table 16): a pandas DataFrame, see `resilience_table`."
+    """Exact match on what is known, with a tool that fails (CARL table 16): a pandas DataFrame, see `resilience_table`.
+
+    Parameters
+    ----------
+    folders : as in sort_folders
+    """
     return resilience_table(examined_runs(folders))
 
 def tier_table(folders):  # as in sort_folders
-    "Share of the test questions that the base does not know without tools (CARL table 1): a pandas DataFrame."
+    """Share of the test questions that the base does not know without tools (CARL table 1): a pandas DataFrame.
+
+    Parameters
+    ----------
+    folders : as in sort_folders
+    """
     count = lambda found, tier: float(found['tiers'].get(tier, 0))
     return table_of([(method, {'tier 1': count(f, '1') / (count(f, '1') + count(f, '2')),
                                'questions': count(f, '1') + count(f, '2')})
                      for method, _, f in examined(examined_runs(folders))])
 
 def mechanism_table(folders):  # as in sort_folders
-    "What critics tell apart and what notes keep, before and after (CARL table 14): a pandas DataFrame."
+    """What critics tell apart and what notes keep, before and after (CARL table 14): a pandas DataFrame.
+
+    Parameters
+    ----------
+    folders : as in sort_folders
+    """
     runs = examined_runs(folders)
     alone = resilience_table(runs).filter(items=['no tool, all, base'])
     return play_table(runs).join(critics_table(runs), how='left').join(alone)
 
 def sign_rates(folders):  # as in sort_folders
     """How often the critic rose where a note kept a gold, and fell where it lost one (CARL table 12): a pandas
-    DataFrame, a row for each method and case. Raises ValueError on runs without a critic."""
+    DataFrame, a row for each method and case. Raises ValueError on runs without a critic.
+
+    Parameters
+    ----------
+    folders : as in sort_folders
+    """
     rows = [(f'{method}, {case}', {'n': float(x['n']), 'did': float(x['did'])})
             for method, _, f in examined(examined_runs(folders)) if f['critic']
             for case, x in f['critic']['signs'].items()]
@@ -571,7 +759,12 @@ def sign_rates(folders):  # as in sort_folders
 
 def calibration_table(folders):  # as in sort_folders
     """Share right in ten bins of the critic's chance at the question, with ECE, Brier score and AUC (CARL table 11): a
-    pandas DataFrame, a column for each method, seeds together; NaN in empty bins."""
+    pandas DataFrame, a column for each method, seeds together; NaN in empty bins.
+
+    Parameters
+    ----------
+    folders : as in sort_folders
+    """
     import pandas as pd
     found = {}
     for method, _, f in examined(examined_runs(folders)):
@@ -588,7 +781,12 @@ def calibration_table(folders):  # as in sort_folders
     return pd.DataFrame(columns)
 
 def competence_figure(folders):  # as in sort_folders
-    "Draw calibration, held-out questions, and calls on what is known, by step (CARL figure 2): matplotlib figure."
+    """Draw calibration, held-out questions, and calls on what is known, by step (CARL figure 2): matplotlib figure.
+
+    Parameters
+    ----------
+    folders : as in sort_folders
+    """
     table, curves = calibration_table(folders).iloc[:10], _curves(folders)
     names = [n for n in ('dev_em', 'tool_rate_tier_2') if n in curves and curves[n].notna().any()]
     fig, axes = _panels(1 + len(names))
@@ -608,7 +806,12 @@ def competence_figure(folders):  # as in sort_folders
 
 # %% ../nbs/papers/85_tables.ipynb #u043
 def bucket_table(folders):  # as in sort_folders
-    "Rollouts of warm-ups by tier of the question and by prompt (CARL table 4): a pandas DataFrame, a column for each."
+    """Rollouts of warm-ups by tier of the question and by prompt (CARL table 4): a pandas DataFrame, a column for each.
+
+    Parameters
+    ----------
+    folders : as in sort_folders
+    """
     import pandas as pd
     columns = {}
     for folder in of_kind(folders, 'warm-up'):
@@ -626,7 +829,12 @@ def _tier(question, tiers):
 
 def tier_figure(folders):  # as in sort_folders
     """Draw how the critic's value at the question is spread, by tier (CARL figure 4), of the training rollouts that
-    were kept, a panel for each name of a run: matplotlib figure."""
+    were kept, a panel for each name of a run: matplotlib figure.
+
+    Parameters
+    ----------
+    folders : as in sort_folders
+    """
     tiers, found = {}, {}
     for run in of_kind(folders):
         if (source := read_params(run).get('critic_from')) and Path(source).exists(): tiers |= known_tiers(source)
@@ -647,7 +855,12 @@ def tier_figure(folders):  # as in sort_folders
 
 def explained_table(folders):  # as in sort_folders
     """Explained variance of the outcome by the critic's values, by step (CARL table 13): a pandas DataFrame, a column
-    for each name of a run, at ten steps at most."""
+    for each name of a run, at ten steps at most.
+
+    Parameters
+    ----------
+    folders : as in sort_folders
+    """
     import pandas as pd
     columns = {}
     for name, table in _logged(folders, ['explained_outcome']): columns.setdefault(name, []).append(
@@ -663,7 +876,12 @@ def _set_rows(folder):
 
 def error_counts(folders):  # as in sort_folders
     """Wrong rollouts of evaluations by category, and by hops where questions tell them (CARL table 7): a pandas
-    DataFrame, see `error_table`."""
+    DataFrame, see `error_table`.
+
+    Parameters
+    ----------
+    folders : as in sort_folders
+    """
     import pandas as pd
     tables = {(folder.name, name): error_table(rollouts, asked_protocol(about['protocol']['name']))
               for folder in of_kind(folders, 'evaluation') for name, about, rollouts in _set_rows(folder)}
@@ -671,7 +889,12 @@ def error_counts(folders):  # as in sort_folders
 
 def hop_scores(folders):  # as in sort_folders
     """Right by number of hops (CARL table 18): a pandas DataFrame, a column for each evaluation and name of a finished
-    run. Raises ValueError where no question tells its hops."""
+    run. Raises ValueError where no question tells its hops.
+
+    Parameters
+    ----------
+    folders : as in sort_folders
+    """
     import pandas as pd
     kinds, columns = sort_folders(folders), {}
     for folder in kinds['evaluation']:
@@ -691,17 +914,32 @@ def _by_set(folders, row):
     return pd.DataFrame(list(rows.values()), pd.MultiIndex.from_tuples(rows, names=['run', 'data']))
 
 def retriever_table(folders):  # as in sort_folders
-    "What was searched, and how (TIPS table 8): a pandas DataFrame, a row for each set of an evaluation."
+    """What was searched, and how (TIPS table 8): a pandas DataFrame, a row for each set of an evaluation.
+
+    Parameters
+    ----------
+    folders : as in sort_folders
+    """
     return _by_set(folders, lambda about: {**(about['retriever'] or {'kind': 'none'}),
                                            **{f'corpus, {k}': v for k, v in (about['corpus'] or {}).items()}})
 
 def sources_table(folders):  # as in sort_folders
-    "Questions of the sets that were evaluated, and where they come from (TSPO table 6): a pandas DataFrame."
+    """Questions of the sets that were evaluated, and where they come from (TSPO table 6): a pandas DataFrame.
+
+    Parameters
+    ----------
+    folders : as in sort_folders
+    """
     return _by_set(folders, lambda about: {n: about['questions'][n] for n in ('revision', 'split', 'loaded', 'asked')}
                                           | {'model': about['model']['name']})
 
 def judged_rates(folders):  # as in sort_folders
-    "Pass rates of long answers by type (PRS tables 1, 3 and 6): a pandas DataFrame, see `judged_table`."
+    """Pass rates of long answers by type (PRS tables 1, 3 and 6): a pandas DataFrame, see `judged_table`.
+
+    Parameters
+    ----------
+    folders : as in sort_folders
+    """
     import pandas as pd
     judged = [f for f in of_kind(folders, 'evaluation') if list(f.glob('*/judged.json'))]
     if not judged: raise ValueError('none of these evaluations was judged: credit-rl longform --folder RUN judge=…')
@@ -710,7 +948,12 @@ def judged_rates(folders):  # as in sort_folders
 # %% ../nbs/papers/85_tables.ipynb #u049
 def paper_settings(file):  # name of a file of runs/params without its ending
     """A paper's settings: dict name → (value, source), options as `options.band`. Raises FileNotFoundError where the
-    file is not below this folder or one above."""
+    file is not below this folder or one above.
+
+    Parameters
+    ----------
+    file : name of a file of runs/params without its ending
+    """
     here = Path.cwd()
     found = [p for folder in (here, *here.parents) if (p := folder/'runs'/'params'/f'{file}.yaml').exists()]
     if not found: raise FileNotFoundError(f'runs/params/{file}.yaml is in no folder from {here.name} upwards: call '
@@ -734,7 +977,14 @@ def settings_table(
     file,          # as in paper_settings
     differ=False,  # True: only what differs
 ):
-    "A paper's settings beside those of runs, with the source of each: a pandas DataFrame, a row for each setting."
+    """A paper's settings beside those of runs, with the source of each: a pandas DataFrame, a row for each setting.
+
+    Parameters
+    ----------
+    folders : as in sort_folders
+    file : as in paper_settings
+    differ : True: only what differs
+    """
     import pandas as pd
     kinds, paper = sort_folders(folders), paper_settings(file)
     runs = {run.name: run_settings(run) for run in kinds['evaluation'] + kinds['training']}
@@ -757,7 +1007,13 @@ def draw_entry(
     folders,  # as in sort_folders
 ):
     """Draw a table or figure of a paper from run folders: a pandas DataFrame or a matplotlib figure. Raises ValueError,
-    with the command that would help, where it is not drawn from folders or these do not hold what it takes."""
+    with the command that would help, where it is not drawn from folders or these do not hold what it takes.
+
+    Parameters
+    ----------
+    entry : Entry
+    folders : as in sort_folders
+    """
     where = f'{entry.paper}, {entry.name} ({entry.title})'
     if not entry.draw:
         raise ValueError(f'{where}: {entry.state}' + (f'; {entry.command}' if entry.command else ''))
@@ -772,7 +1028,12 @@ FILES = {'tips': {'': 'tips_qwen2.5_7b', 'ppo': 'ppo_qwen2.5_7b', 'grpo': 'grpo_
          'carl': {'': 'carl_qwen2.5_7b', 'ppo': 'search_r1_ppo_qwen2.5_7b', 'grpo': 'carl_grpo_qwen2.5_7b'}}
 
 def setting_gaps(paper, folders):  # a paper of ENTRIES; as in sort_folders
-    "In what settings runs differ from a paper: list of str, a line for each setting of each run."
+    """In what settings runs differ from a paper: list of str, a line for each setting of each run.
+
+    Parameters
+    ----------
+    paper, folders : a paper of ENTRIES; as in sort_folders
+    """
     kinds, lines = sort_folders(folders), []
     for run in kinds['evaluation'] + kinds['training']:
         own = FILES[paper].get('' if is_evaluation(run) else read_params(run)['method'], FILES[paper][''])
@@ -796,7 +1057,14 @@ def entry_lines(
     folders,    # as in sort_folders
     out=None,   # folder for files; None: tables are shown, figures need one
 ):
-    "What is said of an entry: what the paper reports, and beside it what the folders hold: list of str."
+    """What is said of an entry: what the paper reports, and beside it what the folders hold: list of str.
+
+    Parameters
+    ----------
+    entry : Entry
+    folders : as in sort_folders
+    out : folder for files; None: tables are shown, figures need one
+    """
     said, drawing = report(entry.paper, entry.name), draw_entry(entry, folders)
     table = hasattr(drawing, 'to_string')
     lines = [f'== {entry.paper}, {entry.name}: {entry.title}']
@@ -807,7 +1075,12 @@ def entry_lines(
 
 def main(arguments=None):  # list of str; None: the command line's
     """`credit-rl tables PAPER [RUN_FOLDERS…]`: the tables and figures of a paper, those that the folders hold drawn and
-    the others with the command that would make them."""
+    the others with the command that would make them.
+
+    Parameters
+    ----------
+    arguments : list of str; None: the command line's
+    """
     about = "A paper's tables and figures, from run folders; without folders the list of them."
     parser = make_parser('credit_rl.tables', about)
     parser.add_argument('paper', choices=[*ENTRIES], help='whose')

@@ -18,7 +18,13 @@ def node_numbers(
     lengths,  # (R,) long, without padding
 ):
     """Number the nodes of the trie over the rows, parents before children and every subtree in one stretch: (R, T)
-    long, -1 at padding. Two tokens have one number where their rows agree up to them."""
+    long, -1 at padding. Two tokens have one number where their rows agree up to them.
+
+    Parameters
+    ----------
+    ids : (R, T) long, padded on the right
+    lengths : (R,) long, without padding
+    """
     there = torch.arange(ids.shape[1]) < lengths[:, None]
     rows = [row[:n] for row, n in zip(ids.tolist(), lengths.tolist())]
     order = torch.tensor(sorted(range(len(rows)), key=rows.__getitem__), dtype=torch.long)
@@ -72,7 +78,13 @@ def plant(
     ids,    # (R, T) long
     nodes,  # (R, T) long, as node_numbers gives them, of these rows among others; -1 at padding
 ):
-    "Make the `Tree` of some rows."
+    """Make the `Tree` of some rows.
+
+    Parameters
+    ----------
+    ids : (R, T) long
+    nodes : (R, T) long, as node_numbers gives them, of these rows among others; -1 at padding
+    """
     there = nodes >= 0
     numbers, column = nodes[there].unique(return_inverse=True)
     place = torch.full_like(nodes, -1).masked_scatter(there, column)
@@ -123,7 +135,15 @@ def path_attention(
     paths,       # Paths
     scale=None,  # of the products; None: D ** -0.5
 ):
-    "Attend to the ancestors of each column, without a mask over all of them: (1, H, W, D)."
+    """Attend to the ancestors of each column, without a mask over all of them: (1, H, W, D).
+
+    Parameters
+    ----------
+    query : (1, H, W, D)
+    value : (1, H, W, D) each
+    paths : Paths
+    scale : of the products; None: D ** -0.5
+    """
     sizes, out = [n for n, _ in paths.spans], []
     query, key, value = (x.split(sizes, 2) for x in (query, key, value))
     for i, (_, path) in enumerate(paths.spans):
@@ -133,7 +153,12 @@ def path_attention(
 
 # %% ../nbs/machinery/07_trees.ipynb #t013
 def block_mask(tree):  # Tree, padded to a multiple of BLOCK
-    "The ancestor mask as flex attention takes it."
+    """The ancestor mask as flex attention takes it.
+
+    Parameters
+    ----------
+    tree : Tree, padded to a multiple of BLOCK
+    """
     from torch.nn.attention.flex_attention import create_block_mask
     ends = tree.ends
     return create_block_mask(lambda b, h, q, k: (k <= q) & (q < ends[k]), None, None, len(ends), len(ends),
@@ -156,12 +181,17 @@ def tree_attention(module, query, key, value, attention_mask, tree=None, **kwarg
     return path_attention(query, key, value, tree, kwargs.get('scaling')).transpose(1, 2).contiguous(), None
 
 # %% ../nbs/machinery/07_trees.ipynb #t016
-ARCHITECTURES = ('llama', 'mistral', 'qwen2', 'qwen3')   # tests/test_trees.py compares each with rows of their own
+ARCHITECTURES = ('llama', 'mistral', 'qwen2', 'qwen3')   # tests/machinery/test_trees.py compares each
 
 def check_tree(
     config,  # Hugging Face configuration of a causal model
 ):
-    "Refuse `tree` with a sentence for a model that is not known to read trees rightly. Raises ValueError."
+    """Refuse `tree` with a sentence for a model that is not known to read trees rightly. Raises ValueError.
+
+    Parameters
+    ----------
+    config : Hugging Face configuration of a causal model
+    """
     kind = config.model_type
     if kind not in ARCHITECTURES:
         raise ValueError(f'tree is known to be right for {", ".join(ARCHITECTURES)}, not for {kind!r}: leave it out')
@@ -181,7 +211,12 @@ def attend_by_trees(
     model,  # Hugging Face causal model
 ):
     """Let a model read trees from now on; rows of their own it reads as before. Raises ValueError on a model that
-    check_tree refuses, on dropout in it, and on an attention that has no form for trees."""
+    check_tree refuses, on dropout in it, and on an attention that has no form for trees.
+
+    Parameters
+    ----------
+    model : Hugging Face causal model
+    """
     if model.config._attn_implementation in NAMES.values(): return
     check_tree(model.config)
     if found := [n for n, m in model.named_modules() if isinstance(m, torch.nn.Dropout) and m.p > 0]:
@@ -197,7 +232,12 @@ def attend_by_trees(
 def adds_mask(
     model,  # Hugging Face causal model
 ):
-    "Whether a model's attention adds its mask to the scores, so that booleans would be wrong: bool."
+    """Whether a model's attention adds its mask to the scores, so that booleans would be wrong: bool.
+
+    Parameters
+    ----------
+    model : Hugging Face causal model
+    """
     return model.config._attn_implementation in ('eager', NAMES['eager'])
 
 @functools.cache
@@ -215,7 +255,14 @@ def read_tree(
     tree,       # Tree on its device
     flex=None,  # True: by flex attention; None: on all devices but a CPU
 ):
-    "Read a forest once: last hidden states (W, d). Raises ValueError on a model that check_tree refuses."
+    """Read a forest once: last hidden states (W, d). Raises ValueError on a model that check_tree refuses.
+
+    Parameters
+    ----------
+    model : Hugging Face causal model
+    tree : Tree on its device
+    flex : True: by flex attention; None: on all devices but a CPU
+    """
     attend_by_trees(model)
     width, flex = len(tree.ids), tree.ids.device.type != 'cpu' if flex is None else flex
     if flex: tree = tree.padded(BLOCK)
@@ -230,14 +277,26 @@ def states_at(
     where,       # (R, T) bool
     place=None,  # (R, T) long: the column of each token, see Tree
 ):
-    "Pick the states of some tokens of rows: (n, d)."
+    """Pick the states of some tokens of rows: (n, d).
+
+    Parameters
+    ----------
+    hidden : (R, T, d) states of rows, or with `place` (W, d) of columns
+    where : (R, T) bool
+    place : (R, T) long: the column of each token, see Tree
+    """
     return hidden[where] if place is None else hidden.index_select(0, place[where])
 
 # %% ../nbs/machinery/07_trees.ipynb #t022
 WORTH = 1.05   # a rectangle of rows is read as it is unless its tokens, padding included, are so many times the nodes
 
 def tree_of(ids, nodes):  # (R, T) each
-    "The `Tree` of some rows, None where they are read as they are: they share next to nothing and are equally long."
+    """The `Tree` of some rows, None where they are read as they are: they share next to nothing and are equally long.
+
+    Parameters
+    ----------
+    ids, nodes : (R, T) each
+    """
     if nodes is None: return None
     width = int((nodes >= 0).sum(1).max())
     tree = plant(ids[:, :width], nodes[:, :width])
@@ -249,7 +308,14 @@ def deal_nodes(
     ranks=1,
     extra=None,  # nodes that each unit has besides, of which nothing is known: list of int
 ):
-    "Deal units into parts that share much: list (ranks) of equally long lists of lists of indices."
+    """Deal units into parts that share much: list (ranks) of equally long lists of lists of indices.
+
+    Parameters
+    ----------
+    units : list of long tensors: the numbers of each unit's nodes, each once
+    budget : most nodes in a part
+    extra : nodes that each unit has besides, of which nothing is known: list of int
+    """
     extra, order = extra or [0] * len(units), sorted(range(len(units)), key=lambda i: units[i].tolist())
     met = torch.full((1 + max((int(u.max()) for u in units if len(u)), default=0),), -1)
 

@@ -8,6 +8,7 @@ __all__ = ['gold_spans', 'View', 'show_rollout', 'telling_group', 'show_group', 
 # %% ../nbs/6_looking/72_view.ipynb #c003
 import html, math, re, string
 from dataclasses import dataclass, field
+from importlib.resources import files
 from pathlib import Path
 from .folr import evidence_golds
 from .metrics import exact_match, normalize
@@ -23,7 +24,13 @@ def gold_spans(
     text,   # str
     golds,  # list of str, accepted answers
 ):
-    "Find where golds stand in a text, by the rule of TSPO's first occurrence (sec. 3.2): sorted list of (start, end)."
+    """Find where golds stand in a text, by the rule of TSPO's first occurrence (sec. 3.2): sorted list of (start, end).
+
+    Parameters
+    ----------
+    text : str
+    golds : list of str, accepted answers
+    """
     words = [(t, *m.span()) for m in re.finditer(r'\S+', text) for t in normalize(m[0]).split()]
     spans = []
     for gold in (g.split() for g in evidence_golds(golds)):
@@ -152,39 +159,11 @@ def _rollout(t, advantages, limit, title, turns, fold, measured={}):
     return f'<section>{"".join(cells)}</section>'
 
 # %% ../nbs/6_looking/72_view.ipynb #c024
-_CSS = '''
-.crl{font-size:13px;line-height:1.45;max-width:110rem} .crl *{box-sizing:border-box}
-.crl-ask{font-size:15px;margin:2px 0 4px} .crl-ask b{font-weight:600}
-.crl-golds,.crl-legend,.crl-foot{font-size:12px;opacity:.85} .crl-golds{margin-bottom:4px}
-.crl mark{background-color:rgba(240,180,0,.38);color:inherit;border-radius:3px;padding:0 2px;
-  box-shadow:inset 0 -2px rgba(220,150,0,.9)}
-.crl-legend{display:flex;align-items:center;gap:8px;margin:4px 0 8px}
-.crl-legend i{width:110px;height:9px;border-radius:3px;border:1px solid rgba(128,128,128,.4)}
-.crl-legend span:last-child{opacity:.75;margin-left:4px}
-.crl-columns{display:grid;grid-auto-flow:column;column-gap:14px;row-gap:8px;overflow-x:auto;padding-bottom:4px}
-.crl section{display:contents} .crl-title{padding:2px 0;font-size:14px} .crl-title b{margin-right:6px;font-weight:600}
-.crl-right{color:rgb(46,134,200);font-weight:600} .crl-wrong{color:rgb(224,104,24);font-weight:600}
-.crl-turn{border:1px solid rgba(128,128,128,.3);border-left:6px solid rgba(128,128,128,.2);border-radius:5px;
-  padding:6px 10px 8px;
-  background-color:rgba(128,128,128,.06);min-width:0}
-.crl-head{display:flex;align-items:center;gap:8px;font-size:12px;margin-bottom:4px}
-  .crl-head>span:first-child{opacity:.75}
-.crl-chip{border:1px solid rgba(128,128,128,.45);border-radius:8px;padding:0 7px;font-size:11px;opacity:.85}
-.crl-bad{border-color:rgb(224,104,24);color:rgb(224,104,24);opacity:1;font-weight:600}
-.crl-credit{margin-left:auto;display:flex;align-items:center;gap:7px;font-variant-numeric:tabular-nums}
-.crl-bar{position:relative;width:64px;height:9px;border-left:1px solid rgba(128,128,128,.35);
-  border-right:1px solid rgba(128,128,128,.35);
-  background:linear-gradient(rgba(128,128,128,.9),rgba(128,128,128,.9)) center/1px 100% no-repeat}
-.crl-bar i{position:absolute;top:0;bottom:0} .crl-number{min-width:3.6em;text-align:right}
-.crl-say>div,.crl-seen{white-space:pre-wrap;overflow-wrap:anywhere} .crl-say>div+div{margin-top:3px}
-.crl-tag{font:10.5px ui-monospace,monospace;opacity:.6;white-space:nowrap} .crl-in-think{opacity:.9;
-  font-style:italic} .crl-in-answer{font-weight:600}
-.crl-in-tool_call{font:12px ui-monospace,monospace}
-.crl-seen{margin-top:6px;padding:5px 9px;border-left:2px solid rgba(128,128,128,.5);
-  background-color:rgba(128,128,128,.09);border-radius:0 4px 4px 0}
-.crl-seen summary{cursor:pointer} .crl-seen[open] summary{opacity:.6} .crl-seen>div{margin-top:5px;max-height:22em;
-  overflow:auto}
-'''
+def _asset(name):
+    "The text of a file that lies beside the modules, in a wheel too."
+    return (files('credit_rl')/name).read_text(encoding='utf-8')
+
+_CSS = '\n' + _asset('view.css')
 
 # %% ../nbs/6_looking/72_view.ipynb #c025
 @dataclass(frozen=True)
@@ -196,7 +175,12 @@ class View:
     def _repr_html_(self): return self.html
 
     def save(self, path):  # file to write
-        "Write a page of its own that follows the browser's light or dark setting. Returns the path."
+        """Write a page of its own that follows the browser's light or dark setting. Returns the path.
+
+        Parameters
+        ----------
+        path : file to write
+        """
         page = ('<!doctype html><html><head><meta charset="utf-8"><meta name="color-scheme" content="light dark">'
                 f'<title>{html.escape(self.what)}</title></head><body '
                 f'style="font-family:system-ui,sans-serif;margin:20px">{self.html}</body></html>')
@@ -240,7 +224,16 @@ def show_rollout(
     measured={},      # the row of `read_turns`: turn_rewards, values, belief, potential, those that it has
 ):
     """Show one rollout turn by turn, each with its advantage, and what a run measured of it: `View`. Raises ValueError
-    on advantages or measurements of another number of turns."""
+    on advantages or measurements of another number of turns.
+
+    Parameters
+    ----------
+    trajectory : Trajectory
+    advantages : (K,) tensor, or list with None for NaN: one for each turn; None: no credit is shown
+    title : str above the turns
+    fold : observations of more characters are folded
+    measured : the row of `read_turns`: turn_rewards, values, belief, potential, those that it has
+    """
     title = 'rollout' if title is None else title
     return _view([trajectory], [_numbers(advantages, trajectory)], [title], fold, f'{title} of question '
                  f'{trajectory.question.id}', measured)
@@ -249,7 +242,12 @@ def show_rollout(
 def telling_group(rows):  # list of dict, as `read_turns` gives them
     """The kept rollouts of one step and question that show credit best, best one first: of the last group in which a
     rollout's turns differ in their advantages, else of the last with any, else of the last; [] without any rows of
-    kind 'train'."""
+    kind 'train'.
+
+    Parameters
+    ----------
+    rows : list of dict, as `read_turns` gives them
+    """
     groups = {}
     for row in rows:
         if row['kind'] == 'train': groups.setdefault((row['step'], row['trajectory']['question']['id']), []).append(row)
@@ -268,7 +266,15 @@ def show_group(
     fold=400,         # observations of more characters are folded
 ):
     """Show the rollouts of a group side by side, turn beside turn, on one scale of advantages: `View`. Raises
-    ValueError on another number of rows."""
+    ValueError on another number of rows.
+
+    Parameters
+    ----------
+    group : Group
+    advantages : (G, K) tensor or lists, K the longest rollout's number of turns; None: no credit is shown
+    titles : list of G str
+    fold : observations of more characters are folded
+    """
     trajectories = group.trajectories
     rows = [None] * len(trajectories) if advantages is None else list(advantages)
     titles = [f'rollout {i}' for i in range(len(trajectories))] if titles is None else list(titles)
@@ -398,7 +404,14 @@ def page_data(
     rules=None,         # list of str: rows of METHODS or spellings; None: all rows
     characters=20_000,  # of a text, at most
 ):
-    "What the page of a run shows, as JSON values. Raises ValueError on a rule that there is not."
+    """What the page of a run shows, as JSON values. Raises ValueError on a rule that there is not.
+
+    Parameters
+    ----------
+    recording : Recording
+    rules : list of str: rows of METHODS or spellings; None: all rows
+    characters : of a text, at most
+    """
     rows, credit = _rules(recording, list(METHODS if rules is None else rules))
     texts, why = _token_texts(recording)
     chosen = _chosen(rows, rules)
@@ -425,415 +438,18 @@ def _reach(values):
     return [min([0., *known]), max([1., *known])]
 
 # %% ../nbs/6_looking/72_view.ipynb #v114
-_SCRIPT = r"""'use strict';
-const data = JSON.parse(document.getElementById('data').textContent);
-const BLUE = '46,134,200', ORANGE = '224,104,24', PURPLE = '140,80,190';
-const $ = (id) => document.getElementById(id);
-const state = {group: data.first, column: 0, sort: 'order', heat: 'none', open: false, rules: new Set(data.chosen),
-               kind: '', stop: '', hops: '', tier: '', verdict: ''};
-const turning = /([\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069])/;   // marks of direction
-
-function say(text) {   // text nodes; a mark of direction as its number
-  return text.split(turning).map((part, i) => i % 2
-    ? el('span', {class: 'mark'}, 'U+' + part.charCodeAt(0).toString(16).toUpperCase().padStart(4, '0'))
-    : document.createTextNode(part));
-}
-function el(tag, props, ...children) {
-  const svg = ['svg', 'path', 'circle', 'line', 'text', 'rect'].includes(tag);
-  const e = svg ? document.createElementNS('http://www.w3.org/2000/svg', tag) : document.createElement(tag);
-  for (const [name, value] of Object.entries(props || {})) {
-    if (name === 'style') e.style.cssText = value;
-    else if (name.startsWith('on')) e.addEventListener(name.slice(2), value);
-    else if (value === true) e.setAttribute(name, '');
-    else if (value !== false && value !== null && value !== undefined) e.setAttribute(name, value);
-  }
-  e.append(...children.flat(4).filter((c) => c !== null && c !== undefined));
-  return e;
-}
-const known = (x) => x !== null && x !== undefined;
-const digits = (x) => Math.abs(x) < 0.001 ? x.toExponential(1) : (+x.toPrecision(3)).toString();
-const short = (x) => !known(x) ? 'missing' : x === 0 ? '0' : digits(x).replaceAll('-', '−');
-const signed = (a) => !known(a) ? 'missing' : a === 0 ? '0'
-  : (a > 0 ? '+' : '−') + (Math.abs(a) >= 0.005 ? Math.abs(a).toFixed(2) : Math.abs(a).toPrecision(1));
-const many = (n, what) => `${n.toLocaleString('en')} ${what}${n === 1 ? '' : 's'}`;
-const mean = (xs) => xs.length ? xs.reduce((a, b) => a + b, 0) / xs.length : null;
-const clip = (x, low, high) => Math.max(low, Math.min(high, x));
-function tint(a, limit) {
-  if (!known(a) || a === 0 || !limit) return 'rgba(128,128,128,0.45)';
-  return `rgba(${a > 0 ? BLUE : ORANGE},${(0.2 + 0.8 * Math.min(Math.abs(a) / limit, 1)).toFixed(2)})`;
-}
-"""
-
-# %% ../nbs/6_looking/72_view.ipynb #v116
-_SCRIPT += r"""
-function disagreement(r) {
-  const rules = [...state.rules].filter((i) => r.credit[i]);
-  const spread = (k) => {
-    const xs = rules.filter((i) => known(r.credit[i][k]))
-      .map((i) => data.rules[i].limit ? clip(r.credit[i][k] / data.rules[i].limit, -1, 1) : 0);
-    return xs.length > 1 ? Math.max(...xs) - Math.min(...xs) : null;
-  };
-  return mean(r.turns.map((_, k) => spread(k)).filter(known));
-}
-const verdict = (r) => r.answer === null ? 'no answer' : r.right ? 'right' : 'wrong';
-const passes = (g, r) => (!state.kind || g.kind === state.kind) && (!state.stop || r.stop === state.stop)
-  && (!state.hops || String(g.hops) === state.hops) && (!state.tier || String(g.tier) === state.tier)
-  && (!state.verdict || verdict(r) === state.verdict);
-const passing = (g) => g.rollouts.filter((r) => passes(g, r));
-const measure = {
-  order: () => 0,
-  reward: (r) => known(r.reward) ? r.reward : -Infinity,
-  disagreement: (r) => { const d = disagreement(r); return d === null ? -1 : d; },
-};
-function sorted(rollouts) {
-  const value = new Map(rollouts.map((r) => [r, measure[state.sort](r)]));
-  return [...rollouts].sort((a, b) => value.get(b) - value.get(a) || a.number - b.number);
-}
-function order() {   // numbers of the groups that have a rollout to show, in the order that is asked for
-  const found = data.groups.map((g, i) => [i, passing(g)]).filter(([_, rs]) => rs.length);
-  const value = new Map(found.map(([i, rs]) => [i, mean(rs.map(measure[state.sort]))]));
-  return found.map(([i]) => i).sort((a, b) => value.get(b) - value.get(a) || a - b);
-}
-function go(steps) {
-  const shown = order(), at = shown.indexOf(state.group);
-  if (shown.length) { state.group = shown[clip(at + steps, 0, shown.length - 1)]; state.column = 0; draw(); }
-}
-"""
-
-# %% ../nbs/6_looking/72_view.ipynb #v118
-_SCRIPT += r"""
-function bar(rule, a) {
-  const limit = data.rules[rule].limit, share = known(a) && limit ? 50 * Math.min(Math.abs(a) / limit, 1) : 0;
-  const fill = el('i', {style: `${a > 0 ? 'left' : 'right'}:50%;width:${share}%;background:${tint(a, limit)}`});
-  const over = known(a) && Math.abs(a) > limit * 1.0001;
-  return el('div', {class: known(a) ? 'rule' : 'rule absent'}, el('span', {}, data.rules[rule].name),
-    el('span', {class: 'bar'}, fill), el('b', {}, signed(a) + (over ? ' ›' : '')));
-}
-function said(text) {   // each outer tag on a line of its own, nothing lost
-  const lines = [[]];
-  let open = '';
-  for (const piece of text.trim().split(/(<\/?[A-Za-z_]+>)/)) {
-    const tag = /^<(\/?)([A-Za-z_]+)>$/.exec(piece);
-    if (tag && !tag[1] && !open) lines.push([]);
-    if (tag && !tag[1]) open = open || tag[2];
-    lines[lines.length - 1].push(el('span', {class: tag ? 'tag' : open ? 'in in-' + open : 'in'}, say(piece)));
-    if (tag && tag[1] && tag[2] === open) open = '';
-  }
-  return lines.filter((line) => line.length).map((line) => el('div', {}, line));
-}
-function heat(turn, r, k) {   // the same text, token by token
-  const [low, high] = data.surprisal, rule = +state.heat.slice(5);
-  return el('div', {}, turn.action.map((piece, i) => {
-    const a = r.credit[rule] ? r.credit[rule][k] : null;
-    const x = turn.surprisal ? turn.surprisal[i] : null;
-    const dark = known(x) && high > low ? clip((x - low) / (high - low), 0, 1) : 0;
-    const colour = state.heat !== 'surprisal' ? tint(a, data.rules[rule].limit) : `rgba(${PURPLE},${0.7 * dark})`;
-    const title = state.heat !== 'surprisal' ? signed(a) : `−log p = ${short(x)} nats`;
-    return el('span', {class: 'token', style: `background:${colour}`, title}, piece === '' ? '·' : say(piece));
-  }));
-}
-function action(turn, r, k) {
-  const body = state.heat === 'none' || (state.heat === 'surprisal' && !turn.surprisal) ? said(turn.action.join(''))
-    : heat(turn, r, k);
-  const more = turn.cut ? el('i', {}, ` … ${many(turn.cut, 'character')} more, not on this page`) : null;
-  return el('div', {class: 'say', dir: 'auto'}, body, more);
-}
-function observation(turn) {
-  if (!turn.size) return null;
-  const more = turn.more ? el('i', {}, ` … ${many(turn.more, 'character')} more, not on this page`) : null;
-  const body = () => [turn.seen.map((p, i) => i % 2 ? el('mark', {}, say(p)) : say(p)), more];
-  if (turn.size <= 400) return el('div', {class: 'seen', dir: 'auto'}, body());
-  const box = el('div', {dir: 'auto'}), start = turn.seen.join('').slice(0, 80);
-  const marks = turn.marks ? [', ', el('mark', {}, 'gold'), ` × ${turn.marks}`] : ', no gold';
-  const fill = (e) => { if (e.target.open && !box.firstChild) box.append(...body().flat(3).filter(known)); };
-  return el('details', {class: 'seen', open: state.open, ontoggle: fill},
-    el('summary', {}, say(start), ` … (${many(turn.size, 'character')}`, marks, ')'), box);
-}
-"""
-
-# %% ../nbs/6_looking/72_view.ipynb #v119
-_SCRIPT += r"""
-function card(g, r, k) {
-  const turn = r.turns[k], bad = !['ok', 'none'].includes(turn.result);
-  const chips = [turn.result !== 'none' ? el('span', {class: bad ? 'chip bad' : 'chip'}, turn.result) : null,
-                 turn.edited ? el('span', {class: 'chip'}, 'context edited') : null];
-  const at = (name) => r[name] ? short(r[name][k]) : null, change = (x) => `${short(x[k])} → ${short(x[k + 1])}`;
-  const found = [r.earned ? `reward ${at('earned')}` : null, r.values ? `V ${at('values')}` : null,
-                 r.belief ? `belief ${change(r.belief)}` : null, r.potential ? `Φ ${change(r.potential)}` : null];
-  const bars = [...state.rules].map((i) => r.credit[i] ? bar(i, r.credit[i][k]) : null);
-  return el('div', {class: 'turn'}, el('div', {class: 'head'}, say(`turn ${k} · ${turn.kind}`), chips,
-      el('span', {class: 'count'}, many(turn.count, 'token'))), bars,
-    action(turn, r, k), observation(turn), el('div', {class: 'foot'}, found.filter(known).join(' · ')));
-}
-const TRACES = [['belief', 'belief', '#0072b2', '', 'circle', () => [0, 1]],
-                ['values', 'V', '#d55e00', '5 3', 'square', () => data.values],
-                ['potential', 'Φ (nats)', '#7b3fa0', '1 3', 'cross', () => data.potential]];
-function trace(r) {   // what was found at the states S_0 … S_K
-  const there = TRACES.filter(([name]) => r[name]);
-  if (!there.length) return null;
-  const n = r.turns.length, wide = 300, high = 62, x = (k) => 12 + k * (wide - 24) / Math.max(n, 1);
-  const parts = [el('line', {x1: 0, x2: wide, y1: high + 4, y2: high + 4, class: 'axis'})];
-  for (let k = 0; k <= n; k++) parts.push(el('text', {x: x(k), y: high + 16, class: 'tick'}, `S${k}`));
-  for (const [name, label, colour, dash, shape, range] of there) {
-    const [low, top] = range(), share = (v) => top > low ? clip((v - low) / (top - low), 0, 1) : 0.5;
-    const y = (v) => high - 2 - (high - 8) * share(v);
-    let path = '', pen = 'M';
-    r[name].forEach((v, k) => {
-      if (!known(v)) { pen = 'M'; return; }
-      path += `${pen}${x(k)} ${y(v)}`; pen = 'L';
-      parts.push(shape === 'circle' ? el('circle', {cx: x(k), cy: y(v), r: 3, fill: colour})
-        : shape === 'square' ? el('rect', {x: x(k) - 3, y: y(v) - 3, width: 6, height: 6, fill: colour})
-        : el('path', {d: `M${x(k) - 3} ${y(v) - 3}l6 6m0 -6l-6 6`, stroke: colour, 'stroke-width': 1.6}));
-    });
-    const look = {fill: 'none', stroke: colour, 'stroke-width': 1.6, 'stroke-dasharray': dash};
-    parts.push(el('path', {d: path || 'M0 0', ...look}));
-  }
-  const key = there.map(([name, label, colour, dash, shape, range]) => el('span', {style: `color:${colour}`},
-    `${{circle: '●', square: '■', cross: '×'}[shape]} ${label} ${range().map(short).join(' to ')} `));
-  const svg = el('svg', {viewBox: `0 0 ${wide} ${high + 20}`, class: 'trace', role: 'img',
-    'aria-label': there.map(([name, label]) => `${label}: ${r[name].map(short).join(', ')}`).join('; ')}, parts);
-  return el('div', {}, el('div', {class: 'key'}, key), svg);
-}
-"""
-
-# %% ../nbs/6_looking/72_view.ipynb #v120
-_SCRIPT += r"""
-function column(g, r, rows, at) {
-  const answer = r.answer === null ? el('span', {class: 'wrong'}, '✗ no answer')
-    : el('span', {class: r.right ? 'right' : 'wrong'}, r.right ? '✓ ' : '✗ ', el('bdi', {}, say(r.answer)));
-  const d = disagreement(r);
-  const whys = [...state.rules].filter((i) => !r.credit[i])
-    .map((i) => el('div', {class: 'why'}, el('b', {}, data.rules[i].name), ' ', g.why[i] || 'missing'));
-  const title = el('div', {class: 'title'}, el('b', {}, `rollout ${r.number}`), answer,
-    el('span', {class: r.stop === 'answer' ? 'chip' : 'chip bad'}, r.stop),
-    el('span', {class: 'number'}, `reward ${short(r.reward)}`),
-    d === null ? null : el('span', {class: 'number'}, `disagreement ${d.toFixed(2)}`));
-  const cells = [title, el('div', {class: 'found'}, whys, trace(r)), ...r.turns.map((_, k) => card(g, r, k))];
-  while (cells.length < rows + 2) cells.push(el('div', {}));
-  return el('section', {class: at === state.column ? 'here' : '', 'data-column': at}, cells);
-}
-function drawGroup() {
-  const g = data.groups[state.group], shown = order(), there = g && shown.includes(state.group);
-  const main = $('main');
-  if (!there) { main.replaceChildren(el('p', {}, data.groups.length ? 'No rollout passes these filters.'
-    : 'This run kept no rollouts.')); return; }
-  const rs = sorted(passing(g)), rows = Math.max(...rs.map((r) => r.turns.length));
-  const hidden = g.rollouts.length - rs.length;
-  const facts = [g.kind, `step ${g.step}`, g.source, known(g.hops) ? many(g.hops, 'hop') : null,
-    known(g.tier) ? `tier ${g.tier}` : null, g.id,
-    hidden ? `${hidden} of ${g.rollouts.length} hidden by filters` : null];
-  const grid = el('div', {class: 'columns', style: `grid-template-rows:repeat(${rows + 2},auto);` +
-    `grid-template-columns:repeat(${rs.length},minmax(19rem,${rs.length > 1 ? '1fr' : '56rem'}))`},
-    rs.map((r, at) => column(g, r, rows, at)));
-  const golds = g.golds.map((x) => [el('mark', {}, el('bdi', {}, say(x))), ' ']);
-  main.replaceChildren(el('h2', {dir: 'auto'}, say(g.question)),
-    el('div', {class: 'small'}, 'gold: ', golds.length ? golds : 'none',
-      el('span', {class: 'facts'}, say(facts.filter(Boolean).join(' · ')))), legend(), grid);
-}
-function legend() {
-  const parts = [...state.rules].map((i) => el('span', {}, `${data.rules[i].name} ±${short(data.rules[i].limit)}`));
-  const ends = el('i', {style: `background:linear-gradient(to right,rgb(${ORANGE}),#8882,rgb(${BLUE}))`});
-  const which = {none: '', surprisal: `tokens: −log p from ${short(data.surprisal[0])} (clear) to ` +
-    `${short(data.surprisal[1])} nats, percentiles 1 to 99 of this page`};
-  const tokens = which[state.heat] === undefined ? "tokens: each has its turn's credit" : which[state.heat];
-  return el('div', {class: 'legend'}, el('span', {}, 'less of this'), ends, el('span', {}, 'more of this'),
-    el('span', {class: 'scale'}, 'full bar, percentiles 1 to 99 of this page: ', parts.map((p) => [p, ' '])),
-    tokens ? el('span', {}, tokens) : null);
-}
-"""
-
-# %% ../nbs/6_looking/72_view.ipynb #v123
-_SCRIPT += r"""
-function drawList() {
-  const shown = order();
-  const line = (i) => {
-    const g = data.groups[i], rs = sorted(passing(g)), ds = rs.map(disagreement).filter(known);
-    const marks = rs.slice(0, 24).map((r) => el('span', {class: r.right ? 'right' : 'wrong'}, r.right ? '✓' : '✗'));
-    const reward = short(mean(rs.map((r) => r.reward).filter(known)));
-    const apart = ds.length ? ` · disagreement ${mean(ds).toFixed(2)}` : '';
-    const pick = () => { state.group = i; state.column = 0; draw(); };
-    return el('button', {class: 'pick', 'aria-current': i === state.group ? 'true' : null, onclick: pick},
-      el('span', {class: 'ask'}, el('bdi', {}, say(g.question.slice(0, 120)))),
-      el('span', {class: 'marks'}, marks, rs.length > 24 ? '…' : ''),
-      el('span', {class: 'small'}, `${g.kind} ${g.step} · reward ${reward}${apart}`));
-  };
-  const focused = $('list').contains(document.activeElement);
-  $('list').replaceChildren(...shown.map(line));
-  const count = shown.reduce((n, i) => n + passing(data.groups[i]).length, 0);
-  const all = data.rollouts.toLocaleString('en');
-  $('count').textContent = `${many(count, 'rollout')} of ${all}, ${many(shown.length, 'group')}`;
-  const here = document.querySelector('[aria-current]');
-  if (here) here.scrollIntoView({block: 'nearest'});
-  if (here && focused) here.focus();
-}
-function choice(name, label, options) {
-  const set = (e) => { state[name] = e.target.value; draw(); };
-  const list = options.map(([value, text]) => el('option', {value, selected: state[name] === value}, text));
-  return el('label', {}, label + ' ', el('select', {id: name, onchange: set}, list));
-}
-function values(of) {
-  const found = [...new Set(data.groups.flatMap((g) => of(g)).filter(known).map(String))].sort();
-  return found.length > 1 ? [['', 'all'], ...found.map((v) => [v, v])] : null;
-}
-function drawControls() {
-  const filter = (name, label, of) => { const v = values(of); return v ? choice(name, label, v) : null; };
-  const toggle = (i) => (e) => { if (e.target.checked) state.rules.add(i); else state.rules.delete(i); draw(); };
-  const rule = (r, i) => el('label', {class: r.why ? 'absent' : '', title: r.why || ''}, el('input', {type: 'checkbox',
-    checked: state.rules.has(i), disabled: Boolean(r.why), onchange: toggle(i), 'data-rule': i}), r.name,
-    r.why ? el('span', {class: 'why'}, ' ' + r.why) : null);
-  const heats = [['none', 'off'], ...(data.tokens ? [] : [['surprisal', '−log p']]),
-                 ...data.rules.map((r, i) => ['rule:' + i, 'credit: ' + r.name]).filter((_, i) => !data.rules[i].why)];
-  $('controls').replaceChildren(...[
-    choice('sort', 'sort', [['order', 'as kept'], ['reward', 'reward'], ['disagreement', 'disagreement']]),
-    filter('kind', 'kind', (g) => g.kind), filter('stop', 'stop', (g) => g.rollouts.map((r) => r.stop)),
-    filter('verdict', 'came out', (g) => g.rollouts.map(verdict)), filter('hops', 'hops', (g) => g.hops),
-    filter('tier', 'tier', (g) => g.tier), choice('heat', 'tokens', heats),
-    el('details', {id: 'rules'}, el('summary', {}), el('div', {class: 'menu'}, data.rules.map(rule)))].filter(known));
-}
-function syncControls() {
-  for (const box of $('controls').querySelectorAll('select')) box.value = state[box.id];
-  for (const box of $('controls').querySelectorAll('input')) box.checked = state.rules.has(+box.dataset.rule);
-  $('rules').firstChild.textContent = `rules (${state.rules.size} of ${data.rules.length})`;
-}
-"""
-
-# %% ../nbs/6_looking/72_view.ipynb #v124
-_SCRIPT += r"""
-const FILTERS = ['kind', 'stop', 'hops', 'tier', 'verdict'], ADDRESSED = ['group', 'sort', 'heat', 'open', ...FILTERS];
-function readAddress() {
-  const asked = new URLSearchParams(location.hash.slice(1));
-  for (const name of ADDRESSED.filter((n) => asked.has(n))) state[name] = asked.get(name);
-  state.group = clip(parseInt(state.group, 10) || 0, 0, Math.max(0, data.groups.length - 1));
-  state.open = state.open === true || state.open === 'true';
-  if (!(state.sort in measure)) state.sort = 'order';
-  const rule = /^rule:(\d+)$/.exec(state.heat);
-  if (!(state.heat === 'surprisal' || (rule && data.rules[+rule[1]]))) state.heat = 'none';
-  if (asked.has('rules')) state.rules = new Set(asked.get('rules').split(',').filter(Boolean).map(Number)
-    .filter((i) => data.rules[i] && !data.rules[i].why));
-}
-function writeAddress() {
-  if (!['file:', 'http:', 'https:'].includes(location.protocol)) return;   // inside a notebook there is none
-  const now = new URLSearchParams(ADDRESSED.filter((n) => state[n] !== '').map((n) => [n, String(state[n])]));
-  now.set('rules', [...state.rules].join(','));
-  history.replaceState(null, '', '#' + now);
-}
-function draw() {
-  const shown = order();
-  if (!shown.includes(state.group) && shown.length) state.group = shown[0];
-  syncControls(); drawList(); drawGroup(); writeAddress();
-}
-function move(steps) {
-  const all = [...document.querySelectorAll('section')];
-  state.column = clip(state.column + steps, 0, all.length - 1);
-  all.forEach((s, i) => s.classList.toggle('here', i === state.column));
-  if (all.length) all[state.column].firstChild.scrollIntoView({inline: 'nearest', block: 'nearest'});
-}
-function cycle(id) {
-  const box = $(id);
-  box.selectedIndex = (box.selectedIndex + 1) % box.options.length;
-  state[id] = box.value; draw();
-}
-const KEYS = {
-  j: () => go(1), ArrowDown: () => go(1), k: () => go(-1), ArrowUp: () => go(-1),
-  l: () => move(1), ArrowRight: () => move(1), h: () => move(-1), ArrowLeft: () => move(-1),
-  s: () => cycle('sort'), t: () => cycle('heat'), o: () => { state.open = !state.open; drawGroup(); writeAddress(); },
-  r: () => { $('rules').open = !$('rules').open; }, f: () => { $('sort').focus(); },
-  c: () => { for (const name of FILTERS) state[name] = ''; draw(); },
-  '?': () => { $('help').open ? $('help').close() : $('help').showModal(); },
-};
-addEventListener('keydown', (e) => {
-  if (e.ctrlKey || e.metaKey || e.altKey || !KEYS[e.key] || (e.key !== '?' && $('help').open)) return;
-  if (e.target.closest && e.target.closest('select, input')) { if (e.key.startsWith('Arrow') || e.key === ' ') return; }
-  e.preventDefault(); KEYS[e.key]();
-});
-addEventListener('resize', () => { if ($('list').querySelector('[aria-current]')) drawList(); });
-$('ask').addEventListener('click', () => KEYS['?']());
-readAddress();
-drawControls();
-draw();
-document.documentElement.dataset.drawn = 'yes';
-"""
-
-# %% ../nbs/6_looking/72_view.ipynb #v125
-_STYLE = r"""
-:root{color-scheme:light dark} *{box-sizing:border-box}
-body{margin:0;height:100vh;display:grid;grid-template:auto 1fr/minmax(13rem,19rem) 1fr;
-  font:13px/1.45 system-ui,sans-serif}
-header{grid-column:1/3;padding:8px 14px;border-bottom:1px solid rgba(128,128,128,.35);display:flex;
-  flex-wrap:wrap;gap:6px 16px;align-items:center}
-h1{font-size:15px;margin:0} h2{font-size:15px;margin:2px 0 4px;font-weight:600}
-#controls{display:flex;flex-wrap:wrap;gap:6px 14px;align-items:center} select{font:inherit;max-width:13rem}
-#list{overflow:auto;border-right:1px solid rgba(128,128,128,.35)} #main{overflow:auto;padding:8px 14px 14px;min-width:0}
-.pick{display:block;width:100%;text-align:left;font:inherit;color:inherit;background:none;border:0;cursor:pointer;
-  border-bottom:1px solid rgba(128,128,128,.2);border-left:4px solid transparent;padding:6px 10px}
-.pick span{display:block} .pick .marks span{display:inline} .pick:hover{background:rgba(128,128,128,.1)}
-.pick[aria-current]{background:rgba(46,134,200,.13);border-left-color:rgb(46,134,200)}
-.ask{display:-webkit-box;-webkit-line-clamp:2;-webkit-box-orient:vertical;overflow:hidden;overflow-wrap:anywhere}
-.small,.foot,.legend,.count,.key,.note{font-size:12px;color:color-mix(in srgb,currentColor 80%,transparent)}
-.facts,.number{margin-left:10px;font-size:12px} .marks{letter-spacing:1px}
-mark{background:rgba(240,180,0,.38);color:inherit;border-radius:3px;padding:0 2px;
-  box-shadow:inset 0 -2px rgba(220,150,0,.9)}
-.legend{display:flex;flex-wrap:wrap;align-items:center;gap:4px 8px;margin:4px 0 8px}
-.legend i{width:90px;height:9px;border-radius:3px;border:1px solid rgba(128,128,128,.4)} .scale span{margin-right:6px}
-.columns{display:grid;grid-auto-flow:column;column-gap:14px;row-gap:8px;padding-bottom:4px}
-section{display:contents} .title{display:flex;flex-wrap:wrap;align-items:center;gap:2px 8px;font-size:14px;
-  border-top:3px solid transparent;padding-top:3px;scroll-margin:14px} .here .title{border-top-color:rgb(46,134,200)}
-.right{color:light-dark(rgb(24,98,160),rgb(110,180,235))} .wrong{color:light-dark(rgb(176,74,8),rgb(245,150,80))}
-.title .right,.title .wrong{font-weight:600} .found{min-width:0;align-self:end}
-.turn{border:1px solid rgba(128,128,128,.3);border-radius:5px;padding:6px 10px 8px;background:rgba(128,128,128,.06);
-  min-width:0} .head{display:flex;align-items:center;gap:8px;font-size:12px;margin-bottom:4px}
-.count{margin-left:auto} .chip{border:1px solid rgba(128,128,128,.55);border-radius:8px;padding:0 7px;font-size:11px}
-.bad{border-color:rgb(224,104,24);color:light-dark(rgb(176,74,8),rgb(245,150,80));font-weight:600}
-.rule{display:grid;grid-template-columns:minmax(5rem,1fr) 100px 4rem;gap:8px;align-items:center;font-size:12px}
-.rule>span:first-child{overflow:hidden;text-overflow:ellipsis;white-space:nowrap}
-.rule b{text-align:right;font-variant-numeric:tabular-nums;font-weight:600;white-space:nowrap}
-.bar{position:relative;height:9px;border:solid rgba(128,128,128,.35);border-width:0 1px;
-  background:linear-gradient(rgba(128,128,128,.9),rgba(128,128,128,.9)) center/1px 100% no-repeat}
-.bar i{position:absolute;top:0;bottom:0} .absent{opacity:.75} .absent .bar{border-style:dotted;background:none}
-.why{font-size:12px;font-style:italic;overflow-wrap:anywhere} .why b{font-style:normal}
-.say{margin-top:5px} .say>div,.seen{white-space:pre-wrap;overflow-wrap:anywhere} .say>div+div{margin-top:3px}
-.tag{font:10.5px ui-monospace,monospace;opacity:.75;white-space:nowrap} .in-think{font-style:italic}
-.in-answer{font-weight:600} .in-tool_call{font:12px ui-monospace,monospace} .token{border-radius:2px}
-.mark{font:10px ui-monospace,monospace;border:1px solid;border-radius:3px;padding:0 2px;margin:0 1px}
-.seen{margin:6px 0 0 1.2em;padding:5px 9px;border-left:2px solid rgba(128,128,128,.5);background:rgba(128,128,128,.09)}
-.seen summary{cursor:pointer} .seen>div{margin-top:5px;max-height:22em;overflow:auto} .foot{margin-top:5px}
-.trace{width:100%;max-width:26rem;display:block} .axis{stroke:rgba(128,128,128,.6)} .tick{font-size:9px;
-  text-anchor:middle;fill:currentColor}
-.key span{font-weight:600} #rules{position:relative} #rules summary{cursor:pointer}
-.menu{position:fixed;z-index:2;background:Canvas;border:1px solid rgba(128,128,128,.6);border-radius:5px;
-  padding:8px 12px;width:min(26rem,90vw);right:14px;top:4rem;max-height:75vh;
-  overflow:auto;box-shadow:0 4px 14px rgba(0,0,0,.2)}
-.menu label{display:block}
-button:focus-visible,select:focus-visible,summary:focus-visible{outline:2px solid rgb(46,134,200);outline-offset:-2px}
-@media (max-width:760px){body{grid-template:auto 8.5rem 1fr/1fr} header{grid-column:1} #list{border-right:0;
-  border-bottom:1px solid rgba(128,128,128,.35)}}
-dialog td:first-child{font-family:ui-monospace,monospace;padding-right:14px} @media (prefers-color-scheme:dark){
-  .key span{filter:brightness(1.7)} mark{background:rgba(240,180,0,.3)}
-  .trace path,.trace rect,.trace circle{filter:brightness(1.5)}}
-"""
+_PAGE = re.sub(r'<!--.*?-->\n|(?<=>)\n(?=<)', '', _asset('view.html')).rstrip('\n')
+_SCRIPT = re.search(r'<script>(.*?)</script>', _PAGE, re.S)[1]
 
 # %% ../nbs/6_looking/72_view.ipynb #v127
-_HELP = (('j k ↓ ↑', 'next, previous group'), ('h l ← →', 'next, previous rollout of the group'),
-         ('s', 'sort: as kept, by reward, by disagreement of the shown rules'), ('t', 'colour the tokens'),
-         ('r', 'which rules are shown'), ('o', 'open all observations, or fold them'), ('f', 'to the filters'),
-         ('c', 'take all filters back'), ('?', 'this list; Escape closes it'))
-
 def _page(data):
     "The page of some `page_data`: str."
-    json_text = json.dumps(data, separators=(',', ':')).replace('<', '\\u003c')
-    digest = base64.b64encode(hashlib.sha256(_SCRIPT.encode()).digest()).decode()
-    policy = (f"default-src 'none'; script-src 'sha256-{digest}'; style-src 'unsafe-inline'; img-src data:; "
-              "base-uri 'none'; form-action 'none'")
     title = html.escape(data['name'] + (f', {data["method"]}' if data['method'] else ''))
     notes = [*data['notes'], *([f'no colours for tokens: {data["tokens"]}'] if data['tokens'] else [])]
-    rows = ''.join(f'<tr><td>{keys}</td><td>{text}</td></tr>' for keys, text in _HELP)
-    return (f'<!doctype html><html lang="en"><head><meta charset="utf-8"><meta http-equiv="Content-Security-Policy" '
-            f'content="{policy}"><link rel="icon" href="data:,"><meta name="viewport" content="width=device-width">'
-            f'<title>{title}</title><style>{_STYLE}</style></head><body><header><h1>{title}</h1>'
-            f'<span id="count" class="small"></span><div id="controls"></div><button id="ask">? keys</button>'
-            + ''.join(f'<span class="note">{html.escape(n)}</span>' for n in notes) +
-            f'</header><nav id="list"></nav><main id="main"></main><dialog id="help"><table>{rows}</table></dialog>'
-            f'<script id="data" type="application/json">{json_text}</script><script>{_SCRIPT}</script></body></html>')
+    filled = {'title': title, 'notes': ''.join(f'<span class="note">{html.escape(n)}</span>' for n in notes),
+              'digest': base64.b64encode(hashlib.sha256(_SCRIPT.encode()).digest()).decode(),
+              'data': json.dumps(data, separators=(',', ':')).replace('<', '\\u003c')}
+    return re.sub(r'\{\{(\w+)\}\}', lambda place: filled[place[1]], _PAGE)   # at once: what is filled in stays as it is
 
 @dataclass(frozen=True)
 class Page:
@@ -849,7 +465,12 @@ class Page:
                 f'{html.escape(said)}</iframe>')
 
     def save(self, path):  # file to write
-        "Write the page. Returns the path."
+        """Write the page. Returns the path.
+
+        Parameters
+        ----------
+        path : file to write
+        """
         Path(path).write_text(self.page, encoding='utf-8')
         return Path(path)
 
@@ -861,13 +482,26 @@ def show_run(
     characters=20_000,  # of a text, at most
 ):
     """Make the page of a run, its rollouts with the credit of each rule: `Page`. Raises FileNotFoundError where the run
-    kept no rollouts, ValueError on a rule that there is not."""
+    kept no rollouts, ValueError on a rule that there is not.
+
+    Parameters
+    ----------
+    folder : of a run of training or evaluation, or a `Recording`
+    rules : list of str: rows of METHODS or spellings whose credit is worked out; None: all rows
+    most : rollouts, the newest; None: all
+    characters : of a text, at most
+    """
     recording = folder if isinstance(folder, Recording) else read_recording(folder, most)
     return Page(_page(page_data(recording, rules, characters)), f'run {recording.folder.name}')
 
 # %% ../nbs/6_looking/72_view.ipynb #v134
 def main(arguments=None):  # list of str; None: the command line's
-    "`credit-rl view RUN`: write the rollouts of a run as one page that needs no network."
+    """`credit-rl view RUN`: write the rollouts of a run as one page that needs no network.
+
+    Parameters
+    ----------
+    arguments : list of str; None: the command line's
+    """
     parser = make_parser('credit_rl.view', 'Write the rollouts of a run, with the credit of each rule, as one page '
                                            'that opens without a network.')
     parser.add_argument('run', help='folder of a run of training or evaluation')

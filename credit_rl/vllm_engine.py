@@ -19,7 +19,12 @@ from .options import SettingsGroup, setting
 # %% ../nbs/machinery/21_vllm_engine.ipynb #c010
 def check_sampling(sampling):  # Sampling
     """Raise ValueError on settings that vLLM would refuse in the middle of a batch, or replace by others without an
-    error."""
+    error.
+
+    Parameters
+    ----------
+    sampling : Sampling
+    """
     if not .01 <= sampling.temperature <= 2:
         raise ValueError(f'vLLM takes temperatures from 0.01 to 2, got {sampling.temperature}; for the most probable '
                          'token use greedy=True')
@@ -34,7 +39,15 @@ def vllm_parameters(
     max_tokens,  # int >= 1
     stop_ids,    # ids that end a turn at once
 ):
-    "Say in vLLM's words how to sample one turn: `SamplingParams`. Ids go in and out; each step reports what is new."
+    """Say in vLLM's words how to sample one turn: `SamplingParams`. Ids go in and out; each step reports what is new.
+
+    Parameters
+    ----------
+    sampling : Sampling
+    seed : int in [0, 2**63)
+    max_tokens : int >= 1
+    stop_ids : ids that end a turn at once
+    """
     # not from vllm itself, which looks its names up anew each time
     from vllm.sampling_params import RequestOutputKind, SamplingParams
     own = dict(temperature=0.) if sampling.greedy else dict(temperature=sampling.temperature, top_p=sampling.top_p,
@@ -138,7 +151,12 @@ class VLLMStream:
 # %% ../nbs/machinery/21_vllm_engine.ipynb #c020
 def parameter_shapes(folder):  # a Hugging Face folder or name
     """Read what parameters a model has, both names of shared ones included, without making any: {name: shape}, and
-    whether the output layer shares the embedding."""
+    whether the output layer shares the embedding.
+
+    Parameters
+    ----------
+    folder : a Hugging Face folder or name
+    """
     from transformers import AutoConfig, AutoModelForCausalLM
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     with torch.device('meta'): model = AutoModelForCausalLM.from_config(config)
@@ -151,7 +169,14 @@ def complete(
     shared,  # bool, whether the output layer shares the embedding's matrix
 ):
     """Check that weights are all there, and name a shared matrix twice: {name: detached tensor}.
-    Raises KeyError on a name the model lacks, ValueError on a missing one or another shape."""
+    Raises KeyError on a name the model lacks, ValueError on a missing one or another shape.
+
+    Parameters
+    ----------
+    named : {name: tensor}, by Hugging Face's names
+    shapes : {name: shape} of all the model has
+    shared : bool, whether the output layer shares the embedding's matrix
+    """
     if unknown := [n for n in named if n not in shapes]:
         raise KeyError(f'the model has no parameter {unknown[0]!r}; of {len(named)} names {len(unknown)} are unknown')
     named = {n: t.detach() for n, t in named.items()}
@@ -222,7 +247,15 @@ def make_transfer(
     address=('127.0.0.1', 29650),  # host and port where learner and engine meet ('nccl')
 ):
     """Choose how weights reach an engine: function(llm, {name: tensor}). Raises ValueError where that cannot work or
-    was never tried."""
+    was never tried.
+
+    Parameters
+    ----------
+    name : 'memory', 'file', 'ipc' or 'nccl'
+    apart : bool, whether the engine has one or more processes of its own
+    untried : bool, allow what has never been run
+    address : host and port where learner and engine meet ('nccl')
+    """
     if name not in ('memory', 'file', 'ipc', 'nccl'):
         raise ValueError(f"transfer must be 'memory', 'file', 'ipc' or 'nccl', got {name!r}")
     if name == 'memory' and apart:
@@ -346,7 +379,13 @@ def visible_devices(
     inherited=None,  # str, this process's CUDA_VISIBLE_DEVICES; None: it has none and sees all
 ):
     """Translate `devices` into CUDA_VISIBLE_DEVICES of another process, whose numbers count from the host's first GPU:
-    '4,6' where '4,5,6,7' are inherited. Raises ValueError on a number beyond."""
+    '4,6' where '4,5,6,7' are inherited. Raises ValueError on a number beyond.
+
+    Parameters
+    ----------
+    devices : str, GPUs by their number among those that this process sees: '0,2'; names such as GPU-1f0c… stay
+    inherited : str, this process's CUDA_VISIBLE_DEVICES; None: it has none and sees all
+    """
     wanted, known = ([d.strip() for d in text.split(',') if d.strip()] for text in (devices, inherited or ''))
     if inherited is None: return ','.join(wanted)
     if beyond := [d for d in wanted if d.isdigit() and int(d) >= len(known)]:
@@ -360,7 +399,14 @@ def rank_devices(
     local=None,  # number of this rank on its host; None: it has no GPU, or none has been started yet
 ):
     """Choose the GPUs of a rank's vLLM, for `devices` of `VLLMSettings`: those given; of several ranks its own one.
-    Raises ValueError where all would share those given."""
+    Raises ValueError where all would share those given.
+
+    Parameters
+    ----------
+    given : str, `devices` of a run's settings of vLLM, or None
+    ranks : of the run
+    local : number of this rank on its host; None: it has no GPU, or none has been started yet
+    """
     if ranks == 1: return given
     if given:
         raise ValueError(f'each of {ranks} ranks starts a vLLM of its own, and devices={given!r} would put them all '
@@ -417,7 +463,14 @@ def engine_arguments(
     max_length,  # most ids in a conversation
     max_rows,    # most conversations at once
 ):
-    "List what vLLM's own engine is told besides its model: dict of its arguments."
+    """List what vLLM's own engine is told besides its model: dict of its arguments.
+
+    Parameters
+    ----------
+    settings : VLLMSettings
+    max_length : most ids in a conversation
+    max_rows : most conversations at once
+    """
     smallest = {} if torch.cuda.is_available() else {'block_size': 32}   # of a CPU's cache
     out = {'max_model_len': max_length, 'max_num_seqs': max_rows, 'dtype': settings.dtype,
            'enable_chunked_prefill': False, **smallest, **settings.arguments}
@@ -431,7 +484,14 @@ def check_vllm_settings(
     max_tokens,  # most ids of a conversation
 ):
     """Refuse what a run tells its vLLM engine, and vLLM where it is not installed, before anything is loaded. Raises
-    ValueError."""
+    ValueError.
+
+    Parameters
+    ----------
+    settings : dict, of a run's engine: fields of VLLMSettings
+    sampling : Sampling
+    max_tokens : most ids of a conversation
+    """
     takes = [f.name for f in fields(VLLMSettings)]
     if unknown := [k for k in settings if k not in takes]:
         raise ValueError(f'vllm takes {", ".join(takes)}, got {", ".join(map(repr, unknown))}')
@@ -569,7 +629,15 @@ def _read_folder(folder):
 
 # %% ../nbs/machinery/21_vllm_engine.ipynb #c042
 class VLLMEngine:
-    "Generate with vLLM: the interface of `HFEngine`. `load` brings the learner's weights."
+    """Generate with vLLM: the interface of `HFEngine`. `load` brings the learner's weights.
+
+    Parameters
+    ----------
+    tokenizer : a Hugging Face folder or name, and its tokenizer (`load_tokenizer`)
+    max_length : most ids in a conversation
+    max_rows : most conversations at once; others wait
+    settings : VLLMSettings; None: its defaults
+    """
 
     def __init__(self, folder, tokenizer,  # a Hugging Face folder or name, and its tokenizer (`load_tokenizer`)
                  max_length=4096,     # most ids in a conversation
@@ -642,12 +710,22 @@ class VLLMEngine:
 
 # %% ../nbs/machinery/21_vllm_engine.ipynb #c051
 def adapter_weights(named):  # {name: tensor} of a model with additions built in
-    "Name the additions of such a model as peft's files do: {name: tensor}, {} of a model without."
+    """Name the additions of such a model as peft's files do: {name: tensor}, {} of a model without.
+
+    Parameters
+    ----------
+    named : {name: tensor} of a model with additions built in
+    """
     added = {n.replace('.default.', '.'): t for n, t in named.items() if '.lora_' in n}
     return {f'base_model.model.{n}': t.detach().cpu().contiguous() for n, t in added.items()}
 
 def check_adapter(settings):  # dict, of peft's LoraConfig
-    "Refuse variants of LoRA that vLLM does not take. Raises ValueError."
+    """Refuse variants of LoRA that vLLM does not take. Raises ValueError.
+
+    Parameters
+    ----------
+    settings : dict, of peft's LoraConfig
+    """
     plain = ('r', 'lora_alpha', 'lora_dropout', 'target_modules', 'use_rslora', 'init_lora_weights')
     if strange := [k for k in settings if k not in plain]:
         raise ValueError(f'vLLM takes plain LoRA adapters; {", ".join(strange)} would be lost or refused')
@@ -658,7 +736,14 @@ def save_adapter(
     folder,    # existing, gets adapter_model.safetensors and adapter_config.json
 ):
     """Write a LoRA adapter as peft saves it. Raises ValueError on a model without one, and on variants that vLLM does
-    not take."""
+    not take.
+
+    Parameters
+    ----------
+    named : {name: tensor} of a model with additions built in
+    settings : dict, of peft's LoraConfig, `target_modules` included
+    folder : existing, gets adapter_model.safetensors and adapter_config.json
+    """
     check_adapter(settings)
     saved = adapter_weights(named)
     if not saved: raise ValueError('the model has no adapter: none of its parameters is named lora_A or lora_B')
@@ -674,7 +759,14 @@ def logp_gap(
     trained,      # (R, T) bool, sampled tokens
 ):
     """Compare log-probabilities of sampled tokens: dict of mean and largest absolute difference, and the estimate of
-    KL(engine ‖ learner). Raises ValueError without tokens or on NaN."""
+    KL(engine ‖ learner). Raises ValueError without tokens or on NaN.
+
+    Parameters
+    ----------
+    logp : (R, T) the learner's, in nats
+    engine_logp : (R, T) recorded at sampling
+    trained : (R, T) bool, sampled tokens
+    """
     if not trained.any(): raise ValueError('no sampled token to compare')
     d = (logp.double() - engine_logp.double())[trained]
     if d.isnan().any(): raise ValueError(f'{int(d.isnan().sum())} of {len(d)} tokens have no log-probability')
@@ -690,7 +782,16 @@ def sync_gap(
     tolerance=None,  # largest absolute difference allowed, in nats; None: only look
 ):
     """Sample a little and compare with a plain forward of the model: see `logp_gap`. Raises RuntimeError above the
-    tolerance."""
+    tolerance.
+
+    Parameters
+    ----------
+    engine : VLLMEngine, or any other
+    model : Hugging Face model whose weights it was given
+    prompts : list of id lists
+    max_tokens : tokens sampled after each
+    tolerance : largest absolute difference allowed, in nats; None: only look
+    """
     out, device = engine.generate(prompts, Sampling(max_tokens=max_tokens)), next(model.parameters()).device
     recorded, read = [], []
     for prompt, ids, logps in zip(prompts, out.ids, out.logps):
@@ -715,7 +816,18 @@ def sampler_weights(
     row_trajectory=None,  # (R,) long, trajectory of each row: one ratio per trajectory; None: per token
 ):
     """Weigh sampled tokens by π_learner / π_engine, truncated (Yao et al. 2025) or masked (IcePop): (R, T), 0 where
-    untrained. Raises ValueError on NaN."""
+    untrained. Raises ValueError on NaN.
+
+    Parameters
+    ----------
+    logp : (R, T) the learner's, at the weights that sampled, or, where those are older, at its own
+    engine_logp : (R, T) recorded at sampling
+    trained : (R, T) bool
+    kind : 'truncated' or 'masked'
+    high : C, > 1
+    low : c in [0, 1), 'masked' only
+    row_trajectory : (R,) long, trajectory of each row: one ratio per trajectory; None: per token
+    """
     if kind not in ('truncated', 'masked'): raise ValueError(f"kind must be 'truncated' or 'masked', got {kind!r}")
     if not high > 1 or not 0 <= low < 1:
         raise ValueError(f'limits must be high > 1 and 0 <= low < 1, got {high} and {low}')

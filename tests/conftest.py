@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+os.environ.setdefault('OMP_WAIT_POLICY', 'passive')   # threads that wait sleep; before a test imports PyTorch
 ROOT = Path(__file__).resolve().parents[1]
 DURATIONS = ROOT / 'tests' / 'durations.json'   # test → [seconds of CPU time, of those that take one at least; alone]
 LONG = 5                                        # seconds from which on a test may go to another worker than its file
@@ -29,7 +30,9 @@ def pytest_configure(config):
 
 def pytest_addoption(parser):
     parser.addoption('--record', action='store_true', help=f'write into {DURATIONS.name} how long these tests take')
-    parser.addoption('--below', type=float, metavar='SECONDS', help='leave out tests that took longer when recorded')
+    parser.addoption('--below', type=float, metavar='SECONDS',
+                     help='leave out tests that took so long or longer when recorded, and what is marked `long`')
+    parser.addoption('--from', type=float, metavar='SECONDS', dest='at_least', help='only what --below leaves out')
 
 
 # ---- which tests start processes ----
@@ -43,7 +46,7 @@ def starts_processes(*functions):
     left, found = list(functions), set()
     while left:
         function = inspect.unwrap(left.pop())
-        if function in found or Path(inspect.getfile(function)).parent != ROOT / 'tests': continue
+        if function in found or ROOT / 'tests' not in Path(inspect.getfile(function)).parents: continue
         found.add(function)
         source = inspect.getsource(function)
         if STARTS.search(source): return True
@@ -94,21 +97,34 @@ def pytest_xdist_make_scheduler(config, log):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Mark what starts processes; leave out what `--below` excludes; on several workers, take the longest units
-    first, so that all end together."""
+    """Mark what starts processes; leave out what `--below` or `--from` excludes; on several workers, take the longest
+    units first, so that all end together."""
     recorded, units = read_durations(), Counter()
     seconds = {name: took for name, (took, _) in recorded.items()}
     for item in items:
         fixtures = [d.func for defs in item._fixtureinfo.name2fixturedefs.values() for d in defs]
         if starts_processes(item.function, *fixtures): item.add_marker('process')
-    most = config.getoption('below')
-    if most is not None:
-        long = [item for item in items if seconds.get(item.nodeid, 0) > most]
-        config.hook.pytest_deselected(items=long)
-        items[:] = [item for item in items if item not in long]
+    below, at_least = config.getoption('below'), config.getoption('at_least')
+    if below is not None: keep(config, items, lambda item: not takes_long(item, seconds, below))
+    if at_least is not None:
+        keep(config, items, lambda item: takes_long(item, seconds, at_least))
+        unmarked = [i.nodeid for i in items if not i.get_closest_marker('long') and not is_alone(i)]
+        if unmarked: raise pytest.UsageError(f'mark them, and what takes long with them, as `long`: {unmarked}')
     unit = {item: unit_of(item.nodeid, recorded) for item in items}
     for item in items: units[unit[item]] += seconds.get(item.nodeid, 0)
     if hasattr(config, 'workerinput'): items.sort(key=lambda item: -units[unit[item]])
+
+
+def takes_long(item, seconds, most):
+    "Whether a test took so long when recorded, or shares what takes long to set up with one that did (`long`)."
+    return item.get_closest_marker('long') is not None or seconds.get(item.nodeid, 0) >= most
+
+
+def keep(config, items, wanted):
+    "Leave out of the collected tests all but those that are wanted."
+    kept = [item for item in items if wanted(item)]
+    config.hook.pytest_deselected(items=[item for item in items if not wanted(item)])
+    items[:] = kept
 
 
 def cpu_seconds():
@@ -140,10 +156,14 @@ def pytest_runtest_logreport(report):
 
 
 def pytest_sessionfinish(session):
-    "Write durations, over those of the same files, where the controller, or the only process, ends."
-    if session.config.getoption('record') and not hasattr(session.config, 'workerinput'):
-        files = {name.split('::')[0] for name in TOOK}
-        kept = {name: took for name, took in read_durations().items() if name.split('::')[0] not in files}
+    """Write durations where the controller, or the only process, ends: over those of the same files, or where only
+    some tests of each were asked for, over those of the same tests."""
+    option = session.config.getoption
+    if option('record') and not hasattr(session.config, 'workerinput'):
+        some = any(option(name) not in (None, '') for name in ('below', 'at_least', 'keyword', 'markexpr'))
+        which = lambda name: name if some else name.split('::')[0]
+        ran = {*map(which, TOOK)}
+        kept = {name: took for name, took in read_durations().items() if which(name) not in ran}
         now = {name: [round(took, 1), name in ALONE] for name, took in TOOK.items() if took >= 1}
         lines = ',\n'.join(f'{json.dumps(name)}: {json.dumps(it)}' for name, it in sorted({**kept, **now}.items()))
         DURATIONS.write_text(f'{{\n{lines}\n}}\n', encoding='utf-8')

@@ -12,6 +12,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 NUMBERED = re.compile(r'(\d\d\d?)_([a-z][a-z0-9_]*)')
+APART = ('experiments', 'papers')   # chapters
 WIDEST = 120                       # characters of a line of code
 FUNCTION, CLASS, ROOMY = 40, 80, 200   # lines of a function, of a class, of a class in the notebooks of LARGE
 LARGE = ('learner', 'sharded')
@@ -20,20 +21,29 @@ ROW = 5                            # exported cells without something to see bet
 # formulas of the public contract, whose arguments are the paper's
 FORMULAS = ('igpo_advantages', 'mt_grpo_star', 'gigpo', 'policy_terms', 'policy_loss')
 # they know no method by its name
-LOOP = ('learner', 'sharded', 'methods', 'settings', 'stage', 'train', 'sft', 'prepare', 'export')
+LOOP = ('learner', 'sharded', 'methods', 'step_metrics', 'dry_run', 'settings', 'setup', 'train', 'sft', 'prepare',
+        'export')
+# written by hand: other names of modules
+ALIASES = {'tspo', 'carl'}
 PARTICIPLES = {'told', 'noted', 'beside'}   # no names for things: say what they are
-# what starts a run, checks it, estimates it, or stores what was asked
-WHOLE = ('train', '_train', 'begin_run', 'launch_ranks', 'rejection_sft', 'prepare', '_prepare', '_warmed',
-         '_warming_learner',
-         'check', '_check_method', '_check_warmed', 'check_warming', 'settings_of', 'group_of', 'examine', 'plan_of',
-         'load_of', '_plan', '_weigh', '_forecast', 'note_params', 'check_same_params', 'run_audit', '_audited',
-         '_judged_run',
-         'run_asking', '_hold_and_start', '_finished')
+# what starts a run, checks it, or stores what was asked, takes all of its flat record
+WHOLE = ('train', '_train', 'begin_run', 'launch_ranks', '_hold_and_start', 'rejection_sft', 'prepare', '_prepare',
+         'check', 'check_warming', 'settings_of', 'group_of', 'examine', 'note_params', 'check_same_params', 'run_audit',
+         '_audited', '_judged_run', 'run_asking', '_finished')
+# what checks it across groups, estimates it, or makes what many groups speak of, takes all of its groups
+GROUPED = ('_check_method', '_check_warmed', 'check_ahead', 'plan_of', 'load_of', 'forecast', 'weigh', 'make_learner',
+           '_plan', '_weigh', '_forecast', '_warmed', '_warming_learner')
+# `settings` is a dict of something else
+OTHER_SETTINGS = ('make_config', '_refuse_options', 'make_warming', 'add_lora', '_facts', '_refuse_critic', '_schemas',
+                  '_ask', '_asked_of', 'asking_settings', '__init__')
+RUNNERS, RUN_PAGES = 6, ('train', 'step_metrics', 'dry_run', 'setup')   # functions that take a whole run, and where
 HERE = [str(p) for p in (ROOT, ROOT.parent, Path.home(), Path(tempfile.gettempdir())) if p != Path(p.anchor)]
 PATHS = re.compile('(?<![\\w/.:<])(?:' + '|'.join(map(re.escape, HERE)) +
                    '|/(?:home|root|Users|tmp|var|usr|opt|mnt|private|scratch))/\\w')
 
 
+# they export nothing, so they may import anything: the README, and the tour, whose three zeros put it before 00
+FRONT = ('index', '000_tour')
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
@@ -55,10 +65,10 @@ class Cell:
 
 
 class Notebook:
-    "A notebook of nbs/: `number` and `name` from its file name, its cells."
-    def __init__(self, stem, text):
-        self.stem, self.cells = stem, [Cell(d) for d in json.loads(text)['cells']]
-        match = NUMBERED.fullmatch(stem)
+    "A notebook of nbs/: `number` and `name` from its file name, the folder that is its chapter, its cells."
+    def __init__(self, stem, text, chapter='nbs'):
+        self.stem, self.chapter, self.cells = stem, chapter, [Cell(d) for d in json.loads(text)['cells']]
+        match = NUMBERED.fullmatch(stem) if stem not in FRONT else None
         self.number, self.name = (int(match[1]), match[2]) if match else (None, stem)
         self.code = [c for c in self.cells if c.code]
         self.exported = [c for c in self.code if c.exported]
@@ -111,6 +121,20 @@ def floors(nb, numbers):
                     yield f'imports {name}, which no notebook exports'
                 elif not own and numbers[module] >= (100 if nb.number is None else nb.number):
                     yield f'imports {name} of notebook {numbers[module]:02d}'
+
+
+@functools.cache
+def apart():
+    "Modules of the chapters that nothing else may stand on."
+    return {p.stem.partition('_')[2] for chapter in APART for p in (ROOT / 'nbs' / chapter).glob('[!.]*.ipynb')}
+
+
+def experiments_and_papers_apart(nb, numbers):
+    """Nothing outside the chapters of APART imports from them: who reads a rule or a run need not read an experiment.
+    The front pages show what experiments found."""
+    if nb.chapter in APART or nb.stem in FRONT: return
+    modules = {name.split('.')[1] for c in nb.code for name in imports(c.tree) if name.startswith('credit_rl.')}
+    yield from (f'imports {name}, of a chapter apart' for name in sorted(modules & apart() - {nb.name}))
 
 
 def named_like_its_module(nb, numbers):
@@ -275,12 +299,22 @@ def identifiers(tree):
 
 
 def few_take_everything(nb, numbers):
-    "From the learner on, only what starts, checks, estimates or stores a run takes the whole configuration."
+    """From the learner on, only what starts, checks, estimates or stores a run takes the whole configuration: its flat
+    record, or all of its groups."""
     if nb.number is None or not 52 <= nb.number <= 75: return
-    for c in nb.exported:
-        for n in ast.walk(c.tree):
-            if isinstance(n, FUNCTIONS) and n.name not in WHOLE:
-                yield from (f'{n.name} takes the whole {a.arg}' for a in n.args.args if a.arg in ('config', 'c', 's'))
+    may = {'config': WHOLE, 'c': WHOLE, 's': GROUPED, 'settings': GROUPED + OTHER_SETTINGS}
+    for name, n in functions(nb):
+        yield from (f'{name} takes the whole {a.arg}' for a in n.args.args if name not in may.get(a.arg, (name,)))
+
+
+def functions(nb):
+    "Exported functions and methods: (name, definition)."
+    return [(n.name, n) for c in nb.exported for n in ast.walk(c.tree) if isinstance(n, FUNCTIONS)]
+
+
+def takes_the_run(nb):
+    "Names of exported functions with a parameter `run`."
+    return [name for name, n in functions(nb) if 'run' in [a.arg for a in (*n.args.args, *n.args.kwonlyargs)]]
 
 
 def everything_shown(nb, numbers):
@@ -329,19 +363,22 @@ def run_notebook(nb, numbers):
                     yield f'defines {n.name}'
                 elif isinstance(n, ast.Assign) and isinstance(n.value, ast.Lambda):
                     yield f'defines {ast.unparse(n.targets[0])}'
+        first = next((name for c in nb.code for name in imports(c.tree)), 'credit_rl.launch')
+        if first != 'credit_rl.launch': yield f'imports {first} before let_threads_sleep() of credit_rl.launch'
 
 
 RULES = [
-    floors, named_like_its_module, no_notebook_tools, torch_alone, narrow_lines, short_definitions, few_parameters,
-    nothing_private_from_elsewhere, whole_classes, something_to_see, no_fillers, loop_knows_no_method, named_by_nouns,
-    few_take_everything, everything_shown, nothing_skipped, clean_outputs, executed, run_notebook
+    floors, experiments_and_papers_apart, named_like_its_module, no_notebook_tools, torch_alone, narrow_lines,
+    short_definitions, few_parameters, nothing_private_from_elsewhere, whole_classes, something_to_see, no_fillers,
+    loop_knows_no_method, named_by_nouns, few_take_everything, everything_shown, nothing_skipped, clean_outputs,
+    executed, run_notebook
 ]
 
 
 # ---- the tests ----
 
-PLACES = sorted((ROOT / 'nbs').rglob('[!.]*.ipynb'), key=lambda p: p.stem)
-NOTEBOOKS = [Notebook(p.stem, p.read_text(encoding='utf-8')) for p in PLACES]
+PATHS_OF_NOTEBOOKS = sorted((ROOT / 'nbs').rglob('[!.]*.ipynb'), key=lambda p: p.stem)
+NOTEBOOKS = [Notebook(p.stem, p.read_text(encoding='utf-8'), p.parent.name) for p in PATHS_OF_NOTEBOOKS]
 NUMBERS = {nb.name: nb.number for nb in NOTEBOOKS if nb.number is not None and not nb.runs}
 
 
@@ -359,6 +396,11 @@ def test_modules_are_named_by_nouns():
         assert not words & PARTICIPLES, (path.name, words & PARTICIPLES)
 
 
+def test_few_functions_take_the_whole_run():
+    taking = {nb.name: names for nb in NOTEBOOKS if nb.name in RUN_PAGES and (names := takes_the_run(nb))}
+    assert 'train_step' in taking['train'] and sum(map(len, taking.values())) <= RUNNERS, taking
+
+
 def test_lines_of_tests_are_narrow():
     long = [f'{p.relative_to(ROOT)}:{i}: {len(line)} characters' for p in sorted((ROOT / 'tests').rglob('*.py'))
             for i, line in enumerate(p.read_text(encoding='utf-8').splitlines(), 1) if len(line) > WIDEST]
@@ -366,12 +408,12 @@ def test_lines_of_tests_are_narrow():
 
 
 def test_one_notebook_a_module_and_one_module_a_notebook():
-    assert not [nb.stem for nb in NOTEBOOKS if nb.number is None and nb.stem != 'index'], 'wanted NN_name.ipynb'
+    assert not [nb.stem for nb in NOTEBOOKS if nb.number is None and nb.stem not in FRONT], 'wanted NN_name.ipynb'
     numbers = [nb.number for nb in NOTEBOOKS if nb.number is not None]
     assert len(numbers) == len(set(numbers)), f'two notebooks share a number: {numbers}'
     exported = [m for nb in NOTEBOOKS for m in nb.modules]
     assert len(exported) == len(set(exported)), f'two notebooks write one module: {exported}'
-    modules = {p.stem for p in (ROOT / 'credit_rl').glob('*.py')} - {'__init__', '_modidx'}
+    modules = {p.stem for p in (ROOT / 'credit_rl').glob('*.py')} - {'__init__', '_modidx', *ALIASES}
     assert modules == set(exported), (f'without a notebook: {modules - set(exported)}; not exported yet: '
                                       f'{set(exported) - modules}')
     assert not [p.name for p in (ROOT / 'credit_rl').iterdir() if p.is_dir() and p.name != '__pycache__'
@@ -406,9 +448,13 @@ BAD = [
     (floors, notebook('12_b', '#| export\nimport credit_rl.b')),
     (floors, notebook('12_b', 'from credit_rl.gone import f')),
     (floors, notebook('12_b', '#| export\nfrom .a import f')),
+    (experiments_and_papers_apart, notebook('12_b', 'from credit_rl.longform import f')),
     (named_like_its_module, notebook('12_b', '#| default_exp c')),
     (named_like_its_module, notebook('12_b', '#| export\nx = 1')),
     (named_like_its_module, notebook('93_b', '#| default_exp b')),
+    (named_like_its_module, notebook('000_tour', '#| default_exp tour')),
+    (named_like_its_module, notebook('000_tour', '#| export\nx = 1')),
+    (floors, notebook('000_tour', 'from credit_rl.gone import f')),
     (no_notebook_tools, notebook('12_b', '#| export\nfrom fastcore.basics import patch')),
     (torch_alone, notebook('34_b', '#|export\nimport math, numpy as np')),
     (narrow_lines, notebook('12_b', 'x = 1  # ' + 'long ' * 30)),
@@ -427,7 +473,7 @@ BAD = [
     (no_fillers, notebook('12_b', 'assert f')),
     (loop_knows_no_method, notebook('63_train', "#| export\nteaches = name == 'tips'")),
     (loop_knows_no_method, notebook('63_train', "#| export\nif method.reward in ('shaping', 'record'): pass")),
-    (loop_knows_no_method, notebook('62_stage', "#| export\nmatch rule:\n    case 'smdp': pass")),
+    (loop_knows_no_method, notebook('62_setup', "#| export\nmatch rule:\n    case 'smdp': pass")),
     (loop_knows_no_method, notebook('61_settings', "#| export\nhigh = method.options['band'][1]")),
     (loop_knows_no_method, notebook('63_train', "#| export\nright = options_of(config, method).options['right']")),
     (loop_knows_no_method, notebook('52_learner', "#| export\nform = options.get('match_short', False)")),
@@ -438,7 +484,9 @@ BAD = [
     (named_by_nouns, notebook('12_b', 'x.beside = 1')),
     (named_by_nouns, notebook('12_b', 'def f(*, noted=1): pass')),
     (named_by_nouns, notebook('12_b', 'f(noted=1)')),
-    (few_take_everything, notebook('62_stage', '#| export\ndef set_stage(config): pass')),
+    (few_take_everything, notebook('62_setup', '#| export\ndef make_setup(config): pass')),
+    (few_take_everything, notebook('62_setup', '#| export\ndef make_engine(settings): pass')),
+    (few_take_everything, notebook('63_train', '#| export\ndef play_step(s, method): pass')),
     (loop_knows_no_method, notebook('52_learner', "#| export\nREADS = {'tips': 'teacher'}")),
     (everything_shown, notebook('12_b', '#| export\ndef f(): pass', '# f\n"f"')),
     (nothing_skipped, notebook('12_b', '#| eval: false\nassert f() == 1')),
@@ -464,12 +512,14 @@ BAD = [
     (run_notebook, notebook('92_b', 'x = 1')),
     (run_notebook, notebook('92_b', 'x = 1', metadata={'tags': ['parameters']}, execution_count=3)),
     (run_notebook, notebook('92_b', 'def f(): pass', metadata={'tags': ['parameters']})),
+    (run_notebook, notebook('92_b', 'x = 1', 'import torch', metadata={'tags': ['parameters']})),
 ]
 GOOD = [
     notebook('12_b', '#| default_exp b', '#| export\nimport os\nfrom credit_rl.a import g\ndef f():\n    return g(os)',
              '%time f()\nfrom credit_rl.b import f\nassert f() == 1', '#| eval: false\nlong_run()',
              outputs=output('1')),
     notebook('92_b', 'x = 1', metadata={'tags': ['parameters']}),
+    notebook('000_tour', 'from credit_rl.c import f'),
     notebook('63_train', '#| default_exp train', '#| export\nfrom credit_rl.a import *\nclass _Parent: x = 1',
              '#| export\nclass _One(_Parent): pass\nclass _Two(_Parent): pass', 'assert 1 + 1 == 2',
              *['#| export\n_x = table["seconds"], table.get("em"), kind == "plain", say("tips")'] * 5,
@@ -484,6 +534,6 @@ def test_rules_notice(rule, bad):
     assert list(rule(bad, NUMBERED_SO))
 
 
-@pytest.mark.parametrize('good', GOOD, ids=['library', 'run', 'loop', 'output'])
+@pytest.mark.parametrize('good', GOOD, ids=['library', 'run', 'tour', 'loop', 'output'])
 def test_rules_let_good_notebooks_pass(good):
     assert not [c for rule in RULES for c in rule(good, NUMBERED_SO)]

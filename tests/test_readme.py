@@ -5,6 +5,17 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / 'README.md').read_text(encoding='utf-8')
+CHAPTERS = {p.parent for p in (ROOT / 'nbs').glob('*/*.ipynb')}
+
+
+def cells_of(name):
+    return json.loads((ROOT / 'nbs' / f'{name}.ipynb').read_text(encoding='utf-8'))['cells']
+
+
+def shown_texts(cells):
+    "What code cells show as Markdown."
+    return [''.join(o['data']['text/markdown']) for c in cells for o in c.get('outputs', ())
+            if 'text/markdown' in o.get('data', {})]
 
 
 def converted():
@@ -34,7 +45,7 @@ def test_readme_is_made_from_the_index():
 def test_links_lead_somewhere():
     links = re.findall(r'\]\(([^)]+)\)', README)
     assert len(links) > 10 and not [x for x in links if not x.startswith('https://') and not (ROOT / x).exists()]
-    text = ''.join(''.join(c['source']) for c in json.loads((ROOT / 'nbs' / 'index.ipynb').read_text())['cells'])
+    text = ''.join(''.join(c['source']) for c in cells_of('index'))
     links = re.findall(r'\]\(([^)]+)\)', text)
     assert len(
         links) > 10 and not [x for x in links if not x.startswith('https://') and not (ROOT / 'nbs' / x).exists()]
@@ -47,14 +58,40 @@ def test_readme_names_the_commands_that_make_has():
     assert 'git clone --depth 1' in README
 
 
+def test_tour_comes_first():
+    links = re.findall(r'\]\(([^)]+)\)', README)
+    assert links[0] == 'nbs/000_tour.ipynb'
+    path = re.search('The path for a newcomer: (.*)', README)[1]
+    assert [re.sub(r'\D.*', '', Path(link).name) for link in re.findall(r'\]\(([^)]+)\)', path)] == \
+        ['000', '00', '28', '29', '30', '43', '60', '63']
+
+
+def test_five_papers_have_their_notebooks():
+    section = README.split('## The five papers')[1].split('\n## ')[0]
+    rows = [line for line in section.splitlines() if line.startswith('|')][2:]
+    assert len(rows) == 5 and all(re.search(r'\*.+\*', row) and '.ipynb)' in row for row in rows)
+
+
+def test_maps_show_every_chapter_and_the_tour_every_notebook():
+    lines = [line for line in README.splitlines() if line.startswith('| `') and '/` |' in line]
+    about = {line.split('`')[1].strip('/'): line.split('|')[2].strip() for line in lines}
+    assert set(about) == {'nbs', *(folder.name for folder in CHAPTERS)}
+    (table,) = shown_texts(cells_of('000_tour'))
+    for folder in CHAPTERS:
+        text = (folder / 'README.md').read_text(encoding='utf-8')
+        assert about[folder.name] in text, f'{folder.name}/README.md has changed: execute index, `make readme`'
+        (row,) = (line for line in table.splitlines() if line.startswith(f'| `{folder.name}` |'))
+        links = re.findall(r'\]\(([^)]+)\)', row)
+        assert about[folder.name] in row and sorted(links) == \
+            sorted(f'{p.parent.name}/{p.name}' for p in folder.glob('*.ipynb')), 'execute nbs/000_tour.ipynb again'
+
+
 def test_readme_is_short_and_its_numbers_are_computed():
-    cells = json.loads((ROOT / 'nbs' / 'index.ipynb').read_text())['cells']
-    said = [''.join(c['source']) for c in cells if c['cell_type'] == 'markdown']
-    shown = [''.join(o['data']['text/markdown']) for c in cells for o in c.get('outputs', ())
-             if 'text/markdown' in o.get('data', {})]
+    cells = cells_of('index')
+    said, shown = [''.join(c['source']) for c in cells if c['cell_type'] == 'markdown'], shown_texts(cells)
     prose = [line for text in said + shown for line in text.splitlines() if line[:4].strip() and line[0] != '|']
-    assert 500 <= sum(len(line.split()) for line in prose) <= 800
+    assert 500 <= sum(len(line.split()) for line in prose) <= 700
     tables = [text for text in shown if text.startswith('|')]
-    assert len(tables) == 1 and len(tables[0].splitlines()) <= 2 + 8
+    assert len(tables) == 1 and len(tables[0].splitlines()) == 2 + 1 + len(CHAPTERS)
     typed = re.sub(r'`[^`]*`|\[[^]]*\]\([^)]*\)|^ {4}.*$', '', '\n'.join(said), flags=re.M)  # neither code nor links
     assert not re.findall(r'(?<!\d)0?\.\d{2,}|\d+ ?%', typed), 'a result is typed by hand'

@@ -3,23 +3,33 @@ import functools
 import http.server
 import importlib.util
 import json
+import os
 import re
 import shlex
 import shutil
 import subprocess
+import sys
 import threading
 import time
 import urllib.request
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from credit_rl import api, site_pages
+from credit_rl import api
 from credit_rl.methods import METHODS, compose
 from credit_rl.options import Option
 from credit_rl.parts import Row
 from credit_rl.settings import Config, check, make_config
-from credit_rl.site_pages import SECTIONS, dead_links, foreign_loads, method_page, page_name, read_archive, stored_about
+
+ROOT = next(folder for folder in Path(__file__).resolve().parents if (folder / 'settings.ini').exists())
+sys.path.insert(0, str(ROOT / 'docs'))
+import build as site_build  # noqa: E402  docs/build.py and what it is made of
+import notebooks  # noqa: E402
+import pages as site_pages  # noqa: E402
+from links import dead_links, foreign_loads  # noqa: E402
+from pages import SECTIONS, method_page, page_name, read_archive, stored_about  # noqa: E402
 
 BUILT_WITH = ('mkdocs', 'material', 'mkdocs_jupyter', 'latex2mathml')    # the extra `docs`
 without_docs = pytest.mark.skipif(not all(map(importlib.util.find_spec, BUILT_WITH)), reason="the extra 'docs' is "
@@ -61,15 +71,16 @@ def test_the_command_of_a_page_is_accepted(name):
 
 def test_a_new_row_gives_a_new_page(monkeypatch, tmp_path):
     (tmp_path / 'runs').mkdir()
-    before = set(site_pages.made_pages(tmp_path, tmp_path / 'pages', api.HOMES))
+    before = set(site_pages.made_pages(tmp_path, None, api.HOMES))
     row = Row('up*', 'outcome+folr/turns', 'nobody yet', '#123456', {'alpha': 0.25}, differs='by a quarter')
     monkeypatch.setitem(METHODS, 'up*', compose(row))
-    pages = site_pages.made_pages(tmp_path, tmp_path / 'pages', api.HOMES)
+    pages = site_pages.made_pages(tmp_path, None, api.HOMES)
     assert set(pages) - before == {'methods/up-star.md'}
     page = pages['methods/up-star.md']
     assert '> nobody yet' in page and '| `alpha` | `0.25` (elsewhere `1.0`) |' in page and '- by a quarter' in page
     assert '[up*](up-star.md)' in pages['methods/index.md'] and 'up*' in pages['api.md'].split('### METHODS')[1]
-    assert {'up*': 'methods/up-star.md'} in site_pages.site_nav({})[2]['Methods']
+    nav = {name: of for entry in site_build.site_nav(notebooks.read_site(ROOT)) for name, of in entry.items()}
+    assert {'up*': 'methods/up-star.md'} in nav['Methods']
 
 
 def test_pages_show_what_parts_say(monkeypatch):
@@ -131,16 +142,108 @@ def test_every_setting_and_every_name_has_its_line():
     assert '- `first\\_turn`' not in names and '- `first_turn`: (N,) long' in names
 
 
+def test_made_pages_name_notebooks_that_there_are(site_read, archive):
+    pages = [*map(method_page, METHODS.values()), site_pages.methods_page(), site_pages.settings_page(),
+             site_pages.api_page(api.HOMES), site_pages.results_page(archive)]
+    named = {name for page in pages for name in re.findall(r'`(\d\d+_\w+)`', page)}
+    assert {'97_results', '32_folr'} < named <= set(site_read.stems)
+
+
 # ---- notebooks ----
 
-def test_notebooks_lose_directives_and_hidden_cells_and_keep_outputs(root):
-    notebooks = site_pages.read_notebooks(root)
-    for stem, notebook in notebooks.items():
-        shown = site_pages.site_notebook(notebook, notebooks)['cells']
+@pytest.fixture(scope='module')
+def site_read(root):
+    return notebooks.read_site(root)
+
+
+def test_notebooks_lose_directives_and_hidden_cells_and_keep_outputs(site_read):
+    for path, notebook in site_read.notebooks.items():
+        shown = notebooks.site_notebook(notebook, path, site_read)['cells']
         assert not [c for c in shown if c['cell_type'] == 'code' and re.search(r'^#\s*\|', c['source'], re.M)]
         left_out = [c for c in notebook['cells'] if re.search(r'^#\s*\|\s*hide\b', ''.join(c['source']), re.M)]
         count = lambda cells: sum(len(c.get('outputs', ())) for c in cells)
-        assert count(shown) == count(notebook['cells']) - count(left_out), stem
+        assert count(shown) == count(notebook['cells']) - count(left_out), path
+
+
+def test_the_contents_follow_the_chapters(site_read, root):
+    assert set(site_read.notebooks) == {str(p.relative_to(root)) for p in root.glob('nbs/**/[0-9]*_*.ipynb')
+                                        if '.ipynb_checkpoints' not in p.parts}
+    folders = list(site_read.chapters)
+    assert folders == [*sorted(f for f in folders if f[0].isdigit()), 'machinery', 'experiments', 'papers']
+    sections = {title: of for entry in notebooks.notebook_nav(site_read) for title, of in entry.items()}
+    assert len(sections) == len(folders) + 1
+    assert [*sections['Runs, for papermill'][0].values()] == ['nbs/90_train.ipynb']
+    for folder, (title, (index, *entries)) in zip(folders, sections.items()):
+        assert index == f'nbs/{folder}/index.md' and title == notebooks.chapter_title(folder, site_read)
+        assert [path for entry in entries for path in entry.values()] == site_read.chapters[folder]
+        page = notebooks.chapter_page(folder, site_read)
+        assert page.startswith(f'# {title}\n')
+        assert all(f'({Path(path).name}): ' in page for path in site_read.chapters[folder])
+
+
+@pytest.fixture
+def small(tmp_path):
+    "A repository of two chapters, with a tour."
+    cell = lambda source, **more: {'cell_type': 'markdown', 'metadata': {}, 'source': [source], **more}
+    output = {'output_type': 'display_data', 'metadata': {}, 'data': {'text/markdown': ['[one](1_a/10_one.ipynb)']}}
+    for path, cells in {
+            'nbs/000_tour.ipynb': [cell('# Tour\n\n> Around.'),
+                                   cell('show()', cell_type='code', outputs=[output])],
+            'nbs/1_a/10_one.ipynb': [cell('# One\n\n> First.')], 'nbs/machinery/02_two.ipynb': [cell('# Two')],
+            'nbs/_old/03_three.ipynb': [], 'nbs/90_train.ipynb': [cell('# Train')]}.items():
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(json.dumps({'cells': cells, 'metadata': {}}))
+    for path in ('README.md', 'nbs/1_a/README.md', 'nbs/your_rule.md', 'runs/LOG.md', 'runs/log/2030-01-02.md',
+                 'runs/params/demo.yaml', 'tests/test_it.py'):
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text('# The rules\n\n`02_two`\n')
+    (tmp_path / 'settings.ini').write_text('[DEFAULT]\ngit_url = https://x.org/r\nbranch = main\n')
+    return notebooks.read_site(tmp_path)
+
+
+def test_the_tour_comes_first_and_its_map_leads_to_pages(small):
+    assert list(small.notebooks) == ['nbs/000_tour.ipynb', 'nbs/1_a/10_one.ipynb', 'nbs/machinery/02_two.ipynb',
+                                     'nbs/90_train.ipynb']
+    nav = site_build.site_nav(small)
+    assert nav[1] == {'Tour': 'nbs/000_tour.ipynb'}
+    assert nav[2]['Notebooks'] == [{'The rules': ['nbs/1_a/index.md', {'10 · One': 'nbs/1_a/10_one.ipynb'}]},
+                                   {'Machinery': ['nbs/machinery/index.md',
+                                                  {'02 · Two': 'nbs/machinery/02_two.ipynb'}]},
+                                   {'Runs, for papermill': [{'90 · Train': 'nbs/90_train.ipynb'}]}]
+    shown = notebooks.site_notebook(small.notebooks['nbs/000_tour.ipynb'], 'nbs/000_tour.ipynb', small)
+    assert shown['cells'][1]['outputs'][0]['data']['text/markdown'] == '[one](1_a/10_one.html)'
+    assert notebooks.chapter_page('1_a', small) == '# The rules\n\n`02_two`\n\n- [10 · One](10_one.ipynb): First.\n'
+
+
+@pytest.mark.parametrize('page, text, shown', [
+    ('nbs/1_a/10_one.ipynb', '`02_two` and `10_gone`', '[`02_two`](../machinery/02_two.html) and `10_gone`'),
+    ('nbs/1_a/10_one.ipynb', '[log](../../runs/LOG.md#x) [t](../000_tour.ipynb)',
+     '[log](../../runs/LOG.html#x) [t](../000_tour.html)'),
+    ('nbs/000_tour.ipynb', '[r](index.ipynb) [c](1_a) [d](1_a/README.md)',
+     '[r](../index.html) [c](1_a/index.html) [d](1_a/index.html)'),
+    ('nbs/000_tour.ipynb', '[p](../runs/params/demo.yaml) [t](../tests/test_it.py)',
+     '[p](../runs/params/demo.yaml) [t](https://x.org/r/blob/main/tests/test_it.py)'),
+    ('nbs/000_tour.ipynb', '[f](../tests) [w](https://y.org/z.md)',
+     '[f](https://x.org/r/tree/main/tests) [w](https://y.org/z.md)'),
+    ('nbs/000_tour.ipynb', '[gone](10_one.ipynb)\n```\n`02_two`\n```\n',
+     '[gone](10_one.html)\n```\n`02_two`\n```\n')])
+def test_links_lead_to_pages(page, text, shown, small):
+    assert notebooks.with_links(text, page, small, built=True) == shown
+
+
+# ---- the log of findings ----
+
+def test_the_log_has_a_line_for_each_finding_newest_first(root):
+    lines = re.findall(r'^- (.*)', (root / 'runs' / 'LOG.md').read_text(encoding='utf-8'), re.M)
+    found = [re.fullmatch(r'\[(\d{4}-\d\d-\d\d)\]\(log/(.*)\.md#(.*?)\) — \S.*\.', line) for line in lines]
+    assert all(found) and all(m[1] == m[2] for m in found) and max(len(m[0]) - len(m[3]) for m in found) < 300
+    days = sorted((p.stem for p in (root / 'runs' / 'log').iterdir()), reverse=True)
+    headings = [heading for day in days for heading in re.findall(
+        '^## (.*)', (root / 'runs' / 'log' / f'{day}.md').read_text(encoding='utf-8'), re.M)]
+    assert [m[1] for m in found] == [heading[:10] for heading in headings]
+    assert list(dict.fromkeys(m[1] for m in found)) == days
+    slug = lambda heading: re.sub(r'[^\w\- ]', '', heading.lower()).replace(' ', '-')     # as GitHub makes it
+    assert [m[3] for m in found] == [slug(heading) for heading in headings]
 
 
 # ---- links ----
@@ -203,7 +306,7 @@ def site(run_python, tmp_path_factory, root):
     "The site, built by a process that has no network: its folder."
     out = tmp_path_factory.mktemp('docs')
     code = f'import sys; sys.argv = [{str(root / "docs" / "build.py")!r}, {str(out)!r}]{NO_NETWORK}'
-    run_python('-c', code, env={'PYTHONPATH': str(root), 'OMP_NUM_THREADS': '1'})
+    run_python('-c', code, env={'PYTHONPATH': os.pathsep.join([str(root), str(root / 'docs')]), 'OMP_NUM_THREADS': '1'})
     return out / 'site'
 
 
@@ -212,17 +315,19 @@ def test_make_docs_builds_a_site_without_a_dead_link(site, root):
     assert not dead_links(site, '/credit_rl/') and not foreign_loads(site)
     pages = {str(p.relative_to(site)): p.read_text() for p in site.rglob('*.html')}
     assert {f'methods/{page_name(name)}.html' for name in METHODS} < set(pages)
-    assert {f'nbs/{stem}.html' for stem in site_pages.read_notebooks(root)} < set(pages)
-    gain = pages['nbs/33_information_gain.html']
-    assert '<math' in gain and 'href="24_scoring.html"' in gain and '<img' in gain and '#| export' not in gain
+    assert {path.replace('.ipynb', '.html') for path in notebooks.read_site(root).notebooks} < set(pages)
+    gain = pages['nbs/1_rules/33_information_gain.html']
+    assert '<math' in gain and 'href="../3_acting/24_scoring.html"' in gain and '<img' in gain
+    assert '#| export' not in gain
     texts = [re.sub(r'<(pre|code|script)\b.*?</\1>', '', page, flags=re.S) for page in pages.values()]
     assert not [text for text in texts if re.search(r'\\(?:frac|operatorname|sum|mathbb)', text)]
     index = json.loads((site / 'search' / 'search_index.json').read_text())['docs']
-    assert [d for d in index if d['location'] == 'nbs/33_information_gain.html' and 'Information gain' in d['title']]
+    assert [d for d in index if 'Information gain' in d['title']
+            and d['location'] == 'nbs/1_rules/33_information_gain.html']
     broken = site / 'methods' / 'tspo.html'
     whole = broken.read_text()
-    broken.write_text(whole.replace('../nbs/32_folr.html', '../nbs/32_gone.html', 1))
-    assert dead_links(site, '/credit_rl/') == ['methods/tspo.html: ../nbs/32_gone.html']
+    broken.write_text(whole.replace('../nbs/1_rules/32_folr.html', '../nbs/1_rules/32_gone.html', 1))
+    assert dead_links(site, '/credit_rl/') == ['methods/tspo.html: ../nbs/1_rules/32_gone.html']
     broken.write_text(whole)
 
 
@@ -246,7 +351,7 @@ def test_a_search_finds_the_page_in_a_browser(site, tmp_path):
         for domain in ('Network', 'Runtime', 'Log', 'Page'): tab.call(f'{domain}.enable')
         tab.call('Page.navigate', url=top + 'index.html?q=information+gain')
         found = wait_for(lambda: tab.value("document.querySelector('.md-search-result__link').href"))
-        assert found.startswith(top + 'nbs/33_information_gain.html')
+        assert found.startswith(top + 'nbs/1_rules/33_information_gain.html')
         asked = [e['params']['request']['url'] for e in tab.events if e['method'] == 'Network.requestWillBeSent']
         assert asked and not [url for url in asked if not url.startswith((top, 'data:', 'blob:'))]
         assert not [e for e in tab.events if e['method'] in ('Runtime.exceptionThrown', 'Log.entryAdded')]

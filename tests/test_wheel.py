@@ -55,10 +55,11 @@ def torch_python(wheel, tmp_path_factory):
     return python
 
 
-def test_the_wheel_holds_the_modules_and_nothing_else(wheel):
+def test_the_wheel_holds_the_modules_and_their_page_and_nothing_else(wheel):
     names = ZipFile(wheel).namelist()
-    modules = {f'credit_rl/{p.name}' for p in (ROOT / 'credit_rl').glob('*.py')}
-    assert {n for n in names if n.startswith('credit_rl/')} == modules
+    held = {f'credit_rl/{p.name}' for p in (ROOT / 'credit_rl').glob('*.py')}
+    held |= {'credit_rl/view.html', 'credit_rl/view.css'}
+    assert {n for n in names if n.startswith('credit_rl/')} == held
     assert {n.split('/')[0].split('-')[0] for n in names} == {'credit_rl'}
 
 

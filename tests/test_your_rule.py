@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-COPIED = ('nbs', 'credit_rl', 'data/tiny_base', 'runs/params', 'settings.ini', 'setup.py', 'pyproject.toml',
-          'README.md', 'LICENSE')
+COPIED = ('nbs', 'credit_rl', 'docs/export.py', 'data/tiny_base', 'runs/params', 'settings.ini', 'setup.py',
+          'pyproject.toml', 'README.md', 'LICENSE')
 SECONDS = 300   # for each command, on a machine with company
 
 
@@ -71,8 +71,8 @@ def add_line(path, change):
 def followed(guide, checkout):
     "The files before, and what each command of the guide said: (dict, dict command -> text)."
     before = files(checkout)
-    text = json.dumps(notebook(guide), indent=1) + '\n'
-    (checkout / 'nbs' / '1_rules' / '44_median.ipynb').write_text(text, encoding='utf-8')
+    new = checkout / 'nbs' / '1_rules' / '44_median.ipynb'
+    new.write_text(json.dumps(notebook(guide), indent=1) + '\n', encoding='utf-8')
     [change] = blocks(guide, 'diff')
     add_line(checkout / 'nbs' / '1_rules' / '60_methods.ipynb', change)
     path = os.pathsep.join((str(Path(sys.executable).parent), os.environ['PATH']))
@@ -86,6 +86,7 @@ def followed(guide, checkout):
     return before, said
 
 
+@pytest.mark.long
 @pytest.mark.process
 def test_the_guide_trains_its_rule_and_shows_it(followed, checkout):
     "Three steps that move the weights, a row of the table, and a row of the comparison."
@@ -98,6 +99,7 @@ def test_the_guide_trains_its_rule_and_shows_it(followed, checkout):
     assert re.search(r'^\| *\W*median\b', comparison, re.M) and re.search(r'^\| *\W*grpo\b', comparison, re.M)
 
 
+@pytest.mark.long
 @pytest.mark.process
 def test_one_line_is_all_that_the_rule_changes(followed, checkout, guide):
     "Beside the new notebook, one line of one notebook, and what the export writes."
@@ -117,6 +119,7 @@ def test_the_guide_is_short(guide):
     assert 25 <= len(code) <= 40 and all(len(line) <= 120 for line in code)
 
 
+@pytest.mark.long
 @pytest.mark.process
 def test_what_the_guide_says_is_refused_is_refused(followed, checkout):
     "A quantile of 2, FOLR beside a sum over turns; the mixtures that it names are accepted."

@@ -4,7 +4,7 @@ reading, packed scoring, learning.
     python tests/gpu/measure.py [qwen2.5-0.5b qwen2.5-3b qwen2.5-7b] [--device cuda] [--rows 16] [--tokens 2048]
                                 [--dtype bfloat16]
 
-Needs torch and transformers. Prints `MEASURED {…}` for each shape, and at the end lines for runs/LOG.md. Ends with
+Needs torch and transformers. Prints `MEASURED {…}` for each shape, and at the end lines for runs/log. Ends with
 an error where a number is not finite, engine and learner disagree, packed and separate scoring disagree, or a step
 moves nothing. A shape whose estimated memory is more than the device has is left out, and said to be.
 """
@@ -191,7 +191,7 @@ def name(device): return torch.cuda.get_device_name() if device == 'cuda' else '
 
 
 def line(m):
-    "An entry for runs/LOG.md."
+    "A line of an entry in runs/log."
     gb = lambda x: 'not measured' if x is None else f'{x / 1e9:.1f} GB'
     return (f"- {m['shape']}, {m['dtype']}, {m['rows']} trajectories of {m['tokens_each']} tokens on {m['device']}: "
             f"acting {m['acting_tokens_per_second']:,.0f} sampled tokens/s "
@@ -228,7 +228,7 @@ def main():
         lines.append(line(measured))
         if a.device == 'cuda': torch.cuda.empty_cache()
     if not lines: sys.exit('no shape fits this device: nothing was measured')
-    print('\nFor runs/LOG.md:\n', *lines, sep='\n')
+    print('\nFor runs/log:\n', *lines, sep='\n')
 
 
 if __name__ == '__main__':

@@ -1,0 +1,2 @@
+"""CARL under its own name: all that `credit_rl.smdp` holds."""
+from .smdp import *

@@ -1,0 +1,2 @@
+"""TSPO under its own name: all that `credit_rl.folr` holds."""
+from .folr import *

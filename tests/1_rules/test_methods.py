@@ -1,0 +1,617 @@
+"""60_methods, 63_train: every pair of parts either trains a step or is refused with its reason; rows that must agree
+agree; a row costs what it says."""
+import copy
+import dataclasses
+import itertools
+import json
+import math
+import shutil
+
+import pytest
+import torch
+
+from credit_rl.engine import HFEngine, ScriptedEngine
+from credit_rl.folr import first_turns, tspo_advantages
+from credit_rl.information_gain import igpo_advantages, with_outcome
+from credit_rl.layout import pack
+from credit_rl.learner import Frozen, Learner, Optimiser, PlainBackend, make_critic
+from credit_rl.methods import (LOSSES, METHODS, REWARDS, RULES, SAMPLINGS, compose, extra_passes, get_method,
+                               method_table, refusal)
+from credit_rl.models import load_model, load_tokenizer
+from credit_rl.parts import (Asks, Credit, Facts, Loss, Row, Seen, assign, begin, bind, move, part_metrics,
+                             to_tokens)
+from credit_rl.protocol import PROTOCOLS, Chat
+from credit_rl.rollout import rollout
+from credit_rl.runlog import RunLog
+from credit_rl.scoring import gold_templates
+from credit_rl.smdp import segment_advantages
+from credit_rl.settings import check, make_config, settings_of
+from credit_rl.setup import Setup
+from credit_rl.tiny import NOISY, act, tiny_environment
+from credit_rl.train import Run, train_step
+from credit_rl.trajectory import Group
+from credit_rl.true_credit import continuation_values
+from credit_rl.vspo import task_values, vspo_weights
+from credit_rl.world import make_world
+from pieces import learner_of
+
+
+class StubJudge:
+    """Says what a judge might; stands for an endpoint that can't be had here. A verdict for PRS's long form, ratings
+    for pairs of calls."""
+    def ask(self, prompts, parse):
+        readers = [parse] * len(prompts) if callable(parse) else parse
+        return [read(self.reply(p)) for p, read in zip(prompts, readers)]
+
+    def reply(self, prompt):
+        if isinstance(prompt, list): return 'Evaluation Rating: Match'
+        return f'ratings_by_pair={[[1, 2, len(prompt) % 3]] * prompt.count("</tool_response>")}'
+
+
+@pytest.fixture(scope='module')
+def world(root):
+    "Small base, its chat, noisy games of six questions with four attempts each, and the environment."
+    model, tokenizer = load_model(str(root / 'data' / 'tiny_base'))
+    chat = Chat(PROTOCOLS['tiny'], tokenizer)
+    land = make_world('train', 3, size=60, questions=6)
+    env = tiny_environment(land, chat)
+    groups = rollout(ScriptedEngine(lambda text, rng: act(text, rng, NOISY), tokenizer), env, land.questions,
+                     group_size=4, seed=2)
+    # scripted players have no log-probabilities of their own
+    scored = Learner(copy.deepcopy(model)).evaluate(pack(groups)).logp
+    return model, chat, groups, env, land, scored
+
+
+def games(world, shift=0.):
+    """The groups with the small base's own log-probabilities, `shift` lower on every second rollout, as those they
+    were sampled with."""
+    model, chat, groups, env, land, scored = world
+    layout, numbers = pack(groups), itertools.count()
+
+    def resampled(t):
+        i = next(numbers)
+        rows = (layout.row_trajectory == i).nonzero()[:, 0]
+        own = [scored[rows][layout.token_turns[rows] == k] - shift * (i % 2) for k in range(len(t.turns))]
+        return dataclasses.replace(t, turns=[dataclasses.replace(turn, action_logps=x.tolist())
+                                             for turn, x in zip(t.turns, own)])
+    return [Group(g.question, [resampled(t) for t in g.trajectories]) for g in groups]
+
+
+AT_ONCE = Optimiser(.1, minibatches=1, clip=1e9)
+
+
+def looks(learner, world):
+    "A look that asks a learner, or a policy that plays on, for what a method asks, and for nothing else."
+    model, chat, _, env = world[:4]
+
+    def look(layout, asks):
+        if not asks.sees and not asks.plays: return None
+        golds, seen = {n: gold_templates(chat, asks.groups, schema) for n, schema in asks.schemas.items()}, Seen()
+        if asks.sees: seen = learner.evaluate(layout, asks.sees, golds, ends=asks.ends)
+        if not asks.plays: return seen
+        engine = HFEngine(model, chat.tokenizer, max_length=192)
+        return dataclasses.replace(seen, state_values=continuation_values(engine, env, asks.groups, asks.plays)[0])
+    return look
+
+
+def a_step(world, method, options=None, groups=None):
+    """One update of a method on the stored games: batch, what was logged, the gradient's direction as the change of
+    weights under SGD, forwards besides the step."""
+    model, chat = world[:2]
+    method = bind(method, options or {})
+    critic = make_critic(model, **method.critic) if method.critic else None
+    frozen = Frozen(teacher_every=0 if 'teacher' in method.sees else None)
+    learner = Learner(copy.deepcopy(model), method.loss, AT_ONCE, critic, frozen, backend=SGD())
+    before = {n: w.clone() for n, w in learner.weights().items()}
+    batch = assign(method, groups or games(world), looks(learner, world), torch.Generator().manual_seed(0))
+    passes, stats = dict(learner.passes), learner.step(batch.layout, batch.seen, batch.credit)
+    return batch, stats, change(before, learner), passes
+
+
+def change(before, learner):
+    "By how much weights moved, as one vector."
+    return torch.cat([(w - before[n]).flatten() for n, w in sorted(learner.weights().items())])
+
+
+class SGD(PlainBackend):
+    "Plain gradient descent, so that the weights' change is the gradient."
+    def make_optimiser(self, groups, optimiser): return torch.optim.SGD(groups, lr=optimiser.learning_rate)
+
+
+# ---- pairs ----
+
+def pairs():
+    "Every pair of parts, the others left at their defaults, with a turn reward where the rule asks for one."
+    turn_rewards = [r for r in REWARDS if REWARDS[r].gives == 'turns']
+    rewards = [('outcome', r) if REWARDS[r].gives != 'outcome' else (r,) for r in REWARDS]
+    rewards += [('prs', 'folr'), ('outcome', 'folr', 'gain')]
+    for earned, rule in itertools.product(rewards, RULES): yield earned, rule, 'all', 'ppo'
+    for earned, sampling in itertools.product(rewards, SAMPLINGS):
+        yield earned, 'accumulate' if set(earned) & set(turn_rewards) else 'group', sampling, 'ppo'
+    for earned, loss in itertools.product(rewards, LOSSES):
+        yield earned, 'accumulate' if set(earned) & set(turn_rewards) else 'group', 'all', loss
+    for (rule, sampling), extra in itertools.product(itertools.product(RULES, SAMPLINGS), ((), ('rules',))):
+        yield ('outcome', *extra), rule, sampling, 'ppo'
+    for (rule, loss), extra in itertools.product(itertools.product(RULES, LOSSES), ((), ('rules',))):
+        yield ('outcome', *extra), rule, 'all', loss
+    for sampling, loss in itertools.product(SAMPLINGS, LOSSES): yield ('outcome',), 'group', sampling, loss
+
+
+PAIRS = sorted(set(pairs()))
+SPELT = ['/'.join(('+'.join(p[0]), *p[1:])) for p in PAIRS]
+
+
+def test_the_pairs_are_all_pairs():
+    "Each two parts of different kinds meet in the list."
+    kinds = [set(REWARDS), set(RULES), set(SAMPLINGS), set(LOSSES)]
+    met = set()
+    for p in PAIRS:
+        named = [{(0, r) for r in p[0]}, *[{(i, name)} for i, name in enumerate(p[1:], 1)]]
+        met |= {frozenset(both) for x, y in itertools.combinations(named, 2) for both in itertools.product(x, y)}
+    for (i, a), (j, b) in itertools.combinations(enumerate(kinds), 2):
+        assert {frozenset(((i, x), (j, y))) for x in a for y in b} <= met
+
+
+@pytest.mark.parametrize('rule', RULES)
+def test_every_pair_trains_or_is_refused(world, rule):
+    "An accepted pair takes a step with finite numbers that moves the weights; a refused one raises its reason."
+    batch = two_turns(games(world)) if rule == 'call' else games(world)
+    rights = [sum(t.answer in g.question.answers for t in g.trajectories) for g in batch]
+    # all wrong, mixed, mixed
+    batch, taken = [batch[rights.index(0)], *[g for g, n in zip(batch, rights) if 0 < n < 4][:2]], 0
+    for p, spelt in zip(PAIRS, SPELT):
+        if p[1] != rule: continue
+        why = refusal(*p)
+        if why:
+            with pytest.raises(ValueError) as refused: get_method(spelt)
+            assert why in str(refused.value) and len(why) > 30
+            continue
+        method, taken = get_method(spelt), taken + 1
+        judge = {'judge': StubJudge()} if 'judge' in p[0] else {}
+        learned, stats, moved, passes = a_step(world, method, judge, groups=batch)
+        assert learned.credit.advantages.isfinite().all() and moved.isfinite().all(), spelt
+        assert moved.abs().max() > 0 and math.isfinite(stats['loss']), spelt
+        assert passes == extra_passes(method), spelt
+    assert taken
+
+
+# ---- rows ----
+
+def two_turns(groups):
+    "The first and the last turn of every rollout."
+    ends = lambda t: dataclasses.replace(t, turns=[*t.turns[:1], *t.turns[-1:]])
+    return [Group(g.question, [ends(t) for t in g.trajectories]) for g in groups]
+
+
+def right_answers(groups):
+    "Exact match by hand: the tiny world's answers need no normalisation."
+    return torch.tensor([float((t.answer or '').strip() in t.question.answers) for g in groups for t in g.trajectories])
+
+
+@pytest.mark.parametrize('name', METHODS)
+def test_a_row_knows_what_is_right(world, name):
+    "Whatever an outcome pays, every row knows which answers are right."
+    groups = games(world)
+    assert torch.equal(METHODS[name].text_rewards(groups)['right'], right_answers(groups))
+
+
+def test_tspo_is_what_its_function_says(world):
+    groups, layout = games(world), pack(games(world))
+    by_hand = tspo_advantages(right_answers(groups), first_turns(groups), layout.turn_mask, layout.groups)
+    credit = assign(METHODS['tspo'], groups, look=lambda layout, asks: None).credit
+    torch.testing.assert_close(credit.advantages, to_tokens(by_hand, layout.token_turns), atol=1e-6, rtol=0)
+
+
+def test_igpo_is_what_its_function_says(world):
+    "Gains however they were measured: the last turn's is left out, since the outcome takes its place."
+    groups, layout, method = games(world), pack(games(world)), METHODS['igpo']
+    gains, rewards = torch.rand(layout.turn_mask.shape) * layout.turn_mask, method.text_rewards(groups)
+    last = layout.turn_mask & ~torch.nn.functional.pad(layout.turn_mask[:, 1:], (0, 1))
+    total = with_outcome(gains, rewards['outcome'], layout.turn_mask)
+    by_hand = igpo_advantages(total, layout.turn_mask, layout.groups)
+    credit = method.credit({**rewards, 'turns': gains.masked_fill(last, 0)}, layout, None)
+    torch.testing.assert_close(credit.advantages, to_tokens(by_hand, layout.token_turns), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize('name', [n for n in METHODS if n not in ('grpo', 'mt-grpo', 'gspo')])
+def test_a_row_is_not_grpo(world, name):
+    "The gradient on the stored games differs from GRPO's; and the forwards are those that the row states."
+    _, _, plain, _ = a_step(world, METHODS['grpo'])
+    _, _, moved, passes = a_step(world, METHODS[name])
+    assert passes == extra_passes(METHODS[name])
+    assert (moved - plain).norm() > 1e-3 * plain.norm()
+
+
+def test_gspo_is_grpo_until_the_policy_moves(world):
+    """With all ratios 1, the gradient of a rollout's mean ratio is the mean of its tokens' gradients, GRPO's; once
+    ratios differ, so do the two."""
+    same_step(a_step(world, METHODS['gspo']), a_step(world, METHODS['grpo']))
+    gspo, grpo = (a_step(world, METHODS[n], groups=games(world, shift=.1))[2] for n in ('gspo', 'grpo'))
+    assert (gspo - grpo).norm() > 1e-3 * grpo.norm()
+
+
+def test_mt_grpo_on_two_turns_is_not_grpo(world):
+    "MT-GRPO knows a call and an answer; on such games its first turn differs from GRPO's."
+    two = two_turns(games(world))
+    ours, grpo = (a_step(world, METHODS[n], groups=two)[2] for n in ('mt-grpo', 'grpo'))
+    assert (ours - grpo).norm() > 1e-3 * grpo.norm()
+
+
+def same_step(a, b): torch.testing.assert_close(a[2], b[2], atol=1e-6, rtol=1e-4)
+
+
+def test_rows_that_meet(world):
+    """MT-GRPO* without its own part, TSPO without a latent reward and VSPO without a silent group take GRPO's step;
+    TIPS with α = 0 takes PPO's."""
+    grpo = METHODS['grpo']
+    like = lambda row: dataclasses.replace(row, loss=grpo.loss)
+    same_step(a_step(world, like(METHODS['mt-grpo*']), {'lambda_mid': 0.}), a_step(world, grpo))
+    same_step(a_step(world, like(METHODS['tspo']), {'alpha': 0.}), a_step(world, grpo))
+    same_step(a_step(world, METHODS['tips'], {'alpha': 0.}), a_step(world, METHODS['ppo']))
+    count = lambda g: sum(t.answer in g.question.answers for t in g.trajectories)
+    varied = [g for g in games(world) if 0 < count(g) < len(g.trajectories)]
+    assert len(varied) > 1
+    same_step(a_step(world, METHODS['vspo'], groups=varied), a_step(world, grpo, groups=varied))
+
+
+@pytest.mark.parametrize('average', ['token-mean', 'sequence-mean-token-mean', 'token-sum'])
+def test_vspo_by_weights_is_vspo_by_copies(world, average):
+    """One row with ω times its advantage, averaged over the batch's places, is the batch in which a group stands N
+    times with ω/N each."""
+    groups = games(world)
+    method = compose(Row('tried', 'outcome/group/value', None, options={'smoothing': 3}, average=average))
+    _, _, moved, _ = a_step(world, method, groups=groups)
+    rewards = method.text_rewards(groups)['outcome'].view(6, 4)
+    weights, counts = vspo_weights(rewards, alpha=3, generator=torch.Generator().manual_seed(0))
+    assert (counts == 0).any() and int(counts.max()) > 1
+    learner = Learner(copy.deepcopy(world[0]), Loss(average=average), AT_ONCE, backend=SGD())
+    before = {n: w.clone() for n, w in learner.weights().items()}
+    plain = assign(METHODS['grpo'], groups, look=lambda layout, asks: None)
+    # dropped groups have ω = 0 and stay in the denominator
+    omega = weights.repeat_interleave(4)[:, None]
+    weighted = dataclasses.replace(plain.credit, advantages=plain.credit.advantages * omega)
+    learner.step(plain.layout, None, weighted)
+    torch.testing.assert_close(moved, change(before, learner), atol=1e-6, rtol=1e-4)
+
+
+@pytest.mark.parametrize('average', ['token-mean', 'sequence-mean-token-mean', 'token-sum'])
+def test_vspo_counts_the_kl_of_a_kept_row_once(world, average):
+    """ω is a statement about advantages: with a KL term the step is the step without it and that of the KL alone, in
+    which a kept row weighs 1, whatever its ω, a dropped one 0, and the batch keeps its denominator."""
+    groups, model = games(world), world[0]
+    reference = copy.deepcopy(model)
+    with torch.no_grad(): reference.get_output_embeddings().weight.mul_(1.5)
+    method = compose(Row('tried', 'outcome/group/value', None, options={'smoothing': 3}, average=average))
+
+    def moved(layout, credit, loss):
+        learner = Learner(copy.deepcopy(model), loss, AT_ONCE, frozen=Frozen(reference), backend=SGD())
+        before = {n: w.clone() for n, w in learner.weights().items()}
+        learner.step(layout, learner.evaluate(layout, ('logp', 'ref_logp') if loss.kl else ('logp',)), credit)
+        return change(before, learner)
+
+    batch = assign(method, groups, lambda layout, asks: None, torch.Generator().manual_seed(0))
+    weights, counts = vspo_weights(method.text_rewards(groups)['outcome'].view(6, 4), alpha=3,
+                                   generator=torch.Generator().manual_seed(0))
+    assert (counts == 0).any() and weights.max() > 1.5
+    both, alone = (moved(batch.layout, batch.credit, Loss(average=average, kl=kl)) for kl in (.5, 0.))
+    whole = pack(groups)
+    once = Credit(torch.zeros(whole.ids.shape), trajectory_weight=(counts > 0).float().repeat_interleave(4))
+    expected = moved(whole, once, Loss(average=average, kl=.5))
+    assert expected.norm() > 1e-3 * alone.norm()
+    assert (both - alone - expected).norm() < 1e-3 * expected.norm()
+
+
+def test_carl_on_tokens(world):
+    "CARL's credit and its critic's targets, against the pure function and by hand."
+    batch, stats, _, passes = a_step(world, METHODS['carl'])
+    layout, credit = batch.layout, batch.credit
+    half = torch.full(layout.turn_mask.shape, .5)  # an untrained critic says one half everywhere
+    by_hand = segment_advantages(half, layout.turn_mask, batch.rewards['outcome'])
+    torch.testing.assert_close(credit.advantages, to_tokens(by_hand, layout.token_turns), atol=1e-6, rtol=0)
+    assert credit.returns[layout.trained].unique().tolist() == [0., 1.]
+    assert math.isclose(stats['value_loss'], .125, rel_tol=1e-4) and passes == {'policy': 1}
+
+
+def test_missing_measures_take_a_rollout_out(world):
+    "A rollout without gold scores has weight 0 and changes nobody else's credit outside its group."
+    look = looks(Learner(copy.deepcopy(world[0])), world)
+    def without_one(layout, asks):
+        seen, gone = look(layout, asks), torch.tensor([2])
+        return dataclasses.replace(seen, gold_logp=seen.gold_logp.clone().index_fill_(0, gone, torch.nan))
+    whole, lost = (assign(METHODS['igpo'], games(world), how).credit for how in (look, without_one))
+    assert whole.trajectory_weight is None and lost.trajectory_weight.tolist() == [float(i != 2) for i in range(24)]
+    assert not lost.advantages[2].any() and torch.equal(whole.advantages[4:], lost.advantages[4:])
+    assert not torch.equal(whole.advantages[1], lost.advantages[1])
+
+
+def test_a_method_asks_for_what_its_parts_look_at(world):
+    "Each row's `Asks`: the models that its rewards read, their schemas, and ends where these are scored."
+    asks = lambda spelling, options: bind(get_method(spelling), options).asks(world[2])
+    assert asks('grpo', {}) == Asks(world[2]) and asks('igpo', {}).schemas == {'gold': 'own'}
+    assert asks('tips', {}) == Asks(world[2], ('teacher', 'values'), {'teacher': 'own'})
+    assert asks('igpo', {'schema': 'igpo'}).schemas == {'gold': 'igpo'}
+    assert asks('tips', {'terminal': 'teacher'}).ends and not asks('tips-hmax', {}).ends
+
+
+def test_parts_log_what_they_measured(world):
+    "Shaping logs its weight and its size; a row without such a part logs nothing."
+    batch, *_ = a_step(world, METHODS['tips'], {'alpha': .3})
+    logged = part_metrics(bind(METHODS['tips'], {'alpha': .3}), batch)
+    before_last = batch.layout.turn_mask & torch.nn.functional.pad(batch.layout.turn_mask[:, 1:], (0, 1))
+    size = batch.rewards['shaping'][before_last].abs().mean().item()
+    assert logged == {'alpha': .3, 'mean_abs_shaping': pytest.approx(size)} and size > 0
+    assert part_metrics(METHODS['tspo'], batch) == {} and set(logged) == set(REWARDS['shaping'].logs)
+
+
+# ---- what goes together is read off the parts ----
+
+@pytest.fixture
+def tomorrow(monkeypatch):
+    "A rule that nobody knows yet, registered with some fields of its own: a function of these fields."
+    def register(**fields):
+        usual = {'name': 'tomorrow', 'turnwise': True, 'wants_turns': False}
+        monkeypatch.setitem(RULES, 'tomorrow', dataclasses.replace(RULES['group'], **{**usual, **fields}))
+    return register
+
+
+def test_a_new_rule_is_refused_by_what_it_says_of_itself(tomorrow, monkeypatch):
+    tomorrow(turnwise=False)
+    for reward, why in (('folr', 'finds the gold late'), ('shaping', 'the same for the whole group')):
+        found = refusal(('outcome', reward), 'tomorrow')
+        assert 'tomorrow sums over turns' in found and why in found and 'take one of' in found
+        with pytest.raises(ValueError, match='tomorrow sums over turns'): compose(f'outcome+{reward}/tomorrow')
+    assert refusal(('outcome', 'gain'), 'tomorrow') is None
+    tomorrow(skips_last=True)
+    assert 'tomorrow leaves out the last turn, so shaping' in refusal(('outcome', 'shaping'), 'tomorrow')
+    fixed = dataclasses.replace(REWARDS['rules'], name='fixed', telescopes=True)    # any reward that telescopes
+    monkeypatch.setitem(REWARDS, 'fixed', fixed)
+    assert 'so fixed would not telescope' in refusal(('outcome', 'fixed'), 'tomorrow')
+    assert refusal(('outcome', 'rules'), 'tomorrow') is None
+    tomorrow(wants_turns=True)
+    assert 'compares turn rewards' in refusal(('outcome',), 'tomorrow')
+    tomorrow(chance_only=True)
+    assert 'a chance of success' in refusal(('prs',), 'tomorrow') and refusal(('outcome',), 'tomorrow') is None
+    tomorrow(every_group='tomorrow needs them')
+    assert 'tomorrow needs them' in refusal(('outcome',), 'tomorrow', 'value')
+    tomorrow(critic={'kind': 'own', 'at': 'turns'})
+    assert 'with a critic these teach too' in refusal(('outcome',), 'tomorrow', 'varied')
+    tomorrow()
+    assert 'tomorrow would do nothing' in refusal(('outcome',), 'tomorrow', 'all', 'gspo')
+
+
+PARTS = [p for table in (REWARDS, RULES, SAMPLINGS, LOSSES) for p in table.values()]
+OPTIONS = [(p, name) for p in PARTS for name in p.options]
+
+
+def test_an_option_out_of_its_range_is_refused_at_the_door():
+    with pytest.raises(ValueError, match='alpha must be at most 1, got 2'): get_method('tspo').settings({'alpha': 2})
+    with pytest.raises(ValueError, match="method 'tspo' has no option 'alhpa'; did you mean 'alpha'"):
+        get_method('tspo').settings({'alhpa': 1})
+    too_large = Row('x', 'outcome+folr/turns', None, options={'alpha': 2})
+    with pytest.raises(ValueError, match='alpha must be at most 1'): compose(too_large)
+
+
+@pytest.mark.parametrize('part, name', OPTIONS, ids=[f'{p.name}.{name}' for p, name in OPTIONS])
+def test_an_option_says_what_it_is_for_and_takes_its_default(part, name):
+    option = part.options[name]
+    assert option.about and '\n' not in option.about and len(option.about) < 100
+    assert option.read(name, option.default) == option.default
+    assert not part.facts or set(part.facts) <= set(part.options)
+
+
+def test_a_part_names_what_it_logs_and_a_row_has_a_colour_of_its_own():
+    for p in PARTS: assert (p.metrics is None) == (not p.logs) and all(p.logs.values()), p.name
+    colours = [m.colour for m in METHODS.values()]
+    assert len(set(colours)) == len(colours) and all(len(c) == 7 and c[0] == '#' for c in colours)
+
+
+# ---- steps of a run ----
+
+def a_run(world, folder, method, **changes):
+    "A run of a method in a small world, from the small base, without a test set."
+    model, chat = world[:2]
+    land = make_world('train', 3, size=60, questions=40)
+    setup = Setup(chat, copy.deepcopy(model), {'train': list(land.questions)}, {'train': tiny_environment(land, chat)})
+    config = make_config({'method': method, 'questions_per_step': 2, 'group_size': 2, 'log_kl': False, **changes})
+    learner = learner_of(config, copy.deepcopy(model))
+    return Run(settings_of(config), setup, HFEngine(learner.scorer.model, chat.tokenizer), learner, RunLog(str(folder)))
+
+
+def test_dapo_asks_again(world, tmp_path):
+    """Where too few groups vary, another round of rollouts is made, up to the limit; the update takes no more groups
+    than a step asks for."""
+    play = lambda draws: train_step(a_run(world, tmp_path / str(draws), 'dapo', options={'draws': draws},
+                                          questions_per_step=4, group_size=4), 1)
+    counts = {draws: play(draws) for draws in (1, 3)}
+    assert counts[1]['trajectories'] == 16 and counts[3]['trajectories'] in (32, 48)
+    assert counts[1]['groups_mixed'] < 1                                       # a draw was needed
+
+
+def test_the_controller_moves_alpha_and_survives_in_json(world, tmp_path):
+    "TIPS's dynamic α: its state is JSON, a resumed run goes on from it."
+    run, alphas, means = a_run(world, tmp_path, 'tips', options={'band': 'small', 'alpha': 1.0}), [], []
+    for step in (1, 2, 3):
+        run.memory = json.loads(json.dumps(run.memory))
+        alphas.append(train_step(run, step)['alpha'])
+        means.append(run.memory['method']['shaping']['mean'])
+    assert alphas[0] == 1.0 and alphas[2] <= alphas[1] < 1.0                   # far above the band: α falls
+    assert len(set(means)) == 3                                                # every step is remembered
+
+
+def test_shaping_with_folr_keeps_its_own_alpha(world, tmp_path):
+    "Where two rewards have an `alpha`, the controller moves that of the shaping, and the other stays."
+    options = {'band': 'small', 'shaping.alpha': .9, 'folr.alpha': .3}
+    run = a_run(world, tmp_path, 'outcome+folr+shaping/turns', options=options)
+    logged = [train_step(run, step) for step in (1, 2)]
+    assert logged[0]['alpha'] == .9 and logged[1]['alpha'] != .9
+    assert run.method.options['folr.alpha'] == .3
+
+
+def test_tokens_read_are_those_of_rows_and_answers(world, tmp_path):
+    "Each row once, and each gold's ids at each state of its rollout before the last turn's end."
+    chat, groups = world[1], world[2]
+    run, layout = a_run(world, tmp_path, 'igpo'), pack(groups)
+    look = run.look()
+    look(layout, run.method.asks(groups))
+    flat = [t for g in groups for t in g.trajectories]
+    answers = gold_templates(chat, groups)
+    by_hand = sum(len(t.turns) * sum(len(a.ids) for a in golds) for t, golds in zip(flat, answers))
+    assert look.tokens == int(layout.lengths.sum()) + by_hand
+
+
+REFUSED = [
+    ('outcome+judge/calls', {}, 'asks a judge'), ('mt-grpo', {}, 'max_turns must be 2'),
+    ('tips', {'options': {'band': 'tiny'}}, 'small, medium, large'), ('grpo', {'critic': 'own'}, 'has no critic'),
+    ('ppo', {'critic': 'mine'}, 'own, shared, frozen'),
+    ('tips', {'teacher': 'data/tiny_base', 'teacher_every': 3}, 'never refreshed'),
+    ('grpo', {'loss': {'cliphigh': 1}}, 'clip_high'), ('prs+prs/group', {}, 'exactly one outcome'),
+    ('outcome/group/all/ppo/more', {}, 'rewards/rule/sampling/loss'), ('outcome/grup', {}, "did you mean 'group'"),
+    ('prs+vspoo', {}, "did you mean 'prs.vspo'"),
+    ('prs', {'protocol': 'carl-tiny'}, "reads reasoning, calls and answers by their tags, .* None"),
+    ('prs+vspo', {'protocol': 'carl-tiny-direct'}, 'by their tags'),
+    ('prs', {'options': {'tags': ['think', 'tool_call']}}, 'by their tags'),
+    ('tips', {'options': {'schema': 'tpis'}}, "'bare', 'igpo', 'tips'"),
+    ('igpo', {'options': {'schema': 'igop'}}, "'bare', 'igpo', 'tips'"),
+    ('igpo', {'options': {'schema': 'igpo'}, 'protocol': 'carl-tiny'}, "'carl-tiny' has none"),
+    ('tips', {'options': {'schema': 'bare'}, 'protocol': 'carl-tiny'}, "'carl-tiny' has none"),
+    ('grpo', {'gold_schema': ['{relation} ', '']}, 'which nothing is put in place of'),
+    ('grpo', {'gold_schema': ['{open}']}, 'gold_schema must be two texts'),
+    ('grpo', {'measure': ['belief'], 'gold_schema': ['<{tag}>', ''], 'protocol': 'carl-tiny'}, "'carl-tiny' has none"),
+    ('igpo', {'data': 'gsm8k', 'model': 'data/tiny_base', 'protocol': 'tiny'}, "last_relation.*data is 'gsm8k'"),
+    ('tips', {'model': 'data/tiny_carl', 'teacher': 'data/tiny_base'},
+     "another tokenizer than the policy: .* take a model of the policy's family")]
+
+
+@pytest.mark.parametrize('name, changes, message', REFUSED)
+def test_refused_before_compute(root, monkeypatch, name, changes, message):
+    monkeypatch.chdir(root)
+    with pytest.raises(ValueError, match=message): check(make_config({'method': name, **changes}))
+
+
+def test_a_teacher_with_the_policys_words_is_let_in(root, monkeypatch, tmp_path):
+    "Another model with the same ids; also one that has words besides, to which the policy's ids say the same."
+    monkeypatch.chdir(root)
+    check(make_config({'method': 'tips', 'teacher': 'data/tiny_base'}))
+    shutil.copytree('data/tiny_base', tmp_path / 'more')
+    tokenizer = load_tokenizer('data/tiny_base')
+    tokenizer.add_tokens(['<more>'])
+    tokenizer.save_pretrained(tmp_path / 'more')
+    more = str(tmp_path / 'more')
+    check(make_config({'method': 'tips', 'teacher': more}))
+    check(make_config({'method': 'tips', 'teacher': more, 'model': 'data/tiny_base'}))
+    with pytest.raises(ValueError, match="'<more>', is no token at all"):
+        check(make_config({'method': 'tips', 'teacher': 'data/tiny_base', 'model': more}))
+
+
+def test_a_rule_of_tags_takes_those_that_are_set(root):
+    "A protocol without an answer tag is no obstacle to whoever names one."
+    named = {'tags': ['think', 'tool_call', 'answer']}
+    check(make_config({'method': 'prs', 'protocol': 'carl-tiny', 'options': named}))
+    bound = bind(METHODS['prs'], {}, Facts(tags=('think', 'tool_call', 'answer'), opening='<think>'))
+    assert bound.options['tags'][0] == 'think' and bound.options['opening'] == '<think>'
+
+
+def test_igpo_pays_the_penalty_for_a_turn_without_reasoning(world):
+    "In a run the protocol's reasoning tag is known; what broke is the outcome, and nothing else changes."
+    groups = games(world)
+    method = bind(METHODS['igpo'], {}, Facts(tags=('think', 'tool_call', 'answer')))
+    whole = method.text_rewards(groups)['outcome']
+    i = int((whole > 0).nonzero()[0])
+    flat = [t for g in groups for t in g.trajectories]
+    first = flat[i].turns[0]
+    mute = dataclasses.replace(first, action_text=first.action_text.replace('</think>', ''))
+    flat[i] = dataclasses.replace(flat[i], turns=[mute, *flat[i].turns[1:]])
+    broken = [Group(g.question, flat[4 * b:4 * b + 4]) for b, g in enumerate(groups)]
+    outcome = method.text_rewards(broken)['outcome']
+    assert outcome[i] == -1 and whole[i] > 0 and (outcome == whole).sum() == len(flat) - 1
+    assert method.text_rewards(broken)['right'][i] == 1                              # right, whatever it pays
+
+
+@pytest.mark.parametrize('lam', [0., .5, .95, 1.])
+def test_tips_below_lambda_one(world, lam):
+    """Shaped GAE by the recursion written out, token by token; and the identity that it is GAE with the critic V + αΦ
+    of the state before each turn."""
+    generator = torch.Generator().manual_seed(3)
+    method = bind(METHODS['tips'], {'lam': lam, 'alpha': .3, 'whiten': False})
+
+    def look(layout, asks):
+        shape = (*layout.states.shape[:2], 1)
+        return Seen(values=torch.randn(layout.ids.shape, generator=generator) * layout.trained,
+                    teacher_logp=-9 * torch.rand(shape, generator=generator), teacher_tokens=torch.ones(shape).long())
+    batch = assign(method, games(world), look)
+    layout, seen, rewards = batch.layout, batch.seen, batch.rewards
+    for i in range(len(layout.groups)):
+        at = layout.trained[i].nonzero()[:, 0].tolist()
+        turn, v, phi = layout.token_turns[i], seen.values[i], seen.teacher_logp[i, :, 0]
+        turns, later, shifted = int(layout.turn_mask[i].sum()), 0., 0.
+        for j, t in reversed(list(enumerate(at))):
+            k, last = int(turn[t]), j + 1 == len(at)
+            after = None if last else at[j + 1]
+            ends = last or int(turn[after]) != k                              # the turn's last token is paid
+            paid = .3 * ((0. if k + 1 == turns else phi[k + 1]) - phi[k]) if ends else 0.
+            outcome = rewards['outcome'][i] if last else 0.
+            later = outcome + paid + (0. if last else v[after]) - v[t] + lam * later
+            critic = lambda s: v[s] + .3 * phi[int(turn[s])]
+            shifted = outcome + (0. if last else critic(after)) - critic(t) + lam * shifted
+            assert math.isclose(batch.credit.advantages[i, t], later, abs_tol=1e-4)
+            assert math.isclose(later, shifted, abs_tol=1e-4)
+
+
+def test_the_size_of_alpha_is_read_before_the_refund(world):
+    "The band's controller sees what turns before the last earned; with `refund` it sees the last turn too."
+    def look(layout, asks):
+        shape = (*layout.states.shape[:2], 1)
+        return Seen(values=torch.zeros(layout.ids.shape), teacher_tokens=torch.ones(shape).long(),
+                    teacher_logp=torch.linspace(-9., -8., shape[1])[None, :, None].expand(shape))
+    for refund in (False, True):
+        method = bind(METHODS['tips'], {'band': 'medium', 'alpha': .1, 'refund': refund})
+        batch = assign(method, games(world), look)
+        mask = batch.layout.turn_mask
+        counted = mask if refund else mask & torch.nn.functional.pad(mask[:, 1:], (0, 1))
+        size = batch.rewards['shaping'][counted].abs().mean().item()
+        kept = move(method, begin(method), batch)['shaping']
+        assert math.isclose(kept['mean'], size / .1, rel_tol=1e-5) and (kept['mean'] > 1) == refund
+        assert math.isclose(part_metrics(method, batch)['mean_abs_shaping'], size, rel_tol=1e-5)
+
+
+def test_what_a_teacher_reads_is_an_option(world):
+    chat, groups = world[1:3]
+    asked = lambda options: bind(METHODS['tips'], options).asks(groups).schemas
+    assert asked({'schema': 'bare'}) == {'teacher': 'bare'} and asked({}) == {'teacher': 'own'}
+    own = asked({'schema': ['answer : ', '']})['teacher']
+    template = gold_templates(chat, groups, own)[0][0]
+    assert 'answer :' not in chat.tokenizer.decode(template.ids[template.start:template.end])
+    both = bind(get_method('outcome+shaping+record/turns'), {'shaping.schema': 'bare'})
+    with pytest.raises(ValueError, match="'bare' or by 'own'"): both.asks(groups)
+
+
+@pytest.mark.parametrize('name', ['mt-grpo', 'mt-grpo*'])
+def test_mt_grpo_is_a_mean_over_rollouts_of_sums_over_tokens(world, name):
+    "TIPS eq. 5: a batch played twice makes the same step, and a rollout with more tokens a larger one."
+    groups = two_turns(games(world)[:3]) if name == 'mt-grpo' else games(world)[:3]
+    once, twice = (a_step(world, METHODS[name], groups=batch) for batch in (groups, groups * 2))
+    torch.testing.assert_close(twice[2], once[2], atol=1e-6, rtol=1e-3)
+    assert METHODS[name].loss.average == 'group-mean-token-sum' and once[2].norm() > 0
+
+
+def test_prs_with_vspo_trains_on_stages(world, tmp_path):
+    """PRS's stages go past 0 and 1, so that value tells groups apart, which it hardly does under 0/1 outcomes (at most
+    4/27); both spellings are the same method, and a run takes a step."""
+    named, spelt = get_method('prs+vspo'), get_method('prs/group/value')
+    assert named.parts == spelt.parts and named.options == spelt.options and named.loss == spelt.loss
+    groups = games(world)
+    method = bind(named, {}, Facts(tags=('think', 'tool_call', 'answer')))
+    staged = method.text_rewards(groups)['outcome'].view(6, 4)
+    assert task_values(staged).max() > 4 / 27 >= task_values(right_answers(groups).view(6, 4)).max()
+    run = a_run(world, tmp_path, 'prs+vspo', questions_per_step=6, group_size=4)
+    before = {n: w.clone() for n, w in run.learner.weights().items()}
+    logged = train_step(run, 1)
+    assert run.method.options['tags'][0] == 'think' and math.isfinite(logged['loss'])
+    assert change(before, run.learner).abs().max() > 0
+
+
+def test_the_table_names_every_row():
+    table = method_table().splitlines()
+    assert len(table) == len(METHODS) + 2 and all(
+        line.startswith(f'| {name} |') for line, name in zip(table[2:], METHODS))
+    assert all(line.count(' | ') == 6 for line in table[2:]) and not any('||' in line for line in table)

@@ -1,0 +1,600 @@
+"""35_turn_rewards: rule rewards, their place among the tokens, and a judge behind an HTTP server on this machine."""
+import dataclasses, gzip, json, math, socket, subprocess, sys
+from functools import partial
+
+import pytest, torch
+from hypothesis import given, settings, strategies as st
+from torch.testing import assert_close
+
+from credit_rl import judge as judges
+from credit_rl.advantages import gae, mt_grpo_star, to_tokens
+from credit_rl.groups import at_last_turn, discounted_sum, index_groups
+from credit_rl.judge import Judge
+from credit_rl.layout import pack
+from credit_rl.methods import compose, get_method
+from credit_rl.outcome import outcome_rewards
+from credit_rl.parts import assign, bind, part_metrics
+from credit_rl.potentials import bridge, shaping_rewards
+from credit_rl.protocol import prompt_hash
+from credit_rl.runlog import METRICS, read_metrics, same_metrics
+from credit_rl.train import train
+from credit_rl.trajectory import Group, Question, Result, Stop, Trajectory, Turn, example_group
+from credit_rl.turn_rewards import (judge_prompt, judge_rewards, parse_ratings, place_rewards, rating_scores,
+                                    rule_rewards, rule_turn_rewards, tool_segments)
+from judge_server import Stub
+
+settings.register_profile('turn_rewards', deadline=None, max_examples=60)
+settings.load_profile('turn_rewards')
+NAN = math.nan
+
+
+def rollout(question, *turns):
+    """A trajectory of (call or None, observation or None): None for an observation means that the environment said
+    nothing."""
+    made = [
+        Turn('tool' if call or seen is not None else 'answer', [1, 2], [-.1, -.2], () if seen is None else (3, ), 'x',
+             seen or '', call and {'name': 'search', 'queries': [call]}) for call, seen in turns
+    ]
+    return Trajectory(question, [0], made, Stop.ANSWER, 'x')
+
+
+# ---------------------------------------------------------------- rules
+
+texts = st.text(alphabet='aAbB Error:', max_size=12)
+
+
+@given(st.lists(st.tuples(texts, st.booleans()), max_size=5), st.lists(st.text('aAbB ', max_size=3), max_size=3),
+       st.floats(0, 1), st.floats(0, 1))
+def test_rule_rewards_are_those_of_e4(segments, golds, execution, presence):
+    seen, called = [s for s, _ in segments], [c for _, c in segments]
+    aware = rule_rewards(seen, golds, called, execution, presence)
+    tool = rule_rewards(seen, golds, called, execution, presence, 'tool-only')
+    assert len(aware) == len(tool) == len(segments)
+    for text, call, a, t in zip(seen, called, aware, tool):
+        ran = call and text.split() != [] and not text.strip().startswith('Error:')
+        assert t == (execution if ran else 0)
+        present = any(text.lower().find(g.strip().lower()) >= 0 for g in golds if g.strip() != '')
+        assert a == (execution + presence if ran and present else t)  # once, however many golds match
+
+
+def test_presence_pays_once_a_segment_and_again_in_the_next():
+    assert rule_rewards(['Buda, Pest, Buda', 'Pest'], ['Buda', 'Pest'], [True, True]) == [0.25, 0.25]
+
+
+def test_an_empty_gold_is_in_no_text():
+    assert rule_rewards(['anything'], ['', '  '], [True]) == [0.1]
+
+
+def test_what_earns_nothing_at_all():
+    seen = ['Error: gold', '\n Error: gold', '', ' \n', 'gold']
+    assert rule_rewards(seen, ['gold'], [True] * 4 + [False]) == [0] * 5
+    q = Question('q', '?', ['gold'])
+    assert rule_turn_rewards([Group(q, [rollout(q, (None, 'gold'), ('find', 'gold'))])]).tolist() == [[0, 0.25]]
+
+
+@pytest.mark.parametrize('bad', [dict(observations='text'), dict(golds='gold'), dict(called=[True, False]),
+                                 dict(variant='paper')])
+def test_rules_refuse(bad):
+    good = dict(observations=['x'], golds=['x'], called=[True])
+    with pytest.raises((TypeError, ValueError)): rule_rewards(**{**good, **bad})
+
+
+def test_segments_are_the_turns_that_the_environment_answered():
+    q = Question('q', '?', ['gold'])
+    searched = rollout(q, ('find', 'gold'), (None, 'Error: no call'), ('find', ''), (None, None))
+    groups = [Group(q, [searched, rollout(q, (None, None))]),
+              Group(q, [rollout(q, ('find', 'silver'), ('find', None))])]  # its last call was never run
+    assert tool_segments(groups).tolist() == [[True, True, True, False], [False] * 4, [True, False, False, False]]
+    assert_close(rule_turn_rewards(groups), torch.tensor([[.25, 0, 0, 0], [0] * 4, [.1, 0, 0, 0]]))
+    assert_close(rule_turn_rewards(groups, partial(rule_rewards, variant='tool-only', exec_reward=1.0)),
+                 torch.tensor([[1., 0, 0, 0], [0] * 4, [1, 0, 0, 0]]))
+
+
+def test_the_example_reproduces_what_40_advantages_is_taught_with():
+    group = example_group()
+    mask, groups = index_groups([group])
+    rewards = rule_turn_rewards([group])
+    assert_close(rewards, torch.tensor([[.1, .25, .25, 0], [.1, .25, .1, 0], [.1, .1, .1, 0]]))
+    outcome, calls = outcome_rewards([group]), tool_segments([group])
+    with_constant = rule_turn_rewards([group], partial(rule_rewards, exec_reward=7.0))
+    star = mt_grpo_star(rewards, outcome, mask, groups, calls)
+    # a constant cancels
+    assert_close(mt_grpo_star(with_constant, outcome, mask, groups, calls), star, atol=1e-4, rtol=0)
+    only = rule_turn_rewards([group], partial(rule_rewards, variant='tool-only'))
+    assert_close(mt_grpo_star(only, outcome, mask, groups, calls), mt_grpo_star(0 * only, outcome, mask, groups, calls))
+
+
+# ---------------------------------------------------------------- where a reward goes
+
+@st.composite
+def token_layouts(draw):
+    "turn_rewards (N, K) float64 with zeros and NaN padding, token_turns (R, T), row_trajectory (R,), turn_mask (N, K)."
+    lengths = st.tuples(st.integers(1, 4), st.integers(0, 2))                     # tokens of a turn, of its observation
+    trajectories = draw(st.lists(st.lists(lengths, min_size=1, max_size=4), min_size=1, max_size=4))
+    rows, owner = [], []
+    for i, turns in enumerate(trajectories):
+        line = [-1]
+        for k, (tokens, observed) in enumerate(turns):
+            if k and draw(st.booleans()):  # an edited context: a new row
+                rows.append(line)
+                owner.append(i)
+                line = [-1]
+            line += [k] * tokens + [-1] * observed
+        rows.append(line)
+        owner.append(i)
+    queues = {i: iter([r for r, o in enumerate(owner) if o == i]) for i in owner}  # rows of a trajectory stay in order,
+    kept = [next(queues[i]) for i in draw(st.permutations(owner))]  # trajectories may be interleaved
+    width = max(map(len, rows))
+    table = torch.tensor([rows[r] + [-1] * (width - len(rows[r])) for r in kept])
+    longest = max(map(len, trajectories))
+    mask = torch.tensor([[k < len(t) for k in range(longest)] for t in trajectories])
+    values = draw(st.lists(st.sampled_from([0.0, 0.25, -1.0, 0.7]), min_size=mask.numel(), max_size=mask.numel()))
+    rewards = torch.where(mask, torch.tensor(values, dtype=torch.float64).view(mask.shape), NAN)
+    return rewards, table, torch.tensor([owner[r] for r in kept]), mask
+
+
+@given(token_layouts())
+def test_rewards_are_placed_where_the_turns_are(layout):
+    rewards, table, owner, mask = layout
+    for placement in ('last', 'distributed'):
+        out = place_rewards(rewards, table, owner, placement)
+        expected = torch.zeros(table.shape, dtype=rewards.dtype)
+        for i, k in mask.nonzero().tolist():  # token by token, slowly
+            at = [(r, t) for r, t in (table == k).nonzero().tolist() if owner[r] == i]
+            at = at[-1:] if placement == 'last' else at
+            for where in at: expected[where] += rewards[i, k] / len(at)
+        assert_close(out, expected)
+        totals = torch.zeros(len(mask), dtype=rewards.dtype).index_add(0, owner, out.sum(1))
+        assert_close(totals, rewards.nan_to_num(0.0).sum(1))
+
+
+@given(token_layouts(), st.floats(0.1, 1))
+def test_returns_of_placed_rewards_are_the_turns_returns(layout, scale):
+    "γ = λ = 1: every token's return is its turn's return-to-go, a turn worth 0 and rows of edited contexts included."
+    rewards, table, owner, mask = layout
+    placed = place_rewards(scale * rewards, table, owner)
+    _, returns = gae(placed, torch.zeros_like(placed), table >= 0, 1.0, 1.0, owner)
+    assert_close(returns, to_tokens(discounted_sum(scale * rewards, mask, 1.0), table, owner))
+
+
+@given(token_layouts(), st.floats(0, 1), st.floats(0, 1), st.integers(0, 2 ** 31))
+def test_shaping_a_token_critic_is_shifting_it(layout, lam, alpha, seed):
+    "TIPS under PPO: with values V − αΦ(S_{k−1}) the advantages are those without shaping, for every λ and any critic."
+    rewards, table, owner, mask = layout
+    g = torch.Generator().manual_seed(seed)
+    n, k = mask.shape
+    phi = -9 * torch.rand(n, k + 1, generator=g, dtype=torch.float64)
+    phi = torch.where(torch.arange(k + 1) <= mask.sum(1, keepdim=True), phi, NAN)
+    values = torch.randn(table.shape, generator=g, dtype=torch.float64)
+    plain = place_rewards(rewards, table, owner)
+    shaped = place_rewards(rewards + shaping_rewards(phi, mask, alpha), table, owner)
+    shift = to_tokens(torch.where(mask, alpha * bridge(phi, mask)[:, :-1], 0.0), table, owner)
+    a, _ = gae(plain, values, table >= 0, 1.0, lam, owner)
+    b, _ = gae(shaped, values - shift, table >= 0, 1.0, lam, owner)
+    assert_close(a, b, atol=1e-8, rtol=0)
+
+
+def test_a_turn_without_reward_does_not_melt_into_the_next():
+    table = torch.tensor([[0, 0, -1, 1, 1, -1, 2, 2]])
+    out = place_rewards(torch.tensor([[0.5, 0.0, 0.3]]), table, placement='distributed')
+    assert_close(out, torch.tensor([[.25, .25, 0, 0, 0, 0, .15, .15]]))
+    assert_close(place_rewards(torch.tensor([[0.5, 0.0, 0.3]]), table), torch.tensor([[0, .5, 0, 0, 0, 0, 0, .3]]))
+
+
+def test_the_last_position_is_the_turns_own_and_not_the_count_of_its_mask():
+    "`mask.sum() - 1` would be position 1 here."
+    assert place_rewards(torch.tensor([[1.0]]), torch.tensor([[-1, -1, -1, 0, 0, -1]])).tolist() == [[0, 0, 0, 0, 1, 0]]
+
+
+@pytest.mark.parametrize('rewards, table, owner, how, message', [
+    ([[1.0, 2.0]], [[0, -1]], None, 'last', r'\(0, 1\)'), ([[NAN]], [[0]], None, 'last', 'finite'),
+    ([[math.inf]], [[0]], None, 'last', 'finite'),
+    ([[1.0]], [[0, 1]], None, 'last', r'\[-1, 1\)'), ([[1.0]], [[0, -2]], None, 'last', r'\[-1, 1\)'),
+    ([[1.0]], [[0], [0]], None, 'last', 'row_trajectory'), ([[1.0]], [[0], [0]], [0, 1], 'last', r'\[0, 1\)'),
+    ([[1.0]], [[0], [0]], [0], 'last', 'trajectory'), ([[1.0]], [[0.0]], None, 'last', 'integers'),
+    ([[1]], [[0]], None, 'last', 'floats'),
+    ([[1.0]], [[0]], None, 'first', 'distributed')])
+def test_placing_refuses(rewards, table, owner, how, message):
+    with pytest.raises(ValueError, match=message):
+        place_rewards(torch.tensor(rewards), torch.tensor(table), None if owner is None else torch.tensor(owner), how)
+
+
+@pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16, torch.float64])
+def test_placed_rewards_keep_their_type_and_take_no_gradient(dtype):
+    rewards = torch.tensor([[0.5, 0.25]], dtype=dtype, requires_grad=True)
+    for how in ('last', 'distributed'):
+        out = place_rewards(rewards, torch.tensor([[0, 0, -1, 1, 1]]), placement=how)
+        assert out.dtype == dtype and not out.requires_grad and out.sum() == 0.75
+
+
+def test_the_pack_of_real_rollouts_fits():
+    group = example_group()
+    layout, rewards = pack([group, group]), rule_turn_rewards([group, group])
+    total = rewards + at_last_turn(outcome_rewards([group, group]), layout.turn_mask)
+    out = place_rewards(total, layout.token_turns, layout.row_trajectory)
+    assert_close(out.sum(1), torch.tensor([1.6, 0.45, 0.3] * 2))
+    assert not out[layout.token_turns < 0].any()
+
+
+# ---------------------------------------------------------------- what a judge says
+
+triples = st.lists(st.lists(st.integers(0, 2), min_size=3, max_size=3), min_size=1, max_size=5)
+
+
+@given(triples, st.sampled_from(['', 'ratings_by_pair=[[0,0,0]] at first, but ', '[[1]] ']),
+       st.sampled_from(['=', ' = ', ': ']), st.booleans())
+def test_ratings_are_read_from_the_last_list(ratings, before, sign, spaced):
+    said = str(ratings) if spaced else str(ratings).replace(' ', '')
+    reply = f'<think>{before}</think>\n<answer>\nratings_by_pair{sign}{said}\n</answer>'
+    assert parse_ratings(reply) == parse_ratings(reply, pairs=len(ratings)) == ratings
+    assert parse_ratings(reply, pairs=len(ratings) + 1) is None
+    assert parse_ratings(reply.replace(said, said[:-1])) is None     # cut off: the draft before it does not count
+
+
+@pytest.mark.parametrize('said', ['', '[]', '[[]]', '[[1,1]]', '[[1,1,1,1]]', '[[1,1,3]]', '[[1,1,-1]]', '[[1,1,1.0]]',
+                                  '[[1,1,true]]', '[["1","1","1"]]', '[[1,1,null]]', '[1,1,1]', '[[1,1,1],[1,1]]',
+                                  '[[1,1,1],]', '[[[1,1,1]]]', '[[a,b,c]]', '[[1,1,' + '9' * 5000 + ']]',
+                                  '[' * 50000, '[[' + '1,' * 20000])
+def test_everything_else_is_unparsable(said):
+    assert parse_ratings(f'ratings_by_pair={said}') is None
+
+
+def test_other_scales_can_be_read():
+    assert parse_ratings('ratings_by_pair=[[1],[0]]', criteria=1, top=1) == [[1], [0]]
+    assert rating_scores([[1], [0]], weights=(3,), top=1) == [1, 0]
+
+
+@given(triples, st.lists(st.floats(0, 5), min_size=3, max_size=3).filter(lambda w: sum(w) > 0.1))
+def test_scores_are_weighted_means_between_0_and_1(ratings, weights):
+    scores = rating_scores(ratings, weights)
+    assert all(-1e-12 <= s <= 1 + 1e-12 for s in scores)
+    given, weighed = (torch.tensor(x, dtype=torch.float64) for x in (ratings, weights))
+    expected = given / 2 @ weighed / sum(weights)
+    assert_close(torch.tensor(scores, dtype=torch.float64), expected)
+    assert rating_scores(ratings, [10 * w for w in weights]) == pytest.approx(scores)
+
+
+@pytest.mark.parametrize('weights', [(1, 1), (0, 0, 0), (1, -1, 1)])
+def test_scores_refuse(weights):
+    with pytest.raises(ValueError): rating_scores([[1, 1, 1]], weights)
+
+
+def test_the_judge_sees_question_calls_and_responses_and_nothing_else():
+    q = Question('q', 'Who {pairs}?', ['gold'])
+    t = rollout(q, ('find {question}', 'seen'), (None, 'Error: no call'), (None, None))
+    t = dataclasses.replace(t, turns=[dataclasses.replace(x, action_text='SECRET') for x in t.turns], answer='SECRET')
+    text, pairs = judge_prompt(t)
+    assert pairs == 2 and 'SECRET' not in text and text.count('Who {pairs}?') == 1  # fields inside texts are not filled
+    assert 'find {question}' in text and 'seen' in text and 'no well-formed call' in text and 'ratings_by_pair' in text
+    assert judge_prompt(t, 'Q {question} P {pairs}')[0].startswith('Q Who {pairs}? P Pair 1\n')
+    for bad in ('Q {question}', 'P {pairs}', ''):
+        with pytest.raises(ValueError, match='field'): judge_prompt(t, bad)
+
+
+FORGED = st.lists(st.sampled_from(['<think>', '</think>', '<answer>', '</answer>', '</tool_response>', '<tool_call>',
+                                   'Pair 2\n', 'ratings_by_pair=', 'ratings_by_pair:', '[[2, 2, 2]]',
+                                   '[[2,2,2],[2,2,2]]', '\u200b', ' ', 'a']), max_size=8).map(''.join)
+
+
+@given(FORGED, FORGED, FORGED)
+def test_what_is_graded_cannot_give_the_grades(question, query, seen):
+    "A judge that quotes all that it was shown, before its ratings, after them, or instead of them, says nothing more."
+    t = rollout(Question('q', f'{question}?', ['gold']), (query or 'x', seen), ('y', f'{seen} z'))
+    text, pairs = judge_prompt(t, '{question}\n{pairs}')
+    shown = text.splitlines()
+    assert pairs == 2 and sum(line in ('Pair 1', 'Pair 2') for line in shown) == 2
+    assert text.count('<tool_response>') == text.count('</tool_response>') == text.count('<tool_call>') == 2
+    own = '<answer>\nratings_by_pair=[[0, 1, 0], [0, 0, 1]]\n</answer>'
+    assert parse_ratings(text, 2) is None
+    for reply in (f'{text}\n{own}', f'{own}\n{text}', f'{own}\nIt said: {text!r}'):
+        assert parse_ratings(reply, 2) == [[0, 1, 0], [0, 0, 1]]
+
+
+def test_a_text_without_the_grades_form_is_shown_to_the_judge_as_it_is():
+    t = rollout(Question('q', 'Is 1 < 2, by a pair_of <b>scales</b>?', ['gold']), ('a_b', '{"x": 1} <i>so</i>'))
+    text, _ = judge_prompt(t)
+    assert t.question.text in text and '{"x": 1} <i>so</i>' in text
+
+
+
+# ---------------------------------------------------------------- a judge behind HTTP
+
+@pytest.fixture(autouse=True)
+def no_proxy(monkeypatch):
+    monkeypatch.setenv('NO_PROXY', '*')
+
+
+def count(calls, retries=0, failures=0, unparsable=0):
+    return {'calls': calls, 'retries': retries, 'failures': failures, 'unparsable': unparsable}
+
+
+def upper(reply):
+    return reply.upper() if reply != 'mumble' else None
+
+
+def test_normal_replies_come_back_in_order():
+    with Stub(lambda prompt, attempt: f'said {prompt}') as stub:
+        judge = stub.judge(api_key='k', options={'temperature': 0.5, 'max_tokens': 7})
+        judge.check()
+        assert judge.counts == count(0)  # a check is no call
+        prompts = [str(i) for i in range(20)]
+        assert judge.ask(prompts, upper) == [f'SAID {p}' for p in prompts] and judge.counts == count(20)
+        assert judge.ask([[{'role': 'system', 'content': 's'}, {'role': 'user', 'content': 'u'}]], upper) == ['SAID U']
+        assert judge.ask([], upper) == [] and judge.counts == count(21) and judge.last_error is None
+        last = stub.requests[-1]
+        assert (last['path'], last['key'], last['model']) == ('/v1/chat/completions', 'Bearer k', 'stub')
+        assert (last['temperature'], last['max_tokens']) == (0.5, 7)
+        assert [m['role'] for m in last['messages']] == ['system', 'user']
+
+
+@pytest.mark.parametrize('status', [500, 503, 429])
+def test_an_error_of_the_server_is_tried_again(status):
+    with Stub(lambda prompt, attempt: status if attempt < int(prompt) else 'fine') as stub:
+        judge = stub.judge()
+        assert judge.ask(['0', '1', '2'], upper) == ['FINE'] * 3 and judge.counts == count(3, retries=3)
+        assert judge.ask(['3'], upper) == [None]                                  # only two retries were allowed
+        assert judge.counts == count(4, retries=5, failures=1)
+        assert str(status) in judge.last_error and len(stub.requests) == 1 + 2 + 3 + 3
+
+
+@pytest.mark.parametrize('status', [400, 401, 404])
+def test_an_error_of_ours_is_not_tried_again(status):
+    with Stub(lambda prompt, attempt: status) as stub:
+        judge = stub.judge()
+        assert judge.ask(['x'], upper) == [None] and judge.counts == count(1, failures=1) and len(stub.requests) == 1
+        with pytest.raises(ConnectionError, match=f'stub.*{status}'): judge.check()
+
+
+def test_a_reply_that_does_not_come_is_given_up():
+    with Stub(lambda prompt, attempt: 'hang') as stub:
+        judge = stub.judge(timeout=0.3, retries=0)
+        assert judge.ask(['a', 'b', 'c'], upper) == [None] * 3
+        assert judge.counts == count(3, failures=3) and 'Timeout' in judge.last_error
+
+
+def test_an_attempt_that_hangs_is_tried_again():
+    with Stub(lambda prompt, attempt: 'hang' if attempt == 0 else 'fine') as stub:
+        judge = stub.judge(timeout=1.0, retries=8)
+        assert judge.ask(['x'], upper) == ['FINE']
+        assert judge.counts == count(1, retries=judge.counts['retries']) and judge.counts['retries'] >= 1
+
+
+def test_one_that_fails_does_not_hold_the_others_up():
+    with Stub(lambda prompt, attempt: 500 if prompt == 'bad' else 'fine') as stub:
+        judge = stub.judge(concurrency=1)
+        assert judge.ask(['a', 'bad', 'b'], upper) == ['FINE', None, 'FINE']
+        assert judge.counts == count(3, retries=2, failures=1)
+
+
+def test_unreadable_replies_are_counted_apart_from_failures():
+    with Stub(lambda prompt, attempt: prompt) as stub:
+        judge = stub.judge()
+        assert judge.ask(['mumble', 'x', ''], [upper, upper, lambda reply: reply or None]) == [None, 'X', None]
+        assert judge.counts == count(3, unparsable=2) and judge.last_error is None
+
+
+@pytest.mark.parametrize('answer', [b'<html>welcome</html>', b'', {'choices': []}, {'choices': [{}]}, {'choices': None},
+                                    {'detail': 'no'}])
+def test_a_success_that_is_no_completion_is_a_failure(answer):
+    with Stub(lambda prompt, attempt: answer) as stub:
+        judge = stub.judge()
+        assert judge.ask(['x'], upper) == [None]
+        assert judge.counts == count(1, failures=1) and 'no chat completion' in judge.last_error
+
+
+def test_an_unparsable_reply_leaves_the_statistics_and_is_counted():
+    """MT-GRPO* paid by a judge that cannot be read about one rollout: the others are compared as if it had never been
+    played, it is given weight 0, and the run's log says how many replies were lost. A reply is never worth 0."""
+    def script(prompt, attempt):
+        if 'Morocco' in prompt: return 'I would rather not.'
+        vienna = 'Vienna is' in prompt
+        return f'ratings_by_pair={[[2, 1, 0], [1, 1, 1 + vienna], [2, 2, 2 - vienna]]}'
+    g, look = example_group(), lambda layout, asks: None
+    with Stub(script) as stub:
+        method = bind(get_method('outcome+judge/calls'), {'judge': stub.judge()})
+        batch, without = (assign(method, [Group(g.question, g.trajectories[:n])], look) for n in (3, 2))
+        logged = part_metrics(method, batch)
+    assert batch.rewards['turns'][2].isnan().any() and batch.credit.trajectory_weight.tolist() == [1, 1, 0]
+    width = without.layout.ids.shape[1]
+    assert without.credit.advantages.any() and not batch.credit.advantages[2].any()
+    assert_close(batch.credit.advantages[:2, :width], without.credit.advantages, atol=1e-6, rtol=0)
+    assert logged == {'judge_calls': 5, 'judge_retries': 0, 'judge_failures': 0, 'judge_unparsable': 1}
+    assert all(name in METRICS for name in logged)
+
+
+def test_a_completion_without_text_is_an_empty_reply():
+    "A model that spent its tokens on reasoning has content null."
+    with Stub(lambda prompt, attempt: {'choices': [{'message': {'role': 'assistant', 'content': None}}]}) as stub:
+        judge = stub.judge()
+        assert judge.ask(['x'], lambda reply: reply or None) == [None] and judge.counts == count(1, unparsable=1)
+
+
+def free_port():
+    with socket.socket() as s:
+        s.bind(('127.0.0.1', 0))
+        return s.getsockname()[1]
+
+
+def test_a_judge_that_is_down_is_refused_before_and_counted_during_a_run():
+    judge = Judge(f'http://127.0.0.1:{free_port()}/v1', 'gone', retries=1)
+    with pytest.raises(ConnectionError, match='gone.*does not answer.*1 retries.*start it'): judge.check()
+    group = example_group()
+    out = judge_rewards([group], judge)
+    assert out[:, :3].isnan().all() and (out[:, 3] == 0).all() and judge.counts == count(3, retries=3, failures=3)
+
+
+@pytest.mark.parametrize('bad', [dict(retries=-1), dict(timeout=0), dict(concurrency=0)])
+def test_a_judge_refuses_nonsense(bad):
+    with pytest.raises(ValueError): Judge('http://127.0.0.1:1/v1', 'm', **bad)
+
+
+def test_as_many_parsers_as_prompts():
+    with pytest.raises(ValueError, match='parser'): Judge('http://127.0.0.1:1/v1', 'm').ask(['a', 'b'], [upper])
+
+
+def test_judge_rewards_from_end_to_end():
+    """Readable, unreadable, wrong number of pairs, failed; a rollout without segments is not asked about; NaN is no
+    grade."""
+    says = {'good': 'ratings_by_pair=[[2,2,2],[2,1,0]]', 'vague': 'fine work', 'short': 'ratings_by_pair=[[2,2,2]]',
+            'broken': 500}
+    questions = {n: Question(n, f'about {n}?', ['gold']) for n in [*says, 'none']}
+    groups = [
+        Group(q, [rollout(q, ('a', 'b'), ('c', 'd'), (None, None))] if n != 'none' else [rollout(q, (None, None))])
+        for n, q in questions.items()
+    ]
+    with Stub(lambda prompt, attempt: next(v for k, v in says.items() if f'about {k}?' in prompt)) as stub:
+        judge = stub.judge()
+        out = judge_rewards(groups, judge, weights=(2, 1, 1))
+        assert len(stub.requests) == 3 + 3
+    assert_close(out, torch.tensor([[1, 5 / 8, 0], [NAN, NAN, 0], [NAN, NAN, 0], [NAN, NAN, 0], [0, 0, 0]]),
+                 equal_nan=True)
+    assert judge.counts == count(4, retries=2, failures=1, unparsable=2)
+
+
+def test_a_failed_judge_leaves_the_outcome_alone():
+    group = example_group()
+    mask, groups = index_groups([group])
+
+    class Broken:
+        def ask(self, prompts, parse): return [None] * len(prompts)
+
+    outcome = outcome_rewards([group])
+    rewards = judge_rewards([group], Broken())
+    assert rewards[tool_segments([group])].isnan().all()
+    plain = mt_grpo_star(torch.zeros(3, 4), outcome, mask, groups)
+    assert_close(mt_grpo_star(rewards, outcome, mask, groups, tool_segments([group])), plain)
+
+
+def run_without(*modules):
+    "Run Python where some modules cannot be imported; returns what it printed."
+    code = ("import sys\n"
+            "class Refuse:\n"
+            "    def find_spec(self, name, path=None, target=None):\n"
+            f"        if name.split('.')[0] in {set(modules)!r}: raise ImportError('refused: ' + name)\n"
+            "sys.meta_path.insert(0, Refuse())\n"
+            "import credit_rl.potentials\n"
+            "import credit_rl.turn_rewards\nfrom credit_rl.judge import Judge\n"
+            "try: Judge('http://127.0.0.1:1/v1', 'm')\n"
+            "except ImportError as e: print(e)\n")
+    done = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_modules_load_with_torch_alone_and_a_missing_client_names_its_extra():
+    said = run_without('openai', 'transformers', 'datasets', 'pandas', 'matplotlib', 'seaborn', 'scipy', 'sklearn',
+                       'requests', 'httpx', 'yaml', 'tqdm', 'nbdev', 'fastcore')
+    assert 'credit_rl[judge]' in said
+
+
+# ---------------------------------------------------------------- a judge's words from a file
+
+@pytest.mark.parametrize('spelling, needs', [('outcome+judge/calls', '{question} {pairs}'), ('prs', '')])
+def test_a_judge_is_told_what_a_file_says(tmp_path, spelling, needs):
+    "The file's words reach the judge, and a file that lacks a placeholder or has another is refused at the door."
+    asked, path = [], tmp_path / 'judge.txt'
+
+    class Listener:
+        def ask(self, prompts, parse):
+            asked.extend(prompts)
+            return [None] * len(prompts)
+
+    path.write_text(f'Be strict. {needs}')
+    options = {'judge': Listener(), 'judge_prompt': str(path), **({'form': 'long'} if spelling == 'prs' else {})}
+    method = bind(compose(spelling), options)
+    method.text_rewards([answered()])
+    assert asked and all('Be strict.' in str(prompt) for prompt in asked)
+    for other in ('{other}', '{Gold}', '{ref2}'):
+        path.write_text(f'Be strict. {needs} {other}')
+        with pytest.raises(ValueError, match=f'must have the placeholders .*, got .*{other}'):
+            bind(compose(spelling), options)
+    path.write_text(rf'Be strict. {needs} Put it into \boxed{{answer}}, as {{"a": 1}}.')          # no placeholders
+    bind(compose(spelling), options)
+    with pytest.raises(ValueError, match='cannot be read'):
+        bind(compose(spelling), {**options, 'judge_prompt': str(tmp_path / 'no.txt')})
+
+
+def test_a_run_that_asks_a_judge_keeps_the_hash_of_its_words(root, tmp_path):
+    "A stub grades every pair it is shown; what a run read by stands in its summary, beside the model's prompt."
+    grades = lambda prompt, attempt: f'ratings_by_pair={[[2, 1, 0]] * prompt.count("<tool_response>")}'
+    (tmp_path / 'words.txt').write_text('Grade {pairs} for {question}.')
+    with Stub(grades) as stub:
+        judge = {'base_url': f'http://127.0.0.1:{stub.server.server_port}/v1', 'model': 'stub'}
+        run = train(dict(method='outcome+judge/calls', options={'judge': judge, 'judge_prompt': str(
+            tmp_path / 'words.txt')}, model=str(root / 'data' / 'tiny_base'), run=str(tmp_path / 'run'), steps=1,
+            questions_per_step=2, group_size=3, questions=20, dev_questions=2, test_questions=2, max_turns=3,
+            turn_tokens=12, world={'size': 200}, threads=1), say=lambda line: None)
+    summary = json.loads((run / 'summary.json').read_text())
+    assert summary['judge_prompt_hashes'] == {'judge': prompt_hash('Grade {pairs} for {question}.')}
+    assert len(stub.requests) > 1 and all('Grade Pair 1' in r['messages'][0]['content'] for r in stub.requests[1:])
+
+
+def test_a_run_that_is_resumed_counts_its_judge_as_a_whole_one(root, tmp_path):
+    "By step; what was asked so far began at 0 again with each process."
+    with Stub(lambda prompt, attempt: f'ratings_by_pair={[[2, 1, 0]] * prompt.count("<tool_response>")}') as stub:
+        judge = {'base_url': f'http://127.0.0.1:{stub.server.server_port}/v1', 'model': 'stub'}
+        settings = dict(method='outcome+judge/calls', options={'judge': judge}, model=str(root / 'data' / 'tiny_base'),
+                        questions_per_step=2, group_size=3, questions=20, dev_questions=2, test_questions=2,
+                        max_turns=3, turn_tokens=12, world={'size': 200}, threads=1, eval_every=1, track='')
+        folders = tmp_path / 'whole', tmp_path / 'parts', tmp_path / 'parts'
+        for folder, steps in zip(folders, (3, 1, 3)):
+            judges._judge_at.cache_clear()                                                    # another process
+            train(settings | {'steps': steps, 'run': str(folder), 'resume': True}, say=lambda line: None)
+        asked = len(stub.requests) - 3                                                        # a check before each
+    assert same_metrics(*folders[:2]) == []
+    calls = read_metrics(folders[0]).judge_calls.dropna()
+    assert (calls > 0).all() and 2 * calls.sum() == asked
+
+
+KEY = 'sk-a-key-that-nobody-may-see'
+
+
+def test_a_judges_key_is_sent_and_never_written(root, tmp_path, monkeypatch):
+    "All files of a run's folder are searched, those packed by gzip unpacked."
+    monkeypatch.setenv('JUDGE_KEY', KEY)
+    grades = lambda prompt, attempt: f'ratings_by_pair={[[2, 1, 0]] * prompt.count("<tool_response>")}'
+    with Stub(grades) as stub:
+        judge = {'base_url': f'http://127.0.0.1:{stub.server.server_port}/v1', 'model': 'stub', 'key_from': 'JUDGE_KEY'}
+        lines = []
+        run = train(dict(method='outcome+judge/calls', options={'judge': judge}, model=str(root / 'data' / 'tiny_base'),
+                         run=str(tmp_path / 'run'), steps=1, questions_per_step=2, group_size=3, questions=20,
+                         dev_questions=2, test_questions=2, max_turns=3, turn_tokens=12, world={'size': 200},
+                         threads=1), say=lines.append)
+    assert stub.requests and all(r['key'] == f'Bearer {KEY}' for r in stub.requests)
+    files = [p for p in run.rglob('*') if p.is_file()]
+    written = [gzip.decompress(p.read_bytes()) if p.suffix == '.gz' else p.read_bytes() for p in files]
+    assert {'params.yaml', 'summary.json', 'turns.jsonl.gz'} <= {p.name for p in files}
+    assert b'JUDGE_KEY' in b''.join(written)                       # the search would have found it
+    assert not any(KEY.encode() in text for text in [*written, '\n'.join(lines).encode()])
+
+
+@pytest.mark.parametrize('spelling, options', [('outcome+judge/calls', {}), ('prs', {'form': 'long'})])
+@pytest.mark.parametrize('secret', [{'api_key': KEY}, {'base_url': f'https://me:{KEY}@judge.org/v1'}])
+def test_a_key_among_the_options_is_refused_and_not_repeated(spelling, options, secret):
+    judge = {'base_url': 'http://127.0.0.1:9/v1', 'model': 'stub', **secret}
+    with pytest.raises(ValueError, match="export JUDGE_KEY=.*'key_from': 'JUDGE_KEY'") as refusal:
+        bind(compose(spelling), {'judge': judge, **options})
+    assert KEY not in str(refusal.value)
+
+
+@pytest.mark.parametrize('judge, said', [({'modell': 'x'}, "did you mean 'model'"), ({'model': ''}, "needs 'model'"),
+                                         ({'key_from': 'NO_SUCH_KEY'}, 'export NO_SUCH_KEY'),
+                                         ({'key_from': '/dev/null'}, 'is empty')])
+def test_a_judges_settings_are_checked_at_the_door(judge, said):
+    with pytest.raises(ValueError, match=said):
+        bind(compose('outcome+judge/calls'), {'judge': {'base_url': 'http://h/v1', 'model': 'stub', **judge}})
+
+
+def test_a_server_that_repeats_a_wrong_key_does_not_spread_it():
+    with Stub(lambda prompt, attempt: 401) as stub:
+        judge = stub.judge(api_key=KEY)
+        judge.ask(['x'], upper)
+        assert '401' in judge.last_error and KEY not in judge.last_error
+
+
+def answered():
+    "The running example, with every tag that PRS asks for, so that its long form asks the judge too."
+    tagged = lambda t: dataclasses.replace(t, action_text=f'<reasoning>so</reasoning>{t.action_text}')
+    group = example_group()
+    return Group(group.question, [dataclasses.replace(t, turns=[tagged(turn) for turn in t.turns])
+                                  for t in group.trajectories])

@@ -1,0 +1,1026 @@
+("Loaders: ten sets in every layout, corpora, splits, mixtures, malformed rows, no network; real slices where "
+ "CREDIT_RL_DATA points to them.")
+import base64
+import copy
+import csv
+import gzip
+import hashlib
+import io
+import json
+import sys
+import warnings
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from credit_rl import benchmarks, datasets, readers
+from credit_rl.benchmarks import (BENCHMARKS, CANARY, Benchmark, Layout, decrypt, encrypt, get_benchmark,
+                                  register)
+from credit_rl.datasets import MIXTURES, load_corpus, load_mixture, load_questions, subsample
+from credit_rl.metrics import exact_match
+from credit_rl.readers import Passage, RowError, read_rows
+from credit_rl.retrieval import BM25
+from credit_rl.trajectory import Question
+from hub import Hub
+from hub_rows import FILES, OWN, SAMPLE, columns, hub_files, hub_row, own_rows
+
+ROOT = Path(__file__).parents[2]
+ROWS = json.loads(SAMPLE.read_text(encoding='utf-8'))
+
+
+def write(path, rows, encoding='utf-8'):
+    text = json.dumps(rows) if path.suffix == '.json' else '\n'.join(map(json.dumps, rows)) + '\n'
+    if path.suffix == '.gz': path.write_bytes(gzip.compress(text.encode(encoding)))
+    else: path.write_text(text, encoding=encoding)
+    return path
+
+
+def write_parquet(path, rows):
+    pa = pytest.importorskip('pyarrow')
+    import pyarrow.parquet
+    pyarrow.parquet.write_table(pa.Table.from_pylist(rows), path)
+    return path
+
+
+def strict(load, *args, **kwargs):
+    "Load, with every warning an error."
+    with warnings.catch_warnings():
+        warnings.simplefilter('error')
+        return load(*args, **kwargs)
+
+
+def same(a, b):
+    return a == b and [q.meta for q in a] == [q.meta for q in b]
+
+
+# ---- the invented rows: one file for each set, in its original format ----
+
+EXPECTED = {  # id, the end of the text, golds, what meta says among other things; of the row of that number
+    ('nq', 1): (None, 'when was the orvane lighthouse completed', ('1874', 'in 1874'), {}),
+    ('triviaqa', 0): ('cal_1', 'from 1874?', ('Orvane', 'Orvane, Calder Island', 'Port of Orvane'), {}),
+    ('popqa', 0): (
+        '7001',
+        "What is Teodor Vannick's occupation?",
+        ('film director', 'movie director', 'director'),
+        {'type': 'occupation', 's_pop': 120, 'o_pop': 9000},
+    ),
+    ('hotpotqa', 0): (
+        'sample-0',
+        'born?',
+        ('Orvane',),
+        {'hops': 2, 'type': 'bridge', 'supporting_facts': [['Harbour of Glass (film)', 0], ['Teodor Vannick', 1]]},
+    ),
+    ('2wikimultihopqa', 0): ('calder01', 'born?', ('Orvane',), {'hops': 2, 'type': 'compositional'}),
+    ('2wikimultihopqa', 1): (
+        'calder02',
+        'or Salt Road?',
+        ('Harbour of Glass',),
+        {'hops': 4, 'type': 'bridge_comparison'},
+    ),
+    ('musique', 0): (
+        '2hop__11_12',
+        'born?',
+        ('Orvane', 'Port of Orvane'),
+        {'hops': 2, 'type': '2hop', 'supporting_facts': [['Harbour of Glass (film)', None], ['Teodor Vannick', None]]},
+    ),
+    ('musique', 1): (
+        '3hop1__11_13_14',
+        'lies the birthplace of the director of Harbour of Glass?',
+        ('Calder Island',),
+        {'hops': 3, 'type': '3hop1'},
+    ),
+    ('bamboogle', 0): (None, 'Harbour of Glass?', ('Anton Vannick', 'A. Vannick'), {'hops': 2}),
+    ('bamboogle', 1): (None, 'completed?', ('1874',), {'hops': 2}),  # the cell holds a line break
+    ('gsm8k', 0): (None, 'in a day?', ('2100',), {}),  # '#### 2,100'
+    ('gsm8k', 1): (None, 'at night?', ('-7',), {'solution': 'At night it was 4 - 11 = <<4-11=-7>>-7 degrees.'}),
+    ('finqa', 0): (
+        'OSL/2019/page_4.pdf-1',
+        'Question: by what percentage did revenue grow from 2018 to 2019?',
+        ('0.25', '25.0%'),
+        {'program': 'subtract(1250, 1000), divide(#0, 1000)'},
+    ),
+    ('finqa', 1): ('OSL/2019/page_4.pdf-2', 'from 2019 to 2018?', ('-250',), {}),  # the annotator lost the sign
+    ('finqa', 2): (
+        'OSL/2019/page_4.pdf-3',
+        'than in 2018?',
+        ('yes',),
+        {'question': 'was revenue higher in 2019 than in 2018?'},
+    ),
+}
+
+
+@pytest.mark.parametrize('name, i', EXPECTED)
+def test_an_original_row(name, i):
+    ident, end, golds, meta = EXPECTED[name, i]
+    questions = strict(load_questions, name, OWN[FILES[name]])
+    q = questions[i]
+    assert q.id == ident if ident else q.id.startswith(name + '-')
+    assert q.text.endswith(end) and q.answers == golds and q.source == name and meta.items() <= q.meta.items()
+    json.dumps([q.meta for q in questions])
+    assert len({q.id for q in questions}) == len(questions) == len(own_rows(name)) and not questions.skipped
+
+
+def test_finqas_page_is_in_the_question():
+    text = load_questions('finqa', OWN['finqa.json'])[0].text
+    assert text == ('ossel shipping inc . the following table shows our revenue .\n\n | 2019 | 2018\nrevenue | $ 1250 '
+                    '| $ 1000\n\n'
+                    'the company paid no dividend in 2019 .\n\nQuestion: by what percentage did revenue grow from '
+                    '2018 to 2019?').replace('\n\n |', '\n\n|')
+
+
+@given(st.floats(-1e5, 1e5).map(lambda x: round(x, 5)), st.integers(0, 3), st.booleans())
+@settings(deadline=None)
+def test_finqas_written_answer_is_a_gold_only_if_it_is_the_result_rounded(result, decimals, percent):
+    shown, step = (100 * result if percent else result), 10.0 ** -decimals
+    def golds(number, comma=''):
+        return benchmarks._finqa_golds(result, f'{number:{comma}.{decimals}f}' + '%' * percent, 'exe_ans')
+    # []: it is the result itself
+    for comma in ('', ','): assert golds(shown, comma)[1:] in ([f'{shown:{comma}.{decimals}f}' + '%' * percent], [])
+    assert len(golds(shown)) == 2 or golds(shown)[0] == f'{shown:.{decimals}f}'
+    for off in (1.6, -1.6, 40.):  # far enough from the result, and from 100 times it
+        wrong = round(shown + off * step, decimals)
+        if all(abs(wrong - x) > .55 * step for x in (result, 100 * result)): assert len(golds(wrong)) == 1
+
+
+def test_ids_made_from_the_question_are_the_same_in_a_slice_and_tell_twins_apart(tmp_path):
+    rows = own_rows('nq')
+    ids = {q.text: q.id for q in load_questions('nq', OWN['nq.jsonl'])}
+    assert {q.text: q.id
+            for q in load_questions('nq', write(tmp_path / 'slice.jsonl', rows[1:]))}.items() <= ids.items()
+    a, b = load_questions('nq', write(tmp_path / 'twins.jsonl', [rows[0], rows[0]]))
+    assert (a.id, b.id) == (ids[a.text], ids[a.text] + '-2')
+    other = {**rows[0], 'answer': ['somebody else']}
+    assert len({q.id for q in load_questions('nq', write(tmp_path / 'golds.jsonl', [rows[0], other]))}) == 2
+
+
+# ---- the same rows in other layouts and files ----
+
+def test_encrypted_questions_are_read_by_the_canary_of_the_release_or_of_their_row(tmp_path):
+    "BrowseComp-Plus, by a cipher written down once more here: base64 of the bytes XOR the canary's SHA-256."
+    def hide(text, canary):
+        key = hashlib.sha256(canary.encode()).digest()
+        return base64.b64encode(bytes(b ^ key[i % 32] for i, b in enumerate(text.encode()))).decode()
+    assert hide('ñ ' * 99, 'abc') == encrypt('ñ ' * 99, 'abc') and decrypt(hide('x', CANARY)) == 'x'
+    question, answer = 'Which port has the oldest light — and why?', 'Orvane'
+    def row(canary, more={}):
+        page = {'docid': hide('5', canary), 'text': hide('Orvane has a light.', canary)}
+        return {'query_id': '7', 'query': hide(question, canary), 'answer': hide(answer, canary), 'gold_docs': [page],
+                'evidence_docs': [page], 'negative_docs': [{'docid': hide('6', canary), 'text': hide('Rain.', canary)}],
+                **more}
+    plain = {'query_id': '7', 'query': question, 'answer': answer, 'gold_docs': [{'docid': '5', 'text': 'Orvane.'}]}
+    for i, given in enumerate((row(CANARY), row('my own', {'canary': 'my own'}), plain)):
+        path = write(tmp_path / f'{i}.jsonl', [given])
+        (q,) = load_questions('BrowseComp-Plus', path)
+        assert (q.id, q.text, q.answers, q.meta['gold_docs']) == ('7', question, (answer,), ['5'])
+        if i < 2: assert [p.text for p in load_corpus('browsecomp', path)] == ['Orvane has a light.', 'Rain.']
+    for bad, said in (({'answer': 'Orvane'}, "field 'answer'.*not encrypted by the canary"),
+                      ({'canary': 'another'}, "field 'query'.*not encrypted by the canary 'another'"),
+                      ({'query': None}, "field 'query' is null"), ({'gold_docs': [{'docid': 'x'}]}, 'gold_docs')):
+        with pytest.raises(RowError, match=said):
+            load_questions('browsecompplus', write(tmp_path / 'bad.jsonl', [row(CANARY, bad)]))
+
+
+def test_browsecomp_plus_is_searched_in_its_released_corpus_and_scored_by_exact_match(tmp_path):
+    pages = [{'docid': str(i), 'text': t, 'url': 'https://pages.example'} for i, t in
+             ((81, 'A film about a light.'), (305, 'Teodor Vannick was born in Orvane.'))]
+    corpus = load_corpus('browsecompplus', write(tmp_path / 'corpus.jsonl', pages))
+    assert [(p.id, p.title) for p in corpus] == [('81', ''), ('305', '')]
+    question = load_questions('browsecompplus', OWN[FILES['browsecompplus']])[0]
+    assert BM25(corpus).search(['Where was Vannick born?'], 1)[0][0].id in question.meta['gold_docs']
+    assert BENCHMARKS['browsecompplus'].metric == 'em' and exact_match('the Orvane.', question.answers) == 1
+
+
+@pytest.mark.parametrize('name', FILES)
+def test_hugging_face_rows_say_the_same(tmp_path, name):
+    original = load_questions(name, OWN[FILES[name]])
+    path = write(tmp_path / 'rows.jsonl', [hub_row(name, row) for row in own_rows(name)])
+    again = strict(load_questions, name, path)
+    assert [(q.text, q.answers[0], q.source) for q in again] == [(q.text, q.answers[0], q.source) for q in original]
+    if name != 'bamboogle': assert same(again, original)                        # whose copy has lost the second answer
+
+
+@pytest.mark.parametrize('name', ['hotpotqa', '2wikimultihopqa', 'musique', 'finqa', 'popqa', 'nq'])
+def test_parquet_and_gzip_say_the_same(tmp_path, name):
+    rows, original = own_rows(name), load_questions(name, OWN[FILES[name]])
+    assert same(load_questions(name, write(tmp_path / 'a.jsonl.gz', rows)), original)
+    path = write_parquet(tmp_path / 'b.parquet', [hub_row(name, row) for row in rows])
+    assert same(load_questions(name, path), original)
+    if BENCHMARKS[name].paragraphs:
+        assert load_corpus(name, path) == load_corpus(name, tmp_path / 'a.jsonl.gz') == load_corpus(
+            name, OWN[FILES[name]])
+
+
+def test_a_copy_of_2wiki_keeps_nested_fields_as_json(tmp_path):
+    rows = [{k: json.dumps(v) if isinstance(v, list) else v
+             for k, v in row.items()}
+            for row in own_rows('2wikimultihopqa')]
+    path = write_parquet(tmp_path / 'dev.parquet', rows)
+    assert same(load_questions('2wiki', path), load_questions('2wiki', OWN['2wikimultihopqa.json']))
+    assert load_corpus('2wiki', path) == load_corpus('2wiki', OWN['2wikimultihopqa.json'])
+
+
+@pytest.mark.parametrize('name', ['a.json', 'a.jsonl'])
+@pytest.mark.parametrize('layout', [dict, columns])
+@pytest.mark.parametrize('encoding', ['utf-8', 'utf-8-sig'])
+def test_layouts_and_files_say_the_same(tmp_path, name, layout, encoding):
+    path = write(tmp_path / name, [layout(r) for r in ROWS], encoding)
+    assert same(load_questions('hotpotqa', path), load_questions('hotpotqa', SAMPLE))
+    assert load_corpus('hotpotqa', path) == load_corpus('hotpotqa', SAMPLE)
+
+
+@pytest.mark.parametrize('name', FILES)
+def test_flashrag_rows_of_any_set(tmp_path, name):
+    original = load_questions(name, OWN[FILES[name]])
+    rows = [{'id': f'test_{i}', 'question': q.text, 'golden_answers': list(q.answers), 'metadata': None}
+            for i, q in enumerate(original)]
+    again = strict(load_questions, name, write(tmp_path / 'test.jsonl', rows))
+    assert [(q.id, q.text, q.answers) for q in again] == [(f'test_{i}', q.text, q.answers)
+                                                          for i, q in enumerate(original)]
+
+
+def test_flashrags_metadata_is_read(tmp_path):
+    assert load_questions('popqa', OWN['flashrag.jsonl'])[1].meta == {
+        'type': 'occupation', 'supporting_facts': [['Teodor Vannick', None]], 's_pop': 120, 'o_pop': 9000
+    }
+    hub = columns(ROWS[0])
+    for second in ('sentences', 'content'):
+        metadata = {k: hub[k] for k in ('type', 'level', 'supporting_facts')
+                    } | {'context': {'title': hub['context']['title'], second: hub['context']['sentences']}}
+        path = write(
+            tmp_path / 'dev.jsonl',
+            [{'id': 'dev_0', 'question': ROWS[0]['question'], 'golden_answers': ['Orvane'], 'metadata': metadata}])
+        assert load_questions('hotpotqa', path)[0].meta == load_questions('hotpotqa', SAMPLE)[0].meta
+        assert [p.title for p in load_corpus('hotpotqa', path)] == [t for t, _ in ROWS[0]['context']]
+
+
+def verl(asked, truth, **row):
+    return {
+        'data_source': 'nq', 'prompt': [{'role': 'user', 'content': asked}], 'ability': 'qa', 'reward_model':
+        {'style': 'rule', 'ground_truth': truth}, **row
+    }
+
+
+def test_search_r1_rows():
+    questions = strict(load_questions, 'nq', OWN['search_r1.jsonl'])
+    assert [(q.id, q.text, q.answers, q.source) for q in questions] == [
+        ('train_0', 'who directed the film harbour of glass?', ('Teodor Vannick', 'Vannick'), 'nq'),
+        ('train_1', 'when was the orvane lighthouse completed?', ('1874',), 'nq')]
+    assert [q.answers for q in load_questions('hotpotqa', OWN['search_r1.jsonl'])] == [('Orvane',)]
+    with pytest.raises(ValueError, match='no rows of musique, only of hotpotqa, nq'):
+        load_questions('musique', OWN['search_r1.jsonl'])
+
+
+@pytest.mark.parametrize(
+    'truth',
+    [{'target': ['A', 'B']}, {'target': 'A<|answer_split|>B'}, ['A', 'B'], 'A<|answer_split|>B', ['A', ' B ', 'A']],
+)
+def test_forms_of_verls_ground_truth(tmp_path, truth):
+    row = verl('Think first.\nQuestion: Who was it?\n', truth, extra_info={'index': 7, 'split': 'test'})
+    for path in (write(tmp_path / 'a.jsonl', [row]), write_parquet(tmp_path / 'a.parquet', [row])):
+        (q,) = load_questions('nq', path)
+        assert (q.id, q.text, q.answers) == ('test_7', 'Who was it?', ('A', 'B'))
+
+
+def test_where_verls_question_stands(tmp_path):
+    def text(**row):
+        return load_questions('nq', write(tmp_path / 'a.jsonl',
+                                          [verl('Question: from the prompt', ['A'], **row)]))[0].text
+    assert text() == text(question=' ') == text(extra_info=None) == 'from the prompt'
+    assert text(extra_info={'question': 'from extra'}) == 'from extra' and text(
+        question='own', extra_info={'question': 'from extra'}) == 'own'
+    with pytest.raises(RowError, match='no user message'): text(prompt=[{'role': 'system', 'content': 'Question: x'}])
+
+
+def test_data_sources_that_other_projects_write(tmp_path):
+    rows = [
+        verl(f'q{i}?', ['A'], data_source=s, extra_info={'index': f'x_{i}'})
+        for i, s in enumerate(['tq', '2wiki', 'Bamboogle', 'bdsaglam/musique', 'our_own'])
+    ]
+    path = write(tmp_path / 'a.jsonl', rows)
+    # a source that nobody knows is taken for what was asked
+    assert [q.id for q in load_questions('triviaqa', path)] == ['x_0', 'x_4']
+    assert [q.id for q in load_questions('musique', path)] == ['x_3', 'x_4']
+
+
+# ---- malformed rows ----
+
+def test_rows_without_context_or_id(tmp_path):
+    rows = [{'question': 'Who?', 'answer': ' Ada '}, {'question': 'Where?', 'answer': 'Orvane', 'context': None}]
+    path = write(tmp_path / 'fullwiki.json', rows)
+    questions = load_questions('hotpotqa', path)
+    assert len({q.id for q in questions}) == 2 and questions[0].answers == ('Ada',) and questions[0].meta == {'hops': 2}
+    with pytest.raises(ValueError, match='no paragraphs'): load_corpus('hotpotqa', path)
+
+
+def broken(name='hotpotqa', i=1, **changes):
+    "A row of a set with some fields replaced (...: deleted; a key of two names: inside the first)."
+    row = copy.deepcopy(own_rows(name)[i])
+    for k, v in changes.items():
+        inside, _, last = k.rpartition('__')
+        part = row[inside] if inside else row
+        if v is ...: del part[last]
+        else: part[last] = v
+    return row
+
+
+MALFORMED = [
+    ('hotpotqa', broken(answer=...), 'answer'),
+    ('hotpotqa', broken(answer=None), 'answer'),
+    ('hotpotqa', broken(answer=' '), 'answer'),
+    ('hotpotqa', broken(answer=['x']), 'answer'),
+    ('hotpotqa', broken(question=...), 'question'),
+    ('hotpotqa', broken(question=3), 'question'),
+    ('hotpotqa', broken(supporting_facts=[['only one']]), 'supporting_facts'),
+    ('hotpotqa', broken(supporting_facts={'title': ['a'], 'sent_id': []}), 'supporting_facts'),
+    ('hotpotqa', broken(supporting_facts='[["cut'), 'supporting_facts'),
+    ('hotpotqa', broken(_id='sample-0'), 'id'),
+    ('hotpotqa', 'text', '(row)'),
+    ('hotpotqa', None, '(row)'),
+    ('hotpotqa', ['a', 'list'], 'question'),
+    ('nq', {'question': 'Who?'}, 'answer'),
+    ('nq', {'question': 'Who?', 'answer': 'Ada'}, 'answer'),
+    ('nq', {'question': 'Who?', 'answer': []}, 'answer'),
+    ('nq', {'question': 'Who?', 'answer': ['', ' ']}, 'answer'),
+    ('nq', {'question': 'Who?', 'answer': ['Ada', 3]}, 'answer'),
+    ('nq', {'question': '', 'answer': ['Ada']}, 'question'),
+    ('triviaqa', broken('triviaqa', Answer=...), 'Answer'),
+    ('triviaqa', broken('triviaqa', Answer__Value=...), 'Answer.Value'),
+    ('triviaqa', broken('triviaqa', Answer__Aliases='x'), 'Answer.Aliases'),
+    ('triviaqa', broken('triviaqa', Answer='x'), 'Answer'),
+    ('triviaqa', broken('triviaqa', Answer__Aliases=[1]), 'Answer.Aliases'),
+    ('triviaqa', {'question': 'Who?', 'answer': {'value': '<unk>', 'aliases': []}}, 'answer.value'),
+    ('popqa', {'question': 'Who?', 'possible_answers': '["cut'}, 'possible_answers'),
+    ('popqa', {'question': 'Who?', 'possible_answers': '3'}, 'possible_answers'),
+    ('popqa', {'question': 'Who?', 'possible_answers': '[]'}, 'possible_answers'),
+    ('popqa', {'question': 'Who?'}, 'possible_answers'),
+    ('2wikimultihopqa', broken('2wikimultihopqa', type='bridge'), 'type'),
+    ('2wikimultihopqa', broken('2wikimultihopqa', answer=...), 'answer'),
+    ('musique', broken('musique', answerable=False), 'answerable'),
+    ('musique', broken('musique', answer_aliases='x'), 'answer_aliases'),
+    ('musique', broken('musique', answer_aliases=[None]), 'answer_aliases'),
+    ('musique', broken('musique', paragraphs='x'), 'paragraphs'),
+    ('musique', broken('musique', question_decomposition=[{'question': 'Who?'}]), 'question_decomposition[0].answer'),
+    ('bamboogle', {'Question': 'Who?', 'Answer': ' '}, 'Answer'),
+    ('bamboogle', {'Question': 'Who?'}, 'Answer'),
+    ('bamboogle', ['Who?', '', ''], 4),
+    ('bamboogle', ['', '', '', '', 'Ada', '', ''], 'column 0'),
+    ('bamboogle', ['Who?', '', '', '', '', '', ''], 'columns 4 and 5'),
+    ('gsm8k', {'question': 'How many?', 'answer': 'It is 7.'}, 'answer'),
+    ('gsm8k', {'question': 'How many?', 'answer': 'It is\n#### '}, 'answer'),
+    ('gsm8k', {'question': 'How many?', 'answer': 7}, 'answer'),
+    ('finqa', broken('finqa', qa=...), 'qa'),
+    ('finqa', broken('finqa', qa__question=...), 'qa.question'),
+    ('finqa', broken('finqa', qa__exe_ans=...), 'qa.exe_ans'),
+    ('finqa', broken('finqa', qa__exe_ans=float('nan')), 'qa.exe_ans'),
+    ('finqa', broken('finqa', qa__exe_ans=True), 'qa.exe_ans'),
+    ('finqa', broken('finqa', qa__exe_ans=[1]), 'qa.exe_ans'),
+    ('finqa', broken('finqa', table='x'), 'table'),
+    ('finqa', broken('finqa', table=[[1, 2]]), 'table'),
+    ('finqa', broken('finqa', pre_text=[3]), 'pre_text'),
+    ('finqa', broken('finqa', post_text='x'), 'post_text'),
+    ('nq', {'question': 'Who?', 'golden_answers': []}, 'golden_answers'),
+    ('nq', {'question': 'Who?', 'golden_answers': 'Ada'}, 'golden_answers'),
+    ('nq', verl('Who?', []), 'reward_model.ground_truth'),
+    ('nq', verl('Who?', {}), 'reward_model.ground_truth.target'),
+    ('nq', verl('Who?', 3), 'reward_model.ground_truth'),
+    ('nq', verl('Who?', ['A'], reward_model={}), 'reward_model.ground_truth'),
+    ('nq', verl('Who?', ['A'], reward_model='x'), 'reward_model'),
+    ('nq', verl(' ', ['A']), 'prompt'),
+]
+
+
+@pytest.mark.parametrize(
+    'name, row, field', MALFORMED, ids=[f'{name}-{field}-{i}' for i, (name, _, field) in enumerate(MALFORMED)]
+)
+def test_a_malformed_question_names_file_row_and_field(tmp_path, name, row, field):
+    first, *_ = good = own_rows(name)
+    for file, place in (('a.json', 'a.json, row 1'), ('a.jsonl', 'a.jsonl, line 2')):
+        path = write(tmp_path / file, [first, row, *good[2:]])
+        with pytest.raises(RowError) as e: load_questions(name, path)
+        assert e.value.field == field and place in str(e.value) and repr(field) in str(e.value)
+        with pytest.warns(UserWarning, match=f'skipped 1 of {len(good[2:]) + 2} rows; the first: {place}'):
+            kept = load_questions(name, path, on_error='skip')
+        assert len(kept) == len(good) - 1 and kept[0].text == load_questions(name, OWN[FILES[name]])[0].text
+        assert [(e.field, e.where) for e in kept.skipped] == [(field, place)]
+
+
+def test_a_row_of_no_known_layout_says_which_are_known(tmp_path):
+    for name, row, missing in (('nq', {'q':
+                                       'Who?'}, 'question'), ('finqa', {'asked': 'Who?', 'table':
+                                                                        []}, 'qa'), ('bamboogle', {'x':
+                                                                                                   1}, 'Question')):
+        with pytest.raises(RowError, match=r'layouts of ' + name + r': verl \(prompt, reward_model\); FlashRAG '
+                                                                   r'.*golden_answers') as e:
+            load_questions(name, write(tmp_path / 'a.jsonl', [row]))
+        assert e.value.field == missing and str(sorted(row)) in str(e.value)
+
+
+@given(st.sampled_from(sorted(FILES)), st.data())
+@settings(deadline=None, max_examples=100)
+def test_whatever_a_row_holds_it_is_a_question_or_a_row_error(name, data):
+    """Any JSON value in any place of a row: a `Question` with text and golds, or a RowError that names a field. Never
+    another exception."""
+    row = copy.deepcopy(data.draw(st.sampled_from(own_rows(name) + own_rows('nq') + [verl('Who?', ['A'])])))
+    junk = st.recursive(st.none() | st.booleans() | st.integers(-3, 3) | st.floats() | st.text(max_size=4),
+                        lambda x: st.lists(x, max_size=3) | st.dictionaries(st.text(max_size=3), x, max_size=2),
+                        max_leaves=5)
+    part = row
+    while True:
+        key = data.draw(st.sampled_from(sorted(part) if isinstance(part, dict) else range(len(part))))
+        if isinstance(part[key], (dict, list)) and part[key] and data.draw(st.booleans()): part = part[key]
+        else: break
+    part[key] = data.draw(junk)
+    try: q, _ = benchmarks.read_question(get_benchmark(name), row)
+    except RowError as e: assert e.field is not None and repr(e.field) in str(e)
+    else:
+        assert isinstance(q, Question) and q.text.strip() and q.answers and all(
+            isinstance(a, str) and a.strip() for a in q.answers)
+        json.dumps(q.meta)
+    try: benchmarks.read_passages(get_benchmark(name), row)
+    except RowError as e: assert repr(e.field) in str(e)
+
+
+@pytest.mark.parametrize('context', [[['title']], {'title': ['a', 'b'], 'sentences': [['x']]}, [['a', 'not a list']],
+                                     [['a', [3]]], [[3, ['x']]], 'text'])
+@pytest.mark.parametrize('name', ['hotpotqa', '2wikimultihopqa'])
+def test_a_malformed_paragraph_names_its_field(tmp_path, context, name):
+    first = own_rows(name)[0]
+    path = write(tmp_path / 'a.json', [first, broken(name, context=context)])
+    with pytest.raises(RowError, match="a.json, row 1: field 'context'"): load_corpus(name, path)
+    with pytest.warns(UserWarning, match='skipped 1 of 2'): corpus = load_corpus(name, path, on_error='skip')
+    assert len(corpus) == len(first['context']) and [e.field for e in corpus.skipped] == ['context']
+
+
+def test_lines_that_cannot_be_read(tmp_path):
+    path = tmp_path / 'a.jsonl'
+    path.write_text(json.dumps(ROWS[0]) + '\n\n' + json.dumps(ROWS[1])[:40] + '\n')
+    with pytest.raises(RowError, match='a.jsonl, line 3.*not JSON'): load_questions('hotpotqa', path)
+    with pytest.warns(UserWarning, match='skipped 1 of 2'):
+        assert len(load_questions('hotpotqa', path, on_error='skip')) == 1
+    path = tmp_path / 'popQA.tsv'
+    path.write_text(OWN['popqa.tsv'].read_text() + 'one\ttwo\n')
+    with pytest.raises(RowError, match=r"popQA.tsv, line 4: field '\(row\)' has 2 columns, the header 17"):
+        load_questions('popqa', path)
+    with pytest.warns(UserWarning, match='skipped 1 of 3'):
+        assert len(load_questions('popqa', path, on_error='skip')) == 2
+
+
+def test_files_that_are_not_what_they_were_taken_for(tmp_path):
+    cut = tmp_path / 'cut.json'
+    cut.write_text(SAMPLE.read_text()[:500])
+    with pytest.raises(ValueError, match='cut.json is not JSON'): load_questions('hotpotqa', cut, on_error='skip')
+    with pytest.raises(ValueError, match='no rows'): load_questions('hotpotqa', write(tmp_path / 'empty.json', []))
+    with pytest.raises(ValueError, match='all 2 rows are malformed'), warnings.catch_warnings():
+        load_questions('hotpotqa', write(tmp_path / 'other.json', [{'text': 'a'}, {'text': 'b'}]), on_error='skip')
+    for what in ({'version': 1}, 3, {}):
+        with pytest.raises(ValueError, match='object.json holds neither'):
+            load_questions('hotpotqa', write(tmp_path / 'object.json', what))
+    with pytest.raises(ValueError, match='suffixes'): read_rows(tmp_path / 'a.xml')
+    with pytest.raises(FileNotFoundError): load_questions('hotpotqa', tmp_path / 'none.json')
+    with pytest.raises(FileNotFoundError): read_rows(tmp_path / 'none.json')
+    with pytest.raises(ValueError, match='on_error'): load_questions('hotpotqa', SAMPLE, on_error='ignore')
+
+
+def test_files_that_break_off(tmp_path):
+    whole = gzip.compress(b''.join(
+        json.dumps({'question': f'q{i * 7919}?', 'answer': [str(i ** 3)]}).encode() + b'\n' for i in range(2000)))
+    (tmp_path / 'a.jsonl.gz').write_bytes(whole[:len(whole) // 2])
+    with pytest.raises(ValueError, match=r'a.jsonl.gz cannot be read after .*(line \d+|beginning).*fetch'):
+        load_questions('nq', tmp_path / 'a.jsonl.gz')
+    (tmp_path / 'b.jsonl.gz').write_text('{}')
+    with pytest.raises(ValueError, match='b.jsonl.gz cannot be read'): load_questions('nq', tmp_path / 'b.jsonl.gz')
+    (tmp_path / 'c.csv').write_text('Who?,,,,"Ada,,\n')
+    with pytest.raises(ValueError, match='c.csv cannot be read'): load_questions('bamboogle', tmp_path / 'c.csv')
+    (tmp_path / 'd.jsonl').write_bytes(b'{"question": "\xff"}')
+    with pytest.raises(ValueError, match='d.jsonl cannot be read.*Unicode'): load_questions('nq', tmp_path / 'd.jsonl')
+    (tmp_path / 'e.parquet').write_text('no')
+    pytest.importorskip('pyarrow')
+    with pytest.raises(ValueError, match='e.parquet is not parquet'): load_questions('nq', tmp_path / 'e.parquet')
+
+
+def test_parquet_without_pyarrow(tmp_path, monkeypatch):
+    (tmp_path / 'a.parquet').write_text('')
+    monkeypatch.setitem(sys.modules, 'pyarrow', None)
+    monkeypatch.setitem(sys.modules, 'pyarrow.parquet', None)
+    with pytest.raises(ImportError, match=r'credit_rl\[train\]'): load_questions('nq', tmp_path / 'a.parquet')
+
+
+CELL = st.text(st.characters(codec='utf-8', exclude_characters='\r\x00'), max_size=12)
+
+
+@given(
+    st.lists(st.tuples(CELL, st.lists(CELL.filter(str.strip), min_size=1, max_size=3)), min_size=1, max_size=4),
+    st.sampled_from([',', '\t']),
+)
+@settings(deadline=None)
+def test_tables_keep_every_character(tmp_path_factory, rows, delimiter):
+    "Quotes, line breaks, delimiters and any alphabet in a cell come back as they were."
+    path, out = tmp_path_factory.mktemp('t') / ('a.tsv' if delimiter == '\t' else 'a.csv'), io.StringIO()
+    table = csv.writer(out, delimiter=delimiter, lineterminator='\r\n')
+    table.writerow(['id', 'question', 'possible_answers'])
+    for i, (text, golds) in enumerate(rows): table.writerow([i, 'q ' + text, json.dumps(golds)])
+    path.write_bytes(out.getvalue().encode())
+    questions = load_questions('popqa', path)
+    assert [(q.text, q.answers) for q in questions
+            ] == [(('q ' + t).strip(), tuple(dict.fromkeys(g.strip() for g in golds))) for t, golds in rows]
+
+
+# ---- folders, names, corpora ----
+
+def test_a_split_picks_the_file_of_a_folder(tmp_path):
+    with pytest.raises(FileNotFoundError, match='hot.*looked for'): load_questions('hotpotqa', tmp_path)
+    write(tmp_path / 'hotpot_train_v1.1.json', ROWS[:2])
+    assert len(load_questions('hotpotqa', tmp_path)) == 2                       # the only split there is
+    write(tmp_path / 'hotpot_dev_distractor_v1.json', ROWS[2:])
+    assert len(load_questions('hotpotqa', tmp_path, split='train')) == 2
+    assert load_questions('hotpotqa', tmp_path, split='dev') == load_questions('hotpotqa', tmp_path, split='validation')
+    with pytest.raises(ValueError, match='several splits.*split='): load_questions('hotpotqa', tmp_path)
+    with pytest.raises(FileNotFoundError, match="'test'"): load_questions('hotpotqa', tmp_path, split='test')
+    with pytest.raises(ValueError, match='unknown split'): load_questions('hotpotqa', tmp_path, split='trian')
+    assert {(p.title, p.text) for p in load_corpus('hotpotqa', tmp_path)} == {(p.title, p.text)
+                                                                              for p in load_corpus('hotpotqa', SAMPLE)}
+    assert len(load_corpus('hotpotqa', tmp_path, split='train')) == 8
+    write(tmp_path / 'hotpot_train_v1.json', ROWS)
+    with pytest.raises(ValueError, match='2 files'): load_questions('hotpotqa', tmp_path, split='train')
+    assert len(load_questions('hotpotqa', tmp_path, split='dev')) == 4
+
+
+def test_the_original_file_of_a_folder_comes_before_a_copy(tmp_path):
+    write(tmp_path / 'flashrag_test.jsonl', [{'id': 'test_0', 'question': 'Who?', 'golden_answers': ['Ada']}])
+    assert load_questions('bamboogle', tmp_path)[0].id == 'test_0'
+    (tmp_path / 'bamboogle.csv').write_bytes(OWN['bamboogle.csv'].read_bytes())
+    assert len(load_questions('bamboogle', tmp_path, split='test')) == 2
+    write(tmp_path / 'NQ-open.dev.jsonl', own_rows('nq'))
+    assert len(load_questions('nq', tmp_path, split='dev')) == 3 and load_questions('nq', tmp_path,
+                                                                                    split='test')[0].id == 'test_0'
+
+
+def test_unknown_names_get_the_nearest():
+    assert get_benchmark('Hotpot-QA') is get_benchmark('hotpot_qa') and get_benchmark(
+        '2WikiMQA').name == '2wikimultihopqa' and get_benchmark('TQ').name == 'triviaqa'
+    with pytest.raises(ValueError, match="did you mean 'hotpotqa'"): load_questions('hotpot', SAMPLE)
+    with pytest.raises(ValueError, match='Known: .*hotpotqa'): load_corpus('zzz', SAMPLE)
+    with pytest.raises(ValueError, match='already'): register(BENCHMARKS['hotpotqa'])
+    with pytest.raises(ValueError, match='lower-case'): register(Benchmark('Hotpot-QA', ()))
+    with pytest.raises(ValueError, match='metric'): register(Benchmark('own', (), metric='rouge'))
+
+
+def test_what_the_table_says():
+    assert set(BENCHMARKS) == set(FILES) and {n for n, b in BENCHMARKS.items() if b.metric == 'numeric'
+                                              } == {'gsm8k', 'finqa'}
+    assert {n for n, b in BENCHMARKS.items() if not b.has_corpus} == {'gsm8k', 'finqa'}
+    for b in BENCHMARKS.values():
+        repository, _, commit = b.hub
+        assert '/' in repository and len(commit) == 40 and set(commit) <= set('0123456789abcdef')
+        assert b.eval_split in b.hub_splits and b.licence and b.citation and b.home
+
+
+def test_another_benchmark_joins_the_table(tmp_path, monkeypatch):
+    monkeypatch.setattr(benchmarks, 'BENCHMARKS', dict(BENCHMARKS))
+    register(
+        Benchmark('own', (Layout('ours', ('q', 'a'), lambda row: (None, row['q'], row['a'])), ),
+                  files={'test': ('own.jsonl', )}))
+    write(tmp_path / 'own.jsonl', [{'q': 'Who?', 'a': ['Ada', 'Lovelace']}])
+    assert load_questions('own', tmp_path)[0].answers == ('Ada', 'Lovelace')
+    with pytest.raises(RowError, match='a passage has'): load_corpus('own', tmp_path / 'own.jsonl')
+    with pytest.raises(FileNotFoundError, match='brings no paragraphs'): load_corpus('own', tmp_path)
+    assert load_questions('own', tmp_path, split='test')
+
+
+def test_corpus_files(tmp_path):
+    path = write(tmp_path / 'a.jsonl',
+                 [{'id': 7, 'contents': '"A "B" c"\nline 1\nline 2'}, {'id': 'x', 'contents': 'no title'}])
+    assert load_corpus('hotpotqa', path) == [Passage('7', 'A "B" c', 'line 1\nline 2'), Passage('x', '', 'no title')]
+    path = write(tmp_path / 'b.json',
+                 [{'title': 'T', 'text': 'a'}, {'title': 'T', 'text': 'a'}, {'text': 'b', 'title': None}])
+    # a corpus file is taken as it is
+    assert load_corpus('hotpotqa', path) == [Passage('0', 'T', 'a'), Passage('1', 'T', 'a'), Passage('2', '', 'b')]
+    path = write(tmp_path / 'c.json', {'T': ['One.', ' Two.'], 'U': ['x']})
+    assert load_corpus('hotpotqa', path) == [Passage('0', 'T', 'One. Two.'), Passage('1', 'U', 'x')]
+    assert load_corpus('hotpotqa', write(tmp_path / 'd.json',
+                                         [{'id': 3, 'title': 'T', 'text': 'a'}])) == [Passage('3', 'T', 'a')]
+    (tmp_path / 'f.tsv').write_text('id\ttext\ttitle\n1\t"a ""b"""\tT\n')  # DPR's passages
+    assert load_corpus('nq', tmp_path / 'f.tsv') == [Passage('1', 'T', 'a "b"')]
+    for rows, field in (([{'id': 1, 'contents':
+                           ''}], 'contents'), ([{'contents':
+                                                 'a'}], 'id'), ([{'id': True, 'contents':
+                                                                  'a'}], 'id'), ([{'title': 'a', 'text':
+                                                                                   3}], 'text'), ([{'body':
+                                                                                                    'a'}], 'text'),
+                        ([3], '(row)'), ([{'id': 1, 'contents': 'a'},
+                                          {'id': 1, 'contents':
+                                           'b'}], 'id'), ([{'title': 't', 'sentences': 'not a list'}], 'sentences')):
+        with pytest.raises(RowError) as e: load_corpus('hotpotqa', write(tmp_path / 'e.jsonl', rows))
+        assert e.value.field == field and f'e.jsonl, line {len(rows)}' in str(e.value)
+
+
+@pytest.mark.parametrize('name', ['hotpotqa', '2wikimultihopqa', 'musique'])
+def test_a_corpus_from_the_questions_paragraphs(name):
+    questions, corpus = load_questions(name, OWN[FILES[name]]), strict(load_corpus, name, OWN[FILES[name]])
+    assert len({(p.title, p.text) for p in corpus}) == len(corpus) == len({p.id for p in corpus}) > 3
+    assert {t for q in questions for t, _ in q.meta['supporting_facts']} <= {p.title for p in corpus}
+
+
+def test_sentences_are_joined_as_each_set_writes_them():
+    texts = {p.title: p.text for p in load_corpus('2wiki', OWN['2wikimultihopqa.json'])}
+    assert texts['Ilse Maren'] == 'Ilse Maren (1920 - 1999) was a composer of film music. She was born in Tavistead.'
+    assert {p.title: p.text for p in load_corpus('hotpotqa', SAMPLE)}['Ellsmere'] == ('Ellsmere is a fishing town '
+                                                                                      'known for its salt works. '
+                                                                                      'About 4,200 people live there.')
+
+
+def test_triviaqas_evidence(tmp_path):
+    rows = [hub_row('triviaqa', row) for row in own_rows('triviaqa')]
+    assert load_corpus('triviaqa', write(tmp_path / 'rc.jsonl', rows)) == [Passage('0', 'Orvane', 'Orvane is a port.')]
+    # the nocontext configurations
+    rows[0]['entity_pages']['wiki_context'] = rows[1]['entity_pages']['wiki_context'] = []
+    with pytest.raises(ValueError, match='no paragraphs'): load_corpus('triviaqa', write(tmp_path / 'rc.jsonl', rows))
+    with pytest.raises(ValueError, match='no paragraphs'): load_corpus('triviaqa', OWN['triviaqa.json'])
+
+
+def test_sets_without_paragraphs_say_so():
+    with pytest.raises(ValueError, match='nq rows bring no paragraphs; give one, with corpus=FILE'): load_corpus('nq')
+    with pytest.raises(ValueError, match='gsm8k is answered without a search'): load_corpus('gsm8k')
+
+
+def test_a_folders_corpus_file_comes_first(tmp_path):
+    write(tmp_path / 'hotpot_dev_distractor_v1.json', ROWS)
+    write(tmp_path / 'wiki_passages.jsonl', [{'id': '0', 'contents': '"T"\na'}])
+    assert [p.title for p in load_corpus('hotpotqa', tmp_path)] == ['T']
+    write(tmp_path / 'hotpotqa_corpus.json', [{'title': 'U', 'text': 'b'}])
+    assert [p.title for p in load_corpus('hotpotqa', tmp_path)] == ['U']
+    assert len(load_corpus('hotpotqa', tmp_path, split='dev')) == 14
+
+
+# ---- the hub ----
+
+@pytest.fixture(scope='module')
+def from_hub(tmp_path_factory, run_python):
+    """What three processes got from one hub, one after the other: on a connection that breaks off in the middle of
+    HotpotQA's training file;
+    again; and again without a hub. (list of {name: {split: rows or error}}, Hub)."""
+    pytest.importorskip('datasets')
+    here = tmp_path_factory.mktemp('hub')
+    repositories = {BENCHMARKS[n].hub[0]: (BENCHMARKS[n].hub[2], hub_files(n, BENCHMARKS[n].hub_splits)) for n in FILES}
+    env = {
+        'HF_HOME': str(here / 'home'), 'HF_HUB_OFFLINE': '0', 'HF_TOKEN': 'secret', 'NO_PROXY': '127.0.0.1',
+        'HF_HUB_DISABLE_PROGRESS_BARS': '1'
+    }
+
+    def client(n, url):
+        run_python(ROOT / 'tests' / 'tools' / 'hub_client.py', here / f'{n}.json', *FILES,
+                   env={**env, 'HF_ENDPOINT': url})
+        return json.loads((here / f'{n}.json').read_text())
+    with Hub(repositories, cut=['distractor/train-00000-of-00001.parquet', 'dataset/dev.json']) as hub:
+        got = [client(0, hub.url), client(1, hub.url)]
+    return [*got, client(2, hub.url)], hub
+
+
+@pytest.mark.parametrize('name', FILES)
+def test_a_set_is_loaded_by_name_at_the_pinned_commit(from_hub, name):
+    "By the package `datasets` itself; the hub has no other commit. The third time there is no hub any more."
+    (_, second, third), _ = from_hub
+    original = load_questions(name, OWN[FILES[name]])
+    for got in (second[name], third[name]):
+        assert set(got) == set(BENCHMARKS[name].hub_splits)
+        for rows in got.values():
+            assert [(text, golds[0]) for _, text, golds, _ in rows] == [(q.text, q.answers[0]) for q in original]
+            if name != 'bamboogle':
+                assert rows == json.loads(json.dumps([[q.id, q.text, q.answers, q.meta] for q in original]))
+
+
+@pytest.mark.parametrize(
+    'name, split, file',
+    [('hotpotqa', 'train', 'distractor/train-00000-of-00001.parquet'), ('finqa', 'dev', 'dataset/dev.json')],
+)
+def test_an_interrupted_download_goes_on_where_it_was(from_hub, name, split, file):
+    (first, second, _), hub = from_hub
+    kind, said = first[name][split]
+    assert kind == 'ConnectionError' and 'An interrupted download goes on when called again' in said and second[name][
+        split][0][1]
+    # that much came, and it is written 64 bytes at a time
+    half = len(hub.repositories[BENCHMARKS[name].hub[0]][1][file]) // 2
+    rest = f'bytes={half // 64 * 64}-'
+    # broken off; tried again at once, refused; the rest, by another process
+    assert half > 64 and hub.transfers(file) == [None, rest, rest]
+
+
+def test_what_is_there_is_not_asked_for_again(from_hub):
+    _, hub = from_hub
+    assert all(
+        hub.transfers(f) == [None]
+        for _, files in hub.repositories.values()
+        for f in files
+        if f not in hub.cut and not f.endswith('.md'))
+
+
+def test_a_file_that_is_not_what_was_announced_is_removed(tmp_path):
+    path = tmp_path / 'a.parquet.part'
+    path.write_bytes(b'half of one, half of another')
+    datasets._check_sum(path, None)
+    datasets._check_sum(path, hashlib.sha256(path.read_bytes()).hexdigest())
+    with pytest.raises(OSError, match='a.parquet.part is damaged: SHA-256'): datasets._check_sum(path, '0' * 64)
+    assert not path.exists()
+
+
+def test_the_hubs_token_is_for_the_hub(from_hub, monkeypatch, tmp_path):
+    _, hub = from_hub
+    assert 'Bearer secret' in hub.tokens
+    monkeypatch.setenv('HF_TOKEN', 'secret')
+    with Hub({'a/b': ('0' * 40, {'x.json': b'[]'})}) as elsewhere:
+        datasets._fetch(f'{elsewhere.url}/datasets/a/b/resolve/{"0" * 40}/x.json', tmp_path / 'deep' / 'x.json')
+    assert elsewhere.tokens == {None} and (tmp_path / 'deep' / 'x.json').read_bytes() == b'[]'
+
+
+def test_a_beginning_that_is_too_long_is_thrown_away(tmp_path):
+    (tmp_path / 'x.json.part').write_bytes(b'something else')
+    with Hub({'a/b': ('0' * 40, {'x.json': b'[3]'})}) as hub:
+        for _ in range(2): datasets._fetch(f'{hub.url}/datasets/a/b/resolve/{"0" * 40}/x.json', tmp_path / 'x.json')
+    assert (tmp_path / 'x.json').read_bytes() == b'[3]' and hub.transfers('x.json') == [
+        None
+    ] and not (tmp_path / 'x.json.part').exists()
+
+
+def test_a_malformed_row_of_a_download_names_repository_and_file(monkeypatch, tmp_path):
+    (tmp_path / 'dev.json').write_text('[{"qa": 3, "table": []}]')
+    monkeypatch.setattr(datasets, '_download', lambda bench, split: [tmp_path / 'dev.json'])
+    with pytest.raises(RowError, match="czyssrs/FinQA/dev.json, row 0: field 'qa'"):
+        load_questions('finqa', split='dev')
+
+
+@pytest.mark.parametrize('name', FILES)
+def test_a_split_that_the_hub_has_not_is_refused(name):
+    for split in {'train', 'dev', 'test', None} - set(BENCHMARKS[name].hub_splits):
+        if split is None and len(BENCHMARKS[name].hub_splits) == 1: continue
+        with pytest.raises(ValueError, match='is on the hub with the splits'): load_questions(name, split=split)
+
+
+@pytest.mark.parametrize('name', FILES)
+def test_offline_is_said_clearly(monkeypatch, tmp_path, name):
+    import huggingface_hub
+    def offline(*args, **kwargs): raise OSError('[Errno 101] Network is unreachable')
+    bench = BENCHMARKS[name]
+    monkeypatch.setattr(huggingface_hub.constants, 'HF_HOME', str(tmp_path))
+    monkeypatch.setattr(datasets, '_fetch', offline)
+    monkeypatch.setattr(datasets, 'ask_hub', offline)
+    monkeypatch.setitem(sys.modules, 'datasets', SimpleNamespace(load_dataset_builder=offline))
+    with pytest.raises(ConnectionError) as e: load_questions(name, split=bench.eval_split)
+    for said in (bench.hub[0], bench.hub[2], 'unreachable', bench.home, 'give it as path',
+                 datasets._file_names(bench, bench.eval_split)[0]):
+        assert said in str(e.value)
+    if '://' in bench.hub_splits[bench.eval_split]: return  # FinQA's files are fetched without the package
+    monkeypatch.setitem(sys.modules, 'datasets', None)                          # not installed
+    with pytest.raises(ImportError, match=r'credit_rl\[train\]'): load_questions(name, split=bench.eval_split)
+
+
+# ---- parts and mixtures ----
+
+QUESTIONS = [Question(f'q{i}', 'Who?', ['Ada'], 'nq') for i in range(30)]
+
+
+@given(st.integers(1, 40), st.integers(1, 40), st.integers(0, 5), st.permutations(QUESTIONS))
+@settings(deadline=None)
+def test_subsample(n, m, seed, shuffled):
+    a, b = subsample(QUESTIONS, n, seed), subsample(QUESTIONS, m, seed)
+    assert len(a) == min(n, 30) and a == [q for q in QUESTIONS if q in a] and a == subsample(QUESTIONS, n, seed)
+    assert set(a) <= set(b) or set(b) <= set(a)
+    c = subsample(shuffled, n, seed)
+    assert set(c) == set(a) and c == [q for q in shuffled if q in c]           # the same questions, in the file's order
+    fewer = [q for q in QUESTIONS if q.id != a[0].id]
+    if n < 30: assert set(a[1:]) < set(subsample(fewer, n, seed))  # a question that is gone changes no other's draw
+
+
+def test_subsample_depends_on_the_seed_and_favours_nobody():
+    assert len({tuple(q.id for q in subsample(QUESTIONS, 5, seed)) for seed in range(20)}) > 15
+    times = Counter(q.id for seed in range(600) for q in subsample(QUESTIONS, 10, seed))
+    assert all(140 < times[q.id] < 260 for q in QUESTIONS)                      # 200 expected, standard deviation 11.5
+    with pytest.raises(ValueError, match='at least 1'): subsample(QUESTIONS, 0, 0)
+
+
+def test_the_papers_mixtures():
+    assert MIXTURES['tips'].train == MIXTURES['tspo'].train == MIXTURES['prs'].train == ('nq', 'hotpotqa')
+    assert set(MIXTURES['igpo'].train) == {'nq', 'hotpotqa', 'triviaqa', '2wikimultihopqa'} and set(
+        MIXTURES['igpo'].held_out) == {'musique', 'bamboogle', 'popqa'}
+    assert set(MIXTURES['carl'].train) == {'gsm8k', 'hotpotqa', '2wikimultihopqa'} and set(
+        MIXTURES['carl'].held_out) == {'finqa', 'musique'}
+    assert all(n in BENCHMARKS for m in MIXTURES.values() for n in m.train + m.evaluate)
+
+
+def test_load_mixture(tmp_path):
+    for name in ('gsm8k', 'hotpotqa', '2wikimultihopqa'):
+        (tmp_path / name).mkdir()
+        write(tmp_path / name / 'train.jsonl', own_rows(name))
+    mixed = load_mixture('carl', tmp_path, sizes={'hotpotqa': 3}, seed=0)
+    assert Counter(q.source for q in mixed) == {'gsm8k': 2, 'hotpotqa': 3, '2wikimultihopqa': 2}
+    assert len({q.id for q in mixed}) == 7 and all(q.id.startswith(q.source + ':') for q in mixed)
+    assert {q.id for q in mixed if q.source == 'hotpotqa'
+            } == {f'hotpotqa:{q.id}' for q in subsample(load_questions('hotpotqa', SAMPLE), 3, 0)}
+    assert mixed == load_mixture(
+        ['2Wiki', 'hotpot_qa', 'gsm8k'],
+        {'gsm8k': tmp_path / 'gsm8k', 'hotpotqa': tmp_path / 'hotpotqa', '2wiki': tmp_path / '2wikimultihopqa'},
+        {'HotpotQA': 3}, 0)
+    # shuffled by the seed
+    assert len({tuple(q.id for q in load_mixture('carl', tmp_path, seed=s)) for s in range(6)}) > 3
+    assert len(load_mixture('carl', tmp_path, sizes=2)) == 6
+    for call, message in ((lambda: load_mixture('carl', tmp_path, sizes=3),
+                           'asks for 3 questions of gsm8k, which has 2'),
+                          (lambda: load_mixture('carl', tmp_path, sizes={'nq': 3}),
+                           'sizes names nq'), (lambda: load_mixture('crl', tmp_path), 'known: tips'),
+                          (lambda: load_mixture('carl', {'nq': tmp_path}), 'paths names nq'),
+                          (lambda: load_mixture('carl', tmp_path, split='dev'), "no gsm8k questions of split 'dev'")):
+        with pytest.raises((ValueError, FileNotFoundError), match=message): call()
+    write(tmp_path / 'gsm8k' / 'train.jsonl', [*own_rows('gsm8k'), {'question': 'How many?', 'answer': '7'}])
+    with pytest.warns(UserWarning, match='skipped 1 of 3'):
+        assert len(load_mixture('carl', tmp_path, on_error='skip').skipped) == 1
+
+
+def test_a_long_file_shows_progress(tmp_path, capsys):
+    load_questions('hotpotqa', SAMPLE)
+    assert not capsys.readouterr().err
+    for kwargs in ({'size': 10 ** 8}, {'total': 10 ** 5}):
+        assert list(readers._progress([1, 2], 'long.json', **kwargs)) == [1, 2
+                                                                          ] and 'long.json' in capsys.readouterr().err
+
+
+# ---- real slices, where CREDIT_RL_DATA points to them ----
+
+REAL = {  # file → set, questions
+    'nq/NQ-open.dev.jsonl': ('nq', 200),
+    'nq/flashrag_test.jsonl': ('nq', 200),
+    'triviaqa/flashrag_test.jsonl': ('triviaqa', 200),
+    'triviaqa/triviaqa_sample.json': ('triviaqa', 1),
+    'triviaqa/unfiltered-web-dev.json': ('triviaqa', 3),
+    'triviaqa/unfiltered-web-train.json': ('triviaqa', 3),
+    'triviaqa/wikipedia-dev.json': ('triviaqa', 1),
+    'triviaqa/web-dev.json': ('triviaqa', 3),
+    'popqa/popQA.tsv': ('popqa', 200),
+    'popqa/flashrag_test.jsonl': ('popqa', 200),
+    'hotpotqa/hotpot_dev_distractor_v1.json': ('hotpotqa', 120),
+    'hotpotqa/hotpot_train_v1.1.json': ('hotpotqa', 100),
+    'hotpotqa/hf_distractor_validation.json': ('hotpotqa', 60),
+    '2wikimultihopqa/dev.json': ('2wikimultihopqa', 99),
+    '2wikimultihopqa/train.json': ('2wikimultihopqa', 150),
+    'musique/musique_ans_v1.0_dev.jsonl': ('musique', 120),
+    'musique/musique_ans_v1.0_train.jsonl': ('musique', 100),
+    'bamboogle/bamboogle.csv': ('bamboogle', 75),
+    'bamboogle/flashrag_test.jsonl': ('bamboogle', 75),
+    'gsm8k/test.jsonl': ('gsm8k', 200),
+    'gsm8k/train.jsonl': ('gsm8k', 500),
+    'finqa/dev.json': ('finqa', 120),
+    'finqa/train.json': ('finqa', 100),
+    'verl_parquet/agentic_rag_musique_train.parquet': ('musique', 500),
+}
+CORPORA = {
+    'nq/wiki18_passages.jsonl': ('nq', 2579), 'triviaqa/wiki18_passages.jsonl': ('triviaqa', 2601),
+    'popqa/wiki18_passages.jsonl': ('popqa', 1859), 'popqa/popqa_corpus.json': ('popqa', 331),
+    'bamboogle/wiki18_passages.jsonl': ('bamboogle', 432), 'hotpotqa/hotpotqa_corpus.json': ('hotpotqa', 2174),
+    'hotpotqa/hipporag_hotpotqa_train_corpus.json': ('hotpotqa', 994), '2wikimultihopqa/2wikimultihopqa_corpus.json':
+    ('2wikimultihopqa', 1717), '2wikimultihopqa/hipporag_2wikimultihopqa_corpus.json': ('2wikimultihopqa', 6119),
+    'musique/musique_corpus.json': ('musique', 3894), 'search_r1/corpus.jsonl': ('nq', 10)
+}
+
+
+@pytest.mark.parametrize('file', REAL)
+def test_real_questions(data, file):
+    name, n = REAL[file]
+    if file.endswith('.parquet'): pytest.importorskip('pyarrow')
+    questions = strict(load_questions, name, data / file)
+    assert len(questions) == n == len({q.id for q in questions}) and not questions.skipped
+    for q in questions:
+        assert q.source == name and q.text.strip() and q.answers and all(
+            isinstance(a, str) and a.strip() for a in q.answers)
+    json.dumps([q.meta for q in questions])
+
+
+@pytest.mark.parametrize('file', CORPORA)
+def test_real_corpora(data, file):
+    name, n = CORPORA[file]
+    corpus = strict(load_corpus, name, data / file)
+    assert len(corpus) == n == len({p.id for p in corpus}) and all(p.text.strip() and p.title for p in corpus)
+
+
+def test_real_folders(data):
+    for name in FILES:
+        bench = BENCHMARKS[name]
+        if not bench.common: continue
+        assert load_questions(name, data / name, split=bench.eval_split)
+        if bench.has_corpus: assert len(load_corpus(name, data / name)) > 300
+
+
+def pick(questions, start):
+    (q,) = [q for q in questions if q.text.startswith(start)]
+    return q
+
+
+def test_real_rows_checked_by_hand(data):
+    "One row of each set, read off its file by eye."
+    q = pick(load_questions('nq', data / 'nq', 'dev'), 'when was the last time anyone was on the moon')
+    assert q.answers == ('14 December 1972 UTC', 'December 1972')
+    q = pick(load_questions('triviaqa', data / 'triviaqa', 'dev'), 'What star sign is Jamie Lee Curtis?')
+    assert (q.id, q.answers) == ('tc_13', ('Scorpio', 'Skorpio', 'Scorpio (disambiguation)'))
+    q = pick(load_questions('popqa', data / 'popqa' / 'popQA.tsv'), "What is George Rankin's occupation?")
+    assert (q.id, q.answers, q.meta['type'], q.meta['s_pop']) == ('4222362', ('politician', 'political leader',
+                                                                              'political figure', 'polit.', 'pol'),
+                                                                  'occupation', 142)
+    q = pick(load_questions('popqa', data / 'popqa' / 'flashrag_test.jsonl'), 'Who was the composer of Easy Living?')
+    assert (q.id, q.answers, q.meta['type'], q.meta['o_pop']) == ('test_10207', ('Ralph Rainger', 'Ralph Reichenthal'),
+                                                                  'composer', 922)
+    q = pick(load_questions('hotpotqa', data / 'hotpotqa' / 'hf_distractor_validation.json'), 'Were Scott Derrickson '
+                                                                                              'and Ed Wood')
+    assert q.answers == ('yes', ) and q.meta == {
+        'hops': 2, 'type': 'comparison', 'level': 'hard', 'supporting_facts': [['Scott Derrickson', 0], ['Ed Wood', 0]]
+    }
+    q = pick(load_questions('2wiki', data / '2wikimultihopqa', 'dev'), 'Which film whose director is younger, '
+                                                                       'Forbidden Ground or Free Guy?')
+    assert (q.id, q.meta['hops'], q.meta['type']) == ('b088d3ca08e211ebbda4ac1f6bf848b6', 4, 'bridge_comparison')
+    (q,) = [q for q in load_questions('musique', data / 'musique', 'dev') if q.id == '2hop__574419_270105']
+    assert q.answers == ('Stanley', ) and q.meta['hops'] == 2 and q.meta['steps'][0] == [
+        'Van Hook Township >> located '
+        'in the administrative '
+        'territorial entity', 'Mountrail County'
+    ]
+    q = pick(load_questions('bamboogle', data / 'bamboogle' / 'bamboogle.csv'), 'Who is the mother of the father of '
+                                                                                'George Washington?')
+    assert q.answers == ('Mildred Warner', 'Mildred Gale')
+    q = pick(load_questions('gsm8k', data / 'gsm8k', 'test'), 'Janet’s ducks lay 16 eggs per day.')
+    assert q.answers == ('18',) and q.meta['solution'].startswith('Janet sells 16 - 3 - 4 = <<16-3-4=9>>9 duck eggs a '
+                                                                  'day.')
+    (q,) = [q for q in load_questions('finqa', data / 'finqa', 'train') if q.id == 'ETR/2009/page_107.pdf-2']
+    assert q.answers == (
+        '0.34719', '34.7%') and '\ntotal senior secured transition bonds | $ 329500\n' in q.text and q.text.endswith(
+            'maturity date in 2022?')
+
+
+def test_real_aliases_and_kinds(data):
+    dev = load_questions('hotpotqa', data / 'hotpotqa', 'dev')
+    assert Counter(q.meta['type'] for q in dev) == {'bridge': 78, 'comparison': 42}
+    twowiki = load_questions('2wiki', data / '2wikimultihopqa', 'dev')
+    assert Counter((q.meta['type'], q.meta['hops']) for q in twowiki) == {
+        ('bridge_comparison', 4): 30, ('compositional', 2): 35, ('comparison', 2): 30, ('inference', 2): 4}
+    # as many pages as hops
+    assert all(len({t for t, _ in q.meta['supporting_facts']}) == q.meta['hops'] for q in twowiki)
+    musique = load_questions('musique', data / 'musique', 'dev')
+    assert Counter(q.meta['type']
+                   for q in musique) == {'2hop': 85, '3hop1': 17, '4hop1': 12, '4hop3': 3, '3hop2': 2, '4hop2': 1}
+    assert all(len(q.meta['steps']) == q.meta['hops'] for q in musique)
+    raw = {r['id']: r for _, r in read_rows(data / 'musique' / 'musique_ans_v1.0_dev.jsonl')}
+    assert all(
+        set(q.answers) == {raw[q.id]['answer'].strip(), *(a.strip()
+                                                          for a in raw[q.id]['answer_aliases'])}
+        for q in musique)
+    assert any(len(q.answers) > 1 for q in musique)
+    trivia = load_questions('triviaqa', data / 'triviaqa' / 'flashrag_test.jsonl')
+    assert sum(len(q.answers) for q in trivia) / len(trivia) > 13
+    finqa = load_questions('finqa', data / 'finqa', 'dev')
+    assert sum(q.answers[0] in ('yes', 'no') for q in finqa) == 4 and sum(len(q.answers) > 1 for q in finqa) > 70
+    assert all(has_a_table(q) for q in finqa)
+    # the sheet and FlashRAG's copy of it ask the same questions
+    key = lambda q: q.text.rstrip('?').strip().lower()
+    sheet, copies = ({key(q): q
+                      for q in load_questions('bamboogle', data / 'bamboogle' / f)}
+                     for f in ('bamboogle.csv', 'flashrag_test.jsonl'))
+    assert sheet.keys() == copies.keys()
+
+
+def has_a_table(question):
+    return ' | ' in question.text and '\n\nQuestion: ' in question.text
+
+
+@pytest.mark.parametrize('name', ['hotpotqa', '2wikimultihopqa', 'musique', 'popqa'])
+def test_real_corpora_contain_the_supporting_pages(data, name):
+    titles = {p.title for p in load_corpus(name, data / name)}
+    splits = ['test'] if name == 'popqa' else ['dev', 'train']
+    questions = [q for split in splits for q in load_questions(name, data / name, split)]
+    assert all(t in titles
+               for q in questions
+               for t, _ in q.meta['supporting_facts']) and all(q.meta['supporting_facts'] for q in questions)
+
+
+@pytest.mark.parametrize('name', ['hotpotqa', '2wikimultihopqa', 'musique'])
+def test_real_paragraphs_make_the_corpus_that_others_made_of_them(data, name):
+    pieces = lambda passages: {(p.title, p.text) for p in passages}
+    made = [load_corpus(name, data / name, split=s) for s in ('dev', 'train')]
+    assert pieces(made[0]) | pieces(made[1]) == pieces(load_corpus(name, data / name))
+    assert all(len(pieces(m)) == len(m) for m in made)
+
+
+def test_real_verl_files(data):
+    pytest.importorskip('pyarrow')
+    path = data / 'verl_parquet' / 'deepresearcher_dev.parquet'
+    for name in ('triviaqa', 'popqa', 'hotpotqa', 'musique', 'nq', 'bamboogle', '2wikimultihopqa'):
+        questions = strict(load_questions, name, path)
+        assert len(questions) == 75 and all('<|answer_split|>' not in a for q in questions for a in q.answers)
+        if name == 'musique': assert all(q.meta['hops'] == int(q.id.split('hop')[0][-1]) for q in questions)
+    q = pick(load_questions('popqa', path), 'Who is the father of Dan?')
+    assert q.id == 'popqa_4174473' and q.answers == ('Jacob', 'Israel', "Ya'akov", "Ya'aqov", 'Yaakov', 'Yisrael')
+    with pytest.raises(ValueError, match='no rows of gsm8k'): load_questions('gsm8k', path)
+    mixed = load_mixture(['nq', 'hotpotqa'], path, sizes=50, seed=3)
+    assert Counter(q.source for q in mixed) == {'nq': 50, 'hotpotqa': 50}
+
+
+def test_a_real_test_file_without_answers(data):
+    with pytest.raises(RowError, match="unfiltered-web-test-without-answers.json, row 0: field 'Answer' is missing"):
+        load_questions('triviaqa', data / 'triviaqa' / 'unfiltered-web-test-without-answers.json')

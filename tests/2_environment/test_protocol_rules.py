@@ -1,0 +1,377 @@
+"""The rules of play that papers set differently: which answer ends a message, what follows a malformed turn, in whose
+words a model is asked, and how long prompt and response may be."""
+import hashlib
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+
+from credit_rl import evaluate as evaluating
+from credit_rl.engine import HFEngine, Sampling, ScriptedEngine
+from credit_rl.environment import Conversation, make_environment
+from credit_rl.evaluate import check_evaluation, measure
+from credit_rl.layout import pack
+from credit_rl.learner import Learner
+from credit_rl.models import load_model
+from credit_rl.outcome import extract_answer
+from credit_rl import protocol as protocols
+from credit_rl.methods import compose
+from credit_rl.parts import bind
+from credit_rl.protocol import (PROTOCOLS, TOOL_PROMPT, WORDS, Chat, byte_tokenizer, last_answer, parse, prompt_hash,
+                                worded)
+from credit_rl.prs import PRS_JUDGE_PROMPT
+from credit_rl.readers import Passage
+from credit_rl.retrieval import BM25
+from credit_rl.rollout import Environment, check_prompts, rollout
+from credit_rl.settings import Acting, check, make_config
+from credit_rl.tiny import tiny_environment
+from credit_rl.tools import PythonTool, SearchTool
+from credit_rl.train import judge_hashes, train
+from credit_rl.trajectory import Question, Result, Stop
+from credit_rl.turn_rewards import JUDGE_PROMPT
+from credit_rl.warmup import prompted
+from credit_rl.world import make_world
+from pieces import setup_of
+
+TOKENIZER = byte_tokenizer()
+TOOL = SearchTool(BM25([Passage('0', 'Casablanca', 'Casablanca is a film directed by Michael Curtiz.')]), 1, 50)
+QUESTION = Question('q', 'Who directed Casablanca?', ['Michael Curtiz'])
+CALL, ANSWER = '<tool_call> Casablanca </tool_call>', '<answer> Rabat </answer>'
+
+
+def chat_of(name='tiny', **changes):
+    return Chat(replace(PROTOCOLS[name], **changes), TOKENIZER)
+
+
+def play(says, chat=None, tool=TOOL, **rules):
+    "A trajectory of a player that says the given messages in order."
+    said = iter(says)
+    engine = ScriptedEngine(lambda text, rng: next(said), TOKENIZER, max_length=10**6)
+    return rollout(engine, Environment(chat or chat_of(), tool, **rules), [QUESTION])[0].trajectories[0]
+
+
+def flat(groups): return [t for g in groups for t in g.trajectories]
+
+
+def response(t): return [i for x in t.turns for ids in (x.action_ids, x.observation_ids) for i in ids]
+
+
+# ---- which answer ends a message ----
+
+@pytest.mark.parametrize('protocol', ['tiny', 'tips', 'igpo'])
+def test_an_answer_is_no_stop_string_where_the_last_one_counts(protocol):
+    first, last = chat_of(protocol), chat_of(protocol, answer_stop='last')
+    assert set(first.stop) - set(last.stop) == {'</answer>'} and set(last.stop) < set(first.stop)
+
+
+PATIENT = replace(PROTOCOLS['tiny'], answer_stop='last')
+PARTS = st.sampled_from(['<answer> a </answer>', '<answer>b</answer>', '<answer>', '</answer>', '<answer> </answer>',
+                         CALL, '<tool_call> ; </tool_call>', '<tool_call>', ' so ', '\n'])
+MESSAGES = st.lists(PARTS, max_size=6).map(''.join)
+
+
+@settings(deadline=None)
+@given(st.lists(MESSAGES, min_size=4, max_size=4), st.sampled_from(['error', 'end']), st.integers(1, 4))
+def test_the_last_well_formed_answer_of_the_models_messages_counts(says, malformed, turns):
+    "As `extract_answer` reads the messages, however the trajectory ended."
+    says = [text.partition('</tool_call>')[0] + '</tool_call>' * ('</tool_call>' in text) or 'x' for text in says]
+    t = play(says, Chat(PATIENT, TOKENIZER), malformed=malformed, max_turns=turns)
+    read = [extract_answer(x.action_text) for x in reversed(t.turns)]
+    assert t.answer == next(filter(None, read), None)
+    if t.stop is Stop.ANSWER: assert t.turns[-1].kind == 'answer' and read[0] == t.answer
+    assert all(x.kind == 'tool' for x in t.turns[:-1]) and measure(t)['answer_rate'] == (t.answer is not None)
+
+
+def test_by_hand_which_answer_counts():
+    last = Chat(PATIENT, TOKENIZER)
+    assert play([f'{ANSWER} or <answer> Vienna </answer>, perhaps']).answer == 'Rabat'       # it was stopped there
+    t = play([f'{ANSWER} or <answer> Vienna </answer>, perhaps'], last)
+    assert (t.answer, t.stop, len(t.turns)) == ('Vienna', Stop.ANSWER, 1)
+    t = play([ANSWER + CALL, '<answer> Curtiz </answer>.'], last)
+    assert t.answer == 'Curtiz' and [x.result for x in t.turns] == [Result.OK, Result.NONE]  # the call was answered
+    t = play([ANSWER + CALL, 'hm', CALL], last, max_turns=3)
+    assert (t.answer, t.stop) == ('Rabat', Stop.TURN_CAP)                                   # nothing better followed
+    broken = f'{ANSWER} <tool_call> ; </tool_call>'
+    assert play([broken, '<answer> x </answer>'], last).answer == 'x'
+    assert play([broken], last, malformed='end').answer == 'Rabat'
+    assert parse(PATIENT, '<answer> a </answer> <answer> </answer>').answer is None
+    assert last_answer(PROTOCOLS['carl'], r'\boxed{1} \boxed{2}.') == '2'
+
+
+def test_a_message_cut_off_after_its_answer_has_given_it():
+    for why in ('eos', 'max_tokens', 'length'):
+        assert Chat(PATIENT, TOKENIZER).parse(f'{ANSWER} and', why).answer == 'Rabat'
+        assert chat_of().parse(f'{ANSWER} and', why).error
+
+
+@pytest.fixture(scope='module')
+def base(root):
+    "The small base and its tokenizer, on the CPU."
+    model, tokenizer = load_model(str(root / 'data' / 'tiny_base'))
+    return model.cpu(), tokenizer
+
+
+@pytest.fixture(scope='module')
+def both(base):
+    "Greedy games of the base where the first answer ends a message, and where the last one counts."
+    model, tokenizer = base
+    world = make_world('train', seed=3, size=200, questions=24)
+    engine, greedy = HFEngine(model, tokenizer, max_length=192), Sampling(greedy=True, max_tokens=24)
+    chats = [Chat(p, tokenizer) for p in (PROTOCOLS['tiny'], PATIENT)]
+    return [rollout(engine, tiny_environment(world, chat), world.questions, 1, greedy) for chat in chats]
+
+
+def test_a_model_goes_on_after_its_answer_until_it_ends_its_message(base, both):
+    "All is as with the first answer up to the answer's end; then its message goes on to its end or its cap."
+    first, last = map(flat, both)
+    ends, longer = {*HFEngine(*base).eos_ids.tolist()}, 0
+    for a, b in zip(first, last):
+        if a.answer is None: continue
+        assert response(b)[:len(response(a))] == response(a)
+        longer += len(b.turns[len(a.turns) - 1].action_ids) > len(a.turns[-1].action_ids)
+        turn = b.turns[len(a.turns) - 1]
+        assert turn.action_ids[-1] in ends or len(turn.action_ids) == 24 or turn.action_text.endswith('</tool_call>')
+    assert longer > 12 and sum(t.answer is not None for t in first) > 12
+    layout = pack(both[1])
+    assert (Learner(base[0]).evaluate(layout).logp - layout.logps).abs().max() < 1e-3
+
+
+# ---- after a malformed turn ----
+
+def test_a_malformed_turn_is_answered_or_the_last():
+    says = ['no tags', '<tool_call> </tool_call>', ANSWER]
+    t = play(says)
+    assert [x.result for x in t.turns] == [Result.MALFORMED, Result.MALFORMED, Result.NONE] and t.answer == 'Rabat'
+    assert t.turns[0].observation_text.startswith('Error: ')
+    for first in says[:2]:
+        t = play([first, ANSWER], malformed='end')
+        assert (len(t.turns), t.stop, t.answer) == (1, Stop.NO_ANSWER, None)
+        assert t.turns[0].result is Result.MALFORMED and t.turns[0].observation_ids == ()
+    good = [CALL, ANSWER]
+    assert response(play(good, malformed='end')) == response(play(good))                    # nothing was malformed
+
+
+def test_what_a_tool_refuses_is_answered_under_either_rule():
+    broken = '```python\nlook it up\n```\n'
+    for rule in ('error', 'end'):
+        t = play([broken, '<context>an error</context>', r'\boxed{1}'], chat_of('carl'), PythonTool(TOOL),
+                 malformed=rule, max_tokens=10**6)
+        assert [x.kind for x in t.turns] == ['invoke', 'assimilate', 'commit'] and t.answer == '1'
+        assert t.turns[0].result is Result.MALFORMED
+
+
+def test_in_segments_a_block_that_is_not_closed_is_answered_or_the_last():
+    says = ['```python\nprint(1)', '<context>an error</context>', r'\boxed{1}']
+    shown, ended = (play(says, chat_of('carl'), PythonTool(TOOL), malformed=rule, max_tokens=10**6)
+                    for rule in ('error', 'end'))
+    assert [x.kind for x in shown.turns] == ['invoke', 'assimilate', 'commit'] and shown.answer == '1'
+    assert [x.kind for x in ended.turns] == ['invoke'] and (ended.stop, ended.answer) == (Stop.NO_ANSWER, None)
+
+
+# ---- how long ----
+
+@pytest.fixture(scope='module')
+def chatter(base):
+    "Function that plays a random model's greedy games, two questions, under some rules."
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+    torch.manual_seed(0)
+    model = Qwen2ForCausalLM(Qwen2Config(
+        vocab_size=len(TOKENIZER), hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=2048, initializer_range=.1)).eval()
+    questions = [QUESTION, Question('r', 'And who was it?', ['x'])]
+
+    def games(chat=None, length=2048, **rules):
+        env = Environment(chat or chat_of(), TOOL, **{'max_tokens': 2048, **rules})
+        engine = HFEngine(model, TOKENIZER, max_length=length)
+        return flat(rollout(engine, env, questions, 1, Sampling(greedy=True, max_tokens=20)))
+    return games
+
+
+@settings(deadline=None, max_examples=25)
+@given(st.integers(1, 420))
+def test_a_response_is_cut_where_its_cap_is_and_is_as_long_as_that(chatter, most):
+    "Model tokens and observations together, the prompt apart; up to there nothing is different."
+    for free, capped in zip(chatter(), chatter(response_tokens=most)):
+        whole, part = response(free), response(capped)
+        assert part == whole[:len(part)] and len(part) <= most
+        # one id is left over where nothing could be read after it
+        if len(whole) > most: assert capped.stop is Stop.LENGTH and len(part) >= most - 1
+        else: assert len(part) == len(whole) or len(whole) + 1 > most
+
+
+def test_the_two_caps_together_are_one_on_the_row(chatter):
+    n = len(chat_of().prompt_ids(QUESTION.text))
+    by_response, by_row = chatter(response_tokens=100)[0], chatter(max_tokens=n + 100)[0]
+    assert response(by_response) == response(by_row) and by_response.stop is by_row.stop is Stop.LENGTH
+
+
+def test_an_observation_longer_than_the_engine_holds_ends_the_trajectory(chatter):
+    "Before, ids that no engine could take were handed to it."
+    for t in chatter(length=len(chat_of().prompt_ids(QUESTION.text)) + 60):
+        assert t.stop is Stop.LENGTH and len(t.prompt_ids) + len(response(t)) <= 60 + len(
+            chat_of().prompt_ids(QUESTION.text))
+
+
+def test_each_row_of_a_rollout_in_segments_has_the_cap():
+    code = '```python\nprint(search("Casablanca"))\n```\n'
+    says = [code, '<context>Curtiz</context>', code, '<context>Curtiz, again</context>', r'\boxed{Curtiz}']
+    free = play(says, chat_of('carl'), PythonTool(TOOL), max_tokens=10**6)
+    n = len(free.prompt_ids)
+    rows = [len(x.context_ids or free.prompt_ids) + len(x.action_ids) - n for x in free.turns]
+    assert play(says, chat_of('carl'), PythonTool(TOOL), max_tokens=10**6, response_tokens=max(rows) + 1) == free
+    cut = play(says, chat_of('carl'), PythonTool(TOOL), max_tokens=10**6, response_tokens=max(rows) - 40)
+    assert cut.stop is Stop.LENGTH and len(cut.turns) < 5
+
+
+def test_a_long_prompt_is_refused_before_anything_is_played(root):
+    env = Environment(chat_of(), TOOL)
+    n = len(env.chat.prompt_ids(QUESTION.text))
+    questions = [QUESTION, Question('long', 'Who ' + 'really ' * 9 + 'did it?', ['x'])]
+    long = len(env.chat.prompt_ids(questions[1].text))
+    tight = replace(env, prompt_tokens=n)
+    for refused in (lambda: check_prompts(tight, questions), lambda: rollout(ScriptedEngine(None, TOKENIZER), tight,
+                                                                            questions)):
+        with pytest.raises(ValueError, match=f"1 of . questions .*prompt_tokens={n} ids, such as 'long' with {long}"):
+            refused()
+    check_prompts(replace(env, prompt_tokens=long), questions)
+    given = dict(model=str(root / 'data' / 'tiny_base'), questions=9, dev_questions=4, test_questions=4)
+    with pytest.raises(ValueError, match='questions have a prompt of more than prompt_tokens=5 ids, such as '):
+        setup_of(make_config({**given, 'prompt_tokens': 5}))
+    stage = setup_of(make_config({**given, 'prompt_tokens': 60, 'response_tokens': 99, 'malformed': 'end'}))
+    assert {(e.prompt_tokens, e.response_tokens, e.max_tokens, e.malformed)
+            for e in stage.environments.values()} == {(60, 99, 159, 'end')}
+
+
+def test_caps_that_do_not_fit_together_are_refused():
+    assert (Acting().max_tokens, Acting(prompt_tokens=4096, response_tokens=4096).max_tokens) == (192, 8192)
+    assert make_config({'prompt_tokens': 7, 'response_tokens': 9}).max_tokens == 16
+    assert Acting(max_tokens=15000, prompt_tokens=4096, response_tokens=4096).max_tokens == 15000
+    for bad in (dict(max_tokens=8191, prompt_tokens=4096, response_tokens=4096), dict(response_tokens=4096)):
+        with pytest.raises(ValueError, match='do not fit into max_tokens='): Acting(**bad)
+        with pytest.raises(ValueError, match='do not fit into max_tokens='):
+            check_evaluation(evaluating.Evaluation(**{'max_tokens': 192, **bad}))
+    for name in ('prompt_tokens', 'response_tokens'):
+        with pytest.raises(ValueError, match=f'{name} must be at least 1'): Acting(**{name: 0})
+        with pytest.raises(ValueError, match=f'{name} must be at least 1'): Environment(chat_of(), TOOL, **{name: 0})
+
+
+# ---- in whose words ----
+
+@pytest.fixture
+def file(tmp_path):
+    "Function (text) -> path of a file that holds it."
+    def file(text, name='prompt.txt'):
+        (tmp_path / name).write_text(text)
+        return str(tmp_path / name)
+    return file
+
+
+def test_prompts_are_texts_from_files(file):
+    system, user = file('Be brief: \\boxed{answer}, {"a": 1}.\n', 's'), file('\nQ: {question}', 'u')
+    tools = file('You have\n{tools}\nSay <{tag}>.', 't')
+    chat = Chat(worded(PROTOCOLS['tips'], system, user, tools, 'last'), TOKENIZER)
+    told, asked = chat.messages('Who {x}?')
+    schema = json.dumps(PROTOCOLS['tips'].tools[0])
+    assert told['content'] == f'Be brief: \\boxed{{answer}}, {{"a": 1}}.\n\nYou have\n{schema}\nSay <tool_call>.'
+    assert asked['content'] == 'Q: Who {x}?' and chat.protocol.answer_stop == 'last'
+    assert worded(PROTOCOLS['tips']) == PROTOCOLS['tips'] and len(WORDS) == 4
+
+
+def test_a_text_about_tools_stands_instead_of_the_templates_own(root, file):
+    template = (root / 'tests' / 'fixtures' / 'templates' / 'qwen2_5.jinja').read_text()
+    own, other = (Chat(p, byte_tokenizer(template)) for p in (PROTOCOLS['tips'], worded(
+        PROTOCOLS['tips'], tool_prompt=file('search(query_list) by <tool_call>'))))
+    shown = [TOKENIZER.decode(TOKENIZER(c.tokenizer.decode(c.prompt_ids('Who?'))).input_ids) for c in (own, other)]
+    assert own.tools and '"query_list"' in shown[0]
+    assert not other.tools and 'search(query_list) by <tool_call>' in shown[1] and '"query_list"' not in shown[1]
+
+
+@pytest.mark.parametrize('protocol, key, text, wanted', [
+    ('tips', 'user_prompt', 'Answer {query}', r'holds \{query\}.*may hold: \{question\}'),
+    ('tips', 'user_prompt', 'Answer it.', r'must hold \{question\}'),
+    ('tips', 'user_prompt', '{question} {question}', '2 times'),
+    ('tips', 'system_prompt', 'Today is {today}, {question}.', r'holds \{question\} and \{today\}.*may hold: none'),
+    ('tips', 'tool_prompt', 'Write <tool_call>.', r'must hold \{tools\} or search'),
+    ('tips', 'tool_prompt', '{tools}', r'must hold \{tag\} or <tool_call>'),
+    ('tips', 'tool_prompt', '{tools} {tag} {schemas}', r'holds \{schemas\}'),
+    ('igpo', 'tool_prompt', '{tools} {tag}', 'give system_prompt or user_prompt'),
+    ('tips', 'system_prompt', ' \n', 'is empty')])
+def test_a_prompt_that_cannot_be_used_is_refused_by_name(protocol, key, text, wanted, file):
+    with pytest.raises(ValueError, match=wanted) as e: worded(PROTOCOLS[protocol], **{key: file(text)})
+    assert key in str(e.value)
+    config = make_config({'protocol': protocol, 'data': 'nq', 'corpus': 'http://x', key: file(text)})
+    with pytest.raises(ValueError, match=wanted): check(config)
+    with pytest.raises(ValueError, match=wanted):
+        check_evaluation(evaluating.Evaluation(**{'protocol': protocol, key: file(text)}))
+
+
+def test_a_prompt_that_is_not_there_is_refused():
+    for key in WORDS[:3]:
+        with pytest.raises(ValueError, match=f"{key} must be a text file, got 'nowhere.txt'"):
+            worded(PROTOCOLS['tips'], **{key: 'nowhere.txt'})
+    with pytest.raises(ValueError, match='an answer in a box'): worded(PROTOCOLS['carl'], answer_stop='last')
+
+
+def test_sets_that_are_asked_directly_keep_their_words(file):
+    how = Conversation('tips', system_prompt=file('Be brief.'), answer_stop='last', malformed='end', context_tokens=9)
+    searched, direct = (make_environment(TOKENIZER, s, how) for s in (TOOL.retriever, None))
+    assert searched.chat.protocol.system == 'Be brief.' and direct.chat.protocol.name == 'direct'
+    assert direct.chat.protocol.system is None and '</answer>' not in (*direct.chat.stop, *searched.chat.stop)
+    assert {(e.malformed, e.context_tokens) for e in (searched, direct)} == {('end', 9)}
+    assert make_environment(TOKENIZER, None, replace(how, protocol='direct')).chat.protocol.system == 'Be brief.'
+
+
+def test_the_hash_is_of_what_the_model_is_told(file):
+    tips = PROTOCOLS['tips']
+    texts = [tips.system, tips.user, list(tips.tools), TOOL_PROMPT]
+    assert prompt_hash(tips) == hashlib.sha256(json.dumps(texts, sort_keys=True).encode()).hexdigest()[:12]
+    assert prompt_hash(tips) == prompt_hash(replace(tips, name='x', source='y', answer_stop='last'))
+    others = [worded(tips, system_prompt=file('a')), worded(tips, user_prompt=file('{question}')),
+              worded(tips, tool_prompt=file('{tools} {tag}')), replace(tips, tools=PROTOCOLS['prs'].tools)]
+    assert len({prompt_hash(p) for p in [tips, *others]}) == 5
+
+
+def test_our_own_words_about_tools_are_in_the_hash(monkeypatch):
+    "Where a protocol has tools and no text about them; one without tools is never given them."
+    before = {name: prompt_hash(p) for name, p in PROTOCOLS.items()}
+    monkeypatch.setattr(protocols, 'TOOL_PROMPT', TOOL_PROMPT + ' Be brief.')
+    changed = {name for name, p in PROTOCOLS.items() if prompt_hash(p) != before[name]}
+    assert changed == {name for name, p in PROTOCOLS.items() if p.tools and not p.tool_text} and 'tips' in changed
+
+
+@pytest.mark.parametrize('spelling, reward', [('outcome+judge/calls', 'judge'), ('prs', 'prs')])
+def test_the_hash_of_a_judges_words_stands_apart(spelling, reward, tmp_path):
+    "Ours or a file's; of a reward that asks nobody there is none."
+    path, form = tmp_path / 'judge.txt', {'form': 'long'} if spelling == 'prs' else {}
+    path.write_text('Be strict. {question} {pairs}' if spelling != 'prs' else 'Be strict.')
+    given = {'judge': {'base_url': 'http://localhost:8000/v1', 'model': 'm'}, **form}
+    ours, file = (judge_hashes(bind(compose(spelling), {**given, **more}))
+                  for more in ({}, {'judge_prompt': str(path)}))
+    assert ours == {reward: prompt_hash(JUDGE_PROMPT if reward == 'judge' else PRS_JUDGE_PROMPT)}
+    assert file == {reward: prompt_hash(path.read_text())} != ours
+    assert judge_hashes(bind(compose('prs'), {})) == judge_hashes(bind(compose('outcome/group'), {})) == {}
+
+
+def test_a_run_keeps_its_protocol_and_the_hash_of_its_prompt(root, file, tmp_path):
+    "Another system message, in words that the tiny model has; words that it lacks are refused."
+    given = dict(model=str(root / 'data' / 'tiny_base'), steps=0, questions=9, dev_questions=4, test_questions=4,
+                 threads=1)
+    prompt = file('film')
+    for name, more, protocol in (('a', {}, PROTOCOLS['tiny']), ('b', {'system_prompt': prompt}, worded(
+            PROTOCOLS['tiny'], system_prompt=prompt))):
+        folder = train({**given, **more, 'run': str(tmp_path / name)}, say=lambda line: None)
+        summary = json.loads((folder / 'summary.json').read_text())
+        assert (summary['protocol'], summary['prompt_hash']) == ('tiny', prompt_hash(protocol))
+        assert 'judge_prompt_hashes' not in summary
+    with pytest.raises(ValueError, match="no words for the prompt of protocol 'tiny'"):
+        setup_of(make_config({**given, 'system_prompt': file('Be brief.')}))
+
+
+def test_other_prompts_of_carl_keep_the_words_that_are_given(file):
+    "In a warm-up, which asks in several ways: the user's message in all, the system message in the one that it is of."
+    given = worded(PROTOCOLS['carl'], file('Choose.', 's'), file('Now: {question}', 'u'))
+    env = Environment(Chat(given, TOKENIZER), PythonTool(TOOL))
+    same, forced = prompted(env, 'optional'), prompted(env, 'forced')
+    assert same.chat.protocol == given and forced.chat.protocol == replace(PROTOCOLS['carl-forced'], user=given.user)

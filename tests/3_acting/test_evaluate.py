@@ -1,0 +1,815 @@
+"""From files to numbers: nine sets through one command, a scripted player whose score is known beforehand, manifests,
+and what a replay notices."""
+import gzip
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from credit_rl import evaluate as evaluation
+from credit_rl import models
+from credit_rl.benchmarks import BENCHMARKS
+from credit_rl.datasets import MIXTURES, load_corpus, load_questions
+from credit_rl.engine import ScriptedEngine
+from credit_rl.evaluate import (bootstrap_interval, compare_rows, evaluation_figure, evaluation_table, main,
+                                manifest_differences, NEAR, read_manifest, read_scores, replay, run_evaluation,
+                                set_names, set_scores, Evaluation)
+from credit_rl.parameters import from_settings
+from credit_rl.metrics import cover_match, normalize
+from credit_rl.models import local_folder, model_hashes
+from credit_rl.protocol import TEMPLATES, byte_tokenizer
+from credit_rl.retrieval import BM25
+from credit_rl.search_service import SearchCache, SearchClient, SearchServer
+from credit_rl.runlog import read_turns
+from credit_rl.trajectory import Stop, trajectory_from_json
+from hub import Hub
+from hub_rows import hub_files
+from random_models import random_model
+from templates import template_text
+
+DATA = Path(__file__).resolve().parents[2] / 'data'
+ROWS = DATA / 'rows'
+SAMPLE = DATA / 'hotpotqa_sample.json'
+SEVEN = MIXTURES['tspo'].evaluate
+# rows of our own, of every set
+COMMON = [n for n, b in BENCHMARKS.items() if b.common]
+FILES = {**{n: str(next(ROWS.glob(f'{n}.*'))) for n in BENCHMARKS if n != 'hotpotqa'}, 'hotpotqa': str(SAMPLE)}
+BARE = ('nq', 'triviaqa', 'popqa', 'bamboogle')  # their rows bring no passages
+QUICK = dict(max_turns=2, turn_tokens=6, max_tokens=16384, passages=2)
+
+
+@pytest.fixture(autouse=True, scope='module')
+def on_a_cpu():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, 'is_available', lambda: False)
+        yield
+
+
+@pytest.fixture(scope='module')
+def model(tmp_path_factory):
+    return random_model(tmp_path_factory.mktemp('model'))
+
+
+@pytest.fixture(scope='module')
+def corpus(tmp_path_factory):
+    "The sample's passages as a corpus file, for the sets that bring none."
+    path = tmp_path_factory.mktemp('corpus') / 'corpus.jsonl'
+    path.write_text(''.join(
+        json.dumps({'id': p.id, 'title': p.title, 'text': p.text}) + '\n' for p in load_corpus('hotpotqa', SAMPLE)))
+    return str(path)
+
+
+def quiet(settings, **rest):
+    "Run an evaluation without a word. Returns its folder."
+    return run_evaluation(settings, say=lambda line: None, progress=False, **rest)
+
+
+# ---- nine sets, one command ----
+
+def check_nine(run, asked, loaded):
+    "What must be true of a random model's evaluation of all sets; `loaded` gives the questions of a set."
+    scores = read_scores(run)
+    assert list(scores) == COMMON and len(scores) == 9 and json.loads(
+        (run / 'summary.json').read_text()) == scores
+    for name, s in scores.items():
+        folder, rows = run / name, read_turns(run / name)
+        manifest, questions = read_manifest(folder), {q.id: q for q in loaded(name)}
+        assert len(rows) == s['questions'] == manifest['questions']['asked'] == min(asked, len(questions))
+        assert [r['id']
+                for r in rows] == manifest['questions']['ids'] and manifest['questions']['loaded'] == len(questions)
+        assert s['metric'] == ('numeric' if name in ('gsm8k', 'finqa') else 'em') and 0 <= s['score'] <= .5
+        for r in rows:
+            t, q = trajectory_from_json(r['trajectory']), questions[r['id']]
+            assert (r['question'], tuple(r['golds']), t.question.text) == (q.text, q.answers, q.text)
+            assert r['turns'] == len(t.turns) <= QUICK['max_turns'] and r['tokens'] == sum(
+                len(turn.action_ids) for turn in t.turns)
+            assert (r['prediction'] is not None) == (t.stop
+                                                     is Stop.ANSWER) and (r['prediction'] or
+                                                                          r['em'] == r['f1'] == r['cover_em'] == 0)
+        assert (manifest['corpus'] is not None) == (manifest['retriever'] is not None) == (name in SEVEN)
+        if name in SEVEN:
+            assert re.fullmatch('[0-9a-f]{32}', manifest['corpus']['hash']) and manifest['corpus']['passages'] >= 4
+            assert manifest['retriever'] == {
+                'name': 'BM25', 'k1': .9, 'b': .4, 'variant': 'lucene', 'top_k': 2, 'passage_tokens': None
+            }
+            assert 'call a search engine' in manifest['prompt']
+        else:
+            assert 'search' not in manifest['prompt'] and manifest['protocol']['name'] == 'direct'
+    return scores
+
+
+def check_finqa(run, tokenizer):
+    "The page stands in the prompt: the words before the table, its rows, and the question after it."
+    for r in read_turns(run / 'finqa'):
+        prompt = tokenizer.decode(r['trajectory']['prompt_ids'])
+        table = [line for line in r['question'].splitlines() if ' | ' in line]
+        assert table and all(
+            line in prompt
+            for line in table) and r['question'].strip() in prompt and prompt.rindex('Question: ') > prompt.rindex(
+                table[-1])
+
+
+def test_nine_sets_of_our_own_by_one_command(model, corpus, tmp_path, capsys):
+    given = {
+        **QUICK, 'model': model, 'data': 'all', 'path': FILES, 'corpus': dict.fromkeys(BARE, corpus), 'run':
+        str(tmp_path / 'run'), 'questions': 2
+    }
+    main([f'{k}={json.dumps(v)}' for k, v in given.items()])
+    scores = check_nine(tmp_path / 'run', 2, lambda name: load_questions(name, FILES[name]))
+    check_finqa(tmp_path / 'run', evaluation.load_tokenizer(model))
+    said = capsys.readouterr().out
+    assert all(f'{name}: ' in said for name in COMMON) and '95 %' in said and 'mean' in said
+    table = evaluation_table(tmp_path / 'run')
+    assert table.index.tolist() == [*COMMON, 'mean'] and table.loc['mean', 'score'] == pytest.approx(
+        sum(s['score'] for s in scores.values()) / 9, abs=1e-3)
+    assert {n for n, _ in evaluation_table(tmp_path / 'run', by_hops=True).index
+            } == {'hotpotqa', '2wikimultihopqa', 'musique', 'bamboogle'}
+    (ax,) = evaluation_figure(tmp_path / 'run').axes
+    assert [label.get_text().split()[0] for label in ax.get_yticklabels()] == COMMON[::-1]
+
+
+def test_nine_real_slices_by_one_command(model, data, tmp_path):
+    given = {**QUICK, 'model': model, 'data': 'all', 'path': str(data), 'run': str(tmp_path / 'run'), 'questions': 2}
+    main([f'{k}={json.dumps(v)}' for k, v in given.items()])
+    scores = check_nine(tmp_path / 'run', 2,
+                        lambda name: load_questions(name, data / name, BENCHMARKS[name].eval_split))
+    check_finqa(tmp_path / 'run', evaluation.load_tokenizer(model))
+    assert scores.keys() == set(COMMON)
+    assert read_manifest(tmp_path / 'run' / 'hotpotqa')['corpus']['passages'] == len(
+        json.loads((data / 'hotpotqa' / 'hotpotqa_corpus.json').read_text()))
+
+
+def test_names_of_the_hub_by_papermill(model, tmp_path, run_python):
+    """The plainest command there is: a model and a data set, both by name; questions, passages and weights come from a
+    (local) hub."""
+    pytest.importorskip('datasets')
+    files = {p.name: p.read_bytes() for p in Path(model).iterdir()}
+    repository, _, commit = BENCHMARKS['hotpotqa'].hub
+    with Hub({'us/random': ('1' * 40, files), repository: (commit, hub_files('hotpotqa',
+                                                                             {'dev': 'validation'}))}) as hub:
+        env = {
+            'HF_HOME': str(tmp_path / 'home'), 'HF_ENDPOINT': hub.url, 'HF_HUB_OFFLINE': '0', 'NO_PROXY': '127.0.0.1',
+            'CUDA_VISIBLE_DEVICES': ''
+        }
+        run_python('-m', 'papermill', DATA.parent / 'nbs' / '91_evaluate.ipynb', tmp_path / 'out.ipynb', '-p', 'model',
+                   'us/random', '-p', 'data', 'hotpotqa', '-p', 'turn_tokens', '6', '-p', 'run', tmp_path / 'run',
+                   env=env, cwd=tmp_path)
+    manifest = read_manifest(tmp_path / 'run' / 'hotpotqa')
+    assert manifest['questions']['revision'] == f'{repository}@distractor@{commit}' and manifest['questions'][
+        'asked'] == 6
+    assert manifest['corpus']['passages'] == len(load_corpus('hotpotqa',
+                                                             SAMPLE)) and manifest['model']['name'] == 'us/random'
+    assert manifest['model']['files'] == model_hashes(model) and read_scores(tmp_path / 'run')['hotpotqa']['em'] <= .5
+
+
+# ---- a player whose score is known ----
+
+def researcher(questions):
+    "A player that searches its question and answers with a gold if one passage that came back holds it."
+    golds = {q.text.strip(): q.answers for q in questions}
+
+    def act(text, rng):
+        question = text.rsplit('Question: ', 1)[1].split('<|im_end|>')[0]
+        if '<tool_response>\nDoc 1' not in text:
+            return f'<tool_call> {json.dumps({"name": "search", "arguments": {"query_list": [question]}})} </tool_call>'
+        seen = text.rsplit('<tool_response>\n', 1)[1].rsplit('\n</tool_response>', 1)[0]
+        pages = re.split(r'^Doc \d+ \(Title: ', seen, flags=re.M)[1:]
+        return (f'<answer> {next((g for g in golds[question] if any(cover_match(p, [g]) for p in pages)), "unknown")} '
+                '</answer>')
+    return act
+
+
+def research(settings, k, model):
+    "Let the researcher play the seven sets by one call. Returns the run folder."
+    questions = [q for name in SEVEN for q in load_questions(name, settings['path'][name], BENCHMARKS[name].eval_split)]
+    golds = {}
+    # it knows questions by their text
+    assert all(golds.setdefault(q.text.strip(), q.answers) == q.answers for q in questions)
+    engine = ScriptedEngine(researcher(questions), evaluation.load_tokenizer(model), max_length=10 ** 6)
+    return quiet({**settings, 'model': 'researcher', 'data': list(SEVEN), 'passages': k, 'max_tokens': 10 ** 6},
+                 engine=engine)
+
+
+def check_researcher(folder, corpus_at, k):
+    """Its exact match is the share of questions with a gold among the top passages, by calling the retriever here.
+    Returns who had one."""
+    rows = [r for r in read_turns(folder) if not {normalize(g) for g in r['golds']} & {'yes', 'no'}]
+    search = BM25(load_corpus(folder.name, corpus_at))
+    hits = [
+        any(cover_match(f'{p.title} {p.text}', r['golds'])
+            for p in found)
+        for r, found in zip(rows, search.search([r['question'] for r in rows], k))
+    ]
+    assert sum(r['em'] for r in rows) / len(rows) == sum(hits) / len(hits) and [r['em'] == 1 for r in rows] == hits
+    assert all(r['answer_rate'] == 1 and r['turns'] == 2 and r['calls'] == 1 for r in rows)
+    assert read_manifest(folder)['corpus']['hash'] == search.corpus
+    return hits
+
+
+def test_a_researcher_on_rows_of_our_own(model, corpus, tmp_path):
+    hits = {}
+    for k in (1, 3):
+        run = research({'path': FILES, 'corpus': dict.fromkeys(BARE, corpus), 'run': str(tmp_path / str(k))}, k, model)
+        hits[k] = [
+            hit for name in SEVEN for hit in check_researcher(run / name, corpus if name in BARE else FILES[name], k)
+        ]
+    assert sum(hits[1]) < sum(hits[3]) < len(hits[3])  # neither nobody nor everybody: the test could fail
+
+
+@pytest.fixture(scope='module')
+def researched(model, data, tmp_path_factory):
+    """All questions of the seven slices. TriviaQA's original file has three here, so that FlashRAG's copy of the set
+    is asked."""
+    paths = {name: str(data / name / ('flashrag_test.jsonl' if name == 'triviaqa' else '')) for name in SEVEN}
+    return research({'path': paths, 'corpus': str(data), 'run': str(tmp_path_factory.mktemp('researched'))}, 3, model)
+
+
+@pytest.mark.parametrize('name', SEVEN)
+def test_a_researcher_on_the_real_sets(name, researched, data):
+    hits = check_researcher(researched / name, data / name, 3)
+    assert len(hits) > 70 and 0 < sum(hits) < len(hits)
+
+
+# ---- the same again, and what a replay notices ----
+
+@pytest.fixture(scope='module')
+def played(model, tmp_path_factory):
+    "A folder of its own files, the settings of an evaluation on them, and its run: (settings, run folder)."
+    here = tmp_path_factory.mktemp('played')
+    shutil.copytree(model, here / 'model')
+    shutil.copy(SAMPLE, here / 'sample.json')
+    settings = {
+        **QUICK, 'model': str(here / 'model'), 'data': 'hotpotqa', 'path': str(here / 'sample.json'), 'run':
+        str(here / 'run')
+    }
+    return settings, quiet(settings)
+
+
+def test_two_evaluations_of_one_manifest_are_identical(played, tmp_path):
+    settings, run = played
+    again = quiet({**settings, 'run': str(tmp_path / 'again')})
+    for name in ('turns.jsonl.gz', 'scores.json'):
+        assert (again / 'hotpotqa' / name).read_bytes() == (run / 'hotpotqa' / name).read_bytes()
+    assert not manifest_differences(read_manifest(run / 'hotpotqa'), read_manifest(again / 'hotpotqa'), ignore=())
+    said = []
+    (result,) = replay(run, say=said.append, progress=False).values()
+    assert result.same and result.questions == 6 and said == ['hotpotqa: nothing differs; 6 questions']
+
+
+@pytest.fixture
+def copy(played, tmp_path):
+    "A copy of the model and the file, and how a replay on them sees it: function(**other changes) -> Replayed."
+    settings, run = played
+    shutil.copytree(settings['model'], tmp_path / 'model')
+    shutil.copy(settings['path'], tmp_path / 'sample.json')
+
+    def look(**changes):
+        (result, ) = replay(
+            run, changes={'model': str(tmp_path / 'model'), 'path': str(tmp_path / 'sample.json'), **changes},
+            say=lambda line: None, progress=False).values()
+        return result
+    look.folder = tmp_path
+    return look
+
+
+def parts(result):
+    "Which inputs differ, by the name before the colon."
+    return {line.split(':')[0] for line in result.inputs}
+
+
+def edit(path, change):
+    "Change the JSON values in a file."
+    values = json.loads(path.read_text())
+    change(values)
+    path.write_text(json.dumps(values))
+
+
+def test_moved_files_are_no_difference(copy):
+    assert copy().same
+
+
+def test_replay_names_a_changed_passage(copy):
+    def change(rows): rows[0]['context'][0][1][0] += ' It is small.'
+    edit(copy.folder / 'sample.json', change)
+    result = copy()
+    # the passage stands in another row too, so that the corpus has one more now
+    assert parts(result) == {'corpus.hash', 'corpus.passages'} and not result.same
+
+
+def test_replay_names_a_changed_row(copy):
+    def change(rows):
+        rows[2]['question'] += ' Say so.'
+        rows[3]['answer'] = 'Orvane'
+    edit(copy.folder / 'sample.json', change)
+    result = copy()
+    assert parts(result) == {
+        'questions.loaded_hash', 'questions.asked_hash', "question 'sample-2'", "question 'sample-3'"
+    }
+    assert any('its text' in line for line in result.inputs) and any('its golds' in line for line in result.inputs)
+    assert result.rows == ("row 'sample-2': another prompt",)               # golds are not shown to the player
+
+
+def test_replay_names_rows_that_came_and_went(copy):
+    def change(rows): rows[0]['_id'] = 'sample-new'
+    edit(copy.folder / 'sample.json', change)
+    assert {"question 'sample-0'", "question 'sample-new'"} <= parts(copy())
+
+
+def test_replay_names_a_changed_prompt(copy, monkeypatch):
+    from dataclasses import replace
+    plain = evaluation.PROTOCOLS['tspo']
+    monkeypatch.setitem(evaluation.PROTOCOLS, 'tspo', replace(plain, user='Be brief. ' + plain.user))
+    result = copy()
+    assert parts(result) == {'prompt', 'prompt_hash', 'protocol.user'}
+    assert len(result.rows) == 6 and all('another prompt' in line for line in result.rows)
+
+
+def test_replay_names_a_changed_template(copy):
+    path = copy.folder / 'model' / 'chat_template.jinja'
+    path.write_text(path.read_text().replace("assistant\\n", "assistant\\n\\n") if 'assistant\\n' in
+                    path.read_text() else path.read_text().replace('assistant\n', 'assistant\n\n'))
+    assert parts(copy()) == {'prompt', 'tokenizer'}
+
+
+def test_replay_names_changed_weights(copy):
+    from transformers import AutoModelForCausalLM
+    model = AutoModelForCausalLM.from_pretrained(copy.folder / 'model')
+    with torch.no_grad():
+        model.get_output_embeddings().weight.mul_(-1)
+    model.save_pretrained(copy.folder / 'model')
+    result = copy()
+    assert {'model.hash', 'model.files.model.safetensors'} <= parts(result) and 'tokenizer' not in parts(result)
+    assert result.rows and all('action differs' in line for line in result.rows)
+
+
+@pytest.mark.parametrize(
+    'changes, named',
+    [
+        ({'greedy': False}, {'decoding.greedy'}),
+        ({'turn_tokens': 5}, {'decoding.max_tokens', 'limits.turn_tokens'}),
+        ({'passages': 3}, {'retriever.top_k'}),
+        ({'seed': 1}, {'seed'}),
+        ({'batch': 3}, {'machine.batch'}),
+        ({'max_turns': 1}, {'limits.max_turns'}),
+        ({'malformed': 'end'}, {'malformed'}),
+        ({'answer_stop': 'last'}, {'decoding.stop', 'protocol.answer_stop'}),
+        ({'prompt_tokens': 9000, 'response_tokens': 900}, {'limits.prompt_tokens', 'limits.response_tokens'}),
+    ],
+)
+def test_replay_names_changed_settings(copy, changes, named):
+    assert parts(copy(**changes)) == named
+
+
+def test_replay_names_another_version_and_other_rows(played, tmp_path):
+    "What was kept is edited here: a package, and one prediction."
+    _, run = played
+    shutil.copytree(run, tmp_path / 'run')
+    folder = tmp_path / 'run' / 'hotpotqa'
+
+    def change(manifest): manifest['versions']['transformers'] = '0.1'
+    edit(folder / 'manifest.json', change)
+    rows = [json.loads(line) for line in gzip.decompress((folder / 'turns.jsonl.gz').read_bytes()).splitlines()]
+    rows[4]['prediction'] = 'Paris'
+    rows[5]['trajectory']['turns'][0]['action_ids'][0] += 1
+    (folder / 'turns.jsonl.gz').write_bytes(gzip.compress(''.join(json.dumps(r) + '\n' for r in rows).encode()))
+    (result,) = replay(folder, say=lambda line: None, progress=False).values()
+    assert parts(result) == {'versions.transformers'} and len(result.rows) == 2
+    assert "'Paris' before" in result.rows[0] and result.rows[1].startswith("row 'sample-5', turn 0: action differs")
+    with pytest.raises(SystemExit) as stopped:
+        main(['--replay', str(folder)])
+    assert stopped.value.code == 1
+
+
+# ---- going on, and refusing ----
+
+def test_what_is_done_is_not_played_again(model, tmp_path, monkeypatch):
+    settings = {**QUICK, 'model': model, 'data': 'gsm8k,finqa', 'path': FILES, 'run': str(tmp_path)}
+    real, said = evaluation.rollout, []
+
+    def stops(engine, env, questions, *rest):
+        if questions[0].source == 'finqa': raise KeyboardInterrupt
+        said.append(questions[0].source)
+        return real(engine, env, questions, *rest)
+    monkeypatch.setattr(evaluation, 'rollout', stops)
+    with pytest.raises(KeyboardInterrupt):
+        quiet(settings)
+    assert said == ['gsm8k'] and [p.name for p in tmp_path.iterdir()] == ['gsm8k']         # nothing half done is left
+    monkeypatch.setattr(evaluation, 'rollout', real)
+    before, lines = (tmp_path / 'gsm8k' / 'turns.jsonl.gz').stat().st_mtime_ns, []
+    run_evaluation(settings, say=lines.append, progress=False)
+    assert (tmp_path / 'gsm8k' / 'turns.jsonl.gz'
+            ).stat().st_mtime_ns == before and 'evaluated before' in lines[0] and 'evaluated before' not in lines[1]
+    monkeypatch.setattr(evaluation, 'load_model', None)  # all is done: no model is needed
+    quiet(settings)
+    with pytest.raises(ValueError, match=r'gsm8k holds an evaluation of other inputs \(limits.max_turns: 2 before, 1 '
+                                         r'now\)'):
+        quiet({**settings, 'max_turns': 1})
+
+
+EMPTY = 'empty.jsonl'
+
+
+@pytest.mark.parametrize(
+    'changes, error, message',
+    [
+        ({'data': 'hotpot'}, ValueError, "did you mean 'hotpotqa'"),
+        ({'data': []}, ValueError, 'at least one data set'),
+        ({'path': 'no/such/file.json'}, FileNotFoundError, 'path .* of hotpotqa does not exist'),
+        ({'corpus': 'no/corpus'}, FileNotFoundError, 'corpus .* does not exist'),
+        ({'path': EMPTY}, ValueError, 'hotpotqa: the file has no rows'),
+        ({'data': 'nq', 'path': FILES['nq']}, ValueError, 'nq brings no passages: give them as corpus'),
+        (
+            {'data': 'triviaqa', 'path': FILES['triviaqa']},
+            ValueError,
+            'triviaqa rows of .* bring no paragraphs; give passages apart, with corpus=FILE',
+        ),
+        ({'model': 'no/such/folder/here'}, ValueError, 'neither a folder here nor a name'),
+        ({'model': str(ROWS)}, ValueError, 'no config.json'),
+        ({'model': 'bare'}, ValueError, 'has no weights'),
+        ({'model': None}, ValueError, 'model must be given'),
+        ({'protocol': 'tspoo'}, ValueError, 'protocol must be one of'),
+        ({'context_tokens': 0}, ValueError, 'context_tokens must be at least 1'),
+        ({'dtype': 'float33'}, ValueError, 'dtype must be'),
+        ({'dtype': 'nn'}, ValueError, 'dtype must be'),
+        ({'engine': 'gpt'}, ValueError, 'engine must be one of hf'),
+        ({'questions': 0}, ValueError, 'at least 1'),
+        ({'temperature': 0.0}, ValueError, 'temperature'),
+        ({'max_tokens': 200}, ValueError, '6 of 6 questions leave no room'),
+        ({'split': 'tests', 'path': 'folder'}, ValueError, 'unknown split'),
+        ({'modle': 'x'}, ValueError, "did you mean 'model'"),
+        ({'questions': 'ten'}, ValueError, 'must be a int'),
+    ],
+)
+def test_bad_input_is_refused_before_the_model_is_loaded(model, tmp_path, monkeypatch, changes, error, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / EMPTY).write_text('')
+    (tmp_path / 'folder').mkdir()
+    shutil.copytree(model, tmp_path / 'bare', ignore=shutil.ignore_patterns('*.safetensors'))
+
+    def load(*args): raise AssertionError('the model was loaded')
+    monkeypatch.setattr(evaluation, 'load_model', load)
+    with pytest.raises(error, match=message):
+        quiet({
+            **QUICK, 'model': model, 'data': 'hotpotqa', 'path': str(SAMPLE), 'run': str(tmp_path / 'run'), **changes
+        })
+    assert not (tmp_path / 'run').exists()
+
+
+# ---- other ways to search, or none ----
+
+def test_an_index_a_server_and_files_give_the_same_rows(corpus, tmp_path):
+    pytest.importorskip('fastapi', reason='the extra `serve` is not installed')
+    engine = ScriptedEngine(researcher(load_questions('nq', FILES['nq'])), byte_tokenizer(), max_length=10 ** 5)
+    search = BM25(load_corpus('nq', corpus))
+    search.save(tmp_path / 'index')
+    with SearchServer(search) as server:
+        folders = [
+            quiet({'data': 'nq', 'path': FILES['nq'], 'corpus': given, 'run': str(tmp_path / name), 'model': 'r'},
+                  engine=engine) / 'nq'
+            for name, given in (('file', corpus), ('indexed', str(tmp_path / 'index')), ('served', server.url))
+        ]
+        url, kept = server.url, str(tmp_path / 'kept.jsonl')
+        SearchCache(kept, SearchClient(url)).search([q.text.strip() for q in load_questions('nq', FILES['nq'])], 9)
+    folders.append(quiet({'data': 'nq', 'path': FILES['nq'], 'corpus': kept, 'run': str(tmp_path / 'kept'),
+                          'model': 'r'}, engine=engine) / 'nq')               # the server is gone
+    assert len({(f / 'turns.jsonl.gz').read_bytes() for f in folders}) == 1
+    file, indexed, served, replayed = map(read_manifest, folders)
+    assert replayed['retriever']['name'] == 'SearchCache' and replayed['retriever']['kept'] == kept
+    assert not manifest_differences(file, indexed) and file['corpus']['hash'] == search.corpus
+    assert served['corpus'] == {'passages': None, 'hash': None} and served['retriever']['url'] == url
+
+
+def test_closed_book_needs_no_passages(model, tmp_path):
+    folder = quiet({
+        **QUICK, 'model': model, 'data': 'nq', 'path': FILES['nq'], 'protocol': 'direct', 'run': str(tmp_path)
+    }) / 'nq'
+    manifest = read_manifest(folder)
+    assert manifest['corpus'] is manifest['retriever'] is None and 'search' not in manifest['prompt']
+
+
+def with_template(model, folder, text=None):
+    "A copy of the model with another chat template, or with none."
+    shutil.copytree(model, folder)
+    tokenizer = evaluation.load_tokenizer(model)
+    tokenizer.chat_template = text
+    (folder / 'chat_template.jinja').unlink(missing_ok=True)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def test_a_base_model_without_a_template_is_asked_by_another(model, tmp_path):
+    bare = with_template(model, tmp_path / 'bare')
+    settings = {**QUICK, 'model': bare, 'data': 'hotpotqa', 'path': str(SAMPLE), 'run': str(tmp_path / 'run')}
+    with pytest.raises(ValueError, match='has no chat template'): quiet(settings)
+    (tmp_path / 'own.jinja').write_text(TEMPLATES['chatml'])
+    runs = {given: quiet({**settings, 'template': given, 'run': str(tmp_path / name)}) / 'hotpotqa'
+            for name, given in (('plain', 'plain'), ('chatml', 'ChatML'), ('file', str(tmp_path / 'own.jinja')))}
+    plain, chatml, file = map(read_manifest, runs.values())
+    assert '<|im_start|>' not in plain['prompt'] and chatml['prompt'].count('<|im_start|>') == 3
+    assert not manifest_differences(chatml, file) and 'template.hash' in {
+        d.split(':')[0] for d in manifest_differences(plain, chatml)
+    }
+    with pytest.raises(ValueError, match="template must be one of chatml, plain or a file, got 'chatlm'"):
+        quiet({**settings, 'template': 'chatlm'})
+
+
+def test_a_template_that_rewrites_is_evaluated_in_its_own_contexts(model, tmp_path):
+    thinking = with_template(model, tmp_path / 'thinking', template_text('qwen3'))
+    settings = {
+        **QUICK, 'model': thinking, 'data': 'hotpotqa', 'path': str(SAMPLE), 'max_turns': 3, 'template_options':
+        {'enable_thinking': False}
+    }
+    edited, sampled = (quiet({**settings, 'run': str(tmp_path / str(h)), 'history': h}) / 'hotpotqa'
+                       for h in (None, 'as-sampled'))
+    contexts = [[turn['context_ids'] is not None for turn in r['trajectory']['turns']] for r in read_turns(edited)]
+    assert all(c == [False, True, True] for c in contexts) and read_manifest(edited)['history'] == 'template'
+    assert all(turn['context_ids'] is None for r in read_turns(sampled) for turn in r['trajectory']['turns'])
+    assert '<think>\n\n</think>' in read_manifest(edited)['prompt'] and replay(edited, say=lambda line: None,
+                                                                               progress=False)['hotpotqa'].same
+    with pytest.raises(ValueError, match="'enable_thought' is nowhere"):
+        quiet({**settings, 'template_options': {'enable_thought': False}, 'run': str(tmp_path / 'no')})
+
+
+def test_a_call_where_nothing_is_searched_gets_an_error(tmp_path):
+    def act(text, rng):
+        return '<answer> 2100 </answer>' if 'Error: there is nothing to search' in text else ('<tool_call> {"name": '
+                                                                                              '"search", "arguments": '
+                                                                                              '{"query_list": ["x"]}} '
+                                                                                              '</tool_call>')
+
+    folder = quiet({'data': 'gsm8k', 'path': FILES['gsm8k'], 'run': str(tmp_path), 'model': 'r'},
+                   engine=ScriptedEngine(act, byte_tokenizer(), max_length=10 ** 5))
+    s = read_scores(folder)['gsm8k']
+    assert s['numeric'] == s['score'] == .5 and s['turns'] == 2 and s['calls'] == 1        # the first of two
+
+
+# ---- numbers ----
+
+def row(em, hops, name='hotpotqa'):
+    return {
+        'dataset': name, 'hops': hops, 'em': em, 'cover_em': 1., 'f1': em, 'answer_rate': 1., 'turns': 2, 'calls': 1,
+        'tokens': 10, 'malformed': 0.
+    }
+
+
+def test_scores_by_hand():
+    s = set_scores([row(1., 2), row(0., 2), row(1., 4), row(1., 4)])
+    assert (s['score'], s['em'], s['cover_em'], s['tokens'], s['questions']) == (.75, .75, 1., 10., 4)
+    assert {h: (x['questions'], x['score'])
+            for h, x in s['by_hops'].items()} == {'2': (2, .5), '4':
+                                                  (2, 1.)}
+    assert s['by_hops']['4']['interval'] == pytest.approx([2 / (2 + 1.96 ** 2), 1])     # both right: Wilson's
+    alone = set_scores([row(1., None)])
+    assert alone['intervals'] == {} and alone['by_hops'] == {}  # one question says nothing about others
+
+
+@pytest.mark.parametrize('n, p', [(20, .5), (200, .1), (3000, .35)])
+def test_the_interval_is_the_binomials(n, p):
+    "A resample of zeros and ones is a binomial draw, whose quantiles are known."
+    stats = pytest.importorskip('scipy.stats')
+    ones = round(n * p)
+    got, wanted = bootstrap_interval([1.] * ones + [0.] * (n - ones),
+                                     draws=20000), stats.binom.ppf([.025, .975], n, ones / n) / n
+    spread = (p * (1 - p) / n) ** .5
+    assert all(abs(a - b) <= .1 * spread + 1 / n for a, b in zip(got, wanted))
+    assert bootstrap_interval([0, 1, 1], seed=3) == bootstrap_interval([0, 1, 1], seed=3)
+
+
+# ---- names ----
+
+def test_which_sets_are_meant():
+    assert set(BENCHMARKS) - set(COMMON) == {'browsecompplus'}
+    assert set_names('all') == COMMON and set_names('tspo') == list(SEVEN)
+    assert set_names('GSM8K, Hotpot-QA,gsm8k') == set_names(['gsm8k', 'hotpotqa']) == ['gsm8k', 'hotpotqa']
+    with pytest.raises(ValueError, match='must be a int'):
+        from_settings(Evaluation, {'seed': 1.5})
+
+
+def test_a_model_of_the_hub_is_fetched_or_named(model, monkeypatch):
+    import huggingface_hub
+    asked = []
+
+    def fetch(name, allow_patterns):
+        asked.append((name, allow_patterns))
+        return model
+    monkeypatch.setattr(models, 'find_model', lambda name: None)              # the hub has it
+    monkeypatch.setattr(huggingface_hub, 'snapshot_download', fetch)
+    assert local_folder('owner/model') == Path(model) and len(asked) == 1 and '*.safetensors' in asked[0][1]
+
+    def offline(*args, **kwargs): raise OSError('no network')
+    monkeypatch.setattr(huggingface_hub, 'snapshot_download', offline)
+    with pytest.raises(ConnectionError, match="could not fetch 'owner/model'.*no network"):
+        local_folder('owner/model')
+
+
+def test_a_model_is_known_by_its_contents(model, tmp_path):
+    shutil.copytree(model, tmp_path / 'other')
+    assert model_hashes(tmp_path / 'other') == model_hashes(model)
+    path = tmp_path / 'other' / 'model.safetensors'
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    before, now = model_hashes(model), model_hashes(tmp_path / 'other')
+    assert [n for n in before if before[n] != now[n]] == ['model.safetensors']
+
+
+# ---- several ranks ----
+
+@pytest.mark.long
+def test_two_ranks_write_what_one_writes(model, corpus, tmp_path, monkeypatch):
+    "Two sets, an odd number of questions, sampled and not greedy; an evaluation that is done is only shown."
+    monkeypatch.setenv('CUDA_VISIBLE_DEVICES', '')
+    # log-probabilities are rounded otherwise
+    played = lambda rows: [
+        {**r, 'trajectory': [[t['action_ids'], t['observation_ids']] for t in r['trajectory']['turns']]} for r in rows
+    ]
+    settings = dict(model=model, data='hotpotqa, nq', path={'hotpotqa': str(SAMPLE), 'nq': FILES['nq']},
+                    corpus={'nq': corpus}, greedy=False, questions=5, threads=1, **QUICK)
+    one, lines = quiet({**settings, 'run': str(tmp_path / 'one')}), []
+    two = run_evaluation({**settings, 'run': str(tmp_path / 'two'), 'ranks': 2}, say=lines.append, progress=False)
+    for name in ('hotpotqa', 'nq'):
+        assert played(read_turns(one / name)) == played(read_turns(two / name)) and sum(
+            r['tokens'] for r in read_turns(two / name)) > 0
+        assert (one / name / 'scores.json').read_text() == (two / name / 'scores.json').read_text()
+    assert read_scores(one) == read_scores(two)
+    assert [line.split(':')[0] for line in lines] == ['hotpotqa', 'nq']             # by one rank only
+    log = (two / 'ranks.log').stat().st_mtime_ns
+    quiet({**settings, 'run': str(two), 'ranks': 2})
+    assert (two / 'ranks.log').stat().st_mtime_ns == log                        # nothing was started
+    with pytest.raises(ValueError, match='cannot play on 2 ranks'):
+        quiet({**settings, 'run': str(tmp_path / 'three'), 'ranks': 2}, engine=object())
+    with pytest.raises(ValueError, match='ranks must be at least 1'): quiet({**settings, 'ranks': 0})
+
+
+def test_an_evaluation_on_several_hosts_is_started_by_its_hostfile(model, tmp_path, monkeypatch):
+    (hosts := tmp_path / 'hosts').write_text('one slots=1\ntwo slots=2\n')
+    settings = dict(model=model, data='hotpotqa', path=str(SAMPLE), run=str(tmp_path / 'run'), ranks=3,
+                    hostfile=str(hosts), **QUICK)
+    told = []
+    monkeypatch.setattr(evaluation, 'launch', lambda command, *given, environment, meeting: told.append(
+        (command[1:], environment)))
+    assert quiet(settings) == tmp_path / 'run'
+    assert told == [([
+        '-m', 'deepspeed.launcher.runner', '--hostfile',
+        str(hosts), '--no_local_rank', '--module', 'credit_rl.evaluate', '--params',
+        str(tmp_path / 'run' / 'launch.yaml')
+    ], {})]
+    assert f'hostfile: {hosts}' in (tmp_path / 'run' / 'launch.yaml').read_text()
+    with pytest.raises(ValueError, match='has 3 slots, but ranks=2'): quiet({**settings, 'ranks': 2})
+    with pytest.raises(ValueError, match="hostfile 'nowhere' does not exist"):
+        quiet({**settings, 'hostfile': 'nowhere'})
+
+
+def test_each_rank_of_an_evaluation_gives_its_vllm_its_own_gpu(monkeypatch):
+    settings = lambda **given: evaluation._vllm(Evaluation(engine='vllm', **given)).get('devices')
+    for name, value in (('RANK', '5'), ('WORLD_SIZE', '8'), ('LOCAL_RANK', '1'), ('MASTER_ADDR', '127.0.0.1')):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.cuda, 'is_available', lambda: True)
+    assert settings(ranks=8) == '1' and settings() is None and settings(vllm={'devices': '2'}) == '2'
+    with pytest.raises(ValueError, match='leave devices out'): settings(ranks=8, vllm={'devices': '2'})
+
+
+def test_an_evaluation_asks_its_search_server_first(model, tmp_path, monkeypatch):
+    monkeypatch.setattr(evaluation, 'load_model', lambda *given: pytest.fail('the model was loaded'))
+    with pytest.raises(ConnectionError, match='a query was tried: http://127.0.0.1:9/retrieve cannot be reached'):
+        quiet(
+            dict(model=model, data='hotpotqa', path=str(SAMPLE), corpus='http://127.0.0.1:9',
+                 run=str(tmp_path / 'run'), **QUICK))
+    assert not (tmp_path / 'run').exists()
+
+
+# ---- one manifest, one set of numbers ----
+
+@pytest.fixture(scope='module')
+def tiny_files(tmp_path_factory):
+    "Questions and pages of a tiny world as files, and the settings under which data/tiny_base plays them."
+    from credit_rl.world import make_world
+    here, world = tmp_path_factory.mktemp('tiny'), make_world('dev', seed=5, size=80, questions=12)
+    rows = [{'id': q.id, 'question': q.text, 'golden_answers': list(q.answers)} for q in world.questions]
+    (here / 'questions.jsonl').write_text('\n'.join(map(json.dumps, rows)))
+    pages = [{'id': n, 'title': n, 'text': text} for n, text in world.pages.items()]
+    (here / 'pages.jsonl').write_text('\n'.join(map(json.dumps, pages)))
+    return {'model': str(DATA / 'tiny_base'), 'data': 'nq', 'path': str(here / 'questions.jsonl'), 'corpus':
+            str(here / 'pages.jsonl'), 'protocol': 'tiny', 'turn_tokens': 24, 'max_tokens': 400, 'gaps': True}
+
+
+def test_two_processes_give_one_set_of_numbers(tiny_files, tmp_path, run_python, capsys):
+    """Other hash seeds, threads and batch sizes: row for row the same tokens, and the same scores. What near ties are
+    there is listed by the command."""
+    for name, hashes, threads, batch in (('one', 1, 1, 1), ('other', 77, 2, 7)):
+        given = {**tiny_files, 'run': str(tmp_path / name), 'threads': threads, 'batch': batch}
+        run_python('-m', 'credit_rl.evaluate', *(f'{k}={json.dumps(v)}' for k, v in given.items()),
+                   env={'PYTHONHASHSEED': str(hashes), 'CUDA_VISIBLE_DEVICES': '', 'OMP_NUM_THREADS': str(threads)})
+    one, other = (tmp_path / name / 'nq' for name in ('one', 'other'))
+    (found,), said = compare_rows(tmp_path / 'one', tmp_path / 'other').values(), capsys.readouterr().out
+    assert found.same and found.questions == 12 and 'nq: 0 of 12 rows differ' in said
+    written = lambda row: [turn['action_ids'] for turn in row['trajectory']['turns']]
+    differ = [a['gap'] for a, b in zip(read_turns(one), read_turns(other)) if written(a) != written(b)]
+    assert all(gap < NEAR for gap in differ) and len(found.ties) >= len(differ)
+    if not differ: assert (one / 'scores.json').read_text() == (other / 'scores.json').read_text()
+    manifests = read_manifest(one), read_manifest(other)
+    assert not manifest_differences(*manifests) and len(manifest_differences(*manifests, ignore=())) == 2
+    main(['--same', str(one), str(other)])                                                     # exits with 0
+    assert all(0 < r['gap'] < 20 for r in read_turns(one)) and any(r['turns'] > 2 for r in read_turns(one))
+
+
+def test_a_gap_is_the_one_of_the_logits_that_it_was_drawn_from(tiny_files, tmp_path):
+    "Of each token that was written, the logits after all before it, one by one: the smallest difference is the gap."
+    run = quiet({**tiny_files, 'questions': 2, 'run': str(tmp_path)})
+    model, _ = models.load_model(tiny_files['model'], 'float32')
+    for row in read_turns(run / 'nq'):
+        t, ids, gaps = trajectory_from_json(row['trajectory']), [], []
+        ids += t.prompt_ids
+        for turn in t.turns:
+            for token in turn.action_ids:
+                best = model(torch.tensor([ids])).logits[0, -1].topk(2)
+                assert best.indices[0] == token
+                gaps.append(float(best.values[0] - best.values[1]))
+                ids.append(token)
+            ids += turn.observation_ids
+        assert row['gap'] == pytest.approx(min(gaps), abs=1e-4)
+
+
+def test_a_near_tie_may_differ_and_nothing_else_may(tiny_files, tmp_path, capsys):
+    """A model in which one word is written like another: it cannot tell them apart, so that every row with it has a
+    gap of 0 and may differ. In the model as it is, the same difference is one."""
+    from transformers import AutoModelForCausalLM
+    tokenizer = evaluation.load_tokenizer(tiny_files['model'])
+    model = AutoModelForCausalLM.from_pretrained(tiny_files['model'])
+    think, twin = tokenizer.convert_tokens_to_ids(['<think>', '%'])
+    with torch.no_grad(): model.get_input_embeddings().weight[twin] = model.get_input_embeddings().weight[think]
+    model.save_pretrained(tmp_path / 'twins')
+    tokenizer.save_pretrained(tmp_path / 'twins')
+    for name, folder in (('plain', tiny_files['model']), ('tied', str(tmp_path / 'twins'))):
+        run = quiet({**tiny_files, 'model': folder, 'questions': 4, 'run': str(tmp_path / name)})
+        shutil.copytree(run, tmp_path / f'{name}-again')
+        path = tmp_path / f'{name}-again' / 'nq' / 'turns.jsonl.gz'
+        rows = [json.loads(line) for line in gzip.decompress(path.read_bytes()).splitlines()]
+        rows[1]['trajectory']['turns'][0]['action_ids'][0] = twin
+        path.write_bytes(gzip.compress(''.join(json.dumps(r) + '\n' for r in rows).encode()))
+    (plain,), (tied,) = (compare_rows(tmp_path / n, tmp_path / f'{n}-again').values() for n in ('plain', 'tied'))
+    assert not plain.same and len(plain.rows) == 1 and 'turn 0: action differs' in plain.rows[0] and not plain.ties
+    assert tied.same and not tied.rows and len(tied.ties) == 4
+    assert 'turn 0: action differs' in tied.ties[1] and tied.ties[0].split(': ')[1].startswith('alike; two best tokens')
+    assert 'nq, near tie: row' in capsys.readouterr().out
+    with pytest.raises(SystemExit) as stopped: main(['--same', str(tmp_path / 'plain'), str(tmp_path / 'plain-again')])
+    assert stopped.value.code == 1
+
+
+def test_what_cannot_be_compared_is_refused(played, tiny_files, tmp_path):
+    settings, run = played
+    with pytest.raises(ValueError, match='has no gap.*gaps=true'): compare_rows(run, run)
+    tiny = quiet({**tiny_files, 'questions': 1, 'run': str(tmp_path / 'tiny')})
+    with pytest.raises(ValueError, match='holds the sets nq, .* hotpotqa'): compare_rows(tiny, run)
+    more = quiet({**tiny_files, 'questions': 2, 'run': str(tmp_path / 'more')})
+    (found,) = compare_rows(tiny, more, say=lambda line: None).values()
+    assert not found.same and sum('in one of them only' in line for line in found.inputs) == 1
+    for given in ({'greedy': False}, {'engine': 'vllm'}):
+        with pytest.raises(ValueError, match="they need engine='hf' and greedy=True"): quiet({**tiny_files, **given})
+    with pytest.raises(ValueError, match='ScriptedEngine has none'):
+        quiet({**tiny_files, 'model': 'nobody', 'run': str(tmp_path / 'x')},
+              engine=ScriptedEngine(None, evaluation.load_tokenizer(tiny_files['model'])))
+
+
+# ---- the metric that a paper reports ----
+
+def test_the_metric_asked_for_is_the_score(corpus, model, tmp_path):
+    "A player that wraps the gold in more words: 0 by EM, 2·1/(1 + 3) by F1 of one gold word among three."
+    questions = load_questions('gsm8k', FILES['gsm8k']) + load_questions('nq', FILES['nq'])
+    golds = {q.text.strip(): q.answers[0] for q in questions}
+    says = lambda text, rng: f'<answer> {next(g for q, g in golds.items() if q in text)} I think </answer>'
+    engine = ScriptedEngine(says, evaluation.load_tokenizer(model), max_length=10 ** 6)
+    given = {**QUICK, 'model': 'x', 'data': 'nq,gsm8k', 'path': FILES, 'corpus': {'nq': corpus}}
+    scores = {m: read_scores(quiet({**given, 'metric': m, 'run': str(tmp_path / m)}, engine=engine))
+              for m in ('em', 'f1', 'cover_em', 'carl_em')}
+    assert all(s['gsm8k']['metric'] == 'numeric' and s['gsm8k']['score'] == 1 for s in scores.values())
+    several = [len(normalize(golds[q.text.strip()]).split()) for q in questions if q.source == 'nq']
+    assert scores['em']['nq']['score'] == 0 and scores['cover_em']['nq']['score'] == 1
+    assert scores['f1']['nq']['score'] == pytest.approx(sum(2 * n / (2 * n + 2) for n in several) / len(several))
+    assert scores['carl_em']['nq']['score'] == sum(n > 1 for n in several) / len(several)
+    assert [evaluation_table(tmp_path / m).loc['nq', 'metric'] for m in scores] == ['EM', 'F1', 'cover EM', "CARL's EM"]
+    with pytest.raises(ValueError, match='metric must be one of em, f1'): quiet({**given, 'metric': 'bleu'})
+
+
+def test_a_set_whose_log_lost_its_end_is_not_taken_for_done(model, tmp_path):
+    "At places throughout the last kilobyte: the scores are there, the rollouts that they come from are not."
+    settings = {'model': model, 'data': 'hotpotqa', 'path': str(SAMPLE), 'run': str(tmp_path / 'run'), **QUICK}
+    path = quiet(settings) / 'hotpotqa' / 'turns.jsonl.gz'
+    whole = path.read_bytes()
+    for lost in range(1, 1025, 93):
+        path.write_bytes(whole[:-lost])
+        with pytest.raises(ValueError, match='turns.jsonl.gz lacks 6 of 6 questions: its end is gone. Restore it, or'):
+            quiet(settings)
+    path.write_bytes(whole)
+    for name in ('scores.json', 'manifest.json'):
+        kept = path.with_name(name).read_bytes()
+        path.with_name(name).write_bytes(kept[:-30])
+        with pytest.raises(ValueError, match=f'{name} is not valid JSON.*restore it, or remove .*plays the set again'):
+            quiet(settings)
+        path.with_name(name).write_bytes(kept)
+    shutil.rmtree(path.parent)
+    quiet(settings)
+    assert read_turns(path.parent) and path.read_bytes() == whole

@@ -1,0 +1,667 @@
+"""Gold answers at every state: one packed forward says what a plain forward for each pair says, and nothing else has
+any influence."""
+import contextlib
+import dataclasses
+import math
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+from torch.testing import assert_close
+
+from credit_rl.layout import pack, token_logps
+from credit_rl.models import load_tokenizer
+from credit_rl.protocol import PROTOCOLS, Chat, Protocol, byte_tokenizer, parse
+from credit_rl.scoring import (SCHEMAS, AnswerTemplate, Schema, acting_states, answer_batches, answer_form,
+                               answer_header, answer_ids, answer_logps, answer_logps_separate, batch_logps, collect,
+                               gold_templates, joint_logps, read_schema, schema_warning, takes_tree_mask)
+from credit_rl.trajectory import Group, Question, Stop, Trajectory, Turn, example_group
+
+VOCABULARY = 60
+SIZES = dict(vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+             num_key_value_heads=2, head_dim=8, max_position_embeddings=128, initializer_range=.3, bos_token_id=None,
+             eos_token_id=None, pad_token_id=None)
+OWN = {
+    'gpt2':
+    dict(n_embd=32, n_layer=2, n_head=4, n_positions=128, vocab_size=VOCABULARY, initializer_range=.3,
+         bos_token_id=None, eos_token_id=None), 'bloom':
+    dict(n_layer=2, n_head=4, **{k: SIZES[k] for k in ('hidden_size', 'vocab_size', 'initializer_range')})
+}
+
+
+def make(kind='qwen2', attention='sdpa', dtype=torch.float32, **changes):
+    "A small random model of some architecture whose weights are large enough that every id it sees matters."
+    from transformers import AutoConfig, AutoModelForCausalLM
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(kind, **{**OWN.get(kind, SIZES), **changes})
+    return AutoModelForCausalLM.from_config(config, attn_implementation=attention).to(dtype).eval()
+
+
+@pytest.fixture(scope='module')
+def qwen():
+    return make()
+
+
+@pytest.fixture(scope='module')
+def exact():
+    "In double precision, where packed and plain must agree to many digits."
+    return make(dtype=torch.float64)
+
+
+@torch.no_grad()
+def plain(model, rows, states, answers):
+    """The definition, written out: a forward of the whole text of one state and one gold at a time. NaN where one does
+    not exist."""
+    out = torch.full((*states.shape[:2], max(map(len, answers), default=0)), math.nan, dtype=torch.float64)
+    for n, golds in enumerate(answers):
+        for s, (row, position) in enumerate(states[n].tolist()):
+            for m, gold in enumerate(golds):
+                if row < 0:
+                    continue
+                text = [*rows[0][row, :position + 1].tolist(), *gold.ids]
+                logp = model(input_ids=torch.tensor([text])).logits[0].double().log_softmax(-1)
+                at = range(position + 1 + gold.start, position + 1 + gold.end)
+                out[n, s, m] = sum(logp[t - 1, text[t]] for t in at)
+    return out
+
+
+def same(scores, expected, atol=1e-4):
+    sums = getattr(scores, 'sums', scores)
+    assert_close(sums.double(), expected.double(), atol=atol, rtol=0, equal_nan=True)
+
+
+# ---- random work ----
+
+def template(ids):
+    return st.integers(0, len(ids) - 1).flatmap(
+        lambda start: st.integers(start + 1, len(ids)).map(lambda end: AnswerTemplate(ids, start, end)))
+
+
+@st.composite
+def works(draw):
+    """Rows of different lengths, trajectories with states in one or two of them (some missing), and golds (some
+    trajectories have none)."""
+    ids = lambda low, high: draw(st.lists(st.integers(0, VOCABULARY - 1), min_size=low, max_size=high))
+    texts = [ids(1, 20) for _ in range(draw(st.integers(1, 4)))]
+    width = max(map(len, texts)) + draw(st.integers(0, 3))
+    rows = torch.tensor([[*t, *[draw(st.integers(0, VOCABULARY - 1))] * (width - len(t))]
+                         for t in texts]), torch.tensor([len(t) for t in texts])
+    n, s = draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    one = st.integers(0, len(texts) - 1).flatmap(lambda r: st.integers(0, len(texts[r]) - 1).map(lambda p: [r, p]))
+    states = torch.tensor([[draw(st.one_of(one, st.just([-1, -1]))) for _ in range(s)] for _ in range(n)])
+    answers = [[draw(template(ids(1, 6))) for _ in range(draw(st.integers(0, 3)))] for _ in range(n)]
+    return rows, states, answers
+
+
+def fixed(seed=1):
+    """A piece of work that is always the same: three trajectories, one of them in two rows, with a hole, a gold
+    without header, one of one token."""
+    g = torch.Generator().manual_seed(seed)
+    draw = lambda *shape: torch.randint(VOCABULARY, shape, generator=g)
+    rows = draw(4, 30), torch.tensor([30, 17, 9, 12])
+    states = torch.tensor([[[0, 3], [0, 12], [0, 29]], [[1, 0], [3, 11], [-1, -1]], [[2, 5], [-1, -1], [2, 8]]])
+    gold = lambda n, start, end: AnswerTemplate(draw(n).tolist(), start, end)
+    return rows, states, [[gold(6, 2, 5), gold(3, 0, 1)], [gold(9, 4, 9)],
+                          [gold(4, 0, 4), gold(4, 1, 3), gold(2, 1, 2)]]
+
+
+# ---- equal to plain forwards ----
+
+@settings(deadline=None, max_examples=40)
+@given(works(), st.sampled_from(['packed', 'cache']), st.sampled_from([1, 40, 16384]))
+def test_any_work_scores_as_plain_forwards_do(exact, work, method, budget):
+    scores = answer_logps(exact, *work, method=method, budget=budget)
+    same(scores, plain(exact, *work), atol=1e-9)
+    states, answers = work[1:]
+    counts = [[[
+        g.end - g.start if m < len(a) and there else 0
+        for m, g in enumerate(a + [AnswerTemplate([0], 0, 1)] * (scores.sums.shape[2] - len(a)))
+    ]
+               for there in (states[n, :, 0] >= 0).tolist()]
+              for n, a in enumerate(answers)]
+    assert scores.tokens.tolist() == counts and scores.missing == 0
+
+
+@pytest.mark.parametrize('attention', ['sdpa', 'eager'])
+@pytest.mark.parametrize('kind', ['qwen2', 'llama', 'qwen3', 'gpt2'])
+def test_architectures(kind, attention):
+    model, work = make(kind, attention), fixed()
+    expected = plain(model, *work)
+    assert takes_tree_mask(model)
+    for method in ('auto', 'packed', 'cache'):
+        same(answer_logps(model, *work, method=method), expected)
+    same(answer_logps_separate(model, *work), expected)
+
+
+def test_flex_attention_is_the_same_tree(qwen):
+    if not hasattr(torch.compiler, 'set_stance'):
+        pytest.skip('this torch cannot be told not to compile')
+    work = fixed()
+    with torch.compiler.set_stance('force_eager'):
+        same(answer_logps(qwen, *work, method='flex'), plain(qwen, *work))
+        logp, scores = joint_logps(qwen, work[0], torch.rand(work[0][0].shape) < 0, *work[1:], method='flex')
+    same(scores, plain(qwen, *work))
+    assert qwen.config._attn_implementation == 'sdpa'
+
+
+class Deaf:
+    "Mixed into a model: drops the mask."
+    @property
+    def base_model(self):
+        return lambda attention_mask=None, **inputs: self.model(**inputs)
+
+
+class Fussy:
+    "Mixed into a model: refuses a mask with four axes, as fused kernels do."
+    @property
+    def base_model(self):
+        def forward(attention_mask=None, **inputs):
+            if attention_mask is not None and attention_mask.ndim == 4:
+                raise ValueError('attention_mask must have two axes')
+            return self.model(attention_mask=attention_mask, **inputs)
+        return forward
+
+
+@pytest.mark.parametrize('mixin', [Deaf, Fussy])
+def test_a_model_that_ignores_or_refuses_the_mask_is_read_through_its_cache(mixin, qwen):
+    model = make()
+    model.__class__ = type(mixin.__name__, (mixin, type(model)), {})
+    work = fixed()
+    with pytest.warns(UserWarning, match='two axes') if mixin is Fussy else contextlib.nullcontext():
+        assert not takes_tree_mask(model)
+    same(answer_logps(model, *work), plain(qwen, *work))
+    trained = torch.rand(work[0][0].shape, generator=torch.Generator().manual_seed(0)) < .5
+    trained &= torch.arange(30) < work[0][1][:, None]
+    logp, scores = joint_logps(model, work[0], trained, *work[1:])
+    same(scores, plain(qwen, *work))
+    same(logp, token_logps(qwen, work[0][0], trained).detach())
+
+
+@pytest.mark.parametrize(
+    'kind, changes',
+    [
+        ('mistral', dict(sliding_window=6)),
+        ('gemma2', dict(sliding_window=4096, final_logit_softcapping=1.0, query_pre_attn_scalar=8)),
+        ('bloom', {}),
+        (
+            'qwen3_next',
+            dict(
+                linear_num_key_heads=2,
+                linear_num_value_heads=2,
+                linear_key_head_dim=8,
+                linear_value_head_dim=8,
+                num_experts=2,
+                num_experts_per_tok=1,
+                moe_intermediate_size=16,
+                shared_expert_intermediate_size=16,
+                layer_types=['linear_attention', 'full_attention'],
+            ),
+        ),
+    ],
+    ids=['window', 'soft-capped', 'alibi', 'recurrent'],
+)
+def test_models_that_a_tree_mask_would_misread(kind, changes):
+    model, work = make(kind, 'eager', **changes), fixed()
+    expected = plain(model, *work)
+    same(answer_logps(model, *work), expected)
+    if kind != 'bloom':                                               # refuses; the others return plausible numbers
+        wrong = answer_logps(model, *work, method='packed').sums
+        assert (wrong - expected).abs().nan_to_num(0).max() > .1
+
+
+def test_a_window_longer_than_the_probe_is_read_from_the_configuration():
+    model = make('mistral', sliding_window=20)
+    work = fixed()
+    assert takes_tree_mask(model)                                     # too short to notice
+    same(answer_logps(model, *work), plain(model, *work))
+    assert (answer_logps(model, *work, method='packed').sums - plain(model, *work)).abs().nan_to_num(0).max() > .1
+
+
+def test_bfloat16_is_measured_in_float32():
+    model, work = make(dtype=torch.bfloat16), fixed()
+    scores = answer_logps(model, *work, method='packed')
+    expected = plain(model, *work)
+    assert scores.sums.dtype == torch.float32
+    # logits themselves have 8 bits
+    assert ((scores.sums - expected).abs() / scores.tokens.clamp(min=1)).nan_to_num(0).max() < .3
+    rows = torch.randn(50, VOCABULARY, dtype=torch.bfloat16)
+    fine = rows.float().log_softmax(-1)
+    assert (rows.log_softmax(-1).float() - fine).abs().max() > 1e-3   # what a log-softmax in bfloat16 would cost
+    (batch,), _ = answer_batches(*work)
+    head = model.get_output_embeddings()
+    kept = []
+    handle = head.register_forward_hook(lambda module, inputs, logits: kept.append(logits))
+    values = batch_logps(model, batch)
+    handle.remove()
+    # logits where they are asked, nowhere else
+    assert len(kept) == 1 and kept[0].shape == (len(batch.target), VOCABULARY)
+    assert_close(values, kept[0].float().log_softmax(-1).gather(-1, batch.target[:, None])[:, 0])
+
+
+def test_a_known_bigram_model():
+    """A Qwen2 without attention and feed-forward whose hidden state is the last id: its log-probabilities stand in a
+    table."""
+    model = make(hidden_size=VOCABULARY, tie_word_embeddings=False, head_dim=16, rms_norm_eps=0.)
+    table = torch.randn(VOCABULARY, VOCABULARY).log_softmax(-1)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+        model.model.embed_tokens.weight.copy_(torch.eye(VOCABULARY))
+        model.lm_head.weight.copy_(table.T / VOCABULARY ** .5)        # the norm makes a unit vector √V long
+    rows, states = (torch.tensor([[3, 5, 7, 9]]), torch.tensor([4])), torch.tensor([[[0, 1], [0, 3]]])
+    answers = [[AnswerTemplate([11, 13, 15], 1, 3), AnswerTemplate([17, 19], 0, 2)]]
+    headed, bare = table[11, 13] + table[13, 15], table[17, 19]
+    expected = torch.tensor([[[headed, table[5, 17] + bare], [headed, table[9, 17] + bare]]])
+    for method in ('packed', 'cache'):
+        scores = answer_logps(model, rows, states, answers, method)
+        same(scores, expected)
+        same(scores.mean, expected / 2)
+
+
+# ---- who influences whom ----
+
+def scored(model, rows, states, answers, **options):
+    return answer_logps(model, rows, states, answers, 'packed', **options).sums
+
+
+def test_batches_and_order_change_nothing(exact):
+    rows, states, answers = fixed()
+    sums = scored(exact, rows, states, answers)
+    for budget in (1, 60, 90, 200):
+        same(scored(exact, rows, states, answers, budget=budget), sums, 1e-9)
+    order = [2, 0, 1]
+    same(scored(exact, rows, states[order], [answers[i] for i in order]), sums[order], 1e-9)
+    shuffle = torch.tensor([3, 1, 0, 2])                              # rows may stand anywhere
+    moved = torch.where(states[..., :1] >= 0,
+                        torch.cat([shuffle.argsort()[states[..., :1].clamp(min=0)], states[..., 1:]], -1), -1)
+    same(scored(exact, (rows[0][shuffle], rows[1][shuffle]), moved, answers), sums, 1e-9)
+    same(scored(exact, rows, states, [golds[::-1] for golds in answers])[2, :, :], sums[2].flip(-1), 1e-9)
+    same(scored(exact, rows, states[:, [1]], answers), sums[:, [1]], 1e-9)
+
+
+def test_batches_stay_in_the_budget_and_hold_everything():
+    rows, states, answers = fixed()
+    for budget in (60, 90, 200):
+        batches, counts = answer_batches(rows, states, answers, budget)
+        assert all(b.ids.numel() <= budget or len(b.ids) == 1 for b in batches)
+        assert sum(len(b.target) for b in batches) == counts.sum() and sum(len(b.ids) for b in batches) == 4
+    # a gold's last token is not read, nor what closes it
+    assert max(b.ids.shape[1] for b in batches) <= 30 + 3 * (4 + 0)
+    (wide, *_), _ = answer_batches(rows, states, answers, budget=1, multiple=128)
+    assert wide.ids.shape == (1, 128)
+
+
+def test_padding_is_not_attended_to(exact):
+    rows, states, answers = fixed()
+    sums = scored(exact, rows, states, answers)
+    inside = torch.arange(30) < rows[1][:, None]
+    same(scored(exact, (torch.where(inside, rows[0], 7), rows[1]), states, answers), sums, 1e-12)
+    same(scored(exact, (torch.nn.functional.pad(rows[0], (0, 9), value=3), rows[1]), states, answers), sums, 1e-12)
+    batches, counts = answer_batches(rows, states, answers)
+    asked = lambda edit: collect(batches, [batch_logps(exact, edit(b)) for b in batches], counts).sums
+    noise = lambda b: dataclasses.replace(b, ids=torch.where(b.segment < 0, 9, b.ids))
+    attended = lambda b: dataclasses.replace(noise(b), segment=b.segment.clamp(min=0), reach=torch.where(
+        b.segment > 0, b.ids.shape[1], -1))
+    assert any((b.segment < 0).any() for b in batches)
+    same(asked(noise), sums, 1e-12)
+    assert (asked(attended) - sums).abs().nan_to_num(0).max() > .1    # the trap
+
+
+def test_branches_do_not_see_each_other(exact):
+    rows, states, answers = fixed()
+    sums = scored(exact, rows, states, answers)
+    for n, m in ((0, 0), (0, 1), (2, 1)):
+        others = [list(golds) for golds in answers]
+        others[n][m] = AnswerTemplate([(i + 1) % VOCABULARY for i in answers[n][m].ids], answers[n][m].start,
+                                      answers[n][m].end)
+        moved = (scored(exact, rows, states, others) - sums).abs()
+        assert moved[n, :, m].nan_to_num(9).min() > 1e-3              # it changed itself
+        moved[n, :, m] = 0
+        assert moved.nan_to_num(0).max() < 1e-12
+
+
+@pytest.mark.parametrize('spot', [0, 3, 4, 12, 13, 29])
+def test_a_state_sees_what_came_before_it_and_nothing_later(exact, spot):
+    "Whoever wrote it: prompt, action and observation are all read."
+    rows, states, answers = fixed()
+    changed = rows[0].clone()
+    changed[0, spot] = (changed[0, spot] + 1) % VOCABULARY
+    moved = (scored(exact, (changed, rows[1]), states, answers) - scored(exact, rows, states, answers)).abs()
+    for s, (_, position) in enumerate(states[0].tolist()):
+        assert moved[0, s, :2].min() > 1e-6 if spot <= position else moved[0, s, :2].max() < 1e-12
+    assert moved[1:].nan_to_num(0).max() < 1e-12
+
+
+def test_every_gold_is_scored(qwen):
+    "Trap: only the first gold."
+    rows, states, answers = fixed()
+    sums = scored(qwen, rows, states, answers)
+    for n, golds in enumerate(answers):
+        for m, gold in enumerate(golds):
+            same(scored(qwen, rows, states[[n]], [[gold]])[0, :, 0], sums[n, :, m])
+        assert sums[n, :, len(golds):].isnan().all()
+
+
+def test_measuring_leaves_no_trace(qwen):
+    work = fixed()
+    qwen.train()
+    try:
+        scores = answer_logps(qwen, *work)
+        assert qwen.training and not scores.sums.requires_grad
+    finally:
+        qwen.eval()
+    assert all(p.grad is None for p in qwen.parameters()) and qwen.config._attn_implementation == 'sdpa'
+    dropping = make(attention_dropout=.5).train()
+    assert_close(answer_logps(dropping, *work).sums, scores.sums, atol=1e-4, rtol=0, equal_nan=True)
+
+
+# ---- both at once, and over ranks ----
+
+@settings(deadline=None, max_examples=20)
+@given(works(), st.integers(0, 2 ** 20), st.sampled_from([1, 50, 16384]))
+def test_one_forward_for_tokens_and_golds(exact, work, seed, budget):
+    (ids, lengths), states, answers = work
+    trained = torch.rand(ids.shape, generator=torch.Generator().manual_seed(seed)) < .4
+    trained &= torch.arange(ids.shape[1]) < lengths[:, None]
+    logp, scores = joint_logps(exact, work[0], trained, states, answers, temperature=.6, method='packed', budget=budget)
+    same(logp, token_logps(exact, ids, trained, .6).detach(), 1e-5)   # token_logps speaks float32
+    same(scores, plain(exact, *work), 1e-9)
+    batches, counts = answer_batches(work[0], states, answers, budget, trained=trained)
+    parts = [[
+        batch_logps(exact, b, .6) if i % 2 == rank else torch.zeros(len(b.target)).double()
+        for i, b in enumerate(batches)
+    ]
+             for rank in (0, 1)]
+    again, summed = collect(batches, [a + b for a, b in zip(*parts)], counts, trained)
+    assert_close(again.to(logp.dtype), logp)
+    assert_close(summed.sums.to(scores.sums.dtype), scores.sums, equal_nan=True)
+
+
+# ---- missing and refused ----
+
+def test_what_does_not_fit_is_missing_and_counted(qwen):
+    rows, states, answers = fixed()
+    sums = scored(qwen, rows, states, answers)
+    for limit in (12, 20, 33):
+        for method in ('packed', 'cache'):
+            scores = answer_logps(qwen, rows, states, answers, method, max_length=limit)
+            fits = torch.zeros(sums.shape, dtype=torch.bool)
+            for n, golds in enumerate(answers):
+                for m, gold in enumerate(golds):
+                    fits[n, :, m] = (states[n, :, 0] >= 0) & (states[n, :, 1] + 1 + gold.end <= limit)
+            same(scores, torch.where(fits, sums, math.nan))
+            assert scores.missing == (~sums.isnan() & ~fits).sum() > 0
+            assert (scores.tokens[~sums.isnan()] > 0).all()           # missing, not absent
+    same(answer_logps_separate(qwen, rows, states, answers, max_length=33), torch.where(fits, sums, math.nan))
+
+
+def test_the_context_is_the_models_own():
+    model, (rows, states, answers) = make(max_position_embeddings=32), fixed()
+    assert answer_logps(model, rows, states, answers).missing == 1    # 30 ids and a gold that ends at 5
+    for score in (answer_logps, answer_logps_separate):
+        for end in (40, 32):                                          # the second leaves no room for a state of one id
+            with pytest.raises(ValueError, match=f'gold 0 of trajectory 1 takes {end} ids .* context of 32'):
+                score(model, rows, states, [answers[0], [AnswerTemplate(range(40), 30, end)], answers[2]])
+    assert answer_logps(model, rows, states, [answers[0], [AnswerTemplate(range(40), 30, 31)], answers[2]]).sums[1, 0,
+                                                                                                                 0] < 0
+
+
+@pytest.mark.parametrize('edit, message', [
+    (lambda r, s, a: (r, s, a[:2]), 'answers N lists'),
+    (lambda r, s, a: (r, s[..., 0], a), r'\(N, S, 2\)'),
+    (lambda r, s, a: (r, s.float(), a), 'integers'),
+    (lambda r, s, a: ((r[0], r[1][:2]), s, a), r'lengths \(R,\)'),
+    (lambda r, s, a: (r, s + torch.tensor([0, 1]), a), 'state 2 of trajectory 0'),
+    (lambda r, s, a: (r, s + torch.tensor([9, 0]), a), 'not a token'),
+    (lambda r, s, a: (r, torch.where(s == 0, -1, s) * torch.tensor([0, 1]), a), 'not a token')],
+    ids=['answers', 'axes', 'float', 'lengths', 'beyond', 'row', 'before'])
+def test_what_does_not_fit_together_is_refused(qwen, edit, message):
+    with pytest.raises(ValueError, match=message):
+        answer_logps(qwen, *edit(*fixed()))
+
+
+def test_settings_are_refused(qwen):
+    rows, states, answers = fixed()
+    with pytest.raises(ValueError, match="got 'fast'"):
+        answer_logps(qwen, rows, states, answers, method='fast')
+    with pytest.raises(ValueError, match='trained must be bool'):
+        joint_logps(qwen, rows, rows[0], states, answers)
+    for bad in ((0, 0), (2, 1), (0, 4), (-1, 2)):
+        with pytest.raises(ValueError, match='at least one of the 3 ids'):
+            AnswerTemplate([1, 2, 3], *bad)
+
+
+def test_nothing_to_score(qwen):
+    rows, states, answers = fixed()
+    nowhere = answer_logps(qwen, rows, torch.full_like(states, -1), answers)
+    assert nowhere.sums.shape == (3, 3, 3) and nowhere.sums.isnan().all() and nowhere.missing == 0 and (nowhere.tokens
+                                                                                                        == 0).all()
+    assert answer_logps(qwen, rows, states, [[], [], []]).sums.shape == (3, 3, 0)
+
+
+# ---- where a gold's tokens are ----
+
+@pytest.fixture(scope='module')
+def bpe():
+    "A byte-level BPE that has learned to merge across the borders of an answer tag."
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+    core = Tokenizer(models.BPE())
+    core.pre_tokenizer, core.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False,
+                                                                use_regex=False), decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(vocab_size=300, initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+                                  show_progress=False)
+    core.train_from_iterator(['>Rome<', '>Rome<', '>Ro', '"Rome"', 'San José', 'ome<', 'é.</'] * 3, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=core, eos_token='<|im_end|>',
+                                   additional_special_tokens=['<|im_start|>'])
+
+
+def test_trap_the_header_encoded_alone_has_another_length(bpe):
+    found = answer_ids(bpe, '<answer>', 'Rome', '</answer>')
+    alone = len(bpe('<answer>', add_special_tokens=False).input_ids)
+    assert found.start != alone
+    assert 'Rome' not in bpe.decode(found.ids[alone:]) and 'Rome' in bpe.decode(found.ids[found.start:found.end])
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    st.text('<answer>Rome. é"San\n', max_size=8),
+    st.text('Rome é"San José.<', min_size=1, max_size=8).filter(str.strip),
+    st.sampled_from(['', '</answer>', '<', '. ']),
+)
+def test_a_gold_is_the_fewest_tokens_that_hold_it(bpe, before, gold, after):
+    found = answer_ids(bpe, before, gold, after)
+    ids = bpe(before + gold + after, add_special_tokens=False).input_ids
+    assert list(found.ids) == ids                                     # the text is encoded once, as a whole
+    spelled = [bytes_of(bpe, i) for i in ids]
+    ends = [0]
+    for piece in spelled:
+        ends.append(ends[-1] + len(piece))
+    first, last = len(before.encode()), len((before + gold).encode())
+    overlap = [i for i in range(len(ids)) if ends[i] < last and ends[i + 1] > first]
+    assert (found.start, found.end) == (overlap[0], overlap[-1] + 1)
+
+
+def bytes_of(tokenizer, i):
+    "The bytes that a token of a byte-level tokenizer stands for; those above 127 all as 128."
+    return [ASCII.get(c, 128) for c in tokenizer.convert_ids_to_tokens(i)]
+
+
+ASCII = {**{chr(b): b for b in range(33, 127)}, 'Ġ': 32, 'Ċ': 10}           # byte-level letters of what the test writes
+
+
+def test_golds_that_cannot_be_encoded_are_refused(bpe):
+    from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+    for gold in ('', ' ', '\n\t'):
+        with pytest.raises(ValueError, match='has no tokens'):
+            answer_ids(bpe, '<answer>', gold, '</answer>')
+    core = Tokenizer(models.WordLevel({'a': 0, 'b': 1, '?': 2}, unk_token='?'))
+    core.pre_tokenizer, core.normalizer = pre_tokenizers.WhitespaceSplit(), normalizers.Replace('~', '')
+    words = PreTrainedTokenizerFast(tokenizer_object=core, unk_token='?')
+    # an unknown word beside it does no harm
+    assert answer_ids(words, 'x ', 'a b', ' x') == AnswerTemplate([2, 0, 1, 2], 1, 3)
+    with pytest.raises(ValueError, match='has no tokens'):
+        answer_ids(words, 'a ', '~', ' b')                            # the tokenizer drops it
+    with pytest.raises(ValueError, match='no word for'):
+        answer_ids(words, 'a ', 'b c')
+    with pytest.raises(TypeError, match='fast'):
+        answer_ids(object(), 'a', 'b')
+
+
+# ---- from rollouts ----
+
+def conversation(chat, question, turns):
+    "A trajectory of given turns (what the model says, what it is told or None), in a tokenizer's ids."
+    made = []
+    for said, told in turns:
+        ids = chat.encode(said)
+        made.append(
+            Turn('tool' if told else 'answer', ids, [-1.] * len(ids),
+                 chat.observation_ids(told) if told else (), said, told or ''))
+    return Trajectory(question, chat.prompt_ids(question.text), made, Stop.ANSWER, 'Rome')
+
+
+@pytest.mark.parametrize('role', ['user', None])
+@pytest.mark.parametrize('schema', [*SCHEMAS, Schema('\n<{tag}> ', ' </{tag}>')], ids=str)
+def test_state_and_template_together_are_the_conversation(role, schema):
+    "What is scored reads as if the model had answered there, in the chat template's own words."
+    tokenizer = byte_tokenizer()
+    chat = Chat(Protocol('p', response_role=role, answer_tag='final'), tokenizer)
+    question = Question('q', 'Where?', ['Rome', 'the city of Rome', 'Rome'])
+    t = conversation(chat, question, [('I look. <tool_call>x</tool_call>', 'It is Rome.'),
+                                      ('So. <final>Rome</final>', None)])
+    groups = [Group(question, [t, t])]
+    header = answer_header(chat)
+    layout = pack(groups, prefix=len(chat.encode(header)))
+    states, answers = acting_states(layout.states, layout.turn_mask), gold_templates(chat, groups, schema)
+    assert [len(golds) for golds in answers] == [2, 2] and (states[:, 2] == -1).all()
+    shape = SCHEMAS[schema] if isinstance(schema, str) else schema
+    for s, said in enumerate(
+        ['', chat.tokenizer.decode(chat.encode(t.turns[0].action_text) + list(t.turns[0].observation_ids))]):
+        row, position = states[0, s].tolist()
+        for gold, text in zip(answers[0], ('Rome', 'the city of Rome')):
+            read = tokenizer.decode([*layout.ids[row, :position + 1].tolist(), *gold.ids])
+            own = {'tag': 'final', 'open': '<final> ', 'close': ' </final>'}      # no example in its prompt: one blank
+            wanted = tokenizer.decode(chat.prompt_ids('Where?')) + said
+            wanted += shape.before.format(**own) + text + shape.after.format(**own)
+            assert read == wanted and tokenizer.decode(gold.ids[gold.start:gold.end]) == text
+
+
+@pytest.mark.parametrize('name', PROTOCOLS)
+def test_a_teacher_reads_the_answer_form_that_the_prompt_teaches(name):
+    "With the blank of the prompt's own example; a protocol that boxes its answers boxes the gold."
+    protocol, tokenizer = PROTOCOLS[name], byte_tokenizer()
+    chat, group = Chat(protocol, tokenizer), example_group()
+    gold = gold_templates(chat, [group], 'tips')[0][0]
+    before = tokenizer.decode(gold.ids[:gold.start]).removeprefix(answer_header(chat))
+    taught = f'{protocol.system or ""} {protocol.user}'
+    if protocol.answer_tag is None: assert before == '\\boxed{'
+    elif name == 'igpo': assert before == '<answer>' and '<answer>the answer alone</answer>' in taught
+    else: assert before == '<answer> ' and (name == 'tiny' or re.search(r'<answer> \w+ </answer>', taught))
+    assert parse(protocol, tokenizer.decode(gold.ids).removeprefix(answer_header(chat)) +
+                 answer_form(protocol)[1]).answer == 'Budapest'
+    mine = gold_templates(chat, [group], ['Answer: ', '.'])[0][0]
+    assert tokenizer.decode(mine.ids) == f'{answer_header(chat)}Answer: Budapest.'
+
+
+def test_edited_contexts_are_scored_in_the_row_that_the_state_is_in(exact):
+    first = example_group().trajectories[0]
+    edited = dataclasses.replace(
+        first, turns=[
+            first.turns[0],
+            dataclasses.replace(first.turns[1], context_ids=first.prompt_ids[:6]), *first.turns[2:]
+        ])
+    layout = pack([Group(first.question, [edited, dataclasses.replace(first, turns=first.turns[:2])])])
+    rows, states = (layout.ids % VOCABULARY, layout.lengths), acting_states(layout.states, layout.turn_mask)
+    answers = [fixed()[2][0], fixed()[2][2]]
+    same(scored(exact, rows, states, answers), plain(exact, rows, states, answers), 1e-9)
+    assert states[0, :4, 0].tolist() == [0, 0, 1, 1] and states[1, :, 0].tolist() == [2, 2, -1, -1, -1]
+
+
+def test_the_answer_state_is_scored_only_when_asked():
+    layout = pack([example_group()])
+    states = acting_states(layout.states, layout.turn_mask)
+    assert (states[:, 4] == -1).all() and (layout.states[:, 4] >= 0).all()
+    uneven = torch.tensor([[True, False, False, False], [True] * 4, [True, True, False, False]])
+    assert (acting_states(layout.states, uneven)[..., 0] >= 0).sum(1).tolist() == [1, 4, 2]
+
+
+def test_templates_are_refused_by_name():
+    chat, group = Chat(PROTOCOLS['tspo'], byte_tokenizer()), example_group()
+    for unknown in ('carl', ['<{tag}>'], ('a', 1), None):
+        with pytest.raises(ValueError, match="'own', one of .'bare', 'igpo', 'tips'"):
+            gold_templates(chat, [group], unknown)
+    with pytest.raises(ValueError, match="'carl' has none"):
+        gold_templates(Chat(PROTOCOLS['carl'], byte_tokenizer()), [group], 'igpo')
+    with pytest.raises(ValueError, match="'casablanca' has no accepted answer"):
+        gold_templates(chat, [dataclasses.replace(group, question=dataclasses.replace(group.question, answers=[]))])
+    with pytest.raises(ValueError, match="question 'casablanca': the gold ' ' has no tokens"):
+        gold_templates(
+            chat,
+            [dataclasses.replace(group, question=dataclasses.replace(group.question, answers=['Budapest', ' ']))])
+
+
+# ---- the words of an agent ----
+
+def written(chat, schema='own', **question):
+    "The text of a gold in its schema, after the generation prefix, for the running example's question with changes."
+    group = example_group()
+    group = dataclasses.replace(group, question=dataclasses.replace(group.question, **question))
+    template = gold_templates(chat, [group], schema)[0][0]
+    assert 'Budapest' in chat.tokenizer.decode(template.ids[template.start:template.end])
+    return chat.tokenizer.decode(template.ids).removeprefix(answer_header(chat))
+
+
+@pytest.mark.parametrize('name', ['tiny', 'carl-tiny', 'carl-tiny-forced'])
+def test_in_the_tiny_world_a_gold_stands_in_the_thought_that_names_it(name):
+    """Behind the relation that the question ends with; one without relations takes the answer's plain form. By hand:
+    `<think> birthplace Budapest </think>`."""
+    chat = Chat(PROTOCOLS[name], byte_tokenizer())
+    two = {'relations': ['director', 'birthplace'], 'chain': ['a', 'b', 'c']}
+    assert written(chat, meta=two) == '<think> birthplace Budapest </think>'
+    assert written(chat, meta={'relations': ['capital']}) == '<think> capital Budapest </think>'
+    plain = '<answer> Budapest' if name == 'tiny' else '\\boxed{Budapest'
+    assert written(chat, meta={'relations': []}) == plain == written(chat, 'tips', meta=two)
+    assert written(chat, ['{last_relation}: {open}', '{close} {last_relation}'], meta=two).startswith(
+        'birthplace: ' + plain)
+    with pytest.raises(ValueError, match="meta.'relations'.*question 'casablanca'.*gold_schema"): written(chat)
+
+
+def test_questions_of_a_batch_have_each_their_own_words():
+    chat, group = Chat(PROTOCOLS['tiny'], byte_tokenizer()), example_group()
+    asked = [dataclasses.replace(group, question=dataclasses.replace(group.question, meta={'relations': [r]}))
+             for r in ('capital', 'founder')]
+    texts = [chat.tokenizer.decode(golds[0].ids) for golds in gold_templates(chat, asked)]
+    assert ['capital' in t for t in texts] == [True] * 3 + [False] * 3 == ['founder' not in t for t in texts]
+
+
+def test_the_papers_protocols_have_the_papers_words():
+    """IGPO section 3.2 and TIPS section 3.2, typed from the papers; to every other protocol of a paper the answer form
+    of its prompt."""
+    igpo, tips = (Chat(PROTOCOLS[name], byte_tokenizer()) for name in ('igpo', 'tips'))
+    sentence = "<think>Now there's enough information to answer</think><answer>Budapest</answer>"
+    assert written(igpo) == written(igpo, 'igpo') == sentence == written(tips, 'igpo')
+    assert written(tips) == written(tips, 'tips') == '<answer> Budapest'
+    for name in PROTOCOLS.keys() - {'igpo'}:
+        if 'tiny' not in name: assert read_schema('own', PROTOCOLS[name]) == read_schema('tips'), name
+
+
+def test_a_schema_is_refused_or_warned_about_before_anything_is_scored():
+    words, tiny = load_tokenizer(str(Path(__file__).parents[2] / 'data' / 'tiny_base')), PROTOCOLS['tiny']
+    assert schema_warning('own', tiny, words) == schema_warning('tips', tiny, words) == ''
+    said = schema_warning('igpo', tiny, words)
+    lost = ['Now', 'there', 's', 'enough', 'information', 'to', 'answer']
+    assert f'no words for {", ".join(map(repr, lost))},' in said and 'gold_schema' in said
+    assert schema_warning('igpo', tiny, byte_tokenizer()) == schema_warning('igpo', tiny) == ''
+    for schema in ('igpo', 'bare'):
+        with pytest.raises(ValueError, match="'carl-tiny' has none: write {open}"):
+            schema_warning(schema, PROTOCOLS['carl-tiny'])
+    for bad in ('<think> {relation} ', '{}{question} '):
+        with pytest.raises(ValueError, match='placeholders it may hold: {open}, {close}, {tag}, {last_relation}'):
+            schema_warning([bad, ''], tiny)
+    with pytest.raises(ValueError, match='gold_schema must be two texts'): Protocol('p', gold_schema='{open}')
+    with pytest.raises(ValueError, match='gold_schema must be two texts'): Protocol('p', gold_schema=('{open}',))

@@ -1,0 +1,306 @@
+"""52_learner: mini-batches, dropout that repeats itself, models that are only read (the policy without its additions,
+or offloaded), and a critic on the policy's backbone."""
+import importlib.util
+import json
+import multiprocessing
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import deepspeed_steps
+from deepspeed_steps import adapted, model
+
+from credit_rl import learner as learning, setup as staging, train as training
+from credit_rl.advantages import to_tokens
+from credit_rl.layout import pack
+from credit_rl.learner import Frozen, Learner, Optimiser, PlainBackend, Scorer, make_critic, parameter_groups
+from credit_rl.parts import Credit, Loss
+from credit_rl.runlog import read_metrics, read_turns, same_metrics
+from credit_rl.scoring import AnswerTemplate
+from credit_rl.settings import make_config
+from credit_rl.train import train
+from credit_rl.trajectory import Group, example_group
+from pieces import origin_of
+
+ROOT = Path(__file__).resolve().parents[2]
+# the KL term makes it update at every step
+SHORT = dict(model=str(ROOT / 'data' / 'tiny_base'), steps=4, eval_every=2, questions_per_step=4, group_size=4,
+             questions=50, dev_questions=4, test_questions=4, max_turns=3, turn_tokens=12, kl=.01, learning_rate=1e-2,
+             world={'size': 200}, threads=1, track='')
+DROPPING = {**SHORT, 'lora': {'r': 4, 'lora_dropout': .2}}
+LEARNERS = {
+    'plain': {}, **({'deepspeed': dict(learner='deepspeed', stage=2)} if importlib.util.find_spec('deepspeed') else {})
+}
+needs_peft = pytest.mark.skipif(not importlib.util.find_spec('peft'), reason='peft is not installed: pip install '
+                                                                             'credit_rl[train]')
+
+context = multiprocessing.get_context('forkserver')
+context.set_forkserver_preload(['credit_rl.train', 'transformers.models.qwen2.modeling_qwen2'])
+
+
+def sitting(settings, seed):
+    "A run, or the rest of one, after other work that left torch's generator somewhere."
+    sys.stdout = sys.stderr = open(os.devnull, 'w')
+    torch.cuda.is_available = lambda: False
+    torch.manual_seed(seed)
+    train(settings)
+
+
+def sit(folder, settings, seed=0):
+    "The folder of a run that a process of its own made."
+    child = context.Process(target=sitting, args=({**settings, 'run': str(folder)}, seed))
+    child.start()
+    child.join()
+    assert child.exitcode == 0
+    return folder
+
+
+def assert_same(a, b):
+    assert same_metrics(a, b) == [] and read_turns(a) == read_turns(b)
+    one, other = (json.loads((folder / 'summary.json').read_text()) for folder in (a, b))
+    assert {**one, 'seconds': 0} == {**other, 'seconds': 0}
+
+
+# ---- mini-batches ----
+
+def test_each_epoch_deals_all_trajectories_out_anew(monkeypatch):
+    "Two mini-batches of four, twice: other fours in the second epoch, and no trajectory in two of them."
+    group, drawn, cut = example_group(), [], learning.update_tensors
+    layout = pack([Group(group.question, (group.trajectories * 3)[:8])])
+    note = lambda layout, trajectories, *others: drawn.append(trajectories) or cut(layout, trajectories, *others)
+    monkeypatch.setattr(learning, 'update_tensors', note)
+    learner = Learner(model(0, 100), optimiser=Optimiser(minibatches=2, epochs=2))
+    assert learner.step(layout, None, Credit(layout.trained.float()))['updates'] == 4
+    assert [len(part) for part in drawn] == [4] * 4
+    first, second = drawn[:2], drawn[2:]
+    for parts in (first, second): assert sorted(sum(parts, [])) == list(range(8))
+    assert sorted(first) != sorted(second)                            # whichever comes first
+
+
+# ---- dropout ----
+
+@needs_peft
+@pytest.mark.parametrize('learner', LEARNERS)
+def test_a_run_with_dropout_repeats_itself_and_is_resumed(tmp_path, learner):
+    "Whatever was drawn before in the process; and a run of two steps that goes on to four ends as the one of four."
+    settings = {**DROPPING, **LEARNERS[learner]}
+    whole, again = sit(tmp_path / 'whole', settings), sit(tmp_path / 'again', settings, seed=1)
+    assert_same(whole, again)
+    resumed = sit(tmp_path / 'resumed', {**settings, 'steps': 2}, seed=2)
+    sit(resumed, {**settings, 'resume': True}, seed=3)
+    assert_same(whole, resumed)
+    assert same_metrics(whole, sit(tmp_path / 'without', {**settings, 'lora': {'r': 4}})) != []   # it does drop
+
+
+# ---- models that are only read ----
+
+def quiet(folder, settings):
+    "The folder of a run that this process made."
+    return train({**settings, 'run': str(folder)}, say=lambda line: None)
+
+
+@needs_peft
+@pytest.mark.parametrize('teacher', ['self', 'base'])
+def test_additions_switched_off_are_a_second_model(tmp_path, monkeypatch, teacher):
+    "The KL from the reference, and a base that teaches: the numbers of a run that loads the base again."
+    settings = {**SHORT, 'method': 'tips', 'lora': {'r': 4}, 'teacher': teacher, 'kl': .1}
+    loaded, load = [], staging.load_model
+    monkeypatch.setattr(staging, 'load_model', lambda *a: loaded.append(a) or load(*a))
+    off = quiet(tmp_path / 'off', settings)
+    assert len(loaded) == 1                                           # the policy
+    whole = lambda origin, device: staging.load_model(origin.base, origin.dtype, device)[0]
+    monkeypatch.setattr(staging.Origin, 'load_base', whole)
+    second = quiet(tmp_path / 'second', settings)
+    assert len(loaded) == (3 if teacher == 'self' else 4)             # the policy, its reference, its teacher
+    assert same_metrics(off, second, 1e-6) == [] and read_metrics(off).kl.max() > 1e-4
+
+
+@needs_peft
+def test_what_changes_the_weights_beside_it_needs_a_second_model(tmp_path):
+    "PiSSA puts a part of the weights into the additions, so that the rest is not the base."
+    pieces = [make_config({**SHORT, 'lora': {'r': 4, **more}}) for more in ({}, {'init_lora_weights': 'pissa'})]
+    whole, taken = (origin_of(c).load_base() for c in pieces)
+    assert whole == 'base' and isinstance(taken, torch.nn.Module)
+
+
+def offloading(names, **how):
+    """A learner with a reference and a teacher on a device that is not, to PyTorch, where the host's memory is:
+    'cpu:0', to which all is copied."""
+    policy = model(0, 100)
+    learner = Learner(policy, Loss(kl=.1), Optimiser(1e-2),
+                      frozen=Frozen(model(1, 100), teacher_every=2, offload=names))
+    learner.backend.device = torch.device('cpu', 0)
+    places = {}
+    for who in ('reference', 'teacher'):
+        scorer = getattr(learner, who)
+        home = [p.data_ptr() for p in scorer.parameters()]
+        read = lambda *_, scorer=scorer, home=home, who=who: places.setdefault(who, []).append(
+            [p.data_ptr() for p in scorer.parameters()] == home)
+        scorer.model.base_model.register_forward_pre_hook(read)
+    return learner, places
+
+
+@pytest.mark.parametrize(
+    'names', [[], ['reference'], ['reference', 'teacher']], ids=lambda names: '+'.join(names) or 'none'
+)
+def test_offloaded_models_are_on_the_device_only_while_they_read(names):
+    "They say the same, refreshed and restored too, from a copy that is made for it; afterwards each lies where it lay."
+    layout, golds = pack([example_group()]), [[AnswerTemplate((3, 4, 5), 1, 3)]] * 3
+    credit = Credit(to_tokens(torch.tensor([[1.], [-.5], [-.5]]).expand(3, 4), layout.token_turns))
+    (learner, places), (plain, _) = offloading(names), offloading([])
+    lay = {who: [p.data_ptr() for p in getattr(learner, who).parameters()] for who in ('reference', 'teacher')}
+    for step in range(1, 4):
+        seens = [
+            which.evaluate(layout, ('logp', 'teacher', 'ref_logp'), {'teacher': golds}) for which in (learner, plain)
+        ]
+        assert torch.equal(seens[0].ref_logp, seens[1].ref_logp) and torch.equal(seens[0].teacher_logp.nan_to_num(),
+                                                                                 seens[1].teacher_logp.nan_to_num())
+        for which, seen in zip((learner, plain), seens):
+            which.step(layout, seen, credit)
+            which.tick(step)
+    for who in ('reference', 'teacher'):
+        assert places[who] and set(places[who]) == {who not in names}
+        assert [p.data_ptr() for p in getattr(learner, who).parameters()] == lay[who]
+
+
+def test_an_offloaded_model_goes_home_when_a_forward_fails():
+    learner, _ = offloading(['reference'])
+    lay = [p.data_ptr() for p in learner.reference.parameters()]
+    learner.reference.register_forward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError): learner.evaluate(pack([example_group()]), ('ref_logp',))
+    assert [p.data_ptr() for p in learner.reference.parameters()] == lay
+
+
+def test_a_run_may_offload_from_its_next_sitting_on(tmp_path):
+    "The numbers stay."
+    whole = quiet(tmp_path / 'whole', {**SHORT, 'method': 'tips'})
+    run = quiet(tmp_path / 'run', {**SHORT, 'method': 'tips', 'steps': 2, 'teacher_every': 2})
+    quiet(run, {**SHORT, 'method': 'tips', 'teacher_every': 2, 'resume': True, 'offload': ['reference', 'teacher']})
+    assert same_metrics(whole, run) == []
+    with pytest.raises(ValueError, match="offload takes 'reference' and 'teacher'"):
+        quiet(tmp_path / 'no', {**SHORT, 'offload': ['optimiser']})
+    assert not (tmp_path / 'no').exists()
+
+
+# ---- a critic on the policy's backbone ----
+
+# the model, and what of it lies beyond the backbone
+BEYOND = {
+    'output embeddings of its own': (lambda: model(0, 100), {'lm_head.weight'}),
+    'tied embeddings': (lambda: model(0, 100, True), set()),
+    **({'additions': (lambda: adapted(0, 100), set()),
+        'additions to the output embeddings': (
+            lambda: adapted(0, 100, ['q_proj', 'lm_head']),
+            {f'lm_head.lora_{x}.default.weight' for x in 'AB'})} if importlib.util.find_spec('peft') else {})
+}
+
+
+@pytest.mark.parametrize('name', BEYOND)
+def test_a_shared_critics_step_leaves_alone_what_its_loss_does_not_reach(name):
+    "By the groups' rates, and by the gradient: the weights to which the values' backward gives none."
+    make, beyond = BEYOND[name]
+    layout, policy = pack([example_group()]), make()
+    scorer = Scorer(policy, critic=make_critic(policy, 'shared'))
+    groups = parameter_groups(scorer, Optimiser(weight_decay=.1, apart=True))
+    scorer(layout.ids, layout.trained, layout.trained, ('values',))['values'].sum().backward()
+    named = {n: p for n, p in policy.named_parameters() if p.requires_grad}
+    rates = {id(p): set(group['rates']) for group in groups for p in group['params']}
+    assert {n for n, p in named.items() if p.grad is None} == beyond
+    for n, p in named.items(): assert rates[id(p)] == ({'policy'} if n in beyond else {'policy', 'critic'})
+    assert sum(len(group['params']) for group in groups) == len(rates) == len(named) + 2          # the head's two
+
+
+def test_a_checkpoint_over_other_groups_of_weights_is_refused(tmp_path):
+    deepspeed_steps.learn(PlainBackend, deepspeed_steps.UNTIED, tmp_path)
+    said = deepspeed_steps.another_critic(PlainBackend, tmp_path)
+    assert "AdamW steps over 3 groups of weights, this learner's over 2" in said and 'earlier version' in said
+
+
+def moved_by(run, batch, steps=3):
+    "Where some steps on a batch take the weights of a run's policy, as one vector."
+    flat = lambda: torch.cat([p.detach().flatten() for p in run.learner.scorer.model.parameters()]).clone()
+    before = flat()
+    for _ in range(steps): run.learner.step(batch.layout, batch.seen, batch.credit)
+    return flat() - before
+
+
+@pytest.fixture(scope='module')
+def directions(tmp_path_factory):
+    """Where PPO takes a policy whose shared critic expects 20 of outcomes in [0, 1], by how the two step; and where it
+    goes without the critic's loss. All on the same rollouts."""
+    ask = {**SHORT, 'method': 'ppo', 'critic': 'shared', 'learning_rate': 5e-4, 'kl': 0., 'group_size': 8}
+    ways = {'alone': {'critic_step': 'together', 'loss': {'value': 0.}}, 'apart': {'critic_backbone_rate': 5e-5},
+            'together': {'critic_step': 'together'}}
+    found, batch = {}, None
+    for name, more in ways.items():
+        folder = tmp_path_factory.mktemp(name)
+        run = training.begin_run(make_config({**ask, **more, 'run': str(folder / 'run')}), lambda line: None)
+        if batch is None:
+            groups, rewards = training.play_step(run.actor, run.method, 1)
+            batch = training.assign(run.method, groups, run.look(), torch.Generator(), run.prefix, rewards)
+        with torch.no_grad():
+            for p in run.learner.critic.head.parameters(): p.fill_(20. if p.ndim == 1 or p.numel() == 1 else .01)
+        found[name] = moved_by(run, batch)
+    return found
+
+
+def test_a_bad_critic_does_not_turn_its_policy_where_they_step_apart(directions):
+    cosine = lambda name: torch.cosine_similarity(directions[name], directions['alone'], dim=0).item()
+    apart, together = cosine('apart'), cosine('together')
+    print(f'cosine with the update without a critic: apart {apart:.3f}, together {together:.3f}')
+    assert apart > .9 > .5 > together
+
+
+# ---- entropy ----
+
+def test_entropy_is_that_of_the_distributions():
+    """Against torch's own Categorical; seen alone, with the log-probabilities in one forward, and beside gold answers
+    that are read with these."""
+    layout = pack([example_group()])
+    learner = Learner(model(0, int(layout.ids.max()) + 1), temperature=.7)
+    golds = {'gold': [[AnswerTemplate((3, 4, 5), 1, 3)]] * 3}
+    with torch.no_grad(): logits = learner.scorer.model(input_ids=layout.ids).logits / .7
+    expected = torch.distributions.Categorical(logits=logits).entropy().roll(1, 1).where(layout.trained, 0.)
+    for sees, passes in ((('entropy',), 1), (('logp', 'entropy'), 1), (('logp', 'gold', 'entropy'), 2)):
+        seen = learner.evaluate(layout, sees, golds)
+        torch.testing.assert_close(seen.entropy, expected, atol=1e-5, rtol=0)
+        assert learner.passes['policy'] == passes
+    assert torch.equal(seen.logp, learner.evaluate(layout, ('logp', 'gold'), golds).logp)
+    learner = Learner(learner.scorer.model, Loss(entropy=.1), Optimiser(minibatches=1, learning_rate=1e-9),
+                      temperature=.7)
+    log = learner.step(layout, None, Credit(layout.trained.float()))
+    assert log['entropy'] == pytest.approx(expected[layout.trained].mean().item(), rel=1e-5)
+
+
+class Harm:
+    "What a stranger's file might hold: whoever reads it calls a function of his choice."
+    def __init__(self, mark): self.mark = mark
+    def __reduce__(self): return os.mkdir, (str(self.mark), )
+
+
+def test_a_strangers_checkpoint_runs_nothing(tmp_path):
+    honest = Learner(model(0, 100))
+    honest.save(tmp_path)
+    held = torch.load(tmp_path / 'learner.pt', weights_only=True)
+    torch.save({**held, 'more': Harm(tmp_path / 'harm')}, tmp_path / 'learner.pt')
+    for read in (honest.restore, learning.saved_policy):
+        with pytest.raises(ValueError, match='might run any program'): read(tmp_path)
+    assert not (tmp_path / 'harm').exists() and 'TORCH_FORCE_WEIGHTS_ONLY_LOAD' not in os.environ
+    torch.load(tmp_path / 'learner.pt', weights_only=False)
+    assert (tmp_path / 'harm').exists()                                            # it would have been done
+
+
+def test_a_checkpoint_that_lost_its_end_is_told(tmp_path):
+    "At places throughout its last kilobyte, and almost all of it; torch's own words are 'Invalid argument' and others."
+    path = tmp_path / 'learner.pt'
+    torch.save({'scorer': {'model.w': torch.zeros(1000)}, 'more': list(range(100))}, path)
+    whole = path.read_bytes()
+    for lost in [*range(1, 1025, 31), len(whole) - 30, len(whole)]:
+        path.write_bytes(whole[:-lost])
+        with pytest.raises(ValueError, match='is damaged .*remove this checkpoint, and resume=True goes on'):
+            learning.saved_policy(tmp_path)
+    path.unlink()
+    with pytest.raises(FileNotFoundError): learning.saved_policy(tmp_path)

@@ -1,0 +1,95 @@
+"""56_table_critic: the table in place of CARL's critic, against sums made one by one, and in an interrupted run."""
+import json
+import math
+from collections import defaultdict
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, strategies as st
+
+from credit_rl.engine import ScriptedEngine
+from credit_rl.methods import METHODS
+from credit_rl.outcome import outcome_rewards
+from credit_rl.protocol import PROTOCOLS, Chat
+from credit_rl.rollout import rollout
+from credit_rl.runlog import same_metrics
+from credit_rl.table_critic import PARTS, SITUATIONS, situations, table_values, tally
+from credit_rl.tiny import CODE_KNOWER, act_coder, memory_of, tiny_environment, tiny_tokenizer
+from credit_rl.train import train
+from credit_rl.trajectory import Result, example_group
+from credit_rl.world import world_of
+
+ROOT = Path(__file__).resolve().parents[2]
+TWINS = {'hops': [1, 2], 'twins': True, 'nothing': .125, 'sibling': .125, 'lost': .1}   # tiny_carl's
+RUN = dict(method='carl-table', model=str(ROOT / 'data' / 'tiny_carl'), protocol='carl-tiny', seed=412, turn_tokens=40,
+           world=TWINS, questions=60, dev_questions=10, test_questions=6, questions_per_step=4, group_size=4, steps=3,
+           eval_every=1, threads=1, track='')
+
+
+@pytest.fixture(scope='module')
+def games():
+    tokenizer = tiny_tokenizer(numbers=True)
+    world = world_of({'hops': (1, 2), 'twins': True, 'nothing': .2, 'sibling': .1, 'lost': .2}, 'train', 11, 60)
+    engine = ScriptedEngine(lambda text, rng: act_coder(text, rng, CODE_KNOWER, memory_of(world)), tokenizer)
+    return rollout(engine, tiny_environment(world, Chat(PROTOCOLS['carl-tiny'], tokenizer)), world.questions, 3, seed=2)
+
+
+rollouts = st.lists(st.tuples(st.lists(st.integers(0, SITUATIONS - 1), min_size=1, max_size=4),
+                              st.sampled_from([0., 1., math.nan])), min_size=1, max_size=12)
+
+
+@given(rollouts, rollouts)
+def test_a_situation_is_worth_the_mean_of_the_rollouts_that_were_in_it(now, before):
+    earned, wide = defaultdict(list), lambda rows: torch.tensor([[*r, *[-1] * (4 - len(r))] for r, _ in rows])
+    for row, outcome in now + before:
+        for s in row: earned[s] += [outcome] * (not math.isnan(outcome))
+    counts = sum(tally(wide(rows), torch.tensor([r for _, r in rows])) for rows in (now, before))
+    found = table_values(wide(now), counts)
+    for row, values in zip([r for r, _ in now], found.tolist()):
+        assert all(math.isnan(v) for v in values[len(row):])
+        for s, v in zip(row, values):
+            assert math.isnan(v) if not earned[s] else abs(v - sum(earned[s]) / len(earned[s])) < 1e-6
+
+
+def test_what_is_known_and_what_was_seen_are_read_off_the_games(games):
+    found = situations(games)
+    for row, t in zip(found.tolist(), (t for g in games for t in g.trajectories)):
+        assert row[0] == 8 * (6 * t.question.meta['parametric'] + t.question.meta['hops'])
+        assert [s % 2 for s in row[:len(t.turns)]] == [turn.kind == 'assimilate' for turn in t.turns]
+        gold, = t.question.answers
+        noted = [any(gold in turn.action_text and turn.result is not Result.LOST for turn in t.turns[:k])
+                 for k in range(len(t.turns))]
+        assert [s // 2 % 2 for s in row[:len(t.turns)]] == noted
+        pages = [s // 8 % 6 for s in row[:len(t.turns)]]
+        assert pages == sorted(pages, reverse=True)
+    assert len(set(found.flatten().tolist())) > 12
+
+
+def test_credit_is_the_outcome_less_what_was_expected_at_the_start(games):
+    method, found = METHODS['carl-table'], situations(games)
+    outcome, values = outcome_rewards(games), table_values(found, tally(found, outcome_rewards(games)))
+    rewards = method.text_rewards(games)
+    assert torch.equal(rewards['situations'], found) and torch.equal(rewards['outcome'], outcome)
+    torch.testing.assert_close(rewards['turns'].sum(1) + outcome, outcome - values[:, 0])
+
+
+def test_other_questions_are_refused():
+    with pytest.raises(ValueError, match='tiny world'): situations([example_group()])
+    group = example_group()
+    half = replace(group.question, meta={'parametric': True})
+    played = [replace(t, question=half) for t in group.trajectories]
+    with pytest.raises(ValueError, match='its chain'): situations([replace(group, question=half, trajectories=played)])
+
+
+def test_a_run_keeps_its_table(tmp_path):
+    "Interrupted and taken up again it goes on with the table of the steps before, and ends alike."
+    quiet = lambda line: None
+    whole = train({**RUN, 'run': str(tmp_path / 'whole')}, say=quiet)
+    part = train({**RUN, 'run': str(tmp_path / 'part'), 'steps': 2}, say=quiet)
+    memory = json.loads(max((part / 'checkpoints').glob('step-*/memory.json')).read_text())
+    sums, counts = memory['method'][PARTS[0].name]
+    assert len(counts) == SITUATIONS and sum(counts) > 16 and all(0 <= s <= n for s, n in zip(sums, counts))
+    part = train({**RUN, 'run': str(tmp_path / 'part'), 'resume': True}, say=quiet)
+    assert same_metrics(whole, part) == []

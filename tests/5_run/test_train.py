@@ -1,0 +1,991 @@
+"""Whole runs: what is refused before anything is computed, that a run repeats itself, and that one killed anywhere
+ends as if it had not been."""
+import dataclasses
+import errno
+import gzip
+import json
+import math
+import multiprocessing
+import os
+import random
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import yaml
+
+from credit_rl import dry_run, prepare as preparing, setup as staging, step_metrics, train as training
+from credit_rl.diagnostics import before_after, training_curves
+from credit_rl.estimate import read_sizes
+from credit_rl.layout import pack
+from credit_rl.learner import BadStep, saved_policy
+from credit_rl.methods import extra_passes, get_method
+from credit_rl.parts import Batch, Credit, Seen, bind
+from credit_rl.search_service import SearchServer
+from credit_rl.runlog import RunLog, latest_checkpoint, named_checkpoint, read_metrics, read_turns, same_metrics
+from credit_rl.settings import Keeping
+from credit_rl.step_metrics import is_kept
+from credit_rl.train import main, train
+from credit_rl.trajectory import Group, example_group, trajectory_from_json
+from credit_rl.view import show_rollout
+from credit_rl.vllm_engine import VLLMSettings
+from credit_rl.warmup import Collected
+
+ROOT = Path(__file__).resolve().parents[2]
+BASE = str(ROOT / 'data' / 'tiny_base')
+# a run of two seconds with checkpoints in it; the KL term makes it update at every step, so that a state that is not
+# restored shows
+SHORT = dict(model=BASE, steps=4, eval_every=2, questions_per_step=4, group_size=4, questions=50, dev_questions=8,
+             test_questions=8, max_turns=3, turn_tokens=12, kl=.01, world={'size': 200}, threads=1)
+
+
+def command(settings):
+    "The run as one types it."
+    return [sys.executable, '-m', 'credit_rl.train', *(f'{k}={json.dumps(v)}' for k, v in settings.items())]
+
+
+def on_a_cpu():
+    "The environment of a run on the CPU: the same numbers everywhere."
+    return {**os.environ, 'CUDA_VISIBLE_DEVICES': '', 'PYTHONUNBUFFERED': '1'}
+
+
+# ---- the same again ----
+
+@pytest.fixture(scope='module')
+def whole(tmp_path_factory):
+    "A run by the command line that nobody interrupted, and the seconds it took; its lines lie beside it."
+    folder = tmp_path_factory.mktemp('runs') / 'whole'
+    since = time.monotonic()
+    done = subprocess.run(command({**SHORT, 'run': str(folder)}), cwd=ROOT, env=on_a_cpu(), stdin=subprocess.DEVNULL,
+                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert done.returncode == 0, done.stdout
+    (folder / 'lines').write_text(done.stdout)
+    return folder, time.monotonic() - since
+
+
+def results(folder):
+    "The numbers of a run's summary, the clock's apart."
+    return {k: v for k, v in json.loads((folder / 'summary.json').read_text()).items() if k != 'seconds'}
+
+
+def logged(folder):
+    "The lines of metrics.jsonl as they were written, the clocks apart."
+    return [{k: v
+             for k, v in json.loads(line).items()
+             if not k.startswith('seconds')}
+            for line in (folder / 'metrics.jsonl').read_text().splitlines()]
+
+
+def assert_same(a, b):
+    assert same_metrics(a, b) == [] and logged(a) == logged(b)
+    assert read_turns(a) == read_turns(b)
+    assert results(a) == results(b)
+    assert latest_checkpoint(a)[0] == latest_checkpoint(b)[0] and named_checkpoint(a)[0] == named_checkpoint(b)[0]
+
+
+def test_a_run_tells_how_it_goes(whole):
+    folder, _ = whole
+    lines = (folder / 'lines').read_text().splitlines()
+    for said in ('ceiling', 'base: EM', 'step 1/4', 'step 4/4', 'final: EM'):
+        assert any(said in line for line in lines), said
+    table = read_metrics(folder)
+    assert table.step.tolist() == [0, 1, 2, 3, 4]
+    assert table.dev_em.notna().tolist() == [True, False, True, False, True]
+    assert table.updates[1:].eq(2).all() and table.grad_norm[2:].gt(0).all() and table.reward[1:].between(0, 1).all()
+    assert table.zero_advantage[1:].lt(1).any()
+    assert table.logp_gap.dropna().max() < 1e-4
+    summary = results(folder)
+    assert summary['steps'] == 4 and summary['questions'] == 8 and not summary['collapsed']
+    assert {row['kind'] for row in read_turns(folder)} == {'before', 'train', 'after'}
+    assert all(
+        len(row['advantages']) == len(row['trajectory']['turns'])
+        for row in read_turns(folder)
+        if row['kind'] == 'train')
+
+
+def test_the_same_settings_give_the_same_run(whole, tmp_path):
+    "Another process, after other work, in another folder: the same metrics and the same rollouts."
+    context.Process(target=sitting, args=({**SHORT, 'run': str(tmp_path / 'again')},)).start()
+    (child,) = multiprocessing.active_children()
+    child.join()
+    assert child.exitcode == 0
+    assert_same(whole[0], tmp_path / 'again')
+
+
+@pytest.mark.parametrize('method', ['ppo', 'tips'])
+def test_one_attempt_per_question(tmp_path, method):
+    "As PPO's papers have it: nothing that compares within a group is needed, and of groups nothing is logged."
+    run = train({**SHORT, 'method': method, 'group_size': 1, 'steps': 2, 'run': str(tmp_path / 'run')},
+                say=lambda line: None)
+    table = read_metrics(run)
+    assert table.step.tolist() == [0, 1, 2] and table.reward[1:].notna().all() and table.grad_norm[1:].gt(0).all()
+    assert table.trajectories[1:].tolist() == [4, 4] and table[[
+        'groups_all_right', 'groups_mixed', 'groups_all_wrong'
+    ]].isna().all(axis=None)
+    training_curves(run)
+
+
+# ---- killed, and resumed ----
+
+context = multiprocessing.get_context('forkserver')
+context.set_forkserver_preload(['credit_rl.train', 'transformers.models.qwen2.modeling_qwen2'])
+
+
+def deadly(owner, name, count, matches=lambda *args: True, before=lambda *args: None):
+    """Make the `count`-th call of `owner.name` that `matches` the process's last deed; `before` is called with its
+    arguments."""
+    call, left = getattr(owner, name), [count]
+
+    def counted(*args, **kwargs):
+        if matches(*args):
+            left[0] -= 1
+            if left[0] == 0:
+                before(*args)
+                os.kill(os.getpid(), signal.SIGKILL)
+        return call(*args, **kwargs)
+    setattr(owner, name, counted)
+
+
+def half_written(log, name, step, data):
+    with open(log.folder / name, 'ab') as f:
+        f.write(data[:len(data) // 2])
+
+
+# The process dies ... each is called in the process that is to die.
+DEATHS = {
+    'before anything is logged': lambda: deadly(RunLog, '_append', 1),
+    'in the middle of the first line of metrics': lambda: deadly(RunLog, '_append', 2, before=half_written),
+    'in the middle of the rollouts of step 1': lambda: deadly(RunLog, '_append', 3, before=half_written),
+    'in the middle of the metrics of step 2, before its checkpoint': lambda: deadly(
+        RunLog, '_append', 6, before=half_written
+    ),
+    'between the two renames of a checkpoint': lambda: deadly(
+        os, 'rename', 2, lambda a, b: str(b).endswith('step-000002') or str(b).endswith('step-000000')
+    ),
+    'in the middle of the last rollouts': lambda: deadly(RunLog, '_append', 11, before=half_written),
+    'with everything done but the summary': lambda: deadly(
+        os, 'replace', 1, lambda a, b: str(b).endswith('summary.json')
+    ),
+    'before the third best checkpoint gets its name': lambda: deadly(
+        os, 'replace', 3, lambda a, b: str(b).endswith('best')
+    ),
+}
+ANYWHERE = [death for death in DEATHS if 'third' not in death]             # those that every run meets
+
+
+def sitting(settings, death=None, rising=False):
+    """A run, or the rest of one, in a process of its own. `rising`: pretend that the dev score rises with each step,
+    so that each checkpoint is the best."""
+    sys.stdout = sys.stderr = open(os.devnull, 'w')
+    torch.cuda.is_available = lambda: False
+    if rising:
+        evaluate = training.Run.evaluate
+
+        def better(run, part):
+            scores, groups = evaluate(run, part)
+            return (scores | {'em': len(run.memory['rates']) / 10} if part == 'dev' else scores), groups
+        training.Run.evaluate = better
+    if death:
+        DEATHS[death]()
+    train(settings)
+
+
+def sit(settings, **how):
+    "Exit code of a sitting."
+    child = context.Process(target=sitting, args=(settings,), kwargs=how)
+    child.start()
+    child.join()
+    return child.exitcode
+
+
+@pytest.mark.parametrize('death', ANYWHERE)
+def test_a_killed_run_ends_as_if_it_had_not_been(whole, tmp_path, death):
+    settings = {**SHORT, 'run': str(tmp_path / 'killed')}
+    assert sit(settings, death=death) == -signal.SIGKILL
+    assert not (tmp_path / 'killed' / 'summary.json').exists()
+    assert sit({**settings, 'resume': True}) == 0
+    assert_same(whole[0], tmp_path / 'killed')
+
+
+def test_killed_at_random_moments_again_and_again(whole, tmp_path):
+    "Each sitting lives for a while; the run still arrives."
+    settings, rng, killed = {**SHORT, 'run': str(tmp_path / 'killed')}, random.Random(), 0
+    for life in [rng.uniform(.1, 1) for _ in range(3)] + [600]:
+        child = context.Process(target=sitting, args=({**settings, 'resume': True},))
+        child.start()
+        child.join(life * min(5, whole[1]))
+        if child.exitcode is None:
+            child.kill()
+            killed += 1
+        child.join()
+        assert child.exitcode in (0, -signal.SIGKILL)
+    assert_same(whole[0], tmp_path / 'killed'), f'killed {killed} times'
+
+
+def test_the_command_is_killed_and_resumed(whole, tmp_path):
+    settings = {**SHORT, 'run': str(tmp_path / 'killed')}
+    run = subprocess.Popen(command(settings), cwd=ROOT, env=on_a_cpu(), stdin=subprocess.DEVNULL,
+                           stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    for line in run.stdout:
+        if line.startswith('step 3/4'):
+            break
+    run.kill()
+    run.communicate()
+    assert run.returncode == -signal.SIGKILL
+    assert latest_checkpoint(tmp_path / 'killed')[0] == 2 and not (tmp_path / 'killed' / 'summary.json').exists()
+    assert sit({**settings, 'resume': True}) == 0
+    assert_same(whole[0], tmp_path / 'killed')
+
+
+@pytest.mark.skipif(not hasattr(resource, 'prlimit'), reason='limits of another process are set on Linux alone')
+def test_a_disk_that_takes_no_more_ends_a_run_in_a_line(whole, tmp_path):
+    """Said are the file, what stands in the way and what stays; with room again the run goes on, to the very numbers
+    of a whole one."""
+    settings = {**SHORT, 'run': str(tmp_path / 'run')}
+    run = subprocess.Popen(command({**settings, 'track': ''}), cwd=ROOT, env=on_a_cpu(), stdin=subprocess.DEVNULL,
+                           stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    for line in run.stdout:
+        if line.startswith('base: EM'):                                # the first checkpoint is there
+            resource.prlimit(run.pid, resource.RLIMIT_FSIZE, (300_000, 300_000))
+            break
+    said = run.communicate()[0]
+    kept = latest_checkpoint(tmp_path / 'run')[0]
+    message = said.splitlines()[-1]
+    assert run.returncode == 1 and 'Traceback' not in said and not (tmp_path / 'run' / 'summary.json').exists(), said
+    assert message.startswith(f'credit_rl.train: the checkpoint {tmp_path}/run/checkpoints/step-00000{kept + 2} could '
+                              'not be written (RuntimeError: '), said
+    for words in ('GB free', 'the file size limit is 0.3 MB', 'earlier checkpoints are kept', 'resume=True'):
+        assert words in message, said
+    assert kept < 4 and not [p for p in (tmp_path / 'run' / 'checkpoints').iterdir() if p.name.endswith('part')]
+    assert sit({**settings, 'resume': True}) == 0
+    assert_same(whole[0], tmp_path / 'run')
+
+
+def test_another_failure_while_a_checkpoint_is_written_is_no_matter_of_the_disk(tmp_path):
+    with pytest.raises(RuntimeError, match='^connection closed$'), training.saving(tmp_path / 'step-000002'):
+        raise RuntimeError('connection closed')
+    with pytest.raises(
+            OSError, match=r'step-000002 could not be written \(OSError: .* No space left on device\); its '
+            r'disk has [0-9.e+]+ GB free; earlier'), training.saving(tmp_path / 'step-000002'):
+        raise OSError(errno.ENOSPC, 'No space left on device')
+
+
+def test_killed_between_a_best_checkpoint_and_its_name(tmp_path):
+    "The checkpoint that is the best so far is on the disk, but its name still points to the one before."
+    assert sit({**SHORT, 'run': str(tmp_path / 'whole')}, rising=True) == 0
+    assert results(tmp_path / 'whole')['best_step'] == 4
+    settings = {**SHORT, 'run': str(tmp_path / 'killed')}
+    assert sit(settings, rising=True, death='before the third best checkpoint gets its name') == -signal.SIGKILL
+    assert latest_checkpoint(tmp_path / 'killed')[0] == 4 and named_checkpoint(tmp_path / 'killed')[0] == 2
+    assert sit({**settings, 'resume': True}, rising=True) == 0
+    assert_same(tmp_path / 'whole', tmp_path / 'killed')
+
+
+# ---- finished ----
+
+@pytest.fixture
+def idle(monkeypatch):
+    "Fail the test if anything is computed: no model, no world to play in, no rollout."
+    def refuse(*args, **kwargs):
+        pytest.fail('something was computed')
+
+    for module, names in ((training, ('make_setup', 'rollout', 'evaluate')), (staging, ('load_model', 'make_base',
+                                                                                       'HFEngine', 'BM25'))):
+        for name in names:
+            monkeypatch.setattr(module, name, refuse)
+
+
+def test_a_finished_run_is_only_shown_again(whole, idle, tmp_path):
+    folder = shutil.copytree(whole[0], tmp_path / 'copy', symlinks=True)
+    before = {p: p.read_bytes() for p in folder.rglob('*') if p.is_file()}
+    assert train({**SHORT, 'run': str(folder), 'resume': True}) == folder
+    assert {p: p.read_bytes() for p in folder.rglob('*') if p.is_file()} == before
+
+
+def test_a_finished_run_is_not_shown_as_another(whole, idle, tmp_path):
+    folder = shutil.copytree(whole[0], tmp_path / 'copy', symlinks=True)
+    with pytest.raises(ValueError, match="method: 'tspo' before, 'grpo' now"):
+        train({**SHORT, 'run': str(folder), 'resume': True, 'method': 'grpo'})
+    params = yaml.safe_load((folder / 'params.yaml').read_text())
+    del params['collapse']                                             # as if an older version had made it
+    (folder / 'params.yaml').write_text(yaml.safe_dump(params))
+    assert train({**SHORT, 'run': str(folder), 'resume': True}) == folder
+
+
+def test_more_steps_go_on_from_where_a_run_ended(whole, tmp_path):
+    "Two steps, then two more: the run of four. What the first sitting said at its end is gone."
+    settings = {**SHORT, 'run': str(tmp_path / 'longer')}
+    assert sit({**settings, 'steps': 2}) == 0
+    assert sit({**settings, 'resume': True}) == 0
+    assert_same(whole[0], tmp_path / 'longer')
+
+
+# ---- bad input ----
+
+HOTPOT = {'_id': 'a', 'question': 'Who?', 'answer': 'Ada', 'context': [['Ada', ['Ada was here.']]]}
+
+
+@pytest.fixture
+def bad(tmp_path):
+    "Folders and files that a run can't use, by name."
+    no_tokenizer = tmp_path / 'no_tokenizer'
+    shutil.copytree(BASE, no_tokenizer, ignore=shutil.ignore_patterns('tokenizer*', 'chat_template*'))
+    no_weights = tmp_path / 'no_weights'
+    shutil.copytree(BASE, no_weights, ignore=shutil.ignore_patterns('*.safetensors'))
+    empty_corpus = tmp_path / 'empty_corpus'
+    empty_corpus.mkdir()
+    for name, rows in (('train.json', [HOTPOT]), ('dev.json', [{**HOTPOT, '_id': str(i)}
+                                                               for i in range(4)]), ('corpus.json', [])):
+        (empty_corpus / name).write_text(json.dumps(rows))
+    no_questions = tmp_path / 'no_questions'
+    no_questions.mkdir()
+    (no_questions / 'corpus.json').write_text(json.dumps([{'title': 'Ada', 'text': 'Ada was here.'}]))
+    one_question = tmp_path / 'one.json'
+    one_question.write_text(json.dumps([HOTPOT]))
+    file = tmp_path / 'file'
+    file.write_text('a file, not a folder')
+    begun = tmp_path / 'begun'
+    RunLog(begun).write_params({'method': 'tspo'})
+    return {p.name: str(p) for p in (no_tokenizer, no_weights, empty_corpus, no_questions, one_question, file, begun)
+            } | {'below a file': str(file / 'run')}
+
+
+REFUSED = {
+    'unknown method': (dict(method='tsop'), "no method 'tsop'; did you mean 'tspo'"),
+    'unknown parameter': (dict(metod='grpo'), "no setting 'metod'; did you mean 'method'"),
+    'unknown option of the method': (dict(options={'alhpa': 1.0}), "no option 'alhpa'; did you mean 'alpha'"),
+    'wrong kind of value': (dict(steps='many'), "steps must be a int, got 'many'"),
+    'model folder without tokenizer': (dict(model='no_tokenizer'), 'has no tokenizer: save one into it'),
+    'model folder without model': (dict(model='empty_corpus'), 'has no config.json'),
+    'model folder without weights': (dict(model='no_weights'), r'has no weights: wanted \*.safetensors'),
+    'nobody at the search server': (
+        dict(data='hotpotqa', path='empty_corpus', corpus='http://127.0.0.1:9'),
+        'a query was tried: http://127.0.0.1:9/retrieve cannot be reached',
+    ),
+    'no model folder': (dict(model='./nowhere'), 'neither a folder here nor a name'),
+    'empty corpus': (dict(data='hotpotqa', path='empty_corpus'), 'has no rows'),
+    'no questions': (dict(data='hotpotqa', path='no_questions'), 'has no hotpotqa questions'),
+    'too few questions': (dict(data='hotpotqa', path='one.json'), 'each part needs one at least'),
+    'no such path': (dict(data='hotpotqa', path='nowhere'), "path 'nowhere' does not exist"),
+    'unknown data set': (dict(data='hotpotqua'), "no data set 'hotpotqua'; did you mean 'hotpotqa'"),
+    'real data, tiny model': (dict(data='hotpotqa', path='one.json', model='tiny'), 'needs a model folder'),
+    'one attempt and a group norm': (dict(group_size=1), 'group_size must be at least 2, got 1'),
+    'no turns': (dict(max_turns=0), 'max_turns must be at least 1, got 0'),
+    'no steps to speak of': (dict(steps=-1), 'steps must be at least 0, got -1'),
+    'no mini-batch': (dict(minibatches=0), 'minibatches must be at least 1, got 0'),
+    'cut-off sampling': (dict(top_p=0.9), 'training takes top_p=1'),
+    'frozen sampling': (dict(temperature=0.0), 'temperature must be above 0'),
+    'unknown average': (dict(average='mean'), "average must be one of token-mean, .*, got 'mean'"),
+    'unknown measurement': (dict(measure=['beliefs']), r"measure takes belief and entropy, got \['beliefs'\]"),
+    'unknown world': (dict(world={'sise': 200}), "world takes size, .*, got 'sise'"),
+    'impossible world': (dict(world={'size': 3}), 'size must be at least 50'),
+    'run folder below a file': (dict(run='below a file'), 'is a file; a run needs a folder'),
+    'run folder is a file': (dict(run='file'), 'is a file; a run needs a folder'),
+    'run folder holds a run': (dict(run='begun'), r'already holds a run \(params.yaml\): pass resume=True'),
+    'another run to resume': (dict(run='begun', resume=True), 'was begun with other parameters'),
+}
+
+
+@pytest.mark.parametrize('name', REFUSED)
+def test_bad_input_is_refused_before_any_compute(idle, bad, tmp_path, name):
+    given, message = REFUSED[name]
+    settings = {
+        **SHORT, 'run': str(tmp_path / 'run'),
+        **{k: bad.get(v, v) if isinstance(v, str) else v for k, v in given.items()}
+    }
+    with pytest.raises((ValueError, OSError), match=message):
+        train(settings, say=lambda line: pytest.fail(f'something was begun: {line}'))
+    # so that the same folder can be used when the mistake is mended
+    assert not (tmp_path / 'run' / 'params.yaml').exists()
+
+
+def test_a_tiny_model_is_not_made_for_a_mistake(idle, tmp_path):
+    with pytest.raises(ValueError, match='group_size'):
+        train({'run': str(tmp_path / 'run'), 'group_size': 1})
+
+
+@pytest.mark.parametrize(
+    'arguments, message',
+    [
+        (['metod=grpo'], "no setting 'metod'; did you mean 'method'"),
+        (['method=gpro'], "no method 'gpro'; did you mean 'igpo'"),
+        (['--params', 'nowhere.yaml'], 'nowhere.yaml'),
+        (['--params', 'params.yaml', 'metod=grpo'], 'did you mean'),
+        (['learning_rate=fast'], 'learning_rate must be a float'),
+        (['--params', 'list.yaml'], 'wanted lines such as'),
+        (['steps=[1'], 'parsing a flow sequence'),
+    ],
+)
+def test_the_command_line_tells_mistakes_in_a_line(idle, tmp_path, monkeypatch, arguments, message):
+    (tmp_path / 'params.yaml').write_text(yaml.safe_dump({'steps': 3}))
+    (tmp_path / 'list.yaml').write_text('- steps')
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as e:
+        main(arguments)
+    assert message in e.value.code and '\n' not in e.value.code
+    assert sorted(os.listdir(tmp_path)) == ['list.yaml', 'params.yaml']
+
+
+def test_a_setting_without_a_value_shows_the_usage(idle, capsys):
+    with pytest.raises(SystemExit) as e:
+        main(['steps'])
+    assert e.value.code == 2 and "written name=value, got 'steps'" in capsys.readouterr().err
+
+
+# ---- a dry run ----
+
+def dry(**settings):
+    "Lines of a dry run, and what it is refused for (None: nothing)."
+    lines = []
+    try: train({'model': BASE, 'dry_run': True, **settings}, say=lines.append)
+    except ValueError as e: return lines, str(e)
+    return lines, None
+
+
+@pytest.fixture
+def gpus(monkeypatch):
+    "Let torch speak of GPUs that are not here: their number and bytes."
+    def set(count, size=80e9):
+        monkeypatch.setattr(torch.cuda, 'device_count', lambda: count)
+        monkeypatch.setattr(torch.cuda, 'get_device_properties', lambda i: SimpleNamespace(total_memory=size))
+    set(0)
+    return set
+
+
+PAPER = dict(learner='deepspeed', ranks=8, stage=3, dtype='bfloat16')
+
+
+def test_a_dry_run_asks_a_search_server(tmp_path, spoken):
+    pytest.importorskip('fastapi', reason='the extra `serve` is not installed')
+    settings = dict(run=str(tmp_path / 'run'), model=spoken, max_tokens=8192, data='hotpotqa',
+                    path=str(ROOT / 'data' / 'hotpotqa_sample.json'),
+                    dev_questions=1, test_questions=1)
+    assert 'cannot start: a query was tried: http://127.0.0.1:9/retrieve cannot be reached' in dry(
+        **settings, corpus='http://127.0.0.1:9')[1]
+    asked = []
+
+    class Search:
+        def search(self, queries, k):
+            asked.extend(queries)
+            return [[] for _ in queries]
+    with SearchServer(Search()) as server: assert dry(**settings, corpus=server.url)[1] is None
+    assert len(asked) == 1
+
+
+def test_a_dry_run_says_where_there_is_no_gpu(tmp_path, gpus):
+    "Two ranks on a CPU are allowed; that a paper's eight will not be happy there is said."
+    lines, refused = dry(**PAPER, run=str(tmp_path / 'run'))
+    assert refused is None and lines[-2].startswith(
+        'no GPU: 8 ranks would share the processor') and lines[-1].startswith('everything else is there'), lines
+    assert not any('no GPU' in line for line in dry(run=str(tmp_path / 'run'))[0])           # one process and a toy
+    gpus(8)
+    lines, refused = dry(**PAPER, run=str(tmp_path / 'run'))
+    assert refused is None and lines[-1].startswith('everything is there'), lines
+
+
+def lacking(config, needs):
+    "What this host lacks for a run: list of str."
+    return dry_run.missing_room(Path(config.run), config.keep, training.settings_of(config).host, needs)
+
+
+def test_a_dry_run_weighs_gpus_and_memory(tmp_path, gpus, monkeypatch):
+    run = str(tmp_path / 'run')
+    gpus(4)
+    assert '8 ranks need as many GPUs, but there are 4' in dry(**PAPER, run=run)[1]
+    gpus(8, 1e6)
+    assert re.findall(r'GPU (.) has 0.0 GB, but a rank needs at least 0.1 GB',
+                      dry(**PAPER, run=run)[1]) == list('01234567')
+    config = training.make_config({**PAPER, 'model': BASE, 'run': run})
+    needs = {'checkpoint': 1, 'rank': 90e9, 'start': 90e9, 'host': 10e9, 'file': 1e15}
+    gpus(8)
+    monkeypatch.setattr(dry_run, '_free_memory', lambda: 79e9)
+    memory, file, *others = lacking(config, needs)
+    assert memory == 'the memory of this host has 79.0 GB free, but 8 ranks take at least 80.0 GB'
+    assert file.startswith('/dev/shm has ') and file.endswith(' GB free, but the weights that 8 ranks give to vLLM '
+                                                              'take 8000000.0 GB')
+    assert others == [
+        f'GPU {i} has 80.0 GB, but a rank needs at least 90.0 GB at its start, when models are whole' for i in range(8)
+    ]
+    monkeypatch.setattr(dry_run, '_free_memory', lambda: 80e9)
+    assert lacking(config, {**needs, 'rank': 80e9, 'file': 0}) == []
+
+
+def test_the_start_is_weighed_beside_a_vllm_that_does_not_sleep(gpus):
+    gpus(1)
+    needs = {'checkpoint': 1, 'rank': 50e9, 'start': 50e9, 'acting copy': 10e9, 'weights': 5e9}
+    config = lambda **vllm: training.make_config(
+        dict(model=BASE, engine='vllm', vllm={'arguments': {'gpu_memory_utilization': .4}, **vllm}))
+    assert lacking(config(sleep_level=1), needs) == []
+    (lacks,) = lacking(config(), needs)
+    assert lacks.startswith("GPU 0 has 80.0 GB, of which vLLM takes 32.0 GB, but 50.0 GB are the learner's")
+    assert lacking(config(devices='1'), needs) == []                          # it is on another GPU
+
+
+def test_free_memory_is_a_containers_too(tmp_path):
+    (info := tmp_path / 'meminfo').write_text('MemTotal: 200 kB\nMemAvailable: 100 kB\n')
+    assert dry_run._free_memory(info, tmp_path) == 102400
+    for name, text in (('memory.max', 'max\n'), ('memory.current', '50000\n'), ('memory.stat', 'anon 1\ninactive_file '
+                                                                                               '3000\nactive_file '
+                                                                                               '2000\n')):
+        (tmp_path / name).write_text(text)
+    assert dry_run._free_memory(info, tmp_path) == 102400
+    (tmp_path / 'memory.max').write_text('60000\n')
+    assert dry_run._free_memory(info, tmp_path) == 15000
+    assert 0 < dry_run._free_memory(tmp_path / 'nowhere', tmp_path / 'nowhere') > 102400
+
+
+def test_a_dry_run_of_a_warm_up_plays_nothing(monkeypatch, tmp_path, capsys, spoken):
+    for name in ('make_setup', 'make_engine', 'collect', 'load_model'):
+        monkeypatch.setattr(preparing, name, lambda *a, **k: pytest.fail('something was computed'))
+    settings = dict(model=spoken, max_tokens=8192, run=str(tmp_path / 'run'), data='hotpotqa',
+                    path=str(ROOT / 'data' / 'hotpotqa_sample.json'), dev_questions=1, test_questions=1, questions=100,
+                    protocol='carl', max_turns=4, per_tier=10, warm_steps=7, warm_least=5, dry_run=True)
+    typed = [f'{k}={json.dumps(v)}' for k, v in settings.items()]
+    preparing.main(typed)
+    said = capsys.readouterr().out
+    # 101 · 5 tries, and of train and dev 20 each under 3 prompts
+    for words in (f'{read_sizes(spoken).parameters:,} parameters', 'memory of a rank, at least', '7 steps',
+                  'before that, 625 rollouts at most',
+                  'leave out dry_run'):
+        assert words in said, said
+    assert not (tmp_path / 'run').exists()
+    for wrong, message in (({'corpus': 'http://127.0.0.1:9'}, 'a query was tried'),
+                           ({'warm_least': 8}, 'no step counts'), ({'other_corpus':
+                                                                    'http://127.0.0.1:9'}, 'a query was tried')):
+        with pytest.raises((ValueError, OSError), match=message):
+            preparing.prepare(settings | wrong, say=lambda line: None)
+
+
+def test_a_large_warm_up_tells_first_what_it_needs(monkeypatch, tmp_path):
+    def begin(c, say, ranks): raise KeyboardInterrupt
+    monkeypatch.setattr(preparing, '_prepare', begin)
+    monkeypatch.setattr(preparing, 'is_large', lambda c: True)
+    lines = []
+    with pytest.raises(KeyboardInterrupt):
+        preparing.prepare(dict(model=BASE, protocol='carl-tiny', run=str(tmp_path / 'run')), say=lines.append)
+    assert any(line.startswith('before that, ') for line in lines) and any('memory of a rank' in line for line in lines)
+
+
+# ---- vLLM, without one ----
+
+def test_vllm_sleeps_while_the_learner_is_made(monkeypatch, tmp_path):
+    "And wakes before the base is played; one that forgot its weights is given the learner's."
+    told = []
+
+    class Engine:
+        hollow = False
+        def __getattr__(self, name): return lambda *given: told.append(name)
+    monkeypatch.setattr(training, 'make_engine', lambda *given: told.append('made') or Engine())
+    monkeypatch.setattr(training, 'make_learner',
+                        lambda *given: told.append('learner') or SimpleNamespace(loss=None))
+    monkeypatch.setattr(training, 'hand_over', lambda *given: told.append('weights'))
+    config = training.make_config({**SHORT, 'track': '', 'engine': 'vllm', 'run': str(tmp_path / 'run')})
+    monkeypatch.setattr(training, 'RunLog', lambda *given: training.SilentLog(config.run))
+    run = training.begin_run(config, lambda line: None)
+    def play(run, part): raise KeyboardInterrupt
+    monkeypatch.setattr(training.Run, 'evaluate', play)
+    for hollow, last in ((False, 'wake'), (True, 'weights')):
+        Engine.hollow = hollow
+        with pytest.raises(KeyboardInterrupt): training._begin(run)
+        assert told == ['made', 'sleep', 'learner', last]
+        told.pop()
+
+
+def test_each_rank_gives_its_vllm_its_own_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, 'is_available', lambda: True)
+    monkeypatch.setattr(staging, 'VLLMEngine', lambda folder, tokenizer, settings, **given: settings.devices)
+    monkeypatch.setattr(torch.cuda, 'device_count', lambda: 8)
+    monkeypatch.setenv('LOCAL_RANK', '2')
+    def made(**given):
+        s = training.settings_of(training.make_config({
+            'model': BASE, 'engine': 'vllm', **given, 'vllm': {'untried': True, **given.get('vllm', {})}}))
+        return training.make_engine(s.host, s.acting, BASE, None, None)
+    assert made(ranks=8, learner='deepspeed') == '2' and made() is None and made(
+        vllm={'devices': '4,5', 'own_process': True}) == '4,5'
+    with pytest.raises(ValueError, match="each of 8 ranks starts a vLLM of its own, and devices='4,5'"):
+        made(ranks=8, learner='deepspeed', vllm={'devices': '4,5'})
+    monkeypatch.setattr(torch.cuda, 'device_count', lambda: 4)
+    with pytest.raises(ValueError, match="devices='3,4', but this process sees 4 GPUs"):
+        VLLMSettings(own_process=True, untried=True, devices='3,4')
+    VLLMSettings(own_process=True, untried=True, devices='2,3')
+
+
+@pytest.mark.parametrize('given', [dict(ranks=2), dict(stage=3)], ids=['two learners', 'weights on the CPU'])
+@pytest.mark.parametrize('transfer', ['ipc', 'nccl'])
+def test_a_transfer_that_wants_whole_weights_on_one_gpu_is_refused_elsewhere(transfer, given):
+    config = training.make_config(
+        dict(model=BASE, engine='vllm', learner='deepspeed',
+             vllm={'transfer': transfer, 'untried': True, 'own_process': True}, **given))
+    with pytest.raises(ValueError, match=f"transfer='{transfer}' wants whole weights on one GPU"):
+        training.check(config)
+
+
+def test_devices_for_all_ranks_are_refused():
+    config = training.make_config(dict(model=BASE, engine='vllm', learner='deepspeed', ranks=2, vllm={'devices': '0'}))
+    with pytest.raises(ValueError, match='leave devices out'): training.check(config)
+
+
+def test_an_estimate_counts_what_vllm_makes_the_learner_read():
+    reading = lambda **given: float(
+        re.search(
+            r'reading ([0-9.e+-]+)', '\n'.join(
+                staging.forecast(training.settings_of(training.make_config({'model': BASE, 'method': 'grpo', 'kl': .01,
+                                                                            'tflops': 1, **given})))))[1])
+    assert reading(engine='vllm') == pytest.approx(2 * reading()) == reading(recompute=True)
+    assert reading(measure=['belief']) == pytest.approx(2 * reading()) == reading(recompute=True, measure=['entropy'])
+
+
+def test_a_gradient_that_is_not_finite_ends_a_run_and_keeps_what_made_it(tmp_path, monkeypatch):
+    "At step 3: the weights of step 2 are the newest; resumed so that it skips such updates, the run goes on."
+    honest, run = training.correct_credit, tmp_path / 'run'
+    def too_large(mismatch, batch):
+        credit, metrics = honest(mismatch, batch)
+        large = credit.advantages.new_full(credit.advantages.shape, 1e38).where(batch.layout.trained, 0.)
+        return (dataclasses.replace(credit, advantages=large) if steps.pop(0) == 3 else credit), metrics
+    monkeypatch.setattr(training, 'correct_credit', too_large)
+    settings, steps = {**SHORT, 'steps': 4, 'eval_every': 1, 'run': str(run), 'kl': .01}, [1, 2, 3]
+    with pytest.raises(BadStep, match='step 3, update .*not finite .*bad_step.json'):
+        train(settings, say=lambda line: None)
+    bad = json.loads((run / 'bad_step.json').read_text())
+    assert bad['step'] == 3 and bad['error'].startswith('update') and 'loss' in bad['error']
+    assert bad['rollouts'] and all(row['trajectory']['turns'] for row in bad['rollouts'])
+    assert read_metrics(run).step.iloc[-1] == 2 and latest_checkpoint(run)[0] == 2
+    assert not (run / 'summary.json').exists()
+    assert all(w.isfinite().all() for w in saved_policy(latest_checkpoint(run)[1]).values())
+    steps[:] = [3, 4]
+    train({**settings, 'resume': True, 'on_bad_step': 'skip'}, say=lambda line: None)
+    table = read_metrics(run).set_index('step')
+    assert table.bad_updates[3] > 0 and math.isnan(table.bad_updates[4]) and (run / 'summary.json').exists()
+
+
+# ---- collapse ----
+
+def test_a_collapsed_answer_rate_stops_the_run(monkeypatch, tmp_path):
+    """After step 5 the model is wiped and babbles evenly; nothing is answered any more, and the run says so and ends.
+    A resumed one knows."""
+    monkeypatch.setattr(torch.cuda, 'is_available', lambda: False)
+    step = training.train_step
+
+    def wipe(run, number, *rest):
+        metrics = step(run, number, *rest)
+        if number == 5:
+            with torch.no_grad():
+                for p in run.setup.model.parameters():
+                    p.zero_()
+        return metrics
+    monkeypatch.setattr(training, 'train_step', wipe)
+    lines, settings = [], {
+        **SHORT, 'run': str(tmp_path / 'run'), 'steps': 40, 'eval_every': 5, 'questions_per_step': 8, 'group_size': 2,
+        'log_kl': False
+    }
+    train(settings, say=lines.append)
+    table = read_metrics(tmp_path / 'run')
+    assert table.answer_rate[1:6].mean() > .2 and table.answer_rate[6:].mean() < .03
+    assert table.step.max() == 10
+    (stopped,) = [line for line in lines if line.startswith('stopped')]
+    assert 'answer rate' in stopped and 'step 10' in stopped and 'learning rate' in stopped
+    summary = results(tmp_path / 'run')
+    assert summary['collapsed'] and summary['best_step'] <= 5 and summary['final_em'] >= summary['last_em'] == 0
+
+    monkeypatch.setattr(training, 'train_step', lambda *args: pytest.fail('it trained on'))
+    (tmp_path / 'run' / 'summary.json').unlink()                       # killed just before it was written
+    train({**settings, 'resume': True}, say=lines.append)
+    assert results(tmp_path / 'run') == summary
+    assert train({**settings, 'resume': True}) == tmp_path / 'run'
+
+
+# ---- what is recorded ----
+
+ALL = {**SHORT, 'kl': None, 'steps': 2, 'log_rollouts': 99, 'track': '', 'log_kl': False}
+BELIEF = {'belief_auc', 'belief_shown', 'belief_unshown', 'belief_shown_states', 'belief_unshown_states'}
+MEASURED = {'belief': {'gold_entropy_start', 'gold_entropy_end', *BELIEF}, 'entropy': {'entropy'}}
+
+
+def quiet(folder, **settings):
+    "The folder of a run, and its kept training rollouts of step 1."
+    run = train({**ALL, **settings, 'run': str(folder)}, say=lambda line: None)
+    return run, [row for row in read_turns(run, 1) if row['kind'] == 'train']
+
+
+def played(rows):
+    "The trajectories of kept rows."
+    return [trajectory_from_json(row['trajectory']) for row in rows]
+
+
+@pytest.mark.parametrize('method, more', [('grpo', {}), ('grpo', {'recompute': True}), ('igpo', {'recompute': True}),
+                                          ('tips', {}), ('ppo', {'critic': 'shared'})])
+def test_what_is_measured_changes_no_update(tmp_path, method, more):
+    "The same weights after two steps and the same metrics, with and without; what was asked for is there besides."
+    runs = [quiet(tmp_path / str(len(measure)), method=method, measure=measure, **more)[0]
+            for measure in ([], ['belief', 'entropy'])]
+    without, with_all = (saved_policy(latest_checkpoint(run)[1]) for run in runs)
+    assert max((without[name] - with_all[name]).abs().max() for name in without) < 1e-6
+    timeless = lambda row: row[[name for name in row.index if not name.startswith('seconds')]]
+    few, many = (timeless(read_metrics(run).iloc[-1].dropna()) for run in runs)
+    changed = {name for name in few.index if few[name] != many[name]}
+    assert changed <= {'read_tokens', *MEASURED['belief']} and 'surprisal' in few
+    assert {*many.index} - {*few.index} <= {'missing_states', *MEASURED['belief'], *MEASURED['entropy']}
+    assert {*MEASURED['belief'], 'entropy'} <= {*many.index} and 'entropy' not in few
+
+
+@pytest.mark.parametrize('method, settings', [
+    ('grpo', {'measure': ['belief']}), ('grpo', {'measure': ['belief', 'entropy'], 'recompute': True}),
+    ('igpo', {'measure': ['belief', 'entropy'], 'recompute': True}), ('tips', {'measure': ['entropy']}),
+    ('carl', {'measure': ['entropy']})])
+def test_the_forwards_of_what_is_measured_are_counted(tmp_path, method, settings):
+    config = training.make_config({**ALL, 'steps': 60, 'method': method, **settings, 'run': str(tmp_path / 'run')})
+    run = training.begin_run(config, lambda line: None)
+    groups, rewards = training.play_step(run.actor, run.method, 1)
+    look = run.look()
+    training.assign(run.method, groups, look, prefix=run.prefix, rewards=rewards)
+    assert dict(look.passes) == extra_passes(run.method, None, False, config.recompute, 0, config.measure)
+
+
+def test_grpo_measures_the_gold_as_igpo_does(tmp_path):
+    """From the same base both play the same rollouts at step 1, and find the gold as probable: GRPO, which is paid by
+    nobody for it, writes it down as IGPO does."""
+    asked, _ = quiet(tmp_path / 'grpo', method='grpo', measure=['belief'])
+    own, _ = quiet(tmp_path / 'igpo', method='igpo')
+    for name in MEASURED['belief']:
+        assert read_metrics(asked)[name][1] == pytest.approx(read_metrics(own)[name][1], abs=1e-5)
+    rows = [[row['belief'] for row in read_turns(run, 1) if row['kind'] == 'train'] for run in (asked, own)]
+    for one, other in zip(*rows, strict=True):
+        assert one == pytest.approx(other, abs=1e-6, nan_ok=True)
+    logs = torch.tensor([[row[0], row[-2]] for row in rows[0]]).log().mean(0)
+    assert read_metrics(asked).gold_entropy_end[1] == pytest.approx(-logs[1].item(), rel=1e-4)
+
+
+def listened(folder, **settings):
+    "What a run of two steps from the small base says, and the metrics that it writes."
+    lines = []
+    run = train({**ALL, 'model': BASE, 'eval_every': 1, 'questions_per_step': 12, 'group_size': 4, **settings,
+                 'run': str(folder)}, say=lines.append)
+    return lines, read_metrics(run)
+
+
+@pytest.mark.parametrize('settings, believes', [
+    ({'method': 'igpo'}, True), ({'method': 'tips'}, True), ({'method': 'grpo', 'measure': ['belief']}, True),
+    ({'method': 'igpo', 'options': {'schema': 'igpo'}}, False),
+    ({'method': 'tips', 'options': {'schema': 'tips'}}, False),
+    ({'method': 'igpo', 'gold_schema': ['<answer> ', '']}, False)], ids=str)
+def test_a_run_tells_whether_its_belief_is_one(tmp_path, monkeypatch, settings, believes):
+    """In the metrics of every step, with the step's own rollouts; and in a line at the first step and at evaluations
+    where it is none. Words that the tokenizer does not have are told before the first step."""
+    monkeypatch.chdir(ROOT)
+    lines, table = listened(tmp_path / 'run', **settings)
+    assert BELIEF <= {*table.columns} and table[[*BELIEF]][1:].notna().all(axis=None)
+    row, warned = table.iloc[1], [line for line in lines if line.startswith('belief in the gold answer is ')]
+    assert row.belief_shown_states + row.belief_unshown_states == pytest.approx(row.turns * row.trajectories)
+    if believes: assert row.belief_auc > .9 and row.belief_shown > .4 and not warned
+    else: assert row.belief_shown < .05 and len(warned) == 2 and 'set gold_schema' in warned[0]
+    unknown = [i for i, line in enumerate(lines) if "has no words for 'Now'" in line]
+    assert len(unknown) == (settings.get('options') == {'schema': 'igpo'}) and unknown in ([], [0])
+
+
+def test_a_run_that_scores_no_gold_says_nothing_of_belief(tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    lines, table = listened(tmp_path / 'run', method='grpo')
+    assert not BELIEF & {*table.columns} and not any('belief' in line for line in lines)
+
+
+@pytest.mark.parametrize('settings, told', [
+    ({'method': 'igpo'}, 0), ({'method': 'igpo', 'options': {'schema': 'igpo'}}, 1), ({'method': 'grpo'}, 0),
+    ({'method': 'grpo', 'measure': ['belief'], 'gold_schema': ['Finally : ', '']}, 1)])
+@pytest.mark.parametrize('model', ['tiny', BASE])
+def test_a_dry_run_tells_of_words_that_the_model_does_not_know(tmp_path, monkeypatch, settings, told, model):
+    monkeypatch.chdir(ROOT)
+    lines = []
+    train({**SHORT, **settings, 'model': model, 'run': str(tmp_path / 'run'), 'dry_run': True}, say=lines.append)
+    assert sum('has no words for' in line and 'gold_schema' in line for line in lines) == told
+
+
+def test_surprisal_is_of_the_samples_and_entropy_of_the_distributions(tmp_path):
+    """Surprisal is the mean -log-probability of what was sampled. A loss with an entropy term logs the entropy itself,
+    and before the first update it is what measuring it says."""
+    run, rows = quiet(tmp_path / 'asked', method='grpo', measure=['entropy'])
+    logps = [p for t in played(rows) for turn in t.turns for p in turn.action_logps]
+    table = read_metrics(run)
+    assert table.surprisal[1] == pytest.approx(-sum(logps) / len(logps), rel=1e-5)
+    bonus, _ = quiet(tmp_path / 'bonus', method='grpo', loss={'entropy': .01}, minibatches=1, measure=['entropy'])
+    assert read_metrics(bonus).entropy[1] == pytest.approx(table.entropy[1], rel=1e-4)
+    assert read_metrics(bonus).entropy[1] != pytest.approx(table.surprisal[1], rel=1e-3)
+    assert 'entropy' not in read_metrics(quiet(tmp_path / 'plain', method='grpo')[0])
+
+
+def test_stored_runs_say_surprisal():
+    "Runs that were stored when the estimate was called entropy were renamed, so that they can be replayed."
+    others = 'carl_warm', 'carl_demo', 'trl'
+    stored = [p for p in (ROOT / 'runs').glob('*/*/metrics.jsonl*') if p.parts[-3] not in others]
+    assert stored
+    for path in stored: assert 'surprisal' in read_metrics(path.parent), path
+
+
+def test_kept_rollouts_tell_of_their_turns_and_states(tmp_path):
+    """Turn rewards, values, beliefs and potentials stand beside the advantages. By TIPS a turn earns α times the step
+    of Φ, and what is left at the end; a missing state is null in the file and NaN when it is read."""
+    run, rows = quiet(tmp_path / 'tips', method='tips', options={'alpha': .5}, measure=['belief'])
+    for row in rows:
+        turns, phi = len(row['trajectory']['turns']), row['potential']
+        assert [len(row[k]) for k in ('advantages', 'turn_rewards', 'values')] == [turns] * 3
+        assert len(phi) == len(row['belief']) == turns + 1 and all(0 < p < 1 for p in row['belief'][:-1])
+        assert math.isnan(phi[-1]) and math.isnan(row['belief'][-1]) and all(map(math.isfinite, row['values']))
+        steps = [.5 * (b - a) for a, b in zip(phi, [*phi[1:-1], 0.])]
+        assert row['turn_rewards'] == pytest.approx(steps, abs=1e-5)
+    with gzip.open(run / 'turns.jsonl.gz', 'rt') as f:
+        line = next(line for line in f if '"train"' in line)
+    assert json.loads(line)['potential'][-1] is None and 'NaN' not in line
+    assert show_rollout(played(rows)[0], rows[0]['advantages'], measured=rows[0]).html.count('reward ') >= len(
+        rows[0]['turn_rewards'])
+    assert (read_metrics(run)[['seconds_teacher', 'seconds_evaluate']][1:] > 0).all(axis=None)
+    other, rows = quiet(tmp_path / 'grpo', method='grpo')
+    assert 'seconds_teacher' not in read_metrics(other)
+    assert all('belief' not in row and 'values' not in row and not any(row['turn_rewards']) for row in rows)
+
+
+def test_a_kept_potential_is_the_one_that_is_paid():
+    "Two golds at -1 and -3 nats: TIPS with the mean pays the steps of -2, not of their log-sum, -0.873."
+    group = example_group()
+    layout = pack([group])
+    n, k = layout.turn_mask.shape
+    golds = torch.tensor([-1., -3.]).expand(n, k + 1, 2)
+    seen = Seen(teacher_logp=golds, teacher_tokens=torch.ones(n, k + 1, 2, dtype=torch.long))
+    for reduce, phi in (('mean', -2.), ('logsumexp', -.8730720)):
+        method = bind(get_method('tips'), {'alpha': .5, 'reduce': reduce})
+        rewards = method.model_rewards({'turns': torch.zeros(n, k), 'outcome': torch.zeros(n)}, layout, seen)
+        kept, credit = [], Credit(layout.trained.float())
+        log, keeping = SimpleNamespace(turns=lambda step, rows: kept.extend(rows)), Keeping(log_rollouts=1)
+        batch = Batch([group], {}, layout, torch.arange(n), rewards, seen, credit)
+        training.keep_rollouts(log, 1, method, batch, keeping)
+        assert len(kept) == n
+        for row in kept:
+            assert row['potential'] == pytest.approx([phi] * len(row['potential']))
+            assert row['turn_rewards'][-1] == pytest.approx(-.5 * row['potential'][-2])       # what is left at the end
+
+
+# of each kind of rule: groups, turns, critics of tokens and of turns
+@pytest.mark.parametrize('method', ['grpo', 'igpo', 'tspo', 'vspo', 'ppo', 'tips', 'turn-ppo', 'mt-grpo*'])
+def test_tokens_with_credit_of_every_step(tmp_path, method):
+    "Those of the turns whose advantage is not 0, once in each of two epochs; nothing is counted before the first step."
+    run, rows = quiet(tmp_path / 'run', method=method, epochs=2, questions_per_step=4)
+    table = read_metrics(run).set_index('step')
+    expected = 2 * sum(len(turn.action_ids) for t, row in zip(played(rows), rows)
+                       for turn, a in zip(t.turns, row['advantages']) if a)
+    assert table.trained_tokens[1] == expected > 0 and math.isnan(table.trained_tokens[0])
+
+
+def test_a_trajectory_of_weight_0_is_not_trained_on():
+    layout = pack([example_group()])
+    whole = Credit(layout.trained.float())
+    part = Credit(layout.trained.float(), trajectory_weight=torch.tensor([1., 0., .5]))
+    tokens = torch.zeros(3).long().index_add(0, layout.row_trajectory, layout.trained.sum(1))
+    assert step_metrics.credited_tokens(whole, layout) == int(tokens.sum())
+    assert step_metrics.credited_tokens(part, layout) == int(tokens[0] + tokens[2])
+
+
+def by_hand(rows):
+    "Right, and a gold shown, of kept rollouts: the tiny world's names need no normalisation."
+    trajectories = played(rows)
+    right = [t.answer is not None and t.answer.strip() in t.question.answers for t in trajectories]
+    shown = [any(f' {g} ' in f' {turn.observation_text} ' for g in t.question.answers for turn in t.turns)
+             for t in trajectories]
+    return list(zip(right, shown))
+
+
+def test_outcome_and_process_of_every_step(tmp_path):
+    run, rows = quiet(tmp_path / 'run', method='grpo', questions_per_step=6)
+    table, kinds = read_metrics(run).set_index('step'), by_hand(rows)
+    assert len({*kinds}) > 2, 'the seed shows too little'
+    names = {(True, True): 'o+p+', (True, False): 'o+p-', (False, True): 'o-p+', (False, False): 'o-p-'}
+    for kind, name in names.items():
+        assert table[name][1] == pytest.approx(kinds.count(kind) / len(kinds)), name
+    wrong = [shown for right, shown in kinds if not right]
+    assert table.near_miss[1] == pytest.approx(sum(wrong) / len(wrong))
+    starts = []
+    for t in played(rows):
+        context = t.prompt_ids
+        for k, turn in enumerate(t.turns):
+            starts.append((t.question.id, context, k))
+            context += turn.action_ids + turn.observation_ids
+    later = [s for s in starts if s[2]]
+    assert table.anchor_share[1] == pytest.approx(sum(starts.count(s) > 1 for s in later) / len(later))
+    alone, _ = quiet(tmp_path / 'alone', method='ppo', group_size=1)
+    assert read_metrics(alone).anchor_share.isna().all() and read_metrics(alone)['o-p-'][1] >= 0
+
+
+def test_tool_rate_by_tier_where_tiers_are_known(tmp_path, monkeypatch):
+    "From a warm-up's rollouts, or a question's own meta; without tiers nothing is logged."
+    group = example_group()
+    one = Collected([group.question], torch.tensor([2]), [Group(group.question, group.trajectories[:1])],
+                    torch.tensor([3]), ['forced'])
+    one.save(tmp_path / 'rollouts-train.jsonl.gz')
+    tiers = step_metrics.known_tiers(str(tmp_path))
+    assert tiers == {(group.question.source, group.question.id): 2} and step_metrics.known_tiers(None) == {}
+    assert step_metrics.known_tiers(str(tmp_path / 'nowhere')) == {}
+    assert step_metrics.tier_rates([group], tiers) == {'tool_rate_tier_2': 1.} and step_metrics.tier_rates([group], {}) == {}
+
+    none, rows = quiet(tmp_path / 'none', method='grpo')
+    assert not [name for name in read_metrics(none) if 'tier' in name]
+    ids = [*dict.fromkeys(('tiny', t.question.id) for t in played(rows))]
+    tiers = {key: 1 + i % 2 for i, key in enumerate(ids)}
+    monkeypatch.setattr(training, 'known_tiers', lambda folder, part='train': tiers)
+    run, again = quiet(tmp_path / 'run', method='grpo')
+    assert again == rows and len(ids) > 1
+    for tier in (1, 2):
+        called = [any(turn.call is not None for turn in t.turns) for t in played(rows)
+                  if tiers['tiny', t.question.id] == tier]
+        assert read_metrics(run)[f'tool_rate_tier_{tier}'][1] == pytest.approx(sum(called) / len(called))
+
+
+def test_a_world_that_says_what_is_taught_sorts_its_questions_for_every_rule(tmp_path, monkeypatch):
+    "Before what a warm-up found, so that rules with one and without are compared on the same questions."
+    monkeypatch.setattr(training, 'known_tiers', lambda *_: {('tiny', f'train-0-{i}'): 1 for i in range(99)})
+    run, rows = quiet(tmp_path, method='grpo', world={'size': 200, 'parametric': .5}, questions_per_step=6)
+    for tier in (1, 2):
+        called = [any(turn.call is not None for turn in t.turns) for t in played(rows)
+                  if t.question.meta['parametric'] == (tier == 2)]
+        assert called and read_metrics(run)[f'tool_rate_tier_{tier}'][1] == pytest.approx(sum(called) / len(called))
+    assert step_metrics.taught_tiers([example_group().question]) == {}
+
+
+def test_entropy_is_drawn_where_it_is_there_and_else_its_estimate(tmp_path):
+    for name, row in (('old', {'surprisal': .3}), ('new', {'surprisal': .3, 'entropy': .4})):
+        log = RunLog(tmp_path / name)
+        for step in (1, 2): log.metrics(step, reward=.5, **row)
+    drawn = [[ax.get_title() for ax in training_curves(tmp_path / name).axes] for name in ('old', 'new')]
+    assert drawn == [['reward', 'surprisal'], ['reward', 'entropy']]
+
+
+def test_a_table_has_a_row_for_each_data_set(tmp_path):
+    RunLog(tmp_path).summary({'questions': 10, 'questions_by_set': {'nq': 6, 'gsm8k': 4},
+                              'base': {'em': .2, 'em_nq': 0., 'em_gsm8k': .5},
+                              'final': {'em': .5, 'em_nq': .5, 'em_gsm8k': .5}})
+    table = before_after(tmp_path)
+    assert table.questions.to_dict() == {'all': 10, 'gsm8k': 4, 'nq': 6} and table.gain['nq'] == .5
+
+
+# ---- logs that do not grow without bound ----
+
+def test_a_long_run_keeps_ever_fewer_steps_of_rollouts(tmp_path):
+    run = train({**SHORT, 'steps': 5, 'log_steps': 1, 'track': '', 'run': str(tmp_path / 'run')}, say=lambda line: None)
+    assert {row['step'] for row in read_turns(run) if row['kind'] == 'train'} == {1, 2, 4}
+    kept = [sum(is_kept(n, 500) for n in range(1, steps + 1)) for steps in (500, 2000, 10 ** 5)]
+    assert kept[:2] == [500, 1000] and kept[2] < 2500
+
+
+@pytest.mark.parametrize('name', ['memory.json', 'written.json', 'learner.pt'])
+def test_a_checkpoint_that_was_cut_says_how_to_go_on(whole, tmp_path, name):
+    "Without it the run goes on from the checkpoint before, to the same results."
+    run = Path(shutil.copytree(whole[0], tmp_path / 'run', symlinks=True))
+    (run / 'params.yaml').write_text((run / 'params.yaml').read_text().replace(str(whole[0]), str(run)))
+    (run / 'summary.json').unlink()
+    last = latest_checkpoint(run)[1]
+    os.truncate(last / name, (last / name).stat().st_size - 3)
+    with pytest.raises(ValueError, match=f'{last}.*remove'): train({**SHORT, 'run': str(run), 'resume': True})

@@ -1,0 +1,486 @@
+"""Our rules inside other trainers: the same batch, the same advantage of every token. What cannot be installed here is
+called as its own code calls it."""
+import asyncio
+import json
+import sys
+from dataclasses import replace
+from types import ModuleType, SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from torch.testing import assert_close
+
+from credit_rl import adapters, dumps
+from credit_rl.adapters import Arrays, assign_arrays, estimator, response_arrays, rewards_of_turns, turns_from_mask
+from credit_rl.layout import pack
+from credit_rl.methods import METHODS, get_method
+from credit_rl.parts import Seen, assign, bind
+from credit_rl.scoring import acting_states
+from credit_rl.trajectory import Group, Result, Stop, example_group
+
+# ---- the contract: one toy batch, the same advantages everywhere ----
+
+# without a critic, which compare in groups
+CREDITED = ('tspo', 'igpo', 'grpo', 'rloo', 'mt-grpo*', 'vspo', 'dapo', 'igpo-ig')
+
+
+def toy():
+    "Two groups: the running example, and its wrong rollouts again with one that stops a turn earlier."
+    first = example_group()
+    wrong = [replace(t, question=replace(t.question, id='again')) for t in first.trajectories[1:]]
+    unread = replace(wrong[0].turns[2], observation_ids=(), observation_text='', result=Result.SKIPPED)
+    short = replace(wrong[0], turns=(*wrong[0].turns[:2], unread), stop=Stop.TURN_CAP, answer=None)
+    return [first, Group(wrong[0].question, [*wrong, short])]
+
+
+def belief(layout, asks):
+    "What a policy would have said of the golds: some log-probabilities, the same each time."
+    values = -(torch.arange(layout.states[..., 0].numel()) % 5 + 1.).view(layout.states.shape[:2])
+    states = acting_states(layout.states, layout.turn_mask)
+    there = states[..., 0] >= 0
+    return Seen(gold_logp=torch.where(there, values, torch.nan)[..., None], gold_tokens=there.long()[..., None])
+
+
+@pytest.fixture(scope='module', params=CREDITED)
+def judged(request):
+    "Groups, method, what our own `assign` gave them, and the same rewards as other trainers' tensors."
+    groups, method = toy(), bind(get_method(request.param))
+    batch = assign(method, groups, belief, torch.Generator().manual_seed(0))
+    n, k = pack(groups).turn_mask.shape
+    outcome, turns = torch.zeros(n), torch.zeros(n, k)
+    outcome[batch.chosen] = batch.rewards['outcome']
+    turns[batch.chosen, :batch.rewards['turns'].shape[1]] = batch.rewards['turns']
+    tensors = response_arrays(groups, outcome, turns)
+    mask, ours = tensors['response_mask'], torch.zeros(tensors['response_mask'].shape)
+    ours[batch.chosen] = torch.zeros(ours[batch.chosen].shape).masked_scatter(
+        mask[batch.chosen].bool(), batch.credit.advantages[batch.layout.trained])
+    assert ours.any(1).sum() >= 2
+    return SimpleNamespace(groups=groups, method=method, name=request.param, ours=ours, tensors=tensors, mask=mask,
+                           outcome=outcome, turns=turns, index=np.array(tensors['index'], dtype=object))
+
+
+def close(a, b): assert_close(a, b, atol=1e-5, rtol=1e-5)
+
+
+def test_verl_gets_our_advantages(judged):
+    given = {k: judged.tensors[k] for k in ('token_level_rewards', 'response_mask')}
+    advantages, returns = estimator(judged.name)(**given, index=judged.index, config={'gamma': 1.})
+    close(advantages, judged.ours)
+    close(returns, judged.ours)
+    shuffled = torch.randperm(len(judged.ours), generator=torch.Generator().manual_seed(1))      # verl balances rows
+    given = {k: x[shuffled] for k, x in given.items()}
+    close(estimator(judged.name)(**given, index=judged.index[shuffled.numpy()], config=None)[0], judged.ours[shuffled])
+
+
+def test_skyrl_gets_our_advantages(judged):
+    given = {k: judged.tensors[k] for k in ('token_level_rewards', 'response_mask')}
+    advantages, _ = estimator(judged.name)(**given, index=judged.index.tolist(), values=None, grpo_norm_by_std=True,
+                                           gamma=1., lambd=1., config=None)
+    close(advantages, judged.ours)
+
+
+def test_openrlhf_gets_our_advantages(judged):
+    def experience(rows):
+        width = int(judged.mask[rows].sum(0).nonzero().max()) + 1
+        return SimpleNamespace(index=rows, action_mask=judged.mask[rows, :width].bool(), values=None, kl=torch.ones(1),
+                               rewards=judged.outcome[rows], info={'turn_rewards': judged.turns[rows]})
+    parts = [[5, 0], [3], [1, 2, 4]]                                                # as dynamic batches cut them
+    experiences = [experience(rows) for rows in parts]
+    maker = type('Maker', (adapters.ExperienceMixin,), {'credited': (judged.name, {})})()
+    maker.strategy = SimpleNamespace(args=SimpleNamespace(use_kl_loss=True, n_samples_per_prompt=3))
+    maker.kl_ctl = SimpleNamespace(value=.1)
+    assert maker.compute_advantages_and_returns(experiences) is experiences
+    for rows, e in zip(parts, experiences):
+        close(e.advantages, judged.ours[rows, :e.advantages.shape[1]])
+        assert e.advantages.shape == e.action_mask.shape and e.kl is None
+        assert_close(e.info['return'], judged.outcome[rows])
+
+
+def slime_samples(judged):
+    samples = []
+    for i, row in enumerate(judged.mask):
+        last = int(row.nonzero().max()) + 1
+        sample = SimpleNamespace(index=i, group_index=i // 3, rollout_id=None, loss_mask=row[:last].int().tolist(),
+                                 response_length=last, metadata={'turn_rewards': judged.turns[i].tolist()})
+        sample.get_reward_value = lambda args, r=float(judged.outcome[i]): r
+        samples.append(sample)
+    return samples
+
+
+def test_slime_gets_our_advantages(judged):
+    samples = slime_samples(judged)
+    raw, credit = adapters.slime_rewards(judged.name)(None, [samples[:3], samples[3:]])
+    assert raw == judged.outcome.tolist() and all(isinstance(x, torch.Tensor) for x in credit)
+    shard = [0, 3, 4]                                                                # a rank's share cuts groups
+    data = {'rewards': [credit[i] for i in shard], 'loss_masks': [torch.tensor(samples[i].loss_mask) for i in shard]}
+    adapters.slime_advantages(SimpleNamespace(context_parallel_size=1), data)
+    for i, a, r in zip(shard, data['advantages'], data['returns']):
+        close(a, judged.ours[i, :len(a)])
+        assert_close(a, r)
+
+
+class PrimeRollout(SimpleNamespace):
+    def assign_advantages(self, values): self.advantages = values
+
+
+def test_prime_rl_gets_our_advantages(judged):
+    rollouts = [PrimeRollout(reward=float(judged.outcome[i]), info={'turn_rewards': judged.turns[i].tolist()},
+                             samples=[SimpleNamespace(mask=row.bool().tolist())]) for i, row in enumerate(judged.mask)]
+    for rollout, row in zip(rollouts, judged.mask):
+        count = int(turns_from_mask(row[None]).max()) + 1
+        rollout.info['turn_rewards'] = rollout.info['turn_rewards'][:count]
+    algorithm = type('Credit', (adapters.AlgorithmMixin,), {'credited': (judged.name, {})})()
+    if judged.method.sampling.selects:
+        with pytest.raises(ValueError, match='a group is all'): asyncio.run(algorithm.score_group(rollouts[:3]))
+        return
+    for part in (rollouts[:3], rollouts[3:]): asyncio.run(algorithm.score_group(part))
+    close(torch.tensor([r.advantages for r in rollouts]), judged.ours)
+
+
+def test_trl_gets_our_advantages(judged, monkeypatch):
+    from credit_rl import trl_trainer
+    chat = SimpleNamespace(encode=lambda text: [])
+    monkeypatch.setattr(trl_trainer, 'answer_header', lambda chat: '')
+    monkeypatch.setattr(trl_trainer, 'policy_look', lambda model, chat: belief)
+    monkeypatch.setattr(trl_trainer, 'seed_of', lambda *parts: 0)
+    method = replace(judged.method, loss=replace(judged.method.loss, average='token-mean'))
+    credit = trl_trainer.TurnCredit(method, SimpleNamespace(chat=chat))
+    credit.groups, credit.rows, credit.first = judged.groups, [None] * 6, 0
+    credit.rewards = method.text_rewards(judged.groups)
+    trainer = SimpleNamespace(accelerator=SimpleNamespace(unwrap_model=lambda model: model), model=None,
+                              state=SimpleNamespace(global_step=0))
+    # DAPO's mean goes over the groups that it keeps, TRL's over all
+    kept = judged.mask[judged.ours.any(1)].sum() if judged.name == 'dapo' else judged.mask.sum()
+    wanted = judged.ours * judged.mask.sum() / kept
+    close(credit.advantages(judged.mask.shape[1], trainer), wanted)
+    credit.rows, credit.first = [None] * 3, 3                                  # the second of two processes
+    close(credit.advantages(judged.mask.shape[1], trainer), wanted[3:])
+
+
+def test_arrays_of_a_rollout_in_several_rows_get_our_advantages():
+    "CARL's way: the second and third turn were sampled in contexts of their own."
+    first = example_group()
+    cut = lambda t: replace(t, turns=(t.turns[0], replace(t.turns[1], context_ids=t.prompt_ids + (1,)), *t.turns[2:3],
+                                      replace(t.turns[3], context_ids=t.prompt_ids)))
+    group = Group(first.question, [cut(first.trajectories[0]), *first.trajectories[1:]])
+    layout = pack([group])
+    for name in ('tspo', 'carl', 'ppo', 'turn-ppo', 'gigpo'):
+        values = torch.rand(layout.ids.shape, generator=torch.Generator().manual_seed(2))
+        ours = assign(bind(get_method(name)), [group], lambda layout, asks: Seen(values=values))
+        arrays = Arrays(layout.trained, ['q'] * 3, ours.rewards['outcome'], ours.rewards['turns'],
+                        layout.row_trajectory, values, layout.ids)
+        found = assign_arrays(name, arrays)
+        close(found.advantages, ours.credit.advantages)
+        if ours.credit.returns is not None: close(found.returns, ours.credit.returns)
+    assert layout.ids.shape[0] == 5
+
+
+# ---- what arrays say ----
+
+def test_turns_are_runs_of_the_mask():
+    groups = toy()
+    layout = pack(groups)
+    assert_close(turns_from_mask(layout.trained), layout.token_turns)
+
+
+def test_rewards_lie_on_their_turn_or_behind_it():
+    turns = turns_from_mask(torch.tensor([[0, 1, 1, 0, 0, 1, 0]]))
+    for at in (1, 2, 3, 4):
+        rewards = torch.zeros(1, 7)
+        rewards[0, at], rewards[0, 6] = .5, 1.
+        outcome, table = rewards_of_turns(rewards, turns)
+        assert outcome.tolist() == [1.] and table.tolist() == [[.5, 0.]]
+    with pytest.raises(ValueError, match='before the first token'): rewards_of_turns(torch.ones(1, 7), turns)
+    with pytest.raises(ValueError, match='like the mask'): rewards_of_turns(torch.ones(1, 6), turns)
+
+
+def test_a_missing_measure_and_an_empty_row_leave_the_comparison():
+    mask = torch.tensor([[1, 0, 1], [1, 0, 1], [1, 0, 1], [0, 0, 0]])
+    turns = torch.tensor([[1., 0], [0., 0], [torch.nan, 0], [0, 0]])
+    found = assign_arrays('tspo', Arrays(mask, [0, 0, 0, 0], [0., 0., 0., 0.], turns)).advantages
+    pair = assign_arrays('tspo', Arrays(mask[:2], [0, 0], [0., 0.], turns[:2])).advantages
+    close(found[:2], pair)
+    assert pair.any() and not found[2:].any()
+
+
+def test_groups_need_not_stand_side_by_side():
+    mask = torch.tensor([[1, 0, 1], [1, 1, 0], [1, 0, 1], [1, 0, 0]])
+    arrays = Arrays(mask, ['b', 'a', 'b', 'a'], [1., 0., 0., 1.])
+    order = [1, 3, 0, 2]
+    sorted_ = Arrays(mask[order], ['a', 'a', 'b', 'b'], [0., 1., 1., 0.])
+    close(assign_arrays('grpo', arrays).advantages[order], assign_arrays('grpo', sorted_).advantages)
+
+
+@pytest.mark.parametrize('given, words', [
+    (dict(groups=['a']), 'as many outcomes'), (dict(turns=[[1.]] * 2), 'does the mask hide a turn'),
+    (dict(values=torch.zeros(2, 4)), 'like the mask'), (dict(row_trajectory=[0, 0]), 'every trajectory a row')])
+def test_arrays_that_do_not_fit_are_refused(given, words):
+    arrays = dict(mask=torch.tensor([[1, 0, 1], [1, 0, 0]]), groups=['a', 'a'], outcome=[1., 0.])
+    with pytest.raises(ValueError, match=words): assign_arrays('grpo', Arrays(**arrays | given))
+
+
+def test_a_reward_of_its_own_for_a_last_turn_is_refused():
+    with pytest.raises(ValueError, match='trajectory 0 has a reward of its own'):
+        response_arrays(toy(), torch.zeros(6), torch.ones(6, 4))
+
+
+def test_gradients_do_not_flow_back():
+    rewards = torch.tensor([[0., 1.], [0., 0.]], requires_grad=True)
+    advantages, returns = estimator('grpo')(token_level_rewards=rewards, response_mask=torch.ones(2, 2), index=[0, 0])
+    assert not advantages.requires_grad and not returns.requires_grad
+
+
+# ---- registries, as the trainers' own code has them ----
+
+def module(monkeypatch, name, **names):
+    parts = name.split('.')
+    for i in range(1, len(parts) + 1): monkeypatch.setitem(sys.modules, '.'.join(parts[:i]), ModuleType('x'))
+    for key, value in names.items(): setattr(sys.modules[name], key, value)
+
+
+def test_verl_and_skyrl_find_a_registered_method(monkeypatch):
+    for register, place, decorator in (
+            (adapters.register_verl, 'verl.trainer.ppo.core_algos', 'register_adv_est'),
+            (adapters.register_skyrl, 'skyrl_train.utils.ppo_utils', 'register_advantage_estimator')):
+        with pytest.raises(ImportError, match='not installed'): register('tspo')
+        found = {}
+        module(monkeypatch, place, **{decorator: lambda name: lambda function: found.update({name: function})})
+        assert register('tspo') == 'credit_rl/tspo' and register('tspo', 'mine', {'strategy': 'all'}) == 'mine'
+        given = dict(token_level_rewards=torch.tensor([[1., 1.], [0., 0.]]), response_mask=torch.ones(2, 2),
+                     index=np.array(['u', 'u'], dtype=object), config=None)
+        close(found['credit_rl/tspo'](**given)[0], torch.tensor([[1., 1.], [-1., -1.]]))
+        assert set(found) == {'credit_rl/tspo', 'mine'}
+        with pytest.raises(ValueError, match='index, the uid'): found['mine'](**{**given, 'index': None})
+        with pytest.raises(ValueError, match='did you mean'): register('tspo', options={'strategie': 'all'})
+
+
+def test_a_trainer_that_cannot_import_its_own_parts_says_so(monkeypatch):
+    class Broken:
+        def find_spec(self, name, path=None, target=None):
+            if name == 'verl': raise ModuleNotFoundError("No module named 'ray'", name='ray')
+    monkeypatch.setattr(sys, 'meta_path', [Broken(), *sys.meta_path])
+    with pytest.raises(ModuleNotFoundError, match='ray'): adapters.register_verl('tspo')
+
+
+def test_openrlhf_and_prime_rl_get_subclasses_of_their_own(monkeypatch):
+    for make, place, name in (
+            (adapters.openrlhf_maker, 'openrlhf.trainer.ppo_utils.experience_maker', 'RemoteExperienceMaker'),
+            (adapters.prime_algorithm, 'prime_rl.orchestrator.algo.base', 'Algorithm')):
+        base = type(name, (), {'own': lambda self: 7})
+        module(monkeypatch, place, **{name: base})
+        made = make('tspo', {'strategy': 'all'})
+        assert issubclass(made, base) and made().own() == 7
+        assert made.credited[0].options['strategy'] == 'all'
+
+
+def test_a_kl_penalty_in_openrlhfs_reward_is_refused():
+    maker = type('Maker', (adapters.ExperienceMixin,), {'credited': ('tspo', {})})()
+    maker.strategy = SimpleNamespace(args=SimpleNamespace(use_kl_loss=False, n_samples_per_prompt=2))
+    maker.kl_ctl = SimpleNamespace(value=.01)
+    with pytest.raises(ValueError, match='--use_kl_loss'): maker.compute_advantages_and_returns([])
+
+
+def test_slime_knows_a_rollout_of_several_samples_and_refuses_what_it_cannot_do():
+    def sample(index, rollout, mask, reward, turns):
+        s = SimpleNamespace(index=index, rollout_id=rollout, group_index=0, loss_mask=mask, response_length=len(mask),
+                            metadata={'turn_rewards': turns})
+        s.get_reward_value = lambda args: reward
+        return s
+    samples = [sample(0, 'a', [1, 0, 1], 0., [1., 0., 0.]), sample(1, 'a', [1, 1], 0., None),
+               sample(2, 'b', [1, 0, 1], 0., [0., 0.])]
+    raw, credit = adapters.slime_rewards('tspo')(None, samples)
+    # turn 0 is compared as (1, 0); turns 1 and 2 do not differ; the second sample holds turn 2 alone
+    close(torch.cat(credit), torch.tensor([1., 0., 0., -1., 0.]))
+    data = {'rewards': credit, 'loss_masks': [torch.tensor(s.loss_mask) for s in samples]}
+    with pytest.raises(ValueError, match='context-parallel-size 1'):
+        adapters.slime_advantages(SimpleNamespace(context_parallel_size=2), data)
+    with pytest.raises(ValueError, match='slime_rewards'):
+        adapters.slime_advantages(SimpleNamespace(context_parallel_size=1), {**data, 'rewards': raw})
+
+
+def test_prime_rl_checks_turn_rewards_and_reads_none_as_missing():
+    rollout = lambda reward, turns: PrimeRollout(reward=reward, info={'turn_rewards': turns},
+                                                 samples=[SimpleNamespace(mask=[True, False, True])])
+    with pytest.raises(ValueError, match='has 3 numbers for 2 turns'):
+        adapters.prime_credit('tspo', [rollout(0., [1., 0., 0.]), rollout(0., [0., 0.])])
+    group = [rollout(0., [1., 0.]), rollout(0., [0., 0.]), rollout(0., [None, 0.])]
+    adapters.prime_credit('tspo', group)
+    close(torch.tensor([r.advantages for r in group]), torch.tensor([[1., 0, 0], [-1, 0, 0], [0, 0, 0]]))
+    alone = [rollout(1., [1., 0.])]
+    adapters.prime_credit('tspo', alone)
+    assert alone[0].advantages == [0., 0., 0.]
+    for name in ('reinforce++', 'ppo', 'dapo'):
+        with pytest.raises(ValueError, match='a group is all'): adapters.prime_credit(name, group)
+
+
+# ---- rollouts that others wrote ----
+
+TALK = [{'role': 'system', 'content': 'Search.'}, {'role': 'user', 'content': 'Who made Casablanca?'},
+        {'role': 'assistant', 'content': '<search>Casablanca</search>'},
+        {'role': 'tool', 'content': 'A film by Michael Curtiz.'},
+        {'role': 'assistant', 'content': '<answer>Curtiz</answer>'}]
+GOLD = {'answers': ['Curtiz']}
+LAYOUTS = {
+    'messages': {'messages': TALK, **GOLD},
+    'TRL': {'prompt': TALK[:2], 'completion': TALK[2:], 'step': 1, 'accuracy_reward': 1., **GOLD},
+    'prime-rl': {'example_id': 3, 'prompt': TALK[:2], 'completion': TALK[2:], 'answer': 'Curtiz', 'reward': 1.},
+    'TRL text': {'prompt': 'Who made Casablanca?', 'answer': 'Curtiz', 'completion': '<search>Casablanca</search>'
+                 '<information>A film by Michael Curtiz.</information><answer>Curtiz</answer>'},
+    'verl': {'input': 'Who made Casablanca?', 'gts': {'target': ['Curtiz']}, 'score': 1., 'step': 2,
+             'output': '<search>Casablanca</search>\nuser\n<information>A film by Michael Curtiz.</information>\n'
+                       'assistant\n<answer>Curtiz</answer>'},
+    'tool calls': {**GOLD, 'messages': [*TALK[:2], {'role': 'assistant', 'content': '', 'tool_calls': [
+        {'function': {'name': 'search', 'arguments': '{"query": "Casablanca"}'}}]}, *TALK[3:]]},
+}
+
+
+@pytest.mark.parametrize('layout', LAYOUTS)
+def test_a_dump_becomes_a_group(layout, tmp_path):
+    path = tmp_path / 'dump.jsonl'
+    path.write_text(json.dumps(LAYOUTS[layout]) + '\n\n' + json.dumps(LAYOUTS[layout]) + '\n')
+    dump = dumps.read_dump(path, 'search-r1')
+    (group,) = dump.groups
+    assert group.question.text == 'Who made Casablanca?' and list(group.question.answers) == ['Curtiz']
+    for t in group.trajectories:
+        assert t.answer == 'Curtiz' and t.stop == Stop.ANSWER
+        assert t.turns[0].call == {'name': 'search', 'queries': ['Casablanca']} and t.turns[1].call is None
+        assert [turn.observation_text for turn in t.turns] == ['A film by Michael Curtiz.', '']
+    assert dump.rewards.isfinite().all() == ('reward' in LAYOUTS[layout] or 'score' in LAYOUTS[layout])
+
+
+def test_text_rules_give_a_dump_what_they_give_our_rollouts():
+    rows = []
+    for t in example_group().trajectories:
+        talk = [{'role': 'user', 'content': t.question.text}]
+        for turn in t.turns:
+            query = turn.call and turn.call['queries'][0]
+            said = f'<search>{query}</search>' if query else f'<answer>{t.answer}</answer>'
+            talk.append({'role': 'assistant', 'content': said})
+            if query: talk.append({'role': 'tool', 'content': turn.observation_text})
+        rows.append({'messages': talk, 'answers': ['Budapest']})
+    groups = dumps.read_dump(rows, 'search-r1').groups
+    for name in ('tspo', 'grpo', 'mt-grpo*', 'rloo'):
+        close(dumps.text_credit(groups, name), dumps.text_credit([example_group()], name))
+    assert dumps.text_credit(groups, 'tspo').any()
+    assert set(dumps.text_methods()) >= {'tspo', 'grpo', 'gigpo', 'prs'} and set(dumps.text_methods()) < set(METHODS)
+
+
+@pytest.mark.parametrize('row, words', [
+    ({'text': 'x', **GOLD}, r'row 2: its keys are .* rename the columns'),
+    ({'messages': TALK}, r'row 2: no accepted answer.*answers='),
+    ({'messages': TALK[2:], **GOLD}, 'row 2: no message of a user'),
+    ({'messages': 'Who?', **GOLD}, 'row 2: a message is a dict'),
+    ({'messages': TALK, 'answers': ['Wilder']}, 'row 2: question .* in row 1 it had'),
+    ({'prompt_ids': [1], 'completion_ids': [2], 'completion_mask': [1], **GOLD}, 'row 2: ids are read with a token'),
+    ({'input': 'Who?', 'output': ' ', **GOLD}, 'row 2: the model said nothing'),
+    ({'messages': TALK, **GOLD, 'reward': 'good'}, 'row 2: could not convert'),
+    ({'messages': TALK, **GOLD, 'reward': [1.]}, 'row 2 is not laid out as it should be')])
+def test_bad_rows_are_refused_by_their_number(row, words):
+    with pytest.raises(ValueError, match=words): dumps.read_dump([LAYOUTS['messages'], row], 'search-r1')
+
+
+def test_bad_lines_and_empty_files_are_refused(tmp_path):
+    path = tmp_path / 'dump.jsonl'
+    path.write_text(json.dumps(LAYOUTS['messages']) + '\n{"messages": \n')
+    with pytest.raises(ValueError, match='line 2 is not JSON'): dumps.read_dump(path, 'search-r1')
+    path.write_text('[1]\n')
+    with pytest.raises(ValueError, match='line 1 is not an object'): dumps.read_dump(path, 'search-r1')
+    path.write_text('')
+    with pytest.raises(ValueError, match='no rollouts'): dumps.read_dump(path, 'search-r1')
+
+
+def test_answers_can_be_handed_over_and_steps_keep_groups_apart():
+    row = {'messages': TALK}
+    rows = [{**row, 'step': step} for step in (1, 1, 2)]
+    groups = dumps.read_dump(rows, 'search-r1', answers={'Who made Casablanca?': ['Curtiz']}).groups
+    assert [len(g.trajectories) for g in groups] == [2, 1]
+
+
+# ---- TRL, trained end to end ----
+
+TINY = {'model': 'data/tiny_base', 'average': 'token-mean', 'track': '', 'keep': 1, 'seed': 201, 'steps': 1,
+        'minibatches': 1, 'eval_every': 1, 'dev_questions': 4, 'test_questions': 4, 'questions': 300,
+        'questions_per_step': 6, 'log_kl': False}
+
+
+@pytest.fixture(autouse=True)
+def quiet(monkeypatch): monkeypatch.setenv('TRL_EXPERIMENTAL_SILENCE', '1')
+
+
+@pytest.fixture
+def trl():
+    pytest.importorskip('trl', reason='pip install credit_rl[train]')
+    from credit_rl import trl_trainer
+    return trl_trainer
+
+
+def weights(model): return {n: p.detach().clone() for n, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize('method', ['tspo', 'igpo'])
+def test_a_step_under_trl_is_a_step_of_our_own_loop(trl, method, tmp_path, monkeypatch):
+    "Same seed, same rollouts, same advantages, one update: the weights that come out are the same."
+    from credit_rl.settings import make_config
+    from credit_rl.train import begin_run, train_step
+    # two averages: a mean over tokens is TRL's own, the other is part of the advantages
+    settings = {**TINY, 'method': method, 'average': {'tspo': 'token-mean', 'igpo': 'sequence-mean-token-mean'}[method]}
+    run = begin_run(make_config({**settings, 'run': str(tmp_path / 'ours')}), lambda line: None)
+    run.wake()
+    before, metrics = weights(run.setup.model), train_step(run, 1)
+    ours, kept = weights(run.setup.model), {}
+    original = trl.make_setup
+    monkeypatch.setattr(trl, 'make_setup', lambda *a: kept.setdefault('stage', original(*a)))
+    make = trl.credit_trainer
+    def watched():
+        class Watched(make()):
+            def _compute_loss(self, model, inputs):
+                kept.setdefault('shapes', []).append((inputs['advantages'].shape, inputs['completion_ids'].shape))
+                kept['credit'] = self.turn_credit
+                return super()._compute_loss(model, inputs)
+        return Watched
+    monkeypatch.setattr(trl, 'credit_trainer', watched)
+    trl.trl_run({**settings, 'run': str(tmp_path / 'theirs')}, lambda line: None)
+    theirs = weights(kept['stage'].model)
+    assert metrics['trained_tokens'] > 0 and kept['credit'].batch.credit.advantages.any()
+    for advantages, ids in kept['shapes']: assert advantages == ids and len(ids) == 2
+    moved = torch.cat([(ours[n] - before[n]).flatten() for n in before])
+    gap = torch.cat([(ours[n] - theirs[n]).flatten() for n in before])
+    assert moved.norm() > .1 and gap.norm() < .03 * moved.norm(), (moved.norm(), gap.norm())
+
+
+def test_trl_trains_for_a_few_steps_and_keeps_its_dev_scores(trl, tmp_path):
+    said = []
+    folder = trl.trl_run({**TINY, 'method': 'igpo', 'steps': 3, 'minibatches': 2, 'dev_questions': 40,
+                          'run': str(tmp_path / 'run')}, said.append)
+    rows = [json.loads(line) for line in (folder / 'metrics.jsonl').read_text().splitlines()]
+    assert [row['step'] for row in rows] == [0, 1, 2, 3] and all(0 <= row['dev_em'] <= 1 for row in rows)
+    assert len({row['dev_em'] for row in rows}) > 1 and 'step 3/3' in said[-1]
+    assert 'method: igpo' in (folder / 'params.yaml').read_text()
+
+
+def test_trl_refuses_what_it_cannot_serve(trl, tmp_path):
+    run = lambda **given: trl.trl_run({**TINY, 'run': str(tmp_path / 'x'), **given}, lambda line: None)
+    with pytest.raises(ValueError, match='TRL has no critic'): run(method='ppo')
+    with pytest.raises(ValueError, match='without an entropy term'): run(method='tspo', loss={'entropy': .1})
+    rows = [{'prompt': 'a', 'question': json.dumps({'id': i, 'text': 'a', 'answers': ['b']})} for i in 'aab']
+    with pytest.raises(ValueError, match=r'groups of \[1, 2\]'): trl.play_rows(None, None, rows, None, 0)
+    edited = replace(example_group().trajectories[0])
+    edited = replace(edited, turns=(replace(edited.turns[0], context_ids=(1,)), *edited.turns[1:]))
+    with pytest.raises(ValueError, match='one row for each'):
+        trl.trl_rollouts([Group(edited.question, [edited])])
+    class Base:
+        def __init__(self, **settings): self.args = SimpleNamespace(loss_type='grpo', temperature=1.)
+    credit = trl.TurnCredit(bind(get_method('tspo')), None)
+    cold = trl.TurnCredit(bind(get_method('tspo')), None, trl.Sampling(.5))
+    with pytest.raises(ValueError, match='temperature 0.5 .* scored at 1.0'):
+        type('T', (trl.CreditMixin, Base), {})(credit=cold)
+    with pytest.raises(ValueError, match="must be 'dapo'"): type('T', (trl.CreditMixin, Base), {})(credit=credit)
+    with pytest.raises(ValueError, match='tools is set by credit'):
+        type('T', (trl.CreditMixin, Base), {})(credit=credit, tools=[print])
+
+
+def test_a_missing_outcome_is_none_to_trl(trl):
+    credit = trl.TurnCredit(bind(get_method('tspo')), None)
+    credit.rewards, credit.first = {'outcome': torch.tensor([1., torch.nan, 0.])}, 1
+    assert credit.outcome(['a', 'b']) == [None, 0.]

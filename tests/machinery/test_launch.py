@@ -1,0 +1,443 @@
+"""Runs on several ranks: the numbers of one process, and what happens when a rank, the disk or the caller fails. Few
+processes: runs of one rank are made in this one, and two ranks make several runs one after the other."""
+import contextlib
+import functools
+import importlib.util
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+
+from credit_rl.estimate import memory, read_sizes
+from credit_rl.export import export_run, read_policy
+from credit_rl.launch import LaunchError, is_rank
+from credit_rl.models import load_model
+from credit_rl.runlog import latest_checkpoint, read_metrics, read_params, read_turns, same_metrics
+from credit_rl.settings import check, make_config, settings_of
+from credit_rl.setup import plan_of
+from credit_rl.train import train
+
+if not importlib.util.find_spec('deepspeed'):
+    pytest.skip('deepspeed is not installed: pip install credit_rl[train]', allow_module_level=True)
+psutil = pytest.importorskip('psutil')
+
+ROOT = Path(__file__).resolve().parents[2]
+SHORT = dict(model=str(ROOT / 'data' / 'tiny_base'), steps=3, eval_every=2, questions_per_step=3, group_size=4,
+             questions=50, dev_questions=7, test_questions=7, max_turns=3, turn_tokens=12, kl=.01, learning_rate=1e-4,
+             world={'size': 200}, threads=1, track='')  # an odd number of questions, so that ranks have unequal shares
+KINDS = {
+    'plain': {}, 'one rank, stage 2':
+    dict(learner='deepspeed', stage=2), 'two ranks, stage 2':
+    dict(learner='deepspeed', stage=2, ranks=2), 'plain, checkpointing':
+    dict(gradient_checkpointing=True), 'two ranks, stage 3':
+    dict(learner='deepspeed', stage=3, ranks=2, gradient_checkpointing=True,
+         deepspeed={'zero_optimization': {'stage3_param_persistence_threshold': 0}})
+}
+# a critic on a backbone of which only additions are trained
+ADAPTED = dict(method='carl', lora={'r': 4}, learning_rate=1e-3)
+KINDS |= {
+    'plain, adapted': ADAPTED, 'two ranks, stage 3, adapted':
+    {**ADAPTED, **dict(learner='deepspeed', stage=3, ranks=2)}
+}
+OTHERS = [kind for kind in KINDS if not kind.startswith('plain') or 'checkpointing' in kind]
+
+
+TAUGHT = dict(method='tips', teacher_every=2)     # by a copy of the policy that is made anew, and kept
+TEACHERS = {'plain, taught': TAUGHT, 'one rank, stage 3, taught': dict(learner='deepspeed', stage=3, **TAUGHT)}
+
+# a run on one rank, from its second step on by two
+MORE = 'one rank, stage 2, then two'
+
+STARTED = []
+
+
+@pytest.fixture(autouse=True, scope='module')
+def on_a_cpu():
+    "This process and what it starts."
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, 'is_available', lambda: False)
+        patch.setenv('CUDA_VISIBLE_DEVICES', '')
+        yield
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_running():
+    "A test that failed half-way leaves no run behind."
+    yield
+    for process in STARTED:
+        if process.poll() is None: process.kill()
+    STARTED.clear()
+
+
+def by_ranks(kinds):
+    "Kinds of runs as parameters; those of two ranks are made together, which takes long."
+    return [pytest.param(kind, marks=[pytest.mark.long] * ('two ranks' in kind)) for kind in kinds]
+
+
+def start_module(*command):
+    "A module as a process of its own; its output can be read."
+    alone = {**os.environ, 'OMP_NUM_THREADS': '1', 'PYTHONUNBUFFERED': '1'}
+    STARTED.append(process := subprocess.Popen(
+        [sys.executable, '-m', *command], cwd=ROOT, env=alone, text=True, stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT))
+    process.said = ''
+    return process
+
+
+def start(folder, settings):
+    settings = {**SHORT, **settings, 'run': str(folder)}
+    return start_module('credit_rl.train', *(f'{k}={json.dumps(v)}' for k, v in settings.items()))
+
+
+def read_until(process, words):
+    """Read the output of a process up to these words, which must come; it is printed, so that a test that waited for
+    them in vain shows what came instead. A line may hold what two ranks printed at once, and break in between."""
+    while words not in process.said:
+        line = process.stdout.readline()
+        if not line: pytest.fail(f'{words!r} was never said')
+        print(line, end='')
+        process.said = (process.said + line.rstrip('\n'))[-10_000:]
+
+
+def ranks_of(pid=None):
+    "The ranks that a caller's launcher started, of this process where none is named: rank -> psutil.Process."
+    found = {}
+    for child in psutil.Process(pid).children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            environment = child.environ()
+            if 'RANK' in environment: found[int(environment['RANK'])] = child
+    return found
+
+
+def gone(processes, seconds=60):
+    "Whether processes end (a long time is given: it is only used up if they don't)."
+    return not psutil.wait_procs(processes, seconds)[1]
+
+
+def cut_back(whole, run):
+    "A copy of a run as it was after its second step."
+    shutil.copytree(whole, run, symlinks=True)
+    (run / 'summary.json').unlink()
+    shutil.rmtree(run / 'checkpoints' / 'step-000003')
+
+
+def ask_two(folder, wanted):
+    "Let two ranks make whole runs, a list of their settings, one after the other."
+    folder.mkdir()
+    (folder / 'runs.json').write_text(json.dumps(wanted))
+    asked = start_module('tests.tools.ranks', str(folder), str(folder / 'runs.json'))
+    said = asked.communicate()[0]
+    assert asked.returncode == 0, said
+
+
+@pytest.fixture(scope='module')
+def runs(tmp_path_factory):
+    "Folders of whole runs by kind; one of two ranks is made with all of these, any other when it is first asked for."
+    made, place = {}, tmp_path_factory.mktemp('runs')
+    asked = {**KINDS, **TEACHERS, MORE: {**KINDS['one rank, stage 2'], 'ranks': 2, 'resume': True}}
+    folder = lambda kind: place / kind.replace(', ', '-').replace(' ', '-')
+    def get(kind):
+        if kind not in made and 'ranks' in asked[kind]:
+            cut_back(get('one rank, stage 2'), folder(MORE))
+            pairs = {kind: folder(kind) for kind in asked if 'ranks' in asked[kind]}
+            ask_two(place / 'two', [{**SHORT, **asked[kind], 'run': str(run)} for kind, run in pairs.items()])
+            made.update(pairs)
+        elif kind not in made:
+            made[kind] = train({**SHORT, **asked[kind], 'run': str(folder(kind))}, say=lambda line: None)
+        return made[kind]
+    return get
+
+
+TWO = KINDS['two ranks, stage 2']
+
+
+def full_disk(folder):
+    "Begin a run by the command, on a disk that takes no second checkpoint. Returns what came of it."
+    process = start(folder, TWO)
+    read_until(process, 'base: EM')                                               # the first checkpoint is there
+    # bytes of a file: enough for all but another one
+    for rank in ranks_of(process.pid).values(): rank.rlimit(psutil.RLIMIT_FSIZE, (300_000, 300_000))
+    after = process.communicate()[0]
+    return seen(folder, after, before=process.said, code=process.returncode,
+                errors={str(file): file.read_text() for file in (folder / 'errors').glob('*.txt')})
+
+
+def killed_rank(folder):
+    "Go on, and kill a rank when the second step is over. Returns what came of it."
+    lines, ranks = [], {}
+    def say(line):
+        lines.append(line)
+        if 'resumed after' in line: ranks.update(ranks_of())
+        if 'step 2/3' in line: ranks[1].send_signal(signal.SIGKILL)
+    with pytest.raises(LaunchError) as ended: train({**SHORT, **TWO, 'run': str(folder), 'resume': True}, say)
+    return seen(folder, '\n'.join(lines), error=str(ended.value), ranks=ranks)
+
+
+def by_hostfile(folder):
+    "Go on to the end on the hosts of a file, which is this one. Returns what came of it."
+    (hosts := folder.parent / 'hosts').write_text('localhost slots=2\n')
+    lines = []
+    train({**SHORT, **TWO, 'run': str(folder), 'resume': True, 'hostfile': str(hosts)}, lines.append)
+    return seen(folder, '\n'.join(lines))
+
+
+def seen(folder, said, **more):
+    "What a sitting of a run said and left behind."
+    table = read_metrics(folder)
+    return SimpleNamespace(folder=folder, said=said, steps=table.step.tolist(), newest=latest_checkpoint(folder)[0],
+                           over=(folder / 'summary.json').exists(), **more)
+
+
+@pytest.fixture(scope='module')
+def sittings(tmp_path_factory):
+    "One run of two ranks in three sittings, each of which ends otherwise; made when the first is asked for."
+    folder = tmp_path_factory.mktemp('sittings') / 'run'
+    return functools.cache(lambda: [sit(folder) for sit in (full_disk, killed_rank, by_hostfile)])
+
+
+def results(folder):
+    return {k: v for k, v in json.loads((folder / 'summary.json').read_text()).items() if k not in ('seconds', 'code')}
+
+
+@pytest.mark.parametrize('kind', by_ranks(OTHERS))
+def test_a_run_has_the_numbers_of_the_plain_one(runs, kind):
+    plain, folder = runs('plain, adapted' if 'adapted' in kind else 'plain'), runs(kind)
+    first, second = read_metrics(plain), read_metrics(folder)
+    assert [line for line in same_metrics(plain, folder, 1e-4) if 'grad_norm' not in line] == []
+    # its size is in the hundreds
+    assert first.grad_norm.tolist() == pytest.approx(second.grad_norm.tolist(), rel=1e-4, nan_ok=True)
+    # what was played is the same, not nearly
+    for name in ('reward', 'em', 'answer_rate', 'turns', 'tokens', 'updates', 'zero_advantage'):
+        assert first[name].dropna().tolist() == second[name].dropna().tolist(), name
+    assert first.updates[1:].gt(0).all() and first.loss[1:].abs().gt(0).all()
+    ids = lambda f: [[turn['action_ids'] for turn in row['trajectory']['turns']] for row in read_turns(f)]
+    assert ids(plain) == ids(folder)
+    assert results(folder) == results(plain)
+
+
+@pytest.mark.parametrize('kind', by_ranks(kind for kind in KINDS if kind != 'plain, checkpointing'))
+def test_what_a_run_made_can_be_exported(runs, tmp_path, kind):
+    """Weights in pieces are put together, additions merged: a folder that any reader of Hugging Face models loads,
+    with the plain run's weights."""
+    folder, model = runs(kind), load_model(SHORT['model'])[0]
+    plain = read_policy(runs('plain, adapted' if 'adapted' in kind else 'plain'), 'newest')[0]
+    made, tokenizer = load_model(str(export_run(folder, tmp_path / 'model', 'newest')))
+    assert tokenizer.get_vocab() == load_model(SHORT['model'])[1].get_vocab()
+    moved = 0.
+    for (name, w), (_, wanted), (_, base) in zip(made.named_parameters(), plain.named_parameters(),
+                                                 model.named_parameters()):
+        torch.testing.assert_close(w, wanted, atol=1e-4, rtol=0, msg=lambda text: f'{name}: {text}')
+        moved = max(moved, (w - base).abs().max().item())
+    assert moved > 1e-4
+
+
+def test_only_additions_are_trained(runs):
+    state = torch.load(latest_checkpoint(runs('plain, adapted'))[1] / 'learner.pt', weights_only=True)['scorer']
+    base = dict(load_model(SHORT['model'])[0].named_parameters())
+    kept = {
+        name.removeprefix('model.').replace('.base_layer', ''): w for name, w in state.items() if 'lora_' not in name
+    }
+    assert all(torch.equal(kept[name], w) for name, w in base.items())
+    assert all(w.abs().max() > 0 for name, w in state.items() if 'lora_B' in name)       # they began as zero
+
+
+@pytest.mark.long
+def test_progress_is_passed_on_and_everything_is_kept(sittings):
+    first, second, last = sittings()
+    assert first.before.startswith('2 ranks: python -m torch.distributed.run --nproc_per_node 2')
+    for sitting, said in ((first.before, ('ceiling of', 'base: EM')), (second.said, ('step 1/3', 'step 2/3')),
+                          (last.said, ('ceiling of', 'step 3/3', 'final: EM'))):
+        for words in said: assert sitting.count(words) == 1, words                # by one rank only
+    assert 'final: EM' in (last.folder / 'ranks.log').read_text() and not (last.folder / 'errors').exists()
+    assert (latest_checkpoint(last.folder)[1] / 'deepspeed').is_dir()
+
+
+def test_a_run_on_one_rank_makes_no_rank_of_what_comes_next(runs):
+    "DeepSpeed wants LOCAL_RANK, by which accelerate sets RANK: that makes a rank of nothing, of no child either."
+    from accelerate import PartialState
+    runs('one rank, stage 2')
+    with mock.patch.dict(os.environ):                        # put back afterwards
+        PartialState._reset_state()
+        PartialState(cpu=True)
+        PartialState._reset_state()
+        assert 'RANK' in os.environ and not is_rank()
+        code = 'from credit_rl.launch import is_rank; print(is_rank())'
+        assert subprocess.check_output([sys.executable, '-c', code], text=True) == 'False\n'
+
+
+@pytest.mark.parametrize('kind', by_ranks(['plain', 'one rank, stage 2', 'two ranks, stage 2', 'two ranks, stage 3',
+                                           *TEACHERS]))
+def test_a_checkpoint_is_as_large_as_was_estimated(runs, kind):
+    written = sum(p.stat().st_size for p in latest_checkpoint(runs(kind))[1].rglob('*') if p.is_file())
+    config = make_config({**SHORT, **{**KINDS, **TEACHERS}[kind]})
+    assert written == pytest.approx(memory(read_sizes(config.model), plan_of(settings_of(config)))['checkpoint'], rel=.05)
+
+
+@pytest.mark.long
+def test_a_disk_that_takes_no_checkpoint_ends_the_run_with_the_reason(sittings):
+    found, *_ = sittings()
+    assert found.code != 0 and not found.over
+    message = found.said.splitlines()[-1]
+    file = found.folder / 'errors' / f'rank-{message.split("rank ")[1][0]}.txt'
+    assert 'ended without summary.json' in message and str(file) in message, message
+    assert 'Traceback' not in found.said, found.said
+    kept = found.newest
+    assert f'{found.folder}/checkpoints/step-00000{kept + 2 - kept // 2} could not be written (' in message, message
+    for words in ('GB free', 'the file size limit is 0.3 MB', 'earlier checkpoints are kept', 'resume=True'):
+        assert words in message, message
+    assert 'save' in found.errors[str(file)] and 'Traceback' in found.errors[str(file)]
+    assert found.steps[:kept + 1] == list(range(kept + 1))                        # what was written stays
+
+
+@pytest.mark.long
+def test_a_killed_rank_ends_the_run(sittings):
+    first, found, _ = sittings()
+    if found.over: pytest.fail('the run was over before the rank was killed')
+    assert f'resumed after step {first.newest}' in found.said                     # the disk has room again
+    assert sorted(found.ranks) == [0, 1] and gone(list(found.ranks.values()))
+    assert 'rank 1 was ended by SIGKILL' in found.error and 'ranks.log' in found.error
+    assert 'rank 0' not in found.error and 'Traceback' not in found.said + found.error
+    assert found.newest == 2 and found.steps == [0, 1, 2]
+
+
+@pytest.mark.long
+def test_a_hostfile_of_this_host_starts_the_ranks_by_deepspeeds_launcher(sittings):
+    found = sittings()[-1]
+    assert 'deepspeed.launcher.runner --hostfile' in found.said.splitlines()[0]
+    assert 'resumed after step 2' in found.said and found.said.count('final: EM') == 1 and found.over
+
+
+@pytest.mark.long
+def test_a_run_that_failed_twice_ends_with_the_very_numbers_of_a_whole_one(runs, sittings):
+    whole, run = runs('two ranks, stage 2'), sittings()[-1].folder
+    assert same_metrics(whole, run) == [] and results(whole) == results(run) and read_turns(whole) == read_turns(run)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize('kind, ranks', [
+    ('two ranks, stage 2', 1), ('two ranks, stage 3, adapted', 1), ('one rank, stage 2', 2)])
+def test_a_run_goes_on_on_another_number_of_ranks(runs, tmp_path, kind, ranks):
+    """From its second step: policy, critic, optimiser and the order of trajectories are there, and the numbers are the
+    whole run's."""
+    whole, run = runs(kind), runs(MORE) if ranks == 2 else tmp_path / 'run'
+    if ranks == 1:
+        cut_back(whole, run)
+        train({**SHORT, **KINDS[kind], 'ranks': 1, 'resume': True, 'run': str(run)}, (lines := []).append)
+        assert 'resumed after step 2' in lines
+    assert read_params(run)['ranks'] == ranks
+    assert [line for line in same_metrics(whole, run, 1e-4) if 'grad_norm' not in line] == []
+    assert read_metrics(run).grad_norm.tolist() == pytest.approx(
+        read_metrics(whole).grad_norm.tolist(), rel=1e-4, nan_ok=True)
+    assert results(whole) == results(run)
+
+
+def ended(process):
+    try: return process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess: return True
+
+
+def end_by(process, how):
+    """Send a signal to a caller whose two ranks run; the caller and all that it started end, and these first if it has
+    time to see to it."""
+    family = psutil.Process(process.pid).children(recursive=True)
+    assert sum('RANK' in p.environ() for p in family) == 2
+    process.send_signal(how)
+    process.communicate()
+    assert process.returncode != 0 and (how == signal.SIGKILL or all(map(ended, family))) and gone(family)
+
+
+def test_interrupting_a_run_ends_its_ranks(tmp_path):
+    "As soon as they are there; those that train are interrupted in tests/program/test_run_notebooks.py."
+    process = start(tmp_path / 'run', TWO)
+    read_until(process, '2 ranks: ')
+    while len(ranks_of(process.pid)) < 2 and process.poll() is None: time.sleep(.1)
+    end_by(process, signal.SIGINT)
+
+
+@pytest.mark.parametrize('how', [signal.SIGTERM, signal.SIGINT, signal.SIGKILL], ids=lambda how: how.name)
+def test_ending_the_caller_ends_the_ranks(tmp_path, how):
+    "Also where the caller has no time to end them itself."
+    process = start_module('tests.tools.ranks', str(tmp_path))
+    read_until(process, 'all are here')
+    end_by(process, how)
+
+
+def test_ranks_end_with_their_launcher(tmp_path):
+    process = start_module('tests.tools.ranks', str(tmp_path))
+    read_until(process, 'all are here')
+    ranks, (launcher,) = ranks_of(process.pid), psutil.Process(process.pid).children()
+    assert sorted(ranks) == [0, 1] and launcher.pid not in [p.pid for p in ranks.values()]
+    launcher.kill()
+    assert gone(list(ranks.values()))
+    said = process.communicate()[0]
+    assert process.returncode != 0 and 'ended without summary.json' in said
+
+
+def test_ranks_that_are_killed_at_once_are_all_named(tmp_path):
+    process = start_module('tests.tools.ranks', str(tmp_path))
+    read_until(process, 'all are here')
+    ranks = list(ranks_of(process.pid).values())
+    for rank in ranks: rank.send_signal(signal.SIGKILL)
+    said = process.communicate()[0]
+    assert process.returncode != 0 and gone(ranks)
+    assert 'rank 0 was ended by SIGKILL' in said and 'rank 1 was ended by SIGKILL' in said, said
+
+
+@pytest.mark.parametrize('zombie', [False, True], ids=['gone', 'a zombie'])
+def test_a_rank_ends_with_the_one_that_asked_for_the_run(zombie):
+    """Also if it says nothing for a long time, and its launcher stays; and if nobody asks how the one that asked for
+    it ended."""
+    asked = subprocess.Popen(['sleep', '600'])
+    rank = subprocess.Popen([
+        sys.executable, '-c', 'import time\nfrom credit_rl.launch import '
+        '_end_with_parent\n_end_with_parent()\nprint("here", '
+        'flush=True)\ntime.sleep(600)'
+    ], cwd=ROOT, env={**os.environ, 'CREDIT_RL_CALLER': str(asked.pid)}, stdout=subprocess.PIPE, text=True)
+    STARTED.extend((asked, rank))
+    assert rank.stdout.readline() == 'here\n' and rank.poll() is None
+    asked.kill()
+    if not zombie: asked.wait()
+    assert rank.wait(60) == -signal.SIGKILL
+    if zombie: assert psutil.Process(asked.pid).status() == psutil.STATUS_ZOMBIE
+
+
+# ---- what is refused before anything starts ----
+
+REFUSED = {
+    'plain ranks': (dict(ranks=2), 'one process'), 'unknown learner': (dict(learner='deep'), 'plain, deepspeed'),
+    'stage': (dict(learner='deepspeed',
+                   stage=4), 'stage must be'), 'settings without deepspeed': (dict(deepspeed={'a': 1}), 'learner is'),
+    'half precision': (dict(learner='deepspeed', dtype='float16'), "'float32' or 'bfloat16'"), 'no ranks':
+    (dict(ranks=0), 'ranks must be at least 1'), 'hostfile': (dict(learner='deepspeed', ranks=2,
+                                                                   hostfile='nowhere'), 'does not exist')
+}
+
+
+@pytest.mark.parametrize('name', REFUSED)
+def test_what_cannot_work_is_refused(tmp_path, name):
+    settings, message = REFUSED[name]
+    with pytest.raises(ValueError, match=message): train({**SHORT, **settings, 'run': str(tmp_path / 'run')})
+    assert not (tmp_path / 'run').exists()
+
+
+def test_a_hostfile_must_have_a_slot_for_each_rank(tmp_path):
+    (tmp_path / 'hosts').write_text('one slots=2\ntwo slots=2\n')
+    settings = {**SHORT, 'learner': 'deepspeed', 'hostfile': str(tmp_path / 'hosts')}
+    check(make_config({**settings, 'ranks': 4}))
+    with pytest.raises(ValueError, match='has 4 slots, but ranks=3'): check(make_config({**settings, 'ranks': 3}))
+
+
+def test_a_folder_with_another_run_is_refused_before_ranks_are_started(tmp_path):
+    (tmp_path / 'summary.json').write_text('{"steps": 99, "collapsed": false}')
+    with pytest.raises(FileExistsError, match='already holds a run'):
+        train({**SHORT, **KINDS['two ranks, stage 2'], 'run': str(tmp_path)})
+    assert not (tmp_path / 'ranks.log').exists()

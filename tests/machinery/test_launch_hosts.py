@@ -1,0 +1,320 @@
+"""Runs on several hosts: two commands that meet on loopback, each with a rank of its own, as on two hosts; what ends
+one of them ends both, with the reason; and what a run needs before."""
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from credit_rl.launch import Ranks, check_hosts, check_same_files, missing_for_hosts
+from credit_rl.runlog import latest_checkpoint, read_metrics, same_metrics
+from credit_rl.settings import GROUPS, check, make_config
+from credit_rl.parameters import by_group, make_parser, read_settings
+from credit_rl.train import train
+
+psutil = pytest.importorskip('psutil')
+ROOT = Path(__file__).resolve().parents[2]
+SHORT = dict(model=str(ROOT / 'data' / 'tiny_base'), steps=3, eval_every=2, questions_per_step=3, group_size=4,
+             questions=50, dev_questions=7, test_questions=7, max_turns=3, turn_tokens=12, kl=.01, learning_rate=1e-4,
+             world={'size': 200}, threads=1, track='', learner='deepspeed', stage=2)
+PATIENCE = 240  # seconds, on a busy machine, in which a command that must end has ended
+
+
+class Command:
+    "A host's command, as a process of its own."
+    def __init__(self, *command, cwd=ROOT):
+        environment = {**os.environ, 'OMP_NUM_THREADS': '1', 'PYTHONUNBUFFERED': '1', 'CUDA_VISIBLE_DEVICES': '',
+                       'PYTHONPATH': str(ROOT)}
+        self.process = subprocess.Popen([sys.executable, '-m', *map(str, command)], cwd=cwd, env=environment, text=True,
+                                        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        self.said = ''
+
+    def read_until(self, words):
+        while words not in self.said:
+            line = self.process.stdout.readline()
+            if not line: pytest.fail(f'{words!r} was never said, but:\n{self.said}')
+            self.said += line
+
+    def rank(self):
+        "Its only rank."
+        while True:
+            for child in psutil.Process(self.process.pid).children(recursive=True):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    if 'RANK' in child.environ(): return child
+            time.sleep(.1)
+
+    def end(self):
+        "Wait for its end: (exit code, what it said)."
+        try: self.said += self.process.communicate(timeout=PATIENCE)[0]
+        except subprocess.TimeoutExpired:
+            pytest.fail(f'it waits for ever, after:\n{self.said}')
+        return self.process.returncode, self.said
+
+
+@pytest.fixture
+def hosts():
+    "Starts commands, and leaves none behind."
+    started = []
+    def start(*command, **more):
+        started.append(Command(*command, **more))
+        return started[-1]
+    yield start
+    for command in started:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for process in [*psutil.Process(command.process.pid).children(recursive=True)]: process.kill()
+        command.process.kill()
+
+
+def free_endpoint():
+    with socket.socket() as s:
+        s.bind(('127.0.0.1', 0))
+        return f'127.0.0.1:{s.getsockname()[1]}'
+
+
+def start_two(hosts, *arguments, cwd=(ROOT, ROOT), endpoint=None):
+    "Two commands of tests/tools/hosts.py, the first of which is host 0."
+    endpoint = endpoint or free_endpoint()
+    folder, *rest = arguments
+    both = [hosts('tests.tools.hosts', folder, endpoint, *rest, cwd=place) for place in cwd]
+    for command in both: command.read_until('this is host')
+    return sorted(both, key=lambda command: 'host 0' not in command.said)
+
+
+def test_a_lost_rank_is_named_on_both_hosts(hosts, tmp_path):
+    first, second = start_two(hosts, tmp_path / 'run', 'wait')
+    first.read_until('all are here')
+    rank = second.rank()
+    rank.send_signal(signal.SIGKILL)
+    since = time.monotonic()
+    for command in (first, second):
+        code, said = command.end()
+        assert code != 0 and 'ended without summary.json: host 1' in said, said
+        assert 'rank 1 was ended by SIGKILL' in said, said
+        assert 'ranks-1.log' in said.splitlines()[-1]
+    assert time.monotonic() - since < 60
+
+
+def test_a_traceback_is_named_on_both_hosts(hosts, tmp_path):
+    for command in start_two(hosts, tmp_path / 'run', 'fail'):
+        code, said = command.end()
+        assert code != 0 and 'rank 1 failed: ZeroDivisionError: division by zero' in said, said
+        assert str(tmp_path / 'run' / 'errors' / 'rank-1.txt') in said.splitlines()[-1]
+    assert 'ZeroDivisionError' in (tmp_path / 'run' / 'errors' / 'rank-1.txt').read_text()
+
+
+@pytest.mark.parametrize('which', [0, 1])
+def test_a_lost_host_is_named_and_leaves_no_rank(hosts, tmp_path, which):
+    both = start_two(hosts, tmp_path / 'run', 'wait')
+    both[0].read_until('all are here')
+    ranks = [command.rank() for command in both]
+    both[which].process.kill()
+    code, said = both[1 - which].end()
+    assert code != 0 and f'host {which} ({socket.gethostname()}) was lost' in said, said
+    assert not psutil.wait_procs(ranks, 60)[1]
+
+
+def test_two_hosts_end_well(hosts, tmp_path):
+    (data := tmp_path / 'data').write_text('12345')
+    for command in start_two(hosts, tmp_path / 'run', 'end', data):
+        code, said = command.end()
+        assert code == 0 and said.endswith('all is well\n'), said
+    left = sorted(p.name for p in (tmp_path / 'run').iterdir())
+    assert left == ['launch.yaml', 'ranks-1.log', 'ranks.log', 'summary.json']
+
+
+def test_a_run_folder_that_only_one_host_sees_is_refused(hosts, tmp_path):
+    for name in ('one', 'two'): (tmp_path / name).mkdir()
+    for command in start_two(hosts, 'run', 'end', cwd=(tmp_path / 'one', tmp_path / 'two')):
+        code, said = command.end()
+        assert code != 0 and "sees nothing of the run folder 'run' that host 0" in said, said
+        assert 'under the same path' in said
+        assert 'host 1' in said
+    assert sorted(p.name for p in tmp_path.glob('*/run')) == ['run']          # host 1 made none of its own
+
+
+def test_data_that_only_one_host_sees_is_refused(hosts, tmp_path):
+    for name in ('one', 'two'): (tmp_path / name).mkdir()
+    (tmp_path / 'one' / 'nq.jsonl').write_text('12345')
+    for command in start_two(hosts, tmp_path / 'run', 'end', 'nq.jsonl', cwd=(tmp_path / 'one', tmp_path / 'two')):
+        code, said = command.end()
+        host = socket.gethostname()
+        assert code != 0, said
+        assert re.search(f"'nq.jsonl' (is not there|has 5 bytes) on {host}, and (has 5|is not)", said), said
+
+
+def test_another_command_on_a_host_is_refused(hosts, tmp_path):
+    endpoint = free_endpoint()
+    both = [hosts('tests.tools.hosts', tmp_path / 'run', endpoint, what) for what in ('end', 'wait')]
+    for command in both:
+        code, words = command.end()
+        assert code != 0 and 'every host gives the same command, but what=' in words, words
+
+
+def test_a_rank_that_does_not_come_is_named(monkeypatch):
+    "One of two ranks, whose launcher was DeepSpeed's: the other's host could not be reached."
+    code = ('from credit_rl.launch import join_ranks\ntry: join_ranks(2, wait=3)\n'
+            'except TimeoutError as e: print(e)')
+    place = free_endpoint().split(':')
+    alone = {**os.environ, 'WORLD_SIZE': '2', 'LOCAL_RANK': '0', 'MASTER_ADDR': place[0], 'MASTER_PORT': place[1],
+             'PYTHONPATH': str(ROOT), 'CUDA_VISIBLE_DEVICES': ''}
+    ask = lambda rank: subprocess.run([sys.executable, '-c', code], env={**alone, 'RANK': rank}, text=True,
+                                      stdout=subprocess.PIPE, timeout=PATIENCE).stdout
+    assert f'1 of 2 ranks came within 3 s, on {socket.gethostname()}; not there: rank 1' in ask('0')
+    assert f'waited 3 s for rank 0 at {":".join(place)}, in vain' in ask('1')
+
+
+@pytest.mark.parametrize('end, left', [('pass', True), ('raise SystemExit(0)', False), ('1 / 0', False)])
+def test_a_rank_leaves_its_group_where_all_went_well(tmp_path, end, left):
+    "Else the group's threads abort some of the ranks that end; one that failed could wait for the others."
+    code = ('import atexit, sys\nimport torch.distributed as dist\n'
+            "atexit.register(lambda: print('in its group:', dist.is_initialized()))\n"
+            'from credit_rl.launch import join_ranks, keep_traceback\n'
+            f'with keep_traceback(sys.argv[1], 0):\n    join_ranks(1)\n    {end}')
+    place = free_endpoint().split(':')
+    alone = {**os.environ, 'WORLD_SIZE': '1', 'RANK': '0', 'LOCAL_RANK': '0', 'MASTER_ADDR': place[0],
+             'MASTER_PORT': place[1], 'PYTHONPATH': str(ROOT), 'CUDA_VISIBLE_DEVICES': ''}
+    said = subprocess.run([sys.executable, '-c', code, tmp_path], env=alone, text=True, stdout=subprocess.PIPE,
+                          timeout=PATIENCE).stdout
+    assert said == f'in its group: {not left}\n'
+
+
+def test_a_file_of_the_launcher_that_a_host_does_not_see_is_named(tmp_path, monkeypatch):
+    for name in ('RANK', 'WORLD_SIZE', 'MASTER_ADDR'): monkeypatch.setenv(name, '1')
+    parser = make_parser('credit_rl.train', '')
+    with pytest.raises(FileNotFoundError, match=f'{socket.gethostname()} does not see .*launch.yaml'):
+        read_settings(parser, ['--params', str(tmp_path / 'launch.yaml')], by_group(*GROUPS.values()))
+
+
+def test_one_rank_leaves_nothing_in_its_folder(tmp_path):
+    check_same_files(Ranks(), tmp_path / 'run', [str(tmp_path)])
+    assert list((tmp_path / 'run').iterdir()) == []
+
+
+# ---- a run ----
+
+@pytest.fixture(scope='module')
+def killed(tmp_path_factory):
+    "A run of two hosts, one of whose ranks is killed after its second step: its folder, and what both said."
+    place, started = tmp_path_factory.mktemp('hosts'), []
+    settings = {**SHORT, 'run': str(place / 'run'), 'ranks': 2, 'hosts': 2, 'endpoint': free_endpoint()}
+    try:
+        for _ in range(2):
+            started.append(Command('credit_rl.train', *(f'{k}={json.dumps(v)}' for k, v in settings.items())))
+        for command in started: command.read_until('2 ranks of all hosts: ')
+        first, second = sorted(started, key=lambda command: '--node_rank 0' not in command.said)
+        first.read_until('step 2/3')
+        second.rank().send_signal(signal.SIGKILL)
+        return place / 'run', [command.end() for command in (first, second)]
+    finally:
+        for command in started: command.process.kill()
+
+
+def test_a_killed_rank_ends_the_run_on_both_hosts(killed):
+    folder, ends = killed
+    for code, said in ends:
+        assert code != 0 and 'rank 1 was ended by SIGKILL' in said and 'Traceback' not in said, said
+    assert ends[0][1].count('base: EM') == 1 and 'base: EM' not in ends[1][1]              # rank 0 alone speaks
+    assert latest_checkpoint(folder)[0] == 2 and not (folder / '.writer').exists()
+    assert (folder / 'ranks.log').is_file() and (folder / 'ranks-1.log').is_file()
+
+
+def test_it_goes_on_on_one_host_with_the_numbers_of_a_whole_run(killed, tmp_path):
+    "The same command, with one rank on one host; DeepSpeed's optimiser is dealt out anew."
+    whole = train({**SHORT, 'run': str(tmp_path / 'whole')}, say=lambda line: None)
+    lines, folder = [], killed[0]
+    again = {'ranks': 1, 'hosts': 1, 'endpoint': 'node0:29500', 'resume': True}
+    train({**SHORT, 'run': str(folder), **again}, lines.append)
+    assert 'resumed after step 2' in lines and any('final: EM' in line for line in lines)
+    assert [line for line in same_metrics(whole, folder, 1e-4) if 'grad_norm' not in line] == []
+    assert read_metrics(folder).grad_norm.tolist() == pytest.approx(read_metrics(whole).grad_norm.tolist(), rel=1e-4,
+                                                                    nan_ok=True)
+    results = lambda f: {k: v for k, v in json.loads((f / 'summary.json').read_text()).items()
+                         if k not in ('seconds', 'code')}
+    assert results(whole) == results(folder)
+
+
+# ---- what is refused, or said to be missing, before anything starts ----
+
+@pytest.mark.parametrize('given, message', [
+    (dict(ranks=6, hosts=4, endpoint='node0:1'), 'wanted a multiple of 4, got ranks=6'),
+    (dict(ranks=8, hosts=4), 'wanted endpoint=node0:29500 or the like, got None'),
+    (dict(ranks=8, hosts=4, endpoint='node0:99999'), "got 'node0:99999'"), (dict(ranks=1, hosts=0), 'at least 1')])
+def test_hosts_that_cannot_work_are_refused(given, message):
+    with pytest.raises(ValueError, match=message): check_hosts(**given)
+    with pytest.raises(ValueError, match=message): check(make_config({**SHORT, **given}))
+
+
+def test_two_ways_to_several_hosts_are_refused(tmp_path):
+    (file := tmp_path / 'hosts').write_text('one slots=2\ntwo slots=2\n')
+    with pytest.raises(ValueError, match='with a hostfile one host starts all ranks'):
+        check(make_config({**SHORT, 'ranks': 4, 'hostfile': str(file), 'hosts': 2, 'endpoint': 'one:29500'}))
+
+
+def test_what_deepspeeds_launcher_needs_is_said_before_a_run(tmp_path, monkeypatch):
+    "First neither pdsh nor a way by ssh to one of two hosts; then all is there."
+    (file := tmp_path / 'hosts').write_text('one slots=1\ntwo slots=1\n')
+    (ssh := tmp_path / 'bin' / 'ssh').parent.mkdir()
+    ssh.write_text('#!/bin/sh\nfor word; do [ "$word" = two ] && exit 255; done; exit 0\n')
+    ssh.chmod(0o755)
+    monkeypatch.setenv('PATH', f'{ssh.parent}:/bin')
+    asked = {**SHORT, 'run': str(tmp_path / 'run'), 'ranks': 2, 'hostfile': str(file), 'dry_run': True}
+    with pytest.raises(ValueError, match='this run cannot start') as refused: train(asked, say=lambda line: None)
+    assert 'pdsh is not installed here' in str(refused.value) and 'ssh does not reach two of' in str(refused.value)
+    for name in ('ssh', 'pdsh'):
+        (tmp_path / 'bin' / name).write_text('#!/bin/sh\nexit 0\n')
+        (tmp_path / 'bin' / name).chmod(0o755)
+    assert missing_for_hosts(str(file)) == []
+    assert train(asked, say=lambda line: None) == tmp_path / 'run'
+
+
+def test_an_endpoint_that_is_not_known_here_is_said_before_a_run(tmp_path):
+    asked = {**SHORT, 'run': str(tmp_path / 'run'), 'ranks': 2, 'hosts': 2, 'endpoint': 'nowhere.invalid:29500',
+             'dry_run': True}
+    with pytest.raises(ValueError, match='nowhere.invalid:29500: this host does not know that name'):
+        train(asked, say=lambda line: None)
+
+
+# ---- the examples ----
+
+def checked(arguments):
+    "The settings of a command, checked but for vLLM, which this host need not have: dict."
+    assert arguments[:2] == ['credit-rl', 'train']
+    settings = read_settings(make_parser('credit_rl.train', ''), arguments[2:], by_group(*GROUPS.values()))[0]
+    check(make_config({**settings, 'engine': 'hf', 'vllm': {}}))
+    return settings
+
+
+def test_the_slurm_example_gives_a_command_that_the_checks_pass(tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    script = ROOT / 'runs' / 'hosts' / 'slurm.sh'
+    for name, does in {'srun': 'printf "%s\\n" "$@"', 'scontrol': 'echo gpu07; echo gpu08'}.items():
+        (tmp_path / name).write_text(f'#!/bin/sh\n{does}\n')
+        (tmp_path / name).chmod(0o755)
+    slurm = {'SLURM_JOB_NODELIST': 'gpu[07-08]', 'SLURM_NNODES': '2', 'SLURM_GPUS_ON_NODE': '4'}
+    path = {'PATH': f'{tmp_path}:{os.environ["PATH"]}'}
+    assert subprocess.run(['bash', '-n', script]).returncode == 0
+    given = subprocess.check_output(['bash', script, 'steps=7'], env=path | slurm, text=True).splitlines()
+    settings = checked(given[given.index('credit-rl'):])
+    assert (settings['hosts'], settings['ranks'], settings['endpoint']) == (2, 8, 'gpu07:29500')
+    assert settings['steps'] == 7 and settings['corpus'] == 'http://gpu07:8000' and settings['method'] == 'tspo'
+
+
+def test_the_kubernetes_example_gives_a_command_that_the_checks_pass(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    service, job = yaml.safe_load_all((ROOT / 'runs' / 'hosts' / 'kubernetes.yaml').read_text())
+    pod = job['spec']['template']
+    settings = checked(pod['spec']['containers'][0]['command'])
+    assert settings['hosts'] == job['spec']['completions'] == job['spec']['parallelism'] == 4
+    assert settings['ranks'] == 4 * pod['spec']['containers'][0]['resources']['limits']['nvidia.com/gpu']
+    # the name of the first pod, as the service gives it
+    assert settings['endpoint'].split(':')[0] == f'{job["metadata"]["name"]}-0.{service["metadata"]["name"]}'
+    assert pod['spec']['subdomain'] == service['metadata']['name'] and service['spec']['clusterIP'] == 'None'
+    assert service['spec']['selector'].items() <= pod['metadata']['labels'].items()

@@ -1,0 +1,282 @@
+"""Answers of several sentences: pairs from files, two verdicts, PRS's long reward on the way and in a training."""
+import json
+import math
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from credit_rl.benchmarks import BENCHMARKS
+from credit_rl.datasets import load_questions
+from credit_rl.engine import ScriptedEngine
+from credit_rl.evaluate import question_row, run_evaluation
+from credit_rl.longform import (JudgeChoice, VERDICTS, judge_rows, judged_table, know_pairs,
+                                long_rewards, main, parse_grounded, pass_rates, run_longform)
+from credit_rl.options import options_in
+from credit_rl.parameters import from_settings
+from credit_rl.protocol import PROTOCOLS, byte_tokenizer
+from credit_rl.prs import prs_long
+from credit_rl.readers import RowError
+from credit_rl.runlog import read_metrics, read_turns
+from credit_rl.train import train
+from credit_rl.trajectory import Question, Trajectory, Turn
+from paper_player import answer_of, call_of, write_model
+from test_paper_settings import unsaid
+from judge_server import Stub
+
+ROOT = Path(__file__).resolve().parents[2]
+SAMPLE, PAGES = ROOT / 'data' / 'rows' / 'pairs.jsonl', ROOT / 'data' / 'rows' / 'pairs_corpus.jsonl'
+PRS = PROTOCOLS['prs']
+
+
+@pytest.fixture(autouse=True)
+def on_its_own(monkeypatch):
+    "Each test begins with the nine sets, and none is reached through a proxy or a GPU."
+    monkeypatch.setenv('NO_PROXY', '127.0.0.1')
+    monkeypatch.setattr(torch.cuda, 'is_available', lambda: False)
+    before = dict(BENCHMARKS)
+    yield
+    BENCHMARKS.clear()
+    BENCHMARKS.update(before)
+
+
+def test_pairs_are_no_tenth_set_until_they_are_asked_for():
+    assert 'pairs' not in BENCHMARKS
+    know_pairs()
+    know_pairs()
+    assert [q.meta.get('type') for q in load_questions('pairs', SAMPLE)] == ['multi', 'simple', 'simple', 'multi']
+    assert list(BENCHMARKS)[-1] == 'pairs'
+
+
+@pytest.mark.parametrize('form', ['jsonl', 'json', 'csv', 'parquet'])
+def test_any_file_of_pairs_is_read(form, tmp_path):
+    import pandas as pd
+    know_pairs()
+    path = tmp_path / f'p.{form}'
+    rows = [{'question': f'Why {i}?', 'reference': f'Because of {i}, of course.'} for i in range(3)]
+    if form == 'jsonl': path.write_text('\n'.join(map(json.dumps, rows)))
+    elif form == 'json': path.write_text(json.dumps(rows))
+    elif form == 'csv': pd.DataFrame(rows).to_csv(path, index=False)
+    else: pd.DataFrame(rows).to_parquet(path)
+    found = load_questions('pairs', path)
+    assert [(q.text, q.answers) for q in found] == [(r['question'], (r['reference'], )) for r in rows]
+    assert len({q.id for q in found}) == 3 and found[0].meta == {}
+
+
+@pytest.mark.parametrize('row, message', [
+    ({'question': 'Why?'}, "'reference' is missing"), ({'question': 'Why?', 'reference': ' '}, 'holds no answer'),
+    ({'question': 'Why?', 'reference': 7}, 'wanted a list of strings'),
+    ({'reference': 'So.'}, "'question' is missing")])
+def test_a_pair_without_one_of_the_two_is_refused(row, message, tmp_path):
+    know_pairs()
+    (tmp_path / 'p.jsonl').write_text(json.dumps(row))
+    with pytest.raises(RowError, match=message): load_questions('pairs', tmp_path / 'p.jsonl')
+
+
+# ---- verdicts ----
+
+def row_of(text, seen='', gold='It rains.', turns=None):
+    "A row of an evaluation: one search where something was `seen`, then an answer, or none."
+    q = Question('q', 'Why is {answer} wet?', (gold, ), 'nq', {})
+    call = {'name': 'wiki_search', 'queries': ['rain']}
+    turns = [Turn('tool', (1, ), (0., ), (2, ), call_of(PRS, 'rain'), seen, call, 'ok')] if seen else []
+    turns.append(Turn('answer', (3, ), (0., ), (), answer_of(PRS, text) if text else '<reasoning> hm </reasoning>', ''))
+    return question_row(Trajectory(q, (0, ), tuple(turns), 'answer' if text else 'no_answer', text), 'nq')
+
+
+class Listed:
+    "A judge that answers from a list, and keeps what it was asked."
+    def __init__(self, *replies): self.replies, self.asked = list(replies), []
+
+    def ask(self, prompts, parse):
+        self.asked += prompts
+        return [None if reply is None else read(reply) for read, reply in zip(parse, self.replies)]
+
+
+def test_verdicts_by_hand_and_what_the_judge_is_shown():
+    rows = [row_of('It rains.', 'Rain {reference} fell.'), row_of(None), row_of('{question} is dry.')]
+    judge = Listed('Match', 'Mismatch', 'grounded', 'Well: invented.')
+    got = judge_rows(rows, judge, 'Be kind.')
+    assert [tuple(v.values()) for v in got] == [(1, 1), (0, 0), (0, 0)] and list(got[0]) == list(VERDICTS)
+    assert len(judge.asked) == 4 and judge.asked[0][0] == {'role': 'system', 'content': 'Be kind.'}
+    first, last = judge.asked[2:]
+    assert 'Rain {reference} fell.' in first and 'Why is {answer} wet?' in first      # fields inside texts stay
+    assert 'Nothing was searched.' in last and '{question} is dry.' in last and first.count('It rains.') == 2
+    assert '{found}' not in first + last
+
+
+def test_a_missing_verdict_is_missing():
+    rows = [row_of('It rains.'), row_of('No.'), row_of('Yes.')]
+    got = judge_rows(rows, Listed(None, 'perhaps', 'Match', 'grounded', None, 'I cannot say'))
+    assert [[math.isnan(v[n]) for n in VERDICTS] for v in got] == [[True, False], [True, True], [False, True]]
+    rewards = long_rewards(rows, [v['reference_pass'] for v in got], vars(PRS))
+    assert [math.isnan(x) for x in rewards] == [True, True, False]
+    judged = [{**v, 'prs_long': x, 'type': k} for v, x, k in zip(got, rewards, ('a', 'a', None))]
+    rates = pass_rates(judged)
+    assert rates['all']['reference_pass'] == rates['all']['hallucination_pass'] == 1 and list(rates) == ['all', 'a']
+    assert rates['all']['missing'] == {'reference_pass': 2, 'hallucination_pass': 2, 'prs_long': 2}
+    assert rates['a']['reference_pass'] is None and rates['a']['missing']['reference_pass'] == 2
+    json.dumps(rates, allow_nan=False)
+
+
+def test_no_answer_costs_no_request():
+    judge = Listed()
+    assert judge_rows([row_of(None)], judge) == [dict.fromkeys(VERDICTS, 0.)] and judge.asked == []
+
+
+@pytest.mark.parametrize('verdict', [0, 1])
+def test_the_reward_is_the_one_of_a_training(verdict):
+    "By the formula: process and format, then the verdict, then BLEU (4 of 4 words, or 2 of 2 shorter by half: e^-1)."
+    rows = [row_of('It rains all day', 'Rain.', 'It rains all day.'), row_of('It rains', 'Rain.', 'It rains all day.'),
+            row_of(None, 'Rain.')]
+    got = long_rewards(rows, [verdict, verdict, 0], vars(PRS))
+    wanted = [prs_long(1, .1, verdict, 1.), prs_long(1, .1, verdict, math.exp(-1)), prs_long(0, 0, None, 0)]
+    assert got == pytest.approx(wanted, abs=1e-6)
+    assert all(math.isnan(x) for x in long_rewards(rows, [1, 1, 0], {**vars(PRS), 'think_tag': None}))
+
+
+@pytest.mark.parametrize('reply, verdict', [
+    ('grounded', 1), ('Invented.', 0), ('**Grounded**', 1), ('The claim is grounded, the date is invented', 0),
+    ('not sure', None), ('', None), (None, None)])
+def test_the_last_word_is_the_verdict(reply, verdict): assert parse_grounded(reply) == verdict
+
+
+# ---- the whole way ----
+
+def gossip(questions):
+    "A player that searches, repeats the first passage, and where it is about a museum adds a lie."
+    def act(text, rng):
+        question, said = re.split('<\\|im_end\\|>', text.rsplit('Question: ', 1)[1], maxsplit=1)
+        if '<tool_response>' not in said: return call_of(PRS, question)
+        page = re.search(r'Doc 1 \(Title: "[^"]*"\) (.*?)\n', said + '\n')[1]
+        return answer_of(PRS, page + (' It burned down in 1788.' if 'museum' in page else ''))
+    return ScriptedEngine(act, byte_tokenizer(), max_length=8192)
+
+
+def by_numbers(prompt, attempt):
+    "A judge's reply: a match where answer and reference share a number, an invention where one was not found."
+    numbers = lambda text: set(re.findall(r'\d+', text))
+    if '[Q&A Agents Response]' in prompt:
+        said, wanted = prompt.split('[Q&A Agents Response]:')[1].split('[Reference Answer]:')
+        return 'Match' if numbers(said) & numbers(wanted) else 'Mismatch'
+    if 'search found:' not in prompt: return 'ready'
+    found, said = prompt.split('search found:')[1].split("assistant's answer:")
+    return 'grounded' if numbers(said.split('Go through')[0]) <= numbers(found) else 'invented'
+
+
+def settings_for(stub, run, **more):
+    return {'path': str(SAMPLE), 'corpus': str(PAGES), 'protocol': 'prs', 'model': 'gossip', 'run': str(run),
+            'passages': 1, **more,
+            'judge': more.get('judge', {'base_url': f'http://127.0.0.1:{stub.server.server_port}/v1', 'model': 'stub'})}
+
+
+def test_pairs_are_evaluated_and_judged_by_one_call(tmp_path):
+    "By hand: ferry and lighthouse share a number with their references, and the museum's year was not found."
+    lines = []
+    with Stub(by_numbers) as stub:
+        run = run_longform(settings_for(stub, tmp_path), engine=gossip(None), say=lines.append, progress=False)
+        asked = len(stub.requests)
+    judged = [json.loads(line) for line in (run / 'pairs' / 'judged.jsonl').read_text().splitlines()]
+    assert [[r[n] for n in VERDICTS] for r in judged] == [[1, 1], [1, 1], [0, 1], [0, 0]] and asked == 1 + 8
+    table = judged_table(run)
+    assert table.loc[('pairs', 'all'), list(VERDICTS)].tolist() == [.5, .75]
+    assert table.loc[('pairs', 'multi'), list(VERDICTS)].tolist() == [.5, .5]
+    about = json.loads((run / 'pairs' / 'judged.json').read_text())
+    assert about['judge'] == 'stub' and about['counts'] == dict(judge_calls=8, judge_retries=0, judge_failures=0,
+                                                                judge_unparsable=0)
+    assert about['prompts'].keys() == {'match', 'grounded'} and len(set(about['prompts'].values())) == 2
+    assert 'pairs: reference pass 0.500, hallucination pass 0.750' in lines[-1]
+
+
+def test_what_was_evaluated_is_judged_from_its_folder(tmp_path, capsys):
+    "Of any set, here one of the nine; nothing is played. Another judge's verdicts take the place of the first's."
+    sample = ROOT / 'data' / 'hotpotqa_sample.json'
+    run_evaluation({'data': 'hotpotqa', 'path': str(sample), 'protocol': 'prs', 'model': 'x', 'run': str(tmp_path)},
+                   engine=gossip(None), say=lambda line: None, progress=False)
+    for reply, rate in (('Match', 1), ('Mismatch', 0)):
+        with Stub(lambda prompt, attempt: 'invented' if 'search found:' in prompt else reply) as stub:
+            main(['--folder', str(tmp_path), f'judge={json.dumps(settings_for(stub, tmp_path)["judge"])}'])
+        table = judged_table(tmp_path)
+        assert table.loc[('hotpotqa', 'all'), list(VERDICTS)].tolist() == [rate, 0]
+    assert 'hotpotqa: reference pass 0.000' in capsys.readouterr().out
+
+
+def test_a_judge_that_goes_down_leaves_gaps(tmp_path):
+    "After the check every request about inventions fails: three attempts each, then a verdict that is missing."
+    with Stub(lambda prompt, attempt: 500 if 'search found:' in prompt else by_numbers(prompt, attempt)) as stub:
+        run = run_longform(settings_for(stub, tmp_path), engine=gossip(None), say=lambda line: None, progress=False)
+    about = json.loads((run / 'pairs' / 'judged.json').read_text())
+    assert about['all']['hallucination_pass'] is None and about['all']['missing']['hallucination_pass'] == 4
+    assert about['all']['reference_pass'] == .5 and about['counts']['judge_failures'] == 4
+
+
+@pytest.mark.parametrize('given, message', [
+    ({'judge': {}}, 'answers are judged by a model'), ({'judge': {'model': 'x'}}, "a judge needs 'base_url'"),
+    ({'judge': {'base_url': 'http://x', 'model': 'x', 'api_key': 'k'}}, 'may not hold a key'),
+    ({'path': None}, 'path=FILE'),
+    ({'jugde': {}}, "did you mean 'judge'"), ({'ranks': 2}, 'on one rank, got ranks=2'),
+    ({'hallucination_prompt': 'bare.txt'}, 'must have the placeholders {answer}, {found}, {question}, {reference}')])
+def test_what_cannot_work_is_refused_before_anything_is_asked(given, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path('bare.txt').write_text('Is it so? {question}')
+    with Stub(by_numbers) as stub:
+        with pytest.raises(ValueError, match=re.escape(message)):
+            run_longform(settings_for(stub, tmp_path / 'run', **given), engine=gossip(None), progress=False)
+        assert stub.requests == [] and not (tmp_path / 'run').exists()
+
+
+def test_a_judge_that_is_not_there_is_named_before_anything_is_played(tmp_path):
+    given = {'path': str(SAMPLE), 'run': str(tmp_path / 'run'),
+             'judge': {'base_url': 'http://127.0.0.1:9/v1', 'model': 'm', 'retries': 0}}
+    with pytest.raises(ConnectionError, match="the judge 'm' at http://127.0.0.1:9/v1 does not answer"):
+        run_longform(given, engine=gossip(None), progress=False)
+    assert not (tmp_path / 'run').exists()
+
+
+# ---- the paper's file, and a training ----
+
+def test_the_papers_file_is_cited_and_runs_with_a_local_model(tmp_path, monkeypatch):
+    path = ROOT / 'runs' / 'params' / 'eval_prs_long.yaml'
+    told = yaml.safe_load(path.read_text())
+    assert unsaid(path.read_text(), host=False) == [] and told['judge']['model'] == 'gpt-4.1'
+    from_settings(JudgeChoice, {k: told[k] for k in options_in(JudgeChoice)})
+    write_model(tmp_path / 'model', [json.loads(line)['question'] for line in SAMPLE.read_text().splitlines()])
+    with Stub(by_numbers) as stub:
+        given = settings_for(stub, tmp_path / 'run', model=str(tmp_path / 'model'), turn_tokens=8)
+        here = {k: given[k] for k in ('path', 'corpus', 'model', 'run', 'judge', 'turn_tokens')}
+        run = run_longform({**told, **here}, say=lambda line: None, progress=False)
+    rows = read_turns(run / 'pairs')
+    assert len(rows) == 4 and judged_table(run).loc[('pairs', 'all'), 'questions'] == 4
+
+
+def test_prs_long_trains_on_pairs_with_a_judge(tmp_path, monkeypatch):
+    """Two steps of PRS's method by its long form, on the sample: a player that is right, wrong or without an answer,
+    a judge on this machine, and rewards of every stage."""
+    know_pairs()
+    folder, questions = tmp_path / 'model', load_questions('pairs', SAMPLE)
+    write_model(folder, [q.text for q in questions])
+
+    class Chatty(ScriptedEngine):
+        def load(self, weights): pass
+        def sleep(self): pass
+
+    def act(text, rng):
+        (q, ) = [q for q in questions if q.text in text]
+        luck = rng.random()
+        said = q.answers[0] if luck < .4 else 'Nobody knows.'
+        return (answer_of(PRS, said) if luck < .8 else 'I give up.') + '<|im_end|>'
+    monkeypatch.setattr('credit_rl.setup.HFEngine', lambda model, tokenizer, **limits: Chatty(act, tokenizer, 8192))
+    says = lambda prompt, attempt: 'Mismatch' if 'Nobody knows' in prompt else 'Match'
+    with Stub(says) as stub:
+        judge = settings_for(stub, tmp_path)['judge']
+        run = train(dict(model=str(folder), data='pairs', path=str(SAMPLE), corpus=str(PAGES), protocol='prs',
+                         method='prs', options={'form': 'long', 'judge': judge}, run=str(tmp_path / 'run'), steps=2,
+                         group_size=4, questions_per_step=2, dev_questions=1, test_questions=1, eval_every=2,
+                         max_tokens=4096, turn_tokens=512, malformed='end', threads=1, recompute=True),
+                    say=lambda line: None)
+        asked = [r for r in stub.requests if '[Reference Answer]' in r['messages'][-1]['content']]
+    table = read_metrics(run)[1:]
+    assert len(asked) == table.judge_calls.sum() > 0 and (table.judge_failures == 0).all()
+    assert table.reward.max() > 1.1 and (table.grad_norm > 0).any()    # beyond process and format: a verdict counted

@@ -1,0 +1,658 @@
+("The papers' settings under runs/params: each file loads, can be run, says where its values come from, and fits its "
+ "paper's host.")
+import dataclasses
+import importlib.util
+import math
+import re
+import shutil
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import numpy
+import pytest
+import torch
+import yaml
+from transformers import LlamaConfig, Qwen2Config, Qwen3Config
+
+from credit_rl.asking import asking_settings
+from credit_rl.compare import plan_jobs
+from credit_rl.datasets import MIXTURES, load_questions
+from credit_rl.dry_run import missing_room
+from credit_rl.estimate import memory, read_sizes
+from credit_rl.evaluate import Evaluation, check_evaluation, read_manifest, read_scores, run_evaluation, set_names
+from credit_rl.layout import pack
+from credit_rl.learner import Learner, Optimiser, make_critic, saved_policy
+from credit_rl.parts import Credit, Seen, bind
+from credit_rl.methods import get_method
+from credit_rl.parameters import from_settings
+from credit_rl.models import load_model
+from credit_rl.prepare import check_warming, make_warming, prepare
+from credit_rl.protocol import PROTOCOLS
+from credit_rl.retrieval import BM25
+from credit_rl.tiny import tiny_model, tiny_tokenizer
+from credit_rl.runlog import latest_checkpoint, read_metrics, read_turns
+from credit_rl.scoring import Schema, read_schema
+from credit_rl.settings import check, make_config, scored_schemas, settings_of
+from credit_rl.setup import plan_of
+from credit_rl.train import train
+from credit_rl.trajectory import example_group
+from credit_rl.warmup import read_collected
+from paper_player import Player, write_model, write_sets
+
+ROOT = Path(__file__).resolve().parents[2]
+VLLM = importlib.util.find_spec('vllm') is not None
+# many runs in the tiny world, for credit_rl.compare
+OURS = ('sweep', 'sweep_weak', 'claims', 'engines', 'ahead', 'carl_warm', 'carl_tiny', 'study', 'asking')
+FILES = {
+    p.stem: p
+    for p in sorted((ROOT / 'runs' / 'params').glob('*.yaml'))
+    if p.stem not in ('demo', 'carl_demo', *OURS) and not p.stem.endswith('_warmup') and not p.stem.startswith('eval_')
+}
+# how a paper evaluates, for credit_rl.evaluate; long answers: test_longform.py
+EVALUATIONS = {p.stem: p for p in sorted((ROOT / 'runs' / 'params').glob('eval_*.yaml')) if p.stem != 'eval_prs_long'
+               and not p.stem.startswith('eval_carl_')}
+# one of them with other passages: CARL's appendix G
+SEARCHES = {p.stem: p for p in sorted((ROOT / 'runs' / 'params').glob('eval_carl_*.yaml'))}
+# what a warm-up is told besides
+WARM = {p.stem.removesuffix('_warmup'): p for p in sorted((ROOT / 'runs' / 'params').glob('*_warmup.yaml'))}
+BOTH = lambda *names: [f'{name}_qwen2.5_{size}' for name in names for size in ('3b', '7b')]
+# steps, questions a step, group size, mini-batches, epochs, learning rate, gradient clip, KL's weight, by the papers
+VALUES = {
+    **dict.fromkeys(
+        [*BOTH('tips', 'ppo', 'mt_ppo'), 'tips_qwen2.5_14b', 'tips_qwen3_4b', 'tips_llama3.1_8b'],
+        (500, 256, 1, 1, 1, 1e-6, 1.0, 0.001),
+    ),
+    **dict.fromkeys(BOTH('grpo', 'mt_grpo_star'), (500, 256, 5, 1, 1, 5e-7, 1e-4, 0.001)),
+    **dict.fromkeys(BOTH('tspo', 'tspo_grpo'), (500, 512, 5, 2, 1, 1e-6, 1.0, 0.001)),
+    **dict.fromkeys(BOTH('igpo', 'igpo_f1', 'igpo_ig'), (500, 32, 16, 1, 1, 1e-6, 1.0, 0.001)),
+    **dict.fromkeys([*BOTH('prs', 'prs_grpo', 'vspo'), 'prs_ppo_qwen2.5_3b'], (500, 128, 5, 1, 1, 1e-7, 1.0, 0.001)),
+    **dict.fromkeys([*BOTH('carl', 'carl_grpo'), 'search_r1_ppo_qwen2.5_7b'],
+                    (500, 256, 5, 20, 4, 1e-6, 1.0, 0.001)),
+}
+# the same for all of a paper's files, then what a file has besides
+GAE = {'gamma': 1.0, 'lam': 1.0, 'whiten': True}
+CRITIC = dict(critic='own', critic_step='apart', critic_rate=1e-5, critic_backbone_rate=1e-5, clip=1.0, critic_clip=1.0)
+DUAL = dict(average='token-mean', loss={'clip_low': 0.2, 'clip_high': 0.2, 'dual_clip': 3.0, 'entropy': 0.0})
+F1 = {'metric': 'f1', 'penalty': -1.0}
+GAIN = {**F1, 'mode': 'prob', 'norm': 'joint', 'gamma': 1.0}
+VARIANT = {'3b': 'answer-aware', '7b': 'tool-only'}
+RULES = lambda size: {'variant': VARIANT[size], 'exec_reward': .1, 'answer_reward': .15}
+FAMILIES = {
+    ('tips', 'ppo', 'mt_ppo', 'grpo', 'mt_grpo_star'):
+        dict(protocol='tips', max_turns=5, max_tokens=8192, prompt_tokens=4096, response_tokens=4096, turn_tokens=4096,
+             answer_stop='last', malformed='end', passages=3, passage_tokens=500, data='nq+hotpotqa', stage=3),
+    ('tspo', ):
+        dict(protocol='tspo', data='nq+hotpotqa', average='group-mean-token-sum', answer_stop='last'),
+    ('igpo', ):
+        dict(protocol='igpo', max_turns=10, turn_tokens=2000, max_tokens=30767 + 2000, temperature=1.0,
+             answer_stop='last', data='nq+triviaqa+hotpotqa+2wikimultihopqa', average='sequence-mean-token-mean'),
+    ('prs', 'vspo'):
+        dict(protocol='prs', data='nq+hotpotqa', temperature=1.0, answer_stop='last'),
+    ('carl', 'search_r1_ppo'):
+        dict(protocol='carl', betas=[0.9, 0.999], weight_decay=0.01, warmup=100 * 80, eval_every=25, max_turns=15,
+             turn_tokens=2048, context_tokens=256, prompt_tokens=2048, response_tokens=2048, max_tokens=4096,
+             data='hotpotqa+2wikimultihopqa+gsm8k', passages=3, stage=3),
+}
+MORE = {
+    **dict.fromkeys((n for n in VALUES if n.startswith('tips')), {
+        'method': 'tips', 'teacher': 'self', 'teacher_every': 200, **CRITIC, 'options':
+            {'band': 'medium', 'alpha': .1, 'refund': False, 'schema': 'tips', 'reduce': 'logsumexp',
+             'terminal': 'zero', **GAE}
+    }),
+    **dict.fromkeys(BOTH('ppo'), {'method': 'ppo', 'options': GAE, **CRITIC}),
+    **dict.fromkeys(BOTH('grpo'), {'method': 'grpo', **DUAL}),
+    **{f'mt_ppo_qwen2.5_{s}': {'method': 'mt-ppo', 'options': {**RULES(s), 'placement': 'last', **GAE}, **CRITIC}
+       for s in ('3b', '7b')},
+    **{f'mt_grpo_star_qwen2.5_{s}': {'method': 'mt-grpo*', **DUAL, 'options': {
+        **RULES(s), 'lambda_mid': 1.0, 'lambda_final': 1.0, 'literal': False}} for s in ('3b', '7b')},
+    **dict.fromkeys(BOTH('tspo'), {'method': 'tspo', 'options': {'alpha': 1.0, 'strategy': 'all-wrong'}}),
+    **dict.fromkeys(BOTH('tspo_grpo'), {'method': 'grpo'}),
+    **dict.fromkeys(BOTH('igpo'), {'method': 'igpo', 'options': GAIN}),
+    **dict.fromkeys(BOTH('igpo_f1'), {'method': 'igpo-f1', 'options': F1}),
+    **dict.fromkeys(BOTH('igpo_ig'), {'method': 'igpo-ig', 'options': {**GAIN, 'parts': 'gain'}}),
+    **dict.fromkeys(BOTH('prs'), {'method': 'prs', 'options': {'form': 'short'},
+                                  'average': 'sequence-mean-token-mean'}),
+    **dict.fromkeys(BOTH('prs_grpo'), {'method': 'grpo', 'options': {'metric': 'em'}}),
+    'prs_ppo_qwen2.5_3b': {'method': 'prs/gae', 'options': {'form': 'short', **GAE}, 'critic': 'own'},
+    **dict.fromkeys(BOTH('vspo'), {'method': 'prs+vspo', 'options': {
+        'form': 'short', 'draw': 'value', 'temperature': 0.1, 'clip': True, 'smoothing': 2, 'least_variance': 1e-6}}),
+    **dict.fromkeys(BOTH('carl'), {
+        'method': 'carl', 'options': {'lam': 0.0}, 'critic': 'shared', 'critic_step': 'apart', 'critic_rate': 5e-6,
+        'critic_backbone_rate': 5e-7, 'critic_mix': None, 'critic_clip': 1.0, 'average': 'segment-mean',
+        'loss': {'clip_low': 0.2, 'clip_high': 0.2, 'entropy': 0.001, 'value': 1.0}}),
+    **dict.fromkeys(BOTH('carl_grpo'), {'method': 'grpo'}),
+    'search_r1_ppo_qwen2.5_7b': dict(method='ppo', options={'gamma': 1.0, 'lam': 0.95, 'whiten': True}, critic='frozen',
+                                     critic_step='apart', critic_rate=1e-5, critic_mix=None),
+}
+
+# the models' shapes, as their configurations say; parameters as published
+_SHAPE = lambda kind, layers, hidden, intermediate, heads, kv, vocabulary, **more: kind(
+    num_hidden_layers=layers, hidden_size=hidden, intermediate_size=intermediate, num_attention_heads=heads,
+    num_key_value_heads=kv, vocab_size=vocabulary, **more)
+MODELS = {
+    'Qwen/Qwen2.5-3B-Instruct': (_SHAPE(Qwen2Config, 36, 2048, 11008, 16, 2, 151936,
+                                        tie_word_embeddings=True), 3_085_938_688), 'Qwen/Qwen2.5-7B-Instruct':
+    (_SHAPE(Qwen2Config, 28, 3584, 18944, 28, 4,
+            152064), 7_615_616_512), 'Qwen/Qwen2.5-14B-Instruct': (_SHAPE(Qwen2Config, 48, 5120, 13824, 40, 8,
+                                                                          152064), 14_770_033_664),
+    'Qwen/Qwen3-4B-Instruct-2507': (_SHAPE(Qwen3Config, 36, 2560, 9728, 32, 8, 151936, head_dim=128,
+                                           tie_word_embeddings=True), 4_022_468_096),
+    'meta-llama/Llama-3.1-8B-Instruct': (_SHAPE(LlamaConfig, 32, 4096, 14336, 32, 8, 128256), 8_030_261_248)
+}
+# bytes of a GPU of the stated host
+GPU = {**dict.fromkeys(('tips', 'ppo', 'grpo', 'mt_', 'prs', 'vspo'), 141e9),
+       **dict.fromkeys(('tspo', 'igpo', 'carl', 'search_r1'), 80e9)}
+
+
+def settings(name): return yaml.safe_load(FILES[name].read_text())
+
+
+@pytest.fixture(scope='module')
+def sizes(tmp_path_factory):
+    "Sizes of the papers' models, from their configurations."
+    found = {}
+    for name, (config, _) in MODELS.items():
+        config.save_pretrained(folder := tmp_path_factory.mktemp('model'))
+        found[name] = read_sizes(folder)
+    return found
+
+
+def test_every_main_setting_has_a_file():
+    assert set(FILES) == set(VALUES)
+
+
+@pytest.mark.parametrize('name', OURS)
+def test_each_run_of_a_sweep_passes_the_checks(name, root, monkeypatch):
+    """Those of the command in the file's first lines: each method that it names, with its own settings; and no setting
+    is left unnamed."""
+    monkeypatch.chdir(root)
+    text = (root / 'runs' / 'params' / f'{name}.yaml').read_text()
+    commands, params, named = re.findall(r'--methods ([^-].*?) --seeds ([\d ]+?) (?:\s*--worlds (\w+) )?',
+                                         re.sub(r'\\\n#', '', text)), yaml.safe_load(text), set()
+    for asked, seeds, world in commands:
+        named |= set(asked.split())
+        worlds = [world] if world else None
+        for job in plan_jobs(asked.split(), list(map(int, seeds.split())), params, 'runs/nothing', worlds):
+            given = {
+                'model': 'tiny', **job.settings, 'method': job.settings.get('method', job.method), 'seed': job.seed,
+                'run': str(job.folder)
+            }
+            if 'collected' in given:
+                made = given['model'] if given['model'] == 'tiny' else 'data/tiny_base'    # another command makes it
+                check_warming(make_warming({**given, 'model': made}))
+            else:
+                # what other commands make first, and what is not installed
+                left = {'critic_from'} | (set() if VLLM else {'engine', 'vllm'})
+                check(
+                    make_config({
+                        n: 'data/tiny_base' if n == 'model' and (v.startswith('runs/') or 'regime' in given) else v
+                        for n, v in given.items()
+                        if n not in left
+                    }))
+    assert commands and set(params.get('methods', {})) <= named
+
+
+def test_rules_that_are_asked_when_to_ask_differ_in_their_credit_alone(root, monkeypatch):
+    """Of all doses and rules: four passes, the same rates, terms and moments, 40 steps with a rate that rises; PPO
+    whitens, and its critic was warmed up where it is read. Doses differ in how often a search misses, and in nothing
+    else. Each critic comes from the warm-up of its own dose."""
+    monkeypatch.chdir(root)
+    params = yaml.safe_load((root / 'runs' / 'params' / 'asking.yaml').read_text())
+    doses, rules = {'m00': 0., 'm10': .1, 'm25': .25, 'm50': .5}, ('carl', 'carl-table', 'carl-lam1', 'grpo',
+                                                                  'ppo-lam1', 'ppo-lam095')
+    assert list(params['worlds']) == list(doses)
+    for job in plan_jobs(rules, [711], params, 'runs/nothing'):
+        world, method = job.folder.parent.name, job.settings.get('method', job.method)
+        config = make_config({**job.settings, 'method': method, 'seed': 711})
+        learns = (config.epochs, config.kl, config.loss, config.betas, config.steps, config.warmup > 0,
+                  config.learning_rate, config.group_size)
+        assert learns == (4, .001, {'entropy': .001}, [.9, .999], 40, True, params['learning_rate'], 5)
+        shared = {k: v for k, v in config.world.items() if k not in ('nothing', 'sibling')}
+        assert shared == {'hops': [1, 2], 'twins': True, 'lost': .1}
+        assert config.model == 'runs/asking_warm/bases/m25/711'
+        assert math.isclose(config.world.get('nothing', 0) + config.world.get('sibling', 0), doses[world])
+        warm = {'carl': 'curated', 'ppo': 'own'}.get(method)
+        assert config.critic_from == (warm and f'runs/asking_warm/{world}/{warm}-711')
+        if warm:
+            assert (config.critic, config.critic_rate, config.critic_backbone_rate) == ('own', .0005, .00005)
+            (job,) = plan_jobs([warm], [711], params, 'runs/asking_warm', [world])
+            warming = make_warming({**job.settings, 'seed': 711})
+            assert (warming.method, warming.world, str(job.folder)) == (method, config.world, config.critic_from)
+        if method == 'ppo': assert bind(get_method('ppo'), config.options).options['whiten']
+    asked = asking_settings(params, [711, 712], None)
+    assert [Path(a['run']).parts[-2:] for a in asked] == [(w, s) for w in doses for s in ('711', '712')]
+    assert all(make_config(a).world['twins'] for a in asked)
+
+
+@pytest.mark.parametrize('method', ('tspo', 'igpo'))
+def test_rows_by_vllm_are_the_sweeps_but_for_their_engine(method, root, monkeypatch):
+    monkeypatch.chdir(root)
+    both, sweep = (yaml.safe_load((root / 'runs' / 'params' / f'{name}.yaml').read_text())
+                   for name in ('engines', 'sweep'))
+    by_vllm = both.pop('methods')[f'{method}-vllm']
+    assert sweep.pop('methods').keys().isdisjoint({method}) and both == sweep
+    assert by_vllm.keys() == {'method', 'engine', 'vllm'} and (by_vllm['method'], by_vllm['engine'],
+                                                               by_vllm['vllm']['dtype']) == (method, 'vllm', 'float32')
+
+
+@pytest.mark.parametrize('method', ('tspo', 'igpo'))
+def test_rows_ahead_are_the_sweeps_but_for_their_engine(method, root):
+    both, sweep = (yaml.safe_load((root / 'runs' / 'params' / f'{name}.yaml').read_text())
+                   for name in ('ahead', 'sweep'))
+    row = both.pop('methods')[f'{method}-ahead']
+    sweep.pop('methods')
+    assert both.pop('threads') == 1        # beside other work one thread is faster (runs/LOG.md)
+    assert both == sweep and row == {'method': method, 'ahead': 1, 'correction': 'truncated', 'gap': 1.}
+
+
+def test_what_make_carl_runs_passes_the_checks(root, monkeypatch):
+    monkeypatch.chdir(root)
+    shared, makefile = yaml.safe_load(
+        (root / 'runs' / 'params' / 'carl_demo.yaml').read_text()), (root / 'Makefile').read_text().replace('\\\n', '')
+    warm, run = ({
+        n: yaml.safe_load(v)
+        for n, v in (pair.split('=')
+                     for pair in re.search(rf'^{name} := (.*)$', makefile, re.M)[1].split())
+    }
+                 for name in ('CARL_WARM', 'CARL_RUN'))
+    check_warming(make_warming(shared | warm))
+    check(make_config(shared | run))
+
+
+@pytest.mark.parametrize('name', FILES)
+def test_a_file_loads_and_passes_the_checks(name, tmp_path):
+    shutil.copytree(ROOT / 'data' / 'tiny_base', tmp_path / 'model')      # stands in for the model, which is not here
+    config = make_config({**settings(name), 'model': str(tmp_path / 'model')})
+    check(replace(config, engine='hf', vllm={}))                           # vLLM wants the host, see below
+    assert (config.learner, config.ranks, config.run) == ('deepspeed', 8,
+                                                          f'runs/{name}') and settings(name)['model'] in MODELS
+    got = (config.steps, config.questions_per_step, config.group_size, config.minibatches, config.epochs,
+           config.learning_rate, config.clip, config.kl)
+    assert got == VALUES[name]
+    (family,) = [told for starts, told in FAMILIES.items() if name.startswith(starts)]
+    for key, value in {**family, **MORE[name]}.items(): assert getattr(config, key) == value, key
+
+
+@pytest.mark.parametrize('name', [n for n in FILES if n.startswith(('igpo', 'tips'))])
+def test_golds_are_scored_in_the_papers_words(name):
+    "IGPO's sentence and TIPS's answer form, whether the file names them or leaves them to its protocol."
+    config = make_config(settings(name))
+    method = bind(get_method(config.method), config.options)
+    scored = [read_schema(schema, PROTOCOLS[config.protocol]) for schema in scored_schemas(method, ['belief'])]
+    own = Schema('{open}') if name.startswith('tips') else Schema(
+        "<think>Now there's enough information to answer</think><{tag}>", '</{tag}>')
+    assert {*scored} == {own} and len(scored_schemas(method, [])) == ('f1' not in name)
+
+
+@pytest.mark.parametrize('name', FILES)
+def test_the_head_has_the_command_that_starts_it(name):
+    heads = [line[4:] for line in FILES[name].read_text().splitlines() if line.startswith('#   ')]
+    train = f'papermill nbs/90_train.ipynb runs/{name}/notebook.ipynb -f runs/params/{name}.yaml'
+    warm = (f'papermill nbs/92_warmup.ipynb runs/{name}_warmup/notebook.ipynb -f runs/params/{name}.yaml '
+            f'-f runs/params/{name}_warmup.yaml')
+    assert heads == ([warm, f'{train} -p critic_from runs/{name}_warmup'] if name in WARM else [train])
+
+
+@pytest.mark.parametrize('name', FILES)
+def test_vllm_acts_asleep_while_the_rank_learns(name):
+    config = make_config(settings(name))
+    assert config.engine == 'vllm' and plan_of(settings_of(config)).copies and plan_of(settings_of(config)).sleeps
+    if not torch.cuda.is_available():
+        with pytest.raises(ValueError, match='vLLM frees memory on CUDA'): check(config)
+
+
+def test_a_dry_run_weighs_vllm_against_the_learner(tmp_path, monkeypatch):
+    "Two GPUs of 10 MB, which are not here, for a model whose weights, gradients and optimiser take three of them."
+    monkeypatch.setattr(torch.cuda, 'device_count', lambda: 2)
+    monkeypatch.setattr(torch.cuda, 'get_device_properties', lambda i: SimpleNamespace(total_memory=1e7))
+    config = make_config(
+        dict(run=str(tmp_path / 'run'), engine='vllm', vllm={'arguments': {'gpu_memory_utilization': .8}}))
+    needs = dict.fromkeys(('weights', 'gradients', 'optimiser'), 1e6) | {'rank': 5e6, 'checkpoint': 1}
+    lacking = lambda config: missing_room(tmp_path, config.keep, settings_of(config).host, needs)
+    assert [w.partition(':')[0] for w in lacking(config)] == [
+        "GPU 0 has 0.0 GB, of which vLLM takes 0.0 GB, but 0.0 GB are the learner's"]
+    assert lacking(replace(config, vllm={'arguments': {'gpu_memory_utilization': .6}})) == []
+    assert lacking(replace(config, engine='hf', vllm={})) == []
+
+
+# of the paper in the file's first line; paper 4's sections have no numbers
+PLACE = re.compile(
+    r'\b(sections?|tables?|appendix|equations?|figures?) '
+    r'(\d|[A-Z](\.\d|\b)|Experimental Setup|Datasets|Evaluation Metrics|Baselines|The introduction of VSPO)', re.I)
+OURS = re.compile(r'\bours(: |, for )\S+( \S+){2}')                                 # and why
+
+
+def unsaid(text, host=True):
+    """Lines of a paper's file whose value is neither cited nor ours for a reason. Number of ranks and learner are the
+    host's, which a line above them cites; run and method are the file's own. Each option has a line of its own."""
+    wrong = [] if re.search(r'\(paper [1-5]\b|paper \([1-5]\)', text.splitlines()[0]) else ['no paper is named in the '
+                                                                                            'first line']
+    if host and not any(line.startswith('# the host: ') and PLACE.search(line) for line in text.splitlines()):
+        wrong.append('the host is not cited')
+    for line in text.splitlines():
+        if line.startswith(('#', 'run:', 'method:', 'learner:', 'ranks:')) or line == 'options:': continue
+        comment = line.partition(' # ')[2]
+        if not (PLACE.search(comment) or OURS.search(comment)): wrong.append(line)
+    return wrong
+
+
+@pytest.mark.parametrize(
+    'changes, frozen, aside',
+    [
+        ({}, 1, 0),
+        ({'lora': {'r': 4}}, 0, 0),
+        ({'offload': ['reference', 'teacher']}, 1, 1),
+        ({'log_kl': False}, 0, 0),
+        ({'method': 'tips'}, 2, 0),
+        ({'method': 'tips', 'offload': ['teacher']}, 2, 1),
+        ({'method': 'tips', 'teacher': 'base', 'lora': {'r': 4}}, 0, 0),
+        ({'method': 'ppo', 'critic': 'frozen'}, 2, 0),
+    ],
+)
+def test_models_that_are_only_read_are_counted(changes, frozen, aside):
+    """A reference that the policy has under its low-rank additions is no second model; one in the host's memory only
+    visits; a frozen critic's backbone is one more."""
+    plan = plan_of(settings_of(make_config({'method': 'grpo', 'model': 'data/tiny_base', **changes})))
+    assert (plan.frozen, plan.aside) == (frozen, aside)
+
+
+@pytest.mark.parametrize('name', FILES)
+def test_every_value_is_cited_or_ours_for_a_reason(name):
+    "Those of a warm-up too, whose paper and host are named in the training's file."
+    assert unsaid(FILES[name].read_text() + (WARM[name].read_text() if name in WARM else '')) == []
+
+
+def test_a_value_that_says_nothing_is_noticed():
+    head = '# TIPS (paper 1): all.\n# the host: section 4, 8 GPUs\nrun: x\nlearner: deepspeed\n'
+    for good in ('kl: 1   # table 10, kl_loss_coef', 'kl: 1   # appendix C.2', 'kl: 1   # ours: not given; as in verl',
+                 'kl: 1   # section Datasets'):
+        assert unsaid(head + good) == []
+    for bad in ('kl: 1', 'kl: 1   # ours', 'kl: 1   # not given', 'kl: 1   # as in verl', 'kl: 1   # all of them',
+                'kl: 1   # the table', "kl: 1   # not given: Search-R1's", 'kl: 1   # ours: so'):
+        assert unsaid(head + bad) == [bad]
+    assert len(unsaid('# Mine.\nkl: 1   # table 1')) == 2
+
+
+@pytest.mark.parametrize(
+    'name, per_tier, rates',
+    [
+        ('carl_qwen2.5_3b', [10400, 5600], (5e-6, 5e-7)),
+        ('carl_qwen2.5_7b', [8800, 7200], (5e-6, 5e-7)),
+        ('search_r1_ppo_qwen2.5_7b', [8800, 7200], (1e-5, 0.0)),
+    ],
+)
+def test_a_warm_up_is_told_the_rest_by_a_second_file(name, per_tier, rates, tmp_path):
+    """The two files of the command, one after the other as papermill reads them, and then the training that is given
+    the folder."""
+    shutil.copytree(ROOT / 'data' / 'tiny_base', tmp_path / 'model')
+    told = settings(name) | yaml.safe_load(WARM[name].read_text())
+    warming = make_warming({**told, 'model': str(tmp_path / 'model'), 'engine': 'hf', 'vllm': {}})
+    check_warming(warming)
+    assert (warming.run, warming.per_tier, warming.prompts, warming.tries,
+            warming.repeats) == (f'runs/{name}_warmup', per_tier, ['direct', 'forced', 'optional'], 5, 1)
+    assert 2 * sum(warming.per_tier) == 32000 and warming.clusters == {
+        'hotpotqa': 50, '2wikimultihopqa': 50, 'gsm8k': 30
+    } and set(warming.clusters) == set(warming.data.split('+'))
+    assert (warming.warm_steps, warming.warm_least, warming.warm_every, warming.warm_batch, warming.warm_rise,
+            warming.other_share) == (2400, 1800, 25, 256, 100, .3)
+    assert (warming.head_rate, warming.backbone_rate,
+            warming.collected) == (*rates, 'curated') and warming.betas == [.9, .999]
+
+
+def test_only_those_with_a_critic_to_warm_up_have_a_second_file():
+    assert set(WARM) == {n for n in FILES if settings(n).get('critic') in ('shared', 'frozen')}
+
+
+@pytest.mark.parametrize('name', WARM)
+def test_the_critics_term_is_half_the_mean_square(name):
+    """By hand: a cold CARL critic says .5 at every segment, and .5 · mean (.5 - 1)² = .125 of an outcome of 1; a
+    linear one says 0, so .5 · mean (0 - 1)² = .5."""
+    config = make_config(settings(name))
+    model = tiny_model(tokenizer := tiny_tokenizer(), width=32, heads=1, feedforward=64)
+    method = get_method(config.method)
+    loss = replace(method.loss, **config.loss | {'entropy': 0.}, average=config.average, kl=0.)
+    critic = make_critic(model, **{**method.critic, 'kind': config.critic})
+    layout = pack([example_group()])
+    nothing = torch.zeros(layout.ids.shape)
+    logged = Learner(model, loss, Optimiser(minibatches=1),
+                     critic=critic).step(replace(layout, ids=layout.ids % len(tokenizer)), Seen(logp=layout.logps),
+                                         Credit(nothing, nothing + 1))
+    assert abs(logged['loss'] - (.125 if config.method == 'carl' else .5)) < 1e-6
+
+
+def test_sizes_are_the_published_ones(sizes):
+    assert {name: s.parameters
+            for name, s in sizes.items()} == {name: parameters for name, (_, parameters) in MODELS.items()}
+
+
+def test_known_sizes_are_those_of_the_configurations():
+    from credit_rl.estimate import KNOWN_SIZES
+    for name, known in KNOWN_SIZES.items():
+        config, parameters = MODELS[name]
+        width = getattr(config, 'head_dim', None) or config.hidden_size // config.num_attention_heads
+        assert dataclasses.astuple(known) == (
+            parameters, config.num_hidden_layers, config.hidden_size, config.intermediate_size,
+            width * config.num_attention_heads, width * config.num_key_value_heads, config.vocab_size), name
+
+
+@pytest.mark.parametrize('name', FILES)
+def test_a_setting_fits_its_papers_host(name, sizes):
+    config = make_config(settings(name))
+    needs = memory(sizes[config.model], plan_of(settings_of(config)))
+    assert needs['rank'] < .9 * next(size for start, size in GPU.items() if name.startswith(start)), {
+        k: f'{v / 1e9:.1f} GB' for k, v in needs.items()
+    }
+
+
+def test_a_dry_run_names_all_that_is_missing_and_leaves_nothing(tmp_path):
+    "A model whose checkpoints no disk holds, and passages that are not there."
+    shutil.copytree(ROOT / 'data' / 'tiny_base', tmp_path / 'model')
+    _SHAPE(Qwen2Config, 4, 65536, 262144, 64, 64, 152064).save_pretrained(tmp_path / 'model')
+    lines = []
+    wanted = 'cannot start:\n- .*nowhere.*\n- .* GB free, but 4 checkpoints take [0-9.]+ GB'
+    with pytest.raises(ValueError, match=wanted):
+        train(
+            dict(model=str(tmp_path / 'model'), data='hotpotqa', path=str(ROOT / 'data' / 'hotpotqa_sample.json'),
+                 dev_questions=1, test_questions=1, corpus='nowhere', run=str(tmp_path / 'run'), dry_run=True),
+            say=lines.append)
+    assert any('1 test questions' in line
+               for line in lines) and any('memory of a rank' in line
+                                          for line in lines) and not (tmp_path / 'run').exists()
+
+
+def test_a_dry_run_of_what_is_there_says_so(tmp_path):
+    lines = []
+    assert train(dict(model=str(ROOT / 'data' / 'tiny_base'), run=str(tmp_path / 'run'), dry_run=True),
+                 say=lines.append) == tmp_path / 'run'
+    assert 'leave out dry_run' in lines[-1] and not (tmp_path / 'run').exists()
+    (tmp_path / 'run').mkdir()
+    (tmp_path / 'run' / 'params.yaml').write_text('run: x')
+    with pytest.raises(ValueError, match='already holds a run'):
+        train(dict(model=str(ROOT / 'data' / 'tiny_base'), run=str(tmp_path / 'run'), dry_run=True), say=lines.append)
+
+
+# ---- none that has never been started ----
+
+# what a run at a small size is given instead: of all else each file's own settings are what is run
+SMALL = dict(steps=2, eval_every=2, dev_questions=10, test_questions=5, learner='plain', ranks=1, deepspeed={},
+             engine='hf', vllm={}, dtype='float32', recompute=True, threads=1, track='')
+SMALL_WARM = dict(per_tier=[8, 6], warm_steps=2, warm_least=1, warm_every=1, warm_rise=1, warm_batch=16,
+                  must_pass=False)
+
+
+@pytest.fixture(scope='module')
+def small(tmp_path_factory):
+    "A small model, the sets' files and passages: (settings, question → gold)."
+    folder = tmp_path_factory.mktemp('small')
+    gold = write_sets(folder)
+    write_model(folder / 'model', list(gold))
+    return {**SMALL, 'model': str(folder / 'model'), 'path': str(folder), 'corpus': str(folder / 'corpus.jsonl')}, gold
+
+
+@pytest.fixture
+def shrunk(small, tmp_path, monkeypatch):
+    """A function of a file's settings, and changes to them, to the changed settings of a run in a small folder, where a
+    player of the file's protocol acts."""
+    monkeypatch.setattr(torch.cuda, 'is_available', lambda: False)
+    def of(told, **changes):
+        monkeypatch.setattr('credit_rl.setup.HFEngine',
+                            lambda model, tokenizer, **limits: Player(PROTOCOLS[told['protocol']], small[1], tokenizer))
+        questions = 2 if told['epochs'] > 1 else max(2, 15 // told['group_size'])
+        return {**small[0], 'minibatches': min(told['minibatches'], 2), 'warmup': min(told.get('warmup', 0), 2),
+                'questions_per_step': questions, 'run': str(tmp_path / Path(told['run']).name), **changes}
+    return of
+
+
+def quiet(line): pass
+
+
+def check_ran(told, changes):
+    """Check of a finished run of two steps that all settings but the changed ones were the file's, and that it learned
+    from what its method asks for. Returns its table without the base."""
+    run, method = Path(changes['run']), get_method(told['method'])
+    params, table = yaml.safe_load((run / 'params.yaml').read_text()), read_metrics(run)
+    assert {k: params[k] for k in told} == {**told, **{k: v for k, v in changes.items() if k in told}}
+    assert table.step.tolist() == [0, 1, 2] and (run / 'summary.json').exists()
+    steps = table[1:]
+    asked = ['grad_norm', 'reward', 'calls', 'answer_rate', *['value_loss', 'critic_grad_norm'] * bool(method.critic),
+             *['mean_abs_shaping', 'alpha'] * ('teacher' in method.sees)]
+    assert (steps[asked].max() > 0).all() and steps[['loss', 'kl']].notna().all(axis=None)
+    before, after = load_model(params['model'])[0].state_dict(), saved_policy(latest_checkpoint(run)[1])
+    assert any(not torch.equal(before[name], w) for name, w in after.items() if name in before)
+    return steps
+
+
+@pytest.mark.parametrize('name', FILES)
+def test_a_file_trains_at_a_small_size(name, shrunk):
+    """Two steps in this process by all of a file's settings but sizes and host: its own protocol, prompts, caps,
+    method, options, loss, rates, critic and teacher. Questions that are never answered right are there for TSPO, and
+    for VSPO to leave out."""
+    train({**(told := settings(name)), **(changes := shrunk(settings(name)))}, say=quiet)
+    steps = check_ran(told, changes)
+    if name.startswith(('tspo', 'vspo')): assert steps.groups_all_wrong.max() > 0
+
+
+@pytest.fixture
+def sentences(monkeypatch):
+    "A stand-in for sentence-transformers, which need not be installed: the names of the models that were asked for."
+    asked = []
+    class Encoder:
+        def __init__(self, name, trust_remote_code): asked.append((name, trust_remote_code))
+        def encode(self, texts): return numpy.array([[float(len(t)), float(sum(map(ord, t)) % 7)] for t in texts])
+    stub = ModuleType('sentence_transformers')
+    stub.SentenceTransformer = Encoder
+    monkeypatch.setitem(sys.modules, 'sentence_transformers', stub)
+    return asked
+
+
+@pytest.mark.parametrize('name', WARM)
+def test_a_warm_up_runs_at_a_small_size_and_what_it_made_teaches(name, small, shrunk, sentences):
+    "The two commands of a file's head, one after the other."
+    told = settings(name) | (own := yaml.safe_load(WARM[name].read_text()))
+    changes = shrunk(told, **SMALL_WARM, other_corpus=small[0]['corpus'])
+    warm = prepare({**told, **changes}, say=quiet)
+    params = yaml.safe_load((warm / 'params.yaml').read_text())
+    kept = {k: params[k] for k in told if k in params}
+    assert kept == {k: {**told, **changes}[k] for k in kept} and kept.keys() >= own.keys()
+    assert sentences and set(sentences) == {(told['embed'], False)}
+    data = read_collected(warm / 'rollouts-train.jsonl.gz')
+    assert set(data.prompts) == {'direct', 'forced', 'optional'} and set(data.tier.tolist()) == {1, 2}
+    assert (read_metrics(warm).loss.dropna() > 0).sum() == 2
+    changes = shrunk(told := settings(name), critic_from=str(warm))
+    train({**told, **changes}, say=quiet)
+    steps = check_ran(told, changes)
+    cold = {'shared': .5, 'frozen': 0.}[told['critic']]                        # of a critic that knows nothing yet
+    assert abs(steps.value_start.iloc[0] - cold) > 1e-6
+
+
+# ---- how the papers evaluate ----
+
+# sets, passages, turns, metric, by the papers
+EVALUATED = {'eval_tips': ('tips', 3, 5, 'em'), 'eval_tspo': ('tspo', 3, 5, 'em'), 'eval_igpo': ('igpo', 3, 10, 'f1'),
+             'eval_prs': ('prs', 3, 5, 'em'), 'eval_carl': ('carl', 3, 15, 'carl_em')}
+# what an evaluation at a small size is given instead
+BRIEF = dict(questions=2, turn_tokens=12, threads=1)
+
+
+def evaluation(name): return yaml.safe_load(EVALUATIONS[name].read_text())
+
+
+def test_every_paper_has_an_evaluation():
+    assert set(EVALUATIONS) == set(EVALUATED) and {data for data, *_ in EVALUATED.values()} == set(MIXTURES)
+
+
+@pytest.mark.parametrize('name', EVALUATIONS)
+def test_an_evaluation_is_its_papers(name):
+    """Its sets, passages, turns and metric; the protocol and the limits that the same paper trains with; and its head
+    has the command."""
+    s = from_settings(Evaluation, evaluation(name) | {'corpus': None})     # no server is here
+    check_evaluation(s)
+    data, *rest = EVALUATED[name]
+    assert (set_names(s.data), [s.passages, s.max_turns, s.metric]) == (list(MIXTURES[data].evaluate), rest)
+    trained = settings({'prs': 'prs_qwen2.5_3b'}.get(data, f'{data}_qwen2.5_7b'))
+    for key in ('protocol', 'max_turns', 'turn_tokens', 'max_tokens', 'prompt_tokens', 'response_tokens', 'passages',
+                'passage_tokens', 'answer_stop', 'malformed', 'context_tokens'):
+        if data == 'carl' and key in ('prompt_tokens', 'max_tokens'): continue    # FinQA's pages are longer
+        assert evaluation(name).get(key) == trained.get(key), key
+    assert s.greedy and 'model' not in evaluation(name) and 'run' not in evaluation(name)
+    (command,) = [line[4:] for line in EVALUATIONS[name].read_text().splitlines() if line.startswith('#   ')]
+    assert command == (f'papermill nbs/91_evaluate.ipynb runs/{name}/notebook.ipynb -f runs/params/{name}.yaml -p run '
+                       f'runs/{name} -p model MODEL -p path DATA')
+
+
+@pytest.mark.parametrize('name', EVALUATIONS)
+def test_every_value_of_an_evaluation_is_cited_or_ours_for_a_reason(name):
+    assert unsaid(EVALUATIONS[name].read_text(), host=False) == []
+
+
+@pytest.mark.parametrize('name, passages', [('eval_carl_k3', 3), ('eval_carl_k5', 5), ('eval_carl_k7', 7),
+                                            ('eval_carl_oracle', 3)])
+def test_an_evaluation_with_other_passages_is_the_papers_but_for_them(name, passages, small, data, tmp_path):
+    "CARL's settings on one set; played with them, the oracle's search finds nothing but support."
+    told, plain = yaml.safe_load(SEARCHES[name].read_text()), evaluation('eval_carl')
+    assert {k for k in told if told[k] != plain[k]} <= {'data', 'passages', 'corpus'} and told.keys() == plain.keys()
+    assert (told['data'], told['passages'], told['questions']) == ('musique', passages, 500)
+    assert unsaid(SEARCHES[name].read_text(), host=False) == [] and len(SEARCHES) == 4
+    command = (f'#   papermill nbs/91_evaluate.ipynb runs/{name}/notebook.ipynb -f runs/params/{name}.yaml '
+               f'-p run runs/{name} -p model MODEL -p path DATA')
+    assert command in SEARCHES[name].read_text()
+    if name == 'eval_carl_oracle':
+        lines = (ROOT / 'data' / 'README.md').read_text().split('musique_oracle` of')[1].split('python -c "')[1]
+        code, place = lines.split('"')[0].replace('\n      ', '\n'), str(tmp_path / 'oracle')
+        exec(code.replace('FOLDER/musique', str(data / 'musique')).replace('data/musique_oracle', place))
+        told['corpus'] = place
+        support = {t for q in load_questions('musique', data / 'musique', 'dev') for t, _ in q.meta['supporting_facts']}
+        assert {p.title for p in BM25.load(place).passages} <= support
+    run_evaluation({**told, **BRIEF, 'model': small[0]['model'], 'path': str(data), 'run': str(tmp_path / 'run')},
+                   say=quiet, progress=False)
+    assert read_manifest(tmp_path / 'run' / 'musique')['retriever']['top_k'] == passages
+
+
+def test_the_defaults_are_none_of_theirs():
+    "So that each file says something: of sets, turns, tokens, protocol and metric some differ."
+    for name in EVALUATIONS:
+        s, plain = from_settings(Evaluation, evaluation(name)), Evaluation()
+        assert len([k for k in evaluation(name) if getattr(s, k) != getattr(plain, k)]) >= 5
+
+
+@pytest.mark.parametrize('name', EVALUATIONS)
+def test_an_evaluation_runs_on_the_real_slices(name, small, data, tmp_path):
+    """All its settings but the number of questions, the length of a turn, and a server's passages, in whose place are
+    those beside the questions: with a small random model."""
+    told = evaluation(name)
+    corpus = str(data) if told['corpus'] else None
+    run_evaluation({**told, **BRIEF, 'model': small[0]['model'], 'path': str(data), 'corpus': corpus,
+                    'run': str(tmp_path)}, say=quiet, progress=False)
+    scores = read_scores(tmp_path)
+    assert set(scores) == set(MIXTURES[EVALUATED[name][0]].evaluate)
+    for found, s in scores.items():
+        manifest, rows = read_manifest(tmp_path / found), read_turns(tmp_path / found)
+        numeric = found in ('gsm8k', 'finqa')
+        assert s['metric'] == manifest['metric']['name'] == ('numeric' if numeric else told['metric'])
+        assert s['questions'] == 2 and s['score'] == sum(r[s['metric']] for r in rows) / 2
+        assert manifest['protocol']['name'] == told['protocol'] and manifest['limits']['max_turns'] == told['max_turns']
+        assert manifest['malformed'] == told.get('malformed', 'error') and manifest['decoding']['greedy']
+        assert (manifest['retriever'] or {'top_k': 3})['top_k'] == told['passages']
+        assert (manifest['retriever'] is None) == numeric

@@ -1,0 +1,1078 @@
+"""CARL end to end: training by programs, in segments, with a critic that was warmed up or not, in the tiny world and
+on real sets."""
+import contextlib
+import dataclasses
+import importlib.util
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import numpy
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from credit_rl.benchmarks import get_benchmark
+from credit_rl.evaluate import run_evaluation, summarize
+from credit_rl.parts import first_tokens
+from credit_rl.protocol import PROTOCOLS, Chat, byte_tokenizer, prompt_hash
+from credit_rl.runlog import RunLog, latest_checkpoint, read_metrics, read_turns, same_metrics
+from credit_rl.tiny import tiny_model, tiny_tokenizer
+from credit_rl.tools import PythonTool, SearchTool
+from credit_rl import prepare as preparing, setup as staging, step_metrics, train as training
+from credit_rl import competence
+from credit_rl.asking import AskingChoice, form_auc, run_asking
+from credit_rl.competence import examine_run, examined
+from credit_rl.critics import at_states, expected_calibration_error, segment_starts
+from credit_rl.engine import ScriptedEngine
+from credit_rl.layout import pack, token_logps
+from credit_rl.diagnostics import competence_table, hop_table
+from credit_rl.launch import Ranks
+from credit_rl.learner import BadStep, Learner, saved_policy
+from credit_rl.metrics import benchmark_metric
+from credit_rl.models import load_model
+from credit_rl.outcome import outcome_rewards
+from credit_rl.rollout import rollout
+from credit_rl.prepare import calibration_pairs, gate_table, make_warming, prepare, warmup_table
+from credit_rl.tiny import NOISY_CODER, PERFECT_CODER, act_coder, memory_of, tiny_environment
+from credit_rl.world import world_of
+from credit_rl.settings import check, make_config, settings_of
+from credit_rl.setup import tiny_worlds
+from credit_rl.train import train
+from credit_rl.trajectory import (example_group, Group, Question, Result, Stop, to_json, Trajectory,
+                                  trajectory_from_json, Turn)
+from credit_rl.warmup import GATE, GateReport, context_values, gold_shown, make_pairs, read_collected, read_warmed
+from papermilled import papermill, shown
+from pieces import learner_of, setup_of
+
+ROOT = Path(__file__).resolve().parents[2]
+ROWS = ROOT / 'data' / 'rows'
+WORLD = dict(size=300, hops=[1, 2], famous=dict(train=30, dev=15, test=15), easy=5, hard=5)
+TINY = dict(protocol='carl-tiny', method='carl', world=WORLD, steps=2, eval_every=2, questions=20, dev_questions=6,
+            test_questions=6, questions_per_step=4, group_size=4, learning_rate=1e-3, recompute=True, threads=1,
+            track='')
+SETS = {
+    'gsm8k': 'gsm8k.jsonl', 'finqa': 'finqa.json', 'hotpotqa': '../hotpotqa_sample.json', '2wikimultihopqa':
+    '2wikimultihopqa.json', 'musique': 'musique.jsonl'
+}
+REAL = dict(protocol='carl', method='carl', steps=1, eval_every=1, questions_per_step=2, group_size=2, questions=6,
+            dev_questions=1, test_questions=1, turn_tokens=8, max_tokens=12000, context_tokens=6, passages=2,
+            passage_tokens=60, kl=.01, threads=1, track='')
+
+
+@pytest.fixture(autouse=True)
+def on_a_cpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, 'is_available', lambda: False)
+
+
+@pytest.fixture(scope='module')
+def rows(tmp_path_factory):
+    "A function set name -> a file of eight questions or more: our own rows, each asked several times in other words."
+    folder = tmp_path_factory.mktemp('rows')
+    def of(name):
+        source = ROWS / SETS[name]
+        found = [json.loads(line) for line in source.read_text().splitlines()
+                 ] if source.suffix == '.jsonl' else json.loads(source.read_text())
+        def again(row, i):
+            if isinstance(row, dict):
+                return {
+                    k: f'{v}-{i}' if k in ('id', '_id') else f'({i}) {v}' if k == 'question' else again(v, i)
+                    for k, v in row.items()
+                }
+            return row
+        many = [again(row, i) for i in range(6) for row in found]
+        (folder / f'{name}{source.suffix}'
+         ).write_text('\n'.join(map(json.dumps, many)) if source.suffix == '.jsonl' else json.dumps(many))
+        return str(folder / f'{name}{source.suffix}')
+    return of
+
+
+def quiet(settings): return train(settings, say=lambda line: None)
+
+
+@pytest.fixture(scope='module')
+def model(tmp_path_factory):
+    "A Hugging Face folder with a small random model of the tiny world's words."
+    folder, tokenizer = tmp_path_factory.mktemp('tiny'), tiny_tokenizer(numbers=True)
+    tiny_model(tokenizer, width=32, heads=1, feedforward=64).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+class Coder(ScriptedEngine):
+    """A scripted coder in the place of the random model, which would never call (a base that plays takes minutes to
+    make).
+    The learner recomputes the log-probabilities that it was not sampled with, so that all of a step but the sampling
+    is real."""
+    def __init__(self, model, tokenizer, worlds, **limits):
+        memory = {text: answer for w in worlds.values() for text, answer in memory_of(w).items()}
+        super().__init__(lambda text, rng: act_coder(text, rng, NOISY_CODER, memory), tokenizer)
+    def load(self, weights): pass
+    def sleep(self): pass
+
+
+@pytest.fixture
+def scripted(monkeypatch, model):
+    "Training and warm-up play by the scripted coder."
+    worlds = tiny_worlds(config := make_config({**TINY, 'model': model}), config.seed)
+    for module in ('stage', 'competence'):
+        monkeypatch.setattr(f'credit_rl.{module}.HFEngine', lambda m, tokenizer, **limits: Coder(m, tokenizer, worlds))
+    return worlds
+
+
+# ---- what an agent of CARL lives in ----
+
+@pytest.mark.parametrize('name', SETS)
+def test_each_set_has_its_tools(spoken, rows, name):
+    "GSM8K and FinQA can calculate and nothing else; the others can search as well."
+    stage = setup_of(make_config({**REAL, 'data': name, 'path': rows(name), 'model': spoken}))
+    env = stage.environments['test']
+    assert isinstance(env.tool,
+                      PythonTool) and (env.max_turns, env.context_tokens,
+                                       env.chat.protocol) == (15, 6, PROTOCOLS['carl']) and stage.ceiling is None
+    assert env.tool.run('print((2100 - 1750) / 1750)') == '0.2'
+    if name in ('gsm8k', 'finqa'): assert env.tool.search is None and env.tool.run('search("x")').startswith('Error: ')
+    else:
+        assert isinstance(env.tool.search,
+                          SearchTool) and env.tool.run('print(search("river Ossel"))').startswith('Doc 1 (Title: ')
+
+
+@pytest.mark.parametrize('name', SETS)
+def test_each_set_trains_and_is_evaluated_by_programs(spoken, rows, tmp_path, name):
+    "On the published files where they are, else on rows of our own."
+    path = str(Path(os.environ['CREDIT_RL_DATA']) / name) if os.environ.get('CREDIT_RL_DATA') else rows(name)
+    run = quiet({
+        **REAL, 'data': name, 'path': path, 'model': spoken, 'train_split': get_benchmark(name).eval_split, 'run':
+        str(tmp_path / 'run')
+    })
+    step = read_metrics(run).iloc[-1]
+    assert step.updates == 2 and step.trajectories == 4 and math.isfinite(step.loss) and step.logp_gap < 1e-4
+    folder = run_evaluation(
+        dict(model=spoken, data=name, path=path, protocol='carl', questions=2, turn_tokens=8, context_tokens=6,
+             max_tokens=12000, run=str(tmp_path / 'eval'), threads=1), say=lambda line: None, progress=False)
+    manifest = json.loads((folder / name / 'manifest.json').read_text())
+    assert manifest['limits'] == {'max_turns': 15, 'turn_tokens': 8, 'max_tokens': 12000, 'context_tokens': 6
+                                  } and manifest['protocol']['name'] == 'carl'
+    assert (manifest['corpus'] is None) == (name in ('gsm8k', 'finqa')) and len(read_turns(folder / name)) == 2
+
+
+def metric_of(config):
+    "What a run by CARL is scored by."
+    s = settings_of(config)
+    return staging.bound_method(s.course, s.task, s.learning.questions_per_step).metric
+
+
+def test_sets_that_are_scored_differently_train_together(spoken, rows, tmp_path, monkeypatch):
+    "GSM8K's questions are scored as numbers, HotpotQA's by exact match, within one batch."
+    for name, file in (('gsm8k', '{}.jsonl'), ('hotpotqa', 'hotpot_{}.json')):
+        (tmp_path / 'sets' / name).mkdir(parents=True)
+        for split in ('train', 'test') if name == 'gsm8k' else ('train', 'dev_distractor'):
+            shutil.copy(rows(name), tmp_path / 'sets' / name / file.format(split))
+    settings = {
+        **REAL, 'data': 'hotpotqa+gsm8k', 'path': str(tmp_path / 'sets'), 'corpus': rows('hotpotqa'), 'model': spoken,
+        'questions': 10 ** 6, 'questions_per_step': 8, 'run': str(tmp_path / 'run')
+    }
+    metric = metric_of(make_config(settings))
+    ask = lambda source: Question('q', '', ('-12.5',), source)
+    said = [
+        Group(ask(s), [Trajectory(ask(s), (0, ), [Turn('commit', (1, ), (0., ), (), '', '')], Stop.ANSWER, '12.5')])
+        for s in ('hotpotqa', 'gsm8k')
+    ]
+    # SQuAD's exact match drops the sign
+    assert outcome_rewards(said, metric).tolist() == [1, 0] and set(metric) == {'hotpotqa', 'gsm8k'}
+    table = read_metrics(quiet(settings))
+    assert table.updates.iloc[-1] == 2 and table.reward[1:].notna().all()
+    assert table.dev_right.notna().any()
+    last, summary = table.iloc[-1], json.loads((tmp_path / 'run' / 'summary.json').read_text())
+    counts = summary['questions_by_set']
+    assert set(counts) == {'hotpotqa', 'gsm8k'} and sum(counts.values()) == summary['questions']
+    for kind in ('em', 'right'):
+        assert 0 <= min(last[f'dev_{kind}_gsm8k'], last[f'dev_{kind}_hotpotqa']) <= last[f'dev_{kind}'] <= max(
+            last[f'dev_{kind}_gsm8k'], last[f'dev_{kind}_hotpotqa'])
+        for scores in (summary['base'], summary['final']):
+            mixed = sum(n * scores[f'{kind}_{name}'] for name, n in counts.items()) / summary['questions']
+            assert scores[kind] == pytest.approx(mixed)
+    played = {trajectory_from_json(r['trajectory']).question.source for r in read_turns(tmp_path / 'run')}
+    assert played == {'hotpotqa', 'gsm8k'}
+    # these are scored alike
+    assert callable(metric_of(make_config({**settings, 'data': 'hotpotqa+musique'})))
+
+
+def wrong_sign(t):
+    return dataclasses.replace(t, question=dataclasses.replace(t.question, answers=('-12.5', ), source='gsm8k'),
+                               answer='12.5')
+
+def test_the_measures_are_of_the_runs_own_metric():
+    """An answer off by its sign: exact match drops it, GSM8K's metric does not; and CARL's match takes a gold of
+    several words inside an answer."""
+    t = wrong_sign(example_group().trajectories[0])
+    metric = {'gsm8k': benchmark_metric('gsm8k')}
+    assert competence_table([t], [1]).EM[1] == 1 and competence_table([t], [1], metric).EM[1] == 0 == competence_table(
+        [t], [1], 'numeric').EM[1]
+    assert competence_table([t], [1], metric)['wrong, answered'][1] == 1
+    hops = dataclasses.replace(t, question=dataclasses.replace(t.question, meta={'hops': 2}))
+    assert hop_table([hops]).EM[2] == 1 and hop_table([hops], metric).EM[2] == 0
+    longer = dataclasses.replace(t, question=dataclasses.replace(t.question, answers=('New York', )),
+                                 answer='New York City')
+    assert (competence_table([longer], [1]).EM[1], competence_table([longer], [1])['CARL match'][1]) == (0, 1)
+
+
+def test_a_checkpoint_is_the_best_by_what_the_data_are_scored_by(monkeypatch):
+    "Dev answers off by their sign, of a run on GSM8K, of one on HotpotQA and of one in the tiny world."
+    t = wrong_sign(example_group().trajectories[0])
+    monkeypatch.setattr(training, 'evaluate', lambda *a, **k: (None, [Group(t.question, [t])]))
+    for data, best in (('gsm8k', 0.), ('hotpotqa+gsm8k', 0.), ('hotpotqa', 1.), ('tiny', 1.)):
+        run, logged, named = object.__new__(training.Run), {}, []
+        s = run.settings = settings_of(make_config({'data': data, 'method': 'carl', 'protocol': 'carl'}))
+        run.memory, run.metric = {'best': -1., 'best_step': 0}, staging.bound_method(s.course, s.task, 4).metric
+        run.segments, run.learner = True, SimpleNamespace(critic=None)              # so there is no gate to be read
+        setup = SimpleNamespace(questions={'dev': [t.question]}, environments={'dev': None})
+        run.log, run.checkpoint = SimpleNamespace(
+            timed=lambda part: contextlib.nullcontext(),
+            metrics=lambda step, **m: logged.update(m)), lambda step, name: named.append(name)
+        run.actor = training.Actor(None, setup, s.acting, s.learning, s.host, 0, Ranks(), run.log)
+        assert training._evaluate_dev(run, 3, {}) == 1 and run.memory['best'] == best and logged['dev_em'] == 1 and logged.get(
+            'dev_right', 1.) == best and ('dev_right' in logged) == ('gsm8k' in data)
+
+
+LOOKED = {
+    'gsm8k': ('print((3 * 125) * 5.6)', '2100.0'), 'finqa': ('print((2100 - 1750) / 1750)', '0.2'),
+    **dict.fromkeys(('hotpotqa', '2wikimultihopqa', 'musique'), ('print(search("river Ossel"))', 'Doc 1 (Title: '))
+}
+
+
+@pytest.mark.parametrize('name', SETS)
+def test_a_program_is_run_on_each_set_and_its_output_becomes_a_context(spoken, rows, name):
+    """A scripted coder that calculates or searches once, notes what came, and answers with it: three segments, of
+    which the last no longer sees the output."""
+    stage = setup_of(make_config(
+        {**REAL, 'data': name, 'path': rows(name), 'model': spoken, 'turn_tokens': 400, 'context_tokens': 200}))
+    code, seen = LOOKED[name]
+    def act(text, rng):
+        if code not in text: return f'I look it up.\n```python\n{code}\n```\n'
+        if 'as noted' not in text:
+            return f'<context>{seen} as noted</context>' if seen in text.split(code)[1] else ('<context>nothing '
+                                                                                              'came</context>')
+        return f'So \\boxed{{{seen} as noted}}' + stage.chat.tokenizer.eos_token
+
+    groups = rollout(ScriptedEngine(act, stage.chat.tokenizer, max_length=12000), stage.environments['test'],
+                     stage.questions['test'] + stage.questions['train'], 2)
+    played = [t for g in groups for t in g.trajectories]
+    assert len(played) >= 10
+    for t in played:
+        assert [x.kind for x in t.turns] == ['invoke', 'assimilate', 'commit'
+                                             ] and (t.stop, t.answer) == (Stop.ANSWER, f'{seen} as noted')
+        assert t.turns[0].call and t.turns[0].result is Result.OK and t.turns[0].observation_text.startswith(seen)
+        last = stage.chat.tokenizer.decode(t.turns[2].context_ids)
+        # the note's, not the output's
+        assert last.split(code)[1].count(seen) == 1 and f'<context>{seen} as noted</context>' in last
+    assert summarize(groups)['calls'] == 1
+
+
+# ---- training ----
+
+def spy_steps(monkeypatch):
+    "What each step of a training sees and credits: a list that fills with (layout, seen, credit, rewards)."
+    kept, real = [], training.assign
+    def watched(*arguments):
+        batch = real(*arguments)
+        kept.append((batch.layout, batch.seen, batch.credit, batch.rewards))
+        return batch
+    monkeypatch.setattr(training, 'assign', watched)
+    return kept
+
+
+def test_segments_sum_to_what_the_critic_did_not_expect(model, scripted, tmp_path, monkeypatch):
+    """At lambda 0, on every rollout of a run: the advantages of the segments sum to R - V(s_0), though they lie in
+    rows of their own."""
+    steps = spy_steps(monkeypatch)
+    run = quiet({**TINY, 'model': model, 'steps': 3, 'run': str(tmp_path / 'run')})
+    assert len(steps) == 3
+    for layout, seen, credit, rewards in steps:
+        states = segment_starts(layout.token_turns, layout.row_trajectory, layout.turn_mask)
+        start = at_states(seen.values, states)[:, 0]
+        own = torch.zeros(layout.turn_mask.shape)
+        for n, k in layout.turn_mask.nonzero().tolist():
+            values = credit.advantages[layout.row_trajectory == n][layout.token_turns[layout.row_trajectory == n] == k]
+            assert (values == values[0]).all()  # one advantage for all tokens of a segment
+            own[n, k] = values[0]
+        torch.testing.assert_close(own.sum(1), rewards['outcome'] - start, atol=1e-5, rtol=0)
+        assert layout.turn_mask.sum(1).max() >= 3 and rewards['outcome'].unique().tolist() == [0., 1.]
+    # cold, then it moved
+    assert steps[0][1].values[steps[0][1].values != 0].unique().tolist() == [.5] and len(
+        steps[2][1].values.unique()) > 3
+    table = read_metrics(run)
+    for name in ('tool_rate', 'value_start', 'sign_kept', 'context_tokens'): assert table[name][1:].notna().all(), name
+    assert table.sign_lost.notna().any()
+    # ties are wrong signs
+    assert table.sign_kept[1] == 0 and table.value_start[1] == .5 and table.tool_rate[1:].between(.1, 1).all()
+
+
+def test_rows_train_on_what_the_model_wrote_and_nothing_else(model, scripted, tmp_path):
+    "Rows of the kept rollouts: their trained ids are the segments' own, and no output of a program is ever among them."
+    run = quiet({**TINY, 'model': model, 'log_rollouts': 4, 'run': str(tmp_path / 'run')})
+    trained = [trajectory_from_json(r['trajectory']) for r in read_turns(run) if r['kind'] == 'train']
+    assert len(trained) == 2 * 16 and any(x.result is Result.OK for t in trained for x in t.turns)
+    # a script samples nothing
+    unsampled = lambda t: dataclasses.replace(
+        t, turns=[dataclasses.replace(x, action_logps=[0.] * len(x.action_ids)) for x in t.turns])
+    layout = pack([Group(t.question, [unsampled(t)]) for t in trained])
+    row = 0
+    for t in trained:
+        for k, x in enumerate(t.turns):
+            mask = layout.token_turns[row] >= 0
+            context = list(x.context_ids or t.prompt_ids)
+            assert layout.ids[row][mask].tolist() == list(
+                x.action_ids) and layout.token_turns[row][mask].unique().tolist() == [k]
+            assert layout.ids[row][:len(context)].tolist(
+            ) == context and not mask[:len(context)].any() and not mask[len(context) + len(x.action_ids):].any()
+            row += 1
+    assert row == len(layout.ids)
+
+
+def test_log_probs_of_segments_are_those_of_their_own_context(model, scripted, tmp_path):
+    """Rollouts of several segments, packed: each row's log-probabilities are those of a forward of its context and its
+    own tokens alone."""
+    run = quiet({**TINY, 'model': model, 'steps': 1, 'log_rollouts': 4, 'run': str(tmp_path / 'run')})
+    played = [trajectory_from_json(r['trajectory']) for r in read_turns(run) if r['kind'] == 'train']
+    layout = pack([
+        Group(t.question, [
+            dataclasses.replace(t,
+                                turns=[dataclasses.replace(x, action_logps=[0.] * len(x.action_ids)) for x in t.turns])
+        ]) for t in played
+    ])
+    assert len(layout.ids) > 1.5 * len(played)  # not a row for each rollout
+    said, model, row = Learner(load_model(model)[0]).evaluate(layout).logp, load_model(model)[0], 0
+    for t in played:
+        for x in t.turns:
+            context = list(x.context_ids or t.prompt_ids)
+            with torch.no_grad():
+                logits = model(torch.tensor([context + list(x.action_ids)])).logits[0, len(context) - 1:-1]
+            alone = logits.float().log_softmax(-1).gather(1, torch.tensor(x.action_ids)[:, None])[:, 0]
+            torch.testing.assert_close(said[row][layout.token_turns[row] >= 0], alone, atol=1e-4, rtol=0)
+            row += 1
+    assert row == len(layout.ids)
+
+
+def test_log_probs_of_a_run_are_those_that_were_sampled(tmp_path, model):
+    """The model itself plays (it has not learned to call, so each rollout is one segment): log-probabilities that are
+    scored again are those that were sampled."""
+    settings = make_config({**TINY, 'model': model, 'log_rollouts': 4, 'turn_tokens': 12, 'run': str(tmp_path / 'run')})
+    run = quiet(settings)
+    assert read_metrics(run).logp_gap.dropna().max() < 1e-4
+    first = [trajectory_from_json(r['trajectory']) for r in read_turns(run) if (r['kind'], r['step']) == ('train', 1)]
+    layout = pack([Group(t.question, [t]) for t in first])
+    seen = Learner(load_model(model)[0]).evaluate(layout)
+    torch.testing.assert_close(seen.logp, layout.logps, atol=1e-4, rtol=0)
+
+
+def test_explained_variance_is_of_the_outcome_at_the_states_before_segments():
+    """By hand: values .5, .9 and .5 at three states whose rollouts came to 1, 1 and 0. Var(R) = 2/9; R - V is .5, .1,
+    -.5, of variance .51/3 - 1/900 = .152/.9; so 1 - .76 = .24."""
+    turn = lambda kind, ids: Turn(kind, ids, [0.] * len(ids), (), '', '')
+    question = Question('q', '', ('a',))
+    group = Group(question, [
+        Trajectory(question,
+                   (0, ), [dataclasses.replace(turn('invoke', (1, 2)), observation_ids=(3, )),
+                           turn('commit', (4, 5))], Stop.ANSWER, 'a'),
+        Trajectory(question, (0, ), [turn('commit', (6, 7, 8))], Stop.ANSWER, 'b'),
+        Trajectory(question, (0, ), [turn('commit', (6, ))], Stop.ANSWER, 'c')
+    ])
+    layout = pack([group])
+    values = torch.full(layout.ids.shape, 9.)  # of the tokens inside segments nobody asks
+    for (row, position), value in zip((first_tokens(layout.token_turns)).nonzero().tolist(), (.5, .9, .5, .1)):
+        values[row, position] = value
+    # the last one's outcome is not known
+    assert abs(step_metrics._explained_outcome(values, torch.tensor([1., 0., math.nan]), layout) - .24) < 1e-6
+    assert math.isnan(step_metrics._explained_outcome(values, torch.ones(3), layout))
+
+
+@pytest.mark.parametrize(
+    'settings',
+    [
+        dict(method='grpo'),
+        dict(method='ppo', critic='shared', critic_mix=0.0, options={'lam': 0.95}),
+        dict(options={'lam': 1.0}),
+    ],
+    ids=['grpo', 'ppo', 'lambda 1'],
+)
+def test_matched_baselines_run_by_other_settings(model, scripted, tmp_path, settings):
+    table = read_metrics(quiet({**TINY, 'model': model, 'kl': .01, 'run': str(tmp_path / 'run'), **settings}))
+    assert table.updates[1:].eq(2).all() and table.loss[1:].notna().all() and table.tool_rate[1:].notna().all()
+    assert ('value_start' in table) == ('explained_outcome' in table) == (settings.get('method') != 'grpo')
+    # cold: one value everywhere
+    if settings.get('method') == 'ppo': assert table.explained_outcome[1] == 0 and table.explained_variance[1] == 0
+    # the outcome is what CARL's critic is taught
+    if not settings.get('method'): assert table.explained_outcome[1:].tolist() == table.explained_variance[1:].tolist()
+
+
+def test_a_resumed_run_is_the_whole_one(model, tmp_path):
+    settings = {**TINY, 'model': model, 'eval_every': 1, 'turn_tokens': 12, 'kl': .01}
+    whole = quiet({**settings, 'run': str(tmp_path / 'whole')})
+    quiet({**settings, 'steps': 1, 'run': str(tmp_path / 'parts')})
+    parts = quiet({**settings, 'resume': True, 'run': str(tmp_path / 'parts')})
+    assert same_metrics(whole, parts) == [] and read_turns(whole) == read_turns(parts)
+
+
+REFUSED = {'a protocol whose words it lacks': (dict(model='tiny', protocol='carl'), 'words of the protocols tiny and '
+                                                                                    'carl-tiny'),
+           'a part that is missing': (dict(world={'famous': {'train': 3}}), 'one for each of train, dev, test'),
+           'more facts than there are': (dict(world={'size': 100, 'famous': 5000}), 'raise size'),
+           'no room for a context': (dict(context_tokens=0), 'context_tokens must be at least 1'),
+           'a warm-up that is none': (dict(critic_from='nowhere'), 'no finished warm-up'),
+           'a warm-up for a method without critic': (dict(method='grpo', critic_from='nowhere'), 'has no critic')}
+
+
+@pytest.mark.parametrize('name', REFUSED)
+def test_bad_settings_are_refused_before_anything_is_computed(model, tmp_path, name):
+    settings, message = REFUSED[name]
+    with pytest.raises(ValueError, match=message):
+        check(make_config({**TINY, 'model': model, 'run': str(tmp_path / 'run'), **settings}))
+    assert not (tmp_path / 'run').exists()
+
+
+def test_fifteen_segments_unless_told_otherwise():
+    caps = [
+        make_config({'protocol': p, **more}).max_turns
+        for p, more in ((None, {}), ('tiny', {}), ('carl-tiny', {}), ('carl', {}), ('carl', {'max_turns': 5}),
+                        ('tips', {}), ('direct', {}))
+    ]
+    assert caps == [4, 4, 15, 15, 5, 4, 4]
+
+
+# ---- a critic that was warmed up ----
+
+WARM = {
+    **{k: v for k, v in TINY.items() if k not in ('steps', 'eval_every')}, 'per_tier': 20, 'clusters': 4, 'warm_steps':
+    40, 'warm_least': 20, 'warm_every': 10, 'warm_batch': 64, 'warm_rise': 5, 'head_rate': 3e-3, 'backbone_rate': 1e-3
+}
+
+
+@pytest.fixture
+def easy_gate(monkeypatch):
+    "A gate that a small model passes within seconds; the bars are constants of the paper."
+    for name in GATE: monkeypatch.setitem(GATE, name, (.02 if name == 'explained_variance' else .2, .8))
+
+
+def test_a_warm_up_that_passes_teaches(model, scripted, tmp_path, easy_gate):
+    lines = []
+    warm = prepare({**WARM, 'model': model, 'run': str(tmp_path / 'warm')}, say=lines.append)
+    summary, table = json.loads((warm / 'summary.json').read_text()), gate_table(warm)
+    assert summary['passed'] and 20 <= summary['step'] <= 40 and (table['short by'] == 0).all() and (
+        table.before['auc'], table.before['explained_variance']) == (.5, 0)
+    assert any('Tier 2' in line and line.startswith('train')
+               for line in lines) and {'rollouts-train.jsonl.gz', 'rollouts-dev.jsonl.gz', 'critic', 'metrics.jsonl'
+                                       } <= set(os.listdir(warm))
+    chances, outcomes = torch.tensor(summary['calibration']).T     # the pairs are kept, for the figure
+    assert expected_calibration_error(chances, outcomes) == pytest.approx(summary['ece'], abs=1e-3)
+    ((kind, said),) = calibration_pairs([warm, warm]).items()
+    assert kind == 'curated' and torch.equal(said.float(), torch.stack([chances, outcomes]).repeat(1, 2))
+    warmed, base = read_warmed(warm), load_model(model)[0]
+    moved = load_model(warmed.folder)[0]
+    assert isinstance(warmed.report, GateReport) and warmed.report.passed
+    # the output layer never moves
+    assert torch.equal(moved.get_output_embeddings().weight, base.get_output_embeddings().weight)
+    assert any(not torch.equal(a, b) for a, b in zip(moved.parameters(), base.parameters()))
+    data = read_collected(warm / 'rollouts-dev.jsonl.gz')
+    layout = pack([g for g, prompt in zip(data.groups, data.prompts) if prompt == 'optional'][:64])
+    with torch.no_grad():
+        before, after = (token_logps(m, layout.ids, layout.trained)[layout.trained] for m in (base, moved))
+    # of the base's rollouts: how much less likely they became
+    assert abs(summary['drift']) > 1e-3 and math.isclose(summary['drift'], (before - after).mean().item(), abs_tol=1e-4)
+    config = make_config({**TINY, 'model': model, 'critic_from': str(warm), 'run': str(tmp_path / 'run')})
+    stage = setup_of(config)
+    learner = learner_of(config, stage.model)
+    # the policy starts from the moved backbone …
+    assert all(torch.equal(a, b) for a, b in zip(stage.model.parameters(), moved.parameters()))
+    # … and its KL counts from the base
+    assert all(torch.equal(a, b) for a, b in zip(learner.reference.model.parameters(), base.parameters()))
+    assert all(
+        torch.equal(v,
+                    learner.critic.head.state_dict()[k]) for k, v in torch.load(warmed.folder / 'head.pt').items())
+    run = read_metrics(quiet(config))
+    assert run.kl.dropna().iloc[0] > 0 and run.value_start[1] != .5
+    own = dataclasses.replace(config, critic='own')
+    learner = learner_of(own, setup_of(own).model)
+    assert all(torch.equal(a, b) for a, b in zip(learner.scorer.model.parameters(), base.parameters())) and all(
+        torch.equal(a, b) for a, b in zip(learner.critic.model.parameters(), moved.parameters()))
+    for change, message in ((dict(model=str(ROOT / 'data' / 'tiny_base')), 'was warmed up with model='),
+                            (dict(protocol='carl-tiny-forced'),
+                             'was warmed up with protocol='), (dict(method='ppo'), 'has a linear head')):
+        with pytest.raises(ValueError, match=message): check(dataclasses.replace(config, **change))
+
+
+GATES = {'gate_auc', 'gate_sign', 'gate_explained'}
+
+
+@pytest.fixture
+def warm(model, scripted, tmp_path, easy_gate):
+    "Folder of a warm-up whose critic passed."
+    return prepare({**WARM, 'model': model, 'run': str(tmp_path / 'warm')}, say=lambda line: None)
+
+
+def test_the_gate_is_read_again_on_what_the_policy_plays(model, warm, scripted, tmp_path, monkeypatch):
+    """At every evaluation of a run whose critic was to pass: checked by hand on the rollouts that were played for it.
+    All else is what it is where the gate is not read, and no other run reads it."""
+    given, examine = [], training.gate_again
+    monkeypatch.setattr(training, 'gate_again', lambda *of: given.append(of) or examine(*of))
+    settings = {**TINY, 'model': model, 'critic_from': str(warm), 'eval_every': 1}
+    run, data = quiet({**settings, 'run': str(tmp_path / 'run')}), read_collected(warm / 'rollouts-dev.jsonl.gz')
+    tiers = {q.id: t for q, t in zip(data.questions, data.tier.tolist())}
+    table = read_metrics(run)
+    assert len(given) == 3 == len(table)
+    for (groups, tier, values, metric), row in zip(given, table.itertuples()):
+        assert [g.question.id for g in groups] == [q.id for q in scripted['dev'].questions]
+        assert tier == [tiers.get(g.question.id, 0) for g in groups] and {1, 2} <= set(tier)
+        known, unknown = ([v for v, t in zip(values[:, 0].tolist(), tier) if t == of] for of in (2, 1))
+        order = [(a > b) + (a == b) / 2 for a in known for b in unknown]
+        assert math.isclose(row.gate_auc, sum(order) / len(order), abs_tol=1e-6)
+        mask = values.isfinite()
+        came = outcome_rewards(groups, metric)[:, None].expand(mask.shape)[mask]
+        left = (came - values[mask]).var(correction=0) / came.var(correction=0)
+        assert math.isclose(row.gate_explained, 1 - left.item(), abs_tol=1e-5)
+        changes = [(values[i, k + 1] - values[i, k]).item() * (1 if kept else -1) > 0 for i, g in enumerate(groups)
+                   for k, kept in gold_shown(g.trajectories[0])]
+        assert changes and math.isclose(row.gate_sign, sum(changes) / len(changes))
+    monkeypatch.setattr(training, 'gate_metrics', lambda *given: {})
+    without = quiet({**settings, 'run': str(tmp_path / 'without')})
+    assert {line.split(': ')[1].split()[0] for line in same_metrics(run, without)} == GATES
+    monkeypatch.undo()
+
+
+def test_a_critic_without_a_gate_is_not_asked_and_what_nothing_tells_is_missing(model, scripted, tmp_path):
+    "GRPO has no critic, PPO none that was warmed up; of CARL's cold one only a world can say what the base was taught."
+    for method, logged in (('grpo', set()), ('ppo', set()), ('carl', GATES)):
+        table = read_metrics(quiet({**TINY, 'model': model, 'method': method, 'run': str(tmp_path / method)}))
+        assert GATES & set(table) == logged
+    # a cold critic says .5 everywhere
+    assert table.gate_auc[0] == .5 and abs(table.gate_explained[0]) < 1e-6 and table.gate_sign[0] == 0
+    silent = {**TINY, 'model': model, 'world': {'size': 200}, 'run': str(tmp_path / 'silent')}
+    assert read_metrics(quiet(silent)).gate_auc.isna().all()
+
+
+@pytest.mark.parametrize('kind', ['own', 'shared'])
+def test_a_critic_is_taught_on_what_its_warm_up_was_told_to_look_up(model, warm, scripted, tmp_path, monkeypatch, kind):
+    """As many rollouts as asked for, with a demanded call, from all buckets alike, and the same ones again after a
+    resumption; an own critic leaves the policy's first update as it was."""
+    taught, teach = [], training.teach_critic
+    monkeypatch.setattr(training, 'teach_critic', lambda learner, layout, returns: taught.append(
+        (layout, returns)) or teach(learner, layout, returns))
+    settings = {**TINY, 'model': model, 'critic_from': str(warm), 'critic': kind, 'eval_every': 1, 'keep': 5}
+    plain = quiet({**settings, 'run': str(tmp_path / 'plain')})
+    assert not taught and 'replay_loss' not in read_metrics(plain)
+    run = quiet({**settings, 'critic_replay': 12, 'run': str(tmp_path / 'run')})
+    data = read_collected(warm / 'rollouts-train.jsonl.gz')
+    forced = {tuple(t.prompt_ids): (b, outcome_rewards([g], 'em').item()) for g, b, p in zip(
+        data.groups, data.buckets.tolist(), data.prompts) for t in g.trajectories if p == 'forced'}
+    assert len(taught) == 2
+    for layout, returns in taught:
+        first = [layout.ids[(layout.row_trajectory == i).nonzero()[0, 0]].tolist() for i in range(12)]
+        drawn = [next(v for k, v in forced.items() if tuple(ids[:len(k)]) == k) for ids in first]
+        assert len(layout.groups) == 12 and len({b for b, _ in drawn}) > 1
+        for i, (_, outcome) in enumerate(drawn):
+            rows = layout.row_trajectory == i
+            assert (returns[rows][layout.trained[rows]] == outcome).all()
+    assert (read_metrics(run).replay_loss[1:] > 0).all()
+    weights = lambda folder: saved_policy(folder / 'checkpoints' / 'step-000001')
+    moved = any(not torch.equal(w, weights(run)[n]) for n, w in weights(plain).items())
+    assert moved == (kind == 'shared')
+    (run / 'summary.json').unlink()
+    shutil.rmtree(run / 'checkpoints' / 'step-000002')
+    before = read_metrics(run)
+    quiet({**settings, 'critic_replay': 12, 'run': str(run), 'resume': True})
+    assert read_metrics(run).replay_loss.tolist()[1:] == before.replay_loss.tolist()[1:]
+
+
+def test_a_warm_up_that_fails_ends_with_a_report_and_may_not_teach(model, scripted, tmp_path):
+    settings = {
+        **WARM, 'model': model, 'warm_steps': 4, 'warm_least': 2, 'warm_every': 2, 'run': str(tmp_path / 'warm')
+    }
+    lines = []
+    warm = prepare(settings, say=lines.append)
+    assert lines[-1].startswith('NOT passed') and (gate_table(warm)['short by'] > 0).any()
+    with pytest.raises(ValueError,
+                       match=r'did not pass its gate in 4 steps, so it may not teach: .*FAILED: .* by 0\.') as refused:
+        quiet({**TINY, 'model': model, 'critic_from': str(warm), 'run': str(tmp_path / 'run')})
+    failed = json.loads((warm / 'summary.json').read_text())['failed']
+    assert failed and all(f'{name} by {gap:.3f}' in str(refused.value)
+                          for name, gap in failed.items()) and not (tmp_path / 'run').exists()
+    # an ablation says that it need not pass
+    allowed = prepare({**settings, 'must_pass': False, 'run': str(tmp_path / 'allowed')}, say=lines.append)
+    check(make_config({**TINY, 'model': model, 'critic_from': str(allowed)}))
+    cold = prepare({**settings, 'collected': 'cold', 'run': str(tmp_path / 'cold')}, say=lines.append)
+    summary = json.loads((cold / 'summary.json').read_text())
+    assert (summary['step'], summary['drift'], summary['report']['auc']) == (0, 0., .5)
+    protocol = PROTOCOLS[settings['protocol']]
+    assert (summary['protocol'], summary['prompt_hash']) == (protocol.name, prompt_hash(protocol))
+
+
+def test_a_warm_up_whose_gradient_is_not_finite_ends_and_keeps_what_made_it(model, scripted, tmp_path, monkeypatch):
+    "One state's return is absurd; resumed so that it skips the steps that meet it, the warm-up comes to its end."
+    def with_one(*args):
+        pairs = make_pairs(*args)
+        pairs.returns[:4] = 1e38
+        return pairs
+    monkeypatch.setattr(preparing, 'make_pairs', with_one)
+    run = tmp_path / 'warm'
+    settings = {**WARM, 'model': model, 'warm_steps': 8, 'warm_least': 2, 'warm_every': 2, 'must_pass': False,
+                'warm_batch': 16, 'run': str(run)}
+    with pytest.raises(BadStep, match='warm-up, update .* not finite .*bad_step.json'):
+        prepare(settings, say=lambda line: None)
+    bad = json.loads((run / 'bad_step.json').read_text())
+    assert bad['step'] >= 1 and 'loss' in bad['error'] and max(state['outcome'] for state in bad['states']) > 1e37
+    assert len(bad['states']) == 16 and all('<|im_start|>' in state['text'] for state in bad['states'])
+    assert not (run / 'summary.json').exists() and latest_checkpoint(run)[0] < bad['step']
+    prepare({**settings, 'resume': True, 'on_bad_step': 'skip'}, say=lambda line: None)
+    assert all(w.isfinite().all() for w in load_model(run / 'critic')[0].parameters())
+
+
+def test_how_far_the_policy_moved_is_missing_where_an_older_warm_up_kept_something_else(tmp_path):
+    """An older summary's `kl`, of the other direction, explodes on the base's own rollouts: it is no measure, and not
+    shown as one."""
+    numbers = dict(collected='curated', method='carl', report={n: .9 for n in GATE}, ece=.1, brier=.1,
+                   value_tier={'1': .2, '2': .8}, step=50, passed=True)
+    for name, more in (('old-1', {'kl': 8244.}), ('new-1', {'drift': .25, 'method': 'ppo'})):
+        RunLog(tmp_path / name).summary({**numbers, **more})
+    told = warmup_table([tmp_path / 'old-1', tmp_path / 'new-1'])['KL(base ‖ warmed), k1']
+    assert math.isnan(told['curated']) and told["curated, ppo's critic"] == .25 and not (warmup_table(
+        [tmp_path / 'old-1']).select_dtypes('number') > 100).any().any()
+    assert calibration_pairs(tmp_path) == {}                    # nor did it keep what its critic said
+
+
+class Killed(BaseException):
+    "A kill at an examination, in process."
+
+
+def test_a_killed_warm_up_resumes_with_the_numbers_of_a_whole_one(model, scripted, tmp_path, monkeypatch):
+    settings = {**WARM, 'model': model, 'warm_steps': 6, 'warm_least': 6, 'warm_every': 2}
+    whole = prepare({**settings, 'run': str(tmp_path / 'whole')}, say=lambda line: None)
+    def kill(line):
+        if line.startswith('step 4'): raise Killed
+    with pytest.raises(Killed): prepare({**settings, 'run': str(tmp_path / 'parts')}, say=kill)
+    assert not (tmp_path / 'parts' / 'summary.json').exists()
+    with pytest.raises(ValueError, match='no finished warm-up'): read_warmed(tmp_path / 'parts')
+    with pytest.raises(FileExistsError): prepare({**settings, 'run': str(tmp_path / 'parts')}, say=lambda line: None)
+    played = []
+    monkeypatch.setattr(preparing, 'collect', lambda *a, **k: played.append(a))  # nothing is played a second time
+    parts = prepare({**settings, 'resume': True, 'run': str(tmp_path / 'parts')}, say=lambda line: None)
+    assert not played and same_metrics(whole, parts) == [] and read_metrics(parts).step.tolist() == [0, 2, 4, 6]
+    drop = lambda folder: {k: v for k, v in json.loads((folder / 'summary.json').read_text()).items()}
+    assert drop(parts) == drop(whole)
+    for a, b in zip(load_model(whole / 'critic')[0].parameters(), load_model(parts / 'critic')[0].parameters()):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not importlib.util.find_spec('deepspeed'), reason='deepspeed is not installed: pip install '
+                                                                      'credit_rl[train]')
+def test_ranks_warm_up_as_one_process_does(model, scripted, tmp_path):
+    """ZeRO-3 on two ranks, then its checkpoint resumed by one: the numbers and the critic of a plain warm-up of as
+    many steps."""
+    settings = {**WARM, 'model': model, 'warm_steps': 6, 'warm_least': 6, 'warm_every': 2, 'must_pass': False}
+    whole = prepare({**settings, 'run': str(tmp_path / 'whole')}, say=lambda line: None)
+    (tmp_path / 'parts').mkdir()
+    # the scripted players are of this process
+    for rollouts in whole.glob('rollouts-*'): shutil.copy(rollouts, tmp_path / 'parts')
+    spread = {
+        **settings, 'run': str(tmp_path / 'parts'), 'learner': 'deepspeed', 'stage': 3, 'deepspeed':
+        {'zero_optimization': {'stage3_param_persistence_threshold': 0}}
+    }
+    for more in ({'ranks': 2, 'warm_steps': 4, 'warm_least': 4}, {'ranks': 1, 'warm_least': 4, 'resume': True}):
+        done = subprocess.run(
+            [
+                sys.executable, '-m', 'credit_rl.prepare',
+                *(f'{k}={json.dumps(v)}' for k, v in {**spread, **more}.items())
+            ], cwd=ROOT, text=True, capture_output=True,
+            env={**os.environ, 'PYTHONPATH': str(ROOT), 'DS_ACCELERATOR': 'cpu', 'CUDA_VISIBLE_DEVICES': ''})
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert same_metrics(whole, tmp_path / 'parts', 1e-3) == [] and read_metrics(whole).step.tolist() == [0, 2, 4, 6]
+    for name in ('critic/model.safetensors', 'critic/head.pt'):
+        a, b = (load_file(f / name) if name.endswith('safetensors') else torch.load(f / name)
+                for f in (whole, tmp_path / 'parts'))
+        for key in a: torch.testing.assert_close(a[key], b[key], atol=2e-4, rtol=0)
+
+
+def test_random_rollouts_and_a_linear_head_for_the_matched_baseline(model, scripted, tmp_path):
+    ppo = dict(method='ppo', critic='shared', critic_mix=0.)
+    warm = prepare(
+        {
+            **WARM, **ppo, 'model': model, 'collected': 'random', 'backbone_rate': 0., 'warm_steps': 4, 'warm_least':
+            4, 'warm_every': 4, 'must_pass': False, 'run': str(tmp_path / 'warm')
+        }, say=lambda line: None)
+    warmed, base = read_warmed(warm), load_model(model)[0]
+    # a frozen backbone
+    assert warmed.head == 'linear' and all(
+        torch.equal(a, b) for a, b in zip(load_model(warmed.folder)[0].parameters(), base.parameters()))
+    run = read_metrics(
+        quiet({
+            **TINY, **ppo, 'model': model, 'critic_from': str(warm), 'options': {'lam': .95}, 'run':
+            str(tmp_path / 'run')
+        }))
+    assert run.value_start[1] != 0 and run.kl.dropna().iloc[0] >= 0
+
+
+def test_three_questions_in_ten_are_looked_up_in_another_corpus(spoken, rows, tmp_path, monkeypatch):
+    """`other_corpus` end to end: the programs of those questions find its passages, in both parts and under both
+    prompts that call; those of the others the set's own."""
+    path, corpus, code = rows('hotpotqa'), tmp_path / 'corpus.jsonl', 'print(search("river Ossel"))'
+    corpus.write_text(''.join(
+        json.dumps({'title': f'Elsewhere {i}', 'text': 'The river Ossel.'}) + '\n' for i in range(4)))
+    gold = {row['question']: row['answer'] for row in json.loads(Path(path).read_text())}
+    def act(text, rng):
+        asked = next(q for q in gold if q in text)
+        # it knows every second one
+        if 'without tools' in text:
+            return f'\\boxed{{{gold[asked] if int(asked[1]) % 2 else "?"}}}' + byte_tokenizer().eos_token
+        if code not in text: return f'```python\n{code}\n```\n'
+        return '<context>as noted</context>' if 'as noted' not in text else '\\boxed{as noted}' + byte_tokenizer(
+        ).eos_token
+
+    monkeypatch.setattr(staging, 'HFEngine',
+                        lambda model, tokenizer, **limits: ScriptedEngine(act, tokenizer, max_length=12000))
+    settings = {k: v for k, v in REAL.items() if k not in ('steps', 'eval_every')} | {
+        'turn_tokens': 400, 'context_tokens': 200, 'questions': 20, 'dev_questions': 10, 'test_questions': 6
+    }
+    warm = prepare(
+        {
+            **settings, 'data': 'hotpotqa', 'path': path, 'model': spoken, 'collected': 'cold', 'must_pass': False,
+            'clusters': 2, 'other_corpus': str(corpus), 'run': str(tmp_path / 'warm')
+        }, say=lambda line: None)
+    for part in ('train', 'dev'):
+        data, where = read_collected(warm / f'rollouts-{part}.jsonl.gz'), {}
+        for g, prompt in zip(data.groups, data.prompts):
+            seen = [turn.observation_text for turn in g.trajectories[0].turns if turn.call]
+            assert len(seen) == (prompt != 'direct')
+            for text in seen: where.setdefault(g.question.id, set()).add('Elsewhere' in text)
+        assert len(where) == len(data.questions) >= 8 and all(len(x) == 1 for x in where.values()) and sum(
+            x == {True} for x in where.values()) == round(.3 * len(where))
+
+
+@pytest.mark.parametrize('more, share', [({}, .5), ({'other_misses': .2}, .2)])
+def test_without_another_corpus_the_same_search_has_holes(model, more, share):
+    config = make_warming({**WARM, 'model': model, **more})
+    env = setup_of(config).environments['dev']
+    other = preparing._elsewhere(config, settings_of(config).task, env)
+    there, elsewhere = env.tool.search.retriever, other.tool.search.retriever
+    names = [page.title for page in there.passages]
+    missed = [elsewhere.search([n], 1) != there.search([n], 1) for n in names]
+    assert len(names) > 200 and abs(sum(missed) / len(names) - share) < .1 and elsewhere.search(names, 1) == [
+        there.search([n], 2)[0][1:] if miss else there.search([n], 1)[0] for n, miss in zip(names, missed)
+    ]
+
+
+MINILM = 'sentence-transformers/all-MiniLM-L6-v2'
+
+
+def test_what_a_critic_says_is_held_against_what_asking_is_worth(model, scripted, tmp_path):
+    warm = prepare(
+        {
+            **WARM, 'model': model, 'collected': 'random', 'must_pass': False, 'per_tier': 8, 'warm_steps': 2,
+            'warm_least': 2, 'warm_every': 2, 'clusters': 2, 'run': str(tmp_path / 'warm')
+        }, say=lambda line: None)
+    critic = {'critic_from': str(warm), 'critic': 'own'}
+    config = make_config({**TINY, **critic, 'model': model, 'run': str(tmp_path / 'run')})
+    said, asking, bias, form = run_asking(config, AskingChoice(attempts=6, asked=24), say=lambda line: None)
+    kept = json.loads((tmp_path / 'run' / 'asking.json').read_text())
+    assert kept['says'] == said and "critic's bias" in said and asking.delta['known'] > 0
+    assert asking.questions.sum() == 24 and asking.questions['known'] > 3
+    assert ((bias.value - bias.outcome - bias.bias).abs() < 1e-6).all() and bias.value.nunique() > 2
+    assert set(bias.index.get_level_values('kind')) == {'start', 'assimilate', 'invoke', 'commit'}
+    played = bias.states[:, 'start']
+    assert played.sum() == 24 * 6 and max(form.values()) > .7    # famous facts have a form of their own
+
+
+def test_the_form_of_twins_does_not_tell_which_is_known():
+    for seed in range(5):
+        w = world_of({'hops': (1, 2), 'twins': True}, 'test', seed, 200)
+        told = form_auc(w.questions, [q.meta['parametric'] for q in w.questions])
+        assert told == {'logistic': .5, 'trees': .5}    # each form is there with both answers
+    famous = {'famous': 100, 'famous_relations': ('birthplace', 'mayor')}
+    w = world_of({'hops': (1, 2, 2, 2, 2, 2), **famous}, 'test', 1, 100)
+    told = form_auc(w.questions, [q.meta['parametric'] for q in w.questions])
+    assert min(told.values()) > .9
+    assert all(math.isnan(v) for v in form_auc(w.questions, [True] * len(w.questions)).values())
+    with pytest.raises(ValueError, match='two questions at least'): form_auc(w.questions[:1], [True])
+
+
+def test_a_failed_look_up_falls_back_on_memory_as_often_as_it_should():
+    w = world_of({'hops': (1, 2), 'twins': True, 'nothing': 1.}, 'test', 1, 80)
+    chat, memory = Chat(PROTOCOLS['carl-tiny'], tiny_tokenizer(numbers=True)), memory_of(w)
+    right = {}
+    for share in (0., .5, 1.):
+        coder = dataclasses.replace(PERFECT_CODER, recall=0., fallback=share)
+        engine = ScriptedEngine(lambda text, rng: act_coder(text, rng, coder, memory), chat.tokenizer)
+        played = rollout(engine, tiny_environment(w, chat), w.questions, 4)
+        right[share] = {known: [t.answer in g.question.answers for g in played for t in g.trajectories
+                                if g.question.meta['parametric'] == known] for known in (True, False)}
+        assert not any(right[share][False])
+    assert not any(right[0.][True]) and all(right[1.][True])
+    assert .4 < sum(right[.5][True]) / len(right[.5][True]) < .6
+
+
+@pytest.mark.parametrize('embed', [MINILM, None])
+def test_questions_are_clustered_by_the_named_model(model, scripted, tmp_path, monkeypatch, embed):
+    """The vectors of the model that `embed` names, through the import of sentence-transformers, are what is clustered:
+    a topic that is rare in them is drawn as often as the frequent one. Without a name its words are."""
+    loaded, asked = [], []
+    rare = lambda text: sum(map(ord, text)) % 5 == 0                          # no word tells it
+    class Encoder:
+        def __init__(self, name, trust_remote_code): loaded.append((name, trust_remote_code))
+        def encode(self, texts):
+            asked.append(list(texts))
+            return numpy.array([[float(rare(t)), 1.] for t in texts])
+    stub = ModuleType('sentence_transformers')
+    stub.SentenceTransformer = Encoder
+    monkeypatch.setitem(sys.modules, 'sentence_transformers', stub)
+    warm = prepare(
+        {
+            **WARM, 'model': model, 'collected': 'cold', 'must_pass': False, 'per_tier': 8, 'clusters': 2, 'embed':
+            embed, 'run': str(tmp_path / 'warm')
+        }, say=lambda line: None)
+    for part in ('train', 'dev'):
+        data, pool = read_collected(warm / f'rollouts-{part}.jsonl.gz'), scripted[part].questions
+        drawn = {
+            t: sum(rare(q.text) for q, tier in zip(data.questions, data.tier.tolist()) if tier == t) for t in (1, 2)
+        }
+        there = {t: sum(rare(q.text) for q in pool if q.meta['parametric'] == (t == 2)) for t in (1, 2)}
+        if embed: assert drawn == {t: min(4, there[t]) for t in (1, 2)}
+        else: assert drawn != {t: min(4, there[t]) for t in (1, 2)}
+    assert loaded == [(MINILM, False)] * 2 and [sorted(texts) for texts in asked] == [
+        sorted(q.text for q in scripted[part].questions) for part in ('train', 'dev')
+    ] if embed else loaded == asked == []
+
+
+def test_a_model_that_cannot_be_loaded_is_told_before_anything_is_played(model, scripted, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, 'sentence_transformers', None)
+    monkeypatch.setattr(preparing, 'collect', lambda *a, **k: pytest.fail('played'))
+    with pytest.raises(ImportError, match=r"embed='sentence-transformers/all-MiniLM-L6-v2' needs "
+                                          r"sentence-transformers: pip install credit_rl\[dense\], or leave it out "
+                                          r"for TF-IDF"):
+        prepare({**WARM, 'model': model, 'embed': MINILM, 'run': str(tmp_path / 'warm')}, say=lambda line: None)
+
+
+@pytest.mark.long
+def test_the_notebook_shows_a_warm_up_and_ends_with_an_error_where_it_failed(model, scripted, tmp_path):
+    """`92_warmup` by papermill on warm-ups that are over: figure, table and report; then the reason why one may not
+    teach. And one that cannot begin."""
+    settings = {**WARM, 'model': model, 'warm_steps': 2, 'warm_least': 1, 'warm_every': 1}
+    for name, must in (('allowed', False), ('failed', True)):
+        prepare({**settings, 'must_pass': must, 'run': str(tmp_path / name)}, say=lambda line: None)
+        code, text, notebook = papermill(
+            tmp_path / name / 'notebook.ipynb',
+            settings={**settings, 'must_pass': must, 'resume': True, 'run':
+                      str(tmp_path / name)}, cwd=tmp_path, notebook='92_warmup')
+        assert code == int(must), text[-3000:]
+        assert len(shown(notebook, 'image/png')) == 1 and (tmp_path / name / 'figures' / 'gate.png').exists() and any(
+            'short by' in page for page in shown(notebook, 'text/html'))
+        assert ('did not pass its gate in 2 steps' in text) == must and 'sign_accuracy' in text
+    code, text, _ = papermill(tmp_path / 'notebook.ipynb', settings={**settings, 'run': str(tmp_path / 'ignorant')},
+                              cwd=tmp_path, notebook='92_warmup')
+    # a random model knows nothing
+    assert code == 1 and 'questions are of Tier 1: a critic cannot learn what tells the tiers apart' in text
+    code, text, _ = papermill(tmp_path / 'notebook.ipynb',
+                              settings={**settings, 'warm_step': 3, 'run':
+                                        str(tmp_path / 'x')}, cwd=tmp_path, notebook='92_warmup')
+    assert code == 1 and "there is no setting 'warm_step'; did you mean 'warm_steps'?" in text and not (tmp_path /
+                                                                                                        'x').exists()
+
+
+# ---- does it know when to ask? ----
+
+@pytest.mark.long
+def test_finished_runs_are_examined_once_and_reported(model, scripted, tmp_path, monkeypatch):
+    "A critic on the policy's backbone, one of its own, and none; then the report by papermill."
+    warm = prepare(
+        {
+            **WARM, 'model': model, 'warm_steps': 2, 'warm_least': 1, 'warm_every': 1, 'must_pass': False, 'run': str(
+                tmp_path / 'runs' / 'curated-0')
+        }, say=lambda line: None)
+    for name, more in (('carl-0', dict(critic_from=str(warm), log_rollouts=4)), ('ppo-0', dict(method='ppo')),
+                       ('grpo-0', dict(method='grpo'))):
+        run = quiet({**TINY, 'model': model, 'run': str(tmp_path / 'runs' / name), **more})
+        found = examine_run(run, say=lambda line: None)
+        assert found['tiers'] == {'1': 11, '2': 20} and found['step'] == json.loads(
+            (run / 'summary.json').read_text())['best_step'] and found['known_before'] == 1
+        assert found['greedy']['2']['tool rate'] < .8 < found['greedy']['1']['tool rate'] and found['greedy']['2'][
+            'n'] == 20
+        assert (found['critic'] is None) == (name == 'grpo-0')
+    assert examine_run(run, lambda line: None, 'newest')['step'] == latest_checkpoint(run)[0]
+    examine_run(run, lambda line: None)  # the best again
+    says = {name: critic for name, _, found in examined(tmp_path / 'runs') if (critic := found['critic'])}
+    assert len(says['carl']['chances']) == 31 and len(set(
+        says['carl']['chances'])) > 5 and 0 < says['carl']['brier'] < 1 and set(
+            says['ppo']['signs']) == {'kept', 'lost'}
+    rows = [(r, t)
+            for r in read_turns(tmp_path / 'runs' / 'carl-0')
+            if r['kind'] == 'train' and gold_shown(t := trajectory_from_json(r['trajectory']))]
+    row, t = rows[0]  # a rollout that was shown the gold; here it loses it
+    k = gold_shown(t)[0][0]
+    t = dataclasses.replace(
+        t, turns=[
+            dataclasses.replace(x, action_text='<context> </context>') if i == k else x for i, x in enumerate(t.turns)
+        ])
+    RunLog(tmp_path / 'runs' / 'carl-0',
+           resume=True).turns(3, [{
+               **row, 'step': 3, 'trajectory': to_json(t), 'advantages': [{k - 1: .3, k: -.4}.get(i, 0.)
+                                                                          for i in range(len(t.turns))]
+           }])
+    names, older = ('carl-0', 'ppo-0', 'grpo-0'), {}
+    for name in names:
+        place = tmp_path / 'runs' / name / 'summary.json'
+        summary = json.loads(place.read_text())
+        older[name] = {k: v for k, v in summary['competence'].items() if k != 'first credit'}
+        # as it was kept when less was asked
+        summary['competence'] = {k: v for k, v in older[name].items() if k not in ('base', 'no tools')}
+        place.write_text(json.dumps(summary))
+    assert not any(label.startswith('base')
+                   for label in competence.asking_table(tmp_path / 'runs').index) and competence.play_table(
+                       tmp_path / 'runs')['note precision, base'].isna().all()
+    assert competence.resilience_table(tmp_path / 'runs')[['no tool, all', 'no tool, all, base']].isna().all(axis=None)
+    asked, whole = [], []
+    for name, kept in (('examine_base', asked), ('examine_agent', whole)):
+        monkeypatch.setattr(competence, name,
+                            lambda *a, of=getattr(competence, name), kept=kept, **k: kept.append(a) or of(*a, **k))
+    competence.main([str(tmp_path / 'runs')])  # anew; one base, asked once for the three
+    found = {
+        f'{m}-{seed}': {k: v
+                        for k, v in found.items()
+                        if k != 'first credit'}
+        for m, seed, found in examined(tmp_path / 'runs')
+    }
+    assert len(asked) == 1 and len(whole) == 3 and found == older
+    monkeypatch.setattr(competence, 'open_agent', lambda *a: pytest.fail('examined twice'))
+    competence.main([str(tmp_path / 'runs')])  # the warm-up is left out
+    code, text, notebook = papermill(tmp_path / 'report.ipynb',
+                                     settings={'folders': str(tmp_path / 'runs'), 'out':
+                                               str(tmp_path / 'out')}, cwd=tmp_path, notebook='96_competence')
+    assert code == 0, text[-3000:]
+    tables = shown(notebook, 'text/html')
+    for wanted in ('base, no tools', 'note precision, base', 'reaches 0.6 at step'):
+        assert sum(wanted in page for page in tables) == 1
+    assert len(tables) >= 7 and any('carl − grpo' in page for page in tables)
+    drawn = {'asking.png', 'calibration.png', 'course.png', 'reliability.png'}
+    assert drawn <= set(os.listdir(tmp_path / 'out' / 'figures'))
+    # a good call and a bad note
+    assert any('carl-0, step 3' in page and 'assimilate' in page and '0.40' in page for page in tables)
+    code, text, _ = papermill(tmp_path / 'warm.ipynb', settings={'folders': [str(warm)], 'out': str(tmp_path / 'out')},
+                              cwd=tmp_path, notebook='96_competence')
+    assert code == 0, text[-3000:]
+
+
+@pytest.mark.long
+@pytest.mark.skipif(
+    not importlib.util.find_spec('deepspeed'), reason='deepspeed is not installed: pip install credit_rl[train]'
+)
+@pytest.mark.parametrize(
+    'more',
+    [dict(stage=3), dict(stage=2, method='ppo', critic='frozen', options={'penalty': -1.0})],
+    ids=['shared, stage 3', 'frozen, stage 2'],
+)
+def test_a_critic_in_the_pieces_of_deepspeed_is_examined(model, scripted, tmp_path, more):
+    """The same run by both learners: their critics agree, what each says of a state, too, and the examination asks
+    that of the pieces."""
+    settings = {
+        **TINY, 'model': model, 'log_kl': False, 'turn_tokens': 12, **{k: v for k, v in more.items() if k != 'stage'}
+    }
+    persist = {'zero_optimization': {'stage3_param_persistence_threshold': 0}}
+    for name, host in (('plain', {}), ('pieces', {
+            'learner': 'deepspeed', 'stage': more['stage'], 'deepspeed': persist if more['stage'] == 3 else {}
+    })):
+        done = subprocess.run(
+            [
+                sys.executable, '-m', 'credit_rl.train',
+                *(f'{k}={json.dumps(v)}' for k, v in {**settings, **host, 'run': str(tmp_path / name)}.items())
+            ], cwd=ROOT, text=True, capture_output=True,
+            env={**os.environ, 'PYTHONPATH': str(ROOT), 'DS_ACCELERATOR': 'cpu', 'CUDA_VISIBLE_DEVICES': ''})
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    (whole, _), (pieces, _) = competence.open_agent(tmp_path / 'plain',
+                                                    'newest'), competence.open_agent(tmp_path / 'pieces', 'newest')
+    assert not (latest_checkpoint(tmp_path / 'pieces')[1] / 'learner.pt').exists() and any(
+        w.abs().max() > 1e-4 for n, w in whole.critic[1].state_dict().items() if n.startswith('out.'))
+    for a, b in zip(whole.critic[1].parameters(), pieces.critic[1].parameters()):
+        torch.testing.assert_close(a, b, atol=2e-4, rtol=0)
+    contexts = whole.env.chat.prompt_ids([q.text for q in whole.questions])
+    torch.testing.assert_close(context_values(*whole.critic, contexts), context_values(*pieces.critic, contexts),
+                               atol=1e-3, rtol=0)
+    if not more.get('critic'):
+        found = examine_run(tmp_path / 'pieces', lambda line: None, 'newest')
+        assert found['critic'] and 0 <= found['critic']['brier'] <= 1 and len(found['critic']['chances']) == 31
+    # it never learned
+    else:
+        assert all(torch.equal(a, b) for a, b in zip(pieces.critic[0].parameters(), load_model(model)[0].parameters()))
+
+
+def kept_runs(folder, rows, of=lambda method, seed: {'name': f'bases/{seed}'}):
+    "Run folders with an examination each, (method, seed) -> EM of the run and of its base on what is not known."
+    play = lambda em: {
+        t: {
+            'EM': em if t == '1' else 1., 'tool rate': 1., 'calls': 1., 'tokens': 9., 'wrong, answered': 1 - em,
+            'wrong, no call': 0., 'n': 10
+        } for t in '12'
+    }
+    for (method, seed), (em, before) in rows.items():
+        log = RunLog(folder / f'{method}-{seed}')
+        log.write_params({'method': method, 'seed': seed, 'options': {}})
+        base = {
+            **of(method, seed), 'greedy': play(before), 'no tools': play(0.), 'notes':
+            {'precision': before / 2, 'tokens': 8}
+        } if before is not None else None
+        log.summary({
+            'competence': {
+                'greedy': play(em), 'hops': None, 'notes': {'precision': em / 2, 'tokens': 4},
+                **({'base': base} if base else {})
+            }
+        })
+    return folder
+
+
+def test_the_base_stands_beside_what_was_made_of_it(tmp_path):
+    """Once for a seed, however many methods began from it; each method's own where they began from several; none where
+    it was not asked."""
+    shared = competence.asking_table(
+        kept_runs(tmp_path / 'shared', {('carl', 1): (.6, .2), ('carl', 2): (.8, .4), ('grpo', 1): (.5, .2)}))
+    assert shared.index.tolist() == ['base, no tools', 'base', 'carl', 'grpo'] and shared.seeds.tolist() == [2, 2, 2, 1]
+    numpy.testing.assert_allclose(shared['EM, not known'], [0, .3, .7, .5])
+    numpy.testing.assert_allclose(shared['wrong, answered, not known'], [1, .7, .3, .5])
+    notes = competence.play_table(tmp_path / 'shared')
+    numpy.testing.assert_allclose(
+        notes[['note precision, base', 'note precision', 'note tokens, base', 'note tokens']],
+        [[.15, .35, 8, 4], [.1, .25, 8, 4]])
+    own = competence.asking_table(
+        kept_runs(tmp_path / 'own', {('carl', 1): (.6, .2), ('grpo', 1): (.5, .4)},
+                  lambda method, seed: {'name': method}))
+    numpy.testing.assert_allclose(own.loc[['base of carl', 'base of grpo'], 'EM, not known'], [.2, .4])
+    assert competence.asking_table(kept_runs(tmp_path / 'older', {('carl', 1): (.6, None)})).index.tolist() == ['carl']
+
+
+def test_the_step_at_which_a_critic_explains_enough_is_of_the_outcome_or_missing(tmp_path):
+    says = {'carl-1': [.1, .7, .5, .8], 'carl-2': [.1, .2], 'carl-3': None, 'grpo-1': ()}
+    for name, values in says.items():
+        log = RunLog(tmp_path / name)
+        log.write_params({'method': name[:-2], 'seed': int(name[-1])})
+        for step, value in enumerate([math.nan] * 2 if values is None else values or [math.nan], 1):
+            log.metrics(step, reward=.5, **({} if values == () else {'explained_variance': .9}),
+                        **({'explained_outcome': value} if values else {}))
+    RunLog(tmp_path / 'curated-1').write_params({'collected': 'curated'})
+    table = competence.crossover_table(tmp_path)
+    assert table.index.tolist() == ['carl-1', 'carl-2', 'carl-3'] and table.loc['carl-1'].tolist() == [.1, .8, .8, 2]
+    assert table.loc['carl-2'].tolist()[:3] == [.1, .2, .2] and table['reaches 0.6 at step'].isna().tolist() == [
+        False, True, True
+    ] and table.loc['carl-3', ['first', 'highest', 'last']].isna().all()
+    assert competence.crossover_table(tmp_path, .75)['reaches 0.75 at step'].tolist()[0] == 4 and len(
+        competence.crossover_table(tmp_path / 'grpo-1')) == 0
+
+
+def test_who_cannot_be_examined_is_told_why(model, tmp_path):
+    run = quiet({
+        **TINY, 'method': 'grpo', 'protocol': None, 'model': str(ROOT / 'data' / 'tiny_base'), 'world': {}, 'steps': 1,
+        'max_turns': 2, 'recompute': False, 'run': str(tmp_path / 'run')
+    })
+    with pytest.raises(ValueError, match="needs one that leaves the choice"): examine_run(run)
+    (run / 'summary.json').unlink()
+    with pytest.raises(FileNotFoundError, match='not a finished training run'): examine_run(run)
+    with pytest.raises(FileNotFoundError, match='no finished training run'): examined(run)

@@ -1,0 +1,253 @@
+"""HotpotQA as it was published, end to end: a model from a folder, BM25 over the passages, the published prompt, five
+training steps, rollouts one can read."""
+import dataclasses
+import html
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from credit_rl import setup as staging
+from credit_rl.benchmarks import BENCHMARKS, get_benchmark
+from credit_rl.datasets import load_questions
+from credit_rl.engine import HFEngine, Sampling, ScriptedEngine
+from credit_rl.layout import pack, token_logps
+from credit_rl.metrics import cover_match, normalize
+from credit_rl.rollout import rollout
+from credit_rl.runlog import read_metrics, read_turns
+from credit_rl.models import load_model
+from credit_rl.settings import make_config
+from credit_rl.setup import real_passages, real_questions
+from credit_rl.train import train
+from credit_rl.trajectory import Group, Result, Stop, trajectory_from_json
+from credit_rl.view import show_rollout
+from papermilled import papermill, printed, shown
+from pieces import setup_of
+
+ROOT = Path(__file__).resolve().parents[2]
+SAMPLE = ROOT / 'data' / 'hotpotqa_sample.json'
+SHORT = dict(data='hotpotqa', steps=5, eval_every=5, questions_per_step=2, group_size=2, dev_questions=4,
+             test_questions=4, max_turns=3, turn_tokens=16, max_tokens=6000, passages=2, passage_tokens=60, threads=1)
+
+
+@pytest.fixture(autouse=True)
+def on_a_cpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, 'is_available', lambda: False)
+
+
+def check_run(run, model_folder, settings):
+    """What must be true of a run of a random model: finite numbers, real prompts, right masks, rollouts that can be
+    read."""
+    table = read_metrics(run)
+    assert table.step.tolist() == list(range(settings['steps'] + 1))
+    for line in (run / 'metrics.jsonl').read_text().splitlines():
+        assert all(isinstance(v, (int, float)) and math.isfinite(v) for v in json.loads(line).values()), line
+    assert table.logp_gap.dropna().max() < 1e-4
+    summary = json.loads((run / 'summary.json').read_text())
+    assert 0 <= summary['final_em'] <= .5 and summary['ceiling_em'] is None
+
+    config = make_config({**settings, 'run': str(run), 'model': model_folder})
+    parts = {part: {q.text for q in questions} for part, questions in real_questions(config, config.seed).items()}
+    model, tokenizer = load_model(model_folder)
+    rows = read_turns(run)
+    assert {row['kind'] for row in rows} == {'before', 'train', 'after'} and len(
+        [r for r in rows if r['kind'] == 'train']) == settings['steps'] * settings['group_size']
+    for row in rows:
+        t = trajectory_from_json(row['trajectory'])
+        prompt = tokenizer.decode(t.prompt_ids)
+        # the published prompt
+        assert '<tools>' in prompt and '"query_list"' in prompt and '<answer> Beijing </answer>' in prompt
+        assert f'Question: {t.question.text}<|im_end|>\n<|im_start|>assistant\n' in prompt
+        assert t.question.text in parts['train' if row['kind'] == 'train' else 'test']
+        for turn in t.turns:
+            assert tokenizer.decode(turn.action_ids).removesuffix('<|im_end|>') == turn.action_text and len(
+                turn.action_ids) <= settings['turn_tokens']
+            if turn.observation_ids:
+                assert turn.observation_text in tokenizer.decode(turn.observation_ids)
+        page = show_rollout(t, row['advantages']).html
+        assert all(f'turn {k}' in page for k in range(len(t.turns)))
+
+        layout = pack([Group(t.question, [t])])
+        assert layout.trained.sum() == sum(len(turn.action_ids) for turn in t.turns)
+        assert layout.ids[0][layout.trained[0]].tolist() == [i for turn in t.turns for i in turn.action_ids]
+        if row['kind'] == 'before' or (row['kind'], row['step']) == ('train', 1):  # sampled by the model in the folder
+            with torch.no_grad():
+                logp = token_logps(model, layout.ids, layout.trained)
+            torch.testing.assert_close(logp, layout.logps, atol=1e-4, rtol=0)
+    return table
+
+
+def test_five_steps_on_the_sample_by_the_command_line(spoken, tmp_path):
+    settings = {**SHORT, 'path': str(SAMPLE), 'dev_questions': 1, 'test_questions': 2, 'kl': .01}
+    arguments = [f'{k}={json.dumps(v)}' for k, v in {**settings, 'run': str(tmp_path / 'run'), 'model': spoken}.items()]
+    done = subprocess.run([sys.executable, '-m', 'credit_rl.train', *arguments], cwd=tmp_path,
+                          env={**os.environ, 'CUDA_VISIBLE_DEVICES': ''}, stdin=subprocess.DEVNULL,
+                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert done.returncode == 0, done.stdout
+    # half of six questions are held out, at most
+    assert '3 train, 1 dev, 2 test questions of hotpotqa' in done.stdout and 'step 5/5' in done.stdout
+    table = check_run(tmp_path / 'run', spoken, settings)
+    assert table.updates[1:].eq(2).all() and table.loss[1:].notna().all()  # the KL term moves every trajectory
+
+
+def test_five_steps_of_the_notebook_on_the_real_set(spoken, data, tmp_path):
+    """`90_train` by papermill. Nobody is right, so there is nothing to compare; the KL term asks for an update in each
+    mini-batch."""
+    settings = {**SHORT, 'path': str(data / 'hotpotqa'), 'method': 'tspo', 'kl': .01}
+    code, text, notebook = papermill(tmp_path / 'run' / 'notebook.ipynb', '-p', 'run', str(tmp_path / 'run'), '-p',
+                                     'model', spoken, settings=settings, cwd=tmp_path)
+    assert code == 0, text[-5000:]
+    table = check_run(tmp_path / 'run', spoken, settings)
+    assert table.zero_advantage[1:].eq(1).all() and table.updates[1:].eq(2).all()
+    assert table.loss[1:].abs().max() < 1 and table.grad_norm[1:].notna().all()
+    passages = len(json.loads((data / 'hotpotqa' / 'hotpotqa_corpus.json').read_text()))
+    assert f'{passages} passages' in printed(notebook) and passages > 1000 and 'step 5/5' in printed(notebook)
+    pages = [page for page in shown(notebook, 'text/html') if 'crl-head' in page]
+    asked = [row['trajectory']['question']['text'] for row in read_turns(tmp_path / 'run')]
+    # rollouts laid out turn by turn
+    assert len(pages) == 2 and all(any(html.escape(q) in page for q in asked) for page in pages)
+
+
+@pytest.mark.parametrize('name', [n for n, b in BENCHMARKS.items() if b.common])
+def test_a_step_on_every_set(spoken, data, tmp_path, name):
+    """Training takes each set in its original format: with its own paragraphs, a corpus found beside it, or without a
+    search."""
+    path = data / name / ('flashrag_test.jsonl' if name == 'triviaqa' else '')  # the original slice has three questions
+    settings = {
+        **SHORT, 'data': name, 'path': str(path), 'train_split': get_benchmark(name).eval_split, 'method': 'grpo',
+        'kl': .01, 'steps': 1, 'turn_tokens': 8, 'max_tokens': 12000, 'passage_tokens': 64, 'questions': 8,
+        'dev_questions': 2, 'test_questions': 2, 'corpus': str(data / name) if name == 'triviaqa' else None
+    }
+    train({**settings, 'run': str(tmp_path / 'run'), 'model': spoken}, say=lambda line: None)
+    (step,) = [row for _, row in read_metrics(tmp_path / 'run').iterrows() if row.step == 1]
+    assert step.updates == 2 and step.trajectories == settings['questions_per_step'] * settings[
+        'group_size'] and math.isfinite(step.loss)
+
+
+def test_without_a_difference_an_outcome_alone_asks_for_no_update(spoken, data, tmp_path):
+    settings = {**SHORT, 'path': str(data / 'hotpotqa'), 'method': 'grpo', 'kl': None, 'steps': 2}
+    train({**settings, 'run': str(tmp_path / 'run'), 'model': spoken}, say=lambda line: None)
+    table = check_run(tmp_path / 'run', spoken, settings)
+    assert table.zero_advantage[1:].eq(1).all() and table.updates[1:].eq(0).all()
+
+
+def researcher(text, rng):
+    "Asks the search for the question itself, then answers with the title of the first page that came back."
+    question = text.rsplit('Question: ', 1)[1].split('<|im_end|>')[0]
+    if '<tool_response>\nDoc 1' not in text:
+        return '<think> I look it up. </think> <tool_call> ' + json.dumps(
+            {'name': 'search', 'arguments': {'query_list': [question]}}) + ' </tool_call>'
+    return (f'<think> That must be it. </think> <answer> {text.split("Doc 1 (Title: ", 1)[1].split(chr(34))[1]} '
+            '</answer>')
+
+
+@pytest.fixture
+def stage(spoken, data):
+    "Questions, search and model of the real set."
+    return setup_of(make_config(
+        {**SHORT, 'path': str(data / 'hotpotqa'), 'model': spoken, 'dev_questions': 30, 'test_questions': 30}))
+
+
+def test_the_search_finds_real_passages(stage):
+    "A player that asks the question gets pages that the question rests on."
+    groups = rollout(ScriptedEngine(researcher, stage.chat.tokenizer, max_length=16000), stage.environments['test'],
+                     stage.questions['test'])
+    found = 0
+    for g in groups:
+        (t,) = g.trajectories
+        assert t.stop is Stop.ANSWER and [turn.result for turn in t.turns] == [Result.OK, Result.NONE]
+        seen = t.turns[0].observation_text
+        assert seen.startswith('Doc 1 (Title: "') and '\nDoc 2 (Title: "' in seen and 'Doc 3' not in seen
+        assert all(
+            len(stage.chat.encode(line.split('") ', 1)[1])) <= SHORT['passage_tokens'] for line in seen.splitlines())
+        found += any(f'(Title: "{title}")' in seen for title, _ in g.question.meta['supporting_facts'])
+    assert found > len(groups) / 2, f'{found} of {len(groups)}'
+
+
+def test_a_model_reads_what_the_search_said(stage):
+    """The random model speaks after a real observation: its log-probabilities are those of a plain forward over
+    prompt, call, pages and words."""
+    talk = ScriptedEngine(researcher, stage.chat.tokenizer, max_length=16000)
+    (group,) = rollout(talk, stage.environments['test'], stage.questions['test'][:1])
+    t = group.trajectories[0]
+    context = [*t.prompt_ids, *t.turns[0].action_ids, *t.turns[0].observation_ids]
+    sampled = HFEngine(stage.model, stage.chat.tokenizer, max_length=6000).generate([context], Sampling(max_tokens=16),
+                                                                                    n=3)
+    for ids, logps in zip(sampled.ids, sampled.logps):
+        row = torch.tensor([context + ids])
+        with torch.no_grad():
+            plain = token_logps(stage.model, row, torch.arange(row.shape[1])[None] >= len(context))[0, len(context):]
+        torch.testing.assert_close(plain, torch.tensor(logps), atol=1e-4, rtol=0)
+
+
+# ---- which questions, which passages ----
+
+def names(parts):
+    return {part: {(q.id, q.text) for q in questions} for part, questions in parts.items()}
+
+
+def disjoint(parts):
+    sets = list(names(parts).values())
+    return len(set().union(*sets)) == sum(map(len, sets))
+
+
+def test_a_single_file_is_dealt_out(tmp_path):
+    rows = json.loads(SAMPLE.read_text())
+    many = [{**row, '_id': f'{row["_id"]}-{i}', 'question': f'{row["question"]} ({i})'}
+            for i in range(10)
+            for row in rows]
+    (tmp_path / 'one.json').write_text(json.dumps(many))
+
+    def deal(**settings):
+        return real_questions(
+            config := make_config({'data': 'hotpotqa', 'path': str(tmp_path / 'one.json'), **settings}), config.seed)
+    parts = deal(dev_questions=5, test_questions=7)
+    assert {part: len(questions)
+            for part, questions in parts.items()} == {'train': len(many) - 12, 'dev': 5, 'test': 7} and disjoint(parts)
+    assert names(parts) == names(deal(dev_questions=5, test_questions=7)) != names(
+        deal(dev_questions=5, test_questions=7, seed=1))
+    greedy = deal(questions=3)                                         # asks for 210 and 600 held-out ones
+    assert len(greedy['dev']) + len(greedy['test']) == len(many) // 2 and len(greedy['train']) == 3 and disjoint(greedy)
+
+
+def test_a_folder_keeps_its_splits(data):
+    config = make_config({**SHORT, 'path': str(data / 'hotpotqa')})
+    parts = real_questions(config, config.seed)
+    own = {
+        split: {(q.id, q.text)
+                for q in load_questions('hotpotqa', data / 'hotpotqa', split)}
+        for split in ('train', 'dev')
+    }
+    named = names(parts)
+    assert named['train'] <= own['train'] and named['dev'] | named['test'] <= own['dev'] and disjoint(parts)
+    assert len(parts['dev']) == len(parts['test']) == 4
+    # trains on what dev and test leave
+    same = real_questions(dataclasses.replace(config, train_split='dev'), config.seed)
+    assert names(same)['train'] <= own['dev'] and disjoint(same)
+
+
+def test_questions_of_a_files_own_paragraphs_can_be_answered():
+    config = make_config({'data': 'hotpotqa', 'path': str(SAMPLE)})
+    text = normalize(' '.join(f'{p.title} {p.text}' for p in real_passages(config)))
+    answers = [q.answers for questions in real_questions(config, config.seed).values() for q in questions]
+    assert sum(cover_match(text, list(a)) for a in answers) >= len(answers) / 2
+
+
+def test_without_a_path_both_splits_of_the_hub_are_searched(monkeypatch):
+    "No network is needed to see what would be asked for."
+    from credit_rl import datasets
+    rows = json.loads(SAMPLE.read_text())
+    monkeypatch.setattr(
+        datasets, '_hub_rows',
+        lambda bench, split: [(split, row) for row in (rows[:4] if bench.hub_splits[split] == 'train' else rows[3:])])
+    config = make_config({'data': 'hotpotqa', 'dev_questions': 1, 'test_questions': 1})
+    parts, passages = real_questions(config, config.seed), real_passages(config)
+    assert disjoint(parts) and parts['train']
+    assert len({p.id for p in passages}) == len(passages) == len({(p.title, p.text) for p in passages})
+    assert {p.title for p in passages} == {title for row in rows for title, _ in row['context']}
+    assert BENCHMARKS['hotpotqa'].hub and staging.real_passages is real_passages

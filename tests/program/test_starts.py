@@ -1,0 +1,612 @@
+"""The start of a run as a newcomer meets it: what is refused before anything is computed, what is said, and what a
+start that failed leaves behind."""
+import importlib
+import itertools
+import json
+import logging
+import os
+import re
+import runpy
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import yaml
+
+from credit_rl import dry_run, evaluate, launch, prepare, sft, train as training
+from credit_rl.datasets import load_corpus, load_questions
+from credit_rl.diagnostics import wilson
+from credit_rl.learner import Learner, Optimiser
+from credit_rl.models import find_model, load_model, local_folder
+from credit_rl.parts import Loss
+from credit_rl.runlog import FolderInUse, Hold, RunFolders, RunLog
+
+from credit_rl.settings import make_config, settings_of
+from credit_rl.setup import forecast
+from credit_rl.train import train
+
+ROOT = Path(__file__).resolve().parents[2]
+BASE = str(ROOT / 'data' / 'tiny_base')
+SHORT = dict(model=BASE, steps=1, eval_every=1, questions_per_step=4, group_size=4, questions=50, dev_questions=8,
+             test_questions=8, max_turns=3, turn_tokens=12, world={'size': 200})
+
+
+# ---- options and settings are checked before a start ----
+
+@pytest.mark.parametrize('settings, message', [
+    (dict(method='tspo', options={'alpha': 2}), 'alpha must be at most 1, got 2'),
+    (dict(method='tspo', options={'alpha': 'abc'}), "alpha must be a float, got 'abc'"),
+    (dict(method='tspo', options={'match_short': 'no'}), "match_short must be a bool, got 'no'"),
+    (dict(method='tspo', options={'eps': -7}), 'eps must be at least 0'),
+    (dict(method='dapo', options={'draws': 0}), 'draws must be at least 1'),
+    (dict(method='ppo', options={'whiten': 'no'}), 'whiten must be a bool'),
+    (dict(method='vspo', options={'clip': 'no'}), 'clip must be a bool'),
+    (dict(method='mt-grpo*', options={'lambda_mid': float('nan')}), 'lambda_mid must be a number, got nan'),
+    (dict(weight_decay=-5), 'weight_decay must be at least 0'),
+    (dict(method='ppo', critic_rate=-1), 'critic_rate must be at least 0'),
+    (dict(loss={'clip_high': 'wide'}), 'clip_high must be a float'),
+    (dict(loss={'clip_high': -.2}), 'clip_high must be at least 0'),
+    (dict(loss={'kind': 'pppo'}), "kind is 'ppo'"),
+    (dict(loss={'cliphigh': .2}), "did you mean 'clip_high'"),
+    (dict(loss={'kl_kind': 'k9'}), "kind is 'k1'"),
+    (dict(threads=10000), 'threads=10000, but this host has'),
+    (dict(minibatches=9, questions_per_step=2, group_size=4), 'minibatches=9, but a step has 8 rollouts'),
+])
+def test_what_cannot_be_is_refused_by_a_dry_run_too(settings, message, tmp_path):
+    said = []
+    with pytest.raises(ValueError, match=message):
+        train({'run': str(tmp_path / 'run'), 'dry_run': True, **settings}, say=said.append)
+    assert not said and not (tmp_path / 'run').exists()
+
+
+def audited(settings): return importlib.import_module('credit_rl.audit').read_audit_settings(settings)
+def under_trl(settings): return importlib.import_module('credit_rl.trl_trainer').trl_run(settings)
+
+
+@pytest.mark.parametrize('start', [audited, under_trl, sft.rejection_sft])
+def test_what_has_no_dry_run_says_so_and_does_not_begin(start, tmp_path):
+    "An audit, a comparison and a training under TRL took dry_run=true and ran."
+    with pytest.raises(ValueError, match='dry_run'):
+        start({'run': str(tmp_path / 'run'), 'model': BASE, 'dry_run': True})
+    assert not (tmp_path / 'run').exists()
+
+
+def test_a_comparison_has_no_dry_run(tmp_path, monkeypatch):
+    from credit_rl.compare import main
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(SystemExit, match='a comparison has no dry_run'):
+        main(['--methods', 'grpo', '--seeds', '1', '--out', str(tmp_path / 'runs'), '--dry-run'])
+    assert not (tmp_path / 'runs').exists()
+
+
+def test_threads_that_this_host_can_use_pass(monkeypatch):
+    monkeypatch.setattr(os, 'cpu_count', lambda: 2)
+    for threads in (None, 1, 16): launch.check_threads(threads)
+    with pytest.raises(ValueError, match='threads=17, but this host has 2 cores'): launch.check_threads(17)
+
+
+def test_a_learner_updates_on_fewer_trajectories_than_mini_batches(tmp_path):
+    "A sampling that keeps few groups leaves less than was asked for."
+    from transformers import AutoModelForCausalLM
+    from credit_rl.layout import pack
+    from credit_rl.parts import Credit
+    from credit_rl.trajectory import example_group
+    model = AutoModelForCausalLM.from_pretrained(BASE)
+    layout = pack([example_group()])
+    layout.ids.clamp_(max=model.config.vocab_size - 1)
+    learner = Learner(model, Loss(), Optimiser(minibatches=9))
+    log = learner.step(layout, None, Credit(layout.trained.float()))
+    assert log['updates'] == len(layout.groups) < 9
+
+
+# ---- a start that failed can be made again in the same folder ----
+
+@pytest.mark.parametrize('where', ['make_setup', 'make_learner', '_begin'])
+def test_a_start_that_failed_leaves_its_folder_free(where, tmp_path, monkeypatch):
+    def fail(*args): raise RuntimeError('something broke')
+    with monkeypatch.context() as broken:
+        broken.setattr(training, where, fail)
+        with pytest.raises(RuntimeError, match='something broke'):
+            train({**SHORT, 'run': str(tmp_path / 'run')}, say=lambda line: None)
+    RunLog(tmp_path / 'run')                           # refuses a folder that holds a run
+
+
+def test_what_has_a_checkpoint_or_was_there_before_is_kept(tmp_path):
+    log = RunLog(tmp_path)
+    with pytest.raises(RuntimeError), log.beginning():
+        log.write_params({'seed': 1})
+        (tmp_path / 'checkpoints' / 'step-000000').mkdir(parents=True)
+        raise RuntimeError
+    assert (tmp_path / 'params.yaml').exists()
+    (tmp_path / 'checkpoints' / 'step-000000').rmdir()
+    with pytest.raises(RuntimeError), RunLog(tmp_path, resume=True).beginning(): raise RuntimeError
+    assert (tmp_path / 'params.yaml').exists()
+
+
+def test_a_fine_tuning_without_right_rollouts_leaves_its_folder_free(tmp_path, monkeypatch):
+    from credit_rl import sft
+    monkeypatch.setattr(sft, '_played', lambda *args: [])
+    with pytest.raises(ValueError, match='nothing to imitate'):
+        sft.rejection_sft({**SHORT, 'run': str(tmp_path / 'run')}, say=lambda line: None)
+    RunLog(tmp_path / 'run')
+
+
+def test_a_fine_tuning_without_trl_is_refused_before_it_plays(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, 'trl', None)
+    with pytest.raises(SystemExit, match=r'pip install credit_rl\[train\]'):
+        sft.main([f'run={tmp_path / "run"}', f'model={BASE}'])
+    assert not (tmp_path / 'run').exists()
+
+
+def test_a_start_under_trl_that_failed_leaves_its_folder_free(tmp_path, monkeypatch):
+    trl = pytest.importorskip('credit_rl.trl_trainer')
+    pytest.importorskip('trl')
+    def fail(*args): raise RuntimeError('something broke')
+    monkeypatch.setattr(trl, 'evaluate', fail)
+    with pytest.raises(RuntimeError, match='something broke'):
+        trl.trl_run({**SHORT, 'run': str(tmp_path / 'run'), 'method': 'grpo'}, say=lambda line: None)
+    RunLog(tmp_path / 'run')
+
+
+# ---- the notebook of a run ----
+
+def as_papermill_writes(executed=False, cell="run = 'runs/train'\nresume = False", **given):
+    cells = [{'cell_type': 'code', 'source': cell.splitlines(keepends=True), 'metadata': {'tags': ['parameters']},
+              'execution_count': 1 if executed else None}]
+    return json.dumps({'cells': cells, 'metadata': {'papermill': {'parameters': given}}})
+
+
+def test_the_same_command_again_keeps_the_finished_notebook(tmp_path, monkeypatch):
+    "papermill writes before the first cell runs, so that is where the second start is refused."
+    monkeypatch.chdir(tmp_path)
+    run, write = Path('runs/mine'), RunFolders.write
+    write(as_papermill_writes(run='runs/mine'), run / 'notebook.ipynb')
+    RunLog(run).write_params({'seed': 1})
+    write(done := as_papermill_writes(executed=True, run='runs/mine'), run / 'notebook.ipynb')
+    for more in ({}, {'dry_run': True}):
+        with pytest.raises(FileExistsError, match='runs/mine already holds a run .*resume=True'):
+            write(as_papermill_writes(run='runs/mine', **more), run / 'notebook.ipynb')
+    assert (run / 'notebook.ipynb').read_text() == done
+    write(as_papermill_writes(run='runs/mine', resume=True), run / 'notebook.ipynb')
+
+
+@pytest.mark.parametrize('path', ['runs/mine/notebook.ipynb', './runs/mine/notebook.ipynb'])
+def test_papermill_hands_such_a_path_to_us(path, monkeypatch):
+    "By setup.py, where ./runs/ was left to papermill's own writer, which lost a finished notebook."
+    iorw = pytest.importorskip('papermill.iorw')
+    monkeypatch.chdir(ROOT)
+    given = {}
+    monkeypatch.setattr('setuptools.setup', lambda **settings: given.update(settings))
+    runpy.run_path(str(ROOT / 'setup.py'))
+    io = iorw.PapermillIO()
+    io.register('local', iorw.LocalHandler())
+    for line in given['entry_points']['papermill.io']:
+        prefix, place = line.split(' = ')
+        assert place == 'credit_rl.runlog:RunFolders'
+        io.register(prefix, RunFolders)
+    assert io.get_handler(path) is RunFolders and io.get_handler('elsewhere/notebook.ipynb') is not RunFolders
+
+
+def test_the_notebook_of_a_run_taken_up_again_is_kept_until_there_is_more(tmp_path, monkeypatch):
+    "A resumed run that is refused, as with other parameters, left a notebook with the refusal alone."
+    monkeypatch.chdir(tmp_path)
+    run, write = Path('runs/mine'), RunFolders.write
+    path = run / 'notebook.ipynb'
+    write(as_papermill_writes(run='runs/mine'), path)
+    (run / 'params.yaml').write_text('seed: 1')
+    (run / 'metrics.jsonl').write_text('{"step": 1}')
+    write(done := as_papermill_writes(executed=True, run='runs/mine'), path)
+
+    def goes_on(*counts):
+        notebook = json.loads(as_papermill_writes(run='runs/mine', resume=True))
+        notebook['cells'] = [{**notebook['cells'][0], 'execution_count': n} for n in counts]
+        return json.dumps(notebook)
+    write(goes_on(None, None), path)
+    write(goes_on(1, None), path)             # refused, or killed before its first step
+    assert path.read_text() == done
+    write(goes_on(None, None), path)          # the run was finished, its figures are drawn again
+    write(drawn := goes_on(1, 2), path)
+    assert path.read_text() == drawn
+    write(goes_on(None, None), path)          # it has come further
+    (run / 'metrics.jsonl').write_text('{"step": 1}{"step": 2}')
+    write(further := goes_on(1, None), path)
+    assert path.read_text() == further
+
+
+def test_a_notebook_apart_from_its_run_is_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match='give -p run runs/other as well'):
+        RunFolders.write(as_papermill_writes(), 'runs/other/notebook.ipynb')
+    RunFolders.write(as_papermill_writes(), 'runs/train/notebook.ipynb')
+    RunFolders.write(as_papermill_writes(cell='folders = 3'), 'runs/other/report.ipynb')    # a report has no run
+
+
+KEY = 'sk-a-key-that-nobody-may-see'
+
+
+@pytest.mark.parametrize('given', [{'options': {'judge': {'model': 'x', 'api_key': KEY}}}, {'api_key': KEY},
+                                   {'options': {'judges': [{'base_url': f'https://me:{KEY}@judge.org/v1'}]}}])
+def test_a_key_among_the_parameters_is_refused_before_a_notebook_keeps_it(tmp_path, monkeypatch, given):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="export JUDGE_KEY=.*'key_from': 'JUDGE_KEY'") as refusal:
+        RunFolders.write(as_papermill_writes(run='runs/x', **given), 'runs/x/notebook.ipynb')
+    assert KEY not in str(refusal.value) and not Path('runs').exists()
+    fine = {'judge': {'model': 'x', 'key_from': 'JUDGE_KEY', 'base_url': 'http://127.0.0.1:1/v1'}}
+    RunFolders.write(as_papermill_writes(run='runs/x', options=fine), 'runs/x/notebook.ipynb')
+
+
+@pytest.mark.parametrize('name', ['90_train', '91_evaluate', '92_warmup'])
+def test_the_run_notebooks_say_where_their_run_lies(name, tmp_path, monkeypatch):
+    "Else the check above would let them pass."
+    monkeypatch.chdir(tmp_path)
+    text = (ROOT / 'nbs' / f'{name}.ipynb').read_text()
+    notebook = json.loads(text)
+    for cell in notebook['cells']: cell.pop('execution_count', None)
+    with pytest.raises(ValueError, match='give -p run'): RunFolders.write(json.dumps(notebook), 'runs/x/notebook.ipynb')
+
+
+@pytest.mark.parametrize('ours', [True, False])
+def test_papermill_calls_no_setting_of_ours_unknown(ours, tmp_path, monkeypatch, caplog):
+    "Our notebooks check names by themselves; those of others have only papermill's word."
+    path = tmp_path / 'some.ipynb'
+    path.write_text('from credit_rl.train import train' if ours else 'import json')
+    monkeypatch.setattr(sys, 'argv', ['papermill', str(path), 'runs/x/notebook.ipynb', '-p', 'lr', '1e-5'])
+    log = logging.getLogger('papermill')
+    for line in ('Passed unknown parameter: lr', 'Executing notebook'): log.warning(line)
+    assert [r.getMessage() for r in caplog.records] == (['Passed unknown parameter: lr'] * (not ours)
+                                                         + ['Executing notebook'])
+
+
+# ---- what is said of a run that is over, or goes on ----
+
+@pytest.fixture(scope='module')
+def short(tmp_path_factory):
+    "A finished run of one step, and its lines."
+    folder, lines = tmp_path_factory.mktemp('runs') / 'short', []
+    train({**SHORT, 'run': str(folder), 'threads': 1}, say=lines.append)
+    return folder, lines
+
+
+def test_a_run_that_is_shown_again_tells_its_log_again(short):
+    folder, first = short
+    for steps, why in ((1, 'has its 1 steps'), (0, 'has 1 steps, more than steps=0')):
+        again = []
+        train({**SHORT, 'run': str(folder), 'threads': 1, 'resume': True, 'steps': steps}, say=again.append)
+        assert why in again[-1] and again[-2] == first[-1]
+        (line,), (then,) = ([x for x in lines if x.startswith('step 1/1')] for lines in (first, again))
+        assert line.startswith(then) and any(x.startswith('base: EM') for x in again)
+
+
+def test_a_run_that_goes_on_tells_its_log_first(short, tmp_path):
+    folder, lines = shutil.copytree(short[0], tmp_path / 'more', symlinks=True), []
+    train({**SHORT, 'run': str(folder), 'threads': 1, 'resume': True, 'steps': 2}, say=lines.append)
+    at = lines.index('resumed after step 1')
+    assert any(x.startswith('step 1/2') for x in lines[:at]) and any(x.startswith('step 2/2') for x in lines[at:])
+
+
+# ---- a dry run sees what a start would fall over ----
+
+def dry(**settings):
+    "What a dry run is refused for, and its lines."
+    lines = []
+    with pytest.raises((ValueError, OSError)) as e: train({'model': BASE, 'dry_run': True, **settings}, lines.append)
+    return str(e.value), lines
+
+
+def test_a_dry_run_sees_a_prompt_that_is_too_long(tmp_path, spoken):
+    sample = dict(path=str(ROOT / 'data' / 'hotpotqa_sample.json'), dev_questions=1, test_questions=1)
+    for given in (dict(), dict(model='tiny'), dict(data='hotpotqa', model=spoken, **sample)):
+        why, _ = dry(run=str(tmp_path / 'run'), max_tokens=8, **given)
+        assert 'which leaves nothing of 8: raise max_tokens' in why, why
+
+
+def test_a_dry_run_sees_a_model_without_the_words(tmp_path):
+    "The tiny model knows the words of the tiny world alone."
+    why, _ = dry(run=str(tmp_path / 'run'), data='hotpotqa', path=str(ROOT / 'data' / 'hotpotqa_sample.json'),
+                 dev_questions=1, test_questions=1)
+    assert "it has no words for the prompt of protocol 'tspo'" in why
+
+
+def test_a_dry_run_refuses_direct_questions_of_the_tiny_world(tmp_path):
+    assert "protocol='direct' is for data sets that are asked without a search" in dry(
+        run=str(tmp_path / 'run'), protocol='direct')[0]
+
+
+def test_a_dry_run_tries_the_folder(tmp_path, monkeypatch):
+    (tmp_path / 'file').write_text('a file')
+    assert f"{tmp_path / 'file'} is a file; a run needs a folder" in dry(run=str(tmp_path / 'file' / 'run'))[0]
+    monkeypatch.setattr(os, 'access', lambda path, mode: False)          # root may write everywhere
+    assert 'cannot be written' in dry(run=str(tmp_path / 'run'))[0] and not (tmp_path / 'run').exists()
+
+
+@pytest.fixture
+def offline(monkeypatch):
+    "A hub that is out of reach, as a name is that nobody knows: list of the times that the name was looked up."
+    from huggingface_hub import constants
+    monkeypatch.setattr(constants, 'ENDPOINT', 'http://hub.invalid')
+    asked, look_up = [], socket.getaddrinfo
+    def counted(host, *more, **named):
+        if host in ('hub.invalid', b'hub.invalid'): asked.append(host)
+        return look_up(host, *more, **named)
+    monkeypatch.setattr(socket, 'getaddrinfo', counted)
+    return asked
+
+
+def test_a_dry_run_lists_all_that_is_missing_and_estimates_without_a_network(offline, tmp_path, monkeypatch):
+    "The papers' files on a host without network, search server and GPUs: in seconds, for the clients are not begun."
+    monkeypatch.setattr(torch.cuda, 'device_count', lambda: 0)
+    given = yaml.safe_load((ROOT / 'runs' / 'params' / 'tips_qwen2.5_7b.yaml').read_text())
+    lines = []
+    with pytest.raises(ValueError, match='cannot start') as e:
+        train({**given, 'run': str(tmp_path / 'run'), 'dry_run': True, 'path': None,
+               'corpus': 'http://127.0.0.1:9'}, lines.append)
+    assert len(offline) <= 2
+    why = str(e.value).splitlines()
+    for part in ('vLLM', 'nq_open', '127.0.0.1:9', "model 'Qwen/Qwen2.5-7B-Instruct'"):
+        assert any(part in line for line in why), (part, why)
+    assert any('memory of a rank' in line for line in lines) and any('a step, if' in line for line in lines)
+
+
+# ---- a model that is not there ----
+
+@pytest.mark.parametrize('model', ['models/qwen', 'data/tiny_base'])
+def test_a_model_that_is_not_there_is_named_at_once_with_the_folder(model, offline, tmp_path, monkeypatch):
+    "Not in the words of the hub's client after half a minute of its tries."
+    monkeypatch.chdir(tmp_path)
+    calls = lambda: train({'model': model, 'run': 'runs/x'}), lambda: load_model(model), lambda: local_folder(model)
+    for call in calls:
+        offline.clear()
+        with pytest.raises(ConnectionError, match=f"model '{model}': there is no such folder in {tmp_path}, and "
+                                                  "http://hub.invalid does not answer"): call()
+        assert len(offline) == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_model_that_the_hub_does_not_have_is_named(monkeypatch, tmp_path):
+    from huggingface_hub import constants
+    from hub import Hub
+    with Hub({'there/model': ('0' * 40, {'config.json': b'{}'})}) as server:
+        monkeypatch.setattr(constants, 'ENDPOINT', server.url)
+        monkeypatch.setattr(constants, 'HUGGINGFACE_CO_URL_TEMPLATE',
+                            server.url + '/{repo_id}/resolve/{revision}/{filename}')
+        find_model('there/model')
+        with pytest.raises(ValueError, match="model 'not/there': there is no such folder .*, and the hub gives no"):
+            find_model('not/there')
+
+
+# ---- hints that lead to the right setting ----
+
+@pytest.mark.parametrize('settings, hint', [
+    ({'lr': 1e-3}, "no setting 'lr'; did you mean 'learning_rate'?"),
+    ({'alpha': 2}, "alpha is an option of the method 'tspo', not a setting: write options.alpha=2"),
+    ({'band': 'medium', 'method': 'tips'}, "option of the method 'tips'"),
+    ({'data': 'tinny'}, "no data set 'tinny'; did you mean 'tiny'?"),
+    ({'data': 'hotpot'}, "did you mean 'hotpotqa'"),
+    ({'xyz': 2}, "no setting 'xyz'; --help lists all [0-9]+$"),
+])
+def test_a_hint_names_what_was_meant(settings, hint, tmp_path):
+    with pytest.raises(ValueError, match=hint): train({'run': str(tmp_path / 'run'), **settings})
+
+
+def test_rows_without_paragraphs_ask_for_a_corpus_by_its_name(tmp_path):
+    (tmp_path / 'rows.json').write_text(json.dumps([{'_id': 'a', 'question': 'Who?', 'answer': 'Ada'}]))
+    with pytest.raises(ValueError, match='bring no paragraphs.*corpus=FILE'):
+        load_corpus('hotpotqa', tmp_path / 'rows.json')
+
+
+def test_too_few_positions_are_not_progress_to_raise_max_tokens_alone(spoken):
+    from credit_rl.rollout import check_prompts
+    from credit_rl.environment import Conversation, make_environment
+    from credit_rl.models import load_tokenizer
+    from credit_rl.trajectory import example_group
+    env = make_environment(load_tokenizer(spoken), None, Conversation(max_tokens=20))
+    with pytest.raises(ValueError, match='raise max_tokens, where the model has more positions than that, or leave'):
+        check_prompts(env, [example_group().question])
+
+
+def test_room_is_progress_in_a_unit_that_shows_it():
+    host = settings_of(make_config({})).host
+    (line, *_) = dry_run.missing_room(Path('/proc'), 2, host, {'rank': 0, 'host': 0, 'checkpoint': 5e6})
+    assert line == '/proc has 0 MB free, but 4 checkpoints take 20 MB'
+
+
+# ---- how far it is ----
+
+def test_what_takes_long_says_how_far_it_is(tmp_path, monkeypatch):
+    "Base evaluation and rollouts, where each round takes longer than half a minute by the clock that is asked."
+    ticks, lines = itertools.count(step=30), []
+    hurried = lambda *args: launch.Progress(*args, clock=lambda: float(next(ticks)))
+    monkeypatch.setattr(training, 'Progress', hurried)
+    train({**SHORT, 'run': str(tmp_path / 'run'), 'threads': 1}, say=lines.append)
+    for wanted in ('test questions played: 8 of 8', 'dev questions played: 8 of 8',
+                   'step 1: rollouts played: 16 of 16'):
+        assert wanted in lines, lines
+
+
+def test_a_fine_tuning_tells_its_loss():
+    from credit_rl.sft import _loss_callback
+    lines, state = [], SimpleNamespace(global_step=1, max_steps=9)
+    callback = _loss_callback(lines.append)
+    callback.on_log(None, state, None, logs={'loss': 2.})
+    state.global_step = 2
+    callback.on_log(None, state, None, logs={'loss': 1.})
+    callback.last -= 30
+    callback.on_log(None, state, None, logs={'loss': .5})
+    assert lines == ['update 1 of 9, loss 2.000', 'update 2 of 9, loss 0.500']
+
+
+def test_the_estimate_measures_what_this_host_does(monkeypatch):
+    "Not a GPU's 100 TFLOP/s on a processor, which does a thousandth of it."
+    monkeypatch.setattr(dry_run, 'measure_tflops', lambda: .05)
+    monkeypatch.setattr(torch.cuda, 'is_available', lambda: False)
+    *_, step, taken = forecast(settings_of(make_config({'model': BASE})))
+    *_, given, said = forecast(settings_of(make_config({'model': BASE, 'tflops': 50})))
+    seconds = [float(re.search(r'be: ([0-9.e+-]+) s', line)[1]) for line in (step, given)]
+    assert 990 < seconds[0] / seconds[1] < 1010
+    assert 'measured on this host: 0.05 TFLOP/s' in taken and 'taking 50 TFLOP/s' in said
+
+
+def test_a_measured_product_is_what_its_clock_says():
+    from credit_rl.estimate import measure_tflops
+    assert 1e-4 < measure_tflops('cpu', width=256, seconds=.1) < 20
+
+
+# ---- interrupted, small samples, indexes, names ----
+
+def test_an_interrupt_is_a_line_that_says_how_to_go_on(short, tmp_path, monkeypatch, capsys):
+    def stop(*args, **more): raise KeyboardInterrupt
+    for module, name in ((training, 'train'), (prepare, 'prepare'), (sft, 'rejection_sft'),
+                         (evaluate, 'run_evaluation')):
+        monkeypatch.setattr(module, name, stop)
+        for run, how in ((short[0], 'resume=true.*after step 1'), (tmp_path / 'new', 'begins anew')):
+            with pytest.raises(SystemExit) as end: module.main([f'run={run}'])
+            (line,) = capsys.readouterr().err.splitlines()
+            assert end.value.code == 130 and 'interrupted' in line
+            if module in (training, prepare): assert re.search(how, line), line
+
+
+@pytest.mark.parametrize('command', [
+    ['-m', 'credit_rl.command', 'longform'],
+    ['-c', 'import sys; from credit_rl.command import main; sys.exit(main(["audit"]))']])
+def test_an_interrupt_while_modules_are_imported_is_a_line_too(command, tmp_path):
+    "It takes seconds, a minute on a slow disk. `python -m credit_rl.MODULE` has a traceback there: see 89_command."
+    (tmp_path / 'torch.py').write_text('raise KeyboardInterrupt')
+    path = os.pathsep.join([str(tmp_path), str(ROOT)])
+    done = subprocess.run([sys.executable, *command], cwd=tmp_path, capture_output=True, text=True, timeout=120,
+                          env={**os.environ, 'PYTHONPATH': path})
+    (line,) = done.stderr.splitlines()
+    assert 'interrupted; give the same command again' in line and done.returncode in (130, -signal.SIGINT)
+
+
+def test_other_errors_of_a_command_keep_their_traceback(tmp_path):
+    (tmp_path / 'torch.py').write_text('raise RuntimeError("broken")')
+    done = subprocess.run([sys.executable, '-m', 'credit_rl.train'], cwd=tmp_path, capture_output=True, text=True,
+                          timeout=120, env={**os.environ, 'PYTHONPATH': os.pathsep.join([str(tmp_path), str(ROOT)])})
+    assert done.stderr.startswith('Traceback') and done.stderr.endswith('RuntimeError: broken\n')
+
+
+@pytest.mark.parametrize('verb', ['audit', 'longform', 'competence', 'export', 'profile', 'view', 'index'])
+def test_a_verb_without_a_word_of_its_own_is_interrupted_in_a_line(verb, monkeypatch, capsys):
+    from credit_rl import command
+    def stop(arguments): raise KeyboardInterrupt
+    module, _, function = command.VERBS[verb][0].partition(':')
+    monkeypatch.setattr(importlib.import_module(f'credit_rl.{module}'), function or 'main', stop)
+    assert command.main([verb, 'x']) == 130
+    assert capsys.readouterr().err == f'credit-rl {verb}: interrupted; give the same command again\n'
+
+
+def test_all_wrong_and_all_right_have_an_interval_too():
+    "By hand: Wilson's at its ends, z² = 3.84: of none of 10 right up to 3.84 / 13.84."
+    found = [evaluate._intervals([{'em': em}] * 10, ['em'], 0)['em'] for em in (0., 1.)]
+    assert found[0] == pytest.approx([0., .2775], abs=1e-3) and found[1] == pytest.approx([.7225, 1.], abs=1e-3)
+    assert found[0] == pytest.approx(list(wilson(0., 10)), abs=1e-3)
+    low, high = evaluate._intervals([{'em': 0.}, {'em': 1.}] * 5, ['em'], 0)['em']
+    assert 0 < low < .5 < high < 1
+
+
+def test_another_file_of_the_same_split_is_named(tmp_path):
+    row = {'_id': 'a', 'question': 'Who?', 'answer': 'Ada', 'context': [['Ada', ['Ada was here.']]]}
+    (tmp_path / 'dev.json').write_text(json.dumps([row]))
+    (tmp_path / 'flashrag_dev.jsonl').write_text(json.dumps({'id': 'b', 'question': 'Who?', 'golden_answers': ['B']}))
+    with pytest.warns(UserWarning, match='taken from dev.json, not from flashrag_dev.jsonl'):
+        assert len(load_questions('hotpotqa', tmp_path, 'dev')) == 1
+    settings = evaluate.Evaluation(model=BASE, data='hotpotqa', path=str(tmp_path), split='dev', questions=2)
+    with pytest.warns(UserWarning, match='2 questions were asked for, but .* has 1'):
+        evaluate._questions('hotpotqa', settings, settings, 0)
+
+
+def test_a_command_builds_an_index(tmp_path, capsys):
+    from credit_rl.command import main
+    from credit_rl.retrieval import BM25
+    sample, folder = str(ROOT / 'data' / 'hotpotqa_sample.json'), str(tmp_path / 'index')
+    main(['index', sample, folder])
+    assert 'passages in' in capsys.readouterr().out
+    assert BM25.load(folder).search(['Who?'], 1) == BM25(load_corpus('hotpotqa', sample)).search(['Who?'], 1)
+    with pytest.raises(SystemExit): main(['index', sample, folder])
+    assert 'is there already' in capsys.readouterr().err
+
+
+def test_an_index_says_how_far_it_is(capsys):
+    from credit_rl.search_service import _progress
+    clock = lambda: float(next(ticks))
+    ticks = itertools.count(step=8)                                     # a look every 8 s, a line after 20 or more
+    assert list(_progress('abcdefg', clock=clock)) == list('abcdefg')
+    assert capsys.readouterr().out.splitlines()[-1] == 'all 7 passages read: the index is being written'
+    assert list(_progress('ab', clock=lambda: 0.)) == ['a', 'b'] and not capsys.readouterr().out
+
+
+def test_the_readme_lines_that_start_a_run_have_folders_of_their_own():
+    runs = re.findall(r'-p run (\S+)|train run=(\S+)', (ROOT / 'README.md').read_text())
+    assert len(runs) == 2 and len(set(map(''.join, runs))) == 2
+
+
+def test_jupyterlab_calls_the_kernel_as_the_notebooks_do():
+    "Else it writes its own name of the kernel into each notebook that is saved."
+    names = {json.loads(p.read_text())['metadata']['kernelspec']['display_name'] for p in ROOT.glob('nbs/**/*.ipynb')}
+    lab = re.search(r'^lab:.*\n(\t.*\n)+', (ROOT / 'Makefile').read_text(), re.M)[0]
+    assert names == {re.search(r'ipykernel install .*--name python3 --display-name (\S+)', lab)[1]}
+
+
+# ---- a folder that another process writes ----
+
+def trl_run(settings, say): return importlib.import_module('credit_rl.trl_trainer').trl_run(settings, say)
+
+
+GSM8K = str(next((ROOT / 'data' / 'rows').glob('gsm8k.*')))
+WARM = dict(model=str(ROOT / 'data' / 'tiny_carl'), protocol='carl-tiny', method='carl', threads=1)
+WRITE = {
+    'training': lambda run, spoken: train({**SHORT, 'run': run}, say=print),
+    'training, resumed': lambda run, spoken: train({**SHORT, 'run': run, 'resume': True}, say=print),
+    'training on ranks': lambda run, spoken: train({**SHORT, 'run': run, 'learner': 'deepspeed', 'ranks': 2}, print),
+    'warm-up': lambda run, spoken: prepare.prepare({**WARM, 'run': run, 'resume': True}, say=print),
+    'fine-tuning': lambda run, spoken: sft.rejection_sft({**SHORT, 'run': run}, say=print),
+    'training under TRL': lambda run, spoken: trl_run({**SHORT, 'run': run, 'method': 'grpo'}, print),
+    'evaluation': lambda run, spoken: evaluate.run_evaluation(
+        {'run': run, 'model': spoken, 'data': 'gsm8k', 'path': GSM8K}),
+    'notebook': lambda run, spoken: RunFolders.write(as_papermill_writes(run=run, resume=True),
+                                                     Path(run) / 'notebook.ipynb'),
+}
+
+
+@pytest.mark.parametrize('name', WRITE)
+def test_a_folder_that_is_written_is_refused_before_a_model_is_loaded(name, tmp_path, spoken, monkeypatch):
+    def load(*args, **more): raise AssertionError('a model was loaded')
+    if name == 'training on ranks': pytest.importorskip('deepspeed')
+    if name.endswith('TRL'): pytest.importorskip('trl')
+    for module, loads in ((training, 'make_setup'), (prepare, 'make_setup'), (sft, 'make_setup'), (training, 'launch'),
+                          (evaluate, 'load_model')):
+        monkeypatch.setattr(module, loads, load)
+    if name.endswith('TRL'): monkeypatch.setattr(importlib.import_module('credit_rl.trl_trainer'), 'make_setup', load)
+    (tmp_path / 'notebook.ipynb').write_text('of the run that is there')
+    contents = lambda: {p.name: p.read_bytes() for p in tmp_path.rglob('*') if p.is_file()}
+    with Hold(tmp_path):
+        before = contents()
+        with pytest.raises(FolderInUse, match=f'{tmp_path} is being written by process {os.getpid()} on '):
+            WRITE[name](str(tmp_path), spoken)
+        assert contents() == before
+
+
+def test_a_run_that_is_over_or_failed_lets_its_folder_go(tmp_path, monkeypatch):
+    "Also where its error, and with it all that it refers to, is kept."
+    run = str(tmp_path / 'run')
+    with monkeypatch.context() as broken:
+        broken.setattr(training, '_steps', lambda *args: 1 / 0)
+        with pytest.raises(ZeroDivisionError) as kept: train({**SHORT, 'run': run}, say=lambda line: None)
+    folder = train({**SHORT, 'run': run, 'resume': True}, say=lambda line: None)
+    assert (folder / 'summary.json').exists() and not (folder / '.writer').exists() and kept
+
+
+def test_a_package_that_is_missing_stands_in_the_list(root, tmp_path, monkeypatch):
+    "Without `datasets`, as after `make demo`, nothing can be downloaded: a dry run ended in a traceback."
+    monkeypatch.chdir(root)
+    monkeypatch.setitem(sys.modules, 'datasets', None)
+    monkeypatch.setattr('huggingface_hub.constants.HF_HOME', str(tmp_path / 'hub'))
+    for dry in ('true', 'false'):
+        with pytest.raises(SystemExit, match=r'downloading needs `datasets`: pip install "credit_rl\[train\]"'):
+            training.main([f'run={tmp_path}/run', 'data=hotpotqa', 'model=data/tiny_base', f'dry_run={dry}'])

@@ -1,0 +1,32 @@
+"""A host of two that meet at an endpoint, with a rank each, which then wait, fail or end; not a test file. As a
+program, `python -m tests.tools.hosts FOLDER ENDPOINT WHAT [DATA]` is one host's command, without what a run imports."""
+import os
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+from credit_rl.launch import (expect_file, gloo_environment, is_rank, join_ranks, keep_traceback, launch,
+                              launch_command, meet, speak)
+
+if __name__ == '__main__':
+    folder, endpoint, what, *data = sys.argv[1:]
+    result = Path(folder) / 'summary.json'
+    if not is_rank():
+        with meet(2, endpoint, {'what': what}) as meeting:
+            print(f'this is {meeting.call(meeting.number)}', flush=True)
+            if meeting.number == 0:
+                Path(folder).mkdir(exist_ok=True)
+                (Path(folder) / 'launch.yaml').write_text('{}')
+            launch(launch_command('tests.tools.hosts', sys.argv[1:], 2, meeting=meeting), folder, result,
+                   meeting=meeting, environment=gloo_environment(hosts=2, endpoint=endpoint))
+        print('all is well', flush=True)
+    else:
+        expect_file(Path(folder) / 'launch.yaml')
+        with keep_traceback(folder, int(os.environ['RANK'])):
+            ranks = join_ranks(2, SimpleNamespace(run=folder, path=data[0] if data else None))
+            if ranks.first: speak('all are here')
+            if what == 'wait': time.sleep(600)
+            if what == 'fail' and ranks.rank == 1: raise ZeroDivisionError('division by zero')
+            ranks.wait()
+            if ranks.first: result.write_text('{}')

@@ -1,0 +1,61 @@
+"""A judge behind HTTP, on this machine: what it replies is a function's word."""
+import http.server
+import json
+import threading
+
+from credit_rl.judge import Judge
+
+
+class Stub:
+    """Chat completions on a free port. `script`: function (prompt, attempt) -> reply, status, 'hang', or a body (dict,
+    bytes)."""
+
+    def __init__(self, script):
+        self.script, self.requests, self.lock, self.over = script, [], threading.Lock(), threading.Event()
+        stub = self
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            def do_POST(self):
+                body = json.loads(self.rfile.read(int(self.headers['Content-Length'])))
+                with stub.lock:
+                    prompt = body['messages'][-1]['content']
+                    attempt = sum(prompt == r['messages'][-1]['content'] for r in stub.requests)
+                    stub.requests.append({**body, 'path': self.path, 'key': self.headers['Authorization']})
+                todo = stub.script(prompt, attempt)
+                if todo == 'hang':
+                    stub.over.wait()
+                    return
+                status = todo if isinstance(todo, int) else 200
+                message = {'role': 'assistant', 'content': todo if isinstance(todo, str) else None}
+                data = {'id': 'x', 'object': 'chat.completion', 'created': 0, 'model': 'stub',
+                        'choices': [{'index': 0, 'message': message, 'finish_reason': 'stop'}]}
+                if isinstance(todo, int):
+                    data = {'error': {'message': f'status {status} for {self.headers["Authorization"]}'}}
+                if isinstance(todo, dict): data = todo
+                raw = todo if isinstance(todo, bytes) else json.dumps(data).encode()
+                self.send_response(status)
+                self.send_header('Content-Type', 'text/html' if isinstance(todo, bytes) else 'application/json')
+                self.send_header('Content-Length', str(len(raw)))
+                self.send_header('retry-after-ms', '1')
+                self.end_headers()
+                self.wfile.write(raw)
+
+            def log_message(self, *args): pass
+
+        self.server = http.server.ThreadingHTTPServer(('127.0.0.1', 0), Handler)
+        self.server.daemon_threads = True
+        self.thread = threading.Thread(target=self.server.serve_forever, kwargs={'poll_interval': 0.02}, daemon=True)
+
+    def __enter__(self):
+        self.thread.start()
+        return self
+
+    def __exit__(self, *exc):
+        self.over.set()
+        self.server.shutdown()
+        self.server.server_close()
+        self.thread.join()
+
+    def judge(self, **changes):
+        setting = {'retries': 2, 'timeout': 600.0, 'concurrency': 4, **changes}
+        return Judge(f'http://127.0.0.1:{self.server.server_port}/v1', 'stub', **setting)
