@@ -266,6 +266,7 @@ def dev_area(
     parts = [(b - a) * (x + y) / 2 for a, b, x, y in zip(step, step[1:], right, right[1:])]
     return sum(parts) / (step[-1] - step[0])
 
+# %% ../nbs/6_looking/74_compare.ipynb #c029x3
 def sampled_right(
     folder,  # of a run
 ):
@@ -287,6 +288,7 @@ def sampled_right(
     if outcome.name != 'outcome' or o['metric'] != o['right']: return math.nan
     return table.reward.mean() if 'reward' in table else math.nan
 
+# %% ../nbs/6_looking/74_compare.ipynb #c029x5
 _MEASURES = {'dev_area': dev_area, 'sampled_right': sampled_right}         # read from a run's log, where asked for
 
 def _finished(folders, metric=None):
@@ -708,6 +710,7 @@ def _check_regimes(jobs):
                if not Path(get_regime(r).base_folder(seed)).exists()]
     if missing: raise ValueError('bases of regimes are missing; make them first:\n  ' + '\n  '.join(missing))
 
+# %% ../nbs/6_looking/74_compare.ipynb #c078x2
 def _bases(jobs, folder, say):
     """Folder of the base model of each job that wants one, made if missing: dict Job -> folder, without jobs in a
     regime, which names its own."""

@@ -204,6 +204,7 @@ def _spoken(row, protocol, tokenizer):
                                     if isinstance(before, list) else before)
     return from_text(asked, after, tag)
 
+# %% ../nbs/7_elsewhere/83_dumps.ipynb #c0115x2x3
 @dataclass(frozen=True)
 class Dump:
     "Rollouts of a file. N trajectories."

@@ -235,6 +235,21 @@ def _refuse_critic(method, settings):
         raise NotKept(f'needs a critic of {" + ".join(asked)}, and this run had '
                       f'{"one of " + " + ".join(own) if of_run.critic else "none"}')
 
+# %% ../nbs/6_looking/69_recorded.ipynb #c020x3
+def _facts(settings, protocol):
+    "What the run of these settings knows: `Facts`."
+    if settings is None: return Facts()
+    facts = run_facts(settings.task, settings.learning.questions_per_step, max_turns=settings.acting.max_turns)
+    return replace(facts, tags=(protocol.think_tag, protocol.call_tag, protocol.answer_tag))
+
+def _schemas(settings, protocol):
+    "In what words the run scored golds: dict 'gold' or 'teacher' -> Schema."
+    if settings is None: return {}
+    asked = bind(get_method(settings.course.method), settings.course.options).asks([]).schemas
+    measured = {'gold': SCHEMA_OPTION.default} if 'belief' in settings.keeping.measure else {}
+    return {who: read_schema(schema, protocol) for who, schema in {**measured, **asked}.items()}
+
+# %% ../nbs/6_looking/69_recorded.ipynb #c020x5
 def recorded_credit(
     recording,    # Recording
     name,         # str: a row of METHODS, or the spelling of one
@@ -266,19 +281,6 @@ def recorded_credit(
         except ValueError as e: found += [str(e)] * len(same)      # a rule says what it lacks, and that is the result
         except KeyError as e: found += [f'needs {e} among what is known of the questions'] * len(same)
     return found
-
-def _facts(settings, protocol):
-    "What the run of these settings knows: `Facts`."
-    if settings is None: return Facts()
-    facts = run_facts(settings.task, settings.learning.questions_per_step, max_turns=settings.acting.max_turns)
-    return replace(facts, tags=(protocol.think_tag, protocol.call_tag, protocol.answer_tag))
-
-def _schemas(settings, protocol):
-    "In what words the run scored golds: dict 'gold' or 'teacher' -> Schema."
-    if settings is None: return {}
-    asked = bind(get_method(settings.course.method), settings.course.options).asks([]).schemas
-    measured = {'gold': SCHEMA_OPTION.default} if 'belief' in settings.keeping.measure else {}
-    return {who: read_schema(schema, protocol) for who, schema in {**measured, **asked}.items()}
 
 # %% ../nbs/6_looking/69_recorded.ipynb #c024
 def cut_text(

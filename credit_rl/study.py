@@ -135,6 +135,7 @@ def study_differences(
             for regime, rule, d in found]
     return pd.DataFrame(rows, columns=['regime', 'rule', 'seeds', 'difference', 'low', 'high', 'says'])
 
+# %% ../nbs/experiments/76_study.ipynb #s012x1
 def judge(
     predictions,  # DataFrame of predict
     differences,  # DataFrame of study_differences
@@ -151,6 +152,7 @@ def judge(
     both = both[(both.expected != 'unknown') & (both.says != 'unknown')]
     return both.assign(held=both.expected == both.says).reset_index(drop=True)
 
+# %% ../nbs/experiments/76_study.ipynb #s012x2
 def rank_agreement(
     both,        # DataFrame of judge
     times=2000,  # bootstrap samples

@@ -340,6 +340,7 @@ def trl_run(
         trainer.train()
         return log.folder
 
+# %% ../nbs/7_elsewhere/82_trl_trainer.ipynb #c027x3x1
 def main(arguments=None):
     "`python -m credit_rl.trl_trainer setting=value …`, the settings of `credit_rl.train`."
     parser = make_parser('credit_rl.trl_trainer', "Train a policy under TRL with one of the methods.")

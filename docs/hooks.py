@@ -1,6 +1,8 @@
 """What mkdocs is told besides mkdocs.yml: equations become MathML as the site is built, so that a browser needs no
-script for them; and the style of notebooks stands in one file instead of in every page."""
+script for them; the style of notebooks stands in one file instead of in every page; and headings have ids of their own.
+"""
 import re
+from collections import Counter
 from html import unescape
 from pathlib import Path
 
@@ -30,6 +32,18 @@ def with_equations(html, dollars):
     return ''.join(part for i, part in enumerate(parts) if i % 3 < 2)
 
 
+def with_numbered_headings(html):
+    "A page whose headings that are called alike have ids of their own, as the list of contents links to them."
+    seen = Counter()
+
+    def numbered(match):
+        name, count = match[2], seen[match[2]]
+        seen[name] += 1
+        return re.sub(f'(id="|href="#){re.escape(name)}"', rf'\g<1>{name}_{count}"', match[0]) if count else match[0]
+
+    return re.sub(r'<(h[1-6]) id="([^"]*)".*?</\1>', numbered, html, flags=re.S)
+
+
 def on_page_content(html, page, config, files):
     if not page.file.src_uri.endswith('.ipynb'): return with_equations(html, False)
     before, wrapper, body = html.partition('<div class="jupyter-wrapper">')
@@ -39,7 +53,8 @@ def on_page_content(html, page, config, files):
     body = re.sub(r'<div class="clipboard-copy-txt".*?</div>', '', body, flags=re.S)    # every cell a second time
     body = body.replace('class="anchor-link"', 'class="headerlink"')                 # a sign that no search is for
     up = '../' * page.file.src_uri.count('/')
-    return f'<link rel="stylesheet" href="{up}{STYLE}">{wrapper}{with_equations(body, True)}'
+    body = with_numbered_headings(with_equations(body, True))
+    return f'<link rel="stylesheet" href="{up}{STYLE}">{wrapper}{body}'
 
 
 def on_post_build(config):

@@ -1,4 +1,5 @@
 """Fixtures that every test may use, and how tests are marked, bounded and ordered (see pytest.ini)."""
+import contextlib
 import functools
 import inspect
 import json
@@ -127,9 +128,17 @@ def keep(config, items, wanted):
     items[:] = kept
 
 
+SHARED = []                                       # numbers of processes that several tests share: kernels
+
+
 def cpu_seconds():
-    "What this process and those that it waited for have used. Company on the machine does not count."
-    return sum(os.times()[:4])
+    """What this process, those that it waited for and those that its tests share have used. Company on the machine
+    does not count."""
+    used = sum(os.times()[:4])
+    for pid in SHARED:
+        import psutil                             # kernels need it too
+        with contextlib.suppress(psutil.NoSuchProcess): used += sum(psutil.Process(pid).cpu_times()[:4])
+    return used
 
 
 BEFORE, TOOK, ALONE = [0.], Counter(), set()

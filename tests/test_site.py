@@ -293,6 +293,16 @@ def test_equations_become_mathml(root):
         for part in method.parts: assert '\\' not in hooks.equation(part.equation, True), part.equation
 
 
+@without_docs
+def test_headings_called_alike_have_ids_of_their_own(root):
+    spec = importlib.util.spec_from_file_location('site_hooks', root / 'docs' / 'hooks.py')
+    hooks = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(hooks)
+    page = '<h1 id="a"><a href="#a">A</a></h1><h2 id="b">B</h2>\n<h2 id="a"><a href="#a">A</a></h2>'
+    twice = '<h2 id="a"><a href="#a">'
+    assert hooks.with_numbered_headings(page) == page.replace(twice, twice.replace('a"', 'a_1"'))
+
+
 NO_NETWORK = '''
 import runpy, socket, sys
 def refuse(*args): raise OSError(f'a build asked for {args[1:]}')

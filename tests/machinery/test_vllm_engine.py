@@ -576,7 +576,7 @@ def test_two_ranks_with_a_vllm_each_do_what_the_notebook_does(root, tmp_path):
     code, said, notebook = papermill(
         tmp_path / 'one' / 'notebook.ipynb', cwd=root, settings={
             **TINY, 'model': str(root / 'data' / 'tiny_base'), 'correction': 'truncated', 'run': str(tmp_path / 'one')
-        })
+        }, fresh=True)
     assert code == 0, said[-4000:]
     assert 'step 4/4' in said and len(shown(notebook, 'image/png')) >= 1
     agrees(tmp_path / 'two', 4)

@@ -25,7 +25,7 @@ def finished(tmp_path_factory):
     directory, run folder, notebook)."""
     cwd = tmp_path_factory.mktemp('elsewhere')
     code, text, notebook = papermill(cwd / 'runs' / 'short' / 'notebook.ipynb', '-p', 'run', 'runs/short',
-                                     settings=SHORT, cwd=cwd)
+                                     settings=SHORT, cwd=cwd, fresh=True)
     assert code == 0, text[-5000:]
     return cwd, cwd / 'runs' / 'short', notebook
 

@@ -1,4 +1,6 @@
 """Run notebooks run by papermill as a user would, and what they show; not a test file."""
+import atexit
+import functools
 import json
 import os
 import shlex
@@ -18,10 +20,35 @@ def notebook_path(stem):
     return path
 
 
-def papermill(out, *arguments, settings, cwd, notebook='90_train'):
-    """Run a run notebook in a kernel of its own as the command does, of which only the reading of `-p name value` is
-    done here. Returns (exit code, what it printed and the error if any, the notebook as it was saved)."""
+@functools.cache
+def kernel():
+    """The manager of a kernel of this process that notebooks share one after the other, so that what they import is
+    loaded once. It ends with this process."""
+    import conftest
+    from jupyter_client import AsyncKernelManager
+    from jupyter_core.utils import run_sync
+    manager = AsyncKernelManager(kernel_name='python3')
+    run_sync(manager.start_kernel)(env={**os.environ, 'CUDA_VISIBLE_DEVICES': ''})
+    conftest.SHARED.append(manager.provisioner.pid)
+    atexit.register(manager.provisioner.process.kill)
+    return manager
+
+
+def clean_kernel(cwd):
+    "The shared kernel without what a notebook named before, in another working directory."
+    from nbclient import NotebookClient
+    from nbformat.v4 import new_code_cell, new_notebook
+    cell = new_code_cell(f'%reset -f\nimport os\nos.chdir({str(cwd)!r})')
+    NotebookClient(new_notebook(cells=[cell]), km=kernel(), timeout=300).execute()
+    return kernel()
+
+
+def papermill(out, *arguments, settings, cwd, notebook='90_train', fresh=False):
+    """Run a run notebook as the command does, of which only the reading of `-p name value` is done here, in the kernel
+    that these notebooks share, or in a fresh one. Returns (exit code, what it printed and the error if any, the
+    notebook as it was saved)."""
     from papermill import PapermillExecutionError, execute_notebook
+    here = {} if fresh else {'km': clean_kernel(cwd)}
     flags, names, values = arguments[::3], arguments[1::3], arguments[2::3]
     assert set(flags) <= {'-p'} and len(names) == len(values), f'wanted -p name value ..., got {arguments}'
     given = {**settings, **{name: yaml.safe_load(value) for name, value in zip(names, values)}}
@@ -29,7 +56,7 @@ def papermill(out, *arguments, settings, cwd, notebook='90_train'):
     code, error = 0, ''
     with mock.patch.dict(os.environ, CUDA_VISIBLE_DEVICES=''):
         try:
-            execute_notebook(str(notebook_path(notebook)), str(out), given, cwd=str(cwd), progress_bar=False)
+            execute_notebook(str(notebook_path(notebook)), str(out), given, cwd=str(cwd), progress_bar=False, **here)
         except PapermillExecutionError as e: code, error = 1, str(e)
     saved = json.loads(out.read_text())
     return code, printed(saved) + error, saved

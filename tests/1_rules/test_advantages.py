@@ -1,10 +1,10 @@
-"""30_outcome, 32_folr, 40_advantages: properties of credit rules, and what TRL and torchrl make of the same rewards.
+"""28_groups, 40_advantages: properties of credit rules, and what TRL and torchrl make of the same rewards.
 
-RLOO, GRPO, Dr. GRPO and REINFORCE++ are compared with TRL's trainers, the joint norm, returns and GAE with torchrl,
-chi-squared with scipy. No maintained library that can be installed beside them holds MT-GRPO, MT-GRPO*, GiGPO or
-TSPO: these are compared with their definitions, written out slowly.
+RLOO, GRPO, Dr. GRPO and REINFORCE++ are compared with TRL's trainers, the joint norm, returns and GAE with torchrl. No
+maintained library that can be installed beside them holds MT-GRPO, MT-GRPO* or GiGPO: these are compared with their
+definitions, written out slowly.
 """
-import dataclasses, math, statistics, subprocess, sys
+import math, statistics, subprocess, sys
 from collections import defaultdict
 from types import SimpleNamespace
 
@@ -16,56 +16,15 @@ from torchrl.objectives.llm import MCAdvantage
 from torchrl.objectives.value import functional
 
 from credit_rl.advantages import (anchor_ids, anchor_share, discounted_sum, gae, gigpo, group_normalize, mt_grpo,
-                                  mt_grpo_star, reinforce_pp,
-                                  rloo, to_tokens, turn_normalize)
-from credit_rl.folr import (check_binary, chi_squared, evidence_golds, first_occurrence, first_turns, folr_rewards,
-                            group_misses, has_evidence, near_miss_share, near_miss_statistics, op_table,
-                            tspo_advantages)
-from credit_rl.groups import at_last_turn, discounted_suffix, group_share, index_groups, standardize
+                                  mt_grpo_star, reinforce_pp, rloo, to_tokens, turn_normalize)
+from credit_rl.folr import folr_rewards, tspo_advantages
+from credit_rl.groups import at_last_turn, discounted_suffix, group_share, standardize
 from credit_rl.losses import kl
-from credit_rl.outcome import broke_format, extract_answer, outcome_rewards
-from credit_rl.trajectory import Group, Question, Result, Stop, Trajectory, Turn, example_group
+from credit_rl.trajectory import Group, Question, Trajectory, Turn, example_group
+from credit_batches import NAN, batches, cells, z
 
 settings.register_profile('credit', deadline=None, max_examples=40)
 settings.load_profile('credit')
-NAN = math.nan
-numbers = st.floats(-10, 10, width=32)
-
-
-@st.composite
-def batches(draw, values=numbers, lone=True):
-    """x (N, K) float64 with NaN padding, turn_mask, groups with any ids in any order, one of them of two members or
-    more."""
-    sizes = [draw(st.integers(2, 4))] + draw(st.lists(st.integers(1 if lone else 2, 4), max_size=3))
-    labels = draw(st.lists(st.integers(-50, 50), min_size=len(sizes), max_size=len(sizes), unique=True))
-    groups = draw(st.permutations([label for label, size in zip(labels, sizes) for _ in range(size)]))
-    counts = draw(st.lists(st.integers(1, 4), min_size=len(groups), max_size=len(groups)))
-    rows = [draw(st.lists(values, min_size=k, max_size=k)) for k in counts]
-    width = max(counts)
-    x = torch.tensor([row + [NAN] * (width - len(row)) for row in rows], dtype=torch.float64)
-    return x, torch.arange(width) < torch.tensor(counts)[:, None], torch.tensor(groups)
-
-
-@st.composite
-def binary_batches(draw):
-    "outcome, first_turn, turn_mask, groups for TSPO."
-    _, mask, groups = draw(batches())
-    outcome = torch.tensor(draw(st.lists(st.sampled_from([0., 1.]), min_size=len(groups), max_size=len(groups))),
-                           dtype=torch.float64)
-    first = torch.tensor([draw(st.integers(-1, int(n) - 1)) for n in mask.sum(1)])
-    return outcome, first, mask, groups
-
-
-def cells(groups):
-    "Members of each group, as lists of indices."
-    return [[i for i, g in enumerate(groups.tolist()) if g == label] for label in dict.fromkeys(groups.tolist())]
-
-
-def z(values, ddof=0, eps=1e-6, scale=True):
-    "Slow reference: compare a list of numbers with itself by the standard library."
-    if len(values) < 2 or max(values) == min(values): return [0.0] * len(values)
-    mean, std = statistics.fmean(values), (statistics.stdev if ddof else statistics.pstdev)(values)
-    return [(v - mean) / (std + eps) if scale else v - mean for v in values]
 
 
 # ---------------------------------------------------------------- comparing
@@ -285,58 +244,6 @@ def test_integer_rewards_are_not_truncated():
         assert_close(rule(x), rule(x.float()))
 
 
-# ---------------------------------------------------------------- outcomes
-
-@pytest.mark.parametrize('text, form, expected', [
-    ('<answer> a </answer> <answer>b</answer>', 'answer', 'b'), ('<answer>a</answer><answer>b', 'answer', 'a'),
-    ('<answer>a<answer>b</answer>', 'answer', 'b'), ('<answer>two\nlines</answer>', 'answer', 'two\nlines'),
-    ('no tags', 'answer', None),
-    ('</answer>a<answer>', 'answer', None), ('<answer></answer>', 'answer', ''),
-    (r'\boxed{1} \boxed{\frac{1}{2}}', 'boxed', r'\frac{1}{2}'),
-    (r'\boxed{1} \boxed{2', 'boxed', '1'), (r'\boxed{\boxed{3}}', 'boxed', '3'), (r'\boxed{\{a\}}', 'boxed', r'\{a\}'),
-    ('boxed{1}', 'boxed', None),
-    (r'} \boxed{4} {', 'boxed', '4'), (r'{ \boxed{5}', 'boxed', '5'), (r'\boxed {6}', 'boxed', '6'),
-    (r'\boxed{\} 7}', 'boxed', r'\} 7')])
-def test_extract_answer(text, form, expected):
-    assert extract_answer(text, form) == expected
-
-
-nested = st.recursive(st.text('ab 1\\', max_size=3).map(lambda s: s.replace('\\', '\\\\')),
-                      lambda inner: st.lists(inner, max_size=3).map(lambda parts: '{' + ''.join(parts) + '}'),
-                      max_leaves=6)
-
-
-@given(nested, st.text('xy{ ', max_size=5))
-def test_balanced_boxes_come_back_whole(content, before):
-    assert extract_answer(before + r'\boxed{' + content + '} and so on', 'boxed') == content.strip()
-
-
-def test_outcomes_and_penalties():
-    g = example_group()
-    mute = Trajectory(g.question, g.trajectories[0].prompt_ids, g.trajectories[0].turns[:1], Stop.TURN_CAP)
-    bad = Turn('tool', [1], [-0.1], [2], 'search(', '', result=Result.MALFORMED)
-    clumsy = Trajectory(g.question, [0], [bad, g.trajectories[0].turns[-1]], Stop.ANSWER, 'Budapest')
-    group = Group(g.question, [*g.trajectories, mute, clumsy])
-    assert outcome_rewards([group]).tolist() == [1, 0, 0, 0, 1]
-    assert outcome_rewards([group], 'f1', penalty=-2.0).tolist() == [1, 0, 0, -2, -2] and broke_format(clumsy)
-    assert outcome_rewards([group], lambda p, golds: len(p) / 2).tolist() == [4, 3, 2.5, 0, 4]
-    thought = g.trajectories[0].turns
-    for lost in ('<think>', '</think>'):                                       # IGPO eq. 2: missing tags
-        turns = [dataclasses.replace(thought[0], action_text=thought[0].action_text.replace(lost, '')), *thought[1:]]
-        hasty = Group(g.question, [dataclasses.replace(g.trajectories[0], turns=turns)])
-        assert outcome_rewards([hasty], 'f1', -2.0, 'think').tolist() == [-2]
-        assert outcome_rewards([hasty], 'f1', -2.0).tolist() == [1]
-        opened = outcome_rewards([hasty], 'f1', -2.0, 'think', '<think>')      # by the generation prefix, perhaps
-        assert opened.tolist() == [1 if lost == '<think>' else -2]
-    assert outcome_rewards([g], 'f1', -2.0, 'think').tolist() == [1, 0, 0]
-    noted = dataclasses.replace(thought[1], kind='assimilate', action_text='<context> born in Budapest </context>')
-    assert not broke_format(dataclasses.replace(g.trajectories[0], turns=[thought[0], noted, *thought[2:]]), 'think')
-    mask, groups = index_groups([group, g])
-    assert mask.sum(1).tolist() == [4, 4, 4, 1, 2, 4, 4, 4] and groups.tolist() == [0] * 5 + [1] * 3
-    with pytest.raises(ValueError, match='metric'): outcome_rewards([group], 'em ')
-    with pytest.raises(ValueError, match='penalty'): outcome_rewards([group], 'f1', penalty=1.0)
-
-
 @given(batches(st.sampled_from([0., 1.])))
 def test_group_shares_add_up(batch):
     x, _, groups = batch
@@ -379,167 +286,6 @@ def test_doubling_reaches_every_length(length, factor):
     y = discounted_suffix(x, factor)
     assert_close(y[:, -1], x[:, -1])
     assert_close(y[:, :-1], x[:, :-1] + factor * y[:, 1:])
-
-
-# ---------------------------------------------------------------- TSPO
-
-def test_tspo_paper_example():
-    outcome, first = torch.tensor([1., 0, 0]), torch.tensor([1, 1, -1])
-    mask, groups = torch.ones(3, 4, dtype=torch.bool), torch.zeros(3).long()
-    assert folr_rewards(outcome, first, mask).tolist() == [[1, 1, 1, 1], [1, 1, 0, 0], [0, 0, 0, 0]]
-    a = tspo_advantages(outcome, first, mask, groups, strategy='all')
-    assert_close(a[:, 0], torch.tensor([0.707, 0.707, -1.414]), atol=5e-4, rtol=0)
-    assert_close(a[:, 2], torch.tensor([1.414, -0.707, -0.707]), atol=5e-4, rtol=0)
-    assert round(chi_squared([[10092, 25645], [0, 15976]]), 4) == 5605.5009
-
-
-@given(binary_batches(), st.sampled_from(['none', 'all', 'all-wrong']), st.sampled_from([0.0, 0.5, 1.0]))
-def test_tspo_collapses_to_grpo(batch, strategy, alpha):
-    outcome, first, mask, groups = batch
-    for kw in (dict(ddof=1), dict(eps=0.5)):
-        assert_close(tspo_advantages(*batch, strategy='none', **kw),
-                     torch.where(mask, group_normalize(outcome, groups, **kw)[:, None], 0.0))
-        assert_close(tspo_advantages(*batch, strategy='all', **kw),
-                     turn_normalize(folr_rewards(outcome, first, mask), mask, groups, **kw))
-    grpo = torch.where(mask, group_normalize(outcome, groups)[:, None], 0.0)
-    assert_close(tspo_advantages(*batch, alpha=0.0, strategy=strategy), grpo)
-    assert_close(tspo_advantages(*batch, alpha=alpha, strategy='none'), grpo)
-    a = tspo_advantages(*batch, alpha=alpha)
-    by_turn = tspo_advantages(*batch, alpha=alpha, strategy='all')
-    for members in cells(groups): assert_close(a[members],
-                                               by_turn[members] if not outcome[members].any() else grpo[members])
-    assert not tspo_advantages(*batch, alpha=alpha, strategy=strategy)[~mask].any()
-
-
-@given(binary_batches(), st.floats(0, 1))
-def test_folr_is_equation_6(batch, alpha):
-    outcome, first, mask, groups = batch
-    r = folr_rewards(outcome, first, mask, alpha)
-    for i in range(len(outcome)):
-        for k in range(mask.shape[1]):
-            expected = 0 if not mask[i, k] else 1 if outcome[i] else alpha if k <= first[i] else 0
-            assert math.isclose(r[i, k], expected, rel_tol=1e-6)
-
-
-def test_a_rollout_cut_off_at_its_find_pads_with_alpha_an_answered_one_with_zero():
-    wrong, pair, found = torch.zeros(2), torch.tensor([0, 0]), torch.tensor([0, 2])
-    answered = torch.tensor([[True, True, False], [True, True, True]])
-    cut = torch.tensor([[True, False, False], [True, True, True]])
-    assert_close(tspo_advantages(wrong, found, answered, pair, alpha=0.5)[1], torch.tensor([0., 1., 1.]), atol=1e-5,
-                 rtol=0)
-    assert not tspo_advantages(wrong, found, cut, pair, alpha=0.5).any()
-
-
-@pytest.mark.parametrize('change', [dict(outcome=torch.tensor([0.5, 0.])), dict(outcome=torch.tensor([NAN, 0.])),
-                                    dict(outcome=torch.tensor([-1., 1.])),
-                                    dict(alpha=-0.1), dict(first_turn=torch.tensor([2, 0])),
-                                    dict(first_turn=torch.tensor([-2, 0])),
-                                    dict(first_turn=torch.tensor([0., 0.])), dict(strategy='mixed')])
-def test_tspo_refuses(change):
-    args = dict(outcome=torch.tensor([1., 0.]), first_turn=torch.tensor([0, -1]),
-                turn_mask=torch.ones(2, 2, dtype=torch.bool), groups=torch.tensor([0, 0]))
-    with pytest.raises(ValueError): tspo_advantages(**{**args, **change})
-
-
-def test_first_occurrence_traps():
-    assert first_occurrence(['Rome was', 'Romeo'], ['rome']) == 0 and first_occurrence(['Romeo'], ['Rome']) is None
-    assert first_occurrence(['the', 'a.'], ['The', 'a',
-                                            '!']) is None                # golds that normalise to nothing match nothing
-    assert first_occurrence(['yes', 'x'], ['Yes', 'No', 'x']) is None
-    assert first_occurrence(['yes', 'x'], ['x'], match_short=True) == 1
-    assert evidence_golds(['Yes.', '7', 'Seven']) == ['seven']
-    g = example_group()
-    assert first_turns([g, g]).tolist() == [1, 1, -1] * 2
-    yes = Group(Question('q', 'Is it?', ['yes']), [Trajectory(Question('q', 'Is it?', ['yes']), [0],
-                                                              g.trajectories[0].turns, 'answer', 'yes')])
-    assert first_turns([yes]).tolist() == [-1]
-    said = Group(yes.question,
-                 [Trajectory(yes.question, [0], [Turn('tool', [1], [-1.0], [2], '', 'Yes, it is.')], 'answer', 'yes')])
-    assert first_turns([said]).tolist() == [-1] and first_turns([said], match_short=True).tolist() == [0]
-    with pytest.raises(TypeError): first_occurrence(['x'], 'x')
-    with pytest.raises(TypeError): first_occurrence('x', ['x'])
-
-
-@given(binary_batches(), st.floats(0.01, 1))
-def test_alpha_is_divided_out_where_everyone_failed(batch, alpha):
-    _, first, mask, groups = batch
-    wrong = torch.zeros(len(groups), dtype=torch.float64)
-    a, one = (tspo_advantages(wrong, first, mask, groups, v, 'all-wrong', eps=0) for v in (alpha, 1.0))
-    assert_close(a, one, atol=1e-9, rtol=1e-9)
-
-
-def test_alpha_decides_between_good_and_bad_in_a_mixed_group():
-    outcome, first = torch.tensor([1., 0, 0]), torch.tensor([0, 0, -1])
-    one, groups = torch.ones(3, 1, dtype=torch.bool), torch.zeros(3).long()
-    near = [tspo_advantages(outcome, first, one, groups, alpha, 'all')[1, 0].item() for alpha in (0.0, 0.5, 1.0)]
-    assert near == pytest.approx([-math.sqrt(0.5), 0, math.sqrt(0.5)], abs=1e-5)
-
-
-@given(binary_batches(), st.data())
-def test_near_miss_statistics(batch, data):
-    outcome, first, mask, groups = batch
-    scored = torch.tensor([data.draw(st.booleans())
-                           for _ in sorted(set(groups.tolist()))])[groups.unique(return_inverse=True)[1]]
-    counts, table = group_misses(outcome, first, groups, scored), op_table(outcome, first, scored)
-    for row, label in zip(counts.tolist(), sorted(set(groups.tolist()))):
-        own = [i for i, g in enumerate(groups.tolist()) if g == label and scored[i]]
-        assert row == [sum(bool(outcome[i]) for i in own), sum(not outcome[i] and first[i] >= 0 for i in own),
-                       sum(not outcome[i] and first[i] < 0 for i in own)]
-    assert counts.sum(0).tolist() == [table[0, 0] + table[1, 0], table[0, 1], table[1, 1]]
-    found = near_miss_statistics(outcome, first, mask, groups, scored)
-    a = tspo_advantages(outcome, first, mask, groups)
-    kept = [(m, row) for m, row in zip(sorted(cells(groups), key=lambda m: groups[m[0]]), counts.tolist()) if sum(row)]
-    failed = [(m, row) for m, row in kept if not row[0]]
-    share = lambda hits, among: sum(hits) / len(among) if among else NAN
-    some_wrong = [r for _, r in kept if r[1] + r[2]]
-    expected = dict(near_miss=near_miss_share(table),
-                    near_miss_by_group=share([r[1] / (r[1] + r[2]) for r in some_wrong], some_wrong),
-                    all_wrong=share([1 for _ in failed], kept),
-                    near_miss_groups=share([r[1] > 0 for _, r in failed], failed),
-                    revived=share([bool(a[m].any()) for m, _ in failed], failed))
-    assert found == pytest.approx(expected, nan_ok=True, rel=1e-6)
-    assert not found['revived'] > found['near_miss_groups']  # without a find nothing is revived
-
-
-def test_evidence_is_a_property_of_the_question():
-    g = example_group()
-    asked = lambda answers: Group(Question(
-        'q', '?', answers), [Trajectory(Question('q', '?', answers), [0], g.trajectories[0].turns, 'answer', 'x')])
-    groups = [asked(['yes']), asked(['no', 'Vienna']), asked(['7', 'the'])]
-    assert has_evidence(groups).tolist() == [False, True, False] and has_evidence(groups, match_short=True).all()
-    assert has_evidence([g]).tolist() == [True] * 3
-
-
-@given(st.lists(st.integers(0, 50), min_size=4, max_size=4))
-def test_chi_squared_agrees_with_scipy(counts):
-    from scipy.stats import chi2_contingency
-    table = torch.tensor(counts).view(2, 2)
-    if not (table.sum(0).all() and table.sum(1).all()):
-        with pytest.raises(ValueError, match='no counts'): chi_squared(table)
-        return
-    expected = chi2_contingency(table.numpy(), correction=False)
-    assert math.isclose(chi_squared(table), expected.statistic, rel_tol=1e-9, abs_tol=1e-9)
-    # as 32_folr has it
-    assert math.isclose(math.erfc(math.sqrt(chi_squared(table) / 2)), expected.pvalue, rel_tol=1e-6, abs_tol=1e-12)
-
-
-@pytest.mark.parametrize('table', [[[1, 0], [2, 0]], [[0, 1], [0, 2]], [[0, 0], [1, 2]], [[1, 2], [0, 0]],
-                                   [[0, 0], [0, 0]], [1, 2], [[1, -1], [2, 3]]])
-def test_chi_squared_refuses(table):
-    with pytest.raises(ValueError): chi_squared(table)
-
-
-def test_op_table():
-    outcome, first = torch.tensor([1., 1, 0, 0, 0]), torch.tensor([0, -1, 3, -1, -1])
-    table = op_table(outcome, first)
-    assert table.tolist() == [[1, 1], [1, 2]] and near_miss_share(table) == 1 / 3
-    assert op_table(outcome, first, torch.tensor([True, True, False, True, False])).tolist() == [[1, 0], [1, 1]]
-    assert math.isnan(near_miss_share([[3, 0], [1, 0]]))
-    for low in (outcome.long(), outcome.bool(), outcome.bfloat16()): assert check_binary(low).dtype == torch.float32
-    for bad in (dict(scored=torch.tensor([0, 1, 1, 0, 1])), dict(scored=torch.tensor([True])),
-                dict(first_turn=first[:2]), dict(outcome=outcome / 2)):
-        for rule in (op_table, lambda **kw: group_misses(groups=torch.zeros(5).long(), **kw)):
-            with pytest.raises(ValueError): rule(**{**dict(outcome=outcome, first_turn=first), **bad})
 
 
 # ---------------------------------------------------------------- other advantages

@@ -1,0 +1,176 @@
+"""32_folr: TSPO against its paper's example and equations, when it is GRPO, near misses, and chi-squared against
+scipy. No library that can be installed holds TSPO: it is compared with its definition, written out slowly."""
+import math
+
+import pytest, torch
+from hypothesis import given, settings, strategies as st
+from torch.testing import assert_close
+
+from credit_rl.advantages import group_normalize, turn_normalize
+from credit_rl.folr import (check_binary, chi_squared, evidence_golds, first_occurrence, first_turns, folr_rewards,
+                            group_misses, has_evidence, near_miss_share, near_miss_statistics, op_table,
+                            tspo_advantages)
+from credit_rl.trajectory import Group, Question, Trajectory, Turn, example_group
+from credit_batches import NAN, binary_batches, cells
+
+settings.register_profile('credit', deadline=None, max_examples=40)
+settings.load_profile('credit')
+
+
+def test_tspo_paper_example():
+    outcome, first = torch.tensor([1., 0, 0]), torch.tensor([1, 1, -1])
+    mask, groups = torch.ones(3, 4, dtype=torch.bool), torch.zeros(3).long()
+    assert folr_rewards(outcome, first, mask).tolist() == [[1, 1, 1, 1], [1, 1, 0, 0], [0, 0, 0, 0]]
+    a = tspo_advantages(outcome, first, mask, groups, strategy='all')
+    assert_close(a[:, 0], torch.tensor([0.707, 0.707, -1.414]), atol=5e-4, rtol=0)
+    assert_close(a[:, 2], torch.tensor([1.414, -0.707, -0.707]), atol=5e-4, rtol=0)
+    assert round(chi_squared([[10092, 25645], [0, 15976]]), 4) == 5605.5009
+
+
+@given(binary_batches(), st.sampled_from(['none', 'all', 'all-wrong']), st.sampled_from([0.0, 0.5, 1.0]))
+def test_tspo_collapses_to_grpo(batch, strategy, alpha):
+    outcome, first, mask, groups = batch
+    for kw in (dict(ddof=1), dict(eps=0.5)):
+        assert_close(tspo_advantages(*batch, strategy='none', **kw),
+                     torch.where(mask, group_normalize(outcome, groups, **kw)[:, None], 0.0))
+        assert_close(tspo_advantages(*batch, strategy='all', **kw),
+                     turn_normalize(folr_rewards(outcome, first, mask), mask, groups, **kw))
+    grpo = torch.where(mask, group_normalize(outcome, groups)[:, None], 0.0)
+    assert_close(tspo_advantages(*batch, alpha=0.0, strategy=strategy), grpo)
+    assert_close(tspo_advantages(*batch, alpha=alpha, strategy='none'), grpo)
+    a = tspo_advantages(*batch, alpha=alpha)
+    by_turn = tspo_advantages(*batch, alpha=alpha, strategy='all')
+    for members in cells(groups): assert_close(a[members],
+                                               by_turn[members] if not outcome[members].any() else grpo[members])
+    assert not tspo_advantages(*batch, alpha=alpha, strategy=strategy)[~mask].any()
+
+
+@given(binary_batches(), st.floats(0, 1))
+def test_folr_is_equation_6(batch, alpha):
+    outcome, first, mask, groups = batch
+    r = folr_rewards(outcome, first, mask, alpha)
+    for i in range(len(outcome)):
+        for k in range(mask.shape[1]):
+            expected = 0 if not mask[i, k] else 1 if outcome[i] else alpha if k <= first[i] else 0
+            assert math.isclose(r[i, k], expected, rel_tol=1e-6)
+
+
+def test_a_rollout_cut_off_at_its_find_pads_with_alpha_an_answered_one_with_zero():
+    wrong, pair, found = torch.zeros(2), torch.tensor([0, 0]), torch.tensor([0, 2])
+    answered = torch.tensor([[True, True, False], [True, True, True]])
+    cut = torch.tensor([[True, False, False], [True, True, True]])
+    assert_close(tspo_advantages(wrong, found, answered, pair, alpha=0.5)[1], torch.tensor([0., 1., 1.]), atol=1e-5,
+                 rtol=0)
+    assert not tspo_advantages(wrong, found, cut, pair, alpha=0.5).any()
+
+
+@pytest.mark.parametrize('change', [dict(outcome=torch.tensor([0.5, 0.])), dict(outcome=torch.tensor([NAN, 0.])),
+                                    dict(outcome=torch.tensor([-1., 1.])),
+                                    dict(alpha=-0.1), dict(first_turn=torch.tensor([2, 0])),
+                                    dict(first_turn=torch.tensor([-2, 0])),
+                                    dict(first_turn=torch.tensor([0., 0.])), dict(strategy='mixed')])
+def test_tspo_refuses(change):
+    args = dict(outcome=torch.tensor([1., 0.]), first_turn=torch.tensor([0, -1]),
+                turn_mask=torch.ones(2, 2, dtype=torch.bool), groups=torch.tensor([0, 0]))
+    with pytest.raises(ValueError): tspo_advantages(**{**args, **change})
+
+
+def test_first_occurrence_traps():
+    assert first_occurrence(['Rome was', 'Romeo'], ['rome']) == 0 and first_occurrence(['Romeo'], ['Rome']) is None
+    assert first_occurrence(['the', 'a.'], ['The', 'a',
+                                            '!']) is None                # golds that normalise to nothing match nothing
+    assert first_occurrence(['yes', 'x'], ['Yes', 'No', 'x']) is None
+    assert first_occurrence(['yes', 'x'], ['x'], match_short=True) == 1
+    assert evidence_golds(['Yes.', '7', 'Seven']) == ['seven']
+    g = example_group()
+    assert first_turns([g, g]).tolist() == [1, 1, -1] * 2
+    yes = Group(Question('q', 'Is it?', ['yes']), [Trajectory(Question('q', 'Is it?', ['yes']), [0],
+                                                              g.trajectories[0].turns, 'answer', 'yes')])
+    assert first_turns([yes]).tolist() == [-1]
+    said = Group(yes.question,
+                 [Trajectory(yes.question, [0], [Turn('tool', [1], [-1.0], [2], '', 'Yes, it is.')], 'answer', 'yes')])
+    assert first_turns([said]).tolist() == [-1] and first_turns([said], match_short=True).tolist() == [0]
+    with pytest.raises(TypeError): first_occurrence(['x'], 'x')
+    with pytest.raises(TypeError): first_occurrence('x', ['x'])
+
+
+@given(binary_batches(), st.floats(0.01, 1))
+def test_alpha_is_divided_out_where_everyone_failed(batch, alpha):
+    _, first, mask, groups = batch
+    wrong = torch.zeros(len(groups), dtype=torch.float64)
+    a, one = (tspo_advantages(wrong, first, mask, groups, v, 'all-wrong', eps=0) for v in (alpha, 1.0))
+    assert_close(a, one, atol=1e-9, rtol=1e-9)
+
+
+def test_alpha_decides_between_good_and_bad_in_a_mixed_group():
+    outcome, first = torch.tensor([1., 0, 0]), torch.tensor([0, 0, -1])
+    one, groups = torch.ones(3, 1, dtype=torch.bool), torch.zeros(3).long()
+    near = [tspo_advantages(outcome, first, one, groups, alpha, 'all')[1, 0].item() for alpha in (0.0, 0.5, 1.0)]
+    assert near == pytest.approx([-math.sqrt(0.5), 0, math.sqrt(0.5)], abs=1e-5)
+
+
+@given(binary_batches(), st.data())
+def test_near_miss_statistics(batch, data):
+    outcome, first, mask, groups = batch
+    scored = torch.tensor([data.draw(st.booleans())
+                           for _ in sorted(set(groups.tolist()))])[groups.unique(return_inverse=True)[1]]
+    counts, table = group_misses(outcome, first, groups, scored), op_table(outcome, first, scored)
+    for row, label in zip(counts.tolist(), sorted(set(groups.tolist()))):
+        own = [i for i, g in enumerate(groups.tolist()) if g == label and scored[i]]
+        assert row == [sum(bool(outcome[i]) for i in own), sum(not outcome[i] and first[i] >= 0 for i in own),
+                       sum(not outcome[i] and first[i] < 0 for i in own)]
+    assert counts.sum(0).tolist() == [table[0, 0] + table[1, 0], table[0, 1], table[1, 1]]
+    found = near_miss_statistics(outcome, first, mask, groups, scored)
+    a = tspo_advantages(outcome, first, mask, groups)
+    kept = [(m, row) for m, row in zip(sorted(cells(groups), key=lambda m: groups[m[0]]), counts.tolist()) if sum(row)]
+    failed = [(m, row) for m, row in kept if not row[0]]
+    share = lambda hits, among: sum(hits) / len(among) if among else NAN
+    some_wrong = [r for _, r in kept if r[1] + r[2]]
+    expected = dict(near_miss=near_miss_share(table),
+                    near_miss_by_group=share([r[1] / (r[1] + r[2]) for r in some_wrong], some_wrong),
+                    all_wrong=share([1 for _ in failed], kept),
+                    near_miss_groups=share([r[1] > 0 for _, r in failed], failed),
+                    revived=share([bool(a[m].any()) for m, _ in failed], failed))
+    assert found == pytest.approx(expected, nan_ok=True, rel=1e-6)
+    assert not found['revived'] > found['near_miss_groups']  # without a find nothing is revived
+
+
+def test_evidence_is_a_property_of_the_question():
+    g = example_group()
+    asked = lambda answers: Group(Question(
+        'q', '?', answers), [Trajectory(Question('q', '?', answers), [0], g.trajectories[0].turns, 'answer', 'x')])
+    groups = [asked(['yes']), asked(['no', 'Vienna']), asked(['7', 'the'])]
+    assert has_evidence(groups).tolist() == [False, True, False] and has_evidence(groups, match_short=True).all()
+    assert has_evidence([g]).tolist() == [True] * 3
+
+
+@given(st.lists(st.integers(0, 50), min_size=4, max_size=4))
+def test_chi_squared_agrees_with_scipy(counts):
+    from scipy.stats import chi2_contingency
+    table = torch.tensor(counts).view(2, 2)
+    if not (table.sum(0).all() and table.sum(1).all()):
+        with pytest.raises(ValueError, match='no counts'): chi_squared(table)
+        return
+    expected = chi2_contingency(table.numpy(), correction=False)
+    assert math.isclose(chi_squared(table), expected.statistic, rel_tol=1e-9, abs_tol=1e-9)
+    # as 32_folr has it
+    assert math.isclose(math.erfc(math.sqrt(chi_squared(table) / 2)), expected.pvalue, rel_tol=1e-6, abs_tol=1e-12)
+
+
+@pytest.mark.parametrize('table', [[[1, 0], [2, 0]], [[0, 1], [0, 2]], [[0, 0], [1, 2]], [[1, 2], [0, 0]],
+                                   [[0, 0], [0, 0]], [1, 2], [[1, -1], [2, 3]]])
+def test_chi_squared_refuses(table):
+    with pytest.raises(ValueError): chi_squared(table)
+
+
+def test_op_table():
+    outcome, first = torch.tensor([1., 1, 0, 0, 0]), torch.tensor([0, -1, 3, -1, -1])
+    table = op_table(outcome, first)
+    assert table.tolist() == [[1, 1], [1, 2]] and near_miss_share(table) == 1 / 3
+    assert op_table(outcome, first, torch.tensor([True, True, False, True, False])).tolist() == [[1, 0], [1, 1]]
+    assert math.isnan(near_miss_share([[3, 0], [1, 0]]))
+    for low in (outcome.long(), outcome.bool(), outcome.bfloat16()): assert check_binary(low).dtype == torch.float32
+    for bad in (dict(scored=torch.tensor([0, 1, 1, 0, 1])), dict(scored=torch.tensor([True])),
+                dict(first_turn=first[:2]), dict(outcome=outcome / 2)):
+        for rule in (op_table, lambda **kw: group_misses(groups=torch.zeros(5).long(), **kw)):
+            with pytest.raises(ValueError): rule(**{**dict(outcome=outcome, first_turn=first), **bad})

@@ -1,0 +1,62 @@
+"""30_outcome: answers found in texts, what an outcome is, and penalties."""
+import dataclasses
+
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from credit_rl.groups import index_groups
+from credit_rl.outcome import broke_format, extract_answer, outcome_rewards
+from credit_rl.trajectory import Group, Result, Stop, Trajectory, Turn, example_group
+
+settings.register_profile('credit', deadline=None, max_examples=40)
+settings.load_profile('credit')
+
+
+@pytest.mark.parametrize('text, form, expected', [
+    ('<answer> a </answer> <answer>b</answer>', 'answer', 'b'), ('<answer>a</answer><answer>b', 'answer', 'a'),
+    ('<answer>a<answer>b</answer>', 'answer', 'b'), ('<answer>two\nlines</answer>', 'answer', 'two\nlines'),
+    ('no tags', 'answer', None),
+    ('</answer>a<answer>', 'answer', None), ('<answer></answer>', 'answer', ''),
+    (r'\boxed{1} \boxed{\frac{1}{2}}', 'boxed', r'\frac{1}{2}'),
+    (r'\boxed{1} \boxed{2', 'boxed', '1'), (r'\boxed{\boxed{3}}', 'boxed', '3'), (r'\boxed{\{a\}}', 'boxed', r'\{a\}'),
+    ('boxed{1}', 'boxed', None),
+    (r'} \boxed{4} {', 'boxed', '4'), (r'{ \boxed{5}', 'boxed', '5'), (r'\boxed {6}', 'boxed', '6'),
+    (r'\boxed{\} 7}', 'boxed', r'\} 7')])
+def test_extract_answer(text, form, expected):
+    assert extract_answer(text, form) == expected
+
+
+nested = st.recursive(st.text('ab 1\\', max_size=3).map(lambda s: s.replace('\\', '\\\\')),
+                      lambda inner: st.lists(inner, max_size=3).map(lambda parts: '{' + ''.join(parts) + '}'),
+                      max_leaves=6)
+
+
+@given(nested, st.text('xy{ ', max_size=5))
+def test_balanced_boxes_come_back_whole(content, before):
+    assert extract_answer(before + r'\boxed{' + content + '} and so on', 'boxed') == content.strip()
+
+
+def test_outcomes_and_penalties():
+    g = example_group()
+    mute = Trajectory(g.question, g.trajectories[0].prompt_ids, g.trajectories[0].turns[:1], Stop.TURN_CAP)
+    bad = Turn('tool', [1], [-0.1], [2], 'search(', '', result=Result.MALFORMED)
+    clumsy = Trajectory(g.question, [0], [bad, g.trajectories[0].turns[-1]], Stop.ANSWER, 'Budapest')
+    group = Group(g.question, [*g.trajectories, mute, clumsy])
+    assert outcome_rewards([group]).tolist() == [1, 0, 0, 0, 1]
+    assert outcome_rewards([group], 'f1', penalty=-2.0).tolist() == [1, 0, 0, -2, -2] and broke_format(clumsy)
+    assert outcome_rewards([group], lambda p, golds: len(p) / 2).tolist() == [4, 3, 2.5, 0, 4]
+    thought = g.trajectories[0].turns
+    for lost in ('<think>', '</think>'):                                       # IGPO eq. 2: missing tags
+        turns = [dataclasses.replace(thought[0], action_text=thought[0].action_text.replace(lost, '')), *thought[1:]]
+        hasty = Group(g.question, [dataclasses.replace(g.trajectories[0], turns=turns)])
+        assert outcome_rewards([hasty], 'f1', -2.0, 'think').tolist() == [-2]
+        assert outcome_rewards([hasty], 'f1', -2.0).tolist() == [1]
+        opened = outcome_rewards([hasty], 'f1', -2.0, 'think', '<think>')      # by the generation prefix, perhaps
+        assert opened.tolist() == [1 if lost == '<think>' else -2]
+    assert outcome_rewards([g], 'f1', -2.0, 'think').tolist() == [1, 0, 0]
+    noted = dataclasses.replace(thought[1], kind='assimilate', action_text='<context> born in Budapest </context>')
+    assert not broke_format(dataclasses.replace(g.trajectories[0], turns=[thought[0], noted, *thought[2:]]), 'think')
+    mask, groups = index_groups([group, g])
+    assert mask.sum(1).tolist() == [4, 4, 4, 1, 2, 4, 4, 4] and groups.tolist() == [0] * 5 + [1] * 3
+    with pytest.raises(ValueError, match='metric'): outcome_rewards([group], 'em ')
+    with pytest.raises(ValueError, match='penalty'): outcome_rewards([group], 'f1', penalty=1.0)
