@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['CRITICS', 'SEES', 'Optimiser', 'deal', 'needed', 'Critic', 'make_critic', 'Scorer', 'parameter_groups', 'AdamWByLoss',
            'make_adamw', 'batch_loss', 'update_tensors', 'check_offload', 'Frozen', 'unadapted', 'brought', 'seeded',
-           'BadStep', 'only_data', 'GoldQuery', 'PlainBackend', 'padded_tokens', 'micro_batches', 'Learner',
+           'BadStep', 'only_data', 'Masters', 'GoldQuery', 'PlainBackend', 'padded_tokens', 'micro_batches', 'Learner',
            'teach_critic', 'saved_policy', 'saved_critic']
 
 # %% ../nbs/4_learning/52_learner.ipynb #c002
@@ -455,6 +455,46 @@ def only_data(
         if before is None: del os.environ[_FORCE]
         else: os.environ[_FORCE] = before
 
+# %% ../nbs/4_learning/52_learner.ipynb #n52mas2
+class Masters:
+    """The trained weights of groups of parameters in float32: copies of those that are narrower, which gather their
+    gradients; others are their own masters.
+
+    Parameters
+    ----------
+    groups : see parameter_groups
+    """
+    def __init__(self, groups):  # see parameter_groups
+        narrow = [p for g in groups for p in g['params'] if p.dtype in (torch.bfloat16, torch.float16)]
+        self.copies = [(p, p.detach().float().requires_grad_()) for p in dict.fromkeys(narrow)]
+        of = {id(p): master for p, master in self.copies}
+        self.groups = [{**g, 'params': [of.get(id(p), p) for p in g['params']]} for g in groups]
+        for p, master in self.copies: p.register_post_accumulate_grad_hook(lambda p, m=master: self._gather(p, m))
+
+    @staticmethod
+    def _gather(p, master):
+        "Add a parameter's gradient to its master's, and forget it."
+        if master.grad is None: master.grad = p.grad.float()
+        else: master.grad += p.grad
+        p.grad = None
+
+    @torch.no_grad()
+    def round(self):
+        "Make the narrow weights the masters, rounded."
+        for p, master in self.copies: p.copy_(master)
+
+    def state(self): return [master.detach() for _, master in self.copies]
+
+    @torch.no_grad()
+    def restore(self, state=None):  # what `state` gave; None: begin with the narrow weights
+        """Take masters over from a checkpoint.
+
+        Parameters
+        ----------
+        state : what `state` gave; None: begin with the narrow weights
+        """
+        for (p, master), kept in zip(self.copies, state or [p for p, _ in self.copies], strict=True): master.copy_(kept)
+
 # %% ../nbs/4_learning/52_learner.ipynb #n52back2
 @dataclass(frozen=True)
 class GoldQuery:
@@ -478,7 +518,8 @@ class PlainBackend:
     def wrap(self, scorer, groups, optimiser):
         "Take over a `Scorer` and its parameters by groups: the module that its forwards go through."
         if self.scorer is not None: raise ValueError('a backend serves one learner: make another for this one')
-        self.scorer, self.adamw = scorer, self.make_optimiser(groups, optimiser)
+        self.scorer, self.masters = scorer, Masters(groups)
+        self.adamw = self.make_optimiser(self.masters.groups, optimiser)
         self.device, self.tree = next(scorer.model.parameters()).device, None
         return scorer
 
@@ -497,8 +538,11 @@ class PlainBackend:
     def update(self, clip):
         """Clip to a norm, step, forget the gradient. Returns the gradient's norm before clipping; where that is not
         finite no step is taken."""
-        norm = torch.nn.utils.clip_grad_norm_(self.scorer.parameters(), clip)
-        if norm.isfinite(): self.adamw.step()
+        held = [p for group in self.adamw.param_groups for p in group['params']]
+        norm = torch.nn.utils.clip_grad_norm_(held if self.masters.copies else self.scorer.parameters(), clip)
+        if norm.isfinite():
+            self.adamw.step()
+            self.masters.round()
         self.adamw.zero_grad()
         return float(norm)
 
@@ -528,7 +572,8 @@ class PlainBackend:
 
     def save(self, folder, state, teacher=None):
         "Write weights, optimiser and what else is in `state` into learner.pt; a teacher's model too."
-        state = {'scorer': self.scorer.state_dict(), 'optimiser': self.adamw.state_dict(), **state}
+        state = {'scorer': self.scorer.state_dict(), 'masters': self.masters.state(),
+                 'optimiser': self.adamw.state_dict(), **state}
         if teacher is not None: state['teacher'] = teacher.state_dict()
         torch.save(state, os.path.join(folder, 'learner.pt'))
 
@@ -536,6 +581,7 @@ class PlainBackend:
         "Go back to what `save` wrote: the state that it was given."
         with only_data(folder): state = torch.load(os.path.join(folder, 'learner.pt'), map_location=self.device)
         self.scorer.load_state_dict(state['scorer'])
+        self.masters.restore(state.get('masters'))
         if teacher is not None: teacher.load_state_dict(state['teacher'])
         self.adamw.load_state_dict(state['optimiser'])
         return state
@@ -607,19 +653,18 @@ class Learner:
         backend=None,           # PlainBackend or DeepSpeedBackend, one for each learner; None: plain
     ):
         self.loss, self.optimiser, self.critic, self.frozen, self.seed = loss, optimiser, critic, frozen, seed
-        self.backend = backend or PlainBackend()
         # the logits of a piece take at most as many numbers as the hidden states of row_tokens tokens
         pieces = Pieces(max(Pieces.budget, optimiser.row_tokens * model.config.hidden_size))
-        self.scorer = Scorer(model.train(), temperature, critic, pieces)
+        self.backend, self.scorer = backend or PlainBackend(), Scorer(model.train(), temperature, critic, pieces)
         self.reference, self.teacher = (_frozen_scorer(m, self.scorer) for m in frozen.models(model, loss))
         self.teacher_every, groups = frozen.teacher_every or 0, parameter_groups(self.scorer, optimiser)
         self.generator = torch.Generator().manual_seed(seed)   # shuffles trajectories into mini-batches
         self.updates, self.passes, self.rates = 0, Counter(), [group['rates'] for group in groups]
-        # what the forwards of each model go through
-        self.modules = {'policy': self.backend.wrap(self.scorer, groups, optimiser)}
+        self.modules = {'policy': self.backend.wrap(self.scorer, groups, optimiser)}  # what forwards go through
         for who, scorer in (('reference', self.reference), ('teacher', self.teacher)):
             if scorer is self.scorer: self.modules[who] = self.modules['policy']
             elif scorer is not None: self.modules[who] = self.backend.freeze(scorer, who in frozen.offload)
+            if scorer is not None: scorer.pieces = self.scorer.pieces
 
     @torch.no_grad()
     def evaluate(

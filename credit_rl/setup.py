@@ -18,8 +18,8 @@ from .datasets import load_corpus, load_questions, subsample
 from .dry_run import complaints, missing_room, no_gpu, rank_tflops
 from .engine import HFEngine, seed_of
 from .environment import is_searched, make_environment, open_search
-from .estimate import (KNOWN_SIZES, Load, Plan, describe, describe_ahead, describe_sharing, memory, read_sizes,
-                                step_seconds)
+from .estimate import (KNOWN_SIZES, Load, Plan, describe, describe_ahead, describe_likely, describe_sharing,
+                                kept_lengths, memory, read_sizes, step_seconds)
 from .launch import missing_for_hosts
 from .learner import Frozen, Learner, make_critic, seeded
 from .methods import extra_passes, get_method
@@ -547,9 +547,10 @@ def forecast(
     s, plan, sizes, load = settings, plan_of(settings), read_sizes(settings.acting.model), load_of(settings)
     tflops, taken = rank_tflops(s.host)
     seconds = step_seconds(sizes, plan, load.tokens, load.length, tflops, load.reads, load.epochs)
+    likely = describe_likely(sizes, plan, load, tflops, s.course.steps, kept_lengths(s.course.run))
     ahead = [describe_ahead(seconds)] if s.learning.ahead else []
     shared = [sharing_line(sizes, s.acting, s.learning)] if s.learning.tree else []
-    return [*describe(sizes, plan, seconds, s.course.steps), *ahead, taken, *shared]
+    return [*describe(sizes, plan, seconds, s.course.steps), likely, *ahead, taken, *shared]
 
 def sharing_line(sizes, acting, learning):  # Sizes, Acting, Learning
     """What computing shared tokens once saves, predicted from lengths alone: str.

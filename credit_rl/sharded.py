@@ -89,6 +89,14 @@ def merged_pieces(
              for i, shapes in enumerate(models[0].param_shapes) for name in shapes}
     return weights, averages, steps, state
 
+# %% ../nbs/machinery/53_sharded.ipynb #s0121
+def _most(count):
+    "The largest of the counts that all ranks say."
+    device = 'cuda' if torch.distributed.get_backend() == 'nccl' else 'cpu'
+    most = torch.tensor(count, device=device)
+    torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX)
+    return int(most)
+
 # %% ../nbs/machinery/53_sharded.ipynb #s012
 class DeepSpeedBackend:
     """Run a learner through DeepSpeed, on as many ranks as were launched. See `PlainBackend` for what each method does.
@@ -121,11 +129,10 @@ class DeepSpeedBackend:
         stage 0 DeepSpeed begins with a step of its own, on gradients of 0: it moves nothing, and AdamW doesn't count
         it."""
         if self.scorer is not None: raise ValueError('a backend serves one learner: make another for this one')
-        self.adamw = self.make_optimiser(groups, optimiser)
-        deepspeed = join_deepspeed(next(scorer.model.parameters()).device)
+        deepspeed, self.adamw = join_deepspeed(scorer.model.device), self.make_optimiser(groups, optimiser)
         self.rank, self.ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
         self.scorer, self.tree = scorer, takes_tree_mask(scorer.model)            # later its weights may be in pieces
-        if self.stage == 3 and self.ranks > 1: scorer.pieces = replace(scorer.pieces, agree=self._most)
+        if self.stage == 3 and self.ranks > 1: scorer.pieces = replace(scorer.pieces, agree=_most)
         own = self.stage == 0 and self.dtype == 'bfloat16'
         for group in self.adamw.param_groups if own else (): group['lr'] = 0.     # each update sets it
         self.engine = self._initialise(deepspeed, scorer, optimizer=self.adamw)
@@ -136,7 +143,6 @@ class DeepSpeedBackend:
     def freeze(self, scorer, offload):
         "Take over a `Scorer` that is only read, in the learner's precision: spread over the ranks under stage 3."
         import deepspeed
-        scorer.pieces = self.scorer.pieces
         home = torch.device('cpu') if offload else self.device
         for p in scorer.parameters(): p.data = p.data.to(home, getattr(torch, self.dtype))
         if self.stage < 3: return scorer.to(home)
@@ -163,12 +169,6 @@ class DeepSpeedBackend:
         # stage 3 would keep what this loss gave to weights that the next one does not reach
         if self.stage == 3: self.engine.optimizer.grad_partitions_flat_buffer.zero_()
         return float(self.engine.get_global_grad_norm() if plain is None else plain)
-
-    def _most(self, count):
-        "The largest of the counts that all ranks say."
-        most = torch.tensor(count, device=self.device)
-        torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX)
-        return int(most)
 
     def gather(self, sums):
         "Add up named numbers or tensors over all ranks."

@@ -275,6 +275,48 @@ def test_entropy_is_that_of_the_distributions():
     assert log['entropy'] == pytest.approx(expected[layout.trained].mean().item(), rel=1e-5)
 
 
+# ---- bfloat16 ----
+
+def stepped(policy, updates, folder=None):
+    "A learner at the rate 1e-6 after some updates, and the share of its masters that moved."
+    learner = Learner(policy, Loss(), Optimiser(1e-6, minibatches=1), seed=1)
+    layout = pack([example_group()])
+    signs = torch.randn(layout.ids.shape, generator=torch.Generator().manual_seed(0)).sign() * layout.trained
+    before = [m.clone() for m in learner.backend.masters.state()]
+    for _ in range(updates): learner.step(layout, learner.evaluate(layout), Credit(signs))
+    after = learner.backend.masters.state()
+    same = sum(int((a == b).sum()) for a, b in zip(before, after))
+    return learner, 1 - same / sum(a.numel() for a in after)
+
+
+@pytest.mark.parametrize('additions', [False, pytest.param(True, marks=needs_peft)])
+def test_a_small_rate_moves_weights_in_bfloat16(additions):
+    "Of bfloat16 weights that AdamW steps on as they are, fewer than one in twenty would move in ten updates."
+    policy = (adapted(0, 100) if additions else model(0, 100)).bfloat16()
+    learner, moved = stepped(policy, 10)
+    assert moved > .5 and all(m.dtype == torch.float32 for m in learner.backend.masters.state())
+    for p, master in learner.backend.masters.copies: assert torch.equal(p, master.bfloat16())
+    names = {n for n, p in policy.named_parameters() if p.requires_grad}
+    assert len(learner.backend.masters.copies) == len(names) and (not additions or all('lora' in n for n in names))
+
+
+def test_masters_go_on_from_a_checkpoint(tmp_path):
+    learner, _ = stepped(model(0, 100).bfloat16(), 3)
+    learner.save(tmp_path)
+    again, _ = stepped(model(1, 100).bfloat16(), 1)
+    again.restore(tmp_path)
+    both = zip(again.backend.masters.state(), learner.backend.masters.state(), strict=True)
+    assert all(torch.equal(a, b) for a, b in both)
+    for a, b in zip(again.scorer.parameters(), learner.scorer.parameters()): assert torch.equal(a, b)
+
+
+def test_weights_in_float32_are_their_own_masters():
+    learner = Learner(model(0, 100))
+    assert not learner.backend.masters.copies
+    held = [p for g in learner.backend.adamw.param_groups for p in g['params']]
+    assert {id(p) for p in held} == {id(p) for p in learner.scorer.parameters()}
+
+
 class Harm:
     "What a stranger's file might hold: whoever reads it calls a function of his choice."
     def __init__(self, mark): self.mark = mark

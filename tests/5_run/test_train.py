@@ -929,7 +929,8 @@ def test_tool_rate_by_tier_where_tiers_are_known(tmp_path, monkeypatch):
     tiers = step_metrics.known_tiers(str(tmp_path))
     assert tiers == {(group.question.source, group.question.id): 2} and step_metrics.known_tiers(None) == {}
     assert step_metrics.known_tiers(str(tmp_path / 'nowhere')) == {}
-    assert step_metrics.tier_rates([group], tiers) == {'tool_rate_tier_2': 1.} and step_metrics.tier_rates([group], {}) == {}
+    assert step_metrics.tier_rates([group], tiers) == {'tool_rate_tier_2': 1.}
+    assert step_metrics.tier_rates([group], {}) == {}
 
     none, rows = quiet(tmp_path / 'none', method='grpo')
     assert not [name for name in read_metrics(none) if 'tier' in name]

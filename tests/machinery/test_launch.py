@@ -279,7 +279,8 @@ def test_a_run_on_one_rank_makes_no_rank_of_what_comes_next(runs):
 def test_a_checkpoint_is_as_large_as_was_estimated(runs, kind):
     written = sum(p.stat().st_size for p in latest_checkpoint(runs(kind))[1].rglob('*') if p.is_file())
     config = make_config({**SHORT, **{**KINDS, **TEACHERS}[kind]})
-    assert written == pytest.approx(memory(read_sizes(config.model), plan_of(settings_of(config)))['checkpoint'], rel=.05)
+    promised = memory(read_sizes(config.model), plan_of(settings_of(config)))['checkpoint']
+    assert written == pytest.approx(promised, rel=.05)
 
 
 @pytest.mark.long
