@@ -147,6 +147,7 @@ def pass_rates(
     kinds = Counter(r['type'] for r in judged if r['type'] is not None)
     return {'all': rates(judged), **{k: rates([r for r in judged if r['type'] == k]) for k in sorted(kinds)}}
 
+# %% ../nbs/papers/77_longform.ipynb #c013x1
 def _write_lines(path, rows):
     lines = ''.join(json.dumps(r, ensure_ascii=False) + '\n' for r in rows)
     atomic_write(path, lambda part: part.write_text(lines, encoding='utf-8'))
@@ -203,6 +204,7 @@ def _check(settings, judging, folder):
     if folder is None and settings.ranks > 1:
         raise ValueError(f'pairs are played on one rank, got ranks={settings.ranks}')
 
+# %% ../nbs/papers/77_longform.ipynb #c016x3
 def run_longform(
     settings,       # dict of settings: of an evaluation, its `data` 'pairs' unless it says so, and of `JudgeChoice`
     folder=None,    # an evaluation to judge instead of playing one
@@ -242,6 +244,7 @@ def run_longform(
             say(f'{name}: {shown} on {x["all"]["questions"]} questions')
     return run
 
+# %% ../nbs/papers/77_longform.ipynb #c016x4
 def judged_table(folder):  # of a run
     """The rates of each judged set of a run, of all questions and by type: DataFrame. Raises FileNotFoundError.
 
@@ -257,6 +260,7 @@ def judged_table(folder):  # of a run
             for x in sets for kind, rates in x.items() if isinstance(rates, dict) and 'questions' in rates}
     return pd.DataFrame(list(rows.values()), pd.MultiIndex.from_tuples(rows, names=['data', 'type'])).round(3)
 
+# %% ../nbs/papers/77_longform.ipynb #c016x5
 def main(arguments=None):  # list of str; None: the command line's
     """`python -m credit_rl.longform path=PAIRS model=MODEL judge='{…}' setting=value …`, values as in YAML; `--folder
     RUN` judges an evaluation.

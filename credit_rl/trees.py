@@ -74,6 +74,7 @@ class Tree:
         "What a forward computes: tokens, and pairs of tokens of which one attends to the other."
         return len(self.ids), int(self.positions.sum()) + len(self.ids)
 
+# %% ../nbs/machinery/07_trees.ipynb #t007x3
 def plant(
     ids,    # (R, T) long
     nodes,  # (R, T) long, as node_numbers gives them, of these rows among others; -1 at padding
@@ -95,7 +96,9 @@ def plant(
 
 # %% ../nbs/machinery/07_trees.ipynb #t010
 CHUNK = 256      # queries that attend at once to what stands before them; what they may not see is computed and dropped
+
 BLOCK = 128      # columns in a block of flex attention
+
 NAMES = {'eager': 'tree_eager', 'sdpa': 'tree_sdpa'}   # what a model is set to: its own attention, and that of trees
 
 class Paths:
@@ -116,6 +119,7 @@ class Paths:
                 kept = [*kept, (len(self.spans) - 1, n - shared)]
             path = kept
 
+# %% ../nbs/machinery/07_trees.ipynb #t010x3
 def _after(query, key, value, before, scale):
     "Attention of a stretch's queries (1, H, n, D) to `before` keys and to those of the stretch up to themselves."
     attend, n = torch.nn.functional.scaled_dot_product_attention, query.shape[2]
@@ -207,6 +211,7 @@ def check_tree(
         raise ValueError(f'tree wants no dropout, which would be drawn once for rows that share a token, but {drops[0]}'
                          f' is {getattr(config, drops[0])}: set it to 0, or leave tree out')
 
+# %% ../nbs/machinery/07_trees.ipynb #t016x1
 def attend_by_trees(
     model,  # Hugging Face causal model
 ):
