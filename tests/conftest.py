@@ -169,10 +169,12 @@ def pytest_sessionfinish(session):
     some tests of each were asked for, over those of the same tests."""
     option = session.config.getoption
     if option('record') and not hasattr(session.config, 'workerinput'):
-        some = any(option(name) not in (None, '') for name in ('below', 'at_least', 'keyword', 'markexpr'))
+        some = (any(option(name) not in (None, '') for name in ('below', 'at_least', 'keyword', 'markexpr'))
+                or any('::' in argument for argument in session.config.args))
         which = lambda name: name if some else name.split('::')[0]
         ran = {*map(which, TOOK)}
-        kept = {name: took for name, took in read_durations().items() if which(name) not in ran}
+        there = lambda name: (ROOT / name.split('::')[0]).exists()
+        kept = {name: took for name, took in read_durations().items() if which(name) not in ran and there(name)}
         now = {name: [round(took, 1), name in ALONE] for name, took in TOOK.items() if took >= 1}
         lines = ',\n'.join(f'{json.dumps(name)}: {json.dumps(it)}' for name, it in sorted({**kept, **now}.items()))
         DURATIONS.write_text(f'{{\n{lines}\n}}\n', encoding='utf-8')

@@ -407,6 +407,18 @@ def test_lines_of_tests_are_narrow():
     assert not long, '\n' + '\n'.join(long)
 
 
+def test_a_modules_tests_lie_in_a_folder_named_as_its_chapter():
+    "tests/1_rules/test_folr.py is of nbs/1_rules/32_folr.ipynb, and so is test_folr_MORE.py."
+    chapters, wrong = {nb.name: nb.chapter for nb in NOTEBOOKS if not nb.runs}, []
+    for path in (ROOT / 'tests').rglob('test_*.py'):
+        words = path.stem.split('_')[1:]
+        names = ['_'.join(words[:n]) for n in range(len(words), 0, -1)]
+        name = next((name for name in names if name in chapters), None)
+        apart = path.parent.name in ('tests', 'program', 'bench', 'gpu')
+        if name and not apart and path.parent.name != chapters[name]: wrong.append(f'{path.name}: {chapters[name]}')
+    assert not wrong
+
+
 def test_one_notebook_a_module_and_one_module_a_notebook():
     assert not [nb.stem for nb in NOTEBOOKS if nb.number is None and nb.stem not in FRONT], 'wanted NN_name.ipynb'
     numbers = [nb.number for nb in NOTEBOOKS if nb.number is not None]

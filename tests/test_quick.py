@@ -1,4 +1,6 @@
 """What `make quick` chooses, and what the workers of `make test` take at once."""
+from types import SimpleNamespace
+
 import conftest
 import pytest
 import quick
@@ -43,6 +45,13 @@ def test_long_tests_that_share_nothing_are_units_of_their_own():
     recorded = {'a.py::long': (60., True), 'a.py::shares': (60., False), 'a.py::short': (2., True)}
     units = {name: conftest.unit_of(name, recorded) for name in [*recorded, 'a.py::new']}
     assert units == {'a.py::long': 'a.py::long', 'a.py::shares': 'a.py', 'a.py::short': 'a.py', 'a.py::new': 'a.py'}
+
+
+def test_what_below_leaves_out_is_what_from_takes():
+    "Tests that took so long or longer, and those marked as sharers of something that takes long."
+    item = lambda name, *marks: SimpleNamespace(nodeid=name, get_closest_marker=lambda mark: mark in marks or None)
+    items, recorded = [item('brief'), item('new'), item('long'), item('shares', 'long')], {'brief': 19.9, 'long': 20.}
+    assert [i.nodeid for i in items if conftest.takes_long(i, recorded, 20)] == ['long', 'shares']
 
 
 LOSES = '''
