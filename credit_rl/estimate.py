@@ -464,8 +464,8 @@ def describe(sizes, plan, seconds, steps):
 
 # %% ../nbs/machinery/04_estimate.ipynb #im042
 def kept_lengths(folder):
-    """The lengths of the rollouts that a run kept, prompts and what tools returned included: list of tokens, empty where
-    it kept none."""
+    """The lengths of the rollouts that a run kept, prompts and what tools returned included: list of tokens, empty
+    where it kept none."""
     if not (Path(folder)/'turns.jsonl.gz').exists(): return []
     played = [row['trajectory'] for row in read_turns(folder)]
     return [len(t['prompt_ids']) + sum(len(k['action_ids']) + len(k['observation_ids']) for k in t['turns'])
@@ -506,5 +506,5 @@ def describe_likely(
     seconds = step_seconds(sizes, plan, likely.tokens, likely.length, tflops, load.reads, load.epochs)
     total, mean = sum(seconds.values()), sum(lengths) / len(lengths) if lengths else load.length / 2
     how = f'as long as {len(lengths)} that were played' if lengths else 'half as long as they may be, a guess'
-    return (f'a step, if trajectories are {how} ({mean:,.0f} of at most {load.length:,} tokens): {total:.3g} s; {steps} '
-            f'steps: {total * steps / 3600:.3g} h')
+    return (f'a step, if trajectories are {how} ({mean:,.0f} of at most {load.length:,} tokens): {total:.3g} s; '
+            f'{steps} steps: {total * steps / 3600:.3g} h')
