@@ -12,7 +12,7 @@ import importlib
 from dataclasses import dataclass, replace
 import torch
 from .methods import get_method
-from .parts import Credit, Seen, assign, bind
+from .parts import Credit, Measured, assign, bind
 from .trajectory import Group, Question, Trajectory, Turn
 
 # %% ../nbs/7_elsewhere/80_adapters.ipynb #c005
@@ -191,7 +191,7 @@ def assign_arrays(
         if arrays.values is None:
             raise ValueError(f'{method.name} reads a critic: hand over values, one before each token')
         held = arrays.values[rows][arrays.mask[rows]].float()
-        return Seen(values=torch.zeros(layout.ids.shape).masked_scatter(layout.trained, held))
+        return Measured(values=torch.zeros(layout.ids.shape).masked_scatter(layout.trained, held))
     batch = assign(method, groups, look, rng, rewards=_rewards(method, arrays, groups, order))
     if batch.empty: return Credit(torch.zeros(arrays.mask.shape))
     rows = rows[torch.isin(rank[owner[rows]], batch.chosen)]

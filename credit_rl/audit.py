@@ -11,7 +11,7 @@ __all__ = ['KINDS', 'FEW', 'CONTROLS', 'RULES', 'Auditing', 'Truth', 'find_truth
 import dataclasses, json, sys, time
 from dataclasses import dataclass
 import torch
-from .engine import Sampling, seed_of
+from .engine import SamplingParams, seed_of
 from .groups import index_groups
 from .information_gain import belief_of, belief_warning
 from .layout import hidden_states, pack
@@ -458,7 +458,7 @@ def _audited(config, auditing, say):
     stage = make_setup(s.task, s.acting, origin, config.seed, say)
     engine = make_engine(s.host, s.acting, origin.start, stage.model, stage.chat.tokenizer)
     questions = draw_questions(stage.questions['train'], auditing.asked, 1, seed_of('audit', config.seed))
-    env, how = stage.environments['train'], Sampling(config.temperature, max_tokens=config.turn_tokens)
+    env, how = stage.environments['train'], SamplingParams(config.temperature, max_tokens=config.turn_tokens)
     say(f'{auditing.asked} questions, {auditing.attempts} attempts each')
     groups = rollout(engine, env, questions, auditing.attempts, how, seed_of('audit', config.seed))
     first = _judged_run(config, 'grpo', stage, origin, 0)

@@ -17,7 +17,7 @@ from .compare import find_runs, pooled_intervals, run_label
 from .critics import CompetenceHead, LinearHead, brier, expected_calibration_error, explained_variance
 from .diagnostics import assimilation, competence_table, critic_report, crossover, hop_table
 from .diagnostics import asked_turns, method_colours, resilience
-from .engine import HFEngine, Sampling, seed_of
+from .engine import HFEngine, SamplingParams, seed_of
 from .evaluate import evaluate
 from .models import load_model
 from .export import read_policy
@@ -34,7 +34,7 @@ from .parameters import make_parser
 from .settings import make_config, settings_of
 from .setup import bound_method, make_setup, origin_of
 from .trajectory import trajectory_from_json
-from .warmup import GATE, Collected, Examination, gold_shown, prompted, tiers
+from .warmup import GATE, WarmupRollouts, Examination, gold_shown, prompted, tiers
 
 # %% ../nbs/experiments/75_competence.ipynb #c005
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ def examine_base(agent, tries=5, progress=None):
     """Find what the base of an agent knows and does, the same for all that began from it: dict of JSON values. `tier`
     of each question; `greedy` with the choice and `no tools`: `competence_table` by tier; `notes`: `assimilation`."""
     step, a = progress or (lambda line: None), agent
-    greedy, direct = Sampling(greedy=True, max_tokens=a.sampling.max_tokens), prompted(a.env, 'direct')
+    greedy, direct = SamplingParams(greedy=True, max_tokens=a.sampling.max_tokens), prompted(a.env, 'direct')
     step('what the base knows')
     tries_alone = rollout(a.base, direct, a.questions, tries, a.sampling, seed_of('tiers', a.seed))
     tier = tiers(tries_alone, a.metric).tolist()
@@ -128,7 +128,7 @@ def examine_agent(agent, tries=5, progress=None, base=None):
     base = base or examine_base(agent, tries, progress)
     a, metric, tier = agent, agent.metric, base['tier']
     known = [q for q, t in zip(a.questions, tier) if t == 2]
-    greedy = Sampling(greedy=True, max_tokens=a.sampling.max_tokens)
+    greedy = SamplingParams(greedy=True, max_tokens=a.sampling.max_tokens)
     play = lambda env: evaluate(a.engine, env, a.questions, greedy)[1]
     step('play, greedy')
     groups = play(a.env)
@@ -157,7 +157,7 @@ def _examine_critic(agent, tier, chosen, step):
                      seed_of('competence, forced', a.seed))
     played, prompts = [*chosen, *forced], ['optional'] * len(chosen) + ['forced'] * len(forced)
     clusters = torch.zeros(len(played), dtype=torch.long)
-    exam = Examination(Collected(a.questions, tier, played, clusters, prompts), a.env, a.metric, a.row_tokens)
+    exam = Examination(WarmupRollouts(a.questions, tier, played, clusters, prompts), a.env, a.metric, a.row_tokens)
     outcomes = outcome_rewards(chosen, a.metric)
     starts, values = exam.read(*a.critic)
     chances, report = starts.clamp(0, 1), critic_report(exam, *a.critic)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from .benchmarks import (BENCHMARKS, find_benchmark, get_benchmark, is_question_row, read_passages,
                                   read_question)
-from .readers import Loaded, Passage, RowError, collect_rows, read_rows
+from .readers import LoadedRows, Passage, RowError, collect_rows, read_rows
 
 # %% ../nbs/2_environment/10_datasets.ipynb #c092
 def _split(name):
@@ -237,7 +237,7 @@ def load_corpus(
     split : only the paragraphs of this split's questions
     on_error : malformed row: 'raise', or 'skip' it, count and warn
     """
-    bench, ids, pieces, out = get_benchmark(name), set(), set(), Loaded()
+    bench, ids, pieces, out = get_benchmark(name), set(), set(), LoadedRows()
     def parse(row):
         for given, title, text in read_passages(bench, row):
             if given is None and is_question_row(row) and (title, text) in pieces: continue
@@ -331,7 +331,7 @@ def load_mixture(
         raise ValueError(f'no mixture {mixture!r}; known: {", ".join(MIXTURES)}; or give a list of data sets')
     names = [get_benchmark(n).name for n in (MIXTURES[mixture].train if isinstance(mixture, str) else mixture)]
     if isinstance(paths, (str, Path)) and Path(paths).is_dir(): paths = {n: Path(paths) / n for n in names}
-    paths, sizes, out = _for_each(names, paths, 'paths'), _for_each(names, sizes, 'sizes'), Loaded()
+    paths, sizes, out = _for_each(names, paths, 'paths'), _for_each(names, sizes, 'sizes'), LoadedRows()
     for name in names:
         part = load_questions(name, paths[name], split, on_error)
         out.skipped += part.skipped

@@ -6,7 +6,7 @@
 __all__ = ['METHOD_COLOURS', 'SPARE_COLOURS', 'DEPARTURES', 'ERRORS', 'OUTPUTS', 'alike_colours', 'method_colours',
            'method_colour', 'training_curves', 'wilson', 'gain_interval', 'before_after', 'advantage_histogram',
            'asked_turns', 'first_departure', 'departures', 'competence_table', 'hop_table', 'assimilation',
-           'error_category', 'error_table', 'supporting_passages', 'search_in', 'retrieval_ablation', 'Disturbed',
+           'error_category', 'error_table', 'supporting_passages', 'search_in', 'retrieval_ablation', 'FaultyTool',
            'resilience', 'reliability_figure', 'sign_table', 'critic_report', 'crossover']
 
 # %% ../nbs/6_looking/70_diagnostics.ipynb #c003
@@ -504,7 +504,7 @@ def retrieval_ablation(
 OUTPUTS = ('working', 'empty', 'irrelevant', 'garbage')
 
 @dataclass
-class Disturbed:
+class FaultyTool:
     "A tool whose outputs are lost: 'empty', 'irrelevant' (what came out for another program) or 'garbage'."
     tool: object
     how: str
@@ -524,7 +524,7 @@ class Disturbed:
 
     def around(self, tool):
         "The same disturbance of another tool."
-        return Disturbed(tool, self.how, self.said)
+        return FaultyTool(tool, self.how, self.said)
 
 # %% ../nbs/6_looking/70_diagnostics.ipynb #c058
 def resilience(engine, env, questions, sampling=None, metric='em'):
@@ -535,7 +535,7 @@ def resilience(engine, env, questions, sampling=None, metric='em'):
     right = lambda groups: outcome_rewards(groups, metric).double()
     play = lambda where: evaluate(engine, where, questions, sampling)[1]
     for how in OUTPUTS:
-        groups = play(replace(forced, tool=Disturbed(env.tool, how)))
+        groups = play(replace(forced, tool=FaultyTool(env.tool, how)))
         called = [any(turn.call is not None for turn in g.trajectories[0].turns) for g in groups]
         out[how] = right(groups)[called].mean().item()
         if how == 'working': out['called'] = sum(called) / len(called)

@@ -261,7 +261,7 @@ def belief_schema(
     return Schema(*protocol.gold_schema)
 
 def state_logp(
-    seen,        # Seen, with scores of M golds at each state
+    seen,        # Measured, with scores of M golds at each state
     who='gold',  # whose: 'gold', the policy's, or 'teacher'
 ):
     """Take the best gold's mean log-probability per token at every state, by the policy (IGPO eq. 3) or a teacher:
@@ -269,14 +269,14 @@ def state_logp(
 
     Parameters
     ----------
-    seen : Seen, with scores of M golds at each state
+    seen : Measured, with scores of M golds at each state
     who : whose: 'gold', the policy's, or 'teacher'
     """
     sums, tokens = getattr(seen, f'{who}_logp'), getattr(seen, f'{who}_tokens')
     return best_gold_logp(sums, tokens.amax(1, keepdim=True), (tokens > 0).any(1, keepdim=True))
 
 def gold_statistics(
-    seen,    # Seen, with the policy's scores of golds
+    seen,    # Measured, with the policy's scores of golds
     layout,  # Layout of the N trajectories
 ):
     """What to log of the policy's belief in the gold: gold_entropy_start and gold_entropy_end, means over the
@@ -284,7 +284,7 @@ def gold_statistics(
 
     Parameters
     ----------
-    seen : Seen, with the policy's scores of golds
+    seen : Measured, with the policy's scores of golds
     layout : Layout of the N trajectories
     """
     start, end = gold_entropy(state_logp(seen), layout.turn_mask).nanmean(0).tolist()
@@ -322,7 +322,7 @@ def _rank(shown, unshown):
     return sum(below) / 2 / len(order)
 
 def belief_check(
-    seen,    # Seen, with the policy's scores of golds at each state, or a teacher's
+    seen,    # Measured, with the policy's scores of golds at each state, or a teacher's
     layout,  # Layout of the N trajectories
     groups,  # list of Group: the same N trajectories
 ):
@@ -333,7 +333,7 @@ def belief_check(
 
     Parameters
     ----------
-    seen : Seen, with the policy's scores of golds at each state, or a teacher's
+    seen : Measured, with the policy's scores of golds at each state, or a teacher's
     layout : Layout of the N trajectories
     groups : list of Group: the same N trajectories
     """
@@ -368,7 +368,7 @@ def belief_warning(
 
 # %% ../nbs/1_rules/33_information_gain.ipynb #hb121
 from .layout import pack
-from .parts import Seen
+from .parts import Measured
 from .scoring import acting_states, answer_header, answer_logps, gold_templates
 
 def belief_of(
@@ -388,7 +388,7 @@ def belief_of(
     golds = gold_templates(chat, groups, belief_schema(chat.protocol))
     states = acting_states(layout.states, layout.turn_mask)
     scores = answer_logps(model, (layout.ids, layout.lengths), states, golds)
-    return belief_check(Seen(gold_logp=scores.sums, gold_tokens=scores.tokens), layout, groups)
+    return belief_check(Measured(gold_logp=scores.sums, gold_tokens=scores.tokens), layout, groups)
 
 # %% ../nbs/1_rules/33_information_gain.ipynb #p002
 from .options import Option

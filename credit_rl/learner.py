@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['CRITICS', 'SEES', 'Optimiser', 'deal', 'needed', 'Critic', 'make_critic', 'Scorer', 'parameter_groups', 'AdamWByLoss',
-           'make_adamw', 'batch_loss', 'update_tensors', 'check_offload', 'Frozen', 'unadapted', 'brought', 'seeded',
-           'BadStep', 'only_data', 'Masters', 'GoldQuery', 'PlainBackend', 'padded_tokens', 'micro_batches', 'Learner',
-           'teach_critic', 'saved_policy', 'saved_critic']
+           'make_adamw', 'batch_loss', 'update_tensors', 'check_offload', 'FrozenModels', 'unadapted', 'brought',
+           'seeded', 'BadStep', 'only_data', 'Masters', 'GoldQuery', 'PlainBackend', 'padded_tokens', 'micro_batches',
+           'Learner', 'teach_critic', 'saved_policy', 'saved_critic']
 
 # %% ../nbs/4_learning/52_learner.ipynb #c002
 import contextlib, copy, errno, math, os, pickle, sys
@@ -16,9 +16,9 @@ import torch
 from torch.optim.adamw import adamw
 from .critics import CompetenceHead, LinearHead, scale_gradient, token_values
 from .engine import seed_of
-from .layout import Pieces, hidden_states, loss_weights, rows_of, take, token_logps
+from .layout import HeadPieces, hidden_states, loss_weights, rows_of, take, token_logps
 from .losses import kl, policy_terms, value_loss, weighted_sum
-from .parts import Credit, Loss, Seen, first_tokens
+from .parts import Credit, Loss, Measured, first_tokens
 from .scoring import acting_states, answer_logps, batch_logps, joint_logps, takes_tree_mask
 from .trees import deal_nodes, tree_of
 
@@ -151,7 +151,7 @@ def make_critic(
 # %% ../nbs/4_learning/52_learner.ipynb #c017
 class Scorer(torch.nn.Module):
     "A causal language model, with or without a critic, that says what is asked of its tokens."
-    def __init__(self, model, temperature=1.0, critic=None, pieces=Pieces()):
+    def __init__(self, model, temperature=1.0, critic=None, pieces=HeadPieces()):
         super().__init__()
         self.model, self.temperature, self.critic, self.pieces = model, temperature, critic, pieces
 
@@ -313,7 +313,7 @@ def _policy_loss(outputs, micro, loss, row_trajectory, share):
 def update_tensors(
     layout,        # Layout of the whole batch
     trajectories,  # of a mini-batch, sorted: list of int
-    seen,          # Seen, or None: the log-probabilities that were sampled are the old ones
+    seen,          # Measured, or None: the log-probabilities that were sampled are the old ones
     credit,        # Credit
     loss,          # Loss
     critic=None,   # Critic
@@ -324,7 +324,7 @@ def update_tensors(
     ----------
     layout : Layout of the whole batch
     trajectories : of a mini-batch, sorted: list of int
-    seen : Seen, or None: the log-probabilities that were sampled are the old ones
+    seen : Measured, or None: the log-probabilities that were sampled are the old ones
     credit : Credit
     loss : Loss
     critic : Critic
@@ -351,7 +351,7 @@ def check_offload(names):
                          "optimiser is offloaded by DeepSpeed's own offload_optimizer")
 
 @dataclass(frozen=True)
-class Frozen:
+class FrozenModels:
     "The models that a learner only reads. Raises ValueError on a teacher of its own that is to be refreshed."
     # causal model that the KL term compares with, or 'base'; None: a copy of the policy if the loss has such a term
     reference: object = None
@@ -647,14 +647,14 @@ class Learner:
         loss=Loss(),
         optimiser=Optimiser(),
         critic=None,            # Critic, see make_critic
-        frozen=Frozen(),        # the models that are only read
+        frozen=FrozenModels(),        # the models that are only read
         temperature=1.0,        # that rollouts are sampled at
         seed=0,                 # of the shuffling into mini-batches, and of dropout
         backend=None,           # PlainBackend or DeepSpeedBackend, one for each learner; None: plain
     ):
         self.loss, self.optimiser, self.critic, self.frozen, self.seed = loss, optimiser, critic, frozen, seed
         # the logits of a piece take at most as many numbers as the hidden states of row_tokens tokens
-        pieces = Pieces(max(Pieces.budget, optimiser.row_tokens * model.config.hidden_size))
+        pieces = HeadPieces(max(HeadPieces.budget, optimiser.row_tokens * model.config.hidden_size))
         self.backend, self.scorer = backend or PlainBackend(), Scorer(model.train(), temperature, critic, pieces)
         self.reference, self.teacher = (_frozen_scorer(m, self.scorer) for m in frozen.models(model, loss))
         self.teacher_every, groups = frozen.teacher_every or 0, parameter_groups(self.scorer, optimiser)
@@ -676,7 +676,7 @@ class Learner:
         golds=None,      # dict 'gold' or 'teacher' → list of N lists of AnswerTemplate (gold_templates)
         ends=False,      # True: score gold answers after the last turn too
     ):
-        """What models say of a layout before the update: `Seen`. Raises ValueError on what this learner cannot see.
+        """What models say of a layout before the update: `Measured`. Raises ValueError on what this learner cannot see.
 
         Parameters
         ----------
@@ -707,7 +707,7 @@ class Learner:
         if 'ref_logp' in sees:
             self.passes['reference'] += 1
             out['ref_logp'] = self._read('reference', layout, share, ['logp'])['logp']
-        return Seen(**out)
+        return Measured(**out)
 
     def step(self, layout, seen, credit):
         """Update the weights on a batch, dealt out to mini-batches anew in each epoch. Returns what to log: loss, kl,

@@ -11,7 +11,7 @@ import json, math, re, sys
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from .benchmarks import BENCHMARKS, Benchmark, Layout, register
+from .benchmarks import BENCHMARKS, Benchmark, RowForm, register
 from .evaluate import Evaluation, bootstrap_interval, read_manifest, read_scores, run_evaluation
 from .judge import check_judge, judge_counts, judge_text, make_judge
 from .options import SettingsGroup, nearest, options_in, setting
@@ -29,7 +29,7 @@ def _pair(row):
     answers = read_answers([given] if isinstance(given, str) else given, 'reference')
     return row.get('id'), read_field(row, 'question').strip(), answers
 
-PAIRS = Benchmark('pairs', (Layout('pairs', ('question', 'reference'), _pair),), eval_split='test',
+PAIRS = Benchmark('pairs', (RowForm('pairs', ('question', 'reference'), _pair),), eval_split='test',
                   meta=lambda row: {'type': str(row['type'])} if row.get('type') else {},
                   citation='a file of your own; PRS, section Datasets, has proprietary data')
 

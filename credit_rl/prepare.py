@@ -18,7 +18,7 @@ from .estimate import describe, memory, read_sizes, step_seconds
 from .environment import open_search
 from .launch import LaunchError, Ranks, is_rank, join_ranks, keep_traceback, speak
 from .layout import pack
-from .learner import BadStep, Frozen, only_data
+from .learner import BadStep, FrozenModels, only_data
 from .losses import kl
 from .methods import get_method
 from .models import find_model, load_model
@@ -34,7 +34,7 @@ from .setup import (Examiner, bound_method, examine, make_engine, make_setup, or
                              real_questions, real_search, start_critic)
 from .train import MAY_CHANGE, SilentLog, check_same_params, end_interrupted, launch_ranks, saving
 from .vllm_engine import EngineLost
-from .warmup import (GATE, Collection, CollectionPlan, Examination, GateFailed, Missing, Player, WarmUp,
+from .warmup import (GATE, Collection, CollectionPlan, Examination, GateFailed, Missing, Sampler, WarmUp,
                               collect, critic_learner, make_pairs, read_collected, report_from, searching, warm_up,
                               write_warmed)
 
@@ -119,7 +119,7 @@ def _embedder(name):
 # %% ../nbs/5_run/65_prepare.ipynb #c011
 def _gathered(path, player, env, questions, how, other, embed, say):
     """Rollouts to teach or to examine on, collected by all ranks as `how` and `other` say, or read from the file where
-    they were kept: `Collected`."""
+    they were kept: `WarmupRollouts`."""
     if not player.ranks.once(path.exists):
         found = collect(player, env, questions, how, other, _embedder(embed), say)
         player.ranks.once(lambda: found.save(path))
@@ -266,7 +266,7 @@ def _warmed(s, choice, params, log, ranks, say):
         stage = ranks.in_turn(lambda: make_setup(task, s.acting, origin, seed, say, real))
         metric = bound_method(s.course, s.task, s.learning.questions_per_step, stage.chat).metric
         engine = make_engine(s.host, s.acting, origin.start, stage.model, stage.chat.tokenizer)
-    player, data = Player(engine, s.acting.sampling, ranks), {}
+    player, data = Sampler(engine, s.acting.sampling, ranks), {}
     try:
         for part, most in (('train', choice.sorted_questions), ('dev', None)):
             env, path = stage.environments[part], log.folder/f'rollouts-{part}.jsonl.gz'
@@ -305,7 +305,7 @@ def _warming_learner(s, choice, origin, model):
                  s.learning.row_tokens, choice.must_pass, s.course.seed, s.learning.on_bad_step)
     critic = start_critic(get_method(s.course.method), CriticChoice('shared'), model, s.course.seed)
     if s.host.gradient_checkpointing: model.gradient_checkpointing_enable({'use_reentrant': False})
-    frozen = Frozen(load_model(origin.base, origin.dtype)[0], offload=tuple(s.host.offload))
+    frozen = FrozenModels(load_model(origin.base, origin.dtype)[0], offload=tuple(s.host.offload))
     backend = None if s.host.learner == 'plain' else DeepSpeedBackend(s.host.stage, origin.dtype, s.host.deepspeed)
     teacher = critic_learner(model, critic.head, how, frozen, s.acting.temperature, backend, critic.at)
     return how, teacher, s.keeping.keep

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['READERS', 'RowError', 'describe_row', 'has_field', 'read_field', 'read_answers', 'join_sentences', 'read_rows',
-           'Loaded', 'collect_rows', 'Passage', 'read_contents']
+           'LoadedRows', 'collect_rows', 'Passage', 'read_contents']
 
 # %% ../nbs/2_environment/08_readers.ipynb #c003
 import csv, gzip, io, json, warnings, zlib
@@ -80,10 +80,10 @@ def _progress(items, name, size=0, total=None):
     return tqdm(items, total=total, desc=name)
 
 def _open(path):
-    "Open a text file, gzipped or not. One that inflates without bound raises ValueError (`Unpacked`)."
+    "Open a text file, gzipped or not. One that inflates without bound raises ValueError (`BoundedGzip`)."
     if path.suffix != '.gz': return open(path, encoding='utf-8-sig', newline='')
-    from credit_rl.runlog import Unpacked        # here: metrics are imported where there is torch alone
-    return io.TextIOWrapper(Unpacked(path), encoding='utf-8-sig', newline='')
+    from credit_rl.runlog import BoundedGzip        # here: metrics are imported where there is torch alone
+    return io.TextIOWrapper(BoundedGzip(path), encoding='utf-8-sig', newline='')
 
 def _jsonl_rows(path, name):
     "Yield (where, row) of a JSON lines file; a line that is not JSON gives a RowError as its row."
@@ -179,7 +179,7 @@ def _to_the_end(rows, name):
         raise ValueError(f'{name} cannot be read after {last}: {type(e).__name__}: {e}; fetch the file again') from e
 
 # %% ../nbs/2_environment/08_readers.ipynb #c028
-class Loaded(list):
+class LoadedRows(list):
     "A list that knows what was left out of it: `skipped`, a list of `RowError`."
     def __init__(self, items=(), skipped=()):
         super().__init__(items)
@@ -191,7 +191,7 @@ def collect_rows(
     parse,     # function(row) → item, None: not for us; raises RowError
     on_error,  # malformed row: 'raise', or 'skip' it, count and warn
 ):
-    """Parse rows into a `Loaded`. Raises a malformed row with its place, and ValueError where no row is good.
+    """Parse rows into a `LoadedRows`. Raises a malformed row with its place, and ValueError where no row is good.
 
     Parameters
     ----------
@@ -200,7 +200,7 @@ def collect_rows(
     on_error : malformed row: 'raise', or 'skip' it, count and warn
     """
     if on_error not in ('raise', 'skip'): raise ValueError(f'on_error must be "raise" or "skip", got {on_error!r}')
-    out, seen = Loaded(), 0
+    out, seen = LoadedRows(), 0
     for where, row in rows:
         seen += 1
         try:

@@ -14,7 +14,7 @@ import torch
 from .environment import asked_protocol
 from .methods import get_method
 from .models import load_tokenizer
-from .parts import Facts, Seen, assign, bind, first_tokens
+from .parts import Facts, Measured, assign, bind, first_tokens
 from .protocol import worded
 from .runlog import read_params, read_turns
 from .scoring import SCHEMA_OPTION, read_schema
@@ -135,7 +135,7 @@ _HINTS = {'belief': 'needs the belief in the gold, which this run did not measur
 _TOKENS = 'needs a value before every token, and a run keeps those at the starts of turns'
 
 def _scored(x):
-    "(N, K+1) log-probabilities of one gold of one token: what `Seen` calls `_logp` and `_tokens`."
+    "(N, K+1) log-probabilities of one gold of one token: what `Measured` calls `_logp` and `_tokens`."
     return x[..., None], torch.ones_like(x, dtype=torch.long)[..., None]
 
 # %% ../nbs/6_looking/69_recorded.ipynb #c015
@@ -172,7 +172,7 @@ def recorded_look(
             if asks.ends: _check_ends(x, layout, name)
             seen[f'{who}_logp'], seen[f'{who}_tokens'] = _scored(x.log() if name == 'belief' else x)
         if 'values' in asks.sees: seen['values'] = _token_values(rows, layout, method.critic)
-        return Seen(**seen)
+        return Measured(**seen)
     return look
 
 def _token_values(rows, layout, critic):

@@ -11,7 +11,7 @@ import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 import torch
-from .engine import HFEngine, Sampling
+from .engine import HFEngine, SamplingParams
 from .evaluate import summarize
 from .folr import first_turns, has_evidence, near_miss_share, op_table
 from .groups import group_share, index_groups
@@ -96,7 +96,7 @@ def measure_base(
     world = world_of(regime.world, 'train', seed, questions)
     engine = HFEngine(model, chat.tokenizer, max_length=regime.max_tokens)
     groups = rollout(engine, regime_environment(regime, world, chat), world.questions, group_size,
-                     Sampling(max_tokens=regime.turn_tokens), seed)
+                     SamplingParams(max_tokens=regime.turn_tokens), seed)
     belief = belief_of(model, chat, groups)
     return {**describe_play(groups, regime.metric), **{k: v for k, v in belief.items() if 'states' not in k}}
 

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['METRICS', 'CALLER', 'TRACKERS', 'RunFolder', 'atomic_write', 'check_secrets', 'RunFolders', 'atomic_folder',
            'check_metrics', 'plain_json', 'write_json', 'read_text', 'read_json', 'read_yaml', 'read_members',
-           'Unpacked', 'FolderInUse', 'is_alive', 'Hold', 'check_folder', 'writing', 'latest_checkpoint',
+           'BoundedGzip', 'FolderInUse', 'is_alive', 'Hold', 'check_folder', 'writing', 'latest_checkpoint',
            'named_checkpoint', 'save_checkpoint', 'check_trackers', 'RunLog', 'metrics_file', 'metrics_by_step',
            'read_metrics', 'read_turns', 'read_params', 'read_summary', 'same_metrics', 'source_hash',
            'imported_modules', 'module_hashes', 'code_hashes', 'changed_modules']
@@ -403,7 +403,7 @@ def _lines(path):
     "Yield (end offset, bytes) of each whole line of a file; a missing file has none. Raises ValueError on a long one."
     if not path.exists(): return
     end = 0
-    with Unpacked.whole(path, 'take another copy') if path.suffix == '.gz' else open(path, 'rb') as f:
+    with BoundedGzip.whole(path, 'take another copy') if path.suffix == '.gz' else open(path, 'rb') as f:
         while line := f.readline(_MOST + 1):
             if len(line) > _MOST: raise _too_large(path, 'a line', _MOST)
             if not line.endswith(b'\n'): return
@@ -443,7 +443,7 @@ def read_members(
                 yield end, bytes(data)
                 data, gz = bytearray(), zlib.decompressobj(wbits=31)
 
-class Unpacked(gzip.GzipFile):
+class BoundedGzip(gzip.GzipFile):
     """A gzip file, open for reading bytes. Raises ValueError once it has inflated to more than 64 MiB and a hundred
     times its size, which texts do not."""
     def __init__(self, path):
@@ -467,7 +467,7 @@ class Unpacked(gzip.GzipFile):
         path, way : str, how to go on without it
         """
         try:
-            with Unpacked(path) as file: yield file
+            with BoundedGzip(path) as file: yield file
         except (EOFError, zlib.error, gzip.BadGzipFile) as e:
             raise ValueError(f'{path} is damaged ({e}): restore it, or {way}') from e
 

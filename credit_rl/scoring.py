@@ -5,15 +5,15 @@
 # %% auto #0
 __all__ = ['OF_QUESTION', 'SCHEMAS', 'SCHEMA_OPTION', 'AnswerTemplate', 'answer_ids', 'Schema', 'answer_form', 'read_schema',
            'answer_header', 'gold_templates', 'schema_warning', 'acting_states', 'AnswerBatch', 'answer_batches',
-           'TreeBatch', 'Scores', 'batch_logps', 'collect', 'answer_logps_separate', 'takes_tree_mask', 'answer_logps',
-           'joint_logps']
+           'TreeBatch', 'Scores', 'batch_logps', 'gather_scores', 'answer_logps_separate', 'takes_tree_mask',
+           'answer_logps', 'joint_logps']
 
 # %% ../nbs/3_acting/24_scoring.ipynb #c002
 import contextlib, copy, dataclasses, math, re, warnings
 from dataclasses import dataclass
 from typing import NamedTuple
 import torch
-from .layout import Pieces, head_logps, token_logps
+from .layout import HeadPieces, head_logps, token_logps
 from .options import Option
 from .protocol import PROTOCOLS
 from .trees import Tree, adds_mask, deal_nodes, node_numbers, plant, read_tree
@@ -302,7 +302,7 @@ class AnswerBatch:
     reach: torch.Tensor      # (B, W) long: last of the row's own ids that a branch sees; -1 outside branches
     source: torch.Tensor     # (Q, 2) long: row and column of the token before, which predicts it
     target: torch.Tensor     # (Q,) long: its id
-    cell: torch.Tensor       # (Q,) long: where it is added, see `collect`
+    cell: torch.Tensor       # (Q,) long: where it is added, see `gather_scores`
     trained: torch.Tensor    # (Q,) bool: a trained token of the row, not one of a gold
 
     def to(self, device):
@@ -431,7 +431,7 @@ class TreeBatch:
     tree: Tree               # of W columns
     source: torch.Tensor     # (Q,) long: column of the token before, which predicts it
     target: torch.Tensor     # (Q,) long: its id
-    cell: torch.Tensor       # (Q,) long: where it is added, see `collect`
+    cell: torch.Tensor       # (Q,) long: where it is added, see `gather_scores`
     trained: torch.Tensor    # (Q,) bool: a trained token of a row, not one of a gold
 
     def to(self, device):
@@ -518,7 +518,7 @@ def batch_logps(
     model,            # Hugging Face causal model that takes a tree mask
     batch,            # AnswerBatch or TreeBatch on the model's device
     temperature=1.0,  # > 0; divides the logits of trained tokens, not those of golds
-    pieces=Pieces(),  # how much of the head's output stands in memory at once
+    pieces=HeadPieces(),  # how much of the head's output stands in memory at once
 ):
     """Read one batch: the log-probability (Q,) of every token that is asked. A learner that wraps its model calls this
     inside.
@@ -539,7 +539,7 @@ def batch_logps(
     return head_logps(model.get_output_embeddings(), asked, batch.target, heat, pieces=pieces)
 
 # %% ../nbs/3_acting/24_scoring.ipynb #c039
-def collect(
+def gather_scores(
     batches,       # list of AnswerBatch or TreeBatch
     values,        # their log-probabilities: list of (Q,)
     tokens,        # (N, S, M) long, token counts as answer_batches gives them
@@ -635,7 +635,7 @@ def takes_tree_mask(
     try:
         apart = answer_logps_separate(model, rows, states, answers, max_length=len(ids)).sums
         with _measuring(model):
-            packed, blind = (collect([b], [batch_logps(model, b.to(model.device))], tokens).sums
+            packed, blind = (gather_scores([b], [batch_logps(model, b.to(model.device))], tokens).sums
                              for b in (tree, causal))
     except Exception as e:
         warnings.warn(f'{type(model).__name__} takes no tree mask ({type(e).__name__}: {e}); its answers are scored '
@@ -699,8 +699,8 @@ def _score(model, rows, work, method, budget, trained=None, temperature=1.0):
             return scores if trained is None else (_plain(model, rows, trained, temperature, budget), scores)
         if method == 'tree': batches = _tree_batches(rows, work, budget, trained)
         else: batches = _batches(rows, work, budget, trained, 128 if method == 'flex' else 1)
-        return collect(batches, [batch_logps(model, b.to(model.device), temperature) for b in batches], work.tokens,
-                       trained)
+        found = [batch_logps(model, b.to(model.device), temperature) for b in batches]
+        return gather_scores(batches, found, work.tokens, trained)
 
 # %% ../nbs/3_acting/24_scoring.ipynb #c053
 def answer_logps(

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 import torch
 from .benchmarks import find_benchmark, get_benchmark
-from .engine import Decoding, Sampling
+from .engine import Decoding, SamplingParams
 from .environment import Conversation, Source, asked_protocol
 from .launch import Processes, check_hosts, check_threads
 from .layout import AVERAGES
@@ -98,7 +98,7 @@ class Acting(Policy, with_defaults(Conversation, max_tokens=None, passages=1), w
     def words(self): return {**super().words, 'gold_schema': self.gold_schema}   # arguments of `worded`
 
     @property
-    def greedy(self): return Sampling(greedy=True, max_tokens=self.turn_tokens)
+    def greedy(self): return SamplingParams(greedy=True, max_tokens=self.turn_tokens)
 
 # %% ../nbs/5_run/61_settings.ipynb #c006
 @dataclass(frozen=True)

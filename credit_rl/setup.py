@@ -18,10 +18,10 @@ from .datasets import load_corpus, load_questions, subsample
 from .dry_run import complaints, missing_room, no_gpu, rank_tflops
 from .engine import HFEngine, seed_of
 from .environment import is_searched, make_environment, open_search
-from .estimate import (KNOWN_SIZES, Load, Plan, describe, describe_ahead, describe_likely, describe_sharing,
-                                kept_lengths, memory, read_sizes, step_seconds)
+from .estimate import (KNOWN_SIZES, Load, TrainingPlan, describe, describe_ahead, describe_likely,
+                                describe_sharing, kept_lengths, memory, read_sizes, step_seconds)
 from .launch import missing_for_hosts
-from .learner import Frozen, Learner, make_critic, seeded
+from .learner import FrozenModels, Learner, make_critic, seeded
 from .methods import extra_passes, get_method
 from .metrics import benchmark_metric
 from .models import find_model, load_model, load_tokenizer
@@ -424,7 +424,7 @@ def make_learner(
     reference = origin.load_base(aside) if s.keeping.log_kl or loss.kl else None
     critic = start_critic(method, s.critic, model, s.course.seed, origin.dtype)
     teacher = _load_teacher(s.teacher.teacher, origin, aside) if 'teacher' in method.sees else None
-    frozen = Frozen(reference, teacher, s.teacher.period(method, s.course.steps), tuple(host.offload))
+    frozen = FrozenModels(reference, teacher, s.teacher.period(method, s.course.steps), tuple(host.offload))
     if host.gradient_checkpointing:
         for m in (model, critic and critic.model):
             if m is not None: m.gradient_checkpointing_enable({'use_reentrant': False})
@@ -473,7 +473,7 @@ def _warm(critic, warmed, dtype):
 def plan_of(
     settings,  # Settings of a run
 ):
-    """What of a run's settings its memory and time depend on: `Plan`.
+    """What of a run's settings its memory and time depend on: `TrainingPlan`.
 
     Parameters
     ----------
@@ -489,7 +489,7 @@ def plan_of(
     vllm, apart = host.engine == 'vllm', host.own_process and host.vllm.get('transfer') in (None, 'file')
     acts = not host.vllm.get('devices') if vllm else bool(learning.ahead)      # with a copy of its own, on this device
     played = -(-learning.questions_per_step // host.ranks) * learning.group_size
-    return Plan(
+    return TrainingPlan(
         host.stage if host.learner == 'deepspeed' else None, host.ranks, 4 if s.acting.dtype == 'float32' else 2,
         critic == 'own', sum(held.values()) + frozen, sum(held[n] for n in host.offload), learning.row_tokens,
         host.gradient_checkpointing, 'offload_optimizer' in host.deepspeed.get('zero_optimization', {}),
@@ -500,7 +500,7 @@ def plan_of(
         both=bool(learning.ahead) and acts, **_sent_at_a_time(host.deepspeed))
 
 def _sent_at_a_time(deepspeed):
-    "What DeepSpeed's configuration says of the numbers that it sends or holds whole at a time: fields of `Plan`."
+    "What DeepSpeed's configuration says of the numbers that it sends or holds whole: fields of `TrainingPlan`."
     zero = deepspeed.get('zero_optimization', {})
     names = {'bucket': 'reduce_bucket_size', 'live': 'stage3_max_live_parameters'}
     return {field: float(zero[name]) for field, name in names.items() if name in zero}

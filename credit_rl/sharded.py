@@ -12,7 +12,7 @@ import torch
 from .launch import is_rank
 from .layout import rows_of, take
 from .learner import AdamWByLoss, brought, make_adamw, only_data
-from .scoring import answer_batches, collect, takes_tree_mask
+from .scoring import answer_batches, gather_scores, takes_tree_mask
 
 # %% ../nbs/machinery/53_sharded.ipynb #s007
 def join_deepspeed(
@@ -211,7 +211,7 @@ class DeepSpeedBackend:
         batches, tokens = pack(trained)
         # nothing fits, but other ranks wait for a forward
         if not batches: (batches, tokens), trained = pack(sub.trained), sub.trained
-        scores = collect(batches, [module(batch=b.to(self.device))['asked'] for b in batches], tokens, trained)
+        scores = gather_scores(batches, [module(batch=b.to(self.device))['asked'] for b in batches], tokens, trained)
         return (scores, None) if trained is None else (scores[1], scores[0])
 
     def whole(self, parameter):

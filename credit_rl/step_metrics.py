@@ -21,7 +21,7 @@ from .information_gain import belief_check, gold_statistics, state_logp
 from .losses import kl
 from .metrics import exact_match
 from .outcome import outcome_rewards
-from .parts import Seen, part_metrics, start_values
+from .parts import Measured, part_metrics, start_values
 from .runlog import metrics_by_step, read_params, read_summary
 from .trajectory import to_json
 from .warmup import read_tiers, segment_statistics
@@ -179,7 +179,7 @@ def turn_records(
     batch : Batch of N trajectories
     method : Method, bound to a run: the first of its rewards that has a potential says what Φ is
     """
-    found, seen = {'turn_rewards': batch.rewards['turns']}, batch.seen or Seen()
+    found, seen = {'turn_rewards': batch.rewards['turns']}, batch.seen or Measured()
     if seen.values is not None: found['values'] = start_values(seen.values, batch.layout)
     if seen.gold_logp is not None: found['belief'] = state_logp(seen).exp()
     for part in method.rewards:

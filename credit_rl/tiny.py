@@ -16,7 +16,7 @@ from functools import partial
 from itertools import chain as joined
 from pathlib import Path
 import torch
-from .engine import HFEngine, Sampling, ScriptedEngine, seed_of
+from .engine import HFEngine, SamplingParams, ScriptedEngine, seed_of
 from .layout import hidden_states, loss_weights, pack, take, token_logps
 from .models import load_model
 from .protocol import CHATML, PROTOCOLS, Chat
@@ -587,7 +587,7 @@ def answer_share(engine, world, seed, games=120):
     "Share of games with the choice left open that end in an answer, one of each of some of a world's questions."
     asked = random.Random(seed).sample(world.questions, min(games, len(world.questions)))
     env = tiny_environment(world, Chat(PROTOCOLS['carl-tiny'], engine.tokenizer))
-    played = rollout(engine, env, asked, 1, Sampling(max_tokens=40), seed_of('answers', seed))
+    played = rollout(engine, env, asked, 1, SamplingParams(max_tokens=40), seed_of('answers', seed))
     return sum(g.trajectories[0].answer is not None for g in played) / len(played)
 
 def _check_answers(engine, world, wanted, seed):

@@ -27,11 +27,11 @@ from .dry_run import is_large, no_gpu
 from .models import find_model
 from .outcome import outcome_rewards
 from .parameters import by_group, make_parser, read_settings
-from .parts import Asks, Seen, assign, at, begin, every_turn, move, start_values, to_tokens
+from .parts import Asks, Measured, assign, at, begin, every_turn, move, start_values, to_tokens
 from .world import get_regime
 from .protocol import prompt_hash
 from .rollout import continuations, rollout
-from .runlog import (RunLog, Unpacked, atomic_write, latest_checkpoint, code_hashes, named_checkpoint,
+from .runlog import (RunLog, BoundedGzip, atomic_write, latest_checkpoint, code_hashes, named_checkpoint,
                               read_json, read_params, save_checkpoint)
 from .scoring import answer_header, gold_templates
 from .settings import (GROUPS, Acting, Config, Host, Learning, Settings, check, make_config, schema_notes,
@@ -282,23 +282,23 @@ class Look:
         self.passes, self.tokens = Counter(), 0
 
     def __call__(self, layout, asks):
-        "What is asked, what the loss needs, and what is measured: `Seen`, None if that is nothing."
+        "What is asked, what the loss needs, and what is measured: `Measured`, None if that is nothing."
         values = self.act(asks) if self.act else None
         seen = self._look(layout, asks)
-        return seen if values is None else dataclasses.replace(seen or Seen(), state_values=values)
+        return seen if values is None else dataclasses.replace(seen or Measured(), state_values=values)
 
     def _look(self, layout, asks):
-        "What models find out: `Seen`, None if nothing is asked."
+        "What models find out: `Measured`, None if nothing is asked."
         asks = dataclasses.replace(asks, sees=tuple(dict.fromkeys((*asks.sees, *self.own))))
         seen = self._read(layout, asks) if asks.sees else None
         if not self.belief or 'gold' in asks.sees: return seen
         # apart from what is asked, whose forwards are then the same, to the last digit, as without it
         schemas = {'gold': belief_schema(self.chat.protocol)}
         found = self._read(layout, Asks(asks.groups, ('gold',), schemas))
-        return dataclasses.replace(seen or Seen(), gold_logp=found.gold_logp, gold_tokens=found.gold_tokens)
+        return dataclasses.replace(seen or Measured(), gold_logp=found.gold_logp, gold_tokens=found.gold_tokens)
 
     def _read(self, layout, asks):
-        "What the learner finds: `Seen`."
+        "What the learner finds: `Measured`."
         golds = {who: gold_templates(self.chat, asks.groups, schema) for who, schema in asks.schemas.items()}
         found, clocks = {}, {}
         for name in asks.sees: clocks.setdefault('teacher' if name == 'teacher' else 'evaluate', []).append(name)
@@ -309,7 +309,7 @@ class Look:
             self.passes += self.learner.passes
             self.tokens += sum(self.learner.passes.values()) * int(layout.lengths.sum())
         for who, answers in golds.items(): self.tokens += _answer_tokens(answers, found[f'{who}_tokens'])
-        return Seen(**found)
+        return Measured(**found)
 
 def _answer_tokens(answers, scored):
     """Tokens of answers, N lists of AnswerTemplate, each counted once for every state at which it was `scored`:
@@ -405,7 +405,7 @@ def write_ahead(path, ahead):
 def read_ahead(path):
     "Read them: `AheadBatch`, None where there is no such file. Raises ValueError on one that is damaged."
     if not Path(path).exists(): return None
-    with Unpacked.whole(path, 'remove its checkpoint, and resume=True goes on from the one before') as file:
+    with BoundedGzip.whole(path, 'remove its checkpoint, and resume=True goes on from the one before') as file:
         about, *rows = (json.loads(line) for line in file)
     return AheadBatch(**about, groups=[group_from_json(row) for row in rows])
 

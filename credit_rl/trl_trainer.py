@@ -11,12 +11,12 @@ import itertools, json, sys
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 import torch
-from .engine import HFEngine, Sampling, seed_of
+from .engine import HFEngine, SamplingParams, seed_of
 from .evaluate import evaluate
 from .layout import loss_weights
 from .methods import get_method
 from .parameters import by_group, make_parser, read_settings
-from .parts import Seen, assign
+from .parts import Measured, assign
 from .rollout import rollout
 from .runlog import RunLog
 from .scoring import acting_states, answer_header, answer_logps, gold_templates
@@ -125,7 +125,8 @@ def policy_look(
     model,  # Hugging Face causal model, whole on this device
     chat,   # Chat
 ):
-    """What answers `Asks` about gold answers by a model: function (layout, Asks) -> Seen, None where nothing is asked.
+    """What answers `Asks` about gold answers by a model: function (layout, Asks) -> Measured, None where nothing is
+    asked.
 
     Parameters
     ----------
@@ -138,7 +139,7 @@ def policy_look(
         states = layout.states if asks.ends else acting_states(layout.states, layout.turn_mask)
         device = next(model.parameters()).device
         scores = answer_logps(model, (layout.ids.to(device), layout.lengths.to(device)), states.to(device), golds)
-        return Seen(gold_logp=scores.sums.float().cpu(), gold_tokens=scores.tokens.cpu())
+        return Measured(gold_logp=scores.sums.float().cpu(), gold_tokens=scores.tokens.cpu())
     return look
 
 def check_method(method):
@@ -162,7 +163,7 @@ class TurnCredit:
     "What TRL's trainer asks of us: rollouts for its prompts, their outcomes, and what each of their tokens earned."
     method: object       # Method; `bind` sets its options
     environment: object  # Environment
-    sampling: object = field(default_factory=Sampling)  # Sampling; temperature as in GRPOConfig
+    sampling: object = field(default_factory=SamplingParams)  # Sampling; temperature as in GRPOConfig
     seed: int = 0        # of the rollouts
     engine: object = None  # None: TRL's model itself; else it gets the weights before each batch (VLLMEngine)
     rows: list = ()        # of the batch under way
@@ -322,14 +323,14 @@ def trl_run(
         stage = make_setup(s.task, s.acting, origin, config.seed, say)
         env, n = stage.environments['train'], s.learning.questions_per_step
         method = bound_method(s.course, s.task, n, stage.chat, loss, env.max_turns)
-        credit = TurnCredit(method, env, Sampling(config.temperature, max_tokens=config.turn_tokens), config.seed)
+        credit = TurnCredit(method, env, SamplingParams(config.temperature, max_tokens=config.turn_tokens), config.seed)
         note_params(log, config)
         asked = [q for step in range(config.steps)
                  for q in draw_questions(stage.questions['train'], n, step + 1, config.seed)]
         def dev(step):
             if step % config.eval_every and step != config.steps: return
             engine = HFEngine(stage.model, stage.chat.tokenizer, env.max_tokens)
-            greedy = Sampling(greedy=True, max_tokens=config.turn_tokens)
+            greedy = SamplingParams(greedy=True, max_tokens=config.turn_tokens)
             scores, _ = evaluate(engine, stage.environments['dev'], stage.questions['dev'], greedy)
             log.metrics(step, **{f'dev_{name}': scores[name] for name in ('em', 'f1', 'answer_rate', 'turns', 'calls')})
             say(f'step {step}/{config.steps}  dev EM {scores["em"]:.3f}  {log.elapsed:.0f} s')

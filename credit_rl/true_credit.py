@@ -15,7 +15,7 @@ from .metrics import exact_match
 from .options import Option
 from .outcome import outcome_rewards
 from .parts import Reward, Row, Rule, rewards_on_last
-from .rollout import continuations, follow
+from .rollout import continuations, add_message
 from .tools import skipping
 from .trajectory import Group, Result
 from .world import fact_chain
@@ -256,7 +256,7 @@ def exact_values(
         text = decode(ids)
         key = t.question.source, t.question.id, len(t.turns), text if state is None else state(text)
         if key not in known:
-            after = [(p * chance, *follow(met, t, said)) for said, p in said_next(policy, text).items()
+            after = [(p * chance, *add_message(met, t, said)) for said, p in said_next(policy, text).items()
                      for chance, met in ways]
             last = lambda t: float(earned([Group(t.question, [t])]))
             known[key] = sum(p * (last(u) if over else value(u)) for p, u, over in after)

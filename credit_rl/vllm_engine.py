@@ -12,7 +12,7 @@ __all__ = ['check_sampling', 'vllm_parameters', 'VLLMStream', 'parameter_shapes'
 import contextlib, importlib.util, os, random, signal, subprocess, sys, tempfile, threading, time
 from dataclasses import dataclass, field, fields
 import torch
-from .engine import Finished, Sampling, check_request, end_ids, continue_prompts, stop_tokens
+from .engine import FinishedTurn, SamplingParams, check_request, end_ids, continue_prompts, stop_tokens
 from .launch import LAUNCHER
 from .options import SettingsGroup, setting
 
@@ -75,7 +75,7 @@ def _reason(row, engine):
 
 # %% ../nbs/machinery/21_vllm_engine.ipynb #c015
 class VLLMStream:
-    """Conversations under way on a `VLLMEngine`: `submit` requests, iterate over batches (lists) of `Finished`,
+    """Conversations under way on a `VLLMEngine`: `submit` requests, iterate over batches (lists) of `FinishedTurn`,
     `release` what is over."""
 
     def __init__(self, engine, sampling):
@@ -121,7 +121,7 @@ class VLLMStream:
             return
         self.engine.core.stop(row, output.finished)
         row.held = [*row.ids, *row.new]
-        self.done.append(Finished(row.key, row.new, row.logps, reason))
+        self.done.append(FinishedTurn(row.key, row.new, row.logps, reason))
 
     def release(self, key):
         "Forget a conversation."
@@ -792,7 +792,7 @@ def sync_gap(
     max_tokens : tokens sampled after each
     tolerance : largest absolute difference allowed, in nats; None: only look
     """
-    out, device = engine.generate(prompts, Sampling(max_tokens=max_tokens)), next(model.parameters()).device
+    out, device = engine.generate(prompts, SamplingParams(max_tokens=max_tokens)), next(model.parameters()).device
     recorded, read = [], []
     for prompt, ids, logps in zip(prompts, out.ids, out.logps):
         logits = model(torch.tensor([[*prompt, *ids]], device=device)).logits[0, len(prompt) - 1:-1].float()

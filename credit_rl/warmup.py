@@ -6,9 +6,9 @@
 __all__ = ['GATE', 'BUCKETS', 'tiers', 'cluster_questions', 'draw_evenly', 'GateReport', 'gate', 'Pairs', 'make_pairs',
            'draw_pairs', 'gold_shown', 'sign_pairs', 'segment_statistics', 'gate_again', 'context_values', 'GateFailed',
            'WarmUp', 'critic_learner', 'read_states', 'warm_up', 'prompted', 'Missing', 'searching', 'TierChoice',
-           'Collection', 'CollectionPlan', 'Collected', 'read_collected', 'read_tiers', 'forced_rollouts',
-           'choose_questions', 'obedience', 'Player', 'collect', 'Examination', 'Warmed', 'write_warmed', 'report_from',
-           'read_warmed']
+           'Collection', 'CollectionPlan', 'WarmupRollouts', 'read_collected', 'read_tiers', 'forced_rollouts',
+           'choose_questions', 'obedience', 'Sampler', 'collect', 'Examination', 'WarmupResult', 'write_warmed',
+           'report_from', 'read_warmed']
 
 # %% ../nbs/4_learning/54_warmup.ipynb #c003
 import gzip, json, math, random
@@ -17,18 +17,18 @@ from pathlib import Path
 import torch
 from torch.nn.utils.rnn import pad_sequence
 from .critics import at_states, auc, explained_variance, segment_starts
-from .engine import Sampling, seed_of
+from .engine import SamplingParams, seed_of
 from .folr import first_occurrence
 from .groups import index_groups
 from .launch import Ranks
 from .layout import hidden_states, pack
-from .learner import BadStep, Critic, Frozen, Learner, Optimiser, only_data
+from .learner import BadStep, Critic, FrozenModels, Learner, Optimiser, only_data
 from .parts import Credit, Loss
 from .options import SettingsGroup, setting
 from .outcome import outcome_rewards
 from .protocol import PROTOCOLS, Chat, read_context
 from .rollout import rollout
-from .runlog import Unpacked, atomic_folder, atomic_write, read_json, read_params
+from .runlog import BoundedGzip, atomic_folder, atomic_write, read_json, read_params
 from .tools import PythonTool, SearchTool
 from .trajectory import (Group, Question, Result, Stop, Trajectory, Turn, to_json,
                                   trajectory_from_json)
@@ -362,7 +362,7 @@ def critic_learner(
     model,            # Hugging Face causal model, its backbone trained in place
     head,             # CompetenceHead or LinearHead, trained in place
     how,              # WarmUp
-    frozen=Frozen(),  # a reference, where the policy's drift from it is to be measured
+    frozen=FrozenModels(),  # a reference, where the policy's drift from it is to be measured
     temperature=1.0,  # that rollouts are sampled at
     backend=None,     # as of Learner; None: plain
     at='turns',       # where the critic will be read, and is taught: 'turns' or 'tokens', see Critic
@@ -553,7 +553,7 @@ class CollectionPlan(Collection):
 
 # %% ../nbs/4_learning/54_warmup.ipynb #c060
 @dataclass(frozen=True)
-class Collected:
+class WarmupRollouts:
     "Rollouts to teach or examine a critic on, one in each group."
     questions: list       # of Q Question
     tier: torch.Tensor    # (Q,) long, 1 or 2
@@ -570,16 +570,16 @@ class Collected:
         atomic_write(path, lambda part: part.write_bytes(gzip.compress(text.encode())))
 
 def read_collected(path):
-    "Read what `Collected.save` wrote."
-    with Unpacked.whole(path, 'remove it, and the same command with resume=True collects anew') as f:
+    "Read what `WarmupRollouts.save` wrote."
+    with BoundedGzip.whole(path, 'remove it, and the same command with resume=True collects anew') as f:
         head, *rows = map(json.loads, f.read().decode().splitlines())
     groups = [Group(t.question, [t]) for t in (trajectory_from_json(r['trajectory']) for r in rows)]
-    return Collected([Question(**q) for q in head['questions']], torch.tensor(head['tier']), groups,
+    return WarmupRollouts([Question(**q) for q in head['questions']], torch.tensor(head['tier']), groups,
                      torch.tensor([r['bucket'] for r in rows]), [r['prompt'] for r in rows])
 
 def read_tiers(path):
-    "Tiers of the questions in what `Collected.save` wrote: dict (source, id) → 1 or 2. The rollouts are not read."
-    with Unpacked.whole(path, 'collect anew') as f: head = json.loads(f.readline())
+    "Tiers of the questions in what `WarmupRollouts.save` wrote: dict (source, id) → 1 or 2. The rollouts are not read."
+    with BoundedGzip.whole(path, 'collect anew') as f: head = json.loads(f.readline())
     return {(q['source'], q['id']): t for q, t in zip(head['questions'], head['tier'])}
 
 # %% ../nbs/4_learning/54_warmup.ipynb #15f2f736
@@ -655,10 +655,10 @@ def obedience(
 
 # %% ../nbs/4_learning/54_warmup.ipynb #c064
 @dataclass(frozen=True)
-class Player:
+class Sampler:
     "Who plays: an engine, how it samples, and the ranks that share the questions."
     engine: object         # of the model whose competence is meant
-    sampling: Sampling
+    sampling: SamplingParams
     ranks: Ranks = Ranks()
 
     def play(self, env, questions, times, *seed):
@@ -676,7 +676,7 @@ def collect(
     embed=None,  # as for cluster_questions
     say=lambda line: None,  # function called with a line of text
 ):
-    """Sort questions into tiers and play those that are chosen under every prompt (CARL appendix C): `Collected`.
+    """Sort questions into tiers and play those that are chosen under every prompt (CARL appendix C): `WarmupRollouts`.
     Raises ValueError where a tier is empty.
 
     Parameters
@@ -713,7 +713,7 @@ def collect(
     called = [any(turn.call is not None for turn in g.trajectories[0].turns) for g in played]
     if 'forced' in how.prompts: say(obedience(prompts, called, own))
     buckets = [2 * (t - 1) + c if how.collected != 'random' else 0 for t, c in zip(own, called)]
-    return Collected([questions[i] for i in chosen], tier[chosen], played, torch.tensor(buckets), prompts)
+    return WarmupRollouts([questions[i] for i in chosen], tier[chosen], played, torch.tensor(buckets), prompts)
 
 # %% ../nbs/4_learning/54_warmup.ipynb #c067
 class Examination:
@@ -721,14 +721,14 @@ class Examination:
 
     Parameters
     ----------
-    data : Collected, of held-out questions
+    data : WarmupRollouts, of held-out questions
     env : Environment with the prompt of the training to come
     metric : outcome, see outcome_rewards
     row_tokens : padded tokens in a forward
     """
     def __init__(
         self,
-        data,              # Collected, of held-out questions
+        data,              # WarmupRollouts, of held-out questions
         env,               # Environment with the prompt of the training to come
         metric='em',       # outcome, see outcome_rewards
         row_tokens=4096,   # padded tokens in a forward
@@ -757,7 +757,7 @@ class Examination:
 
 # %% ../nbs/4_learning/54_warmup.ipynb #c070
 @dataclass(frozen=True)
-class Warmed:
+class WarmupResult:
     "What a warm-up left behind."
     folder: Path         # a Hugging Face folder: the backbone as it was moved
     head: str            # 'linear' or 'competence'
@@ -786,8 +786,8 @@ def report_from(values):
     return GateReport(**{k: tuple(v) if k == 'pairs' else math.nan if v is None else v for k, v in values.items()})
 
 def read_warmed(folder):
-    """The critic of a warm-up: `Warmed`. Raises ValueError on a folder that holds none, and on a critic that did not
-    pass, with what it lacked."""
+    """The critic of a warm-up: `WarmupResult`. Raises ValueError on a folder that holds none, and on a critic that
+    did not pass, with what it lacked."""
     place = Path(folder)
     if not (place/'summary.json').is_file():
         raise ValueError(f'{folder} holds no finished warm-up of a critic (no summary.json): run 92_warmup into it, '
@@ -799,4 +799,4 @@ def read_warmed(folder):
     if summary['must_pass'] and not (report.passed and summary['passed']):
         raise ValueError(f'the critic in {folder} did not pass its gate in {summary["step"]} steps, so it may not '
                          f'teach: {report}')
-    return Warmed(place/'critic', summary['head'], report, read_params(place))
+    return WarmupResult(place/'critic', summary['head'], report, read_params(place))
