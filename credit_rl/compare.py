@@ -6,7 +6,7 @@
 __all__ = ['find_runs', 'run_label', 'load_runs', 'seed_curves', 'learning_curves', 'curve_panels', 'dev_area', 'sampled_right',
            'common_seeds', 'student', 'pooled_intervals', 'paired_differences', 'setting_differences', 'markdown_table',
            'replay', 'effort_table', 'named_runs', 'side_by_side', 'peer_table', 'plan_jobs', 'papermill_command',
-           'check_made_with', 'check_settings', 'main']
+           'main']
 
 # %% ../nbs/6_looking/74_compare.ipynb #c003
 import dataclasses, json, math, os, signal, subprocess, sys, tempfile, textwrap
@@ -666,14 +666,9 @@ def papermill_command(job, notebook, model=None):
             '--log-output', '-y', json.dumps(given)]
 
 # %% ../nbs/6_looking/74_compare.ipynb #c075
-def check_made_with(jobs):  # list of Job
+def _check_made_with(jobs):  # list of Job
     """Refuse finished runs that other settings have made: they would be compared with runs made by these. Raises
-    ValueError naming them.
-
-    Parameters
-    ----------
-    jobs : list of Job
-    """
+    ValueError naming them."""
     other = []
     for job in jobs:
         made = read_params(job.folder) if job.done and (job.folder/'params.yaml').exists() else {}
@@ -683,13 +678,8 @@ def check_made_with(jobs):  # list of Job
         raise ValueError('these runs are finished, but with other parameters; choose another --out or delete them:\n  '
                          + '\n  '.join(other))
 
-def check_settings(jobs):  # list of Job
-    """Refuse settings that no run takes, before the first begins. Raises ValueError naming the job.
-
-    Parameters
-    ----------
-    jobs : list of Job
-    """
+def _check_settings(jobs):  # list of Job
+    "Refuse settings that no run takes, before the first begins. Raises ValueError naming the job."
     from credit_rl.prepare import make_warming
     from credit_rl.settings import make_config
     for job in jobs:
@@ -804,8 +794,8 @@ def _compare(given, params, say):
     "Make the runs that are missing, then a report of each world. Returns the exit code."
     if given.replay: return _replay_all(given.out, given.replay, say)
     jobs = plan_jobs(given.methods, given.seeds, params, given.out, given.worlds)   # pairs come early
-    check_settings(jobs)
-    check_made_with(jobs)
+    _check_settings(jobs)
+    _check_made_with(jobs)
     _check_regimes(jobs)
     say(status_table(jobs))
     models, threads = _bases(jobs, given.out/'bases', say), max(1, (os.cpu_count() or 1) // given.workers)

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['auc', 'reliability', 'expected_calibration_error', 'brier', 'explained_variance', 'LinearHead', 'CompetenceHead',
-           'token_values', 'segment_starts', 'state_values', 'at_states', 'scale_gradient']
+           'token_values', 'segment_starts', 'head_values', 'at_states', 'scale_gradient']
 
 # %% ../nbs/4_learning/51_critics.ipynb #c003
 import torch
@@ -246,7 +246,7 @@ def _where(states, shape):
                          f'but there are {shape[0]} rows of {shape[1]} tokens')
     return row, position, there
 
-def state_values(
+def head_values(
     hidden,  # (R, T, d) last hidden states
     states,  # (N, S, 2) long, row and position of each state, -1: none
     head,    # module, (n, d) → (n,)

@@ -18,7 +18,7 @@ from .protocol import ANSWER_STOPS, PROTOCOLS, WORDS, check_tokenizer, worded
 from .readers import RowError
 from .retrieval import BM25
 from .rollout import MALFORMED, RULES, Environment, check_lengths
-from .search_service import is_kept, open_retriever
+from .search_service import is_saved_index, open_retriever
 from .tools import PythonTool, SearchTool
 from .trajectory import Result
 
@@ -64,7 +64,8 @@ def open_search(
     if not corpus and bench.paragraphs is None and not (path and Path(path).is_dir()):
         raise ValueError(f'{name} brings no passages: give them as corpus (a file, a folder, what BM25.save wrote, or '
                          'the url of a search server), or ask without a search by protocol=\'direct\'')
-    if corpus and (served or (Path(corpus)/'index.json').is_file() or Path(corpus).is_file() and is_kept(corpus)):
+    place = Path(corpus or '')
+    if corpus and (served or (place/'index.json').is_file() or place.is_file() and is_saved_index(corpus)):
         if corpus not in opened: opened[corpus] = open_retriever(corpus)
         search = opened[corpus].check() if served else opened[corpus]
     else:

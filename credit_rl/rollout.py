@@ -4,13 +4,13 @@
 
 # %% auto #0
 __all__ = ['MALFORMED', 'RULES', 'Environment', 'check_lengths', 'check_prompts', 'rollout', 'RolloutSize', 'continuations',
-           'follow']
+           'add_message']
 
 # %% ../nbs/3_acting/22_rollout.ipynb #c002
 import math, random
 from dataclasses import dataclass, replace
 from .trajectory import Group, Result, Stop, Trajectory, Turn
-from .engine import Finished, Sampling, ScriptedEngine, seed_of
+from .engine import FinishedTurn, SamplingParams, ScriptedEngine, seed_of
 from .options import SettingsGroup, setting
 from .protocol import last_answer, reaches, read_context
 from .tools import PythonTool, SearchTool, cut, skipping
@@ -348,7 +348,7 @@ def rollout(
         raise ValueError(f'a rollout needs questions and a group size of at least 1, got {len(questions)} questions '
                          f'and {group_size}')
     drafts = _begin(env, questions, group_size, min(env.max_tokens, engine.max_length), seed)
-    done = _play(engine, env, drafts, Sampling() if sampling is None else sampling, seed, progress)
+    done = _play(engine, env, drafts, SamplingParams() if sampling is None else sampling, seed, progress)
     return [Group(q, [done[b, g] for g in range(group_size)]) for b, q in enumerate(questions)]
 
 # %% ../nbs/3_acting/22_rollout.ipynb #v2201
@@ -405,11 +405,11 @@ def continuations(
             raise ValueError(f'a state is before one of the {len(trajectory.turns)} turns of its trajectory, got '
                              f'{turn}')
         drafts |= {(s, i): _draft_of(env, trajectory, turn, (s, i), longest, seed) for i in range(count)}
-    done = _play(engine, env, drafts, Sampling() if sampling is None else sampling, seed, progress)
+    done = _play(engine, env, drafts, SamplingParams() if sampling is None else sampling, seed, progress)
     return [Group(t.question, [done[s, i] for i in range(count)]) for s, (t, _) in enumerate(states)]
 
 # %% ../nbs/3_acting/22_rollout.ipynb #y003
-def follow(
+def add_message(
     env,         # Environment, of a protocol that does not edit contexts
     trajectory,  # Trajectory under way: all that was said, whatever its `stop`
     text,        # str, what the agent says next
@@ -429,5 +429,5 @@ def follow(
     ids = env.chat.encode(text)
     draft = _draft_of(env, trajectory, len(trajectory.turns), (0, 0), env.max_tokens, 0)
     (over,) = _turns(env, ScriptedEngine(None, env.chat.tokenizer), [draft],
-                     [Finished((0, 0), ids, [math.nan] * len(ids), 'stop')])
+                     [FinishedTurn((0, 0), ids, [math.nan] * len(ids), 'stop')])
     return (over, True) if over else (draft.trajectory(trajectory.stop), False)

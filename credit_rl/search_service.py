@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['search_app', 'SearchServer', 'open_retriever', 'serve', 'SearchError', 'SearchLost', 'SearchClient', 'SearchCache',
-           'is_kept', 'read_corpus', 'build', 'main']
+           'is_saved_index', 'read_corpus', 'build', 'main']
 
 # %% ../nbs/machinery/16_search_service.ipynb #c003
 import fcntl, functools, json, multiprocessing, os, re, signal, socket, sys, threading, time
@@ -424,7 +424,7 @@ class SearchCache:
         "What is known of the retriever behind it, and the file: a dict."
         return {**(self.retriever.about() if self.retriever else {}), 'name': 'SearchCache', 'kept': str(self.path)}
 
-def is_kept(path):
+def is_saved_index(path):
     "Tell whether a file is one of kept searches, by its first line."
     with open(path, 'rb') as file: return file.readline() == json.dumps(_HEADER).encode() + b'\n'
 

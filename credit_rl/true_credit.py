@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['PARTS', 'turn_changes', 'turn_credit', 'credit_errors', 'distinct_states', 'sampling_variance', 'state_values',
            'score_continuations', 'continuation_values', 'said_next', 'exact_values', 'missing_pages', 'query_rate',
-           'chance_of', 'solver_values']
+           'solver_values']
 
 # %% ../nbs/1_rules/36_true_credit.ipynb #t003
 import math, torch
@@ -15,7 +15,7 @@ from .metrics import exact_match
 from .options import Option
 from .outcome import outcome_rewards
 from .parts import Reward, Row, Rule, rewards_on_last
-from .rollout import continuations, follow
+from .rollout import continuations, add_message
 from .tools import skipping
 from .trajectory import Group, Result
 from .world import fact_chain
@@ -256,7 +256,7 @@ def exact_values(
         text = decode(ids)
         key = t.question.source, t.question.id, len(t.turns), text if state is None else state(text)
         if key not in known:
-            after = [(p * chance, *follow(met, t, said)) for said, p in said_next(policy, text).items()
+            after = [(p * chance, *add_message(met, t, said)) for said, p in said_next(policy, text).items()
                      for chance, met in ways]
             last = lambda t: float(earned([Group(t.question, [t])]))
             known[key] = sum(p * (last(u) if over else value(u)) for p, u, over in after)
@@ -303,15 +303,15 @@ def query_rate(
     return sum(fetched) / len(fetched) if fetched else math.nan
 
 # %% ../nbs/1_rules/36_true_credit.ipynb #t0225
-def chance_of(least, tries, rate):
+def _chance_of(least, tries, rate):
     "Chance of at least `least` successes in `tries` independent ones of a rate."
     return sum(math.comb(tries, j) * rate ** j * (1 - rate) ** (tries - j) for j in range(least, tries + 1))
 
 # %% ../nbs/1_rules/36_true_credit.ipynb #t0228
 def _solver_value(question, left, tries, rate):
     "What a reader without fault expects with some pages missing: the chance of all, or the share of independent parts."
-    if question.meta.get('form') != 'parts': return chance_of(left, tries, rate)
-    return 1 - sum(1 - chance_of(n, tries, rate) for n in range(1, left + 1)) / question.meta['hops']
+    if question.meta.get('form') != 'parts': return _chance_of(left, tries, rate)
+    return 1 - sum(1 - _chance_of(n, tries, rate) for n in range(1, left + 1)) / question.meta['hops']
 
 def solver_values(
     groups,  # list of Group of the tiny world, N trajectories of at most K turns

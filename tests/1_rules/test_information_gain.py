@@ -7,7 +7,7 @@ from hypothesis import given, settings, strategies as st
 from torch.testing import assert_close
 
 from credit_rl.critics import auc
-from credit_rl.engine import HFEngine, Sampling
+from credit_rl.engine import HFEngine, SamplingParams
 from credit_rl.folr import first_turns
 from credit_rl.information_gain import (NORMS, PARTS, belief_check, belief_schema, belief_warning, best_gold_logp,
                                         first_answer, gold_entropy, has_answer, igpo_advantages, information_gain,
@@ -15,7 +15,7 @@ from credit_rl.information_gain import (NORMS, PARTS, belief_check, belief_schem
 from credit_rl.groups import group_normalize
 from credit_rl.layout import pack
 from credit_rl.models import load_model
-from credit_rl.parts import Seen
+from credit_rl.parts import Measured
 from credit_rl.protocol import PROTOCOLS, Chat
 from credit_rl.rollout import rollout
 from credit_rl.scoring import Schema, acting_states, answer_header, answer_logps, gold_templates
@@ -402,9 +402,9 @@ def test_a_group_of_failures_is_not_silent():
 # ---------------------------------------------------------------- is it a belief?
 
 def scored(beliefs, who='gold'):
-    "`Seen` with these beliefs (N, K+1) in one gold of one token."
+    "`Measured` with these beliefs (N, K+1) in one gold of one token."
     logp = torch.as_tensor(beliefs).log()[..., None]
-    return Seen(**{f'{who}_logp': logp, f'{who}_tokens': torch.ones_like(logp, dtype=torch.long)})
+    return Measured(**{f'{who}_logp': logp, f'{who}_tokens': torch.ones_like(logp, dtype=torch.long)})
 
 
 @pytest.mark.parametrize('who', ['gold', 'teacher'])
@@ -473,7 +473,7 @@ def played(root):
     model, words = load_model(str(root / 'data' / 'tiny_base'))
     chat, world = Chat(PROTOCOLS['tiny'], words), make_world('dev', 5, size=200, questions=60)
     return model, chat, rollout(HFEngine(model, words), tiny_environment(world, chat, max_turns=4), world.questions, 4,
-                                Sampling(max_tokens=24))
+                                SamplingParams(max_tokens=24))
 
 
 def test_only_in_its_own_words_does_the_small_base_believe(played):
@@ -483,7 +483,7 @@ def test_only_in_its_own_words_does_the_small_base_believe(played):
     for name in ('own', 'tips', 'igpo'):
         scores = answer_logps(model, (layout.ids, layout.lengths), acting_states(layout.states, layout.turn_mask),
                               gold_templates(chat, groups, name))
-        found[name] = belief_check(Seen(gold_logp=scores.sums, gold_tokens=scores.tokens), layout, groups)
+        found[name] = belief_check(Measured(gold_logp=scores.sums, gold_tokens=scores.tokens), layout, groups)
     own = found['own']
     assert own['belief_auc'] > .9 and own['belief_shown'] > .4 > .01 > own['belief_unshown']
     assert min(own['belief_shown_states'], own['belief_unshown_states']) > 50 and not belief_warning(own)
@@ -498,11 +498,11 @@ def test_so_do_the_other_small_bases(root, base, protocol):
     model, words = load_model(str(root / 'data' / base))
     chat, world = Chat(PROTOCOLS[protocol], words), make_world('dev', 5, size=200, questions=30)
     groups = rollout(HFEngine(model, words), tiny_environment(world, chat, max_turns=9), world.questions, 2,
-                     Sampling(max_tokens=24))
+                     SamplingParams(max_tokens=24))
     layout = pack(groups, prefix=len(chat.encode(answer_header(chat))))
     scores = answer_logps(model, (layout.ids, layout.lengths), acting_states(layout.states, layout.turn_mask),
                           gold_templates(chat, groups))
-    found = belief_check(Seen(gold_logp=scores.sums, gold_tokens=scores.tokens), layout, groups)
+    found = belief_check(Measured(gold_logp=scores.sums, gold_tokens=scores.tokens), layout, groups)
     assert found['belief_auc'] > .9 and found['belief_shown'] > .3 and found['belief_shown_states'] > 20
 
 

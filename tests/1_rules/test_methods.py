@@ -14,11 +14,11 @@ from credit_rl.engine import HFEngine, ScriptedEngine
 from credit_rl.folr import first_turns, tspo_advantages
 from credit_rl.information_gain import igpo_advantages, with_outcome
 from credit_rl.layout import pack
-from credit_rl.learner import Frozen, Learner, Optimiser, PlainBackend, make_critic
+from credit_rl.learner import FrozenModels, Learner, Optimiser, PlainBackend, make_critic
 from credit_rl.methods import (LOSSES, METHODS, REWARDS, RULES, SAMPLINGS, compose, extra_passes, get_method,
                                method_table, refusal)
 from credit_rl.models import load_model, load_tokenizer
-from credit_rl.parts import (Asks, Credit, Facts, Loss, Row, Seen, assign, begin, bind, move, part_metrics,
+from credit_rl.parts import (Asks, Credit, Facts, Loss, Row, Measured, assign, begin, bind, move, part_metrics,
                              to_tokens)
 from credit_rl.protocol import PROTOCOLS, Chat
 from credit_rl.rollout import rollout
@@ -86,7 +86,7 @@ def looks(learner, world):
 
     def look(layout, asks):
         if not asks.sees and not asks.plays: return None
-        golds, seen = {n: gold_templates(chat, asks.groups, schema) for n, schema in asks.schemas.items()}, Seen()
+        golds, seen = {n: gold_templates(chat, asks.groups, schema) for n, schema in asks.schemas.items()}, Measured()
         if asks.sees: seen = learner.evaluate(layout, asks.sees, golds, ends=asks.ends)
         if not asks.plays: return seen
         engine = HFEngine(model, chat.tokenizer, max_length=192)
@@ -100,7 +100,7 @@ def a_step(world, method, options=None, groups=None):
     model, chat = world[:2]
     method = bind(method, options or {})
     critic = make_critic(model, **method.critic) if method.critic else None
-    frozen = Frozen(teacher_every=0 if 'teacher' in method.sees else None)
+    frozen = FrozenModels(teacher_every=0 if 'teacher' in method.sees else None)
     learner = Learner(copy.deepcopy(model), method.loss, AT_ONCE, critic, frozen, backend=SGD())
     before = {n: w.clone() for n, w in learner.weights().items()}
     batch = assign(method, groups or games(world), looks(learner, world), torch.Generator().manual_seed(0))
@@ -284,7 +284,7 @@ def test_vspo_counts_the_kl_of_a_kept_row_once(world, average):
     method = compose(Row('tried', 'outcome/group/value', None, options={'smoothing': 3}, average=average))
 
     def moved(layout, credit, loss):
-        learner = Learner(copy.deepcopy(model), loss, AT_ONCE, frozen=Frozen(reference), backend=SGD())
+        learner = Learner(copy.deepcopy(model), loss, AT_ONCE, frozen=FrozenModels(reference), backend=SGD())
         before = {n: w.clone() for n, w in learner.weights().items()}
         learner.step(layout, learner.evaluate(layout, ('logp', 'ref_logp') if loss.kl else ('logp',)), credit)
         return change(before, learner)
@@ -536,7 +536,7 @@ def test_tips_below_lambda_one(world, lam):
 
     def look(layout, asks):
         shape = (*layout.states.shape[:2], 1)
-        return Seen(values=torch.randn(layout.ids.shape, generator=generator) * layout.trained,
+        return Measured(values=torch.randn(layout.ids.shape, generator=generator) * layout.trained,
                     teacher_logp=-9 * torch.rand(shape, generator=generator), teacher_tokens=torch.ones(shape).long())
     batch = assign(method, games(world), look)
     layout, seen, rewards = batch.layout, batch.seen, batch.rewards
@@ -561,7 +561,7 @@ def test_the_size_of_alpha_is_read_before_the_refund(world):
     "The band's controller sees what turns before the last earned; with `refund` it sees the last turn too."
     def look(layout, asks):
         shape = (*layout.states.shape[:2], 1)
-        return Seen(values=torch.zeros(layout.ids.shape), teacher_tokens=torch.ones(shape).long(),
+        return Measured(values=torch.zeros(layout.ids.shape), teacher_tokens=torch.ones(shape).long(),
                     teacher_logp=torch.linspace(-9., -8., shape[1])[None, :, None].expand(shape))
     for refund in (False, True):
         method = bind(METHODS['tips'], {'band': 'medium', 'alpha': .1, 'refund': refund})

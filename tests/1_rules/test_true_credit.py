@@ -14,9 +14,9 @@ from credit_rl.methods import METHODS, compose
 from credit_rl.metrics import exact_match
 from credit_rl.models import load_model
 from credit_rl.outcome import outcome_rewards
-from credit_rl.parts import Seen, assign, bind
+from credit_rl.parts import Measured, assign, bind
 from credit_rl.protocol import PROTOCOLS, Chat
-from credit_rl.rollout import continuations, follow, rollout
+from credit_rl.rollout import continuations, add_message, rollout
 from credit_rl.settings import make_config
 from credit_rl.tiny import (PERFECT, PERFECT_CODER, Player, act, act_coder, player_state, tiny_environment,
                             tiny_tokenizer)
@@ -92,7 +92,7 @@ def test_segments_go_on_where_they_were():
         for k, (group,) in enumerate(continuations(engine, env, [(t, k)], 1) for k in range(len(t.turns))):
             assert group.trajectories[0].turns == t.turns and group.trajectories[0].answer == t.answer, k
     with pytest.raises(ValueError, match='edits contexts'):
-        follow(env, t, '<context> x </context>')
+        add_message(env, t, '<context> x </context>')
 
 
 @pytest.mark.parametrize('player', [WEAK, Player(one_word=.5, relation=.2, misread=.3, early=.3)])
@@ -117,7 +117,7 @@ def test_exact_values_are_expectations(played):
     exact, t = exact_values(policy, env, groups[:1], state=player_state), groups[0].trajectories[0]
     start, total = dataclasses.replace(t, turns=(), answer=None), 0.
     for said, p in said_next(policy, CHAT.tokenizer.decode(list(t.prompt_ids))).items():
-        after, over = follow(env, start, said)
+        after, over = add_message(env, start, said)
         assert not over                                                  # a weak player never answers at once
         then = dataclasses.replace(after, turns=(*after.turns, t.turns[-1]))    # any turn: its state is what counts
         group = dataclasses.replace(groups[0], trajectories=(then,))
@@ -164,7 +164,7 @@ def test_rows_of_true_credit_give_turns_what_they_earned(played, name):
     there, _ = index_groups(groups)
     values = continuation_values(by(WEAK), env, groups, 8)[0]
     method = bind(METHODS[name], {'scale': 'none'})
-    batch = assign(method, groups, lambda layout, asks: Seen(state_values=values))
+    batch = assign(method, groups, lambda layout, asks: Measured(state_values=values))
     if name == 'oracle': values = solver_values(groups, 4, query_rate(groups))
     wanted, layout = turn_credit(values, batch.rewards['outcome'], there), pack(groups)
     trained = layout.token_turns >= 0

@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from credit_rl import benchmarks, datasets, readers
-from credit_rl.benchmarks import (BENCHMARKS, CANARY, Benchmark, Layout, decrypt, encrypt, get_benchmark,
+from credit_rl.benchmarks import (BENCHMARKS, CANARY, Benchmark, RowForm, decrypt, encrypt, get_benchmark,
                                   register)
 from credit_rl.datasets import MIXTURES, load_corpus, load_mixture, load_questions, subsample
 from credit_rl.metrics import exact_match
@@ -581,7 +581,7 @@ def test_what_the_table_says():
 def test_another_benchmark_joins_the_table(tmp_path, monkeypatch):
     monkeypatch.setattr(benchmarks, 'BENCHMARKS', dict(BENCHMARKS))
     register(
-        Benchmark('own', (Layout('ours', ('q', 'a'), lambda row: (None, row['q'], row['a'])), ),
+        Benchmark('own', (RowForm('ours', ('q', 'a'), lambda row: (None, row['q'], row['a'])), ),
                   files={'test': ('own.jsonl', )}))
     write(tmp_path / 'own.jsonl', [{'q': 'Who?', 'a': ['Ada', 'Lovelace']}])
     assert load_questions('own', tmp_path)[0].answers == ('Ada', 'Lovelace')

@@ -14,8 +14,8 @@ from credit_rl.benchmarks import BENCHMARKS
 from credit_rl.datasets import load_corpus, load_questions
 from credit_rl.engine import ScriptedEngine
 from credit_rl.environment import Conversation, make_environment
-from credit_rl.evaluate import (Evaluation, check_evaluation, evaluate, main, read_manifest, read_scores, replay,
-                                run_evaluation)
+from credit_rl.evaluate import (Evaluation, check_evaluation, evaluate, main, read_manifest, read_scores,
+                                replay_evaluation, run_evaluation)
 from credit_rl.parameters import from_settings
 from credit_rl.prompting import BASELINES, Baseline, WHEN
 from credit_rl.protocol import PROTOCOLS, byte_tokenizer
@@ -152,9 +152,10 @@ def test_a_baseline_is_played_again_as_it_was(model, tmp_path):
                 'baseline': 'ircot'}
     run_evaluation(settings, say=lambda line: None, progress=False)
     rows = read_turns(tmp_path / 'run' / 'hotpotqa')
-    (again,) = replay(tmp_path / 'run', say=lambda line: None, progress=False).values()
+    (again,) = replay_evaluation(tmp_path / 'run', say=lambda line: None, progress=False).values()
     assert again.same and again.questions == len(rows) == 6
-    (other,) = replay(tmp_path / 'run', changes={'baseline': 'rag'}, say=lambda line: None, progress=False).values()
+    (other,) = replay_evaluation(tmp_path / 'run', changes={'baseline': 'rag'}, say=lambda line: None,
+                                 progress=False).values()
     assert any(line.startswith('baseline.when') for line in other.inputs) and len(other.rows) == 6
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from credit_rl.engine import Finished, HFEngine, Sampling, ScriptedEngine
+from credit_rl.engine import FinishedTurn, HFEngine, SamplingParams, ScriptedEngine
 from credit_rl.layout import pack, token_logps
 from credit_rl.learner import Learner
 from credit_rl.outcome import extract_answer
@@ -305,7 +305,7 @@ class Tape:
         while self.waiting:
             (key,), self.waiting = self.waiting, []
             ids, why = self.plays.pop(0)
-            yield [Finished(key, ids, [-1.] * len(ids), why)]
+            yield [FinishedTurn(key, ids, [-1.] * len(ids), why)]
 
 
 class Pages:
@@ -383,7 +383,7 @@ def test_a_base_models_eos_is_not_the_end_of_a_turn(name, end):
     torch.manual_seed(0)
     engine = HFEngine(small_model(len(tokenizer), initializer_range=.02), tokenizer)
     groups = rollout(engine, Environment(chat, TOOL, max_turns=4, max_tokens=2000), [QUESTION], 8,
-                     Sampling(max_tokens=60), seed=3)
+                     SamplingParams(max_tokens=60), seed=3)
     said = [x for t in groups[0].trajectories for x in t.turns]
     ended = [x for x in said if x.action_ids[-1] == chat.end_id]
     assert ended and all(chat.end_id not in x.action_ids[:-1] and end not in x.action_text for x in said)
@@ -437,7 +437,8 @@ def test_in_rewritten_contexts_too_a_plain_forward_gives_the_sampled_logps():
 
     def play(questions=questions, **engine):
         env = Environment(chat, TOOL, max_turns=3, max_tokens=2000)
-        return rollout(HFEngine(model, chat.tokenizer, **engine), env, questions, 3, Sampling(max_tokens=15), seed=2)
+        return rollout(HFEngine(model, chat.tokenizer, **engine), env, questions, 3, SamplingParams(max_tokens=15),
+                       seed=2)
     groups = play()
     layout = pack(groups, len(chat.prefix_ids))
     assert len(layout.lengths) == layout.turn_mask.sum() > len(groups) * 3 * 2                 # a row a turn

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from credit_rl import evaluate as evaluating
-from credit_rl.engine import HFEngine, Sampling, ScriptedEngine
+from credit_rl.engine import HFEngine, SamplingParams, ScriptedEngine
 from credit_rl.environment import Conversation, make_environment
 from credit_rl.evaluate import check_evaluation, measure
 from credit_rl.layout import pack
@@ -118,7 +118,7 @@ def both(base):
     "Greedy games of the base where the first answer ends a message, and where the last one counts."
     model, tokenizer = base
     world = make_world('train', seed=3, size=200, questions=24)
-    engine, greedy = HFEngine(model, tokenizer, max_length=192), Sampling(greedy=True, max_tokens=24)
+    engine, greedy = HFEngine(model, tokenizer, max_length=192), SamplingParams(greedy=True, max_tokens=24)
     chats = [Chat(p, tokenizer) for p in (PROTOCOLS['tiny'], PATIENT)]
     return [rollout(engine, tiny_environment(world, chat), world.questions, 1, greedy) for chat in chats]
 
@@ -185,7 +185,7 @@ def chatter(base):
     def games(chat=None, length=2048, **rules):
         env = Environment(chat or chat_of(), TOOL, **{'max_tokens': 2048, **rules})
         engine = HFEngine(model, TOKENIZER, max_length=length)
-        return flat(rollout(engine, env, questions, 1, Sampling(greedy=True, max_tokens=20)))
+        return flat(rollout(engine, env, questions, 1, SamplingParams(greedy=True, max_tokens=20)))
     return games
 
 

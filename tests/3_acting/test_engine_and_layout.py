@@ -9,9 +9,9 @@ from hypothesis import given, settings, strategies as st
 
 from credit_rl.advantages import to_tokens
 from credit_rl.folr import first_turns
-from credit_rl.engine import HFEngine, Sampling, ScriptedEngine, draw
+from credit_rl.engine import HFEngine, SamplingParams, ScriptedEngine, draw
 from credit_rl.layout import AVERAGES, loss_weights, pack, take, token_logps
-from credit_rl.learner import Frozen, Learner, Optimiser, deal
+from credit_rl.learner import FrozenModels, Learner, Optimiser, deal
 from credit_rl.parts import Credit, Loss, assign
 from credit_rl.methods import METHODS
 from credit_rl.outcome import outcome_rewards
@@ -26,7 +26,7 @@ from credit_rl.turn_rewards import rule_turn_rewards
 from credit_rl.world import WORDS, make_world
 
 ATTENTION = ['eager', 'sdpa']
-SAMPLING = Sampling(max_tokens=24)
+SAMPLING = SamplingParams(max_tokens=24)
 TEMPERATURE = 1.7
 
 
@@ -155,7 +155,7 @@ def test_greedy_takes_the_most_probable_token(base, play):
 def test_draws_follow_the_distribution():
     logits = torch.randn(1, 7, generator=torch.Generator().manual_seed(0)) * 2
     n = 20000
-    ids, _ = draw(logits.expand(n, 7), (torch.arange(n) + .5) / n, Sampling(temperature=TEMPERATURE))
+    ids, _ = draw(logits.expand(n, 7), (torch.arange(n) + .5) / n, SamplingParams(temperature=TEMPERATURE))
     frequency = torch.bincount(ids, minlength=7) / n
     torch.testing.assert_close(frequency, (logits[0] / TEMPERATURE).softmax(-1), atol=2 / n, rtol=0)
 
@@ -267,7 +267,7 @@ def test_no_gradient_starts_at_an_observation(base, groups, kind):
     """A whole update with clipping, KL and entropy: the last hidden states that predict observations, prompt or
     padding get a gradient of exactly 0."""
     learner = Learner(copy.deepcopy(base[0]), Loss(kind, kl=.1, entropy=.1), Optimiser(minibatches=1),
-                      frozen=Frozen(base[0]))
+                      frozen=FrozenModels(base[0]))
     base[0].requires_grad_(True)                                       # the reference froze it
     layout, kept = pack(groups[:3]), []
 
@@ -489,7 +489,7 @@ def test_sampled_ids_are_kept_where_encoding_their_text_would_give_others():
     model = random_model(len(tokenizer), initializer_range=.02)
     env = Environment(Chat(PROTOCOLS['tiny'], tokenizer), SearchTool(Nothing(), k=1, max_tokens=9), max_turns=3,
                       max_tokens=400)
-    groups = rollout(HFEngine(model, tokenizer), env, [Question('q', 'who?', ['x'])], 4, Sampling(max_tokens=40),
+    groups = rollout(HFEngine(model, tokenizer), env, [Question('q', 'who?', ['x'])], 4, SamplingParams(max_tokens=40),
                      seed=1)
     drifted, layout = 0, pack(groups)
     for i, t in enumerate(trajectories(groups)):
@@ -559,11 +559,11 @@ def test_stop_strings_do_not_begin_in_the_prompt():
     "A prompt's last letters and the first that is sampled are no stop string."
     tokenizer = byte_tokenizer()
     engine, prompt = HFEngine(random_model(len(tokenizer)), tokenizer), tokenizer('who').input_ids
-    (free,) = engine.generate([prompt], Sampling(max_tokens=6)).ids
+    (free,) = engine.generate([prompt], SamplingParams(max_tokens=6)).ids
     first = tokenizer.decode(free[:1])
     for stop in ('o' + first, 'who' + first):
-        assert engine.generate([prompt], Sampling(max_tokens=6, stop=(stop,))).ids[0] == free
-    assert engine.generate([prompt], Sampling(max_tokens=6, stop=(first,))).ids[0] == free[:1]
+        assert engine.generate([prompt], SamplingParams(max_tokens=6, stop=(stop,))).ids[0] == free
+    assert engine.generate([prompt], SamplingParams(max_tokens=6, stop=(first,))).ids[0] == free[:1]
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,8 @@ from credit_rl.benchmarks import BENCHMARKS
 from credit_rl.datasets import MIXTURES, load_corpus, load_questions
 from credit_rl.engine import ScriptedEngine
 from credit_rl.evaluate import (bootstrap_interval, compare_rows, evaluation_figure, evaluation_table, main,
-                                manifest_differences, NEAR, read_manifest, read_scores, replay, run_evaluation,
-                                set_names, set_scores, Evaluation)
+                                manifest_differences, NEAR, read_manifest, read_scores, replay_evaluation,
+                                run_evaluation, set_names, set_scores, Evaluation)
 from credit_rl.parameters import from_settings
 from credit_rl.metrics import cover_match, normalize
 from credit_rl.models import local_folder, model_hashes
@@ -255,19 +255,19 @@ def test_two_evaluations_of_one_manifest_are_identical(played, tmp_path):
         assert (again / 'hotpotqa' / name).read_bytes() == (run / 'hotpotqa' / name).read_bytes()
     assert not manifest_differences(read_manifest(run / 'hotpotqa'), read_manifest(again / 'hotpotqa'), ignore=())
     said = []
-    (result,) = replay(run, say=said.append, progress=False).values()
+    (result,) = replay_evaluation(run, say=said.append, progress=False).values()
     assert result.same and result.questions == 6 and said == ['hotpotqa: nothing differs; 6 questions']
 
 
 @pytest.fixture
 def copy(played, tmp_path):
-    "A copy of the model and the file, and how a replay on them sees it: function(**other changes) -> Replayed."
+    "A copy of the model and the file, and how a replay on them sees it: function(**other changes) -> ReplayResult."
     settings, run = played
     shutil.copytree(settings['model'], tmp_path / 'model')
     shutil.copy(settings['path'], tmp_path / 'sample.json')
 
     def look(**changes):
-        (result, ) = replay(
+        (result, ) = replay_evaluation(
             run, changes={'model': str(tmp_path / 'model'), 'path': str(tmp_path / 'sample.json'), **changes},
             say=lambda line: None, progress=False).values()
         return result
@@ -375,7 +375,7 @@ def test_replay_names_another_version_and_other_rows(played, tmp_path):
     rows[4]['prediction'] = 'Paris'
     rows[5]['trajectory']['turns'][0]['action_ids'][0] += 1
     (folder / 'turns.jsonl.gz').write_bytes(gzip.compress(''.join(json.dumps(r) + '\n' for r in rows).encode()))
-    (result,) = replay(folder, say=lambda line: None, progress=False).values()
+    (result,) = replay_evaluation(folder, say=lambda line: None, progress=False).values()
     assert parts(result) == {'versions.transformers'} and len(result.rows) == 2
     assert "'Paris' before" in result.rows[0] and result.rows[1].startswith("row 'sample-5', turn 0: action differs")
     with pytest.raises(SystemExit) as stopped:
@@ -527,7 +527,7 @@ def test_a_template_that_rewrites_is_evaluated_in_its_own_contexts(model, tmp_pa
     contexts = [[turn['context_ids'] is not None for turn in r['trajectory']['turns']] for r in read_turns(edited)]
     assert all(c == [False, True, True] for c in contexts) and read_manifest(edited)['history'] == 'template'
     assert all(turn['context_ids'] is None for r in read_turns(sampled) for turn in r['trajectory']['turns'])
-    assert '<think>\n\n</think>' in read_manifest(edited)['prompt'] and replay(edited, say=lambda line: None,
+    assert '<think>\n\n</think>' in read_manifest(edited)['prompt'] and replay_evaluation(edited, say=lambda line: None,
                                                                                progress=False)['hotpotqa'].same
     with pytest.raises(ValueError, match="'enable_thought' is nowhere"):
         quiet({**settings, 'template_options': {'enable_thought': False}, 'run': str(tmp_path / 'no')})

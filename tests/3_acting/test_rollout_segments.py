@@ -4,7 +4,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from credit_rl.critics import segment_starts
-from credit_rl.engine import Finished, HFEngine, Sampling, ScriptedEngine
+from credit_rl.engine import FinishedTurn, HFEngine, SamplingParams, ScriptedEngine
 from credit_rl.layout import pack, take
 from credit_rl.learner import Learner
 from credit_rl.protocol import CARL_PROMPTS, PROTOCOLS, Chat, byte_tokenizer, parse, read_context, reaches
@@ -268,7 +268,7 @@ class Tape:
         while self.waiting:
             key = self.waiting.pop(0)
             ids, why = self.plays.pop(0)
-            yield [Finished(key, ids, [-1.] * len(ids), why)]
+            yield [FinishedTurn(key, ids, [-1.] * len(ids), why)]
 
 
 def test_each_segment_has_its_own_cap_and_stop_strings():
@@ -276,13 +276,13 @@ def test_each_segment_has_its_own_cap_and_stop_strings():
     tape = Tape((enc(CALL), 'stop'), (enc('<context>' + 'x' * 20), 'max_tokens'), (enc(CALL), 'stop'),
                 (enc(NOTE), 'stop'), (enc(BOX), 'eos'))
     (t, ) = rollout(tape, Environment(CARL, TOOL, max_tokens=10 ** 6), [QUESTION],
-                    sampling=Sampling(max_tokens=2048))[0].trajectories
+                    sampling=SamplingParams(max_tokens=2048))[0].trajectories
     assert tape.asked == [(None, None), (256, ('</context>',)), (None, None), (256, ('</context>',)), (None, None)]
     assert t.turns[1].result is Result.MALFORMED and t.answer == 'Budapest' and t.turns[
         -1].action_text == r'\boxed{Budapest}'
     tape = Tape((enc(CALL), 'stop'), (enc(NOTE), 'stop'), (enc('and so on'), 'max_tokens'))
     (t, ) = rollout(tape, Environment(CARL, TOOL, max_tokens=10 ** 6), [QUESTION],
-                    sampling=Sampling(max_tokens=100))[0].trajectories
+                    sampling=SamplingParams(max_tokens=100))[0].trajectories
     assert tape.asked[1] == (100, ('</context>', )) and t.stop is Stop.LENGTH and kinds(
         t)[-1] == 'commit' and t.turns[-1].result is Result.MALFORMED
     tape = Tape((enc('```python\nwhile'), 'length'),)
@@ -343,7 +343,7 @@ def eager_rollout(model, groups=2, seed=2, spy=None, **engine):
         engine.stream = lambda sampling: spy.append(make(sampling)) or spy[-1]
     env = Environment(Eager(PROTOCOLS['carl'], TOKENIZER), TOOL, max_turns=6, context_tokens=9)
     questions = [QUESTION, Question('r', 'And who was it that directed the film?', ['x']), Question('s', 'Why?', ['x'])]
-    return rollout(engine, env, questions, groups, Sampling(max_tokens=15), seed)
+    return rollout(engine, env, questions, groups, SamplingParams(max_tokens=15), seed)
 
 
 def every(groups):
@@ -390,7 +390,7 @@ def test_company_order_and_room_change_no_segment(model):
 
 def test_rewinding(model):
     engine, ids = HFEngine(model, TOKENIZER), TOKENIZER('one two three').input_ids
-    stream = engine.stream(Sampling(max_tokens=4))
+    stream = engine.stream(SamplingParams(max_tokens=4))
     assert stream.rewind('a', ids) == 0
     stream.submit('a', ids)
     assert stream.rewind('a', ids) == 0                                               # nothing has been read yet
@@ -398,7 +398,7 @@ def test_rewinding(model):
     whole = ids + first.ids
     with pytest.raises(ValueError, match='release or rewind'): stream.submit('a', ids + [1, 2, 3, 4, 5])
     for other in (whole + [5], whole[:-1] + [5, 6], ids + [7], ids[:3] + [7, 8], [7, 8, 9], ids):
-        before, fresh = stream.entered, engine.generate([other], Sampling(max_tokens=4), seeds=[9])
+        before, fresh = stream.entered, engine.generate([other], SamplingParams(max_tokens=4), seeds=[9])
         held = stream.batch.ids[stream.rows['a'].slot, :stream.rows['a'].read].tolist()
         shared = next((i for i, (x, y) in enumerate(zip(other, held)) if x != y), min(len(held), len(other)))
         kept = stream.rewind('a', other)
@@ -410,7 +410,7 @@ def test_rewinding(model):
 
 
 def test_a_conversation_under_way_cannot_be_rewound(model):
-    stream = HFEngine(model, TOKENIZER).stream(Sampling(max_tokens=3))
+    stream = HFEngine(model, TOKENIZER).stream(SamplingParams(max_tokens=3))
     stream.submit('a', [1, 2, 3])
     list(stream)
     stream.submit('a', [1, 2, 3, *stream.batch.ids[0, 3:6].tolist(), 9])

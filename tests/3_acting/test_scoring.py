@@ -15,8 +15,8 @@ from credit_rl.layout import pack, token_logps
 from credit_rl.models import load_tokenizer
 from credit_rl.protocol import PROTOCOLS, Chat, Protocol, byte_tokenizer, parse
 from credit_rl.scoring import (SCHEMAS, AnswerTemplate, Schema, acting_states, answer_batches, answer_form,
-                               answer_header, answer_ids, answer_logps, answer_logps_separate, batch_logps, collect,
-                               gold_templates, joint_logps, read_schema, schema_warning, takes_tree_mask)
+                               answer_header, answer_ids, answer_logps, answer_logps_separate, batch_logps,
+                               gather_scores, gold_templates, joint_logps, read_schema, schema_warning, takes_tree_mask)
 from credit_rl.trajectory import Group, Question, Stop, Trajectory, Turn, example_group
 
 VOCABULARY = 60
@@ -301,7 +301,7 @@ def test_padding_is_not_attended_to(exact):
     same(scored(exact, (torch.where(inside, rows[0], 7), rows[1]), states, answers), sums, 1e-12)
     same(scored(exact, (torch.nn.functional.pad(rows[0], (0, 9), value=3), rows[1]), states, answers), sums, 1e-12)
     batches, counts = answer_batches(rows, states, answers)
-    asked = lambda edit: collect(batches, [batch_logps(exact, edit(b)) for b in batches], counts).sums
+    asked = lambda edit: gather_scores(batches, [batch_logps(exact, edit(b)) for b in batches], counts).sums
     noise = lambda b: dataclasses.replace(b, ids=torch.where(b.segment < 0, 9, b.ids))
     attended = lambda b: dataclasses.replace(noise(b), segment=b.segment.clamp(min=0), reach=torch.where(
         b.segment > 0, b.ids.shape[1], -1))
@@ -375,7 +375,7 @@ def test_one_forward_for_tokens_and_golds(exact, work, seed, budget):
         for i, b in enumerate(batches)
     ]
              for rank in (0, 1)]
-    again, summed = collect(batches, [a + b for a, b in zip(*parts)], counts, trained)
+    again, summed = gather_scores(batches, [a + b for a, b in zip(*parts)], counts, trained)
     assert_close(again.to(logp.dtype), logp)
     assert_close(summed.sums.to(scores.sums.dtype), scores.sums, equal_nan=True)
 

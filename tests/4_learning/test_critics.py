@@ -7,7 +7,7 @@ from torch.testing import assert_close
 
 from credit_rl.critics import (CompetenceHead, LinearHead, at_states, auc, brier, expected_calibration_error,
                                explained_variance, reliability, scale_gradient, segment_starts,
-                               state_values, token_values)
+                               head_values, token_values)
 from credit_rl.layout import loss_weights, pack
 from credit_rl.losses import value_loss
 from credit_rl.parts import first_tokens
@@ -200,7 +200,7 @@ def test_values_are_read_at_the_last_context_token(layout):
             assert all_values[r, t] == alone
     firsts = first_tokens(layout.token_turns)
     states = segment_starts(layout.token_turns, layout.row_trajectory, layout.turn_mask)
-    table = state_values(hidden, states, head)
+    table = head_values(hidden, states, head)
     assert firsts.sum() == layout.turn_mask.sum() and (table.isnan() == ~layout.turn_mask).all()
     for values in (all_values, token_values(hidden, firsts, head)):
         assert_close(at_states(values, states), table, equal_nan=True)
@@ -228,7 +228,7 @@ def test_gradients_reach_head_and_backbone():
     head = CompetenceHead(8)
     torch.nn.init.ones_(head.out.weight)
     states = segment_starts(turns, torch.tensor([0, 1]), torch.ones(2, 1, dtype=torch.bool))
-    state_values(hidden, states, head).nansum().backward()
+    head_values(hidden, states, head).nansum().backward()
     reached = hidden.grad.abs().sum(-1) > 0
     assert reached.tolist() == [[True, False, False, False], [False, True, False, False]]
     hidden.grad = None
@@ -238,7 +238,7 @@ def test_gradients_reach_head_and_backbone():
 
 def test_no_state_at_all():
     head, none = LinearHead(8), torch.full((2, 3, 2), -1)
-    assert state_values(torch.randn(1, 4, 8), none, head).isnan().all() and at_states(torch.randn(1, 4),
+    assert head_values(torch.randn(1, 4, 8), none, head).isnan().all() and at_states(torch.randn(1, 4),
                                                                                       none).isnan().all()
     assert not token_values(torch.randn(2, 4, 8), torch.zeros(2, 4, dtype=torch.bool), head).any()
 
@@ -257,5 +257,5 @@ def test_refusals_of_positions():
     with pytest.raises(ValueError, match='bool'): token_values(hidden, turns, first)
     with pytest.raises(ValueError, match='bool'): token_values(hidden, (turns >= 0)[:1], first)
     for states in ([[[2, 0]]], [[[0, 4]]]):
-        with pytest.raises(ValueError, match='2 rows'): state_values(hidden, torch.tensor(states), first)
+        with pytest.raises(ValueError, match='2 rows'): head_values(hidden, torch.tensor(states), first)
     with pytest.raises(ValueError, match='3 tokens'): at_states(torch.zeros(2, 4), torch.tensor([[[0, 3]]]))  # the last

@@ -16,7 +16,7 @@ from deepspeed_steps import adapted, model
 from credit_rl import learner as learning, setup as staging, train as training
 from credit_rl.advantages import to_tokens
 from credit_rl.layout import pack
-from credit_rl.learner import Frozen, Learner, Optimiser, PlainBackend, Scorer, make_critic, parameter_groups
+from credit_rl.learner import FrozenModels, Learner, Optimiser, PlainBackend, Scorer, make_critic, parameter_groups
 from credit_rl.parts import Credit, Loss
 from credit_rl.runlog import read_metrics, read_turns, same_metrics
 from credit_rl.scoring import AnswerTemplate
@@ -131,7 +131,7 @@ def offloading(names, **how):
     'cpu:0', to which all is copied."""
     policy = model(0, 100)
     learner = Learner(policy, Loss(kl=.1), Optimiser(1e-2),
-                      frozen=Frozen(model(1, 100), teacher_every=2, offload=names))
+                      frozen=FrozenModels(model(1, 100), teacher_every=2, offload=names))
     learner.backend.device = torch.device('cpu', 0)
     places = {}
     for who in ('reference', 'teacher'):

@@ -14,7 +14,7 @@ from hypothesis import given, settings, strategies as st
 from torch.testing import assert_close
 
 from credit_rl.layout import AVERAGES, loss_weights, pack, token_logps
-from credit_rl.learner import Frozen, Learner, Optimiser, PlainBackend
+from credit_rl.learner import FrozenModels, Learner, Optimiser, PlainBackend
 from credit_rl.parts import Credit, Loss
 from credit_rl.losses import (entropy, kl, overlong_penalty, policy_loss, policy_terms, sequence_log_ratio, value_loss,
                               weighted_sum)
@@ -493,7 +493,7 @@ def test_the_learners_batch_1_times_8_is_its_batch_8_times_1(eight, kind, name):
     spec, gradients, losses = Loss(kind, average=name, clip_low=0.02, clip_high=0.02, kl=0.1, entropy=0.01), [], []
     for budget in (1, 3 * layout.ids.shape[1], 10 ** 6):
         learner = Learner(small_model(), spec, Optimiser(minibatches=1, row_tokens=budget),
-                          frozen=Frozen(small_model(1)), backend=Recorder())
+                          frozen=FrozenModels(small_model(1)), backend=Recorder())
         calls = []
         learner.scorer.register_forward_hook(lambda module, args, out: calls.append(len(args[0])))
         # off policy, so that clips bite

@@ -7,14 +7,14 @@ import torch
 from hypothesis import given, settings, strategies as st
 from sklearn.metrics import accuracy_score, explained_variance_score, roc_auc_score
 
-from credit_rl.engine import Sampling, ScriptedEngine
+from credit_rl.engine import SamplingParams, ScriptedEngine
 from credit_rl.protocol import PROTOCOLS, Chat
 from credit_rl.readers import Passage
 from credit_rl.tiny import NOISY_CODER, act_coder, memory_of, tiny_environment, tiny_tokenizer
 from credit_rl.trajectory import Question, Stop, Trajectory, Turn
 from credit_rl import warmup
 from credit_rl.warmup import (choose_questions, cluster_questions, collect, CollectionPlan, draw_evenly, GATE, gate,
-                              GateFailed, GateReport, gold_shown, Missing, Pairs, Player, searching, warm_up, WarmUp)
+                              GateFailed, GateReport, gold_shown, Missing, Pairs, Sampler, searching, warm_up, WarmUp)
 from credit_rl.world import Competence, make_world
 
 
@@ -159,7 +159,7 @@ def test_a_tier_that_is_taken_whole_is_said(per_tier, said):
     env = tiny_environment(world, Chat(PROTOCOLS['carl-tiny'], tiny_tokenizer(numbers=True)))
     engine, lines = ScriptedEngine(lambda text, rng: act_coder(text, rng, NOISY_CODER, memory_of(world)),
                                    env.chat.tokenizer), []
-    data = collect(Player(engine, Sampling()), env, [q for q in world.questions if q.meta['parametric']][:11] +
+    data = collect(Sampler(engine, SamplingParams()), env, [q for q in world.questions if q.meta['parametric']][:11] +
                    [q for q in world.questions if not q.meta['parametric']][:11],
                    CollectionPlan(per_tier=per_tier, clusters=3), say=lines.append)
     assert lines[0].startswith('22 questions: 11 that it knows')
@@ -242,7 +242,7 @@ def test_so_many_questions_are_searched_elsewhere(looked_up, how, share):
     random collection has the one search."""
     questions, env, other, engine = looked_up
     plan = CollectionPlan(per_tier=15, clusters=3, repeats=2, **how)
-    data = collect(Player(engine, Sampling()), env, questions, plan, other)
+    data = collect(Sampler(engine, SamplingParams()), env, questions, plan, other)
     forced, optional = places(data, 'forced'), places(data, 'optional')
     assert len(forced) == len(data.questions) == 30 and all(len(where) == 1 for where in forced.values())
     away = {q for q, where in forced.items() if where == {'elsewhere'}}
@@ -256,7 +256,7 @@ def test_so_many_questions_are_searched_elsewhere(looked_up, how, share):
 def test_without_another_search_there_is_one(looked_up):
     questions, env, _, engine = looked_up
     assert set().union(
-        *places(collect(Player(engine, Sampling()), env, questions, CollectionPlan(per_tier=15, clusters=3)),
+        *places(collect(Sampler(engine, SamplingParams()), env, questions, CollectionPlan(per_tier=15, clusters=3)),
                 'forced').values()) == {'there'}
 
 

@@ -28,7 +28,7 @@ from credit_rl.estimate import read_sizes
 from credit_rl.layout import pack
 from credit_rl.learner import BadStep, saved_policy
 from credit_rl.methods import extra_passes, get_method
-from credit_rl.parts import Batch, Credit, Seen, bind
+from credit_rl.parts import Batch, Credit, Measured, bind
 from credit_rl.search_service import SearchServer
 from credit_rl.runlog import RunLog, latest_checkpoint, named_checkpoint, read_metrics, read_turns, same_metrics
 from credit_rl.settings import Keeping
@@ -37,7 +37,7 @@ from credit_rl.train import main, train
 from credit_rl.trajectory import Group, example_group, trajectory_from_json
 from credit_rl.view import show_rollout
 from credit_rl.vllm_engine import VLLMSettings
-from credit_rl.warmup import Collected
+from credit_rl.warmup import WarmupRollouts
 
 ROOT = Path(__file__).resolve().parents[2]
 BASE = str(ROOT / 'data' / 'tiny_base')
@@ -856,7 +856,7 @@ def test_a_kept_potential_is_the_one_that_is_paid():
     layout = pack([group])
     n, k = layout.turn_mask.shape
     golds = torch.tensor([-1., -3.]).expand(n, k + 1, 2)
-    seen = Seen(teacher_logp=golds, teacher_tokens=torch.ones(n, k + 1, 2, dtype=torch.long))
+    seen = Measured(teacher_logp=golds, teacher_tokens=torch.ones(n, k + 1, 2, dtype=torch.long))
     for reduce, phi in (('mean', -2.), ('logsumexp', -.8730720)):
         method = bind(get_method('tips'), {'alpha': .5, 'reduce': reduce})
         rewards = method.model_rewards({'turns': torch.zeros(n, k), 'outcome': torch.zeros(n)}, layout, seen)
@@ -923,7 +923,7 @@ def test_outcome_and_process_of_every_step(tmp_path):
 def test_tool_rate_by_tier_where_tiers_are_known(tmp_path, monkeypatch):
     "From a warm-up's rollouts, or a question's own meta; without tiers nothing is logged."
     group = example_group()
-    one = Collected([group.question], torch.tensor([2]), [Group(group.question, group.trajectories[:1])],
+    one = WarmupRollouts([group.question], torch.tensor([2]), [Group(group.question, group.trajectories[:1])],
                     torch.tensor([3]), ['forced'])
     one.save(tmp_path / 'rollouts-train.jsonl.gz')
     tiers = step_metrics.known_tiers(str(tmp_path))

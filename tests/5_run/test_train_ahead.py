@@ -10,7 +10,7 @@ from test_train import DEATHS, SHORT, assert_same, context, logged, sit, sitting
 
 from credit_rl import train as training
 from credit_rl.engine import HFEngine, seed_of
-from credit_rl.estimate import Plan, Sizes, ahead_seconds, memory, rollout_seconds, split_seconds
+from credit_rl.estimate import TrainingPlan, Sizes, ahead_seconds, memory, rollout_seconds, split_seconds
 from credit_rl.learner import BadStep
 from credit_rl.rollout import rollout
 from credit_rl.runlog import latest_checkpoint, read_metrics, read_turns, same_metrics
@@ -264,7 +264,7 @@ def test_seconds_ahead_by_hand():
 
 def test_memory_of_both_at_once():
     sizes = Sizes(1000, 2, 8, 16, 8, 4, 50)
-    apart, both = (memory(sizes, Plan(copies=True, acting=100, row_tokens=100, both=x)) for x in (False, True))
+    apart, both = (memory(sizes, TrainingPlan(copies=True, acting=100, row_tokens=100, both=x)) for x in (False, True))
     assert both['rank'] == apart['rank'] + apart['keys and values']
 
 

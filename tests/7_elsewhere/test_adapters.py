@@ -15,7 +15,7 @@ from credit_rl import adapters, dumps
 from credit_rl.adapters import Arrays, assign_arrays, estimator, response_arrays, rewards_of_turns, turns_from_mask
 from credit_rl.layout import pack
 from credit_rl.methods import METHODS, get_method
-from credit_rl.parts import Seen, assign, bind
+from credit_rl.parts import Measured, assign, bind
 from credit_rl.scoring import acting_states
 from credit_rl.trajectory import Group, Result, Stop, example_group
 
@@ -39,7 +39,7 @@ def belief(layout, asks):
     values = -(torch.arange(layout.states[..., 0].numel()) % 5 + 1.).view(layout.states.shape[:2])
     states = acting_states(layout.states, layout.turn_mask)
     there = states[..., 0] >= 0
-    return Seen(gold_logp=torch.where(there, values, torch.nan)[..., None], gold_tokens=there.long()[..., None])
+    return Measured(gold_logp=torch.where(there, values, torch.nan)[..., None], gold_tokens=there.long()[..., None])
 
 
 @pytest.fixture(scope='module', params=CREDITED)
@@ -167,7 +167,7 @@ def test_arrays_of_a_rollout_in_several_rows_get_our_advantages():
     layout = pack([group])
     for name in ('tspo', 'carl', 'ppo', 'turn-ppo', 'gigpo'):
         values = torch.rand(layout.ids.shape, generator=torch.Generator().manual_seed(2))
-        ours = assign(bind(get_method(name)), [group], lambda layout, asks: Seen(values=values))
+        ours = assign(bind(get_method(name)), [group], lambda layout, asks: Measured(values=values))
         arrays = Arrays(layout.trained, ['q'] * 3, ours.rewards['outcome'], ours.rewards['turns'],
                         layout.row_trajectory, values, layout.ids)
         found = assign_arrays(name, arrays)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from credit_rl.engine import HFEngine, Sampling
+from credit_rl.engine import HFEngine, SamplingParams
 from credit_rl.evaluate import evaluate
 from credit_rl.folr import first_turns
 from credit_rl.groups import group_share
@@ -35,7 +35,7 @@ def main():
         engine = HFEngine(stage.model, stage.chat.tokenizer, max_length=192)
         greedy, _ = evaluate(engine, stage.environments['dev'], stage.questions['dev'])
         groups = rollout(engine, stage.environments['train'], stage.questions['train'][:96], 8,
-                         Sampling(max_tokens=24), 1)
+                         SamplingParams(max_tokens=24), 1)
         right, index = outcome_rewards(groups), torch.arange(96).repeat_interleave(8)
         shares = ', '.join(f'{k.replace("_", " ")} {v:.3f}' for k, v in group_share(right, index).items()
                            if k != 'collapsed')

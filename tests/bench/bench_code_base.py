@@ -15,7 +15,7 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM
 
-from credit_rl.engine import HFEngine, Sampling
+from credit_rl.engine import HFEngine, SamplingParams
 from credit_rl.protocol import PROTOCOLS, Chat
 from credit_rl.rollout import rollout
 from credit_rl.tiny import make_base, tiny_environment, tiny_tokenizer
@@ -59,7 +59,7 @@ def main():
             env = tiny_environment(worlds['test'], Chat(PROTOCOLS[name], tokenizer))
             played = [
                 g.trajectories[0] for g in rollout(HFEngine(model, tokenizer), env, list(worlds['test'].questions), 1,
-                                                   Sampling(greedy=greedy, max_tokens=40))
+                                                   SamplingParams(greedy=greedy, max_tokens=40))
             ]
             of = {
                 kind: [t

@@ -27,7 +27,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))   # a checkout will do
-from credit_rl.estimate import Plan, Sizes, forward_flops, memory
+from credit_rl.estimate import TrainingPlan, Sizes, forward_flops, memory
 from credit_rl.layout import pack
 from credit_rl.learner import Learner, Optimiser
 from credit_rl.parts import Credit
@@ -133,7 +133,7 @@ def measure(size, how):
 def predict(size, how):
     "The same by 04_estimate."
     sizes, length, ranks = sizes_of(size), SHAPES[size][-1], 1 if how == 'plain' else 2
-    plan = Plan(None if how == 'plain' else int(how), ranks, row_tokens=ROWS * length)
+    plan = TrainingPlan(None if how == 'plain' else int(how), ranks, row_tokens=ROWS * length)
     found = memory(sizes, plan)
     return {'tokens': ROWS * length, 'FLOPs': 3 * forward_flops(sizes, ROWS * length, length), 'memory': found['rank'],
             'start': found['start']}

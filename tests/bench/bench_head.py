@@ -12,7 +12,7 @@ import time
 
 import torch
 
-from credit_rl.layout import Pieces, head_logps
+from credit_rl.layout import HeadPieces, head_logps
 
 WIDTH = 64   # of the hidden states: the logits do not depend on it
 
@@ -30,7 +30,7 @@ def measure(way, tokens, words):
     target = torch.randint(words, (tokens,))
     peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     before, since = peak(), time.perf_counter()
-    pieces = Pieces(max(Pieces.budget, 4096 * 896))                      # of a learner of a 0.5B model
+    pieces = HeadPieces(max(HeadPieces.budget, 4096 * 896))                      # of a learner of a 0.5B model
     logp = at_once(head, hidden, target) if way == 'at once' else head_logps(head, hidden, target, pieces=pieces)
     logp.sum().backward()
     return {'way': way, 'GiB': round(peak() - before, 2), 'seconds': round(time.perf_counter() - since, 1),

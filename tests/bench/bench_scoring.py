@@ -19,7 +19,7 @@ import time
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from credit_rl.engine import HFEngine, Sampling
+from credit_rl.engine import HFEngine, SamplingParams
 from credit_rl.layout import pack
 from credit_rl.learner import Learner, Optimiser
 from credit_rl.parts import Credit
@@ -84,7 +84,7 @@ def packed_against_separate(model, a):
 def play(engine, a):
     """Let the engine play: prompts of 250 ids, five times 100 sampled and 150 appended, an answer of 100. Returns
     groups of two."""
-    stream = engine.stream(Sampling(max_tokens=100))
+    stream = engine.stream(SamplingParams(max_tokens=100))
     prompts = [ids(250).tolist() for _ in range(a.trajectories // 2) for _ in range(2)]
     so_far, turns = [list(p) for p in prompts], [[] for _ in prompts]
     for i, text in enumerate(so_far):

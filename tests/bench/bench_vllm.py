@@ -27,7 +27,7 @@ from pathlib import Path
 
 import torch
 
-from credit_rl.engine import HFEngine, Sampling, seed_of
+from credit_rl.engine import HFEngine, SamplingParams, seed_of
 from credit_rl.models import load_model
 from credit_rl.protocol import PROTOCOLS, Chat
 from credit_rl.rollout import rollout
@@ -51,7 +51,7 @@ class Slow:
 def with_tools(engine, env, questions, group, seed):
     "Trajectories and seconds of a rollout."
     start = time.perf_counter()
-    groups = rollout(engine, env, questions, group, Sampling(max_tokens=24), seed)
+    groups = rollout(engine, env, questions, group, SamplingParams(max_tokens=24), seed)
     return [t for g in groups for t in g.trajectories], time.perf_counter() - start
 
 
@@ -60,7 +60,7 @@ def without(engine, trajectories, length):
     # nothing ends it but its length
     eos, engine.eos_ids = engine.eos_ids, torch.tensor([], dtype=torch.long) if isinstance(
         engine.eos_ids, torch.Tensor) else set()
-    stream, start, tokens = engine.stream(Sampling()), time.perf_counter(), 0
+    stream, start, tokens = engine.stream(SamplingParams()), time.perf_counter(), 0
     for i, t in enumerate(trajectories):
         stream.submit(i, t.prompt_ids, seed=i, max_tokens=length(t))
     for batch in stream:
@@ -112,8 +112,8 @@ def main():
     load_seconds = time.perf_counter() - start
     prompts = env.chat.prompt_ids([q.text for q in world.questions]) * a.group
     seeds = [seed_of('bench', i) for i in range(len(prompts))]
-    one = engine.generate(prompts, Sampling(max_tokens=24), seeds=seeds).ids
-    other = engine.generate(prompts[::-2], Sampling(max_tokens=24), seeds=seeds[::-2]).ids
+    one = engine.generate(prompts, SamplingParams(max_tokens=24), seeds=seeds).ids
+    other = engine.generate(prompts[::-2], SamplingParams(max_tokens=24), seeds=seeds[::-2]).ids
     median = lambda name: statistics.median(r[name] for r in rates)
     print('MEASURED', json.dumps({
         'trajectories': len(trajectories), 'calls': sum(x.call is not None for t in trajectories for x in t.turns),

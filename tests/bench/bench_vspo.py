@@ -18,7 +18,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from credit_rl.groups import group_normalize
 from credit_rl.layout import pack
-from credit_rl.learner import Frozen, Learner, Optimiser
+from credit_rl.learner import FrozenModels, Learner, Optimiser
 from credit_rl.parts import Credit, Loss
 from credit_rl.trajectory import Group, Question, Trajectory, Turn
 from credit_rl.vspo import kept_and_weights, vspo_weights
@@ -46,7 +46,7 @@ def step(model, groups, rewards, omega, share, kl):
     tokens forwarded, seconds, what the learner logged."""
     seen = []
     learner = Learner(copy.deepcopy(model), Loss(average='sequence-mean-token-mean', kl=kl),
-                      Optimiser(minibatches=1, row_tokens=8192), frozen=Frozen(copy.deepcopy(model)))
+                      Optimiser(minibatches=1, row_tokens=8192), frozen=FrozenModels(copy.deepcopy(model)))
     count = lambda module, args, kw: seen.append(int((kw['input_ids'] != 0).sum()))
     for module in (learner.scorer.model, learner.reference.model):
         module.base_model.register_forward_pre_hook(count, with_kwargs=True)

@@ -323,11 +323,11 @@ def measured(clock, before, **made): return {**clock.times(), **made, 'before': 
 def our_engine(small):
     "HFEngine with keys: a conversation's cache is kept from turn to turn."
     from bench_scoring import random_model
-    from credit_rl.engine import HFEngine, Sampling
+    from credit_rl.engine import HFEngine, SamplingParams
     prompts, seen, turns, new = conversation(small)
     engine = HFEngine(random_model(), word_tokenizer(), max_length=4096)
     engine.eos_ids = engine.eos_ids[:0]                                       # turns end by length
-    return converse(lambda texts: engine.generate(texts, Sampling(max_tokens=new), keys=range(len(texts))).ids,
+    return converse(lambda texts: engine.generate(texts, SamplingParams(max_tokens=new), keys=range(len(texts))).ids,
                     prompts, seen, turns, new)
 
 

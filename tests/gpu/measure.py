@@ -18,8 +18,8 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))   # a checkout will do
-from credit_rl.engine import HFEngine, Sampling
-from credit_rl.estimate import Plan, Sizes, memory
+from credit_rl.engine import HFEngine, SamplingParams
+from credit_rl.estimate import TrainingPlan, Sizes, memory
 from credit_rl.layout import hidden_states, pack, token_logps
 from credit_rl.learner import Learner, Optimiser
 from credit_rl.parts import Credit, Loss
@@ -81,7 +81,7 @@ def trajectories(model, a, generator):
     engine, part = HFEngine(model, Ids(), max_length=a.tokens, max_rows=a.rows), a.tokens // 10
     draw = lambda n: torch.randint(model.config.vocab_size, (n,), generator=generator).tolist()
     prompts, turns = [draw(2 * part) for _ in range(a.rows)], [[] for _ in range(a.rows)]
-    said, stream, sampled = [list(p) for p in prompts], engine.stream(Sampling(max_tokens=part)), 0
+    said, stream, sampled = [list(p) for p in prompts], engine.stream(SamplingParams(max_tokens=part)), 0
     with Clock(a.device) as clock:
         for i, ids in enumerate(said): stream.submit(i, ids, seed=i)
         for batch in stream:
@@ -183,7 +183,7 @@ def sizes(shape):
 
 
 def plan(a):
-    return Plan(width=4 if a.dtype == 'float32' else 2, row_tokens=a.row_tokens, checkpointing=a.checkpointing,
+    return TrainingPlan(width=4 if a.dtype == 'float32' else 2, row_tokens=a.row_tokens, checkpointing=a.checkpointing,
                 acting=a.rows * a.tokens)
 
 

@@ -21,7 +21,7 @@ import torch
 import yaml
 from papermilled import commands_of, papermill, printed, shown, typed
 
-from credit_rl.engine import HFEngine, Sampling, seed_of
+from credit_rl.engine import HFEngine, SamplingParams, seed_of
 from credit_rl.export import export_run
 from credit_rl.groups import group_normalize
 from credit_rl.layout import pack
@@ -44,7 +44,7 @@ os.environ.setdefault('VLLM_LOGGING_LEVEL', 'ERROR')
 psutil = pytest.importorskip('psutil')
 
 SETTINGS = {'enforce_eager': True}
-GREEDY = Sampling(greedy=True, max_tokens=24)
+GREEDY = SamplingParams(greedy=True, max_tokens=24)
 ODD = [list(range(10, 10 + n)) for n in (5, 20, 60)]   # nothing the base has seen: it is unsure what follows
 
 
@@ -146,7 +146,7 @@ def test_prefixes_of_old_weights_are_forgotten(base, engine):
     "A long prompt is in the cache when the weights change; its keys and values must not be used again."
     prompt, other = (ODD[1] * 10)[:150], moved(base[0], seed=2)
     sync_gap(engine, base[0], [prompt], tolerance=1e-3)
-    stream = engine.stream(Sampling(max_tokens=1))
+    stream = engine.stream(SamplingParams(max_tokens=1))
     stream.submit('again', prompt)
     list(stream)
     assert stream.cached >= 128
@@ -159,7 +159,7 @@ def test_training_steps_and_syncs(base, engine, env, world):
     "Rollout, step, sync, three times: the learner reads in every rollout what the engine sampled."
     learner = Learner(copy.deepcopy(base[0]), Loss(), Optimiser(learning_rate=1e-3, minibatches=1))
     for step in range(3):
-        groups = rollout(engine, env, world.questions[:6], 4, Sampling(max_tokens=24), seed=step)
+        groups = rollout(engine, env, world.questions[:6], 4, SamplingParams(max_tokens=24), seed=step)
         layout = pack(groups)
         seen = learner.evaluate(layout, ('logp',))
         gap = logp_gap(seen.logp, layout.logps, layout.trained)
@@ -187,7 +187,7 @@ def test_greedy_games_are_the_other_engines(base, engine, env, world):
 
 
 def test_games_with_tools_are_read_back_as_sampled(base, engine, env, world):
-    groups = rollout(engine, env, world.questions, 4, Sampling(max_tokens=24), seed=5)
+    groups = rollout(engine, env, world.questions, 4, SamplingParams(max_tokens=24), seed=5)
     layout = pack(groups)
     seen = Learner(base[0], Loss(), Optimiser()).evaluate(layout, ('logp',))
     assert logp_gap(seen.logp, layout.logps, layout.trained)['logp_gap_max'] < 1e-3
@@ -197,7 +197,7 @@ def test_games_with_tools_are_read_back_as_sampled(base, engine, env, world):
 
 @pytest.mark.parametrize('temperature', [.5, 1.7])
 def test_log_probabilities_are_those_of_the_tempered_distribution(base, engine, env, world, temperature):
-    out = engine.generate(prompts_of(env, world)[:4], Sampling(temperature, max_tokens=12))
+    out = engine.generate(prompts_of(env, world)[:4], SamplingParams(temperature, max_tokens=12))
     for prompt, ids, logps in zip(prompts_of(env, world), out.ids, out.logps):
         with torch.no_grad():
             logits = base[0](torch.tensor([[*prompt, *ids]])).logits[0, len(prompt) - 1:-1] / temperature
@@ -208,7 +208,7 @@ def test_log_probabilities_are_those_of_the_tempered_distribution(base, engine, 
 def test_draws_follow_the_distribution(base, engine):
     "4000 first tokens after one prompt against the model's probabilities: total variation within what chance gives."
     prompt, n = ODD[1], 4000
-    out = engine.generate([prompt], Sampling(2., max_tokens=1), n=n, seeds=[seed_of('draw', i) for i in range(n)])
+    out = engine.generate([prompt], SamplingParams(2., max_tokens=1), n=n, seeds=[seed_of('draw', i) for i in range(n)])
     with torch.no_grad():
         p = (base[0](torch.tensor([prompt])).logits[0, -1] / 2).softmax(-1)
     seen = torch.bincount(torch.tensor([ids[0] for ids in out.ids]), minlength=len(p)) / n
@@ -221,7 +221,7 @@ def test_a_seed_fixes_a_sample_whatever_the_company(engine, env, world):
     "The same requests alone, in another order, among strangers and in another batch size: the share of equal samples."
     prompts = prompts_of(env, world)
     seeds = [seed_of('company', i) for i in range(len(prompts))]
-    sampling = Sampling(max_tokens=24)
+    sampling = SamplingParams(max_tokens=24)
     together = engine.generate(prompts, sampling, seeds=seeds).ids
     alone = [engine.generate([p], sampling, seeds=[s]).ids[0] for p, s in zip(prompts, seeds)]
     back = engine.generate(prompts[::-1], sampling, seeds=seeds[::-1]).ids[::-1]
@@ -241,15 +241,15 @@ def test_more_is_submitted_than_one_step_can_read(engine):
     """600 prompts of 100 ids at once, a few tokens each: nothing is read in pieces, whose draws a CPU's generator
     could not take back."""
     prompts = [[10 + (i * j) % 300 for j in range(1, 101)] for i in range(1, 601)]
-    out = engine.generate(prompts, Sampling(max_tokens=3))
+    out = engine.generate(prompts, SamplingParams(max_tokens=3))
     some = range(0, 600, 60)
-    assert [out.ids[i] for i in some] == engine.generate([prompts[i] for i in some], Sampling(max_tokens=3),
+    assert [out.ids[i] for i in some] == engine.generate([prompts[i] for i in some], SamplingParams(max_tokens=3),
                                                          seeds=list(some)).ids
 
 
 def test_rollouts_repeat_themselves(engine, env, world):
     "Seeds are of the question, the attempt and the turn: a question's games are the same among other questions."
-    sampling = Sampling(max_tokens=24)
+    sampling = SamplingParams(max_tokens=24)
     all_ = rollout(engine, env, world.questions, 3, sampling, seed=9)
     some = rollout(engine, env, world.questions[5:9], 3, sampling, seed=9)
     assert [played(t) for t in flat(some)] == [played(t) for t in flat(all_[5:9])]
@@ -267,9 +267,9 @@ def test_turns_end_where_the_other_engines_do(base, engine, env, world):
     first = tokenizer.decode(free.ids[0])
     for stop in [('</tool_call>',), (first[3:9],), (first[1:4], '</think>'), ()]:
         for most in (24, 3):
-            a, b = (e.generate(prompts, Sampling(greedy=True, max_tokens=most, stop=stop)) for e in (engine, hf))
+            a, b = (e.generate(prompts, SamplingParams(greedy=True, max_tokens=most, stop=stop)) for e in (engine, hf))
             assert a.ids == b.ids and a.stop == b.stop, stop
-    assert engine.generate(prompts, Sampling(greedy=True, max_tokens=24, stop=(first[3:9],))).stop[0] == 'stop'
+    assert engine.generate(prompts, SamplingParams(greedy=True, max_tokens=24, stop=(first[3:9],))).stop[0] == 'stop'
 
 
 def test_a_message_goes_on_after_its_answer_and_a_response_ends_at_its_cap_as_with_the_other_engine(
@@ -288,35 +288,35 @@ def test_a_message_goes_on_after_its_answer_and_a_response_ends_at_its_cap_as_wi
 def test_a_full_context_ends_a_turn(base, engine):
     prompt = (ODD[1] * 10)[:187]
     for e in (engine, HFEngine(base[0], base[1], max_length=192)):
-        out = e.generate([prompt], Sampling(2., max_tokens=50), seeds=[3])
+        out = e.generate([prompt], SamplingParams(2., max_tokens=50), seeds=[3])
         assert out.stop == ['length'] and len(prompt) + len(out.ids[0]) == 192
     with pytest.raises(ValueError, match='max_length'):
-        engine.generate([[5] * 192], Sampling())
+        engine.generate([[5] * 192], SamplingParams())
 
 
 def test_stop_strings_do_not_begin_in_the_prompt(base, engine):
     "The prompt ends with the beginning of a stop string; the other half alone is none."
     _, tokenizer, _ = base
     prompt = tokenizer('is of').input_ids
-    (ids,), = [engine.generate([prompt], Sampling(greedy=True, max_tokens=3)).ids]
+    (ids,), = [engine.generate([prompt], SamplingParams(greedy=True, max_tokens=3)).ids]
     text = tokenizer.decode(prompt[-1:]) + ' ' + tokenizer.decode(ids[:1])
-    assert engine.generate([prompt], Sampling(greedy=True, max_tokens=3, stop=(text,))).ids[0] == ids
+    assert engine.generate([prompt], SamplingParams(greedy=True, max_tokens=3, stop=(text,))).ids[0] == ids
 
 
 # ---- conversations ----
 
 def test_a_conversation_goes_on_from_the_cache(engine, env, world):
     prompts = [(p * 8)[:100] for p in prompts_of(env, world)[:3]]
-    talk = engine.generate(prompts, Sampling(max_tokens=20), keys='abc')
+    talk = engine.generate(prompts, SamplingParams(max_tokens=20), keys='abc')
     longer = [p + ids + [7, 8, 9] for p, ids in zip(prompts, talk.ids)]
     before = engine.kept.cached
-    kept = engine.generate(longer, Sampling(max_tokens=6), keys='abc', seeds=[7, 8, 9])
+    kept = engine.generate(longer, SamplingParams(max_tokens=6), keys='abc', seeds=[7, 8, 9])
     assert engine.llm.vllm_config.cache_config.block_size == 32  # nobody asked for it: the smallest that a CPU takes
     assert engine.kept.cached - before >= 3 * 96                       # whole blocks
-    fresh = engine.generate(longer, Sampling(max_tokens=6), seeds=[7, 8, 9])
+    fresh = engine.generate(longer, SamplingParams(max_tokens=6), seeds=[7, 8, 9])
     assert kept.ids == fresh.ids
     with pytest.raises(ValueError, match='do not continue'):
-        engine.generate(prompts, Sampling(), keys='abc')
+        engine.generate(prompts, SamplingParams(), keys='abc')
     engine.release('abc')
     assert not engine.kept.rows
 
@@ -324,7 +324,7 @@ def test_a_conversation_goes_on_from_the_cache(engine, env, world):
 def test_overlap_rewind_and_release(base, engine, env, world):
     "One conversation comes back with an observation while others talk; one has its past edited; one is given up."
     prompts = prompts_of(env, world)[:4]
-    stream, turns = engine.stream(Sampling(max_tokens=10)), {}
+    stream, turns = engine.stream(SamplingParams(max_tokens=10)), {}
     for i, p in enumerate(prompts):
         stream.submit(i, p, seed=i, max_tokens=4 + 4 * i)
     with pytest.raises(ValueError, match='under way'):
@@ -343,17 +343,17 @@ def test_overlap_rewind_and_release(base, engine, env, world):
                     stream.rewind(3, edited)
                 stream.release(3)
     assert {k: len(v) for k, v in turns.items()} == {0: 2, 1: 2, 2: 2} and not stream.rows and not engine.core.live
-    fresh = engine.generate([p[:-2] + [9, 8, 7] for p in prompts[:3]], Sampling(max_tokens=5), seeds=[20, 21, 22])
+    fresh = engine.generate([p[:-2] + [9, 8, 7] for p in prompts[:3]], SamplingParams(max_tokens=5), seeds=[20, 21, 22])
     assert [turns[i][1].ids for i in range(3)] == fresh.ids and stream.rewind('nobody', [1]) == 0
 
 
 def test_a_stream_given_up_is_called_off(engine, env, world):
-    stream = engine.stream(Sampling(max_tokens=50))
+    stream = engine.stream(SamplingParams(max_tokens=50))
     for i, p in enumerate(prompts_of(env, world)):
         stream.submit(i, p, seed=i, max_tokens=1 + i)
     next(iter(stream))
     assert engine.core.live
-    out = engine.generate(prompts_of(env, world)[:1], Sampling(max_tokens=3))
+    out = engine.generate(prompts_of(env, world)[:1], SamplingParams(max_tokens=3))
     assert len(out.ids[0]) <= 3 and not engine.core.live and not engine.llm.has_unfinished_requests()
 
 

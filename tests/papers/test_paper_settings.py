@@ -24,7 +24,7 @@ from credit_rl.estimate import memory, read_sizes
 from credit_rl.evaluate import Evaluation, check_evaluation, read_manifest, read_scores, run_evaluation, set_names
 from credit_rl.layout import pack
 from credit_rl.learner import Learner, Optimiser, make_critic, saved_policy
-from credit_rl.parts import Credit, Seen, bind
+from credit_rl.parts import Credit, Measured, bind
 from credit_rl.methods import get_method
 from credit_rl.parameters import from_settings
 from credit_rl.models import load_model
@@ -417,7 +417,7 @@ def test_the_critics_term_is_half_the_mean_square(name):
     layout = pack([example_group()])
     nothing = torch.zeros(layout.ids.shape)
     logged = Learner(model, loss, Optimiser(minibatches=1),
-                     critic=critic).step(replace(layout, ids=layout.ids % len(tokenizer)), Seen(logp=layout.logps),
+                     critic=critic).step(replace(layout, ids=layout.ids % len(tokenizer)), Measured(logp=layout.logps),
                                          Credit(nothing, nothing + 1))
     assert abs(logged['loss'] - (.125 if config.method == 'carl' else .5)) < 1e-6
 

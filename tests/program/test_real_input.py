@@ -15,7 +15,7 @@ import torch
 from credit_rl import setup as staging
 from credit_rl.benchmarks import BENCHMARKS, get_benchmark
 from credit_rl.datasets import load_questions
-from credit_rl.engine import HFEngine, Sampling, ScriptedEngine
+from credit_rl.engine import HFEngine, SamplingParams, ScriptedEngine
 from credit_rl.layout import pack, token_logps
 from credit_rl.metrics import cover_match, normalize
 from credit_rl.rollout import rollout
@@ -176,8 +176,8 @@ def test_a_model_reads_what_the_search_said(stage):
     (group,) = rollout(talk, stage.environments['test'], stage.questions['test'][:1])
     t = group.trajectories[0]
     context = [*t.prompt_ids, *t.turns[0].action_ids, *t.turns[0].observation_ids]
-    sampled = HFEngine(stage.model, stage.chat.tokenizer, max_length=6000).generate([context], Sampling(max_tokens=16),
-                                                                                    n=3)
+    engine = HFEngine(stage.model, stage.chat.tokenizer, max_length=6000)
+    sampled = engine.generate([context], SamplingParams(max_tokens=16), n=3)
     for ids, logps in zip(sampled.ids, sampled.logps):
         row = torch.tensor([context + ids])
         with torch.no_grad():

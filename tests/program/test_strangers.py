@@ -27,7 +27,7 @@ from credit_rl.readers import Passage
 from credit_rl.retrieval import BM25
 from credit_rl.runlog import (RunFolders, RunLog, atomic_write, latest_checkpoint, metrics_by_step, named_checkpoint,
                               read_json, read_params, read_summary, read_turns, read_yaml, save_checkpoint)
-from credit_rl.warmup import Warmed, read_collected, read_tiers, read_warmed
+from credit_rl.warmup import WarmupResult, read_collected, read_tiers, read_warmed
 from credit_rl.watch import NewestRollouts
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -128,7 +128,7 @@ def test_the_head_of_a_strangers_critic_is_read_as_numbers(tmp_path, mark):
     head = LinearHead(8)
     torch.save({**head.state_dict(), 'more': Harm(mark)}, tmp_path / 'head.pt')
     with pytest.raises(ValueError, match='might run any program'):
-        Warmed(tmp_path, 'linear', None, {}).load_head(head)
+        WarmupResult(tmp_path, 'linear', None, {}).load_head(head)
 
 
 EVIL = {'classes': "{{ ''.__class__.__mro__[1].__subclasses__() }}",

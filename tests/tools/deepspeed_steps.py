@@ -13,7 +13,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from credit_rl.engine import ScriptedEngine
 from credit_rl.layout import pack, take
-from credit_rl.learner import BadStep, Frozen, Learner, Optimiser, PlainBackend, make_critic, saved_policy
+from credit_rl.learner import BadStep, FrozenModels, Learner, Optimiser, PlainBackend, make_critic, saved_policy
 from credit_rl.parts import Loss, assign, bind
 from credit_rl.methods import METHODS
 from credit_rl.protocol import PROTOCOLS, Chat
@@ -86,7 +86,7 @@ def tspo(**changes):
         {**dict(learning_rate=1e-3, warmup=6, minibatches=2, row_tokens=2 * layout.ids.shape[1], clip=.5), **changes})
     parts = dict(loss=Loss(average='group-mean-token-sum', kl=.1, entropy=.01), optimiser=optimiser)
     return layout, credit, ('logp', 'ref_logp'), lambda: dict(
-        model=model(0, len(tokenizer), True), frozen=Frozen(model(1, len(tokenizer), True)), **parts)
+        model=model(0, len(tokenizer), True), frozen=FrozenModels(model(1, len(tokenizer), True)), **parts)
 
 
 def low_rank(base):
@@ -95,7 +95,7 @@ def low_rank(base):
     parts = dict(loss=Loss(average='token-mean', kl=.1), optimiser=Optimiser(learning_rate=1e-2, minibatches=2,
                                                                              row_tokens=1))
     return batch[0], batch[1], (
-        'logp', 'ref_logp'), lambda: dict(model=adapted(0, 100), frozen=Frozen(base or model(0, 100)), **parts)
+        'logp', 'ref_logp'), lambda: dict(model=adapted(0, 100), frozen=FrozenModels(base or model(0, 100)), **parts)
 
 
 class SGD:
@@ -110,7 +110,7 @@ class DeepSpeedSGD(SGD, DeepSpeedBackend): pass
 def make_learner(parts, backend=None, offload=()):
     """A learner of some parts, with some of the models that it only reads offloaded. Behind a backend its models read
     the head in several pieces, on two ranks in numbers that differ before they agree."""
-    frozen = dataclasses.replace(parts.get('frozen', Frozen()), offload=offload)
+    frozen = dataclasses.replace(parts.get('frozen', FrozenModels()), offload=offload)
     learner = Learner(**{**parts, 'frozen': frozen}, backend=backend)
     for scorer in (learner.scorer, learner.reference, learner.teacher) if backend else ():
         if scorer: scorer.pieces = dataclasses.replace(scorer.pieces, budget=2400)
@@ -155,7 +155,7 @@ def learn(backend, name, folder=None, rates=ADAM, offload=(), start=None, **how)
                        Optimiser(*rates, weight_decay=5. * untied, minibatches=3, row_tokens=2 * longest,
                                  backbone_rate=5e-4, critic_clip=.1, apart=rates == ADAM),
                        make_critic(policy, **method.critic) if method.critic else None,
-                       Frozen(teacher_every=METHOD_CASES[name], offload=offload), backend=backend(**how))
+                       FrozenModels(teacher_every=METHOD_CASES[name], offload=offload), backend=backend(**how))
     learner, logs, seens = fresh(), [], []
     if start: learner.restore(start)
     for step in range(4 if start else 1, STEPS + 1):
@@ -302,8 +302,8 @@ def sharded(stage, folder, others=None, offload=()):
     out['resumed'] = before, steps(fresh, *batch, 1)
     if others and os.path.isdir(others): out |= go_on(stage, others)
     if offload: out['offloaded'] = offloaded(stage, f'{folder}/offloaded')
-    half, again = (make_learner(parts() | {'frozen': Frozen(model(0, 100))}, DeepSpeedBackend(dtype='bfloat16', **how),
-                                offload) for _ in range(2))
+    half, again = (make_learner(parts() | {'frozen': FrozenModels(model(0, 100))},
+                                DeepSpeedBackend(dtype='bfloat16', **how), offload) for _ in range(2))
     seen = half.evaluate(batch[0], ('logp', 'ref_logp'))      # the reference is the same model
     out['bfloat16'] = {'apart': float((seen.logp - seen.ref_logp).abs().max()), 'logs': steps(half, *batch),
                        'buffers': sorted({str(b.dtype) for b in half.scorer.buffers() if b.is_floating_point()})}

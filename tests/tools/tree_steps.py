@@ -6,7 +6,7 @@ import torch
 from deepspeed_steps import SPREAD_ALL, method_batch, model
 
 from credit_rl.layout import pack
-from credit_rl.learner import Frozen, Learner, Optimiser, make_critic
+from credit_rl.learner import FrozenModels, Learner, Optimiser, make_critic
 from credit_rl.parts import Credit, Loss
 from credit_rl.protocol import PROTOCOLS, Chat
 from credit_rl.scoring import gold_templates
@@ -20,7 +20,7 @@ def learner_of(backend, critic, apart=True):
     policy = model(0, len(tiny_tokenizer()), True)
     kind = {} if critic is None else {'critic': make_critic(policy, critic)}
     return Learner(policy, Loss(kl=.1, entropy=.01), Optimiser(1e-2, minibatches=2, row_tokens=400, apart=apart),
-                   frozen=Frozen(model(1, len(tiny_tokenizer()), True), teacher_every=0), backend=backend, **kind)
+                   frozen=FrozenModels(model(1, len(tiny_tokenizer()), True), teacher_every=0), backend=backend, **kind)
 
 
 def two_steps(backend, tree, critic='own'):

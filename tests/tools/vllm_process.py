@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from credit_rl.engine import HFEngine, Sampling
+from credit_rl.engine import HFEngine, SamplingParams
 from credit_rl.layout import pack
 from credit_rl.learner import Learner, Optimiser
 from credit_rl.models import load_model
@@ -88,10 +88,10 @@ def carl():
                             for x in t.turns]
                            for g in groups
                            for t in g.trajectories]
-    greedy = Sampling(greedy=True, max_tokens=15)
+    greedy = SamplingParams(greedy=True, max_tokens=15)
     ours, theirs = (said(rollout(e, env, world.questions, 1, greedy))
                     for e in (engine, HFEngine(model, tokenizer, max_length=256)))
-    layout = pack(rollout(engine, env, world.questions, 3, Sampling(max_tokens=15), seed=2))
+    layout = pack(rollout(engine, env, world.questions, 3, SamplingParams(max_tokens=15), seed=2))
     seen = Learner(model, Loss(), Optimiser()).evaluate(layout, ('logp',))
     gap = logp_gap(seen.logp, layout.logps, layout.trained)['logp_gap_max']
     kinds = [x[0] for t in ours for x in t]
@@ -158,12 +158,12 @@ def other_process():
     engine.load(dict(model.named_parameters()))
     world = make_world('train', seed=3, size=200, questions=8)
     env = tiny_environment(world, Chat(PROTOCOLS['tiny'], tokenizer))
-    greedy = Sampling(greedy=True, max_tokens=24)
+    greedy = SamplingParams(greedy=True, max_tokens=24)
     ours, theirs = (rollout(e, env, world.questions, 1, greedy)
                     for e in (engine, HFEngine(model, tokenizer, max_length=192)))
     said = lambda groups: [[x.action_ids for x in g.trajectories[0].turns] for g in groups]
     tool = Waiting(env.tool, engine)
-    rollout(engine, dataclasses.replace(env, tool=tool), world.questions, 4, Sampling(max_tokens=24), seed=1)
+    rollout(engine, dataclasses.replace(env, tool=tool), world.questions, 4, SamplingParams(max_tokens=24), seed=1)
     measured |= {'calls beside others': len(tool.met), 'others went on': sum(tool.met)}
     measured['ok'] &= said(ours) == said(theirs) and not engine.llm.has_unfinished_requests() and len(
         tool.met) > 0 and all(tool.met)
