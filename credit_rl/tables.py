@@ -4,12 +4,12 @@
 
 # %% auto #0
 __all__ = ['DRAWINGS', 'FILES', 'sort_folders', 'score_table', 'mean_table', 'gain_table', 'process_table', 'reward_table',
-           'near_miss_table', 'dense_parameters', 'scoring_flops', 'widths_table', 'lengths_table', 'flops_table',
-           'time_table', 'regression_table', 'curve_figure', 'set_figure', 'stack_figure', 'refresh_figure',
-           'size_figure', 'advantage_figure', 'rollout_figure', 'state_figure', 'asking_rates', 'broken_table',
-           'tier_table', 'mechanism_table', 'sign_rates', 'calibration_table', 'competence_figure', 'bucket_table',
-           'tier_figure', 'explained_table', 'error_counts', 'hop_scores', 'retriever_table', 'sources_table',
-           'judged_rates', 'settings_table', 'draw_entry', 'setting_gaps', 'entry_lines', 'main']
+           'near_miss_table', 'teacher_shape', 'widths_table', 'lengths_table', 'flops_table', 'time_table',
+           'regression_table', 'curve_figure', 'set_figure', 'stack_figure', 'refresh_figure', 'size_figure',
+           'advantage_figure', 'rollout_figure', 'state_figure', 'asking_rates', 'broken_table', 'tier_table',
+           'mechanism_table', 'sign_rates', 'calibration_table', 'competence_figure', 'bucket_table', 'tier_figure',
+           'explained_table', 'error_counts', 'hop_scores', 'retriever_table', 'sources_table', 'judged_rates',
+           'settings_table', 'draw_entry', 'setting_gaps', 'entry_lines', 'main']
 
 # %% ../nbs/papers/85_tables.ipynb #u002
 import math, re, sys, textwrap
@@ -20,6 +20,7 @@ from .competence import asking_table, critics_table, examined, play_table, resil
 from .critics import brier, expected_calibration_error
 from .diagnostics import SPARE_COLOURS, error_table, method_colours
 from .estimate import KNOWN_SIZES, read_sizes
+from .potentials import ModelShape, scoring_flops
 from .environment import asked_protocol
 from .evaluate import measure, read_manifest, read_scores
 from .folr import chi_squared, first_turns, has_evidence, op_table
@@ -257,37 +258,14 @@ def near_miss_table(
     return pd.DataFrame(rows[:most])
 
 # %% ../nbs/papers/85_tables.ipynb #u019
-def dense_parameters(sizes):  # Sizes
-    """Parameters that a token meets, the table of embeddings counted like the head (TIPS appendix H.1, N_dense).
+def teacher_shape(sizes):  # Sizes
+    """What the cost of a teacher depends on, of a model's sizes: `ModelShape`.
 
     Parameters
     ----------
     sizes : Sizes
     """
-    return (sizes.layers * sizes.hidden * (3 * sizes.intermediate + 2 * sizes.query + 2 * sizes.kv)
-            + 2 * sizes.vocabulary * sizes.hidden)
-
-def scoring_flops(
-    sizes,         # Sizes of the teacher
-    batch,         # B, rollouts of a step
-    lengths,       # L_i, tokens up to each of the S states; the last is the whole rollout's
-    gold_tokens,   # L_a, of an answer
-    golds,         # A, answers of a question
-):
-    """FLOPs of a teacher that scores every state of a step's rollouts (TIPS appendix H.1): float.
-
-    Parameters
-    ----------
-    sizes : Sizes of the teacher
-    batch : B, rollouts of a step
-    lengths : L_i, tokens up to each of the S states; the last is the whole rollout's
-    gold_tokens : L_a, of an answer
-    golds : A, answers of a question
-    """
-    dense, attends, longest = dense_parameters(sizes), sizes.query * sizes.layers, max(lengths)
-    prefix = 2 * dense * batch * longest + 4 * batch * longest ** 2 * attends
-    pairs = sum(gold_tokens * n + gold_tokens * (gold_tokens - 1) / 2 for n in lengths)
-    return prefix + 2 * dense * batch * len(lengths) * golds * gold_tokens + 4 * batch * golds * pairs * attends
+    return ModelShape(sizes.layers, sizes.hidden, sizes.intermediate, sizes.query, sizes.kv, sizes.vocabulary)
 
 def _model_sizes(params):
     "Sizes of a run's model. Raises ValueError on one that is made from nothing, which has no configuration."
@@ -304,7 +282,7 @@ def widths_table(folders):  # as in sort_folders
     """
     sizes = [(_setting_value(p, 'model'), _model_sizes(p)) for p in map(read_params, _of_kind(folders))]
     return _table_of([(n, {'query': float(s.query), 'key': float(s.kv), 'value': float(s.kv),
-                          'N dense': float(dense_parameters(s))}) for n, s in sizes], 'model')
+                          'N dense': float(teacher_shape(s).dense)}) for n, s in sizes], 'model')
 
 def _lengths(rollouts):
     "Mean tokens up to each state of trajectories, by its place; those that end earlier are left out there."
@@ -345,8 +323,8 @@ def flops_table(folders):  # as in sort_folders
     for name, run in zip(_run_names(_of_kind(folders)), _of_kind(folders)):
         n = lengths_table([run]).iloc[0]
         lengths = n.filter(regex=r'^L \d').tolist()
-        rows.append((name, {'scoring': scoring_flops(_model_sizes(read_params(run)), n.B, lengths, n['L a'], n.A)
-                            / 1e12}))
+        shape = teacher_shape(_model_sizes(read_params(run)))
+        rows.append((name, {'scoring': scoring_flops(shape, lengths, n.B, n.A, n['L a'])}))
     return _table_of(rows)
 
 # %% ../nbs/papers/85_tables.ipynb #u023

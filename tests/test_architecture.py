@@ -26,6 +26,7 @@ LOOP = ('learner', 'sharded', 'methods', 'step_metrics', 'dry_run', 'settings', 
 # written by hand: other names of modules
 ALIASES = {'tspo', 'carl'}
 PARTICIPLES = {'told', 'noted', 'beside'}   # no names for things: say what they are
+PAST = {'Seen', 'Spoken', 'Warmed', 'Collected', 'Compared', 'Replayed', 'Disturbed', 'Unpacked', 'Played', 'Asked'}
 # what starts a run, checks it, or stores what was asked, takes all of its flat record
 WHOLE = ('train', '_train', 'begin_run', 'launch_ranks', '_hold_and_start', 'rejection_sft', 'prepare', '_prepare',
          'check', 'check_warming', 'settings_of', 'group_of', 'examine', 'note_params', 'check_same_params',
@@ -291,6 +292,12 @@ def named_by_nouns(nb, numbers):
             if PARTICIPLES & {word.lower() for word in re.findall('[A-Z]?[a-z]+|[A-Z]+', name)}]
 
 
+def classes_by_nouns(nb, numbers):
+    "A class is a thing, not something that was done to one."
+    return [f'{n.name} says what was done, not what it is' for c in nb.code for n in c.tree.body
+            if isinstance(n, ast.ClassDef) and n.name in PAST]
+
+
 def identifiers(tree):
     "Names that a tree defines, reads or takes as arguments: variables, attributes, functions, classes, parameters."
     for n in ast.walk(tree):
@@ -370,8 +377,8 @@ def run_notebook(nb, numbers):
 RULES = [
     floors, experiments_and_papers_apart, named_like_its_module, no_notebook_tools, torch_alone, narrow_lines,
     short_definitions, few_parameters, nothing_private_from_elsewhere, whole_classes, something_to_see, no_fillers,
-    loop_knows_no_method, named_by_nouns, few_take_everything, everything_shown, nothing_skipped, clean_outputs,
-    executed, run_notebook
+    loop_knows_no_method, named_by_nouns, classes_by_nouns, few_take_everything, everything_shown, nothing_skipped,
+    clean_outputs, executed, run_notebook
 ]
 
 
@@ -386,6 +393,18 @@ NUMBERS = {nb.name: nb.number for nb in NOTEBOOKS if nb.number is not None and n
 def test_rule(rule):
     complaints = [f'{nb.stem}: {complaint}' for nb in NOTEBOOKS for complaint in rule(nb, NUMBERS)]
     assert not complaints, '\n' + '\n'.join(complaints)
+
+
+SHARED = {'METRICS', 'WORDS', 'RULES', 'NAMES', 'MODULES', 'KINDS'}   # constants, each read beside its module's name
+
+
+def test_a_name_has_one_meaning():
+    "No two notebooks define a public function, class or table of the same name."
+    found = {}
+    for nb in NOTEBOOKS:
+        for name in definitions(nb.exported): found.setdefault(name, set()).add(nb.stem)
+    twice = {name: sorted(of) for name, of in found.items() if len(of) > 1 and name not in ('main', 'PARTS', *SHARED)}
+    assert not twice, twice
 
 
 def test_modules_are_named_by_nouns():

@@ -6,9 +6,9 @@ import pytest
 import torch
 import yaml
 
-from credit_rl import asking
-from credit_rl.asking import (AskingChoice, asking_says, asking_values, first_choice, form_auc, read_asking, run_asking,
-                              value_bias)
+from credit_rl import when_to_ask
+from credit_rl.when_to_ask import (AskingChoice, asking_says, asking_values, first_choice, form_auc, read_asking,
+                                   run_asking, value_bias)
 from credit_rl.settings import make_config
 from credit_rl.tiny import tiny_model, tiny_tokenizer
 from credit_rl.trajectory import Group, Question, Stop, Trajectory, Turn
@@ -83,7 +83,7 @@ def model(tmp_path_factory):
 def test_an_untrained_model_knows_nothing_and_the_command_says_so(model, tmp_path, capsys):
     file = tmp_path / 'settings.yaml'
     file.write_text(yaml.safe_dump({**SETTINGS, 'model': model, 'method': 'grpo'}))
-    asking.main(['--params', str(file), 'attempts=2', 'tries=2', 'asked=6', f'run={tmp_path / "run"}'])
+    when_to_ask.main(['--params', str(file), 'attempts=2', 'tries=2', 'asked=6', f'run={tmp_path / "run"}'])
     kept = json.loads((tmp_path / 'run' / 'asking.json').read_text())
     assert kept['questions'] == 6 and kept['bias'] is None and kept['form'] == {'logistic': None, 'trees': None}
     assert kept['asking']['known']['questions'] == 0 and 'Too few known questions' in kept['says']
@@ -91,10 +91,10 @@ def test_an_untrained_model_knows_nothing_and_the_command_says_so(model, tmp_pat
     (row,) = read_asking(tmp_path).itertuples()
     assert row.Index == (tmp_path.name, 'run') and all(map(math.isnan, (row.delta, row.bias, row.form)))
     again = ['--params', str(file), 'attempts=2', 'tries=2', 'asked=6', f'run={tmp_path / "run"}', 'learning_rate=.5']
-    asking.main(again)                              # what plays no part in it may change
+    when_to_ask.main(again)                              # what plays no part in it may change
     assert 'found before' in capsys.readouterr().out
     with pytest.raises(SystemExit, match=r'other settings \(temperature: 1.0 before, 0.5 now; attempts: 2 before, 3'):
-        asking.main([*again, 'attempts=3', 'temperature=.5'])
+        when_to_ask.main([*again, 'attempts=3', 'temperature=.5'])
     with pytest.raises(ValueError, match='leaves the choice'):
         run_asking(make_config({'protocol': 'tiny', 'model': model, 'run': str(tmp_path)}))
     with pytest.raises(ValueError, match='attempts must be at least 2'): AskingChoice(attempts=1)

@@ -16,7 +16,7 @@ import torch
 import yaml
 from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 
-from credit_rl.asking import asking_settings
+from credit_rl.when_to_ask import asking_settings
 from credit_rl.compare import plan_jobs
 from credit_rl.datasets import MIXTURES, load_questions
 from credit_rl.dry_run import missing_room

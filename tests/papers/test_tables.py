@@ -18,6 +18,7 @@ from credit_rl.engine import ScriptedEngine
 from credit_rl.estimate import KNOWN_SIZES
 from credit_rl.evaluate import Evaluation, check_evaluation, run_evaluation
 from credit_rl.longform import run_longform
+from credit_rl.potentials import scoring_flops
 from credit_rl.papers import (ABSENT, ENTRIES, LAST, Entry, count_states, entry_table, find_entry, numbered,
                               paper_numbers, paper_sentences, papers_folder, report, reported_table)
 from credit_rl.parameters import by_group, from_settings, make_parser, read_settings
@@ -180,10 +181,9 @@ def test_where_the_papers_numbers_are_looked_for(root, tmp_path, monkeypatch):
                                           ('Qwen3 4B', 'Qwen/Qwen3-4B-Instruct-2507')])
 def test_the_formula_of_scoring_gives_the_papers_table(paper, model):
     lengths = (400., 1219.2, 2038.4, 2857.6, 3676.8)                     # TIPS table 13
-    flops = tables.scoring_flops(KNOWN_SIZES[model], 256, lengths, 10, 2)
-    assert flops / 1e12 == pytest.approx(report('tips', 'table 11').scoring[paper], rel=1e-3)
-    assert tables.dense_parameters(KNOWN_SIZES[model]) == pytest.approx(report('tips', 'table 12')['N dense'][paper],
-                                                                        rel=1e-3)
+    shape = tables.teacher_shape(KNOWN_SIZES[model])
+    assert scoring_flops(shape, lengths) == pytest.approx(report('tips', 'table 11').scoring[paper], rel=1e-3)
+    assert shape.dense == pytest.approx(report('tips', 'table 12')['N dense'][paper], rel=1e-3)
 
 
 # ---- drawn ----

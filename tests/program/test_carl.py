@@ -26,7 +26,7 @@ from credit_rl.tiny import tiny_model, tiny_tokenizer
 from credit_rl.tools import PythonTool, SearchTool
 from credit_rl import prepare as preparing, setup as staging, step_metrics, train as training
 from credit_rl import competence
-from credit_rl.asking import AskingChoice, form_auc, run_asking
+from credit_rl.when_to_ask import AskingChoice, form_auc, run_asking
 from credit_rl.competence import examine_run, examined
 from credit_rl.critics import at_states, expected_calibration_error, segment_starts
 from credit_rl.engine import ScriptedEngine
