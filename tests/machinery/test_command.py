@@ -20,7 +20,7 @@ from credit_rl.prepare import Warming
 from credit_rl.runlog import source_hash
 from credit_rl.settings import GROUPS, data_sets, make_config
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 EXPORT = runpy.run_path(str(ROOT / 'docs' / 'export.py'))   # its functions, by name
 
 
