@@ -395,11 +395,25 @@ def _batches(rows, work, budget, trained=None, multiple=1):
                                *_asked(ids, work, plan, part, mine, trained)))
     return out
 
+# %% ../nbs/3_acting/24_scoring.ipynb #n24rounds2
+def _rounds(rows, work, budget, trained):
+    "Deal what is in `work` into rounds, in each of which a row with its branches fits the budget: list of `_Work`."
+    own, read, added = _ids_read(rows, work, trained)
+    longest = torch.zeros_like(added).scatter_reduce_(0, work.row, read, 'amax')
+    room = (budget - own).clamp(min=budget // 8)                 # beside a row that fills the budget by itself
+    step = (room - longest + 1).clamp(min=1)[work.row]
+    turn = (read.cumsum(0) - read - (added.cumsum(0) - added)[work.row]) // step
+    turn = torch.where((added <= room)[work.row], 0, turn)
+    some = [turn == k for k in range(int(turn.max()) + 1 if len(turn) else 1)]
+    of = lambda mine: {name: getattr(work, name)[mine] for name in ('cell', 'row', 'position', 'template')}
+    return [dataclasses.replace(work, **of(mine)) for mine in some]
+
+# %% ../nbs/3_acting/24_scoring.ipynb #n24rounds3
 def answer_batches(
     rows,             # ids (R, T) long padded on the right, lengths (R,)
     states,           # (N, S, 2) long, row and last position of each state; -1 where there is none
     answers,          # list of N lists of AnswerTemplate
-    budget=16384,     # most tokens in a batch, padding included; a longer row goes alone
+    budget=16384,     # most tokens in a batch, padding and branches included; a longer row goes alone
     max_length=None,  # the model's context; None: unlimited
     trained=None,     # (R, T) bool, tokens whose log-probability is asked besides; None: none
     multiple=1,       # widths are rounded up to a multiple of this: 128 for flex attention's blocks
@@ -413,15 +427,18 @@ def answer_batches(
     rows : ids (R, T) long padded on the right, lengths (R,)
     states : (N, S, 2) long, row and last position of each state; -1 where there is none
     answers : list of N lists of AnswerTemplate
-    budget : most tokens in a batch, padding included; a longer row goes alone
+    budget : most tokens in a batch, padding and branches included; a longer row goes alone
     max_length : the model's context; None: unlimited
     trained : (R, T) bool, tokens whose log-probability is asked besides; None: none
     multiple : widths are rounded up to a multiple of this: 128 for flex attention's blocks
     tree : True: a list of `TreeBatch` instead, where what rows share is read once; budget counts nodes
     """
     work = _work(rows, states, answers, math.inf if max_length is None else max_length)
-    if tree: return _tree_batches(rows, work, budget, trained), work.tokens
-    return _batches(rows, work, budget, trained, multiple), work.tokens
+    out = []
+    for k, some in enumerate(_rounds(rows, work, budget, trained)):
+        own = trained if k == 0 else None
+        out += _tree_batches(rows, some, budget, own) if tree else _batches(rows, some, budget, own, multiple)
+    return out, work.tokens
 
 # %% ../nbs/3_acting/24_scoring.ipynb #n24tree2
 @dataclass(frozen=True)

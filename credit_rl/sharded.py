@@ -186,7 +186,7 @@ class DeepSpeedBackend:
             chosen = sorted(part or [0])                                          # an idle rank runs one along
             sub, golds = take(layout, chosen), [query.golds[i] for i in chosen]
             states = sub.states.masked_fill(query.states[chosen][..., :1] < 0, -1)
-            scores, logp = self._packed(module, scorer.model, sub, states, golds, query.joint)
+            scores, logp = self._packed(module, scorer.model, replace(query, layout=sub, states=states, golds=golds))
             if not part: continue
             m = scores.sums.shape[2]
             out['gold_logp'][chosen, :, :m] = scores.sums.float().cpu()
@@ -196,17 +196,17 @@ class DeepSpeedBackend:
         out = self.gather(out)
         return {**out, 'gold_tokens': out['gold_tokens'].long()}
 
-    def _packed(self, module, model, sub, states, golds, joint):
-        "One packed forward over all of a part: `Scores`, and the trained tokens' log-probabilities."
-        sub, states = sub.to(self.device), states.to(self.device)
-        longest = getattr(model.config, 'max_position_embeddings', None)
-        pack = lambda trained: answer_batches((sub.ids, sub.lengths), states, golds, sys.maxsize, longest, trained,
+    def _packed(self, module, model, query):
+        "Packed forwards of a part, as many on every rank: `Scores`, and the trained tokens' log-probabilities."
+        sub, states = query.layout.to(self.device), query.states.to(self.device)
+        longest, rows = getattr(model.config, 'max_position_embeddings', None), (sub.ids, sub.lengths)
+        pack = lambda trained: answer_batches(rows, states, query.golds, query.budget, longest, trained,
                                               tree=sub.nodes is not None)
-        trained = sub.trained if joint else None
-        batches, tokens = pack(trained)
-        # nothing fits, but other ranks wait for a forward
-        if not batches: (batches, tokens), trained = pack(sub.trained), sub.trained
-        scores = gather_scores(batches, [module(batch=b.to(self.device))['asked'] for b in batches], tokens, trained)
+        (batches, tokens), trained = pack(sub.trained if query.joint else None), sub.trained if query.joint else None
+        if not batches: (batches, tokens), trained = pack(sub.trained), sub.trained   # others wait for a forward
+        count = _most(len(batches)) if self.ranks > 1 else len(batches)
+        found = [module(batch=b.to(self.device))['asked'] for b in [*batches, *batches[-1:] * (count - len(batches))]]
+        scores = gather_scores(batches, found[:len(batches)], tokens, trained)
         return (scores, None) if trained is None else (scores[1], scores[0])
 
     def whole(self, parameter):

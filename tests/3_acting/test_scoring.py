@@ -287,11 +287,29 @@ def test_batches_stay_in_the_budget_and_hold_everything():
     for budget in (60, 90, 200):
         batches, counts = answer_batches(rows, states, answers, budget)
         assert all(b.ids.numel() <= budget or len(b.ids) == 1 for b in batches)
-        assert sum(len(b.target) for b in batches) == counts.sum() and sum(len(b.ids) for b in batches) == 4
+        assert sum(len(b.target) for b in batches) == counts.sum() and sum(len(b.ids) for b in batches) >= 4
     # a gold's last token is not read, nor what closes it
     assert max(b.ids.shape[1] for b in batches) <= 30 + 3 * (4 + 0)
     (wide, *_), _ = answer_batches(rows, states, answers, budget=1, multiple=128)
     assert wide.ids.shape == (1, 128)
+
+
+@pytest.mark.parametrize('tree', [False, True])
+def test_branches_of_many_golds_stay_in_the_budget(exact, tree):
+    "Two hundred accepted answers: a row's golds are split over forwards, and the scores are those of one forward."
+    rows, states, answers = fixed()
+    words = int(rows[0].max())
+    many = [AnswerTemplate((1 + m % words, 1 + m // words % words, 1 + m // words ** 2), 1, 3) for m in range(200)]
+    golds, trained = [many, *answers[1:]], torch.arange(rows[0].shape[1])[None] == rows[1][:, None] - 1
+    batches, counts = answer_batches(rows, states, golds, 128, trained=trained, tree=tree)
+    sizes = [b.tree.ids.numel() if tree else b.ids.numel() for b in batches]
+    assert max(sizes) <= 128 and len(batches) > 8 and sum(int(b.trained.sum()) for b in batches) == trained.sum()
+    logps = [batch_logps(exact, b) for b in batches]
+    logp, scores = gather_scores(batches, logps, counts, trained)
+    whole, at_once = answer_batches(rows, states, golds, 10 ** 6, trained=trained, tree=tree)
+    wanted_logp, wanted = gather_scores(whole, [batch_logps(exact, b) for b in whole], at_once, trained)
+    same(scores.sums, wanted.sums, 1e-9)
+    same(logp, wanted_logp, 1e-9)
 
 
 def test_padding_is_not_attended_to(exact):
