@@ -226,6 +226,7 @@ class Load:
     epochs: int = 1    # times the batch is learned from
     updates: int = 1   # of the weights, in an epoch
 
+# %% ../nbs/machinery/04_estimate.ipynb #s4x2
 def _sent_bytes(
     sizes,
     plan,
@@ -241,6 +242,7 @@ def _sent_bytes(
     return {'gradients': ring * adds * trained, 'fetched weights': ring * spread,
             'to the engine': ring * whole if stage == 3 else 0}
 
+# %% ../nbs/machinery/04_estimate.ipynb #s4x3
 def _step_parts(
     sizes,
     plan,
@@ -255,6 +257,7 @@ def _step_parts(
     return {'rollout': found['acting'], 'scoring': found['reading'], 'learning': found['learning'],
             'transfer': sent / (links.inside if plan.ranks <= links.here else links.between) + stored}
 
+# %% ../nbs/machinery/04_estimate.ipynb #s4x4
 def describe_hosts(rows):  # of (name, sizes, plan, load, tflops), the plan of one host
     """Say what steps take on one host and on four, in lines of a Markdown table.
 
@@ -383,6 +386,7 @@ def rows_work(prompt, response, segments=1, together=1):
     pairs = sum(n * (before + n / 2) for before, n in spans)
     return apart, (prompt + together * sum(n for _, n in spans), prompt ** 2 / 2 + together * pairs)
 
+# %% ../nbs/machinery/04_estimate.ipynb #s4x5
 def _work_flops(sizes, tokens, pairs):
     "Count the FLOPs of a forward over so many tokens and pairs."
     return 2 * sizes.multiplied * tokens + 4 * pairs * sizes.query * sizes.layers
@@ -396,6 +400,7 @@ def sharing_gain(sizes, apart, shared):  # (tokens, pairs) each
     """
     return _work_flops(sizes, *apart) / _work_flops(sizes, *shared)
 
+# %% ../nbs/machinery/04_estimate.ipynb #s4x6
 def describe_sharing(
     sizes,
     prompt,      # tokens of a prompt, at most; None: not known

@@ -69,6 +69,7 @@ def is_rank():
     lets accelerate set RANK and WORLD_SIZE, but there is no MASTER_ADDR then."""
     return {'RANK', 'WORLD_SIZE', 'MASTER_ADDR'} <= os.environ.keys()
 
+# %% ../nbs/machinery/03_launch.ipynb #s3x2
 def join_ranks(
     count,          # ranks that the run has
     settings=None,  # of the run, with its folder `run`: all hosts must see that and the files that they name
@@ -103,6 +104,7 @@ def _leave_ranks():
     import torch.distributed as dist
     if dist.is_initialized(): dist.destroy_process_group()
 
+# %% ../nbs/machinery/03_launch.ipynb #s3x3
 def _meet_ranks(rank, count, wait):
     "The store of a run's ranks, once all of them have come. Raises TimeoutError with those that have not."
     from torch.distributed import TCPStore
@@ -128,6 +130,7 @@ def _missing(store, keys, until):
         time.sleep(.2)
     return missing
 
+# %% ../nbs/machinery/03_launch.ipynb #s3x4
 def _end_with_parent():
     """Watch the process that started this one, and on the same host the one that asked for the run; end when either is
     gone."""
@@ -146,6 +149,7 @@ def _named_files(settings):  # dict name → value
     values = [v for name in _FILES for v in (lambda x: x.values() if isinstance(x, dict) else [x])(settings.get(name))]
     return [v for v in dict.fromkeys(values) if isinstance(v, str) and '://' not in v]
 
+# %% ../nbs/machinery/03_launch.ipynb #s3x5
 def check_same_files(
     ranks,   # Ranks
     folder,  # of the run
@@ -185,6 +189,7 @@ def _bytes(path):
     if not path.is_dir(): return path.stat().st_size if path.is_file() else None
     return sum(p.stat().st_size for p in path.rglob('*') if p.is_file())
 
+# %% ../nbs/machinery/03_launch.ipynb #s3x6
 def _seen_apart(folder, seen):
     "What hosts see otherwise than the first, list of str; `seen`: of each rank (host, reads the token, bytes by path)."
     first, _, sizes = seen[0]
@@ -195,6 +200,7 @@ def _seen_apart(folder, seen):
               for p in sizes if there[p] != sizes[p]]
     return list(dict.fromkeys(wrong))
 
+# %% ../nbs/machinery/03_launch.ipynb #s3x7
 def expect_file(path):
     "Refuse a file that a launcher gives to its ranks and that this rank's host has not. Raises FileNotFoundError."
     if is_rank() and not Path(path).is_file():
@@ -318,15 +324,18 @@ def check_hosts(ranks, hostfile=None, hosts=1, endpoint=None):
                          f'of {hosts}, got ranks={ranks}')
     _read_endpoint(endpoint)
 
+# %% ../nbs/machinery/03_launch.ipynb #s3x8
 def ranks_here(ranks, hostfile=None, hosts=1):
     "The ranks of a host, of the one with most."
     return max(_read_hostfile(hostfile).values()) if hostfile else ranks // hosts
 
+# %% ../nbs/machinery/03_launch.ipynb #s3x9
 def gloo_environment(hostfile=None, hosts=1, endpoint=None, gpu=False):
     "Variables for ranks that are all on this host and have no GPU: dict; elsewhere the network is the host's choice."
     here = hosts == 1 or _read_endpoint(endpoint)[0] in ('127.0.0.1', 'localhost')
     return {'GLOO_SOCKET_IFNAME': 'lo'} if here and not (hostfile or gpu) and sys.platform == 'linux' else {}
 
+# %% ../nbs/machinery/03_launch.ipynb #s3xa
 def missing_for_hosts(hostfile=None, hosts=1, endpoint=None, seconds=10):
     "What this host lacks to start a run on several: list of str."
     if hosts > 1:
@@ -408,6 +417,7 @@ _SILENCE = 60     # seconds after which a host that counts no further is taken f
 
 class LaunchError(RuntimeError): "Ranks ended without a result."
 
+# %% ../nbs/machinery/03_launch.ipynb #s3xe
 class _Board:
     """A store at an endpoint, where hosts write what the others read, and count up every second. `heard` is when each
     was last seen to, `words` what it left as its last one."""
@@ -451,6 +461,7 @@ class _Board:
         self._thread.join(seconds)
         with contextlib.suppress(RuntimeError): self.store.set(f'heard/{self.number}', '')
 
+# %% ../nbs/machinery/03_launch.ipynb #s3xb
 def _open_store(endpoint, wait):
     """The store at an endpoint, and whether it is this process's: of the first that asks on the endpoint's host. Raises
     TimeoutError."""
@@ -664,6 +675,7 @@ def launch(
         why = _cause(folder, text, file, meeting)
         raise LaunchError(f'the run in {folder} ended without {result.name}: {why}')
 
+# %% ../nbs/machinery/03_launch.ipynb #s3xc
 def _check_same_folder(meeting, folder):
     "Wait until all hosts are about to start. Raises ValueError where one does not see the folder that host 0 writes."
     token = meeting.gather('ready', _write_token(folder) if meeting.number == 0 else '')[0]
@@ -693,6 +705,7 @@ def _clear(folder):
     if (folder/'errors').is_symlink(): (folder/'errors').unlink()           # it would lead elsewhere
     for path in folder.glob('ranks*.log'): path.unlink()
 
+# %% ../nbs/machinery/03_launch.ipynb #s3xd
 def _follow(command, file, say, over, grace, environment, meeting):
     """Run a launcher until it ends, the run is over for `grace` seconds, or another host is in trouble. Returns the end
     of what it printed; all of it goes to a file."""

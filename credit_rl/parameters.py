@@ -182,6 +182,7 @@ class _Parser(argparse.ArgumentParser):
         flags = [*self._option_string_actions, *(f'--{name}' for name in self.names)]
         super().error(message + ''.join(nearest(flag, flags) for flag in unknown))
 
+# %% ../nbs/machinery/06_parameters.ipynb #s6x2
 def read_settings(
     parser,          # argparse.ArgumentParser with the command's own arguments, if any
     arguments=None,  # list of str; None: the command line's

@@ -69,6 +69,7 @@ def _parameter(notebook, name):
             if isinstance(node, ast.Assign) and getattr(node.targets[0], 'id', None) == name:
                 return ast.literal_eval(node.value)
 
+# %% ../nbs/machinery/02_runlog.ipynb #s2x2
 def check_secrets(
     given,  # settings: dict of JSON values
     place,  # file or folder that would keep them
@@ -87,6 +88,7 @@ def check_secrets(
                          "(export JUDGE_KEY=…) or a file, and give 'key_from': 'JUDGE_KEY'")
     for value in given.values(): check_secrets(value, place)
 
+# %% ../nbs/machinery/02_runlog.ipynb #s2x3
 def _check_notebook(text, path):
     "Refuse the notebook of a run, before its first cell, where the run could not begin or would lie elsewhere."
     notebook = json.loads(text)
@@ -100,6 +102,7 @@ def _check_notebook(text, path):
     if run.is_dir(): Hold(run).close()
     if resume is not None and not given.get('resume', resume): _check_empty(run)
 
+# %% ../nbs/machinery/02_runlog.ipynb #s2x4
 def _steps_written(folder):
     "Bytes of metrics in a run's folder."
     return sum(path.stat().st_size for path in folder.glob('metrics.jsonl*'))
@@ -405,6 +408,7 @@ def _lines(path):
             end += len(line)
             yield end, line
 
+# %% ../nbs/machinery/02_runlog.ipynb #s2x5
 def _members(path):
     """Yield (end offset, decompressed bytes) of each whole gzip member of a file. Raises ValueError where it is damaged
     before its end, or a member is too large."""
@@ -438,6 +442,7 @@ def read_members(
                 yield end, bytes(data)
                 data, gz = bytearray(), zlib.decompressobj(wbits=31)
 
+# %% ../nbs/machinery/02_runlog.ipynb #s2x6
 class BoundedGzip(gzip.GzipFile):
     """A gzip file, open for reading bytes. Raises ValueError once it has inflated to more than 64 MiB and a hundred
     times its size, which texts do not."""
@@ -617,6 +622,7 @@ def check_folder(folder):
         raise PermissionError(f'{folder} cannot be written ({there} cannot); choose a folder that can, or mend its '
                               'permissions')
 
+# %% ../nbs/machinery/02_runlog.ipynb #s2x7
 def _check_empty(folder):
     "Refuse a folder that holds a run. Raises FileExistsError."
     if held := [name for name in _HOLDS if (folder/name).exists()]:
@@ -630,6 +636,7 @@ def _own(path):
                          'that there, or link the whole folder of the run')
     return path
 
+# %% ../nbs/machinery/02_runlog.ipynb #s2x8
 @contextlib.contextmanager
 def _said_of(folder):
     "Say of an error of the file system which folder cannot be written. Raises OSError."
@@ -662,6 +669,7 @@ def writing(folder):  # made if missing
         if not there:
             with contextlib.suppress(OSError): folder.rmdir()      # it is kept where anything is in it
 
+# %% ../nbs/machinery/02_runlog.ipynb #s2x9
 def _check_run(folder, resume):
     """Refuse a folder that is held where its files lead elsewhere, where it cannot be written, and where it holds a run
     that is not to be resumed."""

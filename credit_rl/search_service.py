@@ -76,6 +76,7 @@ def _serving():
         raise ImportError('a search server needs FastAPI and uvicorn: pip install "credit_rl[serve]"') from e
     return fastapi, uvicorn
 
+# %% ../nbs/machinery/16_search_service.ipynb #s6x2
 def search_app(
     retriever,      # has search(queries, k); called from several threads
     k=3,            # passages per query where a request does not say
@@ -140,6 +141,7 @@ def _uvicorn_config(app):
     return uvicorn.Config(app, log_config=None, access_log=False, lifespan='off', ws='none', http='h11', loop='asyncio',
                           limit_concurrency=1000, timeout_keep_alive=60, timeout_graceful_shutdown=5)
 
+# %% ../nbs/machinery/16_search_service.ipynb #s6x3
 class SearchServer:
     """Serve a `Retriever` over HTTP in a background thread, as Search-R1 does; a context manager. Raises OSError on a
     taken port, ImportError without the extra `serve`.
@@ -195,6 +197,7 @@ def open_retriever(
     else: retriever = SearchCache(place) if Path(place).is_file() else open_index(place)
     return SearchCache(keep, retriever) if keep else retriever
 
+# %% ../nbs/machinery/16_search_service.ipynb #s6x4
 def _work(place, keep, k, s):
     "What a worker process does: answer at the socket `s`, until it is told to end or its parent is gone."
     if parent := multiprocessing.parent_process():
@@ -225,6 +228,7 @@ def _keep_alive(start, number):
             p.kill()
         signal.signal(signal.SIGTERM, before)
 
+# %% ../nbs/machinery/16_search_service.ipynb #s6x5
 def serve(
     place,             # as for open_retriever
     keep=None,         # as for open_retriever
@@ -424,6 +428,7 @@ class SearchCache:
         "What is known of the retriever behind it, and the file: a dict."
         return {**(self.retriever.about() if self.retriever else {}), 'name': 'SearchCache', 'kept': str(self.path)}
 
+# %% ../nbs/machinery/16_search_service.ipynb #s6x6
 def is_saved_index(path):
     "Tell whether a file is one of kept searches, by its first line."
     with open(path, 'rb') as file: return file.readline() == json.dumps(_HEADER).encode() + b'\n'
@@ -453,6 +458,7 @@ def read_corpus(
                 count += 1
         except RowError as e: raise RowError(e.field, e.problem, where) from None
 
+# %% ../nbs/machinery/16_search_service.ipynb #s6x7
 def _progress(passages, every=20., clock=time.monotonic):
     "The passages of an iterable, as they come; says how many were read, about every so many seconds."
     since, n = clock(), 0

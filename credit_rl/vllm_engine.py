@@ -298,6 +298,7 @@ class _Tied:
                 with contextlib.suppress(ProcessLookupError): os.kill(process, signal.SIGKILL)
         threading.Thread(target=watch, daemon=True).start()
 
+# %% ../nbs/machinery/21_vllm_engine.ipynb #s1x2
 _WATCH = """
 import sys, time, psutil
 caller, since, begun = psutil.Process(int(sys.argv[1])), psutil.Process().create_time(), set()
@@ -319,6 +320,7 @@ def _watched():
         try: yield
         finally: watcher.kill()
 
+# %% ../nbs/machinery/21_vllm_engine.ipynb #s1x3
 def _wake_when_dead(core):
     """Watch vLLM's note that its process is gone, and wake those who wait for a word from it, which vLLM leaves
     waiting for ever."""
@@ -344,6 +346,7 @@ def _heard(doing):
                          "an error of its own, which then stands above); "
                          'nothing of the learner is lost: start again from the last checkpoint') from e
 
+# %% ../nbs/machinery/21_vllm_engine.ipynb #s1x4
 @contextlib.contextmanager
 def _interruptible():
     "Let an interrupt end a block of vLLM's, parts of which swallow KeyboardInterrupt: it is raised behind the block."
