@@ -364,6 +364,7 @@ Auditing = AuditChoice   # as it was called
 
 _COURSE = with_defaults(Course, run='runs/audit')
 
+# %% ../nbs/6_looking/71_audit.ipynb #sp713
 def _turn_means(
     advantages,  # (R, T)
     layout,      # Layout of N trajectories
@@ -374,6 +375,7 @@ def _turn_means(
     total = torch.zeros(n * k).index_add(0, cell, advantages[trained].float())
     return (total / cell.bincount(minlength=n * k).clamp(min=1)).view(n, k)
 
+# %% ../nbs/6_looking/71_audit.ipynb #sp716
 def _rule_credit(
     run,     # Run of a method
     groups,  # list of Group, N trajectories in all

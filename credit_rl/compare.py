@@ -755,6 +755,7 @@ def _parser():
     add('--report', default='nbs/94_compare.ipynb', help='notebook that makes the report')
     return parser
 
+# %% ../nbs/6_looking/74_compare.ipynb #sp744
 def _arguments(arguments):
     "Parse and check the command's arguments: (namespace, parameters). Raises ValueError or FileNotFoundError."
     from credit_rl.methods import get_method

@@ -548,6 +548,7 @@ def course_differences(
     if method not in runs: raise ValueError(f'no run of {method!r} logged its tiers; there are {", ".join(runs)}')
     return _paired(runs, method)
 
+# %% ../nbs/experiments/75_competence.ipynb #sp754
 def course_figure(
     folders,  # as in find_runs
     every=5,  # steps that are averaged

@@ -124,6 +124,7 @@ class Conversation(SettingsGroup):
     @property
     def rules(self): return {name: getattr(self, name) for name in RULES}   # fields of `Environment`
 
+# %% ../nbs/2_environment/26_environment.ipynb #sp262
 def asked_protocol(name, data=None):  # a row of PROTOCOLS, 'direct', or None: 'tiny' for the tiny world, else 'tspo'
     """The `Protocol` that a run's settings name.
 

@@ -739,6 +739,7 @@ def _compare_set(one, other):
     return _EvaluationDifference(tuple(inputs), tuple(said for said, gap in found.values() if said and not gap < NEAR),
                     tuple(tied(i, *x) for i, x in found.items() if x[1] < NEAR), len(found))
 
+# %% ../nbs/3_acting/27_evaluate.ipynb #sp273
 def compare_rows(
     one,       # run folder of an evaluation, or of one set in it, with gaps
     other,     # the same, of the other

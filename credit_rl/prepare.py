@@ -244,6 +244,7 @@ def _prepare(c, say, ranks):
     with RunLog(run, s.course.resume, s.keeping.trackers) if ranks.first else SilentLog(run) as log:
         return _warmed(s, choice, vars(c), log, ranks, say)
 
+# %% ../nbs/5_run/65_prepare.ipynb #sp654
 def _warmed(s, choice, params, log, ranks, say):
     "Warm up into a run folder that this process holds, which gets its `params`. Returns it."
     task, seed, real = s.task, s.course.seed, None

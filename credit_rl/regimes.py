@@ -131,6 +131,7 @@ class Making:
     table: str = setting(None, 'CSV file that gets a row of what was measured; None: it is only printed')
     threads: int = setting(1, 'of PyTorch', least=1)
 
+# %% ../nbs/experiments/55_regimes.ipynb #sp553
 def _regime_base(
     regime,         # Regime, a row of BASES
     seed=0,
@@ -144,6 +145,7 @@ def _regime_base(
     first = None if base.from_nothing or (Path(place)/'config.json').exists() else make_base(start, progress=progress)
     return make_base(place, seed, plan=base.warm_start(regime), progress=progress, start=first)
 
+# %% ../nbs/experiments/55_regimes.ipynb #sp556
 def _keep_measures(
     path,    # of a CSV file
     regime,  # name
@@ -160,6 +162,7 @@ def _keep_measures(
     atomic_write(Path(path), lambda part: table.round(4).to_csv(part, index=False))
     return table
 
+# %% ../nbs/experiments/55_regimes.ipynb #sp558
 def main(arguments=None):
     "`python -m credit_rl.regimes REGIME setting=value …`: make the base of a regime and print what it is like."
     parser = make_parser('credit_rl.regimes', 'Make the base of a regime, and measure how it plays.')

@@ -224,6 +224,7 @@ class CriticChoice(SettingsGroup):
         "Which critic a run by a method has: one of CRITICS, or None."
         return method.critic and (self.critic or method.critic['kind'])
 
+# %% ../nbs/5_run/61_settings.ipynb #sp613
 @dataclass(frozen=True)
 class _TeacherChoice(SettingsGroup):
     "Who scores gold answers, where the method asks."
@@ -519,6 +520,7 @@ def _check_words(acting, data):
         raise ValueError("model='tiny' knows the words of the protocols tiny and carl-tiny alone, got "
                          f"protocol={acting.protocol!r}")
 
+# %% ../nbs/5_run/61_settings.ipynb #sp619
 def _check_tree(model, lora):
     "Refuse a folder's model that reads no trees, and low-rank additions that drop; one on the hub is left to its load."
     if lora.get('lora_dropout'):
@@ -541,6 +543,7 @@ def tree_notes(
     """
     return [f'tree=true is heeded by training by reinforcement alone: {what}'] if learning.tree else []
 
+# %% ../nbs/5_run/61_settings.ipynb #sp61b
 def _check_warmed(s, method):
     "Refuse a warmed-up critic that did not pass or is of another model, protocol or head."
     name, source, acting = s.course.method, s.critic.critic_from, s.acting

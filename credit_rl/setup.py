@@ -424,6 +424,7 @@ def _read_trees(*models):
     for m in models:
         if m not in (None, 'base'): attend_by_trees(m)
 
+# %% ../nbs/5_run/62_setup.ipynb #sp622
 def start_critic(
     method,           # Method
     choice,           # CriticChoice
@@ -607,6 +608,7 @@ def examine(
     say(f'everything {"else " * bool(notes)}is there; leave out dry_run to start')
     return run
 
+# %% ../nbs/5_run/62_setup.ipynb #sp626
 def _missing_data(task, seed, protocol, say):
     "What is wrong with questions and search, list of str, and both, where nothing is: (questions, search) or None."
     real = []

@@ -147,6 +147,7 @@ def score_table(
                               **{f'{n}, {m}': x for m in also for n, x in _set_values(folder, m).items()}})
                      for label, folder in places])
 
+# %% ../nbs/papers/85_tables.ipynb #s8503
 def mean_table(folders):  # as in sort_folders
     """Exact match and F1, means over sets: a pandas DataFrame, rows as in score_table.
 
@@ -157,6 +158,7 @@ def mean_table(folders):  # as in sort_folders
     em = score_table(folders, 'em')
     return em[['mean']].set_axis(['em'], axis=1).assign(f1=score_table(folders, 'f1')['mean'], seeds=em.seeds)
 
+# %% ../nbs/papers/85_tables.ipynb #s8506
 def gain_table(
     folders,             # as in sort_folders
     by,                  # settings as in setting_value, whose values tell the rows apart
@@ -205,6 +207,7 @@ def _processes(rollouts):
     groups = [Group(t.question, [t]) for _, t, _ in rollouts]
     return torch.tensor([measure(t)['em'] for _, t, _ in rollouts]), first_turns(groups), has_evidence(groups)
 
+# %% ../nbs/papers/85_tables.ipynb #s8509
 def process_table(folders):  # as in sort_folders
     """Outcome against process over all kept rollouts, counted, and Pearson's statistic, NaN where a row or column is
     empty (TSPO table 1): a pandas DataFrame.
@@ -221,6 +224,7 @@ def process_table(folders):  # as in sort_folders
     full = (counts.sum(0) > 0).all() and (counts.sum(1) > 0).all()
     return table.assign(chi_squared=[math.nan, math.nan, chi_squared(counts) if full else math.nan])
 
+# %% ../nbs/papers/85_tables.ipynb #s8512
 _KINDS = {(1, True): 'O+P+', (1, False): 'O+P-', (0, True): 'O-P+', (0, False): 'O-P-'}
 
 def reward_table(folders):  # as in sort_folders
@@ -237,6 +241,7 @@ def reward_table(folders):  # as in sort_folders
             for (_, _, r), o, k in zip(rollouts, right.tolist(), first.tolist())]
     return _table_of(rows, 'kind').rename(columns={'seeds': 'rollouts'})
 
+# %% ../nbs/papers/85_tables.ipynb #s8515
 def near_miss_table(
     folders,  # as in sort_folders
     most=5,   # rollouts shown
@@ -267,6 +272,7 @@ def teacher_shape(sizes):  # Sizes
     """
     return ModelShape(sizes.layers, sizes.hidden, sizes.intermediate, sizes.query, sizes.kv, sizes.vocabulary)
 
+# %% ../nbs/papers/85_tables.ipynb #s8520
 def _model_sizes(params):
     "Sizes of a run's model. Raises ValueError on one that is made from nothing, which has no configuration."
     if params.get('model') in (None, 'tiny'): raise ValueError("a model that is made from nothing ('tiny') has no "
@@ -284,6 +290,7 @@ def widths_table(folders):  # as in sort_folders
     return _table_of([(n, {'query': float(s.query), 'key': float(s.kv), 'value': float(s.kv),
                           'N dense': float(teacher_shape(s).dense)}) for n, s in sizes], 'model')
 
+# %% ../nbs/papers/85_tables.ipynb #s8523
 def _lengths(rollouts):
     "Mean tokens up to each state of trajectories, by its place; those that end earlier are left out there."
     own = [[len(t.prompt_ids) + sum(len(x.action_ids) + len(x.observation_ids) for x in t.turns[:k])
@@ -312,6 +319,7 @@ def lengths_table(
                             **{f'L {i + 1}': x for i, x in enumerate(lengths)}}))
     return _table_of(rows)
 
+# %% ../nbs/papers/85_tables.ipynb #s8525
 def flops_table(folders):  # as in sort_folders
     """TFLOPs of the teacher's scoring in a step, of the rollouts that runs kept (TIPS table 11): a pandas DataFrame.
 
@@ -385,6 +393,7 @@ def _curves(folders):
         table['gold_entropy_fall'] = table.gold_entropy_start - table.gold_entropy_end
     return table
 
+# %% ../nbs/papers/85_tables.ipynb #s8529
 def _panels(count, width=3.6, height=2.9):
     "A figure with panels in rows of at most three: (figure, list of axes). It is not shown by itself."
     import matplotlib.pyplot as plt, seaborn as sns
@@ -444,6 +453,7 @@ def curve_figure(
     _add_legend(fig, axes)
     return fig
 
+# %% ../nbs/papers/85_tables.ipynb #s8534
 def set_figure(folders):  # as in sort_folders
     """Draw held-out questions by step, a panel for each data set where several are mixed, else one for each number of
     hops, else one for all: matplotlib figure.
@@ -455,6 +465,7 @@ def set_figure(folders):  # as in sort_folders
     names = [n for n in _curves(folders) if n.startswith('dev_em_')]
     return curve_figure(folders, [n for n in names if not n[7:].isdigit()] or sorted(names) or ['dev_em'])
 
+# %% ../nbs/papers/85_tables.ipynb #s8536
 def stack_figure(
     folders,  # as in sort_folders
     metrics,  # shares that add up to 1
@@ -558,6 +569,7 @@ def advantage_figure(folders):  # as in sort_folders
         ax.locator_params(nbins=5)
     return fig
 
+# %% ../nbs/papers/85_tables.ipynb #s8539
 def _chosen(folders, right):
     "The kept rollout of largest advantage among those that are right, or wrong. Raises ValueError where there is none."
     rows = [(t, row['advantages'], name) for name, t, row in _kept_rollouts(folders)
@@ -599,6 +611,7 @@ def rollout_figure(
     ax.set_title(f'{name}: {"right" if right else "wrong"}; blue: more of this, red: less', fontsize=9, loc='left')
     return fig
 
+# %% ../nbs/papers/85_tables.ipynb #s8541
 _STATES = {'potential': "the teacher's Φ, nats", 'values': "the critic's value", 'belief': 'mean probability of a gold '
                                                                                              'token'}
 
@@ -649,6 +662,7 @@ def asking_rates(folders):  # as in sort_folders
     """
     return asking_table(_examined_runs(folders))
 
+# %% ../nbs/papers/85_tables.ipynb #s8554
 def broken_table(folders):  # as in sort_folders
     """Exact match on what is known, with a tool that fails (CARL table 16): a pandas DataFrame, see `resilience_table`.
 
@@ -658,6 +672,7 @@ def broken_table(folders):  # as in sort_folders
     """
     return resilience_table(_examined_runs(folders))
 
+# %% ../nbs/papers/85_tables.ipynb #s8557
 def tier_table(folders):  # as in sort_folders
     """Share of the test questions that the base does not know without tools (CARL table 1): a pandas DataFrame.
 
@@ -670,6 +685,7 @@ def tier_table(folders):  # as in sort_folders
                                'questions': count(f, '1') + count(f, '2')})
                      for method, _, f in examined(_examined_runs(folders))])
 
+# %% ../nbs/papers/85_tables.ipynb #s8560
 def mechanism_table(folders):  # as in sort_folders
     """What critics tell apart and what notes keep, before and after (CARL table 14): a pandas DataFrame.
 
@@ -681,6 +697,7 @@ def mechanism_table(folders):  # as in sort_folders
     alone = resilience_table(runs).filter(items=['no tool, all, base'])
     return play_table(runs).join(critics_table(runs), how='left').join(alone)
 
+# %% ../nbs/papers/85_tables.ipynb #s8562
 def sign_rates(folders):  # as in sort_folders
     """How often the critic rose where a note kept a gold, and fell where it lost one (CARL table 12): a pandas
     DataFrame, a row for each method and case. Raises ValueError on runs without a critic.
@@ -696,6 +713,7 @@ def sign_rates(folders):  # as in sort_folders
     table = _table_of(rows)
     return table.assign(rate=table.did / table.n.where(table.n > 0))
 
+# %% ../nbs/papers/85_tables.ipynb #s8565
 def calibration_table(folders):  # as in sort_folders
     """Share right in ten bins of the critic's chance at the question, with ECE, Brier score and AUC (CARL table 11): a
     pandas DataFrame, a column for each method, seeds together; NaN in empty bins.
@@ -719,6 +737,7 @@ def calibration_table(folders):  # as in sort_folders
                            'AUC': sum(aucs) / len(aucs) if aucs else math.nan}
     return pd.DataFrame(columns)
 
+# %% ../nbs/papers/85_tables.ipynb #s8568
 def competence_figure(folders):  # as in sort_folders
     """Draw calibration, held-out questions, and calls on what is known, by step (CARL figure 2): matplotlib figure.
 
@@ -761,6 +780,7 @@ def bucket_table(folders):  # as in sort_folders
         columns[folder.name] = {**counts.to_dict(), 'all': int(counts.sum())}
     return pd.DataFrame(columns)
 
+# %% ../nbs/papers/85_tables.ipynb #s8573
 def _tier(question, tiers):
     "Tier of a question: its own, or a warm-up's; in a tiny world, what is known by heart is Tier 2. None: unknown."
     own = {True: 2, False: 1}.get(question.meta.get('parametric'))
@@ -792,6 +812,7 @@ def tier_figure(folders):  # as in sort_folders
     _add_legend(fig, axes)
     return fig
 
+# %% ../nbs/papers/85_tables.ipynb #s8576
 def explained_table(folders):  # as in sort_folders
     """Explained variance of the outcome by the critic's values, by step (CARL table 13): a pandas DataFrame, a column
     for each name of a run, at ten steps at most.
@@ -826,6 +847,7 @@ def error_counts(folders):  # as in sort_folders
               for folder in _of_kind(folders, 'evaluation') for name, about, rollouts in _set_rows(folder)}
     return pd.concat(tables, names=['run', 'data'])
 
+# %% ../nbs/papers/85_tables.ipynb #s8584
 def hop_scores(folders):  # as in sort_folders
     """Right by number of hops (CARL table 18): a pandas DataFrame, a column for each evaluation and name of a finished
     run. Raises ValueError where no question tells its hops.
@@ -846,6 +868,7 @@ def hop_scores(folders):  # as in sort_folders
     if not columns: raise ValueError('no question of these runs tells how many hops it takes')
     return pd.DataFrame(columns)
 
+# %% ../nbs/papers/85_tables.ipynb #s8587
 def _by_set(folders, row):
     "A row of the manifest of each set of evaluations: a pandas DataFrame."
     import pandas as pd
@@ -862,6 +885,7 @@ def retriever_table(folders):  # as in sort_folders
     return _by_set(folders, lambda about: {**(about['retriever'] or {'kind': 'none'}),
                                            **{f'corpus, {k}': v for k, v in (about['corpus'] or {}).items()}})
 
+# %% ../nbs/papers/85_tables.ipynb #s8590
 def sources_table(folders):  # as in sort_folders
     """Questions of the sets that were evaluated, and where they come from (TSPO table 6): a pandas DataFrame.
 
@@ -872,6 +896,7 @@ def sources_table(folders):  # as in sort_folders
     return _by_set(folders, lambda about: {n: about['questions'][n] for n in ('revision', 'split', 'loaded', 'asked')}
                                           | {'model': about['model']['name']})
 
+# %% ../nbs/papers/85_tables.ipynb #s8593
 def judged_rates(folders):  # as in sort_folders
     """Pass rates of long answers by type (PRS tables 1, 3 and 6): a pandas DataFrame, see `judged_table`.
 
@@ -1007,6 +1032,7 @@ def entry_lines(
     elif out is None: lines.append('a figure: give --out FOLDER')
     return lines + ([f'written to {_kept(drawing, Path(out)/entry.name.replace(" ", "_"))}'] if out else [])
 
+# %% ../nbs/papers/85_tables.ipynb #s8598
 def main(arguments=None):  # list of str; None: the command line's
     """`credit-rl tables PAPER [RUN_FOLDERS…]`: the tables and figures of a paper, those that the folders hold drawn and
     the others with the command that would make them.

@@ -310,6 +310,7 @@ class Look:
         for who, answers in golds.items(): self.tokens += _answer_tokens(answers, found[f'{who}_tokens'])
         return Measured(**found)
 
+# %% ../nbs/5_run/63_train.ipynb #sp631
 def _answer_tokens(answers, scored):
     """Tokens of answers, N lists of AnswerTemplate, each counted once for every state at which it was `scored`:
     (N, S, M) tokens of each answer, 0 where it was not."""

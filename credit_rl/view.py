@@ -126,6 +126,7 @@ def _notes(measured, t):
            if name in found} for k in range(turns)]
     return [' · '.join(f'{label} {text}' for label, text in row.items()) for row in at]
 
+# %% ../nbs/6_looking/72_view.ipynb #sp724
 def _card(k, turn, golds, a, limit, fold, note=''):
     "One turn as HTML; `a` is its advantage, NaN if missing, None if none are shown; `note` says what was measured."
     style = '' if a is None else f' style="border-left:6px {"dotted" if math.isnan(a) else "solid"} {_tint(a, limit)}"'
@@ -138,6 +139,7 @@ def _card(k, turn, golds, a, limit, fold, note=''):
     foot = f'<div class="crl-foot">{html.escape(note)}</div>' if note else ''
     return f'<div class="crl-turn"{style}>{head}{_say(turn.action_text)}{seen}{foot}</div>'
 
+# %% ../nbs/6_looking/72_view.ipynb #sp727
 def _verdict(t):
     "How a rollout came out, as HTML: the answer, whether it equals a gold, and why it ended."
     golds = t.question.answers
