@@ -61,7 +61,7 @@ def carl_runs(folder, patch):
     tiny_model(tokenizer, width=32, heads=1, feedforward=64).save_pretrained(model)
     tokenizer.save_pretrained(model)
     worlds = tiny_worlds(config := make_config({**CODED, 'method': 'carl', 'model': str(model)}), config.seed)
-    for module in ('stage', 'competence'):
+    for module in ('setup', 'competence'):
         patch.setattr(f'credit_rl.{module}.HFEngine', lambda m, tokenizer, **limits: Coder(m, tokenizer, worlds))
     warm = prepare({**WARM, 'model': str(model), 'run': str(folder / 'runs' / 'warm')}, say=quiet)
     run = train({**CODED, 'method': 'carl', 'model': str(model), 'critic_from': str(warm),
@@ -278,11 +278,6 @@ def test_the_verb_prints_the_list_and_writes_what_is_drawn(runs, tmp_path, root,
     with pytest.raises(SystemExit, match='table 7'): main(['tables', 'tips', '--only', 'table 7'])
     assert entry_lines(Entry('tips', 'figure 3', 'x', 'curve_figure', {'metrics': ('em',)}), [runs / 'tips-0'])[-1] == (
         'a figure: give --out FOLDER')
-
-
-def test_the_readme_says_how_many(root):
-    count = count_states().loc['all']
-    assert f'{count.drawn} of {count["all"]} can be drawn from a folder' in (root / 'README.md').read_text()
 
 
 def test_every_paper_file_is_there(root):
