@@ -472,7 +472,7 @@ def test_trl_refuses_what_it_cannot_serve(trl, tmp_path):
     class Base:
         def __init__(self, **settings): self.args = SimpleNamespace(loss_type='grpo', temperature=1.)
     credit = trl.TurnCredit(bind(get_method('tspo')), None)
-    cold = trl.TurnCredit(bind(get_method('tspo')), None, trl.Sampling(.5))
+    cold = trl.TurnCredit(bind(get_method('tspo')), None, trl.SamplingParams(.5))
     with pytest.raises(ValueError, match='temperature 0.5 .* scored at 1.0'):
         type('T', (trl.CreditMixin, Base), {})(credit=cold)
     with pytest.raises(ValueError, match="must be 'dapo'"): type('T', (trl.CreditMixin, Base), {})(credit=credit)

@@ -445,11 +445,12 @@ def test_the_estimate_measures_what_this_host_does(monkeypatch):
     "Not a GPU's 100 TFLOP/s on a processor, which does a thousandth of it."
     monkeypatch.setattr(dry_run, 'measure_tflops', lambda: .05)
     monkeypatch.setattr(torch.cuda, 'is_available', lambda: False)
-    *_, step, taken = forecast(settings_of(make_config({'model': BASE})))
-    *_, given, said = forecast(settings_of(make_config({'model': BASE, 'tflops': 50})))
+    *_, step, likely, taken = forecast(settings_of(make_config({'model': BASE})))
+    *_, given, _, said = forecast(settings_of(make_config({'model': BASE, 'tflops': 50})))
     seconds = [float(re.search(r'be: ([0-9.e+-]+) s', line)[1]) for line in (step, given)]
     assert 990 < seconds[0] / seconds[1] < 1010
     assert 'measured on this host: 0.05 TFLOP/s' in taken and 'taking 50 TFLOP/s' in said
+    assert 'if trajectories are' in likely
 
 
 def test_a_measured_product_is_what_its_clock_says():
