@@ -56,7 +56,7 @@ help:
 	@echo '               check that nothing changed: a quarter of an hour'
 	@echo 'make test-all  make test, then the longer tests (make test-long)'
 	@echo 'make test-vllm the vLLM engine on a CPU, in an environment of its own (.venv-vllm, 4 GB)'
-	@echo 'make test-gpu  a training step at the true shapes of 0.5B, 3B and 7B, random weights, on a machine with a GPU'
+	@echo 'make test-gpu  what a GPU is to show, eight minutes on a machine that has one (tests/gpu/run.py)'
 	@echo 'make faults    two hundred faults at random moments, an hour or two (FAULTS="--faults 20" for fewer)'
 	@echo 'make long      two thousand steps, watched from outside, a quarter of an hour or more'
 	@echo 'make programs  ten thousand random programs in the sandbox, half an hour'
@@ -236,11 +236,10 @@ test-vllm: export OMP_NUM_THREADS := 1
 test-vllm: $(VLLM_VENV)/.ok
 	@$(VLLM_PY) -m pytest tests/machinery/test_vllm_engine.py -ra
 
-# An environment that is there already serves too, where there is no network: python -m pytest tests/gpu, or
-# python tests/gpu/measure.py without pytest.
+# Where there is no network an environment that is there serves too: python tests/gpu/run.py
 test-gpu: export CREDIT_RL_GPU := required
 test-gpu: $(VENV)/.ok-test
-	@$(PY) -m pytest tests/gpu -o timeout=3600 -o faulthandler_timeout=3700 -ra
+	@CREDIT_RL_GPU_OUT=runs/gpu $(PY) -m pytest tests/gpu -o timeout=3600 -o faulthandler_timeout=3700 -ra
 
 # What takes hours and is no part of `make test-all`: .github/workflows/nightly.yml runs them. The same command goes on with
 # the faults that are not over.
