@@ -168,7 +168,7 @@ def test_blocks_of_packed_answers_are_those_of_the_whole_mask(seed, multiple):
         whole, most = ({(b, q, int(k)) for b in range(len(batch.ids)) for q in range(m.kv_num_blocks.shape[2])
                         for k in m.full_kv_indices[b, 0, q, :m.full_kv_num_blocks[b, 0, q]]} for m in (found, wanted))
         assert whole <= most and len(whole) >= .6 * len(most)
-        assert torch.equal(create_mask(found.mask_mod, len(batch.ids), 1, width, width), batch.mask())
+        assert torch.equal(create_mask(found.mask_mod, len(batch.ids), 1, width, width, 'cpu'), batch.mask())
 
 
 class Deaf:
