@@ -144,12 +144,15 @@ class _SlotCache:
     def reserve(self, rows, slots):
         "Make room for so many rows and slots."
         self.shape = rows, slots
-        for store in (self.keys, self.values): store[:] = [_grow(x, rows, 0, slots, 0) for x in store]
+        for store in (self.keys, self.values):
+            for i, x in enumerate(store): store[i] = _grow(x, rows, 0, slots, 0)    # one layer is held twice at a time
 
     def aim(self, rows, positions, length):
         """Say what the next forward computes: `rows` (n,) long or a slice, at `positions` (n, q) long, attending to
         slots < `length`."""
         self.rows, self.positions, self.length = rows, positions, length
+        at = torch.arange(rows.stop, device=positions.device) if isinstance(rows, slice) else rows
+        self.at = at[:, None]
 
     def update(self, key, value, layer, *ignored, **unused):
         """Called by the model: keep this layer's new keys and values (n, heads, q, head_dim), return all that may be
@@ -157,9 +160,8 @@ class _SlotCache:
         if layer == len(self.keys):
             for new, store in ((key, self.keys), (value, self.values)):
                 store.append(new.new_zeros(self.shape[0], new.shape[1], self.shape[1], new.shape[3]))
-        rows = torch.arange(self.rows.stop, device=key.device) if isinstance(self.rows, slice) else self.rows
         for new, store in ((key, self.keys[layer]), (value, self.values[layer])):
-            store[rows[:, None], :, self.positions] = new.transpose(1, 2)
+            store[self.at, :, self.positions] = new.transpose(1, 2)
         return tuple(store[layer][self.rows, :, :self.length] for store in (self.keys, self.values))
 
     def copy(self, source, target, length):
@@ -171,14 +173,19 @@ class _SlotCache:
         return 0
 
 # %% ../nbs/3_acting/20_engine.ipynb #s022
-def _attend_in_place(module, query, key, value, attention_mask, in_place=False, **kwargs):
+def _attend_in_place(module, query, key, value, attention_mask, in_place=False, fresh=False, **kwargs):
     """Attention that stands in for Hugging Face's 'sdpa', see its AttentionInterface: the same, but `in_place` heads
-    that share a key read it where it lies."""
+    that share a key read it where it lies. `fresh`: queries stand at the positions of their keys, without a mask."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
     if not in_place: return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
-    out = torch.nn.functional.scaled_dot_product_attention(
-        query, key, value, attn_mask=attention_mask, scale=kwargs.get('scaling'),
-        enable_gqa=query.shape[1] != key.shape[1])
+    attend = functools.partial(torch.nn.functional.scaled_dot_product_attention, scale=kwargs.get('scaling'))
+    (n, heads, count, width), keys = query.shape, key.shape[1]
+    if count == 1:                                      # the heads that share a key are so many queries of one head
+        together = query.reshape(n, keys, heads // keys, width)
+        return attend(together, key, value, attn_mask=attention_mask).reshape(n, 1, heads, width), None
+    shared = heads != keys and (not query.is_cuda or fresh and query.dtype in (torch.float16, torch.bfloat16))
+    if heads != keys and not shared: key, value = (x.repeat_interleave(heads // keys, 1) for x in (key, value))
+    out = attend(query, key, value, attn_mask=None if fresh else attention_mask, is_causal=fresh, enable_gqa=shared)
     return out.transpose(1, 2).contiguous(), None
 
 @functools.cache
@@ -186,13 +193,11 @@ def _register():
     from transformers import AttentionInterface
     AttentionInterface.register('sdpa', _attend_in_place)
 
-def _in_place(model, device):
-    "The argument of a forward over kept keys that are to be read in place: {} for a model or device that cannot."
-    kind = model.config._attn_implementation
-    if device.type != 'cpu' or model.config.model_type not in ARCHITECTURES or kind not in ('sdpa', 'tree_sdpa'):
-        return {}
-    _register()
-    return {'in_place': True}
+def _in_place(model):
+    "Whether the forwards of a model over kept keys can read them in place: bool."
+    known = model.config.model_type in ARCHITECTURES and model.config._attn_implementation in ('sdpa', 'tree_sdpa')
+    if known: _register()
+    return known
 
 # %% ../nbs/3_acting/20_engine.ipynb #c019
 class _Row:
@@ -212,15 +217,18 @@ def _leaders(rows):
     return lead, of
 
 @torch.no_grad()
-def _logits(model, cache, tokens, positions, last):
-    "Logits (n, V) after the `last` (n,) of `tokens` (n, q), at `positions` (n, q), in the rows that `cache` aims at."
-    mask = torch.arange(cache.length, device=tokens.device) <= positions[:, None, :, None]   # (n, 1, q, length)
+def _logits(model, cache, tokens, positions, last=None, fresh=False):
+    """Logits (n, V) after the `last` (n,) of `tokens` (n, q), None for q = 1, at `positions` (n, q), in the rows that
+    `cache` aims at. `fresh`: all rows begin here."""
+    how = {'in_place': True, 'fresh': fresh} if _in_place(model) else {}
+    if how and fresh: mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=tokens.device)     # nobody looks at it
+    else: mask = torch.arange(cache.length, device=tokens.device) <= positions[:, None, :, None]  # (n, 1, q, length)
     if adds_mask(model):
         added = torch.zeros(mask.shape, dtype=model.dtype, device=mask.device)
         mask = added.masked_fill(~mask, torch.finfo(model.dtype).min)
     hidden = model.base_model(input_ids=tokens, attention_mask=mask, position_ids=positions, past_key_values=cache,
-                              use_cache=True, **_in_place(model, tokens.device)).last_hidden_state
-    return model.get_output_embeddings()(hidden[torch.arange(len(tokens)), last])
+                              use_cache=True, **how).last_hidden_state
+    return model.get_output_embeddings()(hidden[:, 0] if last is None else hidden[torch.arange(len(tokens)), last])
 
 # %% ../nbs/3_acting/20_engine.ipynb #c020
 class _RowBatch:
@@ -262,7 +270,7 @@ class _RowBatch:
         positions = start[:, None] + torch.arange(tokens.shape[1], device=self.device)
         positions = positions.clamp(max=self.ids.shape[1] - 1)
         at = torch.tensor([r.slot for r in lead], device=self.device)
-        logits = self._forward(tokens, at, positions, length, count - 1)
+        logits = self._forward(tokens, at, positions, length, count - 1, not any(r.read for r in lead))
         slots, source = torch.tensor([r.slot for r in rows], device=self.device), at[of]
         twins = slots != source
         if twins.any(): self.cache.copy(source[twins], slots[twins], length)
@@ -274,13 +282,13 @@ class _RowBatch:
         rows = slice(0, live) if 2 * len(busy) > live else busy
         at = self.have[rows, None] - 1                                       # the newest id has not been read yet
         tokens = self.ids[rows].gather(1, at)
-        logits = self._forward(tokens, rows, at, int(at.max()) + 1, torch.zeros(len(tokens), dtype=torch.long))
+        logits = self._forward(tokens, rows, at, int(at.max()) + 1)
         return logits[busy] if isinstance(rows, slice) else logits
 
-    def _forward(self, tokens, rows, positions, length, last):
+    def _forward(self, tokens, rows, positions, length, *how):
         self.forwards += 1
         self.cache.aim(rows, positions, length)
-        return _logits(self.model, self.cache, tokens, positions, last)
+        return _logits(self.model, self.cache, tokens, positions, *how)
 
     def shared(self, slot, ids):
         "How many ids at the beginning of row number `slot` are those of `ids` (list of int)."

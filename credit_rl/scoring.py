@@ -15,7 +15,7 @@ import torch
 from .layout import HeadPieces, head_logps, token_logps
 from .options import Option
 from .protocol import PROTOCOLS
-from .trees import Tree, adds_mask, deal_nodes, node_numbers, plant, read_tree
+from .trees import Tree, adds_mask, block_lists, deal_nodes, node_numbers, plant, read_tree
 
 # %% ../nbs/3_acting/24_scoring.ipynb #c005
 @dataclass(frozen=True)
@@ -510,15 +510,28 @@ class Scores(NamedTuple):
         return int(((self.tokens > 0) & self.sums.isnan()).sum())
 
 # %% ../nbs/3_acting/24_scoring.ipynb #c036
+def _packed_blocks(batch):
+    "The batch's tree mask as flex attention takes it, from where segments begin and how far branches reach."
+    from torch.nn.attention.flex_attention import BlockMask
+    (rows, width), size = batch.ids.shape, 128
+    pad = lambda x, value: torch.nn.functional.pad(x, (0, -width % size), value=value)
+    segment, reach = pad(batch.segment, -2), pad(batch.reach, -1)
+    see = lambda b, h, q, k: ((segment[b, q] == segment[b, k]) & (k <= q)) | (k <= reach[b, q])
+    column = torch.arange(segment.shape[1], device=segment.device)
+    new = torch.nn.functional.pad(segment[:, 1:] != segment[:, :-1], (1, 0), value=True)
+    start = torch.where(new, column, 0).cummax(1).values
+    near = start <= reach + 1                       # nothing is left out between the two spans that it sees
+    start, far = (torch.where(near, x, y).view(rows, -1, size) for x, y in ((0, start), (len(column), reach)))
+    first, of = column[::size], lambda x: x[:, :, None]
+    before = first < first[:, None]
+    whole = before & ((of(start.amax(2)) <= first) | (of(far.amin(2)) >= first + size - 1))
+    some = before & ((of(start.amin(2)) < first + size) | (of(far.amax(2)) >= first)) & ~whole
+    return BlockMask((width, width), *block_lists(some | (first == first[:, None]), whole), BLOCK_SIZE=(size, size),
+                     mask_mod=see)
+
 def _attention(model, batch):
     "The batch's tree mask in the form that the model's attention takes: booleans, numbers to add, or a BlockMask."
-    kind = model.config._attn_implementation
-    if kind == 'flex_attention':
-        from torch.nn.attention.flex_attention import create_block_mask
-        segment, reach = batch.segment, batch.reach
-        see = lambda b, h, q, k: ((segment[b, q] == segment[b, k]) & (k <= q)) | (k <= reach[b, q])
-        return create_block_mask(see, *segment.shape[:1], None, segment.shape[1], segment.shape[1],
-                                 device=str(segment.device))
+    if model.config._attn_implementation == 'flex_attention': return _packed_blocks(batch)
     mask = batch.mask()
     if not adds_mask(model): return mask
     closed = torch.finfo(model.dtype).min

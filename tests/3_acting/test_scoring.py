@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
+from torch.nn.attention.flex_attention import create_block_mask, create_mask
 from torch.testing import assert_close
 
+from credit_rl import scoring
 from credit_rl.layout import pack, token_logps
 from credit_rl.models import load_tokenizer
 from credit_rl.protocol import PROTOCOLS, Chat, Protocol, byte_tokenizer, parse
@@ -144,6 +146,29 @@ def test_flex_attention_is_the_same_tree(qwen):
         logp, scores = joint_logps(qwen, work[0], torch.rand(work[0][0].shape) < 0, *work[1:], method='flex')
     same(scores, plain(qwen, *work))
     assert qwen.config._attn_implementation == 'sdpa'
+
+
+@settings(deadline=None, max_examples=10)
+@given(st.integers(0, 99), st.sampled_from([1, 128]))
+def test_blocks_of_packed_answers_are_those_of_the_whole_mask(seed, multiple):
+    """As PyTorch finds them by looking at every pair of tokens; some of those that are seen whole may be listed as
+    seen in part, where two branches meet in a block, which costs a comparison and changes nothing."""
+    g = torch.Generator().manual_seed(seed)
+    draw = lambda low, high: int(torch.randint(low, high, (1,), generator=g))
+    rows = torch.randint(VOCABULARY, (3, 700), generator=g), torch.tensor([700, draw(1, 700), draw(1, 200)])
+    states = torch.tensor([[[r, draw(0, int(n))] for _ in range(3)] for r, n in enumerate(rows[1])])
+    answers = [[AnswerTemplate([draw(0, VOCABULARY) for _ in range(n)], n // 2, n) for n in (draw(1, 300), draw(1, 9))]
+               for _ in rows[1]]
+    for batch in answer_batches(rows, states, answers, budget=4096, multiple=multiple)[0]:
+        found, width = scoring._packed_blocks(batch), batch.ids.shape[1]
+        assert found.shape == (len(batch.ids), 1, width, width)
+        see = lambda b, h, q, k: batch.mask()[b, 0][q, k]
+        wanted = create_block_mask(see, len(batch.ids), None, width, width, device='cpu')
+        assert torch.equal(found.to_dense(), wanted.to_dense())
+        whole, most = ({(b, q, int(k)) for b in range(len(batch.ids)) for q in range(m.kv_num_blocks.shape[2])
+                        for k in m.full_kv_indices[b, 0, q, :m.full_kv_num_blocks[b, 0, q]]} for m in (found, wanted))
+        assert whole <= most and len(whole) >= .6 * len(most)
+        assert torch.equal(create_mask(found.mask_mod, len(batch.ids), 1, width, width, 'cpu'), batch.mask())
 
 
 class Deaf:

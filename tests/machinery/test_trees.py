@@ -9,11 +9,14 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.attention.flex_attention as torch_flex
 from hypothesis import given, settings, strategies as st
 from torch.testing import assert_close
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (GPT2Config, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, Qwen2Config,
                           Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM)
 
+from credit_rl import trees
 from credit_rl.layout import hidden_states, token_logps
 from credit_rl.scoring import AnswerTemplate, answer_logps, answer_logps_separate, joint_logps
 from credit_rl.trees import (CHUNK, Paths, attend_by_trees, check_tree, deal_nodes, node_numbers, path_attention, plant,
@@ -22,10 +25,10 @@ from credit_rl.trees import (CHUNK, Paths, attend_by_trees, check_tree, deal_nod
 SIZES = dict(vocab_size=40, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
              num_key_value_heads=2, head_dim=8, initializer_range=.3, max_position_embeddings=1024)
 MADE = {
-    'qwen2': lambda **o: Qwen2ForCausalLM(Qwen2Config(**SIZES, **o)),
-    'qwen3': lambda **o: Qwen3ForCausalLM(Qwen3Config(**SIZES, **o)),
-    'llama': lambda **o: LlamaForCausalLM(LlamaConfig(**SIZES, **o)),
-    'mistral': lambda **o: MistralForCausalLM(MistralConfig(**SIZES, sliding_window=None, **o)),
+    'qwen2': lambda **o: Qwen2ForCausalLM(Qwen2Config(**{**SIZES, **o})),
+    'qwen3': lambda **o: Qwen3ForCausalLM(Qwen3Config(**{**SIZES, **o})),
+    'llama': lambda **o: LlamaForCausalLM(LlamaConfig(**{**SIZES, **o})),
+    'mistral': lambda **o: MistralForCausalLM(MistralConfig(**{**SIZES, **o}, sliding_window=None)),
 }
 
 
@@ -113,21 +116,99 @@ def test_long_stretches_attend_in_chunks():
     check_both(made(), *rectangle([*long, long[0][:CHUNK] + [1, 2, 3]]))
 
 
-@pytest.mark.filterwarnings('ignore:flex_attention called')
+# ---- flex attention: by blocks, as a GPU reads a tree; on a CPU PyTorch computes the same densely ----
+
+def forest(width, seed=0):
+    "A tree of so many columns, of rows that share a third, and their lengths."
+    generator = torch.Generator().manual_seed(seed)
+    shared, part = width // 3, width // 3
+    ids = torch.randint(1, 40, (2, shared + width - shared - part), generator=generator)
+    ids[1, :shared], ids[0, shared], ids[1, shared] = ids[0, :shared], 1, 2
+    lengths = torch.tensor([shared + part, ids.shape[1]])
+    tree = plant(ids, node_numbers(ids, lengths))
+    assert len(tree.ids) == width
+    return tree
+
+
 @pytest.mark.parametrize('kind', [*MADE])
-def test_flex_attention_reads_the_same(kind, monkeypatch):
-    "By its block mask, as a GPU would, but not compiled."
-    from torch.nn.attention.flex_attention import flex_attention
-    from transformers.integrations import flex_attention as home
-    calls = []
-    def plain(query, key, value, training=False, **how):
-        calls.append(how['block_mask'])
-        return flex_attention(query, key, value, **how)
-    monkeypatch.setattr(home, 'compile_friendly_flex_attention', plain)
+def test_flex_attention_reads_the_same(kind):
     model, (ids, lengths) = made(kind).eval(), rectangle([[1, 2, 3, 4, 5], [1, 2, 3, 7], [1, 2, 9, 9, 9, 9], [8]])
     tree = plant(ids, node_numbers(ids, lengths))
     with torch.no_grad(): assert_close(read_tree(model, tree, flex=True), read_tree(model, tree), atol=1e-5, rtol=1e-5)
-    assert len(calls) == model.config.num_hidden_layers and None not in calls
+
+
+def test_flex_attention_learns_the_same(monkeypatch):
+    monkeypatch.setattr(torch_flex, '_validate_device', lambda *ignored: None)   # a CPU's dense form has gradients
+    model, tree = made(), forest(300)
+    weights = torch.randn(300, SIZES['hidden_size'], generator=torch.Generator().manual_seed(0))
+    found = []
+    for flex in (True, False):
+        model.zero_grad()
+        (read_tree(model, tree, flex) * weights).mean().backward()
+        found.append({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
+    for name in found[1]: assert_close(found[0][name], found[1][name], atol=1e-6, rtol=1e-4)
+
+
+def test_six_widths_are_one_compilation():
+    "Three heads to a key, which no other test has, so that another's compilation does not serve."
+    model = made(num_attention_heads=6).eval()
+    before = len(trees.COMPILATIONS)
+    with torch.no_grad():
+        for width in (100, 300, 500, 600, 800, 1000):
+            tree = forest(width)
+            assert_close(read_tree(model, tree, flex=True), read_tree(model, tree), atol=1e-4, rtol=1e-4)
+    assert len(trees.COMPILATIONS) == before + 1
+
+
+@settings(max_examples=20, deadline=None)
+@given(rows(), st.lists(st.integers(1, 400), min_size=1, max_size=7), st.integers(1, 4))
+def test_blocks_are_those_of_the_whole_mask(found, times, more):
+    "As PyTorch finds them by looking at every pair of columns, each list in the same order."
+    long = [[i for token, n in zip(row, times * 2) for i in [token] * n] or [1] for row in found]
+    ids, lengths = rectangle(long)
+    tree = plant(ids, node_numbers(ids, lengths)).padded(128 * more)
+    lists, width = trees.tree_blocks(tree), len(tree.ids)
+    mask = trees.block_mask(tree.ends, lists)
+    wanted = torch_flex.create_block_mask(mask.mask_mod, None, None, width, width, device='cpu')
+    assert mask.shape == wanted.shape
+    names = [f'{full}{side}_{kind}' for side in ('kv', 'q') for full in ('', 'full_')
+             for kind in ('num_blocks', 'indices')]
+    for name, found in zip(names, lists, strict=True):
+        assert torch.equal(found, getattr(wanted, name)) and found.is_contiguous() and found.dtype == torch.int32, name
+
+
+class Largest(TorchDispatchMode):
+    "The most elements of a tensor that was made inside."
+    elements = 0
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **kwargs or {})
+        for x in out if isinstance(out, (tuple, list)) else [out]:
+            if isinstance(x, torch.Tensor): self.elements = max(self.elements, x.numel())
+        return out
+
+
+def test_a_long_tree_needs_no_mask_over_its_columns(monkeypatch):
+    "All that is made to read a tree of W columns, but for the attention itself, is far smaller than W × W."
+    model, tree, width = made().eval(), forest(4000), 4000
+    nothing = lambda query, key, value, *ignored, **unused: torch.zeros_like(query)
+    monkeypatch.setattr(trees, 'flex_attend', nothing)
+    with torch.no_grad(), Largest() as largest: read_tree(model, tree, flex=True)
+    assert 0 < largest.elements <= 4096 * 64 < width ** 2 / 32
+
+
+@pytest.mark.parametrize('heads', [4, 6])
+def test_shared_keys_are_not_copied_for_flex_attention(heads, monkeypatch):
+    seen, real = [], trees.flex_attend
+    monkeypatch.setattr(trees, 'flex_attend', lambda *args: seen.append(args) or real(*args))
+    with torch.no_grad(): read_tree(made(num_attention_heads=heads).eval(), forest(100), flex=True)
+    assert [(args[0].shape[1], args[1].shape[1], args[2].shape[1]) for args in seen] == [(heads, 2, 2)] * 2
+
+
+def test_widths_are_padded_to_few_and_by_little():
+    widths = [w + -w % trees._step(w) for w in range(1, 20000)]
+    assert all(w % 128 == 0 and w >= 256 for w in widths) and widths == sorted(widths)
+    assert all(p <= w * 17 / 16 for w, p in enumerate(widths, 1) if w >= 2048)
+    assert len({p for p in widths if 8192 < p <= 16384}) == 16
 
 
 @pytest.mark.parametrize('reentrant', [False, True])
