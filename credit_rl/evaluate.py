@@ -19,7 +19,7 @@ from .engine import Decoding, HFEngine, SamplingParams
 from .environment import Conversation, Source, asked_protocol, is_searched, make_environment, open_search
 from .readers import RowError
 from .launch import (LaunchError, Processes, Ranks, check_hosts, check_threads, gloo_environment, is_rank,
-                              join_ranks, keep_traceback, launch, launch_command, meet, speak)
+                              join_ranks, keep_traceback, launch, launch_command, meet, set_torch, speak)
 from .layout import hidden_states, pack
 from .metrics import benchmark_metric, carl_match, cover_match, exact_match, f1
 from .models import (Policy, json_hash, load_model, load_tokenizer, local_folder, model_hashes, read_template,
@@ -596,7 +596,7 @@ def run_evaluation(
     if s.gaps and engine is not None and getattr(engine, 'model', None) is None:
         raise ValueError(f'gaps are read from a model, and an engine of type {type(engine).__name__} has none')
     check_evaluation(s)
-    if s.threads: torch.set_num_threads(s.threads)
+    set_torch(s.threads, s.tf32)
     player = _LazyModel(s, engine)
     plans = [_plan_evaluation(s, name, player, opened) for name in set_names(s.data)]
     if is_rank():
@@ -674,7 +674,7 @@ def replay_evaluation(
         before, rows = read_manifest(place), read_turns(place)
         s = from_settings(Evaluation, {**before['settings'], 'hostfile': None, 'hosts': 1, **(changes or {})})
         check_evaluation(s)
-        if s.threads: torch.set_num_threads(s.threads)
+        set_torch(s.threads, s.tf32)
         other = ('data', 'path', 'corpus', 'split', 'questions', 'run')
         key = json.dumps({k: v for k, v in vars(s).items() if k not in other})
         player = players[key] = players.get(key) or _LazyModel(s, engine)

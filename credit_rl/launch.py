@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['LAUNCHER', 'Ranks', 'is_rank', 'join_ranks', 'check_same_files', 'expect_file', 'keep_traceback', 'failure',
            'check_threads', 'check_hosts', 'ranks_here', 'gloo_environment', 'missing_for_hosts', 'launch_command',
-           'Processes', 'LaunchError', 'meet', 'speak', 'Progress', 'launch', 'let_threads_sleep']
+           'Processes', 'set_torch', 'LaunchError', 'meet', 'speak', 'Progress', 'launch', 'let_threads_sleep']
 
 # %% ../nbs/machinery/03_launch.ipynb #c002
 import atexit, contextlib, datetime, json, os, queue, re, shutil, signal, socket, subprocess, sys, threading, time
@@ -411,6 +411,24 @@ class Processes(SettingsGroup):
                          least=1)
     endpoint: str = setting(None, "where these meet, as 'node0:29500': the host of rank 0, and a free port there")
     threads: int = setting(None, 'of PyTorch on a CPU; None: its own choice', least=1)
+    tf32: bool = setting(None, 'whether a GPU may multiply float32 matrices in TF32, eleven significant bits of each '
+                               "factor, which is several times as fast; None: PyTorch's own choice")
+
+# %% ../nbs/machinery/03_launch.ipynb #v0304
+def set_torch(
+    threads=None,  # of a CPU; None: as they are
+    tf32=None,     # bool, see Processes; None: as it is
+):
+    """Set what PyTorch has one of in a process, as far as it is given.
+
+    Parameters
+    ----------
+    threads : of a CPU; None: as they are
+    tf32 : bool, see Processes; None: as it is
+    """
+    import torch
+    if threads: torch.set_num_threads(threads)
+    if tf32 is not None: torch.set_float32_matmul_precision('high' if tf32 else 'highest')
 
 # %% ../nbs/machinery/03_launch.ipynb #h0314
 _SILENCE = 60     # seconds after which a host that counts no further is taken for lost

@@ -505,6 +505,7 @@ class PlainBackend:
         if self.scorer is not None: raise ValueError('a backend serves one learner: make another for this one')
         self.scorer, self.masters = scorer, _Masters(groups)
         self.adamw = self.make_optimiser(self.masters.groups, optimiser)
+        self.optimisers = [self.adamw]
         self.device, self.tree = next(scorer.model.parameters()).device, None
         return scorer
 
@@ -801,6 +802,7 @@ class Learner:
     def _descend(self, name, clip, layout, tensors, chosen):
         "One step for a loss, 'all', 'policy' or 'critic', on some trajectories of a mini-batch. Returns its log."
         backend, sums = self.backend, {}
+        for adamw in backend.optimisers: adamw.loss = name
         parts = micro_batches(layout, chosen, self.optimiser.row_tokens, backend.ranks)[backend.rank]
         want = [] if name == 'critic' else ['logp', *(['entropy'] if self.loss.entropy else [])]
         if self.critic is not None and name != 'policy': want.append('values')
@@ -815,8 +817,8 @@ class Learner:
             backend.backward(loss, last=i + 1 == len(parts))
             for k, v in log.items(): sums[k] = sums.get(k, 0.) + v
         sums, share = backend.gather(sums), self.optimiser.share(self.updates)
-        backend.adamw.loss = name
-        for group, rates in zip(backend.adamw.param_groups, self.rates): group['lr'] = share * rates.get(name, 0.)
+        groups = [group for adamw in backend.optimisers for group in adamw.param_groups]
+        for group, rates in zip(groups, self.rates, strict=True): group['lr'] = share * rates.get(name, 0.)
         norm = backend.update(clip)
         if not math.isfinite(norm): return self._refused(name, norm, sums)
         if name == 'critic': return {'value_loss': sums['value_loss'], 'critic_grad_norm': norm}
@@ -872,6 +874,10 @@ def _saved(folder, part):
     else:                                                                         # stage 0: nothing is in pieces
         states = os.path.join(pieces, 'mp_rank_00_model_states.pt')
         with only_data(folder): named = torch.load(states, map_location='cpu')['module']
+    head = os.path.join(folder, 'head.pt')                              # of a critic's that DeepSpeed did not take over
+    if os.path.exists(head):
+        with only_data(folder): kept = torch.load(head, map_location='cpu')['head']
+        named = {**named, **{f'critic.head.{n}': w for n, w in kept.items()}}
     return {n.removeprefix(f'{part}.'): w for n, w in named.items() if n.startswith(f'{part}.')}
 
 def saved_policy(folder):

@@ -16,7 +16,7 @@ from .dry_run import is_large, no_gpu, rank_tflops
 from .engine import seed_of
 from .estimate import describe, memory, read_sizes, step_seconds
 from .environment import open_search
-from .launch import LaunchError, Ranks, is_rank, join_ranks, keep_traceback, speak
+from .launch import LaunchError, Ranks, is_rank, join_ranks, keep_traceback, set_torch, speak
 from .layout import pack
 from .learner import BadStep, FrozenModels, only_data
 from .losses import kl
@@ -239,7 +239,7 @@ def _prepare(c, say, ranks):
         check_same_params(c)
         say(f'{s.course.run} is only shown again: its warm-up is over')
         return Path(s.course.run)
-    if s.host.threads: torch.set_num_threads(s.host.threads)
+    set_torch(s.host.threads, s.host.tf32)
     run = s.course.run
     with RunLog(run, s.course.resume, s.keeping.trackers) if ranks.first else SilentLog(run) as log:
         return _warmed(s, choice, vars(c), log, ranks, say)

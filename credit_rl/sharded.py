@@ -6,7 +6,7 @@
 __all__ = ['merged_pieces', 'DeepSpeedBackend']
 
 # %% ../nbs/machinery/53_sharded.ipynb #s002
-import contextlib, os, sys, warnings
+import contextlib, math, os, sys, warnings
 from dataclasses import replace
 import torch
 from .launch import is_rank
@@ -84,6 +84,80 @@ def merged_pieces(
              for i, shapes in enumerate(models[0].param_shapes) for name in shapes}
     return weights, averages, steps, state
 
+# %% ../nbs/machinery/53_sharded.ipynb #s53head2
+class _ExactHead:
+    """A critic's head in float32, outside DeepSpeed: whole on every rank, with an optimiser of its own. Without a
+    critic it is empty. `others`: the groups of parameters that it leaves to DeepSpeed.
+
+    Parameters
+    ----------
+    critic : Critic, or None
+    groups : see parameter_groups
+    make : function of groups: their optimiser
+    """
+    def __init__(
+        self,
+        critic,  # Critic, or None
+        groups,  # see parameter_groups
+        make,    # function of groups: their optimiser
+    ):
+        self.critic, self.weights = critic, [] if critic is None else list(critic.head.parameters())
+        if critic is not None: vars(critic)['head'] = critic._modules.pop('head')     # DeepSpeed goes by the modules
+        within = lambda group: {id(p) for p in group['params']} <= {id(p) for p in self.weights}
+        self.others = [group for group in groups if not within(group)]
+        self.optimisers = [make([group]) for group in groups if within(group)]
+        self.small = min((p for group in self.others for p in group['params']), key=torch.numel)
+
+    def anchor(self, loss):
+        "0, by the gradient of a small weight of DeepSpeed's, which waits for one, where a loss moves this head alone."
+        return 0. if any(loss in group['rates'] for group in self.others) else 0. * self.small.sum()
+
+    def add_up(self, ranks):
+        "Add up the gradient over ranks, whose losses were multiplied by their number."
+        for p in self.weights:
+            if p.grad is None: continue
+            torch.distributed.all_reduce(p.grad)
+            p.grad /= ranks
+
+    def norm(self):
+        "The norm of the gradient, a tensor."
+        held = [p.grad.norm() for p in self.weights if p.grad is not None]
+        return torch.stack(held).norm() if held else torch.zeros(())
+
+    def join(self, zero, stage):
+        "Let the optimiser of a ZeRO stage clip by the norm of both gradients, and refuse a step where either is bad."
+        if not self.weights or not stage: return
+        if stage == 3:
+            norms = zero._get_norm_groups
+            zero._get_norm_groups = lambda: [*(x.to(zero.device) for x in norms()), self.norm().to(zero.device)]
+        else:
+            whole = zero.scaled_global_norm
+            zero.scaled_global_norm = lambda: (lambda x: torch.hypot(x, self.norm().to(x)))(whole())
+
+    def step(self, norm, clip):
+        "Step, where the norm of both gradients is finite, and forget the gradient."
+        for p in self.weights if math.isfinite(norm) else ():
+            if p.grad is not None: p.grad *= min(1., clip / (norm + 1e-6))
+        for adamw in self.optimisers:
+            if math.isfinite(norm): adamw.step()
+            adamw.zero_grad()
+
+    def save(self, path):
+        "Write the head and what its optimiser keeps, if there is one."
+        state = {'optimisers': [adamw.state_dict() for adamw in self.optimisers]}
+        if self.weights: torch.save({'head': self.critic.head.state_dict(), **state}, path)
+
+    def restore(self, path):
+        "Go back to what `save` wrote. Raises ValueError where the checkpoint has none."
+        if not self.weights: return
+        if not os.path.exists(path):
+            raise ValueError(f"there is no {str(path)!r}: the checkpoint was written by an earlier version, which "
+                             "rounded a critic's head to bfloat16; begin anew")
+        with only_data(os.path.dirname(path)): saved = torch.load(path, map_location=self.weights[0].device)
+        self.critic.head.load_state_dict(saved['head'])
+        for adamw, state in zip(self.optimisers, saved['optimisers'], strict=True): adamw.load_state_dict(state)
+
+
 # %% ../nbs/machinery/53_sharded.ipynb #s0121
 def _most(count):
     "The largest of the counts that all ranks say."
@@ -92,6 +166,21 @@ def _most(count):
     torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX)
     return int(most)
 
+# %% ../nbs/machinery/53_sharded.ipynb #s0122
+def _sum_up(value, device):
+    "The sum of what all ranks say, a number or a tensor."
+    kind = torch.float32 if torch.is_tensor(value) else torch.float64
+    whole = torch.as_tensor(value, dtype=kind, device=device).clone()
+    torch.distributed.all_reduce(whole)
+    return whole.cpu() if whole.ndim else whole.item()
+
+def _own_piece(value, parameter):
+    "This rank's piece of a value of a parameter under stage 3; a last piece may be longer than what is left: zeros."
+    size, rank, ranks = parameter.ds_tensor.ds_numel, torch.distributed.get_rank(), torch.distributed.get_world_size()
+    whole = torch.nn.functional.pad(value.flatten(), (0, size * ranks - value.numel()))
+    return whole[size * rank:size * (rank + 1)]
+
+
 # %% ../nbs/machinery/53_sharded.ipynb #s012
 class DeepSpeedBackend:
     """Run a learner through DeepSpeed, on as many ranks as were launched. See `PlainBackend` for what each method does.
@@ -99,7 +188,7 @@ class DeepSpeedBackend:
     Parameters
     ----------
     stage : ZeRO stage, 0 to 3
-    dtype : of forward and backward: 'float32', 'bfloat16'; the optimiser steps in float32
+    dtype : of forward and backward: 'float32', 'bfloat16'; optimiser and critic's head: float32
     settings : dict, entries of DeepSpeed's own configuration that add to or replace ours
     """
     scorer = None
@@ -107,7 +196,7 @@ class DeepSpeedBackend:
     def __init__(
         self,
         stage=2,          # ZeRO stage, 0 to 3
-        dtype='float32',  # of forward and backward: 'float32', 'bfloat16'; the optimiser steps in float32
+        dtype='float32',  # of forward and backward: 'float32', 'bfloat16'; optimiser and critic's head: float32
         settings=None,    # dict, entries of DeepSpeed's own configuration that add to or replace ours
     ):
         if stage not in range(4): raise ValueError(f'stage must be 0, 1, 2 or 3, got {stage!r}')
@@ -121,16 +210,19 @@ class DeepSpeedBackend:
 
     def wrap(self, scorer, groups, optimiser):
         """Take over a `Scorer` and its parameters by groups: the engine that its forwards go through. In bfloat16 at
-        stage 0 DeepSpeed begins with a step of its own, on gradients of 0: it moves nothing, and AdamW doesn't count
-        it."""
+        stage 0 DeepSpeed begins with a step of its own, on gradients of 0, which moves nothing and is not counted."""
         if self.scorer is not None: raise ValueError('a backend serves one learner: make another for this one')
-        deepspeed, self.adamw = _join_deepspeed(scorer.model.device), self.make_optimiser(groups, optimiser)
+        deepspeed, make = _join_deepspeed(scorer.model.device), lambda groups: self.make_optimiser(groups, optimiser)
+        self.head = _ExactHead(scorer.critic if self.dtype == 'bfloat16' else None, groups, make)
+        self.adamw = make(self.head.others)
+        self.optimisers = [self.adamw, *self.head.optimisers]
         self.rank, self.ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
         self.scorer, self.tree = scorer, takes_tree_mask(scorer.model)            # later its weights may be in pieces
         if self.stage == 3 and self.ranks > 1: scorer.pieces = replace(scorer.pieces, agree=_most)
         own = self.stage == 0 and self.dtype == 'bfloat16'
         for group in self.adamw.param_groups if own else (): group['lr'] = 0.     # each update sets it
         self.engine = self._initialise(deepspeed, scorer, optimizer=self.adamw)
+        self.head.join(self.engine.optimizer, self.stage)
         if own: self.adamw.state.clear()
         self.device = self.engine.device
         return self.engine
@@ -149,30 +241,31 @@ class DeepSpeedBackend:
 
     def backward(self, loss, last):
         "Add a micro-batch's gradient; `last` is True for the last one before the update."
+        if self.stage < 3: loss = loss + self.head.anchor(self.adamw.loss)
         self.engine.set_gradient_accumulation_boundary(last)
         self.engine.backward(loss * self.ranks)
 
     def update(self, clip):
         """Clip to a norm, step, forget the gradient. Returns the gradient's norm before clipping; where that is not
         finite no step is taken. With ZeRO it is DeepSpeed that refuses, and gives infinity for the norm."""
-        plain = torch.nn.utils.clip_grad_norm_(self.scorer.parameters(), clip) if self.stage == 0 else None
+        self.head.add_up(self.ranks)
+        held = [*self.scorer.parameters(), *self.head.weights]
+        plain = torch.nn.utils.clip_grad_norm_(held, clip) if self.stage == 0 else None
         if plain is not None and not plain.isfinite():
             self.engine.optimizer.zero_grad()
+            self.head.step(math.inf, clip)
             return float(plain)
         if hasattr(self.engine.optimizer, 'clip_grad'): self.engine.optimizer.clip_grad = clip
         self.engine.step()                                            # clips too; without ZeRO it then forgets the norm
         # stage 3 would keep what this loss gave to weights that the next one does not reach
         if self.stage == 3: self.engine.optimizer.grad_partitions_flat_buffer.zero_()
-        return float(self.engine.get_global_grad_norm() if plain is None else plain)
+        norm = float(self.engine.get_global_grad_norm() if plain is None else plain)
+        self.head.step(norm, clip if plain is None else math.inf)     # without ZeRO it is clipped already
+        return norm
 
     def gather(self, sums):
         "Add up named numbers or tensors over all ranks."
-        whole = {}
-        for name, value in sums.items():
-            kind = torch.float32 if torch.is_tensor(value) else torch.float64
-            whole[name] = torch.as_tensor(value, dtype=kind, device=self.device).clone()
-            torch.distributed.all_reduce(whole[name])
-        return {name: v.cpu() if v.ndim else v.item() for name, v in whole.items()}
+        return {name: _sum_up(value, self.device) for name, value in sums.items()}
 
     def score(self, module, scorer, query, share):
         "Gold answers through an engine, the same number of forwards on every rank; see `PlainBackend.score`."
@@ -226,6 +319,7 @@ class DeepSpeedBackend:
             if self.rank == 0: torch.save(named, os.path.join(folder, 'teacher.pt'))
         client = {'generator': state['generator'], 'learner_updates': state['updates']}
         self.engine.save_checkpoint(str(folder), tag='deepspeed', save_latest=False, client_state=client)
+        if self.rank == 0: self.head.save(os.path.join(folder, 'head.pt'))
 
     def restore(self, folder, teacher=None):
         "Go back to what `save` wrote: the state that it was given. Raises FileNotFoundError where there is none."
@@ -238,6 +332,7 @@ class DeepSpeedBackend:
             if self.stage in (1, 2) and isinstance(self.adamw, AdamWByLoss): self.adamw.check_groups(_piece_of(folder))
             with only_data(folder): _, state = self.engine.load_checkpoint(str(folder), tag='deepspeed')
         else: state = self._restore_merged(folder)
+        self.head.restore(os.path.join(folder, 'head.pt'))
         if teacher is not None:
             with only_data(folder): named = torch.load(os.path.join(folder, 'teacher.pt'), map_location=self.device)
             self._fill(teacher, named)
@@ -259,17 +354,11 @@ class DeepSpeedBackend:
         for name, p in self.scorer.named_parameters():
             if name not in weights: continue                          # what is frozen is what it was
             with self._gathered(p), torch.no_grad(): p.data.copy_(weights[name])
-            of = lambda value: (self._piece(value, p) if self.stage == 3 else value).to(self.device)
+            of = lambda value: (_own_piece(value, p) if self.stage == 3 else value).to(self.device)
             (put.safe_set_local_fp32_param if self.stage == 3 else put.safe_set_full_fp32_param)(p, of(weights[name]))
             average = put.safe_set_local_optimizer_state if self.stage == 3 else put.safe_set_full_optimizer_state
             for key, named in averages.items(): average(p, of(named[name]), key)
         return state
-
-    def _piece(self, value, parameter):
-        "This rank's piece of a value under stage 3, with zeros where a last piece is longer than what is left."
-        size = parameter.ds_tensor.ds_numel
-        whole = torch.nn.functional.pad(value.flatten(), (0, size * self.ranks - value.numel()))
-        return whole[size * self.rank:size * (self.rank + 1)]
 
     def _fill(self, model, named):
         "Put weights into a model, in pieces under stage 3."

@@ -19,7 +19,7 @@ from .engine import seed_of
 from .evaluate import evaluate, summarize
 from .information_gain import belief_schema, belief_warning
 from .launch import (LaunchError, Progress, Ranks, is_rank, join_ranks, keep_traceback, launch,
-                              gloo_environment, launch_command, meet, speak)
+                              gloo_environment, launch_command, meet, set_torch, speak)
 from .layout import pack
 from .learner import BadStep, Learner, teach_critic
 from .dry_run import is_large, no_gpu
@@ -734,7 +734,7 @@ def _train(config, say, ranks):
         if ranks.first:
             for line in [*log_lines(s.course.run), over_line(s.course)]: say(line)
         return Path(s.course.run)
-    if s.host.threads: torch.set_num_threads(s.host.threads)
+    set_torch(s.host.threads, s.host.tf32)
     run = begin_run(config, say, ranks)
     with contextlib.closing(run):
         with run.log.beginning(): first = _begin(run)

@@ -990,3 +990,14 @@ def test_a_checkpoint_that_was_cut_says_how_to_go_on(whole, tmp_path, name):
     last = latest_checkpoint(run)[1]
     os.truncate(last / name, (last / name).stat().st_size - 3)
     with pytest.raises(ValueError, match=f'{last}.*remove'): train({**SHORT, 'run': str(run), 'resume': True})
+
+
+@pytest.mark.parametrize('tf32, precision', [(None, 'highest'), (True, 'high'), (False, 'highest')])
+def test_tf32_is_pytorchs_own_unless_it_is_set(tmp_path, tf32, precision, monkeypatch):
+    class Enough(Exception): "What is set is set before anything is loaded."
+    def stop(*given): raise Enough
+    monkeypatch.setattr(training, 'begin_run', stop)
+    try:
+        with pytest.raises(Enough): train({'run': str(tmp_path / 'run'), 'tf32': tf32})
+        assert torch.get_float32_matmul_precision() == precision
+    finally: torch.set_float32_matmul_precision('highest')

@@ -266,3 +266,24 @@ def test_bfloat16_is_near_with_exact_positions_and_a_reference_like_the_policy(r
     assert half['apart'] == 0 and half['went on'] == half['resumed']
     # AdamW's steps are the updates: at stage 0 DeepSpeed's own first one is not among them
     assert half['counted'] == [2. * deepspeed_steps.STEPS]
+
+
+@pytest.mark.parametrize('ranks, stage', RUNS)
+def test_a_critics_head_in_bfloat16_is_exact_and_alike_on_all_ranks(results, plain, ranks, stage):
+    "Near the plain learner's in float32, as near as the backbone in bfloat16 lets it be; it goes on from a checkpoint."
+    found, wanted = [rank[stage]['exact'] for rank in results(ranks)], plain['carl', 'adamw']
+    for rank in found:
+        assert {w.dtype for w in rank['head'].values()} == {torch.float32}
+        assert_close(rank['head'], found[0]['head'], atol=0, rtol=0)
+    for name, weight in wanted['head'].items():      # AdamW turns a small gradient of another sign into a whole step
+        assert (found[0]['head'][name] - weight).abs().mean() < .003
+    assert_same_logs(found[0]['logs'], wanted['logs'], atol=.02, rtol=.1)
+
+
+@pytest.mark.parametrize('stage', STAGES[1])
+def test_a_critics_head_in_bfloat16_goes_on_on_another_number_of_ranks(results, stage):
+    "The last two steps; AdamW moved its weights by some 0.04 in all."
+    for ranks, other in ((1, 2), (2, 1)):
+        got, wanted = results(ranks)[0][stage]['exact, other number of ranks'], results(other)[0][stage]['exact']
+        assert_same_logs(got['logs'], wanted['logs'][3:], atol=.005, rtol=.05)
+        assert_close(got['head'], wanted['head'], atol=2e-3, rtol=0)

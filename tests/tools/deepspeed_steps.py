@@ -173,7 +173,7 @@ def learn(backend, name, folder=None, rates=ADAM, offload=(), start=None, **how)
     seens += [learner.evaluate(layout, sees, golds), learner.evaluate(take(layout, [0]), sees, first)]
     return {
         'logs': logs, 'seen': [{n: v for n, v in vars(seen).items() if v is not None} for seen in seens], 'weights':
-        weights_of(learner)
+        weights_of(learner), 'head': {n: w.clone() for n, w in learner.head_weights().items()} if method.critic else {}
     }
 
 
@@ -252,7 +252,9 @@ def go_on(stage, folder):
     after = steps(learner, *batch, 1), {n: w.detach().float().clone() for n, w in learner.weights().items()}
     apart = {name: learn(DeepSpeedBackend, name, start=f'{folder}/{name}', stage=stage, settings=SPREAD_ALL)
              for name in ('carl', UNTIED)}
-    return {'other number of ranks': after, 'apart, other number of ranks': apart}
+    exact = learn(DeepSpeedBackend, 'carl', start=f'{folder}/exact', stage=stage, settings=SPREAD_ALL, dtype='bfloat16')
+    return {'other number of ranks': after, 'apart, other number of ranks': apart,
+            'exact, other number of ranks': exact}
 
 
 def offloaded(stage, folder):
@@ -274,7 +276,7 @@ def offloaded(stage, folder):
 
 def sharded(stage, folder, others=None, offload=()):
     """The same through DeepSpeed at a ZeRO stage; besides, what follows a checkpoint, twice, also one of another
-    number of ranks where a folder of these is given, and a run in bfloat16."""
+    number of ranks where a folder of these is given, and a run in bfloat16; under 'exact' one with a critic."""
     how, out = dict(stage=stage, settings=SPREAD_ALL), {}
     for name, learner, batch, count in cases(DeepSpeedBackend, DeepSpeedSGD, offload, **how):
         out[name] = follow(learner, *batch, count)
@@ -288,6 +290,8 @@ def sharded(stage, folder, others=None, offload=()):
         *_, parts = grpo()
         learner.save(folder)
         out['stranger'] = strangers_files(folder, ways, f'{folder}/harm')
+    os.makedirs(f'{folder}/exact', exist_ok=True)
+    out['exact'] = learn(DeepSpeedBackend, 'carl', f'{folder}/exact', dtype='bfloat16', **how)
     out['bad'] = bad_step(lambda: DeepSpeedBackend(**how))
     out['bad bfloat16'] = bad_step(lambda: DeepSpeedBackend(dtype='bfloat16', **how))
     out['refused'] = another_critic(DeepSpeedBackend, f'{folder}/{UNTIED}', **how)
