@@ -139,7 +139,8 @@ def test_a_command_is_one(command, root, monkeypatch):
             assert verb in VERBS
             if verb == 'train': make_config(settings_in(words))
             if verb == 'evaluate':
-                check_evaluation(from_settings(Evaluation, settings_in(words) | {'corpus': None, 'path': None}))
+                here = {'corpus': None, 'path': None, 'engine': 'hf', 'vllm': {}}       # no server, and no vLLM
+                check_evaluation(from_settings(Evaluation, settings_in(words) | here))
         else: assert program in ('papermill', 'lm_eval')
 
 
