@@ -116,14 +116,14 @@ def _checkpoint_of(run, name):
     return latest_checkpoint(run) if name == 'newest' else named_checkpoint(run, name)
 
 # %% ../nbs/experiments/75_competence.ipynb #k7504
-def _engines(s, origin, tokenizer, policy, base):
+def _engines(host, acting, origin, tokenizer, policy, base):
     """Who plays: (engine of the policy, engine of the base, function that ends them), by the run's engine. `base` is a
     function that loads it."""
-    host = dataclasses.replace(s.host, lora={})                     # the policy's additions are merged into its weights
+    host = dataclasses.replace(host, lora={})                       # the policy's additions are merged into its weights
     if host.engine == 'hf':
-        return *(make_engine(host, s.acting, origin.base, m, tokenizer) for m in (policy, base())), lambda: None
+        return *(make_engine(host, acting, origin.base, m, tokenizer) for m in (policy, base())), lambda: None
     if torch.cuda.is_available(): torch.cuda.empty_cache()                       # vLLM asks how much is free
-    engine, held = make_engine(host, s.acting, origin.base, None, tokenizer), ['base']
+    engine, held = make_engine(host, acting, origin.base, None, tokenizer), ['base']
     both = (_SharedEngine(engine, name, load, held) for name, load in (('policy', lambda: policy), ('base', base)))
     return *both, engine.close
 
@@ -155,7 +155,7 @@ def open_agent(
     chat, env, questions = stage.chat, stage.environments['test'], stage.questions['test']
     del stage                                                                    # and with it the model it began with
     base = lambda: load_model(origin.base, origin.dtype, device)[0]
-    *engines, stop = _engines(s, origin, tokenizer, policy, base)
+    *engines, stop = _engines(s.host, s.acting, origin, tokenizer, policy, base)
     critic = _read_critic(config.method, policy, origin, _checkpoint_of(run, checkpoint)[1])
     metric = bound_method(s.course, s.task, s.learning.questions_per_step, chat).metric
     return Agent(*engines, env, questions, metric, config.seed, s.acting.sampling, critic, config.row_tokens,

@@ -177,7 +177,8 @@ def test_ranks_that_are_killed_go_on_where_they_were(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, **about)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     run_evaluation({**settings, 'ranks': 1, 'run': str(tmp_path / 'whole')}, say=lambda line: None, progress=False)
-    played = lambda run: [[t['action_ids'] for t in r['trajectory']['turns']] for r in read_turns(tmp_path / run / 'nq')]
+    rows = lambda run: read_turns(tmp_path / run / 'nq')
+    played = lambda run: [[t['action_ids'] for t in r['trajectory']['turns']] for r in rows(run)]
     assert played('run') == played('whole') and read_scores(tmp_path / 'run') == read_scores(tmp_path / 'whole')
-    assert read_manifest(tmp_path / 'run' / 'nq')['questions']['ids'] == [r['id'] for r in rows]
+    assert read_manifest(tmp_path / 'run' / 'nq')['questions']['ids'] == [q.id for q in world.questions]
     assert not (tmp_path / 'run' / 'playing').exists()

@@ -20,9 +20,10 @@ from credit_rl.runlog import read_summary
 from credit_rl.train import train
 
 ROOT = Path(__file__).resolve().parents[2]
-TINY = {'method': 'carl', 'protocol': 'carl-tiny', 'world': {'hops': [1, 2], 'twins': True}, 'questions': 6, 'seed': 412,
-        'dev_questions': 4, 'test_questions': 6, 'questions_per_step': 2, 'group_size': 2, 'steps': 1, 'eval_every': 1,
-        'learning_rate': .002, 'turn_tokens': 40, 'threads': 1, 'track': '', 'model': str(ROOT / 'data' / 'tiny_carl')}
+TINY = {'method': 'carl', 'protocol': 'carl-tiny', 'world': {'hops': [1, 2], 'twins': True}, 'seed': 412,
+        'questions': 6, 'dev_questions': 4, 'test_questions': 6, 'questions_per_step': 2, 'group_size': 2, 'steps': 1,
+        'eval_every': 1, 'learning_rate': .002, 'turn_tokens': 40, 'threads': 1, 'track': '',
+        'model': str(ROOT / 'data' / 'tiny_carl')}
 
 
 @pytest.fixture(scope='module')
