@@ -9,21 +9,23 @@ __all__ = ['Agent', 'open_agent', 'examine_base', 'examine_agent', 'examine_run'
            'main']
 
 # %% ../nbs/experiments/75_competence.ipynb #c002
-import math, sys
+import contextlib, dataclasses, json, math, os, sys
 from dataclasses import dataclass, fields
 from pathlib import Path
-import torch
+import torch, yaml
 from .compare import find_runs, pooled_intervals, run_label
 from .critics import CompetenceHead, LinearHead, brier, expected_calibration_error, explained_variance
 from .diagnostics import assimilation, competence_table, critic_report, crossover, hop_table
 from .diagnostics import asked_turns, method_colours, resilience
-from .engine import HFEngine, SamplingParams, seed_of
-from .evaluate import evaluate
+from .engine import SamplingParams, seed_of
+from .launch import (LaunchError, Ranks, gloo_environment, is_rank, join_ranks, keep_traceback, launch,
+                              launch_command, ranks_here, speak)
 from .models import load_model
 from .export import read_policy
 from .learner import saved_critic
 from .methods import get_method
 from .metrics import normalize
+from .options import nearest, options_in
 from .outcome import outcome_rewards
 from .prepare import is_warmup
 from .protocol import PROTOCOLS, read_context
@@ -31,9 +33,10 @@ from .rollout import rollout
 from .runlog import latest_checkpoint, named_checkpoint, plain_json, write_json
 from .runlog import read_metrics, read_params, read_summary, read_turns
 from .parameters import make_parser
-from .settings import make_config, settings_of
-from .setup import bound_method, make_setup, origin_of
+from .settings import Host, make_config, settings_of
+from .setup import bound_method, make_engine, make_setup, origin_of
 from .trajectory import trajectory_from_json
+from .vllm_engine import EngineLost
 from .warmup import GATE, WarmupRollouts, Examination, gold_shown, prompted, tiers
 
 # %% ../nbs/experiments/75_competence.ipynb #c005
@@ -50,6 +53,36 @@ class Agent:
     critic: tuple = None # (model to read with, head), None without one
     row_tokens: int = 4096
     name: str = 'base'   # of what it began as
+    ranks: Ranks = Ranks()         # that share the questions
+    stop: object = lambda: None    # function that ends an engine which is a program of its own
+
+    @property
+    def greedy(self): return SamplingParams(greedy=True, max_tokens=self.sampling.max_tokens)
+
+    def play(self, engine, env, sampling, times=1, seed=0):
+        "Play every question so many times, by `engine` or `base`: list of Group."
+        return self.ranks.each(self.questions, lambda share: rollout(engine, env, share, times, sampling, seed))
+
+# %% ../nbs/experiments/75_competence.ipynb #k7502
+class _SharedEngine:
+    """One of several models that play by one engine, which is given a model's weights where it holds another's.
+
+    Parameters
+    ----------
+    engine, name, load, held : load: function that gives the model; held: list, whose weights
+    """
+    def __init__(self, engine, name, load, held):   # load: function that gives the model; held: list, whose weights
+        self.engine, self.name, self.load, self.held = engine, name, load, held
+
+    tokenizer, max_length = property(lambda self: self.engine.tokenizer), property(lambda self: self.engine.max_length)
+
+    def stream(self, sampling):
+        "A fresh stream of the engine, with this model's weights."
+        if self.held != [self.name]:
+            self.held.clear()                       # nobody's, should the next line fail
+            self.engine.load(dict(self.load().named_parameters(remove_duplicate=False)))
+            self.held.append(self.name)
+        return self.engine.stream(sampling)
 
 # %% ../nbs/experiments/75_competence.ipynb #c006
 def _read_critic(method, policy, origin, folder):
@@ -61,20 +94,44 @@ def _read_critic(method, policy, origin, folder):
     part = lambda name: {n.removeprefix(f'{name}.'): w for n, w in saved.items() if n.startswith(f'{name}.')}
     head.load_state_dict(part('head'))
     if not part('model'): return policy, head
-    model = load_model(origin.base, origin.dtype)[0].cpu()
+    model = load_model(origin.base, origin.dtype, 'cpu')[0]
     model.load_state_dict(part('model'))
     return model, head
 
 # %% ../nbs/experiments/75_competence.ipynb #c006x2
-def _config_of(run): return make_config({**read_params(run), 'run': str(run)})
+def _config_of(run, host=None):  # host: dict of settings of Host that are other than the run's
+    """The configuration of a run, as it is examined: on as many ranks as it had on a host. Raises ValueError on a
+    setting of `host` that is not of the host."""
+    params, host, known = read_params(run), host or {}, options_in(Host)
+    for name in host:
+        if name not in known: raise ValueError(f'the host has no setting {name!r}{nearest(name, known)}')
+    alone = {'hostfile': None, 'hosts': 1, 'endpoint': None}
+    had = [params.get(name, default) for name, default in (('ranks', 1), ('hostfile', None), ('hosts', 1))]
+    if 'ranks' not in host: alone['ranks'] = ranks_here(*had)
+    if host.get('engine') == 'hf': alone['vllm'] = {}
+    return make_config({**params, 'run': str(run), **alone, **host})
 
 def _checkpoint_of(run, name):
     "(step, path) of a run's best or newest checkpoint, None if there is none."
     return latest_checkpoint(run) if name == 'newest' else named_checkpoint(run, name)
 
+# %% ../nbs/experiments/75_competence.ipynb #k7504
+def _engines(host, acting, origin, tokenizer, policy, base):
+    """Who plays: (engine of the policy, engine of the base, function that ends them), by the run's engine. `base` is a
+    function that loads it."""
+    host = dataclasses.replace(host, lora={})                       # the policy's additions are merged into its weights
+    if host.engine == 'hf':
+        return *(make_engine(host, acting, origin.base, m, tokenizer) for m in (policy, base())), lambda: None
+    if torch.cuda.is_available(): torch.cuda.empty_cache()                       # vLLM asks how much is free
+    engine, held = make_engine(host, acting, origin.base, None, tokenizer), ['base']
+    both = (_SharedEngine(engine, name, load, held) for name, load in (('policy', lambda: policy), ('base', base)))
+    return *both, engine.close
+
 def open_agent(
     run,                # folder of a run that played by one of CARL's protocols
     checkpoint='best',  # or 'newest'
+    host=None,          # dict of settings of Host that are other than the run's
+    ranks=Ranks(),      # that share the questions
 ):
     """Load what a finished run made: (`Agent`, step of the checkpoint). Raises FileNotFoundError without a checkpoint,
     ValueError on a run by another protocol.
@@ -83,22 +140,26 @@ def open_agent(
     ----------
     run : folder of a run that played by one of CARL's protocols
     checkpoint : or 'newest'
+    host : dict of settings of Host that are other than the run's
+    ranks : that share the questions
     """
-    run = Path(run)
-    policy, tokenizer, step = read_policy(run, checkpoint)
-    config = _config_of(run)
+    run, config = Path(run), _config_of(run, host)
     if not (config.protocol or '').startswith('carl'):
         raise ValueError(f"{run} played by the protocol {config.protocol or 'of its data'!r}; this examination needs "
                          "one that leaves the choice: 'carl' or 'carl-tiny'")
     s = settings_of(config)
+    device = None if s.host.engine == 'hf' else 'cpu'      # where a vLLM plays it has the GPU, until the critic is read
+    policy, tokenizer, step = read_policy(run, checkpoint, device)
     origin = origin_of(s.course, s.acting, s.host, s.critic)
     stage = make_setup(s.task, s.acting, origin, config.seed, lambda line: None)
-    base = load_model(origin.base, origin.dtype)[0]
-    engine = lambda model: HFEngine(model, tokenizer, max_length=config.max_tokens, max_rows=config.act_rows)
+    chat, env, questions = stage.chat, stage.environments['test'], stage.questions['test']
+    del stage                                                                    # and with it the model it began with
+    base = lambda: load_model(origin.base, origin.dtype, device)[0]
+    *engines, stop = _engines(s.host, s.acting, origin, tokenizer, policy, base)
     critic = _read_critic(config.method, policy, origin, _checkpoint_of(run, checkpoint)[1])
-    metric = bound_method(s.course, s.task, s.learning.questions_per_step, stage.chat).metric
-    return Agent(engine(policy), engine(base), stage.environments['test'], stage.questions['test'], metric, config.seed,
-                 s.acting.sampling, critic, config.row_tokens, origin.base), step
+    metric = bound_method(s.course, s.task, s.learning.questions_per_step, chat).metric
+    return Agent(*engines, env, questions, metric, config.seed, s.acting.sampling, critic, config.row_tokens,
+                 origin.base, ranks, stop), step
 
 # %% ../nbs/experiments/75_competence.ipynb #c009
 def _by_tier(groups, tier, metric):
@@ -108,13 +169,12 @@ def _by_tier(groups, tier, metric):
 def examine_base(agent, tries=5, progress=None):
     """Find what the base of an agent knows and does, the same for all that began from it: dict of JSON values. `tier`
     of each question; `greedy` with the choice and `no tools`: `competence_table` by tier; `notes`: `assimilation`."""
-    step, a = progress or (lambda line: None), agent
-    greedy, direct = SamplingParams(greedy=True, max_tokens=a.sampling.max_tokens), prompted(a.env, 'direct')
+    step, a, direct = progress or (lambda line: None), agent, prompted(agent.env, 'direct')
     step('what the base knows')
-    tries_alone = rollout(a.base, direct, a.questions, tries, a.sampling, seed_of('tiers', a.seed))
+    tries_alone = a.play(a.base, direct, a.sampling, tries, seed_of('tiers', a.seed))
     tier = tiers(tries_alone, a.metric).tolist()
     step('what the base does')
-    played, alone = (evaluate(a.base, env, a.questions, greedy)[1] for env in (a.env, direct))
+    played, alone = (a.play(a.base, env, a.greedy) for env in (a.env, direct))
     return plain_json({'name': a.name, 'tier': tier, 'greedy': _by_tier(played, tier, a.metric),
                        'no tools': _by_tier(alone, tier, a.metric),
                        'notes': assimilation([g.trajectories[0] for g in played], a.env.chat.protocol)})
@@ -128,12 +188,10 @@ def examine_agent(agent, tries=5, progress=None, base=None):
     base = base or examine_base(agent, tries, progress)
     a, metric, tier = agent, agent.metric, base['tier']
     known = [q for q, t in zip(a.questions, tier) if t == 2]
-    greedy = SamplingParams(greedy=True, max_tokens=a.sampling.max_tokens)
-    play = lambda env: evaluate(a.engine, env, a.questions, greedy)[1]
     step('play, greedy')
-    groups = play(a.env)
+    groups = a.play(a.engine, a.env, a.greedy)
     step('play, sampled')
-    chosen = rollout(a.engine, a.env, a.questions, 1, a.sampling, seed_of('competence', a.seed))
+    chosen = a.play(a.engine, a.env, a.sampling, seed=seed_of('competence', a.seed))
     first, has_hops = [g.trajectories[0] for g in groups], any('hops' in q.meta for q in a.questions)
     step('play with broken tools, and without')
     return plain_json({
@@ -142,8 +200,8 @@ def examine_agent(agent, tries=5, progress=None, base=None):
         'sampled': _by_tier(chosen, tier, metric),
         'notes': assimilation(first, a.env.chat.protocol),
         'hops': hop_table(first, metric).to_dict('index') if has_hops else None,
-        'no tools': _by_tier(play(prompted(a.env, 'direct')), tier, metric),
-        'broken': resilience(a.engine, a.env, known, greedy, metric) if known else None,
+        'no tools': _by_tier(a.play(a.engine, prompted(a.env, 'direct'), a.greedy), tier, metric),
+        'broken': resilience(a.engine, a.env, known, a.greedy, metric, a.ranks) if known else None,
         'known_before': base['no tools']['2']['EM'] if known else math.nan,
         'base': {k: v for k, v in base.items() if k != 'tier'},
         'critic': _examine_critic(a, torch.tensor(tier), chosen, step) if a.critic else None})
@@ -153,11 +211,12 @@ def _examine_critic(agent, tier, chosen, step):
     "What a critic says of the sampled rollouts, and of as many with a forced call."
     a = agent
     step('its critic')
-    forced = rollout(a.engine, prompted(a.env, 'forced'), a.questions, 1, a.sampling,
-                     seed_of('competence, forced', a.seed))
+    forced = a.play(a.engine, prompted(a.env, 'forced'), a.sampling, seed=seed_of('competence, forced', a.seed))
+    for module in a.critic: module.to('cuda' if torch.cuda.is_available() else 'cpu')
     played, prompts = [*chosen, *forced], ['optional'] * len(chosen) + ['forced'] * len(forced)
     clusters = torch.zeros(len(played), dtype=torch.long)
-    exam = Examination(WarmupRollouts(a.questions, tier, played, clusters, prompts), a.env, a.metric, a.row_tokens)
+    exam = Examination(WarmupRollouts(a.questions, tier, played, clusters, prompts), a.env, a.metric, a.row_tokens,
+                       a.ranks)
     outcomes = outcome_rewards(chosen, a.metric)
     starts, values = exam.read(*a.critic)
     chances, report = starts.clamp(0, 1), critic_report(exam, *a.critic)
@@ -190,14 +249,26 @@ def _early_credit(run, until=_EARLY):  # folder of a run
 def _asked_of_base(course, task, acting, host, base):
     "All that an examination of a run's base, a folder or name, depends on."
     metric = get_method(course.method).settings(course.options).get('metric')
-    return repr([base, metric, course.seed, acting.temperature, host.act_rows,
+    return repr([base, metric, course.seed, acting.temperature, host.act_rows, host.engine,
                  *(getattr(g, f.name) for g in (task, acting) for f in fields(g) if f.name != 'model')])
+
+# %% ../nbs/experiments/75_competence.ipynb #k7505
+def _needs(run, checkpoint='best'):
+    """Whether a finished run is to be examined: it was not, or a checkpoint is there that was not, or less was asked.
+    Raises FileNotFoundError on a run without a summary."""
+    run, summary = Path(run), read_summary(run)
+    if summary is None:
+        raise FileNotFoundError(f'{run} is not a finished training run (no summary.json): finish it, then examine it')
+    found, wanted = summary.get('competence'), _checkpoint_of(run, checkpoint)
+    return not found or bool(wanted) and (found['step'] != wanted[0] or not {'base', 'no tools'} <= found.keys())
 
 def examine_run(
     run,                # folder of a finished run
     say=None,           # function called with lines of text
     checkpoint='best',  # or 'newest', all of the run's steps
     bases=None,         # dict that keeps what was found of bases, for other runs that began from them
+    host=None,          # as for open_agent
+    ranks=Ranks(),      # as for open_agent; the first one writes
 ):
     """Examine a checkpoint of a finished run, or read what was found before: dict, as `examine_agent` gives it, with
     `step` and `first credit`. Raises FileNotFoundError on a run without a summary. One that an earlier version of this
@@ -209,20 +280,21 @@ def examine_run(
     say : function called with lines of text
     checkpoint : or 'newest', all of the run's steps
     bases : dict that keeps what was found of bases, for other runs that began from them
+    host : as for open_agent
+    ranks : as for open_agent; the first one writes
     """
     run, say, bases = Path(run), say or (lambda line: print(line, flush=True)), {} if bases is None else bases
-    summary, wanted = read_summary(run), _checkpoint_of(run, checkpoint)
-    if summary is None:
-        raise FileNotFoundError(f'{run} is not a finished training run (no summary.json): finish it, then examine it')
-    found = summary.get('competence')
-    if found and (not wanted or found['step'] == wanted[0] and {'base', 'no tools'} <= found.keys()): return found
-    agent, step = open_agent(run, checkpoint)
-    tell, s = lambda part: say(f'{run.name}: {part}'), settings_of(_config_of(run))
+    if not ranks.once(lambda: _needs(run, checkpoint)): return read_summary(run)['competence']
+    agent, step = open_agent(run, checkpoint, host, ranks)
+    tell, s = lambda part: say(f'{run.name}: {part}'), settings_of(_config_of(run, host))
     asked = _asked_of_base(s.course, s.task, s.acting, s.host, agent.name)
-    if asked not in bases: bases[asked] = examine_base(agent, progress=tell)
-    found = examine_agent(agent, progress=tell, base=bases[asked])
+    try:
+        if asked not in bases: bases[asked] = examine_base(agent, progress=tell)
+        found = examine_agent(agent, progress=tell, base=bases[asked])
+    finally: agent.stop()
     found |= plain_json({'first credit': _early_credit(run), 'step': step})
-    write_json(run/'summary.json', {**summary, 'competence': found})
+    if ranks.first: write_json(run/'summary.json', {**read_summary(run), 'competence': found})
+    ranks.wait()
     return found
 
 # %% ../nbs/experiments/75_competence.ipynb #c018
@@ -638,25 +710,49 @@ def opposite_signs(
     return best
 
 # %% ../nbs/experiments/75_competence.ipynb #c036
+def _line(run, found):
+    "What an examination found, in a line."
+    return f'{run}: ' + '; '.join(f'Tier {t}: tool rate {row["tool rate"]:.3f}, EM {row["EM"]:.3f}'
+                                  for t, row in found['greedy'].items())
+
+def _on_ranks(runs, checkpoint, host, count):
+    "Start so many ranks that examine runs one after the other, and wait for the last."
+    over = [f'{name}={json.dumps(value)}' for name, value in {**host, 'ranks': count}.items()]
+    command = launch_command('credit_rl.competence', [*map(str, runs), *over, '--checkpoint', checkpoint], count)
+    launch(command, runs[-1]/'competence', runs[-1]/'summary.json', lambda line: print(line, flush=True),
+           environment=gloo_environment(gpu=torch.cuda.is_available()))
+
+def _examine_here(runs, checkpoint, host):
+    "Examine runs one after the other in this process, or this rank's part of them."
+    bases, alone, say = {}, not is_rank(), lambda line: print(line, flush=True)
+    with contextlib.nullcontext() if alone else keep_traceback(runs[-1]/'competence', int(os.environ['RANK'])):
+        ranks = Ranks() if alone else join_ranks(host['ranks'])
+        if not alone: say = speak if ranks.first else lambda line: None
+        for run in runs: say(_line(run, examine_run(run, say, checkpoint, bases, host, ranks)))
+
+# %% ../nbs/experiments/75_competence.ipynb #k7506
 def main(arguments=None):
     """`python -m credit_rl.competence RUNS`: examine finished runs, or the runs of a folder; `--checkpoint newest`
-    takes another one than the best."""
+    takes another one than the best, `engine=hf ranks=1` another host than the runs'."""
     about = 'Does a trained agent ask for what it does not know, and only for that?'
     parser = make_parser('credit_rl.competence', about)
-    parser.add_argument('runs', nargs='+', help='run folders, or a folder of them')
+    parser.add_argument('runs', nargs='+', metavar='run', help='run folders, or a folder of them; and settings of the '
+                        "host that are other than a run's, as in engine=hf ranks=1 act_rows=64")
     parser.add_argument('--checkpoint', default='best', choices=('best', 'newest'),
                         help='which of each run: the best by the dev questions, or the newest')
     given = parser.parse_args(arguments)
     try:
-        runs, bases = [f for folder in given.runs for f in find_runs(folder) if not is_warmup(f)], {}
+        host = {name: yaml.safe_load(v) for name, _, v in (w.partition('=') for w in given.runs if '=' in w)}
+        runs, groups = [r for w in given.runs if '=' not in w for r in find_runs(w) if not is_warmup(r)], {}
         for run in runs:
-            if not (run/'summary.json').exists() and len(runs) > 1:
-                print(f'{run}: not finished, left out', flush=True)
-                continue
-            found = examine_run(run, checkpoint=given.checkpoint, bases=bases)
-            print(f'{run}: ' + '; '.join(f'Tier {t}: tool rate {row["tool rate"]:.3f}, EM {row["EM"]:.3f}'
-                                         for t, row in found['greedy'].items()), flush=True)
-    except (ValueError, OSError) as e: sys.exit(f'credit_rl.competence: {e}')
+            if (run/'summary.json').exists() or len(runs) == 1:
+                count = _config_of(run, host).ranks
+                groups.setdefault(count if _needs(run, given.checkpoint) else 1, []).append(run)
+            else: print(f'{run}: not finished, left out', flush=True)
+        for count, part in groups.items():
+            if count > 1 and not is_rank(): _on_ranks(part, given.checkpoint, host, count)
+            else: _examine_here(part, given.checkpoint, {**host, 'ranks': count})
+    except (ValueError, OSError, LaunchError, EngineLost) as e: sys.exit(f'credit_rl.competence: {e}')
 
 # %% ../nbs/experiments/75_competence.ipynb #c037
 if __name__ == '__main__' and '__file__' in globals(): main()  # a notebook has no file

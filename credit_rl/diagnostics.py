@@ -17,6 +17,7 @@ from .benchmarks import BENCHMARKS
 from .critics import auc, brier, expected_calibration_error, reliability
 from .evaluate import evaluate, measure
 from .folr import evidence_golds, first_occurrence
+from .launch import Ranks
 from .methods import METHODS
 from .metrics import carl_match, normalize
 from .outcome import outcome_of, outcome_rewards
@@ -504,13 +505,14 @@ class _FaultyTool:
         return _FaultyTool(tool, self.how, self.said)
 
 # %% ../nbs/6_looking/70_diagnostics.ipynb #c058
-def resilience(engine, env, questions, sampling=None, metric='em'):
+def resilience(engine, env, questions, sampling=None, metric='em', ranks=Ranks()):
     """Break the tool on questions that are known (CARL tables 15 and 16): dict of shares. `called`: of the games under
     the prompt that forces a call those in which there was one; for each of OUTPUTS what is right of those, by a metric
-    of outcome_of, NaN if there was none; `no tool`: what is right of all without tools."""
+    of outcome_of, NaN if there was none; `no tool`: what is right of all without tools. Each rank plays its share; an
+    irrelevant output then comes from the same share."""
     out, forced = {}, prompted(env, 'forced')
     right = lambda groups: outcome_rewards(groups, metric).double()
-    play = lambda where: evaluate(engine, where, questions, sampling)[1]
+    play = lambda where: ranks.each(questions, lambda share: evaluate(engine, where, share, sampling)[1])
     for how in _OUTPUTS:
         groups = play(replace(forced, tool=_FaultyTool(env.tool, how)))
         called = [any(turn.call is not None for turn in g.trajectories[0].turns) for g in groups]

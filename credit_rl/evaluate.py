@@ -9,7 +9,7 @@ __all__ = ['NEAR', 'measure', 'by_set', 'summarize', 'score', 'evaluate', 'boots
            'evaluation_figure', 'main']
 
 # %% ../nbs/3_acting/27_evaluate.ipynb #c002
-import contextlib, dataclasses, importlib.metadata, json, math, os, platform, re, sys, time, warnings
+import contextlib, dataclasses, functools, importlib.metadata, json, math, os, platform, re, shutil, sys, time, warnings
 from dataclasses import dataclass
 from pathlib import Path
 import numpy as np, torch
@@ -18,8 +18,8 @@ from .datasets import MIXTURES, load_questions, subsample
 from .engine import Decoding, HFEngine, SamplingParams
 from .environment import Conversation, Source, asked_protocol, is_searched, make_environment, open_search
 from .readers import RowError
-from .launch import (LaunchError, Processes, Ranks, check_hosts, check_threads, gloo_environment, is_rank,
-                              join_ranks, keep_traceback, launch, launch_command, meet, set_torch, speak)
+from .launch import (LaunchError, Processes, Progress, Ranks, check_hosts, check_threads, gloo_environment,
+                              is_rank, join_ranks, keep_traceback, launch, launch_command, meet, set_torch, speak)
 from .layout import hidden_states, pack
 from .metrics import benchmark_metric, carl_match, cover_match, exact_match, f1
 from .models import (Policy, json_hash, load_model, load_tokenizer, local_folder, model_hashes, read_template,
@@ -462,24 +462,25 @@ def set_scores(
     }
 
 # %% ../nbs/3_acting/27_evaluate.ipynb #c068
-def _play(plan, player, progress, ranks=Ranks()):
-    "Play all questions of a plan: their rows, in their order; each rank plays its share of them."
-    from tqdm.auto import tqdm
+def _play(plan, questions, player, each, progress=None):
+    """Play questions of a plan; `each` is called with lists of rows as they end, `progress` with the number of those
+    rows."""
     s, engine = player.settings, player.engine
-    def play(questions):
-        with tqdm(total=len(questions), desc=plan.name, disable=not progress) as bar:
-            groups = rollout(engine, plan.environment, questions, 1, s.sampling, s.seed, bar.update)
-        rows = [question_row(g.trajectories[0], plan.name, s.metric) for g in groups]
-        if s.gaps: rows = [{**r, 'gap': _smallest_gap(engine.model, g.trajectories[0])} for r, g in zip(rows, groups)]
-        return rows
-    return ranks.each(plan.questions, play)
+    def over(trajectories):
+        rows = [question_row(t, plan.name, s.metric) for t in trajectories]
+        if s.gaps: rows = [{**r, 'gap': _smallest_gap(engine.model, t)} for r, t in zip(rows, trajectories)]
+        each(rows)
+    rollout(engine, plan.environment, questions, 1, s.sampling, s.seed, progress, over)
 
 def _write_json(path, value): path.write_text(json.dumps(value, indent=1, ensure_ascii=False) + '\n', encoding='utf-8')
+
+_TOGETHER = 64   # rows packed together: what is read at once, however long they are
 
 def _keep(folder, plan, rows):
     "Write the folder of one set as a whole."
     with atomic_folder(folder) as part:
-        with RunLog(part) as log: log.turns(0, rows)
+        with RunLog(part) as log:
+            for i in range(0, len(rows), _TOGETHER): log.turns(0, rows[i:i + _TOGETHER])
         _write_json(part/'scores.json', set_scores(rows, plan.manifest['seed'], plan.manifest['settings']['metric']))
         _write_json(part/'manifest.json', plan.manifest)
 
@@ -504,13 +505,18 @@ def read_manifest(folder):  # of one set in a run's folder
                                 'evaluation')
     return _read_part(path)
 
-def _is_done(folder, plan):
-    "Tell whether a set is evaluated already. Raises ValueError if that was with other inputs."
+def _was_begun(folder, plan):
+    "Tell whether a folder has rows of a set already. Raises ValueError if they are of other inputs."
     if not (Path(folder)/'manifest.json').exists(): return False
     changed = manifest_differences(read_manifest(folder), plan.manifest)
     if changed:
         raise ValueError(f'{folder} holds an evaluation of other inputs ({"; ".join(changed[:3])}): choose another '
                          'run, or remove that folder')
+    return True
+
+def _is_done(folder, plan):
+    "Tell whether a set is evaluated already. Raises ValueError if that was with other inputs."
+    if not _was_begun(folder, plan): return False
     played, asked = {r['id'] for r in read_turns(folder)}, set(plan.manifest['questions']['ids'])
     if asked - played:
         raise ValueError(f'{folder}/turns.jsonl.gz lacks {len(asked - played)} of {len(asked)} questions: its end is '
@@ -533,6 +539,52 @@ def read_scores(folder):  # of a run
 
 _NAMES = {'em': 'EM', 'numeric': 'numeric match', 'f1': 'F1', 'cover_em': 'cover EM', 'carl_em': "CARL's EM"}
 
+# %% ../nbs/3_acting/27_evaluate.ipynb #p2701
+def _written(place):
+    "Rows of a set under way that ranks have written, in the order of their writing: list of dict."
+    return [row for part in sorted(Path(place).glob('rank-*')) for row in read_turns(part)]
+
+def _begun(place, plan):
+    """Ids of the questions of a set under way that were played already. Raises ValueError where that was with other
+    inputs."""
+    if _was_begun(place, plan): return {row['id'] for row in _written(place)}
+    place.mkdir(parents=True, exist_ok=True)
+    atomic_write(place/'manifest.json', lambda path: _write_json(path, plan.manifest))
+    return set()
+
+def _in_order(place, plan, patience=30):
+    """Rows of a set in the order of its questions. Raises OSError where some, which other hosts wrote, do not come into
+    sight in so many seconds."""
+    until = time.monotonic() + patience
+    while True:
+        rows = {row['id']: row for row in _written(place)}
+        if not (missing := [q.id for q in plan.questions if q.id not in rows]): break
+        if time.monotonic() > until:
+            raise OSError(f'{place} lacks {len(missing)} of {len(plan.questions)} rows, such as {missing[0]!r}, '
+                          'although all were played: give the same command again')
+        time.sleep(.2)
+    return [rows[q.id] for q in plan.questions]
+
+# %% ../nbs/3_acting/27_evaluate.ipynb #p2702
+def _play_left(place, plan, player, shown, ranks=Ranks()):
+    """Play what is left of a set under way, each rank its share, and write its rows. `shown` is a function of a number
+    of questions that gives the context of a progress. Returns how many were there before."""
+    there = ranks.once(lambda: _begun(place, plan))
+    mine = ranks.share([q for q in plan.questions if q.id not in there])
+    if mine:
+        with shown(len(mine)) as progress, RunLog(place/f'rank-{ranks.rank}', resume=True) as log:
+            _play(plan, mine, player, lambda rows: log.turns(0, rows), progress)
+    ranks.wait()
+    return len(there)
+
+@contextlib.contextmanager
+def _show(name, say, bar, ranks, number):
+    "A progress of `number` questions of a set: a bar, or of several ranks the first one's lines."
+    from tqdm.auto import tqdm
+    if ranks.count > 1: yield Progress(say if ranks.first else lambda line: None, f'{name}, of rank 0', number)
+    else:
+        with tqdm(total=number, desc=name, disable=not bar) as shown: yield shown.update
+
 # %% ../nbs/3_acting/27_evaluate.ipynb #n6sets
 def _evaluate_sets(s, player, plans, say, progress, ranks=Ranks()):
     "Play the sets that are not done, or this rank's part of them; the first rank writes."
@@ -541,14 +593,20 @@ def _evaluate_sets(s, player, plans, say, progress, ranks=Ranks()):
     with Hold(folder) if ranks.first else contextlib.nullcontext():
         done = ranks.once(lambda: {plan.name: _is_done(folder/plan.name, plan) for plan in plans})
         for plan in plans:
-            since = time.monotonic()
-            rows = None if done[plan.name] else _play(plan, player, progress and ranks.first, ranks)
+            since, place, before = time.monotonic(), folder/'playing'/plan.name, 0
+            if not done[plan.name]:
+                show = functools.partial(_show, plan.name, say, progress, ranks)
+                before = _play_left(place, plan, player, show, ranks)
             if not ranks.first: continue
-            if rows: _keep(folder/plan.name, plan, rows)
+            if not done[plan.name]: _keep(folder/plan.name, plan, _in_order(place, plan))
+            shutil.rmtree(place, ignore_errors=True)
             x = _read_part(folder/plan.name/'scores.json')
-            say(f'{plan.name}: {_NAMES[x["metric"]]} {x["score"]:.3f} on {x["questions"]} questions, '
+            some = f' ({before} played before)' if before else ''
+            say(f'{plan.name}: {_NAMES[x["metric"]]} {x["score"]:.3f} on {x["questions"]} questions{some}, '
                 + ('evaluated before' if done[plan.name] else f'{time.monotonic() - since:.0f} s'))
-        if ranks.first: atomic_write(folder/'summary.json', lambda path: _write_json(path, read_scores(folder)))
+        if ranks.first:
+            with contextlib.suppress(OSError): (folder/'playing').rmdir()
+            atomic_write(folder/'summary.json', lambda path: _write_json(path, read_scores(folder)))
         ranks.wait()
     return folder
 
@@ -652,6 +710,13 @@ def _set_folders(folder):
     folder = Path(folder)
     return [folder] if (folder/'manifest.json').is_file() else [folder/name for name in read_scores(folder)]
 
+def _play_again(plan, player, bar):
+    "Play all questions of a plan and write nothing: dict id → row."
+    rows = []
+    with _show(plan.name, None, bar, Ranks(), len(plan.questions)) as progress:
+        _play(plan, plan.questions, player, rows.extend, progress)
+    return {row['id']: row for row in json.loads(json.dumps(rows))}
+
 def replay_evaluation(
     folder,         # of a run, or of one set in it
     engine=None,    # as for `run_evaluation`
@@ -681,7 +746,7 @@ def replay_evaluation(
         plan = _plan_evaluation(s, before['settings']['data'], player)
         inputs = manifest_differences(before, plan.manifest, ignore=()) + _question_differences(rows, plan.questions)
         for line in inputs: say(f'{plan.name}, input: {line}')
-        now = {r['id']: r for r in json.loads(json.dumps(_play(plan, player, progress)))}
+        now = _play_again(plan, player, progress)
         changed = [line for r in rows if r['id'] in now and (line := _row_difference(r, now[r['id']]))]
         for line in changed: say(f'{plan.name}, {line}')
         out[plan.name] = ReplayResult(tuple(inputs), tuple(changed), len(now))
@@ -842,7 +907,7 @@ def main(arguments=None):  # list of str; None: the command line's
         if not all(r.same for r in found.values()): sys.exit(1)
     except (ValueError, OSError, ImportError, LaunchError, EngineLost) as e: sys.exit(f'credit_rl.evaluate: {e}')
     except KeyboardInterrupt:
-        print('credit_rl.evaluate: interrupted; the same command goes on with the set that it was at', file=sys.stderr)
+        print('credit_rl.evaluate: interrupted; the same command goes on with what is left', file=sys.stderr)
         sys.exit(130)
 
 if __name__ == '__main__' and '__file__' in globals(): main()  # a notebook has no file

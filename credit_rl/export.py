@@ -38,21 +38,22 @@ def _checkpoint(run, name):
 def read_policy(
     run,                # folder of a training run
     checkpoint='best',  # the best by the dev questions, or 'newest'
+    device='cpu',       # of the model; None: the GPU if there is one
 ):
-    """The model that a run made and its tokenizer, on the CPU, with all additions merged; and the step: (model,
-    tokenizer, step). Raises FileNotFoundError.
+    """The model that a run made and its tokenizer, with all additions merged; and the step: (model, tokenizer, step).
+    Raises FileNotFoundError.
 
     Parameters
     ----------
     run : folder of a training run
     checkpoint : the best by the dev questions, or 'newest'
+    device : of the model; None: the GPU if there is one
     """
     if not (Path(run)/'params.yaml').is_file():
         raise FileNotFoundError(f'{run} holds no params.yaml: wanted the folder of a training run')
     step, folder = _checkpoint(run, checkpoint)
     config = dataclasses.replace(make_config(read_params(run)), run=str(run))
-    model, tokenizer = load_model(base_folder(config.model, run, config.critic_from), config.dtype)
-    model = model.cpu()
+    model, tokenizer = load_model(base_folder(config.model, run, config.critic_from), config.dtype, device)
     if config.lora: add_lora(model, config.lora, config.seed)
     model.load_state_dict(saved_policy(folder))
     if config.lora: _merge_lora(model)

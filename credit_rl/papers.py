@@ -209,8 +209,8 @@ CARL = _entries(
     ('table 13', 'explained variance of the outcome, by step', 'explained_table', {}, _CARL),
     ('table 14', 'what the critic tells apart, and what notes keep, before and after', 'mechanism_table', {}, _ASKED),
     ('table 15', 'MMLU, GSM8K, TruthfulQA and WikiText-103 without tools, before and after', '', {},
-     'credit-rl export RUN MODEL && lm_eval --model hf --model_args pretrained=MODEL '
-     '--tasks mmlu,gsm8k,truthfulqa_mc2,wikitext'),
+     'credit-rl export RUN MODEL && lm_eval --model vllm --model_args '
+     'pretrained=MODEL,dtype=bfloat16,data_parallel_size=8 --tasks mmlu,gsm8k,truthfulqa_mc2,wikitext'),
     ('table 16', 'what is known, with a tool that fails', 'broken_table', {}, _ASKED),
     ('table 17', 'two frameworks compared in words'),
     ('table 18', 'right by number of hops', 'hop_scores', {}, evaluation('carl')),

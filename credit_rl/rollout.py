@@ -297,7 +297,7 @@ def _begin(env, questions, group_size, longest, seed):
 # %% ../nbs/3_acting/22_rollout.ipynb #c017
 def _step(env): return _segments if env.chat.protocol.context_tag else _turns
 
-def _play(engine, env, drafts, sampling, seed, progress):
+def _play(engine, env, drafts, sampling, seed, progress, each=None):
     "Let drafts, dict by their keys, go on until each is over: dict of `Trajectory` by key."
     sampling = replace(sampling, stop=env.chat.stop)
     stream, done, most = engine.stream(sampling), {}, min(env.context_tokens, sampling.max_tokens)
@@ -317,8 +317,9 @@ def _play(engine, env, drafts, sampling, seed, progress):
             else:
                 stream.release(draft.key)
                 done[draft.key] = trajectory
-        ended = sum(trajectory is not None for trajectory in over)
-        if progress and ended: progress(ended)
+        ended = [trajectory for trajectory in over if trajectory is not None]
+        if each and ended: each(ended)
+        if progress and ended: progress(len(ended))
     return done
 
 # %% ../nbs/3_acting/22_rollout.ipynb #c017x3
@@ -330,6 +331,7 @@ def rollout(
     sampling=None,  # Sampling; its stop strings are the protocol's
     seed=0,         # with it, the question's id and the attempt's number, every sample is fixed
     progress=None,  # function called with the number of trajectories that just ended
+    each=None,      # function called with these trajectories themselves, a list
 ):
     """Let the agent attempt every question `group_size` times. Returns a list of `Group`, in the order of the
     questions.
@@ -343,12 +345,14 @@ def rollout(
     sampling : Sampling; its stop strings are the protocol's
     seed : with it, the question's id and the attempt's number, every sample is fixed
     progress : function called with the number of trajectories that just ended
+    each : function called with these trajectories themselves, a list
     """
     if not questions or group_size < 1:
         raise ValueError(f'a rollout needs questions and a group size of at least 1, got {len(questions)} questions '
                          f'and {group_size}')
     drafts = _begin(env, questions, group_size, min(env.max_tokens, engine.max_length), seed)
-    done = _play(engine, env, drafts, SamplingParams() if sampling is None else sampling, seed, progress)
+    done = _play(engine, env, drafts, SamplingParams() if sampling is None else sampling, seed, progress,
+                 each)
     return [Group(q, [done[b, g] for g in range(group_size)]) for b, q in enumerate(questions)]
 
 # %% ../nbs/3_acting/22_rollout.ipynb #v2201

@@ -725,6 +725,7 @@ class Examination:
     env : Environment with the prompt of the training to come
     metric : outcome, see outcome_rewards
     row_tokens : padded tokens in a forward
+    ranks : that share the states which a model with a head reads
     """
     def __init__(
         self,
@@ -732,8 +733,9 @@ class Examination:
         env,               # Environment with the prompt of the training to come
         metric='em',       # outcome, see outcome_rewards
         row_tokens=4096,   # padded tokens in a forward
+        ranks=Ranks(),     # that share the states which a model with a head reads
     ):
-        self.data, self.metric, self.row_tokens = data, metric, row_tokens
+        self.data, self.metric, self.row_tokens, self.ranks = data, metric, row_tokens, ranks
         self.prompts = env.chat.prompt_ids([q.text for q in data.questions])
         self.pairs, self.turn_mask = make_pairs(data.groups, data.buckets, metric), index_groups(data.groups)[0]
         self.forced = [i for i, p in enumerate(data.prompts) if p == 'forced']
@@ -743,8 +745,9 @@ class Examination:
         """V(s_0) of each question (Q,), and the value at the start of each segment of each rollout (N, S), NaN where
         there is none. Without a head `model` is a learner with a critic."""
         states = [*self.prompts, *self.pairs.contexts]
-        values = (_read_states(model, states)
-                  if head is None else context_values(model, head, states, self.row_tokens)).float().cpu()
+        share = lambda mine: context_values(model, head, mine, self.row_tokens).tolist()
+        values = (_read_states(model, states).float().cpu() if head is None
+                  else torch.tensor(self.ranks.each(states, share), dtype=torch.float32))
         starts, states = values.split([len(self.prompts), len(self.pairs.contexts)])
         return starts, torch.full(self.turn_mask.shape, torch.nan).masked_scatter(self.turn_mask, states)
 

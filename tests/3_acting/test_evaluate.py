@@ -396,12 +396,13 @@ def test_what_is_done_is_not_played_again(model, tmp_path, monkeypatch):
     monkeypatch.setattr(evaluation, 'rollout', stops)
     with pytest.raises(KeyboardInterrupt):
         quiet(settings)
-    assert said == ['gsm8k'] and [p.name for p in tmp_path.iterdir()] == ['gsm8k']         # nothing half done is left
+    assert said == ['gsm8k'] and {p.name for p in tmp_path.iterdir()} == {'gsm8k', 'playing'}    # finqa was begun
     monkeypatch.setattr(evaluation, 'rollout', real)
     before, lines = (tmp_path / 'gsm8k' / 'turns.jsonl.gz').stat().st_mtime_ns, []
     run_evaluation(settings, say=lines.append, progress=False)
     assert (tmp_path / 'gsm8k' / 'turns.jsonl.gz'
             ).stat().st_mtime_ns == before and 'evaluated before' in lines[0] and 'evaluated before' not in lines[1]
+    assert {p.name for p in tmp_path.iterdir()} == {'gsm8k', 'finqa', 'summary.json'}
     monkeypatch.setattr(evaluation, 'load_model', None)  # all is done: no model is needed
     quiet(settings)
     with pytest.raises(ValueError, match=r'gsm8k holds an evaluation of other inputs \(limits.max_turns: 2 before, 1 '

@@ -246,7 +246,8 @@ def test_the_papers_file_is_cited_and_runs_with_a_local_model(tmp_path, monkeypa
     with Stub(by_numbers) as stub:
         given = settings_for(stub, tmp_path / 'run', model=str(tmp_path / 'model'), turn_tokens=8)
         here = {k: given[k] for k in ('path', 'corpus', 'model', 'run', 'judge', 'turn_tokens')}
-        run = run_longform({**told, **here}, say=lambda line: None, progress=False)
+        plain = dict(engine='hf', vllm={}, dtype='float32')
+        run = run_longform({**told, **plain, **here}, say=lambda line: None, progress=False)
     rows = read_turns(run / 'pairs')
     assert len(rows) == 4 and judged_table(run).loc[('pairs', 'all'), 'questions'] == 4
 

@@ -21,7 +21,11 @@ from credit_rl.compare import plan_jobs
 from credit_rl.datasets import MIXTURES, load_questions
 from credit_rl.dry_run import missing_room
 from credit_rl.estimate import memory, read_sizes
+from credit_rl.evaluate import _vllm as vllm_arguments
 from credit_rl.evaluate import Evaluation, check_evaluation, read_manifest, read_scores, run_evaluation, set_names
+from credit_rl.longform import JudgeChoice
+from credit_rl.options import options_in
+from credit_rl.papers import ENTRIES
 from credit_rl.layout import pack
 from credit_rl.learner import Learner, Optimiser, make_critic, saved_policy
 from credit_rl.parts import Credit, Measured, bind
@@ -572,8 +576,9 @@ def test_a_warm_up_runs_at_a_small_size_and_what_it_made_teaches(name, small, sh
 # sets, passages, turns, metric, by the papers
 EVALUATED = {'eval_tips': ('tips', 3, 5, 'em'), 'eval_tspo': ('tspo', 3, 5, 'em'), 'eval_igpo': ('igpo', 3, 10, 'f1'),
              'eval_prs': ('prs', 3, 5, 'em'), 'eval_carl': ('carl', 3, 15, 'carl_em')}
-# what an evaluation at a small size is given instead
-BRIEF = dict(questions=2, turn_tokens=12, threads=1)
+# a host without GPUs and vLLM, and what an evaluation at a small size is given instead
+PLAIN = dict(engine='hf', vllm={}, dtype='float32', ranks=1)
+BRIEF = dict(questions=2, turn_tokens=12, threads=1, **PLAIN)
 
 
 def evaluation(name): return yaml.safe_load(EVALUATIONS[name].read_text())
@@ -588,7 +593,7 @@ def test_an_evaluation_is_its_papers(name):
     """Its sets, passages, turns and metric; the protocol and the limits that the same paper trains with; and its head
     has the command."""
     s = from_settings(Evaluation, evaluation(name) | {'corpus': None})     # no server is here
-    check_evaluation(s)
+    check_evaluation(replace(s, **({} if VLLM else PLAIN)))
     data, *rest = EVALUATED[name]
     assert (set_names(s.data), [s.passages, s.max_turns, s.metric]) == (list(MIXTURES[data].evaluate), rest)
     trained = settings({'prs': 'prs_qwen2.5_3b'}.get(data, f'{data}_qwen2.5_7b'))
@@ -600,6 +605,27 @@ def test_an_evaluation_is_its_papers(name):
     (command,) = [line[4:] for line in EVALUATIONS[name].read_text().splitlines() if line.startswith('#   ')]
     assert command == (f'papermill nbs/91_evaluate.ipynb runs/{name}/notebook.ipynb -f runs/params/{name}.yaml -p run '
                        f'runs/{name} -p model MODEL -p path DATA')
+
+
+@pytest.mark.parametrize('name', [p.stem for p in sorted((ROOT / 'runs' / 'params').glob('eval_*.yaml'))])
+def test_an_evaluation_plays_by_the_engine_of_the_training(name):
+    """On as many ranks, in the same numbers; long answers on one, since they are few. A rank's vLLM has its own GPU,
+    which is allowed."""
+    told = yaml.safe_load((ROOT / 'runs' / 'params' / f'{name}.yaml').read_text())
+    trained = settings({'prs': 'prs_qwen2.5_3b'}.get(paper := name.split('_')[1], f'{paper}_qwen2.5_7b'))
+    assert all(told[key] == trained[key] for key in ('engine', 'dtype')) and told['engine'] == 'vllm'
+    assert told.get('ranks', 1) == (1 if name == 'eval_prs_long' else trained['ranks']) and told['vllm']['untried']
+    known = {k: v for k, v in told.items() if k not in ('data', *options_in(JudgeChoice))}
+    rank = vllm_arguments(from_settings(Evaluation, known))
+    assert rank['dtype'] == 'bfloat16' and rank.get('own_process', False) == (name != 'eval_prs_long')
+
+
+def test_the_commands_of_the_papers_name_files_that_say_where_they_run():
+    "Every command that evaluates or examines, as `credit-rl` takes it; the one of another program says it itself."
+    for entry in (e for of in ENTRIES.values() for e in of if e.command):
+        for file in re.findall(r'--params (runs/params/eval_\S+)', entry.command):
+            assert yaml.safe_load((ROOT / file).read_text())['engine'] == 'vllm'
+        if 'lm_eval' in entry.command: assert '--model vllm' in entry.command and 'dtype=bfloat16' in entry.command
 
 
 @pytest.mark.parametrize('name', EVALUATIONS)

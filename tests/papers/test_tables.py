@@ -61,8 +61,7 @@ def carl_runs(folder, patch):
     tiny_model(tokenizer, width=32, heads=1, feedforward=64).save_pretrained(model)
     tokenizer.save_pretrained(model)
     worlds = tiny_worlds(config := make_config({**CODED, 'method': 'carl', 'model': str(model)}), config.seed)
-    for module in ('setup', 'competence'):
-        patch.setattr(f'credit_rl.{module}.HFEngine', lambda m, tokenizer, **limits: Coder(m, tokenizer, worlds))
+    patch.setattr('credit_rl.setup.HFEngine', lambda m, tokenizer, **limits: Coder(m, tokenizer, worlds))
     warm = prepare({**WARM, 'model': str(model), 'run': str(folder / 'runs' / 'warm')}, say=quiet)
     run = train({**CODED, 'method': 'carl', 'model': str(model), 'critic_from': str(warm),
                  'run': str(folder / 'runs' / 'carl-0')}, say=quiet)
@@ -139,7 +138,8 @@ def test_a_command_is_one(command, root, monkeypatch):
             assert verb in VERBS
             if verb == 'train': make_config(settings_in(words))
             if verb == 'evaluate':
-                check_evaluation(from_settings(Evaluation, settings_in(words) | {'corpus': None, 'path': None}))
+                here = {'corpus': None, 'path': None, 'engine': 'hf', 'vllm': {}}       # no server, and no vLLM
+                check_evaluation(from_settings(Evaluation, settings_in(words) | here))
         else: assert program in ('papermill', 'lm_eval')
 
 

@@ -120,8 +120,7 @@ class Coder(ScriptedEngine):
 def scripted(monkeypatch, model):
     "Training and warm-up play by the scripted coder."
     worlds = tiny_worlds(config := make_config({**TINY, 'model': model}), config.seed)
-    for module in ('setup', 'competence'):
-        monkeypatch.setattr(f'credit_rl.{module}.HFEngine', lambda m, tokenizer, **limits: Coder(m, tokenizer, worlds))
+    monkeypatch.setattr('credit_rl.setup.HFEngine', lambda m, tokenizer, **limits: Coder(m, tokenizer, worlds))
     return worlds
 
 

@@ -1,0 +1,129 @@
+"By which engine a run is examined, where its models lie, and that ranks share the questions."
+import copy
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from credit_rl import competence, export
+from credit_rl.competence import examine_run, main, open_agent
+from credit_rl.engine import HFEngine
+from credit_rl.launch import Ranks
+from credit_rl.models import load_model
+from credit_rl.runlog import read_summary
+from credit_rl.train import train
+
+ROOT = Path(__file__).resolve().parents[2]
+TINY = {'method': 'carl', 'protocol': 'carl-tiny', 'world': {'hops': [1, 2], 'twins': True}, 'seed': 412,
+        'questions': 6, 'dev_questions': 4, 'test_questions': 6, 'questions_per_step': 2, 'group_size': 2, 'steps': 1,
+        'eval_every': 1, 'learning_rate': .002, 'turn_tokens': 40, 'threads': 1, 'track': '',
+        'model': str(ROOT / 'data' / 'tiny_carl')}
+
+
+@pytest.fixture(scope='module')
+def plain(tmp_path_factory):
+    "A run of one large step, so that policy and base play differently, and what was found of it."
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, 'is_available', lambda: False)
+        run = train({**TINY, 'run': str(tmp_path_factory.mktemp('plain') / 'run')}, say=lambda line: None)
+        return run, examine_run(run, lambda line: None, 'newest')
+
+
+@pytest.fixture
+def run(plain, tmp_path, monkeypatch):
+    "The same run, not examined yet."
+    monkeypatch.setattr(torch.cuda, 'is_available', lambda: False)
+    shutil.copytree(plain[0], tmp_path / 'run')
+    summary = read_summary(tmp_path / 'run')
+    del summary['competence']
+    (tmp_path / 'run' / 'summary.json').write_text(json.dumps(summary))
+    return tmp_path / 'run'
+
+
+class Shared(HFEngine):
+    "In vLLM's place: it begins with the base's weights, takes others, and can be closed."
+    def __init__(self, folder, tokenizer):
+        super().__init__(load_model(folder)[0], tokenizer, max_length=192)
+        self.loads, self.closed = 0, False
+
+    def load(self, named):
+        self.loads += 1
+        super().load({n: t.detach().clone() for n, t in named.items()})
+
+    def close(self): self.closed = True
+
+
+def test_a_run_is_examined_by_its_own_engine(run, plain, monkeypatch):
+    "One engine plays the base, then takes the policy's weights; what it finds is what two models find."
+    params, made = yaml.safe_load((run / 'params.yaml').read_text()), []
+    (run / 'params.yaml').write_text(yaml.safe_dump({**params, 'engine': 'vllm'}))
+
+    def make(host, acting, folder, model, tokenizer):
+        assert host.engine == 'vllm' and model is None and not made
+        made.append(Shared(folder, tokenizer))
+        return made[0]
+    monkeypatch.setattr(competence, 'make_engine', make)
+    found = examine_run(run, lambda line: None, 'newest')
+    assert made[0].loads == 1 and made[0].closed and found == plain[1]
+    assert found['tiers'] == {'1': 3, '2': 3} and found['greedy'] != found['base']['greedy']
+
+
+def test_another_host_is_told(run, plain, monkeypatch):
+    "A run of eight ranks with vLLM, on a host without either."
+    params = yaml.safe_load((run / 'params.yaml').read_text())
+    (run / 'params.yaml').write_text(yaml.safe_dump({**params, 'engine': 'vllm', 'ranks': 8, 'learner': 'deepspeed',
+                                                     'vllm': {'arguments': {'gpu_memory_utilization': .4}}}))
+    assert competence._config_of(run).ranks == 8
+    main([str(run), 'engine=hf', 'ranks=1', '--checkpoint', 'newest'])
+    assert read_summary(run)['competence'] == plain[1]
+    with pytest.raises(SystemExit, match="the host has no setting 'rank'; did you mean 'ranks'"):
+        main([str(run), 'rank=1', '--checkpoint', 'best'])
+
+
+def test_models_stay_on_the_device_that_they_are_loaded_to(run, monkeypatch):
+    "Nothing goes to the CPU by itself; policy and base are left to `load_model`, which takes the GPU if there is one."
+    asked, load = [], export.load_model
+    for module in (export, competence):
+        monkeypatch.setattr(module, 'load_model', lambda folder, dtype='float32', device=None: asked.append(device)
+                            or load(folder, dtype, device))
+    monkeypatch.setattr(torch.nn.Module, 'cpu', lambda self: pytest.fail('moved to the CPU'))
+    agent, _ = open_agent(run, 'newest')
+    assert asked == [None, None] and agent.engine.model is agent.critic[0]
+    export.export_run(run, run / 'made', 'newest')
+    assert asked[2:] == ['cpu']                            # what is only written down needs no GPU
+
+
+def test_ranks_share_the_questions(run):
+    "By hand: three ranks, each of which gets every third question."
+    agent, _ = open_agent(run, 'newest')
+    played = []
+    class Third(Ranks):
+        def each(self, items, function):
+            parts = [function(items[r::3]) for r in range(3)]
+            played.extend(map(len, parts))
+            whole = [None] * len(items)
+            for r, part in enumerate(parts): whole[r::3] = part
+            return whole
+    shared = open_agent(run, 'newest', ranks=Third())[0]
+    groups = shared.play(shared.engine, shared.env, shared.sampling, 2, seed=3)
+    assert sum(played) == len(shared.questions) and max(played) - min(played) <= 1
+    assert [[t.turns[0].action_ids for t in g.trajectories] for g in groups] == [
+        [t.turns[0].action_ids for t in g.trajectories]
+        for g in agent.play(agent.engine, agent.env, agent.sampling, 2, seed=3)]
+
+
+@pytest.mark.long
+def test_two_ranks_find_what_one_finds(run, plain):
+    done = subprocess.run([sys.executable, '-m', 'credit_rl.competence', str(run), 'ranks=2', '--checkpoint', 'newest'],
+                          cwd=ROOT, env={**os.environ, 'PYTHONPATH': str(ROOT), 'CUDA_VISIBLE_DEVICES': ''},
+                          capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    found, one = read_summary(run)['competence'], copy.deepcopy(plain[1])
+    for x in (found, one): (x['broken'] or {}).pop('irrelevant', None)       # which is another rollout's of the rank
+    assert found == one and 'play, greedy' in done.stdout and (run / 'competence' / 'ranks.log').exists()
