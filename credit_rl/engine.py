@@ -11,7 +11,7 @@ import functools, hashlib, math, random
 from dataclasses import dataclass
 import torch
 from .options import SettingsGroup, setting
-from .trees import ARCHITECTURES, adds_mask
+from .trees import ARCHITECTURES, adds_mask, check_tree
 
 # %% ../nbs/3_acting/20_engine.ipynb #c004
 @dataclass(frozen=True)
@@ -182,7 +182,8 @@ def _attend_in_place(module, query, key, value, attention_mask, in_place=False, 
     (n, heads, count, width), keys = query.shape, key.shape[1]
     if count == 1:                                      # the heads that share a key are so many queries of one head
         together = query.reshape(n, keys, heads // keys, width)
-        return attend(together, key, value, attn_mask=attention_mask).reshape(n, 1, heads, width), None
+        mask = attention_mask if attention_mask.dtype == torch.bool else attention_mask.to(query.dtype)
+        return attend(together, key, value, attn_mask=mask).reshape(n, 1, heads, width), None
     shared = heads != keys and (not query.is_cuda or fresh and query.dtype in (torch.float16, torch.bfloat16))
     if heads != keys and not shared: key, value = (x.repeat_interleave(heads // keys, 1) for x in (key, value))
     out = attend(query, key, value, attn_mask=None if fresh else attention_mask, is_causal=fresh, enable_gqa=shared)
@@ -201,9 +202,10 @@ def _in_place(model):
 
 # %% ../nbs/3_acting/20_engine.ipynb #c019
 class _Row:
-    """One conversation: its row number (None until admitted), how many ids the cache has read, how many go on, and
-    what was submitted last."""
-    def __init__(self, key): self.key, self.slot, self.read, self.held, self.ids = key, None, 0, 0, []
+    """One conversation: its row number (None until admitted), how many ids the cache has read, how many go on, how many
+    there are, whether the next is wanted, and what was submitted last."""
+    def __init__(self, key):
+        self.key, self.slot, self.read, self.held, self.have, self.busy, self.ids = key, None, 0, 0, 0, False, []
 
 def _leaders(rows):
     "Of rows to be read (list of `_Row`) those that stand for all, and for each row the number of the one that does."
@@ -223,41 +225,108 @@ def _logits(model, cache, tokens, positions, last=None, fresh=False):
     how = {'in_place': True, 'fresh': fresh} if _in_place(model) else {}
     if how and fresh: mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=tokens.device)     # nobody looks at it
     else: mask = torch.arange(cache.length, device=tokens.device) <= positions[:, None, :, None]  # (n, 1, q, length)
-    if adds_mask(model):
+    if adds_mask(model) or how and last is None:              # added to scores, as kernels do it, once for all layers
         added = torch.zeros(mask.shape, dtype=model.dtype, device=mask.device)
         mask = added.masked_fill(~mask, torch.finfo(model.dtype).min)
     hidden = model.base_model(input_ids=tokens, attention_mask=mask, position_ids=positions, past_key_values=cache,
                               use_cache=True, **how).last_hidden_state
     return model.get_output_embeddings()(hidden[:, 0] if last is None else hidden[torch.arange(len(tokens)), last])
 
+# %% ../nbs/3_acting/20_engine.ipynb #s024
+def _replays(model):
+    "Whether a model's forwards are known to launch the same kernels each time, whatever the positions: bool."
+    try: check_tree(model.config)
+    except ValueError: return False
+    return _in_place(model)
+
+def _roomy(n, least):
+    "The smallest of few sizes that holds `n`, at most an eighth more, or a multiple of `least`: int."
+    step = max(least, 1 << max(0, n.bit_length() - 4))
+    return -(-n // step) * step
+
+def _capture(run, pool):
+    "A CUDA graph of the kernels that `run` launches, with its memory in a pool. Raises RuntimeError that says why not."
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph, pool, capture_error_mode='thread_local'): run()    # other threads may use the GPU
+    except Exception as e:
+        why = '; before that: '.join(str(x) for x in (e, e.__context__) if x)       # what failed first stands last
+        raise RuntimeError(f'the one-token step cannot be captured as a CUDA graph: {why}. HFEngine(…, '
+                           'fixed_shapes=False) launches each kernel by itself') from e
+    return graph
+
+class _FixedSteps:
+    "The one-token step of a `_RowBatch` at few shapes, captured on a GPU."
+
+    def __init__(self, device):
+        self.capture = _capture if torch.device(device).type == 'cuda' else None
+        self.captures, self.addresses = 0, None                  # graphs made so far; of what they read and write
+        self.forget()
+
+    def forget(self):
+        "Drop what was captured, with its memory: a pool that its graphs have left can't be used again."
+        self.seen, self.graphs, self.logits = set(), {}, None    # shapes that came; the graphs of those that came again
+        self.pool = torch.cuda.graph_pool_handle() if self.capture is _capture else None
+
+    def check(self, batch):
+        "Drop what was captured if a tensor that it reads or writes has moved."
+        tensors = batch.ids, batch.have, *batch.cache.keys, *batch.cache.values, *batch.model.parameters()
+        addresses = [x.data_ptr() for x in tensors]
+        if addresses != self.addresses: self.forget()
+        self.addresses = addresses
+
+    def __call__(self, batch, live, length):
+        "Read the newest id of the first `live` rows, which attend to fewer than `length` slots: logits (live, V)."
+        shape = min(_roomy(live, 8), batch.ids.shape[0]), min(_roomy(length, 64), batch.ids.shape[1])
+        if self.capture and shape in self.seen and shape not in self.graphs:
+            self.graphs[shape] = self.capture(lambda: self.run(batch, *shape), self.pool)
+            self.captures += 1
+        if shape in self.graphs: self.graphs[shape].replay()
+        else: self.run(batch, *shape)
+        self.seen.add(shape)
+        return self.logits[:live]
+
+    def run(self, batch, rows, length):
+        "The kernels: they read and write tensors of the batch where they lie, and the logits."
+        at = (batch.have[:rows, None] - 1).clamp(min=0)                      # the newest id has not been read yet
+        batch.cache.aim(slice(0, rows), at, length)
+        logits = _logits(batch.model, batch.cache, batch.ids[:rows].gather(1, at), at)
+        if self.logits is None: self.logits = logits.new_empty(len(batch.ids), logits.shape[1])
+        self.logits[:rows] = logits
+
 # %% ../nbs/3_acting/20_engine.ipynb #c020
 class _RowBatch:
     "The rows of one model, a conversation each: what they hold, and the logits of what comes next."
 
-    def __init__(self, model, device):
+    def __init__(self, model, device, fixed=False):
         self.model, self.device, self.cache = model, device, _SlotCache()
         zeros = lambda dtype, *shape: torch.zeros(*shape, dtype=dtype, device=device)
-        self.ids = zeros(torch.long, 0, 0)                                   # (rows, slots)
+        self.ids, self.have = zeros(torch.long, 0, 0), zeros(torch.long, 0)  # (rows, slots); (rows,) ids so far
         self.logps, self.uniform = zeros(torch.float32, 0, 0), zeros(torch.float32, 0, 0)
-        # (rows,) ids so far; how many there may be; whether the next is wanted
-        self.have, self.limit, self.busy = zeros(torch.long, 0), zeros(torch.long, 0), zeros(torch.bool, 0)
         self.forwards = self.entered = 0                                     # model calls; ids read in
+        self.steps, self.index = _FixedSteps(device) if fixed else None, ([], None)
 
     def put(self, rows, count):
         "Write down what was submitted for some rows (list of `_Row`), with room for `count` rows in all."
         slots = -(-max(r.stop for r in rows) // 64) * 64
+        if self.steps: count, slots = _roomy(count, 8), _roomy(slots, 64)
         for name in ('ids', 'logps', 'uniform'): setattr(self, name, _grow(getattr(self, name), count, slots))
-        for name in ('have', 'limit', 'busy'): setattr(self, name, _grow(getattr(self, name), count))
+        self.have = _grow(self.have, len(self.ids))
         self.cache.reserve(*self.ids.shape)
         for r in rows:
-            self.ids[r.slot, :len(r.ids)] = torch.tensor(r.ids)
-            self.uniform[r.slot, len(r.ids):r.stop] = r.uniform
-            self.have[r.slot], self.limit[r.slot] = len(r.ids), r.stop
+            self.ids[r.slot, :len(r.ids)], self.uniform[r.slot, len(r.ids):r.stop] = torch.tensor(r.ids), r.uniform
+            self.have[r.slot] = r.have = len(r.ids)
 
     def move(self, source, target):
         "Let row number `target` hold what row number `source` holds."
         self.cache.copy(source, target, self.cache.shape[1])
-        for x in (self.ids, self.logps, self.uniform, self.have, self.limit, self.busy): x[target] = x[source]
+        for x in (self.ids, self.logps, self.uniform, self.have): x[target] = x[source]
+
+    def numbers(self, rows):
+        "The row numbers of rows (list of `_Row`) on the device: (n,) long, the same tensor for the same numbers."
+        slots = [r.slot for r in rows]
+        if slots != self.index[0]: self.index = slots, torch.tensor(slots, device=self.device)
+        return self.index[1]
 
     def read(self, rows):
         "Read the new ids of n rows (list of `_Row`) in one forward, equal new conversations once: logits (n, V)."
@@ -267,23 +336,28 @@ class _RowBatch:
         tokens, count = torch.nn.utils.rnn.pad_sequence(new, batch_first=True), torch.tensor([len(x) for x in new])
         start, length = torch.tensor([r.read for r in lead], device=self.device), max(len(r.ids) for r in lead)
         # padding writes rubbish beyond a row's end; clamped to the last slot, which no real id of these rows reaches
-        positions = start[:, None] + torch.arange(tokens.shape[1], device=self.device)
-        positions = positions.clamp(max=self.ids.shape[1] - 1)
+        at, last = torch.arange(tokens.shape[1], device=self.device), self.ids.shape[1] - 1
+        positions = (start[:, None] + at).clamp(max=last)
         at = torch.tensor([r.slot for r in lead], device=self.device)
         logits = self._forward(tokens, at, positions, length, count - 1, not any(r.read for r in lead))
-        slots, source = torch.tensor([r.slot for r in rows], device=self.device), at[of]
+        slots, source = self.numbers(rows), at[of]
         twins = slots != source
         if twins.any(): self.cache.copy(source[twins], slots[twins], length)
+        if self.steps: self.steps.check(self)
         return logits[of]
 
-    def step(self, busy, live):
-        """Read the newest id of rows `busy` (n,) out of `live`: logits (n, V). While most are busy all are computed,
-        which saves copying the cache."""
-        rows = slice(0, live) if 2 * len(busy) > live else busy
-        at = self.have[rows, None] - 1                                       # the newest id has not been read yet
-        tokens = self.ids[rows].gather(1, at)
-        logits = self._forward(tokens, rows, at, int(at.max()) + 1)
-        return logits[busy] if isinstance(rows, slice) else logits
+    def step(self, rows, live):
+        """Read the newest id of n busy rows (list of `_Row`) out of the first `live`: logits (n, V). While most are
+        busy all are computed, which saves copying the cache; what the others write is read again before it counts."""
+        length, most = max(r.have for r in rows), 2 * len(rows) > live
+        if self.steps:
+            self.forwards += 1
+            logits = self.steps(self, live, length)
+        else:
+            chosen = slice(0, live) if most else self.numbers(rows)
+            at = self.have[chosen, None] - 1                                 # the newest id has not been read yet
+            logits = self._forward(self.ids[chosen].gather(1, at), chosen, at, length)
+        return logits if len(rows) == len(logits) else logits[self.numbers(rows)]
 
     def _forward(self, tokens, rows, positions, length, *how):
         self.forwards += 1
@@ -292,14 +366,14 @@ class _RowBatch:
 
     def shared(self, slot, ids):
         "How many ids at the beginning of row number `slot` are those of `ids` (list of int)."
-        same = self.ids[slot, :len(ids)].cpu() == torch.tensor(ids, dtype=torch.long)
-        return int(same.long().cumprod(0).sum())
+        return int((self.ids[slot, :len(ids)].cpu() == torch.tensor(ids, dtype=torch.long)).long().cumprod(0).sum())
 
     def append(self, rows, new, logp):
-        "Write down the next ids (n,) of `rows` (n,) and their log-probabilities. Returns the rows' lengths (n,)."
-        at = self.have[rows]
-        self.ids[rows, at], self.logps[rows, at], self.have[rows], self.busy[rows] = new, logp, at + 1, True
-        return at + 1
+        "Write down the next ids (n,) of n rows (list of `_Row`) and their log-probabilities (n,)."
+        index = self.numbers(rows)
+        at = self.have[index]
+        self.ids[index, at], self.logps[index, at], self.have[index] = new, logp, at + 1
+        for r in rows: r.have, r.busy = r.have + 1, True
 
 # %% ../nbs/3_acting/20_engine.ipynb #s041
 def _admitted(
@@ -340,18 +414,18 @@ def check_request(
                          f'max_length, {most}')
 
 # %% ../nbs/3_acting/20_engine.ipynb #s044
-def _finished(row, batch, engine, eos, full):
+def _finished(row, batch, engine):
     "The turn of a row whose newest id may have ended it, as `FinishedTurn`; None if the turn goes on."
-    have = int(batch.have[row.slot])
-    part = slice(len(row.ids), have)
-    ids, longest = batch.ids[row.slot, part], max(map(len, row.strings), default=0)
+    part = slice(len(row.ids), row.have)
+    ids, longest = batch.ids[row.slot, part].tolist(), max(map(len, row.strings), default=0)
+    eos = ids[-1] in engine.eos_ids.tolist()
     tail = '' if eos or not row.strings else engine.tokenizer.decode(ids[-longest:])   # a token has a character or more
     if eos: reason = 'eos'
     elif any(s in tail for s in row.strings): reason = 'stop'
-    elif full: reason = 'max_tokens' if row.stop < engine.max_length else 'length'
+    elif row.have >= row.stop: reason = 'max_tokens' if row.stop < engine.max_length else 'length'
     else: return None
-    batch.busy[row.slot], row.read, row.held = False, have - 1, have
-    return FinishedTurn(row.key, ids.tolist(), batch.logps[row.slot, part].tolist(), reason)
+    row.busy, row.read, row.held = False, row.have - 1, row.have
+    return FinishedTurn(row.key, ids, batch.logps[row.slot, part].tolist(), reason)
 
 # %% ../nbs/3_acting/20_engine.ipynb #c022
 class _Stream:
@@ -359,7 +433,8 @@ class _Stream:
     `release` what is over."""
 
     def __init__(self, engine, sampling):
-        self.engine, self.batch, self.tokens = engine, _RowBatch(engine.model, engine.device), 0  # tokens sampled
+        self.engine, self.tokens = engine, 0                                        # tokens sampled
+        self.batch = _RowBatch(engine.model, engine.device, engine.fixed_shapes)
         self.rows, self.slots, self.waiting = {}, [], []   # by key; by row number; with ids to read
         self.use(sampling)
 
@@ -367,8 +442,9 @@ class _Stream:
         "Sample like this from now on."
         self.sampling, self.may_stop = sampling, self.engine.may_stop(sampling.stop)
 
-    # so far: model calls; ids read in
+    # so far: model calls; ids read in; CUDA graphs made
     forwards, entered = property(lambda self: self.batch.forwards), property(lambda self: self.batch.entered)
+    captures = property(lambda self: self.batch.steps.captures if self.batch.steps else 0)
 
     def submit(self, key, ids, seed=0, max_tokens=None, stop=None):
         """Continue conversation `key`, of which `ids` is everything so far; `max_tokens` and `stop` of this turn
@@ -387,7 +463,7 @@ class _Stream:
         the number of ids kept. Raises ValueError if it is under way."""
         row = self.rows.get(key)
         if row is None or row.slot is None: return 0
-        if row in self.waiting or self.batch.busy[row.slot]:
+        if row in self.waiting or row.busy:
             raise ValueError(f'conversation {key!r} is under way and cannot be rewound')
         most = min(row.read, len(ids) - 1)   # at least one id is read, or there were no logits to draw from
         row.read = row.held = self.batch.shared(row.slot, ids[:most])
@@ -401,17 +477,15 @@ class _Stream:
         last = self.slots.pop()
         if last is not row:
             self.batch.move(last.slot, row.slot)
-            self.slots[row.slot], last.slot, row.slot = last, row.slot, last.slot
-        self.batch.busy[row.slot] = False
+            self.slots[row.slot], last.slot = last, row.slot
 
     def __iter__(self):
         while True:
-            ready = self._admit() if 4 * len(self.waiting) >= int(self.batch.busy.sum()) else []
-            busy = self.batch.busy.nonzero()[:, 0]
-            if not ready and not len(busy): return
-            rows = torch.tensor([r.slot for r in ready], device=busy.device) if ready else busy
+            busy = [r for r in self.slots if r.busy]
+            ready = self._admit() if 4 * len(self.waiting) >= len(busy) else []
+            if not ready and not busy: return
             logits = self.batch.read(ready) if ready else self.batch.step(busy, len(self.slots))
-            if done := self._sample(rows, logits): yield done
+            if done := self._sample(ready or busy, logits): yield done
 
     def _admit(self):
         "Give rows to those that are read in next, and write down what they brought."
@@ -424,14 +498,13 @@ class _Stream:
         return ready
 
     def _sample(self, rows, logits):
-        "Draw the next id of `rows` (n,) from logits (n, V); return the `FinishedTurn` among them."
-        batch, at = self.batch, self.batch.have[rows]
-        ids, logp = draw(logits, batch.uniform[rows, at], self.sampling)
-        full = batch.append(rows, ids, logp) >= batch.limit[rows]
-        eos = torch.isin(ids, self.engine.eos_ids)
+        "Draw the next id of n rows (list of `_Row`) from logits (n, V); return the `FinishedTurn` among them."
+        batch, index = self.batch, self.batch.numbers(rows)
+        ids, logp = draw(logits, batch.uniform[index, batch.have[index]], self.sampling)
+        batch.append(rows, ids, logp)
         self.tokens += len(rows)
-        looked = (eos | full | self.may_stop[ids]).nonzero()[:, 0].tolist()
-        done = (_finished(self.slots[int(rows[i])], batch, self.engine, eos[i], full[i]) for i in looked)
+        may_end = (torch.isin(ids, self.engine.eos_ids) | self.may_stop[ids]).tolist()   # the host waits here alone
+        done = (_finished(r, batch, self.engine) for r, may in zip(rows, may_end) if may or r.have >= r.stop)
         return [f for f in done if f is not None]
 
 # %% ../nbs/3_acting/20_engine.ipynb #c033
@@ -470,16 +543,22 @@ class HFEngine:
     max_length : most ids in a conversation
     max_rows : most conversations at once; others wait
     read_tokens : most tokens, padding included, in one reading forward
+    fixed_shapes : whether one-token steps are taken at few shapes, and on a GPU captured as CUDA graphs; None: on a
+        GPU, for models that `tree` knows
     """
 
     def __init__(self, model, tokenizer,
                  max_length=4096,     # most ids in a conversation
                  max_rows=256,        # most conversations at once; others wait
-                 read_tokens=65536):  # most tokens, padding included, in one reading forward
+                 read_tokens=65536,   # most tokens, padding included, in one reading forward
+                 # whether one-token steps are taken at few shapes, and on a GPU captured as CUDA graphs; None: on a
+                 # GPU, for models that `tree` knows
+                 fixed_shapes=None):
         if tokenizer is None: raise ValueError('an engine needs a tokenizer, to see where stop strings end')
         self.model, self.tokenizer, self.max_rows, self.read_tokens = model.eval(), tokenizer, max_rows, read_tokens
         self.max_length = min(max_length, getattr(model.config, 'max_position_embeddings', max_length))
         self.device = next(model.parameters()).device
+        self.fixed_shapes = self.device.type == 'cuda' and _replays(model) if fixed_shapes is None else fixed_shapes
         ends = end_ids(model.generation_config.eos_token_id if model.generation_config else None, tokenizer)
         self.eos_ids = torch.tensor(sorted(ends), device=self.device, dtype=torch.long)
         self.kept, self._tables = None, {}   # the `_Stream` of kept conversations; tokens to look at, by stop strings
