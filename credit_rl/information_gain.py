@@ -247,7 +247,7 @@ def gold_entropy(
     return cast_like(-x.gather(1, torch.cat([torch.zeros_like(last), last], 1)), answer_logp)
 
 # %% ../nbs/1_rules/33_information_gain.ipynb #n3302
-from .scoring import SCHEMA_OPTION, Schema, read_schema
+from .scoring import GOLDS_OPTION, SCHEMA_OPTION, Schema, read_schema
 
 def belief_schema(
     protocol,  # Protocol
@@ -385,7 +385,7 @@ def belief_of(
     groups : list of Group that it played
     """
     layout = pack(groups, len(chat.encode(answer_header(chat))))
-    golds = gold_templates(chat, groups, belief_schema(chat.protocol))
+    golds = gold_templates(chat, groups, belief_schema(chat.protocol), GOLDS_OPTION.default)
     states = acting_states(layout.states, layout.turn_mask)
     scores = answer_logps(model, (layout.ids, layout.lengths), states, golds)
     return belief_check(Measured(gold_logp=scores.sums, gold_tokens=scores.tokens), layout, groups)
@@ -414,9 +414,10 @@ _F1 = {'metric': 'f1', 'penalty': -1.0}
 
 PARTS = (
     Reward('gain', r'r_{i,k} = \pi(a^*\mid S_{k+1}) - \pi(a^*\mid S_k)', 'IGPO eqs. 3-4', model=_gain, sees='gold',
-           schema=lambda o: o['schema'], check=_check_schema,
+           schema=lambda o: o['schema'], golds=lambda o: o['golds'], check=_check_schema,
            options={'mode': Option('prob', 'what gains are differences of', choices=('prob', 'logprob')),
-                    'schema': SCHEMA_OPTION}),
+                    'schema': SCHEMA_OPTION, 'golds': GOLDS_OPTION},
+           differs='eq. 3 has one gold; of several the most probable counts, and only the first 16 are scored'),
     Rule('accumulate', r'A_{i,k} = \sum_{j \ge k}\gamma^{j-k}\operatorname{zscore}(r_{i,j})', 'IGPO eqs. 5-7',
          credit=_accumulated, average='sequence-mean-token-mean', wants_turns=True,
          options={'gamma': Option(1.0, 'discount of later turns', least=0, most=1),

@@ -123,6 +123,7 @@ class Reward(Part):
     potential: object = None  # (seen, options) -> (N, K+1): Φ, in nats, of the states whose changes `model` pays
     words: object = None    # options -> str, in which a judge is asked; None: no judge is asked
     schema: object = None   # how gold answers are written down to be scored (gold_templates), or options -> that
+    golds: object = None    # how many of a question's accepted answers are scored, at most, or options -> that
     ends: object = None     # options -> whether gold answers are scored after the last turn too
     plays: object = None    # options -> how often the policy plays on from every state; `model` reads its values
     reach: object = None    # options -> None, called once before a run: makes sure that what is asked answers
@@ -287,15 +288,18 @@ class Asks:
     schemas: dict = field(default_factory=dict)  # 'gold' or 'teacher' -> schema of gold_templates
     ends: bool = False                           # gold answers are scored after the last turn too
     plays: int = 0                               # how often the policy plays on from the state before every turn
+    most: dict = field(default_factory=dict)     # 'gold' or 'teacher' -> accepted answers of a question; all
 
-def _schemas(method, rewards):
-    "Schemas in which rewards have golds scored: 'gold' or 'teacher' -> schema. Raises ValueError where two differ."
+def _scored_once(method, rewards, name):
+    """What rewards say of golds that are scored, their `schema` or how many `golds`: 'gold' or 'teacher' -> that. Raises
+    ValueError where two differ."""
     found = {}
     for r in (r for r in rewards if r.sees):
-        schema = r.schema(method.own(r)) if callable(r.schema) else r.schema
-        if found.setdefault(r.sees, schema) != schema:
-            raise ValueError(f'{method.name} has golds scored once, by {found[r.sees]!r} or by {schema!r}: give '
-                             f'{r.name} the schema of the other reward')
+        said = getattr(r, name)
+        said = said(method.own(r)) if callable(said) else said
+        if found.setdefault(r.sees, said) != said:
+            raise ValueError(f'{method.name} has golds scored once, by {found[r.sees]!r} or by {said!r}: give '
+                             f'{r.name} the {name} of the other reward')
     return found
 
 # %% ../nbs/1_rules/29_parts.ipynb #c019
@@ -360,8 +364,10 @@ class Method:
     def asks(self, groups):
         "What must be found out about these groups: `Asks`."
         models = [r for r in self.rewards if r.model]
-        return Asks(groups, self.sees, _schemas(self, models), any(r.ends and r.ends(self.own(r)) for r in models),
-                    max((r.plays(self.own(r)) for r in models if r.plays), default=0))
+        most = {who: n for who, n in _scored_once(self, models, 'golds').items() if n is not None}
+        return Asks(groups, self.sees, _scored_once(self, models, 'schema'),
+                    any(r.ends and r.ends(self.own(r)) for r in models),
+                    max((r.plays(self.own(r)) for r in models if r.plays), default=0), most)
 
     def model_rewards(self, rewards, layout, seen):
         "The rewards with what models add to the turns (N, K), each such reward under its own name too: dict."

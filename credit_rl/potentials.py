@@ -268,7 +268,7 @@ def scoring_flops(
 from dataclasses import asdict
 from .options import Option
 from .parts import Keeps, Reward, Row
-from .scoring import SCHEMA_OPTION, read_schema
+from .scoring import GOLDS_OPTION, SCHEMA_OPTION, read_schema
 
 def _phi(seen, o):
     "Potential of every state: (N, K+1)."
@@ -298,10 +298,11 @@ def _shaping_part(name, equation, paper, model, more, **about):
                               choices=tuple(REWARD_BANDS)),
                'refund': Option(False, 'the mean |α ΔΦ| counts the last turn with its -αΦ(S_{K-1}) too'),
                'reduce': Option('logsumexp', 'how Φ is made of several golds', choices=('logsumexp', 'mean')),
-               'schema': SCHEMA_OPTION}
+               'schema': SCHEMA_OPTION,
+               'golds': Option(None, f'{GOLDS_OPTION.about}; None: all', int, least=1)}
     return Reward(
         name, equation, paper, model=model, sees='teacher', potential=_phi, schema=lambda o: o['schema'],
-        options=options | more, check=_check_options,
+        golds=lambda o: o['golds'], options=options | more, check=_check_options,
         keeps=Keeps(_controller, lambda o, state: {**o, 'alpha': state['alpha']},
                     lambda o, state, rewards, layout: _moved(state, size(rewards, layout, o))),
         metrics=lambda rewards, layout, o: {'alpha': o['alpha'], 'mean_abs_shaping': size(rewards, layout, o)},

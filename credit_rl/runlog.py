@@ -214,6 +214,8 @@ METRICS = {
     # the credit
     'turn_reward': 'mean reward of a turn before normalisation, in units of reward',
     'missing_states': 'number of states whose measurement failed',
+    'golds_left_out': "number of accepted answers of the step's questions that were not scored, for the option golds "
+                      'allows fewer',
     'read_tokens': 'tokens that models read without gradient, before the update, for credit and loss, gold answers '
                    'included',
     'zero_advantage': 'share of trajectories whose advantage is exactly 0 at every trained token',

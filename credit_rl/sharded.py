@@ -157,7 +157,6 @@ class _ExactHead:
         self.critic.head.load_state_dict(saved['head'])
         for adamw, state in zip(self.optimisers, saved['optimisers'], strict=True): adamw.load_state_dict(state)
 
-
 # %% ../nbs/machinery/53_sharded.ipynb #s0121
 def _most(count):
     "The largest of the counts that all ranks say."
@@ -179,7 +178,6 @@ def _own_piece(value, parameter):
     size, rank, ranks = parameter.ds_tensor.ds_numel, torch.distributed.get_rank(), torch.distributed.get_world_size()
     whole = torch.nn.functional.pad(value.flatten(), (0, size * ranks - value.numel()))
     return whole[size * rank:size * (rank + 1)]
-
 
 # %% ../nbs/machinery/53_sharded.ipynb #s012
 class DeepSpeedBackend:

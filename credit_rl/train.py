@@ -32,7 +32,7 @@ from .protocol import prompt_hash
 from .rollout import continuations, rollout
 from .runlog import (RunLog, BoundedGzip, atomic_write, latest_checkpoint, code_hashes, named_checkpoint,
                               read_json, read_params, save_checkpoint)
-from .scoring import answer_header, gold_templates
+from .scoring import GOLDS_OPTION, answer_header, gold_templates, gold_texts
 from .settings import (GROUPS, Acting, Config, Host, Learning, Settings, check, make_config, schema_notes,
                                 scored_schemas, settings_of, weight_limits)
 from .setup import (Setup, add_lora, bound_method, draw_questions, examine, forecast, hand_over, make_engine,
@@ -80,6 +80,7 @@ def train_step(
     with run.log.timed('load'): hand_over(run.learner, run.engine, s.host)
     run.memory['method'] = move(method, run.memory['method'], batch)
     keep_rollouts(run.log, step, run.method, batch, s.keeping)
+    if look.left_out: metrics['golds_left_out'] = look.left_out
     return {**metrics, **sampler, 'read_tokens': look.tokens, **update}
 
 # %% ../nbs/5_run/63_train.ipynb #c075
@@ -259,7 +260,8 @@ def play_step(
 # %% ../nbs/5_run/63_train.ipynb #c0442
 class Look:
     """Answers what a method asks about a batch and what its run measures, by the run's learner, and by its engine
-    where the policy is to play on. `passes` counts the forwards of each model, `tokens` what they read.
+    where the policy is to play on. `passes` counts the forwards of each model, `tokens` what they read, and `left_out`
+    the accepted answers that were not scored.
 
     Parameters
     ----------
@@ -278,7 +280,7 @@ class Look:
         act=None,      # function of Asks, called first: values of states by playing on (N, K), or None
     ):
         self.learner, self.chat, self.log, self.own, self.belief, self.act = learner, chat, log, own, belief, act
-        self.passes, self.tokens = Counter(), 0
+        self.passes, self.tokens, self.left_out = Counter(), 0, 0
 
     def __call__(self, layout, asks):
         "What is asked, what the loss needs, and what is measured: `Measured`, None if that is nothing."
@@ -293,12 +295,14 @@ class Look:
         if not self.belief or 'gold' in asks.sees: return seen
         # apart from what is asked, whose forwards are then the same, to the last digit, as without it
         schemas = {'gold': belief_schema(self.chat.protocol)}
-        found = self._read(layout, Asks(asks.groups, ('gold',), schemas))
+        found = self._read(layout, Asks(asks.groups, ('gold',), schemas, most={'gold': GOLDS_OPTION.default}))
         return dataclasses.replace(seen or Measured(), gold_logp=found.gold_logp, gold_tokens=found.gold_tokens)
 
     def _read(self, layout, asks):
         "What the learner finds: `Measured`."
-        golds = {who: gold_templates(self.chat, asks.groups, schema) for who, schema in asks.schemas.items()}
+        golds = {who: gold_templates(self.chat, asks.groups, schema, asks.most.get(who))
+                 for who, schema in asks.schemas.items()}
+        self.left_out = max([self.left_out, *(_golds_left_out(self.chat, asks.groups, n) for n in asks.most.values())])
         found, clocks = {}, {}
         for name in asks.sees: clocks.setdefault('teacher' if name == 'teacher' else 'evaluate', []).append(name)
         for clock, sees in clocks.items():
@@ -311,6 +315,10 @@ class Look:
         return Measured(**found)
 
 # %% ../nbs/5_run/63_train.ipynb #sp631
+def _golds_left_out(chat, groups, most):
+    "Count the accepted answers of the groups' questions beyond the first `most`; None: none is left out."
+    return sum(max(0, len(gold_texts(chat, g.question)) - most) for g in groups) if most else 0
+
 def _answer_tokens(answers, scored):
     """Tokens of answers, N lists of AnswerTemplate, each counted once for every state at which it was `scored`:
     (N, S, M) tokens of each answer, 0 where it was not."""

@@ -123,7 +123,7 @@ def policy_look(
     """
     def look(layout, asks):
         if not asks.sees: return None
-        golds = gold_templates(chat, asks.groups, asks.schemas['gold'])
+        golds = gold_templates(chat, asks.groups, asks.schemas['gold'], asks.most.get('gold'))
         states = layout.states if asks.ends else acting_states(layout.states, layout.turn_mask)
         device = next(model.parameters()).device
         scores = answer_logps(model, (layout.ids.to(device), layout.lengths.to(device)), states.to(device), golds)

@@ -15,7 +15,8 @@ from credit_rl.information_gain import (NORMS, PARTS, belief_check, belief_schem
 from credit_rl.groups import group_normalize
 from credit_rl.layout import pack
 from credit_rl.models import load_model
-from credit_rl.parts import Measured
+from credit_rl.methods import get_method
+from credit_rl.parts import Measured, bind
 from credit_rl.protocol import PROTOCOLS, Chat
 from credit_rl.rollout import rollout
 from credit_rl.scoring import Schema, acting_states, answer_header, answer_logps, gold_templates
@@ -504,6 +505,21 @@ def test_so_do_the_other_small_bases(root, base, protocol):
                           gold_templates(chat, groups))
     found = belief_check(Measured(gold_logp=scores.sums, gold_tokens=scores.tokens), layout, groups)
     assert found['belief_auc'] > .9 and found['belief_shown'] > .3 and found['belief_shown_states'] > 20
+
+
+def test_only_the_first_accepted_answers_are_scored(played):
+    """Sixteen, or as the option says: the first texts of the file, of which each counts once. TIPS sums over all, and
+    two rewards that read the same scores must agree."""
+    _, chat, (group, *_) = played
+    names = list(dict.fromkeys(a for g in played[2] for a in g.question.answers))[:20]
+    names.append(names[0])
+    many = dataclasses.replace(group, question=dataclasses.replace(group.question, answers=names))
+    asks = lambda spelling, options={}: bind(get_method(spelling), options).asks([many])
+    assert (asks('igpo').most, asks('igpo', {'golds': 3}).most, asks('tips').most) == ({'gold': 16}, {'gold': 3}, {})
+    assert asks('tips', {'golds': 2}).most == {'teacher': 2}
+    scored = lambda most: gold_templates(chat, [many], 'own', most)[0]
+    assert [len(scored(most)) for most in (16, 3, 99, None)] == [16, 3, 20, 20] and scored(3) == scored(None)[:3]
+    with pytest.raises(ValueError, match='golds must be at least 1, got 0'): asks('igpo', {'golds': 0})
 
 
 def test_the_gain_asks_in_the_protocols_words_unless_told():

@@ -337,6 +337,28 @@ def test_branches_of_many_golds_stay_in_the_budget(exact, tree):
     same(logp, wanted_logp, 1e-9)
 
 
+@pytest.mark.parametrize('method', ['packed', 'tree', 'cache'])
+def test_every_way_of_scoring_keeps_branches_in_the_budget(method, monkeypatch):
+    """The forwards of `answer_logps` and `joint_logps` themselves, two hundred golds of one row: no forward reads more
+    than the budget, by a cache with what the cache holds."""
+    rows, states, answers = fixed()
+    many = [AnswerTemplate((1 + m % 40, 1 + m // 40, 2), 1, 3) for m in range(200)]
+    golds, trained = [many, *answers[1:]], torch.arange(rows[0].shape[1])[None] == rows[1][:, None] - 1
+    model, read = make(dtype=torch.float64), []
+    def count(module, args, kwargs):
+        past = kwargs.get('past_key_values')
+        ids = kwargs['input_ids'] if 'input_ids' in kwargs else kwargs['inputs_embeds'][..., 0]
+        read.append(ids.numel() + (len(ids) * past.get_seq_length() if past is not None else 0))
+    model.base_model.register_forward_pre_hook(count, with_kwargs=True)
+    few = joint_logps(model, rows, trained, states, golds, method=method, budget=128)
+    alone, most, forwards = answer_logps(model, rows, states, golds, method, budget=128), max(read), len(read)
+    assert most <= 128 and forwards > 16
+    whole = joint_logps(model, rows, trained, states, golds, method=method, budget=10 ** 6)
+    assert max(read) > 128
+    same(few[0], whole[0], 1e-9)
+    for scores in (few[1], alone): same(scores.sums, whole[1].sums, 1e-9)
+
+
 def test_padding_is_not_attended_to(exact):
     rows, states, answers = fixed()
     sums = scored(exact, rows, states, answers)

@@ -749,6 +749,24 @@ def test_the_forwards_of_what_is_measured_are_counted(tmp_path, method, settings
     assert dict(look.passes) == extra_passes(run.method, None, False, config.recompute, 0, config.measure)
 
 
+@pytest.mark.parametrize('method, more, most', [('igpo', {'options': {'golds': 2}}, 2), ('igpo', {}, None),
+                                                ('grpo', {'measure': ['belief']}, None)])
+def test_accepted_answers_that_are_not_scored_are_counted(tmp_path, monkeypatch, method, more, most):
+    "A run says so where its questions have more than golds allows, sixteen unless it is set; else it says nothing."
+    config = training.make_config({**ALL, 'method': method, **more, 'run': str(tmp_path / 'run')})
+    run, play = training.begin_run(config, lambda line: None), training.play_step
+    names = list(dict.fromkeys(a for q in run.setup.questions['train'] for a in q.answers))[:most and 5 or 19]
+    answers = {True: names, False: None}
+    def with_answers(*given):
+        groups, rewards = play(*given)
+        keep = lambda g: dataclasses.replace(g.question, answers=answers[many] or g.question.answers)
+        return [dataclasses.replace(g, question=keep(g)) for g in groups], rewards
+    monkeypatch.setattr(training, 'play_step', with_answers)
+    for step, many in ((1, True), (2, False)):
+        metrics = training.train_step(run, step)
+        assert metrics.get('golds_left_out') == (3 * run.settings.learning.questions_per_step if many else None)
+
+
 def test_grpo_measures_the_gold_as_igpo_does(tmp_path):
     """From the same base both play the same rollouts at step 1, and find the gold as probable: GRPO, which is paid by
     nobody for it, writes it down as IGPO does."""

@@ -1,7 +1,8 @@
-"""53_sharded in bfloat16, one rank in this process: what AdamW steps on is float32, and so is a critic's head, which
-takes the plain learner's steps."""
+"""53_sharded, one rank in this process. In bfloat16: what AdamW steps on is float32, and so is a critic's head, which
+takes the plain learner's steps. In float32: 512 rows of gold answers."""
 import importlib.util
 import math
+import random
 
 import pytest
 import torch
@@ -15,8 +16,9 @@ from deepspeed_steps import SPREAD_ALL, DeepSpeedSGD, PlainSGD, adapted, model
 from credit_rl.layout import pack
 from credit_rl.learner import BadStep, Learner, Optimiser, make_critic, saved_critic
 from credit_rl.parts import Credit, Loss
+from credit_rl.scoring import AnswerTemplate
 from credit_rl.sharded import DeepSpeedBackend
-from credit_rl.trajectory import example_group
+from credit_rl.trajectory import Group, Question, Stop, Trajectory, Turn, example_group
 
 LAYOUT = pack([example_group()])
 SIGNS = torch.randn(LAYOUT.ids.shape, generator=torch.Generator().manual_seed(0)).sign() * LAYOUT.trained
@@ -146,3 +148,26 @@ def test_a_gradient_that_is_not_finite_moves_no_head(stage, kind, mix, apart):
     assert all(w.isfinite().all() for w in learner.head_weights().values())
     learner.optimiser = Optimiser(minibatches=2, apart=apart)
     with pytest.raises(BadStep): steps(learner, 1, RETURNS + 1e38)
+
+
+# ---- gold answers ----
+
+@pytest.mark.parametrize('stage', [2, 3])
+def test_512_rows_of_gold_answers_are_scored_alike(stage):
+    """Rollouts of one to three turns, one to four golds each and one of forty, whose branches are many times the
+    budget: log-probabilities of golds and of what was trained, by both backends."""
+    rng, question = random.Random(0), Question('q', 'Who?', ('one',))
+    ids = lambda least, most: tuple(rng.randrange(1, 100) for _ in range(rng.randint(least, most)))
+    turn = lambda: Turn('plain', (own := ids(1, 5)), [-1.] * len(own), ids(0, 6), '', '')
+    rollouts = [Trajectory(question, ids(3, 8), [turn() for _ in range(rng.randint(1, 3))], Stop.ANSWER)
+                for _ in range(512)]
+    layout = pack([Group(question, rollouts)])
+    gold = lambda: AnswerTemplate((x := ids(2, 5)), 1, len(x))
+    golds = [[gold() for _ in range(40 if i == 7 else rng.randint(1, 4))] for i in range(512)]
+    plain, spread = (Learner(model(0, 100), optimiser=Optimiser(row_tokens=64), backend=backend)
+                     for backend in (None, DeepSpeedBackend(stage, settings=SPREAD_ALL)))
+    wanted, found = (learner.evaluate(layout, ('logp', 'gold'), {'gold': golds}) for learner in (plain, spread))
+    assert layout.ids.shape[0] == 512 and wanted.gold_logp.shape[2] == 40
+    assert torch.equal(found.gold_tokens, wanted.gold_tokens) and wanted.gold_logp.isfinite().sum() > 2000
+    assert_close(found.gold_logp, wanted.gold_logp, atol=1e-5, rtol=1e-5, equal_nan=True)
+    assert_close(found.logp, wanted.logp, atol=1e-5, rtol=1e-5)
