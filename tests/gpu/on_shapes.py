@@ -81,16 +81,18 @@ def layout_of(model, rows, tokens, generator):
     return pack(groups)
 
 
-def writing(model, device, rows, prompt, tokens, generator):
-    "Tokens a second that some rows write in a turn, after prompts that eight rows each share."
-    engine = HFEngine(model, Ids(), max_length=prompt + tokens + 8, max_rows=rows)
+def writing(model, device, rows, prompt, tokens, generator, fixed_shapes=None):
+    """Tokens a second that some rows write in a turn, after prompts that eight rows each share; `fixed_shapes` False:
+    without CUDA graphs. The turn before it is not counted: graphs are captured there."""
+    engine = HFEngine(model, Ids(), max_length=prompt + 2 * tokens + 8, max_rows=rows,
+                      **({} if fixed_shapes is None else {'fixed_shapes': fixed_shapes}))
     said = [numbers(model, generator, prompt) for _ in range(-(-rows // 8))]
     said, keys = [said[i // 8] for i in range(rows)], list(range(rows))
-    first = engine.generate(said, SamplingParams(max_tokens=2), keys=keys)
-    said = [s + ids + [1] for s, ids in zip(said, first.ids)]
-    with Clock(device) as clock: engine.generate(said, SamplingParams(max_tokens=tokens), keys=keys)
+    for _ in range(2):
+        with Clock(device) as clock: found = engine.generate(said, SamplingParams(max_tokens=tokens), keys=keys)
+        said = [s + ids + [1] for s, ids in zip(said, found.ids)]
     return {'tokens_per_second': rows * tokens / clock.seconds, 'ms_per_step': 1e3 * clock.seconds / tokens,
-            'bytes': clock.bytes}
+            'graphs': engine.kept.captures, 'bytes': clock.bytes}
 
 
 def batched_rows(model, rows, states, golds, budget):
@@ -176,9 +178,11 @@ def tried(record, name, measure, *arguments):
 def measure_shape(record, shape, device, dtype, small):
     generator = torch.Generator().manual_seed(1)
     model = random_model(shape, device, dtype)
-    prompt, tokens, lines, length = (60, 8, 8, 120) if small else (1000, 32, 32, 1500)
+    prompt, tokens, lines, length = (60, 8, 8, 120) if small else (1000, 48, 32, 1500)
     for rows in (2, 4) if small else (16, 64, 160):
         tried(record, f'{shape}: writing, {rows} rows', writing, model, device, rows, prompt, tokens, generator)
+    tried(record, f'{shape}: writing, {rows} rows, kernel by kernel', writing, model, device, rows, prompt, tokens // 4,
+          generator, False)
     layout = layout_of(model, lines, length, generator)
     tried(record, f'{shape}: scoring', scoring, model, device, layout, 32768, dtype, generator)
     lora = 0. if shape in ('toy', 'qwen2.5-0.5b') else lora_share(model)
