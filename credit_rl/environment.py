@@ -11,14 +11,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from .benchmarks import get_benchmark
 from .datasets import load_corpus
+from .dense import DenseSearch
 from .models import read_template
-from .options import SettingsGroup, setting
+from .options import SettingsGroup, options_in, read_options, setting
 from .prompting import BASELINES, DIRECT
 from .protocol import ANSWER_STOPS, PROTOCOLS, WORDS, check_tokenizer, worded
 from .readers import RowError
 from .retrieval import BM25
 from .rollout import MALFORMED, RULES, Environment, check_lengths
-from .search_service import is_saved_index, open_retriever
+from .search_service import Patience, is_saved_index, open_retriever
 from .tools import PythonTool, SearchTool
 from .trajectory import Result
 
@@ -33,8 +34,20 @@ class Source(SettingsGroup):
     corpus: object = setting(None, 'what is searched: passages in a file or folder, what BM25.save wrote, or the url '
                                    'of a search server; to evaluate also dict set → one of these; None: the passages '
                                    'beside the questions')
+    dense: dict = setting({}, 'how it is searched, where that is an index of vectors: nprobe, query_tokens, gpu')
+    patience: dict = setting({}, 'how long it is waited for, where that is a server: seconds, tries, pause, batch')
     questions: int = setting(3000, 'drawn by the seed: questions to train on, or of each set that is evaluated; '
                                    'None: all', least=1)
+
+    def __post_init__(self):
+        super().__post_init__()
+        for name, kind in (('dense', DenseSearch), ('patience', Patience)):
+            read_options(name, options_in(kind), getattr(self, name))
+
+    @property
+    def search_settings(self):
+        "`DenseSearch`, None where nothing is set, and `Patience`: what `open_search` takes."
+        return DenseSearch(**self.dense) if self.dense else None, Patience(**self.patience)
 
 # %% ../nbs/2_environment/26_environment.ipynb #c046
 def open_search(
@@ -46,6 +59,7 @@ def open_search(
     split=None,    # of the hub's questions, whose paragraphs are taken; files are taken whole
     on_error='raise',
     opened=None,   # dict: saved indexes and the like that are open already, by their place
+    settings=(None, None),   # DenseSearch of an index of vectors, Patience with a server
 ):
     """Open what a set is searched in: (has search(queries, k), what to say about its passages, about itself). Raises
     ValueError naming the set, ConnectionError where a search server does not answer.
@@ -58,6 +72,7 @@ def open_search(
         those beside the questions
     split : of the hub's questions, whose paragraphs are taken; files are taken whole
     opened : dict: saved indexes and the like that are open already, by their place
+    settings : DenseSearch of an index of vectors, Patience with a server
     """
     bench, opened = get_benchmark(name), {} if opened is None else opened
     served = bool(corpus) and corpus.startswith(('http://', 'https://'))
@@ -66,9 +81,11 @@ def open_search(
                          'the url of a search server), or ask without a search by protocol=\'direct\'')
     place = Path(corpus or '')
     if corpus and (served or (place/'index.json').is_file() or place.is_file() and is_saved_index(corpus)):
-        if corpus not in opened: opened[corpus] = open_retriever(corpus)
+        if corpus not in opened: opened[corpus] = open_retriever(corpus, None, *settings)
         search = opened[corpus].check() if served else opened[corpus]
     else:
+        if settings[0]: raise ValueError(f'{name} is searched by words (BM25): dense is for an index of vectors, which '
+                                         'credit-rl index --dense makes')
         try: search = BM25(load_corpus(name, corpus or path, None if corpus or path else split, on_error))
         except RowError: raise
         except ValueError as e: raise ValueError(f'{name}: {e}') from None

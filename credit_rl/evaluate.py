@@ -229,7 +229,7 @@ def _retriever(name, source, choice, protocol, opened):
     given = isinstance(source.corpus, dict) and corpus
     if not is_searched(name, protocol, given, choice.baseline): return None, None, None
     return open_search(name, _place(name, source.path, 'path'), corpus, choice.split or get_benchmark(name).eval_split,
-                       choice.on_error, opened)
+                       choice.on_error, opened, source.search_settings)
 
 # %% ../nbs/3_acting/27_evaluate.ipynb #c053
 def _versions(engine='hf'):

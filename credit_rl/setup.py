@@ -211,7 +211,8 @@ def real_search(
     first = data_sets(task)[0]
     if not is_searched(first, protocol, task.corpus): return None
     has_paragraphs = get_benchmark(first).paragraphs is not None
-    if task.corpus or task.path or not has_paragraphs: return open_search(first, task.path, task.corpus)[0]
+    if task.corpus or task.path or not has_paragraphs or task.dense:
+        return open_search(first, task.path, task.corpus, settings=task.search_settings)[0]
     return BM25(real_passages(task))
 
 def real_passages(task):

@@ -17,11 +17,17 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
+from credit_rl.environment import open_search
+from credit_rl.evaluate import Evaluation
+from credit_rl.parameters import from_settings
 from credit_rl.readers import Passage
 from credit_rl.retrieval import BM25, Retriever
 from credit_rl.search_service import (SearchCache, SearchClient, SearchError, SearchLost, SearchServer, build,
                                       open_retriever, read_corpus, search_app)
+from credit_rl.settings import Task, group_of, make_config, settings_of
+from credit_rl.setup import real_search
 from credit_rl.tools import PythonTool, SearchTool
+from credit_rl.train import MAY_CHANGE
 from credit_rl.trajectory import Result
 
 pytest.importorskip('fastapi', reason='the extra `serve` is not installed')
@@ -212,6 +218,28 @@ def test_a_server_that_hangs_ends_the_run_that_asks_it(canned):
     assert len(asked) == 2
     with pytest.raises(ConnectionError, match='within 0.1 s. The run ends here.*resume=True'):
         SearchTool(SearchClient(url, seconds=.1, tries=1), 1, None).call([['q']])
+
+
+def test_a_run_says_how_long_a_server_is_waited_for(canned, monkeypatch):
+    """Five answers that a server which starts again gives, then one: three tries, the default, are too few for it.
+    Training and evaluating take the same setting."""
+    from credit_rl import search_service
+    pauses = []
+    monkeypatch.setattr(search_service.time, 'sleep', pauses.append)
+    down, up = [(503, b'starting')] * 5, (200, b'{"result": [[]]}')
+    url, asked = canned(*down, up)
+    task = group_of(Task, make_config({'data': 'nq', 'corpus': url, 'patience': {'tries': 6, 'pause': 10}}))
+    assert (client := real_search(task, 'tspo')).tries == 6 and len(asked) == 6 and pauses == [10, 20, 40, 80, 160]
+    assert (client.seconds, client.batch) == (30, 1024)
+    url, asked = canned(*down, up)
+    given = from_settings(Evaluation, {'data': 'nq', 'corpus': url, 'patience': '{seconds: 7, tries: 6}'})
+    assert open_search('nq', corpus=url, settings=given.search_settings)[0].seconds == 7 and len(asked) == 6
+    url, asked = canned(*down, up)
+    with pytest.raises(ConnectionError, match='answered 503'): open_search('nq', corpus=url)
+    assert len(asked) == 3
+    with pytest.raises(ValueError, match="patience has no option 'trys'; did you mean 'tries'"):
+        settings_of(make_config({'patience': {'trys': 6}}))
+    assert 'patience' in MAY_CHANGE and 'dense' not in MAY_CHANGE           # a run that lost its server is gone on with
 
 
 @pytest.mark.parametrize('program', [False, True])
