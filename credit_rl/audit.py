@@ -11,6 +11,7 @@ import dataclasses, json, sys, time
 from dataclasses import dataclass
 import torch
 from .engine import SamplingParams, seed_of
+from .folr import chance_occurrence, gold_in_question
 from .groups import index_groups
 from .information_gain import belief_of, belief_warning
 from .layout import hidden_states, pack
@@ -461,15 +462,22 @@ def _audited(config, auditing, say):
     return truth, table, belief, against
 
 # %% ../nbs/6_looking/71_audit.ipynb #a026x6
+def _gold_finding(sight):
+    "What an audit says of golds that are seen without a find: a sentence."
+    return (f'A gold stands in {sight["in_question"]:.0%} of the questions themselves, and by chance '
+            f'{sight["by_chance"]:.0%} of the rollouts are shown a gold of another question.')
+
 def _write_audit(folder, truth, table, belief):
     "Store an audit: table, findings, bottleneck, belief in the gold, figure."
     squares = squares_by_kind(truth, turn_kinds(truth.groups))
     (folder/'figures').mkdir(parents=True, exist_ok=True)
     atomic_write(folder/'audit.csv', table.to_csv)
     share = (squares.sum(0) / squares.sum()).tolist()
-    found = {'findings': _findings(table, squares), 'bottleneck': dict(zip(KINDS, share)),
+    sight = {'in_question': gold_in_question([g.question for g in truth.groups]),
+             'by_chance': chance_occurrence(truth.groups)}
+    found = {'findings': f'{_findings(table, squares)} {_gold_finding(sight)}', 'bottleneck': dict(zip(KINDS, share)),
              'right': float(truth.outcome.mean()), 'questions': len(truth.groups), 'states': len(truth.played),
-             'continuations': truth.played.shape[1], 'belief': belief}
+             'continuations': truth.played.shape[1], 'belief': belief, 'golds': sight}
     write_json(folder/'audit.json', plain_json(found))
     _audit_figure(table, squares).savefig(folder/'figures'/'audit.png', dpi=110)
 

@@ -23,7 +23,7 @@ from .metrics import carl_match, normalize
 from .outcome import outcome_of, outcome_rewards
 from .protocol import read_context
 from .runlog import metrics_by_step, read_metrics, read_params, read_summary, read_turns
-from .tools import PythonTool, SearchTool
+from .tools import PythonTool, SearchTool, returned_texts
 from .trajectory import Result
 from .warmup import gold_shown, prompted
 
@@ -416,7 +416,7 @@ def error_category(
         return 'malformed' if any(turn.result is Result.MALFORMED for turn in turns) else 'no answer'
     if all(turn.call is None for turn in turns): return 'no search'
     if not evidence_golds(golds): return 'undecided'
-    if first_occurrence([turn.observation_text for turn in turns], golds) is None: return 'not found'
+    if first_occurrence(list(map(returned_texts, turns)), golds) is None: return 'not found'
     if protocol.context_tag and not any(kept for _, kept in gold_shown(trajectory, protocol)): return 'lost in a note'
     return 'misread'
 
@@ -471,7 +471,7 @@ def retrieval_ablation(
     for name, retriever in retrievers.items():
         for k in ks:
             played = [g.trajectories[0] for g in evaluate(engine, search_in(env, retriever, k), questions, sampling)[1]]
-            saw = [first_occurrence([turn.observation_text for turn in t.turns], t.question.answers) is not None
+            saw = [first_occurrence(list(map(returned_texts, t.turns)), t.question.answers) is not None
                    for t in played]
             rows.append({'search': name, 'k': k, 'right': sum(outcome_of(t, metric) for t in played) / len(played),
                          'saw a gold': sum(saw) / len(played),

@@ -12,6 +12,7 @@ import math, re, string, torch
 from .groups import (cast_like, check_groups, check_turns, discounted_suffix, discounted_sum, measured,
                               standardize, widen)
 from .folr import first_occurrence, has_evidence
+from .tools import returned_texts
 from .potentials import bridge
 
 # %% ../nbs/1_rules/33_information_gain.ipynb #c006
@@ -294,7 +295,7 @@ def gold_statistics(
 def shown_states(
     groups,  # list of Group, N trajectories in all
 ):
-    """Mark the states before a turn, S_0 … S_{K-1}, in whose text an observation shows a gold: (N, K) bool. Where the
+    """Mark the states before a turn, S_0 … S_{K-1}, in which a gold stands that a tool returned: (N, K) bool. Where the
     model's note has taken an observation's place (CARL), the note counts.
 
     Parameters
@@ -302,9 +303,9 @@ def shown_states(
     groups : list of Group, N trajectories in all
     """
     def shows(golds, turns):
-        "Whether a gold stands in what the environment said in `turns`, or in the notes that were made of it."
+        "Whether a gold stands in what tools returned to `turns`, or in the notes that were made of it."
         notes = [turn.kind == 'assimilate' for turn in turns]
-        texts = [turn.action_text if own else '' if after else turn.observation_text
+        texts = [turn.action_text if own else '' if after else returned_texts(turn)
                  for turn, own, after in zip(turns, notes, [*notes[1:], False])]
         return first_occurrence(texts, golds) is not None
     flat = [t for g in groups for t in g.trajectories]

@@ -20,6 +20,7 @@ from .protocol import prompt_hash
 from .prs import PRS_JUDGE_PROMPT, judge_messages, parse_verdict, prs_rewards
 from .readers import read_answers, read_field
 from .runlog import atomic_write, read_json, read_turns, writing
+from .tools import returned_texts
 from .trajectory import Group, trajectory_from_json
 
 # %% ../nbs/papers/77_longform.ipynb #c004
@@ -73,8 +74,10 @@ def parse_grounded(
 
 def _grounding(row, words):
     "What the judge is asked about inventions in a row of an evaluation: str. Fields inside the texts are not filled."
-    found = [turn['observation_text'] for turn in row['trajectory']['turns'] if turn['observation_text']]
-    texts = dict(zip(_FIELDS, (row['question'], '\n\n'.join(found) or 'Nothing was searched.',
+    turns = trajectory_from_json(row['trajectory']).turns
+    found = filter(None, ('\n'.join(returned_texts(turn)) for turn in turns))
+    nothing = 'Nothing was found.' if any(turn.observation_text for turn in turns) else 'Nothing was searched.'
+    texts = dict(zip(_FIELDS, (row['question'], '\n\n'.join(found) or nothing,
                                ' or '.join(row['golds']), row['prediction'])))
     return re.sub(r'\{(\w+)\}', lambda m: texts.get(m[1], m[0]), words)
 

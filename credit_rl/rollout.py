@@ -13,7 +13,7 @@ from .trajectory import Group, Result, Stop, Trajectory, Turn
 from .engine import FinishedTurn, SamplingParams, ScriptedEngine, seed_of
 from .options import SettingsGroup, setting
 from .protocol import last_answer, reaches, read_context
-from .tools import PythonTool, SearchTool, cut, skipping
+from .tools import Observation, PythonTool, SearchTool, cut, read_observation, skipping
 
 # %% ../nbs/3_acting/22_rollout.ipynb #c004
 MALFORMED = ('error', 'end')   # the model is told what was wrong and goes on; the rollout ends
@@ -25,7 +25,7 @@ class Environment:
     """Where a rollout happens. Raises ValueError on caps below 1, on another rule, and on a tool that does not fit the
     protocol's calls."""
     chat: object            # Chat: protocol and tokenizer
-    tool: object            # has call(list of query lists, or of programs) -> list of (text, Result), or None
+    tool: object            # has call(list of query lists, or of programs) -> list of (str, Result), or None
     max_turns: int = None   # assistant turns, the answer included; None: 4, or 15 segments
     max_tokens: int = 4096  # ids in a row (a trajectory, unless its chat edits contexts), observations included
     context_tokens: int = 256  # most tokens of an assimilate segment
@@ -67,11 +67,12 @@ class _Draft:
         self.ids, self.turns, self.context = list(prompt_ids), [], None
         self.base = None   # while an output is being read: what stays when it is gone
 
-    def add(self, finished, text, call=None, observation_ids=(), observation='', result=Result.NONE, kind='tool'):
+    def add(self, finished, text, call=None, observation_ids=(), observation=Observation(''), result=Result.NONE,
+            kind='tool'):
         "Append a finished turn and what the environment said to it."
         self.ids += [*finished.ids, *observation_ids]
-        self.turns.append(Turn(kind, finished.ids, finished.logps, observation_ids, text, observation, call, result,
-                               self.context))
+        self.turns.append(Turn(kind, finished.ids, finished.logps, observation_ids, text, str(observation), call,
+                               result, self.context, observation.returned()))
         self.context = None
 
     def edit(self, ids):
@@ -84,13 +85,13 @@ class _Draft:
 
 # %% ../nbs/3_acting/22_rollout.ipynb #c0062
 def _shown(chat, reply, room):
-    """What the first `room` ids of a reply (text, Result, ids) show of its text: all of it, or the words that they hold
-    whole."""
+    """What the first `room` ids of a reply (Observation, Result, ids) show of it: all, or the words that they hold
+    whole: `Observation`."""
     text, result, ids = reply
     if len(ids) <= room: return text
     lead = chat.pieces.between if ids[0] == chat.end_id else chat.pieces.between.removeprefix(chat.pieces.end)
     own = result is Result.MALFORMED
-    return cut(text, room, lambda part: len(chat.encode(lead + chat.markup.body(part, own))))
+    return text.first(len(cut(text, room, lambda part: len(chat.encode(lead + chat.markup.body(part, own))))))
 
 # %% ../nbs/3_acting/22_rollout.ipynb #c007
 def _over(env, draft, stop):
@@ -136,7 +137,8 @@ def _luck(what, draft):
     return random.Random(seed_of(what, draft.seed, draft.question.id, draft.name, len(draft.turns))).random()
 
 def _call(env, drafts, actions):
-    "Run the calls of many actions as one batch, those that fail alike together: list of (text, Result)."
+    """Run the calls of many actions as one batch, those that fail alike together: list of (str, Result), an
+    `Observation` where the tool says what of it was found."""
     if not actions: return []
     runs_code = env.chat.protocol.runs_code
     calls = [a.call['code'] if runs_code else a.call['queries'] for a in actions]
@@ -147,12 +149,17 @@ def _call(env, drafts, actions):
         replies.update(zip(alike, skipping(env.tool, skip).call([calls[i] for i in alike])))
     return [replies[i] for i in range(len(calls))]
 
+def _heard(text, call):
+    "What a tool said to a call, as an `Observation`: one that did not say what it found is read for it."
+    return text if isinstance(text, Observation) else read_observation(text, call.get('queries'))
+
 def _observe(env, drafts, actions, read, ended):
-    """What the environment says to the actions numbered in `read`: (text, Result, ids), and None to the others. All
-    calls run as one batch; `ended` says of each that is read whether the model ended its message itself."""
+    """What the environment says to the actions numbered in `read`: (Observation, Result, ids), and None to the others.
+    All calls run as one batch; `ended` says of each that is read whether the model ended its message itself."""
     calling = [i for i in read if actions[i].call]
-    replies = {i: (f'Error: {actions[i].error}', Result.MALFORMED) for i in read}
-    replies.update(zip(calling, _call(env, [drafts[i] for i in calling], [actions[i] for i in calling])))
+    replies = {i: (Observation(f'Error: {actions[i].error}'), Result.MALFORMED) for i in read}
+    said = _call(env, [drafts[i] for i in calling], [actions[i] for i in calling])
+    replies.update((i, (_heard(text, actions[i].call), result)) for i, (text, result) in zip(calling, said))
     own = [replies[i][1] is Result.MALFORMED for i in read]
     ids = env.chat.batch_observation_ids([replies[i][0] for i in read], ended, own)
     coded = {i: (*replies[i], x) for i, x in zip(read, ids)}

@@ -208,6 +208,7 @@ METRICS = {
     'o-p+': 'share of trajectories that are wrong and were shown a gold answer',
     'o-p-': 'share of trajectories that are wrong and were shown none',
     'near_miss': 'share of the wrong trajectories that were shown a gold answer',
+    'gold_in_question': 'share of the questions that contain a gold answer themselves, which any search shows',
     'anchor_share': "share of the turns after the first that start from the same context as another turn of the group",
     'tool_rate_tier_1': 'share of trajectories with a tool call, of questions not known without tools',
     'tool_rate_tier_2': 'share of trajectories with a tool call, of questions known without tools',

@@ -15,7 +15,7 @@ import torch
 from .advantages import anchor_ids, anchor_share
 from .critics import explained_variance
 from .evaluate import by_set, summarize
-from .folr import first_turns, has_evidence, near_miss_share, op_table
+from .folr import first_turns, gold_in_question, has_evidence, near_miss_share, op_table
 from .groups import group_share, index_groups
 from .information_gain import belief_check, gold_statistics, state_logp
 from .losses import kl
@@ -31,11 +31,13 @@ def _process_shares(
     groups,  # list of Group, N trajectories in all
     right,   # (N,) 1 where an answer is right; NaN: not known
 ):
-    """Share of the rollouts by outcome, right or wrong, and process, a gold shown or not (TSPO table 1), and of the
-    wrong ones that were shown a gold: dict. Of questions whose golds are evidence (`evidence_golds`); NaN of none."""
+    """Share of the rollouts by outcome, right or wrong, and process, a gold shown or not (TSPO table 1), of the wrong
+    ones that were shown a gold, and of the questions that contain one themselves: dict. Of questions whose golds are
+    evidence (`evidence_golds`); NaN of none."""
     table = op_table((right >= 1).float(), first_turns(groups), has_evidence(groups) & right.isfinite()).double()
     shares = (table / table.sum()).flatten().tolist()
-    return {**dict(zip(('o+p+', 'o-p+', 'o+p-', 'o-p-'), shares)), 'near_miss': near_miss_share(table)}
+    return {**dict(zip(('o+p+', 'o-p+', 'o+p-', 'o-p-'), shares)), 'near_miss': near_miss_share(table),
+            'gold_in_question': gold_in_question([g.question for g in groups])}
 
 # %% ../nbs/5_run/57_step_metrics.ipynb #m5708
 def tier_rates(groups, tiers):

@@ -11,6 +11,7 @@ from .groups import index_groups
 from .options import Option
 from .outcome import outcome_rewards
 from .parts import Keeps, Reward, Row
+from .tools import returned_texts
 from .trajectory import Result
 from .true_credit import missing_pages, turn_changes
 
@@ -39,7 +40,7 @@ def situations(
         for k, (turn, missing) in enumerate(zip(t.turns, missing_pages(t))):
             reads = turn.kind == 'assimilate'
             out[i, k] = 8 * (6 * bool(meta['parametric']) + min(missing, _MOST)) + 4 * shown + 2 * written + reads
-            shown = shown or any(gold in turn.observation_text for gold in golds)
+            shown = shown or any(gold in text for text in returned_texts(turn) for gold in golds)
             lasts = turn.result is not Result.LOST
             written = written or lasts and any(gold in turn.action_text for gold in golds)
     return out

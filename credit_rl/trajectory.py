@@ -62,13 +62,16 @@ class Turn:
     call: object = None      # parsed call, e.g. {'name': 'search', 'queries': [...]}, or None
     result: Result = Result.NONE
     context_ids: tuple = None  # the edited context this turn was sampled in, if it is not simply all that came before
+    # (F,) str, what the tool returned, field by field, as the model was shown it: titles and texts of passages, or a
+    # program's output, without our labels; () where nothing was, or where it stands in observation_text alone
+    returned: tuple = ()
 
     def __post_init__(self):
         if len(self.action_ids) != len(self.action_logps):
             raise ValueError(f'a turn needs one log-probability per action id, got {len(self.action_ids)} ids and '
                              f'{len(self.action_logps)} log-probabilities')
         _freeze(self, action_ids=tuple(self.action_ids), action_logps=tuple(self.action_logps),
-                observation_ids=tuple(self.observation_ids), result=Result(self.result),
+                observation_ids=tuple(self.observation_ids), result=Result(self.result), returned=tuple(self.returned),
                 context_ids=None if self.context_ids is None else tuple(self.context_ids))
 
 # %% ../nbs/1_rules/00_trajectory.ipynb #c015

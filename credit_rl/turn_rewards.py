@@ -9,6 +9,7 @@ __all__ = ['JUDGE_PROMPT', 'PARTS', 'rule_rewards', 'tool_segments', 'rule_turn_
 # %% ../nbs/1_rules/35_turn_rewards.ipynb #c003
 import json, re, torch
 from functools import partial
+from .tools import returned_texts
 
 # %% ../nbs/1_rules/35_turn_rewards.ipynb #c006
 def rule_rewards(
@@ -18,6 +19,7 @@ def rule_rewards(
     exec_reward=0.1,      # c_exec >= 0, reward of a call that ran
     answer_reward=0.15,   # c_ans >= 0, more if a gold is in the result
     variant='answer-aware',  # 'answer-aware', or 'tool-only' without the second term
+    returned=None,        # list of S lists of str, what the tool returned in each; None: the observations
 ):
     """Pay each tool segment by rule: it ran, and a gold is in its result (TIPS appendix E.4): list of S floats.
     Raises ValueError on lists of unequal length, TypeError on a string where a list belongs.
@@ -30,6 +32,7 @@ def rule_rewards(
     exec_reward : c_exec >= 0, reward of a call that ran
     answer_reward : c_ans >= 0, more if a gold is in the result
     variant : 'answer-aware', or 'tool-only' without the second term
+    returned : list of S lists of str, what the tool returned in each; None: the observations
     """
     if variant not in ('answer-aware', 'tool-only'):
         raise ValueError(f"variant is 'answer-aware' or 'tool-only', got {variant!r}")
@@ -38,10 +41,11 @@ def rule_rewards(
     if len(called) != len(observations):
         raise ValueError(f'called needs one truth value per observation, got {len(called)} for {len(observations)}')
     wanted = [g.strip().lower() for g in golds if g.strip()] if variant == 'answer-aware' else []
-    def pay(text, call):
+    def pay(text, call, fields):
         if not call or not text.strip() or text.lstrip().startswith('Error:'): return 0.0
-        return exec_reward + answer_reward * any(g in text.lower() for g in wanted)
-    return [float(pay(*pair)) for pair in zip(observations, called)]
+        return exec_reward + answer_reward * any(g in field.lower() for field in fields for g in wanted)
+    fields = [(text,) for text in observations] if returned is None else returned
+    return [float(pay(*each)) for each in zip(observations, called, fields, strict=True)]
 
 # %% ../nbs/1_rules/35_turn_rewards.ipynb #c009
 def tool_segments(
@@ -59,20 +63,21 @@ def tool_segments(
 # %% ../nbs/1_rules/35_turn_rewards.ipynb #c010
 def rule_turn_rewards(
     groups,             # list of Group, N trajectories in all, the longest of K turns
-    rule=rule_rewards,  # function (observations, golds, called) -> list of float, one per tool segment
+    rule=rule_rewards,  # function (observations, golds, called, returned=…) -> list of float, one per tool segment
 ):
     """Pay every tool segment of every rollout by a rule: (N, K) float32, 0 on other turns.
 
     Parameters
     ----------
     groups : list of Group, N trajectories in all, the longest of K turns
-    rule : function (observations, golds, called) -> list of float, one per tool segment
+    rule : function (observations, golds, called, returned=…) -> list of float, one per tool segment
     """
     out = torch.zeros(tool_segments(groups).shape)
     for i, t in enumerate(t for g in groups for t in g.trajectories):
         at = [k for k, turn in enumerate(t.turns) if turn.observation_ids]
         turns = [t.turns[k] for k in at]
-        paid = rule([x.observation_text for x in turns], list(t.question.answers), [x.call is not None for x in turns])
+        paid = rule([x.observation_text for x in turns], list(t.question.answers), [x.call is not None for x in turns],
+                    returned=[returned_texts(x) for x in turns])
         out[i, at] = torch.tensor(paid, dtype=out.dtype)
     return out
 

@@ -10,8 +10,9 @@ import html, math, re, string
 from dataclasses import dataclass, field
 from importlib.resources import files
 from pathlib import Path
-from .folr import evidence_golds
-from .metrics import exact_match, normalize
+from .folr import evidence_golds, evidence_words
+from .metrics import exact_match
+from .tools import Observation, observation_of
 
 # %% ../nbs/6_looking/72_view.ipynb #c007
 def _trim(text, start, end):
@@ -20,22 +21,27 @@ def _trim(text, start, end):
     while start < end - 1 and text[end - 1] in string.punctuation: end -= 1
     return start, end
 
+def _gold_words(text, golds):
+    "Where golds stand in a text, with the punctuation around them: list of (start, end), overlapping ones too."
+    words, spans = [(t, *m.span()) for m in re.finditer(r'\S+', text) for t in evidence_words(m[0]).split()], []
+    for gold in (g.split() for g in evidence_golds(golds)):
+        for i in range(len(words) - len(gold) + 1):
+            if [w[0] for w in words[i:i + len(gold)]] == gold: spans.append((words[i][1], words[i + len(gold) - 1][2]))
+    return spans
+
 def gold_spans(
-    text,   # str
+    text,   # str; of an Observation only what the tool returned is looked at
     golds,  # list of str, accepted answers
 ):
     """Find where golds stand in a text, by the rule of TSPO's first occurrence (sec. 3.2): sorted list of (start, end).
 
     Parameters
     ----------
-    text : str
+    text : str; of an Observation only what the tool returned is looked at
     golds : list of str, accepted answers
     """
-    words = [(t, *m.span()) for m in re.finditer(r'\S+', text) for t in normalize(m[0]).split()]
-    spans = []
-    for gold in (g.split() for g in evidence_golds(golds)):
-        for i in range(len(words) - len(gold) + 1):
-            if [w[0] for w in words[i:i + len(gold)]] == gold: spans.append((words[i][1], words[i + len(gold) - 1][2]))
+    fields = text.spans if isinstance(text, Observation) else [(0, len(text))]
+    spans = [(a + start, b + start) for start, end in fields for a, b in _gold_words(text[start:end], golds)]
     merged = []
     for start, end in sorted(spans):
         if merged and start < merged[-1][1]: merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
@@ -135,7 +141,7 @@ def _card(k, turn, golds, a, limit, fold, note=''):
     if turn.context_ids is not None: chips.append(' <span class="crl-chip">context edited</span>')
     credit = '' if a is None else f' <span class="crl-credit">advantage {_bar(a, limit)}</span>'
     head = f'<div class="crl-head"><span>turn {k} · {html.escape(turn.kind)}</span>{"".join(chips)}{credit}</div>'
-    seen = _observation(turn.observation_text, golds, fold)
+    seen = _observation(observation_of(turn), golds, fold)
     foot = f'<div class="crl-foot">{html.escape(note)}</div>' if note else ''
     return f'<div class="crl-turn"{style}>{head}{_say(turn.action_text)}{seen}{foot}</div>'
 
@@ -329,7 +335,7 @@ def _within(pieces, most):
 def _turn_data(turn, tokens, golds, most):
     "One turn as the page has it; `tokens` are the texts of its tokens, None if they are not known."
     action, cut = _within([turn.action_text] if tokens is None else tokens, most)
-    seen, marks, more = _pieces(turn.observation_text, golds, most)
+    seen, marks, more = _pieces(observation_of(turn), golds, most)
     return {'kind': turn.kind, 'result': turn.result.value, 'edited': turn.context_ids is not None,
             'count': len(turn.action_ids), 'action': action, 'cut': cut, 'seen': seen, 'marks': marks, 'more': more,
             'size': len(turn.observation_text),

@@ -29,7 +29,7 @@ from .outcome import outcome_rewards
 from .protocol import PROTOCOLS, Chat, read_context
 from .rollout import rollout
 from .runlog import BoundedGzip, atomic_folder, atomic_write, read_json, read_params
-from .tools import PythonTool, SearchTool
+from .tools import PythonTool, SearchTool, returned_texts
 from .trajectory import (Group, Question, Result, Stop, Trajectory, Turn, to_json,
                                   trajectory_from_json)
 
@@ -230,9 +230,9 @@ def gold_shown(
     protocol : says what of a segment is its context
     """
     turns, golds = trajectory.turns, trajectory.question.answers
-    holds = lambda text: first_occurrence([text], golds) is not None
+    holds = lambda texts: first_occurrence([texts], golds) is not None
     shown = [k for k in range(1, len(turns) - 1)
-             if turns[k].kind == 'assimilate' and holds(turns[k - 1].observation_text)]
+             if turns[k].kind == 'assimilate' and holds(returned_texts(turns[k - 1]))]
     keeps = lambda turn: turn.result is not Result.LOST and holds(read_context(protocol, turn.action_text)[0])
     return [(k, keeps(turns[k])) for k in shown]
 

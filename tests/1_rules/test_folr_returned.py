@@ -1,0 +1,134 @@
+"""32_folr: what a tool returned is evidence, and nothing else in an observation; golds that are no find; the quick
+search for golds against the slow one."""
+import dataclasses
+import re
+import string
+
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from credit_rl.diagnostics import error_category
+from credit_rl.folr import (chance_occurrence, evidence_golds, evidence_words, first_occurrence, first_turns,
+                            gold_in_question, has_evidence)
+from credit_rl.information_gain import shown_states
+from credit_rl.methods import get_method
+from credit_rl.metrics import normalize
+from credit_rl.parts import bind
+from credit_rl.protocol import PROTOCOLS
+from credit_rl.trajectory import Group, Question, Result, Trajectory, Turn, example_group, group_from_json, to_json
+from credit_rl.turn_rewards import rule_turn_rewards
+from credit_rl.warmup import gold_shown
+
+settings.register_profile('credit', deadline=None, max_examples=40)
+settings.load_profile('credit')
+
+QUERIES = ['Is it Lyon or Paris?', 'capital of France']
+ECHO = f'Query: {QUERIES[0]}\nNo results.\n\nQuery: {QUERIES[1]}\nDoc 1 (Title: "France") A country in Europe.'
+HIT = ECHO.replace('A country in Europe.', 'Its capital is Paris.')
+
+
+def group(turns, golds=('Paris',), text='What is the capital of France?'):
+    question = Question('q', text, list(golds))
+    turns = [*turns, Turn('answer', [1], [-1.], [], '', '')]
+    return Group(question, [Trajectory(question, [0], turns, 'answer', 'Rome')])
+
+
+def turn(text, queries=QUERIES, result=Result.OK, **more):
+    return Turn('tool', [1], [-1.], [2], '', text, {'name': 'search', 'queries': list(queries)}, result, **more)
+
+
+@pytest.mark.parametrize('gold', ['Paris', 'Lyon', 'Doc', 'Title', 'Query', 'No results'])
+def test_what_the_policy_or_we_wrote_is_no_find(gold):
+    "An echoed query, our labels and our words for nothing pay in no measure of a turn."
+    asked = group([turn(ECHO)], [gold])
+    assert first_turns([asked]).tolist() == [-1]
+    assert rule_turn_rewards([asked])[0, 0].item() == pytest.approx(.1)
+    assert not shown_states([asked]).any()
+    assert error_category(asked.trajectories[0], PROTOCOLS['tspo']) == 'not found'
+
+
+@pytest.mark.parametrize('gold', ['Paris', 'France'])
+def test_titles_and_texts_are_finds(gold):
+    found = group([turn(HIT)], [gold])
+    assert first_turns([found]).tolist() == [0] and rule_turn_rewards([found])[0, 0].item() == pytest.approx(.25)
+    assert shown_states([found]).tolist() == [[False, True]]
+    assert error_category(found.trajectories[0], PROTOCOLS['tspo']) == 'misread'
+
+
+def test_an_error_that_quotes_the_call_is_no_find():
+    told = turn("Error: there is no tool named 'Paris', only 'search'", result=Result.MALFORMED)
+    failed = turn('Error: KeyError: Paris', result=Result.ERROR)
+    assert first_turns([group([told, failed])]).tolist() == [-1]
+
+
+def test_what_a_program_printed_is_a_find_and_its_error_is_none():
+    code = {'name': 'python', 'code': 'print(search("Paris"))'}
+    say = lambda text, result=Result.OK: dataclasses.replace(turn(text, result=result), call=code, kind='invoke')
+    assert first_turns([group([say('Paris')])]).tolist() == [0]
+    assert first_turns([group([say('Doc 1 (Title: "Paris") x')])]).tolist() == [0]
+    assert first_turns([group([say("Error: NameError: name 'Paris' is not defined", Result.ERROR)])]).tolist() == [-1]
+    assert first_turns([group([say('Error: the code ran too long\nParis', Result.TIMEOUT)])]).tolist() == [0]
+    note = Turn('assimilate', [1], [-1.], [], '<context>Paris</context>', '')
+    last = Turn('commit', [1], [-1.], [], '', '')
+    said = lambda text: gold_shown(group([say(text), note, last]).trajectories[0])
+    assert said('Paris') == [(1, True)] and said("Error: name 'Paris' is not defined") == []
+
+
+def test_what_is_stored_counts_before_what_can_be_read():
+    "`returned` goes through JSON; a file from before has none, and is read; a field is searched by itself."
+    whole = group([turn('text of another format', returned=['New', 'York City'])], ['New York'])
+    again = group_from_json(to_json(whole))
+    assert again == whole and again.trajectories[0].turns[0].returned == ('New', 'York City')
+    assert first_turns([again]).tolist() == [-1]                                  # on no single field
+    assert first_turns([group([turn('', returned=['x', 'In Paris.'])])]).tolist() == [0]
+    old = to_json(group([turn(HIT)]))
+    for t in old['trajectories']:
+        for x in t['turns']: del x['returned']
+    assert first_turns([group_from_json(old)]).tolist() == [0]
+    assert first_occurrence([('New', 'York'), ('x', 'New York')], ['New York']) == 1
+
+
+def test_years_and_letters():
+    assert first_occurrence(['The war (1914–1918) ended.'], ['1918']) == 0
+    assert first_occurrence(['The war (1914-18) ended.'], ['1914']) == 0
+    assert first_occurrence(['From 1914-1918.'], ['1914–1918']) == 0
+    assert first_occurrence(['On 2010-11-05.'], ['2010']) is None
+    assert first_occurrence(['ab-1914-1918'], ['1914']) is None
+    assert first_occurrence(['Cafe\u0301 Flore'], ['Caf\u00e9 Flore']) == 0
+    assert first_occurrence(['Caf\u00e9 Flore'], ['Cafe\u0301 Flore']) == 0
+
+
+PIECES = ['a', 'an', 'the', 'The', 'new', 'New', 'york', 'us', '“', '”', '–', '-', '’', '.', ' ', ' ', '\n', '\xa0',
+          '\u2003', '1914', '1918', '18', 'é', 'e\u0301', 'İ', '_', '\x00', '\x1c', "'s", 'क', 'ं']
+TEXTS = st.lists(st.sampled_from(PIECES) | st.characters(), max_size=14).map(''.join)
+
+
+@settings(max_examples=400)
+@given(TEXTS, st.lists(TEXTS, min_size=1, max_size=3))
+def test_the_quick_search_is_the_slow_one(text, golds):
+    plain = text.lower().translate(str.maketrans('', '', string.punctuation))
+    assert normalize(text) == ' '.join(re.sub(r'\b(?:a|an|the)\b', ' ', plain).split())
+    slow = any(f' {g} ' in f' {evidence_words(text)} ' for g in evidence_golds(golds, True))
+    assert (first_occurrence([text], golds, True) == 0) == slow
+
+
+def test_golds_in_the_question_and_golds_by_chance():
+    which = group([turn(HIT)], ['Paris', 'Lutetia'], 'Is Paris or Rome the capital of France?')
+    other = group([turn(ECHO.replace('Europe', 'Rome'))], ['Rome'], 'And of Italy?')
+    assert gold_in_question([which.question, other.question]) == .5
+    assert gold_in_question([Question('q', 'Yes?', ['yes'])]) != gold_in_question([])      # NaN, both
+    assert first_turns([which]).tolist() == [0] and first_turns([which], unseen=True).tolist() == [-1]
+    assert has_evidence([which], unseen=True).tolist() == [True]                         # Lutetia is left
+    assert has_evidence([group([], ['Paris'], 'Paris?')], unseen=True).tolist() == [False]
+    assert chance_occurrence([which, other]) == 0 and chance_occurrence([which]) != chance_occurrence([which])
+    swapped = group([turn(HIT)], ['Rome'])
+    assert chance_occurrence([swapped, group([turn(ECHO)], ['Paris'])]) == .5
+
+
+def test_unseen_is_an_option_of_folr():
+    g = example_group()
+    asked = dataclasses.replace(g.question, text='Was he born in Budapest?')
+    wrong = Group(asked, [dataclasses.replace(t, question=asked) for t in g.trajectories[1:]])
+    for unseen, paid in ((False, 2.), (True, 0.)):
+        method = bind(get_method('tspo'), {'unseen': unseen})
+        assert method.text_rewards([wrong])['turns'].sum().item() == paid
