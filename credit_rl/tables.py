@@ -12,11 +12,12 @@ __all__ = ['DRAWINGS', 'FILES', 'sort_folders', 'score_table', 'mean_table', 'ga
            'settings_table', 'draw_entry', 'setting_gaps', 'entry_lines', 'main']
 
 # %% ../nbs/papers/85_tables.ipynb #u002
-import math, re, sys, textwrap
+import inspect, math, re, sys, textwrap
+from importlib.resources import files
 from pathlib import Path
 import numpy as np, torch, yaml
 from .compare import find_runs, load_runs, seed_curves
-from .competence import asking_table, critics_table, examined, play_table, resilience_table
+from .competence import asking_table, critics_table, play_table, resilience_table
 from .critics import brier, expected_calibration_error
 from .diagnostics import SPARE_COLOURS, error_table, method_colours
 from .estimate import KNOWN_SIZES, read_sizes
@@ -29,7 +30,9 @@ from .methods import METHODS, get_method
 from .papers import ENTRIES, find_entry, report
 from .parameters import make_parser
 from .prepare import is_warmup
+from .options import options_in
 from .runlog import METRICS, read_params, read_summary, read_turns
+from .settings import GROUPS
 from .trajectory import Group, trajectory_from_json
 from .step_metrics import known_tiers
 from .warmup import read_collected
@@ -55,7 +58,13 @@ def sort_folders(folders):  # list of run folders, or of folders of such
             found['evaluation'] += inside
             for run in [] if inside and not list(folder.glob('*/params.yaml')) else find_runs(folder):
                 found['warm-up' if is_warmup(run) else 'training'].append(run)
-    return found
+    return {kind: list({run.resolve(): run for run in runs}.values()) for kind, runs in found.items()}
+
+def _folder_names(folders):  # list of Path
+    "Names of folders, with as much of the path before them as tells them apart: list of str."
+    places = [Path(folder).resolve().parts[1:] for folder in folders]
+    deep = next((n for n in range(1, 99) if len({p[-n:] for p in places}) == len(places)), 99)
+    return ['/'.join(p[-deep:]) for p in places]
 
 def _of_kind(
     folders,          # as in sort_folders
@@ -91,18 +100,43 @@ def _setting_value(params, name):
     if value is None: return 'cold'
     return read_params(value).get('collected', 'curated') if (Path(value)/'params.yaml').exists() else Path(value).name
 
+# settings that change nothing of what comes out, or stand in a name already
+_APART = ('run', 'seed', 'resume', 'dry_run', 'path', 'row_tokens', 'method', 'options')
+
+def _own_settings(params):
+    "What a run's result depends on besides method, seed and host: dict name → text, of dicts `loss.entropy`."
+    groups = ('course', 'task', 'acting', 'mismatch', 'learning', 'critic', 'teacher')
+    names = ['model', *(n for g in groups for n in options_in(GROUPS[g]) if n not in _APART), 'measure']
+    plain = {n: _setting_value(params, n) if n == 'critic_from' else params[n] for n in names if n in params}
+    flat = {'model': plain['model']} if 'model' in plain else {}
+    flat |= {f'options.{k}': v for k, v in _run_options(params).items()}
+    for n, value in plain.items():
+        flat |= {f'{n}.{k}': v for k, v in value.items()} if isinstance(value, dict) else {n: value}
+    return {n: str(value) for n, value in flat.items()}
+
+def _differences(
+    params,    # list of dict, of runs
+    leave=(),  # names that are left out
+):
+    """In what runs of one method differ, and the model wherever two of all are another: list of dict name → text, a
+    path by its last word where that is enough. What a run did not write down, as an older one, is no difference."""
+    own = [_own_settings(p) for p in params]
+    values = lambda n, p: {v[n] for v, q in zip(own, params) if n in v and (n == 'model' or q['method'] == p['method'])}
+    def shown(n, p, value):
+        ends = {v: Path(v).name for v in values(n, p)}
+        return ends[value] if len({*ends.values()}) == len(ends) else value
+    return [{n: shown(n, p, x) for n, x in v.items() if n not in leave and x != 'None' and len(values(n, p)) > 1}
+            for p, v in zip(params, own)]
+
+def _with_more(name, differ):
+    "A name, with settings behind it."
+    more = ', '.join(v if n == 'model' else f'{n.removeprefix("options.")}={v}' for n, v in differ.items())
+    return name + (f' ({more})' if more else '')
+
 def _run_names(runs):  # list of run folders
-    "Names of runs of training: list of str, 'tips (band=small)'."
-    besides, names = ('teacher', 'teacher_every', 'measure'), []
+    "Names of runs of training: list of str, 'tips (Qwen2.5-7B-Instruct, band=small)'."
     params = [read_params(run) for run in runs]
-    values = [{**{n: p.get(n) for n in besides}, **{f'options.{n}': v for n, v in (p.get('options') or {}).items()}}
-              for p in params]
-    for p, own in zip(params, values):
-        alike = [v for q, v in zip(params, values) if q['method'] == p['method']]
-        differ = [n for n in own if len({str(v.get(n)) for v in alike}) > 1]
-        more = ', '.join(f'{n.removeprefix("options.")}={own[n]}' for n in differ)
-        names.append(p['method'] + (f' ({more})' if more else ''))
-    return names
+    return [_with_more(p['method'], own) for p, own in zip(params, _differences(params))]
 
 def _table_of(
     rows,         # list of (label, dict of numbers), a label for each seed
@@ -141,7 +175,7 @@ def score_table(
     """
     kinds = sort_folders(folders)
     done = [run for run in kinds['training'] if read_summary(run) is not None]
-    places = [*zip((f.name for f in kinds['evaluation']), kinds['evaluation']), *zip(_run_names(done), done)]
+    places = [*zip(_folder_names(kinds['evaluation']), kinds['evaluation']), *zip(_run_names(done), done)]
     if not places: raise ValueError('this is drawn from evaluations and finished runs of training, got none')
     return _table_of([(label, {**_set_values(folder, metric),
                               **{f'{n}, {m}': x for m in also for n, x in _set_values(folder, m).items()}})
@@ -164,9 +198,9 @@ def gain_table(
     by,                  # settings as in setting_value, whose values tell the rows apart
     baseline=('ppo', 'grpo'),  # the first of these methods that was run
 ):
-    """Finished runs by their settings: a pandas DataFrame with exact match, F1, the sets' exact match, the gain over
-    the baseline as a share of it (where the same was asked, and on the same model where rows are models), and how many
-    collapsed.
+    """Finished runs by their settings, and in brackets by what else they differ in: a pandas DataFrame with exact
+    match, F1, the sets' exact match, the gain over the baseline on the same model and questions as a share of it, and
+    how many collapsed.
 
     Parameters
     ----------
@@ -176,18 +210,21 @@ def gain_table(
     """
     runs, rows, base = _finished_runs(folders), [], {}
     least = next((m for m in baseline if any(p['method'] == m for p, _ in runs)), None)
-    asked = lambda p: (_setting_value(p, 'model') if 'model' in by else '',
-                       *(str(p.get(n)) for n in ('data', 'world', 'regime', 'test_questions')))
+    asked = lambda p: tuple(str(_setting_value(p, n)) for n in ('model', 'data', 'world', 'regime', 'test_questions'))
     for p, s in runs:
         if p['method'] == least: base.setdefault(asked(p), []).append(s['final']['em'])
-    for p, s in runs:
-        names = ', '.join(f'{n.removeprefix("options.")} {v}' for n in by if (v := _setting_value(p, n)) is not None)
+    for (p, s), differ in zip(runs, _differences([p for p, _ in runs], (*by, 'measure'))):
         first = sum(base.get(asked(p), ())) / max(1, len(base.get(asked(p), ())))
         sets = {n[3:]: x for n, x in s['final'].items() if n.startswith('em_')}
-        rows.append((f'{p["method"]}: {names}' if names else p['method'], {
+        rows.append((_with_more(_by_name(p, by), differ), {
             'em': s['final']['em'], 'f1': s['final']['f1'], **sets,
             'gain': s['final']['em'] / first - 1 if first else math.nan, 'collapsed': float(s['collapsed'])}))
     return _table_of(rows)
+
+def _by_name(params, by):
+    "A run's method with settings that tell rows apart: 'tips: band small'."
+    names = ', '.join(f'{n.removeprefix("options.")} {v}' for n in by if (v := _setting_value(params, n)) is not None)
+    return f'{params["method"]}: {names}' if names else params['method']
 
 # %% ../nbs/papers/85_tables.ipynb #u015
 def _kept_rollouts(folders):  # as in sort_folders
@@ -196,11 +233,24 @@ def _kept_rollouts(folders):  # as in sort_folders
     kinds, found = sort_folders(folders), []
     for name, run in zip(_run_names(kinds['training']), kinds['training']):
         found += [(name, trajectory_from_json(r['trajectory']), r) for r in read_turns(run) if r.get('kind') == 'train']
-    for folder in kinds['evaluation']:
-        found += [(folder.name, trajectory_from_json(r['trajectory']), r)
+    for label, folder in zip(_folder_names(kinds['evaluation']), kinds['evaluation']):
+        found += [(label, trajectory_from_json(r['trajectory']), r)
                   for name in read_scores(folder) for r in read_turns(folder/name)]
     if not found: raise ValueError('these folders keep no rollouts: give log_rollouts=1 or more in training')
     return found
+
+def _for_each(table, folders, pool):
+    "A table of rollouts: of each run of training and evaluation its own, or, if asked, one of all together."
+    import pandas as pd
+    kinds = sort_folders(folders)
+    own = kinds['training'] + kinds['evaluation']
+    if pool or len(own) < 2: return table(folders)
+    found, said = {}, ''
+    for label, folder in zip(_folder_names(own), own):
+        try: found[label] = table([folder])
+        except ValueError as e: said = str(e)
+    if not found: raise ValueError(said)
+    return pd.concat(found, names=['run'])
 
 def _processes(rollouts):
     "Whether each is right (1 or 0), which turn first showed a gold, and whether one could be seen: three tensors."
@@ -208,14 +258,21 @@ def _processes(rollouts):
     return torch.tensor([measure(t)['em'] for _, t, _ in rollouts]), first_turns(groups), has_evidence(groups)
 
 # %% ../nbs/papers/85_tables.ipynb #s8509
-def process_table(folders):  # as in sort_folders
-    """Outcome against process over all kept rollouts, counted, and Pearson's statistic, NaN where a row or column is
-    empty (TSPO table 1): a pandas DataFrame.
+def process_table(
+    folders,     # as in sort_folders
+    pool=False,  # True: the rollouts of all folders are counted together
+):
+    """Outcome against process over the kept rollouts of each folder, counted, and Pearson's statistic, NaN where a row
+    or column is empty (TSPO table 1): a pandas DataFrame.
 
     Parameters
     ----------
     folders : as in sort_folders
+    pool : True: the rollouts of all folders are counted together
     """
+    return _for_each(_process_counts, folders, pool)
+
+def _process_counts(folders):
     import pandas as pd
     counts = op_table(*_processes(_kept_rollouts(folders)))
     table = pd.DataFrame(counts.tolist(), ['P+', 'P-'], ['O+', 'O-']).astype(float)
@@ -227,13 +284,21 @@ def process_table(folders):  # as in sort_folders
 # %% ../nbs/papers/85_tables.ipynb #s8512
 _KINDS = {(1, True): 'O+P+', (1, False): 'O+P-', (0, True): 'O-P+', (0, False): 'O-P-'}
 
-def reward_table(folders):  # as in sort_folders
-    """Mean reward of each turn by outcome and process (TSPO table 2): a pandas DataFrame, NaN where no rollout has it.
+def reward_table(
+    folders,     # as in sort_folders
+    pool=False,  # True: the rollouts of all folders together
+):
+    """Mean reward of each turn by outcome and process (TSPO table 2) in each folder: a pandas DataFrame, NaN where no
+    rollout has it.
 
     Parameters
     ----------
     folders : as in sort_folders
+    pool : True: the rollouts of all folders together
     """
+    return _for_each(_turn_rewards, folders, pool)
+
+def _turn_rewards(folders):
     rollouts = [r for r in _kept_rollouts(folders) if r[2].get('turn_rewards')]
     if not rollouts: raise ValueError('no rollout was kept with the rewards of its turns: give runs of training')
     right, first, _ = _processes(rollouts)
@@ -529,7 +594,9 @@ def size_figure(folders):  # as in sort_folders
     ----------
     folders : as in sort_folders
     """
-    places = [(folder, name, read_manifest(folder/name)['model']['name']) for folder in _of_kind(folders, 'evaluation')
+    own = _of_kind(folders, 'evaluation')
+    labels = dict(zip(own, _folder_names(own)))
+    places = [(folder, name, read_manifest(folder/name)['model']['name']) for folder in own
               for name in read_scores(folder)]
     here = lambda model: model in KNOWN_SIZES or (Path(str(model))/'config.json').exists()
     if not any(here(model) for *_, model in places):
@@ -540,7 +607,7 @@ def size_figure(folders):  # as in sort_folders
         if not here(model): continue
         size, score = read_sizes(model).parameters, _set_values(folder, 'score')[name]
         ax.plot(size, score, 'o', color=colours[name], label=name, alpha=.7)
-        ax.annotate(folder.name, (size, score), (6, 6), textcoords='offset points', fontsize=7)
+        ax.annotate(labels[folder], (size, score), (6, 6), textcoords='offset points', fontsize=7)
     ax.set(xscale='log', xlabel='parameters of the model', ylabel='score')
     ax.margins(x=.6, y=.2)
     _add_legend(fig, [ax])
@@ -653,6 +720,20 @@ def _examined_runs(folders):  # as in sort_folders
     if not found: raise ValueError('none of these runs was examined: credit-rl competence RUN')
     return found
 
+def _by_model(table, folders):
+    "A table of examined runs, of those of each model apart: a pandas DataFrame."
+    import pandas as pd
+    runs = _examined_runs(folders)
+    names = [_differences([read_params(run) for run in runs])[i].get('model', '') for i in range(len(runs))]
+    of = lambda name: table([run for run, own in zip(runs, names) if own == name])
+    found = {name: of(name) for name in dict.fromkeys(names)}
+    return pd.concat(found, names=['model']) if len(found) > 1 else found[names[0]]
+
+def _found_critics(folders):
+    "Names of examined runs and what was found: list of (name, dict)."
+    runs = _examined_runs(folders)
+    return [(name, read_summary(run)['competence']) for name, run in zip(_run_names(runs), runs)]
+
 def asking_rates(folders):  # as in sort_folders
     """Calls, exact match and mistakes by tier (CARL tables 3 and 19): a pandas DataFrame, see `asking_table`.
 
@@ -660,7 +741,7 @@ def asking_rates(folders):  # as in sort_folders
     ----------
     folders : as in sort_folders
     """
-    return asking_table(_examined_runs(folders))
+    return _by_model(asking_table, folders)
 
 # %% ../nbs/papers/85_tables.ipynb #s8554
 def broken_table(folders):  # as in sort_folders
@@ -670,7 +751,7 @@ def broken_table(folders):  # as in sort_folders
     ----------
     folders : as in sort_folders
     """
-    return resilience_table(_examined_runs(folders))
+    return _by_model(resilience_table, folders)
 
 # %% ../nbs/papers/85_tables.ipynb #s8557
 def tier_table(folders):  # as in sort_folders
@@ -683,7 +764,7 @@ def tier_table(folders):  # as in sort_folders
     count = lambda found, tier: float(found['tiers'].get(tier, 0))
     return _table_of([(method, {'tier 1': count(f, '1') / (count(f, '1') + count(f, '2')),
                                'questions': count(f, '1') + count(f, '2')})
-                     for method, _, f in examined(_examined_runs(folders))])
+                     for method, f in _found_critics(folders)])
 
 # %% ../nbs/papers/85_tables.ipynb #s8560
 def mechanism_table(folders):  # as in sort_folders
@@ -693,9 +774,9 @@ def mechanism_table(folders):  # as in sort_folders
     ----------
     folders : as in sort_folders
     """
-    runs = _examined_runs(folders)
-    alone = resilience_table(runs).filter(items=['no tool, all, base'])
-    return play_table(runs).join(critics_table(runs), how='left').join(alone)
+    alone = lambda runs: resilience_table(runs).filter(items=['no tool, all, base'])
+    joined = lambda runs: play_table(runs).join(critics_table(runs), how='left').join(alone(runs))
+    return _by_model(joined, folders)
 
 # %% ../nbs/papers/85_tables.ipynb #s8562
 def sign_rates(folders):  # as in sort_folders
@@ -707,7 +788,7 @@ def sign_rates(folders):  # as in sort_folders
     folders : as in sort_folders
     """
     rows = [(f'{method}, {case}', {'n': float(x['n']), 'did': float(x['did'])})
-            for method, _, f in examined(_examined_runs(folders)) if f['critic']
+            for method, f in _found_critics(folders) if f['critic']
             for case, x in f['critic']['signs'].items()]
     if not rows: raise ValueError('none of these runs has a critic')
     table = _table_of(rows)
@@ -724,7 +805,7 @@ def calibration_table(folders):  # as in sort_folders
     """
     import pandas as pd
     found = {}
-    for method, _, f in examined(_examined_runs(folders)):
+    for method, f in _found_critics(folders):
         if f['critic']: found.setdefault(method, []).append(f['critic'])
     if not found: raise ValueError('none of these runs has a critic')
     columns = {}
@@ -772,12 +853,13 @@ def bucket_table(folders):  # as in sort_folders
     """
     import pandas as pd
     columns = {}
-    for folder in _of_kind(folders, 'warm-up'):
+    own = _of_kind(folders, 'warm-up')
+    for label, folder in zip(_folder_names(own), own):
         data = read_collected(folder/'rollouts-train.jsonl.gz')
         tier = {(q.source, q.id): t for q, t in zip(data.questions, data.tier.tolist())}
         keys = [(g.question.source, g.question.id) for g in data.groups]
         counts = pd.Series([f'tier {tier[k]}, {p}' for k, p in zip(keys, data.prompts)]).value_counts().sort_index()
-        columns[folder.name] = {**counts.to_dict(), 'all': int(counts.sum())}
+        columns[label] = {**counts.to_dict(), 'all': int(counts.sum())}
     return pd.DataFrame(columns)
 
 # %% ../nbs/papers/85_tables.ipynb #s8573
@@ -843,8 +925,9 @@ def error_counts(folders):  # as in sort_folders
     folders : as in sort_folders
     """
     import pandas as pd
-    tables = {(folder.name, name): error_table(rollouts, asked_protocol(about['protocol']['name']))
-              for folder in _of_kind(folders, 'evaluation') for name, about, rollouts in _set_rows(folder)}
+    own = _of_kind(folders, 'evaluation')
+    tables = {(label, name): error_table(rollouts, asked_protocol(about['protocol']['name']))
+              for label, folder in zip(_folder_names(own), own) for name, about, rollouts in _set_rows(folder)}
     return pd.concat(tables, names=['run', 'data'])
 
 # %% ../nbs/papers/85_tables.ipynb #s8584
@@ -858,9 +941,9 @@ def hop_scores(folders):  # as in sort_folders
     """
     import pandas as pd
     kinds, columns = sort_folders(folders), {}
-    for folder in kinds['evaluation']:
+    for label, folder in zip(_folder_names(kinds['evaluation']), kinds['evaluation']):
         own = {f'{n} hops, {s}': x['score'] for s, v in read_scores(folder).items() for n, x in v['by_hops'].items()}
-        if own: columns[folder.name] = own
+        if own: columns[label] = own
     done = [run for run in kinds['training'] if read_summary(run) is not None]
     rows = [(name, {f'{n} hops': x for n, x in read_summary(run)['final'].items() if n.isdigit()})
             for name, run in zip(_run_names(done), done)]
@@ -872,7 +955,8 @@ def hop_scores(folders):  # as in sort_folders
 def _by_set(folders, row):
     "A row of the manifest of each set of evaluations: a pandas DataFrame."
     import pandas as pd
-    rows = {(f.name, name): row(about) for f in _of_kind(folders, 'evaluation') for name, about, _ in _set_rows(f)}
+    own = _of_kind(folders, 'evaluation')
+    rows = {(label, name): row(about) for label, f in zip(_folder_names(own), own) for name, about, _ in _set_rows(f)}
     return pd.DataFrame(list(rows.values()), pd.MultiIndex.from_tuples(rows, names=['run', 'data']))
 
 def retriever_table(folders):  # as in sort_folders
@@ -907,17 +991,21 @@ def judged_rates(folders):  # as in sort_folders
     import pandas as pd
     judged = [f for f in _of_kind(folders, 'evaluation') if list(f.glob('*/judged.json'))]
     if not judged: raise ValueError('none of these evaluations was judged: credit-rl longform --folder RUN judge=…')
-    return pd.concat({f.name: judged_table(f) for f in judged}, names=['run'])
+    return pd.concat({n: judged_table(f) for n, f in zip(_folder_names(judged), judged)}, names=['run'])
 
 # %% ../nbs/papers/85_tables.ipynb #u049
+def _settings_file(file):
+    "The path of a file of runs/params, in this folder, one above, or beside the package; None where there is none."
+    places = (Path.cwd(), *Path.cwd().parents, Path(str(files('credit_rl'))).parent)
+    return next((p for folder in places if (p := folder/'runs'/'params'/f'{file}.yaml').exists()), None)
+
 def _paper_settings(file):  # name of a file of runs/params without its ending
     """A paper's settings: dict name → (value, source), options as `options.band`. Raises FileNotFoundError where the
     file is not below this folder or one above."""
-    here = Path.cwd()
-    found = [p for folder in (here, *here.parents) if (p := folder/'runs'/'params'/f'{file}.yaml').exists()]
-    if not found: raise FileNotFoundError(f'runs/params/{file}.yaml is in no folder from {here.name} upwards: call '
-                                          'this from inside the checkout')
-    text, out = found[0].read_text(encoding='utf-8'), {}
+    if (place := _settings_file(file)) is None:
+        raise FileNotFoundError(f'runs/params/{file}.yaml is in no folder from {Path.cwd().name} upwards, nor beside '
+                                'the package: call this from inside the checkout')
+    text, out = place.read_text(encoding='utf-8'), {}
     sources = dict(re.findall(r'^ *([\w.]+):(?: .*?)? # *(.*)$', text, re.M))
     for name, value in yaml.safe_load(text).items():
         if name == 'run': continue
@@ -946,7 +1034,8 @@ def settings_table(
     """
     import pandas as pd
     kinds, paper = sort_folders(folders), _paper_settings(file)
-    runs = {run.name: _run_settings(run) for run in kinds['evaluation'] + kinds['training']}
+    own = kinds['evaluation'] + kinds['training']
+    runs = dict(zip(_folder_names(own), map(_run_settings, own)))
     if not runs: raise ValueError('settings are those of runs of training and of evaluations, got none')
     names = [n for n, (value, _) in paper.items() if not differ or any(own.get(n) != value for own in runs.values())]
     columns = {'paper': [paper[n][0] for n in names], **{run: [own.get(n) for n in names] for run, own in runs.items()},
@@ -962,8 +1051,9 @@ DRAWINGS = {f.__name__: f for f in (
     retriever_table, sources_table, judged_rates, settings_table)}
 
 def draw_entry(
-    entry,    # Entry
-    folders,  # as in sort_folders
+    entry,       # Entry
+    folders,     # as in sort_folders
+    pool=False,  # True: a table that counts rollouts counts those of all folders together
 ):
     """Draw a table or figure of a paper from run folders: a pandas DataFrame or a matplotlib figure. Raises ValueError,
     with the command that would help, where it is not drawn from folders or these do not hold what it takes.
@@ -972,11 +1062,14 @@ def draw_entry(
     ----------
     entry : Entry
     folders : as in sort_folders
+    pool : True: a table that counts rollouts counts those of all folders together
     """
     where = f'{entry.paper}, {entry.name} ({entry.title})'
     if not entry.draw:
         raise ValueError(f'{where}: {entry.state}' + (f'; {entry.command}' if entry.command else ''))
-    try: return DRAWINGS[entry.draw](folders, **entry.arguments)
+    draw = DRAWINGS[entry.draw]
+    together = {'pool': True} if pool and 'pool' in inspect.signature(draw).parameters else {}
+    try: return draw(folders, **entry.arguments, **together)
     except (ValueError, FileNotFoundError) as e: raise ValueError(f'{where}: not run: {e}; {entry.command}') from e
 
 # of a method by a paper: the file with its settings; any other: the paper's own
@@ -986,18 +1079,28 @@ FILES = {'tips': {'': 'tips_qwen2.5_7b', 'ppo': 'ppo_qwen2.5_7b', 'grpo': 'grpo_
          'prs': {'': 'prs_qwen2.5_3b', 'prs+vspo': 'vspo_qwen2.5_3b', 'grpo': 'prs_grpo_qwen2.5_3b'},
          'carl': {'': 'carl_qwen2.5_7b', 'ppo': 'search_r1_ppo_qwen2.5_7b', 'grpo': 'carl_grpo_qwen2.5_7b'}}
 
+def _own_file(paper, run):
+    "The file with the settings of a run by a paper, of its model's size where there is one."
+    if _is_evaluation(run): return f'eval_{paper}'
+    params = read_params(run)
+    file, size = FILES[paper].get(params['method'], FILES[paper]['']), re.search('[37]B', str(params.get('model')))
+    sized = re.sub('[37]b$', size[0].lower(), file) if size else file
+    return sized if _settings_file(sized) else file
+
 def setting_gaps(paper, folders):  # a paper of ENTRIES; as in sort_folders
-    """In what settings runs differ from a paper: list of str, a line for each setting of each run.
+    """In what settings runs differ from a paper: list of str, a line for each setting of each run, or one that says
+    that the paper's settings are not here.
 
     Parameters
     ----------
     paper, folders : a paper of ENTRIES; as in sort_folders
     """
     kinds, lines = sort_folders(folders), []
-    for run in kinds['evaluation'] + kinds['training']:
-        own = FILES[paper].get('' if _is_evaluation(run) else read_params(run)['method'], FILES[paper][''])
-        table = settings_table([run], f'eval_{paper}' if _is_evaluation(run) else own, differ=True)
-        lines += [f'{run.name}: {n} is {row[run.name]!r:.60}, in the paper {row.paper!r:.60}'
+    runs = kinds['evaluation'] + kinds['training']
+    for label, run in zip(_folder_names(runs), runs):
+        try: table = settings_table([run], _own_file(paper, run), differ=True)
+        except FileNotFoundError as e: return [*lines, str(e)]
+        lines += [f'{label}: {n} is {row.iloc[1]!r:.60}, in the paper {row.paper!r:.60}'
                   f' ({row.source or "its file"})' for n, row in table.iterrows()]
     return lines
 
@@ -1015,16 +1118,21 @@ def entry_lines(
     entry,      # Entry
     folders,    # as in sort_folders
     out=None,   # folder for files; None: tables are shown, figures need one
+    pool=False, # as in draw_entry
 ):
-    """What is said of an entry: what the paper reports, and beside it what the folders hold: list of str.
+    """What is said of an entry: what the paper reports, or that its numbers are not here, and beside it what the
+    folders hold: list of str.
 
     Parameters
     ----------
     entry : Entry
     folders : as in sort_folders
     out : folder for files; None: tables are shown, figures need one
+    pool : as in draw_entry
     """
-    said, drawing = report(entry.paper, entry.name), draw_entry(entry, folders)
+    drawing = draw_entry(entry, folders, pool)
+    try: said = report(entry.paper, entry.name)
+    except FileNotFoundError as e: said = str(e)
     table = hasattr(drawing, 'to_string')
     lines = [f'== {entry.paper}, {entry.name}: {entry.title}']
     if said is not None: lines += ['the paper:', said if isinstance(said, str) else said.round(4).to_string()]
@@ -1047,15 +1155,17 @@ def main(arguments=None):  # list of str; None: the command line's
     parser.add_argument('runs', nargs='*', help='run folders, or folders of them: training, warm-up, evaluation')
     parser.add_argument('--only', metavar='NAME', help="one of them, such as 'table 3'")
     parser.add_argument('--out', metavar='FOLDER', help='where tables are written as .csv and figures as .png')
-    given = parser.parse_args(arguments)
+    parser.add_argument('--pool', action='store_true', help='tables of rollouts count those of all folders together')
+    given = parser.parse_intermixed_args(arguments)    # folders may stand behind --only
     know_pairs()                                       # so that long answers are found as well
     try:
+        if given.runs: sort_folders(given.runs)        # refuses what is no run, once
         entries = [find_entry(given.paper, given.only)] if given.only else ENTRIES[given.paper]
         for entry in entries:
             if not given.runs:
                 print(f'{entry.name}: {entry.title}; {entry.state}' + (f'\n    {entry.command}' * bool(entry.command)))
                 continue
-            try: print('\n'.join(entry_lines(entry, given.runs, given.out)), end='\n\n')
+            try: print('\n'.join(entry_lines(entry, given.runs, given.out, given.pool)), end='\n\n')
             except ValueError as e:
                 if given.only: raise
                 print(f'== {e}\n')

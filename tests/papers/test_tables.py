@@ -201,7 +201,7 @@ def test_every_drawing_is_of_an_entry():
 
 
 def test_tables_hold_what_the_folders_say(runs):
-    found = draw_entry(find_entry('tips', 'table 14'), [runs]).loc['tips']
+    found = draw_entry(find_entry('tips', 'table 14'), [runs]).loc['tips (tiny_base)']
     steps = read_metrics(runs / 'tips-0').dropna(subset=['seconds_step'])
     assert found['a step'] == pytest.approx(steps.seconds_step.mean())
     assert found.overhead == pytest.approx(steps.seconds_teacher.mean()
@@ -210,10 +210,12 @@ def test_tables_hold_what_the_folders_say(runs):
     kept = [r for r in read_turns(runs / 'tspo-0') if r['kind'] == 'train']
     assert counts.loc['all', 'all'] == len(kept) == 32
     gains = gain_table([runs], ('options.band',))
-    assert gains.gain['ppo'] == pytest.approx(0, abs=1e-12) or math.isnan(gains.gain['ppo'])
-    assert 'tips: band medium' in gains.index and math.isnan(gains.gain['carl'])   # it was asked other questions
+    ppo = gains.gain['ppo (tiny_base)']
+    assert ppo == pytest.approx(0, abs=1e-12) or math.isnan(ppo)
+    assert 'tips: band medium (tiny_base)' in gains.index
+    assert math.isnan(gains.gain['carl (coder)'])                    # another model, and it was asked other questions
     drawn = draw_entry(find_entry('prs', 'table 5'), [runs])                     # options that were left as they are
-    assert 'prs+vspo: temperature 0.1, smoothing 2, clip True' in drawn.index
+    assert 'prs+vspo: temperature 0.1, smoothing 2, clip True (tiny_base)' in drawn.index
     table = draw_entry(find_entry('carl', 'table 4'), [runs])['warm']
     assert table['all'] == table.drop('all').sum() and any(n.startswith('tier 1, forced') for n in table.index)
     kinds = sort_folders([runs])
