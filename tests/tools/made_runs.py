@@ -4,6 +4,7 @@ import json
 from credit_rl.runlog import RunLog
 from credit_rl.trajectory import example_group, to_json
 
+SEVEN = ('nq', 'triviaqa', 'popqa', 'hotpotqa', '2wikimultihopqa', 'musique', 'bamboogle')
 BIG, SMALL = 'Qwen/Qwen2.5-7B-Instruct', 'Qwen/Qwen2.5-3B-Instruct'
 
 
@@ -26,3 +27,8 @@ def evaluated(folder, model=BIG, em=.5, **sets):
         (place / 'scores.json').write_text(json.dumps({'score': score, 'em': score, 'f1': score, 'by_hops': {}}))
         (place / 'manifest.json').write_text(json.dumps({'model': {'name': model}, 'settings': {'model': model}}))
     return folder
+
+
+def assessed(run, step, em=.5, sets=SEVEN):
+    "An evaluation of the checkpoint of a step of a run, beside it: the same score on each set."
+    return evaluated(run.with_name(f'{run.name}-at-{step}'), f'models/{run.name}/step-{step}', **dict.fromkeys(sets, em))
