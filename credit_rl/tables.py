@@ -28,12 +28,14 @@ from .evaluate import measure, read_manifest, read_scores
 from .folr import chi_squared, first_turns, has_evidence, op_table
 from .longform import VERDICTS, judged_table, know_pairs
 from .methods import METHODS, get_method
+from .models import load_tokenizer
 from .papers import ENTRIES, find_entry, report
 from .parameters import make_parser
 from .prepare import is_warmup
 from .options import options_in
 from .runlog import METRICS, read_json, read_params, read_summary, read_turns
 from .settings import GROUPS
+from .setup import base_folder
 from .trajectory import Group, trajectory_from_json
 from .step_metrics import known_tiers
 from .warmup import read_collected
@@ -456,9 +458,10 @@ def widths_table(folders):  # as in sort_folders
 
 # %% ../nbs/papers/85_tables.ipynb #s8523
 def _lengths(rollouts):
-    "Mean tokens up to each state of trajectories, by its place; those that end earlier are left out there."
+    """Mean tokens of the states before turns, S_0 the prompt, to S_{K-1}; trajectories that end earlier are left out of
+    later ones."""
     own = [[len(t.prompt_ids) + sum(len(x.action_ids) + len(x.observation_ids) for x in t.turns[:k])
-            for k in range(1, len(t.turns) + 1)] for t in rollouts]
+            for k in range(len(t.turns))] for t in rollouts]
     states = round(sum(map(len, own)) / len(own))
     return [sum(x[k] for x in own if k < len(x)) / sum(k < len(x) for x in own) for k in range(states)]
 
@@ -480,7 +483,7 @@ def lengths_table(
         rows.append((name, {'B': float(p['questions_per_step'] * p['group_size']), 'S': float(len(lengths)),
                             'L max': max(lengths), 'L a': float(gold_tokens),
                             'A': sum(len(t.question.answers) for t in rollouts) / len(rollouts),
-                            **{f'L {i + 1}': x for i, x in enumerate(lengths)}}))
+                            **{f'L {i}': x for i, x in enumerate(lengths)}}))
     return _table_of(rows)
 
 # %% ../nbs/papers/85_tables.ipynb #s8525
@@ -771,27 +774,30 @@ def stack_figure(
 
 # %% ../nbs/papers/85_tables.ipynb #u032
 def refresh_figure(folders):  # as in sort_folders
-    """Draw held-out questions by step for each refresh interval of the teacher, and what finished runs came to by
-    interval: matplotlib figure.
+    """Draw held-out questions by step for each refresh interval of the teacher, and the mean exact match of evaluations
+    of what the runs made by interval, a line for each model (TIPS figure 6): matplotlib figure. Without an evaluation
+    there is the first panel alone.
 
     Parameters
     ----------
     folders : as in sort_folders
     """
-    runs, table = _finished_runs(folders), _curves(folders)
-    fig, axes = _panels(2)
+    kinds, table, ends = sort_folders(folders), _curves(folders), {}
+    if kinds['evaluation']:
+        for folder, run, _ in _trained(folders):
+            p = read_params(run)
+            if 'shaping' not in _part_names(p['method']): continue
+            usual = max(1, round(.4 * p['steps']))
+            every = usual if p.get('teacher_every') is None else p['teacher_every'] or p['steps']
+            ends.setdefault(_setting_value(p, 'model'), {}).setdefault(every, []).append(_set_values(folder)['mean'])
+    fig, axes = _panels(2 if ends else 1)
     colours = _colours(dict.fromkeys(table.method))
     for name, own in seed_curves(table, 'dev_em').groupby('method', sort=False):
         axes[0].plot(own.groupby('x').y.mean(), color=colours[name], label=name, lw=1.4)
-    ends = {}
-    for p, s in runs:
-        usual = max(1, round(.4 * p['steps']))
-        every = usual if p.get('teacher_every') is None else p['teacher_every'] or p['steps']
-        ends.setdefault(every, []).append(s['final_em'])
-    axes[1].plot(sorted(ends), [sum(ends[n]) / len(ends[n]) for n in sorted(ends)], 'o-', color='#333333', ms=4)
-    for every, own in ends.items(): axes[1].plot([every] * len(own), own, '.', color='#999999', ms=4)
     axes[0].set(xlabel='training step', ylabel='exact match, held-out questions')
-    axes[1].set(xlabel='steps between copies of the policy', ylabel='exact match at the end')
+    for model, of in ends.items():
+        axes[-1].plot(sorted(of), [sum(of[n]) / len(of[n]) for n in sorted(of)], 'o-', label=model, ms=4)
+    if ends: axes[-1].set(xlabel='steps between copies of the policy', ylabel='exact match, mean of the sets')
     _add_legend(fig, axes)
     return fig
 
@@ -823,41 +829,86 @@ def size_figure(folders):  # as in sort_folders
     return fig
 
 # %% ../nbs/papers/85_tables.ipynb #u035
+def _last_rollouts(run):
+    "Kept rollouts of the last tenth of a run's steps: list of (Trajectory, row)."
+    rows = [(t, row) for _, t, row in _kept_rollouts([run]) if any(a is not None for a in row.get('advantages') or ())]
+    last = max((row['step'] for _, row in rows), default=0)
+    return [(t, row) for t, row in rows if row['step'] > .9 * last]
+
+def _token_advantages(t, row):
+    "The advantage of each token of each turn, of its turn where a run kept no more: list of lists, None if missing."
+    alike = [[a] * len(turn.action_ids) for turn, a in zip(t.turns, row['advantages'])]
+    return row.get('token_advantages') or alike
+
 def advantage_figure(folders):  # as in sort_folders
-    """Draw how the advantages of trained tokens are spread, each token with the mean of its turn, which is what runs
-    keep (TIPS figure 5): matplotlib figure.
+    """Draw how the advantages of trained tokens are spread in the last tenth of a run's steps (TIPS figure 5):
+    matplotlib figure.
 
     Parameters
     ----------
     folders : as in sort_folders
     """
-    found = {}
-    for name, t, row in _kept_rollouts(folders):
-        for turn, a in zip(t.turns, row.get('advantages') or ()):
-            if a is not None: found.setdefault(name, []).extend([a] * len(turn.action_ids))
+    found, runs = {}, sort_folders(folders)['training']
+    for name, run in zip(_run_names(runs), runs):
+        own = [a for t, row in _last_rollouts(run) for turn in _token_advantages(t, row) for a in turn if a is not None]
+        if own: found.setdefault(name, []).extend(own)
     if not found: raise ValueError('no rollout was kept with its advantages: give runs of training')
     fig, axes = _panels(len(found))
     limit = max(abs(a) for own in found.values() for a in own) or 1.
     for ax, (name, own) in zip(axes, found.items()):
         ax.hist(own, 41, range=(-limit, limit), color=_colours(found)[name])
         ax.axvline(0, color='black', lw=.6)
-        ax.set(title=f'{name}: {len(own):,} tokens', xlabel="advantage, mean of the token's turn", ylabel='tokens')
+        ax.set(title=f'{name}: {len(own):,} tokens', xlabel='advantage of a token', ylabel='tokens')
         ax.locator_params(nbins=5)
     return fig
 
 # %% ../nbs/papers/85_tables.ipynb #s8539
 def _chosen(folders, right):
-    "The kept rollout of largest advantage among those that are right, or wrong. Raises ValueError where there is none."
-    rows = [(t, row['advantages'], name) for name, t, row in _kept_rollouts(folders)
-            if any(a is not None for a in row.get('advantages') or ()) and bool(measure(t)['em']) == right]
+    """The rollout of largest advantage among the last kept ones that are right, or wrong: (Trajectory, row, name of the
+    run, Path). Raises ValueError where there is none."""
+    runs = sort_folders(folders)['training']
+    rows = [(t, row, name, run) for name, run in zip(_run_names(runs), runs) for t, row in _last_rollouts(run)
+            if bool(measure(t)['em']) == right]
     if not rows: raise ValueError(f'no {"right" if right else "wrong"} rollout was kept with its advantages')
-    return max(rows, key=lambda row: max(abs(a) for a in row[1] if a is not None))
+    return max(rows, key=lambda row: max(abs(a) for a in row[1]['advantages'] if a is not None))
 
+def _tokenizer_of(run):
+    "The tokenizer of a run's model; None where it is not here."
+    params = read_params(run)
+    try: return load_tokenizer(base_folder(params['model'], run, params.get('critic_from')))
+    except (OSError, ValueError, ImportError, KeyError): return None
+
+def _laid_out(pieces, width=110):  # list of (text, advantage or None)
+    "Pieces of text on lines: list of lists of (column, text, advantage)."
+    lines, at = [[]], 0
+    for text, a in pieces:
+        for i, part in enumerate(text.split('\n')):
+            if i or at + len(part) > width: lines, at = [*lines, []], 0
+            if part: lines[-1].append((at, part[:width], a))
+            at += len(part)
+    return [line for line in lines if line]
+
+def _pieces(text, advantage, most=330):
+    "Words of a text, shortened, all with one advantage."
+    return [(word, advantage) for word in re.findall(r'\s*\S+', textwrap.shorten(text, most) or '(nothing)')]
+
+def _token_pieces(turn, advantages, tokenizer, most=330):
+    "A turn's tokens with the advantage of each: list of (text, advantage), as many as have so many characters."
+    if tokenizer is None or len(advantages) != len(turn.action_ids):
+        return _pieces(turn.action_text, advantages[0] if advantages else None)
+    found, size = [], 0
+    for token, a in zip(turn.action_ids, advantages):
+        found.append((tokenizer.decode([token]), a))
+        size += len(found[-1][0])
+        if size > most: return [*found, ('…', None)]
+    return found
+
+# %% ../nbs/papers/85_tables.ipynb #v021
 def rollout_figure(
     folders,     # as in sort_folders
     right=True,  # a rollout that is right, or one that is wrong
 ):
-    """Draw a rollout's texts, its turns coloured by advantage: matplotlib figure.
+    """Draw a rollout's texts, its tokens coloured by advantage (TIPS figures 8 to 11): matplotlib figure.
 
     Parameters
     ----------
@@ -865,26 +916,25 @@ def rollout_figure(
     right : a rollout that is right, or one that is wrong
     """
     from matplotlib import colormaps
-    t, advantages, name = _chosen(folders, right)
-    limit = max(abs(a) for a in advantages if a is not None) or 1.
-    wrap = lambda text: textwrap.wrap(textwrap.shorten(text, 330), 110) or ['(nothing)']
-    blocks = [(None, ['question: ' + textwrap.shorten(t.question.text, 100)])]
-    for turn, a in zip(t.turns, advantages):
-        blocks.append((a, [f'[{math.nan if a is None else a:+.2f}] ' + line if i == 0 else line
-                           for i, line in enumerate(wrap(turn.action_text))]))
-        if turn.observation_text: blocks.append((None, ['    ' + line for line in wrap(turn.observation_text)]))
-    lines = sum(len(text) for _, text in blocks)
-    fig, (ax,) = _panels(1, 9, .5 + .19 * lines)
-    y = 0
-    for a, text in blocks:
-        colour = 'white' if a is None else colormaps['RdBu'](.5 + .3 * a / limit)
-        ax.axhspan(y, y + len(text), color=colour, lw=0)
-        for i, line in enumerate(text):
-            ax.text(.005, y + i + .5, line.replace('$', r'\$'), va='center', fontsize=7.5, family='monospace',
+    from matplotlib.patches import Rectangle
+    t, row, name, run = _chosen(folders, right)
+    tokens, tokenizer = _token_advantages(t, row), _tokenizer_of(run)
+    limit = max(abs(a) for turn in tokens for a in turn if a is not None) or 1.
+    lines = _laid_out(_pieces('question: ' + t.question.text, None, 110))
+    for turn, mean, own in zip(t.turns, row['advantages'], tokens):
+        head = (f'[{math.nan if mean is None else mean:+.2f}] ', None)
+        lines += _laid_out([head, *_token_pieces(turn, own, tokenizer)])
+        if turn.observation_text: lines += _laid_out(_pieces(turn.observation_text, None))
+    fig, (ax,) = _panels(1, 9, .5 + .19 * len(lines))
+    for y, line in enumerate(lines):
+        for at, text, a in line:
+            colour = 'none' if a is None else colormaps['RdBu'](.5 + .3 * a / limit)
+            ax.add_patch(Rectangle((at, y), len(text), 1, color=colour, lw=0))
+            ax.text(at, y + .5, text.replace('$', r'\$'), va='center', fontsize=7, family='monospace',
                     color='black' if a is not None else '#555555')
-        y += len(text)
-    ax.set(xlim=(0, 1), ylim=(y, 0), xticks=[], yticks=[], frame_on=False)
-    ax.set_title(f'{name}: {"right" if right else "wrong"}; blue: more of this, red: less', fontsize=9, loc='left')
+    ax.set(xlim=(0, 128), ylim=(len(lines), 0), xticks=[], yticks=[], frame_on=False)
+    ax.set_title(f'{name}: {"right" if right else "wrong"}; blue: more of this, red: less; '
+                 f'{"token by token" if tokenizer else "turn by turn"}', fontsize=9, loc='left')
     return fig
 
 # %% ../nbs/papers/85_tables.ipynb #s8541

@@ -839,6 +839,11 @@ def test_kept_rollouts_tell_of_their_turns_and_states(tmp_path):
         assert math.isnan(phi[-1]) and math.isnan(row['belief'][-1]) and all(map(math.isfinite, row['values']))
         steps = [.5 * (b - a) for a, b in zip(phi, [*phi[1:-1], 0.])]
         assert row['turn_rewards'] == pytest.approx(steps, abs=1e-5)
+        if 'token_advantages' not in row: continue                  # a critic that begins at 0 tells no tokens apart
+        own = row['token_advantages']                        # by PPO each token has its own; TIPS figures 5, 8 to 11
+        assert [len(x) for x in own] == [len(t['action_ids']) for t in row['trajectory']['turns']]
+        assert [sum(x) / len(x) for x in own] == pytest.approx(row['advantages'], abs=1e-3)
+    assert any('token_advantages' in row for row in rows)
     with gzip.open(run / 'turns.jsonl.gz', 'rt') as f:
         line = next(line for line in f if '"train"' in line)
     assert json.loads(line)['potential'][-1] is None and 'NaN' not in line
@@ -848,6 +853,7 @@ def test_kept_rollouts_tell_of_their_turns_and_states(tmp_path):
     other, rows = quiet(tmp_path / 'grpo', method='grpo')
     assert 'seconds_teacher' not in read_metrics(other)
     assert all('belief' not in row and 'values' not in row and not any(row['turn_rewards']) for row in rows)
+    assert not any('token_advantages' in row for row in rows)                     # by GRPO all tokens of a turn have one
 
 
 def test_a_kept_potential_is_the_one_that_is_paid():
