@@ -30,14 +30,17 @@ def _merge_lora(model):  # Hugging Face causal model, changed in place
 
 # %% ../nbs/machinery/66_export.ipynb #c008
 def _checkpoint(run, name):
-    "Step and folder of a run's checkpoint: by name, or the newest. Raises FileNotFoundError."
-    found = latest_checkpoint(run) if name == 'newest' else named_checkpoint(run, name)
+    "Step and folder of a run's checkpoint: by name, by its step, or the newest. Raises FileNotFoundError."
+    if str(name).isdigit():
+        place = Path(run)/'checkpoints'/f'step-{int(name):06d}'
+        found = (int(name), place) if place.exists() else None
+    else: found = latest_checkpoint(run) if name == 'newest' else named_checkpoint(run, name)
     if found is None: raise FileNotFoundError(f'{run} holds no checkpoint {name!r}')
     return found
 
 def read_policy(
     run,                # folder of a training run
-    checkpoint='best',  # the best by the dev questions, or 'newest'
+    checkpoint='best',  # the best by the dev questions, 'newest', or a step that is kept
     device='cpu',       # of the model; None: the GPU if there is one
 ):
     """The model that a run made and its tokenizer, with all additions merged; and the step: (model, tokenizer, step).
@@ -46,7 +49,7 @@ def read_policy(
     Parameters
     ----------
     run : folder of a training run
-    checkpoint : the best by the dev questions, or 'newest'
+    checkpoint : the best by the dev questions, 'newest', or a step that is kept
     device : of the model; None: the GPU if there is one
     """
     if not (Path(run)/'params.yaml').is_file():
@@ -63,7 +66,7 @@ def read_policy(
 def export_run(
     run,                # folder of a training run
     folder,             # of the model, new or empty
-    checkpoint='best',  # the best by the dev questions, or 'newest'
+    checkpoint='best',  # the best by the dev questions, 'newest', or a step that is kept
 ):
     """Write what a run made as a Hugging Face folder: configuration, weights, tokenizer. Returns its path. Raises
     FileExistsError on a folder that holds something, FolderInUse on one that is being written.
@@ -72,7 +75,7 @@ def export_run(
     ----------
     run : folder of a training run
     folder : of the model, new or empty
-    checkpoint : the best by the dev questions, or 'newest'
+    checkpoint : the best by the dev questions, 'newest', or a step that is kept
     """
     run, folder = Path(run), Path(folder)
     if folder.exists() and (not folder.is_dir() or {p.name for p in folder.iterdir()} - {'.writer'}):
@@ -93,7 +96,7 @@ def _write_model(folder, run, model, tokenizer, step):
 
 # %% ../nbs/machinery/66_export.ipynb #c013
 def main(arguments=None):  # list of str; None: the command line's
-    """`python -m credit_rl.export RUN FOLDER`; `--checkpoint newest` takes another one than the best.
+    """`python -m credit_rl.export RUN FOLDER`; `--checkpoint newest` or `--checkpoint 120` takes another than the best.
 
     Parameters
     ----------
@@ -102,7 +105,7 @@ def main(arguments=None):  # list of str; None: the command line's
     parser = make_parser('credit_rl.export', 'Write what a training run made as a Hugging Face folder.')
     parser.add_argument('run', help='folder of the run')
     parser.add_argument('folder', help='of the model; new or empty')
-    parser.add_argument('--checkpoint', default='best', help="'best' by the dev questions, or 'newest'")
+    parser.add_argument('--checkpoint', default='best', help="'best' by the dev questions, 'newest', or a step")
     given = parser.parse_args(arguments)
     try: print(export_run(given.run, given.folder, given.checkpoint))
     except (OSError, ValueError, ImportError) as e: sys.exit(f'credit_rl.export: {e}')

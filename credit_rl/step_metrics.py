@@ -193,7 +193,7 @@ def rollout_rows(
     earned, played = batch.rewards['outcome'].tolist(), batch.trajectories
     tables, most = _turn_records(batch, method) if shown else {}, batch.layout.turn_mask.shape[1]
     return [{'kind': 'train', 'trajectory': to_json(played[i]), 'reward': earned[i],
-             'advantages': _turn_advantages(batch, i),
+             'advantages': _turn_advantages(batch, i), **_token_advantages(batch, i),
              **{name: x[i, :len(played[i].turns) + x.shape[1] - most].tolist() for name, x in tables.items()}}
             for i in shown]
 
@@ -202,6 +202,15 @@ def _turn_advantages(batch, i):
     rows = batch.layout.row_trajectory == i
     turns, advantages = batch.layout.token_turns[rows], batch.credit.advantages[rows]
     return [advantages[turns == k].mean().item() for k in range(int(batch.layout.turn_mask[i].sum()))]
+
+def _token_advantages(batch, i):
+    """The advantage of each token of each turn of trajectory `i`, `token_advantages`: dict, empty where all tokens of a
+    turn have the same."""
+    rows = batch.layout.row_trajectory == i
+    turns, advantages = batch.layout.token_turns[rows], batch.credit.advantages[rows]
+    own = [advantages[turns == k] for k in range(int(batch.layout.turn_mask[i].sum()))]
+    if not any(len(a) and (a.max() - a.min()).item() > 1e-6 for a in own): return {}
+    return {'token_advantages': [[round(x, 4) for x in a.tolist()] for a in own]}
 
 # %% ../nbs/5_run/57_step_metrics.ipynb #n63kept
 def is_kept(

@@ -857,6 +857,12 @@ def test_kept_rollouts_tell_of_their_turns_and_states(tmp_path):
         assert math.isnan(phi[-1]) and math.isnan(row['belief'][-1]) and all(map(math.isfinite, row['values']))
         steps = [.5 * (b - a) for a, b in zip(phi, [*phi[1:-1], 0.])]
         assert row['turn_rewards'] == pytest.approx(steps, abs=1e-5)
+    later = [row for row in read_turns(run) if 'token_advantages' in row]   # at first, a critic that begins at 0 tells
+    for row in later:                                       # no tokens apart; then each has its own (TIPS figure 5)
+        own = row['token_advantages']
+        assert [len(x) for x in own] == [len(t['action_ids']) for t in row['trajectory']['turns']]
+        assert [sum(x) / len(x) for x in own] == pytest.approx(row['advantages'], abs=1e-3)
+    assert later
     with gzip.open(run / 'turns.jsonl.gz', 'rt') as f:
         line = next(line for line in f if '"train"' in line)
     assert json.loads(line)['potential'][-1] is None and 'NaN' not in line
@@ -866,6 +872,7 @@ def test_kept_rollouts_tell_of_their_turns_and_states(tmp_path):
     other, rows = quiet(tmp_path / 'grpo', method='grpo')
     assert 'seconds_teacher' not in read_metrics(other)
     assert all('belief' not in row and 'values' not in row and not any(row['turn_rewards']) for row in rows)
+    assert not any('token_advantages' in row for row in rows)                     # by GRPO all tokens of a turn have one
 
 
 def test_a_kept_potential_is_the_one_that_is_paid():

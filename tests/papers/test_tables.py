@@ -31,8 +31,10 @@ from credit_rl.tiny import NOISY_CODER, act_coder, memory_of, tiny_model, tiny_t
 from credit_rl.train import train
 from test_longform import by_numbers, gossip, settings_for
 from judge_server import Stub
+from made_runs import assessed, made
 
 ROOT = Path(__file__).resolve().parents[2]
+OF_TRAINING = {*DRAWINGS} - {'trained_table', 'checkpoint_figure', 'option_figure'}   # from runs, not evaluations of them
 DRAWN = [e for of in ENTRIES.values() for e in of if e.draw]
 SMALL = dict(steps=2, eval_every=2, questions=20, dev_questions=6, test_questions=6, questions_per_step=4, group_size=4,
              threads=1, track='', log_rollouts=4)
@@ -90,6 +92,16 @@ def runs(tmp_path_factory, spoken):
         yield folder / 'runs'
         BENCHMARKS.clear()
         BENCHMARKS.update(before)
+
+
+@pytest.fixture(scope='module')
+def made_folders(tmp_path_factory):
+    "Runs that were evaluated on seven sets, at two steps, made up."
+    folder = tmp_path_factory.mktemp('made')
+    for method in ('ppo', 'tips', 'tspo', 'igpo', 'prs+vspo'):
+        for step, em in ((1, .3), (2, .4)): assessed(folder / method, step, em)
+        made(folder / method, method, em=.4)
+    return folder
 
 
 # ---- the list ----
@@ -189,9 +201,9 @@ def test_the_formula_of_scoring_gives_the_papers_table(paper, model):
 # ---- drawn ----
 
 @pytest.mark.parametrize('entry', DRAWN, ids=lambda e: f'{e.paper}, {e.name}')
-def test_each_is_drawn_from_runs_of_two_steps(entry, runs, root, monkeypatch):
+def test_each_is_drawn_from_runs_of_two_steps(entry, runs, made_folders, root, monkeypatch):
     monkeypatch.chdir(root)
-    drawing = draw_entry(entry, [runs])
+    drawing = draw_entry(entry, [runs if entry.draw in OF_TRAINING else made_folders])
     if hasattr(drawing, 'columns'): assert len(drawing) and drawing.notna().any(axis=None)
     else: assert sum(len(ax.lines) + len(ax.patches) + len(ax.collections) + len(ax.texts) for ax in drawing.axes) > 1
 
@@ -201,7 +213,7 @@ def test_every_drawing_is_of_an_entry():
 
 
 def test_tables_hold_what_the_folders_say(runs):
-    found = draw_entry(find_entry('tips', 'table 14'), [runs]).loc['tips']
+    found = draw_entry(find_entry('tips', 'table 14'), [runs]).loc['tips (tiny_base)']
     steps = read_metrics(runs / 'tips-0').dropna(subset=['seconds_step'])
     assert found['a step'] == pytest.approx(steps.seconds_step.mean())
     assert found.overhead == pytest.approx(steps.seconds_teacher.mean()
@@ -210,10 +222,12 @@ def test_tables_hold_what_the_folders_say(runs):
     kept = [r for r in read_turns(runs / 'tspo-0') if r['kind'] == 'train']
     assert counts.loc['all', 'all'] == len(kept) == 32
     gains = gain_table([runs], ('options.band',))
-    assert gains.gain['ppo'] == pytest.approx(0, abs=1e-12) or math.isnan(gains.gain['ppo'])
-    assert 'tips: band medium' in gains.index and math.isnan(gains.gain['carl'])   # it was asked other questions
+    ppo = gains.gain['ppo (tiny_base)']
+    assert ppo == pytest.approx(0, abs=1e-12) or math.isnan(ppo)
+    assert 'tips: band medium (tiny_base)' in gains.index
+    assert math.isnan(gains.gain['carl (coder)'])                    # another model, and it was asked other questions
     drawn = draw_entry(find_entry('prs', 'table 5'), [runs])                     # options that were left as they are
-    assert 'prs+vspo: temperature 0.1, smoothing 2, clip True' in drawn.index
+    assert 'prs+vspo: temperature 0.1, smoothing 2, clip True (tiny_base)' in drawn.index
     table = draw_entry(find_entry('carl', 'table 4'), [runs])['warm']
     assert table['all'] == table.drop('all').sum() and any(n.startswith('tier 1, forced') for n in table.index)
     kinds = sort_folders([runs])

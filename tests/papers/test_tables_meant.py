@@ -1,0 +1,134 @@
+"""Tables and figures as the papers mean them, from made-up run folders of a few rows."""
+from pathlib import Path
+
+import pytest
+
+from credit_rl.papers import ENTRIES, count_states, find_entry
+from credit_rl.runlog import RunLog
+from credit_rl.tables import draw_entry
+from credit_rl.trajectory import example_group, to_json
+
+from made_runs import BIG, SEVEN, SMALL, assessed, made
+
+ROOT = Path(__file__).resolve().parents[2]
+MULTI = ['hotpotqa', '2wikimultihopqa', 'musique', 'bamboogle']
+
+
+def drawn(paper, name, folders): return draw_entry(find_entry(paper, name), folders)
+
+
+def test_each_entry_is_the_papers_or_says_why_not():
+    entries = [e for of in ENTRIES.values() for e in of]
+    assert all(e.state == "not the paper's" for e in entries if e.differs)
+    assert count_states().loc['all', "not the paper's"] == sum(bool(e.differs) for e in entries)
+    assert all(e.differs[0].islower() and not e.differs.endswith('.') for e in entries if e.differs)
+
+
+# ---- TSPO ----
+
+def test_rewards_of_turns_have_the_outcome_in_them(tmp_path):
+    "TSPO table 2: a right rollout earns 1 in every turn. Before, the outcome was left out, and it earned 0."
+    log = RunLog(tmp_path / 'tspo')
+    log.write_params({'method': 'tspo', 'seed': 0, 'steps': 1, 'options': {}})
+    latent = ((0., 0., 0., 0.), (1., 1., 0., 0.), (0., 0., 0., 0.))
+    log.turns(1, [{'kind': 'train', 'trajectory': to_json(t), 'reward': float(i == 0), 'turn_rewards': list(x)}
+                  for i, (t, x) in enumerate(zip(example_group().trajectories, latent))])
+    table = drawn('tspo', 'table 2', [log.folder])
+    assert {kind: table.loc[kind].iloc[:4].tolist() for kind in ('O+P+', 'O-P+', 'O-P-')} == {
+        'O+P+': [1, 1, 1, 1], 'O-P+': [1, 1, 0, 0], 'O-P-': [0, 0, 0, 0]}
+
+
+def test_strategies_are_compared_on_the_papers_four_sets(tmp_path):
+    "TSPO table 4. Before, it was drawn from the training's own test questions, which have two of the four sets."
+    runs = [made(tmp_path / s, 'tspo', options={'strategy': s}) for s in ('none', 'all', 'all-wrong')]
+    with pytest.raises(ValueError, match='not run: this is drawn from runs of evaluation|export a run'):
+        drawn('tspo', 'table 4', runs)
+    tests = [assessed(run, 2, em) for run, em in zip(runs, (.25, .3, .31))]
+    table = drawn('tspo', 'table 4', runs + tests)
+    assert table.columns[:5].tolist() == [*MULTI, 'mean']
+    assert table['mean'].round(9).to_dict() == {'tspo: strategy none': .25, 'tspo: strategy all': .3,
+                                                'tspo: strategy all-wrong': .31}
+    with pytest.raises(ValueError, match='none of 1 evaluations has all of hotpotqa'):
+        drawn('tspo', 'table 4', [few := made(tmp_path / 'few', 'tspo'), assessed(few, 2, sets=('nq',))])
+    lines = drawn('tspo', 'figure 7', runs + tests).axes[0].lines
+    assert len(lines) == len(SEVEN) + 1 and lines[-1].get_label() == 'mean'
+
+
+def test_the_best_checkpoint_is_reported_and_all_are_drawn(tmp_path):
+    "TSPO figure 5: a point for each checkpoint; table 4 has the best alone, and never a mean over checkpoints."
+    run = made(tmp_path / 'run', 'tspo')
+    (run / 'summary.json').write_text('{"method": "tspo", "best_step": 20, "collapsed": false}')
+    folders = [run, *(assessed(run, step, em) for step, em in ((10, .1), (20, .4), (30, .2)))]
+    assert drawn('tspo', 'table 4', folders)['mean'].round(9).tolist() == [.4]
+    figure = drawn('tspo', 'figure 5', folders)
+    assert [ax.get_title() for ax in figure.axes] == [*MULTI, 'mean of the sets']
+    assert figure.axes[-1].lines[0].get_xydata().round(9).tolist() == [[10, .1], [20, .4], [30, .2]]
+    with pytest.raises(ValueError, match='--checkpoint STEP'): drawn('tspo', 'figure 5', folders[:2])
+    with pytest.raises(ValueError, match='export a run'): drawn('tspo', 'figure 5', folders[:1])
+
+
+def test_tokens_of_a_rollout_have_the_observations_in_them(tmp_path):
+    "TSPO figure 6: what the model wrote alone is shorter by what came back."
+    run = made(tmp_path / 'run', 'tspo', played=1)
+    (line,) = drawn('tspo', 'figure 6', [run]).axes[0].lines
+    played = example_group().trajectories[0].turns
+    assert line.get_ydata()[0] == sum(len(t.action_ids) + len(t.observation_ids) for t in played)
+
+
+# ---- TIPS ----
+
+def test_gains_over_ppo_are_of_seven_sets_and_the_same_model(tmp_path):
+    """TIPS tables 3, 5 and 6. Before, means were of the training's own two sets, and PPO of any size was the
+    baseline."""
+    runs, tests = [], []
+    for model, ppo, tips in ((SMALL, .2, .3), (BIG, .4, .44)):
+        for method, em in (('ppo', ppo), ('tips', tips)):
+            runs.append(made(tmp_path / f'{method}{model[12:15]}', method, model, options={'band': 'small'} if
+                             method == 'tips' else {}, teacher='self' if method == 'tips' else None))
+            tests.append(assessed(runs[-1], 2, em))
+    for name, row in (('table 3', 'tips: model {}'), ('table 5', 'tips: model {}, band small'),
+                      ('table 6', 'tips: model {}, teacher self')):
+        table = drawn('tips', name, runs + tests)
+        gain = table['gain, em' if name == 'table 3' else 'gain']
+        assert gain[row.format('Qwen2.5-3B-Instruct')] == pytest.approx(.5)
+        assert gain[row.format('Qwen2.5-7B-Instruct')] == pytest.approx(.1)
+    with pytest.raises(ValueError, match='export a run'): drawn('tips', 'table 3', runs)
+    figure = drawn('tips', 'figure 6', [runs[1], tests[1]])
+    assert [ax.get_ylabel() for ax in figure.axes][1] == 'exact match, mean of the sets'
+    assert figure.axes[1].lines[0].get_ydata().round(9).tolist() == [.3]
+
+
+def test_the_teacher_scores_the_states_before_turns(tmp_path):
+    "TIPS tables 11 and 13: S_0 is the prompt, and no state lies behind the answer. Before, it was S_1 to S_K."
+    run = made(tmp_path / 'run', played=1, questions_per_step=256, group_size=1)
+    t, table = example_group().trajectories[0], drawn('tips', 'table 13', [run])
+    assert table.S.tolist() == [len(t.turns)] and table['L 0'].tolist() == [len(t.prompt_ids)]
+    whole = len(t.prompt_ids) + sum(len(x.action_ids) + len(x.observation_ids) for x in t.turns[:-1])
+    assert table['L max'].tolist() == [whole] == table[f'L {len(t.turns) - 1}'].tolist()
+
+
+def test_tokens_of_the_last_steps_are_drawn(tmp_path):
+    """TIPS figures 5 and 8 to 11 are of the final checkpoint, token by token. Before, they were of all steps, and of
+    the means of turns."""
+    log, t = RunLog(tmp_path / 'run'), example_group().trajectories[0]
+    log.write_params({'method': 'ppo', 'seed': 0, 'steps': 20, 'options': {}, 'model': 'tiny'})
+    for step, shift in ((1, -5.), (20, 0.)):
+        own = [[shift + .1 * i for i in range(len(x.action_ids))] for x in t.turns]
+        log.turns(step, [{'kind': 'train', 'trajectory': to_json(t), 'reward': 1., 'token_advantages': own,
+                          'advantages': [sum(x) / len(x) for x in own]}])
+    (ax,) = drawn('tips', 'figure 5', [log.folder]).axes
+    assert sum(bar.get_height() for bar in ax.patches) == sum(len(x.action_ids) for x in t.turns)
+    assert all(bar.get_height() == 0 for bar in ax.patches if bar.get_x() + bar.get_width() < -.1)
+    (ax,) = drawn('tips', 'figure 11', [log.folder]).axes
+    assert 'turn by turn' in ax.get_title(loc='left')              # its tokenizer is not here
+    (log.folder / 'base').symlink_to(ROOT / 'data' / 'tiny_base')
+    (ax,) = drawn('tips', 'figure 11', [log.folder]).axes
+    colours = {bar.get_facecolor() for bar in ax.patches if bar.get_facecolor()[3] > 0}
+    assert 'token by token' in ax.get_title(loc='left') and len(colours) >= max(len(x.action_ids) for x in t.turns)
+
+
+def test_curves_of_seven_sets_have_a_panel_for_each(tmp_path):
+    "TIPS figure 4. Before, a run that trains on NQ and HotpotQA had these two."
+    run = made(tmp_path / 'run')
+    figure = drawn('tips', 'figure 4', [run, assessed(run, 1, .2), assessed(run, 2, .3)])
+    assert [ax.get_title() for ax in figure.axes] == [*SEVEN, 'mean of the sets']
