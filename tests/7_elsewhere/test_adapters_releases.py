@@ -156,8 +156,8 @@ def test_openrlhfs_own_experiences_get_credit_after_its_length_penalty(monkeypat
 
 
 def test_verifiers_own_traces_get_credit_on_their_nodes(monkeypatch):
-    releases.stub(monkeypatch, 'renderers', 'prime_runs', 'prime_sandboxes', 'prime_tunnel', 'anthropic', 'openai', 'mcp',
-                  'gepa', 'httpx2', 'h11', 'math_verify', 'tenacity', 'uvicorn')
+    releases.stub(monkeypatch, 'renderers', 'prime_runs', 'prime_sandboxes', 'prime_tunnel', 'anthropic', 'openai',
+                  'mcp', 'gepa', 'httpx2', 'h11', 'math_verify', 'tenacity', 'uvicorn')
     graph, trace = releases.load('verifiers.v1.graph'), releases.load('verifiers.v1.trace')
     from verifiers.v1.types import AssistantMessage, UserMessage
     said = lambda n: graph.MessageNode(message=AssistantMessage(content='x'), sampled=True, token_ids=[0] * (n + 1),
