@@ -56,7 +56,8 @@ class _Dialogue:
 def _content(message):
     "The text of a message, of parts too."
     content = message.get('content') or ''
-    return content if isinstance(content, str) else ''.join(part.get('text', '') for part in content)
+    return content if isinstance(content, str) else ''.join(
+        part if isinstance(part, str) else part.get('text') or '' for part in content)
 
 def _from_messages(
     messages,  # list of dict with role and content
@@ -84,8 +85,9 @@ def _from_text(
     these are dropped."""
     turns, rest = [], 0
     for m in re.finditer(rf'(?:\s*(?:user|tool)\s*\n)?\s*<{tag}>(.*?)</{tag}>(?:\s*\n(?:assistant)\s*\n)?', text, re.S):
-        turns.append((text[rest:m.start()].strip(), m[1].strip(), None, None))
-        rest = m.end()
+        said, seen, rest = text[rest:m.start()].strip(), m[1].strip(), m.end()
+        if said: turns.append((said, seen, None, None))
+        elif turns: turns[-1] = (turns[-1][0], f'{turns[-1][1]}\n{seen}', None, None)
     if text[rest:].strip(): turns.append((text[rest:].strip(), '', None, None))
     if not turns: raise ValueError('the model said nothing: its text is empty')
     return _Dialogue(question, tuple(turns))
@@ -110,22 +112,60 @@ def _from_ids(
         turns.append((*map(text, parts), parts, None))
     return _Dialogue(row.get('question') or text(row['prompt_ids']), tuple(turns), tuple(row['prompt_ids']))
 
+# %% ../nbs/7_elsewhere/83_dumps.ipynb #c0101
+def _call_of(
+    given,  # one of a message's tool_calls: dict with name and arguments, or with these under function
+):
+    "One call: dict with name and queries. Raises ValueError on what is none."
+    body = given.get('function') or given if isinstance(given, dict) else None
+    if not isinstance(body, dict) or not {'name', 'arguments'} & set(body): raise ValueError('no name, no arguments')
+    inside = body.get('arguments') or {}
+    inside = json.loads(inside) if isinstance(inside, str) else inside
+    if not isinstance(inside, dict): raise ValueError(f'its arguments are no object: {str(inside)[:60]}')
+    found = inside.get('query_list', inside.get('query', list(inside.values())))
+    found = found if isinstance(found, list) else [found]
+    if None in found: raise ValueError('a query is null')
+    queries = [x if isinstance(x, str) else json.dumps(x) for x in found]
+    return {'name': body.get('name') or 'search', 'queries': queries}
+
+def _one_call(calls):
+    "Several calls of a message as that of its turn: None where there is none."
+    if len(calls) < 2: return calls[0] if calls else None
+    together = {'name': calls[0]['name'], 'queries': [q for call in calls for q in call['queries']]}
+    return together if len({call['name'] for call in calls}) == 1 else {**together, 'calls': calls}
+
+def _calls_of(
+    protocol,  # Protocol
+    text,      # str, a message
+    given,     # its tool_calls, or None
+):
+    "The calls of a message that can be read, in order: list of dict, and whether it has one that cannot: bool."
+    if given:
+        read, parts = _call_of, [given] if isinstance(given, (str, dict)) else given
+    elif protocol.call_style in ('none', 'code'):
+        return [call] if (call := parse(protocol, text).call) else [], False
+    else:
+        tag = re.escape(protocol.call_tag)
+        tail = re.search(rf'(?:<{tag}>(?:(?!<{tag}>).)*</{tag}>\s*)+\Z', text, re.S)
+        read = lambda part: parse(protocol, part).call
+        parts = re.findall(rf'<{tag}>(?:(?!<{tag}>).)*</{tag}>', tail[0], re.S) if tail else []
+    calls = []
+    for part in parts:
+        try: calls.append(read(part))
+        except (ValueError, RecursionError): calls.append(None)
+    return [call for call in calls if call], None in calls
+
 # %% ../nbs/7_elsewhere/83_dumps.ipynb #c011
 def _turn(protocol, spoken, encode):
     "One `Turn` of what was spoken."
     text, seen, ids, calls = spoken
-    action = parse(protocol, text)
-    call = action.call
-    if calls:
-        body = calls[0].get('function') or calls[0]
-        given = body.get('arguments') or {}
-        given = json.loads(given) if isinstance(given, str) else given
-        queries = given.get('query_list', given.get('query', list(given.values())))
-        call = {'name': body.get('name', 'search'), 'queries': [queries] if isinstance(queries, str) else list(queries)}
+    found, broken = _calls_of(protocol, text, calls)
+    call = _one_call(found)
     mine, theirs = ids or (encode(text) or (0,), encode(seen))
-    result = Result.OK if call and seen else Result.SKIPPED if call else \
-        Result.NONE if action.answer is not None or not seen else Result.MALFORMED
-    return Turn('tool' if call or seen else 'answer', mine, [math.nan] * len(mine), theirs, text, seen, call, result)
+    result = Result.OK if call and seen else Result.SKIPPED if call else Result.MALFORMED if broken else \
+        Result.NONE if parse(protocol, text).answer is not None or not seen else Result.MALFORMED
+    kind = 'tool' if call or broken or seen else 'answer'
+    return Turn(kind, mine, [math.nan] * len(mine), theirs, text, seen, call, result)
 
 def _make_trajectory(
     spoken,     # Dialogue
@@ -204,7 +244,8 @@ def read_dump(
                 raise ValueError(f'question {name!r:.60} has the answers {golds}, and in row {question[0]} it had '
                                  f'{list(question[1].answers)}: give different questions different ids ({_KEYS[0]})')
             groups.setdefault(key, []).append(_make_trajectory(spoken, question[1], protocol, encode))
-            rewards.setdefault(key, []).append(float(row.get('reward', row.get('score', math.nan))))
+            given = [row[name] for name in ('reward', 'score') if row.get(name) is not None]
+            rewards.setdefault(key, []).append(float(given[0] if given else math.nan))
         except (ValueError, TypeError, KeyError, AttributeError) as e:
             raise ValueError(f'row {number}: {e}' if isinstance(e, ValueError) else
                              f'row {number} is not laid out as it should be ({type(e).__name__}: {e})') from e

@@ -80,6 +80,12 @@ def test_skyrl_gets_our_advantages(judged):
     close(advantages, judged.ours)
 
 
+def openrlhf_args(n, use_loss=True, clip=None):
+    "The arguments of OpenRLHF that are read, nested as since 0.11."
+    return SimpleNamespace(algo=SimpleNamespace(kl=SimpleNamespace(use_loss=use_loss)), reward=SimpleNamespace(
+        clip_range=clip), rollout=SimpleNamespace(n_samples_per_prompt=n))
+
+
 def test_openrlhf_gets_our_advantages(judged):
     def experience(rows):
         width = int(judged.mask[rows].sum(0).nonzero().max()) + 1
@@ -88,13 +94,28 @@ def test_openrlhf_gets_our_advantages(judged):
     parts = [[5, 0], [3], [1, 2, 4]]                                                # as dynamic batches cut them
     experiences = [experience(rows) for rows in parts]
     maker = type('Maker', (adapters.ExperienceMixin,), {'credited': (judged.name, {})})()
-    maker.strategy = SimpleNamespace(args=SimpleNamespace(use_kl_loss=True, n_samples_per_prompt=3))
-    maker.kl_ctl = SimpleNamespace(value=.1)
+    maker.strategy, maker.kl_ctl = SimpleNamespace(args=openrlhf_args(3)), SimpleNamespace(value=.1)
+    maker.penalize = lambda experiences, args: None
     assert maker.compute_advantages_and_returns(experiences) is experiences
     for rows, e in zip(parts, experiences):
         close(e.advantages, judged.ours[rows, :e.advantages.shape[1]])
         assert e.advantages.shape == e.action_mask.shape and e.kl is None
         assert_close(e.info['return'], judged.outcome[rows])
+        assert 'turn_rewards' not in e.info
+
+
+def test_openrlhfs_length_penalty_and_clipping_come_before_credit():
+    "A reward of 3 is clipped to 1 and a truncated one set to 0, so the pair is a right and a wrong rollout."
+    maker = type('Maker', (adapters.ExperienceMixin,), {'credited': ('grpo', {})})()
+    maker.strategy, maker.kl_ctl = SimpleNamespace(args=openrlhf_args(2, clip=(-1., 1.))), SimpleNamespace(value=0.)
+    def penalize(experiences, args):
+        for e in experiences: e.rewards[1] = 0.
+    maker.penalize = penalize
+    e = SimpleNamespace(index=[0, 1], action_mask=torch.ones(2, 2), values=None, kl=None, info={},
+                        rewards=torch.tensor([3, 3]))
+    maker.compute_advantages_and_returns([e])
+    close(e.advantages, torch.tensor([[1., 1.], [-1., -1.]]))
+    assert e.info['return'].tolist() == [1., 0.]
 
 
 def slime_samples(judged):
@@ -120,22 +141,58 @@ def test_slime_gets_our_advantages(judged):
         assert_close(a, r)
 
 
-class PrimeRollout(SimpleNamespace):
-    def assign_advantages(self, values): self.advantages = values
+def trace(mask, reward, turn_rewards):
+    "A rollout as verifiers' Trace: a node for every message, that of the model with its header before it."
+    turns, nodes = turns_from_mask(mask[None])[0], []
+    for k in range(int(turns.max()) + 1):
+        nodes.append(SimpleNamespace(sampled=False, mask=[False] * 2, advantages=None))
+        nodes.append(SimpleNamespace(sampled=True, mask=[False, *[True] * int((turns == k).sum())], advantages=None))
+    listed = None if turn_rewards is None else turn_rewards[:int(turns.max()) + 1]
+    return SimpleNamespace(id='t', nodes=nodes, branches=[SimpleNamespace(trainable=True, nodes=nodes)], reward=reward,
+                           info={'turn_rewards': listed}, has_error=False, agent=SimpleNamespace(trainable=True))
 
 
-def test_prime_rl_gets_our_advantages(judged):
-    rollouts = [PrimeRollout(reward=float(judged.outcome[i]), info={'turn_rewards': judged.turns[i].tolist()},
-                             samples=[SimpleNamespace(mask=row.bool().tolist())]) for i, row in enumerate(judged.mask)]
-    for rollout, row in zip(rollouts, judged.mask):
-        count = int(turns_from_mask(row[None]).max()) + 1
-        rollout.info['turn_rewards'] = rollout.info['turn_rewards'][:count]
-    algorithm = type('Credit', (adapters.AlgorithmMixin,), {'credited': (judged.name, {})})()
+def credit_of(trace): return torch.tensor(sum((n.advantages for n in trace.nodes if n.advantages is not None), []))
+
+
+def test_prime_rl_and_verifiers_get_our_advantages(judged):
+    traces = [trace(row, float(r), turns) for row, r, turns in zip(judged.mask, judged.outcome, judged.turns.tolist())]
+    given = []
+    algorithm = type('Credit', (adapters.AlgorithmMixin,), {
+        'credited': (judged.name, {}), 'annotate': staticmethod(lambda trace, values: given.append((trace, values)))})()
+    episodes = [SimpleNamespace(traces=[t]) for t in traces]
     if judged.method.sampling.selects:
-        with pytest.raises(ValueError, match='a group is all'): asyncio.run(algorithm.score_group(rollouts[:3]))
+        with pytest.raises(ValueError, match='a group is all'): asyncio.run(algorithm.score_group(episodes[:3]))
         return
-    for part in (rollouts[:3], rollouts[3:]): asyncio.run(algorithm.score_group(part))
-    close(torch.tensor([r.advantages for r in rollouts]), judged.ours)
+    for part in (episodes[:3], episodes[3:]): asyncio.run(algorithm.score_group(part))
+    for (t, values), row, ours in zip(given, judged.mask.bool(), judged.ours):
+        close(torch.tensor(values), ours[row])
+        close(credit_of(t), ours[row])
+
+
+def test_areal_gets_our_advantages(judged):
+    "Every row behind a prompt of one token, its mask shifted to the token before, as AReaL's own hook leaves it."
+    class Base:
+        kl_ctl = 0.
+        def compute_advantages(self, data):
+            return [{**d, 'loss_mask': d['loss_mask'].roll(-1, 1), 'advantages': None} for d in data]
+    actor = type('Actor', (adapters.ActorMixin, Base), {'credited': (judged.name, {})})()
+    mask = torch.nn.functional.pad(judged.mask, (1, 0))
+    data = [{'loss_mask': mask[rows], 'rewards': judged.outcome[rows], 'turn_rewards': judged.turns[rows]}
+            for rows in ([0, 1, 2], [3, 4, 5])]
+    found = torch.cat([d['advantages'] for d in actor.compute_advantages(data)])
+    close(found, torch.nn.functional.pad(judged.ours, (0, 1)))
+
+
+def test_areal_refuses_a_kl_penalty_and_rollouts_of_several_rows():
+    actor = type('Actor', (adapters.ActorMixin,), {'credited': ('tspo', {})})()
+    actor.kl_ctl = .1
+    with pytest.raises(ValueError, match='actor.kl_ctl=0'): actor.compute_advantages([])
+    row = {'loss_mask': torch.ones(2, 2), 'rewards': torch.zeros(2)}
+    with pytest.raises(ValueError, match='several rows'):
+        adapters._areal_credit('tspo', [{**row, 'begin_of_trajectory': torch.tensor([1, 0])}])
+    with pytest.raises(ValueError, match='1 of 2 questions'):
+        adapters._areal_credit('tspo', [{**row, 'turn_rewards': torch.zeros(2, 1)}, row])
 
 
 def test_trl_gets_our_advantages(judged, monkeypatch):
@@ -247,7 +304,7 @@ def test_verl_and_skyrl_find_a_registered_method(monkeypatch):
         found = {}
         module(monkeypatch, place, **{decorator: lambda name: lambda function: found.update({name: function})})
         assert register('tspo') == 'credit_rl/tspo' and register('tspo', 'mine', {'strategy': 'all'}) == 'mine'
-        given = dict(token_level_rewards=torch.tensor([[1., 1.], [0., 0.]]), response_mask=torch.ones(2, 2),
+        given = dict(token_level_rewards=torch.tensor([[1., 1.], [0., 0.]]), response_mask=torch.ones(2, 2).long(),
                      index=np.array(['u', 'u'], dtype=object), config=None)
         close(found['credit_rl/tspo'](**given)[0], torch.tensor([[1., 1.], [-1., -1.]]))
         assert set(found) == {'credit_rl/tspo', 'mine'}
@@ -266,9 +323,14 @@ def test_a_trainer_that_cannot_import_its_own_parts_says_so(monkeypatch):
 def test_openrlhf_and_prime_rl_get_subclasses_of_their_own(monkeypatch):
     for make, place, name in (
             (adapters.openrlhf_maker, 'openrlhf.trainer.ppo_utils.experience_maker', 'RemoteExperienceMaker'),
-            (adapters.prime_algorithm, 'prime_rl.orchestrator.algo.base', 'Algorithm')):
+            (adapters.prime_algorithm, 'prime_rl.orchestrator.algo.base', 'Algorithm'),
+            (adapters.areal_actor, 'areal.trainer.ppo.actor', 'PPOActor')):
         base = type(name, (), {'own': lambda self: 7})
         module(monkeypatch, place, **{name: base})
+        for other, function in (('openrlhf.trainer.ppo_utils.length_penalty', 'apply_length_penalties'),
+                                ('prime_rl.orchestrator.algo.routing', 'assign_advantages')):
+            if other.split('.')[0] == place.split('.')[0]:
+                monkeypatch.setitem(sys.modules, other, SimpleNamespace(**{function: print}))
         made = make('tspo', {'strategy': 'all'})
         assert issubclass(made, base) and made().own() == 7
         assert made.credited[0].options['strategy'] == 'all'
@@ -276,9 +338,9 @@ def test_openrlhf_and_prime_rl_get_subclasses_of_their_own(monkeypatch):
 
 def test_a_kl_penalty_in_openrlhfs_reward_is_refused():
     maker = type('Maker', (adapters.ExperienceMixin,), {'credited': ('tspo', {})})()
-    maker.strategy = SimpleNamespace(args=SimpleNamespace(use_kl_loss=False, n_samples_per_prompt=2))
+    maker.strategy = SimpleNamespace(args=openrlhf_args(2, use_loss=False))
     maker.kl_ctl = SimpleNamespace(value=.01)
-    with pytest.raises(ValueError, match='--use_kl_loss'): maker.compute_advantages_and_returns([])
+    with pytest.raises(ValueError, match='--algo.kl.use_loss'): maker.compute_advantages_and_returns([])
 
 
 def test_slime_knows_a_rollout_of_several_samples_and_refuses_what_it_cannot_do():
@@ -300,18 +362,75 @@ def test_slime_knows_a_rollout_of_several_samples_and_refuses_what_it_cannot_do(
 
 
 def test_prime_rl_checks_turn_rewards_and_reads_none_as_missing():
-    rollout = lambda reward, turns: PrimeRollout(reward=reward, info={'turn_rewards': turns},
-                                                 samples=[SimpleNamespace(mask=[True, False, True])])
-    with pytest.raises(ValueError, match='has 3 numbers for 2 turns'):
-        adapters.prime_credit('tspo', [rollout(0., [1., 0., 0.]), rollout(0., [0., 0.])])
+    rollout = lambda reward, turns: trace(torch.tensor([1, 0, 1]), reward, turns)
+    longer = rollout(0., None)
+    longer.info = {'turn_rewards': [1., 0., 0.]}
+    with pytest.raises(ValueError, match='has 3 numbers for 2 turns'): adapters.prime_credit('tspo', [longer])
     group = [rollout(0., [1., 0.]), rollout(0., [0., 0.]), rollout(0., [None, 0.])]
-    adapters.prime_credit('tspo', group)
-    close(torch.tensor([r.advantages for r in group]), torch.tensor([[1., 0, 0], [-1, 0, 0], [0, 0, 0]]))
-    alone = [rollout(1., [1., 0.])]
-    adapters.prime_credit('tspo', alone)
-    assert alone[0].advantages == [0., 0., 0.]
+    found = adapters.prime_credit('tspo', group)
+    close(torch.tensor(found), torch.tensor([[1., 0], [-1, 0], [0, 0]]))
+    assert adapters.prime_credit('tspo', [rollout(1., [1., 0.])]) == [[0., 0.]]
+    assert adapters.prime_credit('grpo', []) == []
     for name in ('reinforce++', 'ppo', 'dapo'):
         with pytest.raises(ValueError, match='a group is all'): adapters.prime_credit(name, group)
+
+
+def test_a_trace_that_forks_has_its_turns_once_and_leaves_out_what_is_not_trained():
+    "Two branches share the first turn; the second turn of the first branch is an agent's that is not trained."
+    one, two = trace(torch.tensor([1, 0, 1]), 0., [1., 0.]), trace(torch.tensor([1, 0, 1, 0, 1]), 0., [0., 0., 7.])
+    shared, other, third = (two.nodes[:2], two.nodes[2:4], two.nodes[4:])
+    two.branches = [SimpleNamespace(trainable=False, nodes=[*shared, *third]),
+                    SimpleNamespace(trainable=True, nodes=[*shared, *other])]
+    found = adapters.prime_credit('tspo', [one, two])
+    assert [len(x) for x in found] == [2, 2] and third[1].advantages is None
+    close(torch.tensor(found), torch.tensor([[1., 0.], [-1., 0.]]))
+
+
+# ---- verl: several rows of a rollout, turn rewards ----
+
+def verl_batch(mask, rewards, uid, **others):
+    return SimpleNamespace(batch={'response_mask': mask, 'token_level_rewards': rewards, **others},
+                           non_tensor_batch={'uid': np.array(uid, dtype=object)})
+
+
+@pytest.mark.parametrize('name', ['tspo', 'igpo', 'grpo', 'carl'])
+def test_rows_of_a_verl_session_are_one_rollout(name):
+    "The same rollouts in one row each and, shuffled, in two; verl copies the outcome to the end of every row."
+    mask = torch.tensor([[1, 1, 0, 1, 0, 1, 0, 0], [1, 0, 1, 0, 1, 1, 0, 0]])
+    rewards = torch.tensor([[.5, 0, 0, .25, 0, 1., 0, 0], [0, 0, .25, 0, 0, 0, 0, 0]])
+    values = torch.rand(2, 8, generator=torch.Generator().manual_seed(3))
+    whole, returns = estimator(name)(rewards, mask, index=['q', 'q'], values=values)
+    cut = lambda x, end: torch.stack([torch.cat([x[0, :4], torch.zeros(4)]), torch.cat([x[1, :6], torch.zeros(2)]),
+                                      torch.cat([torch.zeros(2), x[0, 4:6], torch.zeros(4)])]) + end
+    copies = torch.zeros(3, 8)
+    copies[0, 3] = 1.                                            # the outcome of the last row, on the first row's end
+    data = verl_batch(cut(mask.float(), 0), cut(rewards, copies), ['q'] * 3, values=cut(values, 0))
+    data.batch = {k: x[[2, 1, 0]] for k, x in data.batch.items()}
+    hook = adapters._knowing_rollouts(None, 'ours', estimator(name))
+    hook(data, batch_keys=['q_0_1', 'q_1_0', 'q_0_0'], adv_estimator='ours', config=None)
+    for given, wanted in ((data.batch['advantages'], whole), (data.batch['returns'], returns)):
+        close(given[[2, 1, 0]], cut(wanted, 0))
+
+
+def test_other_estimators_of_verl_are_left_alone():
+    compute = lambda data, batch_keys, adv_estimator, **settings: (data, batch_keys, adv_estimator, settings)
+    hook = adapters._knowing_rollouts(compute, 'ours', None)
+    assert hook(1, batch_keys=['a_0_0'], adv_estimator='grpo', gamma=.5) == (1, ['a_0_0'], 'grpo', {'gamma': .5})
+
+
+def test_a_kl_penalty_in_the_reward_is_refused_by_estimators():
+    given = dict(token_level_rewards=torch.zeros(2, 2), response_mask=torch.ones(2, 2), index=['q', 'q'])
+    for config in ({'use_kl_in_reward': True}, SimpleNamespace(use_kl_in_reward=True)):
+        with pytest.raises(ValueError, match='use_kl_in_reward=false'): estimator('grpo')(**given, config=config)
+    estimator('grpo')(**given, config=SimpleNamespace())
+
+
+def test_skyrls_last_steps_are_refused_and_whole_rows_are_not():
+    estimate = adapters._whole_rollouts(estimator('grpo'))
+    last = dict(token_level_rewards=torch.zeros(2, 2), response_mask=torch.ones(2, 2), index=np.array(['q', 'q']))
+    with pytest.raises(ValueError, match='step_wise_trajectories=false'): estimate(**last)
+    estimate(**{**last, 'index': ['q', 'q']})                       # one turn each, equally long
+    estimate(**{**last, 'response_mask': torch.tensor([[1., 1.], [1., 0.]])})
 
 
 # ---- rollouts that others wrote ----
@@ -378,6 +497,80 @@ def test_text_rules_give_a_dump_what_they_give_our_rollouts():
     ({'messages': TALK, **GOLD, 'reward': [1.]}, 'row 2 is not laid out as it should be')])
 def test_bad_rows_are_refused_by_their_number(row, words):
     with pytest.raises(ValueError, match=words): dumps.read_dump([LAYOUTS['messages'], row], 'search-r1')
+
+
+def spoken(content, calls=None, result='A film.'):
+    return [*TALK[:2], {'role': 'assistant', 'content': content, 'tool_calls': calls},
+            {'role': 'tool', 'content': result}, TALK[-1]]
+
+
+def only(row, protocol='search-r1'):
+    ((trajectory,),) = (g.trajectories for g in dumps.read_dump([row], protocol).groups)
+    return trajectory
+
+
+@pytest.mark.parametrize('protocol, call, block', [
+    ('search-r1', '<search>Casablanca</search>', 'information'),
+    ('tspo', '<tool_call>{"name": "search", "arguments": {"query": "Casablanca"}}</tool_call>', 'tool_response')])
+@pytest.mark.parametrize('between', ['', '\n', '\nuser\n', '\n\n'])
+def test_adjacent_results_are_one_turns(protocol, call, block, between):
+    "Two results side by side: no turn is invented between them, so nothing is credited that nobody did."
+    text = (f'{call}\n<{block}>one</{block}>{between}<{block}>two</{block}>\nassistant\n'
+            '<answer>Curtiz</answer>')
+    t = only({'input': 'Who made Casablanca?', 'output': text, **GOLD}, protocol)
+    assert [turn.observation_text for turn in t.turns] == ['one\ntwo', ''] and t.answer == 'Curtiz'
+    assert all(turn.action_text for turn in t.turns)
+    before = only({'input': 'Who?', 'output': f'<{block}>given</{block}>{text}', **GOLD}, protocol)
+    assert len(before.turns) == 2
+
+
+CALL = {'name': 'search', 'arguments': {'query': 'one'}}
+
+
+@pytest.mark.parametrize('calls, wanted', [
+    ([{'function': CALL}, {'function': {**CALL, 'arguments': '{"query": "two"}'}}],
+     {'name': 'search', 'queries': ['one', 'two']}),
+    ([CALL, {'name': 'open', 'arguments': {'page': 3}}],
+     {'name': 'search', 'queries': ['one', '3'], 'calls': [{'name': 'search', 'queries': ['one']},
+                                                           {'name': 'open', 'queries': ['3']}]}),
+    ([CALL, {'function': {'name': 'search', 'arguments': '{"query": '}}], {'name': 'search', 'queries': ['one']}),
+    (CALL, {'name': 'search', 'queries': ['one']}),
+    ([{'function': {'name': 'search', 'arguments': {'query_list': ['one', 'two']}}}],
+     {'name': 'search', 'queries': ['one', 'two']})])
+def test_several_calls_of_a_message_are_kept_in_order(calls, wanted):
+    t = only({'messages': spoken('', calls), **GOLD})
+    assert t.turns[0].call == wanted and t.turns[0].result == Result.OK and len(t.turns) == 2
+
+
+def test_several_calls_in_a_text_are_kept_in_order():
+    t = only({'messages': spoken('I look. <search>one</search>\n<search>two</search>'), **GOLD})
+    assert t.turns[0].call == {'name': 'search', 'queries': ['one', 'two']}
+
+
+@pytest.mark.parametrize('calls', [
+    [{'function': {'name': 'search', 'arguments': '{"query": '}}], [{}], ['search'], 'search', [None], [3],
+    [{'function': {'name': 'search', 'arguments': '[1]'}}], [{'name': 'search', 'arguments': {'query': None}}],
+    [{'function': {'name': 'search', 'arguments': '[' * 60_000}}], [{'name': 'search', 'arguments': '9' * 5000}],
+    [{'function': {'name': 'search', 'arguments': 7}}]])
+def test_a_malformed_call_is_a_malformed_turn(calls):
+    "The file is read; the turn counts as one, as it does in our own rollouts."
+    for result in ('A film.', ''):
+        t = only({'messages': spoken('', calls, result), **GOLD})
+        assert t.turns[0].result == Result.MALFORMED and t.turns[0].call is None and t.turns[0].kind == 'tool'
+        assert t.answer == 'Curtiz'
+
+
+def test_a_null_score_is_missing():
+    rows = [{'messages': TALK, **GOLD, **given} for given in (
+        {'reward': None}, {'score': None}, {'reward': None, 'score': .5}, {'reward': 0}, {'reward': '1'})]
+    rewards = dumps.read_dump(rows, 'search-r1').rewards
+    assert rewards.isnan().tolist() == [True, True, False, False, False] and rewards[2:].tolist() == [.5, 0., 1.]
+
+
+def test_parts_of_a_message_may_be_null_or_text():
+    talk = [TALK[1], {**TALK[2], 'content': [{'type': 'text', 'text': '<search>one</search>'}, {'text': None}, ' ']},
+            *TALK[3:]]
+    assert only({'messages': talk, **GOLD}).turns[0].call['queries'] == ['one']
 
 
 def test_bad_lines_and_empty_files_are_refused(tmp_path):
