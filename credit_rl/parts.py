@@ -291,8 +291,8 @@ class Asks:
     most: dict = field(default_factory=dict)     # 'gold' or 'teacher' -> accepted answers of a question; all
 
 def _scored_once(method, rewards, name):
-    """What rewards say of golds that are scored, their `schema` or how many `golds`: 'gold' or 'teacher' -> that. Raises
-    ValueError where two differ."""
+    """What rewards say of the golds that are scored, their `schema` or how many `golds`: 'gold' or 'teacher' -> that.
+    Raises ValueError where two differ."""
     found = {}
     for r in (r for r in rewards if r.sees):
         said = getattr(r, name)
@@ -300,7 +300,7 @@ def _scored_once(method, rewards, name):
         if found.setdefault(r.sees, said) != said:
             raise ValueError(f'{method.name} has golds scored once, by {found[r.sees]!r} or by {said!r}: give '
                              f'{r.name} the {name} of the other reward')
-    return found
+    return {who: said for who, said in found.items() if said is not None}
 
 # %% ../nbs/1_rules/29_parts.ipynb #c019
 @dataclass(frozen=True)
@@ -364,10 +364,9 @@ class Method:
     def asks(self, groups):
         "What must be found out about these groups: `Asks`."
         models = [r for r in self.rewards if r.model]
-        most = {who: n for who, n in _scored_once(self, models, 'golds').items() if n is not None}
-        return Asks(groups, self.sees, _scored_once(self, models, 'schema'),
-                    any(r.ends and r.ends(self.own(r)) for r in models),
-                    max((r.plays(self.own(r)) for r in models if r.plays), default=0), most)
+        schemas, golds = (_scored_once(self, models, name) for name in ('schema', 'golds'))
+        return Asks(groups, self.sees, schemas, any(r.ends and r.ends(self.own(r)) for r in models),
+                    max((r.plays(self.own(r)) for r in models if r.plays), default=0), golds)
 
     def model_rewards(self, rewards, layout, seen):
         "The rewards with what models add to the turns (N, K), each such reward under its own name too: dict."

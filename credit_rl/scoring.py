@@ -187,7 +187,8 @@ def gold_templates(
         if not g.question.answers:
             raise ValueError(f'question {g.question.id!r} has no accepted answer to score; leave it out of this batch')
         before, after = _wrap(schema, chat.protocol, g.question)
-        try: golds = [answer_ids(chat.tokenizer, header + before, x, after) for x in gold_texts(chat, g.question)[:most]]
+        texts = gold_texts(chat, g.question)[:most]
+        try: golds = [answer_ids(chat.tokenizer, header + before, x, after) for x in texts]
         except ValueError as e: raise ValueError(f'question {g.question.id!r}: {e}') from e
         out += [golds] * len(g.trajectories)
     return out
