@@ -296,20 +296,25 @@ class _FixedSteps:
 
 # %% ../nbs/3_acting/20_engine.ipynb #c020
 class _RowBatch:
-    "The rows of one model, a conversation each: what they hold, and the logits of what comes next."
+    """The rows of one model, a conversation each: what they hold, and the logits of what comes next.
 
-    def __init__(self, model, device, fixed=False):
+    Parameters
+    ----------
+    model, device, most : rows and slots at most, where steps have fixed shapes
+    """
+
+    def __init__(self, model, device, most=None):    # rows and slots at most, where steps have fixed shapes
         self.model, self.device, self.cache = model, device, _SlotCache()
         zeros = lambda dtype, *shape: torch.zeros(*shape, dtype=dtype, device=device)
         self.ids, self.have = zeros(torch.long, 0, 0), zeros(torch.long, 0)  # (rows, slots); (rows,) ids so far
         self.logps, self.uniform = zeros(torch.float32, 0, 0), zeros(torch.float32, 0, 0)
         self.forwards = self.entered = 0                                     # model calls; ids read in
-        self.steps, self.index = _FixedSteps(device) if fixed else None, ([], None)
+        self.steps, self.most, self.index = _FixedSteps(device) if most else None, most, ([], None)
 
     def put(self, rows, count):
         "Write down what was submitted for some rows (list of `_Row`), with room for `count` rows in all."
         slots = -(-max(r.stop for r in rows) // 64) * 64
-        if self.steps: count, slots = _roomy(count, 8), _roomy(slots, 64)
+        if self.most: count, slots = map(min, (_roomy(count, 8), _roomy(slots, 64)), self.most)
         for name in ('ids', 'logps', 'uniform'): setattr(self, name, _grow(getattr(self, name), count, slots))
         self.have = _grow(self.have, len(self.ids))
         self.cache.reserve(*self.ids.shape)
@@ -434,7 +439,8 @@ class _Stream:
 
     def __init__(self, engine, sampling):
         self.engine, self.tokens = engine, 0                                        # tokens sampled
-        self.batch = _RowBatch(engine.model, engine.device, engine.fixed_shapes)
+        most = engine.max_rows, -(-engine.max_length // 64) * 64
+        self.batch = _RowBatch(engine.model, engine.device, most if engine.fixed_shapes else None)
         self.rows, self.slots, self.waiting = {}, [], []   # by key; by row number; with ids to read
         self.use(sampling)
 

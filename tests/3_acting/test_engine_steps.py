@@ -208,7 +208,7 @@ def test_captures_are_dropped_where_weights_moved(recorded):
 @pytest.mark.parametrize('kind', [*KINDS])
 def test_a_step_never_asks_what_it_computed(kind):
     "On a device without data every question to it is an error, as it is while a graph is captured."
-    batch = own._RowBatch(made(kind).to('meta'), torch.device('meta'), fixed=True)
+    batch = own._RowBatch(made(kind).to('meta'), torch.device('meta'), most=(8, 64))
     batch.ids, batch.have = (torch.zeros(*shape, dtype=torch.long, device='meta') for shape in ((8, 64), (8,)))
     batch.cache.reserve(8, 64)
     assert batch.steps(batch, live=5, length=30).shape == (5, len(TOKENIZER)) and batch.steps.seen == {(8, 64)}
@@ -231,6 +231,13 @@ def test_the_host_waits_once_for_a_token(fixed):
     with Questions() as questions:
         for _ in range(20): stream._sample(ready, stream.batch.step(ready, 3))
     assert reading.count <= 1 and questions.count == 0 and stream.tokens == 63
+
+
+def test_a_padded_cache_is_no_larger_than_the_engine_may_need():
+    stream = HFEngine(made(), TOKENIZER, 200, max_rows=17, fixed_shapes=True).stream(SamplingParams(max_tokens=4))
+    for i, text in enumerate(prompts(*range(180, 196), 9)): stream.submit(i, text)
+    list(stream)
+    assert stream.batch.cache.shape == stream.batch.cache.keys[0].shape[::2] == (17, 256)
 
 
 def test_what_cannot_be_captured_says_why(monkeypatch):
