@@ -136,9 +136,9 @@ def scoring(model, device, layout, budget, dtype, generator):
 
 def learning(model, device, layout, row_tokens, lora):
     "A CARL step with reference, KL and entropy: seconds, tokens a second, peak of memory beside the estimate."
-    sizes = sizes_of(model)
-    shape = {'width': next(model.parameters()).element_size(), 'row_tokens': row_tokens, 'checkpointing': True}
-    needs = memory(sizes, TrainingPlan(**shape, frozen=0 if lora else 1, share=lora or 1.))['rank']
+    sizes, plan = sizes_of(model), {'width': next(model.parameters()).element_size(), 'row_tokens': row_tokens,
+                                    'checkpointing': True, 'frozen': 0 if lora else 1, 'share': lora or 1.}
+    needs = memory(sizes, TrainingPlan(**plan))['rank']
     room = torch.cuda.get_device_properties(0).total_memory if device == 'cuda' else float('inf')
     if needs > room: return {'left out': f'it needs {needs / 1e9:.1f} GB of {room / 1e9:.1f} GB', 'estimated': needs}
     method = METHODS['carl']
@@ -157,7 +157,7 @@ def learning(model, device, layout, row_tokens, lora):
     tokens = int(layout.lengths.sum())
     return {'seconds_evaluate': reading.seconds, 'bytes_evaluate': reading.bytes, 'seconds_update': clock.seconds,
             'tokens_per_second': tokens / (reading.seconds + clock.seconds), 'bytes': clock.bytes,
-            'estimated': needs, 'measured_over_estimated': clock.bytes and clock.bytes / needs, 'loss': log['loss']}
+            'estimated': needs, 'loss': log['loss'], 'sizes': vars(sizes), 'plan': plan}
 
 
 def sizes_of(model):
