@@ -7,7 +7,7 @@ __all__ = ['Retriever', 'corpus_hash', 'words', 'document', 'contents', 'bm25_re
            'BM25', 'RankBM25', 'PassageFile', 'PassageWriter', 'new_index', 'read_index', 'build_index']
 
 # %% ../nbs/2_environment/12_retrieval.ipynb #c003
-import hashlib, json, math, mmap, operator, os, re, runpy, shutil, tempfile
+import hashlib, json, math, mmap, operator, os, re, runpy, shutil, sys, tempfile
 from array import array
 from collections import Counter
 from collections.abc import Sequence
@@ -161,6 +161,18 @@ def _spread(data, rows, start, passages):
     table[np.repeat(np.arange(shape[0]), np.diff(start)), rows] = data
     return table
 
+# %% ../nbs/2_environment/12_retrieval.ipynb #jx02
+def _import_bm25s():
+    "The package bm25s, imported as if JAX were not installed."
+    missing = object()
+    jax = sys.modules.get('jax', missing)
+    sys.modules['jax'] = None                    # what Python takes for a package that is not there
+    try: import bm25s
+    finally:
+        if jax is missing: del sys.modules['jax']
+        else: sys.modules['jax'] = jax
+    return bm25s
+
 # %% ../nbs/2_environment/12_retrieval.ipynb #c032
 class BM25:
     """Search by BM25 over scores computed in advance (bm25s). Raises on an empty corpus, an unknown variant, senseless
@@ -179,7 +191,7 @@ class BM25:
         variant='lucene',  # 'lucene', 'robertson' or 'atire'
         progress=None,     # progress bars while indexing; None: from 20,000 passages on
     ):
-        import bm25s
+        bm25s = _import_bm25s()
         _check_settings(k1, b, variant)
         passages = check_passages(passages)
         progress = len(passages) >= 20_000 if progress is None else progress
@@ -366,7 +378,7 @@ def read_index(folder, kind=None, passages=None):
 def _load_index(cls, folder, passages=None):
     """Open a `BM25` that `_save_index` wrote, memory-mapped. Raises on a folder that is none, is damaged, or is of
     other passages."""
-    import bm25s
+    bm25s = _import_bm25s()
     about = read_index(folder, 'bm25', passages)
     index, stored = bm25s.BM25.load(folder, mmap=True), PassageFile(folder)
     if not len(stored) == index.scores['num_docs'] == about['passages']:
@@ -474,7 +486,7 @@ def build_index(
     shard : >= 1: passages whose words are counted at a time
     most : >= 1: pairs of word and passage that are merged at a time
     """
-    import bm25s
+    bm25s = _import_bm25s()
     _check_settings(k1, b, variant)
     if shard < 1 or most < 1: raise ValueError(f'shard and most must be at least 1, got {shard} and {most}')
     with new_index(folder) as new, tempfile.TemporaryDirectory(dir=new) as work:

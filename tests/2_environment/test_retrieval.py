@@ -278,3 +278,18 @@ def test_real_questions_find_a_supporting_passage():
     found = BM25(corpus).search([q.text for q in questions], 10)
     hits = [{p.title for p in f} & {t for t, _ in q.meta['supporting_facts']} for q, f in zip(questions, found)]
     assert sum(map(bool, hits)) > 0.8 * len(questions)
+
+
+@pytest.mark.parametrize('already', [False, True])
+def test_jax_is_not_started(tmp_path, run_python, already):
+    """bm25s starts JAX where that is installed, and JAX takes three quarters of a GPU: it is not imported on the way,
+    and who has imported it keeps it."""
+    (tmp_path / 'jax').mkdir()
+    (tmp_path / 'jax' / '__init__.py').write_text('')
+    (tmp_path / 'jax' / 'lax.py').write_text("raise SystemExit('JAX was started')\n")
+    said = run_python('-c', 'import sys\n' + 'import jax\n' * already + '''
+from credit_rl.readers import Passage
+from credit_rl.retrieval import BM25
+print(BM25([Passage('1', 'Paris', 'a city')]).search(['city'], 1)[0][0].id, 'jax' in sys.modules, 'jax.lax' in sys.modules)
+''', env={'PYTHONPATH': f'{tmp_path}{os.pathsep}{os.getcwd()}'})
+    assert said.split() == ['1', str(already), 'False']
