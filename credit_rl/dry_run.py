@@ -10,7 +10,7 @@ import os, shutil
 from pathlib import Path
 import torch
 from .estimate import measure_tflops, read_sizes
-from .launch import ranks_here
+from .launch import ranks_here, set_torch
 
 # %% ../nbs/machinery/59_dry_run.ipynb #d5906
 def complaints(
@@ -29,15 +29,25 @@ def complaints(
 # %% ../nbs/machinery/59_dry_run.ipynb #d5909
 def _ranks_here(host): return ranks_here(host.ranks, host.hostfile, host.hosts)
 
-def rank_tflops(host):  # Host
-    """What a rank does, 10¹² FLOPs a second, as it is set or measured, and a line that says so: (float, str).
+def rank_tflops(
+    host,             # Host
+    dtype='float32',  # of the weights: a name of PyTorch's
+):
+    """What a rank does, 10¹² FLOPs a second, as it is set, or measured by products in the run's own numbers, and a line
+    that says so: (float, str).
 
     Parameters
     ----------
     host : Host
+    dtype : of the weights: a name of PyTorch's
     """
-    tflops = host.tflops or measure_tflops() / (1 if torch.cuda.is_available() else _ranks_here(host))
-    how = 'taking' if host.tflops else 'measured on this host:'
+    how, tflops, precise = 'taking', host.tflops, torch.get_float32_matmul_precision()
+    if not tflops:
+        how = f'measured on this host in {dtype}:'
+        set_torch(tf32=host.tf32)
+        try: tflops = measure_tflops(dtype=getattr(torch, dtype))
+        finally: torch.set_float32_matmul_precision(precise)
+        if not torch.cuda.is_available(): tflops /= _ranks_here(host)                # they share the processor
     return tflops, f'({how} {tflops:.3g} TFLOP/s for a rank that learns, a tenth of it for one that acts)'
 
 # %% ../nbs/machinery/59_dry_run.ipynb #d5911
@@ -80,7 +90,8 @@ def missing_room(
     """
     folder = next(p for p in (folder.absolute(), *folder.absolute().parents) if p.exists())
     here, gpus, checkpoints = _ranks_here(host), torch.cuda.device_count(), keep + 2   # the best, and one being written
-    asked, file = here * (needs.get('host', 0) if gpus else needs['rank']), here * needs.get('file', 0)
+    asked = here * (needs.get('host', 0) if gpus else needs.get('filled', needs['rank']))
+    file = here * needs.get('file', 0)
     stored, disk = checkpoints * needs['checkpoint'], shutil.disk_usage(folder).free
     rooms = [(folder, disk, f'{checkpoints} checkpoints take', stored),
              ('the memory of this host', _free_memory(), f'{here} ranks take at least', asked)]

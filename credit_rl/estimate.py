@@ -78,6 +78,15 @@ class TrainingPlan:
     twice: bool = False    # the critic's loss moves the policy's weights too, in a step of its own
     apart: bool = False    # acts first, with the policy alone, and learns when the engine is gone, as a warm-up does
     both: bool = False     # acts while it learns, on the same device
+    length: int = 0        # tokens of a row, at most
+    rows: int = 1          # of a trajectory, at most; they learn together
+    tree: bool = False     # rows are read as trees
+    branches: int = 0      # tokens of the gold answers that are asked at the states of a row; 0: none is scored
+    entropy: bool = False  # of the distributions: a term of the loss
+    spread: bool = False   # the same, read before the update
+    together: bool = False # a critic of its own learns by the same backward as the policy
+    prompts: int = 0       # tokens that the model itself reads at a time while it acts
+    piece: float = 2 ** 24 # numbers of a head's output that are there at once, at least: HeadPieces' budget
     bucket: float = 5e8    # numbers that DeepSpeed sends at a time: its reduce_bucket_size
     live: float = 1e9      # and that it holds whole at a time under stage 3: its stage3_max_live_parameters
 
@@ -92,33 +101,69 @@ def _model_memory(sizes, plan):
     trained, one, visits = models * plan.share * p, plan.width * p, plan.aside > 0 and stage < 3
     return {
         'weights': models * one / part(3),
-        'gradients': plan.width * trained / part(2),
+        'gradients': (4 if plan.stage is None else plan.width) * trained / part(2),
         'optimiser': _optimiser_bytes(plan) * trained / part(1),
         'frozen models': (plan.frozen - plan.aside) * one / part(3) + visits * one,
         'acting copy': one if stage == 3 or plan.copies else 0,
     }
 
 def _optimiser_bytes(plan):
-    """Count the bytes of each trained parameter: AdamW's two averages, for each loss that moves it, and in mixed
-    precision a copy in float32."""
-    exact = bool(plan.stage or (plan.stage == 0 and plan.width == 2))
-    return (1 + plan.twice) * 2 * (4 if exact else plan.width) + 4 * exact
+    """Count the bytes of each trained parameter: AdamW's two averages, for each loss that moves it, and a copy in
+    float32 of a narrower one; ZeRO 1 to 3 always have a copy."""
+    return (1 + plan.twice) * 2 * 4 + 4 * bool(plan.stage or plan.width < 4)
 
 # %% ../nbs/machinery/04_estimate.ipynb #c015
+def _token_numbers(sizes, plan):
+    """Count the numbers of a token in a layer: what it keeps for the way back, what it holds while it is read, and what
+    its gradients take: (int, int, int)."""
+    s, norms = sizes, 6 if plan.width == 4 else 8
+    return (norms * s.hidden + 2 * s.query + 2 * s.kv + 4 * s.intermediate,
+            4 * s.hidden + max(3 * s.intermediate, 4 * s.query + 2 * s.kv), 2 * s.hidden + s.intermediate)
+
+def _head_bytes(sizes, plan, tokens, learning):
+    "Count the bytes that the head takes with so many tokens, while it learns or is only read."
+    words, budget = sizes.vocabulary, max(plan.piece, plan.row_tokens * sizes.hidden)      # as a learner has it
+    pieces = max(1, -(-tokens // max(1, budget // words)))
+    numbers = -(-tokens // pieces) * words
+    if not learning: return numbers * (16 if plan.spread else 8)
+    table = plan.width * words * sizes.hidden * (plan.share == 1)                           # its weights' gradient
+    sums, narrow = table * (pieces > 1), 4 + plan.width * (plan.width < 4)                  # so far, and with the next
+    return max(numbers * (20 if plan.entropy else 12) + sums, numbers * narrow + table + 2 * sums)
+
+def _reading_bytes(sizes, plan):
+    "Count the bytes that a forward without gradient takes, before the update."
+    budget, (_, read, _) = 4 * plan.row_tokens, _token_numbers(sizes, plan)
+    tokens = max(budget, plan.rows * plan.length, plan.length + budget // 8 if plan.branches else 0)
+    mask = 0 if plan.tree or not plan.branches else tokens * min(plan.length + plan.branches, tokens)
+    layer = tokens * plan.width * read + mask * max(3, 1 + plan.width)
+    return max(layer, tokens * plan.width * 2 * sizes.hidden + _head_bytes(sizes, plan, tokens, False))
+
+def _update_bytes(sizes, plan):
+    "Count the bytes that an update takes, besides what lies there."
+    moved, largest = plan.share * sizes.parameters, sizes.vocabulary * sizes.hidden
+    if plan.stage and plan.offload: return 0
+    if plan.stage: return 8 * min(moved / plan.ranks, 1e9 if plan.stage == 3 else moved)
+    copy = 4 * moved * (2 if plan.critic else 1) if plan.stage == 0 and plan.width < 4 else 0
+    return 8 * min(largest, moved) + copy
+
+# %% ../nbs/machinery/04_estimate.ipynb #c0151
 def _working_memory(sizes, plan):
-    "Count the bytes on one rank while it learns and acts: dict of activations, head, kept keys and values, buffers."
-    s = sizes
-    layer = 4 * s.hidden + 2 * s.query + 2 * s.kv + 4 * s.intermediate
-    kept = s.layers * s.hidden + layer if plan.checkpointing else s.layers * layer
-    return {'activations': plan.row_tokens * plan.width * kept, 'head': plan.row_tokens * 12 * s.vocabulary,
-            'keys and values': plan.acting * plan.width * 2 * s.layers * s.kv, 'buffers': _buffer_bytes(s, plan)}
+    "Count the bytes on one rank of what comes and goes: a dict, see above."
+    s, (kept, read, back) = sizes, _token_numbers(sizes, plan)
+    tokens, again = max(plan.row_tokens, plan.rows * plan.length), kept if plan.checkpointing else 0
+    deep = s.layers * (s.hidden if plan.checkpointing else kept) + 4 * s.hidden
+    return {'activations': tokens * plan.width * deep * (1 + plan.together),
+            'layer': tokens * plan.width * (again + back), 'head': _head_bytes(s, plan, tokens, True),
+            'reading': _reading_bytes(s, plan), 'update': _update_bytes(s, plan),
+            'keys and values': plan.acting * plan.width * 2 * s.layers * s.kv,
+            'prompts': plan.prompts * plan.width * read, 'buffers': _buffer_bytes(s, plan)}
 
 def _buffer_bytes(sizes, plan):
-    """Count the bytes of what DeepSpeed sends: a bucket of gradients; under ZeRO 3 whole weights too, and the bucket
-    twice, for it is put in the order of the ranks first."""
+    """Count the bytes of what DeepSpeed sends: a bucket of gradients; under ZeRO 3 whole weights too, and what is in
+    the bucket once more, put in the order of the ranks."""
     whole = sizes.parameters * (2 if plan.critic else 1)
-    bucket, live = plan.width * min(plan.share * whole, plan.bucket), plan.width * min(whole, plan.live)
-    return {2: bucket, 3: live + 2 * bucket}.get(plan.stage, 0)
+    moved, fetched = min(plan.share * whole, plan.bucket), min(whole, plan.live)
+    return plan.width * {1: plan.bucket, 2: plan.bucket, 3: plan.bucket + moved + fetched}.get(plan.stage, 0)
 
 # %% ../nbs/machinery/04_estimate.ipynb #c019
 def _start_memory(sizes, plan):
@@ -142,23 +187,31 @@ def _host_memory(sizes, plan):
     start, later = one * (max(1, waiting) + plan.sleeps), kept + gathered + max(2 * file, one * plan.sleeps)
     return {'host': max(start, later), 'file': file}
 
+def _phases(sizes, plan):
+    "Count the bytes on one rank at its worst moment while it learns, reads, updates, acts and starts: dict."
+    lies, works, one = _model_memory(sizes, plan), _working_memory(sizes, plan), plan.width * sizes.parameters
+    copy = lies['acting copy'] if plan.sleeps or plan.apart else 0    # there only while it acts
+    stays = sum(lies.values()) - copy - (lies['optimiser'] if plan.offload else 0)
+    plays = works['keys and values'] + works['prompts']
+    on = stays + works['buffers'] + plan.both * plays
+    awake = one if plan.copies and not (plan.sleeps or plan.apart) else 0
+    return {'learns': on + works['activations'] + max(works['layer'], works['head']), 'reads': on + works['reading'],
+            'updates': on + works['update'], 'acts': (one * plan.copies if plan.apart else stays) + copy + plays,
+            'starts': _start_memory(sizes, plan) + awake}
+
 def memory(sizes, plan):
-    """Count the bytes that a run needs, as a dict: its parts on each rank; their total `rank`, or what the start takes
-    where that is more; `start`, of the learner; `host` and `file` of each rank; and `checkpoint`, on disk, of all ranks
-    together."""
+    """Count the bytes that a run needs, as a dict: its parts on each rank; `rank`, the most that is there at a time, and
+    `filled`, without the part of a bucket that stays empty and takes no main memory; `start`, of the learner; `host`
+    and `file` of each rank; and `checkpoint`, on disk, of all ranks together."""
     lies, works, one = _model_memory(sizes, plan), _working_memory(sizes, plan), plan.width * sizes.parameters
     if plan.offload: del lies['optimiser']
-    copy = lies['acting copy'] if plan.sleeps or plan.apart else 0    # there only while it acts
-    works_on = works['activations'] + works['head'] + works['buffers'] + plan.both * works['keys and values']
-    learning = sum(lies.values()) - copy + works_on
-    acting = (one * plan.copies if plan.apart else sum(lies.values()) - copy) + copy + works['keys and values']
-    start = _start_memory(sizes, plan)
     trained = 2 if plan.critic else 1
     weights = 1 - plan.share if plan.stage == 3 else 1  # there, the optimiser's copies are the trained ones
     each = plan.width * weights + plan.share * _optimiser_bytes(plan)
     saved = trained * sizes.parameters * each + plan.renewed * one
-    awake = one if plan.copies and not (plan.sleeps or plan.apart) else 0
-    return {**lies, **works, 'rank': max(learning, acting, start + awake), 'start': start,
+    small = replace(plan, bucket=min(plan.bucket, trained * plan.share * sizes.parameters))
+    most, filled = (max(_phases(sizes, way).values()) for way in (plan, small))
+    return {**lies, **works, 'rank': most, 'filled': filled, 'start': _start_memory(sizes, plan),
             **_host_memory(sizes, plan), 'checkpoint': saved}
 
 # %% ../nbs/machinery/04_estimate.ipynb #c025
@@ -189,7 +242,9 @@ def step_seconds(
     tokens,          # of a step's trajectories, all ranks together
     length,          # of a trajectory
     tflops,          # 10¹² FLOPs a second of one rank, learning
-    reads=0,         # forwards without gradient over the batch: old log-probabilities, values, reference, teacher
+    # forwards without gradient over the batch: old log-probabilities, values, reference, teacher; gold answers as the
+    # share of one that they are
+    reads=0,
     epochs=1,        # times the batch is learned from
     acting=0.1,      # share of `tflops` that acting reaches
 ):
@@ -200,7 +255,8 @@ def step_seconds(
     tokens : of a step's trajectories, all ranks together
     length : of a trajectory
     tflops : 10¹² FLOPs a second of one rank, learning
-    reads : forwards without gradient over the batch: old log-probabilities, values, reference, teacher
+    reads : forwards without gradient over the batch: old log-probabilities, values, reference, teacher; gold answers as
+        the share of one that they are
     epochs : times the batch is learned from
     acting : share of `tflops` that acting reaches
     """
@@ -222,7 +278,7 @@ class Load:
     "What a step computes."
     tokens: int        # of its trajectories, all ranks together
     length: int        # of a trajectory
-    reads: int = 0     # forwards without gradient over the batch, see `step_seconds`
+    reads: float = 0   # forwards without gradient over the batch, see `step_seconds`
     epochs: int = 1    # times the batch is learned from
     updates: int = 1   # of the weights, in an epoch
 
@@ -437,16 +493,16 @@ def describe(sizes, plan, seconds, steps):
     found = memory(sizes, plan)
     how = 'plain PyTorch' if plan.stage is None else f'ZeRO {plan.stage}'
     parts = ', '.join(f'{k} {_short(v)}B' for k, v in found.items()
-                      if k not in ('rank', 'start', 'host', 'file', 'checkpoint') and v)
-    starts = ''
-    if found['rank'] < found['start'] * 1.0001:
-        starts = f'; most at its start, {_short(found["start"])}B of whole models'
+                      if k not in ('rank', 'filled', 'start', 'host', 'file', 'checkpoint') and v)
+    phases = _phases(sizes, plan)
+    most = max(phases, key=phases.get)
+    starts = f', with {_short(found["start"])}B of whole models' if most == 'starts' else ''
     file = f', and {_short(found["file"])}B in /dev/shm among them' if found['file'] else ''
     total, spent = sum(seconds.values()), ', '.join(f'{k} {v:.3g}' for k, v in seconds.items() if v)
     return [
         f'{sizes.parameters:,} parameters, {plan.ranks} rank{"s" * (plan.ranks > 1)}, {how}, {8 * plan.width} '
         'bits a weight',
-        f'memory of a rank, at least: {_short(found["rank"])}B ({parts}{starts})',
+        f'memory of a rank, at least: {_short(found["rank"])}B while it {most}{starts} ({parts})',
         f'memory of the host, at least: {_short(found["host"])}B for each rank{file}',
         f'a checkpoint: {_short(found["checkpoint"])}B',
         f'a step, if every trajectory is as long as it may be: {total:.3g} s ({spent}); {steps} steps: '

@@ -184,18 +184,19 @@ def _plan(settings, choice):
     """What of a warm-up the estimate depends on: a head on the policy, a frozen copy to tell its drift, and an engine
     that is gone before they learn."""
     return replace(plan_of(settings), critic=False, frozen=1, copied=1, renewed=False, by_file=False, twice=False,
-                   share=float(choice.backbone_rate > 0), apart=True)
+                   share=float(choice.backbone_rate > 0), apart=True, branches=0, entropy=False, spread=False,
+                   together=False)
 
 def _weigh(settings, choice):
     "Bytes that a warm-up needs, see `memory`; beside vLLM only the policy."
     found = memory(read_sizes(settings.acting.model), _plan(settings, choice))
-    return {k: found[k] for k in ('rank', 'host', 'checkpoint', 'acting copy')}
+    return {k: found[k] for k in ('rank', 'filled', 'host', 'checkpoint', 'acting copy')}
 
 def _forecast(settings, choice):
     "The estimate of a warm-up, as lines."
     sizes, plan, task, most = read_sizes(settings.acting.model), _plan(settings, choice), settings.task, choice.per_tier
     n = min(task.questions, choice.sorted_questions or task.questions) + task.dev_questions
-    (tflops, taken), length = rank_tflops(settings.host), settings.acting.max_tokens
+    (tflops, taken), length = rank_tflops(settings.host, settings.acting.dtype), settings.acting.max_tokens
     took = lambda rollouts: step_seconds(sizes, plan, rollouts * length, length, tflops)
     most = 2 * (sum(most) if isinstance(most, (list, tuple)) else 2 * most)  # of both parts
     rollouts = n * choice.tries + min(n, most) * len(choice.prompts) * choice.repeats

@@ -11,6 +11,7 @@ __all__ = ['Setup', 'tiny_worlds', 'known_worlds', 'make_setup', 'real_questions
 # %% ../nbs/5_run/62_setup.ipynb #c002
 import dataclasses, os, random, sys, tempfile
 from dataclasses import dataclass
+from inspect import signature
 from pathlib import Path
 import torch
 from .benchmarks import get_benchmark
@@ -19,7 +20,7 @@ from .dry_run import complaints, missing_room, no_gpu, rank_tflops
 from .engine import HFEngine, seed_of
 from .environment import is_searched, make_environment, open_search
 from .estimate import (KNOWN_SIZES, Load, TrainingPlan, describe, describe_ahead, describe_likely,
-                                describe_sharing, kept_lengths, memory, read_sizes, step_seconds)
+                                describe_sharing, kept_lengths, memory, read_sizes, rows_work, step_seconds)
 from .launch import missing_for_hosts
 from .learner import FrozenModels, Learner, make_critic, seeded
 from .methods import extra_passes, get_method
@@ -30,6 +31,7 @@ from .protocol import PROTOCOLS, check_tokenizer, worded
 from .retrieval import BM25
 from .rollout import check_prompts
 from .runlog import check_folder
+from .scoring import GOLDS_OPTION
 from .settings import (check, check_ahead, check_engine, data_sets, own_tokenizer, schema_notes,
                                 scored_schemas, settings_of, world_arguments)
 from .sharded import DeepSpeedBackend
@@ -486,7 +488,26 @@ def plan_of(
         copies=acts, sleeps=bool(host.vllm.get('sleep_level')), copied=copies + frozen,
         renewed=every not in (None, 0, 1), by_file=vllm and apart and not host.lora,
         twice=critic == 'shared' and s.critic.critic_step == 'apart' and s.critic.critic_mix != 0,
-        both=bool(learning.ahead) and acts, **_sent_at_a_time(host.deepspeed))
+        both=bool(learning.ahead) and acts, together=critic == 'own' and s.critic.critic_step != 'apart',
+        **_forwards(s.acting, learning, learning.loss_of(method), s.keeping.measure),
+        branches=max(_answer_tokens(s.acting, bind(method, s.course.options), s.keeping.measure).values(), default=0),
+        prompts=0 if vllm else min(_READ_TOKENS, min(host.act_rows, played) * s.acting.max_tokens),
+        **_sent_at_a_time(host.deepspeed))
+
+_READ_TOKENS = signature(HFEngine).parameters['read_tokens'].default
+
+def _rows_of_context(acting):
+    "Rows of a trajectory, at most: one for each segment where contexts are edited."
+    row = PROTOCOLS.get(acting.protocol)
+    return acting.max_turns if row and row.context_tag else 1
+
+def _forwards(acting, learning, loss, measure):
+    "What forwards read and keep: fields of `TrainingPlan`."
+    rows, prompt = _rows_of_context(acting), acting.prompt_tokens or 0
+    if learning.tree: rows = rows_work(prompt, acting.max_tokens - prompt, rows)[1][0] / acting.max_tokens
+    return {'length': acting.max_tokens, 'rows': rows, 'tree': learning.tree, 'entropy': bool(loss.entropy),
+            'spread': 'entropy' in measure and not loss.entropy}
+
 
 def _sent_at_a_time(deepspeed):
     "What DeepSpeed's configuration says of the numbers that it sends or holds whole: fields of `TrainingPlan`."
@@ -504,6 +525,18 @@ def _lora_share(model, lora):
     add_lora(empty, {**lora, 'init_lora_weights': False})
     return sum(p.numel() for p in empty.parameters() if p.requires_grad) / whole
 
+# %% ../nbs/5_run/62_setup.ipynb #c0832
+_ANSWER = 24     # ids of a gold answer and of the words around it, about those of IGPO's
+
+def _answer_tokens(acting, method, measure):
+    """Ids of the gold answers that are asked at the states of a row, at most, by whom: dict 'gold' or 'teacher' -> int.
+    Where nothing caps the accepted answers of a question they are taken to be as many as GOLDS_OPTION allows."""
+    asked = method.asks([])
+    golds = {who: asked.most.get(who, GOLDS_OPTION.default) for who in asked.schemas}
+    if 'belief' in measure: golds.setdefault('gold', GOLDS_OPTION.default)
+    states = -(-(acting.max_turns + asked.ends) // _rows_of_context(acting))
+    return {who: states * most * _ANSWER for who, most in golds.items()}
+
 # %% ../nbs/5_run/62_setup.ipynb #n0306
 def load_of(
     settings,  # Settings of a run
@@ -520,8 +553,10 @@ def load_of(
                          bool(learning.recompute or s.host.engine == 'vllm' or learning.ahead),
                          s.teacher.period(method, s.course.steps) or 0,
                          [name for name in s.keeping.measure if not (name == 'entropy' and loss.entropy)])
-    return Load(learning.questions_per_step * learning.group_size * most, most, sum(reads.values()), learning.epochs,
-                learning.minibatches)
+    golds = _answer_tokens(s.acting, bind(method, s.course.options), s.keeping.measure)
+    behind = sum(golds.values()) * _rows_of_context(s.acting) / most               # read behind what is read anyway
+    return Load(learning.questions_per_step * learning.group_size * most, most, sum(reads.values()) + behind,
+                learning.epochs, learning.minibatches)
 
 # %% ../nbs/5_run/62_setup.ipynb #s6206
 def forecast(
@@ -534,7 +569,7 @@ def forecast(
     settings : Settings of a run
     """
     s, plan, sizes, load = settings, plan_of(settings), read_sizes(settings.acting.model), load_of(settings)
-    tflops, taken = rank_tflops(s.host)
+    tflops, taken = rank_tflops(s.host, s.acting.dtype)
     seconds = step_seconds(sizes, plan, load.tokens, load.length, tflops, load.reads, load.epochs)
     likely = describe_likely(sizes, plan, load, tflops, s.course.steps, kept_lengths(s.course.run))
     ahead = [describe_ahead(seconds)] if s.learning.ahead else []
