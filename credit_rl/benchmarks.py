@@ -9,7 +9,8 @@ __all__ = ['BENCHMARKS', 'CANARY', 'RowForm', 'Benchmark', 'register', 'find_ben
 # %% ../nbs/2_environment/09_benchmarks.ipynb #c003
 import base64, difflib, hashlib, json, math, re
 from dataclasses import dataclass, field
-from .readers import RowError, describe_row, has_field, join_sentences, read_answers, read_contents, read_field
+from .readers import (RowError, describe_row, has_field, join_sentences, read_answers, read_contents, read_field,
+                               read_id, read_title)
 from .trajectory import Question
 
 # %% ../nbs/2_environment/09_benchmarks.ipynb #c031
@@ -138,10 +139,10 @@ def read_question(
     row : in any of its layouts
     """
     given, text, answers = _layout(benchmark, row).read(row)
-    name = given
+    given = name = read_id({'id': given}, 'id')
     if given is None:
         name = f'{benchmark.name}-' + hashlib.sha256('\0'.join([text, *answers]).encode()).hexdigest()[:10]
-    return Question(str(name), text, answers, benchmark.name, benchmark.meta(_inside(row))), given is not None
+    return Question(name, text, answers, benchmark.name, benchmark.meta(_inside(row))), given is not None
 
 # %% ../nbs/2_environment/09_benchmarks.ipynb #c048
 def _nq(row):
@@ -255,7 +256,7 @@ def _one_answer(row):
     """Read (id, question, answers) of a row with one answer: HotpotQA's and 2Wiki's. Some copies have lost the id
     column."""
     answer = read_field(row, 'answer', hint='; test files without answers cannot be scored')
-    return row.get('_id', row.get('id')), read_field(row, 'question').strip(), [answer.strip()]
+    return read_id(row, '_id', 'id'), read_field(row, 'question').strip(), [answer.strip()]
 
 # %% ../nbs/2_environment/09_benchmarks.ipynb #c063
 def _facts(row):
@@ -491,8 +492,7 @@ def read_passages(
     if 'sentences' in row:
         return [(None, read_field(row, 'title'), join_sentences(row['sentences'], bench.join, 'sentences'))]
     if 'text' in row:
-        given = row.get('id', row.get('_id', row.get('docid')))
-        return [(None if given is None else str(given), row.get('title') or '', read_field(row, 'text'))]
+        return [(read_id(row, 'id', '_id', 'docid'), read_title(row), read_field(row, 'text'))]
     if bench.paragraphs is None or not is_question_row(row):
         raise RowError('text', f'is missing: a passage has "text", "sentences" or "contents"; {describe_row(row)}')
-    return [(None, title, text) for title, text in bench.paragraphs(_inside(row))]
+    return [(None, read_title({'title': title}), text) for title, text in bench.paragraphs(_inside(row))]

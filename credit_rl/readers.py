@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['RowError', 'describe_row', 'has_field', 'read_field', 'read_answers', 'join_sentences', 'read_rows', 'LoadedRows',
-           'collect_rows', 'Passage', 'read_contents']
+           'collect_rows', 'Passage', 'read_contents', 'read_title', 'read_id']
 
 # %% ../nbs/2_environment/08_readers.ipynb #c003
 import csv, gzip, io, json, warnings, zlib
@@ -112,24 +112,58 @@ def _json_rows(path, name):
         raise ValueError(f'{name} holds neither a list of rows nor an object title → sentences; {what}')
 
 # %% ../nbs/2_environment/08_readers.ipynb #c019
+_CELL = 2 ** 26   # most characters of a cell
+
+def _records(lines, delimiter):
+    """Yield (its lines, number of the last one, cells) of each record of a table; csv.Error in the place of cells that
+    cannot be read. Raises csv.Error where the file ends inside a quoted cell."""
+    csv.field_size_limit(max(_CELL, csv.field_size_limit()))
+    raw = []
+    def kept():
+        for line in lines:
+            raw.append(line)
+            yield line
+    reader = csv.reader(kept(), delimiter=delimiter, strict=True)
+    while True:
+        try: cells = next(reader)
+        except StopIteration: return
+        except csv.Error as e:
+            if 'end of data' in str(e) or 'larger than' in str(e): raise
+            cells = e
+        yield raw[:], reader.line_num, cells
+        raw.clear()
+
+def _swallows_rows(raw, cells, columns, delimiter):
+    """Tell whether a record of several lines is several rows of a table without quoting: a cell holds delimiters and
+    line breaks, and every line alone has `columns`."""
+    if delimiter != '\t' or len(raw) < 2 or not any('\n' in c and delimiter in c for c in cells): return False
+    return {line.count(delimiter) + 1 for line in raw} == {columns}
+
+# %% ../nbs/2_environment/08_readers.ipynb #t0801
 def _table_rows(path, name, delimiter=','):
     """Yield (where, row) of a CSV file: dicts under a header, else lists of cells. A row of another length gives a
-    RowError."""
+    RowError, and so does one that cannot be read."""
     with _open(path) as f:
-        lines = _progress(f, name, path.stat().st_size)
-        reader, header, first = csv.reader(lines, delimiter=delimiter, strict=True), None, True
-        for cells in reader:
-            if not any(cells): continue
-            where = f'{name}, line {reader.line_num}'
-            if first and {c.strip().lower() for c in cells} & {'question', 'text', 'contents'}: header = cells
-            elif header is None: yield where, cells
+        header, columns = None, None
+        for raw, last, cells in _records(_progress(f, name, path.stat().st_size), delimiter):
+            if not isinstance(cells, csv.Error) and not any(cells): continue
+            where = f'{name}, line {last}' if len(raw) == 1 else f'{name}, lines {last - len(raw) + 1} to {last}'
+            if isinstance(cells, csv.Error):
+                yield where, RowError('(row)', f'cannot be read: {cells}; quotes in a quoted cell are written twice')
+            elif _swallows_rows(raw, cells, columns or raw[0].count(delimiter) + 1, delimiter):
+                yield where, RowError('(row)', f'has a quote on line {last - len(raw) + 1} that line {last} closes, with '
+                                      'whole rows between them: is the file without quoting?')
+            elif columns is None and (names := [c.strip() for c in cells]) and _is_header(names): header = names
+            elif header is None: yield f'{name}, line {last}', cells
             elif len(cells) != len(header):
                 yield where, RowError('(row)', f'has {len(cells)} columns, the header {len(header)}')
-            else: yield where, dict(zip(header, cells))
-            first = False
+            else: yield f'{name}, line {last}', dict(zip(header, cells))
+            if columns is None and isinstance(cells, list): columns = len(cells)
+
+def _is_header(names): return bool({name.lower() for name in names} & {'question', 'text', 'contents'})
 
 def _tsv_rows(path, name):
-    "Yield (where, row) of a tab-separated file with CSV's quoting."
+    "Yield (where, row) of a tab-separated file, with CSV's quoting or without any."
     return _table_rows(path, name, delimiter='\t')
 
 # %% ../nbs/2_environment/08_readers.ipynb #c021
@@ -226,8 +260,23 @@ class Passage:
     text: str
     score: object = None # float in a search result: higher is better; None in a corpus
 
+# %% ../nbs/2_environment/08_readers.ipynb #t0803
 def read_contents(row):
-    "Read (id, title, text) of a Search-R1 passage {'id', 'contents'}."
+    "Read (id, title, text) of a Search-R1 passage {'id', 'contents'}. Raises RowError."
     title, newline, text = read_field(row, 'contents').partition('\n')
-    if not newline: title, text = '', title
-    return str(read_field(row, 'id', (str, int))), title.strip().strip('"'), text.strip()
+    if not newline: title, text = '', title.strip()
+    elif len(title := title.strip()) > 1 and title[0] == title[-1] == '"': title = title[1:-1]
+    else: text = text.strip()
+    return str(read_field(row, 'id', (str, int))), title, text
+
+def read_title(row):
+    "Read the title of a passage, '' where it has none. Raises RowError on anything but a text."
+    return read_field(row, 'title') if row.get('title') else ''
+
+def read_id(row, *names):
+    """Read the id of a row, from the first of some fields that is there and not null: str, None where none is. Raises
+    RowError on anything but a text or a number."""
+    for name in names:
+        if (value := row.get(name)) is None or value == '': continue
+        if isinstance(value, (str, int, float)) and not isinstance(value, bool): return str(value)
+        raise RowError(name, f'is {value!r:.60}, wanted a text or a number')

@@ -49,8 +49,10 @@ def document(passage):
     return f'{passage.title} {passage.text}'
 
 def contents(passage):
-    "A `Passage` in one text, as Search-R1 writes it: the title in quotes, a line break, the text."
-    return f'"{passage.title}"\n{passage.text}'
+    """A `Passage` in one text, as Search-R1 writes it: the title in quotes, a line break, the text. A title is one line:
+    line breaks in it become blanks."""
+    title = ' '.join(passage.title.split('\n')) if '\n' in passage.title else passage.title
+    return f'"{title}"\n{passage.text}'
 
 # %% ../nbs/2_environment/12_retrieval.ipynb #c015
 _IDF = {'lucene': lambda n, N: math.log(1 + (N - n + 0.5) / (n + 0.5)),

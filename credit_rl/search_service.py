@@ -7,7 +7,7 @@ __all__ = ['search_app', 'SearchServer', 'Patience', 'open_retriever', 'serve', 
            'SearchCache', 'is_saved_index', 'read_corpus', 'build', 'main']
 
 # %% ../nbs/machinery/16_search_service.ipynb #c003
-import fcntl, functools, json, multiprocessing, os, re, signal, socket, sys, threading, time
+import fcntl, functools, json, multiprocessing, os, re, signal, socket, sys, threading, time, warnings
 from dataclasses import dataclass
 from http.client import HTTPException
 from multiprocessing.connection import wait
@@ -21,7 +21,7 @@ from .datasets import load_corpus
 from .dense import E5, DenseSearch, build_dense, open_index
 from .options import SettingsGroup, options_in, setting
 from .parameters import make_parser
-from .readers import Passage, RowError, read_contents, read_rows
+from .readers import Passage, RowError, read_contents, read_rows, read_title
 from .retrieval import Retriever, build_index, check_search, contents
 
 # %% ../nbs/machinery/16_search_service.ipynb #c005
@@ -35,7 +35,7 @@ def _passage(entry):
     document = entry['document'] if scored else entry
     if not isinstance(document, dict): raise ValueError(f'a document is {document!r:.80}, wanted an object')
     if isinstance(document.get('text'), str) and 'id' in document:
-        name, title, text = document['id'], document.get('title') or '', document['text']
+        name, title, text = document['id'], read_title(document), document['text']
     else: name, title, text = read_contents(document)
     return Passage(str(name), title, text, float(entry['score']) if scored and entry.get('score') is not None else None)
 
@@ -462,26 +462,34 @@ def is_saved_index(path):
 def read_corpus(
     name,   # a data set of BENCHMARKS, whose layout rows have
     path,   # a file of passages, read one row at a time; a folder or a file of questions is read whole
+    on_error='raise',  # malformed row: 'raise', or 'skip' it, count and warn
 ):
-    """Yield the passages of a corpus, those without an id numbered. Raises on a malformed row, with its place.
+    """Yield the passages of a corpus, those without an id numbered. Raises on a malformed row, with its place, and
+    ValueError where no row is good.
 
     Parameters
     ----------
     name : a data set of BENCHMARKS, whose layout rows have
     path : a file of passages, read one row at a time; a folder or a file of questions is read whole
+    on_error : malformed row: 'raise', or 'skip' it, count and warn
     """
     bench, path, count = get_benchmark(name), Path(path), 0
     first = None if path.is_dir() else next(iter(read_rows(path)), (None, None))[1]
     if path.is_dir() or is_question_row(first):
-        yield from load_corpus(name, path)
+        yield from load_corpus(name, path, on_error=on_error)
         return
-    for where, row in read_rows(path):
+    skipped, rows = [], 0
+    for rows, (where, row) in enumerate(read_rows(path), 1):
         try:
             if isinstance(row, RowError): raise row
             for given, title, text in read_passages(bench, row):
                 yield Passage(str(count) if given is None else given, title, text)
                 count += 1
-        except RowError as e: raise RowError(e.field, e.problem, where) from None
+        except RowError as e:
+            skipped.append(RowError(e.field, e.problem, where))
+            if on_error == 'raise': raise skipped[0] from None
+    if skipped and not count: raise ValueError(f'all {rows} rows are malformed; the first: {skipped[0]}')
+    if skipped: warnings.warn(f'skipped {len(skipped)} of {rows} rows; the first: {skipped[0]}', stacklevel=2)
 
 # %% ../nbs/machinery/16_search_service.ipynb #s6x7
 def _progress(passages, every=20., clock=time.monotonic):
@@ -511,10 +519,12 @@ def build(arguments=None):  # list of str; None: the command line's
     parser.add_argument('--dense', nargs='?', const=E5, metavar='MODEL',
                         help=f'vectors by a model of sentence-transformers, {E5} if none is named')
     parser.add_argument('--factory', default='Flat', help="with --dense, faiss's description of the index")
+    parser.add_argument('--on-error', default='raise', choices=('raise', 'skip'), help='what a malformed row is: an '
+                        'error, or left out, counted and named')
     given = parser.parse_args(arguments)
     try:
         if Path(given.folder).exists(): raise FileExistsError(f'{given.folder} is there already: choose another name')
-        passages = _progress(read_corpus(given.data, given.corpus))
+        passages = _progress(read_corpus(given.data, given.corpus, given.on_error))
         if given.dense: count = build_dense(passages, given.folder, given.dense, factory=given.factory)
         else: count = build_index(passages, given.folder)
     except (OSError, ValueError, ImportError) as e: parser.exit(1, f'credit-rl index: {e}\n')

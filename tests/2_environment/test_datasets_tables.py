@@ -1,0 +1,126 @@
+"Tables and fields as others write them: long cells, lone quotes, blanks in headers, ids that are null, titles."
+import csv
+import io
+import json
+
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from credit_rl.benchmarks import get_benchmark, read_passages, read_question
+from credit_rl.datasets import load_corpus, load_questions
+from credit_rl.readers import Passage, RowError, read_contents, read_rows
+from credit_rl.retrieval import BM25, contents
+from credit_rl.search_service import build, read_corpus
+
+HEADER = 'id\tquestion\tpossible_answers\n'
+GOLDS = '["Ada"]'
+
+
+def rows_of(path): return [(where, row) for where, row in read_rows(path)]
+
+
+@pytest.mark.parametrize('suffix, delimiter', [('csv', ','), ('tsv', '\t')])
+def test_a_cell_may_be_longer_than_the_csv_module_allows(tmp_path, suffix, delimiter):
+    "By default it reads 128 KiB; an article of a quarter of a mebibyte is read whole."
+    out, article = io.StringIO(), 'word "quoted", ' * 20_000
+    table = csv.writer(out, delimiter=delimiter)
+    table.writerows([['id', 'text', 'title'], ['1', article, 'Long'], ['2', 'short', 'Short']])
+    (tmp_path / f'a.{suffix}').write_text(out.getvalue())
+    assert len(article) > 2 * 2 ** 17
+    assert load_corpus('nq', tmp_path / f'a.{suffix}') == [Passage('1', 'Long', article), Passage('2', 'Short', 'short')]
+
+
+def test_a_lone_quote_in_a_tsv_without_quoting_names_both_lines(tmp_path):
+    "Two rows whose cells begin and end with a quote would be read as one row of as many columns as any other."
+    path = tmp_path / 'a.tsv'
+    path.write_text(HEADER + f'1\tWho?\t{GOLDS}\n2\t"Heroes" is whose?\t{GOLDS}\n3\t"Heroes\tx\n'
+                    f'4\tWho sang it"\ty\n5\tWhen?\t{GOLDS}\n')
+    found = rows_of(path)
+    assert [where for where, _ in found] == ['a.tsv, line 2', 'a.tsv, line 3', 'a.tsv, lines 4 to 5', 'a.tsv, line 6']
+    assert [isinstance(row, RowError) for _, row in found] == [False, True, True, False]
+    with pytest.raises(RowError, match='a.tsv, line 3.*cannot be read'): load_questions('popqa', path)
+    with pytest.warns(UserWarning, match='skipped 2 of 4'):
+        assert [q.id for q in load_questions('popqa', path, on_error='skip')] == ['1', '5']
+    path.write_text(HEADER + '3\t"Heroes\tx\n4\tWho sang it"\ty\n')
+    with pytest.raises(RowError, match=r'a.tsv, lines 2 to 3.*has a quote on line 2 that line 3 closes'):
+        load_questions('popqa', path)
+    path.write_text('1\t"one\ta\n2\ttwo"\tb\n')                                    # no header
+    (where, row), = rows_of(path)
+    assert where == 'a.tsv, lines 1 to 2' and isinstance(row, RowError)
+    path.write_text(HEADER + '3\t"Heroes\nx\n4\tWho sang it"\ty\tz\n')
+    with pytest.raises(RowError, match='a.tsv, lines 2 to 4.*has 4 columns, the header 3'): load_questions('popqa', path)
+
+
+def test_quoted_cells_of_several_lines_are_read_as_before(tmp_path):
+    (tmp_path / 'a.tsv').write_text('id\ttext\ttitle\n1\t"one\ntwo, ""three"""\tT\n2\t"tab\there"\tU\n')
+    assert load_corpus('nq', tmp_path / 'a.tsv') == [Passage('1', 'T', 'one\ntwo, "three"'), Passage('2', 'U', 'tab\there')]
+    (tmp_path / 'a.csv').write_text('id,text,title\n1,"one, a\ntwo, b",T\n')
+    assert load_corpus('nq', tmp_path / 'a.csv') == [Passage('1', 'T', 'one, a\ntwo, b')]
+    (tmp_path / 'b.csv').write_text('id,text,title\n1,"never closed,T\n2,b,U\n')
+    with pytest.raises(ValueError, match='b.csv cannot be read after its beginning.*end of data'):
+        load_corpus('nq', tmp_path / 'b.csv')
+
+
+@pytest.mark.parametrize('header', ['id, question ,possible_answers', ' id ,question\t, possible_answers'])
+def test_blanks_around_the_names_of_a_header_do_not_count(tmp_path, header):
+    (tmp_path / 'a.csv').write_text(f'{header}\n7, Who? ,"[""Ada""]"\n')
+    (q,) = load_questions('popqa', tmp_path / 'a.csv')
+    assert (q.id, q.text, q.answers) == ('7', 'Who?', ('Ada',))
+    assert rows_of(tmp_path / 'a.csv')[0][1]['question'] == ' Who? '               # those of a cell do
+
+
+@pytest.mark.parametrize('ids, wanted', [({'_id': None, 'id': 'a'}, 'a'), ({'_id': 'b', 'id': None}, 'b'),
+                                         ({'_id': '', 'id': 'c'}, 'c'), ({'id': 5}, '5'), ({'_id': None}, None)])
+def test_an_id_that_is_null_is_none(ids, wanted):
+    row = {'question': 'Who?', 'answer': 'Ada', 'supporting_facts': [], 'context': [], **ids}
+    q, given = read_question(get_benchmark('hotpotqa'), row)
+    assert given == (wanted is not None) and (q.id == wanted or not given and q.id.startswith('hotpotqa-'))
+    passage = {'text': 'a', **ids}
+    assert read_passages(get_benchmark('nq'), passage) == [(wanted, '', 'a')]
+
+
+@pytest.mark.parametrize('bad', [['a'], {'a': 1}, True])
+def test_ids_and_titles_that_are_no_texts_are_row_errors(tmp_path, bad):
+    with pytest.raises(RowError, match="'id' is"):
+        read_question(get_benchmark('nq'), {'question': 'Who?', 'golden_answers': ['Ada'], 'id': bad})
+    for row in ({'title': bad, 'text': 'a'}, {'id': bad, 'text': 'a'}):
+        (tmp_path / 'a.jsonl').write_text(json.dumps({'title': 'T', 'text': 'good'}) + '\n' + json.dumps(row) + '\n')
+        with pytest.raises(RowError, match='a.jsonl, line 2'): load_corpus('nq', tmp_path / 'a.jsonl')
+        with pytest.warns(UserWarning, match='skipped 1 of 2'):
+            assert len(load_corpus('nq', tmp_path / 'a.jsonl', on_error='skip')) == 1
+    evidence = {'question': 'Who?', 'question_id': 'q', 'answer': {'value': 'Ada', 'aliases': []},
+                'entity_pages': {'title': [bad], 'wiki_context': ['Ada was here.']}}
+    with pytest.raises(RowError, match="'title' is"): read_passages(get_benchmark('triviaqa'), evidence)
+
+
+TEXT = st.text(st.characters(codec='utf-8'), max_size=30)
+
+
+@given(TEXT.filter(lambda t: '\n' not in t), TEXT, st.text('"', max_size=3))
+@settings(deadline=None)
+def test_contents_come_back(title, text, quotes):
+    "Whatever quotes a title has: those that `contents` puts around it are taken off, and no others."
+    for name in (title, quotes + title, title + quotes, quotes + title + quotes):
+        passage = Passage('7', name, text)
+        assert Passage(*read_contents({'id': '7', 'contents': contents(passage)})) == passage
+
+
+def test_contents_by_hand():
+    read = lambda text: read_contents({'id': 1, 'contents': text})[1:]
+    assert read('"Orvane"\r\nA port. ') == ('Orvane', 'A port. ') and read('Orvane\n A port. ') == ('Orvane', 'A port.')
+    assert read('"Heroes" (album)\nBy Bowie.') == ('"Heroes" (album)', 'By Bowie.')      # without quotes of its own
+    assert read('""Heroes""\nBy Bowie.') == ('"Heroes"', 'By Bowie.') and read('"\nx') == ('"', 'x')
+    assert contents(Passage('1', 'two\nlines', 'x')) == '"two lines"\nx'
+
+
+def test_an_index_skips_malformed_rows_where_it_is_told_to(tmp_path, capsys):
+    rows = tmp_path / 'rows.jsonl'
+    rows.write_text('{"title": "T", "text": "one"}\nno json\n{"title": ["T"], "text": "two"}\n'
+                    '{"title": "U", "text": "three"}\n')
+    with pytest.raises(SystemExit): build([str(rows), str(tmp_path / 'index')])
+    assert 'rows.jsonl, line 2' in capsys.readouterr().err and not (tmp_path / 'index').exists()
+    with pytest.warns(UserWarning, match='skipped 2 of 4 rows; the first: rows.jsonl, line 2'):
+        build([str(rows), str(tmp_path / 'index'), '--on-error', 'skip'])
+    assert [p.id for p in BM25.load(tmp_path / 'index').passages] == ['0', '1']
+    rows.write_text('no json\n')
+    with pytest.raises(ValueError, match='all 1 rows are malformed'): list(read_corpus('nq', rows, 'skip'))
