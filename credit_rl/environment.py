@@ -61,7 +61,7 @@ def open_search(
     """
     bench, opened = get_benchmark(name), {} if opened is None else opened
     served = bool(corpus) and corpus.startswith(('http://', 'https://'))
-    if not corpus and bench.paragraphs is None and not (path and Path(path).is_dir()):
+    if not (corpus or bench.paragraphs or bench.folder or path and Path(path).is_dir()):
         raise ValueError(f'{name} brings no passages: give them as corpus (a file, a folder, what BM25.save wrote, or '
                          'the url of a search server), or ask without a search by protocol=\'direct\'')
     place = Path(corpus or '')

@@ -164,14 +164,15 @@ def real_questions(
     """Train, dev and test questions of a data set, none of them in two parts: dict of lists.
 
     Dev and test questions are drawn from `dev_split`, train questions from what they leave of `train_split`. A single
-    file is all splits at once: it is shuffled by the seed, and dev and test take at most half of it. Raises ValueError
-    on too few questions.
+    file is all splits at once: it is shuffled by the seed, and dev and test take at most half of it. A set whose splits
+    are the parts of a run (`real`) gives a draw of each. Raises ValueError on too few questions.
 
     Parameters
     ----------
     task : Task: data, path, splits, and how many questions of each part
     """
     if len(data_sets(task)) > 1: return _mixed_questions(task, data_sets(task), seed)
+    if get_benchmark(task.data).parts and task.dev_split is None: return _own_parts(task, seed)
     split = task.dev_split or get_benchmark(task.data).eval_split
     held, single = load_questions(task.data, task.path, split), task.path is not None and Path(task.path).is_file()
     pool = held if single or task.train_split == split else load_questions(task.data, task.path, task.train_split)
@@ -183,6 +184,11 @@ def real_questions(
         raise ValueError(f'{task.path or task.data} leaves {len(rest)} questions for training, {n} for dev and '
                          f'{wanted - n} for test; each part needs one at least')
     return {'train': subsample(rest, task.questions, seed), 'dev': held[:n], 'test': held[n:]}
+
+def _own_parts(task, seed):
+    "The parts of a set that has its own, or a draw of each: dict of lists."
+    sizes = {'train': task.questions, 'dev': task.dev_questions, 'test': task.test_questions}
+    return {part: subsample(load_questions(task.data, task.path, part), n, seed) for part, n in sizes.items()}
 
 def _mixed_questions(task, names, seed):
     "The questions of several sets: all training questions in one pool, dev and test in equal parts, ids as 'set:id'."
