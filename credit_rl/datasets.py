@@ -261,7 +261,8 @@ def load_corpus(
     out.skipped = collect_rows(_corpus_rows(bench, path, split), parse, on_error).skipped
     if not out:
         raise ValueError(f'the {bench.name} rows of {path or bench.folder or bench.hub[0]} bring no paragraphs; give '
-                         'passages apart, with corpus=FILE (load_corpus takes it as path), or the url of a search server')
+                         'passages apart, with corpus=FILE (load_corpus takes it as path), or the url of a search '
+                         'server')
     return out
 
 # %% ../nbs/2_environment/10_datasets.ipynb #c124

@@ -1055,4 +1055,4 @@ def test_the_real_files_are_small_and_stay_as_they_were_made():
     files = sorted(folder.glob('*.gz'))
     assert [p.name for p in files] == ['corpus.jsonl.gz', 'dev.jsonl.gz', 'test.jsonl.gz', 'train.jsonl.gz']
     assert sum(p.stat().st_size for p in files) < 3e6
-    assert all(p.read_bytes()[4:8] == b'\0' * 4 for p in files)                    # no time: the same rows, the same bytes
+    assert all(p.read_bytes()[4:8] == b'\0' * 4 for p in files)    # no time: the same rows, the same bytes
