@@ -39,6 +39,9 @@ class Benchmark:
     hub_splits: dict = field(default_factory=dict)
     eval_split: str = 'dev'     # the split with public answers that results are reported on
     common: bool = True         # one of those that data='all' means
+    folder: str = ''            # of this repository, where its files are; '': they are on the hub
+    parts: bool = False         # its splits train, dev and test are the parts of a run, as they are
+    source: object = None       # function(row) → the set that a row was taken from; None: this one
     home: str = ''              # where the original files are
     licence: str = ''
     citation: str = ''
@@ -142,7 +145,8 @@ def read_question(
     given = name = read_id({'id': given}, 'id')
     if given is None:
         name = f'{benchmark.name}-' + hashlib.sha256('\0'.join([text, *answers]).encode()).hexdigest()[:10]
-    return Question(name, text, answers, benchmark.name, benchmark.meta(_inside(row))), given is not None
+    source = benchmark.name if benchmark.source is None else benchmark.source(row)
+    return Question(name, text, answers, source, benchmark.meta(_inside(row))), given is not None
 
 # %% ../nbs/2_environment/09_benchmarks.ipynb #c048
 def _nq(row):
@@ -470,6 +474,19 @@ register(Benchmark(
     hub=('Tevatron/browsecomp-plus', 'default', '01c44f17b51cfc32c32fa1a901a6ed800ddeed6b'),
     hub_splits={'test': 'test'}, eval_split='test', home='github.com/texttron/BrowseComp-Plus', licence='MIT',
     citation='Chen et al. 2025, BrowseComp-Plus'))
+
+# %% ../nbs/2_environment/09_benchmarks.ipynb #r0902
+_REAL = ('hops', 'type', 'level', 'supporting_facts', 'steps', 's_pop', 'o_pop')   # what a row says besides
+
+def _real(row):
+    "Read (id, question, answers) of a row of data/real."
+    return read_field(row, 'id'), read_field(row, 'question').strip(), read_answers(row['answers'], 'answers')
+
+register(Benchmark(
+    'real', (RowForm('data/real', ('id', 'set', 'question', 'answers'), _real),),
+    meta=lambda row: {name: row[name] for name in _REAL if name in row}, eval_split='test', common=False,
+    folder='data/real', parts=True, source=lambda row: get_benchmark(read_field(row, 'set')).name,
+    home='data/real/README.md', licence='of each row', citation='the five sets'))
 
 # %% ../nbs/2_environment/09_benchmarks.ipynb #c115
 def is_question_row(row):

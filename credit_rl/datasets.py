@@ -6,7 +6,7 @@
 __all__ = ['MIXTURES', 'ask_hub', 'load_questions', 'load_corpus', 'subsample', 'load_mixture']
 
 # %% ../nbs/2_environment/10_datasets.ipynb #c003
-import hashlib, json, re, warnings
+import hashlib, importlib.util, json, re, warnings
 from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -149,9 +149,19 @@ def _hub_rows(bench, split):
             f'path: load_questions({bench.name!r}, FILE). An interrupted download goes on when called again.') from e
     return (pair for path in files for pair in read_rows(path, name=f'{repository}/{path.name}'))
 
+def _own_folder(bench):
+    """The folder of this repository that holds a set's files; None for a set of the hub. Raises FileNotFoundError where
+    the package was installed without its repository."""
+    if not bench.folder: return None
+    folder = Path(importlib.util.find_spec('credit_rl').origin).parents[1] / bench.folder
+    if folder.is_dir(): return folder
+    raise FileNotFoundError(f'{bench.name} lies in {bench.folder} of the repository, which this installation has not: '
+                            'clone it, or give its folder as path')
+
 def _question_rows(bench, path, split):
-    "Yield the (where, row) pairs of one split of question rows from a file, a folder or the hub."
+    "Yield the (where, row) pairs of one split of question rows from a file, a folder, the repository or the hub."
     split = _split(split)
+    if path is None: path = _own_folder(bench)
     if path is None: return _hub_rows(bench, split)
     path = Path(path)
     if not path.exists(): raise FileNotFoundError(f'no file or folder {path}')
@@ -171,7 +181,7 @@ def _of_another_set(bench, row):
 
 def load_questions(
     name,              # a data set of BENCHMARKS
-    path=None,         # file or folder; None: download, commit pinned
+    path=None,         # file or folder; None: download, commit pinned; the set of data/real lies in the repository
     # 'train', 'dev' or 'test': which file of a folder or of the hub; a file given as path is taken as it is
     split=None,
     on_error='raise',  # malformed row: 'raise', or 'skip' it, count and warn
@@ -182,7 +192,7 @@ def load_questions(
     Parameters
     ----------
     name : a data set of BENCHMARKS
-    path : file or folder; None: download, commit pinned
+    path : file or folder; None: download, commit pinned; the set of data/real lies in the repository
     split : 'train', 'dev' or 'test': which file of a folder or of the hub; a file given as path is taken as it is
     on_error : malformed row: 'raise', or 'skip' it, count and warn
     """
@@ -200,12 +210,14 @@ def load_questions(
         return question if n == 1 else replace(question, id=f'{question.id}-{n}')    # the same question and golds again
     out = collect_rows(_question_rows(bench, path, split), parse, on_error)
     if not out:
-        raise ValueError(f'{path or bench.hub[0]} has no rows of {bench.name}, only of {", ".join(sorted(others))}')
+        raise ValueError(f'{path or bench.folder or bench.hub[0]} has no rows of {bench.name}, only of '
+                         f'{", ".join(sorted(others))}')
     return out
 
 # %% ../nbs/2_environment/10_datasets.ipynb #c117
 def _corpus_rows(bench, path, split):
     "Yield the (where, row) pairs that hold the passages: a file, a folder's corpus file, or question rows."
+    if path is None and bench.folder: path, split = _own_folder(bench), None   # one corpus for all its splits
     if path is None and bench.paragraphs is None:
         why = 'rows bring no paragraphs' if bench.has_corpus else 'is answered without a search and has no corpus'
         raise ValueError(f'{bench.name} {why}; give one, with corpus=FILE (load_corpus takes it as path), of '
@@ -248,8 +260,9 @@ def load_corpus(
             out.append(passage)
     out.skipped = collect_rows(_corpus_rows(bench, path, split), parse, on_error).skipped
     if not out:
-        raise ValueError(f'the {bench.name} rows of {path or bench.hub[0]} bring no paragraphs; give passages apart, '
-                         'with corpus=FILE (load_corpus takes it as path), or the url of a search server')
+        raise ValueError(f'the {bench.name} rows of {path or bench.folder or bench.hub[0]} bring no paragraphs; give '
+                         'passages apart, with corpus=FILE (load_corpus takes it as path), or the url of a search '
+                         'server')
     return out
 
 # %% ../nbs/2_environment/10_datasets.ipynb #c124

@@ -14,7 +14,7 @@ from .audit import kendall
 from .groups import index_groups
 from .methods import METHODS, get_method
 from .parts import assign, bind
-from .protocol import PROTOCOLS, last_answer, parse
+from .protocol import get_protocol, last_answer, parse
 from .trajectory import Group, Question, Result, Stop, Trajectory, Turn
 
 # %% ../nbs/7_elsewhere/83_dumps.ipynb #c005
@@ -215,7 +215,7 @@ class _Dump:
 
 def read_dump(
     path,              # file of JSON lines, or a list of dict
-    protocol='tspo',   # a row of PROTOCOLS, or a Protocol: how calls and answers are written
+    protocol='tspo',   # a row of PROTOCOLS, a file, or a Protocol: how calls and answers are written
     answers={},        # question text -> accepted answers, where the file does not have them
     tokenizer=None,    # Hugging Face tokenizer, for rows of ids
     source='',         # name of the data set
@@ -225,12 +225,12 @@ def read_dump(
     Parameters
     ----------
     path : file of JSON lines, or a list of dict
-    protocol : a row of PROTOCOLS, or a Protocol: how calls and answers are written
+    protocol : a row of PROTOCOLS, a file, or a Protocol: how calls and answers are written
     answers : question text -> accepted answers, where the file does not have them
     tokenizer : Hugging Face tokenizer, for rows of ids
     source : name of the data set
     """
-    protocol, words = PROTOCOLS[protocol] if isinstance(protocol, str) else protocol, {}
+    protocol, words = get_protocol(protocol) if isinstance(protocol, str) else protocol, {}
     encode = lambda text: tuple(words.setdefault(w, len(words)) for w in text.split())
     groups, rewards, first = {}, {}, {}
     for number, row in enumerate(_rows(path), 1):

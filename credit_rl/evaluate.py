@@ -213,11 +213,12 @@ def _questions(name, source, choice, seed):
     except RowError: raise
     except ValueError as e: raise ValueError(f'{name}: {e}') from None
     if source.questions and len(pool) < source.questions:
-        warnings.warn(f'{name}: {source.questions} questions were asked for, but {path or bench.hub[0]} has '
-                      f'{len(pool)} of split {split!r}')
+        warnings.warn(f'{name}: {source.questions} questions were asked for, but '
+                      f'{path or bench.folder or bench.hub[0]} has {len(pool)} of split {split!r}')
     asked = subsample(pool, source.questions, seed) if source.questions else list(pool)
     about = {
-        'dataset': name, 'revision': 'local files' if path else '@'.join(filter(None, bench.hub)), 'split': split,
+        'dataset': name, 'split': split,
+        'revision': 'local files' if path else bench.folder or '@'.join(filter(None, bench.hub)),
         'loaded': len(pool), 'loaded_hash': _content(pool), 'asked': len(asked), 'asked_hash': _content(asked),
         'skipped': len(pool.skipped), 'ids': [q.id for q in asked]}
     return asked, about

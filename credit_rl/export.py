@@ -13,20 +13,7 @@ from .models import load_model
 from .parameters import make_parser
 from .runlog import atomic_folder, latest_checkpoint, named_checkpoint, read_params, writing
 from .settings import make_config
-from .setup import add_lora, base_folder
-
-# %% ../nbs/machinery/66_export.ipynb #c005
-def _merge_lora(model):  # Hugging Face causal model, changed in place
-    """Add a model's low-rank additions (`add_lora`) to the weights they stand beside, and take them out. Raises
-    ValueError on a model that has none."""
-    from peft.tuners.lora import LoraLayer
-    found = [(name, module) for name, module in model.named_modules() if isinstance(module, LoraLayer)]
-    if not found: raise ValueError('the model has no low-rank additions to merge')
-    for name, module in found:
-        module.merge(safe_merge=True)      # refuses what is not finite
-        parent, _, own = name.rpartition('.')
-        setattr(model.get_submodule(parent), own, module.get_base_layer())
-    del model.peft_config
+from .setup import add_lora, base_folder, merge_lora
 
 # %% ../nbs/machinery/66_export.ipynb #c008
 def _checkpoint(run, name):
@@ -59,7 +46,7 @@ def read_policy(
     model, tokenizer = load_model(base_folder(config.model, run, config.critic_from), config.dtype, device)
     if config.lora: add_lora(model, config.lora, config.seed)
     model.load_state_dict(saved_policy(folder))
-    if config.lora: _merge_lora(model)
+    if config.lora: merge_lora(model)
     return model.eval(), tokenizer, step
 
 # %% ../nbs/machinery/66_export.ipynb #c009

@@ -24,13 +24,14 @@ from .trees import deal_nodes, tree_of
 # %% ../nbs/4_learning/52_learner.ipynb #c008
 @dataclass(frozen=True)
 class Optimiser:
-    "How gradients become weights: AdamW, linear warm-up, then constant."
+    "How gradients become weights: AdamW, linear warm-up, then constant, or falling as a cosine."
     learning_rate: float = 5e-4
     critic_rate: float = None    # of a critic's head; None: learning_rate
     betas: tuple = (0.9, 0.95)
     weight_decay: float = 0.   # of the policy, and of a critic's own model; a head has none
     clip: float = 1.         # norm that the gradient is clipped to, of policy and critic together; apart: of the policy
     warmup: int = 0          # optimiser updates
+    decay: int = None        # updates after which the rate has fallen to nothing, as a cosine; None: it stays
     minibatches: int = 2     # updates a batch is split into, by trajectories
     epochs: int = 1          # times a batch is gone through
     # most tokens, padding included, in one forward with gradient; a CPU likes few, a GPU as many as fit
@@ -47,8 +48,10 @@ class Optimiser:
                              f'got {least[0]}, {least[1]} and {least[2]}')
 
     def share(self, updates):
-        "The share of its rate that the next update has, after so many: (updates + 1) / warmup, at most 1."
-        return min(1., (updates + 1) / max(1, self.warmup))
+        """The share of its rate that the next update has, after so many: (updates + 1) / warmup, at most 1, times
+        (1 + cos(π updates / decay)) / 2 where it falls."""
+        falls = 1. if self.decay is None else (1 + math.cos(math.pi * min(1., updates / max(1, self.decay)))) / 2
+        return min(1., (updates + 1) / max(1, self.warmup)) * falls
 
     def losses(self, critic):
         "The losses that take a step each, with the norm that the gradient of each is clipped to: dict."

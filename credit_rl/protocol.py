@@ -5,13 +5,14 @@
 # %% auto #0
 __all__ = ['ANSWER_STOPS', 'CHATML', 'PLAIN', 'TEMPLATES', 'TOOL_PROMPT', 'CARL_PROMPTS', 'PROTOCOLS', 'WORDS', 'Protocol',
            'Action', 'boxed', 'last_answer', 'parse', 'read_context', 'reaches', 'byte_tokenizer', 'Encoder', 'Pieces',
-           'Chat', 'check_tokenizer', 'worded', 'prompt_hash']
+           'Chat', 'check_tokenizer', 'worded', 'prompt_hash', 'read_protocol', 'get_protocol']
 
 # %% ../nbs/2_environment/14_protocol.ipynb #c002
 import contextlib, ctypes, hashlib, json, re, threading
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
+from .options import nearest
 from .trajectory import Result, Turn
 
 # %% ../nbs/2_environment/14_protocol.ipynb #c004
@@ -786,3 +787,41 @@ def prompt_hash(
         about = p.tool_text or TOOL_PROMPT if p.tools else None
         texts = [p.system, p.user, list(p.tools), about]
     return hashlib.sha256(json.dumps(texts, sort_keys=True).encode()).hexdigest()[:12]
+
+# %% ../nbs/2_environment/14_protocol.ipynb #y002
+# fields that may be null
+_NULL = ('system', 'tool_text', 'think_tag', 'answer_tag', 'response_tag', 'context_tag', 'response_role')
+
+def _check_field(name, value):
+    "Refuse a value that a field of `Protocol` cannot have. Raises ValueError naming the field."
+    def need(good, wanted):
+        if not good: raise ValueError(f'field {name} must be {wanted}, got {value!r:.80}')
+    if name == 'tools':
+        named = lambda t: isinstance(t, dict) and isinstance(t.get('function'), dict) and t['function'].get('name')
+        return need(isinstance(value, list) and all(map(named, value)), 'a list of JSON schemas of functions')
+    if name == 'gold_schema': return need(isinstance(value, list), 'a list of two texts')
+    null = name in _NULL
+    need(isinstance(value, str) or null and value is None, 'a text, or null' if null else 'a text')
+    if name.endswith('_tag') and value is not None: need(re.fullmatch(r'[\w:-]+', value), 'a name without brackets')
+    if name == 'user': _need_placeholders('field user', value, [['{question}']], ['question'])
+
+def read_protocol(path):
+    """Read a `Protocol` from a YAML file of its fields. Raises ValueError naming the file, and the field that is wrong
+    or that there is not."""
+    from credit_rl.runlog import read_yaml                 # here: protocols are read where there is torch alone
+    path, known = Path(path), [f.name for f in fields(Protocol)]
+    if not path.is_file(): raise ValueError(f'protocol {str(path)!r}: there is no such file')
+    values = read_yaml(path)
+    if not isinstance(values, dict): raise ValueError(f'protocol {str(path)!r}: wanted fields of Protocol, name: value')
+    for name, value in values.items():
+        if name not in known:
+            raise ValueError(f'protocol {str(path)!r}: there is no field {name!r}{nearest(name, known)}')
+        try: _check_field(name, value)
+        except ValueError as e: raise ValueError(f'protocol {str(path)!r}: {e}') from None
+    return Protocol(**{'name': path.stem, **values, 'tools': tuple(values.get('tools', ()))})
+
+def get_protocol(name):
+    "A row of PROTOCOLS by its name, or what a YAML file says. Raises ValueError, naming the nearest row."
+    if name in PROTOCOLS: return PROTOCOLS[name]
+    if name.endswith(('.yaml', '.yml')): return read_protocol(name)
+    raise ValueError(f'there is no protocol {name!r}, nor is it a YAML file{nearest(name, PROTOCOLS)}')

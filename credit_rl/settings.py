@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from .benchmarks import find_benchmark, get_benchmark
 from .engine import Decoding, SamplingParams
-from .environment import Conversation, Source, asked_protocol
+from .environment import Conversation, Source, asked_protocol, protocol_row
 from .launch import Processes, check_hosts, check_threads
 from .layout import AVERAGES
 from .learner import CRITICS, Optimiser, check_offload
@@ -67,9 +67,9 @@ class Task(Source):
                 raise ValueError(f'{name} must be a str, got {value!r}')
 
 # %% ../nbs/5_run/61_settings.ipynb #n0102
-def _usual_turns(protocol):  # a row of PROTOCOLS or None
+def _usual_turns(protocol):  # its name, file or None
     "Turns of a trajectory, the answer included, where no number is set: 15 segments by CARL's protocols, else 4."
-    row = PROTOCOLS.get(protocol)
+    row = protocol_row(protocol)
     return 15 if row and row.context_tag else 4
 
 def _usual_tokens(prompt_tokens, response_tokens):
@@ -476,7 +476,7 @@ def check_ahead(settings):
 def _check_method(s, method):
     "Refuse more turns than a method's rule knows, a lone attempt where it compares, and settings that say nothing."
     name, most, turns = s.course.method, method.rule.most_turns, s.acting.max_turns
-    row = PROTOCOLS.get(s.acting.protocol)
+    row = protocol_row(s.acting.protocol)
     bind(method, s.course.options, Facts(tags=row and (row.think_tag, row.call_tag, row.answer_tag)))
     if most and turns > most:
         raise ValueError(f'{name} is for rollouts of {most} turns, so max_turns must be {most}, got {turns}')
@@ -510,7 +510,7 @@ def own_tokenizer(acting):
 def _check_words(acting, data):
     "Refuse a model without words for the questions and the protocol, and prompts that cannot stand in its place."
     read_schema(SCHEMA_OPTION.default, worded(asked_protocol(acting.protocol, data), **acting.words))
-    if data == 'tiny' and acting.protocol not in (None, *PROTOCOLS):
+    if data == 'tiny' and acting.protocol == 'direct':
         raise ValueError(f'protocol={acting.protocol!r} is for data sets that are asked without a search; the tiny '
                          f'world takes {", ".join(PROTOCOLS)}')
     if acting.model != 'tiny': check_model(acting.model)

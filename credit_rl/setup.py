@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['Setup', 'tiny_worlds', 'known_worlds', 'make_setup', 'real_questions', 'real_search', 'real_passages',
-           'draw_questions', 'run_facts', 'bound_method', 'make_engine', 'hand_over', 'add_lora', 'Origin',
-           'base_folder', 'origin_of', 'make_learner', 'start_critic', 'plan_of', 'load_of', 'forecast', 'weigh',
-           'Examiner', 'examine']
+           'draw_questions', 'run_facts', 'bound_method', 'make_engine', 'hand_over', 'add_lora', 'merge_lora',
+           'Origin', 'base_folder', 'origin_of', 'make_learner', 'start_critic', 'plan_of', 'load_of', 'forecast',
+           'weigh', 'Examiner', 'examine']
 
 # %% ../nbs/5_run/62_setup.ipynb #c002
 import dataclasses, os, random, sys, tempfile
@@ -16,9 +16,10 @@ from pathlib import Path
 import torch
 from .benchmarks import get_benchmark
 from .datasets import load_corpus, load_questions, subsample
+from .demonstrations import demonstrate_all, reach, write_message
 from .dry_run import complaints, missing_room, no_gpu, rank_tflops
 from .engine import HFEngine, seed_of
-from .environment import is_searched, make_environment, open_search
+from .environment import asked_protocol, is_searched, make_environment, open_search, protocol_row
 from .estimate import (KNOWN_SIZES, Load, TrainingPlan, describe, describe_ahead, describe_likely,
                                 describe_sharing, kept_lengths, memory, read_sizes, rows_work, step_seconds)
 from .launch import missing_for_hosts
@@ -27,7 +28,7 @@ from .methods import extra_passes, get_method
 from .metrics import benchmark_metric
 from .models import find_model, load_model, load_tokenizer
 from .parts import Facts, bind
-from .protocol import PROTOCOLS, check_tokenizer, worded
+from .protocol import check_tokenizer, worded
 from .retrieval import BM25
 from .rollout import check_prompts
 from .runlog import check_folder
@@ -49,7 +50,8 @@ class Setup:
     model: object
     questions: dict
     environments: dict
-    ceiling: dict = None  # exact match of the perfect player on the test questions, where there is one
+    # exact match of the perfect player on the test questions, or of one that reads what the search shows
+    ceiling: dict = None
 
     def __post_init__(self):
         for part, env in self.environments.items(): check_prompts(env, self.questions[part])
@@ -119,7 +121,7 @@ def _tiny_setup(acting, worlds, folder, say):
 
 def _tiny_environments(acting, worlds, tokenizer):
     "The environments of tiny worlds by part, and the rules that all of them have."
-    chat = check_tokenizer(tokenizer, worded(PROTOCOLS[acting.protocol or 'tiny'], **acting.words))
+    chat = check_tokenizer(tokenizer, worded(asked_protocol(acting.protocol, 'tiny'), **acting.words))
     rules = dict(k=acting.passages, max_turns=acting.max_turns, max_tokens=acting.max_tokens,
                  response_tokens=acting.response_tokens)
     return {part: dataclasses.replace(tiny_environment(w, chat, **rules), **acting.rules)
@@ -133,7 +135,17 @@ def _real_setup(acting, task, real, folder, say):
     say(f'{counts} questions of {task.data}; {_search_place(search)}')
     model, tokenizer = load_model(folder, acting.dtype)
     env = make_environment(tokenizer, search, acting, model.config.vocab_size)
-    return Setup(env.chat, model, parts, dict.fromkeys(parts, env))
+    top = _search_ceiling(task, env, parts['test'])
+    if top: say('the search shows an answer of: ' + ', '.join(f'{k} {v:.3f}' for k, v in top.items()))
+    return Setup(env.chat, model, parts, dict.fromkeys(parts, env), top)
+
+def _search_ceiling(task, env, questions):
+    """Share of questions whose answer the search can show, as far as a player that knows it finds out: dict, see
+    `reach`. None for sets that are not in the repository, and protocols that have no demonstrations."""
+    if not get_benchmark(data_sets(task)[0]).folder or task.corpus: return None
+    try: write_message(env.chat.protocol, '')
+    except ValueError: return None
+    return reach(demonstrate_all(env, questions, 2))
 
 def _search_place(search):  # BM25, or another retriever; None: nothing is searched
     "What is searched, in words: a number of passages, or the url of a server."
@@ -166,14 +178,15 @@ def real_questions(
     """Train, dev and test questions of a data set, none of them in two parts: dict of lists.
 
     Dev and test questions are drawn from `dev_split`, train questions from what they leave of `train_split`. A single
-    file is all splits at once: it is shuffled by the seed, and dev and test take at most half of it. Raises ValueError
-    on too few questions.
+    file is all splits at once: it is shuffled by the seed, and dev and test take at most half of it. A set whose splits
+    are the parts of a run (`real`) gives a draw of each. Raises ValueError on too few questions.
 
     Parameters
     ----------
     task : Task: data, path, splits, and how many questions of each part
     """
     if len(data_sets(task)) > 1: return _mixed_questions(task, data_sets(task), seed)
+    if get_benchmark(task.data).parts and task.dev_split is None: return _own_parts(task, seed)
     split = task.dev_split or get_benchmark(task.data).eval_split
     held, single = load_questions(task.data, task.path, split), task.path is not None and Path(task.path).is_file()
     pool = held if single or task.train_split == split else load_questions(task.data, task.path, task.train_split)
@@ -185,6 +198,11 @@ def real_questions(
         raise ValueError(f'{task.path or task.data} leaves {len(rest)} questions for training, {n} for dev and '
                          f'{wanted - n} for test; each part needs one at least')
     return {'train': subsample(rest, task.questions, seed), 'dev': held[:n], 'test': held[n:]}
+
+def _own_parts(task, seed):
+    "The parts of a set that has its own, or a draw of each: dict of lists."
+    sizes = {'train': task.questions, 'dev': task.dev_questions, 'test': task.test_questions}
+    return {part: subsample(load_questions(task.data, task.path, part), n, seed) for part, n in sizes.items()}
 
 def _mixed_questions(task, names, seed):
     "The questions of several sets: all training questions in one pool, dev and test in equal parts, ids as 'set:id'."
@@ -200,7 +218,7 @@ def _mixed_questions(task, names, seed):
 # %% ../nbs/5_run/62_setup.ipynb #c035
 def real_search(
     task,      # Task
-    protocol,  # a row of PROTOCOLS, 'direct', or None
+    protocol,  # a row of PROTOCOLS or a file, 'direct', or None
 ):
     """What is searched: `corpus`, or the path's corpus, or the paragraphs of the questions; None for a set that is
     asked without.
@@ -208,7 +226,7 @@ def real_search(
     Parameters
     ----------
     task : Task
-    protocol : a row of PROTOCOLS, 'direct', or None
+    protocol : a row of PROTOCOLS or a file, 'direct', or None
     """
     first = data_sets(task)[0]
     if not is_searched(first, protocol, task.corpus): return None
@@ -350,6 +368,24 @@ def add_lora(
         try: inject_adapter_in_model(LoraConfig(**{'target_modules': _LINEAR, **settings}), model)
         except TypeError as e: raise ValueError(f'lora: {e}') from e
     for name, p in model.named_parameters(): p.requires_grad_('.lora_' in name)
+
+# %% ../nbs/5_run/62_setup.ipynb #r6204
+def merge_lora(model):  # Hugging Face causal model, changed in place
+    """Add a model's low-rank additions (`add_lora`) to the weights they stand beside, and take them out. Raises
+    ValueError on a model that has none.
+
+    Parameters
+    ----------
+    model : Hugging Face causal model, changed in place
+    """
+    from peft.tuners.lora import LoraLayer
+    found = [(name, module) for name, module in model.named_modules() if isinstance(module, LoraLayer)]
+    if not found: raise ValueError('the model has no low-rank additions to merge')
+    for name, module in found:
+        module.merge(safe_merge=True)      # refuses what is not finite
+        parent, _, own = name.rpartition('.')
+        setattr(model.get_submodule(parent), own, module.get_base_layer())
+    del model.peft_config
 
 # %% ../nbs/5_run/62_setup.ipynb #c056
 @dataclass(frozen=True)
@@ -578,7 +614,7 @@ def forecast(
 
 def _sharing_line(sizes, acting, learning):  # Sizes, Acting, Learning
     "What computing shared tokens once saves, predicted from lengths alone: str."
-    prompt, row = acting.prompt_tokens, PROTOCOLS.get(acting.protocol)
+    prompt, row = acting.prompt_tokens, protocol_row(acting.protocol)
     response = acting.max_tokens - (prompt or 0)
     fit = (learning.row_tokens - (prompt or 0)) / max(response, 1)
     together = max(1, min(learning.group_size / learning.minibatches, fit))

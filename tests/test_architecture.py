@@ -30,7 +30,7 @@ PAST = {'Seen', 'Spoken', 'Warmed', 'Collected', 'Compared', 'Replayed', 'Distur
 # what starts a run, checks it, or stores what was asked, takes all of its flat record
 WHOLE = ('train', '_train', 'begin_run', 'launch_ranks', '_hold_and_start', 'rejection_sft', 'prepare', '_prepare',
          'check', 'check_warming', 'settings_of', 'group_of', 'examine', 'note_params', 'check_same_params',
-         'run_audit', '_audited', '_judged_run', 'run_asking', '_finished')
+         'run_audit', '_audited', '_judged_run', 'run_asking', '_finished', 'write_demos')
 # what checks it across groups, estimates it, or makes what many groups speak of, takes all of its groups
 GROUPED = ('_check_method', '_check_warmed', 'check_ahead', 'plan_of', 'load_of', 'forecast', 'weigh', 'make_learner',
            '_plan', '_weigh', '_forecast', '_warmed', '_warming_learner')

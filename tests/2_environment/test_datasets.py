@@ -569,10 +569,10 @@ def test_unknown_names_get_the_nearest():
 
 
 def test_what_the_table_says():
-    assert set(BENCHMARKS) == set(FILES) and {n for n, b in BENCHMARKS.items() if b.metric == 'numeric'
+    assert set(BENCHMARKS) == {*FILES, 'real'} and {n for n, b in BENCHMARKS.items() if b.metric == 'numeric'
                                               } == {'gsm8k', 'finqa'}
     assert {n for n, b in BENCHMARKS.items() if not b.has_corpus} == {'gsm8k', 'finqa'}
-    for b in BENCHMARKS.values():
+    for b in (b for b in BENCHMARKS.values() if not b.folder):
         repository, _, commit = b.hub
         assert '/' in repository and len(commit) == 40 and set(commit) <= set('0123456789abcdef')
         assert b.eval_split in b.hub_splits and b.licence and b.citation and b.home
@@ -1024,3 +1024,35 @@ def test_real_verl_files(data):
 def test_a_real_test_file_without_answers(data):
     with pytest.raises(RowError, match="unfiltered-web-test-without-answers.json, row 0: field 'Answer' is missing"):
         load_questions('triviaqa', data / 'triviaqa' / 'unfiltered-web-test-without-answers.json')
+
+
+# ---- the set that lies in the repository ----
+
+def test_the_real_parts_share_neither_questions_nor_pages_that_hold_an_answer():
+    from credit_rl.folr import first_occurrence
+    parts = {part: load_questions('real', split=part) for part in ('train', 'dev', 'test')}
+    pages = load_corpus('real')
+    by_title = {}
+    for p in pages: by_title.setdefault(p.title, []).append(p)
+    search, held = BM25(pages), {}
+    for part, questions in parts.items():
+        for q in questions:
+            assert q.meta['hops'] in (1, 2) and q.id.startswith(f'{q.source}:')
+            named = [p for title, *_ in q.meta.get('supporting_facts', ()) for p in by_title.get(title, ())]
+            shows = lambda found: {p.title for p in found if first_occurrence([p.text], q.answers) == 0}
+            own = shows(named) or shows(search.search([q.text], 10)[0])
+            assert own, q
+            for title in own: held.setdefault(title, set()).add(part)
+    assert all(len(of) == 1 for of in held.values())
+    texts = [q.text.lower() for questions in parts.values() for q in questions]
+    assert len(texts) == len(set(texts)) == 897
+    assert {q.source for q in parts['train']} == {q.source for q in parts['test']} == {
+        'hotpotqa', '2wikimultihopqa', 'musique', 'nq', 'popqa'}
+
+
+def test_the_real_files_are_small_and_stay_as_they_were_made():
+    folder = ROOT / 'data' / 'real'
+    files = sorted(folder.glob('*.gz'))
+    assert [p.name for p in files] == ['corpus.jsonl.gz', 'dev.jsonl.gz', 'test.jsonl.gz', 'train.jsonl.gz']
+    assert sum(p.stat().st_size for p in files) < 3e6
+    assert all(p.read_bytes()[4:8] == b'\0' * 4 for p in files)    # no time: the same rows, the same bytes

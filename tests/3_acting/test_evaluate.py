@@ -36,7 +36,8 @@ SAMPLE = DATA / 'hotpotqa_sample.json'
 SEVEN = MIXTURES['tspo'].evaluate
 # rows of our own, of every set
 COMMON = [n for n, b in BENCHMARKS.items() if b.common]
-FILES = {**{n: str(next(ROWS.glob(f'{n}.*'))) for n in BENCHMARKS if n != 'hotpotqa'}, 'hotpotqa': str(SAMPLE)}
+FILES = {**{n: str(next(ROWS.glob(f'{n}.*'))) for n, b in BENCHMARKS.items() if n != 'hotpotqa' and not b.folder},
+         'hotpotqa': str(SAMPLE)}
 BARE = ('nq', 'triviaqa', 'popqa', 'bamboogle')  # their rows bring no passages
 QUICK = dict(max_turns=2, turn_tokens=6, max_tokens=16384, passages=2)
 
@@ -582,7 +583,7 @@ def test_the_interval_is_the_binomials(n, p):
 # ---- names ----
 
 def test_which_sets_are_meant():
-    assert set(BENCHMARKS) - set(COMMON) == {'browsecompplus'}
+    assert set(BENCHMARKS) - set(COMMON) == {'browsecompplus', 'real'}
     assert set_names('all') == COMMON and set_names('tspo') == list(SEVEN)
     assert set_names('GSM8K, Hotpot-QA,gsm8k') == set_names(['gsm8k', 'hotpotqa']) == ['gsm8k', 'hotpotqa']
     with pytest.raises(ValueError, match='must be a int'):
