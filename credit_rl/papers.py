@@ -32,7 +32,7 @@ class Entry:
         if self.differs: return "not the paper's"
         return 'drawn' if self.draw else 'not run' if self.command else 'illustration'
 
-def _last_word(text): return re.split('[=/]', text)[-1].strip('[]')
+def _last_word(text): return re.split('[=/]', text)[-1].strip('[]{}')
 
 def training(file, *more):  # name of a file of runs/params without its ending; further settings, name=value
     """The command that trains by a paper's settings: str. With further settings the run has a folder of its own.
@@ -41,7 +41,7 @@ def training(file, *more):  # name of a file of runs/params without its ending; 
     ----------
     file, more : name of a file of runs/params without its ending; further settings, name=value
     """
-    own = '_'.join([file, *map(_last_word, more)])
+    own = '_'.join([file, *filter(None, map(_last_word, more))])
     own = [f'run=runs/{own}'] if more else []
     return ' '.join([f'credit-rl train --params runs/params/{file}.yaml', *more, *own])
 
@@ -176,14 +176,15 @@ IGPO = _entries(
      evaluation('igpo')),
     ('table 4', 'settings', 'settings_table', {'file': 'igpo_qwen2.5_7b'}, _IGPO),
     ('table 5', 'what other rules with rewards for steps need, in words'),
-    ('figure 1', 'rollouts without advantage, by step', 'curve_figure', {'metrics': ('zero_advantage',)},
+    ('figure 1', 'groups without advantage, by step', 'curve_figure', {'metrics': ('zero_groups',)},
      training('igpo_f1_qwen2.5_7b')),
     ('figure 2', 'diagram of the method'),
-    ('figure 3', 'the three variants by step, a panel for each set', 'set_figure', {}, training('igpo_ig_qwen2.5_7b')),
+    ('figure 3', 'word F1 of the three variants by step, a panel for each of seven sets', 'checkpoint_figure',
+     {'sets': SEVEN, 'metric': 'f1'}, at_steps('igpo', 'igpo_ig_qwen2.5_7b')),
     ('figure 4', 'how far the entropy of the gold answer falls in a rollout, by step', 'curve_figure',
      {'metrics': ('gold_entropy_fall',)}, _BELIEF),
-    ('figure 5', 'performance by tokens that were used for gradients', 'curve_figure',
-     {'metrics': ('dev_em',), 'x': 'trained_tokens'}, _IGPO),
+    ('figure 5', 'word F1 by tokens that were used for gradients', 'curve_figure',
+     {'metrics': ('dev_f1',), 'x': 'trained_tokens'}, _IGPO),
     ('figure 6', 'a rollout, with the credit of its turns', 'rollout_figure', {'right': True}, _IGPO),
     ('figure 7', 'another one', 'rollout_figure', {'right': False}, _IGPO),
     ('figure 8', 'the prompt'))
@@ -193,6 +194,16 @@ _VSPO = lambda *more: training('vspo_qwen2.5_3b', *more)
 _LONG = ('credit-rl longform --params runs/params/eval_prs_long.yaml run=runs/eval_prs_long model=MODEL path=PAIRS '
          'corpus=PASSAGES')
 
+def _judged(*more, step=''):
+    "The commands that train by VSPO, export what was made, and judge its long answers."
+    train = training('vspo_qwen2.5_3b', *more, *(['keep=100'] if step else []))
+    name, at = _name_of(train), f'/step-{step}' if step else ''
+    return (f'{train} && credit-rl export runs/{name} models/{name}{at}{f" --checkpoint {step}" if step else ""} && '
+            f'credit-rl longform --params runs/params/eval_prs_long.yaml run=runs/long_{name}{at.replace("/", "-")} '
+            f'model=models/{name}{at} path=PAIRS corpus=PASSAGES')
+
+_PASS, _JUDGED = ('reference_pass', 'hallucination_pass'), {'metric': 'reference_pass', 'means': True}
+
 PRS = _entries(
     'prs',
     ('table 1', 'long answers: PRS against a reward of 0 or 1', 'judged_rates', {}, _LONG),
@@ -201,39 +212,45 @@ PRS = _entries(
     ('table 3', 'long answers: VSPO, GRPO, PPO and fine-tuning', 'judged_rates', {}, _LONG),
     ('table 4', 'short answers: the same, exact match on seven sets', 'score_table', {'metric': 'em'},
      evaluation('prs')),
-    ('table 5', "VSPO's temperature T and limit α", 'gain_table',
-     {'by': ('options.temperature', 'options.smoothing', 'options.clip')}, _VSPO('options.temperature=0.5')),
+    ('table 5', "VSPO's temperature T and limit α: long answers, judged", 'trained_table',
+     {'by': ('options.temperature', 'options.smoothing', 'options.clip'), 'metrics': _PASS},
+     _judged('options.temperature=0.5')),
     ('table 6', 'long answers: PRS on a smaller model', 'judged_rates', {}, _LONG),
     ('table 7', 'short answers: PRS on a larger model', 'score_table', {'metric': 'em'}, evaluation('prs')),
-    ('table 8', 'how VSPO draws, with its limit and without', 'gain_table', {'by': ('options.draw', 'options.clip')},
-     _VSPO('options.draw=random')),
+    ('table 8', 'how VSPO draws, with its limit and without: long answers, judged', 'trained_table',
+     {'by': ('options.draw', 'options.clip'), 'metrics': _PASS}, _judged('options.draw=random')),
     ('figure 1', 'diagram of the two methods'),
-    ('figure 2', 'reward in training and on held-out questions, by step', 'curve_figure',
-     {'metrics': ('reward', 'dev_em')}, _VSPO()),
-    ('figure 3', 'held-out questions by step, for T and α', 'curve_figure', {'metrics': ('dev_em',)},
-     _VSPO('options.smoothing=4')),
-    ('figure 4', 'what has no advantage, by step', 'curve_figure', {'metrics': ('zero_advantage',)},
+    ('figure 2', 'reward in training, and long answers that a judge passes, by step', 'checkpoint_figure',
+     _JUDGED | {'also': ('reward',)}, _judged(step='STEP')),
+    ('figure 3', 'long answers that a judge passes by step, for T and α', 'checkpoint_figure', _JUDGED,
+     _judged('options.smoothing=4', step='STEP')),
+    ('figure 4', 'tasks, which are groups, without advantage, by step', 'curve_figure', {'metrics': ('zero_groups',)},
      training('prs_grpo_qwen2.5_3b')),
     ('figure 5', 'entropy by step, PRS against a reward of 0 or 1', 'curve_figure', {'metrics': ('entropy',)},
-     _VSPO('measure=[entropy]')),
-    ('figure 6', 'KL in training and held-out questions, by how VSPO draws', 'curve_figure',
-     {'metrics': ('kl', 'dev_em')}, _VSPO('options.draw=random')))
+     f"{_VSPO('measure=[entropy]')} && {_VSPO('method=vspo', 'options={}', 'measure=[entropy]')}"),
+    ('figure 6', 'KL in training, and long answers that a judge passes, by how VSPO draws', 'checkpoint_figure',
+     _JUDGED | {'also': ('kl',)}, _judged('options.draw=random', step='STEP')))
 
 # %% ../nbs/papers/84_papers.ipynb #t016
 _CARL, _ASKED = training('carl_qwen2.5_7b', 'critic_from=runs/carl_qwen2.5_7b_warmup'), 'credit-rl competence RUN'
+_TRIED = ('credit-rl evaluate --params runs/params/eval_carl.yaml baseline=direct protocol=null questions=null '
+          'greedy=false temperature=1.0 seed=1 run=runs/tries_1 model=MODEL path=DATA')
 _WARM = ('papermill nbs/92_warmup.ipynb runs/carl_qwen2.5_7b_warmup/notebook.ipynb -f runs/params/carl_qwen2.5_7b.yaml '
          '-f runs/params/carl_qwen2.5_7b_warmup.yaml')
 
 CARL = _entries(
     'carl',
-    ('table 1', 'share of the questions that are not known without tools', 'tier_table', {}, _WARM),
+    ('table 1', 'share of the questions of each set that are not known in five tries without tools', 'tier_table', {},
+     _TRIED),
     ('table 2', 'score and tokens on five sets: prompting, fine-tuning, RL; two sizes', 'score_table',
      {'metric': 'score', 'also': ('tokens',)}, evaluation('carl')),
-    ('table 3', 'who calls a tool, by what is known without', 'asking_rates', {}, _ASKED),
+    ('table 3', 'who calls a tool, by what is known without, on three sets', 'asking_rates',
+     {'sets': ('hotpotqa', '2wikimultihopqa', 'musique')}, f"{_TRIED} && {evaluation('carl')}"),
     ('table 4', 'rollouts of a warm-up, by tier and prompt', 'bucket_table', {}, _WARM),
     ('table 5', 'settings', 'settings_table', {'file': 'carl_qwen2.5_7b'}, _CARL),
     ('table 6', 'tool calls of a rollout, on five sets', 'score_table', {'metric': 'calls'}, evaluation('carl')),
-    ('table 7', 'why wrong answers are wrong, by hops', 'error_counts', {}, evaluation('carl', 'data=musique')),
+    ('table 7', 'why 100 wrong answers to MuSiQue are wrong, by hops', 'error_counts', {'data': 'musique', 'most': 100},
+     evaluation('carl', 'data=musique'), 'categories are told by what stands in a rollout, the paper sorts by hand'),
     ('table 8', 'more passages a query, and another search', 'score_table', {'metric': 'score'},
      evaluation('carl_k5')),
     ('table 9', 'how the critic was warmed up: none, random rollouts, curated ones', 'gain_table',
@@ -244,21 +261,28 @@ CARL = _entries(
      training('carl_qwen2.5_7b', 'options.lam=0.5', 'critic_from=runs/carl_qwen2.5_7b_warmup')),
     ('table 11', "the critic's chance of success against what came, in ten bins", 'calibration_table', {}, _ASKED),
     ('table 12', 'whether the critic rises where a note keeps the gold and falls where it loses it', 'sign_rates', {},
-     _ASKED),
-    ('table 13', 'explained variance of the outcome, by step', 'explained_table', {}, _CARL),
-    ('table 14', 'what the critic tells apart, and what notes keep, before and after', 'mechanism_table', {}, _ASKED),
+     _ASKED, "of the run's own test questions, several notes of a rollout, and what a note keeps is told by its words; "
+     'the paper has 300 pairs of HotpotQA and MuSiQue, one of a rollout, sorted by hand'),
+    ('table 13', 'explained variance of the outcome on held-out rollouts, every 50 steps', 'explained_table', {},
+     _CARL),
+    ('table 14', 'what the critic tells apart, and what notes keep, before and after', 'mechanism_table', {}, _ASKED,
+     "of the run's own test questions, not of 500 of each of five sets"),
     ('table 15', 'MMLU, GSM8K, TruthfulQA and WikiText-103 without tools, before and after', '', {},
      'credit-rl export RUN MODEL && lm_eval --model vllm --model_args '
      'pretrained=MODEL,dtype=bfloat16,data_parallel_size=8 --tasks mmlu,gsm8k,truthfulqa_mc2,wikitext'),
     ('table 16', 'what is known, with a tool that fails', 'broken_table', {}, _ASKED),
     ('table 17', 'two frameworks compared in words'),
-    ('table 18', 'right by number of hops', 'hop_scores', {}, evaluation('carl')),
-    ('table 19', 'wrong answers to what is not known', 'asking_rates', {}, _ASKED),
+    ('table 18', 'right by number of hops, on three sets', 'hop_scores', {}, evaluation('carl')),
+    ('table 19', 'wrong answers to what is not known, on three sets', 'asking_rates',
+     {'sets': ('hotpotqa', '2wikimultihopqa', 'musique')}, f"{_TRIED} && {evaluation('carl')}"),
     ('figure 1', 'diagram of a rollout in segments'),
-    ('figure 2', 'calibration, held-out questions and calls on what is known, by step', 'competence_figure', {},
-     _ASKED),
+    ('figure 2', 'calibration of three warm-ups; held-out questions and calls on what is known, by step',
+     'competence_figure', {}, f'{_WARM} && {_CARL}', 'held-out questions are of the three sets that are trained on, '
+     'not a mean of four'),
     ('figure 3', "the critic's value, segment by segment", 'state_figure', {'what': 'values'}, _CARL),
-    ('figure 4', "how the critic's value at the question is spread, by tier", 'tier_figure', {}, _CARL))
+    ('figure 4', "how the warmed-up critic's value at the question is spread, by tier", 'tier_figure', {},
+     training('carl_qwen2.5_7b', 'critic_from=runs/carl_qwen2.5_7b_warmup', 'log_rollouts=256', 'steps=1'),
+     'of the training questions of the first step, before an update, not of held-out ones'))
 ENTRIES = {'tips': TIPS, 'tspo': TSPO, 'igpo': IGPO, 'prs': PRS, 'carl': CARL}
 
 # %% ../nbs/papers/84_papers.ipynb #t018
@@ -301,7 +325,8 @@ def entry_table(paper=None):  # None: all
     paper : None: all
     """
     import pandas as pd
-    rows = [(e.paper, e.name, e.title, e.state + (f': {e.differs}' if e.differs else ''), e.command) for of in ENTRIES.values() for e in of
+    rows = [(e.paper, e.name, e.title, e.state + f': {e.differs}' * bool(e.differs), e.command)
+            for of in ENTRIES.values() for e in of
             if paper in (None, e.paper)]
     return pd.DataFrame(rows, columns=['paper', 'number', 'what it shows', 'state', 'command'])
 

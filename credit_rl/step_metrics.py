@@ -113,7 +113,9 @@ def credit_metrics(
     """
     layout, rewards, seen, credit = batch.layout, batch.rewards, batch.seen, batch.credit
     moved = layout.row_trajectory[(credit.advantages != 0).any(1)].unique()
+    heard, size = layout.groups[moved].unique(), int((layout.groups == layout.groups[0]).sum())
     out = {'zero_advantage': 1 - len(moved) / len(batch.text['outcome']),
+           'zero_groups': 1 - len(heard) * size / len(batch.text['outcome']),
            'surprisal': -layout.logps[layout.trained].mean().item()}
     if seen and seen.entropy is not None: out['entropy'] = seen.entropy[layout.trained].mean().item()
     if seen and seen.gold_logp is not None: out |= gold_statistics(seen, layout)

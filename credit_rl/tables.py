@@ -5,12 +5,12 @@
 # %% auto #0
 __all__ = ['DRAWINGS', 'FILES', 'sort_folders', 'score_table', 'mean_table', 'gain_table', 'trained_table', 'process_table',
            'reward_table', 'near_miss_table', 'teacher_shape', 'widths_table', 'lengths_table', 'flops_table',
-           'time_table', 'regression_table', 'curve_figure', 'set_figure', 'checkpoint_figure', 'option_figure',
-           'length_figure', 'stack_figure', 'refresh_figure', 'size_figure', 'advantage_figure', 'rollout_figure',
-           'state_figure', 'asking_rates', 'broken_table', 'tier_table', 'mechanism_table', 'sign_rates',
-           'calibration_table', 'competence_figure', 'bucket_table', 'tier_figure', 'explained_table', 'error_counts',
-           'hop_scores', 'retriever_table', 'sources_table', 'judged_rates', 'settings_table', 'draw_entry',
-           'setting_gaps', 'entry_lines', 'main']
+           'time_table', 'regression_table', 'curve_figure', 'checkpoint_figure', 'option_figure', 'length_figure',
+           'stack_figure', 'refresh_figure', 'size_figure', 'advantage_figure', 'rollout_figure', 'state_figure',
+           'asking_rates', 'broken_table', 'tier_table', 'mechanism_table', 'sign_rates', 'calibration_table',
+           'competence_figure', 'bucket_table', 'tier_figure', 'explained_table', 'error_counts', 'hop_scores',
+           'retriever_table', 'sources_table', 'judged_rates', 'settings_table', 'draw_entry', 'setting_gaps',
+           'entry_lines', 'main']
 
 # %% ../nbs/papers/85_tables.ipynb #u002
 import inspect, math, re, sys, textwrap
@@ -18,7 +18,7 @@ from importlib.resources import files
 from pathlib import Path
 import numpy as np, torch, yaml
 from .compare import find_runs, load_runs, seed_curves
-from .competence import asking_table, critics_table, play_table, resilience_table
+from .competence import critics_table, play_table, resilience_table
 from .critics import brier, expected_calibration_error
 from .diagnostics import SPARE_COLOURS, error_table, method_colours
 from .estimate import KNOWN_SIZES, read_sizes
@@ -28,10 +28,12 @@ from .evaluate import measure, read_manifest, read_scores
 from .folr import chi_squared, first_turns, has_evidence, op_table
 from .longform import VERDICTS, judged_table, know_pairs
 from .methods import METHODS, get_method
+from .metrics import carl_match
 from .models import load_tokenizer
+from .outcome import outcome_of
 from .papers import ENTRIES, find_entry, report
 from .parameters import make_parser
-from .prepare import is_warmup
+from .prepare import calibration_pairs, is_warmup
 from .options import options_in
 from .runlog import METRICS, read_json, read_params, read_summary, read_turns
 from .settings import GROUPS
@@ -159,7 +161,8 @@ def _set_values(
     if metric in VERDICTS:
         judged = [read_json(path) for path in sorted(Path(folder).glob('*/judged.json'))]
         if not judged: raise ValueError(f'{folder} was not judged: credit-rl longform --folder {folder} judge=…')
-        kinds = {k: math.nan if v[metric] is None else v[metric] for x in judged for k, v in x.items() if isinstance(v, dict) and metric in v}
+        rates = {k: v[metric] for x in judged for k, v in x.items() if isinstance(v, dict) and metric in v}
+        kinds = {k: math.nan if rate is None else rate for k, rate in rates.items()}
         return {**{k: v for k, v in kinds.items() if k != 'all'}, 'mean': kinds['all']}
     if _is_evaluation(folder):
         found = {n: s['score'] if metric == 'score' else s[metric] for n, s in read_scores(folder).items()}
@@ -238,17 +241,17 @@ def _by_name(params, by):
 def _maker(model, runs):  # as a manifest names it; Paths of runs of training
     "What made a model that was evaluated: (name of the run or None, Path of the run or None, step or None)."
     about, parts = Path(str(model))/'credit_rl.json', Path(str(model)).parts
-    told, named = read_json(about) if about.exists() else {}, {run.name: run for run in runs}
-    name = told.get('run') or next((p for p in reversed(parts) if p in named), None)
-    step = told.get('step', next((int(n) for n in re.findall(r'step-?0*(\d+)', str(model))), None))
+    origin, named = read_json(about) if about.exists() else {}, {run.name: run for run in runs}
+    name = origin.get('run') or next((p for p in reversed(parts) if p in named), None)
+    step = origin.get('step', next((int(n) for n in re.findall(r'step-?0*(\d+)', str(model))), None))
     return name, named.get(name), step
 
 def _trained(
     folders,     # as in sort_folders
     every=False, # True: all checkpoints of a run that were evaluated, not the best alone
 ):
-    """Evaluations of models that runs of training made: list of (folder, Path of the run, step). Raises ValueError where
-    there is none."""
+    """Evaluations of models that runs of training made: list of (folder, Path of the run, step). Raises ValueError
+    where there is none."""
     kinds, found, lost = sort_folders(folders), [], []
     for folder in kinds['evaluation']:
         model = read_manifest(folder/next(iter(read_scores(folder))))['model']['name']
@@ -384,8 +387,7 @@ def reward_table(
     pool=False,  # True: the rollouts of all folders together
 ):
     """Mean reward of each turn, the outcome and what FOLR adds to it (TSPO eq. 6), by outcome and process (TSPO table
-    2)
-    in each folder: a pandas DataFrame, NaN where no rollout has it.
+    2) in each folder: a pandas DataFrame, NaN where no rollout has it.
 
     Parameters
     ----------
@@ -629,18 +631,6 @@ def curve_figure(
     _add_legend(fig, axes)
     return fig
 
-# %% ../nbs/papers/85_tables.ipynb #s8534
-def set_figure(folders):  # as in sort_folders
-    """Draw held-out questions by step, a panel for each data set where several are mixed, else one for each number of
-    hops, else one for all: matplotlib figure.
-
-    Parameters
-    ----------
-    folders : as in sort_folders
-    """
-    names = [n for n in _curves(folders) if n.startswith('dev_em_')]
-    return curve_figure(folders, [n for n in names if not n[7:].isdigit()] or sorted(names) or ['dev_em'])
-
 # %% ../nbs/papers/85_tables.ipynb #v007
 def checkpoint_figure(
     folders,      # as in sort_folders
@@ -692,8 +682,7 @@ def option_figure(
     sets=None, # as in trained_table
 ):
     """Draw the exact match of evaluations of what runs made against an option of these runs, a line for each set and
-    one
-    for their mean, a panel for each model: matplotlib figure.
+    one for their mean, a panel for each model: matplotlib figure.
 
     Parameters
     ----------
@@ -775,21 +764,22 @@ def stack_figure(
 # %% ../nbs/papers/85_tables.ipynb #u032
 def refresh_figure(folders):  # as in sort_folders
     """Draw held-out questions by step for each refresh interval of the teacher, and the mean exact match of evaluations
-    of what the runs made by interval, a line for each model (TIPS figure 6): matplotlib figure. Without an evaluation
-    there is the first panel alone.
+    of what the runs made by interval, a line for each model (TIPS figure 6): matplotlib figure. Without such an
+    evaluation there is the first panel alone.
 
     Parameters
     ----------
     folders : as in sort_folders
     """
-    kinds, table, ends = sort_folders(folders), _curves(folders), {}
-    if kinds['evaluation']:
-        for folder, run, _ in _trained(folders):
-            p = read_params(run)
-            if 'shaping' not in _part_names(p['method']): continue
-            usual = max(1, round(.4 * p['steps']))
-            every = usual if p.get('teacher_every') is None else p['teacher_every'] or p['steps']
-            ends.setdefault(_setting_value(p, 'model'), {}).setdefault(every, []).append(_set_values(folder)['mean'])
+    table, ends = _curves(folders), {}
+    try: made = _trained(folders)
+    except ValueError: made = []
+    for folder, run, _ in made:
+        p = read_params(run)
+        if 'shaping' not in _part_names(p['method']): continue
+        usual = max(1, round(.4 * p['steps']))
+        every = usual if p.get('teacher_every') is None else p['teacher_every'] or p['steps']
+        ends.setdefault(_setting_value(p, 'model'), {}).setdefault(every, []).append(_set_values(folder)['mean'])
     fig, axes = _panels(2 if ends else 1)
     colours = _colours(dict.fromkeys(table.method))
     for name, own in seed_curves(table, 'dev_em').groupby('method', sort=False):
@@ -972,6 +962,38 @@ def state_figure(
     _add_legend(fig, axes)
     return fig
 
+# %% ../nbs/papers/85_tables.ipynb #v030
+def _answers(folder, name):
+    "Rows of a set of an evaluation with `right`, by what the set is reported by: list of dict."
+    metric = read_scores(folder)[name]['metric']
+    return [{**row, 'right': row[metric]} for row in read_turns(folder/name)]
+
+def _is_try(settings):
+    "Whether an evaluation's settings are those of a sampled try without tools."
+    return settings.get('baseline') == 'direct' and not settings.get('greedy', True)
+
+def _asked_tiers(folders, tries=5):
+    """Tiers of questions by evaluations that tried them without tools at least so often: dict model → (set, id) → 2
+    where any try was right, else 1. Raises ValueError where there are fewer."""
+    found = {}
+    for folder in _of_kind(folders, 'evaluation'):
+        for name in read_scores(folder):
+            about = read_manifest(folder/name)
+            if not _is_try(about['settings']): continue
+            of = found.setdefault(about['model']['name'], {})
+            for row in _answers(folder, name): of.setdefault((name, row['id']), []).append(row['right'])
+    tiers = {model: {k: 1 + any(x) for k, x in of.items() if len(x) >= tries} for model, of in found.items()}
+    if not any(tiers.values()):
+        raise ValueError(f'no question was tried {tries} times without tools: evaluate with baseline=direct '
+                         f'protocol=null questions=null greedy=false, {tries} times, with seeds 1 to {tries}')
+    return tiers
+
+def _base_of(model, runs):
+    "The model that an evaluated one began as: that of the run which made it, else itself."
+    _, run, _ = _maker(model, runs)
+    about = Path(str(model))/'credit_rl.json'
+    return read_params(run)['model'] if run else read_json(about)['model'] if about.exists() else model
+
 # %% ../nbs/papers/85_tables.ipynb #u040
 def _examined_runs(folders):  # as in sort_folders
     "Runs of training that were examined: list of Path. Raises ValueError where none was."
@@ -993,14 +1015,42 @@ def _found_critics(folders):
     runs = _examined_runs(folders)
     return [(name, read_summary(run)['competence']) for name, run in zip(_run_names(runs), runs)]
 
-def asking_rates(folders):  # as in sort_folders
-    """Calls, exact match and mistakes by tier (CARL tables 3 and 19): a pandas DataFrame, see `asking_table`.
+# %% ../nbs/papers/85_tables.ipynb #v031
+def asking_rates(
+    folders,    # as in sort_folders
+    sets=None,  # names of the sets that count; None: all
+):
+    """Who calls a tool, who is right, and who answers wrong, by tier (CARL tables 3 and 19): a pandas DataFrame, a row
+    for each evaluation, of questions whose tier its base's tries tell.
 
     Parameters
     ----------
     folders : as in sort_folders
+    sets : names of the sets that count; None: all
     """
-    return _by_model(asking_table, folders)
+    import pandas as pd
+    tiers, kinds, rows = _asked_tiers(folders), sort_folders(folders), {}
+    for label, folder in zip(_folder_names(kinds['evaluation']), kinds['evaluation']):
+        found = {1: [], 2: []}
+        for name in read_scores(folder):
+            about = read_manifest(folder/name)
+            known = tiers.get(_base_of(about['model']['name'], kinds['training']), {})
+            if not known or _is_try(about['settings']) or sets and name not in sets: continue
+            for row in _answers(folder, name):
+                if (name, row['id']) in known: found[known[name, row['id']]].append(row)
+        if any(found.values()): rows[label] = _tier_row(found)
+    if not rows:
+        raise ValueError('none of these evaluations is of questions whose tier is known, by a model that began as the '
+                         'one that tried them')
+    return pd.DataFrame.from_dict(rows, orient='index')
+
+def _tier_row(found):
+    "Rates of an evaluation by tier: dict, NaN where no question is of it."
+    share = lambda tier, of: sum(map(of, found[tier])) / len(found[tier]) if found[tier] else math.nan
+    return {**{f'tool rate, tier {t}': share(t, lambda r: r['calls'] > 0) for t in (1, 2)},
+            **{f'EM, tier {t}': share(t, lambda r: r['right']) for t in (2, 1)},
+            'wrong answers, tier 1': share(1, lambda r: bool(r['answer_rate']) and not r['right']),
+            'questions, tier 1': len(found[1]), 'questions, tier 2': len(found[2])}
 
 # %% ../nbs/papers/85_tables.ipynb #s8554
 def broken_table(folders):  # as in sort_folders
@@ -1014,16 +1064,20 @@ def broken_table(folders):  # as in sort_folders
 
 # %% ../nbs/papers/85_tables.ipynb #s8557
 def tier_table(folders):  # as in sort_folders
-    """Share of the test questions that the base does not know without tools (CARL table 1): a pandas DataFrame.
+    """Share of the questions of each set that a model does not know without tools, of five tries (CARL table 1): a
+    pandas DataFrame, a column for each model.
 
     Parameters
     ----------
     folders : as in sort_folders
     """
-    count = lambda found, tier: float(found['tiers'].get(tier, 0))
-    return _table_of([(method, {'tier 1': count(f, '1') / (count(f, '1') + count(f, '2')),
-                               'questions': count(f, '1') + count(f, '2')})
-                     for method, f in _found_critics(folders)])
+    import pandas as pd
+    columns = {}
+    for model, tiers in _asked_tiers(folders).items():
+        of = {}
+        for (name, _), tier in tiers.items(): of.setdefault(name, []).append(float(tier == 1))
+        columns[f'tier 1, {Path(str(model)).name}'] = {n: sum(x) / len(x) for n, x in of.items()}
+    return pd.DataFrame(columns)
 
 # %% ../nbs/papers/85_tables.ipynb #s8560
 def mechanism_table(folders):  # as in sort_folders
@@ -1035,7 +1089,9 @@ def mechanism_table(folders):  # as in sort_folders
     """
     alone = lambda runs: resilience_table(runs).filter(items=['no tool, all, base'])
     joined = lambda runs: play_table(runs).join(critics_table(runs), how='left').join(alone(runs))
-    return _by_model(joined, folders)
+    table = _by_model(joined, folders)
+    known = {'V, known', 'V, not known'} <= {*table}
+    return table.assign(**{'V apart': table['V, known'] - table['V, not known']} if known else {})
 
 # %% ../nbs/papers/85_tables.ipynb #s8562
 def sign_rates(folders):  # as in sort_folders
@@ -1052,6 +1108,12 @@ def sign_rates(folders):  # as in sort_folders
     if not rows: raise ValueError('none of these runs has a critic')
     table = _table_of(rows)
     return table.assign(rate=table.did / table.n.where(table.n > 0))
+
+# %% ../nbs/papers/85_tables.ipynb #v032
+def _binned(chances, outcomes):
+    "Share right in ten bins of a chance: list of float, NaN in empty ones."
+    place = (chances * 10).long().clamp(0, 9)
+    return [outcomes[place == i].mean().item() for i in range(10)]
 
 # %% ../nbs/papers/85_tables.ipynb #s8565
 def calibration_table(folders):  # as in sort_folders
@@ -1070,8 +1132,7 @@ def calibration_table(folders):  # as in sort_folders
     columns = {}
     for method, critics in found.items():
         p, y = (torch.tensor([v for c in critics for v in c[n]]).float() for n in ('chances', 'outcomes'))
-        place = (p * 10).long().clamp(0, 9)
-        column = {f'{i / 10:.1f} to {(i + 1) / 10:.1f}': y[place == i].mean().item() for i in range(10)}
+        column = {f'{i / 10:.1f} to {(i + 1) / 10:.1f}': share for i, share in enumerate(_binned(p, y))}
         aucs = [c['auc'] for c in critics if c['auc'] is not None]
         columns[method] = {**column, 'ECE': expected_calibration_error(p, y), 'Brier': brier(p, y),
                            'AUC': sum(aucs) / len(aucs) if aucs else math.nan}
@@ -1079,24 +1140,29 @@ def calibration_table(folders):  # as in sort_folders
 
 # %% ../nbs/papers/85_tables.ipynb #s8568
 def competence_figure(folders):  # as in sort_folders
-    """Draw calibration, held-out questions, and calls on what is known, by step (CARL figure 2): matplotlib figure.
+    """Draw the calibration of warm-ups by how their rollouts were collected, held-out questions, and calls on what is
+    known, by step (CARL figure 2): matplotlib figure.
 
     Parameters
     ----------
     folders : as in sort_folders
     """
-    table, curves = calibration_table(folders).iloc[:10], _curves(folders)
-    names = [n for n in ('dev_em', 'tool_rate_tier_2') if n in curves and curves[n].notna().any()]
-    fig, axes = _panels(1 + len(names))
-    colours = _colours(dict.fromkeys([*table, *curves.method]))
-    axes[0].plot([0, 1], [0, 1], '--', color='#999999', lw=.8)
-    for method in table:
-        axes[0].plot([(i + .5) / 10 for i in range(10)], table[method], 'o-', ms=3, color=colours[method], label=method)
-    axes[0].set(xlabel="critic's chance of success at the question", ylabel='share right', xlim=(0, 1), ylim=(0, 1))
-    labels = {'dev_em': 'exact match, held-out questions', 'tool_rate_tier_2': 'share with a call, known'}
-    for ax, name in zip(axes[1:], names):
-        for method, own in seed_curves(curves, name).groupby('method', sort=False):
-            ax.plot(own.groupby('x').y.mean(), color=colours[method], label=method)
+    kinds = sort_folders(folders)
+    pairs = calibration_pairs(done) if (done := [w for w in kinds['warm-up'] if read_summary(w)]) else {}
+    curves = _curves(folders) if kinds['training'] else {}
+    wanted = ('dev_right' if 'dev_right' in curves else 'dev_em', 'tool_rate_tier_2')
+    names = [n for n in wanted if n in curves and curves[n].notna().any()]
+    if not pairs and not names: raise ValueError('no finished warm-up, and no run of training that logged its steps')
+    fig, axes = _panels(bool(pairs) + len(names))
+    for kind, colour in zip(pairs, ('#0173b2', '#de8f05', '#029e73', *SPARE_COLOURS)):
+        axes[0].plot([.05 + i / 10 for i in range(10)], _binned(*pairs[kind]), 'o-', ms=3, color=colour, label=kind)
+    if pairs:
+        axes[0].plot([0, 1], [0, 1], '--', color='#999999', lw=.8)
+        axes[0].set(xlabel="warmed-up critic's chance at the question", ylabel='share right', xlim=(0, 1), ylim=(0, 1))
+    labels = {'dev_right': 'right, held-out questions', 'dev_em': 'exact match, held-out questions',
+              'tool_rate_tier_2': 'share with a call, known'}
+    for ax, name in zip(axes[bool(pairs):], names):
+        _draw_lines(ax, seed_curves(curves, name), _colours(dict.fromkeys(curves.method)))
         ax.set(xlabel='training step', ylabel=labels[name])
         ax.xaxis.get_major_locator().set_params(integer=True)
     _add_legend(fig, axes)
@@ -1128,8 +1194,9 @@ def _tier(question, tiers):
     return question.meta.get('tier', tiers.get((question.source, question.id), own))
 
 def tier_figure(folders):  # as in sort_folders
-    """Draw how the critic's value at the question is spread, by tier (CARL figure 4), of the training rollouts that
-    were kept, a panel for each name of a run: matplotlib figure.
+    """Draw how the warmed-up critic's value at the question is spread, by tier (CARL figure 4), of the training
+    rollouts that were kept of the first step, whose values were read before any update, a panel for each name of a run:
+    matplotlib figure.
 
     Parameters
     ----------
@@ -1140,23 +1207,23 @@ def tier_figure(folders):  # as in sort_folders
         if (source := read_params(run).get('critic_from')) and Path(source).exists(): tiers |= known_tiers(source)
     for name, t, row in _kept_rollouts(_of_kind(folders)):
         tier = _tier(t.question, tiers)
-        if tier in (1, 2) and row.get('values'):
+        if tier in (1, 2) and row.get('values') and row['step'] == 1:
             found.setdefault(name, {1: [], 2: []})[tier].append(row['values'][0])
     if not found:
-        raise ValueError('no rollout was kept with a value at a question whose tier is known: train with a critic, and '
-                         'with critic_from, the folder of a warm-up')
+        raise ValueError('no rollout of step 1 was kept with a value at a question whose tier is known: train with a '
+                         'critic, and with critic_from, the folder of a warm-up')
     fig, axes = _panels(len(found))
     for ax, (name, values) in zip(axes, found.items()):
         for tier, colour, what in ((1, '#de8f05', 'not known without tools'), (2, '#0173b2', 'known without tools')):
             ax.hist(values[tier], 20, range=(0, 1), color=colour, alpha=.6, label=f'{what} (Tier {tier})')
-        ax.set(title=name, xlabel="critic's value at the question", ylabel='kept rollouts')
+        ax.set(title=name, xlabel="critic's value at the question", ylabel='kept rollouts of step 1')
     _add_legend(fig, axes)
     return fig
 
 # %% ../nbs/papers/85_tables.ipynb #s8576
 def explained_table(folders):  # as in sort_folders
-    """Explained variance of the outcome by the critic's values, by step (CARL table 13): a pandas DataFrame, a column
-    for each name of a run, at ten steps at most.
+    """Explained variance of the outcome by the critic's values on held-out rollouts, by step (CARL table 13): a pandas
+    DataFrame, a column for each name of a run, at every fiftieth step, or ten of a run that is shorter.
 
     Parameters
     ----------
@@ -1164,9 +1231,10 @@ def explained_table(folders):  # as in sort_folders
     """
     import pandas as pd
     columns = {}
-    for name, table in _logged(folders, ['explained_outcome']): columns.setdefault(name, []).append(
-        table.set_index('step').explained_outcome)
+    for name, table in _logged(folders, ['gate_explained']):
+        columns.setdefault(name, []).append(table.set_index('step').gate_explained)
     table = pd.DataFrame({name: pd.concat(own, axis=1).mean(axis=1) for name, own in columns.items()}).sort_index()
+    if table.index.max() >= 100: return table[table.index % 50 == 0]
     return table.iloc[np.unique(np.linspace(0, len(table) - 1, min(10, len(table))).round().astype(int))]
 
 # %% ../nbs/papers/85_tables.ipynb #u046
@@ -1175,40 +1243,52 @@ def _set_rows(folder):
     return [(name, read_manifest(folder/name), [trajectory_from_json(r['trajectory']) for r in read_turns(folder/name)])
             for name in read_scores(folder)]
 
-def error_counts(folders):  # as in sort_folders
+def error_counts(
+    folders,    # as in sort_folders
+    data=None,  # the set whose rollouts are sorted; None: all
+    most=None,  # wrong rollouts of each set, the first; None: all
+):
     """Wrong rollouts of evaluations by category, and by hops where questions tell them (CARL table 7): a pandas
     DataFrame, see `error_table`.
 
     Parameters
     ----------
     folders : as in sort_folders
+    data : the set whose rollouts are sorted; None: all
+    most : wrong rollouts of each set, the first; None: all
     """
     import pandas as pd
-    own = _of_kind(folders, 'evaluation')
-    tables = {(label, name): error_table(rollouts, asked_protocol(about['protocol']['name']))
-              for label, folder in zip(_folder_names(own), own) for name, about, rollouts in _set_rows(folder)}
+    own, tables = _of_kind(folders, 'evaluation'), {}
+    for label, folder in zip(_folder_names(own), own):
+        for name, about, rollouts in _set_rows(folder):
+            if data not in (None, name): continue
+            metric = carl_match if about.get('metric', {}).get('name') == 'carl_em' else 'em'
+            wrong = [t for t in rollouts if not outcome_of(t, metric)][:most]
+            tables[label, name] = error_table(wrong, asked_protocol(about['protocol']['name']), metric)
+    if not tables: raise ValueError(f'none of these evaluations is of {data}')
     return pd.concat(tables, names=['run', 'data'])
 
 # %% ../nbs/papers/85_tables.ipynb #s8584
 def hop_scores(folders):  # as in sort_folders
-    """Right by number of hops (CARL table 18): a pandas DataFrame, a column for each evaluation and name of a finished
-    run. Raises ValueError where no question tells its hops.
+    """Right by number of hops, HotpotQA and 2Wiki as two (CARL table 18): a pandas DataFrame, a column for each
+    evaluation, and the number of questions. Raises ValueError where no set is one of the three.
 
     Parameters
     ----------
     folders : as in sort_folders
     """
     import pandas as pd
-    kinds, columns = sort_folders(folders), {}
-    for label, folder in zip(_folder_names(kinds['evaluation']), kinds['evaluation']):
-        own = {f'{n} hops, {s}': x['score'] for s, v in read_scores(folder).items() for n, x in v['by_hops'].items()}
-        if own: columns[label] = own
-    done = [run for run in kinds['training'] if read_summary(run) is not None]
-    rows = [(name, {f'{n} hops': x for n, x in read_summary(run)['final'].items() if n.isdigit()})
-            for name, run in zip(_run_names(done), done)]
-    if any(row for _, row in rows): columns |= _table_of(rows).drop(columns='seeds').T.to_dict()
-    if not columns: raise ValueError('no question of these runs tells how many hops it takes')
-    return pd.DataFrame(columns)
+    own, columns, two = _of_kind(folders, 'evaluation'), {}, ('hotpotqa', '2wikimultihopqa')
+    for label, folder in zip(_folder_names(own), own):
+        parts = {}
+        for name, scores in read_scores(folder).items():
+            of = {'2': scores} if name in two else scores['by_hops'] if name == 'musique' else {}
+            for hops, x in of.items(): parts.setdefault(f'{hops} hops', []).append((x['questions'], x['score']))
+        if parts:
+            columns[f'n, {label}'] = {hops: sum(n for n, _ in x) for hops, x in parts.items()}
+            columns[label] = {hops: sum(n * s for n, s in x) / sum(n for n, _ in x) for hops, x in parts.items()}
+    if not columns: raise ValueError('none of these evaluations is of HotpotQA, 2Wiki or MuSiQue')
+    return pd.DataFrame(columns).sort_index()
 
 # %% ../nbs/papers/85_tables.ipynb #s8587
 def _by_set(folders, row):
@@ -1304,7 +1384,7 @@ def settings_table(
 # %% ../nbs/papers/85_tables.ipynb #u052
 DRAWINGS = {f.__name__: f for f in (
     score_table, mean_table, gain_table, process_table, reward_table, near_miss_table, widths_table, lengths_table,
-    flops_table, time_table, regression_table, curve_figure, set_figure, stack_figure, refresh_figure, size_figure,
+    flops_table, time_table, regression_table, curve_figure, stack_figure, refresh_figure, size_figure,
     advantage_figure, rollout_figure, state_figure, asking_rates, broken_table, tier_table, mechanism_table, sign_rates,
     calibration_table, competence_figure, bucket_table, tier_figure, explained_table, error_counts, hop_scores,
     retriever_table, sources_table, judged_rates, settings_table, trained_table, checkpoint_figure, option_figure,
@@ -1328,6 +1408,7 @@ def draw_entry(
     if not entry.draw:
         why = f': {entry.differs}' if entry.differs else ''
         raise ValueError(f'{where}: {entry.state}{why}' + (f'; {entry.command}' if entry.command else ''))
+    know_pairs()                                       # so that long answers are found as well
     draw = DRAWINGS[entry.draw]
     together = {'pool': True} if pool and 'pool' in inspect.signature(draw).parameters else {}
     try: return draw(folders, **entry.arguments, **together)
@@ -1419,14 +1500,14 @@ def main(arguments=None):  # list of str; None: the command line's
     parser.add_argument('--out', metavar='FOLDER', help='where tables are written as .csv and figures as .png')
     parser.add_argument('--pool', action='store_true', help='tables of rollouts count those of all folders together')
     given = parser.parse_intermixed_args(arguments)    # folders may stand behind --only
-    know_pairs()                                       # so that long answers are found as well
+    know_pairs()
     try:
         if given.runs: sort_folders(given.runs)        # refuses what is no run, once
         entries = [find_entry(given.paper, given.only)] if given.only else ENTRIES[given.paper]
         for entry in entries:
             if not given.runs:
-                why = f': {entry.differs}' if entry.differs else ''
-                print(f'{entry.name}: {entry.title}; {entry.state}{why}' + f'\n    {entry.command}' * bool(entry.command))
+                why = f': {entry.differs}' * bool(entry.differs) + f'\n    {entry.command}' * bool(entry.command)
+                print(f'{entry.name}: {entry.title}; {entry.state}{why}')
                 continue
             try: print('\n'.join(entry_lines(entry, given.runs, given.out, given.pool)), end='\n\n')
             except ValueError as e:

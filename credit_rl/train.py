@@ -68,7 +68,8 @@ def train_step(
         batch = assign(method, groups, look, rng, run.prefix, rewards, s.learning.tree)
         metrics = describe_rollouts(groups, batch.text, run.tiers)
         if s.learning.ahead: metrics['stale'] = staleness(ahead, groups, run.learner.updates)
-        if batch.empty: return {**metrics, 'zero_advantage': 1., 'trained_tokens': 0, 'updates': 0}
+        if batch.empty:
+            return {**metrics, 'zero_advantage': 1., 'zero_groups': 1., 'trained_tokens': 0, 'updates': 0}
         credit, sampler = correct_credit(run.mismatch, batch)
         metrics |= credit_metrics(method, batch, run.learner.critic, run.segments)
         metrics['trained_tokens'] = s.learning.epochs * credited_tokens(credit, batch.layout)

@@ -872,7 +872,7 @@ def test_kept_rollouts_tell_of_their_turns_and_states(tmp_path):
     other, rows = quiet(tmp_path / 'grpo', method='grpo')
     assert 'seconds_teacher' not in read_metrics(other)
     assert all('belief' not in row and 'values' not in row and not any(row['turn_rewards']) for row in rows)
-    assert not any('token_advantages' in row for row in rows)                     # by GRPO all tokens of a turn have one
+    assert not any('token_advantages' in row for row in rows)   # by GRPO a turn's tokens have one
 
 
 def test_a_kept_potential_is_the_one_that_is_paid():

@@ -17,7 +17,7 @@ from credit_rl.competence import examine_run
 from credit_rl.engine import ScriptedEngine
 from credit_rl.estimate import KNOWN_SIZES
 from credit_rl.evaluate import Evaluation, check_evaluation, run_evaluation
-from credit_rl.longform import run_longform
+from credit_rl.longform import know_pairs, run_longform
 from credit_rl.potentials import scoring_flops
 from credit_rl.papers import (ABSENT, ENTRIES, LAST, Entry, count_states, entry_table, find_entry, numbered,
                               paper_numbers, paper_sentences, papers_folder, report, reported_table)
@@ -31,10 +31,10 @@ from credit_rl.tiny import NOISY_CODER, act_coder, memory_of, tiny_model, tiny_t
 from credit_rl.train import train
 from test_longform import by_numbers, gossip, settings_for
 from judge_server import Stub
-from made_runs import assessed, made
+from made_runs import BIG, SEVEN, answered, assessed, judged, made
 
 ROOT = Path(__file__).resolve().parents[2]
-OF_TRAINING = {*DRAWINGS} - {'trained_table', 'checkpoint_figure', 'option_figure'}   # from runs, not evaluations of them
+OF_RUNS = {*DRAWINGS} - {'trained_table', 'checkpoint_figure', 'option_figure', 'asking_rates', 'tier_table'}
 DRAWN = [e for of in ENTRIES.values() for e in of if e.draw]
 SMALL = dict(steps=2, eval_every=2, questions=20, dev_questions=6, test_questions=6, questions_per_step=4, group_size=4,
              threads=1, track='', log_rollouts=4)
@@ -96,12 +96,17 @@ def runs(tmp_path_factory, spoken):
 
 @pytest.fixture(scope='module')
 def made_folders(tmp_path_factory):
-    "Runs that were evaluated on seven sets, at two steps, made up."
+    "Runs that were evaluated on seven sets and judged, at two steps, and tries without tools, made up."
     folder = tmp_path_factory.mktemp('made')
+    know_pairs()
     for method in ('ppo', 'tips', 'tspo', 'igpo', 'prs+vspo'):
-        for step, em in ((1, .3), (2, .4)): assessed(folder / method, step, em)
-        made(folder / method, method, em=.4)
-    return folder
+        made(folder / method, method, em=.4, logged={'reward': .4, 'kl': .01})
+        for step, em in ((1, .3), (2, .4)): judged(assessed(folder / method, step, em, (*SEVEN, 'pairs')), em)
+    for i in range(5):
+        answered(folder / f'try-{i}', BIG, {'hotpotqa': [('a', i, 0, 1), ('b', 0, 0, 1)]}, 'direct', False)
+    answered(folder / 'asked', BIG, {'hotpotqa': [('a', 1, 0, 1), ('b', 0, 1, 1)]})
+    yield folder
+    BENCHMARKS.pop('pairs', None)
 
 
 # ---- the list ----
@@ -203,7 +208,7 @@ def test_the_formula_of_scoring_gives_the_papers_table(paper, model):
 @pytest.mark.parametrize('entry', DRAWN, ids=lambda e: f'{e.paper}, {e.name}')
 def test_each_is_drawn_from_runs_of_two_steps(entry, runs, made_folders, root, monkeypatch):
     monkeypatch.chdir(root)
-    drawing = draw_entry(entry, [runs if entry.draw in OF_TRAINING else made_folders])
+    drawing = draw_entry(entry, [runs if entry.draw in OF_RUNS else made_folders])
     if hasattr(drawing, 'columns'): assert len(drawing) and drawing.notna().any(axis=None)
     else: assert sum(len(ax.lines) + len(ax.patches) + len(ax.collections) + len(ax.texts) for ax in drawing.axes) > 1
 
@@ -226,7 +231,7 @@ def test_tables_hold_what_the_folders_say(runs):
     assert ppo == pytest.approx(0, abs=1e-12) or math.isnan(ppo)
     assert 'tips: band medium (tiny_base)' in gains.index
     assert math.isnan(gains.gain['carl (coder)'])                    # another model, and it was asked other questions
-    drawn = draw_entry(find_entry('prs', 'table 5'), [runs])                     # options that were left as they are
+    drawn = gain_table([runs], ('options.temperature', 'options.smoothing', 'options.clip'))   # as they are
     assert 'prs+vspo: temperature 0.1, smoothing 2, clip True (tiny_base)' in drawn.index
     table = draw_entry(find_entry('carl', 'table 4'), [runs])['warm']
     assert table['all'] == table.drop('all').sum() and any(n.startswith('tier 1, forced') for n in table.index)
@@ -270,7 +275,7 @@ def test_what_is_not_in_the_folders_is_said_with_the_command(runs, tmp_path):
         draw_entry(find_entry('carl', 'table 15'), [runs])
     with pytest.raises(ValueError, match='illustration$'): draw_entry(find_entry('prs', 'figure 1'), [runs])
     with pytest.raises(ValueError, match='was examined: credit-rl competence'):
-        draw_entry(find_entry('carl', 'table 3'), [runs / 'tips-0'])
+        draw_entry(find_entry('carl', 'table 16'), [runs / 'tips-0'])
     with pytest.raises(ValueError, match='its tables are numbered to 16'): find_entry('tips', 'table 7')
     with pytest.raises(ValueError, match='the papers are'): find_entry('ppo', 'table 1')
     (tmp_path / 'empty').mkdir()

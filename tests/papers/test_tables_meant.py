@@ -1,14 +1,19 @@
 """Tables and figures as the papers mean them, from made-up run folders of a few rows."""
+import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from credit_rl.methods import get_method
 from credit_rl.papers import ENTRIES, count_states, find_entry
+from credit_rl.parts import assign, bind
 from credit_rl.runlog import RunLog
+from credit_rl.step_metrics import credit_metrics
 from credit_rl.tables import draw_entry
-from credit_rl.trajectory import example_group, to_json
+from credit_rl.trajectory import Group, example_group, to_json
 
-from made_runs import BIG, SEVEN, SMALL, assessed, made
+from made_runs import BIG, SEVEN, SMALL, answered, assessed, judged, made
 
 ROOT = Path(__file__).resolve().parents[2]
 MULTI = ['hotpotqa', '2wikimultihopqa', 'musique', 'bamboogle']
@@ -132,3 +137,127 @@ def test_curves_of_seven_sets_have_a_panel_for_each(tmp_path):
     run = made(tmp_path / 'run')
     figure = drawn('tips', 'figure 4', [run, assessed(run, 1, .2), assessed(run, 2, .3)])
     assert [ax.get_title() for ax in figure.axes] == [*SEVEN, 'mean of the sets']
+
+
+# ---- IGPO, PRS ----
+
+def test_igpo_is_drawn_by_f1(tmp_path):
+    "IGPO figures 3 and 5. Before, they were drawn by exact match, and of the sets that are trained on."
+    run = made(tmp_path / 'run', 'igpo', em=.2)
+    tests = [assessed(run, step, .3) for step in (1, 2)]
+    for test in tests:
+        for place in test.glob('*/scores.json'):
+            place.write_text(json.dumps({**json.loads(place.read_text()), 'f1': .6}))
+    figure = drawn('igpo', 'figure 3', [run, *tests])
+    assert [ax.get_title() for ax in figure.axes] == [*SEVEN, 'mean of the sets']
+    assert set(figure.axes[-1].lines[0].get_ydata().round(9)) == {.6}
+    log = RunLog(tmp_path / 'logged')
+    log.write_params({'method': 'igpo', 'seed': 0, 'steps': 2, 'options': {}})
+    for step in (1, 2): log.metrics(step, dev_f1=.6, dev_em=.1, trained_tokens=100)
+    (ax,) = drawn('igpo', 'figure 5', [log.folder]).axes
+    assert ax.lines[0].get_xydata().tolist() == [[100, .6], [200, .6]]
+
+
+def test_prs_long_form_is_judged(tmp_path):
+    "PRS tables 5 and 8, figures 2, 3 and 6: pass rates by a judge. Before, exact match on short answers."
+    runs = [made(tmp_path / f't{t}', 'prs+vspo', options={'temperature': t}) for t in (.1, .5)]
+    tests = [judged(assessed(run, step, sets=('pairs',)), rate + step / 100)
+             for run, rate in zip(runs, (.8, .7)) for step in (1, 2)]
+    table = drawn('prs', 'table 5', runs + tests)
+    assert table['mean, reference_pass'].round(9).tolist() == [.82, .72]
+    assert table['multi, hallucination_pass'].eq(.9).all()
+    assert table['simple, reference_pass'].isna().all()               # no verdict there is missing, and not 0
+    assert len(drawn('prs', 'table 8', runs[:1] + tests[:2])) == 1
+    (ax,) = drawn('prs', 'figure 3', runs + tests).axes
+    assert [line.get_ydata().round(9).tolist() for line in ax.lines] == [[.81, .82], [.71, .72]]
+    with pytest.raises(ValueError, match='none of these runs logged reward'): drawn('prs', 'figure 2', runs + tests)
+    with pytest.raises(ValueError, match='was not judged'):
+        drawn('prs', 'table 5', [run := made(tmp_path / 'x', 'prs+vspo'), assessed(run, 1, sets=('pairs',))])
+
+
+def test_groups_without_advantage_are_counted():
+    "PRS figure 4 and IGPO figure 1: a task counts where none of its rollouts has an advantage."
+    first = example_group()
+    lost = Group(first.question, [first.trajectories[2]] * 3)
+    method = bind(get_method('grpo'), {})
+    found = credit_metrics(method, assign(method, [first, lost], look=lambda layout, asks: None))
+    assert found['zero_groups'] == .5 and found['zero_advantage'] == .5
+
+
+# ---- CARL ----
+
+def tries(folder, model, known, asked, count=5):
+    "Tries without tools, of which the last alone gets right what is known."
+    return [answered(folder / f'try-{i}', model, {name: [(q, i == count - 1 and q in known, 0, True) for q in ids]
+                                                  for name, ids in asked.items()}, 'direct', False)
+            for i in range(count)]
+
+
+def test_tiers_are_of_five_tries_set_by_set(tmp_path):
+    """CARL tables 1, 3 and 19. Before, the share was one number of a run's test questions, and rates were of all its
+    sets, GSM8K with the others."""
+    asked = {'hotpotqa': ['a', 'b', 'c', 'd'], 'gsm8k': ['e', 'f']}
+    plain = tries(tmp_path, BIG, {'a', 'e', 'f'}, asked)
+    assert drawn('carl', 'table 1', plain)['tier 1, Qwen2.5-7B-Instruct'].to_dict() == {'hotpotqa': .75, 'gsm8k': 0}
+    with pytest.raises(ValueError, match='no question was tried 5 times'): drawn('carl', 'table 1', plain[:4])
+    run = made(tmp_path / 'carl_7b', 'carl')
+    played = {'hotpotqa': [('a', 1, 0, 1), ('b', 0, 1, 1), ('c', 1, 2, 1), ('d', 0, 0, 0), ('z', 0, 0, 1)],
+              'gsm8k': [('e', 0, 0, 1)]}
+    test = answered(tmp_path / 'eval', 'models/carl_7b', played)
+    other = answered(tmp_path / 'small', SMALL, played)              # whose tiers are not known
+    table = drawn('carl', 'table 3', [*plain, run, test, other])
+    assert list(table.index) == ['eval']
+    row = table.loc['eval']
+    assert (row['tool rate, tier 1'], row['tool rate, tier 2'], row['EM, tier 2']) == (2 / 3, 0, 1)
+    assert row['wrong answers, tier 1'] == 1 / 3 and row['questions, tier 1'] == 3
+    assert drawn('carl', 'table 19', [*plain, run, test]).equals(table)
+
+
+def test_hops_are_counted_over_three_sets(tmp_path):
+    "CARL table 18. Before, each set had its rows, and 2Wiki's own numbers of hops."
+    sets = {'hotpotqa': [('a', 1, 1, 1)], '2wikimultihopqa': [('b', 0, 1, 1)], 'gsm8k': [('c', 1, 0, 1)],
+            'musique': [('d', 1, 1, 1), ('e', 0, 1, 1), ('f', 1, 1, 1)]}
+    hops = {'musique': {'d': 2, 'e': 3, 'f': 4}, '2wikimultihopqa': {'b': 4}}
+    test = answered(tmp_path / 'eval', BIG, sets, hops=hops)
+    table = drawn('carl', 'table 18', [test])
+    assert table['n, eval'].to_dict() == {'2 hops': 3, '3 hops': 1, '4 hops': 1}
+    assert table['eval'].round(9).to_dict() == {'2 hops': round(2 / 3, 9), '3 hops': 0, '4 hops': 1}
+
+
+def test_explained_variance_is_of_held_out_rollouts(tmp_path):
+    "CARL table 13: every 50 steps from the warm-up on. Before, of the training's own rollouts, at any ten steps."
+    log = RunLog(tmp_path / 'run')
+    log.write_params({'method': 'carl', 'seed': 1, 'steps': 500, 'options': {}})
+    for step in range(0, 501, 25): log.metrics(step, gate_explained=.5 + step / 2000, explained_outcome=.1)
+    table = drawn('carl', 'table 13', [log.folder])
+    assert table.index.tolist() == [*range(0, 501, 50)] and table.carl.iloc[[0, -1]].tolist() == [.5, .75]
+
+
+def test_errors_are_of_a_hundred_wrong_answers_to_musique(tmp_path):
+    "CARL table 7. Before, all sets were in it, and right answers by CARL's EM were wrong."
+    right, near, lost = example_group().trajectories
+    for name in ('musique', 'hotpotqa'):
+        log = RunLog(tmp_path / 'eval' / name)
+        log.turns(0, [{'trajectory': to_json(t)} for t in [right] * 5 + [near] * 70 + [lost] * 70])
+        (log.folder / 'scores.json').write_text(json.dumps({'score': .1}))
+        (log.folder / 'manifest.json').write_text(json.dumps({'protocol': {'name': None}, 'metric': {'name': 'em'}}))
+    table = drawn('carl', 'table 7', [tmp_path / 'eval'])
+    assert {key[1] for key in table.index} == {'musique'} and table['all'].sum() == 100
+
+
+def test_figures_of_the_warmed_up_critic_are_of_warm_ups_and_the_first_step(tmp_path):
+    "CARL figures 2a and 4. Before, of the critic after training, and of the rollouts of all steps."
+    for kind, pair in (('cold', [.95, 0]), ('curated', [.95, 1])):
+        log = RunLog(tmp_path / kind)
+        log.write_params({'collected': kind, 'method': 'carl', 'seed': 1})
+        log.summary({'collected': kind, 'method': 'carl', 'calibration': [pair]})
+    axes = drawn('carl', 'figure 2', [tmp_path / 'cold', tmp_path / 'curated', made(tmp_path / 'run', 'carl')]).axes
+    assert {line.get_label(): line.get_ydata()[9] for line in axes[0].lines[:2]} == {'cold': 0, 'curated': 1}
+    assert axes[1].get_ylabel() == 'exact match, held-out questions'
+    log, t = RunLog(tmp_path / 'valued'), example_group().trajectories[0]
+    log.write_params({'method': 'carl', 'seed': 1, 'steps': 2, 'options': {}})
+    known = replace(t, question=replace(t.question, meta={'tier': 2}))
+    for step, value in ((1, .9), (2, .1)):
+        log.turns(step, [{'kind': 'train', 'trajectory': to_json(known), 'values': [value]}])
+    (ax,) = drawn('carl', 'figure 4', [log.folder]).axes
+    assert [bar.get_x() for bar in ax.patches if bar.get_height()] == pytest.approx([.9])

@@ -8,11 +8,12 @@ SEVEN = ('nq', 'triviaqa', 'popqa', 'hotpotqa', '2wikimultihopqa', 'musique', 'b
 BIG, SMALL = 'Qwen/Qwen2.5-7B-Instruct', 'Qwen/Qwen2.5-3B-Instruct'
 
 
-def made(folder, method='tips', model=BIG, seed=0, em=.5, steps=2, played=0, **settings):
+def made(folder, method='tips', model=BIG, seed=0, em=.5, steps=2, played=0, logged=None, **settings):
     "A finished run of training, as one writes it: its settings, two steps, its summary, so many kept rollouts."
     log = RunLog(folder)
     log.write_params({'method': method, 'model': model, 'seed': seed, 'steps': steps, 'options': {}, **settings})
-    for step in range(1, steps + 1): log.metrics(step, em=em, tokens=10. * step, seconds_step=4., dev_em=em)
+    for step in range(1, steps + 1): log.metrics(step, em=em, tokens=10. * step, seconds_step=4., dev_em=em,
+                                                      **(logged or {}))
     if played: log.turns(1, [{'kind': 'train', 'trajectory': to_json(t), 'reward': float(i == 0)}
                              for i, t in enumerate(example_group().trajectories[:played])])
     log.summary({'method': method, 'seed': seed, 'final': {'em': em, 'f1': em}, 'final_em': em, 'collapsed': False})
@@ -24,11 +25,38 @@ def evaluated(folder, model=BIG, em=.5, **sets):
     for name, score in (sets or {'hotpotqa': em}).items():
         place = folder / name
         place.mkdir(parents=True)
-        (place / 'scores.json').write_text(json.dumps({'score': score, 'em': score, 'f1': score, 'by_hops': {}}))
+        scores = {**dict.fromkeys(('score', 'em', 'f1'), score), 'metric': 'em', 'by_hops': {}}
+        (place / 'scores.json').write_text(json.dumps(scores))
         (place / 'manifest.json').write_text(json.dumps({'model': {'name': model}, 'settings': {'model': model}}))
     return folder
 
 
 def assessed(run, step, em=.5, sets=SEVEN):
     "An evaluation of the checkpoint of a step of a run, beside it: the same score on each set."
-    return evaluated(run.with_name(f'{run.name}-at-{step}'), f'models/{run.name}/step-{step}', **dict.fromkeys(sets, em))
+    place, model = run.with_name(f'{run.name}-at-{step}'), f'models/{run.name}/step-{step}'
+    return evaluated(place, model, **dict.fromkeys(sets, em))
+
+
+def answered(folder, model, sets, baseline=None, greedy=True, hops=None):
+    """An evaluation with its rows: of each set a list of (id, right, calls, answered); hops: by set, id → number."""
+    for name, rows in sets.items():
+        right = [float(r) for _, r, *_ in rows]
+        by = {}
+        for i, r, *_ in rows if hops and name in hops else (): by.setdefault(str(hops[name][i]), []).append(float(r))
+        log = RunLog(folder / name)
+        log.turns(0, [{'id': i, 'carl_em': float(r), 'calls': c, 'answer_rate': float(a)} for i, r, c, a in rows])
+        scores = {'metric': 'carl_em', 'score': sum(right) / len(right), 'questions': len(rows),
+                  'by_hops': {h: {'questions': len(x), 'score': sum(x) / len(x)} for h, x in by.items()}}
+        (folder / name / 'scores.json').write_text(json.dumps(scores))
+        (folder / name / 'manifest.json').write_text(json.dumps({
+            'model': {'name': model}, 'settings': {'model': model, 'baseline': baseline, 'greedy': greedy}}))
+    return folder
+
+
+def judged(test, rate):
+    "A judge's verdicts on the pairs of an evaluation, of two types."
+    place = test / 'pairs'
+    rates = {'questions': 2, 'reference_pass': rate, 'hallucination_pass': .9, 'prs_long': 1.}
+    (place / 'judged.json').write_text(json.dumps({'dataset': 'pairs', 'all': rates, 'multi': rates,
+                                                   'simple': {**rates, 'reference_pass': None}}))
+    return test
