@@ -8,6 +8,7 @@ __all__ = ['read_policy', 'export_run', 'main']
 # %% ../nbs/machinery/66_export.ipynb #c002
 import dataclasses, json, sys
 from pathlib import Path
+import torch
 from .learner import saved_policy
 from .models import load_model
 from .parameters import make_parser
@@ -16,17 +17,27 @@ from .settings import make_config
 from .setup import add_lora, base_folder
 
 # %% ../nbs/machinery/66_export.ipynb #c005
+@torch.no_grad()
 def _merge_lora(model):  # Hugging Face causal model, changed in place
     """Add a model's low-rank additions (`add_lora`) to the weights they stand beside, and take them out. Raises
-    ValueError on a model that has none."""
+    ValueError on a model that has none, and where the merged model computes something else."""
     from peft.tuners.lora import LoraLayer
     found = [(name, module) for name, module in model.named_modules() if isinstance(module, LoraLayer)]
     if not found: raise ValueError('the model has no low-rank additions to merge')
+    training = model.training
+    model.eval()
+    words = torch.arange(32, device=model.device)[None] % model.config.get_text_config().vocab_size
+    before = model(words).logits.float()
     for name, module in found:
         module.merge(safe_merge=True)      # refuses what is not finite
         parent, _, own = name.rpartition('.')
         setattr(model.get_submodule(parent), own, module.get_base_layer())
     del model.peft_config
+    gap, size = (model(words).logits.float() - before).abs().max().item(), before.abs().max().item()
+    if not gap <= max(1e-3, 16 * torch.finfo(model.dtype).eps) * size:           # rounding; NaN is refused too
+        raise ValueError(f'merging the low-rank additions changes logits by up to {gap:.3g}, of {size:.3g}: the model '
+                         'was not merged right; use the run itself, or train all weights')
+    model.train(training)
 
 # %% ../nbs/machinery/66_export.ipynb #c008
 def _checkpoint(run, name):
