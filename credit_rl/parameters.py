@@ -12,7 +12,7 @@ from pathlib import Path
 import yaml
 from .launch import expect_file
 from .options import nearest, options_in
-from .runlog import read_text
+from .runlog import load_yaml, read_text
 
 # %% ../nbs/machinery/06_parameters.ipynb #c005
 def from_settings(
@@ -36,9 +36,9 @@ def _written(option, value):
     """The value that a text means where a dict or a list is wanted: '{alpha: 0.5}', as papermill's -p hands it over, or
     'tspo,grpo', without the brackets."""
     if not isinstance(value, str) or option.kind not in (dict, list): return value
-    found = yaml.safe_load(value)
+    found = load_yaml(value)
     alone = option.kind is list and not isinstance(found, list)
-    return [yaml.safe_load(part) for part in value.split(',')] if alone else found
+    return [load_yaml(part) for part in value.split(',')] if alone else found
 
 # %% ../nbs/machinery/06_parameters.ipynb #c008
 def notebook_settings(variables):
@@ -206,12 +206,13 @@ def read_settings(
     given = parser.parse_intermixed_args(one_dialect(sys.argv[1:] if arguments is None else arguments, known, parser))
     for text in given.settings:
         if '=' not in text: parser.error(f'settings are written name=value, got {text!r}')
+    if given.params: given.params = os.path.expanduser(given.params)
     if given.params: expect_file(given.params)
     try:
-        settings = (yaml.safe_load(read_text(given.params)) if given.params else None) or {}
+        settings = (load_yaml(read_text(given.params), given.params) if given.params else None) or {}
         if not isinstance(settings, dict):
             raise ValueError(f'{given.params}: wanted lines such as "steps: 70", got {settings!r:.60}')
-        over = {name: yaml.safe_load(value) for name, value in (text.split('=', 1) for text in given.settings)}
+        over = {name: load_yaml(value) for name, value in (text.split('=', 1) for text in given.settings)}
     except yaml.YAMLError as e: raise ValueError(' '.join(str(e).split())) from e
     return _nested(settings, over, known), given
 

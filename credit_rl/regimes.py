@@ -123,7 +123,8 @@ def describe_play(
 @dataclass(frozen=True)
 class Making:
     "How a base is made and measured."
-    seed: int = setting(0, 'of the base, and of the world that it is measured in', least=0)
+    seed: int = setting(0, 'of the base, and of the world that it is measured in', least=0,
+                        most=2 ** 64 - 1)
     start: str = setting(START, "folder of the base to begin with, made from nothing where it is not there; 'plain' "
                                 'begins with nothing')
     folder: str = setting(None, 'of the base; None: data/bases/REGIME-seed')

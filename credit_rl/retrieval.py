@@ -327,8 +327,9 @@ class PassageWriter:
 @contextmanager
 def new_index(folder):
     """Give a temporary folder that takes the place of `folder` where the block ends, and leaves no trace where it
-    raises. Raises FileExistsError if `folder` holds something else than an index."""
-    folder = Path(folder)
+    raises. Where `folder` is a link, what it leads to is replaced. Raises FileExistsError if `folder` holds something
+    else than an index."""
+    folder = Path(os.path.realpath(folder)) if Path(folder).is_symlink() else Path(folder)
     if folder.exists() and not (folder / 'index.json').exists() and (folder.is_file() or any(folder.iterdir())):
         raise FileExistsError(f'{folder} exists and is not a saved index; choose another folder')
     new, old = (folder.with_name(f'.{folder.name}.{os.getpid()}.{x}') for x in ('new', 'old'))

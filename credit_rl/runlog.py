@@ -4,11 +4,11 @@
 
 # %% auto #0
 __all__ = ['METRICS', 'CALLER', 'RunFolder', 'atomic_write', 'check_secrets', 'RunFolders', 'atomic_folder', 'plain_json',
-           'write_json', 'read_text', 'read_json', 'read_yaml', 'read_members', 'BoundedGzip', 'FolderInUse',
-           'is_alive', 'Hold', 'check_folder', 'writing', 'latest_checkpoint', 'named_checkpoint', 'save_checkpoint',
-           'check_trackers', 'RunLog', 'metrics_file', 'metrics_by_step', 'read_metrics', 'read_turns', 'read_params',
-           'read_summary', 'same_metrics', 'source_hash', 'imported_modules', 'module_hashes', 'code_hashes',
-           'changed_modules']
+           'write_json', 'read_text', 'read_json', 'load_yaml', 'read_yaml', 'read_members', 'BoundedGzip',
+           'FolderInUse', 'is_alive', 'Hold', 'check_folder', 'writing', 'latest_checkpoint', 'named_checkpoint',
+           'save_checkpoint', 'check_trackers', 'RunLog', 'metrics_file', 'metrics_by_step', 'read_metrics',
+           'read_turns', 'read_params', 'read_summary', 'same_metrics', 'source_hash', 'imported_modules',
+           'module_hashes', 'code_hashes', 'changed_modules']
 
 # %% ../nbs/machinery/02_runlog.ipynb #c002
 import ast, contextlib, difflib, errno, functools, gzip, hashlib, importlib.util
@@ -23,7 +23,8 @@ from .options import SettingsGroup, setting
 class RunFolder(SettingsGroup):
     "Where a run is kept, and its seed."
     run: str = setting('runs/train', 'folder of the run')
-    seed: int = setting(0, 'of everything that is drawn: worlds, questions, weights made from nothing, samples')
+    seed: int = setting(0, 'of everything that is drawn: worlds, questions, weights made from nothing, samples',
+                        least=-2 ** 63, most=2 ** 64 - 1)                              # what torch's generators take
 
 # %% ../nbs/machinery/02_runlog.ipynb #c006
 def _hidden(path, kind):
@@ -126,7 +127,10 @@ class RunFolders:
     _begun = {}
 
     @staticmethod
-    def read(path): return Path(path).read_text(encoding='utf-8')
+    def read(path):
+        text = Path(path).read_text(encoding='utf-8')
+        if Path(path).suffix in ('.yaml', '.yml'): load_yaml(text, str(path))       # refuses a key that stands twice
+        return text
 
     @staticmethod
     def write(text, path):
@@ -164,13 +168,14 @@ def _settle(path):
 # %% ../nbs/machinery/02_runlog.ipynb #c015
 @contextlib.contextmanager
 def atomic_folder(path):  # folder to replace or make
-    """Give an empty folder to fill and make it `path` as a whole; a kill leaves the old version or the new one.
+    """Give an empty folder to fill and make it `path` as a whole; a kill leaves the old version or the new one. Where
+    `path` is a link, the folder that it leads to is replaced.
 
     Parameters
     ----------
     path : folder to replace or make
     """
-    path = Path(path)
+    path = Path(os.path.realpath(path)) if Path(path).is_symlink() else Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     _settle(path)
     part = _hidden(path, 'part')
@@ -378,7 +383,35 @@ def read_json(path,       # file
     except RecursionError: raise ValueError(f'{path} is nested too deep') from None
     except ValueError as e: raise ValueError(f'{path} is not valid JSON: {e}') from None
 
-class _Values(yaml.SafeLoader):
+class _Once(yaml.SafeLoader):
+    "Refuses a mapping that has a key twice, of which YAML would keep the last."
+    def compose_mapping_node(self, anchor):
+        node, seen = super().compose_mapping_node(anchor), set()
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode): continue
+            if (key.tag, key.value) in seen:
+                raise yaml.composer.ComposerError(None, None, f'it has the key {key.value!r} twice', key.start_mark)
+            seen.add((key.tag, key.value))
+        return node
+
+def load_yaml(
+    text,     # str
+    name='',  # what to call it in messages
+):
+    """Read settings that people write. Raises yaml.YAMLError with the place, on a key that stands there twice too.
+
+    Parameters
+    ----------
+    text : str
+    name : what to call it in messages
+    """
+    loader = _Once(text)
+    loader.name = name or loader.name
+    try: return loader.get_single_data()
+    except RecursionError: raise yaml.composer.ComposerError(None, None, 'it is nested too deep', None) from None
+    finally: loader.dispose()
+
+class _Values(_Once):
     "Reads values alone."
     def compose_node(self, parent, index):
         if self.check_event(yaml.AliasEvent):

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['GROUPS', 'Config', 'Course', 'Task', 'Acting', 'Host', 'Mismatch', 'weight_limits', 'Learning', 'CriticChoice',
            'Keeping', 'flat_form', 'make_config', 'read_parameters', 'Settings', 'group_of', 'settings_of', 'check',
-           'data_sets', 'world_arguments', 'check_engine', 'check_ahead', 'own_tokenizer', 'tree_notes',
+           'data_sets', 'world_arguments', 'check_engine', 'check_ahead', 'own_tokenizer', 'check_lora', 'tree_notes',
            'scored_schemas', 'schema_notes']
 
 # %% ../nbs/5_run/61_settings.ipynb #c002
@@ -351,6 +351,7 @@ def check(config):
     _check_words(acting, task.data)
     schema_notes(acting, task.data, scored_schemas(bind(method, s.course.options), s.keeping.measure))
     if s.critic.critic_from: _check_warmed(s, method)
+    check_lora(s.host.lora)
     if s.learning.tree: _check_tree(acting.model, s.host.lora)
     if task.path is not None and not Path(task.path).exists(): raise ValueError(f'path {task.path!r} does not exist')
 
@@ -521,6 +522,23 @@ def _check_words(acting, data):
                          f"protocol={acting.protocol!r}")
 
 # %% ../nbs/5_run/61_settings.ipynb #sp619
+def check_lora(
+    settings,  # dict, of peft's LoraConfig
+):
+    """Refuse low-rank additions that train, or change, more than themselves: no run would keep it. Raises ValueError.
+
+    Parameters
+    ----------
+    settings : dict, of peft's LoraConfig
+    """
+    for name, usual in (('bias', 'none'), ('lora_bias', False), ('modules_to_save', None), ('layer_replication', None),
+                        ('trainable_token_indices', None), ('target_parameters', None),
+                        ('alora_invocation_tokens', None), ('peft_type', 'LORA')):
+        if settings.get(name, usual) not in (usual, [], {}, None):
+            raise ValueError(f'lora: {name}={settings[name]!r} would train or change other weights than the low-rank '
+                             'additions, which alone are trained and stored here: leave it out, or train all weights '
+                             'with lora={}')
+
 def _check_tree(model, lora):
     "Refuse a folder's model that reads no trees, and low-rank additions that drop; one on the hub is left to its load."
     if lora.get('lora_dropout'):

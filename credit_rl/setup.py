@@ -33,7 +33,7 @@ from .retrieval import BM25
 from .rollout import check_prompts
 from .runlog import check_folder
 from .scoring import GOLDS_OPTION
-from .settings import (check, check_ahead, check_engine, data_sets, own_tokenizer, schema_notes,
+from .settings import (check, check_ahead, check_engine, check_lora, data_sets, own_tokenizer, schema_notes,
                                 scored_schemas, settings_of, world_arguments)
 from .sharded import DeepSpeedBackend
 from .tiny import ceiling, make_base, tiny_environment
@@ -354,7 +354,7 @@ def add_lora(
     seed=0,    # of the additions' first factors
 ):
     """Put low-rank additions into a model and freeze all else. Raises ImportError without the extra `train`,
-    ValueError on settings that peft does not take.
+    ValueError on settings that peft does not take, and on those that train more than such additions.
 
     Parameters
     ----------
@@ -364,10 +364,23 @@ def add_lora(
     """
     try: from peft import LoraConfig, inject_adapter_in_model
     except ImportError as e: raise ImportError('lora needs peft: pip install credit_rl[train]') from e
+    check_lora(settings)
+    tied = _tied_weights(model)
     with seeded(seed):
         try: inject_adapter_in_model(LoraConfig(**{'target_modules': _LINEAR, **settings}), model)
         except TypeError as e: raise ValueError(f'lora: {e}') from e
+    both = [name for name, module in model.named_modules() if hasattr(module, 'base_layer') and
+            any(module.base_layer.weight is weight for weight in tied)]
+    if both:
+        raise ValueError(f'lora: {", ".join(both)} has one weight for reading and for writing words, and an addition to '
+                         'it would be to one of these alone: leave it out of target_modules, or take a model with '
+                         'tie_word_embeddings=false')
     for name, p in model.named_parameters(): p.requires_grad_('.lora_' in name)
+
+def _tied_weights(model):
+    "The embedding where the head is the same weight: list."
+    head, words = model.get_output_embeddings(), model.get_input_embeddings()
+    return [words.weight] if head is not None and head.weight is words.weight else []
 
 # %% ../nbs/5_run/62_setup.ipynb #r6204
 def merge_lora(model):  # Hugging Face causal model, changed in place

@@ -181,6 +181,15 @@ def test_a_failed_last_move_puts_the_old_index_back(corpus, tmp_path, monkeypatc
     assert len(BM25.load(folder).passages) == 7 and [p.name for p in tmp_path.iterdir()] == ['index']
 
 
+def test_an_index_behind_a_link_is_written_through(corpus, tmp_path):
+    (tmp_path / 'disk').mkdir()
+    (tmp_path / 'index').symlink_to(tmp_path / 'disk')
+    for _ in range(3):
+        BM25(corpus).save(tmp_path / 'index')
+        assert (tmp_path / 'index').is_symlink() and (tmp_path / 'disk' / 'index.json').is_file()
+    assert sorted(os.listdir(tmp_path)) == ['disk', 'index']
+
+
 def test_a_damaged_index_is_refused(corpus, tmp_path):
     with pytest.raises(FileNotFoundError, match='no saved index'): BM25.load(tmp_path)
     (tmp_path / 'mine.txt').write_text('notes')

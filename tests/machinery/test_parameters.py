@@ -1,0 +1,64 @@
+"What is refused in settings before anything runs, and what a path may look like."
+import argparse
+import os
+
+import pytest
+import torch
+import yaml
+
+from credit_rl.parameters import read_settings
+from credit_rl.runlog import RunFolders, RunLog, load_yaml, read_params, read_yaml
+from credit_rl.settings import make_config
+
+
+def read(*arguments): return read_settings(argparse.ArgumentParser(), list(arguments))[0]
+
+
+@pytest.mark.parametrize('text, key, line', [
+    ('steps: 70\nseed: 1\nsteps: 7\n', 'steps', 3), ('steps: 70\n"steps": 70\n', 'steps', 2),
+    ('options: {alpha: 0.5, alpha: 1}\n', 'alpha', 1), ('world:\n  size: 3\n  size: 3\n', 'size', 3),
+    ('sets: [{a: 1, a: 1}]\n', 'a', 1), ('1: a\n1: b\n', '1', 2)])
+def test_a_key_that_stands_twice_is_refused_with_its_place(text, key, line, tmp_path):
+    path = tmp_path / 'params.yaml'
+    path.write_text(text)
+    with pytest.raises(ValueError, match=f"key '{key}' twice .*params.yaml\", line {line}"): read('--params', str(path))
+    with pytest.raises(ValueError, match=f"key '{key}' twice"): read_yaml(path)
+
+
+def test_a_key_twice_in_a_typed_value_is_refused():
+    with pytest.raises(ValueError, match="key 'alpha' twice"): read('options={alpha: 0.5, alpha: 1}')
+    with pytest.raises(Exception, match="key 'alpha' twice"): make_config({'options': '{alpha: 0.5, alpha: 1}'})
+
+
+def test_a_file_that_papermill_reads_is_refused_too(tmp_path):
+    (tmp_path / 'p.yaml').write_text('steps: 70\nsteps: 7\n')
+    with pytest.raises(yaml.YAMLError, match="key 'steps' twice"): RunFolders.read(tmp_path / 'p.yaml')
+
+
+def test_merged_keys_and_keys_of_several_mappings_are_no_doubles(tmp_path):
+    text = 'a: &x {b: 1, c: 2}\nd: {<<: *x, b: 3}\ne: {b: 1}\n'
+    assert load_yaml(text) == {'a': {'b': 1, 'c': 2}, 'd': {'b': 3, 'c': 2}, 'e': {'b': 1}}
+    assert load_yaml('') is None and load_yaml('1e-3') == '1e-3'
+
+
+@pytest.mark.parametrize('seed', [2 ** 64, 10 ** 30, -2 ** 63 - 1])
+def test_a_seed_beyond_64_bits_is_refused(seed):
+    with pytest.raises(ValueError, match='seed must be at'): make_config({'seed': seed})
+    with pytest.raises(ValueError, match='seed must be at'): make_config(read(f'seed={seed}'))
+
+
+@pytest.mark.parametrize('seed', [0, 2 ** 63 - 1, 2 ** 64 - 1, -2 ** 63])
+def test_a_seed_of_64_bits_is_one_that_generators_take(seed):
+    torch.Generator().manual_seed(make_config({'seed': seed}).seed)
+
+
+def test_a_tilde_leads_home(tmp_path, monkeypatch):
+    monkeypatch.setenv('HOME', str(tmp_path))
+    config = make_config({'run': '~/run', 'model': '~/base', 'path': '~', 'vllm': {'arguments': {'a': ['~/x', 'b~']}}})
+    assert config.run == str(tmp_path / 'run') and config.model == str(tmp_path / 'base')
+    assert config.path == str(tmp_path) and config.vllm == {'arguments': {'a': [str(tmp_path / 'x'), 'b~']}}
+    (tmp_path / 'p.yaml').write_text('run: ~/run\nsteps: 3\n')
+    config = make_config(read('--params', '~/p.yaml', 'model=~/base'))
+    assert config.run == str(tmp_path / 'run') and config.steps == 3 and config.model == str(tmp_path / 'base')
+    with RunLog(config.run) as log: log.write_params({'run': config.run})
+    assert read_params(tmp_path / 'run')['run'] == str(tmp_path / 'run') and not os.path.exists('~')
