@@ -213,8 +213,10 @@ def _compiled():
     from torch.nn.attention.flex_attention import flex_attention
 
     def attend(query, key, value, ends, lists):
-        blocks = block_mask(ends, lists)
-        torch._check(value.shape[2] == blocks.shape[-1])        # so all widths are known to be multiples of a block
+        blocks, count = block_mask(ends, lists), lists[0].shape[2]
+        for x in (query, key, value): torch._check(x.shape[2] == count * _BLOCK)      # one open number for all widths
+        torch._check(len(ends) == count * _BLOCK)
+        for x, axis in ((x, axis) for x in lists for axis in range(2, x.ndim)): torch._check(x.shape[axis] == count)
         return flex_attention(query, key, value, block_mask=blocks, enable_gqa=query.shape[1] != key.shape[1])
     return torch.compile(attend, fullgraph=True, backend=_compiler)
 
