@@ -372,7 +372,7 @@ PARTS = (
            options={'alpha': Option(1.0, 'share of the full reward that a wrong rollout earns up to t*',
                                     least=0, most=1),
                     'match_short': Option(False, 'look for yes, no and single letters too')},
-           unsummed='a rollout that finds the gold late would earn more of folr',
+           per_turn=True,
            every_group='all-wrong groups are what folr is for',
            differs='yes/no and one-letter golds count as never shown'),
     Rule('turns', r'A_{i,k} = \operatorname{zscore}_j\, r_{j,k}', 'TSPO eqs. 3, 7, algorithm 1', credit=_by_turn,
