@@ -448,7 +448,7 @@ PARTS = (
                                     least=0, most=1),
                     'match_short': Option(False, 'look for yes, no and single letters too'),
                     'unseen': Option(False, 'leave out golds that stand in the question')},
-           unsummed='a rollout that finds the gold late would earn more of folr',
+           per_turn=True,
            every_group='all-wrong groups are what folr is for',
            differs='yes/no and one-letter golds count as never shown'),
     Rule('turns', r'A_{i,k} = \operatorname{zscore}_j\, r_{j,k}', 'TSPO eqs. 3, 7, algorithm 1', credit=_by_turn,

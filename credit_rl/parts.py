@@ -129,6 +129,7 @@ class Reward(Part):
     reach: object = None    # options -> None, called once before a run: makes sure that what is asked answers
     chance: bool = False    # an outcome whose mean is a chance of success
     unsummed: str = ''      # why a rule must not sum it over turns; '': it may
+    per_turn: bool = False  # of it a rule that sums takes the mean over a rollout's turns
     telescopes: bool = False  # its sum over all turns is fixed, so no turn may be left out
     every_group: str = ''   # why groups whose outcomes agree must stay; '': they may go
 
@@ -353,6 +354,7 @@ class Method:
         out = {'right': self.right(groups, self.options['right']), 'turns': torch.zeros(index_groups(groups)[0].shape)}
         for r in sorted((r for r in self.rewards if r.text), key=lambda r: r.gives != 'outcome'):
             value = r.text(groups, self.own(r))
+            if r.per_turn and not self.rule.turnwise: value = value / index_groups(groups)[0].sum(1, keepdim=True)
             if r.gives == 'turns': out['turns'] = out['turns'] + value
             else: out['outcome'] = value if r.gives == 'outcome' else out['outcome'] + value
         return out | {n: x for p in self.parts if p.reads for n, x in p.reads(groups, self.own(p)).items()}

@@ -122,12 +122,12 @@ def test_the_guide_is_short(guide):
 @pytest.mark.long
 @pytest.mark.process
 def test_what_the_guide_says_is_refused_is_refused(followed, checkout):
-    "A quantile of 2, FOLR beside a sum over turns; the mixtures that it names are accepted."
+    "A quantile of 2, shaping beside a sum over turns; the mixtures that it names are accepted."
     script = """
 from credit_rl.methods import get_method
 for spelling in ('prs/median', 'outcome/median/value'): assert get_method(spelling).rule.name == 'median'
 assert get_method('median').settings({'q': .75})['q'] == .75
-for refused in (lambda: get_method('median').settings({'q': 2}), lambda: get_method('outcome+folr/median')):
+for refused in (lambda: get_method('median').settings({'q': 2}), lambda: get_method('outcome+shaping/median')):
     try: refused()
     except ValueError as e: print(e)
     else: raise AssertionError('accepted')

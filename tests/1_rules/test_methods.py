@@ -29,7 +29,7 @@ from credit_rl.settings import check, make_config, settings_of
 from credit_rl.setup import Setup
 from credit_rl.tiny import NOISY, act, tiny_environment
 from credit_rl.train import Run, train_step
-from credit_rl.trajectory import Group
+from credit_rl.trajectory import example_group, Group
 from credit_rl.true_credit import continuation_values
 from credit_rl.vspo import task_values, vspo_weights
 from credit_rl.world import make_world
@@ -356,11 +356,13 @@ def tomorrow(monkeypatch):
 
 def test_a_new_rule_is_refused_by_what_it_says_of_itself(tomorrow, monkeypatch):
     tomorrow(turnwise=False)
-    for reward, why in (('folr', 'finds the gold late'), ('shaping', 'the same for the whole group')):
+    unsummed = {name: reward.unsummed for name, reward in REWARDS.items() if reward.unsummed}
+    assert 'shaping' in unsummed
+    for reward, why in unsummed.items():
         found = refusal(('outcome', reward), 'tomorrow')
         assert 'tomorrow sums over turns' in found and why in found and 'take one of' in found
         with pytest.raises(ValueError, match='tomorrow sums over turns'): compose(f'outcome+{reward}/tomorrow')
-    assert refusal(('outcome', 'gain'), 'tomorrow') is None
+    assert refusal(('outcome', 'gain'), 'tomorrow') is refusal(('outcome', 'folr'), 'tomorrow') is None
     tomorrow(skips_last=True)
     assert 'tomorrow leaves out the last turn, so shaping' in refusal(('outcome', 'shaping'), 'tomorrow')
     fixed = dataclasses.replace(REWARDS['rules'], name='fixed', telescopes=True)    # any reward that telescopes
@@ -615,3 +617,18 @@ def test_the_table_names_every_row():
     assert len(table) == len(METHODS) + 2 and all(
         line.startswith(f'| {name} |') for line, name in zip(table[2:], METHODS))
     assert all(line.count(' | ') == 6 for line in table[2:]) and not any('||' in line for line in table)
+
+
+def test_the_control_of_tspo_pays_the_mean_of_its_turns_to_the_whole_rollout():
+    "A near miss of 4 turns that sees the gold in its second earns 2 / 4, by hand; summed it would earn 2, a right one 1."
+    group = example_group()
+    method = compose('outcome+folr/group')
+    rewards = method.text_rewards([group])
+    assert rewards['outcome'].tolist() == [1, 0, 0] and rewards['turns'].sum(1).tolist() == [0, .5, 0]
+    layout = pack([group])
+    credit = method.credit(rewards, layout, None)
+    by_hand = torch.tensor([1.5, 0, -1.5]) * (2 / 3) ** .5                       # (x - 1/2) / sqrt(1/6)
+    for row, turns, wanted in zip(credit.advantages, layout.token_turns, by_hand):
+        torch.testing.assert_close(row[turns >= 0], wanted.expand(int((turns >= 0).sum())), atol=1e-4, rtol=1e-4)
+    turnwise = compose('outcome+folr/turns').text_rewards([group])               # where turns are compared, as it was
+    assert turnwise['turns'].sum(1).tolist() == [0, 2, 0]
