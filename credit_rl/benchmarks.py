@@ -9,8 +9,8 @@ __all__ = ['BENCHMARKS', 'CANARY', 'RowForm', 'Benchmark', 'register', 'find_ben
 # %% ../nbs/2_environment/09_benchmarks.ipynb #c003
 import base64, difflib, hashlib, json, math, re
 from dataclasses import dataclass, field
-from .readers import (RowError, describe_row, has_field, join_sentences, read_answers, read_contents, read_field,
-                               read_id, read_title)
+from .readers import (RowError, describe_row, has_field, join_sentences, read_answers, read_contents,
+                               read_field, read_id, read_title)
 from .trajectory import Question
 
 # %% ../nbs/2_environment/09_benchmarks.ipynb #c031
@@ -351,6 +351,7 @@ def _gsm8k_meta(row):
 # %% ../nbs/2_environment/09_benchmarks.ipynb #c076
 def _is_rounded(text, value):
     "Tell whether a written number is `value`, or 100 times it, rounded to the decimals that it shows."
+    text = re.sub('[\u2010-\u2015\u2212\ufe63\uff0d]', '-', text)                   # a minus by any of its signs
     m = re.fullmatch(r'\s*(-?)\s*\$?\s*(-?)([\d,]*\d|[\d,]*\.\d+|[\d,]*\d\.\d*)\s*%?\s*', text)
     if not m or (m[1] and m[2]): return False
     digits = m[3].replace(',', '')

@@ -15,6 +15,7 @@ from .groups import index_groups
 from .methods import METHODS, get_method
 from .parts import assign, bind
 from .protocol import get_protocol, last_answer, parse
+from .readers import RowError, read_line
 from .trajectory import Group, Question, Result, Stop, Trajectory, Turn
 
 # %% ../nbs/7_elsewhere/83_dumps.ipynb #c005
@@ -185,12 +186,17 @@ def _make_trajectory(
 def _rows(path):
     "The rows of a file, or those that were given. Raises ValueError on a line that is no JSON object."
     if isinstance(path, (list, tuple)): yield from path; return
-    for number, line in enumerate(Path(path).read_text(encoding='utf-8').splitlines(), 1):
-        if not line.strip(): continue
-        try: row = json.loads(line)
-        except ValueError as e: raise ValueError(f'line {number} is not JSON ({e}): wanted one object in a line') from e
-        if not isinstance(row, dict): raise ValueError(f'line {number} is not an object: {line[:60]!r}')
-        yield row
+    number = 0
+    try:
+        with open(path, encoding='utf-8-sig', newline='\n') as file:       # other breaks of lines stand in strings
+            for number, line in enumerate(file, 1):
+                if not line.strip(): continue
+                row = read_line(line)
+                if not isinstance(row, dict): raise ValueError(f'{path}, line {number} is not an object: {line[:60]!r}')
+                yield row
+    except UnicodeDecodeError as e: raise ValueError(f'{path} is no text in UTF-8 ({e.reason})') from None
+    except RowError as e:
+        raise ValueError(f'{path}, line {number} {e.problem}: wanted one object in a line') from None
 
 # %% ../nbs/7_elsewhere/83_dumps.ipynb #c0115x2
 def _spoken(row, protocol, tokenizer):

@@ -108,7 +108,8 @@ def _read_key(
     "The key that a judge's server wants. Raises ValueError where there is none."
     if source is None: return 'none'
     if os.environ.get(source): return os.environ[source]
-    try: key = Path(source).read_text(encoding='utf-8').strip()
+    from credit_rl.runlog import read_text        # here: rewards are known where there is torch alone
+    try: key = read_text(source).strip()
     except OSError:
         raise ValueError(f'key_from={source!r} is neither a variable of the environment nor a file that can be read: '
                          f'export {source}=…, or name a file') from None
@@ -188,7 +189,8 @@ def judge_text(
     fields : names of the placeholders that the text must have, as {name}, and no others
     """
     if path is None: return usual
-    try: text = Path(path).read_text(encoding='utf-8')
+    from credit_rl.runlog import read_text        # here: as above
+    try: text = read_text(path)
     except OSError as e: raise ValueError(f'the judge prompt {str(path)!r} cannot be read: {e.strerror}') from e
     if not text.strip(): raise ValueError(f'the judge prompt {str(path)!r} is empty')
     found = {f for f in fields if f'{{{f}}}' in text} | set(re.findall(r'(?<!\w)\{(\w+)\}', text))  # no \boxed{…}

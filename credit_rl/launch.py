@@ -13,7 +13,7 @@ import traceback
 from dataclasses import dataclass
 from pathlib import Path
 from .options import SettingsGroup, setting
-from .runlog import CALLER, is_alive, read_json
+from .runlog import CALLER, is_alive, read_json, read_text
 
 # %% ../nbs/machinery/03_launch.ipynb #c005
 @dataclass(frozen=True)
@@ -277,7 +277,7 @@ def _read_hostfile(path):
     """Read a hostfile of DeepSpeed's launcher: dict host → ranks. Raises ValueError on a line that is not
     `name slots=N`."""
     hosts = {}
-    for line in Path(path).read_text().splitlines():
+    for line in read_text(path).splitlines():
         line = line.split('#')[0].strip()
         if not line: continue
         found = re.fullmatch(r'(\S+)\s+slots\s*=\s*(\d+)', line)

@@ -7,12 +7,13 @@ __all__ = ['drop_punctuation', 'normalize', 'exact_match', 'search_r1_answer', '
            'short_bleu', 'parse_number', 'numeric_match', 'parts', 'benchmark_metric']
 
 # %% ../nbs/2_environment/11_metrics.ipynb #c003
-import math, re, string
+import functools, math, re, string
 from collections import Counter
 from collections.abc import Iterable
 from functools import partial
 
 from .benchmarks import get_benchmark
+from .readers import marks, to_nfc
 
 # %% ../nbs/2_environment/11_metrics.ipynb #c006
 _PUNCTUATION, _ARTICLES = string.punctuation.encode(), {'a', 'an', 'the'}
@@ -23,12 +24,18 @@ def drop_punctuation(text):
     kept = text.lower().encode('utf-8', 'surrogatepass').translate(None, _PUNCTUATION)
     return kept.decode('utf-8', 'surrogatepass')
 
+@functools.cache
+def _articles(): return re.compile(rf'\b(?:a|an|the)\b(?![{marks()}])')   # an a under a mark is another letter
+
 def normalize(text):
-    "Normalise `text` as SQuAD does: lower case, no ASCII punctuation, no articles, single blanks."
-    words = [w for w in drop_punctuation(text).split() if w not in _ARTICLES]
+    """Normalise `text` as SQuAD does: lower case, no ASCII punctuation, no articles, single blanks; and marks joined to
+    their letters (NFC)."""
+    text = to_nfc(drop_punctuation(to_nfc(text)))
+    words = [w for w in text.split() if w not in _ARTICLES]
     if all(map(str.isalnum, words)): return ' '.join(words)
     # beside other signs an article may be a part of what blanks part: “the
-    return ' '.join(' '.join(w if w.isalnum() else _ARTICLE.sub(' ', w) for w in words).split())
+    article = _ARTICLE if text.isascii() else _articles()
+    return ' '.join(' '.join(w if w.isalnum() else article.sub(' ', w) for w in words).split())
 
 # %% ../nbs/2_environment/11_metrics.ipynb #c011
 def _check(prediction, golds):
@@ -187,7 +194,8 @@ def short_bleu(
 # %% ../nbs/2_environment/11_metrics.ipynb #c043
 _NUMBER = re.compile(r'''
     (?<![\w.,])                                      # not inside a word or another number
-    (?P<sign>[-+\u2212]?) \s* [$€£]? \s* (?P<sign2>[-+\u2212]?)
+    (?P<sign>[-+\u2212\ufe63\uff0d]?|[\u2010-\u2015](?=[$€£.\d]))     # a dash is a minus right before its number
+    \s* [$€£]? \s* (?P<sign2>[-+\u2212\ufe63\uff0d\u2010-\u2015]?)
     (?P<digits>(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|\.\d+)
     (?P<exponent>e[-+]?\d+)?
     (?![.,]?\d)                                      # the whole number, not a piece of one
@@ -213,7 +221,7 @@ def parse_number(
     if len(found) != 1: return None
     m = found[0]
     value = float(m['digits'].replace(',', '') + (m['exponent'] or ''))
-    if any(s in ('-', '\u2212') for s in (m['sign'], m['sign2'])): value = -value
+    if any(s not in ('', '+') for s in (m['sign'], m['sign2'])): value = -value
     return (value, bool(m['percent'])) if math.isfinite(value) else None
 
 # %% ../nbs/2_environment/11_metrics.ipynb #c049

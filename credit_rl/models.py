@@ -14,7 +14,7 @@ import torch
 from .datasets import ask_hub
 from .options import SettingsGroup, setting
 from .protocol import TEMPLATES
-from .runlog import read_json
+from .runlog import read_json, read_text
 
 # %% ../nbs/3_acting/19_models.ipynb #c031
 def _check_code(folder):
@@ -199,4 +199,4 @@ def read_template(given):
     if given.lower() in TEMPLATES: return TEMPLATES[given.lower()]
     if not Path(given).is_file():
         raise ValueError(f'template must be one of {", ".join(TEMPLATES)} or a file, got {given!r}')
-    return Path(given).read_text(encoding='utf-8')
+    return read_text(given)

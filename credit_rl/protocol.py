@@ -726,7 +726,8 @@ def _need_placeholders(what, text, needed, known):
 def _read_prompt(name, path):
     "Text of a prompt's file without outer blanks. Raises ValueError where there is no such file, or nothing in it."
     if not Path(path).is_file(): raise ValueError(f'{name} must be a text file, got {str(path)!r}, which is none')
-    text = Path(path).read_text(encoding='utf-8').strip()
+    from credit_rl.runlog import read_text        # here: protocols are known where there is torch alone
+    text = read_text(path).strip()
     if not text: raise ValueError(f'{name} {str(path)!r} is empty: leave it out to take ours')
     return text
 

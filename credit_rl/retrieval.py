@@ -7,7 +7,7 @@ __all__ = ['Retriever', 'corpus_hash', 'words', 'document', 'contents', 'bm25_re
            'BM25', 'RankBM25', 'PassageFile', 'PassageWriter', 'new_index', 'read_index', 'build_index']
 
 # %% ../nbs/2_environment/12_retrieval.ipynb #c003
-import hashlib, json, math, mmap, operator, os, re, runpy, shutil, sys, tempfile
+import functools, hashlib, json, math, mmap, operator, os, re, runpy, shutil, sys, tempfile
 from array import array
 from collections import Counter
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from typing import Protocol, runtime_checkable
 
 import numpy as np
 
-from .readers import Passage
+from .readers import Passage, marks, to_nfc
 from .runlog import read_json
 
 # %% ../nbs/2_environment/12_retrieval.ipynb #c005
@@ -40,17 +40,20 @@ def corpus_hash(passages):
     return digest.hexdigest()
 
 # %% ../nbs/2_environment/12_retrieval.ipynb #c011
+@functools.cache
+def _word(): return re.compile(rf'\w[\w{marks()}\u200c\u200d]*')         # with what joins letters or keeps them apart
+
 def words(text):
-    "Split `text` into lower-cased runs of letters, digits and underscores."
-    return re.findall(r'\w+', text.lower())
+    "Split `text` into lower-cased runs of letters, with their marks (NFC), digits and underscores."
+    return re.findall(r'\w+', text.lower()) if text.isascii() else _word().findall(to_nfc(text.lower()))
 
 def document(passage):
     "The text of a `Passage` that is searched: its title and its text."
     return f'{passage.title} {passage.text}'
 
 def contents(passage):
-    """A `Passage` in one text, as Search-R1 writes it: the title in quotes, a line break, the text. A title is one line:
-    line breaks in it become blanks."""
+    """A `Passage` in one text, as Search-R1 writes it: the title in quotes, a line break, the text. Line breaks in a
+    title become blanks."""
     title = ' '.join(passage.title.split('\n')) if '\n' in passage.title else passage.title
     return f'"{title}"\n{passage.text}'
 

@@ -355,7 +355,8 @@ _MOST_STEP = 256 << 20   # bytes of a step's rollouts, unpacked
 
 def read_text(path,         # file
               most=_MOST):  # bytes
-    """The text of a file of at most so many bytes. Raises ValueError on one that is larger, or is no UTF-8.
+    """The text of a file of at most so many bytes, without the mark that some editors put before it (BOM). Raises
+    ValueError on one that is larger, or is no UTF-8.
 
     Parameters
     ----------
@@ -366,7 +367,7 @@ def read_text(path,         # file
     if len(data) > most:
         raise ValueError(f'{path} has more than {most / 2 ** 20:.3g} MiB, far more than such a file holds: it was not '
                          'read')
-    try: return data.decode('utf-8')
+    try: return data.decode('utf-8-sig')
     except UnicodeDecodeError as e: raise ValueError(f'{path} is no text in UTF-8 ({e.reason})') from None
 
 def read_json(path,       # file

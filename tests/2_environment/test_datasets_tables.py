@@ -25,9 +25,9 @@ def test_a_cell_may_be_longer_than_the_csv_module_allows(tmp_path, suffix, delim
     out, article = io.StringIO(), 'word "quoted", ' * 20_000
     table = csv.writer(out, delimiter=delimiter)
     table.writerows([['id', 'text', 'title'], ['1', article, 'Long'], ['2', 'short', 'Short']])
-    (tmp_path / f'a.{suffix}').write_text(out.getvalue())
+    (path := tmp_path / f'a.{suffix}').write_text(out.getvalue())
     assert len(article) > 2 * 2 ** 17
-    assert load_corpus('nq', tmp_path / f'a.{suffix}') == [Passage('1', 'Long', article), Passage('2', 'Short', 'short')]
+    assert load_corpus('nq', path) == [Passage('1', 'Long', article), Passage('2', 'Short', 'short')]
 
 
 def test_a_lone_quote_in_a_tsv_without_quoting_names_both_lines(tmp_path):
@@ -48,12 +48,14 @@ def test_a_lone_quote_in_a_tsv_without_quoting_names_both_lines(tmp_path):
     (where, row), = rows_of(path)
     assert where == 'a.tsv, lines 1 to 2' and isinstance(row, RowError)
     path.write_text(HEADER + '3\t"Heroes\nx\n4\tWho sang it"\ty\tz\n')
-    with pytest.raises(RowError, match='a.tsv, lines 2 to 4.*has 4 columns, the header 3'): load_questions('popqa', path)
+    with pytest.raises(RowError, match='a.tsv, lines 2 to 4.*has 4 columns, the header 3'):
+        load_questions('popqa', path)
 
 
 def test_quoted_cells_of_several_lines_are_read_as_before(tmp_path):
     (tmp_path / 'a.tsv').write_text('id\ttext\ttitle\n1\t"one\ntwo, ""three"""\tT\n2\t"tab\there"\tU\n')
-    assert load_corpus('nq', tmp_path / 'a.tsv') == [Passage('1', 'T', 'one\ntwo, "three"'), Passage('2', 'U', 'tab\there')]
+    assert load_corpus('nq', tmp_path / 'a.tsv') == [Passage('1', 'T', 'one\ntwo, "three"'),
+                                                     Passage('2', 'U', 'tab\there')]
     (tmp_path / 'a.csv').write_text('id,text,title\n1,"one, a\ntwo, b",T\n')
     assert load_corpus('nq', tmp_path / 'a.csv') == [Passage('1', 'T', 'one, a\ntwo, b')]
     (tmp_path / 'b.csv').write_text('id,text,title\n1,"never closed,T\n2,b,U\n')

@@ -1,0 +1,160 @@
+"Text that is not ASCII: lines, marks before a text, other encodings, accents in two spellings, minus signs, no bounds."
+import json
+import unicodedata
+
+import pytest
+from hypothesis import example, given, settings, strategies as st
+
+from credit_rl.benchmarks import get_benchmark, read_question
+from credit_rl.datasets import load_corpus, load_questions
+from credit_rl.dumps import read_dump
+from credit_rl.folr import first_occurrence
+from credit_rl.judge import _read_key, judge_text
+from credit_rl.launch import check_hosts
+from credit_rl.metrics import cover_match, exact_match, f1, normalize, numeric_match, parse_number
+from credit_rl.models import read_template
+from credit_rl.protocol import PROTOCOLS, worded
+from credit_rl.readers import Passage, RowError, read_rows
+from credit_rl.retrieval import BM25, words
+from credit_rl.runlog import read_json, read_yaml
+from credit_rl.search_service import SearchCache
+
+BREAKS = ['\u2028', '\u2029', '\x85', '\x0b', '\x0c', '\x1c']     # str.splitlines cuts at these, JSON lines do not
+BOM = b'\xef\xbb\xbf'
+
+
+# ---- lines ----
+
+@pytest.mark.parametrize('mark', BREAKS)
+def test_lines_end_at_line_feeds_alone(tmp_path, mark):
+    said = f'Who was{mark}Ada?'
+    row = {'input': said, 'output': f'<answer> Ada{mark}L. </answer>', 'gts': ['Ada L.']}
+    path = tmp_path / 'a.jsonl'
+    raw = mark if ord(mark) > 31 else json.dumps(mark)[1:-1]       # as json.dumps(ensure_ascii=False) leaves it
+    path.write_text((json.dumps(row) + '\n').replace(json.dumps(mark)[1:-1], raw) * 2, encoding='utf-8')
+    dump = read_dump(path, 'search-r1')
+    assert [t.question.text for g in dump.groups for t in g.trajectories] == [said] * 2
+    rows = [{'id': i, 'question': said, 'golden_answers': ['Ada']} for i in 'ab']
+    path.write_text(''.join(json.dumps(r, ensure_ascii=False) + '\r\n' for r in rows), encoding='utf-8')
+    assert [q.text for q in load_questions('nq', path)] == [said.strip()] * 2
+
+
+@pytest.mark.parametrize('name, text', [('a.json', '[{"id": 1, "text": "é", "title": "T"}]'),
+                                        ('a.jsonl', '{"id": 1, "text": "é", "title": "T"}\n'),
+                                        ('a.csv', 'text,id,title\né,1,T\n'), ('a.tsv', 'text\tid\ttitle\né\t1\tT\n')])
+def test_data_files_may_begin_with_a_mark(tmp_path, name, text):
+    (tmp_path / name).write_bytes(BOM + text.encode())
+    assert load_corpus('nq', tmp_path / name) == [Passage('1', 'T', 'é')]
+
+
+def marked(path, text):
+    path.write_bytes(BOM + text.encode())
+    return str(path)
+
+
+def test_every_text_that_is_read_may_begin_with_a_mark(tmp_path, monkeypatch):
+    "Prompts, templates, hostfiles, keys, words for a judge, JSON, YAML, dumps, kept searches."
+    at = lambda name: tmp_path / name
+    own = worded(PROTOCOLS['tspo'], system_prompt=marked(at('system.txt'), 'Be brief.\n'))
+    assert own.system == 'Be brief.'
+    assert read_template(marked(at('chat.jinja'), '{{ messages }}')) == '{{ messages }}'
+    check_hosts(3, marked(at('hosts'), 'one slots=1\ntwo slots=2\n'))
+    assert _read_key(marked(at('key'), 'secret\n')) == 'secret' and judge_text(marked(at('judge'), 'Ja?'), '') == 'Ja?'
+    assert read_json(marked(at('a.json'), '{"a": 1}')) == read_yaml(marked(at('a.yaml'), 'a: 1')) == {'a': 1}
+    row = {'input': 'Who?', 'output': '<answer> Ada </answer>', 'gts': ['Ada']}
+    assert len(read_dump(marked(at('dump.jsonl'), json.dumps(row)), 'search-r1').groups) == 1
+
+
+def test_what_is_not_utf_8_is_refused_by_its_name(tmp_path):
+    latin = tmp_path / 'latin.txt'
+    latin.write_bytes('Montréal {question}'.encode('latin1'))
+    place = str(latin)
+    for read in (lambda: worded(PROTOCOLS['tspo'], user_prompt=place), lambda: read_template(place),
+                 lambda: check_hosts(1, place), lambda: _read_key(place), lambda: judge_text(place, ''),
+                 lambda: read_json(place), lambda: read_dump(place, 'search-r1')):
+        with pytest.raises(ValueError, match=r'latin.txt is no text in UTF-8'): read()
+    for name in ('a.jsonl', 'a.json', 'a.csv'):
+        (tmp_path / name).write_bytes('{"text": "Montréal"}'.encode('latin1'))
+        with pytest.raises(ValueError, match=f'{name} cannot be read.*no text in UTF-8'):
+            load_corpus('nq', tmp_path / name)
+
+
+# ---- two spellings of a letter, and marks ----
+
+NFD = lambda text: unicodedata.normalize('NFD', text)
+
+
+@pytest.mark.parametrize('name', ['Montréal', 'Ångström', 'Việt Nam', 'Łódź', '東京ガス', '한국어', 'हिन्दी', 'ภาษาไทย'])
+def test_both_spellings_are_one_word(name):
+    "What a model writes (NFC) and what a corpus may hold (NFD): matched, found, and words as they are written."
+    apart = NFD(name)
+    assert exact_match(name, [apart]) == exact_match(apart, [name]) == f1(apart, [name]) == 1
+    assert cover_match(f'in {apart} once', [name]) == 1 and first_occurrence([f'in {apart} once'], [name]) == 0
+    assert words(apart) == words(name) == normalize(name).split()
+    corpus = [Passage('0', '', 'Alma, Rea'), Passage('1', apart, f'{apart} is a place'), Passage('2', '', 'Montre al')]
+    for query in (name, apart): assert [p.id for p in BM25(corpus).search([query], 3)[0]] == ['1']
+
+
+def test_marks_stay_in_their_words_by_hand():
+    assert words('हिन्दी में') == ['हिन्दी', 'में'] and words('e\u0301te\u0301') == ['été']
+    assert words('a\u0331b') == ['a\u0331b']
+    assert words('می\u200cخواهم') == ['می\u200cخواهم'] and words('Bogotá, D.C.') == ['bogotá', 'd', 'c']
+    assert normalize('a\u0331 house') == 'a\u0331 house' and normalize('a house') == 'house'   # the first is no article
+
+
+@given(st.text(max_size=30))
+@example('\u037ea')
+@example('e.\u0301')
+@settings(deadline=None)
+def test_normalisation_does_not_depend_on_the_spelling_and_ends(text):
+    assert normalize(normalize(text)) == normalize(text) == normalize(NFD(text))
+
+
+# ---- minus ----
+
+MINUS = ['-', '\u2010', '\u2011', '\u2012', '\u2013', '\u2014', '\u2212', '\ufe63', '\uff0d']
+
+
+@pytest.mark.parametrize('sign', MINUS)
+def test_a_minus_by_any_of_its_signs(sign):
+    assert parse_number(f'{sign}12.5%') == (-12.5, True) and parse_number(f'it fell by {sign}$3') == (-3, False)
+    assert numeric_match(f'{sign}12.5%', ['12.5%']) == 0 and numeric_match(f'{sign}12.5%', ['-12.5%']) == 1
+    assert parse_number(f'$ {sign}3') == (-3, False) and parse_number(f'10{sign}12') is None    # a span is no number
+    row = {'question': 'How much?', 'final_result': -.125, 'answer': f'{sign}12.5%', 'table': []}
+    assert read_question(get_benchmark('finqa'), row)[0].answers == ('-0.125', f'{sign}12.5%')
+
+
+@pytest.mark.parametrize('dash', '\u2013\u2014')
+def test_a_dash_between_words_is_no_minus(dash):
+    assert parse_number(f'the answer {dash} 12') == (12, False) and parse_number(f'profit{dash}12') == (12, False)
+
+
+# ---- no bounds, no characters ----
+
+ODD = {'half': ('{"id": 1, "text": "a\\ud83d"}', 'half of a surrogate pair'),
+       'deep': ('{"id": 1, "text": ' + '[' * 60_000 + ']' * 60_000 + '}', 'nested too deep'),
+       'long': ('{"id": ' + '9' * 5_000 + ', "text": "a"}', 'digits')}
+
+
+@pytest.mark.parametrize('kind', ODD)
+def test_a_row_without_bounds_is_a_row_error(tmp_path, kind):
+    line, said = ODD[kind]
+    path = tmp_path / 'a.jsonl'
+    path.write_text('{"id": 0, "text": "\\ud83d\\ude00"}\n' + line + '\n{"id": 2, "text": "b"}\n')
+    with pytest.raises(RowError, match=f'a.jsonl, line 2.*{said}'): load_corpus('nq', path)
+    with pytest.warns(UserWarning, match='skipped 1 of 3'):
+        assert [p.text for p in load_corpus('nq', path, on_error='skip')] == ['\U0001f600', 'b']
+    row = json.dumps({'input': 'Who?', 'output': '<answer> Ada </answer>', 'gts': ['Ada']})
+    path.write_text(row + '\n' + line + '\n')
+    with pytest.raises(ValueError, match=f'a.jsonl, line 2.*{said}'): read_dump(path, 'search-r1')
+    whole = tmp_path / 'a.json'
+    whole.write_text('[{"id": 0, "text": "a"},\n' + line + ']')
+    with pytest.raises(RowError, match=f'a.json, (line 2|row 1).*{said}'): load_corpus('nq', whole)
+
+
+def test_kept_searches_are_read_whatever_they_hold(tmp_path):
+    class Search:
+        def search(self, queries, k): return [[Passage('1', f'T{m}', 'é')] for m in BREAKS[:len(queries)]]
+    queries = [f'q{m}' for m in BREAKS]
+    SearchCache(tmp_path / 'kept.jsonl', Search()).search(queries, 1)
+    assert [p.title for (p,) in SearchCache(tmp_path / 'kept.jsonl').search(queries, 1)] == [f'T{m}' for m in BREAKS]
