@@ -21,7 +21,7 @@ from .readers import RowError
 from .launch import (LaunchError, Processes, Progress, Ranks, check_hosts, check_threads, gloo_environment,
                               is_rank, join_ranks, keep_traceback, launch, launch_command, meet, set_torch, speak)
 from .layout import hidden_states, pack
-from .metrics import benchmark_metric, carl_match, cover_match, exact_match, f1
+from .metrics import benchmark_metric, carl_match, cover_match, empty_golds, exact_match, f1, gold_note
 from .models import (Policy, json_hash, load_model, load_tokenizer, local_folder, model_hashes, read_template,
                               tokenizer_hash)
 from .options import SettingsGroup, nearest, setting, with_defaults
@@ -215,12 +215,14 @@ def _questions(name, source, choice, seed):
     if source.questions and len(pool) < source.questions:
         warnings.warn(f'{name}: {source.questions} questions were asked for, but '
                       f'{path or bench.folder or bench.hub[0]} has {len(pool)} of split {split!r}')
+    golds, _ = empty_golds(pool)
+    if golds: warnings.warn(f'{name}: {gold_note(pool)}')
     asked = subsample(pool, source.questions, seed) if source.questions else list(pool)
     about = {
         'dataset': name, 'split': split,
         'revision': 'local files' if path else bench.folder or '@'.join(filter(None, bench.hub)),
         'loaded': len(pool), 'loaded_hash': _content(pool), 'asked': len(asked), 'asked_hash': _content(asked),
-        'skipped': len(pool.skipped), 'ids': [q.id for q in asked]}
+        'skipped': len(pool.skipped), 'ids': [q.id for q in asked], **({'empty_golds': golds} if golds else {})}
     return asked, about
 
 def _retriever(name, source, choice, protocol, opened):

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['drop_punctuation', 'normalize', 'exact_match', 'search_r1_answer', 'search_r1_em', 'cover_match', 'carl_match', 'f1',
-           'short_bleu', 'parse_number', 'numeric_match', 'parts', 'benchmark_metric']
+           'short_bleu', 'parse_number', 'numeric_match', 'parts', 'empty_golds', 'gold_note', 'benchmark_metric']
 
 # %% ../nbs/2_environment/11_metrics.ipynb #c003
 import functools, math, re, string
@@ -276,6 +276,34 @@ def parts(
     said = listed(prediction)
     share = lambda gold: sum(a == b != '' for a, b in zip(said, gold)) / len(gold)
     return max(share(listed(gold)) for gold in golds)
+
+# %% ../nbs/2_environment/11_metrics.ipynb #n1105
+def empty_golds(
+    questions,  # list of Question
+):
+    """Count golds that normalise to nothing, and questions that have no others: (int, int).
+
+    Parameters
+    ----------
+    questions : list of Question
+    """
+    empty = [[not normalize(gold) for gold in q.answers] for q in questions]
+    return sum(map(sum, empty)), sum(map(all, empty))
+
+def gold_note(
+    questions,  # list of Question
+):
+    """What to say of golds that normalise to nothing: str, '' where there are none.
+
+    Parameters
+    ----------
+    questions : list of Question
+    """
+    golds, hopeless = empty_golds(questions)
+    if not golds: return ''
+    first = next(gold for q in questions for gold in q.answers if not normalize(gold))
+    return (f'{golds} golds normalise to nothing (the first: {first!r}); {hopeless} of {len(questions)} questions have '
+            'no other and cannot be answered right')
 
 # %% ../nbs/2_environment/11_metrics.ipynb #c054
 def benchmark_metric(

@@ -384,8 +384,15 @@ def read_json(path,       # file
     except RecursionError: raise ValueError(f'{path} is nested too deep') from None
     except ValueError as e: raise ValueError(f'{path} is not valid JSON: {e}') from None
 
-class _Once(yaml.SafeLoader):
-    "Refuses a mapping that has a key twice, of which YAML would keep the last."
+class _Values(yaml.SafeLoader):
+    "Reads values, and refuses what YAML would take without a word: of a key that stands twice it keeps the last."
+    aliases = True
+    def compose_node(self, parent, index):
+        if not self.aliases and self.check_event(yaml.AliasEvent):
+            raise yaml.composer.ComposerError(None, None, 'it has an alias, which such a file needs nowhere',
+                                              self.peek_event().start_mark)
+        return super().compose_node(parent, index)
+
     def compose_mapping_node(self, anchor):
         node, seen = super().compose_mapping_node(anchor), set()
         for key, _ in node.value:
@@ -396,8 +403,9 @@ class _Once(yaml.SafeLoader):
         return node
 
 def load_yaml(
-    text,     # str
-    name='',  # what to call it in messages
+    text,          # str
+    name='',       # what to call it in messages
+    aliases=True,  # whether it may have any
 ):
     """Read settings that people write. Raises yaml.YAMLError with the place, on a key that stands there twice too.
 
@@ -405,20 +413,12 @@ def load_yaml(
     ----------
     text : str
     name : what to call it in messages
+    aliases : whether it may have any
     """
-    loader = _Once(text)
-    loader.name = name or loader.name
+    loader = _Values(text)
+    loader.name, loader.aliases = name or loader.name, aliases
     try: return loader.get_single_data()
-    except RecursionError: raise yaml.composer.ComposerError(None, None, 'it is nested too deep', None) from None
     finally: loader.dispose()
-
-class _Values(_Once):
-    "Reads values alone."
-    def compose_node(self, parent, index):
-        if self.check_event(yaml.AliasEvent):
-            raise yaml.composer.ComposerError(None, None, 'it has an alias, which such a file needs nowhere',
-                                              self.peek_event().start_mark)
-        return super().compose_node(parent, index)
 
 def read_yaml(path,            # file
               most=_MOST // 64): # bytes
@@ -430,7 +430,7 @@ def read_yaml(path,            # file
     most : bytes
     """
     text = read_text(path, most)
-    try: return yaml.load(text, _Values)
+    try: return load_yaml(text, str(path), aliases=False)
     except RecursionError: raise ValueError(f'{path} is nested too deep') from None
     except yaml.YAMLError as e: raise ValueError(f'{path} cannot be read: {" ".join(str(e).split())}') from None
 

@@ -523,19 +523,19 @@ def _check_words(acting, data):
 
 # %% ../nbs/5_run/61_settings.ipynb #sp619
 def check_lora(
-    settings,  # dict, of peft's LoraConfig
+    lora,  # dict, of peft's LoraConfig
 ):
     """Refuse low-rank additions that train, or change, more than themselves: no run would keep it. Raises ValueError.
 
     Parameters
     ----------
-    settings : dict, of peft's LoraConfig
+    lora : dict, of peft's LoraConfig
     """
     for name, usual in (('bias', 'none'), ('lora_bias', False), ('modules_to_save', None), ('layer_replication', None),
                         ('trainable_token_indices', None), ('target_parameters', None),
                         ('alora_invocation_tokens', None), ('peft_type', 'LORA')):
-        if settings.get(name, usual) not in (usual, [], {}, None):
-            raise ValueError(f'lora: {name}={settings[name]!r} would train or change other weights than the low-rank '
+        if lora.get(name, usual) not in (usual, [], {}, None):
+            raise ValueError(f'lora: {name}={lora[name]!r} would train or change other weights than the low-rank '
                              'additions, which alone are trained and stored here: leave it out, or train all weights '
                              'with lora={}')
 

@@ -25,7 +25,7 @@ from .estimate import (KNOWN_SIZES, Load, TrainingPlan, describe, describe_ahead
 from .launch import missing_for_hosts
 from .learner import FrozenModels, Learner, make_critic, seeded
 from .methods import extra_passes, get_method
-from .metrics import benchmark_metric
+from .metrics import benchmark_metric, gold_note
 from .models import find_model, load_model, load_tokenizer
 from .parts import Facts, bind
 from .protocol import check_tokenizer, worded
@@ -133,6 +133,8 @@ def _real_setup(acting, task, real, folder, say):
     parts, search = real
     counts = ', '.join(f'{len(questions)} {part}' for part, questions in parts.items())
     say(f'{counts} questions of {task.data}; {_search_place(search)}')
+    for part, questions in parts.items():
+        if note := gold_note(questions): say(f'{part}: {note}')
     model, tokenizer = load_model(folder, acting.dtype)
     env = make_environment(tokenizer, search, acting, model.config.vocab_size)
     top = _search_ceiling(task, env, parts['test'])
@@ -372,8 +374,8 @@ def add_lora(
     both = [name for name, module in model.named_modules() if hasattr(module, 'base_layer') and
             any(module.base_layer.weight is weight for weight in tied)]
     if both:
-        raise ValueError(f'lora: {", ".join(both)} has one weight for reading and for writing words, and an addition to '
-                         'it would be to one of these alone: leave it out of target_modules, or take a model with '
+        raise ValueError(f'lora: {", ".join(both)} has one weight for reading and for writing words, and an addition '
+                         'to it would be to one of these alone: leave it out of target_modules, or take a model with '
                          'tie_word_embeddings=false')
     for name, p in model.named_parameters(): p.requires_grad_('.lora_' in name)
 

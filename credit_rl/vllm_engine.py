@@ -7,10 +7,11 @@ __all__ = ['parameter_shapes', 'complete', 'make_transfer', 'EngineLost', 'rank_
            'EngineChoice', 'VLLMEngine', 'check_adapter', 'save_adapter', 'logp_gap', 'sync_gap', 'sampler_weights']
 
 # %% ../nbs/machinery/21_vllm_engine.ipynb #c003
-import contextlib, importlib.util, os, random, signal, subprocess, sys, tempfile, threading, time
+import contextlib, importlib.util, math, os, random, signal, subprocess, sys, tempfile, threading, time
 from dataclasses import dataclass, field, fields
 import torch
-from .engine import FinishedTurn, SamplingParams, check_request, end_ids, continue_prompts, stop_tokens
+from .engine import (FinishedTurn, SamplingParams, check_numbers, check_request, end_ids,
+                              continue_prompts, stop_tokens)
 from .launch import LAUNCHER
 from .options import SettingsGroup, setting
 
@@ -96,6 +97,7 @@ class _VLLMStream:
         for token, named in zip(new.token_ids, new.logprobs or []):
             row.new.append(token)
             row.logps.append(named[token].logprob)
+            if math.isnan(row.logps[-1]): check_numbers(row.logps[-1:], self.engine.folder)
             self.tokens += 1
             reason = _reason(row, self.engine)
             if reason: break
@@ -620,7 +622,7 @@ class VLLMEngine:
                  settings=None):      # VLLMSettings; None: its defaults
         if tokenizer is None: raise ValueError('an engine needs a tokenizer, to see where stop strings end')
         self.settings = settings = VLLMSettings() if settings is None else settings
-        self.send, self.tokenizer, self._tables = settings.sender(), tokenizer, {}
+        self.folder, self.send, self.tokenizer, self._tables = str(folder), settings.sender(), tokenizer, {}
         self.shapes, self.shared = parameter_shapes(folder)
         eos, positions, self.vocabulary = _read_folder(folder)
         self.eos_ids, self.max_length = end_ids(eos, tokenizer), min(max_length, positions or max_length)

@@ -502,6 +502,33 @@ def with_template(model, folder, text=None):
     return str(folder)
 
 
+def test_a_model_that_gives_nan_is_an_error_that_names_it(model, tmp_path):
+    "One weight is NaN: until it was refused, such a model was reported with EM 0.0."
+    from safetensors.torch import load_file, save_file
+    broken = tmp_path / 'broken'
+    shutil.copytree(model, broken)
+    path = broken / 'model.safetensors'
+    weights = load_file(path)
+    next(w for n, w in weights.items() if n.endswith('norm.weight'))[0] = float('nan')
+    save_file(weights, path, {'format': 'pt'})
+    for more in ({}, {'greedy': False, 'temperature': 1.}):
+        with pytest.raises(ValueError, match=f"the model '{broken}' gives probabilities that are no numbers"):
+            quiet({**QUICK, 'data': 'gsm8k', 'path': FILES['gsm8k'], 'protocol': 'direct', 'model': str(broken),
+                   'run': str(tmp_path / 'run'), **more})
+    assert not list((tmp_path / 'run').rglob('summary.json'))
+
+
+def test_golds_that_normalise_to_nothing_are_counted_when_a_set_is_loaded(model, tmp_path):
+    rows = [{'id': str(i), 'question': f'Who is {i}?', 'golden_answers': golds}
+            for i, golds in enumerate((['A.'], ['The The', 'TT'], ['Ada'], ['...']))]
+    path = tmp_path / 'nq.jsonl'
+    path.write_text(''.join(json.dumps(row) + '\n' for row in rows))
+    with pytest.warns(UserWarning, match=r"nq: 3 golds normalise to nothing \(the first: 'A.'\); 2 of 4 questions"):
+        folder = quiet({**QUICK, 'data': 'nq', 'path': str(path), 'protocol': 'direct', 'model': model,
+                        'run': str(tmp_path / 'run')}) / 'nq'
+    assert 3 in (part.get('empty_golds') for part in read_manifest(folder).values() if isinstance(part, dict))
+
+
 def test_a_base_model_without_a_template_is_asked_by_another(model, tmp_path):
     bare = with_template(model, tmp_path / 'bare')
     settings = {**QUICK, 'model': bare, 'data': 'hotpotqa', 'path': str(SAMPLE), 'run': str(tmp_path / 'run')}
