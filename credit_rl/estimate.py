@@ -154,7 +154,7 @@ def _working_memory(sizes, plan):
     deep = s.layers * (s.hidden if plan.checkpointing else kept) + 4 * s.hidden
     return {'activations': tokens * plan.width * deep * (1 + plan.together),
             'layer': tokens * plan.width * (again + back), 'head': _head_bytes(s, plan, tokens, True),
-            'reading': _reading_bytes(s, plan), 'update': _update_bytes(s, plan),
+            'forward': _reading_bytes(s, plan), 'update': _update_bytes(s, plan),
             'keys and values': plan.acting * plan.width * 2 * s.layers * s.kv,
             'prompts': plan.prompts * plan.width * read, 'buffers': _buffer_bytes(s, plan)}
 
@@ -195,14 +195,14 @@ def _phases(sizes, plan):
     plays = works['keys and values'] + works['prompts']
     on = stays + works['buffers'] + plan.both * plays
     awake = one if plan.copies and not (plan.sleeps or plan.apart) else 0
-    return {'learns': on + works['activations'] + max(works['layer'], works['head']), 'reads': on + works['reading'],
+    return {'learns': on + works['activations'] + max(works['layer'], works['head']), 'reads': on + works['forward'],
             'updates': on + works['update'], 'acts': (one * plan.copies if plan.apart else stays) + copy + plays,
             'starts': _start_memory(sizes, plan) + awake}
 
 def memory(sizes, plan):
-    """Count the bytes that a run needs, as a dict: its parts on each rank; `rank`, the most that is there at a time, and
-    `filled`, without the part of a bucket that stays empty and takes no main memory; `start`, of the learner; `host`
-    and `file` of each rank; and `checkpoint`, on disk, of all ranks together."""
+    """Count the bytes that a run needs, as a dict: its parts on each rank; `rank`, the most that is there at a time,
+    and `filled`, without the part of a bucket that stays empty and takes no main memory; `start`, of the learner;
+    `host` and `file` of each rank; and `checkpoint`, on disk, of all ranks together."""
     lies, works, one = _model_memory(sizes, plan), _working_memory(sizes, plan), plan.width * sizes.parameters
     if plan.offload: del lies['optimiser']
     trained = 2 if plan.critic else 1

@@ -133,10 +133,10 @@ def measure(size, how):
 def predict(size, how):
     "The same by 04_estimate."
     sizes, length, ranks = sizes_of(size), SHAPES[size][-1], 1 if how == 'plain' else 2
-    plan = TrainingPlan(None if how == 'plain' else int(how), ranks, row_tokens=ROWS * length)
+    plan = TrainingPlan(None if how == 'plain' else int(how), ranks, length=length, row_tokens=ROWS * length)
     found = memory(sizes, plan)
-    return {'tokens': ROWS * length, 'FLOPs': 3 * forward_flops(sizes, ROWS * length, length), 'memory': found['rank'],
-            'start': found['start']}
+    return {'tokens': ROWS * length, 'FLOPs': 3 * forward_flops(sizes, ROWS * length, length),
+            'memory': found['filled'], 'start': found['start']}
 
 
 if __name__ == '__main__':

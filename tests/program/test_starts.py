@@ -443,13 +443,13 @@ def test_a_fine_tuning_tells_its_loss():
 
 def test_the_estimate_measures_what_this_host_does(monkeypatch):
     "Not a GPU's 100 TFLOP/s on a processor, which does a thousandth of it."
-    monkeypatch.setattr(dry_run, 'measure_tflops', lambda: .05)
+    monkeypatch.setattr(dry_run, 'measure_tflops', lambda dtype: .05)
     monkeypatch.setattr(torch.cuda, 'is_available', lambda: False)
     *_, step, likely, taken = forecast(settings_of(make_config({'model': BASE})))
     *_, given, _, said = forecast(settings_of(make_config({'model': BASE, 'tflops': 50})))
     seconds = [float(re.search(r'be: ([0-9.e+-]+) s', line)[1]) for line in (step, given)]
     assert 990 < seconds[0] / seconds[1] < 1010
-    assert 'measured on this host: 0.05 TFLOP/s' in taken and 'taking 50 TFLOP/s' in said
+    assert 'measured on this host in float32: 0.05 TFLOP/s' in taken and 'taking 50 TFLOP/s' in said
     assert 'if trajectories are' in likely
 
 
