@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['tier_rates', 'known_tiers', 'taught_tiers', 'describe_rollouts', 'credit_metrics', 'credited_tokens', 'kl_from_base',
-           'rollout_rows', 'is_kept', 'score_groups', 'dev_metrics', 'collapsed', 'is_shown', 'step_line', 'final_line',
-           'log_lines', 'over_line']
+           'rollout_rows', 'is_kept', 'score_groups', 'dev_metrics', 'base_report', 'base_lines', 'collapsed',
+           'is_shown', 'step_line', 'final_line', 'log_lines', 'over_line']
 
 # %% ../nbs/5_run/57_step_metrics.ipynb #m5703
 import math
@@ -259,6 +259,29 @@ def dev_metrics(
     """
     shown = lambda k: k in ('em', 'right', 'f1', 'answer_rate', 'turns', 'calls') or k.startswith(('em_', 'right_'))
     return {f'dev_em_{k}' if k.isdigit() else f'dev_{k}': v for k, v in scores.items() if k.isdigit() or shown(k)}
+
+# %% ../nbs/5_run/57_step_metrics.ipynb #r5702
+_FEW_MIXED = 0.2
+
+def base_report(groups, rewards):
+    "How a base does before it is trained, sampled: dict, those of `describe_rollouts` that say what there is to learn."
+    found = describe_rollouts(groups, rewards)
+    names = ('em', 'answer_rate', 'calls', 'turns', 'malformed', 'groups_mixed', 'groups_all_right', 'groups_all_wrong')
+    return {'questions': len(groups), 'trajectories': found['trajectories'], **{name: found[name] for name in names}}
+
+def base_lines(report):
+    "A `base_report` in words, and what to change where few groups are mixed: list of lines."
+    r = report
+    line = (f'base, sampled: EM {r["em"]:.3f}, groups mixed {r["groups_mixed"]:.2f}, all right '
+            f'{r["groups_all_right"]:.2f}, all wrong {r["groups_all_wrong"]:.2f}; answers {r["answer_rate"]:.2f}, calls '
+            f'{r["calls"]:.2f} a rollout; {r["trajectories"]} rollouts of {r["questions"]} dev questions')
+    if r['groups_mixed'] >= _FEW_MIXED: return [line]
+    if r['groups_all_right'] > r['groups_all_wrong']: advice = 'most attempts are right: ask harder questions'
+    elif r['answer_rate'] < .5: advice = ('it seldom answers: fine-tune it on demonstrations first (credit-rl demos, '
+                                          'credit-rl sft), or give it more max_turns, turn_tokens or max_tokens')
+    else: advice = ('most attempts are wrong: fine-tune it on more demonstrations, show more passages or longer ones, '
+                    'raise group_size, or ask easier questions')
+    return [line, f'fewer than a fifth of its groups are mixed, so that most rollouts would teach nothing; {advice}']
 
 # %% ../nbs/5_run/57_step_metrics.ipynb #c069
 def collapsed(rates, share=0.25, window=5):

@@ -37,7 +37,7 @@ from .settings import (GROUPS, Acting, Config, Host, Learning, Settings, check, 
                                 scored_schemas, settings_of, weight_limits)
 from .setup import (Setup, add_lora, bound_method, draw_questions, examine, forecast, hand_over, make_engine,
                              make_learner, make_setup, origin_of, real_questions, real_search)
-from .step_metrics import (collapsed, credit_metrics, credited_tokens, describe_rollouts, dev_metrics,
+from .step_metrics import (base_lines, base_report, collapsed, credit_metrics, credited_tokens, describe_rollouts, dev_metrics,
                                     final_line, is_kept, is_shown, kl_from_base, known_tiers, log_lines, over_line,
                                     rollout_rows, score_groups, step_line, taught_tiers)
 from .trajectory import group_from_json, to_json
@@ -191,6 +191,14 @@ class Actor:
             shown = Progress(self.say, f'{part} questions played', len(share))
             return evaluate(self.engine, self.setup.environments[part], share, self.acting.greedy, progress=shown)[1]
         return self.ranks.each(self.setup.questions[part], play)
+
+    def attempt_dev(self, count):
+        "Attempt the first dev questions as those of a step are, group_size times each: list of Group."
+        def play(share):
+            shown = Progress(self.say, 'rollouts of the base played', len(share) * self.learning.group_size)
+            return rollout(self.engine, self.setup.environments['dev'], share, self.learning.group_size,
+                           self.acting.sampling, seed_of('base', self.seed), shown)
+        return self.ranks.each(self.setup.questions['dev'][:count], play)
 
     def sample_dev(self):
         "Play each dev question once, sampled: list of Group."
@@ -647,9 +655,16 @@ def _begin(run):
     run.wake()
     run.memory['base'], groups = run.evaluate('test')
     _keep_examples(run.log, 0, groups, 'before')
+    if count := run.settings.keeping.base_questions: _sample_base(run, count)
     em = _evaluate_dev(run, 0, {})
     run.say(f'base: EM {run.memory["base"]["em"]:.3f} on {len(groups)} test questions, {em:.3f} on dev')
     return 1
+
+def _sample_base(run, count):
+    "Let the base attempt dev questions as in a step, keep what it did for the summary, and say what there is to learn."
+    groups = run.actor.attempt_dev(count)
+    run.memory['base_sampled'] = base_report(groups, run.method.text_rewards(groups))
+    for line in base_lines(run.memory['base_sampled']): run.say(line)
 
 # %% ../nbs/5_run/63_train.ipynb #c090
 def _steps(run, first):
@@ -691,6 +706,7 @@ def _finish(run):
         'questions': len(groups), 'questions_by_hops': hops, 'questions_by_set': sets if len(sets) > 1 else {},
         'base_em': base['em'], 'final_em': final['em'], 'last_em': last['em'], 'ceiling_em': top and top['all'],
         'base': base, 'final': final, 'ceiling': top,
+        **({'base_sampled': run.memory['base_sampled']} if 'base_sampled' in run.memory else {}),
         'collapsed': run.memory.get('collapsed', False), 'code': code_hashes('train'), 'seconds': run.log.elapsed}
     run.log.summary(summary)
     run.say(final_line(summary))
