@@ -391,7 +391,6 @@ class _RowBatch:
 
     def append(self, rows, new, logp):
         "Write down the next ids (n,) of n rows (list of `_Row`) and their log-probabilities (n,)."
-        check_numbers(logp, self.model)
         index = self.numbers(rows)
         at = self.have[index]
         self.ids[index, at], self.logps[index, at], self.have[index] = new, logp, at + 1
@@ -526,7 +525,8 @@ class _Stream:
         ids, logp = draw(logits, batch.uniform[index, batch.have[index]], self.sampling)
         batch.append(rows, ids, logp)
         self.tokens += len(rows)
-        may_end = (torch.isin(ids, self.engine.eos_ids) | self.may_stop[ids]).tolist()   # the host waits here alone
+        may_end = torch.isin(ids, self.engine.eos_ids) | self.may_stop[ids] | logp.isnan()
+        if any(may_end := may_end.tolist()): check_numbers(logp, self.engine.model)      # the host waits here alone
         done = (_finished(r, batch, self.engine) for r, may in zip(rows, may_end) if may or r.have >= r.stop)
         return [f for f in done if f is not None]
 
