@@ -464,9 +464,8 @@ class _Stream:
         "Sample like this from now on."
         self.sampling, self.may_stop = sampling, self.engine.may_stop(sampling.stop)
 
-    # so far: model calls; ids read in; CUDA graphs made
     forwards, entered = property(lambda self: self.batch.forwards), property(lambda self: self.batch.entered)
-    captures = property(lambda self: self.batch.steps.captures if self.batch.steps else 0)
+    captures = property(lambda self: self.batch.steps.captures if self.batch.steps else 0)      # CUDA graphs made
 
     def submit(self, key, ids, seed=0, max_tokens=None, stop=None):
         """Continue conversation `key`, of which `ids` is everything so far; `max_tokens` and `stop` of this turn

@@ -381,8 +381,7 @@ class Method:
         known = {**rewards, 'missing': missing, 'outcome': torch.where(missing, torch.nan, rewards['outcome'])}
         credit = self.rule.credit(known, layout, seen, self.own(self.rule))
         if not isinstance(credit, Credit):
-            turns = torch.where(missing[:, None], 0., credit)
-            credit = Credit(to_tokens(turns, layout.token_turns, layout.row_trajectory))
+            credit = Credit(to_tokens(credit.masked_fill(missing[:, None], 0.), layout.token_turns, layout.row_trajectory))
         return replace(credit, trajectory_weight=(~missing).float()) if missing.any() else credit
 
 # %% ../nbs/1_rules/29_parts.ipynb #c021

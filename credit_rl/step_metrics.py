@@ -273,8 +273,8 @@ def base_lines(report):
     "A `base_report` in words, and what to change where few groups are mixed: list of lines."
     r = report
     line = (f'base, sampled: EM {r["em"]:.3f}, groups mixed {r["groups_mixed"]:.2f}, all right '
-            f'{r["groups_all_right"]:.2f}, all wrong {r["groups_all_wrong"]:.2f}; answers {r["answer_rate"]:.2f}, calls '
-            f'{r["calls"]:.2f} a rollout; {r["trajectories"]} rollouts of {r["questions"]} dev questions')
+            f'{r["groups_all_right"]:.2f}, all wrong {r["groups_all_wrong"]:.2f}; answers {r["answer_rate"]:.2f}, '
+            f'calls {r["calls"]:.2f} a rollout; {r["trajectories"]} rollouts of {r["questions"]} dev questions')
     if r['groups_mixed'] >= _FEW_MIXED: return [line]
     if r['groups_all_right'] > r['groups_all_wrong']: advice = 'most attempts are right: ask harder questions'
     elif r['answer_rate'] < .5: advice = ('it seldom answers: fine-tune it on demonstrations first (credit-rl demos, '

@@ -37,9 +37,9 @@ from .settings import (GROUPS, Acting, Config, Host, Learning, Settings, check, 
                                 scored_schemas, settings_of, weight_limits)
 from .setup import (Setup, add_lora, bound_method, draw_questions, examine, forecast, hand_over, make_engine,
                              make_learner, make_setup, origin_of, real_questions, real_search)
-from .step_metrics import (base_lines, base_report, collapsed, credit_metrics, credited_tokens, describe_rollouts, dev_metrics,
-                                    final_line, is_kept, is_shown, kl_from_base, known_tiers, log_lines, over_line,
-                                    rollout_rows, score_groups, step_line, taught_tiers)
+from .step_metrics import (base_lines, base_report, collapsed, credit_metrics, credited_tokens,
+                                    describe_rollouts, dev_metrics, final_line, is_kept, is_shown, kl_from_base,
+                                    known_tiers, log_lines, over_line, rollout_rows, score_groups, step_line, taught_tiers)
 from .trajectory import group_from_json, to_json
 from .true_credit import distinct_states, score_continuations, state_values
 from .vllm_engine import EngineLost, logp_gap, sampler_weights
@@ -655,16 +655,13 @@ def _begin(run):
     run.wake()
     run.memory['base'], groups = run.evaluate('test')
     _keep_examples(run.log, 0, groups, 'before')
-    if count := run.settings.keeping.base_questions: _sample_base(run, count)
+    if count := run.settings.keeping.base_questions:
+        sampled = run.actor.attempt_dev(count)                           # as in a step
+        run.memory['base_sampled'] = base_report(sampled, run.method.text_rewards(sampled))
+        for line in base_lines(run.memory['base_sampled']): run.say(line)
     em = _evaluate_dev(run, 0, {})
     run.say(f'base: EM {run.memory["base"]["em"]:.3f} on {len(groups)} test questions, {em:.3f} on dev')
     return 1
-
-def _sample_base(run, count):
-    "Let the base attempt dev questions as in a step, keep what it did for the summary, and say what there is to learn."
-    groups = run.actor.attempt_dev(count)
-    run.memory['base_sampled'] = base_report(groups, run.method.text_rewards(groups))
-    for line in base_lines(run.memory['base_sampled']): run.say(line)
 
 # %% ../nbs/5_run/63_train.ipynb #c090
 def _steps(run, first):

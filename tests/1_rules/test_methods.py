@@ -620,7 +620,7 @@ def test_the_table_names_every_row():
 
 
 def test_the_control_of_tspo_pays_the_mean_of_its_turns_to_the_whole_rollout():
-    "A near miss of 4 turns that sees the gold in its second earns 2 / 4, by hand; summed it would earn 2, a right one 1."
+    "A near miss of 4 turns sees the gold in its second earns 2 / 4, by hand; summed it would earn 2, a right one 1."
     group = example_group()
     method = compose('outcome+folr/group')
     rewards = method.text_rewards([group])
