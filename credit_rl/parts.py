@@ -345,8 +345,7 @@ class Method:
         "All options with `options` put in: dict. Raises ValueError on one that there is not, or out of its range."
         given = read_options(f'method {self.name!r}', self.knobs, options)
         values = {**self.options, **{name: given[name] for name in options}}
-        for p in self.parts:
-            if p.check: p.check(replace(self, options=values).own(p))
+        for p in (p for p in self.parts if p.check): p.check(replace(self, options=values).own(p))
         return values
 
     def text_rewards(self, groups):
@@ -381,7 +380,8 @@ class Method:
         known = {**rewards, 'missing': missing, 'outcome': torch.where(missing, torch.nan, rewards['outcome'])}
         credit = self.rule.credit(known, layout, seen, self.own(self.rule))
         if not isinstance(credit, Credit):
-            credit = Credit(to_tokens(credit.masked_fill(missing[:, None], 0.), layout.token_turns, layout.row_trajectory))
+            place = layout.token_turns, layout.row_trajectory
+            credit = Credit(to_tokens(credit.masked_fill(missing[:, None], 0.), *place))
         return replace(credit, trajectory_weight=(~missing).float()) if missing.any() else credit
 
 # %% ../nbs/1_rules/29_parts.ipynb #c021

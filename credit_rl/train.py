@@ -39,7 +39,8 @@ from .setup import (Setup, add_lora, bound_method, draw_questions, examine, fore
                              make_learner, make_setup, origin_of, real_questions, real_search)
 from .step_metrics import (base_lines, base_report, collapsed, credit_metrics, credited_tokens,
                                     describe_rollouts, dev_metrics, final_line, is_kept, is_shown, kl_from_base,
-                                    known_tiers, log_lines, over_line, rollout_rows, score_groups, step_line, taught_tiers)
+                                    known_tiers, log_lines, over_line, rollout_rows, score_groups, step_line,
+                                    taught_tiers)
 from .trajectory import group_from_json, to_json
 from .true_credit import distinct_states, score_continuations, state_values
 from .vllm_engine import EngineLost, logp_gap, sampler_weights
