@@ -549,7 +549,7 @@ _READ_TOKENS = signature(HFEngine).parameters['read_tokens'].default
 
 def _rows_of_context(acting):
     "Rows of a trajectory, at most: one for each segment where contexts are edited."
-    row = PROTOCOLS.get(acting.protocol)
+    row = protocol_row(acting.protocol)
     return acting.max_turns if row and row.context_tag else 1
 
 def _forwards(acting, learning, loss, measure):
