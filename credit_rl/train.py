@@ -37,9 +37,10 @@ from .settings import (GROUPS, Acting, Config, Host, Learning, Settings, check, 
                                 scored_schemas, settings_of, weight_limits)
 from .setup import (Setup, add_lora, bound_method, draw_questions, examine, forecast, hand_over, make_engine,
                              make_learner, make_setup, origin_of, real_questions, real_search)
-from .step_metrics import (base_lines, base_report, collapsed, credit_metrics, credited_tokens, describe_rollouts, dev_metrics,
-                                    final_line, is_kept, is_shown, kl_from_base, known_tiers, log_lines, over_line,
-                                    rollout_rows, score_groups, step_line, taught_tiers)
+from .step_metrics import (base_lines, base_report, collapsed, credit_metrics, credited_tokens,
+                                    describe_rollouts, dev_metrics, final_line, is_kept, is_shown, kl_from_base,
+                                    known_tiers, log_lines, over_line, paired_line, right_marks, rollout_rows,
+                                    score_groups, step_line, taught_tiers)
 from .trajectory import group_from_json, to_json
 from .true_credit import distinct_states, score_continuations, state_values
 from .vllm_engine import EngineLost, logp_gap, sampler_weights
@@ -644,6 +645,7 @@ def _begin(run):
         return found[0] + 1
     run.wake()
     run.memory['base'], groups = run.evaluate('test')
+    run.memory['base_right'] = right_marks(groups)
     _keep_examples(run.log, 0, groups, 'before')
     if count := run.settings.keeping.base_questions: _sample_base(run, count)
     em = _evaluate_dev(run, 0, {})
@@ -696,10 +698,11 @@ def _finish(run):
         'questions': len(groups), 'questions_by_hops': hops, 'questions_by_set': sets if len(sets) > 1 else {},
         'base_em': base['em'], 'final_em': final['em'], 'last_em': last['em'], 'ceiling_em': top and top['all'],
         'base': base, 'final': final, 'ceiling': top,
-        **({'base_sampled': run.memory['base_sampled']} if 'base_sampled' in run.memory else {}),
+        **{name: run.memory[name] for name in ('base_sampled', 'base_right') if name in run.memory},
+        'final_right': right_marks(groups),
         'collapsed': run.memory.get('collapsed', False), 'code': code_hashes('train'), 'seconds': run.log.elapsed}
     run.log.summary(summary)
-    run.say(final_line(summary))
+    for line in filter(None, (final_line(summary), paired_line(summary))): run.say(line)
 
 # %% ../nbs/5_run/63_train.ipynb #n6311
 def judge_hashes(
