@@ -246,8 +246,8 @@ class Keeping(SettingsGroup):
     "What is measured and kept."
     eval_every: int = setting(10, 'steps between dev evaluations, each with a checkpoint', least=1)
     keep: int = setting(2, 'newest checkpoints kept', least=1)
-    base_questions: int = setting(0, 'dev questions that the base attempts before the first step, each group_size times, '
-                                     'as in a step: is there anything to learn from? 0: none', least=0)
+    base_questions: int = setting(0, 'dev questions that the base attempts before the first step, each group_size '
+                                     'times, as in a step: is there anything to learn from? 0: none', least=0)
     track: str = setting('tensorboard', "who else gets the metrics: names of TRACKERS, with commas between; '' nobody")
     log_rollouts: int = setting(1, 'groups of each step written to turns.jsonl.gz', least=0)
     log_steps: int = setting(500, 'first steps of which they are all written; then of every second step, beyond twice '

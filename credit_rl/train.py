@@ -647,16 +647,18 @@ def _begin(run):
     run.memory['base'], groups = run.evaluate('test')
     run.memory['base_right'] = right_marks(groups)
     _keep_examples(run.log, 0, groups, 'before')
-    if count := run.settings.keeping.base_questions: _sample_base(run, count)
+    if count := run.settings.keeping.base_questions:
+        run.memory['base_sampled'] = _sample_base(run.actor, run.method, count, run.say)
     em = _evaluate_dev(run, 0, {})
     run.say(f'base: EM {run.memory["base"]["em"]:.3f} on {len(groups)} test questions, {em:.3f} on dev')
     return 1
 
-def _sample_base(run, count):
-    "Let the base attempt dev questions as in a step, keep what it did for the summary, and say what there is to learn."
-    groups = run.actor.attempt_dev(count)
-    run.memory['base_sampled'] = base_report(groups, run.method.text_rewards(groups))
-    for line in base_lines(run.memory['base_sampled']): run.say(line)
+def _sample_base(actor, method, count, say):
+    "Let the base attempt dev questions as in a step, and say what there is to learn: a `base_report`."
+    groups = actor.attempt_dev(count)
+    report = base_report(groups, method.text_rewards(groups))
+    for line in base_lines(report): say(line)
+    return report
 
 # %% ../nbs/5_run/63_train.ipynb #c090
 def _steps(run, first):
