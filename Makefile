@@ -43,13 +43,14 @@ begin = @mkdir -p $(VENV) && echo $$PPID > $(VENV)/.installing
 end   = @rm $(VENV)/.installing && touch $@
 
 .DEFAULT_GOAL := help
-.PHONY: help demo compare carl reports quick test test-long test-all test-vllm test-gpu faults long programs readme docs \
+.PHONY: help demo compare carl real reports quick test test-long test-all test-vllm test-gpu faults long programs readme docs \
     lab export clean
 
 help:
 	@echo 'make demo      train on the tiny world, a few minutes on a CPU   (SEED=101 for another seed)'
 	@echo 'make compare   TSPO against GRPO on the same budget, three seeds each, with the comparison report'
 	@echo 'make carl      a critic teaches when to ask, where half of it is known, five minutes of a CPU'
+	@echo 'make real      SmolLM2 learns to search Wikipedia passages: fetch, demonstrate, fine-tune, reinforce, an hour of a CPU'
 	@echo 'make reports   the reports and tables of the stored runs, runs/NAME/report.ipynb, a few minutes'
 	@echo 'make quick     the notebooks that changed, what imports them, and their short tests, two minutes'
 	@echo 'make test      export the modules, run the library notebooks and what of tests/ takes less than $(LONG) s each,'
@@ -98,6 +99,13 @@ $(VENV)/.ok-test: $(VENV)/.ok-torch constraints.txt settings.ini setup.py pyproj
 	@touch $(VENV)/.ok-demo
 	$(end)
 
+$(VENV)/.ok-real: $(VENV)/.ok-torch constraints.txt settings.ini setup.py pyproject.toml
+	@echo '[3/3] credit_rl and what reads a GGUF file'
+	$(begin)
+	@$(PIP) $(PINS) -e '.[gguf]'
+	@touch $(VENV)/.ok-demo
+	$(end)
+
 $(VENV)/.ok-docs: $(VENV)/.ok-torch constraints.txt settings.ini setup.py pyproject.toml
 	@echo '[3/3] credit_rl and what builds its site'
 	$(begin)
@@ -132,6 +140,25 @@ carl: $(VENV)/.ok-test
 	@$(PY) -m credit_rl.train --params runs/params/carl_demo.yaml run=runs/carl_demo/carl-412 $(CARL_RUN) \
 	    critic_from=runs/carl_demo/warm
 	@$(PY) -m credit_rl.competence runs/carl_demo/carl-412 --checkpoint newest
+
+# A real model on real questions. Each part is left as it is where it is over, and the same command goes on; a part that
+# was ended begins anew, but for the reinforcement, which goes on from its last checkpoint. REAL_STEPS=0 stops after the
+# fine-tuning and a look at what there is to learn.
+REAL_STEPS ?= 15
+REAL := --params runs/params/real.yaml resume=true
+REAL_SFT := sft.demos=runs/real/demos sft.epochs=1 sft.batch=8 sft.learning_rate=3.0e-4 sft.compute=fastest
+part = @echo '== $(1)' && date '+   %H:%M:%S'
+real: $(VENV)/.ok-real
+	$(call part,1/5 the model)
+	@$(PY) -m credit_rl.fetch smollm2 models/smollm2
+	$(call part,2/5 demonstrations: a minute)
+	@$(PY) -m credit_rl.command demos $(REAL) run=runs/real/demos
+	$(call part,3/5 fine-tuning: a quarter of an hour)
+	@$(PY) -m credit_rl.sft $(REAL) run=runs/real/sft $(REAL_SFT)
+	$(call part,4/5 reinforcement by TSPO: half an hour)
+	@$(PY) -m credit_rl.train $(REAL) run=runs/real/tspo model=runs/real/sft/model method=tspo steps=$(REAL_STEPS)
+	$(call part,5/5 the page)
+	@$(PY) -m credit_rl.view runs/real/tspo --rules tspo grpo outcome+folr/group
 
 # COMPARE holds the arguments of `python -m credit_rl.compare`.
 COMPARE ?= --methods tspo grpo --seeds 101 102 103 --params runs/params/demo.yaml --out runs/compare \

@@ -12,9 +12,9 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 import torch
-from .demonstrations import demonstrate_all, reach
+from .demonstrations import demonstrate_all, reach, write_message
 from .engine import HFEngine, seed_of
-from .environment import make_environment
+from .environment import asked_protocol, make_environment
 from .evaluate import evaluate
 from .launch import Progress
 from .layout import pack
@@ -30,6 +30,7 @@ from .runlog import RunLog, atomic_folder, code_hashes, read_json, read_params, 
 from .settings import GROUPS, check, make_config, settings_of, tree_notes
 from .setup import (add_lora, bound_method, draw_questions, make_setup, merge_lora, origin_of, real_questions,
                              real_search)
+from .step_metrics import paired_line, right_marks
 from .train import MAY_CHANGE, check_same_params
 from .trajectory import Group, to_json, trajectory_from_json
 
@@ -167,7 +168,7 @@ def rejection_sft(
                                 progress=Progress(say, 'test questions played', len(stage.questions['test'])))
         metric = bound_method(dataclasses.replace(s.course, method='grpo'), s.task, c.questions_per_step).metric
         kept, played = _examples(stage, engine, acting.sampling, how, metric, c.seed, say)
-        base, _ = test()
+        base, before = test()
         say(f'base: EM {base["em"]:.3f} on {len(stage.questions["test"])} test questions')
         if host.lora: add_lora(stage.model, host.lora, c.seed)
         with _keeping_bad(log, stage.chat.tokenizer):
@@ -176,9 +177,12 @@ def rejection_sft(
         if host.lora: merge_lora(stage.model)
         with atomic_folder(log.folder/'model') as place:
             for part in (stage.model, stage.chat.tokenizer): part.save_pretrained(place)
-        log.summary({**_summary(stage, base, final, tested, history), 'seed': c.seed, 'trajectories': played,
-                     'rows': sum(len(g.trajectories) for g in kept), 'seconds': log.elapsed})
+        log.summary(summary := {
+            **_summary(stage, base, final, tested, history), 'seed': c.seed, 'trajectories': played,
+            'base_right': right_marks(before), 'final_right': right_marks(tested),
+            'rows': sum(len(g.trajectories) for g in kept), 'seconds': log.elapsed})
         say(f'final: EM {final["em"]:.3f} on {len(tested)} test questions (base {base["em"]:.3f}); {log.elapsed:.0f} s')
+        if line := paired_line(summary): say(line)
     return log.folder
 
 # %% ../nbs/5_run/64_sft.ipynb #r6403
@@ -204,13 +208,13 @@ def _examples(stage, engine, sampling, how, metric, seed, say):
     return kept, played
 
 # %% ../nbs/5_run/64_sft.ipynb #c015
-def _finished(config, how, say):
-    "The folder of a fine-tuning that is over. Raises ValueError where it was done by other settings."
+def _finished(config, how, say, name='sft'):
+    "The folder of a fine-tuning, or of demonstrations, that is over. Raises ValueError on other settings."
     folder = Path(config.run)
     check_same_params(config, (*MAY_CHANGE, 'method'))
-    if (made := read_params(folder).get('sft')) != (given := dataclasses.asdict(how)):
-        raise ValueError(f'{folder} holds a finished fine-tuning by {made}, not by {given}: give the same, or choose '
-                         'another name')
+    if (made := read_params(folder).get(name)) != (given := dataclasses.asdict(how)):
+        what = {'sft': 'a finished fine-tuning', 'demos': 'demonstrations'}[name]
+        raise ValueError(f'{folder} holds {what} by {made}, not by {given}: give the same, or choose another name')
     say(f'{folder} is complete and left as it is')
     return folder
 
@@ -260,6 +264,8 @@ def write_demos(
     if c.data == 'tiny': raise ValueError('the tiny world has players of its own (25_tiny): give another data set')
     check(c)
     s = settings_of(c)
+    write_message(asked_protocol(s.acting.protocol), '')                  # refuses a protocol without demonstrations
+    if c.resume and (Path(c.run)/'summary.json').exists(): return _finished(c, how, say, 'demos')
     with RunLog(c.run, c.resume) as log, log.beginning():
         log.write_params({**vars(c), 'method': 'demos', 'demos': dataclasses.asdict(how)}, MAY_CHANGE)
         tokenizer, parts = load_tokenizer(c.model), real_questions(s.task, c.seed)

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['tier_rates', 'known_tiers', 'taught_tiers', 'describe_rollouts', 'credit_metrics', 'credited_tokens', 'kl_from_base',
            'rollout_rows', 'is_kept', 'score_groups', 'dev_metrics', 'base_report', 'base_lines', 'collapsed',
-           'is_shown', 'step_line', 'final_line', 'log_lines', 'over_line']
+           'is_shown', 'step_line', 'final_line', 'log_lines', 'over_line', 'right_marks', 'paired_line']
 
 # %% ../nbs/5_run/57_step_metrics.ipynb #m5703
 import math
@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 from .advantages import anchor_ids, anchor_share
 from .critics import explained_variance
-from .evaluate import by_set, summarize
-from .folr import first_turns, gold_in_question, has_evidence, near_miss_share, op_table
+from .evaluate import bootstrap_interval, by_set, summarize
+from .folr import first_turns, has_evidence, near_miss_share, op_table
 from .groups import group_share, index_groups
 from .information_gain import belief_check, gold_statistics, state_logp
 from .losses import kl
@@ -272,9 +272,10 @@ def base_report(groups, rewards):
 def base_lines(report):
     "A `base_report` in words, and what to change where few groups are mixed: list of lines."
     r = report
-    line = (f'base, sampled: EM {r["em"]:.3f}, groups mixed {r["groups_mixed"]:.2f}, all right '
-            f'{r["groups_all_right"]:.2f}, all wrong {r["groups_all_wrong"]:.2f}; answers {r["answer_rate"]:.2f}, '
-            f'calls {r["calls"]:.2f} a rollout; {r["trajectories"]} rollouts of {r["questions"]} dev questions')
+    mixed, right, wrong = (f'{r[f"groups_{kind}"]:.2f}' for kind in ('mixed', 'all_right', 'all_wrong'))
+    line = (f'base, sampled: EM {r["em"]:.3f}, groups mixed {mixed}, all right {right}, all wrong {wrong}; answers '
+            f'{r["answer_rate"]:.2f}, calls {r["calls"]:.2f} a rollout; {r["trajectories"]} rollouts of '
+            f'{r["questions"]} dev questions')
     if r['groups_mixed'] >= _FEW_MIXED: return [line]
     if r['groups_all_right'] > r['groups_all_wrong']: advice = 'most attempts are right: ask harder questions'
     elif r['answer_rate'] < .5: advice = ('it seldom answers: fine-tune it on demonstrations first (credit-rl demos, '
@@ -352,3 +353,19 @@ def over_line(course):  # Course
     elif summary['steps'] > course.steps: why = f'has {summary["steps"]} steps, more than steps={course.steps}'
     else: why = f'has its {summary["steps"]} steps; give more steps to go on'
     return f'{course.run} is only shown again: it {why}'
+
+# %% ../nbs/5_run/57_step_metrics.ipynb #r5705
+def right_marks(groups):
+    "Which questions were answered right, in their order: str of 0 and 1."
+    return ''.join(str(int(exact_match(g.trajectories[0].answer, list(g.question.answers)))) for g in groups)
+
+def paired_line(summary):
+    """How far the final policy is from its base on the same test questions, with an interval of 95 % (bootstrap over
+    questions): a line; '' where it was not kept."""
+    before, after = summary.get('base_right', ''), summary.get('final_right', '')
+    gains = [int(b) - int(a) for a, b in zip(before, after)]
+    if len(gains) < 2: return ''
+    (low, high), scores = bootstrap_interval(gains), [bootstrap_interval([*map(int, x)]) for x in (before, after)]
+    shown = [f'{sum(map(int, x)) / len(x):.3f} [{a:.3f}, {b:.3f}]' for x, (a, b) in zip((before, after), scores)]
+    return (f'EM {shown[0]} before, {shown[1]} after; difference {sum(gains) / len(gains):+.3f} [{low:+.3f}, '
+            f'{high:+.3f}] on the same {len(gains)} questions (95 % intervals)')

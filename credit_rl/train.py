@@ -19,7 +19,7 @@ from .engine import seed_of
 from .evaluate import evaluate, summarize
 from .information_gain import belief_schema, belief_warning
 from .launch import (LaunchError, Progress, Ranks, is_rank, join_ranks, keep_traceback, launch,
-                              gloo_environment, launch_command, meet, set_torch, speak)
+                              gloo_environment, launch_command, meet, speak)
 from .layout import pack
 from .learner import BadStep, Learner, teach_critic
 from .dry_run import is_large, no_gpu
@@ -32,15 +32,15 @@ from .protocol import prompt_hash
 from .rollout import continuations, rollout
 from .runlog import (RunLog, BoundedGzip, atomic_write, latest_checkpoint, code_hashes, named_checkpoint,
                               read_json, read_params, save_checkpoint)
-from .scoring import GOLDS_OPTION, answer_header, gold_templates, gold_texts
+from .scoring import answer_header, gold_templates
 from .settings import (GROUPS, Acting, Config, Host, Learning, Settings, check, make_config, schema_notes,
                                 scored_schemas, settings_of, weight_limits)
 from .setup import (Setup, add_lora, bound_method, draw_questions, examine, forecast, hand_over, make_engine,
                              make_learner, make_setup, origin_of, real_questions, real_search)
 from .step_metrics import (base_lines, base_report, collapsed, credit_metrics, credited_tokens,
                                     describe_rollouts, dev_metrics, final_line, is_kept, is_shown, kl_from_base,
-                                    known_tiers, log_lines, over_line, rollout_rows, score_groups, step_line,
-                                    taught_tiers)
+                                    known_tiers, log_lines, over_line, paired_line, right_marks, rollout_rows,
+                                    score_groups, step_line, taught_tiers)
 from .trajectory import group_from_json, to_json
 from .true_credit import distinct_states, score_continuations, state_values
 from .vllm_engine import EngineLost, logp_gap, sampler_weights
@@ -655,14 +655,20 @@ def _begin(run):
         return found[0] + 1
     run.wake()
     run.memory['base'], groups = run.evaluate('test')
+    run.memory['base_right'] = right_marks(groups)
     _keep_examples(run.log, 0, groups, 'before')
     if count := run.settings.keeping.base_questions:
-        sampled = run.actor.attempt_dev(count)                           # as in a step
-        run.memory['base_sampled'] = base_report(sampled, run.method.text_rewards(sampled))
-        for line in base_lines(run.memory['base_sampled']): run.say(line)
+        run.memory['base_sampled'] = _sample_base(run.actor, run.method, count, run.say)
     em = _evaluate_dev(run, 0, {})
     run.say(f'base: EM {run.memory["base"]["em"]:.3f} on {len(groups)} test questions, {em:.3f} on dev')
     return 1
+
+def _sample_base(actor, method, count, say):
+    "Let the base attempt dev questions as in a step, and say what there is to learn: a `base_report`."
+    groups = actor.attempt_dev(count)
+    report = base_report(groups, method.text_rewards(groups))
+    for line in base_lines(report): say(line)
+    return report
 
 # %% ../nbs/5_run/63_train.ipynb #c090
 def _steps(run, first):
@@ -704,10 +710,11 @@ def _finish(run):
         'questions': len(groups), 'questions_by_hops': hops, 'questions_by_set': sets if len(sets) > 1 else {},
         'base_em': base['em'], 'final_em': final['em'], 'last_em': last['em'], 'ceiling_em': top and top['all'],
         'base': base, 'final': final, 'ceiling': top,
-        **({'base_sampled': run.memory['base_sampled']} if 'base_sampled' in run.memory else {}),
+        **{name: run.memory[name] for name in ('base_sampled', 'base_right') if name in run.memory},
+        'final_right': right_marks(groups),
         'collapsed': run.memory.get('collapsed', False), 'code': code_hashes('train'), 'seconds': run.log.elapsed}
     run.log.summary(summary)
-    run.say(final_line(summary))
+    for line in filter(None, (final_line(summary), paired_line(summary))): run.say(line)
 
 # %% ../nbs/5_run/63_train.ipynb #n6311
 def judge_hashes(

@@ -844,3 +844,40 @@ def test_the_check_names_everything_that_is_wrong():
     gluing = byte_tokenizer("{% for m in messages %}{{ m.content }}ab{% endfor %}{% if add_generation_prompt %}c{% "
                             "endif %}", texts=['abc'] * 9, merges=2)
     with pytest.raises(ValueError, match="glues the generation prefix 'c'"): check_tokenizer(gluing, PROTOCOLS['tiny'])
+
+
+# ---- protocols in files ----
+
+def test_a_file_says_what_a_row_says(tmp_path):
+    import dataclasses, yaml
+    from credit_rl.protocol import PROTOCOLS, get_protocol, read_protocol
+    for name, row in PROTOCOLS.items():
+        values = {**dataclasses.asdict(row), 'tools': list(row.tools), 'gold_schema': list(row.gold_schema)}
+        (tmp_path / 'row.yaml').write_text(yaml.safe_dump(values))
+        assert read_protocol(tmp_path / 'row.yaml') == row and hash(row) == hash(read_protocol(tmp_path / 'row.yaml'))
+        assert get_protocol(name) is row and get_protocol(str(tmp_path / 'row.yaml')) == row
+
+
+@pytest.mark.parametrize('text, message', [
+    ('usr: hi', "no field 'usr'; did you mean 'user'"), ('user: hi', 'field user must hold {question}'),
+    ('user: "{question} {query}"', 'field user'), ('call_tag: "a b"', 'field call_tag'), ('call_tag: null', 'field call_tag'),
+    ('name: 3', 'field name must be a text'), ('call_style: jsno', 'call_style must be one of'),
+    ('response_role: model', 'response_role'), ('tools: search', 'field tools'), ('gold_schema: x', 'field gold_schema'),
+    ('gold_schema: [a, 3]', 'gold_schema'), ('answer_stop: never', 'answer_stop'), ('[1]', 'wanted fields of Protocol'),
+    ('user: &a x\nsystem: *a', 'alias'), ('user: "', 'cannot be read'),
+])
+def test_a_file_that_is_wrong_is_refused_by_its_field(tmp_path, text, message):
+    from credit_rl.protocol import read_protocol
+    (tmp_path / 'mine.yaml').write_text(text)
+    with pytest.raises(ValueError, match=message): read_protocol(tmp_path / 'mine.yaml')
+
+
+def test_a_run_takes_a_file_and_refuses_what_is_neither(root, monkeypatch):
+    from credit_rl.settings import check, make_config, settings_of
+    monkeypatch.chdir(root)
+    base = {'data': 'real', 'model': 'data/tiny_base', 'passages': 1}
+    config = make_config({**base, 'protocol': 'runs/params/protocols/short.yaml'})
+    check(config)
+    assert settings_of(config).acting.max_turns == 4
+    with pytest.raises(ValueError, match='no such file'): check(make_config({**base, 'protocol': 'nowhere.yaml'}))
+    with pytest.raises(ValueError, match="no protocol 'shrt'"): settings_of(make_config({**base, 'protocol': 'shrt'}))
