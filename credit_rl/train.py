@@ -19,7 +19,7 @@ from .engine import seed_of
 from .evaluate import evaluate, summarize
 from .information_gain import belief_schema, belief_warning
 from .launch import (LaunchError, Progress, Ranks, is_rank, join_ranks, keep_traceback, launch,
-                              gloo_environment, launch_command, meet, speak)
+                              gloo_environment, launch_command, meet, set_torch, speak)
 from .layout import pack
 from .learner import BadStep, Learner, teach_critic
 from .dry_run import is_large, no_gpu
@@ -32,7 +32,7 @@ from .protocol import prompt_hash
 from .rollout import continuations, rollout
 from .runlog import (RunLog, BoundedGzip, atomic_write, latest_checkpoint, code_hashes, named_checkpoint,
                               read_json, read_params, save_checkpoint)
-from .scoring import answer_header, gold_templates
+from .scoring import GOLDS_OPTION, answer_header, gold_templates, gold_texts
 from .settings import (GROUPS, Acting, Config, Host, Learning, Settings, check, make_config, schema_notes,
                                 scored_schemas, settings_of, weight_limits)
 from .setup import (Setup, add_lora, bound_method, draw_questions, examine, forecast, hand_over, make_engine,
