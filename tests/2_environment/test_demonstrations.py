@@ -15,7 +15,8 @@ from credit_rl.retrieval import BM25
 from credit_rl.trajectory import Question, Stop, Trajectory, Turn
 
 SHORT = 'runs/params/protocols/short.yaml'
-PAGES = [Passage('0', 'Harbour of Glass (film)', 'Harbour of Glass is a film that Ida Venn directed. It was shot in Orvane.'),
+PAGES = [Passage('0', 'Harbour of Glass (film)', 'Harbour of Glass is a film that Ida Venn directed. '
+                                                 'It was shot in Orvane.'),
          Passage('1', 'Ida Venn', 'Ida Venn is a director. She was born in Tolm.'),
          Passage('2', 'Tolm', 'Tolm is a town on the coast, north of Orvane.'),
          Passage('3', 'Wooden Bridge', 'Wooden Bridge is a film of 1950.')]

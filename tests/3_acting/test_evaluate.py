@@ -432,7 +432,7 @@ EMPTY = 'empty.jsonl'
         ({'model': str(ROWS)}, ValueError, 'no config.json'),
         ({'model': 'bare'}, ValueError, 'has no weights'),
         ({'model': None}, ValueError, 'model must be given'),
-        ({'protocol': 'tspoo'}, ValueError, 'protocol must be one of'),
+        ({'protocol': 'tspoo'}, ValueError, "no protocol 'tspoo'.*did you mean 'tspo'"),
         ({'context_tokens': 0}, ValueError, 'context_tokens must be at least 1'),
         ({'dtype': 'float33'}, ValueError, 'dtype must be'),
         ({'dtype': 'nn'}, ValueError, 'dtype must be'),
@@ -511,11 +511,11 @@ def test_a_model_that_gives_nan_is_an_error_that_names_it(model, tmp_path):
     weights = load_file(path)
     next(w for n, w in weights.items() if n.endswith('norm.weight'))[0] = float('nan')
     save_file(weights, path, {'format': 'pt'})
-    for more in ({}, {'greedy': False, 'temperature': 1.}):
+    for name, more in (('greedy', {}), ('sampled', {'greedy': False, 'temperature': 1.})):
         with pytest.raises(ValueError, match=f"the model '{broken}' gives probabilities that are no numbers"):
             quiet({**QUICK, 'data': 'gsm8k', 'path': FILES['gsm8k'], 'protocol': 'direct', 'model': str(broken),
-                   'run': str(tmp_path / 'run'), **more})
-    assert not list((tmp_path / 'run').rglob('summary.json'))
+                   'run': str(tmp_path / name), **more})
+        assert not list((tmp_path / name).rglob('summary.json'))
 
 
 def test_golds_that_normalise_to_nothing_are_counted_when_a_set_is_loaded(model, tmp_path):

@@ -33,7 +33,8 @@ def test_a_file_that_ends_anywhere_too_early_is_refused_by_its_name(file):
     whole = file.read_bytes()
     for n in range(len(whole)):
         file.write_bytes(whole[:n])
-        with pytest.raises(ValueError, match='^small.gguf (is cut short|is no GGUF file|cannot be read)'): read_gguf(file)
+        with pytest.raises(ValueError, match='^small.gguf (is cut short|is no GGUF file|cannot be read)'):
+            read_gguf(file)
 
 
 @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -52,7 +52,8 @@ OURS = ('sweep', 'sweep_weak', 'claims', 'engines', 'ahead', 'carl_warm', 'carl_
 FILES = {
     p.stem: p
     for p in sorted((ROOT / 'runs' / 'params').glob('*.yaml'))
-    if p.stem not in ('demo', 'carl_demo', 'real', *OURS) and not p.stem.endswith('_warmup') and not p.stem.startswith('eval_')
+    if p.stem not in ('demo', 'carl_demo', 'real', *OURS) and not p.stem.endswith('_warmup')
+    and not p.stem.startswith('eval_')
 }
 # how a paper evaluates, for credit_rl.evaluate; long answers: test_longform.py
 EVALUATIONS = {p.stem: p for p in sorted((ROOT / 'runs' / 'params').glob('eval_*.yaml')) if p.stem != 'eval_prs_long'

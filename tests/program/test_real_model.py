@@ -1,4 +1,5 @@
-"""The chain of `make real`: a model from a file, demonstrations, fine-tuning, a look at what there is to learn, two steps
+"""The chain of `make real`: a model from a file, demonstrations, fine-tuning, a look at what there is to learn,
+two steps
 of reinforcement, the page; with a random model of SmolLM2's architecture, and with the true one where it is there."""
 import importlib.util
 import json
