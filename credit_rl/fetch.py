@@ -108,6 +108,7 @@ def convert_gguf(
     try:
         tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
         read, lack = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32,
+                                                          trust_remote_code=False,
                                                           output_loading_info=True)
     except (ValueError, KeyError, NotImplementedError) as e:
         raise ValueError(f'{path.name} is of architecture {entries["general.architecture"]!r}, which transformers '
