@@ -50,7 +50,7 @@ help:
 	@echo 'make demo      train on the tiny world, a few minutes on a CPU   (SEED=101 for another seed)'
 	@echo 'make compare   TSPO against GRPO on the same budget, three seeds each, with the comparison report'
 	@echo 'make carl      a critic teaches when to ask, where half of it is known, five minutes of a CPU'
-	@echo 'make real      SmolLM2 learns to search Wikipedia passages: fetch, demonstrate, fine-tune, reinforce, an hour of a CPU'
+	@echo 'make real      SmolLM2 learns to search Wikipedia passages: fetch, demonstrate, fine-tune, reinforce; hours, not yet run whole'
 	@echo 'make reports   the reports and tables of the stored runs, runs/NAME/report.ipynb, a few minutes'
 	@echo 'make quick     the notebooks that changed, what imports them, and their short tests, two minutes'
 	@echo 'make test      export the modules, run the library notebooks and what of tests/ takes less than $(LONG) s each,'
@@ -151,11 +151,11 @@ part = @echo '== $(1)' && date '+   %H:%M:%S'
 real: $(VENV)/.ok-real
 	$(call part,1/5 the model)
 	@$(PY) -m credit_rl.fetch smollm2 models/smollm2
-	$(call part,2/5 demonstrations: a minute)
+	$(call part,2/5 demonstrations)
 	@$(PY) -m credit_rl.command demos $(REAL) run=runs/real/demos
-	$(call part,3/5 fine-tuning: a quarter of an hour)
+	$(call part,3/5 fine-tuning)
 	@$(PY) -m credit_rl.sft $(REAL) run=runs/real/sft $(REAL_SFT)
-	$(call part,4/5 reinforcement by TSPO: half an hour)
+	$(call part,4/5 reinforcement by TSPO)
 	@$(PY) -m credit_rl.train $(REAL) run=runs/real/tspo model=runs/real/sft/model method=tspo steps=$(REAL_STEPS)
 	$(call part,5/5 the page)
 	@$(PY) -m credit_rl.view runs/real/tspo --rules tspo grpo outcome+folr/group

@@ -8,10 +8,11 @@ __all__ = ['PARTS', 'evidence_words', 'evidence_golds', 'first_occurrence', 'fir
            'turn_normalize', 'selective_advantages', 'tspo_advantages', 'group_misses', 'near_miss_statistics']
 
 # %% ../nbs/1_rules/32_folr.ipynb #c003
-import functools, math, re, torch, unicodedata
+import functools, math, re, torch
 from .groups import (cast_like, check_groups, check_tensors, check_turns, group_normalize, measured,
                               standardize, widen)
 from .metrics import drop_punctuation, normalize
+from .readers import to_nfc
 from .tools import returned_texts
 
 # %% ../nbs/1_rules/32_folr.ipynb #c006
@@ -21,7 +22,7 @@ def _part_years(text): return _YEARS.sub(r'\1 \2', text)
 
 def evidence_words(text):
     "Normalise a text in which golds are looked for: as `normalize`, letters composed, ranges of years as two numbers."
-    return normalize(_part_years(unicodedata.normalize('NFC', text)))
+    return normalize(_part_years(text))
 
 def evidence_golds(
     golds,              # list of str, the question's accepted answers
@@ -57,10 +58,10 @@ def _stands_in(letters, gold):
 
 def _shows(text, golds):
     "Whether a text shows one of some evidence golds."
-    text = unicodedata.normalize('NFC', text)
-    letters = drop_punctuation(text)
+    text = to_nfc(text)
+    letters = to_nfc(drop_punctuation(text))
     golds = [g for g in golds if all(word in letters for word in g.split())]
-    if any(c.isdigit() for g in golds for c in g): letters = drop_punctuation(_part_years(text))
+    if any(c.isdigit() for g in golds for c in g): letters = to_nfc(drop_punctuation(_part_years(text)))
     return any(_stands_in(letters, g) for g in golds)
 
 # %% ../nbs/1_rules/32_folr.ipynb #f032g
