@@ -385,9 +385,10 @@ def _tied_weights(model):
     return [words.weight] if head is not None and head.weight is words.weight else []
 
 # %% ../nbs/5_run/62_setup.ipynb #r6204
+@torch.no_grad()
 def merge_lora(model):  # Hugging Face causal model, changed in place
     """Add a model's low-rank additions (`add_lora`) to the weights they stand beside, and take them out. Raises
-    ValueError on a model that has none.
+    ValueError on a model that has none, and where the merged model computes something else.
 
     Parameters
     ----------
@@ -396,11 +397,20 @@ def merge_lora(model):  # Hugging Face causal model, changed in place
     from peft.tuners.lora import LoraLayer
     found = [(name, module) for name, module in model.named_modules() if isinstance(module, LoraLayer)]
     if not found: raise ValueError('the model has no low-rank additions to merge')
+    training = model.training
+    model.eval()
+    words = torch.arange(32, device=model.device)[None] % model.config.get_text_config().vocab_size
+    before = model(words).logits.float()
     for name, module in found:
         module.merge(safe_merge=True)      # refuses what is not finite
         parent, _, own = name.rpartition('.')
         setattr(model.get_submodule(parent), own, module.get_base_layer())
     del model.peft_config
+    gap, size = (model(words).logits.float() - before).abs().max().item(), before.abs().max().item()
+    if not gap <= max(1e-3, 16 * torch.finfo(model.dtype).eps) * size:           # rounding; NaN is refused too
+        raise ValueError(f'merging the low-rank additions changes logits by up to {gap:.3g}, of {size:.3g}: the model '
+                         'was not merged right; use the run itself, or train all weights')
+    model.train(training)
 
 # %% ../nbs/5_run/62_setup.ipynb #c056
 @dataclass(frozen=True)

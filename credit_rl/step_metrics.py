@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['tier_rates', 'known_tiers', 'taught_tiers', 'describe_rollouts', 'credit_metrics', 'credited_tokens', 'kl_from_base',
            'rollout_rows', 'is_kept', 'score_groups', 'dev_metrics', 'base_report', 'base_lines', 'collapsed',
-           'is_shown', 'step_line', 'final_line', 'log_lines', 'over_line', 'right_marks', 'paired_line']
+           'right_marks', 'paired_line', 'is_shown', 'step_line', 'final_lines', 'log_lines', 'over_line']
 
 # %% ../nbs/5_run/57_step_metrics.ipynb #m5703
 import math
@@ -294,6 +294,22 @@ def collapsed(rates, share=0.25, window=5):
     best = max(b - a for a, b in zip(sums, sums[window:])) / window
     return best >= 0.2 and last < share * best
 
+# %% ../nbs/5_run/57_step_metrics.ipynb #r5705
+def right_marks(groups):
+    "Which questions were answered right, in their order: str of 0 and 1."
+    return ''.join(str(int(exact_match(g.trajectories[0].answer, list(g.question.answers)))) for g in groups)
+
+def paired_line(summary):
+    """How far the final policy is from its base on the same test questions, with an interval of 95 % (bootstrap over
+    questions): a line; '' where it was not kept."""
+    before, after = summary.get('base_right', ''), summary.get('final_right', '')
+    gains = [int(b) - int(a) for a, b in zip(before, after)]
+    if len(gains) < 2: return ''
+    (low, high), scores = bootstrap_interval(gains), [bootstrap_interval([*map(int, x)]) for x in (before, after)]
+    shown = [f'{sum(map(int, x)) / len(x):.3f} [{a:.3f}, {b:.3f}]' for x, (a, b) in zip((before, after), scores)]
+    return (f'EM {shown[0]} before, {shown[1]} after; difference {sum(gains) / len(gains):+.3f} [{low:+.3f}, '
+            f'{high:+.3f}] on the same {len(gains)} questions (95 % intervals)')
+
 # %% ../nbs/5_run/57_step_metrics.ipynb #m5726
 def is_shown(
     step,     # 1, 2, …
@@ -325,12 +341,13 @@ def step_line(
     return (f'step {step}/{steps}  reward {metrics["reward"]:.3f}  EM {metrics["em"]:.3f}  answers '
             f'{metrics["answer_rate"]:.2f}' + ('' if dev is None else f'  dev EM {dev:.3f}'))
 
-def final_line(summary):
-    "What came of a run: a line."
+def final_lines(summary):
+    "What came of a run, and how far it is from its base, where that was kept: list of lines."
     base, top = summary['base_em'], summary['ceiling_em']
-    return (f'final: EM {summary["final_em"]:.3f} on {summary["questions"]} test questions (base {base:.3f}' +
+    line = (f'final: EM {summary["final_em"]:.3f} on {summary["questions"]} test questions (base {base:.3f}' +
             (f', ceiling {top:.3f}' if top else '') +
             f'), the checkpoint of step {summary["best_step"]}; {summary["seconds"]:.0f} s')
+    return [line, *filter(None, [paired_line(summary)])]
 
 # %% ../nbs/5_run/57_step_metrics.ipynb #p6302
 def log_lines(folder):
@@ -339,7 +356,7 @@ def log_lines(folder):
     for step, row in metrics_by_step(folder).items():
         if step == 0: lines.append(f'base: EM {row["dev_em"]:.3f} on dev')
         elif 'dev_em' in row or is_shown(step): lines.append(step_line(step, steps, row, row.get('dev_em')))
-    return lines + ([final_line(summary)] if summary else [])
+    return lines + (final_lines(summary) if summary else [])
 
 def over_line(course):  # Course
     """That a run which is resumed is over, and how to take more steps: a line.
@@ -353,19 +370,3 @@ def over_line(course):  # Course
     elif summary['steps'] > course.steps: why = f'has {summary["steps"]} steps, more than steps={course.steps}'
     else: why = f'has its {summary["steps"]} steps; give more steps to go on'
     return f'{course.run} is only shown again: it {why}'
-
-# %% ../nbs/5_run/57_step_metrics.ipynb #r5705
-def right_marks(groups):
-    "Which questions were answered right, in their order: str of 0 and 1."
-    return ''.join(str(int(exact_match(g.trajectories[0].answer, list(g.question.answers)))) for g in groups)
-
-def paired_line(summary):
-    """How far the final policy is from its base on the same test questions, with an interval of 95 % (bootstrap over
-    questions): a line; '' where it was not kept."""
-    before, after = summary.get('base_right', ''), summary.get('final_right', '')
-    gains = [int(b) - int(a) for a, b in zip(before, after)]
-    if len(gains) < 2: return ''
-    (low, high), scores = bootstrap_interval(gains), [bootstrap_interval([*map(int, x)]) for x in (before, after)]
-    shown = [f'{sum(map(int, x)) / len(x):.3f} [{a:.3f}, {b:.3f}]' for x, (a, b) in zip((before, after), scores)]
-    return (f'EM {shown[0]} before, {shown[1]} after; difference {sum(gains) / len(gains):+.3f} [{low:+.3f}, '
-            f'{high:+.3f}] on the same {len(gains)} questions (95 % intervals)')

@@ -38,8 +38,8 @@ from .settings import (GROUPS, Acting, Config, Host, Learning, Settings, check, 
 from .setup import (Setup, add_lora, bound_method, draw_questions, examine, forecast, hand_over, make_engine,
                              make_learner, make_setup, origin_of, real_questions, real_search)
 from .step_metrics import (base_lines, base_report, collapsed, credit_metrics, credited_tokens,
-                                    describe_rollouts, dev_metrics, final_line, is_kept, is_shown, kl_from_base,
-                                    known_tiers, log_lines, over_line, paired_line, right_marks, rollout_rows,
+                                    describe_rollouts, dev_metrics, final_lines, is_kept, is_shown, kl_from_base,
+                                    known_tiers, log_lines, over_line, right_marks, rollout_rows,
                                     score_groups, step_line, taught_tiers)
 from .trajectory import group_from_json, to_json
 from .true_credit import distinct_states, score_continuations, state_values
@@ -714,7 +714,7 @@ def _finish(run):
         'final_right': right_marks(groups),
         'collapsed': run.memory.get('collapsed', False), 'code': code_hashes('train'), 'seconds': run.log.elapsed}
     run.log.summary(summary)
-    for line in filter(None, (final_line(summary), paired_line(summary))): run.say(line)
+    for line in final_lines(summary): run.say(line)
 
 # %% ../nbs/5_run/63_train.ipynb #n6311
 def judge_hashes(

@@ -5,9 +5,8 @@ import torch
 pytest.importorskip('peft', reason='pip install credit_rl[train]')
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from credit_rl import export
 from credit_rl.settings import check, make_config
-from credit_rl.setup import add_lora
+from credit_rl.setup import add_lora, merge_lora
 
 BOTH = ({'target_modules': ['q_proj', 'lm_head']}, {'target_modules': ['embed_tokens']},
         {'target_modules': ['lm_head'], 'ensure_weight_tying': True})
@@ -51,7 +50,7 @@ def test_what_is_taken_merges_into_the_same_logits(settings, tied):
             if p.requires_grad: p.add_(torch.randn_like(p) * .1)
     ids = torch.arange(5)[None]
     before = model.eval()(ids).logits
-    export._merge_lora(model)
+    merge_lora(model)
     assert torch.allclose(model(ids).logits, before, atol=1e-4)
     assert [n for n, _ in model.named_parameters()] == [n for n, _ in small(tied).named_parameters()]
 
@@ -64,4 +63,4 @@ def test_a_merge_that_changes_logits_is_refused(gone_wrong, monkeypatch):
     def merge(layer, safe_merge): layer.get_base_layer().weight.data += gone_wrong
     monkeypatch.setattr(Linear, 'merge', merge)
     assert issubclass(Linear, LoraLayer)
-    with pytest.raises(ValueError, match='changes logits'): export._merge_lora(model)
+    with pytest.raises(ValueError, match='changes logits'): merge_lora(model)

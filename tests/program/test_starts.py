@@ -26,10 +26,10 @@ from credit_rl.learner import Learner, Optimiser
 from credit_rl.models import find_model, load_model, local_folder
 from credit_rl.parts import Loss
 from credit_rl.runlog import FolderInUse, Hold, RunFolders, RunLog
-
 from credit_rl.settings import make_config, settings_of
 from credit_rl.setup import forecast
 from credit_rl.train import train
+from credit_rl.trajectory import Group
 
 ROOT = Path(__file__).resolve().parents[2]
 BASE = str(ROOT / 'data' / 'tiny_base')
@@ -135,13 +135,6 @@ def test_a_fine_tuning_without_right_rollouts_leaves_its_folder_free(tmp_path, m
     with pytest.raises(ValueError, match='nothing to imitate'):
         sft.rejection_sft({**SHORT, 'run': str(tmp_path / 'run')}, say=lambda line: None)
     RunLog(tmp_path / 'run')
-
-
-def test_a_fine_tuning_without_trl_is_refused_before_it_plays(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, 'trl', None)
-    with pytest.raises(SystemExit, match=r'pip install credit_rl\[train\]'):
-        sft.main([f'run={tmp_path / "run"}', f'model={BASE}'])
-    assert not (tmp_path / 'run').exists()
 
 
 def test_a_start_under_trl_that_failed_leaves_its_folder_free(tmp_path, monkeypatch):
@@ -429,16 +422,15 @@ def test_what_takes_long_says_how_far_it_is(tmp_path, monkeypatch):
         assert wanted in lines, lines
 
 
-def test_a_fine_tuning_tells_its_loss():
-    from credit_rl.sft import _loss_callback
-    lines, state = [], SimpleNamespace(global_step=1, max_steps=9)
-    callback = _loss_callback(lines.append)
-    callback.on_log(None, state, None, logs={'loss': 2.})
-    state.global_step = 2
-    callback.on_log(None, state, None, logs={'loss': 1.})
-    callback.last -= 30
-    callback.on_log(None, state, None, logs={'loss': .5})
-    assert lines == ['update 1 of 9, loss 2.000', 'update 2 of 9, loss 0.500']
+def test_a_fine_tuning_tells_its_loss(monkeypatch):
+    from credit_rl import sft
+    ticks, lines = itertools.count(step=15), []
+    monkeypatch.setattr(sft, '_imitate', lambda *args: {'loss': 2.})
+    monkeypatch.setattr(sft.time, 'monotonic', lambda: float(next(ticks)))
+    question = SimpleNamespace(id='q')
+    model, groups = load_model(BASE)[0], [Group(question, [SimpleNamespace(question=question)] * 2)]
+    sft.fine_tune(model, groups, sft.Imitation(epochs=5, batch=1), say=lines.append)
+    assert lines[0].startswith('update 1 of 10, loss 2.000') and 2 < len(lines) < 10, lines
 
 
 def test_the_estimate_measures_what_this_host_does(monkeypatch):
