@@ -116,7 +116,7 @@ def belief_table(
     for name, mine in rows.groupby(['model', 'schema'], sort=False):
         parts = [part for _, part in mine.groupby('question')]
         drawn = [_auc(pd.concat([parts[i] for i in rng.integers(len(parts), size=len(parts))])) for _ in range(draws)]
-        low, high = np.nanquantile(drawn, [.025, .975])
+        low, high = np.nanquantile(drawn, [.025, .975]) if np.isfinite(drawn).any() else (math.nan, math.nan)
         out[name] = {'states shown': int(mine.shown.sum()), 'not shown': int((~mine.shown).sum()),
                      'belief shown': mine.belief[mine.shown].mean(),
                      'belief not shown': mine.belief[~mine.shown].mean(), 'AUC': _auc(mine), 'low': low,

@@ -1,0 +1,91 @@
+"""99_beliefs: belief against a plain forward of the same text, an answer at once against the model's own `generate`, and
+the command from a shell."""
+import json
+import math
+from pathlib import Path
+
+import pandas as pd
+import pytest
+import torch
+
+from credit_rl.beliefs import belief_rows, belief_table, closed_book, main, popularity_table, shown_and_right
+from credit_rl.engine import HFEngine, SamplingParams
+from credit_rl.metrics import exact_match
+from credit_rl.models import load_model
+from credit_rl.protocol import PROTOCOLS, Chat
+from credit_rl.rollout import rollout
+from credit_rl.scoring import answer_form, answer_header, gold_templates
+from credit_rl.tiny import tiny_environment
+from credit_rl.world import make_world
+
+BASE = str(Path(__file__).resolve().parents[2] / 'data' / 'tiny_base')
+
+
+@pytest.fixture(scope='module')
+def played():
+    model, tokenizer = load_model(BASE)
+    chat, world = Chat(PROTOCOLS['tiny'], tokenizer), make_world('train', 7, size=120, questions=6)
+    groups = rollout(HFEngine(model, tokenizer), tiny_environment(world, chat), list(world.questions), 2,
+                     SamplingParams(max_tokens=12), 0)
+    return model, chat, groups
+
+
+def test_belief_is_that_of_a_plain_forward(played):
+    model, chat, groups = played
+    rows = belief_rows(model, chat, groups[:2], ('own', 'tips'))
+    trajectories = [t for g in groups[:2] for t in g.trajectories]
+    golds = {schema: gold_templates(chat, groups[:2], schema) for schema in ('own', 'tips')}
+    header = len(chat.encode(answer_header(chat)))               # ends a state and begins a gold
+    assert len(rows) == 2 * sum(len(t.turns) for t in trajectories)
+    for row in rows:
+        t = trajectories[row['rollout']]
+        state = [*t.prompt_ids, *(i for turn in t.turns[:row['state']]
+                                  for i in (*turn.action_ids, *turn.observation_ids))]
+        state = state[:len(state) - header]
+        found = []
+        for gold in golds[row['schema']][row['rollout']]:
+            ids = torch.tensor([[*state, *gold.ids]])
+            with torch.no_grad(): logp = model(ids).logits[0].log_softmax(-1)
+            places = range(len(state) + gold.start, len(state) + gold.end)
+            found.append([logp[k - 1, ids[0, k]].item() for k in places])
+        assert row['belief'] == pytest.approx(max(math.exp(sum(x) / len(x)) for x in found), rel=1e-3, abs=1e-9)
+        assert row['chance'] == pytest.approx(max(math.exp(sum(x)) for x in found), rel=1e-3, abs=1e-9)
+        assert row['last'] == (row['state'] == len(t.turns) - 1)
+
+
+def test_an_answer_at_once_is_what_the_model_generates(played):
+    model, chat, groups = played
+    questions = [g.question for g in groups]
+    before, after = answer_form(chat.protocol)
+    for row, question in zip(closed_book(model, chat, questions, words=5), questions):
+        ids = torch.tensor([[*chat.prompt_ids(question.text), *chat.encode(before)]])
+        out = model.generate(ids, max_new_tokens=5, do_sample=False)[0, ids.shape[1]:]
+        answer = chat.tokenizer.decode(out, skip_special_tokens=True).split(after.strip())[0].strip()
+        assert row['answer'] == answer and row['right'] == exact_match(answer, list(question.answers))
+
+
+def test_what_was_shown_crossed_with_what_was_right_sums_to_one(played):
+    shares = shown_and_right(played[2])
+    assert sum(shares.values()) == pytest.approx(1) and len(shares) == 4
+
+
+def test_one_kind_of_state_alone_has_no_auc():
+    rows = pd.DataFrame({'model': 'm', 'schema': 's', 'question': ['a', 'b'], 'shown': [True, True],
+                         'belief': [.1, .2]})
+    table = belief_table(rows, draws=5)
+    assert table.AUC.isna().all() and table.low.isna().all() and table['belief not shown'].isna().all()
+    blank = pd.DataFrame({'model': 'm', 'right': [0, 1], 'popularity': math.nan})
+    assert popularity_table(blank).loc['m'].tolist() == [.5, 2]
+
+
+def test_the_command_measures_every_model_on_the_same_rollouts(tmp_path, capsys):
+    run = tmp_path / 'run'
+    main([f'model={BASE}', f'run={run}', 'asked=4', 'attempts=2', 'world={size: 120}', 'dev_questions=4', 'questions=10',
+          'test_questions=4', 'turn_tokens=12', f'models={{one: {BASE}, other: {BASE}}}', 'threads=1'])
+    rows, found = pd.read_csv(run / 'beliefs.csv'), json.loads((run / 'beliefs.json').read_text())
+    one, other = (rows[rows.model == name].drop(columns='model').reset_index(drop=True) for name in ('one', 'other'))
+    pd.testing.assert_frame_equal(one, other)
+    assert found['questions'] == 4 and found['rollouts'] == 8
+    assert len(pd.read_csv(run / 'closed_book.csv')) == 8
+    with pytest.raises(SystemExit, match='is neither a folder'):
+        main([f'model={tmp_path / "nowhere"}', f'run={tmp_path / "x"}'])
