@@ -211,6 +211,7 @@ def place_means(
     sums = torch.zeros(2, int(game.place.max()) + 1).index_add(1, game.place, torch.stack([visits * values, visits]))
     return (sums[0] / sums[1].clamp(min=1e-12))[None]
 
+# %% ../nbs/experiments/67_lab.ipynb #l033
 class Pupils:
     "P policies of a game that learn by one contender."
     def __init__(self, game, contender, count, generator):
@@ -488,8 +489,8 @@ def step_ratio(
     other,  # (m,) long of the rule that it is compared with
     most,   # steps after which it was given up
 ):
-    """How many times the rule's steps the other one takes: (ratio, low, high), with a 95 % interval (Welch, of
-    logarithms). NaN where fewer than three of either reached the goal.
+    """How many times the rule's steps the other one takes: (ratio, low, high, p), with a 95 % interval and the p-value
+    of no difference (Welch, of logarithms). NaN where fewer than three of either reached the goal.
 
     Parameters
     ----------
@@ -504,8 +505,9 @@ def step_ratio(
         found.append((float(mean), float(error) ** 2, int((s >= 0).sum()) - 1))
     (a, u, i), (b, v, j) = found
     free = (u + v) ** 2 / max(u * u / max(i, 1) + v * v / max(j, 1), 1e-30)
-    reach = t.ppf(.975, free) * (u + v) ** .5
-    return tuple(math.exp(x) for x in (a - b, a - b - reach, a - b + reach))
+    error = max((u + v) ** .5, 1e-12)
+    reach = t.ppf(.975, free) * error
+    return *(math.exp(x) for x in (a - b, a - b - reach, a - b + reach)), float(2 * t.sf(abs(a - b) / error, free))
 
 # %% ../nbs/experiments/67_lab.ipynb #c047
 @dataclass(frozen=True)
