@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['KINDS', 'FEW', 'Auditing', 'Truth', 'find_truth', 'turn_kinds', 'squares_by_kind', 'kendall', 'agreements',
-           'interval', 'question_gradients', 'gradient_samples', 'jackknife', 'rollouts_saved', 'saving_says', 'audit',
+           'interval', 'question_gradients', 'gradient_samples', 'rollouts_saved', 'saving_says', 'audit',
            'AuditChoice', 'run_audit', 'read_audit_settings', 'main']
 
 # %% ../nbs/6_looking/71_audit.ipynb #a003
@@ -22,6 +22,7 @@ from .parameters import by_group, from_settings, make_parser, read_settings
 from .parts import assign
 from .rollout import RolloutSize, continuations, rollout
 from .runlog import atomic_write, plain_json, write_json, writing
+from .significance import jackknife
 from .settings import GROUPS, Course, check, make_config, settings_of
 from .setup import draw_questions, make_engine, make_learner, make_setup, origin_of
 from .train import Run, SilentLog, train_step
@@ -271,23 +272,6 @@ def _cross_sums(x, y):  # (B, D) each
     count = torch.full((len(same) + 1,), len(same) - 1.).double()
     count[0] += 1
     return (total - own) / (count * (count - 1)), (own - total / count) / (count - 1)
-
-def jackknife(
-    values,    # (1 + B,), of all and with each of B left out
-    pairs=0.,  # variance that comes of pairs, which leaving out one at a time counts twice
-):
-    """A value and its 95 % interval (Student) by the jackknife: (value, low, high), NaN where one value is not known.
-
-    Parameters
-    ----------
-    values : (1 + B,), of all and with each of B left out
-    pairs : variance that comes of pairs, which leaving out one at a time counts twice
-    """
-    from scipy.stats import t
-    b = len(values) - 1
-    variance = (b - 1) / b * (values[1:] - values[1:].mean()).pow(2).sum() - pairs
-    reach = float(t.ppf(.975, b - 1)) * variance.clamp(min=0).sqrt().item()
-    return values[0].item(), values[0].item() - reach, values[0].item() + reach
 
 # %% ../nbs/6_looking/71_audit.ipynb #s003
 def rollouts_saved(

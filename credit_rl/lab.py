@@ -6,8 +6,8 @@
 __all__ = ['TRIALS', 'CHARTS', 'Contender', 'get_contender', 'believed', 'played_on', 'turn_weights', 'score_sums', 'place_means',
            'Pupils', 'true_gradient', 'all_paths', 'all_groups', 'Estimate', 'exact_estimate', 'sampled_estimate',
            'unit_rate', 'learn', 'censored_mean', 'step_ratio', 'Trial', 'get_trial', 'LabChoice', 'read_learned',
-           'best_rate', 'learn_rule', 'exact_rows', 'run_lab', 'main', 'holm', 'verdict', 'lab_table', 'Chart',
-           'chart_says', 'chart_figure', 'situation', 'nearest_worlds', 'map_page', 'judge_expected']
+           'best_rate', 'learn_rule', 'exact_rows', 'run_lab', 'main', 'lab_table', 'Chart', 'chart_says',
+           'chart_figure', 'situation', 'nearest_worlds', 'map_page', 'judge_expected']
 
 # %% ../nbs/experiments/67_lab.ipynb #c002
 import functools, itertools, json, math, sys, time
@@ -26,6 +26,7 @@ from .outcome import METRICS
 from .parameters import by_group, from_settings, make_parser, read_settings
 from .parts import Measured, assign, bind, to_tokens
 from .runlog import atomic_write, writing
+from .significance import holm, verdict, welch
 
 # %% ../nbs/experiments/67_lab.ipynb #c027
 @dataclass(frozen=True)
@@ -500,16 +501,12 @@ def step_ratio(
     other : (m,) long of the rule that it is compared with
     most : steps after which it was given up
     """
-    from scipy.stats import t
     found = []
     for s in (other, steps):
         mean, error = censored_mean(torch.where(s >= 0, s, most).clamp(min=1).log(), s >= 0)
-        found.append((float(mean), float(error) ** 2, int((s >= 0).sum()) - 1))
-    (a, u, i), (b, v, j) = found
-    free = (u + v) ** 2 / max(u * u / max(i, 1) + v * v / max(j, 1), 1e-30)
-    error = max((u + v) ** .5, 1e-12)
-    reach = t.ppf(.975, free) * error
-    return *(math.exp(x) for x in (a - b, a - b - reach, a - b + reach)), float(2 * t.sf(abs(a - b) / error, free))
+        found += float(mean), float(error), max(int((s >= 0).sum()) - 1, 1)
+    *logs, p = welch(*found)
+    return *map(math.exp, logs), p
 
 # %% ../nbs/experiments/67_lab.ipynb #c047
 @dataclass(frozen=True)
@@ -687,39 +684,6 @@ def main(arguments=None):
     except KeyboardInterrupt: parser.exit(130, 'credit_rl.lab: interrupted; the same command goes on\n')
     print(folder)
 
-# %% ../nbs/experiments/67_lab.ipynb #m001
-def holm(
-    p,  # list of n p-values, NaN: not known
-):
-    """P-values that hold for all tests together (Holm, 1979): list, NaN stays.
-
-    Parameters
-    ----------
-    p : list of n p-values, NaN: not known
-    """
-    known, out, most = sorted((i for i, x in enumerate(p) if x == x), key=lambda i: p[i]), list(p), 0.
-    for rank, i in enumerate(known): out[i] = most = max(most, min(1., (len(known) - rank) * p[i]))
-    return out
-
-def verdict(
-    ratio,    # of GRPO's steps to the rule's
-    low, high,  # its interval
-    p,        # of no difference, after Holm
-    near=1.1, # within this factor of 1 it is level
-):
-    """What a row of the map says: 'ahead', 'behind', 'level', 'not told apart', or '' of a rule that was not learned.
-
-    Parameters
-    ----------
-    ratio : of GRPO's steps to the rule's
-    high : its interval
-    p : of no difference, after Holm
-    near : within this factor of 1 it is level
-    """
-    if ratio != ratio: return ''
-    if p < .05: return 'ahead' if ratio > 1 else 'behind'
-    return 'level' if 1 / near <= low and high <= near else 'not told apart'
-
 # %% ../nbs/experiments/67_lab.ipynb #m003
 def _compared(name, rule, fresh, most):  # fresh: dict (world, rule) -> block
     "Steps and turns of a rule in a world against GRPO's: dict, {} where one was not learned yet."
@@ -750,7 +714,8 @@ def lab_table(folder):
                      **dict.fromkeys(('steps', 'low', 'high', 'p', 'turns', 'seeds', 'reached'), math.nan),
                      **_compared(name, rule, fresh, most)})
     table = pd.DataFrame(rows).assign(p=lambda t: holm(t.p.tolist()))
-    return table.assign(verdict=[verdict(r.steps, r.low, r.high, r.p) for r in table.itertuples()])
+    log = lambda x: math.log(x) if x == x else math.nan
+    return table.assign(verdict=[verdict(log(r.low), log(r.high), r.p, .1) for r in table.itertuples()])
 
 # %% ../nbs/experiments/67_lab.ipynb #m006
 @dataclass(frozen=True)
@@ -904,13 +869,13 @@ def nearest_worlds(
 # %% ../nbs/experiments/67_lab.ipynb #m015
 def map_page(table):
     """From a problem to its rules: DataFrame, a row for each world, with outcome, turns, right and near misses of its
-    base, and which rules were ahead of GRPO, level, behind, or not told apart from it, with their ratios of steps."""
+    base, and which rules were ahead of GRPO, level with it, not told apart, or behind, with their ratios of steps."""
     import pandas as pd
     rows = {}
     for name, of in table.groupby('world', sort=False):
-        s, learned = situation(name), of[of.verdict != ''].sort_values('steps', ascending=False)
+        s, learned = situation(name), of[of.verdict != 'unknown'].sort_values('steps', ascending=False)
         said = {word: ', '.join(f'{r.rule} ×{r.steps:.2f}' for r in learned[learned.verdict == word].itertuples())
-                for word in ('ahead', 'level', 'not told apart', 'behind')}
+                for word in ('ahead', 'within ± .1', 'not told apart', 'behind')}
         rows[name] = {**s, **said}
     return pd.DataFrame.from_dict(rows, orient='index')
 
