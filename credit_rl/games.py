@@ -326,8 +326,8 @@ def chain(turns=3, right=.1, sizes=SIZES, questions=QUESTIONS):
                 (Way(1., None if over else (q, k + 1, g), f'turn {k}: word{a}', '' if over else f'page {k} {a}',
                      (f'gold{q}' if g else f'other{a}') if over else None, float(over and g)),)
                 for a, g in enumerate(good)))
-    made = lambda lean: make_game(f'chain {turns}', spots, starts, dict(enumerate(features)), lean * hidden)
-    return made(_solved(lambda lean: base_right(made(0.), lean * hidden), right))
+    game = make_game(f'chain {turns}', spots, starts, dict(enumerate(features)), 0. * hidden)
+    return replace(game, base=hidden * _solved(lambda lean: base_right(game, lean * hidden), right))
 
 # %% ../nbs/experiments/37_games.ipynb #c020
 def _blocks(*widths):
