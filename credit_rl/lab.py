@@ -554,8 +554,8 @@ class LabChoice(SettingsGroup):
     run: str = setting('runs/lab', 'folder that results are written to')
     worlds: list = setting(None, 'names of the worlds; None: all', kind=list)
     rates: list = setting([1., 2., 4., 8., 16.], 'lengths of a first step that are tried')
-    tuning: int = setting(4, 'seeds of each rate', least=1)
-    fresh: int = setting(48, 'seeds of the best rate', least=3)
+    tuning: int = setting(3, 'seeds of each rate', least=1)
+    fresh: int = setting(24, 'seeds of the best rate', least=3)
     most: int = setting(600, 'steps after which a policy is given up', least=1)
     drawn: int = setting(400, 'steps drawn for expectation and variance where groups cannot be listed', least=50)
     learned: bool = setting(True, 'False: only expectation and variance are computed')
@@ -815,7 +815,7 @@ def chart_figure(
         ax.minorticks_off()
         ax.set_yticks([.25, .5, .7, 1, 1.4, 2, 3, 4.5], ['¼', '½', '.7', '1', '1.4', '2', '3', '4.5'])
         ax.spines[['top', 'right']].set_visible(False)
-    axes[1].legend(fontsize=8, frameon=False, loc='upper left', bbox_to_anchor=(1, 1))
+    if axes[1].has_data(): axes[1].legend(fontsize=8, frameon=False, loc='upper left', bbox_to_anchor=(1, 1))
     plt.close(fig)
     return fig
 

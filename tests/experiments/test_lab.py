@@ -25,6 +25,7 @@ from credit_rl.lab import (CHARTS, TRIALS, LabChoice, Pupils, all_groups, believ
                            true_gradient, turn_weights, unit_rate)
 from credit_rl.methods import compose
 from credit_rl.potentials import shaping_rewards
+from credit_rl.significance import welch
 
 TINY = 3, 4, 3
 MISSES = functools.partial(near_miss, .1, .5, TINY, 2)
@@ -52,7 +53,7 @@ def credit_of(name, game, size=3, **options):
 # ---- what is exact ----
 
 @pytest.mark.parametrize('game', [lambda: many_parts(2, TINY, 2, lean=.5), lambda: chain(2, .2, TINY, 2), MISSES,
-                                  lambda: asking(TINY, 2)], ids=['parts', 'chain', 'near miss', 'asking'])
+                                  lambda: asking((2, 4, 3), 1)], ids=['parts', 'chain', 'near miss', 'asking'])
 def test_expectations_are_the_gradient(game):
     "True credit undivided, a baseline, and Dr. GRPO times G / (G - 1), since its mean holds the attempt itself."
     game = game()
@@ -90,7 +91,7 @@ def test_tips_shaping_changes_no_expectation_in_ppo(shown):
     assert_close(found[0].mean, found[1].mean, atol=2e-6, rtol=1e-4)
     assert_close(found[0].mean, true_gradient(game, game.base), atol=2e-6, rtol=1e-4)
     if shown == 'exact': assert found[0].noise == pytest.approx(found[1].noise, rel=1e-4)  # its critic takes Φ off
-    else: assert found[0].noise != pytest.approx(found[1].noise, rel=1e-2)
+    if 'cold' in shown: assert found[0].noise != pytest.approx(found[1].noise, rel=1e-2)
 
 
 def test_tspo_is_grpo_where_no_group_is_all_wrong():
@@ -105,7 +106,7 @@ def test_tspo_is_grpo_where_no_group_is_all_wrong():
 
 def test_carl_at_lambda_1_is_a_baseline():
     "Its credit is then outcome less value, of every turn; at λ = 0 it is the change of the value."
-    game = asking(TINY, 2)
+    game = asking((2, 4, 3), 2)
     pi, moves, values, _ = listed(game)
     earned, outcome = earned_before(game, moves)
     baseline = torch.where(moves.turn_mask, outcome[:, None] - earned - moves.pick(values), 0.).view(len(pi), 3, -1)
@@ -134,13 +135,13 @@ def test_vsps_expected_step():
     groups, generator = group_moves(game, pi, moves, 4), seeded()
     assert index_groups(groups)[0].shape == (16, 1)
     step = lambda name, **o: turn_weights(get_contender(name, 'em', **o).method, groups, {}, generator)[0][:, 0]
-    plain, drawn = step('grpo'), torch.stack([step('vspo', clip=False) for _ in range(3000)])
+    plain, drawn = step('grpo'), torch.stack([step('vspo', clip=False) for _ in range(600)])
     means, spread = torch.tensor([.25, .5]), torch.tensor([.25 * .75, .25])
     p = (((1 - means) * spread) / .1).softmax(0)
     total = (1 + 2 * p).repeat_interleave(4)
     found = drawn.mean(0)[4:12] / plain[4:12]
     assert not drawn[:, :4].any() and not drawn[:, 12:].any()
-    assert_close(found / found.sum(), total / total.sum(), atol=.01, rtol=0)
+    assert_close(found / found.sum(), total / total.sum(), atol=.015, rtol=0)
 
 
 def test_listing_and_drawing_agree():
@@ -148,15 +149,15 @@ def test_listing_and_drawing_agree():
     for name in ('grpo', 'tspo', 'igpo', 'exact'):
         exact = exact_estimate(game, get_contender(name), 3, questions=2)
         small = dataclasses.replace(game, group_size=3)
-        drawn = sampled_estimate(small, get_contender(name), 1000)
+        drawn = sampled_estimate(small, get_contender(name), 500)
         assert abs(exact.signal_to_noise - drawn.signal_to_noise) < 4 * drawn.error + .02 * exact.signal_to_noise
 
 
 def test_true_credit_of_many_parts_has_more_signal():
     "Where 16 independent parts share an outcome, more than three times GRPO's signal to noise."
-    found = [sampled_estimate(many_parts(16), get_contender(name, 'parts'), 200).signal_to_noise
+    found = [sampled_estimate(many_parts(16), get_contender(name, 'parts'), 100).signal_to_noise
              for name in ('grpo', 'exact')]
-    assert 3 < found[1] / found[0] < 4.1
+    assert 2.8 < found[1] / found[0] < 4.3
 
 
 # ---- steps that were not all seen ----
@@ -164,13 +165,17 @@ def test_true_credit_of_many_parts_has_more_signal():
 @pytest.mark.parametrize('most', [1e9, 70.])
 def test_intervals_of_ratios_cover(most):
     "Steps are log-normal, of another spread for each rule, and some are cut: 95 % intervals hold the ratio."
-    generator, held, times = seeded(), 0, 400
-    for _ in range(times):
-        a, b = ((torch.randn(24, generator=generator) * s + m).exp() for m, s in ((4., .5), (3.6, .2)))
-        seen = [torch.where(x < most, x, -1.) for x in (b, a)]
-        ratio, low, high, p = step_ratio(*seen, most)
-        held += low <= math.exp(.4) <= high
-    assert .92 < held / times < .98
+    generator, times, estimates = seeded(), 1000, []
+    for mean, spread in ((4., .5), (3.6, .2)):
+        x = (torch.randn(times, 24, generator=generator) * spread + mean).exp()
+        estimates.append((x.clamp(max=most).log(), x < most))
+    (a, u), (b, v) = (censored_mean(*x) for x in estimates)
+    free = [(there.sum(1) - 1).tolist() for _, there in estimates]
+    ends = [welch(*x)[1:3] for x in zip(a.tolist(), u.tolist(), free[0], b.tolist(), v.tolist(), free[1])]
+    assert .93 < sum(low <= .4 <= high for low, high in ends) / times < .975
+    steps = [torch.where(there[0], logs[0].exp(), -1.) for logs, there in estimates]
+    ratio, low, high, _ = step_ratio(steps[1], steps[0], most)
+    assert [math.log(low), math.log(high)] == pytest.approx(ends[0], abs=1e-4)
 
 
 def test_a_ratio_of_too_few_is_not_known():
@@ -202,8 +207,8 @@ def test_the_best_rate_is_the_fastest_and_edges_are_told():
 @pytest.fixture(scope='module')
 def little(tmp_path_factory):
     "Settings of a lab that takes a second, and what it found without a break."
-    how = LabChoice(run=str(tmp_path_factory.mktemp('lab') / 'whole'), worlds=['parts 1'], rates=[8., 16.], tuning=2,
-                    fresh=3, most=20, drawn=50)
+    how = LabChoice(run=str(tmp_path_factory.mktemp('lab') / 'whole'), worlds=['parts 1'], rates=[2., 4.], tuning=1,
+                    fresh=4, most=200, drawn=50)
     run_lab(how, lambda line: None)
     return how, facts(how.run)
 
@@ -248,8 +253,8 @@ def test_a_killed_lab_goes_on(little, tmp_path):
 
 def test_other_settings_and_other_worlds_are_refused(little):
     how, _ = little
-    with pytest.raises(ValueError, match='holds results by other settings .fresh: 3 there, 4 now'):
-        run_lab(dataclasses.replace(how, fresh=4))
+    with pytest.raises(ValueError, match='holds results by other settings .fresh: 4 there, 5 now'):
+        run_lab(dataclasses.replace(how, fresh=5))
     with pytest.raises(ValueError, match="no world 'parts one'"): LabChoice(worlds=['parts one'])
     with pytest.raises(ValueError, match='grpo has no critic'): get_contender('grpo (warm)')
     for name, trial in TRIALS.items():
@@ -268,7 +273,7 @@ def test_time_that_is_up_begins_nothing(little, tmp_path):
 def test_the_table_is_of_what_was_found(little):
     table = lab_table(little[0].run)
     assert table.rule.tolist() == ['grpo', 'exact'] and table.steps.isna().tolist() == [True, False]
-    assert table.steps[1] == 1. == table.signal[1] and table.seeds[1] == 3
+    assert table.steps[1] == 1. == table.signal[1] and table.seeds[1] == 4
     judged = judge_expected(table, pd.DataFrame({'world': ['parts 1'], 'rule': ['exact'], 'expected': [1.3]}))
     assert judged.error.item() == pytest.approx(math.log(1.3)) and judged.error_always_1.item() == 0
     assert map_page(table).loc['parts 1', 'turns'] == 1
