@@ -410,7 +410,9 @@ def sampled_estimate(
     for count in [50] * (steps // 50): found.append(Pupils(game, contender, count, generator).gradient()[0])
     found, true = torch.cat(found).double(), true_gradient(game, game.base)
     noise, along = found.var(0).sum().item(), (found * true / true.norm()).sum((1, 2)).var().item()
-    return Estimate(found.mean(0).float(), noise, true, (along / noise / len(found)) ** .5, noise / len(found))
+    e = Estimate(found.mean(0).float(), noise, true, excess=noise / len(found))
+    squares = (found - found.mean(0)).pow(2).sum((1, 2)).var().item() / noise ** 2      # of the noise's own error
+    return replace(e, error=((along / noise + e.signal_to_noise ** 2 / 4 * squares) / len(found)) ** .5)
 
 # %% ../nbs/experiments/67_lab.ipynb #c040
 def unit_rate(game, contender, seed=0):
