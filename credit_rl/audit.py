@@ -4,10 +4,11 @@
 
 # %% auto #0
 __all__ = ['KINDS', 'FEW', 'Auditing', 'Truth', 'find_truth', 'turn_kinds', 'squares_by_kind', 'kendall', 'agreements',
-           'interval', 'gradient_samples', 'audit', 'AuditChoice', 'run_audit', 'read_audit_settings', 'main']
+           'interval', 'question_gradients', 'gradient_samples', 'rollouts_saved', 'saving_says', 'audit',
+           'AuditChoice', 'run_audit', 'read_audit_settings', 'main']
 
 # %% ../nbs/6_looking/71_audit.ipynb #a003
-import dataclasses, json, sys, time
+import dataclasses, json, math, sys, time
 from dataclasses import dataclass
 import torch
 from .engine import SamplingParams, seed_of
@@ -21,6 +22,7 @@ from .parameters import by_group, from_settings, make_parser, read_settings
 from .parts import assign
 from .rollout import RolloutSize, continuations, rollout
 from .runlog import atomic_write, plain_json, write_json, writing
+from .significance import jackknife
 from .settings import GROUPS, Course, check, make_config, settings_of
 from .setup import draw_questions, make_engine, make_learner, make_setup, origin_of
 from .train import Run, SilentLog, train_step
@@ -211,6 +213,23 @@ def _turn_gradients(
     return out.view(n, k, -1)
 
 # %% ../nbs/6_looking/71_audit.ipynb #a018x3
+def question_gradients(
+    credit,     # (N, K) a rule's
+    gradients,  # (N, K, D), of turn_gradients
+    owner,      # (N,) long, question of each rollout
+):
+    """Mean gradient that a credit makes of each question's rollouts: (B, D).
+
+    Parameters
+    ----------
+    credit : (N, K) a rule's
+    gradients : (N, K, D), of turn_gradients
+    owner : (N,) long, question of each rollout
+    """
+    count = owner.bincount()[:, None]
+    made = torch.einsum('nk,nkd->nd', credit, gradients)
+    return torch.zeros(len(count), gradients.shape[2]).index_add(0, owner, made) / count
+
 def gradient_samples(
     credit,     # (N, K) a rule's
     true,       # (N, K) true credit
@@ -230,9 +249,7 @@ def gradient_samples(
     owner : (N,) long, question of each rollout
     """
     b = int(owner.max()) + 1
-    count = owner.bincount(minlength=b)[:, None]
-    add = lambda x: torch.zeros(b, gradients.shape[2]).index_add(0, owner, x) / count
-    made, right = (add(torch.einsum('nk,nkd->nd', a, gradients)) for a in (credit, true))
+    made, right = (question_gradients(a, gradients, owner) for a in (credit, true))
     drawn = torch.randint(b, (times, b), generator=torch.Generator().manual_seed(0))
     weights = torch.cat([torch.ones(1, b), torch.nn.functional.one_hot(drawn, b).sum(1).float()]) / b
     product = lambda x, y: ((weights @ (x @ y.T)) * weights).sum(1)    # of two means, in each sample of questions
@@ -243,6 +260,56 @@ def gradient_samples(
 def _sample_interval(samples):  # (1 + times,), of gradient_samples
     "A value and the 95 % interval of its bootstrap samples: (value, low, high)."
     return (float(samples[0]), *samples[1:].nanquantile(torch.tensor([.025, .975])).tolist())
+
+# %% ../nbs/6_looking/71_audit.ipynb #s002
+def _cross_sums(x, y):  # (B, D) each
+    """⟨x̂, ŷ⟩ of the expectations, by products of different questions, and the covariance, by those of the same one: of
+    all questions and with each left out, (1 + B,) each."""
+    products = (x @ y.T).double()
+    same, all_ = products.diagonal(), products.sum()
+    left = all_ - products.sum(0) - products.sum(1) + same
+    total, own = torch.cat([all_[None], left]), torch.cat([same.sum()[None], same.sum() - same])
+    count = torch.full((len(same) + 1,), len(same) - 1.).double()
+    count[0] += 1
+    return (total - own) / (count * (count - 1)), (own - total / count) / (count - 1)
+
+# %% ../nbs/6_looking/71_audit.ipynb #s003
+def rollouts_saved(
+    made,       # (B, D) gradient of each question, as GRPO makes it
+    one, other, # (B, D) those of true credit, by two halves of the continuations
+):
+    """How many times the rollouts GRPO needs for a step as clear as true credit's (ours): (n, low, high), a 95 %
+    interval. NaN where a step of either cannot be told from none.
+
+    Parameters
+    ----------
+    made : (B, D) gradient of each question, as GRPO makes it
+    other : (B, D) those of true credit, by two halves of the continuations
+    """
+    b, mean = len(made), (one + other) / 2
+    true, spread = _cross_sums(one, other)
+    along, noise = _cross_sums(made, mean)[0], _cross_sums(made, made)[1]
+    known = (true > 0) & (spread > 0) & (along > 0) & (noise > 0)
+    ratio = torch.where(known, true.pow(2) / spread * noise / along.pow(2), torch.nan)
+    product = lambda x, y: (x - x.mean(0)).double() @ (y - y.mean(0)).double().T
+    kernel = 2 * product(one, other) / true[0] - 2 * product(made, mean) / along[0]
+    kernel = (kernel + kernel.T).fill_diagonal_(0.) / 2
+    return tuple(math.exp(x) for x in jackknife(ratio.log(), 2 * kernel.pow(2).sum() / (b * (b - 1)) ** 2))
+
+def saving_says(saving):  # (n, low, high), of rollouts_saved
+    """What turn credit could save, and what follows: a sentence.
+
+    Parameters
+    ----------
+    saving : (n, low, high), of rollouts_saved
+    """
+    n, low, high = saving
+    if math.isnan(n):
+        return ("What turn credit could save cannot be told from so few questions: GRPO's step, or true credit's, is "
+                'not told from none.')
+    said = (f"What turn credit could save at most: GRPO needs {n:.1f} ({low:.1f} to {high:.1f}) times the rollouts for "
+            "a step as clear as true credit's.")
+    return said + (' That is not shown to be more than 1: use GRPO.' if low <= 1 else '')
 
 # %% ../nbs/6_looking/71_audit.ipynb #a019
 FEW = get_method('vine').options['m']             # continuations of a state, from which `vine` learns
@@ -428,14 +495,15 @@ def run_audit(
     say : function called with lines of text
     """
     with writing(config.run) as folder:
-        truth, table, belief, against = _audited(config, auditing, say)
-        _write_audit(folder, truth, table, belief)
+        truth, table, more, against = _audited(config, auditing, say)
+        _write_audit(folder, truth, table, more)
         if against is not None: atomic_write(folder/'solver.csv', against.to_csv)
     return folder
 
 # %% ../nbs/6_looking/71_audit.ipynb #a026x4
 def _audited(config, auditing, say):
-    "An audit: (truth, table, belief), and of a tiny world the table against the solver's values, else None."
+    """An audit: (truth, table, what else was found: dict, of a tiny world the table against the solver's values, else
+    None)."""
     s = settings_of(config)
     origin = origin_of(s.course, s.acting, s.host, s.critic)
     stage = make_setup(s.task, s.acting, origin, config.seed, say)
@@ -459,7 +527,10 @@ def _audited(config, auditing, say):
     if config.data == 'tiny':
         values = solver_values(groups, env.max_turns, query_rate(groups))
         against = audit(rules, truth, gradients, costs, turn_credit(values, truth.outcome, truth.turn_mask))
-    return truth, table, belief, against
+    plain = rules['grpo'] if 'grpo' in rules else _rule_credit(first, groups)[0]
+    credits = plain, truth.credit(slice(auditing.plays // 2)), truth.credit(slice(auditing.plays // 2, None))
+    saving = rollouts_saved(*(question_gradients(x, gradients, truth.owner) for x in credits))
+    return truth, table, {'belief': belief, 'saving': dict(zip(('times', 'low', 'high'), saving))}, against
 
 # %% ../nbs/6_looking/71_audit.ipynb #a026x6
 def _gold_finding(sight):
@@ -467,17 +538,18 @@ def _gold_finding(sight):
     return (f'A gold stands in {sight["in_question"]:.0%} of the questions themselves, and by chance '
             f'{sight["by_chance"]:.0%} of the rollouts are shown a gold of another question.')
 
-def _write_audit(folder, truth, table, belief):
-    "Store an audit: table, findings, bottleneck, belief in the gold, figure."
+def _write_audit(folder, truth, table, more):
+    "Store an audit: table, findings, bottleneck, belief in the gold, what credit could save, figure."
     squares = squares_by_kind(truth, turn_kinds(truth.groups))
     (folder/'figures').mkdir(parents=True, exist_ok=True)
     atomic_write(folder/'audit.csv', table.to_csv)
     share = (squares.sum(0) / squares.sum()).tolist()
     sight = {'in_question': gold_in_question([g.question for g in truth.groups]),
              'by_chance': chance_occurrence(truth.groups)}
-    found = {'findings': f'{_findings(table, squares)} {_gold_finding(sight)}', 'bottleneck': dict(zip(KINDS, share)),
+    said = _findings(table, squares), saving_says(more['saving'].values()), _gold_finding(sight)
+    found = {'findings': ' '.join(said), 'bottleneck': dict(zip(KINDS, share)),
              'right': float(truth.outcome.mean()), 'questions': len(truth.groups), 'states': len(truth.played),
-             'continuations': truth.played.shape[1], 'belief': belief, 'golds': sight}
+             'continuations': truth.played.shape[1], 'golds': sight, **more}
     write_json(folder/'audit.json', plain_json(found))
     _audit_figure(table, squares).savefig(folder/'figures'/'audit.png', dpi=110)
 

@@ -26,6 +26,7 @@ VERBS = {  # verb -> module (whose main it is, unless a function is named), what
     'watch': ('watch', 'show a run while it goes on'),
     'profile': ('profile', "where a run's time went, by line of the loop, and on which tokens"),
     'asking': ('when_to_ask', 'before training: can a rule learn here when to ask?'),
+    'lab': ('lab', 'when does turn credit pay? worlds that can be enumerated, exact and learned'),
     'tables': ('tables', "a paper's tables and figures, from run folders"),
     'competence': ('competence', 'does a trained agent ask for what it does not know, and only for that?'),
     'index': ('search_service:build', 'save an index of passages, BM25 or vectors'),

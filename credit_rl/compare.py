@@ -4,9 +4,8 @@
 
 # %% auto #0
 __all__ = ['find_runs', 'run_label', 'load_runs', 'seed_curves', 'learning_curves', 'curve_panels', 'dev_area', 'sampled_right',
-           'common_seeds', 'student', 'pooled_intervals', 'paired_differences', 'setting_differences', 'markdown_table',
-           'replay', 'effort_table', 'named_runs', 'side_by_side', 'peer_table', 'plan_jobs', 'papermill_command',
-           'main']
+           'common_seeds', 'pooled_intervals', 'paired_differences', 'setting_differences', 'markdown_table', 'replay',
+           'effort_table', 'named_runs', 'side_by_side', 'peer_table', 'plan_jobs', 'papermill_command', 'main']
 
 # %% ../nbs/6_looking/74_compare.ipynb #c003
 import dataclasses, json, math, os, signal, subprocess, sys, tempfile, textwrap
@@ -15,6 +14,7 @@ import torch
 from .diagnostics import method_colour, method_colours
 from .jobs import Job, last_words, run_jobs, status_table
 from .parameters import by_group, each_world, enter_project, fill_names, make_parser, read_settings
+from .significance import detectable, holm, mean_interval, verdict
 from .runlog import (METRICS, changed_modules, check_secrets, code_hashes, metrics_file, read_json,
                               read_metrics, read_params, read_summary, write_json)
 
@@ -334,17 +334,6 @@ def common_seeds(folders):  # as in find_runs
     return kept, out
 
 # %% ../nbs/6_looking/74_compare.ipynb #c0302
-def student(free):  # degrees of freedom
-    """How many standard errors the 95 % interval of a mean reaches to each side, by Student's distribution.
-
-    Parameters
-    ----------
-    free : degrees of freedom
-    """
-    x = torch.linspace(0, 100, 200_001, dtype=torch.float64)
-    area = torch.cumulative_trapezoid(torch.distributions.StudentT(float(free)).log_prob(x).exp(), x)
-    return x[1:][area >= .475][0].item()
-
 def pooled_intervals(differences):  # list of (n,) tensors, one difference for each seed
     """95 % intervals of means whose luck is alike: list of (low, high), NaN where no two seeds differ. A rule that did
     what the baseline did, to the last digit, says nothing of luck elsewhere, and beside others has an interval of
@@ -354,9 +343,11 @@ def pooled_intervals(differences):  # list of (n,) tensors, one difference for e
     ----------
     differences : list of (n,) tensors, one difference for each seed
     """
+    from scipy.stats import t
     apart = [d for d in differences if d.any()]
     free = sum(len(d) - 1 for d in apart)
-    reach = student(free) * (sum((d - d.mean()).pow(2).sum().item() for d in apart) / free) ** .5 if free else math.nan
+    square = sum((d - d.mean()).pow(2).sum().item() for d in apart)
+    reach = float(t.ppf(.975, free)) * (square / free) ** .5 if free else math.nan
     reaches = [reach / len(d) ** .5 if d.any() or not free else 0. for d in differences]
     return [(d.mean().item() - r, d.mean().item() + r) for d, r in zip(differences, reaches)]
 
@@ -366,9 +357,10 @@ def paired_differences(
     metric='final_em',  # of summary.json; a dot goes deeper: 'final.2' is the final exact match at 2 hops
     baseline='grpo',    # method that the others are compared with; its options may be left out
 ):
-    """Compare each method with a baseline, paired by seed: pandas DataFrame with the mean difference over seeds and
-    its 95 % interval (NaN of one seed). Raises ValueError where a method and the baseline did not finish the same
-    seeds.
+    """Compare each method with a baseline, paired by seed: pandas DataFrame with the mean difference over seeds, its
+    95 % interval and p-value (Student; NaN of one seed; p after Holm, for all rows together), the difference that so
+    many seeds could have detected, and what the row `says`. Raises ValueError where a method and the baseline did not
+    finish the same seeds.
 
     Parameters
     ----------
@@ -392,12 +384,14 @@ def paired_differences(
                              '(common_seeds)')
         d = [_value(runs[s], metric) - _value(finished[baseline][s], metric) for s in sorted(runs)]
         base = [runs[s]['base_em'] - finished[baseline][s]['base_em'] for s in runs]
-        low, high = pooled_intervals([torch.tensor(d)])[0]
+        mean, low, high, p = mean_interval(d)
+        spread = torch.tensor(d).double().std().item() if len(d) > 1 else math.nan
         rows[f'{method} − {baseline}'] = {
-            'seeds': len(d), 'mean difference': sum(d) / len(d), 'low': low, 'high': high, 'better in':
-            f'{sum(x > 0 for x in d)} of {len(d)}', 'base differs by': max(map(abs, base)), 'says':
-            'enough seeds for a claim' if len(d) >= 5 else 'describes these seeds'
-        }
+            'seeds': len(d), 'mean difference': mean, 'low': low, 'high': high, 'p': p,
+            'detectable': detectable(spread, len(d), .05 / (len(finished) - 1)),
+            'better in': f'{sum(x > 0 for x in d)} of {len(d)}', 'base differs by': max(map(abs, base))}
+    for row, p in zip(rows.values(), holm([row['p'] for row in rows.values()])):
+        row |= {'p': p, 'says': verdict(row['low'], row['high'], p)}
     return pd.DataFrame.from_dict(rows, orient='index')
 
 # %% ../nbs/6_looking/74_compare.ipynb #c036

@@ -13,7 +13,8 @@ import contextlib, dataclasses, json, math, os, sys
 from dataclasses import dataclass, fields
 from pathlib import Path
 import torch, yaml
-from .compare import find_runs, pooled_intervals, run_label
+from .compare import find_runs, run_label
+from .significance import mean_interval
 from .critics import CompetenceHead, LinearHead, brier, expected_calibration_error, explained_variance
 from .diagnostics import assimilation, competence_table, critic_report, crossover, hop_table
 from .diagnostics import asked_turns, method_colours, resilience
@@ -487,8 +488,8 @@ def _paired(
                              'needs the same seed')
         for name in runs[method][both[0]]:
             d = [runs[method][s][name] - runs[other][s][name] for s in both]
-            low, high = pooled_intervals([torch.tensor(d)])[0]
-            rows[f'{method} − {other}', name] = {'mean': sum(d) / len(d), 'low': low, 'high': high,
+            mean, low, high, _ = mean_interval(d)
+            rows[f'{method} − {other}', name] = {'mean': mean, 'low': low, 'high': high,
                                                  'lower in': f'{sum(x < 0 for x in d)} of {len(d)}', 'seeds': len(d)}
     return pd.DataFrame.from_dict(rows, orient='index')
 

@@ -11,7 +11,7 @@ from scipy.stats import kendalltau
 from torch.testing import assert_close
 
 from credit_rl.audit import (FEW, KINDS, Truth, agreements, audit, find_truth, gradient_samples, interval, kendall,
-                             main, read_audit_settings, squares_by_kind, turn_kinds)
+                             main, read_audit_settings, rollouts_saved, saving_says, squares_by_kind, turn_kinds)
 from credit_rl.engine import ScriptedEngine
 from credit_rl.metrics import exact_match
 from credit_rl.outcome import outcome_rewards
@@ -159,6 +159,34 @@ def test_a_noisier_rule_has_less_signal():
     assert math.isnan(silent['cosine'][0])
 
 
+@pytest.mark.parametrize('questions, spread, other, play, size', [
+    (24, 1., 2., .5, .4), (48, 2., 4., 2., .4), (16, 1., 1.2, 1., .4), (24, 1., 2., .5, 1.), (16, 1., 1.2, 1., 1.2)])
+def test_the_interval_of_what_is_saved_covers(questions, spread, other, play, size):
+    """Gradients around one expectation: true credit's scatter by `spread`, GRPO's by `other` on the same rollouts, the
+    continuations add `play`. 95 % intervals hold the ratio of variances, neither too seldom nor nearly always."""
+    generator, held, times = torch.Generator().manual_seed(0), 0, 400
+    drawn = lambda scale: torch.randn(questions, 30, generator=generator) * scale
+    for _ in range(times):
+        luck = drawn(spread) + size
+        one, two = (luck + drawn(play) for _ in range(2))
+        made = size + .5 * (luck - size) + drawn((other ** 2 - .25 * spread ** 2) ** .5)
+        n, low, high = rollouts_saved(made, one, two)
+        held += low <= (other / spread) ** 2 <= high
+    assert .93 <= held / times <= .98
+
+
+def test_nothing_is_saved_where_credit_is_grpos_and_nothing_told_where_there_is_none():
+    generator = torch.Generator().manual_seed(1)
+    drawn = lambda: torch.randn(32, 20, generator=generator)
+    luck = drawn() + 1
+    n, low, high = rollouts_saved(luck, luck + .3 * drawn(), luck + .3 * drawn())
+    assert low <= 1 <= high and n == pytest.approx(1, abs=.1)
+    assert saving_says((n, low, high)).endswith('use GRPO.')
+    assert 'use GRPO' not in saving_says((3., 2., 5.)) and '3.0 (2.0 to 5.0) times' in saving_says((3., 2., 5.))
+    assert all(map(math.isnan, rollouts_saved(drawn() - drawn(), drawn(), drawn())))
+    assert 'cannot be told' in saving_says((math.nan,) * 3)
+
+
 def test_two_rules_on_the_same_rollouts_are_told_apart_where_each_alone_is_not(truth):
     "A slightly noisier copy of a rule: its interval holds the rule's value, that of the difference not 0."
     found, _ = truth
@@ -183,6 +211,7 @@ def test_a_checkpoint_is_audited_from_a_shell(root, tmp_path, monkeypatch, capsy
     assert list(table.index) == ['grpo', 'tspo', 'tips', 'half', 'even', 'chance']
     assert table.loc['tips', 'forward tokens'] > 0 == table.loc['grpo', 'forward tokens']
     assert found['findings'] in capsys.readouterr().out and found['continuations'] == 2
+    assert set(found['saving']) == {'times', 'low', 'high'} and 'turn credit could save' in found['findings']
     assert (tmp_path / 'a' / 'figures' / 'audit.png').stat().st_size > 10_000
     assert (tmp_path / 'a' / 'solver.csv').exists() and found['belief']['belief_shown_states'] > 0
     with pytest.raises(SystemExit, match="there is no .*'tpso'"): main(['rules=[tpso]'])

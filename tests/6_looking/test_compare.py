@@ -309,7 +309,8 @@ def test_differences_are_paired_by_seed(tmp_path):
     apart = [.04, .01, .04, .01, .04]
     assert row['mean difference'] == pytest.approx(.028)
     assert (row.low, row.high) == pytest.approx(stats.t.interval(.95, 4, .028, stats.sem(apart)), rel=1e-3)
-    assert row['better in'] == '5 of 5' and row.seeds == 5 and row.says == 'enough seeds for a claim'
+    assert row['better in'] == '5 of 5' and row.seeds == 5 and row.says == 'ahead'
+    assert row.p == pytest.approx(stats.ttest_1samp(apart, 0).pvalue)
     back = paired_differences(tmp_path, baseline='tspo').loc['grpo − tspo']
     assert abs(back['mean difference'] + row['mean difference']) < 1e-12 and back['better in'] == '0 of 5'
     with pytest.raises(KeyError, match="no 'final_f1'"):

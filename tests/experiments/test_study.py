@@ -10,10 +10,11 @@ import torch
 from papermilled import papermill, shown
 from scipy import stats
 
-from credit_rl.compare import dev_area, pooled_intervals, student
+from credit_rl.compare import dev_area, pooled_intervals
 from credit_rl.runlog import read_summary
+from credit_rl.significance import holm
 from credit_rl.study import (SCORE, predict, rank_agreement, read_audits, regimes_of, study_differences,
-                             which_rule_when)
+                             study_tables, which_rule_when)
 
 ROOT = Path(__file__).resolve().parents[2]
 STORED = ROOT / 'runs' / 'sweep_weak'
@@ -71,7 +72,18 @@ def test_luck_is_pooled_over_regimes_as_in_an_analysis_of_variance():
     assert between / within == pytest.approx(stats.f_oneway(*groups).statistic)
     for g, (low, high) in zip(groups, pooled_intervals([torch.tensor(g) for g in groups])):
         assert (low, high) == pytest.approx(stats.t.interval(.95, 11, g.mean(), (within / len(g)) ** .5), rel=1e-3)
-    for free in (1, 2, 5, 30, 200): assert student(free) == pytest.approx(stats.t.ppf(.975, free), rel=1e-3)
+
+
+def test_a_study_read_again_has_own_spreads_and_one_family(study):
+    "Two measures of one rule: intervals are Student's of its own seeds, p-values Holm's over both tables."
+    tables, by_hand = study_tables(study, ('dev_area', 'final_right')), []
+    for name, value in (('dev_area', dev_area), ('final_right', lambda run: read_summary(run)['final_em'])):
+        (row,) = tables[name].to_dict('records')
+        d = [value(study / 'weak' / f'tspo-{seed}') - value(study / 'weak' / f'grpo-{seed}') for seed in (201, 203)]
+        assert (row['low'], row['high']) == pytest.approx(stats.t.interval(.95, 1, np.mean(d), stats.sem(d)), rel=1e-3)
+        by_hand.append(stats.ttest_1samp(d, 0).pvalue)
+        assert row['says'] == 'not told apart' and row['detectable'] > abs(row['difference'])
+    assert [tables[name].p.item() for name in tables] == pytest.approx(holm(by_hand), rel=1e-3)
 
 
 def test_a_rule_that_did_as_the_baseline_did_says_nothing_of_luck_elsewhere():

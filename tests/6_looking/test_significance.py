@@ -1,0 +1,86 @@
+"44_significance: intervals cover, tests keep their level over a family, and power is what it says, on simulated data."
+import math
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+
+from credit_rl.significance import detectable, holm, jackknife, mean_interval, verdict, welch
+
+
+def test_students_interval_is_scipys_and_covers():
+    rng = np.random.default_rng(0)
+    for n in (2, 3, 8):
+        d = rng.normal(.01, .03, n)
+        assert mean_interval(d)[1:3] == pytest.approx(stats.t.interval(.95, n - 1, d.mean(), stats.sem(d)))
+        assert mean_interval(d)[3] == pytest.approx(stats.ttest_1samp(d, 0).pvalue)
+        ends = [mean_interval(x)[1:3] for x in rng.normal(.01, .03, (2000, n)).tolist()]
+        assert .93 < np.mean([low <= .01 <= high for low, high in ends]) < .97
+    assert mean_interval([.1])[0] == .1 and all(map(math.isnan, mean_interval([.1])[1:]))
+    assert mean_interval([0., 0., 0.]) == (0, 0, 0, 1)
+
+
+def test_welch_is_scipys_and_covers_where_variances_differ_tenfold():
+    "A pooled variance would hold the truth in 78 % of these."
+    rng, held, pooled = np.random.default_rng(1), 0, 0
+    for _ in range(2000):
+        x, y = rng.normal(.3, .1, 6), rng.normal(.2, .01, 20)
+        d, low, high, p = welch(x.mean(), stats.sem(x), 5, y.mean(), stats.sem(y), 19)
+        held += low <= .1 <= high
+        end = stats.ttest_ind(x, y).confidence_interval()
+        pooled += end.low <= .1 <= end.high
+    assert .93 < held / 2000 < .97 and pooled / 2000 < .9
+    assert p == pytest.approx(stats.ttest_ind(x, y, equal_var=False).pvalue)
+    assert welch(1, 0, 3, 1, 0, 3) == (0, 0, 0, 1) and math.isnan(welch(1, math.nan, 3, 1, 0, 3)[1])
+
+
+def test_holm_is_by_hand_and_keeps_its_promise():
+    assert holm([.04, math.nan, .01, .02])[::2] == [.04, .03] and math.isnan(holm([.04, math.nan])[1])
+    assert holm([]) == [] and holm([.5, .9]) == [1., 1.]
+    rng = np.random.default_rng(2)
+    wrong = np.mean([min(holm(p)) < .05 for p in rng.random((4000, 10)).tolist()])
+    assert .035 < wrong < .06                                                # of families without any difference
+
+
+def test_the_detectable_difference_is_found_in_four_of_five_studies():
+    rng = np.random.default_rng(3)
+    for n in (3, 8):
+        size = detectable(.03, n)
+        p = [mean_interval(d)[3] for d in rng.normal(size, .03, (2000, n)).tolist()]
+        assert np.mean(np.array(p) < .05) == pytest.approx(.8, abs=.03)
+    assert detectable(.03, 8, .05 / 20) > 1.5 * detectable(.03, 8) and math.isnan(detectable(.03, 1))
+    assert detectable(0., 5) == 0.
+
+
+def test_what_is_said():
+    assert verdict(.01, .05, .01) == 'ahead' and verdict(-.05, -.01, .01) == 'behind'
+    assert verdict(.001, .05, .2) == 'not told apart'                       # beyond 0 alone, not with all others
+    assert verdict(-.02, .02, 1.) == 'within ± .02' and verdict(-.02, .03, 1.) == 'not told apart'
+    assert verdict(math.nan, math.nan, math.nan) == 'unknown' and verdict(-.1, .1, 1., .1) == 'within ± .1'
+
+
+def test_the_jackknife_of_a_ratio_covers_and_of_a_norm_a_bootstrap_does_not():
+    """The length of an expectation, by products of different draws: its interval holds the truth; the percentile
+    bootstrap of the mean's norm hardly ever does."""
+    generator, ratio, norm, boot = torch.Generator().manual_seed(4), 0, 0, 0
+    b, dims, times = 24, 40, 400
+    true = dims * .3 ** 2
+    for _ in range(times):
+        x = torch.randn(b, dims, generator=generator).double() + .3
+        y = 2 + x[:, 0] + torch.randn(b, generator=generator)
+        left = lambda v: torch.cat([v.mean()[None], (v.sum() - v) / (b - 1)])
+        _, low, high = jackknife((left(y) / (left(x[:, 1]) + 3)).log())
+        ratio += low <= math.log(2.3 / 3.3) <= high
+        products = x @ x.T
+        products.fill_diagonal_(0.)
+        rows = products.sum(1)
+        values = torch.cat([products.sum()[None] / (b * (b - 1)), (products.sum() - 2 * rows) / ((b - 1) * (b - 2))])
+        apart = x - x.mean(0)
+        kernel = (apart @ apart.T).fill_diagonal_(0.)
+        _, low, high = jackknife(values, 2 * kernel.pow(2).sum() / (b * (b - 1)) ** 2)
+        norm += low <= true <= high
+        drawn = x[torch.randint(b, (100, b), generator=generator)].mean(1).pow(2).sum(1)
+        low, high = drawn.quantile(torch.tensor([.025, .975]).double()).tolist()
+        boot += low <= true <= high
+    assert .93 < ratio / times < .975 and .93 < norm / times < .975 and boot / times < .5
