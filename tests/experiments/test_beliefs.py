@@ -1,4 +1,4 @@
-"""99_beliefs: belief against a plain forward of the same text, an answer at once against the model's own `generate`, and
+"""47_beliefs: belief against a plain forward of the same text, an answer at once against the model's own `generate`, and
 the command from a shell."""
 import json
 import math
