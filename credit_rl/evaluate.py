@@ -657,6 +657,7 @@ def run_evaluation(
     if s.gaps and engine is not None and getattr(engine, 'model', None) is None:
         raise ValueError(f'gaps are read from a model, and an engine of type {type(engine).__name__} has none')
     check_evaluation(s)
+    if s.healthy and not is_rank(): say(f'when it goes well:\n{s.healthy.rstrip()}')
     set_torch(s.threads, s.tf32)
     player = _LazyModel(s, engine)
     plans = [_plan_evaluation(s, name, player, opened) for name in set_names(s.data)]

@@ -698,6 +698,7 @@ def examine(
         for line in notes: say(line)
     scored = scored_schemas(bound_method(s.course, task, s.learning.questions_per_step), s.keeping.measure)
     for line in schema_notes(s.acting, task.data, scored, load=not absent): say(line)
+    if s.course.healthy: say(f'when it goes well:\n{s.course.healthy.rstrip()}')
     if (run/'params.yaml').exists() and not s.course.resume:
         wrong.append(f'{run} already holds a run: give resume=True, or choose another name')
     if len(wrong) == 1: raise ValueError(f'this run cannot start: {wrong[0]}')

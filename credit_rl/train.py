@@ -514,7 +514,7 @@ def read_memory(path):
 # %% ../nbs/5_run/63_train.ipynb #c072
 MAY_CHANGE = ('steps', 'resume', 'run', 'threads', 'eval_every', 'keep', 'track', 'measure', 'hostfile', 'hosts',
               'endpoint', 'ranks', 'act_rows', 'tflops', 'dry_run', 'offload', 'on_bad_step', 'log_steps',
-              'patience')  # resumed
+              'patience', 'healthy')  # resumed
 
 def note_params(log, config, may_change=MAY_CHANGE):
     "Write a run's parameters, or compare them with those it was begun with. Raises ValueError naming what changed."

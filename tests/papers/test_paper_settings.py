@@ -237,6 +237,7 @@ def test_rows_by_vllm_are_the_sweeps_but_for_their_engine(method, root, monkeypa
     both, sweep = (yaml.safe_load((root / 'runs' / 'params' / f'{name}.yaml').read_text())
                    for name in ('engines', 'sweep'))
     by_vllm = both.pop('methods')[f'{method}-vllm']
+    assert both.pop('healthy') != sweep.pop('healthy')
     assert sweep.pop('methods').keys().isdisjoint({method}) and both == sweep
     assert by_vllm.keys() == {'method', 'engine', 'vllm'} and (by_vllm['method'], by_vllm['engine'],
                                                                by_vllm['vllm']['dtype']) == (method, 'vllm', 'float32')
@@ -247,7 +248,7 @@ def test_rows_ahead_are_the_sweeps_but_for_their_engine(method, root):
     both, sweep = (yaml.safe_load((root / 'runs' / 'params' / f'{name}.yaml').read_text())
                    for name in ('ahead', 'sweep'))
     row = both.pop('methods')[f'{method}-ahead']
-    sweep.pop('methods')
+    assert sweep.pop('methods') and both.pop('healthy') != sweep.pop('healthy')
     assert both.pop('threads') == 1        # beside other work one thread is faster (runs/LOG.md)
     assert both == sweep and row == {'method': method, 'ahead': 1, 'correction': 'truncated', 'gap': 1.}
 
@@ -331,7 +332,9 @@ OURS = re.compile(r'\bours(: |, for )\S+( \S+){2}')                             
 
 def unsaid(text, host=True):
     """Lines of a paper's file whose value is neither cited nor ours for a reason. Number of ranks and learner are the
-    host's, which a line above them cites; run and method are the file's own. Each option has a line of its own."""
+    host's, which a line above them cites; run and method are the file's own. Each option has a line of its own. What
+    one sees when it goes well: test_healthy."""
+    text = re.sub(r'^healthy: \|\n(  .*\n)+', '', text, flags=re.M)
     wrong = [] if re.search(r'\(paper [1-5]\b|paper \([1-5]\)', text.splitlines()[0]) else ['no paper is named in the '
                                                                                             'first line']
     if host and not any(line.startswith('# the host: ') and PLACE.search(line) for line in text.splitlines()):
@@ -639,7 +642,7 @@ def test_every_value_of_an_evaluation_is_cited_or_ours_for_a_reason(name):
 def test_an_evaluation_with_other_passages_is_the_papers_but_for_them(name, passages, small, data, tmp_path):
     "CARL's settings on one set; played with them, the oracle's search finds nothing but support."
     told, plain = yaml.safe_load(SEARCHES[name].read_text()), evaluation('eval_carl')
-    assert {k for k in told if told[k] != plain[k]} <= {'data', 'passages', 'corpus'} and told.keys() == plain.keys()
+    assert {k for k in told if told[k] != plain[k]} <= {'data', 'passages', 'corpus', 'healthy'} and told.keys() == plain.keys()
     assert (told['data'], told['passages'], told['questions']) == ('musique', passages, 500)
     assert unsaid(SEARCHES[name].read_text(), host=False) == [] and len(SEARCHES) == 4
     command = (f'#   papermill nbs/91_evaluate.ipynb runs/{name}/notebook.ipynb -f runs/params/{name}.yaml '
