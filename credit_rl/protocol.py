@@ -12,6 +12,7 @@ import contextlib, ctypes, hashlib, json, re, threading
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
+from .metrics import plain_latex
 from .options import nearest
 from .trajectory import Result, Turn
 
@@ -62,7 +63,7 @@ class Protocol:
     @property
     def stop(self):
         "The strings at which generation stops: a call's end and, where the first answer ends a message, an answer's."
-        call = {'code': ('\n```\n',), 'none': ()}.get(self.call_style, (f'</{self.call_tag}>',))
+        call = {'code': ('```\n',), 'none': ()}.get(self.call_style, (f'</{self.call_tag}>',))
         return (*call, f'</{self.answer_tag}>') if self.answer_tag and self.answer_stop == 'first' else call
 
     @property
@@ -115,14 +116,14 @@ def _read_call(text, protocol):
 
 # %% ../nbs/2_environment/14_protocol.ipynb #c013
 def boxed(text):
-    r"Find the content of the balanced `\boxed{…}` that opens last in `text`, or None."
+    r"Find the content of the balanced `\boxed{…}` that opens last in `text`, without LaTeX around words, or None."
     opened, best = [], None
     for m in re.finditer(r'\\boxed\s*\{|\\.|[{}]', text, re.S):
         if m[0] == '}':
             is_box, start = opened.pop() if opened else (False, 0)
             if is_box and (best is None or start > best[0]): best = start, m.start()
         elif m[0] == '{' or m[0].startswith('\\boxed'): opened.append((m[0] != '{', m.end()))
-    return None if best is None else text[best[0]:best[1]].strip()
+    return None if best is None else plain_latex(text[best[0]:best[1]]).strip()
 
 # %% ../nbs/2_environment/14_protocol.ipynb #c015
 def last_answer(
@@ -145,11 +146,15 @@ def _within(protocol, text):
     return last_answer(protocol, text) if protocol.answer_tag is None or protocol.answer_stop == 'last' else None
 
 # %% ../nbs/2_environment/14_protocol.ipynb #c0153
+_FENCED = re.compile(r'^([ \t]*)```(?:python3?|py)?[ \t]*\n((?:(?![ \t]*```).*\n)*)[ \t]*```\s*\Z', re.I | re.M)
+
 def _parse_code(protocol, text):
-    "Read a turn of a protocol whose calls are fenced blocks of Python."
-    block = re.search(r'```(?:python|py)?[ \t]*\n((?:(?!```).)*)```\s*\Z', text, re.S)
-    if block and not block[1].strip(): return Action(error='the code block is empty')
-    if block: return Action(call={'name': 'python', 'code': block[1]})
+    """Read a turn of a protocol whose calls are fenced blocks of Python. A fence stands alone on its line; where it is
+    indented, so is the program."""
+    block = _FENCED.search(text)
+    code = block and re.sub(rf'^[ \t]{{0,{len(block[1])}}}', '', block[2], flags=re.M)
+    if block and not code.strip(): return Action(error='the code block is empty')
+    if block: return Action(call={'name': 'python', 'code': code})
     answer = _within(protocol, text)
     return Action(answer=answer) if answer else Action(
         error=r'no closed block that begins with ```python at the end of the turn, and no \boxed{} with an answer')

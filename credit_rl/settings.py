@@ -513,6 +513,8 @@ def own_tokenizer(acting):
 def _check_words(acting, data):
     "Refuse a model without words for the questions and the protocol, and prompts that cannot stand in its place."
     read_schema(SCHEMA_OPTION.default, worded(asked_protocol(acting.protocol, data), **acting.words))
+    for mode, file in acting.other_prompts.items():
+        worded(PROTOCOLS[f'{acting.protocol}-{mode}'], system_prompt=file)
     if data == 'tiny' and acting.protocol == 'direct':
         raise ValueError(f'protocol={acting.protocol!r} is for data sets that are asked without a search; the tiny '
                          f'world takes {", ".join(PROTOCOLS)}')
