@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['NEAR', 'measure', 'by_set', 'summarize', 'score', 'evaluate', 'bootstrap_interval', 'EvaluationChoice', 'Evaluation',
-           'set_names', 'check_evaluation', 'manifest_differences', 'question_row', 'set_scores', 'read_manifest',
-           'read_scores', 'run_evaluation', 'ReplayResult', 'replay_evaluation', 'compare_rows', 'evaluation_table',
-           'evaluation_figure', 'main']
+           'set_names', 'check_evaluation', 'open_set', 'manifest_differences', 'question_row', 'set_scores',
+           'read_manifest', 'read_scores', 'run_evaluation', 'ReplayResult', 'replay_evaluation', 'compare_rows',
+           'evaluation_table', 'evaluation_figure', 'main']
 
 # %% ../nbs/3_acting/27_evaluate.ipynb #c002
 import contextlib, dataclasses, functools, importlib.metadata, json, math, os, platform, re, shutil, sys, time, warnings
@@ -234,6 +234,24 @@ def _retriever(name, source, choice, protocol, opened):
     return open_search(name, _place(name, source.path, 'path'), corpus, choice.split or get_benchmark(name).eval_split,
                        choice.on_error, opened, source.search_settings)
 
+def open_set(
+    settings,  # Evaluation
+    name,      # a data set of BENCHMARKS
+    opened,    # dict: saved indexes that are open already
+):
+    """What is asked of a set and where it is searched: (questions, what to say about them), (has search(queries, k),
+    what
+    to say about its passages, and about it; three times None where nothing is searched). Raises ValueError.
+
+    Parameters
+    ----------
+    settings : Evaluation
+    name : a data set of BENCHMARKS
+    opened : dict: saved indexes that are open already
+    """
+    s = settings
+    return _questions(name, s, s, s.seed), _retriever(name, s, s, s.protocol, opened)
+
 # %% ../nbs/3_acting/27_evaluate.ipynb #c053
 def _versions(engine='hf'):
     "Find the versions of Python and of the packages that a result may depend on."
@@ -352,8 +370,7 @@ def _plan_evaluation(
     """Load questions and passages of one set, make its environment and its manifest: `_BenchmarkPlan`. Raises on what
     cannot be played."""
     s, opened = settings, {} if opened is None else opened
-    questions, rows = _questions(name, s, s, s.seed)
-    search, corpus, retriever = _retriever(name, s, s, s.protocol, opened)
+    (questions, rows), (search, corpus, retriever) = open_set(s, name, opened)
     env = _environment(s, search, player)
     _refuse_long(name, questions, env)
     bench = get_benchmark(name)
