@@ -819,8 +819,8 @@ def main(arguments=None):
     about = 'Does a trained agent ask for what it does not know, and only for that?'
     parser = make_parser('credit_rl.competence', about)
     parser.add_argument('runs', nargs='+', metavar='run', help='run folders, or a folder of them; and settings of the '
-                        "host that are other than a run's, as in engine=hf ranks=1 act_rows=64; and other questions than "
-                        'its own, as in data=carl path=DATA split=dev questions=500')
+                        "host that are other than a run's, as in engine=hf ranks=1 act_rows=64; and other questions "
+                        'than its own, as in data=carl path=DATA split=dev questions=500')
     parser.add_argument('--checkpoint', default='best', choices=('best', 'newest'),
                         help='which of each run: the best by the dev questions, or the newest')
     given = parser.parse_args(arguments)

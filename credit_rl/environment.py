@@ -21,7 +21,7 @@ from .readers import RowError
 from .retrieval import BM25
 from .rollout import MALFORMED, RULES, Environment, check_lengths
 from .search_service import Patience, is_saved_index, open_retriever
-from .tools import PythonTool, SearchTool
+from .tools import RENDERS, PythonTool, SearchTool
 from .trajectory import Result
 
 # %% ../nbs/2_environment/26_environment.ipynb #e004
@@ -119,6 +119,10 @@ class Conversation(SettingsGroup):
     response_tokens: int = setting(None, 'most tokens after the prompt, observations included; None: the same', least=1)
     passages: int = setting(3, 'passages per query', least=1)
     passage_tokens: int = setting(None, 'most tokens of each; None: whole passages', least=1)
+    observation_tokens: int = setting(None, 'most tokens of all that a search says, as Search-R1 cuts it; None: no cap '
+                                            'of its own', least=1)
+    observation_format: str = setting('lines', "'lines': a passage a line; 'json': as in TIPS's figure 12",
+                                      choices=tuple(RENDERS))
     output_chars: int = setting(None, 'most characters that a program may print; of a longer output the model gets an '
                                       'error and as much; None: 16000, in the tiny world 400', least=1)
     malformed: str = setting('error', "after a turn that neither calls nor answers: 'error', the model is told and "
@@ -196,7 +200,12 @@ def make_environment(
     if search is None and must_search: asked, base = dataclasses.replace(DIRECT, answer_stop=asked.answer_stop), None
     chat = check_tokenizer(tokenizer, asked, read_template(how.template), how.template_options, how.history, vocabulary)
     size = lambda text: len(chat.encode(text))
-    tool = None if search is None else SearchTool(search, how.passages, how.passage_tokens, size)
+    tool = None if search is None else SearchTool(
+        search, how.passages, how.passage_tokens, size, render=RENDERS[how.observation_format],
+        observation_tokens=how.observation_tokens)
+    if asked.runs_code and how.observation_format != 'lines':
+        raise ValueError(f'programs get the passages of a search as lines, got {how.observation_format!r}: leave out '
+                         'observation_format')
     if asked.runs_code: tool = PythonTool(search=tool, output_chars=how.output_chars or 16000)
     elif asked.context_tag and asked.call_style == 'none': tool = None
     elif tool is None: tool = NoSearch()

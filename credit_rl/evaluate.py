@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['NEAR', 'measure', 'by_set', 'summarize', 'score', 'evaluate', 'bootstrap_interval', 'EvaluationChoice', 'Evaluation',
-           'set_names', 'check_evaluation', 'open_set', 'manifest_differences', 'question_row', 'set_scores',
-           'read_manifest', 'read_scores', 'run_evaluation', 'ReplayResult', 'replay_evaluation', 'compare_rows',
-           'evaluation_table', 'evaluation_figure', 'main']
+           'set_names', 'check_evaluation', 'question_key', 'dev_keys', 'open_set', 'manifest_differences',
+           'question_row', 'set_scores', 'read_manifest', 'read_scores', 'run_evaluation', 'ReplayResult',
+           'replay_evaluation', 'compare_rows', 'evaluation_table', 'evaluation_figure', 'main']
 
 # %% ../nbs/3_acting/27_evaluate.ipynb #c002
 import contextlib, dataclasses, functools, importlib.metadata, json, math, os, platform, re, shutil, sys, time, warnings
@@ -131,6 +131,8 @@ def bootstrap_interval(values, level=0.95, draws=2000, seed=0):
 class EvaluationChoice(SettingsGroup):
     "What an evaluation alone takes."
     split: str = setting(None, 'of the questions; None: the one that results are reported on')
+    leave_out: str = setting(None, 'folder of a training run, or of a model that was exported from one, whose dev '
+                                   'questions are not asked; None: all are, and a note says how many chose the model')
     on_error: str = setting('raise', "malformed rows: 'raise', or 'skip' and count them")
     baseline: str = setting(None, "a prompting baseline instead of a protocol: a row of 17_prompting, such as 'rag'")
     greedy: bool = setting(True, 'the most probable token; False: sampled')
@@ -201,6 +203,33 @@ def _check_baseline(baseline, protocol):
 
 def _protocol(name, baseline=None): return BASELINES[baseline].protocol if baseline else asked_protocol(name)
 
+# %% ../nbs/3_acting/27_evaluate.ipynb #fl271
+def question_key(question):
+    "A question's set and id, however its set was mixed with others: str."
+    return f'{question.source}:{question.id.removeprefix(f"{question.source}:")}'
+
+def dev_keys(folder):
+    """Keys of the dev questions of a training run, or of the run that an exported model came from: set of str, empty
+    where nothing says so."""
+    own, exported = Path(folder or '.')/'dev.json', Path(folder or '.')/'credit_rl.json'
+    if folder and own.exists(): return set(read_json(own))
+    return set(read_json(exported).get('dev', ())) if folder and exported.exists() else set()
+
+def _without_dev(pool, folder):
+    "Questions without the dev questions of a folder; all without one. Raises ValueError where nothing says which."
+    left = dev_keys(folder)
+    if folder and not left:
+        raise ValueError(f'leave_out: {folder} does not say which dev questions it had: give the folder of a training '
+                         'run on a data set, or of a model that credit-rl export wrote from one')
+    return [q for q in pool if question_key(q) not in left]
+
+def _note_inside(name, asked, model):
+    "Say how many of the questions that are asked chose the checkpoint that answers: int."
+    inside = sum(question_key(q) in dev for q in asked) if (dev := dev_keys(model)) else 0
+    if inside: warnings.warn(f'{name}: {inside} of {len(asked)} questions chose the checkpoint of {model}; leave_out='
+                             f'{model} leaves them out')
+    return inside
+
 # %% ../nbs/3_acting/27_evaluate.ipynb #c045
 def _content(questions): return json_hash([[q.id, q.text, list(q.answers)] for q in questions])
 
@@ -217,12 +246,14 @@ def _questions(name, source, choice, seed):
                       f'{path or bench.folder or bench.hub[0]} has {len(pool)} of split {split!r}')
     golds, _ = empty_golds(pool)
     if golds: warnings.warn(f'{name}: {gold_note(pool)}')
-    asked = subsample(pool, source.questions, seed) if source.questions else list(pool)
+    kept = _without_dev(pool, choice.leave_out)
+    asked = subsample(kept, source.questions, seed) if source.questions else kept
+    dev = {'dev_left_out': len(pool) - len(kept), 'dev_inside': _note_inside(name, asked, choice.model)}
     about = {
         'dataset': name, 'split': split,
         'revision': 'local files' if path else bench.folder or '@'.join(filter(None, bench.hub)),
         'loaded': len(pool), 'loaded_hash': _content(pool), 'asked': len(asked), 'asked_hash': _content(asked),
-        'skipped': len(pool.skipped), 'ids': [q.id for q in asked], **({'empty_golds': golds} if golds else {})}
+        'skipped': len(pool.skipped), 'ids': [q.id for q in asked], **({'empty_golds': golds} if golds else {}), **{k: v for k, v in dev.items() if v}}
     return asked, about
 
 def _retriever(name, source, choice, protocol, opened):
@@ -353,6 +384,12 @@ def _asking(s, player, env):
     }
 
 # %% ../nbs/3_acting/27_evaluate.ipynb #c058
+def _shown_as(conversation):
+    "How observations are written and cut, as far as that is not as usual: dict."
+    c = conversation
+    own = {'observation_tokens': c.observation_tokens, 'observation_format': c.observation_format}
+    return {name: value for name, value in own.items() if value not in (None, 'lines')}
+
 @dataclass(frozen=True)
 class _BenchmarkPlan:
     "One benchmark, ready to be played: everything but the weights."
@@ -379,7 +416,8 @@ def _plan_evaluation(
         'questions': rows,
         'metric': {'name': _metric_of(name, s.metric), 'rel_tol': bench.rel_tol},
         'corpus': corpus,
-        'retriever': retriever and {**retriever, 'top_k': s.passages, 'passage_tokens': s.passage_tokens},
+        'retriever': retriever and {**retriever, 'top_k': s.passages, 'passage_tokens': s.passage_tokens,
+                                    **_shown_as(s)},
         **_asking(s, player, env),
         'seed': s.seed,
         'versions': _versions(player.name),

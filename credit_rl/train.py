@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 import torch, yaml
 from .engine import seed_of
-from .evaluate import evaluate, summarize
+from .evaluate import evaluate, question_key, summarize
 from .information_gain import belief_schema, belief_warning
 from .launch import (LaunchError, Progress, Ranks, is_rank, join_ranks, keep_traceback, launch,
                               gloo_environment, launch_command, meet, set_torch, speak)
@@ -31,7 +31,7 @@ from .world import get_regime
 from .protocol import prompt_hash
 from .rollout import continuations, rollout
 from .runlog import (RunLog, BoundedGzip, atomic_write, latest_checkpoint, code_hashes, named_checkpoint,
-                              read_json, read_params, save_checkpoint)
+                              read_json, read_params, save_checkpoint, write_json)
 from .scoring import GOLDS_OPTION, answer_header, gold_templates, gold_texts
 from .settings import (GROUPS, Acting, Config, Host, Learning, Settings, check, make_config, schema_notes,
                                 scored_schemas, settings_of, weight_limits)
@@ -585,6 +585,10 @@ def saving(path):  # of a checkpoint
                       'earlier checkpoints are kept: make room, or raise the limit, and go on with resume=True') from e
 
 # %% ../nbs/5_run/63_train.ipynb #c0751
+def _note_dev(folder, questions):
+    "Write down which questions choose the checkpoint, so that an evaluation can leave them out."
+    write_json(Path(folder)/'dev.json', [question_key(q) for q in questions])
+
 def begin_run(
     config,         # Config
     say,            # function called with lines of text
@@ -611,6 +615,7 @@ def begin_run(
         note_params(log, config)
         # the first makes the base that the others load
         setup = ranks.in_turn(lambda: make_setup(task, acting, origin, course.seed, say, real))
+        if real and ranks.first: _note_dev(log.folder, setup.questions['dev'])
         if host.lora: add_lora(setup.model, host.lora, course.seed)
         # one that is whole, and stays as it is while the other learns
         apart = host.engine == 'hf' and (s.learning.ahead or host.learner == 'deepspeed' and host.stage == 3)

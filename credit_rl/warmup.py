@@ -510,7 +510,8 @@ def searching(
     """
     tool, old = env.tool, env.tool and env.tool.search
     if old is None: return env
-    search = SearchTool(retriever, old.k, old.max_tokens, old.count_tokens, old.seconds, old.render, old.empty)
+    search = SearchTool(retriever, old.k, old.max_tokens, old.count_tokens, old.seconds, old.render, old.empty,
+                        old.observation_tokens)
     return replace(env, tool=PythonTool(search, tool.seconds, tool.memory_mb, tool.output_chars, tool.searches,
                                         tool.workers, tool.empty))
 

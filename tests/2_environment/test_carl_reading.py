@@ -52,7 +52,8 @@ def test_what_is_no_program_is_an_error(text):
     assert parse(CARL, text).error
 
 
-def passages(words): return [Passage(str(i), f'Page {i}', ' '.join(['needle', *['haystack'] * words])) for i in range(7)]
+def passages(words):
+    return [Passage(str(i), f'Page {i}', ' '.join(['needle', *['haystack'] * words])) for i in range(7)]
 
 
 def test_seven_passages_of_130_words_are_no_error():
@@ -79,7 +80,9 @@ def test_the_other_prompts_come_from_files(tmp_path):
 
 
 def test_prompts_that_there_are_not_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="got 'optional'"): Conversation(protocol='carl', other_prompts={'optional': 'x'})
-    with pytest.raises(ValueError, match="protocol='tips'"): Conversation(protocol='tips', other_prompts={'direct': 'x'})
+    with pytest.raises(ValueError, match="got 'optional'"):
+        Conversation(protocol='carl', other_prompts={'optional': 'x'})
+    with pytest.raises(ValueError, match="protocol='tips'"):
+        Conversation(protocol='tips', other_prompts={'direct': 'x'})
     lost = dict(protocol='carl-tiny', method='carl', other_prompts={'direct': str(tmp_path / 'none.txt')})
     with pytest.raises(ValueError, match='system_prompt must be a text file'): check(make_config(lost))

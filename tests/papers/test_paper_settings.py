@@ -36,7 +36,7 @@ from credit_rl.prepare import check_warming, make_warming, prepare
 from credit_rl.protocol import PROTOCOLS
 from credit_rl.retrieval import BM25
 from credit_rl.tiny import tiny_model, tiny_tokenizer
-from credit_rl.runlog import latest_checkpoint, read_metrics, read_turns
+from credit_rl.runlog import latest_checkpoint, read_json, read_metrics, read_turns
 from credit_rl.scoring import Schema, read_schema
 from credit_rl.settings import check, make_config, scored_schemas, settings_of
 from credit_rl.setup import plan_of
@@ -87,18 +87,22 @@ RULES = lambda size: {'variant': VARIANT[size], 'exec_reward': .1, 'answer_rewar
 FAMILIES = {
     ('tips', 'ppo', 'mt_ppo', 'grpo', 'mt_grpo_star'):
         dict(protocol='tips', max_turns=5, max_tokens=8192, prompt_tokens=4096, response_tokens=4096, turn_tokens=4096,
-             answer_stop='last', malformed='end', passages=3, passage_tokens=500, data='nq+hotpotqa', stage=3),
+             answer_stop='last', malformed='end', passages=3, passage_tokens=500, observation_format='json',
+             data='nq+hotpotqa', stage=3),
     ('tspo', ):
-        dict(protocol='tspo', data='nq+hotpotqa', average='group-mean-token-sum', answer_stop='last'),
+        dict(protocol='tspo', data='nq+hotpotqa', average='group-mean-token-sum', answer_stop='last',
+             observation_tokens=500, passage_tokens=None, warmup=int(.285 * 500) * 2),
     ('igpo', ):
         dict(protocol='igpo', max_turns=10, turn_tokens=2000, max_tokens=30767 + 2000, temperature=1.0,
              answer_stop='last', data='nq+triviaqa+hotpotqa+2wikimultihopqa', average='sequence-mean-token-mean'),
     ('prs', 'vspo'):
-        dict(protocol='prs', data='nq+hotpotqa', temperature=1.0, answer_stop='last'),
+        dict(protocol='prs', data='nq+hotpotqa', temperature=1.0, answer_stop='last', observation_tokens=500,
+             passage_tokens=None),
     ('carl', 'search_r1_ppo'):
         dict(protocol='carl', betas=[0.9, 0.999], weight_decay=0.01, warmup=100 * 80, eval_every=25, max_turns=15,
              turn_tokens=2048, context_tokens=256, prompt_tokens=2048, response_tokens=2048, max_tokens=4096,
-             data='hotpotqa+2wikimultihopqa+gsm8k', questions=170000, passages=3, output_chars=16000, stage=3),
+             data='hotpotqa+2wikimultihopqa+gsm8k', questions=170000, passages=3, output_chars=16000,
+             stage=3),
 }
 MORE = {
     **dict.fromkeys((n for n in VALUES if n.startswith('tips')), {
@@ -124,8 +128,8 @@ MORE = {
     **dict.fromkeys(BOTH('vspo'), {'method': 'prs+vspo', 'options': {
         'form': 'short', 'draw': 'value', 'temperature': 0.1, 'clip': True, 'smoothing': 2, 'least_variance': 1e-6}}),
     **dict.fromkeys(BOTH('carl'), {
-        'method': 'carl', 'options': {'lam': 0.0, 'whiten': False}, 'critic': 'shared', 'critic_step': 'apart', 'critic_rate': 5e-6,
-        'critic_backbone_rate': 5e-7, 'critic_mix': None, 'critic_clip': 1.0, 'average': 'segment-mean',
+        'method': 'carl', 'options': {'lam': 0.0, 'whiten': False}, 'critic': 'shared', 'critic_step': 'apart',
+        'critic_rate': 5e-6, 'critic_backbone_rate': 5e-7, 'critic_mix': None, 'critic_clip': 1.0, 'average': 'segment-mean',
         'loss': {'clip_low': 0.2, 'clip_high': 0.2, 'entropy': 0.001, 'value': 1.0}}),
     **dict.fromkeys(BOTH('carl_grpo'), {'method': 'grpo'}),
     'search_r1_ppo_qwen2.5_7b': dict(method='ppo', options={'gamma': 1.0, 'lam': 0.95, 'whiten': True}, critic='frozen',
@@ -372,6 +376,16 @@ def test_every_value_is_cited_or_ours_for_a_reason(name):
     assert unsaid(FILES[name].read_text() + (WARM[name].read_text() if name in WARM else '')) == []
 
 
+@pytest.mark.parametrize('name', [*FILES, *EVALUATIONS, *SEARCHES, 'eval_prs_long'])
+def test_it_is_said_which_prompts_are_our_words(name):
+    "And where others go; of a warm-up too, whose prompts are all of CARL's."
+    (line,) = re.findall('^protocol: .*', (ROOT / 'runs' / 'params' / f'{name}.yaml').read_text(), re.M)
+    system = PROTOCOLS[line.split()[1]].user == '{question}'
+    assert f'the {"system" if system else "user"} message is in our words' in line
+    assert f'{"system" if system else "user"}_prompt takes a file of others' in line
+    if name in WARM: assert re.search('^prompts: .*in our words.*other_prompts', WARM[name].read_text(), re.M)
+
+
 def test_a_value_that_says_nothing_is_noticed():
     head = '# TIPS (paper 1): all.\n# the host: section 4, 8 GPUs\nrun: x\nlearner: deepspeed\n'
     for good in ('kl: 1   # table 10, kl_loss_coef', 'kl: 1   # appendix C.2', 'kl: 1   # ours: not given; as in verl',
@@ -523,6 +537,8 @@ def check_ran(told, changes):
     params, table = yaml.safe_load((run / 'params.yaml').read_text()), read_metrics(run)
     assert {k: params[k] for k in told} == {**told, **{k: v for k, v in changes.items() if k in told}}
     assert table.step.tolist() == [0, 1, 2] and (run / 'summary.json').exists()
+    chose = read_json(run / 'dev.json')
+    assert 0 < len(chose) <= 10 and {key.partition(':')[0] for key in chose} == set(told['data'].split('+'))
     steps = table[1:]
     asked = ['grad_norm', 'reward', 'calls', 'answer_rate', *['value_loss', 'critic_grad_norm'] * bool(method.critic),
              *['mean_abs_shaping', 'alpha'] * ('teacher' in method.sees)]
@@ -602,7 +618,8 @@ def test_an_evaluation_is_its_papers(name):
     assert (set_names(s.data), [s.passages, s.max_turns, s.metric]) == (list(MIXTURES[data].evaluate), rest)
     trained = settings({'prs': 'prs_qwen2.5_3b'}.get(data, f'{data}_qwen2.5_7b'))
     for key in ('protocol', 'max_turns', 'turn_tokens', 'max_tokens', 'prompt_tokens', 'response_tokens', 'passages',
-                'passage_tokens', 'answer_stop', 'malformed', 'context_tokens'):
+                'passage_tokens', 'observation_tokens', 'observation_format', 'output_chars', 'answer_stop',
+                'malformed', 'context_tokens'):
         if data == 'carl' and key in ('prompt_tokens', 'max_tokens'): continue    # FinQA's pages are longer
         assert evaluation(name).get(key) == trained.get(key), key
     assert s.greedy and 'model' not in evaluation(name) and 'run' not in evaluation(name)
