@@ -16,7 +16,7 @@ from .dense import DenseSearch
 from .models import read_template
 from .options import SettingsGroup, options_in, read_options, setting
 from .prompting import BASELINES, DIRECT
-from .protocol import ANSWER_STOPS, PROTOCOLS, WORDS, check_tokenizer, get_protocol, worded
+from .protocol import ANSWER_STOPS, CALL_STOPS, PROTOCOLS, WORDS, check_tokenizer, get_protocol, worded
 from .readers import RowError
 from .retrieval import BM25
 from .rollout import MALFORMED, RULES, Environment, check_lengths
@@ -129,6 +129,10 @@ class Conversation(SettingsGroup):
                                       "goes on; 'end', the rollout ends", choices=MALFORMED)
     answer_stop: str = setting('first', "the answer that ends a message; 'last': the model ends it itself, and the "
                                         'last one counts', choices=ANSWER_STOPS)
+    call_stop: str = setting(None, "what ends a message with a call: 'tag', the call's own end, behind which the model "
+                                   "writes nothing that could be trained; 'message': it ends the message itself; None: "
+                                   "the protocol's own, 'tag'",
+                             choices=CALL_STOPS)
     system_prompt: str = setting(None, "text file of the system message; None: the protocol's own words")
     user_prompt: str = setting(None, 'text file of the user message, with {question}; None: the same')
     tool_prompt: str = setting(None, 'text file that tells of the tools, with {tools} and {tag}; None: the same')

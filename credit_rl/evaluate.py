@@ -373,7 +373,7 @@ def _asking(s, player, env):
         'tokenizer': tokenizer_hash(player.tokenizer),
         'engine': player.name,
         'dtype': s.dtype,
-        'protocol': dataclasses.asdict(chat.protocol),
+        'protocol': {k: v for k, v in dataclasses.asdict(chat.protocol).items() if (k, v) != ('call_stop', 'tag')},
         'prompt': chat.tokenizer.decode(chat.encode('{question}'.join(chat.pieces.question))),
         'prompt_hash': prompt_hash(chat.protocol),
         'malformed': env.malformed,

@@ -22,14 +22,14 @@ from .layout import AVERAGES
 from .learner import CRITICS, Optimiser, check_offload
 from .losses import kl, policy_terms
 from .methods import METHODS, get_method
-from .models import Policy, check_model, check_reads, load_tokenizer
+from .models import Policy, check_model, load_tokenizer
 from .options import SettingsGroup, options_in, read_options, setting, with_defaults
 from .parameters import from_settings, notebook_settings
 from .parts import Facts, Loss, bind
 from .protocol import PROTOCOLS, worded
 from .rollout import check_lengths
 from .runlog import RunFolder, check_trackers, read_json
-from .scoring import SCHEMA_OPTION, read_schema, schema_warning
+from .scoring import SCHEMA_OPTION, read_schema, schema_warning, teacher_chat
 from .tiny import tiny_tokenizer
 from .trees import check_tree
 from .vllm_engine import EngineChoice, check_adapter, check_vllm_settings, rank_devices, sampler_weights
@@ -488,7 +488,8 @@ def _check_method(s, method):
     if s.teacher.teacher != 'self' and s.teacher.teacher_every:
         raise ValueError('a teacher of its own is never refreshed from the policy; leave out '
                          f'teacher_every={s.teacher.teacher_every}')
-    if s.teacher.teacher not in ('self', 'base'): check_reads(s.teacher.teacher, own_tokenizer(s.acting))
+    teacher_chat(s.teacher.teacher, own_tokenizer(s.acting),
+                 worded(asked_protocol(s.acting.protocol, s.task.data), **s.acting.words))
     if method.rule.compares and s.learning.group_size < 2:
         raise ValueError(f'{name} compares the attempts at one question with each other, so group_size must be at '
                          f'least 2, got {s.learning.group_size}')
