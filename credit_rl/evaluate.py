@@ -596,7 +596,8 @@ def read_scores(folder):  # of a run
         raise FileNotFoundError(f'{folder} holds no evaluated data set; wanted the run folder of an evaluation')
     return scores
 
-_NAMES = {'em': 'EM', 'numeric': 'numeric match', 'f1': 'F1', 'cover_em': 'cover EM', 'carl_em': "CARL's EM"}
+_NAMES = {'em': 'EM', 'numeric': 'numeric match', 'f1': 'F1', 'cover_em': 'cover EM', 'carl_em': "CARL's EM",
+          'bleu': 'BLEU'}
 
 # %% ../nbs/3_acting/27_evaluate.ipynb #p2701
 def _written(place):

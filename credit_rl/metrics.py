@@ -324,7 +324,8 @@ def gold_note(
 def benchmark_metric(
     name,  # a data set of BENCHMARKS
 ):
-    """Return the function (prediction, golds) → float that a benchmark is scored by: exact match, or numeric match
+    """Return the function (prediction, golds) → float that a benchmark is scored by: exact match, BLEU, or numeric
+    match
     with its tolerance.
 
     Parameters
@@ -332,4 +333,5 @@ def benchmark_metric(
     name : a data set of BENCHMARKS
     """
     bench = get_benchmark(name)
-    return exact_match if bench.metric == 'em' else partial(numeric_match, rel_tol=bench.rel_tol)
+    if bench.metric != 'numeric': return {'em': exact_match, 'bleu': short_bleu}[bench.metric]
+    return partial(numeric_match, rel_tol=bench.rel_tol)

@@ -827,13 +827,15 @@ def teacher_chat(
                          "take a model of the policy's family, or a copy of the policy")
     return check_tokenizer(load_tokenizer(teacher), protocol)
 
-def _retold(trajectory, chat, opening):
-    "A trajectory in the ids of another chat, from its texts."
+def _retold(trajectory, chat, opening, ends=False):
+    """A trajectory in the ids of another chat, from its texts; with `ends` a message that no stop string ended has the
+    template's end, as this chat's model would have to write it."""
     question, turns = trajectory.question, []
     for turn in trajectory.turns:
         said = (opening + turn.action_text).removeprefix(chat.opening)
-        ids = chat.encode(chat.encoder.plain(said, own=True)) or chat.encode(' ')
-        shown = turn.observation_text, False, turn.result is Result.MALFORMED
+        ended = ends and chat.end_id is not None and not said.endswith(chat.protocol.stop or '\0')
+        ids = chat.encode(chat.encoder.plain(said, own=True)) + [chat.end_id] * ended or chat.encode(' ')
+        shown = turn.observation_text, ended, turn.result is Result.MALFORMED
         seen = chat.observation_ids(*shown) if turn.observation_ids else ()
         context = chat.next_context(question.text, turns) if turns else None
         turns.append(dataclasses.replace(turn, action_ids=ids, action_logps=[0.] * len(ids), observation_ids=seen,
@@ -844,6 +846,7 @@ def retell(
     groups,      # list of Group, as the policy played them
     chat,        # Chat of another model
     opening='',  # what the policy's generation prefix said of each of its messages, `Chat.opening`
+    ends=False,  # True: to be imitated, so that a message that no stop string ended has its end-of-turn token
 ):
     """Tell rollouts in the words and the template of another model, whose potential is then defined on the same text
     (TIPS table 6): list of Group. Ids are the other model's; log-probabilities are 0, since nothing was sampled so.
@@ -853,5 +856,6 @@ def retell(
     groups : list of Group, as the policy played them
     chat : Chat of another model
     opening : what the policy's generation prefix said of each of its messages, `Chat.opening`
+    ends : True: to be imitated, so that a message that no stop string ended has its end-of-turn token
     """
-    return [Group(g.question, [_retold(t, chat, opening) for t in g.trajectories]) for g in groups]
+    return [Group(g.question, [_retold(t, chat, opening, ends) for t in g.trajectories]) for g in groups]

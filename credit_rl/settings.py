@@ -371,7 +371,9 @@ def _check_sets(task, protocol):
     for name in data_sets(task):
         if not find_benchmark(name) and get_close_matches(name, ['tiny'], 1):
             raise ValueError(f"no data set {name!r}; did you mean 'tiny'?")
-        get_benchmark(name)
+        bench = get_benchmark(name)
+        if not (bench.hub or bench.folder or task.path):
+            raise ValueError(f'{name} has no questions of its own: give path=FILE with yours')
     if len(data_sets(task)) > 1 and not task.corpus and protocol != 'direct':
         raise ValueError(f'{task.data}: several sets are searched in one place; give it as corpus (passages, what '
                          'BM25.save wrote, or the url of a search server)')

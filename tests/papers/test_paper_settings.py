@@ -53,9 +53,9 @@ FILES = {
     p.stem: p
     for p in sorted((ROOT / 'runs' / 'params').glob('*.yaml'))
     if p.stem not in ('demo', 'carl_demo', 'real', *OURS) and not p.stem.endswith('_warmup')
-    and not p.stem.startswith('eval_')
+    and not p.stem.startswith('eval_') and '_long' not in p.stem                  # long answers: test_longform.py
 }
-# how a paper evaluates, for credit_rl.evaluate; long answers: test_longform.py
+# how a paper evaluates, for credit_rl.evaluate
 EVALUATIONS = {p.stem: p for p in sorted((ROOT / 'runs' / 'params').glob('eval_*.yaml')) if p.stem != 'eval_prs_long'
                and not p.stem.startswith('eval_carl_')}
 # one of them with other passages: CARL's appendix G
