@@ -330,9 +330,10 @@ def examine_sets(
     """
     run, say, config = Path(run), say or (lambda line: print(line, flush=True)), _config_of(run, host)
     choice, s, opened, found = _sets_asked(config, asked), settings_of(config), {}, {}
+    names = set_names(choice.data)
     agent, step = open_agent(run, checkpoint, host, ranks)
     try:
-        for name in set_names(choice.data):
+        for name in names:
             (questions, _), (search, *_) = open_set(choice, name, opened)
             env = make_environment(agent.env.chat.tokenizer, search, choice)
             check_prompts(env, questions)

@@ -133,13 +133,13 @@ def test_the_end_of_a_message_is_the_models_own_where_that_is_set():
     chat = Chat(PROTOCOLS['tspo'], byte_tokenizer(CHATML))
     own = Chat(dataclasses.replace(PROTOCOLS['tspo'], call_stop='message'), chat.tokenizer)
     assert '</tool_call>' in chat.stop and '</tool_call>' not in own.stop and '</answer>' in own.stop
-    says = (f'{CALL}<|im_end|>', '<answer> Rabat </answer>')
-    (tag,), (message,) = (play(c, *says)[0].trajectories for c in (chat, own))
+    says = {chat: (CALL, '<answer> Rabat </answer>'), own: (f'{CALL}<|im_end|>', '<answer> Rabat </answer>')}
+    (tag,), (message,) = (play(c, *says[c])[0].trajectories for c in (chat, own))
     for t in (tag, message): assert t.turns[0].call == {'name': 'search', 'queries': ['Casablanca']}
     end = chat.tokenizer.convert_tokens_to_ids('<|im_end|>')
     assert tag.turns[0].action_ids[-1] != end and message.turns[0].action_ids[-1] == end
     assert read(tag, chat.tokenizer) == read(message, chat.tokenizer)          # the same conversation
-    trained = [int(pack([dataclasses.replace(g)], 0).trained.sum()) for g in (play(chat, *says)[0], play(own, *says)[0])]
+    trained = [int(pack(play(c, *says[c])).trained.sum()) for c in (chat, own)]
     assert trained[1] == trained[0] + 1
 
 

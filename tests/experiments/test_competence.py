@@ -12,7 +12,7 @@ import torch
 import yaml
 
 from credit_rl import competence, export
-from credit_rl.competence import examine_run, main, open_agent
+from credit_rl.competence import examine_run, examine_sets, main, open_agent, set_table
 from credit_rl.engine import HFEngine
 from credit_rl.launch import Ranks
 from credit_rl.models import load_model

@@ -29,7 +29,7 @@ from credit_rl.readers import RowError
 from credit_rl.runlog import read_metrics, read_turns
 from credit_rl.sft import Imitation, read_rollouts, rejection_sft
 from credit_rl.train import train
-from credit_rl.trajectory import Group, Question, Trajectory, Turn
+from credit_rl.trajectory import Group, Question, Stop, Trajectory, Turn
 from paper_player import answer_of, call_of, write_model
 from test_paper_settings import unsaid
 from judge_server import Stub
@@ -283,7 +283,8 @@ def chatty(tmp_path, monkeypatch):
         luck = rng.random()
         said = q.answers[0] if luck < .4 else 'Nobody knows.'
         return (answer_of(PRS, said) if luck < .8 else 'I give up.') + '<|im_end|>'
-    monkeypatch.setattr('credit_rl.setup.HFEngine', lambda model, tokenizer, **limits: Chatty(act, tokenizer, 8192))
+    for module in ('setup', 'sft'):
+        monkeypatch.setattr(f'credit_rl.{module}.HFEngine', lambda model, tokenizer, **limits: Chatty(act, tokenizer, 8192))
     return str(tmp_path / 'model')
 
 
@@ -337,18 +338,18 @@ def test_pairs_are_found_by_their_name_in_any_process(tmp_path):
 def test_the_judged_outcome_by_hand():
     "Right, wrong, no answer, and a verdict that is missing: only what was said is asked."
     question = Question('q', 'Why?', ('Because.',), source='pairs')
-    tries = [Trajectory(question, (1,), [Turn('answer', (2,), (-.1,), (), said or '', '')], 'answer' if said else 'no-answer',
-                        said) for said in ('Because.', 'Nobody knows.', None, 'Odd.')]
+    tries = [Trajectory(question, (1,), [Turn('answer', (2,), (-.1,), (), said or '', '')],
+                        Stop.ANSWER if said else Stop.NO_ANSWER, said) for said in ('Because.', 'Nobody knows.', None, 'Odd.')]
     method = get_method('judged/group')
     with Stub(lambda prompt, attempt: 'what?' if 'Odd.' in prompt else knows(prompt, attempt)) as stub:
         bound = bind(method, {'judge': judge_of(stub)})
         rewards = bound.text_rewards([Group(question, tries)])
         assert len(stub.requests) == 3
-    assert rewards['outcome'][:3].tolist() == [1, 0, 0] and rewards['missing'].tolist() == [False, False, False, True]
+    assert rewards['outcome'][:3].tolist() == [1, 0, 0] and rewards['outcome'][3].isnan()
     with pytest.raises(ValueError, match='judged asks a judge'): bind(method, {})
 
 
-def test_a_policy_is_fine_tuned_on_what_another_model_did_and_a_judge_passed(chatty, tmp_path, monkeypatch):
+def test_a_policy_is_fine_tuned_on_what_another_model_did_and_a_judge_passed(chatty, tmp_path):
     """PRS table 3: of four evaluated answers the judge passes two; these are told in the words of the model that learns,
     its end-of-turn token behind the answer."""
     with Stub(by_numbers) as stub:
@@ -363,7 +364,6 @@ def test_a_policy_is_fine_tuned_on_what_another_model_did_and_a_judge_passed(cha
         assert t.prompt_ids == tuple(chat.prompt_ids(t.question.text)) and t.turns[-1].action_ids[-1] == chat.end_id
         assert chat.tokenizer.decode(t.turns[0].action_ids) == t.turns[0].action_text       # a call's own end is enough
     settings = {**SMALL, 'model': chatty, 'data': 'pairs', 'protocol': 'prs', 'answer_stop': 'last', 'malformed': 'end'}
-    monkeypatch.setattr('credit_rl.sft.HFEngine', lambda model, tokenizer, **limits: gossip(None))
     run = rejection_sft({**settings, 'run': str(tmp_path / 'sft')}, Imitation(rollouts=str(teacher), epochs=1, batch=1),
                         say=lambda line: None)
     summary = json.loads((run / 'summary.json').read_text())
