@@ -395,7 +395,7 @@ def paired_differences(
     return pd.DataFrame.from_dict(rows, orient='index')
 
 # %% ../nbs/6_looking/74_compare.ipynb #c036
-_OWN = ('method', 'options', 'seed', 'run', 'model', 'resume', 'threads')  # what a comparison varies
+_OWN = ('method', 'options', 'seed', 'run', 'model', 'resume', 'threads', 'healthy')  # what may differ
 
 def setting_differences(folders):  # as in find_runs
     """Settings that are not the same in all runs, besides those that a comparison varies: pandas DataFrame, empty if
@@ -634,7 +634,7 @@ def plan_jobs(
     out : folder of the comparison
     worlds : names of the worlds that are wanted; None: all that the parameters have
     """
-    own_to_a_job = ('worlds', 'methods', 'method', 'seed', 'run', 'resume')
+    own_to_a_job = ('worlds', 'methods', 'method', 'seed', 'run', 'resume', 'healthy')
     shared = {n: v for n, v in params.items() if n not in own_to_a_job}
     own = params.get('methods') or {}
     if missing := [m for m in own if not isinstance(own[m], dict)]:
@@ -792,6 +792,7 @@ def _compare(given, params, say):
     _check_settings(jobs)
     _check_made_with(jobs)
     _check_regimes(jobs)
+    if params.get('healthy'): say(f'when it goes well:\n{params["healthy"].rstrip()}')
     say(status_table(jobs))
     models, threads = _bases(jobs, given.out/'bases', say), max(1, (os.cpu_count() or 1) // given.workers)
     failed = run_jobs(jobs, lambda job: papermill_command(job, given.notebook, models.get(job)), given.workers,

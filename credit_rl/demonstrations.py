@@ -15,11 +15,17 @@ from .rollout import add_message
 from .trajectory import Group, Stop, Trajectory
 
 # %% ../nbs/2_environment/58_demonstrations.ipynb #d005
-_PAGE = re.compile(r'Doc \d+ \(Title: "(.*?)"\) (.*)')   # as `render_documents` writes a passage
+_PAGE = re.compile(r'Doc \d+ \(Title: "(.*?)"\)[ \n](.*)')   # as `render_documents` writes a passage, or `render_json`
+
+def _plain(text):
+    "An observation's text, outside of the JSON that it may stand in, which may have been cut."
+    if not text.startswith('{"result": "'): return text
+    inside = text.removeprefix('{"result": "').removesuffix('"}')
+    return re.sub(r'\\(.)', lambda m: {'n': '\n', 't': '\t'}.get(m[1], m[1]), inside)
 
 def pages_shown(trajectory):
     "The passages that a trajectory was shown, as far as it was shown them: list of (title, text)."
-    return [page for turn in trajectory.turns for page in _PAGE.findall(turn.observation_text)]
+    return [page for turn in trajectory.turns for page in _PAGE.findall(_plain(turn.observation_text))]
 
 def _asked(trajectory):
     "What was searched so far, in lower case: set of str."

@@ -444,7 +444,8 @@ def search_in(env, retriever, k):
     "The same `Environment` with another retriever and k passages a query, also inside its programs."
     old = env.tool.search if isinstance(env.tool, PythonTool) else env.tool
     if not isinstance(old, SearchTool): raise TypeError(f'nothing is searched here: the tool is {env.tool!r:.80}')
-    new = SearchTool(retriever, k, old.max_tokens, old.count_tokens, old.seconds, old.render, old.empty)
+    new = SearchTool(retriever, k, old.max_tokens, old.count_tokens, old.seconds, old.render, old.empty,
+                     old.observation_tokens)
     t = env.tool
     if t is old: return replace(env, tool=new)
     return replace(env, tool=PythonTool(new, t.seconds, t.memory_mb, t.output_chars, t.searches, t.workers, t.empty))

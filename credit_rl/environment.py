@@ -16,12 +16,12 @@ from .dense import DenseSearch
 from .models import read_template
 from .options import SettingsGroup, options_in, read_options, setting
 from .prompting import BASELINES, DIRECT
-from .protocol import ANSWER_STOPS, PROTOCOLS, WORDS, check_tokenizer, get_protocol, worded
+from .protocol import ANSWER_STOPS, CALL_STOPS, PROTOCOLS, WORDS, check_tokenizer, get_protocol, worded
 from .readers import RowError
 from .retrieval import BM25
 from .rollout import MALFORMED, RULES, Environment, check_lengths
 from .search_service import Patience, is_saved_index, open_retriever
-from .tools import PythonTool, SearchTool
+from .tools import RENDERS, PythonTool, SearchTool
 from .trajectory import Result
 
 # %% ../nbs/2_environment/26_environment.ipynb #e004
@@ -119,13 +119,25 @@ class Conversation(SettingsGroup):
     response_tokens: int = setting(None, 'most tokens after the prompt, observations included; None: the same', least=1)
     passages: int = setting(3, 'passages per query', least=1)
     passage_tokens: int = setting(None, 'most tokens of each; None: whole passages', least=1)
+    observation_tokens: int = setting(None, 'most tokens of all that a search says, as Search-R1 cuts it; None: no cap '
+                                            'of its own', least=1)
+    observation_format: str = setting('lines', "'lines': a passage a line; 'json': as in TIPS's figure 12",
+                                      choices=tuple(RENDERS))
+    output_chars: int = setting(None, 'most characters that a program may print; of a longer output the model gets an '
+                                      'error and as much; None: 16000, in the tiny world 400', least=1)
     malformed: str = setting('error', "after a turn that neither calls nor answers: 'error', the model is told and "
                                       "goes on; 'end', the rollout ends", choices=MALFORMED)
     answer_stop: str = setting('first', "the answer that ends a message; 'last': the model ends it itself, and the "
                                         'last one counts', choices=ANSWER_STOPS)
+    call_stop: str = setting(None, "what ends a message with a call: 'tag', the call's own end, behind which the model "
+                                   "writes nothing that could be trained; 'message': it ends the message itself; None: "
+                                   "the protocol's own, 'tag'",
+                             choices=CALL_STOPS)
     system_prompt: str = setting(None, "text file of the system message; None: the protocol's own words")
     user_prompt: str = setting(None, 'text file of the user message, with {question}; None: the same')
     tool_prompt: str = setting(None, 'text file that tells of the tools, with {tools} and {tag}; None: the same')
+    other_prompts: dict = setting({}, "text files of CARL's other system messages, for a warm-up and what is known: "
+                                      "{direct: FILE}, forced, multi-hop; left out: the protocol's own words")
     template: str = setting(None, "chat template instead of the model's own: 'chatml', 'plain' (for base models), or a "
                                   'jinja file')
     template_options: dict = setting({}, "the template's variables, such as {'enable_thinking': False}")
@@ -136,6 +148,10 @@ class Conversation(SettingsGroup):
         super().__post_init__()
         own = self.protocol in (None, 'direct') or self.protocol.endswith(('.yaml', '.yml'))
         if not own: get_protocol(self.protocol)
+        for mode in self.other_prompts:
+            if f'{self.protocol}-{mode}' not in PROTOCOLS:
+                raise ValueError("other_prompts are CARL's prompts direct, forced and multi-hop (the optional one is "
+                                 f"system_prompt), got {mode!r} for protocol={self.protocol!r}")
         if self.max_tokens is not None: check_lengths(self.prompt_tokens, self.response_tokens, self.max_tokens)
 
     @property
@@ -188,8 +204,13 @@ def make_environment(
     if search is None and must_search: asked, base = dataclasses.replace(DIRECT, answer_stop=asked.answer_stop), None
     chat = check_tokenizer(tokenizer, asked, read_template(how.template), how.template_options, how.history, vocabulary)
     size = lambda text: len(chat.encode(text))
-    tool = None if search is None else SearchTool(search, how.passages, how.passage_tokens, size)
-    if asked.runs_code: tool = PythonTool(search=tool)
+    tool = None if search is None else SearchTool(
+        search, how.passages, how.passage_tokens, size, render=RENDERS[how.observation_format],
+        observation_tokens=how.observation_tokens)
+    if asked.runs_code and how.observation_format != 'lines':
+        raise ValueError(f'programs get the passages of a search as lines, got {how.observation_format!r}: leave out '
+                         'observation_format')
+    if asked.runs_code: tool = PythonTool(search=tool, output_chars=how.output_chars or 16000)
     elif asked.context_tag and asked.call_style == 'none': tool = None
     elif tool is None: tool = NoSearch()
     return Environment(base.ask(chat, tool) if base else chat, tool, turns, how.max_tokens, **how.rules)

@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['NEAR', 'measure', 'by_set', 'summarize', 'score', 'evaluate', 'bootstrap_interval', 'EvaluationChoice', 'Evaluation',
-           'set_names', 'check_evaluation', 'manifest_differences', 'question_row', 'set_scores', 'read_manifest',
-           'read_scores', 'run_evaluation', 'ReplayResult', 'replay_evaluation', 'compare_rows', 'evaluation_table',
-           'evaluation_figure', 'main']
+           'set_names', 'check_evaluation', 'question_key', 'dev_keys', 'open_set', 'manifest_differences',
+           'question_row', 'set_scores', 'read_manifest', 'read_scores', 'run_evaluation', 'ReplayResult',
+           'replay_evaluation', 'compare_rows', 'evaluation_table', 'evaluation_figure', 'main']
 
 # %% ../nbs/3_acting/27_evaluate.ipynb #c002
 import contextlib, dataclasses, functools, importlib.metadata, json, math, os, platform, re, shutil, sys, time, warnings
@@ -131,6 +131,8 @@ def bootstrap_interval(values, level=0.95, draws=2000, seed=0):
 class EvaluationChoice(SettingsGroup):
     "What an evaluation alone takes."
     split: str = setting(None, 'of the questions; None: the one that results are reported on')
+    leave_out: str = setting(None, 'folder of a training run, or of a model that was exported from one, whose dev '
+                                   'questions are not asked; None: all are, and a note says how many chose the model')
     on_error: str = setting('raise', "malformed rows: 'raise', or 'skip' and count them")
     baseline: str = setting(None, "a prompting baseline instead of a protocol: a row of 17_prompting, such as 'rag'")
     greedy: bool = setting(True, 'the most probable token; False: sampled')
@@ -201,6 +203,33 @@ def _check_baseline(baseline, protocol):
 
 def _protocol(name, baseline=None): return BASELINES[baseline].protocol if baseline else asked_protocol(name)
 
+# %% ../nbs/3_acting/27_evaluate.ipynb #fl271
+def question_key(question):
+    "A question's set and id, however its set was mixed with others: str."
+    return f'{question.source}:{question.id.removeprefix(f"{question.source}:")}'
+
+def dev_keys(folder):
+    """Keys of the dev questions of a training run, or of the run that an exported model came from: set of str, empty
+    where nothing says so."""
+    own, exported = Path(folder or '.')/'dev.json', Path(folder or '.')/'credit_rl.json'
+    if folder and own.exists(): return set(read_json(own))
+    return set(read_json(exported).get('dev', ())) if folder and exported.exists() else set()
+
+def _without_dev(pool, folder):
+    "Questions without the dev questions of a folder; all without one. Raises ValueError where nothing says which."
+    left = dev_keys(folder)
+    if folder and not left:
+        raise ValueError(f'leave_out: {folder} does not say which dev questions it had: give the folder of a training '
+                         'run on a data set, or of a model that credit-rl export wrote from one')
+    return [q for q in pool if question_key(q) not in left]
+
+def _note_inside(name, asked, model):
+    "Say how many of the questions that are asked chose the checkpoint that answers: int."
+    inside = sum(question_key(q) in dev for q in asked) if (dev := dev_keys(model)) else 0
+    if inside: warnings.warn(f'{name}: {inside} of {len(asked)} questions chose the checkpoint of {model}; leave_out='
+                             f'{model} leaves them out')
+    return inside
+
 # %% ../nbs/3_acting/27_evaluate.ipynb #c045
 def _content(questions): return json_hash([[q.id, q.text, list(q.answers)] for q in questions])
 
@@ -217,12 +246,14 @@ def _questions(name, source, choice, seed):
                       f'{path or bench.folder or bench.hub[0]} has {len(pool)} of split {split!r}')
     golds, _ = empty_golds(pool)
     if golds: warnings.warn(f'{name}: {gold_note(pool)}')
-    asked = subsample(pool, source.questions, seed) if source.questions else list(pool)
+    kept = _without_dev(pool, choice.leave_out)
+    asked = subsample(kept, source.questions, seed) if source.questions else kept
+    dev = {'dev_left_out': len(pool) - len(kept), 'dev_inside': _note_inside(name, asked, choice.model)}
     about = {
         'dataset': name, 'split': split,
         'revision': 'local files' if path else bench.folder or '@'.join(filter(None, bench.hub)),
         'loaded': len(pool), 'loaded_hash': _content(pool), 'asked': len(asked), 'asked_hash': _content(asked),
-        'skipped': len(pool.skipped), 'ids': [q.id for q in asked], **({'empty_golds': golds} if golds else {})}
+        'skipped': len(pool.skipped), 'ids': [q.id for q in asked], **({'empty_golds': golds} if golds else {}), **{k: v for k, v in dev.items() if v}}
     return asked, about
 
 def _retriever(name, source, choice, protocol, opened):
@@ -233,6 +264,24 @@ def _retriever(name, source, choice, protocol, opened):
     if not is_searched(name, protocol, given, choice.baseline): return None, None, None
     return open_search(name, _place(name, source.path, 'path'), corpus, choice.split or get_benchmark(name).eval_split,
                        choice.on_error, opened, source.search_settings)
+
+def open_set(
+    settings,  # Evaluation
+    name,      # a data set of BENCHMARKS
+    opened,    # dict: saved indexes that are open already
+):
+    """What is asked of a set and where it is searched: (questions, what to say about them), (has search(queries, k),
+    what
+    to say about its passages, and about it; three times None where nothing is searched). Raises ValueError.
+
+    Parameters
+    ----------
+    settings : Evaluation
+    name : a data set of BENCHMARKS
+    opened : dict: saved indexes that are open already
+    """
+    s = settings
+    return _questions(name, s, s, s.seed), _retriever(name, s, s, s.protocol, opened)
 
 # %% ../nbs/3_acting/27_evaluate.ipynb #c053
 def _versions(engine='hf'):
@@ -314,6 +363,7 @@ def _asking(s, player, env):
     "The part of a manifest that says who is asked, and how."
     chat = env.chat
     contexts = {'context_tokens': s.context_tokens} if chat.protocol.context_tag else {}
+    if chat.protocol.runs_code: contexts['output_chars'] = env.tool.output_chars
     contexts |= {n: v for n in ('prompt_tokens', 'response_tokens') if (v := getattr(s, n)) is not None}
     base = BASELINES.get(s.baseline)
     base = {'baseline': {'name': s.baseline, 'when': base.when, 'max_turns': base.max_turns}} if base else {}
@@ -323,7 +373,7 @@ def _asking(s, player, env):
         'tokenizer': tokenizer_hash(player.tokenizer),
         'engine': player.name,
         'dtype': s.dtype,
-        'protocol': dataclasses.asdict(chat.protocol),
+        'protocol': {k: v for k, v in dataclasses.asdict(chat.protocol).items() if (k, v) != ('call_stop', 'tag')},
         'prompt': chat.tokenizer.decode(chat.encode('{question}'.join(chat.pieces.question))),
         'prompt_hash': prompt_hash(chat.protocol),
         'malformed': env.malformed,
@@ -334,6 +384,12 @@ def _asking(s, player, env):
     }
 
 # %% ../nbs/3_acting/27_evaluate.ipynb #c058
+def _shown_as(conversation):
+    "How observations are written and cut, as far as that is not as usual: dict."
+    c = conversation
+    own = {'observation_tokens': c.observation_tokens, 'observation_format': c.observation_format}
+    return {name: value for name, value in own.items() if value not in (None, 'lines')}
+
 @dataclass(frozen=True)
 class _BenchmarkPlan:
     "One benchmark, ready to be played: everything but the weights."
@@ -351,8 +407,7 @@ def _plan_evaluation(
     """Load questions and passages of one set, make its environment and its manifest: `_BenchmarkPlan`. Raises on what
     cannot be played."""
     s, opened = settings, {} if opened is None else opened
-    questions, rows = _questions(name, s, s, s.seed)
-    search, corpus, retriever = _retriever(name, s, s, s.protocol, opened)
+    (questions, rows), (search, corpus, retriever) = open_set(s, name, opened)
     env = _environment(s, search, player)
     _refuse_long(name, questions, env)
     bench = get_benchmark(name)
@@ -361,7 +416,8 @@ def _plan_evaluation(
         'questions': rows,
         'metric': {'name': _metric_of(name, s.metric), 'rel_tol': bench.rel_tol},
         'corpus': corpus,
-        'retriever': retriever and {**retriever, 'top_k': s.passages, 'passage_tokens': s.passage_tokens},
+        'retriever': retriever and {**retriever, 'top_k': s.passages, 'passage_tokens': s.passage_tokens,
+                                    **_shown_as(s)},
         **_asking(s, player, env),
         'seed': s.seed,
         'versions': _versions(player.name),
@@ -540,7 +596,8 @@ def read_scores(folder):  # of a run
         raise FileNotFoundError(f'{folder} holds no evaluated data set; wanted the run folder of an evaluation')
     return scores
 
-_NAMES = {'em': 'EM', 'numeric': 'numeric match', 'f1': 'F1', 'cover_em': 'cover EM', 'carl_em': "CARL's EM"}
+_NAMES = {'em': 'EM', 'numeric': 'numeric match', 'f1': 'F1', 'cover_em': 'cover EM', 'carl_em': "CARL's EM",
+          'bleu': 'BLEU'}
 
 # %% ../nbs/3_acting/27_evaluate.ipynb #p2701
 def _written(place):
@@ -657,6 +714,7 @@ def run_evaluation(
     if s.gaps and engine is not None and getattr(engine, 'model', None) is None:
         raise ValueError(f'gaps are read from a model, and an engine of type {type(engine).__name__} has none')
     check_evaluation(s)
+    if s.healthy and not is_rank(): say(f'when it goes well:\n{s.healthy.rstrip()}')
     set_torch(s.threads, s.tf32)
     player = _LazyModel(s, engine)
     plans = [_plan_evaluation(s, name, player, opened) for name in set_names(s.data)]

@@ -12,7 +12,7 @@ import torch
 from .learner import saved_policy
 from .models import load_model
 from .parameters import make_parser
-from .runlog import atomic_folder, latest_checkpoint, named_checkpoint, read_params, writing
+from .runlog import atomic_folder, latest_checkpoint, named_checkpoint, read_json, read_params, writing
 from .settings import make_config
 from .setup import add_lora, base_folder, merge_lora
 
@@ -80,6 +80,7 @@ def _write_model(folder, run, model, tokenizer, step):
         model.save_pretrained(part)
         tokenizer.save_pretrained(part)
         origin = {'run': run.name, 'step': step, **{k: about[k] for k in ('method', 'model', 'seed', 'lora')}}
+        if (run/'dev.json').exists(): origin['dev'] = read_json(run/'dev.json')
         (part/'credit_rl.json').write_text(json.dumps(origin, indent=1) + '\n')
 
 # %% ../nbs/machinery/66_export.ipynb #c013

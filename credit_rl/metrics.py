@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['drop_punctuation', 'normalize', 'exact_match', 'search_r1_answer', 'search_r1_em', 'cover_match', 'carl_match', 'f1',
-           'short_bleu', 'parse_number', 'numeric_match', 'parts', 'empty_golds', 'gold_note', 'benchmark_metric']
+           'short_bleu', 'plain_latex', 'parse_number', 'numeric_match', 'parts', 'empty_golds', 'gold_note',
+           'benchmark_metric']
 
 # %% ../nbs/2_environment/11_metrics.ipynb #c003
 import functools, math, re, string
@@ -202,10 +203,24 @@ _NUMBER = re.compile(r'''
     (?P<percent>\s*(?:%|per\s?cent\b|pct\b))?''', re.VERBOSE | re.IGNORECASE)
 
 # %% ../nbs/2_environment/11_metrics.ipynb #c044
+_WRAPPED = re.compile(r'\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox|emph)\s*\{([^{}]*)\}')
+
 def _without_latex(text):
     r"Take LaTeX's wrapping off a number: `\$`, `\%`, `{,}`, thin spaces, `\text{…}`."
-    text = re.sub(r'\\(?:text|textbf|mathrm|mathbf|mbox)\s*\{([^{}]*)\}', r' \1 ', text)
+    text = _WRAPPED.sub(r' \1 ', text)
     return re.sub(r'\\([$%])', r'\1', re.sub(r'\{,\}|(?<=\d)\\[,!](?=\d{3})', ',', text)).replace('\\,', ' ')
+
+# %% ../nbs/2_environment/11_metrics.ipynb #w1102
+def _unwrapped(m):
+    r"The inside of a wrapper, and a blank between it and a digit outside: `5\text{km}` is 5 km."
+    digit = lambda char: ' ' if char.isdigit() else ''
+    return digit(m.string[m.start() - 1:m.start()]) + m[1] + digit(m.string[m.end():m.end() + 1])
+
+def plain_latex(text):
+    r"""Take LaTeX's markup off words: `\text{Paris}` is Paris, and so with \textbf, \textit, \textrm, \mathrm, \mathbf,
+    \mbox and \emph, one inside another too; `\$` is $ (CARL, whose answers stand in a box). Formulas stay: str."""
+    while (inner := _WRAPPED.sub(_unwrapped, text)) != text: text = inner
+    return re.sub(r'\\([$%&#_])', r'\1', text)
 
 # %% ../nbs/2_environment/11_metrics.ipynb #c045
 def parse_number(
@@ -309,7 +324,8 @@ def gold_note(
 def benchmark_metric(
     name,  # a data set of BENCHMARKS
 ):
-    """Return the function (prediction, golds) → float that a benchmark is scored by: exact match, or numeric match
+    """Return the function (prediction, golds) → float that a benchmark is scored by: exact match, BLEU, or numeric
+    match
     with its tolerance.
 
     Parameters
@@ -317,4 +333,5 @@ def benchmark_metric(
     name : a data set of BENCHMARKS
     """
     bench = get_benchmark(name)
-    return exact_match if bench.metric == 'em' else partial(numeric_match, rel_tol=bench.rel_tol)
+    if bench.metric != 'numeric': return {'em': exact_match, 'bleu': short_bleu}[bench.metric]
+    return partial(numeric_match, rel_tol=bench.rel_tol)

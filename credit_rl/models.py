@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['check_model', 'find_model', 'Policy', 'load_tokenizer', 'load_model', 'local_folder', 'json_hash', 'model_hashes',
-           'tokenizer_hash', 'check_reads', 'read_template']
+           'tokenizer_hash', 'other_words', 'read_template']
 
 # %% ../nbs/3_acting/19_models.ipynb #c002
 import hashlib, json, pickle
@@ -165,12 +165,13 @@ def tokenizer_hash(tokenizer):
     return json_hash([rules, special, str(getattr(tokenizer, 'chat_template', None))])
 
 # %% ../nbs/3_acting/19_models.ipynb #c0372
-def check_reads(
+def other_words(
     model,      # folder or hub name of the model that is to read
     tokenizer,  # of the policy: a Hugging Face tokenizer, or the folder or hub name of its model
 ):
-    """Refuse a model whose vocabulary gives other ids to the policy's tokens. Raises ValueError naming one of them,
-    and ConnectionError where a tokenizer of the hub cannot be fetched.
+    """How a model's vocabulary differs from the policy's: str that names one token, '' where it gives the policy's
+    tokens
+    the same ids. Raises ConnectionError where a tokenizer of the hub cannot be fetched.
 
     Parameters
     ----------
@@ -184,12 +185,11 @@ def check_reads(
     theirs = vocabulary(model)
     own = vocabulary(tokenizer) if isinstance(tokenizer, str) else tokenizer.get_vocab()
     other = sorted((i, word) for word, i in own.items() if theirs.get(word) != i)
-    if other:
-        i, word = other[0]
-        there = f'id {theirs[word]}' if word in theirs else 'no token at all'
-        raise ValueError(f"model {model!r} has another tokenizer than the policy: {len(other)} of the policy's "
-                         f'{len(own)} tokens are other ids there (id {i}, {word!r}, is {there}), so that it would read '
-                         "another text; take a model of the policy's family, or a copy of the policy")
+    if not other: return ''
+    i, word = other[0]
+    there = f'id {theirs[word]}' if word in theirs else 'no token at all'
+    return (f"model {model!r} has another tokenizer than the policy: {len(other)} of the policy's {len(own)} tokens are "
+            f'other ids there (id {i}, {word!r}, is {there})')
 
 # %% ../nbs/3_acting/19_models.ipynb #c028
 def read_template(given):

@@ -8,7 +8,7 @@ __all__ = ['METRICS', 'PARTS', 'extract_answer', 'broke_format', 'outcome_of', '
 # %% ../nbs/1_rules/30_outcome.ipynb #c003
 import re, torch
 from .trajectory import Result
-from .metrics import cover_match, exact_match, f1, numeric_match, parts, short_bleu
+from .metrics import cover_match, exact_match, f1, numeric_match, parts, plain_latex, short_bleu
 
 # %% ../nbs/1_rules/30_outcome.ipynb #c006
 _ANSWER = re.compile(r'<answer>((?:(?!</?answer>).)*)</answer>', re.DOTALL)
@@ -41,7 +41,7 @@ def extract_answer(
     """
     if form not in ('answer', 'boxed'):
         raise ValueError(f"form is 'answer' or 'boxed', got {form!r}")
-    if form == 'boxed': found = _last_box(text)
+    if form == 'boxed': found = None if (inside := _last_box(text)) is None else plain_latex(inside)
     else: found = (_ANSWER.findall(text) or [None])[-1]
     return None if found is None else found.strip()
 

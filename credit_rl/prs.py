@@ -386,19 +386,39 @@ def _staged(groups, o):
     return prs_rewards(groups, o['form'], make_judge(o['judge']), o['executed'], o['smooth'], tuple(o['tags']),
                        _words(o), o['opening'])[0]
 
+def _judged(groups, o):
+    "The judge's verdict on each answer, 0 where there is none: (N,), NaN where a verdict is missing."
+    trajectories = [t for g in groups for t in g.trajectories]
+    said = [int(t.answer is not None) for t in trajectories]
+    verdicts = _verdicts(make_judge(o['judge']), trajectories, said, _words(o))
+    return torch.tensor([v if there else 0. for v, there in zip(verdicts, said)])
+
+def _check_judged(o):
+    "Refuse a judge that is not given, or could not be used."
+    if not o['judge']:
+        raise ValueError("judged asks a judge: give options={'judge': {'base_url': 'http://localhost:8000/v1', "
+                         "'model': 'NAME'}}")
+    check_judge(o['judge'])
+    _words(o)
+
+_JUDGE = {'judge': Option(None, 'settings of the judge: base_url, model, key_from, …', object),
+          'judge_prompt': Option(None, "text file of the judge's instructions; None: our own words", str)}
+_COUNTS = dict(metrics=lambda rewards, layout, o: judge_counts(make_judge(o['judge']), layout), logs=JUDGE_LOGS)
+
 PARTS = (
     Reward('prs', r'R_i = R_{process} + R_{format} + \mathbb 1[R_{process} = 1]\, R_a', 'PRS eqs. 8-14',
            gives='outcome', text=_staged, check=_check_settings, words=lambda o: _words(o) if o['judge'] else None,
            reach=lambda o: o['judge'] and make_judge(o['judge']).check(),
-           metrics=lambda rewards, layout, o: judge_counts(make_judge(o['judge']), layout), logs=JUDGE_LOGS,
+           **_COUNTS,
            options={'form': Option('short', 'short answers (eq. 13) or long ones that a judge reads (eq. 14)',
                                    choices=('short', 'long')),
-                    'judge': Option(None, 'settings of the judge: base_url, model, key_from, …', object),
-                    'judge_prompt': Option(None, "text file of the judge's instructions; None: our own words", str),
+                    **_JUDGE,
                     'executed': Option(False, 'a call must also have run'),
                     'smooth': Option(False, 'smoothed BLEU'),
                     'tags': Option(PRS_TAGS, 'names of the reasoning, call and answer tags', object),
                     'opening': Option('', 'what the generation prefix says of every turn before the model does')},
            facts={'tags': 'tags', 'opening': 'opening'}, differs='no call at all counts as every call parsed'),
+    Reward('judged', r'R_i = R_{judge} \in \{0, 1\}', 'PRS tables 1 and 6', gives='outcome', text=_judged,
+           check=_check_judged, words=_words, reach=lambda o: make_judge(o['judge']).check(), options=_JUDGE, **_COUNTS),
     Row('prs', 'prs/group', 'PRS eqs. 8-13', '#56b4e9'),
     Row('prs+vspo', 'prs/group/value', 'PRS eqs. 8-13; VSPO eqs. 16-21', '#8f7fe0'))

@@ -25,6 +25,8 @@ class RunFolder(SettingsGroup):
     run: str = setting('runs/train', 'folder of the run')
     seed: int = setting(0, 'of everything that is drawn: worlds, questions, weights made from nothing, samples',
                         least=-2 ** 63, most=2 ** 64 - 1)                              # what torch's generators take
+    healthy: str = setting('', 'what one sees when it goes well, as lines with their source; changes nothing, and is '
+                               'printed by dry_run, and where an evaluation or a comparison begins')
 
 # %% ../nbs/machinery/02_runlog.ipynb #c006
 def _hidden(path, kind):

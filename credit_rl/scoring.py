@@ -6,7 +6,7 @@
 __all__ = ['SCHEMAS', 'SCHEMA_OPTION', 'GOLDS_OPTION', 'AnswerTemplate', 'answer_ids', 'Schema', 'answer_form', 'read_schema',
            'answer_header', 'gold_texts', 'gold_templates', 'schema_warning', 'acting_states', 'AnswerBatch',
            'answer_batches', 'TreeBatch', 'Scores', 'batch_logps', 'gather_scores', 'answer_logps_separate',
-           'takes_tree_mask', 'answer_logps', 'joint_logps']
+           'takes_tree_mask', 'answer_logps', 'joint_logps', 'teacher_chat', 'retell']
 
 # %% ../nbs/3_acting/24_scoring.ipynb #c002
 import contextlib, copy, dataclasses, math, re, warnings
@@ -14,8 +14,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 import torch
 from .layout import HeadPieces, head_logps, token_logps
+from .models import load_tokenizer, other_words
 from .options import Option
-from .protocol import PROTOCOLS
+from .protocol import PROTOCOLS, check_tokenizer
+from .trajectory import Group, Result
 from .trees import Tree, adds_mask, block_lists, deal_nodes, node_numbers, plant, read_tree
 
 # %% ../nbs/3_acting/24_scoring.ipynb #c005
@@ -802,3 +804,58 @@ def joint_logps(
                          f'{tuple(trained.shape)}')
     work = _work(rows, states, answers, _setting(model, 'max_position_embeddings'))
     return _score(model, rows, work, method, budget, trained, temperature)
+
+# %% ../nbs/3_acting/24_scoring.ipynb #fl242
+def teacher_chat(
+    teacher,    # 'self', 'base', or the folder or hub name of a model
+    tokenizer,  # of the policy: a Hugging Face tokenizer, or the folder or hub name of its model
+    protocol,   # Protocol of the run
+):
+    """How a teacher that has words of its own is told rollouts: its `Chat`, None where it reads the policy's ids.
+    Raises
+    ValueError on a protocol that edits contexts, and on a tokenizer that cannot tell the protocol.
+
+    Parameters
+    ----------
+    teacher : 'self', 'base', or the folder or hub name of a model
+    tokenizer : of the policy: a Hugging Face tokenizer, or the folder or hub name of its model
+    protocol : Protocol of the run
+    """
+    if teacher in ('self', 'base') or not (why := other_words(teacher, tokenizer)): return None
+    if protocol.context_tag:
+        raise ValueError(f'{why}, and protocol {protocol.name!r} edits contexts, which cannot be told in its words: '
+                         "take a model of the policy's family, or a copy of the policy")
+    return check_tokenizer(load_tokenizer(teacher), protocol)
+
+def _retold(trajectory, chat, opening, ends=False):
+    """A trajectory in the ids of another chat, from its texts; with `ends` a message that no stop string ended has the
+    template's end, as this chat's model would have to write it."""
+    question, turns = trajectory.question, []
+    for turn in trajectory.turns:
+        said = (opening + turn.action_text).removeprefix(chat.opening)
+        ended = ends and chat.end_id is not None and not said.endswith(chat.protocol.stop or '\0')
+        ids = chat.encode(chat.encoder.plain(said, own=True)) + [chat.end_id] * ended or chat.encode(' ')
+        shown = turn.observation_text, ended, turn.result is Result.MALFORMED
+        seen = chat.observation_ids(*shown) if turn.observation_ids else ()
+        context = chat.next_context(question.text, turns) if turns else None
+        turns.append(dataclasses.replace(turn, action_ids=ids, action_logps=[0.] * len(ids), observation_ids=seen,
+                                         action_text=said, context_ids=context))
+    return dataclasses.replace(trajectory, prompt_ids=chat.prompt_ids(question.text), turns=turns)
+
+def retell(
+    groups,      # list of Group, as the policy played them
+    chat,        # Chat of another model
+    opening='',  # what the policy's generation prefix said of each of its messages, `Chat.opening`
+    ends=False,  # True: to be imitated, so that a message that no stop string ended has its end-of-turn token
+):
+    """Tell rollouts in the words and the template of another model, whose potential is then defined on the same text
+    (TIPS table 6): list of Group. Ids are the other model's; log-probabilities are 0, since nothing was sampled so.
+
+    Parameters
+    ----------
+    groups : list of Group, as the policy played them
+    chat : Chat of another model
+    opening : what the policy's generation prefix said of each of its messages, `Chat.opening`
+    ends : True: to be imitated, so that a message that no stop string ended has its end-of-turn token
+    """
+    return [Group(g.question, [_retold(t, chat, opening, ends) for t in g.trajectories]) for g in groups]

@@ -22,14 +22,14 @@ from .layout import AVERAGES
 from .learner import CRITICS, Optimiser, check_offload
 from .losses import kl, policy_terms
 from .methods import METHODS, get_method
-from .models import Policy, check_model, check_reads, load_tokenizer
+from .models import Policy, check_model, load_tokenizer
 from .options import SettingsGroup, options_in, read_options, setting, with_defaults
 from .parameters import from_settings, notebook_settings
 from .parts import Facts, Loss, bind
 from .protocol import PROTOCOLS, worded
 from .rollout import check_lengths
 from .runlog import RunFolder, check_trackers, read_json
-from .scoring import SCHEMA_OPTION, read_schema, schema_warning
+from .scoring import SCHEMA_OPTION, read_schema, schema_warning, teacher_chat
 from .tiny import tiny_tokenizer
 from .trees import check_tree
 from .vllm_engine import EngineChoice, check_adapter, check_vllm_settings, rank_devices, sampler_weights
@@ -371,7 +371,9 @@ def _check_sets(task, protocol):
     for name in data_sets(task):
         if not find_benchmark(name) and get_close_matches(name, ['tiny'], 1):
             raise ValueError(f"no data set {name!r}; did you mean 'tiny'?")
-        get_benchmark(name)
+        bench = get_benchmark(name)
+        if not (bench.hub or bench.folder or task.path):
+            raise ValueError(f'{name} has no questions of its own: give path=FILE with yours')
     if len(data_sets(task)) > 1 and not task.corpus and protocol != 'direct':
         raise ValueError(f'{task.data}: several sets are searched in one place; give it as corpus (passages, what '
                          'BM25.save wrote, or the url of a search server)')
@@ -488,7 +490,8 @@ def _check_method(s, method):
     if s.teacher.teacher != 'self' and s.teacher.teacher_every:
         raise ValueError('a teacher of its own is never refreshed from the policy; leave out '
                          f'teacher_every={s.teacher.teacher_every}')
-    if s.teacher.teacher not in ('self', 'base'): check_reads(s.teacher.teacher, own_tokenizer(s.acting))
+    teacher_chat(s.teacher.teacher, own_tokenizer(s.acting),
+                 worded(asked_protocol(s.acting.protocol, s.task.data), **s.acting.words))
     if method.rule.compares and s.learning.group_size < 2:
         raise ValueError(f'{name} compares the attempts at one question with each other, so group_size must be at '
                          f'least 2, got {s.learning.group_size}')
@@ -513,6 +516,8 @@ def own_tokenizer(acting):
 def _check_words(acting, data):
     "Refuse a model without words for the questions and the protocol, and prompts that cannot stand in its place."
     read_schema(SCHEMA_OPTION.default, worded(asked_protocol(acting.protocol, data), **acting.words))
+    for mode, file in acting.other_prompts.items():
+        worded(PROTOCOLS[f'{acting.protocol}-{mode}'], system_prompt=file)
     if data == 'tiny' and acting.protocol == 'direct':
         raise ValueError(f'protocol={acting.protocol!r} is for data sets that are asked without a search; the tiny '
                          f'world takes {", ".join(PROTOCOLS)}')

@@ -124,7 +124,8 @@ def _tiny_environments(acting, worlds, tokenizer):
     chat = check_tokenizer(tokenizer, worded(asked_protocol(acting.protocol, 'tiny'), **acting.words))
     rules = dict(k=acting.passages, max_turns=acting.max_turns, max_tokens=acting.max_tokens,
                  response_tokens=acting.response_tokens)
-    return {part: dataclasses.replace(tiny_environment(w, chat, **rules), **acting.rules)
+    printed = {'output_chars': acting.output_chars} if acting.output_chars else {}
+    return {part: dataclasses.replace(tiny_environment(w, chat, **rules, **printed), **acting.rules)
             for part, w in worlds.items()}, rules
 
 # %% ../nbs/5_run/62_setup.ipynb #c031
@@ -698,6 +699,7 @@ def examine(
         for line in notes: say(line)
     scored = scored_schemas(bound_method(s.course, task, s.learning.questions_per_step), s.keeping.measure)
     for line in schema_notes(s.acting, task.data, scored, load=not absent): say(line)
+    if s.course.healthy: say(f'when it goes well:\n{s.course.healthy.rstrip()}')
     if (run/'params.yaml').exists() and not s.course.resume:
         wrong.append(f'{run} already holds a run: give resume=True, or choose another name')
     if len(wrong) == 1: raise ValueError(f'this run cannot start: {wrong[0]}')

@@ -7,7 +7,7 @@ __all__ = ['PARTS', 'segment_kinds', 'segment_advantages']
 
 # %% ../nbs/1_rules/41_smdp.ipynb #c003
 import torch
-from .advantages import gae
+from .advantages import gae, whiten
 from .groups import at_last_turn, cast_like, check_tensors, check_turns, widen
 from .potentials import bridge
 
@@ -69,12 +69,18 @@ def _by_segment(rewards, layout, seen, o):
     known = torch.where(rewards['missing'], torch.nan, outcome)
     advantages = segment_advantages(values, layout.turn_mask, known, o['lam'])
     tokens = lambda turns: to_tokens(turns, layout.token_turns, layout.row_trajectory)
-    return Credit(tokens(advantages), tokens(every_turn(outcome.nan_to_num(), layout)))
+    credit, counted = tokens(advantages), layout.trained & ~rewards['missing'][layout.row_trajectory, None]
+    if o['whiten']: credit = whiten(credit, counted)
+    return Credit(credit, tokens(every_turn(outcome.nan_to_num(), layout)))
 
 PARTS = (
     Rule('smdp', r'A_k = V(s_{k+1}) - V(s_k),\ \text{last: } R - V(s_N)', 'CARL eqs. 1-6', credit=_by_segment,
          average='segment-mean', compares=False, chance_only=True,
          critic={'kind': 'shared', 'head': 'competence', 'at': 'turns', 'mix': 0.5}, gated=True,
-         options={'lam': Option(0.0, 'λ of a segment', least=0, most=1)},
+         options={'lam': Option(0.0, 'λ of a segment', least=0, most=1),
+                  'whiten': Option(False, 'advantages of mean 0 and deviation 1 over the trained tokens of the batch')},
          differs='a turn is a segment where the protocol edits no contexts'),
-    Row('carl', 'outcome/smdp', 'CARL eqs. 1-9', '#d55e00'))
+    Row('carl', 'outcome/smdp', 'CARL eqs. 1-9', '#d55e00', differs='a turn is a segment where the protocol edits no '
+        'contexts; a value that is missing is bridged; policy and critic have an AdamW each over the shared backbone; '
+        "prompts are our words, the same in both tiers; the warm-up plays the training's prompt besides and leaves "
+        "MuSiQue out; its second search is any other server; programs run in a sandbox that knows a part of Python"))

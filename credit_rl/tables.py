@@ -106,7 +106,7 @@ def _setting_value(params, name):
     return read_params(value).get('collected', 'curated') if (Path(value)/'params.yaml').exists() else Path(value).name
 
 # settings that change nothing of what comes out, or stand in a name already
-_APART = ('run', 'seed', 'resume', 'dry_run', 'path', 'row_tokens', 'method', 'options')
+_APART = ('run', 'seed', 'resume', 'dry_run', 'path', 'row_tokens', 'method', 'options', 'healthy')
 
 def _own_settings(params):
     "What a run's result depends on besides method, seed and host: dict name → text, of dicts `loss.entropy`."

@@ -59,14 +59,14 @@ def tiny_tokenizer(numbers=False):
                                    unk_token='<unk>', additional_special_tokens=['<|im_start|>'], chat_template=CHATML)
 
 # %% ../nbs/3_acting/25_tiny.ipynb #c010
-def tiny_environment(world, chat, k=1, max_turns=None, max_tokens=192, response_tokens=None):
+def tiny_environment(world, chat, k=1, max_turns=None, max_tokens=192, response_tokens=None, output_chars=400):
     """Make the `Environment` of a tiny world: its pages behind BM25 (`k` of them per query), for queries or for
     programs, as the protocol calls. Searches fail and notes are lost by chance as the world says."""
     caps = {'max_turns': max_turns, 'max_tokens': max_tokens, 'response_tokens': response_tokens}
     if chat.protocol.call_style == 'none': return Environment(chat, None, **caps)
     pages = [Passage(str(i), name, text) for i, (name, text) in enumerate(world.pages.items())]
     tool = SearchTool(BM25(pages), k=k, max_tokens=None, render=render_plain, empty='No results .')
-    if chat.protocol.runs_code: tool = PythonTool(search=tool, output_chars=400, searches=5, empty='No results .')
+    if chat.protocol.runs_code: tool = PythonTool(tool, output_chars=output_chars, searches=5, empty='No results .')
     luck = world.nothing, world.sibling, world.lost
     faults = Faults(*luck) if any(luck) else None
     return Environment(chat, tool, **caps, faults=faults)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 import torch, yaml
 from .engine import seed_of
-from .evaluate import evaluate, summarize
+from .evaluate import evaluate, question_key, summarize
 from .information_gain import belief_schema, belief_warning
 from .launch import (LaunchError, Progress, Ranks, is_rank, join_ranks, keep_traceback, launch,
                               gloo_environment, launch_command, meet, set_torch, speak)
@@ -31,8 +31,8 @@ from .world import get_regime
 from .protocol import prompt_hash
 from .rollout import continuations, rollout
 from .runlog import (RunLog, BoundedGzip, atomic_write, latest_checkpoint, code_hashes, named_checkpoint,
-                              read_json, read_params, save_checkpoint)
-from .scoring import GOLDS_OPTION, answer_header, gold_templates, gold_texts
+                              read_json, read_params, save_checkpoint, write_json)
+from .scoring import GOLDS_OPTION, answer_header, gold_templates, gold_texts, retell, teacher_chat
 from .settings import (GROUPS, Acting, Config, Host, Learning, Settings, check, make_config, schema_notes,
                                 scored_schemas, settings_of, weight_limits)
 from .setup import (Setup, add_lora, bound_method, draw_questions, examine, forecast, hand_over, make_engine,
@@ -107,6 +107,9 @@ class Run:
         self.method = bound_method(s.course, s.task, s.learning.questions_per_step, self.setup.chat, self.learner.loss,
                                    self.setup.environments['train'].max_turns)
         self.metric = get_regime(s.task.regime).metric if s.task.regime else self.method.metric
+        # a teacher that has words of its own is told what was said
+        asked = s.teacher.teacher if 'teacher' in self.method.sees else 'self'
+        self.teacher = teacher_chat(asked, self.setup.chat.tokenizer, self.setup.chat.protocol)
         self.prefix = len(self.setup.chat.encode(answer_header(self.setup.chat)))
         self.segments = bool(self.setup.chat.protocol.context_tag)
         taught = {part: taught_tiers(self.setup.questions.get(part, ())) for part in ('train', 'dev')}
@@ -130,7 +133,7 @@ class Run:
         own = ['logp'] * (learning.recompute or self.mismatch is not None) + ['ref_logp'] * bool(loss.kl)
         own += ['entropy'] * ('entropy' in measure and not loss.entropy)                # else the update tells it
         act = lambda asks: self.actor.play_on(asks, step, self.method)
-        return Look(self.learner, self.setup.chat, self.log, own, 'belief' in measure, act)
+        return Look(self.learner, self.setup.chat, self.log, own, 'belief' in measure, act, self.teacher)
 
     def evaluate(self, part):
         "Play the 'dev' or 'test' questions greedily: (means, groups)."
@@ -279,6 +282,7 @@ class Look:
     own : of SEES: what the run wants to see, whatever the method asks
     belief : whether the policy's belief in the gold is measured
     act : function of Asks, called first: values of states by playing on (N, K), or None
+    teacher : Chat of a teacher that has words of its own; None: it reads the policy's ids
     """
     def __init__(
         self,
@@ -288,8 +292,10 @@ class Look:
         own=(),        # of SEES: what the run wants to see, whatever the method asks
         belief=False,  # whether the policy's belief in the gold is measured
         act=None,      # function of Asks, called first: values of states by playing on (N, K), or None
+        teacher=None,  # Chat of a teacher that has words of its own; None: it reads the policy's ids
     ):
         self.learner, self.chat, self.log, self.own, self.belief, self.act = learner, chat, log, own, belief, act
+        self.teacher = teacher
         self.passes, self.tokens, self.left_out = Counter(), 0, 0
 
     def __call__(self, layout, asks):
@@ -308,19 +314,28 @@ class Look:
         found = self._read(layout, Asks(asks.groups, ('gold',), schemas, most={'gold': GOLDS_OPTION.default}))
         return dataclasses.replace(seen or Measured(), gold_logp=found.gold_logp, gold_tokens=found.gold_tokens)
 
+    def _told(self, who): return self.teacher or self.chat if who == 'teacher' else self.chat
+
+    def _shown(self, who, layout, groups):
+        "What a model reads: a layout, or the same rollouts in a teacher's own words."
+        if who != 'teacher' or self.teacher is None: return layout
+        prefix = len(self.teacher.encode(answer_header(self.teacher)))
+        return pack(retell(groups, self.teacher, self.chat.opening), prefix)
+
     def _read(self, layout, asks):
         "What the learner finds: `Measured`."
-        golds = {who: gold_templates(self.chat, asks.groups, schema, asks.most.get(who))
+        golds = {who: gold_templates(self._told(who), asks.groups, schema, asks.most.get(who))
                  for who, schema in asks.schemas.items()}
         self.left_out = max([self.left_out, *(_golds_left_out(self.chat, asks.groups, n) for n in asks.most.values())])
         found, clocks = {}, {}
         for name in asks.sees: clocks.setdefault('teacher' if name == 'teacher' else 'evaluate', []).append(name)
         for clock, sees in clocks.items():
             with self.log.timed(clock):
-                seen = self.learner.evaluate(layout, sees, {who: golds[who] for who in sees if who in golds}, asks.ends)
+                shown = self._shown(clock, layout, asks.groups)
+                seen = self.learner.evaluate(shown, sees, {who: golds[who] for who in sees if who in golds}, asks.ends)
             found |= {name: value for name, value in vars(seen).items() if value is not None}
             self.passes += self.learner.passes
-            self.tokens += sum(self.learner.passes.values()) * int(layout.lengths.sum())
+            self.tokens += sum(self.learner.passes.values()) * int(shown.lengths.sum())
         for who, answers in golds.items(): self.tokens += _answer_tokens(answers, found[f'{who}_tokens'])
         return Measured(**found)
 
@@ -514,7 +529,7 @@ def read_memory(path):
 # %% ../nbs/5_run/63_train.ipynb #c072
 MAY_CHANGE = ('steps', 'resume', 'run', 'threads', 'eval_every', 'keep', 'track', 'measure', 'hostfile', 'hosts',
               'endpoint', 'ranks', 'act_rows', 'tflops', 'dry_run', 'offload', 'on_bad_step', 'log_steps',
-              'patience')  # resumed
+              'patience', 'healthy')  # resumed
 
 def note_params(log, config, may_change=MAY_CHANGE):
     "Write a run's parameters, or compare them with those it was begun with. Raises ValueError naming what changed."
@@ -585,6 +600,10 @@ def saving(path):  # of a checkpoint
                       'earlier checkpoints are kept: make room, or raise the limit, and go on with resume=True') from e
 
 # %% ../nbs/5_run/63_train.ipynb #c0751
+def _note_dev(folder, questions):
+    "Write down which questions choose the checkpoint, so that an evaluation can leave them out."
+    write_json(Path(folder)/'dev.json', [question_key(q) for q in questions])
+
 def begin_run(
     config,         # Config
     say,            # function called with lines of text
@@ -611,6 +630,7 @@ def begin_run(
         note_params(log, config)
         # the first makes the base that the others load
         setup = ranks.in_turn(lambda: make_setup(task, acting, origin, course.seed, say, real))
+        if real and ranks.first: _note_dev(log.folder, setup.questions['dev'])
         if host.lora: add_lora(setup.model, host.lora, course.seed)
         # one that is whole, and stays as it is while the other learns
         apart = host.engine == 'hf' and (s.learning.ahead or host.learner == 'deepspeed' and host.stage == 3)

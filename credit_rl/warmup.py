@@ -26,7 +26,7 @@ from .learner import BadStep, Critic, FrozenModels, Learner, Optimiser, only_dat
 from .parts import Credit, Loss
 from .options import SettingsGroup, setting
 from .outcome import outcome_rewards
-from .protocol import PROTOCOLS, Chat, read_context
+from .protocol import PROTOCOLS, Chat, read_context, worded
 from .rollout import rollout
 from .runlog import BoundedGzip, atomic_folder, atomic_write, read_json, read_params
 from .tools import PythonTool, SearchTool, returned_texts
@@ -463,7 +463,8 @@ def prompted(
     env,   # Environment of one of CARL's protocols
     mode,  # 'direct', 'forced', 'optional', 'multi-hop'
 ):
-    """The same environment under another of CARL's system prompts (CARL appendix C). Raises ValueError where there is
+    """The same environment under another of CARL's system prompts (CARL appendix C), in the words of its file
+    where one is set. Raises ValueError where there is
     none.
 
     Parameters
@@ -478,6 +479,7 @@ def prompted(
         raise ValueError(f'protocol {name!r} has no prompt {mode!r}; those of CARL are '
                          f'{", ".join(n for n in PROTOCOLS if n.startswith("carl"))}')
     asked = chat.protocol if wanted == name else replace(PROTOCOLS[wanted], user=chat.protocol.user)
+    if mode in env.other_prompts and wanted != name: asked = worded(asked, system_prompt=env.other_prompts[mode])
     chat = Chat(asked, chat.tokenizer, chat.template, chat.options, chat.history)
     return replace(env, chat=chat, tool=None if mode == 'direct' else env.tool)
 
@@ -508,7 +510,8 @@ def searching(
     """
     tool, old = env.tool, env.tool and env.tool.search
     if old is None: return env
-    search = SearchTool(retriever, old.k, old.max_tokens, old.count_tokens, old.seconds, old.render, old.empty)
+    search = SearchTool(retriever, old.k, old.max_tokens, old.count_tokens, old.seconds, old.render, old.empty,
+                        old.observation_tokens)
     return replace(env, tool=PythonTool(search, tool.seconds, tool.memory_mb, tool.output_chars, tool.searches,
                                         tool.workers, tool.empty))
 

@@ -480,7 +480,7 @@ REFUSED = [
     ('grpo', {'gold_schema': ['{open}']}, 'gold_schema must be two texts'),
     ('grpo', {'measure': ['belief'], 'gold_schema': ['<{tag}>', ''], 'protocol': 'carl-tiny'}, "'carl-tiny' has none"),
     ('igpo', {'data': 'gsm8k', 'model': 'data/tiny_base', 'protocol': 'tiny'}, "last_relation.*data is 'gsm8k'"),
-    ('tips', {'model': 'data/tiny_carl', 'teacher': 'data/tiny_base'},
+    ('tips', {'model': 'data/tiny_carl', 'teacher': 'data/tiny_base', 'protocol': 'carl-tiny'},
      "another tokenizer than the policy: .* take a model of the policy's family")]
 
 

@@ -5,7 +5,11 @@ import pytest, torch
 from hypothesis import given, settings, strategies as st
 from torch.testing import assert_close
 
+from credit_rl.layout import pack
+from credit_rl.methods import get_method
+from credit_rl.parts import Measured
 from credit_rl.smdp import segment_advantages, segment_kinds
+from credit_rl.trajectory import example_group
 
 settings.register_profile('credit', deadline=None, max_examples=40)
 settings.load_profile('credit')
@@ -151,3 +155,23 @@ def test_refusals(bad, message):
                 lam=0.0)
     segment_advantages(**good)
     with pytest.raises(ValueError, match=message): segment_advantages(**{**good, **bad})
+
+
+def test_whitening_is_an_option_that_is_off():
+    "Over the trained tokens of the batch, mean 0 and deviation 1; the paper is silent on it."
+    method, layout = get_method('carl'), pack([example_group()])
+    values = Measured(values=torch.linspace(0, 1, layout.ids.numel()).reshape(layout.ids.shape))
+    rewards = {'outcome': torch.tensor([1., 0., 0.]), 'missing': torch.tensor([False, False, True])}
+    plain, white = (method.rule.credit(rewards, layout, values, {'lam': 0., 'whiten': w}) for w in (False, True))
+    counted = layout.trained & ~rewards['missing'][layout.row_trajectory, None]
+    x, y = plain.advantages[counted], white.advantages[counted]
+    assert_close(y, (x - x.mean()) / x.std(correction=0))
+    assert method.settings({})['whiten'] is False
+    assert (white.advantages[~counted] == 0).all() and torch.equal(plain.returns, white.returns)
+
+
+def test_all_that_differs_from_the_paper_is_said():
+    said = get_method('carl').differs
+    assert len(said.split('; ')) == 7
+    for word in ('edits no contexts', 'bridged', 'AdamW', 'our words', 'MuSiQue', 'second search', 'sandbox'):
+        assert word in said

@@ -12,7 +12,7 @@ import torch
 import yaml
 
 from credit_rl import competence, export
-from credit_rl.competence import examine_run, main, open_agent
+from credit_rl.competence import examine_run, examine_sets, main, open_agent, set_table
 from credit_rl.engine import HFEngine
 from credit_rl.launch import Ranks
 from credit_rl.models import load_model
@@ -127,3 +127,29 @@ def test_two_ranks_find_what_one_finds(run, plain):
     found, one = read_summary(run)['competence'], copy.deepcopy(plain[1])
     for x in (found, one): (x['broken'] or {}).pop('irrelevant', None)       # which is another rollout's of the rank
     assert found == one and 'play, greedy' in done.stdout and (run / 'competence' / 'ranks.log').exists()
+
+
+def test_a_run_is_asked_the_questions_of_other_sets_each_by_itself(run, monkeypatch):
+    """With the split and the number that are given, each searched among its own passages and scored by its own metric;
+    what was found before stays, and the table has a row for each set."""
+    rows = ROOT / 'data' / 'rows'
+    asked = dict(data='hotpotqa', path=str(ROOT / 'data' / 'hotpotqa_sample.json'), questions=3)
+    found = examine_sets(run, asked, lambda line: None, 'newest')
+    assert list(found) == ['hotpotqa'] and sum(found['hotpotqa']['tiers'].values()) == 3
+    assert found['hotpotqa']['step'] == 1 and 'auc' in found['hotpotqa']['critic']
+    competence.main([str(run), 'data=gsm8k', f'path={rows / "gsm8k.jsonl"}', 'questions=2', '--checkpoint', 'newest'])
+    kept = read_summary(run)
+    assert list(kept['competence_sets']) == ['hotpotqa', 'gsm8k'] and 'competence' not in kept
+    assert kept['competence_sets']['hotpotqa'] == json.loads(json.dumps(found['hotpotqa']))
+    table = set_table([run])
+    assert table.index.tolist() == [('carl', 'hotpotqa'), ('carl', 'gsm8k')] and table.questions.tolist() == [3, 2]
+    assert table.known.between(0, 1).all() and table.EM.between(0, 1).all()
+
+
+def test_other_questions_that_cannot_be_asked_are_refused(run, tmp_path):
+    sample = str(ROOT / 'data' / 'hotpotqa_sample.json')
+    with pytest.raises(ValueError, match='no data set'): examine_sets(run, {'data': 'hotpotqq'}, lambda line: None)
+    with pytest.raises(ValueError, match='prompt'):
+        examine_sets(run, {'data': 'hotpotqa', 'path': sample}, lambda line: None, 'newest', {'prompt_tokens': 3})
+    with pytest.raises(ValueError, match='the host has no setting'): examine_sets(run, {}, host={'max_turn': 3})
+    with pytest.raises(FileNotFoundError, match='credit-rl competence RUN data='): set_table([run])

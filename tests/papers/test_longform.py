@@ -1,7 +1,11 @@
 """Answers of several sentences: pairs from files, two verdicts, PRS's long reward on the way and in a training."""
+import dataclasses
 import json
 import math
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,14 +18,18 @@ from credit_rl.engine import ScriptedEngine
 from credit_rl.evaluate import question_row, run_evaluation
 from credit_rl.longform import (JudgeChoice, VERDICTS, judge_rows, judged_table, know_pairs,
                                 long_rewards, main, parse_grounded, pass_rates, run_longform)
+from credit_rl.methods import get_method
+from credit_rl.models import load_tokenizer
 from credit_rl.options import options_in
 from credit_rl.parameters import from_settings
-from credit_rl.protocol import PROTOCOLS, byte_tokenizer
+from credit_rl.parts import bind
+from credit_rl.protocol import PROTOCOLS, Chat, byte_tokenizer
 from credit_rl.prs import prs_long
 from credit_rl.readers import RowError
 from credit_rl.runlog import read_metrics, read_turns
+from credit_rl.sft import Imitation, read_rollouts, rejection_sft
 from credit_rl.train import train
-from credit_rl.trajectory import Question, Trajectory, Turn
+from credit_rl.trajectory import Group, Question, Stop, Trajectory, Turn
 from paper_player import answer_of, call_of, write_model
 from test_paper_settings import unsaid
 from judge_server import Stub
@@ -250,6 +258,119 @@ def test_the_papers_file_is_cited_and_runs_with_a_local_model(tmp_path, monkeypa
         run = run_longform({**told, **plain, **here}, say=lambda line: None, progress=False)
     rows = read_turns(run / 'pairs')
     assert len(rows) == 4 and judged_table(run).loc[('pairs', 'all'), 'questions'] == 4
+
+
+LONG = {p.stem: p for p in sorted((ROOT / 'runs' / 'params').glob('*_long*_qwen3_*.yaml'))}
+# of the sample, with a judge on this machine: sizes and host, and nothing else
+SMALL = dict(path=str(SAMPLE), corpus=str(PAGES), steps=2, group_size=4, questions_per_step=2, dev_questions=1,
+             test_questions=1, eval_every=2, max_tokens=4096, turn_tokens=512, threads=1, recompute=True, minibatches=1,
+             learner='plain', ranks=1, deepspeed={}, engine='hf', vllm={}, dtype='float32', template_options={}, track='')
+
+
+class Chatty(ScriptedEngine):
+    "A player that is right, wrong or without an answer, by luck."
+    def load(self, weights): pass
+    def sleep(self): pass
+
+
+@pytest.fixture
+def chatty(tmp_path, monkeypatch):
+    "The folder of a small random model, in whose place such a player acts."
+    questions = load_questions('pairs', SAMPLE)
+    write_model(tmp_path / 'model', [q.text for q in questions])
+    def act(text, rng):
+        (q, ) = [q for q in questions if q.text in text]
+        luck = rng.random()
+        said = q.answers[0] if luck < .4 else 'Nobody knows.'
+        return (answer_of(PRS, said) if luck < .8 else 'I give up.') + '<|im_end|>'
+    for module in ('setup', 'sft'):
+        monkeypatch.setattr(f'credit_rl.{module}.HFEngine', lambda model, tokenizer, **limits: Chatty(act, tokenizer, 8192))
+    return str(tmp_path / 'model')
+
+
+def knows(prompt, attempt): return 'Mismatch' if 'Nobody knows' in prompt else 'Match'
+
+
+def judge_of(stub): return {'base_url': f'http://127.0.0.1:{stub.server.server_port}/v1', 'model': 'stub'}
+
+
+def test_each_long_run_of_the_paper_has_a_file():
+    """Tables 1, 3 and 6: two rewards with GRPO on two models, and PPO and VSPO on the larger one; all values cited, and
+    a judge named."""
+    told = {name: yaml.safe_load(path.read_text()) for name, path in LONG.items()}
+    assert {name: (t['method'], t['options'].get('form')) for name, t in told.items()} == {
+        **dict.fromkeys(('prs_long_qwen3_14b', 'prs_long_qwen3_8b'), ('prs', 'long')),
+        **dict.fromkeys(('prs_long_outcome_qwen3_14b', 'prs_long_outcome_qwen3_8b'), ('judged/group', None)),
+        'prs_long_ppo_qwen3_14b': ('prs/gae', 'long'), 'vspo_long_qwen3_14b': ('prs+vspo', 'long')}
+    for name, t in told.items():
+        assert unsaid(LONG[name].read_text()) == [] and t['run'] == f'runs/{name}' and t['data'] == 'pairs'
+        assert t['options']['judge']['model'] == 'Qwen3-235B-A22B-Instruct-2507' and t['learning_rate'] == 1e-7
+
+
+@pytest.mark.parametrize('name', LONG)
+def test_a_long_run_of_the_paper_trains_at_a_small_size(name, chatty, tmp_path):
+    "By its own method, options, protocol and loss; the checkpoint is chosen by BLEU, since no paragraph is equal."
+    told = yaml.safe_load(LONG[name].read_text())
+    with Stub(knows) as stub:
+        run = train({**told, **SMALL, 'model': chatty, 'run': str(tmp_path / 'run'),
+                     'options': {**told['options'], 'judge': judge_of(stub)}}, say=lambda line: None)
+        asked = [r for r in stub.requests if '[Reference Answer]' in r['messages'][-1]['content']]
+    table = read_metrics(run)
+    assert len(asked) == table[1:].judge_calls.sum() > 0 and (table[1:].grad_norm > 0).any()
+    assert table.dev_right.dropna().between(0, 1).all() and len(table.dev_right.dropna()) == 2
+    if 'outcome' in name: assert table[1:].reward.between(0, 1).all()
+    else: assert table[1:].reward.max() > 1.1
+
+
+def test_pairs_are_found_by_their_name_in_any_process(tmp_path):
+    "By the command, which nobody has told of them; without a file it says what is missing."
+    write_model(tmp_path / 'model', [q.text for q in load_questions('pairs', SAMPLE)])
+    def ask(*words):
+        command = [sys.executable, '-m', 'credit_rl.train', 'data=pairs', f'corpus={PAGES}', 'protocol=prs', 'method=grpo',
+                   f'model={tmp_path / "model"}', f'run={tmp_path / "run"}', 'dev_questions=1', 'test_questions=1',
+                   'max_tokens=4096', 'dry_run=true', 'tflops=1', *words]
+        return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env={**os.environ, 'CUDA_VISIBLE_DEVICES': ''})
+    found, lost = ask(f'path={SAMPLE}'), ask()
+    assert found.returncode == 0 and '2 train questions, 1 dev questions, 1 test questions' in found.stdout, found.stderr
+    assert lost.returncode and 'pairs has no questions of its own: give path=FILE' in lost.stderr
+
+
+def test_the_judged_outcome_by_hand():
+    "Right, wrong, no answer, and a verdict that is missing: only what was said is asked."
+    question = Question('q', 'Why?', ('Because.',), source='pairs')
+    tries = [Trajectory(question, (1,), [Turn('answer', (2,), (-.1,), (), said or '', '')],
+                        Stop.ANSWER if said else Stop.NO_ANSWER, said) for said in ('Because.', 'Nobody knows.', None, 'Odd.')]
+    method = get_method('judged/group')
+    with Stub(lambda prompt, attempt: 'what?' if 'Odd.' in prompt else knows(prompt, attempt)) as stub:
+        bound = bind(method, {'judge': judge_of(stub)})
+        rewards = bound.text_rewards([Group(question, tries)])
+        assert len(stub.requests) == 3
+    assert rewards['outcome'][:3].tolist() == [1, 0, 0] and rewards['outcome'][3].isnan()
+    with pytest.raises(ValueError, match='judged asks a judge'): bind(method, {})
+
+
+def test_a_policy_is_fine_tuned_on_what_another_model_did_and_a_judge_passed(chatty, tmp_path):
+    """PRS table 3: of four evaluated answers the judge passes two; these are told in the words of the model that learns,
+    its end-of-turn token behind the answer."""
+    with Stub(by_numbers) as stub:
+        teacher = run_longform(settings_for(stub, tmp_path / 'teacher', answer_stop='last'), engine=gossip(None),
+                               say=lambda line: None, progress=False)
+    chat = Chat(dataclasses.replace(PRS, answer_stop='last'), load_tokenizer(chatty))
+    groups, count = read_rollouts(teacher, chat, 4, 0)
+    passed = [r['id'] for r in map(json.loads, (teacher / 'pairs' / 'judged.jsonl').read_text().splitlines())
+              if r['reference_pass'] == 1]
+    assert count == 4 and [g.question.id for g in groups] == passed and len(passed) == 2
+    for t in (t for g in groups for t in g.trajectories):
+        assert t.prompt_ids == tuple(chat.prompt_ids(t.question.text)) and t.turns[-1].action_ids[-1] == chat.end_id
+        assert chat.tokenizer.decode(t.turns[0].action_ids) == t.turns[0].action_text       # a call's own end is enough
+    settings = {**SMALL, 'model': chatty, 'data': 'pairs', 'protocol': 'prs', 'answer_stop': 'last', 'malformed': 'end'}
+    run = rejection_sft({**settings, 'run': str(tmp_path / 'sft')}, Imitation(rollouts=str(teacher), epochs=1, batch=1),
+                        say=lambda line: None)
+    summary = json.loads((run / 'summary.json').read_text())
+    assert (summary['rows'], summary['trajectories'], len(summary['losses'])) == (2, 4, 2)
+    other = Chat(PROTOCOLS['tspo'], chat.tokenizer)
+    with pytest.raises(ValueError, match='asked with another prompt'): read_rollouts(teacher, other, 4, 0)
+    with pytest.raises(ValueError, match='holds no rollout that is right'): read_rollouts(tmp_path, chat, 4, 0)
 
 
 def test_prs_long_trains_on_pairs_with_a_judge(tmp_path, monkeypatch):

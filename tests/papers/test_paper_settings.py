@@ -36,7 +36,7 @@ from credit_rl.prepare import check_warming, make_warming, prepare
 from credit_rl.protocol import PROTOCOLS
 from credit_rl.retrieval import BM25
 from credit_rl.tiny import tiny_model, tiny_tokenizer
-from credit_rl.runlog import latest_checkpoint, read_metrics, read_turns
+from credit_rl.runlog import latest_checkpoint, read_json, read_metrics, read_turns
 from credit_rl.scoring import Schema, read_schema
 from credit_rl.settings import check, make_config, scored_schemas, settings_of
 from credit_rl.setup import plan_of
@@ -53,9 +53,9 @@ FILES = {
     p.stem: p
     for p in sorted((ROOT / 'runs' / 'params').glob('*.yaml'))
     if p.stem not in ('demo', 'carl_demo', 'real', *OURS) and not p.stem.endswith('_warmup')
-    and not p.stem.startswith('eval_')
+    and not p.stem.startswith('eval_') and '_long' not in p.stem                  # long answers: test_longform.py
 }
-# how a paper evaluates, for credit_rl.evaluate; long answers: test_longform.py
+# how a paper evaluates, for credit_rl.evaluate
 EVALUATIONS = {p.stem: p for p in sorted((ROOT / 'runs' / 'params').glob('eval_*.yaml')) if p.stem != 'eval_prs_long'
                and not p.stem.startswith('eval_carl_')}
 # one of them with other passages: CARL's appendix G
@@ -87,18 +87,22 @@ RULES = lambda size: {'variant': VARIANT[size], 'exec_reward': .1, 'answer_rewar
 FAMILIES = {
     ('tips', 'ppo', 'mt_ppo', 'grpo', 'mt_grpo_star'):
         dict(protocol='tips', max_turns=5, max_tokens=8192, prompt_tokens=4096, response_tokens=4096, turn_tokens=4096,
-             answer_stop='last', malformed='end', passages=3, passage_tokens=500, data='nq+hotpotqa', stage=3),
+             answer_stop='last', malformed='end', passages=3, passage_tokens=500, observation_format='json',
+             data='nq+hotpotqa', stage=3),
     ('tspo', ):
-        dict(protocol='tspo', data='nq+hotpotqa', average='group-mean-token-sum', answer_stop='last'),
+        dict(protocol='tspo', data='nq+hotpotqa', average='group-mean-token-sum', answer_stop='last',
+             observation_tokens=500, passage_tokens=None, warmup=int(.285 * 500) * 2),
     ('igpo', ):
         dict(protocol='igpo', max_turns=10, turn_tokens=2000, max_tokens=30767 + 2000, temperature=1.0,
              answer_stop='last', data='nq+triviaqa+hotpotqa+2wikimultihopqa', average='sequence-mean-token-mean'),
     ('prs', 'vspo'):
-        dict(protocol='prs', data='nq+hotpotqa', temperature=1.0, answer_stop='last'),
+        dict(protocol='prs', data='nq+hotpotqa', temperature=1.0, answer_stop='last', observation_tokens=500,
+             passage_tokens=None),
     ('carl', 'search_r1_ppo'):
         dict(protocol='carl', betas=[0.9, 0.999], weight_decay=0.01, warmup=100 * 80, eval_every=25, max_turns=15,
              turn_tokens=2048, context_tokens=256, prompt_tokens=2048, response_tokens=2048, max_tokens=4096,
-             data='hotpotqa+2wikimultihopqa+gsm8k', passages=3, stage=3),
+             data='hotpotqa+2wikimultihopqa+gsm8k', questions=170000, passages=3, output_chars=16000,
+             stage=3),
 }
 MORE = {
     **dict.fromkeys((n for n in VALUES if n.startswith('tips')), {
@@ -124,8 +128,8 @@ MORE = {
     **dict.fromkeys(BOTH('vspo'), {'method': 'prs+vspo', 'options': {
         'form': 'short', 'draw': 'value', 'temperature': 0.1, 'clip': True, 'smoothing': 2, 'least_variance': 1e-6}}),
     **dict.fromkeys(BOTH('carl'), {
-        'method': 'carl', 'options': {'lam': 0.0}, 'critic': 'shared', 'critic_step': 'apart', 'critic_rate': 5e-6,
-        'critic_backbone_rate': 5e-7, 'critic_mix': None, 'critic_clip': 1.0, 'average': 'segment-mean',
+        'method': 'carl', 'options': {'lam': 0.0, 'whiten': False}, 'critic': 'shared', 'critic_step': 'apart',
+        'critic_rate': 5e-6, 'critic_backbone_rate': 5e-7, 'critic_mix': None, 'critic_clip': 1.0, 'average': 'segment-mean',
         'loss': {'clip_low': 0.2, 'clip_high': 0.2, 'entropy': 0.001, 'value': 1.0}}),
     **dict.fromkeys(BOTH('carl_grpo'), {'method': 'grpo'}),
     'search_r1_ppo_qwen2.5_7b': dict(method='ppo', options={'gamma': 1.0, 'lam': 0.95, 'whiten': True}, critic='frozen',
@@ -237,6 +241,7 @@ def test_rows_by_vllm_are_the_sweeps_but_for_their_engine(method, root, monkeypa
     both, sweep = (yaml.safe_load((root / 'runs' / 'params' / f'{name}.yaml').read_text())
                    for name in ('engines', 'sweep'))
     by_vllm = both.pop('methods')[f'{method}-vllm']
+    assert both.pop('healthy') != sweep.pop('healthy')
     assert sweep.pop('methods').keys().isdisjoint({method}) and both == sweep
     assert by_vllm.keys() == {'method', 'engine', 'vllm'} and (by_vllm['method'], by_vllm['engine'],
                                                                by_vllm['vllm']['dtype']) == (method, 'vllm', 'float32')
@@ -247,7 +252,7 @@ def test_rows_ahead_are_the_sweeps_but_for_their_engine(method, root):
     both, sweep = (yaml.safe_load((root / 'runs' / 'params' / f'{name}.yaml').read_text())
                    for name in ('ahead', 'sweep'))
     row = both.pop('methods')[f'{method}-ahead']
-    sweep.pop('methods')
+    assert sweep.pop('methods') and both.pop('healthy') != sweep.pop('healthy')
     assert both.pop('threads') == 1        # beside other work one thread is faster (runs/LOG.md)
     assert both == sweep and row == {'method': method, 'ahead': 1, 'correction': 'truncated', 'gap': 1.}
 
@@ -331,7 +336,9 @@ OURS = re.compile(r'\bours(: |, for )\S+( \S+){2}')                             
 
 def unsaid(text, host=True):
     """Lines of a paper's file whose value is neither cited nor ours for a reason. Number of ranks and learner are the
-    host's, which a line above them cites; run and method are the file's own. Each option has a line of its own."""
+    host's, which a line above them cites; run and method are the file's own. Each option has a line of its own. What
+    one sees when it goes well: test_healthy."""
+    text = re.sub(r'^healthy: \|\n(  .*\n)+', '', text, flags=re.M)
     wrong = [] if re.search(r'\(paper [1-5]\b|paper \([1-5]\)', text.splitlines()[0]) else ['no paper is named in the '
                                                                                             'first line']
     if host and not any(line.startswith('# the host: ') and PLACE.search(line) for line in text.splitlines()):
@@ -367,6 +374,16 @@ def test_models_that_are_only_read_are_counted(changes, frozen, aside):
 def test_every_value_is_cited_or_ours_for_a_reason(name):
     "Those of a warm-up too, whose paper and host are named in the training's file."
     assert unsaid(FILES[name].read_text() + (WARM[name].read_text() if name in WARM else '')) == []
+
+
+@pytest.mark.parametrize('name', [*FILES, *EVALUATIONS, *SEARCHES, 'eval_prs_long'])
+def test_it_is_said_which_prompts_are_our_words(name):
+    "And where others go; of a warm-up too, whose prompts are all of CARL's."
+    (line,) = re.findall('^protocol: .*', (ROOT / 'runs' / 'params' / f'{name}.yaml').read_text(), re.M)
+    system = PROTOCOLS[line.split()[1]].user == '{question}'
+    assert f'the {"system" if system else "user"} message is in our words' in line
+    assert f'{"system" if system else "user"}_prompt takes a file of others' in line
+    if name in WARM: assert re.search('^prompts: .*in our words.*other_prompts', WARM[name].read_text(), re.M)
 
 
 def test_a_value_that_says_nothing_is_noticed():
@@ -520,6 +537,8 @@ def check_ran(told, changes):
     params, table = yaml.safe_load((run / 'params.yaml').read_text()), read_metrics(run)
     assert {k: params[k] for k in told} == {**told, **{k: v for k, v in changes.items() if k in told}}
     assert table.step.tolist() == [0, 1, 2] and (run / 'summary.json').exists()
+    chose = read_json(run / 'dev.json')
+    assert 0 < len(chose) <= 10 and {key.partition(':')[0] for key in chose} == set(told['data'].split('+'))
     steps = table[1:]
     asked = ['grad_norm', 'reward', 'calls', 'answer_rate', *['value_loss', 'critic_grad_norm'] * bool(method.critic),
              *['mean_abs_shaping', 'alpha'] * ('teacher' in method.sees)]
@@ -599,7 +618,8 @@ def test_an_evaluation_is_its_papers(name):
     assert (set_names(s.data), [s.passages, s.max_turns, s.metric]) == (list(MIXTURES[data].evaluate), rest)
     trained = settings({'prs': 'prs_qwen2.5_3b'}.get(data, f'{data}_qwen2.5_7b'))
     for key in ('protocol', 'max_turns', 'turn_tokens', 'max_tokens', 'prompt_tokens', 'response_tokens', 'passages',
-                'passage_tokens', 'answer_stop', 'malformed', 'context_tokens'):
+                'passage_tokens', 'observation_tokens', 'observation_format', 'output_chars', 'answer_stop',
+                'malformed', 'context_tokens'):
         if data == 'carl' and key in ('prompt_tokens', 'max_tokens'): continue    # FinQA's pages are longer
         assert evaluation(name).get(key) == trained.get(key), key
     assert s.greedy and 'model' not in evaluation(name) and 'run' not in evaluation(name)
@@ -639,7 +659,8 @@ def test_every_value_of_an_evaluation_is_cited_or_ours_for_a_reason(name):
 def test_an_evaluation_with_other_passages_is_the_papers_but_for_them(name, passages, small, data, tmp_path):
     "CARL's settings on one set; played with them, the oracle's search finds nothing but support."
     told, plain = yaml.safe_load(SEARCHES[name].read_text()), evaluation('eval_carl')
-    assert {k for k in told if told[k] != plain[k]} <= {'data', 'passages', 'corpus'} and told.keys() == plain.keys()
+    changed = {k for k in told if told[k] != plain[k]}
+    assert changed <= {'data', 'passages', 'corpus', 'healthy'} and told.keys() == plain.keys()
     assert (told['data'], told['passages'], told['questions']) == ('musique', passages, 500)
     assert unsaid(SEARCHES[name].read_text(), host=False) == [] and len(SEARCHES) == 4
     command = (f'#   papermill nbs/91_evaluate.ipynb runs/{name}/notebook.ipynb -f runs/params/{name}.yaml '

@@ -1,0 +1,88 @@
+"CARL's answers and programs as models write them, its prompts from files, and how much a program may print."
+import pytest
+from credit_rl.environment import Conversation, make_environment
+from credit_rl.metrics import exact_match, numeric_match, plain_latex
+from credit_rl.outcome import extract_answer
+from credit_rl.protocol import PROTOCOLS, boxed, byte_tokenizer, parse
+from credit_rl.readers import Passage
+from credit_rl.retrieval import BM25
+from credit_rl.settings import check, make_config
+from credit_rl.trajectory import Result
+from credit_rl.warmup import prompted
+
+CARL = PROTOCOLS['carl']
+
+
+@pytest.mark.parametrize('wrapper', ['text', 'textbf', 'textit', 'mathrm', 'mbox', 'emph'])
+def test_latex_around_words_is_markup(wrapper):
+    said = rf'So it is \boxed{{\{wrapper}{{Paris}}}}.'
+    assert boxed(said) == extract_answer(said, 'boxed') == parse(CARL, said).answer == 'Paris'
+    assert exact_match(parse(CARL, said).answer, ['Paris']) == 1
+
+
+@pytest.mark.parametrize('inside, wanted', [
+    (r'\text{\textbf{Paris}}', 'Paris'), (r'\textbf{New} \emph{York}', 'New York'), (r'\$5', '$5'),
+    (r'\text{Marks \& Spencer}', 'Marks & Spencer'), (r'5\text{km}', '5 km'), (r'\text{USD}5', 'USD 5'),
+    (r'\frac{1}{2}', r'\frac{1}{2}'), (r'{a}', '{a}')])
+def test_it_may_be_nested_and_formulas_stay(inside, wanted):
+    assert plain_latex(inside) == boxed(rf'\boxed{{{inside}}}') == wanted
+
+
+def test_numbers_are_read_as_before():
+    for inside in (r'5\text{ km}', r'\text{USD}5', r'\$5', r'\mathbf{5}', r'5.0\%'.replace(r'\%', '')):
+        assert numeric_match(boxed(rf'\boxed{{{inside}}}'), ['5']) == 1
+
+
+def test_a_box_without_words_is_no_answer():
+    assert parse(CARL, r'\boxed{\text{ }}').error
+
+
+@pytest.mark.parametrize('text, code', [
+    ('```python3\nprint(1)\n```\n', 'print(1)\n'), ('```Python\nprint(1)\n```', 'print(1)\n'),
+    ('```py\nprint(1)\n```  ', 'print(1)\n'),
+    ('1. First\n   ```python\n   for i in x:\n     print(i)\n   ```\n', 'for i in x:\n  print(i)\n'),
+    ('I see.\n```python\nprint("a ``` b")\n```\n', 'print("a ``` b")\n')])
+def test_a_fence_is_a_line_that_is_a_fence_alone(text, code):
+    assert parse(CARL, text).call == {'name': 'python', 'code': code} and CARL.stop == ('```\n',)
+
+
+@pytest.mark.parametrize('text', ['```json\n{}\n```\n', '```python\nprint(1)```\n', 'so ```python\nprint(1)\n```\n',
+                                  '```python\n```\n'])
+def test_what_is_no_program_is_an_error(text):
+    assert parse(CARL, text).error
+
+
+def passages(words):
+    return [Passage(str(i), f'Page {i}', ' '.join(['needle', *['haystack'] * words])) for i in range(7)]
+
+
+def test_seven_passages_of_130_words_are_no_error():
+    program = ['print(search("needle"))']
+    env = make_environment(byte_tokenizer(), BM25(passages(130)), Conversation(protocol='carl', passages=7))
+    (text, result), = env.tool.call(program)
+    assert result is Result.OK and len(text) > 7 * 130 * 9 > 4000
+    how = Conversation(protocol='carl', passages=7, output_chars=4000)
+    (text, result), = make_environment(byte_tokenizer(), BM25(passages(130)), how).tool.call(program)
+    assert result is Result.ERROR and 'longer than 4000 characters' in text
+
+
+def test_the_other_prompts_come_from_files(tmp_path):
+    (tmp_path / 'direct.txt').write_text('Answer the following question directly.')
+    (tmp_path / 'forced.txt').write_text('You must use a Python code block.')
+    (tmp_path / 'optional.txt').write_text('You may optionally use a Python code block.')
+    files = {mode: str(tmp_path / f'{mode}.txt') for mode in ('direct', 'forced')}
+    how = Conversation(protocol='carl', other_prompts=files, system_prompt=str(tmp_path / 'optional.txt'))
+    env = make_environment(byte_tokenizer(), BM25(passages(3)), how)
+    said = {mode: prompted(env, mode).chat.protocol.system for mode in ('direct', 'forced', 'optional', 'multi-hop')}
+    assert said == {'direct': 'Answer the following question directly.', 'forced': 'You must use a Python code block.',
+                    'optional': 'You may optionally use a Python code block.',
+                    'multi-hop': PROTOCOLS['carl-multi-hop'].system}
+
+
+def test_prompts_that_there_are_not_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="got 'optional'"):
+        Conversation(protocol='carl', other_prompts={'optional': 'x'})
+    with pytest.raises(ValueError, match="protocol='tips'"):
+        Conversation(protocol='tips', other_prompts={'direct': 'x'})
+    lost = dict(protocol='carl-tiny', method='carl', other_prompts={'direct': str(tmp_path / 'none.txt')})
+    with pytest.raises(ValueError, match='system_prompt must be a text file'): check(make_config(lost))

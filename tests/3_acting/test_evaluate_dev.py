@@ -1,0 +1,68 @@
+"Questions that chose a checkpoint: an evaluation says how many it asks, or leaves them out."
+import json
+import warnings
+from pathlib import Path
+
+import pytest
+
+from credit_rl.evaluate import Evaluation, dev_keys, open_set, question_key
+from credit_rl.export import export_run
+from credit_rl.runlog import read_json
+from credit_rl.train import _note_dev, train
+from credit_rl.trajectory import Question
+
+ROOT = Path(__file__).resolve().parents[2]
+SAMPLE = dict(data='hotpotqa', path=str(ROOT / 'data' / 'hotpotqa_sample.json'), questions=None)
+
+
+@pytest.fixture(scope='module')
+def run(tmp_path_factory):
+    "A run that was chosen by two questions of the sample, and the model that it was exported as."
+    folder = tmp_path_factory.mktemp('dev')
+    tiny = dict(model=str(ROOT / 'data' / 'tiny_base'), steps=1, eval_every=1, questions=4, dev_questions=2,
+                test_questions=2, questions_per_step=2, group_size=2, threads=1, track='')
+    run = train({**tiny, 'run': str(folder / 'run')}, say=lambda line: None)
+    assert not (run / 'dev.json').exists() and dev_keys(run) == set()          # of the tiny world nothing is published
+    (questions, _), _ = open_set(Evaluation(**SAMPLE), 'hotpotqa', {})
+    _note_dev(run, questions[:2])
+    return run, export_run(run, folder / 'model'), questions
+
+
+def test_one_question_has_one_key_however_its_set_was_mixed():
+    alone = Question('17', 'Who?', ('a',), source='nq')
+    assert question_key(alone) == question_key(Question('nq:17', 'Who?', ('a',), source='nq')) == 'nq:17'
+
+
+def test_an_exported_model_knows_what_chose_it(run):
+    folder, model, questions = run
+    assert read_json(model / 'credit_rl.json')['dev'] == [question_key(q) for q in questions[:2]]
+    assert dev_keys(model) == dev_keys(folder) == {question_key(q) for q in questions[:2]}
+    assert dev_keys(None) == dev_keys('owner/name') == set()
+
+
+def test_a_note_says_how_many_are_in(run):
+    _, model, questions = run
+    with pytest.warns(UserWarning, match=f'2 of {len(questions)} questions chose the checkpoint'):
+        (asked, about), _ = open_set(Evaluation(model=str(model), **SAMPLE), 'hotpotqa', {})
+    assert len(asked) == len(questions) and about['dev_inside'] == 2 and 'dev_left_out' not in about
+
+
+@pytest.mark.parametrize('which', [0, 1])
+def test_they_are_left_out_where_it_is_asked(run, which):
+    "By the run's folder or the model's, of this model and of its base alike."
+    for model in (str(run[1]), None):
+        with warnings.catch_warnings():
+            warnings.simplefilter('error')
+            (asked, about), _ = open_set(Evaluation(model=model, leave_out=str(run[which]), **SAMPLE), 'hotpotqa', {})
+        assert asked == run[2][2:] and about['dev_left_out'] == 2 and 'dev_inside' not in about
+        assert about['loaded'] == len(run[2]) and json.dumps(about)
+
+
+def test_a_folder_that_says_nothing_is_refused(tmp_path):
+    with pytest.raises(ValueError, match='does not say which dev questions'):
+        open_set(Evaluation(leave_out=str(tmp_path), **SAMPLE), 'hotpotqa', {})
+
+
+def test_nothing_changes_without_such_a_model():
+    (_, about), _ = open_set(Evaluation(**SAMPLE), 'hotpotqa', {})
+    assert not {'dev_inside', 'dev_left_out'} & about.keys()
