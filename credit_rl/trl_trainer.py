@@ -307,7 +307,7 @@ def task_class(
     def search(self, **given): return self._search(schema['name'], given.get(argument))
     search.__name__ = search.__qualname__ = schema['name']
     search.__doc__ = f"{schema['description']}\n\nArgs:\n    {argument}: {about['description']}\n"
-    search.__annotations__ = {argument: kind, 'return': str}
+    search.__annotations__ = {argument: kind}             # a return type would be shown to the model too
     positional = inspect.Parameter.POSITIONAL_OR_KEYWORD
     search.__signature__ = inspect.Signature([inspect.Parameter('self', positional),
                                               inspect.Parameter(argument, positional, annotation=kind)])
@@ -375,7 +375,9 @@ def task_trajectory(
     last = turns[-1]
     if answer: stop = Stop.ANSWER
     elif last.result is Result.SKIPPED and len(turns) == environment.max_turns: stop = Stop.TURN_CAP
-    else: stop = Stop.NO_ANSWER if ended[-1] and last.result is Result.MALFORMED else Stop.LENGTH
+    else:
+        whole = ended[-1] or texts[-1].rstrip().endswith(chat.stop)
+        stop = Stop.NO_ANSWER if whole and last.result is Result.MALFORMED else Stop.LENGTH
     return Trajectory(question, prompt, turns, stop, answer)
 
 # %% ../nbs/7_elsewhere/82_trl_trainer.ipynb #e82012
