@@ -9,10 +9,10 @@ __all__ = ['turns_from_mask', 'rewards_of_turns', 'Arrays', 'assign_arrays', 're
            'areal_actor']
 
 # %% ../nbs/7_elsewhere/80_adapters.ipynb #c002
-import functools, importlib
+import functools, importlib, math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-import torch
+import numpy as np, torch
 from .methods import get_method
 from .parts import Credit, Measured, assign, bind
 from .trajectory import Group, Question, Trajectory, Turn
@@ -78,7 +78,7 @@ class Arrays:
     "A batch as another trainer holds it: N trajectories in R rows of T tokens, at most K turns each."
     mask: object     # (R, T) bool or 0/1, 1 where the model wrote
     groups: object   # (N,) question of each trajectory: a list, array or tensor of anything that can be compared
-    outcome: object  # (N,) reward of the whole trajectory; NaN: missing
+    outcome: object  # (N,) reward of the whole trajectory; NaN, or None in a list: missing
     turns: object = None   # (N, K) reward of each turn on top of it; NaN among a trajectory's own: missing; None: 0
     row_trajectory: object = None  # (R,) trajectory of each row, rows in order; None: row i is trajectory i
     values: object = None  # (R, T) a critic's value before each token
@@ -88,7 +88,9 @@ class Arrays:
         mask = torch.as_tensor(self.mask).bool().cpu()
         owner = torch.arange(len(mask)) if self.row_trajectory is None else torch.as_tensor(self.row_trajectory).cpu()
         groups = self.groups.tolist() if isinstance(self.groups, torch.Tensor) else list(self.groups)
-        outcome = torch.as_tensor(self.outcome).detach().float().cpu()
+        outcome = self.outcome
+        if isinstance(outcome, (list, tuple)): outcome = [math.nan if x is None else x for x in outcome]
+        outcome = torch.as_tensor(outcome).detach().float().cpu()
         n = len(groups)
         if outcome.shape != (n,) or owner.shape != mask.shape[:1] or sorted(set(owner.tolist())) != list(range(n)):
             raise ValueError(f'{n} groups need as many outcomes, got {tuple(outcome.shape)}, and every row its '
@@ -154,6 +156,9 @@ def _rewards(method, arrays, groups, order):
         turns = torch.where(inside, given[order][:, :inside.shape[1]], 0.)
     empty = torch.tensor([not any(turn.action_ids for turn in t.turns) for t in played])
     outcome = torch.where(empty, torch.nan, arrays.outcome[order])
+    if method.sampling.reads:
+        raise ValueError(f'{method.name} looks at the text of turns ({method.sampling.name}), and arrays hold none: take '
+                         "another sampling, such as 'all'")
     read = method.rule.reads(groups, method.own(method.rule)) if method.rule.reads else {}
     if 'anchors' in read and arrays.ids is None:
         raise ValueError(f'{method.name} compares turns that start from the same tokens: hand over ids')
@@ -275,6 +280,10 @@ def estimator(
         if _setting(config, 'use_kl_in_reward'):
             raise ValueError('the KL penalty would be part of the reward of every token, which rules of turns do not '
                              'compare: set use_kl_in_reward=false, and a KL term in the loss')
+        if not len(response_mask): return token_level_rewards.clone(), token_level_rewards.clone()
+        if isinstance(index, torch.Tensor): index = index.tolist()
+        if index is not None and len(index) != len(response_mask):
+            raise ValueError(f'index must be the uid of each of {len(response_mask)} rows, got {len(index)}')
         rows, owner = _in_order(rollouts or [(r, 0) for r in range(len(response_mask))])
         mask, rewards = response_mask[rows], _once(token_level_rewards[rows], response_mask[rows], owner)
         outcome, turns = rewards_of_turns(rewards, turns_from_mask(mask, owner), owner)
@@ -362,7 +371,14 @@ def register_skyrl(
     return name
 
 # %% ../nbs/7_elsewhere/80_adapters.ipynb #c024t2
-def _listed(info): return [float('nan') if x is None else x for x in info.get('turn_rewards') or []]
+def _listed(info):
+    "The turn rewards of a rollout's information: list of float, NaN where one is None; [] without. Raises ValueError."
+    given = (info or {}).get('turn_rewards')
+    if isinstance(given, (torch.Tensor, np.ndarray)): given = given.tolist()
+    if not isinstance(given, (list, tuple, type(None))):
+        raise ValueError(f'turn_rewards must be a list with a number for each turn, got {given!r:.60}')
+    try: return [math.nan if x is None else float(x) for x in given or []]
+    except (TypeError, ValueError): raise ValueError(f'turn_rewards must hold numbers, got {given!r:.60}') from None
 
 class OutputMixin:
     "What puts turn rewards into verl's `AgentLoopOutput`, whose other parent it is."
@@ -622,6 +638,7 @@ def _areal_credit(
                          'interactions by concatenating them')
     pad = torch.nn.utils.rnn.pad_sequence
     whole = lambda name: pad([row.float() for d in data for row in d[name]], batch_first=True)
+    if not data: return data
     have, sizes = ['turn_rewards' in d for d in data], [len(d['rewards']) for d in data]
     if any(have) != all(have):
         raise ValueError(f'{have.count(False)} of {len(have)} questions have no turn_rewards, the others do')

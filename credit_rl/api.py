@@ -30,7 +30,8 @@ NAMES = {  # module -> names that `credit_rl` gives
     'settings': ('Config', 'make_config'),
     'adapters': ('Arrays', 'assign_arrays', 'register_verl', 'register_skyrl', 'openrlhf_maker', 'slime_rewards',
                  'slime_advantages', 'prime_algorithm', 'prime_credit', 'areal_actor', 'verl_loop'),
-    'trl_trainer': ('TurnCredit', 'credit_trainer', 'question_rows'),
+    'trl_trainer': ('EnvironmentCredit', 'TurnCredit', 'credit_trainer', 'environment_rows', 'environment_trainer',
+                    'question_rows'),
     'dumps': ('read_dump', 'text_credit', 'compare_rules'),
 }
 MODULES = ('train', 'rollout', 'evaluate', 'information_gain', 'tspo', 'carl')

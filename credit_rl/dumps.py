@@ -73,24 +73,30 @@ def _from_messages(
     turns = []
     for i, end in zip(at, [*at[1:], len(messages)]):
         seen = '\n'.join(_content(m) for m in messages[i + 1:end])
-        turns.append((_content(messages[i]), seen, None, messages[i].get('tool_calls')))
+        turns.append((_content(messages[i]), seen, None, messages[i].get('tool_calls') or
+                      messages[i].get('function_call')))
     return _Dialogue(asked[-1], tuple(turns))
 
 # %% ../nbs/7_elsewhere/83_dumps.ipynb #c008x1
+_MARKS = r'(?:<\|[^|<>\n]{1,40}\|>\s*(?:(?:user|tool|ipython|assistant)\b\s*)?)+'   # <|im_end|>, a header with its role
+
+def _without_marks(text):
+    "What the model wrote, without the marks that a chat template left before and behind it."
+    return re.sub(rf'\A\s*{_MARKS}|{_MARKS}\Z', '', text).strip()
+
 def _from_text(
     question,  # str
     text,      # str: what the model and the environment said
     tag,       # str, of the protocol, around what the environment said
 ):
-    """The turns of one text, cut at the environment's answers: `_Dialogue`. Names of roles that a template left around
-    these are dropped."""
+    """The turns of one text, cut at the environment's answers: `_Dialogue`. Marks and names of roles that a template
+    left around these are dropped. A text of nothing is one empty turn."""
     turns, rest = [], 0
     for m in re.finditer(rf'(?:\s*(?:user|tool)\s*\n)?\s*<{tag}>(.*?)</{tag}>(?:\s*\n(?:assistant)\s*\n)?', text, re.S):
-        said, seen, rest = text[rest:m.start()].strip(), m[1].strip(), m.end()
+        said, seen, rest = _without_marks(text[rest:m.start()]), m[1].strip(), m.end()
         if said: turns.append((said, seen, None, None))
         elif turns: turns[-1] = (turns[-1][0], f'{turns[-1][1]}\n{seen}', None, None)
-    if text[rest:].strip(): turns.append((text[rest:].strip(), '', None, None))
-    if not turns: raise ValueError('the model said nothing: its text is empty')
+    if (said := _without_marks(text[rest:])) or not turns: turns.append((said, '', None, None))
     return _Dialogue(question, tuple(turns))
 
 # %% ../nbs/7_elsewhere/83_dumps.ipynb #c008x2
@@ -142,14 +148,17 @@ def _calls_of(
 ):
     "The calls of a message that can be read, in order: list of dict, and whether it has one that cannot: bool."
     if given:
-        read, parts = _call_of, [given] if isinstance(given, (str, dict)) else given
+        try: given = json.loads(given) if isinstance(given, str) else given       # tables keep them as text
+        except (ValueError, RecursionError): given = [None]
+        read, parts = _call_of, given if isinstance(given, list) else [given]
     elif protocol.call_style in ('none', 'code'):
         return [call] if (call := parse(protocol, text).call) else [], False
     else:
         tag = re.escape(protocol.call_tag)
         tail = re.search(rf'(?:<{tag}>(?:(?!<{tag}>).)*</{tag}>\s*)+\Z', text, re.S)
         read = lambda part: parse(protocol, part).call
-        parts = re.findall(rf'<{tag}>(?:(?!<{tag}>).)*</{tag}>', tail[0], re.S) if tail else []
+        spoken = text.rpartition('</think>')[2] if tail and '</think>' not in tail[0] else text      # a thought is none
+        parts = re.findall(rf'<{tag}>(?:(?!<{tag}>).)*</{tag}>', spoken, re.S) if tail else []
     calls = []
     for part in parts:
         try: calls.append(read(part))
@@ -210,9 +219,15 @@ def _spoken(row, protocol, tokenizer):
         return _from_messages([*first, *after])
     asked = row.get('question') or (_from_messages([*before, {'role': 'assistant'}]).question
                                     if isinstance(before, list) else before)
-    return _from_text(asked, after, tag)
+    return _from_text(asked, after or '', tag)
 
 # %% ../nbs/7_elsewhere/83_dumps.ipynb #c0115x2x3
+def _score_of(given):
+    "A trainer's score: float, NaN where it says that there is none. Raises ValueError on what is no number."
+    if given is None or isinstance(given, str) and given.strip().lower() in ('', 'null', 'none', 'nan'): return math.nan
+    if not isinstance(given, (int, float, str)): raise ValueError(f'its score is {given!r:.60}, wanted a number or null')
+    return float(given)
+
 @dataclass(frozen=True)
 class _Dump:
     "Rollouts of a file. N trajectories."
@@ -250,8 +265,8 @@ def read_dump(
                 raise ValueError(f'question {name!r:.60} has the answers {golds}, and in row {question[0]} it had '
                                  f'{list(question[1].answers)}: give different questions different ids ({_KEYS[0]})')
             groups.setdefault(key, []).append(_make_trajectory(spoken, question[1], protocol, encode))
-            given = [row[name] for name in ('reward', 'score') if row.get(name) is not None]
-            rewards.setdefault(key, []).append(float(given[0] if given else math.nan))
+            given = next((row[name] for name in ('reward', 'score') if row.get(name) is not None), None)
+            rewards.setdefault(key, []).append(_score_of(given))
         except (ValueError, TypeError, KeyError, AttributeError) as e:
             raise ValueError(f'row {number}: {e}' if isinstance(e, ValueError) else
                              f'row {number} is not laid out as it should be ({type(e).__name__}: {e})') from e

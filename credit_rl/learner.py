@@ -16,6 +16,7 @@ from torch.optim.adamw import adamw
 from .critics import CompetenceHead, LinearHead, scale_gradient, token_values
 from .engine import seed_of
 from .layout import HeadPieces, hidden_states, loss_weights, rows_of, take, token_logps
+from .llds import likelihood_falls
 from .losses import kl, policy_terms, value_loss, weighted_sum
 from .parts import Credit, Loss, Measured, first_tokens
 from .scoring import acting_states, answer_logps, batch_logps, joint_logps, takes_tree_mask
@@ -86,9 +87,9 @@ def deal(
 
 # %% ../nbs/4_learning/52_learner.ipynb #c012
 def _needed(advantages, layout, loss, critic=False):
-    """Trajectories (n,) whose tokens can move the weights: all with a KL or entropy term or a critic, else those with
+    """Trajectories (n,) whose tokens can move the weights: all with a further term or a critic, else those with
     an advantage that is not 0."""
-    if loss.kl or loss.entropy or critic: return torch.arange(len(layout.groups))
+    if loss.kl or loss.entropy or loss.llds or critic: return torch.arange(len(layout.groups))
     rows = (advantages != 0).any(1)
     return layout.row_trajectory[rows].unique().cpu()
 
@@ -302,11 +303,22 @@ def _policy_loss(outputs, micro, loss, row_trajectory, share):
         moved = kl(logp, micro['ref'], loss.kl_kind, trained)
         terms = terms + loss.kl * moved
         sums['kl'] = share * float(moved.detach()[trained].sum())
+    if loss.llds:
+        falls = likelihood_falls(logp, micro['old'], micro['advantages'], trained, micro['actions'])
+        terms = terms + loss.llds * falls
+        sums['llds'] = share * float(falls.detach().sum())
     if loss.entropy:
         terms = terms - loss.entropy * outputs['entropy']
         sums['entropy'] = share * float(outputs['entropy'].detach()[trained].sum())
     # the second term keeps the graph where all weights are 0
     return weighted_sum(terms, micro['weights'] * share) + 0. * logp.sum(), sums
+
+# %% ../nbs/4_learning/52_learner.ipynb #n52llds2
+def _actions(layout, gate):
+    "Number of the action, a turn or with the gate 'response' a trajectory, of each trained token: (R, T) long."
+    owner = layout.row_trajectory[:, None]
+    if gate == 'response': return owner.expand_as(layout.token_turns)
+    return owner * layout.turn_mask.shape[1] + layout.token_turns
 
 # %% ../nbs/4_learning/52_learner.ipynb #n52tens2
 def update_tensors(
@@ -336,6 +348,7 @@ def update_tensors(
     old = layout.logps if seen is None or seen.logp is None else seen.logp
     tensors = {'ids': sub.ids, 'trained': sub.trained, 'old': pick(old), 'ref': pick(seen and seen.ref_logp),
                'advantages': pick(credit.advantages), 'weights': weigh(sub.token_turns, loss.average)}
+    if loss.llds: tensors['actions'] = _actions(sub, loss.llds_gate)
     if critic is None: return sub, tensors
     valued = critic.where(sub.token_turns)
     return sub, {**tensors, 'valued': valued, 'returns': pick(credit.returns),

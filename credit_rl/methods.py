@@ -10,6 +10,7 @@ __all__ = ['MODULES', 'REWARDS', 'RULES', 'SAMPLINGS', 'LOSSES', 'METHODS', 'gat
 from dataclasses import replace
 from types import ModuleType
 from . import outcome, advantages, losses, folr, information_gain, prs, true_credit, table_critic
+from . import void_turns, llds, process_model
 from . import vspo, turn_rewards, potentials, smdp, turn_ppo
 from . import runlog
 from .options import nearest, read_options

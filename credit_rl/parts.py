@@ -58,6 +58,9 @@ class Loss:
     value: float = setting(1., "weight of the critic's term, where there is a critic", least=0)
     value_average: str = setting('token-mean', 'average over the tokens that the critic values', choices=AVERAGES)
     value_clip: float = setting(None, "PPO's clip of a value's step; None: none", above=0)
+    llds: float = setting(0., 'weight of the term that keeps turns likely which are not blamed (46_llds)', least=0)
+    llds_gate: str = setting('action', "what must have become less likely as a whole: an 'action', which is a turn, or "
+                                       "the 'response', a whole rollout", choices=('action', 'response'))
 
 # %% ../nbs/1_rules/29_parts.ipynb #c009
 def to_tokens(

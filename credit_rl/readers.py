@@ -171,7 +171,8 @@ _CELL = 2 ** 26   # most characters of a cell
 
 def _records(lines, delimiter):
     """Yield (its lines, number of the last one, cells) of each record of a table; csv.Error in the place of cells that
-    cannot be read. Raises csv.Error where the file ends inside a quoted cell."""
+    cannot be read. Raises csv.Error where a CSV file ends inside a quoted cell; of a tab-separated one, which may be
+    without quoting, these lines are the last record."""
     csv.field_size_limit(max(_CELL, csv.field_size_limit()))
     raw = []
     def kept():
@@ -183,7 +184,7 @@ def _records(lines, delimiter):
         try: cells = next(reader)
         except StopIteration: return
         except csv.Error as e:
-            if 'end of data' in str(e) or 'larger than' in str(e): raise
+            if 'larger than' in str(e) or 'end of data' in str(e) and delimiter != '\t': raise
             cells = e
         yield raw[:], reader.line_num, cells
         raw.clear()
@@ -204,7 +205,9 @@ def _table_rows(path, name, delimiter=','):
             if not isinstance(cells, csv.Error) and not any(cells): continue
             where = f'{name}, line {last}' if len(raw) == 1 else f'{name}, lines {last - len(raw) + 1} to {last}'
             if isinstance(cells, csv.Error):
-                yield where, RowError('(row)', f'cannot be read: {cells}; quotes in a quoted cell are written twice')
+                open_ = f'has a quote on line {last - len(raw) + 1} that nothing closes: is the file without quoting?'
+                yield where, RowError('(row)', open_ if 'end of data' in str(cells) else
+                                      f'cannot be read: {cells}; quotes in a quoted cell are written twice')
             elif _swallows_rows(raw, cells, columns or raw[0].count(delimiter) + 1, delimiter):
                 yield where, RowError('(row)', f'has a quote on line {last - len(raw) + 1} that line {last} closes, '
                                       'with whole rows between them: is the file without quoting?')

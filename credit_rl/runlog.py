@@ -209,6 +209,8 @@ METRICS = {
     'groups_all_right': 'share of groups in which every trajectory is right',
     'groups_mixed': 'share of groups with right and wrong trajectories',
     'groups_all_wrong': 'share of groups in which every trajectory is wrong',
+    'drift': 'mean number of ids of a trajectory that would change if its conversation were encoded again from its '
+             'text, of the first 16; training reads the ids that were sampled',
     # process, whether a gold answer was shown (TSPO table 1), against outcome; questions whose golds are evidence alone
     'o+p+': 'share of trajectories that are right and were shown a gold answer',
     'o+p-': 'share of trajectories that are right and were shown none',
@@ -246,6 +248,7 @@ METRICS |= {
     'policy_loss': 'the policy term of the loss',
     'value_loss': 'the critic term of the loss, before its weight',
     'kl': 'mean KL estimate against the reference per trained token, in nats',
+    'llds': 'mean fall of the log-probability of a trained token, in nats, where it counts for the LLDS term, else 0',
     'surprisal': 'mean -log-probability of the sampled tokens when they were sampled, in nats: estimates the entropy '
                  'by one sample a token',
     'entropy': "mean entropy of the next-token distribution per trained token, in nats: in the updates' forwards where "
@@ -399,9 +402,12 @@ class _Values(yaml.SafeLoader):
         node, seen = super().compose_mapping_node(anchor), set()
         for key, _ in node.value:
             if not isinstance(key, yaml.ScalarNode): continue
-            if (key.tag, key.value) in seen:
+            # what Python takes for the same: yes and true, 1 and 1.0
+            known = key.tag in self.yaml_constructors and not key.tag.endswith((':merge', ':value'))
+            value = self.construct_object(key) if known else (key.tag, key.value)
+            if value in seen:
                 raise yaml.composer.ComposerError(None, None, f'it has the key {key.value!r} twice', key.start_mark)
-            seen.add((key.tag, key.value))
+            seen.add(value)
         return node
 
 def load_yaml(

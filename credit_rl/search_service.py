@@ -403,7 +403,7 @@ class SearchCache:
         self.url = str(path)   # what a run is said to search
         if not self.path.exists() and retriever is None: raise FileNotFoundError(f'{path}: there is nothing to replay')
         if retriever is not None: self._append([])
-        with open(self.path, encoding='utf-8', newline='\n') as file:
+        with open(self.path, encoding='utf-8-sig', newline='\n') as file:
             for number, line in enumerate(file):
                 if line.endswith('\n'): self._read(number, line)
 

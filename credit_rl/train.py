@@ -39,8 +39,8 @@ from .setup import (Setup, add_lora, bound_method, draw_questions, examine, fore
                              make_learner, make_setup, origin_of, real_questions, real_search)
 from .step_metrics import (base_lines, base_report, collapsed, credit_metrics, credited_tokens,
                                     describe_rollouts, dev_metrics, final_lines, is_kept, is_shown, kl_from_base,
-                                    known_tiers, log_lines, over_line, right_marks, rollout_rows,
-                                    score_groups, step_line, taught_tiers)
+                                    known_tiers, log_lines, mean_drift, over_line, reencoding_drift, right_marks,
+                                    rollout_rows, score_groups, step_line, taught_tiers)
 from .trajectory import group_from_json, to_json
 from .true_credit import distinct_states, score_continuations, state_values
 from .vllm_engine import EngineLost, logp_gap, sampler_weights
@@ -67,7 +67,7 @@ def train_step(
     with play_ahead(run, step + 1):                     # the engine is done, and a run that is ahead lets it go on
         rng = _keep_generator(s.course.seed, step)
         batch = assign(method, groups, look, rng, run.prefix, rewards, s.learning.tree)
-        metrics = describe_rollouts(groups, batch.text, run.tiers)
+        metrics = describe_rollouts(groups, batch.text, run.tiers) | {'drift': mean_drift(run.setup.chat, groups)}
         if s.learning.ahead: metrics['stale'] = staleness(ahead, groups, run.learner.updates)
         if batch.empty:
             return {**metrics, 'zero_advantage': 1., 'zero_groups': 1., 'trained_tokens': 0, 'updates': 0}
@@ -81,7 +81,7 @@ def train_step(
         run.learner.tick(step)
     with run.log.timed('load'): hand_over(run.learner, run.engine, s.host)
     run.memory['method'] = move(method, run.memory['method'], batch)
-    keep_rollouts(run.log, step, run.method, batch, s.keeping)
+    keep_rollouts(run.log, step, run.method, batch, s.keeping, run.setup.chat)
     if look.left_out: metrics['golds_left_out'] = look.left_out
     return {**metrics, **sampler, 'read_tokens': look.tokens, **update}
 
@@ -351,16 +351,18 @@ def _answer_tokens(answers, scored):
     return sum(n * len(answer.ids) for row, counts in zip(answers, times) for answer, n in zip(row, counts))
 
 # %% ../nbs/5_run/63_train.ipynb #t6307
-def keep_rollouts(log, step, method, batch, keeping):  # RunLog, int, Method, Batch, Keeping
-    """Write the first groups of a step to the log.
+def keep_rollouts(log, step, method, batch, keeping, chat=None):  # RunLog, int, Method, Batch, Keeping, Chat
+    """Write the first groups of a step to the log, with their drift where their chat is known.
 
     Parameters
     ----------
-    log, step, method, batch, keeping : RunLog, int, Method, Batch, Keeping
+    log, step, method, batch, keeping, chat : RunLog, int, Method, Batch, Keeping, Chat
     """
     if not is_kept(step, keeping.log_steps): return
     shown = [i for i, b in enumerate(batch.layout.groups.tolist()) if b < keeping.log_rollouts]
-    log.turns(step, rollout_rows(method, batch, shown))
+    rows = rollout_rows(method, batch, shown)
+    if chat: rows = [{**row, 'drift': reencoding_drift(chat, batch.trajectories[i])} for row, i in zip(rows, shown)]
+    log.turns(step, rows)
 
 @contextlib.contextmanager
 def _keeping_bad(log, step, method, batch):  # RunLog, int, Method, Batch

@@ -9,6 +9,7 @@ __all__ = ['JUDGE_PROMPT', 'PARTS', 'rule_rewards', 'tool_segments', 'rule_turn_
 # %% ../nbs/1_rules/35_turn_rewards.ipynb #c003
 import json, re, torch
 from functools import partial
+from .readers import to_nfc
 from .tools import returned_texts
 
 # %% ../nbs/1_rules/35_turn_rewards.ipynb #c006
@@ -40,10 +41,11 @@ def rule_rewards(
         raise TypeError(f'observations and golds must be lists of strings, got {observations!r:.40} and {golds!r:.40}')
     if len(called) != len(observations):
         raise ValueError(f'called needs one truth value per observation, got {len(called)} for {len(observations)}')
-    wanted = [g.strip().lower() for g in golds if g.strip()] if variant == 'answer-aware' else []
+    plain = lambda text: to_nfc(text).lower()
+    wanted = [plain(g.strip()) for g in golds if g.strip()] if variant == 'answer-aware' else []
     def pay(text, call, fields):
         if not call or not text.strip() or text.lstrip().startswith('Error:'): return 0.0
-        return exec_reward + answer_reward * any(g in field.lower() for field in fields for g in wanted)
+        return exec_reward + answer_reward * any(g in plain(field) for field in fields for g in wanted)
     fields = [(text,) for text in observations] if returned is None else returned
     return [float(pay(*each)) for each in zip(observations, called, fields, strict=True)]
 

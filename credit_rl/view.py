@@ -162,6 +162,7 @@ def _rollout(t, advantages, limit, title, turns, fold, measured={}):
     cards = [_card(k, turn, t.question.answers, credit[k], limit, fold, notes[k]) for k, turn in enumerate(t.turns)]
     tokens = sum(len(turn.action_ids) for turn in t.turns)
     count = f'{len(t.turns)} turn{"s" * (len(t.turns) != 1)}, {tokens:,} token{"s" * (tokens != 1)} written'
+    if 'drift' in measured: count += f', {measured["drift"]} of all ids would change if encoded again'
     cells = [f'<div class="crl-title"><b>{html.escape(title)}</b> {_verdict(t)}</div>', *cards,
              *['<div></div>'] * (turns - len(cards)), f'<div class="crl-foot">{count}</div>']
     return f'<section>{"".join(cells)}</section>'
@@ -229,7 +230,7 @@ def show_rollout(
     advantages=None,  # (K,) tensor, or list with None for NaN: one for each turn; None: no credit is shown
     title=None,       # str above the turns
     fold=400,         # observations of more characters are folded
-    measured={},      # the row of `read_turns`: turn_rewards, values, belief, potential, those that it has
+    measured={},      # the row of `read_turns`: turn_rewards, values, belief, potential, drift, those that it has
 ):
     """Show one rollout turn by turn, each with its advantage, and what a run measured of it: `View`. Raises ValueError
     on advantages or measurements of another number of turns.
@@ -240,7 +241,7 @@ def show_rollout(
     advantages : (K,) tensor, or list with None for NaN: one for each turn; None: no credit is shown
     title : str above the turns
     fold : observations of more characters are folded
-    measured : the row of `read_turns`: turn_rewards, values, belief, potential, those that it has
+    measured : the row of `read_turns`: turn_rewards, values, belief, potential, drift, those that it has
     """
     title = 'rollout' if title is None else title
     return _view([trajectory], [_numbers(advantages, trajectory)], [title], fold, f'{title} of question '
@@ -362,7 +363,7 @@ def _group_data(attempts, credit, texts, most):
         given = [None if isinstance(c, str) else [_plain(a) for a in c[i]] for c in credit]
         turns = [_turn_data(turn, texts and texts[i][k], question.answers, most) for k, turn in enumerate(t.turns)]
         rollouts.append({**_verdict_data(t), **_measured(row, t), 'reward': _plain(attempts.rewards[i]),
-                         'credit': given, 'turns': turns, 'number': i})
+                         'credit': given, 'turns': turns, 'number': i, 'drift': row.get('drift')})
     meta = question.meta
     return {'step': attempts.step, 'kind': attempts.kind, 'source': question.source, 'id': str(question.id),
             'question': question.text, 'golds': list(question.answers), 'hops': meta.get('hops'),

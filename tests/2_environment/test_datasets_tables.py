@@ -52,6 +52,15 @@ def test_a_lone_quote_in_a_tsv_without_quoting_names_both_lines(tmp_path):
         load_questions('popqa', path)
 
 
+def test_a_quote_that_nothing_closes_in_a_tsv_without_quoting_is_a_row_error(tmp_path):
+    "The rows before it are kept; what follows is one record, of which both lines are named."
+    (path := tmp_path / 'a.tsv').write_text(HEADER + f'1\tWho?\t{GOLDS}\n2\t"Heroes\tx\n3\tWhen?\ty\n')
+    with pytest.raises(RowError, match='a.tsv, lines 3 to 4.*has a quote on line 3 that nothing closes'):
+        load_questions('popqa', path)
+    with pytest.warns(UserWarning, match='skipped 1 of 2'):
+        assert [q.id for q in load_questions('popqa', path, on_error='skip')] == ['1']
+
+
 def test_quoted_cells_of_several_lines_are_read_as_before(tmp_path):
     (tmp_path / 'a.tsv').write_text('id\ttext\ttitle\n1\t"one\ntwo, ""three"""\tT\n2\t"tab\there"\tU\n')
     assert load_corpus('nq', tmp_path / 'a.tsv') == [Passage('1', 'T', 'one\ntwo, "three"'),

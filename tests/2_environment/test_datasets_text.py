@@ -9,7 +9,7 @@ from credit_rl.benchmarks import get_benchmark, read_question
 from credit_rl.datasets import load_corpus, load_questions
 from credit_rl.dumps import read_dump
 from credit_rl.folr import first_occurrence
-from credit_rl.judge import _read_key, judge_text
+from credit_rl.judge import read_key, judge_text
 from credit_rl.launch import check_hosts
 from credit_rl.metrics import cover_match, exact_match, f1, normalize, numeric_match, parse_number
 from credit_rl.models import read_template
@@ -18,6 +18,7 @@ from credit_rl.readers import Passage, RowError, read_rows
 from credit_rl.retrieval import BM25, words
 from credit_rl.runlog import read_json, read_yaml
 from credit_rl.search_service import SearchCache
+from credit_rl.turn_rewards import rule_rewards
 
 BREAKS = ['\u2028', '\u2029', '\x85', '\x0b', '\x0c', '\x1c']     # str.splitlines cuts at these, JSON lines do not
 BOM = b'\xef\xbb\xbf'
@@ -59,7 +60,7 @@ def test_every_text_that_is_read_may_begin_with_a_mark(tmp_path, monkeypatch):
     assert own.system == 'Be brief.'
     assert read_template(marked(at('chat.jinja'), '{{ messages }}')) == '{{ messages }}'
     check_hosts(3, marked(at('hosts'), 'one slots=1\ntwo slots=2\n'))
-    assert _read_key(marked(at('key'), 'secret\n')) == 'secret' and judge_text(marked(at('judge'), 'Ja?'), '') == 'Ja?'
+    assert read_key(marked(at('key'), 'secret\n')) == 'secret' and judge_text(marked(at('judge'), 'Ja?'), '') == 'Ja?'
     assert read_json(marked(at('a.json'), '{"a": 1}')) == read_yaml(marked(at('a.yaml'), 'a: 1')) == {'a': 1}
     row = {'input': 'Who?', 'output': '<answer> Ada </answer>', 'gts': ['Ada']}
     assert len(read_dump(marked(at('dump.jsonl'), json.dumps(row)), 'search-r1').groups) == 1
@@ -70,7 +71,7 @@ def test_what_is_not_utf_8_is_refused_by_its_name(tmp_path):
     latin.write_bytes('Montréal {question}'.encode('latin1'))
     place = str(latin)
     for read in (lambda: worded(PROTOCOLS['tspo'], user_prompt=place), lambda: read_template(place),
-                 lambda: check_hosts(1, place), lambda: _read_key(place), lambda: judge_text(place, ''),
+                 lambda: check_hosts(1, place), lambda: read_key(place), lambda: judge_text(place, ''),
                  lambda: read_json(place), lambda: read_dump(place, 'search-r1')):
         with pytest.raises(ValueError, match=r'latin.txt is no text in UTF-8'): read()
     for name in ('a.jsonl', 'a.json', 'a.csv'):
@@ -158,3 +159,11 @@ def test_kept_searches_are_read_whatever_they_hold(tmp_path):
     queries = [f'q{m}' for m in BREAKS]
     SearchCache(tmp_path / 'kept.jsonl', Search()).search(queries, 1)
     assert [p.title for (p,) in SearchCache(tmp_path / 'kept.jsonl').search(queries, 1)] == [f'T{m}' for m in BREAKS]
+    marked(tmp_path / 'kept.jsonl', (tmp_path / 'kept.jsonl').read_text(encoding='utf-8'))
+    assert len(SearchCache(tmp_path / 'kept.jsonl').search(queries, 1)) == len(queries)
+
+
+@pytest.mark.parametrize('name', ['Montréal', 'Việt Nam', 'हिन्दी'])
+def test_rewards_by_rule_find_both_spellings(name):
+    for seen, gold in ((NFD(name), name), (name, NFD(name))):
+        assert rule_rewards([f'in {seen} once'], [gold], [True]) == [.25]

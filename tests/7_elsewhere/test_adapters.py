@@ -492,9 +492,8 @@ def test_text_rules_give_a_dump_what_they_give_our_rollouts():
     ({'messages': 'Who?', **GOLD}, 'row 2: a message is a dict'),
     ({'messages': TALK, 'answers': ['Wilder']}, 'row 2: question .* in row 1 it had'),
     ({'prompt_ids': [1], 'completion_ids': [2], 'completion_mask': [1], **GOLD}, 'row 2: ids are read with a token'),
-    ({'input': 'Who?', 'output': ' ', **GOLD}, 'row 2: the model said nothing'),
     ({'messages': TALK, **GOLD, 'reward': 'good'}, 'row 2: could not convert'),
-    ({'messages': TALK, **GOLD, 'reward': [1.]}, 'row 2 is not laid out as it should be')])
+    ({'messages': TALK, **GOLD, 'reward': [1.]}, 'row 2: its score is .*wanted a number')])
 def test_bad_rows_are_refused_by_their_number(row, words):
     with pytest.raises(ValueError, match=words): dumps.read_dump([LAYOUTS['messages'], row], 'search-r1')
 
@@ -655,7 +654,7 @@ def test_trl_trains_for_a_few_steps_and_keeps_its_dev_scores(trl, tmp_path):
 def test_trl_refuses_what_it_cannot_serve(trl, tmp_path):
     run = lambda **given: trl.trl_run({**TINY, 'run': str(tmp_path / 'x'), **given}, lambda line: None)
     with pytest.raises(ValueError, match='TRL has no critic'): run(method='ppo')
-    with pytest.raises(ValueError, match='without an entropy term'): run(method='tspo', loss={'entropy': .1})
+    with pytest.raises(ValueError, match='without further terms'): run(method='tspo', loss={'entropy': .1})
     rows = [{'prompt': 'a', 'question': json.dumps({'id': i, 'text': 'a', 'answers': ['b']})} for i in 'aab']
     with pytest.raises(ValueError, match=r'groups of \[1, 2\]'): trl.play_rows(None, None, rows, None, 0)
     edited = replace(example_group().trajectories[0])

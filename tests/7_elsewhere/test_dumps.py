@@ -1,0 +1,93 @@
+"""Rollouts as others write them: marks of chat templates left in a text, calls in every form that is about, scores that
+are none. None of these is a reason to refuse a file."""
+import json
+
+import pytest
+
+from credit_rl.dumps import read_dump
+from credit_rl.trajectory import Result, Stop
+
+CALL = '<tool_call>{"name": "search", "arguments": {"query_list": ["%s"]}}</tool_call>'
+SEEN, DONE = '<tool_response>\np\n</tool_response>', '<answer>x</answer>'
+GOLD = {'ground_truth': ['x']}
+
+
+def only(row, protocol='tspo'):
+    dump = read_dump([{**row, **GOLD}], protocol)
+    return dump.groups[0].trajectories[0], dump.rewards[0].item()
+
+
+def talk(*messages): return {'messages': [{'role': 'user', 'content': 'Q?'}, *messages]}
+
+
+def said(content, **more): return {'role': 'assistant', 'content': content, **more}
+
+
+MARKED = {
+    'ChatML': ('<|im_end|>\n<|im_start|>user\n', '<|im_end|>\n<|im_start|>assistant\n', '<|im_end|>'),
+    'a tool role': ('<|im_end|>\n<|im_start|>tool\n', '<|im_end|>\n<|im_start|>assistant\n', '<|im_end|>\n'),
+    'headers': ('<|eot_id|><|start_header_id|>ipython<|end_header_id|>\n\n',
+                '<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n', '<|eot_id|>'),
+    'roles alone': ('\nuser\n', '\nassistant\n', ''), 'nothing': ('\n', '\n\n', '')}
+
+
+@pytest.mark.parametrize('marks', MARKED)
+@pytest.mark.parametrize('apart', [True, False])
+def test_adjacent_results_are_one_turns_whatever_the_template_left_between(marks, apart):
+    "Two results in a message, or in a message each: one turn, none invented, none without its call."
+    before, after, end = MARKED[marks]
+    text = CALL % 'a' + before + SEEN + (before if apart else '\n') + SEEN + after + DONE + end
+    t, _ = only({'input': 'Q?', 'output': text})
+    assert [(turn.kind, turn.result, turn.observation_text) for turn in t.turns] == [
+        ('tool', Result.OK, 'p\np'), ('answer', Result.NONE, '')]
+    assert [turn.action_text for turn in t.turns] == [CALL % 'a', DONE] and t.answer == 'x'
+
+
+def test_what_a_model_wrote_between_marks_is_kept():
+    t, _ = only({'input': 'Q?', 'output': 'I use <|x|> here. ' + CALL % 'a' + SEEN + '<answer>a <|x|> b</answer>'})
+    assert '<|x|>' in t.turns[0].action_text and t.answer == 'a <|x|> b'
+
+
+@pytest.mark.parametrize('text', ['', ' \n', None, '<|im_end|>'])
+def test_a_rollout_that_says_nothing_is_one_turn_without_an_answer(text):
+    t, _ = only({'input': 'Q?', 'output': text})
+    assert len(t.turns) == 1 and t.stop is Stop.NO_ANSWER and t.answer is None
+
+
+FUNCTION = {'name': 'search', 'arguments': '{"query_list": ["a", "b"]}'}
+GIVEN = [{'tool_calls': [{'function': FUNCTION}]}, {'tool_calls': json.dumps([{'function': FUNCTION}])},
+         {'tool_calls': {'function': FUNCTION}}, {'function_call': FUNCTION}, {'function_call': json.dumps(FUNCTION)},
+         {'tool_calls': [{'function': {**FUNCTION, 'arguments': {'query': 'a'}}},
+                         {'function': {**FUNCTION, 'arguments': {'query': 'b'}}}]}]
+
+
+@pytest.mark.parametrize('given', GIVEN)
+def test_calls_are_read_in_every_form_that_is_about(given):
+    t, _ = only(talk(said(None, **given), {'role': 'tool', 'content': 'p'}, said(DONE)))
+    assert t.turns[0].call['queries'] == ['a', 'b'] and t.turns[0].result is Result.OK
+
+
+@pytest.mark.parametrize('given', [
+    {'tool_calls': 'no JSON'}, {'tool_calls': '[' * 60_000}, {'tool_calls': [None]}, {'tool_calls': [5]},
+    {'tool_calls': [{'function': {'name': 'search', 'arguments': '{"query": '}}]}, {'function_call': '{"na'},
+    {'tool_calls': [{'function': {'name': 'search', 'arguments': '{"query": ' + '9' * 5_000 + '}'}}]}])
+def test_a_call_that_cannot_be_read_is_a_malformed_turn(given):
+    t, _ = only(talk(said(None, **given), {'role': 'tool', 'content': 'p'}, said(DONE)))
+    assert t.turns[0].call is None and t.turns[0].result is Result.MALFORMED and t.answer == 'x'
+
+
+@pytest.mark.parametrize('text, queries', [
+    (CALL % 'a' + CALL % 'b', ['a', 'b']), (CALL % 'a' + ' and then ' + CALL % 'b', ['a', 'b']),
+    ('First ' + CALL % 'a' + '\nI also want\n' + CALL % 'b' + '\n' + CALL % 'c', ['a', 'b', 'c']),
+    ('<think>say ' + CALL % 'no' + '?</think>' + CALL % 'a', ['a']),            # a thought is no call
+    ('<tool_call>{bad</tool_call>' + CALL % 'a', ['a'])])
+def test_all_calls_of_a_message_are_kept_in_their_order(text, queries):
+    t, _ = only(talk(said(text), {'role': 'tool', 'content': 'p'}, said(DONE)))
+    assert t.turns[0].call['queries'] == queries
+
+
+@pytest.mark.parametrize('score, wanted', [(None, None), ('', None), ('null', None), ('None', None), (' NaN ', None),
+                                           ('1.5', 1.5), (True, 1.), (0, 0.), (-2.5, -2.5)])
+def test_a_score_is_a_number_or_missing(score, wanted):
+    found = only({'input': 'Q?', 'output': DONE, 'score': score})[1]
+    assert found != found if wanted is None else found == wanted
