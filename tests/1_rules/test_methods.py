@@ -153,6 +153,7 @@ def test_the_pairs_are_all_pairs():
 
 
 @pytest.mark.parametrize('rule', RULES)
+@pytest.mark.long
 def test_every_pair_trains_or_is_refused(world, rule):
     "An accepted pair takes a step with finite numbers that moves the weights; a refused one raises its reason."
     batch = two_turns(games(world)) if rule == 'call' else games(world)

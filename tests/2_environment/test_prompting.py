@@ -129,6 +129,7 @@ def test_what_was_not_noted_is_lost(tiny):
 # ---- by name, through the evaluation ----
 
 @pytest.mark.parametrize('name', BASELINES)
+@pytest.mark.long
 def test_a_baseline_runs_on_the_nine_real_slices(name, model, data, tmp_path):
     main([f'{k}={json.dumps(v)}' for k, v in {
         **QUICK, 'model': model, 'data': 'all', 'path': str(data), 'run': str(tmp_path), 'questions': 1,

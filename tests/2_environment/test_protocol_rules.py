@@ -191,6 +191,7 @@ def chatter(base):
 
 @settings(deadline=None, max_examples=25)
 @given(st.integers(1, 420))
+@pytest.mark.long
 def test_a_response_is_cut_where_its_cap_is_and_is_as_long_as_that(chatter, most):
     "Model tokens and observations together, the prompt apart; up to there nothing is different."
     for free, capped in zip(chatter(), chatter(response_tokens=most)):

@@ -132,6 +132,7 @@ def test_nine_sets_of_our_own_by_one_command(model, corpus, tmp_path, capsys):
     assert [label.get_text().split()[0] for label in ax.get_yticklabels()] == COMMON[::-1]
 
 
+@pytest.mark.long
 def test_nine_real_slices_by_one_command(model, data, tmp_path):
     given = {**QUICK, 'model': model, 'data': 'all', 'path': str(data), 'run': str(tmp_path / 'run'), 'questions': 2}
     main([f'{k}={json.dumps(v)}' for k, v in given.items()])
@@ -143,6 +144,7 @@ def test_nine_real_slices_by_one_command(model, data, tmp_path):
         json.loads((data / 'hotpotqa' / 'hotpotqa_corpus.json').read_text()))
 
 
+@pytest.mark.long
 def test_names_of_the_hub_by_papermill(model, tmp_path, run_python):
     """The plainest command there is: a model and a data set, both by name; questions, passages and weights come from a
     (local) hub."""
@@ -229,6 +231,7 @@ def researched(model, data, tmp_path_factory):
 
 
 @pytest.mark.parametrize('name', SEVEN)
+@pytest.mark.long
 def test_a_researcher_on_the_real_sets(name, researched, data):
     hits = check_researcher(researched / name, data / name, 3)
     assert len(hits) > 70 and 0 < sum(hits) < len(hits)
@@ -725,6 +728,7 @@ def tiny_files(tmp_path_factory):
             str(here / 'pages.jsonl'), 'protocol': 'tiny', 'turn_tokens': 24, 'max_tokens': 400, 'gaps': True}
 
 
+@pytest.mark.long
 def test_two_processes_give_one_set_of_numbers(tiny_files, tmp_path, run_python, capsys):
     """This one and another, with another hash seed, other threads and batch sizes: row for row the same tokens, and the
     same scores. What near ties are there is listed by the command."""

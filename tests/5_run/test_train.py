@@ -91,6 +91,7 @@ def assert_same(a, b):
     assert latest_checkpoint(a)[0] == latest_checkpoint(b)[0] and named_checkpoint(a)[0] == named_checkpoint(b)[0]
 
 
+@pytest.mark.long
 def test_a_run_tells_how_it_goes(whole):
     folder, _ = whole
     lines = (folder / 'lines').read_text().splitlines()
@@ -230,6 +231,7 @@ def test_killed_at_random_moments_again_and_again(whole, tmp_path):
     assert_same(whole[0], tmp_path / 'killed'), f'killed {killed} times'
 
 
+@pytest.mark.long
 def test_the_command_is_killed_and_resumed(whole, tmp_path):
     settings = {**SHORT, 'run': str(tmp_path / 'killed')}
     run = subprocess.Popen(command(settings), cwd=ROOT, env=on_a_cpu(), stdin=subprocess.DEVNULL,
@@ -246,6 +248,7 @@ def test_the_command_is_killed_and_resumed(whole, tmp_path):
 
 
 @pytest.mark.skipif(not hasattr(resource, 'prlimit'), reason='limits of another process are set on Linux alone')
+@pytest.mark.long
 def test_a_disk_that_takes_no_more_ends_a_run_in_a_line(whole, tmp_path):
     """Said are the file, what stands in the way and what stays; with room again the run goes on, to the very numbers
     of a whole one."""

@@ -59,6 +59,7 @@ class Shared(HFEngine):
     def close(self): self.closed = True
 
 
+@pytest.mark.long
 def test_a_run_is_examined_by_its_own_engine(run, plain, monkeypatch):
     "One engine plays the base, then takes the policy's weights; what it finds is what two models find."
     params, made = yaml.safe_load((run / 'params.yaml').read_text()), []

@@ -356,6 +356,7 @@ def end_by(process, how):
     assert process.returncode != 0 and (how == signal.SIGKILL or all(map(ended, family))) and gone(family)
 
 
+@pytest.mark.long
 def test_interrupting_a_run_ends_its_ranks(tmp_path):
     "As soon as they are there; those that train are interrupted in tests/program/test_run_notebooks.py."
     process = start(tmp_path / 'run', TWO)
@@ -383,6 +384,7 @@ def test_ranks_end_with_their_launcher(tmp_path):
     assert process.returncode != 0 and 'ended without summary.json' in said
 
 
+@pytest.mark.long
 def test_ranks_that_are_killed_at_once_are_all_named(tmp_path):
     process = start_module('tests.tools.ranks', str(tmp_path))
     read_until(process, 'all are here')

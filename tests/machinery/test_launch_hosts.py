@@ -217,6 +217,7 @@ def killed(tmp_path_factory):
         for command in started: command.process.kill()
 
 
+@pytest.mark.long
 def test_a_killed_rank_ends_the_run_on_both_hosts(killed):
     folder, ends = killed
     for code, said in ends:

@@ -656,6 +656,7 @@ def test_every_value_of_an_evaluation_is_cited_or_ours_for_a_reason(name):
 
 @pytest.mark.parametrize('name, passages', [('eval_carl_k3', 3), ('eval_carl_k5', 5), ('eval_carl_k7', 7),
                                             ('eval_carl_oracle', 3)])
+@pytest.mark.long
 def test_an_evaluation_with_other_passages_is_the_papers_but_for_them(name, passages, small, data, tmp_path):
     "CARL's settings on one set; played with them, the oracle's search finds nothing but support."
     told, plain = yaml.safe_load(SEARCHES[name].read_text()), evaluation('eval_carl')
@@ -686,6 +687,7 @@ def test_the_defaults_are_none_of_theirs():
 
 
 @pytest.mark.parametrize('name', EVALUATIONS)
+@pytest.mark.long
 def test_an_evaluation_runs_on_the_real_slices(name, small, data, tmp_path):
     """All its settings but the number of questions, the length of a turn, and a server's passages, in whose place are
     those beside the questions: with a small random model."""

@@ -206,6 +206,7 @@ def test_the_formula_of_scoring_gives_the_papers_table(paper, model):
 # ---- drawn ----
 
 @pytest.mark.parametrize('entry', DRAWN, ids=lambda e: f'{e.paper}, {e.name}')
+@pytest.mark.long
 def test_each_is_drawn_from_runs_of_two_steps(entry, runs, made_folders, root, monkeypatch):
     monkeypatch.chdir(root)
     drawing = draw_entry(entry, [runs if entry.draw in OF_RUNS else made_folders])

@@ -142,6 +142,7 @@ def test_each_set_has_its_tools(spoken, rows, name):
 
 
 @pytest.mark.parametrize('name', SETS)
+@pytest.mark.long
 def test_each_set_trains_and_is_evaluated_by_programs(spoken, rows, tmp_path, name):
     "On the published files where they are, else on rows of our own."
     path = str(Path(os.environ['CREDIT_RL_DATA']) / name) if os.environ.get('CREDIT_RL_DATA') else rows(name)
@@ -854,6 +855,7 @@ def test_a_model_that_cannot_be_loaded_is_told_before_anything_is_played(model, 
         prepare({**WARM, 'model': model, 'embed': MINILM, 'run': str(tmp_path / 'warm')}, say=lambda line: None)
 
 
+@pytest.mark.long
 def test_the_notebook_shows_a_warm_up_and_ends_with_an_error_where_it_failed(model, scripted, tmp_path):
     """`92_warmup` by papermill on warm-ups that are over: figure, table and report; then the reason why one may not
     teach. And one that cannot begin."""
@@ -881,6 +883,7 @@ def test_the_notebook_shows_a_warm_up_and_ends_with_an_error_where_it_failed(mod
 
 # ---- does it know when to ask? ----
 
+@pytest.mark.long
 def test_finished_runs_are_examined_once_and_reported(model, scripted, tmp_path, monkeypatch):
     "A critic on the policy's backbone, one of its own, and none; then the report by papermill."
     warm = prepare(

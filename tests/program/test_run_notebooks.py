@@ -84,6 +84,7 @@ def test_a_papers_commands_with_a_small_model(kind, tmp_path):
     for line in ('base: EM', 'step 2/2', 'final: EM'): assert printed(notebook).count(line) == 1, line
 
 
+@pytest.mark.long
 def test_the_notebook_shows_what_happened(finished):
     _, _, notebook = finished
     assert not [o for _, o in outputs(notebook) if o['output_type'] == 'error']
@@ -111,6 +112,7 @@ def test_the_run_folder_holds_everything(finished):
     assert json.loads((folder / 'summary.json').read_text()).keys() >= {'base_em', 'final_em', 'ceiling_em'}
 
 
+@pytest.mark.long
 def test_a_finished_run_is_shown_again_without_training(finished):
     cwd, folder, first = finished
     before = {name: (folder / name).read_bytes() for name in ('metrics.jsonl', 'turns.jsonl.gz', 'summary.json')}
