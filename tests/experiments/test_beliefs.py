@@ -14,8 +14,10 @@ from credit_rl.metrics import exact_match
 from credit_rl.models import load_model
 from credit_rl.protocol import PROTOCOLS, Chat
 from credit_rl.rollout import rollout
+from credit_rl.runlog import RunLog
 from credit_rl.scoring import answer_form, answer_header, gold_templates
 from credit_rl.tiny import tiny_environment
+from credit_rl.trajectory import to_json
 from credit_rl.world import make_world
 
 BASE = str(Path(__file__).resolve().parents[2] / 'data' / 'tiny_base')
@@ -78,14 +80,18 @@ def test_one_kind_of_state_alone_has_no_auc():
     assert popularity_table(blank).loc['m'].tolist() == [.5, 2]
 
 
-def test_the_command_measures_every_model_on_the_same_rollouts(tmp_path, capsys):
-    run = tmp_path / 'run'
-    main([f'model={BASE}', f'run={run}', 'asked=4', 'attempts=2', 'world={size: 120}', 'dev_questions=4', 'questions=10',
-          'test_questions=4', 'turn_tokens=12', f'models={{one: {BASE}, other: {BASE}}}', 'threads=1'])
-    rows, found = pd.read_csv(run / 'beliefs.csv'), json.loads((run / 'beliefs.json').read_text())
+def test_the_command_measures_every_model_on_the_same_rollouts(played, tmp_path, capsys):
+    run, out = tmp_path / 'run', tmp_path / 'out'
+    rows = [{'kind': kind, 'trajectory': to_json(t), 'advantages': None, 'reward': 0.}
+            for g in played[2] for kind, t in zip(('train', 'before'), g.trajectories)]
+    RunLog(run).turns(1, rows)
+    asked = [str(run), str(out), f'one={BASE}', f'other={BASE}']
+    with pytest.raises(SystemExit, match='params.yaml'): main(asked)                         # in which protocol?
+    main([*asked, '--protocol', 'tiny', '--questions', '4'])
+    rows, found = pd.read_csv(out / 'beliefs.csv'), json.loads((out / 'beliefs.json').read_text())
     one, other = (rows[rows.model == name].drop(columns='model').reset_index(drop=True) for name in ('one', 'other'))
     pd.testing.assert_frame_equal(one, other)
-    assert found['questions'] == 4 and found['rollouts'] == 8
-    assert len(pd.read_csv(run / 'closed_book.csv')) == 8
+    assert found['questions'] == 4 == found['rollouts'] and len(pd.read_csv(out / 'closed_book.csv')) == 8
     with pytest.raises(SystemExit, match='is neither a folder'):
-        main([f'model={tmp_path / "nowhere"}', f'run={tmp_path / "x"}'])
+        main([str(run), str(out), f'x={tmp_path / "nowhere"}', '--protocol', 'tiny'])
+    with pytest.raises(SystemExit, match='keeps no rollouts'): main([str(out), str(out), 'x=y', '--protocol', 'tiny'])
