@@ -1,5 +1,5 @@
-"""47_beliefs: belief against a plain forward of the same text, an answer at once against the model's own `generate`, and
-the command from a shell."""
+"""47_beliefs: belief against a plain forward of the same text, an answer at once against the model's own
+`generate`, and the command from a shell."""
 import json
 import math
 from pathlib import Path
