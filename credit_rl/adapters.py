@@ -22,13 +22,7 @@ def turns_from_mask(
     mask,                 # (R, T) bool or 0/1, 1 where the model wrote
     row_trajectory=None,  # (R,) trajectory of each row, rows in order; None: row i is trajectory i
 ):
-    """Number the turns of every trajectory by the runs of its mask: (R, T) long, -1 where the model did not write.
-
-    Parameters
-    ----------
-    mask : (R, T) bool or 0/1, 1 where the model wrote
-    row_trajectory : (R,) trajectory of each row, rows in order; None: row i is trajectory i
-    """
+    "Number the turns of every trajectory by the runs of its mask: (R, T) long, -1 where the model did not write."
     mask = torch.as_tensor(mask).bool()
     if mask.ndim != 2: raise ValueError(f'a mask is (rows, tokens), got {tuple(mask.shape)}')
     first = mask & ~torch.nn.functional.pad(mask[:, :-1], (1, 0))
@@ -46,14 +40,7 @@ def rewards_of_turns(
     row_trajectory=None,  # (R,) as for turns_from_mask
 ):
     """Sum what lies on each turn and behind it: outcome (N,), of the last turn, NaN without a turn, and (N, K), of the
-    others. Raises ValueError on a reward before the first turn of its row.
-
-    Parameters
-    ----------
-    token_rewards : (R, T) reward of each token; NaN: missing
-    token_turns : (R, T) long (turns_from_mask)
-    row_trajectory : (R,) as for turns_from_mask
-    """
+    others. Raises ValueError on a reward before the first turn of its row."""
     rewards = torch.as_tensor(token_rewards).float()
     if rewards.shape != token_turns.shape:
         raise ValueError(f'token rewards must be {tuple(token_turns.shape)} like the mask, got {tuple(rewards.shape)}')
@@ -172,15 +159,7 @@ def assign_arrays(
     rng=None,    # torch.Generator, for samplings that draw
 ):
     """What every token of a batch is credited with, given what its turns earned: `Credit` of (R, T), on the CPU. Raises
-    ValueError on arrays that lack what the rule reads.
-
-    Parameters
-    ----------
-    method : Method, or the name of one
-    arrays : Arrays
-    options : of the method, by name
-    rng : torch.Generator, for samplings that draw
-    """
+    ValueError on arrays that lack what the rule reads."""
     method, token_turns = _given_rewards(method, options), turns_from_mask(arrays.mask, arrays.row_trajectory)
     number = {g: b for b, g in enumerate(dict.fromkeys(arrays.groups))}
     order = sorted(range(len(arrays.groups)), key=lambda i: number[arrays.groups[i]])
@@ -217,14 +196,7 @@ def response_arrays(
 ):
     """The tensors of verl and SkyRL for rollouts of ours: dict of token_level_rewards and response_mask (N, T), and
     index (N,), the question of each. Raises ValueError on a rollout in several rows, and on a reward of its own for a
-    last turn, which could not be told from the outcome.
-
-    Parameters
-    ----------
-    groups : list of Group, N trajectories whose contexts only grow
-    outcome : (N,)
-    turns : (N, K) reward of each turn but the last, on top of the outcome
-    """
+    last turn, which could not be told from the outcome."""
     played = [(g, t) for g in groups for t in g.trajectories]
     if any(turn.context_ids is not None for _, t in played for turn in t.turns):
         raise ValueError('a rollout whose contexts were edited is several rows; these tensors have one for each')
@@ -264,13 +236,7 @@ def estimator(
     method,      # Method, or the name of one
     options={},  # of the method, by name
 ):
-    """An advantage estimator as verl and SkyRL call it: function of keyword arguments -> (advantages, returns), (R, T).
-
-    Parameters
-    ----------
-    method : Method, or the name of one
-    options : of the method, by name
-    """
+    "An advantage estimator as verl and SkyRL call it: function of keyword arguments -> (advantages, returns), (R, T)."
     method = _given_rewards(method, options)
     @torch.no_grad()
     def estimate(token_level_rewards, response_mask, index=None, config=None, values=None, rollouts=None, **others):
@@ -334,14 +300,7 @@ def register_verl(
     name=None,   # None: credit_rl/ and the method's
     options={},  # of the method, by name
 ):
-    """Register a method with verl as an advantage estimator: its name. Raises ImportError without verl.
-
-    Parameters
-    ----------
-    method : Method, or the name of one
-    name : None: credit_rl/ and the method's
-    options : of the method, by name
-    """
+    "Register a method with verl as an advantage estimator: its name. Raises ImportError without verl."
     register = _imported(['verl.trainer.ppo.core_algos'], 'register_adv_est', 'verl')
     name, estimate = name or f'credit_rl/{_given_rewards(method, options).name}', estimator(method, options)
     register(name)(estimate)
@@ -356,14 +315,7 @@ def register_skyrl(
     name=None,   # None: credit_rl/ and the method's
     options={},  # of the method, by name
 ):
-    """Register a method with SkyRL as an advantage estimator: its name. Raises ImportError without SkyRL.
-
-    Parameters
-    ----------
-    method : Method, or the name of one
-    name : None: credit_rl/ and the method's
-    options : of the method, by name
-    """
+    "Register a method with SkyRL as an advantage estimator: its name. Raises ImportError without SkyRL."
     places = ['skyrl.backends.skyrl_train.utils.ppo_utils', 'skyrl_train.utils.ppo_utils']
     register = _imported(places, 'register_advantage_estimator', 'SkyRL')
     name = name or f'credit_rl/{_given_rewards(method, options).name}'
@@ -427,12 +379,7 @@ class LoopMixin:
 def verl_loop(
     base,  # one of verl's agent loops: a subclass of AgentLoopBase
 ):
-    """A subclass of an agent loop of verl's, with turn rewards.
-
-    Parameters
-    ----------
-    base : one of verl's agent loops: a subclass of AgentLoopBase
-    """
+    "A subclass of an agent loop of verl's, with turn rewards."
     return type(f'Credit{base.__name__}', (LoopMixin, base), {})
 
 # %% ../nbs/7_elsewhere/80_adapters.ipynb #c030
@@ -490,13 +437,7 @@ def openrlhf_maker(
     method,      # Method, or the name of one
     options={},  # of the method, by name
 ):
-    """A subclass of OpenRLHF's `RemoteExperienceMaker` with the method's advantages. Raises ImportError without it.
-
-    Parameters
-    ----------
-    method : Method, or the name of one
-    options : of the method, by name
-    """
+    "A subclass of OpenRLHF's `RemoteExperienceMaker` with the method's advantages. Raises ImportError without it."
     base = _imported(['openrlhf.trainer.ppo_utils.experience_maker'], 'RemoteExperienceMaker', 'OpenRLHF')
     penalize = _imported(['openrlhf.trainer.ppo_utils.length_penalty'], 'apply_length_penalties', 'OpenRLHF 0.11')
     held = {'credited': (_given_rewards(method, options), {}), 'penalize': staticmethod(penalize)}
@@ -512,13 +453,7 @@ def slime_rewards(
     method,      # Method, or the name of one
     options={},  # of the method, by name
 ):
-    """A function for slime's --custom-reward-post-process-path: (args, samples) -> raw rewards, and credit of turns.
-
-    Parameters
-    ----------
-    method : Method, or the name of one
-    options : of the method, by name
-    """
+    "A function for slime's --custom-reward-post-process-path: (args, samples) -> raw rewards, and credit of turns."
     method = _given_rewards(method, options)
     def post_process(args, samples):
         flat = [s for held in samples for s in (held if isinstance(held, list) else [held])]
@@ -571,14 +506,7 @@ def prime_credit(
 ):
     """What every sampled token of a group of traces is credited with: a list for each trace, in the order of its nodes,
     and written into their `advantages`. Raises ValueError on a rule that needs more than a group, and on turn rewards
-    that are not one for each turn.
-
-    Parameters
-    ----------
-    method : Method, or the name of one
-    traces : list of verifiers' Trace, the attempts at one task
-    options : of the method, by name
-    """
+    that are not one for each turn."""
     method = _given_rewards(method, options)
     if not method.rule.compares or method.sampling.selects:
         raise ValueError(f'{method.name} compares over a batch, draws from it, or reads a critic, and a group is all '
@@ -614,13 +542,7 @@ def prime_algorithm(
     method,      # Method, or the name of one
     options={},  # of the method, by name
 ):
-    """A subclass of prime-rl's `Algorithm` with the method's advantages. Raises ImportError without prime-rl.
-
-    Parameters
-    ----------
-    method : Method, or the name of one
-    options : of the method, by name
-    """
+    "A subclass of prime-rl's `Algorithm` with the method's advantages. Raises ImportError without prime-rl."
     base = _imported(['prime_rl.orchestrator.algo.base'], 'Algorithm', 'prime-rl')
     annotate = _imported(['prime_rl.orchestrator.algo.routing'], 'assign_advantages', 'prime-rl')
     held = {'credited': (_given_rewards(method, options), {}), 'annotate': staticmethod(annotate)}
@@ -668,12 +590,6 @@ def areal_actor(
     method,      # Method, or the name of one
     options={},  # of the method, by name
 ):
-    """A subclass of AReaL's `PPOActor` with the method's advantages. Raises ImportError without AReaL.
-
-    Parameters
-    ----------
-    method : Method, or the name of one
-    options : of the method, by name
-    """
+    "A subclass of AReaL's `PPOActor` with the method's advantages. Raises ImportError without AReaL."
     base = _imported(['areal.trainer.ppo.actor'], 'PPOActor', 'AReaL')
     return type('CreditActor', (ActorMixin, base), {'credited': (_given_rewards(method, options), {})})

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['Seen', 'Measured', 'Credit', 'Loss', 'to_tokens', 'Keeps', 'Part', 'Reward', 'Rule', 'Sampling', 'Objective',
            'total_rewards', 'rewards_on_last', 'every_turn', 'first_tokens', 'start_values', 'turn_starts', 'Row',
-           'Facts', 'Asks', 'Method', 'bind', 'Batch', 'assign', 'begin', 'at', 'move', 'part_metrics']
+           'Facts', 'Asks', 'Method', 'bind', 'Batch', 'assign', 'begin', 'at', 'move', 'part_metrics', 'services']
 
 # %% ../nbs/1_rules/29_parts.ipynb #c002
 from collections import Counter
@@ -69,14 +69,7 @@ def to_tokens(
     row_trajectory=None,  # (R,) long, trajectory of each row; None: row i is trajectory i
 ):
     """Give every trained token its turn's value, others 0: (R, T).
-    Raises ValueError on a turn that the table does not have, or that was not measured.
-
-    Parameters
-    ----------
-    turn_values : (N, K) value of each turn
-    token_turns : (R, T) long, turn of each trained token, -1 elsewhere
-    row_trajectory : (R,) long, trajectory of each row; None: row i is trajectory i
-    """
+    Raises ValueError on a turn that the table does not have, or that was not measured."""
     n, k = turn_values.shape
     if token_turns.is_floating_point() or token_turns.ndim != 2 or (row_trajectory is None and len(token_turns) != n):
         raise ValueError(f'token_turns must be (R, T) integers, R = {n} without row_trajectory, '
@@ -109,7 +102,7 @@ class Part:
     facts: dict = field(default_factory=dict)    # option -> the one of `Facts` that it takes unless it is set
     check: object = None    # options -> None, raises ValueError on those that cannot work together
     differs: str = ''       # how ours differs from the paper
-    metrics: object = None  # (rewards, layout, options) -> dict of numbers to log
+    metrics: object = None  # (batch, options) -> dict of numbers to log
     logs: dict = field(default_factory=dict)     # name of each such metric -> one line with its unit
     keeps: Keeps = None
     reads: object = None    # (groups, options) -> dict of tensors that it wants besides the rewards
@@ -120,8 +113,9 @@ class Reward(Part):
     """What earns: an 'outcome' (N,) of each rollout, a 'bonus' (N,) on top of one, or 'turns' (N, K), a reward of each
     turn."""
     gives: str = 'turns'    # 'outcome', 'bonus' or 'turns'
-    text: object = None     # (groups, options) -> tensor, from the rollouts' text; or else
-    model: object = None    # (layout, seen, options) -> tensor, from what models found
+    # (groups, options) -> tensor, from the rollouts' text; or a pair of it and what else was found, dict of (N,) to log
+    text: object = None
+    model: object = None    # or else (layout, seen, options) -> tensor, from what models found
     sees: str = None        # what `model` reads of Measured: 'gold', the policy's scores, or 'teacher'
     potential: object = None  # (seen, options) -> (N, K+1): Φ, in nats, of the states whose changes `model` pays
     words: object = None    # options -> str, in which a judge is asked; None: no judge is asked
@@ -129,7 +123,7 @@ class Reward(Part):
     golds: object = None    # how many of a question's accepted answers are scored, at most, or options -> that
     ends: object = None     # options -> whether gold answers are scored after the last turn too
     plays: object = None    # options -> how often the policy plays on from every state; `model` reads its values
-    reach: object = None    # options -> None, called once before a run: makes sure that what is asked answers
+    service: object = None  # options -> Judge that is asked, or None
     chance: bool = False    # an outcome whose mean is a chance of success
     unsummed: str = ''      # why a rule must not sum it over turns; '': it may
     per_turn: bool = False  # of it a rule that sums takes the mean over a rollout's turns
@@ -155,8 +149,9 @@ class Rule(Part):
 @dataclass(frozen=True)
 class Sampling(Part):
     "Which groups are worth an update."
-    # (groups, rewards, options, generator) -> indices of groups, and ω (n,), by which the advantages of their
-    # trajectories are multiplied in a mean over the places of all groups; None: 1, in a mean over the kept ones
+    # (groups, rewards, options, generator) -> indices of groups, each as often as it stands in the batch, and ω (n,),
+    # by which the advantages of their trajectories are multiplied in a mean over the places of all groups; None: 1, in
+    # a mean over the kept ones
     keep: object = None
     selects: bool = True   # leaves groups out
     rounds: object = None  # options -> rounds of rollouts that a step may take to find enough groups; None: 1
@@ -171,25 +166,14 @@ class Objective(Part):
 def total_rewards(
     rewards,  # dict with outcome (N,), turns (N, K), missing (N,) bool
 ):
-    """Add up outcome and turn rewards of each rollout: (N,), NaN where something is missing.
-
-    Parameters
-    ----------
-    rewards : dict with outcome (N,), turns (N, K), missing (N,) bool
-    """
+    "Add up outcome and turn rewards of each rollout: (N,), NaN where something is missing."
     return torch.where(rewards['missing'], torch.nan, rewards['outcome'] + rewards['turns'].sum(1))
 
 def rewards_on_last(
     rewards,  # dict with outcome (N,), turns (N, K), missing (N,) bool
     layout,   # Layout of the N trajectories
 ):
-    """Add the outcome to the turn reward of each last turn: (N, K), a row of NaN where something is missing.
-
-    Parameters
-    ----------
-    rewards : dict with outcome (N,), turns (N, K), missing (N,) bool
-    layout : Layout of the N trajectories
-    """
+    "Add the outcome to the turn reward of each last turn: (N, K), a row of NaN where something is missing."
     total = rewards['turns'] + at_last_turn(rewards['outcome'].nan_to_num(), layout.turn_mask)
     return torch.where(rewards['missing'][:, None], torch.nan, total)
 
@@ -197,25 +181,14 @@ def every_turn(
     x,       # (N,) credit of each rollout
     layout,  # Layout of the N trajectories
 ):
-    """Give every turn of a rollout the same credit: (N, K), 0 where there is no turn.
-
-    Parameters
-    ----------
-    x : (N,) credit of each rollout
-    layout : Layout of the N trajectories
-    """
+    "Give every turn of a rollout the same credit: (N, K), 0 where there is no turn."
     return x[:, None] * layout.turn_mask
 
 # %% ../nbs/1_rules/29_parts.ipynb #c0125
 def first_tokens(
     token_turns,  # (R, T) long, turn (or segment) of each trained token, -1 elsewhere
 ):
-    """Mark the first token of every turn: (R, T) bool.
-
-    Parameters
-    ----------
-    token_turns : (R, T) long, turn (or segment) of each trained token, -1 elsewhere
-    """
+    "Mark the first token of every turn: (R, T) bool."
     return (token_turns >= 0) & (token_turns != torch.nn.functional.pad(token_turns[:, :-1], (1, 0), value=-1))
 
 def _begins(layout):
@@ -227,13 +200,7 @@ def start_values(
     values,  # (R, T) value before each token
     layout,  # Layout of N trajectories
 ):
-    """Pick the values before the first token of every turn: (N, K), NaN where there is none.
-
-    Parameters
-    ----------
-    values : (R, T) value before each token
-    layout : Layout of N trajectories
-    """
+    "Pick the values before the first token of every turn: (N, K), NaN where there is none."
     row, position, cell = _begins(layout)
     return values.new_full(layout.turn_mask.shape, torch.nan).index_put(cell, values[row, position])
 
@@ -241,13 +208,7 @@ def turn_starts(
     values,  # (R, T) value before each token
     layout,  # Layout of N trajectories
 ):
-    """`start_values` (N, K) where every turn has one stretch of trained tokens. Raises ValueError where one has not.
-
-    Parameters
-    ----------
-    values : (R, T) value before each token
-    layout : Layout of N trajectories
-    """
+    "`start_values` (N, K) where every turn has one stretch of trained tokens. Raises ValueError where one has not."
     row, _, cell = _begins(layout)
     found = torch.zeros_like(layout.turn_mask, dtype=torch.long)
     if (found.index_put(cell, torch.ones_like(row), accumulate=True) != layout.turn_mask).any():
@@ -332,7 +293,6 @@ class Method:
     def sees(self):
         "What `evaluate` must find out besides what the loss needs: tuple of SEES."
         return tuple(dict.fromkeys([r.sees for r in self.rewards if r.sees] + ['values'] * bool(self.rule.critic)))
-
     @property
     def knobs(self):
         "Every option under the name by which it is set: dict name -> Option."
@@ -356,6 +316,7 @@ class Method:
         out = {'right': self.right(groups, self.options['right']), 'turns': torch.zeros(index_groups(groups)[0].shape)}
         for r in sorted((r for r in self.rewards if r.text), key=lambda r: r.gives != 'outcome'):
             value = r.text(groups, self.own(r))
+            if isinstance(value, tuple): value, out = value[0], out | value[1]
             if r.per_turn and not self.rule.turnwise: value = value / index_groups(groups)[0].sum(1, keepdim=True)
             if r.gives == 'turns': out['turns'] = out['turns'] + value
             else: out['outcome'] = value if r.gives == 'outcome' else out['outcome'] + value
@@ -395,14 +356,7 @@ def bind(
     loss=None,   # Loss; None: the method's own
 ):
     """The method of a run. Raises ValueError on options that it does not have, and where a part cannot work with what
-    the run knows.
-
-    Parameters
-    ----------
-    method : Method
-    options : of the run, by name
-    loss : Loss; None: the method's own
-    """
+    the run knows."""
     values, usual, names = method.settings(options), method.knobs, _option_names(method.parts)
     takes = {'right': 'metric', **{names[p.name][n]: fact for p in method.parts for n, fact in p.facts.items()}}
     for name, fact in takes.items():
@@ -424,6 +378,8 @@ class Batch:
     rewards: dict = field(default_factory=dict)  # name -> tensor over the kept trajectories
     seen: Measured = None
     credit: Credit = None
+    places: tuple = ()     # indices of the kept groups, each as often as it stands in the batch
+    omega: torch.Tensor = None    # (N,) by which advantages were multiplied; None: by nothing
 
     @property
     def empty(self): return self.layout is None
@@ -456,18 +412,7 @@ def assign(
     rewards=None,  # what text_rewards gave, where it is known; None: it is called
     tree=False,    # True: tokens that rows share are to be computed once, see `pack`
 ):
-    """Compute the credit of every token of a batch of rollouts: `Batch`, empty where no group is worth an update.
-
-    Parameters
-    ----------
-    method : Method, bound to a run and a step
-    groups : list of Group, N trajectories in all
-    look : (layout, Asks) -> Measured, or None where nothing is asked
-    rng : torch.Generator of the sampling, the same on every rank
-    prefix : ids of the generation prefix that every context ends with
-    rewards : what text_rewards gave, where it is known; None: it is called
-    tree : True: tokens that rows share are to be computed once, see `pack`
-    """
+    "Compute the credit of every token of a batch of rollouts: `Batch`, empty where no group is worth an update."
     text = method.text_rewards(groups) if rewards is None else rewards
     kept, omega = method.keep(groups, text, rng)
     if not kept: return Batch([], text)
@@ -477,7 +422,7 @@ def assign(
     rewards = method.model_rewards({name: x[chosen] for name, x in text.items()}, layout, seen)
     credit = method.credit(rewards, layout, seen)
     if omega is not None: credit = _weighted(credit, layout, omega, share)
-    return Batch(groups, text, layout, chosen, rewards, seen, credit)
+    return Batch(groups, text, layout, chosen, rewards, seen, credit, tuple(kept), omega)
 
 # %% ../nbs/1_rules/29_parts.ipynb #k001
 def begin(method):
@@ -505,5 +450,13 @@ def part_metrics(method, batch):
     "What the parts of a method log of a step: dict."
     found = {}
     for p in method.parts:
-        if p.metrics: found |= p.metrics(batch.rewards, batch.layout, method.own(p))
+        if p.metrics: found |= p.metrics(batch, method.own(p))
     return found
+
+# %% ../nbs/1_rules/29_parts.ipynb #k011
+def services(
+    method,  # Method
+):
+    "Who is asked for a method's rewards, judges that answer or fail to: list, each once."
+    found = [r.service(method.own(r)) for r in method.rewards if r.service]
+    return list({id(s): s for s in found if s is not None}.values())

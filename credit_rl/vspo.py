@@ -31,13 +31,7 @@ def informative(
     eps=1e-6,  # smallest variance that counts
 ):
     """Mark the groups whose rewards vary enough to be kept, σ² >= ε (VSPO, below eq. 17): (B,) bool.
-    Raises ValueError if G < 2.
-
-    Parameters
-    ----------
-    rewards : (B, G) scalar outcomes; NaN: missing
-    eps : smallest variance that counts
-    """
+    Raises ValueError if G < 2."""
     if not eps >= 0: raise ValueError(f'eps is a variance, at least 0, got {eps}')
     return _moments(rewards)[1] >= eps
 
@@ -46,12 +40,7 @@ def task_values(
     rewards,  # (B, G) scalar outcomes; NaN: missing
 ):
     """Value a group by its distance from the batch's best and its variance, (R_max − μ) · σ² (VSPO eq. 18): (B,).
-    NaN where nothing was measured. Raises ValueError if G < 2.
-
-    Parameters
-    ----------
-    rewards : (B, G) scalar outcomes; NaN: missing
-    """
+    NaN where nothing was measured. Raises ValueError if G < 2."""
     mean, variance = _moments(rewards)
     there = ~rewards.isnan()
     return (widen(rewards[there]).max() - mean) * variance if there.any() else mean
@@ -63,14 +52,7 @@ def sampling_probabilities(
     keep=None,    # (B,) bool, groups that may be drawn; None: all
 ):
     """Turn values into a softmax over the kept groups (VSPO eq. 19): (B,), 0 for groups not kept.
-    Raises ValueError on T <= 0 and on a kept group without a value.
-
-    Parameters
-    ----------
-    values : (B,) task values
-    temperature : T > 0: low favours the highest value, infinity draws evenly
-    keep : (B,) bool, groups that may be drawn; None: all
-    """
+    Raises ValueError on T <= 0 and on a kept group without a value."""
     check_tensors(values=values, keep=keep)
     if not temperature > 0: raise ValueError(f'temperature must be above 0, got {temperature}')
     keep = torch.ones_like(values, dtype=torch.bool) if keep is None else keep
@@ -88,13 +70,7 @@ def value_smoothing(
     alpha,  # α >= 1, the most that a group can count; 1: every group counts once
 ):
     """Shrink N places to a weight ω = α − (α − 1)/N (VSPO eq. 21), 0 at N = 0: float, or a tensor like count.
-    Raises ValueError on α < 1 and on a count that is no count.
-
-    Parameters
-    ----------
-    count : N, times the group stands in the batch, its own place included: int, or a tensor of them
-    alpha : α >= 1, the most that a group can count; 1: every group counts once
-    """
+    Raises ValueError on α < 1 and on a count that is no count."""
     if not 1 <= alpha < math.inf:
         raise ValueError(f'alpha must be a number of at least 1, got {alpha}; for no smoothing set clip=False')
     n = count if isinstance(count, torch.Tensor) else torch.tensor(count, dtype=torch.float64)
@@ -114,18 +90,7 @@ def vspo_weights(
     clip=True,        # smooth the weights (eq. 21); False: ω = N
 ):
     """Drop silent groups and give their places to others by weight (VSPO eqs. 16-21): weights ω and places N, (B,).
-    ΣN = B; all 1 if no group or every group is silent. Raises ValueError if G < 2 and on settings out of range.
-
-    Parameters
-    ----------
-    rewards : (B, G) scalar outcomes; NaN: missing
-    temperature : T > 0 of the draw by value
-    alpha : α >= 1 of the smoothing
-    eps : groups with a smaller variance are dropped
-    generator : torch.Generator, the same on every rank; None: torch's own
-    sampling : how free places are drawn: 'value', 'random', 'none' (no group is dropped: GRPO)
-    clip : smooth the weights (eq. 21); False: ω = N
-    """
+    ΣN = B; all 1 if no group or every group is silent. Raises ValueError if G < 2 and on settings out of range."""
     if sampling not in ('value', 'random', 'none'):
         raise ValueError(f"sampling is 'value', 'random' or 'none', got {sampling!r}")
     if not isinstance(clip, bool): raise ValueError(f'clip is True or False, got {clip!r}')
@@ -140,6 +105,24 @@ def vspo_weights(
     return (value_smoothing(counts.to(p.dtype), alpha) if clip else counts.to(p.dtype)), counts
 
 # %% ../nbs/1_rules/42_vspo.ipynb #c032
+def _by_group(
+    rewards,  # (N,) scalar outcomes
+    groups,   # (N,) integer, group of each trajectory; groups may differ in size
+):
+    "Rewards as a table, (B, G), NaN where a group has fewer members, and the row of each trajectory, (N,)."
+    check_tensors(rewards=rewards)
+    index = check_groups(groups, len(rewards))
+    size, order = index.bincount(), index.argsort(stable=True)
+    member = torch.empty_like(index)
+    member[order] = torch.arange(len(index), device=index.device) - (size.cumsum(0) - size)[index[order]]
+    table = widen(rewards).new_full((len(size), int(size.max())), torch.nan)
+    table[index, member] = widen(rewards)
+    return table, index
+
+def _of_members(weights, counts, rewards, index):
+    "ω of the trajectories of kept groups, from those of groups: (n,), 0 for a missing member."
+    return torch.where(rewards.isnan(), 0.0, weights[index])[(counts > 0)[index]]
+
 def kept_and_weights(
     rewards,           # (N,) scalar outcomes; NaN: missing
     groups,            # (N,) integer, group of each trajectory; groups may differ in size
@@ -152,30 +135,10 @@ def kept_and_weights(
 ):
     """Choose groups, and give the ω by which the advantages of their trajectories are multiplied (VSPO eqs. 6, 20-21).
     The mean of the loss goes over the places of the whole batch. List of positions among the sorted groups, and ω
-    (n,), 0 for a missing member. Raises ValueError if no group has two members.
-
-    Parameters
-    ----------
-    rewards : (N,) scalar outcomes; NaN: missing
-    groups : (N,) integer, group of each trajectory; groups may differ in size
-    temperature : T > 0 of the draw by value
-    alpha : α >= 1 of the smoothing
-    eps : groups with a smaller variance are dropped
-    generator : torch.Generator, the same on every rank; None: torch's own
-    sampling : how free places are drawn: 'value', 'random', 'none'
-    clip : smooth the weights (eq. 21); False: ω = N
-    """
-    check_tensors(rewards=rewards)
-    index = check_groups(groups, len(rewards))
-    size, order = index.bincount(), index.argsort(stable=True)
-    member = torch.empty_like(index)
-    member[order] = torch.arange(len(index), device=index.device) - (size.cumsum(0) - size)[index[order]]
-    table = widen(rewards).new_full((len(size), int(size.max())), torch.nan)
-    table[index, member] = widen(rewards)
+    (n,), 0 for a missing member. Raises ValueError if no group has two members."""
+    table, index = _by_group(rewards, groups)
     weights, counts = vspo_weights(table, temperature, alpha, eps, generator, sampling, clip)
-    chosen = (counts > 0)[index]
-    omega = torch.where(rewards.isnan(), 0.0, weights[index])
-    return (counts > 0).nonzero()[:, 0].tolist(), omega[chosen]
+    return (counts > 0).nonzero()[:, 0].tolist(), _of_members(weights, counts, rewards, index)
 
 # %% ../nbs/1_rules/42_vspo.ipynb #p002
 from .options import Option
@@ -184,10 +147,27 @@ from .parts import Row, Sampling
 def _group_sizes(groups): return [len(g.trajectories) for g in groups]
 
 def _valuable(groups, rewards, o, rng):
-    "VSPO's groups and the ω of their trajectories."
+    "VSPO's groups, each as often as it stands in the batch, and the ω of their trajectories."
     index = torch.arange(len(groups)).repeat_interleave(torch.tensor(_group_sizes(groups)))
-    return kept_and_weights(rewards['outcome'], index, o['temperature'], o['smoothing'], o['least_variance'], rng,
-                            o['draw'], o['clip'])
+    table, index = _by_group(rewards['outcome'], index)
+    weights, counts = vspo_weights(table, o['temperature'], o['smoothing'], o['least_variance'], rng, o['draw'],
+                                   o['clip'])
+    return torch.arange(len(groups)).repeat_interleave(counts).tolist(), _of_members(weights, counts,
+                                                                                     rewards['outcome'], index)
+
+_VALUE_LOGS = {'vspo_groups': 'number of groups that VSPO keeps',
+               'vspo_places': 'N of the kept group that has most places of the batch',
+               'vspo_omega': 'mean ω of the kept groups, by which their advantages are multiplied',
+               'vspo_best': "R_max, the best outcome of the batch, in units of reward"}
+
+def _value_metrics(batch, o):
+    "How VSPO dealt out the places of a batch: dict."
+    counts = torch.tensor(batch.places).unique(return_counts=True)[1]
+    omega = value_smoothing(counts.float(), o['smoothing']) if o['clip'] else counts.float()
+    outcome = batch.text['outcome']
+    best = outcome[~outcome.isnan()].max().item() if not outcome.isnan().all() else math.nan
+    return {'vspo_groups': len(counts), 'vspo_places': counts.max().item(), 'vspo_omega': omega.mean().item(),
+            'vspo_best': best}
 
 def _varied(groups, rewards, o, rng):
     "Groups whose outcomes differ (DAPO), at most as many as a step asks for: the others are left out."
@@ -207,6 +187,7 @@ PARTS = (
                       **_VARIANCE,
                       'draw': Option('value', 'how free places are drawn', choices=('value', 'random', 'none')),
                       'clip': Option(True, 'smooth the weights; False: ω = N')},
+             metrics=_value_metrics, logs=_VALUE_LOGS,
              differs='one row with ω times its advantage in place of N copies, its KL once; smoothing is its α'),
     Sampling('varied', r'0 < \#\{i : R_i\ \text{right}\} < G', 'DAPO eq. 11', keep=_varied, rounds=lambda o: o['draws'],
              options={**_VARIANCE, 'draws': Option(3, 'rounds of rollouts that a step may take', least=1),
