@@ -22,7 +22,13 @@ def turns_from_mask(
     mask,                 # (R, T) bool or 0/1, 1 where the model wrote
     row_trajectory=None,  # (R,) trajectory of each row, rows in order; None: row i is trajectory i
 ):
-    "Number the turns of every trajectory by the runs of its mask: (R, T) long, -1 where the model did not write."
+    """Number the turns of every trajectory by the runs of its mask: (R, T) long, -1 where the model did not write.
+
+    Parameters
+    ----------
+    mask : (R, T) bool or 0/1, 1 where the model wrote
+    row_trajectory : (R,) trajectory of each row, rows in order; None: row i is trajectory i
+    """
     mask = torch.as_tensor(mask).bool()
     if mask.ndim != 2: raise ValueError(f'a mask is (rows, tokens), got {tuple(mask.shape)}')
     first = mask & ~torch.nn.functional.pad(mask[:, :-1], (1, 0))
@@ -40,7 +46,14 @@ def rewards_of_turns(
     row_trajectory=None,  # (R,) as for turns_from_mask
 ):
     """Sum what lies on each turn and behind it: outcome (N,), of the last turn, NaN without a turn, and (N, K), of the
-    others. Raises ValueError on a reward before the first turn of its row."""
+    others. Raises ValueError on a reward before the first turn of its row.
+
+    Parameters
+    ----------
+    token_rewards : (R, T) reward of each token; NaN: missing
+    token_turns : (R, T) long (turns_from_mask)
+    row_trajectory : (R,) as for turns_from_mask
+    """
     rewards = torch.as_tensor(token_rewards).float()
     if rewards.shape != token_turns.shape:
         raise ValueError(f'token rewards must be {tuple(token_turns.shape)} like the mask, got {tuple(rewards.shape)}')
@@ -159,7 +172,15 @@ def assign_arrays(
     rng=None,    # torch.Generator, for samplings that draw
 ):
     """What every token of a batch is credited with, given what its turns earned: `Credit` of (R, T), on the CPU. Raises
-    ValueError on arrays that lack what the rule reads."""
+    ValueError on arrays that lack what the rule reads.
+
+    Parameters
+    ----------
+    method : Method, or the name of one
+    arrays : Arrays
+    options : of the method, by name
+    rng : torch.Generator, for samplings that draw
+    """
     method, token_turns = _given_rewards(method, options), turns_from_mask(arrays.mask, arrays.row_trajectory)
     number = {g: b for b, g in enumerate(dict.fromkeys(arrays.groups))}
     order = sorted(range(len(arrays.groups)), key=lambda i: number[arrays.groups[i]])
@@ -196,7 +217,14 @@ def response_arrays(
 ):
     """The tensors of verl and SkyRL for rollouts of ours: dict of token_level_rewards and response_mask (N, T), and
     index (N,), the question of each. Raises ValueError on a rollout in several rows, and on a reward of its own for a
-    last turn, which could not be told from the outcome."""
+    last turn, which could not be told from the outcome.
+
+    Parameters
+    ----------
+    groups : list of Group, N trajectories whose contexts only grow
+    outcome : (N,)
+    turns : (N, K) reward of each turn but the last, on top of the outcome
+    """
     played = [(g, t) for g in groups for t in g.trajectories]
     if any(turn.context_ids is not None for _, t in played for turn in t.turns):
         raise ValueError('a rollout whose contexts were edited is several rows; these tensors have one for each')
@@ -236,7 +264,13 @@ def estimator(
     method,      # Method, or the name of one
     options={},  # of the method, by name
 ):
-    "An advantage estimator as verl and SkyRL call it: function of keyword arguments -> (advantages, returns), (R, T)."
+    """An advantage estimator as verl and SkyRL call it: function of keyword arguments -> (advantages, returns), (R, T).
+
+    Parameters
+    ----------
+    method : Method, or the name of one
+    options : of the method, by name
+    """
     method = _given_rewards(method, options)
     @torch.no_grad()
     def estimate(token_level_rewards, response_mask, index=None, config=None, values=None, rollouts=None, **others):
@@ -300,7 +334,14 @@ def register_verl(
     name=None,   # None: credit_rl/ and the method's
     options={},  # of the method, by name
 ):
-    "Register a method with verl as an advantage estimator: its name. Raises ImportError without verl."
+    """Register a method with verl as an advantage estimator: its name. Raises ImportError without verl.
+
+    Parameters
+    ----------
+    method : Method, or the name of one
+    name : None: credit_rl/ and the method's
+    options : of the method, by name
+    """
     register = _imported(['verl.trainer.ppo.core_algos'], 'register_adv_est', 'verl')
     name, estimate = name or f'credit_rl/{_given_rewards(method, options).name}', estimator(method, options)
     register(name)(estimate)
@@ -315,7 +356,14 @@ def register_skyrl(
     name=None,   # None: credit_rl/ and the method's
     options={},  # of the method, by name
 ):
-    "Register a method with SkyRL as an advantage estimator: its name. Raises ImportError without SkyRL."
+    """Register a method with SkyRL as an advantage estimator: its name. Raises ImportError without SkyRL.
+
+    Parameters
+    ----------
+    method : Method, or the name of one
+    name : None: credit_rl/ and the method's
+    options : of the method, by name
+    """
     places = ['skyrl.backends.skyrl_train.utils.ppo_utils', 'skyrl_train.utils.ppo_utils']
     register = _imported(places, 'register_advantage_estimator', 'SkyRL')
     name = name or f'credit_rl/{_given_rewards(method, options).name}'
@@ -379,7 +427,12 @@ class LoopMixin:
 def verl_loop(
     base,  # one of verl's agent loops: a subclass of AgentLoopBase
 ):
-    "A subclass of an agent loop of verl's, with turn rewards."
+    """A subclass of an agent loop of verl's, with turn rewards.
+
+    Parameters
+    ----------
+    base : one of verl's agent loops: a subclass of AgentLoopBase
+    """
     return type(f'Credit{base.__name__}', (LoopMixin, base), {})
 
 # %% ../nbs/7_elsewhere/80_adapters.ipynb #c030
@@ -437,7 +490,13 @@ def openrlhf_maker(
     method,      # Method, or the name of one
     options={},  # of the method, by name
 ):
-    "A subclass of OpenRLHF's `RemoteExperienceMaker` with the method's advantages. Raises ImportError without it."
+    """A subclass of OpenRLHF's `RemoteExperienceMaker` with the method's advantages. Raises ImportError without it.
+
+    Parameters
+    ----------
+    method : Method, or the name of one
+    options : of the method, by name
+    """
     base = _imported(['openrlhf.trainer.ppo_utils.experience_maker'], 'RemoteExperienceMaker', 'OpenRLHF')
     penalize = _imported(['openrlhf.trainer.ppo_utils.length_penalty'], 'apply_length_penalties', 'OpenRLHF 0.11')
     held = {'credited': (_given_rewards(method, options), {}), 'penalize': staticmethod(penalize)}
@@ -453,7 +512,13 @@ def slime_rewards(
     method,      # Method, or the name of one
     options={},  # of the method, by name
 ):
-    "A function for slime's --custom-reward-post-process-path: (args, samples) -> raw rewards, and credit of turns."
+    """A function for slime's --custom-reward-post-process-path: (args, samples) -> raw rewards, and credit of turns.
+
+    Parameters
+    ----------
+    method : Method, or the name of one
+    options : of the method, by name
+    """
     method = _given_rewards(method, options)
     def post_process(args, samples):
         flat = [s for held in samples for s in (held if isinstance(held, list) else [held])]
@@ -506,7 +571,14 @@ def prime_credit(
 ):
     """What every sampled token of a group of traces is credited with: a list for each trace, in the order of its nodes,
     and written into their `advantages`. Raises ValueError on a rule that needs more than a group, and on turn rewards
-    that are not one for each turn."""
+    that are not one for each turn.
+
+    Parameters
+    ----------
+    method : Method, or the name of one
+    traces : list of verifiers' Trace, the attempts at one task
+    options : of the method, by name
+    """
     method = _given_rewards(method, options)
     if not method.rule.compares or method.sampling.selects:
         raise ValueError(f'{method.name} compares over a batch, draws from it, or reads a critic, and a group is all '
@@ -542,7 +614,13 @@ def prime_algorithm(
     method,      # Method, or the name of one
     options={},  # of the method, by name
 ):
-    "A subclass of prime-rl's `Algorithm` with the method's advantages. Raises ImportError without prime-rl."
+    """A subclass of prime-rl's `Algorithm` with the method's advantages. Raises ImportError without prime-rl.
+
+    Parameters
+    ----------
+    method : Method, or the name of one
+    options : of the method, by name
+    """
     base = _imported(['prime_rl.orchestrator.algo.base'], 'Algorithm', 'prime-rl')
     annotate = _imported(['prime_rl.orchestrator.algo.routing'], 'assign_advantages', 'prime-rl')
     held = {'credited': (_given_rewards(method, options), {}), 'annotate': staticmethod(annotate)}
@@ -590,6 +668,12 @@ def areal_actor(
     method,      # Method, or the name of one
     options={},  # of the method, by name
 ):
-    "A subclass of AReaL's `PPOActor` with the method's advantages. Raises ImportError without AReaL."
+    """A subclass of AReaL's `PPOActor` with the method's advantages. Raises ImportError without AReaL.
+
+    Parameters
+    ----------
+    method : Method, or the name of one
+    options : of the method, by name
+    """
     base = _imported(['areal.trainer.ppo.actor'], 'PPOActor', 'AReaL')
     return type('CreditActor', (ActorMixin, base), {'credited': (_given_rewards(method, options), {})})

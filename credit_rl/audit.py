@@ -62,7 +62,14 @@ def find_truth(
     outcome,               # list of Group -> (N,) outcomes
     sampling=None, seed=0,
 ):
-    "Play on from all states of rollouts: `Truth`."
+    """Play on from all states of rollouts: `Truth`.
+
+    Parameters
+    ----------
+    groups : as for continuations; list of Group
+    n : continuations of every state, at least 2
+    outcome : list of Group -> (N,) outcomes
+    """
     states, index = distinct_states(groups)
     played = continuations(engine, env, states, n, sampling, seed)
     return Truth(groups, outcome(groups), score_continuations(played, outcome), index)
@@ -74,7 +81,12 @@ def turn_kinds(
     groups,  # list of Group, N trajectories in all
 ):
     """The kind of every turn: (N, K) long, its number in KINDS, -1 where there is none. A first turn that calls only
-    asks; a later one has read something too; the last reads and answers; what does neither is malformed."""
+    asks; a later one has read something too; the last reads and answers; what does neither is malformed.
+
+    Parameters
+    ----------
+    groups : list of Group, N trajectories in all
+    """
     turn_mask, _ = index_groups(groups)
     out = torch.full(turn_mask.shape, -1)
     for i, t in enumerate(t for g in groups for t in g.trajectories):
@@ -95,7 +107,13 @@ def kendall(
     x, y,  # (B, n) float
     mask,  # (B, n) bool: entries that exist
 ):
-    "Kendall's rank correlation τ-b of each row: (B,), NaN where one side has no two different entries."
+    """Kendall's rank correlation τ-b of each row: (B,), NaN where one side has no two different entries.
+
+    Parameters
+    ----------
+    y : (B, n) float
+    mask : (B, n) bool: entries that exist
+    """
     pairs = mask[:, :, None] & mask[:, None, :]
     sign = lambda v: torch.where(pairs, (v[:, :, None] - v[:, None, :]).round(decimals=6).sign(), 0.)
     a, b = sign(torch.where(mask, x, 0.)), sign(torch.where(mask, y, 0.))
@@ -125,7 +143,15 @@ def agreements(
 ):
     """How a rule's credit agrees with the truth (ours): dict name -> (sums, counts), (B,) each by question. Ranks
     within rollouts and within groups, turn by turn, and within groups by kind of turn; of turns whose credit is beyond
-    two errors the share with the right sign among those that got any, and the share that got exactly 0."""
+    two errors the share with the right sign among those that got any, and the share that got exactly 0.
+
+    Parameters
+    ----------
+    credit : (N, K) a rule's
+    truth : Truth
+    kinds : (N, K) long (turn_kinds)
+    against : (N, K) what the credit is held against; None: true credit, which has errors
+    """
     true, owner, b = truth.credit() if against is None else against, truth.owner, len(truth.groups)
     beyond = 2 * truth.errors() if against is None else 0.
     out = {'within rollouts': _by_question(kendall(credit, true, truth.turn_mask), owner, b)}
@@ -149,7 +175,13 @@ def interval(
     times=1000,    # bootstrap samples of questions
     seed=0,
 ):
-    "A mean over what was counted, and the 95 % bootstrap interval over questions: (mean, low, high), NaN of nothing."
+    """A mean over what was counted, and the 95 % bootstrap interval over questions: (mean, low, high), NaN of nothing.
+
+    Parameters
+    ----------
+    counts : (B,) by question
+    times : bootstrap samples of questions
+    """
     generator = torch.Generator().manual_seed(seed)
     drawn = torch.randint(len(sums), (times, len(sums)), generator=generator)
     means = sums[drawn].sum(1) / counts[drawn].sum(1)
@@ -186,7 +218,14 @@ def question_gradients(
     gradients,  # (N, K, D), of turn_gradients
     owner,      # (N,) long, question of each rollout
 ):
-    "Mean gradient that a credit makes of each question's rollouts: (B, D)."
+    """Mean gradient that a credit makes of each question's rollouts: (B, D).
+
+    Parameters
+    ----------
+    credit : (N, K) a rule's
+    gradients : (N, K, D), of turn_gradients
+    owner : (N,) long, question of each rollout
+    """
     count = owner.bincount()[:, None]
     made = torch.einsum('nk,nkd->nd', credit, gradients)
     return torch.zeros(len(count), gradients.shape[2]).index_add(0, owner, made) / count
@@ -200,7 +239,15 @@ def gradient_samples(
 ):
     """Cosine of the mean gradient that a rule makes with the one that true credit makes, and its signal to noise
     (ours): dict name -> (1 + times,), the value, and those of bootstrap samples of questions, the same for every rule.
-    NaN of a rule that says nothing."""
+    NaN of a rule that says nothing.
+
+    Parameters
+    ----------
+    credit : (N, K) a rule's
+    true : (N, K) true credit
+    gradients : (N, K, D), of turn_gradients
+    owner : (N,) long, question of each rollout
+    """
     b = int(owner.max()) + 1
     made, right = (question_gradients(a, gradients, owner) for a in (credit, true))
     drawn = torch.randint(b, (times, b), generator=torch.Generator().manual_seed(0))
@@ -233,7 +280,13 @@ def rollouts_saved(
 ):
     """How many times the rollouts GRPO needs for a step as clear as true credit's (ours): (n, low, high), a 95 %
     interval; `high` is infinite where GRPO's step is not told from none. NaN where true credit's is not, or GRPO's
-    points away from it."""
+    points away from it.
+
+    Parameters
+    ----------
+    made : (B, D) gradient of each question, as GRPO makes it
+    other : (B, D) those of true credit, by two halves of the continuations
+    """
     b, mean = len(made), (one + other) / 2
     true, spread = _cross_sums(one, other)
     along, noise = _cross_sums(made, mean)[0], _cross_sums(made, made)[1]
@@ -247,7 +300,12 @@ def rollouts_saved(
     return math.exp(n), math.exp(low), math.exp(high) if clear[1] else math.inf
 
 def saving_says(saving):  # (n, low, high), of rollouts_saved
-    "What turn credit could save, and what follows: a sentence."
+    """What turn credit could save, and what follows: a sentence.
+
+    Parameters
+    ----------
+    saving : (n, low, high), of rollouts_saved
+    """
     n, low, high = saving
     if math.isnan(n):
         return ("What turn credit could save cannot be told from so few questions: GRPO's step, or true credit's, is "
@@ -272,7 +330,17 @@ def audit(
     the controls: `half`, true credit from one half of the continuations, which is judged by the other half; `vine`,
     from FEW of them, where that is less than half, judged by the others; `chance`, drawn at random; `even`, the outcome
     spread over the turns. Each score stands beside its 95 % interval, `low` and `high`. `signal to noise over grpo` is
-    what a rule has more of it than the baseline."""
+    what a rule has more of it than the baseline.
+
+    Parameters
+    ----------
+    rules : dict name -> (N, K) credit of every turn
+    truth : Truth
+    gradients : (N, K, D), of turn_gradients; None: those scores are left out
+    costs : dict name -> dict of more columns
+    against : (N, K) what the rules are held against; None: true credit
+    baseline : whose signal to noise is taken off, where it is among the rules
+    """
     import pandas as pd
     kinds, mask = turn_kinds(truth.groups), truth.turn_mask
     parts = {'half': truth.played.shape[1] // 2}
@@ -422,7 +490,14 @@ def run_audit(
     say=print, # function called with lines of text
 ):
     """Audit a checkpoint: writes `audit.csv`, `audit.json` and `figures/audit.png` into the run's folder, and of a tiny
-    world `solver.csv`, the rules held against the solver's value. Returns the folder. Raises FolderInUse."""
+    world `solver.csv`, the rules held against the solver's value. Returns the folder. Raises FolderInUse.
+
+    Parameters
+    ----------
+    config : Config of a training: model, data, acting
+    auditing : AuditChoice
+    say : function called with lines of text
+    """
     with writing(config.run) as folder:
         truth, table, more, against = _audited(config, auditing, say)
         _write_audit(folder, truth, table, more)
@@ -486,7 +561,12 @@ def _write_audit(folder, truth, table, more):
 def read_audit_settings(
     given,  # dict name -> value: settings of a training and of the audit, in one
 ):
-    "The settings of an audit: (Config, AuditChoice). Raises ValueError on an unknown name or a value not allowed."
+    """The settings of an audit: (Config, AuditChoice). Raises ValueError on an unknown name or a value not allowed.
+
+    Parameters
+    ----------
+    given : dict name -> value: settings of a training and of the audit, in one
+    """
     own = {f.name for f in dataclasses.fields(AuditChoice)}
     auditing = from_settings(AuditChoice, {k: v for k, v in given.items() if k in own})
     config = make_config({'run': _COURSE.run, **{k: v for k, v in given.items() if k not in own}})

@@ -33,7 +33,16 @@ def belief_rows(
 ):
     """Measure belief in the gold at every state in which the policy had to act: list of dict, a state and a schema
     each. `belief` is the best gold's probability a token (geometric mean), `chance` its probability as a whole, `shown`
-    whether a tool had returned a gold by then, `right` whether the rollout's answer was."""
+    whether a tool had returned a gold by then, `right` whether the rollout's answer was.
+
+    Parameters
+    ----------
+    model : Hugging Face model whose belief is measured
+    chat : Chat of its tokenizer
+    groups : list of Group, N rollouts in all, of any policy
+    schemas : see read_schema
+    golds : accepted answers of a question, at most
+    """
     layout = pack(groups, len(chat.encode(answer_header(chat))))
     templates = [gold_templates(chat, groups, schema, golds) for schema in schemas]
     scores = answer_logps(model, (layout.ids, layout.lengths), acting_states(layout.states, layout.turn_mask),
@@ -59,7 +68,15 @@ def closed_book(
     words=12,     # of the answer, in tokens
 ):
     """Answer at once, without a search, greedily: list of dict with `question`, `set`, `answer`, `right`, and
-    `popularity`, where the set tells it, else NaN."""
+    `popularity`, where the set tells it, else NaN.
+
+    Parameters
+    ----------
+    model : Hugging Face model
+    chat : Chat of its tokenizer
+    questions : list of Question
+    words : of the answer, in tokens
+    """
     before, after = answer_form(chat.protocol)
     prompts = [[*chat.prompt_ids(q.text), *chat.encode(before)] for q in questions]
     stop = (after.strip(),)
@@ -85,7 +102,13 @@ def belief_table(
     draws=400,   # bootstrap samples of questions
     seed=0,
 ):
-    "By model and schema: states, mean belief shown and not, AUC with its interval of 95 %: pandas DataFrame."
+    """By model and schema: states, mean belief shown and not, AUC with its interval of 95 %: pandas DataFrame.
+
+    Parameters
+    ----------
+    rows : DataFrame of belief_rows, with a column `model`
+    draws : bootstrap samples of questions
+    """
     import numpy as np, pandas as pd
     out, rng = {}, np.random.default_rng(seed)
     for name, mine in rows.groupby(['model', 'schema'], sort=False):
@@ -102,7 +125,14 @@ def popularity_table(
     closed,      # DataFrame of closed_book, with a column `model`
     parts=3,     # of the questions whose popularity is known, of equal size
 ):
-    "Exact match without a search, by model, on all questions and from the least to the most popular: pandas DataFrame."
+    """Exact match without a search, by model, on all questions and from the least to the most popular: pandas
+    DataFrame.
+
+    Parameters
+    ----------
+    closed : DataFrame of closed_book, with a column `model`
+    parts : of the questions whose popularity is known, of equal size
+    """
     import pandas as pd
     known = closed[closed.popularity.notna()]
     names = [f'popularity {i + 1} of {parts}' for i in range(parts)]
@@ -114,7 +144,12 @@ def popularity_table(
 # %% ../nbs/experiments/47_beliefs.ipynb #b9915
 def belief_figure(rows):  # DataFrame of belief_rows, with a column `model`
     """Draw belief in the gold, shown and not, by schema and model, and its chance at the last state against the share
-    of rollouts that were right (in fifths): matplotlib figure."""
+    of rollouts that were right (in fifths): matplotlib figure.
+
+    Parameters
+    ----------
+    rows : DataFrame of belief_rows, with a column `model`
+    """
     import matplotlib.pyplot as plt, pandas as pd, seaborn as sns
     schemas = list(dict.fromkeys(rows.schema))
     rows = rows.assign(gold=rows.shown.map({True: 'shown', False: 'not shown'}))
@@ -139,7 +174,12 @@ def belief_figure(rows):  # DataFrame of belief_rows, with a column `model`
 
 # %% ../nbs/experiments/47_beliefs.ipynb #b9918
 def shown_and_right(groups):  # list of Group
-    "Shares of rollouts by outcome (right, wrong) and process (gold shown or not), as TSPO crosses them: dict."
+    """Shares of rollouts by outcome (right, wrong) and process (gold shown or not), as TSPO crosses them: dict.
+
+    Parameters
+    ----------
+    groups : list of Group
+    """
     flat = [t for g in groups for t in g.trajectories]
     found = (first_turns(groups) >= 0).tolist()
     right = [exact_match(t.answer, list(t.question.answers)) == 1 for t in flat]
@@ -150,7 +190,13 @@ def read_rollouts(
     folder,     # of an evaluation, or of a run of training
     most=None,  # questions at most: the first ones
 ):
-    "The rollouts that a folder keeps, by question: list of Group. Raises ValueError where there are none."
+    """The rollouts that a folder keeps, by question: list of Group. Raises ValueError where there are none.
+
+    Parameters
+    ----------
+    folder : of an evaluation, or of a run of training
+    most : questions at most: the first ones
+    """
     groups, files = {}, sorted(Path(folder).rglob('turns.jsonl.gz'))
     for row in (row for path in files for row in read_turns(path.parent) if row['kind'] in ('evaluate', 'train')):
         t = trajectory_from_json(row['trajectory'])
@@ -165,7 +211,16 @@ def measure_beliefs(
     folder,     # where to write
     say=print,  # function called with lines of text
 ):
-    "Measure every model's belief on the same rollouts, and what it answers at once. Returns the folder."
+    """Measure every model's belief on the same rollouts, and what it answers at once. Returns the folder.
+
+    Parameters
+    ----------
+    groups : list of Group
+    models : dict: name -> folder of a model
+    protocol : Protocol in which the rollouts were played
+    folder : where to write
+    say : function called with lines of text
+    """
     import pandas as pd
     beliefs, closed, questions = [], [], [g.question for g in groups]
     with writing(folder) as folder:
@@ -185,7 +240,12 @@ def measure_beliefs(
 
 # %% ../nbs/experiments/47_beliefs.ipynb #b9920
 def main(arguments=None):  # list of str; None: the command line's
-    "`python -m credit_rl.beliefs ROLLOUTS FOLDER NAME=MODEL …`: what models believe of golds, on stored rollouts."
+    """`python -m credit_rl.beliefs ROLLOUTS FOLDER NAME=MODEL …`: what models believe of golds, on stored rollouts.
+
+    Parameters
+    ----------
+    arguments : list of str; None: the command line's
+    """
     parser = make_parser('credit_rl.beliefs', 'Belief in the gold answer, shown and not, by several models.')
     parser.add_argument('rollouts', help='folder of an evaluation, or of a run')
     parser.add_argument('folder', help='where to write')

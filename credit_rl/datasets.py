@@ -57,7 +57,12 @@ def _split_files(bench, folder, split):
 # %% ../nbs/2_environment/10_datasets.ipynb #c097
 def ask_hub(seconds=5):  # how long it may take to answer
     """Make sure that the hub answers, before its clients try for half a minute what cannot be. Raises ConnectionError
-    that names it."""
+    that names it.
+
+    Parameters
+    ----------
+    seconds : how long it may take to answer
+    """
     from huggingface_hub import constants, get_session
     if constants.HF_HUB_OFFLINE: raise ConnectionError('HF_HUB_OFFLINE is set, so the hub is not asked')
     try: get_session().head(constants.ENDPOINT, timeout=seconds)
@@ -182,7 +187,15 @@ def load_questions(
     on_error='raise',  # malformed row: 'raise', or 'skip' it, count and warn
 ):
     """Load a benchmark as a list of `Question`, with `skipped` as an attribute.
-    Raises on an unknown name or layout, a malformed row, an id that stands twice, a file of other sets."""
+    Raises on an unknown name or layout, a malformed row, an id that stands twice, a file of other sets.
+
+    Parameters
+    ----------
+    name : a data set of BENCHMARKS
+    path : file or folder; None: download, commit pinned; the set of data/real lies in the repository
+    split : 'train', 'dev' or 'test': which file of a folder or of the hub; a file given as path is taken as it is
+    on_error : malformed row: 'raise', or 'skip' it, count and warn
+    """
     bench, seen, others = get_benchmark(name), Counter(), Counter()
     def parse(row):
         if other := _of_another_set(bench, row):
@@ -227,7 +240,15 @@ def load_corpus(
     on_error='raise',  # malformed row: 'raise', or 'skip' it, count and warn
 ):
     """Load the passages of a benchmark as a list of `Passage`, with `skipped` as an attribute.
-    Raises on a malformed row, an id that stands twice, no passages."""
+    Raises on a malformed row, an id that stands twice, no passages.
+
+    Parameters
+    ----------
+    name : a data set of BENCHMARKS
+    path : corpus file, question file or folder; None: the paragraphs of the hub's questions
+    split : only the paragraphs of this split's questions
+    on_error : malformed row: 'raise', or 'skip' it, count and warn
+    """
     bench, ids, pieces, out = get_benchmark(name), set(), set(), LoadedRows()
     def parse(row):
         for given, title, text in read_passages(bench, row):
@@ -254,7 +275,14 @@ def subsample(
     n,          # how many to keep, at least 1; all of them if there are no more
     seed,       # int: the draw
 ):
-    "Keep `n` of `questions` by a seeded draw, in their order; the draw does not depend on the order. Raises on n < 1."
+    """Keep `n` of `questions` by a seeded draw, in their order; the draw does not depend on the order. Raises on n < 1.
+
+    Parameters
+    ----------
+    questions : list of Question
+    n : how many to keep, at least 1; all of them if there are no more
+    seed : int: the draw
+    """
     if n < 1: raise ValueError(f'n must be at least 1, got {n}')
     kept = sorted(range(len(questions)), key=lambda i: _draw(questions[i], seed))[:n]
     return [questions[i] for i in sorted(kept)]
@@ -301,7 +329,17 @@ def load_mixture(
     on_error='raise',  # malformed row: 'raise', or 'skip' it, count and warn
 ):
     """Load several sets as one shuffled list of `Question`, ids as 'set:id', with `skipped` as an attribute.
-    Raises on an unknown mixture or set, and on a set that has fewer questions than asked for."""
+    Raises on an unknown mixture or set, and on a set that has fewer questions than asked for.
+
+    Parameters
+    ----------
+    mixture : name in MIXTURES (its training sets), or a list of names in BENCHMARKS
+    paths : a folder with a folder for each set, a file that mixes them, or dict set → file or folder; None: the hub
+    sizes : how many of each set: dict set → n, one n for all, or None for all there are
+    seed : int: the draw of the parts and of the order
+    split : 'train', 'dev' or 'test'
+    on_error : malformed row: 'raise', or 'skip' it, count and warn
+    """
     if isinstance(mixture, str) and mixture not in MIXTURES:
         raise ValueError(f'no mixture {mixture!r}; known: {", ".join(MIXTURES)}; or give a list of data sets')
     names = [get_benchmark(n).name for n in (MIXTURES[mixture].train if isinstance(mixture, str) else mixture)]

@@ -242,7 +242,16 @@ def read_dump(
     tokenizer=None,    # Hugging Face tokenizer, for rows of ids
     source='',         # name of the data set
 ):
-    "Read rollouts that a trainer wrote: `_Dump`. Raises ValueError on a bad row, with its number and how to mend it."
+    """Read rollouts that a trainer wrote: `_Dump`. Raises ValueError on a bad row, with its number and how to mend it.
+
+    Parameters
+    ----------
+    path : file of JSON lines, or a list of dict
+    protocol : a row of PROTOCOLS, a file, or a Protocol: how calls and answers are written
+    answers : question text -> accepted answers, where the file does not have them
+    tokenizer : Hugging Face tokenizer, for rows of ids
+    source : name of the data set
+    """
     protocol, words = get_protocol(protocol) if isinstance(protocol, str) else protocol, {}
     encode = lambda text: tuple(words.setdefault(w, len(words)) for w in text.split())
     groups, rewards, first = {}, {}, {}
@@ -272,7 +281,14 @@ def text_credit(
     method='tspo',  # Method, or the name of one, that asks no model
     options={},     # of the method, by name
 ):
-    "What a rule of text gives every turn: (N, K), 0 where there is none. Raises ValueError on one that asks a model."
+    """What a rule of text gives every turn: (N, K), 0 where there is none. Raises ValueError on one that asks a model.
+
+    Parameters
+    ----------
+    groups : list of Group
+    method : Method, or the name of one, that asks no model
+    options : of the method, by name
+    """
     method = bind(get_method(method) if isinstance(method, str) else method, options)
     asks = method.asks(groups)
     if asks.sees or asks.plays:
@@ -300,7 +316,13 @@ def compare_rules(
 ):
     """How rules of text differ on rollouts: a DataFrame, a row for each, with the share of turns that it credits, the
     share of rollouts whose turns it tells apart, and its τ with each of the others within rollouts, NaN where nothing
-    can be ordered."""
+    can be ordered.
+
+    Parameters
+    ----------
+    groups : list of Group
+    methods : names
+    """
     import pandas as pd
     mask, rows = index_groups(groups)[0], {}
     found = {name: text_credit(groups, name) for name in methods}

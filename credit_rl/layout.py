@@ -103,7 +103,12 @@ def rows_of(
     layout,
     trajectories,  # (n,) long, or a list
 ):
-    "Find the rows of some trajectories, in the layout's order: (r,) long."
+    """Find the rows of some trajectories, in the layout's order: (r,) long.
+
+    Parameters
+    ----------
+    trajectories : (n,) long, or a list
+    """
     wanted = torch.as_tensor(trajectories, dtype=torch.long, device=layout.row_trajectory.device)
     return torch.isin(layout.row_trajectory, wanted).nonzero()[:, 0]
 
@@ -119,7 +124,16 @@ def loss_weights(
     denominator=None,        # replaces the full batch's token count, number of trajectories, or 1
 ):
     """Weight (R, T) of every token in the loss, so that the loss is a plain weighted sum. Raises ValueError on an
-    unknown average."""
+    unknown average.
+
+    Parameters
+    ----------
+    token_turns : (R, T) long, -1 where nothing is trained
+    row_trajectory : (R,) long in [0, N)
+    average : one of AVERAGES
+    trajectory_weight : (N,) float, e.g. VSPO's ω; None: all 1
+    denominator : replaces the full batch's token count, number of trajectories, or 1
+    """
     if average not in AVERAGES: raise ValueError(f'average must be one of {", ".join(AVERAGES)}, got {average!r}')
     trained = token_turns >= 0
     n = int(row_trajectory.max()) + 1 if trajectory_weight is None else len(trajectory_weight)
@@ -177,7 +191,16 @@ def head_logps(
     pieces=HeadPieces(),
 ):
     """Log-probability of each target, in nats, and with `entropy` a pair: (n,) in float32 or better. Raises ValueError
-    on shapes that do not fit."""
+    on shapes that do not fit.
+
+    Parameters
+    ----------
+    head : module with out_features V, (c, d) → (c, V) logits: a model's get_output_embeddings()
+    hidden : (n, d) hidden states at the positions before the targets
+    target : (n,) long, the words that followed
+    temperature : > 0, a number or (n,), divides the logits; None: 1
+    entropy : True: that of each token's distribution too
+    """
     if hidden.ndim != 2 or target.shape != hidden.shape[:1]:
         raise ValueError(f'wanted hidden states (n, d) and targets (n,), got {tuple(hidden.shape)} and '
                          f'{tuple(target.shape)}')
@@ -198,7 +221,14 @@ def hidden_states(
     ids,        # (R, T) long, padded on the right
     tree=None,  # Tree of these rows: what they share is computed once; None: row by row
 ):
-    "Read rows once: last hidden states (R, T, d), or with a tree those of its columns (W, d)."
+    """Read rows once: last hidden states (R, T, d), or with a tree those of its columns (W, d).
+
+    Parameters
+    ----------
+    model : Hugging Face causal model
+    ids : (R, T) long, padded on the right
+    tree : Tree of these rows: what they share is computed once; None: row by row
+    """
     if tree is not None: return read_tree(model, tree)
     return model.base_model(input_ids=ids, use_cache=False).last_hidden_state
 
@@ -213,7 +243,19 @@ def token_logps(
     place=None,       # (R, T) long: where each token's state stands among those of a tree's columns
     pieces=HeadPieces(),  # how much of the head's output stands in memory at once
 ):
-    "Log-probability of each trained token, in nats, and with `entropy` a pair: (R, T) float32, 0 elsewhere."
+    """Log-probability of each trained token, in nats, and with `entropy` a pair: (R, T) float32, 0 elsewhere.
+
+    Parameters
+    ----------
+    model : Hugging Face causal model
+    ids : (R, T) long, padded on the right
+    trained : (R, T) bool
+    temperature : > 0, divides the logits
+    entropy : True: that of each trained token's distribution too
+    hidden : last hidden states of the rows, where they are known (hidden_states)
+    place : (R, T) long: where each token's state stands among those of a tree's columns
+    pieces : how much of the head's output stands in memory at once
+    """
     hidden = hidden_states(model, ids) if hidden is None else hidden
     target = trained.clone()
     target[:, 0] = False                                     # the first token of a row has no prediction

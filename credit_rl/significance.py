@@ -12,7 +12,12 @@ import math
 def mean_interval(
     differences,  # n numbers, one for each seed
 ):
-    "Mean, its 95 % interval and the p-value of 0 (Student): (mean, low, high, p); all but the mean are NaN of one."
+    """Mean, its 95 % interval and the p-value of 0 (Student): (mean, low, high, p); all but the mean are NaN of one.
+
+    Parameters
+    ----------
+    differences : n numbers, one for each seed
+    """
     from scipy.stats import t
     n = len(differences)
     mean = sum(differences) / n
@@ -26,7 +31,13 @@ def welch(
     mean, error, free,     # of one estimate: value, standard error, degrees of freedom
     mean2, error2, free2,  # of the other
 ):
-    "Difference of two estimates, the first less the second, each with a variance of its own: (d, low, high, p)."
+    """Difference of two estimates, the first less the second, each with a variance of its own: (d, low, high, p).
+
+    Parameters
+    ----------
+    free : of one estimate: value, standard error, degrees of freedom
+    free2 : of the other
+    """
     from scipy.stats import t
     a, b, d = error ** 2, error2 ** 2, mean - mean2
     if not a + b > 0: return d, *((d, d, 0. if d else 1.) if a + b == 0 else (math.nan,) * 3)
@@ -38,7 +49,12 @@ def welch(
 def holm(
     p,  # n p-values, NaN: not known
 ):
-    "P-values that hold for all tests together (Holm 1979): list, NaN stays."
+    """P-values that hold for all tests together (Holm 1979): list, NaN stays.
+
+    Parameters
+    ----------
+    p : n p-values, NaN: not known
+    """
     known, out, most = sorted((i for i, x in enumerate(p) if x == x), key=lambda i: p[i]), list(p), 0.
     for rank, i in enumerate(known): out[i] = most = max(most, min(1., (len(known) - rank) * p[i]))
     return out
@@ -49,7 +65,14 @@ def verdict(
     p,           # of no difference, after Holm
     margin=.02,  # what counts as level
 ):
-    "'ahead', 'behind', 'within ± margin', 'not told apart', or 'unknown' of an interval that was not measured."
+    """'ahead', 'behind', 'within ± margin', 'not told apart', or 'unknown' of an interval that was not measured.
+
+    Parameters
+    ----------
+    high : 95 % interval of a difference
+    p : of no difference, after Holm
+    margin : what counts as level
+    """
     if math.isnan(low) or math.isnan(high): return 'unknown'
     if p < .05: return 'ahead' if low + high > 0 else 'behind'
     return f'within ± {margin:g}'.replace('0.', '.') if -margin <= low and high <= margin else 'not told apart'
@@ -60,7 +83,14 @@ def detectable(
     level=.05, # of the test, divided by the number of comparisons for Holm's first step
     power=.8,
 ):
-    "The difference that a paired t test over n seeds finds with a chance of `power`: float, NaN of fewer than two."
+    """The difference that a paired t test over n seeds finds with a chance of `power`: float, NaN of fewer than two.
+
+    Parameters
+    ----------
+    spread : standard deviation of the differences
+    n : seeds
+    level : of the test, divided by the number of comparisons for Holm's first step
+    """
     from scipy.optimize import brentq
     from scipy.stats import nct, t
     if n < 2 or math.isnan(spread): return math.nan
@@ -75,7 +105,13 @@ def jackknife(
     values,    # (1 + B,) tensor, of all and with each of B left out
     pairs=0.,  # variance that comes of pairs, which leaving out one at a time counts twice
 ):
-    "A value and its 95 % interval (Student) by the jackknife: (value, low, high), NaN where one value is not known."
+    """A value and its 95 % interval (Student) by the jackknife: (value, low, high), NaN where one value is not known.
+
+    Parameters
+    ----------
+    values : (1 + B,) tensor, of all and with each of B left out
+    pairs : variance that comes of pairs, which leaving out one at a time counts twice
+    """
     from scipy.stats import t
     b = len(values) - 1
     variance = (b - 1) / b * (values[1:] - values[1:].mean()).pow(2).sum() - pairs

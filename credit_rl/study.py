@@ -17,7 +17,12 @@ from .runlog import read_json, read_summary
 
 # %% ../nbs/experiments/76_study.ipynb #s006
 def regimes_of(folder):  # of a study
-    "Names of the regimes of a study, those with an audit or a run. Raises FileNotFoundError where there are none."
+    """Names of the regimes of a study, those with an audit or a run. Raises FileNotFoundError where there are none.
+
+    Parameters
+    ----------
+    folder : of a study
+    """
     found = sorted({p.relative_to(folder).parts[0] for what in ('*/audits/*/audit.csv', '*/*/params.yaml')
                     for p in Path(folder).glob(what)})
     if not found: raise FileNotFoundError(f'{folder} holds no study: no REGIME/audits/SEED/audit.csv and no run')
@@ -29,7 +34,13 @@ def read_audits(
 ):
     """What audits say: DataFrame, a row for each regime, seed of a base, and rule, with the columns of `audit` and,
     from `audit.json`, what share of the credit lies before the last turn. A rule that was audited by other options has
-    these rows alone. Raises FileNotFoundError where there is none."""
+    these rows alone. Raises FileNotFoundError where there is none.
+
+    Parameters
+    ----------
+    folder : of a study
+    what : of its bases; 'midway': of what GRPO had made of them half-way
+    """
     import pandas as pd
     tables, own = [], {}
     for path in sorted(Path(folder).glob(f'*/{what}*/*/audit.csv')):
@@ -47,18 +58,33 @@ def read_audits(
 SCORE = 'signal to noise over grpo'
 
 def word(low, high):  # ends of the interval of a difference
-    "'ahead', 'behind' or 'level'; 'unknown' of an interval that was not measured."
+    """'ahead', 'behind' or 'level'; 'unknown' of an interval that was not measured.
+
+    Parameters
+    ----------
+    low, high : ends of the interval of a difference
+    """
     if math.isnan(low) or math.isnan(high): return 'unknown'
     return 'ahead' if low > 0 else 'behind' if high < 0 else 'level'
 
 def joined(values, lows, highs):  # arrays
-    "The mean of independent estimates, and its 95 % interval from theirs: (mean, low, high), NaN of none."
+    """The mean of independent estimates, and its 95 % interval from theirs: (mean, low, high), NaN of none.
+
+    Parameters
+    ----------
+    values, lows, highs : arrays
+    """
     if not len(values): return (math.nan,) * 3
     mean, n = values.mean(), len(values)
     return mean, mean - ((values - lows) ** 2).sum() ** .5 / n, mean + ((highs - values) ** 2).sum() ** .5 / n
 
 def predict(audits):  # DataFrame of read_audits
-    "What is expected of each rule: DataFrame with regime, rule, bases, score, its interval, and `expected`."
+    """What is expected of each rule: DataFrame with regime, rule, bases, score, its interval, and `expected`.
+
+    Parameters
+    ----------
+    audits : DataFrame of read_audits
+    """
     import pandas as pd
     rows = []
     for (regime, rule), of in audits.groupby(['regime', 'rule']):
@@ -98,7 +124,13 @@ def study_differences(
 ):
     """Every rule against the baseline in every regime: DataFrame with regime, rule, seeds, difference, its interval of
     `pooled_intervals` over the rule's regimes, and what it `says`: 'unknown' where the rule has two seeds nowhere. A
-    run without the measure is left out. Raises ValueError where two runs of one seed began with different bases."""
+    run without the measure is left out. Raises ValueError where two runs of one seed began with different bases.
+
+    Parameters
+    ----------
+    folder : of a study
+    metric : of a run, as in paired_differences
+    """
     import pandas as pd
     found, ends = _seed_differences(folder, metric, baseline), {}
     for rule in dict.fromkeys(rule for _, rule, _ in found):
@@ -115,7 +147,13 @@ def study_tables(
     baseline='grpo',
 ):
     """Every rule against the baseline in every regime, by each measure: dict metric -> DataFrame with regime, rule,
-    seeds, difference, low, high, p (after Holm, over all tables), detectable (at Holm's first step), says."""
+    seeds, difference, low, high, p (after Holm, over all tables), detectable (at Holm's first step), says.
+
+    Parameters
+    ----------
+    folder : of a study
+    metrics : of a run, as in paired_differences
+    """
     import pandas as pd
     rows = [{'metric': metric, 'regime': regime, 'rule': rule, 'seeds': len(d), 'spread': d.std().item(),
              **dict(zip(('difference', 'low', 'high', 'p'), mean_interval(d.tolist())))}
@@ -134,7 +172,13 @@ def judge(
     differences,  # DataFrame of study_differences
 ):
     """Predictions beside what came out, where both are known: DataFrame with `expected`, `says`, whether it `held`, and
-    whether "always level" would have."""
+    whether "always level" would have.
+
+    Parameters
+    ----------
+    predictions : DataFrame of predict
+    differences : DataFrame of study_differences
+    """
     both = predictions[['regime', 'rule', 'score', 'expected']].merge(differences.drop(columns=['low', 'high']),
                                                                       on=['regime', 'rule'])
     both = both[(both.expected != 'unknown') & (both.says != 'unknown')]
@@ -149,7 +193,13 @@ def rank_agreement(
 ):
     """Does agreement with true credit predict learning? Kendall's τ-b of score and difference over rule × regime:
     (τ, low, high), with a 95 % interval. Regimes and rules are drawn anew, each with all that was measured of it, since
-    what one rule does in two regimes is not independent (Owen 2007, the pigeonhole bootstrap)."""
+    what one rule does in two regimes is not independent (Owen 2007, the pigeonhole bootstrap).
+
+    Parameters
+    ----------
+    both : DataFrame of judge
+    times : bootstrap samples
+    """
     generator, weights = torch.Generator().manual_seed(0), torch.ones(times + 1, len(both), dtype=torch.float64)
     for column in (both.regime, both.rule):
         number, names = column.factorize()
@@ -169,7 +219,13 @@ def which_rule_when(
 ):
     """The study in a table: DataFrame, a row for each regime, with the share of true credit before the last turn; how
     much more signal to noise than GRPO's true credit has in its bases, which is what there is to gain; how often they
-    are right; and the rules ahead of GRPO and behind it, each with its difference."""
+    are right; and the rules ahead of GRPO and behind it, each with its difference.
+
+    Parameters
+    ----------
+    audits : DataFrame of read_audits
+    differences : DataFrame of study_differences
+    """
     import pandas as pd
     rows = {}
     for regime, of in differences.groupby('regime', sort=False):
@@ -191,7 +247,13 @@ def study_figure(
     predictions,  # DataFrame of predict
     label='area under the development curve, less GRPO\'s',
 ):
-    "Draw differences from the baseline, a panel for each regime, coloured by what was expected: matplotlib figure."
+    """Draw differences from the baseline, a panel for each regime, coloured by what was expected: matplotlib figure.
+
+    Parameters
+    ----------
+    differences : DataFrame of study_differences
+    predictions : DataFrame of predict
+    """
     import matplotlib.pyplot as plt, seaborn as sns
     word_of = predictions.set_index(['regime', 'rule']).expected.to_dict()
     regimes, rules = list(dict.fromkeys(differences.regime)), list(dict.fromkeys(differences.rule))
@@ -218,7 +280,12 @@ def study_figure(
 # %% ../nbs/experiments/76_study.ipynb #s019
 def write_predictions(folder):  # of a study
     """Write `predictions.csv` from the audits of a study; what it holds already of a rule in a regime is kept as it is.
-    Returns the table. Raises ValueError where a rule without a prediction has a run."""
+    Returns the table. Raises ValueError where a rule without a prediction has a run.
+
+    Parameters
+    ----------
+    folder : of a study
+    """
     import pandas as pd
     place, found = Path(folder)/'predictions.csv', predict(read_audits(folder))
     old = pd.read_csv(place) if place.exists() else found.iloc[:0]

@@ -33,7 +33,12 @@ class Observation(str):
 def join_pieces(
     pieces,  # list of str, our words, and of (str,), what was found
 ):
-    "Join pieces to an `Observation`."
+    """Join pieces to an `Observation`.
+
+    Parameters
+    ----------
+    pieces : list of str, our words, and of (str,), what was found
+    """
     texts, spans, at = [], [], 0
     for piece in pieces:
         texts.append(piece[0] if isinstance(piece, tuple) else piece)
@@ -83,7 +88,14 @@ def cut(
     max_tokens,          # int >= 1, or None: no limit
     count=count_words,   # function(text) → int; must not fall when text grows
 ):
-    "Cut `text` after the last whole word that keeps its count within `max_tokens`."
+    """Cut `text` after the last whole word that keeps its count within `max_tokens`.
+
+    Parameters
+    ----------
+    text : str
+    max_tokens : int >= 1, or None: no limit
+    count : function(text) → int; must not fall when text grows
+    """
     if max_tokens is None or count(text) <= max_tokens: return text
     ends = [m.end() for m in re.finditer(r'\S+', text)]
     fits, too_many = 0, len(ends) + 1          # so many words fit; so many are too many
@@ -124,7 +136,19 @@ def within(function, deadline):
 # %% ../nbs/2_environment/13_tools.ipynb #c019
 class SearchTool:
     """Search a corpus and write what was found as an observation. Raises on a retriever without search, k or
-    max_tokens below 1."""
+    max_tokens below 1.
+
+    Parameters
+    ----------
+    retriever : has search(queries, k) → list of lists of Passage
+    k : passages per query, >= 1
+    max_tokens : longest text of a passage (its title not counted), >= 1; None: whole passages
+    count_tokens : function(text) → int; None: words
+    seconds : time limit of a `call`; None: wait as long as it takes, without a thread
+    render : function(list of (query, passages), empty) → Observation
+    empty : what stands for a search that found nothing
+    observation_tokens : longest observation, of all passages with their titles, >= 1; None: as long as it is
+    """
     def __init__(self,
         retriever,              # has search(queries, k) → list of lists of Passage
         k,                      # passages per query, >= 1
@@ -231,7 +255,13 @@ def read_observation(
     text,          # str, what a tool said
     queries=None,  # list of str that it answers, of which several are echoed; None: any line "Query: …" is an echo
 ):
-    "Find what a tool returned in a plain text, by taking off our labels, echoed queries and errors: `Observation`."
+    """Find what a tool returned in a plain text, by taking off our labels, echoed queries and errors: `Observation`.
+
+    Parameters
+    ----------
+    text : str, what a tool said
+    queries : list of str that it answers, of which several are echoed; None: any line "Query: …" is an echo
+    """
     ours, at, is_json = [], 0, text.startswith('{"result": "')
     if is_json: ours = [m.span() for m in _IN_JSON.finditer(text)]
     while at < len(text) and not is_json:
@@ -253,14 +283,24 @@ def returned_texts(
     turn,  # Turn
 ):
     """What the tool returned to a turn, field by field: tuple of str. Where the turn does not say it (it was stored
-    before, or by others) it is read from the observation's text."""
+    before, or by others) it is read from the observation's text.
+
+    Parameters
+    ----------
+    turn : Turn
+    """
     return turn.returned or (_read_turn(turn).returned() if turn.observation_text else ())
 
 # %% ../nbs/2_environment/13_tools.ipynb #ob13h
 def observation_of(
     turn,  # Turn
 ):
-    "A turn's `Observation`: its text with the places of what the tool returned, as far as they are found in it."
+    """A turn's `Observation`: its text with the places of what the tool returned, as far as they are found in it.
+
+    Parameters
+    ----------
+    turn : Turn
+    """
     found, spans, at = _read_turn(turn), [], 0
     if not turn.returned or found.returned() == turn.returned: return found
     for field in turn.returned:
@@ -412,7 +452,18 @@ _ALIKE = {'sleep': 'zero', 'datetime': datetime.datetime(2025, 1, 1), 'random_st
 
 class PythonTool:
     """Run programs of an agent in a sandbox (CARL section 3.1). Raises ValueError on limits that are not positive,
-    TypeError on a `search` that is neither."""
+    TypeError on a `search` that is neither.
+
+    Parameters
+    ----------
+    search : what `search(query)` does: a `SearchTool`, or function(query) → text; None: there is none
+    seconds : longest time a program may compute; searches have a limit of their own
+    memory_mb : most memory of a program, in MB
+    output_chars : most characters that it may print
+    searches : most searches of one program
+    workers : programs that run at the same time
+    empty : what stands for a program that printed nothing
+    """
     def __init__(self,
         search=None,        # what `search(query)` does: a `SearchTool`, or function(query) → text; None: there is none
         seconds=2.0,        # longest time a program may compute; searches have a limit of their own
@@ -517,7 +568,13 @@ def skipping(
     tool,  # SearchTool, or PythonTool whose programs search by one, or what is `around` such a tool
     skip,  # how many of the best hits are left out; None: all
 ):
-    "The same tool, whose searches miss their best hits. Raises TypeError on a tool that has no such search."
+    """The same tool, whose searches miss their best hits. Raises TypeError on a tool that has no such search.
+
+    Parameters
+    ----------
+    tool : SearchTool, or PythonTool whose programs search by one, or what is `around` such a tool
+    skip : how many of the best hits are left out; None: all
+    """
     if hasattr(tool, 'around'): return tool.around(skipping(tool.tool, skip))   # one that changes another's outputs
     search = tool.search if isinstance(tool, PythonTool) else tool
     if not isinstance(search, SearchTool):

@@ -26,7 +26,13 @@ def turn_changes(
     turn_mask,  # (N, K) bool
 ):
     """How much every turn changed the value, the last one leaving nothing: (N, K), 0 outside the mask, sums −V(S_0).
-    Raises ValueError on a mask that does not fit or has holes."""
+    Raises ValueError on a mask that does not fit or has holes.
+
+    Parameters
+    ----------
+    values : (N, K) value of the state before each turn
+    turn_mask : (N, K) bool
+    """
     check_turns(turn_mask, values)
     known = torch.where(turn_mask, values, 0.)
     after = torch.nn.functional.pad(known[:, 1:], (0, 1))
@@ -37,14 +43,27 @@ def turn_credit(
     outcome,    # (N,) what each rollout earned
     turn_mask,  # (N, K) bool
 ):
-    "True credit of every turn, A_k = V(S_{k+1}) − V(S_k) and R − V(S_{K−1}) at the last: (N, K), sums R − V(S_0)."
+    """True credit of every turn, A_k = V(S_{k+1}) − V(S_k) and R − V(S_{K−1}) at the last: (N, K), sums R − V(S_0).
+
+    Parameters
+    ----------
+    values : (N, K) value of the state before each turn
+    outcome : (N,) what each rollout earned
+    turn_mask : (N, K) bool
+    """
     return turn_changes(values, turn_mask) + at_last_turn(outcome, turn_mask)
 
 def credit_errors(
     errors,     # (N, K) standard error of the value before each turn
     turn_mask,  # (N, K) bool
 ):
-    "Standard error of every turn's true credit, where values were measured apart: (N, K), 0 outside the mask."
+    """Standard error of every turn's true credit, where values were measured apart: (N, K), 0 outside the mask.
+
+    Parameters
+    ----------
+    errors : (N, K) standard error of the value before each turn
+    turn_mask : (N, K) bool
+    """
     check_turns(turn_mask, errors)
     known = torch.where(turn_mask, errors, 0.)
     return torch.where(turn_mask, (known ** 2 + torch.nn.functional.pad(known[:, 1:], (0, 1)) ** 2).sqrt(), 0.)
@@ -54,7 +73,12 @@ def distinct_states(
     groups,  # list of Group, N trajectories in all
 ):
     """The states before the turns of all rollouts, each once: list of (Trajectory, k), and where they belong, (N, K)
-    long, -1 where a rollout has no such turn."""
+    long, -1 where a rollout has no such turn.
+
+    Parameters
+    ----------
+    groups : list of Group, N trajectories in all
+    """
     turn_mask, _ = index_groups(groups)
     index, states, numbers = torch.full(turn_mask.shape, -1), [], {}
     for i, t in enumerate(t for g in groups for t in g.trajectories):
@@ -74,7 +98,12 @@ def sampling_variance(
     outcomes,  # (S, M) outcome of each continuation of each state; NaN: missing
 ):
     """Variance of the mean of each row, estimated without bias: (S,), 0 where all are alike. For sums of squares; an
-    interval takes the errors of `state_values`."""
+    interval takes the errors of `state_values`.
+
+    Parameters
+    ----------
+    outcomes : (S, M) outcome of each continuation of each state; NaN: missing
+    """
     known = outcomes.isfinite()
     count = known.sum(1)
     away = torch.where(known, outcomes - (outcomes.nansum(1) / count)[:, None], 0.)
@@ -86,7 +115,13 @@ def state_values(
     index,     # (N, K) long, the state before each turn, -1 where there is none (distinct_states)
 ):
     """Mean outcome from the state before every turn, and its standard error: two tensors (N, K), NaN where there is no
-    turn. Of outcomes that are 0 or 1 the error is that of a rate (wins + ½) / (M + 1), so that none is 0."""
+    turn. Of outcomes that are 0 or 1 the error is that of a rate (wins + ½) / (M + 1), so that none is 0.
+
+    Parameters
+    ----------
+    outcomes : (S, M) outcome of each continuation of each state; NaN: missing
+    index : (N, K) long, the state before each turn, -1 where there is none (distinct_states)
+    """
     known = outcomes.isfinite()
     count, total = known.sum(1), outcomes.nansum(1)
     rate = (total + .5) / (count + 1)
@@ -100,7 +135,13 @@ def score_continuations(
     played,   # list of S Group, the continuations of each state
     outcome,  # list of Group -> (N,) outcomes; None: exact match
 ):
-    "Outcomes of the continuations of states: (S, M)."
+    """Outcomes of the continuations of states: (S, M).
+
+    Parameters
+    ----------
+    played : list of S Group, the continuations of each state
+    outcome : list of Group -> (N,) outcomes; None: exact match
+    """
     earned = outcome_rewards(played, exact_match) if outcome is None else outcome(played)
     return earned.view(len(played), -1)
 
@@ -113,7 +154,17 @@ def continuation_values(
     sampling=None,  # Sampling
     seed=0,
 ):
-    "Values of the states before all turns by `n` continuations of the policy, and their standard errors: two (N, K)."
+    """Values of the states before all turns by `n` continuations of the policy, and their standard errors: two (N, K).
+
+    Parameters
+    ----------
+    engine : as for rollout
+    env : Environment
+    groups : list of Group, N trajectories of at most K turns
+    n : continuations of every state, M
+    outcome : list of Group -> (N,) outcomes; None: exact match
+    sampling : Sampling
+    """
     states, index = distinct_states(groups)
     return state_values(score_continuations(continuations(engine, env, states, n, sampling, seed), outcome), index)
 
@@ -157,7 +208,13 @@ def said_next(
     policy,  # (text, rng) -> text, a scripted player
     text,    # str, everything so far
 ):
-    "All that a scripted player may say next: dict text -> probability, which sum to 1."
+    """All that a scripted player may say next: dict text -> probability, which sum to 1.
+
+    Parameters
+    ----------
+    policy : (text, rng) -> text, a scripted player
+    text : str, everything so far
+    """
     out, paths = {}, [()]
     while paths:
         rng = _Choices(paths.pop())
@@ -182,7 +239,16 @@ def exact_values(
     state=None,    # text -> what the player goes by, the same for texts that it continues alike; None: the text
 ):
     """Values of the states before all turns of a scripted player, by following everything that it may say: (N, K)
-    float32, NaN where there is no turn. Raises ValueError on a player that draws several things at once."""
+    float32, NaN where there is no turn. Raises ValueError on a player that draws several things at once.
+
+    Parameters
+    ----------
+    policy : (text, rng) -> text, a scripted player
+    env : Environment whose tool, its faults apart, always says the same to the same call
+    groups : list of Group, N trajectories of at most K turns
+    outcome : list of Group -> (N,) outcomes; None: exact match
+    state : text -> what the player goes by, the same for texts that it continues alike; None: the text
+    """
     known, decode, ways = {}, env.chat.tokenizer.decode, _with_each_fault(env)
     earned = (lambda g: outcome_rewards(g, exact_match)) if outcome is None else outcome
     def value(t):
@@ -209,7 +275,12 @@ def _before(trajectory, turn):
 def missing_pages(
     trajectory,  # of a question of the tiny world
 ):
-    "How many of the pages that its question needs were not shown before each turn, and after the last: list of K + 1."
+    """How many of the pages that its question needs were not shown before each turn, and after the last: list of K + 1.
+
+    Parameters
+    ----------
+    trajectory : of a question of the tiny world
+    """
     wanted, out = {name for name, _ in fact_chain(trajectory.question)}, []
     for shown in ('', *(turn.observation_text for turn in trajectory.turns)):
         wanted = {name for name in wanted if f'{name} is ' not in shown}
@@ -220,7 +291,12 @@ def missing_pages(
 def query_rate(
     groups,  # list of Group of the tiny world
 ):
-    "Share of the calls made while a page was missing that fetched one (ours): float, NaN where there was none."
+    """Share of the calls made while a page was missing that fetched one (ours): float, NaN where there was none.
+
+    Parameters
+    ----------
+    groups : list of Group of the tiny world
+    """
     pages = [(t, missing_pages(t)) for g in groups for t in g.trajectories]
     fetched = [left[k + 1] < left[k] for t, left in pages for k, turn in enumerate(t.turns)
                if left[k] and turn.call is not None and turn.result is not Result.SKIPPED]
@@ -242,7 +318,14 @@ def solver_values(
     turns,   # turns that a rollout may take, its answer included
     rate,    # share of queries that fetch a missing page (query_rate)
 ):
-    "The solver's value of the state before every turn (ours): (N, K), NaN where there is no turn."
+    """The solver's value of the state before every turn (ours): (N, K), NaN where there is no turn.
+
+    Parameters
+    ----------
+    groups : list of Group of the tiny world, N trajectories of at most K turns
+    turns : turns that a rollout may take, its answer included
+    rate : share of queries that fetch a missing page (query_rate)
+    """
     turn_mask, _ = index_groups(groups)
     out = torch.full(turn_mask.shape, torch.nan)
     for i, t in enumerate(t for g in groups for t in g.trajectories):

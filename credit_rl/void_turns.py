@@ -14,7 +14,12 @@ from .trajectory import Stop
 def void_turns(
     trajectory,  # Trajectory
 ):
-    "Mark the turns that neither call nor answer (SimpleTIR, arXiv 2509.02479): list of bool."
+    """Mark the turns that neither call nor answer (SimpleTIR, arXiv 2509.02479): list of bool.
+
+    Parameters
+    ----------
+    trajectory : Trajectory
+    """
     answered = trajectory.stop is Stop.ANSWER
     last = len(trajectory.turns) - 1
     return [turn.call is None and turn.kind != 'assimilate' and not (answered and k == last)
@@ -24,7 +29,12 @@ def void_turns(
 def void_rollouts(
     groups,  # list of Group, N trajectories in all
 ):
-    "Mark the rollouts that have a void turn: (N,) bool."
+    """Mark the rollouts that have a void turn: (N,) bool.
+
+    Parameters
+    ----------
+    groups : list of Group, N trajectories in all
+    """
     return torch.tensor([any(void_turns(t)) for g in groups for t in g.trajectories])
 
 # %% ../nbs/1_rules/45_void_turns.ipynb #v45009
