@@ -18,7 +18,7 @@ import torch, yaml
 from .engine import seed_of
 from .evaluate import evaluate, question_key, summarize
 from .information_gain import belief_schema, belief_warning
-from .judge import judge_counts
+from .judge import Judge, judge_counts
 from .launch import (LaunchError, Progress, Ranks, is_rank, join_ranks, keep_traceback, launch,
                               gloo_environment, launch_command, meet, set_torch, speak)
 from .layout import pack
@@ -505,7 +505,8 @@ def play_ahead(run, step):
         if not (mine := run.ranks.share(questions)): return []
         with run.log.timed('ahead'): groups = play(mine, off)
         # a judge keeps its replies, so that it can answer now, while the learner learns; for several ranks later
-        if services(run.method) and run.ranks.count == 1: run.method.text_rewards(groups)
+        if run.ranks.count == 1 and any(isinstance(s, Judge) for s in services(run.method)):
+            run.method.text_rewards(groups)
         return groups
     with ThreadPoolExecutor(1, 'ahead') as pool:
         playing = pool.submit(play_mine)

@@ -170,4 +170,4 @@ def test_a_run_does_not_begin_without_its_server():
     method = compose('outcome+prm/turns')
     (part,) = [r for r in method.rewards if r.name == 'prm']
     with pytest.raises(ConnectionError, match='scores nothing'):
-        part.reach({'prm': {'base_url': 'http://127.0.0.1:9', 'model': 'm', 'tries': 1}})
+        part.service({'prm': {'base_url': 'http://127.0.0.1:9', 'model': 'm', 'tries': 1}}).check()
