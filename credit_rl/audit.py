@@ -279,7 +279,8 @@ def rollouts_saved(
     one, other, # (B, D) those of true credit, by two halves of the continuations
 ):
     """How many times the rollouts GRPO needs for a step as clear as true credit's (ours): (n, low, high), a 95 %
-    interval. NaN where a step of either cannot be told from none.
+    interval; `high` is infinite where GRPO's step is not told from none. NaN where true credit's is not, or GRPO's
+    points away from it.
 
     Parameters
     ----------
@@ -289,12 +290,14 @@ def rollouts_saved(
     b, mean = len(made), (one + other) / 2
     true, spread = _cross_sums(one, other)
     along, noise = _cross_sums(made, mean)[0], _cross_sums(made, made)[1]
-    known = (true > 0) & (spread > 0) & (along > 0) & (noise > 0)
-    ratio = torch.where(known, true.pow(2) / spread * noise / along.pow(2), torch.nan)
-    product = lambda x, y: (x - x.mean(0)).double() @ (y - y.mean(0)).double().T
-    kernel = 2 * product(one, other) / true[0] - 2 * product(made, mean) / along[0]
-    kernel = (kernel + kernel.T).fill_diagonal_(0.) / 2
-    return tuple(math.exp(x) for x in jackknife(ratio.log(), 2 * kernel.pow(2).sum() / (b * (b - 1)) ** 2))
+    apart = lambda x, y: (x - x.mean(0)).double() @ (y - y.mean(0)).double().T
+    kernels = [(k + k.T).fill_diagonal_(0.) / 2 for k in (apart(one, other), apart(made, mean))]
+    pairs = lambda kernel: 2 * kernel.pow(2).sum() / (b * (b - 1)) ** 2
+    clear = [jackknife(x, pairs(kernel))[1] > 0 for x, kernel in zip((true, along), kernels)]
+    if not clear[0] or not ((spread > 0) & (along > 0) & (noise > 0)).all(): return (math.nan,) * 3
+    ratio = true.pow(2) / spread * noise / along.pow(2)
+    n, low, high = jackknife(ratio.log(), pairs(2 * kernels[0] / true[0] - 2 * kernels[1] / along[0]))
+    return math.exp(n), math.exp(low), math.exp(high) if clear[1] else math.inf
 
 def saving_says(saving):  # (n, low, high), of rollouts_saved
     """What turn credit could save, and what follows: a sentence.
@@ -307,8 +310,9 @@ def saving_says(saving):  # (n, low, high), of rollouts_saved
     if math.isnan(n):
         return ("What turn credit could save cannot be told from so few questions: GRPO's step, or true credit's, is "
                 'not told from none.')
-    said = (f"What turn credit could save at most: GRPO needs {n:.1f} ({low:.1f} to {high:.1f}) times the rollouts for "
-            "a step as clear as true credit's.")
+    times = f'at least {low:.1f}' if math.isinf(high) else f'{n:.1f} ({low:.1f} to {high:.1f})'
+    said = (f"What turn credit could save at most: GRPO needs {times} times the rollouts for a step as clear as true "
+            "credit's.")
     return said + (' That is not shown to be more than 1: use GRPO.' if low <= 1 else '')
 
 # %% ../nbs/6_looking/71_audit.ipynb #a019

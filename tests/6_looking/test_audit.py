@@ -163,16 +163,16 @@ def test_a_noisier_rule_has_less_signal():
     (24, 1., 2., .5, .4), (48, 2., 4., 2., .4), (16, 1., 1.2, 1., .4), (24, 1., 2., .5, 1.), (16, 1., 1.2, 1., 1.2)])
 def test_the_interval_of_what_is_saved_covers(questions, spread, other, play, size):
     """Gradients around one expectation: true credit's scatter by `spread`, GRPO's by `other` on the same rollouts, the
-    continuations add `play`. 95 % intervals hold the ratio of variances, neither too seldom nor nearly always."""
-    generator, held, times = torch.Generator().manual_seed(0), 0, 400
+    continuations add `play`. The 95 % intervals that are told hold the ratio of variances in 94 to 98 %."""
+    generator, held, told, times = torch.Generator().manual_seed(0), 0, 0, 400
     drawn = lambda scale: torch.randn(questions, 30, generator=generator) * scale
     for _ in range(times):
         luck = drawn(spread) + size
         one, two = (luck + drawn(play) for _ in range(2))
         made = size + .5 * (luck - size) + drawn((other ** 2 - .25 * spread ** 2) ** .5)
         n, low, high = rollouts_saved(made, one, two)
-        held += low <= (other / spread) ** 2 <= high
-    assert .93 <= held / times <= .98
+        held, told = held + (low <= (other / spread) ** 2 <= high), told + (not math.isnan(n))
+    assert .93 <= held / told <= .985 and told > .7 * times
 
 
 def test_nothing_is_saved_where_credit_is_grpos_and_nothing_told_where_there_is_none():
@@ -185,6 +185,7 @@ def test_nothing_is_saved_where_credit_is_grpos_and_nothing_told_where_there_is_
     assert 'use GRPO' not in saving_says((3., 2., 5.)) and '3.0 (2.0 to 5.0) times' in saving_says((3., 2., 5.))
     assert all(map(math.isnan, rollouts_saved(drawn() - drawn(), drawn(), drawn())))
     assert 'cannot be told' in saving_says((math.nan,) * 3)
+    assert 'at least 2.0 times' in saving_says((9., 2., math.inf))
 
 
 def test_two_rules_on_the_same_rollouts_are_told_apart_where_each_alone_is_not(truth):
