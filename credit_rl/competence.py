@@ -302,11 +302,6 @@ def examine_run(
     return found
 
 # %% ../nbs/experiments/75_competence.ipynb #fl752
-def _sets_asked(config, asked):
-    "What an examination asks besides a run's own questions: `Evaluation`, with how the run's questions are asked."
-    how = {name: getattr(config, name) for name in options_in(Conversation)}
-    return from_settings(Evaluation, {**how, 'seed': config.seed, 'questions': 500, **asked})
-
 def examine_sets(
     run,                # folder of a finished run
     asked,              # dict of settings of Source, and split: data, path, corpus, questions (500 of each set) …
@@ -315,9 +310,8 @@ def examine_sets(
     host=None,          # as for open_agent; and prompt_tokens, max_tokens, where a set's questions are long
     ranks=Ranks(),      # as for open_agent; the first one writes
 ):
-    """Put the same questions as `examine_run` to a run on other sets, each by itself (CARL tables 12, 14, 16): dict set
-    →
-    what `examine_agent` gives, with `step`. Raises ValueError on a set that cannot be asked.
+    """Put the same questions as `examine_run` to a run on other sets, each by itself (CARL tables 12, 14, 16): dict
+    set → what `examine_agent` gives, with `step`. Raises ValueError on a set that cannot be asked.
 
     Parameters
     ----------
@@ -329,8 +323,9 @@ def examine_sets(
     ranks : as for open_agent; the first one writes
     """
     run, say, config = Path(run), say or (lambda line: print(line, flush=True)), _config_of(run, host)
-    choice, s, opened, found = _sets_asked(config, asked), settings_of(config), {}, {}
-    names = set_names(choice.data)
+    how = {name: getattr(config, name) for name in options_in(Conversation)}
+    choice = from_settings(Evaluation, {**how, 'seed': config.seed, 'questions': 500, **asked})
+    s, names, opened, found = settings_of(config), set_names(choice.data), {}, {}
     agent, step = open_agent(run, checkpoint, host, ranks)
     try:
         for name in names:
@@ -464,11 +459,11 @@ def set_table(folders):  # as in find_runs
     rows, critic = [], {'AUC': 'auc', 'ECE': 'ece', 'explained variance': 'explained_variance'}
     for run in find_runs(folders):
         for name, found in ((read_summary(run) or {}).get('competence_sets') or {}).items():
-            tiers, told = found['tiers'], found['critic'] or {}
+            tiers, judge = found['tiers'], found['critic'] or {}
             rows.append({'method': run_label(run, read_params(run)), 'set': name, 'questions': sum(tiers.values()),
                          'known': tiers['2'] / sum(tiers.values()),
                          **{title: _measure(found['greedy'], *of) for title, of in _ASKED.items()},
-                         **{title: told.get(key) for title, key in critic.items()},
+                         **{title: judge.get(key) for title, key in critic.items()},
                          'note precision': found['notes'].get('precision')})
     if not rows: raise FileNotFoundError(f'{folders}: no run was examined on sets: credit-rl competence RUN data=…')
     by = ['method', 'set']

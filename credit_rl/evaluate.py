@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['NEAR', 'measure', 'by_set', 'summarize', 'score', 'evaluate', 'bootstrap_interval', 'EvaluationChoice', 'Evaluation',
            'set_names', 'check_evaluation', 'question_key', 'dev_keys', 'open_set', 'manifest_differences',
-           'question_row', 'set_scores', 'read_manifest', 'read_scores', 'run_evaluation', 'ReplayResult',
+           'question_row', 'set_scores', 'read_manifest', 'read_scores', 'right_rows', 'run_evaluation', 'ReplayResult',
            'replay_evaluation', 'compare_rows', 'evaluation_table', 'evaluation_figure', 'main']
 
 # %% ../nbs/3_acting/27_evaluate.ipynb #c002
@@ -13,7 +13,7 @@ import contextlib, dataclasses, functools, importlib.metadata, json, math, os, p
 from dataclasses import dataclass
 from pathlib import Path
 import numpy as np, torch
-from .benchmarks import BENCHMARKS, get_benchmark
+from .benchmarks import BENCHMARKS, find_benchmark, get_benchmark
 from .datasets import MIXTURES, load_questions, subsample
 from .engine import Decoding, HFEngine, SamplingParams
 from .environment import Conversation, Source, asked_protocol, is_searched, make_environment, open_search
@@ -30,7 +30,7 @@ from .prompting import BASELINES
 from .protocol import PROTOCOLS, prompt_hash, worded
 from .rollout import check_prompts, rollout
 from .runlog import (METRICS, Hold, RunFolder, RunLog, atomic_folder, atomic_write, code_hashes, read_json,
-                              read_turns)
+                              read_turns, read_text)
 from .trajectory import Group, Result, to_json
 from .vllm_engine import EngineChoice, EngineLost, VLLMEngine, VLLMSettings, check_vllm_settings, rank_devices
 
@@ -253,7 +253,8 @@ def _questions(name, source, choice, seed):
         'dataset': name, 'split': split,
         'revision': 'local files' if path else bench.folder or '@'.join(filter(None, bench.hub)),
         'loaded': len(pool), 'loaded_hash': _content(pool), 'asked': len(asked), 'asked_hash': _content(asked),
-        'skipped': len(pool.skipped), 'ids': [q.id for q in asked], **({'empty_golds': golds} if golds else {}), **{k: v for k, v in dev.items() if v}}
+        'skipped': len(pool.skipped), 'ids': [q.id for q in asked], **({'empty_golds': golds} if golds else {}),
+        **{k: v for k, v in dev.items() if v}}
     return asked, about
 
 def _retriever(name, source, choice, protocol, opened):
@@ -270,9 +271,8 @@ def open_set(
     name,      # a data set of BENCHMARKS
     opened,    # dict: saved indexes that are open already
 ):
-    """What is asked of a set and where it is searched: (questions, what to say about them), (has search(queries, k),
-    what
-    to say about its passages, and about it; three times None where nothing is searched). Raises ValueError.
+    """What is asked of a set and where it is searched: (questions, what to say about them), and (has search(queries,
+    k), what to say about its passages, about itself), three times None where nothing is searched. Raises ValueError.
 
     Parameters
     ----------
@@ -590,7 +590,8 @@ def read_scores(folder):  # of a run
     ----------
     folder : of a run
     """
-    found = {n: Path(folder)/n/'scores.json' for n in BENCHMARKS}
+    files = [p.parent.name for p in sorted(Path(folder).glob('*/scores.json')) if find_benchmark(p.parent.name)]
+    found = {n: Path(folder)/n/'scores.json' for n in dict.fromkeys([*BENCHMARKS, *files])}
     scores = {n: _read_part(p) for n, p in found.items() if p.is_file()}
     if not scores:
         raise FileNotFoundError(f'{folder} holds no evaluated data set; wanted the run folder of an evaluation')
@@ -598,6 +599,21 @@ def read_scores(folder):  # of a run
 
 _NAMES = {'em': 'EM', 'numeric': 'numeric match', 'f1': 'F1', 'cover_em': 'cover EM', 'carl_em': "CARL's EM",
           'bleu': 'BLEU'}
+
+def right_rows(
+    folder,  # of one evaluated set
+):
+    """The rows of an evaluated set that are right: those that a judge passed by the reference where it was judged
+    (77_longform), else those of score 1: list of dict.
+
+    Parameters
+    ----------
+    folder : of one evaluated set
+    """
+    rows, judged = read_turns(folder), Path(folder)/'judged.jsonl'
+    if not judged.exists(): return [r for r in rows if r[read_manifest(folder)['metric']['name']] == 1]
+    verdicts = {r['id']: r['reference_pass'] for r in map(json.loads, read_text(judged).splitlines())}
+    return [r for r in rows if verdicts.get(r['id']) == 1]
 
 # %% ../nbs/3_acting/27_evaluate.ipynb #p2701
 def _written(place):

@@ -325,8 +325,7 @@ def benchmark_metric(
     name,  # a data set of BENCHMARKS
 ):
     """Return the function (prediction, golds) → float that a benchmark is scored by: exact match, BLEU, or numeric
-    match
-    with its tolerance.
+    match with its tolerance.
 
     Parameters
     ----------

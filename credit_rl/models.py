@@ -170,8 +170,7 @@ def other_words(
     tokenizer,  # of the policy: a Hugging Face tokenizer, or the folder or hub name of its model
 ):
     """How a model's vocabulary differs from the policy's: str that names one token, '' where it gives the policy's
-    tokens
-    the same ids. Raises ConnectionError where a tokenizer of the hub cannot be fetched.
+    tokens the same ids. Raises ConnectionError where a tokenizer of the hub cannot be fetched.
 
     Parameters
     ----------
@@ -188,8 +187,8 @@ def other_words(
     if not other: return ''
     i, word = other[0]
     there = f'id {theirs[word]}' if word in theirs else 'no token at all'
-    return (f"model {model!r} has another tokenizer than the policy: {len(other)} of the policy's {len(own)} tokens are "
-            f'other ids there (id {i}, {word!r}, is {there})')
+    return (f"model {model!r} has another tokenizer than the policy: {len(other)} of the policy's {len(own)} tokens "
+            f'are other ids there (id {i}, {word!r}, is {there})')
 
 # %% ../nbs/3_acting/19_models.ipynb #c028
 def read_template(given):

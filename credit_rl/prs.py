@@ -419,6 +419,7 @@ PARTS = (
                     'opening': Option('', 'what the generation prefix says of every turn before the model does')},
            facts={'tags': 'tags', 'opening': 'opening'}, differs='no call at all counts as every call parsed'),
     Reward('judged', r'R_i = R_{judge} \in \{0, 1\}', 'PRS tables 1 and 6', gives='outcome', text=_judged,
-           check=_check_judged, words=_words, reach=lambda o: make_judge(o['judge']).check(), options=_JUDGE, **_COUNTS),
+           check=_check_judged, words=_words, reach=lambda o: make_judge(o['judge']).check(), options=_JUDGE,
+           **_COUNTS),
     Row('prs', 'prs/group', 'PRS eqs. 8-13', '#56b4e9'),
     Row('prs+vspo', 'prs/group/value', 'PRS eqs. 8-13; VSPO eqs. 16-21', '#8f7fe0'))

@@ -811,8 +811,7 @@ def teacher_chat(
     tokenizer,  # of the policy: a Hugging Face tokenizer, or the folder or hub name of its model
     protocol,   # Protocol of the run
 ):
-    """How a teacher that has words of its own is told rollouts: its `Chat`, None where it reads the policy's ids.
-    Raises
+    """How a teacher that has words of its own gets rollouts: its `Chat`, None where it reads the policy's ids. Raises
     ValueError on a protocol that edits contexts, and on a tokenizer that cannot tell the protocol.
 
     Parameters

@@ -7,7 +7,7 @@ __all__ = ['keep_right', 'Imitation', 'fine_tune', 'rejection_sft', 'Demonstrati
            'main', 'demos_main']
 
 # %% ../nbs/5_run/64_sft.ipynb #c003
-import contextlib, dataclasses, json, math, random, re, sys, time
+import contextlib, dataclasses, math, random, re, sys, time
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +15,7 @@ import torch
 from .demonstrations import demonstrate_all, reach, write_message
 from .engine import HFEngine, seed_of
 from .environment import asked_protocol, make_environment
-from .evaluate import evaluate
+from .evaluate import evaluate, read_manifest, right_rows
 from .launch import Progress
 from .layout import pack
 from .learner import BadStep, Learner, Optimiser
@@ -26,7 +26,7 @@ from .parameters import by_group, from_settings, make_parser, read_settings
 from .parts import Credit, Loss
 from .protocol import prompt_hash
 from .rollout import rollout
-from .runlog import RunLog, atomic_folder, code_hashes, read_json, read_params, read_text, read_turns
+from .runlog import RunLog, atomic_folder, code_hashes, read_json, read_params, read_turns
 from .scoring import retell
 from .settings import GROUPS, check, make_config, settings_of, tree_notes
 from .setup import (add_lora, bound_method, draw_questions, make_setup, merge_lora, origin_of, real_questions,
@@ -68,7 +68,7 @@ class Imitation(SettingsGroup):
     "What is imitated, and how long."
     demos: str = setting(None, 'folder of demonstrations (credit-rl demos) to imitate; None: own right rollouts')
     rollouts: str = setting(None, 'folder of an evaluation by another model (credit-rl evaluate), whose rollouts are '
-                                  'imitated: those that a judge passed (credit-rl longform), or else those that are right')
+                                  'imitated: those that a judge passed (credit-rl longform), else the right ones')
     questions: int = setting(400, 'training questions to play', least=1)
     attempts: int = setting(8, 'rollouts of each', least=1)
     per_question: int = setting(4, 'most right ones of each that are kept', least=1)
@@ -327,13 +327,6 @@ def read_demos(
     return [Group(tries[0].question, tries) for tries in groups.values()], summary
 
 # %% ../nbs/5_run/64_sft.ipynb #fl642
-def _passed(folder):
-    "Which rows of an evaluated set are imitated: function of a row. By the judge's verdict where it was judged."
-    metric = read_json(folder/'manifest.json')['metric']['name']
-    if not (folder/'judged.jsonl').exists(): return lambda row: row[metric] == 1
-    judged = {r['id']: r['reference_pass'] for r in map(json.loads, read_text(folder/'judged.jsonl').splitlines())}
-    return lambda row: judged.get(row['id']) == 1
-
 def read_rollouts(
     folder,        # of an evaluation
     chat,          # Chat by which its rollouts are to be imitated
@@ -352,14 +345,13 @@ def read_rollouts(
     """
     kept, count = {}, 0
     for place in sorted(p.parent for p in Path(folder).glob('*/manifest.json')):
-        manifest, passed = read_json(place/'manifest.json'), _passed(place)
+        manifest = read_manifest(place)
         if manifest['prompt_hash'] != prompt_hash(chat.protocol):
             raise ValueError(f'{place} was asked with another prompt ({manifest["protocol"]["name"]}): evaluate that '
                              f'model by the protocol {chat.protocol.name}, with the same prompts')
         opening = re.search(r'<think>\s*\Z', manifest['prompt'])
-        rows = read_turns(place)
-        count += len(rows)
-        for row in filter(passed, rows):
+        count += manifest['questions']['asked']
+        for row in right_rows(place):
             t = trajectory_from_json(row['trajectory'])
             key = t.question.source, t.question.id, opening[0] if opening else ''
             kept.setdefault(key, []).append(t)

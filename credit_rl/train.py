@@ -314,7 +314,7 @@ class Look:
         found = self._read(layout, Asks(asks.groups, ('gold',), schemas, most={'gold': GOLDS_OPTION.default}))
         return dataclasses.replace(seen or Measured(), gold_logp=found.gold_logp, gold_tokens=found.gold_tokens)
 
-    def _told(self, who): return self.teacher or self.chat if who == 'teacher' else self.chat
+    def _chat_of(self, who): return self.teacher or self.chat if who == 'teacher' else self.chat
 
     def _shown(self, who, layout, groups):
         "What a model reads: a layout, or the same rollouts in a teacher's own words."
@@ -324,7 +324,7 @@ class Look:
 
     def _read(self, layout, asks):
         "What the learner finds: `Measured`."
-        golds = {who: gold_templates(self._told(who), asks.groups, schema, asks.most.get(who))
+        golds = {who: gold_templates(self._chat_of(who), asks.groups, schema, asks.most.get(who))
                  for who, schema in asks.schemas.items()}
         self.left_out = max([self.left_out, *(_golds_left_out(self.chat, asks.groups, n) for n in asks.most.values())])
         found, clocks = {}, {}

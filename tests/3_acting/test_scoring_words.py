@@ -67,7 +67,8 @@ def pair():
     "A tokenizer and a model, and the same with other ids: a special token more, and rows of the model in its order."
     tokens, others = byte_tokenizer(CHATML), byte_tokenizer(CHATML, special=('<|more|>', '<|im_start|>'))
     config = Qwen2Config(vocab_size=max(len(tokens), len(others)), hidden_size=32, intermediate_size=48,
-                         num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=8192)
+                         num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+                         max_position_embeddings=8192)
     torch.manual_seed(0)
     model = Qwen2ForCausalLM(config).eval()
     other = Qwen2ForCausalLM(config).eval()
@@ -122,7 +123,8 @@ def test_a_run_is_taught_by_a_model_of_another_family(tmp_path):
     for name in 'ab':
         run = train({**settings, 'run': str(tmp_path / name)}, say=lambda line: None)
         logs.append(read_metrics(run)[1:])
-    assert (logs[0].mean_abs_shaping > 0).all() and logs[0].mean_abs_shaping.tolist() == logs[1].mean_abs_shaping.tolist()
+    a, b = (table.mean_abs_shaping.tolist() for table in logs)
+    assert min(a) > 0 and a == b
     assert (logs[0].seconds_teacher > 0).all()
 
 

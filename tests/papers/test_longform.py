@@ -264,7 +264,8 @@ LONG = {p.stem: p for p in sorted((ROOT / 'runs' / 'params').glob('*_long*_qwen3
 # of the sample, with a judge on this machine: sizes and host, and nothing else
 SMALL = dict(path=str(SAMPLE), corpus=str(PAGES), steps=2, group_size=4, questions_per_step=2, dev_questions=1,
              test_questions=1, eval_every=2, max_tokens=4096, turn_tokens=512, threads=1, recompute=True, minibatches=1,
-             learner='plain', ranks=1, deepspeed={}, engine='hf', vllm={}, dtype='float32', template_options={}, track='')
+             learner='plain', ranks=1, deepspeed={}, engine='hf', vllm={}, dtype='float32', template_options={},
+             track='')
 
 
 class Chatty(ScriptedEngine):
@@ -283,8 +284,8 @@ def chatty(tmp_path, monkeypatch):
         luck = rng.random()
         said = q.answers[0] if luck < .4 else 'Nobody knows.'
         return (answer_of(PRS, said) if luck < .8 else 'I give up.') + '<|im_end|>'
-    for module in ('setup', 'sft'):
-        monkeypatch.setattr(f'credit_rl.{module}.HFEngine', lambda model, tokenizer, **limits: Chatty(act, tokenizer, 8192))
+    make = lambda model, tokenizer, **limits: Chatty(act, tokenizer, 8192)
+    for module in ('setup', 'sft'): monkeypatch.setattr(f'credit_rl.{module}.HFEngine', make)
     return str(tmp_path / 'model')
 
 
@@ -326,12 +327,14 @@ def test_pairs_are_found_by_their_name_in_any_process(tmp_path):
     "By the command, which nobody has told of them; without a file it says what is missing."
     write_model(tmp_path / 'model', [q.text for q in load_questions('pairs', SAMPLE)])
     def ask(*words):
-        command = [sys.executable, '-m', 'credit_rl.train', 'data=pairs', f'corpus={PAGES}', 'protocol=prs', 'method=grpo',
-                   f'model={tmp_path / "model"}', f'run={tmp_path / "run"}', 'dev_questions=1', 'test_questions=1',
+        command = [sys.executable, '-m', 'credit_rl.train', 'data=pairs', f'corpus={PAGES}', 'protocol=prs',
+                   'method=grpo', f'model={tmp_path / "model"}', f'run={tmp_path / "run"}', 'dev_questions=1', 'test_questions=1',
                    'max_tokens=4096', 'dry_run=true', 'tflops=1', *words]
-        return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env={**os.environ, 'CUDA_VISIBLE_DEVICES': ''})
+        hidden = {**os.environ, 'CUDA_VISIBLE_DEVICES': ''}
+        return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=hidden)
     found, lost = ask(f'path={SAMPLE}'), ask()
-    assert found.returncode == 0 and '2 train questions, 1 dev questions, 1 test questions' in found.stdout, found.stderr
+    assert found.returncode == 0, found.stderr
+    assert '2 train questions, 1 dev questions, 1 test questions' in found.stdout
     assert lost.returncode and 'pairs has no questions of its own: give path=FILE' in lost.stderr
 
 
@@ -339,7 +342,8 @@ def test_the_judged_outcome_by_hand():
     "Right, wrong, no answer, and a verdict that is missing: only what was said is asked."
     question = Question('q', 'Why?', ('Because.',), source='pairs')
     tries = [Trajectory(question, (1,), [Turn('answer', (2,), (-.1,), (), said or '', '')],
-                        Stop.ANSWER if said else Stop.NO_ANSWER, said) for said in ('Because.', 'Nobody knows.', None, 'Odd.')]
+                        Stop.ANSWER if said else Stop.NO_ANSWER, said)
+             for said in ('Because.', 'Nobody knows.', None, 'Odd.')]
     method = get_method('judged/group')
     with Stub(lambda prompt, attempt: 'what?' if 'Odd.' in prompt else knows(prompt, attempt)) as stub:
         bound = bind(method, {'judge': judge_of(stub)})
@@ -350,8 +354,8 @@ def test_the_judged_outcome_by_hand():
 
 
 def test_a_policy_is_fine_tuned_on_what_another_model_did_and_a_judge_passed(chatty, tmp_path):
-    """PRS table 3: of four evaluated answers the judge passes two; these are told in the words of the model that learns,
-    its end-of-turn token behind the answer."""
+    """PRS table 3: of four evaluated answers the judge passes two; these are told in the words of the model that
+    learns, its end-of-turn token behind the answer."""
     with Stub(by_numbers) as stub:
         teacher = run_longform(settings_for(stub, tmp_path / 'teacher', answer_stop='last'), engine=gossip(None),
                                say=lambda line: None, progress=False)

@@ -129,7 +129,8 @@ MORE = {
         'form': 'short', 'draw': 'value', 'temperature': 0.1, 'clip': True, 'smoothing': 2, 'least_variance': 1e-6}}),
     **dict.fromkeys(BOTH('carl'), {
         'method': 'carl', 'options': {'lam': 0.0, 'whiten': False}, 'critic': 'shared', 'critic_step': 'apart',
-        'critic_rate': 5e-6, 'critic_backbone_rate': 5e-7, 'critic_mix': None, 'critic_clip': 1.0, 'average': 'segment-mean',
+        'critic_rate': 5e-6, 'critic_backbone_rate': 5e-7,
+        'critic_mix': None, 'critic_clip': 1.0, 'average': 'segment-mean',
         'loss': {'clip_low': 0.2, 'clip_high': 0.2, 'entropy': 0.001, 'value': 1.0}}),
     **dict.fromkeys(BOTH('carl_grpo'), {'method': 'grpo'}),
     'search_r1_ppo_qwen2.5_7b': dict(method='ppo', options={'gamma': 1.0, 'lam': 0.95, 'whiten': True}, critic='frozen',
