@@ -341,9 +341,10 @@ def test_pairs_are_found_by_their_name_in_any_process(tmp_path):
 def test_the_judged_outcome_by_hand():
     "Right, wrong, no answer, and a verdict that is missing: only what was said is asked."
     question = Question('q', 'Why?', ('Because.',), source='pairs')
-    tries = [Trajectory(question, (1,), [Turn('answer', (2,), (-.1,), (), said or '', '')],
-                        Stop.ANSWER if said else Stop.NO_ANSWER, said)
-             for said in ('Because.', 'Nobody knows.', None, 'Odd.')]
+    def tried(said):
+        turn = Turn('answer', (2,), (-.1,), (), said or '', '')
+        return Trajectory(question, (1,), [turn], Stop.ANSWER if said else Stop.NO_ANSWER, said)
+    tries = [tried(said) for said in ('Because.', 'Nobody knows.', None, 'Odd.')]
     method = get_method('judged/group')
     with Stub(lambda prompt, attempt: 'what?' if 'Odd.' in prompt else knows(prompt, attempt)) as stub:
         bound = bind(method, {'judge': judge_of(stub)})
