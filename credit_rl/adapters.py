@@ -157,8 +157,8 @@ def _rewards(method, arrays, groups, order):
     empty = torch.tensor([not any(turn.action_ids for turn in t.turns) for t in played])
     outcome = torch.where(empty, torch.nan, arrays.outcome[order])
     if method.sampling.reads:
-        raise ValueError(f'{method.name} looks at the text of turns ({method.sampling.name}), and arrays hold none: take '
-                         "another sampling, such as 'all'")
+        raise ValueError(f'{method.name} looks at the text of turns ({method.sampling.name}), and arrays hold none: '
+                         "take another sampling, such as 'all'")
     read = method.rule.reads(groups, method.own(method.rule)) if method.rule.reads else {}
     if 'anchors' in read and arrays.ids is None:
         raise ValueError(f'{method.name} compares turns that start from the same tokens: hand over ids')

@@ -225,7 +225,8 @@ def _spoken(row, protocol, tokenizer):
 def _score_of(given):
     "A trainer's score: float, NaN where it says that there is none. Raises ValueError on what is no number."
     if given is None or isinstance(given, str) and given.strip().lower() in ('', 'null', 'none', 'nan'): return math.nan
-    if not isinstance(given, (int, float, str)): raise ValueError(f'its score is {given!r:.60}, wanted a number or null')
+    if not isinstance(given, (int, float, str)):
+        raise ValueError(f'its score is {given!r:.60}, wanted a number or null')
     return float(given)
 
 @dataclass(frozen=True)

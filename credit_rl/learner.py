@@ -306,7 +306,7 @@ def _policy_loss(outputs, micro, loss, row_trajectory, share):
     if loss.llds:
         falls = likelihood_falls(logp, micro['old'], micro['advantages'], trained, micro['actions'])
         terms = terms + loss.llds * falls
-        sums['llds'] = share * float(falls.detach().sum())
+        sums['falls'] = share * float(falls.detach().sum())
     if loss.entropy:
         terms = terms - loss.entropy * outputs['entropy']
         sums['entropy'] = share * float(outputs['entropy'].detach()[trained].sum())

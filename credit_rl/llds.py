@@ -40,6 +40,6 @@ def likelihood_falls(
 
 # %% ../nbs/1_rules/46_llds.ipynb #l46016
 PARTS = (
-    Objective('llds', r'\text{ppo} + \lambda\,\mathbb 1[A \ge 0]\,\mathbb 1[\textstyle\sum_{s\in a} d_s > 0]\max(0, d),\ '
-              r'd = \log\tfrac{\pi_{old}}{\pi_\theta}', 'LLDS (Deng et al. 2025)', loss=Loss('ppo', llds=0.1),
+    Objective('llds', r'\text{ppo} + \lambda\,\mathbb 1[A \ge 0]\,\mathbb 1[\textstyle\sum_{s\in a} d_s > 0]\max(0, d)'
+              r',\ d = \log\tfrac{\pi_{old}}{\pi_\theta}', 'LLDS (Deng et al. 2025)', loss=Loss('ppo', llds=0.1),
               differs="λ weighs the surrogate's own average; advantages may differ between turns"),)

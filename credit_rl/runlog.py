@@ -246,7 +246,7 @@ METRICS |= {
     'policy_loss': 'the policy term of the loss',
     'value_loss': 'the critic term of the loss, before its weight',
     'kl': 'mean KL estimate against the reference per trained token, in nats',
-    'llds': 'mean fall of the log-probability of a trained token, in nats, where it counts for the LLDS term, else 0',
+    'falls': 'mean fall of the log-probability of a trained token, in nats, where it counts for the LLDS term, else 0',
     'surprisal': 'mean -log-probability of the sampled tokens when they were sampled, in nats: estimates the entropy '
                  'by one sample a token',
     'entropy': "mean entropy of the next-token distribution per trained token, in nats: in the updates' forwards where "

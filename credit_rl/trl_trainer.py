@@ -50,7 +50,7 @@ def _question_of(
 
 # %% ../nbs/7_elsewhere/82_trl_trainer.ipynb #c009
 def _same_question(rows):
-    "The questions of rows, those of a group together: lists of Question. Raises ValueError where groups differ in size."
+    "The questions of rows, a list of Question for each group. Raises ValueError where groups differ in size."
     runs = [list(same) for _, same in itertools.groupby(map(_question_of, rows), key=lambda q: (q.source, q.id))]
     sizes = sorted({len(run) for run in runs})
     if len(sizes) > 1:
@@ -279,7 +279,7 @@ class SearchTask:
         self._replies = []
 
     def _search(self, name, queries):
-        "Answer a call and keep what was found: str. Raises ValueError on queries that are none, which TRL tells the model."
+        "Answer a call and keep what was found: str. Raises ValueError, which TRL shows the model, on no query."
         queries = [queries] if isinstance(queries, str) else queries
         if not isinstance(queries, list) or not queries or not all(isinstance(q, str) and q.strip() for q in queries):
             raise ValueError('a search needs at least one query that is not empty')
@@ -315,8 +315,8 @@ def task_class(
 
 # %% ../nbs/7_elsewhere/82_trl_trainer.ipynb #e82007
 def _heard(messages, replies):
-    """What the tool's messages after a turn say: call with all queries or None, `Result`, fields found. Replies that are
-    read are taken off the list."""
+    """What the tool's messages after a turn say: call with all queries or None, `Result`, fields found. Replies that
+    are read are taken off the list."""
     calls, results, fields = [], [], []
     for message in messages:
         known = bool(replies) and replies[0][3] == message['content']
@@ -443,7 +443,8 @@ class EnvironmentMixin(CreditMixin):
 def environment_trainer():
     "The class `EnvironmentTrainer`, a `GRPOTrainer` with one more argument, `credit`. Raises ImportError without TRL."
     try: from trl import GRPOTrainer
-    except ImportError as e: raise ImportError('environment_trainer needs TRL 1.16: pip install credit_rl[train]') from e
+    except ImportError as e:
+        raise ImportError('environment_trainer needs TRL 1.16: pip install credit_rl[train]') from e
     return type('EnvironmentTrainer', (EnvironmentMixin, GRPOTrainer), {})
 
 # %% ../nbs/7_elsewhere/82_trl_trainer.ipynb #c026

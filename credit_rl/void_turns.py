@@ -47,5 +47,5 @@ PARTS = (
              'SimpleTIR (Xue et al. 2025)', keep=_without_void, selects=False,
              reads=lambda groups, o: {'void': void_rollouts(groups)},
              metrics=lambda rewards, layout, o: {'void_rollouts': rewards['void'].float().mean().item()},
-             logs={'void_rollouts': 'share of trajectories with a turn that neither calls nor answers, which the policy '
-                                    'term leaves out'}),)
+             logs={'void_rollouts': 'share of trajectories with a turn that neither calls nor answers, which the '
+                                    'policy term leaves out'}),)

@@ -65,7 +65,7 @@ def test_a_learner_loses_less_of_what_is_praised():
     "Rollouts that share words: blame for two takes the third along, less with the term."
     plain, log = course()
     kept, logged = course(llds=2.)
-    assert plain > 0 and kept < .9 * plain and 'llds' not in log and logged['llds'] > 0
+    assert plain > 0 and kept < .9 * plain and 'falls' not in log and logged['falls'] > 0
 
 
 def test_one_update_is_not_changed():

@@ -61,7 +61,8 @@ def test_nothing_changes_without_void_turns_and_nothing_is_left_where_all_have_o
     for rule in ('outcome/group', 'outcome+folr/turns', 'prs/group'):
         name = rule + '/no-void'
         assert_close(credit(name, GROUP)[1], credit(rule, GROUP)[1])
-    assert not credit('outcome/group/no-void', Group(GROUP.question, [*map(without_answer, GROUP.trajectories)]))[1].any()
+    cut = Group(GROUP.question, [*map(without_answer, GROUP.trajectories)])
+    assert not credit('outcome/group/no-void', cut)[1].any()
 
 
 def test_a_trainers_arrays_have_no_text_and_are_refused():

@@ -40,9 +40,9 @@ SHAPES = {
     'brackets': NO_SYSTEM + TURNS + "{{ '[INST] ' ~ m.content ~ ' [/INST]' if m.role == 'user' else ' ' ~ m.content ~ "
                 "'<|im_end|>' }}{% endfor %}",
     # a system message goes into the first user message
-    'system in the first question': "{% set front = messages[0].content ~ '\\n\\n' if messages[0].role == 'system' else "
-        "'' %}{% for m in messages if m.role != 'system' %}" + START + "{{ front if loop.first else '' }}{{ m.content }}" +
-        END + "{% endfor %}" + ASK,
+    'system in the first question': "{% set front = messages[0].content ~ '\\n\\n' if messages[0].role == 'system' "
+        "else '' %}{% for m in messages if m.role != 'system' %}" + START + "{{ front if loop.first else '' }}"
+        "{{ m.content }}" + END + "{% endfor %}" + ASK,
     # a role of its own for what tools say
     'tool role': "{% for m in messages %}" + START + "{{ m.content }}" + END + "{% endfor %}" + ASK,
     # Llama's: headers, tools speak as ipython, blanks around a message go
@@ -56,9 +56,9 @@ SHAPES = {
     'empty thought': "{% for m in messages %}" + START + "{{ m.content }}" + END + "{% endfor %}{% if "
         "add_generation_prompt %}{{ '<|im_start|>assistant\\n<think>\\n\\n</think>\\n\\n' }}{% endif %}",
     # responses of tools that follow each other share a user message, marked by tags, as in Qwen's
-    'tools speak as the user': "{% for m in messages %}{% if m.role == 'tool' %}{{ '<|im_start|>user\\n<tool_response>\\n' "
-        "~ m.content ~ '\\n</tool_response><|im_end|>\\n' }}{% else %}" + START + "{{ m.content }}" + END +
-        "{% endif %}{% endfor %}" + ASK}
+    'tools speak as the user': "{% for m in messages %}{% if m.role == 'tool' %}"
+        "{{ '<|im_start|>user\\n<tool_response>\\n' ~ m.content ~ '\\n</tool_response><|im_end|>\\n' }}{% else %}" +
+        START + "{{ m.content }}" + END + "{% endif %}{% endfor %}" + ASK}
 SMOL = Path(os.environ.get('SMOLLM2', Path(__file__).parents[2] / 'models/smollm2'))
 
 
@@ -117,7 +117,7 @@ class Pieces(ScriptedEngine):
 
 
 class Pages:
-    def search(self, queries, k): return [[Passage('1', 'Budapest', 'Budapest is the capital of Hungary.')]] * len(queries)
+    def search(self, queries, k): return [[Passage('1', 'Budapest', 'It is the capital of Hungary.')]] * len(queries)
 
 
 def play(chat):

@@ -18,7 +18,8 @@ def close(a, b): assert_close(torch.as_tensor(a).float(), b, atol=1e-2, rtol=0)
 
 @pytest.mark.parametrize('mask', [MASK.float(), MASK.bool(), MASK.int(), MASK.double()])
 @pytest.mark.parametrize('rewards', [REWARDS, REWARDS.bfloat16(), REWARDS.double(), REWARDS.clone().requires_grad_()])
-@pytest.mark.parametrize('index', [np.array(['a', 'a'], dtype=object), ['a', 'a'], np.array([7, 7]), torch.tensor([7, 7])])
+@pytest.mark.parametrize('index', [np.array(['a', 'a'], dtype=object), ['a', 'a'], np.array([7, 7]),
+                                   torch.tensor([7, 7])])
 def test_an_estimator_takes_the_types_that_trainers_have(mask, rewards, index):
     found, _ = estimator('tspo')(token_level_rewards=rewards, response_mask=mask, index=index, config=None)
     assert found.dtype == rewards.dtype and not found.requires_grad

@@ -1,5 +1,6 @@
-"""The lines that the pages of 7_elsewhere tell users to write, typed as they stand: taken from the notebooks, run against
-the trainers where they are installed, else against modules of their names; then one batch through what they made."""
+"""The lines that the pages of 7_elsewhere tell users to write, typed as they stand: taken from the notebooks, run
+against the trainers where they are installed, else against modules of their names; then one batch through what they
+made."""
 import asyncio
 import importlib.util
 import json
@@ -15,7 +16,7 @@ from tools import releases
 
 from credit_rl import adapters
 
-# TSPO on an all-wrong pair, of which the first saw a gold in its first turn: +1 and -1 on the first turns, 0 behind them
+# TSPO on an all-wrong pair, of which the first saw a gold in its first turn: +1 and -1 on the first turns, then 0
 MASK = torch.tensor([[1, 1, 0, 1], [1, 0, 1, 0]])
 WANTED = torch.tensor([[1., 1., 0., 0.], [-1., 0., 0., 0.]])
 TURNS = torch.tensor([[1., 0.], [0., 0.]])
@@ -51,7 +52,8 @@ def stand_in(monkeypatch, place, **names):
     for i in range(1, len(parts) + 1):
         at = '.'.join(parts[:i])
         if at not in sys.modules: monkeypatch.setitem(sys.modules, at, ModuleType(at))
-        if i > 1: monkeypatch.setattr(sys.modules['.'.join(parts[:i - 1])], parts[i - 1], sys.modules[at], raising=False)
+        above = sys.modules['.'.join(parts[:i - 1])] if i > 1 else None
+        if above: monkeypatch.setattr(above, parts[i - 1], sys.modules[at], raising=False)
     for key, value in names.items(): monkeypatch.setattr(sys.modules[place], key, value, raising=False)
 
 
@@ -67,7 +69,8 @@ def test_the_lines_for_verl_register_an_estimator(root, monkeypatch):
     verl, _ = page(root, '80_adapters', 'verl and SkyRL')
     found = {}
     if importlib.util.find_spec('verl') is None:
-        stand_in(monkeypatch, 'verl.trainer.ppo.core_algos', register_adv_est=lambda name: lambda f: found.update({name: f}))
+        register = lambda name: lambda f: found.update({name: f})
+        stand_in(monkeypatch, 'verl.trainer.ppo.core_algos', register_adv_est=register)
     else:
         algos = releases.load('verl.trainer.ppo.core_algos')
     typed(verl)
@@ -120,7 +123,8 @@ def test_the_lines_for_openrlhf_put_our_maker_in_its_place(root, monkeypatch):
 def test_the_lines_for_slime_are_its_two_hooks(root, monkeypatch):
     hooks, flags = page(root, '80_adapters', 'slime')
     module = typed(hooks, 'my_credit', monkeypatch)
-    for flag, name in (('--custom-reward-post-process-path', 'rewards'), ('--custom-advantage-function-path', 'advantages')):
+    for flag, name in (('--custom-reward-post-process-path', 'rewards'),
+                       ('--custom-advantage-function-path', 'advantages')):
         assert f'{flag} my_credit.{name}' in flags and callable(getattr(module, name))
     samples = [SimpleNamespace(index=i, group_index=0, loss_mask=MASK[i].tolist(), response_length=4,
                                metadata={'turn_rewards': TURNS[i].tolist()}, get_reward_value=lambda args: 0.)
@@ -141,8 +145,8 @@ def test_the_lines_for_prime_rl_make_an_algorithm(root, monkeypatch):
         runs = [[True] * int((adapters.turns_from_mask(MASK[i][None]) == k).sum()) for k in range(2)]
         nodes = [SimpleNamespace(sampled=True, mask=[False, *run], advantages=None) for run in runs]
         branch = SimpleNamespace(trainable=True, nodes=nodes)
-        return SimpleNamespace(id='t', nodes=nodes, branches=[branch], reward=0., info={'turn_rewards': TURNS[i].tolist()},
-                               has_error=False, agent=SimpleNamespace(trainable=True))
+        return SimpleNamespace(id='t', nodes=nodes, branches=[branch], reward=0., has_error=False,
+                               info={'turn_rewards': TURNS[i].tolist()}, agent=SimpleNamespace(trainable=True))
     asyncio.run(made().score_group([SimpleNamespace(traces=[trace(i)]) for i in range(2)]))
     for found, row, mask in zip(given, WANTED, MASK.bool()): close(found, row[mask])
 
@@ -211,5 +215,5 @@ def test_no_page_of_a_trainer_is_left_out(root):
     texts = [''.join(c['source']) for c in cells if c['cell_type'] == 'markdown']
     sections = {s.split('\n')[0].strip('# ') for t in texts for s in t.split('\n## ') if '\n    from ' in s
                 or '\n    import ' in s}
-    assert sections == {'verl and SkyRL', 'Turn rewards in verl', 'OpenRLHF', 'slime', 'prime-rl and verifiers', 'AReaL',
-                        'How to use it', "TRL's own rollouts: environments"}
+    assert sections == {'verl and SkyRL', 'Turn rewards in verl', 'OpenRLHF', 'slime', 'prime-rl and verifiers',
+                        'AReaL', 'How to use it', "TRL's own rollouts: environments"}

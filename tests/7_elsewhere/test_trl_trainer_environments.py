@@ -1,5 +1,5 @@
-"""TRL's own rollouts in our environment: TRL itself plays, by the stored tiny base, and what it played is read, credited
-and learned from as our own."""
+"""TRL's own rollouts in our environment: TRL itself plays, by the stored tiny base, and what it played is read,
+credited and learned from as our own."""
 import json
 from dataclasses import replace
 from types import SimpleNamespace
@@ -24,9 +24,10 @@ from templates import family_tokenizer
 trl = pytest.importorskip('trl', reason='pip install credit_rl[train]')
 from credit_rl import trl_trainer as ours
 
-TEMPLATE = ("{% for m in messages %}<|im_start|>{% if m['role'] == 'tool' %}user\n<tool_response>\n{{ m['content'] }}\n"
-            "</tool_response>{% else %}{{ m['role'] }}\n{{ m['content'] }}{% for c in m['tool_calls'] or [] %}<tool_call>"
-            "{{ c['function']['name'] }} {{ c['function']['arguments'] | tojson }}</tool_call>{% endfor %}{% endif %}"
+TEMPLATE = ("{% for m in messages %}<|im_start|>{% if m['role'] == 'tool' %}user\n<tool_response>\n"
+            "{{ m['content'] }}\n</tool_response>{% else %}{{ m['role'] }}\n{{ m['content'] }}"
+            "{% for c in m['tool_calls'] or [] %}<tool_call>{{ c['function']['name'] }} "
+            "{{ c['function']['arguments'] | tojson }}</tool_call>{% endfor %}{% endif %}"
             "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
 CALLS = {'start_anchor_pattern': r'<\|im_start\|>\s*assistant', 'defaults': {'role': 'assistant'}, 'fields': {
     'tool_calls': {'open': '<tool_call>', 'close': '</tool_call>', 'repeats': True, 'content': 'text',
