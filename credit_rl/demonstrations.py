@@ -12,14 +12,24 @@ from .evaluate import summarize
 from .folr import first_occurrence
 from .metrics import exact_match
 from .rollout import add_message
+from .tools import observation_of
 from .trajectory import Group, Stop, Trajectory
 
 # %% ../nbs/2_environment/58_demonstrations.ipynb #d005
-_PAGE = re.compile(r'Doc \d+ \(Title: "(.*?)"\) (.*)')   # as `render_documents` writes a passage
+def _pages(seen):
+    "The passages of an `Observation`, by what the tool returned: list of (title, text), '' for what is not there."
+    pages, at = [], 0
+    for start, end in seen.spans:
+        field = seen[start:end]
+        if seen.endswith('(Title: "', 0, start): pages.append((field, ''))              # as `render_documents` has it
+        elif pages and seen[at:start] == '") ': pages[-1] = pages[-1][0], field
+        else: pages.append(('', field))
+        at = end
+    return pages
 
 def pages_shown(trajectory):
     "The passages that a trajectory was shown, as far as it was shown them: list of (title, text)."
-    return [page for turn in trajectory.turns for page in _PAGE.findall(turn.observation_text)]
+    return [page for turn in trajectory.turns for page in _pages(observation_of(turn))]
 
 def _asked(trajectory):
     "What was searched so far, in lower case: set of str."

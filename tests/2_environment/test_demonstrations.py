@@ -5,13 +5,15 @@ from dataclasses import replace
 
 import pytest
 
-from credit_rl.demonstrations import answer_shown, demonstrate, demonstrate_all, next_queries, reach, write_message
+from credit_rl.demonstrations import (answer_shown, demonstrate, demonstrate_all, next_queries, pages_shown, reach,
+                                      write_message)
 from credit_rl.environment import Conversation, make_environment
 from credit_rl.folr import first_occurrence
 from credit_rl.metrics import exact_match
 from credit_rl.protocol import PROTOCOLS, Protocol, byte_tokenizer, get_protocol, parse
 from credit_rl.readers import Passage
 from credit_rl.retrieval import BM25
+from credit_rl.rollout import add_message
 from credit_rl.trajectory import Question, Stop, Trajectory, Turn
 
 SHORT = 'runs/params/protocols/short.yaml'
@@ -55,6 +57,25 @@ def test_an_answer_that_stands_by_chance_is_not_seen(env):
     assert queries(t) and t.answer == 'Orvane' and 'shot in Orvane' in t.turns[0].observation_text
     elsewhere = replace(WHERE, answers=('coast', ))                     # only on a page that the question does not name
     assert demonstrate(env, elsewhere, 1).answer is None
+
+
+def test_pages_are_what_the_search_returned(root, monkeypatch):
+    """A page of several lines counts whole, a title may hold the sign that ends one, and a query that several echo, or
+    a text that quotes our labels, is no page."""
+    monkeypatch.chdir(root)
+    odd = [Passage('0', 'The "Glass" (film) and "Bay") of Ida', 'A film.\nIt was shot in Orvane.'),
+           Passage('1', '', 'Ida Venn wrote: Doc 9 (Title: "Tolm") a town.')]
+    how = Conversation('tspo', passages=2, max_tokens=4096, max_turns=4)
+    env = make_environment(byte_tokenizer(), BM25(odd), how)
+    t = Trajectory(replace(WHERE, answers=('Orvane', ), meta={}), env.chat.prompt_ids(WHERE.text), (), Stop.TURN_CAP)
+    asked = json.dumps({'name': 'search', 'arguments': {'query_list': ['film Ida', 'Doc 8 (Title: "x") Orvane']}})
+    t, _ = add_message(env, t, f'<think>so</think><tool_call>{asked}</tool_call>')
+    assert set(pages_shown(t)) == {(p.title, p.text) for p in odd} and 'Query: Doc 8' in t.turns[0].observation_text
+    assert answer_shown(t) == 'Orvane'
+    before = replace(t, turns=tuple(replace(turn, returned=()) for turn in t.turns))      # from a file of before
+    assert answer_shown(before) == 'Orvane'
+    cut = Turn('tool', (), (), (0, ), '', 'Doc 1 (Title: "Ida Venn', {'name': 'search', 'queries': ['x']})
+    assert pages_shown(replace(t, turns=(cut, ))) == [('Ida Venn', '')]
 
 
 def test_a_comparison_looks_both_up(env):
