@@ -36,7 +36,8 @@ class Source(SettingsGroup):
                                    'of a search server; to evaluate also dict set → one of these; None: the passages '
                                    'beside the questions')
     dense: dict = setting({}, 'how it is searched, where that is an index of vectors: nprobe, query_tokens, gpu')
-    patience: dict = setting({}, 'how long it is waited for, where that is a server: seconds, tries, pause, batch')
+    patience: dict = setting({}, 'how long it is waited for, where that is a server: seconds, tries, pause, batch, '
+                                   'deadline')
     questions: int = setting(3000, 'drawn by the seed: questions to train on, or of each set that is evaluated; '
                                    'None: all', least=1)
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from .benchmarks import BENCHMARKS, Benchmark, RowForm, register
 from .evaluate import Evaluation, bootstrap_interval, read_manifest, read_scores, run_evaluation
-from .judge import check_judge, judge_counts, judge_text, make_judge
+from .judge import check_judge, judge_counts, judge_text, make_judge, quote_thought, read_verdict
 from .options import SettingsGroup, nearest, options_in, setting
 from .parameters import by_group, from_settings, make_parser, read_settings
 from .protocol import prompt_hash
@@ -63,14 +63,15 @@ _FIELDS = ('question', 'found', 'reference', 'answer')
 def parse_grounded(
     reply,  # str, what the judge said, or None
 ):
-    """Read whether an answer is free of inventions: 1, 0, or None where the reply's last word is neither.
+    """Read whether an answer is free of inventions, from the first line of a reply behind its thinking, or else from
+    the last: 1, 0, or None where neither line begins with a verdict.
 
     Parameters
     ----------
     reply : str, what the judge said, or None
     """
-    words = re.findall(r'[a-z]+', (reply or '').lower())
-    return {'grounded': 1, 'invented': 0}.get(words[-1] if words else None)
+    unlike = ('invented', 'not grounded', 'not fully grounded', 'not entirely grounded', 'ungrounded')
+    return read_verdict(reply, {'grounded': 1, **dict.fromkeys(unlike, 0)}, last=True)
 
 def _grounding(row, words):
     "What the judge is asked about inventions in a row of an evaluation: str. Fields inside the texts are not filled."
@@ -79,7 +80,7 @@ def _grounding(row, words):
     nothing = 'Nothing was found.' if any(turn.observation_text for turn in turns) else 'Nothing was searched.'
     texts = dict(zip(_FIELDS, (row['question'], '\n\n'.join(found) or nothing,
                                ' or '.join(row['golds']), row['prediction'])))
-    return re.sub(r'\{(\w+)\}', lambda m: texts.get(m[1], m[0]), words)
+    return re.sub(r'\{(\w+)\}', lambda m: quote_thought(texts[m[1]]) if m[1] in texts else m[0], words)
 
 # %% ../nbs/papers/77_longform.ipynb #c010
 VERDICTS = ('reference_pass', 'hallucination_pass')
@@ -233,6 +234,7 @@ def run_longform(
     run = Path(folder) if folder else run_evaluation(played, engine, say, progress)
     names = read_scores(run)
     with writing(run):
+        judge.keep(run/'judge.jsonl.gz')
         for name in names:
             x = _judge_set(run/name, judge, *words)
             number = lambda x: 'missing' if x is None else format(x, '.3f')

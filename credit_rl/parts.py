@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['Seen', 'Measured', 'Credit', 'Loss', 'to_tokens', 'Keeps', 'Part', 'Reward', 'Rule', 'Sampling', 'Objective',
            'total_rewards', 'rewards_on_last', 'every_turn', 'first_tokens', 'start_values', 'turn_starts', 'Row',
-           'Facts', 'Asks', 'Method', 'bind', 'Batch', 'assign', 'begin', 'at', 'move', 'part_metrics']
+           'Facts', 'Asks', 'Method', 'bind', 'Batch', 'assign', 'begin', 'at', 'move', 'part_metrics', 'services']
 
 # %% ../nbs/1_rules/29_parts.ipynb #c002
 from collections import Counter
@@ -106,7 +106,7 @@ class Part:
     facts: dict = field(default_factory=dict)    # option -> the one of `Facts` that it takes unless it is set
     check: object = None    # options -> None, raises ValueError on those that cannot work together
     differs: str = ''       # how ours differs from the paper
-    metrics: object = None  # (rewards, layout, options) -> dict of numbers to log
+    metrics: object = None  # (batch, options) -> dict of numbers to log
     logs: dict = field(default_factory=dict)     # name of each such metric -> one line with its unit
     keeps: Keeps = None
     reads: object = None    # (groups, options) -> dict of tensors that it wants besides the rewards
@@ -117,8 +117,9 @@ class Reward(Part):
     """What earns: an 'outcome' (N,) of each rollout, a 'bonus' (N,) on top of one, or 'turns' (N, K), a reward of each
     turn."""
     gives: str = 'turns'    # 'outcome', 'bonus' or 'turns'
-    text: object = None     # (groups, options) -> tensor, from the rollouts' text; or else
-    model: object = None    # (layout, seen, options) -> tensor, from what models found
+    # (groups, options) -> tensor, from the rollouts' text; or a pair of it and what else was found, dict of (N,) to log
+    text: object = None
+    model: object = None    # or else (layout, seen, options) -> tensor, from what models found
     sees: str = None        # what `model` reads of Measured: 'gold', the policy's scores, or 'teacher'
     potential: object = None  # (seen, options) -> (N, K+1): Φ, in nats, of the states whose changes `model` pays
     words: object = None    # options -> str, in which a judge is asked; None: no judge is asked
@@ -126,7 +127,7 @@ class Reward(Part):
     golds: object = None    # how many of a question's accepted answers are scored, at most, or options -> that
     ends: object = None     # options -> whether gold answers are scored after the last turn too
     plays: object = None    # options -> how often the policy plays on from every state; `model` reads its values
-    reach: object = None    # options -> None, called once before a run: makes sure that what is asked answers
+    service: object = None  # options -> Judge that is asked, or None
     chance: bool = False    # an outcome whose mean is a chance of success
     unsummed: str = ''      # why a rule must not sum it over turns; '': it may
     per_turn: bool = False  # of it a rule that sums takes the mean over a rollout's turns
@@ -152,8 +153,9 @@ class Rule(Part):
 @dataclass(frozen=True)
 class Sampling(Part):
     "Which groups are worth an update."
-    # (groups, rewards, options, generator) -> indices of groups, and ω (n,), by which the advantages of their
-    # trajectories are multiplied in a mean over the places of all groups; None: 1, in a mean over the kept ones
+    # (groups, rewards, options, generator) -> indices of groups, each as often as it stands in the batch, and ω (n,), by
+    # which the advantages of their trajectories are multiplied in a mean over the places of all groups; None: 1, in a
+    # mean over the kept ones
     keep: object = None
     selects: bool = True   # leaves groups out
     rounds: object = None  # options -> rounds of rollouts that a step may take to find enough groups; None: 1
@@ -353,6 +355,7 @@ class Method:
         out = {'right': self.right(groups, self.options['right']), 'turns': torch.zeros(index_groups(groups)[0].shape)}
         for r in sorted((r for r in self.rewards if r.text), key=lambda r: r.gives != 'outcome'):
             value = r.text(groups, self.own(r))
+            if isinstance(value, tuple): value, out = value[0], out | value[1]
             if r.per_turn and not self.rule.turnwise: value = value / index_groups(groups)[0].sum(1, keepdim=True)
             if r.gives == 'turns': out['turns'] = out['turns'] + value
             else: out['outcome'] = value if r.gives == 'outcome' else out['outcome'] + value
@@ -421,6 +424,8 @@ class Batch:
     rewards: dict = field(default_factory=dict)  # name -> tensor over the kept trajectories
     seen: Measured = None
     credit: Credit = None
+    places: tuple = ()     # indices of the kept groups, each as often as it stands in the batch
+    omega: torch.Tensor = None    # (N,) by which advantages were multiplied; None: by nothing
 
     @property
     def empty(self): return self.layout is None
@@ -474,7 +479,7 @@ def assign(
     rewards = method.model_rewards({name: x[chosen] for name, x in text.items()}, layout, seen)
     credit = method.credit(rewards, layout, seen)
     if omega is not None: credit = _weighted(credit, layout, omega, share)
-    return Batch(groups, text, layout, chosen, rewards, seen, credit)
+    return Batch(groups, text, layout, chosen, rewards, seen, credit, tuple(kept), omega)
 
 # %% ../nbs/1_rules/29_parts.ipynb #k001
 def begin(method):
@@ -502,5 +507,18 @@ def part_metrics(method, batch):
     "What the parts of a method log of a step: dict."
     found = {}
     for p in method.parts:
-        if p.metrics: found |= p.metrics(batch.rewards, batch.layout, method.own(p))
+        if p.metrics: found |= p.metrics(batch, method.own(p))
     return found
+
+# %% ../nbs/1_rules/29_parts.ipynb #k011
+def services(
+    method,  # Method
+):
+    """Who is asked for a method's rewards, judges that answer or fail to: list, each once.
+
+    Parameters
+    ----------
+    method : Method
+    """
+    found = [r.service(method.own(r)) for r in method.rewards if r.service]
+    return list({id(s): s for s in found if s is not None}.values())

@@ -305,7 +305,8 @@ def _shaping_part(name, equation, paper, model, more, **about):
         golds=lambda o: o['golds'], options=options | more, check=_check_options,
         keeps=Keeps(_controller, lambda o, state: {**o, 'alpha': state['alpha']},
                     lambda o, state, rewards, layout: _moved(state, size(rewards, layout, o))),
-        metrics=lambda rewards, layout, o: {'alpha': o['alpha'], 'mean_abs_shaping': size(rewards, layout, o)},
+        metrics=lambda batch, o: {'alpha': o['alpha'],
+                                  'mean_abs_shaping': size(batch.rewards, batch.layout, o)},
         logs={'alpha': 'weight of the shaping rewards in force, in units of reward per nat',
               'mean_abs_shaping': 'mean size of the shaping reward of a turn before the last (with the option refund, '
                                   'of any turn), in units of reward'}, **about)

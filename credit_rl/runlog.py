@@ -711,7 +711,7 @@ def writing(folder):  # made if missing
 def _check_run(folder, resume):
     """Refuse a folder that is held where its files lead elsewhere, where it cannot be written, and where it holds a run
     that is not to be resumed."""
-    for name in (*_HOLDS, 'bad_step.json', 'launch.yaml'): _own(folder/name)
+    for name in (*_HOLDS, 'bad_step.json', 'judge.jsonl.gz', 'launch.yaml'): _own(folder/name)
     if not resume: _check_empty(folder)
     if (packed := folder/'metrics.jsonl.gz').exists():
         raise ValueError(f'{folder} holds a run whose metrics are packed; to go on with it: gunzip {packed}')

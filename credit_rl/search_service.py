@@ -191,11 +191,12 @@ class Patience(SettingsGroup):
     tries: int = setting(3, 'of a request; between them is a pause', least=1)
     pause: float = setting(.5, 'seconds before the second try; doubles', least=0)
     batch: int = setting(1024, 'most queries in one request', least=1)
+    deadline: float = setting(600., 'seconds that all requests and pauses of one search have together', above=0)
 
     @property
     def longest(self):
         "Seconds after which a server that does not answer is given up."
-        return self.tries * self.seconds + self.pause * (2 ** (self.tries - 1) - 1)
+        return min(self.deadline, self.tries * self.seconds + self.pause * (2 ** (self.tries - 1) - 1))
 
 def open_retriever(
     place,          # the url of a search server, a file of kept answers, or the folder of a saved index
@@ -300,18 +301,22 @@ def _reason(e):
     while isinstance(e.__context__, (OSError, HTTPError, HTTPException)): e = e.__context__
     return e
 
-def _ask(client, value):
-    "Send one request, again if need be; the body of the answer (bytes). Raises SearchError; SearchLost of no answer."
+def _ask(client, value, deadline):
+    """Send one request, again if need be and before the deadline (time.monotonic seconds); the body of the answer
+    (bytes). Raises SearchError; SearchLost of no answer."""
+    problem = SearchLost(f'{client.url} did not answer within {client.deadline:g} s, the deadline of a search.')
     for left in reversed(range(client.tries)):
+        if (seconds := min(client.seconds, deadline - time.monotonic())) <= 0: break
         try:
-            answer = client.session.post(client.url, json=value, timeout=client.seconds)
+            answer = client.session.post(client.url, json=value, timeout=seconds)
             if answer.status_code == 200: return answer.content
             problem = SearchError(f'{client.url} answered {answer.status_code}: {answer.text[:500]}')
             if answer.status_code != 429 and answer.status_code < 500: raise problem
-        except requests.Timeout: problem = SearchLost(f'{client.url} did not answer within {client.seconds:g} s.')
+        except requests.Timeout: problem = SearchLost(f'{client.url} did not answer within {seconds:.3g} s.')
         except requests.RequestException as e:
             problem = SearchLost(f'{client.url} cannot be reached ({_reason(e)!r:.200}): is the server running?')
-        if left: time.sleep(client.pause * 2 ** (client.tries - 1 - left))
+        pause = client.pause * 2 ** (client.tries - 1 - left)
+        if left: time.sleep(min(pause, max(0., deadline - time.monotonic())))
     raise problem
 
 def _read_answer(url, body, queries, k):
@@ -337,6 +342,7 @@ class SearchClient:
     tries : >= 1
     pause : >= 0: seconds before the second try; doubles
     batch : >= 1: most queries in one request
+    deadline : > 0: seconds that all requests and pauses of one search have together
     """
     def __init__(self,
         url,          # 'http://host:port/retrieve'; without a path, /retrieve is added
@@ -344,14 +350,15 @@ class SearchClient:
         tries=3,      # >= 1
         pause=0.5,    # >= 0: seconds before the second try; doubles
         batch=1024,   # >= 1: most queries in one request
+        deadline=600.,# > 0: seconds that all requests and pauses of one search have together
     ):
         if not re.match(r'https?://[^/]+', str(url)):
             raise ValueError(f'a search server has a url such as http://localhost:8000/retrieve, got {url!r}')
-        if not (seconds > 0 and tries >= 1 and pause >= 0 and batch >= 1):
-            raise ValueError(f'wanted seconds > 0, tries >= 1, pause >= 0, batch >= 1, got {seconds}, {tries}, '
-                             f'{pause}, {batch}')
+        if not (seconds > 0 and tries >= 1 and pause >= 0 and batch >= 1 and deadline > 0):
+            raise ValueError(f'wanted seconds > 0, tries >= 1, pause >= 0, batch >= 1, deadline > 0, got {seconds}, '
+                             f'{tries}, {pause}, {batch}, {deadline}')
         self.url = url if re.match(r'https?://[^/]+/.', url) else url.rstrip('/') + '/retrieve'
-        self.seconds, self.tries, self.pause, self.batch = seconds, tries, pause, batch
+        self.seconds, self.tries, self.pause, self.batch, self.deadline = seconds, tries, pause, batch, deadline
         self.session = requests.Session()      # keeps connections open, one for each thread that asks
         self.session.trust_env = False
 
@@ -360,10 +367,10 @@ class SearchClient:
         server that is gone SearchLost."""
         queries = list(queries) if not isinstance(queries, str) else queries
         check_search(queries, k)
-        found, unique = {}, list(dict.fromkeys(queries))
+        found, unique, deadline = {}, list(dict.fromkeys(queries)), time.monotonic() + self.deadline
         for i in range(0, len(unique), self.batch):
             part = unique[i:i + self.batch]
-            body = _ask(self, {'queries': part, 'topk': int(k), 'return_scores': True})
+            body = _ask(self, {'queries': part, 'topk': int(k), 'return_scores': True}, deadline)
             found.update(zip(part, _read_answer(self.url, body, len(part), k)))
         return [list(found[q]) for q in queries]
 

@@ -160,6 +160,10 @@ class Learning(SettingsGroup):
                             'with the weights from before this one, while this one is learned from; wants correction',
                          choices=(0, 1))
 
+    unanswered: float = setting(0.1, 'share of what a judge was asked for a step: where more of it has no verdict, the '
+                                     'step is not learned from, and five such steps in a row end the run', least=0,
+                                most=1)
+
     def __post_init__(self):
         super().__post_init__()
         if len(self.betas) != 2 or not all(0 <= b < 1 for b in self.betas):

@@ -269,7 +269,7 @@ def judge_rewards(
     return out
 
 # %% ../nbs/1_rules/35_turn_rewards.ipynb #p002
-from .judge import JUDGE_LOGS, check_judge, judge_counts, judge_text, make_judge
+from .judge import JUDGE_LOGS, check_judge, judge_text, make_judge
 from .options import Option
 from .parts import Reward, Row
 
@@ -297,8 +297,7 @@ PARTS = (
     Reward('judge', r'r_{i,k} = \tfrac{1}{2\sum w}\sum_c w_c q_{k,c}', 'TIPS appendix E.7', check=_needs_judge,
            words=_words,
            text=lambda groups, o: judge_rewards(groups, make_judge(o['judge']), tuple(o['weights']), _words(o)),
-           reach=lambda o: make_judge(o['judge']).check(),
-           metrics=lambda rewards, layout, o: judge_counts(make_judge(o['judge']), layout), logs=JUDGE_LOGS,
+           service=lambda o: make_judge(o['judge']), logs=JUDGE_LOGS,
            options={'judge': Option(None, 'settings of the judge: base_url, model, key_from, …', object),
                     'judge_prompt': Option(None, 'text file with {question} and {pairs}; None: our own words', str),
                     'weights': Option((1, 1, 1), 'of correctness, efficiency, clarity', object)}),

@@ -140,6 +140,24 @@ def vspo_weights(
     return (value_smoothing(counts.to(p.dtype), alpha) if clip else counts.to(p.dtype)), counts
 
 # %% ../nbs/1_rules/42_vspo.ipynb #c032
+def _by_group(
+    rewards,  # (N,) scalar outcomes
+    groups,   # (N,) integer, group of each trajectory; groups may differ in size
+):
+    "Rewards as a table, (B, G), NaN where a group has fewer members, and the row of each trajectory, (N,)."
+    check_tensors(rewards=rewards)
+    index = check_groups(groups, len(rewards))
+    size, order = index.bincount(), index.argsort(stable=True)
+    member = torch.empty_like(index)
+    member[order] = torch.arange(len(index), device=index.device) - (size.cumsum(0) - size)[index[order]]
+    table = widen(rewards).new_full((len(size), int(size.max())), torch.nan)
+    table[index, member] = widen(rewards)
+    return table, index
+
+def _of_members(weights, counts, rewards, index):
+    "ω of the trajectories of kept groups, from those of groups: (n,), 0 for a missing member."
+    return torch.where(rewards.isnan(), 0.0, weights[index])[(counts > 0)[index]]
+
 def kept_and_weights(
     rewards,           # (N,) scalar outcomes; NaN: missing
     groups,            # (N,) integer, group of each trajectory; groups may differ in size
@@ -165,17 +183,9 @@ def kept_and_weights(
     sampling : how free places are drawn: 'value', 'random', 'none'
     clip : smooth the weights (eq. 21); False: ω = N
     """
-    check_tensors(rewards=rewards)
-    index = check_groups(groups, len(rewards))
-    size, order = index.bincount(), index.argsort(stable=True)
-    member = torch.empty_like(index)
-    member[order] = torch.arange(len(index), device=index.device) - (size.cumsum(0) - size)[index[order]]
-    table = widen(rewards).new_full((len(size), int(size.max())), torch.nan)
-    table[index, member] = widen(rewards)
+    table, index = _by_group(rewards, groups)
     weights, counts = vspo_weights(table, temperature, alpha, eps, generator, sampling, clip)
-    chosen = (counts > 0)[index]
-    omega = torch.where(rewards.isnan(), 0.0, weights[index])
-    return (counts > 0).nonzero()[:, 0].tolist(), omega[chosen]
+    return (counts > 0).nonzero()[:, 0].tolist(), _of_members(weights, counts, rewards, index)
 
 # %% ../nbs/1_rules/42_vspo.ipynb #p002
 from .options import Option
@@ -184,10 +194,27 @@ from .parts import Row, Sampling
 def _group_sizes(groups): return [len(g.trajectories) for g in groups]
 
 def _valuable(groups, rewards, o, rng):
-    "VSPO's groups and the ω of their trajectories."
+    "VSPO's groups, each as often as it stands in the batch, and the ω of their trajectories."
     index = torch.arange(len(groups)).repeat_interleave(torch.tensor(_group_sizes(groups)))
-    return kept_and_weights(rewards['outcome'], index, o['temperature'], o['smoothing'], o['least_variance'], rng,
-                            o['draw'], o['clip'])
+    table, index = _by_group(rewards['outcome'], index)
+    weights, counts = vspo_weights(table, o['temperature'], o['smoothing'], o['least_variance'], rng, o['draw'],
+                                   o['clip'])
+    return torch.arange(len(groups)).repeat_interleave(counts).tolist(), _of_members(weights, counts,
+                                                                                     rewards['outcome'], index)
+
+_VALUE_LOGS = {'vspo_groups': 'number of groups that VSPO keeps',
+               'vspo_places': 'N of the kept group that has most places of the batch',
+               'vspo_omega': 'mean ω of the kept groups, by which their advantages are multiplied',
+               'vspo_best': "R_max, the best outcome of the batch, in units of reward"}
+
+def _value_metrics(batch, o):
+    "How VSPO dealt out the places of a batch: dict."
+    counts = torch.tensor(batch.places).unique(return_counts=True)[1]
+    omega = value_smoothing(counts.float(), o['smoothing']) if o['clip'] else counts.float()
+    outcome = batch.text['outcome']
+    best = outcome[~outcome.isnan()].max().item() if not outcome.isnan().all() else math.nan
+    return {'vspo_groups': len(counts), 'vspo_places': counts.max().item(), 'vspo_omega': omega.mean().item(),
+            'vspo_best': best}
 
 def _varied(groups, rewards, o, rng):
     "Groups whose outcomes differ (DAPO), at most as many as a step asks for: the others are left out."
@@ -207,6 +234,7 @@ PARTS = (
                       **_VARIANCE,
                       'draw': Option('value', 'how free places are drawn', choices=('value', 'random', 'none')),
                       'clip': Option(True, 'smooth the weights; False: ω = N')},
+             metrics=_value_metrics, logs=_VALUE_LOGS,
              differs='one row with ω times its advantage in place of N copies, its KL once; smoothing is its α'),
     Sampling('varied', r'0 < \#\{i : R_i\ \text{right}\} < G', 'DAPO eq. 11', keep=_varied, rounds=lambda o: o['draws'],
              options={**_VARIANCE, 'draws': Option(3, 'rounds of rollouts that a step may take', least=1),

@@ -13,7 +13,7 @@ from credit_rl.judge import Judge
 from credit_rl.layout import pack
 from credit_rl.methods import compose, get_method
 from credit_rl.outcome import outcome_rewards
-from credit_rl.parts import assign, bind, part_metrics
+from credit_rl.parts import assign, bind, services
 from credit_rl.potentials import bridge, shaping_rewards
 from credit_rl.protocol import prompt_hash
 from credit_rl.runlog import METRICS, read_metrics, same_metrics
@@ -393,7 +393,8 @@ def test_an_unparsable_reply_leaves_the_statistics_and_is_counted():
     with Stub(script) as stub:
         method = bind(get_method('outcome+judge/calls'), {'judge': stub.judge()})
         batch, without = (assign(method, [Group(g.question, g.trajectories[:n])], look) for n in (3, 2))
-        logged = part_metrics(method, batch)
+        logged = judges.judge_counts(*services(method))
+    assert len(stub.requests) == 3                                              # two of five were answered before
     assert batch.rewards['turns'][2].isnan().any() and batch.credit.trajectory_weight.tolist() == [1, 1, 0]
     width = without.layout.ids.shape[1]
     assert without.credit.advantages.any() and not batch.credit.advantages[2].any()
@@ -423,7 +424,7 @@ def test_a_judge_that_is_down_is_refused_before_and_counted_during_a_run():
     assert out[:, :3].isnan().all() and (out[:, 3] == 0).all() and judge.counts == count(3, retries=3, failures=3)
 
 
-@pytest.mark.parametrize('bad', [dict(retries=-1), dict(timeout=0), dict(concurrency=0)])
+@pytest.mark.parametrize('bad', [dict(retries=-1), dict(timeout=0), dict(concurrency=0), dict(deadline=0)])
 def test_a_judge_refuses_nonsense(bad):
     with pytest.raises(ValueError): Judge('http://127.0.0.1:1/v1', 'm', **bad)
 
@@ -516,7 +517,7 @@ def test_a_judge_is_told_what_a_file_says(tmp_path, spelling, needs):
 
 def test_a_run_that_asks_a_judge_keeps_the_hash_of_its_words(root, tmp_path):
     "A stub grades every pair it is shown; what a run read by stands in its summary, beside the model's prompt."
-    grades = lambda prompt, attempt: f'ratings_by_pair={[[2, 1, 0]] * prompt.count("<tool_response>")}'
+    grades = lambda prompt, attempt: f'ratings_by_pair={[[2, 1, 0]] * prompt.count("</tool_response>")}'
     (tmp_path / 'words.txt').write_text('Grade {pairs} for {question}.')
     with Stub(grades) as stub:
         judge = {'base_url': f'http://127.0.0.1:{stub.server.server_port}/v1', 'model': 'stub'}
@@ -531,7 +532,7 @@ def test_a_run_that_asks_a_judge_keeps_the_hash_of_its_words(root, tmp_path):
 
 def test_a_run_that_is_resumed_counts_its_judge_as_a_whole_one(root, tmp_path):
     "By step; what was asked so far began at 0 again with each process."
-    with Stub(lambda prompt, attempt: f'ratings_by_pair={[[2, 1, 0]] * prompt.count("<tool_response>")}') as stub:
+    with Stub(lambda prompt, attempt: f'ratings_by_pair={[[2, 1, 0]] * prompt.count("</tool_response>")}') as stub:
         judge = {'base_url': f'http://127.0.0.1:{stub.server.server_port}/v1', 'model': 'stub'}
         settings = dict(method='outcome+judge/calls', options={'judge': judge}, model=str(root / 'data' / 'tiny_base'),
                         questions_per_step=2, group_size=3, questions=20, dev_questions=2, test_questions=2,
@@ -543,7 +544,8 @@ def test_a_run_that_is_resumed_counts_its_judge_as_a_whole_one(root, tmp_path):
         asked = len(stub.requests) - 3                                                        # a check before each
     assert same_metrics(*folders[:2]) == []
     calls = read_metrics(folders[0]).judge_calls.dropna()
-    assert (calls > 0).all() and 2 * calls.sum() == asked
+    kept = [gzip.open(folder / 'judge.jsonl.gz', 'rt').read().splitlines() for folder in folders[:2]]
+    assert (calls > 0).all() and kept[0] == kept[1] and sum(map(len, kept)) == asked <= 2 * calls.sum()
 
 
 KEY = 'sk-a-key-that-nobody-may-see'
@@ -552,7 +554,7 @@ KEY = 'sk-a-key-that-nobody-may-see'
 def test_a_judges_key_is_sent_and_never_written(root, tmp_path, monkeypatch):
     "All files of a run's folder are searched, those packed by gzip unpacked."
     monkeypatch.setenv('JUDGE_KEY', KEY)
-    grades = lambda prompt, attempt: f'ratings_by_pair={[[2, 1, 0]] * prompt.count("<tool_response>")}'
+    grades = lambda prompt, attempt: f'ratings_by_pair={[[2, 1, 0]] * prompt.count("</tool_response>")}'
     with Stub(grades) as stub:
         judge = {'base_url': f'http://127.0.0.1:{stub.server.server_port}/v1', 'model': 'stub', 'key_from': 'JUDGE_KEY'}
         lines = []

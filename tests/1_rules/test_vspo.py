@@ -1,5 +1,6 @@
 """42_vspo: value-based sampling; frequencies of the draw against its probabilities, weights against literal copies."""
 import itertools, math, statistics
+from types import SimpleNamespace
 
 import pytest, torch
 from hypothesis import given, settings, strategies as st
@@ -7,8 +8,9 @@ from torch.testing import assert_close
 
 from credit_rl.groups import group_normalize
 from credit_rl.layout import loss_weights
-from credit_rl.vspo import (informative, kept_and_weights, sampling_probabilities, task_values, value_smoothing,
-                            vspo_weights)
+from credit_rl.parts import Batch
+from credit_rl.vspo import (PARTS, informative, kept_and_weights, sampling_probabilities, task_values,
+                            value_smoothing, vspo_weights)
 
 settings.register_profile('credit', deadline=None, max_examples=40)
 settings.load_profile('credit')
@@ -257,3 +259,20 @@ def test_the_silent_never_win():
         x[[0, 5001, 10_001][at[0]], 0] = 1.0
         counts = vspo_weights(x, generator=seeded(at[1]), sampling='random')[1]
         assert counts.max() == 10_002 and (counts > 0).sum() == 1
+
+
+@given(tables(), st.integers(0, 100), st.booleans())
+def test_a_step_logs_how_places_were_dealt_out(x, seed, clip):
+    "N, ω, kept groups and R_max are those of the formula; a kept group is laid out once, however often it stands."
+    value = next(part for part in PARTS if part.name == 'value')
+    usual = {name: option.default for name, option in value.options.items()} | {'clip': clip}
+    groups = [SimpleNamespace(trajectories=[None] * x.shape[1])] * len(x)
+    rewards = {'outcome': x.flatten().float()}
+    places, omega = value.keep(groups, rewards, usual, seeded(seed))
+    weights, counts = vspo_weights(x.float(), generator=seeded(seed), clip=clip)
+    assert len(places) == len(x) and torch.tensor(places).bincount(minlength=len(x)).tolist() == counts.tolist()
+    logged = value.metrics(Batch([], rewards, places=tuple(places), omega=omega), usual)
+    kept = counts > 0
+    assert logged['vspo_groups'] == kept.sum() and logged['vspo_places'] == counts.max()
+    assert logged['vspo_omega'] == pytest.approx(weights[kept].mean().item())
+    assert logged['vspo_best'] == x.max().item()

@@ -10,6 +10,7 @@ import yaml
 
 from credit_rl.benchmarks import BENCHMARKS
 from credit_rl.datasets import load_questions
+from credit_rl.diagnostics import training_curves
 from credit_rl.engine import ScriptedEngine
 from credit_rl.evaluate import question_row, run_evaluation
 from credit_rl.longform import (JudgeChoice, VERDICTS, judge_rows, judged_table, know_pairs,
@@ -138,9 +139,15 @@ def test_the_reward_is_the_one_of_a_training(verdict):
 
 
 @pytest.mark.parametrize('reply, verdict', [
-    ('grounded', 1), ('Invented.', 0), ('**Grounded**', 1), ('The claim is grounded, the date is invented', 0),
+    ('grounded', 1), ('Invented.', 0), ('**Grounded**', 1), ('not grounded', 0), ('Not grounded.', 0),
+    ('The answer is not grounded.', 0), ('ungrounded', 0), ('not fully grounded', 0), ('The answer is grounded.', 1),
+    ('Verdict: **invented**', 0), ('invented\n\nOnly the year is grounded', 0), ('grounded (nothing is invented)', 1),
+    ('Claim 1: supported.\nClaim 2: supported.\n\ngrounded', 1), ('Claim 1: in neither.\nFinal verdict: invented', 0),
+    ('<think>grounded? No: invented.</think>\n\ngrounded', 1), ('so\n</think>\ninvented', 0),
+    ('<think>grounded', None), ('The claim is grounded, the date is invented', None), ('grounded or invented', None),
     ('not sure', None), ('', None), (None, None)])
-def test_the_last_word_is_the_verdict(reply, verdict): assert parse_grounded(reply) == verdict
+def test_a_verdict_about_inventions_begins_a_line(reply, verdict):
+    assert parse_grounded(reply) == verdict and (parse_grounded(reply) is None) == (verdict is None)
 
 
 # ---- the whole way ----
@@ -279,5 +286,8 @@ def test_prs_long_trains_on_pairs_with_a_judge(tmp_path, monkeypatch):
                     say=lambda line: None)
         asked = [r for r in stub.requests if '[Reference Answer]' in r['messages'][-1]['content']]
     table = read_metrics(run)[1:]
-    assert len(asked) == table.judge_calls.sum() > 0 and (table.judge_failures == 0).all()
+    pairs = {r['messages'][-1]['content'] for r in asked}
+    assert len(pairs) == len(asked) < table.judge_calls.sum() and (table.judge_failures == 0).all()   # equal ones once
     assert table.reward.max() > 1.1 and (table.grad_norm > 0).any()    # beyond process and format: a verdict counted
+    assert table[['prs_process', 'prs_format', 'prs_answer', 'prs_judge']].notna().all(axis=None)
+    assert {'stages', 'a judge'} <= {ax.get_title() for ax in training_curves(run).axes}
