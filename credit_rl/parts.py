@@ -153,9 +153,9 @@ class Rule(Part):
 @dataclass(frozen=True)
 class Sampling(Part):
     "Which groups are worth an update."
-    # (groups, rewards, options, generator) -> indices of groups, each as often as it stands in the batch, and ω (n,), by
-    # which the advantages of their trajectories are multiplied in a mean over the places of all groups; None: 1, in a
-    # mean over the kept ones
+    # (groups, rewards, options, generator) -> indices of groups, each as often as it stands in the batch, and ω (n,),
+    # by which the advantages of their trajectories are multiplied in a mean over the places of all groups; None: 1, in
+    # a mean over the kept ones
     keep: object = None
     selects: bool = True   # leaves groups out
     rounds: object = None  # options -> rounds of rollouts that a step may take to find enough groups; None: 1
@@ -331,7 +331,6 @@ class Method:
     def sees(self):
         "What `evaluate` must find out besides what the loss needs: tuple of SEES."
         return tuple(dict.fromkeys([r.sees for r in self.rewards if r.sees] + ['values'] * bool(self.rule.critic)))
-
     @property
     def knobs(self):
         "Every option under the name by which it is set: dict name -> Option."

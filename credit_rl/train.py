@@ -194,9 +194,9 @@ class AnswerCheck:
                 f'answered, and {unread} replies could not be read')
         self.say(' · '.join([line, *(s.last_error for s in self.services if lost and s.last_error)]))
         if self.in_row < 5: return False
-        raise ConnectionError(f'{line}, the fifth step in a row of which more than unanswered={self.most:g} is missing. '
-                              'The run ends here, and goes on by the same command with resume=True when the judge '
-                              'answers')
+        raise ConnectionError(f'{line}, the fifth step in a row of which more than unanswered={self.most:g} is '
+                              'missing. The run ends here, and goes on by the same command with resume=True when the '
+                              'judge answers')
 
 # %% ../nbs/5_run/63_train.ipynb #t6302
 @dataclass(frozen=True)
@@ -487,7 +487,7 @@ def play_ahead(run, step):
     def play_mine():
         if not (mine := run.ranks.share(questions)): return []
         with run.log.timed('ahead'): groups = play(mine, off)
-        # a judge that keeps its replies answers now, while the learner learns; of what several ranks play it is asked later
+        # a judge keeps its replies, so that it can answer now, while the learner learns; for several ranks later
         if services(run.method) and run.ranks.count == 1: run.method.text_rewards(groups)
         return groups
     with ThreadPoolExecutor(1, 'ahead') as pool:

@@ -137,8 +137,8 @@ def test_a_key_that_a_reply_repeats_is_not_kept(tmp_path):
     ('yes', 1), ('No.', 0), ('Not yes', 0), ('**Yes**', 1), ('"no"', 0), ('Verdict: no', 0), ('I would say: yes!', 1),
     ('<think>no</think>yes', 1), ('<think>\n\n</think>\n\nNo', 0), ('yes\nno', 1), ('yes - both', 1), ('yes. Both', 1),
     ('**No.** They differ', 0), ('yes (both)', 1), ('no because they differ', 0), ('yes/no', None), ('yes-no', None),
-    ('yesterday', None), ('no one knows', None), ('It is yes', None), ('<think>yes', None), ('<think>yes</think>', None),
-    ('', None), (None, None), ('Claims.\nyes', None)])
+    ('yesterday', None), ('no one knows', None), ('It is yes', None), ('<think>yes', None),
+    ('<think>yes</think>', None), ('', None), (None, None), ('Claims.\nyes', None)])
 def test_a_verdict_begins_the_first_line(reply, verdict):
     assert read_verdict(reply, WORDS) == verdict and (read_verdict(reply, WORDS) is None) == (verdict is None)
 
