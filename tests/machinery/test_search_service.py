@@ -22,7 +22,7 @@ from credit_rl.evaluate import Evaluation
 from credit_rl.parameters import from_settings
 from credit_rl.readers import Passage
 from credit_rl.retrieval import BM25, Retriever
-from credit_rl.search_service import (SearchCache, SearchClient, SearchError, SearchLost, SearchServer, build,
+from credit_rl.search_service import (Patience, SearchCache, SearchClient, SearchError, SearchLost, SearchServer, build,
                                       open_retriever, read_corpus, search_app)
 from credit_rl.settings import Task, group_of, make_config, settings_of
 from credit_rl.setup import real_search
@@ -220,6 +220,23 @@ def test_a_server_that_hangs_ends_the_run_that_asks_it(canned):
         SearchTool(SearchClient(url, seconds=.1, tries=1), 1, None).call([['q']])
 
 
+def test_all_tries_and_requests_of_a_search_have_one_deadline(canned):
+    "However many tries are left, and however long one may take; what the server last said is told."
+    url, asked = canned((503, b'busy'))
+    since = time.monotonic()
+    with pytest.raises(SearchError, match='503: busy'):
+        SearchClient(url, tries=99, pause=.2, batch=1, deadline=.7).search(['a', 'b'], 1)
+    assert 2 <= len(asked) < 6 and {a['queries'][0] for a in asked} == {'a'} and time.monotonic() - since < 5
+    url, asked = canned(0.)
+    with pytest.raises(SearchLost, match='within 0.[34]'):
+        SearchClient(url, seconds=30., tries=9, deadline=.4).search(['q'], 1)
+    assert len(asked) == 1
+    client = SearchClient(url, deadline=1e-9)
+    with pytest.raises(SearchLost, match='1e-09 s, the deadline of a search'): client.search(['q'], 1)
+    given = open_retriever('http://localhost:1', patience=Patience(deadline=7.))
+    assert given.deadline == 7 and SearchClient(url).deadline == Patience().deadline == 600
+
+
 def test_a_run_says_how_long_a_server_is_waited_for(canned, monkeypatch):
     """Five answers that a server which starts again gives, then one: three tries, the default, are too few for it.
     Training and evaluating take the same setting."""
@@ -297,7 +314,7 @@ def test_long_lists_go_in_several_requests_and_equal_queries_once(canned):
 def test_the_http_door(corpus):
     for url in ('localhost:8000', '', None, 'ftp://x'):
         with pytest.raises(ValueError, match='url'): SearchClient(url)
-    for bad in (dict(seconds=0), dict(tries=0), dict(pause=-1), dict(batch=0)):
+    for bad in (dict(seconds=0), dict(tries=0), dict(pause=-1), dict(batch=0), dict(deadline=0)):
         with pytest.raises(ValueError, match=next(iter(bad))): SearchClient('http://localhost', **bad)
     with pytest.raises(TypeError, match='search'): SearchServer(corpus)
     with pytest.raises(TypeError, match='list of strings'): SearchClient('http://localhost').search('q', 1)
