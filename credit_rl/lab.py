@@ -782,11 +782,13 @@ def chart_says(chart, table, digits=2):
 # %% ../nbs/experiments/67_lab.ipynb #m010
 def _draw_line(axes, places, rows, order, style):  # two axes; order: places in words, [] where they are numbers
     "Draw a line of a chart: signal to noise on the left, steps on the right, with 95 % intervals."
-    x = [order.index(place) if order else place for place in places]
-    exact = [r.signal for r in rows], [1.96 * r.error for r in rows], [1.96 * r.error for r in rows]
-    learned = [r.steps for r in rows], [r.steps - r.low for r in rows], [r.high - r.steps for r in rows]
-    for ax, (y, down, up) in zip(axes, (exact, learned)):
-        ax.errorbar(x, y, yerr=[down, up], lw=1.2, ms=4, capsize=2, **style)
+    exact = [(r.signal, 1.96 * r.error, 1.96 * r.error) for r in rows]
+    learned = [(r.steps, r.steps - r.low, r.high - r.steps) for r in rows]
+    for ax, ends in zip(axes, (exact, learned)):
+        known = [(order.index(x) if order else x, *end) for x, end in zip(places, ends) if end[0] == end[0]]
+        if not known: continue
+        x, y, down, up = zip(*known)
+        ax.errorbar(x, y, yerr=[down, up], lw=1.2, ms=4, capsize=2, **style | {'ls': style['ls'] if x[1:] else ''})
 
 def chart_figure(
     chart,
@@ -799,15 +801,14 @@ def chart_figure(
     table : of lab_table
     """
     import matplotlib.pyplot as plt
-    from matplotlib.ticker import NullFormatter, ScalarFormatter
     fig, axes = plt.subplots(1, 2, figsize=(9, 3.4), sharey=True, layout='constrained')
     first = [x for line in chart.lines.values() for x, _, _ in line]
     order = list(dict.fromkeys(first)) if isinstance(first[0], str) else []
     for i, (name, line) in enumerate(chart.lines.items()):
         places, rows = _chart_rows(line, table)
         colour = get_method('vine' if line[0][2] == 'exact' else line[0][2].split(' (')[0]).colour
-        style = {'color': colour, 'marker': 'osD^v'[i % 5], 'ls': '-' if len(rows) > 1 else '', 'label': name}
-        if rows: _draw_line(axes, places, rows, order, style)
+        style = {'color': colour, 'marker': 'osD^v'[i % 5], 'ls': ('-', '--', ':', '-.', '-')[i % 5], 'label': name}
+        _draw_line(axes, places, rows, order, style)
     for ax, title in zip(axes, ("exact: signal to noise over GRPO's", "learned: GRPO's steps over the rule's")):
         ax.axhline(1, color='#999999', lw=.8, ls='--')
         ax.set(title=title, xlabel=chart.axis, yscale='log')
@@ -817,7 +818,8 @@ def chart_figure(
         ax.minorticks_off()
         ax.set_yticks([.25, .5, .7, 1, 1.4, 2, 3, 4.5], ['¼', '½', '.7', '1', '1.4', '2', '3', '4.5'])
         ax.spines[['top', 'right']].set_visible(False)
-    if axes[1].has_data(): axes[1].legend(fontsize=8, frameon=False, loc='upper left', bbox_to_anchor=(1, 1))
+    drawn = axes[0].get_legend_handles_labels()
+    if drawn[0]: axes[1].legend(*drawn, fontsize=8, frameon=False, loc='upper left', bbox_to_anchor=(1, 1))
     plt.close(fig)
     return fig
 

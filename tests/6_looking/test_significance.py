@@ -22,7 +22,7 @@ def test_students_interval_is_scipys_and_covers():
 
 
 def test_welch_is_scipys_and_covers_where_variances_differ_tenfold():
-    "A pooled variance would hold the truth in 78 % of these."
+    "A pooled variance holds the truth in 67 % of these."
     rng, held, pooled = np.random.default_rng(1), 0, 0
     for _ in range(2000):
         x, y = rng.normal(.3, .1, 6), rng.normal(.2, .01, 20)
@@ -30,7 +30,7 @@ def test_welch_is_scipys_and_covers_where_variances_differ_tenfold():
         held += low <= .1 <= high
         end = stats.ttest_ind(x, y).confidence_interval()
         pooled += end.low <= .1 <= end.high
-    assert .93 < held / 2000 < .97 and pooled / 2000 < .9
+    assert .93 < held / 2000 < .97 and pooled / 2000 < .75
     assert p == pytest.approx(stats.ttest_ind(x, y, equal_var=False).pvalue)
     assert welch(1, 0, 3, 1, 0, 3) == (0, 0, 0, 1) and math.isnan(welch(1, math.nan, 3, 1, 0, 3)[1])
 
