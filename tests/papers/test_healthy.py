@@ -22,7 +22,7 @@ def lines_of(name): return yaml.safe_load(FILES[name].read_text())['healthy'].sp
 
 def unsaid(line):
     "What a line says with numbers behind its last source."
-    tail = re.split(r'\([^()]*\b(?:table|figure|appendix|runs)\b[^()]*\)', line)[-1]
+    tail = re.split(r'\([^()]*\b(?:tables?|figure|appendix|runs)\b[^()]*\)', line)[-1]
     return re.findall(r'(?<![\w.])\.?\d[^;]*', re.sub(r'(at )?step 20', '', tail))
 
 

@@ -335,8 +335,8 @@ def test_pairs_are_found_by_their_name_in_any_process(tmp_path):
     write_model(tmp_path / 'model', [q.text for q in load_questions('pairs', SAMPLE)])
     def ask(*words):
         command = [sys.executable, '-m', 'credit_rl.train', 'data=pairs', f'corpus={PAGES}', 'protocol=prs',
-                   'method=grpo', f'model={tmp_path / "model"}', f'run={tmp_path / "run"}', 'dev_questions=1', 'test_questions=1',
-                   'max_tokens=4096', 'dry_run=true', 'tflops=1', *words]
+                   'method=grpo', f'model={tmp_path / "model"}', f'run={tmp_path / "run"}', 'dev_questions=1',
+                   'test_questions=1', 'max_tokens=4096', 'dry_run=true', 'tflops=1', *words]
         hidden = {**os.environ, 'CUDA_VISIBLE_DEVICES': ''}
         return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=hidden)
     found, lost = ask(f'path={SAMPLE}'), ask()
