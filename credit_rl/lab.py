@@ -853,6 +853,7 @@ def nearest_worlds(
     near,     # share of the failures that were shown a gold
     parts=False,  # whether the outcome is the share of independent parts that are right
     count=3,
+    among=tuple(TRIALS),  # names of worlds
 ):
     """Names of the worlds most like a problem, the nearest first: list of str.
 
@@ -862,22 +863,24 @@ def nearest_worlds(
     right : share, in (0, 1)
     near : share of the failures that were shown a gold
     parts : whether the outcome is the share of independent parts that are right
+    among : names of worlds
     """
     logit = lambda p: math.log(max(p, 1e-3) / max(1 - p, 1e-3))
     def apart(name):
         s = situation(name)
         return (abs(math.log2(turns / s['turns'])) + abs(logit(right) - logit(s['right'])) / 2
                 + 2 * abs(near - s['near']) + 10 * (parts != (s['outcome'] == 'share of parts')))
-    return sorted(TRIALS, key=apart)[:count]
+    return sorted(among, key=apart)[:count]
 
 # %% ../nbs/experiments/67_lab.ipynb #m015
 def map_page(table):
-    """From a problem to its rules: DataFrame, a row for each world, with outcome, turns, right and near misses of its
-    base, and which rules were ahead of GRPO, level with it, not told apart, or behind, with their ratios of steps."""
+    """From a problem to its rules: DataFrame, a row for each world in which rules have learned, with outcome, turns,
+    right and near misses of its base, and which rules were ahead of GRPO, level with it, not told apart, or behind, with
+    their ratios of steps."""
     import pandas as pd
     rows = {}
-    for name, of in table.groupby('world', sort=False):
-        s, learned = situation(name), of[of.verdict != 'unknown'].sort_values('steps', ascending=False)
+    for name, learned in table[table.steps.notna()].groupby('world', sort=False):
+        s, learned = situation(name), learned.sort_values('steps', ascending=False)
         said = {word: ', '.join(f'{r.rule} ×{r.steps:.2f}' for r in learned[learned.verdict == word].itertuples())
                 for word in ('ahead', 'within ± .1', 'not told apart', 'behind')}
         rows[name] = {**s, **said}
@@ -894,7 +897,8 @@ def judge_expected(
     ----------
     expected : DataFrame with world, rule, expected: ratios of steps that were foretold
     """
-    both = expected[['world', 'rule', 'expected']].merge(table, on=['world', 'rule']).dropna(subset=['steps'])
+    both = expected[['world', 'rule', 'expected']].merge(table, on=['world', 'rule'])
+    both = both.dropna(subset=['steps']).reset_index(drop=True)
     error = lambda x: (x / both.steps).map(math.log).abs()
     return both[['world', 'rule', 'expected', 'signal', 'steps', 'low', 'high']].assign(
         held=(both.low <= both.expected) & (both.expected <= both.high), error=error(both.expected),

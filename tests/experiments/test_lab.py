@@ -13,6 +13,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 import torch
+import yaml
 from torch.testing import assert_close
 
 from credit_rl import lab
@@ -259,6 +260,13 @@ def test_other_settings_and_other_worlds_are_refused(little):
     with pytest.raises(ValueError, match='grpo has no critic'): get_contender('grpo (warm)')
     for name, trial in TRIALS.items():
         for rule in trial.rules: assert get_contender(rule).name == rule, name
+
+
+def test_the_whole_grid_has_a_file_of_settings():
+    given = yaml.safe_load((ROOT / 'runs' / 'params' / 'lab_full.yaml').read_text())
+    assert LabChoice(**given).fresh == 128 and LabChoice(**given).names == list(TRIALS)
+    held = json.loads((ROOT / 'runs' / 'lab' / 'settings.json').read_text())
+    assert held == {name: getattr(LabChoice(), name) for name in held}       # so the plain command goes on there
 
 
 def test_time_that_is_up_begins_nothing(little, tmp_path):

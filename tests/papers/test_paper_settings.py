@@ -48,14 +48,14 @@ from paper_player import Player, write_model, write_sets
 ROOT = Path(__file__).resolve().parents[2]
 VLLM = importlib.util.find_spec('vllm') is not None
 # many runs in the tiny world, for credit_rl.compare
-OURS = ('sweep', 'sweep_weak', 'claims', 'engines', 'ahead', 'carl_warm', 'carl_tiny', 'study', 'asking', 'lab_full')
+OURS = ('sweep', 'sweep_weak', 'claims', 'engines', 'ahead', 'carl_warm', 'carl_tiny', 'study', 'asking')
 FILES = {
     p.stem: p
     for p in sorted((ROOT / 'runs' / 'params').glob('*.yaml'))
-    if p.stem not in ('demo', 'carl_demo', 'real', *OURS) and not p.stem.endswith('_warmup')
+    if p.stem not in ('demo', 'carl_demo', 'real', 'lab_full', *OURS) and not p.stem.endswith('_warmup')
     and not p.stem.startswith('eval_') and '_long' not in p.stem                  # long answers: test_longform.py
 }
-# how a paper evaluates, for credit_rl.evaluate
+# how a paper evaluates, for credit_rl.evaluate; long answers: test_longform.py
 EVALUATIONS = {p.stem: p for p in sorted((ROOT / 'runs' / 'params').glob('eval_*.yaml')) if p.stem != 'eval_prs_long'
                and not p.stem.startswith('eval_carl_')}
 # one of them with other passages: CARL's appendix G
