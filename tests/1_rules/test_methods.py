@@ -17,7 +17,7 @@ from credit_rl.layout import pack
 from credit_rl.learner import FrozenModels, Learner, Optimiser, PlainBackend, make_critic
 from credit_rl.methods import (LOSSES, METHODS, REWARDS, RULES, SAMPLINGS, compose, extra_passes, get_method,
                                method_table, refusal)
-from credit_rl.models import load_model, load_tokenizer
+from credit_rl.models import load_model, load_tokenizer, other_words
 from credit_rl.parts import (Asks, Credit, Facts, Loss, Row, Measured, assign, begin, bind, move, part_metrics,
                              to_tokens)
 from credit_rl.protocol import PROTOCOLS, Chat
@@ -44,7 +44,7 @@ class StubJudge:
         return [read(self.reply(p)) for p, read in zip(prompts, readers)]
 
     def reply(self, prompt):
-        if isinstance(prompt, list): return 'Evaluation Rating: Match'
+        if isinstance(prompt, list): return f'Evaluation Rating: {("Mismatch", "Match")[len(str(prompt)) % 2]}'
         return f'ratings_by_pair={[[1, 2, len(prompt) % 3]] * prompt.count("</tool_response>")}'
 
 
@@ -168,7 +168,8 @@ def test_every_pair_trains_or_is_refused(world, rule):
             assert why in str(refused.value) and len(why) > 30
             continue
         method, taken = get_method(spelt), taken + 1
-        judge = {'judge': StubJudge()} if 'judge' in p[0] else {}
+        asked = [r for r in ('judge', 'judged') if r in p[0]]
+        judge = {'judge' if 'judge' in method.knobs else f'{r}.judge': StubJudge() for r in asked}
         learned, stats, moved, passes = a_step(world, method, judge, groups=batch)
         assert learned.credit.advantages.isfinite().all() and moved.isfinite().all(), spelt
         assert moved.abs().max() > 0 and math.isfinite(stats['loss']), spelt
@@ -502,8 +503,8 @@ def test_a_teacher_with_the_policys_words_is_let_in(root, monkeypatch, tmp_path)
     more = str(tmp_path / 'more')
     check(make_config({'method': 'tips', 'teacher': more}))
     check(make_config({'method': 'tips', 'teacher': more, 'model': 'data/tiny_base'}))
-    with pytest.raises(ValueError, match="'<more>', is no token at all"):
-        check(make_config({'method': 'tips', 'teacher': 'data/tiny_base', 'model': more}))
+    assert "'<more>', is no token at all" in other_words('data/tiny_base', more)
+    check(make_config({'method': 'tips', 'teacher': 'data/tiny_base', 'model': more}))         # told the text
 
 
 def test_a_rule_of_tags_takes_those_that_are_set(root):
