@@ -17,7 +17,8 @@ def read(*arguments): return read_settings(argparse.ArgumentParser(), list(argum
 @pytest.mark.parametrize('text, key, line', [
     ('steps: 70\nseed: 1\nsteps: 7\n', 'steps', 3), ('steps: 70\n"steps": 70\n', 'steps', 2),
     ('options: {alpha: 0.5, alpha: 1}\n', 'alpha', 1), ('world:\n  size: 3\n  size: 3\n', 'size', 3),
-    ('sets: [{a: 1, a: 1}]\n', 'a', 1), ('1: a\n1: b\n', '1', 2)])
+    ('sets: [{a: 1, a: 1}]\n', 'a', 1), ('1: a\n1: b\n', '1', 2), ('1: a\n1.0: b\n', '1.0', 2),
+    ('yes: 1\ntrue: 2\n', 'true', 2), ('0x10: 1\n16: 2\n', '16', 2)])
 def test_a_key_that_stands_twice_is_refused_with_its_place(text, key, line, tmp_path):
     path = tmp_path / 'params.yaml'
     path.write_text(text)
