@@ -109,7 +109,7 @@ def _given_rewards(
 ):
     "The method with its options set, whose rewards are handed over: none of its parts reads text or asks a model."
     method = get_method(method) if isinstance(method, str) else method
-    silent = dict.fromkeys(('text', 'model', 'sees', 'potential', 'plays', 'reach', 'check', 'keeps'))
+    silent = dict.fromkeys(('text', 'model', 'sees', 'potential', 'plays', 'service', 'check', 'keeps'))
     return bind(replace(method, rewards=tuple(replace(r, **silent) for r in method.rewards)), options)
 
 def _trajectory(question, arrays, rows, token_turns):
