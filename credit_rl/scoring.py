@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 import torch
 from .layout import HeadPieces, head_logps, token_logps
-from .models import load_tokenizer, other_words
 from .options import Option
 from .protocol import PROTOCOLS, check_tokenizer
 from .trajectory import Group, Result
@@ -820,6 +819,7 @@ def teacher_chat(
     tokenizer : of the policy: a Hugging Face tokenizer, or the folder or hub name of its model
     protocol : Protocol of the run
     """
+    from credit_rl.models import load_tokenizer, other_words     # here: rewards are known where there is torch alone
     if teacher in ('self', 'base') or not (why := other_words(teacher, tokenizer)): return None
     if protocol.context_tag:
         raise ValueError(f'{why}, and protocol {protocol.name!r} edits contexts, which cannot be told in its words: '
