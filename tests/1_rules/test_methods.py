@@ -44,7 +44,9 @@ class StubJudge:
         return [read(self.reply(p)) for p, read in zip(prompts, readers)]
 
     def reply(self, prompt):
-        if isinstance(prompt, list): return f'Evaluation Rating: {("Mismatch", "Match")[len(str(prompt)) % 2]}'
+        if isinstance(prompt, list):
+            said, wanted = prompt[-1]['content'].split('[Q&A Agents Response]:')[1].split('[Reference Answer]:')
+            return f'Evaluation Rating: {"Match" if said.strip() in wanted else "Mismatch"}'
         return f'ratings_by_pair={[[1, 2, len(prompt) % 3]] * prompt.count("</tool_response>")}'
 
 
