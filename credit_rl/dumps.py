@@ -201,7 +201,8 @@ def _rows(path):
             for number, line in enumerate(file, 1):
                 if not line.strip(): continue
                 row = read_line(line)
-                if not isinstance(row, dict): raise ValueError(f'{path}, line {number} is not an object: {line.strip()[:60]!r}')
+                if not isinstance(row, dict):
+                    raise ValueError(f'{path}, line {number} is not an object: {line.strip()[:60]!r}')
                 yield row
     except UnicodeDecodeError as e: raise ValueError(f'{path} is no text in UTF-8 ({e.reason})') from None
     except RowError as e:

@@ -48,6 +48,11 @@ class StubJudge:
         return f'ratings_by_pair={[[1, 2, len(prompt) % 3]] * prompt.count("</tool_response>")}'
 
 
+class StubScorer:
+    "Scores texts as a process reward model might."
+    def score(self, texts): return [len(text) % 7 / 7 for text in texts]
+
+
 @pytest.fixture(scope='module')
 def world(root):
     "Small base, its chat, noisy games of six questions with four attempts each, and the environment."
@@ -167,8 +172,8 @@ def test_every_pair_trains_or_is_refused(world, rule):
             assert why in str(refused.value) and len(why) > 30
             continue
         method, taken = get_method(spelt), taken + 1
-        judge = {'judge': StubJudge()} if 'judge' in p[0] else {}
-        learned, stats, moved, passes = a_step(world, method, judge, groups=batch)
+        asked = {name: stand_in() for name, stand_in in (('judge', StubJudge), ('prm', StubScorer)) if name in p[0]}
+        learned, stats, moved, passes = a_step(world, method, asked, groups=batch)
         assert learned.credit.advantages.isfinite().all() and moved.isfinite().all(), spelt
         assert moved.abs().max() > 0 and math.isfinite(stats['loss']), spelt
         assert passes == extra_passes(method), spelt
