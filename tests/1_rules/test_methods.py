@@ -50,6 +50,11 @@ class StubJudge:
         return f'ratings_by_pair={[[1, 2, len(prompt) % 3]] * prompt.count("</tool_response>")}'
 
 
+class StubScorer:
+    "Scores texts as a process reward model might."
+    def score(self, texts): return [len(text) % 7 / 7 for text in texts]
+
+
 @pytest.fixture(scope='module')
 def world(root):
     "Small base, its chat, noisy games of six questions with four attempts each, and the environment."
@@ -170,9 +175,10 @@ def test_every_pair_trains_or_is_refused(world, rule):
             assert why in str(refused.value) and len(why) > 30
             continue
         method, taken = get_method(spelt), taken + 1
-        asked = [r for r in ('judge', 'judged') if r in p[0]]
-        judge = {'judge' if 'judge' in method.knobs else f'{r}.judge': StubJudge() for r in asked}
-        learned, stats, moved, passes = a_step(world, method, judge, groups=batch)
+        asked = [(r, stub) for r, stub in (('judge', StubJudge), ('judged', StubJudge), ('prm', StubScorer)) if r in p[0]]
+        given = {knob if (knob := 'prm' if r == 'prm' else 'judge') in method.knobs else f'{r}.{knob}': stub()
+                 for r, stub in asked}
+        learned, stats, moved, passes = a_step(world, method, given, groups=batch)
         assert learned.credit.advantages.isfinite().all() and moved.isfinite().all(), spelt
         assert moved.abs().max() > 0 and math.isfinite(stats['loss']), spelt
         assert passes == extra_passes(method), spelt
