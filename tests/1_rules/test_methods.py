@@ -175,7 +175,8 @@ def test_every_pair_trains_or_is_refused(world, rule):
             assert why in str(refused.value) and len(why) > 30
             continue
         method, taken = get_method(spelt), taken + 1
-        asked = [(r, stub) for r, stub in (('judge', StubJudge), ('judged', StubJudge), ('prm', StubScorer)) if r in p[0]]
+        stubs = {'judge': StubJudge, 'judged': StubJudge, 'prm': StubScorer}
+        asked = [(r, stub) for r, stub in stubs.items() if r in p[0]]
         given = {knob if (knob := 'prm' if r == 'prm' else 'judge') in method.knobs else f'{r}.{knob}': stub()
                  for r, stub in asked}
         learned, stats, moved, passes = a_step(world, method, given, groups=batch)
