@@ -875,8 +875,8 @@ def nearest_worlds(
 # %% ../nbs/experiments/67_lab.ipynb #m015
 def map_page(table):
     """From a problem to its rules: DataFrame, a row for each world in which rules have learned, with outcome, turns,
-    right and near misses of its base, and which rules were ahead of GRPO, level with it, not told apart, or behind, with
-    their ratios of steps."""
+    right and near misses of its base, and which rules were ahead of GRPO, level with it, not told apart, or behind,
+    with their ratios of steps."""
     import pandas as pd
     rows = {}
     for name, learned in table[table.steps.notna()].groupby('world', sort=False):
