@@ -1,4 +1,4 @@
-"44_significance: intervals cover, tests keep their level over a family, and power is what it says, on simulated data."
+"48_significance: intervals cover, tests keep their level over a family, and power is what it says, on simulated data."
 import math
 
 import numpy as np
