@@ -46,6 +46,6 @@ PARTS = (
     Sampling('no-void', r'\omega_i = 1 - \mathbb 1[\text{a turn of } i \text{ neither calls nor answers}]',
              'SimpleTIR (Xue et al. 2025)', keep=_without_void, selects=False,
              reads=lambda groups, o: {'void': void_rollouts(groups)},
-             metrics=lambda rewards, layout, o: {'void_rollouts': rewards['void'].float().mean().item()},
+             metrics=lambda batch, o: {'void_rollouts': batch.rewards['void'].float().mean().item()},
              logs={'void_rollouts': 'share of trajectories with a turn that neither calls nor answers, which the '
                                     'policy term leaves out'}),)

@@ -277,7 +277,7 @@ def test_prompts_are_texts_from_files(file):
     schema = json.dumps(PROTOCOLS['tips'].tools[0])
     assert told['content'] == f'Be brief: \\boxed{{answer}}, {{"a": 1}}.\n\nYou have\n{schema}\nSay <tool_call>.'
     assert asked['content'] == 'Q: Who {x}?' and chat.protocol.answer_stop == 'last'
-    assert worded(PROTOCOLS['tips']) == PROTOCOLS['tips'] and len(WORDS) == 4
+    assert worded(PROTOCOLS['tips']) == PROTOCOLS['tips'] and len(WORDS) == 5
 
 
 def test_a_text_about_tools_stands_instead_of_the_templates_own(root, file):

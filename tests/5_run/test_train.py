@@ -112,6 +112,7 @@ def test_a_run_tells_how_it_goes(whole):
         if row['kind'] == 'train')
 
 
+@pytest.mark.long
 def test_the_same_settings_give_the_same_run(whole, tmp_path):
     "Another process, after other work, in another folder: the same metrics and the same rollouts."
     context.Process(target=sitting, args=({**SHORT, 'run': str(tmp_path / 'again')},)).start()

@@ -75,6 +75,7 @@ def test_a_run_is_examined_by_its_own_engine(run, plain, monkeypatch):
     assert found['tiers'] == {'1': 3, '2': 3} and found['greedy'] != found['base']['greedy']
 
 
+@pytest.mark.long
 def test_another_host_is_told(run, plain, monkeypatch):
     "A run of eight ranks with vLLM, on a host without either."
     params = yaml.safe_load((run / 'params.yaml').read_text())

@@ -209,6 +209,7 @@ def results(folder):
 
 
 @pytest.mark.parametrize('kind', by_ranks(OTHERS))
+@pytest.mark.long
 def test_a_run_has_the_numbers_of_the_plain_one(runs, kind):
     plain, folder = runs('plain, adapted' if 'adapted' in kind else 'plain'), runs(kind)
     first, second = read_metrics(plain), read_metrics(folder)
@@ -366,6 +367,7 @@ def test_interrupting_a_run_ends_its_ranks(tmp_path):
 
 
 @pytest.mark.parametrize('how', [signal.SIGTERM, signal.SIGINT, signal.SIGKILL], ids=lambda how: how.name)
+@pytest.mark.long
 def test_ending_the_caller_ends_the_ranks(tmp_path, how):
     "Also where the caller has no time to end them itself."
     process = start_module('tests.tools.ranks', str(tmp_path))

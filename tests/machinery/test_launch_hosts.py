@@ -227,6 +227,7 @@ def test_a_killed_rank_ends_the_run_on_both_hosts(killed):
     assert (folder / 'ranks.log').is_file() and (folder / 'ranks-1.log').is_file()
 
 
+@pytest.mark.long
 def test_it_goes_on_on_one_host_with_the_numbers_of_a_whole_run(killed, tmp_path):
     "The same command, with one rank on one host; DeepSpeed's optimiser is dealt out anew."
     whole = train({**SHORT, 'run': str(tmp_path / 'whole')}, say=lambda line: None)

@@ -218,6 +218,7 @@ def test_every_drawing_is_of_an_entry():
     assert {e.draw for e in DRAWN} == set(DRAWINGS) and all(f.__name__ == name for name, f in DRAWINGS.items())
 
 
+@pytest.mark.long
 def test_tables_hold_what_the_folders_say(runs):
     found = draw_entry(find_entry('tips', 'table 14'), [runs]).loc['tips (tiny_base)']
     steps = read_metrics(runs / 'tips-0').dropna(subset=['seconds_step'])

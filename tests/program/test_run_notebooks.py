@@ -99,6 +99,7 @@ def test_the_notebook_shows_what_happened(finished):
     assert sum('crl-head' in page for page in pages) == 2              # two rollouts, laid out turn by turn
 
 
+@pytest.mark.long
 def test_the_run_folder_holds_everything(finished):
     _, folder, _ = finished
     assert {
