@@ -667,8 +667,8 @@ class Learner:
         self.reference, self.teacher = (_frozen_scorer(m, self.scorer) for m in frozen.models(model, loss))
         self.teacher_every, groups = frozen.teacher_every or 0, parameter_groups(self.scorer, optimiser)
         self.generator = torch.Generator().manual_seed(seed)   # shuffles trajectories into mini-batches
-        self.updates, self.passes, self.rates = 0, Counter(), [group['rates'] for group in groups]
         self.modules = {'policy': self.backend.wrap(self.scorer, groups, optimiser)}  # what forwards go through
+        self.updates, self.passes, self.rates = 0, Counter(), [group['rates'] for group in groups]
         for who, scorer in (('reference', self.reference), ('teacher', self.teacher)):
             if scorer is self.scorer: self.modules[who] = self.modules['policy']
             elif scorer is not None: self.modules[who] = self.backend.freeze(scorer, who in frozen.offload)

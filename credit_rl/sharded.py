@@ -106,6 +106,11 @@ class _ExactHead:
         within = lambda group: {id(p) for p in group['params']} <= {id(p) for p in self.weights}
         self.others = [group for group in groups if not within(group)]
         self.optimisers = [make([group]) for group in groups if within(group)]
+        if self.weights and not self.others:       # a critic on a frozen backbone, and DeepSpeed wants a weight to step
+            unmoved = {'params': [torch.nn.Parameter(torch.zeros(1, device=self.weights[0].device))], 'rates': {}}
+            groups.insert(0, groups[0] | unmoved)
+            critic.register_parameter('unmoved', unmoved['params'][0])
+            self.others = groups[:1]
         self.small = min((p for group in self.others for p in group['params']), key=torch.numel)
 
     def anchor(self, loss):

@@ -156,8 +156,8 @@ def test_each_set_trains_and_is_evaluated_by_programs(spoken, rows, tmp_path, na
         dict(model=spoken, data=name, path=path, protocol='carl', questions=2, turn_tokens=8, context_tokens=6,
              max_tokens=12000, run=str(tmp_path / 'eval'), threads=1), say=lambda line: None, progress=False)
     manifest = json.loads((folder / name / 'manifest.json').read_text())
-    assert manifest['limits'] == {'max_turns': 15, 'turn_tokens': 8, 'max_tokens': 12000, 'context_tokens': 6
-                                  } and manifest['protocol']['name'] == 'carl'
+    assert manifest['limits'] == {'max_turns': 15, 'turn_tokens': 8, 'max_tokens': 12000, 'context_tokens': 6,
+                                  'output_chars': 16000} and manifest['protocol']['name'] == 'carl'
     assert (manifest['corpus'] is None) == (name in ('gsm8k', 'finqa')) and len(read_turns(folder / name)) == 2
 
 
