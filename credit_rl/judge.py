@@ -177,14 +177,19 @@ def read_key(
     return key
 
 def check_judge(
-    settings,  # as of make_judge
+    settings,        # as of make_judge
+    needed_by=None,  # str: the reward that asks a judge, so that there must be one
 ):
     """Refuse a judge's settings that hold a secret, which would be written down, or that could not be used: ValueError.
 
     Parameters
     ----------
     settings : as of make_judge
+    needed_by : str: the reward that asks a judge, so that there must be one
     """
+    if needed_by and not settings:
+        raise ValueError(f"the reward {needed_by} asks a judge: give options={{'judge': {{'base_url': "
+                         "'http://localhost:8000/v1', 'model': 'NAME'}}")
     if not isinstance(settings, dict): return
     allowed = {'key_from', *inspect.signature(Judge).parameters} - {'api_key'}
     if 'api_key' in settings or '@' in urllib.parse.urlsplit(str(settings.get('base_url', ''))).netloc:

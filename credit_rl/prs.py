@@ -422,10 +422,7 @@ def _judged(groups, o):
 
 def _check_judged(o):
     "Refuse a judge that is not given, or could not be used."
-    if not o['judge']:
-        raise ValueError("judged asks a judge: give options={'judge': {'base_url': 'http://localhost:8000/v1', "
-                         "'model': 'NAME'}}")
-    check_judge(o['judge'])
+    check_judge(o['judge'], 'judged')
     _words(o)
 
 _JUDGE = {'judge': Option(None, 'settings of the judge: base_url, model, key_from, …', object),

@@ -153,30 +153,40 @@ def _weights(model):
     return {**named, 'lm_head.weight': head} if head is model.get_input_embeddings().weight else named
 
 # %% ../nbs/7_elsewhere/82_trl_trainer.ipynb #c022x2
-def _outcomes(credit, count):
-    "Outcomes of this process's rows: list of float, None where one is missing."
-    mine = credit.rewards['outcome'][credit.first:credit.first + count]
-    return [None if x != x else x for x in mine.tolist()]
+class _Shared:
+    "What is the same whoever plays: the groups of all processes, outcomes and advantages of this process's rows."
 
-def _advantages(credit, width, trainer):
-    "What every token after the prompts of this process's rows is credited with, by the groups of all: (B, width)."
-    chat = credit.environment.chat
-    look = policy_look(trainer.accelerator.unwrap_model(trainer.model), chat)
-    rng = torch.Generator().manual_seed(seed_of('keep', credit.seed, trainer.state.global_step))
-    credit.batch = batch = assign(credit.method, credit.groups, look, rng, len(chat.encode(answer_header(chat))),
-                                  credit.rewards)
-    out = torch.zeros(len(credit.rows), width)
-    if batch.empty: return out
-    tokens = sum(len(turn.action_ids) for g in credit.groups for t in g.trajectories for turn in t.turns)
-    found = _row_advantages(batch, tokens, credit.method.loss.average)
-    for row, i, t in zip(found, batch.chosen.tolist(), batch.trajectories):
-        if credit.first <= i < credit.first + len(out):
-            after = row[len(t.prompt_ids):][:width]
-            out[i - credit.first, :len(after)] = after
-    return out
+    def share(self, own, trainer):
+        "Take over what this process and the others played."
+        from accelerate.utils import gather_object
+        self.groups = gather_object(own)
+        self.rewards = self.method.text_rewards(self.groups)
+        self.first = trainer.accelerator.process_index * len(self.rows)
+
+    def outcome(self, prompts, **columns):
+        "TRL's reward function: the outcomes of the rows under way, None where one is missing."
+        mine = self.rewards['outcome'][self.first:self.first + len(prompts)]
+        return [None if x != x else x for x in mine.tolist()]
+
+    def advantages(self, width, trainer):
+        "What every token after the prompts of this process's rows is credited with, by the groups of all: (B, width)."
+        chat = self.environment.chat
+        look = policy_look(trainer.accelerator.unwrap_model(trainer.model), chat)
+        rng = torch.Generator().manual_seed(seed_of('keep', self.seed, trainer.state.global_step))
+        self.batch = batch = assign(self.method, self.groups, look, rng, len(chat.encode(answer_header(chat))),
+                                    self.rewards)
+        out = torch.zeros(len(self.rows), width)
+        if batch.empty: return out
+        tokens = sum(len(turn.action_ids) for g in self.groups for t in g.trajectories for turn in t.turns)
+        found = _row_advantages(batch, tokens, self.method.loss.average)
+        for row, i, t in zip(found, batch.chosen.tolist(), batch.trajectories):
+            if self.first <= i < self.first + len(out):
+                after = row[len(t.prompt_ids):][:width]
+                out[i - self.first, :len(after)] = after
+        return out
 
 @dataclass
-class TurnCredit:
+class TurnCredit(_Shared):
     "What TRL's trainer asks of us: rollouts for its prompts, their outcomes, and what each of their tokens earned."
     method: object       # Method; `bind` sets its options
     environment: object  # Environment
@@ -202,7 +212,6 @@ class TurnCredit:
 
     def play(self, prompts, trainer):
         "TRL's `rollout_func`: play the rows under way."
-        from accelerate.utils import gather_object
         model = trainer.accelerator.unwrap_model(trainer.model)
         training, args = model.training, trainer.args
         number = trainer.state.global_step * args.gradient_accumulation_steps // (
@@ -213,18 +222,8 @@ class TurnCredit:
         own = play_rows(self.engine, self.environment, self.rows, self.sampling, seed_of(self.seed, number))
         self.engine.sleep()
         model.train(training)
-        self.groups = gather_object(own)
-        self.rewards = self.method.text_rewards(self.groups)
-        self.first = trainer.accelerator.process_index * len(self.rows)
+        self.share(own, trainer)
         return trl_rollouts(own)
-
-    def outcome(self, prompts, **columns):
-        "TRL's reward function: the outcomes of the rows under way, None where one is missing."
-        return _outcomes(self, len(prompts))
-
-    def advantages(self, width, trainer):
-        "What every token after the prompts of this process's rows is credited with: (B, width)."
-        return _advantages(self, width, trainer)
 
 # %% ../nbs/7_elsewhere/82_trl_trainer.ipynb #c024
 class CreditMixin:
@@ -382,7 +381,7 @@ def task_trajectory(
 
 # %% ../nbs/7_elsewhere/82_trl_trainer.ipynb #e82012
 @dataclass
-class EnvironmentCredit:
+class EnvironmentCredit(_Shared):
     "What TRL's trainer asks of us where it plays in our environment itself: the environment, outcomes, advantages."
     method: object       # Method; `bind` sets its options
     environment: object  # Environment, of a protocol that searches
@@ -411,7 +410,6 @@ class EnvironmentCredit:
 
     def read(self, found, trainer):
         "Take over what TRL's `_generate` has played: ids, mask, messages, log-probabilities of the rows under way."
-        from accelerate.utils import gather_object
         prompts, ids, masks, messages, logps = found[:5]
         logps = [[math.nan] * len(row) for row in ids] if logps is None else logps
         runs = _same_question(self.rows)
@@ -419,17 +417,7 @@ class EnvironmentCredit:
                   for row, prompt, tokens, said, task in zip(self.rows, prompts, zip(masks, ids, logps), messages,
                                                              trainer.environments, strict=True)]
         own = [Group(run[0], [played.pop(0) for _ in run]) for run in runs]
-        self.groups = gather_object(own)
-        self.rewards = self.method.text_rewards(self.groups)
-        self.first = trainer.accelerator.process_index * len(self.rows)
-
-    def outcome(self, prompts, **columns):
-        "TRL's reward function: the outcomes of the rows under way, None where one is missing."
-        return _outcomes(self, len(prompts))
-
-    def advantages(self, width, trainer):
-        "What every token after the prompts of this process's rows is credited with: (B, width)."
-        return _advantages(self, width, trainer)
+        self.share(own, trainer)
 
 # %% ../nbs/7_elsewhere/82_trl_trainer.ipynb #e82013
 class EnvironmentMixin(CreditMixin):

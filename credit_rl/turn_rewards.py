@@ -277,10 +277,7 @@ from .parts import Reward, Row
 
 def _needs_judge(o):
     "Refuse settings without a judge."
-    if not o['judge']:
-        raise ValueError("the reward judge asks a judge: give options={'judge': "
-                         "{'base_url': 'http://localhost:8000/v1', 'model': 'NAME'}}")
-    check_judge(o['judge'])
+    check_judge(o['judge'], 'judge')
     _words(o)
 
 def _words(o): return judge_text(o['judge_prompt'], JUDGE_PROMPT, ('question', 'pairs'))
