@@ -506,8 +506,8 @@ def run_audit(
 
 # %% ../nbs/6_looking/71_audit.ipynb #a026x4
 def _audited(config, auditing, say):
-    """An audit: (truth, table, what else was found: dict, of a tiny world the table against the solver's values, else
-    None)."""
+    """An audit: (truth, table, what else was found: dict, table of a tiny world against the solver's values, None of
+    others)."""
     s = settings_of(config)
     origin = origin_of(s.course, s.acting, s.host, s.critic)
     stage = make_setup(s.task, s.acting, origin, config.seed, say)

@@ -18,14 +18,12 @@ def mean_interval(
     ----------
     differences : n numbers, one for each seed
     """
-    from scipy.stats import t
-    n = len(differences)
-    mean = sum(differences) / n
-    if n < 2: return mean, math.nan, math.nan, math.nan
-    error = (sum((d - mean) ** 2 for d in differences) / (n - 1) / n) ** .5
-    if error == 0: return mean, mean, mean, 0. if mean else 1.
-    reach = float(t.ppf(.975, n - 1)) * error
-    return mean, mean - reach, mean + reach, float(2 * t.sf(abs(mean) / error, n - 1))
+    from scipy.stats import ttest_1samp
+    mean = sum(differences) / len(differences)
+    if len(differences) < 2: return mean, math.nan, math.nan, math.nan
+    if min(differences) == max(differences): return mean, mean, mean, 0. if mean else 1.
+    test = ttest_1samp([float(d) for d in differences], 0.)
+    return mean, *map(float, test.confidence_interval(.95)), float(test.pvalue)
 
 def welch(
     mean, error, free,     # of one estimate: value, standard error, degrees of freedom
