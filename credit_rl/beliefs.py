@@ -9,10 +9,9 @@ __all__ = ['belief_rows', 'closed_book', 'belief_table', 'popularity_table', 'be
 # %% ../nbs/experiments/47_beliefs.ipynb #b9903
 import math, sys
 from pathlib import Path
-import torch
 from .engine import HFEngine, SamplingParams
 from .environment import asked_protocol
-from .folr import chance_occurrence, first_turns, gold_in_question
+from .folr import chance_occurrence, first_turns, gold_in_question, has_evidence
 from .information_gain import shown_states
 from .layout import pack
 from .metrics import exact_match
@@ -33,7 +32,8 @@ def belief_rows(
 ):
     """Measure belief in the gold at every state in which the policy had to act: list of dict, a state and a schema
     each. `belief` is the best gold's probability a token (geometric mean), `chance` its probability as a whole, `shown`
-    whether a tool had returned a gold by then, `right` whether the rollout's answer was.
+    whether a tool had returned a gold by then, `right` whether the rollout's answer was, and `counted` whether the
+    question has golds that are evidence (`has_evidence`).
 
     Parameters
     ----------
@@ -47,10 +47,11 @@ def belief_rows(
     templates = [gold_templates(chat, groups, schema, golds) for schema in schemas]
     scores = answer_logps(model, (layout.ids, layout.lengths), acting_states(layout.states, layout.turn_mask),
                           [[x for part in parts for x in part] for parts in zip(*templates)])
-    shown, rows, flat = shown_states(groups), [], [t for g in groups for t in g.trajectories]
-    for i, t in enumerate(flat):
+    shown, counted, rows = shown_states(groups), has_evidence(groups), []
+    for i, t in enumerate(t for g in groups for t in g.trajectories):
         at, about = 0, {'question': t.question.id, 'set': t.question.source, 'hops': t.question.meta.get('hops'),
-                        'rollout': i, 'right': int(exact_match(t.answer, list(t.question.answers)))}
+                        'rollout': i, 'right': int(exact_match(t.answer, list(t.question.answers))),
+                        'counted': bool(counted[i])}
         for schema, parts in zip(schemas, templates):
             mine = slice(at, at := at + len(parts[i]))
             for k in range(len(t.turns)):
@@ -111,7 +112,7 @@ def belief_table(
     """
     import numpy as np, pandas as pd
     out, rng = {}, np.random.default_rng(seed)
-    for name, mine in rows.groupby(['model', 'schema'], sort=False):
+    for name, mine in rows[rows.counted].groupby(['model', 'schema'], sort=False):
         parts = [part for _, part in mine.groupby('question')]
         drawn = [_auc(pd.concat([parts[i] for i in rng.integers(len(parts), size=len(parts))])) for _ in range(draws)]
         low, high = np.nanquantile(drawn, [.025, .975]) if np.isfinite(drawn).any() else (math.nan, math.nan)

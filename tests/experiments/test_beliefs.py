@@ -1,5 +1,6 @@
 """47_beliefs: belief against a plain forward of the same text, an answer at once against the model's own
 `generate`, and the command from a shell."""
+import dataclasses
 import json
 import math
 from pathlib import Path
@@ -17,7 +18,7 @@ from credit_rl.rollout import rollout
 from credit_rl.runlog import RunLog
 from credit_rl.scoring import answer_form, answer_header, gold_templates
 from credit_rl.tiny import tiny_environment
-from credit_rl.trajectory import to_json
+from credit_rl.trajectory import Group, to_json
 from credit_rl.world import make_world
 
 BASE = str(Path(__file__).resolve().parents[2] / 'data' / 'tiny_base')
@@ -55,6 +56,20 @@ def test_belief_is_that_of_a_plain_forward(played):
         assert row['last'] == (row['state'] == len(t.turns) - 1)
 
 
+def test_questions_without_evidence_are_not_counted(played):
+    model, chat, groups = played
+    plain, known = (belief_rows(model, chat, [g], ('own',)) for g in (groups[0], sign_alone(groups[0])))
+    assert all(row['counted'] for row in plain) and not any(row['counted'] for row in known)
+    rows = pd.DataFrame([{'model': 'm', **row} for row in (*plain, *known)])
+    table = belief_table(rows, draws=5)
+    assert table['states shown'].sum() + table['not shown'].sum() == len(plain)
+
+
+def sign_alone(group):
+    question = dataclasses.replace(group.question, id='other', answers=('+',))
+    return Group(question, [dataclasses.replace(t, question=question) for t in group.trajectories])
+
+
 def test_an_answer_at_once_is_what_the_model_generates(played):
     model, chat, groups = played
     questions = [g.question for g in groups]
@@ -72,7 +87,7 @@ def test_what_was_shown_crossed_with_what_was_right_sums_to_one(played):
 
 
 def test_one_kind_of_state_alone_has_no_auc():
-    rows = pd.DataFrame({'model': 'm', 'schema': 's', 'question': ['a', 'b'], 'shown': [True, True],
+    rows = pd.DataFrame({'model': 'm', 'schema': 's', 'question': ['a', 'b'], 'shown': [True, True], 'counted': True,
                          'belief': [.1, .2]})
     table = belief_table(rows, draws=5)
     assert table.AUC.isna().all() and table.low.isna().all() and table['belief not shown'].isna().all()
