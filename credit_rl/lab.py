@@ -813,7 +813,7 @@ def chart_figure(
         ax.axhline(1, color='#999999', lw=.8, ls='--')
         ax.set(title=title, xlabel=chart.axis, yscale='log')
         if order: ax.set_xticks(range(len(order)), order)
-        elif max(first) > 8 * max(min(first), .001): ax.set(xscale='log')
+        elif min(first) > 0 and max(first) > 8 * min(first): ax.set(xscale='log')
         if not order: ax.set_xticks(sorted(set(first)), [f'{x:g}' for x in sorted(set(first))])
         ax.minorticks_off()
         ax.set_yticks([.25, .5, .7, 1, 1.4, 2, 3, 4.5], ['¼', '½', '.7', '1', '1.4', '2', '3', '4.5'])
