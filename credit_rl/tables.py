@@ -26,7 +26,7 @@ from .potentials import ModelShape, scoring_flops
 from .environment import asked_protocol
 from .evaluate import measure, read_manifest, read_scores
 from .folr import chi_squared, first_turns, has_evidence, op_table
-from .longform import VERDICTS, judged_table, know_pairs
+from .longform import VERDICTS, judged_table
 from .methods import METHODS, get_method
 from .metrics import carl_match
 from .models import load_tokenizer
@@ -1408,7 +1408,6 @@ def draw_entry(
     if not entry.draw:
         why = f': {entry.differs}' if entry.differs else ''
         raise ValueError(f'{where}: {entry.state}{why}' + (f'; {entry.command}' if entry.command else ''))
-    know_pairs()                                       # so that long answers are found as well
     draw = DRAWINGS[entry.draw]
     together = {'pool': True} if pool and 'pool' in inspect.signature(draw).parameters else {}
     try: return draw(folders, **entry.arguments, **together)
@@ -1500,7 +1499,6 @@ def main(arguments=None):  # list of str; None: the command line's
     parser.add_argument('--out', metavar='FOLDER', help='where tables are written as .csv and figures as .png')
     parser.add_argument('--pool', action='store_true', help='tables of rollouts count those of all folders together')
     given = parser.parse_intermixed_args(arguments)    # folders may stand behind --only
-    know_pairs()
     try:
         if given.runs: sort_folders(given.runs)        # refuses what is no run, once
         entries = [find_entry(given.paper, given.only)] if given.only else ENTRIES[given.paper]

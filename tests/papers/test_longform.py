@@ -16,9 +16,9 @@ from credit_rl.benchmarks import BENCHMARKS
 from credit_rl.datasets import load_questions
 from credit_rl.diagnostics import training_curves
 from credit_rl.engine import ScriptedEngine
-from credit_rl.evaluate import question_row, run_evaluation
-from credit_rl.longform import (JudgeChoice, VERDICTS, judge_rows, judged_table, know_pairs,
-                                long_rewards, main, parse_grounded, pass_rates, run_longform)
+from credit_rl.evaluate import question_row, run_evaluation, set_names
+from credit_rl.longform import (JudgeChoice, VERDICTS, judge_rows, judged_table, long_rewards,
+                                main, parse_grounded, pass_rates, run_longform)
 from credit_rl.methods import get_method
 from credit_rl.models import load_tokenizer
 from credit_rl.options import options_in
@@ -42,27 +42,19 @@ PRS = PROTOCOLS['prs']
 
 @pytest.fixture(autouse=True)
 def on_its_own(monkeypatch):
-    "Each test begins with the nine sets, and none is reached through a proxy or a GPU."
+    "None is reached through a proxy or a GPU."
     monkeypatch.setenv('NO_PROXY', '127.0.0.1')
     monkeypatch.setattr(torch.cuda, 'is_available', lambda: False)
-    before = dict(BENCHMARKS)
-    yield
-    BENCHMARKS.clear()
-    BENCHMARKS.update(before)
 
 
-def test_pairs_are_no_tenth_set_until_they_are_asked_for():
-    assert 'pairs' not in BENCHMARKS
-    know_pairs()
-    know_pairs()
+def test_pairs_are_found_by_name_and_are_no_tenth_set():
     assert [q.meta.get('type') for q in load_questions('pairs', SAMPLE)] == ['multi', 'simple', 'simple', 'multi']
-    assert list(BENCHMARKS)[-1] == 'pairs'
+    assert 'pairs' not in BENCHMARKS and 'pairs' not in set_names('all')
 
 
 @pytest.mark.parametrize('form', ['jsonl', 'json', 'csv', 'parquet'])
 def test_any_file_of_pairs_is_read(form, tmp_path):
     import pandas as pd
-    know_pairs()
     path = tmp_path / f'p.{form}'
     rows = [{'question': f'Why {i}?', 'reference': f'Because of {i}, of course.'} for i in range(3)]
     if form == 'jsonl': path.write_text('\n'.join(map(json.dumps, rows)))
@@ -79,7 +71,6 @@ def test_any_file_of_pairs_is_read(form, tmp_path):
     ({'question': 'Why?', 'reference': 7}, 'wanted a list of strings'),
     ({'reference': 'So.'}, "'question' is missing")])
 def test_a_pair_without_one_of_the_two_is_refused(row, message, tmp_path):
-    know_pairs()
     (tmp_path / 'p.jsonl').write_text(json.dumps(row))
     with pytest.raises(RowError, match=message): load_questions('pairs', tmp_path / 'p.jsonl')
 
@@ -389,7 +380,6 @@ def test_a_policy_is_fine_tuned_on_what_another_model_did_and_a_judge_passed(cha
 def test_prs_long_trains_on_pairs_with_a_judge(tmp_path, monkeypatch):
     """Two steps of PRS's method by its long form, on the sample: a player that is right, wrong or without an answer,
     a judge on this machine, and rewards of every stage."""
-    know_pairs()
     folder, questions = tmp_path / 'model', load_questions('pairs', SAMPLE)
     write_model(folder, [q.text for q in questions])
 

@@ -11,13 +11,12 @@ import torch
 import yaml
 
 from credit_rl import tables
-from credit_rl.benchmarks import BENCHMARKS
 from credit_rl.command import VERBS, main
 from credit_rl.competence import examine_run
 from credit_rl.engine import ScriptedEngine
 from credit_rl.estimate import KNOWN_SIZES
 from credit_rl.evaluate import Evaluation, check_evaluation, run_evaluation
-from credit_rl.longform import know_pairs, run_longform
+from credit_rl.longform import run_longform
 from credit_rl.potentials import scoring_flops
 from credit_rl.papers import (ABSENT, ENTRIES, LAST, Entry, count_states, entry_table, find_entry, numbered,
                               paper_numbers, paper_sentences, papers_folder, report, reported_table)
@@ -81,7 +80,6 @@ def runs(tmp_path_factory, spoken):
                              ('prs+vspo', {}), ('igpo', {})):
             train({**SMALL, 'method': method, 'model': str(ROOT / 'data' / 'tiny_base'), 'measure':
                    ['belief', 'entropy'], 'run': str(folder / 'runs' / f'{method}-0'), **more}, say=quiet)
-        before = dict(BENCHMARKS)
         rows = {'musique': str(ROOT / 'data' / 'rows' / 'musique.jsonl'),
                 'hotpotqa': str(ROOT / 'data' / 'hotpotqa_sample.json')}
         run_evaluation({'data': [*rows], 'path': rows, 'model': spoken, 'run': str(folder / 'runs' / 'played'),
@@ -90,23 +88,19 @@ def runs(tmp_path_factory, spoken):
             run_longform(settings_for(stub, folder / 'runs' / 'long'), engine=gossip(None), say=quiet, progress=False)
         carl_runs(folder, patch)
         yield folder / 'runs'
-        BENCHMARKS.clear()
-        BENCHMARKS.update(before)
 
 
 @pytest.fixture(scope='module')
 def made_folders(tmp_path_factory):
     "Runs that were evaluated on seven sets and judged, at two steps, and tries without tools, made up."
     folder = tmp_path_factory.mktemp('made')
-    know_pairs()
     for method in ('ppo', 'tips', 'tspo', 'igpo', 'prs+vspo'):
         made(folder / method, method, em=.4, logged={'reward': .4, 'kl': .01})
         for step, em in ((1, .3), (2, .4)): judged(assessed(folder / method, step, em, (*SEVEN, 'pairs')), em)
     for i in range(5):
         answered(folder / f'try-{i}', BIG, {'hotpotqa': [('a', i, 0, 1), ('b', 0, 0, 1)]}, 'direct', False)
     answered(folder / 'asked', BIG, {'hotpotqa': [('a', 1, 0, 1), ('b', 0, 1, 1)]})
-    yield folder
-    BENCHMARKS.pop('pairs', None)
+    return folder
 
 
 # ---- the list ----
