@@ -811,12 +811,15 @@ def chart_figure(
         _draw_line(axes, places, rows, order, style)
     for ax, title in zip(axes, ("exact: signal to noise over GRPO's", "learned: GRPO's steps over the rule's")):
         ax.axhline(1, color='#999999', lw=.8, ls='--')
-        ax.set(title=title, xlabel=chart.axis, yscale='log')
+        ax.set(xlabel=chart.axis, yscale='log')
+        ax.set_title(title, fontsize=10)
         if order: ax.set_xticks(range(len(order)), order)
         elif min(first) > 0 and max(first) > 8 * min(first): ax.set(xscale='log')
         if not order: ax.set_xticks(sorted(set(first)), [f'{x:g}' for x in sorted(set(first))])
         ax.minorticks_off()
+        ends = ax.get_ylim()                                            # ticks beyond what is drawn would widen it
         ax.set_yticks([.25, .5, .7, 1, 1.4, 2, 3, 4.5], ['¼', '½', '.7', '1', '1.4', '2', '3', '4.5'])
+        ax.set_ylim(ends)
         ax.spines[['top', 'right']].set_visible(False)
     drawn = axes[0].get_legend_handles_labels()
     if drawn[0]: axes[1].legend(*drawn, fontsize=8, frameon=False, loc='upper left', bbox_to_anchor=(1, 1))
