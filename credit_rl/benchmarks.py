@@ -10,7 +10,7 @@ __all__ = ['BENCHMARKS', 'CANARY', 'PAIRS', 'RowForm', 'Benchmark', 'register', 
 import base64, difflib, hashlib, json, math, re
 from dataclasses import dataclass, field
 from .readers import (RowError, describe_row, has_field, join_sentences, read_answers, read_contents,
-                               read_field, read_id, read_title)
+                               read_field, read_id, read_line, read_title)
 from .trajectory import Question
 
 # %% ../nbs/2_environment/09_benchmarks.ipynb #c031
@@ -176,14 +176,16 @@ def _trivia_original(row): return _trivia(row, 'Question', 'QuestionId', 'Answer
 def _trivia_hub(row): return _trivia(row, 'question', 'question_id', 'answer', 'value', 'aliases')
 
 # %% ../nbs/2_environment/09_benchmarks.ipynb #c058
+def _from_text(value, name):
+    "What a cell of field `name` says: JSON where it is a text, else itself. Raises RowError."
+    try: return read_line(value) if isinstance(value, str) else value
+    except RowError as e: raise RowError(name, f'is a text that {e.problem}') from None
+
 def _pairs(row, name, columns):
     """Read the pairs of field `name`, given as [[a, b], ...], as the columns {columns[0]: [a...], columns[1]: [b...]},
     or as JSON of these."""
-    value = row.get(name)
+    value = _from_text(row.get(name), name)
     if value is None: return []
-    if isinstance(value, str):
-        try: value = json.loads(value)
-        except json.JSONDecodeError as e: raise RowError(name, f'is a string but not JSON: {e}') from None
     if isinstance(value, dict):
         if not all(isinstance(value.get(c), list) for c in columns) or len({len(value[c]) for c in columns}) != 1:
             raise RowError(name, f'must have the lists {columns} of one length, got {value!r:.80}')
@@ -202,10 +204,7 @@ def _trivia_paragraphs(row):
 # %% ../nbs/2_environment/09_benchmarks.ipynb #c052
 def _popqa(row):
     "Read (id, question, answers) of a PopQA row; its answers are a list, or a JSON list in a string."
-    golds = row['possible_answers']
-    if isinstance(golds, str):
-        try: golds = json.loads(golds)
-        except json.JSONDecodeError as e: raise RowError('possible_answers', f'is not a JSON list: {e}') from None
+    golds = _from_text(row['possible_answers'], 'possible_answers')
     return row.get('id'), read_field(row, 'question').strip(), read_answers(golds, 'possible_answers')
 
 def _popqa_meta(row):

@@ -11,6 +11,7 @@ from .engine import seed_of
 from .evaluate import summarize
 from .folr import first_occurrence
 from .metrics import exact_match
+from .readers import to_nfc
 from .rollout import add_message
 from .tools import observation_of
 from .trajectory import Group, Stop, Trajectory
@@ -32,11 +33,13 @@ def pages_shown(trajectory):
     "The passages that a trajectory was shown, as far as it was shown them: list of (title, text)."
     return [page for turn in trajectory.turns for page in _pages(observation_of(turn))]
 
+def _alike(text): return to_nfc(text).lower()                     # what is the same whatever its case and spelling
+
 def _asked(trajectory):
     "What was searched so far, in lower case: set of str."
-    return {query.lower() for turn in trajectory.turns if turn.call for query in turn.call['queries']}
+    return {_alike(query) for turn in trajectory.turns if turn.call for query in turn.call['queries']}
 
-def _bare(title): return re.sub(r'\s*\(.*?\)$', '', title)         # without what tells it from its namesakes
+def _bare(title): return re.sub(r'\s*\(.*?\)$', '', to_nfc(title)) # without what tells it from its namesakes
 
 def _stands(words, text): return first_occurrence([text], [words], match_short=True) == 0
 
@@ -50,8 +53,8 @@ def answer_shown(trajectory):
     q, pages = trajectory.question, pages_shown(trajectory)
     named = _support(q)
     if q.meta.get('type') == 'comparison':
-        looked = _asked(trajectory) | {_bare(title).lower() for title, _ in pages}
-        if not all(name.lower() in looked for name in named): return None
+        looked = _asked(trajectory) | {_alike(_bare(title)) for title, _ in pages}
+        if not all(_alike(name) in looked for name in named): return None
     if named and q.meta.get('hops', 1) > 1: pages = [page for page in pages if _bare(page[0]) in named]
     text = ' '.join(f'{title} {body}' for title, body in pages)
     return next((a for a in q.answers if _stands(a, text)), None)
@@ -88,11 +91,11 @@ def next_queries(
     own = [title for title in named if _stands(title, q.text)]
     bridges = [title for title in named if title not in own and _stands(title, shown)]
     one, two = _steps(trajectory, shown)
-    others = [*own, *_names(q.text), *one]
+    others = [*own, *_names(to_nfc(q.text)), *one]
     if trajectory.turns: best = [*bridges, *two] if rng.random() < .6 else [*two, *bridges]
     else: best = rng.choice([found for found in (whole, whole, others[:1], others[:1], one) if found])
     asked, out = _asked(trajectory), dict.fromkeys([*best, *own, *whole, *others])
-    return [query for query in out if query.lower() not in asked and '<' not in query]
+    return [query for query in out if _alike(query) not in asked and '<' not in query]
 
 # %% ../nbs/2_environment/58_demonstrations.ipynb #d012
 def write_message(

@@ -33,18 +33,29 @@ def _layout_of(
     raise ValueError(f'its keys are {sorted(row)}, and a rollout is ' + '; or '.join(map(' and '.join, _LAYOUTS)) +
                      ': rename the columns, or write one of these')
 
+def _is_null(given):
+    "Whether a value says that there is none: null, NaN, or one of their names in a table."
+    named = isinstance(given, str) and given.strip().lower() in ('', 'null', 'none', 'nan', 'na', 'n/a', '<na>')
+    return named or given is None or isinstance(given, float) and math.isnan(given)
+
+def _answers_in(given):
+    "The accepted answers in a field, those that are null aside: list of str."
+    while isinstance(given, dict): given = next((given[name] for name in _GOLDS if name in given), None)
+    if isinstance(given, str): return [given] if given.strip() else []              # a name may well be None or Na
+    return [x for one in given for x in _answers_in(one)] if isinstance(given, (list, tuple)) else \
+        [] if _is_null(given) else [str(given)]
+
 def _golds_of(
     row,        # dict
     answers={}, # question text -> accepted answers, where the file does not have them
     question='',
 ):
     "Accepted answers of a row: list of str. Raises ValueError where there are none."
-    found = next((row[name] for name in _GOLDS if row.get(name) not in (None, '', [])), answers.get(question))
-    while isinstance(found, dict): found = next((found[name] for name in _GOLDS if name in found), None)
-    if found is None:
+    places = (*(row.get(name) for name in _GOLDS), answers.get(question))
+    if not (found := next(filter(None, map(_answers_in, places)), None)):
         raise ValueError(f'no accepted answer: none of {", ".join(_GOLDS)} is among its keys {sorted(row)}; add one, '
                          'or hand them over as answers={question: [answer, …]}')
-    return [str(x) for x in found] if isinstance(found, (list, tuple)) else [str(found)]
+    return found
 
 # %% ../nbs/7_elsewhere/83_dumps.ipynb #c008
 @dataclass(frozen=True)
@@ -56,9 +67,11 @@ class _Dialogue:
 
 def _content(message):
     "The text of a message, of parts too."
-    content = message.get('content') or ''
-    return content if isinstance(content, str) else ''.join(
-        part if isinstance(part, str) else part.get('text') or '' for part in content)
+    text = lambda x: x if isinstance(x, str) else '' if x is None else json.dumps(x, ensure_ascii=False)
+    content = message.get('content')
+    if not isinstance(content, list): return text(content)                          # a tool's object, a number
+    return ''.join(text(part.get('text') if isinstance(part, dict) and {'type', 'text'} & set(part) else part)
+                   for part in content)
 
 def _from_messages(
     messages,  # list of dict with role and content
@@ -78,7 +91,10 @@ def _from_messages(
     return _Dialogue(asked[-1], tuple(turns))
 
 # %% ../nbs/7_elsewhere/83_dumps.ipynb #c008x1
-_MARKS = r'(?:<\|[^|<>\n]{1,40}\|>\s*(?:(?:user|tool|ipython|assistant)\b\s*)?)+'   # <|im_end|>, a header with its role
+_SEES, _SAYS = 'user|tool|ipython|environment|observation', 'assistant|model'
+_MARKS = (r'(?:(?:<\|[^|<>\n]{1,40}\|>|<｜[^｜<>\n]{1,40}｜>|</?s>|'
+          r'<[be]os>|<(?:start|end)_of_turn>|\[/?(?:INST|TOOL_RESULTS)\])'
+          rf'\s*(?:(?:{_SEES}|{_SAYS})\s*?(?=\n|<|\[|\Z)\s*)?)+')          # <|im_end|>, a header with its role
 
 def _without_marks(text):
     "What the model wrote, without the marks that a chat template left before and behind it."
@@ -92,7 +108,7 @@ def _from_text(
     """The turns of one text, cut at the environment's answers: `_Dialogue`. Marks and names of roles that a template
     left around these are dropped. A text of nothing is one empty turn."""
     turns, rest = [], 0
-    for m in re.finditer(rf'(?:\s*(?:user|tool)\s*\n)?\s*<{tag}>(.*?)</{tag}>(?:\s*\n(?:assistant)\s*\n)?', text, re.S):
+    for m in re.finditer(rf'(?:\s*(?:{_SEES})\s*\n)?\s*<{tag}>(.*?)</{tag}>(?:\s*\n(?:{_SAYS})\s*\n)?', text, re.S):
         said, seen, rest = _without_marks(text[rest:m.start()]), m[1].strip(), m.end()
         if said: turns.append((said, seen, None, None))
         elif turns: turns[-1] = (turns[-1][0], f'{turns[-1][1]}\n{seen}', None, None)
@@ -127,13 +143,15 @@ def _call_of(
     body = given.get('function') or given if isinstance(given, dict) else None
     if not isinstance(body, dict) or not {'name', 'arguments'} & set(body): raise ValueError('no name, no arguments')
     inside = body.get('arguments') or {}
-    inside = json.loads(inside) if isinstance(inside, str) else inside
+    inside = read_line(inside) if isinstance(inside, str) else inside
     if not isinstance(inside, dict): raise ValueError(f'its arguments are no object: {str(inside)[:60]}')
     found = inside.get('query_list', inside.get('query', list(inside.values())))
     found = found if isinstance(found, list) else [found]
     if None in found: raise ValueError('a query is null')
     queries = [x if isinstance(x, str) else json.dumps(x) for x in found]
-    return {'name': body.get('name') or 'search', 'queries': queries}
+    name = 'search' if body.get('name') is None else body['name']
+    if not isinstance(name, str): raise ValueError(f'its name is no text: {name!r:.60}')
+    return {'name': name, 'queries': queries}
 
 def _one_call(calls):
     "Several calls of a message as that of its turn: None where there is none."
@@ -148,8 +166,8 @@ def _calls_of(
 ):
     "The calls of a message that can be read, in order: list of dict, and whether it has one that cannot: bool."
     if given:
-        try: given = json.loads(given) if isinstance(given, str) else given       # tables keep them as text
-        except (ValueError, RecursionError): given = [None]
+        try: given = read_line(given) if isinstance(given, str) else given        # tables keep them as text
+        except RowError: given = [None]
         read, parts = _call_of, given if isinstance(given, list) else [given]
     elif protocol.call_style in ('none', 'code'):
         return [call] if (call := parse(protocol, text).call) else [], False
@@ -162,13 +180,13 @@ def _calls_of(
     calls = []
     for part in parts:
         try: calls.append(read(part))
-        except (ValueError, RecursionError): calls.append(None)
+        except ValueError: calls.append(None)
     return [call for call in calls if call], None in calls
 
 # %% ../nbs/7_elsewhere/83_dumps.ipynb #c011
 def _turn(protocol, spoken, encode):
     "One `Turn` of what was spoken."
-    text, seen, ids, calls = spoken
+    text, seen, ids, calls = _without_marks(spoken[0]), *spoken[1:]
     found, broken = _calls_of(protocol, text, calls)
     call = _one_call(found)
     mine, theirs = ids or (encode(text) or (0,), encode(seen))
@@ -225,7 +243,7 @@ def _spoken(row, protocol, tokenizer):
 # %% ../nbs/7_elsewhere/83_dumps.ipynb #c0115x2x3
 def _score_of(given):
     "A trainer's score: float, NaN where it says that there is none. Raises ValueError on what is no number."
-    if given is None or isinstance(given, str) and given.strip().lower() in ('', 'null', 'none', 'nan'): return math.nan
+    if _is_null(given): return math.nan
     if not isinstance(given, (int, float, str)):
         raise ValueError(f'its score is {given!r:.60}, wanted a number or null')
     return float(given)
@@ -260,14 +278,14 @@ def read_dump(
         try:
             spoken = _spoken(row, protocol, tokenizer)
             golds = _golds_of(row, answers, spoken.question)
-            name = next((str(row[key]) for key in _KEYS if row.get(key) is not None), spoken.question)
+            name = next((str(row[key]) for key in _KEYS if not _is_null(row.get(key))), spoken.question)
             key = (row.get('step'), name)
             question = first.setdefault(key, (number, Question(name, spoken.question, golds, source)))
             if set(question[1].answers) != set(golds):
                 raise ValueError(f'question {name!r:.60} has the answers {golds}, and in row {question[0]} it had '
                                  f'{list(question[1].answers)}: give different questions different ids ({_KEYS[0]})')
             groups.setdefault(key, []).append(_make_trajectory(spoken, question[1], protocol, encode))
-            given = next((row[name] for name in ('reward', 'score') if row.get(name) is not None), None)
+            given = next((row[name] for name in ('reward', 'score') if not _is_null(row.get(name))), None)
             rewards.setdefault(key, []).append(_score_of(given))
         except (ValueError, TypeError, KeyError, AttributeError) as e:
             raise ValueError(f'row {number}: {e}' if isinstance(e, ValueError) else

@@ -12,6 +12,7 @@ import math, re, string, torch
 from .groups import (cast_like, check_groups, check_turns, discounted_suffix, discounted_sum, measured,
                               standardize, widen)
 from .folr import first_occurrence, has_evidence
+from .readers import to_nfc
 from .tools import returned_texts
 from .potentials import bridge
 
@@ -225,7 +226,7 @@ def set_f1(
     if isinstance(golds, str):
         raise TypeError(f'golds must be a list of strings, got the string {golds!r}; write [{golds!r}]')
     blank = str.maketrans(string.punctuation, ' ' * len(string.punctuation))
-    words = lambda text: set((text or '').lower().translate(blank).split())
+    words = lambda text: set(to_nfc(text or '').lower().translate(blank).split())
     written = words(prediction)
     return max((2 * len(written & words(g)) / max(len(written) + len(words(g)), 1) for g in golds), default=0.0)
 

@@ -198,7 +198,7 @@ _NUMBER = re.compile(r'''
     (?P<sign>[-+\u2212\ufe63\uff0d]?|[\u2010-\u2015](?=[$€£.\d]))     # a dash is a minus right before its number
     \s* [$€£]? \s* (?P<sign2>[-+\u2212\ufe63\uff0d\u2010-\u2015]?)
     (?P<digits>(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|\.\d+)
-    (?P<exponent>e[-+]?\d+)?
+    (?P<exponent>e[-+\u2212\ufe63\uff0d\u2010-\u2015]?\d+)?
     (?![.,]?\d)                                      # the whole number, not a piece of one
     (?P<percent>\s*(?:%|per\s?cent\b|pct\b))?''', re.VERBOSE | re.IGNORECASE)
 
@@ -235,7 +235,8 @@ def parse_number(
     found = list(_NUMBER.finditer(_without_latex(text)))
     if len(found) != 1: return None
     m = found[0]
-    value = float(m['digits'].replace(',', '') + (m['exponent'] or ''))
+    exponent = re.sub(r'(?<=[eE])[^-+\d]', '-', m['exponent'] or '')                      # a minus by any of its signs
+    value = float(m['digits'].replace(',', '') + exponent)
     if any(s not in ('', '+') for s in (m['sign'], m['sign2'])): value = -value
     return (value, bool(m['percent'])) if math.isfinite(value) else None
 

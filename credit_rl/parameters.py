@@ -7,7 +7,7 @@ __all__ = ['from_settings', 'notebook_settings', 'each_world', 'fill_names', 'en
            'one_dialect', 'make_parser', 'read_settings']
 
 # %% ../nbs/machinery/06_parameters.ipynb #c002
-import argparse, os, sys
+import argparse, os, re, sys
 from pathlib import Path
 import yaml
 from .launch import expect_file
@@ -174,6 +174,13 @@ class _Help(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpF
 
 class _Parser(argparse.ArgumentParser):
     names = ()   # of settings, which are written as flags too
+
+    def parse_known_args(self, args=None, namespace=None):
+        "Read arguments. A path that begins with ~ leads to the home folder, behind `--name=` and `name=` too."
+        home = lambda m: (m[1] or '') + os.path.expanduser(m[2])
+        words = [re.sub(r'\A([\w.-]+=)?(~[^/=]*/.*)', home, word, flags=re.S) for word in
+                 (sys.argv[1:] if args is None else args)]
+        return super().parse_known_args(words, namespace)
 
     def error(self, message):
         "Say what is wrong, with the nearest flag for each that there is not, and exit with 2."

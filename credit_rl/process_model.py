@@ -8,6 +8,7 @@ __all__ = ['PARTS', 'process_texts', 'ClassifierScorer', 'ServerScorer', 'proces
 # %% ../nbs/1_rules/38_process_model.ipynb #p37002
 import functools, inspect, json, math, time, urllib.error, urllib.request
 import torch
+from .engine import check_numbers
 from .groups import index_groups
 from .judge import read_key
 from .options import Option, nearest
@@ -100,7 +101,7 @@ class ClassifierScorer(_Scorer):
 
     @torch.no_grad()
     def score(self, texts):
-        "The score of each text: list of float in [0, 1], NaN where the model gives none."
+        "The score of each text: list of float in [0, 1]. Raises ValueError on a model that gives NaN."
         found = [math.nan] * len(texts)
         sizes = [len(ids) for ids in self.tokenizer(texts).input_ids] if texts else []
         order = sorted(range(len(texts)), key=sizes.__getitem__)   # alike in length: little padding
@@ -110,8 +111,9 @@ class ClassifierScorer(_Scorer):
                                    truncation=True, max_length=self.max_tokens).to(self.device)
             logits = self.model(given['input_ids'], attention_mask=given['attention_mask']).logits.float()
             for j, p in zip(part, _probability(logits, self.position).tolist()): found[j] = p
-        for name, n in (('texts', len(texts)), ('failures', sum(x != x for x in found)),
-                        ('cut', sum(n > self.max_tokens for n in sizes))): self.counts[name] += n
+        check_numbers(found, self.model)
+        for name, n in (('texts', len(texts)), ('cut', sum(n > self.max_tokens for n in sizes))):
+            self.counts[name] += n
         return found
 
 # %% ../nbs/1_rules/38_process_model.ipynb #p37016

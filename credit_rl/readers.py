@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['to_nfc', 'marks', 'RowError', 'describe_row', 'has_field', 'read_field', 'read_answers', 'join_sentences',
-           'read_line', 'read_rows', 'LoadedRows', 'collect_rows', 'Passage', 'read_contents', 'read_title', 'read_id']
+           'check_characters', 'read_line', 'read_rows', 'LoadedRows', 'collect_rows', 'Passage', 'read_contents',
+           'read_title', 'read_id']
 
 # %% ../nbs/2_environment/08_readers.ipynb #c003
 import csv, functools, gzip, io, json, re, unicodedata, warnings, zlib
@@ -103,9 +104,17 @@ def _open(path, newline=''):
 # %% ../nbs/2_environment/08_readers.ipynb #u0804
 _HALF = re.compile(r'\\u[dD][89a-fA-F]')   # what JSON writes for half of a surrogate pair, or for both
 
-def _check_characters(row, text):
-    """Refuse a row that holds half of a surrogate pair, which no file can hold and no tokenizer reads; `text` is the
-    JSON that it was read from. Raises RowError."""
+def check_characters(
+    row,   # value that was read from JSON
+    text,  # str, that JSON
+):
+    """Refuse a value that holds half of a surrogate pair, which no file can hold and no tokenizer reads: RowError.
+
+    Parameters
+    ----------
+    row : value that was read from JSON
+    text : str, that JSON
+    """
     if not _HALF.search(text): return
     try: json.dumps(row, ensure_ascii=False).encode()
     except UnicodeEncodeError as e:
@@ -116,7 +125,7 @@ def read_line(line):
     try: row = json.loads(line)
     except RecursionError: raise RowError('(row)', 'is not JSON: it is nested too deep') from None
     except ValueError as e: raise RowError('(row)', f'is not JSON: {e}') from None         # a number too long, too
-    _check_characters(row, line)
+    check_characters(row, line)
     return row
 
 def _jsonl_rows(path, name):
@@ -130,8 +139,8 @@ def _jsonl_rows(path, name):
 
 # %% ../nbs/2_environment/08_readers.ipynb #u0805
 def _sound(row, text):
-    "A row of a JSON file, or the RowError that it is (`_check_characters`)."
-    try: _check_characters(row, text)
+    "A row of a JSON file, or the RowError that it is (`check_characters`)."
+    try: check_characters(row, text)
     except RowError as e: return e
     return row
 
@@ -198,7 +207,7 @@ def _swallows_rows(raw, cells, columns, delimiter):
 # %% ../nbs/2_environment/08_readers.ipynb #t0801
 def _table_rows(path, name, delimiter=','):
     """Yield (where, row) of a CSV file: dicts under a header, else lists of cells. A row of another length gives a
-    RowError, and so does one that cannot be read."""
+    RowError, and so does one that cannot be read. Raises ValueError on a header with a name twice."""
     with _open(path) as f:
         header, columns = None, None
         for raw, last, cells in _records(_progress(f, name, path.stat().st_size), delimiter):
@@ -211,7 +220,8 @@ def _table_rows(path, name, delimiter=','):
             elif _swallows_rows(raw, cells, columns or raw[0].count(delimiter) + 1, delimiter):
                 yield where, RowError('(row)', f'has a quote on line {last - len(raw) + 1} that line {last} closes, '
                                       'with whole rows between them: is the file without quoting?')
-            elif columns is None and (names := [c.strip() for c in cells]) and _is_header(names): header = names
+            elif columns is None and (names := [c.strip() for c in cells]) and _is_header(names):
+                header = _named_once(names, name)
             elif header is None: yield f'{name}, line {last}', cells
             elif len(cells) != len(header):
                 yield where, RowError('(row)', f'has {len(cells)} columns, the header {len(header)}')
@@ -219,6 +229,12 @@ def _table_rows(path, name, delimiter=','):
             if columns is None and isinstance(cells, list): columns = len(cells)
 
 def _is_header(names): return bool({name.lower() for name in names} & {'question', 'text', 'contents'})
+
+def _named_once(names, name):
+    "Names of columns, those that are blank aside each once. Raises ValueError on one that stands twice."
+    twice = next((n for i, n in enumerate(names) if n and n in names[:i]), None)
+    if twice is not None: raise ValueError(f'{name}: the header has the column {twice!r} twice; rename one of them')
+    return names
 
 def _tsv_rows(path, name):
     "Yield (where, row) of a tab-separated file, with CSV's quoting or without any."
@@ -335,9 +351,9 @@ def read_title(row):
     return read_field(row, 'title') if row.get('title') else ''
 
 def read_id(row, *names):
-    """Read the id of a row, from the first of some fields that is there and not null: str, None where none is. Raises
-    RowError on anything but a text or a number."""
+    """Read the id of a row, from the first of some fields that is there and not null, or NaN as tables write it: str,
+    None where none is. Raises RowError on anything but a text or a number."""
     for name in names:
-        if (value := row.get(name)) is None or value == '': continue
+        if (value := row.get(name)) is None or value == '' or value != value: continue
         if isinstance(value, (str, int, float)) and not isinstance(value, bool): return str(value)
         raise RowError(name, f'is {value!r:.60}, wanted a text or a number')

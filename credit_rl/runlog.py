@@ -171,13 +171,16 @@ def _settle(path):
 @contextlib.contextmanager
 def atomic_folder(path):  # folder to replace or make
     """Give an empty folder to fill and make it `path` as a whole; a kill leaves the old version or the new one. Where
-    `path` is a link, the folder that it leads to is replaced.
+    `path` is a link, the folder that it leads to is replaced. Raises NotADirectoryError where something else is there,
+    or a link that leads to itself.
 
     Parameters
     ----------
     path : folder to replace or make
     """
     path = Path(os.path.realpath(path)) if Path(path).is_symlink() else Path(path)
+    if path.is_symlink() or path.exists() and not path.is_dir():
+        raise NotADirectoryError(f'{path} is no folder, so none can be put in its place: give another name')
     path.parent.mkdir(parents=True, exist_ok=True)
     _settle(path)
     part = _hidden(path, 'part')
@@ -415,7 +418,8 @@ def load_yaml(
     name='',       # what to call it in messages
     aliases=True,  # whether it may have any
 ):
-    """Read settings that people write. Raises yaml.YAMLError with the place, on a key that stands there twice too.
+    """Read settings that people write. Raises yaml.YAMLError with the place, on a key that stands there twice, values
+    without bounds and dates that are none too.
 
     Parameters
     ----------
@@ -426,6 +430,8 @@ def load_yaml(
     loader = _Values(text)
     loader.name, loader.aliases = name or loader.name, aliases
     try: return loader.get_single_data()
+    except RecursionError: raise yaml.YAMLError(f'{loader.name} is nested too deep') from None
+    except ValueError as e: raise yaml.YAMLError(f'{loader.name} holds no value: {e}') from None
     finally: loader.dispose()
 
 def read_yaml(path,            # file
@@ -439,7 +445,6 @@ def read_yaml(path,            # file
     """
     text = read_text(path, most)
     try: return load_yaml(text, str(path), aliases=False)
-    except RecursionError: raise ValueError(f'{path} is nested too deep') from None
     except yaml.YAMLError as e: raise ValueError(f'{path} cannot be read: {" ".join(str(e).split())}') from None
 
 # %% ../nbs/machinery/02_runlog.ipynb #c027

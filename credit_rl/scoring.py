@@ -13,6 +13,7 @@ import contextlib, copy, dataclasses, math, re, warnings
 from dataclasses import dataclass
 from typing import NamedTuple
 import torch
+from .engine import check_numbers
 from .layout import HeadPieces, head_logps, token_logps
 from .options import Option
 from .protocol import PROTOCOLS, check_tokenizer
@@ -735,14 +736,17 @@ def _plain(model, rows, trained, temperature, budget):
 # %% ../nbs/3_acting/24_scoring.ipynb #c054
 @torch.no_grad()
 def _score(model, rows, work, method, budget, trained=None, temperature=1.0):
-    "`Scores` of what is in `work`; with `trained`, log-probabilities (R, T) too."
+    """`Scores` of what is in `work`; with `trained`, log-probabilities (R, T) too. Raises ValueError on a model that
+    gives NaN, which would read as not scored."""
     method = _choose(model, work, method)
     with _measuring(model, 'flex_attention' if method == 'flex' else None):
         if method == 'cache':
-            scores = _placed(_cached(model, rows, work, budget), work)
+            check_numbers(values := _cached(model, rows, work, budget), model)
+            scores = _placed(values, work)
             return scores if trained is None else (_plain(model, rows, trained, temperature, budget), scores)
         batches = _packed_rounds(rows, work, budget, trained, 128 if method == 'flex' else 1, method == 'tree')
         found = [batch_logps(model, b.to(model.device), temperature) for b in batches]
+        for values in found: check_numbers(values, model)
         return gather_scores(batches, found, work.tokens, trained)
 
 # %% ../nbs/3_acting/24_scoring.ipynb #c053

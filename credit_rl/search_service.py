@@ -21,7 +21,7 @@ from .datasets import load_corpus
 from .dense import E5, DenseSearch, build_dense, open_index
 from .options import SettingsGroup, options_in, setting
 from .parameters import make_parser
-from .readers import Passage, RowError, read_contents, read_rows, read_title
+from .readers import Passage, RowError, read_contents, read_field, read_line, read_rows, read_title
 from .retrieval import Retriever, build_index, check_search, contents
 
 # %% ../nbs/machinery/16_search_service.ipynb #c005
@@ -35,7 +35,7 @@ def _passage(entry):
     document = entry['document'] if scored else entry
     if not isinstance(document, dict): raise ValueError(f'a document is {document!r:.80}, wanted an object')
     if isinstance(document.get('text'), str) and 'id' in document:
-        name, title, text = document['id'], read_title(document), document['text']
+        name, title, text = read_field(document, 'id', (str, int)), read_title(document), document['text']
     else: name, title, text = read_contents(document)
     return Passage(str(name), title, text, float(entry['score']) if scored and entry.get('score') is not None else None)
 
@@ -322,11 +322,11 @@ def _ask(client, value, deadline):
 def _read_answer(url, body, queries, k):
     "Lists of `Passage` in the body of a search server's answer. Raises SearchError saying what is wrong with it."
     try:
-        result = json.loads(body)['result']
+        result = read_line(body.decode('utf-8-sig'))['result']
         if not isinstance(result, list) or len(result) != queries:
             raise ValueError(f'wanted {queries} lists, one a query')
         return [[_passage(entry) for entry in row[:k]] for row in result]
-    except (ValueError, TypeError, KeyError, RecursionError) as e:
+    except (ValueError, TypeError, KeyError, OverflowError) as e:
         problem = f'{e.field} {e.problem}' if isinstance(e, RowError) else f'{type(e).__name__}: {e}'
         raise SearchError(f'{url} answered something else than /retrieve does ({problem}): {body[:200]!r}') from None
 
@@ -410,13 +410,15 @@ class SearchCache:
         self.url = str(path)   # what a run is said to search
         if not self.path.exists() and retriever is None: raise FileNotFoundError(f'{path}: there is nothing to replay')
         if retriever is not None: self._append([])
-        with open(self.path, encoding='utf-8-sig', newline='\n') as file:
-            for number, line in enumerate(file):
-                if line.endswith('\n'): self._read(number, line)
+        try:
+            with open(self.path, encoding='utf-8-sig', newline='\n') as file:
+                for number, line in enumerate(file):
+                    if line.endswith('\n'): self._read(number, line)
+        except UnicodeDecodeError as e: raise ValueError(f'{path} is no text in UTF-8 ({e.reason})') from None
 
     def _read(self, number, line):
         try:
-            row = json.loads(line)
+            row = read_line(line)
             if number == 0 and row != _HEADER: raise ValueError('the first line is not that of kept searches')
             if number: self.answers[row['query']] = row['k'], [Passage(*p) for p in row['found']]
         except (ValueError, TypeError, KeyError) as e:

@@ -9,6 +9,7 @@ __all__ = ['merged_pieces', 'DeepSpeedBackend']
 import contextlib, math, os, sys, warnings
 from dataclasses import replace
 import torch
+from .engine import check_numbers
 from .launch import is_rank
 from .layout import rows_of, take
 from .learner import AdamWByLoss, brought, make_adamw, only_data
@@ -294,14 +295,14 @@ class DeepSpeedBackend:
 
     def _packed(self, module, model, query):
         "Packed forwards of a part, as many on every rank: `Scores`, and the trained tokens' log-probabilities."
-        sub, states = query.layout.to(self.device), query.states.to(self.device)
+        sub, states, tree = query.layout.to(self.device), query.states.to(self.device), query.layout.nodes is not None
         longest, rows = getattr(model.config, 'max_position_embeddings', None), (sub.ids, sub.lengths)
-        pack = lambda trained: answer_batches(rows, states, query.golds, query.budget, longest, trained,
-                                              tree=sub.nodes is not None)
+        pack = lambda trained: answer_batches(rows, states, query.golds, query.budget, longest, trained, tree=tree)
         (batches, tokens), trained = pack(sub.trained if query.joint else None), sub.trained if query.joint else None
         if not batches: (batches, tokens), trained = pack(sub.trained), sub.trained   # others wait for a forward
         count = _most(len(batches)) if self.ranks > 1 else len(batches)
         found = [module(batch=b.to(self.device))['asked'] for b in [*batches, *batches[-1:] * (count - len(batches))]]
+        for values in found: check_numbers(values, model)
         scores = gather_scores(batches, found[:len(batches)], tokens, trained)
         return (scores, None) if trained is None else (scores[1], scores[0])
 

@@ -171,3 +171,11 @@ def test_a_run_does_not_begin_without_its_server():
     (part,) = [r for r in method.rewards if r.name == 'prm']
     with pytest.raises(ConnectionError, match='scores nothing'):
         part.service({'prm': {'base_url': 'http://127.0.0.1:9', 'model': 'm', 'tries': 1}}).check()
+
+
+def test_a_classifier_that_gives_nan_is_an_error_that_names_it(folder):
+    "Its scores read as missing, and the message sent one to a server that there was none of."
+    scorer = ClassifierScorer(str(folder))
+    scorer.model.classifier.weight.data[0] = math.nan
+    for look in (scorer.check, lambda: scorer.score(['a', 'b'])):
+        with pytest.raises(ValueError, match=f"the model '{folder}' gives probabilities that are no numbers"): look()

@@ -135,3 +135,20 @@ def test_an_index_skips_malformed_rows_where_it_is_told_to(tmp_path, capsys):
     assert [p.id for p in BM25.load(tmp_path / 'index').passages] == ['0', '1']
     rows.write_text('no json\n')
     with pytest.raises(ValueError, match='all 1 rows are malformed'): list(read_corpus('nq', rows, 'skip'))
+
+
+@pytest.mark.parametrize('name, mark', [('a.csv', ','), ('a.tsv', '\t')])
+def test_a_header_that_has_a_name_twice_is_refused(tmp_path, name, mark):
+    "The last column was taken without a word. Columns without a name are nobody's."
+    (tmp_path / name).write_text(f'id{mark} text{mark}text \n1{mark}a{mark}b\n')
+    with pytest.raises(ValueError, match=f"{name}: the header has the column 'text' twice"):
+        load_corpus('nq', tmp_path / name)
+    (tmp_path / name).write_text(f'{mark}id{mark}text{mark}\n0{mark}1{mark}a{mark}\n')
+    assert [p.text for p in load_corpus('nq', tmp_path / name)] == ['a']
+
+
+def test_an_id_that_is_not_a_number_is_none(tmp_path):
+    "What pandas makes of a column of numbers that has a null: 'nan' was the id of all of them."
+    rows = '{"id": NaN, "_id": 3, "text": "a"}', '{"id": NaN, "text": "b"}', '{"id": NaN, "text": "c"}'
+    (tmp_path / 'a.jsonl').write_text('\n'.join(rows))
+    assert [p.id for p in load_corpus('nq', tmp_path / 'a.jsonl')] == ['3', '1', '2']

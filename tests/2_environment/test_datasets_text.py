@@ -1,5 +1,6 @@
 "Text that is not ASCII: lines, marks before a text, other encodings, accents in two spellings, minus signs, no bounds."
 import json
+import random
 import unicodedata
 
 import pytest
@@ -8,16 +9,20 @@ from hypothesis import example, given, settings, strategies as st
 from credit_rl.benchmarks import get_benchmark, read_question
 from credit_rl.datasets import load_corpus, load_questions
 from credit_rl.dumps import read_dump
+from credit_rl.demonstrations import answer_shown, next_queries
 from credit_rl.folr import first_occurrence
+from credit_rl.information_gain import set_f1
 from credit_rl.judge import read_key, judge_text
 from credit_rl.launch import check_hosts
 from credit_rl.metrics import cover_match, exact_match, f1, normalize, numeric_match, parse_number
 from credit_rl.models import read_template
-from credit_rl.protocol import PROTOCOLS, worded
+from credit_rl.protocol import PROTOCOLS, parse, worded
 from credit_rl.readers import Passage, RowError, read_rows
 from credit_rl.retrieval import BM25, words
 from credit_rl.runlog import read_json, read_yaml
-from credit_rl.search_service import SearchCache
+from credit_rl.search_service import SearchCache, SearchError, _read_answer
+from credit_rl.tools import Observation
+from credit_rl.trajectory import Question, Result, Stop, Trajectory, Turn
 from credit_rl.turn_rewards import rule_rewards
 
 BREAKS = ['\u2028', '\u2029', '\x85', '\x0b', '\x0c', '\x1c']     # str.splitlines cuts at these, JSON lines do not
@@ -90,6 +95,7 @@ def test_both_spellings_are_one_word(name):
     "What a model writes (NFC) and what a corpus may hold (NFD): matched, found, and words as they are written."
     apart = NFD(name)
     assert exact_match(name, [apart]) == exact_match(apart, [name]) == f1(apart, [name]) == 1
+    assert set_f1(apart, [name]) == set_f1(name, [apart]) == 1
     assert cover_match(f'in {apart} once', [name]) == 1 and first_occurrence([f'in {apart} once'], [name]) == 0
     assert words(apart) == words(name) == normalize(name).split()
     corpus = [Passage('0', '', 'Alma, Rea'), Passage('1', apart, f'{apart} is a place'), Passage('2', '', 'Montre al')]
@@ -120,6 +126,7 @@ MINUS = ['-', '\u2010', '\u2011', '\u2012', '\u2013', '\u2014', '\u2212', '\ufe6
 def test_a_minus_by_any_of_its_signs(sign):
     assert parse_number(f'{sign}12.5%') == (-12.5, True) and parse_number(f'it fell by {sign}$3') == (-3, False)
     assert numeric_match(f'{sign}12.5%', ['12.5%']) == 0 and numeric_match(f'{sign}12.5%', ['-12.5%']) == 1
+    assert parse_number(f'{sign}2.5e{sign}3') == (-.0025, False)
     assert parse_number(f'$ {sign}3') == (-3, False) and parse_number(f'10{sign}12') is None    # a span is no number
     row = {'question': 'How much?', 'final_result': -.125, 'answer': f'{sign}12.5%', 'table': []}
     assert read_question(get_benchmark('finqa'), row)[0].answers == ('-0.125', f'{sign}12.5%')
@@ -167,3 +174,68 @@ def test_kept_searches_are_read_whatever_they_hold(tmp_path):
 def test_rewards_by_rule_find_both_spellings(name):
     for seen, gold in ((NFD(name), name), (name, NFD(name))):
         assert rule_rewards([f'in {seen} once'], [gold], [True]) == [.25]
+
+
+@pytest.mark.parametrize('mine, theirs', [(str, NFD), (NFD, str)])
+def test_a_player_that_shows_how_knows_both_spellings(mine, theirs):
+    "What it searched, what a page is called and what a question names."
+    facts = [[mine(name), 0] for name in ('Orléans', 'Nîmes (city)')]
+    text = theirs('Orléans is older.')
+    found = Observation(f'Doc 1 (Title: "{theirs("Orléans")}") {text}', [(15, 15 + len(theirs('Orléans')))])
+    turn = Turn('tool', (1,), [0.], (2,), '', str(found), {'name': 'search', 'queries': [theirs('Nîmes')]}, Result.OK)
+    asked = Question('q', mine('Is Orléans older than Nîmes?'), [mine('Orléans')], 's',
+                     {'type': 'comparison', 'supporting_facts': facts})
+    played = Trajectory(asked, (1,), [turn], Stop.NO_ANSWER, None)
+    assert answer_shown(played) == mine('Orléans')
+    left = next_queries(played, random.Random(0))
+    assert NFD('Orléans') in map(NFD, left) and NFD('Nîmes') not in map(NFD, left)
+
+
+CELLS = {'half': '["a\\ud83d"]', 'deep': '[' * 60_000, 'long': '[' + '9' * 5_000 + ']'}
+
+
+@pytest.mark.parametrize('kind', CELLS)
+def test_json_in_a_cell_without_bounds_is_a_row_error(tmp_path, kind):
+    "A table keeps lists as texts: answers of PopQA, pages of HotpotQA."
+    (tmp_path / 'a.tsv').write_text(f'id\tquestion\tpossible_answers\n0\tq\t["b"]\n1\tq\t{CELLS[kind]}\n')
+    with pytest.raises(RowError, match=f"a.tsv, line 3.*'possible_answers'.*{ODD[kind][1]}"):
+        load_questions('popqa', tmp_path / 'a.tsv')
+    with pytest.warns(UserWarning, match='skipped 1 of 2'):
+        assert len(load_questions('popqa', tmp_path / 'a.tsv', on_error='skip')) == 1
+    rows = [{'question': 'q', 'answer': 'a', 'context': text} for text in ('[["T", ["b"]]]', CELLS[kind])]
+    (tmp_path / 'a.jsonl').write_text(''.join(json.dumps(row) + '\n' for row in rows))
+    with pytest.raises(RowError, match=f"a.jsonl, line 2.*'context'.*{ODD[kind][1]}"):
+        load_corpus('hotpotqa', tmp_path / 'a.jsonl')
+
+
+@pytest.mark.parametrize('kind', ODD)
+def test_a_search_without_bounds_is_refused_in_words(tmp_path, kind):
+    "In an answer of a server, and among kept searches."
+    line, said = ODD[kind]
+    document = line.replace('"text"', '"title": "", "text"')
+    with pytest.raises(SearchError, match=f'answered something else.*{said}'):
+        _read_answer('url', f'{{"result": [[{document}]]}}'.encode(), 1, 1)
+    path = tmp_path / 'kept.jsonl'
+    SearchCache(path, BM25([Passage('1', 'T', 'é')])).search(['q'], 1)
+    with open(path, 'a') as file: file.write(line + '\n')
+    with pytest.raises(ValueError, match=f'kept.jsonl, line 3 is not a kept search.*{said}'): SearchCache(path)
+    path.write_bytes(path.read_bytes().splitlines(keepends=True)[0] + b'{"query": "\xe9"}\n')
+    with pytest.raises(ValueError, match='kept.jsonl is no text in UTF-8'): SearchCache(path)
+
+
+@pytest.mark.parametrize('document', ['{"id": null, "title": "", "text": "x"}',
+                                      '{"id": {"a": 1}, "title": "", "text": "x"}',
+                                      '{"document": {"id": 1, "contents": "x"}, "score": ' + '9' * 400 + '}'])
+def test_a_search_result_without_a_proper_id_or_score_is_refused_in_words(document):
+    with pytest.raises(SearchError, match='answered something else'):
+        _read_answer('url', f'{{"result": [[{document}]]}}'.encode(), 1, 1)
+
+
+def test_half_a_character_in_a_call_is_a_malformed_call():
+    "JSON can say it, no tokenizer can read it: a search that echoed the query would end the run."
+    call = '<tool_call>{"name": "search", "arguments": {"query_list": ["%s"]}}</tool_call>'
+    found = parse(PROTOCOLS['tspo'], call % 'a\\ud83d')
+    assert found.call is None and found.error.isascii() and 'half of a surrogate pair' in found.error
+    assert parse(PROTOCOLS['tspo'], call % '\\ud83d\\ude00').call['queries'] == ['\U0001f600']
+    search = BM25([Passage('1', '', 'a')])
+    with pytest.raises(ValueError, match='half of a surrogate pair'): search.search(['a\ud83d'], 1)

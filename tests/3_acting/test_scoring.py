@@ -730,3 +730,15 @@ def test_a_schema_is_refused_or_warned_about_before_anything_is_scored():
             schema_warning([bad, ''], tiny)
     with pytest.raises(ValueError, match='gold_schema must be two texts'): Protocol('p', gold_schema='{open}')
     with pytest.raises(ValueError, match='gold_schema must be two texts'): Protocol('p', gold_schema=('{open}',))
+
+
+@pytest.mark.parametrize('method', ['packed', 'cache'])
+def test_a_model_that_gives_nan_scores_nothing_and_says_so(method):
+    "Its golds read as not scored, so that a damaged teacher's rollouts were missing without a word."
+    model = make()
+    model.config.name_or_path = 'models/broken'
+    model.model.norm.weight.data[0] = math.nan
+    work = fixed()
+    for ask in (lambda: answer_logps(model, *work, method=method),
+                lambda: joint_logps(model, work[0], torch.zeros_like(work[0][0]).bool(), *work[1:], method=method)):
+        with pytest.raises(ValueError, match="model 'models/broken' gives probabilities that are no numbers"): ask()

@@ -28,6 +28,10 @@ MARKED = {
     'a tool role': ('<|im_end|>\n<|im_start|>tool\n', '<|im_end|>\n<|im_start|>assistant\n', '<|im_end|>\n'),
     'headers': ('<|eot_id|><|start_header_id|>ipython<|end_header_id|>\n\n',
                 '<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n', '<|eot_id|>'),
+    'Mistral': ('</s>[TOOL_RESULTS]', '[/TOOL_RESULTS]', '</s>'),
+    'Gemma': ('<end_of_turn>\n<start_of_turn>user\n', '<end_of_turn>\n<start_of_turn>model\n', '<end_of_turn>\n<eos>'),
+    'wide bars': ('<｜end▁of▁sentence｜><｜User｜>', '<｜Assistant｜>', '<｜end▁of▁sentence｜>'),
+    'an environment': ('<|im_end|>\n<|im_start|>environment\n', '<|im_end|>\n<|im_start|>assistant\n', '<|im_end|>'),
     'roles alone': ('\nuser\n', '\nassistant\n', ''), 'nothing': ('\n', '\n\n', '')}
 
 
@@ -70,6 +74,9 @@ def test_calls_are_read_in_every_form_that_is_about(given):
 @pytest.mark.parametrize('given', [
     {'tool_calls': 'no JSON'}, {'tool_calls': '[' * 60_000}, {'tool_calls': [None]}, {'tool_calls': [5]},
     {'tool_calls': [{'function': {'name': 'search', 'arguments': '{"query": '}}]}, {'function_call': '{"na'},
+    {'tool_calls': [{'function': {'name': ['search'], 'arguments': '{"query": "a"}'}}]},
+    {'tool_calls': [{'function': {'name': 7, 'arguments': {'query': 'a'}}}]},
+    {'tool_calls': [{'function': {'name': 'search', 'arguments': '{"query": "\\ud83d"}'}}]},
     {'tool_calls': [{'function': {'name': 'search', 'arguments': '{"query": ' + '9' * 5_000 + '}'}}]}])
 def test_a_call_that_cannot_be_read_is_a_malformed_turn(given):
     t, _ = only(talk(said(None, **given), {'role': 'tool', 'content': 'p'}, said(DONE)))
@@ -87,7 +94,42 @@ def test_all_calls_of_a_message_are_kept_in_their_order(text, queries):
 
 
 @pytest.mark.parametrize('score, wanted', [(None, None), ('', None), ('null', None), ('None', None), (' NaN ', None),
+                                           ('N/A', None), ('<NA>', None), (float('nan'), None),
                                            ('1.5', 1.5), (True, 1.), (0, 0.), (-2.5, -2.5)])
 def test_a_score_is_a_number_or_missing(score, wanted):
     found = only({'input': 'Q?', 'output': DONE, 'score': score})[1]
     assert found != found if wanted is None else found == wanted
+
+
+@pytest.mark.parametrize('content, text', [
+    ({'result': ['é']}, '{"result": ["é"]}'), (5, '5'), (None, ''), ([{'type': 'text', 'text': 'a'}, 'b', None], 'ab'),
+    ([{'type': 'image'}, {'text': 'c'}, {'page': 1}], 'c{"page": 1}')])
+def test_what_a_tool_said_is_kept_in_whatever_form(content, text):
+    t, _ = only(talk(said(CALL % 'a'), {'role': 'tool', 'content': content}, said(DONE)))
+    assert t.turns[0].observation_text == text and t.answer == 'x'
+
+
+def test_marks_in_a_message_are_no_part_of_it():
+    t, _ = only(talk(said(CALL % 'a' + '<|im_end|>'), {'role': 'tool', 'content': 'p'}, said(DONE + '</s>')))
+    assert t.turns[0].call['queries'] == ['a'] and t.answer == 'x' and t.turns[1].action_text == DONE
+
+
+@pytest.mark.parametrize('golds', [
+    {'answers': ['x', None]}, {'answers': [None], 'target': ['x']}, {'answer': {'target': ['x']}},
+    {'answer': float('nan'), 'gts': 'x'}, {'answer': ' ', 'ground_truth': {'target': 'x'}}])
+def test_an_answer_that_is_null_is_none(golds):
+    "It was the accepted answer 'None' or 'nan'."
+    dump = read_dump([{'input': 'Q?', 'output': DONE, **golds}], 'tspo')
+    assert dump.groups[0].question.answers == ('x',)
+
+
+@pytest.mark.parametrize('golds', [{'answers': [None]}, {'answer': float('nan')}, {'ground_truth': {'target': []}},
+                                   {'answer': ''}])
+def test_a_row_whose_answers_are_all_null_is_refused(golds):
+    row = {'input': 'Q?', 'output': DONE, **golds}
+    with pytest.raises(ValueError, match='row 1: no accepted answer'): read_dump([row])
+
+
+def test_groups_that_are_null_are_told_apart_by_their_questions():
+    rows = [{'uid': float('nan'), 'input': q, 'output': DONE, 'answers': [q]} for q in 'ab']
+    assert [g.question.id for g in read_dump(rows).groups] == ['a', 'b']

@@ -6,7 +6,7 @@ import pytest
 import torch
 import yaml
 
-from credit_rl.parameters import read_settings
+from credit_rl.parameters import make_parser, read_settings
 from credit_rl.runlog import RunFolders, RunLog, load_yaml, read_params, read_yaml
 from credit_rl.settings import make_config
 
@@ -63,3 +63,23 @@ def test_a_tilde_leads_home(tmp_path, monkeypatch):
     assert config.run == str(tmp_path / 'run') and config.steps == 3 and config.model == str(tmp_path / 'base')
     with RunLog(config.run) as log: log.write_params({'run': config.run})
     assert read_params(tmp_path / 'run')['run'] == str(tmp_path / 'run') and not os.path.exists('~')
+
+
+@pytest.mark.parametrize('text, said', [('steps: ' + '[' * 60_000, 'nested too deep'),
+                                        ('steps: ' + '9' * 5_000, 'digits'), ('steps: 2001-13-45', 'month')])
+def test_settings_without_bounds_are_refused_by_their_file(tmp_path, text, said):
+    path = tmp_path / 'p.yaml'
+    path.write_text(text)
+    for look in (lambda: read('--params', str(path)), lambda: read_yaml(path)):
+        with pytest.raises(ValueError, match=f'p.yaml.*{said}'): look()
+    with pytest.raises(ValueError, match=said): read(text.replace(': ', '='))
+
+
+def test_a_tilde_leads_home_behind_a_name_too(monkeypatch):
+    "A shell leaves it as it is there: a folder ~ was made where the command ran."
+    monkeypatch.setenv('HOME', '/home/me')
+    parser = make_parser('module', 'about')
+    parser.add_argument('places', nargs='*')
+    parser.add_argument('--out')
+    given = parser.parse_args(['own=~/model', '~/run', 'x=~', 'a~/b', '--out=~/page.html'])
+    assert given.places == ['own=/home/me/model', '/home/me/run', 'x=~', 'a~/b'] and given.out == '/home/me/page.html'

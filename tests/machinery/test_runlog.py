@@ -494,3 +494,15 @@ def test_a_folder_behind_a_link_is_written_through_again_and_again(tmp_path):
         with atomic_folder(here / 'model') as part: 1 / 0
     assert (disk / 'model' / 'weights').read_text() == 'three'
     assert sorted(os.listdir(disk)) == sorted(os.listdir(here)) == ['model', 'new']
+
+
+@pytest.mark.parametrize('what', ['file', 'link to a file', 'loop'])
+def test_what_is_no_folder_is_refused_before_one_is_written_in_its_place(tmp_path, what):
+    "It was refused behind the work, and left hidden folders."
+    (tmp_path / 'a').write_text('kept')
+    if what == 'link to a file': (tmp_path / 'b').symlink_to(tmp_path / 'a')
+    if what == 'loop': (tmp_path / 'b').symlink_to(tmp_path / 'b')
+    before = sorted(os.listdir(tmp_path))
+    with pytest.raises(NotADirectoryError, match='is no folder'):
+        with atomic_folder(tmp_path / ('a' if what == 'file' else 'b')): pytest.fail('begun')
+    assert sorted(os.listdir(tmp_path)) == before and (tmp_path / 'a').read_text() == 'kept'

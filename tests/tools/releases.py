@@ -58,9 +58,9 @@ def members(module, name):
 
 
 def load(module):
-    "A module of a release, imported. Skips with what it lacks, even where releases are required."
+    "A module of a release, imported. Skips with what it lacks."
     try: return importlib.import_module(module)
-    except Exception as e: pytest.skip(f'{module} cannot be imported here: {type(e).__name__}: {str(e)[:80]}')
+    except Exception as e: missing(f'{module} cannot be imported here: {type(e).__name__}: {str(e)[:80]}')
 
 
 class Stubs:
