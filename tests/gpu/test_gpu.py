@@ -4,10 +4,12 @@ is tried, with small models.
 With CREDIT_RL_GPU=required, which `make test-gpu` sets, a machine without a GPU fails: a test that was never run must
 not look like one that passed.
 """
+import gc
 import json
 import os
 import sys
 import time
+import weakref
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,7 @@ import on_learning
 import on_same
 import on_shapes
 import run
+from credit_rl import engine
 
 REQUIRED = os.environ.get('CREDIT_RL_GPU') == 'required'
 PUBLISHED = {'qwen2.5-0.5b': 494_032_768, 'qwen2.5-3b': 3_085_938_688, 'qwen2.5-7b': 7_615_616_512}
@@ -88,6 +91,22 @@ def test_sizes_are_the_published_ones(shape):
     sizes = on_shapes.sizes_of(model)
     assert sizes.parameters == PUBLISHED[shape] and sizes.layers == on_shapes.SHAPES[shape][0]
     assert .001 < on_shapes.lora_share(model) < .05
+
+
+def test_the_cache_of_one_measurement_is_gone_before_the_next():
+    "Not when Python next looks for cycles: a peak of memory would have it in."
+    model, generator, kept = on_shapes.random_model('toy', 'cpu', 'float32'), torch.Generator().manual_seed(0), []
+    reserve = engine._SlotCache.reserve
+    def noted(cache, *shape):
+        kept.append(weakref.ref(cache))
+        reserve(cache, *shape)
+    gc.disable()
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(engine._SlotCache, 'reserve', noted)
+            on_shapes.writing(model, 'cpu', 2, 20, 4, generator)
+        assert kept and not any(cache() for cache in kept)
+    finally: gc.enable()
 
 
 def test_an_interval_is_wilsons():
