@@ -15,6 +15,7 @@ from .engine import SamplingParams, seed_of
 from .folr import chance_occurrence, gold_in_question
 from .groups import index_groups
 from .information_gain import belief_of, belief_warning
+from .launch import set_torch
 from .layout import hidden_states, pack
 from .methods import get_method
 from .options import setting, with_defaults
@@ -509,6 +510,7 @@ def _audited(config, auditing, say):
     """An audit: (truth, table, what else was found: dict, table of a tiny world against the solver's values, None of
     others)."""
     s = settings_of(config)
+    set_torch(s.host.threads, s.host.tf32)
     origin = origin_of(s.course, s.acting, s.host, s.critic)
     stage = make_setup(s.task, s.acting, origin, config.seed, say)
     engine = make_engine(s.host, s.acting, origin.start, stage.model, stage.chat.tokenizer)

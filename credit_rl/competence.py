@@ -22,7 +22,7 @@ from .engine import SamplingParams, seed_of
 from .environment import Conversation, Source, make_environment
 from .evaluate import Evaluation, open_set, set_names
 from .launch import (LaunchError, Ranks, gloo_environment, is_rank, join_ranks, keep_traceback, launch,
-                              launch_command, ranks_here, speak)
+                              launch_command, ranks_here, set_torch, speak)
 from .models import load_model
 from .export import read_policy
 from .learner import saved_critic
@@ -153,6 +153,7 @@ def open_agent(
         raise ValueError(f"{run} played by the protocol {config.protocol or 'of its data'!r}; this examination needs "
                          "one that leaves the choice: 'carl' or 'carl-tiny'")
     s = settings_of(config)
+    set_torch(s.host.threads, s.host.tf32)
     device = None if s.host.engine == 'hf' else 'cpu'      # where a vLLM plays it has the GPU, until the critic is read
     policy, tokenizer, step = read_policy(run, checkpoint, device)
     origin = origin_of(s.course, s.acting, s.host, s.critic)

@@ -114,11 +114,11 @@ def _optimiser_bytes(plan):
 
 # %% ../nbs/machinery/04_estimate.ipynb #c015
 def _token_numbers(sizes, plan):
-    """Count the numbers of a token in a layer: what it keeps for the way back, what it holds while it is read, and what
-    its gradients take: (int, int, int)."""
-    s, norms = sizes, 6 if plan.width == 4 else 8
+    """Count the numbers of a token in a layer: what it keeps for the way back, what it holds while it is read, with a
+    low-rank addition beside what it is added to, and what its gradients take: (int, int, int)."""
+    s, norms, wide = sizes, 6 if plan.width == 4 else 8, 4 if 0 < plan.share < 1 else 3
     return (norms * s.hidden + 2 * s.query + 2 * s.kv + 4 * s.intermediate,
-            4 * s.hidden + max(3 * s.intermediate, 4 * s.query + 2 * s.kv), 2 * s.hidden + s.intermediate)
+            4 * s.hidden + max(wide * s.intermediate, 4 * s.query + 2 * s.kv), 2 * s.hidden + s.intermediate)
 
 def _head_bytes(sizes, plan, tokens, learning):
     "Count the bytes that the head takes with so many tokens, while it learns or is only read."

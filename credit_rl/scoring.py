@@ -701,7 +701,8 @@ def _branches(model, past, last, work, mine):
 
 def _cached(model, rows, work, budget):
     """Log-probability (C,) of every pair in `work`, through the model's own cache: row by row, state by state. As many
-    answers at a time as fit the budget, each with its copy of the cache, one at least."""
+    answers at a time as fit the budget, each with its copy of the cache, and `HeadPieces`, one at least."""
+    words = model.get_output_embeddings().out_features
     values = torch.zeros(len(work.cell), dtype=torch.promote_types(model.dtype, torch.float32))
     for r in work.row.unique().tolist():
         past, read, ids = None, 0, rows[0][r].to(model.device)
@@ -711,8 +712,9 @@ def _cached(model, rows, work, budget):
                 past = model.base_model(input_ids=ids[None, read:p], past_key_values=past,
                                         use_cache=True).past_key_values
             mine, read = ((work.row == r) & (work.position == p)).nonzero()[:, 0], p
-            room = max(1, budget // (p + 1 + int(work.end[work.template[mine]].max())))
-            for some in mine.split(room): values[some] = _branches(model, past, ids[p], work, some).to(values)
+            longest = int(work.end[work.template[mine]].max())
+            room = min(budget // (p + 1 + longest), HeadPieces.budget // (longest * words))
+            for some in mine.split(max(1, room)): values[some] = _branches(model, past, ids[p], work, some).to(values)
     return values
 
 # %% ../nbs/3_acting/24_scoring.ipynb #c050

@@ -16,7 +16,7 @@ from .demonstrations import demonstrate_all, reach, write_message
 from .engine import HFEngine, seed_of
 from .environment import asked_protocol, make_environment
 from .evaluate import evaluate, read_manifest, right_rows
-from .launch import Progress
+from .launch import Progress, set_torch
 from .layout import pack
 from .learner import BadStep, Learner, Optimiser
 from .models import load_tokenizer, tokenizer_hash
@@ -161,7 +161,7 @@ def rejection_sft(
     check(c)
     if c.resume and (Path(c.run)/'summary.json').exists(): return _finished(c, how, say)
     acting, host, origin = (s := settings_of(c)).acting, s.host, origin_of(s.course, s.acting, s.host, s.critic)
-    if host.threads: torch.set_num_threads(host.threads)
+    set_torch(host.threads, host.tf32)
     with RunLog(c.run, c.resume) as log, log.beginning():
         log.write_params({**vars(c), 'method': 'sft', 'sft': dataclasses.asdict(how)}, MAY_CHANGE)
         stage = make_setup(s.task, acting, origin, c.seed, say)

@@ -13,7 +13,7 @@ from torch.nn.attention.flex_attention import create_block_mask, create_mask
 from torch.testing import assert_close
 
 from credit_rl import scoring
-from credit_rl.layout import pack, token_logps
+from credit_rl.layout import HeadPieces, pack, token_logps
 from credit_rl.models import load_tokenizer
 from credit_rl.protocol import PROTOCOLS, Chat, Protocol, byte_tokenizer, parse
 from credit_rl.scoring import (SCHEMAS, AnswerTemplate, Schema, acting_states, answer_batches, answer_form,
@@ -357,6 +357,21 @@ def test_every_way_of_scoring_keeps_branches_in_the_budget(method, monkeypatch):
     assert max(read) > 128
     same(few[0], whole[0], 1e-9)
     for scores in (few[1], alone): same(scores.sums, whole[1].sums, 1e-9)
+
+
+def test_the_head_of_a_cache_is_read_in_pieces(monkeypatch):
+    "Two hundred golds at a state, of which the budget would allow forty: no more logits than `HeadPieces` has."
+    rows, states, answers = fixed()
+    golds = [[AnswerTemplate((1 + m % 40, 1 + m // 40, 2), 1, 3) for m in range(200)], *answers[1:]]
+    model, made = make(dtype=torch.float64), []
+    model.get_output_embeddings().register_forward_hook(lambda module, inputs, logits: made.append(logits.numel()))
+    wanted = answer_logps(model, rows, states, golds, method='cache', budget=400)
+    assert max(made) > 30 * VOCABULARY
+    monkeypatch.setattr(HeadPieces, 'budget', 30 * VOCABULARY)
+    made.clear()
+    found = answer_logps(model, rows, states, golds, method='cache', budget=400)
+    assert max(made) <= 30 * VOCABULARY and len(made) > 20
+    same(found, wanted.sums, 1e-9)
 
 
 def test_padding_is_not_attended_to(exact):

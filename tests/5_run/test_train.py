@@ -3,6 +3,7 @@ ends as if it had not been."""
 import dataclasses
 import errno
 import gzip
+import importlib
 import json
 import math
 import multiprocessing
@@ -1032,3 +1033,24 @@ def test_tf32_is_pytorchs_own_unless_it_is_set(tmp_path, tf32, precision, monkey
         with pytest.raises(Enough): train({'run': str(tmp_path / 'run'), 'tf32': tf32})
         assert torch.get_float32_matmul_precision() == precision
     finally: torch.set_float32_matmul_precision('highest')
+
+
+@pytest.mark.parametrize('module, name', [('sft', 'make_setup'), ('audit', 'make_setup'),
+                                          ('competence', 'read_policy')])
+def test_other_commands_take_threads_and_tf32_as_a_training_does(tmp_path, monkeypatch, module, name):
+    "A fine-tuning, an audit, and an examination of a run that has these settings."
+    class Enough(Exception): "What is set is set before anything is loaded."
+    def stop(*given): raise Enough
+    module, before = importlib.import_module(f'credit_rl.{module}'), torch.get_num_threads()
+    run, config = tmp_path / 'run', training.make_config({'protocol': 'carl-tiny', 'tf32': True, 'threads': before + 1})
+    config = dataclasses.replace(config, run=str(run))
+    begin = {'sft': lambda: module.rejection_sft(config), 'audit': lambda: module.run_audit(config, None),
+             'competence': lambda: module.open_agent(run)}[module.__name__.split('.')[1]]
+    if 'competence' in module.__name__: monkeypatch.setattr(module, 'read_params', lambda run: vars(config))
+    monkeypatch.setattr(module, name, stop)
+    try:
+        with pytest.raises(Enough): begin()
+        assert (torch.get_float32_matmul_precision(), torch.get_num_threads()) == ('high', before + 1)
+    finally:
+        torch.set_float32_matmul_precision('highest')
+        torch.set_num_threads(before)

@@ -32,10 +32,10 @@ def model(seed, vocabulary):
         eos_token_id=None))
 
 
-def groups_played(tokenizer):
-    """Four groups of noisy games, right and wrong. In the first group every turn is read in a context of its own, as
-    CARL's segments are."""
-    chat, world = Chat(PROTOCOLS['tiny'], tokenizer), make_world('train', 6, size=60, questions=4)
+def groups_played(tokenizer, questions=4):
+    """Groups of noisy games, right and wrong, one for each question. In the first group every turn is read in a context
+    of its own, as CARL's segments are."""
+    chat, world = Chat(PROTOCOLS['tiny'], tokenizer), make_world('train', 6, size=60, questions=questions)
     groups = rollout(ScriptedEngine(lambda text, rng: act(text, rng, NOISY), tokenizer), tiny_environment(world, chat),
                      world.questions, group_size=4, seed=1)
     apart = [dataclasses.replace(t, turns=[dataclasses.replace(turn, context_ids=t.prompt_ids) for turn in t.turns])
@@ -129,7 +129,7 @@ def turns_of(chat, device, dtype):
 
 
 def section(record, a):
-    groups, chat = groups_played(tiny_tokenizer())
+    groups, chat = groups_played(tiny_tokenizer(), 2 if a.small else 4)
     wanted = {}
     for name in NAMES:
         wanted[name] = step_of(name, groups, chat, 'cpu', 'float64')

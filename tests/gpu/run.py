@@ -7,7 +7,8 @@ DeepSpeed, no vLLM.
   and new weights of seven methods, the engine's ids; bfloat16 beside it; and planted faults are noticed.
 - `shapes`, 150 s: writing, reading, scoring, learning at the shapes of Qwen2.5 with 0.5B, 3B and 7B, random weights.
 - `trees`, 75 s: tokens that rows share read once, against rows of their own: seconds, bytes, compilations, gradients.
-- `learning`, 150 s: TSPO from data/tiny_weak, stopped and resumed: exact match before and after.
+- `learning`, 150 s: TSPO from data/tiny_weak, stopped and resumed: exact match before and after. Where models/smollm2
+  is at hand, demonstrations, fine-tuning and reinforcement of that instead.
 
 Every number is in `OUT/SECTION.json` as soon as it is known, with card, versions and seconds. A section ends at its
 deadline with what it has. The command ends with 1 where a section failed or was late; where one cannot run, with 1 if
@@ -44,7 +45,7 @@ class Late(BaseException):
 
 
 class Record:
-    "What a section finds, in its file as soon as it is known."
+    "What a section finds, in its file as soon as it is known. `until`: the time at which the section has to end."
 
     def __init__(self, path, about): self.path, self.found, self.since = path, {**about, 'numbers': {}}, time.time()
 
@@ -102,6 +103,7 @@ def run_section(name, a, record, seconds):
     try:
         section = importlib.import_module(f'on_{name}').section
         signal.setitimer(signal.ITIMER_REAL, seconds)
+        record.until = time.time() + seconds
         section(record, a)
     except Late: return 'late', f'{seconds:.0f} s were over'
     except (CannotRun, ImportError) as e: return 'cannot run', str(e)

@@ -4,10 +4,13 @@ is tried, with small models.
 With CREDIT_RL_GPU=required, which `make test-gpu` sets, a machine without a GPU fails: a test that was never run must
 not look like one that passed.
 """
+import argparse
+import gc
 import json
 import os
 import sys
 import time
+import weakref
 from pathlib import Path
 
 import pytest
@@ -17,6 +20,8 @@ import on_learning
 import on_same
 import on_shapes
 import run
+from credit_rl import engine
+from gguf_files import small_llama
 
 REQUIRED = os.environ.get('CREDIT_RL_GPU') == 'required'
 PUBLISHED = {'qwen2.5-0.5b': 494_032_768, 'qwen2.5-3b': 3_085_938_688, 'qwen2.5-7b': 7_615_616_512}
@@ -88,6 +93,39 @@ def test_sizes_are_the_published_ones(shape):
     sizes = on_shapes.sizes_of(model)
     assert sizes.parameters == PUBLISHED[shape] and sizes.layers == on_shapes.SHAPES[shape][0]
     assert .001 < on_shapes.lora_share(model) < .05
+
+
+def test_the_cache_of_one_measurement_is_gone_before_the_next():
+    "Not when Python next looks for cycles: a peak of memory would have it in."
+    model, generator, kept = on_shapes.random_model('toy', 'cpu', 'float32'), torch.Generator().manual_seed(0), []
+    reserve = engine._SlotCache.reserve
+    def noted(cache, *shape):
+        kept.append(weakref.ref(cache))
+        reserve(cache, *shape)
+    gc.disable()
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(engine._SlotCache, 'reserve', noted)
+            on_shapes.writing(model, 'cpu', 2, 20, 4, generator)
+        assert kept and not any(cache() for cache in kept)
+    finally: gc.enable()
+
+
+@pytest.mark.long
+def test_where_a_real_model_is_at_hand_it_learns_instead(root, tmp_path, monkeypatch):
+    "A random model stands for it; of its time nothing is left, so that the first checkpoint is the last."
+    monkeypatch.chdir(root)
+    for part in small_llama(positions=4096): part.save_pretrained(tmp_path / 'model')
+    few = dict(model=str(tmp_path / 'model'), questions=12, dev_questions=3, test_questions=4, max_tokens=2500,
+               passage_tokens=300, turn_tokens=6, base_questions=2, group_size=2, questions_per_step=2, row_tokens=4096)
+    monkeypatch.setattr(on_learning, 'REAL', tmp_path / 'model')
+    monkeypatch.setattr(on_learning, 'real_settings', lambda own=on_learning.real_settings: {**own(), **few})
+    record = run.Record(tmp_path / 'learning.json', {})
+    record.until = time.time()
+    with pytest.raises(AssertionError, match='nothing was gained'):
+        on_learning.section(record, argparse.Namespace(device='cuda', small=False))
+    tuned, learned = (record.found['numbers'][name] for name in ('fine-tuning', 'TSPO'))
+    assert tuned['demonstrations'] > 5 and learned['steps'] == 5 and learned['questions'] == tuned['questions'] == 4
 
 
 def test_an_interval_is_wilsons():

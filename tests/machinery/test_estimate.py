@@ -15,7 +15,7 @@ from credit_rl.learner import Learner, Optimiser
 from credit_rl.parts import Credit, Loss
 from credit_rl.scoring import AnswerTemplate
 from credit_rl.settings import make_config, settings_of
-from credit_rl.setup import plan_of
+from credit_rl.setup import add_lora, plan_of
 from credit_rl.trajectory import Group, Question, Stop, Trajectory, Turn
 from peak import Peak
 
@@ -44,10 +44,12 @@ def rows(words, prompt=8):
     return pack([Group(question, [Trajectory(question, ids(prompt), [turn()], Stop.ANSWER) for _ in range(ROWS)])])
 
 
-def learner_of(dtype, golds=0, entropy=False, piece=None, checkpointing=False, stage=None, **shape):
+def learner_of(dtype, golds=0, entropy=False, piece=None, checkpointing=False, stage=None, lora=None, **shape):
     "A learner after its first update, its rows, its sizes and its plan. A forward without gradient reads all rows."
     policy, sizes = model(**shape)
     if dtype == 'bfloat16' and stage is None: policy = policy.bfloat16()
+    if lora: add_lora(policy, lora)
+    trained = sum(p.numel() for p in policy.parameters() if p.requires_grad)
     if checkpointing: policy.gradient_checkpointing_enable({'use_reentrant': False})
     layout, backend = rows(sizes.vocabulary), None
     if stage is not None:
@@ -58,7 +60,7 @@ def learner_of(dtype, golds=0, entropy=False, piece=None, checkpointing=False, s
     if piece: learner.scorer.pieces = HeadPieces(max(piece, budget * sizes.hidden))
     plan = TrainingPlan(stage, width=4 if dtype == 'float32' else 2, row_tokens=budget, checkpointing=checkpointing,
                         length=LENGTH, branches=4 * golds, entropy=entropy, spread=entropy,
-                        piece=piece or TrainingPlan.piece, bucket=1e5)
+                        piece=piece or TrainingPlan.piece, bucket=1e5, share=min(1., trained / sizes.parameters))
     learn(learner, layout)
     return learner, layout, sizes, plan
 
@@ -111,6 +113,20 @@ def test_what_a_learner_takes(case, dtype):
     assert said['forward'] == pytest.approx(reading.most, rel=.1)
     assert said['gradients'] + said['activations'] + max(said['layer'], said['head']) == pytest.approx(learning, rel=.1)
     if sizes.vocabulary > 2 * sizes.intermediate: assert said['update'] == pytest.approx(updating, rel=.01)
+
+
+@pytest.mark.parametrize('checkpointing', [False, True])
+@pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
+def test_what_low_rank_additions_take(dtype, checkpointing):
+    "While rows are read, an addition as wide as the feed-forward part stands beside what it is added to."
+    pytest.importorskip('peft')
+    learner, layout, sizes, plan = learner_of(dtype, checkpointing=checkpointing, hidden=128, intermediate=688,
+                                              lora={'r': 4, 'lora_alpha': 8})
+    with Peak() as reading: learner.evaluate(layout, ('logp',))
+    said, whole = memory(sizes, plan), memory(sizes, dataclasses.replace(plan, share=1.))
+    assert said['forward'] == pytest.approx(reading.most, rel=.03) and whole['forward'] < .85 * reading.most
+    learning = said['gradients'] + said['activations'] + said['layer']
+    assert learning == pytest.approx(updates(learner, layout)[0], rel=.15)
 
 
 @pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
