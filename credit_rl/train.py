@@ -705,9 +705,9 @@ def _evaluate_dev(run, step, metrics):
         with run.log.timed('gate'):
             gate = gate_metrics(run.actor, run.learner, run.dev_tiers, run.metric, run.prefix)
     run.log.metrics(step, **metrics, **dev_metrics(scores), **gate)
-    chosen_by = scores.get('right', scores['em'])
-    better = chosen_by > run.memory['best']
-    if better: run.memory |= {'best': chosen_by, 'best_step': step}
+    best = scores[run.settings.keeping.chosen_by or ('right' if 'right' in scores else 'em')]
+    better = best > run.memory['best']
+    if better: run.memory |= {'best': best, 'best_step': step}
     run.checkpoint(step, 'best' if better else None)
     return scores['em']
 
