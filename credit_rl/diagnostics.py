@@ -157,11 +157,15 @@ def _read_run(folder):
     params = read_params(folder) if (folder/'params.yaml').exists() else {}
     return params, table, steps, read_summary(folder) or {}
 
-def _panels(table):
+def _panels(table, chosen_by=None):  # metric that chose the checkpoint
     """The panels whose metrics were logged; behind the first, where several data sets are mixed, one with a line for
-    each. Of entropy and surprisal, its estimate, the first that there is."""
+    each, both by word F1 where that chose the checkpoint. Of entropy and surprisal, its estimate, the first that there
+    is."""
     found = [p for p in _PANELS if any(m in table for m in p[2]) and not (p[0] == 'surprisal' and 'entropy' in table)]
-    for kind, unit in (('right', "right by each set's metric"), ('em', 'exact match')):
+    kinds = (('right', "right by each set's metric"), ('em', 'exact match'))
+    if chosen_by == 'f1' and 'dev_f1' in table:
+        found[0], kinds = ('development questions', 'word F1', {'dev_f1': 'all'}), (('f1', 'word F1'),)
+    for kind, unit in kinds:
         lines = {f'dev_{kind}_{name}': name for name in BENCHMARKS if f'dev_{kind}_{name}' in table}
         if lines: return [*found[:1], ('data sets', unit, lines), *found[1:]]
     return found
@@ -187,7 +191,7 @@ def training_curves(folder):  # of a run, finished or not
     """
     import matplotlib.pyplot as plt, seaborn as sns
     params, table, steps, summary = _read_run(folder)
-    panels = _panels(table)
+    panels = _panels(table, params.get('chosen_by'))
     if not panels:
         raise ValueError(f'{folder} has logged none of the metrics that are drawn here; it has '
                          f'{", ".join(table) or "no line yet"}')

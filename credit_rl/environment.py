@@ -134,9 +134,12 @@ class Conversation(SettingsGroup):
                                    "writes nothing that could be trained; 'message': it ends the message itself; None: "
                                    "the protocol's own, 'tag'",
                              choices=CALL_STOPS)
-    system_prompt: str = setting(None, "text file of the system message; None: the protocol's own words")
+    system_prompt: str = setting(None, 'text file of the system message, with {tools} and {tag} where it tells of the '
+                                       "tools; None: the protocol's own words")
     user_prompt: str = setting(None, 'text file of the user message, with {question}; None: the same')
     tool_prompt: str = setting(None, 'text file that tells of the tools, with {tools} and {tag}; None: the same')
+    today: str = setting(None, "what {today} in these files stands for, as in '2026-01-31'; it is the same all through "
+                               'a run')
     other_prompts: dict = setting({}, "text files of CARL's other system messages, for a warm-up and what is known: "
                                       "{direct: FILE}, forced, multi-hop; left out: the protocol's own words")
     template: str = setting(None, "chat template instead of the model's own: 'chatml', 'plain' (for base models), or a "

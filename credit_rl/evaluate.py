@@ -48,7 +48,7 @@ def measure(trajectory):
 
 # %% ../nbs/3_acting/27_evaluate.ipynb #c005
 METRICS.update({f'dev_{score}_{name}': f'dev_{score} on the questions of {name}, where several sets are mixed'
-                for score in ('em', 'right') for name in BENCHMARKS})
+                for score in ('em', 'f1', 'right') for name in BENCHMARKS})
 
 def by_set(
     groups,  # list of Group, N trajectories in all
@@ -67,14 +67,16 @@ def by_set(
     return {s: sum(v) / len(v) for s, v in sorted(found.items())} if len(found) > 1 else {}
 
 def summarize(groups):
-    """Average `measure` over all trajectories, and the exact match by number of hops where questions tell it
-    (keys '1', '2', …) and by data set where they are of several (keys 'em_hotpotqa', …). Raises ValueError on none."""
+    """Average `measure` over all trajectories, the exact match by number of hops where questions tell it (keys '1',
+    '2', …), exact match and F1 by data set where they are of several ('em_hotpotqa', 'f1_hotpotqa', …). Raises
+    ValueError on none."""
     rows = [(measure(t), g.question.meta.get('hops')) for g in groups for t in g.trajectories]
     if not rows: raise ValueError('there is nothing to summarize: got no trajectories')
     mean = lambda values: sum(values) / len(values)
     out = {name: mean([row[name] for row, _ in rows]) for name in rows[0][0]}
     hops = sorted({k for _, k in rows if k is not None})
-    out |= {f'em_{name}': score for name, score in by_set(groups, [row['em'] for row, _ in rows]).items()}
+    for n in ('em', 'f1'):
+        out |= {f'{n}_{name}': score for name, score in by_set(groups, [row[n] for row, _ in rows]).items()}
     return out | {str(h): mean([row['em'] for row, k in rows if k == h]) for h in hops}
 
 # %% ../nbs/3_acting/27_evaluate.ipynb #c008

@@ -182,8 +182,6 @@ def _check(settings, judging, folder):
     check_judge(judging.judge)
     if folder is None and settings.path is None and settings.data == PAIRS.name:
         raise ValueError('pairs are read from a file of yours: give path=FILE with rows of question and reference')
-    if folder is None and settings.ranks > 1:
-        raise ValueError(f'pairs are played on one rank, got ranks={settings.ranks}')
 
 # %% ../nbs/papers/77_longform.ipynb #c016x3
 def run_longform(

@@ -7,7 +7,7 @@ __all__ = ['from_settings', 'notebook_settings', 'each_world', 'fill_names', 'en
            'one_dialect', 'make_parser', 'read_settings']
 
 # %% ../nbs/machinery/06_parameters.ipynb #c002
-import argparse, os, re, sys
+import argparse, datetime, os, re, sys
 from pathlib import Path
 import yaml
 from .launch import expect_file
@@ -34,7 +34,8 @@ def from_settings(
 
 def _written(option, value):
     """The value that a text means where a dict or a list is wanted: '{alpha: 0.5}', as papermill's -p hands it over, or
-    'tspo,grpo', without the brackets."""
+    'tspo,grpo', without the brackets. A day that YAML has read is the text that was written."""
+    if option.kind is str and type(value) is datetime.date: return value.isoformat()
     if not isinstance(value, str) or option.kind not in (dict, list): return value
     found = load_yaml(value)
     alone = option.kind is list and not isinstance(found, list)

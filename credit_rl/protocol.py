@@ -335,6 +335,7 @@ def _seat_tools(markup):
     protocol's call tag and the protocol has no text about them, else the system message describes them."""
     p = markup.protocol
     if not p.tools: return None, p.system
+    if '{tools}' in (p.system or ''): return None, _tool_description(p, p.system)
     shown = not p.tool_text and markup.shows(f'<{p.call_tag}>', [{'role': 'user', 'content': _Q}], list(p.tools))
     if shown: return list(p.tools), p.system
     return None, '\n\n'.join(filter(None, [p.system, _tool_description(p, p.tool_text or TOOL_PROMPT)]))
@@ -737,6 +738,13 @@ def _need_placeholders(what, text, needed, known):
         if not any(w in text for w in words):
             raise ValueError(f'{what} must hold {" or ".join(words)}, and does not')
 
+def _dated(protocol, today):
+    "A protocol whose texts say a day where they hold {today}. Raises ValueError where they do and there is none."
+    texts = {n: text for n in ('system', 'user', 'tool_text') if '{today}' in (text := getattr(protocol, n) or '')}
+    if texts and today is None:
+        raise ValueError("a prompt holds {today}: say which day that is, as today='2026-01-31'")
+    return replace(protocol, **{n: text.replace('{today}', today) for n, text in texts.items()})
+
 def _read_prompt(name, path):
     "Text of a prompt's file without outer blanks. Raises ValueError where there is no such file, or nothing in it."
     if not Path(path).is_file(): raise ValueError(f'{name} must be a text file, got {str(path)!r}, which is none')
@@ -747,7 +755,7 @@ def _read_prompt(name, path):
 
 # %% ../nbs/2_environment/14_protocol.ipynb #w003
 # settings of a run: arguments of `worded`
-WORDS = ('system_prompt', 'user_prompt', 'tool_prompt', 'answer_stop', 'call_stop')
+WORDS = ('system_prompt', 'user_prompt', 'tool_prompt', 'today', 'answer_stop', 'call_stop')
 
 def worded(
     protocol,             # Protocol
@@ -757,9 +765,11 @@ def worded(
     answer_stop='first',  # one of ANSWER_STOPS
     call_stop=None,       # one of CALL_STOPS; None: the protocol's own
     gold_schema=None,     # two texts around an answer whose probability is asked; None: the protocol's own
+    today=None,           # what {today} in these texts stands for, as '2026-01-31'
 ):
-    """Say a protocol in other words, from text files. Raises ValueError naming a file that is not there or empty, a
-    placeholder that is missing or unknown, and a text about tools where a protocol has none.
+    """Say a protocol in other words, from text files. A system message with {tools} and {tag} needs no text about tools
+    besides. Raises ValueError naming a file that is not there or empty, a placeholder that is missing or unknown, a
+    text about tools where a protocol has none, and {today} without a day.
 
     Parameters
     ----------
@@ -770,15 +780,18 @@ def worded(
     answer_stop : one of ANSWER_STOPS
     call_stop : one of CALL_STOPS; None: the protocol's own
     gold_schema : two texts around an answer whose probability is asked; None: the protocol's own
+    today : what {today} in these texts stands for, as '2026-01-31'
     """
     own = {'call_stop': call_stop, 'gold_schema': gold_schema}
     new = {'answer_stop': answer_stop, **{name: value for name, value in own.items() if value is not None}}
     if system_prompt is not None:
         new['system'] = _read_prompt('system_prompt', system_prompt)
-        _need_placeholders(f'system_prompt {str(system_prompt)!r}', new['system'], (), ())
+        tools = ['tools', 'tag'] if protocol.tools else []
+        needed = [['{tag}', f'<{protocol.call_tag}>']] if tools and '{tools}' in new['system'] else ()
+        _need_placeholders(f'system_prompt {str(system_prompt)!r}', new['system'], needed, ['today', *tools])
     if user_prompt is not None:
         new['user'], what = _read_prompt('user_prompt', user_prompt), f'user_prompt {str(user_prompt)!r}'
-        _need_placeholders(what, new['user'], [['{question}']], ['question'])
+        _need_placeholders(what, new['user'], [['{question}']], ['question', 'today'])
         if (times := new['user'].count('{question}')) > 1:
             raise ValueError(f'{what} must hold {{question}} once, got it {times} times')
     if tool_prompt is not None:
@@ -787,8 +800,8 @@ def worded(
                              'or user_prompt instead of tool_prompt')
         new['tool_text'] = _read_prompt('tool_prompt', tool_prompt)
         needed = [['{tag}', f'<{protocol.call_tag}>'], *(['{tools}', name] for name in protocol.tool_names)]
-        _need_placeholders(f'tool_prompt {str(tool_prompt)!r}', new['tool_text'], needed, ['tools', 'tag'])
-    return replace(protocol, **new)
+        _need_placeholders(f'tool_prompt {str(tool_prompt)!r}', new['tool_text'], needed, ['tools', 'tag', 'today'])
+    return _dated(replace(protocol, **new), today)
 
 # %% ../nbs/2_environment/14_protocol.ipynb #w007
 def prompt_hash(

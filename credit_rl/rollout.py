@@ -18,7 +18,7 @@ from .tools import Observation, PythonTool, SearchTool, cut, read_observation, s
 # %% ../nbs/3_acting/22_rollout.ipynb #c004
 MALFORMED = ('error', 'end')   # the model is told what was wrong and goes on; the rollout ends
 # settings of a run: fields of `Environment`
-RULES = ('context_tokens', 'malformed', 'prompt_tokens', 'response_tokens', 'other_prompts')
+RULES = ('context_tokens', 'malformed', 'prompt_tokens', 'response_tokens', 'other_prompts', 'today')
 
 @dataclass(frozen=True)
 class Environment:
@@ -33,6 +33,7 @@ class Environment:
     prompt_tokens: int = None    # most ids of a prompt, generation prefix included; None: no cap of its own
     response_tokens: int = None  # most ids of a row after the prompt, observations included; None: the same
     other_prompts: dict = field(default_factory=dict)   # files of CARL's other system messages by prompt: `prompted`
+    today: str = None                                   # what {today} in them stands for
     faults: object = None        # Faults of its searches and notes; None: each finds what it can, and all notes last
 
     def __post_init__(self):

@@ -56,6 +56,8 @@ class Task(Source):
                               "as in {'famous': {'train': 150, 'dev': 150, 'test': 400}}")
     regime: str = setting(None, "for data='tiny', a row of REGIMES: world, max_turns, max_tokens, turn_tokens, model "
                                 'and metric are its own where they are left as they are by default')
+    mix: dict = setting({}, 'of several sets: set → its share of the training questions, as in {nq: 1, hotpotqa: 3}, '
+                            'of which as many are taken as there are; {}: all of them in one pool')
     dev_questions: int = setting(210, 'questions that choose the checkpoint', least=1)
     test_questions: int = setting(600, 'questions that are reported', least=1)
 
@@ -249,6 +251,8 @@ _MEASURES = ('belief', 'entropy')
 class Keeping(SettingsGroup):
     "What is measured and kept."
     eval_every: int = setting(10, 'steps between dev evaluations, each with a checkpoint', least=1)
+    chosen_by: str = setting(None, "what of dev questions chooses the checkpoint, 'em' or 'f1'; None: exact match, or "
+                                   "where a data set has another metric the share right by that", choices=('em', 'f1'))
     keep: int = setting(2, 'newest checkpoints kept', least=1)
     base_questions: int = setting(0, 'dev questions that the base attempts before the first step, each group_size '
                                      'times, as in a step: is there anything to learn from? 0: none', least=0)
@@ -381,6 +385,8 @@ def _check_sets(task, protocol):
     if len(data_sets(task)) > 1 and not task.corpus and protocol != 'direct':
         raise ValueError(f'{task.data}: several sets are searched in one place; give it as corpus (passages, what '
                          'BM25.save wrote, or the url of a search server)')
+    if task.mix and (set(task.mix) != set(data_sets(task)) or not all(share > 0 for share in task.mix.values())):
+        raise ValueError(f'mix gives each set of data={task.data!r} a share above 0, got {task.mix}')
 
 def _check_regime(task, model, seed):
     "Refuse a regime of other data, and one whose base was not made yet."
@@ -521,7 +527,7 @@ def _check_words(acting, data):
     "Refuse a model without words for the questions and the protocol, and prompts that cannot stand in its place."
     read_schema(SCHEMA_OPTION.default, worded(asked_protocol(acting.protocol, data), **acting.words))
     for mode, file in acting.other_prompts.items():
-        worded(PROTOCOLS[f'{acting.protocol}-{mode}'], system_prompt=file)
+        worded(PROTOCOLS[f'{acting.protocol}-{mode}'], system_prompt=file, today=acting.today)
     if data == 'tiny' and acting.protocol == 'direct':
         raise ValueError(f'protocol={acting.protocol!r} is for data sets that are asked without a search; the tiny '
                          f'world takes {", ".join(PROTOCOLS)}')

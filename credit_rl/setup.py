@@ -208,15 +208,22 @@ def _own_parts(task, seed):
     return {part: subsample(load_questions(task.data, task.path, part), n, seed) for part, n in sizes.items()}
 
 def _mixed_questions(task, names, seed):
-    "The questions of several sets: all training questions in one pool, dev and test in equal parts, ids as 'set:id'."
+    "The questions of several sets: training questions in one pool, or as mixed, dev and test in equal parts."
     merged, n = {}, len(names)
     for name in names:
         place = None if task.path is None else str(Path(task.path)/name)
         share = {f'{part}_questions': max(1, getattr(task, f'{part}_questions') // n) for part in ('dev', 'test')}
-        alone = dataclasses.replace(task, data=name, path=place, questions=sys.maxsize, **share)
+        alone = dataclasses.replace(task, data=name, path=place, questions=sys.maxsize, mix={}, **share)
         for part, questions in real_questions(alone, seed).items():
             merged.setdefault(part, []).extend(dataclasses.replace(q, id=f'{q.source}:{q.id}') for q in questions)
-    return {**merged, 'train': subsample(merged['train'], task.questions, seed)}
+    drawn = _mixed(merged['train'], task.mix, task.questions, seed) if task.mix else merged['train']
+    return {**merged, 'train': subsample(drawn, task.questions, seed)}
+
+def _mixed(questions, mix, most, seed):
+    "As many questions as stand in the shares of a mix to each other, at most `most`: list."
+    parts = {name: [q for q in questions if q.source == get_benchmark(name).name] for name in mix}
+    unit = min(most / sum(mix.values()), *(len(parts[name]) / share for name, share in mix.items()))
+    return [q for name, share in mix.items() for q in subsample(parts[name], max(1, int(unit * share + 1e-6)), seed)]
 
 # %% ../nbs/5_run/62_setup.ipynb #c035
 def real_search(

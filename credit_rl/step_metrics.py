@@ -311,7 +311,8 @@ def dev_metrics(
     ----------
     scores : dict, from score_groups
     """
-    shown = lambda k: k in ('em', 'right', 'f1', 'answer_rate', 'turns', 'calls') or k.startswith(('em_', 'right_'))
+    names, of_sets = ('em', 'right', 'f1', 'answer_rate', 'turns', 'calls'), ('em_', 'f1_', 'right_')
+    shown = lambda k: k in names or k.startswith(of_sets)
     return {f'dev_em_{k}' if k.isdigit() else f'dev_{k}': v for k, v in scores.items() if k.isdigit() or shown(k)}
 
 # %% ../nbs/5_run/57_step_metrics.ipynb #r5702

@@ -157,7 +157,7 @@ def _set_values(
     folder,       # an evaluation, or a finished run of training
     metric='em',  # 'em', 'f1', 'calls', 'tokens', 'score': what a set is reported by, or a judge's of VERDICTS
 ):
-    "A metric of each set and its mean: dict set → number. Of a training's sets, em alone is kept, of pairs types."
+    "A metric of each set and its mean: dict set → number. Of a training's sets em and f1 are kept, of pairs types."
     if metric in VERDICTS:
         judged = [read_json(path) for path in sorted(Path(folder).glob('*/judged.json'))]
         if not judged: raise ValueError(f'{folder} was not judged: credit-rl longform --folder {folder} judge=…')
@@ -169,7 +169,8 @@ def _set_values(
         return {**found, 'mean': sum(found.values()) / len(found)}
     if (summary := read_summary(folder)) is None: raise ValueError(f'{folder} has not finished: resume it')
     name, final = 'em' if metric == 'score' else metric, summary['final']
-    return {**{n[3:]: x for n, x in final.items() if name == 'em' and n.startswith('em_')}, 'mean': final[name]}
+    return {**{n[3:]: x for n, x in final.items() if name in ('em', 'f1') and n.startswith(f'{name}_')},
+            'mean': final[name]}
 
 def score_table(
     folders,      # as in sort_folders
@@ -1416,7 +1417,9 @@ def draw_entry(
 # of a method by a paper: the file with its settings; any other: the paper's own
 FILES = {'tips': {'': 'tips_qwen2.5_7b', 'ppo': 'ppo_qwen2.5_7b', 'grpo': 'grpo_qwen2.5_7b'},
          'tspo': {'': 'tspo_qwen2.5_7b', 'grpo': 'tspo_grpo_qwen2.5_7b'},
-         'igpo': {'': 'igpo_qwen2.5_7b', 'igpo-f1': 'igpo_f1_qwen2.5_7b', 'igpo-ig': 'igpo_ig_qwen2.5_7b'},
+         'igpo': {'': 'igpo_qwen2.5_7b', 'igpo-f1': 'igpo_f1_qwen2.5_7b', 'igpo-ig': 'igpo_ig_qwen2.5_7b',
+                  'grpo': 'igpo_f1_qwen2.5_7b', 'rloo': 'igpo_rloo_qwen2.5_7b', 'ppo': 'igpo_ppo_qwen2.5_7b',
+                  'reinforce++': 'igpo_reinforce_pp_qwen2.5_7b', 'gspo': 'igpo_gspo_qwen2.5_7b'},
          'prs': {'': 'prs_qwen2.5_3b', 'prs+vspo': 'vspo_qwen2.5_3b', 'grpo': 'prs_grpo_qwen2.5_3b'},
          'carl': {'': 'carl_qwen2.5_7b', 'ppo': 'search_r1_ppo_qwen2.5_7b', 'grpo': 'carl_grpo_qwen2.5_7b'}}
 

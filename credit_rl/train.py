@@ -10,7 +10,7 @@ __all__ = ['AHEAD_FILE', 'MAY_CHANGE', 'train_step', 'Run', 'AnswerCheck', 'Acto
 
 # %% ../nbs/5_run/63_train.ipynb #c002
 import contextlib, copy, dataclasses, gzip, json, math, os, re, shutil, sys, threading, time
-from collections import Counter
+from collections import Counter, deque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -43,7 +43,7 @@ from .step_metrics import (base_lines, base_report, collapsed, credit_metrics, c
                                     describe_rollouts, dev_metrics, final_lines, is_kept, is_shown, kl_from_base,
                                     known_tiers, log_lines, mean_drift, over_line, reencoding_drift, right_marks,
                                     rollout_rows, score_groups, step_line, taught_tiers)
-from .trajectory import group_from_json, to_json
+from .trajectory import Group, group_from_json, to_json
 from .true_credit import distinct_states, score_continuations, state_values
 from .vllm_engine import EngineLost, logp_gap, sampler_weights
 from .warmup import draw_pairs, forced_rollouts, gate_again
@@ -217,13 +217,13 @@ class Actor:
 
     def round(self, step, again=0):
         """A round of a step: its questions, and how a rank plays its share of them, function of a list that gives a
-        list of Group; `off()` may raise to call it off."""
+        list of Group; `off()` may raise to call it off, and `each` is called with trajectories that just ended."""
         extra, size = (again,) if again else (), self.learning.group_size
         seed = seed_of(self.seed, again) if again else self.seed
-        def play(share, off=lambda: None):
+        def play(share, off=lambda: None, each=None):
             shown = Progress(self.say, f'step {step}: rollouts played', len(share) * size)
             return rollout(self.engine, self.setup.environments['train'], share, size, self.acting.sampling,
-                           seed_of(self.seed, step, *extra), lambda ended: (off(), shown(ended)))
+                           seed_of(self.seed, step, *extra), lambda ended: (off(), shown(ended)), each)
         return draw_questions(self.setup.questions['train'], self.learning.questions_per_step, step, seed), play
 
     def evaluate(self, part):
@@ -276,6 +276,30 @@ class Actor:
         "Stop an engine that is a program of its own."
         if self.host.engine != 'hf': self.engine.close()
 
+# %% ../nbs/5_run/63_train.ipynb #j6304x
+@contextlib.contextmanager
+def _asking(method, asks):
+    """A function that takes trajectories as they end and, in a thread, asks a method's judges about them while others
+    are played: a judge keeps its replies until all are asked for. None where there is no judge, or a rank asks none."""
+    judged = [r for r in method.rewards if r.service and isinstance(r.service(method.own(r)), Judge)]
+    if not (asks and judged):
+        yield None
+        return
+    ended, under_way, counts = deque(), [], [(judge, dict(judge.counts)) for judge in services(method)]
+    def ask():
+        groups = [Group(t.question, [t]) for t in (ended.popleft() for _ in range(len(ended)))]
+        for r in judged if groups else (): r.text(groups, method.own(r))
+    def each(trajectories):
+        ended.extend(trajectories)
+        under_way.append(pool.submit(ask))
+    with ThreadPoolExecutor(1, 'asking') as pool:
+        try: yield each
+        finally: pool.shutdown(cancel_futures=True)      # what was not asked yet is asked with all
+    for future in under_way:
+        if not future.cancelled(): future.result()
+    # a prompt counts when all are asked for; an attempt that was made again was made
+    for judge, before in counts: judge.counts |= {n: k for n, k in before.items() if n != 'retries'}
+
 # %% ../nbs/5_run/63_train.ipynb #c044
 def _keep_generator(seed, step):
     "The random numbers by which a sampling keeps groups, the same on every rank: torch.Generator."
@@ -301,7 +325,8 @@ def play_step(
     for again in range(part.rounds(method.own(part)) if part.rounds else 1):
         questions, play = actor.round(step, again)
         if again or not groups:
-            with actor.log.timed('rollout'): groups += ranks.each(questions, play)
+            with actor.log.timed('rollout'), _asking(method, ranks.first) as each:
+                groups += ranks.each(questions, lambda share: play(share, each=each))
         rewards = ranks.once(lambda: method.text_rewards(groups))       # a judge may say something else the next time
         if not part.rounds: break
         if len(set(method.keep(groups, rewards, _keep_generator(actor.seed, step))[0])) >= len(questions): break
@@ -705,9 +730,9 @@ def _evaluate_dev(run, step, metrics):
         with run.log.timed('gate'):
             gate = gate_metrics(run.actor, run.learner, run.dev_tiers, run.metric, run.prefix)
     run.log.metrics(step, **metrics, **dev_metrics(scores), **gate)
-    chosen_by = scores.get('right', scores['em'])
-    better = chosen_by > run.memory['best']
-    if better: run.memory |= {'best': chosen_by, 'best_step': step}
+    best = scores[run.settings.keeping.chosen_by or ('right' if 'right' in scores else 'em')]
+    better = best > run.memory['best']
+    if better: run.memory |= {'best': best, 'best_step': step}
     run.checkpoint(step, 'best' if better else None)
     return scores['em']
 
@@ -741,7 +766,7 @@ def _begin(run):
 def _sample_base(actor, method, count, say):
     "Let the base attempt dev questions as in a step, and say what there is to learn: a `base_report`."
     groups = actor.attempt_dev(count)
-    report = base_report(groups, method.text_rewards(groups))
+    report = base_report(groups, actor.ranks.once(lambda: method.text_rewards(groups)))  # one rank asks a judge
     for line in base_lines(report): say(line)
     return report
 

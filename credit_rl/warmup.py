@@ -479,7 +479,8 @@ def prompted(
         raise ValueError(f'protocol {name!r} has no prompt {mode!r}; those of CARL are '
                          f'{", ".join(n for n in PROTOCOLS if n.startswith("carl"))}')
     asked = chat.protocol if wanted == name else replace(PROTOCOLS[wanted], user=chat.protocol.user)
-    if mode in env.other_prompts and wanted != name: asked = worded(asked, system_prompt=env.other_prompts[mode])
+    if mode in env.other_prompts and wanted != name:
+        asked = worded(asked, system_prompt=env.other_prompts[mode], today=env.today)
     chat = Chat(asked, chat.tokenizer, chat.template, chat.options, chat.history)
     return replace(env, chat=chat, tool=None if mode == 'direct' else env.tool)
 

@@ -18,6 +18,7 @@ from credit_rl.models import load_model
 from credit_rl.outcome import extract_answer
 from credit_rl import protocol as protocols
 from credit_rl.methods import compose
+from credit_rl.parameters import from_settings
 from credit_rl.parts import bind
 from credit_rl.protocol import (PROTOCOLS, TOOL_PROMPT, WORDS, Chat, byte_tokenizer, last_answer, parse, prompt_hash,
                                 worded)
@@ -25,6 +26,7 @@ from credit_rl.prs import PRS_JUDGE_PROMPT
 from credit_rl.readers import Passage
 from credit_rl.retrieval import BM25
 from credit_rl.rollout import Environment, check_prompts, rollout
+from credit_rl.runlog import read_yaml
 from credit_rl.settings import Acting, check, make_config
 from credit_rl.tiny import tiny_environment
 from credit_rl.tools import PythonTool, SearchTool
@@ -277,7 +279,36 @@ def test_prompts_are_texts_from_files(file):
     schema = json.dumps(PROTOCOLS['tips'].tools[0])
     assert told['content'] == f'Be brief: \\boxed{{answer}}, {{"a": 1}}.\n\nYou have\n{schema}\nSay <tool_call>.'
     assert asked['content'] == 'Q: Who {x}?' and chat.protocol.answer_stop == 'last'
-    assert worded(PROTOCOLS['tips']) == PROTOCOLS['tips'] and len(WORDS) == 5
+    assert worded(PROTOCOLS['tips']) == PROTOCOLS['tips'] and len(WORDS) == 6
+
+
+def test_a_prompt_says_a_day_and_its_tools(file):
+    """IGPO's figure 8, after DeepResearcher: the day, and the tools in the midst of the system message, which no other
+    text about tools follows. The day is a setting, since two runs on two days would else differ."""
+    system, user = file('Today is {today}.\n{tools}\nCall: <{tag}>.\nBe brief.', 's'), file('{today}: {question}', 'u')
+    own = worded(PROTOCOLS['tips'], system, user, today='2026-01-31')
+    told, asked = Chat(own, TOKENIZER).messages('Who said {today}?')
+    schema = json.dumps(PROTOCOLS['tips'].tools[0])
+    assert told['content'] == f'Today is 2026-01-31.\n{schema}\nCall: <tool_call>.\nBe brief.'
+    assert asked['content'] == '2026-01-31: Who said {today}?'
+    assert prompt_hash(own) != prompt_hash(worded(PROTOCOLS['tips'], system, user, today='2026-02-01'))
+    with pytest.raises(ValueError, match=r"holds \{today\}: say which day"): worded(PROTOCOLS['tips'], system)
+    with pytest.raises(ValueError, match=r'must hold \{tag\} or <tool_call>'):
+        worded(PROTOCOLS['tips'], file('{tools}', 't'))
+    assert worded(PROTOCOLS['igpo'], file('On {today}.', 'd'), today='Monday').system == 'On Monday.'
+
+
+def test_a_day_is_a_setting_of_every_kind_of_run(file, tmp_path):
+    "As YAML reads it too, from a file or a command; CARL's other prompts say it as well."
+    (tmp_path / 'run.yaml').write_text('today: 2026-01-31\n')
+    given = {'protocol': 'tips', 'data': 'nq', 'corpus': 'http://x', 'system_prompt': file('On {today}.')}
+    settings = {**given, **read_yaml(tmp_path / 'run.yaml')}
+    assert make_config(settings).today == '2026-01-31'
+    assert from_settings(evaluating.Evaluation, settings).words['today'] == '2026-01-31'
+    with pytest.raises(ValueError, match='say which day'): check(make_config(given))
+    how = Conversation('carl', other_prompts={'direct': file('Now, {today}.', 'n')}, today='2026-01-31')
+    env = make_environment(TOKENIZER, TOOL.retriever, how)
+    assert prompted(env, 'direct').chat.protocol.system == 'Now, 2026-01-31.'
 
 
 def test_a_text_about_tools_stands_instead_of_the_templates_own(root, file):
@@ -293,7 +324,8 @@ def test_a_text_about_tools_stands_instead_of_the_templates_own(root, file):
     ('tips', 'user_prompt', 'Answer {query}', r'holds \{query\}.*may hold: \{question\}'),
     ('tips', 'user_prompt', 'Answer it.', r'must hold \{question\}'),
     ('tips', 'user_prompt', '{question} {question}', '2 times'),
-    ('tips', 'system_prompt', 'Today is {today}, {question}.', r'holds \{question\} and \{today\}.*may hold: none'),
+    ('tips', 'system_prompt', 'Today is {date}, {question}.', r'holds \{date\} and \{question\}.*may hold: \{today\}'),
+    ('igpo', 'system_prompt', '{tools}', r'holds \{tools\}.*may hold: \{today\}$'),
     ('tips', 'tool_prompt', 'Write <tool_call>.', r'must hold \{tools\} or search'),
     ('tips', 'tool_prompt', '{tools}', r'must hold \{tag\} or <tool_call>'),
     ('tips', 'tool_prompt', '{tools} {tag} {schemas}', r'holds \{schemas\}'),

@@ -1,11 +1,12 @@
 """63_train: runs whose judge answers, fails, is slow or thinks; of what is missing a step is not learned from."""
 import gzip
 import json
+import time
 import zlib
 
 import pytest
 
-from credit_rl import judge as judges
+from credit_rl import judge as judges, train as training
 from credit_rl.runlog import read_metrics, read_summary
 from credit_rl.train import train
 from judge_server import Stub
@@ -89,7 +90,6 @@ def test_more_may_be_missing_where_a_run_says_so(root, tmp_path):
 
 
 def test_a_slow_judge_is_waited_for_and_given_up_at_its_deadline(root, tmp_path):
-    import time
     def slow(prompt, attempt):
         if 'Pair' in prompt: time.sleep(.1)
         return grades(prompt)
@@ -105,6 +105,44 @@ def test_a_judge_that_thinks_is_read_behind_its_thought(root, tmp_path):
     plain, _, _ = run_with(failing(0), root, tmp_path / 'plain', steps=2)
     names = ['turn_reward', 'reward', *NAMES]
     assert read_metrics(end)[1:][names].equals(read_metrics(plain)[1:][names])
+
+
+def test_a_judge_is_asked_while_others_are_still_played(root, tmp_path, monkeypatch):
+    """Rollouts of a step end one after the other; the engine then waits for a request before it goes on. What is asked
+    early counts once, and the run is the same as one whose judge is asked in the end."""
+    begun, plain = [], run_with(failing(0), root, tmp_path / 'plain', steps=2)[0]
+    each = training.rollout
+    def waiting(*given):
+        *rest, progress, hook = given
+        def late(ended):
+            before = len(begun)
+            hook(ended)
+            for _ in range(200):
+                if len(begun) > before or not any(t.answer for t in ended): break
+                time.sleep(.01)
+        if hook is None: return each(*rest, progress)
+        found = each(*rest, progress, late)
+        early.append(len(begun))
+        return found
+    early, counted = [], lambda prompt, attempt: begun.append(1) or grades(prompt) if 'Pair' in prompt else 'ready'
+    monkeypatch.setattr(training, 'rollout', waiting)
+    end, _, requests = run_with(counted, root, tmp_path / 'early', steps=2)
+    assert len(early) == 2 and early[0] > 0 and len(begun) == len(requests) - 1
+    names = ['turn_reward', 'reward', *NAMES]
+    assert read_metrics(end)[1:][names].equals(read_metrics(plain)[1:][names])
+    assert (read_metrics(end)[1:].judge_calls > 0).all()
+
+
+def test_a_judge_of_several_ranks_is_asked_by_the_first(root, tmp_path):
+    "Each prompt once, of the base's attempts too; what the rollouts earn is the same as on one rank."
+    more = dict(steps=2, base_questions=1, learner='deepspeed', stage=2)
+    found = {}
+    for ranks in (1, 2):
+        end, lines, requests = run_with(failing(0), root, tmp_path / str(ranks), ranks=ranks, **more)
+        asked = [r['messages'][-1]['content'] for r in requests[1:]]
+        assert sorted(asked) == sorted({*asked}), 'a prompt was asked twice'
+        found[ranks] = sorted(asked), read_metrics(end)[1:2][['turn_reward', 'judge_calls']].round(4).to_dict('list')
+    assert found[1][1] == found[2][1] and found[1][1]['judge_calls'][0] > 0
 
 
 def test_what_the_judge_said_lies_in_the_run_and_nothing_is_asked_twice(root, tmp_path):

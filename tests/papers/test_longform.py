@@ -222,7 +222,7 @@ def test_a_judge_that_goes_down_leaves_gaps(tmp_path):
     ({'judge': {}}, 'answers are judged by a model'), ({'judge': {'model': 'x'}}, "a judge needs 'base_url'"),
     ({'judge': {'base_url': 'http://x', 'model': 'x', 'api_key': 'k'}}, 'may not hold a key'),
     ({'path': None}, 'path=FILE'),
-    ({'jugde': {}}, "did you mean 'judge'"), ({'ranks': 2}, 'on one rank, got ranks=2'),
+    ({'jugde': {}}, "did you mean 'judge'"),
     ({'hallucination_prompt': 'bare.txt'}, 'must have the placeholders {answer}, {found}, {question}, {reference}')])
 def test_what_cannot_work_is_refused_before_anything_is_asked(given, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -241,6 +241,22 @@ def test_a_judge_that_is_not_there_is_named_before_anything_is_played(tmp_path):
     assert not (tmp_path / 'run').exists()
 
 
+def test_pairs_are_played_by_several_ranks_and_judged_once(tmp_path, monkeypatch):
+    "The same rows as on one rank; the judge is asked by the process that was started, when all are played."
+    monkeypatch.setenv('CUDA_VISIBLE_DEVICES', '')
+    write_model(tmp_path / 'model', [json.loads(line)['question'] for line in SAMPLE.read_text().splitlines()])
+    rows = []
+    for ranks in (1, 2):
+        with Stub(by_numbers) as stub:
+            given = settings_for(stub, tmp_path / str(ranks), model=str(tmp_path / 'model'), turn_tokens=8, threads=1,
+                                 ranks=ranks)
+            run = run_longform(given, say=lambda line: None, progress=False)
+            assert len(stub.requests) == 1                                # the check: nobody has answered anything
+        assert judged_table(run).loc[('pairs', 'all'), ['questions', *VERDICTS]].tolist() == [4, 0, 0]
+        rows.append([(r['id'], [t['action_ids'] for t in r['trajectory']['turns']]) for r in read_turns(run / 'pairs')])
+    assert rows[0] == rows[1] and len(rows[0]) == 4
+
+
 # ---- the paper's file, and a training ----
 
 def test_the_papers_file_is_cited_and_runs_with_a_local_model(tmp_path, monkeypatch):
@@ -252,7 +268,7 @@ def test_the_papers_file_is_cited_and_runs_with_a_local_model(tmp_path, monkeypa
     with Stub(by_numbers) as stub:
         given = settings_for(stub, tmp_path / 'run', model=str(tmp_path / 'model'), turn_tokens=8)
         here = {k: given[k] for k in ('path', 'corpus', 'model', 'run', 'judge', 'turn_tokens')}
-        plain = dict(engine='hf', vllm={}, dtype='float32')
+        plain = dict(engine='hf', vllm={}, dtype='float32', ranks=1)
         run = run_longform({**told, **plain, **here}, say=lambda line: None, progress=False)
     rows = read_turns(run / 'pairs')
     assert len(rows) == 4 and judged_table(run).loc[('pairs', 'all'), 'questions'] == 4

@@ -63,6 +63,9 @@ SEARCHES = {p.stem: p for p in sorted((ROOT / 'runs' / 'params').glob('eval_carl
 # what a warm-up is told besides
 WARM = {p.stem.removesuffix('_warmup'): p for p in sorted((ROOT / 'runs' / 'params').glob('*_warmup.yaml'))}
 BOTH = lambda *names: [f'{name}_qwen2.5_{size}' for name in names for size in ('3b', '7b')]
+# what IGPO is compared with in table 2: file -> method
+OTHERS = {f'igpo_{name}_qwen2.5_7b': method for name, method in (('rloo', 'rloo'), ('ppo', 'ppo'), ('gspo', 'gspo'),
+                                                               ('reinforce_pp', 'reinforce++'))}
 # steps, questions a step, group size, mini-batches, epochs, learning rate, gradient clip, KL's weight, by the papers
 VALUES = {
     **dict.fromkeys(
@@ -71,7 +74,7 @@ VALUES = {
     ),
     **dict.fromkeys(BOTH('grpo', 'mt_grpo_star'), (500, 256, 5, 1, 1, 5e-7, 1e-4, 0.001)),
     **dict.fromkeys(BOTH('tspo', 'tspo_grpo'), (500, 512, 5, 2, 1, 1e-6, 1.0, 0.001)),
-    **dict.fromkeys(BOTH('igpo', 'igpo_f1', 'igpo_ig'), (500, 32, 16, 1, 1, 1e-6, 1.0, 0.001)),
+    **dict.fromkeys([*BOTH('igpo', 'igpo_f1', 'igpo_ig'), *OTHERS], (500, 32, 16, 1, 1, 1e-6, 1.0, 0.001)),
     **dict.fromkeys([*BOTH('prs', 'prs_grpo', 'vspo'), 'prs_ppo_qwen2.5_3b'], (500, 128, 5, 1, 1, 1e-7, 1.0, 0.001)),
     **dict.fromkeys([*BOTH('carl', 'carl_grpo'), 'search_r1_ppo_qwen2.5_7b'],
                     (500, 256, 5, 20, 4, 1e-6, 1.0, 0.001)),
@@ -82,6 +85,7 @@ CRITIC = dict(critic='own', critic_step='apart', critic_rate=1e-5, critic_backbo
 DUAL = dict(average='token-mean', loss={'clip_low': 0.2, 'clip_high': 0.2, 'dual_clip': 3.0, 'entropy': 0.0})
 F1 = {'metric': 'f1', 'penalty': -1.0}
 GAIN = {**F1, 'mode': 'prob', 'norm': 'joint', 'gamma': 1.0}
+GRPO_MEAN = {'average': 'sequence-mean-token-mean'}
 VARIANT = {'3b': 'answer-aware', '7b': 'tool-only'}
 RULES = lambda size: {'variant': VARIANT[size], 'exec_reward': .1, 'answer_reward': .15}
 FAMILIES = {
@@ -94,7 +98,8 @@ FAMILIES = {
              observation_tokens=500, passage_tokens=None, warmup=int(.285 * 500) * 2),
     ('igpo', ):
         dict(protocol='igpo', max_turns=10, turn_tokens=2000, max_tokens=30767 + 2000, temperature=1.0,
-             answer_stop='last', data='nq+triviaqa+hotpotqa+2wikimultihopqa', average='sequence-mean-token-mean'),
+             answer_stop='last', data='nq+triviaqa+hotpotqa+2wikimultihopqa', questions=80000, chosen_by='f1',
+             mix={'nq': 1, 'triviaqa': 1, 'hotpotqa': 3, '2wikimultihopqa': 3}),
     ('prs', 'vspo'):
         dict(protocol='prs', data='nq+hotpotqa', temperature=1.0, answer_stop='last', observation_tokens=500,
              passage_tokens=None),
@@ -118,9 +123,13 @@ MORE = {
         **RULES(s), 'lambda_mid': 1.0, 'lambda_final': 1.0, 'literal': False}} for s in ('3b', '7b')},
     **dict.fromkeys(BOTH('tspo'), {'method': 'tspo', 'options': {'alpha': 1.0, 'strategy': 'all-wrong'}}),
     **dict.fromkeys(BOTH('tspo_grpo'), {'method': 'grpo'}),
-    **dict.fromkeys(BOTH('igpo'), {'method': 'igpo', 'options': GAIN}),
-    **dict.fromkeys(BOTH('igpo_f1'), {'method': 'igpo-f1', 'options': F1}),
-    **dict.fromkeys(BOTH('igpo_ig'), {'method': 'igpo-ig', 'options': {**GAIN, 'parts': 'gain'}}),
+    **dict.fromkeys(BOTH('igpo'), {'method': 'igpo', 'options': GAIN, **GRPO_MEAN}),
+    **dict.fromkeys(BOTH('igpo_f1'), {'method': 'igpo-f1', 'options': F1, **GRPO_MEAN}),
+    **dict.fromkeys(BOTH('igpo_ig'), {'method': 'igpo-ig', 'options': {**GAIN, 'parts': 'gain'}, **GRPO_MEAN}),
+    **{name: {'method': method, 'options': F1, 'average': None, 'loss': {'entropy': 0.0}}
+       for name, method in OTHERS.items() if method != 'ppo'},
+    'igpo_ppo_qwen2.5_7b': {'method': 'ppo', 'options': {**F1, **GAE}, 'average': None, 'loss': {'entropy': 0.0},
+                            **CRITIC},
     **dict.fromkeys(BOTH('prs'), {'method': 'prs', 'options': {'form': 'short'},
                                   'average': 'sequence-mean-token-mean'}),
     **dict.fromkeys(BOTH('prs_grpo'), {'method': 'grpo', 'options': {'metric': 'em'}}),
@@ -286,6 +295,17 @@ def test_a_file_loads_and_passes_the_checks(name, tmp_path):
     for key, value in {**family, **MORE[name]}.items(): assert getattr(config, key) == value, key
 
 
+@pytest.mark.parametrize('name', OTHERS)
+def test_a_baseline_has_the_loss_of_its_own_row(name):
+    """Its clips and its average over tokens, which it would else take from the paper's method: GSPO's ratios are of
+    whole rollouts, and the others average over the tokens of a mini-batch."""
+    config = make_config(settings(name))
+    method = get_method(OTHERS[name])
+    assert settings_of(config).learning.loss_of(method) == replace(method.loss, kl=.001, entropy=0.)
+    narrow = OTHERS[name] == 'gspo'
+    assert (method.loss.clip_low < .001) == narrow == (method.loss.average != 'token-mean')
+
+
 @pytest.mark.parametrize('name', [n for n in FILES if n.startswith(('igpo', 'tips'))])
 def test_golds_are_scored_in_the_papers_words(name):
     "IGPO's sentence and TIPS's answer form, whether the file names them or leaves them to its protocol."
@@ -294,7 +314,7 @@ def test_golds_are_scored_in_the_papers_words(name):
     scored = [read_schema(schema, PROTOCOLS[config.protocol]) for schema in scored_schemas(method, ['belief'])]
     own = Schema('{open}') if name.startswith('tips') else Schema(
         "<think>Now there's enough information to answer</think><{tag}>", '</{tag}>')
-    assert {*scored} == {own} and len(scored_schemas(method, [])) == ('f1' not in name)
+    assert {*scored} == {own} and len(scored_schemas(method, [])) == ('gold' in method.sees or 'teacher' in method.sees)
 
 
 @pytest.mark.parametrize('name', FILES)

@@ -240,6 +240,25 @@ def test_a_checkpoint_is_the_best_by_what_the_data_are_scored_by(monkeypatch):
         assert logged.get('dev_right', 1.) == best and ('dev_right' in logged) == ('gsm8k' in data)
 
 
+@pytest.mark.parametrize('chosen_by, best, step', [(None, 0., 1), ('em', 0., 1), ('f1', .8, 2)])
+def test_a_checkpoint_is_the_best_by_word_f1_where_a_run_says_so(chosen_by, best, step, monkeypatch):
+    "Two evaluations, none exactly right: no answer, and then one with a word too many (2 of 3 and of 2: 0.8)."
+    t, question = example_group().trajectories[0], Question('q', 'Where?', ('New York', ))
+    answers = iter([None, 'New York City'])
+    monkeypatch.setattr(training, 'evaluate', lambda *a, **k: (None, [Group(question, [
+        dataclasses.replace(t, question=question, answer=next(answers))])]))
+    run, logged = object.__new__(training.Run), []
+    s = run.settings = settings_of(make_config({'method': 'igpo', 'chosen_by': chosen_by}))
+    run.memory, run.metric, run.segments = {'best': -1., 'best_step': 0}, 'em', False
+    run.log = SimpleNamespace(timed=lambda part: contextlib.nullcontext(),
+                              metrics=lambda step, **m: logged.append(m['dev_f1']))
+    run.checkpoint = lambda step, name: None
+    setup = SimpleNamespace(questions={'dev': [question]}, environments={'dev': None})
+    run.actor = training.Actor(None, setup, s.acting, s.learning, s.host, 0, Ranks(), run.log)
+    for at in (1, 2): training._evaluate_dev(run, at, {})
+    assert (run.memory['best'], run.memory['best_step'], logged) == (best, step, [0., .8])
+
+
 LOOKED = {
     'gsm8k': ('print((3 * 125) * 5.6)', '2100.0'), 'finqa': ('print((2100 - 1750) / 1750)', '0.2'),
     **dict.fromkeys(('hotpotqa', '2wikimultihopqa', 'musique'), ('print(search("river Ossel"))', 'Doc 1 (Title: '))

@@ -7,6 +7,7 @@ import math
 import os
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,7 @@ from credit_rl.metrics import cover_match, normalize
 from credit_rl.rollout import rollout
 from credit_rl.runlog import read_metrics, read_turns
 from credit_rl.models import load_model
-from credit_rl.settings import make_config
+from credit_rl.settings import check, make_config
 from credit_rl.setup import real_passages, real_questions
 from credit_rl.train import train
 from credit_rl.trajectory import Group, Result, Stop, trajectory_from_json
@@ -213,6 +214,31 @@ def test_a_single_file_is_dealt_out(tmp_path):
         deal(dev_questions=5, test_questions=7, seed=1))
     greedy = deal(questions=3)                                         # asks for 210 and 600 held-out ones
     assert len(greedy['dev']) + len(greedy['test']) == len(many) // 2 and len(greedy['train']) == 3 and disjoint(greedy)
+
+
+def test_sets_are_mixed_by_their_shares(data, tmp_path):
+    """As many of each as stand in the shares to each other: of sets of 4 and 9 training questions four each, by shares
+    of 1 and 3 three and nine; at most `questions` in all."""
+    rows = json.loads(SAMPLE.read_text())
+    for name, n in (('hotpotqa', 4), ('2wikimultihopqa', 9)):
+        (tmp_path / name).mkdir()
+        for split, of in (('train', range(n)), ('dev', range(50, 54))):
+            row = {**rows[0], 'type': 'comparison'}
+            made = [{**row, '_id': f'{name}{i}', 'question': f'Number {i} of {name}?'} for i in of]
+            (tmp_path / name / f'{split}.json').write_text(json.dumps(made))
+    def counts(**more):
+        config = make_config({'data': 'hotpotqa+2wikimultihopqa', 'path': str(tmp_path), 'protocol': 'direct',
+                              'dev_questions': 4, 'test_questions': 4, **more})
+        parts = real_questions(config, config.seed)
+        assert disjoint(parts)
+        return Counter(q.source for q in parts['train'])
+    assert counts() == {'hotpotqa': 4, '2wikimultihopqa': 9}
+    assert counts(mix={'hotpotqa': 1, '2wikimultihopqa': 1}) == {'hotpotqa': 4, '2wikimultihopqa': 4}
+    assert counts(mix={'hotpotqa': 1, '2wikimultihopqa': 3}) == {'hotpotqa': 3, '2wikimultihopqa': 9}
+    assert counts(mix={'hotpotqa': 1, '2wikimultihopqa': 3}, questions=4) == {'hotpotqa': 1, '2wikimultihopqa': 3}
+    for mix in ({'hotpotqa': 1}, {'hotpotqa': 1, '2wikimultihopqa': 0}, {'hotpotqa': 1, '2wikimultihopqa': 1, 'nq': 1}):
+        with pytest.raises(ValueError, match='mix gives each set of data='):
+            check(make_config({'data': 'hotpotqa+2wikimultihopqa', 'protocol': 'direct', 'mix': mix}))
 
 
 def test_a_folder_keeps_its_splits(data):
