@@ -205,6 +205,7 @@ def stored_groups(
     if not groups: raise ValueError(f'{folder} keeps no rollouts: give the folder of an evaluation or of a run')
     return [Group(tries[0].question, tries) for tries in [*groups.values()][:most]]
 
+# %% ../nbs/experiments/47_beliefs.ipynb #b9918s1
 def measure_beliefs(
     groups,     # list of Group
     models,     # dict: name -> folder of a model

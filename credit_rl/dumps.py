@@ -159,6 +159,7 @@ def _one_call(calls):
     together = {'name': calls[0]['name'], 'queries': [q for call in calls for q in call['queries']]}
     return together if len({call['name'] for call in calls}) == 1 else {**together, 'calls': calls}
 
+# %% ../nbs/7_elsewhere/83_dumps.ipynb #c0101s1
 def _calls_of(
     protocol,  # Protocol
     text,      # str, a message
@@ -254,6 +255,7 @@ class _Dump:
     groups: list           # of Group
     rewards: torch.Tensor  # (N,) what the trainer gave them, NaN where the file does not say
 
+# %% ../nbs/7_elsewhere/83_dumps.ipynb #c0115x2x3s1
 def read_dump(
     path,              # file of JSON lines, or a list of dict
     protocol='tspo',   # a row of PROTOCOLS, a file, or a Protocol: how calls and answers are written

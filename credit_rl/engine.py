@@ -271,6 +271,7 @@ def _capture(run, pool):
                            'fixed_shapes=False) launches each kernel by itself') from e
     return graph
 
+# %% ../nbs/3_acting/20_engine.ipynb #s024s1
 class _FixedSteps:
     "The one-token step of a `_RowBatch` at few shapes, captured on a GPU."
 

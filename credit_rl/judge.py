@@ -176,6 +176,7 @@ def read_key(
     if not key: raise ValueError(f'the file {source!r}, which key_from names, is empty')
     return key
 
+# %% ../nbs/2_environment/18_judge.ipynb #c011s1
 def check_judge(
     settings,        # as of make_judge
     needed_by=None,  # str: the reward that asks a judge, so that there must be one
@@ -201,6 +202,7 @@ def check_judge(
         if not settings.get(name): raise ValueError(f'a judge needs {name!r}: got {sorted(settings)}')
     read_key(settings.get('key_from'))
 
+# %% ../nbs/2_environment/18_judge.ipynb #c011s2
 def make_judge(
     settings,  # dict of Judge's arguments (base_url, model, …) with key_from for its key, an object with ask(prompts,
 ):             # parse), or None

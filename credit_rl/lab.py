@@ -51,6 +51,7 @@ def _remembered(metric):
     score = functools.lru_cache(maxsize=1 << 15)(lambda prediction, golds: METRICS[metric](prediction, list(golds)))
     return lambda prediction, golds: score(prediction, tuple(golds))
 
+# %% ../nbs/experiments/67_lab.ipynb #c027s1
 def get_contender(
     name,         # a row of METHODS or 'exact', with what it is shown: 'ppo (warm)', 'tips (cold, late)', 'vine (8)'
     metric='em',  # what outcomes are scored by
@@ -171,6 +172,7 @@ def turn_weights(
     if batch.credit.returns is not None: out[1][here] = batch.credit.returns[row, at]
     return out
 
+# %% ../nbs/experiments/67_lab.ipynb #c031s1
 def score_sums(
     game,
     pi,      # (P, S, A) chances of actions
@@ -368,6 +370,7 @@ class Estimate:
     @property
     def signal_to_noise(self): return self.signal / self.noise ** .5
 
+# %% ../nbs/experiments/67_lab.ipynb #c036s1
 def exact_estimate(
     game,
     contender,
@@ -394,6 +397,7 @@ def exact_estimate(
         second += float((chances * found.pow(2).sum((1, 2))).sum()) / len(game.questions)
     return Estimate(mean.float(), (second - float(mean.pow(2).sum())) / questions, true_gradient(game, game.base))
 
+# %% ../nbs/experiments/67_lab.ipynb #c036s2
 def sampled_estimate(
     game,
     contender,

@@ -105,17 +105,17 @@ def _open(path, newline=''):
 _HALF = re.compile(r'\\u[dD][89a-fA-F]')   # what JSON writes for half of a surrogate pair, or for both
 
 def check_characters(
-    row,   # value that was read from JSON
-    text,  # str, that JSON
+    row,        # value that was read from JSON
+    text=None,  # str, that JSON; None: it is known to write such halves
 ):
     """Refuse a value that holds half of a surrogate pair, which no file can hold and no tokenizer reads: RowError.
 
     Parameters
     ----------
     row : value that was read from JSON
-    text : str, that JSON
+    text : str, that JSON; None: it is known to write such halves
     """
-    if not _HALF.search(text): return
+    if text is not None and not _HALF.search(text): return
     try: json.dumps(row, ensure_ascii=False).encode()
     except UnicodeEncodeError as e:
         raise RowError('(row)', f'holds {e.object[e.start]!a}, half of a surrogate pair and no character') from None
@@ -138,9 +138,9 @@ def _jsonl_rows(path, name):
             yield f'{name}, line {n}', row
 
 # %% ../nbs/2_environment/08_readers.ipynb #u0805
-def _sound(row, text):
+def _sound(row):
     "A row of a JSON file, or the RowError that it is (`check_characters`)."
-    try: check_characters(row, text)
+    try: check_characters(row)
     except RowError as e: return e
     return row
 
@@ -165,12 +165,13 @@ def _json_rows(path, name):
                          '.jsonl)') from None
     except (RecursionError, ValueError) as e: raise _boundless(text, name, e) from None
     if isinstance(data, dict): data = next((data[k] for k in ('Data', 'data') if isinstance(data.get(k), list)), data)
+    sound = _sound if _HALF.search(text) else lambda row: row            # the text is searched once, not for each row
     if isinstance(data, list):
         for i, row in enumerate(_progress(data, name, path.stat().st_size, len(data))):
-            yield f'{name}, row {i}', _sound(row, text)
+            yield f'{name}, row {i}', sound(row)
     elif isinstance(data, dict) and data and all(isinstance(v, list) for v in data.values()):
         for title, sentences in data.items():
-            yield f'{name}, key {title!r}', _sound({'title': title, 'sentences': sentences}, text)
+            yield f'{name}, key {title!r}', sound({'title': title, 'sentences': sentences})
     else:
         what = f'its keys are {sorted(data)[:5]}' if isinstance(data, dict) else f'it is {data!r:.60}'
         raise ValueError(f'{name} holds neither a list of rows nor an object title → sentences; {what}')

@@ -392,6 +392,7 @@ def read_json(path,       # file
     except RecursionError: raise ValueError(f'{path} is nested too deep') from None
     except ValueError as e: raise ValueError(f'{path} is not valid JSON: {e}') from None
 
+# %% ../nbs/machinery/02_runlog.ipynb #w011s1
 class _Values(yaml.SafeLoader):
     "Reads values, and refuses what YAML would take without a word: of a key that stands twice it keeps the last."
     aliases = True
@@ -413,6 +414,7 @@ class _Values(yaml.SafeLoader):
             seen.add(value)
         return node
 
+# %% ../nbs/machinery/02_runlog.ipynb #w011s2
 def load_yaml(
     text,          # str
     name='',       # what to call it in messages

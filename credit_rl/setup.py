@@ -563,6 +563,7 @@ def plan_of(
         prompts=0 if vllm else min(_READ_TOKENS, min(host.act_rows, played) * s.acting.max_tokens),
         **_sent_at_a_time(host.deepspeed))
 
+# %% ../nbs/5_run/62_setup.ipynb #c083s1
 _READ_TOKENS = signature(HFEngine).parameters['read_tokens'].default
 
 def _rows_of_context(acting):

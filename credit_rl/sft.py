@@ -128,6 +128,7 @@ def fine_tune(
     model.eval()
     return log
 
+# %% ../nbs/5_run/64_sft.ipynb #c012s1
 def _imitate(learner, groups, compute):
     "One update on groups of a rollout each: what the learner logs."
     layout = pack(groups)
@@ -298,6 +299,7 @@ def write_demos(
             f'{int(layout.trained.sum()):,} of them to be learned; {log.elapsed:.0f} s')
     return log.folder
 
+# %% ../nbs/5_run/64_sft.ipynb #r6405s1
 def read_demos(
     folder,  # that write_demos made
     chat,    # Chat by which they are to be imitated

@@ -792,6 +792,7 @@ def refresh_figure(folders):  # as in sort_folders
     _add_legend(fig, axes)
     return fig
 
+# %% ../nbs/papers/85_tables.ipynb #u032s1
 def size_figure(folders):  # as in sort_folders
     """Draw the score of evaluations against the size of their models: matplotlib figure. Raises ValueError where no
     model's configuration is here.
@@ -1414,6 +1415,7 @@ def draw_entry(
     try: return draw(folders, **entry.arguments, **together)
     except (ValueError, FileNotFoundError) as e: raise ValueError(f'{where}: not run: {e}; {entry.command}') from e
 
+# %% ../nbs/papers/85_tables.ipynb #u052s1
 # of a method by a paper: the file with its settings; any other: the paper's own
 FILES = {'tips': {'': 'tips_qwen2.5_7b', 'ppo': 'ppo_qwen2.5_7b', 'grpo': 'grpo_qwen2.5_7b'},
          'tspo': {'': 'tspo_qwen2.5_7b', 'grpo': 'tspo_grpo_qwen2.5_7b'},

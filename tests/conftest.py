@@ -131,11 +131,18 @@ def keep(config, items, wanted):
 SHARED = []                                       # numbers of processes that several tests share: kernels
 
 
+def forkservers():
+    "The number of the process that forks others in multiprocessing's stead, if one does: it waits for them, not we."
+    module = sys.modules.get('multiprocessing.forkserver')
+    pid = module and module._forkserver._forkserver_pid
+    return [pid] if pid else []
+
+
 def cpu_seconds():
     """What this process, those that it waited for and those that its tests share have used. Company on the machine
     does not count."""
     used = sum(os.times()[:4])
-    for pid in SHARED:
+    for pid in [*SHARED, *forkservers()]:
         import psutil                             # kernels need it too
         with contextlib.suppress(psutil.NoSuchProcess): used += sum(psutil.Process(pid).cpu_times()[:4])
     return used

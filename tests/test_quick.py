@@ -54,6 +54,23 @@ def test_what_below_leaves_out_is_what_from_takes():
     assert [i.nodeid for i in items if conftest.takes_long(i, recorded, 20)] == ['long', 'shares']
 
 
+FORKS = """
+import multiprocessing, os, conftest
+before, own = conftest.cpu_seconds(), sum(os.times()[:4])
+child = multiprocessing.get_context('forkserver').Process(target=sum, args=(range(2 * 10 ** 7),))
+child.start()
+child.join()
+print(conftest.cpu_seconds() - before, sum(os.times()[:4]) - own)
+"""
+
+
+def test_what_another_process_forks_for_us_is_counted(run_python, root):
+    "Its children are waited for by the forkserver alone, so our own clocks never hear of them."
+    said = run_python('-c', FORKS, env={'PYTHONPATH': str(root / 'tests')})
+    counted, own = map(float, said.split()[-2:])
+    assert counted > 2 * own and counted > .1
+
+
 LOSES = '''
 import os, pytest, time
 @pytest.mark.parametrize('i', range(4))

@@ -2,10 +2,12 @@
 import json
 import random
 import unicodedata
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import example, given, settings, strategies as st
 
+from credit_rl import readers
 from credit_rl.benchmarks import get_benchmark, read_question
 from credit_rl.datasets import load_corpus, load_questions
 from credit_rl.dumps import read_dump
@@ -158,6 +160,16 @@ def test_a_row_without_bounds_is_a_row_error(tmp_path, kind):
     whole = tmp_path / 'a.json'
     whole.write_text('[{"id": 0, "text": "a"},\n' + line + ']')
     with pytest.raises(RowError, match=f'a.json, (line 2|row 1).*{said}'): load_corpus('nq', whole)
+
+
+@pytest.mark.parametrize('ending', ['json', 'jsonl'])
+def test_a_files_text_is_searched_once_however_many_rows_it_has(tmp_path, monkeypatch, ending):
+    "The text of a list was searched whole for each of its rows."
+    rows, searched = [json.dumps({'id': i, 'text': f'page {i}'}) for i in range(200)], []
+    monkeypatch.setattr(readers, '_HALF', SimpleNamespace(search=lambda text: searched.append(len(text))))
+    path = tmp_path / f'a.{ending}'
+    path.write_text('[' + ', '.join(rows) + ']' if ending == 'json' else '\n'.join(rows))
+    assert len(load_corpus('nq', path)) == 200 and sum(searched) == path.stat().st_size
 
 
 def test_kept_searches_are_read_whatever_they_hold(tmp_path):

@@ -210,6 +210,7 @@ def sit(settings, **how):
 
 
 @pytest.mark.parametrize('death', ANYWHERE)
+@pytest.mark.long
 def test_a_killed_run_ends_as_if_it_had_not_been(whole, tmp_path, death):
     settings = {**SHORT, 'run': str(tmp_path / 'killed')}
     assert sit(settings, death=death) == -signal.SIGKILL
@@ -218,6 +219,7 @@ def test_a_killed_run_ends_as_if_it_had_not_been(whole, tmp_path, death):
     assert_same(whole[0], tmp_path / 'killed')
 
 
+@pytest.mark.long
 def test_killed_at_random_moments_again_and_again(whole, tmp_path):
     "Each sitting lives for a while; the run still arrives."
     settings, rng, killed = {**SHORT, 'run': str(tmp_path / 'killed')}, random.Random(), 0
@@ -308,6 +310,7 @@ def idle(monkeypatch):
             monkeypatch.setattr(module, name, refuse)
 
 
+@pytest.mark.long
 def test_a_finished_run_is_only_shown_again(whole, idle, tmp_path):
     folder = shutil.copytree(whole[0], tmp_path / 'copy', symlinks=True)
     before = {p: p.read_bytes() for p in folder.rglob('*') if p.is_file()}
@@ -315,6 +318,7 @@ def test_a_finished_run_is_only_shown_again(whole, idle, tmp_path):
     assert {p: p.read_bytes() for p in folder.rglob('*') if p.is_file()} == before
 
 
+@pytest.mark.long
 def test_a_finished_run_is_not_shown_as_another(whole, idle, tmp_path):
     folder = shutil.copytree(whole[0], tmp_path / 'copy', symlinks=True)
     with pytest.raises(ValueError, match="method: 'tspo' before, 'grpo' now"):
@@ -325,6 +329,7 @@ def test_a_finished_run_is_not_shown_as_another(whole, idle, tmp_path):
     assert train({**SHORT, 'run': str(folder), 'resume': True}) == folder
 
 
+@pytest.mark.long
 def test_more_steps_go_on_from_where_a_run_ended(whole, tmp_path):
     "Two steps, then two more: the run of four. What the first sitting said at its end is gone."
     settings = {**SHORT, 'run': str(tmp_path / 'longer')}
@@ -1014,6 +1019,7 @@ def test_a_long_run_keeps_ever_fewer_steps_of_rollouts(tmp_path):
 
 
 @pytest.mark.parametrize('name', ['memory.json', 'written.json', 'learner.pt'])
+@pytest.mark.long
 def test_a_checkpoint_that_was_cut_says_how_to_go_on(whole, tmp_path, name):
     "Without it the run goes on from the checkpoint before, to the same results."
     run = Path(shutil.copytree(whole[0], tmp_path / 'run', symlinks=True))

@@ -10,6 +10,7 @@ import campaign                                                                 
 KINDS = ('kill', 'interrupt', 'cut', 'stop', 'disk')
 
 
+@pytest.mark.long          # in processes of a process's own, which no recorded duration counts
 def test_faults_at_random_moments_lose_nothing(run_python, tmp_path):
     said = run_python('tests/tools/campaign.py', '--faults', 6, '--seed', 3, '--stop', 1, '--out', tmp_path, '--jobs',
                       'index', 'training', '--kinds', *KINDS, env={'OMP_NUM_THREADS': '1'})
