@@ -6,6 +6,7 @@ import unicodedata
 import pytest
 from hypothesis import example, given, settings, strategies as st
 
+from credit_rl import evaluate, longform
 from credit_rl.benchmarks import get_benchmark, read_question
 from credit_rl.datasets import load_corpus, load_questions
 from credit_rl.dumps import read_dump
@@ -239,3 +240,12 @@ def test_half_a_character_in_a_call_is_a_malformed_call():
     assert parse(PROTOCOLS['tspo'], call % '\\ud83d\\ude00').call['queries'] == ['\U0001f600']
     search = BM25([Passage('1', '', 'a')])
     with pytest.raises(ValueError, match='half of a surrogate pair'): search.search(['a\ud83d'], 1)
+
+
+@pytest.mark.parametrize('mark', BREAKS)
+def test_verdicts_of_a_judge_are_read_whatever_an_id_holds(tmp_path, monkeypatch, mark):
+    "They are written as they stand, so a break inside an id stood in the file."
+    rows = [{'id': f'{i}{mark}x', 'reference_pass': i} for i in (0, 1)]
+    longform._write_lines(tmp_path / 'judged.jsonl', rows)
+    monkeypatch.setattr(evaluate, 'read_turns', lambda folder: rows)
+    assert evaluate.right_rows(tmp_path) == rows[1:]
