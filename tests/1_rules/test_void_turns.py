@@ -78,7 +78,7 @@ def test_of_several_groups_each_rollout_has_its_own_mark():
 
 @pytest.mark.parametrize('seed', range(3))
 def test_the_loss_is_its_formula_token_by_token(seed):
-    "(1 − v) in front of each rollout's clipped surrogate, by a loop in plain numbers; the other rollouts' is as it was."
+    "(1 − v) in front of each rollout's clipped surrogate, by a loop in plain numbers."
     group = Group(GROUP.question, [RIGHT, without_answer(NEAR), LOST, without_answer(RIGHT)])
     batch, found = credit('outcome/group/no-void', group)
     layout, g = batch.layout, torch.Generator().manual_seed(seed)
