@@ -617,7 +617,8 @@ def right_rows(
     """
     rows, judged = read_turns(folder), Path(folder)/'judged.jsonl'
     if not judged.exists(): return [r for r in rows if r[read_manifest(folder)['metric']['name']] == 1]
-    verdicts = {r['id']: r['reference_pass'] for r in map(json.loads, read_text(judged).splitlines())}
+    lines = read_text(judged).split('\n')                           # other breaks of lines stand in strings
+    verdicts = {r['id']: r['reference_pass'] for r in map(json.loads, filter(None, lines))}
     return [r for r in rows if verdicts.get(r['id']) == 1]
 
 # %% ../nbs/3_acting/27_evaluate.ipynb #p2701

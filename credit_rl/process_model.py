@@ -7,6 +7,7 @@ __all__ = ['PARTS', 'process_texts', 'ClassifierScorer', 'ServerScorer', 'proces
 
 # %% ../nbs/1_rules/38_process_model.ipynb #p37002
 import functools, inspect, json, math, time, urllib.error, urllib.request
+from http.client import HTTPException
 import torch
 from .engine import check_numbers
 from .groups import index_groups
@@ -166,7 +167,8 @@ class ServerScorer(_Scorer):
                 request = urllib.request.Request(self.url, body, headers)
                 with urllib.request.urlopen(request, timeout=self.timeout) as answer: said = json.load(answer)
                 return self._read(said, len(texts))
-            except (OSError, ValueError, LookupError, TypeError) as e: self.last_error = f'{type(e).__name__}: {e}'
+            except (OSError, HTTPException, ValueError, LookupError, TypeError, OverflowError, RecursionError) as e:
+                self.last_error = f'{type(e).__name__}: {e}'
         return [math.nan] * len(texts)
 
     def _read(self, said, count):

@@ -14,7 +14,6 @@ from pathlib import Path
 
 from .metrics import plain_latex
 from .options import nearest
-from .readers import RowError, check_characters
 from .trajectory import Result, Turn
 
 # %% ../nbs/2_environment/14_protocol.ipynb #c004
@@ -103,8 +102,6 @@ def _json_call(text, names):
     try: body = json.loads(text)
     except ValueError as e: raise ValueError(f'the call is not valid JSON ({getattr(e, "msg", e)})') from None
     except RecursionError: raise ValueError('the call is not valid JSON (nested too deep)') from None
-    try: check_characters(body, text)
-    except RowError as e: raise ValueError(f'the call {e.problem}') from None
     if not isinstance(body, dict) or not isinstance(body.get('arguments'), dict):
         raise ValueError('the call needs "name" and "arguments"')
     name, arguments = body.get('name'), body['arguments']

@@ -4,8 +4,7 @@
 
 # %% auto #0
 __all__ = ['to_nfc', 'marks', 'RowError', 'describe_row', 'has_field', 'read_field', 'read_answers', 'join_sentences',
-           'check_characters', 'read_line', 'read_rows', 'LoadedRows', 'collect_rows', 'Passage', 'read_contents',
-           'read_title', 'read_id']
+           'read_line', 'read_rows', 'LoadedRows', 'collect_rows', 'Passage', 'read_contents', 'read_title', 'read_id']
 
 # %% ../nbs/2_environment/08_readers.ipynb #c003
 import csv, functools, gzip, io, json, re, unicodedata, warnings, zlib
@@ -104,18 +103,9 @@ def _open(path, newline=''):
 # %% ../nbs/2_environment/08_readers.ipynb #u0804
 _HALF = re.compile(r'\\u[dD][89a-fA-F]')   # what JSON writes for half of a surrogate pair, or for both
 
-def check_characters(
-    row,        # value that was read from JSON
-    text=None,  # str, that JSON; None: it is known to write such halves
-):
-    """Refuse a value that holds half of a surrogate pair, which no file can hold and no tokenizer reads: RowError.
-
-    Parameters
-    ----------
-    row : value that was read from JSON
-    text : str, that JSON; None: it is known to write such halves
-    """
-    if text is not None and not _HALF.search(text): return
+def _check_characters(row):
+    """Refuse a row that holds half of a surrogate pair, which no file can hold and no tokenizer reads. Raises
+    RowError."""
     try: json.dumps(row, ensure_ascii=False).encode()
     except UnicodeEncodeError as e:
         raise RowError('(row)', f'holds {e.object[e.start]!a}, half of a surrogate pair and no character') from None
@@ -125,7 +115,7 @@ def read_line(line):
     try: row = json.loads(line)
     except RecursionError: raise RowError('(row)', 'is not JSON: it is nested too deep') from None
     except ValueError as e: raise RowError('(row)', f'is not JSON: {e}') from None         # a number too long, too
-    check_characters(row, line)
+    if _HALF.search(line): _check_characters(row)
     return row
 
 def _jsonl_rows(path, name):
@@ -139,8 +129,8 @@ def _jsonl_rows(path, name):
 
 # %% ../nbs/2_environment/08_readers.ipynb #u0805
 def _sound(row):
-    "A row of a JSON file, or the RowError that it is (`check_characters`)."
-    try: check_characters(row)
+    "A row of a JSON file, or the RowError that it is (`_check_characters`)."
+    try: _check_characters(row)
     except RowError as e: return e
     return row
 

@@ -113,11 +113,9 @@ def _best(scores, k):
 
 # %% ../nbs/2_environment/12_retrieval.ipynb #c025
 def check_search(queries, k):
-    "Refuse queries that are not a list of strings or hold half of a surrogate pair, and k below 1."
+    "Refuse queries that are not a list of strings, and k below 1."
     if isinstance(queries, str) or not all(isinstance(q, str) for q in queries):
         raise TypeError(f'queries must be a list of strings, got {queries!r:.80}; write [query] for a single one')
-    if odd := next((q for q in queries if not q.isascii() and re.search('[\ud800-\udfff]', q)), None):
-        raise ValueError(f'the query {odd!a:.80} holds half of a surrogate pair, which is no character')
     if operator.index(k) < 1: raise ValueError(f'k is the number of passages wanted and must be at least 1, got {k}')
 
 # %% ../nbs/2_environment/12_retrieval.ipynb #c026

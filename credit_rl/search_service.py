@@ -21,7 +21,7 @@ from .datasets import load_corpus
 from .dense import E5, DenseSearch, build_dense, open_index
 from .options import SettingsGroup, options_in, setting
 from .parameters import make_parser
-from .readers import Passage, RowError, read_contents, read_field, read_line, read_rows, read_title
+from .readers import Passage, RowError, read_contents, read_field, read_rows, read_title
 from .retrieval import Retriever, build_index, check_search, contents
 
 # %% ../nbs/machinery/16_search_service.ipynb #c005
@@ -322,11 +322,11 @@ def _ask(client, value, deadline):
 def _read_answer(url, body, queries, k):
     "Lists of `Passage` in the body of a search server's answer. Raises SearchError saying what is wrong with it."
     try:
-        result = read_line(body.decode('utf-8-sig'))['result']
+        result = json.loads(body)['result']
         if not isinstance(result, list) or len(result) != queries:
             raise ValueError(f'wanted {queries} lists, one a query')
         return [[_passage(entry) for entry in row[:k]] for row in result]
-    except (ValueError, TypeError, KeyError, OverflowError) as e:
+    except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as e:
         problem = f'{e.field} {e.problem}' if isinstance(e, RowError) else f'{type(e).__name__}: {e}'
         raise SearchError(f'{url} answered something else than /retrieve does ({problem}): {body[:200]!r}') from None
 
@@ -418,10 +418,10 @@ class SearchCache:
 
     def _read(self, number, line):
         try:
-            row = read_line(line)
+            row = json.loads(line)
             if number == 0 and row != _HEADER: raise ValueError('the first line is not that of kept searches')
             if number: self.answers[row['query']] = row['k'], [Passage(*p) for p in row['found']]
-        except (ValueError, TypeError, KeyError) as e:
+        except (ValueError, TypeError, KeyError, RecursionError) as e:
             raise ValueError(f'{self.path}, line {number + 1} is not a kept search: {type(e).__name__}: {e}') from None
 
     def _append(self, rows):

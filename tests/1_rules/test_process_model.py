@@ -1,6 +1,7 @@
 "A process reward model: a tiny real classifier that was taught something, from a folder and behind a server."
 import json
 import math
+import socket
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -144,12 +145,24 @@ def test_a_server_is_asked_in_batches_and_answers_in_any_order(server, monkeypat
 
 @pytest.mark.parametrize('answer', [
     (500, 'down'), (200, 'no JSON'), (200, {'error': 'x'}), (200, rows([.5])), (200, {'data': [{'index': 0}] * 2}),
-    (200, rows([math.inf, .5])), (200, [])])
+    (200, rows([math.inf, .5])), (200, []), (200, '[' * 60_000), (200, '[' + '9' * 5_000 + ']'),
+    (200, '{"data": [{"index": 0, "probs": [1' + '0' * 400 + ']}, {"index": 1, "probs": [.5]}]}')])
 def test_what_a_server_does_not_score_is_missing(server, answer):
     server.answer = lambda asked: answer
     scorer = ServerScorer(server.url, 'm', tries=2)
     found = scorer.score(['a', 'b'])
     assert found[0] != found[0] and scorer.counts['failures'] >= 1 and all(x != 0 for x in found)
+
+
+def test_an_answer_that_breaks_off_is_missing():
+    "Fewer bytes than were announced, and a status line that is none."
+    for said in (b'HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\n{"data"', b'nothing\r\n\r\n'):
+        with socket.create_server(('127.0.0.1', 0)) as place:
+            def answer():
+                with place.accept()[0] as asked: asked.recv(9999), asked.sendall(said)
+            threading.Thread(target=answer, daemon=True).start()
+            scorer = ServerScorer(f'http://127.0.0.1:{place.getsockname()[1]}', 'm', tries=1)
+            assert math.isnan(scorer.score(['a'])[0]) and scorer.counts['failures'] == 1
 
 
 def test_a_server_that_comes_back_is_asked_again(server):
