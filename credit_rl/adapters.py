@@ -4,9 +4,8 @@
 
 # %% auto #0
 __all__ = ['turns_from_mask', 'rewards_of_turns', 'Arrays', 'assign_arrays', 'response_arrays', 'estimator', 'register_verl',
-           'register_skyrl', 'OutputMixin', 'LoopMixin', 'verl_loop', 'ExperienceMixin', 'openrlhf_maker',
-           'slime_rewards', 'slime_advantages', 'prime_credit', 'AlgorithmMixin', 'prime_algorithm', 'ActorMixin',
-           'areal_actor']
+           'register_skyrl', 'verl_loop', 'ExperienceMixin', 'openrlhf_maker', 'slime_rewards', 'slime_advantages',
+           'prime_credit', 'AlgorithmMixin', 'prime_algorithm', 'ActorMixin', 'areal_actor']
 
 # %% ../nbs/7_elsewhere/80_adapters.ipynb #c002
 import functools, importlib, math
@@ -380,7 +379,7 @@ def _listed(info):
     try: return [math.nan if x is None else float(x) for x in given or []]
     except (TypeError, ValueError): raise ValueError(f'turn_rewards must hold numbers, got {given!r:.60}') from None
 
-class OutputMixin:
+class _OutputMixin:
     "What puts turn rewards into verl's `AgentLoopOutput`, whose other parent it is."
 
     def as_dict(self):
@@ -408,9 +407,9 @@ class OutputMixin:
 @functools.cache
 def _output_of(kind):
     "A subclass of a class of verl's outputs."
-    return type(f'Credit{kind.__name__}', (OutputMixin, kind), {'__annotations__': {}})
+    return type(f'Credit{kind.__name__}', (_OutputMixin, kind), {'__annotations__': {}})
 
-class LoopMixin:
+class _LoopMixin:
     "What puts turn rewards into the outputs of verl's `AgentLoopBase`, whose other parent it is."
 
     async def run(self, sampling_params, **others):
@@ -433,7 +432,7 @@ def verl_loop(
     ----------
     base : one of verl's agent loops: a subclass of AgentLoopBase
     """
-    return type(f'Credit{base.__name__}', (LoopMixin, base), {})
+    return type(f'Credit{base.__name__}', (_LoopMixin, base), {})
 
 # %% ../nbs/7_elsewhere/80_adapters.ipynb #c030
 def _openrlhf_credit(

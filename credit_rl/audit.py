@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['KINDS', 'FEW', 'Auditing', 'Truth', 'find_truth', 'turn_kinds', 'squares_by_kind', 'kendall', 'agreements',
-           'interval', 'question_gradients', 'gradient_samples', 'rollouts_saved', 'saving_says', 'audit',
-           'AuditChoice', 'run_audit', 'read_audit_settings', 'main']
+           'interval', 'gradient_samples', 'rollouts_saved', 'saving_says', 'audit', 'AuditChoice', 'run_audit',
+           'read_audit_settings', 'main']
 
 # %% ../nbs/6_looking/71_audit.ipynb #a003
 import dataclasses, json, math, sys, time
@@ -214,19 +214,12 @@ def _turn_gradients(
     return out.view(n, k, -1)
 
 # %% ../nbs/6_looking/71_audit.ipynb #a018x3
-def question_gradients(
+def _question_gradients(
     credit,     # (N, K) a rule's
     gradients,  # (N, K, D), of turn_gradients
     owner,      # (N,) long, question of each rollout
 ):
-    """Mean gradient that a credit makes of each question's rollouts: (B, D).
-
-    Parameters
-    ----------
-    credit : (N, K) a rule's
-    gradients : (N, K, D), of turn_gradients
-    owner : (N,) long, question of each rollout
-    """
+    "Mean gradient that a credit makes of each question's rollouts: (B, D)."
     count = owner.bincount()[:, None]
     made = torch.einsum('nk,nkd->nd', credit, gradients)
     return torch.zeros(len(count), gradients.shape[2]).index_add(0, owner, made) / count
@@ -250,7 +243,7 @@ def gradient_samples(
     owner : (N,) long, question of each rollout
     """
     b = int(owner.max()) + 1
-    made, right = (question_gradients(a, gradients, owner) for a in (credit, true))
+    made, right = (_question_gradients(a, gradients, owner) for a in (credit, true))
     drawn = torch.randint(b, (times, b), generator=torch.Generator().manual_seed(0))
     weights = torch.cat([torch.ones(1, b), torch.nn.functional.one_hot(drawn, b).sum(1).float()]) / b
     product = lambda x, y: ((weights @ (x @ y.T)) * weights).sum(1)    # of two means, in each sample of questions
@@ -535,7 +528,7 @@ def _audited(config, auditing, say):
         against = audit(rules, truth, gradients, costs, turn_credit(values, truth.outcome, truth.turn_mask))
     plain = rules['grpo'] if 'grpo' in rules else _rule_credit(first, groups)[0]
     credits = plain, truth.credit(slice(auditing.plays // 2)), truth.credit(slice(auditing.plays // 2, None))
-    saving = rollouts_saved(*(question_gradients(x, gradients, truth.owner) for x in credits))
+    saving = rollouts_saved(*(_question_gradients(x, gradients, truth.owner) for x in credits))
     return truth, table, {'belief': belief, 'saving': dict(zip(('times', 'low', 'high'), saving))}, against
 
 # %% ../nbs/6_looking/71_audit.ipynb #a026x6

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['SEVEN', 'TIPS', 'TSPO', 'IGPO', 'PRS', 'CARL', 'ENTRIES', 'LAST', 'ABSENT', 'Entry', 'training', 'evaluation',
-           'trained', 'at_steps', 'numbered', 'find_entry', 'count_states', 'entry_table', 'papers_folder',
-           'paper_numbers', 'paper_sentences', 'reported_table', 'report']
+           'trained', 'numbered', 'find_entry', 'count_states', 'entry_table', 'papers_folder', 'paper_numbers',
+           'paper_sentences', 'reported_table', 'report']
 
 # %% ../nbs/papers/84_papers.ipynb #t002
 import re
@@ -73,13 +73,8 @@ def trained(paper, file, *more):  # whose file is eval_PAPER.yaml; as for `train
     return (f'{train} && credit-rl export runs/{name} models/{name} && credit-rl evaluate --params '
             f'runs/params/eval_{paper}.yaml run=runs/eval_{name} model=models/{name} path=DATA')
 
-def at_steps(paper, file, *more):  # as for `trained`
-    """The same for checkpoints, all of which are kept; the last two commands for each STEP: str.
-
-    Parameters
-    ----------
-    paper, file, more : as for `trained`
-    """
+def _at_steps(paper, file, *more):  # as for `trained`
+    "The same for checkpoints, all of which are kept; the last two commands for each STEP: str."
     train = training(file, *more, 'keep=100')
     name = _name_of(train)
     return (f'{train} && credit-rl export runs/{name} models/{name}/step-STEP --checkpoint STEP && credit-rl evaluate '
@@ -121,7 +116,7 @@ TIPS = _entries(
     ('figure 2', 'diagram of where in a rollout the teacher is asked'),
     ('figure 3', 'exact match on the training questions, by step', 'curve_figure', {'metrics': ('em',)}, _TIPS),
     ('figure 4', 'exact match by step, a panel for each of seven sets and one for their mean', 'checkpoint_figure',
-     {'sets': SEVEN}, at_steps('tips', 'tips_qwen2.5_7b')),
+     {'sets': SEVEN}, _at_steps('tips', 'tips_qwen2.5_7b')),
     ('figure 5', 'how the advantages of tokens are spread', 'advantage_figure', {}, _TIPS),
     ('figure 6', 'how often the teacher is made anew: curves, and where they end', 'refresh_figure', {},
      trained('tips', 'tips_qwen2.5_7b', 'teacher_every=100')),
@@ -158,7 +153,7 @@ TSPO = _entries(
     ('figure 4', 'entropy, KL and norm of the gradient, by step', 'curve_figure',
      {'metrics': ('entropy', 'kl', 'grad_norm')}, training('tspo_qwen2.5_7b', 'measure=[entropy]')),
     ('figure 5', 'reward, which is exact match, by step on four sets', 'checkpoint_figure', {'sets': _MULTI},
-     at_steps('tspo', 'tspo_qwen2.5_7b'), 'greedy play of checkpoints, not the sampled rewards of the training, which '
+     _at_steps('tspo', 'tspo_qwen2.5_7b'), 'greedy play of checkpoints, not the sampled rewards of the training, which '
      'has no questions of three of the sets'),
     ('figure 6', 'tokens of a rollout, observations counted, by step', 'length_figure', {}, _TSPO),
     ('figure 7', 'the partial reward α: exact match', 'option_figure', {'by': 'options.alpha'},
@@ -181,7 +176,7 @@ IGPO = _entries(
      training('igpo_f1_qwen2.5_7b')),
     ('figure 2', 'diagram of the method'),
     ('figure 3', 'word F1 of the three variants by step, a panel for each of seven sets', 'checkpoint_figure',
-     {'sets': SEVEN, 'metric': 'f1'}, at_steps('igpo', 'igpo_ig_qwen2.5_7b')),
+     {'sets': SEVEN, 'metric': 'f1'}, _at_steps('igpo', 'igpo_ig_qwen2.5_7b')),
     ('figure 4', 'how far the entropy of the gold answer falls in a rollout, by step', 'curve_figure',
      {'metrics': ('gold_entropy_fall',)}, _BELIEF),
     ('figure 5', 'word F1 by tokens that were used for gradients', 'curve_figure',

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['PERFECT', 'NOISY', 'TEACHER', 'PERFECT_CODER', 'NOISY_CODER', 'CODE_TEACHER', 'CODE_KNOWER', 'TABLE',
            'tiny_tokenizer', 'tiny_environment', 'Player', 'act', 'player_state', 'ceiling', 'tiny_model',
-           'demonstrations', 'copy_rows', 'WarmStart', 'warm_start', 'Coder', 'memory_of', 'act_coder', 'segment_rows',
+           'demonstrations', 'WarmStart', 'warm_start', 'Coder', 'memory_of', 'act_coder', 'segment_rows',
            'code_demonstrations', 'code_recollections', 'knowing_rows', 'knowing_loss', 'answer_share', 'CodeWarmStart',
            'code_warm_start', 'make_base']
 
@@ -243,7 +243,7 @@ def demonstrations(
         groups += rollout(engine, tiny_environment(there, chat, **caps), there.questions, seed=seed)
     return groups
 
-def copy_rows(tokenizer, count, generator, length=16, words=WORDS):
+def _copy_rows(tokenizer, count, generator, length=16, words=WORDS):
     """Make rows (ids, token_turns), each (count, 2 * length): random `words`, then the same begun elsewhere; trained on
     what that determines."""
     words = torch.tensor(tokenizer.convert_tokens_to_ids(list(words)))
@@ -367,7 +367,7 @@ def warm_start(
     if start: model, _ = load_model(str(start), device='cpu')
     else:
         model, generator = tiny_model(chat.tokenizer, seed), torch.Generator().manual_seed(seed)
-        rows = iter(lambda: copy_rows(chat.tokenizer, 64, generator), None)
+        rows = iter(lambda: _copy_rows(chat.tokenizer, 64, generator), None)
         _train_part(_Part('copy', plan.copied, plan.copy), model, rows, progress)
     if plan.eased:
         easier = demonstrations(chat, plan.teacher, plan.count, seed, {**plan.world, **plan.easier}, plan.caps)
@@ -640,7 +640,7 @@ def code_warm_start(
     progress : called with a line of text
     """
     p, model, generator = plan, tiny_model(tokenizer, seed), torch.Generator().manual_seed(seed)
-    drill = lambda size: iter(lambda: copy_rows(tokenizer, size, generator, words=[*WORDS, *_NUMBERS]), None)
+    drill = lambda size: iter(lambda: _copy_rows(tokenizer, size, generator, words=[*WORDS, *_NUMBERS]), None)
     _train_part(_Part('copy', p.copied, p.copy), model, drill(64), progress)
     rows = lambda groups: [row for g in groups for t in g.trajectories for row in segment_rows(t)]
     # learned as it will be met
