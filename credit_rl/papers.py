@@ -93,8 +93,8 @@ TIPS = _entries(
     ('table 3', 'TIPS on five models against PPO on the same: EM and F1, means over seven sets', 'trained_table',
      {'by': ('model',), 'sets': SEVEN, 'metrics': ('em', 'f1'), 'means': True}, trained('tips', 'tips_qwen3_4b'),
      "without the column of FLOPs: the paper prints PPO's own and gives no formula for them"),
-    ('table 4', 'where a dense reward comes from: EM and F1, means over sets', 'mean_table', {},
-     training('mt_ppo_qwen2.5_7b')),
+    ('table 4', 'where a dense reward comes from: EM and F1, means over seven sets', 'trained_table',
+     {'by': ('model',), 'sets': SEVEN, 'metrics': ('em', 'f1'), 'means': True}, trained('tips', 'mt_ppo_qwen2.5_7b')),
     ('table 5', 'three bands of the mean shaping reward, gain over PPO of the mean over seven sets', 'trained_table',
      {'by': ('model', 'options.band'), 'sets': SEVEN, 'means': True},
      trained('tips', 'tips_qwen2.5_7b', 'options.band=small')),
@@ -118,7 +118,7 @@ TIPS = _entries(
     ('figure 4', 'exact match by step, a panel for each of seven sets and one for their mean', 'checkpoint_figure',
      {'sets': SEVEN}, _at_steps('tips', 'tips_qwen2.5_7b')),
     ('figure 5', 'how the advantages of tokens are spread', 'advantage_figure', {}, _TIPS),
-    ('figure 6', 'how often the teacher is made anew: curves, and where they end', 'refresh_figure', {},
+    ('figure 6', 'how often the teacher is made anew: curves, and where they end', 'refresh_figure', {'sets': SEVEN},
      trained('tips', 'tips_qwen2.5_7b', 'teacher_every=100')),
     ('figure 7', 'BrowseComp-Plus against the size of the model', 'size_figure', {},
      evaluation('tips', 'data=browsecompplus')),
@@ -190,9 +190,13 @@ _VSPO = lambda *more: training('vspo_qwen2.5_3b', *more)
 _LONG = ('credit-rl longform --params runs/params/eval_prs_long.yaml run=runs/eval_prs_long model=MODEL path=PAIRS '
          'corpus=PASSAGES')
 
+def _long(file, *more):
+    "The command that trains on long answers, PAIRS and PASSAGES to be filled in."
+    return f'{training(file, *more)} path=PAIRS corpus=PASSAGES'
+
 def _judged(*more, step=''):
-    "The commands that train by VSPO, export what was made, and judge its long answers."
-    train = training('vspo_qwen2.5_3b', *more, *(['keep=100'] if step else []))
+    "The commands that train by VSPO on long answers, export what was made, and judge its answers."
+    train = _long('vspo_long_qwen3_14b', *more, *(['keep=100'] if step else []))
     name, at = _name_of(train), f'/step-{step}' if step else ''
     return (f'{train} && credit-rl export runs/{name} models/{name}{at}{f" --checkpoint {step}" if step else ""} && '
             f'credit-rl longform --params runs/params/eval_prs_long.yaml run=runs/long_{name}{at.replace("/", "-")} '
@@ -220,8 +224,9 @@ PRS = _entries(
      _JUDGED | {'also': ('reward',)}, _judged(step='STEP')),
     ('figure 3', 'long answers that a judge passes by step, for T and α', 'checkpoint_figure', _JUDGED,
      _judged('options.smoothing=4', step='STEP')),
-    ('figure 4', 'tasks, which are groups, without advantage, by step', 'curve_figure', {'metrics': ('zero_groups',)},
-     training('prs_grpo_qwen2.5_3b')),
+    ('figure 4', 'tasks, which are groups, without advantage, by step: long answers, PRS against a reward of 0 or 1',
+     'curve_figure', {'metrics': ('zero_groups',)},
+     f"{_long('prs_long_outcome_qwen3_14b')} && {_long('prs_long_qwen3_14b')}"),
     ('figure 5', 'entropy by step, PRS against a reward of 0 or 1', 'curve_figure', {'metrics': ('entropy',)},
      f"{_VSPO('measure=[entropy]')} && {_VSPO('method=vspo', 'options={}', 'measure=[entropy]')}"),
     ('figure 6', 'KL in training, and long answers that a judge passes, by how VSPO draws', 'checkpoint_figure',

@@ -10,7 +10,7 @@ from credit_rl.papers import ENTRIES, count_states, find_entry
 from credit_rl.parts import assign, bind
 from credit_rl.runlog import RunLog
 from credit_rl.step_metrics import credit_metrics
-from credit_rl.tables import draw_entry
+from credit_rl.tables import draw_entry, setting_gaps
 from credit_rl.trajectory import Group, example_group, to_json
 
 from made_runs import BIG, SEVEN, SMALL, answered, assessed, judged, made
@@ -173,6 +173,36 @@ def test_prs_long_form_is_judged(tmp_path):
     with pytest.raises(ValueError, match='none of these runs logged reward'): drawn('prs', 'figure 2', runs + tests)
     with pytest.raises(ValueError, match='was not judged'):
         drawn('prs', 'table 5', [run := made(tmp_path / 'x', 'prs+vspo'), assessed(run, 1, sets=('pairs',))])
+
+
+def test_long_answers_are_trained_on_long_answers():
+    """PRS tables 5 and 8, figures 2, 3, 4 and 6: Qwen3-14B and the long form. Before, the commands trained a 3B model
+    on short answers."""
+    for name in ('table 5', 'table 8', 'figure 2', 'figure 3', 'figure 4', 'figure 6'):
+        trains = [c for c in find_entry('prs', name).command.split(' && ') if c.startswith('credit-rl train')]
+        assert trains and all('_long_' in c and 'qwen3_14b' in c and 'path=PAIRS corpus=PASSAGES' in c for c in trains)
+    both = find_entry('prs', 'figure 4').command
+    assert 'prs_long_outcome_qwen3_14b' in both and 'prs_long_qwen3_14b' in both
+
+
+def test_a_long_run_is_compared_with_the_file_of_the_long_form(tmp_path, root, monkeypatch):
+    monkeypatch.chdir(root)
+    run = made(tmp_path / 'run', 'prs+vspo', model='Qwen/Qwen3-14B', data='pairs')
+    gaps = setting_gaps('prs', [run])
+    assert not any(': model is' in line or ': data is' in line for line in gaps)
+    eight = made(tmp_path / 'eight', 'prs', model='Qwen/Qwen3-8B', data='pairs')
+    assert not any(': model is' in line for line in setting_gaps('prs', [eight]))
+
+
+def test_dense_rewards_are_compared_on_seven_sets(tmp_path):
+    """TIPS table 4 and figure 6b: means over the seven sets that were evaluated. Before, the training's own test
+    questions, which are of two sets, were among them."""
+    folders = [made(tmp_path / m, m) for m in ('ppo', 'mt-ppo', 'grpo')]
+    folders += [assessed(folder, 1, em, sets) for folder, em, sets in zip(
+        list(folders), (.4, .3, .9), (SEVEN, SEVEN, SEVEN[:2]))]
+    table = drawn('tips', 'table 4', folders)
+    assert len(table) == 2 and table['mean, em'].round(6).tolist() == [.4, .3] and 'mean, f1' in table
+    assert find_entry('tips', 'figure 6').arguments == {'sets': SEVEN}
 
 
 def test_groups_without_advantage_are_counted():
