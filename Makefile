@@ -92,10 +92,11 @@ $(VENV)/.ok-demo: $(VENV)/.ok-torch constraints.txt settings.ini setup.py pyproj
 	@$(PIP) $(PINS) -e .
 	$(end)
 
-$(VENV)/.ok-test: $(VENV)/.ok-torch constraints.txt settings.ini setup.py pyproject.toml
+$(VENV)/.ok-test: $(VENV)/.ok-torch constraints.txt settings.ini setup.py pyproject.toml tests/releases.txt
 	@echo '[3/3] credit_rl, the trainers, the search service and the test tools'
 	$(begin)
 	@$(PIP) $(PINS) -e '.[train,serve,dense,dev]'
+	@$(PIP) --no-deps --upgrade --target $(VENV)/releases -r tests/releases.txt
 	@touch $(VENV)/.ok-demo
 	$(end)
 
