@@ -162,9 +162,9 @@ def test_ranks_that_are_killed_go_on_where_they_were(tmp_path):
                *(f'{k}={json.dumps(v)}' for k, v in {**settings, 'run': str(tmp_path / 'run')}.items())]
     about = dict(cwd=ROOT, env={**os.environ, 'PYTHONPATH': str(ROOT), 'CUDA_VISIBLE_DEVICES': ''})
     first = subprocess.Popen(command, start_new_session=True, stdout=subprocess.DEVNULL, **about)
-    place, deadline = tmp_path / 'run' / 'playing' / 'nq', time.monotonic() + 120
+    place, deadline = tmp_path / 'run' / 'playing' / 'nq', time.monotonic() + 400
     kept = lambda: [r['id'] for p in place.glob('rank-*') for r in read_turns(p)]
-    while len(kept()) < 4 and time.monotonic() < deadline: time.sleep(.05)
+    while len(kept()) < 4 and first.poll() is None and time.monotonic() < deadline: time.sleep(.05)
     first.kill()                                             # its ranks see that it is gone, and end too
     first.wait()
     until = time.monotonic() + 30
