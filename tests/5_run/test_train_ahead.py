@@ -194,12 +194,12 @@ def test_where_learning_fails_the_play_is_called_off(begun, monkeypatch):
     ended, called = [], threading.Event()
     honest = training.rollout
 
-    def slowly(engine, env, questions, count, sampling, seed, progress):
+    def slowly(engine, env, questions, count, sampling, seed, progress, each):
         def heard(n):
             ended.append(n)
             called.wait(5)
             progress(n)
-        return honest(engine, env, questions, count, sampling, seed, heard if alive() else progress)
+        return honest(engine, env, questions, count, sampling, seed, heard if alive() else progress, each)
 
     def fails(*args):
         called.set()
