@@ -502,8 +502,8 @@ def describe(sizes, plan, seconds, steps):
     return [
         f'{sizes.parameters:,} parameters, {plan.ranks} rank{"s" * (plan.ranks > 1)}, {how}, {8 * plan.width} '
         'bits a weight',
-        f'memory of a rank, at least: {_short(found["rank"])}B while it {most}{starts} (parts, not all there at a time: '
-        f'{parts})',
+        f'memory of a rank, at least: {_short(found["rank"])}B while it {most}{starts} (parts, not all there at a '
+        f'time: {parts})',
         f'memory of the host, at least: {_short(found["host"])}B for each rank{file}',
         f'a checkpoint: {_short(found["checkpoint"])}B',
         f'a step, if every trajectory is as long as it may be: {total:.3g} s ({spent}); {steps} steps: '

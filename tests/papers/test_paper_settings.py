@@ -651,15 +651,14 @@ def test_an_evaluation_is_its_papers(name):
 
 @pytest.mark.parametrize('name', [p.stem for p in sorted((ROOT / 'runs' / 'params').glob('eval_*.yaml'))])
 def test_an_evaluation_plays_by_the_engine_of_the_training(name):
-    """On as many ranks, in the same numbers; long answers on one, since they are few. A rank's vLLM has its own GPU,
-    which is allowed."""
+    "On as many ranks, in the same numbers. A rank's vLLM has its own GPU, which is allowed."
     told = yaml.safe_load((ROOT / 'runs' / 'params' / f'{name}.yaml').read_text())
     trained = settings({'prs': 'prs_qwen2.5_3b'}.get(paper := name.split('_')[1], f'{paper}_qwen2.5_7b'))
     assert all(told[key] == trained[key] for key in ('engine', 'dtype')) and told['engine'] == 'vllm'
-    assert told.get('ranks', 1) == (1 if name == 'eval_prs_long' else trained['ranks']) and told['vllm']['untried']
+    assert told.get('ranks', 1) == trained['ranks'] and told['vllm']['untried']
     known = {k: v for k, v in told.items() if k not in ('data', *options_in(JudgeChoice))}
     rank = vllm_arguments(from_settings(Evaluation, known))
-    assert rank['dtype'] == 'bfloat16' and rank.get('own_process', False) == (name != 'eval_prs_long')
+    assert rank['dtype'] == 'bfloat16' and rank['own_process']
 
 
 def test_the_commands_of_the_papers_name_files_that_say_where_they_run():

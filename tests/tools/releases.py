@@ -1,19 +1,18 @@
 """Releases of other trainers, read without importing them: they want Ray, vLLM or a GPU, and their signatures stand in
-their source. `make test` installs those of tests/releases.txt in a folder of their own, which is looked at last. With
+their source. `make test` installs those of tests/releases.txt in a folder of their own, where they are read. With
 RELEASES=required (the nightly workflow) a release that is not installed is an error, not a skip."""
 import ast
 import importlib
 import importlib.util
 import os
 import sys
-from importlib.machinery import ModuleSpec
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
-PINNED = Path(sys.prefix) / 'releases'
-if os.environ.get('RELEASES') != 'required' and PINNED.is_dir(): sys.path.append(str(PINNED))
+PINNED = Path(sys.prefix) / 'releases'      # read there, never imported
 
 
 def missing(why):
@@ -25,6 +24,7 @@ def source(module):
     "The text of a module's file. Skips where its package is not installed; fails where the package lacks the module."
     package, *rest = module.split('.')
     spec = importlib.util.find_spec(package)
+    if spec is None and os.environ.get('RELEASES') != 'required': spec = PathFinder.find_spec(package, [str(PINNED)])
     if spec is None or not spec.submodule_search_locations:
         missing(f'{package} is not installed here: pip install --no-deps {package}')
     for place in map(Path, spec.submodule_search_locations):
