@@ -82,6 +82,7 @@ def test_each_epoch_deals_all_trajectories_out_anew(monkeypatch):
 
 # ---- dropout ----
 
+@pytest.mark.long
 @needs_peft
 @pytest.mark.parametrize('learner', LEARNERS)
 def test_a_run_with_dropout_repeats_itself_and_is_resumed(tmp_path, learner):

@@ -285,6 +285,7 @@ def test_another_failure_while_a_checkpoint_is_written_is_no_matter_of_the_disk(
         raise OSError(errno.ENOSPC, 'No space left on device')
 
 
+@pytest.mark.long
 def test_killed_between_a_best_checkpoint_and_its_name(tmp_path):
     "The checkpoint that is the best so far is on the disk, but its name still points to the one before."
     assert sit({**SHORT, 'run': str(tmp_path / 'whole')}, rising=True) == 0

@@ -133,6 +133,7 @@ def test_a_judge_is_asked_while_others_are_still_played(root, tmp_path, monkeypa
     assert (read_metrics(end)[1:].judge_calls > 0).all()
 
 
+@pytest.mark.long
 def test_a_judge_of_several_ranks_is_asked_by_the_first(root, tmp_path):
     "Each prompt once, of the base's attempts too; what the rollouts earn is the same as on one rank."
     more = dict(steps=2, base_questions=1, learner='deepspeed', stage=2)

@@ -241,6 +241,7 @@ def test_a_judge_that_is_not_there_is_named_before_anything_is_played(tmp_path):
     assert not (tmp_path / 'run').exists()
 
 
+@pytest.mark.long
 def test_pairs_are_played_by_several_ranks_and_judged_once(tmp_path, monkeypatch):
     "The same rows as on one rank; the judge is asked by the process that was started, when all are played."
     monkeypatch.setenv('CUDA_VISIBLE_DEVICES', '')
