@@ -129,7 +129,7 @@ def turns_of(chat, device, dtype):
 
 
 def section(record, a):
-    groups, chat = groups_played(tiny_tokenizer(), 2 if a.small else 4)
+    groups, chat = groups_played(tiny_tokenizer(), 1 if a.small else 4)
     wanted = {}
     for name in NAMES:
         wanted[name] = step_of(name, groups, chat, 'cpu', 'float64')
