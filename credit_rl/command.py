@@ -33,6 +33,7 @@ VERBS = {  # verb -> module (whose main it is, unless a function is named), what
     'serve': ('search_service', "serve a saved index, in Search-R1's protocol"),
 }
 
+# %% ../nbs/machinery/89_command.ipynb #c005s5
 def _usage():
     "What `credit-rl --help` prints: a line for each verb."
     lines = [f'  {verb:12}{about}' for verb, (_, about) in VERBS.items()]

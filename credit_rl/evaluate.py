@@ -692,6 +692,7 @@ def _evaluate_sets(s, player, plans, say, progress, ranks=Ranks()):
         ranks.wait()
     return folder
 
+# %% ../nbs/3_acting/27_evaluate.ipynb #n6setss5
 def _launch(s, say):
     "Start the ranks of an evaluation and wait for its summary. Returns the run folder."
     import yaml

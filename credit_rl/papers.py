@@ -32,6 +32,7 @@ class Entry:
         if self.differs: return "not the paper's"
         return 'drawn' if self.draw else 'not run' if self.command else 'illustration'
 
+# %% ../nbs/papers/84_papers.ipynb #t005s5
 def _last_word(text): return re.split('[=/]', text)[-1].strip('[]{}')
 
 def training(file, *more):  # name of a file of runs/params without its ending; further settings, name=value
@@ -56,6 +57,7 @@ def evaluation(paper, *more):  # whose file is eval_PAPER.yaml; further settings
     return ' '.join([f'credit-rl evaluate --params runs/params/eval_{paper}.yaml', *more, f'run=runs/{own}',
                      'model=MODEL path=DATA'])
 
+# %% ../nbs/papers/84_papers.ipynb #t005s6
 def _name_of(command):
     "Name of the folder of a run that a command trains."
     words = dict(word.split('=', 1) for word in command.split() if '=' in word)
@@ -204,6 +206,7 @@ def _judged(*more, step=''):
 
 _PASS, _JUDGED = ('reference_pass', 'hallucination_pass'), {'metric': 'reference_pass', 'means': True}
 
+# %% ../nbs/papers/84_papers.ipynb #t013s5
 PRS = _entries(
     'prs',
     ('table 1', 'long answers: PRS against a reward of 0 or 1', 'judged_rates', {}, _LONG),

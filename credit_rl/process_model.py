@@ -61,6 +61,7 @@ class _Scorer:
 
     def keep(self, path): pass
 
+# %% ../nbs/1_rules/38_process_model.ipynb #p37010s5
 class ClassifierScorer(_Scorer):
     """Score texts by a sequence classifier. Raises ValueError on a model without a classifier's head.
 

@@ -396,6 +396,7 @@ def _staged(groups, o):
                                   tuple(o['tags']), _words(o), o['opening'])
     return rewards, {f'prs_{name}': stage for name, stage in stages.items()}
 
+# %% ../nbs/1_rules/34_prs.ipynb #p0023s5
 _STAGES = {'prs_process': 'mean process reward of PRS, from -1, a broken call, to 1, an answer',
            'prs_format': 'mean format reward of PRS, 0.1 for a complete package of tags',
            'prs_answer': 'mean short BLEU of the rollouts whose process reward is 1, 0 to 1',
@@ -407,6 +408,7 @@ def _stage_means(batch, o):
     stages['prs_answer'] = stages['prs_answer'][stages['prs_process'] == 1]
     return {name: stage.nanmean().item() for name, stage in stages.items()}
 
+# %% ../nbs/1_rules/34_prs.ipynb #p0023s6
 def _judged(groups, o):
     "The judge's verdict on each answer, 0 where there is none: (N,), NaN where a verdict is missing."
     trajectories = [t for g in groups for t in g.trajectories]
@@ -422,6 +424,7 @@ def _check_judged(o):
 _JUDGE = {'judge': Option(None, 'settings of the judge: base_url, model, key_from, …', object),
           'judge_prompt': Option(None, "text file of the judge's instructions; None: our own words", str)}
 
+# %% ../nbs/1_rules/34_prs.ipynb #p0023s7
 PARTS = (
     Reward('prs', r'R_i = R_{process} + R_{format} + \mathbb 1[R_{process} = 1]\, R_a', 'PRS eqs. 8-14',
            gives='outcome', text=_staged, check=_check_settings, words=lambda o: _words(o) if o['judge'] else None,

@@ -202,11 +202,13 @@ def real_questions(
                          f'{wanted - n} for test; each part needs one at least')
     return {'train': subsample(rest, task.questions, seed), 'dev': held[:n], 'test': held[n:]}
 
+# %% ../nbs/5_run/62_setup.ipynb #c033s5
 def _own_parts(task, seed):
     "The parts of a set that has its own, or a draw of each: dict of lists."
     sizes = {'train': task.questions, 'dev': task.dev_questions, 'test': task.test_questions}
     return {part: subsample(load_questions(task.data, task.path, part), n, seed) for part, n in sizes.items()}
 
+# %% ../nbs/5_run/62_setup.ipynb #c033s6
 def _mixed_questions(task, names, seed):
     "The questions of several sets: training questions in one pool, or as mixed, dev and test in equal parts."
     merged, n = {}, len(names)

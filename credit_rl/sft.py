@@ -257,6 +257,7 @@ class Demonstrating(SettingsGroup):
     attempts: int = setting(3, 'at each training question, which differ in what is drawn', least=1)
     per_question: int = setting(1, 'most right ones of each that are kept', least=1)
 
+# %% ../nbs/5_run/64_sft.ipynb #r6405s5
 def write_demos(
     config,                # Config or dict of its settings: questions, search, protocol, the model's tokenizer
     how=Demonstrating(),

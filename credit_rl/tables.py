@@ -104,6 +104,7 @@ def _setting_value(params, name):
     if value is None: return 'cold'
     return read_params(value).get('collected', 'curated') if (Path(value)/'params.yaml').exists() else Path(value).name
 
+# %% ../nbs/papers/85_tables.ipynb #u008s5
 # settings that change nothing of what comes out, or stand in a name already
 _APART = ('run', 'seed', 'resume', 'dry_run', 'path', 'row_tokens', 'method', 'options', 'healthy')
 
@@ -132,6 +133,7 @@ def _differences(
     return [{n: shown(n, p, x) for n, x in v.items() if n not in leave and x != 'None' and len(values(n, p)) > 1}
             for p, v in zip(params, own)]
 
+# %% ../nbs/papers/85_tables.ipynb #u008s6
 def _with_more(name, differ):
     "A name, with settings behind it."
     more = ', '.join(v if n == 'model' else f'{n.removeprefix("options.")}={v}' for n, v in differ.items())

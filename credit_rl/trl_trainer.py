@@ -185,6 +185,7 @@ class _Shared:
                 out[i - self.first, :len(after)] = after
         return out
 
+# %% ../nbs/7_elsewhere/82_trl_trainer.ipynb #c022x2s5
 @dataclass
 class TurnCredit(_Shared):
     "What TRL's trainer asks of us: rollouts for its prompts, their outcomes, and what each of their tokens earned."

@@ -202,6 +202,7 @@ def _valuable(groups, rewards, o, rng):
     return torch.arange(len(groups)).repeat_interleave(counts).tolist(), _of_members(weights, counts,
                                                                                      rewards['outcome'], index)
 
+# %% ../nbs/1_rules/42_vspo.ipynb #p002s5
 _VALUE_LOGS = {'vspo_groups': 'number of groups that VSPO keeps',
                'vspo_places': 'N of the kept group that has most places of the batch',
                'vspo_omega': 'mean ω of the kept groups, by which their advantages are multiplied',
@@ -216,6 +217,7 @@ def _value_metrics(batch, o):
     return {'vspo_groups': len(counts), 'vspo_places': counts.max().item(), 'vspo_omega': omega.mean().item(),
             'vspo_best': best}
 
+# %% ../nbs/1_rules/42_vspo.ipynb #p002s6
 def _varied(groups, rewards, o, rng):
     "Groups whose outcomes differ (DAPO), at most as many as a step asks for: the others are left out."
     sizes = _group_sizes(groups)
@@ -226,6 +228,7 @@ def _varied(groups, rewards, o, rng):
 
 _VARIANCE = {'least_variance': Option(1e-6, 'groups with a smaller variance of outcomes are dropped', least=0)}
 
+# %% ../nbs/1_rules/42_vspo.ipynb #p002s7
 PARTS = (
     Sampling('value', r'p_b \propto e^{V_b/T},\ V_b = (R_{max} - \mu_b)\sigma_b^2,\ \omega = \alpha - '
              r'\tfrac{\alpha-1}{N}', 'VSPO eqs. 16-21', keep=_valuable,
