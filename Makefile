@@ -144,8 +144,9 @@ carl: $(VENV)/.ok-test
 
 # A real model on real questions. Each part is left as it is where it is over, and the same command goes on; a part that
 # was ended begins anew, but for the reinforcement, which goes on from its last checkpoint. REAL_STEPS=0 stops after the
-# fine-tuning and a look at what there is to learn.
+# fine-tuning and a look at what there is to learn. REAL_DTYPE: bfloat16 where the processor multiplies in it.
 REAL_STEPS ?= 15
+REAL_DTYPE ?= $(if $(shell grep -m1 -E 'amx_bf16|avx512_bf16' /proc/cpuinfo 2>/dev/null),bfloat16,float32)
 REAL := --params runs/params/real.yaml resume=true
 REAL_SFT := sft.demos=runs/real/demos sft.epochs=1 sft.batch=8 sft.learning_rate=3.0e-4 sft.compute=fastest
 part = @echo '== $(1)' && date '+   %H:%M:%S'
@@ -157,7 +158,8 @@ real: $(VENV)/.ok-real
 	$(call part,3/5 fine-tuning)
 	@$(PY) -m credit_rl.sft $(REAL) run=runs/real/sft $(REAL_SFT)
 	$(call part,4/5 reinforcement by TSPO)
-	@$(PY) -m credit_rl.train $(REAL) run=runs/real/tspo model=runs/real/sft/model method=tspo steps=$(REAL_STEPS)
+	@$(PY) -m credit_rl.train $(REAL) run=runs/real/tspo model=runs/real/sft/model method=tspo steps=$(REAL_STEPS) \
+	    dtype=$(REAL_DTYPE)
 	$(call part,5/5 the page)
 	@$(PY) -m credit_rl.view runs/real/tspo --rules tspo grpo outcome+folr/group
 
