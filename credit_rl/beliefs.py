@@ -90,12 +90,22 @@ def closed_book(
     return out
 
 # %% ../nbs/experiments/47_beliefs.ipynb #b9913
-def _auc(rows):
-    "AUC of belief, shown against not, ties half: float, NaN where one kind is missing."
-    from scipy.stats import mannwhitneyu
-    shown, unshown = rows.belief[rows.shown], rows.belief[~rows.shown]
-    if not len(shown) or not len(unshown): return math.nan
-    return mannwhitneyu(shown, unshown).statistic / len(shown) / len(unshown)
+def _pair_counts(rows):
+    """How often belief at a state of question i that was shown a gold is above that at one of question j that was not,
+    ties half, and of how many pairs: (Q, Q) each."""
+    import numpy as np, pandas as pd
+    shown, belief = rows.shown.to_numpy(bool), rows.belief.to_numpy()
+    of, names = pd.factorize(rows.question, sort=True)
+    above = (belief[shown][:, None] > belief[~shown]) + (belief[shown][:, None] == belief[~shown]) / 2
+    wins, count = np.zeros((len(names), len(names))), lambda which: np.bincount(of[which], minlength=len(names))
+    np.add.at(wins, (of[shown][:, None], of[~shown]), above)
+    return wins, np.outer(count(shown), count(~shown))
+
+def _auc(wins, pairs, times):
+    "AUC where questions count so many times, (…, Q): (…,), NaN where one kind of state is missing."
+    import numpy as np
+    sums = [np.einsum('...i,ij,...j->...', times, x, times) for x in (wins, pairs)]
+    return np.divide(*sums, out=np.full_like(sums[0], np.nan), where=sums[1] > 0)
 
 def belief_table(
     rows,        # DataFrame of belief_rows, with a column `model`
@@ -112,13 +122,15 @@ def belief_table(
     import numpy as np, pandas as pd
     out, rng = {}, np.random.default_rng(seed)
     for name, mine in rows[rows.counted].groupby(['model', 'schema'], sort=False):
-        parts = [part for _, part in mine.groupby('question')]
-        drawn = [_auc(pd.concat([parts[i] for i in rng.integers(len(parts), size=len(parts))])) for _ in range(draws)]
+        counts = _pair_counts(mine)
+        q = len(counts[0])
+        times = np.stack([np.bincount(rng.integers(q, size=q), minlength=q) for _ in range(draws)]).astype(float)
+        drawn = _auc(*counts, times)
         low, high = np.nanquantile(drawn, [.025, .975]) if np.isfinite(drawn).any() else (math.nan, math.nan)
         out[name] = {'states shown': int(mine.shown.sum()), 'not shown': int((~mine.shown).sum()),
                      'belief shown': mine.belief[mine.shown].mean(),
-                     'belief not shown': mine.belief[~mine.shown].mean(), 'AUC': _auc(mine), 'low': low,
-                     'high': high}
+                     'belief not shown': mine.belief[~mine.shown].mean(),
+                     'AUC': float(_auc(*counts, np.ones(q))), 'low': low, 'high': high}
     return pd.DataFrame(out).T.rename_axis(['model', 'schema'])
 
 def popularity_table(
@@ -139,6 +151,7 @@ def popularity_table(
     ranked = known.groupby('model').popularity.rank(method='first', pct=True)
     table = known.assign(part=pd.cut(ranked, [i / parts for i in range(parts + 1)], labels=names)).pivot_table(
         index='model', columns='part', values='right', observed=True, sort=False)
+    table = table[[name for name in names if name in table]]
     return closed.groupby('model', sort=False).right.agg(all='mean', questions='count').join(table)
 
 # %% ../nbs/experiments/47_beliefs.ipynb #b9915
@@ -155,7 +168,8 @@ def _belief_figure(rows):  # DataFrame of belief_rows, with a column `model`
             mine = rows[rows.schema == schema]
             sns.boxplot(mine, x='model', y='belief', hue='gold', hue_order=['not shown', 'shown'], ax=above, width=.6,
                         palette=['#bbbbbb', '#4477aa'], fliersize=1, linewidth=.8, legend=schema == schemas[0])
-            above.set(title=f'words of {schema}', xlabel='', ylabel='belief in the gold, a token')
+            above.set(title=f'words of {schema}', xlabel='', ylabel='belief in the gold, a token', ylim=(-.05, 1.3))
+            if schema == schemas[0]: sns.move_legend(above, 'upper left', ncol=2, frameon=False, title=None)
             for name, part in mine[mine['last']].groupby('model', sort=False):
                 fifth = pd.qcut(part.chance.rank(method='first'), min(5, len(part)), labels=False)
                 mean = part.groupby(fifth)[['chance', 'right']].mean()
