@@ -114,7 +114,7 @@ def main(arguments=None):  # list of str; None: the command line's
     atomic_write(given.file, lambda part: answers.to_csv(part, index=False))
     print(f'{len(answers)} rows: {given.file}')
 
-# %% ../nbs/experiments/49_which_rule.ipynb #w4920
+# %% ../nbs/experiments/49_which_rule.ipynb #w4922
 def _steps_figure(
     steps,    # DataFrame: rule, seed, step, and what is measured
     measures, # dict: column -> what it is, with its unit
@@ -137,5 +137,5 @@ def _steps_figure(
         plt.close(fig)
     return fig
 
-# %% ../nbs/experiments/49_which_rule.ipynb #w4932
+# %% ../nbs/experiments/49_which_rule.ipynb #w4935
 if __name__ == '__main__' and '__file__' in globals(): main()  # a notebook has no file
