@@ -476,7 +476,15 @@ class _Masters:
         self.copies = [(p, p.detach().float().requires_grad_()) for p in dict.fromkeys(narrow)]
         of = {id(p): master for p, master in self.copies}
         self.groups = [{**g, 'params': [of.get(id(p), p) for p in g['params']]} for g in groups]
-        for p, master in self.copies: p.register_post_accumulate_grad_hook(lambda p, m=master: self._gather(p, m))
+
+    @contextlib.contextmanager
+    def gathering(self):
+        "Gather gradients while a backward pass runs, and only then: another learner may train the same weights."
+        hooks = [p.register_post_accumulate_grad_hook(lambda p, m=master: self._gather(p, m))
+                 for p, master in self.copies]
+        try: yield
+        finally:
+            for hook in hooks: hook.remove()
 
     @staticmethod
     def _gather(p, master):
@@ -541,7 +549,7 @@ class PlainBackend:
 
     def backward(self, loss, last):
         "Add a micro-batch's gradient; `last` is True for the last one before the update."
-        loss.backward()
+        with self.masters.gathering(): loss.backward()
 
     def update(self, clip):
         """Clip to a norm, step, forget the gradient. Returns the gradient's norm before clipping; where that is not

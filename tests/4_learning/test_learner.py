@@ -311,6 +311,15 @@ def test_masters_go_on_from_a_checkpoint(tmp_path):
     for a, b in zip(again.scorer.parameters(), learner.scorer.parameters()): assert torch.equal(a, b)
 
 
+def test_a_second_learner_of_the_same_weights_learns_too():
+    "As in an audit, where rules with critics are taught one after another on one policy."
+    policy = model(0, 100).bfloat16()
+    first, moved = stepped(policy, 2)
+    again, moved_again = stepped(policy, 2)
+    assert moved > .2 and moved_again > .2
+    assert all(m.grad is None for _, m in first.backend.masters.copies)          # what is another's it did not take
+
+
 def test_weights_in_float32_are_their_own_masters():
     learner = Learner(model(0, 100))
     assert not learner.backend.masters.copies
