@@ -56,7 +56,7 @@ def test_rates_fall_for_grpo_alone_where_right_is_rare(steps):
 
 
 def test_shaping_does_not_help_ppo(steps):
-    "In a chain of three PPO is level with GRPO; a teacher makes it no faster, and with an exact critic changes nothing."
+    "In a chain of three PPO is level with GRPO; a teacher makes it no faster, with an exact critic changes nothing."
     assert all(steps.verdict['chain 3', f'ppo ({critic})'] == 'within ± .1' for critic in ('cold', 'exact'))
     assert all(steps.verdict['chain 3', f'tips (cold, {teacher})'] == 'behind' for teacher in ('late', 'wrong'))
     assert steps.steps['chain 3', 'tips (exact)'] == steps.steps['chain 3', 'ppo (exact)']
@@ -70,7 +70,8 @@ def test_a_late_belief_pays_less(steps):
 
 def test_stages_and_silent_groups_do_not_pay(steps):
     ratios = [steps.steps[f'stages {form}', 'prs'] for form in (.25, .5, .9)]
-    assert ratios == sorted(ratios) and all(steps.verdict[f'stages {form}', 'prs'] == 'behind' for form in (.25, .5, .9))
+    assert ratios == sorted(ratios)
+    assert all(steps.verdict[f'stages {form}', 'prs'] == 'behind' for form in (.25, .5, .9))
     assert all(steps.signal[f'stages {form}', 'prs'] > 1.5 for form in (.25, .5))
     assert [steps.verdict[f'silent {easy}', 'vspo'] for easy in (0., .5, .8)] == ['behind'] + ['not told apart'] * 2
 
