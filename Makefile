@@ -177,6 +177,7 @@ reports: $(VENV)/.ok-test
 	done
 	@$(call report,nbs/experiments/95_claims.ipynb,runs/claims/report.ipynb)
 	@$(call report,nbs/experiments/97_results.ipynb,runs/results/report.ipynb)
+	@$(call report,nbs/experiments/99_lab.ipynb,runs/lab/report.ipynb)
 
 # README.md is nbs/index.ipynb, executed: cells that only prepare are left out, of others the code is, and links start
 # at the top.

@@ -485,10 +485,14 @@ def step_ratio(
     other : (m,) long of the rule that it is compared with
     most : steps after which it was given up
     """
+    return _cost_ratio(*((torch.where(s >= 0, s, most), s >= 0) for s in (steps, other)))
+
+def _cost_ratio(own, other):  # each: what was spent (n,), and whether the goal was reached (n,) bool
+    "How many times a rule's cost another one has, as in `step_ratio`."
     found = []
-    for s in (other, steps):
-        mean, error = censored_mean(torch.where(s >= 0, s, most).clamp(min=1).log(), s >= 0)
-        found += float(mean), float(error), max(int((s >= 0).sum()) - 1, 1)
+    for spent, there in (other, own):
+        mean, error = censored_mean(spent.clamp(min=1).log(), there)
+        found += float(mean), float(error), max(int(there.sum()) - 1, 1)
     *logs, p = welch(*found)
     return *map(math.exp, logs), p
 
@@ -499,7 +503,6 @@ class Trial:
     make: object         # () -> Game
     rules: tuple         # names of contenders, the first is the baseline
     small: object = None # () -> Game whose groups can be listed; None: there is none
-    listed: tuple = None # contenders of which expectation and variance are listed there; None: all that can be
 
 _TINY = 3, 4, 3         # words, kinds and features of a world whose groups are listed
 _TWO = 2, 4, 3
@@ -538,8 +541,8 @@ class LabChoice(SettingsGroup):
     run: str = setting('runs/lab', 'folder that results are written to')
     worlds: list = setting(None, 'names of the worlds; None: all', kind=list)
     rates: list = setting([1., 2., 4., 8., 16.], 'lengths of a first step that are tried')
-    tuning: int = setting(3, 'seeds of each rate', least=1)
-    fresh: int = setting(24, 'seeds of the best rate', least=3)
+    tuning: int = setting(16, 'seeds of each rate', least=1)
+    fresh: int = setting(128, 'seeds of the best rate', least=3)
     most: int = setting(600, 'steps after which a policy is given up', least=1)
     drawn: int = setting(400, 'steps drawn for expectation and variance where groups cannot be listed', least=50)
     learned: bool = setting(True, 'False: only expectation and variance are computed')
@@ -673,30 +676,39 @@ def _compared(name, rule, fresh, most):  # fresh: dict (world, rule) -> block
     "Steps and turns of a rule in a world against GRPO's: dict, {} where one was not learned yet."
     first = get_trial(name).rules[0]
     if rule == first or not {(name, rule), (name, first)} <= fresh.keys(): return {}
-    own, other = fresh[name, rule], fresh[name, first]
-    steps = [torch.tensor(b['steps']) for b in (own, other)]
+    both = fresh[name, rule], fresh[name, first]
+    steps, turns = ([torch.tensor(b[what]) for b in both] for what in ('steps', 'turns'))
     ratio, low, high, p = step_ratio(*steps, most)
-    cost = [sum(b['turns']) / torch.where(s < 0, most, s).clamp(min=1).sum().item()
-            for b, s in zip((own, other), steps)]
-    return {'steps': ratio, 'low': low, 'high': high, 'p': p, 'turns': ratio * cost[1] / cost[0],
+    by_turns = _cost_ratio(*((spent, s >= 0) for spent, s in zip(turns, steps)))
+    return {'steps': ratio, 'low': low, 'high': high, 'p': p,
+            **dict(zip(('turns', 'turns_low', 'turns_high'), by_turns)),
             'seeds': len(steps[0]), 'reached': (steps[0] >= 0).float().mean().item()}
+
+def _rate(name, rule, blocks, most):
+    "The rate that was chosen, and on which edge of those that were tried it lies: dict, NaN where none was tried."
+    tuned = [b for b in blocks if (b['world'], b['rule'], b['phase']) == (name, rule, 'rates')]
+    return dict(zip(('rate', 'edge'), best_rate(tuned, most) if tuned else (math.nan, math.nan)))
+
+# %% ../nbs/experiments/67_lab.ipynb #m003s1
+_COLUMNS = 'steps', 'low', 'high', 'p', 'turns', 'turns_low', 'turns_high', 'seeds', 'reached'
 
 def lab_table(folder):
     """What every rule is worth in every world, over GRPO: DataFrame with world, rule, right, cosine, signal and its
-    standard error, steps (low, high, p after Holm), turns, seeds, reached, verdict; NaN where it is not known."""
+    standard error, rate and edge (`best_rate`), steps (low, high, p after Holm), turns (turns_low, turns_high), seeds,
+    reached, verdict; NaN where it is not known."""
     import pandas as pd
     exact = pd.read_csv(Path(folder)/'exact.csv').query('how == "drawn"').set_index(['world', 'rule'])
     most = json.loads((Path(folder)/'settings.json').read_text())['most']
-    fresh = {(b['world'], b['rule']): b for b in read_learned(folder) if b['phase'] == 'fresh'}
+    blocks = read_learned(folder)
+    fresh = {(b['world'], b['rule']): b for b in blocks if b['phase'] == 'fresh'}
     rows = []
     for name, rule in exact.index:
         own, base = exact.loc[name, rule], exact.loc[name, get_trial(name).rules[0]]
         signal = own.signal_to_noise / base.signal_to_noise
         apart = math.hypot(own.error / own.signal_to_noise, base.error / base.signal_to_noise)
         rows.append({'world': name, 'rule': rule, 'right': own.right, 'cosine': own.cosine, 'signal': signal,
-                     'error': signal * apart * (rule != get_trial(name).rules[0]),
-                     **dict.fromkeys(('steps', 'low', 'high', 'p', 'turns', 'seeds', 'reached'), math.nan),
-                     **_compared(name, rule, fresh, most)})
+                     'error': signal * apart * (rule != get_trial(name).rules[0]), **_rate(name, rule, blocks, most),
+                     **dict.fromkeys(_COLUMNS, math.nan), **_compared(name, rule, fresh, most)})
     table = pd.DataFrame(rows).assign(p=lambda t: holm(t.p.tolist()))
     log = lambda x: math.log(x) if x == x else math.nan
     return table.assign(verdict=[verdict(log(r.low), log(r.high), r.p, .1) for r in table.itertuples()])
@@ -752,22 +764,27 @@ def _chart_rows(line, table):
     return [x for x, _ in pairs], [r for _, r in pairs]
 
 def chart_says(chart, table, digits=2):
-    "What a chart shows, first and last place of every line, from its numbers: a sentence."
+    "What a chart asks, and the first and last place of every line, from its numbers: str."
     said = []
     for name, line in chart.lines.items():
         places, rows = _chart_rows(line, table)
-        known = [(x, r) for x, r in zip(places, rows) if r.steps == r.steps]
-        if known: said.append(f'{name} ' + ', '.join(f'×{r.steps:.{digits}f} at {x}' for x, r in (
+        known = [(x, f'×{r.steps:.{digits}f}' if r.steps == r.steps else 'never there')
+                 for x, r in zip(places, rows) if r.seeds == r.seeds]
+        if known: said.append(f'{name} ' + ', '.join(f'{worth} at {x}' for x, worth in (
             known if len(known) < 3 or isinstance(known[0][0], str) else (known[0], known[-1]))))
-    return 'GRPO\'s steps over the rule\'s: ' + '; '.join(said) + '.' if said else 'Nothing was learned yet.'
+    shown = 'GRPO\'s steps over the rule\'s: ' + '; '.join(said) if said else 'Nothing was learned yet'
+    return f'{chart.question} {shown}.'
 
 # %% ../nbs/experiments/67_lab.ipynb #m010
-def _draw_line(axes, places, rows, order, style):  # two axes; order: places in words, [] where they are numbers
+def _draw_line(axes, places, rows, at, style):  # two axes; at: dict word -> place, {} where places are numbers
     "Draw a line of a chart: signal to noise on the left, steps on the right, with 95 % intervals."
     exact = [(r.signal, 1.96 * r.error, 1.96 * r.error) for r in rows]
     learned = [(r.steps, r.steps - r.low, r.high - r.steps) for r in rows]
+    for x, r in zip(places, rows):
+        if r.seeds == r.seeds and r.steps != r.steps: axes[1].annotate(
+            'never there', (at.get(x, x), .02), xycoords=('data', 'axes fraction'), ha='right', color=style['color'])
     for ax, ends in zip(axes, (exact, learned)):
-        known = [(order.index(x) if order else x, *end) for x, end in zip(places, ends) if end[0] == end[0]]
+        known = [(at.get(x, x), *end) for x, end in zip(places, ends) if end[0] == end[0]]
         if not known: continue
         x, y, down, up = zip(*known)
         ax.errorbar(x, y, yerr=[down, up], lw=1.2, ms=4, capsize=2, **style | {'ls': style['ls'] if x[1:] else ''})
@@ -790,7 +807,8 @@ def chart_figure(
         places, rows = _chart_rows(line, table)
         colour = get_method('vine' if line[0][2] == 'exact' else line[0][2].split(' (')[0]).colour
         style = {'color': colour, 'marker': 'osD^v'[i % 5], 'ls': ('-', '--', ':', '-.', '-')[i % 5], 'label': name}
-        _draw_line(axes, places, rows, order, style)
+        shift = .05 * (i - (len(chart.lines) - 1) / 2)                  # so that intervals at a word lie side by side
+        _draw_line(axes, places, rows, {word: x + shift for x, word in enumerate(order)}, style)
     for ax, title in zip(axes, ("exact: signal to noise over GRPO's", "learned: GRPO's steps over the rule's")):
         ax.axhline(1, color='#999999', lw=.8, ls='--')
         ax.set(xlabel=chart.axis, yscale='log')
@@ -799,7 +817,7 @@ def chart_figure(
         elif min(first) > 0 and max(first) > 8 * min(first): ax.set(xscale='log')
         if not order: ax.set_xticks(sorted(set(first)), [f'{x:g}' for x in sorted(set(first))])
         ax.minorticks_off()
-        ends = ax.get_ylim()                                            # ticks beyond what is drawn would widen it
+        ends = min(.7, ax.get_ylim()[0]), max(1.45, ax.get_ylim()[1])   # ticks beyond what is drawn would widen it
         ax.set_yticks([.25, .5, .7, 1, 1.4, 2, 3, 4.5], ['¼', '½', '.7', '1', '1.4', '2', '3', '4.5'])
         ax.set_ylim(ends)
         ax.spines[['top', 'right']].set_visible(False)
@@ -860,15 +878,16 @@ def nearest_worlds(
 # %% ../nbs/experiments/67_lab.ipynb #m015
 def map_page(table):
     """From a problem to its rules: DataFrame, a row for each world in which rules have learned, with outcome, turns,
-    right and near misses of its base, and which rules were ahead of GRPO, level with it, not told apart, or behind,
-    with their ratios of steps."""
+    right and near misses of its base, and which rules were ahead of GRPO, level with it, not told apart, behind, or
+    never at the goal, with their ratios of steps, and of turns where these differ by a tenth."""
     import pandas as pd
+    worth = lambda r: f'{r.rule} ×{r.steps:.2f}' + f' (by turns ×{r.turns:.2f})' * (abs(r.turns / r.steps - 1) > .1)
     rows = {}
-    for name, learned in table[table.steps.notna()].groupby('world', sort=False):
+    for name, learned in table[table.seeds.notna()].groupby('world', sort=False):
         s, learned = situation(name), learned.sort_values('steps', ascending=False)
-        said = {word: ', '.join(f'{r.rule} ×{r.steps:.2f}' for r in learned[learned.verdict == word].itertuples())
+        said = {word: ', '.join(map(worth, learned[learned.verdict == word].itertuples()))
                 for word in ('ahead', 'within ± .1', 'not told apart', 'behind')}
-        rows[name] = {**s, **said}
+        rows[name] = {**s, **said, 'never there': ', '.join(learned.rule[learned.steps.isna()])}
     return pd.DataFrame.from_dict(rows, orient='index')
 
 def judge_expected(

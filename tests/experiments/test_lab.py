@@ -13,7 +13,6 @@ from pathlib import Path
 import pandas as pd
 import pytest
 import torch
-import yaml
 from torch.testing import assert_close
 
 from credit_rl import lab
@@ -122,7 +121,7 @@ def test_exact_credit_of_one_turn_is_grpo():
     assert_close(credit_of('exact', game), credit_of('grpo', game), atol=1e-5, rtol=1e-4)
 
 
-def test_vsps_expected_step():
+def test_vspo_expected_step():
     """A step of B groups by VSPO without smoothing: a kept group stands once and once more for each silent one whose
     place it takes. The mean over draws is Σ_b (1 + s p_b) g_b, s silent groups, p the chances of the draw."""
     game = silent(0., .4, TINY, 4)
@@ -262,11 +261,15 @@ def test_other_settings_and_other_worlds_are_refused(little):
         for rule in trial.rules: assert get_contender(rule).name == rule, name
 
 
-def test_the_whole_grid_has_a_file_of_settings():
-    given = yaml.safe_load((ROOT / 'runs' / 'params' / 'lab_full.yaml').read_text())
-    assert LabChoice(**given).fresh == 128 and LabChoice(**given).names == list(TRIALS)
-    held = json.loads((ROOT / 'runs' / 'lab' / 'settings.json').read_text())
-    assert held == {name: getattr(LabChoice(), name) for name in held}       # so the plain command goes on there
+def test_the_stored_lab_is_whole(tmp_path):
+    "The plain command has nothing left to do in runs/lab: every pair is there, by the settings that are the defaults."
+    for name in ('settings.json', 'exact.csv', 'learned.jsonl'):
+        (tmp_path / name).write_bytes((ROOT / 'runs' / 'lab' / name).read_bytes())
+    how, said = dataclasses.replace(LabChoice(), run=str(tmp_path)), []
+    assert (how.tuning, how.fresh, how.names) == (16, 128, list(TRIALS))
+    run_lab(how, said.append)
+    pairs = [(b['world'], b['rule']) for b in read_learned(tmp_path) if b['phase'] == 'fresh']
+    assert not said and pairs == [(name, rule) for name, trial in TRIALS.items() for rule in trial.rules]
 
 
 def test_time_that_is_up_begins_nothing(little, tmp_path):
@@ -285,6 +288,34 @@ def test_the_table_is_of_what_was_found(little):
     judged = judge_expected(table, pd.DataFrame({'world': ['parts 1'], 'rule': ['exact'], 'expected': [1.3]}))
     assert judged.error.item() == pytest.approx(math.log(1.3)) and judged.error_always_1.item() == 0
     assert map_page(table).loc['parts 1', 'turns'] == 1
+
+
+def written(little, folder, **steps):  # rule -> (steps, turns of each step) of four seeds
+    "A folder with these results of one world, at the highest of two rates."
+    for name in ('exact.csv', 'settings.json'): (folder / name).write_bytes((Path(little[0].run) / name).read_bytes())
+    blocks = [{'world': 'parts 1', 'rule': rule, 'phase': phase, 'rates': [2., 4., 4., 4.][:len(found)],
+               'steps': found, 'turns': [each * (s if s >= 0 else 200) for s in found], 'unit': 1., 'seconds': 1.}
+              for rule, (fresh, each) in steps.items() for phase, found in (('rates', [9, 5]), ('fresh', fresh))]
+    (folder / 'learned.jsonl').write_text('\n'.join(map(json.dumps, blocks)) + '\n')
+    return lab_table(folder)
+
+
+def test_the_map_says_what_turns_cost_and_at_which_rate(little, tmp_path):
+    "Half of GRPO's steps, of eight times as many turns each: worth 2 by steps and a quarter by turns."
+    table = written(little, tmp_path, grpo=([8, 9, 8, 9], 10), exact=([4, 4.5, 4, 4.5], 80))
+    row = table.iloc[1]
+    assert row.steps == pytest.approx(2) and row.turns == pytest.approx(1 / 4) and row.verdict == 'ahead'
+    assert row.turns_low < 1 / 4 < row.turns_high < 1 and (row.rate, row.edge) == (4., 1)
+    assert map_page(table).loc['parts 1', 'ahead'] == 'exact ×2.00 (by turns ×0.25)'
+
+
+def test_a_rule_that_never_gets_there_is_on_the_map(little, tmp_path):
+    table = written(little, tmp_path, grpo=([8, 9, 8, 9], 10), exact=([-1, -1, 190, -1], 10))
+    assert math.isnan(table.steps[1]) and table.reached[1] == .25
+    assert map_page(table).loc['parts 1', ['ahead', 'never there']].tolist() == ['', 'exact']
+    chart = lab.Chart('Does it?', 'K', {'exact': [(1, 'parts 1', 'exact')]})
+    assert lab.chart_says(chart, table) == "Does it? GRPO's steps over the rule's: exact never there at 1."
+    assert [text.get_text() for text in chart_figure(chart, table).axes[1].texts] == ['never there']
 
 
 def test_every_chart_is_drawn_of_rows_that_exist(little):

@@ -13,7 +13,7 @@ from credit_rl.settings import make_config
 from credit_rl.train import MAY_CHANGE, train
 
 ROOT = Path(__file__).resolve().parents[2]
-FILES = {p.stem: p for p in sorted((ROOT / 'runs' / 'params').glob('*.yaml')) if p.stem != 'lab_full'}
+FILES = {p.stem: p for p in sorted((ROOT / 'runs' / 'params').glob('*.yaml'))}
 PAPERS = {'1': 'tips', '2': 'tspo', '3': 'igpo', '4': 'prs', '5': 'carl'}
 
 

@@ -52,7 +52,7 @@ OURS = ('sweep', 'sweep_weak', 'claims', 'engines', 'ahead', 'carl_warm', 'carl_
 FILES = {
     p.stem: p
     for p in sorted((ROOT / 'runs' / 'params').glob('*.yaml'))
-    if p.stem not in ('demo', 'carl_demo', 'real', 'lab_full', *OURS) and not p.stem.endswith('_warmup')
+    if p.stem not in ('demo', 'carl_demo', 'real', *OURS) and not p.stem.endswith('_warmup')
     and not p.stem.startswith('eval_') and '_long' not in p.stem                  # long answers: test_longform.py
 }
 # how a paper evaluates, for credit_rl.evaluate; long answers: test_longform.py
