@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['KINDS', 'FEW', 'Auditing', 'Truth', 'find_truth', 'turn_kinds', 'squares_by_kind', 'kendall', 'agreements',
-           'agreement_intervals', 'LeftOut', 'signal_to_noise', 'rollouts_saved', 'saving_says', 'audit', 'AuditChoice',
+           'agreement_intervals', 'signal_to_noise', 'rollouts_saved', 'saving_says', 'audit', 'AuditChoice',
            'run_audit', 'read_audit_settings', 'main']
 
 # %% ../nbs/6_looking/71_audit.ipynb #a003
@@ -228,12 +228,12 @@ def _cross_sums(x, y):  # (B, D) each
     return (total - own) / (count * (count - 1)), (own - total / count) / (count - 1)
 
 @dataclass(frozen=True)
-class LeftOut:
+class _Estimate:
     "A number of B questions and of all but each, and how pairs of questions move it."
     values: torch.Tensor   # (1 + B,)
     pairs: torch.Tensor    # (B, B), what the product of two questions adds beyond what each of them does
 
-    def __sub__(self, other): return LeftOut(self.values - other.values, self.pairs - other.pairs)
+    def __sub__(self, other): return _Estimate(self.values - other.values, self.pairs - other.pairs)
 
     def interval(self):
         "The number and its 95 % interval: (value, low, high)."
@@ -241,16 +241,16 @@ class LeftOut:
         return jackknife(self.values, float(2 * self.pairs.pow(2).sum() / (b * (b - 1)) ** 2))
 
 def _product(x, y):  # (B, D) each
-    "⟨x̂, ŷ⟩ of the expectations: LeftOut."
+    "⟨x̂, ŷ⟩ of the expectations: _Estimate."
     pairs = (x - x.mean(0)).double() @ (y - y.mean(0)).double().T
-    return LeftOut(_cross_sums(x, y)[0], (pairs + pairs.T).fill_diagonal_(0.) / 2)
+    return _Estimate(_cross_sums(x, y)[0], (pairs + pairs.T).fill_diagonal_(0.) / 2)
 
 # %% ../nbs/6_looking/71_audit.ipynb #g003
 def signal_to_noise(
     made,   # (B, D) gradient of each question, as a rule makes it
     right,  # (B, D) as true credit does
 ):
-    """Signal to noise of a rule's mean gradient along that of true credit (ours): LeftOut, NaN of a rule that says
+    """Signal to noise of a rule's mean gradient along that of true credit (ours): _Estimate, NaN of a rule that says
     nothing, and where true credit's gradient is not told from none.
 
     Parameters
@@ -259,10 +259,10 @@ def signal_to_noise(
     right : (B, D) as true credit does
     """
     true, along, noise = _product(right, right), _product(made, right), _cross_sums(made, made)[1]
-    told = true.interval()[1] > 0 and bool((true.values > 0).all())
-    scale = (true.values * noise / len(made)).sqrt() if told else torch.full_like(noise, math.nan)
+    clear = true.interval()[1] > 0 and bool((true.values > 0).all())
+    scale = (true.values * noise / len(made)).sqrt() if clear else torch.full_like(noise, math.nan)
     slope = along.values[0] / (2 * true.values[0])
-    return LeftOut(along.values / scale, (along.pairs - slope * true.pairs) / scale[0])
+    return _Estimate(along.values / scale, (along.pairs - slope * true.pairs) / scale[0])
 
 # %% ../nbs/6_looking/71_audit.ipynb #s003
 def rollouts_saved(
@@ -280,12 +280,12 @@ def rollouts_saved(
     """
     true, along = _product(one, other), _product(made, (one + other) / 2)
     spread, noise = _cross_sums(one, other)[1], _cross_sums(made, made)[1]
-    told = [x.interval()[1] > 0 for x in (true, along)]
-    if not told[0] or not ((spread > 0) & (along.values > 0) & (noise > 0)).all(): return (math.nan,) * 3
+    clear = [x.interval()[1] > 0 for x in (true, along)]
+    if not clear[0] or not ((spread > 0) & (along.values > 0) & (noise > 0)).all(): return (math.nan,) * 3
     ratio = true.values.pow(2) / spread * noise / along.values.pow(2)
     pairs = 2 * true.pairs / true.values[0] - 2 * along.pairs / along.values[0]
-    n, low, high = LeftOut(ratio.log(), pairs).interval()
-    return math.exp(n), math.exp(low), math.exp(high) if told[1] else math.inf
+    n, low, high = _Estimate(ratio.log(), pairs).interval()
+    return math.exp(n), math.exp(low), math.exp(high) if clear[1] else math.inf
 
 def saving_says(saving):  # (n, low, high), of rollouts_saved
     """What turn credit could save, and what follows: a sentence.
@@ -378,8 +378,8 @@ def _signal_finding(table):
     "Which gradient has the most signal to noise: a sentence."
     value, names = table['signal to noise'], [name for name in table.index if name not in _CONTROLS]
     if value[names].isna().all():
-        return ("The signal to noise of a gradient cannot be told from so few questions: true credit's step is not told "
-                'from none.')
+        return ("The signal to noise of gradients cannot be told from so few questions: true credit's is not told from "
+                'none.')
     text = lambda name: '{:.1f}, {:.1f} to {:.1f}'.format(*table.loc[name, [f'signal to noise{e}' for e in _ENDS]])
     few = {'half': 'half', 'vine': f'{FEW}'}
     true = ''.join(f'; true credit by {few[name]} of the continuations {text(name)}' for name in few

@@ -180,9 +180,9 @@ def judged_gradients(questions, size, share, alike, times):
 @pytest.mark.parametrize('questions, size, share, alike', [
     (16, .5, 1., .5), (24, .5, .5, .5), (24, 1., .5, 1.), (24, .5, 0., .2), (48, .4, .8, 1.)])
 def test_intervals_of_signal_to_noise_cover(questions, size, share, alike):
-    """Of a rule, and of what it has more than GRPO on the same rollouts: 95 % intervals hold the truth in 93 to 97 %, give
-    or take two standard errors of what 600 data sets can show (.9 % each). Rule and judge share luck, so the plain
-    ratio with a percentile bootstrap holds it less often, in the worst of these in 79 %."""
+    """Of a rule, and of what it has more than GRPO on the same rollouts: 95 % intervals hold the truth in 93 to 97 %,
+    give or take two standard errors of what 600 data sets can show (.9 % each). Rule and judge share luck, so the
+    plain ratio with a percentile bootstrap holds it less often, in the worst of these in 79 %."""
     true, draws = judged_gradients(questions, size, share, alike, 600)
     held = []
     for made, plain, right in draws:
