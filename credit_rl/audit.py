@@ -27,7 +27,7 @@ from .significance import jackknife, ratio_interval
 from .settings import GROUPS, Course, check, make_config, settings_of
 from .setup import draw_questions, make_engine, make_learner, make_setup, origin_of
 from .train import Run, SilentLog, train_step
-from .true_credit import (credit_errors, distinct_states, query_rate, sampling_variance, score_continuations,
+from .true_credit import (credit_errors, distinct_states, sampling_variance, score_continuations, solver_rates,
                                    solver_values, state_values, turn_credit)
 
 # %% ../nbs/6_looking/71_audit.ipynb #a006
@@ -530,7 +530,7 @@ def _audited(config, auditing, say):
     if warning := belief_warning(belief): say(warning)
     table, against = audit(rules, truth, gradients, costs), None
     if config.data == 'tiny':
-        values = solver_values(groups, env.max_turns, query_rate(groups))
+        values = solver_values(groups, env.max_turns, solver_rates(groups, truth.outcome))
         against = audit(rules, truth, gradients, costs, turn_credit(values, truth.outcome, truth.turn_mask))
     plain = rules['grpo'] if 'grpo' in rules else _rule_credit(first, groups)[0]
     credits = plain, truth.credit(slice(auditing.plays // 2)), truth.credit(slice(auditing.plays // 2, None))
