@@ -365,7 +365,7 @@ def _as_wide(values, layout):
 
 def _solver_changes(groups, o):
     "What each turn changed of the solver's value: (N, K), the last one leaving nothing."
-    rates = solver_rates(groups, outcome_rewards(groups, o['metric']))
+    rates = solver_rates(groups, outcome_rewards(groups, o['read_by']))
     return turn_changes(solver_values(groups, o['turns'], rates), index_groups(groups)[0])
 
 _CHANGES = {'unsummed': 'changes of value sum to the outcome less a constant', 'telescopes': True}
@@ -376,8 +376,8 @@ PARTS = (
            differs='a turn for a step', **_CHANGES),
     Reward('solver', r'V^{solver}(S_{k+1}) - V^{solver}(S_k)', 'ours', text=_solver_changes,
            options={'turns': Option(4, 'turns that a rollout may take', least=1),
-                    'metric': Option('em', 'how an answer is scored, as of the outcome', object)},
-           facts={'turns': 'max_turns', 'metric': 'metric'}, **_CHANGES),
+                    'read_by': Option('em', 'how answers are scored where the rate of right ones is measured', object)},
+           facts={'turns': 'max_turns', 'read_by': 'metric'}, **_CHANGES),
     Rule('each', r'A_{i,k} = r_{i,k} / s', 'ours', credit=_scaled, compares=False,
          options={'scale': Option('batch', "s: the batch's root mean square, the group's deviation, or 1",
                                   choices=('batch', 'group', 'none')),

@@ -614,7 +614,7 @@ def test_the_interval_is_the_binomials(n, p):
 
 @pytest.mark.parametrize('questions', [30, 150])
 def test_intervals_of_an_evaluation_cover(questions):
-    """Shares and word F1, from thirty questions on, and tokens, whose numbers are far from normal, from a hundred on: the
+    """Shares and word F1, from thirty questions on, and tokens, whose numbers are far from normal, from 150 on: the
     truth is held in 93 to 97 %, give or take two errors of what 300 evaluations can show (1.25 % each)."""
     rng = np.random.default_rng(0)
     part = lambda: np.where(rng.random(questions) < .5, 0., rng.random(questions))
