@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['KINDS', 'FEW', 'Auditing', 'Truth', 'find_truth', 'turn_kinds', 'squares_by_kind', 'kendall', 'agreements',
-           'interval', 'gradient_samples', 'rollouts_saved', 'saving_says', 'audit', 'AuditChoice', 'run_audit',
-           'read_audit_settings', 'main']
+           'agreement_intervals', 'signal_to_noise', 'rollouts_saved', 'saving_says', 'audit', 'AuditChoice',
+           'run_audit', 'read_audit_settings', 'main']
 
 # %% ../nbs/6_looking/71_audit.ipynb #a003
 import dataclasses, json, math, sys, time
@@ -23,11 +23,11 @@ from .parameters import by_group, from_settings, make_parser, read_settings
 from .parts import assign
 from .rollout import RolloutSize, continuations, rollout
 from .runlog import atomic_write, plain_json, write_json, writing
-from .significance import jackknife
+from .significance import jackknife, ratio_interval
 from .settings import GROUPS, Course, check, make_config, settings_of
 from .setup import draw_questions, make_engine, make_learner, make_setup, origin_of
 from .train import Run, SilentLog, train_step
-from .true_credit import (credit_errors, distinct_states, query_rate, sampling_variance, score_continuations,
+from .true_credit import (credit_errors, distinct_states, sampling_variance, score_continuations, solver_rates,
                                    solver_values, state_values, turn_credit)
 
 # %% ../nbs/6_looking/71_audit.ipynb #a006
@@ -171,23 +171,14 @@ def agreements(
     out['silent'] = share(credit == 0, clear)
     return out
 
-def interval(
-    sums, counts,  # (B,) by question
-    times=1000,    # bootstrap samples of questions
-    seed=0,
-):
-    """A mean over what was counted, and the 95 % bootstrap interval over questions: (mean, low, high), NaN of nothing.
+def agreement_intervals(found):  # of agreements
+    """Each agreement's mean and its 95 % interval over questions: dict name -> (mean, low, high), NaN of nothing.
 
     Parameters
     ----------
-    counts : (B,) by question
-    times : bootstrap samples of questions
+    found : of agreements
     """
-    generator = torch.Generator().manual_seed(seed)
-    drawn = torch.randint(len(sums), (times, len(sums)), generator=generator)
-    means = sums[drawn].sum(1) / counts[drawn].sum(1)
-    low, high = means.nanquantile(torch.tensor([.025, .975])).tolist()
-    return (float(sums.sum() / counts.sum()), low, high)
+    return {name: ratio_interval(*x, (0, 1) if name in ('sign', 'silent') else (-1, 1)) for name, x in found.items()}
 
 # %% ../nbs/6_looking/71_audit.ipynb #a018
 @torch.no_grad()
@@ -224,38 +215,7 @@ def _question_gradients(
     made = torch.einsum('nk,nkd->nd', credit, gradients)
     return torch.zeros(len(count), gradients.shape[2]).index_add(0, owner, made) / count
 
-def gradient_samples(
-    credit,     # (N, K) a rule's
-    true,       # (N, K) true credit
-    gradients,  # (N, K, D), of turn_gradients
-    owner,      # (N,) long, question of each rollout
-    times=1000,
-):
-    """Cosine of the mean gradient that a rule makes with the one that true credit makes, and its signal to noise
-    (ours): dict name -> (1 + times,), the value, and those of bootstrap samples of questions, the same for every rule.
-    NaN of a rule that says nothing.
-
-    Parameters
-    ----------
-    credit : (N, K) a rule's
-    true : (N, K) true credit
-    gradients : (N, K, D), of turn_gradients
-    owner : (N,) long, question of each rollout
-    """
-    b = int(owner.max()) + 1
-    made, right = (_question_gradients(a, gradients, owner) for a in (credit, true))
-    drawn = torch.randint(b, (times, b), generator=torch.Generator().manual_seed(0))
-    weights = torch.cat([torch.ones(1, b), torch.nn.functional.one_hot(drawn, b).sum(1).float()]) / b
-    product = lambda x, y: ((weights @ (x @ y.T)) * weights).sum(1)    # of two means, in each sample of questions
-    squares, along = product(made, made), product(made, right) / product(right, right).sqrt()
-    spread = ((weights * made.pow(2).sum(1)).sum(1) - squares).clamp(min=0) / max(1, b - 1)
-    return {'cosine': along / squares.sqrt(), 'signal to noise': along / spread.sqrt()}
-
-def _sample_interval(samples):  # (1 + times,), of gradient_samples
-    "A value and the 95 % interval of its bootstrap samples: (value, low, high)."
-    return (float(samples[0]), *samples[1:].nanquantile(torch.tensor([.025, .975])).tolist())
-
-# %% ../nbs/6_looking/71_audit.ipynb #s002
+# %% ../nbs/6_looking/71_audit.ipynb #g002
 def _cross_sums(x, y):  # (B, D) each
     """⟨x̂, ŷ⟩ of the expectations, by products of different questions, and the covariance, by those of the same one: of
     all questions and with each left out, (1 + B,) each."""
@@ -266,6 +226,43 @@ def _cross_sums(x, y):  # (B, D) each
     count = torch.full((len(same) + 1,), len(same) - 1.).double()
     count[0] += 1
     return (total - own) / (count * (count - 1)), (own - total / count) / (count - 1)
+
+@dataclass(frozen=True)
+class _Estimate:
+    "A number of B questions and of all but each, and how pairs of questions move it."
+    values: torch.Tensor   # (1 + B,)
+    pairs: torch.Tensor    # (B, B), what the product of two questions adds beyond what each of them does
+
+    def __sub__(self, other): return _Estimate(self.values - other.values, self.pairs - other.pairs)
+
+    def interval(self):
+        "The number and its 95 % interval: (value, low, high)."
+        b = len(self.pairs)
+        return jackknife(self.values, float(2 * self.pairs.pow(2).sum() / (b * (b - 1)) ** 2))
+
+def _product(x, y):  # (B, D) each
+    "⟨x̂, ŷ⟩ of the expectations: _Estimate."
+    pairs = (x - x.mean(0)).double() @ (y - y.mean(0)).double().T
+    return _Estimate(_cross_sums(x, y)[0], (pairs + pairs.T).fill_diagonal_(0.) / 2)
+
+# %% ../nbs/6_looking/71_audit.ipynb #g003
+def signal_to_noise(
+    made,   # (B, D) gradient of each question, as a rule makes it
+    right,  # (B, D) as true credit does
+):
+    """Signal to noise of a rule's mean gradient along that of true credit (ours): _Estimate, NaN of a rule that says
+    nothing, and where true credit's gradient is not told from none.
+
+    Parameters
+    ----------
+    made : (B, D) gradient of each question, as a rule makes it
+    right : (B, D) as true credit does
+    """
+    true, along, noise = _product(right, right), _product(made, right), _cross_sums(made, made)[1]
+    clear = true.interval()[1] > 0 and bool((true.values > 0).all())
+    scale = (true.values * noise / len(made)).sqrt() if clear else torch.full_like(noise, math.nan)
+    slope = along.values[0] / (2 * true.values[0])
+    return _Estimate(along.values / scale, (along.pairs - slope * true.pairs) / scale[0])
 
 # %% ../nbs/6_looking/71_audit.ipynb #s003
 def rollouts_saved(
@@ -281,16 +278,13 @@ def rollouts_saved(
     made : (B, D) gradient of each question, as GRPO makes it
     other : (B, D) those of true credit, by two halves of the continuations
     """
-    b, mean = len(made), (one + other) / 2
-    true, spread = _cross_sums(one, other)
-    along, noise = _cross_sums(made, mean)[0], _cross_sums(made, made)[1]
-    apart = lambda x, y: (x - x.mean(0)).double() @ (y - y.mean(0)).double().T
-    kernels = [(k + k.T).fill_diagonal_(0.) / 2 for k in (apart(one, other), apart(made, mean))]
-    pairs = lambda kernel: 2 * kernel.pow(2).sum() / (b * (b - 1)) ** 2
-    clear = [jackknife(x, pairs(kernel))[1] > 0 for x, kernel in zip((true, along), kernels)]
-    if not clear[0] or not ((spread > 0) & (along > 0) & (noise > 0)).all(): return (math.nan,) * 3
-    ratio = true.pow(2) / spread * noise / along.pow(2)
-    n, low, high = jackknife(ratio.log(), pairs(2 * kernels[0] / true[0] - 2 * kernels[1] / along[0]))
+    true, along = _product(one, other), _product(made, (one + other) / 2)
+    spread, noise = _cross_sums(one, other)[1], _cross_sums(made, made)[1]
+    clear = [x.interval()[1] > 0 for x in (true, along)]
+    if not clear[0] or not ((spread > 0) & (along.values > 0) & (noise > 0)).all(): return (math.nan,) * 3
+    ratio = true.values.pow(2) / spread * noise / along.values.pow(2)
+    pairs = 2 * true.pairs / true.values[0] - 2 * along.pairs / along.values[0]
+    n, low, high = _Estimate(ratio.log(), pairs).interval()
     return math.exp(n), math.exp(low), math.exp(high) if clear[1] else math.inf
 
 def saving_says(saving):  # (n, low, high), of rollouts_saved
@@ -312,6 +306,11 @@ def saving_says(saving):  # (n, low, high), of rollouts_saved
 # %% ../nbs/6_looking/71_audit.ipynb #a019
 FEW = get_method('vine').options['m']             # continuations of a state, from which `vine` learns
 
+def _gradient_scores(made, right, base):  # (B, D) each; base: None: there is no baseline
+    "Signal to noise of a rule's gradient, and how much more it is than the baseline's: two (value, low, high)."
+    own = signal_to_noise(made, right)
+    return own.interval(), None if base is None else (own - signal_to_noise(base, right)).interval()
+
 def audit(
     rules,           # dict name -> (N, K) credit of every turn
     truth,           # Truth
@@ -324,7 +323,8 @@ def audit(
     the controls: `half`, true credit from one half of the continuations, which is judged by the other half; `vine`,
     from FEW of them, where that is less than half, judged by the others; `chance`, drawn at random; `even`, the outcome
     spread over the turns. Each score stands beside its 95 % interval, `low` and `high`. `signal to noise over grpo` is
-    what a rule has more of it than the baseline.
+    what a rule has more of it than the baseline. A rule that is called `vine` has played continuations of its own, so
+    all of `truth` judge it, and it stands for the control.
 
     Parameters
     ----------
@@ -336,23 +336,19 @@ def audit(
     baseline : whose signal to noise is taken off, where it is among the rules
     """
     import pandas as pd
-    kinds, mask = turn_kinds(truth.groups), truth.turn_mask
-    parts = {'half': truth.played.shape[1] // 2}
-    if FEW < parts['half']: parts['vine'] = FEW
+    kinds, mask, half = turn_kinds(truth.groups), truth.turn_mask, truth.played.shape[1] // 2
+    used = {'half': half} | ({'vine': FEW} if FEW < half and 'vine' not in rules else {})
     drawn = torch.randn(mask.shape, generator=torch.Generator().manual_seed(0)) * mask
     even = (truth.outcome / mask.sum(1))[:, None] * mask
-    controls = {name: truth.credit(slice(m)) for name, m in parts.items()} | {'even': even, 'chance': drawn}
-    rows, samples = {}, lambda credit, right: gradient_samples(credit, right, gradients, truth.owner)
-    paired = gradients is not None and baseline in rules
-    base = samples(rules[baseline], truth.credit() if against is None else against) if paired else None
+    controls = {name: truth.credit(slice(m)) for name, m in used.items()} | {'even': even, 'chance': drawn}
+    rows, made = {}, lambda credit: _question_gradients(credit, gradients, truth.owner)
     for name, credit in {**rules, **controls}.items():
-        judge = dataclasses.replace(truth, played=truth.played[:, parts.get(name, 0):])
-        scores = {score: interval(*x) for score, x in agreements(credit, judge, kinds, against).items()}
-        right = judge.credit() if against is None else against
+        judge = dataclasses.replace(truth, played=truth.played[:, used.get(name, 0):])
+        scores = agreement_intervals(agreements(credit, judge, kinds, against))
         if gradients is not None:
-            found = samples(credit, right)
-            if paired: found[f'signal to noise over {baseline}'] = found['signal to noise'] - base['signal to noise']
-            scores |= {score: _sample_interval(x) for score, x in found.items()}
+            right = made(judge.credit() if against is None else against)
+            own, over = _gradient_scores(made(credit), right, made(rules[baseline]) if baseline in rules else None)
+            scores |= {'signal to noise': own} | ({f'signal to noise over {baseline}': over} if over else {})
         rows[name] = {key: v for score, (mean, low, high) in scores.items()
                       for key, v in ((score, mean), (f'{score}, low', low), (f'{score}, high', high))}
         rows[name] |= (costs or {}).get(name, {})
@@ -360,10 +356,11 @@ def audit(
 
 # %% ../nbs/6_looking/71_audit.ipynb #a022
 _CONTROLS = ('half', 'vine', 'even', 'chance')    # rows of an audit that are no rules to choose from
+_ENDS = '', ', low', ', high'                     # of a score's columns
 
 def _findings(table, squares):
     "What an audit says, in sentences made from its numbers: str."
-    ends = [interval(x, squares.sum(1)) for x in squares.T]
+    ends = [ratio_interval(x, squares.sum(1)) for x in squares.T]
     said = ['Of the true credit (Σ A², noise taken off) ' + ', '.join(
         f'{mean:.0%} ({low:.0%} to {high:.0%}) lies in the kind of turn "{kind}"'
         for kind, (mean, low, high), x in zip(KINDS, ends, squares.T) if x.any()) + '.']
@@ -374,13 +371,21 @@ def _findings(table, squares):
     said.append(f'In "{main}" {", ".join(best) if best else "no rule"} ' +
                 ('agree with it by an interval above 0' if best else 'agrees with it by an interval above 0') +
                 (f'; {", ".join(blind)} do not.' if blind and best else '.'))
-    if 'signal to noise' in rules and rules['signal to noise'].notna().any():
-        top = rules['signal to noise'].idxmax()
-        most, half = rules['signal to noise'][top], table['signal to noise']['half']
-        few = f', by {FEW} of them {table["signal to noise"]["vine"]:.1f}' if 'vine' in table.index else ''
-        said.append(f'The gradient with the most signal to noise is that of {top} ({most:.1f}; true credit itself, '
-                    f'measured by half the continuations, {half:.1f}{few}).')
+    if 'signal to noise' in table: said.append(_signal_finding(table))
     return ' '.join(said)
+
+def _signal_finding(table):
+    "Which gradient has the most signal to noise: a sentence."
+    value, names = table['signal to noise'], [name for name in table.index if name not in _CONTROLS]
+    if value[names].isna().all():
+        return ("The signal to noise of gradients cannot be told from so few questions: true credit's is not told from "
+                'none.')
+    text = lambda name: '{:.1f}, {:.1f} to {:.1f}'.format(*table.loc[name, [f'signal to noise{e}' for e in _ENDS]])
+    few = {'half': 'half', 'vine': f'{FEW}'}
+    true = ''.join(f'; true credit by {few[name]} of the continuations {text(name)}' for name in few
+                   if name in table.index and not math.isnan(value[name]))
+    top = value[names].idxmax()
+    return f'The gradient with the most signal to noise is that of {top} ({text(top)}{true}).'
 
 # %% ../nbs/6_looking/71_audit.ipynb #a022x1
 def _audit_figure(
@@ -391,7 +396,8 @@ def _audit_figure(
     true credit that lies there, and beside it the signal to noise of the gradient, with intervals. Returns the
     matplotlib figure."""
     import matplotlib.pyplot as plt, seaborn as sns
-    share, scored = squares.sum(0) / squares.sum(), 'signal to noise' in table
+    share = squares.sum(0) / squares.sum()
+    scored = 'signal to noise' in table and table['signal to noise'].notna().any()
     with sns.axes_style('white'):
         size = 6.4 + 3.6 * scored, 1.8 + .34 * len(table)
         figure, axes = plt.subplots(1, 1 + scored, figsize=size, layout='constrained', squeeze=False)
@@ -524,7 +530,7 @@ def _audited(config, auditing, say):
     if warning := belief_warning(belief): say(warning)
     table, against = audit(rules, truth, gradients, costs), None
     if config.data == 'tiny':
-        values = solver_values(groups, env.max_turns, query_rate(groups))
+        values = solver_values(groups, env.max_turns, solver_rates(groups, truth.outcome))
         against = audit(rules, truth, gradients, costs, turn_credit(values, truth.outcome, truth.turn_mask))
     plain = rules['grpo'] if 'grpo' in rules else _rule_credit(first, groups)[0]
     credits = plain, truth.credit(slice(auditing.plays // 2)), truth.credit(slice(auditing.plays // 2, None))

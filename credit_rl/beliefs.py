@@ -6,7 +6,7 @@
 __all__ = ['belief_rows', 'closed_book', 'belief_table', 'popularity_table', 'shown_and_right', 'stored_groups', 'main']
 
 # %% ../nbs/experiments/47_beliefs.ipynb #b9903
-import math, sys
+import math, sys, torch
 from pathlib import Path
 from .engine import HFEngine, SamplingParams
 from .environment import asked_protocol
@@ -19,6 +19,7 @@ from .parameters import make_parser
 from .protocol import Chat
 from .runlog import atomic_write, plain_json, read_params, read_turns, write_json, writing
 from .scoring import acting_states, answer_form, answer_header, answer_logps, gold_templates
+from .significance import jackknife
 from .trajectory import Group, trajectory_from_json
 
 # %% ../nbs/experiments/47_beliefs.ipynb #b9905
@@ -90,47 +91,31 @@ def closed_book(
     return out
 
 # %% ../nbs/experiments/47_beliefs.ipynb #b9913
-def _pair_counts(rows):
-    """How often belief at a state of question i that was shown a gold is above that at one of question j that was not,
-    ties half, and of how many pairs: (Q, Q) each."""
-    import numpy as np, pandas as pd
-    shown, belief = rows.shown.to_numpy(bool), rows.belief.to_numpy()
-    of, names = pd.factorize(rows.question, sort=True)
-    above = (belief[shown][:, None] > belief[~shown]) + (belief[shown][:, None] == belief[~shown]) / 2
-    wins, count = np.zeros((len(names), len(names))), lambda which: np.bincount(of[which], minlength=len(names))
-    np.add.at(wins, (of[shown][:, None], of[~shown]), above)
-    return wins, np.outer(count(shown), count(~shown))
+def _auc(rows):
+    "AUC of belief, shown against not, ties half, of all questions and with each left out: (1 + B,), NaN of one kind."
+    question = torch.tensor(rows.question.factorize()[0])
+    belief, shown = torch.tensor(rows.belief.to_numpy(float)), torch.tensor(rows.shown.to_numpy(bool))
+    of = torch.nn.functional.one_hot(question).double()
+    above = belief[shown][:, None] - belief[~shown]
+    wins = of[shown].T @ ((above.sign() + 1) / 2) @ of[~shown]                 # (B, B), of two questions' states
+    pairs = of[shown].sum(0)[:, None] * of[~shown].sum(0)
+    left = lambda x: torch.cat([x.sum()[None], x.sum() - x.sum(0) - x.sum(1) + x.diagonal()])
+    return left(wins) / left(pairs)
 
-def _auc(wins, pairs, times):
-    "AUC where questions count so many times, (…, Q): (…,), NaN where one kind of state is missing."
-    import numpy as np
-    sums = [np.einsum('...i,ij,...j->...', times, x, times) for x in (wins, pairs)]
-    return np.divide(*sums, out=np.full_like(sums[0], np.nan), where=sums[1] > 0)
-
-def belief_table(
-    rows,        # DataFrame of belief_rows, with a column `model`
-    draws=400,   # bootstrap samples of questions
-    seed=0,
-):
+def belief_table(rows):  # DataFrame of belief_rows, with a column `model`
     """By model and schema: states, mean belief shown and not, AUC with its interval of 95 %: pandas DataFrame.
 
     Parameters
     ----------
     rows : DataFrame of belief_rows, with a column `model`
-    draws : bootstrap samples of questions
     """
-    import numpy as np, pandas as pd
-    out, rng = {}, np.random.default_rng(seed)
+    import pandas as pd
+    out = {}
     for name, mine in rows[rows.counted].groupby(['model', 'schema'], sort=False):
-        counts = _pair_counts(mine)
-        q = len(counts[0])
-        times = np.stack([np.bincount(rng.integers(q, size=q), minlength=q) for _ in range(draws)]).astype(float)
-        drawn = _auc(*counts, times)
-        low, high = np.nanquantile(drawn, [.025, .975]) if np.isfinite(drawn).any() else (math.nan, math.nan)
+        value, low, high = jackknife(_auc(mine), ends=(0, 1))
         out[name] = {'states shown': int(mine.shown.sum()), 'not shown': int((~mine.shown).sum()),
                      'belief shown': mine.belief[mine.shown].mean(),
-                     'belief not shown': mine.belief[~mine.shown].mean(),
-                     'AUC': float(_auc(*counts, np.ones(q))), 'low': low, 'high': high}
+                     'belief not shown': mine.belief[~mine.shown].mean(), 'AUC': value, 'low': low, 'high': high}
     return pd.DataFrame(out).T.rename_axis(['model', 'schema'])
 
 def popularity_table(

@@ -4,12 +4,12 @@
 
 # %% auto #0
 __all__ = ['PARTS', 'turn_changes', 'turn_credit', 'credit_errors', 'distinct_states', 'sampling_variance', 'state_values',
-           'score_continuations', 'continuation_values', 'said_next', 'exact_values', 'missing_pages', 'query_rate',
-           'solver_values']
+           'score_continuations', 'continuation_values', 'said_next', 'exact_values', 'missing_pages', 'SolverRates',
+           'solver_rates', 'solver_values']
 
 # %% ../nbs/1_rules/36_true_credit.ipynb #t003
 import math, torch
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from .groups import at_last_turn, check_turns, group_normalize, index_groups
 from .metrics import exact_match
 from .options import Option
@@ -288,35 +288,51 @@ def missing_pages(
     return out
 
 # %% ../nbs/1_rules/36_true_credit.ipynb #t0223
-def query_rate(
-    groups,  # list of Group of the tiny world
+@dataclass(frozen=True)
+class SolverRates:
+    "What a solver takes from a policy."
+    query: float    # share of calls, made while a page was missing, that fetched one
+    answer: float   # share of turns, begun when all pages had been shown, that answered
+    read: float     # mean outcome of these answers
+
+def solver_rates(
+    groups,   # list of Group of the tiny world, N trajectories in all
+    outcome,  # (N,) what each rollout earned, from 0 to 1
 ):
-    """Share of the calls made while a page was missing that fetched one (ours): float, NaN where there was none.
+    """Rates of a policy (ours): SolverRates. A rate of n is (sum + ½) / (n + 1), so that none is 0 or 1.
 
     Parameters
     ----------
-    groups : list of Group of the tiny world
+    groups : list of Group of the tiny world, N trajectories in all
+    outcome : (N,) what each rollout earned, from 0 to 1
     """
-    pages = [(t, missing_pages(t)) for g in groups for t in g.trajectories]
-    fetched = [left[k + 1] < left[k] for t, left in pages for k, turn in enumerate(t.turns)
-               if left[k] and turn.call is not None and turn.result is not Result.SKIPPED]
-    return sum(fetched) / len(fetched) if fetched else math.nan
+    rate = lambda values: (sum(values) + .5) / (len(values) + 1)
+    played = [(t, missing_pages(t), float(r)) for t, r in zip((t for g in groups for t in g.trajectories), outcome)]
+    query = [left[k + 1] < left[k] for t, left, _ in played for k, turn in enumerate(t.turns)
+             if left[k] and turn.call is not None and turn.result is not Result.SKIPPED]
+    ready = [(k + 1 == len(t.turns) and t.answer is not None, r) for t, left, r in played
+             for k in range(len(t.turns)) if not left[k]]
+    return SolverRates(rate(query), rate([ends for ends, _ in ready]), rate([r for ends, r in ready if ends]))
 
 # %% ../nbs/1_rules/36_true_credit.ipynb #t0225
-def _chance_of(least, tries, rate):
-    "Chance of at least `least` successes in `tries` independent ones of a rate."
-    return sum(math.comb(tries, j) * rate ** j * (1 - rate) ** (tries - j) for j in range(least, tries + 1))
+def _solver_value(
+    missing,   # pages
+    turns,     # that are left, this one included
+    rates,     # SolverRates
+    parts=0,   # of the question, where they are independent; 0: an answer needs all pages
+):
+    "What a solver expects of a state: float."
+    if turns <= 0: return 0.
+    if missing == 0: return rates.read * (1 - (1 - rates.answer) ** turns)
+    if turns == 1: return rates.answer * rates.read * (1 - missing / parts) if parts else 0.
+    fetched, failed = (_solver_value(m, turns - 1, rates, parts) for m in (missing - 1, missing))
+    return rates.query * fetched + (1 - rates.query) * failed
 
 # %% ../nbs/1_rules/36_true_credit.ipynb #t0228
-def _solver_value(question, left, tries, rate):
-    "What a reader without fault expects with some pages missing: the chance of all, or the share of independent parts."
-    if question.meta.get('form') != 'parts': return _chance_of(left, tries, rate)
-    return 1 - sum(1 - _chance_of(n, tries, rate) for n in range(1, left + 1)) / question.meta['hops']
-
 def solver_values(
     groups,  # list of Group of the tiny world, N trajectories of at most K turns
     turns,   # turns that a rollout may take, its answer included
-    rate,    # share of queries that fetch a missing page (query_rate)
+    rates,   # SolverRates
 ):
     """The solver's value of the state before every turn (ours): (N, K), NaN where there is no turn.
 
@@ -324,13 +340,14 @@ def solver_values(
     ----------
     groups : list of Group of the tiny world, N trajectories of at most K turns
     turns : turns that a rollout may take, its answer included
-    rate : share of queries that fetch a missing page (query_rate)
+    rates : SolverRates
     """
     turn_mask, _ = index_groups(groups)
     out = torch.full(turn_mask.shape, torch.nan)
     for i, t in enumerate(t for g in groups for t in g.trajectories):
-        left = missing_pages(t)
-        for k in range(len(t.turns)): out[i, k] = _solver_value(t.question, left[k], max(0, turns - 1 - k), rate)
+        left, meta = missing_pages(t), t.question.meta
+        parts = meta['hops'] if meta.get('form') == 'parts' else 0
+        for k in range(len(t.turns)): out[i, k] = _solver_value(left[k], turns - k, rates, parts)
     return out
 
 # %% ../nbs/1_rules/36_true_credit.ipynb #t026
@@ -348,9 +365,8 @@ def _as_wide(values, layout):
 
 def _solver_changes(groups, o):
     "What each turn changed of the solver's value: (N, K), the last one leaving nothing."
-    turn_mask, _ = index_groups(groups)
-    rate = query_rate(groups)
-    return turn_changes(solver_values(groups, o['turns'], 0. if math.isnan(rate) else rate), turn_mask)
+    rates = solver_rates(groups, outcome_rewards(groups, o['read_by']))
+    return turn_changes(solver_values(groups, o['turns'], rates), index_groups(groups)[0])
 
 _CHANGES = {'unsummed': 'changes of value sum to the outcome less a constant', 'telescopes': True}
 PARTS = (
@@ -359,8 +375,9 @@ PARTS = (
            plays=lambda o: o['m'], options={'m': Option(4, 'continuations of every state', least=1)},
            differs='a turn for a step', **_CHANGES),
     Reward('solver', r'V^{solver}(S_{k+1}) - V^{solver}(S_k)', 'ours', text=_solver_changes,
-           options={'turns': Option(4, 'turns that a rollout may take', least=1)}, facts={'turns': 'max_turns'},
-           **_CHANGES),
+           options={'turns': Option(4, 'turns that a rollout may take', least=1),
+                    'read_by': Option('em', 'how answers are scored where the rate of right ones is measured', object)},
+           facts={'turns': 'max_turns', 'read_by': 'metric'}, **_CHANGES),
     Rule('each', r'A_{i,k} = r_{i,k} / s', 'ours', credit=_scaled, compares=False,
          options={'scale': Option('batch', "s: the batch's root mean square, the group's deviation, or 1",
                                   choices=('batch', 'group', 'none')),

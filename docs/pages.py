@@ -211,14 +211,16 @@ def comparisons(root):  # top of the repository
 def _stems(name): return name, page_name(name)   # what the folders of a method's runs are called, before the seed
 
 
-MEASURES = ('within rollouts', 'within groups', 'sign', 'cosine', 'signal to noise', 'signal to noise over grpo')
+MEASURES = ('within rollouts', 'within groups', 'sign', 'signal to noise', 'signal to noise over grpo')
 
 
 def _measures(row):
-    "The measures of an audit's row, each with its 95 % interval: dict column -> text, '' where it was not measured."
+    """The measures of an audit's row, each with its 95 % interval: dict column -> text, '' where it was not measured.
+    An older audit has a cosine, and a signal to noise whose interval does not cover: it is left out."""
     number = lambda name: f'{float(row[name]):.2f}'
     def said(name):
         if not row[name]: return ''
+        if 'cosine' in row and name.startswith('signal'): return number(name)
         low, high = f'{name}, low', f'{name}, high'
         return number(name) + (f' ({number(low)} to {number(high)})' if row.get(low) and row.get(high) else '')
     return {name: said(name) for name in MEASURES if name in row}

@@ -120,13 +120,20 @@ def test_every_method_that_was_run_has_its_curve(root, archive):
 def test_a_stored_audit_is_shown_on_its_methods_page(tmp_path):
     (tmp_path / 'runs' / 'mine').mkdir(parents=True)
     (tmp_path / 'runs' / 'mine' / 'audit.csv').write_text(
-        ',sign,"sign, low","sign, high",cosine,seconds\ntspo,0.754,0.6,0.9,0.5,3\nigpo,,,,0.5,1\n')
+        ',sign,"sign, low","sign, high",signal to noise,seconds\ntspo,0.754,0.6,0.9,0.5,3\nigpo,,,,0.5,1\n')
     audit = {name: sections(method_page(METHODS[name], stored_about(METHODS[name], read_archive(tmp_path))))['Audit']
              for name in ('tspo', 'igpo', 'grpo')}
-    assert audit['tspo'].splitlines()[2:] == ['| audit | sign | cosine |', '| --- | --- | --- |',
+    assert audit['tspo'].splitlines()[2:] == ['| audit | sign | signal to noise |', '| --- | --- | --- |',
                                               '| `runs/mine` | 0.75 (0.60 to 0.90) | 0.50 |']
     assert audit['igpo'].splitlines()[4] == '| `runs/mine` |  | 0.50 |'
     assert 'No audit' in audit['grpo'] and "'rules=[grpo]'" in audit['grpo']
+
+
+def test_an_old_audits_signal_has_no_interval():
+    "It has a cosine, and was made when these intervals did not cover."
+    row = {'signal to noise': '1.5', 'signal to noise, low': '1.4', 'signal to noise, high': '1.6'}
+    assert site_pages._measures(row) == {'signal to noise': '1.50 (1.40 to 1.60)'}
+    assert site_pages._measures(row | {'cosine': '.9'}) == {'signal to noise': '1.50'}
 
 
 def test_results_are_the_stored_tables(root):

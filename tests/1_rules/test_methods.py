@@ -206,6 +206,23 @@ def test_a_row_knows_what_is_right(world, name):
     assert torch.equal(METHODS[name].text_rewards(groups)['right'], right_answers(groups))
 
 
+@pytest.mark.parametrize('name', [n for n, row in METHODS.items() if 'outcome' in [r.name for r in row.rewards]])
+def test_every_rule_takes_the_outcome_of_igpo_or_of_prs_by_name(world, name):
+    "IGPO's by the options `metric` and `penalty`, PRS's stages by the part's name."
+    groups, row = games(world), METHODS[name]
+    of = lambda method: method.text_rewards(groups)['outcome']
+    igpo, plain = of(bind(METHODS['igpo-f1'], {})), of(METHODS['grpo'])
+    assert not torch.equal(igpo, plain)
+    assert torch.equal(of(bind(row, {'metric': 'f1', 'penalty': -1.})), igpo)
+    assert torch.equal(of(bind(row, {'metric': 'em', 'penalty': None})), plain)
+    rewards = '+'.join('prs' if r.name == 'outcome' else r.name for r in row.rewards)
+    if name == 'carl':                                # whose critic is a chance of success
+        with pytest.raises(ValueError, match='a chance of success'): compose(f'{rewards}/{row.rule.name}')
+        return
+    stages = compose(f'{rewards}/{row.rule.name}')
+    assert torch.equal(of(stages), of(METHODS['prs']))
+
+
 def test_tspo_is_what_its_function_says(world):
     groups, layout = games(world), pack(games(world))
     by_hand = tspo_advantages(right_answers(groups), first_turns(groups), layout.turn_mask, layout.groups)

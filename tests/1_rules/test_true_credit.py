@@ -22,8 +22,9 @@ from credit_rl.tiny import (PERFECT, PERFECT_CODER, Player, act, act_coder, play
                             tiny_tokenizer)
 from credit_rl.train import train
 from credit_rl.runlog import read_metrics
-from credit_rl.true_credit import (continuation_values, distinct_states, exact_values, query_rate, said_next,
-                                   solver_values, state_values, turn_credit)
+from credit_rl.trajectory import Group
+from credit_rl.true_credit import (SolverRates, _solver_value, continuation_values, distinct_states, exact_values,
+                                   missing_pages, said_next, solver_rates, solver_values, state_values, turn_credit)
 from credit_rl.world import make_world
 
 WEAK = Player(one_word=.3, restart=.2, near_miss=.4, early=.1)
@@ -146,16 +147,49 @@ def test_errors_of_rates_and_of_other_outcomes():
 
 
 def test_the_solvers_value(played):
-    "1 where all was shown, 0 where no turn is left for what is missing; perfect play's queries all fetch."
+    "Perfect play is sure of everything, but for half a count; the only turn cannot answer without a page."
     env, groups = played
     there, _ = index_groups(groups)
-    values = solver_values(groups, env.max_turns, query_rate(groups))
-    assert (values[there] >= 0).all() and (values[there] <= 1).all() and .3 < query_rate(groups) < .9
+    rates = solver_rates(groups, outcome_rewards(groups, exact_match))
+    values = solver_values(groups, env.max_turns, rates)[there]
+    assert (values >= 0).all() and (values <= rates.read).all() and .3 < rates.query < .9
     perfect = rollout(by(PERFECT), env, [g.question for g in groups])
-    sure = solver_values(perfect, env.max_turns, 1.)[index_groups(perfect)[0]]
-    assert query_rate(perfect) == 1. and (sure == 1).all()
-    late = solver_values(groups, 1, 1.)                                  # the only turn must answer
-    assert late[0, 0] == 0
+    sure = solver_rates(perfect, outcome_rewards(perfect, exact_match))
+    count = sum(len(t.turns) - 1 for g in perfect for t in g.trajectories)
+    assert sure.query == pytest.approx((count + .5) / (count + 1))
+    ideal = solver_values(perfect, env.max_turns, SolverRates(1., 1., 1.))
+    assert (ideal[index_groups(perfect)[0]] == 1).all()
+    assert solver_values(groups, 1, rates)[0, 0] == 0
+
+
+def test_stalling_does_not_pay(played):
+    """A policy that reads half of the last pages wrong: once all was shown, another search earns less than nothing, and
+    an answer more, in the mean. A solver without fault and without a clock pays for the search instead."""
+    env, groups = played
+    answer = next(t for g in groups for t in g.trajectories if t.answer is not None and missing_pages(t)[-2] == 0)
+    search = answer.turns[-2]
+    stalled = dataclasses.replace(answer, turns=(*answer.turns[:-1], search, answer.turns[-1]))
+    rates, group = SolverRates(.8, .7, .5), Group(answer.question, (answer, stalled))
+    there, _ = index_groups([group])
+    turns = there.shape[1] + 1
+    wasted, final = len(answer.turns) - 1, torch.tensor([.5, .5])                # what either earns in the mean
+    own = turn_credit(solver_values([group], turns, rates), final, there)
+    blind = turn_credit(solver_values([group], turns, SolverRates(.8, 1., 1.)), final, there)
+    assert own[1, wasted] < 0 < own[0, wasted] and own[0, wasted] < own[1, wasted + 1]
+    assert blind[1, wasted] == 0 > blind[0, wasted]
+    assert_close(own.sum(1), final - solver_values([group], turns, rates)[:, 0])
+
+
+def test_credit_by_the_solver_is_none_in_the_mean(played):
+    "The identity that fixes V: by its own rates a query and a turn that may answer earn 0 on average."
+    rates = SolverRates(.6, .4, .7)
+    value = lambda missing, turns: _solver_value(missing, turns, rates)
+    for turns in range(2, 7):
+        for missing in range(1, 4):
+            query = rates.query * value(missing - 1, turns - 1) + (1 - rates.query) * value(missing, turns - 1)
+            assert query == pytest.approx(value(missing, turns)) and value(missing, turns - 1) <= value(missing, turns)
+        ready = rates.answer * rates.read + (1 - rates.answer) * value(0, turns - 1)
+        assert ready == pytest.approx(value(0, turns)) and value(0, turns - 1) < value(0, turns)
 
 
 @pytest.mark.parametrize('name', ['vine', 'oracle'])
@@ -165,7 +199,8 @@ def test_rows_of_true_credit_give_turns_what_they_earned(played, name):
     values = continuation_values(by(WEAK), env, groups, 8)[0]
     method = bind(METHODS[name], {'scale': 'none'})
     batch = assign(method, groups, lambda layout, asks: Measured(state_values=values))
-    if name == 'oracle': values = solver_values(groups, 4, query_rate(groups))
+    rates = solver_rates(groups, outcome_rewards(groups, exact_match))
+    if name == 'oracle': values = solver_values(groups, 4, rates)
     wanted, layout = turn_credit(values, batch.rewards['outcome'], there), pack(groups)
     trained = layout.token_turns >= 0
     got, tokens = batch.credit.advantages, wanted[layout.row_trajectory].gather(1, layout.token_turns.clamp(min=0))

@@ -1,4 +1,4 @@
-"48_significance: intervals cover, tests keep their level over a family, and power is what it says, on simulated data."
+"39_significance: intervals cover, tests keep their level over a family, and power is what it says, on simulated data."
 import math
 
 import numpy as np
@@ -6,7 +6,9 @@ import pytest
 import torch
 from scipy import stats
 
-from credit_rl.significance import detectable, holm, jackknife, mean_interval, verdict, welch
+from credit_rl.diagnostics import _gain_interval
+from credit_rl.significance import (detectable, holm, jackknife, mean_interval, ratio_interval, verdict, welch,
+                                    wilson)
 
 
 def test_students_interval_is_scipys_and_covers():
@@ -84,3 +86,45 @@ def test_the_jackknife_of_a_ratio_covers_and_of_a_norm_a_bootstrap_does_not():
         low, high = drawn.quantile(torch.tensor([.025, .975]).double()).tolist()
         boot += low <= true <= high
     assert .93 < ratio / times < .975 and .93 < norm / times < .975 and boot / times < .5
+
+
+@pytest.mark.parametrize('n', [25, 200])
+def test_wilsons_interval_is_scipys_and_covers(n):
+    "In the mean over shares: of one share it goes up and down with n (Brown, Cai and DasGupta 2001)."
+    assert wilson(3 / n, n) == pytest.approx(stats.binomtest(3, n).proportion_ci(method='wilson'), abs=1e-4)
+    right, held = np.arange(n + 1), []
+    ends = np.array([wilson(x / n, n) for x in right])
+    for share in np.linspace(.02, .98, 97):
+        held.append(stats.binom.pmf(right, n, share) @ ((ends[:, 0] <= share) & (share <= ends[:, 1])))
+    assert .945 < np.mean(held) < .96 and min(held) > .83
+
+
+def test_the_interval_of_a_gain_covers_and_is_wide_where_the_questions_are_the_same():
+    "Newcombe's. Of the same questions, whose answers before and after agree, it holds the gain more often."
+    rng, apart, paired = np.random.default_rng(5), 0, 0
+    for _ in range(2000):
+        before, after, luck = *rng.random((2, 60)), rng.random(60)
+        for same in (False, True):
+            b, a = (np.mean((luck if same else x) < share) for x, share in ((before, .3), (after, .5)))
+            low, high = _gain_interval(b, a, 60)
+            if same: paired += low <= .2 <= high
+            else: apart += low <= .2 <= high
+    assert .93 < apart / 2000 < .97 < paired / 2000
+
+
+def test_a_mean_over_questions_has_an_interval_that_covers():
+    """Values without ends, unequal numbers of them, alike within a question: of 24 and of 8 questions. With one value
+    each it is Student's; as if all values were independent it would hold the mean in 56 to 58 %."""
+    rng = np.random.default_rng(6)
+    for questions in (8, 24):
+        held = naive = 0
+        for _ in range(1500):
+            counts = rng.integers(1, 12, questions)
+            sums = counts * rng.normal(.3, .2, questions) + rng.normal(0, .1 * counts ** .5)
+            mean, low, high = ratio_interval(torch.tensor(sums), torch.tensor(counts))
+            held += low <= .3 <= high
+            naive += abs(mean - .3) < 1.96 * (.05 / counts.sum()) ** .5
+        assert .925 < held / 1500 < .97 and naive / 1500 < .65
+    x = torch.tensor([.1, .5, .2])
+    assert ratio_interval(x, torch.ones(3)) == pytest.approx(mean_interval(x.tolist())[:3])
+    assert all(map(math.isnan, ratio_interval(torch.tensor([1., 0.]), torch.tensor([1., 0.]))[1:]))
