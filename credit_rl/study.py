@@ -336,8 +336,8 @@ def write_predictions(folder):  # of a study
     return table
 
 def main(arguments=None):
-    """`python -m credit_rl.study FOLDER`: write the predictions of a study, from the audits in it. With `--rates`: choose
-    the learning rates, and print for each regime and rate what `python -m credit_rl.compare` is to run."""
+    """`python -m credit_rl.study FOLDER`: write the predictions of a study, from the audits in it. With `--rates`:
+    choose the learning rates, and print for each regime and rate what `python -m credit_rl.compare` is to run."""
     parser = make_parser('credit_rl.study', 'What do the audits of a study predict?')
     parser.add_argument('folder', metavar='FOLDER', help='of the study, such as runs/study')
     parser.add_argument('--rates', action='store_true', help='choose learning rates instead, by the runs in its rates')
