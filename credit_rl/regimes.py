@@ -59,6 +59,7 @@ BASES = {  # name of a regime -> its base
     'plain': RegimeBase(from_nothing=True),
     'many-parts': RegimeBase(Player(one_word=.05, near_miss=.15), _some(320, 200, batch=8, parts=[2, 3])),
     'near-miss': RegimeBase(Player(one_word=.01, near_miss=.7, spared=('birthplace', 'headquarters')), _some(100)),
+    'rarely-right': RegimeBase(Player(one_word=.01, near_miss=.97), _some(150)),
     'far': RegimeBase(Player(one_word=.02, restart=.01, misread=.01, early=.01, near_miss=.15, astray=.03,
                              broken_call=.01, broken_answer=.01), _some(225, 150, hops=[2, 3])),
     'two-pages': RegimeBase(Player(one_word=.02, astray=.03, near_miss=.1), _some(225, 225, hops=[2])),

@@ -4,13 +4,13 @@
 
 # %% auto #0
 __all__ = ['SCORE', 'EXPECTED', 'regimes_of', 'read_audits', 'word', 'joined', 'predict', 'study_differences', 'study_tables',
-           'judge', 'rank_agreement', 'which_rule_when', 'study_figure', 'write_predictions', 'main']
+           'judge', 'rank_agreement', 'which_rule_when', 'study_figure', 'choose_rates', 'write_predictions', 'main']
 
 # %% ../nbs/experiments/76_study.ipynb #s003
 import math, sys
 from pathlib import Path
 import torch
-from .compare import find_runs, paired_differences, pooled_intervals
+from .compare import find_runs, paired_differences, pooled_intervals, sampled_right
 from .significance import detectable, holm, mean_interval, verdict
 from .parameters import make_parser
 from .runlog import read_json, read_summary
@@ -277,6 +277,42 @@ def study_figure(
     plt.close(figure)
     return figure
 
+# %% ../nbs/experiments/76_study.ipynb #s0182
+def _rate_runs(folder):  # of a study
+    "What the finished runs of a rate search got right as they sampled: DataFrame, regime, rule, rate, seed, right."
+    import pandas as pd
+    rows = [(regime.name, *reversed(run.name.rpartition('-')[::2]), float(rate.name), sampled_right(run))
+            for rate in sorted((Path(folder)/'rates').glob('*')) for regime in sorted(rate.glob('*'))
+            if list(regime.glob('*/params.yaml')) for run in find_runs(regime) if read_summary(run) is not None]
+    return pd.DataFrame(rows, columns=['regime', 'seed', 'rule', 'rate', 'right'])
+
+def choose_rates(folder):  # of a study
+    """The learning rate of each rule in each regime, by its runs in `rates`: DataFrame with regime, rule, the chosen
+    `rate`, and what was right at each rate, mean over seeds. It is written to `rates.csv`; what that holds already of a
+    rule in a regime is kept. Raises ValueError where a run is missing that another rate or rule of the regime has,
+    FileNotFoundError where there is none.
+
+    Parameters
+    ----------
+    folder : of a study
+    """
+    import pandas as pd
+    place, found, rows = Path(folder)/'rates.csv', _rate_runs(folder), []
+    for regime, of in found.groupby('regime', sort=False):
+        wanted = pd.MultiIndex.from_product([of.rule.unique(), of.rate.unique(), of.seed.unique()])
+        missing = wanted.difference(pd.MultiIndex.from_frame(of[['rule', 'rate', 'seed']]))
+        if len(missing): raise ValueError(f'{regime}: {len(missing)} of {len(wanted)} runs of the rates are not '
+                                          f'finished; the first is {"{} at {:g}, seed {}".format(*missing[0])}')
+        means = of.pivot_table('right', 'rule', 'rate', sort=False)
+        rows += [{'regime': regime, 'rule': rule, 'rate': means.loc[rule].idxmax(),
+                  **{f'right at {rate:g}': right for rate, right in means.loc[rule].sort_index().items()}}
+                 for rule in means.index]
+    old, new = pd.read_csv(place) if place.exists() else pd.DataFrame(), pd.DataFrame(rows)
+    if old.empty and new.empty: raise FileNotFoundError(f'{folder} holds no finished rates/RATE/REGIME/RULE-SEED')
+    table = pd.concat([old, new]).drop_duplicates(['regime', 'rule'], ignore_index=True) if rows else old
+    table.to_csv(place, index=False)
+    return table
+
 # %% ../nbs/experiments/76_study.ipynb #s019
 def write_predictions(folder):  # of a study
     """Write `predictions.csv` from the audits of a study; what it holds already of a rule in a regime is kept as it is.
@@ -300,12 +336,18 @@ def write_predictions(folder):  # of a study
     return table
 
 def main(arguments=None):
-    "`python -m credit_rl.study FOLDER`: write the predictions of a study, from the audits in it."
+    """`python -m credit_rl.study FOLDER`: write the predictions of a study, from the audits in it. With `--rates`:
+    choose the learning rates, and print for each regime and rate what `python -m credit_rl.compare` is to run."""
     parser = make_parser('credit_rl.study', 'What do the audits of a study predict?')
     parser.add_argument('folder', metavar='FOLDER', help='of the study, such as runs/study')
-    try: table = write_predictions(parser.parse_args(arguments).folder)
+    parser.add_argument('--rates', action='store_true', help='choose learning rates instead, by the runs in its rates')
+    given = parser.parse_args(arguments)
+    try: table = (choose_rates if given.rates else write_predictions)(given.folder)
     except (ValueError, OSError) as e: sys.exit(f'credit_rl.study: {e}')
-    print(table.round(3).to_string(index=False))
+    if given.rates:
+        for (regime, rate), of in table.groupby(['regime', 'rate'], sort=False):
+            print(f'--worlds {regime} --methods {" ".join(of.rule)} learning_rate={rate:g}')
+    else: print(table.round(3).to_string(index=False))
 
 # %% ../nbs/experiments/76_study.ipynb #s021
 if __name__ == '__main__' and '__file__' in globals(): main()  # a notebook has no file

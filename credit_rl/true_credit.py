@@ -5,13 +5,13 @@
 # %% auto #0
 __all__ = ['PARTS', 'turn_changes', 'turn_credit', 'credit_errors', 'distinct_states', 'sampling_variance', 'state_values',
            'score_continuations', 'continuation_values', 'said_next', 'exact_values', 'missing_pages', 'SolverRates',
-           'solver_rates', 'solver_values']
+           'solver_rates', 'solver_values', 'note_values']
 
 # %% ../nbs/1_rules/36_true_credit.ipynb #t003
-import math, torch
+import math, re, torch
 from dataclasses import dataclass, replace
 from .groups import at_last_turn, check_turns, group_normalize, index_groups
-from .metrics import exact_match
+from .metrics import exact_match, parts
 from .options import Option
 from .outcome import outcome_rewards
 from .parts import Reward, Row, Rule, rewards_on_last
@@ -350,6 +350,31 @@ def solver_values(
         for k in range(len(t.turns)): out[i, k] = _solver_value(left[k], turns - k, rates, parts)
     return out
 
+# %% ../nbs/1_rules/36_true_credit.ipynb #n002
+_NOTE = re.compile(r'<think> \w+ (\w+ \w+) (?:;|</think>)')
+
+def note_values(
+    groups,  # list of Group, N trajectories of at most K turns, of questions of the tiny world that have parts
+):
+    """What an answer would earn that copies the notes made before every turn (ours): (N, K) in [0, 1], NaN where there
+    is no turn. Raises ValueError on a question without parts.
+
+    Parameters
+    ----------
+    groups : list of Group, N trajectories of at most K turns, of questions of the tiny world that have parts
+    """
+    turn_mask, _ = index_groups(groups)
+    out = torch.full(turn_mask.shape, torch.nan)
+    for i, t in enumerate(t for g in groups for t in g.trajectories):
+        if t.question.meta.get('form') != 'parts':
+            raise ValueError(f'notes are checked against the parts of a question, and {t.question.id!r} has none: take '
+                             "a world of parts, such as world={'parts': [6]}, or another reward")
+        notes = []
+        for k, turn in enumerate(t.turns):
+            out[i, k] = parts(' ; '.join(notes), t.question.answers)
+            if k: notes += _NOTE.findall(turn.action_text)[:1]
+    return out
+
 # %% ../nbs/1_rules/36_true_credit.ipynb #t026
 def _scaled(rewards, layout, seen, o):
     "What each turn itself earned, in the scale that is asked for: (N, K)."
@@ -378,6 +403,8 @@ PARTS = (
            options={'turns': Option(4, 'turns that a rollout may take', least=1),
                     'read_by': Option('em', 'how answers are scored where the rate of right ones is measured', object)},
            facts={'turns': 'max_turns', 'read_by': 'metric'}, **_CHANGES),
+    Reward('notes', r'\Phi(S_{k+1}) - \Phi(S_k)', 'ours', telescopes=True,
+           text=lambda groups, o: turn_changes(note_values(groups), index_groups(groups)[0])),
     Rule('each', r'A_{i,k} = r_{i,k} / s', 'ours', credit=_scaled, compares=False,
          options={'scale': Option('batch', "s: the batch's root mean square, the group's deviation, or 1",
                                   choices=('batch', 'group', 'none')),

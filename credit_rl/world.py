@@ -485,6 +485,8 @@ REGIMES = {r.name: r for r in (
            {'parts': [6]}, max_turns=7, max_tokens=448, turn_tokens=56, metric='parts'),
     Regime('near-miss', 'A fifth is right, half of the rollouts saw the gold and missed it, and many groups are all '
            'wrong (TSPO, table 1).', {'hops': [3]}),
+    Regime('rarely-right', 'One in a hundred is right, two in three rollouts saw the gold and missed it, and nine '
+           'groups in ten are all wrong (TSPO, IGPO).', {'hops': [3]}),
     Regime('far', 'Chains of three to five look-ups with mistakes at every kind of turn, so belief rises with the '
            'search and falls with a mistake (IGPO, TIPS).',
            {'hops': [3, 4, 5]}, max_turns=6, max_tokens=320, turn_tokens=28),

@@ -24,8 +24,9 @@ from credit_rl.train import train
 from credit_rl.runlog import read_metrics
 from credit_rl.trajectory import Group
 from credit_rl.true_credit import (SolverRates, _solver_value, continuation_values, distinct_states, exact_values,
-                                   missing_pages, said_next, solver_rates, solver_values, state_values, turn_credit)
-from credit_rl.world import make_world
+                                   missing_pages, note_values, said_next, solver_rates, solver_values, state_values,
+                                   turn_credit)
+from credit_rl.world import make_world, world_of
 
 WEAK = Player(one_word=.3, restart=.2, near_miss=.4, early=.1)
 CHAT = Chat(PROTOCOLS['tiny'], tiny_tokenizer())
@@ -217,3 +218,39 @@ def test_a_run_on_true_credit(tmp_path, root):
                 say=lambda line: None)
     table = read_metrics(run)
     assert (table.seconds_play_on[1:] > 0).all() and (table.updates[1:] > 0).all() and (table.kl.iloc[-1] > 0)
+
+
+@pytest.fixture(scope='module')
+def listed():
+    "Games of a weak player, whose questions have two or three independent parts."
+    world = world_of({'size': 120, 'parts': [2, 3]}, 'train', 7, 8)
+    return rollout(by(WEAK), tiny_environment(world, CHAT, max_turns=4), world.questions, 4, seed=3)
+
+
+def test_checked_notes_move_the_outcome_and_add_nothing(listed):
+    "A rule that sums over turns sees the outcome alone; one that does not gives another credit."
+    options = {'metric': 'parts'}
+    credit = {name: assign(bind(compose(name), options), listed, lambda layout, asks: None).credit.advantages
+              for name in ('outcome/group', 'outcome+notes/group', 'outcome/mean', 'outcome+notes/mean')}
+    assert credit['outcome/group'].any()
+    for rule in ('group', 'mean'): assert_close(credit[f'outcome+notes/{rule}'], credit[f'outcome/{rule}'])
+    own = bind(compose('outcome+notes/accumulate'), options | {'norm': 'per-turn', 'gamma': 0.})
+    batch = assign(own, listed, lambda layout, asks: None)
+    assert not torch.allclose(batch.credit.advantages, credit['outcome/group'], atol=.1)
+    assert_close((batch.rewards['turns'].sum(1)), torch.zeros(32), atol=1e-6, rtol=0)
+
+
+def test_a_note_earns_its_part_where_it_is_made(listed):
+    "All notes of a perfect player are right: 1/n in every turn but the first, whose sum is the outcome."
+    played = rollout(by(PERFECT), tiny_environment(world_of({'size': 120, 'parts': [3]}, 'train', 7, 8), CHAT,
+                                                   max_turns=4), [g.question for g in listed], 1)
+    right = outcome_rewards(played, 'parts')
+    assert (right == 1).any()
+    for g, r in zip(played, right.tolist()):
+        n, values = g.question.meta['hops'], note_values([g])
+        if r == 1: assert_close(values[0], torch.tensor([0., 0.] + [(k + 1) / n for k in range(n - 1)]))
+
+
+def test_questions_without_parts_have_no_notes_to_check(played):
+    with pytest.raises(ValueError, match='has none'): note_values(played[1])
+    with pytest.raises(ValueError, match='would not telescope'): compose('outcome+notes/calls')

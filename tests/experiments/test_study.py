@@ -10,11 +10,19 @@ import torch
 from papermilled import papermill, shown
 from scipy import stats
 
-from credit_rl.compare import dev_area, pooled_intervals
-from credit_rl.runlog import read_summary
+from credit_rl.compare import dev_area, plan_jobs, pooled_intervals
+from credit_rl.engine import ScriptedEngine
+from credit_rl.methods import get_method
+from credit_rl.parts import Facts, bind
+from credit_rl.protocol import PROTOCOLS, Chat
+from credit_rl.regimes import regime_environment
+from credit_rl.rollout import rollout
+from credit_rl.runlog import load_yaml, read_summary
 from credit_rl.significance import holm
 from credit_rl.study import (SCORE, predict, rank_agreement, read_audits, regimes_of, study_differences,
                              study_tables, which_rule_when)
+from credit_rl.tiny import Player, act, tiny_tokenizer
+from credit_rl.world import get_regime, world_of
 
 ROOT = Path(__file__).resolve().parents[2]
 STORED = ROOT / 'runs' / 'sweep_weak'
@@ -133,3 +141,23 @@ def test_the_page_shows_what_was_expected_and_what_came_out(study):
     assert code == 0, said
     tables = '\n'.join(map(str, shown(page, 'text/plain')))
     assert 'ahead' in tables and 'behind' in tables and 'weak' in tables and len(shown(page, 'image/png')) == 4
+
+
+def test_the_study_again_gives_all_rules_one_outcome_but_prs():
+    "On games of a player that is right, wrong, and does not answer; by IGPO's own settings they would be others."
+    params = load_yaml((ROOT / 'runs/params/study_again.yaml').read_text())
+    chat = Chat(PROTOCOLS['tiny'], tiny_tokenizer())
+    player = Player(near_miss=.4, broken_answer=.3)
+    for name, rules in (('many-parts', ('dr-grpo', 'gigpo', 'notes')), ('plain', ('dr-grpo', 'tspo', 'igpo'))):
+        regime = get_regime(name)
+        world = world_of({**regime.world, 'size': 150}, 'train', 7, 6)
+        engine = ScriptedEngine(lambda text, rng: act(text, rng, player), chat.tokenizer)
+        groups = rollout(engine, regime_environment(regime, world, chat), world.questions, 4, seed=1)
+        def earned(job, options):
+            method = get_method(job.settings.get('method', job.method))
+            return bind(method, options, Facts(metric=regime.metric)).text_rewards(groups)['outcome']
+        first, *jobs = plan_jobs(['grpo', *rules], [611], params, 'nowhere', [name])
+        outcome = earned(first, {})
+        assert 0 < outcome.mean() < 1
+        for job in jobs: assert torch.equal(earned(job, job.settings.get('options', {})), outcome), job.name
+        if 'igpo' in rules: assert not torch.equal(earned(jobs[-1], {}), outcome)
