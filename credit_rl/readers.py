@@ -339,7 +339,8 @@ def read_contents(row):
 
 def read_title(row):
     "Read the title of a passage, '' where it has none. Raises RowError on anything but a text."
-    return read_field(row, 'title') if row.get('title') else ''
+    title = row.get('title') or ''
+    return title if isinstance(title, str) else read_field(row, 'title')
 
 def read_id(row, *names):
     """Read the id of a row, from the first of some fields that is there and not null, or NaN as tables write it: str,

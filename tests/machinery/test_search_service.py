@@ -15,7 +15,7 @@ from contextlib import contextmanager
 
 import numpy as np
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import example, given, settings, strategies as st
 
 from credit_rl.environment import open_search
 from credit_rl.evaluate import Evaluation
@@ -103,6 +103,7 @@ ENTRY = {'document': {'id': '4', 'contents': '"Orvane"\nA port.\nIt is old.'}, '
     st.lists(QUERY, max_size=4),
     st.integers(1, 9),
 )
+@example([('\r', '')], [''], 1)                            # a title of white space alone is one all the same
 def test_what_comes_over_http_is_what_the_retriever_said(texts, queries, k):
     class Everything:
         def search(self, queries, k):

@@ -48,11 +48,12 @@ from paper_player import Player, write_model, write_sets
 ROOT = Path(__file__).resolve().parents[2]
 VLLM = importlib.util.find_spec('vllm') is not None
 # many runs in the tiny world, for credit_rl.compare
-OURS = ('sweep', 'sweep_weak', 'claims', 'engines', 'ahead', 'carl_warm', 'carl_tiny', 'study', 'asking')
+OURS = ('sweep', 'sweep_weak', 'claims', 'engines', 'ahead', 'carl_warm', 'carl_tiny', 'study', 'study_again',
+        'asking')
 FILES = {
     p.stem: p
     for p in sorted((ROOT / 'runs' / 'params').glob('*.yaml'))
-    if p.stem not in ('demo', 'carl_demo', 'real', *OURS) and not p.stem.endswith('_warmup')
+    if p.stem not in ('demo', 'carl_demo', 'real', 'real_rules', *OURS) and not p.stem.endswith('_warmup')
     and not p.stem.startswith('eval_') and '_long' not in p.stem                  # long answers: test_longform.py
 }
 # how a paper evaluates, for credit_rl.evaluate; long answers: test_longform.py
