@@ -7,6 +7,7 @@ __all__ = ['count_answers', 'gains_over', 'counted_answers', 'main']
 
 # %% ../nbs/experiments/49_which_rule.ipynb #w4903
 import sys
+from pathlib import Path
 from .beliefs import stored_groups
 from .evaluate import read_manifest
 from .folr import first_turns
@@ -81,7 +82,6 @@ def counted_answers(folders):  # dict (rule, seed) -> list of folders of evaluat
     folders : dict (rule, seed) -> list of folders of evaluations
     """
     import pandas as pd
-    from pathlib import Path
     rows = []
     for (rule, seed), places in folders.items():
         asked = {}
