@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['find_runs', 'run_label', 'load_runs', 'seed_curves', 'learning_curves', 'curve_panels', 'dev_area', 'sampled_right',
-           'common_seeds', 'pooled_intervals', 'paired_differences', 'setting_differences', 'markdown_table', 'replay',
-           'effort_table', 'named_runs', 'side_by_side', 'peer_table', 'plan_jobs', 'papermill_command', 'main']
+           'common_seeds', 'paired_differences', 'setting_differences', 'markdown_table', 'replay', 'effort_table',
+           'named_runs', 'side_by_side', 'peer_table', 'plan_jobs', 'papermill_command', 'main']
 
 # %% ../nbs/6_looking/74_compare.ipynb #c003
 import dataclasses, json, math, os, signal, subprocess, sys, tempfile, textwrap
@@ -332,24 +332,6 @@ def common_seeds(folders):  # as in find_runs
                        f'{", ".join(m for m, runs in finished.items() if params["seed"] not in runs)}')
         else: kept.append(folder)
     return kept, out
-
-# %% ../nbs/6_looking/74_compare.ipynb #c0302
-def pooled_intervals(differences):  # list of (n,) tensors, one difference for each seed
-    """95 % intervals of means whose luck is alike: list of (low, high), NaN where no two seeds differ. A rule that did
-    what the baseline did, to the last digit, says nothing of luck elsewhere, and beside others has an interval of
-    nothing.
-
-    Parameters
-    ----------
-    differences : list of (n,) tensors, one difference for each seed
-    """
-    from scipy.stats import t
-    apart = [d for d in differences if d.any()]
-    free = sum(len(d) - 1 for d in apart)
-    square = sum((d - d.mean()).pow(2).sum().item() for d in apart)
-    reach = float(t.ppf(.975, free)) * (square / free) ** .5 if free else math.nan
-    reaches = [reach / len(d) ** .5 if d.any() or not free else 0. for d in differences]
-    return [(d.mean().item() - r, d.mean().item() + r) for d, r in zip(differences, reaches)]
 
 # %% ../nbs/6_looking/74_compare.ipynb #c031
 def paired_differences(

@@ -4,9 +4,10 @@
 
 # %% auto #0
 __all__ = ['TRIALS', 'CHARTS', 'Contender', 'get_contender', 'believed', 'turn_weights', 'Pupils', 'true_gradient', 'all_paths',
-           'all_groups', 'Estimate', 'exact_estimate', 'sampled_estimate', 'unit_rate', 'learn', 'censored_mean',
-           'step_ratio', 'Trial', 'get_trial', 'LabChoice', 'read_learned', 'best_rate', 'run_lab', 'main', 'lab_table',
-           'Chart', 'chart_says', 'chart_figure', 'situation', 'nearest_worlds', 'map_page', 'judge_expected']
+           'all_groups', 'Estimate', 'exact_estimate', 'estimate_of', 'sampled_estimate', 'unit_rate', 'learn',
+           'censored_mean', 'step_ratio', 'Trial', 'get_trial', 'LabChoice', 'read_learned', 'best_rate', 'run_lab',
+           'main', 'lab_table', 'Chart', 'chart_says', 'chart_figure', 'situation', 'nearest_worlds', 'map_page',
+           'judge_expected']
 
 # %% ../nbs/experiments/67_lab.ipynb #c002
 import functools, itertools, json, math, sys, time
@@ -338,15 +339,25 @@ class Estimate:
     mean: torch.Tensor   # (D, A)
     noise: float         # summed variance of all entries
     true: torch.Tensor   # (D, A)
-    error: float = 0.    # standard error of signal_to_noise; 0: expectation and variance are exact
-    excess: float = 0.   # what drawing adds to the square of the mean's length
+    pulls: torch.Tensor | None = None  # (n,) what each drawn step does to signal_to_noise; None: groups were listed
 
     @property
     def signal(self): return float((self.mean * self.true).sum() / self.true.norm())
     @property
-    def cosine(self): return self.signal / max(float(self.mean.pow(2).sum()) - self.excess, 1e-12) ** .5
+    def cosine(self):
+        "Of expectation and gradient; what drawing adds to the square of the mean's length is taken off."
+        excess = 0. if self.pulls is None else self.noise / len(self.pulls)
+        return self.signal / max(float(self.mean.pow(2).sum()) - excess, 1e-12) ** .5
     @property
     def signal_to_noise(self): return self.signal / self.noise ** .5
+
+    def over(self, base):
+        "Its signal to noise over that of another rule, drawn by the same seed, and the standard error: two floats."
+        ratio = self.signal_to_noise / base.signal_to_noise
+        if self.pulls is None: return ratio, 0.
+        apart = (self.pulls - ratio * base.pulls) / base.signal_to_noise
+        return ratio, (apart.std() / len(apart) ** .5).item()
+
 
 # %% ../nbs/experiments/67_lab.ipynb #c036s1
 def exact_estimate(
@@ -376,6 +387,23 @@ def exact_estimate(
     return Estimate(mean.float(), (second - float(mean.pow(2).sum())) / questions, true_gradient(game, game.base))
 
 # %% ../nbs/experiments/67_lab.ipynb #c036s2
+def estimate_of(
+    found,  # (n, D, A) gradients of drawn steps
+    true,   # (D, A) gradient of the mean outcome
+):
+    """Expectation and noise of drawn steps, and how far each step pulls signal to noise (its influence): `Estimate`.
+
+    Parameters
+    ----------
+    found : (n, D, A) gradients of drawn steps
+    true : (D, A) gradient of the mean outcome
+    """
+    found = found.double()
+    mean, noise, along = found.mean(0), found.var(0).sum().item(), (found * true / true.norm()).sum((1, 2))
+    square = (found - mean).pow(2).sum((1, 2)) / noise
+    pulls = (along - along.mean()) / noise ** .5 - along.mean() / noise ** .5 / 2 * (square - square.mean())
+    return Estimate(mean.float(), noise, true, pulls)
+
 def sampled_estimate(
     game,
     contender,
@@ -388,13 +416,10 @@ def sampled_estimate(
     ----------
     steps : that are drawn
     """
-    generator, found = torch.Generator().manual_seed(seed), []
-    for count in [50] * (steps // 50): found.append(Pupils(game, contender, count, generator).gradient()[0])
-    found, true = torch.cat(found).double(), true_gradient(game, game.base)
-    noise, along = found.var(0).sum().item(), (found * true / true.norm()).sum((1, 2)).var().item()
-    e = Estimate(found.mean(0).float(), noise, true, excess=noise / len(found))
-    squares = (found - found.mean(0)).pow(2).sum((1, 2)).var().item() / noise ** 2      # of the noise's own error
-    return replace(e, error=((along / noise + e.signal_to_noise ** 2 / 4 * squares) / len(found)) ** .5)
+    generator = torch.Generator().manual_seed(seed)
+    found = [Pupils(game, contender, 50, generator).gradient()[0] for _ in range(steps // 50)]
+    return estimate_of(torch.cat(found), true_gradient(game, game.base))
+
 
 # %% ../nbs/experiments/67_lab.ipynb #c040
 def unit_rate(game, contender, seed=0):
@@ -607,14 +632,16 @@ def _exact_rows(name, trial, drawn):
     "Expectation and variance of a world's rules at the base: list of dict."
     rows = []
     for game, how in ((trial.small and trial.small(), 'listed'), (trial.make(), 'drawn')):
+        first = None
         for rule in trial.rules if game else ():
             contender = get_contender(rule, game.metric)
             if how == 'listed' and contender.alone: contender = replace(contender, method=replace(
                 contender.method, options={**contender.method.options, 'whiten': False}))
             if contender.alone and how == 'listed': continue
             e = exact_estimate(game, contender, 4) if how == 'listed' else sampled_estimate(game, contender, drawn)
+            first = first or e
             rows.append({'world': name, 'rule': rule, 'how': how, 'right': base_right(game), 'cosine': e.cosine,
-                         'signal_to_noise': e.signal_to_noise, 'error': e.error})
+                         'signal_to_noise': e.signal_to_noise, **dict(zip(('over_first', 'error'), e.over(first)))})
     return rows
 
 def run_lab(how=LabChoice(), say=print):
@@ -703,12 +730,9 @@ def lab_table(folder):
     fresh = {(b['world'], b['rule']): b for b in blocks if b['phase'] == 'fresh'}
     rows = []
     for name, rule in exact.index:
-        own, base = exact.loc[name, rule], exact.loc[name, get_trial(name).rules[0]]
-        signal = own.signal_to_noise / base.signal_to_noise
-        apart = math.hypot(own.error / own.signal_to_noise, base.error / base.signal_to_noise)
-        rows.append({'world': name, 'rule': rule, 'right': own.right, 'cosine': own.cosine, 'signal': signal,
-                     'error': signal * apart * (rule != get_trial(name).rules[0]), **_rate(name, rule, blocks, most),
-                     **dict.fromkeys(_COLUMNS, math.nan), **_compared(name, rule, fresh, most)})
+        own = exact.loc[name, rule]
+        rows.append({'world': name, 'rule': rule, 'right': own.right, 'cosine': own.cosine, 'signal': own.over_first,
+                     'error': own.error, **_rate(name, rule, blocks, most), **dict.fromkeys(_COLUMNS, math.nan), **_compared(name, rule, fresh, most)})
     table = pd.DataFrame(rows).assign(p=lambda t: holm(t.p.tolist()))
     log = lambda x: math.log(x) if x == x else math.nan
     return table.assign(verdict=[verdict(log(r.low), log(r.high), r.p, .1) for r in table.itertuples()])
