@@ -739,7 +739,7 @@ def _arguments(arguments):
     enter_project()
     try: params, given = read_settings(_parser(), arguments, by_group(*GROUPS.values()))
     except FileNotFoundError as e:
-        raise FileNotFoundError(f'{e.filename} does not exist; relative paths start at the top of the checkout') from e
+        raise FileNotFoundError(f'{e}; relative paths start at the top of the checkout') from e
     check_secrets(params, given.out)                            # papermill would write them down
     for path in (given.notebook, given.report):
         if not Path(path).exists():

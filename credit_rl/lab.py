@@ -732,7 +732,8 @@ def lab_table(folder):
     for name, rule in exact.index:
         own = exact.loc[name, rule]
         rows.append({'world': name, 'rule': rule, 'right': own.right, 'cosine': own.cosine, 'signal': own.over_first,
-                     'error': own.error, **_rate(name, rule, blocks, most), **dict.fromkeys(_COLUMNS, math.nan), **_compared(name, rule, fresh, most)})
+                     'error': own.error, **_rate(name, rule, blocks, most), **dict.fromkeys(_COLUMNS, math.nan),
+                     **_compared(name, rule, fresh, most)})
     table = pd.DataFrame(rows).assign(p=lambda t: holm(t.p.tolist()))
     log = lambda x: math.log(x) if x == x else math.nan
     return table.assign(verdict=[verdict(log(r.low), log(r.high), r.p, .1) for r in table.itertuples()])
@@ -813,6 +814,8 @@ def _draw_line(axes, places, rows, at, style):  # two axes; at: dict word -> pla
         x, y, down, up = zip(*known)
         ax.errorbar(x, y, yerr=[down, up], lw=1.2, ms=4, capsize=2, **style | {'ls': style['ls'] if x[1:] else ''})
 
+
+# %% ../nbs/experiments/67_lab.ipynb #m010s1
 def chart_figure(
     chart,
     table,  # of lab_table

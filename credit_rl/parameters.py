@@ -7,7 +7,7 @@ __all__ = ['from_settings', 'notebook_settings', 'each_world', 'fill_names', 'en
            'one_dialect', 'make_parser', 'read_settings']
 
 # %% ../nbs/machinery/06_parameters.ipynb #c002
-import argparse, datetime, os, re, sys
+import argparse, datetime, difflib, os, re, sys
 from pathlib import Path
 import yaml
 from .launch import expect_file
@@ -214,8 +214,7 @@ def read_settings(
     given = parser.parse_intermixed_args(one_dialect(sys.argv[1:] if arguments is None else arguments, known, parser))
     for text in given.settings:
         if '=' not in text: parser.error(f'settings are written name=value, got {text!r}')
-    if given.params: given.params = os.path.expanduser(given.params)
-    if given.params: expect_file(given.params)
+    if given.params: given.params = _params_file(os.path.expanduser(given.params))
     try:
         settings = (load_yaml(read_text(given.params), given.params) if given.params else None) or {}
         if not isinstance(settings, dict):
@@ -223,6 +222,14 @@ def read_settings(
         over = {name: load_yaml(value) for name, value in (text.split('=', 1) for text in given.settings)}
     except yaml.YAMLError as e: raise ValueError(' '.join(str(e).split())) from e
     return _nested(settings, over, known), given
+
+def _params_file(path):
+    "A path that was given to --params. Raises FileNotFoundError with the name that is nearest."
+    expect_file(path)
+    if os.path.exists(path): return path
+    known = {p.name: p for folder in ('runs/params', Path(path).parent) for p in sorted(Path(folder).glob('*.y*ml'))}
+    near = difflib.get_close_matches(Path(path).name, known, 1)
+    raise FileNotFoundError(f'--params: there is no file {path}' + ''.join(f'; did you mean {known[n]}?' for n in near))
 
 def _nested(settings, over, known):
     "Settings with others put over them, those of one key of a dict into that dict: dict."

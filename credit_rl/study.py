@@ -167,7 +167,7 @@ def judge(
 # %% ../nbs/experiments/76_study.ipynb #s012x2
 def rank_agreement(both):  # DataFrame of judge
     """Does agreement with true credit predict learning? Kendall's τ-b of score and difference over rule × regime:
-    (τ, low, high), with a 95 % interval, NaN where there is one regime or one rule. Variances of two jackknives are
+    (τ, low, high), with a 95 % interval, NaN of fewer than three regimes or rules. Variances of two jackknives are
     added, one leaves out regimes and one rules, since what one rule does in two regimes is not independent.
 
     Parameters
@@ -183,7 +183,7 @@ def rank_agreement(both):  # DataFrame of judge
     for of in (both.regime, both.rule):
         number, n = torch.tensor(of.factorize()[0]), of.nunique()
         without = tau((number != torch.arange(n)[:, None]).to(x.dtype))
-        variance += (n - 1) * without.var(correction=0) if n > 1 else math.nan
+        variance += (n - 1) * without.var(correction=0) if n > 2 else math.nan
     ends = found + 1.96 * variance ** .5 * torch.tensor([-1, 1])
     return found.item(), *ends.clamp(-1, 1).tolist()
 

@@ -83,3 +83,10 @@ def test_a_tilde_leads_home_behind_a_name_too(monkeypatch):
     parser.add_argument('--out')
     given = parser.parse_args(['own=~/model', '~/run', 'x=~', 'a~/b', '--out=~/page.html'])
     assert given.places == ['own=/home/me/model', '/home/me/run', 'x=~', 'a~/b'] and given.out == '/home/me/page.html'
+
+
+def test_a_file_of_settings_that_is_not_there_is_refused_with_its_neighbour(tmp_path):
+    (tmp_path / 'asking.yaml').touch()
+    with pytest.raises(FileNotFoundError, match=f'no file {tmp_path}/askng.yaml; did you mean {tmp_path}/asking.yaml'):
+        read('--params', str(tmp_path / 'askng.yaml'))
+    with pytest.raises(FileNotFoundError, match='no file .*/qqq$'): read('--params', str(tmp_path / 'qqq'))
