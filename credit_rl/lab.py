@@ -820,7 +820,7 @@ def chart_figure(
     chart,
     table,  # of lab_table
 ):
-    """Draw a chart, exact on the left and learned on the right, GRPO being 1: matplotlib figure.
+    """Draw a chart, measured at the base on the left and learned on the right, GRPO being 1: matplotlib figure.
 
     Parameters
     ----------
@@ -836,7 +836,7 @@ def chart_figure(
         style = {'color': colour, 'marker': 'osD^v'[i % 5], 'ls': ('-', '--', ':', '-.', '-')[i % 5], 'label': name}
         shift = .05 * (i - (len(chart.lines) - 1) / 2)                  # so that intervals at a word lie side by side
         _draw_line(axes, places, rows, {word: x + shift for x, word in enumerate(order)}, style)
-    for ax, title in zip(axes, ("exact: signal to noise over GRPO's", "learned: GRPO's steps over the rule's")):
+    for ax, title in zip(axes, ("at the base: signal to noise over GRPO's", "learned: GRPO's steps over the rule's")):
         ax.axhline(1, color='#999999', lw=.8, ls='--')
         ax.set(xlabel=chart.axis, yscale='log')
         ax.set_title(title, fontsize=10)

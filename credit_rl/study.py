@@ -89,8 +89,9 @@ def predict(audits):  # DataFrame of read_audits
     rows = []
     for (regime, rule), of in audits.groupby(['regime', 'rule']):
         if rule in ('grpo', 'half', 'even', 'chance'): continue
-        score, low, high = joined(*(of[f'{SCORE}{end}'].dropna() for end in ('', ', low', ', high')))
-        rows.append({'regime': regime, 'rule': rule, 'bases': of[SCORE].count(), 'score': score, 'low': low,
+        known = of[[f'{SCORE}{end}' for end in ('', ', low', ', high')]].dropna()
+        score, low, high = joined(*known.to_numpy().T)
+        rows.append({'regime': regime, 'rule': rule, 'bases': len(known), 'score': score, 'low': low,
                      'high': high, 'expected': word(low, high)})
     return pd.DataFrame(rows)
 
@@ -264,9 +265,10 @@ def _rate_runs(folder):  # of a study
 
 def choose_rates(folder):  # of a study
     """The learning rate of each rule in each regime, by its runs in `rates`: DataFrame with regime, rule, the chosen
-    `rate`, and what was right at each rate, mean over seeds. It is written to `rates.csv`; what that holds already of a
-    rule in a regime is kept. Raises ValueError where a run is missing that another rate or rule of the regime has,
-    FileNotFoundError where there is none.
+    `rate`, which `end` of those tried it is (−1 the lowest, 1 the highest, 0 neither), and what was right at each
+    rate, mean over seeds. It is written to `rates.csv`; what that holds already of a rule in a regime is kept.
+    Raises ValueError where a run is missing that another rate or rule of the regime has, FileNotFoundError where
+    there is none.
 
     Parameters
     ----------
@@ -280,7 +282,8 @@ def choose_rates(folder):  # of a study
         if len(missing): raise ValueError(f'{regime}: {len(missing)} of {len(wanted)} runs of the rates are not '
                                           f'finished; the first is {"{} at {:g}, seed {}".format(*missing[0])}')
         means = of.pivot_table('right', 'rule', 'rate', sort=False)
-        rows += [{'regime': regime, 'rule': rule, 'rate': means.loc[rule].idxmax(),
+        ends = {means.columns.max(): 1, means.columns.min(): -1}
+        rows += [{'regime': regime, 'rule': rule, 'rate': (best := means.loc[rule].idxmax()), 'end': ends.get(best, 0),
                   **{f'right at {rate:g}': right for rate, right in means.loc[rule].sort_index().items()}}
                  for rule in means.index]
     old, new = pd.read_csv(place) if place.exists() else pd.DataFrame(), pd.DataFrame(rows)
@@ -321,6 +324,9 @@ def main(arguments=None):
     try: table = (choose_rates if given.rates else write_predictions)(given.folder)
     except (ValueError, OSError) as e: sys.exit(f'credit_rl.study: {e}')
     if given.rates:
+        ends = table[table.end != 0]
+        if len(ends): print('best at an end of what was tried, so a rate beyond may be better: ' + ', '.join(
+            f'{r.rule} in {r.regime} ({r.rate:g})' for r in ends.itertuples()), file=sys.stderr)
         for (regime, rate), of in table.groupby(['regime', 'rate'], sort=False):
             print(f'--worlds {regime} --methods {" ".join(of.rule)} learning_rate={rate:g}')
     else: print(table.round(3).to_string(index=False))

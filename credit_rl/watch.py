@@ -111,9 +111,9 @@ def _end_line(summary):
             f'{_duration(summary["seconds"])}')
 
 # %% ../nbs/machinery/79_watch.ipynb #c012
-def _phase(folder, params, metrics, now):
+def _phase(folder, params, metrics, summary, now):
     "Where a run is, in one word and in a line: (str of PHASES, str)."
-    written, summary = _last_written(folder), read_summary(folder)
+    written = _last_written(folder)
     if summary is not None: return 'ended', _end_line(summary)
     if written is None: return 'waiting', 'waiting: nothing is there yet'
     if error := _error(folder, written): return 'died', f'died: {error}; {_resume_line(folder)}'
@@ -143,12 +143,13 @@ def read_status(
     """
     folder, now = Path(folder), time.time() if now is None else now
     params, metrics, rollouts, trouble = {}, {}, [], ''
+    summary = read_summary(folder)      # before the rest: a run that has ended by now has written all of it
     try:
         if (folder/'params.yaml').exists(): params = read_params(folder) or {}
         if metrics_file(folder): metrics = metrics_by_step(folder)
         rollouts = (newest or NewestRollouts(folder)).read()
     except ValueError as e: trouble = f' ({" ".join(str(e).split())})'
-    phase, line = _phase(folder, params, metrics, now)
+    phase, line = _phase(folder, params, metrics, summary, now)
     return Status(folder, phase, line + trouble, params, metrics, rollouts)
 
 # %% ../nbs/machinery/79_watch.ipynb #c016

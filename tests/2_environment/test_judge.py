@@ -89,17 +89,17 @@ def test_what_was_answered_is_kept_though_the_rest_is_interrupted(tmp_path):
 
 
 def test_all_prompts_of_a_call_have_one_deadline(tmp_path):
-    "One at a time, a tenth of a second each: some are answered within half a second, and the others have failed."
+    "One at a time, half a second each: some are answered within three seconds, and the others have failed."
     def slow(prompt, attempt):
-        time.sleep(.1)
+        time.sleep(.5)
         return 'yes'
     with Stub(slow) as stub:
-        judge, since = stub.judge(concurrency=1, deadline=.5), time.monotonic()
+        judge = stub.judge(concurrency=1, deadline=3.)
         marks = judge.ask([str(i) for i in range(40)], WORDS.get)
-        assert time.monotonic() - since < 3 and len(stub.requests) < 10
+        assert len(stub.requests) < 10
     right = marks.count(1)
     assert 1 <= right < 10 and marks == [1] * right + [None] * (40 - right)
-    assert judge.counts['failures'] == 40 - right and 'deadline of 0.5 s' in judge.last_error
+    assert judge.counts['failures'] == 40 - right and 'deadline of 3 s' in judge.last_error
 
 
 def test_a_server_that_hangs_is_given_up_at_the_deadline_whatever_an_attempt_may_take():
@@ -110,19 +110,21 @@ def test_a_server_that_hangs_is_given_up_at_the_deadline_whatever_an_attempt_may
 
 
 def test_sixteen_requests_are_under_way_at_a_time():
-    under_way, most, lock = [0], [0], threading.Lock()
+    "The first are held until as many have come."
+    under_way, most, lock, full = [0], [0], threading.Lock(), threading.Event()
     def script(prompt, attempt):
         with lock:
             under_way[0] += 1
             most[0] = max(most[0], under_way[0])
-        time.sleep(.2)
+            if under_way[0] == 16: full.set()
+        full.wait(60)
         with lock: under_way[0] -= 1
         return 'yes'
     with Stub(script) as stub:
         judge = Judge(f'http://127.0.0.1:{stub.server.server_port}/v1', 'stub')
         assert judge.concurrency == 16 and judge.deadline == 600
         judge.ask([str(i) for i in range(48)], WORDS.get)
-    assert 8 < most[0] <= 16
+    assert most[0] == 16
 
 
 def test_a_key_that_a_reply_repeats_is_not_kept(tmp_path):

@@ -47,6 +47,7 @@ def test_plain_texts_and_another_word_for_nothing():
     assert render_plain([], 'x') == '' and render_documents([('q', [])], 'x') == 'x'
 
 
+@settings(deadline=None)
 @given(st.text(alphabet='ab \n\t', max_size=60), st.integers(1, 12), st.sampled_from([count_words, len]))
 def test_a_cut_is_the_longest_beginning_of_whole_words_that_fits(text, limit, count):
     out = cut(text, limit, count)
@@ -120,7 +121,7 @@ def test_any_failure_inside_is_an_observation():
 
 def test_a_blocking_search_times_out_and_its_late_answer_is_thrown_away():
     stub = Stub()
-    tool = SearchTool(stub, 1, 9, seconds=0.05)
+    tool = SearchTool(stub, 1, 9, seconds=0.5)
     assert [r for _, r in tool.call([['red'], ['hang']])] == [Result.TIMEOUT] * 2
     assert tool.run(['hang']).startswith('Error: ') and len(stub.searches) == 2      # not asked again one by one
     stub.release.set()
@@ -130,7 +131,7 @@ def test_a_blocking_search_times_out_and_its_late_answer_is_thrown_away():
 
 def test_a_failing_batch_and_its_single_calls_share_one_time_limit():
     stub = Stub()
-    out = SearchTool(stub, 1, 9, seconds=0.2).call([['red'], ['broken'], ['hang'], ['wolf']])
+    out = SearchTool(stub, 1, 9, seconds=2.).call([['red'], ['broken'], ['hang'], ['wolf']])
     stub.release.set()
     assert [r for _, r in out] == [Result.OK, Result.ERROR, Result.TIMEOUT, Result.TIMEOUT]
 
@@ -160,7 +161,7 @@ def fatal(query):
 
 PYTHON = PythonTool(search=lambda query: f'found {query}', seconds=0.5, memory_mb=32, output_chars=300)
 # where another limit is to be met first, on a busy machine too
-PATIENT = PythonTool(search=lambda query: f'found {query}', seconds=4, memory_mb=32, output_chars=300)
+PATIENT = PythonTool(search=lambda query: f'found {query}', seconds=30, memory_mb=32, output_chars=300)
 HOSTILE = {  # program: what its observation says, and the Result
     'while True: pass': ('Error: the code ran longer than 0.5 seconds', Result.TIMEOUT),
     'while True:\n    try:\n        while True: pass\n    except BaseException: pass': (
@@ -277,36 +278,36 @@ def test_all_of_them_side_by_side_say_what_they_say_alone():
     ],
 )
 def test_programs_that_work(code, text):
-    assert PYTHON.call([code]) == [(text, Result.OK)]
+    assert PATIENT.call([code]) == [(text, Result.OK)]
 
 
 @given(st.integers(-10**9, 10**9), st.integers(1, 10**6), st.sampled_from(['+', '-', '*', '//', '%']))
 @settings(deadline=None, max_examples=30)
 def test_arithmetic_is_pythons(a, b, sign):
-    assert PYTHON.run(f'print({a} {sign} {b})') == str(eval(f'{a} {sign} {b}'))
+    assert PATIENT.run(f'print({a} {sign} {b})') == str(eval(f'{a} {sign} {b}'))
 
 
 @given(st.text(max_size=200))
 @settings(deadline=None, max_examples=30)
 def test_any_text_is_an_observation(code):
-    text, result = PYTHON.call([code])[0]
+    text, result = PATIENT.call([code])[0]
     assert (result is Result.OK) != text.startswith('Error: ') and isinstance(result, Result)
 
 
 def test_one_character_too_many():
-    text, result = PYTHON.call(['print("a" * 301)'])[0]
+    text, result = PATIENT.call(['print("a" * 301)'])[0]
     assert text.split('\n')[1] == 'a' * 300 and result is Result.ERROR
-    assert PYTHON.call(['print("a" * 301, end="")'])[0] == (text, result)
+    assert PATIENT.call(['print("a" * 301, end="")'])[0] == (text, result)
 
 
 def test_the_same_program_prints_the_same():
     code = ('import random, time, datetime\nprint(random.random(), time.time(), '
             'datetime.datetime.now())\ntime.sleep(1000)')
-    assert PYTHON.run(code) == PYTHON.run(code)
+    assert PATIENT.run(code) == PATIENT.run(code)
 
 
 def test_a_program_leaves_nothing_to_the_next():
-    assert PYTHON.run('secret = 1') == 'No output.' and PYTHON.run('print(secret)').startswith('Error: NameError')
+    assert PATIENT.run('secret = 1') == 'No output.' and PATIENT.run('print(secret)').startswith('Error: NameError')
 
 
 def test_without_a_search_there_is_none():
@@ -401,7 +402,7 @@ def test_the_workers_end_with_the_tool():
 
 
 def test_a_worker_that_hangs_is_ended_and_another_runs_the_program(monkeypatch):
-    monkeypatch.setattr('credit_rl.tools._SILENCE', 1.)
+    monkeypatch.setattr('credit_rl.tools._SILENCE', 5.)
     before, tool = set(workers_of(os.getpid())), PythonTool(workers=1)
     assert tool.run('print(1)') == '1'
     worker, = set(workers_of(os.getpid())) - before

@@ -197,15 +197,18 @@ def test_where_learning_fails_the_play_is_called_off(begun, monkeypatch):
     def slowly(engine, env, questions, count, sampling, seed, progress, each):
         def heard(n):
             ended.append(n)
-            called.wait(5)
+            called.wait(60)
             progress(n)
         return honest(engine, env, questions, count, sampling, seed, heard if alive() else progress, each)
 
-    def fails(*args):
+    def fails(*args): raise BadStep('no')
+
+    def kept(row, keep=begun.log.bad_step):         # the last thing that takes time before play is called off
+        keep(row)
         called.set()
-        raise BadStep('no')
     monkeypatch.setattr(training, 'rollout', slowly)
     monkeypatch.setattr(begun.learner, 'step', fails)
+    monkeypatch.setattr(begun.log, 'bad_step', kept)
     with pytest.raises(BadStep, match='step 1, no'): train_step(begun, 1)
     assert not alive() and sum(ended) < 16 and begun.ahead is None
 

@@ -13,7 +13,7 @@ from html.parser import HTMLParser
 import nbformat
 import pytest
 from browser import Tab, find_browser, open_tab, targets
-from hypothesis import given, strategies as st
+from hypothesis import given, settings, strategies as st
 from nbformat.v4 import new_code_cell, new_notebook, new_output
 
 from credit_rl.metrics import normalize
@@ -80,6 +80,7 @@ def test_every_text_is_shown_and_none_becomes_html(attack):
     assert attack in read(show_rollout(attempt(), title=attack))
 
 
+@settings(deadline=None)
 @given(st.text(st.sampled_from('<>/&"\' ab_tool'), max_size=60), st.text(max_size=60))
 def test_any_text_is_shown_whole(action, observation):
     turn = dataclasses.replace(attempt().turns[0], action_text=action, observation_text=observation)
@@ -134,6 +135,7 @@ WORDS = ['Rome', 'romeo', 'the', 'New', 'York,', '"New', "York's", 'a', 'U.S.', 
 words = st.lists(st.sampled_from(WORDS), max_size=8)
 
 
+@settings(deadline=None)
 @given(words, st.lists(st.sampled_from(['Rome', 'New York', 'the New York', 'US', 'yes', 'York', 'a']), max_size=3))
 def test_gold_spans_agree_with_first_occurrence(text, golds):
     from credit_rl.folr import first_occurrence

@@ -214,8 +214,8 @@ def test_pauses_between_tries_double(canned, monkeypatch):
 
 def test_a_server_that_hangs_ends_the_run_that_asks_it(canned):
     url, asked = canned(0.)
-    with pytest.raises(SearchLost, match='within 0.1 s'):
-        SearchClient(url, seconds=.1, tries=2, pause=0).search(['q'], 1)
+    with pytest.raises(SearchLost, match='within 1 s'):
+        SearchClient(url, seconds=1., tries=2, pause=0).search(['q'], 1)
     assert len(asked) == 2
     with pytest.raises(ConnectionError, match='within 0.1 s. The run ends here.*resume=True'):
         SearchTool(SearchClient(url, seconds=.1, tries=1), 1, None).call([['q']])
@@ -226,11 +226,11 @@ def test_all_tries_and_requests_of_a_search_have_one_deadline(canned):
     url, asked = canned((503, b'busy'))
     since = time.monotonic()
     with pytest.raises(SearchError, match='503: busy'):
-        SearchClient(url, tries=99, pause=.2, batch=1, deadline=.7).search(['a', 'b'], 1)
-    assert 2 <= len(asked) < 6 and {a['queries'][0] for a in asked} == {'a'} and time.monotonic() - since < 5
+        SearchClient(url, tries=99, pause=2., batch=1, deadline=5.).search(['a', 'b'], 1)
+    assert len(asked) == 2 and {a['queries'][0] for a in asked} == {'a'} and time.monotonic() - since < 30
     url, asked = canned(0.)
-    with pytest.raises(SearchLost, match='within 0.[34]'):
-        SearchClient(url, seconds=30., tries=9, deadline=.4).search(['q'], 1)
+    with pytest.raises(SearchLost, match='within [123]'):
+        SearchClient(url, seconds=60., tries=9, deadline=3.).search(['q'], 1)
     assert len(asked) == 1
     client = SearchClient(url, deadline=1e-9)
     with pytest.raises(SearchLost, match='1e-09 s, the deadline of a search'): client.search(['q'], 1)

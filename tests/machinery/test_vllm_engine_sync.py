@@ -166,7 +166,7 @@ def test_what_a_killed_process_was_starting_is_ended(root):
     process = subprocess.Popen([sys.executable, '-c', STARTS], cwd=root, text=True, stdin=subprocess.PIPE,
                                stdout=subprocess.PIPE)
     before, inside = map(int, process.stdout.readline().split())
-    time.sleep(3)                                                         # for the watcher to have seen them
+    time.sleep(10)                                                         # for the watcher to have seen them
     process.kill()
     process.communicate()
     end = time.monotonic() + 30

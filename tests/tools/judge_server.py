@@ -6,6 +6,10 @@ import threading
 from credit_rl.judge import Judge
 
 
+class Server(http.server.ThreadingHTTPServer):
+    request_queue_size = 128    # five may wait by default; a connection beyond is tried again a second later
+
+
 class Stub:
     """Chat completions on a free port. `script`: function (prompt, attempt) -> reply, status, 'hang', or a body (dict,
     bytes)."""
@@ -42,7 +46,7 @@ class Stub:
 
             def log_message(self, *args): pass
 
-        self.server = http.server.ThreadingHTTPServer(('127.0.0.1', 0), Handler)
+        self.server = Server(('127.0.0.1', 0), Handler)
         self.server.daemon_threads = True
         self.thread = threading.Thread(target=self.server.serve_forever, kwargs={'poll_interval': 0.02}, daemon=True)
 

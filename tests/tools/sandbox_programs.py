@@ -150,7 +150,7 @@ def run_programs(number, start=0, say=None):
             os.chdir(before)
             process.kill()
         left = [p for p in (*Path(folder).iterdir(), Path(f'/tmp/{MARK}'), Path(f'/{MARK}')) if p.exists()]
-    settled, late = held[len(held) // 4:], [s for s in took if s > SECONDS + GRACE + 1]
+    settled, late = held[len(held) // 4:], [s for s in took if s > SECONDS + GRACE + 10]
     third = max(1, len(settled) // 3)
     first, last = ([max(column) for column in zip(*part)] for part in (settled[:third], settled[-third:]))
     return {'programs': len(took) * AT_ONCE, **{r.value: results[r.value] for r in Result if results[r.value]},
