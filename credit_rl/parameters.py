@@ -227,8 +227,8 @@ def _params_file(path):
     "A path that was given to --params. Raises FileNotFoundError with the name that is nearest."
     expect_file(path)
     if os.path.exists(path): return path
-    known = {p.name: p for folder in ('runs/params', Path(path).parent) for p in sorted(Path(folder).glob('*.y*ml'))}
-    near = difflib.get_close_matches(Path(path).name, known, 1)
+    known = {p.stem: p for folder in ('runs/params', Path(path).parent) for p in sorted(Path(folder).glob('*.y*ml'))}
+    near = difflib.get_close_matches(Path(path).stem, known, 1)
     raise FileNotFoundError(f'--params: there is no file {path}' + ''.join(f'; did you mean {known[n]}?' for n in near))
 
 def _nested(settings, over, known):

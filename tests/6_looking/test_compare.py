@@ -145,7 +145,7 @@ def test_nothing_done_makes_no_report(tmp_path, settings, monkeypatch):
     'change, message',
     [
         ({'methods': 'grppo'}, "did you mean 'grpo'"),
-        ({'params': 'none.yaml'}, 'none.yaml does not exist'),
+        ({'params': 'none.yaml'}, 'there is no file none.yaml; relative paths start at the top'),
         ({'notebook': 'none.ipynb'}, 'none.ipynb does not exist'),
         ({'workers': 0}, 'at least 1'),
     ],
