@@ -885,7 +885,7 @@ def nearest_worlds(
     count=3,
     among=tuple(TRIALS),  # names of worlds
 ):
-    """Names of the worlds most like a problem, the nearest first: list of str.
+    """Names of the worlds most like a problem and how far each is from it, the nearest first: dict.
 
     Parameters
     ----------
@@ -900,7 +900,7 @@ def nearest_worlds(
         s = situation(name)
         return (abs(math.log2(turns / s['turns'])) + abs(logit(right) - logit(s['right'])) / 2
                 + 2 * abs(near - s['near']) + 10 * (parts != (s['outcome'] == 'share of parts')))
-    return sorted(among, key=apart)[:count]
+    return dict(sorted(((name, apart(name)) for name in among), key=lambda row: row[1])[:count])
 
 # %% ../nbs/experiments/67_lab.ipynb #m015
 def map_page(table):

@@ -67,7 +67,7 @@ def gains_over(
         mean, low, high, p = mean_interval(d.tolist())
         rows.append({'rule': rule, 'over': other, 'questions': len(d), 'mean': shares[rule].mean(),
                      'other': shares[other].mean(), 'difference': mean, 'low': low, 'high': high, 'p': p,
-                     'found': detectable(d.std(), len(d), .05 / len(pairs))})
+                     'detectable': detectable(d.std(), len(d), .05 / len(pairs))})
     for row, p in zip(rows, holm([row['p'] for row in rows])):
         row |= {'p': p, 'verdict': verdict(row['low'], row['high'], p)}
     return pd.DataFrame(rows).set_index(['rule', 'over'])
