@@ -13,7 +13,7 @@ import torch
 from .compare import find_runs, paired_differences, sampled_right
 from .significance import detectable, holm, mean_interval, verdict
 from .parameters import make_parser
-from .runlog import read_json, read_summary
+from .runlog import atomic_write, read_json, read_summary
 
 # %% ../nbs/experiments/76_study.ipynb #s006
 def regimes_of(folder):  # of a study
@@ -289,7 +289,7 @@ def choose_rates(folder):  # of a study
     old, new = pd.read_csv(place) if place.exists() else pd.DataFrame(), pd.DataFrame(rows)
     if old.empty and new.empty: raise FileNotFoundError(f'{folder} holds no finished rates/RATE/REGIME/RULE-SEED')
     table = pd.concat([old, new]).drop_duplicates(['regime', 'rule'], ignore_index=True) if rows else old
-    table.to_csv(place, index=False)
+    atomic_write(place, lambda part: table.to_csv(part, index=False))
     return table
 
 # %% ../nbs/experiments/76_study.ipynb #s019
@@ -311,7 +311,7 @@ def write_predictions(folder):  # of a study
     if begun: raise ValueError(f'a prediction is made before the first run, and there are {", ".join(begun[:3])}: move '
                                'the runs away, or take the audits of this regime away')
     table = pd.concat([old, new], ignore_index=True) if len(old) else new
-    table.to_csv(place, index=False)
+    atomic_write(place, lambda part: table.to_csv(part, index=False))
     return table
 
 def main(arguments=None):
