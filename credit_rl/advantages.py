@@ -370,15 +370,15 @@ def whiten(
     advantages,  # (R, T)
     counted,     # (R, T) bool, tokens over which mean and deviation are taken; elsewhere 0
 ):
-    """Advantages of mean 0 and deviation 1 (population) over the tokens that count: (R, T).
+    """Advantages of mean 0 and deviation 1 (population) over the tokens that count: (R, T), 0 where these are equal.
 
     Parameters
     ----------
     advantages : (R, T)
     counted : (R, T) bool, tokens over which mean and deviation are taken; elsewhere 0
     """
-    if not counted.any(): return advantages
     x = advantages[counted]
+    if not len(x) or x.min() == x.max(): return torch.zeros_like(advantages)    # no rounding error becomes credit
     return torch.where(counted, (advantages - x.mean()) / (x.std(correction=0) + 1e-8), 0.)
 
 def _by_critic(rewards, layout, seen, o):

@@ -372,7 +372,7 @@ _ASKED = {**_BY_TIER, **{name: (None, name) for name in ('EM', 'CARL match', 'ca
           **{f'{name}, not known': ('1', name) for name in ('wrong, answered', 'wrong, no call')}}
 
 def _measure(play, tier, name):
-    "A measure of greedy play: of a tier (NaN if no question is of it), or of all questions (None)."
+    "A measure of one kind of play: of a tier (NaN if no question is of it), or of all questions (None)."
     if tier: return play[tier].get(name, math.nan) if tier in play else math.nan
     return sum(row.get(name, math.nan) * row['n'] for row in play.values()) / sum(row['n'] for row in play.values())
 

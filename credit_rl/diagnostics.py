@@ -227,7 +227,8 @@ def _gain_interval(
 def _range(interval): return f'{interval[0]:.2f} to {interval[1]:.2f}'.replace('-', '−')
 
 def before_after(folder):  # of a finished run
-    """Table of a run's exact match before and after training, overall, by hops and by data set, with 95 % intervals:
+    """Table of a run's exact match before and after training, overall, by hops and by data set, and of the data's own
+    metric where it gives other shares, with 95 % intervals:
     pandas DataFrame. Raises FileNotFoundError on a run without summary.
 
     Parameters
@@ -238,15 +239,17 @@ def before_after(folder):  # of a finished run
     if (summary := read_summary(folder)) is None:
         raise FileNotFoundError(f'{folder} holds no summary.json: the run has not finished; resume it')
     base, final, ceiling, rows = summary['base'], summary['final'], summary.get('ceiling') or {}, {}
-    counts = {'em': summary.get('questions'), **summary.get('questions_by_hops', {}),
+    own = ['right'] * any(x.get('right', x['em']) != x['em'] for x in (base, final))   # the data's own metric
+    counts = {'em': summary.get('questions'), 'right': summary.get('questions'), **summary.get('questions_by_hops', {}),
               **{f'em_{name}': n for name, n in summary.get('questions_by_set', {}).items()}}
-    for key in ['em', *sorted(k for k in base if k.isdigit()), *sorted(k for k in base if k.startswith('em_'))]:
+    for key in ['em', *own, *sorted(k for k in base if k.isdigit()), *sorted(k for k in base if k.startswith('em_'))]:
         b, a, n = base[key], final[key], counts.get(key)
         row = {'questions': n or '', 'base': b, 'after': a, 'gain': a - b,
                'ceiling': ceiling.get('all' if key == 'em' else key, math.nan)}
         ranges = (wilson(b, n), wilson(a, n), _gain_interval(b, a, n)) if n else ()
         texts = [_range(r) for r in ranges] or [''] * 3
-        name = 'all' if key == 'em' else f'{key} hop' + 's' * (key != '1') if key.isdigit() else key[3:]
+        name = {'em': 'all', 'right': "all, by the data's metric"}.get(key) or (
+            f'{key} hop' + 's' * (key != '1') if key.isdigit() else key[3:])
         rows[name] = {**row, **dict(zip(('base, 95 %', 'after, 95 %', 'gain, 95 %'), texts))}
     return pd.DataFrame.from_dict(rows, orient='index')
 
@@ -434,7 +437,9 @@ def supporting_passages(questions, passages):
 def search_in(env, retriever, k):
     "The same `Environment` with another retriever and k passages a query, also inside its programs."
     old = env.tool.search if isinstance(env.tool, PythonTool) else env.tool
-    if not isinstance(old, SearchTool): raise TypeError(f'nothing is searched here: the tool is {env.tool!r:.80}')
+    if not isinstance(old, SearchTool):
+        raise TypeError(f'nothing is searched here, the tool is a {type(env.tool).__name__}: give an environment that '
+                        'searches')
     new = SearchTool(retriever, k, old.max_tokens, old.count_tokens, old.seconds, old.render, old.empty,
                      old.observation_tokens)
     t = env.tool

@@ -20,7 +20,7 @@ from .protocol import ANSWER_STOPS, CALL_STOPS, PROTOCOLS, WORDS, check_tokenize
 from .readers import RowError
 from .retrieval import BM25
 from .rollout import MALFORMED, RULES, Environment, check_lengths
-from .search_service import Patience, is_saved_index, open_retriever
+from .search_service import Patience, is_kept_searches, open_retriever
 from .tools import RENDERS, PythonTool, SearchTool
 from .trajectory import Result
 
@@ -82,7 +82,7 @@ def open_search(
         raise ValueError(f'{name} brings no passages: give them as corpus (a file, a folder, what BM25.save wrote, or '
                          'the url of a search server), or ask without a search by protocol=\'direct\'')
     place = Path(corpus or '')
-    if corpus and (served or (place/'index.json').is_file() or place.is_file() and is_saved_index(corpus)):
+    if corpus and (served or (place/'index.json').is_file() or place.is_file() and is_kept_searches(corpus)):
         if corpus not in opened: opened[corpus] = open_retriever(corpus, None, *settings)
         search = opened[corpus].check() if served else opened[corpus]
     else:

@@ -511,7 +511,8 @@ def set_scores(
     metric : as for `question_row`
     """
     metric = _metric_of(rows[0]['dataset'], metric)
-    numbers = ('numeric', 'carl_em', 'em', 'cover_em', 'f1', 'answer_rate', 'turns', 'calls', 'tokens', 'malformed')
+    metrics = 'numeric', 'bleu', 'carl_em', 'em', 'cover_em', 'f1'
+    numbers = (*metrics, 'answer_rate', 'turns', 'calls', 'tokens', 'malformed')
     names = [n for n in numbers if n in rows[0]]
     mean = lambda part, name: sum(r[name] for r in part) / len(part)
     hops = {h: [r for r in rows if r['hops'] == h] for h in sorted({r['hops'] for r in rows if r['hops'] is not None})}
@@ -520,7 +521,7 @@ def set_scores(
     return {
         'dataset': rows[0]['dataset'], 'questions': len(rows), 'metric': metric, 'score': mean(rows, metric),
         **{n: mean(rows, n) for n in names},
-        'intervals': _intervals(rows, [n for n in ('numeric', 'carl_em', 'em', 'cover_em', 'f1') if n in names], seed),
+        'intervals': _intervals(rows, [n for n in metrics if n in names], seed),
         'by_hops': {str(h): of_hops(part) for h, part in hops.items()},
     }
 
@@ -963,7 +964,7 @@ def evaluation_figure(folder):  # of a run
         kind = lambda s: ', numeric' if s['metric'] == 'numeric' else ''
         ax.set_yticks(range(len(scores)), [f'{s["dataset"]} ({s["questions"]}{kind(s)})' for s in scores])
         ax.set(xlim=(-.02, 1.02), ylim=(-.6, len(scores) - .4),
-               xlabel='share of questions answered right, 95 % interval')
+               xlabel='score of the set, 95 % interval')
         ax.grid(False, axis='y')
         sns.despine(fig, left=True)
     plt.close(fig)  # notebooks show the returned figure; without this they would show it twice

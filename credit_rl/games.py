@@ -365,9 +365,9 @@ def near_miss(right=.025, found=.5, sizes=SIZES, questions=QUESTIONS):
 
 # %% ../nbs/experiments/37_games.ipynb #c021
 def asking(sizes=SIZES, questions=QUESTIONS, asks=.8, reads=.8):
-    """Half of the kinds are known: answering at once is right with .95 where they are, else with .05. A search shows
-    the page with .7; then it is noted, and the note written down. The base asks with `asks`, and notes and writes
-    right with `reads` each: `Game`."""
+    """About half of the kinds are known: answering at once is right with .95 where they are, else with .05. A search
+    shows the page with .7; then it is noted, and the note written down. The base asks with `asks`, and notes and
+    writes right with `reads` each: `Game`."""
     (xa, wa, ask), (xr, wr, read), (xw, ww, write) = (
         _skill('ask', (2, *sizes[1:])), _skill('read', sizes), _skill('write', sizes))
     blocks, spots, starts, features = _blocks(*[sizes[2]] * 3, 1), {}, {}, {}

@@ -629,7 +629,8 @@ def _learn_rule(game, contender, how, blocks, save):
 
 # %% ../nbs/experiments/67_lab.ipynb #c054
 def _exact_rows(name, trial, drawn):
-    "Expectation and variance of a world's rules at the base: list of dict."
+    """Expectation and variance of a world's rules at the base: list of dict. Where groups are listed a rule is taken
+    without whitening; rules that draw from the batch are left out."""
     rows = []
     for game, how in ((trial.small and trial.small(), 'listed'), (trial.make(), 'drawn')):
         first = None

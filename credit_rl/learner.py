@@ -686,7 +686,7 @@ class Learner:
     def evaluate(
         self,
         layout,
-        # of SEES: log-probabilities and entropies, the critic's values, gold answers by the policy and by the teacher,
+        # of _SEES: log-probabilities and entropies, the critic's values, gold answers by the policy and by the teacher,
         # the reference's log-probabilities
         sees=('logp',),
         golds=None,      # dict 'gold' or 'teacher' → list of N lists of AnswerTemplate (gold_templates)
@@ -696,7 +696,7 @@ class Learner:
 
         Parameters
         ----------
-        sees : of SEES: log-probabilities and entropies, the critic's values, gold answers by the policy and by the
+        sees : of _SEES: log-probabilities and entropies, the critic's values, gold answers by the policy and by the
             teacher, the reference's log-probabilities
         golds : dict 'gold' or 'teacher' → list of N lists of AnswerTemplate (gold_templates)
         ends : True: score gold answers after the last turn too

@@ -66,16 +66,19 @@ def each_world(
     return {name: more or {} for name, more in worlds.items() if chosen is None or name in chosen}
 
 def fill_names(settings, **names):  # dict of settings, and what stands for {seed}, {world}, … in their texts
-    """Settings with names filled into their texts: dict.
+    """Settings with names filled into their texts, wherever these stand: dict.
 
     Parameters
     ----------
     settings, names : dict of settings, and what stands for {seed}, {world}, … in their texts
     """
     def fill(value):
+        if isinstance(value, dict): return {key: fill(part) for key, part in value.items()}
+        if isinstance(value, list): return [fill(part) for part in value]
+        if not isinstance(value, str): return value
         for name, text in names.items(): value = value.replace(f'{{{name}}}', str(text))
         return value
-    return {key: fill(value) if isinstance(value, str) else value for key, value in settings.items()}
+    return fill(settings)
 
 # %% ../nbs/machinery/06_parameters.ipynb #c011
 def enter_project():

@@ -290,7 +290,7 @@ class Facts:
 class Asks:
     "What a method must find out about a batch besides its text."
     groups: list                                 # of Group: the batch
-    sees: tuple = ()                             # of the learner's SEES
+    sees: tuple = ()                             # of 'logp', 'entropy', 'values', 'gold', 'teacher', 'ref_logp'
     schemas: dict = field(default_factory=dict)  # 'gold' or 'teacher' -> schema of gold_templates
     ends: bool = False                           # gold answers are scored after the last turn too
     plays: int = 0                               # how often the policy plays on from the state before every turn
@@ -332,7 +332,7 @@ class Method:
     def metric(self): return self.options['right']
     @property
     def sees(self):
-        "What `evaluate` must find out besides what the loss needs: tuple of SEES."
+        "What `evaluate` must find out besides what the loss needs, see `Asks.sees`: tuple of str."
         return tuple(dict.fromkeys([r.sees for r in self.rewards if r.sees] + ['values'] * bool(self.rule.critic)))
     @property
     def knobs(self):

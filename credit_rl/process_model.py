@@ -148,7 +148,7 @@ class ServerScorer(_Scorer):
         if isinstance(label, str): raise ValueError(f'a server names no classes: label must be an int, got {label!r}')
         self.url, self.model, self.api_key = base_url.rstrip('/') + '/classify', model, api_key
         self.label, self.batch, self.timeout, self.tries = label, batch, timeout, tries
-        self.counts = {'texts': 0, 'failures': 0, 'cut': 0}        # since the scorer was made
+        self.counts = {'texts': 0, 'failures': 0}        # since the scorer was made; a server does not say what it cuts
 
     def score(self, texts):
         "The score of each text: list of float in [0, 1], NaN where none came back."

@@ -24,6 +24,7 @@ _LINES = {  # clocks inside a step, in the order of the loop, with what a run ma
 }
 _REST = ('laying out, credit, writing', 'look at what the run logs: log_rollouts, measure')
 _BETWEEN = {'dev': ('development questions', 'raise eval_every, or ask fewer dev_questions'),
+           'gate': ('examining the critic again', 'raise eval_every'),
            'checkpoint': ('saving', 'raise eval_every')}
 
 def line_seconds(folder):  # of a run of training

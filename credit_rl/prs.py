@@ -422,7 +422,7 @@ def _check_judged(o):
     _words(o)
 
 _JUDGE = {'judge': Option(None, 'settings of the judge: base_url, model, key_from, …', object),
-          'judge_prompt': Option(None, "text file of the judge's instructions; None: our own words", str)}
+          'judge_prompt': Option(None, "text file of the judge's instructions; None: the paper's, appendix B", str)}
 
 # %% ../nbs/1_rules/34_prs.ipynb #p0023s7
 PARTS = (

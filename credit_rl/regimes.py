@@ -81,9 +81,10 @@ def measure_base(
     """Measure how a base plays in a regime: dict of shares and means.
 
     right and em: mean outcome and exact match; found: rollouts that were shown a gold; near_miss: of the wrong ones,
-    those that were; lost: wrong and not shown a gold, of all; all_right, mixed, all_wrong: groups, by exact match;
-    malformed: turns; answer_rate, turns, tokens: of a rollout; and belief_auc, belief_shown, belief_unshown, see
-    `belief_of`. found, near_miss, lost and belief are NaN where no gold is evidence (`evidence_golds`).
+    those that were; near and lost: wrong though shown a gold, and wrong and not shown one, of all;
+    all_right, mixed, all_wrong: groups, by exact match; malformed: turns; answer_rate, turns, tokens: of a rollout; and
+    belief_auc, belief_shown, belief_unshown, see `belief_of`. found, near_miss, lost and belief are NaN
+    where no gold is evidence (`evidence_golds`).
 
     Parameters
     ----------

@@ -337,7 +337,7 @@ def rollout(
     env,            # Environment
     questions,      # list of Question
     group_size=1,   # attempts per question, G
-    sampling=None,  # Sampling; its stop strings are the protocol's
+    sampling=None,  # SamplingParams; its stop strings are the protocol's
     seed=0,         # with it, the question's id and the attempt's number, every sample is fixed
     progress=None,  # function called with the number of trajectories that just ended
     each=None,      # function called with these trajectories themselves, a list
@@ -351,7 +351,7 @@ def rollout(
     env : Environment
     questions : list of Question
     group_size : attempts per question, G
-    sampling : Sampling; its stop strings are the protocol's
+    sampling : SamplingParams; its stop strings are the protocol's
     seed : with it, the question's id and the attempt's number, every sample is fixed
     progress : function called with the number of trajectories that just ended
     each : function called with these trajectories themselves, a list
@@ -393,7 +393,7 @@ def continuations(
     env,            # Environment
     states,         # list of (Trajectory, k): as it was before its turn k; 0 is the prompt
     count,          # how often each is continued, M
-    sampling=None,  # Sampling; its stop strings are the protocol's
+    sampling=None,  # SamplingParams; its stop strings are the protocol's
     seed=0,         # with it, what was read and the attempt's number, every sample is fixed
     progress=None,  # function called with the number of trajectories that just ended
 ):
@@ -406,7 +406,7 @@ def continuations(
     env : Environment
     states : list of (Trajectory, k): as it was before its turn k; 0 is the prompt
     count : how often each is continued, M
-    sampling : Sampling; its stop strings are the protocol's
+    sampling : SamplingParams; its stop strings are the protocol's
     seed : with it, what was read and the attempt's number, every sample is fixed
     progress : function called with the number of trajectories that just ended
     """

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['search_app', 'SearchServer', 'Patience', 'open_retriever', 'serve', 'SearchError', 'SearchLost', 'SearchClient',
-           'SearchCache', 'is_saved_index', 'read_corpus', 'build', 'main']
+           'SearchCache', 'is_kept_searches', 'read_corpus', 'build', 'main']
 
 # %% ../nbs/machinery/16_search_service.ipynb #c003
 import fcntl, functools, json, multiprocessing, os, re, signal, socket, sys, threading, time, warnings
@@ -463,7 +463,7 @@ class SearchCache:
         return {**(self.retriever.about() if self.retriever else {}), 'name': 'SearchCache', 'kept': str(self.path)}
 
 # %% ../nbs/machinery/16_search_service.ipynb #s6x6
-def is_saved_index(path):
+def is_kept_searches(path):
     "Tell whether a file is one of kept searches, by its first line."
     with open(path, 'rb') as file: return file.readline() == json.dumps(_HEADER).encode() + b'\n'
 

@@ -52,7 +52,7 @@ class Task(Source):
     "Which questions are asked, what is searched for them, and what each part of a run gets."
     train_split: str = setting('train', 'split of the training questions')
     dev_split: str = setting(None, "split of dev and test questions, none in both; None: the set's own, see Benchmark")
-    world: dict = setting({}, "for data='tiny', arguments of make_world; one may be a dict of parts, "
+    world: dict = setting({}, "for data='tiny', arguments of world_of; one may be a dict of parts, "
                               "as in {'famous': {'train': 150, 'dev': 150, 'test': 400}}")
     regime: str = setting(None, "for data='tiny', a row of REGIMES: world, max_turns, max_tokens, turn_tokens, model "
                                 'and metric are its own where they are left as they are by default')

@@ -9,7 +9,7 @@ __all__ = ['Setup', 'tiny_worlds', 'known_worlds', 'make_setup', 'real_questions
            'weigh', 'Examiner', 'examine']
 
 # %% ../nbs/5_run/62_setup.ipynb #c002
-import dataclasses, os, random, sys, tempfile
+import dataclasses, importlib.util, os, random, sys, tempfile
 from dataclasses import dataclass
 from inspect import signature
 from pathlib import Path
@@ -27,7 +27,7 @@ from .learner import FrozenModels, Learner, make_critic, seeded
 from .methods import extra_passes, get_method
 from .metrics import benchmark_metric, gold_note
 from .models import find_model, load_model, load_tokenizer
-from .parts import Facts, bind
+from .parts import Facts, bind, services
 from .protocol import check_tokenizer, worded
 from .retrieval import BM25
 from .rollout import check_prompts
@@ -81,7 +81,7 @@ def make_setup(
     origin,     # Origin: the weights to begin with
     seed,       # of worlds and questions
     say=print,  # function called with lines of text
-    real=None,  # (questions, passages) of a data set, if they are there already
+    real=None,  # (questions, search) of a data set, if they are there already
 ):
     """Make or load model, questions and search for a run: `Setup`.
 
@@ -92,14 +92,19 @@ def make_setup(
     origin : Origin: the weights to begin with
     seed : of worlds and questions
     say : function called with lines of text
-    real : (questions, passages) of a data set, if they are there already
+    real : (questions, search) of a data set, if they are there already
     """
     if task.data == 'tiny':
         worlds = tiny_worlds(task, seed)
         if acting.model == 'tiny': _make_tiny_base(origin.base, acting.protocol, seed, worlds, say)
-        return _tiny_setup(acting, worlds, origin.start, say)
-    parts, search = real or (real_questions(task, seed), real_search(task, acting.protocol))
-    return _real_setup(acting, task, (parts, search), origin.start, say)
+        setup = _tiny_setup(acting, worlds, origin.start, say)
+    else:
+        real = real or (real_questions(task, seed), real_search(task, acting.protocol))
+        setup = _real_setup(acting, task, real, origin.start, say)
+    most = getattr(setup.model.config, 'max_position_embeddings', acting.max_tokens)
+    if acting.max_tokens > most:
+        say(f'max_tokens={acting.max_tokens}, but the model has {most} positions: rollouts end there')
+    return setup
 
 def _make_tiny_base(folder, protocol, seed, worlds, say):
     "Make a base model from nothing, unless it is there."
@@ -162,7 +167,7 @@ def _check_setup(
     acting,     # Acting
     seed,
     tokenizer,  # Hugging Face tokenizer, or the folder or name of its model
-    real=None,  # (questions, passages) of a data set, as for make_setup
+    real=None,  # (questions, search) of a data set, as for make_setup
 ):
     """Refuse a tokenizer without what the protocol needs, and prompts that are too long, without a model. Raises
     ValueError."""
@@ -707,7 +712,11 @@ def examine(
         notes = no_gpu(s.host, model)
         if not Path(model).exists(): notes.append(f'{model} is a name on the hub: its weights were not looked at')
         for line in notes: say(line)
-    scored = scored_schemas(bound_method(s.course, task, s.learning.questions_per_step), s.keeping.measure)
+    method = bound_method(s.course, task, s.learning.questions_per_step)
+    wrong += complaints(lambda: [service.check() for service in services(method)])      # a judge is asked one word
+    if s.host.learner == 'deepspeed' and importlib.util.find_spec('deepspeed') is None:
+        wrong.append("learner='deepspeed' needs DeepSpeed: pip install 'credit_rl[train]'")
+    scored = scored_schemas(method, s.keeping.measure)
     for line in schema_notes(s.acting, task.data, scored, load=not absent): say(line)
     if s.course.healthy: say(f'when it goes well:\n{s.course.healthy.rstrip()}')
     if (run/'params.yaml').exists() and not s.course.resume:

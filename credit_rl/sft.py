@@ -166,7 +166,7 @@ def rejection_sft(
     with RunLog(c.run, c.resume) as log, log.beginning():
         log.write_params({**vars(c), 'method': 'sft', 'sft': dataclasses.asdict(how)}, MAY_CHANGE)
         stage = make_setup(s.task, acting, origin, c.seed, say)
-        for line in tree_notes(s.learning, 'a fine-tuning reads its rows as they are'): say(line)
+        for line in _unheeded(host, s.learning): say(line)
         engine = HFEngine(stage.model, stage.chat.tokenizer, max_length=c.max_tokens)
         test = lambda: evaluate(engine, stage.environments['test'], stage.questions['test'], acting.greedy,
                                 progress=Progress(say, 'test questions played', len(stage.questions['test'])))
@@ -226,6 +226,13 @@ def _finished(config, how, say, name='sft'):
         raise ValueError(f'{folder} holds {what} by {made}, not by {given}: give the same, or choose another name')
     say(f'{folder} is complete and left as it is')
     return folder
+
+def _unheeded(host, learning):
+    "What is set of a training that a fine-tuning does not heed: list of lines."
+    usual = {'engine': 'hf', 'learner': 'plain', 'ranks': 1, 'gradient_checkpointing': False}
+    return tree_notes(learning, 'a fine-tuning reads its rows as they are') + [
+        f'{name}={given!r} is not heeded: a fine-tuning acts and learns in one process'
+        for name, value in usual.items() if (given := getattr(host, name)) != value]
 
 @contextlib.contextmanager
 def _keeping_bad(log, tokenizer):

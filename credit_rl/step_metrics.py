@@ -402,7 +402,10 @@ def final_lines(summary):
     line = (f'final: EM {summary["final_em"]:.3f} on {summary["questions"]} test questions (base {base:.3f}' +
             (f', ceiling {top:.3f}' if top else '') +
             f'), the checkpoint of step {summary["best_step"]}; {summary["seconds"]:.0f} s')
-    return [line, *filter(None, [paired_line(summary)])]
+    right, em = ([summary.get(part, {}).get(name) for part in ('base', 'final')] for name in ('right', 'em'))
+    own = [] if None in right or right == em else [
+        f"right by the data's own metric: {right[1]:.3f} (base {right[0]:.3f})"]
+    return [line, *own, *filter(None, [paired_line(summary)])]
 
 # %% ../nbs/5_run/57_step_metrics.ipynb #p6302
 def log_lines(folder):

@@ -1446,7 +1446,8 @@ def setting_gaps(paper, folders):  # a paper of ENTRIES; as in sort_folders
     for label, run in zip(_folder_names(runs), runs):
         try: table = settings_table([run], _own_file(paper, run), differ=True)
         except FileNotFoundError as e: return [*lines, str(e)]
-        lines += [f'{label}: {n} is {row.iloc[1]!r:.60}, in the paper {row.paper!r:.60}'
+        own = lambda value: 'not set' if value is None or value != value else f'{value!r:.60}'
+        lines += [f'{label}: {n} is {own(row.iloc[1])}, in the paper {row.paper!r:.60}'
                   f' ({row.source or "its file"})' for n, row in table.iterrows()]
     return lines
 

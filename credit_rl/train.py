@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['AHEAD_FILE', 'MAY_CHANGE', 'train_step', 'Run', 'Actor', 'play_step', 'Look', 'keep_rollouts', 'correct_credit',
-           'AheadBatch', 'staleness', 'write_ahead', 'read_ahead', 'CalledOff', 'play_ahead', 'gate_metrics', 'Replay',
-           'write_memory', 'read_memory', 'note_params', 'check_same_params', 'finished', 'SilentLog', 'saving',
-           'begin_run', 'judge_hashes', 'train', 'launch_ranks', 'main', 'end_interrupted']
+           'AheadBatch', 'staleness', 'write_ahead', 'read_ahead', 'CalledOff', 'play_ahead', 'Replay', 'write_memory',
+           'read_memory', 'note_params', 'check_same_params', 'finished', 'SilentLog', 'saving', 'begin_run',
+           'judge_hashes', 'train', 'launch_ranks', 'main', 'end_interrupted']
 
 # %% ../nbs/5_run/63_train.ipynb #c002
 import contextlib, copy, dataclasses, gzip, json, math, os, re, shutil, sys, threading, time
@@ -352,7 +352,7 @@ class Look:
     Parameters
     ----------
     log : its clock
-    own : of SEES: what the run wants to see, whatever the method asks
+    own : as in Asks.sees: what the run wants to see, whatever the method asks
     belief : whether the policy's belief in the gold is measured
     act : function of Asks, called first: values of states by playing on (N, K), or None
     teacher : Chat of a teacher that has words of its own; None: it reads the policy's ids
@@ -362,7 +362,7 @@ class Look:
         learner,
         chat,
         log,           # its clock
-        own=(),        # of SEES: what the run wants to see, whatever the method asks
+        own=(),        # as in Asks.sees: what the run wants to see, whatever the method asks
         belief=False,  # whether the policy's belief in the gold is measured
         act=None,      # function of Asks, called first: values of states by playing on (N, K), or None
         teacher=None,  # Chat of a teacher that has words of its own; None: it reads the policy's ids
@@ -545,23 +545,14 @@ def play_ahead(run, step):
     run.ahead = AheadBatch(step, updates, groups)
 
 # %% ../nbs/5_run/63_train.ipynb #a5dc15f2
-def gate_metrics(
+def _gate_metrics(
     actor,    # Actor
     learner,  # Learner with a critic of segments
     tiers,    # (source, id) of a dev question -> 1 or 2
     metric,   # what the data are scored by
     prefix,   # ids of the generation prefix
 ):
-    """What the gate says of a critic now: dict, NaN where nothing tells.
-
-    Parameters
-    ----------
-    actor : Actor
-    learner : Learner with a critic of segments
-    tiers : (source, id) of a dev question -> 1 or 2
-    metric : what the data are scored by
-    prefix : ids of the generation prefix
-    """
+    "What the gate says of a critic now: dict, NaN where nothing tells."
     groups = actor.sample_dev()
     layout = pack(groups, prefix, actor.learning.tree)
     actor.rest()
@@ -683,6 +674,16 @@ def _note_dev(folder, questions):
     "Write down which questions choose the checkpoint, so that an evaluation can leave them out."
     write_json(Path(folder)/'dev.json', [question_key(q) for q in questions])
 
+def _check_teacher(teacher, method, course):
+    "Refuse more steps where a teacher's period is a share of them. Raises ValueError."
+    if not (course.resume and (Path(course.run)/'params.yaml').exists()): return
+    begun = read_params(course.run)['steps']
+    before, now = (teacher.period(method, steps) for steps in (begun, course.steps))
+    if before != now:
+        raise ValueError(f'{course.run} was begun with steps={begun}, so its teacher is made anew every {before} '
+                         f'steps; with steps={course.steps} it would be every {now}: give steps={begun}, or begin '
+                         f'another run with teacher_every={before}')
+
 def begin_run(
     config,         # Config
     say,            # function called with lines of text
@@ -699,6 +700,7 @@ def begin_run(
     s, say = settings_of(config), say if ranks.first else lambda line: None
     (course, task, acting, host), real = (s.course, s.task, s.acting, s.host), None
     method = bound_method(course, task, s.learning.questions_per_step)
+    _check_teacher(s.teacher, method, course)
     origin = origin_of(course, acting, host, s.critic)
     asked = services(method) if ranks.first else []
     for service in asked: service.check()
@@ -728,7 +730,7 @@ def _evaluate_dev(run, step, metrics):
     gate = {}
     if run.gated:
         with run.log.timed('gate'):
-            gate = gate_metrics(run.actor, run.learner, run.dev_tiers, run.metric, run.prefix)
+            gate = _gate_metrics(run.actor, run.learner, run.dev_tiers, run.metric, run.prefix)
     run.log.metrics(step, **metrics, **dev_metrics(scores), **gate)
     best = scores[run.settings.keeping.chosen_by or ('right' if 'right' in scores else 'em')]
     better = best > run.memory['best']
@@ -937,9 +939,9 @@ def end_interrupted(
     command : str, what was interrupted
     folder : of its run
     """
-    found = latest_checkpoint(folder)
+    found, begun = latest_checkpoint(folder), (Path(folder)/'params.yaml').exists()
     how = f'with resume=true the same command goes on after step {found[0]}' if found else \
-        'it had no checkpoint yet, so the same command begins anew'
+        'it had no checkpoint yet, so ' + 'with resume=true ' * begun + 'the same command begins anew'
     print(f'{command}: {folder} was interrupted; {how}', file=sys.stderr)
     sys.exit(130)
 

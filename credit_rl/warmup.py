@@ -562,7 +562,7 @@ class WarmupRollouts:
     questions: list       # of Q Question
     tier: torch.Tensor    # (Q,) long, 1 or 2
     groups: list          # of N Group
-    buckets: torch.Tensor # (N,) long, places in BUCKETS
+    buckets: torch.Tensor # (N,) long, places in _BUCKETS
     prompts: list         # of N str
 
     def save(self, path):
@@ -672,7 +672,7 @@ class Sampler:
 
 # %% ../nbs/4_learning/54_warmup.ipynb #n54coll
 def collect(
-    player,      # Player
+    player,      # Sampler
     env,         # Environment with the prompt of the training to come
     questions,   # list of Question
     how=CollectionPlan(),
@@ -685,7 +685,7 @@ def collect(
 
     Parameters
     ----------
-    player : Player
+    player : Sampler
     env : Environment with the prompt of the training to come
     questions : list of Question
     other : Environment that searches elsewhere, for the other share; None: all search in `env`

@@ -327,8 +327,8 @@ def watch_figure(
 
 # %% ../nbs/machinery/79_watch.ipynb #c027
 def main(arguments=None):  # list of str; None: the command line's
-    """`credit-rl watch RUN`: show a run while it goes on. Returns the exit code: 1 where it died, 0 else, and where one
-    stops to watch.
+    """`credit-rl watch RUN`: show a run while it goes on. Returns the exit code: 1 where it died or fell
+    silent, 0 else, and where one stops to watch.
 
     Parameters
     ----------

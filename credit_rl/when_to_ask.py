@@ -169,10 +169,13 @@ def asking_says(
                                   'asking costs there.']
     elif a.low > 0: says = [f'On known questions answering at once is better than asking by {between(a)}: there is '
                             'something to learn.']
-    else: says = [f'On known questions answering at once is not shown to be better than asking, {between(a)}: there is '
-                  'nothing to learn there.']
+    elif a.high <= 0: says = [f'On known questions answering at once is not better than asking, {between(a)}: there is '
+                              'nothing to learn there.']
+    else: says = [f'On known questions the difference is {between(a)}, which does not tell whether asking costs '
+                  'anything: take more questions or attempts.']
     if not math.isnan(b.low): says.append(f'On unknown ones the difference is {between(b)}' + (
-        ', which keeps the agent asking.' if b.high < 0 else ': nothing keeps the agent asking.'))
+        ', which keeps the agent asking.' if b.high < 0 else ': nothing keeps the agent asking.' if b.low >= 0 else
+        ', which does not tell whether anything keeps the agent asking.'))
     tells, error = b['ask rate'] - a['ask rate'], (a['ask error']**2 + b['ask error']**2) ** .5
     if not math.isnan(error): says.append(
         f'The agent asks for {a["ask rate"]:.2f} of the known and {b["ask rate"]:.2f} of the unknown ones: it ' + (
@@ -180,7 +183,8 @@ def asking_says(
     if bias is not None and a.delta > 0 and ('known', 'start') in bias.index:
         off = bias.bias['known', 'start']
         says.append(f"The critic's bias at the start of known questions is {off:+.2f}, " + (
-            'below' if abs(off) < a.delta / 3 else 'NOT below') + f' a third of that ({a.delta / 3:.2f}).')
+            'below' if abs(off) < a.delta / 3 else 'NOT below') +
+            f' a third of what asking costs there ({a.delta / 3:.2f}).')
     if form and not any(map(math.isnan, form.values())):
         best = max(form.values())
         says.append(f'The form alone tells known from unknown with an AUC of {best:.2f}' + (

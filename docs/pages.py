@@ -12,7 +12,7 @@ import pandas as pd
 import yaml
 
 from credit_rl import parameters, settings
-from credit_rl.audit import Auditing
+from credit_rl.audit import AuditChoice
 from credit_rl.compare import (curve_panels, find_runs, learning_curves, load_runs, markdown_table, named_runs,
                                run_label)
 from credit_rl.methods import METHODS, MODULES, extra_passes, method_table
@@ -150,7 +150,7 @@ def audit_section(method, stored):
     "What audits found about a method, or the command of one."
     if not stored.audits:
         return ('No audit of it is stored. This command asks how well its credit agrees with true credit, on a '
-                f"checkpoint and the agent's own rollouts ({notebook_of(inspect.getmodule(Auditing))}):\n\n"
+                f"checkpoint and the agent's own rollouts ({notebook_of(inspect.getmodule(AuditChoice))}):\n\n"
                 f'    credit-rl audit model=FOLDER {shlex.quote(f"rules=[{method.name}]")}')
     columns = list(dict.fromkeys(column for row in stored.audits.values() for column in row))
     rows = [[f'`{folder}`', *(row.get(c, '') for c in columns)] for folder, row in stored.audits.items()]
@@ -314,7 +314,7 @@ def results_page(
 
 
 COMMANDS = {  # verb of credit-rl -> groups of settings that no other command has, what stands before their names
-    'audit': (Auditing, ''), 'warmup': (WarmUpChoice, ''), 'sft': (Imitation, 'sft.'),
+    'audit': (AuditChoice, ''), 'warmup': (WarmUpChoice, ''), 'sft': (Imitation, 'sft.'),
 }
 
 

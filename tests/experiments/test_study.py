@@ -17,7 +17,7 @@ from credit_rl.parts import Facts, bind
 from credit_rl.protocol import PROTOCOLS, Chat
 from credit_rl.regimes import regime_environment
 from credit_rl.rollout import rollout
-from credit_rl.runlog import load_yaml, read_summary
+from credit_rl.runlog import load_yaml, read_params, read_summary
 from credit_rl.significance import holm
 from credit_rl.study import (SCORE, joined, predict, rank_agreement, read_audits, regimes_of, study_tables,
                              which_rule_when)
@@ -155,3 +155,18 @@ def test_the_study_again_gives_all_rules_one_outcome_but_prs():
         assert 0 < outcome.mean() < 1
         for job in jobs: assert torch.equal(earned(job, job.settings.get('options', {})), outcome), job.name
         if 'igpo' in rules: assert not torch.equal(earned(jobs[-1], {}), outcome)
+
+
+def test_the_stored_study_again_is_whole_and_each_run_has_its_rules_rate():
+    "Every rule that was foretold, and GRPO, on the same twelve seeds; those of a seed began with one base."
+    place = ROOT / 'runs/study_again'
+    rates = pd.read_csv(place / 'rates.csv').set_index(['regime', 'rule']).rate
+    foretold = pd.read_csv(place / 'predictions.csv')
+    assert set(rates.index) == {*zip(foretold.regime, foretold.rule), *((world, 'grpo') for world in foretold.regime)}
+    for (world, rule), rate in rates.items():
+        runs = {int(run.name.rpartition('-')[2]): run for run in (place / world).glob(f'{rule}-6*')}
+        assert sorted(runs) == list(range(611, 623)), (world, rule)
+        for seed, run in runs.items():
+            params = read_params(run)
+            assert (params['learning_rate'], params['seed'], params['steps']) == (rate, seed, 60)
+            assert read_summary(run)['base'] == read_summary(place / world / f'grpo-{seed}')['base']

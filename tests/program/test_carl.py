@@ -557,7 +557,7 @@ def test_the_gate_is_read_again_on_what_the_policy_plays(model, warm, scripted, 
         changes = [(values[i, k + 1] - values[i, k]).item() * (1 if kept else -1) > 0 for i, g in enumerate(groups)
                    for k, kept in gold_shown(g.trajectories[0])]
         assert changes and math.isclose(row.gate_sign, sum(changes) / len(changes))
-    monkeypatch.setattr(training, 'gate_metrics', lambda *given: {})
+    monkeypatch.setattr(training, '_gate_metrics', lambda *given: {})
     without = quiet({**settings, 'run': str(tmp_path / 'without')})
     assert {line.split(': ')[1].split()[0] for line in same_metrics(run, without)} == GATES
     monkeypatch.undo()
