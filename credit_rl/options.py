@@ -46,8 +46,8 @@ class Option:
         "What the value may be, in words for --help; '' where anything of its kind is allowed."
         bounds = (('at least', self.least), ('above', self.above), ('at most', self.most))
         chosen = ['one of ' + ', '.join(map(str, self.choices))] if self.choices else []
-        told = [f'{word} {value:g}' for word, value in bounds if value is not None and abs(value) < 2 ** 53]
-        return ', '.join([*chosen, *told])       # without the bounds that only a machine's integers have
+        limits = [f'{word} {value:g}' for word, value in bounds if value is not None and abs(value) < 2 ** 53]
+        return ', '.join([*chosen, *limits])     # without the bounds that only a machine's integers have
 
 # %% ../nbs/machinery/01_options.ipynb #c005
 def number(value):

@@ -34,10 +34,11 @@ def from_settings(
 
 def _written(option, value):
     """The value that a text means where a dict or a list is wanted: '{alpha: 0.5}', as papermill's -p hands it over, or
-    'tspo,grpo', without the brackets. A day that YAML has read is the text that was written."""
+    'tspo,grpo', without the brackets. A day that YAML has read is the text that was written. Raises ValueError."""
     if option.kind is str and type(value) is datetime.date: return value.isoformat()
     if not isinstance(value, str) or option.kind not in (dict, list): return value
-    found = load_yaml(value)
+    try: found = load_yaml(value)
+    except yaml.YAMLError as e: raise ValueError(' '.join(str(e).split())) from e
     alone = option.kind is list and not isinstance(found, list)
     return [load_yaml(part) for part in value.split(',')] if alone else found
 

@@ -407,14 +407,6 @@ def test_a_name_has_one_meaning():
     assert not twice, twice
 
 
-def test_modules_are_named_by_nouns():
-    "What a notebook's cells do not show as code, such as an exported module that is older than they, counts too."
-    for path in sorted((ROOT / 'credit_rl').glob('*.py')):
-        words = {w.lower() for name in identifiers(ast.parse(path.read_text(encoding='utf-8')))
-                 for w in re.findall('[A-Z]?[a-z]+|[A-Z]+', name)}
-        assert not words & PARTICIPLES, (path.name, words & PARTICIPLES)
-
-
 def test_few_functions_take_the_whole_run():
     taking = {nb.name: names for nb in NOTEBOOKS if nb.name in RUN_PAGES and (names := takes_the_run(nb))}
     assert 'train_step' in taking['train'] and sum(map(len, taking.values())) <= RUNNERS, taking

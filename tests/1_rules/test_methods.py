@@ -135,12 +135,11 @@ def pairs():
     for earned, rule in itertools.product(rewards, RULES): yield earned, rule, 'all', 'ppo'
     for earned, sampling in itertools.product(rewards, SAMPLINGS):
         yield earned, 'accumulate' if set(earned) & set(turn_rewards) else 'group', sampling, 'ppo'
-    for earned, loss in itertools.product(rewards, LOSSES):
+    for earned, loss in zip(rewards, itertools.cycle(LOSSES)):                # a loss asks nothing of a reward
         yield earned, 'accumulate' if set(earned) & set(turn_rewards) else 'group', 'all', loss
-    for (rule, sampling), extra in itertools.product(itertools.product(RULES, SAMPLINGS), ((), ('rules',))):
-        yield ('outcome', *extra), rule, sampling, 'ppo'
-    for (rule, loss), extra in itertools.product(itertools.product(RULES, LOSSES), ((), ('rules',))):
-        yield ('outcome', *extra), rule, 'all', loss
+    own = lambda rule: ('outcome', *('rules',) * RULES[rule].wants_turns)
+    for rule, sampling in itertools.product(RULES, SAMPLINGS): yield own(rule), rule, sampling, 'ppo'
+    for rule, loss in itertools.product(RULES, LOSSES): yield own(rule), rule, 'all', loss
     for sampling, loss in itertools.product(SAMPLINGS, LOSSES): yield ('outcome',), 'group', sampling, loss
 
 
@@ -149,14 +148,14 @@ SPELT = ['/'.join(('+'.join(p[0]), *p[1:])) for p in PAIRS]
 
 
 def test_the_pairs_are_all_pairs():
-    "Each two parts of different kinds meet in the list."
+    "Each two parts of different kinds meet in the list, but rewards and losses: neither asks for the other."
     kinds = [set(REWARDS), set(RULES), set(SAMPLINGS), set(LOSSES)]
     met = set()
     for p in PAIRS:
         named = [{(0, r) for r in p[0]}, *[{(i, name)} for i, name in enumerate(p[1:], 1)]]
         met |= {frozenset(both) for x, y in itertools.combinations(named, 2) for both in itertools.product(x, y)}
     for (i, a), (j, b) in itertools.combinations(enumerate(kinds), 2):
-        assert {frozenset(((i, x), (j, y))) for x in a for y in b} <= met
+        if (i, j) != (0, 3): assert {frozenset(((i, x), (j, y))) for x in a for y in b} <= met
 
 
 @pytest.mark.parametrize('rule', RULES)

@@ -1,5 +1,5 @@
 """35_turn_rewards: rule rewards, their place among the tokens, and a judge behind an HTTP server on this machine."""
-import dataclasses, gzip, json, math, socket, subprocess, sys
+import dataclasses, gzip, json, math, subprocess, sys
 from functools import partial
 
 import pytest, torch
@@ -18,7 +18,7 @@ from credit_rl.potentials import bridge, shaping_rewards
 from credit_rl.protocol import prompt_hash
 from credit_rl.runlog import METRICS, read_metrics, same_metrics
 from credit_rl.train import train
-from credit_rl.trajectory import Group, Question, Result, Stop, Trajectory, Turn, example_group
+from credit_rl.trajectory import Group, Question, Stop, Trajectory, Turn, example_group
 from credit_rl.turn_rewards import (judge_prompt, judge_rewards, parse_ratings, place_rewards, rating_scores,
                                     rule_rewards, rule_turn_rewards, tool_segments)
 from judge_server import Stub
@@ -72,11 +72,12 @@ def test_what_earns_nothing_at_all():
     assert rule_turn_rewards([Group(q, [rollout(q, (None, 'gold'), ('find', 'gold'))])]).tolist() == [[0, 0.25]]
 
 
-@pytest.mark.parametrize('bad', [dict(observations='text'), dict(golds='gold'), dict(called=[True, False]),
-                                 dict(variant='paper')])
-def test_rules_refuse(bad):
+@pytest.mark.parametrize('bad, error, match', [
+    (dict(observations='x'), TypeError, 'lists of strings'), (dict(golds='gold'), TypeError, 'lists of strings'),
+    (dict(called=[True, False]), ValueError, 'one truth value'), (dict(variant='paper'), ValueError, 'tool-only')])
+def test_rules_refuse(bad, error, match):
     good = dict(observations=['x'], golds=['x'], called=[True])
-    with pytest.raises((TypeError, ValueError)): rule_rewards(**{**good, **bad})
+    with pytest.raises(error, match=match): rule_rewards(**{**good, **bad})
 
 
 def test_segments_are_the_turns_that_the_environment_answered():
@@ -410,14 +411,8 @@ def test_a_completion_without_text_is_an_empty_reply():
         assert judge.ask(['x'], lambda reply: reply or None) == [None] and judge.counts == count(1, unparsable=1)
 
 
-def free_port():
-    with socket.socket() as s:
-        s.bind(('127.0.0.1', 0))
-        return s.getsockname()[1]
-
-
 def test_a_judge_that_is_down_is_refused_before_and_counted_during_a_run():
-    judge = Judge(f'http://127.0.0.1:{free_port()}/v1', 'gone', retries=1)
+    judge = Judge('http://127.0.0.1:9/v1', 'gone', retries=1)                     # where nobody listens
     with pytest.raises(ConnectionError, match='gone.*does not answer.*1 retries.*start it'): judge.check()
     group = example_group()
     out = judge_rewards([group], judge)

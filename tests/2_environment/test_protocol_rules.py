@@ -191,13 +191,17 @@ def chatter(base):
     return games
 
 
+@pytest.fixture(scope='module')
+def uncapped(chatter): return [response(t) for t in chatter()]
+
+
 @settings(deadline=None, max_examples=25)
 @given(st.integers(1, 420))
 @pytest.mark.long
-def test_a_response_is_cut_where_its_cap_is_and_is_as_long_as_that(chatter, most):
+def test_a_response_is_cut_where_its_cap_is_and_is_as_long_as_that(chatter, uncapped, most):
     "Model tokens and observations together, the prompt apart; up to there nothing is different."
-    for free, capped in zip(chatter(), chatter(response_tokens=most)):
-        whole, part = response(free), response(capped)
+    for whole, capped in zip(uncapped, chatter(response_tokens=most)):
+        part = response(capped)
         assert part == whole[:len(part)] and len(part) <= most
         # one id is left over where nothing could be read after it
         if len(whole) > most: assert capped.stop is Stop.LENGTH and len(part) >= most - 1

@@ -398,7 +398,9 @@ def test_the_workers_end_with_the_tool():
     assert len(mine) == 3
     del tool
     gc.collect()
-    while mine & set(workers_of(os.getpid())): pass
+    until = time.monotonic() + 60
+    while mine & set(workers_of(os.getpid())) and time.monotonic() < until: time.sleep(.05)
+    assert not mine & set(workers_of(os.getpid()))
 
 
 def test_a_worker_that_hangs_is_ended_and_another_runs_the_program(monkeypatch):
@@ -408,7 +410,9 @@ def test_a_worker_that_hangs_is_ended_and_another_runs_the_program(monkeypatch):
     worker, = set(workers_of(os.getpid())) - before
     os.kill(worker, signal.SIGSTOP)
     assert tool.call(['print(2)']) == [('2', Result.OK)]
-    while worker in workers_of(os.getpid()): pass
+    until = time.monotonic() + 60
+    while worker in workers_of(os.getpid()) and time.monotonic() < until: time.sleep(.05)
+    assert worker not in workers_of(os.getpid())
 
 
 FORKED = '''

@@ -7,7 +7,6 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from credit_rl.advantages import to_tokens
 from credit_rl.folr import first_turns
 from credit_rl.engine import HFEngine, SamplingParams, ScriptedEngine, draw
 from credit_rl.layout import AVERAGES, loss_weights, pack, take, token_logps
@@ -282,27 +281,6 @@ def test_no_gradient_starts_at_an_observation(base, groups, kind):
     predicts = layout.trained.roll(-1, 1)                              # position t predicts t + 1
     size = hidden.grad.norm(dim=-1)
     assert (size[~predicts] == 0).all() and (size[predicts] > 0).float().mean() > .9
-
-
-@pytest.mark.parametrize('attention', ATTENTION)
-def test_hidden_observations_change_the_logps(base, groups, attention):
-    """What would happen if the loss mask were used as attention mask: the log-probabilities before the first
-    observation stay, those after it move."""
-    model, _ = base
-    model.set_attn_implementation(attention)
-    moved = 0
-    for t in trajectories(groups):
-        ids, own = spread(t)
-        if not t.turns[0].observation_ids:
-            continue
-        seen = torch.zeros(len(ids), dtype=torch.long)
-        seen[:len(t.prompt_ids)] = 1
-        seen[own] = 1
-        hidden = plain(model, t, attention_mask=seen[None], position_ids=torch.arange(len(ids))[None]) - plain(model, t)
-        first = len(t.turns[0].action_ids)
-        assert hidden[:first].abs().max() < 1e-4
-        moved += bool(len(hidden) > first and hidden[first:].abs().max() > .1)
-    assert moved > 8
 
 
 # ---- every id is prompt, action or observation ----
@@ -586,12 +564,6 @@ def test_groups_without_a_difference_get_exactly_nothing(name, answers):
                      [Question('q', '?', ['right'])], 3)
     batch = assign(METHODS[name], groups, look=lambda layout, asks: None)
     assert batch.empty or (batch.credit.advantages == 0).all()
-
-
-def test_a_turn_that_earned_nothing_keeps_its_own_tokens():
-    "Turns end where the layout says, not where a reward is not 0."
-    turns = torch.tensor([[-1, 0, 0, -1, 1, 1, -1, 2]])
-    assert to_tokens(torch.tensor([[1., 0., 2.]]), turns).tolist() == [[0, 1, 1, 0, 0, 0, 0, 2]]
 
 
 def test_every_gold_counts_and_an_empty_one_matches_nothing():

@@ -5,13 +5,12 @@ from hypothesis import given, settings, strategies as st
 
 from credit_rl.critics import segment_starts
 from credit_rl.engine import FinishedTurn, HFEngine, SamplingParams, ScriptedEngine
-from credit_rl.layout import pack, take
+from credit_rl.layout import pack
 from credit_rl.learner import Learner
 from credit_rl.protocol import CARL_PROMPTS, PROTOCOLS, Chat, byte_tokenizer, parse, read_context, reaches
 from credit_rl.readers import Passage
 from credit_rl.retrieval import BM25
 from credit_rl.rollout import Environment, rollout
-from credit_rl.smdp import segment_advantages
 from credit_rl.tiny import tiny_tokenizer
 from credit_rl.tools import PythonTool, SearchTool
 from credit_rl.trajectory import Group, Question, Result, Stop
@@ -359,28 +358,6 @@ def test_each_rows_log_probs_are_those_of_its_own_context(model):
     for t in every(groups): check(t, cap=6)
 
 
-def test_the_engine_reads_the_changed_tail_and_nothing_else(model):
-    spy = []
-    groups = eager_rollout(model, spy=spy)
-    read = sum(len(g.trajectories[0].prompt_ids) for g in groups)                     # equal prompts once
-    for t in every(groups):
-        for k, x in enumerate(t.turns[1:], 1):
-            before = t.turns[k - 1]
-            base = len(before.context_ids or t.prompt_ids)
-            # the id sampled last, and the output
-            if x.kind == 'assimilate': read += len(x.context_ids) - (base + len(before.action_ids) - 1)
-            else:
-                called = t.turns[k - 2]
-                # s_k and t_k, which the cache still has
-                stays = len(called.context_ids or t.prompt_ids) + len(called.action_ids)
-                tail = list(x.context_ids[stays:])
-                raw = list(before.context_ids[stays:]) + list(before.action_ids[:-1])
-                common = next(i for i, (a, b) in enumerate(zip(tail, raw)) if a != b)
-                assert common <= 3  # the blank lines before, and at most one letter
-                read += len(tail) - common
-    assert spy[0].entered == read
-
-
 def test_company_order_and_room_change_no_segment(model):
     sampled = lambda groups: [[(x.action_ids, x.context_ids) for x in t.turns] for t in every(groups)]
     groups = eager_rollout(model)
@@ -415,18 +392,6 @@ def test_a_conversation_under_way_cannot_be_rewound(model):
     list(stream)
     stream.submit('a', [1, 2, 3, *stream.batch.ids[0, 3:6].tolist(), 9])
     with pytest.raises(ValueError, match='under way'): stream.rewind('a', [1, 2])
-
-
-def test_segments_get_their_credit_in_their_rows(model):
-    "The advantages of a trajectory's segments, spread over rows, sum to R - V(s_0) at lambda 0."
-    layout = pack(eager_rollout(model))
-    values, reward = torch.rand(layout.turn_mask.shape), torch.tensor([1., 0., 1., 0., 1., 1.])
-    credit = segment_advantages(values, layout.turn_mask, reward)
-    torch.testing.assert_close(credit.sum(1), reward - values[:, 0])
-    part = take(layout, [1, 4])
-    assert part.row_trajectory.tolist() == [0] * 6 + [1] * 6
-    starts = segment_starts(part.token_turns, part.row_trajectory, part.turn_mask)
-    assert torch.equal(starts[:, 1:], part.states[:, 1:6])
 
 
 # ---- prompts and doors ----

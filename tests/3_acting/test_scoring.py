@@ -141,10 +141,12 @@ def test_flex_attention_is_the_same_tree(qwen):
     if not hasattr(torch.compiler, 'set_stance'):
         pytest.skip('this torch cannot be told not to compile')
     work = fixed()
+    trained = torch.arange(work[0][0].shape[1]) < work[0][1][:, None]
     with torch.compiler.set_stance('force_eager'):
         same(answer_logps(qwen, *work, method='flex'), plain(qwen, *work))
-        logp, scores = joint_logps(qwen, work[0], torch.rand(work[0][0].shape) < 0, *work[1:], method='flex')
+        logp, scores = joint_logps(qwen, work[0], trained, *work[1:], method='flex')
     same(scores, plain(qwen, *work))
+    same(logp, token_logps(qwen, work[0][0], trained).detach())
     assert qwen.config._attn_implementation == 'sdpa'
 
 

@@ -57,10 +57,9 @@ def test_what_is_taken_merges_into_the_same_logits(settings, tied):
 
 @pytest.mark.parametrize('gone_wrong', [1., float('nan')])
 def test_a_merge_that_changes_logits_is_refused(gone_wrong, monkeypatch):
-    from peft.tuners.lora import LoraLayer, Linear
+    from peft.tuners.lora import Linear
     model = small(True)
     add_lora(model, {'r': 2})
     def merge(layer, safe_merge): layer.get_base_layer().weight.data += gone_wrong
     monkeypatch.setattr(Linear, 'merge', merge)
-    assert issubclass(Linear, LoraLayer)
     with pytest.raises(ValueError, match='changes logits'): merge_lora(model)

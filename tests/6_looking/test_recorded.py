@@ -1,6 +1,5 @@
 """What a run kept is enough to say again what it credited its turns with, and what it does not hold is refused."""
 import dataclasses
-import json
 import math
 from pathlib import Path
 
@@ -157,4 +156,3 @@ def test_a_tokenizer_that_is_not_the_run_s_is_noticed(tmp_path):
         settings = recording.settings
         acting = dataclasses.replace(settings.acting, model='nobody/nothing')
         recorded_tokenizer(dataclasses.replace(recording, settings=dataclasses.replace(settings, acting=acting)))
-    assert json.dumps(recording.params)

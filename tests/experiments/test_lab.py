@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pandas as pd
@@ -295,7 +294,6 @@ def test_the_stored_lab_is_whole(tmp_path):
 
 def test_time_that_is_up_begins_nothing(little, tmp_path):
     how = dataclasses.replace(little[0], run=str(tmp_path / 'lab'), minutes=1e-9)
-    time.process_time()
     run_lab(how, lambda line: None)
     assert not read_learned(how.run) and not (tmp_path / 'lab' / 'exact.csv').exists()
 

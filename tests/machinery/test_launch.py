@@ -9,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -351,19 +350,10 @@ def end_by(process, how):
     """Send a signal to a caller whose two ranks run; the caller and all that it started end, and these first if it has
     time to see to it."""
     family = psutil.Process(process.pid).children(recursive=True)
-    assert sum('RANK' in p.environ() for p in family) == 2
+    assert sorted(ranks_of(process.pid)) == [0, 1]
     process.send_signal(how)
     process.communicate()
     assert process.returncode != 0 and (how == signal.SIGKILL or all(map(ended, family))) and gone(family)
-
-
-@pytest.mark.long
-def test_interrupting_a_run_ends_its_ranks(tmp_path):
-    "As soon as they are there; those that train are interrupted in tests/program/test_run_notebooks.py."
-    process = start(tmp_path / 'run', TWO)
-    read_until(process, '2 ranks: ')
-    while len(ranks_of(process.pid)) < 2 and process.poll() is None: time.sleep(.1)
-    end_by(process, signal.SIGINT)
 
 
 @pytest.mark.parametrize('how', [signal.SIGTERM, signal.SIGINT, signal.SIGKILL], ids=lambda how: how.name)

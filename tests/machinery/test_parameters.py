@@ -28,7 +28,7 @@ def test_a_key_that_stands_twice_is_refused_with_its_place(text, key, line, tmp_
 
 def test_a_key_twice_in_a_typed_value_is_refused():
     with pytest.raises(ValueError, match="key 'alpha' twice"): read('options={alpha: 0.5, alpha: 1}')
-    with pytest.raises(Exception, match="key 'alpha' twice"): make_config({'options': '{alpha: 0.5, alpha: 1}'})
+    with pytest.raises(ValueError, match="key 'alpha' twice"): make_config({'options': '{alpha: 0.5, alpha: 1}'})
 
 
 def test_a_file_that_papermill_reads_is_refused_too(tmp_path):

@@ -49,11 +49,6 @@ KINDS = {
     'shared critic, two ranks': (
         'carl_qwen2.5_7b', CODE, dict(method='carl', learner='deepspeed', stage=3, critic='shared', critic_step='apart',
                                       critic_backbone_rate=5e-7), ['value_loss', 'critic_grad_norm']),
-    'frozen critic, two ranks': (
-        'search_r1_ppo_qwen2.5_7b', CODE, dict(method='ppo', learner='deepspeed', stage=3, critic='frozen'),
-        ['value_loss', 'critic_grad_norm']),
-    'no critic, plain learner': (
-        'tspo_qwen2.5_7b', dict(learner='plain', ranks=1, deepspeed={}), dict(method='tspo', learner='plain'), []),
 }
 
 
