@@ -25,6 +25,7 @@ from paper_player import SAMPLE, write_model
 
 QUICK = dict(max_turns=3, turn_tokens=8, context_tokens=8, max_tokens=20000, passages=2)
 SEVEN = tuple(n for n, b in BENCHMARKS.items() if b.has_corpus)
+ROWS = SAMPLE.parent / 'rows'
 
 
 @pytest.fixture(autouse=True, scope='module')
@@ -127,13 +128,14 @@ def test_what_was_not_noted_is_lost(tiny):
 # ---- by name, through the evaluation ----
 
 @pytest.mark.parametrize('name', BASELINES)
-@pytest.mark.long
-def test_a_baseline_runs_on_the_nine_real_slices(name, model, data, tmp_path):
+def test_a_baseline_runs_with_search_and_without(name, model, tmp_path):
+    "Sets of a corpus, of numbers, and of pages that a question brings along."
+    paths = {'hotpotqa': str(SAMPLE), 'gsm8k': str(ROWS / 'gsm8k.jsonl'), 'finqa': str(ROWS / 'finqa.json')}
     main([f'{k}={json.dumps(v)}' for k, v in {
-        **QUICK, 'model': model, 'data': 'all', 'path': str(data), 'run': str(tmp_path), 'questions': 1,
+        **QUICK, 'model': model, 'data': ','.join(paths), 'path': paths, 'run': str(tmp_path), 'questions': 1,
         'baseline': name}.items()])
     base, scores = BASELINES[name], read_scores(tmp_path)
-    assert list(scores) == [n for n, b in BENCHMARKS.items() if b.common]
+    assert set(scores) == set(paths)
     for dataset in scores:
         manifest, (row,) = read_manifest(tmp_path / dataset), read_turns(tmp_path / dataset)
         assert manifest['baseline'] == {'name': name, 'when': base.when, 'max_turns': base.max_turns}
