@@ -19,7 +19,7 @@ from hypothesis import given, settings, strategies as st
 from credit_rl import benchmarks, datasets, readers
 from credit_rl.benchmarks import (BENCHMARKS, CANARY, Benchmark, RowForm, decrypt, encrypt, get_benchmark,
                                   register)
-from credit_rl.datasets import MIXTURES, load_corpus, load_mixture, load_questions, subsample
+from credit_rl.datasets import MIXTURES, load_corpus, load_questions, subsample
 from credit_rl.metrics import exact_match
 from credit_rl.readers import Passage, RowError, read_rows
 from credit_rl.retrieval import BM25
@@ -809,34 +809,6 @@ def test_the_papers_mixtures():
     assert all(n in BENCHMARKS for m in MIXTURES.values() for n in m.train + m.evaluate)
 
 
-def test_load_mixture(tmp_path):
-    for name in ('gsm8k', 'hotpotqa', '2wikimultihopqa'):
-        (tmp_path / name).mkdir()
-        write(tmp_path / name / 'train.jsonl', own_rows(name))
-    mixed = load_mixture('carl', tmp_path, sizes={'hotpotqa': 3}, seed=0)
-    assert Counter(q.source for q in mixed) == {'gsm8k': 2, 'hotpotqa': 3, '2wikimultihopqa': 2}
-    assert len({q.id for q in mixed}) == 7 and all(q.id.startswith(q.source + ':') for q in mixed)
-    assert {q.id for q in mixed if q.source == 'hotpotqa'
-            } == {f'hotpotqa:{q.id}' for q in subsample(load_questions('hotpotqa', SAMPLE), 3, 0)}
-    assert mixed == load_mixture(
-        ['2Wiki', 'hotpot_qa', 'gsm8k'],
-        {'gsm8k': tmp_path / 'gsm8k', 'hotpotqa': tmp_path / 'hotpotqa', '2wiki': tmp_path / '2wikimultihopqa'},
-        {'HotpotQA': 3}, 0)
-    # shuffled by the seed
-    assert len({tuple(q.id for q in load_mixture('carl', tmp_path, seed=s)) for s in range(6)}) > 3
-    assert len(load_mixture('carl', tmp_path, sizes=2)) == 6
-    for call, message in ((lambda: load_mixture('carl', tmp_path, sizes=3),
-                           'asks for 3 questions of gsm8k, which has 2'),
-                          (lambda: load_mixture('carl', tmp_path, sizes={'nq': 3}),
-                           'sizes names nq'), (lambda: load_mixture('crl', tmp_path), 'known: tips'),
-                          (lambda: load_mixture('carl', {'nq': tmp_path}), 'paths names nq'),
-                          (lambda: load_mixture('carl', tmp_path, split='dev'), "no gsm8k questions of split 'dev'")):
-        with pytest.raises((ValueError, FileNotFoundError), match=message): call()
-    write(tmp_path / 'gsm8k' / 'train.jsonl', [*own_rows('gsm8k'), {'question': 'How many?', 'answer': '7'}])
-    with pytest.warns(UserWarning, match='skipped 1 of 3'):
-        assert len(load_mixture('carl', tmp_path, on_error='skip').skipped) == 1
-
-
 def test_a_long_file_shows_progress(tmp_path, capsys):
     load_questions('hotpotqa', SAMPLE)
     assert not capsys.readouterr().err
@@ -1017,8 +989,6 @@ def test_real_verl_files(data):
     q = pick(load_questions('popqa', path), 'Who is the father of Dan?')
     assert q.id == 'popqa_4174473' and q.answers == ('Jacob', 'Israel', "Ya'akov", "Ya'aqov", 'Yaakov', 'Yisrael')
     with pytest.raises(ValueError, match='no rows of gsm8k'): load_questions('gsm8k', path)
-    mixed = load_mixture(['nq', 'hotpotqa'], path, sizes=50, seed=3)
-    assert Counter(q.source for q in mixed) == {'nq': 50, 'hotpotqa': 50}
 
 
 def test_a_real_test_file_without_answers(data):
