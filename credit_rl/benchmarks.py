@@ -7,7 +7,7 @@ __all__ = ['BENCHMARKS', 'CANARY', 'PAIRS', 'RowForm', 'Benchmark', 'register', 
            'read_question', 'encrypt', 'decrypt', 'is_question_row', 'read_passages']
 
 # %% ../nbs/2_environment/09_benchmarks.ipynb #c003
-import base64, difflib, hashlib, json, math, re
+import base64, difflib, hashlib, math, re
 from dataclasses import dataclass, field
 from .readers import (RowError, describe_row, has_field, join_sentences, read_answers, read_contents,
                                read_field, read_id, read_line, read_title)

@@ -11,7 +11,7 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from .benchmarks import (BENCHMARKS, find_benchmark, get_benchmark, is_question_row, read_passages,
+from .benchmarks import (find_benchmark, get_benchmark, is_question_row, read_passages,
                                   read_question)
 from .readers import LoadedRows, Passage, RowError, collect_rows, read_rows
 

@@ -8,7 +8,6 @@ __all__ = ['pages_shown', 'answer_shown', 'next_queries', 'write_message', 'demo
 # %% ../nbs/2_environment/58_demonstrations.ipynb #d002
 import json, random, re
 from .engine import seed_of
-from .evaluate import summarize
 from .folr import first_occurrence
 from .metrics import exact_match
 from .readers import to_nfc

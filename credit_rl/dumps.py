@@ -8,7 +8,6 @@ __all__ = ['read_dump', 'text_credit', 'text_methods', 'compare_rules']
 # %% ../nbs/7_elsewhere/83_dumps.ipynb #c002
 import json, math, re
 from dataclasses import dataclass
-from pathlib import Path
 import torch
 from .audit import kendall
 from .groups import index_groups

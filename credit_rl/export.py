@@ -8,7 +8,6 @@ __all__ = ['read_policy', 'export_run', 'main']
 # %% ../nbs/machinery/66_export.ipynb #c002
 import dataclasses, json, sys
 from pathlib import Path
-import torch
 from .learner import saved_policy
 from .models import load_model
 from .parameters import make_parser
