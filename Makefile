@@ -41,6 +41,7 @@ $(info An earlier install was cut short: making $(VENV) anew.)
 endif
 begin = @mkdir -p $(VENV) && echo $$PPID > $(VENV)/.installing
 end   = @rm $(VENV)/.installing && touch $@
+failed = || { rm -f $(VENV)/.installing; exit 1; }   # pip has said why; what is there stays
 
 .DEFAULT_GOAL := help
 .PHONY: help demo compare carl real reports quick test test-long test-all test-vllm test-gpu faults long programs readme docs \
@@ -50,7 +51,7 @@ help:
 	@echo 'make demo      train on the tiny world, a few minutes on a CPU   (SEED=101 for another seed)'
 	@echo 'make compare   TSPO against GRPO on the same budget, three seeds each, with the comparison report'
 	@echo 'make carl      a critic teaches when to ask, where half of it is known, five minutes of a CPU'
-	@echo 'make real      SmolLM2 learns to search Wikipedia passages: fetch, demonstrate, fine-tune, reinforce; hours, not yet run whole'
+	@echo 'make real      SmolLM2 learns to search Wikipedia passages: fetch, demonstrate, fine-tune, reinforce; an hour or more'
 	@echo 'make reports   the reports and tables of the stored runs, runs/NAME/report.ipynb, a few minutes'
 	@echo 'make quick     the notebooks that changed, what imports them, and their short tests, two minutes'
 	@echo 'make test      export the modules, run the library notebooks and what of tests/ takes less than $(LONG) s each,'
@@ -83,34 +84,34 @@ $(VENV)/.ok-torch: $(VENV)/.ok-python constraints.txt
 	@if [ -z '$(GPU)' ]; then \
 	    $(PIP) --no-deps --retries 0 --timeout 15 --index-url $(CPU_TORCH) '$(TORCH)' 2>/dev/null \
 	    || echo "      PyTorch's CPU wheels are out of reach: taking the default index's"; fi
-	@$(PIP) $(PINS) '$(TORCH)'
+	@$(PIP) $(PINS) '$(TORCH)' $(failed)
 	$(end)
 
 $(VENV)/.ok-demo: $(VENV)/.ok-torch constraints.txt settings.ini setup.py pyproject.toml
 	@echo '[3/3] credit_rl and what it rests on'
 	$(begin)
-	@$(PIP) $(PINS) -e .
+	@$(PIP) $(PINS) -e . $(failed)
 	$(end)
 
 $(VENV)/.ok-test: $(VENV)/.ok-torch constraints.txt settings.ini setup.py pyproject.toml tests/releases.txt
 	@echo '[3/3] credit_rl, the trainers, the search service and the test tools'
 	$(begin)
-	@$(PIP) $(PINS) -e '.[train,serve,dense,dev]'
-	@$(PIP) --no-deps --upgrade --target $(VENV)/releases -r tests/releases.txt
+	@$(PIP) $(PINS) -e '.[train,serve,dense,dev]' $(failed)
+	@$(PIP) --no-deps --upgrade --target $(VENV)/releases -r tests/releases.txt $(failed)
 	@touch $(VENV)/.ok-demo
 	$(end)
 
 $(VENV)/.ok-real: $(VENV)/.ok-torch constraints.txt settings.ini setup.py pyproject.toml
 	@echo '[3/3] credit_rl and what reads a GGUF file'
 	$(begin)
-	@$(PIP) $(PINS) -e '.[gguf]'
+	@$(PIP) $(PINS) -e '.[gguf]' $(failed)
 	@touch $(VENV)/.ok-demo
 	$(end)
 
 $(VENV)/.ok-docs: $(VENV)/.ok-torch constraints.txt settings.ini setup.py pyproject.toml
 	@echo '[3/3] credit_rl and what builds its site'
 	$(begin)
-	@$(PIP) $(PINS) -e '.[docs]'
+	@$(PIP) $(PINS) -e '.[docs]' $(failed)
 	@touch $(VENV)/.ok-demo
 	$(end)
 
@@ -142,8 +143,8 @@ carl: $(VENV)/.ok-test
 	    critic_from=runs/carl_demo/warm
 	@$(PY) -m credit_rl.competence runs/carl_demo/carl-412 --checkpoint newest
 
-# A real model on real questions. Each part is left as it is where it is over, and the same command goes on; a part that
-# was ended begins anew, but for the reinforcement, which goes on from its last checkpoint. REAL_STEPS=0 stops after the
+# A real model on real questions. The same command goes on after an interruption. A finished part is kept; an interrupted
+# one is begun again, but the reinforcement goes on from its last checkpoint. REAL_STEPS=0 stops after the
 # fine-tuning and a look at what there is to learn. REAL_DTYPE: bfloat16 where the processor multiplies in it.
 REAL_STEPS ?= 15
 REAL_DTYPE ?= $(if $(shell grep -m1 -E 'amx_bf16|avx512_bf16' /proc/cpuinfo 2>/dev/null),bfloat16,float32)
@@ -164,7 +165,7 @@ real: $(VENV)/.ok-real
 	@$(PY) -m credit_rl.view runs/real/tspo --rules tspo grpo outcome+folr/group
 
 # COMPARE holds the arguments of `python -m credit_rl.compare`.
-COMPARE ?= --methods tspo grpo --seeds 101 102 103 --params runs/params/demo.yaml --out runs/compare \
+COMPARE ?= --methods tspo grpo --seeds 101 102 103 --params runs/params/demo.yaml --out runs/compare_demo \
     --workers $(WORKERS)
 compare: $(VENV)/.ok-demo
 	@$(PY) -m credit_rl.compare $(COMPARE)
@@ -185,9 +186,10 @@ READ_ME := --TagRemovePreprocessor.enabled=True --TagRemovePreprocessor.remove_i
     --RegexRemovePreprocessor.patterns='\#\| hide[\s\S]*' --NbConvertApp.output_files_dir=nbs/figures \
     --ExtractOutputPreprocessor.output_filename_template='readme_{cell_index}{extension}'
 readme: $(VENV)/.ok-test
-	@rm -rf nbs/figures
-	@$(PY) -m jupyter nbconvert --log-level WARN --to markdown --output-dir . --output README $(READ_ME) nbs/index.ipynb
-	@sed -i.old -E 's,\]\(([1-7]_[a-z]+/|machinery/|experiments/|papers/|[0-9]+_|your_rule),](nbs/\1,g; s,\]\(\.\./,](,g' README.md && rm README.md.old
+	@rm -rf _docs/readme && mkdir -p _docs/readme
+	@$(PY) -m jupyter nbconvert --log-level WARN --to markdown --output-dir _docs/readme --output README $(READ_ME) nbs/index.ipynb
+	@sed -i.old -E 's,\]\(([1-7]_[a-z]+/|machinery/|experiments/|papers/|[0-9]+_|your_rule),](nbs/\1,g; s,\]\(\.\./,](,g' _docs/readme/README.md
+	@rm -rf nbs/figures && mv _docs/readme/nbs/figures nbs/figures && mv _docs/readme/README.md README.md
 
 # The site from what git keeps: no notebook is executed, nothing is fetched. A dead link or a warning of mkdocs fails it.
 docs: export OMP_NUM_THREADS := 1

@@ -1,4 +1,4 @@
-"""The package, described by settings.ini alone: change a name, a version or a requirement there."""
+"""The package: name, version, requirements and description come from settings.ini, licence and classifiers from here."""
 from configparser import ConfigParser
 from pathlib import Path
 

@@ -428,7 +428,7 @@ PARTS = (
                   'parts': Option('both', 'rewards that are summed', choices=('both', 'gain', 'outcome')),
                   'ddof': Option(0, '1: sample deviation', choices=(0, 1)),
                   'eps': Option(1e-6, 'added to the deviation', least=0)},
-         differs="eq. 8, the loss, is lost: GRPO's average"),
+         differs="GRPO's average of the loss, not compared with eq. 8"),
     Row('igpo', 'outcome+gain/accumulate', 'IGPO eqs. 2-8', '#029e73', _F1),
     Row('igpo-ig', 'outcome+gain/accumulate', 'IGPO, ablation: information gain only', '#00563f',
         _F1 | {'parts': 'gain'}),

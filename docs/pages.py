@@ -138,9 +138,10 @@ def curve_section(method, stored):
     "The learning curve of a method, and its results."
     if not stored.runs:
         pair = ' '.join(shlex.quote(n) for n in dict.fromkeys((method.name, 'grpo')))
-        return ('No run of it by this code is stored. This command makes three, and a report beside GRPO:\n\n'
+        turns = f' max_turns={method.rule.most_turns}' if method.rule.most_turns else ''
+        return ('No run of it by this code is stored. This command makes three, three of GRPO, and a report:\n\n'
                 f'    python -m credit_rl.compare --methods {pair} --seeds 1 2 3 --out '
-                f'runs/{page_name(method.name)}')
+                f'runs/{page_name(method.name)}{turns}')
     return (f'On the tiny world, from the stored runs in `{stored.runs}` ([results](../results.md) has the other '
             f'methods):\n\n![exact match on development questions by training step, {method.name}]({stored.picture})'
             f'\n\n{stored.table}')

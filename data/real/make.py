@@ -1,8 +1,8 @@
-"""Make the files beside this one from the original files of five data sets, each in a folder of its own name:
+"""Make the files beside this one from slices of five data sets, each in a folder of its own name:
 
     python data/real/make.py FOLDER
 
-README.md says where they are from and what is left out.
+README.md says of which files the slices were cut, and what is left out.
 """
 import gzip
 import hashlib

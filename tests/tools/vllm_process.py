@@ -172,7 +172,7 @@ def other_process():
 
 
 def notebook():
-    "The cells of nbs/21_vllm_engine.ipynb, with vLLM there."
+    "The cells of nbs/machinery/21_vllm_engine.ipynb, with vLLM there."
     cells = json.loads((ROOT / 'nbs' / 'machinery' / '21_vllm_engine.ipynb').read_text(encoding='utf-8'))['cells']
     space = {'__name__': '__main__'}
     for cell in cells:
