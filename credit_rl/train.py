@@ -677,7 +677,7 @@ def _note_dev(folder, questions):
 def _check_teacher(teacher, method, course):
     "Refuse more steps where a teacher's period is a share of them. Raises ValueError."
     if not (course.resume and (Path(course.run)/'params.yaml').exists()): return
-    begun = read_params(course.run)['steps']
+    begun = read_params(course.run).get('steps', course.steps)
     before, now = (teacher.period(method, steps) for steps in (begun, course.steps))
     if before != now:
         raise ValueError(f'{course.run} was begun with steps={begun}, so its teacher is made anew every {before} '

@@ -134,7 +134,7 @@ def test_the_page_shows_what_was_expected_and_what_came_out(study):
     code, said, page = papermill(study / 'report.ipynb', settings={'folder': str(study)}, cwd=ROOT, notebook='98_study')
     assert code == 0, said
     tables = '\n'.join(map(str, shown(page, 'text/plain')))
-    assert 'ahead' in tables and 'behind' in tables and 'weak' in tables and len(shown(page, 'image/png')) == 4
+    assert 'ahead' in tables and 'behind' in tables and 'weak' in tables and len(shown(page, 'image/png')) == 5
 
 
 def test_the_study_again_gives_all_rules_one_outcome_but_prs():
