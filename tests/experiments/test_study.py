@@ -170,3 +170,17 @@ def test_the_stored_study_again_is_whole_and_each_run_has_its_rules_rate():
             params = read_params(run)
             assert (params['learning_rate'], params['seed'], params['steps']) == (rate, seed, 60)
             assert read_summary(run)['base'] == read_summary(place / world / f'grpo-{seed}')['base']
+
+
+def test_the_stored_study_again_shows_what_the_pages_say():
+    "Who is ahead and who behind; the control within .03; and where a prediction did not hold."
+    place = ROOT / 'runs/study_again'
+    found = study_tables(place, ('sampled_right',))['sampled_right'].set_index(['regime', 'rule'])
+    foretold = pd.read_csv(place / 'predictions.csv').set_index(['regime', 'rule'])
+    assert {*found.index[found.says == 'ahead']} == {
+        ('many-parts', 'notes'), ('rarely-right', 'tspo'), ('rarely-right', 'igpo')}
+    assert {*found.index[found.says == 'behind']} == {('rarely-right', 'prs')}
+    assert found.difference['many-parts', 'notes'] >= .03
+    assert (found.loc['plain', ['low', 'high']].abs() < .03).all(axis=None)
+    inside = found.difference.between(foretold.low.reindex(found.index), foretold.high.reindex(found.index))
+    assert [*inside.index[~inside]] == [('many-parts', 'notes')]
