@@ -1036,7 +1036,8 @@ def test_other_commands_take_threads_and_tf32_as_a_training_does(tmp_path, monke
     module, before = importlib.import_module(f'credit_rl.{module}'), torch.get_num_threads()
     run, config = tmp_path / 'run', training.make_config({'protocol': 'carl-tiny', 'tf32': True, 'threads': before + 1})
     config = dataclasses.replace(config, run=str(run))
-    begin = {'sft': lambda: module.rejection_sft(config), 'audit': lambda: module.run_audit(config, module.AuditChoice()),
+    begin = {'sft': lambda: module.rejection_sft(config),
+             'audit': lambda: module.run_audit(config, module.AuditChoice()),
              'competence': lambda: module.open_agent(run)}[module.__name__.split('.')[1]]
     if 'competence' in module.__name__: monkeypatch.setattr(module, 'read_params', lambda run: vars(config))
     monkeypatch.setattr(module, name, stop)

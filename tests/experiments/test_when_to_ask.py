@@ -54,7 +54,8 @@ def test_what_was_not_measured_is_missing():
      ['something to learn', 'keeps the agent', '.90 of the known and 0.96', 'it tells', ', below a third', '0.50.']),
     ((.3, .2, .4), (.2, .1, .3), .95, -.2, .9, ['nothing keeps', 'hardly tells', 'NOT below', 'says little']),
     ((-.1, -.3, 0.), (-.5, -.6, -.4), .8, 0., .5, ['nothing to learn', 'keeps the agent', 'hardly tells']),
-    ((.1, -.1, .3), (.1, -.1, .3), .8, 0., .5, ['does not tell whether asking', 'more questions', 'tell whether anything'])])
+    ((.1, -.1, .3), (.1, -.1, .3), .8, 0., .5,
+     ['does not tell whether asking', 'more questions', 'tell whether anything'])])
 def test_what_is_said(known, unknown, rest, bias, form, words):
     import pandas as pd
     row = lambda d, rate: {'ask rate': rate, 'ask error': .02, 'delta': d[0], 'low': d[1], 'high': d[2]}
