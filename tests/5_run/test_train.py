@@ -31,7 +31,7 @@ from credit_rl.methods import extra_passes, get_method
 from credit_rl.parts import Batch, Credit, Measured, bind
 from credit_rl.search_service import SearchServer
 from credit_rl.runlog import RunLog, latest_checkpoint, named_checkpoint, read_metrics, read_turns, same_metrics
-from credit_rl.settings import Keeping
+from credit_rl.settings import Keeping, make_config, settings_of
 from credit_rl.step_metrics import is_kept
 from credit_rl.train import main, train
 from credit_rl.trajectory import Group, example_group, trajectory_from_json
@@ -1047,3 +1047,15 @@ def test_other_commands_take_threads_and_tf32_as_a_training_does(tmp_path, monke
     finally:
         torch.set_float32_matmul_precision('highest')
         torch.set_num_threads(before)
+
+
+def test_more_steps_keep_the_period_of_a_teacher(tmp_path):
+    "Two fifths of a run: of sixty steps 24, of a hundred and twenty 48."
+    asked = dict(run=str(tmp_path), method='tips', critic='own', resume=True)
+    (tmp_path / 'params.yaml').write_text('steps: 60\n')
+    def look(**more):
+        s = settings_of(make_config({**asked, **more}))
+        return training._check_teacher(s.teacher, get_method('tips'), s.course)
+    with pytest.raises(ValueError, match='every 24 steps; with steps=120 it would be every 48: give steps=60'):
+        look(steps=120)
+    assert look(steps=60) is None and look(steps=120, teacher_every=24) is None
