@@ -454,10 +454,14 @@ def test_a_measured_product_is_what_its_clock_says():
 
 def test_an_interrupt_is_a_line_that_says_how_to_go_on(short, tmp_path, monkeypatch, capsys):
     def stop(*args, **more): raise KeyboardInterrupt
+    begun = tmp_path / 'begun'                            # before its first checkpoint
+    begun.mkdir()
+    (begun / 'params.yaml').write_text('')
     for module, name in ((training, 'train'), (prepare, 'prepare'), (sft, 'rejection_sft'),
                          (evaluate, 'run_evaluation')):
         monkeypatch.setattr(module, name, stop)
-        for run, how in ((short[0], 'resume=true.*after step 1'), (tmp_path / 'new', 'begins anew')):
+        for run, how in ((short[0], 'resume=true.*after step 1'), (begun, 'yet, so with resume=true the same command'),
+                         (tmp_path / 'new', 'yet, so the same command begins anew')):
             with pytest.raises(SystemExit) as end: module.main([f'run={run}'])
             (line,) = capsys.readouterr().err.splitlines()
             assert end.value.code == 130 and 'interrupted' in line
