@@ -51,7 +51,7 @@ help:
 	@echo 'make demo      train on the tiny world, a few minutes on a CPU   (SEED=101 for another seed)'
 	@echo 'make compare   TSPO against GRPO on the same budget, three seeds each, with the comparison report'
 	@echo 'make carl      a critic teaches when to ask, where half of it is known, five minutes of a CPU'
-	@echo 'make real      SmolLM2 learns to search Wikipedia passages: fetch, demonstrate, fine-tune, reinforce; an hour or more'
+	@echo 'make real      SmolLM2 learns to search Wikipedia passages: fetch, demonstrate, fine-tune, reinforce; an hour'
 	@echo 'make reports   the reports and tables of the stored runs, runs/NAME/report.ipynb, a few minutes'
 	@echo 'make quick     the notebooks that changed, what imports them, and their short tests, two minutes'
 	@echo 'make test      export the modules, run the library notebooks and what of tests/ takes less than $(LONG) s each,'
@@ -146,7 +146,7 @@ carl: $(VENV)/.ok-test
 # A real model on real questions. The same command goes on after an interruption. A finished part is kept; an interrupted
 # one is begun again, but the reinforcement goes on from its last checkpoint. REAL_STEPS=0 stops after the
 # fine-tuning and a look at what there is to learn. REAL_DTYPE: bfloat16 where the processor multiplies in it.
-REAL_STEPS ?= 15
+REAL_STEPS ?= 12
 REAL_DTYPE ?= $(if $(shell grep -m1 -E 'amx_bf16|avx512_bf16' /proc/cpuinfo 2>/dev/null),bfloat16,float32)
 REAL := --params runs/params/real.yaml resume=true
 REAL_SFT := sft.demos=runs/real/demos sft.epochs=1 sft.batch=8 sft.learning_rate=3.0e-4 sft.compute=fastest

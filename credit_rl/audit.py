@@ -15,7 +15,7 @@ from .engine import SamplingParams, seed_of
 from .folr import chance_occurrence, gold_in_question
 from .groups import index_groups
 from .information_gain import belief_of, belief_warning
-from .launch import set_torch
+from .launch import Progress, set_torch
 from .layout import hidden_states, pack
 from .methods import get_method
 from .options import setting, with_defaults
@@ -62,6 +62,7 @@ def find_truth(
     n,                     # continuations of every state, at least 2
     outcome,               # list of Group -> (N,) outcomes
     sampling=None, seed=0,
+    say=lambda line: None, # function called with lines of text: how many are played
 ):
     """Play on from all states of rollouts: `Truth`.
 
@@ -70,9 +71,11 @@ def find_truth(
     groups : as for continuations; list of Group
     n : continuations of every state, at least 2
     outcome : list of Group -> (N,) outcomes
+    say : function called with lines of text: how many are played
     """
     states, index = distinct_states(groups)
-    played = continuations(engine, env, states, n, sampling, seed)
+    shown = Progress(say, f'{len(states)} states, continuations played', n * len(states))
+    played = continuations(engine, env, states, n, sampling, seed, shown)
     return Truth(groups, outcome(groups), score_continuations(played, outcome), index)
 
 # %% ../nbs/6_looking/71_audit.ipynb #a010
@@ -468,6 +471,7 @@ def _judged_run(
     stage,   # Setup
     origin,  # Origin
     teach=4, # batches from which a critic learns first
+    say=lambda line: None, # function called with lines of text, while it learns
 ):
     "A run of a method whose policy stands still, its critic taught: `Run`."
     critic = 'own' if get_method(name).critic else None
@@ -477,7 +481,8 @@ def _judged_run(
                                 critic_backbone_rate=5e-4, log_kl=False, steps=max(1, teach), ahead=0)
     s = settings_of(still)
     engine = make_engine(s.host, s.acting, origin.start, stage.model, stage.chat.tokenizer)
-    run = Run(s, stage, engine, make_learner(s, origin, stage.model), SilentLog(config.run), say=lambda line: None)
+    run = Run(s, stage, engine, make_learner(s, origin, stage.model), SilentLog(config.run),
+              say=lambda line: say(f'{name}, {line}'))
     for step in range(1, teach + 1 if critic else 1): train_step(run, step)
     return run
 
@@ -519,15 +524,18 @@ def _audited(config, auditing, say):
     questions = draw_questions(stage.questions['train'], auditing.asked, 1, seed_of('audit', config.seed))
     env, how = stage.environments['train'], SamplingParams(config.temperature, max_tokens=config.turn_tokens)
     say(f'{auditing.asked} questions, {auditing.attempts} attempts each')
-    groups = rollout(engine, env, questions, auditing.attempts, how, seed_of('audit', config.seed))
+    groups = rollout(engine, env, questions, auditing.attempts, how, seed_of('audit', config.seed),
+                     Progress(say, 'rollouts played', auditing.asked * auditing.attempts))
     first = _judged_run(config, 'grpo', stage, origin, 0)
     outcome, since = lambda g: first.method.text_rewards(g)['outcome'], time.monotonic()
-    truth = find_truth(engine, env, groups, auditing.plays, outcome, how, seed_of('audit, on', config.seed))
+    truth = find_truth(engine, env, groups, auditing.plays, outcome, how, seed_of('audit, on', config.seed),
+                       say)
     say(f'{len(truth.played)} states, {auditing.plays} continuations of each: {time.monotonic() - since:.0f} s')
     rules, costs = {}, {}
     for name in judged:
         say(f'{name}: asked')
-        rules[name], costs[name] = _rule_credit(_judged_run(config, name, stage, origin, auditing.teach), groups)
+        run = _judged_run(config, name, stage, origin, auditing.teach, say)
+        rules[name], costs[name] = _rule_credit(run, groups)
     gradients = _turn_gradients(stage.model, pack(groups))
     belief = belief_of(stage.model, stage.chat, groups)
     if warning := belief_warning(belief): say(warning)

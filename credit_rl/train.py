@@ -796,11 +796,13 @@ def _steps(run, first):
 def _finish(run):
     "Evaluate the best checkpoint on the test questions and write the summary."
     step, path = run.ranks.once(lambda: named_checkpoint(run.log.folder, 'best'))
-    last, _ = run.evaluate('test')
-    run.learner.restore(path)
-    hand_over(run.learner, run.engine, run.settings.host)
-    final, groups = run.evaluate('test')
-    _keep_examples(run.log, len(run.memory['rates']) + 1, groups, 'after')
+    last, groups = run.evaluate('test')
+    final, done = last, len(run.memory['rates'])
+    if step != done:
+        run.learner.restore(path)
+        hand_over(run.learner, run.engine, run.settings.host)
+        final, groups = run.evaluate('test')
+    _keep_examples(run.log, done + 1, groups, 'after')
     c, top, base = run.settings.course, run.setup.ceiling, run.memory['base']
     hops = dict(Counter(str(g.question.meta['hops']) for g in groups if 'hops' in g.question.meta))
     sets = dict(Counter(g.question.source for g in groups))

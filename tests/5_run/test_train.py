@@ -1059,3 +1059,19 @@ def test_more_steps_keep_the_period_of_a_teacher(tmp_path):
     with pytest.raises(ValueError, match='every 24 steps; with steps=120 it would be every 48: give steps=60'):
         look(steps=120)
     assert look(steps=60) is None and look(steps=120, teacher_every=24) is None
+
+
+@pytest.mark.parametrize('best, tests', [(0, 3), (1, 2)])
+def test_the_last_policy_answers_the_test_questions_once_where_it_is_the_best(tmp_path, monkeypatch, best, tests):
+    "Beside the base; another best is asked too."
+    asked, evaluate = [], training.Actor.evaluate
+    def scored(actor, part):
+        asked.append(part)
+        groups = evaluate(actor, part)
+        if part == 'test' or (asked.count('dev') == 2) == bool(best): return groups
+        return [Group(g.question, [dataclasses.replace(g.trajectories[0], answer=None)]) for g in groups]
+    monkeypatch.setattr(training.Actor, 'evaluate', scored)
+    train({**SHORT, 'steps': 1, 'eval_every': 1, 'run': str(tmp_path / 'run')}, say=lambda line: None)
+    summary = json.loads((tmp_path / 'run/summary.json').read_text())
+    assert summary['best_step'] == best and asked.count('test') == tests
+    assert best == 0 or summary['last_em'] == summary['final_em']

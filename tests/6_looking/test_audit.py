@@ -1,6 +1,7 @@
 """71_audit: scores of known answer, a checkpoint judged from a shell, real data and a random model: honest zeros."""
 
 import dataclasses
+import functools
 import json
 import math
 
@@ -16,6 +17,7 @@ from credit_rl.audit import (FEW, KINDS, Truth, agreement_intervals, agreements,
                              read_audit_settings, rollouts_saved, saving_says, signal_to_noise, squares_by_kind,
                              turn_kinds)
 from credit_rl.engine import ScriptedEngine
+from credit_rl.launch import Progress
 from credit_rl.metrics import exact_match
 from credit_rl.outcome import outcome_rewards
 from credit_rl.protocol import PROTOCOLS, Chat
@@ -290,13 +292,18 @@ def test_two_rules_on_the_same_rollouts_are_told_apart_where_each_alone_is_not(t
 
 def test_a_checkpoint_is_audited_from_a_shell(root, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(root)
+    for module in (audit_module, train_module):
+        monkeypatch.setattr(module, 'Progress', functools.partial(Progress, every=0))
     main([f'run={tmp_path}/a', 'model=data/tiny_base', 'questions=20', 'dev_questions=4', 'test_questions=4',
           'questions_per_step=4', 'group_size=4', 'rules=[grpo, tspo, tips]', 'asked=4', 'plays=2', 'teach=1'])
     table, found = pd.read_csv(tmp_path / 'a' / 'audit.csv', index_col='rule'), json.loads(
         (tmp_path / 'a' / 'audit.json').read_text())
     assert list(table.index) == ['grpo', 'tspo', 'tips', 'half', 'even', 'chance']
     assert table.loc['tips', 'forward tokens'] > 0 == table.loc['grpo', 'forward tokens']
-    assert found['findings'] in capsys.readouterr().out and found['continuations'] == 2
+    said = capsys.readouterr().out
+    assert found['findings'] in said and found['continuations'] == 2
+    for line in ('rollouts played: 16 of 16', f'continuations played: {2 * found["states"]} of {2 * found["states"]}',
+                 'tips, step 1: rollouts played: 16 of 16'): assert line in said
     assert set(found['saving']) == {'times', 'low', 'high'} and 'turn credit could save' in found['findings']
     assert (tmp_path / 'a' / 'figures' / 'audit.png').stat().st_size > 10_000
     assert (tmp_path / 'a' / 'solver.csv').exists() and found['belief']['belief_shown_states'] > 0
