@@ -16,7 +16,7 @@ from .folr import chance_occurrence, gold_in_question
 from .groups import index_groups
 from .information_gain import belief_of, belief_warning
 from .launch import Progress, set_torch
-from .layout import hidden_states, pack
+from .layout import hidden_states, pack, turn_means
 from .methods import get_method
 from .options import setting, with_defaults
 from .parameters import by_group, from_settings, make_parser, read_settings
@@ -437,17 +437,6 @@ class AuditChoice(RolloutSize):
 
 _COURSE = with_defaults(Course, run='runs/audit')
 
-# %% ../nbs/6_looking/71_audit.ipynb #sp713
-def _turn_means(
-    advantages,  # (R, T)
-    layout,      # Layout of N trajectories
-):
-    "Mean advantage of the tokens of every turn: (N, K), 0 where there is no turn."
-    (n, k), trained = layout.turn_mask.shape, layout.trained
-    cell = (layout.row_trajectory[:, None] * k + layout.token_turns)[trained]
-    total = torch.zeros(n * k).index_add(0, cell, advantages[trained].float())
-    return (total / cell.bincount(minlength=n * k).clamp(min=1)).view(n, k)
-
 # %% ../nbs/6_looking/71_audit.ipynb #sp716
 def _rule_credit(
     run,     # Run of a method
@@ -460,7 +449,7 @@ def _rule_credit(
                    tree=run.settings.learning.tree)
     out = torch.zeros(index_groups(groups)[0].shape)
     if not batch.empty:
-        found = _turn_means(batch.credit.advantages, batch.layout)
+        found = turn_means(batch.credit.advantages, batch.layout).nan_to_num().float()
         out[batch.chosen, :found.shape[1]] = found
     return out, {'forward tokens': look.tokens, 'seconds': round(time.monotonic() - since, 3)}
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 import torch
 from .environment import asked_protocol
+from .layout import turn_means
 from .methods import get_method
 from .models import load_tokenizer
 from .parts import Facts, Measured, assign, bind, first_tokens
@@ -178,18 +179,6 @@ def _token_values(rows, layout, critic):
     return values
 
 # %% ../nbs/6_looking/69_recorded.ipynb #c019
-def _turn_means(
-    credit,  # Credit of N trajectories
-    layout,  # Layout of the same, K turns
-):
-    "Mean advantage of the tokens of each turn: (N, K), NaN where there is no turn, and in a rollout of weight 0."
-    n, k = layout.turn_mask.shape
-    cell = (layout.row_trajectory[:, None] * k + layout.token_turns)[layout.trained]
-    sums = torch.zeros(n * k, dtype=torch.float64).index_add(0, cell, credit.advantages[layout.trained].double())
-    means = (sums / torch.bincount(cell, minlength=n * k)).view(n, k)
-    if credit.trajectory_weight is not None: means[credit.trajectory_weight == 0] = math.nan
-    return means
-
 DROPPED = 'left out: the sampling of this rule drops such a group'
 
 def _step_credit(attempts, method, look, seed):
@@ -198,10 +187,11 @@ def _step_credit(attempts, method, look, seed):
     batch = assign(method, groups, look, torch.Generator().manual_seed(seed))
     found = [DROPPED] * len(groups)
     if batch.empty: return found
-    means, at = _turn_means(batch.credit, batch.layout).tolist(), 0
+    means, at, weight = turn_means(batch.credit.advantages, batch.layout), 0, batch.credit.trajectory_weight
+    if weight is not None: means[weight == 0] = math.nan
     place = {id(g): i for i, g in enumerate(groups)}
     for g in batch.groups:
-        found[place[id(g)]] = [means[at + i][:len(t.turns)] for i, t in enumerate(g.trajectories)]
+        found[place[id(g)]] = [means[at + i, :len(t.turns)].tolist() for i, t in enumerate(g.trajectories)]
         at += len(g.trajectories)
     return found
 

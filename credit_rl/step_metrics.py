@@ -19,6 +19,7 @@ from .evaluate import bootstrap_interval, by_set, summarize
 from .folr import first_turns, gold_in_question, has_evidence, near_miss_share, op_table
 from .groups import group_share, index_groups
 from .information_gain import belief_check, gold_statistics, state_logp
+from .layout import turn_means
 from .losses import kl
 from .metrics import exact_match
 from .outcome import outcome_rewards
@@ -248,16 +249,11 @@ def rollout_rows(
     """
     earned, played = batch.rewards['outcome'].tolist(), batch.trajectories
     tables, most = _turn_records(batch, method) if shown else {}, batch.layout.turn_mask.shape[1]
+    means = turn_means(batch.credit.advantages, batch.layout)
     return [{'kind': 'train', 'trajectory': to_json(played[i]), 'reward': earned[i],
-             'advantages': _turn_advantages(batch, i), **_token_advantages(batch, i),
+             'advantages': means[i, :len(played[i].turns)].tolist(), **_token_advantages(batch, i),
              **{name: x[i, :len(played[i].turns) + x.shape[1] - most].tolist() for name, x in tables.items()}}
             for i in shown]
-
-def _turn_advantages(batch, i):
-    "Mean advantage of each turn of trajectory `i`: list of K floats."
-    rows = batch.layout.row_trajectory == i
-    turns, advantages = batch.layout.token_turns[rows], batch.credit.advantages[rows]
-    return [advantages[turns == k].mean().item() for k in range(int(batch.layout.turn_mask[i].sum()))]
 
 def _token_advantages(batch, i):
     """The advantage of each token of each turn of trajectory `i`, `token_advantages`: dict, empty where all tokens of a
