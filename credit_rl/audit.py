@@ -26,7 +26,7 @@ from .runlog import atomic_write, plain_json, write_json, writing
 from .significance import jackknife, ratio_interval
 from .settings import GROUPS, Course, check, make_config, settings_of
 from .setup import draw_questions, make_engine, make_learner, make_setup, origin_of
-from .train import Run, SilentLog, train_step
+from .train import Run, SilentLog, play_step
 from .true_credit import (credit_errors, distinct_states, sampling_variance, score_continuations, solver_rates,
                                    solver_values, state_values, turn_credit)
 
@@ -464,7 +464,7 @@ def _judged_run(
 ):
     "A run of a method whose policy stands still, its critic taught: `Run`."
     critic = 'own' if get_method(name).critic else None
-    # a policy's rate that is too small to move a weight
+    # terms of a loss beside the advantages get a rate that is too small to move a weight
     still = dataclasses.replace(config, method=name, options=config.options if name == config.method else {},
                                 learning_rate=1e-12, critic=critic, critic_rate=config.critic_rate or 2e-3,
                                 critic_backbone_rate=5e-4, log_kl=False, steps=max(1, teach), ahead=0)
@@ -472,8 +472,17 @@ def _judged_run(
     engine = make_engine(s.host, s.acting, origin.start, stage.model, stage.chat.tokenizer)
     run = Run(s, stage, engine, make_learner(s, origin, stage.model), SilentLog(config.run),
               say=lambda line: say(f'{name}, {line}'))
-    for step in range(1, teach + 1 if critic else 1): train_step(run, step)
+    for step in range(1, teach + 1 if critic else 1): _teach_critic(run, step)
     return run
+
+def _teach_critic(run, step):
+    "Let a run's critic learn from a batch that its policy plays. Without advantages the policy has nothing to learn."
+    groups, rewards = play_step(run.actor, run.method, step)
+    batch = assign(run.method, groups, run.look(step), torch.Generator().manual_seed(step), run.prefix, rewards,
+                   run.settings.learning.tree)
+    if batch.empty: return
+    nothing = torch.zeros_like(batch.credit.advantages)
+    run.learner.step(batch.layout, batch.seen, dataclasses.replace(batch.credit, advantages=nothing))
 
 # %% ../nbs/6_looking/71_audit.ipynb #a026x2
 def run_audit(
