@@ -56,19 +56,19 @@ def is_large(model):
     return model != 'tiny' and read_sizes(model).parameters > 2e7
 
 def no_gpu(
-    host,   # Host: ranks, hostfile
+    host,   # Host: ranks, hostfile, tflops
     model,  # folder or name
 ):
     """What to say where ranks, or a model that is no toy, would find no GPU: list of str.
 
     Parameters
     ----------
-    host : Host: ranks, hostfile
+    host : Host: ranks, hostfile, tflops
     model : folder or name
     """
     if torch.cuda.device_count() or not (host.ranks > 1 or is_large(model)): return []
     return [f'no GPU: {_ranks_here(host)} rank{"s" * (_ranks_here(host) > 1)} would share the processor and memory of '
-            'this host, and take far longer than the estimate says']
+            'this host' + ', and take far longer than the estimate says' * bool(host.tflops)]
 
 # %% ../nbs/machinery/59_dry_run.ipynb #d5915
 def _gigabytes(size): return f'{size / 1e9:.1f} GB' if size >= 1e9 else f'{size / 1e6:.3g} MB'

@@ -481,6 +481,8 @@ def test_a_dry_run_says_where_there_is_no_gpu(tmp_path, gpus):
     lines, refused = dry(**PAPER, run=str(tmp_path / 'run'))
     assert refused is None and lines[-2].startswith(
         'no GPU: 8 ranks would share the processor') and lines[-1].startswith('everything else is there'), lines
+    assert lines[-2].endswith('memory of this host')                                         # whose speed was measured
+    assert dry(**PAPER, run=str(tmp_path / 'run'), tflops=300)[0][-2].endswith('far longer than the estimate says')
     assert not any('no GPU' in line for line in dry(run=str(tmp_path / 'run'))[0])           # one process and a toy
     gpus(8)
     lines, refused = dry(**PAPER, run=str(tmp_path / 'run'))
