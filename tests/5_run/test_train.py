@@ -1072,8 +1072,9 @@ def test_the_last_policy_answers_the_test_questions_once_where_it_is_the_best(tm
         groups = evaluate(actor, part)
         if part == 'test': return groups
         right = (asked.count('dev') == 2) == bool(best)
-        return [Group(g.question, [dataclasses.replace(g.trajectories[0], answer=g.question.answers[0] if right else None)])
-                for g in groups]
+        answers = [g.question.answers[0] if right else None for g in groups]
+        return [Group(g.question, [dataclasses.replace(g.trajectories[0], answer=answer)])
+                for g, answer in zip(groups, answers)]
     monkeypatch.setattr(training.Actor, 'evaluate', scored)
     train({**SHORT, 'steps': 1, 'eval_every': 1, 'run': str(tmp_path / 'run')}, say=lambda line: None)
     summary = json.loads((tmp_path / 'run/summary.json').read_text())
