@@ -30,6 +30,7 @@ def test_the_file_of_settings_says_what_the_makefile_does(root):
     said = ' '.join(comments).replace(' \\ ', ' ')
     sft = re.search(r'^REAL_SFT := (.*)$', (root / 'Makefile').read_text(), re.M)[1]
     assert sft in re.sub(' +', ' ', said)
+    assert f"steps={re.search(r'^REAL_STEPS [?]= (.*)$', (root / 'Makefile').read_text(), re.M)[1]} " in said
     assert [words[0] for words in recipe(root)] == ['fetch', 'command', 'sft', 'train', 'view']
 
 
