@@ -191,16 +191,18 @@ def kept_and_weights(
 from .options import Option
 from .parts import Row, Sampling
 
-def _group_sizes(groups): return [len(g.trajectories) for g in groups]
+def _outcomes(groups, rewards):
+    "Outcomes as a table, (B, G), and the row of each trajectory, (N,)."
+    sizes = torch.tensor([len(g.trajectories) for g in groups])
+    return _by_group(rewards['outcome'], torch.arange(len(groups)).repeat_interleave(sizes))
 
 def _valuable(groups, rewards, o, rng):
     "VSPO's groups, each as often as it stands in the batch, and the ω of their trajectories."
-    index = torch.arange(len(groups)).repeat_interleave(torch.tensor(_group_sizes(groups)))
-    table, index = _by_group(rewards['outcome'], index)
+    table, index = _outcomes(groups, rewards)
     weights, counts = vspo_weights(table, o['temperature'], o['smoothing'], o['least_variance'], rng, o['draw'],
                                    o['clip'])
-    return torch.arange(len(groups)).repeat_interleave(counts).tolist(), _of_members(weights, counts,
-                                                                                     rewards['outcome'], index)
+    omega = _of_members(weights, counts, rewards['outcome'], index)
+    return torch.arange(len(groups)).repeat_interleave(counts).tolist(), omega
 
 # %% ../nbs/1_rules/42_vspo.ipynb #p002s5
 _VALUE_LOGS = {'vspo_groups': 'number of groups that VSPO keeps',
@@ -220,10 +222,7 @@ def _value_metrics(batch, o):
 # %% ../nbs/1_rules/42_vspo.ipynb #p002s6
 def _varied(groups, rewards, o, rng):
     "Groups whose outcomes differ (DAPO), at most as many as a step asks for: the others are left out."
-    sizes = _group_sizes(groups)
-    padded = [torch.nn.functional.pad(x, (0, max(sizes) - len(x)), value=torch.nan)
-              for x in rewards['outcome'].split(sizes)]
-    kept = informative(torch.stack(padded), o['least_variance']).nonzero()[:, 0].tolist()
+    kept = informative(_outcomes(groups, rewards)[0], o['least_variance']).nonzero()[:, 0].tolist()
     return kept[:o['groups']], None
 
 _VARIANCE = {'least_variance': Option(1e-6, 'groups with a smaller variance of outcomes are dropped', least=0)}
