@@ -39,8 +39,8 @@ class Credit:
     "What the tokens of a layout are credited with."
     advantages: torch.Tensor                # (R, T), 0 where nothing is trained
     returns: torch.Tensor = None            # (R, T) the critic's targets
-    # (N,) weight of all of a trajectory's terms, KL and entropy too: 0 where something is missing, else what makes a
-    # mean over kept groups one over all of the batch's places; None: all 1
+    # (N,) weight of all of a trajectory's terms, KL and entropy too: 0 where something is missing, else the factor
+    # that turns a mean over the kept groups into a mean over all places of the batch; None: all 1
     trajectory_weight: torch.Tensor = None
 
 # %% ../nbs/1_rules/29_parts.ipynb #c007
@@ -437,7 +437,7 @@ class Batch:
 
 # %% ../nbs/1_rules/29_parts.ipynb #c026
 def _kept_rows(groups, kept, prefix, average, tree):
-    "Layout of the kept groups, which trajectories these are, and the factor from their mean to one over all groups."
+    "Layout of the kept groups, which trajectories these are, and the factor that turns their mean into the batch's."
     whole = pack(groups, prefix, tree)
     chosen = torch.isin(whole.groups, torch.tensor(kept, dtype=torch.long)).nonzero()[:, 0]
     if len(chosen) == len(whole.groups): return whole, chosen, 1.

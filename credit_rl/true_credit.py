@@ -25,7 +25,7 @@ def turn_changes(
     values,     # (N, K) value of the state before each turn
     turn_mask,  # (N, K) bool
 ):
-    """How much every turn changed the value, the last one leaving nothing: (N, K), 0 outside the mask, sums −V(S_0).
+    """Change of the value across every turn, with value 0 after the last: (N, K), 0 outside the mask, sums −V(S_0).
     Raises ValueError on a mask that does not fit or has holes.
 
     Parameters
