@@ -202,8 +202,7 @@ class _Client:
     def finish_weight_update(self, weight_version=None): self.llm.collective_rpc('finish_weight_update')
 
 def _native(backend, address):
-    """Make a sender over vLLM's own transfer, opened at its first use: function(llm, named). Never run: no GPU host
-    was at hand."""
+    "Make a sender over vLLM's own transfer, opened at its first use: function(llm, named). Never run."
     opened, held = [], {}
     # handles travel pickled, between our own processes
     if backend == 'ipc': os.environ.setdefault('VLLM_ALLOW_INSECURE_SERIALIZATION', '1')
