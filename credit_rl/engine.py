@@ -439,9 +439,9 @@ def check_request(
 def _finished(row, batch, engine):
     "The turn of a row whose newest id may have ended it, as `FinishedTurn`; None if the turn goes on."
     part = slice(len(row.ids), row.have)
-    ids, longest = batch.ids[row.slot, part].tolist(), max(map(len, row.strings), default=0)
+    ids, longest = batch.ids[row.slot, part].tolist(), max((len(s.encode()) for s in row.strings), default=0)
     eos = ids[-1] in engine.eos_ids.tolist()
-    tail = '' if eos or not row.strings else engine.tokenizer.decode(ids[-longest:])   # a token has a character or more
+    tail = '' if eos or not row.strings else engine.tokenizer.decode(ids[-longest:])   # a token has a byte or more
     if eos: reason = 'eos'
     elif any(s in tail for s in row.strings): reason = 'stop'
     elif row.have >= row.stop: reason = 'max_tokens' if row.stop < engine.max_length else 'length'

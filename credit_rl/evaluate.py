@@ -405,7 +405,7 @@ class _BenchmarkPlan:
 def _plan_evaluation(
     settings,     # Evaluation
     name,         # a data set of BENCHMARKS
-    player,       # Player
+    player,       # _LazyModel
     opened=None,  # dict: saved indexes that are open already
 ):
     """Load questions and passages of one set, make its environment and its manifest: `_BenchmarkPlan`. Raises on what
@@ -860,7 +860,7 @@ def _smallest_gap(
 # %% ../nbs/3_acting/27_evaluate.ipynb #g5gap
 @dataclass(frozen=True)
 class _EvaluationDifference:
-    "What two evaluations of one set have in common."
+    "What differs between two evaluations of one set."
     inputs: tuple   # of str: what went in differently, the machine apart
     rows: tuple     # of str: rows that differ although no two tokens in them were close
     ties: tuple     # of str: rows with two best tokens closer than NEAR, whether they differ or not

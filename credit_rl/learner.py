@@ -747,8 +747,8 @@ class Learner:
             found = [log[k] for log in logs if k in log]
             mean[k] = sum(found) / len(found)
         if bad: mean['bad_updates'] = len(bad)
-        return {**mean, 'updates': sum(map(bool, logs)), 'learning_rate': self.optimiser.share(self.updates) *
-                self.optimiser.learning_rate}
+        rate = self.optimiser.share(max(0, self.updates - 1)) * self.optimiser.learning_rate     # of the last update
+        return {**mean, 'updates': sum(map(bool, logs)), 'learning_rate': rate}
 
     def weights(self):
         "Current weights by Hugging Face's names, tied ones under both: what an engine loads."

@@ -843,7 +843,7 @@ def _retold(trajectory, chat, opening, ends=False):
         shown = turn.observation_text, ended, turn.result is Result.MALFORMED
         seen = chat.observation_ids(*shown) if turn.observation_ids else ()
         context = chat.next_context(question.text, turns) if turns else None
-        turns.append(dataclasses.replace(turn, action_ids=ids, action_logps=[0.] * len(ids), observation_ids=seen,
+        turns.append(dataclasses.replace(turn, action_ids=ids, action_logps=[math.nan] * len(ids), observation_ids=seen,
                                          action_text=said, context_ids=context))
     return dataclasses.replace(trajectory, prompt_ids=chat.prompt_ids(question.text), turns=turns)
 
@@ -854,7 +854,7 @@ def retell(
     ends=False,  # True: to be imitated, so that a message that no stop string ended has its end-of-turn token
 ):
     """Tell rollouts in the words and the template of another model, whose potential is then defined on the same text
-    (TIPS table 6): list of Group. Ids are the other model's; log-probabilities are 0, since nothing was sampled so.
+    (TIPS table 6): list of Group. Ids are the other model's; log-probabilities are NaN, since it sampled nothing.
 
     Parameters
     ----------

@@ -179,6 +179,12 @@ def _check_setup(
     return Setup(None, None, real[0], dict.fromkeys(real[0], make_environment(tokenizer, real[1], acting)))
 
 # %% ../nbs/5_run/62_setup.ipynb #c033
+def _distinct(questions):
+    "The first of the questions that have the same text, each: list."
+    first = {}
+    for q in questions: first.setdefault(q.text, q)
+    return list(first.values())
+
 def real_questions(
     task,  # Task: data, path, splits, and how many questions of each part
     seed,
@@ -196,12 +202,13 @@ def real_questions(
     if len(data_sets(task)) > 1: return _mixed_questions(task, data_sets(task), seed)
     if get_benchmark(task.data).parts and task.dev_split is None: return _own_parts(task, seed)
     split = task.dev_split or get_benchmark(task.data).eval_split
-    held, single = load_questions(task.data, task.path, split), task.path is not None and Path(task.path).is_file()
+    held = _distinct(load_questions(task.data, task.path, split))
+    single = task.path is not None and Path(task.path).is_file()
     pool = held if single or task.train_split == split else load_questions(task.data, task.path, task.train_split)
     wanted = min(task.dev_questions + task.test_questions, len(held) // 2 if pool is held else len(held))
     held = random.Random(seed_of('held out', seed)).sample(held, wanted)
-    taken = {(q.id, q.text) for q in held}
-    rest, n = [q for q in pool if (q.id, q.text) not in taken], min(task.dev_questions, wanted // 2)
+    taken = {q.text for q in held}
+    rest, n = [q for q in pool if q.text not in taken], min(task.dev_questions, wanted // 2)
     if not n or not rest:
         raise ValueError(f'{task.path or task.data} leaves {len(rest)} questions for training, {n} for dev and '
                          f'{wanted - n} for test; each part needs one at least')

@@ -330,8 +330,8 @@ class WarmStart:
     played: float = .08
     least: int = 0          # fewest steps of the games
     batch: int = 16         # games of a step
-    easier: dict = field(default_factory=dict, hash=False)   # what the world of easier games, played before, has
-    eased: int = 0          # otherwise; and their steps
+    easier: dict = field(default_factory=dict, hash=False)   # settings that differ in the easier games, played first
+    eased: int = 0          # steps on the easier games; 0: there are none
     count: int = 4000       # games to imitate
     teacher: Player = TEACHER  # whose games are imitated
     world: dict = field(default_factory=lambda: {'hops': (1, 2, 3, 3, 3)}, hash=False)  # of the games, see world_of
@@ -550,8 +550,8 @@ def _code_readings(tokenizer, coder, known, seed, times=1, missing=.25):
 # %% ../nbs/3_acting/25_tiny.ipynb #c073
 def knowing_rows(tokenizer, known, seed):
     """Ask which questions are known, where the question ends and where the first thought does: rows (ids, labels),
-    lists of int; labels are 1 there where the question is known and 0 otherwise, −1 elsewhere. Half of them are the
-    parametric questions of the worlds in `known`, half others, ten times as many, each once."""
+    lists of int; labels are 1 there where the question is known and 0 otherwise, −1 elsewhere. The
+    parametric questions of the worlds in `known` come ten times each, and at least as many others once each."""
     chat = Chat(PROTOCOLS['carl-tiny'], tokenizer)
     mine, others, drawn = {text for world in known for text in memory_of(world)}, set(), 0
     while len(others) < 10 * len(mine):

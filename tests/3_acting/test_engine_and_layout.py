@@ -544,6 +544,22 @@ def test_stop_strings_do_not_begin_in_the_prompt():
     assert engine.generate([prompt], SamplingParams(max_tokens=6, stop=(first,))).ids[0] == free[:1]
 
 
+def test_a_stop_string_may_take_more_tokens_than_letters():
+    "Its é is two bytes, a token each. The model's layers add nothing, so a token's own vector names the next one."
+    tokenizer = byte_tokenizer()
+    prompt, *stop = tokenizer('a</é>b').input_ids
+    assert len(stop[:-1]) > len('</é>')
+    model = random_model(len(tokenizer))
+    with torch.no_grad():
+        for layer in model.model.layers:
+            for part in (layer.self_attn.o_proj, layer.mlp.down_proj): part.weight.zero_()
+        model.lm_head.weight.zero_()
+        vectors = model.get_input_embeddings().weight
+        for last, after in zip([prompt, *stop], stop): model.lm_head.weight[after] = vectors[last]
+    said = HFEngine(model, tokenizer).generate([[prompt]], SamplingParams(greedy=True, max_tokens=8, stop=('</é>',)))
+    assert said.ids[0] == stop[:-1]
+
+
 @pytest.mark.parametrize(
     'name',
     [

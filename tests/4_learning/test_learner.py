@@ -275,6 +275,15 @@ def test_entropy_is_that_of_the_distributions():
     assert log['entropy'] == pytest.approx(expected[layout.trained].mean().item(), rel=1e-5)
 
 
+def test_the_rate_that_is_logged_is_the_last_updates():
+    layout = pack([example_group()])
+    learner = Learner(model(0, int(layout.ids.max()) + 1), Loss(), Optimiser(1e-4, minibatches=2, warmup=4, decay=8))
+    logged = [learner.step(layout, learner.evaluate(layout), Credit(layout.trained.float()))['learning_rate']
+              for _ in range(2)]
+    assert logged == pytest.approx([1e-4 * learner.optimiser.share(done) for done in (1, 3)])
+    assert {group['lr'] for group in learner.backend.adamw.param_groups} == {logged[-1]}
+
+
 # ---- bfloat16 ----
 
 def stepped(policy, updates, folder=None):

@@ -215,6 +215,18 @@ def test_a_single_file_is_dealt_out(tmp_path):
     assert len(greedy['dev']) + len(greedy['test']) == len(many) // 2 and len(greedy['train']) == 3 and disjoint(greedy)
 
 
+def test_rows_of_the_same_words_stand_in_one_part(tmp_path):
+    "Every question stands three times in the file, with ids of their own."
+    rows = json.loads(SAMPLE.read_text())
+    many = [{**row, '_id': f'{row["_id"]}-{i}'} for row in rows for i in range(3)]
+    for split in ('train', 'dev'): (tmp_path / f'{split}.json').write_text(json.dumps(many[split == 'dev':]))
+    for place in (tmp_path, tmp_path / 'dev.json'):
+        config = make_config({'data': 'hotpotqa', 'path': str(place), 'dev_questions': 2, 'test_questions': 2})
+        parts = real_questions(config, config.seed)
+        held, left = [q.text for part in ('dev', 'test') for q in parts[part]], {q.text for q in parts['train']}
+        assert len(set(held)) == len(held) >= 3 and left and not left & set(held)
+
+
 def test_sets_are_mixed_by_their_shares(data, tmp_path):
     """As many of each as stand in the shares to each other: of sets of 4 and 9 training questions four each, by shares
     of 1 and 3 three and nine; at most `questions` in all."""
