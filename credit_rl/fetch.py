@@ -106,7 +106,7 @@ def convert_gguf(
         raise ImportError('a GGUF file is read with the package gguf: pip install credit_rl[gguf]')
     from transformers import AutoModelForCausalLM, AutoTokenizer
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+        tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name, trust_remote_code=False)
         read, lack = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32,
                                                           trust_remote_code=False,
                                                           output_loading_info=True)

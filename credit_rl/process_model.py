@@ -85,9 +85,10 @@ class ClassifierScorer(_Scorer):
         from transformers import AutoModelForSequenceClassification, AutoTokenizer
         from credit_rl.models import check_model      # here: rewards are known where there is torch alone
         check_model(str(model))
-        self.tokenizer = AutoTokenizer.from_pretrained(model, truncation_side='left', padding_side='right')
+        self.tokenizer = AutoTokenizer.from_pretrained(model, truncation_side='left', padding_side='right',
+                                                       trust_remote_code=False)
         self.model, found = AutoModelForSequenceClassification.from_pretrained(
-            model, dtype=torch.float32, output_loading_info=True)
+            model, dtype=torch.float32, trust_remote_code=False, output_loading_info=True)
         if found['missing_keys']:
             raise ValueError(f'{model} is no sequence classifier: it has no weights for '
                              f'{", ".join(sorted(found["missing_keys"])[:3])}, which would be random')

@@ -507,6 +507,7 @@ BAD = [
     (named_by_nouns, notebook('12_b', 'x.beside = 1')),
     (named_by_nouns, notebook('12_b', 'def f(*, noted=1): pass')),
     (named_by_nouns, notebook('12_b', 'f(noted=1)')),
+    (classes_by_nouns, notebook('12_b', 'class Warmed: pass')),
     (few_take_everything, notebook('62_setup', '#| export\ndef make_setup(config): pass')),
     (few_take_everything, notebook('62_setup', '#| export\ndef make_engine(settings): pass')),
     (few_take_everything, notebook('63_train', '#| export\ndef play_step(s, method): pass')),

@@ -83,7 +83,7 @@ def test_a_new_row_gives_a_new_page(monkeypatch, tmp_path):
     assert {'up*': 'methods/up-star.md'} in nav['Methods']
 
 
-def test_pages_show_what_parts_say(monkeypatch):
+def test_pages_show_what_parts_say():
     method = METHODS['tspo']
     folr = replace(method.rewards[1], equation=r'r = \beta', options={'beta': Option(.5, 'a new one', least=0, most=1)})
     changed = replace(method, rewards=(method.rewards[0], folr), options={**method.options, 'beta': .5})

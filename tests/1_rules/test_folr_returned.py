@@ -1,6 +1,7 @@
 """32_folr: what a tool returned is evidence, and nothing else in an observation; golds that are no find; the quick
 search for golds against the slow one."""
 import dataclasses
+import math
 import re
 import string
 import unicodedata
@@ -120,7 +121,7 @@ def test_golds_in_the_question_and_golds_by_chance():
     which = group([turn(HIT)], ['Paris', 'Lutetia'], 'Is Paris or Rome the capital of France?')
     other = group([turn(ECHO.replace('Europe', 'Rome'))], ['Rome'], 'And of Italy?')
     assert gold_in_question([which.question, other.question]) == .5
-    assert gold_in_question([Question('q', 'Yes?', ['yes'])]) != gold_in_question([])      # NaN, both
+    assert all(map(math.isnan, (gold_in_question([Question('q', 'Yes?', ['yes'])]), gold_in_question([]))))
     assert first_turns([which]).tolist() == [0] and first_turns([which], unseen=True).tolist() == [-1]
     assert has_evidence([which], unseen=True).tolist() == [True]                         # Lutetia is left
     assert has_evidence([group([], ['Paris'], 'Paris?')], unseen=True).tolist() == [False]

@@ -135,7 +135,7 @@ def test_maximum_over_golds_comes_before_the_difference():
 def test_bad_golds_are_refused():
     sums = torch.tensor([[-1.0, -2.0]])
     with pytest.raises(ValueError, match='no tokens'): best_gold_logp(sums, torch.tensor([1, 0]))
-    with pytest.raises(ValueError, match='log()'): best_gold_logp(-sums, torch.tensor([1, 1]))
+    with pytest.raises(ValueError, match=r'log\(\)'): best_gold_logp(-sums, torch.tensor([1, 1]))
     with pytest.raises(ValueError, match='without golds'):
         best_gold_logp(sums, torch.tensor([1, 1]), torch.tensor([False, False]))
     with pytest.raises(ValueError, match='floats'): best_gold_logp(sums.long(), torch.tensor([1, 1]))
@@ -191,7 +191,7 @@ def test_gain_is_small_print():
 def test_probabilities_are_refused(values):
     x, mask = torch.tensor([values]), torch.tensor([[True, True]])
     for call in (lambda: information_gain(x), lambda: gold_entropy(x, mask)):
-        with pytest.raises(ValueError, match='log()'): call()
+        with pytest.raises(ValueError, match=r'log\(\)'): call()
     with pytest.raises(ValueError, match='mode'): information_gain(-x.abs(), mode='log')
     with pytest.raises(ValueError, match=r'\(N, K\+1\)'): information_gain(x[0])
     with pytest.raises(ValueError, match='turn_mask'): information_gain(-x.abs(), torch.tensor([[True, True, True]]))

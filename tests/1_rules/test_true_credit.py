@@ -181,7 +181,7 @@ def test_stalling_does_not_pay(played):
     assert_close(own.sum(1), final - solver_values([group], turns, rates)[:, 0])
 
 
-def test_credit_by_the_solver_is_none_in_the_mean(played):
+def test_credit_by_the_solver_is_none_in_the_mean():
     "The identity that fixes V: by its own rates a query and a turn that may answer earn 0 on average."
     rates = SolverRates(.6, .4, .7)
     value = lambda missing, turns: _solver_value(missing, turns, rates)

@@ -112,7 +112,7 @@ def test_a_plain_forward_gives_the_sampled_logps(base, play, act, read):
         same_logps(plain(base[0], t), recorded(t))
 
 
-def test_in_double_precision_the_cache_is_exact(base, play):
+def test_in_double_precision_the_cache_is_exact(base):
     model, tokenizer = copy.deepcopy(base[0]).double(), base[1]
     world = make_world('train', seed=3, size=200, questions=8)
     env = tiny_environment(world, Chat(PROTOCOLS['tiny'], tokenizer))

@@ -106,7 +106,7 @@ quiet(json.loads(sys.argv[1]), OneByOne(lambda n: n == 7 and os.kill(os.getpid()
 '''
 
 
-def test_a_process_that_is_killed_loses_nothing_that_it_had_played(settings, tmp_path, run_python):
+def test_a_process_that_is_killed_loses_nothing_that_it_had_played(settings, tmp_path):
     "By a signal that nobody can catch; and a row that was cut off in the middle is played again."
     whole = quiet({**settings, 'run': str(tmp_path / 'whole')}, OneByOne())
     done = subprocess.run([sys.executable, '-c', KILLED, json.dumps(settings), str(Path(__file__).parent)], cwd=ROOT,
@@ -134,7 +134,7 @@ def test_rows_of_other_numbers_of_ranks_are_taken(settings, tmp_path):
     assert_same_files(there, whole)
 
 
-def test_a_set_larger_than_what_is_read_at_once_is_read(settings, tmp_path, monkeypatch):
+def test_a_set_larger_than_what_is_read_at_once_is_read(settings, monkeypatch):
     "A limit on what a file may unpack to at once is not one on how many questions a set has."
     rows = [{'id': f'q{i}', 'question': f'Number {i}?', 'golden_answers': ['0']} for i in range(200)]
     Path(settings['path']).write_text('\n'.join(map(json.dumps, rows)))

@@ -340,7 +340,7 @@ def test_branches_of_many_golds_stay_in_the_budget(exact, tree):
 
 
 @pytest.mark.parametrize('method', ['packed', 'tree', 'cache'])
-def test_every_way_of_scoring_keeps_branches_in_the_budget(method, monkeypatch):
+def test_every_way_of_scoring_keeps_branches_in_the_budget(method):
     """The forwards of `answer_logps` and `joint_logps` themselves, two hundred golds of one row: no forward reads more
     than the budget, by a cache with what the cache holds."""
     rows, states, answers = fixed()

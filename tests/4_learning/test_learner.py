@@ -53,7 +53,8 @@ def sit(folder, settings, seed=0):
     "The folder of a run that a process of its own made."
     child = context.Process(target=sitting, args=({**settings, 'run': str(folder)}, seed))
     child.start()
-    child.join()
+    try: child.join()
+    finally: child.kill()               # one that has ended does not mind; Python would wait for another for ever
     assert child.exitcode == 0
     return folder
 
@@ -119,7 +120,7 @@ def test_additions_switched_off_are_a_second_model(tmp_path, monkeypatch, teache
 
 
 @needs_peft
-def test_what_changes_the_weights_beside_it_needs_a_second_model(tmp_path):
+def test_what_changes_the_weights_beside_it_needs_a_second_model():
     "PiSSA puts a part of the weights into the additions, so that the rest is not the base."
     pieces = [make_config({**SHORT, 'lora': {'r': 4, **more}}) for more in ({}, {'init_lora_weights': 'pissa'})]
     whole, taken = (origin_of(c).load_base() for c in pieces)

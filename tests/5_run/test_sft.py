@@ -134,7 +134,7 @@ def test_a_fine_tuning_that_was_ended_begins_anew(tmp_path, root, monkeypatch, c
     assert (tmp_path / 'run' / 'summary.json').read_bytes() == made
 
 
-def test_an_update_whose_gradient_is_not_finite_is_not_taken(tmp_path, root, monkeypatch, capsys):
+def test_an_update_whose_gradient_is_not_finite_is_not_taken(tmp_path, root, monkeypatch):
     "What came out of one that was taken was a model of NaN, and a summary of its score."
     monkeypatch.chdir(root)
     words = [f'run={tmp_path / "run"}', 'model=data/tiny_base', 'questions=40', 'dev_questions=6', 'test_questions=6',

@@ -44,9 +44,9 @@ def test_a_limit_is_a_limit(kept, other, most):
 def test_long_rows_are_counted_in_moments():
     import time
     kept, other = list(range(6000)), [*range(3000), -1, *range(3001, 6000), 7, 7]
-    begun = time.perf_counter()
+    begun = time.process_time()
     assert _changes(kept, other, 200) == 1 and _changes(kept, [-1] * 6000, 200) == 200
-    assert time.perf_counter() - begun < 5
+    assert time.process_time() - begun < 5
 
 
 def played(chat, text):

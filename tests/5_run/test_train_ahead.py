@@ -32,7 +32,7 @@ def ahead(tmp_path_factory):
     "A run one step off that nobody interrupted."
     folder = tmp_path_factory.mktemp('ahead') / 'whole'
     assert sit({**AHEAD, 'run': str(folder)}) == 0
-    return folder, 5.
+    return folder
 
 
 @pytest.fixture
@@ -109,8 +109,8 @@ def test_methods_that_need_the_learner_between(tmp_path, method, more):
 
 def test_the_same_settings_give_the_same_run(ahead, tmp_path):
     train({**AHEAD, 'run': str(tmp_path / 'again')}, say=quiet)
-    assert_same(ahead[0], tmp_path / 'again')
-    assert read_metrics(ahead[0]).stale.dropna().tolist() == [0, 2, 2, 2]
+    assert_same(ahead, tmp_path / 'again')
+    assert read_metrics(ahead).stale.dropna().tolist() == [0, 2, 2, 2]
 
 
 @pytest.mark.parametrize('death', ['in the middle of the rollouts of step 1',
@@ -120,7 +120,7 @@ def test_a_killed_run_ends_as_if_it_had_not_been(ahead, tmp_path, death):
     settings = {**AHEAD, 'run': str(tmp_path / 'killed')}
     assert death in DEATHS and sit(settings, death=death) < 0
     assert sit({**settings, 'resume': True}) == 0
-    assert_same(ahead[0], tmp_path / 'killed')
+    assert_same(ahead, tmp_path / 'killed')
 
 
 def test_more_steps_go_on_from_where_a_run_ended(ahead, tmp_path):
@@ -130,7 +130,7 @@ def test_more_steps_go_on_from_where_a_run_ended(ahead, tmp_path):
     path = latest_checkpoint(tmp_path / 'longer')[1] / training.AHEAD_FILE
     assert training.read_ahead(path).step == 3
     assert sit({**settings, 'resume': True}) == 0
-    assert_same(ahead[0], tmp_path / 'longer')
+    assert_same(ahead, tmp_path / 'longer')
     with pytest.raises(ValueError, match='ahead: 1 before, 0 now'):
         train({**settings, 'ahead': 0, 'correction': None, 'resume': True}, say=quiet)
 

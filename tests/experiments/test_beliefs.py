@@ -126,7 +126,7 @@ def test_the_interval_of_the_auc_covers(questions, apart, alike):
     assert .905 < held / times < .995                           # 93 to 97 %, give or take two errors of what 300 show
 
 
-def test_the_command_measures_every_model_on_the_same_rollouts(played, tmp_path, capsys):
+def test_the_command_measures_every_model_on_the_same_rollouts(played, tmp_path):
     run, out = tmp_path / 'run', tmp_path / 'out'
     rows = [{'kind': kind, 'trajectory': to_json(t), 'advantages': None, 'reward': 0.}
             for g in played[2] for kind, t in zip(('train', 'before'), g.trajectories)]

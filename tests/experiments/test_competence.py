@@ -76,7 +76,7 @@ def test_a_run_is_examined_by_its_own_engine(run, plain, monkeypatch):
 
 
 @pytest.mark.long
-def test_another_host_is_told(run, plain, monkeypatch):
+def test_another_host_is_told(run, plain):
     "A run of eight ranks with vLLM, on a host without either."
     params = yaml.safe_load((run / 'params.yaml').read_text())
     (run / 'params.yaml').write_text(yaml.safe_dump({**params, 'engine': 'vllm', 'ranks': 8, 'learner': 'deepspeed',
@@ -131,7 +131,7 @@ def test_two_ranks_find_what_one_finds(run, plain):
     assert found == one and 'play, greedy' in done.stdout and (run / 'competence' / 'ranks.log').exists()
 
 
-def test_a_run_is_asked_the_questions_of_other_sets_each_by_itself(run, monkeypatch):
+def test_a_run_is_asked_the_questions_of_other_sets_each_by_itself(run):
     """With the split and the number that are given, each searched among its own passages and scored by its own metric;
     what was found before stays, and the table has a row for each set."""
     rows = ROOT / 'data' / 'rows'
@@ -148,7 +148,7 @@ def test_a_run_is_asked_the_questions_of_other_sets_each_by_itself(run, monkeypa
     assert table.known.between(0, 1).all() and table.EM.between(0, 1).all()
 
 
-def test_other_questions_that_cannot_be_asked_are_refused(run, tmp_path):
+def test_other_questions_that_cannot_be_asked_are_refused(run):
     sample = str(ROOT / 'data' / 'hotpotqa_sample.json')
     with pytest.raises(ValueError, match='no data set'): examine_sets(run, {'data': 'hotpotqq'}, lambda line: None)
     with pytest.raises(ValueError, match='prompt'):

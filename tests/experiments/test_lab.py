@@ -174,7 +174,7 @@ def test_the_interval_of_signal_to_noise_over_grpos_covers():
 
 
 def test_true_credit_of_many_parts_has_more_signal():
-    "Where 16 independent parts share an outcome, more than three times GRPO's signal to noise."
+    "Where 16 independent parts share an outcome, 3.3 times GRPO's signal to noise (runs/lab), give or take some luck."
     found = [sampled_estimate(many_parts(16), get_contender(name, 'parts'), 100).signal_to_noise
              for name in ('grpo', 'exact')]
     assert 2.8 < found[1] / found[0] < 4.3

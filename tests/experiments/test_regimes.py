@@ -20,7 +20,7 @@ from credit_rl.rollout import rollout
 from credit_rl.runlog import METRICS as METRICS_OF_RUNS
 from credit_rl.scoring import answer_header, gold_templates
 from credit_rl.settings import check, make_config, settings_of
-from credit_rl.tiny import (PERFECT, TEACHER, Player, WarmStart, act, act_coder, ceiling, demonstrations,
+from credit_rl.tiny import (PERFECT, Player, WarmStart, act, act_coder, ceiling, demonstrations,
                             tiny_environment, tiny_model, tiny_tokenizer)
 from credit_rl.tools import Faults
 from credit_rl.setup import bound_method

@@ -158,7 +158,7 @@ def test_another_command_on_a_host_is_refused(hosts, tmp_path):
         assert code != 0 and 'every host gives the same command, but what=' in words, words
 
 
-def test_a_rank_that_does_not_come_is_named(monkeypatch):
+def test_a_rank_that_does_not_come_is_named():
     "One of two ranks, whose launcher was DeepSpeed's: the other's host could not be reached."
     code = ('from credit_rl.launch import join_ranks\ntry: join_ranks(2, wait=3)\n'
             'except TimeoutError as e: print(e)')

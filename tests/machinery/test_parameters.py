@@ -36,7 +36,7 @@ def test_a_file_that_papermill_reads_is_refused_too(tmp_path):
     with pytest.raises(yaml.YAMLError, match="key 'steps' twice"): RunFolders.read(tmp_path / 'p.yaml')
 
 
-def test_merged_keys_and_keys_of_several_mappings_are_no_doubles(tmp_path):
+def test_merged_keys_and_keys_of_several_mappings_are_no_doubles():
     text = 'a: &x {b: 1, c: 2}\nd: {<<: *x, b: 3}\ne: {b: 1}\n'
     assert load_yaml(text) == {'a': {'b': 1, 'c': 2}, 'd': {'b': 3, 'c': 2}, 'e': {'b': 1}}
     assert load_yaml('') is None and load_yaml('1e-3') == '1e-3'

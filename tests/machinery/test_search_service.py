@@ -28,7 +28,6 @@ from credit_rl.settings import Task, group_of, make_config, settings_of
 from credit_rl.setup import real_search
 from credit_rl.tools import PythonTool, SearchTool
 from credit_rl.train import MAY_CHANGE
-from credit_rl.trajectory import Result
 
 pytest.importorskip('fastapi', reason='the extra `serve` is not installed')
 pytest.importorskip('uvicorn', reason='the extra `serve` is not installed')

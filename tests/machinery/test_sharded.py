@@ -22,7 +22,7 @@ from credit_rl.tiny import tiny_tokenizer
 STAGES = {1: (2, 3), 2: (0, 1, 2, 3)}  # ranks: the stages they run
 RUNS = [(ranks, stage) for ranks, stages in STAGES.items() for stage in stages]
 pytestmark = pytest.mark.long
-HANG = 3300  # seconds after which a launch is ended
+HANG = 540   # seconds after which a launch is ended: less than a test is given
 
 
 def launch(ranks, folder, other):
@@ -42,12 +42,13 @@ def launch(ranks, folder, other):
                 **os.environ, 'OMP_NUM_THREADS': '1', 'PYTHONUNBUFFERED': '1',
                 **({'GLOO_SOCKET_IFNAME': 'lo'} if sys.platform == 'linux' else {})
             })
-        try:
-            process.wait(HANG)
-        except subprocess.TimeoutExpired:
-            process.terminate()  # torchrun ends its ranks
-            try: process.wait(60)
-            except subprocess.TimeoutExpired: process.kill()
+        try: process.wait(HANG)
+        except subprocess.TimeoutExpired: pass
+        finally:
+            if process.poll() is None:
+                process.terminate()  # torchrun ends its ranks
+                try: process.wait(60)
+                except subprocess.TimeoutExpired: process.kill()
     files = [Path(f'{out}.{rank}') if rank else out for rank in range(ranks)]
     assert all(map(Path.exists, files)), f'{ranks} ranks left no result:\n{log.read_text()[-6000:]}'
     return [torch.load(file, weights_only=True) for file in files]

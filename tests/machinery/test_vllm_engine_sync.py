@@ -16,13 +16,11 @@ from torch.testing import assert_close
 from credit_rl.engine import HFEngine, stop_tokens
 from credit_rl.models import load_model
 from credit_rl.learner import Learner, Optimiser
-from credit_rl.models import load_model
 from credit_rl.parts import Loss
 from credit_rl.losses import policy_terms
 from credit_rl.protocol import byte_tokenizer
 from credit_rl.tiny import tiny_tokenizer
 from credit_rl.vllm_engine import (_interruptible, complete, logp_gap, parameter_shapes, sampler_weights, sync_gap)
-from credit_rl.engine import stop_tokens
 
 BYTES, WORDS = byte_tokenizer(), tiny_tokenizer()
 

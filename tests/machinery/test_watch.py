@@ -133,7 +133,7 @@ def test_many_pieces_are_read_whole(tmp_path):
     assert [r['step'] for r in NewestRollouts(tmp_path, most=None).read()] == list(steps)
 
 
-def test_what_a_model_wrote_steers_no_terminal(tmp_path):
+def test_what_a_model_wrote_steers_no_terminal():
     hostile = '\x1b[2J\x07\r\n\u202egold\x9b31m'
     row = {**rows(1)[0], 'step': 1}
     row['trajectory'] |= {'answer': hostile, 'question': {**row['trajectory']['question'], 'text': hostile}}

@@ -146,7 +146,7 @@ def test_the_reward_is_the_one_of_a_training(verdict):
     ('<think>grounded', None), ('The claim is grounded, the date is invented', None), ('grounded or invented', None),
     ('not sure', None), ('', None), (None, None)])
 def test_a_verdict_about_inventions_begins_a_line(reply, verdict):
-    assert parse_grounded(reply) == verdict and (parse_grounded(reply) is None) == (verdict is None)
+    assert parse_grounded(reply) == verdict
 
 
 # ---- the whole way ----
@@ -260,7 +260,7 @@ def test_pairs_are_played_by_several_ranks_and_judged_once(tmp_path, monkeypatch
 
 # ---- the paper's file, and a training ----
 
-def test_the_papers_file_is_cited_and_runs_with_a_local_model(tmp_path, monkeypatch):
+def test_the_papers_file_is_cited_and_runs_with_a_local_model(tmp_path):
     path = ROOT / 'runs' / 'params' / 'eval_prs_long.yaml'
     told = yaml.safe_load(path.read_text())
     assert unsaid(path.read_text(), host=False) == [] and told['judge']['model'] == 'gpt-4.1'
@@ -394,27 +394,12 @@ def test_a_policy_is_fine_tuned_on_what_another_model_did_and_a_judge_passed(cha
     with pytest.raises(ValueError, match='holds no rollout that is right'): read_rollouts(tmp_path, chat, 4, 0)
 
 
-def test_prs_long_trains_on_pairs_with_a_judge(tmp_path, monkeypatch):
+def test_prs_long_trains_on_pairs_with_a_judge(chatty, tmp_path):
     """Two steps of PRS's method by its long form, on the sample: a player that is right, wrong or without an answer,
     a judge on this machine, and rewards of every stage."""
-    folder, questions = tmp_path / 'model', load_questions('pairs', SAMPLE)
-    write_model(folder, [q.text for q in questions])
-
-    class Chatty(ScriptedEngine):
-        def load(self, weights): pass
-        def sleep(self): pass
-
-    def act(text, rng):
-        (q, ) = [q for q in questions if q.text in text]
-        luck = rng.random()
-        said = q.answers[0] if luck < .4 else 'Nobody knows.'
-        return (answer_of(PRS, said) if luck < .8 else 'I give up.') + '<|im_end|>'
-    monkeypatch.setattr('credit_rl.setup.HFEngine', lambda model, tokenizer, **limits: Chatty(act, tokenizer, 8192))
-    says = lambda prompt, attempt: 'Mismatch' if 'Nobody knows' in prompt else 'Match'
-    with Stub(says) as stub:
-        judge = settings_for(stub, tmp_path)['judge']
-        run = train(dict(model=str(folder), data='pairs', path=str(SAMPLE), corpus=str(PAGES), protocol='prs',
-                         method='prs', options={'form': 'long', 'judge': judge}, run=str(tmp_path / 'run'), steps=2,
+    with Stub(knows) as stub:
+        run = train(dict(model=chatty, data='pairs', path=str(SAMPLE), corpus=str(PAGES), protocol='prs', method='prs',
+                         options={'form': 'long', 'judge': judge_of(stub)}, run=str(tmp_path / 'run'), steps=2,
                          group_size=4, questions_per_step=2, dev_questions=1, test_questions=1, eval_every=2,
                          max_tokens=4096, turn_tokens=512, malformed='end', threads=1, recompute=True),
                     say=lambda line: None)

@@ -167,7 +167,7 @@ def metric_of(config):
     return staging.bound_method(s.course, s.task, s.learning.questions_per_step).metric
 
 
-def test_sets_that_are_scored_differently_train_together(spoken, rows, tmp_path, monkeypatch):
+def test_sets_that_are_scored_differently_train_together(spoken, rows, tmp_path):
     "GSM8K's questions are scored as numbers, HotpotQA's by exact match, within one batch."
     for name, file in (('gsm8k', '{}.jsonl'), ('hotpotqa', 'hotpot_{}.json')):
         (tmp_path / 'sets' / name).mkdir(parents=True)

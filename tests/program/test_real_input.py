@@ -227,7 +227,7 @@ def test_rows_of_the_same_words_stand_in_one_part(tmp_path):
         assert len(set(held)) == len(held) >= 3 and left and not left & set(held)
 
 
-def test_sets_are_mixed_by_their_shares(data, tmp_path):
+def test_sets_are_mixed_by_their_shares(tmp_path):
     """As many of each as stand in the shares to each other: of sets of 4 and 9 training questions four each, by shares
     of 1 and 3 three and nine; at most `questions` in all."""
     rows = json.loads(SAMPLE.read_text())

@@ -91,7 +91,7 @@ def test_threads_that_this_host_can_use_pass(monkeypatch):
     with pytest.raises(ValueError, match='threads=17, but this host has 2 cores'): launch.check_threads(17)
 
 
-def test_a_learner_updates_on_fewer_trajectories_than_mini_batches(tmp_path):
+def test_a_learner_updates_on_fewer_trajectories_than_mini_batches():
     "A sampling that keeps few groups leaves less than was asked for."
     from transformers import AutoModelForCausalLM
     from credit_rl.layout import pack
@@ -361,7 +361,7 @@ def test_a_model_that_is_not_there_is_named_at_once_with_the_folder(model, offli
     assert not list(tmp_path.iterdir())
 
 
-def test_a_model_that_the_hub_does_not_have_is_named(monkeypatch, tmp_path):
+def test_a_model_that_the_hub_does_not_have_is_named(monkeypatch):
     from huggingface_hub import constants
     from hub import Hub
     with Hub({'there/model': ('0' * 40, {'config.json': b'{}'})}) as server:
@@ -393,7 +393,7 @@ def test_rows_without_paragraphs_ask_for_a_corpus_by_its_name(tmp_path):
         load_corpus('hotpotqa', tmp_path / 'rows.json')
 
 
-def test_too_few_positions_are_not_progress_to_raise_max_tokens_alone(spoken):
+def test_too_few_positions_are_not_told_to_raise_max_tokens_alone(spoken):
     from credit_rl.rollout import check_prompts
     from credit_rl.environment import Conversation, make_environment
     from credit_rl.models import load_tokenizer
@@ -403,7 +403,7 @@ def test_too_few_positions_are_not_progress_to_raise_max_tokens_alone(spoken):
         check_prompts(env, [example_group().question])
 
 
-def test_room_is_progress_in_a_unit_that_shows_it():
+def test_room_is_told_in_a_unit_that_shows_it():
     host = settings_of(make_config({})).host
     (line, *_) = dry_run.missing_room(Path('/proc'), 2, host, {'rank': 0, 'host': 0, 'checkpoint': 5e6})
     assert line == '/proc has 0 MB free, but 4 checkpoints take 20 MB'
@@ -445,9 +445,14 @@ def test_the_estimate_measures_what_this_host_does(monkeypatch):
     assert 'if trajectories are' in likely
 
 
-def test_a_measured_product_is_what_its_clock_says():
+def test_a_measured_product_is_what_its_clock_says(monkeypatch):
+    "By a clock that goes on by a second at each look: three products of 2 · 256³ FLOPs in five seconds."
     from credit_rl.estimate import measure_tflops
-    assert 1e-4 < measure_tflops('cpu', width=256, seconds=.1) < 20
+    ticks = itertools.count()
+    with monkeypatch.context() as clock:
+        clock.setattr('time.monotonic', lambda: float(next(ticks)))
+        found = measure_tflops('cpu', width=256, seconds=3.5)
+    assert found == pytest.approx(3 * 2 * 256 ** 3 / 5 / 1e12)
 
 
 # ---- interrupted, small samples, indexes, names ----
