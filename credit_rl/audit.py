@@ -534,7 +534,7 @@ def _audited(config, auditing, say):
         say(f'{name}: asked')
         run = _judged_run(config, name, stage, origin, auditing.teach, say)
         rules[name], costs[name] = _rule_credit(run, groups)
-    gradients = _turn_gradients(stage.model, pack(groups))
+    gradients = _turn_gradients(stage.model.eval(), pack(groups))
     belief = belief_of(stage.model, stage.chat, groups)
     if warning := belief_warning(belief): say(warning)
     table, against = audit(rules, truth, gradients, costs), None

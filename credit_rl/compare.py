@@ -424,7 +424,8 @@ def _table_row(method, runs):
             'base EM': _spread([s['base_em'] for s in summaries]),
             'final EM': _spread([s['final_em'] for s in summaries]),
             'gain': _spread([s['final_em'] - s['base_em'] for s in summaries], '{:+.3f}'),
-            **{_hops(h): f'{mean([s["final"][h] for s in summaries]):.3f}' for h in hops},
+            **{_hops(h): f'{mean(some):.3f}' for h in hops
+               if (some := [s['final'][h] for s in summaries if h in s['final']])},
             'minutes': f'{mean([s["seconds"] for s in summaries]) / 60:.1f}', 'note': '; '.join(filter(None, notes))}
 
 def _hops(h): return f'{h} hop{"s" * (h != "1")}'
@@ -434,7 +435,8 @@ def _ceiling_row(finished):
     "The row of perfect play, mean over the runs that know it; None if none does."
     tops = [s['ceiling'] for runs in finished.values() for s in runs.values() if s.get('ceiling')]
     if not tops: return None
-    share = {key: f'{sum(t[key] for t in tops) / len(tops):.3f}' for key in tops[0]}
+    of = {key: [t[key] for t in tops if key in t] for key in dict.fromkeys(k for t in tops for k in t)}
+    share = {key: f'{sum(some) / len(some):.3f}' for key, some in of.items()}
     return {'method': 'ceiling', 'final EM': share['all'], **{_hops(h): share[h] for h in share if h.isdigit()}}
 
 def _in_table(text):
@@ -489,7 +491,8 @@ def replay(
     if summary is None: raise ValueError(f'{folder} has not finished; finish it before it is replayed')
     if params['teacher'] == 'self' and params['teacher_every'] is None:            # two fifths of the run, not of this
         params['teacher_every'] = max(1, round(.4 * params['steps']))
-    short = {'steps': steps, 'test_questions': 6, 'resume': False, 'track': '', 'threads': 1}
+    short = {'steps': steps, 'resume': False, 'track': '', 'threads': 1}
+    if params['data'] == 'tiny': short['test_questions'] = 6      # elsewhere the other parts depend on their number
     with tempfile.TemporaryDirectory() as place:
         train(make_config({**params, **short, 'run': f'{place}/run'}), say=lambda line: None)
         again, before = read_metrics(f'{place}/run'), read_metrics(folder)
@@ -689,10 +692,11 @@ def _bases(jobs, folder, say):
         config = make_config({n: v for n, v in job.settings.items() if n in asked})
         known = known_worlds(tiny_worlds(config, job.seed))
         # parametric facts belong to a world
-        place = folder/job.folder.parent.name/str(job.seed) if known else folder/str(job.seed)
+        carl = (job.settings.get('protocol') or '').startswith('carl')
+        name = f'carl-{job.seed}' if carl else str(job.seed)
+        place = folder/job.folder.parent.name/name if known else folder/name
         if place not in made.values():
             say(f'base of seed {job.seed}')
-            carl = (job.settings.get('protocol') or '').startswith('carl')
             make_base(place, job.seed, protocol='carl-tiny' if carl else 'tiny', known=known,
                       progress=lambda line: say(f'base of seed {job.seed}: {line}'))
         made[job] = place

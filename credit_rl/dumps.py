@@ -165,7 +165,7 @@ def _calls_of(
     given,     # its tool_calls, or None
 ):
     "The calls of a message that can be read, in order: list of dict, and whether it has one that cannot: bool."
-    if given:
+    if given and not _is_null(given):
         try: given = read_line(given) if isinstance(given, str) else given        # tables keep them as text
         except RowError: given = [None]
         read, parts = _call_of, given if isinstance(given, list) else [given]

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['SamplingParams', 'Decoding', 'FinishedTurn', 'Samples', 'seed_of', 'draw', 'check_numbers', 'end_ids', 'stop_tokens',
-           'check_request', 'continue_prompts', 'HFEngine', 'ScriptedEngine']
+           'check_request', 'continue_prompts', 'attention_window', 'HFEngine', 'ScriptedEngine']
 
 # %% ../nbs/3_acting/20_engine.ipynb #c002
 import functools, hashlib, math, random
@@ -140,7 +140,8 @@ def stop_tokens(
     texts = tokenizer.batch_decode([[i] for i in range(size)]) if stop else []
     surely = {i for i, text in enumerate(texts) if any(s in text for s in stop)}
     ends = lambda text: any(s.endswith(text[:j]) for s in stop for j in range(1, len(text) + 1))
-    return surely, surely | {i for i, text in enumerate(texts) if ends(text)}
+    bytes_too = not all(map(str.isascii, stop))      # a token may hold some bytes of a character, which decode to �
+    return surely, surely | {i for i, text in enumerate(texts) if ends(text) or bytes_too and '�' in text}
 
 # %% ../nbs/3_acting/20_engine.ipynb #c016
 def _grow(x, *shape):
@@ -558,6 +559,17 @@ def continue_prompts(engine, prompts, sampling, n=1, keys=None, seeds=None):
     return _run_stream(engine.kept, prompts, n, keys, seeds)
 
 # %% ../nbs/3_acting/20_engine.ipynb #c034
+def attention_window(model):  # Hugging Face causal model
+    """How many tokens every layer of a model can attend to at once: int, or infinity.
+
+    Parameters
+    ----------
+    model : Hugging Face causal model
+    """
+    config = getattr(model.config, 'text_config', model.config)
+    if set(getattr(config, 'layer_types', None) or ['?']) == {'full_attention'}: return math.inf
+    return min(getattr(config, name, None) or math.inf for name in ('sliding_window', 'attention_chunk_size'))
+
 class HFEngine:
     """Generate with a Hugging Face causal model on its own device; the model may be the one that is being trained.
 
@@ -580,6 +592,9 @@ class HFEngine:
         if tokenizer is None: raise ValueError('an engine needs a tokenizer, to see where stop strings end')
         self.model, self.tokenizer, self.max_rows, self.read_tokens = model.eval(), tokenizer, max_rows, read_tokens
         self.max_length = min(max_length, getattr(model.config, 'max_position_embeddings', max_length))
+        if (window := attention_window(model)) < self.max_length:
+            raise ValueError(f'this model attends within a window of {window} tokens, and this engine shows it all '
+                             f"that came before, up to {self.max_length}: give max_tokens={window}, or engine='vllm'")
         self.device = next(model.parameters()).device
         self.fixed_shapes = self.device.type == 'cuda' and _replays(model) if fixed_shapes is None else fixed_shapes
         ends = end_ids(model.generation_config.eos_token_id if model.generation_config else None, tokenizer)

@@ -38,8 +38,8 @@ class Source(SettingsGroup):
     dense: dict = setting({}, 'how it is searched, where that is an index of vectors: nprobe, query_tokens, gpu')
     patience: dict = setting({}, 'how long it is waited for, where that is a server: seconds, tries, pause, batch, '
                                    'deadline')
-    questions: int = setting(3000, 'drawn by the seed: questions to train on, or of each set that is evaluated; '
-                                   'None: all', least=1)
+    questions: int = setting(3000, 'drawn by the seed: questions to train on (a large number: all), or of each set '
+                                   'that is evaluated, where None means all', least=1)
 
     def __post_init__(self):
         super().__post_init__()
@@ -128,8 +128,8 @@ class Conversation(SettingsGroup):
                                       'error and as much; None: 16000, in the tiny world 400', least=1)
     malformed: str = setting('error', "after a turn that neither calls nor answers: 'error', the model is told and "
                                       "goes on; 'end', the rollout ends", choices=MALFORMED)
-    answer_stop: str = setting('first', "the answer that ends a message; 'last': the model ends it itself, and the "
-                                        'last one counts', choices=ANSWER_STOPS)
+    answer_stop: str = setting('first', "the answer that ends a message: 'first', or as the protocol says; 'last': "
+                                        'the model ends it itself, and the last one counts', choices=ANSWER_STOPS)
     call_stop: str = setting(None, "what ends a message with a call: 'tag', the call's own end, behind which the model "
                                    "writes nothing that could be trained; 'message': it ends the message itself; None: "
                                    "the protocol's own, 'tag'",

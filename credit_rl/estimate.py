@@ -485,7 +485,7 @@ def describe_sharing(
 # %% ../nbs/machinery/04_estimate.ipynb #c029
 def _short(x):
     "Write a number with a prefix: 7.62 G for 7,615,616,512."
-    power = min(4, max(0, (len(str(int(x))) - 1) // 3))
+    power = next((p for p in range(4) if float(f'{x / 1000 ** p:.3g}') < 1000), 4)
     return f'{x / 1000 ** power:.3g} {"kMGT"[power - 1] if power else ""}'
 
 def describe(sizes, plan, seconds, steps):

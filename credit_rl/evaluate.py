@@ -249,6 +249,9 @@ def _questions(name, source, choice, seed):
     golds, _ = empty_golds(pool)
     if golds: warnings.warn(f'{name}: {gold_note(pool)}')
     kept = _without_dev(pool, choice.leave_out)
+    if not kept:
+        raise ValueError(f'{name}: all {len(pool)} questions are left out by leave_out={choice.leave_out}, so none is '
+                         'left to ask: take another split')
     asked = subsample(kept, source.questions, seed) if source.questions else kept
     dev = {'dev_left_out': len(pool) - len(kept), 'dev_inside': _note_inside(name, asked, choice.model)}
     about = {
@@ -265,7 +268,11 @@ def _retriever(name, source, choice, protocol, opened):
     not searched."""
     corpus = _place(name, source.corpus, 'corpus')
     given = isinstance(source.corpus, dict) and corpus
-    if not is_searched(name, protocol, given, choice.baseline): return None, None, None
+    if not is_searched(name, protocol, given, choice.baseline):
+        if len(set_names(source.data)) == 1 and is_searched(name, protocol, corpus, choice.baseline):
+            warnings.warn(f'{name} is asked without a search, and {corpus} is not looked at: to search it give '
+                          f'corpus as {{{name}: {corpus}}}')
+        return None, None, None
     return open_search(name, _place(name, source.path, 'path'), corpus, choice.split or get_benchmark(name).eval_split,
                        choice.on_error, opened, source.search_settings)
 

@@ -14,7 +14,7 @@ from .datasets import ask_hub
 from .models import check_model
 from .options import nearest
 from .parameters import make_parser
-from .runlog import atomic_folder, writing
+from .runlog import atomic_folder, read_json, writing
 
 # %% ../nbs/machinery/87_fetch.ipynb #f005
 # kinds of numbers
@@ -206,6 +206,9 @@ def fetch(
     if name not in RELEASES: raise ValueError(f'there is no release {name!r}{nearest(name, RELEASES)}')
     release, folder = RELEASES[name], Path(folder or f'models/{name}')
     if (folder/'credit_rl.json').exists():
+        origin = read_json(folder/'credit_rl.json')
+        if release.commit != origin.get('commit') and release.sha256 != origin.get('sha256'):
+            raise FileExistsError(f'{folder} holds another model; choose another folder')
         check_model(str(folder))
         say(f'{folder} is there')
         return folder

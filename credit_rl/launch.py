@@ -13,7 +13,7 @@ import traceback
 from dataclasses import dataclass
 from pathlib import Path
 from .options import SettingsGroup, setting
-from .runlog import CALLER, is_alive, read_json, read_text
+from .runlog import CALLER, atomic_write, is_alive, read_json, read_text
 
 # %% ../nbs/machinery/03_launch.ipynb #c005
 @dataclass(frozen=True)
@@ -112,6 +112,9 @@ def _meet_ranks(rank, count, wait):
     serves = rank == 0 and os.environ.get('TORCHELASTIC_USE_AGENT_STORE') != 'True'   # else torchrun does
     try: store = TCPStore(*place, count, serves, datetime.timedelta(seconds=wait), False, multi_tenant=True)
     except RuntimeError as e:                                                         # as torch calls lost connections
+        if serves:
+            raise ConnectionError(f'rank 0 on {socket.gethostname()} cannot listen at {place[0]}:{place[1]}: is the '
+                                  f'port taken? ({e})') from e
         raise TimeoutError(f'rank {rank} on {socket.gethostname()} waited {wait} s for rank 0 at {place[0]}:'
                            f'{place[1]}, in vain: does its host run, and can it be reached from here?') from e
     store.set(f'here/{rank}', socket.gethostname())
@@ -228,9 +231,9 @@ def keep_traceback(
 def _write_error(place, rank, error):
     "Write the traceback of the exception at hand, and what it says with time and host."
     place.mkdir(parents=True, exist_ok=True)
-    (place/f'rank-{rank}.txt').write_text(traceback.format_exc())
-    (place/f'rank-{rank}.json').write_text(json.dumps({'time': time.time(), 'error': error,
-                                                       'host': socket.gethostname()}))
+    (place/f'rank-{rank}.txt').write_text(traceback.format_exc(), 'utf-8', 'backslashreplace')
+    note = json.dumps({'time': time.time(), 'error': error, 'host': socket.gethostname()})
+    atomic_write(place/f'rank-{rank}.json', lambda part: part.write_text(note))
 
 # %% ../nbs/machinery/03_launch.ipynb #c012
 # as torchrun reports ranks that a signal ended

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch.optim.adamw import adamw
 from .critics import CompetenceHead, LinearHead, scale_gradient, token_values
-from .engine import seed_of
+from .engine import attention_window, seed_of
 from .layout import HeadPieces, hidden_states, loss_weights, rows_of, take, token_logps
 from .llds import likelihood_falls
 from .losses import kl, policy_terms, value_loss, weighted_sum
@@ -520,6 +520,10 @@ class _GoldQuery:
     budget: int           # most tokens in a forward, padding included
     joint: bool = False   # True: the log-probabilities of the trained tokens too, from the same forward
 
+    def longest(self):
+        "Most tokens of a row with a gold behind it."
+        return int(self.layout.lengths.max()) + max((len(a.ids) for golds in self.golds for a in golds), default=0)
+
 # %% ../nbs/4_learning/52_learner.ipynb #n52back5
 class PlainBackend:
     "Run a learner in plain PyTorch, on the one device where the model lies."
@@ -536,7 +540,7 @@ class PlainBackend:
         self.scorer, self.masters = scorer, _Masters(groups)
         self.adamw = self.make_optimiser(self.masters.groups, optimiser)
         self.optimisers = [self.adamw]
-        self.device, self.tree = next(scorer.model.parameters()).device, None
+        self.device, self.obeys = next(scorer.model.parameters()).device, {}
         return scorer
 
     def freeze(self, scorer, offload):
@@ -568,8 +572,9 @@ class PlainBackend:
 
     def score(self, module, scorer, query, share):
         "Gold answers by a frozen or trained scorer: gold_logp and gold_tokens (N, K+1, M), and logp (R, T) if joint."
-        if self.tree is None: self.tree = takes_tree_mask(scorer.model)
-        method = 'packed' if self.tree else 'cache'
+        model = scorer.model
+        if model not in self.obeys: self.obeys[model] = takes_tree_mask(model)
+        method = 'packed' if self.obeys[model] and query.longest() <= attention_window(model) else 'cache'
         layout, how = query.layout.to(self.device), (method if query.layout.nodes is None else 'tree', query.budget)
         rows, states, logp = (layout.ids, layout.lengths), query.states.to(self.device), {}
         if query.joint:

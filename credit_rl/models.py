@@ -101,9 +101,20 @@ def load_tokenizer(folder):
     return tokenizer
 
 # %% ../nbs/3_acting/19_models.ipynb #c033
+@torch.no_grad()
+def _check_head(model, folder):
+    "Refuse a model that changes its logits behind the output layer, which is read by itself here. Raises ValueError."
+    ids = torch.zeros(1, 1, dtype=torch.long, device=model.device)
+    whole = model(input_ids=ids).logits.float()
+    alone = model.get_output_embeddings()(model.base_model(input_ids=ids).last_hidden_state).float()
+    capped = getattr(getattr(model.config, 'text_config', model.config), 'final_logit_softcapping', None)
+    if capped or (whole - alone).abs().max() > 1e-3 * whole.abs().max():
+        raise ValueError(f'the model in {str(folder)!r} scales or caps its logits behind the output layer, which is '
+                         'not computed here, so its probabilities would be wrong: take another model')
+
 def load_model(folder, dtype='float32', device=None):
     """A causal language model and its tokenizer from a Hugging Face folder or name, on a device, by default the GPU if
-    there is one."""
+    there is one. Raises ValueError on a model that scales or caps its logits."""
     from transformers import AutoModelForCausalLM
     tokenizer = load_tokenizer(folder)
     gpu = torch.cuda.is_available()
@@ -113,6 +124,7 @@ def load_model(folder, dtype='float32', device=None):
         raise ValueError(f'the weights in {str(folder)!r} hold more than numbers and might run any program, so they '
                          'were not read: take *.safetensors') from None
     model = model.to(device or ('cuda' if gpu else 'cpu'))
+    _check_head(model, folder)
     narrow, short = model.config.hidden_size <= 256, getattr(model.config, 'max_position_embeddings', 4096) <= 1024
     if not gpu and narrow and short: model.set_attn_implementation('eager')  # the fused kernel pays from longer rows on
     return model, tokenizer

@@ -37,10 +37,11 @@ def _written(option, value):
     'tspo,grpo', without the brackets. A day that YAML has read is the text that was written. Raises ValueError."""
     if option.kind is str and type(value) is datetime.date: return value.isoformat()
     if not isinstance(value, str) or option.kind not in (dict, list): return value
-    try: found = load_yaml(value)
+    try:
+        found = load_yaml(value)
+        alone = option.kind is list and not isinstance(found, list)
+        return [load_yaml(part) for part in value.split(',') if part.strip()] if alone else found
     except yaml.YAMLError as e: raise ValueError(' '.join(str(e).split())) from e
-    alone = option.kind is list and not isinstance(found, list)
-    return [load_yaml(part) for part in value.split(',')] if alone else found
 
 # %% ../nbs/machinery/06_parameters.ipynb #c008
 def notebook_settings(variables):
@@ -150,7 +151,7 @@ def one_dialect(
         elif flag.startswith('--') and (option := known.get(name) or known.get(name.partition('.')[0])):
             alone = isinstance(option.default, bool) and (not left or '=' in left[0] or left[0][0] == '-')
             settings.append(f'{name}={value if given else "true" if alone else left.pop(0) if left else ""}')
-        elif given and flag[0] != '-' and f'--{name}' in own and name not in known:
+        elif given and flag[:1] != '-' and f'--{name}' in own and name not in known:
             rest += [f'--{name}', *several(value)]
         elif flag[:1] != '-' and (given or not rest): (settings if given else words).append(word)
         else: rest.append(word)

@@ -7,7 +7,7 @@ __all__ = ['Warming', 'WarmUpChoice', 'make_warming', 'read_warming', 'check_war
            'gate_table', 'is_warmup', 'warmup_table', 'calibration_pairs', 'main']
 
 # %% ../nbs/5_run/65_prepare.ipynb #c002
-import contextlib, math, os, sys
+import contextlib, importlib.util, math, os, sys
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 import torch
@@ -80,6 +80,8 @@ def check_warming(config):
     c, method = config, get_method(config.method)
     check(c)
     group_of(WarmUpChoice, c)
+    if importlib.util.find_spec('sklearn') is None:
+        raise ImportError('a warm-up clusters its questions with scikit-learn: pip install scikit-learn')
     if not method.critic:
         raise ValueError(f'{c.method} has no critic to warm up; take carl, ppo, tips or another with one')
     if c.critic_from: raise ValueError(f'critic_from={c.critic_from!r} is for the training that comes after a warm-up')
@@ -409,7 +411,8 @@ def main(arguments=None):
         if settings.get('dry_run'): return
         print(gate_table(folder).to_string())
         read_warmed(folder)
-    except (ValueError, OSError, LaunchError, EngineLost, BadStep) as e: sys.exit(f'credit_rl.prepare: {e}')
+    except (ValueError, OSError, ImportError, LaunchError, EngineLost, BadStep) as e:
+        sys.exit(f'credit_rl.prepare: {e}')
     except KeyboardInterrupt: end_interrupted('credit_rl.prepare', run)
 
 # %% ../nbs/5_run/65_prepare.ipynb #c030

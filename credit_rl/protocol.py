@@ -334,8 +334,9 @@ def _seat_tools(markup):
     if not p.tools: return None, p.system
     if '{tools}' in (p.system or ''): return None, _tool_description(p, p.system)
     shown = not p.tool_text and markup.shows(f'<{p.call_tag}>', [{'role': 'user', 'content': _Q}], list(p.tools))
-    if shown: return list(p.tools), p.system
-    return None, '\n\n'.join(filter(None, [p.system, _tool_description(p, p.tool_text or TOOL_PROMPT)]))
+    system = p.system and p.system.replace('{tag}', p.call_tag)
+    if shown: return list(p.tools), system
+    return None, '\n\n'.join(filter(None, [system, _tool_description(p, p.tool_text or TOOL_PROMPT)]))
 
 def _seat_response(markup):
     "Fall back to a user message between tags where the template does not show a response's text as it is."
@@ -759,7 +760,7 @@ def worded(
     system_prompt=None,   # file of the system message; None: the protocol's own, and so with the others
     user_prompt=None,     # file of the user message
     tool_prompt=None,     # file of what the system message says about the tools
-    answer_stop='first',  # one of ANSWER_STOPS
+    answer_stop='first',  # one of ANSWER_STOPS; 'first': the protocol's own
     call_stop=None,       # one of CALL_STOPS; None: the protocol's own
     gold_schema=None,     # two texts around an answer whose probability is asked; None: the protocol's own
     today=None,           # what {today} in these texts stands for, as '2026-01-31'
@@ -774,13 +775,14 @@ def worded(
     system_prompt : file of the system message; None: the protocol's own, and so with the others
     user_prompt : file of the user message
     tool_prompt : file of what the system message says about the tools
-    answer_stop : one of ANSWER_STOPS
+    answer_stop : one of ANSWER_STOPS; 'first': the protocol's own
     call_stop : one of CALL_STOPS; None: the protocol's own
     gold_schema : two texts around an answer whose probability is asked; None: the protocol's own
     today : what {today} in these texts stands for, as '2026-01-31'
     """
     own = {'call_stop': call_stop, 'gold_schema': gold_schema}
-    new = {'answer_stop': answer_stop, **{name: value for name, value in own.items() if value is not None}}
+    new = {'answer_stop': protocol.answer_stop if answer_stop == 'first' else answer_stop,
+           **{name: value for name, value in own.items() if value is not None}}
     if system_prompt is not None:
         new['system'] = _read_prompt('system_prompt', system_prompt)
         tools = ['tools', 'tag'] if protocol.tools else []
@@ -795,6 +797,8 @@ def worded(
         if not protocol.tools:
             raise ValueError(f'protocol {protocol.name!r} says in its messages what can be called: give system_prompt '
                              'or user_prompt instead of tool_prompt')
+        if '{tools}' in (new.get('system', protocol.system) or ''):
+            raise ValueError('the system message tells of the tools itself, by {tools}: leave tool_prompt out')
         new['tool_text'] = _read_prompt('tool_prompt', tool_prompt)
         needed = [['{tag}', f'<{protocol.call_tag}>'], *(['{tools}', name] for name in protocol.tool_names)]
         _need_placeholders(f'tool_prompt {str(tool_prompt)!r}', new['tool_text'], needed, ['tools', 'tag', 'today'])

@@ -400,7 +400,7 @@ def _save_shard(ids, lengths, first, folder):
     its passages one after the other, `lengths` how many each has, `first` the number of its first passage. Returns
     the words that it has and how many of its passages have each."""
     row = np.repeat(np.arange(len(lengths), dtype=np.int64), lengths)
-    pairs, times = np.unique(ids * np.int64(len(lengths)) + row, return_counts=True)
+    pairs, times = np.unique(ids.astype(np.int64) * len(lengths) + row, return_counts=True)
     word, passages = np.unique(pairs // len(lengths), return_counts=True)
     folder.mkdir()
     parts = {'word': word, 'start': np.concatenate([[0], np.cumsum(passages)]), 'times': times.astype(np.int32),

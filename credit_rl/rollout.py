@@ -441,6 +441,8 @@ def add_message(
                          'one it was written')
     ids = env.chat.encode(text)
     draft = _draft_of(env, trajectory, len(trajectory.turns), (0, 0), env.max_tokens, 0)
+    again = env.chat.next_context(trajectory.question.text, trajectory.turns) if trajectory.turns else None
+    if again is not None: draft.edit(again)                          # the template rewrites what came before
     (over,) = _turns(env, ScriptedEngine(None, env.chat.tokenizer), [draft],
                      [FinishedTurn((0, 0), ids, [math.nan] * len(ids), 'stop')])
     return (over, True) if over else (draft.trajectory(trajectory.stop), False)

@@ -84,6 +84,8 @@ def check_secrets(
     given : settings: dict of JSON values
     place : file or folder that would keep them
     """
+    if isinstance(given, str) and re.search('api_key|base_url', given):      # as papermill's -p hands a dict over
+        with contextlib.suppress(yaml.YAMLError): given = load_yaml(given)
     if isinstance(given, (list, tuple)): given = dict(enumerate(given))
     if not isinstance(given, dict): return
     if 'api_key' in given or '@' in urllib.parse.urlsplit(str(given.get('base_url', ''))).netloc:
@@ -753,7 +755,7 @@ def _write_params(path, params, may_change):
         if changed:
             raise ValueError(f'{path.parent} was begun with other parameters ({"; ".join(changed)}): restore them or '
                              'choose another name')
-    atomic_write(path, lambda part: part.write_text(text))
+    atomic_write(path, lambda part: part.write_text(text, encoding='utf-8'))
 
 # %% ../nbs/machinery/02_runlog.ipynb #c037
 def _checkpoints(folder):

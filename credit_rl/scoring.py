@@ -13,7 +13,7 @@ import contextlib, copy, dataclasses, math, re, warnings
 from dataclasses import dataclass
 from typing import NamedTuple
 import torch
-from .engine import check_numbers
+from .engine import attention_window, check_numbers
 from .layout import HeadPieces, head_logps, token_logps
 from .options import Option
 from .protocol import PROTOCOLS, check_tokenizer
@@ -718,13 +718,13 @@ def _cached(model, rows, work, budget):
     return values
 
 # %% ../nbs/3_acting/24_scoring.ipynb #c050
-def _choose(model, work, method):
+def _choose(model, work, method, reach=0):
     "The method that will be used. Raises ValueError on an unknown one."
     if method not in ('auto', 'packed', 'cache', 'flex', 'tree'):
         raise ValueError(f"method is 'auto', 'packed', 'cache', 'flex' or 'tree', got {method!r}")
     if method != 'auto': return method
-    window = min(_setting(model, 'sliding_window'), _setting(model, 'attention_chunk_size'))
-    return 'packed' if work.longest() <= window and takes_tree_mask(model) else 'cache'
+    near = max(work.longest(), reach) <= attention_window(model)
+    return 'packed' if near and takes_tree_mask(model) else 'cache'
 
 def _plain(model, rows, trained, temperature, budget):
     "`token_logps` (R, T) in batches of rows of similar length."
@@ -740,7 +740,7 @@ def _plain(model, rows, trained, temperature, budget):
 def _score(model, rows, work, method, budget, trained=None, temperature=1.0):
     """`Scores` of what is in `work`; with `trained`, log-probabilities (R, T) too. Raises ValueError on a model that
     gives NaN, which would read as not scored."""
-    method = _choose(model, work, method)
+    method = _choose(model, work, method, 0 if trained is None else int(rows[1].max()))
     with _measuring(model, 'flex_attention' if method == 'flex' else None):
         if method == 'cache':
             check_numbers(values := _cached(model, rows, work, budget), model)

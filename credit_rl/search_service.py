@@ -384,7 +384,7 @@ class SearchClient:
     def about(self):
         "Its address, and which passages the server's /health says that it has: a dict; None where it does not say."
         try:
-            answer = self.session.get(self.url.rpartition('/')[0] + '/health', timeout=self.seconds)
+            answer = self.session.get(self.url.rstrip('/').rpartition('/')[0] + '/health', timeout=self.seconds)
             said = answer.json() if answer.status_code == 200 else None
         except (requests.RequestException, ValueError): said = None   # other servers need not have a /health
         said = said if isinstance(said, dict) else {}
@@ -409,18 +409,31 @@ class SearchCache:
         self.path, self.retriever, self.answers, self._lock = Path(path), retriever, {}, threading.Lock()
         self.url = str(path)   # what a run is said to search
         if not self.path.exists() and retriever is None: raise FileNotFoundError(f'{path}: there is nothing to replay')
-        if retriever is not None: self._append([])
+        if retriever is not None:
+            self._check_first()
+            self._append([])
         try:
             with open(self.path, encoding='utf-8-sig', newline='\n') as file:
                 for number, line in enumerate(file):
                     if line.endswith('\n'): self._read(number, line)
         except UnicodeDecodeError as e: raise ValueError(f'{path} is no text in UTF-8 ({e.reason})') from None
 
+    def _check_first(self):
+        "Refuse a file of something else before anything of it is cut off. Raises ValueError."
+        if not self.path.exists(): return
+        with open(self.path, 'rb') as file: first = file.readline(100)
+        if not (json.dumps(_HEADER).encode() + b'\n').startswith(first) and not is_kept_searches(self.path):
+            raise ValueError(f'{self.path}, line 1 is not a kept search: it is a file of something else')
+
+    def _keep(self, query, k, found):
+        "Take an answer over, unless the one that is there serves for k passages too."
+        if self._known(query, k) is None: self.answers[query] = k, found
+
     def _read(self, number, line):
         try:
             row = json.loads(line)
             if number == 0 and row != _HEADER: raise ValueError('the first line is not that of kept searches')
-            if number: self.answers[row['query']] = row['k'], [Passage(*p) for p in row['found']]
+            if number: self._keep(row['query'], row['k'], [Passage(*p) for p in row['found']])
         except (ValueError, TypeError, KeyError, RecursionError) as e:
             raise ValueError(f'{self.path}, line {number + 1} is not a kept search: {type(e).__name__}: {e}') from None
 
@@ -455,7 +468,7 @@ class SearchCache:
                     for q, hits in zip(new, found)]
             with self._lock:
                 self._append(rows)
-                self.answers.update((q, (int(k), list(hits))) for q, hits in zip(new, found))
+                for q, hits in zip(new, found): self._keep(q, int(k), list(hits))
         return [list(self._known(q, k)) for q in queries]
 
     def about(self):
@@ -465,7 +478,8 @@ class SearchCache:
 # %% ../nbs/machinery/16_search_service.ipynb #s6x6
 def is_kept_searches(path):
     "Tell whether a file is one of kept searches, by its first line."
-    with open(path, 'rb') as file: return file.readline() == json.dumps(_HEADER).encode() + b'\n'
+    with open(path, 'rb') as file: line = file.readline(100)
+    return line.removeprefix(b'\xef\xbb\xbf').rstrip() == json.dumps(_HEADER).encode()
 
 # %% ../nbs/machinery/16_search_service.ipynb #c025
 def read_corpus(

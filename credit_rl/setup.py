@@ -208,7 +208,8 @@ def real_questions(
     wanted = min(task.dev_questions + task.test_questions, len(held) // 2 if pool is held else len(held))
     held = random.Random(seed_of('held out', seed)).sample(held, wanted)
     taken = {q.text for q in held}
-    rest, n = [q for q in pool if q.text not in taken], min(task.dev_questions, wanted // 2)
+    rest = [q for q in pool if q.text not in taken]
+    n = max(wanted - task.test_questions, min(task.dev_questions, wanted // 2))
     if not n or not rest:
         raise ValueError(f'{task.path or task.data} leaves {len(rest)} questions for training, {n} for dev and '
                          f'{wanted - n} for test; each part needs one at least')

@@ -9,7 +9,7 @@ __all__ = ['merged_pieces', 'DeepSpeedBackend']
 import contextlib, math, os, sys, warnings
 from dataclasses import replace
 import torch
-from .engine import check_numbers
+from .engine import attention_window, check_numbers
 from .launch import is_rank
 from .layout import rows_of, take
 from .learner import AdamWByLoss, brought, make_adamw, only_data
@@ -273,9 +273,9 @@ class DeepSpeedBackend:
 
     def score(self, module, scorer, query, share):
         "Gold answers through an engine, the same number of forwards on every rank; see `PlainBackend.score`."
-        if not (self.tree or query.layout.nodes is not None):
-            raise ValueError('this model obeys no tree mask (takes_tree_mask), so several ranks cannot score answers '
-                             'in packed forwards with it')
+        if query.layout.nodes is None and not (self.tree and query.longest() <= attention_window(scorer.model)):
+            raise ValueError('this model obeys no tree mask (takes_tree_mask), or attends within a window, so several '
+                             'ranks cannot score answers in packed forwards with it')
         layout, shape = query.layout, (*query.states.shape[:2], max(map(len, query.golds)))
         out = {name: torch.zeros(shape) for name in ('gold_logp', 'gold_tokens')}
         if query.joint: out['logp'] = torch.zeros(layout.ids.shape)

@@ -22,6 +22,7 @@ from .critics import brier, expected_calibration_error
 from .diagnostics import SPARE_COLOURS, error_table, method_colours
 from .estimate import KNOWN_SIZES, read_sizes
 from .potentials import ModelShape, scoring_flops
+from .datasets import MIXTURES
 from .environment import asked_protocol
 from .evaluate import measure, read_manifest, read_scores
 from .folr import chi_squared, first_turns, has_evidence, op_table
@@ -162,9 +163,11 @@ def _set_values(
     if metric in VERDICTS:
         judged = [read_json(path) for path in sorted(Path(folder).glob('*/judged.json'))]
         if not judged: raise ValueError(f'{folder} was not judged: credit-rl longform --folder {folder} judge=…')
-        rates = {k: v[metric] for x in judged for k, v in x.items() if isinstance(v, dict) and metric in v}
-        kinds = {k: math.nan if rate is None else rate for k, rate in rates.items()}
-        return {**{k: v for k, v in kinds.items() if k != 'all'}, 'mean': kinds['all']}
+        sets = {x['dataset']: {k: math.nan if v[metric] is None else v[metric] for k, v in x.items()
+                               if isinstance(v, dict) and metric in v} for x in judged}
+        whole = {n: own.pop('all') for n, own in sets.items()}
+        parts = whole if len(sets) > 1 else next(iter(sets.values()))       # the sets, or the types of a single one
+        return {**parts, 'mean': sum(whole.values()) / len(whole)}
     if _is_evaluation(folder):
         found = {n: s['score'] if metric == 'score' else s[metric] for n, s in read_scores(folder).items()}
         return {**found, 'mean': sum(found.values()) / len(found)}
@@ -989,7 +992,7 @@ def _base_of(model, runs):
     "The model that an evaluated one began as: that of the run which made it, else itself."
     _, run, _ = _maker(model, runs)
     about = Path(str(model))/'credit_rl.json'
-    return read_params(run)['model'] if run else read_json(about)['model'] if about.exists() else model
+    return read_params(run)['model'] if run else read_json(about).get('model', model) if about.exists() else model
 
 # %% ../nbs/papers/85_tables.ipynb #u040
 def _examined_runs(folders):  # as in sort_folders
@@ -1345,13 +1348,17 @@ def _paper_settings(file):  # name of a file of runs/params without its ending
     sources = dict(re.findall(r'^ *([\w.]+):(?: .*?)? # *(.*)$', text, re.M))
     for name, value in yaml.safe_load(text).items():
         if name == 'run': continue
+        if name == 'data' and file.startswith('eval_') and value in MIXTURES:     # of an evaluation the sets are known
+            value = ', '.join(sorted(MIXTURES[value].evaluate))
         of = {f'{name}.{k}': (v, k) for k, v in value.items()} if name == 'options' else {name: (value, name)}
         out |= {n: (v, sources.get(k, '')) for n, (v, k) in of.items()}
     return out
 
 def _run_settings(folder):
     "Settings that a run of training or an evaluation was made with: dict, options as `options.band`."
-    if _is_evaluation(folder): return read_manifest(Path(folder)/next(iter(read_scores(folder))))['settings']
+    if _is_evaluation(folder):
+        sets = sorted(read_scores(folder))
+        return read_manifest(Path(folder)/sets[0])['settings'] | {'data': ', '.join(sets)}
     params = read_params(folder)
     return {**params, **{f'options.{n}': v for n, v in _run_options(params).items()}}
 
@@ -1426,7 +1433,9 @@ FILES = {'tips': {'': 'tips_qwen2.5_7b', 'ppo': 'ppo_qwen2.5_7b', 'grpo': 'grpo_
 
 def _own_file(paper, run):
     "The file with the settings of a run by a paper, of its model's size where there is one."
-    if _is_evaluation(run): return f'eval_{paper}'
+    if _is_evaluation(run):
+        file = f'eval_{paper}_long'
+        return file if 'pairs' in read_scores(run) and _settings_file(file) else f'eval_{paper}'
     params = read_params(run)
     own, method, size = FILES[paper], params['method'], re.search(r'\d+B', str(params.get('model')))
     file = own.get(method + ' long' * (params.get('data') == 'pairs'), own.get(method, own['']))
@@ -1486,7 +1495,8 @@ def entry_lines(
     if said is not None: lines += ['the paper:', said if isinstance(said, str) else said.round(4).to_string()]
     if table: lines += ['these runs:', drawing.to_string(float_format=lambda x: f'{x:.4g}')]
     elif out is None: lines.append('a figure: give --out FOLDER')
-    return lines + ([f'written to {_kept(drawing, Path(out)/entry.name.replace(" ", "_"))}'] if out else [])
+    name = f'{entry.paper}_{entry.name}'.replace(' ', '_')
+    return lines + ([f'written to {_kept(drawing, Path(out)/name)}'] if out else [])
 
 # %% ../nbs/papers/85_tables.ipynb #s8598
 def main(arguments=None):  # list of str; None: the command line's

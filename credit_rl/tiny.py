@@ -282,7 +282,7 @@ def _imitate(model, batches, steps, learning_rate=4e-3, warmup=20, cooldown=0, c
 # %% ../nbs/3_acting/25_tiny.ipynb #c031
 def _endless(groups, size, seed):
     "Yield batches (ids, token_turns) of `size` games for ever, reshuffled each time round."
-    layout, rng = pack(groups), random.Random(seed)
+    layout, rng, size = pack(groups), random.Random(seed), min(size, len(groups))
     while True:
         order = rng.sample(range(len(groups)), len(groups))
         for i in range(0, len(order) - size + 1, size):

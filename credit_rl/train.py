@@ -71,10 +71,12 @@ def train_step(
     with play_ahead(run, step + 1):                     # the engine is done, and a run that is ahead lets it go on
         metrics = describe_rollouts(groups, rewards, run.tiers) | asked | {'drift': mean_drift(run.setup.chat, groups)}
         if s.learning.ahead: metrics['stale'] = staleness(ahead, groups, run.learner.updates)
-        if not run.answers.suffice(step, asked): return metrics | _NOTHING_LEARNED
         rng = _keep_generator(s.course.seed, step)
-        batch = assign(method, groups, look, rng, run.prefix, rewards, s.learning.tree)
-        if batch.empty: return metrics | _NOTHING_LEARNED
+        batch = run.answers.suffice(step, asked) and assign(method, groups, look, rng, run.prefix, rewards,
+                                                            s.learning.tree)
+        if not batch or batch.empty:
+            run.learner.tick(step)                                  # a teacher's period is counted in steps
+            return metrics | _NOTHING_LEARNED
         credit, sampler = correct_credit(run.mismatch, batch)
         metrics |= credit_metrics(method, batch, run.learner.critic, run.segments)
         metrics['trained_tokens'] = s.learning.epochs * credited_tokens(credit, batch.layout)
@@ -913,7 +915,7 @@ def _hold_and_start(config, may_change, start):
     with RunLog(config.run, config.resume) as log:               # refuses a folder that it cannot use
         if (log.folder/'params.yaml').exists(): note_params(log, config, may_change)
         text = yaml.safe_dump(json.loads(json.dumps(vars(config))), sort_keys=False, allow_unicode=True)
-        atomic_write(log.folder/'launch.yaml', lambda path: path.write_text(text))
+        atomic_write(log.folder/'launch.yaml', lambda path: path.write_text(text, encoding='utf-8'))
         if config.hostfile: log.close()                          # the first rank may be on another host, and holds it
         else: log.share()
         with log.beginning(): start()

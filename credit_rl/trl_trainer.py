@@ -491,6 +491,10 @@ def trl_run(
     from datasets import Dataset
     config = make_config(config) if isinstance(config, dict) else config
     if config.dry_run: raise ValueError('training under TRL has no dry_run')
+    usual = {'resume': False, 'lora': {}, 'engine': 'hf', 'learner': 'plain', 'ranks': 1, 'ahead': 0,
+             'correction': None}
+    if given := [f'{n}={v!r}' for n, x in usual.items() if (v := getattr(config, n)) != x]:
+        raise ValueError(f'training under TRL does not heed {", ".join(given)}: leave it out, or use credit_rl.train')
     s, method = settings_of(config), get_method(config.method)
     _check_method(method)
     loss = s.learning.loss_of(method)

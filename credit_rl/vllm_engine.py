@@ -54,7 +54,7 @@ def _reason(row, engine):
     surely, may = engine.stop_tokens(row.strings)
     if row.new[-1] in surely: return 'stop'
     if row.new[-1] in may:
-        tail = engine.tokenizer.decode(row.new[-max(map(len, row.strings)):])  # a token has at least one character
+        tail = engine.tokenizer.decode(row.new[-max(len(s.encode()) for s in row.strings):])   # it has a byte or more
         if any(s in tail for s in row.strings): return 'stop'
     if len(row.new) < row.room: return None
     return 'max_tokens' if len(row.ids) + row.room < engine.max_length else 'length'

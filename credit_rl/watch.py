@@ -142,9 +142,9 @@ def read_status(
     now : seconds since 1970; None: the clock
     """
     folder, now = Path(folder), time.time() if now is None else now
-    params, metrics, rollouts, trouble = {}, {}, [], ''
-    summary = read_summary(folder)      # before the rest: a run that has ended by now has written all of it
+    params, metrics, rollouts, summary, trouble = {}, {}, [], None, ''
     try:
+        summary = read_summary(folder)      # before the rest: a run that has ended by now has written all of it
         if (folder/'params.yaml').exists(): params = read_params(folder) or {}
         if metrics_file(folder): metrics = metrics_by_step(folder)
         rollouts = (newest or NewestRollouts(folder)).read()

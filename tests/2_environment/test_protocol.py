@@ -16,10 +16,11 @@ from credit_rl.protocol import (Action, boxed, byte_tokenizer, CARL_PROMPTS, Cha
                                 PLAIN, Protocol, PROTOCOLS, read_context)
 from credit_rl.prs import parse_verdict
 from credit_rl.readers import Passage
-from credit_rl.rollout import Environment, rollout
+from credit_rl.retrieval import BM25
+from credit_rl.rollout import Environment, add_message, rollout
 from credit_rl.scoring import gold_templates
 from credit_rl.tools import SearchTool
-from credit_rl.trajectory import Question, Result, Stop, Turn
+from credit_rl.trajectory import Question, Result, Stop, Trajectory, Turn
 from credit_rl.turn_rewards import parse_ratings
 from templates import FAMILIES, PUBLISHED, TRL, family_tokenizer, template_text
 
@@ -280,6 +281,20 @@ def test_a_foreign_eos_is_edited_away_by_the_template_only():
         context = chat.next_context('Who?', [turn(text, 'no', ids)])
         assert context is None if history == 'as-sampled' else foreign not in context and context.count(
             chat.end_id) == 4
+
+
+def test_a_message_that_is_added_has_the_context_that_a_rollout_gives_it():
+    "Demonstrations are such messages, and have to show what a model will be shown."
+    said = ['<think>\nhm\n</think>\n\n<tool_call> x </tool_call>', '<think> so </think> <answer> y </answer>']
+    search = SearchTool(BM25([Passage('1', 'T', 'x')]), k=1, max_tokens=99)
+    env = Environment(chat_of('qwen3', INSIDE), search, max_turns=3)
+    assert env.chat.rewrites
+    engine = ScriptedEngine(lambda text, rng: said['hm' in text or 'information>' in text], env.chat.tokenizer, 4096)
+    (played,) = rollout(engine, env, [Question('q', 'Who?', ['y'])])[0].trajectories
+    t = Trajectory(played.question, played.prompt_ids, (), Stop.TURN_CAP)
+    for turn_ in played.turns: t, over = add_message(env, t, turn_.action_text)
+    assert over and [turn_.context_ids for turn_ in t.turns] == [turn_.context_ids for turn_ in played.turns]
+    assert t.turns[1].context_ids is not None
 
 
 # ---- through a rollout ----

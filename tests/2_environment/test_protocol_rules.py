@@ -286,6 +286,18 @@ def test_prompts_are_texts_from_files(file):
     assert worded(PROTOCOLS['tips']) == PROTOCOLS['tips'] and len(WORDS) == 6
 
 
+def test_a_protocols_own_answer_stop_is_kept():
+    own = replace(PROTOCOLS['tspo'], answer_stop='last')
+    assert worded(own) == own and worded(PROTOCOLS['tspo'], answer_stop='last') == own
+
+
+def test_the_tag_is_filled_in_and_tools_are_told_once(file):
+    own = worded(PROTOCOLS['tips'], file('Call by <{tag}>.'))
+    assert Chat(own, TOKENIZER).messages('Who?')[0]['content'].startswith('Call by <tool_call>.')
+    with pytest.raises(ValueError, match=r'by \{tools\}: leave tool_prompt out'):
+        worded(PROTOCOLS['tips'], file('{tools} <{tag}>', 's'), tool_prompt=file('{tools} <{tag}>', 't'))
+
+
 def test_a_prompt_says_a_day_and_its_tools(file):
     """IGPO's figure 8, after DeepResearcher: the day, and the tools in the midst of the system message, which no other
     text about tools follows. The day is a setting, since two runs on two days would else differ."""

@@ -544,11 +544,12 @@ def test_stop_strings_do_not_begin_in_the_prompt():
     assert engine.generate([prompt], SamplingParams(max_tokens=6, stop=(first,))).ids[0] == free[:1]
 
 
-def test_a_stop_string_may_take_more_tokens_than_letters():
-    "Its é is two bytes, a token each. The model's layers add nothing, so a token's own vector names the next one."
+@pytest.mark.parametrize('words', ['</é>', '<é', '结'])
+def test_a_stop_string_may_take_more_tokens_than_letters(words):
+    "Each byte is a token. The model's layers add nothing, so a token's own vector names the next one."
     tokenizer = byte_tokenizer()
-    prompt, *stop = tokenizer('a</é>b').input_ids
-    assert len(stop[:-1]) > len('</é>')
+    prompt, *stop = tokenizer(f'a{words}b').input_ids
+    assert len(stop[:-1]) > len(words)
     model = random_model(len(tokenizer))
     with torch.no_grad():
         for layer in model.model.layers:
@@ -556,7 +557,7 @@ def test_a_stop_string_may_take_more_tokens_than_letters():
         model.lm_head.weight.zero_()
         vectors = model.get_input_embeddings().weight
         for last, after in zip([prompt, *stop], stop): model.lm_head.weight[after] = vectors[last]
-    said = HFEngine(model, tokenizer).generate([[prompt]], SamplingParams(greedy=True, max_tokens=8, stop=('</é>',)))
+    said = HFEngine(model, tokenizer).generate([[prompt]], SamplingParams(greedy=True, max_tokens=8, stop=(words,)))
     assert said.ids[0] == stop[:-1]
 
 

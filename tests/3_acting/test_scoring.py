@@ -5,6 +5,7 @@ import dataclasses
 import math
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch.testing import assert_close
 
 from credit_rl import scoring
 from credit_rl.layout import HeadPieces, pack, token_logps
+from credit_rl.learner import Learner, _GoldQuery
 from credit_rl.models import load_tokenizer
 from credit_rl.protocol import PROTOCOLS, Chat, Protocol, byte_tokenizer, parse
 from credit_rl.scoring import (SCHEMAS, AnswerTemplate, Schema, acting_states, answer_batches, answer_form,
@@ -244,6 +246,20 @@ def test_a_window_longer_than_the_probe_is_read_from_the_configuration():
     assert takes_tree_mask(model)                                     # too short to notice
     same(answer_logps(model, *work), plain(model, *work))
     assert (answer_logps(model, *work, method='packed').sums - plain(model, *work)).abs().nan_to_num(0).max() > .1
+
+
+def test_a_learner_heeds_the_window_of_each_model_that_it_scores():
+    "Rows fit into one model's window, with their golds too, and not into the other's."
+    layout = pack([example_group()], prefix=1)
+    most = dict(vocab_size=int(layout.ids.max()) + 1, max_position_embeddings=4096)
+    golds = [[AnswerTemplate((3, 4, 5), 1, 3)]] * len(layout.states)
+    wide, near = make('mistral', sliding_window=4096, **most), make('mistral', sliding_window=20, **most)
+    learner, states = Learner(wide), acting_states(layout.states, layout.turn_mask)
+    for model in (wide, near):
+        query = _GoldQuery(layout, states, golds, 2 ** 16, joint=True)
+        found = learner.backend.score(None, SimpleNamespace(model=model, temperature=1.), query, None)
+        assert_close(found['logp'], token_logps(model, layout.ids, layout.trained).detach(), atol=1e-4, rtol=1e-4)
+        same(found['gold_logp'], plain(model, (layout.ids, layout.lengths), states, golds))
 
 
 def test_bfloat16_is_measured_in_float32():

@@ -15,7 +15,7 @@ from credit_rl.tiny import (CODE_TEACHER, NOISY_CODER, PERFECT_CODER, TABLE, Cod
                             answer_share, code_demonstrations, code_recollections, code_warm_start, knowing_loss,
                             knowing_rows, make_base, memory_of, segment_rows, tiny_environment, tiny_model,
                             tiny_tokenizer)
-from credit_rl.trajectory import Group, Result, Stop
+from credit_rl.trajectory import Group, Result, Stop, example_group
 from credit_rl.world import EASY, HARD, SPLITS, Competence, compute, fact_chain, make_world, reachable, world_of
 
 TOKENIZER = tiny_tokenizer(numbers=True)
@@ -251,6 +251,12 @@ def test_batches_of_all_lengths_hold_what_batches_of_like_length_hold():
         rounds = [[(ids > 0).sum(-1).tolist() for ids, _ in (next(batches), next(batches))] for _ in range(20)]
         assert all(sorted(sum(r, [])) == [2, 2, 9, 9] for r in rounds)
         assert any(len(set(batch)) > 1 for r in rounds for batch in r) != alike
+
+
+def test_fewer_games_than_a_batch_are_one_batch():
+    example = example_group()
+    ids, turns = next(tiny._endless([Group(example.question, [t]) for t in example.trajectories], 16, 0))
+    assert len(ids) == len(turns) == 3
 
 
 def test_a_base_that_is_not_asked_whether_it_knows_may_know_sums(monkeypatch):

@@ -560,6 +560,15 @@ def test_a_dry_run_of_a_warm_up_plays_nothing(monkeypatch, tmp_path, capsys, spo
             preparing.prepare(settings | wrong, say=lambda line: None)
 
 
+def test_a_warm_up_without_its_package_is_refused_first(monkeypatch, tmp_path):
+    found = importlib.util.find_spec
+    monkeypatch.setattr('importlib.util.find_spec',
+                        lambda name, *rest: name != 'sklearn' and found(name, *rest) or None)
+    monkeypatch.setattr(preparing, '_prepare', lambda *a: pytest.fail('something was computed'))
+    with pytest.raises(SystemExit, match='pip install scikit-learn'):
+        preparing.main([f'model={BASE}', 'protocol=carl-tiny', f'run={tmp_path / "run"}'])
+
+
 def test_a_large_warm_up_tells_first_what_it_needs(monkeypatch, tmp_path):
     def begin(c, say, ranks): raise KeyboardInterrupt
     monkeypatch.setattr(preparing, '_prepare', begin)
@@ -1002,6 +1011,15 @@ def test_a_long_run_keeps_ever_fewer_steps_of_rollouts(tmp_path):
     assert {row['step'] for row in read_turns(run) if row['kind'] == 'train'} == {1, 2, 4}
     kept = [sum(is_kept(n, 500) for n in range(1, steps + 1)) for steps in (500, 2000, 10 ** 5)]
     assert kept[:2] == [500, 1000] and kept[2] < 2500
+
+
+def test_a_teachers_period_counts_steps_that_teach_nothing(tmp_path, monkeypatch):
+    ticked = []
+    monkeypatch.setattr(training, 'assign', lambda *rest: SimpleNamespace(empty=True))      # no group is kept
+    monkeypatch.setattr(Learner, 'tick', lambda self, step: ticked.append(step))
+    settings = {**SHORT, 'method': 'tips', 'teacher_every': 2, 'steps': 2, 'run': str(tmp_path / 'run')}
+    train(settings, say=lambda line: None)
+    assert ticked == [1, 2]
 
 
 @pytest.mark.parametrize('name', ['memory.json', 'written.json', 'learner.pt'])

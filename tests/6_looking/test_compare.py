@@ -168,6 +168,8 @@ def test_each_seed_has_one_base(tmp_path, monkeypatch):
     assert compare._bases(jobs, tmp_path / 'bases', print) == dict.fromkeys(jobs[2:], tmp_path / 'bases' / '2')
     assert made == [(tmp_path / 'bases' / '2', 2, ())]
     assert compare._bases([Job('grpo', 3, tmp_path / 'x', {'model': 'a/b'})], tmp_path, print) == {} and len(made) == 1
+    carl = Job('carl', 2, tmp_path / 'y', {'protocol': 'carl-tiny'})                  # of other words, so another base
+    assert compare._bases([carl], tmp_path / 'bases', print) == {carl: tmp_path / 'bases' / 'carl-2'}
 
 
 def test_a_regime_has_bases_of_its_own(tmp_path, monkeypatch):

@@ -654,6 +654,8 @@ def test_trl_trains_for_a_few_steps_and_keeps_its_dev_scores(trl, tmp_path):
 def test_trl_refuses_what_it_cannot_serve(trl, tmp_path):
     run = lambda **given: trl.trl_run({**TINY, 'run': str(tmp_path / 'x'), **given}, lambda line: None)
     with pytest.raises(ValueError, match='TRL has no critic'): run(method='ppo')
+    for given in ({'lora': {'r': 8}}, {'resume': True}, {'learner': 'deepspeed'}):
+        with pytest.raises(ValueError, match=f'does not heed {[*given][0]}='): run(method='tspo', **given)
     with pytest.raises(ValueError, match='without further terms'): run(method='tspo', loss={'entropy': .1})
     rows = [{'prompt': 'a', 'question': json.dumps({'id': i, 'text': 'a', 'answers': ['b']})} for i in 'aab']
     with pytest.raises(ValueError, match=r'groups of \[1, 2\]'): trl.play_rows(None, None, rows, None, 0)

@@ -133,3 +133,9 @@ def test_a_row_whose_answers_are_all_null_is_refused(golds):
 def test_groups_that_are_null_are_told_apart_by_their_questions():
     rows = [{'uid': float('nan'), 'input': q, 'output': DONE, 'answers': [q]} for q in 'ab']
     assert [g.question.id for g in read_dump(rows).groups] == ['a', 'b']
+
+
+@pytest.mark.parametrize('none', [None, [], '', 'null', 'None', float('nan')])
+def test_tool_calls_that_say_there_are_none_are_no_broken_call(none):
+    t, _ = only(talk(said('<answer>x</answer>', tool_calls=none)))
+    assert [(turn.kind, turn.result) for turn in t.turns] == [('answer', Result.NONE)]

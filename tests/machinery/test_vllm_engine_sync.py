@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,7 +21,8 @@ from credit_rl.parts import Loss
 from credit_rl.losses import policy_terms
 from credit_rl.protocol import byte_tokenizer
 from credit_rl.tiny import tiny_tokenizer
-from credit_rl.vllm_engine import (_interruptible, complete, logp_gap, parameter_shapes, sampler_weights, sync_gap)
+from credit_rl.vllm_engine import (_interruptible, _reason, complete, logp_gap, parameter_shapes, sampler_weights,
+                                    sync_gap)
 
 BYTES, WORDS = byte_tokenizer(), tiny_tokenizer()
 
@@ -50,6 +52,15 @@ def test_only_after_some_tokens_text_needs_looking_at(text, stop):
 def test_in_words_one_token_is_a_stop_string():
     surely, may = stop_tokens(WORDS, len(WORDS), ('</tool_call>',))
     assert {WORDS.decode([i]) for i in surely} == {'</tool_call>'} and WORDS.convert_tokens_to_ids('>') not in surely
+
+
+@pytest.mark.parametrize('words', ['</é>', '<é', '结'])
+def test_a_stop_string_may_take_more_tokens_than_letters(words):
+    ids = BYTES(words).input_ids
+    engine = SimpleNamespace(tokenizer=BYTES, eos_ids=(), stop_tokens=lambda stop: stop_tokens(BYTES, len(BYTES), stop))
+    for n in range(1, len(ids) + 1):
+        row = SimpleNamespace(new=ids[:n], strings=(words,), room=99)
+        assert _reason(row, engine) == (None if n < len(ids) else 'stop')
 
 
 # ---- weights ----

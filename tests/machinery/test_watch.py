@@ -49,6 +49,12 @@ def test_a_run_that_has_not_begun(tmp_path):
     assert read_status(tmp_path / 'run', now=time.time() + 1e6).phase == 'starting'      # of its pace nothing is known
 
 
+def test_a_damaged_summary_is_said(tmp_path):
+    begin(tmp_path / 'run')
+    (tmp_path / 'run' / 'summary.json').write_text('{"final_em": .5')
+    assert 'summary.json' in read_status(tmp_path / 'run').line
+
+
 def test_a_last_line_that_is_cut_is_left_for_the_next_look(tmp_path):
     begin(tmp_path / 'run')
     now = write_lines(tmp_path / 'run', 10., 12., 14., end='\n{"step": 3, "seconds": 16, "rew')

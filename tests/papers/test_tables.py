@@ -288,7 +288,7 @@ def test_the_verb_prints_the_list_and_writes_what_is_drawn(runs, tmp_path, root,
     said = capsys.readouterr().out
     assert said.count('\n==') + 1 == len(ENTRIES['tips']) and 'the paper:' in said and 'these runs:' in said
     assert 'tips, table 8 (settings of the retrieval server): not run' in said and 'settings that differ' in said
-    assert {'table_14.csv', 'figure_5.png', 'figure_12.png'} <= {p.name for p in tmp_path.iterdir()}
+    assert {'tips_table_14.csv', 'tips_figure_5.png', 'tips_figure_12.png'} <= {p.name for p in tmp_path.iterdir()}
     assert 'tips-0: steps is 2, in the paper 500 (section 4)' in said
     with pytest.raises(SystemExit, match='table 7'): main(['tables', 'tips', '--only', 'table 7'])
     assert entry_lines(Entry('tips', 'figure 3', 'x', 'curve_figure', {'metrics': ('em',)}), [runs / 'tips-0'])[-1] == (

@@ -1,5 +1,6 @@
 """Tables and figures as the papers mean them, from made-up run folders of a few rows."""
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from credit_rl.papers import ENTRIES, count_states, find_entry
 from credit_rl.parts import assign, bind
 from credit_rl.runlog import RunLog
 from credit_rl.step_metrics import credit_metrics
-from credit_rl.tables import draw_entry, setting_gaps
+from credit_rl.tables import draw_entry, score_table, setting_gaps
 from credit_rl.trajectory import Group, example_group, to_json
 
 from made_runs import BIG, SEVEN, SMALL, answered, assessed, judged, made
@@ -173,6 +174,15 @@ def test_prs_long_form_is_judged(tmp_path):
     with pytest.raises(ValueError, match='none of these runs logged reward'): drawn('prs', 'figure 2', runs + tests)
     with pytest.raises(ValueError, match='was not judged'):
         drawn('prs', 'table 5', [run := made(tmp_path / 'x', 'prs+vspo'), assessed(run, 1, sets=('pairs',))])
+
+
+def test_two_judged_sets_are_two_columns_and_their_mean(tmp_path):
+    test = judged(assessed(made(tmp_path / 'run', 'prs'), 2, sets=('pairs', 'other')), .2)
+    shutil.copy(test / 'pairs' / 'judged.json', test / 'other')
+    found = json.loads((test / 'other' / 'judged.json').read_text())
+    (test / 'other' / 'judged.json').write_text(json.dumps({**found, 'dataset': 'other',
+                                                            'all': {**found['all'], 'reference_pass': .8}}))
+    assert score_table([test], 'reference_pass').iloc[0][['pairs', 'other', 'mean']].tolist() == [.2, .8, .5]
 
 
 def test_long_answers_are_trained_on_long_answers():

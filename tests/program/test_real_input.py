@@ -215,6 +215,17 @@ def test_a_single_file_is_dealt_out(tmp_path):
     assert len(greedy['dev']) + len(greedy['test']) == len(many) // 2 and len(greedy['train']) == 3 and disjoint(greedy)
 
 
+def test_dev_may_be_larger_than_test(tmp_path):
+    row = json.loads(SAMPLE.read_text())[0]
+    many = [{**row, '_id': str(i), 'question': f'Number {i}?'} for i in range(40)]
+    (tmp_path / 'one.json').write_text(json.dumps(many))
+    for dev, test in ((12, 4), (4, 12), (8, 8)):
+        config = make_config({'data': 'hotpotqa', 'path': str(tmp_path / 'one.json'), 'dev_questions': dev,
+                              'test_questions': test})
+        parts = real_questions(config, config.seed)
+        assert (len(parts['dev']), len(parts['test'])) == (dev, test)
+
+
 def test_rows_of_the_same_words_stand_in_one_part(tmp_path):
     "Every question stands three times in the file, with ids of their own."
     rows = json.loads(SAMPLE.read_text())
