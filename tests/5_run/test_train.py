@@ -336,7 +336,7 @@ def bad(tmp_path):
     shutil.copytree(BASE, no_weights, ignore=shutil.ignore_patterns('*.safetensors'))
     empty_corpus = tmp_path / 'empty_corpus'
     empty_corpus.mkdir()
-    for name, rows in (('train.json', [HOTPOT]), ('dev.json', [{**HOTPOT, '_id': str(i)}
+    for name, rows in (('train.json', [HOTPOT]), ('dev.json', [{**HOTPOT, '_id': str(i), 'question': f'Who is {i}?'}
                                                                for i in range(4)]), ('corpus.json', [])):
         (empty_corpus / name).write_text(json.dumps(rows))
     no_questions = tmp_path / 'no_questions'
