@@ -429,11 +429,16 @@ from .options import Option
 from .outcome import outcome_rewards
 from .parts import Reward, Row, Rule
 
-def _latent(groups, o):
-    "What FOLR adds to the outcome of a wrong rollout: α up to the turn that showed a gold, (N, K)."
+def _latent(groups, grade, o):
+    """What FOLR adds to the grade (N,) of a wrong rollout: α of what is missing to 1 up to the turn that showed a gold,
+    (N, K). Raises ValueError on grades outside of [0, 1]; where there is none, NaN, nothing is added."""
+    if ((grade < 0) | (grade > 1)).any():
+        raise ValueError(f'folr adds to grades of answers in [0, 1], got {grade.tolist()[:8]}; take a metric that gives '
+                         'such grades, or another reward')
     right, mask = outcome_rewards(groups, o['right']), index_groups(groups)[0]
-    first = first_turns(groups, o['match_short'], o['unseen'])
-    return folr_rewards(right, first, mask, o['alpha']) - right[:, None] * mask
+    wrong = (right < 1) & ~grade.isnan()
+    first = first_turns(groups, o['match_short'], o['unseen']).where(wrong, torch.tensor(-1))
+    return (1 - grade.nan_to_num())[:, None] * folr_rewards(torch.zeros_like(right), first, mask, o['alpha'])
 
 def _by_turn(rewards, layout, seen, o):
     "Advantages of every turn, by turn or by outcome as the strategy says: (N, K)."
@@ -444,14 +449,15 @@ def _by_turn(rewards, layout, seen, o):
 
 # %% ../nbs/1_rules/32_folr.ipynb #p003
 PARTS = (
-    Reward('folr', r'r_{i,k} = R_i + (1 - R_i)\,\alpha\,\mathbb 1[k \le t^*_i]', 'TSPO eq. 6', text=_latent,
+    Reward('folr', r'r_{i,k} = R_i + (1 - R_i)\,\alpha\,\mathbb 1[k \le t^*_i]', 'TSPO eq. 6', graded=_latent,
            options={'alpha': Option(1.0, 'share of the full reward that a wrong rollout earns up to t*',
                                     least=0, most=1),
                     'match_short': Option(False, 'look for yes, no and single letters too'),
                     'unseen': Option(False, 'leave out golds that stand in the question')},
            per_turn=True,
            every_group='all-wrong groups are what folr is for',
-           differs='yes/no and one-letter golds count as never shown'),
+           differs='yes/no and one-letter golds count as never shown; eq. 6 is of exact match, a graded outcome earns '
+                   'α of what it lacks'),
     Rule('turns', r'A_{i,k} = \operatorname{zscore}_j\, r_{j,k}', 'TSPO eqs. 3, 7, algorithm 1', credit=_by_turn,
          average='group-mean-token-sum', wants_turns=True,
          options={'strategy': Option('all-wrong', 'groups that are compared turn by turn',

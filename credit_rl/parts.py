@@ -122,6 +122,10 @@ class Reward(Part):
     gives: str = 'turns'    # 'outcome', 'bonus' or 'turns'
     # (groups, options) -> tensor, from the rollouts' text; or a pair of it and what else was found, dict of (N,) to log
     text: object = None
+    # or else (groups, grade, options) -> tensor: on top of the outcome's grade of the answer, (N,) in [0, 1], NaN for
+    # none. An outcome's text may give another 'grade' than its reward
+    graded: object = None
+    ungraded: object = None  # of an outcome: options -> why its rewards are no grades; '': they are
     model: object = None    # or else (layout, seen, options) -> tensor, from what models found
     sees: str = None        # what `model` reads of Measured: 'gold', the policy's scores, or 'teacher'
     potential: object = None  # (seen, options) -> (N, K+1): Φ, in nats, of the states whose changes `model` pays
@@ -349,15 +353,24 @@ class Method:
         "All options with `options` put in: dict. Raises ValueError on one that there is not, or out of its range."
         given = read_options(f'method {self.name!r}', self.knobs, options)
         values = {**self.options, **{name: given[name] for name in options}}
-        for p in (p for p in self.parts if p.check): p.check(replace(self, options=values).own(p))
+        replace(self, options=values).check()
         return values
+
+    def check(self):
+        "Refuse options that cannot work together, of a part or of a reward and the outcome whose grade it takes."
+        for p in (p for p in self.parts if p.check): p.check(self.own(p))
+        takers = [r.name for r in self.rewards if r.graded]
+        for r in (r for r in self.rewards if takers and r.ungraded):
+            if why := r.ungraded(self.own(r)):
+                raise ValueError(f'{self.name}: {takers[0]} needs grades of answers in [0, 1], and {why}')
 
     def text_rewards(self, groups):
         "What the text tells: dict of 'right' (N,), 'outcome' (N,), 'turns' (N, K), and what parts read."
         out = {'right': self.right(groups, self.options['right']), 'turns': torch.zeros(index_groups(groups)[0].shape)}
-        for r in sorted((r for r in self.rewards if r.text), key=lambda r: r.gives != 'outcome'):
-            value = r.text(groups, self.own(r))
+        for r in sorted((r for r in self.rewards if r.text or r.graded), key=lambda r: r.gives != 'outcome'):
+            value = r.graded(groups, out['grade'], self.own(r)) if r.graded else r.text(groups, self.own(r))
             if isinstance(value, tuple): value, out = value[0], out | value[1]
+            out.setdefault('grade', value)                # the outcome comes first
             if r.per_turn and not self.rule.turnwise: value = value / index_groups(groups)[0].sum(1, keepdim=True)
             if r.gives == 'turns': out['turns'] = out['turns'] + value
             else: out['outcome'] = value if r.gives == 'outcome' else out['outcome'] + value
@@ -411,8 +424,7 @@ def bind(
         known = getattr(facts, fact)
         if known is not None and name not in options and values[name] == usual[name].default: values[name] = known
     bound = replace(method, options=values, loss=loss or method.loss)
-    for p in bound.parts:
-        if p.check: p.check(bound.own(p))
+    bound.check()
     return bound
 
 # %% ../nbs/1_rules/29_parts.ipynb #c025

@@ -391,10 +391,12 @@ def _check_settings(o):
 
 # %% ../nbs/1_rules/34_prs.ipynb #p0023
 def _staged(groups, o):
-    "PRS's rewards by a method's options, (N,), and its stages: dict of (N,)."
+    "PRS's rewards by a method's options, (N,), its stages, and the grade of answers whose calls parse: dict of (N,)."
     rewards, stages = prs_rewards(groups, o['form'], make_judge(o['judge']), o['executed'], o['smooth'],
                                   tuple(o['tags']), _words(o), o['opening'])
-    return rewards, {f'prs_{name}': stage for name, stage in stages.items()}
+    paid = stages['answer'] * (stages['judge'] >= 1) if o['form'] == 'long' else stages['answer']
+    grade = torch.where(stages['process'] == 1, paid, torch.nan)
+    return rewards, {'grade': grade, **{f'prs_{name}': stage for name, stage in stages.items()}}
 
 # %% ../nbs/1_rules/34_prs.ipynb #p0023s5
 _STAGES = {'prs_process': 'mean process reward of PRS, from -1, a broken call, to 1, an answer',
