@@ -86,13 +86,7 @@ def nearest(
     name,   # str that is not known
     known,  # names that are
 ):
-    """What to say of an unknown name: '; did you mean …?', of initials the name that has them, or a list of all names.
-
-    Parameters
-    ----------
-    name : str that is not known
-    known : names that are
-    """
+    "What to say of an unknown name: '; did you mean …?', of initials the name that has them, or a list of all names."
     known, few = list(map(str, known)), 30                     # more than that nobody reads
     short = [k for k in known if len(str(name)) > 1 and ''.join(part[:1] for part in k.split('_')) == str(name)]
     near = short or difflib.get_close_matches(str(name), known, 1)
@@ -104,14 +98,7 @@ def read_options(
     options,  # dict name -> Option
     given,    # dict name -> value
 ):
-    """All options of an owner, those given and the others' defaults: dict name -> value. Raises ValueError.
-
-    Parameters
-    ----------
-    owner : str, e.g. "method 'tspo'": whose options they are
-    options : dict name -> Option
-    given : dict name -> value
-    """
+    "All options of an owner, those given and the others' defaults: dict name -> value. Raises ValueError."
     for name in given:
         if name not in options: raise ValueError(f'{owner} has no option {name!r}{nearest(name, options)}')
     return {name: o.read(name, given[name]) if name in given else o.default for name, o in options.items()}
@@ -122,14 +109,7 @@ def setting(
     about='',    # as for Option
     **limits,    # kind, least, above, most, choices of Option
 ):
-    """A field of a dataclass of settings.
-
-    Parameters
-    ----------
-    default : as for Option; a list or dict is copied
-    about : as for Option
-    limits : kind, least, above, most, choices of Option
-    """
+    "A field of a dataclass of settings."
     where = {'metadata': {'option': Option(default, about, **limits)}}
     copied = isinstance(default, (list, dict))
     given = {'default_factory': lambda: type(default)(default)} if copied else {'default': default}
@@ -157,13 +137,7 @@ def with_defaults(
     **defaults,  # name -> default
 ):
     """A group of settings of which some have other defaults: a child of `group`, with its name and docstring. Raises
-    ValueError on a name that the group does not have.
-
-    Parameters
-    ----------
-    group : a dataclass of settings
-    defaults : name -> default
-    """
+    ValueError on a name that the group does not have."""
     options = options_in(group)
     for name in defaults:
         if name not in options: raise ValueError(f'{group.__name__} has no setting {name!r}{nearest(name, options)}')
