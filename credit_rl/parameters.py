@@ -44,13 +44,7 @@ def notebook_settings(
     *kinds,     # dataclasses of settings
 ):
     """The settings among a notebook's variables: those of plain values, those that have the name of a setting, and
-    numbers, paths and mappings whose name is near to one, so that it can be refused. Dict name -> value.
-
-    Parameters
-    ----------
-    variables : dict name -> value: a notebook's `globals()`
-    kinds : dataclasses of settings
-    """
+    numbers, paths and mappings whose name is near to one, so that it can be refused. Dict name -> value."""
     own = ('In', 'Out', 'exit', 'quit', 'open', 'get_ipython')
     known = [name for kind in kinds for name in options_in(kind)]
     single = lambda v: isinstance(v, (os.PathLike, Mapping, numbers.Number)) or getattr(v, 'shape', None) == ()
