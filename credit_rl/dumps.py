@@ -264,13 +264,11 @@ def read_dump(
 ):
     """Read rollouts that a trainer wrote: `_Dump`. Raises ValueError on a bad row, with its number and how to mend it.
 
-    Parameters
-    ----------
-    path : file of JSON lines, or a list of dict
-    protocol : a row of PROTOCOLS, a file, or a Protocol: how calls and answers are written
-    answers : question text -> accepted answers, where the file does not have them
-    tokenizer : Hugging Face tokenizer, for rows of ids
-    source : name of the data set
+    path: file of JSON lines, or a list of dict
+    protocol: name, file or Protocol
+    answers: dict question text -> accepted answers
+    tokenizer: Hugging Face tokenizer, for rows of ids
+    source: str, name of the data set
     """
     protocol, words = get_protocol(protocol) if isinstance(protocol, str) else protocol, {}
     encode = lambda text: tuple(words.setdefault(w, len(words)) for w in text.split())
@@ -303,11 +301,9 @@ def text_credit(
 ):
     """What a rule of text gives every turn: (N, K), 0 where there is none. Raises ValueError on one that asks a model.
 
-    Parameters
-    ----------
-    groups : list of Group
-    method : Method, or the name of one, that asks no model
-    options : of the method, by name
+    groups: list of Group
+    method: Method, or the name of one, that asks no model
+    options: dict, of the method
     """
     method = bind(get_method(method) if isinstance(method, str) else method, options)
     asks = method.asks(groups)
@@ -338,10 +334,8 @@ def compare_rules(
     share of rollouts whose turns it tells apart, and its τ with each of the others within rollouts, NaN where nothing
     can be ordered.
 
-    Parameters
-    ----------
-    groups : list of Group
-    methods : names
+    groups: list of Group
+    methods: names
     """
     import pandas as pd
     mask, rows = index_groups(groups)[0], {}

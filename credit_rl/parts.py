@@ -69,14 +69,7 @@ def to_tokens(
     row_trajectory=None,  # (R,) long, trajectory of each row; None: row i is trajectory i
 ):
     """Give every trained token its turn's value, others 0: (R, T).
-    Raises ValueError on a turn that the table does not have, or that was not measured.
-
-    Parameters
-    ----------
-    turn_values : (N, K) value of each turn
-    token_turns : (R, T) long, turn of each trained token, -1 elsewhere
-    row_trajectory : (R,) long, trajectory of each row; None: row i is trajectory i
-    """
+    Raises ValueError on a turn that the table does not have, or that was not measured."""
     n, k = turn_values.shape
     if token_turns.is_floating_point() or token_turns.ndim != 2 or (row_trajectory is None and len(token_turns) != n):
         raise ValueError(f'token_turns must be (R, T) integers, R = {n} without row_trajectory, '
@@ -177,25 +170,14 @@ class Objective(Part):
 def total_rewards(
     rewards,  # dict with outcome (N,), turns (N, K), missing (N,) bool
 ):
-    """Add up outcome and turn rewards of each rollout: (N,), NaN where something is missing.
-
-    Parameters
-    ----------
-    rewards : dict with outcome (N,), turns (N, K), missing (N,) bool
-    """
+    "Add up outcome and turn rewards of each rollout: (N,), NaN where something is missing."
     return torch.where(rewards['missing'], torch.nan, rewards['outcome'] + rewards['turns'].sum(1))
 
 def rewards_on_last(
     rewards,  # dict with outcome (N,), turns (N, K), missing (N,) bool
     layout,   # Layout of the N trajectories
 ):
-    """Add the outcome to the turn reward of each last turn: (N, K), a row of NaN where something is missing.
-
-    Parameters
-    ----------
-    rewards : dict with outcome (N,), turns (N, K), missing (N,) bool
-    layout : Layout of the N trajectories
-    """
+    "Add the outcome to the turn reward of each last turn: (N, K), a row of NaN where something is missing."
     total = rewards['turns'] + at_last_turn(rewards['outcome'].nan_to_num(), layout.turn_mask)
     return torch.where(rewards['missing'][:, None], torch.nan, total)
 
@@ -203,25 +185,14 @@ def every_turn(
     x,       # (N,) credit of each rollout
     layout,  # Layout of the N trajectories
 ):
-    """Give every turn of a rollout the same credit: (N, K), 0 where there is no turn.
-
-    Parameters
-    ----------
-    x : (N,) credit of each rollout
-    layout : Layout of the N trajectories
-    """
+    "Give every turn of a rollout the same credit: (N, K), 0 where there is no turn."
     return x[:, None] * layout.turn_mask
 
 # %% ../nbs/1_rules/29_parts.ipynb #c0125
 def first_tokens(
     token_turns,  # (R, T) long, turn (or segment) of each trained token, -1 elsewhere
 ):
-    """Mark the first token of every turn: (R, T) bool.
-
-    Parameters
-    ----------
-    token_turns : (R, T) long, turn (or segment) of each trained token, -1 elsewhere
-    """
+    "Mark the first token of every turn: (R, T) bool."
     return (token_turns >= 0) & (token_turns != torch.nn.functional.pad(token_turns[:, :-1], (1, 0), value=-1))
 
 def _begins(layout):
@@ -233,13 +204,7 @@ def start_values(
     values,  # (R, T) value before each token
     layout,  # Layout of N trajectories
 ):
-    """Pick the values before the first token of every turn: (N, K), NaN where there is none.
-
-    Parameters
-    ----------
-    values : (R, T) value before each token
-    layout : Layout of N trajectories
-    """
+    "Pick the values before the first token of every turn: (N, K), NaN where there is none."
     row, position, cell = _begins(layout)
     return values.new_full(layout.turn_mask.shape, torch.nan).index_put(cell, values[row, position])
 
@@ -247,13 +212,7 @@ def turn_starts(
     values,  # (R, T) value before each token
     layout,  # Layout of N trajectories
 ):
-    """`start_values` (N, K) where every turn has one stretch of trained tokens. Raises ValueError where one has not.
-
-    Parameters
-    ----------
-    values : (R, T) value before each token
-    layout : Layout of N trajectories
-    """
+    "`start_values` (N, K) where every turn has one stretch of trained tokens. Raises ValueError where one has not."
     row, _, cell = _begins(layout)
     found = torch.zeros_like(layout.turn_mask, dtype=torch.long)
     if (found.index_put(cell, torch.ones_like(row), accumulate=True) != layout.turn_mask).any():
@@ -410,14 +369,7 @@ def bind(
     loss=None,   # Loss; None: the method's own
 ):
     """The method of a run. Raises ValueError on options that it does not have, and where a part cannot work with what
-    the run knows.
-
-    Parameters
-    ----------
-    method : Method
-    options : of the run, by name
-    loss : Loss; None: the method's own
-    """
+    the run knows."""
     values, usual, names = method.settings(options), method.knobs, _option_names(method.parts)
     takes = {'right': 'metric', **{names[p.name][n]: fact for p in method.parts for n, fact in p.facts.items()}}
     for name, fact in takes.items():
@@ -474,15 +426,13 @@ def assign(
 ):
     """Compute the credit of every token of a batch of rollouts: `Batch`, empty where no group is worth an update.
 
-    Parameters
-    ----------
-    method : Method, bound to a run and a step
-    groups : list of Group, N trajectories in all
-    look : (layout, Asks) -> Measured, or None where nothing is asked
-    rng : torch.Generator of the sampling, the same on every rank
-    prefix : ids of the generation prefix that every context ends with
-    rewards : what text_rewards gave, where it is known; None: it is called
-    tree : True: tokens that rows share are to be computed once, see `pack`
+    method: Method
+    groups: list of Group, N trajectories in all
+    look: (layout, Asks) -> Measured, or None
+    rng: torch.Generator, the same on every rank
+    prefix: ids of the generation prefix, >= 0
+    rewards: what text_rewards gave; None: it is called
+    tree: bool, see `pack`
     """
     text = method.text_rewards(groups) if rewards is None else rewards
     kept, omega = method.keep(groups, text, rng)
@@ -528,11 +478,6 @@ def part_metrics(method, batch):
 def services(
     method,  # Method
 ):
-    """Who is asked for a method's rewards, judges that answer or fail to: list, each once.
-
-    Parameters
-    ----------
-    method : Method
-    """
+    "Who is asked for a method's rewards, judges that answer or fail to: list, each once."
     found = [r.service(method.own(r)) for r in method.rewards if r.service]
     return list({id(s): s for s in found if s is not None}.values())

@@ -136,13 +136,7 @@ def last_answer(
     protocol,  # Protocol
     text,      # str, one message of the MODEL
 ):
-    """Find the last well-formed answer in a message: str without outer blanks; None if there is none, or it is empty.
-
-    Parameters
-    ----------
-    protocol : Protocol
-    text : str, one message of the MODEL
-    """
+    "Find the last well-formed answer in a message: str without outer blanks; None if there is none, or it is empty."
     if protocol.answer_tag is None: return boxed(text)
     tag = re.escape(protocol.answer_tag)
     return (re.findall(rf'<{tag}>((?:(?!</?{tag}>).)*)</{tag}>', text, re.S) or [''])[-1].strip() or None
@@ -218,17 +212,7 @@ def byte_tokenizer(
     texts=(),                   # list of str to learn merges from
     merges=0,                   # int, how many to learn (byte-level BPE)
 ):
-    """Make a Hugging Face tokenizer with one token per byte, special tokens, and merges if wanted.
-
-    Parameters
-    ----------
-    chat_template : str, jinja; None: none
-    eos : str or None
-    bos : str or None
-    special : further special tokens
-    texts : list of str to learn merges from
-    merges : int, how many to learn (byte-level BPE)
-    """
+    "Make a Hugging Face tokenizer with one token per byte, special tokens, and merges if wanted."
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -358,15 +342,7 @@ def _is_ours(turn):
 # %% ../nbs/2_environment/14_protocol.ipynb #c034
 class _Markup:
     """A chat template, asked how it shows tools, a system message and a response. Raises ValueError where there is
-    none, or it does not show them, or does not know an option.
-
-    Parameters
-    ----------
-    protocol : Protocol
-    encoder : Encoder of the tokenizer
-    template : str, jinja: instead of the tokenizer's own
-    options : dict of variables for the template
-    """
+    none, or it does not show them, or does not know an option."""
 
     def __init__(self,
         protocol,       # Protocol
@@ -523,16 +499,7 @@ def _next_context(chat, question, turns):
 # %% ../nbs/2_environment/14_protocol.ipynb #c040
 class Chat:
     """A protocol in the ids of one tokenizer's chat template. Raises ValueError on a template that is missing or cannot
-    show a conversation, on an option that it does not know, and on an unknown `history`.
-
-    Parameters
-    ----------
-    protocol : Protocol
-    tokenizer : Hugging Face tokenizer
-    template : str, jinja: instead of the tokenizer's own
-    options : dict of variables for the template, e.g. {'enable_thinking': False}
-    history : 'as-sampled', 'template', or None: 'template' where the template rewrites earlier turns
-    """
+    show a conversation, on an option that it does not know, and on an unknown `history`."""
 
     def __init__(self,
         protocol,       # Protocol
@@ -614,17 +581,7 @@ def check_tokenizer(
     vocabulary=None,  # int: how many ids the model embeds (its config's vocab_size); None: not compared
 ):
     """Check a tokenizer alone against a protocol. Returns its `Chat`; raises ValueError that names everything that is
-    wrong.
-
-    Parameters
-    ----------
-    tokenizer : Hugging Face tokenizer
-    protocol : Protocol
-    template : as for Chat
-    options : as for Chat
-    history : as for Chat
-    vocabulary : int: how many ids the model embeds (its config's vocab_size); None: not compared
-    """
+    wrong."""
     chat, wrong = Chat(protocol, tokenizer, template, options, history), []
     if tokenizer.eos_token_id is None and not chat.end:
         wrong.append('it has no eos_token and its template no end-of-turn token, so that a model could never end a '
@@ -767,19 +724,7 @@ def worded(
 ):
     """Say a protocol in other words, from text files. A system message with {tools} and {tag} needs no text about tools
     besides. Raises ValueError naming a file that is not there or empty, a placeholder that is missing or unknown, a
-    text about tools where a protocol has none, and {today} without a day.
-
-    Parameters
-    ----------
-    protocol : Protocol
-    system_prompt : file of the system message; None: the protocol's own, and so with the others
-    user_prompt : file of the user message
-    tool_prompt : file of what the system message says about the tools
-    answer_stop : one of ANSWER_STOPS; 'first': the protocol's own
-    call_stop : one of CALL_STOPS; None: the protocol's own
-    gold_schema : two texts around an answer whose probability is asked; None: the protocol's own
-    today : what {today} in these texts stands for, as '2026-01-31'
-    """
+    text about tools where a protocol has none, and {today} without a day."""
     own = {'call_stop': call_stop, 'gold_schema': gold_schema}
     new = {'answer_stop': protocol.answer_stop if answer_stop == 'first' else answer_stop,
            **{name: value for name, value in own.items() if value is not None}}
@@ -809,12 +754,7 @@ def prompt_hash(
     prompt,  # Protocol; or str, the words for a judge
 ):
     """Hash what a protocol tells the model: system and user message, tools and the text about them, ours where it has
-    none; or a judge's words. 12 hex digits.
-
-    Parameters
-    ----------
-    prompt : Protocol; or str, the words for a judge
-    """
+    none; or a judge's words. 12 hex digits."""
     p, texts = prompt, prompt
     if isinstance(p, Protocol):
         about = p.tool_text or TOOL_PROMPT if p.tools else None
