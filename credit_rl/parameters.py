@@ -7,11 +7,12 @@ __all__ = ['from_settings', 'notebook_settings', 'each_world', 'fill_names', 'en
            'one_dialect', 'make_parser', 'read_settings']
 
 # %% ../nbs/machinery/06_parameters.ipynb #c002
-import argparse, datetime, difflib, os, re, sys
+import argparse, datetime, difflib, numbers, os, re, sys, types
+from collections.abc import Mapping
 from pathlib import Path
 import yaml
 from .launch import expect_file
-from .options import nearest, options_in
+from .options import nearest, options_in, plain
 from .runlog import load_yaml, read_text
 
 # %% ../nbs/machinery/06_parameters.ipynb #c005
@@ -38,11 +39,20 @@ def _written(option, value):
     except yaml.YAMLError as e: raise ValueError(' '.join(str(e).split())) from e
 
 # %% ../nbs/machinery/06_parameters.ipynb #c008
-def notebook_settings(variables):
-    "The settings among a notebook's variables (its `globals()`): all that are plain values and not the notebook's own."
+def notebook_settings(
+    variables,  # dict name -> value: a notebook's `globals()`
+    *kinds,     # dataclasses of settings
+):
+    """The settings among a notebook's variables: those of plain values, those that have the name of a setting, and
+    numbers, paths and mappings whose name is near to one, so that it can be refused. Dict name -> value."""
     own = ('In', 'Out', 'exit', 'quit', 'open', 'get_ipython')
-    plain = (type(None), bool, int, float, str, list, dict, tuple)
-    return {n: v for n, v in variables.items() if not n.startswith('_') and n not in own and type(v) in plain}
+    known = [name for kind in kinds for name in options_in(kind)]
+    single = lambda v: isinstance(v, (os.PathLike, Mapping, numbers.Number)) or getattr(v, 'shape', None) == ()
+    def meant(n, v):
+        if n.startswith('_') or n in own or isinstance(v, types.ModuleType): return False
+        if n in known or type(v) in (type(None), bool, int, float, str, list, dict, tuple): return True
+        return single(v) and difflib.get_close_matches(n, known, 1)
+    return {n: plain(v) for n, v in variables.items() if meant(n, v)}
 
 # %% ../nbs/machinery/06_parameters.ipynb #a3e9f508
 def each_world(

@@ -72,7 +72,7 @@ def make_warming(settings):
 
 def read_warming(variables):
     "The `Warming` set by a notebook's variables (its `globals()`)."
-    return make_warming(notebook_settings(variables))
+    return make_warming(notebook_settings(variables, Warming))
 
 # %% ../nbs/5_run/65_prepare.ipynb #c007
 def check_warming(config):

@@ -310,8 +310,8 @@ def _refuse_options(settings):
                              f'{value} on the command line, and options: {{{name}: {value}}} elsewhere')
 
 def read_parameters(variables):
-    "The `Config` set by a notebook's variables (its `globals()`), all that are plain values."
-    return make_config(notebook_settings(variables))
+    "The `Config` set by a notebook's variables (its `globals()`), see `notebook_settings`."
+    return make_config(notebook_settings(variables, Config))
 
 # %% ../nbs/5_run/61_settings.ipynb #n0114
 @dataclass(frozen=True)
