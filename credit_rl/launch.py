@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['LAUNCHER', 'Ranks', 'is_rank', 'join_ranks', 'check_same_files', 'expect_file', 'keep_traceback', 'failure',
-           'check_threads', 'check_hosts', 'ranks_here', 'gloo_environment', 'missing_for_hosts', 'launch_command',
+           'check_threads', 'check_hosts', 'ranks_here', 'rank_environment', 'missing_for_hosts', 'launch_command',
            'Processes', 'set_torch', 'LaunchError', 'meet', 'speak', 'Progress', 'launch', 'let_threads_sleep']
 
 # %% ../nbs/machinery/03_launch.ipynb #c002
@@ -333,10 +333,16 @@ def ranks_here(ranks, hostfile=None, hosts=1):
     return max(_read_hostfile(hostfile).values()) if hostfile else ranks // hosts
 
 # %% ../nbs/machinery/03_launch.ipynb #s3x9
-def gloo_environment(hostfile=None, hosts=1, endpoint=None, gpu=False):
-    "Variables for ranks that are all on this host and have no GPU: dict; elsewhere the network is the host's choice."
+def rank_environment(ranks, hostfile=None, hosts=1, endpoint=None, gpu=False):
+    """Variables for ranks: dict. Each has its share of the cores, where nobody has set OMP_NUM_THREADS and torchrun
+    would set one; those that are all on this host and have no GPU meet on it, elsewhere the network is the host's
+    choice."""
+    linux = sys.platform == 'linux'
+    cores = len(os.sched_getaffinity(0)) if linux else os.cpu_count() or 1
+    share = {} if 'OMP_NUM_THREADS' in os.environ else {
+        'OMP_NUM_THREADS': str(max(1, cores // ranks_here(ranks, hostfile, hosts)))}
     here = hosts == 1 or _read_endpoint(endpoint)[0] in ('127.0.0.1', 'localhost')
-    return {'GLOO_SOCKET_IFNAME': 'lo'} if here and not (hostfile or gpu) and sys.platform == 'linux' else {}
+    return {**share, **({'GLOO_SOCKET_IFNAME': 'lo'} if here and not (hostfile or gpu) and linux else {})}
 
 # %% ../nbs/machinery/03_launch.ipynb #s3xa
 def missing_for_hosts(hostfile=None, hosts=1, endpoint=None, seconds=10):

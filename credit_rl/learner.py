@@ -253,16 +253,16 @@ class AdamWByLoss(torch.optim.Optimizer):
                                       f'{prefix}exp_avg_sq': torch.zeros_like(p)}
             of = lambda name: [self.state[p][prefix + name] for p in held]
             adamw(held, [p.grad for p in held], of('exp_avg'), of('exp_avg_sq'), [],
-                  [torch.tensor(float(n)) for n in of('step')], amsgrad=False, beta1=group['betas'][0],
-                  beta2=group['betas'][1], lr=group['lr'], weight_decay=group['weight_decay'], eps=1e-8,
-                  maximize=False, foreach=group.get('foreach', False))
+                  [torch.tensor(float(n), device=p.device) for p, n in zip(held, of('step'))], amsgrad=False,
+                  beta1=group['betas'][0], beta2=group['betas'][1], lr=group['lr'], eps=1e-8, maximize=False,
+                  weight_decay=group['weight_decay'], foreach=False, fused=group.get('fused', False))
             for p in held: self.state[p][f'{prefix}step'] += 1
 
 # %% ../nbs/4_learning/52_learner.ipynb #n52adam2x2
 def make_adamw(
     groups,         # see parameter_groups
     optimiser,      # Optimiser
-    foreach=False,  # True: all weights of a group at once, which takes as much memory again as they are in float32
+    fused=False,    # True: one pass over weight, gradient and averages, which takes no further memory
 ):
     """AdamW over groups of parameters: one for all, or one that steps for each loss by itself.
 
@@ -270,9 +270,10 @@ def make_adamw(
     ----------
     groups : see parameter_groups
     optimiser : Optimiser
-    foreach : True: all weights of a group at once, which takes as much memory again as they are in float32
+    fused : True: one pass over weight, gradient and averages, which takes no further memory
     """
-    apart, groups = any(set(group['rates']) != {'all'} for group in groups), [{**g, 'foreach': foreach} for g in groups]
+    apart, groups = any(set(group['rates']) != {'all'} for group in groups), [
+        {**g, 'foreach': False, 'fused': fused} for g in groups]
     return (AdamWByLoss if apart else torch.optim.AdamW)(groups, betas=optimiser.betas)
 
 # %% ../nbs/4_learning/52_learner.ipynb #n52loss2

@@ -563,19 +563,20 @@ def plan_of(
             'teacher': copies or alone}
     vllm, apart = host.engine == 'vllm', host.own_process and host.vllm.get('transfer') in (None, 'file')
     acts = not host.vllm.get('devices') if vllm else bool(learning.ahead)      # with a copy of its own, on this device
-    played = -(-learning.questions_per_step // host.ranks) * learning.group_size
+    # vLLM has pages for what its share of the memory holds, and lets others wait: it must hold one trajectory
+    played = 1 if vllm else min(host.act_rows, -(-learning.questions_per_step // host.ranks) * learning.group_size)
     return TrainingPlan(
         host.stage if host.learner == 'deepspeed' else None, host.ranks, 4 if s.acting.dtype == 'float32' else 2,
         critic == 'own', sum(held.values()) + frozen, sum(held[n] for n in host.offload), learning.row_tokens,
         host.gradient_checkpointing, 'offload_optimizer' in host.deepspeed.get('zero_optimization', {}),
-        min(host.act_rows, played) * s.acting.max_tokens, _lora_share(s.acting.model, host.lora),
+        bool(host.tflops) or torch.cuda.is_available(), played * s.acting.max_tokens, _lora_share(s.acting.model, host.lora),
         copies=acts, sleeps=bool(host.vllm.get('sleep_level')), copied=copies + frozen,
         renewed=every not in (None, 0, 1), by_file=vllm and apart and not host.lora,
         twice=critic == 'shared' and s.critic.critic_step == 'apart' and s.critic.critic_mix != 0,
         both=bool(learning.ahead) and acts, together=critic == 'own' and s.critic.critic_step != 'apart',
         **_forwards(s.acting, learning, learning.loss_of(method), s.keeping.measure),
         branches=max(_answer_tokens(s.acting, bind(method, s.course.options), s.keeping.measure).values(), default=0),
-        prompts=0 if vllm else min(_READ_TOKENS, min(host.act_rows, played) * s.acting.max_tokens),
+        prompts=0 if vllm else min(_READ_TOKENS, played * s.acting.max_tokens),
         **_sent_at_a_time(host.deepspeed))
 
 # %% ../nbs/5_run/62_setup.ipynb #c083s1
@@ -655,7 +656,7 @@ def forecast(
     """
     s, plan, sizes, load = settings, plan_of(settings), read_sizes(settings.acting.model), load_of(settings)
     tflops, taken = rank_tflops(s.host, s.acting.dtype)
-    seconds = step_seconds(sizes, plan, load.tokens, load.length, tflops, load.reads, load.epochs)
+    seconds = step_seconds(sizes, plan, load, tflops)
     likely = describe_likely(sizes, plan, load, tflops, s.course.steps, kept_lengths(s.course.run))
     ahead = [describe_ahead(seconds)] if s.learning.ahead else []
     shared = [_sharing_line(sizes, s.acting, s.learning)] if s.learning.tree else []

@@ -210,7 +210,7 @@ class DeepSpeedBackend:
 
     def make_optimiser(self, groups, optimiser):
         "AdamW over groups of parameters (parameter_groups), of which ZeRO makes a flat one each."
-        return make_adamw(groups, optimiser, foreach=self.stage > 0)
+        return make_adamw(groups, optimiser, fused=self.stage > 0)
 
     def wrap(self, scorer, groups, optimiser):
         """Take over a `Scorer` and its parameters by groups: the engine that its forwards go through. In bfloat16 at

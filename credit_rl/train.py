@@ -20,7 +20,7 @@ from .evaluate import evaluate, question_key, summarize
 from .information_gain import belief_schema, belief_warning
 from .judge import Judge, judge_counts
 from .launch import (LaunchError, Progress, Ranks, is_rank, join_ranks, keep_traceback, launch,
-                              gloo_environment, launch_command, meet, set_torch, speak)
+                              launch_command, meet, rank_environment, set_torch, speak)
 from .layout import pack
 from .learner import BadStep, Learner, teach_critic
 from .dry_run import is_large, no_gpu
@@ -905,7 +905,7 @@ def launch_ranks(
         around = ' of all hosts' * bool(meeting)
         say(f'{host.ranks} ranks{around}: ' + ' '.join(['python', *command[1:]]))
         start = lambda: launch(command, folder, folder/'summary.json', say, meeting=meeting, environment=
-                               gloo_environment(host.hostfile, *hosts, torch.cuda.is_available()))
+                               rank_environment(host.ranks, host.hostfile, *hosts, torch.cuda.is_available()))
         if meeting and meeting.number: start()                       # host 0 holds the folder, with rank 0
         else: _hold_and_start(config, may_change, start)
     return folder
