@@ -90,14 +90,14 @@ def missing_room(
     """
     folder = next(p for p in (folder.absolute(), *folder.absolute().parents) if p.exists())
     here, gpus, checkpoints = _ranks_here(host), torch.cuda.device_count(), keep + 2   # the best, and one being written
-    asked = here * (needs.get('host', 0) if gpus else needs.get('filled', needs['rank']))
-    file = here * needs.get('file', 0)
+    asked = here * (needs.get('host', 0) if gpus else needs.get('filled', needs['rank'])) + needs.get('writer', 0)
+    file = needs.get('file', 0)
     stored, disk = checkpoints * needs['checkpoint'], shutil.disk_usage(folder).free
     rooms = [(folder, disk, f'{checkpoints} checkpoints take', stored),
              ('the memory of this host', _free_memory(), f'{here} ranks take at least', asked)]
     if file and Path('/dev/shm').is_dir():
         shared = shutil.disk_usage('/dev/shm').free
-        rooms.append(('/dev/shm', shared, f'the weights that {here} ranks give to vLLM take', file))
+        rooms.append(('/dev/shm', shared, 'the weights that go to vLLM take', file))
     wrong = [f'{where} has {_gigabytes(free)} free, but {what} {_gigabytes(size)}'
              for where, free, what, size in rooms if size > free]
     if gpus and gpus < here: wrong.append(f'{here} ranks need as many GPUs, but there are {gpus}')

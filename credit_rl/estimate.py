@@ -178,15 +178,15 @@ def _start_memory(sizes, plan):
 
 # %% ../nbs/machinery/04_estimate.ipynb #c022
 def _host_memory(sizes, plan):
-    """Count the bytes of the host's memory that one rank takes: dict of `host`, the most at a time, and `file`, vLLM's
-    weights in /dev/shm."""
+    """Count the bytes of the host's memory: dict of `host`, the most at a time of each rank; `writer`, what the one of
+    them that writes vLLM's weights takes besides; and `file` of that in /dev/shm."""
     one = plan.width * sizes.parameters
     file, waiting = one if plan.by_file else 0, plan.frozen - plan.copied if plan.stage is not None else 0
     optimiser = _model_memory(sizes, plan)['optimiser'] if plan.offload else 0
     kept = optimiser + plan.aside * one / (plan.ranks if plan.stage == 3 else 1)
-    gathered = one if plan.stage == 3 else 0
-    start, later = one * (max(1, waiting) + plan.sleeps), kept + gathered + max(2 * file, one * plan.sleeps)
-    return {'host': max(start, later), 'file': file}
+    gathered = one * (plan.share if plan.copies else 1) if plan.stage == 3 and not file else 0
+    start, later = one * (max(1, waiting) + plan.sleeps), kept + gathered + one * plan.sleeps
+    return {'host': max(start, later), 'writer': 2 * file, 'file': file}
 
 def _phases(sizes, plan):
     "Count the bytes on one rank at its worst moment while it learns, reads, updates, acts and starts: dict."
@@ -203,7 +203,7 @@ def _phases(sizes, plan):
 def memory(sizes, plan):
     """Count the bytes that a run needs, as a dict: its parts on each rank; `rank`, the most that is there at a time,
     and `filled`, without the part of a bucket that stays empty and takes no main memory; `start`, of the learner;
-    `host` and `file` of each rank; and `checkpoint`, on disk, of all ranks together."""
+    `host` of each rank, `writer` and `file` of one; and `checkpoint`, on disk, of all ranks together."""
     lies, works, one = _model_memory(sizes, plan), _working_memory(sizes, plan), plan.width * sizes.parameters
     if plan.offload: del lies['optimiser']
     trained = 2 if plan.critic else 1
@@ -495,11 +495,12 @@ def describe(sizes, plan, seconds, steps):
     found = memory(sizes, plan)
     how = 'plain PyTorch' if plan.stage is None else f'ZeRO {plan.stage}'
     parts = ', '.join(f'{k} {_short(v)}B' for k, v in found.items()
-                      if k not in ('rank', 'filled', 'start', 'host', 'file', 'checkpoint') and v)
+                      if k not in ('rank', 'filled', 'start', 'host', 'writer', 'file', 'checkpoint') and v)
     phases = _phases(sizes, plan)
     most = max(phases, key=phases.get)
     starts = f', with {_short(found["start"])}B of whole models' if most == 'starts' else ''
-    file = f', and {_short(found["file"])}B in /dev/shm among them' if found['file'] else ''
+    file = (f', and {_short(found["writer"])}B for the one that writes the weights of vLLM, '
+            f'{_short(found["file"])}B of them in /dev/shm') if found['file'] else ''
     total, spent = sum(seconds.values()), ', '.join(f'{k} {v:.3g}' for k, v in seconds.items() if v)
     return [
         f'{sizes.parameters:,} parameters, {plan.ranks} rank{"s" * (plan.ranks > 1)}, {how}, {8 * plan.width} '

@@ -8,7 +8,8 @@ __all__ = ['LAUNCHER', 'Ranks', 'is_rank', 'join_ranks', 'check_same_files', 'ex
            'Processes', 'set_torch', 'LaunchError', 'meet', 'speak', 'Progress', 'launch', 'let_threads_sleep']
 
 # %% ../nbs/machinery/03_launch.ipynb #c002
-import atexit, contextlib, datetime, json, os, queue, re, shutil, signal, socket, subprocess, sys, threading, time
+import atexit, contextlib, datetime, json, os, queue, re, shutil, signal, socket, subprocess, sys, tempfile, threading
+import time
 import traceback
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,6 +49,22 @@ class Ranks:
         box = [function() if self.first else None]
         dist.broadcast_object_list(box, src=0)
         return box[0]
+
+    @property
+    def local(self):
+        "The number of this rank on its host, 0 for the first."
+        return int(os.environ.get('LOCAL_RANK', 0)) if self.count > 1 else 0
+
+    @contextlib.contextmanager
+    def host_folder(self, write, place=None):
+        """A folder on each host, which the first rank there makes in a `place` and fills by `write(folder)`. It goes
+        when all ranks have left the block."""
+        with contextlib.nullcontext() if self.local else tempfile.TemporaryDirectory(dir=place) as mine:
+            if mine: write(mine)
+            # ranks of a host are numbered one after the other
+            found = self.each(list(range(self.count)), lambda own: [mine] * len(own))
+            yield found[self.rank - self.local]
+            self.wait()
 
     def in_turn(self, function):
         "Let rank 0 do `function()` first, since it makes what the others find. Returns each rank's own result."

@@ -584,8 +584,8 @@ class PlainBackend:
         else: scores = answer_logps(scorer.model, rows, states, query.golds, *how)
         return {**logp, 'gold_logp': scores.sums.float().cpu(), 'gold_tokens': scores.tokens.cpu()}
 
-    def whole(self, parameter):
-        "A parameter, of which this process may hold a piece, as a whole."
+    def whole(self, parameter, here=True):
+        "A parameter, of which this process may hold a piece, as a whole; None where it is not wanted `here`, if ever."
         return parameter
 
     def refresh(self, teacher):
@@ -756,12 +756,14 @@ class Learner:
         rate = self.optimiser.share(max(0, self.updates - 1)) * self.optimiser.learning_rate     # of the last update
         return {**mean, 'updates': sum(map(bool, logs)), 'learning_rate': rate}
 
-    def weights(self):
-        "Current weights by Hugging Face's names, tied ones under both: what an engine loads."
+    def weights(self, trained=False, here=True):
+        """Current weights by Hugging Face's names, tied ones under both: what an engine loads. All ranks ask alike, for
+        all weights or the trained ones alone; one that does not want them `here` gets none, and takes no memory."""
         model, whole = self.scorer.model, self.backend.whole
-        named = {n: whole(p) for n, p in model.named_parameters()}
+        named = {n: whole(p, here) for n, p in model.named_parameters() if p.requires_grad or not trained}
         head, table = model.get_output_embeddings().weight, model.get_input_embeddings().weight
-        return {**named, 'lm_head.weight': whole(head)} if head is table else named
+        if head is table and (head.requires_grad or not trained): named['lm_head.weight'] = whole(head, here)
+        return named if here else {}
 
     def head_weights(self):
         "Current weights of the critic's head, by name."

@@ -9,7 +9,7 @@ __all__ = ['Setup', 'tiny_worlds', 'known_worlds', 'make_setup', 'real_questions
            'weigh', 'Examiner', 'examine']
 
 # %% ../nbs/5_run/62_setup.ipynb #c002
-import dataclasses, importlib.util, os, random, sys, tempfile
+import dataclasses, importlib.util, os, random, sys
 from dataclasses import dataclass
 from inspect import signature
 from pathlib import Path
@@ -22,7 +22,7 @@ from .engine import HFEngine, seed_of
 from .environment import asked_protocol, is_searched, make_environment, open_search, protocol_row
 from .estimate import (KNOWN_SIZES, Load, TrainingPlan, describe, describe_ahead, describe_likely,
                                 describe_sharing, kept_lengths, memory, read_sizes, rows_work, step_seconds)
-from .launch import missing_for_hosts
+from .launch import Ranks, missing_for_hosts
 from .learner import FrozenModels, Learner, make_critic, seeded
 from .methods import extra_passes, get_method
 from .metrics import benchmark_metric, gold_note
@@ -38,7 +38,7 @@ from .settings import (check, check_ahead, check_engine, check_lora, data_sets, 
 from .sharded import DeepSpeedBackend
 from .tiny import ceiling, make_base, tiny_environment
 from .trees import attend_by_trees
-from .vllm_engine import VLLMEngine, VLLMSettings, rank_devices, save_adapter
+from .vllm_engine import VLLMEngine, VLLMSettings, rank_devices, save_adapter, weights_place
 from .warmup import read_warmed
 from .world import get_regime, world_of
 
@@ -359,18 +359,24 @@ def hand_over(
     learner,
     engine,
     host,     # Host: which engine it is, and whether low-rank additions alone are trained
+    ranks=Ranks(),
 ):
-    """Give the engine the learner's weights: all of them, or to a vLLM engine only an adapter.
+    """Give the engine the learner's weights, all of them or low-rank additions alone. What vLLM gets as files is
+    written
+    by one rank of each host.
 
     Parameters
     ----------
     host : Host: which engine it is, and whether low-rank additions alone are trained
     """
-    named = learner.weights()
-    if not host.lora or host.engine == 'hf': return engine.load(named)
-    with tempfile.TemporaryDirectory() as folder:
-        save_adapter(named, {'target_modules': _LINEAR, **host.lora}, folder)
-        engine.load_adapter(folder)
+    added = bool(host.lora)
+    if host.engine == 'hf' or not (added or engine.by_file): return engine.load(learner.weights(added))
+    named = learner.weights(added, here=not ranks.local)
+    how = {'target_modules': _LINEAR, **host.lora}
+    write = (lambda folder: save_adapter(named, how, folder)) if added else lambda folder: engine.write(named, folder)
+    with ranks.host_folder(write, weights_place()) as folder:
+        if added: engine.load_adapter(folder)
+        else: engine.load_file(folder)
 
 # %% ../nbs/5_run/62_setup.ipynb #c055
 def add_lora(

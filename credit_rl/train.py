@@ -85,7 +85,7 @@ def train_step(
             update = run.learner.step(batch.layout, batch.seen, credit)
             if run.replay: update |= run.replay.teach(run.learner, step, run.prefix, s.learning.tree)
         run.learner.tick(step)
-    with run.log.timed('load'): hand_over(run.learner, run.engine, s.host)
+    with run.log.timed('load'): hand_over(run.learner, run.engine, s.host, run.ranks)
     run.memory['method'] = move(method, run.memory['method'], batch)
     keep_rollouts(run.log, step, run.method, batch, s.keeping, run.setup.chat)
     if look.left_out: metrics['golds_left_out'] = look.left_out
@@ -153,7 +153,7 @@ class Run:
         "Go back to a checkpoint. Raises ValueError on one that keeps its method's state in another form."
         self.learner.restore(path)
         self.memory, self.ahead = read_memory(path)
-        hand_over(self.learner, self.engine, self.settings.host)
+        hand_over(self.learner, self.engine, self.settings.host, self.ranks)
 
     def checkpoint(self, step, name=None):
         "Save learner and memory atomically: all ranks write into the folder that the first one makes."
@@ -271,7 +271,7 @@ class Actor:
         """Let an engine act that slept while the learner was made, with the weights that it began with, or the
         learner's where it forgot them."""
         if self.host.engine == 'hf': return
-        if self.engine.hollow: hand_over(learner, self.engine, self.host)
+        if self.engine.hollow: hand_over(learner, self.engine, self.host, self.ranks)
         else: self.engine.wake()
 
     def close(self):
@@ -802,7 +802,7 @@ def _finish(run):
     final, done = last, len(run.memory['rates'])
     if step != done:
         run.learner.restore(path)
-        hand_over(run.learner, run.engine, run.settings.host)
+        hand_over(run.learner, run.engine, run.settings.host, run.ranks)
         final, groups = run.evaluate('test')
     _keep_examples(run.log, done + 1, groups, 'after')
     c, top, base = run.settings.course, run.setup.ceiling, run.memory['base']

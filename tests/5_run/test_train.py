@@ -505,8 +505,8 @@ def test_a_dry_run_weighs_gpus_and_memory(tmp_path, gpus, monkeypatch):
     monkeypatch.setattr(dry_run, '_free_memory', lambda: 79e9)
     memory, file, *others = lacking(config, needs)
     assert memory == 'the memory of this host has 79.0 GB free, but 8 ranks take at least 80.0 GB'
-    assert file.startswith('/dev/shm has ') and file.endswith(' GB free, but the weights that 8 ranks give to vLLM '
-                                                              'take 8000000.0 GB')
+    assert file.startswith('/dev/shm has ') and file.endswith(' GB free, but the weights that go to vLLM '
+                                                              'take 1000000.0 GB')
     assert others == [
         f'GPU {i} has 80.0 GB, but a rank needs at least 90.0 GB at its start, when models are whole' for i in range(8)
     ]
