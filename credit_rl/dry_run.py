@@ -112,6 +112,9 @@ def _missing_gpu(host, needs, i):
         wrong.append(f'GPU {i} has {size / 1e9:.1f} GB, but a rank needs at least {needs["rank"] / 1e9:.1f} GB{when}')
     if host.engine != 'vllm' or host.vllm.get('devices'): return wrong
     taken = host.vllm.get('arguments', {}).get('gpu_memory_utilization', .9) * size
+    if taken and get('acting copy', 'keys and values') > taken:
+        wrong.append(f'GPU {i} has {taken / 1e9:.1f} GB for vLLM, but its weights and one trajectory take '
+                     f'{get("acting copy", "keys and values") / 1e9:.1f} GB')
     lies = max(get('weights', 'gradients', 'optimiser', 'frozen models'), get('acting copy'),
                0 if host.vllm.get('sleep_level') else get('start'))                # vLLM starts beside the whole policy
     if taken and taken + lies > size:

@@ -311,7 +311,7 @@ def _hf_engine(folder, s, limit):
 
 def _vllm(s):
     "Collect the settings of a vLLM engine: with other ranks it has a process of its own and its rank's GPU."
-    devices = rank_devices(s.vllm.get('devices'), s.ranks,
+    devices = rank_devices(s.vllm, s.ranks,
                            os.environ['LOCAL_RANK'] if is_rank() and torch.cuda.is_available() else None)
     own = {'own_process': True} if s.ranks > 1 else {}
     return {'dtype': s.dtype, **own, **s.vllm, **({'devices': devices} if devices else {})}

@@ -348,7 +348,7 @@ def make_engine(
     ranks = [r for r in (1, 8, 16, 32, 64, 128, 256, 320, 512) if r >= host.lora.get('r', 8)]  # those that vLLM takes
     adapters = {'enable_lora': True, 'max_lora_rank': ranks[0]} if host.lora else {}
     mine = os.environ['LOCAL_RANK'] if host.ranks > 1 and torch.cuda.is_available() else None
-    own = {'devices': rank_devices(host.vllm.get('devices'), host.ranks, mine), 'own_process': host.own_process,
+    own = {'devices': rank_devices(host.vllm, host.ranks, mine), 'own_process': host.own_process,
            'arguments': {**adapters, **host.vllm.get('arguments', {})}}
     return VLLMEngine(folder, tokenizer, settings=VLLMSettings(**{'dtype': acting.dtype, **host.vllm, **own}), **how)
 

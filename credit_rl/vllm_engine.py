@@ -390,20 +390,25 @@ def _visible_devices(
     return ','.join(known[int(d)] if d.isdigit() else d for d in wanted)
 
 def rank_devices(
-    given,       # str, `devices` of a run's settings of vLLM, or None
+    settings,    # dict, of a run's engine: fields of VLLMSettings
     ranks=1,     # of the run
     local=None,  # number of this rank on its host; None: it has no GPU, or none has been started yet
 ):
     """Choose the GPUs of a rank's vLLM, for `devices` of `VLLMSettings`: those given; of several ranks its own one.
-    Raises ValueError where all would share those given.
+    Raises ValueError where all would share those given, or one would be too few.
 
     Parameters
     ----------
-    given : str, `devices` of a run's settings of vLLM, or None
+    settings : dict, of a run's engine: fields of VLLMSettings
     ranks : of the run
     local : number of this rank on its host; None: it has no GPU, or none has been started yet
     """
+    given, arguments = settings.get('devices'), settings.get('arguments') or {}
     if ranks == 1: return given
+    for name in ('tensor_parallel_size', 'pipeline_parallel_size'):
+        if (wanted := arguments.get(name, 1)) > 1:
+            raise ValueError(f"each of {ranks} ranks has one GPU for its vLLM, got {name}={wanted}: leave it out, or "
+                             'give ranks=1 and devices')
     if given:
         raise ValueError(f'each of {ranks} ranks starts a vLLM of its own, and devices={given!r} would put them all '
                          'on the same GPUs: leave devices out, so that each takes its rank\'s')
@@ -460,9 +465,10 @@ def _engine_arguments(
     max_rows,    # most conversations at once
 ):
     "List what vLLM's own engine is told besides its model: dict of its arguments."
-    smallest = {} if torch.cuda.is_available() else {'block_size': 32}   # of a CPU's cache
-    out = {'max_model_len': max_length, 'max_num_seqs': max_rows, 'dtype': settings.dtype,
-           'enable_chunked_prefill': False, **smallest, **settings.arguments}
+    # the smallest blocks of a CPU's cache, and prompts read whole
+    on_cpu = {} if torch.cuda.is_available() else {'block_size': 32, 'enable_chunked_prefill': False}
+    out = {'max_model_len': max_length, 'max_num_seqs': max_rows, 'dtype': settings.dtype, **on_cpu,
+           **settings.arguments}
     if settings.sleep_level: out['enable_sleep_mode'] = True
     if settings.transfer in ('ipc', 'nccl'): out['weight_transfer_config'] = {'backend': settings.transfer}
     return out
@@ -486,8 +492,8 @@ def check_vllm_settings(
         raise ValueError(f'vllm takes {", ".join(takes)}, got {", ".join(map(repr, unknown))}')
     _check_sampling(sampling)
     batch = VLLMSettings(**settings).arguments.get('max_num_batched_tokens', max_tokens)
-    if batch < max_tokens:
-        raise ValueError('vLLM reads prompts whole here, so max_num_batched_tokens must be at least '
+    if batch < max_tokens and not torch.cuda.is_available():
+        raise ValueError('vLLM reads prompts whole on a CPU, so max_num_batched_tokens must be at least '
                          f'max_tokens={max_tokens}, got {batch}')
     if importlib.util.find_spec('vllm') is None: raise ValueError(_MISSING)
 
