@@ -122,12 +122,38 @@ def _would_lose(text, path, begun):
         if path.exists() and (path.parent/'params.yaml').exists(): begun[path] = _steps_written(path.parent)
     return begun.get(path) == _steps_written(path.parent) and not all(counts)
 
+# %% ../nbs/machinery/02_runlog.ipynb #hosts022
+def _is_here(name):
+    "Whether a host's name is this host's."
+    try:
+        family, kind, *_, address = socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind) as s: s.bind(address)
+    except OSError: return False
+    return True
+
+_LOCKS = {}    # of notebooks of runs on several hosts: an open file, None where another papermill writes
+
+def _is_ours(text, path):
+    "Whether this process writes a notebook."
+    notebook = json.loads(text)
+    given = notebook.get('metadata', {}).get('papermill', {}).get('parameters', {})
+    hosts, endpoint = (given.get(name, _parameter(notebook, name)) for name in ('hosts', 'endpoint'))
+    if not (isinstance(hosts, int) and hosts > 1 and isinstance(endpoint, str)): return True    # or it is refused
+    if path not in _LOCKS:
+        _LOCKS[path] = None
+        if _is_here(endpoint.rpartition(':')[0].strip('[]')):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            file = open(_hidden(path, 'lock'), 'w')
+            if _flock(file) is not False: _LOCKS[path] = file
+    return _LOCKS[path] is not None
+
 # %% ../nbs/machinery/02_runlog.ipynb #c011
 class RunFolders:
     """How papermill reads and writes what lies below `runs/`: a folder that is missing is made, and a notebook is
     replaced as a whole. One that would be replaced though its run cannot begin is kept, and so is one whose run would
     lie in another folder, would meet another writer or has a key among its settings: FileExistsError, ValueError,
-    FolderInUse. That of a run which is taken up again is kept until the run has made a step or come to its end."""
+    FolderInUse. That of a run which is taken up again is kept until the run has made a step or come to its end. Of a
+    run on several hosts one notebook is written, by the first of them."""
     _begun = {}
 
     @staticmethod
@@ -138,6 +164,7 @@ class RunFolders:
 
     @staticmethod
     def write(text, path):
+        if not _is_ours(text, Path(path).absolute()): return
         _check_notebook(text, Path(path))
         if _would_lose(text, Path(path).absolute(), RunFolders._begun): return
         Path(path).parent.mkdir(parents=True, exist_ok=True)
