@@ -17,12 +17,7 @@ from .tools import within
 # %% ../nbs/2_environment/18_judge.ipynb #c036
 class Replies:
     """What a judge said, by a key of what it was asked, and where that is kept: a file (gzip, JSON lines), to which 64
-    at a time are added. A last entry that was cut off is dropped. Raises ValueError on a damaged file.
-
-    Parameters
-    ----------
-    path : of the file, made where it is not there; None: nothing is written
-    """
+    at a time are added. A last entry that was cut off is dropped. Raises ValueError on a damaged file."""
     def __init__(
         self,
         path=None,  # of the file, made where it is not there; None: nothing is written
@@ -39,12 +34,7 @@ class Replies:
         os.truncate(path, end)
 
     def add(self, key, row):  # row: dict of JSON values: model, messages, reply, finish (a finish_reason or None)
-        """Keep a reply, in place of an earlier one.
-
-        Parameters
-        ----------
-        key, row : row: dict of JSON values: model, messages, reply, finish (a finish_reason or None)
-        """
+        "Keep a reply, in place of an earlier one."
         self.by_key[key] = row['reply'], row['finish']
         self._new.append({'key': key, **row})
         if len(self._new) == 64: self.write()
@@ -70,19 +60,7 @@ def _key(asked):
 # %% ../nbs/2_environment/18_judge.ipynb #c037
 class Judge:
     """Ask a model at an OpenAI-compatible endpoint, keep what it says, and count what goes wrong. Raises ImportError
-    without the extra `judge`.
-
-    Parameters
-    ----------
-    base_url : str, such as 'http://localhost:8000/v1'
-    model : str, the name that the server gives it
-    api_key : str, never written down or shown; servers of one's own mostly want none
-    retries : further attempts where one timed out, was refused, or met an error of the server
-    timeout : seconds per attempt
-    concurrency : requests under way at a time
-    options : dict sent along with each request; None: {'temperature': 0.0, 'max_tokens': 2048}
-    deadline : seconds that all prompts of one call of `ask` have together
-    """
+    without the extra `judge`."""
 
     def __init__(
         self,
@@ -179,12 +157,7 @@ class Judge:
 def read_key(
     source,  # name of a variable of the environment, or path of a file; None: no key is wanted
 ):
-    """The key that a judge's server wants. Raises ValueError where there is none.
-
-    Parameters
-    ----------
-    source : name of a variable of the environment, or path of a file; None: no key is wanted
-    """
+    "The key that a judge's server wants. Raises ValueError where there is none."
     if source is None: return 'none'
     if os.environ.get(source): return os.environ[source]
     from credit_rl.runlog import read_text        # here: rewards are known where there is torch alone
@@ -200,13 +173,7 @@ def check_judge(
     settings,        # as of make_judge
     needed_by=None,  # str: the reward that asks a judge, so that there must be one
 ):
-    """Refuse a judge's settings that hold a secret, which would be written down, or that could not be used: ValueError.
-
-    Parameters
-    ----------
-    settings : as of make_judge
-    needed_by : str: the reward that asks a judge, so that there must be one
-    """
+    "Refuse a judge's settings that hold a secret, which would be written down, or that could not be used: ValueError."
     if needed_by and not settings:
         raise ValueError(f"the reward {needed_by} asks a judge: give options={{'judge': {{'base_url': "
                          "'http://localhost:8000/v1', 'model': 'NAME'}}")
@@ -225,13 +192,7 @@ def check_judge(
 def make_judge(
     settings,  # dict of Judge's arguments (base_url, model, …) with key_from for its key, an object with ask(prompts,
 ):             # parse), or None
-    """The judge that options name; the same settings give the same judge, so that its counts are those of the whole
-    run.
-
-    Parameters
-    ----------
-    settings : dict of Judge's arguments (base_url, model, …) with key_from for its key, an object with ask(prompts,
-    """
+    "The judge that options name; the same settings give the same judge, so that its counts are those of the whole run."
     return _judge_at(json.dumps(settings, sort_keys=True)) if isinstance(settings, dict) else settings
 
 @functools.cache
@@ -251,12 +212,7 @@ JUDGE_LOGS = {'judge_calls': 'prompts of this step for the judge, those whose re
 def judge_counts(
     judge,  # Judge; None, or a stand-in that counts nothing
 ):
-    """What a judge was asked since it was made, under the names of JUDGE_LOGS: dict, {} without a `Judge`.
-
-    Parameters
-    ----------
-    judge : Judge; None, or a stand-in that counts nothing
-    """
+    "What a judge was asked since it was made, under the names of JUDGE_LOGS: dict, {} without a `Judge`."
     return {f'judge_{name}': n for name, n in judge.counts.items()} if isinstance(judge, Judge) else {}
 
 # %% ../nbs/2_environment/18_judge.ipynb #c0125
@@ -265,14 +221,7 @@ def judge_text(
     usual,     # str
     fields=(), # names of the placeholders that the text must have, as {name}, and no others
 ):
-    """The words for a judge. Raises ValueError on a file that is not there or empty, or with other placeholders.
-
-    Parameters
-    ----------
-    path : of a text file; None: `usual`
-    usual : str
-    fields : names of the placeholders that the text must have, as {name}, and no others
-    """
+    "The words for a judge. Raises ValueError on a file that is not there or empty, or with other placeholders."
     if path is None: return usual
     from credit_rl.runlog import read_text        # here: as above
     try: text = read_text(path)
@@ -288,24 +237,14 @@ def judge_text(
 def after_thought(
     reply,  # str, what a model said
 ):
-    """What a reply says once its thinking, <think> … </think>, is closed: str, '' where it never is.
-
-    Parameters
-    ----------
-    reply : str, what a model said
-    """
+    "What a reply says once its thinking, <think> … </think>, is closed: str, '' where it never is."
     _, closed, said = reply.rpartition('</think>')
     return said if closed or '<think>' not in reply else ''
 
 def quote_thought(
     text,  # str, what is judged
 ):
-    """A text with a blank in its think tags, so that a judge who quotes it has not stopped thinking: str.
-
-    Parameters
-    ----------
-    text : str, what is judged
-    """
+    "A text with a blank in its think tags, so that a judge who quotes it has not stopped thinking: str."
     return re.sub(r'<(?=/?think>)', '< ', text)
 
 _NOT = r"(?:not|no|never|non|cannot|[a-z]{2,6}n't)\b"
@@ -363,14 +302,7 @@ def read_verdict(
     plain=False,  # True: yes and no, true and false, 1 and 0 are verdicts by themselves, not only behind a label
 ):
     """Read the verdict of a reply behind its thinking, on its first or last line or behind Rating: or Verdict: , 1 or
-    0; None where there is none, where one is taken back, or where two differ.
-
-    Parameters
-    ----------
-    reply : str, what the judge said, or None
-    words : dict of a verdict's word in lower case -> 1 or 0, as {'match': 1}: with mis-, un-, not the opposite
-    plain : True: yes and no, true and false, 1 and 0 are verdicts by themselves, not only behind a label
-    """
+    0; None where there is none, where one is taken back, or where two differ."""
     said = re.sub(r'<([a-z][\w ]{0,30})>:?', r'\1: ', re.sub(r'</[^<>]*>', ' ', after_thought(reply or '')), flags=re.I)
     said = re.sub(r':[*`"\'\])>\s]*\n\s*', ': ', said.replace('’', "'").replace('_', ' '))  # a label's line, the next
     lines = [line for line in said.splitlines() if re.search(r'\w', line) and len(line) < 2000]
