@@ -382,14 +382,37 @@ class _Values(yaml.SafeLoader):
         return node
 
 # %% ../nbs/machinery/02_runlog.ipynb #w011s2
+class _Typed(_Values):
+    "Reads values that were typed: numbers are decimal, all others are text."
+    yaml_implicit_resolvers = {
+        first: [(tag, form) for tag, form in forms if tag not in ('tag:yaml.org,2002:int', 'tag:yaml.org,2002:float')]
+        for first, forms in _Values.yaml_implicit_resolvers.items()}
+
+_Typed.add_implicit_resolver('tag:yaml.org,2002:int', re.compile('[-+]?[0-9]+(?:_[0-9]+)*$'), list('-+0123456789'))
+_Typed.add_implicit_resolver('tag:yaml.org,2002:float', re.compile(
+    r'(?:[-+]?(?:[0-9]+\.[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$'),
+    list('-+0123456789.'))
+_Typed.add_constructor('tag:yaml.org,2002:int', lambda loader, node: int(loader.construct_scalar(node)))
+
+def _check_comments(text):
+    "Refuse a typed value of which YAML would drop a part as a comment. Raises yaml.YAMLError."
+    end = 0
+    for token in yaml.scan(text, Loader=yaml.SafeLoader):
+        if '#' in (lost := text[end:token.start_mark.index]):
+            raise yaml.YAMLError(f'{text!r}: {lost.strip()!r} would be dropped as a comment: put the text into quotes '
+                                 'of its own')
+        end = token.end_mark.index
+
 def load_yaml(
     text,          # str
     name='',       # what to call it in messages
     aliases=True,  # whether it may have any
+    typed=False,   # whether it is a value from a command line: decimal numbers, no comments
 ):
     """Read settings that people write. Raises yaml.YAMLError with the place, on a key that stands there twice, values
     without bounds and dates that are none too."""
-    loader = _Values(text)
+    if typed: _check_comments(text)
+    loader = (_Typed if typed else _Values)(text)
     loader.name, loader.aliases = name or loader.name, aliases
     try: return loader.get_single_data()
     except RecursionError: raise yaml.YAMLError(f'{loader.name} is nested too deep') from None
