@@ -13,7 +13,7 @@ from .audit import kendall
 from .groups import index_groups
 from .methods import METHODS, get_method
 from .parts import assign, bind
-from .protocol import get_protocol, last_answer, parse
+from .protocol import calls_in, get_protocol, last_answer, parse
 from .readers import RowError, read_line
 from .trajectory import Group, Question, Result, Stop, Trajectory, Turn
 
@@ -169,14 +169,9 @@ def _calls_of(
         try: given = read_line(given) if isinstance(given, str) else given        # tables keep them as text
         except RowError: given = [None]
         read, parts = _call_of, given if isinstance(given, list) else [given]
-    elif protocol.call_style in ('none', 'code'):
-        return [call] if (call := parse(protocol, text).call) else [], False
     else:
-        tag = re.escape(protocol.call_tag)
-        tail = re.search(rf'(?:<{tag}>(?:(?!<{tag}>).)*</{tag}>\s*)+\Z', text, re.S)
-        read = lambda part: parse(protocol, part).call
-        spoken = text.rpartition('</think>')[2] if tail and '</think>' not in tail[0] else text      # a thought is none
-        parts = re.findall(rf'<{tag}>(?:(?!<{tag}>).)*</{tag}>', spoken, re.S) if tail else []
+        found = [parse(protocol, text)] if protocol.call_style == 'code' else calls_in(protocol, text)
+        return [a.call for a in found if a.call], protocol.call_style != 'code' and any(a.error for a in found)
     calls = []
     for part in parts:
         try: calls.append(read(part))

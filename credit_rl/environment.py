@@ -120,8 +120,8 @@ class Conversation(SettingsGroup):
     answer_stop: str = setting('first', "the answer that ends a message: 'first', or as the protocol says; 'last': "
                                         'the model ends it itself, and the last one counts', choices=ANSWER_STOPS)
     call_stop: str = setting(None, "what ends a message with a call: 'tag', the call's own end, behind which the model "
-                                   "writes nothing that could be trained; 'message': it ends the message itself; None: "
-                                   "the protocol's own, 'tag'",
+                                   "writes nothing that could be trained; 'message': it ends the message itself, and "
+                                   "all its calls run; None: the protocol's own, 'tag'",
                              choices=CALL_STOPS)
     system_prompt: str = setting(None, 'text file of the system message, with {tools} and {tag} where it tells of the '
                                        "tools; None: the protocol's own words")

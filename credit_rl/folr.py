@@ -333,7 +333,7 @@ def near_miss_statistics(
 from .groups import index_groups
 from .options import Option
 from .outcome import outcome_rewards
-from .parts import Reward, Row, Rule
+from .parts import Reward, Row, Rule, every_turn
 
 def _latent(groups, grade, o):
     """What FOLR adds to the grade (N,) of a wrong rollout: α of what is missing to 1 up to the turn that showed a gold,
@@ -344,11 +344,13 @@ def _latent(groups, grade, o):
     right, mask = outcome_rewards(groups, o['right']), index_groups(groups)[0]
     wrong = (right < 1) & ~grade.isnan()
     first = first_turns(groups, o['match_short'], o['unseen']).where(wrong, torch.tensor(-1))
+    if o['spread'] == 'found': first = torch.where(first >= 0, mask.sum(1) - 1, -1)
     return (1 - grade.nan_to_num())[:, None] * folr_rewards(torch.zeros_like(right), first, mask, o['alpha'])
 
 def _by_turn(rewards, layout, seen, o):
     "Advantages of every turn, by turn or by outcome as the strategy says: (N, K)."
     table = rewards['outcome'][:, None] * layout.turn_mask + rewards['turns']
+    if o['flat']: table = every_turn(table.sum(1) / layout.turn_mask.sum(1), layout)
     table = torch.where(rewards['missing'][:, None], torch.nan, table)
     return selective_advantages(table, rewards['outcome'], rewards['right'], layout.turn_mask, layout.groups,
                                 o['strategy'], o['ddof'], o['eps'])
@@ -359,7 +361,9 @@ PARTS = (
            options={'alpha': Option(1.0, 'share of the full reward that a wrong rollout earns up to t*',
                                     least=0, most=1),
                     'match_short': Option(False, 'look for yes, no and single letters too'),
-                    'unseen': Option(False, 'leave out golds that stand in the question')},
+                    'unseen': Option(False, 'leave out golds that stand in the question'),
+                    'spread': Option('first', 'turns of a wrong rollout that found which earn alpha: up to the first '
+                                     'that showed a gold, or all', choices=('first', 'found'))},
            per_turn=True,
            every_group='all-wrong groups are what folr is for',
            differs='yes/no and one-letter golds count as never shown; eq. 6 is of exact match, a graded outcome earns '
@@ -368,6 +372,7 @@ PARTS = (
          average='group-mean-token-sum', wants_turns=True,
          options={'strategy': Option('all-wrong', 'groups that are compared turn by turn',
                                      choices=('none', 'all', 'all-wrong')),
+                  'flat': Option(False, "compare a rollout's mean turn reward in place of each turn's, in these groups"),
                   'ddof': Option(0, '1: sample deviation', choices=(0, 1)),
                   'eps': Option(1e-6, 'added to the deviation', least=0)},
          differs='shorter rollouts are padded with their last turn (Discussion 1)'),

@@ -7,7 +7,7 @@ __all__ = ['search_app', 'SearchServer', 'Patience', 'open_retriever', 'serve', 
            'SearchCache', 'is_kept_searches', 'read_corpus', 'build', 'main']
 
 # %% ../nbs/machinery/16_search_service.ipynb #c003
-import fcntl, functools, json, multiprocessing, os, re, signal, socket, sys, threading, time, warnings
+import functools, json, multiprocessing, os, re, signal, socket, sys, threading, time, warnings
 from dataclasses import dataclass
 from http.client import HTTPException
 from multiprocessing.connection import wait
@@ -384,6 +384,7 @@ class SearchCache:
             raise ValueError(f'{self.path}, line {number + 1} is not a kept search: {type(e).__name__}: {e}') from None
 
     def _append(self, rows):
+        import fcntl
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with open(self.path, 'ab+') as file:
             fcntl.flock(file, fcntl.LOCK_EX)

@@ -184,7 +184,8 @@ class _AnswerCheck:
             return True
         self.in_row += 1
         line = (f'step {step} is not learned from: of {asked["judge_calls"]} prompts for the judge {lost} were not '
-                f'answered, and {unread} replies could not be read')
+                f'answered, and {unread} replies could not be read, {asked.get("judge_empty", 0)} of them empty and '
+                f'{asked.get("judge_cut", 0)} cut off at max_tokens')
         self.say(' · '.join([line, *(s.last_error for s in self.services if lost and s.last_error)]))
         if self.in_row < 5: return False
         raise ConnectionError(f'{line}, the fifth step in a row of which more than unanswered={self.most:g} is '

@@ -29,6 +29,22 @@ def test_importing_the_package_imports_nothing_heavy():
     assert done.returncode == 0, done.stderr
 
 
+def test_every_module_is_imported_where_there_is_no_fcntl():
+    "As on Windows: only what locks a file asks for it."
+    code = """
+import importlib, pkgutil, sys
+sys.modules.pop('fcntl', None)
+class Without:
+    def find_spec(self, name, *rest):
+        if name == 'fcntl': raise ModuleNotFoundError(f'No module named {name!r}', name=name)
+sys.meta_path.insert(0, Without())
+import credit_rl
+for m in pkgutil.walk_packages(credit_rl.__path__, 'credit_rl.'): importlib.import_module(m.name)
+"""
+    done = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.parametrize('name', [*HOMES, *MODULES])
 def test_every_name_is_there(name):
     assert getattr(credit_rl, name) is not None and name in dir(credit_rl)
