@@ -382,17 +382,18 @@ class _Values(yaml.SafeLoader):
         return node
 
 # %% ../nbs/machinery/02_runlog.ipynb #w011s2
-class _Typed(_Values):
-    "Reads values that were typed: numbers are decimal, all others are text."
-    yaml_implicit_resolvers = {
-        first: [(tag, form) for tag, form in forms if tag not in ('tag:yaml.org,2002:int', 'tag:yaml.org,2002:float')]
-        for first, forms in _Values.yaml_implicit_resolvers.items()}
+_NUMBERS = [('tag:yaml.org,2002:int', re.compile('[-+]?[0-9]+(?:_[0-9]+)*$')),
+            ('tag:yaml.org,2002:float', re.compile(r'(?:[-+]?(?:[0-9]+\.[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?|'
+                                                   r'[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$'))]
 
-_Typed.add_implicit_resolver('tag:yaml.org,2002:int', re.compile('[-+]?[0-9]+(?:_[0-9]+)*$'), list('-+0123456789'))
-_Typed.add_implicit_resolver('tag:yaml.org,2002:float', re.compile(
-    r'(?:[-+]?(?:[0-9]+\.[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$'),
-    list('-+0123456789.'))
-_Typed.add_constructor('tag:yaml.org,2002:int', lambda loader, node: int(loader.construct_scalar(node)))
+def _decimal(loader):
+    "Let a reader of values take decimal numbers for numbers, and nothing else: the reader."
+    rest = {first: [form for form in forms if form[0] not in dict(_NUMBERS)]
+            for first, forms in loader.yaml_implicit_resolvers.items()}
+    loader.yaml_implicit_resolvers = rest | {first: rest.get(first, []) + _NUMBERS for first in '-+.0123456789'}
+    whole = {'tag:yaml.org,2002:int': lambda loader, node: int(loader.construct_scalar(node))}
+    loader.yaml_constructors = loader.yaml_constructors | whole
+    return loader
 
 def _check_comments(text):
     "Refuse a typed value of which YAML would drop a part as a comment. Raises yaml.YAMLError."
@@ -412,7 +413,7 @@ def load_yaml(
     """Read settings that people write. Raises yaml.YAMLError with the place, on a key that stands there twice, values
     without bounds and dates that are none too."""
     if typed: _check_comments(text)
-    loader = (_Typed if typed else _Values)(text)
+    loader = _decimal(_Values(text)) if typed else _Values(text)
     loader.name, loader.aliases = name or loader.name, aliases
     try: return loader.get_single_data()
     except RecursionError: raise yaml.YAMLError(f'{loader.name} is nested too deep') from None
