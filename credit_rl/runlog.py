@@ -409,14 +409,38 @@ class _Values(yaml.SafeLoader):
         return node
 
 # %% ../nbs/machinery/02_runlog.ipynb #w011s2
+_NUMBERS = [('tag:yaml.org,2002:int', re.compile('[-+]?[0-9]+(?:_[0-9]+)*$')),
+            ('tag:yaml.org,2002:float', re.compile(r'(?:[-+]?(?:[0-9]+\.[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?|'
+                                                   r'[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$'))]
+
+def _decimal(loader):
+    "Let a reader of values take decimal numbers for numbers, and nothing else: the reader."
+    rest = {first: [form for form in forms if form[0] not in dict(_NUMBERS)]
+            for first, forms in loader.yaml_implicit_resolvers.items()}
+    loader.yaml_implicit_resolvers = rest | {first: rest.get(first, []) + _NUMBERS for first in '-+.0123456789'}
+    whole = {'tag:yaml.org,2002:int': lambda loader, node: int(loader.construct_scalar(node))}
+    loader.yaml_constructors = loader.yaml_constructors | whole
+    return loader
+
+def _check_comments(text):
+    "Refuse a typed value of which YAML would drop a part as a comment. Raises yaml.YAMLError."
+    end = 0
+    for token in yaml.scan(text, Loader=yaml.SafeLoader):
+        if '#' in (lost := text[end:token.start_mark.index]):
+            raise yaml.YAMLError(f'{text!r}: {lost.strip()!r} would be dropped as a comment: put the text into quotes '
+                                 'of its own')
+        end = token.end_mark.index
+
 def load_yaml(
     text,          # str
     name='',       # what to call it in messages
     aliases=True,  # whether it may have any
+    typed=False,   # whether it is a value from a command line: decimal numbers, no comments
 ):
     """Read settings that people write. Raises yaml.YAMLError with the place, on a key that stands there twice, values
     without bounds and dates that are none too."""
-    loader = _Values(text)
+    if typed: _check_comments(text)
+    loader = _decimal(_Values(text)) if typed else _Values(text)
     loader.name, loader.aliases = name or loader.name, aliases
     try: return loader.get_single_data()
     except RecursionError: raise yaml.YAMLError(f'{loader.name} is nested too deep') from None
