@@ -47,10 +47,8 @@ _FIELDS = ('question', 'found', 'reference', 'answer')
 def parse_grounded(
     reply,  # str, what the judge said, or None
 ):
-    """Read whether an answer is free of inventions, from the first line of a reply behind its thinking, or else from
-    the last: 1, 0, or None where neither line begins with a verdict."""
-    unlike = ('invented', 'not grounded', 'not fully grounded', 'not entirely grounded', 'ungrounded')
-    return read_verdict(reply, {'grounded': 1, **dict.fromkeys(unlike, 0)}, last=True)
+    "Read whether an answer is free of inventions, where `read_verdict` looks: 1, 0, or None without a verdict."
+    return read_verdict(reply, {'grounded': 1, 'invented': 0})
 
 def _grounding(row, words):
     "What the judge is asked about inventions in a row of an evaluation: str. Fields inside the texts are not filled."

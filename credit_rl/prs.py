@@ -195,10 +195,10 @@ def judge_messages(
 def parse_verdict(
     reply,  # str, what the judge said, or None
 ):
-    """Read a judge's reply, Match or Mismatch after the last 'Evaluation Rating' or on its first line, behind its
-    thinking (PRS appendix B): 1, 0, or None if it is neither."""
+    """Read a judge's reply, Match or Mismatch behind the last 'Evaluation Rating', else where `read_verdict` looks (PRS
+    appendix B): 1, 0, or None if it is neither."""
     rating = re.split(r'Evaluation Rating\W*:', after_thought(reply or ''), flags=re.IGNORECASE)[-1]
-    return read_verdict(rating, {'match': 1, '1': 1, 'mismatch': 0, '0': 0})
+    return read_verdict(rating, {'match': 1}, plain=True)
 
 # %% ../nbs/1_rules/34_prs.ipynb #c038
 def read_calls(
