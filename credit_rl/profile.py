@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from .layout import pack
 from .parameters import make_parser
-from .runlog import metrics_file, read_metrics, read_turns
+from .runlog import has_metrics, read_metrics, read_turns
 from .trajectory import Group, trajectory_from_json
 
 # %% ../nbs/machinery/78_profile.ipynb #f005
@@ -35,7 +35,7 @@ def line_seconds(folder):  # of a run of training
     ----------
     folder : of a run of training
     """
-    if metrics_file(folder) is None:
+    if not has_metrics(folder):
         raise ValueError(f'{folder} holds no metrics.jsonl; wanted the folder of a training run')
     table = read_metrics(folder)
     steps = table[table.seconds_step.notna()] if 'seconds_step' in table else table[:0]
