@@ -4,12 +4,11 @@
 
 # %% auto #0
 __all__ = ['METRICS', 'PACKED', 'CALLER', 'RunFolder', 'atomic_write', 'check_secrets', 'RunFolders', 'atomic_folder',
-           'plain_json', 'write_json', 'read_text', 'read_json', 'load_yaml', 'read_yaml', 'read_members',
-           'BoundedGzip', 'FolderInUse', 'is_alive', 'Hold', 'check_folder', 'writing', 'latest_checkpoint',
-           'named_checkpoint', 'save_checkpoint', 'check_trackers', 'RunLog', 'packed_run', 'is_stored',
-           'stored_folders', 'metrics_by_step', 'read_metrics', 'has_metrics', 'read_turns', 'read_params',
-           'read_summary', 'same_metrics', 'source_hash', 'imported_modules', 'module_hashes', 'code_hashes',
-           'changed_modules']
+           'plain_json', 'write_json', 'read_text', 'read_json', 'packed_run', 'is_stored', 'stored_folders',
+           'load_yaml', 'read_yaml', 'read_members', 'BoundedGzip', 'FolderInUse', 'is_alive', 'Hold', 'check_folder',
+           'writing', 'latest_checkpoint', 'named_checkpoint', 'save_checkpoint', 'check_trackers', 'RunLog',
+           'metrics_by_step', 'read_metrics', 'has_metrics', 'read_turns', 'read_params', 'read_summary',
+           'same_metrics', 'source_hash', 'imported_modules', 'module_hashes', 'code_hashes', 'changed_modules']
 
 # %% ../nbs/machinery/02_runlog.ipynb #c002
 import ast, contextlib, difflib, errno, functools, gzip, hashlib, importlib.util
@@ -398,6 +397,57 @@ def read_json(path,       # file
     try: return json.loads(text)
     except RecursionError: raise ValueError(f'{path} is nested too deep') from None
     except ValueError as e: raise ValueError(f'{path} is not valid JSON: {e}') from None
+
+# %% ../nbs/machinery/02_runlog.ipynb #c059
+@functools.lru_cache(maxsize=8)
+def _study_at(path, changed):  # of runs.parquet; its time, which makes a table that was written again a new question
+    "A study's runs: dict name → row, with `steps`, its part of the second table."
+    try: import pyarrow.parquet as parquet
+    except ModuleNotFoundError as e: raise ModuleNotFoundError(f'{path} is read by pyarrow: pip install pyarrow') from e
+    table, rows, first = parquet.read_table(path), {}, 0
+    for row in table.select([n for n in ('folder', *PACKED) if n in table.column_names]).to_pylist():
+        rows[row['folder']] = row | {'steps': None}
+    if not path.with_name('steps.parquet').exists(): return rows
+    steps = parquet.read_table(path.with_name('steps.parquet'))
+    for name, of in itertools.groupby(steps['folder'].to_pylist()):
+        rows[name]['steps'] = steps.slice(first, count := len([*of])).drop_columns('folder')
+        first += count
+    return rows
+
+def _studies(folders):
+    "The studies among folders, with their runs: pairs."
+    tables = (Path(folder)/'runs.parquet' for folder in folders)
+    return ((table.parent, _study_at(table, table.stat().st_mtime_ns)) for table in tables if table.is_file())
+
+def packed_run(folder):
+    "The row of a run in the table of a study above it; None where it is in none."
+    for above, runs in _studies(Path(folder).parents):
+        if run := runs.get(Path(folder).relative_to(above).as_posix()): return run
+
+def is_stored(path):
+    "Whether a small file of a run is there: in its folder, or in the table of its study."
+    path = Path(path)
+    return path.exists() or path.name in PACKED and (packed_run(path.parent) or {}).get(path.name) is not None
+
+def stored_folders(folder, pattern):  # pattern: of a file from there: '*/params.yaml', '**/params.yaml'
+    """List the folders below one that hold a small file, those in a study's tables included: list of Path, sorted.
+
+    Parameters
+    ----------
+    folder, pattern : pattern: of a file from there: '*/params.yaml', '**/params.yaml'
+    """
+    folder, deep = Path(folder), pattern.startswith('**/')
+    found = {path.parent for path in folder.glob(pattern)}
+    inner = [table.parent for table in folder.glob('**/runs.parquet' if deep else '*/runs.parquet')]
+    for study, runs in _studies({folder, *folder.parents, *inner}):
+        for name, run in runs.items():
+            path = study/name/Path(pattern).name
+            if run.get(path.name) is None or folder not in path.parents: continue
+            inside = path.relative_to(folder)
+            if (deep or len(inside.parts) == pattern.count('/') + 1) and inside.match(pattern.removeprefix('**/')):
+                found.add(path.parent)
+    return sorted(found)
+
 
 # %% ../nbs/machinery/02_runlog.ipynb #w011s1
 class _Values(yaml.SafeLoader):
@@ -1103,56 +1153,6 @@ class RunLog(Hold):
         _drop_later(self.folder, step)
         self._clock = _Clock(last['metrics.jsonl'].get('seconds', 0.0))
         self._trackers.close()
-
-# %% ../nbs/machinery/02_runlog.ipynb #c059
-@functools.lru_cache(maxsize=8)
-def _study_at(path, changed):  # of runs.parquet; its time, which makes a table that was written again a new question
-    "A study's runs: dict name → row, with `steps`, its part of the second table."
-    try: import pyarrow.parquet as parquet
-    except ModuleNotFoundError as e: raise ModuleNotFoundError(f'{path} is read by pyarrow: pip install pyarrow') from e
-    table, rows, first = parquet.read_table(path), {}, 0
-    for row in table.select([n for n in ('folder', *PACKED) if n in table.column_names]).to_pylist():
-        rows[row['folder']] = row | {'steps': None}
-    if not path.with_name('steps.parquet').exists(): return rows
-    steps = parquet.read_table(path.with_name('steps.parquet'))
-    for name, of in itertools.groupby(steps['folder'].to_pylist()):
-        rows[name]['steps'] = steps.slice(first, count := len([*of])).drop_columns('folder')
-        first += count
-    return rows
-
-def _studies_above(folder):
-    "Studies' folders at or above a folder, with their runs: pairs."
-    for above in (Path(folder), *Path(folder).parents):
-        table = above/'runs.parquet'
-        if table.is_file(): yield above, _study_at(table, table.stat().st_mtime_ns)
-
-def packed_run(folder):
-    "The row of a run in the table of a study above it; None where it is in none."
-    for above, runs in _studies_above(folder):
-        if run := runs.get(Path(folder).relative_to(above).as_posix()): return run
-
-def is_stored(path):
-    "Whether a small file of a run is there: in its folder, or in the table of its study."
-    path = Path(path)
-    return path.exists() or path.name in PACKED and (packed_run(path.parent) or {}).get(path.name) is not None
-
-def stored_folders(folder, pattern):  # pattern: of a file from there: '*/params.yaml', '**/params.yaml'
-    """List the folders below one that hold a small file, those in a study's tables included: list of Path, sorted.
-
-    Parameters
-    ----------
-    folder, pattern : pattern: of a file from there: '*/params.yaml', '**/params.yaml'
-    """
-    folder, found = Path(folder), {p.parent for p in Path(folder).glob(pattern)}
-    for above, runs in _studies_above(folder):
-        for name, run in runs.items():
-            path = above/name/Path(pattern).name
-            if run.get(path.name) is None or folder not in path.parents: continue
-            inside, deep = path.relative_to(folder), pattern.startswith('**/')
-            if (deep or len(inside.parts) == pattern.count('/') + 1) and inside.match(pattern.removeprefix('**/')):
-                found.add(path.parent)
-    return sorted(found)
-
 
 # %% ../nbs/machinery/02_runlog.ipynb #c060
 def metrics_by_step(folder):
