@@ -97,12 +97,7 @@ def _run_row(folder):
 def runs_frame(folders):  # as in find_runs
     """Settings and results of runs: pandas DataFrame, a row for each run under its `label`, with its `folder`. Nested
     names are joined by dots; a result that bears the name of a setting is called `summary.NAME`. What a run does not
-    have is missing. Raises FileNotFoundError where there is no run.
-
-    Parameters
-    ----------
-    folders : as in find_runs
-    """
+    have is missing. Raises FileNotFoundError where there is no run."""
     import pandas as pd
     return pd.DataFrame([{'folder': str(folder), **_run_row(folder)} for folder in find_runs(folders)])
 
@@ -126,13 +121,7 @@ def pack_runs(
 ):
     """Pack the runs and audits below a folder into its `runs.parquet` and `steps.parquet`, beside what these hold
     already. Returns how many there are. Raises ValueError on a run that has not finished, one that is packed already,
-    and where files would be removed that no table keeps.
-
-    Parameters
-    ----------
-    study : folder of finished runs, at any depth
-    remove : whether the files that were packed are removed
-    """
+    and where files would be removed that no table keeps."""
     study, rows, steps = Path(study), [], []
     folders = sorted({folder for name in PACKED for folder in stored_folders(study, f'**/{name}')})
     live = [folder for folder in folders if any((folder/name).exists() for name in PACKED)]
@@ -304,18 +293,8 @@ def dev_area(
     folder,  # of a run
 ):
     """Area under a run's development curve, over its steps: the mean over training of what is right, by trapezoids
-<<<<<<< HEAD
-    between evaluations; NaN with fewer than two, and of a run that logs no steps.
-
-    Parameters
-    ----------
-    folder : of a run
-    """
-    if not has_metrics(folder): return math.nan       # fine-tuning has no steps of this kind
-=======
     between evaluations; NaN with fewer than two, and of a run that logs no steps."""
-    if not metrics_file(folder): return math.nan       # fine-tuning has no steps of this kind
->>>>>>> main
+    if not has_metrics(folder): return math.nan       # fine-tuning has no steps of this kind
     table = read_metrics(folder)
     of = 'dev_right' if 'dev_right' in table else 'dev_em'
     if of not in table: return math.nan
@@ -505,20 +484,8 @@ def replay(
     tolerance=1e-4,  # between two numbers, relative above 1: another machine rounds differently
 ):
     """Run the first steps of a finished run again and compare all metrics but the clocks. What came of it is written
-<<<<<<< HEAD
     into the run's replay.json, if it has a folder, and returned: dict with `agrees`, the metric that differs most, by how much, and the
-    code. Raises ValueError on a run that is not finished.
-
-    Parameters
-    ----------
-    folder : of a finished run
-    steps : steps that are run again
-    tolerance : between two numbers, relative above 1: another machine rounds differently
-    """
-=======
-    into the run's replay.json and returned: dict with `agrees`, the metric that differs most, by how much, and the
     code. Raises ValueError on a run that is not finished."""
->>>>>>> main
     from credit_rl.settings import make_config
     from credit_rl.train import train
     summary, params = read_summary(folder), read_params(folder)

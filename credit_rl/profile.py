@@ -29,18 +29,8 @@ _BETWEEN = {'dev': ('development questions', 'raise eval_every, or ask fewer dev
 
 def line_seconds(folder):  # of a run of training
     """Seconds of a mean step by line of the loop, and of what comes between steps: dict, in the order of the loop.
-<<<<<<< HEAD
-    Lines that never ran are left out. Raises ValueError where no step was timed.
-
-    Parameters
-    ----------
-    folder : of a run of training
-    """
-    if not has_metrics(folder):
-=======
     Lines that never ran are left out. Raises ValueError where no step was timed."""
-    if metrics_file(folder) is None:
->>>>>>> main
+    if not has_metrics(folder):
         raise ValueError(f'{folder} holds no metrics.jsonl; wanted the folder of a training run')
     table = read_metrics(folder)
     steps = table[table.seconds_step.notna()] if 'seconds_step' in table else table[:0]

@@ -345,19 +345,9 @@ _MOST_STEP = 256 << 20   # bytes of a step's rollouts, unpacked
 def read_text(path,         # file, or one of a run in a study's table
               most=_MOST):  # bytes
     """The text of a file of at most so many bytes, without the mark that some editors put before it (BOM). Raises
-<<<<<<< HEAD
-    ValueError on one that is larger, or is no UTF-8.
-
-    Parameters
-    ----------
-    path : file, or one of a run in a study's table
-    most : bytes
-    """
+    ValueError on one that is larger, or is no UTF-8."""
     if not os.path.exists(path) and (run := packed_run(Path(path).parent)) and run.get(Path(path).name) is not None:
         return run[Path(path).name]
-=======
-    ValueError on one that is larger, or is no UTF-8."""
->>>>>>> main
     with open(path, 'rb') as f: data = f.read(most + 1)
     if len(data) > most:
         raise ValueError(f'{path} has more than {most / 2 ** 20:.3g} MiB, far more than such a file holds: it was not '
@@ -405,12 +395,7 @@ def is_stored(path):
     return path.exists() or path.name in PACKED and (packed_run(path.parent) or {}).get(path.name) is not None
 
 def stored_folders(folder, pattern):  # pattern: of a file from there: '*/params.yaml', '**/params.yaml'
-    """List the folders below one that hold a small file, those in a study's tables included: list of Path, sorted.
-
-    Parameters
-    ----------
-    folder, pattern : pattern: of a file from there: '*/params.yaml', '**/params.yaml'
-    """
+    "List the folders below one that hold a small file, those in a study's tables included: list of Path, sorted."
     folder, deep = Path(folder), pattern.startswith('**/')
     found = {path.parent for path in folder.glob(pattern)}
     inner = [table.parent for table in folder.glob('**/runs.parquet' if deep else '*/runs.parquet')]
@@ -1010,15 +995,7 @@ class RunLog(Hold):
         self._clock = _Clock(last['metrics.jsonl'].get('seconds', 0.0))
         self._trackers.close()
 
-<<<<<<< HEAD
 # %% ../nbs/machinery/02_runlog.ipynb #c060
-=======
-# %% ../nbs/machinery/02_runlog.ipynb #c059
-def metrics_file(folder):  # of a run
-    "Where a run's metrics lie: `metrics.jsonl`, or packed by gzip, `metrics.jsonl.gz`; None where there are none."
-    return next(filter(Path.exists, (Path(folder)/name for name in ('metrics.jsonl', 'metrics.jsonl.gz'))), None)
-
->>>>>>> main
 def metrics_by_step(folder):
     "Metrics of a run: dict step → dict of values. Raises where the folder has none."
     path, steps = Path(folder)/'metrics.jsonl', {}
@@ -1035,12 +1012,7 @@ def read_metrics(folder):  # of a run
     return pd.DataFrame(list(metrics_by_step(folder).values()))
 
 def has_metrics(folder):  # of a run
-    """Whether a run has logged anything.
-
-    Parameters
-    ----------
-    folder : of a run
-    """
+    "Whether a run has logged anything."
     return (Path(folder)/'metrics.jsonl').exists() or bool((packed_run(folder) or {}).get('steps'))
 
 
