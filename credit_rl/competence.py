@@ -21,8 +21,8 @@ from .diagnostics import asked_turns, method_colours, resilience
 from .engine import SamplingParams, seed_of
 from .environment import Conversation, Source, make_environment
 from .evaluate import Evaluation, open_set, set_names
-from .launch import (LaunchError, Ranks, gloo_environment, is_rank, join_ranks, keep_traceback, launch,
-                              launch_command, ranks_here, set_torch, speak)
+from .launch import (LaunchError, Ranks, is_rank, join_ranks, keep_traceback, launch, launch_command,
+                              rank_environment, ranks_here, set_torch, speak)
 from .models import load_model
 from .export import read_policy
 from .learner import saved_critic
@@ -671,7 +671,7 @@ def _on_ranks(runs, checkpoint, given, count):
     over = [f'{name}={json.dumps(value)}' for name, value in {**given, 'ranks': count}.items()]
     command = launch_command('credit_rl.competence', [*map(str, runs), *over, '--checkpoint', checkpoint], count)
     launch(command, runs[-1]/'competence', runs[-1]/'summary.json', lambda line: print(line, flush=True),
-           environment=gloo_environment(gpu=torch.cuda.is_available()))
+           environment=rank_environment(count, gpu=torch.cuda.is_available()))
 
 def _examine_here(runs, checkpoint, host, asked):
     """Examine runs one after the other in this process, or this rank's part of them; where other questions are `asked`,

@@ -110,12 +110,38 @@ def _would_lose(text, path, begun):
         if path.exists() and (path.parent/'params.yaml').exists(): begun[path] = _steps_written(path.parent)
     return begun.get(path) == _steps_written(path.parent) and not all(counts)
 
+# %% ../nbs/machinery/02_runlog.ipynb #hosts022
+def _is_here(name):
+    "Whether a host's name is this host's."
+    try:
+        family, kind, *_, address = socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind) as s: s.bind(address)
+    except OSError: return False
+    return True
+
+_LOCKS = {}    # of notebooks of runs on several hosts: an open file, None where another papermill writes
+
+def _is_ours(text, path):
+    "Whether this process writes a notebook."
+    notebook = json.loads(text)
+    given = notebook.get('metadata', {}).get('papermill', {}).get('parameters', {})
+    hosts, endpoint = (given.get(name, _parameter(notebook, name)) for name in ('hosts', 'endpoint'))
+    if not (isinstance(hosts, int) and hosts > 1 and isinstance(endpoint, str)): return True    # or it is refused
+    if path not in _LOCKS:
+        _LOCKS[path] = None
+        if _is_here(endpoint.rpartition(':')[0].strip('[]')):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            file = open(_hidden(path, 'lock'), 'w')
+            if _flock(file) is not False: _LOCKS[path] = file
+    return _LOCKS[path] is not None
+
 # %% ../nbs/machinery/02_runlog.ipynb #c011
 class RunFolders:
     """How papermill reads and writes what lies below `runs/`: a folder that is missing is made, and a notebook is
     replaced as a whole. One that would be replaced though its run cannot begin is kept, and so is one whose run would
     lie in another folder, would meet another writer or has a key among its settings: FileExistsError, ValueError,
-    FolderInUse. That of a run which is taken up again is kept until the run has made a step or come to its end."""
+    FolderInUse. That of a run which is taken up again is kept until the run has made a step or come to its end. Of a
+    run on several hosts one notebook is written, by the first of them."""
     _begun = {}
 
     @staticmethod
@@ -126,6 +152,7 @@ class RunFolders:
 
     @staticmethod
     def write(text, path):
+        if not _is_ours(text, Path(path).absolute()): return
         _check_notebook(text, Path(path))
         if _would_lose(text, Path(path).absolute(), RunFolders._begun): return
         Path(path).parent.mkdir(parents=True, exist_ok=True)
@@ -382,14 +409,38 @@ class _Values(yaml.SafeLoader):
         return node
 
 # %% ../nbs/machinery/02_runlog.ipynb #w011s2
+_NUMBERS = [('tag:yaml.org,2002:int', re.compile('[-+]?[0-9]+(?:_[0-9]+)*$')),
+            ('tag:yaml.org,2002:float', re.compile(r'(?:[-+]?(?:[0-9]+\.[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?|'
+                                                   r'[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$'))]
+
+def _decimal(loader):
+    "Let a reader of values take decimal numbers for numbers, and nothing else: the reader."
+    rest = {first: [form for form in forms if form[0] not in dict(_NUMBERS)]
+            for first, forms in loader.yaml_implicit_resolvers.items()}
+    loader.yaml_implicit_resolvers = rest | {first: rest.get(first, []) + _NUMBERS for first in '-+.0123456789'}
+    whole = {'tag:yaml.org,2002:int': lambda loader, node: int(loader.construct_scalar(node))}
+    loader.yaml_constructors = loader.yaml_constructors | whole
+    return loader
+
+def _check_comments(text):
+    "Refuse a typed value of which YAML would drop a part as a comment. Raises yaml.YAMLError."
+    end = 0
+    for token in yaml.scan(text, Loader=yaml.SafeLoader):
+        if '#' in (lost := text[end:token.start_mark.index]):
+            raise yaml.YAMLError(f'{text!r}: {lost.strip()!r} would be dropped as a comment: put the text into quotes '
+                                 'of its own')
+        end = token.end_mark.index
+
 def load_yaml(
     text,          # str
     name='',       # what to call it in messages
     aliases=True,  # whether it may have any
+    typed=False,   # whether it is a value from a command line: decimal numbers, no comments
 ):
     """Read settings that people write. Raises yaml.YAMLError with the place, on a key that stands there twice, values
     without bounds and dates that are none too."""
-    loader = _Values(text)
+    if typed: _check_comments(text)
+    loader = _decimal(_Values(text)) if typed else _Values(text)
     loader.name, loader.aliases = name or loader.name, aliases
     try: return loader.get_single_data()
     except RecursionError: raise yaml.YAMLError(f'{loader.name} is nested too deep') from None
