@@ -26,7 +26,8 @@ from .options import setting, with_defaults
 from .outcome import outcome_rewards
 from .parameters import by_group, from_settings, make_parser, notebook_settings, read_settings
 from .protocol import PROTOCOLS, prompt_hash
-from .runlog import RunLog, latest_checkpoint, read_json, read_metrics, read_params, save_checkpoint
+from .runlog import (RunLog, latest_checkpoint, read_json, read_metrics, read_params, save_checkpoint,
+                              stored_folders)
 from .settings import (GROUPS, Course, CriticChoice, check, data_sets, flat_form, group_of, settings_of,
                                 tree_notes)
 from .sharded import DeepSpeedBackend
@@ -359,7 +360,7 @@ def _kind(summary):
 
 def _summaries(folders):
     "Read what warm-ups came to: list of dict. Raises ValueError where there are none."
-    if isinstance(folders, (str, Path)): folders = sorted(p.parent for p in Path(folders).glob('*/summary.json'))
+    if isinstance(folders, (str, Path)): folders = stored_folders(folders, '*/summary.json')
     if not folders: raise ValueError('got no finished warm-up to tell of')
     return [read_json(Path(f)/'summary.json') for f in folders]
 
