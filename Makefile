@@ -196,10 +196,11 @@ docs: export OMP_NUM_THREADS := 1
 docs: $(VENV)/.ok-docs
 	@$(PY) docs/build.py
 
-# The kernel is called as the notebooks call it, or JupyterLab would write another name into each that it saves.
+# The kernel is called as the notebooks call it, or JupyterLab would write another name into each that it saves. What it
+# saves is written in the form in which git has it (docs/saved.py).
 lab: $(VENV)/.ok-test
 	@$(PY) -m ipykernel install --sys-prefix --name python3 --display-name python3 > $(VENV)/kernel.log 2>&1
-	@$(PY) -m jupyter lab nbs
+	@$(PY) -m jupyter lab nbs --config docs/saved.py
 
 # credit_rl/ from the notebooks, and into its docstrings what the comments beside arguments say.
 export: $(VENV)/.ok-test
