@@ -39,12 +39,7 @@ KNOWN_SIZES = {  # the papers' models, so that an estimate needs no network; the
 }
 
 def read_sizes(model):  # Hugging Face folder or name
-    """Read the sizes of a model from its configuration alone; those of KNOWN_SIZES are known.
-
-    Parameters
-    ----------
-    model : Hugging Face folder or name
-    """
+    "Read the sizes of a model from its configuration alone; those of KNOWN_SIZES are known."
     if model in KNOWN_SIZES: return KNOWN_SIZES[model]
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -248,18 +243,7 @@ def step_seconds(
     epochs=1,        # times the batch is learned from
     acting=0.1,      # share of `tflops` that acting reaches
 ):
-    """Estimate the seconds of a training step: dict of acting, reading and learning.
-
-    Parameters
-    ----------
-    tokens : of a step's trajectories, all ranks together
-    length : of a trajectory
-    tflops : 10¹² FLOPs a second of one rank, learning
-    reads : forwards without gradient over the batch: old log-probabilities, values, reference, teacher; gold answers as
-        the share of one that they are
-    epochs : times the batch is learned from
-    acting : share of `tflops` that acting reaches
-    """
+    "Estimate the seconds of a training step: dict of acting, reading and learning."
     one = forward_flops(sizes, tokens, length) / (plan.ranks * tflops * 1e12)
     back = (4 if plan.checkpointing else 3) * (2 if plan.critic or plan.twice else 1)
     return {'acting': one / acting, 'reading': reads * one, 'learning': epochs * back * one}
@@ -315,12 +299,7 @@ def _step_parts(
 
 # %% ../nbs/machinery/04_estimate.ipynb #s4x4
 def describe_hosts(rows):  # of (name, sizes, plan, load, tflops), the plan of one host
-    """Say what steps take on one host and on four, in lines of a Markdown table.
-
-    Parameters
-    ----------
-    rows : of (name, sizes, plan, load, tflops), the plan of one host
-    """
+    "Say what steps take on one host and on four, in lines of a Markdown table."
     lines = ['| run | GPUs | GB a rank | rollout, s | scoring, s | learning, s | transfer, s | step, s |',
              '|---|---|---|---|---|---|---|---|']
     for name, sizes, plan, load, tflops in rows:
@@ -348,15 +327,7 @@ def ahead_seconds(
     slower=1.,    # see both_seconds
 ):
     """Estimate the mean seconds of a step in step and of one whose rollouts are played a step ahead: (float, float). A
-    step's learning meets the next step's acting, so each time of the one is as likely to meet any of the other.
-
-    Parameters
-    ----------
-    acting : list of n seconds: playing the rollouts of a step, as they come
-    learning : list of m seconds: scoring and learning
-    transfer : seconds in which weights are handed over and neither is at work
-    slower : see both_seconds
-    """
+    step's learning meets the next step's acting, so each time of the one is as likely to meet any of the other."""
     if not acting or not learning:
         raise ValueError(f'wanted seconds of at least one step of each, got {len(acting)} of acting and '
                          f'{len(learning)} of learning')
@@ -366,12 +337,7 @@ def ahead_seconds(
     return apart + transfer, sum(pairs) / len(pairs) + transfer
 
 def describe_ahead(seconds):  # dict as step_seconds gives it
-    """Say in a line of text what playing ahead saves.
-
-    Parameters
-    ----------
-    seconds : dict as step_seconds gives it
-    """
+    "Say in a line of text what playing ahead saves."
     learning = sum(v for k, v in seconds.items() if k != 'acting')
     apart, ahead = ahead_seconds([seconds['acting']], [learning])
     return (f'ahead: a step takes {ahead:.3g} s in place of {apart:.3g}, if engine and learner have devices of their '
@@ -387,16 +353,7 @@ def rollout_seconds(
     pauses=0.,   # seconds that a trajectory waits for its tools
 ):
     """Estimate the seconds of a step's rollouts: until the work is done, and not before the longest trajectory is. That
-    one goes on alone at the end, which is taken to be free before.
-
-    Parameters
-    ----------
-    lengths : list of tokens that the model writes in each trajectory of a step
-    rate : tokens a second of one engine that is full
-    engines : that share the trajectories
-    latency : seconds of a token of a trajectory that is alone
-    pauses : seconds that a trajectory waits for its tools
-    """
+    one goes on alone at the end, which is taken to be free before."""
     work = sum(lengths) / (rate * engines)
     return max(work, max(lengths) * latency + pauses)
 
@@ -408,15 +365,7 @@ def split_seconds(
     transfer=0.,   # seconds of handing weights over
 ):
     """Estimate the mean seconds of a step where some GPUs act and the others learn: dict of how many act -> (in step,
-    one step off). Under 0, all of them act and then all learn, which is in step alone: both are that.
-
-    Parameters
-    ----------
-    steps : list of steps, each a list of tokens that the model writes in its trajectories
-    engine : dict of rate, latency and pauses, see rollout_seconds
-    learning : seconds of scoring and learning on one GPU
-    transfer : seconds of handing weights over
-    """
+    one step off). Under 0, all of them act and then all learn, which is in step alone: both are that."""
     found = {}
     for acts in range(gpus):
         acting = [rollout_seconds(lengths, engines=acts or gpus, **engine) for lengths in steps]
@@ -448,12 +397,7 @@ def _work_flops(sizes, tokens, pairs):
     return 2 * sizes.multiplied * tokens + 4 * pairs * sizes.query * sizes.layers
 
 def sharing_gain(sizes, apart, shared):  # (tokens, pairs) each
-    """How many times the work of a tree rows of their own are, in FLOPs.
-
-    Parameters
-    ----------
-    sizes, apart, shared : (tokens, pairs) each
-    """
+    "How many times the work of a tree rows of their own are, in FLOPs."
     return _work_flops(sizes, *apart) / _work_flops(sizes, *shared)
 
 # %% ../nbs/machinery/04_estimate.ipynb #s4x6
@@ -464,15 +408,7 @@ def describe_sharing(
     segments,    # rows of a trajectory
     together,    # trajectories of one question in a forward, at least 1
 ):
-    """Say in a line of text what a tree saves.
-
-    Parameters
-    ----------
-    prompt : tokens of a prompt, at most; None: not known
-    response : tokens after it, at most
-    segments : rows of a trajectory
-    together : trajectories of one question in a forward, at least 1
-    """
+    "Say in a line of text what a tree saves."
     if prompt is None:
         return ('tree: what it saves depends on how long prompts are; give prompt_tokens and response_tokens to have '
                 'it predicted')
@@ -535,15 +471,7 @@ def describe_likely(
     steps,       # of the run
     lengths=(),  # of trajectories that were played, see kept_lengths; none: half as long as they may be
 ):
-    """Say in a line of text what a step is likely to take.
-
-    Parameters
-    ----------
-    load : Load of trajectories that are as long as they may be
-    tflops : 10¹² FLOPs a second of one rank, learning
-    steps : of the run
-    lengths : of trajectories that were played, see kept_lengths; none: half as long as they may be
-    """
+    "Say in a line of text what a step is likely to take."
     likely = _likely_load(load, lengths or [load.length / 2])
     seconds = step_seconds(sizes, plan, likely.tokens, likely.length, tflops, load.reads, load.epochs)
     total, mean = sum(seconds.values()), sum(lengths) / len(lengths) if lengths else load.length / 2

@@ -57,14 +57,7 @@ def get_contender(
     metric='em',  # what outcomes are scored by
     **options,    # of the method
 ):
-    """A contender by its name: `Contender`. Raises ValueError on a name or a word that there is not.
-
-    Parameters
-    ----------
-    name : a row of METHODS or 'exact', with what it is shown: 'ppo (warm)', 'tips (cold, late)', 'vine (8)'
-    metric : what outcomes are scored by
-    options : of the method
-    """
+    "A contender by its name: `Contender`. Raises ValueError on a name or a word that there is not."
     row, _, rest = name.partition(' (')
     words = [word for word in rest.rstrip(')').split(', ') if word]
     method = get_method('vine' if row == 'exact' else row)
@@ -89,15 +82,7 @@ def believed(
     earned,  # (N, K) before each turn
     least=1e-3,
 ):
-    """Belief in the gold at every state, a chance: (N, K + 1), NaN after the last turn begins.
-
-    Parameters
-    ----------
-    kind : one of _BELIEFS
-    values : (P, S + 1) of spots, by the policies as they are
-    first : (P, S + 1), by the base
-    earned : (N, K) before each turn
-    """
+    "Belief in the gold at every state, a chance: (N, K + 1), NaN after the last turn begins."
     if kind == 'wrong':
         mirror = lambda x: x.amax(1, keepdim=True) + x.amin(1, keepdim=True) - x
         values = torch.cat([*(mirror(values[:, layer]) for layer in game.layers), values[:, -1:]], 1)
@@ -143,15 +128,7 @@ def turn_weights(
     generator,  # torch.Generator
 ):
     """The credit that `assign` gives to every turn, times its weight in the mean over rollouts of sums over turns:
-    (N, K), 0 in groups that are left out; and a critic's targets (N, K), 0 without one.
-
-    Parameters
-    ----------
-    method : Method
-    groups : list of Group, N rollouts of at most K turns
-    shown : dict: 'values' (N, K), 'belief' (N, K + 1), 'state_values' (N, K), those that the method sees
-    generator : torch.Generator
-    """
+    (N, K), 0 in groups that are left out; and a critic's targets (N, K), 0 without one."""
     batch = assign(method, groups, lambda layout, asks: _seen(shown, layout), generator)
     sizes = [len(t.turns) for g in groups for t in g.trajectories]
     out = torch.zeros(2, len(sizes), max(sizes))
@@ -212,12 +189,7 @@ class Pupils:
         return method.options['alpha'] * belief.clamp(1e-3, 1.).log() if 'teacher' in method.sees else 0. * belief
 
     def keep(self, which):  # (P,) bool
-        """Go on with some of the policies only.
-
-        Parameters
-        ----------
-        which : (P,) bool
-        """
+        "Go on with some of the policies only."
         self.weights, self.table = self.weights[which], self.table[which]
 
     def draw(self, pi):
@@ -265,12 +237,7 @@ class Pupils:
         return _score_sums(self.game, pi, moves, credit, moves.owner, len(pi)), own + turns
 
     def teach(self, moves, ahead, rate=.3):  # (N, K) targets, less what was earned before
-        """Move the critic's table towards the mean target of every place.
-
-        Parameters
-        ----------
-        moves, ahead, rate : (N, K) targets, less what was earned before
-        """
+        "Move the critic's table towards the mean target of every place."
         width, mask = self.table.shape[1], moves.turn_mask
         cell = (moves.owner[:, None] * width + self.game.place[moves.spot.clamp(min=0)])[mask]
         sums = torch.zeros(2, self.table.numel()).index_add(1, cell, torch.stack([ahead[mask], torch.ones(len(cell))]))
@@ -279,12 +246,7 @@ class Pupils:
 
 # %% ../nbs/experiments/67_lab.ipynb #c035
 def true_gradient(game, weights):  # (D, A)
-    """The gradient of the mean outcome, exactly: (D, A).
-
-    Parameters
-    ----------
-    game, weights : (D, A)
-    """
+    "The gradient of the mean outcome, exactly: (D, A)."
     w = weights.clone().requires_grad_()
     game_values(game, action_chances(game, w[None]))[0, game.starts].mean().backward()
     return w.grad
@@ -294,13 +256,7 @@ def all_paths(
     pi,    # (1, S, A) chances of actions
     spot,  # int, where they begin
 ):
-    """All ways from a spot to the end: list of (chance, tuple of (spot, action, way)).
-
-    Parameters
-    ----------
-    pi : (1, S, A) chances of actions
-    spot : int, where they begin
-    """
+    "All ways from a spot to the end: list of (chance, tuple of (spot, action, way))."
     if spot == len(game.cell): return [(1., ())]
     steps = [(pi[0, spot, a].item() * game.chance[spot, a, o].item(), (spot, a, o), int(game.after[spot, a, o]))
              for a, o in (game.chance[spot] > 0).nonzero().tolist()]
@@ -312,14 +268,7 @@ def all_groups(
     question,  # int
     size,      # attempts of a group
 ):
-    """All groups of attempts at a question, whatever their order: `Moves` of M owners, a group each, and chances (M,).
-
-    Parameters
-    ----------
-    pi : (1, S, A) chances of actions
-    question : int
-    size : attempts of a group
-    """
+    "All groups of attempts at a question, whatever their order: `Moves` of M owners, a group each, and chances (M,)."
     paths = all_paths(game, pi, int(game.starts[question]))
     longest = max(len(path) for _, path in paths)
     table = torch.full((len(paths), longest, 3), -1)
@@ -367,13 +316,7 @@ def exact_estimate(
     questions=1, # of a step
 ):
     """A rule's gradient at the base, by listing all groups: `Estimate`. Raises ValueError of a rule that compares
-    across the batch, where a step has several questions.
-
-    Parameters
-    ----------
-    size : attempts of a group; None: the game's
-    questions : of a step
-    """
+    across the batch, where a step has several questions."""
     if contender.alone and questions > 1:
         raise ValueError(f'{contender.name} compares across a batch: take questions=1, or sampled_estimate')
     mean, second, size = torch.zeros(game.base.shape).double(), 0., size or game.group_size
@@ -391,13 +334,7 @@ def estimate_of(
     found,  # (n, D, A) gradients of drawn steps
     true,   # (D, A) gradient of the mean outcome
 ):
-    """Expectation and noise of drawn steps, and how far each step pulls signal to noise (its influence): `Estimate`.
-
-    Parameters
-    ----------
-    found : (n, D, A) gradients of drawn steps
-    true : (D, A) gradient of the mean outcome
-    """
+    "Expectation and noise of drawn steps, and how far each step pulls signal to noise (its influence): `Estimate`."
     found = found.double()
     mean, noise, along = found.mean(0), found.var(0).sum().item(), (found * true / true.norm()).sum((1, 2))
     square = (found - mean).pow(2).sum((1, 2)) / noise
@@ -410,12 +347,7 @@ def sampled_estimate(
     steps=400,   # that are drawn
     seed=0,
 ):
-    """A rule's gradient at the base, from drawn steps: `Estimate`.
-
-    Parameters
-    ----------
-    steps : that are drawn
-    """
+    "A rule's gradient at the base, from drawn steps: `Estimate`."
     generator = torch.Generator().manual_seed(seed)
     found = [Pupils(game, contender, 50, generator).gradient()[0] for _ in range(steps // 50)]
     return estimate_of(torch.cat(found), true_gradient(game, game.base))
@@ -435,14 +367,7 @@ def learn(
     most=600,   # steps
     after=math.inf,  # once all policies of one rate are there, go on for this many times their steps only
 ):
-    """Learn until the goal is reached: steps (P,) long, -1 where it was not, and turns that were generated (P,).
-
-    Parameters
-    ----------
-    rates : (P,) of each policy
-    most : steps
-    after : once all policies of one rate are there, go on for this many times their steps only
-    """
+    "Learn until the goal is reached: steps (P,) long, -1 where it was not, and turns that were generated (P,)."
     rates = torch.as_tensor(rates, dtype=torch.float32)
     pupils, live = Pupils(game, contender, len(rates), torch.Generator().manual_seed(seed)), torch.arange(len(rates))
     steps, turns = torch.full((len(rates),), -1), torch.zeros(len(rates))
@@ -471,14 +396,7 @@ def censored_mean(
     rounds=200,  # of the fit
 ):
     """Mean of a normal distribution of which some draws are only known to be larger, and its standard error: two
-    (...). NaN where fewer than three draws are known.
-
-    Parameters
-    ----------
-    logs : (..., n) logarithms of steps
-    there : (..., n) bool; False: it takes longer than this
-    rounds : of the fit
-    """
+    (...). NaN where fewer than three draws are known."""
     x, known = logs.double(), there.sum(-1)
     mean, spread = x.mean(-1, keepdim=True), x.std(-1, keepdim=True).clamp(min=1e-3)
     for _ in range(rounds):
@@ -502,14 +420,7 @@ def step_ratio(
     most,   # steps after which it was given up
 ):
     """How many times the rule's steps the other one takes: (ratio, low, high, p), with a 95 % interval and the p-value
-    of no difference (Welch, of logarithms). NaN where fewer than three of either reached the goal.
-
-    Parameters
-    ----------
-    steps : (n,) long of a rule, -1: not reached
-    other : (m,) long of the rule that it is compared with
-    most : steps after which it was given up
-    """
+    of no difference (Welch, of logarithms). NaN where fewer than three of either reached the goal."""
     return _cost_ratio(*((torch.where(s >= 0, s, most), s >= 0) for s in (steps, other)))
 
 def _cost_ratio(own, other):  # each: what was spent (n,), and whether the goal was reached (n,) bool
@@ -600,12 +511,7 @@ def _block(game, contender, how, phase, rates, seeds):
 
 def best_rate(blocks, most=600):  # of phase 'rates'; most: steps after which a policy was given up
     """The rate with the lowest mean logarithm of steps, and whether it is the lowest or highest tried: (float, one of
-    -1, 0, 1).
-
-    Parameters
-    ----------
-    blocks, most : of phase 'rates'; most: steps after which a policy was given up
-    """
+    -1, 0, 1)."""
     found = {}
     for b in blocks:
         for rate, steps in zip(b['rates'], b['steps']):
@@ -821,12 +727,7 @@ def chart_figure(
     chart,
     table,  # of lab_table
 ):
-    """Draw a chart, measured at the base on the left and learned on the right, GRPO being 1: matplotlib figure.
-
-    Parameters
-    ----------
-    table : of lab_table
-    """
+    "Draw a chart, measured at the base on the left and learned on the right, GRPO being 1: matplotlib figure."
     import matplotlib.pyplot as plt
     fig, axes = plt.subplots(1, 2, figsize=(9, 3.4), sharey=True, layout='constrained')
     first = [x for line in chart.lines.values() for x, _, _ in line]
@@ -860,13 +761,7 @@ def situation(
     name,           # of a world
     rollouts=512,   # of its base
 ):
-    """What a reader could know of a world: dict with turns, right, near (share of the failures) and outcome.
-
-    Parameters
-    ----------
-    name : of a world
-    rollouts : of its base
-    """
+    "What a reader could know of a world: dict with turns, right, near (share of the failures) and outcome."
     game = get_trial(name).make()
     pi, generator = action_chances(game, game.base[None]), torch.Generator().manual_seed(0)
     asked = torch.randint(len(game.questions), (1, rollouts // 8), generator=generator)
@@ -886,16 +781,7 @@ def nearest_worlds(
     count=3,
     among=tuple(TRIALS),  # names of worlds
 ):
-    """Names of the worlds most like a problem and how far each is from it, the nearest first: dict.
-
-    Parameters
-    ----------
-    turns : of a rollout
-    right : share, in (0, 1)
-    near : share of the failures that were shown a gold
-    parts : whether the outcome is the share of independent parts that are right
-    among : names of worlds
-    """
+    "Names of the worlds most like a problem and how far each is from it, the nearest first: dict."
     logit = lambda p: math.log(max(p, 1e-3) / max(1 - p, 1e-3))
     def apart(name):
         s = situation(name)
@@ -923,12 +809,7 @@ def judge_expected(
     expected,  # DataFrame with world, rule, expected: ratios of steps that were foretold
 ):
     """What was foretold against what came: DataFrame with world, rule, expected, steps, low, high, held (it lies in the
-    interval), and the errors |log(expected / steps)|, that of `signal`, and that of always saying 1.
-
-    Parameters
-    ----------
-    expected : DataFrame with world, rule, expected: ratios of steps that were foretold
-    """
+    interval), and the errors |log(expected / steps)|, that of `signal`, and that of always saying 1."""
     both = expected[['world', 'rule', 'expected']].merge(table, on=['world', 'rule'])
     both = both.dropna(subset=['steps']).reset_index(drop=True)
     error = lambda x: (x / both.steps).map(math.log).abs()

@@ -76,14 +76,7 @@ def join_ranks(
     wait=_WAIT,      # seconds for the others to come
 ):
     """Meet the other ranks of a launched run: `Ranks`. Raises ValueError where the launcher started another number
-    than `count`, or hosts see other files; TimeoutError naming the ranks that did not come.
-
-    Parameters
-    ----------
-    count : ranks that the run has
-    settings : of the run, with its folder `run`: all hosts must see that and the files that they name
-    wait : seconds for the others to come
-    """
+    than `count`, or hosts see other files; TimeoutError naming the ranks that did not come."""
     found = int(os.environ['WORLD_SIZE'])
     if found != count: raise ValueError(f'the launcher started {found} ranks, but the run has ranks={count}')
     import torch, torch.distributed as dist
@@ -158,14 +151,7 @@ def check_same_files(
     folder,  # of the run
     paths,   # of files and folders
 ):
-    """Refuse a run whose hosts do not see the same files. Raises ValueError, on all ranks, naming hosts and paths.
-
-    Parameters
-    ----------
-    ranks : Ranks
-    folder : of the run
-    paths : of files and folders
-    """
+    "Refuse a run whose hosts do not see the same files. Raises ValueError, on all ranks, naming hosts and paths."
     token = ranks.once(lambda: _write_token(folder))
     look = lambda mine: [(socket.gethostname(), _reads(folder, token), {p: _bytes(p) for p in paths})] * len(mine)
     seen = ranks.each(list(range(ranks.count)), look)
@@ -216,12 +202,7 @@ def keep_traceback(
     folder,  # of the run
     rank,
 ):
-    """Write the traceback of an exception to `errors/rank-R.json` of the run folder, and raise it again.
-
-    Parameters
-    ----------
-    folder : of the run
-    """
+    "Write the traceback of an exception to `errors/rank-R.json` of the run folder, and raise it again."
     try: yield
     except BaseException as e:
         atexit.unregister(_leave_ranks)                                     # it could wait for the others
@@ -255,14 +236,7 @@ def failure(
     log='',           # what launcher and ranks printed
     file='ranks.log', # where all of that stands, in the folder
 ):
-    """Say why a run's ranks ended without a result: a signal, else the first traceback, else the log.
-
-    Parameters
-    ----------
-    folder : of the run
-    log : what launcher and ranks printed
-    file : where all of that stands, in the folder
-    """
+    "Say why a run's ranks ended without a result: a signal, else the first traceback, else the log."
     folder, notes = Path(folder), _notes(folder)
     where = f'the whole output is in {folder/file}'
     if killed := _killed(log):
@@ -371,16 +345,7 @@ def launch_command(
     hostfile=None,  # None: all on this host, or on those of the meeting
     meeting=None,   # Meeting of the hosts, each of which starts its own ranks
 ):
-    """Write the command that starts the ranks: list of str. Raises ValueError where the hostfile has another number.
-
-    Parameters
-    ----------
-    module : that each rank runs, e.g. 'credit_rl.train'
-    arguments : its arguments, list of str
-    ranks : number of processes, all hosts together
-    hostfile : None: all on this host, or on those of the meeting
-    meeting : Meeting of the hosts, each of which starts its own ranks
-    """
+    "Write the command that starts the ranks: list of str. Raises ValueError where the hostfile has another number."
     if hostfile is None:
         where = ['--nproc_per_node', str(ranks), '--master_addr', '127.0.0.1', '--master_port', str(_free_port())]
         if meeting:
@@ -422,13 +387,7 @@ def set_torch(
     threads=None,  # of a CPU; None: as they are
     tf32=None,     # bool, see Processes; None: as it is
 ):
-    """Set what PyTorch has one of in a process, as far as it is given.
-
-    Parameters
-    ----------
-    threads : of a CPU; None: as they are
-    tf32 : bool, see Processes; None: as it is
-    """
+    "Set what PyTorch has one of in a process, as far as it is given."
     import torch
     if threads: torch.set_num_threads(threads)
     if tf32 is not None: torch.set_float32_matmul_precision('high' if tf32 else 'highest')
@@ -511,12 +470,7 @@ def _is_free_here(name, port):
 class _Meeting:
     """The commands that ask for one run, one on each host. `number` 0 is the endpoint's, `names` are the hosts'. Raises
     TimeoutError where not all come in time, LaunchError where another gives up, ValueError where one was given other
-    settings.
-
-    Parameters
-    ----------
-    hosts, endpoint, settings, wait, name : settings: dict, alike on all hosts
-    """
+    settings."""
     def __init__(self, hosts, endpoint, settings=None, wait=_WAIT, name=None):  # settings: dict, alike on all hosts
         self.hosts, self.address, self.wait = hosts, _read_endpoint(endpoint)[0], wait
         self._board, self._until = _Board(endpoint, hosts, wait), time.monotonic() + wait
@@ -614,12 +568,7 @@ def speak(line):
 
 # %% ../nbs/machinery/03_launch.ipynb #p0302
 class Progress:
-    """Counts what is done, and says so at most every `every` seconds: a function called with a number of things.
-
-    Parameters
-    ----------
-    say, what, total, every, clock : say: function called with lines of text
-    """
+    "Counts what is done, and says so at most every `every` seconds: a function called with a number of things."
     def __init__(self, say, what, total, every=20., clock=time.monotonic):  # say: function called with lines of text
         self.say, self.what, self.total, self.every, self.clock = say, what, total, every, clock
         self.done, self.last = 0, clock()
@@ -671,18 +620,7 @@ def launch(
     environment=None, # dict, variables besides those of this process
     meeting=None,     # Meeting of the hosts, each of which starts its own ranks; host n writes ranks-n.log
 ):
-    """Run ranks to their end, passing on their progress. Raises LaunchError, saying why, if they leave no new result.
-
-    Parameters
-    ----------
-    command : list of str, see launch_command
-    folder : of the run; gets ranks.log and errors/
-    result : file that the run writes last
-    say : function called with lines of progress
-    grace : seconds that the ranks have to end once the result is there
-    environment : dict, variables besides those of this process
-    meeting : Meeting of the hosts, each of which starts its own ranks; host n writes ranks-n.log
-    """
+    "Run ranks to their end, passing on their progress. Raises LaunchError, saying why, if they leave no new result."
     folder, result, number = Path(folder), Path(result), meeting.number if meeting else 0
     stamp = lambda: result.stat().st_mtime_ns if result.exists() else None
     before, file = stamp(), f'ranks-{number}.log' if number else 'ranks.log'

@@ -72,7 +72,7 @@ def make_warming(settings):
 
 def read_warming(variables):
     "The `Warming` set by a notebook's variables (its `globals()`)."
-    return make_warming(notebook_settings(variables))
+    return make_warming(notebook_settings(variables, Warming))
 
 # %% ../nbs/5_run/65_prepare.ipynb #c007
 def check_warming(config):
@@ -211,13 +211,7 @@ def prepare(
     say=None,  # function called with lines of text; None: print
 ):
     """Warm a critic up (CARL section 3.3, appendix C). Returns the run folder, whose summary says whether it passed.
-    Bad settings are refused before any compute.
-
-    Parameters
-    ----------
-    config : Warming, or a dict of its settings
-    say : function called with lines of text; None: print
-    """
+    Bad settings are refused before any compute."""
     c = make_warming(config) if isinstance(config, dict) else config
     say = say or (speak if is_rank() else lambda line: print(line, flush=True))
     s, choice = settings_of(c), group_of(WarmUpChoice, c)
@@ -371,12 +365,7 @@ def _summaries(folders):
 
 def warmup_table(folders):  # list of folders of finished warm-ups, or one folder that holds them
     """What warm-ups came to (the paper's ablation: cold, random, curated), means over seeds: a pandas DataFrame, a row
-    for each kind; NaN for how far the policy moved where that was not kept. Raises ValueError on an empty list.
-
-    Parameters
-    ----------
-    folders : list of folders of finished warm-ups, or one folder that holds them
-    """
+    for each kind; NaN for how far the policy moved where that was not kept. Raises ValueError on an empty list."""
     import pandas as pd
     rows = [{'critic': _kind(x), 'seeds': 1, **{n: x['report'][n] for n in GATE}, 'ECE': x['ece'], 'Brier': x['brier'],
              'V, known': x['value_tier']['2'], 'V, not known': x['value_tier']['1'],
@@ -387,12 +376,7 @@ def warmup_table(folders):  # list of folders of finished warm-ups, or one folde
 
 def calibration_pairs(folders):  # as in warmup_table
     """What V(s_0) said and what came of it, on the held-out rollouts with the choice, by kind of warm-up, its seeds
-    together: dict of tensors (2, n). Without those that kept no pairs.
-
-    Parameters
-    ----------
-    folders : as in warmup_table
-    """
+    together: dict of tensors (2, n). Without those that kept no pairs."""
     pairs = {}
     for summary in _summaries(folders): pairs.setdefault(_kind(summary), []).extend(summary.get('calibration', []))
     return {kind: torch.tensor([*zip(*found)], dtype=torch.float64) for kind, found in pairs.items() if found}

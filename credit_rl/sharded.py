@@ -52,12 +52,7 @@ def merged_pieces(
     folder,  # a checkpoint's, which holds a folder 'deepspeed'
 ):
     """Put together what other ranks wrote: float32 weights by name, AdamW's averages by key and name, its numbers of
-    steps by name and key, and the state that `save` was given. A group without an average yet has zeros.
-
-    Parameters
-    ----------
-    folder : a checkpoint's, which holds a folder 'deepspeed'
-    """
+    steps by name and key, and the state that `save` was given. A group without an average yet has zeros."""
     from deepspeed.utils import zero_to_fp32 as zero
     place = os.path.join(folder, 'deepspeed')
     with only_data(folder):
@@ -88,14 +83,7 @@ def merged_pieces(
 # %% ../nbs/machinery/53_sharded.ipynb #s53head2
 class _ExactHead:
     """A critic's head in float32, outside DeepSpeed: whole on every rank, with an optimiser of its own. Without a
-    critic it is empty. `others`: the groups of parameters that it leaves to DeepSpeed.
-
-    Parameters
-    ----------
-    critic : Critic, or None
-    groups : see parameter_groups
-    make : function of groups: their optimiser
-    """
+    critic it is empty. `others`: the groups of parameters that it leaves to DeepSpeed."""
     def __init__(
         self,
         critic,  # Critic, or None
@@ -187,14 +175,7 @@ def _own_piece(value, parameter):
 
 # %% ../nbs/machinery/53_sharded.ipynb #s012
 class DeepSpeedBackend:
-    """Run a learner through DeepSpeed, on as many ranks as were launched. See `PlainBackend` for what each method does.
-
-    Parameters
-    ----------
-    stage : ZeRO stage, 0 to 3
-    dtype : of forward and backward: 'float32', 'bfloat16'; optimiser and critic's head: float32
-    settings : dict, entries of DeepSpeed's own configuration that add to or replace ours
-    """
+    "Run a learner through DeepSpeed, on as many ranks as were launched. See `PlainBackend` for what each method does."
     scorer = None
 
     def __init__(

@@ -138,12 +138,7 @@ class _VLLMStream:
 # %% ../nbs/machinery/21_vllm_engine.ipynb #c020
 def parameter_shapes(folder):  # a Hugging Face folder or name
     """Read what parameters a model has, both names of shared ones included, without making any: {name: shape}, and
-    whether the output layer shares the embedding.
-
-    Parameters
-    ----------
-    folder : a Hugging Face folder or name
-    """
+    whether the output layer shares the embedding."""
     from transformers import AutoConfig, AutoModelForCausalLM
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     with torch.device('meta'): model = AutoModelForCausalLM.from_config(config)
@@ -156,14 +151,7 @@ def complete(
     shared,  # bool, whether the output layer shares the embedding's matrix
 ):
     """Check that weights are all there, and name a shared matrix twice: {name: detached tensor}.
-    Raises KeyError on a name the model lacks, ValueError on a missing one or another shape.
-
-    Parameters
-    ----------
-    named : {name: tensor}, by Hugging Face's names
-    shapes : {name: shape} of all the model has
-    shared : bool, whether the output layer shares the embedding's matrix
-    """
+    Raises KeyError on a name the model lacks, ValueError on a missing one or another shape."""
     if unknown := [n for n in named if n not in shapes]:
         raise KeyError(f'the model has no parameter {unknown[0]!r}; of {len(named)} names {len(unknown)} are unknown')
     named = {n: t.detach() for n, t in named.items()}
@@ -233,15 +221,7 @@ def make_transfer(
     address=('127.0.0.1', 29650),  # host and port where learner and engine meet ('nccl')
 ):
     """Choose how weights reach an engine: function(llm, {name: tensor}). Raises ValueError where that cannot work or
-    was never tried.
-
-    Parameters
-    ----------
-    name : 'memory', 'file', 'ipc' or 'nccl'
-    apart : bool, whether the engine has one or more processes of its own
-    untried : bool, allow what has never been run
-    address : host and port where learner and engine meet ('nccl')
-    """
+    was never tried."""
     if name not in ('memory', 'file', 'ipc', 'nccl'):
         raise ValueError(f"transfer must be 'memory', 'file', 'ipc' or 'nccl', got {name!r}")
     if name == 'memory' and apart:
@@ -382,14 +362,7 @@ def rank_devices(
     local=None,  # number of this rank on its host; None: it has no GPU, or none has been started yet
 ):
     """Choose the GPUs of a rank's vLLM, for `devices` of `VLLMSettings`: those given; of several ranks its own one.
-    Raises ValueError where all would share those given.
-
-    Parameters
-    ----------
-    given : str, `devices` of a run's settings of vLLM, or None
-    ranks : of the run
-    local : number of this rank on its host; None: it has no GPU, or none has been started yet
-    """
+    Raises ValueError where all would share those given."""
     if ranks == 1: return given
     if given:
         raise ValueError(f'each of {ranks} ranks starts a vLLM of its own, and devices={given!r} would put them all '
@@ -460,14 +433,7 @@ def check_vllm_settings(
     max_tokens,  # most ids of a conversation
 ):
     """Refuse what a run tells its vLLM engine, and vLLM where it is not installed, before anything is loaded. Raises
-    ValueError.
-
-    Parameters
-    ----------
-    settings : dict, of a run's engine: fields of VLLMSettings
-    sampling : Sampling
-    max_tokens : most ids of a conversation
-    """
+    ValueError."""
     takes = [f.name for f in fields(VLLMSettings)]
     if unknown := [k for k in settings if k not in takes]:
         raise ValueError(f'vllm takes {", ".join(takes)}, got {", ".join(map(repr, unknown))}')
@@ -605,15 +571,7 @@ def _read_folder(folder):
 
 # %% ../nbs/machinery/21_vllm_engine.ipynb #c042
 class VLLMEngine:
-    """Generate with vLLM: the interface of `HFEngine`. `load` brings the learner's weights.
-
-    Parameters
-    ----------
-    tokenizer : a Hugging Face folder or name, and its tokenizer (`load_tokenizer`)
-    max_length : most ids in a conversation
-    max_rows : most conversations at once; others wait
-    settings : VLLMSettings; None: its defaults
-    """
+    "Generate with vLLM: the interface of `HFEngine`. `load` brings the learner's weights."
 
     def __init__(self, folder, tokenizer,  # a Hugging Face folder or name, and its tokenizer (`load_tokenizer`)
                  max_length=4096,     # most ids in a conversation
@@ -691,12 +649,7 @@ def _adapter_weights(named):  # {name: tensor} of a model with additions built i
     return {f'base_model.model.{n}': t.detach().cpu().contiguous() for n, t in added.items()}
 
 def check_adapter(settings):  # dict, of peft's LoraConfig
-    """Refuse variants of LoRA that vLLM does not take. Raises ValueError.
-
-    Parameters
-    ----------
-    settings : dict, of peft's LoraConfig
-    """
+    "Refuse variants of LoRA that vLLM does not take. Raises ValueError."
     plain = ('r', 'lora_alpha', 'lora_dropout', 'target_modules', 'use_rslora', 'init_lora_weights')
     if strange := [k for k in settings if k not in plain]:
         raise ValueError(f'vLLM takes plain LoRA adapters; {", ".join(strange)} would be lost or refused')
@@ -707,14 +660,7 @@ def save_adapter(
     folder,    # existing, gets adapter_model.safetensors and adapter_config.json
 ):
     """Write a LoRA adapter as peft saves it. Raises ValueError on a model without one, and on variants that vLLM does
-    not take.
-
-    Parameters
-    ----------
-    named : {name: tensor} of a model with additions built in
-    settings : dict, of peft's LoraConfig, `target_modules` included
-    folder : existing, gets adapter_model.safetensors and adapter_config.json
-    """
+    not take."""
     check_adapter(settings)
     saved = _adapter_weights(named)
     if not saved: raise ValueError('the model has no adapter: none of its parameters is named lora_A or lora_B')
@@ -730,14 +676,7 @@ def logp_gap(
     trained,      # (R, T) bool, sampled tokens
 ):
     """Compare log-probabilities of sampled tokens: dict of mean and largest absolute difference, and the estimate of
-    KL(engine ‖ learner). Raises ValueError without tokens or on NaN.
-
-    Parameters
-    ----------
-    logp : (R, T) the learner's, in nats
-    engine_logp : (R, T) recorded at sampling
-    trained : (R, T) bool, sampled tokens
-    """
+    KL(engine ‖ learner). Raises ValueError without tokens or on NaN."""
     if not trained.any(): raise ValueError('no sampled token to compare')
     d = (logp.double() - engine_logp.double())[trained]
     if d.isnan().any(): raise ValueError(f'{int(d.isnan().sum())} of {len(d)} tokens have no log-probability')
@@ -753,16 +692,7 @@ def sync_gap(
     tolerance=None,  # largest absolute difference allowed, in nats; None: only look
 ):
     """Sample a little and compare with a plain forward of the model: see `logp_gap`. Raises RuntimeError above the
-    tolerance.
-
-    Parameters
-    ----------
-    engine : VLLMEngine, or any other
-    model : Hugging Face model whose weights it was given
-    prompts : list of id lists
-    max_tokens : tokens sampled after each
-    tolerance : largest absolute difference allowed, in nats; None: only look
-    """
+    tolerance."""
     out, device = engine.generate(prompts, SamplingParams(max_tokens=max_tokens)), next(model.parameters()).device
     recorded, read = [], []
     for prompt, ids, logps in zip(prompts, out.ids, out.logps):
@@ -787,18 +717,7 @@ def sampler_weights(
     row_trajectory=None,  # (R,) long, trajectory of each row: one ratio per trajectory; None: per token
 ):
     """Weigh sampled tokens by π_learner / π_engine, truncated (Yao et al. 2025) or masked (IcePop): (R, T), 0 where
-    untrained. Raises ValueError on NaN.
-
-    Parameters
-    ----------
-    logp : (R, T) the learner's, at the weights that sampled, or, where those are older, at its own
-    engine_logp : (R, T) recorded at sampling
-    trained : (R, T) bool
-    kind : 'truncated' or 'masked'
-    high : C, > 1
-    low : c in [0, 1), 'masked' only
-    row_trajectory : (R,) long, trajectory of each row: one ratio per trajectory; None: per token
-    """
+    untrained. Raises ValueError on NaN."""
     if kind not in ('truncated', 'masked'): raise ValueError(f"kind must be 'truncated' or 'masked', got {kind!r}")
     if not high > 1 or not 0 <= low < 1:
         raise ValueError(f'limits must be high > 1 and 0 <= low < 1, got {high} and {low}')
