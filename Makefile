@@ -203,7 +203,7 @@ lab: $(VENV)/.ok-test
 	@$(PY) -m jupyter lab nbs --config docs/saved.py
 
 export: $(VENV)/.ok-test
-	@$(EXPORT)
+	@$(PY) docs/saved.py && $(EXPORT)
 
 # The state of the notebooks and modules: a checksum for each file.
 tree = find nbs credit_rl -type f ! -name _modidx.py ! -path '*/__pycache__/*' ! -path '*/.ipynb_checkpoints/*' -exec cksum {} + \

@@ -88,12 +88,7 @@ def enter_project():
 
 def notebooks_in(folder):  # path of a folder of notebooks and of chapters
     """The notebooks of a folder and of the folders in it: list of paths in their order. Nothing hidden is one of them,
-    as the copies in `.ipynb_checkpoints`, which JupyterLab makes as soon as it opens a notebook.
-
-    Parameters
-    ----------
-    folder : path of a folder of notebooks and of chapters
-    """
+    as the copies in `.ipynb_checkpoints`, which JupyterLab makes as soon as it opens a notebook."""
     shown = lambda path: not any(part[0] in '._' for part in path.relative_to(folder).parts)
     return sorted(filter(shown, Path(folder).rglob('*.ipynb')))
 

@@ -34,7 +34,8 @@ def read_audits(
     tables, own = [], {}
     for path in sorted(Path(folder).glob(f'*/{what}*/*/audit.csv')):
         found, (regime, kind, seed) = read_json(path.parent/'audit.json'), path.parts[-4:-1]
-        rule, before = kind.removeprefix(what).removeprefix('-'), 1 - found['bottleneck']['answer']
+        rule, answer = kind.removeprefix(what).removeprefix('-'), found['bottleneck']['answer']   # None: not told
+        before = math.nan if answer is None else 1 - answer
         table = pd.read_csv(path).assign(regime=regime, seed=int(seed), before=before, right=found['right'])
         if rule: own.setdefault((regime, rule), []).append(table[table.rule == rule])
         else: tables.append(table)
