@@ -227,7 +227,7 @@ def _parquet_rows(path, name):
     "Yield (where, row) of a parquet file. Raises ImportError without pyarrow."
     try: import pyarrow.parquet as parquet
     except ImportError as e:
-        raise ImportError('reading parquet needs `pyarrow`: pip install "credit_rl[train]"; or convert the file to '
+        raise ImportError('reading parquet needs `pyarrow`: pip install "credit_rl[run]"; or convert the file to '
                           '.jsonl') from e
     try: file = parquet.ParquetFile(path)
     except ValueError as e: raise ValueError(f'{name} is not parquet: {e}') from None

@@ -18,14 +18,14 @@ from credit_rl.diagnostics import training_curves
 from credit_rl.engine import ScriptedEngine
 from credit_rl.evaluate import question_row, run_evaluation, set_names
 from credit_rl.longform import (JudgeChoice, VERDICTS, judge_rows, judged_table, long_rewards,
-                                main, parse_grounded, pass_rates, run_longform)
+                                main, pass_rates, run_longform)
 from credit_rl.methods import get_method
 from credit_rl.models import load_tokenizer
 from credit_rl.options import options_in
 from credit_rl.parameters import from_settings
 from credit_rl.parts import bind
 from credit_rl.protocol import PROTOCOLS, Chat, byte_tokenizer
-from credit_rl.prs import prs_long
+from credit_rl.prs import parse_grounded, prs_long
 from credit_rl.readers import RowError
 from credit_rl.runlog import read_metrics, read_turns
 from credit_rl.sft import Imitation, read_rollouts, rejection_sft
