@@ -20,6 +20,7 @@ from credit_rl import api
 from credit_rl.compare import find_runs
 from credit_rl.methods import METHODS, compose
 from credit_rl.options import Option
+from credit_rl.parameters import notebooks_in
 from credit_rl.parts import Row
 from credit_rl.runlog import read_summary
 from credit_rl.settings import Config, check, make_config
@@ -189,8 +190,8 @@ def test_notebooks_lose_directives_and_hidden_cells_and_keep_outputs(site_read):
 
 
 def test_the_contents_follow_the_chapters(site_read, root):
-    assert set(site_read.notebooks) == {str(p.relative_to(root)) for p in root.glob('nbs/**/[0-9]*_*.ipynb')
-                                        if '.ipynb_checkpoints' not in p.parts}
+    assert set(site_read.notebooks) == {str(p.relative_to(root)) for p in notebooks_in(root / 'nbs')} - {
+        'nbs/index.ipynb'}
     folders = list(site_read.chapters)
     assert folders == [*sorted(f for f in folders if f[0].isdigit()), 'machinery', 'experiments', 'papers']
     sections = {title: of for entry in notebooks.notebook_nav(site_read) for title, of in entry.items()}
@@ -260,7 +261,7 @@ def test_the_log_has_a_line_for_each_finding_newest_first(root):
     lines = re.findall(r'^- (.*)', (root / 'runs' / 'LOG.md').read_text(encoding='utf-8'), re.M)
     found = [re.fullmatch(r'\[(\d{4}-\d\d-\d\d)\]\(log/(.*)\.md#(.*?)\) — \S.*\.', line) for line in lines]
     assert all(found) and all(m[1] == m[2] for m in found) and max(len(m[0]) - len(m[3]) for m in found) < 300
-    days = sorted((p.stem for p in (root / 'runs' / 'log').iterdir()), reverse=True)
+    days = sorted((p.stem for p in (root / 'runs' / 'log').glob('*.md')), reverse=True)
     headings = [heading for day in days for heading in re.findall(
         '^## (.*)', (root / 'runs' / 'log' / f'{day}.md').read_text(encoding='utf-8'), re.M)]
     assert [m[1] for m in found] == [heading[:10] for heading in headings]

@@ -203,7 +203,8 @@ def test_what_was_evaluated_is_judged_from_its_folder(tmp_path, capsys):
                    engine=gossip(None), say=lambda line: None, progress=False)
     for reply, rate in (('Match', 1), ('Mismatch', 0)):
         with Stub(lambda prompt, attempt: 'invented' if 'search found:' in prompt else reply) as stub:
-            main(['--folder', str(tmp_path), f'judge={json.dumps(settings_for(stub, tmp_path)["judge"])}'])
+            judge = {**settings_for(stub, tmp_path)['judge'], 'model': f'stub {rate}'}     # replies are kept by model
+            main(['--folder', str(tmp_path), f'judge={json.dumps(judge)}'])
         table = judged_table(tmp_path)
         assert table.loc[('hotpotqa', 'all'), list(VERDICTS)].tolist() == [rate, 0]
     assert 'hotpotqa: reference pass 0.000' in capsys.readouterr().out
@@ -365,7 +366,7 @@ def test_the_judged_outcome_by_hand():
     with Stub(lambda prompt, attempt: 'what?' if 'Odd.' in prompt else knows(prompt, attempt)) as stub:
         bound = bind(method, {'judge': judge_of(stub)})
         rewards = bound.text_rewards([Group(question, tries)])
-        assert len(stub.requests) == 3
+        assert len(stub.requests) == 4       # three, and once more what could not be read
     assert rewards['outcome'][:3].tolist() == [1, 0, 0] and rewards['outcome'][3].isnan()
     with pytest.raises(ValueError, match='judged asks a judge'): bind(method, {})
 
