@@ -23,6 +23,7 @@ import torch
 import yaml
 
 from credit_rl import dry_run, prepare as preparing, setup as staging, step_metrics, train as training
+from credit_rl.compare import find_runs
 from credit_rl.diagnostics import before_after, training_curves
 from credit_rl.estimate import read_sizes
 from credit_rl.layout import pack
@@ -882,10 +883,9 @@ def test_surprisal_is_of_the_samples_and_entropy_of_the_distributions(tmp_path):
 
 def test_stored_runs_say_surprisal():
     "Runs that were stored when the estimate was called entropy were renamed, so that they can be replayed."
-    others = 'carl_warm', 'carl_demo', 'trl'
-    stored = [p for p in (ROOT / 'runs').glob('*/*/metrics.jsonl*') if p.parts[-3] not in others]
-    assert stored
-    for path in stored: assert 'surprisal' in read_metrics(path.parent), path
+    live = [path.parent for path in (ROOT / 'runs' / 'smollm2').glob('**/metrics.jsonl')]
+    assert live
+    for run in (*live, *find_runs(ROOT / 'runs' / 'compare')): assert 'surprisal' in read_metrics(run), run
 
 
 def test_kept_rollouts_tell_of_their_turns_and_states(tmp_path):

@@ -31,6 +31,7 @@ from credit_rl.runlog import read_metrics, read_turns
 from credit_rl.sft import Imitation, read_rollouts, rejection_sft
 from credit_rl.train import train
 from credit_rl.trajectory import Group, Question, Stop, Trajectory, Turn
+from kept import kept
 from paper_player import answer_of, call_of, write_model
 from test_paper_settings import unsaid
 from judge_server import Stub
@@ -275,7 +276,7 @@ def test_the_papers_file_is_cited_and_runs_with_a_local_model(tmp_path):
     assert len(rows) == 4 and judged_table(run).loc[('pairs', 'all'), 'questions'] == 4
 
 
-LONG = {p.stem: p for p in sorted((ROOT / 'runs' / 'params').glob('*_long*_qwen3_*.yaml'))}
+LONG = {p.stem: p for p in kept(ROOT, 'runs/params/*_long*_qwen3_*.yaml')}
 # of the sample, with a judge on this machine: sizes and host, and nothing else
 SMALL = dict(path=str(SAMPLE), corpus=str(PAGES), steps=2, group_size=4, questions_per_step=2, dev_questions=1,
              test_questions=1, eval_every=2, max_tokens=4096, turn_tokens=512, threads=1, recompute=True, minibatches=1,
