@@ -25,6 +25,7 @@ from .launch import (LaunchError, Progress, Ranks, is_rank, join_ranks, keep_tra
 from .layout import pack
 from .learner import BadStep, Learner, teach_critic
 from .dry_run import is_large, no_gpu
+from .estimate import kept_lengths
 from .models import find_model
 from .outcome import outcome_rewards
 from .parameters import by_group, make_parser, read_settings
@@ -38,7 +39,7 @@ from .runlog import (RunLog, BoundedGzip, atomic_write, latest_checkpoint, code_
 from .scoring import GOLDS_OPTION, answer_header, gold_templates, gold_texts, retell, teacher_chat
 from .settings import (GROUPS, Acting, Config, Host, Learning, Settings, check, make_config, schema_notes,
                                 scored_schemas, settings_of, weight_limits)
-from .setup import (Setup, add_lora, bound_method, draw_questions, examine, forecast, hand_over, make_engine,
+from .setup import (Setup, add_lora, bound_method, draw_questions, examine, forecast, foretell, hand_over, make_engine,
                              make_learner, make_setup, origin_of, real_questions, real_search)
 from .step_metrics import (base_lines, base_report, collapsed, credit_metrics, credited_tokens,
                                     describe_rollouts, dev_metrics, final_lines, is_kept, is_shown, kl_from_base,
@@ -714,6 +715,12 @@ def _sample_base(actor, method, count, say):
     return report
 
 # %% ../nbs/5_run/63_train.ipynb #c090
+def _foretold(run, pace):
+    "What a step takes beside what was foretold of rollouts as long as those that were kept: a line of text."
+    seconds = foretell(run.settings, kept_lengths(run.log.folder))
+    parts = ', '.join(f'{part} {took:.3g}' for part, took in seconds.items() if took)
+    return f'a step takes {pace:.3g} s; foretold were {sum(seconds.values()):.3g} s ({parts})'
+
 def _steps(run, first, asked):
     """Take the steps from `first` on, until the run is over or has collapsed, or was `asked` to end: the signal's
     number then, 0 otherwise."""
@@ -730,6 +737,7 @@ def _steps(run, first, asked):
         pace = (time.monotonic() - since) / (step - first + 1)
         if due or is_shown(step, first):
             run.say(f'{step_line(step, steps, metrics, dev)}  {pace:.2f} s/step, {pace * (steps - step):.0f} s left')
+        if step == first + 2 and is_large(run.settings.acting.model) and run.ranks.first: run.say(_foretold(run, pace))
         if run.memory['collapsed']:
             run.say(f'stopped at step {step}: the answer rate of the last 5 steps fell below {keeping.collapse:.0%} of '
                     'its best; try a smaller learning rate, or a KL term')

@@ -11,11 +11,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from credit_rl.estimate import memory, read_sizes
+from credit_rl.estimate import likely_load, memory, read_sizes, step_seconds
 from credit_rl.runlog import latest_checkpoint, read_metrics, same_metrics
 from credit_rl.settings import make_config, settings_of
 from credit_rl.setup import load_of, plan_of
-from credit_rl.estimate import step_seconds
 from credit_rl.train import train
 
 psutil = pytest.importorskip('psutil')
@@ -96,7 +95,8 @@ def test_host_files_leave_time_for_a_step_and_its_save():
     "As the estimate has them: what Slurm's warning and Kubernetes' patience give is what the run's own setting gives."
     s = settings_of(make_config(yaml.safe_load((ROOT / 'runs/params/tspo_qwen2.5_7b.yaml').read_text())))
     sizes, plan = read_sizes(s.acting.model), plan_of(s)
-    takes = memory(sizes, plan)['checkpoint'] / 2e9 + sum(step_seconds(sizes, plan, load_of(s), s.host.tflops).values())
+    takes = memory(sizes, plan)['checkpoint'] / 2e9 + sum(
+        step_seconds(sizes, plan, likely_load(load_of(s), []), s.host.tflops).values())
     slurm = (ROOT / 'runs/hosts/slurm.sh').read_text()
     *_, job = yaml.safe_load_all((ROOT / 'runs/hosts/kubernetes.yaml').read_text())
     patience = job['spec']['template']['spec']['terminationGracePeriodSeconds']
