@@ -8,7 +8,6 @@ import re
 import shlex
 import shutil
 import subprocess
-import sys
 import threading
 import time
 import urllib.request
@@ -25,15 +24,14 @@ from credit_rl.parameters import notebooks_in
 from credit_rl.parts import Row
 from credit_rl.runlog import read_summary
 from credit_rl.settings import Config, check, make_config
+import build as site_build   # docs/build.py and what it is made of
+import notebooks
+import pages as site_pages
+from kept import kept
+from links import dead_links, foreign_loads
+from pages import SECTIONS, method_page, page_name, read_archive, stored_about
 
 ROOT = next(folder for folder in Path(__file__).resolve().parents if (folder / 'settings.ini').exists())
-sys.path.insert(0, str(ROOT / 'docs'))
-import build as site_build  # noqa: E402  docs/build.py and what it is made of
-import notebooks  # noqa: E402
-import pages as site_pages  # noqa: E402
-from links import dead_links, foreign_loads  # noqa: E402
-from pages import SECTIONS, method_page, page_name, read_archive, stored_about  # noqa: E402
-
 BUILT_WITH = ('mkdocs', 'material', 'mkdocs_jupyter', 'latex2mathml')    # the extra `docs`
 without_docs = pytest.mark.skipif(not all(map(importlib.util.find_spec, BUILT_WITH)), reason="the extra 'docs' is "
                                   'not installed: make docs installs it')
@@ -140,8 +138,25 @@ def test_an_old_audits_signal_has_no_interval():
 
 def test_results_are_the_stored_tables(root):
     page = site_pages.results_page(read_archive(root))
-    tables = sorted((root / 'runs').glob('*/table.md'))
+    tables = kept(root, 'runs/*/table.md')
     assert tables and all(table.read_text().strip() in page for table in tables)
+
+
+def test_own_runs_are_no_part_of_the_site(tmp_path):
+    "What git ignores or has not been given, and files of settings too."
+    audits = {name: tmp_path / 'runs' / name / 'audit.csv' for name in ('ours', 'mine', 'new')}
+    for path in audits.values():
+        path.parent.mkdir(parents=True)
+        path.write_text(',sign,seconds\ntspo,0.5,3\n')
+        (tmp_path / 'runs' / 'params').mkdir(exist_ok=True)
+        (tmp_path / 'runs' / 'params' / f'{path.parent.name}.yaml').write_text('method: tspo')
+    (tmp_path / '.gitignore').write_text('runs/mine')
+    assert set(read_archive(tmp_path).audits['tspo']) == {'runs/ours', 'runs/mine', 'runs/new'}    # no clone yet
+    for command in (['init', '-q'], ['add', 'runs/ours', 'runs/params/ours.yaml']):
+        subprocess.run(['git', *command], cwd=tmp_path, check=True)
+    archive = read_archive(tmp_path)
+    assert set(archive.audits['tspo']) == {'runs/ours'} and archive.params == {'tspo': ['runs/params/ours.yaml']}
+    assert kept(tmp_path, 'runs/*/audit.csv') == [audits['ours']]
 
 
 def test_every_setting_and_every_name_has_its_line():
