@@ -194,7 +194,7 @@ def _divided(m):
 def _without_latex(text):
     r"Take LaTeX's wrapping off a number: `\$`, `\%`, `{,}`, thin spaces, `\text{…}`, `\left(`, fractions."
     text = re.sub(r'\\(?:left|right)(?=[()\[\]])', '', _WRAPPED.sub(lambda m: f' {m[1] or m[2] or ""} ', text))
-    text = _FRACTION.sub(_divided, text)
+    text = re.sub(r'\\(?:[dtc]?frac|sqrt)', ' 0 0 ', _FRACTION.sub(_divided, text))     # of another formula: no number
     return re.sub(r'\\([$%])', r'\1', re.sub(r'\{,\}|(?<=\d)\\[,!](?=\d{3})', ',', text)).replace('\\,', ' ')
 
 # %% ../nbs/2_environment/11_metrics.ipynb #w1102
