@@ -11,9 +11,10 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from .benchmarks import (find_benchmark, get_benchmark, is_question_row, read_passages,
-                                  read_question)
-from .readers import LoadedRows, Passage, RowError, collect_rows, read_rows
+from .benchmarks import (SPLITS, find_benchmark, get_benchmark, in_parts, is_question_row, read_passages,
+                                  read_question, with_columns)
+from .readers import (Cutting, LoadedRows, Passage, RowError, collect_rows, document_files,
+                               read_documents, read_rows)
 
 # %% ../nbs/2_environment/10_datasets.ipynb #c092
 def _split(name):
@@ -153,14 +154,14 @@ def _own_folder(bench):
     raise FileNotFoundError(f'{bench.name} lies in {bench.folder} of the repository, which this installation has not: '
                             'clone it, or give its folder as path')
 
-def _question_rows(bench, path, split):
+def _question_rows(bench, path, split, header_has=()):
     "Yield the (where, row) pairs of one split of question rows from a file, a folder, the repository or the hub."
     split = _split(split)
-    if path is None: path = _own_folder(bench)
+    if path is None: path = bench.file or _own_folder(bench)
     if path is None: return _hub_rows(bench, split)
     path = Path(path)
     if not path.exists(): raise FileNotFoundError(f'no file or folder {path}')
-    if not path.is_dir(): return read_rows(path)
+    if not path.is_dir(): return read_rows(path, header_has=header_has)
     found = _split_files(bench, path, split)
     if len(found) > 1:
         raise ValueError(f'{path} holds several splits: {", ".join(f"{s} ({p.name})" for s, p in found.items())}; say '
@@ -174,22 +175,38 @@ def _of_another_set(bench, row):
     other = find_benchmark(source.rpartition('/')[2]) if isinstance(source, str) else None
     return other.name if other and other is not bench else None
 
+def _own_part(questions, bench, split):
+    """The questions of one part of a file of one's own, by its column `split`, else by a hash of each: LoadedRows.
+    Raises ValueError where some rows name their split and others do not."""
+    named = sum('split' in q.meta for q in questions)
+    if named not in (0, len(questions)):
+        raise ValueError(f'{bench.file}: {named} of {len(questions)} questions name their split; give it to all, or to '
+                         'none')
+    if split is None: return questions
+    found = [q for q in questions if q.meta['split'] == split] if named else in_parts(questions)[split]
+    return LoadedRows(found, questions.skipped)
+
 def load_questions(
-    name,              # a data set of BENCHMARKS
+    name,              # a data set of BENCHMARKS, or a file of one's own questions
     path=None,         # file or folder; None: download, commit pinned; the set of data/real lies in the repository
-    # 'train', 'dev' or 'test': which file of a folder or of the hub; a file given as path is taken as it is
+    # 'train', 'dev' or 'test': which file of a folder or of the hub, or which part of a file of one's own; None or
+    # 'all': the whole file. A file given as path is taken as it is
     split=None,
     on_error='raise',  # malformed row: 'raise', or 'skip' it, count and warn
+    columns=None,      # dict 'question', 'answers' → field of a file of one's own; None: the usual ones
 ):
     """Load a benchmark as a list of `Question`, with `skipped` as an attribute.
     Raises on an unknown name or layout, a malformed row, an id that stands twice, a file of other sets.
 
-    name: a data set of BENCHMARKS
+    name: a data set of BENCHMARKS, or a file
     path: file or folder; None: download
     split: 'train', 'dev' or 'test'; None: all there is
     on_error: malformed row: 'raise' or 'skip'
+    columns: where a file of one's own has its questions and answers
     """
-    bench, seen, others = get_benchmark(name), Counter(), Counter()
+    bench, seen, others = with_columns(get_benchmark(name), columns), Counter(), Counter()
+    if bench.file and path is not None:
+        raise ValueError(f'data={name} is a file already: leave out path={path}')
     def parse(row):
         if other := _of_another_set(bench, row):
             others[other] += 1
@@ -201,28 +218,37 @@ def load_questions(
             raise RowError('id', f'{question.id!r} stands twice; ids tell questions apart in groups, splits and '
                                  'manifests')
         return question if n == 1 else replace(question, id=f'{question.id}-{n}')    # the same question and golds again
-    out = collect_rows(_question_rows(bench, path, split), parse, on_error)
+    own = bool(bench.file)
+    headers = tuple(c for c in (columns or {}).values() if isinstance(c, str))
+    out = collect_rows(_question_rows(bench, path, None if own else split, headers), parse, on_error)
+    if own: return _own_part(out, bench, None if split == 'all' else _split(split))
     if not out:
         raise ValueError(f'{path or bench.folder or bench.hub[0]} has no rows of {bench.name}, only of '
                          f'{", ".join(sorted(others))}')
     return out
 
 # %% ../nbs/2_environment/10_datasets.ipynb #c117
-def _corpus_rows(bench, path, split):
-    "Yield the (where, row) pairs that hold the passages: a file, a folder's corpus file, or question rows."
+def _corpus_rows(bench, path, split, cut):
+    """Yield the (where, row) pairs that hold the passages: a file, a folder's corpus file, question rows, or documents
+    where `cut` says how these are cut."""
     if path is None and bench.folder: path, split = _own_folder(bench), None   # one corpus for all its splits
     if path is None and bench.paragraphs is None:
         why = 'rows bring no paragraphs' if bench.has_corpus else 'is answered without a search and has no corpus'
         raise ValueError(f'{bench.name} {why}; give one, with corpus=FILE (load_corpus takes it as path), of '
                          f'{{"id", "contents"}} or {{"title", "text"}} rows')
-    if path is None or not Path(path).is_dir(): return _question_rows(bench, path, split)
-    folder = Path(path)
+    folder = Path(path) if path is not None and Path(path).is_dir() else None
     names = [f'{bench.name}_corpus.json', 'corpus.json', 'corpus.jsonl', 'corpus.jsonl.gz', '*passages.jsonl']
-    corpus = _first_match(folder, names)
+    corpus = _first_match(folder, names) if folder else None
+    asks = folder and bench.paragraphs and any(_first_match(folder, _file_names(bench, s)) for s in SPLITS)
+    if cut and path is not None and not (corpus or asks) and Path(path).exists() and document_files(path)[0]:
+        return read_documents(path, cut)
+    if cut not in (None, Cutting()):
+        raise ValueError(f'cut says how documents are cut, but {path} holds passages: leave out cut')
+    if folder is None: return _question_rows(bench, path, split)
     if corpus and split is None: return read_rows(corpus)
     if bench.paragraphs is None:
         raise FileNotFoundError(f'{folder} has no corpus file: {bench.name} brings no paragraphs; put a corpus.jsonl '
-                                'there')
+                                'there, or give a folder of documents as corpus')
     return (pair for file in _split_files(bench, folder, _split(split)).values() for pair in read_rows(file))
 
 # %% ../nbs/2_environment/10_datasets.ipynb #c118
@@ -231,6 +257,7 @@ def load_corpus(
     path=None,         # corpus file, question file or folder; None: the paragraphs of the hub's questions
     split=None,        # only the paragraphs of this split's questions
     on_error='raise',  # malformed row: 'raise', or 'skip' it, count and warn
+    cut=None,          # Cutting: how a folder of documents, or one document, is cut; None: documents are not read
 ):
     """Load the passages of a benchmark as a list of `Passage`, with `skipped` as an attribute.
     Raises on a malformed row, an id that stands twice, no passages.
@@ -239,6 +266,7 @@ def load_corpus(
     path: corpus file, question file or folder; None: the hub's paragraphs
     split: only this split's paragraphs; None: all
     on_error: malformed row: 'raise' or 'skip'
+    cut: how documents are cut; None: they are not read
     """
     bench, ids, pieces, out = get_benchmark(name), set(), set(), LoadedRows()
     def parse(row):
@@ -249,7 +277,7 @@ def load_corpus(
             ids.add(passage.id)
             if is_question_row(row): pieces.add((title, text))
             out.append(passage)
-    out.skipped = collect_rows(_corpus_rows(bench, path, split), parse, on_error).skipped
+    out.skipped = collect_rows(_corpus_rows(bench, path, split, cut), parse, on_error).skipped
     if not out:
         raise ValueError(f'the {bench.name} rows of {path or bench.folder or bench.hub[0]} bring no paragraphs; give '
                          'passages apart, with corpus=FILE (load_corpus takes it as path), or the url of a search '

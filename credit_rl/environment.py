@@ -17,7 +17,7 @@ from .models import read_template
 from .options import SettingsGroup, options_in, read_options, setting
 from .prompting import BASELINES, DIRECT
 from .protocol import ANSWER_STOPS, CALL_STOPS, PROTOCOLS, WORDS, check_tokenizer, get_protocol, worded
-from .readers import RowError
+from .readers import Cutting, RowError
 from .retrieval import BM25
 from .rollout import MALFORMED, RULES, Environment, check_lengths
 from .search_service import Patience, is_kept_searches, open_retriever
@@ -28,13 +28,17 @@ from .trajectory import Result
 @dataclass(frozen=True)
 class Source(SettingsGroup):
     "Which questions are asked, and what is searched for them."
-    data: object = setting('tiny', "a data set of 10_datasets, or several as in 'nq+hotpotqa'; to train also 'tiny'; "
-                                   "to evaluate also a list, a paper of MIXTURES (those it reports), or 'all'")
-    path: object = setting(None, 'its file or folder, of several a folder with one for each; to evaluate also dict set '
-                                 '→ path; None: by name from the hub')
-    corpus: object = setting(None, 'what is searched: passages in a file or folder, what BM25.save wrote, or the url '
-                                   'of a search server; to evaluate also dict set → one of these; None: the passages '
-                                   'beside the questions')
+    data: object = setting('tiny', "a data set of 10_datasets, a file of your own questions (.jsonl, .json, .csv, "
+                                   ".tsv, .parquet), or several as in 'nq+hotpotqa'; to train also 'tiny'; to "
+                                   "evaluate also a list, a paper of MIXTURES (those it reports), or 'all'")
+    columns: dict = setting({}, 'of a file of your own: the fields of question and answers, as in {question: asked, '
+                                'answers: gold}; {}: question, and answer, answers or golden_answers')
+    path: object = setting(None, 'of a known set: its file or folder, of several a folder with one for each; to '
+                                 'evaluate also dict set → path; None: by name from the hub')
+    corpus: object = setting(None, 'what is searched: passages in a file or folder, a folder of documents (.txt, .md, '
+                                   '.html, .pdf), what BM25.save wrote, or the url of a search server; to evaluate '
+                                   'also dict set → one of these; None: the passages beside the questions')
+    cut: dict = setting({}, 'how documents are cut into passages: by, words, overlap')
     dense: dict = setting({}, 'how it is searched, where that is an index of vectors: nprobe, query_tokens, gpu')
     patience: dict = setting({}, 'how long it is waited for, where that is a server: seconds, tries, pause, batch, '
                                    'deadline')
@@ -43,41 +47,46 @@ class Source(SettingsGroup):
 
     def __post_init__(self):
         super().__post_init__()
-        for name, kind in (('dense', DenseSearch), ('patience', Patience)):
+        for name, kind in (('cut', Cutting), ('dense', DenseSearch), ('patience', Patience)):
             read_options(name, options_in(kind), getattr(self, name))
+        Cutting(**self.cut)
 
     @property
     def search_settings(self):
-        "`DenseSearch`, None where nothing is set, and `Patience`: what `open_search` takes."
-        return DenseSearch(**self.dense) if self.dense else None, Patience(**self.patience)
+        "`DenseSearch`, None where nothing is set, `Patience` and `Cutting`: what `open_search` takes."
+        return DenseSearch(**self.dense) if self.dense else None, Patience(**self.patience), Cutting(**self.cut)
 
 # %% ../nbs/2_environment/26_environment.ipynb #c046
 def open_search(
     name,          # a data set of BENCHMARKS
     path=None,     # its file or folder, None: the hub; taken for the passages where `corpus` is not given
-    # a file or folder of passages, a saved index, the url of a search server, or a file of kept searches; None: those
-    # beside the questions
+    # a file or folder of passages, a folder of documents, a saved index, the url of a search server, or a file of kept
+    # searches; None: those beside the questions
     corpus=None,
     split=None,    # of the hub's questions, whose paragraphs are taken; files are taken whole
     on_error='raise',
     opened=None,   # dict: saved indexes and the like that are open already, by their place
-    settings=(None, None),   # DenseSearch of an index of vectors, Patience with a server
+    # DenseSearch of an index of vectors, Patience with a server, Cutting of documents
+    settings=(None, None, Cutting()),
 ):
     """Open what a set is searched in: (has search(queries, k), what to say about its passages, about itself). Raises
     ValueError naming the set, ConnectionError where a search server does not answer."""
     bench, opened = get_benchmark(name), {} if opened is None else opened
     served = bool(corpus) and corpus.startswith(('http://', 'https://'))
     if not (corpus or bench.paragraphs or bench.folder or path and Path(path).is_dir()):
-        raise ValueError(f'{name} brings no passages: give them as corpus (a file, a folder, what BM25.save wrote, or '
-                         'the url of a search server), or ask without a search by protocol=\'direct\'')
+        raise ValueError(f'{name} brings no passages: give them as corpus (a file, a folder of documents, what '
+                         'BM25.save wrote, or the url of a search server), or ask without one by protocol=\'direct\'')
     place = Path(corpus or '')
     if corpus and (served or (place/'index.json').is_file() or place.is_file() and is_kept_searches(corpus)):
-        if corpus not in opened: opened[corpus] = open_retriever(corpus, None, *settings)
+        if settings[2] != Cutting():
+            raise ValueError(f'cut says how documents are cut, but {corpus} holds passages: leave out cut')
+        if corpus not in opened: opened[corpus] = open_retriever(corpus, None, *settings[:2])
         search = opened[corpus].check() if served else opened[corpus]
     else:
         if settings[0]: raise ValueError(f'{name} is searched by words (BM25): dense is for an index of vectors, which '
                                          'credit-rl index --dense makes')
-        try: search = BM25(load_corpus(name, corpus or path, None if corpus or path else split, on_error))
+        cut = settings[2] if corpus else None
+        try: search = BM25(load_corpus(name, corpus or path, None if corpus or path else split, on_error, cut))
         except RowError: raise
         except ValueError as e: raise ValueError(f'{name}: {e}') from None
     about = search.about()

@@ -4,16 +4,17 @@
 
 # %% auto #0
 __all__ = ['NEAR', 'measure', 'by_set', 'summarize', 'score', 'evaluate', 'bootstrap_interval', 'EvaluationChoice', 'Evaluation',
-           'set_names', 'check_evaluation', 'question_key', 'dev_keys', 'open_set', 'manifest_differences',
-           'question_row', 'set_scores', 'read_manifest', 'read_scores', 'right_rows', 'run_evaluation', 'ReplayResult',
-           'replay_evaluation', 'compare_rows', 'evaluation_table', 'evaluation_figure', 'main']
+           'set_names', 'check_evaluation', 'question_key', 'dev_keys', 'train_keys', 'note_seen', 'seen_lines',
+           'open_set', 'manifest_differences', 'question_row', 'set_scores', 'read_manifest', 'read_scores',
+           'right_rows', 'run_evaluation', 'ReplayResult', 'replay_evaluation', 'compare_rows', 'evaluation_table',
+           'evaluation_figure', 'main']
 
 # %% ../nbs/3_acting/27_evaluate.ipynb #c002
 import contextlib, dataclasses, functools, importlib.metadata, json, math, os, platform, re, shutil, sys, time, warnings
 from dataclasses import dataclass
 from pathlib import Path
 import numpy as np, torch
-from .benchmarks import BENCHMARKS, find_benchmark, get_benchmark
+from .benchmarks import BENCHMARKS, get_benchmark
 from .datasets import MIXTURES, load_questions, subsample
 from .engine import Decoding, HFEngine, SamplingParams
 from .environment import Conversation, Source, asked_protocol, is_searched, make_environment, open_search
@@ -30,7 +31,7 @@ from .prompting import BASELINES
 from .protocol import PROTOCOLS, prompt_hash, worded
 from .rollout import check_prompts, rollout
 from .runlog import (METRICS, Hold, RunFolder, RunLog, atomic_folder, atomic_write, code_hashes, read_json,
-                              read_turns, read_text)
+                              read_turns, read_text, write_json)
 from .trajectory import Group, Result, to_json
 from .vllm_engine import EngineChoice, EngineLost, VLLMEngine, VLLMSettings, check_vllm_settings, rank_devices
 
@@ -145,11 +146,15 @@ def set_names(data):
     """List the data sets meant: a list, names with commas or +, a paper of MIXTURES (the sets it reports), or 'all'.
     Raises ValueError."""
     if data == 'all': return [n for n, b in BENCHMARKS.items() if b.common]
+    if isinstance(data, str) and Path(data).is_file(): data = [data]
     if isinstance(data, str):
         data = MIXTURES[data].evaluate if data in MIXTURES else [n.strip() for n in re.split('[,+]', data) if n.strip()]
     if not isinstance(data, (list, tuple)) or not data:
         raise ValueError(f'data must name at least one data set, got {data!r}; known: {", ".join(BENCHMARKS)}')
-    return list(dict.fromkeys(get_benchmark(n).name for n in data))
+    names = list(dict.fromkeys(get_benchmark(n).name for n in data))
+    if len(names) < len({get_benchmark(n).file or get_benchmark(n).name for n in data}):
+        raise ValueError(f'two files of data={data} have one name, and results call a set by it: rename one')
+    return names
 
 def _place(name, given, what):
     "Find what `path` or `corpus` says about one set: str or None. Raises where a file or folder is not there."
@@ -200,16 +205,46 @@ def dev_keys(folder):
     if folder and own.exists(): return set(read_json(own))
     return set(read_json(exported).get('dev', ())) if folder and exported.exists() else set()
 
+def train_keys(folder):
+    """Keys of the questions that a run, or a model that came from one, was trained on: set of str, empty where nothing
+    says so."""
+    noted = Path(folder or '.')/'train.json'
+    return set(read_json(noted)) if folder and noted.exists() else set()
+
+def note_seen(
+    folder,      # of a run or of a model
+    trained,     # questions that are learned from
+    chosen=(),   # questions that choose the checkpoint
+    model=None,  # what it begins with, whose own notes are taken over
+):
+    "Write down which questions are trained on, and which choose the checkpoint, in train.json and dev.json."
+    for name, known, questions in (('train', train_keys, trained), ('dev', dev_keys, chosen)):
+        keys = dict.fromkeys([*sorted(known(model)), *map(question_key, questions)])
+        if keys: write_json(Path(folder)/f'{name}.json', list(keys))
+
+def seen_lines(
+    parts,  # dict part -> questions that are evaluated
+    keys,   # set of str: what was trained on, see `question_key`
+    how,    # str: what happened to these, such as 'were demonstrated'
+):
+    "What to say of evaluated questions that were learned from: list of lines, a line for each part that has any."
+    counts = {part: sum(question_key(q) in keys for q in questions) for part, questions in parts.items()}
+    return [f'WARNING: {n} of {len(parts[part])} {part} questions {how}: what is right of these shows no learning'
+            for part, n in counts.items() if n]
+
 def _without_dev(pool, folder):
-    "Questions without the dev questions of a folder; all without one. Raises ValueError where nothing says which."
-    left = dev_keys(folder)
+    """Questions without those that a folder's model was chosen by or trained on; all without one. Raises ValueError
+    where nothing says which."""
+    left = dev_keys(folder) | train_keys(folder)
     if folder and not left:
         raise ValueError(f'leave_out: {folder} does not say which dev questions it had: give the folder of a training '
                          'run on a data set, or of a model that credit-rl export wrote from one')
     return [q for q in pool if question_key(q) not in left]
 
 def _note_inside(name, asked, model):
-    "Say how many of the questions that are asked chose the checkpoint that answers: int."
+    "Say how many of the questions that are asked chose the checkpoint, or taught it: int, those that chose it."
+    for line in seen_lines({name: asked}, train_keys(model), f'are among those that {model} was trained on'):
+        warnings.warn(f'{line}; leave_out={model} leaves them out')
     inside = sum(question_key(q) in dev for q in asked) if (dev := dev_keys(model)) else 0
     if inside: warnings.warn(f'{name}: {inside} of {len(asked)} questions chose the checkpoint of {model}; leave_out='
                              f'{model} leaves them out')
@@ -223,12 +258,12 @@ def _questions(name, source, choice, seed):
     set."""
     bench, path = get_benchmark(name), _place(name, source.path, 'path')
     split = choice.split or bench.eval_split
-    try: pool = load_questions(name, path, split, choice.on_error)
+    try: pool = load_questions(bench.file or name, path, split, choice.on_error, source.columns)
     except RowError: raise
     except ValueError as e: raise ValueError(f'{name}: {e}') from None
     if source.questions and len(pool) < source.questions:
         warnings.warn(f'{name}: {source.questions} questions were asked for, but '
-                      f'{path or bench.folder or bench.hub[0]} has {len(pool)} of split {split!r}')
+                      f'{path or bench.file or bench.folder or bench.hub[0]} has {len(pool)} of split {split!r}')
     golds, _ = empty_golds(pool)
     if golds: warnings.warn(f'{name}: {gold_note(pool)}')
     kept = _without_dev(pool, choice.leave_out)
@@ -236,10 +271,12 @@ def _questions(name, source, choice, seed):
         raise ValueError(f'{name}: all {len(pool)} questions are left out by leave_out={choice.leave_out}, so none is '
                          'left to ask: take another split')
     asked = subsample(kept, source.questions, seed) if source.questions else kept
-    dev = {'dev_left_out': len(pool) - len(kept), 'dev_inside': _note_inside(name, asked, choice.model)}
+    taught = train_keys(choice.model)
+    dev = {'dev_left_out': len(pool) - len(kept), 'dev_inside': _note_inside(name, asked, choice.model),
+           'train_inside': sum(question_key(q) in taught for q in asked)}
     about = {
         'dataset': name, 'split': split,
-        'revision': 'local files' if path else bench.folder or '@'.join(filter(None, bench.hub)),
+        'revision': 'local files' if path or bench.file else bench.folder or '@'.join(filter(None, bench.hub)),
         'loaded': len(pool), 'loaded_hash': _content(pool), 'asked': len(asked), 'asked_hash': _content(asked),
         'skipped': len(pool.skipped), 'ids': [q.id for q in asked], **({'empty_golds': golds} if golds else {}),
         **{k: v for k, v in dev.items() if v}}
@@ -394,7 +431,7 @@ def _plan_evaluation(
     _refuse_long(name, questions, env)
     bench = get_benchmark(name)
     manifest = {
-        'settings': {**vars(s), 'data': name},
+        'settings': {**vars(s), 'data': bench.file or name},
         'questions': rows,
         'metric': {'name': _metric_of(name, s.metric), 'rel_tol': bench.rel_tol},
         'corpus': corpus,
@@ -546,7 +583,7 @@ def _is_done(folder, plan):
 def read_scores(folder):  # of a run
     """Read the scores of the sets evaluated in a run: dict set → what `set_scores` gives, in the order of BENCHMARKS.
     Raises FileNotFoundError where there are none."""
-    files = [p.parent.name for p in sorted(Path(folder).glob('*/scores.json')) if find_benchmark(p.parent.name)]
+    files = [p.parent.name for p in sorted(Path(folder).glob('*/scores.json')) if (p.parent/'manifest.json').exists()]
     found = {n: Path(folder)/n/'scores.json' for n in dict.fromkeys([*BENCHMARKS, *files])}
     scores = {n: _read_part(p) for n, p in found.items() if p.is_file()}
     if not scores:
@@ -756,7 +793,7 @@ def replay_evaluation(
         other = ('data', 'path', 'corpus', 'split', 'questions', 'run')
         key = json.dumps({k: v for k, v in vars(s).items() if k not in other})
         player = players[key] = players.get(key) or _LazyModel(s, engine)
-        plan = _plan_evaluation(s, before['settings']['data'], player)
+        plan = _plan_evaluation(s, set_names(before['settings']['data'])[0], player)
         inputs = manifest_differences(before, plan.manifest, ignore=()) + _question_differences(rows, plan.questions)
         for line in inputs: say(f'{plan.name}, input: {line}')
         now = _play_again(plan, player, progress)

@@ -6,7 +6,7 @@
 __all__ = ['read_policy', 'export_run', 'main']
 
 # %% ../nbs/machinery/66_export.ipynb #c002
-import dataclasses, json, sys
+import dataclasses, json, shutil, sys
 from pathlib import Path
 from .learner import saved_policy
 from .models import load_model
@@ -66,6 +66,7 @@ def _write_model(folder, run, model, tokenizer, step):
         tokenizer.save_pretrained(part)
         origin = {'run': run.name, 'step': step, **{k: about[k] for k in ('method', 'model', 'seed', 'lora')}}
         if (run/'dev.json').exists(): origin['dev'] = read_json(run/'dev.json')
+        if (run/'train.json').exists(): shutil.copy(run/'train.json', part)
         (part/'credit_rl.json').write_text(json.dumps(origin, indent=1) + '\n')
 
 # %% ../nbs/machinery/66_export.ipynb #c013

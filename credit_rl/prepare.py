@@ -109,7 +109,7 @@ def _elsewhere(choice, task, env):
     "The environment whose programs search elsewhere; None where there is no search."
     if env.tool.search is None: return None
     if choice.other_corpus:
-        waits = (None, task.search_settings[1])
+        waits = (None, *task.search_settings[1:])
         return searching(env, open_search(data_sets(task)[0], task.path, choice.other_corpus, settings=waits)[0])
     return searching(env, Missing(env.tool.search.retriever, choice.other_misses))
 

@@ -14,7 +14,7 @@ from difflib import get_close_matches
 from dataclasses import dataclass
 from pathlib import Path
 import torch
-from .benchmarks import find_benchmark, get_benchmark
+from .benchmarks import find_benchmark, get_benchmark, with_columns
 from .engine import Decoding, SamplingParams
 from .environment import Conversation, Source, asked_protocol, protocol_row
 from .launch import Processes, check_hosts, check_threads
@@ -375,20 +375,33 @@ def check(config):
 # %% ../nbs/5_run/61_settings.ipynb #c020
 def data_sets(task):
     "Names of the data sets that a task mixes."
+    if Path(task.data).is_file(): return [task.data]                              # a name with a comma, perhaps
     return [name.strip() for name in re.split('[,+]', task.data)]
 
 def world_arguments(world, part):
     "Arguments of `make_world` for a part, 'train', 'dev' or 'test': a dict of parts has one value for each."
     return {name: value[part] if isinstance(value, dict) else value for name, value in world.items()}
 
+def _check_own(task, bench):
+    "Refuse a file of one's own that is not there, and settings of known sets beside it."
+    if not Path(bench.file).is_file(): raise ValueError(f'data={bench.file}: there is no such file')
+    if task.path is not None: raise ValueError(f'data={bench.file} is a file already: leave out path={task.path!r}')
+    for name in ('train_split', 'dev_split'):
+        if getattr(task, name) != getattr(Task, name):
+            raise ValueError(f'{name} is of known sets; a question of {bench.file} has its part by a column split, or '
+                             f'by the hash of its text: leave out {name}')
+
 def _check_sets(task, protocol):
     "Refuse data sets that are unknown or cannot be mixed."
     for name in data_sets(task):
         if not find_benchmark(name) and get_close_matches(name, ['tiny'], 1):
             raise ValueError(f"no data set {name!r}; did you mean 'tiny'?")
-        bench = get_benchmark(name)
-        if not (bench.hub or bench.folder or task.path):
+        bench = with_columns(get_benchmark(name), task.columns)
+        if not (bench.hub or bench.folder or bench.file or task.path):
             raise ValueError(f'{name} has no questions of its own: give path=FILE with yours')
+        if bench.file: _check_own(task, bench)
+    if len({get_benchmark(name).name for name in data_sets(task)}) < len(data_sets(task)):
+        raise ValueError(f'two files of data={task.data!r} have one name, and results call a set by it: rename one')
     if len(data_sets(task)) > 1 and not task.corpus and protocol != 'direct':
         raise ValueError(f'{task.data}: several sets are searched in one place; give it as corpus (passages, what '
                          'BM25.save wrote, or the url of a search server)')

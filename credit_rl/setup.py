@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from inspect import signature
 from pathlib import Path
 import torch
-from .benchmarks import get_benchmark
+from .benchmarks import SPLITS, get_benchmark, in_parts
 from .datasets import load_corpus, load_questions, subsample
 from .demonstrations import demonstrate_all, reach, write_message
 from .dry_run import complaints, missing_room, no_gpu, rank_tflops
@@ -122,6 +122,8 @@ def _tiny_environments(acting, worlds, tokenizer):
 def _real_setup(acting, task, real, folder, say):
     "The setup of a data set: its questions by part, what they are searched in, and a model from a folder."
     parts, search = real
+    if any(get_benchmark(name).file for name in data_sets(task)) and 'split' not in parts['train'][0].meta:
+        say('the file names no splits: a hash of each question says whether it is for training (.6), dev (.2) or test')
     counts = ', '.join(f'{len(questions)} {part}' for part, questions in parts.items())
     say(f'{counts} questions of {task.data}; {_search_place(search)}')
     for part, questions in parts.items():
@@ -134,8 +136,10 @@ def _real_setup(acting, task, real, folder, say):
 
 def _search_ceiling(task, env, questions):
     """Share of questions whose answer the search can show, as far as a player that knows it finds out: dict, see
-    `reach`. None for sets that are not in the repository, and protocols that have no demonstrations."""
-    if not get_benchmark(data_sets(task)[0]).folder or task.corpus: return None
+    `reach`. None for sets that lie neither in the repository nor in a file of one's own, and protocols that have no
+    demonstrations."""
+    bench, search = get_benchmark(data_sets(task)[0]), getattr(env.tool, 'retriever', None)
+    if not (bench.folder and not task.corpus or bench.file and isinstance(search, BM25)): return None
     try: write_message(env.chat.protocol, '')
     except ValueError: return None
     return reach(demonstrate_all(env, questions, 2))
@@ -177,15 +181,17 @@ def real_questions(
     """Train, dev and test questions of a data set, none of them in two parts: dict of lists.
 
     Dev and test questions are drawn from `dev_split`, train questions from what they leave of `train_split`. A single
-    file is all splits at once: it is shuffled by the seed, and dev and test take at most half of it. A set whose splits
-    are the parts of a run (`real`) gives a draw of each. Raises ValueError on too few questions.
+    file is all splits at once: a question's part is that of its text (`in_parts`), or in a file of one's own what a
+    column says. A set whose splits are the parts of a run (`real`) gives a draw of each. Raises ValueError on too few
+    questions.
     """
     if len(data_sets(task)) > 1: return _mixed_questions(task, data_sets(task), seed)
     if get_benchmark(task.data).parts and task.dev_split is None: return _own_parts(task, seed)
     split = task.dev_split or get_benchmark(task.data).eval_split
     held = _distinct(load_questions(task.data, task.path, split))
-    single = task.path is not None and Path(task.path).is_file()
-    pool = held if single or task.train_split == split else load_questions(task.data, task.path, task.train_split)
+    if task.path is not None and Path(task.path).is_file():
+        return _drawn_parts(in_parts(held), task, seed)
+    pool = held if task.train_split == split else load_questions(task.data, task.path, task.train_split)
     wanted = min(task.dev_questions + task.test_questions, len(held) // 2 if pool is held else len(held))
     held = random.Random(seed_of('held out', seed)).sample(held, wanted)
     taken = {q.text for q in held}
@@ -199,8 +205,17 @@ def real_questions(
 # %% ../nbs/5_run/62_setup.ipynb #c033s5
 def _own_parts(task, seed):
     "The parts of a set that has its own, or a draw of each: dict of lists."
+    load = lambda part: load_questions(task.data, task.path, part, columns=task.columns)
+    return _drawn_parts({part: load(part) for part in SPLITS}, task, seed)
+
+def _drawn_parts(parts, task, seed):
+    "A draw of as many questions of each part as a run wants: dict of lists. Raises ValueError on an empty part."
+    if not all(parts.values()):
+        counts = ', '.join(f'{len(questions)} for {part}' for part, questions in parts.items())
+        raise ValueError(f'{task.path or task.data} gives {counts}; each part needs one at least: take more questions, '
+                         'or give a file of your own a column split that says train, dev or test')
     sizes = {'train': task.questions, 'dev': task.dev_questions, 'test': task.test_questions}
-    return {part: subsample(load_questions(task.data, task.path, part), n, seed) for part, n in sizes.items()}
+    return {part: subsample(questions, sizes[part], seed) for part, questions in parts.items()}
 
 # %% ../nbs/5_run/62_setup.ipynb #c033s6
 def _mixed_questions(task, names, seed):

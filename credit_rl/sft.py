@@ -15,7 +15,7 @@ import torch
 from .demonstrations import demonstrate_all, reach, write_message
 from .engine import HFEngine, seed_of
 from .environment import asked_protocol, make_environment
-from .evaluate import evaluate, read_manifest, right_rows
+from .evaluate import evaluate, note_seen, question_key, read_manifest, right_rows, seen_lines, train_keys
 from .launch import Progress, set_torch
 from .layout import pack
 from .learner import BadStep, Learner, Optimiser
@@ -148,6 +148,10 @@ def rejection_sft(
                                 progress=Progress(say, 'test questions played', len(stage.questions['test'])))
         metric = bound_method(dataclasses.replace(s.course, method='grpo'), s.task, c.questions_per_step).metric
         kept, played = _examples(stage, engine, acting.sampling, how, metric, c.seed, say)
+        own = c.data != 'tiny'
+        taught = {question_key(g.question) for g in kept if own} | train_keys(acting.model)
+        for line in seen_lines({'test': stage.questions['test']}, taught, 'are among those learned from'): say(line)
+        inside = sum(question_key(q) in taught for q in stage.questions['test'])
         base, before = test()
         say(f'base: EM {base["em"]:.3f} on {len(stage.questions["test"])} test questions')
         if host.lora: add_lora(stage.model, host.lora, c.seed)
@@ -157,10 +161,12 @@ def rejection_sft(
         if host.lora: merge_lora(stage.model)
         with atomic_folder(log.folder/'model') as place:
             for part in (stage.model, stage.chat.tokenizer): part.save_pretrained(place)
+            if own: note_seen(place, [g.question for g in kept], model=acting.model)
         log.summary(summary := {
             **_summary(stage, base, final, tested, history), 'seed': c.seed, 'trajectories': played,
             'base_right': right_marks(before), 'final_right': right_marks(tested),
-            'rows': sum(len(g.trajectories) for g in kept), 'seconds': log.elapsed})
+            'rows': sum(len(g.trajectories) for g in kept), **({'test_inside': inside} if inside else {}),
+            'seconds': log.elapsed})
         say(f'final: EM {final["em"]:.3f} on {len(tested)} test questions (base {base["em"]:.3f}); {log.elapsed:.0f} s')
         if line := paired_line(summary): say(line)
     return log.folder

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 import torch, yaml
 from .engine import seed_of
-from .evaluate import evaluate, question_key, summarize
+from .evaluate import evaluate, note_seen, seen_lines, summarize, train_keys
 from .information_gain import belief_schema, belief_warning
 from .judge import Judge, judge_counts
 from .launch import (LaunchError, Progress, Ranks, is_rank, join_ranks, keep_traceback, launch,
@@ -35,7 +35,7 @@ from .world import get_regime
 from .protocol import prompt_hash
 from .rollout import continuations, rollout
 from .runlog import (RunLog, BoundedGzip, atomic_write, lasting, latest_checkpoint, code_hashes, named_checkpoint,
-                              read_json, read_params, save_checkpoint, write_json)
+                              read_json, read_params, save_checkpoint)
 from .scoring import GOLDS_OPTION, answer_header, gold_templates, gold_texts, retell, teacher_chat
 from .search_service import SearchClient
 from .settings import (GROUPS, Acting, Config, Host, Learning, Settings, check, make_config, schema_notes,
@@ -619,10 +619,6 @@ def saving(path):  # of a checkpoint
                       'earlier checkpoints are kept: make room, or raise the limit, and go on with resume=True') from e
 
 # %% ../nbs/5_run/63_train.ipynb #c0751
-def _note_dev(folder, questions):
-    "Write down which questions choose the checkpoint, so that an evaluation can leave them out."
-    write_json(Path(folder)/'dev.json', [question_key(q) for q in questions])
-
 def _check_teacher(teacher, method, course):
     "Refuse more steps where a teacher's period is a share of them. Raises ValueError."
     if not (course.resume and (Path(course.run)/'params.yaml').exists()): return
@@ -659,7 +655,10 @@ def begin_run(
             real[1].keep(log.folder/'search.json', [q.text for q in real[0]['train'][:10]], acting.passages)
         # the first makes the base that the others load
         setup = ranks.in_turn(lambda: make_setup(task, acting, origin, course.seed, say, real))
-        if real and ranks.first: _note_dev(log.folder, setup.questions['dev'])
+        if real and ranks.first:
+            held = {part: setup.questions[part] for part in ('dev', 'test')}
+            for line in seen_lines(held, train_keys(acting.model), f'were learned from by {acting.model}'): say(line)
+            note_seen(log.folder, setup.questions['train'], setup.questions['dev'], acting.model)
         if host.lora: add_lora(setup.model, host.lora, course.seed)
         # one that is whole, and stays as it is while the other learns
         apart = host.engine == 'hf' and (s.learning.ahead or host.learner == 'deepspeed' and host.stage == 3)

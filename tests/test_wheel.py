@@ -82,7 +82,7 @@ def test_the_wheel_says_what_settings_say(wheel):
     asked = [Requirement(line) for line in re.findall(r'^Requires-Dist: (.*)$', metadata, re.M)]
     assert {r.name for r in asked if r.marker is None} == {'torch', 'numpy', 'pyyaml'}
     extras = set(re.findall(r'^Provides-Extra: (.*)$', metadata, re.M))
-    assert {'run', 'lab', 'train', 'vllm', 'serve', 'dense', 'judge', 'gguf', 'docs', 'dev', 'all'} == extras
+    assert {'run', 'lab', 'train', 'vllm', 'serve', 'dense', 'judge', 'gguf', 'documents', 'docs', 'dev', 'all'} == extras
 
 
 def test_credit_functions_need_torch_alone(torch_python):

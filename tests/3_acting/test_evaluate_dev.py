@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from credit_rl.evaluate import Evaluation, dev_keys, open_set, question_key
+from credit_rl.evaluate import Evaluation, dev_keys, note_seen, open_set, question_key, train_keys
 from credit_rl.export import export_run
 from credit_rl.runlog import read_json
-from credit_rl.train import _note_dev, train
+from credit_rl.train import train
 from credit_rl.trajectory import Question
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -24,7 +24,7 @@ def run(tmp_path_factory):
     run = train({**tiny, 'run': str(folder / 'run')}, say=lambda line: None)
     assert not (run / 'dev.json').exists() and dev_keys(run) == set()          # of the tiny world nothing is published
     (questions, _), _ = open_set(Evaluation(**SAMPLE), 'hotpotqa', {})
-    _note_dev(run, questions[:2])
+    note_seen(run, [], questions[:2])
     return run, export_run(run, folder / 'model'), questions
 
 

@@ -1,0 +1,86 @@
+"""A file of one's own questions and a folder of documents: what is read, who is trained on, and what is said of what was
+seen before."""
+import json
+
+import pytest
+
+from credit_rl.evaluate import Evaluation, open_set, train_keys
+from credit_rl.runlog import read_turns
+from credit_rl.sft import demos_main, main as sft_main
+from credit_rl.settings import check, make_config, settings_of
+from credit_rl.setup import real_questions, real_search
+from gguf_files import small_llama
+
+PORTS = ['Orvane', 'Salmir', 'Tessk', 'Brillo', 'Quay', 'Harn', 'Velt', 'Ombra', 'Lyst', 'Kerrow', 'Dunmere', 'Ashby']
+
+
+@pytest.fixture(scope='module')
+def place(tmp_path_factory):
+    "Questions about ports, a page of each, and a small random model."
+    place = tmp_path_factory.mktemp('mine')
+    (place / 'pages').mkdir()
+    rows = [{'question': f'Who keeps the lighthouse of {port}?', 'answer': f'Keeper {port[::-1]}'} for port in PORTS]
+    (place / 'ports.jsonl').write_text('\n'.join(map(json.dumps, rows)))
+    for port in PORTS:
+        (place / 'pages' / f'{port}.md').write_text(f'# {port}\n\n## Lighthouse\n\nIts keeper is Keeper {port[::-1]}.')
+    model, tokenizer = small_llama(positions=4096)
+    for part in (model, tokenizer): part.save_pretrained(place / 'model')
+    return place
+
+
+def words(place, root, **more):
+    given = dict(data=place / 'ports.jsonl', corpus=place / 'pages', model=place / 'model', dev_questions=2,
+                 test_questions=2, protocol=root / 'runs/params/protocols/short.yaml', track="''", max_tokens=1500,
+                 turn_tokens=6, max_turns=3, malformed='end', threads=1, **more)
+    return [f'{name}={value}' for name, value in given.items()]
+
+
+def parts(place, **more):
+    s = settings_of(make_config({'data': str(place / 'ports.jsonl'), 'corpus': str(place / 'pages'), **more}))
+    return {part: [q.text for q in found] for part, found in real_questions(s.task, s.course.seed).items()}
+
+
+def test_a_question_keeps_its_part_with_other_numbers_and_seeds(place):
+    few, many = parts(place, dev_questions=1, test_questions=1), parts(place, dev_questions=99, test_questions=99, seed=3)
+    assert all(set(few[part]) <= set(many[part]) for part in many)
+    assert sum(map(len, many.values())) == len(PORTS) == len({q for found in many.values() for q in found})
+
+
+def test_documents_are_searched(place):
+    s = settings_of(make_config({'data': str(place / 'ports.jsonl'), 'corpus': str(place / 'pages'),
+                                 'cut': {'words': 3}}))
+    [found] = real_search(s.task, 'tspo').search(['lighthouse of Tessk'], 1)
+    assert found[0].title == 'Tessk: Lighthouse' and len(found[0].text.split()) <= 3
+
+
+@pytest.mark.parametrize('given, message', [
+    ({'data': 'nowhere.jsonl'}, 'no such file'), ({'path': 'x'}, 'leave out path'), ({'dev_split': 'dev'}, 'dev_split'),
+    ({'columns': {'golds': 'x'}}, 'columns'), ({'cut': {'words': 2, 'overlap': 2}}, 'overlap')])
+def test_what_says_nothing_of_a_file_is_refused(place, given, message):
+    with pytest.raises(ValueError, match=message):
+        check(make_config({'data': str(place / 'ports.jsonl'), 'corpus': str(place / 'pages'), 'model': str(place / 'model'),
+                           **given}))
+
+
+def test_what_was_demonstrated_is_not_evaluated_without_a_word(place, root, tmp_path, capsys):
+    """Demonstrations with other held-out questions: a question keeps its part, so none is evaluated. A file that names
+    other parts is told of."""
+    demos_main([*words(place, root), f'run={tmp_path / "demos"}'])
+    shown = {row['trajectory']['question']['text'] for row in read_turns(tmp_path / 'demos')}
+    sft_main([*words(place, root), 'dev_questions=9', 'test_questions=9', f'run={tmp_path / "sft"}',
+              f'sft.demos={tmp_path / "demos"}', 'sft.epochs=1'])
+    assert shown and not shown & set(parts(place, test_questions=9)['test'])
+    assert 'WARNING' not in capsys.readouterr().out
+    rows = [json.loads(line) for line in (place / 'ports.jsonl').read_text().splitlines()]
+    held = [row['question'] in shown for row in rows]
+    rows = [{**row, 'split': 'test' if seen else part} for row, seen, part in zip(rows, held, ['train', 'dev'] * 6)]
+    (tmp_path / 'ports.jsonl').write_text('\n'.join(map(json.dumps, rows)))
+    other = [word for word in words(place, root) if not word.startswith('data=')]
+    sft_main([*other, f'data={tmp_path / "ports.jsonl"}', 'test_questions=99', f'run={tmp_path / "again"}',
+              f'sft.demos={tmp_path / "demos"}', 'sft.epochs=1'])
+    assert f'WARNING: {sum(held)} of {sum(held)} test questions' in capsys.readouterr().out
+    summary = json.loads((tmp_path / 'again' / 'summary.json').read_text())
+    assert summary['test_inside'] == sum(held) and len(train_keys(tmp_path / 'again' / 'model')) == sum(held)
+    with pytest.warns(UserWarning, match='was trained on'):
+        open_set(Evaluation(data=str(tmp_path / 'ports.jsonl'), model=str(tmp_path / 'sft' / 'model'),
+                            protocol='direct'), 'ports', {})
