@@ -148,7 +148,8 @@ class Learning(SettingsGroup):
     minibatches: int = setting(2, 'updates that a batch is dealt out to', least=1)
     epochs: int = setting(1, 'times through the batch', least=1)
     clip: float = setting(1.0, 'gradient norm', above=0)
-    on_bad_step: str = setting('stop', 'where a gradient is not finite; skip goes on without that update',
+    on_bad_step: str = setting('stop', 'where a gradient is not finite; skip goes on without that update, up to nine '
+                                     'in a row',
                                choices=('stop', 'skip'))
     row_tokens: int = setting(4096, 'padded tokens in one forward with gradient; a CPU likes few, a GPU as many as fit',
                               least=1)
@@ -163,6 +164,9 @@ class Learning(SettingsGroup):
                             'with the weights from before this one, while this one is learned from; wants correction',
                          choices=(0, 1))
 
+    draws: int = setting(2, 'version of what is drawn: a question that a step asks twice has other rollouts the second '
+                            'time; 1: the same ones twice, as in runs that were begun without this setting',
+                         choices=(1, 2))
     unanswered: float = setting(0.1, 'share of what a judge was asked for a step: where more of it has no verdict, the '
                                      'step is not learned from, and five such steps in a row end the run', least=0,
                                 most=1)
