@@ -355,6 +355,7 @@ def check(config):
     _check_host(s.host, acting.dtype)
     check_engine(s.host, s.mismatch, acting, s.learning.ahead)
     check_ahead(s)
+    if not (s.course.resume and (Path(s.course.run)/'params.yaml').exists()): _check_unread(task, acting.protocol)
     if task.regime: _check_regime(task, acting.model, s.course.seed)
     if task.data == 'tiny': _check_world(task.world, s.course.seed)
     else: _check_sets(task, acting.protocol)
@@ -373,6 +374,19 @@ def data_sets(task):
 def world_arguments(world, part):
     "Arguments of `make_world` for a part, 'train', 'dev' or 'test': a dict of parts has one value for each."
     return {name: value[part] if isinstance(value, dict) else value for name, value in world.items()}
+
+def _check_unread(task, protocol):
+    "Refuse settings that the chosen data does not read; a stored run goes on with them, as it was begun."
+    tiny, direct = task.data == 'tiny', protocol == 'direct'
+    unread = ('path', 'corpus', 'dense', 'patience', 'mix', 'train_split', 'dev_split') if tiny else \
+        ('world', *(('corpus', 'dense', 'patience') if direct else ()))
+    options = options_in(type(task))
+    for name in unread:
+        if (value := getattr(task, name)) == options[name].default or value is None: continue
+        why = ("data='tiny' makes its own questions and passages", 'name the set that they are of by data=NAME') if tiny \
+            else (f"world is of data='tiny', and data is {task.data!r}", "give data='tiny'") if name == 'world' else \
+            ("protocol='direct' asks without a search", 'take a protocol that searches')
+        raise ValueError(f'{why[0]}, so {name}={value!r} would not be read: leave it out, or {why[1]}')
 
 def _check_sets(task, protocol):
     "Refuse data sets that are unknown or cannot be mixed."
