@@ -164,9 +164,9 @@ class Learning(SettingsGroup):
                             'with the weights from before this one, while this one is learned from; wants correction',
                          choices=(0, 1))
 
-    draws: int = setting(2, 'version of what is drawn: a question that a step asks twice has other rollouts the second '
-                            'time; 1: the same ones twice, as in runs that were begun without this setting',
-                         choices=(1, 2))
+    draw_version: int = setting(2, 'of what is drawn: a question that a step asks twice has other rollouts the second '
+                                   'time; 1: the same ones twice, as in runs that were begun without this setting',
+                                choices=(1, 2))
     unanswered: float = setting(0.1, 'share of what a judge was asked for a step: where more of it has no verdict, the '
                                      'step is not learned from, and five such steps in a row end the run', least=0,
                                 most=1)

@@ -225,7 +225,7 @@ class Actor:
             return rollout(self.engine, self.setup.environments['train'], share, size, self.acting.sampling,
                            seed_of(self.seed, step, *extra), lambda ended: (off(), shown(ended)), each)
         drawn = draw_questions(self.setup.questions['train'], self.learning.questions_per_step, step, seed)
-        return drawn if self.learning.draws == 1 else _each_once(drawn), play
+        return drawn if self.learning.draw_version == 1 else _each_once(drawn), play
 
     def evaluate(self, part):
         "Play the 'dev' or 'test' questions greedily: list of Group."
@@ -567,17 +567,17 @@ MAY_CHANGE = ('steps', 'resume', 'run', 'threads', 'eval_every', 'keep', 'track'
               'endpoint', 'ranks', 'act_rows', 'tflops', 'dry_run', 'offload', 'on_bad_step', 'log_steps',
               'patience', 'healthy')  # resumed
 
-def _knows_draws(folder):
+def _knows_draw_version(folder):
     "Whether a run's stored parameters, if there are any, say which version of its draws it has."
-    return not (Path(folder)/'params.yaml').exists() or 'draws' in read_params(folder)
+    return not (Path(folder)/'params.yaml').exists() or 'draw_version' in read_params(folder)
 
 def as_begun(config):
-    "A `Config`, or where a run is resumed that was begun without the setting `draws`, one that draws as it did."
-    return dataclasses.replace(config, draws=1) if config.resume and not _knows_draws(config.run) else config
+    "A `Config`, or where a run is resumed that was begun without the setting `draw_version`, one that draws as it did."
+    return dataclasses.replace(config, draw_version=1) if config.resume and not _knows_draw_version(config.run) else config
 
 def note_params(log, config, may_change=MAY_CHANGE):
     "Write a run's parameters, or compare them with those it was begun with. Raises ValueError naming what changed."
-    if not _knows_draws(log.folder): may_change = (*may_change, 'draws')
+    if not _knows_draw_version(log.folder): may_change = (*may_change, 'draw_version')
     log.write_params({k: list(v) if isinstance(v, tuple) else v for k, v in vars(config).items()}, may_change)
 
 def check_same_params(config, may_change=MAY_CHANGE):

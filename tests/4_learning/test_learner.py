@@ -389,7 +389,7 @@ def test_skipping_ends_after_some_updates_in_a_row_with_their_count(monkeypatch)
 @pytest.mark.parametrize('draws', [1, 2])
 def test_a_question_that_a_step_asks_twice_has_other_rollouts_the_second_time(tmp_path, draws):
     short = {**SHORT, 'steps': 1, 'questions': 3, 'questions_per_step': 6, 'log_rollouts': 6, 'eval_every': 1}
-    train(make_config({**short, 'run': str(tmp_path / 'run'), 'draws': draws}), say=lambda line: None)
+    train(make_config({**short, 'run': str(tmp_path / 'run'), 'draw_version': draws}), say=lambda line: None)
     said = {}
     for row in read_turns(tmp_path / 'run'):
         t = row['trajectory']
@@ -402,6 +402,6 @@ def test_a_question_that_a_step_asks_twice_has_other_rollouts_the_second_time(tm
 def test_a_run_that_was_begun_without_the_setting_goes_on_drawing_as_it_did(tmp_path):
     import yaml
     config = make_config({**SHORT, 'run': str(tmp_path), 'resume': True})
-    assert training.as_begun(config).draws == 2
-    (tmp_path / 'params.yaml').write_text(yaml.safe_dump({k: v for k, v in vars(config).items() if k != 'draws'}))
-    assert training.as_begun(config).draws == 1 and training.as_begun(make_config(SHORT)).draws == 2
+    assert training.as_begun(config).draw_version == 2
+    (tmp_path / 'params.yaml').write_text(yaml.safe_dump({k: v for k, v in vars(config).items() if k != 'draw_version'}))
+    assert training.as_begun(config).draw_version == 1 and training.as_begun(make_config(SHORT)).draw_version == 2
