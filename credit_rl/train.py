@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['AHEAD_FILE', 'MAY_CHANGE', 'train_step', 'Run', 'Actor', 'play_step', 'Look', 'keep_rollouts', 'correct_credit',
            'AheadBatch', 'staleness', 'write_ahead', 'read_ahead', 'CalledOff', 'play_ahead', 'Replay', 'write_memory',
-           'read_memory', 'as_begun', 'note_params', 'check_same_params', 'finished', 'SilentLog', 'saving',
-           'begin_run', 'judge_hashes', 'train', 'launch_ranks', 'main', 'end_interrupted']
+           'read_memory', 'note_params', 'check_same_params', 'finished', 'SilentLog', 'saving', 'begin_run',
+           'judge_hashes', 'train', 'launch_ranks', 'main', 'end_interrupted']
 
 # %% ../nbs/5_run/63_train.ipynb #c002
 import contextlib, copy, dataclasses, gzip, json, math, os, re, shutil, sys, threading, time
@@ -571,7 +571,7 @@ def _knows_draw_version(folder):
     "Whether a run's stored parameters, if there are any, say which version of its draws it has."
     return not (Path(folder)/'params.yaml').exists() or 'draw_version' in read_params(folder)
 
-def as_begun(config):
+def _as_begun(config):
     "A `Config`, or where a run is resumed that was begun without the setting `draw_version`, one that draws as it did."
     return dataclasses.replace(config, draw_version=1) if config.resume and not _knows_draw_version(config.run) else config
 
@@ -799,7 +799,7 @@ def train(
 ):
     """Run a training configuration from start (or checkpoint) to summary. Returns the run folder. Bad configurations
     are refused before any compute."""
-    config = as_begun(make_config(config) if isinstance(config, dict) else config)
+    config = _as_begun(make_config(config) if isinstance(config, dict) else config)
     say = say or (speak if is_rank() else lambda line: print(line, flush=True))
     s = settings_of(config)
     if s.course.dry_run: return examine(config, say)

@@ -402,6 +402,6 @@ def test_a_question_that_a_step_asks_twice_has_other_rollouts_the_second_time(tm
 def test_a_run_that_was_begun_without_the_setting_goes_on_drawing_as_it_did(tmp_path):
     import yaml
     config = make_config({**SHORT, 'run': str(tmp_path), 'resume': True})
-    assert training.as_begun(config).draw_version == 2
+    assert training._as_begun(config).draw_version == 2
     (tmp_path / 'params.yaml').write_text(yaml.safe_dump({k: v for k, v in vars(config).items() if k != 'draw_version'}))
-    assert training.as_begun(config).draw_version == 1 and training.as_begun(make_config(SHORT)).draw_version == 2
+    assert training._as_begun(config).draw_version == 1 and training._as_begun(make_config(SHORT)).draw_version == 2
