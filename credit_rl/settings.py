@@ -175,6 +175,10 @@ class Learning(SettingsGroup):
         super().__post_init__()
         if len(self.betas) != 2 or not all(0 <= b < 1 for b in self.betas):
             raise ValueError(f'betas are two numbers from 0 up to 1, got {self.betas}')
+        for name in ('average', 'kl'):
+            if getattr(self, name) is not None and name in self.loss:
+                raise ValueError(f'{name} is given twice, {getattr(self, name)!r} and as loss.{name} '
+                                 f'{self.loss[name]!r}; give one')
 
     def optimiser(self, critic):  # CriticChoice
         "The learner's `Optimiser`."
