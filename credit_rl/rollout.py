@@ -7,12 +7,13 @@ __all__ = ['MALFORMED', 'RULES', 'Environment', 'check_lengths', 'check_prompts'
            'add_message']
 
 # %% ../nbs/3_acting/22_rollout.ipynb #c002
-import math, random
+import math, random, re
 from dataclasses import dataclass, field, replace
 from .trajectory import Group, Result, Stop, Trajectory, Turn
 from .engine import FinishedTurn, SamplingParams, ScriptedEngine, seed_of
 from .options import SettingsGroup, setting
 from .protocol import last_answer, reaches, read_context
+from .readers import BLANKLESS
 from .tools import Observation, PythonTool, SearchTool, cut, read_observation, skipping
 
 # %% ../nbs/3_acting/22_rollout.ipynb #c004
@@ -86,14 +87,18 @@ class _Draft:
         return Trajectory(self.question, self.prompt_ids, self.turns, stop, answer)
 
 # %% ../nbs/3_acting/22_rollout.ipynb #c0062
+_HALF_WORD = re.compile(f'[^\\W{BLANKLESS}]+\\Z')    # letters whose word goes on, where words are parted by blanks
+
 def _shown(chat, reply, room):
     """What the first `room` ids of a reply (Observation, Result, ids) show of it: all, or the words that they hold
-    whole: `Observation`."""
+    whole, and of a script without blanks the letters: `Observation`."""
     text, result, ids = reply
     if len(ids) <= room: return text
     lead = chat.pieces.between if ids[0] == chat.end_id else chat.pieces.between.removeprefix(chat.pieces.end)
     own = result is Result.MALFORMED
-    return text.first(len(cut(text, room, lambda part: len(chat.encode(lead + chat.markup.body(part, own))))))
+    shown = len(cut(text, room, lambda part: len(chat.encode(lead + chat.markup.body(part, own)))))
+    if text[shown:shown + 1].isalnum(): shown = len(_HALF_WORD.sub('', text[:shown]))
+    return text.first(shown)
 
 # %% ../nbs/3_acting/22_rollout.ipynb #c007
 def _over(env, draft, stop):

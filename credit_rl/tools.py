@@ -7,10 +7,11 @@ __all__ = ['RENDERS', 'Observation', 'render_documents', 'render_plain', 'render
            'SearchTool', 'read_observation', 'returned_texts', 'observation_of', 'PythonTool', 'Faults', 'skipping']
 
 # %% ../nbs/2_environment/13_tools.ipynb #c003
-import contextlib, copy, datetime, json, os, queue, re, signal, threading, time
+import contextlib, copy, datetime, functools, json, os, queue, re, signal, threading, time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
+from .readers import marks
 from .trajectory import Result
 
 # %% ../nbs/2_environment/13_tools.ipynb #c005
@@ -82,15 +83,27 @@ def cut(
     max_tokens,          # int >= 1, or None: no limit
     count=count_words,   # function(text) → int; must not fall when text grows
 ):
-    "Cut `text` after the last whole word that keeps its count within `max_tokens`."
+    """Cut `text` after the last whole word that keeps its count within `max_tokens`; a word that alone has more is cut
+    inside, after a whole character."""
     if max_tokens is None or count(text) <= max_tokens: return text
-    ends = [m.end() for m in re.finditer(r'\S+', text)]
-    fits, too_many = 0, len(ends) + 1          # so many words fit; so many are too many
-    while too_many - fits > 1:
-        middle = (fits + too_many) // 2
-        if count(text[:ends[middle - 1]]) <= max_tokens: fits = middle
-        else: too_many = middle
+    def last(ends):
+        "How many of these places, in order, can be the end."
+        fits, too_many = 0, len(ends) + 1
+        while too_many - fits > 1:
+            middle = (fits + too_many) // 2
+            if count(text[:ends[middle - 1]]) <= max_tokens: fits = middle
+            else: too_many = middle
+        return fits
+    words = list(re.finditer(r'\S+', text))
+    ends = [m.end() for m in words]
+    fits = last(ends)
+    if fits < len(words) and count(words[fits][0]) > max_tokens:
+        inside = [m.end() for m in _character().finditer(text, words[fits].start(), ends[fits])]
+        if n := last(inside): return text[:inside[n - 1]]
     return text[:ends[fits - 1]] if fits else ''
+
+@functools.cache
+def _character(): return re.compile(rf'\S[{marks()}\u200c\u200d]*')    # a letter with its marks is never parted
 
 # %% ../nbs/2_environment/13_tools.ipynb #c013
 def _error(problem):
