@@ -13,6 +13,7 @@ from pathlib import Path
 from .benchmarks import get_benchmark
 from .datasets import load_corpus
 from .dense import DenseSearch
+from .metrics import TOKENS
 from .models import read_template
 from .options import SettingsGroup, options_in, read_options, setting
 from .prompting import BASELINES, DIRECT
@@ -38,6 +39,9 @@ class Source(SettingsGroup):
     dense: dict = setting({}, 'how it is searched, where that is an index of vectors: nprobe, query_tokens, gpu')
     patience: dict = setting({}, 'how long it is waited for, where that is a server: seconds, tries, pause, batch, '
                                    'deadline')
+    tokens: str = setting(None, "what of an answer EM, F1 and BLEU compare: 'words', or 'characters' of scripts that put "
+                                "no blanks between words, and words of others; None: words, and refused by PRS where all "
+                                'golds are of such scripts', choices=TOKENS)
     questions: int = setting(3000, 'drawn by the seed: questions to train on (a large number: all), or of each set '
                                    'that is evaluated, where None means all', least=1)
 
