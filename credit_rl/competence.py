@@ -21,8 +21,8 @@ from .diagnostics import asked_turns, method_colours, resilience
 from .engine import SamplingParams, seed_of
 from .environment import Conversation, Source, make_environment
 from .evaluate import Evaluation, open_set, set_names
-from .launch import (LaunchError, Ranks, gloo_environment, is_rank, join_ranks, keep_traceback, launch,
-                              launch_command, ranks_here, set_torch, speak)
+from .launch import (LaunchError, Ranks, is_rank, join_ranks, keep_traceback, launch, launch_command,
+                              rank_environment, ranks_here, set_torch, speak)
 from .models import load_model
 from .export import read_policy
 from .learner import saved_critic
@@ -34,7 +34,7 @@ from .prepare import is_warmup
 from .protocol import PROTOCOLS, read_context
 from .rollout import check_prompts, rollout
 from .runlog import latest_checkpoint, named_checkpoint, plain_json, write_json
-from .runlog import read_metrics, read_params, read_summary, read_turns
+from .runlog import read_metrics, read_params, read_summary, read_turns, stored_folders
 from .parameters import from_settings, make_parser
 from .settings import Host, make_config, settings_of
 from .setup import bound_method, make_engine, make_setup, origin_of
@@ -538,7 +538,8 @@ def dose_figure(
     each method through its means, a point for each examined seed. Returns the matplotlib figure. Raises
     FileNotFoundError where no run was examined."""
     import matplotlib.pyplot as plt, seaborn as sns
-    worlds = sorted({run.parent for run in Path(folder).glob('*/*-*') if 'competence' in (read_summary(run) or {})})
+    worlds = sorted({run.parent for run in stored_folders(folder, '*/*-*/summary.json')
+                     if 'competence' in read_summary(run)})
     if not worlds: raise FileNotFoundError(f'{folder} holds no examined run: WORLD/METHOD-SEED, credit-rl competence')
     runs = {}                                                # (method, world) -> what was found on each seed
     for x, world in enumerate(worlds):
@@ -671,7 +672,7 @@ def _on_ranks(runs, checkpoint, given, count):
     over = [f'{name}={json.dumps(value)}' for name, value in {**given, 'ranks': count}.items()]
     command = launch_command('credit_rl.competence', [*map(str, runs), *over, '--checkpoint', checkpoint], count)
     launch(command, runs[-1]/'competence', runs[-1]/'summary.json', lambda line: print(line, flush=True),
-           environment=gloo_environment(gpu=torch.cuda.is_available()))
+           environment=rank_environment(count, gpu=torch.cuda.is_available()))
 
 def _examine_here(runs, checkpoint, host, asked):
     """Examine runs one after the other in this process, or this rank's part of them; where other questions are `asked`,

@@ -21,7 +21,7 @@ from .methods import METHODS
 from .metrics import carl_match, normalize
 from .outcome import outcome_of, outcome_rewards
 from .protocol import read_context
-from .runlog import metrics_by_step, read_metrics, read_params, read_summary, read_turns
+from .runlog import is_stored, metrics_by_step, read_metrics, read_params, read_summary, read_turns
 from .significance import wilson
 from .tools import PythonTool, SearchTool, returned_texts
 from .trajectory import Result
@@ -69,7 +69,8 @@ _PANELS = (  # title, unit, metric → its name in the legend
     ('stages', 'mean reward', {'prs_process': 'process', 'prs_format': 'format', 'prs_judge': 'judge',
                                'prs_answer': 'answer'}),
     ('a judge', 'prompts per step', {'judge_calls': 'asked', 'judge_failures': 'not answered',
-                                     'judge_unparsable': 'not readable'}),
+                                     'judge_unparsable': 'not readable', 'judge_empty': 'of these, empty',
+                                     'judge_cut': 'of these, cut off'}),
     ('places of a batch', 'groups', {'vspo_groups': 'kept', 'vspo_places': 'places of one, at most'}),
     ('weight of kept groups', 'mean ω', {'vspo_omega': ''}),
     ('best of the batch', 'R_max', {'vspo_best': ''}),
@@ -144,7 +145,7 @@ def _read_run(folder):
     steps = {m: [step for step, row in metrics_by_step(folder).items() if m in row] for m in table}
     if 'groups_mixed' in table:
         table, steps['groups_equal'] = table.assign(groups_equal=1 - table.groups_mixed), steps['groups_mixed']
-    params = read_params(folder) if (folder/'params.yaml').exists() else {}
+    params = read_params(folder) if is_stored(folder/'params.yaml') else {}
     return params, table, steps, read_summary(folder) or {}
 
 def _panels(table, chosen_by=None):  # metric that chose the checkpoint

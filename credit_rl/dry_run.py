@@ -65,14 +65,14 @@ def missing_room(
     "What disk, memory and GPUs of this host lack for a run that keeps so many checkpoints in a folder: list of str."
     folder = next(p for p in (folder.absolute(), *folder.absolute().parents) if p.exists())
     here, gpus, checkpoints = _ranks_here(host), torch.cuda.device_count(), keep + 2   # the best, and one being written
-    asked = here * (needs.get('host', 0) if gpus else needs.get('filled', needs['rank']))
-    file = here * needs.get('file', 0)
+    asked = here * (needs.get('host', 0) if gpus else needs.get('filled', needs['rank'])) + needs.get('writer', 0)
+    file = needs.get('file', 0)
     stored, disk = checkpoints * needs['checkpoint'], shutil.disk_usage(folder).free
     rooms = [(folder, disk, f'{checkpoints} checkpoints take', stored),
              ('the memory of this host', _free_memory(), f'{here} ranks take at least', asked)]
     if file and Path('/dev/shm').is_dir():
         shared = shutil.disk_usage('/dev/shm').free
-        rooms.append(('/dev/shm', shared, f'the weights that {here} ranks give to vLLM take', file))
+        rooms.append(('/dev/shm', shared, 'the weights that go to vLLM take', file))
     wrong = [f'{where} has {_gigabytes(free)} free, but {what} {_gigabytes(size)}'
              for where, free, what, size in rooms if size > free]
     if gpus and gpus < here: wrong.append(f'{here} ranks need as many GPUs, but there are {gpus}')
@@ -87,6 +87,9 @@ def _missing_gpu(host, needs, i):
         wrong.append(f'GPU {i} has {size / 1e9:.1f} GB, but a rank needs at least {needs["rank"] / 1e9:.1f} GB{when}')
     if host.engine != 'vllm' or host.vllm.get('devices'): return wrong
     taken = host.vllm.get('arguments', {}).get('gpu_memory_utilization', .9) * size
+    if taken and get('acting copy', 'keys and values') > taken:
+        wrong.append(f'GPU {i} has {taken / 1e9:.1f} GB for vLLM, but its weights and one trajectory take '
+                     f'{get("acting copy", "keys and values") / 1e9:.1f} GB')
     lies = max(get('weights', 'gradients', 'optimiser', 'frozen models'), get('acting copy'),
                0 if host.vllm.get('sleep_level') else get('start'))                # vLLM starts beside the whole policy
     if taken and taken + lies > size:

@@ -18,8 +18,8 @@ from .datasets import MIXTURES, load_questions, subsample
 from .engine import Decoding, HFEngine, SamplingParams
 from .environment import Conversation, Source, asked_protocol, is_searched, make_environment, open_search
 from .readers import RowError
-from .launch import (LaunchError, Processes, Progress, Ranks, check_hosts, check_threads, gloo_environment,
-                              is_rank, join_ranks, keep_traceback, launch, launch_command, meet, set_torch, speak)
+from .launch import (LaunchError, Processes, Progress, Ranks, check_hosts, check_threads, is_rank, join_ranks,
+                              keep_traceback, launch, launch_command, meet, rank_environment, set_torch, speak)
 from .layout import hidden_states, pack
 from .metrics import benchmark_metric, carl_match, cover_match, empty_golds, exact_match, f1, gold_note, score_answer
 from .models import (Policy, json_hash, load_model, load_tokenizer, local_folder, model_hashes, read_template,
@@ -288,7 +288,7 @@ def _hf_engine(folder, s, limit):
 
 def _vllm(s):
     "Collect the settings of a vLLM engine: with other ranks it has a process of its own and its rank's GPU."
-    devices = rank_devices(s.vllm.get('devices'), s.ranks,
+    devices = rank_devices(s.vllm, s.ranks,
                            os.environ['LOCAL_RANK'] if is_rank() and torch.cuda.is_available() else None)
     own = {'own_process': True} if s.ranks > 1 else {}
     return {'dtype': s.dtype, **own, **s.vllm, **({'devices': devices} if devices else {})}
@@ -645,8 +645,8 @@ def _launch(s, say):
     with meet(s.hosts, s.endpoint, vars(s)) as meeting:
         command = launch_command('credit_rl.evaluate', ['--params', str(folder/'launch.yaml')], s.ranks, s.hostfile,
                                  meeting)
-        start = lambda: launch(command, folder, folder/'summary.json', say, environment=gloo_environment(
-            s.hostfile, s.hosts, s.endpoint, torch.cuda.is_available()), meeting=meeting)
+        start = lambda: launch(command, folder, folder/'summary.json', say, environment=rank_environment(
+            s.ranks, s.hostfile, s.hosts, s.endpoint, torch.cuda.is_available()), meeting=meeting)
         if meeting and meeting.number: start()                   # host 0 holds the folder, with rank 0
         else:
             folder.mkdir(parents=True, exist_ok=True)

@@ -4,11 +4,12 @@
 
 # %% auto #0
 __all__ = ['LAUNCHER', 'Ranks', 'is_rank', 'join_ranks', 'check_same_files', 'expect_file', 'keep_traceback', 'failure',
-           'check_threads', 'check_hosts', 'ranks_here', 'gloo_environment', 'missing_for_hosts', 'launch_command',
+           'check_threads', 'check_hosts', 'ranks_here', 'rank_environment', 'missing_for_hosts', 'launch_command',
            'Processes', 'set_torch', 'LaunchError', 'meet', 'speak', 'Progress', 'launch', 'let_threads_sleep']
 
 # %% ../nbs/machinery/03_launch.ipynb #c002
-import atexit, contextlib, datetime, json, os, queue, re, shutil, signal, socket, subprocess, sys, threading, time
+import atexit, contextlib, datetime, json, os, queue, re, shutil, signal, socket, subprocess, sys, tempfile, threading
+import time
 import traceback
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,6 +49,22 @@ class Ranks:
         box = [function() if self.first else None]
         dist.broadcast_object_list(box, src=0)
         return box[0]
+
+    @property
+    def local(self):
+        "The number of this rank on its host, 0 for the first."
+        return int(os.environ.get('LOCAL_RANK', 0)) if self.count > 1 else 0
+
+    @contextlib.contextmanager
+    def host_folder(self, write, place=None):
+        """A folder on each host, which the first rank there makes in a `place` and fills by `write(folder)`. It goes
+        when all ranks have left the block."""
+        with contextlib.nullcontext() if self.local else tempfile.TemporaryDirectory(dir=place) as mine:
+            if mine: write(mine)
+            # ranks of a host are numbered one after the other
+            found = self.each(list(range(self.count)), lambda own: [mine] * len(own))
+            yield found[self.rank - self.local]
+            self.wait()
 
     def in_turn(self, function):
         "Let rank 0 do `function()` first, since it makes what the others find. Returns each rank's own result."
@@ -307,10 +324,16 @@ def ranks_here(ranks, hostfile=None, hosts=1):
     return max(_read_hostfile(hostfile).values()) if hostfile else ranks // hosts
 
 # %% ../nbs/machinery/03_launch.ipynb #s3x9
-def gloo_environment(hostfile=None, hosts=1, endpoint=None, gpu=False):
-    "Variables for ranks that are all on this host and have no GPU: dict; elsewhere the network is the host's choice."
+def rank_environment(ranks, hostfile=None, hosts=1, endpoint=None, gpu=False):
+    """Variables for ranks: dict. Each has its share of the cores, where nobody has set OMP_NUM_THREADS and torchrun
+    would set one; those that are all on this host and have no GPU meet on it, elsewhere the network is the host's
+    choice."""
+    linux = sys.platform == 'linux'
+    cores = len(os.sched_getaffinity(0)) if linux else os.cpu_count() or 1
+    share = {} if 'OMP_NUM_THREADS' in os.environ else {
+        'OMP_NUM_THREADS': str(max(1, cores // ranks_here(ranks, hostfile, hosts)))}
     here = hosts == 1 or _read_endpoint(endpoint)[0] in ('127.0.0.1', 'localhost')
-    return {'GLOO_SOCKET_IFNAME': 'lo'} if here and not (hostfile or gpu) and sys.platform == 'linux' else {}
+    return {**share, **({'GLOO_SOCKET_IFNAME': 'lo'} if here and not (hostfile or gpu) and linux else {})}
 
 # %% ../nbs/machinery/03_launch.ipynb #s3xa
 def missing_for_hosts(hostfile=None, hosts=1, endpoint=None, seconds=10):

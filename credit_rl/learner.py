@@ -214,19 +214,20 @@ class AdamWByLoss(torch.optim.Optimizer):
                                       f'{prefix}exp_avg_sq': torch.zeros_like(p)}
             of = lambda name: [self.state[p][prefix + name] for p in held]
             adamw(held, [p.grad for p in held], of('exp_avg'), of('exp_avg_sq'), [],
-                  [torch.tensor(float(n)) for n in of('step')], amsgrad=False, beta1=group['betas'][0],
-                  beta2=group['betas'][1], lr=group['lr'], weight_decay=group['weight_decay'], eps=1e-8,
-                  maximize=False, foreach=group.get('foreach', False))
+                  [torch.tensor(float(n), device=p.device) for p, n in zip(held, of('step'))], amsgrad=False,
+                  beta1=group['betas'][0], beta2=group['betas'][1], lr=group['lr'], eps=1e-8, maximize=False,
+                  weight_decay=group['weight_decay'], foreach=False, fused=group.get('fused', False))
             for p in held: self.state[p][f'{prefix}step'] += 1
 
 # %% ../nbs/4_learning/52_learner.ipynb #n52adam2x2
 def make_adamw(
     groups,         # see parameter_groups
     optimiser,      # Optimiser
-    foreach=False,  # True: all weights of a group at once, which takes as much memory again as they are in float32
+    fused=False,    # True: one pass over weight, gradient and averages, which takes no further memory
 ):
     "AdamW over groups of parameters: one for all, or one that steps for each loss by itself."
-    apart, groups = any(set(group['rates']) != {'all'} for group in groups), [{**g, 'foreach': foreach} for g in groups]
+    apart, groups = any(set(group['rates']) != {'all'} for group in groups), [
+        {**g, 'foreach': False, 'fused': fused} for g in groups]
     return (AdamWByLoss if apart else torch.optim.AdamW)(groups, betas=optimiser.betas)
 
 # %% ../nbs/4_learning/52_learner.ipynb #n52loss2
@@ -512,8 +513,8 @@ class PlainBackend:
         else: scores = answer_logps(scorer.model, rows, states, query.golds, *how)
         return {**logp, 'gold_logp': scores.sums.float().cpu(), 'gold_tokens': scores.tokens.cpu()}
 
-    def whole(self, parameter):
-        "A parameter, of which this process may hold a piece, as a whole."
+    def whole(self, parameter, here=True):
+        "A parameter, of which this process may hold a piece, as a whole; None where it is not wanted `here`, if ever."
         return parameter
 
     def refresh(self, teacher):
@@ -660,12 +661,14 @@ class Learner:
         rate = self.optimiser.share(max(0, self.updates - 1)) * self.optimiser.learning_rate     # of the last update
         return {**mean, 'updates': sum(map(bool, logs)), 'learning_rate': rate}
 
-    def weights(self):
-        "Current weights by Hugging Face's names, tied ones under both: what an engine loads."
+    def weights(self, trained=False, here=True):
+        """Current weights by Hugging Face's names, tied ones under both: what an engine loads. All ranks ask alike, for
+        all weights or the trained ones alone; one that does not want them `here` gets none, and takes no memory."""
         model, whole = self.scorer.model, self.backend.whole
-        named = {n: whole(p) for n, p in model.named_parameters()}
+        named = {n: whole(p, here) for n, p in model.named_parameters() if p.requires_grad or not trained}
         head, table = model.get_output_embeddings().weight, model.get_input_embeddings().weight
-        return {**named, 'lm_head.weight': whole(head)} if head is table else named
+        if head is table and (head.requires_grad or not trained): named['lm_head.weight'] = whole(head, here)
+        return named if here else {}
 
     def head_weights(self):
         "Current weights of the critic's head, by name."

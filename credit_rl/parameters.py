@@ -33,9 +33,9 @@ def _written(option, value):
     if option.kind is str and type(value) is datetime.date: return value.isoformat()
     if not isinstance(value, str) or option.kind not in (dict, list): return value
     try:
-        found = load_yaml(value)
+        found = load_yaml(value, typed=True)
         alone = option.kind is list and not isinstance(found, list)
-        return [load_yaml(part) for part in value.split(',') if part.strip()] if alone else found
+        return [load_yaml(part, typed=True) for part in value.split(',') if part.strip()] if alone else found
     except yaml.YAMLError as e: raise ValueError(' '.join(str(e).split())) from e
 
 # %% ../nbs/machinery/06_parameters.ipynb #c008
@@ -170,7 +170,7 @@ def read_settings(
     arguments=None,  # list of str; None: the command line's
     groups=None,     # settings that --help lists, see by_group
 ):
-    """Read a command's `--params FILE` and `setting=value …`, values as in YAML: (settings: dict, what the parser was
+    """Read a command's `--params FILE` and `setting=value …`, see `_typed`: (settings: dict, what the parser was
     given). `-p setting value`, as papermill has it, and `--setting value` say the same; `setting.key` is one key of a
     setting that is a dict. Raises OSError, ValueError where a file does not hold settings."""
     parser.add_argument('--params', metavar='FILE', help='YAML file of settings')
@@ -186,9 +186,18 @@ def read_settings(
         settings = (load_yaml(read_text(given.params), given.params) if given.params else None) or {}
         if not isinstance(settings, dict):
             raise ValueError(f'{given.params}: wanted lines such as "steps: 70", got {settings!r:.60}')
-        over = {name: load_yaml(value) for name, value in (text.split('=', 1) for text in given.settings)}
+        over = {name: _typed(known.get(name), value) for name, value in (text.split('=', 1) for text in given.settings)}
     except yaml.YAMLError as e: raise ValueError(' '.join(str(e).split())) from e
     return _nested(settings, over, known), given
+
+def _typed(option, text):
+    """What a typed value means: the text itself where the setting is one (null is None where it may be, and quotes
+    around all of it are YAML's), else what YAML says, with decimal numbers. Raises yaml.YAMLError."""
+    kind = (option.kind or type(option.default)) if option else None
+    quoted = len(text) > 1 and text[0] == text[-1] and text[0] in '\'"'
+    if kind not in (str, object) or quoted or kind is object and text.lstrip()[:1] in ('{', '['):
+        return load_yaml(text, typed=True)
+    return None if option.default is None and text.strip() in ('', '~', 'null', 'Null', 'NULL') else text
 
 def _params_file(path):
     "A path that was given to --params. Raises FileNotFoundError with the name that is nearest."

@@ -14,7 +14,7 @@ import torch
 from .critics import brier, expected_calibration_error
 from .dry_run import is_large, no_gpu, rank_tflops
 from .engine import seed_of
-from .estimate import describe, memory, read_sizes, step_seconds
+from .estimate import Load, describe, memory, read_sizes, step_seconds
 from .environment import open_search
 from .launch import LaunchError, Ranks, is_rank, join_ranks, keep_traceback, set_torch, speak
 from .layout import pack
@@ -26,7 +26,8 @@ from .options import setting, with_defaults
 from .outcome import outcome_rewards
 from .parameters import by_group, from_settings, make_parser, notebook_settings, read_settings
 from .protocol import PROTOCOLS, prompt_hash
-from .runlog import RunLog, latest_checkpoint, read_json, read_metrics, read_params, save_checkpoint
+from .runlog import (RunLog, latest_checkpoint, read_json, read_metrics, read_params, save_checkpoint,
+                              stored_folders)
 from .settings import (GROUPS, Course, CriticChoice, check, data_sets, flat_form, group_of, settings_of,
                                 tree_notes)
 from .sharded import DeepSpeedBackend
@@ -199,10 +200,10 @@ def _forecast(settings, choice):
     sizes, plan, task, most = read_sizes(settings.acting.model), _plan(settings, choice), settings.task, choice.per_tier
     n = min(task.questions, choice.sorted_questions or task.questions) + task.dev_questions
     (tflops, taken), length = rank_tflops(settings.host, settings.acting.dtype), settings.acting.max_tokens
-    took = lambda rollouts: step_seconds(sizes, plan, rollouts * length, length, tflops)
+    took = lambda rollouts: step_seconds(sizes, plan, Load(rollouts * length, length), tflops)
     most = 2 * (sum(most) if isinstance(most, (list, tuple)) else 2 * most)  # of both parts
     rollouts = n * choice.tries + min(n, most) * len(choice.prompts) * choice.repeats
-    return [*describe(sizes, plan, {'learning': took(choice.warm_batch)['learning']}, choice.warm_steps),
+    return [*describe(sizes, plan, {k: took(choice.warm_batch)[k] for k in ('learning', 'updating')}, choice.warm_steps),
             f'before that, {rollouts:,} rollouts at most: {took(rollouts)["acting"] / 3600:.3g} h {taken}']
 
 # %% ../nbs/5_run/65_prepare.ipynb #c018
@@ -359,7 +360,7 @@ def _kind(summary):
 
 def _summaries(folders):
     "Read what warm-ups came to: list of dict. Raises ValueError where there are none."
-    if isinstance(folders, (str, Path)): folders = sorted(p.parent for p in Path(folders).glob('*/summary.json'))
+    if isinstance(folders, (str, Path)): folders = stored_folders(folders, '*/summary.json')
     if not folders: raise ValueError('got no finished warm-up to tell of')
     return [read_json(Path(f)/'summary.json') for f in folders]
 

@@ -109,7 +109,8 @@ class Host(Processes, EngineChoice):
     lora: dict = setting({}, "of peft's LoraConfig, e.g. {'r': 16}: only low-rank additions are trained; {}: all "
                              'weights')
     gradient_checkpointing: bool = setting(False, 'less memory for a third more time')
-    act_rows: int = setting(256, 'conversations that a rank plays at once; others wait', least=1)
+    act_rows: int = setting(256, 'conversations that a rank plays at once, of vLLM those that its pages hold; others wait',
+                            least=1)
     tflops: float = setting(None, '10¹² FLOPs a second that one rank does, for the estimate; None: measured on this '
                                   'host', above=0)
 
@@ -437,7 +438,7 @@ def check_engine(
     if host.ranks > 1 and torch.cuda.is_available() and not vllm.get('untried'):
         raise ValueError('several ranks, each with a vLLM of its own on its own GPU, have been run on CPUs only; '
                          'allow them with untried=True among the settings of vllm')
-    rank_devices(vllm.get('devices'), host.ranks)
+    rank_devices(vllm, host.ranks)
     spread = host.ranks > 1 or host.learner == 'deepspeed' and host.stage == 3
     if (transfer := vllm.get('transfer')) in ('ipc', 'nccl') and spread:
         raise ValueError(f"transfer={transfer!r} wants whole weights on one GPU, and one learner that sends them; "

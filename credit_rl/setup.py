@@ -9,7 +9,7 @@ __all__ = ['Setup', 'tiny_worlds', 'known_worlds', 'make_setup', 'real_questions
            'weigh', 'Examiner', 'examine']
 
 # %% ../nbs/5_run/62_setup.ipynb #c002
-import dataclasses, importlib.util, os, random, sys, tempfile
+import dataclasses, importlib.util, os, random, sys
 from dataclasses import dataclass
 from inspect import signature
 from pathlib import Path
@@ -22,7 +22,7 @@ from .engine import HFEngine, seed_of
 from .environment import asked_protocol, is_searched, make_environment, open_search, protocol_row
 from .estimate import (KNOWN_SIZES, Load, TrainingPlan, describe, describe_ahead, describe_likely,
                                 describe_sharing, kept_lengths, memory, read_sizes, rows_work, step_seconds)
-from .launch import missing_for_hosts
+from .launch import Ranks, missing_for_hosts
 from .learner import FrozenModels, Learner, make_critic, seeded
 from .methods import extra_passes, get_method
 from .metrics import benchmark_metric, gold_note
@@ -38,7 +38,7 @@ from .settings import (check, check_ahead, check_engine, check_lora, data_sets, 
 from .sharded import DeepSpeedBackend
 from .tiny import ceiling, make_base, tiny_environment
 from .trees import attend_by_trees
-from .vllm_engine import VLLMEngine, VLLMSettings, rank_devices, save_adapter
+from .vllm_engine import VLLMEngine, VLLMSettings, rank_devices, save_adapter, weights_place
 from .warmup import read_warmed
 from .world import get_regime, world_of
 
@@ -301,7 +301,7 @@ def make_engine(
     ranks = [r for r in (1, 8, 16, 32, 64, 128, 256, 320, 512) if r >= host.lora.get('r', 8)]  # those that vLLM takes
     adapters = {'enable_lora': True, 'max_lora_rank': ranks[0]} if host.lora else {}
     mine = os.environ['LOCAL_RANK'] if host.ranks > 1 and torch.cuda.is_available() else None
-    own = {'devices': rank_devices(host.vllm.get('devices'), host.ranks, mine), 'own_process': host.own_process,
+    own = {'devices': rank_devices(host.vllm, host.ranks, mine), 'own_process': host.own_process,
            'arguments': {**adapters, **host.vllm.get('arguments', {})}}
     return VLLMEngine(folder, tokenizer, settings=VLLMSettings(**{'dtype': acting.dtype, **host.vllm, **own}), **how)
 
@@ -312,13 +312,18 @@ def hand_over(
     learner,
     engine,
     host,     # Host: which engine it is, and whether low-rank additions alone are trained
+    ranks=Ranks(),
 ):
-    "Give the engine the learner's weights: all of them, or to a vLLM engine only an adapter."
-    named = learner.weights()
-    if not host.lora or host.engine == 'hf': return engine.load(named)
-    with tempfile.TemporaryDirectory() as folder:
-        save_adapter(named, {'target_modules': _LINEAR, **host.lora}, folder)
-        engine.load_adapter(folder)
+    """Give the engine the learner's weights, all of them or low-rank additions alone. What vLLM gets as files is written
+    by one rank of each host."""
+    added = bool(host.lora)
+    if host.engine == 'hf' or not (added or engine.by_file): return engine.load(learner.weights(added))
+    named = learner.weights(added, here=not ranks.local)
+    how = {'target_modules': _LINEAR, **host.lora}
+    write = (lambda folder: save_adapter(named, how, folder)) if added else lambda folder: engine.write(named, folder)
+    with ranks.host_folder(write, weights_place()) as folder:
+        if added: engine.load_adapter(folder)
+        else: engine.load_file(folder)
 
 # %% ../nbs/5_run/62_setup.ipynb #c055
 def add_lora(
@@ -466,19 +471,20 @@ def plan_of(
             'teacher': copies or alone}
     vllm, apart = host.engine == 'vllm', host.own_process and host.vllm.get('transfer') in (None, 'file')
     acts = not host.vllm.get('devices') if vllm else bool(learning.ahead)      # with a copy of its own, on this device
-    played = -(-learning.questions_per_step // host.ranks) * learning.group_size
+    # vLLM has pages for what its share of the memory holds, and lets others wait: it must hold one trajectory
+    played = 1 if vllm else min(host.act_rows, -(-learning.questions_per_step // host.ranks) * learning.group_size)
     return TrainingPlan(
         host.stage if host.learner == 'deepspeed' else None, host.ranks, 4 if s.acting.dtype == 'float32' else 2,
         critic == 'own', sum(held.values()) + frozen, sum(held[n] for n in host.offload), learning.row_tokens,
         host.gradient_checkpointing, 'offload_optimizer' in host.deepspeed.get('zero_optimization', {}),
-        min(host.act_rows, played) * s.acting.max_tokens, _lora_share(s.acting.model, host.lora),
+        bool(host.tflops) or torch.cuda.is_available(), played * s.acting.max_tokens, _lora_share(s.acting.model, host.lora),
         copies=acts, sleeps=bool(host.vllm.get('sleep_level')), copied=copies + frozen,
         renewed=every not in (None, 0, 1), by_file=vllm and apart and not host.lora,
         twice=critic == 'shared' and s.critic.critic_step == 'apart' and s.critic.critic_mix != 0,
         both=bool(learning.ahead) and acts, together=critic == 'own' and s.critic.critic_step != 'apart',
         **_forwards(s.acting, learning, learning.loss_of(method), s.keeping.measure),
         branches=max(_answer_tokens(s.acting, bind(method, s.course.options), s.keeping.measure).values(), default=0),
-        prompts=0 if vllm else min(_READ_TOKENS, min(host.act_rows, played) * s.acting.max_tokens),
+        prompts=0 if vllm else min(_READ_TOKENS, played * s.acting.max_tokens),
         **_sent_at_a_time(host.deepspeed))
 
 # %% ../nbs/5_run/62_setup.ipynb #c083s1
@@ -548,7 +554,7 @@ def forecast(
     "The estimate of a run, as lines."
     s, plan, sizes, load = settings, plan_of(settings), read_sizes(settings.acting.model), load_of(settings)
     tflops, taken = rank_tflops(s.host, s.acting.dtype)
-    seconds = step_seconds(sizes, plan, load.tokens, load.length, tflops, load.reads, load.epochs)
+    seconds = step_seconds(sizes, plan, load, tflops)
     likely = describe_likely(sizes, plan, load, tflops, s.course.steps, kept_lengths(s.course.run))
     ahead = [describe_ahead(seconds)] if s.learning.ahead else []
     shared = [_sharing_line(sizes, s.acting, s.learning)] if s.learning.tree else []

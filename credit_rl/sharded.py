@@ -191,7 +191,7 @@ class DeepSpeedBackend:
 
     def make_optimiser(self, groups, optimiser):
         "AdamW over groups of parameters (parameter_groups), of which ZeRO makes a flat one each."
-        return make_adamw(groups, optimiser, foreach=self.stage > 0)
+        return make_adamw(groups, optimiser, fused=self.stage > 0)
 
     def wrap(self, scorer, groups, optimiser):
         """Take over a `Scorer` and its parameters by groups: the engine that its forwards go through. In bfloat16 at
@@ -287,11 +287,12 @@ class DeepSpeedBackend:
         scores = gather_scores(batches, found[:len(batches)], tokens, trained)
         return (scores, None) if trained is None else (scores[1], scores[0])
 
-    def whole(self, parameter):
-        "A parameter; under stage 3 a copy in main memory of what the ranks hold together."
+    def whole(self, parameter, here=True):
+        "A parameter; under stage 3 a copy in main memory of what the ranks hold together, if it is wanted `here`."
         if self.stage < 3: return parameter
         import deepspeed
-        with deepspeed.zero.GatheredParameters([parameter]): return parameter.detach().to('cpu', copy=True)
+        with deepspeed.zero.GatheredParameters([parameter]):
+            return parameter.detach().to('cpu', copy=True) if here else None
 
     def refresh(self, teacher):
         "Make a frozen copy of the policy the policy again."
@@ -300,7 +301,7 @@ class DeepSpeedBackend:
     def save(self, folder, state, teacher=None):
         "Write weights, optimiser and what else is in `state`, this rank's pieces, all into the same folder."
         if teacher is not None:
-            named = {name: self.whole(p) for name, p in teacher.named_parameters()}
+            named = {name: self.whole(p, self.rank == 0) for name, p in teacher.named_parameters()}
             if self.rank == 0: torch.save(named, os.path.join(folder, 'teacher.pt'))
         client = {'generator': state['generator'], 'learner_updates': state['updates']}
         self.engine.save_checkpoint(str(folder), tag='deepspeed', save_latest=False, client_state=client)

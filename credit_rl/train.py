@@ -20,7 +20,7 @@ from .evaluate import evaluate, question_key, summarize
 from .information_gain import belief_schema, belief_warning
 from .judge import Judge, judge_counts
 from .launch import (LaunchError, Progress, Ranks, is_rank, join_ranks, keep_traceback, launch,
-                              gloo_environment, launch_command, meet, set_torch, speak)
+                              launch_command, meet, rank_environment, set_torch, speak)
 from .layout import pack
 from .learner import BadStep, Learner, teach_critic
 from .dry_run import is_large, no_gpu
@@ -78,7 +78,7 @@ def train_step(
             update = run.learner.step(batch.layout, batch.seen, credit)
             if run.replay: update |= run.replay.teach(run.learner, step, run.prefix, s.learning.tree)
         run.learner.tick(step)
-    with run.log.timed('load'): hand_over(run.learner, run.engine, s.host)
+    with run.log.timed('load'): hand_over(run.learner, run.engine, s.host, run.ranks)
     run.memory['method'] = move(method, run.memory['method'], batch)
     keep_rollouts(run.log, step, run.method, batch, s.keeping, run.setup.chat)
     if look.left_out: metrics['golds_left_out'] = look.left_out
@@ -146,7 +146,7 @@ class Run:
         "Go back to a checkpoint. Raises ValueError on one that keeps its method's state in another form."
         self.learner.restore(path)
         self.memory, self.ahead = read_memory(path)
-        hand_over(self.learner, self.engine, self.settings.host)
+        hand_over(self.learner, self.engine, self.settings.host, self.ranks)
 
     def checkpoint(self, step, name=None):
         "Save learner and memory atomically: all ranks write into the folder that the first one makes."
@@ -184,7 +184,8 @@ class _AnswerCheck:
             return True
         self.in_row += 1
         line = (f'step {step} is not learned from: of {asked["judge_calls"]} prompts for the judge {lost} were not '
-                f'answered, and {unread} replies could not be read')
+                f'answered, and {unread} replies could not be read, {asked.get("judge_empty", 0)} of them empty and '
+                f'{asked.get("judge_cut", 0)} cut off at max_tokens')
         self.say(' · '.join([line, *(s.last_error for s in self.services if lost and s.last_error)]))
         if self.in_row < 5: return False
         raise ConnectionError(f'{line}, the fifth step in a row of which more than unanswered={self.most:g} is '
@@ -259,7 +260,7 @@ class Actor:
         """Let an engine act that slept while the learner was made, with the weights that it began with, or the
         learner's where it forgot them."""
         if self.host.engine == 'hf': return
-        if self.engine.hollow: hand_over(learner, self.engine, self.host)
+        if self.engine.hollow: hand_over(learner, self.engine, self.host, self.ranks)
         else: self.engine.wake()
 
     def close(self):
@@ -739,7 +740,7 @@ def _finish(run):
     final, done = last, len(run.memory['rates'])
     if step != done:
         run.learner.restore(path)
-        hand_over(run.learner, run.engine, run.settings.host)
+        hand_over(run.learner, run.engine, run.settings.host, run.ranks)
         final, groups = run.evaluate('test')
     _keep_examples(run.log, done + 1, groups, 'after')
     c, top, base = run.settings.course, run.setup.ceiling, run.memory['base']
@@ -823,7 +824,7 @@ def launch_ranks(
         around = ' of all hosts' * bool(meeting)
         say(f'{host.ranks} ranks{around}: ' + ' '.join(['python', *command[1:]]))
         start = lambda: launch(command, folder, folder/'summary.json', say, meeting=meeting, environment=
-                               gloo_environment(host.hostfile, *hosts, torch.cuda.is_available()))
+                               rank_environment(host.ranks, host.hostfile, *hosts, torch.cuda.is_available()))
         if meeting and meeting.number: start()                       # host 0 holds the folder, with rank 0
         else: _hold_and_start(config, may_change, start)
     return folder

@@ -9,6 +9,7 @@ __all__ = ['JUDGE_PROMPT', 'PARTS', 'rule_rewards', 'tool_segments', 'rule_turn_
 # %% ../nbs/1_rules/35_turn_rewards.ipynb #c003
 import json, re, torch
 from functools import partial
+from .judge import after_thought
 from .readers import to_nfc
 from .tools import returned_texts
 
@@ -162,7 +163,7 @@ def judge_prompt(
     return re.sub(r'\{(question|pairs)\}', lambda m: fields[m[1]], prompt), len(turns)
 
 # %% ../nbs/1_rules/35_turn_rewards.ipynb #c029
-_LAST_RATINGS = re.compile(r'ratings_by_pair\s*[=:]\s*(?=\[)')
+_LAST_RATINGS = re.compile(r'ratings_by_pair["\'*`]*\s*[=:]\s*(?=\[)')
 _TRIPLES = re.compile(r'\[\s*\[[^][]*\](?:\s*,\s*\[[^][]*\])*\s*\]')
 
 # %% ../nbs/1_rules/35_turn_rewards.ipynb #c030
@@ -172,10 +173,11 @@ def parse_ratings(
     criteria=3,  # ratings per pair
     top=2,       # best rating; the worst is 0
 ):
-    """Read the last `ratings_by_pair=[[c,e,a],…]` of a judge's reply (TIPS appendix E.7): lists of int, None if
-    malformed."""
-    starts = [m.end() for m in _LAST_RATINGS.finditer(reply)]
-    found = _TRIPLES.match(reply, starts[-1]) if starts else None
+    """Read the last `ratings_by_pair=[[c,e,a],…]` of a judge's reply, behind its thinking (TIPS appendix E.7): lists of
+    int, None if malformed."""
+    said = after_thought(reply)
+    starts = [m.end() for m in _LAST_RATINGS.finditer(said)]
+    found = _TRIPLES.match(said, starts[-1]) if starts else None
     try: ratings = json.loads(found[0]) if found else []
     except ValueError: return None
     good = all(len(r) == criteria and all(type(v) is int and 0 <= v <= top for v in r) for r in ratings)

@@ -19,7 +19,7 @@ from .options import with_defaults
 from .outcome import outcome_rewards
 from .parameters import by_group, each_world, fill_names, from_settings, make_parser, read_settings
 from .rollout import RolloutSize, rollout
-from .runlog import plain_json, read_json, write_json, writing
+from .runlog import plain_json, read_json, stored_folders, write_json, writing
 from .settings import GROUPS, Acting, Course, Task, check, make_config, settings_of
 from .setup import bound_method, make_engine, make_setup, origin_of
 from .warmup import TierChoice, context_values, make_pairs, prompted, read_warmed, tiers
@@ -270,12 +270,12 @@ def read_asking(folder):  # of answers to `credit-rl asking`
     there is none."""
     import pandas as pd
     rows, number = {}, lambda x: math.nan if x is None else x
-    for path in sorted(Path(folder).glob('**/asking.json')):
-        found = read_json(path)
+    for place in stored_folders(folder, '**/asking.json'):
+        found = read_json(place/'asking.json')
         known, rest = ({k: number(v) for k, v in found['asking'][tier].items()} for tier in ('known', 'unknown'))
         start = [b for b in found['bias'] or [] if b['kind'] == 'start']
         off = next((b for b in start if b['tier'] == 'known'), {})
-        rows[path.parts[-3], path.parts[-2]] = {k: number(v) for k, v in {
+        rows[place.parts[-2:]] = {k: number(v) for k, v in {
             **{k: known[k] for k in ('ask rate', 'ask', 'answer', 'delta', 'low', 'high')},
             'tells': rest['ask rate'] - known['ask rate'], 'unknown': rest['delta'],
             'bias': off.get('bias'), 'error': off.get('error'),

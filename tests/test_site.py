@@ -18,9 +18,11 @@ from pathlib import Path
 import pytest
 
 from credit_rl import api
+from credit_rl.compare import find_runs
 from credit_rl.methods import METHODS, compose
 from credit_rl.options import Option
 from credit_rl.parts import Row
+from credit_rl.runlog import read_summary
 from credit_rl.settings import Config, check, make_config
 
 ROOT = next(folder for folder in Path(__file__).resolve().parents if (folder / 'settings.ini').exists())
@@ -109,8 +111,7 @@ def test_a_stored_curve_is_drawn_and_its_results_shown(archive, tmp_path):
 
 def test_every_method_that_was_run_has_its_curve(root, archive):
     "Also one whose folders cannot have its name (mt-grpo*), and one that was given an option (tips)."
-    folders = (root / 'runs' / 'sweep').glob('*/summary.json')
-    run = {json.loads(path.read_text())['method'] for path in folders} & set(METHODS)
+    run = {read_summary(folder)['method'] for folder in find_runs(root / 'runs' / 'sweep')} & set(METHODS)
     assert {'mt-grpo*', 'tips', 'tspo'} <= run
     for name in run:
         about = stored_about(METHODS[name], archive)

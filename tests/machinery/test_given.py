@@ -3,15 +3,18 @@ import collections
 import fractions
 import pathlib
 import random
+import re
 from decimal import Decimal
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from credit_rl.options import Option, options_in
-from credit_rl.parameters import notebook_settings
-from credit_rl.settings import Config, make_config, read_parameters
+from credit_rl.parameters import by_group, make_parser, notebook_settings, read_settings
+from credit_rl.settings import GROUPS, Config, make_config, read_parameters
 
 MODEST = {int: lambda rng: rng.randrange(1, 9), float: lambda rng: rng.choice([.5, 2 ** -20, 1.]),
           bool: lambda rng: rng.random() < .5, str: lambda rng: rng.choice(['runs/mine', 'a b', 'runs/try #5']),
@@ -65,3 +68,47 @@ def test_values_of_other_kinds_reach_a_run_as_pythons_own():
     assert type(config.learning_rate) is float and type(config.options['alpha']) is float
     assert type(config.world['famous']['train']) is int and type(config.world) is dict
     assert Option(1.).read('w', np.longdouble(.5)) == .5 and Option(None).read('any', (np.int8(1),)) == [1]
+
+
+# ---- what is typed on a command line ----
+
+def typed(*words): return read_settings(make_parser('run', 'Run.'), list(words), by_group(*GROUPS.values()))[0]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.one_of(st.text('ab #:-\'"{}[],&*!|>%@`010.e_~\\\n', max_size=12), st.text(max_size=8),
+                 st.sampled_from(['runs/try #5', '010', '1:30', '0x10', '1e3', 'yes', 'on', 'No', '2026-11-28', '- a',
+                                  'a: b', '1_000', '.5', '!!python/name:os', '*x', '&x', '? a', 'null #5'])))
+def test_a_text_setting_is_the_text_that_was_typed(text):
+    if len(text) > 1 and text[0] == text[-1] and text[0] in '\'"': return                   # YAML's, as one can see
+    texts = [n for n in ('run', 'healthy', 'model', 'path') if n != 'path' or text.lstrip()[:1] not in ('{', '[')]
+    for name, value in typed(*(f'{name}={text}' for name in texts)).items():
+        null = options_in(Config)[name].default is None and text.strip() in ('', '~', 'null')
+        assert value == (None if null else text) or text.startswith('~') and '/' in text     # the home folder
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.one_of(st.integers(-99, 10 ** 7).map(str), st.from_regex(r'[-+]?0*[0-9]{1,4}', fullmatch=True),
+                 st.from_regex(r'0[xob][0-7]{1,3}|[0-9]{1,2}(:[0-5][0-9]){1,2}|[0-9]{1,3}(_[0-9]{3}){1,2}|[0-9]e[0-9]',
+                               fullmatch=True)))
+def test_a_number_is_decimal_or_refused_by_its_name(text):
+    found = typed(*(f'{n}={text}' for n in ('seed', 'kl', 'options.alpha')), f'betas=[{text}, .5]')
+    for name in ('seed', 'kl'):
+        try: value = getattr(make_config({name: found[name]}), name)
+        except ValueError as e: assert name in str(e)
+        else: assert value == float(text)                     # Python's reading: decimal, _ between digits
+    meant = text if re.search('[xob:e]', text) else int(text)
+    assert found['options'] == {'alpha': meant} and found['betas'] == [meant, .5]
+
+
+def test_a_list_of_texts_keeps_what_yaml_drops():
+    assert make_config(typed('measure=belief,entropy')).measure == ['belief', 'entropy']
+    for line in ('measure=belief #5', 'measure=[belief, entropy #5]', 'vllm={a: 1} # b', 'options.name=a #5'):
+        with pytest.raises(ValueError, match='#5|# b'): make_config(typed(line))
+    assert typed("options.name='a #5'") == {'options': {'name': 'a #5'}} and typed("run='a b'") == {'run': 'a b'}
+
+
+def test_in_a_file_yamls_own_meaning_stays(tmp_path):
+    (tmp_path / 'p.yaml').write_text('seed: 010\nsteps: 1:30\nrun: runs/try #5\nquestions: 0x10\n')
+    found = typed('--params', str(tmp_path / 'p.yaml'))
+    assert found == {'seed': 8, 'steps': 90, 'run': 'runs/try', 'questions': 16}

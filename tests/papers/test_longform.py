@@ -18,14 +18,14 @@ from credit_rl.diagnostics import training_curves
 from credit_rl.engine import ScriptedEngine
 from credit_rl.evaluate import question_row, run_evaluation, set_names
 from credit_rl.longform import (JudgeChoice, VERDICTS, judge_rows, judged_table, long_rewards,
-                                main, parse_grounded, pass_rates, run_longform)
+                                main, pass_rates, run_longform)
 from credit_rl.methods import get_method
 from credit_rl.models import load_tokenizer
 from credit_rl.options import options_in
 from credit_rl.parameters import from_settings
 from credit_rl.parts import bind
 from credit_rl.protocol import PROTOCOLS, Chat, byte_tokenizer
-from credit_rl.prs import prs_long
+from credit_rl.prs import parse_grounded, prs_long
 from credit_rl.readers import RowError
 from credit_rl.runlog import read_metrics, read_turns
 from credit_rl.sft import Imitation, read_rollouts, rejection_sft
@@ -140,7 +140,7 @@ def test_the_reward_is_the_one_of_a_training(verdict):
 @pytest.mark.parametrize('reply, verdict', [
     ('grounded', 1), ('Invented.', 0), ('**Grounded**', 1), ('not grounded', 0), ('Not grounded.', 0),
     ('The answer is not grounded.', 0), ('ungrounded', 0), ('not fully grounded', 0), ('The answer is grounded.', 1),
-    ('Verdict: **invented**', 0), ('invented\n\nOnly the year is grounded', 0), ('grounded (nothing is invented)', 1),
+    ('Verdict: **invented**', 0), ('invented\n\nOnly the year is grounded', 0), ('grounded (nothing is invented)', None),
     ('Claim 1: supported.\nClaim 2: supported.\n\ngrounded', 1), ('Claim 1: in neither.\nFinal verdict: invented', 0),
     ('<think>grounded? No: invented.</think>\n\ngrounded', 1), ('so\n</think>\ninvented', 0),
     ('<think>grounded', None), ('The claim is grounded, the date is invented', None), ('grounded or invented', None),
@@ -190,8 +190,7 @@ def test_pairs_are_evaluated_and_judged_by_one_call(tmp_path):
     assert table.loc[('pairs', 'all'), list(VERDICTS)].tolist() == [.5, .75]
     assert table.loc[('pairs', 'multi'), list(VERDICTS)].tolist() == [.5, .5]
     about = json.loads((run / 'pairs' / 'judged.json').read_text())
-    assert about['judge'] == 'stub' and about['counts'] == dict(judge_calls=8, judge_retries=0, judge_failures=0,
-                                                                judge_unparsable=0)
+    assert about['judge'] == 'stub' and about['counts'].pop('judge_calls') == 8 and not any(about['counts'].values())
     assert about['prompts'].keys() == {'match', 'grounded'} and len(set(about['prompts'].values())) == 2
     assert 'pairs: reference pass 0.500, hallucination pass 0.750' in lines[-1]
 
