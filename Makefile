@@ -90,13 +90,13 @@ $(VENV)/.ok-torch: $(VENV)/.ok-python constraints.txt
 $(VENV)/.ok-demo: $(VENV)/.ok-torch constraints.txt settings.ini setup.py pyproject.toml
 	@echo '[3/3] credit_rl and what it rests on'
 	$(begin)
-	@$(PIP) $(PINS) -e . $(failed)
+	@$(PIP) $(PINS) -e '.[run]' $(failed)
 	$(end)
 
 $(VENV)/.ok-test: $(VENV)/.ok-torch constraints.txt settings.ini setup.py pyproject.toml tests/releases.txt
 	@echo '[3/3] credit_rl, the trainers, the search service and the test tools'
 	$(begin)
-	@$(PIP) $(PINS) -e '.[train,serve,dense,dev]' $(failed)
+	@$(PIP) $(PINS) -e '.[run,lab,train,serve,dense,dev]' $(failed)
 	@$(PIP) --no-deps --upgrade --target $(VENV)/releases -r tests/releases.txt $(failed)
 	@touch $(VENV)/.ok-demo
 	$(end)
@@ -104,14 +104,14 @@ $(VENV)/.ok-test: $(VENV)/.ok-torch constraints.txt settings.ini setup.py pyproj
 $(VENV)/.ok-real: $(VENV)/.ok-torch constraints.txt settings.ini setup.py pyproject.toml
 	@echo '[3/3] credit_rl and what reads a GGUF file'
 	$(begin)
-	@$(PIP) $(PINS) -e '.[gguf]' $(failed)
+	@$(PIP) $(PINS) -e '.[run,gguf]' $(failed)
 	@touch $(VENV)/.ok-demo
 	$(end)
 
 $(VENV)/.ok-docs: $(VENV)/.ok-torch constraints.txt settings.ini setup.py pyproject.toml
 	@echo '[3/3] credit_rl and what builds its site'
 	$(begin)
-	@$(PIP) $(PINS) -e '.[docs]' $(failed)
+	@$(PIP) $(PINS) -e '.[run,docs]' $(failed)
 	@touch $(VENV)/.ok-demo
 	$(end)
 

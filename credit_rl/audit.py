@@ -19,7 +19,7 @@ from .launch import Progress, set_torch
 from .layout import hidden_states, pack, turn_means
 from .methods import get_method
 from .options import setting, with_defaults
-from .parameters import by_group, from_settings, make_parser, read_settings
+from .parameters import by_group, error_line, from_settings, make_parser, read_settings
 from .parts import assign
 from .rollout import RolloutSize, continuations, rollout
 from .runlog import atomic_write, plain_json, write_json, writing
@@ -524,7 +524,7 @@ def main(arguments=None):
     try:
         given, _ = read_settings(parser, arguments, by_group(AuditChoice, *(GROUPS | {'course': _COURSE}).values()))
         folder = run_audit(*read_audit_settings(given), lambda line: print(line, flush=True))
-    except (ValueError, OSError, ImportError) as e: sys.exit(f'credit_rl.audit: {e}')
+    except (ValueError, OSError, ImportError) as e: sys.exit(f'credit_rl.audit: {error_line(e)}')
     except KeyboardInterrupt: parser.exit(130, 'credit_rl.audit: interrupted; the same command begins anew\n')
     print(f'{json.loads((folder/"audit.json").read_text())["findings"]}\n{folder}')
 

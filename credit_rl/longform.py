@@ -14,7 +14,7 @@ from .benchmarks import PAIRS
 from .evaluate import Evaluation, bootstrap_interval, read_manifest, read_scores, run_evaluation
 from .judge import check_judge, judge_counts, judge_text, make_judge
 from .options import SettingsGroup, nearest, options_in, setting
-from .parameters import by_group, from_settings, make_parser, read_settings
+from .parameters import by_group, error_line, from_settings, make_parser, read_settings
 from .protocol import prompt_hash
 from .prs import (GROUNDED_FIELDS, HALLUCINATION_PROMPT, PRS_JUDGE_PROMPT, grounded_prompt, judge_messages,
                            parse_grounded, parse_verdict, prs_rewards)
@@ -168,6 +168,6 @@ def main(arguments=None):  # list of str; None: the command line's
     try:
         settings, given = read_settings(parser, arguments, by_group(JudgeChoice, *Evaluation.__bases__))
         print(judged_table(run_longform(settings, given.folder)).to_string())
-    except (ValueError, OSError, ImportError) as e: sys.exit(f'credit_rl.longform: {e}')
+    except (ValueError, OSError, ImportError) as e: sys.exit(f'credit_rl.longform: {error_line(e)}')
 
 if __name__ == '__main__' and '__file__' in globals(): main()  # a notebook has no file

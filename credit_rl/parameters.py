@@ -4,11 +4,12 @@
 
 # %% auto #0
 __all__ = ['from_settings', 'notebook_settings', 'each_world', 'fill_names', 'enter_project', 'by_group', 'settings_help',
-           'one_dialect', 'make_parser', 'read_settings']
+           'one_dialect', 'make_parser', 'read_settings', 'error_line']
 
 # %% ../nbs/machinery/06_parameters.ipynb #c002
 import argparse, datetime, difflib, numbers, os, re, sys, types
 from collections.abc import Mapping
+from importlib.metadata import distributions
 from pathlib import Path
 import yaml
 from .launch import expect_file
@@ -215,3 +216,16 @@ def _nested(settings, over, known):
         inside = dot and name not in known and whole in known and isinstance(known[whole].default, dict)
         settings |= {whole: {**(settings.get(whole) or {}), key: value}} if inside else {name: value}
     return settings
+
+# %% ../nbs/machinery/06_parameters.ipynb #p0604
+def error_line(
+    error,  # Exception that ends a command
+):
+    """What a command says of an error: str. Of a package that is missing it names the extra of credit_rl that brings
+    it."""
+    if not isinstance(error, ModuleNotFoundError): return str(error)
+    package = re.sub(r'\..*', '', str(error.name)).replace('_', '-')
+    package = {'faiss': 'faiss-cpu', 'sklearn': 'scikit-learn'}.get(package, package)
+    asked = [line for d in distributions(name='credit_rl') for line in d.requires or ()]
+    found = [m[1] for m in (re.match(rf'{package}\b(?!-).*extra == .(\w+)', line) for line in asked) if m]
+    return f'{error}' + ''.join(f": pip install 'credit_rl[{extra}]'" for extra in found[:1])

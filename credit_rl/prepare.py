@@ -24,7 +24,8 @@ from .methods import get_method
 from .models import find_model, load_model
 from .options import setting, with_defaults
 from .outcome import outcome_rewards
-from .parameters import by_group, from_settings, make_parser, notebook_settings, read_settings
+from .parameters import (by_group, error_line, from_settings, make_parser, notebook_settings,
+                                  read_settings)
 from .protocol import PROTOCOLS, prompt_hash
 from .runlog import (RunLog, latest_checkpoint, read_json, read_metrics, read_params, save_checkpoint,
                               stored_folders)
@@ -82,7 +83,7 @@ def check_warming(config):
     check(c)
     group_of(WarmUpChoice, c)
     if importlib.util.find_spec('sklearn') is None:
-        raise ImportError('a warm-up clusters its questions with scikit-learn: pip install scikit-learn')
+        raise ImportError('a warm-up clusters its questions with scikit-learn: pip install credit_rl[run]')
     if not method.critic:
         raise ValueError(f'{c.method} has no critic to warm up; take carl, ppo, tips or another with one')
     if c.critic_from: raise ValueError(f'critic_from={c.critic_from!r} is for the training that comes after a warm-up')
@@ -397,7 +398,7 @@ def main(arguments=None):
         print(gate_table(folder).to_string())
         read_warmed(folder)
     except (ValueError, OSError, ImportError, LaunchError, EngineLost, BadStep) as e:
-        sys.exit(f'credit_rl.prepare: {e}')
+        sys.exit(f'credit_rl.prepare: {error_line(e)}')
     except KeyboardInterrupt: end_interrupted('credit_rl.prepare', run)
 
 # %% ../nbs/5_run/65_prepare.ipynb #c030

@@ -26,7 +26,7 @@ from .learner import BadStep, Learner, teach_critic
 from .dry_run import is_large, no_gpu
 from .models import find_model
 from .outcome import outcome_rewards
-from .parameters import by_group, make_parser, read_settings
+from .parameters import by_group, error_line, make_parser, read_settings
 from .parts import (Asks, Measured, assign, at, begin, every_turn, move, services, start_values,
                              to_tokens)
 from .world import get_regime
@@ -848,7 +848,7 @@ def main(arguments=None):
         settings = read_settings(parser, arguments, by_group(*GROUPS.values()))[0]
         folder = settings.get('run', folder)
         train(settings)
-    except (ValueError, OSError, ImportError, LaunchError, EngineLost, BadStep) as e: sys.exit(f'credit_rl.train: {e}')
+    except (ValueError, OSError, ImportError, LaunchError, EngineLost, BadStep) as e: sys.exit(f'credit_rl.train: {error_line(e)}')
     except KeyboardInterrupt: end_interrupted('credit_rl.train', folder)
 
 def end_interrupted(
