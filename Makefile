@@ -196,13 +196,14 @@ docs: export OMP_NUM_THREADS := 1
 docs: $(VENV)/.ok-docs
 	@$(PY) docs/build.py
 
-# The kernel is called as the notebooks call it, or JupyterLab would write another name into each that it saves.
+# The kernel is called as the notebooks call it, or JupyterLab would write another name into each that it saves. What it
+# saves is written in the form in which git has it (docs/saved.py).
 lab: $(VENV)/.ok-test
 	@$(PY) -m ipykernel install --sys-prefix --name python3 --display-name python3 > $(VENV)/kernel.log 2>&1
-	@$(PY) -m jupyter lab nbs
+	@$(PY) -m jupyter lab nbs --config docs/saved.py
 
 export: $(VENV)/.ok-test
-	@$(EXPORT)
+	@$(PY) docs/saved.py && $(EXPORT)
 
 # The state of the notebooks and modules: a checksum for each file.
 tree = find nbs credit_rl -type f ! -name _modidx.py ! -path '*/__pycache__/*' ! -path '*/.ipynb_checkpoints/*' -exec cksum {} + \

@@ -432,7 +432,9 @@ def manifest_differences(
     "Find what differs between two manifests: list of str 'part: a before, b now', empty if nothing does."
     old, new, absent = dict(_flat(before)), dict(_flat(now)), 'absent'
     skip = ('settings', *ignore)
-    names = [n for n in {**old, **new} if n.split('.')[0] not in skip and n not in ('questions.ids', 'model.name')]
+    moved = ('retriever.url',) if old.get('corpus.hash') and old['corpus.hash'] == new.get('corpus.hash') else ()
+    names = [n for n in {**old, **new}
+             if n.split('.')[0] not in skip and n not in ('questions.ids', 'model.name', *moved)]
     pairs = [(n, old.get(n, absent), new.get(n, absent)) for n in names]
     return [f'{n}: {_shown(a, b)} before, {_shown(b, a)} now' for n, a, b in pairs if a != b]
 

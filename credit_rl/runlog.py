@@ -6,7 +6,7 @@
 __all__ = ['METRICS', 'PACKED', 'CALLER', 'RunFolder', 'atomic_write', 'check_secrets', 'RunFolders', 'RunPaths', 'atomic_folder',
            'plain_json', 'write_json', 'read_text', 'read_json', 'packed_run', 'is_stored', 'stored_folders',
            'load_yaml', 'read_yaml', 'read_members', 'BoundedGzip', 'FolderInUse', 'is_alive', 'Hold', 'check_folder',
-           'writing', 'latest_checkpoint', 'named_checkpoint', 'save_checkpoint', 'check_trackers', 'RunLog',
+           'writing', 'lasting', 'latest_checkpoint', 'named_checkpoint', 'save_checkpoint', 'check_trackers', 'RunLog',
            'metrics_by_step', 'read_metrics', 'has_metrics', 'read_turns', 'read_params', 'read_summary',
            'same_metrics', 'source_hash', 'imported_modules', 'module_hashes', 'code_hashes', 'changed_modules']
 
@@ -770,7 +770,7 @@ def writing(folder):  # made if missing
 def _check_run(folder, resume):
     """Refuse a folder that is held where its files lead elsewhere, where it cannot be written, and where it holds a run
     that is not to be resumed."""
-    for name in (*_HOLDS, 'bad_step.json', 'judge.jsonl.gz', 'launch.yaml'): _own(folder/name)
+    for name in (*_HOLDS, 'bad_step.json', 'judge.jsonl.gz', 'search.json', 'launch.yaml'): _own(folder/name)
     if not resume: _check_empty(folder)
     if packed_run(folder):
         raise ValueError(f"{folder} is a run in its study's tables, which keep no checkpoints: it is not resumed; choose "
@@ -787,6 +787,16 @@ def _params_at(path):
     if isinstance(found, dict): return found
     raise ValueError(f'{path} holds no parameters: restore it, or choose another name for the run')
 
+_MOVES = ('base_url', 'key_from', 'concurrency', 'retries', 'timeout', 'deadline')
+
+def lasting(
+    value,  # setting, JSON value
+):
+    "A setting without what may change while a run goes on: where a served model is, and how it is waited for."
+    if not isinstance(value, dict): return value
+    served = 'base_url' in value and 'model' in value
+    return {k: lasting(v) for k, v in value.items() if not (served and k in _MOVES)}
+
 def _write_params(path, params, may_change):
     "Write a YAML file of parameters, or compare with the one that is there. Raises ValueError naming what changed."
     text = yaml.safe_dump(plain_json(params), sort_keys=False, allow_unicode=True)
@@ -794,7 +804,7 @@ def _write_params(path, params, may_change):
         old, new = _params_at(path), yaml.safe_load(text)
         say = lambda d, k: repr(d[k]) if k in d else 'absent'
         changed = [f'{k}: {say(old, k)} before, {say(new, k)} now' for k in {**old, **new}
-                   if k not in may_change and (k not in old or k not in new or old[k] != new[k])]
+                   if k not in may_change and (k not in old or k not in new or lasting(old[k]) != lasting(new[k]))]
         if changed:
             raise ValueError(f'{path.parent} was begun with other parameters ({"; ".join(changed)}): restore them or '
                              'choose another name')

@@ -20,6 +20,7 @@ from .options import SettingsGroup, options_in, setting
 from .parameters import error_line, make_parser
 from .readers import Passage, RowError, read_contents, read_field, read_rows, read_title
 from .retrieval import Retriever, build_index, check_search, contents
+from .runlog import atomic_write
 
 # %% ../nbs/machinery/16_search_service.ipynb #c005
 def _document(passage):
@@ -342,6 +343,31 @@ class SearchClient:
         except (requests.RequestException, ValueError): said = None   # other servers need not have a /health
         said = said if isinstance(said, dict) else {}
         return {'name': 'SearchClient', 'url': self.url, **{x: said.get(x) for x in ('passages', 'corpus')}}
+
+    def keep(self, path, queries, k):
+        "Write down what the server has: its passages' hash where it says that, and its answers to some queries."
+        found = zip(queries, self.search(queries, k))
+        answers = {q: [[p.title, p.text] for p in hits] for q, hits in found}
+        kept = {'url': self.url, 'corpus': self.about()['corpus'], 'k': k, 'answers': answers}
+        atomic_write(path, lambda part: part.write_text(json.dumps(kept, indent=1) + '\n'))
+
+    def agrees(self, path):
+        """Whether the server has the passages of the one that `keep` wrote down, which may have had another url; False
+        where nothing was kept. By the hash where both say it, else by the kept answers. Raises ValueError where they
+        differ."""
+        if not Path(path).exists(): return False
+        kept = json.loads(Path(path).read_text())
+        if kept['url'] == self.url: return True
+        now = kept['corpus'] and self.about()['corpus']
+        if now: differs = f'passages of hash {now}, {kept["corpus"]} there' if now != kept['corpus'] else None
+        else:
+            found = zip(kept['answers'].items(), self.search(list(kept['answers']), kept['k']))
+            differs = next((f'another answer to {q!r:.80}' for (q, before), hits in found
+                            if before != [[p.title, p.text] for p in hits]), None)
+        if differs:
+            raise ValueError(f'{self.url} takes the place of {kept["url"]}, but has {differs}: give a server of the same '
+                             'passages, or begin another run')
+        return True
 
 # %% ../nbs/machinery/16_search_service.ipynb #c022
 _HEADER = {'searches': 1}  # the first line of a file of kept answers, with its format's number

@@ -34,8 +34,9 @@ def read_audits(
     tables, own = [], {}
     for place in stored_folders(folder, f'*/{what}*/*/audit.csv'):
         found, (regime, kind, seed) = read_json(place/'audit.json'), place.parts[-3:]
-        rule, before = kind.removeprefix(what).removeprefix('-'), 1 - found['bottleneck']['answer']
-        table = pd.read_csv(io.StringIO(read_text(place/'audit.csv'))).assign(regime=regime, seed=int(seed), before=before, right=found['right'])
+        rule, answer = kind.removeprefix(what).removeprefix('-'), found['bottleneck']['answer']   # None: not told
+        before, text = math.nan if answer is None else 1 - answer, read_text(place/'audit.csv')
+        table = pd.read_csv(io.StringIO(text)).assign(regime=regime, seed=int(seed), before=before, right=found['right'])
         if rule: own.setdefault((regime, rule), []).append(table[table.rule == rule])
         else: tables.append(table)
     if not tables: raise FileNotFoundError(f'{folder} holds no audits: REGIME/{what}/SEED/audit.csv')

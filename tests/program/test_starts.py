@@ -24,6 +24,7 @@ from credit_rl.datasets import load_corpus, load_questions
 from credit_rl.diagnostics import wilson
 from credit_rl.learner import Learner, Optimiser
 from credit_rl.models import find_model, load_model, local_folder
+from credit_rl.parameters import notebooks_in
 from credit_rl.parts import Loss
 from credit_rl.runlog import FolderInUse, Hold, RunFolders, RunLog, RunPaths
 from credit_rl.settings import make_config, settings_of
@@ -569,7 +570,7 @@ def test_the_readme_lines_that_start_a_run_have_folders_of_their_own():
 
 def test_jupyterlab_calls_the_kernel_as_the_notebooks_do():
     "Else it writes its own name of the kernel into each notebook that is saved."
-    names = {json.loads(p.read_text())['metadata']['kernelspec']['display_name'] for p in ROOT.glob('nbs/**/*.ipynb')}
+    names = {json.loads(p.read_text())['metadata']['kernelspec']['display_name'] for p in notebooks_in(ROOT / 'nbs')}
     lab = re.search(r'^lab:.*\n(\t.*\n)+', (ROOT / 'Makefile').read_text(), re.M)[0]
     assert names == {re.search(r'ipykernel install .*--name python3 --display-name (\S+)', lab)[1]}
 
