@@ -226,10 +226,11 @@ class BM25:
 
     def search(self, queries, k):
         "For each query up to k `Passage`s with score > 0, best first, ties by passage index: list of Q lists."
+        found = _search(self, queries, k)
         if not self.bigrams and any(map(is_blankless, queries)):
             warnings.warn('a query is of a script without blanks, and this index is of words between blanks, which it can '
                           'hardly find: index the corpus with bigrams=True')
-        return _search(self, queries, k)
+        return found
 
     @property
     def corpus(self):
