@@ -346,6 +346,7 @@ def _asking(s, player, env):
     chat = env.chat
     contexts = {'context_tokens': s.context_tokens} if chat.protocol.context_tag else {}
     if chat.protocol.runs_code: contexts['output_chars'] = env.tool.output_chars
+    contexts |= {n: v for n, v in (('program', s.program), ('notes', s.notes)) if v not in ({}, 'asked')}
     contexts |= {n: v for n in ('prompt_tokens', 'response_tokens') if (v := getattr(s, n)) is not None}
     base = BASELINES.get(s.baseline)
     base = {'baseline': {'name': s.baseline, 'when': base.when, 'max_turns': base.max_turns}} if base else {}

@@ -114,6 +114,8 @@ def _tiny_environments(acting, worlds, tokenizer):
     chat = check_tokenizer(tokenizer, worded(asked_protocol(acting.protocol, 'tiny'), **acting.words))
     rules = dict(k=acting.passages, max_turns=acting.max_turns, max_tokens=acting.max_tokens,
                  response_tokens=acting.response_tokens)
+    if acting.program:
+        raise ValueError(f'the tiny world limits its programs itself, got program={acting.program}: leave it out')
     printed = {'output_chars': acting.output_chars} if acting.output_chars else {}
     return {part: dataclasses.replace(tiny_environment(w, chat, **rules, **printed), **acting.rules)
             for part, w in worlds.items()}, rules
