@@ -58,10 +58,10 @@ def words(
     return [piece for word in found for m in _RUN.finditer(word) for piece in (pairs(m[1]) if m[1] else [m[0]])]
 
 def takes_bigrams(
-    passages,  # list of Passage, of which the first eight are looked at
+    passages,  # list of Passage, of which the first five are looked at
 ):
     "Whether a corpus is mostly of scripts without blanks: bool."
-    return is_blankless(''.join(document(p) for p in passages[:8]))
+    return is_blankless(''.join(document(p) for p in passages[:5]))
 
 def document(passage):
     "The text of a `Passage` that is searched: its title and its text."
@@ -491,7 +491,7 @@ def build_index(
     if shard < 1 or most < 1: raise ValueError(f'shard and most must be at least 1, got {shard} and {most}')
     if bigrams is None:
         passages = iter(passages)
-        first = list(itertools.islice(passages, 8))
+        first = list(itertools.islice(passages, 5))
         passages, bigrams = itertools.chain(first, passages), takes_bigrams([p for p in first if isinstance(p, Passage)])
     with new_index(folder) as new, tempfile.TemporaryDirectory(dir=new) as work:
         with PassageWriter(new) as file:
