@@ -353,7 +353,7 @@ class _Found:
     def __init__(self, said, parts, title=None, text=None):
         self._said, self._parts, self.title, self.text = said, parts, title, text
     def __str__(self): return self._said
-    def __repr__(self): return self._said
+    def __repr__(self): return repr(self._said)
     def _len(self): return len(self._parts or self._said)
     def __iter__(self): return iter(self._parts or list(self._said))
     def __contains__(self, x): return str(x) in self._said
