@@ -341,6 +341,7 @@ def register_verl(
     method: Method, or the name of one
     name: str; None: credit_rl/ and the method's
     options: dict, of the method
+    zeros: bool, as for `estimator`
     """
     register = _imported(['verl.trainer.ppo.core_algos'], 'register_adv_est', 'verl')
     name, estimate = name or f'credit_rl/{_given_rewards(method, options).name}', estimator(method, options, zeros)
@@ -362,6 +363,7 @@ def register_skyrl(
     method: Method, or the name of one
     name: str; None: credit_rl/ and the method's
     options: dict, of the method
+    zeros: bool, as for `estimator`
     """
     places = ['skyrl.backends.skyrl_train.utils.ppo_utils', 'skyrl_train.utils.ppo_utils']
     register = _imported(places, 'register_advantage_estimator', 'SkyRL')

@@ -176,24 +176,41 @@ _NUMBER = re.compile(rf'''
     (?:\s*[)\]}}])* (?P<percent>\s*(?:%|per\s?cent\b|pct\b))?''', re.VERBOSE | re.IGNORECASE)
 
 # %% ../nbs/2_environment/11_metrics.ipynb #c044
-_WRAPPED = re.compile(r'\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox|emph)\s*\{([^{}]*)\}')
+_WRAPPED = re.compile(r'\\(?:text(?:bf|it|rm|tt|sf|sc|sl|up|md|normal)?|math(?:rm|bf|it|tt|sf|normal)|[mhf]box|emph|'
+                      r'underline|boldsymbol|bm|operatorname)\s*\{([^{}]*)\}|'
+                      r'\{\\(?:bf|it|rm|tt|sf|sc|sl|em)(?:series|shape|family)?\s+([^{}]*)\}')     # {\bf so}
+_FRACTION = re.compile(r'(?<![\d.,])(\d+)?\s*\\[dtc]?frac\s*(?:\{\s*([-+]?[\d.,]+)\s*\}|(\d))\s*'
+                       r'(?:\{\s*([\d.,]+)\s*\}|(\d))(?![\d.,]*\d)')
+
+def _divided(m):
+    r"The value of `\frac{1}{2}`, and of a mixed number such as `1\frac{1}{2}`; what is no number stays as it is."
+    try:
+        above, below = (float((a or b).replace(',', '')) for a, b in ((m[2], m[3]), (m[4], m[5])))
+        value = int(m[1] or 0) + above / below
+    except (ValueError, ZeroDivisionError): return m[0]
+    signed = (m[2] or '')[:1] in ('-', '+') and (m[1] or m.string[:m.start()].rstrip()[-1:] in ('-', '+'))
+    return m[0] if signed else f' {value!r} '
 
 def _without_latex(text):
-    r"Take LaTeX's wrapping off a number: `\$`, `\%`, `{,}`, thin spaces, `\text{…}`, `\left(`."
-    text = re.sub(r'\\(?:left|right)(?=[()\[\]])', '', _WRAPPED.sub(r' \1 ', text))
+    r"Take LaTeX's wrapping off a number: `\$`, `\%`, `{,}`, thin spaces, `\text{…}`, `\left(`, fractions."
+    text = re.sub(r'\\(?:left|right)(?=[()\[\]])', '', _WRAPPED.sub(lambda m: f' {m[1] or m[2] or ""} ', text))
+    text = re.sub(r'\\(?:[dtc]?frac|sqrt)', ' 0 0 ', _FRACTION.sub(_divided, text))     # of another formula: no number
     return re.sub(r'\\([$%])', r'\1', re.sub(r'\{,\}|(?<=\d)\\[,!](?=\d{3})', ',', text)).replace('\\,', ' ')
 
 # %% ../nbs/2_environment/11_metrics.ipynb #w1102
 def _unwrapped(m):
     r"The inside of a wrapper, and a blank between it and a digit outside: `5\text{km}` is 5 km."
     digit = lambda char: ' ' if char.isdigit() else ''
-    return digit(m.string[m.start() - 1:m.start()]) + m[1] + digit(m.string[m.end():m.end() + 1])
+    inside = m[1] if m[1] is not None else m[2]
+    return digit(m.string[m.start() - 1:m.start()]) + inside + digit(m.string[m.end():m.end() + 1])
 
 def plain_latex(text):
-    r"""Take LaTeX's markup off words: `\text{Paris}` is Paris, and so with \textbf, \textit, \textrm, \mathrm, \mathbf,
-    \mbox and \emph, one inside another too; `\$` is $ (CARL, whose answers stand in a box). Formulas stay: str."""
+    r"""Take LaTeX's markup off words: `\text{Paris}` is Paris, and so with \textbf, \texttt, \mathit, \underline, \emph
+    and their like, one inside another too; `~` and `\ ` are blanks, `\$` is $ (CARL, whose answers stand in a box).
+    Formulas stay: str."""
     while (inner := _WRAPPED.sub(_unwrapped, text)) != text: text = inner
-    return re.sub(r'\\([$%&#_])', r'\1', text)
+    text = re.sub(r'(?<=\d)\\[,!](?=\d{3})', ',', text)                      # 1\,234 is one number
+    return re.sub(r'\\([$%&#_])', r'\1', re.sub(r'\\[ ,;:]|\\q?quad\b|(?<!\\)~', ' ', text).replace('\\!', ''))
 
 # %% ../nbs/2_environment/11_metrics.ipynb #c045
 def parse_number(

@@ -230,7 +230,7 @@ def prepare(
         model = s.acting.model
         if model != 'tiny': find_model(model)
         for line in [*_forecast(s, choice), *no_gpu(s.host, model)] if is_large(model) else (): say(line)
-        if s.host.ranks > 1: return launch_ranks(c, say, 'credit_rl.prepare', (*MAY_CHANGE, 'warm_steps'))
+        if s.host.ranks > 1: return launch_ranks(c, say, 'credit_rl.prepare', (*MAY_CHANGE, 'warm_steps'), saves=False)
     return _prepare(c, say, Ranks())
 
 # %% ../nbs/5_run/65_prepare.ipynb #c019

@@ -262,7 +262,7 @@ METRICS = {
                       'allows fewer',
     'read_tokens': 'tokens that models read without gradient, before the update, for credit and loss, gold answers '
                    'included',
-    'zero_advantage': 'share of trajectories whose advantage is exactly 0 at every trained token',
+    'zero_advantage': 'share of trajectories whose advantage is 0 (1e-6 in size at most) at every trained token',
     'zero_groups': 'share of groups of which every trajectory is such a one',
     'gold_entropy_start': 'mean -log-probability of a token of the gold answer at the question, by the policy, in nats',
     'gold_entropy_end': 'the same at the last state before the answer',
@@ -293,7 +293,7 @@ METRICS |= {
     'learning_rate': 'learning rate of the policy in the last update of the step',
     'updates': 'number of optimiser updates',
     'bad_updates': 'number of optimiser updates left out, since their gradient was not finite; logged where some were',
-    'trained_tokens': 'trained tokens whose advantage is not 0, each counted once an epoch',
+    'trained_tokens': 'trained tokens whose advantage is above 1e-6 in size, each counted once an epoch',
     'logp_gap': 'mean |log-probability by the learner - by the engine| per sampled token, in nats',
     'logp_gap_max': 'the largest such difference of a step, in nats',
     'engine_kl': 'estimate of KL(engine || learner) per sampled token, in nats',

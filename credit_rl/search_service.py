@@ -365,8 +365,8 @@ class SearchClient:
             differs = next((f'another answer to {q!r:.80}' for (q, before), hits in found
                             if before != [[p.title, p.text] for p in hits]), None)
         if differs:
-            raise ValueError(f'{self.url} takes the place of {kept["url"]}, but has {differs}: give a server of the same '
-                             'passages, or begin another run')
+            raise ValueError(f'{self.url} takes the place of {kept["url"]}, but has {differs}: give a server of the '
+                             'same passages, or begin another run')
         return True
 
 # %% ../nbs/machinery/16_search_service.ipynb #c022

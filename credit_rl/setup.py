@@ -6,7 +6,7 @@
 __all__ = ['Setup', 'tiny_worlds', 'known_worlds', 'make_setup', 'real_questions', 'real_search', 'real_passages',
            'draw_questions', 'run_facts', 'bound_method', 'make_engine', 'hand_over', 'add_lora', 'merge_lora',
            'Origin', 'base_folder', 'origin_of', 'make_learner', 'start_critic', 'plan_of', 'load_of', 'forecast',
-           'weigh', 'Examiner', 'examine']
+           'foretell', 'weigh', 'Examiner', 'examine']
 
 # %% ../nbs/5_run/62_setup.ipynb #c002
 import dataclasses, importlib.util, os, random, sys
@@ -21,8 +21,8 @@ from .dry_run import complaints, missing_room, no_gpu, rank_tflops
 from .engine import HFEngine, seed_of
 from .environment import asked_protocol, is_searched, make_environment, open_search, protocol_row
 from .estimate import (KNOWN_SIZES, Load, TrainingPlan, describe, describe_ahead, describe_likely,
-                                describe_sharing, kept_lengths, memory, read_sizes, rows_work, step_seconds)
-from .launch import Ranks, missing_for_hosts
+                                describe_sharing, kept_lengths, likely_load, memory, read_sizes, rows_work, step_seconds)
+from .launch import Ranks, missing_for_hosts, ranks_here
 from .learner import FrozenModels, Learner, make_critic, seeded
 from .methods import extra_passes, get_method
 from .metrics import benchmark_metric, gold_note
@@ -479,7 +479,7 @@ def plan_of(
         host.stage if host.learner == 'deepspeed' else None, host.ranks, 4 if s.acting.dtype == 'float32' else 2,
         critic == 'own', sum(held.values()) + frozen, sum(held[n] for n in host.offload), learning.row_tokens,
         host.gradient_checkpointing, 'offload_optimizer' in host.deepspeed.get('zero_optimization', {}),
-        bool(host.tflops) or torch.cuda.is_available(), played * s.acting.max_tokens, _lora_share(s.acting.model, host.lora),
+        bool(host.tflops) or torch.cuda.is_available(), ranks_here(host.ranks, host.hostfile, host.hosts), played * s.acting.max_tokens, _lora_share(s.acting.model, host.lora),
         copies=acts, sleeps=bool(host.vllm.get('sleep_level')), copied=copies + frozen,
         renewed=every not in (None, 0, 1), by_file=vllm and apart and not host.lora,
         twice=critic == 'shared' and s.critic.critic_step == 'apart' and s.critic.critic_mix != 0,
@@ -546,8 +546,12 @@ def load_of(
                          [name for name in s.keeping.measure if not (name == 'entropy' and loss.entropy)])
     golds = _answer_tokens(s.acting, bind(method, s.course.options), s.keeping.measure)
     behind = sum(golds.values()) * _rows_of_context(s.acting) / most               # read behind what is read anyway
+    rows = _forwards(s.acting, learning, loss, s.keeping.measure)['rows']
     return Load(learning.questions_per_step * learning.group_size * most, most, sum(reads.values()) + behind,
-                learning.epochs, learning.minibatches)
+                learning.epochs, learning.minibatches, rows if learning.tree else min(rows, _ROWS),
+                1 - (s.acting.prompt_tokens or 0) / most, s.host.act_rows, _SEARCH * (s.acting.max_turns - 1))
+
+_ROWS, _SEARCH = 4., .5     # times a trajectory's tokens that its rows are, where contexts are edited; seconds of a search
 
 # %% ../nbs/5_run/62_setup.ipynb #s6206
 def forecast(
@@ -561,6 +565,14 @@ def forecast(
     ahead = [describe_ahead(seconds)] if s.learning.ahead else []
     shared = [_sharing_line(sizes, s.acting, s.learning)] if s.learning.tree else []
     return [*describe(sizes, plan, seconds, s.course.steps), likely, *ahead, taken, *shared]
+
+def foretell(
+    settings,  # Settings of a run
+    lengths,   # of trajectories that were played
+):
+    "The seconds of a step whose trajectories are so long, by their parts: see `step_seconds`."
+    sizes, tflops = read_sizes(settings.acting.model), rank_tflops(settings.host, settings.acting.dtype)[0]
+    return step_seconds(sizes, plan_of(settings), likely_load(load_of(settings), lengths), tflops)
 
 def _sharing_line(sizes, acting, learning):  # Sizes, Acting, Learning
     "What computing shared tokens once saves, predicted from lengths alone: str."

@@ -135,6 +135,10 @@ def mean_drift(
     return sum(reencoding_drift(chat, t) for t in played) / len(played) if played else math.nan
 
 # %% ../nbs/5_run/57_step_metrics.ipynb #m5711
+def _credited(credit):
+    "Tokens with credit: (R, T) bool. Sums that cancel leave a residue of rounding, which is none."
+    return credit.advantages.abs() > 1e-6
+
 def credit_metrics(
     method,          # Method of the step
     batch,           # Batch of N trajectories
@@ -143,7 +147,7 @@ def credit_metrics(
 ):
     "Metrics of a step's credit, and of what was seen for it: dict."
     layout, rewards, seen, credit = batch.layout, batch.rewards, batch.seen, batch.credit
-    moved = layout.row_trajectory[(credit.advantages != 0).any(1)].unique()
+    moved = layout.row_trajectory[_credited(credit).any(1)].unique()
     heard, size = layout.groups[moved].unique(), int((layout.groups == layout.groups[0]).sum())
     out = {'zero_advantage': 1 - len(moved) / len(batch.text['outcome']),
            'zero_groups': 1 - len(heard) * size / len(batch.text['outcome']),
@@ -174,10 +178,10 @@ def credited_tokens(
     credit,  # Credit of N trajectories, as the update gets it
     layout,  # Layout of the same
 ):
-    "Count the trained tokens that have an advantage other than 0, those of a trajectory of weight 0 apart: int."
+    "Count the trained tokens whose advantage is above 1e-6 in size, those of a trajectory of weight 0 apart: int."
     weight = credit.trajectory_weight
     counted = torch.ones(len(layout.groups)) if weight is None else weight
-    return int(((credit.advantages != 0) & (counted != 0)[layout.row_trajectory][:, None]).sum())
+    return int((_credited(credit) & (counted != 0)[layout.row_trajectory][:, None]).sum())
 
 # %% ../nbs/5_run/57_step_metrics.ipynb #m5714
 def kl_from_base(learner, layout):

@@ -183,10 +183,23 @@ def test_latex_around_a_number_changes_nothing(x):
 
 
 @pytest.mark.parametrize(
-    'text', [r'\frac{1}{2}', r'12 \text{ or } 13', r'10^6', r'1\,5', r'\{1, 2\}', '12 % of 30', 'between $3 and $4']
+    'text', [r'\frac{x}{2}', r'\sqrt{2}', r'2\sqrt{x}', r'\frac{1}{0}', r'-\frac{-1}{2}', r'1.5\frac{1}{2}',
+             r'\frac{1}{2}5', r'12 \text{ or } 13', r'10^6', r'1\,5', r'\{1, 2\}', '12 % of 30', 'between $3 and $4']
 )
 def test_latex_that_is_not_one_number(text):
     assert parse_number(text) is None
+
+
+@given(st.integers(0, 99), st.integers(0, 999), st.integers(1, 999), st.sampled_from(['frac', 'dfrac', 'tfrac']),
+       st.sampled_from(['', '-']))
+@settings(deadline=None)
+def test_a_fraction_is_the_number_that_it_is(whole, above, below, name, sign):
+    value, factor = above / below, -1 if sign else 1
+    assert parse_number(rf'{sign}\{name}{{{above}}}{{{below}}}') == (factor * value, False)
+    assert parse_number(rf'{sign}{whole}\{name}{{{above}}}{{{below}}}') == (factor * (whole + value), False)
+    assert parse_number(rf'\{name}{{{sign}{above}}}{{{below}}} \text{{ km}}') == (factor * value, False)
+    assert parse_number(rf'\{name}{{{above}}}{{{below}}}\%') == (value, True)
+    assert numeric_match(rf'\{name}{{{above}}}{{{below}}}', [repr(value)]) == 1
 
 
 # ---- Search-R1's exact match ----

@@ -210,9 +210,9 @@ def test_trl_gets_our_advantages(judged, monkeypatch):
     # DAPO's mean goes over the groups that it keeps, TRL's over all
     kept = judged.mask[judged.ours.any(1)].sum() if judged.name == 'dapo' else judged.mask.sum()
     wanted = judged.ours * judged.mask.sum() / kept
-    close(credit.advantages(judged.mask.shape[1], trainer), wanted)
-    credit.rows, credit.first = [None] * 3, 3                                  # the second of two processes
-    close(credit.advantages(judged.mask.shape[1], trainer), wanted[3:])
+    close(credit.advantages({'completion_ids': judged.mask}, trainer), wanted)
+    credit.first = 3                                                           # the second of two processes
+    close(credit.advantages({'completion_ids': judged.mask[3:]}, trainer), wanted[3:])
 
 
 def test_arrays_of_a_rollout_in_several_rows_get_our_advantages():
