@@ -12,7 +12,7 @@ import functools, math, re, torch
 from .groups import (cast_like, check_groups, check_tensors, check_turns, group_normalize, measured,
                               standardize, widen)
 from .metrics import drop_punctuation, normalize
-from .readers import to_nfc
+from .readers import BLANKLESS, to_nfc
 from .tools import returned_texts
 
 # %% ../nbs/1_rules/32_folr.ipynb #c006
@@ -40,15 +40,20 @@ def evidence_golds(
 def _pattern(gold):
     "A normalised gold of letters and digits in a text that may hold articles: a regex, whose match is its first word."
     first, *rest = gold.split()
-    return re.compile(f'{first}(?={"".join(rf"{_GAP}{word}" for word in rest)}' + r'(?!\S))')
+    end = '' if _LETTER.match(gold[-1]) else r'(?!\S)'
+    return re.compile(f'{first}(?={"".join(rf"{_GAP}{word}" for word in rest)}{end})')
+
+_LETTER = re.compile(f'[{BLANKLESS}]')     # of a script whose words have no borders that one sees
 
 _GAP = r'\s+(?:(?:a|an|the)\s+)*'
 
 def _stands_in(letters, gold):
     "Whether a normalised gold stands on token borders in a text without capitals and punctuation."
-    if not gold.replace(' ', '').isalnum(): return f' {gold} ' in f' {normalize(letters)} '
+    free = _LETTER.match(gold)
+    if not gold.replace(' ', '').isalnum():
+        return f'{"" if free else " "}{gold}{"" if _LETTER.match(gold[-1]) else " "}' in f' {normalize(letters)} '
     begins = (m.start() for m in _pattern(gold).finditer(letters))
-    return any(i == 0 or letters[i - 1].isspace() for i in begins)
+    return any(free or i == 0 or letters[i - 1].isspace() for i in begins)
 
 def _shows(text, golds):
     "Whether a text shows one of some evidence golds."
@@ -215,6 +220,7 @@ def turn_normalize(
     ddof=0,      # 0 population, 1 sample standard deviation
     eps=1e-6,    # added to the standard deviation
     scale=True,  # False: subtract the mean only
+    least=0.,    # least deviation that is divided by (ours)
 ):
     """Compare turn k with turn k of the group's other members (TSPO eq. 7 and Discussion 1): (N, K).
     Exactly 0 outside the mask and where a turn has no spread. Raises ValueError if no group has two members.
@@ -236,7 +242,7 @@ def turn_normalize(
         valid = valid[:, :1].expand_as(valid)                      # a measured rollout counts at every turn
     turns = x.shape[1]
     cell = index[:, None] * turns + torch.arange(turns, device=x.device)
-    out = standardize(x.flatten(), cell.flatten(), valid.flatten(), ddof, eps, scale).view(x.shape)
+    out = standardize(x.flatten(), cell.flatten(), valid.flatten(), ddof, eps, scale, least).view(x.shape)
     return cast_like(torch.where(turn_mask, out, 0.0), x)
 
 # %% ../nbs/1_rules/32_folr.ipynb #c040
@@ -249,14 +255,15 @@ def selective_advantages(
     strategy='all-wrong',  # groups that are compared turn by turn: 'none', 'all', 'all-wrong'
     ddof=0,                # 0 population, 1 sample standard deviation
     eps=1e-6,              # added to the standard deviation
+    least=0.,              # least deviation that is divided by (ours)
 ):
     """Compare turn rewards turn by turn in some groups and outcomes in the others (TSPO algorithm 1): (N, K).
     Raises ValueError on another strategy, and if no group has two members."""
     if strategy not in ('none', 'all', 'all-wrong'):
         raise ValueError(f"strategy is 'none', 'all' or 'all-wrong', got {strategy!r}")
     check_tensors(rewards=rewards, outcome=outcome, right=right)
-    by_turn = turn_normalize(rewards, turn_mask, groups, ddof=ddof, eps=eps)
-    by_outcome = torch.where(turn_mask, group_normalize(outcome, groups, ddof=ddof, eps=eps)[:, None], 0.0)
+    by_turn = turn_normalize(rewards, turn_mask, groups, ddof=ddof, eps=eps, least=least)
+    by_outcome = torch.where(turn_mask, group_normalize(outcome, groups, ddof=ddof, eps=eps, least=least)[:, None], 0.0)
     index = check_groups(groups, len(right))
     hits = right.new_zeros(int(index.max()) + 1).index_add(0, index, right)[index]
     turnwise = {'none': torch.zeros_like(hits), 'all': torch.ones_like(hits), 'all-wrong': hits == 0}[strategy]
@@ -333,14 +340,14 @@ def near_miss_statistics(
 from .groups import index_groups
 from .options import Option
 from .outcome import outcome_rewards
-from .parts import Reward, Row, Rule, every_turn
+from .parts import SPREAD, Reward, Row, Rule, every_turn
 
 def _latent(groups, grade, o):
-    """What FOLR adds to the grade (N,) of a wrong rollout: α of what is missing to 1 up to the turn that showed a gold,
+    """What FOLR adds to the grade (N,) of a wrong rollout: α of what it lacks of 1, up to the turn that showed a gold:
     (N, K). Raises ValueError on grades outside of [0, 1]; where there is none, NaN, nothing is added."""
     if ((grade < 0) | (grade > 1)).any():
-        raise ValueError(f'folr adds to grades of answers in [0, 1], got {grade.tolist()[:8]}; take a metric that gives '
-                         'such grades, or another reward')
+        raise ValueError(f'folr adds to grades of answers in [0, 1], got {grade.tolist()[:8]}; take a metric that '
+                         'gives such grades, or another reward')
     right, mask = outcome_rewards(groups, o['right']), index_groups(groups)[0]
     wrong = (right < 1) & ~grade.isnan()
     first = first_turns(groups, o['match_short'], o['unseen']).where(wrong, torch.tensor(-1))
@@ -353,7 +360,7 @@ def _by_turn(rewards, layout, seen, o):
     if o['flat']: table = every_turn(table.sum(1) / layout.turn_mask.sum(1), layout)
     table = torch.where(rewards['missing'][:, None], torch.nan, table)
     return selective_advantages(table, rewards['outcome'], rewards['right'], layout.turn_mask, layout.groups,
-                                o['strategy'], o['ddof'], o['eps'])
+                                o['strategy'], o['ddof'], o['eps'], o['least'])
 
 # %% ../nbs/1_rules/32_folr.ipynb #p003
 PARTS = (
@@ -372,8 +379,7 @@ PARTS = (
          average='group-mean-token-sum', wants_turns=True,
          options={'strategy': Option('all-wrong', 'groups that are compared turn by turn',
                                      choices=('none', 'all', 'all-wrong')),
-                  'flat': Option(False, "compare a rollout's mean turn reward in place of each turn's, in these groups"),
-                  'ddof': Option(0, '1: sample deviation', choices=(0, 1)),
-                  'eps': Option(1e-6, 'added to the deviation', least=0)},
+                  'flat': Option(False, "compare a rollout's mean turn reward for each turn's, in those groups"),
+                  **SPREAD},
          differs='shorter rollouts are padded with their last turn (Discussion 1)'),
     Row('tspo', 'outcome+folr/turns', 'TSPO eqs. 6-9, algorithm 1', '#0173b2'))
