@@ -100,9 +100,10 @@ def check_warming(config):
 # %% ../nbs/5_run/65_prepare.ipynb #c010
 def _collecting(choice, course, metric, part):
     """How rollouts of a part are collected. The held-out ones are curated whatever the taught ones are, or there would
-    be nothing to compare."""
+    be nothing to compare, and under all prompts, which the gate asks under."""
     kind = 'random' if part == 'train' and choice.collected == 'random' else 'curated'
-    return CollectionPlan(**vars(group_of(Collection, choice)) | {'collected': kind}, metric=metric,
+    same = {'collected': kind} | ({} if part == 'train' else {'prompts_by': 'all'})
+    return CollectionPlan(**vars(group_of(Collection, choice)) | same, metric=metric,
                           seed=seed_of('warm-up', course.seed, part))
 
 def _elsewhere(choice, task, env):

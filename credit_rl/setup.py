@@ -114,6 +114,8 @@ def _tiny_environments(acting, worlds, tokenizer):
     chat = check_tokenizer(tokenizer, worded(asked_protocol(acting.protocol, 'tiny'), **acting.words))
     rules = dict(k=acting.passages, max_turns=acting.max_turns, max_tokens=acting.max_tokens,
                  response_tokens=acting.response_tokens)
+    if acting.program:
+        raise ValueError(f'the tiny world limits its programs itself, got program={acting.program}: leave it out')
     printed = {'output_chars': acting.output_chars} if acting.output_chars else {}
     return {part: dataclasses.replace(tiny_environment(w, chat, **rules, **printed), **acting.rules)
             for part, w in worlds.items()}, rules
@@ -183,9 +185,10 @@ def real_questions(
     if len(data_sets(task)) > 1: return _mixed_questions(task, data_sets(task), seed)
     if get_benchmark(task.data).parts and task.dev_split is None: return _own_parts(task, seed)
     split = task.dev_split or get_benchmark(task.data).eval_split
-    held = _distinct(load_questions(task.data, task.path, split))
+    held = _distinct(load_questions(task.data, task.path, split, tokens=task.tokens))
     single = task.path is not None and Path(task.path).is_file()
-    pool = held if single or task.train_split == split else load_questions(task.data, task.path, task.train_split)
+    pool = held if single or task.train_split == split else \
+        load_questions(task.data, task.path, task.train_split, tokens=task.tokens)
     wanted = min(task.dev_questions + task.test_questions, len(held) // 2 if pool is held else len(held))
     held = random.Random(seed_of('held out', seed)).sample(held, wanted)
     taken = {q.text for q in held}
@@ -200,7 +203,8 @@ def real_questions(
 def _own_parts(task, seed):
     "The parts of a set that has its own, or a draw of each: dict of lists."
     sizes = {'train': task.questions, 'dev': task.dev_questions, 'test': task.test_questions}
-    return {part: subsample(load_questions(task.data, task.path, part), n, seed) for part, n in sizes.items()}
+    return {part: subsample(load_questions(task.data, task.path, part, tokens=task.tokens), n, seed)
+            for part, n in sizes.items()}
 
 # %% ../nbs/5_run/62_setup.ipynb #c033s6
 def _mixed_questions(task, names, seed):
