@@ -114,6 +114,11 @@ class Host(Processes, EngineChoice):
     tflops: float = setting(None, '10¹² FLOPs a second that one rank does, for the estimate; None: measured on this '
                                   'host', above=0)
 
+    restarts: int = setting(0, 'times that ranks are started again after one of them died, from the last checkpoint; '
+                               'counted anew from each new checkpoint', least=0)
+    grace: int = setting(900, 'seconds that several ranks have to finish a step and save it when they are told to end '
+                              '(SIGTERM, SIGUSR1)', least=1)
+
     @property
     def own_process(self):
         "Whether vLLM is a process of its own."
@@ -251,6 +256,8 @@ _MEASURES = ('belief', 'entropy')
 class Keeping(SettingsGroup):
     "What is measured and kept."
     eval_every: int = setting(10, 'steps between dev evaluations, each with a checkpoint', least=1)
+    save_every: float = setting(30., 'minutes after which a checkpoint is written without one, at the end of a step; 0: '
+                                     'never', least=0)
     chosen_by: str = setting(None, "what of dev questions chooses the checkpoint, 'em' or 'f1'; None: exact match, or "
                                    "where a data set has another metric the share right by that", choices=('em', 'f1'))
     keep: int = setting(2, 'newest checkpoints kept', least=1)
