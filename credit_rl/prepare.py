@@ -272,7 +272,8 @@ def _warmed(s, choice, params, log, ranks, say):
     with _keeping_bad(log, stage.chat.tokenizer):
         learner, history = _teach(teaching, data['train'], exam, log, ranks, say)
     summary = {**_summary(choice, s.course, history, exam, learner), 'protocol': stage.chat.protocol.name,
-               'prompt_hash': prompt_hash(stage.chat.protocol)}
+               'prompt_hash': prompt_hash(stage.chat.protocol),
+               'rendered_hash': prompt_hash(stage.chat)}
     write_warmed(log.folder, learner, stage.chat.tokenizer, summary, log, ranks)
     ranks.wait()
     say(('passed: ' if history[-1][1].passed else 'NOT passed: ') + str(history[-1][1]))

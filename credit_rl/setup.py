@@ -36,7 +36,7 @@ from .scoring import GOLDS_OPTION
 from .settings import (check, check_ahead, check_engine, check_lora, data_sets, own_tokenizer, schema_notes,
                                 scored_schemas, settings_of, world_arguments)
 from .sharded import DeepSpeedBackend
-from .tiny import ceiling, make_base, tiny_environment
+from .tiny import ceiling, make_base, player_state, tiny_environment
 from .trees import attend_by_trees
 from .vllm_engine import VLLMEngine, VLLMSettings, rank_devices, save_adapter, weights_place
 from .warmup import read_warmed
@@ -109,9 +109,18 @@ def _tiny_setup(acting, worlds, folder, say):
         say('ceiling of perfect play on the test questions: ' + ', '.join(f'{k} {v:.3f}' for k, v in top.items()))
     return Setup(chat, model, {part: list(w.questions) for part, w in worlds.items()}, environments, top)
 
+def _check_players(chat, question):
+    "Refuse a tokenizer through whose chat template the perfect players cannot read a question. Raises ValueError."
+    try: player_state(chat.tokenizer.decode(chat.prompt_ids(question.text)))
+    except TypeError:
+        raise ValueError(f"data='tiny' is for model='tiny', or a folder of such a model: the players of the tiny world "
+                         f'cannot read a question through the chat template of {chat.encoder.name}; with a model of '
+                         'your own name your questions by data=NAME') from None
+
 def _tiny_environments(acting, worlds, tokenizer):
     "The environments of tiny worlds by part, and the rules that all of them have."
     chat = check_tokenizer(tokenizer, worded(asked_protocol(acting.protocol, 'tiny'), **acting.words))
+    if chat.protocol.call_style == 'text': _check_players(chat, worlds['test'].questions[0])
     rules = dict(k=acting.passages, max_turns=acting.max_turns, max_tokens=acting.max_tokens,
                  response_tokens=acting.response_tokens)
     if acting.program:
