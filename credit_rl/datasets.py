@@ -194,6 +194,7 @@ def load_questions(
     split=None,
     on_error='raise',  # malformed row: 'raise', or 'skip' it, count and warn
     columns=None,      # dict 'question', 'answers' → field of a file of one's own; None: the usual ones
+    tokens=None,       # one of TOKENS of 11_metrics, kept in the meta of each question; None: not said
 ):
     """Load a benchmark as a list of `Question`, with `skipped` as an attribute.
     Raises on an unknown name or layout, a malformed row, an id that stands twice, a file of other sets.
@@ -203,6 +204,7 @@ def load_questions(
     split: 'train', 'dev' or 'test'; None: all there is
     on_error: malformed row: 'raise' or 'skip'
     columns: where a file of one's own has its questions and answers
+    tokens: what a word of an answer is, kept in each question's meta
     """
     bench, seen, others = with_columns(get_benchmark(name), columns), Counter(), Counter()
     if bench.file and path is not None:
@@ -212,6 +214,7 @@ def load_questions(
             others[other] += 1
             return None
         question, given = read_question(bench, row)
+        if tokens is not None: question.meta['tokens'] = tokens
         seen[question.id] += 1
         n = seen[question.id]
         if n > 1 and given:

@@ -153,7 +153,8 @@ class Learning(SettingsGroup):
     minibatches: int = setting(2, 'updates that a batch is dealt out to', least=1)
     epochs: int = setting(1, 'times through the batch', least=1)
     clip: float = setting(1.0, 'gradient norm', above=0)
-    on_bad_step: str = setting('stop', 'where a gradient is not finite; skip goes on without that update',
+    on_bad_step: str = setting('stop', 'where a gradient is not finite; skip goes on without that update, up to nine '
+                                     'in a row',
                                choices=('stop', 'skip'))
     row_tokens: int = setting(4096, 'padded tokens in one forward with gradient; a CPU likes few, a GPU as many as fit',
                               least=1)
@@ -168,6 +169,9 @@ class Learning(SettingsGroup):
                             'with the weights from before this one, while this one is learned from; wants correction',
                          choices=(0, 1))
 
+    draw_version: int = setting(2, 'of what is drawn: a question that a step asks twice has other rollouts the second '
+                                   'time; 1: the same ones twice, as in runs that were begun without this setting',
+                                choices=(1, 2))
     unanswered: float = setting(0.1, 'share of what a judge was asked for a step: where more of it has no verdict, the '
                                      'step is not learned from, and five such steps in a row end the run', least=0,
                                 most=1)
@@ -362,6 +366,7 @@ def check(config):
     _check_host(s.host, acting.dtype)
     check_engine(s.host, s.mismatch, acting, s.learning.ahead)
     check_ahead(s)
+    if not (s.course.resume and (Path(s.course.run)/'params.yaml').exists()): _check_unread(task, acting.protocol)
     if task.regime: _check_regime(task, acting.model, s.course.seed)
     if task.data == 'tiny': _check_world(task.world, s.course.seed)
     else: _check_sets(task, acting.protocol)
@@ -390,6 +395,19 @@ def _check_own(task, bench):
         if getattr(task, name) != getattr(Task, name):
             raise ValueError(f'{name} is of known sets; a question of {bench.file} has its part by a column split, or '
                              f'by the hash of its text: leave out {name}')
+
+def _check_unread(task, protocol):
+    "Refuse settings that the chosen data does not read; a stored run goes on with them, as it was begun."
+    tiny, direct = task.data == 'tiny', protocol == 'direct'
+    unread = ('path', 'columns', 'corpus', 'cut', 'dense', 'patience', 'mix', 'train_split', 'dev_split') if tiny else \
+        ('world', *(('corpus', 'cut', 'dense', 'patience') if direct else ()))
+    options = options_in(type(task))
+    for name in unread:
+        if (value := getattr(task, name)) == options[name].default or value is None: continue
+        why = ("data='tiny' makes its own questions and passages", 'name the set that they are of by data=NAME') if tiny \
+            else (f"world is of data='tiny', and data is {task.data!r}", "give data='tiny'") if name == 'world' else \
+            ("protocol='direct' asks without a search", 'take a protocol that searches')
+        raise ValueError(f'{why[0]}, so {name}={value!r} would not be read: leave it out, or {why[1]}')
 
 def _check_sets(task, protocol):
     "Refuse data sets that are unknown or cannot be mixed."

@@ -36,7 +36,7 @@ from .scoring import GOLDS_OPTION
 from .settings import (check, check_ahead, check_engine, check_lora, data_sets, own_tokenizer, schema_notes,
                                 scored_schemas, settings_of, world_arguments)
 from .sharded import DeepSpeedBackend
-from .tiny import ceiling, make_base, tiny_environment
+from .tiny import ceiling, make_base, player_state, tiny_environment
 from .trees import attend_by_trees
 from .vllm_engine import VLLMEngine, VLLMSettings, rank_devices, save_adapter, weights_place
 from .warmup import read_warmed
@@ -109,11 +109,22 @@ def _tiny_setup(acting, worlds, folder, say):
         say('ceiling of perfect play on the test questions: ' + ', '.join(f'{k} {v:.3f}' for k, v in top.items()))
     return Setup(chat, model, {part: list(w.questions) for part, w in worlds.items()}, environments, top)
 
+def _check_players(chat, question):
+    "Refuse a tokenizer through whose chat template the perfect players cannot read a question. Raises ValueError."
+    try: player_state(chat.tokenizer.decode(chat.prompt_ids(question.text)))
+    except TypeError:
+        raise ValueError(f"data='tiny' is for model='tiny', or a folder of such a model: the players of the tiny world "
+                         f'cannot read a question through the chat template of {chat.encoder.name}; with a model of '
+                         'your own name your questions by data=NAME') from None
+
 def _tiny_environments(acting, worlds, tokenizer):
     "The environments of tiny worlds by part, and the rules that all of them have."
     chat = check_tokenizer(tokenizer, worded(asked_protocol(acting.protocol, 'tiny'), **acting.words))
+    if chat.protocol.call_style == 'text': _check_players(chat, worlds['test'].questions[0])
     rules = dict(k=acting.passages, max_turns=acting.max_turns, max_tokens=acting.max_tokens,
                  response_tokens=acting.response_tokens)
+    if acting.program:
+        raise ValueError(f'the tiny world limits its programs itself, got program={acting.program}: leave it out')
     printed = {'output_chars': acting.output_chars} if acting.output_chars else {}
     return {part: dataclasses.replace(tiny_environment(w, chat, **rules, **printed), **acting.rules)
             for part, w in worlds.items()}, rules
@@ -188,10 +199,10 @@ def real_questions(
     if len(data_sets(task)) > 1: return _mixed_questions(task, data_sets(task), seed)
     if get_benchmark(task.data).parts and task.dev_split is None: return _own_parts(task, seed)
     split = task.dev_split or get_benchmark(task.data).eval_split
-    held = _distinct(load_questions(task.data, task.path, split))
-    if task.path is not None and Path(task.path).is_file():
-        return _drawn_parts(in_parts(held), task, seed)
-    pool = held if task.train_split == split else load_questions(task.data, task.path, task.train_split)
+    held = _distinct(load_questions(task.data, task.path, split, tokens=task.tokens))
+    if task.path is not None and Path(task.path).is_file(): return _drawn_parts(in_parts(held), task, seed)
+    pool = held if task.train_split == split else \
+        load_questions(task.data, task.path, task.train_split, tokens=task.tokens)
     wanted = min(task.dev_questions + task.test_questions, len(held) // 2 if pool is held else len(held))
     held = random.Random(seed_of('held out', seed)).sample(held, wanted)
     taken = {q.text for q in held}
@@ -205,7 +216,7 @@ def real_questions(
 # %% ../nbs/5_run/62_setup.ipynb #c033s5
 def _own_parts(task, seed):
     "The parts of a set that has its own, or a draw of each: dict of lists."
-    load = lambda part: load_questions(task.data, task.path, part, columns=task.columns)
+    load = lambda part: load_questions(task.data, task.path, part, columns=task.columns, tokens=task.tokens)
     return _drawn_parts({part: load(part) for part in SPLITS}, task, seed)
 
 def _drawn_parts(parts, task, seed):
