@@ -12,7 +12,7 @@ import functools, math, re, torch
 from .groups import (cast_like, check_groups, check_tensors, check_turns, group_normalize, measured,
                               standardize, widen)
 from .metrics import drop_punctuation, normalize
-from .readers import to_nfc
+from .readers import BLANKLESS, to_nfc
 from .tools import returned_texts
 
 # %% ../nbs/1_rules/32_folr.ipynb #c006
@@ -40,15 +40,20 @@ def evidence_golds(
 def _pattern(gold):
     "A normalised gold of letters and digits in a text that may hold articles: a regex, whose match is its first word."
     first, *rest = gold.split()
-    return re.compile(f'{first}(?={"".join(rf"{_GAP}{word}" for word in rest)}' + r'(?!\S))')
+    end = '' if _LETTER.match(gold[-1]) else r'(?!\S)'
+    return re.compile(f'{first}(?={"".join(rf"{_GAP}{word}" for word in rest)}{end})')
+
+_LETTER = re.compile(f'[{BLANKLESS}]')     # of a script whose words have no borders that one sees
 
 _GAP = r'\s+(?:(?:a|an|the)\s+)*'
 
 def _stands_in(letters, gold):
     "Whether a normalised gold stands on token borders in a text without capitals and punctuation."
-    if not gold.replace(' ', '').isalnum(): return f' {gold} ' in f' {normalize(letters)} '
+    free = _LETTER.match(gold)
+    if not gold.replace(' ', '').isalnum():
+        return f'{"" if free else " "}{gold}{"" if _LETTER.match(gold[-1]) else " "}' in f' {normalize(letters)} '
     begins = (m.start() for m in _pattern(gold).finditer(letters))
-    return any(i == 0 or letters[i - 1].isspace() for i in begins)
+    return any(free or i == 0 or letters[i - 1].isspace() for i in begins)
 
 def _shows(text, golds):
     "Whether a text shows one of some evidence golds."

@@ -114,6 +114,11 @@ class Host(Processes, EngineChoice):
     tflops: float = setting(None, '10¹² FLOPs a second that one rank does, for the estimate; None: measured on this '
                                   'host', above=0)
 
+    restarts: int = setting(0, 'times that ranks are started again after one of them died, from the last checkpoint; '
+                               'counted anew from each new checkpoint', least=0)
+    grace: int = setting(900, 'seconds that several ranks have to finish a step and save it when they are told to end '
+                              '(SIGTERM, SIGUSR1)', least=1)
+
     @property
     def own_process(self):
         "Whether vLLM is a process of its own."
@@ -148,7 +153,8 @@ class Learning(SettingsGroup):
     minibatches: int = setting(2, 'updates that a batch is dealt out to', least=1)
     epochs: int = setting(1, 'times through the batch', least=1)
     clip: float = setting(1.0, 'gradient norm', above=0)
-    on_bad_step: str = setting('stop', 'where a gradient is not finite; skip goes on without that update',
+    on_bad_step: str = setting('stop', 'where a gradient is not finite; skip goes on without that update, up to nine '
+                                     'in a row',
                                choices=('stop', 'skip'))
     row_tokens: int = setting(4096, 'padded tokens in one forward with gradient; a CPU likes few, a GPU as many as fit',
                               least=1)
@@ -163,6 +169,9 @@ class Learning(SettingsGroup):
                             'with the weights from before this one, while this one is learned from; wants correction',
                          choices=(0, 1))
 
+    draw_version: int = setting(2, 'of what is drawn: a question that a step asks twice has other rollouts the second '
+                                   'time; 1: the same ones twice, as in runs that were begun without this setting',
+                                choices=(1, 2))
     unanswered: float = setting(0.1, 'share of what a judge was asked for a step: where more of it has no verdict, the '
                                      'step is not learned from, and five such steps in a row end the run', least=0,
                                 most=1)
@@ -251,6 +260,8 @@ _MEASURES = ('belief', 'entropy')
 class Keeping(SettingsGroup):
     "What is measured and kept."
     eval_every: int = setting(10, 'steps between dev evaluations, each with a checkpoint', least=1)
+    save_every: float = setting(30., 'minutes after which a checkpoint is written without one, at the end of a step; 0: '
+                                     'never', least=0)
     chosen_by: str = setting(None, "what of dev questions chooses the checkpoint, 'em' or 'f1'; None: exact match, or "
                                    "where a data set has another metric the share right by that", choices=('em', 'f1'))
     keep: int = setting(2, 'newest checkpoints kept', least=1)
@@ -353,6 +364,7 @@ def check(config):
     _check_host(s.host, acting.dtype)
     check_engine(s.host, s.mismatch, acting, s.learning.ahead)
     check_ahead(s)
+    if not (s.course.resume and (Path(s.course.run)/'params.yaml').exists()): _check_unread(task, acting.protocol)
     if task.regime: _check_regime(task, acting.model, s.course.seed)
     if task.data == 'tiny': _check_world(task.world, s.course.seed)
     else: _check_sets(task, acting.protocol)
@@ -371,6 +383,19 @@ def data_sets(task):
 def world_arguments(world, part):
     "Arguments of `make_world` for a part, 'train', 'dev' or 'test': a dict of parts has one value for each."
     return {name: value[part] if isinstance(value, dict) else value for name, value in world.items()}
+
+def _check_unread(task, protocol):
+    "Refuse settings that the chosen data does not read; a stored run goes on with them, as it was begun."
+    tiny, direct = task.data == 'tiny', protocol == 'direct'
+    unread = ('path', 'corpus', 'dense', 'patience', 'mix', 'train_split', 'dev_split') if tiny else \
+        ('world', *(('corpus', 'dense', 'patience') if direct else ()))
+    options = options_in(type(task))
+    for name in unread:
+        if (value := getattr(task, name)) == options[name].default or value is None: continue
+        why = ("data='tiny' makes its own questions and passages", 'name the set that they are of by data=NAME') if tiny \
+            else (f"world is of data='tiny', and data is {task.data!r}", "give data='tiny'") if name == 'world' else \
+            ("protocol='direct' asks without a search", 'take a protocol that searches')
+        raise ValueError(f'{why[0]}, so {name}={value!r} would not be read: leave it out, or {why[1]}')
 
 def _check_sets(task, protocol):
     "Refuse data sets that are unknown or cannot be mixed."

@@ -275,6 +275,7 @@ def write_demos(
                      'tokens': int(layout.lengths.sum()), 'trained_tokens': int(layout.trained.sum()),
                      'sets': dict(Counter(g.question.source for g in kept)), 'tokenizer': tokenizer_hash(tokenizer),
                      'protocol': env.chat.protocol.name, 'prompt_hash': prompt_hash(env.chat.protocol),
+                     'rendered_hash': prompt_hash(env.chat),
                      'code': code_hashes('sft'), 'seconds': log.elapsed})
         say(f'{len(layout.lengths)} demonstrations of {len(kept)} questions, {int(layout.lengths.sum()):,} tokens, '
             f'{int(layout.trained.sum()):,} of them to be learned; {log.elapsed:.0f} s')

@@ -594,7 +594,7 @@ def test_a_warm_up_without_its_package_is_refused_first(monkeypatch, tmp_path):
     monkeypatch.setattr('importlib.util.find_spec',
                         lambda name, *rest: name != 'sklearn' and found(name, *rest) or None)
     monkeypatch.setattr(preparing, '_prepare', lambda *a: pytest.fail('something was computed'))
-    with pytest.raises(SystemExit, match='pip install scikit-learn'):
+    with pytest.raises(SystemExit, match='credit_rl.run'):
         preparing.main([f'model={BASE}', 'protocol=carl-tiny', f'run={tmp_path / "run"}'])
 
 
