@@ -578,8 +578,12 @@ def _as_begun(config):
     return dataclasses.replace(config, draw_version=1) if config.resume and not _knows_draw_version(config.run) else config
 
 def note_params(log, config, may_change=MAY_CHANGE):
-    "Write a run's parameters, or compare them with those it was begun with. Raises ValueError naming what changed."
-    if not _knows_draw_version(log.folder): may_change = (*may_change, 'draw_version')
+    """Write a run's parameters, or compare them with those it was begun with; a setting that came into being since then
+    may have its default. Raises ValueError naming what changed."""
+    if (log.folder/'params.yaml').exists():
+        before, usual = read_params(log.folder), vars(type(config)())
+        may_change = (*may_change, 'draw_version' if 'draw_version' not in before else '', *(
+            name for name, value in vars(config).items() if name not in before and value == usual[name]))
     log.write_params({k: list(v) if isinstance(v, tuple) else v for k, v in vars(config).items()}, may_change)
 
 def check_same_params(config, may_change=MAY_CHANGE):
