@@ -87,7 +87,7 @@ def fine_tune(
     seed=0,               # of the order
     say=None,             # function called with lines of text; None: nobody is told how it goes
     on_bad_step='stop',   # where a gradient is not finite: 'stop' raises BadStep, 'skip' goes on without it
-    keeper=None,          # has begin(learner), the log so far, and after(learner, log); None: nothing is kept on the way
+    keeper=None,          # has begin(learner), the log so far, and after(learner, log); None: nothing is kept
 ):
     """Train on what groups wrote: list of what the learner logs of each update. Raises ValueError without groups, and
     BadStep with the number of the update, `step`, and the rollouts that made it, `rollouts`."""
@@ -171,8 +171,8 @@ def rejection_sft(
     say=print,
 ):
     """Play and keep what was right, or take demonstrations; fine-tune; compare on the test questions. Returns the run
-    folder, with the model in `model/`. With `resume` one that did not come to its end goes on from its checkpoint, begins
-    anew where it had none, and one that did is left as it is."""
+    folder, with the model in `model/`. With `resume` one that did not come to its end goes on from its checkpoint, or
+    begins anew without one, and one that did is left as it is."""
     c = make_config(config, say) if isinstance(config, dict) else config
     if c.dry_run: raise ValueError('dry_run is for training by reinforcement; this fine-tuning has none')
     check(c)
