@@ -9,7 +9,7 @@ __all__ = ['ANSWER_STOPS', 'CALL_STOPS', 'CHATML', 'PLAIN', 'TEMPLATES', 'TOOL_P
            'read_protocol', 'get_protocol']
 
 # %% ../nbs/2_environment/14_protocol.ipynb #c002
-import ast, contextlib, ctypes, hashlib, json, re, threading
+import ast, contextlib, ctypes, datetime, hashlib, json, re, threading
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
@@ -391,6 +391,25 @@ def _is_ours(turn):
     return turn.result is Result.MALFORMED
 
 # %% ../nbs/2_environment/14_protocol.ipynb #c034
+def _dated_options(options):
+    "A template's variables, with a function in the place of the day that `strftime_now` is to say."
+    if 'strftime_now' not in options: return options
+    try: day = datetime.date.fromisoformat(str(options['strftime_now']))
+    except ValueError:
+        raise ValueError("the option strftime_now is the day that a template prints, as '2026-01-31', got "
+                         f'{options["strftime_now"]!r}') from None
+    return {**options, 'strftime_now': day.strftime}
+
+def _refuse_todays_date(markup, text, messages):
+    "Refuse a chat template (its jinja) that prints another prompt every day. Raises ValueError."
+    if 'strftime_now' not in text or 'strftime_now' in markup.options: return
+    try: days = {markup.render(messages, strftime_now=datetime.date(year, 1, 1).strftime) for year in (1999, 2001)}
+    except Exception: return                                                # one that fails is refused elsewhere
+    if len(days) == 1: return
+    name, day = ('date_string', '26 Jul 2024') if 'date_string' in text else ('strftime_now', '2026-01-31')
+    raise ValueError(f"{markup.name} prints today's date, so prompts would differ from day to day: fix it by "
+                     f"template_options={{'{name}': '{day}'}}")
+
 class _Markup:
     """A chat template, asked how it shows tools, a system message and a response. Raises ValueError where there is
     none, or it does not show them, or does not know an option."""
@@ -422,14 +441,15 @@ class _Markup:
         talk = [{'role': 'system', 'content': self.system}, {'role': 'user', 'content': _Q}]
         self.folded = bool(self.system) and not self.shows(self.system.strip(), talk)   # into the user's message
         _seat_response(self)
+        _refuse_todays_date(self, str(text), talk)
 
-    def render(self, messages, prompt=True, tools=None):
+    def render(self, messages, prompt=True, tools=None, **over):
         """The template's text of messages, the generation prefix included. Raises TimeoutError after five seconds,
         ValueError of a text that is too long."""
         with _at_most(_MOST_SECONDS):
             text = self.encoder.tokenizer.apply_chat_template(
                 messages, tools=tools or self.tools, chat_template=self.template, tokenize=False,
-                add_generation_prompt=prompt, **self.options)
+                add_generation_prompt=prompt, **{**_dated_options(self.options), **over})
         if len(text) > _MOST_CHARS: raise ValueError(f'it writes more than {_MOST_CHARS:,} characters')
         return text
 
@@ -810,11 +830,12 @@ def worded(
 
 # %% ../nbs/2_environment/14_protocol.ipynb #w007
 def prompt_hash(
-    prompt,  # Protocol; or str, the words for a judge
+    prompt,  # Protocol; Chat: as its template renders it; or str, the words for a judge
 ):
     """Hash what a protocol tells the model: system and user message, tools and the text about them, ours where it has
-    none; or a judge's words. 12 hex digits."""
+    none; the same as rendered, a date and the template's own words included; or a judge's words. 12 hex digits."""
     p, texts = prompt, prompt
+    if isinstance(p, Chat): texts = [*p.pieces.question, *(getattr(p.pieces, name) for name in ('between', 'after'))]
     if isinstance(p, Protocol):
         about = p.tool_text or TOOL_PROMPT if p.tools else None
         texts = [p.system, p.user, list(p.tools), about]

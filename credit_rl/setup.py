@@ -9,7 +9,7 @@ __all__ = ['Setup', 'tiny_worlds', 'known_worlds', 'make_setup', 'real_questions
            'foretell', 'weigh', 'Examiner', 'examine']
 
 # %% ../nbs/5_run/62_setup.ipynb #c002
-import dataclasses, importlib.util, os, random, sys
+import dataclasses, importlib.util, os, random, sys, tempfile
 from dataclasses import dataclass
 from inspect import signature
 from pathlib import Path
@@ -26,7 +26,7 @@ from .launch import Ranks, missing_for_hosts, ranks_here
 from .learner import FrozenModels, Learner, make_critic, seeded
 from .methods import extra_passes, get_method
 from .metrics import benchmark_metric, gold_note
-from .models import find_model, load_model, load_tokenizer
+from .models import find_model, load_model, load_tokenizer, write_model
 from .parts import Facts, bind, services
 from .protocol import check_tokenizer, worded
 from .retrieval import BM25
@@ -36,7 +36,7 @@ from .scoring import GOLDS_OPTION
 from .settings import (check, check_ahead, check_engine, check_lora, data_sets, own_tokenizer, schema_notes,
                                 scored_schemas, settings_of, world_arguments)
 from .sharded import DeepSpeedBackend
-from .tiny import ceiling, make_base, tiny_environment
+from .tiny import ceiling, make_base, player_state, tiny_environment
 from .trees import attend_by_trees
 from .vllm_engine import VLLMEngine, VLLMSettings, rank_devices, save_adapter, weights_place
 from .warmup import read_warmed
@@ -86,6 +86,11 @@ def make_setup(
     else:
         real = real or (real_questions(task, seed), real_search(task, acting.protocol))
         setup = _real_setup(acting, task, real, origin.start, say)
+    with tempfile.TemporaryDirectory() as place:                   # what cannot be saved is found now, not at the end
+        left = write_model(place, setup.model, setup.chat.tokenizer, setup.chat, weights={})
+    if left:
+        say(f'{acting.model} brings settings of generation that are not heeded here and left out of what is saved: '
+            + ', '.join(f'{n}={v!r}' for n, v in left.items()))
     most = getattr(setup.model.config, 'max_position_embeddings', acting.max_tokens)
     if acting.max_tokens > most:
         say(f'max_tokens={acting.max_tokens}, but the model has {most} positions: rollouts end there')
@@ -109,9 +114,18 @@ def _tiny_setup(acting, worlds, folder, say):
         say('ceiling of perfect play on the test questions: ' + ', '.join(f'{k} {v:.3f}' for k, v in top.items()))
     return Setup(chat, model, {part: list(w.questions) for part, w in worlds.items()}, environments, top)
 
+def _check_players(chat, question):
+    "Refuse a tokenizer through whose chat template the perfect players cannot read a question. Raises ValueError."
+    try: player_state(chat.tokenizer.decode(chat.prompt_ids(question.text)))
+    except TypeError:
+        raise ValueError(f"data='tiny' is for model='tiny', or a folder of such a model: the players of the tiny world "
+                         f'cannot read a question through the chat template of {chat.encoder.name}; with a model of '
+                         'your own name your questions by data=NAME') from None
+
 def _tiny_environments(acting, worlds, tokenizer):
     "The environments of tiny worlds by part, and the rules that all of them have."
     chat = check_tokenizer(tokenizer, worded(asked_protocol(acting.protocol, 'tiny'), **acting.words))
+    if chat.protocol.call_style == 'text': _check_players(chat, worlds['test'].questions[0])
     rules = dict(k=acting.passages, max_turns=acting.max_turns, max_tokens=acting.max_tokens,
                  response_tokens=acting.response_tokens)
     if acting.program:

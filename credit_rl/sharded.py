@@ -53,8 +53,9 @@ class SavedPieces:
     files, `state`, what `save` was given, and `averages`, their names."""
     def __init__(self, folder):  # a checkpoint's, which holds a folder 'deepspeed'
         from deepspeed.utils import zero_to_fp32 as zero
-        place, read = os.path.join(folder, 'deepspeed'), lambda file: torch.load(file, map_location='cpu', mmap=True)
+        place = os.path.join(folder, 'deepspeed')
         with only_data(folder):
+            read = lambda file: torch.load(file, map_location='cpu', mmap=True)
             parts = [read(file)['optimizer_state_dict'] for file in zero.get_optim_files(place)]
             self.state = read(zero.get_model_state_files(place)[0])
         spread = parts[0]['zero_stage'] == 3

@@ -16,22 +16,31 @@ from .trajectory import Result
 
 # %% ../nbs/2_environment/13_tools.ipynb #c005
 class Observation(str):
-    "What a tool says; `spans` are the places of what it found in it, (start, end) in order. The rest is our words."
-    def __new__(cls, text, spans=()):
+    """What a tool says; `spans` are the places of what it found in it, (start, end) in order. The rest is our words.
+    Where they are `escaped` they are written as inside of JSON strings."""
+    def __new__(cls, text, spans=(), escaped=False):
         self = super().__new__(cls, text)
-        self.spans = tuple(spans)
+        self.spans, self.escaped = tuple(spans), escaped
         return self
 
     def first(self, n):
         "Its first `n` characters: `Observation`."
-        return Observation(self[:n], [(start, min(end, n)) for start, end in self.spans if start < n])
+        return Observation(self[:n], [(start, min(end, n)) for start, end in self.spans if start < n],
+                           self.escaped)
 
     def returned(self):
-        "What the tool found, field by field: tuple of str."
-        return tuple(self[start:end] for start, end in self.spans if self[start:end].strip())
+        "What the tool found, field by field, as it was before it was escaped: tuple of str."
+        fields = (self[start:end] for start, end in self.spans)
+        return tuple(f for f in (map(_unescape, fields) if self.escaped else fields) if f.strip())
+
+def _unescape(text):
+    "A piece of a JSON string as it reads; what the piece cuts off, or what ends the string, is left out."
+    whole = re.sub(r'((?:[^\\"]|\\u[0-9a-fA-F]{4}|\\["\\/bfnrt])*).*', r'\1', text, flags=re.DOTALL)
+    return json.loads(f'"{whole}"', strict=False)
 
 def _join_pieces(
     pieces,  # list of str, our words, and of (str,), what was found
+    escaped=False,  # what was found is written as inside of JSON strings
 ):
     "Join pieces to an `Observation`."
     texts, spans, at = [], [], 0
@@ -39,7 +48,7 @@ def _join_pieces(
         texts.append(piece[0] if isinstance(piece, tuple) else piece)
         if isinstance(piece, tuple): spans.append((at, at + len(texts[-1])))
         at += len(texts[-1])
-    return Observation(''.join(texts), spans)
+    return Observation(''.join(texts), spans, escaped)
 
 # %% ../nbs/2_environment/13_tools.ipynb #ob13a
 def _between(parts, sign):
@@ -61,14 +70,13 @@ def render_plain(results, empty):
 # %% ../nbs/2_environment/13_tools.ipynb #fl132
 def render_json(results, empty):
     "Number the passages inside JSON, as verl's search tool does (TIPS figure 12); queries are not repeated."
-    lines = lambda text: [json.dumps(line, ensure_ascii=False)[1:-1] for line in text.split('\n')]
-    found = lambda text: _between([[(line,)] for line in lines(text)], r'\n')
+    found = lambda text: [(json.dumps(text, ensure_ascii=False)[1:-1],)]
     def block(passages):
         numbered = enumerate(passages, 1)
         documents = [[f'Doc {i} (Title: \\"', *found(p.title), r'\")\n', *found(p.text)] for i, p in numbered]
         return _between(documents, r'\n\n') or [empty]
     blocks = _between([block(passages) for _, passages in results], r'\n---\n')
-    return _join_pieces(['{"result": "', *blocks, '"}'])
+    return _join_pieces(['{"result": "', *blocks, '"}'], escaped=True)
 
 RENDERS = {'lines': render_documents, 'json': render_json}   # how an observation may be written
 
@@ -236,7 +244,9 @@ def _labels(text, at, end, queries):
         return [(at, title[0]), (title[1], found.end())]
     return [(at, end)] if _CUT_DOCUMENT.match(text, at) else []
 
-_IN_JSON = re.compile(r'\A\{"result": "|(?:\\n)*(?:---(?:\\n)+)?Doc \d+ \(Title: (?:\\")*|(?:\\")*\)\\n|\\n|"\}\s*\Z')
+_IN_JSON = re.compile(r'(?:\A\{"result": "|(?:\\n)+(?:---(?:\\n)+)?)(?:-{1,2}|Do?c?|Doc \d*(?: \(?T?i?t?l?e?:? ?)?)'
+                      r'\\?\Z'                                                           # a label that was cut off
+                      r'|\A\{"result": "|(?:\\n)*(?:---(?:\\n)+)?Doc \d+ \(Title: (?:\\")*|(?:\\")*\)\\n|\\n|"\}\s*\Z')
 
 # %% ../nbs/2_environment/13_tools.ipynb #ob13f
 def read_observation(
@@ -253,7 +263,8 @@ def read_observation(
         at = max([end, *(stop for _, stop in ours[-1:])]) + 1
     edges = [0, *(edge for span in ours for edge in span), len(text)]
     blanks = lambda a, b: (b - len(text[a:b].lstrip()), a + len(text[a:b].rstrip()))   # without those around a field
-    return Observation(text, [blanks(a, b) for a, b in zip(edges[::2], edges[1::2]) if text[a:b].strip()])
+    return Observation(text, [blanks(a, b) for a, b in zip(edges[::2], edges[1::2]) if text[a:b].strip()],
+                       is_json)
 
 def _read_turn(turn):
     "What a turn's observation shows that it was returned, whatever the turn says: `Observation`."
@@ -276,11 +287,12 @@ def observation_of(
     found, spans, at = _read_turn(turn), [], 0
     if not turn.returned or found.returned() == turn.returned: return found
     for field in turn.returned:
-        start = found.find(field, at)
+        written = [json.dumps(field, ensure_ascii=False)[1:-1]] * found.escaped + [field]   # a stored one may be escaped
+        start, size = next(((i, len(form)) for form in written if (i := found.find(form, at)) >= 0), (-1, 0))
         if start < 0: continue
-        at = start + len(field)
+        at = start + size
         spans.append((start, at))
-    return Observation(found, spans)
+    return Observation(found, spans, found.escaped)
 
 # %% ../nbs/2_environment/13_tools.ipynb #c032
 @dataclass

@@ -197,6 +197,14 @@ class _AnswerCheck:
                               'judge answers')
 
 # %% ../nbs/5_run/63_train.ipynb #t6302
+def _each_once(questions):
+    "Questions, those that stand there again by ids of their own, of which their rollouts are drawn: list."
+    before = Counter()
+    def named(q):
+        before[q.id] += 1
+        return q if before[q.id] == 1 else dataclasses.replace(q, id=f'{q.id} (again {before[q.id] - 1})')
+    return [named(q) for q in questions]
+
 @dataclass(frozen=True)
 class Actor:
     "Who plays a run's questions: an engine in its environments, on all ranks."
@@ -219,7 +227,8 @@ class Actor:
             shown = Progress(self.say, f'step {step}: rollouts played', len(share) * size)
             return rollout(self.engine, self.setup.environments['train'], share, size, self.acting.sampling,
                            seed_of(self.seed, step, *extra), lambda ended: (off(), shown(ended)), each)
-        return draw_questions(self.setup.questions['train'], self.learning.questions_per_step, step, seed), play
+        drawn = draw_questions(self.setup.questions['train'], self.learning.questions_per_step, step, seed)
+        return drawn if self.learning.draw_version == 1 else _each_once(drawn), play
 
     def evaluate(self, part):
         "Play the 'dev' or 'test' questions greedily: list of Group."
@@ -561,8 +570,21 @@ MAY_CHANGE = ('steps', 'resume', 'run', 'threads', 'eval_every', 'keep', 'track'
               'endpoint', 'ranks', 'act_rows', 'tflops', 'dry_run', 'offload', 'on_bad_step', 'log_steps',
               'patience', 'healthy', 'save_every', 'restarts', 'grace')  # resumed
 
+def _knows_draw_version(folder):
+    "Whether a run's stored parameters, if there are any, say which version of its draws it has."
+    return not (Path(folder)/'params.yaml').exists() or 'draw_version' in read_params(folder)
+
+def _as_begun(config):
+    "A `Config`, or where a run is resumed that was begun without the setting `draw_version`, one that draws as it did."
+    return dataclasses.replace(config, draw_version=1) if config.resume and not _knows_draw_version(config.run) else config
+
 def note_params(log, config, may_change=MAY_CHANGE):
-    "Write a run's parameters, or compare them with those it was begun with. Raises ValueError naming what changed."
+    """Write a run's parameters, or compare them with those it was begun with; a setting that came into being since then
+    may have its default. Raises ValueError naming what changed."""
+    if (log.folder/'params.yaml').exists():
+        before, usual = read_params(log.folder), vars(type(config)())
+        may_change = (*may_change, 'draw_version' if 'draw_version' not in before else '', *(
+            name for name, value in vars(config).items() if name not in before and value == usual[name]))
     log.write_params({k: list(v) if isinstance(v, tuple) else v for k, v in vars(config).items()}, may_change)
 
 def check_same_params(config, may_change=MAY_CHANGE):
@@ -776,6 +798,7 @@ def _finish(run):
     summary = {
         'method': c.method, 'options': c.options, 'seed': c.seed, 'steps': c.steps, 'best_step': step,
         'protocol': run.setup.chat.protocol.name, 'prompt_hash': prompt_hash(run.setup.chat.protocol),
+        'rendered_hash': prompt_hash(run.setup.chat),
         **({'judge_prompt_hashes': judged} if judged else {}),
         'questions': len(groups), 'questions_by_hops': hops, 'questions_by_set': sets if len(sets) > 1 else {},
         'base_em': base['em'], 'final_em': final['em'], 'last_em': last['em'], 'ceiling_em': top and top['all'],
@@ -801,8 +824,9 @@ def train(
 ):
     """Run a training configuration from start (or checkpoint) to summary. Returns the run folder. Bad configurations
     are refused before any compute."""
-    config = make_config(config) if isinstance(config, dict) else config
     say = say or (speak if is_rank() else lambda line: print(line, flush=True))
+    told = None if is_rank() else say
+    config = _as_begun(make_config(config, told) if isinstance(config, dict) else config)
     s = settings_of(config)
     if s.course.dry_run: return examine(config, say)
     check(config)

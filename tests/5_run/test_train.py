@@ -442,6 +442,7 @@ def test_bad_input_is_refused_before_any_compute(idle, bad, tmp_path, name):
         **SHORT, 'run': str(tmp_path / 'run'),
         **{k: bad.get(v, v) if isinstance(v, str) else v for k, v in given.items()}
     }
+    if 'data' in given: del settings['world']
     with pytest.raises((ValueError, OSError), match=message):
         train(settings, say=lambda line: pytest.fail(f'something was begun: {line}'))
     # so that the same folder can be used when the mistake is mended

@@ -401,7 +401,7 @@ def test_in_a_real_jupyterlab(tmp_path):
         tab.open(f'{url}lab/tree/plain.ipynb?token=x&reset', output)
         assert tab.ask(f'{output}.innerText').startswith('run run: a notebook that is not trusted shows no pages')
         tab.open(f'{url}lab/tree/trusted.ipynb?token=x&reset', f'{output} && {output}.querySelector("iframe")')
-        [frame] = [Tab(address, tab.seconds, tab.port) for address in targets(tab.port, 'iframe')]
+        [frame] = [Tab(address, tab.seconds, tab.port) for address in targets(tab.port, 'iframe', tab.seconds)]
         frame.wait(DRAWN)
         assert frame.ask('document.querySelectorAll(".rule").length') == 3 * 4 * 3      # rollouts × turns × rules
         frame.key('s')

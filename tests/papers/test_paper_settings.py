@@ -523,7 +523,7 @@ def test_a_dry_run_of_what_is_there_says_so(tmp_path):
 
 # what a run at a small size is given instead: of all else each file's own settings are what is run
 SMALL = dict(steps=2, eval_every=2, dev_questions=10, test_questions=5, learner='plain', ranks=1, deepspeed={},
-             engine='hf', vllm={}, dtype='float32', recompute=True, threads=1, track='')
+             engine='hf', vllm={}, dtype='float32', recompute=True, threads=1, track='', template_options={})
 SMALL_WARM = dict(per_tier=[8, 6], warm_steps=2, warm_least=1, warm_every=1, warm_rise=1, warm_batch=16,
                   must_pass=False)
 
