@@ -579,7 +579,7 @@ def forecast(
     ahead = [describe_ahead(seconds)] if s.learning.ahead else []
     shared = [_sharing_line(sizes, s.acting, s.learning)] if s.learning.tree else []
     grace, several = _grace_lines(s, plan, sizes, load, tflops), plan.gpu and plan.ranks > 1
-    reckoned = ['seconds of several GPUs are reckoned: none was timed (04_estimate)'] * several
+    reckoned = ['seconds of several GPUs are reckoned: none was timed (62_setup)'] * several
     return [*describe(sizes, plan, seconds, s.course.steps), likely, *grace, *ahead, *reckoned, taken, *shared]
 
 def _grace_lines(s, plan, sizes, load, tflops):
