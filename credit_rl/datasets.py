@@ -11,10 +11,11 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from .benchmarks import (SPLITS, find_benchmark, get_benchmark, in_parts, is_question_row, read_passages,
+from .benchmarks import (find_benchmark, get_benchmark, in_parts, is_question_row, read_passages,
                                   read_question, with_columns)
 from .readers import (Cutting, LoadedRows, Passage, RowError, collect_rows, document_files,
                                read_documents, read_rows)
+from .world import SPLITS
 
 # %% ../nbs/2_environment/10_datasets.ipynb #c092
 def _split(name):

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['BLANKLESS', 'to_nfc', 'marks', 'is_blankless', 'RowError', 'describe_row', 'has_field', 'read_field', 'read_answers',
            'join_sentences', 'read_line', 'read_rows', 'is_rows_file', 'LoadedRows', 'collect_rows', 'Passage',
-           'read_contents', 'read_title', 'read_id', 'Cutting', 'cut_text', 'document_files', 'read_documents']
+           'read_contents', 'read_title', 'read_id', 'Cutting', 'cut_paragraphs', 'document_files', 'read_documents']
 
 # %% ../nbs/2_environment/08_readers.ipynb #c003
 import csv, functools, gzip, io, json, re, unicodedata, warnings, zlib
@@ -365,7 +365,7 @@ class Cutting(SettingsGroup):
         if self.overlap >= self.words:
             raise ValueError(f'overlap must be below words, got {self.overlap} and {self.words}')
 
-def cut_text(
+def cut_paragraphs(
     paragraphs,      # list of str
     cut=Cutting(),
 ):
@@ -485,7 +485,7 @@ def read_documents(
         title, count = title or path.stem, 0
         for heading, paragraphs in sections:
             shown = title if heading in ('', title) else f'{title}: {heading}'
-            for text in cut_text(paragraphs, cut):
+            for text in cut_paragraphs(paragraphs, cut):
                 count += 1
                 yield name, {'id': f'{name}#{count}', 'title': shown, 'text': text}
         if not count: silent[f'{name}, which holds no text'] += 1

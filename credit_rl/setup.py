@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from inspect import signature
 from pathlib import Path
 import torch
-from .benchmarks import SPLITS, get_benchmark, in_parts
+from .benchmarks import get_benchmark, in_parts
 from .datasets import load_corpus, load_questions, subsample
 from .demonstrations import demonstrate_all, reach, write_message
 from .dry_run import complaints, missing_room, no_gpu, rank_tflops
@@ -40,7 +40,7 @@ from .tiny import ceiling, make_base, player_state, tiny_environment
 from .trees import attend_by_trees
 from .vllm_engine import VLLMEngine, VLLMSettings, rank_devices, save_adapter, weights_place
 from .warmup import read_warmed
-from .world import get_regime, world_of
+from .world import SPLITS, get_regime, world_of
 
 # %% ../nbs/5_run/62_setup.ipynb #c028
 @dataclass(frozen=True)
