@@ -16,7 +16,8 @@ import numpy as np, torch
 from .benchmarks import BENCHMARKS, find_benchmark, get_benchmark
 from .datasets import MIXTURES, load_questions, subsample
 from .engine import Decoding, HFEngine, SamplingParams
-from .environment import Conversation, Source, asked_protocol, is_searched, make_environment, open_search
+from .environment import (Conversation, Source, as_played, asked_protocol, is_searched, make_environment,
+                                   open_search)
 from .readers import RowError
 from .launch import (LaunchError, Processes, Progress, Ranks, check_hosts, check_threads, is_rank, join_ranks,
                               keep_traceback, launch, launch_command, meet, rank_environment, set_torch, speak)
@@ -670,8 +671,10 @@ def run_evaluation(
 ):
     """Evaluate a model on all benchmarks asked for, those that are done already left out. Returns the run folder. Bad
     input is refused before a model is loaded."""
-    s = from_settings(Evaluation, settings) if isinstance(settings, dict) else settings
     say, opened = say or (speak if is_rank() else lambda line: print(line, flush=True)), {}
+    if isinstance(settings, dict):
+        settings = from_settings(Evaluation, as_played(settings, Evaluation, None if is_rank() else say))
+    s = settings
     if engine is not None and s.ranks > 1:
         raise ValueError(f'an engine that is here cannot play on {s.ranks} ranks: leave ranks at 1')
     if s.gaps and engine is not None and getattr(engine, 'model', None) is None:

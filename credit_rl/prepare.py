@@ -15,7 +15,7 @@ from .critics import brier, expected_calibration_error
 from .dry_run import is_large, no_gpu, rank_tflops
 from .engine import seed_of
 from .estimate import Load, describe, memory, read_sizes, step_seconds
-from .environment import open_search
+from .environment import as_played, open_search
 from .launch import LaunchError, Ranks, is_rank, join_ranks, keep_traceback, set_torch, speak
 from .layout import pack
 from .learner import BadStep, FrozenModels, only_data
@@ -70,7 +70,7 @@ Warming = flat_form('Warming', _GROUPS.values(), "A training's settings, and its
 
 def make_warming(settings):
     "A `Warming` from a dict. Raises ValueError on an unknown name, naming the nearest, and on a value not allowed."
-    return from_settings(Warming, settings)
+    return from_settings(Warming, as_played(settings, Warming, None if is_rank() else print))
 
 def read_warming(variables):
     "The `Warming` set by a notebook's variables (its `globals()`)."

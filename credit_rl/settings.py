@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from .benchmarks import find_benchmark, get_benchmark
 from .engine import Decoding, SamplingParams
-from .environment import Conversation, Source, asked_protocol, protocol_row
+from .environment import Conversation, Source, as_played, asked_protocol, protocol_row
 from .launch import Processes, check_hosts, check_threads
 from .layout import AVERAGES
 from .learner import CRITICS, Optimiser, check_offload
@@ -306,14 +306,12 @@ Config = flat_form('Config', GROUPS.values(), 'Everything that determines a trai
 # %% ../nbs/5_run/61_settings.ipynb #c009
 def make_config(
     settings,  # dict name -> value
+    say=None,  # function called with a line of text where a model's folder says how it plays; None: nobody is told
 ):
-    """A `Config` from a dict. Raises ValueError on an unknown name, naming the nearest or the option that it is, and on
-    a value not allowed.
-
-    settings: dict name -> value
-    """
+    """A `Config` from a dict, and where it says nothing from how an exported model plays (`as_played`). Raises
+    ValueError on an unknown name, naming the nearest or the option that it is, and on a value not allowed."""
     _refuse_options(settings)
-    return from_settings(Config, settings)
+    return from_settings(Config, as_played(settings, Config, say))
 
 def _refuse_options(settings):
     "Refuse an option of the method that stands among the settings."
@@ -327,7 +325,7 @@ def _refuse_options(settings):
 
 def read_parameters(variables):
     "The `Config` set by a notebook's variables (its `globals()`), see `notebook_settings`."
-    return make_config(notebook_settings(variables, Config))
+    return make_config(notebook_settings(variables, Config), print)
 
 # %% ../nbs/5_run/61_settings.ipynb #n0114
 @dataclass(frozen=True)

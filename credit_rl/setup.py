@@ -9,7 +9,7 @@ __all__ = ['Setup', 'tiny_worlds', 'known_worlds', 'make_setup', 'real_questions
            'foretell', 'weigh', 'Examiner', 'examine']
 
 # %% ../nbs/5_run/62_setup.ipynb #c002
-import dataclasses, importlib.util, os, random, sys
+import dataclasses, importlib.util, os, random, sys, tempfile
 from dataclasses import dataclass
 from inspect import signature
 from pathlib import Path
@@ -26,7 +26,7 @@ from .launch import Ranks, missing_for_hosts, ranks_here
 from .learner import FrozenModels, Learner, make_critic, seeded
 from .methods import extra_passes, get_method
 from .metrics import benchmark_metric, gold_note
-from .models import find_model, load_model, load_tokenizer
+from .models import find_model, load_model, load_tokenizer, write_model
 from .parts import Facts, bind, services
 from .protocol import check_tokenizer, worded
 from .retrieval import BM25
@@ -86,6 +86,11 @@ def make_setup(
     else:
         real = real or (real_questions(task, seed), real_search(task, acting.protocol))
         setup = _real_setup(acting, task, real, origin.start, say)
+    with tempfile.TemporaryDirectory() as place:                   # what cannot be saved is found now, not at the end
+        left = write_model(place, setup.model, setup.chat.tokenizer, setup.chat, weights={})
+    if left:
+        say(f'{acting.model} brings settings of generation that are not heeded here and left out of what is saved: '
+            + ', '.join(f'{n}={v!r}' for n, v in left.items()))
     most = getattr(setup.model.config, 'max_position_embeddings', acting.max_tokens)
     if acting.max_tokens > most:
         say(f'max_tokens={acting.max_tokens}, but the model has {most} positions: rollouts end there')

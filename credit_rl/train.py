@@ -823,8 +823,9 @@ def train(
 ):
     """Run a training configuration from start (or checkpoint) to summary. Returns the run folder. Bad configurations
     are refused before any compute."""
-    config = _as_begun(make_config(config) if isinstance(config, dict) else config)
     say = say or (speak if is_rank() else lambda line: print(line, flush=True))
+    told = None if is_rank() else say
+    config = _as_begun(make_config(config, told) if isinstance(config, dict) else config)
     s = settings_of(config)
     if s.course.dry_run: return examine(config, say)
     check(config)

@@ -23,6 +23,7 @@ from .groups import index_groups
 from .launch import Ranks
 from .layout import hidden_states, pack
 from .learner import BadStep, Critic, FrozenModels, Learner, Optimiser, only_data
+from .models import write_model
 from .parts import Credit, Loss
 from .options import SettingsGroup, setting
 from .outcome import outcome_rewards
@@ -638,8 +639,7 @@ def write_warmed(folder, learner, tokenizer, summary, log, ranks=Ranks()):
     weights, head = learner.weights(), learner.head_weights()
     if not ranks.first: return
     with atomic_folder(Path(folder)/'critic') as part:
-        learner.scorer.model.save_pretrained(part, state_dict=weights)
-        tokenizer.save_pretrained(part)
+        write_model(part, learner.scorer.model, tokenizer, weights=weights)
         torch.save(head, part/'head.pt')
     log.summary(summary)
 
