@@ -7,16 +7,16 @@ __all__ = ['keep_right', 'Imitation', 'fine_tune', 'rejection_sft', 'Demonstrati
            'main', 'demos_main']
 
 # %% ../nbs/5_run/64_sft.ipynb #c003
-import contextlib, dataclasses, math, random, re, sys, time
+import contextlib, dataclasses, gzip, json, math, random, re, shutil, signal, sys, time
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 import torch
 from .demonstrations import demonstrate_all, reach, write_message
 from .engine import HFEngine, seed_of
 from .environment import asked_protocol, make_environment, playing
 from .evaluate import evaluate, read_manifest, right_rows
-from .launch import Progress, set_torch
+from .launch import Progress, set_torch, told_to_end
 from .layout import pack
 from .learner import BadStep, Learner, Optimiser
 from .models import load_tokenizer, tokenizer_hash, write_model
@@ -26,14 +26,15 @@ from .parameters import by_group, error_line, from_settings, make_parser, read_s
 from .parts import Credit, Loss
 from .protocol import prompt_hash
 from .rollout import rollout
-from .runlog import RunLog, atomic_folder, code_hashes, read_json, read_params, read_turns
+from .runlog import (RunLog, atomic_folder, code_hashes, latest_checkpoint, read_json, read_params, read_turns,
+                              save_checkpoint)
 from .scoring import retell
-from .settings import GROUPS, check, make_config, settings_of, tree_notes
+from .settings import GROUPS, Config, check, make_config, settings_of, tree_notes
 from .setup import (add_lora, bound_method, draw_questions, make_setup, merge_lora, origin_of, real_questions,
                              real_search)
 from .step_metrics import paired_line, right_marks
-from .train import MAY_CHANGE, check_same_params
-from .trajectory import Group, to_json, trajectory_from_json
+from .train import MAY_CHANGE, check_same_params, end_interrupted, saving, write_memory
+from .trajectory import Group, group_from_json, to_json, trajectory_from_json
 
 # %% ../nbs/5_run/64_sft.ipynb #c006
 def keep_right(
@@ -86,6 +87,7 @@ def fine_tune(
     seed=0,               # of the order
     say=None,             # function called with lines of text; None: nobody is told how it goes
     on_bad_step='stop',   # where a gradient is not finite: 'stop' raises BadStep, 'skip' goes on without it
+    keeper=None,          # has begin(learner), the log so far, and after(learner, log); None: nothing is kept
 ):
     """Train on what groups wrote: list of what the learner logs of each update. Raises ValueError without groups, and
     BadStep with the number of the update, `step`, and the rollouts that made it, `rollouts`."""
@@ -93,19 +95,23 @@ def fine_tune(
     if not rows:
         raise ValueError('there is nothing to imitate: no rollout was right; play more attempts, or begin with a '
                          'better model')
-    count, log = how.epochs * math.ceil(len(rows) / how.batch), []
+    each = math.ceil(len(rows) / how.batch)
+    count = how.epochs * each
     learner = Learner(model, Loss(kind='reinforce'), Optimiser(
         how.learning_rate, warmup=2, decay=count, minibatches=1, row_tokens=row_tokens, on_bad_step=on_bad_step))
-    since = last = time.monotonic()
+    log = keeper.begin(learner) if keeper else []
+    done, since = len(log), time.monotonic()
+    last = since
     for epoch in range(how.epochs):
         order = random.Random(seed_of('fine-tune', seed, epoch)).sample(rows, len(rows))
-        for i in range(0, len(rows), how.batch):
+        for i in range(max(0, done - epoch * each) * how.batch, len(rows), how.batch):
             with _culprits(batch := order[i:i + how.batch], len(log) + 1):
                 log.append(_imitate(learner, batch, how.compute))
+            if keeper: keeper.after(learner, log)
             if say and (len(log) == 1 or time.monotonic() - last > 20):
                 last = time.monotonic()
                 say(f'update {len(log)} of {count}, loss {log[-1].get("loss", math.nan):.3f}, '
-                    f'{(last - since) / len(log) * (count - len(log)):.0f} s left')
+                    f'{(last - since) / (len(log) - done) * (count - len(log)):.0f} s left')
     model.eval()
     return log
 
@@ -124,6 +130,40 @@ def _culprits(groups, step):
         e.step, e.rollouts = step, [t for g in groups for t in g.trajectories]
         raise
 
+# %% ../nbs/5_run/64_sft.ipynb #kp641
+@dataclass
+class _Keeper:
+    "Checkpoints of a fine-tuning on the way to its end: by minutes, and where an end is asked for."
+    folder: Path      # of the run
+    memory: dict      # what a resumed one does not do again, JSON values
+    kept: list        # of Group: what is imitated
+    every: float      # seconds
+    asked: object     # function that gives the number of the signal that asked for an end, 0 without
+    say: object       # function called with lines of text
+    last: float = field(default_factory=time.monotonic)
+
+    def begin(self, learner):
+        "What was logged of the updates that are done: list, from the newest checkpoint if there is one."
+        if found := latest_checkpoint(self.folder):
+            learner.restore(found[1])
+            self.say(f'resumed after update {found[0]}')
+        return list(self.memory.get('history', ()))
+
+    def after(self, learner, history):
+        "Save where it is time, or an end was asked for; then end."
+        if not (ends := self.asked()) and time.monotonic() - self.last < self.every: return
+        def write(place):
+            with saving(self.folder/'checkpoints'/f'step-{len(history):06d}'):
+                learner.save(place)
+                with gzip.open(Path(place)/'kept.json.gz', 'wt') as f: json.dump(list(map(to_json, self.kept)), f)
+                write_memory(place, {**self.memory, 'history': history})
+        save_checkpoint(self.folder, len(history), write, keep=1)
+        self.last = time.monotonic()
+        if not ends: return
+        self.say(f'saved after update {len(history)} and ended, as it was told to ({signal.Signals(ends).name}): with '
+                 'resume=true the same command goes on')
+        sys.exit(128 + ends)
+
 # %% ../nbs/5_run/64_sft.ipynb #c014
 def rejection_sft(
     config,           # Config or dict of its settings: stage, questions and evaluation; its method plays no part
@@ -131,15 +171,15 @@ def rejection_sft(
     say=print,
 ):
     """Play and keep what was right, or take demonstrations; fine-tune; compare on the test questions. Returns the run
-    folder, with the model in `model/`. With `resume` one that did not come to its end begins anew, and one that did is
-    left as it is."""
+    folder, with the model in `model/`. With `resume` one that did not come to its end goes on from its checkpoint, or
+    begins anew without one, and one that did is left as it is."""
     c = make_config(config, say) if isinstance(config, dict) else config
     if c.dry_run: raise ValueError('dry_run is for training by reinforcement; this fine-tuning has none')
     check(c)
     if c.resume and (Path(c.run)/'summary.json').exists(): return _finished(c, how, say)
     acting, host, origin = (s := settings_of(c)).acting, s.host, origin_of(s.course, s.acting, s.host, s.critic)
     set_torch(host.threads, host.tf32)
-    with RunLog(c.run, c.resume) as log, log.beginning():
+    with told_to_end(c.run) as asked, RunLog(c.run, c.resume) as log, log.beginning():
         log.write_params({**vars(c), 'method': 'sft', 'sft': dataclasses.asdict(how)}, MAY_CHANGE)
         stage = make_setup(s.task, acting, origin, c.seed, say)
         for line in _unheeded(host, s.learning): say(line)
@@ -147,12 +187,21 @@ def rejection_sft(
         test = lambda: evaluate(engine, stage.environments['test'], stage.questions['test'], acting.greedy,
                                 progress=Progress(say, 'test questions played', len(stage.questions['test'])))
         metric = bound_method(dataclasses.replace(s.course, method='grpo'), s.task, c.questions_per_step).metric
-        kept, played = _examples(stage, engine, acting.sampling, how, metric, c.seed, say)
-        base, before = test()
+        if found := latest_checkpoint(log.folder):
+            memory = read_json(found[1]/'memory.json')
+            with gzip.open(found[1]/'kept.json.gz', 'rt') as f: kept = list(map(group_from_json, json.load(f)))
+        else:
+            kept, played = _examples(stage, engine, acting.sampling, how, metric, c.seed, say)
+            base, before = test()
+            memory = {'played': played, 'base': base, 'base_right': right_marks(before)}
+        base = memory['base']
         say(f'base: EM {base["em"]:.3f} on {len(stage.questions["test"])} test questions')
         if host.lora: add_lora(stage.model, host.lora, c.seed)
+        if host.gradient_checkpointing: stage.model.gradient_checkpointing_enable({'use_reentrant': False})
         with _keeping_bad(log, stage.chat.tokenizer):
-            history = fine_tune(stage.model, kept, how, s.learning.row_tokens, c.seed, say, s.learning.on_bad_step)
+            history = fine_tune(
+                stage.model, kept, how, s.learning.row_tokens, c.seed, say, s.learning.on_bad_step,
+                _Keeper(log.folder, memory, kept, 60 * s.keeping.save_every or math.inf, asked, say))
         final, tested = test()
         if host.lora: merge_lora(stage.model)
         with atomic_folder(log.folder/'model') as part:
@@ -160,11 +209,12 @@ def rejection_sft(
                      'play': playing(acting, stage.chat, part)}
             write_model(part, stage.model, stage.chat.tokenizer, stage.chat, about)
         log.summary(summary := {
-            **_summary(stage, base, final, tested, history), 'seed': c.seed, 'trajectories': played,
-            'base_right': right_marks(before), 'final_right': right_marks(tested),
+            **_summary(stage, base, final, tested, history), 'seed': c.seed, 'trajectories': memory['played'],
+            'base_right': memory['base_right'], 'final_right': right_marks(tested),
             'rows': sum(len(g.trajectories) for g in kept), 'seconds': log.elapsed})
         say(f'final: EM {final["em"]:.3f} on {len(tested)} test questions (base {base["em"]:.3f}); {log.elapsed:.0f} s')
         if line := paired_line(summary): say(line)
+    shutil.rmtree(log.folder/'checkpoints', ignore_errors=True)           # the model is whole
     return log.folder
 
 # %% ../nbs/5_run/64_sft.ipynb #r6403
@@ -207,7 +257,7 @@ def _finished(config, how, say, name='sft'):
 
 def _unheeded(host, learning):
     "What is set of a training that a fine-tuning does not heed: list of lines."
-    usual = {'engine': 'hf', 'learner': 'plain', 'ranks': 1, 'gradient_checkpointing': False}
+    usual = {'engine': 'hf', 'learner': 'plain', 'ranks': 1}
     return tree_notes(learning, 'a fine-tuning reads its rows as they are') + [
         f'{name}={given!r} is not heeded: a fine-tuning acts and learns in one process'
         for name, value in usual.items() if (given := getattr(host, name)) != value]
@@ -334,6 +384,7 @@ def read_rollouts(
 def _command(name, about, kind, run, arguments):
     "A command that takes settings of `Config`, and those of a group `kind` of its own with a prefix."
     parser, prefix = make_parser(f'credit_rl.{name}', about), f'{name}.'
+    settings = {}
     try:
         settings, _ = read_settings(parser, arguments, {**by_group(kind, prefix=prefix), **by_group(*GROUPS.values())})
         own = {n.removeprefix(prefix): settings.pop(n) for n in list(settings) if n.startswith(prefix)}
@@ -343,9 +394,7 @@ def _command(name, about, kind, run, arguments):
             raise ValueError(f'no setting {wrong!r}{nearest(wrong, [prefix + n for n in known])}')
         run(settings, from_settings(kind, own))
     except (ValueError, OSError, TypeError, ImportError, BadStep) as e: sys.exit(f'credit_rl.{name}: {error_line(e)}')
-    except KeyboardInterrupt:
-        print(f'credit_rl.{name}: interrupted; the same command begins anew', file=sys.stderr)
-        sys.exit(130)
+    except KeyboardInterrupt: end_interrupted(f'credit_rl.{name}', settings.get('run', Config.run))
 
 def main(arguments=None):
     """`python -m credit_rl.sft setting=value …`: settings of `Config`, and of `Imitation` as sft.questions,

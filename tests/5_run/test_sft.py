@@ -2,6 +2,8 @@
 import contextlib
 import json
 import math
+import os
+import signal
 
 import pytest
 import torch
@@ -191,6 +193,35 @@ def test_a_model_learns_from_demonstrations(shown, tmp_path):
     summary = json.loads((tmp_path / 'run' / 'summary.json').read_text())
     assert summary['losses'][-1] < summary['losses'][0] and summary['rows'] == len(read_turns(place / 'demos'))
     load_model(str(tmp_path / 'run' / 'model'))
+
+
+@pytest.mark.parametrize('how', ['asked to end', 'killed'])
+def test_a_fine_tuning_that_ends_on_its_way_goes_on_to_the_same_weights(shown, tmp_path, monkeypatch, how):
+    words, place = shown
+    own = [f'sft.demos={place / "demos"}', 'sft.epochs=4', 'sft.batch=1']
+    main([*words, *own, f'run={tmp_path / "whole"}'])
+    imitate, updates = sft._imitate, []
+    class Killed(BaseException): pass
+    def third(*args):
+        updates.append(imitate(*args))
+        if len(updates) == 3:
+            if how == 'killed': raise Killed
+            os.kill(os.getpid(), signal.SIGTERM)
+        return updates[-1]
+    monkeypatch.setattr(sft, '_imitate', third)
+    words = [*words, *own, f'run={tmp_path / "run"}']
+    minutes = ['save_every=1e-9'] if how == 'killed' else []
+    with pytest.raises(Killed if minutes else SystemExit) as ended: main([*words, *minutes])
+    assert minutes or ended.value.code == 128 + signal.SIGTERM
+    found, _ = runlog.latest_checkpoint(tmp_path / 'run')
+    assert found == (2 if minutes else 3) == len(updates) - bool(minutes)
+    main([*words, *minutes, 'resume=true'])
+    one, other = (json.loads((tmp_path / n / 'summary.json').read_text()) for n in ('whole', 'run'))
+    assert one['losses'] == other['losses'] and len(one['losses']) > 3
+    assert all(one[k] == other[k] for k in ('base', 'base_right', 'final', 'rows', 'trajectories'))
+    pair = [load_model(str(tmp_path / n / 'model'))[0].state_dict() for n in ('whole', 'run')]
+    assert all(torch.equal(w, pair[1][n]) for n, w in pair[0].items())
+    assert not (tmp_path / 'run' / 'checkpoints').exists()
 
 
 def test_low_rank_additions_are_merged_into_what_is_saved(shown, tmp_path):
