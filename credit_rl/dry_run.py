@@ -65,11 +65,12 @@ def missing_room(
 ):
     "What disk, memory and GPUs of this host lack for a run that keeps so many checkpoints in a folder: list of str."
     folder = next(p for p in (folder.absolute(), *folder.absolute().parents) if p.exists())
-    here, gpus, checkpoints = _ranks_here(host), torch.cuda.device_count(), keep + 2   # the best, and one being written
+    here, gpus = _ranks_here(host), torch.cuda.device_count()
     asked = here * (needs.get('host', 0) if gpus else needs.get('filled', needs['rank'])) + needs.get('writer', 0)
     file = needs.get('file', 0)
-    stored, disk = checkpoints * needs['checkpoint'], shutil.disk_usage(folder).free
-    rooms = [(folder, disk, f'{checkpoints} checkpoints take', stored),
+    # one is being written; of the best the weights stay
+    stored, disk = (keep + 1) * needs['checkpoint'] + needs.get('best', 0), shutil.disk_usage(folder).free
+    rooms = [(folder, disk, f'{keep + 1} checkpoints{" and the weights of the best" * ("best" in needs)} take', stored),
              ('the memory of this host', _free_memory(), f'{here} ranks take at least', asked)]
     if file and Path('/dev/shm').is_dir():
         shared = shutil.disk_usage('/dev/shm').free

@@ -200,7 +200,7 @@ def _phases(sizes, plan):
 def memory(sizes, plan):
     """Count the bytes that a run needs, as a dict: its parts on each rank; `rank`, the most that is there at a time,
     and `filled`, without the part of a bucket that stays empty and takes no main memory; `start`, of the learner;
-    `host` of each rank, `writer` and `file` of one; and `checkpoint`, on disk, of all ranks together."""
+    `host` of each rank, `writer` and `file` of one; and on disk, of all ranks together, `checkpoint` and `best`."""
     lies, works, one = _model_memory(sizes, plan), _working_memory(sizes, plan), plan.width * sizes.parameters
     if plan.offload: del lies['optimiser']
     trained = 2 if plan.critic else 1
@@ -210,7 +210,7 @@ def memory(sizes, plan):
     small = replace(plan, bucket=min(plan.bucket, trained * plan.share * sizes.parameters))
     most, filled = (max(_phases(sizes, way).values()) for way in (plan, small))
     return {**lies, **works, 'rank': most, 'filled': filled, 'start': _start_memory(sizes, plan),
-            **_host_memory(sizes, plan), 'checkpoint': saved}
+            **_host_memory(sizes, plan), 'checkpoint': saved, 'best': trained * one}
 
 # %% ../nbs/machinery/04_estimate.ipynb #act071
 # seconds of a token of all trajectories that are written at once: parameters of the model → {how many: seconds}
@@ -459,7 +459,7 @@ def describe(sizes, plan, seconds, steps):
     found = memory(sizes, plan)
     how = 'plain PyTorch' if plan.stage is None else f'ZeRO {plan.stage}'
     parts = ', '.join(f'{k} {_short(v)}B' for k, v in found.items()
-                      if k not in ('rank', 'filled', 'start', 'host', 'writer', 'file', 'checkpoint') and v)
+                      if k not in ('rank', 'filled', 'start', 'host', 'writer', 'file', 'checkpoint', 'best') and v)
     phases = _phases(sizes, plan)
     most = max(phases, key=phases.get)
     starts = f', with {_short(found["start"])}B of whole models' if most == 'starts' else ''

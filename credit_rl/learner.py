@@ -523,6 +523,10 @@ class PlainBackend:
         "Make a frozen copy of the policy the policy again."
         teacher.load_state_dict(self.scorer.model.state_dict())
 
+    def fill(self, model, named):
+        "Put weights into a model: dict of all, by name."
+        model.load_state_dict(named)
+
     def save(self, folder, state, teacher=None):
         "Write weights, optimiser and what else is in `state` into learner.pt; a teacher's model too."
         state = {'scorer': self.scorer.state_dict(), 'masters': self.masters.state(),
@@ -687,10 +691,24 @@ class Learner:
         self.backend.save(folder, state, self.teacher.model if self.teacher_every > 1 else None)
 
     def restore(self, folder):
-        "Go back to what `save` wrote."
+        "Go back to what `save` wrote. Raises ValueError where the weights alone are left of it."
+        if os.path.exists(os.path.join(folder, _LIGHT)):
+            raise ValueError(f'of the checkpoint {str(folder)!r} the weights alone are left, and nothing goes on from '
+                             'them: restore a later one, or begin anew')
         state = self.backend.restore(folder, self.teacher.model if self.teacher_every > 1 else None)
         self.generator.set_state(state['generator'].cpu())
         self.updates = state['updates']
+
+    def lighten(self, folder, light):
+        "Write the weights alone of what `save` wrote, as narrow as the learner's, into another folder, by one rank."
+        kinds = {name: p.dtype for name, p in self.scorer.named_parameters()}
+        named = {name: w.to(kinds.get(name, w.dtype)) for name, w in _saved(folder).items()}
+        torch.save(named, os.path.join(light, _LIGHT))
+
+    def restore_policy(self, folder):
+        "Make the policy what it was when `save` wrote, which `lighten` may have followed; it is not taught any more."
+        if os.path.exists(os.path.join(folder, _LIGHT)): self.backend.fill(self.scorer.model, saved_policy(folder))
+        else: self.restore(folder)
 
     def _check(self, sees, golds):
         "Refuse to look for what this learner has no model for."
@@ -801,14 +819,18 @@ def teach_critic(
     return log
 
 # %% ../nbs/4_learning/52_learner.ipynb #c061
-def _saved(folder, part):
-    "The weights of a part of a scorer, 'model' or 'critic', in what a learner's `save` wrote, by name within it."
-    plain, pieces = os.path.join(folder, 'learner.pt'), os.path.join(folder, 'deepspeed')
-    if os.path.exists(plain):
+_LIGHT = 'weights.pt'   # in a checkpoint of which the weights alone are left
+
+def _saved(folder):
+    "The weights of a scorer in what a learner's `save` wrote, or `lighten` left of it, by name."
+    plain, light, pieces = (os.path.join(folder, name) for name in ('learner.pt', _LIGHT, 'deepspeed'))
+    if os.path.exists(light):
+        with only_data(folder): named = torch.load(light, map_location='cpu', mmap=True)
+    elif os.path.exists(plain):
         with only_data(folder): named = torch.load(plain, map_location='cpu')['scorer']
     elif not os.path.isdir(pieces):
-        raise FileNotFoundError(f'{str(folder)!r} holds no checkpoint of a learner: wanted learner.pt or a folder '
-                                'deepspeed')
+        raise FileNotFoundError(f'{str(folder)!r} holds no checkpoint of a learner: wanted learner.pt, {_LIGHT} or a '
+                                'folder deepspeed')
     elif any('optim_states' in name for name in os.listdir(pieces)):
         try: from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
         except ImportError as e:
@@ -822,14 +844,18 @@ def _saved(folder, part):
     if os.path.exists(head):
         with only_data(folder): kept = torch.load(head, map_location='cpu')['head']
         named = {**named, **{f'critic.head.{n}': w for n, w in kept.items()}}
-    return {n.removeprefix(f'{part}.'): w for n, w in named.items() if n.startswith(f'{part}.')}
+    return named
+
+def _part(folder, part):
+    "Those of a part, 'model' or 'critic', by name within it."
+    return {n.removeprefix(f'{part}.'): w for n, w in _saved(folder).items() if n.startswith(f'{part}.')}
 
 def saved_policy(folder):
     """The policy's weights in what a learner's `save` wrote, by whichever backend: {Hugging Face's name: tensor}.
     Raises FileNotFoundError where there is neither kind."""
-    return _saved(folder, 'model')
+    return _part(folder, 'model')
 
 def saved_critic(folder):
     """The critic's weights in the same: 'head.' and, of one with a backbone of its own, 'model.' before Hugging Face's
     names; {} without a critic."""
-    return _saved(folder, 'critic')
+    return _part(folder, 'critic')

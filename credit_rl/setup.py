@@ -578,7 +578,18 @@ def forecast(
     likely = describe_likely(sizes, plan, load, tflops, s.course.steps, kept_lengths(s.course.run))
     ahead = [describe_ahead(seconds)] if s.learning.ahead else []
     shared = [_sharing_line(sizes, s.acting, s.learning)] if s.learning.tree else []
-    return [*describe(sizes, plan, seconds, s.course.steps), likely, *ahead, taken, *shared]
+    grace, several = _grace_lines(s, plan, sizes, load, tflops), plan.gpu and plan.ranks > 1
+    reckoned = ['seconds of several GPUs are reckoned: none was timed (62_setup)'] * several
+    return [*describe(sizes, plan, seconds, s.course.steps), likely, *grace, *ahead, *reckoned, taken, *shared]
+
+def _grace_lines(s, plan, sizes, load, tflops):
+    "What is lost where several ranks that are told to end have no time to finish a step and save it: list of str."
+    step = sum(step_seconds(sizes, plan, likely_load(load, kept_lengths(s.course.run)), tflops).values())
+    needs = int(step + memory(sizes, plan)['checkpoint'] / 2e9) + 1
+    if plan.ranks == 1 or needs <= s.host.grace: return []
+    return [f'told to end, ranks have grace={s.host.grace} s, but a step and its save are likely to take {needs}: the '
+            'step that is under way is lost then, and what came since the last checkpoint (save_every, eval_every); '
+            f'grace={needs} covers it, if the scheduler waits as long']
 
 def foretell(
     settings,  # Settings of a run

@@ -328,7 +328,7 @@ class DeepSpeedBackend:
 
     def refresh(self, teacher):
         "Make a frozen copy of the policy the policy again."
-        self._fill(teacher, {name: self.whole(p) for name, p in self.scorer.model.named_parameters()})
+        self.fill(teacher, {name: self.whole(p) for name, p in self.scorer.model.named_parameters()})
 
     def save(self, folder, state, teacher=None):
         "Write weights, optimiser and what else is in `state`, this rank's pieces, all into the same folder."
@@ -353,7 +353,7 @@ class DeepSpeedBackend:
         self.head.restore(os.path.join(folder, 'head.pt'))
         if teacher is not None:
             with only_data(folder): named = torch.load(os.path.join(folder, 'teacher.pt'), map_location=self.device)
-            self._fill(teacher, named)
+            self.fill(teacher, named)
         return {'generator': state['generator'], 'updates': state['learner_updates']}
 
     def _restore_own(self, folder):
@@ -383,8 +383,8 @@ class DeepSpeedBackend:
             kept[0].partition(kept)
             kept[0].all_gather(kept)
 
-    def _fill(self, model, named):
-        "Put weights into a model, in pieces under stage 3."
+    def fill(self, model, named):
+        "Put weights into a model, in pieces under stage 3: dict of all, by name."
         for name, p in model.named_parameters():
             with self._gathered(p), torch.no_grad(): p.data.copy_(named[name])
 

@@ -159,7 +159,8 @@ class Run:
                 self.ranks.wait()
                 if self.ranks.first: write_memory(folder, self.memory, self.ahead)
         with self.log.timed('checkpoint'):
-            if self.ranks.first: save_checkpoint(self.log.folder, step, write, self.settings.keeping.keep, name)
+            if self.ranks.first:
+                save_checkpoint(self.log.folder, step, write, self.settings.keeping.keep, name, self.learner.lighten)
             else: write(None)
 
     def wake(self): self.actor.wake(self.learner)
@@ -786,7 +787,7 @@ def _finish(run):
     last, groups = run.evaluate('test')
     final, done = last, len(run.memory['rates'])
     if step != done:
-        run.learner.restore(path)
+        run.learner.restore_policy(path)
         hand_over(run.learner, run.engine, run.settings.host, run.ranks)
         final, groups = run.evaluate('test')
     _keep_examples(run.log, done + 1, groups, 'after')

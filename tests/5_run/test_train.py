@@ -25,16 +25,19 @@ import yaml
 from credit_rl import dry_run, prepare as preparing, setup as staging, step_metrics, train as training
 from credit_rl.compare import find_runs
 from credit_rl.diagnostics import before_after, training_curves
-from credit_rl.estimate import read_sizes
+from credit_rl.estimate import kept_lengths, memory, read_sizes
+from credit_rl.export import read_policy
 from credit_rl.layout import pack
 from credit_rl.learner import BadStep, Learner, saved_policy
 from credit_rl.methods import extra_passes, get_method
+from credit_rl.models import load_model
 from credit_rl.parts import Batch, Credit, Measured, bind
 from credit_rl.search_service import SearchServer
 from credit_rl.readers import Passage
-from credit_rl.runlog import (RunLog, latest_checkpoint, named_checkpoint, read_metrics, read_params, read_turns,
-                              same_metrics)
+from credit_rl.runlog import (RunLog, latest_checkpoint, named_checkpoint, read_metrics, read_params, read_summary,
+                              read_turns, same_metrics)
 from credit_rl.settings import Config, Keeping, make_config, settings_of
+from credit_rl.setup import plan_of
 from credit_rl.step_metrics import is_kept
 from credit_rl.train import begin_run, main, train
 from credit_rl.trajectory import Group, example_group, trajectory_from_json
@@ -58,6 +61,47 @@ def command(settings):
 def on_a_cpu():
     "The environment of a run on the CPU: the same numbers everywhere."
     return {**os.environ, 'CUDA_VISIBLE_DEVICES': '', 'PYTHONUNBUFFERED': '1'}
+
+
+def test_of_the_best_checkpoint_the_weights_stay(tmp_path, monkeypatch):
+    "The base stays the best, and is no longer the newest: it answers the test questions again, and can be exported."
+    means, play = iter([1., 0., 0.]), training.Run.evaluate
+    def evaluate(run, part):
+        scores, groups = play(run, part)
+        return (scores if part == 'test' else {**scores, 'em': next(means)}), groups
+    monkeypatch.setattr(training.Run, 'evaluate', evaluate)
+    folder = train({**SHORT, 'steps': 2, 'eval_every': 1, 'keep': 1, 'chosen_by': 'em', 'dtype': 'bfloat16', 'track': '',
+                    'learning_rate': 1e-2, 'run': str(tmp_path / 'run')}, say=lambda line: None)
+    (step, best), (last, newest) = named_checkpoint(folder), latest_checkpoint(folder)
+    assert (step, last) == (0, 2) and [p.name for p in best.iterdir()] == ['weights.pt']
+    size = lambda path: sum(p.stat().st_size for p in path.iterdir())
+    config = make_config(read_params(folder))
+    promised = memory(read_sizes(config.model), plan_of(settings_of(config)))
+    assert size(best) == pytest.approx(promised['best'], rel=.05) and size(newest) > 5 * size(best)
+    summary, base = read_summary(folder), load_model(BASE, 'bfloat16', 'cpu')[0]
+    assert summary['final'] == summary['base']
+    same = lambda name: [torch.equal(a, b) for a, b in zip(read_policy(folder, name)[0].parameters(), base.parameters())]
+    assert all(same('best')) and not all(same('newest'))
+    shutil.rmtree(newest)
+    with pytest.raises(ValueError, match='alone'):
+        train({**vars(config), 'steps': 3, 'resume': True}, say=lambda line: None)
+
+
+def test_after_three_steps_a_run_says_what_was_foretold(tmp_path, monkeypatch):
+    "Of a model that is no toy: the parts of what was foretold of rollouts like its own, and their sum."
+    asked = []
+    def foretell(settings, lengths):
+        asked.append(lengths)
+        return {'acting': 2., 'reading': 0., 'learning': 3.}
+    monkeypatch.setattr(training, 'foretell', foretell)
+    monkeypatch.setattr(training, 'is_large', lambda model: True)
+    monkeypatch.setattr(training, 'forecast', lambda s: [])
+    said = []
+    folder = train({**SHORT, 'steps': 3, 'eval_every': 3, 'questions_per_step': 2, 'group_size': 2, 'track': '',
+                    'run': str(tmp_path / 'run')}, said.append)
+    (line,) = [line for line in said if 'foretold' in line]
+    assert re.fullmatch(r'a step takes [\d.]+ s; foretold were 5 s \(acting 2, learning 3\)', line)
+    assert asked == [kept_lengths(folder)[:-6]]               # six more are kept at the end
 
 
 # ---- the same again ----

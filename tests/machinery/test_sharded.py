@@ -272,6 +272,14 @@ def test_bfloat16_is_near_with_exact_positions_and_a_reference_like_the_policy(r
 
 
 @pytest.mark.parametrize('ranks, stage', RUNS)
+def test_the_weights_that_are_left_of_a_checkpoint_are_its_policys(results, ranks, stage):
+    "The learners had gone one step further, and nothing goes on from what is left."
+    for rank in results(ranks):
+        whole, light = rank[stage]['light']
+        assert_close(light, whole, atol=0, rtol=0)
+
+
+@pytest.mark.parametrize('ranks, stage', RUNS)
 def test_a_critics_head_in_bfloat16_is_exact_and_alike_on_all_ranks(results, plain, ranks, stage):
     "Near the plain learner's in float32, as near as the backbone in bfloat16 lets it be; it goes on from a checkpoint."
     found, wanted = [rank[stage]['exact'] for rank in results(ranks)], plain['carl', 'adamw']

@@ -426,7 +426,7 @@ def test_too_few_positions_are_not_told_to_raise_max_tokens_alone(spoken):
 def test_room_is_told_in_a_unit_that_shows_it():
     host = settings_of(make_config({})).host
     (line, *_) = dry_run.missing_room(Path('/proc'), 2, host, {'rank': 0, 'host': 0, 'checkpoint': 5e6})
-    assert line == '/proc has 0 MB free, but 4 checkpoints take 20 MB'
+    assert line == '/proc has 0 MB free, but 3 checkpoints take 15 MB'
 
 
 # ---- how far it is ----

@@ -321,6 +321,13 @@ def sharded(stage, folder, others=None, offload=()):
         'counted': sorted({float(state['step']) for state in half.backend.adamw.state.values()}), 'went on':
         steps(half, *batch, 1), 'resumed': steps(again, *batch, 1)
     }
+    os.makedirs(f'{folder}/light', exist_ok=True)
+    if half.backend.rank == 0: half.lighten(f'{folder}/half', f'{folder}/light')
+    torch.distributed.barrier()
+    half.restore_policy(f'{folder}/half')
+    again.restore_policy(f'{folder}/light')
+    try: again.restore(f'{folder}/light')
+    except ValueError: out['light'] = weights_of(half), weights_of(again)
     return out
 
 
