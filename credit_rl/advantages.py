@@ -135,6 +135,7 @@ def mt_grpo(
     beta: in [0, 1]
     ddof: 0 or 1
     eps: float >= 0
+    least: float >= 0
     """
     check_tensors(call_reward=call_reward, outcome=outcome, turn_mask=turn_mask)
     if not 0 <= beta <= 1: raise ValueError(f'beta is a share, in [0, 1], got {beta}')
@@ -180,6 +181,7 @@ def mt_grpo_star(
     turn_tokens: (N, K) integer, for literal
     ddof: 0 or 1
     eps: float >= 0
+    least: float >= 0
     """
     check_tensors(rewards=rewards, outcome=outcome, tool_mask=tool_mask, turn_tokens=turn_tokens)
     counts, k = check_turns(turn_mask, rewards), torch.arange(rewards.shape[1], device=rewards.device)
@@ -238,6 +240,7 @@ def gigpo(
     mode: 'mean_norm' or 'mean_std_norm'
     ddof: 0 or 1
     eps: float >= 0
+    least: float >= 0
     """
     if mode not in ('mean_norm', 'mean_std_norm'):
         raise ValueError(f"mode is 'mean_norm' or 'mean_std_norm', got {mode!r}")

@@ -77,6 +77,7 @@ def turn_normalize(
     ddof: 0 or 1
     eps: float >= 0
     scale: False: subtract the mean only
+    least: float >= 0
     """
     if pad not in ('last', 'none'): raise ValueError(f"pad is 'last' or 'none', got {pad!r}")
     last = check_turns(turn_mask, x) - 1

@@ -210,7 +210,8 @@ def plain_latex(text):
     Formulas stay: str."""
     while (inner := _WRAPPED.sub(_unwrapped, text)) != text: text = inner
     text = re.sub(r'(?<=\d)\\[,!](?=\d{3})', ',', text)                      # 1\,234 is one number
-    return re.sub(r'\\([$%&#_])', r'\1', re.sub(r'\\[ ,;:]|\\q?quad\b|(?<!\\)~', ' ', text).replace('\\!', ''))
+    text = re.sub(r'(?<!\\)(?:\\[ ,;:]|\\q?quad\b|~)', ' ', text)             # but not behind a backslash that is escaped
+    return re.sub(r'(?<!\\)\\(?:!|([$%&#_]))', r'\1', text)
 
 # %% ../nbs/2_environment/11_metrics.ipynb #c045
 def parse_number(

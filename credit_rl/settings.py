@@ -309,7 +309,11 @@ def make_config(
     say=None,  # function called with a line of text where a model's folder says how it plays; None: nobody is told
 ):
     """A `Config` from a dict, and where it says nothing from how an exported model plays (`as_played`). Raises
-    ValueError on an unknown name, naming the nearest or the option that it is, and on a value not allowed."""
+    ValueError on an unknown name, naming the nearest or the option that it is, and on a value not allowed.
+
+    settings: dict name -> value
+    say: function called with a line of text; None: nobody is told
+    """
     _refuse_options(settings)
     return from_settings(Config, as_played(settings, Config, say))
 

@@ -45,10 +45,10 @@ def asked(folder, rank, lora):
 def test_one_rank_of_a_host_writes_and_all_read(tmp_path, lora):
     "The others take part in gathering and keep nothing; with low-rank additions these alone are gathered."
     if lora: pytest.importorskip('peft')
-    fork = multiprocessing.get_context('fork')
-    ranks = [fork.Process(target=asked, args=(str(tmp_path), rank, lora)) for rank in range(4)]
+    spawn = multiprocessing.get_context('spawn')                    # a fork of a process with threads may hang
+    ranks = [spawn.Process(target=asked, args=(str(tmp_path), rank, lora)) for rank in range(4)]
     for p in ranks: p.start()
-    for p in ranks: p.join(60)
+    for p in ranks: p.join(300)
     found = [torch.load(tmp_path / f'{rank}.pt') for rank in range(4)]
     assert [asks for asks, *_ in found] == [[(bool(lora), here)] for here in (True, False, True, False)]
     assert [written for _, written, *_ in found] == ([0] * 4 if lora else [1, 0, 1, 0])
