@@ -579,6 +579,8 @@ def _frozen_scorer(model, policy):
     return Scorer(model.eval().requires_grad_(False), policy.temperature, pieces=policy.pieces)
 
 # %% ../nbs/4_learning/52_learner.ipynb #c022
+_LIGHT = 'weights.pt'   # in a checkpoint of which the weights alone are left
+
 class Learner:
     "Hold the weights: say what the models make of a batch, and take the steps that its credit asks for."
 
@@ -819,8 +821,6 @@ def teach_critic(
     return log
 
 # %% ../nbs/4_learning/52_learner.ipynb #c061
-_LIGHT = 'weights.pt'   # in a checkpoint of which the weights alone are left
-
 def _saved(folder):
     "The weights of a scorer in what a learner's `save` wrote, or `lighten` left of it, by name."
     plain, light, pieces = (os.path.join(folder, name) for name in ('learner.pt', _LIGHT, 'deepspeed'))
