@@ -678,7 +678,7 @@ def _beat(folder, rank, every=30):
     "Change this rank's file over and over, as long as the process lives and the folder of beats is there."
     file, name = Path(folder)/_BEATS/f'rank-{rank}', socket.gethostname()
     def go():
-        while True:
+        while file.parent.is_dir():
             with contextlib.suppress(OSError): file.write_text(f'{name} {time.time()}')
             time.sleep(every)
     threading.Thread(target=go, daemon=True).start()
