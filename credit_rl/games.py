@@ -36,7 +36,7 @@ class Spot:
     ways: tuple    # for each action a tuple of Way, () where it is not allowed
 
 # %% ../nbs/experiments/37_games.ipynb #c005
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Game:
     "Spots as tensors: S spots, A actions, O ways after each, C cells of D features, Q questions."
     name: str
