@@ -17,7 +17,7 @@ PINS    := $(shell $(PYTHON) -c 'import sys; print("-c constraints.txt" if sys.v
 # notebooks that export a module, the tour and the index; the run notebooks 9x are run by tests/, through papermill
 LIBRARY := ^(000_tour|[0-8][0-9]_.*|index)\.ipynb$$
 # what writes credit_rl/ from the notebooks
-EXPORT = $(PY) docs/export.py
+EXPORT = $(VENV)/bin/nbdev_export
 # seconds of processor time, as recorded, from which on a test waits for `make test-all`
 LONG ?= 5
 
@@ -201,7 +201,6 @@ lab: $(VENV)/.ok-test
 	@$(PY) -m ipykernel install --sys-prefix --name python3 --display-name python3 > $(VENV)/kernel.log 2>&1
 	@$(PY) -m jupyter lab nbs
 
-# credit_rl/ from the notebooks, and into its docstrings what the comments beside arguments say.
 export: $(VENV)/.ok-test
 	@$(EXPORT)
 

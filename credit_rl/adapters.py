@@ -21,13 +21,7 @@ def turns_from_mask(
     mask,                 # (R, T) bool or 0/1, 1 where the model wrote
     row_trajectory=None,  # (R,) trajectory of each row, rows in order; None: row i is trajectory i
 ):
-    """Number the turns of every trajectory by the runs of its mask: (R, T) long, -1 where the model did not write.
-
-    Parameters
-    ----------
-    mask : (R, T) bool or 0/1, 1 where the model wrote
-    row_trajectory : (R,) trajectory of each row, rows in order; None: row i is trajectory i
-    """
+    "Number the turns of every trajectory by the runs of its mask: (R, T) long, -1 where the model did not write."
     mask = torch.as_tensor(mask).bool()
     if mask.ndim != 2: raise ValueError(f'a mask is (rows, tokens), got {tuple(mask.shape)}')
     first = mask & ~torch.nn.functional.pad(mask[:, :-1], (1, 0))
@@ -45,14 +39,7 @@ def rewards_of_turns(
     row_trajectory=None,  # (R,) as for turns_from_mask
 ):
     """Sum what lies on each turn and behind it: outcome (N,), of the last turn, NaN without a turn, and (N, K), of the
-    others. Raises ValueError on a reward before the first turn of its row.
-
-    Parameters
-    ----------
-    token_rewards : (R, T) reward of each token; NaN: missing
-    token_turns : (R, T) long (turns_from_mask)
-    row_trajectory : (R,) as for turns_from_mask
-    """
+    others. Raises ValueError on a reward before the first turn of its row."""
     rewards = torch.as_tensor(token_rewards).float()
     if rewards.shape != token_turns.shape:
         raise ValueError(f'token rewards must be {tuple(token_turns.shape)} like the mask, got {tuple(rewards.shape)}')
@@ -74,7 +61,16 @@ def rewards_of_turns(
 # %% ../nbs/7_elsewhere/80_adapters.ipynb #c011
 @dataclass(frozen=True)
 class Arrays:
-    "A batch as another trainer holds it: N trajectories in R rows of T tokens, at most K turns each."
+    """A batch as another trainer holds it: N trajectories in R rows of T tokens, at most K turns each.
+
+    mask: (R, T) bool or 0/1, 1 where the model wrote
+    groups: (N,) question of each trajectory
+    outcome: (N,) reward of the whole trajectory; NaN or None: missing
+    turns: (N, K) reward of each turn on top; NaN: missing; None: 0
+    row_trajectory: (R,) trajectory of each row; None: row i is trajectory i
+    values: (R, T) a critic's value before each token
+    ids: (R, T) token ids
+    """
     mask: object     # (R, T) bool or 0/1, 1 where the model wrote
     groups: object   # (N,) question of each trajectory: a list, array or tensor of anything that can be compared
     outcome: object  # (N,) reward of the whole trajectory; NaN, or None in a list: missing
@@ -173,12 +169,10 @@ def assign_arrays(
     """What every token of a batch is credited with, given what its turns earned: `Credit` of (R, T), on the CPU. Raises
     ValueError on arrays that lack what the rule reads.
 
-    Parameters
-    ----------
-    method : Method, or the name of one
-    arrays : Arrays
-    options : of the method, by name
-    rng : torch.Generator, for samplings that draw
+    method: Method, or the name of one
+    arrays: Arrays
+    options: dict, of the method
+    rng: torch.Generator
     """
     method, token_turns = _given_rewards(method, options), turns_from_mask(arrays.mask, arrays.row_trajectory)
     number = {g: b for b, g in enumerate(dict.fromkeys(arrays.groups))}
@@ -216,14 +210,7 @@ def response_arrays(
 ):
     """The tensors of verl and SkyRL for rollouts of ours: dict of token_level_rewards and response_mask (N, T), and
     index (N,), the question of each. Raises ValueError on a rollout in several rows, and on a reward of its own for a
-    last turn, which could not be told from the outcome.
-
-    Parameters
-    ----------
-    groups : list of Group, N trajectories whose contexts only grow
-    outcome : (N,)
-    turns : (N, K) reward of each turn but the last, on top of the outcome
-    """
+    last turn, which could not be told from the outcome."""
     played = [(g, t) for g in groups for t in g.trajectories]
     if any(turn.context_ids is not None for _, t in played for turn in t.turns):
         raise ValueError('a rollout whose contexts were edited is several rows; these tensors have one for each')
@@ -263,13 +250,7 @@ def estimator(
     method,      # Method, or the name of one
     options={},  # of the method, by name
 ):
-    """An advantage estimator as verl and SkyRL call it: function of keyword arguments -> (advantages, returns), (R, T).
-
-    Parameters
-    ----------
-    method : Method, or the name of one
-    options : of the method, by name
-    """
+    "An advantage estimator as verl and SkyRL call it: function of keyword arguments -> (advantages, returns), (R, T)."
     method = _given_rewards(method, options)
     @torch.no_grad()
     def estimate(token_level_rewards, response_mask, index=None, config=None, values=None, rollouts=None, **others):
@@ -335,11 +316,9 @@ def register_verl(
 ):
     """Register a method with verl as an advantage estimator: its name. Raises ImportError without verl.
 
-    Parameters
-    ----------
-    method : Method, or the name of one
-    name : None: credit_rl/ and the method's
-    options : of the method, by name
+    method: Method, or the name of one
+    name: str; None: credit_rl/ and the method's
+    options: dict, of the method
     """
     register = _imported(['verl.trainer.ppo.core_algos'], 'register_adv_est', 'verl')
     name, estimate = name or f'credit_rl/{_given_rewards(method, options).name}', estimator(method, options)
@@ -357,11 +336,9 @@ def register_skyrl(
 ):
     """Register a method with SkyRL as an advantage estimator: its name. Raises ImportError without SkyRL.
 
-    Parameters
-    ----------
-    method : Method, or the name of one
-    name : None: credit_rl/ and the method's
-    options : of the method, by name
+    method: Method, or the name of one
+    name: str; None: credit_rl/ and the method's
+    options: dict, of the method
     """
     places = ['skyrl.backends.skyrl_train.utils.ppo_utils', 'skyrl_train.utils.ppo_utils']
     register = _imported(places, 'register_advantage_estimator', 'SkyRL')
@@ -428,9 +405,7 @@ def verl_loop(
 ):
     """A subclass of an agent loop of verl's, with turn rewards.
 
-    Parameters
-    ----------
-    base : one of verl's agent loops: a subclass of AgentLoopBase
+    base: a subclass of AgentLoopBase
     """
     return type(f'Credit{base.__name__}', (_LoopMixin, base), {})
 
@@ -491,10 +466,8 @@ def openrlhf_maker(
 ):
     """A subclass of OpenRLHF's `RemoteExperienceMaker` with the method's advantages. Raises ImportError without it.
 
-    Parameters
-    ----------
-    method : Method, or the name of one
-    options : of the method, by name
+    method: Method, or the name of one
+    options: dict, of the method
     """
     base = _imported(['openrlhf.trainer.ppo_utils.experience_maker'], 'RemoteExperienceMaker', 'OpenRLHF')
     penalize = _imported(['openrlhf.trainer.ppo_utils.length_penalty'], 'apply_length_penalties', 'OpenRLHF 0.11')
@@ -513,10 +486,8 @@ def slime_rewards(
 ):
     """A function for slime's --custom-reward-post-process-path: (args, samples) -> raw rewards, and credit of turns.
 
-    Parameters
-    ----------
-    method : Method, or the name of one
-    options : of the method, by name
+    method: Method, or the name of one
+    options: dict, of the method
     """
     method = _given_rewards(method, options)
     def post_process(args, samples):
@@ -536,9 +507,16 @@ def slime_rewards(
     return post_process
 
 # %% ../nbs/7_elsewhere/80_adapters.ipynb #c033x1
-def slime_advantages(args, rollout_data):
+def slime_advantages(
+    args,          # slime's arguments
+    rollout_data,  # dict, slime's batch of this rank
+):
     """A function for slime's --custom-advantage-function-path: writes `advantages` and `returns`, a tensor for each
-    sample. Raises ValueError with context parallelism, and on rewards that slime_rewards has not made."""
+    sample. Raises ValueError with context parallelism, and on rewards that slime_rewards has not made.
+
+    args: slime's arguments
+    rollout_data: dict, slime's batch of this rank
+    """
     if args.context_parallel_size != 1:
         raise ValueError(f'slime_advantages writes whole rows: set --context-parallel-size 1, got '
                          f'{args.context_parallel_size}')
@@ -572,11 +550,9 @@ def prime_credit(
     and written into their `advantages`. Raises ValueError on a rule that needs more than a group, and on turn rewards
     that are not one for each turn.
 
-    Parameters
-    ----------
-    method : Method, or the name of one
-    traces : list of verifiers' Trace, the attempts at one task
-    options : of the method, by name
+    method: Method, or the name of one
+    traces: list of Trace, the attempts at one task
+    options: dict, of the method
     """
     method = _given_rewards(method, options)
     if not method.rule.compares or method.sampling.selects:
@@ -615,10 +591,8 @@ def prime_algorithm(
 ):
     """A subclass of prime-rl's `Algorithm` with the method's advantages. Raises ImportError without prime-rl.
 
-    Parameters
-    ----------
-    method : Method, or the name of one
-    options : of the method, by name
+    method: Method, or the name of one
+    options: dict, of the method
     """
     base = _imported(['prime_rl.orchestrator.algo.base'], 'Algorithm', 'prime-rl')
     annotate = _imported(['prime_rl.orchestrator.algo.routing'], 'assign_advantages', 'prime-rl')
@@ -669,10 +643,8 @@ def areal_actor(
 ):
     """A subclass of AReaL's `PPOActor` with the method's advantages. Raises ImportError without AReaL.
 
-    Parameters
-    ----------
-    method : Method, or the name of one
-    options : of the method, by name
+    method: Method, or the name of one
+    options: dict, of the method
     """
     base = _imported(['areal.trainer.ppo.actor'], 'PPOActor', 'AReaL')
     return type('CreditActor', (ActorMixin, base), {'credited': (_given_rewards(method, options), {})})

@@ -24,10 +24,8 @@ def rloo(
     """Subtract the mean of the group's other members (RLOO: Ahmadian et al. 2024): (N,), 0 for a lone or missing
     member.
 
-    Parameters
-    ----------
-    rewards : (N,) outcomes; NaN: missing
-    groups : (N,) integer
+    rewards: (N,) outcomes; NaN: missing
+    groups: (N,) integer
     """
     check_tensors(rewards=rewards)
     centered = group_normalize(widen(rewards), groups, scale=False)
@@ -46,12 +44,10 @@ def reinforce_pp(
     """Normalise over the batch, in the baseline form after subtracting group means (REINFORCE++: Hu 2025): (N,).
     0 for a missing member. Raises ValueError if fewer than two rewards were measured.
 
-    Parameters
-    ----------
-    rewards : (N,) outcomes; NaN: missing
-    groups : (N,) integer: subtract the group's mean first (baseline form); None: plain
-    ddof : 0 population, 1 sample standard deviation
-    eps : added to the standard deviation
+    rewards: (N,) outcomes; NaN: missing
+    groups: (N,) integer; None: the plain form
+    ddof: 0 or 1
+    eps: float >= 0
     """
     if not eps >= 0: raise ValueError(f'eps is added to a deviation, so it is at least 0, got {eps}')
     there = measured(rewards)
@@ -93,14 +89,12 @@ def gae(
     """Estimate advantages over trained tokens only (GAE: Schulman et al. 2016, eq. 16): advantages and returns.
     (R, T) each, 0 where mask is False. Raises ValueError on a value or reward of a trained token that is not finite.
 
-    Parameters
-    ----------
-    rewards : (R, T) reward of each token, read where mask is True
-    values : (R, T) critic's value before each token, read where mask is True
-    mask : (R, T) bool, trained tokens; observations between them are holes
-    gamma : discount per trained token, in [0, 1]
-    lam : λ in [0, 1]: 1 Monte Carlo, 0 one step
-    row_trajectory : (R,) long, trajectory of each row, rows in order; None: row i is trajectory i
+    rewards: (R, T)
+    values: (R, T), before each token
+    mask: (R, T) bool, trained tokens
+    gamma: in [0, 1]
+    lam: in [0, 1]
+    row_trajectory: (R,) long; None: row i is trajectory i
     """
     check_tensors(rewards=rewards, values=values, mask=mask, row_trajectory=row_trajectory)
     if mask.dtype != torch.bool or not rewards.shape == values.shape == mask.shape:
@@ -133,15 +127,13 @@ def mt_grpo(
     """Mix the call's and the outcome's comparison on the first turn (MT-GRPO: TIPS appendix E.5): (N, K). Raises on a
     third turn.
 
-    Parameters
-    ----------
-    call_reward : (N,) reward of the one tool call; NaN: there was none
-    outcome : (N,) outcomes; NaN: missing
-    turn_mask : (N, K) bool, at most two turns: call, answer
-    groups : (N,) integer
-    beta : share of the call's own reward in its advantage, in [0, 1]; no published value
-    ddof : 0 population, 1 sample standard deviation
-    eps : added to the standard deviation
+    call_reward: (N,) reward of the one tool call; NaN: none
+    outcome: (N,) outcomes; NaN: missing
+    turn_mask: (N, K) bool, K <= 2
+    groups: (N,) integer
+    beta: in [0, 1]
+    ddof: 0 or 1
+    eps: float >= 0
     """
     check_tensors(call_reward=call_reward, outcome=outcome, turn_mask=turn_mask)
     if not 0 <= beta <= 1: raise ValueError(f'beta is a share, in [0, 1], got {beta}')
@@ -174,20 +166,18 @@ def mt_grpo_star(
     """Add each call's own comparison to the outcome's (MT-GRPO*: TIPS appendix E.5): (N, K), 0 outside the mask.
     Raises ValueError on another norm, an infinite reward, and literal without turn_tokens or the other way round.
 
-    Parameters
-    ----------
-    rewards : (N, K) reward of each tool turn; NaN in one: not measured, it then gets the outcome only
-    outcome : (N,) outcomes; NaN: missing
-    turn_mask : (N, K) bool
-    groups : (N,) integer
-    tool_mask : (N, K) bool, turns that are tool calls; None: all but each trajectory's last
-    lambda_mid : weight of the call's comparison; no published value
-    lambda_final : weight of the outcome's comparison; no published value
-    norm : 's-th call with s-th call' ('turn') or all calls of the group together ('pooled')
-    literal : True: divide each reward by its turn's tokens (E.5 as written)
-    turn_tokens : (N, K) model tokens of each turn, for literal
-    ddof : 0 population, 1 sample standard deviation
-    eps : added to the standard deviation
+    rewards: (N, K) of tool turns; NaN: not measured
+    outcome: (N,) outcomes; NaN: missing
+    turn_mask: (N, K) bool
+    groups: (N,) integer
+    tool_mask: (N, K) bool; None: all but each last turn
+    lambda_mid: float, weight of the call's comparison
+    lambda_final: float, weight of the outcome's comparison
+    norm: 'turn' or 'pooled'
+    literal: True: divide each reward by its turn's tokens
+    turn_tokens: (N, K) integer, for literal
+    ddof: 0 or 1
+    eps: float >= 0
     """
     check_tensors(rewards=rewards, outcome=outcome, tool_mask=tool_mask, turn_tokens=turn_tokens)
     counts, k = check_turns(turn_mask, rewards), torch.arange(rewards.shape[1], device=rewards.device)
@@ -210,12 +200,7 @@ def anchor_ids(
     groups,  # list of Group, N trajectories in all, the longest of K turns
 ):
     """Number the contexts that turns start from, equally for equal ids in a group (GiGPO's anchors): (N, K) long, -1
-    outside.
-
-    Parameters
-    ----------
-    groups : list of Group, N trajectories in all, the longest of K turns
-    """
+    outside."""
     number, rows = {}, []
     for b, g in enumerate(groups):
         for t in g.trajectories:
@@ -241,17 +226,15 @@ def gigpo(
 ):
     """Compare episodes in the group and turns at the same anchor (GiGPO: Feng et al. 2025): (N, K), 0 outside the mask.
 
-    Parameters
-    ----------
-    rewards : (N, K) reward of each turn (an outcome on the last turn: at_last_turn)
-    anchors : (N, K) long, context each turn starts from (anchor_ids)
-    turn_mask : (N, K) bool
-    groups : (N,) integer
-    gamma : discount per turn, in [0, 1]
-    step_weight : w, weight of the step part
-    mode : 'mean_norm' subtracts means, 'mean_std_norm' divides by deviations too
-    ddof : 0 population, 1 sample standard deviation
-    eps : added to the standard deviation
+    rewards: (N, K), the outcome on the last turn
+    anchors: (N, K) long, context of each turn
+    turn_mask: (N, K) bool
+    groups: (N,) integer
+    gamma: in [0, 1]
+    step_weight: float, weight of the step part
+    mode: 'mean_norm' or 'mean_std_norm'
+    ddof: 0 or 1
+    eps: float >= 0
     """
     if mode not in ('mean_norm', 'mean_std_norm'):
         raise ValueError(f"mode is 'mean_norm' or 'mean_std_norm', got {mode!r}")
@@ -274,13 +257,7 @@ def anchor_share(
     anchors,    # (N, K) long, equal numbers for equal contexts, as anchor_ids numbers them
     turn_mask,  # (N, K) bool
 ):
-    """Share of the turns after the first that some other turn starts beside: float in [0, 1], NaN without such turns.
-
-    Parameters
-    ----------
-    anchors : (N, K) long, equal numbers for equal contexts, as anchor_ids numbers them
-    turn_mask : (N, K) bool
-    """
+    "Share of the turns after the first that some other turn starts beside: float in [0, 1], NaN without such turns."
     later = turn_mask.clone()
     later[:, 0] = False
     _, inverse, counts = anchors[turn_mask].unique(return_inverse=True, return_counts=True)
@@ -370,13 +347,7 @@ def whiten(
     advantages,  # (R, T)
     counted,     # (R, T) bool, tokens over which mean and deviation are taken; elsewhere 0
 ):
-    """Advantages of mean 0 and deviation 1 (population) over the tokens that count: (R, T), 0 where these are equal.
-
-    Parameters
-    ----------
-    advantages : (R, T)
-    counted : (R, T) bool, tokens over which mean and deviation are taken; elsewhere 0
-    """
+    "Advantages of mean 0 and deviation 1 (population) over the tokens that count: (R, T), 0 where these are equal."
     x = advantages[counted]
     if not len(x) or x.min() == x.max(): return torch.zeros_like(advantages)    # no rounding error becomes credit
     return torch.where(counted, (advantages - x.mean()) / (x.std(correction=0) + 1e-8), 0.)

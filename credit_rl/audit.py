@@ -64,15 +64,7 @@ def find_truth(
     sampling=None, seed=0,
     say=lambda line: None, # function called with lines of text: how many are played
 ):
-    """Play on from all states of rollouts: `Truth`.
-
-    Parameters
-    ----------
-    groups : as for continuations; list of Group
-    n : continuations of every state, at least 2
-    outcome : list of Group -> (N,) outcomes
-    say : function called with lines of text: how many are played
-    """
+    "Play on from all states of rollouts: `Truth`."
     states, index = distinct_states(groups)
     shown = Progress(say, f'{len(states)} states, continuations played', n * len(states))
     played = continuations(engine, env, states, n, sampling, seed, shown)
@@ -85,12 +77,7 @@ def turn_kinds(
     groups,  # list of Group, N trajectories in all
 ):
     """The kind of every turn: (N, K) long, its number in KINDS, -1 where there is none. A first turn that calls only
-    asks; a later one has read something too; the last reads and answers; what does neither is malformed.
-
-    Parameters
-    ----------
-    groups : list of Group, N trajectories in all
-    """
+    asks; a later one has read something too; the last reads and answers; what does neither is malformed."""
     turn_mask, _ = index_groups(groups)
     out = torch.full(turn_mask.shape, -1)
     for i, t in enumerate(t for g in groups for t in g.trajectories):
@@ -111,13 +98,7 @@ def kendall(
     x, y,  # (B, n) float
     mask,  # (B, n) bool: entries that exist
 ):
-    """Kendall's rank correlation τ-b of each row: (B,), NaN where one side has no two different entries.
-
-    Parameters
-    ----------
-    y : (B, n) float
-    mask : (B, n) bool: entries that exist
-    """
+    "Kendall's rank correlation τ-b of each row: (B,), NaN where one side has no two different entries."
     pairs = mask[:, :, None] & mask[:, None, :]
     sign = lambda v: torch.where(pairs, (v[:, :, None] - v[:, None, :]).round(decimals=6).sign(), 0.)
     a, b = sign(torch.where(mask, x, 0.)), sign(torch.where(mask, y, 0.))
@@ -147,15 +128,7 @@ def agreements(
 ):
     """How a rule's credit agrees with the truth (ours): dict name -> (sums, counts), (B,) each by question. Ranks
     within rollouts and within groups, turn by turn, and within groups by kind of turn; of turns whose credit is beyond
-    two errors the share with the right sign among those that got any, and the share that got exactly 0.
-
-    Parameters
-    ----------
-    credit : (N, K) a rule's
-    truth : Truth
-    kinds : (N, K) long (turn_kinds)
-    against : (N, K) what the credit is held against; None: true credit, which has errors
-    """
+    two errors the share with the right sign among those that got any, and the share that got exactly 0."""
     true, owner, b = truth.credit() if against is None else against, truth.owner, len(truth.groups)
     beyond = 2 * truth.errors() if against is None else 0.
     out = {'within rollouts': _by_question(kendall(credit, true, truth.turn_mask), owner, b)}
@@ -175,12 +148,7 @@ def agreements(
     return out
 
 def agreement_intervals(found):  # of agreements
-    """Each agreement's mean and its 95 % interval over questions: dict name -> (mean, low, high), NaN of nothing.
-
-    Parameters
-    ----------
-    found : of agreements
-    """
+    "Each agreement's mean and its 95 % interval over questions: dict name -> (mean, low, high), NaN of nothing."
     return {name: ratio_interval(*x, (0, 1) if name in ('sign', 'silent') else (-1, 1)) for name, x in found.items()}
 
 # %% ../nbs/6_looking/71_audit.ipynb #a018
@@ -254,13 +222,7 @@ def signal_to_noise(
     right,  # (B, D) as true credit does
 ):
     """Signal to noise of a rule's mean gradient along that of true credit (ours): _Estimate, NaN of a rule that says
-    nothing, and where true credit's gradient is not told from none.
-
-    Parameters
-    ----------
-    made : (B, D) gradient of each question, as a rule makes it
-    right : (B, D) as true credit does
-    """
+    nothing, and where true credit's gradient is not told from none."""
     true, along, noise = _product(right, right), _product(made, right), _cross_sums(made, made)[1]
     clear = true.interval()[1] > 0 and bool((true.values > 0).all())
     scale = (true.values * noise / len(made)).sqrt() if clear else torch.full_like(noise, math.nan)
@@ -274,13 +236,7 @@ def rollouts_saved(
 ):
     """How many times the rollouts GRPO needs for a step as clear as true credit's (ours): (n, low, high), a 95 %
     interval; `high` is infinite where GRPO's step is not told from none. NaN where true credit's is not, or GRPO's
-    points away from it.
-
-    Parameters
-    ----------
-    made : (B, D) gradient of each question, as GRPO makes it
-    other : (B, D) those of true credit, by two halves of the continuations
-    """
+    points away from it."""
     true, along = _product(one, other), _product(made, (one + other) / 2)
     spread, noise = _cross_sums(one, other)[1], _cross_sums(made, made)[1]
     clear = [x.interval()[1] > 0 for x in (true, along)]
@@ -291,12 +247,7 @@ def rollouts_saved(
     return math.exp(n), math.exp(low), math.exp(high) if clear[1] else math.inf
 
 def saving_says(saving):  # (n, low, high), of rollouts_saved
-    """What turn credit could save, and what follows: a sentence.
-
-    Parameters
-    ----------
-    saving : (n, low, high), of rollouts_saved
-    """
+    "What turn credit could save, and what follows: a sentence."
     n, low, high = saving
     if math.isnan(n):
         return ("What turn credit could save cannot be told from so few questions: GRPO's step, or true credit's, is "
@@ -327,17 +278,7 @@ def audit(
     from FEW of them, where that is less than half, judged by the others; `chance`, drawn at random; `even`, the outcome
     spread over the turns. Each score stands beside its 95 % interval, `low` and `high`. `signal to noise over grpo` is
     what a rule has more of it than the baseline. A rule that is called `vine` has played continuations of its own, so
-    all of `truth` judge it, and it stands for the control.
-
-    Parameters
-    ----------
-    rules : dict name -> (N, K) credit of every turn
-    truth : Truth
-    gradients : (N, K, D), of turn_gradients; None: those scores are left out
-    costs : dict name -> dict of more columns
-    against : (N, K) what the rules are held against; None: true credit
-    baseline : whose signal to noise is taken off, where it is among the rules
-    """
+    all of `truth` judge it, and it stands for the control."""
     import pandas as pd
     kinds, mask, half = turn_kinds(truth.groups), truth.turn_mask, truth.played.shape[1] // 2
     used = {'half': half} | ({'vine': FEW} if FEW < half and 'vine' not in rules else {})
@@ -491,14 +432,7 @@ def run_audit(
     say=print, # function called with lines of text
 ):
     """Audit a checkpoint: writes `audit.csv`, `audit.json` and `figures/audit.png` into the run's folder, and of a tiny
-    world `solver.csv`, the rules held against the solver's value. Returns the folder. Raises FolderInUse.
-
-    Parameters
-    ----------
-    config : Config of a training: model, data, acting
-    auditing : AuditChoice
-    say : function called with lines of text
-    """
+    world `solver.csv`, the rules held against the solver's value. Returns the folder. Raises FolderInUse."""
     with writing(config.run) as folder:
         truth, table, more, against = _audited(config, auditing, say)
         _write_audit(folder, truth, table, more)
@@ -571,12 +505,7 @@ def _write_audit(folder, truth, table, more):
 def read_audit_settings(
     given,  # dict name -> value: settings of a training and of the audit, in one
 ):
-    """The settings of an audit: (Config, AuditChoice). Raises ValueError on an unknown name or a value not allowed.
-
-    Parameters
-    ----------
-    given : dict name -> value: settings of a training and of the audit, in one
-    """
+    "The settings of an audit: (Config, AuditChoice). Raises ValueError on an unknown name or a value not allowed."
     own = {f.name for f in dataclasses.fields(AuditChoice)}
     auditing = from_settings(AuditChoice, {k: v for k, v in given.items() if k in own})
     config = make_config({'run': _COURSE.run, **{k: v for k, v in given.items() if k not in own}})

@@ -33,16 +33,7 @@ def belief_rows(
     """Measure belief in the gold at every state in which the policy had to act: list of dict, a state and a schema
     each. `belief` is the best gold's probability a token (geometric mean), `chance` its probability as a whole, `shown`
     whether a tool had returned a gold by then, `right` whether the rollout's answer was, and `counted` whether the
-    question has golds that are evidence (`has_evidence`).
-
-    Parameters
-    ----------
-    model : Hugging Face model whose belief is measured
-    chat : Chat of its tokenizer
-    groups : list of Group, N rollouts in all, of any policy
-    schemas : see read_schema
-    golds : accepted answers of a question, at most
-    """
+    question has golds that are evidence (`has_evidence`)."""
     layout = pack(groups, len(chat.encode(answer_header(chat))))
     templates = [gold_templates(chat, groups, schema, golds) for schema in schemas]
     scores = answer_logps(model, (layout.ids, layout.lengths), acting_states(layout.states, layout.turn_mask),
@@ -69,15 +60,7 @@ def closed_book(
     words=12,     # of the answer, in tokens
 ):
     """Answer at once, without a search, greedily: list of dict with `question`, `set`, `answer`, `right`, and
-    `popularity`, where the set tells it, else NaN.
-
-    Parameters
-    ----------
-    model : Hugging Face model
-    chat : Chat of its tokenizer
-    questions : list of Question
-    words : of the answer, in tokens
-    """
+    `popularity`, where the set tells it, else NaN."""
     before, after = answer_form(chat.protocol)
     prompts = [[*chat.prompt_ids(q.text), *chat.encode(before)] for q in questions]
     stop = (after.strip(),)
@@ -103,12 +86,7 @@ def _auc(rows):
     return left(wins) / left(pairs)
 
 def belief_table(rows):  # DataFrame of belief_rows, with a column `model`
-    """By model and schema: states, mean belief shown and not, AUC with its interval of 95 %: pandas DataFrame.
-
-    Parameters
-    ----------
-    rows : DataFrame of belief_rows, with a column `model`
-    """
+    "By model and schema: states, mean belief shown and not, AUC with its interval of 95 %: pandas DataFrame."
     import pandas as pd
     out = {}
     for name, mine in rows[rows.counted].groupby(['model', 'schema'], sort=False):
@@ -122,14 +100,7 @@ def popularity_table(
     closed,      # DataFrame of closed_book, with a column `model`
     parts=3,     # of the questions whose popularity is known, of equal size
 ):
-    """Exact match without a search, by model, on all questions and from the least to the most popular: pandas
-    DataFrame.
-
-    Parameters
-    ----------
-    closed : DataFrame of closed_book, with a column `model`
-    parts : of the questions whose popularity is known, of equal size
-    """
+    "Exact match without a search, by model, on all questions and from the least to the most popular: pandas DataFrame."
     import pandas as pd
     known = closed[closed.popularity.notna()]
     names = [f'popularity {i + 1} of {parts}' for i in range(parts)]
@@ -168,12 +139,7 @@ def _belief_figure(rows):  # DataFrame of belief_rows, with a column `model`
 
 # %% ../nbs/experiments/47_beliefs.ipynb #b9918
 def shown_and_right(groups):  # list of Group
-    """Shares of rollouts by outcome (right, wrong) and process (gold shown or not), as TSPO crosses them: dict.
-
-    Parameters
-    ----------
-    groups : list of Group
-    """
+    "Shares of rollouts by outcome (right, wrong) and process (gold shown or not), as TSPO crosses them: dict."
     flat = [t for g in groups for t in g.trajectories]
     found = (first_turns(groups) >= 0).tolist()
     right = [exact_match(t.answer, list(t.question.answers)) == 1 for t in flat]
@@ -184,13 +150,7 @@ def stored_groups(
     folder,     # of an evaluation, or of a run of training
     most=None,  # questions at most: the first ones
 ):
-    """The rollouts that a folder keeps, by question: list of Group. Raises ValueError where there are none.
-
-    Parameters
-    ----------
-    folder : of an evaluation, or of a run of training
-    most : questions at most: the first ones
-    """
+    "The rollouts that a folder keeps, by question: list of Group. Raises ValueError where there are none."
     groups, files = {}, sorted(Path(folder).rglob('turns.jsonl.gz'))
     for row in (row for path in files for row in read_turns(path.parent) if row['kind'] in ('evaluate', 'train')):
         t = trajectory_from_json(row['trajectory'])
@@ -226,12 +186,7 @@ def _measure_beliefs(
 
 # %% ../nbs/experiments/47_beliefs.ipynb #b9920
 def main(arguments=None):  # list of str; None: the command line's
-    """`python -m credit_rl.beliefs ROLLOUTS FOLDER NAME=MODEL …`: what models believe of golds, on stored rollouts.
-
-    Parameters
-    ----------
-    arguments : list of str; None: the command line's
-    """
+    "`python -m credit_rl.beliefs ROLLOUTS FOLDER NAME=MODEL …`: what models believe of golds, on stored rollouts."
     parser = make_parser('credit_rl.beliefs', 'Belief in the gold answer, shown and not, by several models.')
     parser.add_argument('rollouts', help='folder of an evaluation, or of a run')
     parser.add_argument('folder', help='where to write')

@@ -136,13 +136,7 @@ def read_question(
     benchmark,  # Benchmark
     row,        # in any of its layouts
 ):
-    """Read a row as a question: (`Question`, whether the row gave its id). Raises RowError.
-
-    Parameters
-    ----------
-    benchmark : Benchmark
-    row : in any of its layouts
-    """
+    "Read a row as a question: (`Question`, whether the row gave its id). Raises RowError."
     given, text, answers = _layout(benchmark, row).read(row)
     given = name = read_id({'id': given}, 'id')
     if given is None:
@@ -511,13 +505,7 @@ def read_passages(
     bench,  # Benchmark
     row,    # of a corpus, or of questions
 ):
-    """Read every passage of one row: list of (id or None, title, text). Raises RowError.
-
-    Parameters
-    ----------
-    bench : Benchmark
-    row : of a corpus, or of questions
-    """
+    "Read every passage of one row: list of (id or None, title, text). Raises RowError."
     if not isinstance(row, dict): raise RowError('(row)', f'is malformed: {describe_row(row)}')
     if 'contents' in row: return [read_contents(row)]
     if 'sentences' in row:

@@ -41,12 +41,7 @@ def _usage():
 
 def main(arguments=None):  # list of str; None: the command line's
     """Run a verb with the rest of the arguments. Returns its exit code, 130 where it was interrupted and had no word of
-    its own for that, as while it is imported; ends the program on an unknown verb.
-
-    Parameters
-    ----------
-    arguments : list of str; None: the command line's
-    """
+    its own for that, as while it is imported; ends the program on an unknown verb."""
     given = sys.argv[1:] if arguments is None else arguments
     if not given or given[0] in ('-h', '--help'):
         print(_usage())

@@ -20,12 +20,7 @@ from .runlog import (METRICS, changed_modules, check_secrets, code_hashes, metri
 
 # %% ../nbs/6_looking/74_compare.ipynb #c008
 def find_runs(folders):  # a run folder, a folder of run folders, or a list of run folders
-    """List run folders: those given, or those inside the folder given. Raises FileNotFoundError where there are none.
-
-    Parameters
-    ----------
-    folders : a run folder, a folder of run folders, or a list of run folders
-    """
+    "List run folders: those given, or those inside the folder given. Raises FileNotFoundError where there are none."
     if isinstance(folders, (str, Path)):
         root = Path(folders)
         found = [root] if (root/'params.yaml').exists() else sorted(p.parent for p in root.glob('*/params.yaml'))
@@ -42,12 +37,7 @@ def find_runs(folders):  # a run folder, a folder of run folders, or a list of r
 # %% ../nbs/6_looking/74_compare.ipynb #c009
 def run_label(folder, params):  # of a run, and its parameters
     """Name of a run's method with the options that it was given; of a variant, whose folder a sweep calls
-    METHOD-VARIANT-SEED, METHOD-VARIANT.
-
-    Parameters
-    ----------
-    folder, params : of a run, and its parameters
-    """
+    METHOD-VARIANT-SEED, METHOD-VARIANT."""
     name, method, seed = Path(folder).name, params['method'], f'-{params["seed"]}'
     if name.startswith(f'{method}-') and name.endswith(seed) and name != method + seed: return name.removesuffix(seed)
     options = ', '.join(f'{k}={v}' for k, v in (params.get('options') or {}).items())
@@ -62,12 +52,7 @@ def _result(folder):
 def load_runs(folders):  # as in find_runs
     """Metrics of several runs as one pandas DataFrame: a row for each run and step, with `method`, `seed`, `run`,
     the rollouts so far in `trajectories_seen`, the tokens that were trained so far in `trained_tokens_seen` (NaN from
-    a step on that did not log them), and `ceiling_em`. Raises where two runs share method and seed.
-
-    Parameters
-    ----------
-    folders : as in find_runs
-    """
+    a step on that did not log them), and `ceiling_em`. Raises where two runs share method and seed."""
     import pandas as pd
     tables, seen = [], {}
     for folder in find_runs(folders):
@@ -171,14 +156,7 @@ def learning_curves(
     x='step',         # 'step', 'trajectories', 'trained_tokens' or 'seconds'
 ):
     """Draw a metric of several methods: mean over seeds, with a band from the lowest seed to the highest: matplotlib
-    figure. For more than seven, `curve_panels`.
-
-    Parameters
-    ----------
-    runs : DataFrame of load_runs
-    metric : a name in METRICS
-    x : 'step', 'trajectories', 'trained_tokens' or 'seconds'
-    """
+    figure. For more than seven, `curve_panels`."""
     import matplotlib.pyplot as plt, seaborn as sns
     curves, methods, absent = _curves(runs, metric, x)
     with sns.axes_style('ticks'):
@@ -202,15 +180,7 @@ def curve_panels(
     columns=5,
 ):
     """Draw a metric of many methods, a panel for each, best last value first: mean over seeds, with a band from the
-    lowest seed to the highest: matplotlib figure.
-
-    Parameters
-    ----------
-    runs : DataFrame of load_runs
-    metric : a name in METRICS
-    x : 'step', 'trajectories', 'trained_tokens' or 'seconds'
-    baseline : its mean is drawn in every panel
-    """
+    lowest seed to the highest: matplotlib figure."""
     import matplotlib.pyplot as plt, seaborn as sns
     curves, methods, absent = _curves(runs, metric, x)
     last = {m: of.groupby('x').y.mean().iloc[-1] for m, of in curves.groupby('method')}
@@ -251,12 +221,7 @@ def dev_area(
     folder,  # of a run
 ):
     """Area under a run's development curve, over its steps: the mean over training of what is right, by trapezoids
-    between evaluations; NaN with fewer than two, and of a run that logs no steps.
-
-    Parameters
-    ----------
-    folder : of a run
-    """
+    between evaluations; NaN with fewer than two, and of a run that logs no steps."""
     if not metrics_file(folder): return math.nan       # fine-tuning has no steps of this kind
     table = read_metrics(folder)
     of = 'dev_right' if 'dev_right' in table else 'dev_em'
@@ -271,12 +236,7 @@ def sampled_right(
     folder,  # of a run
 ):
     """What a run got right as it sampled, the mean over its steps: of the rollouts of each step, before the update. NaN
-    of a run that logs no steps, and where right is a share but the method's outcome something else: stages, or F1.
-
-    Parameters
-    ----------
-    folder : of a run
-    """
+    of a run that logs no steps, and where right is a share but the method's outcome something else: stages, or F1."""
     from credit_rl.methods import get_method
     if not metrics_file(folder): return math.nan
     table = read_metrics(folder)
@@ -315,12 +275,7 @@ def _finished(folders, metric=None):
 # %% ../nbs/6_looking/74_compare.ipynb #c030
 def common_seeds(folders):  # as in find_runs
     """Keep the finished runs whose seed every method has finished: (list of folders, list of sentences on what was
-    left out).
-
-    Parameters
-    ----------
-    folders : as in find_runs
-    """
+    left out)."""
     finished, folders = _finished(folders), find_runs(folders)
     shared = set.intersection(*(set(runs) for runs in finished.values())) if finished else set()
     kept, out = [], []
@@ -342,14 +297,7 @@ def paired_differences(
     """Compare each method with a baseline, paired by seed: pandas DataFrame with the mean difference over seeds, its
     95 % interval and p-value (Student; NaN of one seed; p after Holm, for all rows together), the difference that so
     many seeds could have detected, and what the row `says`. Raises ValueError where a method and the baseline did not
-    finish the same seeds.
-
-    Parameters
-    ----------
-    folders : as in find_runs; unfinished runs don't count
-    metric : of summary.json; a dot goes deeper: 'final.2' is the final exact match at 2 hops
-    baseline : method that the others are compared with; its options may be left out
-    """
+    finish the same seeds."""
     import pandas as pd
     finished = _finished(folders, metric)
     if baseline not in finished and len(named := [m for m in finished if m.split(' (')[0] == baseline]) == 1:
@@ -381,12 +329,7 @@ _OWN = ('method', 'options', 'seed', 'run', 'model', 'resume', 'threads', 'healt
 
 def setting_differences(folders):  # as in find_runs
     """Settings that are not the same in all runs, besides those that a comparison varies: pandas DataFrame, empty if
-    there are none.
-
-    Parameters
-    ----------
-    folders : as in find_runs
-    """
+    there are none."""
     import pandas as pd
     params = {Path(f).name: read_params(f) for f in find_runs(folders)}
     names = [n for n in dict.fromkeys(n for p in params.values() for n in p) if n not in _OWN]
@@ -450,14 +393,7 @@ def markdown_table(
     columns=None,  # list of str: the columns to show; None: all
 ):
     """Markdown table of finished runs, a row for each method, best first: mean over seeds (lowest to highest), and the
-    ceiling. Raises where none has finished.
-
-    Parameters
-    ----------
-    folders : as in find_runs; unfinished runs don't count
-    methods : list of str: the rows to show; None: all
-    columns : list of str: the columns to show; None: all
-    """
+    ceiling. Raises where none has finished."""
     finished = {m: runs for m, runs in _finished(folders).items() if runs and (methods is None or m in methods)}
     if not finished: raise ValueError('none of the runs has finished; a table is made of summary.json files')
     order = sorted(finished, key=lambda m: -sum(s['final_em'] for s in finished[m].values()) / len(finished[m]))
@@ -477,14 +413,7 @@ def replay(
 ):
     """Run the first steps of a finished run again and compare all metrics but the clocks. What came of it is written
     into the run's replay.json and returned: dict with `agrees`, the metric that differs most, by how much, and the
-    code. Raises ValueError on a run that is not finished.
-
-    Parameters
-    ----------
-    folder : of a finished run
-    steps : steps that are run again
-    tolerance : between two numbers, relative above 1: another machine rounds differently
-    """
+    code. Raises ValueError on a run that is not finished."""
     from credit_rl.settings import make_config
     from credit_rl.train import train
     summary, params = read_summary(folder), read_params(folder)
@@ -519,13 +448,7 @@ def effort_table(
 ):
     """Tell what the runs of each method took: pandas DataFrame, a row for each method, means over seeds. Rollouts of
     a run; steps to the first evaluation at `level` (NaN where no seed came there) and how many seeds did; of a step:
-    the share of rollouts without credit, tokens read besides rollouts and update, seconds.
-
-    Parameters
-    ----------
-    folders : as in find_runs
-    level : exact match on the development questions that is to be reached
-    """
+    the share of rollouts without credit, tokens read besides rollouts and update, seconds."""
     runs, rows = load_runs(folders), {}
     for method, of in runs.groupby('method', sort=False):
         steps, seeds = of[of.step > 0], of.groupby('seed')
@@ -543,13 +466,7 @@ def named_runs(
     folder,  # of run folders
     *names,  # str: 'tspo', 'tspo-all'
 ):
-    """List the runs of a folder that a sweep called NAME-SEED. Raises ValueError where one of the names has none.
-
-    Parameters
-    ----------
-    folder : of run folders
-    names : str: 'tspo', 'tspo-all'
-    """
+    "List the runs of a folder that a sweep called NAME-SEED. Raises ValueError where one of the names has none."
     runs = {name: [f for f in find_runs(folder) if f.name.rpartition('-')[0] == name] for name in names}
     if missing := [name for name, found in runs.items() if not found]:
         raise ValueError(f'{folder} holds no run of {", ".join(missing)}')
@@ -562,15 +479,7 @@ def side_by_side(
     prefix=None,         # path: the figures are kept as PREFIX_METRIC.png
 ):
     """Compare runs on the seeds that every method has finished: list of figures and DataFrames, to be displayed, and a
-    sentence on each run that was left out.
-
-    Parameters
-    ----------
-    folders : list of run folders
-    baseline : what the others are compared with
-    metrics : to be drawn by step
-    prefix : path: the figures are kept as PREFIX_METRIC.png
-    """
+    sentence on each run that was left out."""
     kept, left_out = common_seeds(folders)
     runs = load_runs(kept)
     figures = [learning_curves(runs, metric) for metric in metrics]
@@ -584,12 +493,7 @@ def side_by_side(
 
 # %% ../nbs/6_looking/74_compare.ipynb #c055
 def peer_table(path):  # JSON file of tests/bench/bench_peers.py
-    """What others cost over what ours costs: DataFrame, a row for each peer, medians and ranges of the repeats as text.
-
-    Parameters
-    ----------
-    path : JSON file of tests/bench/bench_peers.py
-    """
+    "What others cost over what ours costs: DataFrame, a row for each peer, medians and ranges of the repeats as text."
     import pandas as pd
     rows = []
     for row in read_json(path)['rows']:
@@ -609,16 +513,7 @@ def plan_jobs(
     worlds=None,  # names of the worlds that are wanted; None: all that the parameters have
 ):
     """List the runs of a sweep, world by world and seed by seed: list of Job, each with all its settings, `{seed}` and
-    `{world}` in them filled in. Raises ValueError on a method without settings and on a world that there is not.
-
-    Parameters
-    ----------
-    methods : list of str: methods, or names under `methods` of the parameters
-    seeds : list of int
-    params : dict: settings of Config that all share, and perhaps `worlds` and `methods`
-    out : folder of the comparison
-    worlds : names of the worlds that are wanted; None: all that the parameters have
-    """
+    `{world}` in them filled in. Raises ValueError on a method without settings and on a world that there is not."""
     own_to_a_job = ('worlds', 'methods', 'method', 'seed', 'run', 'resume', 'healthy')
     shared = {n: v for n, v in params.items() if n not in own_to_a_job}
     own = params.get('methods') or {}
@@ -793,12 +688,7 @@ def _compare(given, params, say):
 
 def main(arguments=None):  # list of str; None: the command line's
     """`python -m credit_rl.compare`: make the runs of a comparison and its report. Returns the exit code: 1 if
-    anything failed.
-
-    Parameters
-    ----------
-    arguments : list of str; None: the command line's
-    """
+    anything failed."""
     say = lambda text: print(text, flush=True)
     try: return _compare(*_arguments(arguments), say)
     except (ValueError, FileNotFoundError) as e: sys.exit(f'credit_rl.compare: {e}')

@@ -21,8 +21,8 @@ from .diagnostics import asked_turns, method_colours, resilience
 from .engine import SamplingParams, seed_of
 from .environment import Conversation, Source, make_environment
 from .evaluate import Evaluation, open_set, set_names
-from .launch import (LaunchError, Ranks, gloo_environment, is_rank, join_ranks, keep_traceback, launch,
-                              launch_command, ranks_here, set_torch, speak)
+from .launch import (LaunchError, Ranks, is_rank, join_ranks, keep_traceback, launch, launch_command,
+                              rank_environment, ranks_here, set_torch, speak)
 from .models import load_model
 from .export import read_policy
 from .learner import saved_critic
@@ -68,12 +68,7 @@ class Agent:
 
 # %% ../nbs/experiments/75_competence.ipynb #k7502
 class _SharedEngine:
-    """One of several models that play by one engine, which is given a model's weights where it holds another's.
-
-    Parameters
-    ----------
-    engine, name, load, held : load: function that gives the model; held: list, whose weights
-    """
+    "One of several models that play by one engine, which is given a model's weights where it holds another's."
     def __init__(self, engine, name, load, held):   # load: function that gives the model; held: list, whose weights
         self.engine, self.name, self.load, self.held = engine, name, load, held
 
@@ -139,15 +134,7 @@ def open_agent(
     ranks=Ranks(),      # that share the questions
 ):
     """Load what a finished run made: (`Agent`, step of the checkpoint). Raises FileNotFoundError without a checkpoint,
-    ValueError on a run by another protocol.
-
-    Parameters
-    ----------
-    run : folder of a run that played by one of CARL's protocols
-    checkpoint : or 'newest'
-    host : dict of settings of Host that are other than the run's
-    ranks : that share the questions
-    """
+    ValueError on a run by another protocol."""
     run, config = Path(run), _config_of(run, host)
     if not (config.protocol or '').startswith('carl'):
         raise ValueError(f"{run} played by the protocol {config.protocol or 'of its data'!r}; this examination needs "
@@ -278,17 +265,7 @@ def examine_run(
 ):
     """Examine a checkpoint of a finished run, or read what was found before: dict, as `examine_agent` gives it, with
     `step` and `first credit`. Raises FileNotFoundError on a run without a summary. One that an earlier version of this
-    examination asked less is examined anew where the checkpoint is still there.
-
-    Parameters
-    ----------
-    run : folder of a finished run
-    say : function called with lines of text
-    checkpoint : or 'newest', all of the run's steps
-    bases : dict that keeps what was found of bases, for other runs that began from them
-    host : as for open_agent
-    ranks : as for open_agent; the first one writes
-    """
+    examination asked less is examined anew where the checkpoint is still there."""
     run, say, bases = Path(run), say or (lambda line: print(line, flush=True)), {} if bases is None else bases
     if not ranks.once(lambda: _needs(run, checkpoint)): return read_summary(run)['competence']
     agent, step = open_agent(run, checkpoint, host, ranks)
@@ -313,17 +290,7 @@ def examine_sets(
     ranks=Ranks(),      # as for open_agent; the first one writes
 ):
     """Put the same questions as `examine_run` to a run on other sets, each by itself (CARL tables 12, 14, 16): dict
-    set → what `examine_agent` gives, with `step`. Raises ValueError on a set that cannot be asked.
-
-    Parameters
-    ----------
-    run : folder of a finished run
-    asked : dict of settings of Source, and split: data, path, corpus, questions (500 of each set) …
-    say : function called with lines of text
-    checkpoint : or 'newest'
-    host : as for open_agent; and prompt_tokens, max_tokens, where a set's questions are long
-    ranks : as for open_agent; the first one writes
-    """
+    set → what `examine_agent` gives, with `step`. Raises ValueError on a set that cannot be asked."""
     run, say, config = Path(run), say or (lambda line: print(line, flush=True)), _config_of(run, host)
     how = {name: getattr(config, name) for name in options_in(Conversation)}
     choice = from_settings(Evaluation, {**how, 'seed': config.seed, 'questions': 500, **asked})
@@ -349,12 +316,7 @@ def examine_sets(
 # %% ../nbs/experiments/75_competence.ipynb #c018
 def examined(folders):  # as in find_runs
     """What `examine_run` found for each run: list of (method, seed, dict). Raises FileNotFoundError where a finished
-    run was not examined.
-
-    Parameters
-    ----------
-    folders : as in find_runs
-    """
+    run was not examined."""
     out = []
     for folder in find_runs(folders):
         params, summary = read_params(folder), read_summary(folder)
@@ -392,13 +354,7 @@ def asking_table(
 ):
     """Tool rate and exact match by tier, and both readings of a confident mistake on what is not known, means over
     seeds (CARL tables 3, 6 and 19): a pandas DataFrame, a row for each method, and of greedy play before them for what
-    they began as, alone and with tools at its choice.
-
-    Parameters
-    ----------
-    folders : as in find_runs
-    play : or 'sampled'
-    """
+    they began as, alone and with tools at its choice."""
     import pandas as pd
     rows = [*(_before(folders) if play == 'greedy' else []),
             *((method, found[play]) for method, _, found in examined(folders))]
@@ -416,12 +372,7 @@ def _means(folders, of):
 
 def play_table(folders):  # as in find_runs
     """Exact match by hops, and what its notes keep, before and after training (CARL tables 14 and 18): a pandas
-    DataFrame, a row for each method.
-
-    Parameters
-    ----------
-    folders : as in find_runs
-    """
+    DataFrame, a row for each method."""
     def of(found):
         base = found['base']['notes'] if 'base' in found else {}
         notes = {f'note {name}{when}': kept.get(name) for name in ('precision', 'tokens')
@@ -432,12 +383,7 @@ def play_table(folders):  # as in find_runs
 def resilience_table(folders):  # as in find_runs
     """Exact match on what is known with a forced call, by what becomes of its output, among those games in which there
     was one (`called`), and without tools, on what is known and on all questions, after and before training (CARL
-    tables 15 and 16): a pandas DataFrame. A seed that never called counts in `called` alone.
-
-    Parameters
-    ----------
-    folders : as in find_runs
-    """
+    tables 15 and 16): a pandas DataFrame. A seed that never called counts in `called` alone."""
     # an older examination asked neither what is done without tools nor in which games there was a call
     alone = lambda asked: _measure(asked['no tools'], None, 'EM') if asked and 'no tools' in asked else math.nan
     def of(found):
@@ -451,12 +397,7 @@ def resilience_table(folders):  # as in find_runs
 def set_table(folders):  # as in find_runs
     """What `examine_sets` found, a row for each method and set, means over seeds: a pandas DataFrame with the numbers
     of `asking_table`, the share that is known, what the critic knows and what notes keep. Raises FileNotFoundError
-    where no run was examined on sets.
-
-    Parameters
-    ----------
-    folders : as in find_runs
-    """
+    where no run was examined on sets."""
     import pandas as pd
     rows, critic = [], {'AUC': 'auc', 'ECE': 'ece', 'explained variance': 'explained_variance'}
     for run in find_runs(folders):
@@ -479,12 +420,7 @@ def crossover_table(
 ):
     """How much of the outcome's variance a critic explains over a training, and the first step that reaches a bar
     (CARL table 13): a pandas DataFrame, a row for each run with a critic. A critic that never gets there has no step,
-    a run that did not log it no number at all.
-
-    Parameters
-    ----------
-    folders : as in find_runs
-    """
+    a run that did not log it no number at all."""
     import pandas as pd
     rows = {}
     for folder in find_runs(folders):
@@ -499,12 +435,7 @@ def crossover_table(
 # %% ../nbs/experiments/75_competence.ipynb #c020x1
 def critics_table(folders):  # as in find_runs
     """What the critics of those methods that have one know after training (CARL tables 11, 12 and 14): a pandas
-    DataFrame, a row for each method.
-
-    Parameters
-    ----------
-    folders : as in find_runs
-    """
+    DataFrame, a row for each method."""
     def of(found):
         if (critic := found['critic']) is None: return {}
         return {**{n: critic[n] for n in ('auc', 'ece', 'brier', 'explained_variance')},
@@ -515,13 +446,7 @@ def critics_table(folders):  # as in find_runs
 
 # %% ../nbs/experiments/75_competence.ipynb #48fcdc5d
 def gate_curves(folders):  # as in find_runs
-    """Draw what the gate says of critics while they teach, a line for each run: matplotlib figure; None if no run
-    asked.
-
-    Parameters
-    ----------
-    folders : as in find_runs
-    """
+    "Draw what the gate says of critics while they teach, a line for each run: matplotlib figure; None if no run asked."
     import matplotlib.pyplot as plt, seaborn as sns
     runs = [(run_label(f, read_params(f)), read_metrics(f).set_index('step')) for f in find_runs(folders)
             if not is_warmup(f)]
@@ -573,14 +498,7 @@ def asking_differences(
 ):
     """How much less `method` asks for what is known, and what that costs, paired over common seeds: a pandas DataFrame
     with mean, 95 % interval (NaN for one seed) and seeds. Raises ValueError without a run of `method`, and where
-    another method has no seed in common with it.
-
-    Parameters
-    ----------
-    folders : as in find_runs
-    method : which is compared with every other
-    play : or 'sampled'
-    """
+    another method has no seed in common with it."""
     runs, measures = {}, _BY_TIER | {'EM': (None, 'EM')}
     for name, seed, found in examined(folders):
         runs.setdefault(name, {})[seed] = {title: _measure(found[play], *of) for title, of in measures.items()}
@@ -590,12 +508,7 @@ def asking_differences(
 
 # %% ../nbs/experiments/75_competence.ipynb #c027
 def asking_figure(folders):  # as in find_runs
-    """Draw tool rate and exact match by tier, a line for each method: matplotlib figure.
-
-    Parameters
-    ----------
-    folders : as in find_runs
-    """
+    "Draw tool rate and exact match by tier, a line for each method: matplotlib figure."
     import matplotlib.pyplot as plt, seaborn as sns
     runs = {}
     for method, _, found in examined(folders): runs.setdefault(method, []).append(found['greedy'])
@@ -623,13 +536,7 @@ def dose_figure(
 ):
     """Draw tool rate and exact match by tier over the worlds of a comparison, in the order of their names: a line for
     each method through its means, a point for each examined seed. Returns the matplotlib figure. Raises
-    FileNotFoundError where no run was examined.
-
-    Parameters
-    ----------
-    folder : of a comparison: WORLD/METHOD-SEED
-    play : or 'greedy'
-    """
+    FileNotFoundError where no run was examined."""
     import matplotlib.pyplot as plt, seaborn as sns
     worlds = sorted({run.parent for run in Path(folder).glob('*/*-*') if 'competence' in (read_summary(run) or {})})
     if not worlds: raise FileNotFoundError(f'{folder} holds no examined run: WORLD/METHOD-SEED, credit-rl competence')
@@ -656,12 +563,7 @@ def dose_figure(
 # %% ../nbs/experiments/75_competence.ipynb #c0urse02
 def asking_course(folders):  # as in find_runs
     """Share of the training rollouts with a call, on what is `known` and `not known`, as runs logged it: a pandas
-    DataFrame with `method`, `seed` and `step`; runs that did not know their questions apart are left out.
-
-    Parameters
-    ----------
-    folders : as in find_runs
-    """
+    DataFrame with `method`, `seed` and `step`; runs that did not know their questions apart are left out."""
     import pandas as pd
     names, tables = {'tool_rate_tier_2': 'known', 'tool_rate_tier_1': 'not known'}, []
     for run in find_runs(folders):
@@ -678,14 +580,7 @@ def course_differences(
     steps=None,     # that count, the first so many; None: all
 ):
     """How much less `method` asked while it learned, paired over common seeds: a pandas DataFrame as
-    `asking_differences` gives it, of the means over steps. Raises as that does.
-
-    Parameters
-    ----------
-    folders : as in find_runs
-    method : which is compared with every other
-    steps : that count, the first so many; None: all
-    """
+    `asking_differences` gives it, of the means over steps. Raises as that does."""
     table, runs = asking_course(folders), {}
     if table.empty: raise ValueError(f'no run of {folders} logged tool_rate_tier_1 and 2: a world with twins or '
                                      'parametric questions does, or a run with critic_from')
@@ -701,13 +596,7 @@ def course_figure(
     every=5,  # steps that are averaged
 ):
     """Draw how often training asked, on what is known and on the rest: a line for each method through the means over
-    seeds, with the standard error of that mean. Returns the matplotlib figure, None where no run logged it.
-
-    Parameters
-    ----------
-    folders : as in find_runs
-    every : steps that are averaged
-    """
+    seeds, with the standard error of that mean. Returns the matplotlib figure, None where no run logged it."""
     import matplotlib.pyplot as plt, seaborn as sns
     table = asking_course(folders)
     if table.empty: return None
@@ -733,13 +622,7 @@ def first_credit(
     until=_EARLY,  # last step that counts
 ):
     """`_early_credit` of each run, from its rollouts or, for EARLY steps, from its examination: a pandas DataFrame by
-    method and seed; runs that have neither are left out.
-
-    Parameters
-    ----------
-    folders : as in find_runs
-    until : last step that counts
-    """
+    method and seed; runs that have neither are left out."""
     import pandas as pd
     rows = {}
     for run in find_runs(folders):
@@ -764,13 +647,7 @@ def opposite_signs(
 ):
     """The clearest case among the rollouts that runs have kept: (trajectory, list of K advantages, step, folder of the
     run), None if there is none. First by `clear`, then by what was asked and noted, then by the smaller of the two
-    sizes.
-
-    Parameters
-    ----------
-    runs : folder of a run by CARL, or a list of them
-    clear : advantages that are smaller tell little: two points of the chance of success
-    """
+    sizes."""
     best, rank = None, (False, False, 0.)
     for run in [runs] if isinstance(runs, (str, Path)) else runs:
         for row in read_turns(run):
@@ -794,7 +671,7 @@ def _on_ranks(runs, checkpoint, given, count):
     over = [f'{name}={json.dumps(value)}' for name, value in {**given, 'ranks': count}.items()]
     command = launch_command('credit_rl.competence', [*map(str, runs), *over, '--checkpoint', checkpoint], count)
     launch(command, runs[-1]/'competence', runs[-1]/'summary.json', lambda line: print(line, flush=True),
-           environment=gloo_environment(gpu=torch.cuda.is_available()))
+           environment=rank_environment(count, gpu=torch.cuda.is_available()))
 
 def _examine_here(runs, checkpoint, host, asked):
     """Examine runs one after the other in this process, or this rank's part of them; where other questions are `asked`,

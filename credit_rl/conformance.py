@@ -70,13 +70,7 @@ def our_advantages(
     case,    # dict of the file's cases
     inputs,  # dict of its inputs
 ):
-    """Our answer to a case: list of R lists of T numbers.
-
-    Parameters
-    ----------
-    case : dict of the file's cases
-    inputs : dict of its inputs
-    """
+    "Our answer to a case: list of R lists of T numbers."
     rng = torch.Generator().manual_seed(0)
     return _numbers(assign_arrays(case['methods'][0], _arrays(inputs), case['options'], rng).advantages)
 

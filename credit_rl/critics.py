@@ -37,13 +37,7 @@ def auc(
     labels,  # as many, 1 positive, 0 negative
 ):
     """Measure how well scores rank the positive class, ties count half (area under the ROC curve; CARL figure 4).
-    Float in [0, 1], NaN if a class is empty. Raises ValueError on other labels.
-
-    Parameters
-    ----------
-    scores : numbers, higher for the positive class
-    labels : as many, 1 positive, 0 negative
-    """
+    Float in [0, 1], NaN if a class is empty. Raises ValueError on other labels."""
     scores, labels = _pairs('scores', scores, 'labels', labels)
     if not ((labels == 0) | (labels == 1)).all():
         raise ValueError(f'labels must be 0 or 1, got values such as {labels[:5].tolist()}')
@@ -70,14 +64,7 @@ def reliability(
     bins=10,  # equal bins; each has its upper edge
 ):
     """Compare predicted with observed chance by bin (CARL table 11): predicted, observed and count, (bins,) each.
-    NaN in an empty bin. Raises ValueError outside [0, 1].
-
-    Parameters
-    ----------
-    p : predicted chances, in [0, 1]
-    y : as many outcomes, in [0, 1]
-    bins : equal bins; each has its upper edge
-    """
+    NaN in an empty bin. Raises ValueError outside [0, 1]."""
     if bins < 1: raise ValueError(f'wanted at least one bin, got {bins}')
     p, y = _chances(p, y)
     edges = (torch.arange(1, bins, dtype=torch.float64, device=p.device) / bins).to(p.dtype)
@@ -93,14 +80,7 @@ def expected_calibration_error(
     bins=10,  # equal bins; each has its upper edge
 ):
     """Average |observed − predicted| over bins, weighted by their counts (CARL appendix I): float in [0, 1].
-    NaN without pairs. Raises ValueError outside [0, 1].
-
-    Parameters
-    ----------
-    p : predicted chances, in [0, 1]
-    y : as many outcomes, in [0, 1]
-    bins : equal bins; each has its upper edge
-    """
+    NaN without pairs. Raises ValueError outside [0, 1]."""
     predicted, observed, count = reliability(p, y, bins)
     some = count > 0
     return ((observed - predicted).abs() * count)[some].sum().item() / int(count.sum()) if some.any() else float('nan')
@@ -111,13 +91,7 @@ def brier(
     y,  # as many outcomes, in [0, 1]
 ):
     """Average the squared error of predicted chances (Brier score; CARL table 11): float in [0, 1], NaN without pairs.
-    Raises ValueError outside [0, 1].
-
-    Parameters
-    ----------
-    p : predicted chances, in [0, 1]
-    y : as many outcomes, in [0, 1]
-    """
+    Raises ValueError outside [0, 1]."""
     p, y = _chances(p, y)
     return (p.double() - y.double()).square().mean().item()
 
@@ -127,26 +101,14 @@ def explained_variance(
     returns,  # as many outcomes or returns
 ):
     """Measure the share of the returns' variance that values explain (CARL appendix I.2): float <= 1, NaN if there is
-    none.
-
-    Parameters
-    ----------
-    values : critic's values, any shape (index with the mask first: values[mask])
-    returns : as many outcomes or returns
-    """
+    none."""
     v, r = (x.double() for x in _pairs('values', values, 'returns', returns))
     if not len(r) or r.min() == r.max(): return float('nan')
     return (1 - (r - v).var(correction=0) / r.var(correction=0)).item()
 
 # %% ../nbs/4_learning/51_critics.ipynb #c031
 class LinearHead(torch.nn.Module):
-    """Read an unbounded value off each hidden state (token-level PPO's critic; CARL table 5, Search-R1 column).
-
-    Parameters
-    ----------
-    d_model : int, width of the hidden states
-    std : deviation of the initial weights; 0: every value starts at 0
-    """
+    "Read an unbounded value off each hidden state (token-level PPO's critic; CARL table 5, Search-R1 column)."
     def __init__(
         self,
         d_model,  # int, width of the hidden states
@@ -164,12 +126,7 @@ class LinearHead(torch.nn.Module):
 # %% ../nbs/4_learning/51_critics.ipynb #c032
 class CompetenceHead(torch.nn.Module):
     """Read a chance of success off each hidden state: two layers of width d, GELU, sigmoid (CARL section 3.3 and table
-    5).
-
-    Parameters
-    ----------
-    d_model : int, width of the hidden states and of the hidden layer
-    """
+    5)."""
     def __init__(
         self,
         d_model,  # int, width of the hidden states and of the hidden layer
@@ -192,15 +149,7 @@ def token_values(
     place=None,  # (R, T) long: where each token's state stands among those of a tree's columns, see Tree
 ):
     """Read the critic's value before each wanted token, at the position before it: (R, T), 0 elsewhere.
-    Raises ValueError if a value is wanted at position 0.
-
-    Parameters
-    ----------
-    hidden : (R, T, d) last hidden states, or with `place` (W, d)
-    wanted : (R, T) bool, tokens before which a value is wanted: all trained ones (PPO) or first_tokens (CARL)
-    head : module, (n, d) → (n,)
-    place : (R, T) long: where each token's state stands among those of a tree's columns, see Tree
-    """
+    Raises ValueError if a value is wanted at position 0."""
     shape = hidden.shape[:2] if place is None else place.shape
     if wanted.dtype != torch.bool or wanted.shape != shape:
         raise ValueError(f'wanted must be {tuple(shape)} bool like the hidden states, '
@@ -216,14 +165,7 @@ def segment_starts(
     row_trajectory,  # (R,) long in [0, N)
     turn_mask,       # (N, S) bool
 ):
-    """Locate the last context token before each turn: (N, S, 2) long, row and position, -1 where there is no turn.
-
-    Parameters
-    ----------
-    token_turns : (R, T) long, turn (or segment) of each trained token, -1 elsewhere
-    row_trajectory : (R,) long in [0, N)
-    turn_mask : (N, S) bool
-    """
+    "Locate the last context token before each turn: (N, S, 2) long, row and position, -1 where there is no turn."
     row, position = first_tokens(token_turns).nonzero(as_tuple=True)
     owner, turn = row_trajectory[row], token_turns[row, position]
     inside = (owner < turn_mask.shape[0]) & (turn < turn_mask.shape[1]) & (position > 0)
@@ -252,14 +194,7 @@ def head_values(
     head,    # module, (n, d) → (n,)
 ):
     """Read a head at given states (CARL section 3.3): (N, S), NaN where there is none. Raises ValueError outside the
-    rows.
-
-    Parameters
-    ----------
-    hidden : (R, T, d) last hidden states
-    states : (N, S, 2) long, row and position of each state, -1: none
-    head : module, (n, d) → (n,)
-    """
+    rows."""
     row, position, there = _where(states, hidden.shape)
     values = head(hidden[row, position])
     return values.new_full(there.shape, torch.nan).masked_scatter(there, values)
@@ -269,13 +204,7 @@ def at_states(
     values,  # (R, T) value before each token, as token_values gives them
     states,  # (N, S, 2) long, row and position of each state, -1: none
 ):
-    """Pick the values before the tokens that follow given states: (N, S), NaN where there is none.
-
-    Parameters
-    ----------
-    values : (R, T) value before each token, as token_values gives them
-    states : (N, S, 2) long, row and position of each state, -1: none
-    """
+    "Pick the values before the tokens that follow given states: (N, S), NaN where there is none."
     row, position, there = _where(states, (values.shape[0], values.shape[1] - 1))
     return values.new_full(there.shape, torch.nan).masked_scatter(there, values[row, position + 1])
 
@@ -285,12 +214,6 @@ def scale_gradient(
     factor,  # >= 0, what its gradient is multiplied by; 0: no gradient
 ):
     """Pass a tensor on and scale the gradient that comes back (CARL table 5's two rates, as a mixing weight): same
-    shape.
-
-    Parameters
-    ----------
-    x : tensor, passed on as it is
-    factor : >= 0, what its gradient is multiplied by; 0: no gradient
-    """
+    shape."""
     if not factor >= 0: raise ValueError(f'the factor of a gradient must be >= 0, got {factor}')
     return x.detach() + factor * (x - x.detach()) if factor else x.detach()

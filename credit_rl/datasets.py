@@ -57,12 +57,7 @@ def _split_files(bench, folder, split):
 # %% ../nbs/2_environment/10_datasets.ipynb #c097
 def ask_hub(seconds=5):  # how long it may take to answer
     """Make sure that the hub answers, before its clients try for half a minute what cannot be. Raises ConnectionError
-    that names it.
-
-    Parameters
-    ----------
-    seconds : how long it may take to answer
-    """
+    that names it."""
     from huggingface_hub import constants, get_session
     if constants.HF_HUB_OFFLINE: raise ConnectionError('HF_HUB_OFFLINE is set, so the hub is not asked')
     try: get_session().head(constants.ENDPOINT, timeout=seconds)
@@ -189,12 +184,10 @@ def load_questions(
     """Load a benchmark as a list of `Question`, with `skipped` as an attribute.
     Raises on an unknown name or layout, a malformed row, an id that stands twice, a file of other sets.
 
-    Parameters
-    ----------
-    name : a data set of BENCHMARKS
-    path : file or folder; None: download, commit pinned; the set of data/real lies in the repository
-    split : 'train', 'dev' or 'test': which file of a folder or of the hub; a file given as path is taken as it is
-    on_error : malformed row: 'raise', or 'skip' it, count and warn
+    name: a data set of BENCHMARKS
+    path: file or folder; None: download
+    split: 'train', 'dev' or 'test'; None: all there is
+    on_error: malformed row: 'raise' or 'skip'
     """
     bench, seen, others = get_benchmark(name), Counter(), Counter()
     def parse(row):
@@ -242,12 +235,10 @@ def load_corpus(
     """Load the passages of a benchmark as a list of `Passage`, with `skipped` as an attribute.
     Raises on a malformed row, an id that stands twice, no passages.
 
-    Parameters
-    ----------
-    name : a data set of BENCHMARKS
-    path : corpus file, question file or folder; None: the paragraphs of the hub's questions
-    split : only the paragraphs of this split's questions
-    on_error : malformed row: 'raise', or 'skip' it, count and warn
+    name: a data set of BENCHMARKS
+    path: corpus file, question file or folder; None: the hub's paragraphs
+    split: only this split's paragraphs; None: all
+    on_error: malformed row: 'raise' or 'skip'
     """
     bench, ids, pieces, out = get_benchmark(name), set(), set(), LoadedRows()
     def parse(row):
@@ -275,14 +266,7 @@ def subsample(
     n,          # how many to keep, at least 1; all of them if there are no more
     seed,       # int: the draw
 ):
-    """Keep `n` of `questions` by a seeded draw, in their order; the draw does not depend on the order. Raises on n < 1.
-
-    Parameters
-    ----------
-    questions : list of Question
-    n : how many to keep, at least 1; all of them if there are no more
-    seed : int: the draw
-    """
+    "Keep `n` of `questions` by a seeded draw, in their order; the draw does not depend on the order. Raises on n < 1."
     if n < 1: raise ValueError(f'n must be at least 1, got {n}')
     kept = sorted(range(len(questions)), key=lambda i: _draw(questions[i], seed))[:n]
     return [questions[i] for i in sorted(kept)]

@@ -78,13 +78,7 @@ def next_queries(
     trajectory,  # Trajectory under way
     rng,         # random.Random
 ):
-    """What the player may search now, the best first: list of str, without what was searched already.
-
-    Parameters
-    ----------
-    trajectory : Trajectory under way
-    rng : random.Random
-    """
+    "What the player may search now, the best first: list of str, without what was searched already."
     q, shown = trajectory.question, ' '.join(f'{a} {b}' for a, b in pages_shown(trajectory))
     whole, named = [q.text.rstrip('? ')], _support(q)
     own = [title for title in named if _stands(title, q.text)]
@@ -103,14 +97,7 @@ def write_message(
     answer=None,  # what is answered
 ):
     """Write a message that searches or answers. Raises ValueError on a protocol that edits contexts, or calls by
-    programs or not at all.
-
-    Parameters
-    ----------
-    protocol : Protocol
-    query : what is searched, or
-    answer : what is answered
-    """
+    programs or not at all."""
     p = protocol
     if p.context_tag or p.call_style not in ('query', 'text', 'json'):
         raise ValueError(f'protocol {p.name!r} has no demonstrations: they are for contexts that only grow, and calls '
@@ -132,14 +119,7 @@ def demonstrate(
     question,  # Question
     seed=0,    # of what the player draws
 ):
-    """Let the player attempt a question: `Trajectory`, without an answer where the search or its ideas end.
-
-    Parameters
-    ----------
-    env : Environment with a search
-    question : Question
-    seed : of what the player draws
-    """
+    "Let the player attempt a question: `Trajectory`, without an answer where the search or its ideas end."
     protocol, rng = env.chat.protocol, random.Random(seed)
     trajectory, over = Trajectory(question, env.chat.prompt_ids(question.text), (), Stop.TURN_CAP), False
     while not over:
@@ -156,14 +136,7 @@ def demonstrate_all(
     seed=0,
     progress=None,  # function called with the number of trajectories that just ended
 ):
-    """Let the player attempt every question several times: list of `Group`.
-
-    Parameters
-    ----------
-    questions : list of Question
-    attempts : at each, which differ in what is drawn
-    progress : function called with the number of trajectories that just ended
-    """
+    "Let the player attempt every question several times: list of `Group`."
     groups = []
     for q in questions:
         tries = [demonstrate(env, q, seed_of('demonstrate', seed, q.source, q.id, i)) for i in range(attempts)]

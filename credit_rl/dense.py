@@ -32,14 +32,7 @@ def load_encoder(
     batch=None,   # texts at a time; None: 64, and 256 on a GPU
 ):
     """Load a model as a function list of N str → vectors (N, D), on a GPU in half precision. Given `tokens` as well it
-    reads no more of a text than that. Raises ImportError without sentence-transformers.
-
-    Parameters
-    ----------
-    model : a model of sentence-transformers: its name on the hub, or its folder
-    device : 'cpu', 'cuda', …; None: as sentence-transformers chooses
-    batch : texts at a time; None: 64, and 256 on a GPU
-    """
+    reads no more of a text than that. Raises ImportError without sentence-transformers."""
     try: from sentence_transformers import SentenceTransformer
     except ImportError as e:
         raise ImportError('dense retrieval needs sentence-transformers: pip install "credit_rl[dense]"') from e
@@ -92,15 +85,7 @@ def fill_index(
     folder=None,  # where vectors wait for it, 2 bytes a number; None: the system's for temporary files
 ):
     """A faiss index of vectors by inner product. One that has to be trained is trained on vectors drawn from all of
-    them. Raises ValueError on a factory that faiss refuses, and on no vectors.
-
-    Parameters
-    ----------
-    blocks : iterable of arrays (n, D): unit vectors
-    factory : faiss's description of an index
-    train : vectors that an index which has to be trained is trained on; None: 100,000, or 39 for each part
-    folder : where vectors wait for it, 2 bytes a number; None: the system's for temporary files
-    """
+    them. Raises ValueError on a factory that faiss refuses, and on no vectors."""
     faiss, index, waiting = _faiss(), None, None
     for vectors in blocks:
         if index is None:
@@ -158,16 +143,7 @@ def _on_gpus(index, factory):
 
 # %% ../nbs/2_environment/15_dense.ipynb #c014
 class Dense:
-    """Search by vectors. Raises on an empty corpus, a model or an index that cannot be had.
-
-    Parameters
-    ----------
-    passages : list of Passage
-    model : as for load_encoder, or a function list of N str → vectors (N, D)
-    prefixes : (before a query, before a passage); None: by the model's name
-    factory : faiss's description of an index
-    block : passages whose vectors are made at a time
-    """
+    "Search by vectors. Raises on an empty corpus, a model or an index that cannot be had."
     def __init__(self,
         passages,         # list of Passage
         model=E5,         # as for load_encoder, or a function list of N str → vectors (N, D)
@@ -241,12 +217,7 @@ class Dense:
     def load(cls, folder, passages=None, model=None,  # model: as above; None: the one it was built with
              how=DenseSearch()):
         """Open what `save` or `build_dense` wrote, memory-mapped; with `passages`, or their `corpus_hash`, an index of
-        another corpus is refused.
-
-        Parameters
-        ----------
-        model : model: as above; None: the one it was built with
-        """
+        another corpus is refused."""
         return _load_dense(cls, folder, passages, model, how)
 
 # %% ../nbs/2_environment/15_dense.ipynb #c018
@@ -284,17 +255,7 @@ def build_dense(
     block=4096,      # passages whose vectors are made at a time
 ):
     """Index passages by vectors with bounded memory: the index, and a block. Returns how many there were. Raises on an
-    empty corpus, an id that stands twice, and as `Dense` does; then nothing is written.
-
-    Parameters
-    ----------
-    passages : iterable of Passage, read once, one block at a time
-    folder : where the index goes
-    model : as for Dense
-    prefixes : as for Dense
-    factory : as for Dense
-    block : passages whose vectors are made at a time
-    """
+    empty corpus, an id that stands twice, and as `Dense` does; then nothing is written."""
     encode = model if callable(model) else load_encoder(model)
     prefixes, passages = tuple(prefixes or usual_prefixes('' if callable(model) else model)), iter(passages)
     with new_index(folder) as new:
@@ -312,13 +273,7 @@ def build_dense(
 def open_index(folder, passages=None,  # passages: list of Passage or their corpus_hash, None: any
                how=None):              # DenseSearch, for vectors alone; None: its defaults
     """Open a saved index of either kind: a `BM25` or a `Dense`. Raises on a folder that holds none, or a stale one, and
-    ValueError on `how` where there are no vectors.
-
-    Parameters
-    ----------
-    passages : passages: list of Passage or their corpus_hash, None: any
-    how : DenseSearch, for vectors alone; None: its defaults
-    """
+    ValueError on `how` where there are no vectors."""
     if read_index(folder, passages=passages)['kind'] == 'dense':
         return Dense.load(folder, passages, how=how or DenseSearch())
     if how: raise ValueError(f'{folder} holds words (BM25): nprobe, query_tokens and gpu are for an index of vectors')

@@ -39,12 +39,7 @@ def _alike_colours(one, other):
 
 def method_colours(methods):  # names, without repetition
     """Colours of the methods of one figure, no two alike as far as ten spare ones go: dict. One has its own, whatever
-    options follow its name; a variant that has none takes a spare one.
-
-    Parameters
-    ----------
-    methods : names, without repetition
-    """
+    options follow its name; a variant that has none takes a spare one."""
     out = {m: _METHOD_COLOURS.get(m.split(' (')[0]) for m in methods}
     for m in (m for m in methods if out[m] is None):
         start = zlib.crc32(m.encode()) % len(SPARE_COLOURS)
@@ -55,12 +50,7 @@ def method_colours(methods):  # names, without repetition
     return out
 
 def method_colour(method):  # str
-    """Colour of a method: its own, or for one that has none always the same of ten spare ones.
-
-    Parameters
-    ----------
-    method : str
-    """
+    "Colour of a method: its own, or for one that has none always the same of ten spare ones."
     return method_colours([method])[method]
 
 # %% ../nbs/6_looking/70_diagnostics.ipynb #c012
@@ -79,7 +69,8 @@ _PANELS = (  # title, unit, metric → its name in the legend
     ('stages', 'mean reward', {'prs_process': 'process', 'prs_format': 'format', 'prs_judge': 'judge',
                                'prs_answer': 'answer'}),
     ('a judge', 'prompts per step', {'judge_calls': 'asked', 'judge_failures': 'not answered',
-                                     'judge_unparsable': 'not readable'}),
+                                     'judge_unparsable': 'not readable', 'judge_empty': 'of these, empty',
+                                     'judge_cut': 'of these, cut off'}),
     ('places of a batch', 'groups', {'vspo_groups': 'kept', 'vspo_places': 'places of one, at most'}),
     ('weight of kept groups', 'mean ω', {'vspo_omega': ''}),
     ('best of the batch', 'R_max', {'vspo_best': ''}),
@@ -183,12 +174,7 @@ def _frame(ax, summary):
 # %% ../nbs/6_looking/70_diagnostics.ipynb #c016
 def training_curves(folder):  # of a run, finished or not
     """Draw what a run logged, a panel for each question one asks of it: matplotlib figure. Raises where the folder
-    holds no metrics.
-
-    Parameters
-    ----------
-    folder : of a run, finished or not
-    """
+    holds no metrics."""
     import matplotlib.pyplot as plt, seaborn as sns
     params, table, steps, summary = _read_run(folder)
     panels = _panels(table, params.get('chosen_by'))
@@ -229,12 +215,7 @@ def _range(interval): return f'{interval[0]:.2f} to {interval[1]:.2f}'.replace('
 def before_after(folder):  # of a finished run
     """Table of a run's exact match before and after training, overall, by hops and by data set, and of the data's own
     metric where it gives other shares, with 95 % intervals:
-    pandas DataFrame. Raises FileNotFoundError on a run without summary.
-
-    Parameters
-    ----------
-    folder : of a finished run
-    """
+    pandas DataFrame. Raises FileNotFoundError on a run without summary."""
     import pandas as pd
     if (summary := read_summary(folder)) is None:
         raise FileNotFoundError(f'{folder} holds no summary.json: the run has not finished; resume it')
@@ -334,14 +315,7 @@ def competence_table(
     metric='em',   # what counts as right, see outcome_of
 ):
     """Compare play by tier (CARL tables 3, 6 and 19): a pandas DataFrame with a row for each tier. `EM` is what is
-    right by the metric, `CARL match` by the paper's evaluation; `wrong` shares are of all its rollouts.
-
-    Parameters
-    ----------
-    trajectories : list of N Trajectory
-    tier : (N,) 1 or 2 of each one's question
-    metric : what counts as right, see outcome_of
-    """
+    right by the metric, `CARL match` by the paper's evaluation; `wrong` shares are of all its rollouts."""
     import pandas as pd
     right = lambda t: outcome_of(t, metric)
     rows = []
@@ -360,13 +334,7 @@ def hop_table(
     metric='em',   # what counts as right, see outcome_of
 ):
     """Share right by the number of hops that questions tell (CARL table 18): a pandas DataFrame. Raises ValueError
-    where none does.
-
-    Parameters
-    ----------
-    trajectories : list of Trajectory
-    metric : what counts as right, see outcome_of
-    """
+    where none does."""
     import pandas as pd
     rows = [(t.question.meta['hops'], outcome_of(t, metric)) for t in trajectories if 'hops' in t.question.meta]
     if not rows: raise ValueError('none of these questions says how many hops it takes (meta hops)')
@@ -397,13 +365,7 @@ def error_category(
     protocol,     # it was played by; where it writes notes, they are what the answer is read from
     metric='em',  # what counts as right, see outcome_of
 ):
-    """Sort a wrong rollout by the table above: one of ERRORS, None where it is right (after CARL appendix F).
-
-    Parameters
-    ----------
-    protocol : it was played by; where it writes notes, they are what the answer is read from
-    metric : what counts as right, see outcome_of
-    """
+    "Sort a wrong rollout by the table above: one of ERRORS, None where it is right (after CARL appendix F)."
     golds, turns = trajectory.question.answers, trajectory.turns
     if outcome_of(trajectory, metric): return None
     if trajectory.answer is None:
@@ -454,15 +416,7 @@ def retrieval_ablation(
     metric='em',     # what counts as right, see outcome_of
 ):
     """Play the questions with each search: a pandas DataFrame, a row for each retriever and k, with the share right, of
-    those that saw a gold, and the tokens the agent wrote.
-
-    Parameters
-    ----------
-    retrievers : dict name → has search(queries, k)
-    ks : passages a query
-    sampling : as for evaluate
-    metric : what counts as right, see outcome_of
-    """
+    those that saw a gold, and the tokens the agent wrote."""
     import pandas as pd
     rows = []
     for name, retriever in retrievers.items():
@@ -520,12 +474,7 @@ def resilience(engine, env, questions, sampling=None, metric='em', ranks=Ranks()
 # %% ../nbs/6_looking/70_diagnostics.ipynb #c061
 def reliability_figure(pairs):  # dict: name of a critic → (chances, outcomes), each (n,)
     """Draw what V(s_0) said against the share that was right, in ten bins (CARL figure 2a, table 11): matplotlib
-    figure, a panel for each critic.
-
-    Parameters
-    ----------
-    pairs : dict: name of a critic → (chances, outcomes), each (n,)
-    """
+    figure, a panel for each critic."""
     import matplotlib.pyplot as plt, seaborn as sns
     with sns.axes_style('ticks'):
         fig, axes = plt.subplots(1, len(pairs), figsize=(.7 + 2.6 * len(pairs), 3.6), layout='constrained', sharey=True,
@@ -568,12 +517,7 @@ def critic_report(exam, model, head):
 # %% ../nbs/6_looking/70_diagnostics.ipynb #c066
 def crossover(folder, bar=0.6):  # of a run
     """The first step whose explained variance of the outcome reaches a bar (CARL appendix I.2): int, None if none
-    does, or none was logged.
-
-    Parameters
-    ----------
-    folder, bar : of a run
-    """
+    does, or none was logged."""
     table = read_metrics(folder)
     reached = table[table.explained_outcome >= bar] if 'explained_outcome' in table else ()
     return int(reached.step.iloc[0]) if len(reached) else None

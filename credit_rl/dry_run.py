@@ -16,12 +16,7 @@ from .launch import ranks_here, set_torch
 def complaints(
     look,  # function without arguments; raises ValueError, OSError or ImportError where something is wrong
 ):
-    """What is wrong by a function that raises: list of str.
-
-    Parameters
-    ----------
-    look : function without arguments; raises ValueError, OSError or ImportError where something is wrong
-    """
+    "What is wrong by a function that raises: list of str."
     try: look()
     except (ValueError, OSError, ImportError) as e: return [str(e)]
     return []
@@ -34,13 +29,7 @@ def rank_tflops(
     dtype='float32',  # of the weights: a name of PyTorch's
 ):
     """What a rank does, 10¹² FLOPs a second, as it is set, or measured by products in the run's own numbers, and a line
-    that says so: (float, str).
-
-    Parameters
-    ----------
-    host : Host
-    dtype : of the weights: a name of PyTorch's
-    """
+    that says so: (float, str)."""
     how, tflops, precise = 'taking', host.tflops, torch.get_float32_matmul_precision()
     if not tflops:
         how = f'measured on this host in {dtype}:'
@@ -59,13 +48,7 @@ def no_gpu(
     host,   # Host: ranks, hostfile, tflops
     model,  # folder or name
 ):
-    """What to say where ranks, or a model that is no toy, would find no GPU: list of str.
-
-    Parameters
-    ----------
-    host : Host: ranks, hostfile, tflops
-    model : folder or name
-    """
+    "What to say where ranks, or a model that is no toy, would find no GPU: list of str."
     if torch.cuda.device_count() or not (host.ranks > 1 or is_large(model)): return []
     return [f'no GPU: {_ranks_here(host)} rank{"s" * (_ranks_here(host) > 1)} would share the processor and memory of '
             'this host' + ', and take far longer than the estimate says' * bool(host.tflops)]
@@ -79,25 +62,17 @@ def missing_room(
     host,    # Host
     needs,   # dict of bytes, from `memory`
 ):
-    """What disk, memory and GPUs of this host lack for a run that keeps so many checkpoints in a folder: list of str.
-
-    Parameters
-    ----------
-    folder : Path of the run
-    keep : checkpoints that are kept
-    host : Host
-    needs : dict of bytes, from `memory`
-    """
+    "What disk, memory and GPUs of this host lack for a run that keeps so many checkpoints in a folder: list of str."
     folder = next(p for p in (folder.absolute(), *folder.absolute().parents) if p.exists())
     here, gpus, checkpoints = _ranks_here(host), torch.cuda.device_count(), keep + 2   # the best, and one being written
-    asked = here * (needs.get('host', 0) if gpus else needs.get('filled', needs['rank']))
-    file = here * needs.get('file', 0)
+    asked = here * (needs.get('host', 0) if gpus else needs.get('filled', needs['rank'])) + needs.get('writer', 0)
+    file = needs.get('file', 0)
     stored, disk = checkpoints * needs['checkpoint'], shutil.disk_usage(folder).free
     rooms = [(folder, disk, f'{checkpoints} checkpoints take', stored),
              ('the memory of this host', _free_memory(), f'{here} ranks take at least', asked)]
     if file and Path('/dev/shm').is_dir():
         shared = shutil.disk_usage('/dev/shm').free
-        rooms.append(('/dev/shm', shared, f'the weights that {here} ranks give to vLLM take', file))
+        rooms.append(('/dev/shm', shared, 'the weights that go to vLLM take', file))
     wrong = [f'{where} has {_gigabytes(free)} free, but {what} {_gigabytes(size)}'
              for where, free, what, size in rooms if size > free]
     if gpus and gpus < here: wrong.append(f'{here} ranks need as many GPUs, but there are {gpus}')
@@ -112,6 +87,9 @@ def _missing_gpu(host, needs, i):
         wrong.append(f'GPU {i} has {size / 1e9:.1f} GB, but a rank needs at least {needs["rank"] / 1e9:.1f} GB{when}')
     if host.engine != 'vllm' or host.vllm.get('devices'): return wrong
     taken = host.vllm.get('arguments', {}).get('gpu_memory_utilization', .9) * size
+    if taken and get('acting copy', 'keys and values') > taken:
+        wrong.append(f'GPU {i} has {taken / 1e9:.1f} GB for vLLM, but its weights and one trajectory take '
+                     f'{get("acting copy", "keys and values") / 1e9:.1f} GB')
     lies = max(get('weights', 'gradients', 'optimiser', 'frozen models'), get('acting copy'),
                0 if host.vllm.get('sleep_level') else get('start'))                # vLLM starts beside the whole policy
     if taken and taken + lies > size:

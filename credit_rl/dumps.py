@@ -13,7 +13,7 @@ from .audit import kendall
 from .groups import index_groups
 from .methods import METHODS, get_method
 from .parts import assign, bind
-from .protocol import get_protocol, last_answer, parse
+from .protocol import calls_in, get_protocol, last_answer, parse
 from .readers import RowError, read_line
 from .trajectory import Group, Question, Result, Stop, Trajectory, Turn
 
@@ -169,14 +169,9 @@ def _calls_of(
         try: given = read_line(given) if isinstance(given, str) else given        # tables keep them as text
         except RowError: given = [None]
         read, parts = _call_of, given if isinstance(given, list) else [given]
-    elif protocol.call_style in ('none', 'code'):
-        return [call] if (call := parse(protocol, text).call) else [], False
     else:
-        tag = re.escape(protocol.call_tag)
-        tail = re.search(rf'(?:<{tag}>(?:(?!<{tag}>).)*</{tag}>\s*)+\Z', text, re.S)
-        read = lambda part: parse(protocol, part).call
-        spoken = text.rpartition('</think>')[2] if tail and '</think>' not in tail[0] else text      # a thought is none
-        parts = re.findall(rf'<{tag}>(?:(?!<{tag}>).)*</{tag}>', spoken, re.S) if tail else []
+        found = [parse(protocol, text)] if protocol.call_style == 'code' else calls_in(protocol, text)
+        return [a.call for a in found if a.call], protocol.call_style != 'code' and any(a.error for a in found)
     calls = []
     for part in parts:
         try: calls.append(read(part))
@@ -264,13 +259,11 @@ def read_dump(
 ):
     """Read rollouts that a trainer wrote: `_Dump`. Raises ValueError on a bad row, with its number and how to mend it.
 
-    Parameters
-    ----------
-    path : file of JSON lines, or a list of dict
-    protocol : a row of PROTOCOLS, a file, or a Protocol: how calls and answers are written
-    answers : question text -> accepted answers, where the file does not have them
-    tokenizer : Hugging Face tokenizer, for rows of ids
-    source : name of the data set
+    path: file of JSON lines, or a list of dict
+    protocol: name, file or Protocol
+    answers: dict question text -> accepted answers
+    tokenizer: Hugging Face tokenizer, for rows of ids
+    source: str, name of the data set
     """
     protocol, words = get_protocol(protocol) if isinstance(protocol, str) else protocol, {}
     encode = lambda text: tuple(words.setdefault(w, len(words)) for w in text.split())
@@ -303,11 +296,9 @@ def text_credit(
 ):
     """What a rule of text gives every turn: (N, K), 0 where there is none. Raises ValueError on one that asks a model.
 
-    Parameters
-    ----------
-    groups : list of Group
-    method : Method, or the name of one, that asks no model
-    options : of the method, by name
+    groups: list of Group
+    method: Method, or the name of one, that asks no model
+    options: dict, of the method
     """
     method = bind(get_method(method) if isinstance(method, str) else method, options)
     asks = method.asks(groups)
@@ -338,10 +329,8 @@ def compare_rules(
     share of rollouts whose turns it tells apart, and its τ with each of the others within rollouts, NaN where nothing
     can be ordered.
 
-    Parameters
-    ----------
-    groups : list of Group
-    methods : names
+    groups: list of Group
+    methods: names
     """
     import pandas as pd
     mask, rows = index_groups(groups)[0], {}

@@ -96,13 +96,7 @@ def check_numbers(
     logps,  # (n,) log-probabilities of sampled ids
     model,  # Hugging Face model, or what to call it
 ):
-    """Refuse log-probabilities that are no numbers. Raises ValueError naming the model.
-
-    Parameters
-    ----------
-    logps : (n,) log-probabilities of sampled ids
-    model : Hugging Face model, or what to call it
-    """
+    "Refuse log-probabilities that are no numbers. Raises ValueError naming the model."
     if not torch.as_tensor(logps).isnan().any(): return
     name = model if isinstance(model, str) else getattr(model.config, 'name_or_path', '') or type(model).__name__
     raise ValueError(f'the model {name!r} gives probabilities that are no numbers (NaN): its weights are damaged, or '
@@ -113,13 +107,7 @@ def end_ids(
     eos,        # int, list of int or None: a model's own end-of-sequence ids
     tokenizer,  # whose eos_token_id counts too
 ):
-    """Collect the ids that end a turn: a set.
-
-    Parameters
-    ----------
-    eos : int, list of int or None: a model's own end-of-sequence ids
-    tokenizer : whose eos_token_id counts too
-    """
+    "Collect the ids that end a turn: a set."
     own = [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
     return {i for i in [*own, tokenizer.eos_token_id] if i is not None}
 
@@ -129,14 +117,7 @@ def stop_tokens(
     stop,       # tuple of str
 ):
     """Find the ids that surely complete a stop string (it lies in their text) and those that may (it ends with how
-    their text begins): two sets, the first in the second.
-
-    Parameters
-    ----------
-    tokenizer : decodes ids
-    size : int, ids that the model can sample, V
-    stop : tuple of str
-    """
+    their text begins): two sets, the first in the second."""
     texts = tokenizer.batch_decode([[i] for i in range(size)]) if stop else []
     surely = {i for i, text in enumerate(texts) if any(s in text for s in stop)}
     ends = lambda text: any(s.endswith(text[:j]) for s in stop for j in range(1, len(text) + 1))
@@ -314,12 +295,7 @@ class _FixedSteps:
 
 # %% ../nbs/3_acting/20_engine.ipynb #c020
 class _RowBatch:
-    """The rows of one model, a conversation each: what they hold, and the logits of what comes next.
-
-    Parameters
-    ----------
-    model, device, most : rows and slots at most, where steps have fixed shapes
-    """
+    "The rows of one model, a conversation each: what they hold, and the logits of what comes next."
 
     def __init__(self, model, device, most=None):    # rows and slots at most, where steps have fixed shapes
         self.model, self.device, self.cache = model, device, _SlotCache()
@@ -420,15 +396,7 @@ def check_request(
     kept,  # list of int, what an earlier turn left in the cache
     most,  # int, the engine's max_length
 ):
-    """Refuse ids that do not continue a kept conversation, are none, or fill the context. Raises ValueError.
-
-    Parameters
-    ----------
-    key : the conversation's, for the message
-    ids : list of int, everything so far
-    kept : list of int, what an earlier turn left in the cache
-    most : int, the engine's max_length
-    """
+    "Refuse ids that do not continue a kept conversation, are none, or fill the context. Raises ValueError."
     if kept and (len(ids) <= len(kept) or ids[:len(kept)] != kept):
         raise ValueError(f'conversation {key!r}: the {len(ids)} ids submitted do not continue the {len(kept)} that are '
                          'kept; release or rewind it first')
@@ -560,27 +528,13 @@ def continue_prompts(engine, prompts, sampling, n=1, keys=None, seeds=None):
 
 # %% ../nbs/3_acting/20_engine.ipynb #c034
 def attention_window(model):  # Hugging Face causal model
-    """How many tokens every layer of a model can attend to at once: int, or infinity.
-
-    Parameters
-    ----------
-    model : Hugging Face causal model
-    """
+    "How many tokens every layer of a model can attend to at once: int, or infinity."
     config = getattr(model.config, 'text_config', model.config)
     if set(getattr(config, 'layer_types', None) or ['?']) == {'full_attention'}: return math.inf
     return min(getattr(config, name, None) or math.inf for name in ('sliding_window', 'attention_chunk_size'))
 
 class HFEngine:
-    """Generate with a Hugging Face causal model on its own device; the model may be the one that is being trained.
-
-    Parameters
-    ----------
-    max_length : most ids in a conversation
-    max_rows : most conversations at once; others wait
-    read_tokens : most tokens, padding included, in one reading forward
-    fixed_shapes : whether one-token steps are taken at few shapes, and on a GPU captured as CUDA graphs; None: on a
-        GPU, for models that `tree` knows
-    """
+    "Generate with a Hugging Face causal model on its own device; the model may be the one that is being trained."
 
     def __init__(self, model, tokenizer,
                  max_length=4096,     # most ids in a conversation

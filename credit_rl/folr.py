@@ -29,13 +29,7 @@ def evidence_golds(
     match_short=False,  # True: keep yes, no and single characters
 ):
     """Normalise the golds whose sight is evidence; an empty list means that first occurrence says nothing about this
-    question.
-
-    Parameters
-    ----------
-    golds : list of str, the question's accepted answers
-    match_short : True: keep yes, no and single characters
-    """
+    question."""
     if isinstance(golds, str):
         raise TypeError(f'golds must be a list of strings, got the string {golds!r}; write [{golds!r}]')
     found = dict.fromkeys(map(evidence_words, golds))
@@ -74,14 +68,7 @@ def first_occurrence(
     golds,              # list of str, accepted answers
     match_short=False,  # True: yes, no and single characters may match too
 ):
-    """Find the earliest turn that was returned a gold, on token borders (TSPO sec. 3.2, t*): int, or None.
-
-    Parameters
-    ----------
-    observations : list of K str, what the tool returned to each turn, or of K tuples, its fields ('' for none)
-    golds : list of str, accepted answers
-    match_short : True: yes, no and single characters may match too
-    """
+    "Find the earliest turn that was returned a gold, on token borders (TSPO sec. 3.2, t*): int, or None."
     if isinstance(observations, str):
         raise TypeError(f'observations must be a list with one string per turn, got the string {observations[:40]!r}')
     golds = evidence_golds(golds, match_short)
@@ -94,14 +81,7 @@ def first_turns(
     unseen=False,       # True: golds that stand in the question are left out (ours)
 ):
     """Find every rollout's first turn that was returned a gold, as the model was shown it (TSPO sec. 3.2): (N,) long,
-    -1 for none. What was cut off before it reached the context is not in a `Turn`.
-
-    Parameters
-    ----------
-    groups : list of Group, N trajectories in all
-    match_short : True: yes, no and single characters may match too
-    unseen : True: golds that stand in the question are left out (ours)
-    """
+    -1 for none. What was cut off before it reached the context is not in a `Turn`."""
     found = []
     for g in groups:
         golds = _golds_of(g.question, match_short, unseen)
@@ -119,14 +99,7 @@ def has_evidence(
     match_short=False,  # as in first_turns
     unseen=False,       # as in first_turns
 ):
-    """Tell which rollouts answer a question with evidence golds, so that a first turn of -1 means not found: (N,) bool.
-
-    Parameters
-    ----------
-    groups : list of Group, N trajectories in all
-    match_short : as in first_turns
-    unseen : as in first_turns
-    """
+    "Tell which rollouts answer a question with evidence golds, so that a first turn of -1 means not found: (N,) bool."
     known = [bool(_golds_of(g.question, match_short, unseen)) for g in groups]
     return torch.tensor([found for g, found in zip(groups, known) for _ in g.trajectories])
 
@@ -134,12 +107,7 @@ def has_evidence(
 def gold_in_question(
     questions,  # list of Question
 ):
-    """Share of the questions with evidence golds that contain one of them themselves: float, NaN without any (ours).
-
-    Parameters
-    ----------
-    questions : list of Question
-    """
+    "Share of the questions with evidence golds that contain one of them themselves: float, NaN without any (ours)."
     known = [(q, golds) for q in questions if (golds := evidence_golds(q.answers))]
     return sum(_shows(q.text, golds) for q, golds in known) / len(known) if known else math.nan
 
@@ -148,13 +116,7 @@ def chance_occurrence(
     most=8,   # other questions of which golds are looked for in each rollout
 ):
     """Share of the rollouts that were shown a gold of another question of the batch: float, NaN without one (ours).
-    It says how many first occurrences are no finds.
-
-    Parameters
-    ----------
-    groups : list of Group
-    most : other questions of which golds are looked for in each rollout
-    """
+    It says how many first occurrences are no finds."""
     golds, hits = [_golds_of(g.question) for g in groups], []
     for shift in range(1, min(most, len(groups) - 1) + 1):
         for b, g in enumerate(groups):
@@ -167,12 +129,7 @@ def chance_occurrence(
 def check_binary(
     outcome,  # (N,)
 ):
-    """Widen outcomes to float32, refusing any but 0 and 1: (N,).
-
-    Parameters
-    ----------
-    outcome : (N,)
-    """
+    "Widen outcomes to float32, refusing any but 0 and 1: (N,)."
     check_tensors(outcome=outcome)
     if outcome.ndim != 1 or not ((outcome == 0) | (outcome == 1)).all():
         raise ValueError(f'first-occurrence rewards need (N,) outcomes that are 0 or 1, got {tuple(outcome.shape)} '
@@ -185,14 +142,7 @@ def op_table(
     first_turn,   # (N,) long, -1 for none
     scored=None,  # (N,) bool, rollouts whose question has evidence golds (has_evidence); None: all
 ):
-    """Count rollouts by process and outcome, [[P+O+, P+O−], [P−O+, P−O−]]: (2, 2) long (TSPO table 1).
-
-    Parameters
-    ----------
-    outcome : (N,) 0 or 1
-    first_turn : (N,) long, -1 for none
-    scored : (N,) bool, rollouts whose question has evidence golds (has_evidence); None: all
-    """
+    "Count rollouts by process and outcome, [[P+O+, P+O−], [P−O+, P−O−]]: (2, 2) long (TSPO table 1)."
     check_tensors(first_turn=first_turn, scored=scored)
     right, seen = check_binary(outcome) == 1, first_turn >= 0
     scored = torch.ones_like(right) if scored is None else scored
@@ -207,12 +157,7 @@ def chi_squared(
     table,  # 2-D counts, nested lists or tensor, rows against columns
 ):
     """Measure dependence of rows and columns by Pearson's statistic (TSPO eqs. 4-5): float. Raises where a row or
-    column is empty.
-
-    Parameters
-    ----------
-    table : 2-D counts, nested lists or tensor, rows against columns
-    """
+    column is empty."""
     observed = torch.as_tensor(table, dtype=torch.float64)
     if observed.ndim != 2 or (observed < 0).any():
         raise ValueError(f'a table of counts is 2-D and not negative, got {observed.tolist()}')
@@ -227,12 +172,7 @@ def chi_squared(
 def near_miss_share(
     table,  # (2, 2) counts [[P+O+, P+O−], [P−O+, P−O−]]
 ):
-    """Share of wrong rollouts that had a gold on the screen, P+O− of all O−: float in [0, 1], NaN when none was wrong.
-
-    Parameters
-    ----------
-    table : (2, 2) counts [[P+O+, P+O−], [P−O+, P−O−]]
-    """
+    "Share of wrong rollouts that had a gold on the screen, P+O− of all O−: float in [0, 1], NaN when none was wrong."
     (_, near), (_, lost) = torch.as_tensor(table).tolist()
     return near / (near + lost) if near + lost else float('nan')
 
@@ -246,12 +186,10 @@ def folr_rewards(
     """Reward every turn: 1 if the answer is right, else alpha up to the turn that first showed a gold (TSPO eq. 6).
     (N, K). Raises ValueError on outcomes other than 0 and 1, and on a first turn that the rollout does not have.
 
-    Parameters
-    ----------
-    outcome : (N,) 0 or 1
-    first_turn : (N,) long, first turn that showed a gold, -1 for none
-    turn_mask : (N, K) bool
-    alpha : reward of the turns up to first_turn in a wrong rollout, in [0, 1]
+    outcome: (N,) 0 or 1
+    first_turn: (N,) long, -1 for none
+    turn_mask: (N, K) bool
+    alpha: in [0, 1]
     """
     if not 0 <= alpha <= 1: raise ValueError(f'alpha is a share of the full reward, in [0, 1], got {alpha}')
     check_tensors(first_turn=first_turn)
@@ -281,15 +219,13 @@ def turn_normalize(
     """Compare turn k with turn k of the group's other members (TSPO eq. 7 and Discussion 1): (N, K).
     Exactly 0 outside the mask and where a turn has no spread. Raises ValueError if no group has two members.
 
-    Parameters
-    ----------
-    x : (N, K) turn rewards; NaN outside the mask is padding, a row of NaN is missing
-    turn_mask : (N, K) bool
-    groups : (N,) integer
-    pad : 'last': a shorter rollout goes on with its last turn's reward; 'none': it leaves the later comparisons
-    ddof : 0 population, 1 sample standard deviation
-    eps : added to the standard deviation
-    scale : False: subtract the mean only
+    x: (N, K) turn rewards; a row of NaN: missing
+    turn_mask: (N, K) bool
+    groups: (N,) integer
+    pad: 'last' or 'none'
+    ddof: 0 or 1
+    eps: float >= 0
+    scale: False: subtract the mean only
     """
     if pad not in ('last', 'none'): raise ValueError(f"pad is 'last' or 'none', got {pad!r}")
     last = check_turns(turn_mask, x) - 1
@@ -315,19 +251,7 @@ def selective_advantages(
     eps=1e-6,              # added to the standard deviation
 ):
     """Compare turn rewards turn by turn in some groups and outcomes in the others (TSPO algorithm 1): (N, K).
-    Raises ValueError on another strategy, and if no group has two members.
-
-    Parameters
-    ----------
-    rewards : (N, K) turn rewards; a row of NaN: missing
-    outcome : (N,) scalar outcomes; NaN: missing
-    right : (N,) 1 where the answer is right, else 0
-    turn_mask : (N, K) bool
-    groups : (N,) integer
-    strategy : groups that are compared turn by turn: 'none', 'all', 'all-wrong'
-    ddof : 0 population, 1 sample standard deviation
-    eps : added to the standard deviation
-    """
+    Raises ValueError on another strategy, and if no group has two members."""
     if strategy not in ('none', 'all', 'all-wrong'):
         raise ValueError(f"strategy is 'none', 'all' or 'all-wrong', got {strategy!r}")
     check_tensors(rewards=rewards, outcome=outcome, right=right)
@@ -352,16 +276,14 @@ def tspo_advantages(
     """Compare first-occurrence rewards turn by turn, other groups by outcome (TSPO eqs. 3, 6, 7, algorithm 1): (N, K).
     Raises ValueError on outcomes other than 0 and 1, and if no group has two members.
 
-    Parameters
-    ----------
-    outcome : (N,) 0 or 1
-    first_turn : (N,) long, first turn that showed a gold, -1 for none
-    turn_mask : (N, K) bool
-    groups : (N,) integer
-    alpha : reward of the turns up to first_turn in a wrong rollout, in [0, 1]
-    strategy : groups that are compared turn by turn: 'none', 'all', 'all-wrong'
-    ddof : 0 population, 1 sample standard deviation
-    eps : added to the standard deviation
+    outcome: (N,) 0 or 1
+    first_turn: (N,) long, -1 for none
+    turn_mask: (N, K) bool
+    groups: (N,) integer
+    alpha: in [0, 1]
+    strategy: 'none', 'all' or 'all-wrong'
+    ddof: 0 or 1
+    eps: float >= 0
     """
     right = check_binary(outcome)
     rewards = folr_rewards(right, first_turn, turn_mask, alpha)
@@ -375,15 +297,7 @@ def group_misses(
     scored=None,  # (N,) bool, rollouts whose question has evidence golds (has_evidence); None: all
 ):
     """Count each group's right, near-miss and lost rollouts: (B, 3) long, groups in the order of their numbers (TSPO
-    sec. 2.1).
-
-    Parameters
-    ----------
-    outcome : (N,) 0 or 1
-    first_turn : (N,) long, -1 for none
-    groups : (N,) integer
-    scored : (N,) bool, rollouts whose question has evidence golds (has_evidence); None: all
-    """
+    sec. 2.1)."""
     op_table(outcome, first_turn, scored)                           # for its refusals
     index = check_groups(groups, len(outcome))
     kind = torch.where(outcome == 1, 0, torch.where(first_turn >= 0, 1, 2))
@@ -402,14 +316,6 @@ def near_miss_statistics(
 
     near_miss: share of the wrong rollouts that found a gold; near_miss_by_group: mean of the groups' own shares;
     all_wrong: share of the groups; of those, near_miss_groups: with a near miss, revived: with an advantage from TSPO.
-
-    Parameters
-    ----------
-    outcome : (N,) 0 or 1
-    first_turn : (N,) long, -1 for none
-    turn_mask : (N, K) bool
-    groups : (N,) integer
-    scored : (N,) bool, rollouts whose question has evidence golds (has_evidence); None: all
     """
     counts, index = group_misses(outcome, first_turn, groups, scored), check_groups(groups, len(outcome))
     heard = tspo_advantages(outcome, first_turn, turn_mask, groups).float().abs().sum(1)
@@ -427,35 +333,46 @@ def near_miss_statistics(
 from .groups import index_groups
 from .options import Option
 from .outcome import outcome_rewards
-from .parts import Reward, Row, Rule
+from .parts import Reward, Row, Rule, every_turn
 
-def _latent(groups, o):
-    "What FOLR adds to the outcome of a wrong rollout: α up to the turn that showed a gold, (N, K)."
+def _latent(groups, grade, o):
+    """What FOLR adds to the grade (N,) of a wrong rollout: α of what is missing to 1 up to the turn that showed a gold,
+    (N, K). Raises ValueError on grades outside of [0, 1]; where there is none, NaN, nothing is added."""
+    if ((grade < 0) | (grade > 1)).any():
+        raise ValueError(f'folr adds to grades of answers in [0, 1], got {grade.tolist()[:8]}; take a metric that gives '
+                         'such grades, or another reward')
     right, mask = outcome_rewards(groups, o['right']), index_groups(groups)[0]
-    first = first_turns(groups, o['match_short'], o['unseen'])
-    return folr_rewards(right, first, mask, o['alpha']) - right[:, None] * mask
+    wrong = (right < 1) & ~grade.isnan()
+    first = first_turns(groups, o['match_short'], o['unseen']).where(wrong, torch.tensor(-1))
+    if o['spread'] == 'found': first = torch.where(first >= 0, mask.sum(1) - 1, -1)
+    return (1 - grade.nan_to_num())[:, None] * folr_rewards(torch.zeros_like(right), first, mask, o['alpha'])
 
 def _by_turn(rewards, layout, seen, o):
     "Advantages of every turn, by turn or by outcome as the strategy says: (N, K)."
     table = rewards['outcome'][:, None] * layout.turn_mask + rewards['turns']
+    if o['flat']: table = every_turn(table.sum(1) / layout.turn_mask.sum(1), layout)
     table = torch.where(rewards['missing'][:, None], torch.nan, table)
     return selective_advantages(table, rewards['outcome'], rewards['right'], layout.turn_mask, layout.groups,
                                 o['strategy'], o['ddof'], o['eps'])
 
 # %% ../nbs/1_rules/32_folr.ipynb #p003
 PARTS = (
-    Reward('folr', r'r_{i,k} = R_i + (1 - R_i)\,\alpha\,\mathbb 1[k \le t^*_i]', 'TSPO eq. 6', text=_latent,
+    Reward('folr', r'r_{i,k} = R_i + (1 - R_i)\,\alpha\,\mathbb 1[k \le t^*_i]', 'TSPO eq. 6', graded=_latent,
            options={'alpha': Option(1.0, 'share of the full reward that a wrong rollout earns up to t*',
                                     least=0, most=1),
                     'match_short': Option(False, 'look for yes, no and single letters too'),
-                    'unseen': Option(False, 'leave out golds that stand in the question')},
+                    'unseen': Option(False, 'leave out golds that stand in the question'),
+                    'spread': Option('first', 'turns of a wrong rollout that found which earn alpha: up to the first '
+                                     'that showed a gold, or all', choices=('first', 'found'))},
            per_turn=True,
            every_group='all-wrong groups are what folr is for',
-           differs='yes/no and one-letter golds count as never shown'),
+           differs='yes/no and one-letter golds count as never shown; eq. 6 is of exact match, a graded outcome earns '
+                   'α of what it lacks'),
     Rule('turns', r'A_{i,k} = \operatorname{zscore}_j\, r_{j,k}', 'TSPO eqs. 3, 7, algorithm 1', credit=_by_turn,
          average='group-mean-token-sum', wants_turns=True,
          options={'strategy': Option('all-wrong', 'groups that are compared turn by turn',
                                      choices=('none', 'all', 'all-wrong')),
+                  'flat': Option(False, "compare a rollout's mean turn reward in place of each turn's, in these groups"),
                   'ddof': Option(0, '1: sample deviation', choices=(0, 1)),
                   'eps': Option(1e-6, 'added to the deviation', least=0)},
          differs='shorter rollouts are padded with their last turn (Discussion 1)'),

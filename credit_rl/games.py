@@ -111,16 +111,7 @@ def make_game(
     base,       # (D, A) weights that learning begins with
     **about,    # metric, goal, questions_per_step, group_size of Game
 ):
-    """Number the spots of a game: `Game`. Raises ValueError where a spot is reached after different numbers of turns.
-
-    Parameters
-    ----------
-    spots : dict name -> Spot
-    starts : dict Question -> name of its first spot
-    features : dict cell -> (D,) tensor
-    base : (D, A) weights that learning begins with
-    about : metric, goal, questions_per_step, group_size of Game
-    """
+    "Number the spots of a game: `Game`. Raises ValueError where a spot is reached after different numbers of turns."
     order, layers = _in_layers(spots, starts.values())
     at, cells = {s: i for i, s in enumerate(order)}, {c: i for i, c in enumerate(features)}
     places, words, turns = {}, {}, {}
@@ -143,12 +134,7 @@ def action_chances(
     game,
     weights,  # (P, D, A)
 ):
-    """The policy's chance of every action on every spot: (P, S, A), 0 where it is not allowed.
-
-    Parameters
-    ----------
-    weights : (P, D, A)
-    """
+    "The policy's chance of every action on every spot: (P, S, A), 0 where it is not allowed."
     logits = torch.einsum('cd,pda->pca', game.features, weights)[:, game.cell]
     return logits.masked_fill(~game.allowed, -torch.inf).softmax(-1)
 
@@ -156,12 +142,7 @@ def game_values(
     game,
     pi,  # (P, S, A) chances of actions
 ):
-    """What is still to be earned from every spot, in expectation: (P, S + 1), the last one 0, after the end.
-
-    Parameters
-    ----------
-    pi : (P, S, A) chances of actions
-    """
+    "What is still to be earned from every spot, in expectation: (P, S + 1), the last one 0, after the end."
     out = pi.new_zeros(len(pi), len(game.cell) + 1)
     for layer in reversed(game.layers):
         worth = (game.chance[layer] * (game.earns[layer] + out[:, game.after[layer]])).sum(-1)
@@ -172,12 +153,7 @@ def visit_chances(
     game,
     pi,  # (P, S, A) chances of actions
 ):
-    """Chance that a rollout comes to each spot, questions drawn evenly: (P, S).
-
-    Parameters
-    ----------
-    pi : (P, S, A) chances of actions
-    """
+    "Chance that a rollout comes to each spot, questions drawn evenly: (P, S)."
     share = pi.new_full((len(pi), len(game.starts)), 1 / len(game.starts))
     out = pi.new_zeros(len(pi), len(game.cell) + 1).index_add(1, game.starts, share)
     for layer in game.layers:
@@ -235,15 +211,7 @@ def draw_moves(
     size,       # attempts at each, G
     generator,  # torch.Generator
 ):
-    """Play: `Moves`, N = P·B·G in the order of policies, questions, attempts.
-
-    Parameters
-    ----------
-    pi : (P, S, A) chances of actions
-    asked : (P, B) long, questions of each policy
-    size : attempts at each, G
-    generator : torch.Generator
-    """
+    "Play: `Moves`, N = P·B·G in the order of policies, questions, attempts."
     owner = torch.arange(len(asked)).repeat_interleave(asked.shape[1] * size)
     question, columns = asked.flatten().repeat_interleave(size), []
     for at, *found in play_on(game, pi, owner, game.starts[question], generator):
@@ -257,13 +225,7 @@ def group_moves(
     moves,
     size,   # rollouts of a group
 ):
-    """The rollouts as the library knows them: list of N / G `Group`.
-
-    Parameters
-    ----------
-    pi : (P, S, A) chances of actions
-    size : rollouts of a group
-    """
+    "The rollouts as the library knows them: list of N / G `Group`."
     logps = moves.pick(pi).gather(2, moves.action.clamp(min=0)[..., None])[..., 0].log().tolist()
     rows = [list(zip(*row)) for row in zip(moves.spot.tolist(), moves.action.tolist(), moves.way.tolist(), logps)]
     groups = []
@@ -314,12 +276,7 @@ def _solved(function, wanted, low=-20., high=20.):
     return middle
 
 def base_right(game, weights=None):  # weights (D, A); None: the base's
-    """Mean outcome of a policy, exactly: float.
-
-    Parameters
-    ----------
-    game, weights : weights (D, A); None: the base's
-    """
+    "Mean outcome of a policy, exactly: float."
     pi = action_chances(game, (game.base if weights is None else weights)[None])
     return game_values(game, pi)[0, game.starts].mean().item()
 

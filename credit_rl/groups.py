@@ -14,34 +14,19 @@ from .trajectory import group_index, turn_counts
 def index_groups(
     groups,  # list of Group, N trajectories in all, the longest of K turns
 ):
-    """Describe a batch: turn_mask (N, K) bool, and the group of each trajectory (N,) long.
-
-    Parameters
-    ----------
-    groups : list of Group, N trajectories in all, the longest of K turns
-    """
+    "Describe a batch: turn_mask (N, K) bool, and the group of each trajectory (N,) long."
     counts = torch.tensor(turn_counts(groups))
     return torch.arange(int(counts.max())) < counts[:, None], torch.tensor(group_index(groups))
 
 # %% ../nbs/1_rules/28_groups.ipynb #c023
 def check_tensors(**given):  # name -> tensor; None is let pass
-    """Refuse anything that is no tensor. Raises TypeError.
-
-    Parameters
-    ----------
-    given : name -> tensor; None is let pass
-    """
+    "Refuse anything that is no tensor. Raises TypeError."
     for name, x in given.items():
         if x is not None and not isinstance(x, torch.Tensor):
             raise TypeError(f'{name} must be a tensor, got {type(x).__name__}; torch.as_tensor makes one of it')
 
 def check_some(members):  # int, N
-    """Refuse an empty batch. Raises ValueError.
-
-    Parameters
-    ----------
-    members : int, N
-    """
+    "Refuse an empty batch. Raises ValueError."
     if not members: raise ValueError('there are no trajectories (N = 0): an empty batch has nothing to compare')
 
 def check_groups(
@@ -49,13 +34,7 @@ def check_groups(
     members,  # int, N
 ):
     """Renumber groups to (N,) long in [0, B).
-    Raises where groups is not (N,) integer, or nobody has anyone to be compared with.
-
-    Parameters
-    ----------
-    groups : (N,) integer, group of each trajectory
-    members : int, N
-    """
+    Raises where groups is not (N,) integer, or nobody has anyone to be compared with."""
     if not isinstance(groups, torch.Tensor):
         raise TypeError(f'groups must be an integer tensor ({members},), got {type(groups).__name__}; '
                         'index_groups makes one from a list of Group, torch.as_tensor from numbers')
@@ -76,13 +55,7 @@ def check_turns(
     x,          # (N, K) what it should fit
 ):
     """Count each trajectory's turns: (N,) long.
-    Raises ValueError on a mask of another shape or type, with holes, or with an empty row.
-
-    Parameters
-    ----------
-    turn_mask : (N, K) bool
-    x : (N, K) what it should fit
-    """
+    Raises ValueError on a mask of another shape or type, with holes, or with an empty row."""
     check_tensors(turn_mask=turn_mask, turns=x)
     if turn_mask.dtype != torch.bool or turn_mask.shape != x.shape or turn_mask.ndim != 2:
         raise ValueError(f'turn_mask must be (N, K) bool like the turn values {tuple(x.shape)}, '
@@ -102,13 +75,7 @@ def measured(
 ):
     """Mark the entries that exist and were measured: same shape, bool.
     Raises ValueError on a half-measured trajectory, on infinity, on a mask that does not fit, and without any
-    trajectory.
-
-    Parameters
-    ----------
-    x : (N,) or (N, K) float
-    mask : same shape, bool: the entries that exist; None: all
-    """
+    trajectory."""
     check_tensors(rewards=x, mask=mask)
     check_some(len(x))
     mask = torch.ones_like(x, dtype=torch.bool) if mask is None else mask
@@ -143,17 +110,7 @@ def standardize(
     eps=1e-6,     # added to the standard deviation
     scale=True,   # False: subtract the mean only (Dr. GRPO)
 ):
-    """Compare each valid entry with its cell: (M,) in float32 or better, exactly 0 without spread and where not valid.
-
-    Parameters
-    ----------
-    x : (M,) values
-    cell : (M,) long >= 0, the cell each is compared within
-    valid : (M,) bool, entries that count; None: all
-    ddof : 0 population, 1 sample standard deviation
-    eps : added to the standard deviation
-    scale : False: subtract the mean only (Dr. GRPO)
-    """
+    "Compare each valid entry with its cell: (M,) in float32 or better, exactly 0 without spread and where not valid."
     if ddof not in (0, 1): raise ValueError(f'ddof is 0 (population) or 1 (sample), got {ddof}')
     if not eps >= 0: raise ValueError(f'eps is added to a deviation, so it is at least 0, got {eps}')
     x = widen(x.detach())                         # credit is a number for the loss, not a way back into what earned it
@@ -182,14 +139,12 @@ def group_normalize(
     """Compare each entry with its group, jointly over turns (GRPO: TSPO eq. 3; IGPO eqs. 5-6): shape of x.
     Exactly 0 where a group has no spread. Raises ValueError if no group has two members.
 
-    Parameters
-    ----------
-    x : (N,) outcomes or (N, K) turn rewards; all NaN in a row: missing
-    groups : (N,) integer, group of each trajectory
-    mask : same shape as x, bool, entries that count; None: all
-    ddof : 0 population, 1 sample standard deviation
-    eps : added to the standard deviation
-    scale : False: subtract the mean only (Dr. GRPO)
+    x: (N,) outcomes or (N, K) turn rewards; a row of NaN: missing
+    groups: (N,) integer
+    mask: shape of x, bool; None: all
+    ddof: 0 or 1
+    eps: float >= 0
+    scale: False: subtract the mean only
     """
     check_tensors(x=x, mask=mask)
     if x.ndim not in (1, 2): raise ValueError(f'x is (N,) outcomes or (N, K) turn rewards, got {tuple(x.shape)}')
@@ -207,15 +162,7 @@ def group_share(
     wrong=0.0,   # reward up to which it counts as wrong
 ):
     """Share of groups that are all right, mixed, all wrong (TSPO fig. 2), and collapsed, without spread: dict of
-    floats in [0, 1].
-
-    Parameters
-    ----------
-    rewards : (N,) outcomes; NaN: missing
-    groups : (N,) integer, group of each trajectory
-    right : reward from which on an answer counts as right
-    wrong : reward up to which it counts as wrong
-    """
+    floats in [0, 1]."""
     check_tensors(rewards=rewards)
     index = check_groups(groups, len(rewards))
     x, valid = widen(rewards), measured(rewards)
@@ -234,13 +181,7 @@ def at_last_turn(
     turn_mask,  # (N, K) bool
 ):
     """Place each outcome on its trajectory's last turn: (N, K), 0 elsewhere. Raises ValueError where it is not one
-    outcome per trajectory.
-
-    Parameters
-    ----------
-    outcome : (N,) outcome of each trajectory
-    turn_mask : (N, K) bool
-    """
+    outcome per trajectory."""
     check_tensors(outcome=outcome)
     last = check_turns(turn_mask, turn_mask) - 1
     if outcome.shape != last.shape:
@@ -252,13 +193,7 @@ def discounted_suffix(
     x,       # (..., T)
     factor,  # float in [0, 1], discount per step
 ):
-    """Sum each entry with all later ones, discounted by their distance, in ⌈log2 T⌉ vector steps: shape of x.
-
-    Parameters
-    ----------
-    x : (..., T)
-    factor : float in [0, 1], discount per step
-    """
+    "Sum each entry with all later ones, discounted by their distance, in ⌈log2 T⌉ vector steps: shape of x."
     if not 0 <= factor <= 1: raise ValueError(f'a discount lies in [0, 1], got {factor}')
     stride, power = 1, factor
     while stride < x.shape[-1]:
@@ -273,14 +208,7 @@ def discounted_sum(
     gamma,      # discount per turn, in [0, 1]
 ):
     """Accumulate turn rewards backwards, y_k = Σ_{j≥k} γ^(j−k) x_j (IGPO eq. 7): (N, K), 0 outside the mask.
-    Raises ValueError on a half-measured trajectory, a mask with holes, and a discount outside [0, 1].
-
-    Parameters
-    ----------
-    x : (N, K) turn rewards; NaN outside the mask is padding, a row of NaN is missing and stays so
-    turn_mask : (N, K) bool
-    gamma : discount per turn, in [0, 1]
-    """
+    Raises ValueError on a half-measured trajectory, a mask with holes, and a discount outside [0, 1]."""
     check_turns(turn_mask, x)
     valid = measured(x, turn_mask)
     y = discounted_suffix(torch.where(valid, widen(x.detach()), 0.0), gamma)

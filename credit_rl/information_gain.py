@@ -31,14 +31,7 @@ def best_gold_logp(
     gold_mask=None,  # (M,) or (..., M) bool, golds that exist; None: all
 ):
     """Take the best gold's mean log-probability per token (IGPO eq. 3): (...), NaN where a gold was not scored.
-    Raises ValueError on positive sums, on a gold without tokens, and on a state without golds.
-
-    Parameters
-    ----------
-    sums : (..., M) summed log-probability of each gold, in nats, <= 0; NaN: could not be scored
-    tokens : (M,) or (..., M) number of gold tokens, >= 1
-    gold_mask : (M,) or (..., M) bool, golds that exist; None: all
-    """
+    Raises ValueError on positive sums, on a gold without tokens, and on a state without golds."""
     if not sums.is_floating_point() or sums.ndim == 0:
         raise ValueError(f'sums must be (..., M) floats, got {tuple(sums.shape)} {sums.dtype}')
     there = torch.ones_like(sums, dtype=torch.bool) if gold_mask is None else gold_mask
@@ -62,14 +55,7 @@ def information_gain(
 ):
     """Measure what each turn did to the policy's belief in the gold answer (IGPO eqs. 3-4): (N, K), 0 outside the mask.
     NaN in a trajectory that was not measured; carries no gradient.
-    Raises ValueError on positive values (probabilities, most likely).
-
-    Parameters
-    ----------
-    answer_logp : (N, K+1) mean log-probability per gold token at S_0 … S_K, in nats, <= 0; NaN: missing, and padding
-    turn_mask : (N, K) bool; None: every trajectory has K turns
-    mode : 'prob': difference of probabilities (IGPO eq. 4); 'logprob': of their logarithms (appendix A)
-    """
+    Raises ValueError on positive values (probabilities, most likely)."""
     if mode not in ('prob', 'logprob'): raise ValueError(f"mode is 'prob' or 'logprob', got {mode!r}")
     if answer_logp.ndim != 2 or answer_logp.shape[1] < 2:
         raise ValueError(f'answer_logp must be (N, K+1), one state more than turns, got {tuple(answer_logp.shape)}')
@@ -84,12 +70,7 @@ def information_gain(
 def has_answer(
     groups,  # list of Group, N trajectories in all
 ):
-    """Mark the rollouts that ended in a well-formed answer: (N,) bool.
-
-    Parameters
-    ----------
-    groups : list of Group, N trajectories in all
-    """
+    "Mark the rollouts that ended in a well-formed answer: (N,) bool."
     return torch.tensor([t.answer is not None for g in groups for t in g.trajectories])
 
 # %% ../nbs/1_rules/33_information_gain.ipynb #c018
@@ -102,16 +83,7 @@ def with_outcome(
 ):
     """Put the outcome, or the penalty, on each trajectory's last turn (IGPO section 3.2, eq. 2): (N, K).
     0 outside the mask, NaN everywhere in a trajectory of which anything is missing.
-    Raises ValueError on a positive penalty and on half-measured gains.
-
-    Parameters
-    ----------
-    gains : (N, K) gain of each turn; a row of NaN: not measured
-    outcome : (N,) reward of each answer; NaN: missing
-    turn_mask : (N, K) bool
-    answered : (N,) bool, rollouts with an answer turn (has_answer); None: outcome holds the penalties already
-    penalty : reward <= 0 in place of the last turn's gain where there is no answer
-    """
+    Raises ValueError on a positive penalty and on half-measured gains."""
     last = check_turns(turn_mask, gains)[:, None] - 1
     if outcome.shape != last.shape[:1]:
         raise ValueError(f'outcome must be ({len(last)},), one per trajectory, got {tuple(outcome.shape)}')
@@ -171,17 +143,15 @@ def igpo_advantages(
     0 outside the mask and where missing.
     Raises ValueError on other names, half-measured trajectories, and lone groups.
 
-    Parameters
-    ----------
-    rewards : (N, K) gains, the outcome on each last turn (with_outcome); a row of NaN: missing
-    turn_mask : (N, K) bool
-    groups : (N,) integer
-    gamma : discount per turn, in [0, 1]; 0: each turn its own normalised reward
-    norm : one of NORMS
-    ddof : 0 population, 1 sample standard deviation
-    eps : added to the standard deviation
-    variant : 'released': as the released code (second version) computes it
-    parts : 'both', 'gain' (answer turns get 0) or 'outcome' (γ = 1: GRPO on the outcome)
+    rewards: (N, K) gains, outcome on the last turn; a row of NaN: missing
+    turn_mask: (N, K) bool
+    groups: (N,) integer
+    gamma: in [0, 1]
+    norm: one of NORMS
+    ddof: 0 or 1
+    eps: float >= 0
+    variant: 'paper' or 'released'
+    parts: 'both', 'gain' or 'outcome'
     """
     for name, value, known in (('norm', norm, NORMS), ('variant', variant, ('paper', 'released')),
                                ('parts', parts, ('both', 'gain', 'outcome'))):
@@ -201,12 +171,7 @@ def first_answer(
     text,  # str, what the MODEL wrote
 ):
     """Find the FIRST answer in model text (IGPO, first release): str without outer blanks, or None. `extract_answer`
-    takes the last.
-
-    Parameters
-    ----------
-    text : str, what the MODEL wrote
-    """
+    takes the last."""
     found = re.search(r'<answer>(.*?)</answer>', text, re.DOTALL)
     return None if found is None else found[1].strip()
 
@@ -216,13 +181,7 @@ def set_f1(
     golds,       # list of str
 ):
     """Return F1 on SETS of words, lower case, articles kept, against the best gold (IGPO, first release): float in [0,
-    1].
-
-    Parameters
-    ----------
-    prediction : str or None
-    golds : list of str
-    """
+    1]."""
     if isinstance(golds, str):
         raise TypeError(f'golds must be a list of strings, got the string {golds!r}; write [{golds!r}]')
     blank = str.maketrans(string.punctuation, ' ' * len(string.punctuation))
@@ -236,13 +195,7 @@ def gold_entropy(
     turn_mask,    # (N, K) bool
 ):
     """Measure the gold's mean negative log-probability at S_0 and before the last turn (IGPO section 4.4): (N, 2).
-    In nats per token, NaN where the state is missing. Raises ValueError on positive values.
-
-    Parameters
-    ----------
-    answer_logp : (N, K+1) mean log-probability per gold token at S_0 … S_K, in nats, <= 0; NaN: missing, and padding
-    turn_mask : (N, K) bool
-    """
+    In nats per token, NaN where the state is missing. Raises ValueError on positive values."""
     x = widen(answer_logp.detach())
     last = check_turns(turn_mask, x[:, 1:])[:, None] - 1
     _check_logp(x, torch.arange(x.shape[1], device=x.device) <= last)
@@ -254,12 +207,7 @@ from .scoring import GOLDS_OPTION, SCHEMA_OPTION, Schema, read_schema
 def belief_schema(
     protocol,  # Protocol
 ):
-    """The `Schema` of golds that are scored though no method asks: the protocol's own.
-
-    Parameters
-    ----------
-    protocol : Protocol
-    """
+    "The `Schema` of golds that are scored though no method asks: the protocol's own."
     return Schema(*protocol.gold_schema)
 
 def state_logp(
@@ -267,13 +215,7 @@ def state_logp(
     who='gold',  # whose: 'gold', the policy's, or 'teacher'
 ):
     """Take the best gold's mean log-probability per token at every state, by the policy (IGPO eq. 3) or a teacher:
-    (N, K+1), in nats, NaN where it was not scored.
-
-    Parameters
-    ----------
-    seen : Measured, with scores of M golds at each state
-    who : whose: 'gold', the policy's, or 'teacher'
-    """
+    (N, K+1), in nats, NaN where it was not scored."""
     sums, tokens = getattr(seen, f'{who}_logp'), getattr(seen, f'{who}_tokens')
     return best_gold_logp(sums, tokens.amax(1, keepdim=True), (tokens > 0).any(1, keepdim=True))
 
@@ -282,13 +224,7 @@ def gold_statistics(
     layout,  # Layout of the N trajectories
 ):
     """What to log of the policy's belief in the gold: gold_entropy_start and gold_entropy_end, means over the
-    trajectories where it was scored (IGPO section 4.4), in nats per token; NaN where there is none.
-
-    Parameters
-    ----------
-    seen : Measured, with the policy's scores of golds
-    layout : Layout of the N trajectories
-    """
+    trajectories where it was scored (IGPO section 4.4), in nats per token; NaN where there is none."""
     start, end = gold_entropy(state_logp(seen), layout.turn_mask).nanmean(0).tolist()
     return {'gold_entropy_start': start, 'gold_entropy_end': end}
 
@@ -297,12 +233,7 @@ def shown_states(
     groups,  # list of Group, N trajectories in all
 ):
     """Mark the states before a turn, S_0 … S_{K-1}, in which a gold stands that a tool returned: (N, K) bool. Where the
-    model's note has taken an observation's place (CARL), the note counts.
-
-    Parameters
-    ----------
-    groups : list of Group, N trajectories in all
-    """
+    model's note has taken an observation's place (CARL), the note counts."""
     def shows(golds, turns):
         "Whether a gold stands in what tools returned to `turns`, or in the notes that were made of it."
         notes = [turn.kind == 'assimilate' for turn in turns]
@@ -331,14 +262,7 @@ def belief_check(
     """Compare belief in the gold (IGPO eq. 3) at states before a turn, after a gold was shown against before: dict.
     belief_auc in [0, 1]; belief_shown and belief_unshown, mean probability of a gold token; and the numbers of states,
     belief_shown_states and belief_unshown_states. Questions whose golds are no evidence (`has_evidence`) and states
-    that were not scored don't count. NaN where a kind is missing.
-
-    Parameters
-    ----------
-    seen : Measured, with the policy's scores of golds at each state, or a teacher's
-    layout : Layout of the N trajectories
-    groups : list of Group: the same N trajectories
-    """
+    that were not scored don't count. NaN where a kind is missing."""
     belief = state_logp(seen, 'teacher' if seen.gold_logp is None else 'gold')[:, :-1].exp()
     shown, counted = shown_states(groups), layout.turn_mask & has_evidence(groups)[:, None] & belief.isfinite()
     after, before = belief[counted & shown], belief[counted & ~shown]
@@ -352,12 +276,7 @@ _LEAST_BELIEF = {'belief_auc': .8, 'belief_shown': .05}   # below these a belief
 def belief_warning(
     found,  # dict, as of belief_check; what is missing or NaN is not judged
 ):
-    """Say that what was found is no belief, and what to do: str, '' where nothing is wrong.
-
-    Parameters
-    ----------
-    found : dict, as of belief_check; what is missing or NaN is not judged
-    """
+    "Say that what was found is no belief, and what to do: str, '' where nothing is wrong."
     about = {'belief_auc': 'hardly tells them apart', 'belief_shown': 'is next to nothing even where it was shown'}
     wrong = [f'{about[name]} (wanted: {name} of at least {least})' for name, least in _LEAST_BELIEF.items()
              if found.get(name, math.nan) < least]
@@ -378,14 +297,7 @@ def belief_of(
     chat,    # Chat of its tokenizer
     groups,  # list of Group that it played
 ):
-    """Score a model's golds in the words in which it answers, and compare as `belief_check` does: the same dict.
-
-    Parameters
-    ----------
-    model : Hugging Face model
-    chat : Chat of its tokenizer
-    groups : list of Group that it played
-    """
+    "Score a model's golds in the words in which it answers, and compare as `belief_check` does: the same dict."
     layout = pack(groups, len(chat.encode(answer_header(chat))))
     golds = gold_templates(chat, groups, belief_schema(chat.protocol), GOLDS_OPTION.default)
     states = acting_states(layout.states, layout.turn_mask)

@@ -33,13 +33,7 @@ class Job:
 
 def status_table(jobs,        # list of Job
                  states={}):  # Job → text, where it is known better than from its folder
-    """Text table of jobs: state, step, and exact match on the development questions so far.
-
-    Parameters
-    ----------
-    jobs : list of Job
-    states : Job → text, where it is known better than from its folder
-    """
+    "Text table of jobs: state, step, and exact match on the development questions so far."
     lines = [('method', 'seed', 'state', 'step', 'dev EM')]
     for job in jobs:
         state = states.get(job) or ('done' if job.done else 'unfinished' if job.begun else 'to do')
@@ -87,12 +81,7 @@ def _stop_jobs(processes):  # iterable of Popen
 
 # %% ../nbs/machinery/73_jobs.ipynb #j014
 def last_words(folder):  # that holds a log.txt
-    """The error in a run's log: the last line that names one, else the last line.
-
-    Parameters
-    ----------
-    folder : that holds a log.txt
-    """
+    "The error in a run's log: the last line that names one, else the last line."
     text = re.sub(r'\x1b\[[0-9;]*[A-Za-z]', '', (Path(folder)/'log.txt').read_text(errors='replace'))
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     errors = [line for line in lines if re.match(r'[\w.]*(Error|Exception|Interrupt|Exit)\b', line)]
@@ -158,17 +147,7 @@ def run_jobs(
     every=60.0,   # seconds between tables of those that run
 ):
     """Make the runs that are not done, several at a time. Returns {Job: error} of those that failed. Interrupted, it
-    ends what it started.
-
-    Parameters
-    ----------
-    jobs : list of Job; those that are done are left alone
-    command : function Job → list of str, the program that makes the run
-    workers : processes at a time
-    threads : OMP_NUM_THREADS of each
-    say : called with a line of text when something happened
-    every : seconds between tables of those that run
-    """
+    ends what it started."""
     sitting, shown = _Sitting(jobs, command, threads, say), time.monotonic()
     try:
         while sitting.waiting or sitting.running:

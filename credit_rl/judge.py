@@ -8,6 +8,7 @@ __all__ = ['JUDGE_LOGS', 'Replies', 'Judge', 'read_key', 'check_judge', 'make_ju
 
 # %% ../nbs/2_environment/18_judge.ipynb #c002
 import functools, gzip, hashlib, inspect, json, os, re, time, urllib.parse
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from .options import nearest
@@ -16,32 +17,25 @@ from .tools import within
 # %% ../nbs/2_environment/18_judge.ipynb #c036
 class Replies:
     """What a judge said, by a key of what it was asked, and where that is kept: a file (gzip, JSON lines), to which 64
-    at a time are added. A last entry that was cut off is dropped. Raises ValueError on a damaged file.
-
-    Parameters
-    ----------
-    path : of the file, made where it is not there; None: nothing is written
-    """
+    at a time are added. A last entry that was cut off is dropped. Raises ValueError on a damaged file."""
     def __init__(
         self,
         path=None,  # of the file, made where it is not there; None: nothing is written
     ):
-        self.by_key, self.path, self._new, end = {}, path and Path(path), [], 0
+        self.by_key, self.path, self._new, end = {}, path and Path(path), [], 0     # key -> reply, finish_reason
         if path is None or not self.path.exists(): return
         from credit_rl.runlog import read_members     # here: rewards are known where there is torch alone
         with open(path, 'rb') as file:
             for end, block in read_members(file, path):
-                self.by_key.update((row['key'], row['reply']) for row in map(json.loads, block.splitlines()))
+                for row in map(json.loads, block.splitlines()):
+                    old = 'finish' not in row         # found by model and words: its key held the judge's address
+                    key = _key([row['model'], row['messages']]) if old else row['key']
+                    self.by_key[key] = row['reply'], row.get('finish')
         os.truncate(path, end)
 
-    def add(self, key, row):  # row: dict of JSON values, its 'reply' what was said
-        """Keep a reply.
-
-        Parameters
-        ----------
-        key, row : row: dict of JSON values, its 'reply' what was said
-        """
-        self.by_key[key] = row['reply']
+    def add(self, key, row):  # row: dict of JSON values: model, messages, reply, finish (a finish_reason or None)
+        "Keep a reply, in place of an earlier one."
+        self.by_key[key] = row['reply'], row['finish']
         self._new.append({'key': key, **row})
         if len(self._new) == 64: self.write()
 
@@ -60,25 +54,13 @@ def _openai():
     return openai
 
 def _key(asked):
-    "What replies are kept by: who was asked, with which settings, and what."
+    "What replies are kept by: the model, its options, the words."
     return hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:32]
 
 # %% ../nbs/2_environment/18_judge.ipynb #c037
 class Judge:
     """Ask a model at an OpenAI-compatible endpoint, keep what it says, and count what goes wrong. Raises ImportError
-    without the extra `judge`.
-
-    Parameters
-    ----------
-    base_url : str, such as 'http://localhost:8000/v1'
-    model : str, the name that the server gives it
-    api_key : str, never written down or shown; servers of one's own mostly want none
-    retries : further attempts where one timed out, was refused, or met an error of the server
-    timeout : seconds per attempt
-    concurrency : requests under way at a time
-    options : dict sent along with each request; None: {'temperature': 0.0, 'max_tokens': 2048}
-    deadline : seconds that all prompts of one call of `ask` have together
-    """
+    without the extra `judge`."""
 
     def __init__(
         self,
@@ -97,7 +79,7 @@ class Judge:
         self._api = _openai()
         self.base_url, self.model, self.concurrency, self.deadline = base_url, model, concurrency, deadline
         self.options = {'temperature': 0.0, 'max_tokens': 2048} if options is None else options
-        self.counts = {'calls': 0, 'retries': 0, 'failures': 0, 'unparsable': 0}  # since the judge was made
+        self.counts = dict.fromkeys(('calls', 'retries', 'failures', 'unparsable', 'empty', 'cut'), 0)  # since then
         self.last_error, self._replies = None, Replies()                          # str, what the latest failure was
         self._secret = api_key if api_key != 'none' else None
         self._client = self._api.OpenAI(base_url=base_url, api_key=api_key, max_retries=retries, timeout=timeout)
@@ -105,7 +87,7 @@ class Judge:
     def check(self):
         "Make one small request before anything else is spent. Raises ConnectionError where no completion comes back."
         asked = [{'role': 'user', 'content': 'Reply with the one word: ready.'}]
-        _, retries, error = self._one(asked, time.monotonic() + self.deadline)
+        _, _, retries, error = self._one(asked, time.monotonic() + self.deadline)
         if error:
             raise ConnectionError(f'the judge {self.model!r} at {self.base_url} does not answer ({error}; {retries} '
                                   'retries): start it, or mend address, name or key')
@@ -115,57 +97,67 @@ class Judge:
     def ask(self, prompts, parse):
         """Put prompts (list of str, or of message lists) to the model, of equal ones one, and none whose reply is kept:
         list of values, in order. `parse`: function reply -> value, None if unreadable, or a list with one per prompt.
-        None where a request failed, too."""
+        A reply that is empty, cut off or unreadable is asked for once more. None where it stays so, and where a request
+        failed."""
         parsers = [parse] * len(prompts) if callable(parse) else list(parse)
         if len(parsers) != len(prompts):
             raise ValueError(f'wanted one parser, or one for each prompt, got {len(parsers)} for {len(prompts)}')
         talks = [[{'role': 'user', 'content': p}] if isinstance(p, str) else p for p in prompts]
-        keys = [_key([self.base_url, self.model, self.options, talk]) for talk in talks]
-        known = self._replies.by_key
-        retries = self._fetch({k: talk for k, talk in zip(keys, talks) if k not in known})
-        values = [read(known[k]) if k in known else None for k, read in zip(keys, parsers)]
-        failures = sum(k not in known for k in keys)
-        new = len(prompts), retries, failures, sum(v is None for v in values) - failures
-        for name, n in zip(self.counts, new): self.counts[name] += n
-        return values
+        keys, known = [_key([self.model, self.options, talk]) for talk in talks], self._replies.by_key
+        for key, talk in zip(keys, talks):
+            if key not in known and (old := _key([self.model, talk])) in known: known[key] = known[old]
+        def kind_and_value(key, read):
+            if key not in known: return 'failures', None
+            reply, finish = known[key]
+            if finish == 'length': return 'cut', None
+            if not reply.strip(): return 'empty', None
+            return 'unparsable', read(reply)
+        deadline = time.monotonic() + self.deadline
+        retries = self._fetch({k: talk for k, talk in zip(keys, talks) if k not in known}, deadline)
+        retries += self._fetch({k: talk for k, talk, read in zip(keys, talks, parsers)
+                                if k in known and kind_and_value(k, read)[1] is None}, deadline)
+        found = [kind_and_value(k, read) for k, read in zip(keys, parsers)]
+        lost = Counter(kind for kind, value in found if value is None)
+        lost['unparsable'] += lost['cut'] + lost['empty']
+        self.counts = {name: n + {'calls': len(prompts), 'retries': retries, **lost}.get(name, 0)
+                       for name, n in self.counts.items()}
+        return [value for _, value in found]
 
-    def _fetch(self, talks):
+    def _fetch(self, talks, deadline):
         "Put conversations (dict key -> messages) to the model and keep its replies: the retries made."
-        deadline, retries, pool = time.monotonic() + self.deadline, 0, ThreadPoolExecutor(self.concurrency)
+        retries, pool = 0, ThreadPoolExecutor(self.concurrency)
         try:
             answers = pool.map(lambda talk: self._one(talk, deadline), talks.values())
-            for (key, talk), (reply, again, error) in zip(talks.items(), answers):
+            for (key, talk), (reply, finish, again, error) in zip(talks.items(), answers):
                 retries, self.last_error = retries + again, error or self.last_error
-                if not error: self._replies.add(key, {'model': self.model, 'messages': talk, 'reply': reply})
+                if error: continue
+                self._replies.add(key, {'model': self.model, 'messages': talk, 'reply': reply, 'finish': finish})
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
             self._replies.write()
         return retries
 
     def _one(self, talk, deadline):
-        "Put one conversation to the model: its reply or None, the retries made, the error or None."
+        "Put one conversation to the model: its reply and finish_reason or None, the retries made, the error or None."
         create = self._client.chat.completions.with_raw_response.create
         hide = lambda text: text.replace(self._secret, '…') if self._secret else text   # some servers repeat a key
         try: raw = within(lambda: create(model=self.model, messages=talk, **self.options), deadline)
-        except TimeoutError: return None, 0, f'no reply before the deadline of {self.deadline:g} s'
+        except TimeoutError: return None, None, 0, f'no reply before the deadline of {self.deadline:g} s'
         except self._api.APIError as e:
             why = e.__cause__ if isinstance(e, self._api.APIConnectionError) and e.__cause__ else e
             retries = int(e.request.headers.get('x-stainless-retry-count', 0))
-            return None, retries, hide(f'{type(e).__name__}: {why}')
-        try: return hide(raw.parse().choices[0].message.content or ''), raw.retries_taken, None
+            return None, None, retries, hide(f'{type(e).__name__}: {why}')
+        try:
+            choice = raw.parse().choices[0]
+            return hide(choice.message.content or ''), choice.finish_reason, raw.retries_taken, None
         except (AttributeError, IndexError, TypeError, ValueError):  # a proxy's page, an error in the form of a success
-            return None, raw.retries_taken, hide(f'this is no chat completion: {raw.text[:80]!r}')
+            return None, None, raw.retries_taken, hide(f'this is no chat completion: {raw.text[:80]!r}')
 
 # %% ../nbs/2_environment/18_judge.ipynb #c011
 def read_key(
     source,  # name of a variable of the environment, or path of a file; None: no key is wanted
 ):
-    """The key that a judge's server wants. Raises ValueError where there is none.
-
-    Parameters
-    ----------
-    source : name of a variable of the environment, or path of a file; None: no key is wanted
-    """
+    "The key that a judge's server wants. Raises ValueError where there is none."
     if source is None: return 'none'
     if os.environ.get(source): return os.environ[source]
     from credit_rl.runlog import read_text        # here: rewards are known where there is torch alone
@@ -181,13 +173,7 @@ def check_judge(
     settings,        # as of make_judge
     needed_by=None,  # str: the reward that asks a judge, so that there must be one
 ):
-    """Refuse a judge's settings that hold a secret, which would be written down, or that could not be used: ValueError.
-
-    Parameters
-    ----------
-    settings : as of make_judge
-    needed_by : str: the reward that asks a judge, so that there must be one
-    """
+    "Refuse a judge's settings that hold a secret, which would be written down, or that could not be used: ValueError."
     if needed_by and not settings:
         raise ValueError(f"the reward {needed_by} asks a judge: give options={{'judge': {{'base_url': "
                          "'http://localhost:8000/v1', 'model': 'NAME'}}")
@@ -206,13 +192,7 @@ def check_judge(
 def make_judge(
     settings,  # dict of Judge's arguments (base_url, model, …) with key_from for its key, an object with ask(prompts,
 ):             # parse), or None
-    """The judge that options name; the same settings give the same judge, so that its counts are those of the whole
-    run.
-
-    Parameters
-    ----------
-    settings : dict of Judge's arguments (base_url, model, …) with key_from for its key, an object with ask(prompts,
-    """
+    "The judge that options name; the same settings give the same judge, so that its counts are those of the whole run."
     return _judge_at(json.dumps(settings, sort_keys=True)) if isinstance(settings, dict) else settings
 
 @functools.cache
@@ -225,17 +205,14 @@ def _judge_at(settings):
 JUDGE_LOGS = {'judge_calls': 'prompts of this step for the judge, those whose reply was kept included',
               'judge_retries': 'further attempts at these',
               'judge_failures': 'of these, prompts that were never answered: their rollouts are missing',
-              'judge_unparsable': 'of these, replies that could not be read: their rollouts are missing'}
+              'judge_unparsable': 'of these, prompts whose reply could not be read: their rollouts are missing',
+              'judge_empty': 'of the replies that could not be read, those without a word',
+              'judge_cut': 'of the replies that could not be read, those cut off at the limit of tokens'}
 
 def judge_counts(
     judge,  # Judge; None, or a stand-in that counts nothing
 ):
-    """What a judge was asked since it was made, under the names of JUDGE_LOGS: dict, {} without a `Judge`.
-
-    Parameters
-    ----------
-    judge : Judge; None, or a stand-in that counts nothing
-    """
+    "What a judge was asked since it was made, under the names of JUDGE_LOGS: dict, {} without a `Judge`."
     return {f'judge_{name}': n for name, n in judge.counts.items()} if isinstance(judge, Judge) else {}
 
 # %% ../nbs/2_environment/18_judge.ipynb #c0125
@@ -244,14 +221,7 @@ def judge_text(
     usual,     # str
     fields=(), # names of the placeholders that the text must have, as {name}, and no others
 ):
-    """The words for a judge. Raises ValueError on a file that is not there or empty, or with other placeholders.
-
-    Parameters
-    ----------
-    path : of a text file; None: `usual`
-    usual : str
-    fields : names of the placeholders that the text must have, as {name}, and no others
-    """
+    "The words for a judge. Raises ValueError on a file that is not there or empty, or with other placeholders."
     if path is None: return usual
     from credit_rl.runlog import read_text        # here: as above
     try: text = read_text(path)
@@ -267,51 +237,76 @@ def judge_text(
 def after_thought(
     reply,  # str, what a model said
 ):
-    """What a reply says once its thinking, <think> … </think>, is closed: str, '' where it never is.
-
-    Parameters
-    ----------
-    reply : str, what a model said
-    """
+    "What a reply says once its thinking, <think> … </think>, is closed: str, '' where it never is."
     _, closed, said = reply.rpartition('</think>')
     return said if closed or '<think>' not in reply else ''
 
 def quote_thought(
     text,  # str, what is judged
 ):
-    """A text with a blank in its think tags, so that a judge who quotes it has not stopped thinking: str.
-
-    Parameters
-    ----------
-    text : str, what is judged
-    """
+    "A text with a blank in its think tags, so that a judge who quotes it has not stopped thinking: str."
     return re.sub(r'<(?=/?think>)', '< ', text)
 
-_LEAD = re.compile(r"[\W_]*(?:[A-Za-z' ]{1,30}:|(?:the|this) (?:assistant's )?answer is\b)", re.IGNORECASE)
-_REASON = re.compile(r'[\s*_`"\'\])>]*(?:[.,:;–—-][*_`"\'\])>]*\s|\(|(?:because|since)\b)', re.IGNORECASE)
+_NOT = r"(?:not|no|never|non|cannot|[a-z]{2,6}n't)\b"
+_PART = r'(?:part(?:ly|ial|ially)|mostly|largely|somewhat|only)\b'
+_FULL = r'(?:fully|entirely|completely|wholly|exact|perfect|full|clear|clearly)\b'
+_OTHER = r"(?:it|it's|is|this|that|they|the|a|an|does|do|answers?|responses?|assistant's|boxed|text|textbf)\b"
+_BEFORE = rf'((?:(?:{_NOT}|{_PART}|{_FULL}|{_OTHER})[^\w:=?.,;!/|]+)*)'     # words that may stand before a verdict
+_ALONE = re.compile(r'(?:(yes|true|1)|no|false|0)\b', re.IGNORECASE)
+_REASON = re.compile(r'[\s*`"\'\])}>]*(?:$|[.,:;!?–—-][*`"\'\])}>]*(?:\s|$)|\(|(?:because|since)\b)', re.IGNORECASE)
+_AGAINST = re.compile(rf'^\W*\d|\?|\b(?:{_NOT}|{_PART}|(?:neither|nor|none|nothing|without|false|wrong|incorrect|but|'
+                      r'different|differs?|contradict\w*|missing|lacks?|fail\w*|except|n/a|null|maybe|perhaps|possibly|'
+                      r'un(?:known|clear|sure|certain))\b)', re.IGNORECASE)
+_LABEL = re.compile(r"([a-z][a-z' ]{0,39}?)[^\w:=]{0,5}[:=]", re.IGNORECASE)
+_RATED = re.compile(r'.*\b(?:rating|verdict)[^\w:=]{0,5}[:=]', re.IGNORECASE)
 
-def _verdict_in(line, words):
-    """The value of the verdict that a line begins with, behind a label if need be, before a reason if it is no number;
-    None where there is none."""
-    known = '|'.join(re.escape(word) for word in sorted(words, key=len, reverse=True))
-    for text in (line, _LEAD.sub('', line, count=1)):
-        if not (found := re.match(rf'[\W_]*({known})(?![^\W_])', text, re.IGNORECASE)): continue
-        alone = not re.search(r'[^\W_]', text[found.end():])
-        if alone or not found[1].isdigit() and _REASON.match(text, found.end()): return words[found[1].lower()]
+def _said_by(text, words, plain):
+    """The verdicts that a text begins with: {1} or {0}, both where it takes back what it says, none where it begins
+    with none. `plain`: yes and no, true and false, 1 and 0 count by themselves."""
+    start, stems = text.lstrip(), '|'.join(words)
+    text = re.sub(r'^\W+', '', text)
+    if found := re.match(rf'{_BEFORE}(mis|un|non)?-?({stems})(?:e[sd])?\b', text, re.IGNORECASE):
+        before, behind, known = found[1].lower(), text[found.end():], words[found[3].lower()]
+        turned = len(re.findall(_NOT, before)) + bool(found[2])
+        value = (known + turned) % 2
+        if re.search(rf'\b{_PART}', before): return {0, 1} if turned else {0}
+        if turned and re.search(rf'\b{_FULL}', before): return {0} if known else {0, 1}
+        label = re.match(r'[^\w:=?]*[:=?]', behind)
+        if label and (not turned or start[:1] in ('{', '"')):       # Mismatch is no label, the field "mismatch" is one
+            rest = re.sub(r'^\W+', '', behind[label.end():])
+            if said := _said_by(rest, words, True):
+                return said if value else {1 - v for v in said} if _ALONE.match(rest) else {0} | said
+        either = re.match(rf'\W*(?:/|\||\bor\b)\W*(?:a )?(?:mis|un|non)?-?(?:{stems})\b', behind, re.IGNORECASE)
+        if not value: return {0, 1} if either else {0}
+    elif plain and (found := _ALONE.match(text)):
+        behind, value = text[found.end():], int(bool(found[1]))
+        if found[0] in ('0', '1') and re.search(r'\w', behind): return set()
+    else: return set()
+    if not _REASON.match(behind): return set()
+    if again := _said_by(behind, words, plain): return {value} | again
+    against, word = _AGAINST.search(behind), re.search(rf'\b(mis|un|non)?-?({stems})\b', behind, re.IGNORECASE)
+    if not value: return {0, 1} if word and not against else {0}
+    return {0, 1} if against or word and (word[1] or not words[word[2].lower()]) else {1}
+
+def _said_in(line, words, plain):
+    "The verdicts of a line, behind its labels if need be: as `_said_by`."
+    while not (said := _said_by(line, words, plain)):
+        label = _LABEL.match(line := re.sub(r'^\W+', '', line))
+        if not label or re.search('reason|expla|justif|note', label[1], re.IGNORECASE): break
+        plain, line = plain or label[1].lower().endswith(('rating', 'verdict')), line[label.end():]
+    return said
 
 def read_verdict(
-    reply,       # str, what the judge said, or None
-    words,       # dict word in lower case -> value
-    last=False,  # True: where the first line holds none, the last one is read
+    reply,        # str, what the judge said, or None
+    words,        # dict of a verdict's word in lower case -> 1 or 0, as {'match': 1}: with mis-, un-, not the opposite
+    plain=False,  # True: yes and no, true and false, 1 and 0 are verdicts by themselves, not only behind a label
 ):
-    """Read the verdict on the first line of a reply, behind its thinking: a value of `words`, None where there is none.
-
-    Parameters
-    ----------
-    reply : str, what the judge said, or None
-    words : dict word in lower case -> value
-    last : True: where the first line holds none, the last one is read
-    """
-    lines = [line for line in after_thought(reply or '').splitlines() if re.search(r'\w', line)]
-    found = (_verdict_in(line, words) for line in (*lines[:1], *(lines[-1:] if last else ())))
-    return next((value for value in found if value is not None), None)
+    """Read the verdict of a reply behind its thinking, on its first or last line or behind Rating: or Verdict: , 1 or
+    0; None where there is none, where one is taken back, or where two differ."""
+    said = re.sub(r'<([a-z][\w ]{0,30})>:?', r'\1: ', re.sub(r'</[^<>]*>', ' ', after_thought(reply or '')), flags=re.I)
+    said = re.sub(r':[*`"\'\])>\s]*\n\s*', ': ', said.replace('’', "'").replace('_', ' '))  # a label's line, the next
+    lines = [line for line in said.splitlines() if re.search(r'\w', line) and len(line) < 2000]
+    found = [_said_in(line, words, plain) for line in (*lines[:1], *lines[-1:])]
+    found += [_said_in(line[label.end():], words, True) for line in lines if (label := _RATED.match(line))]
+    verdicts = set().union(*found)
+    return verdicts.pop() if len(verdicts) == 1 else None

@@ -4,11 +4,12 @@
 
 # %% auto #0
 __all__ = ['LAUNCHER', 'Ranks', 'is_rank', 'join_ranks', 'check_same_files', 'expect_file', 'keep_traceback', 'failure',
-           'check_threads', 'check_hosts', 'ranks_here', 'gloo_environment', 'missing_for_hosts', 'launch_command',
+           'check_threads', 'check_hosts', 'ranks_here', 'rank_environment', 'missing_for_hosts', 'launch_command',
            'Processes', 'set_torch', 'LaunchError', 'meet', 'speak', 'Progress', 'launch', 'let_threads_sleep']
 
 # %% ../nbs/machinery/03_launch.ipynb #c002
-import atexit, contextlib, datetime, json, os, queue, re, shutil, signal, socket, subprocess, sys, threading, time
+import atexit, contextlib, datetime, json, os, queue, re, shutil, signal, socket, subprocess, sys, tempfile, threading
+import time
 import traceback
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,6 +50,22 @@ class Ranks:
         dist.broadcast_object_list(box, src=0)
         return box[0]
 
+    @property
+    def local(self):
+        "The number of this rank on its host, 0 for the first."
+        return int(os.environ.get('LOCAL_RANK', 0)) if self.count > 1 else 0
+
+    @contextlib.contextmanager
+    def host_folder(self, write, place=None):
+        """A folder on each host, which the first rank there makes in a `place` and fills by `write(folder)`. It goes
+        when all ranks have left the block."""
+        with contextlib.nullcontext() if self.local else tempfile.TemporaryDirectory(dir=place) as mine:
+            if mine: write(mine)
+            # ranks of a host are numbered one after the other
+            found = self.each(list(range(self.count)), lambda own: [mine] * len(own))
+            yield found[self.rank - self.local]
+            self.wait()
+
     def in_turn(self, function):
         "Let rank 0 do `function()` first, since it makes what the others find. Returns each rank's own result."
         found = function() if self.first else None
@@ -76,14 +93,7 @@ def join_ranks(
     wait=_WAIT,      # seconds for the others to come
 ):
     """Meet the other ranks of a launched run: `Ranks`. Raises ValueError where the launcher started another number
-    than `count`, or hosts see other files; TimeoutError naming the ranks that did not come.
-
-    Parameters
-    ----------
-    count : ranks that the run has
-    settings : of the run, with its folder `run`: all hosts must see that and the files that they name
-    wait : seconds for the others to come
-    """
+    than `count`, or hosts see other files; TimeoutError naming the ranks that did not come."""
     found = int(os.environ['WORLD_SIZE'])
     if found != count: raise ValueError(f'the launcher started {found} ranks, but the run has ranks={count}')
     import torch, torch.distributed as dist
@@ -158,14 +168,7 @@ def check_same_files(
     folder,  # of the run
     paths,   # of files and folders
 ):
-    """Refuse a run whose hosts do not see the same files. Raises ValueError, on all ranks, naming hosts and paths.
-
-    Parameters
-    ----------
-    ranks : Ranks
-    folder : of the run
-    paths : of files and folders
-    """
+    "Refuse a run whose hosts do not see the same files. Raises ValueError, on all ranks, naming hosts and paths."
     token = ranks.once(lambda: _write_token(folder))
     look = lambda mine: [(socket.gethostname(), _reads(folder, token), {p: _bytes(p) for p in paths})] * len(mine)
     seen = ranks.each(list(range(ranks.count)), look)
@@ -216,12 +219,7 @@ def keep_traceback(
     folder,  # of the run
     rank,
 ):
-    """Write the traceback of an exception to `errors/rank-R.json` of the run folder, and raise it again.
-
-    Parameters
-    ----------
-    folder : of the run
-    """
+    "Write the traceback of an exception to `errors/rank-R.json` of the run folder, and raise it again."
     try: yield
     except BaseException as e:
         atexit.unregister(_leave_ranks)                                     # it could wait for the others
@@ -255,14 +253,7 @@ def failure(
     log='',           # what launcher and ranks printed
     file='ranks.log', # where all of that stands, in the folder
 ):
-    """Say why a run's ranks ended without a result: a signal, else the first traceback, else the log.
-
-    Parameters
-    ----------
-    folder : of the run
-    log : what launcher and ranks printed
-    file : where all of that stands, in the folder
-    """
+    "Say why a run's ranks ended without a result: a signal, else the first traceback, else the log."
     folder, notes = Path(folder), _notes(folder)
     where = f'the whole output is in {folder/file}'
     if killed := _killed(log):
@@ -333,10 +324,16 @@ def ranks_here(ranks, hostfile=None, hosts=1):
     return max(_read_hostfile(hostfile).values()) if hostfile else ranks // hosts
 
 # %% ../nbs/machinery/03_launch.ipynb #s3x9
-def gloo_environment(hostfile=None, hosts=1, endpoint=None, gpu=False):
-    "Variables for ranks that are all on this host and have no GPU: dict; elsewhere the network is the host's choice."
+def rank_environment(ranks, hostfile=None, hosts=1, endpoint=None, gpu=False):
+    """Variables for ranks: dict. Each has its share of the cores, where nobody has set OMP_NUM_THREADS and torchrun
+    would set one; those that are all on this host and have no GPU meet on it, elsewhere the network is the host's
+    choice."""
+    linux = sys.platform == 'linux'
+    cores = len(os.sched_getaffinity(0)) if linux else os.cpu_count() or 1
+    share = {} if 'OMP_NUM_THREADS' in os.environ else {
+        'OMP_NUM_THREADS': str(max(1, cores // ranks_here(ranks, hostfile, hosts)))}
     here = hosts == 1 or _read_endpoint(endpoint)[0] in ('127.0.0.1', 'localhost')
-    return {'GLOO_SOCKET_IFNAME': 'lo'} if here and not (hostfile or gpu) and sys.platform == 'linux' else {}
+    return {**share, **({'GLOO_SOCKET_IFNAME': 'lo'} if here and not (hostfile or gpu) and linux else {})}
 
 # %% ../nbs/machinery/03_launch.ipynb #s3xa
 def missing_for_hosts(hostfile=None, hosts=1, endpoint=None, seconds=10):
@@ -371,16 +368,7 @@ def launch_command(
     hostfile=None,  # None: all on this host, or on those of the meeting
     meeting=None,   # Meeting of the hosts, each of which starts its own ranks
 ):
-    """Write the command that starts the ranks: list of str. Raises ValueError where the hostfile has another number.
-
-    Parameters
-    ----------
-    module : that each rank runs, e.g. 'credit_rl.train'
-    arguments : its arguments, list of str
-    ranks : number of processes, all hosts together
-    hostfile : None: all on this host, or on those of the meeting
-    meeting : Meeting of the hosts, each of which starts its own ranks
-    """
+    "Write the command that starts the ranks: list of str. Raises ValueError where the hostfile has another number."
     if hostfile is None:
         where = ['--nproc_per_node', str(ranks), '--master_addr', '127.0.0.1', '--master_port', str(_free_port())]
         if meeting:
@@ -422,13 +410,7 @@ def set_torch(
     threads=None,  # of a CPU; None: as they are
     tf32=None,     # bool, see Processes; None: as it is
 ):
-    """Set what PyTorch has one of in a process, as far as it is given.
-
-    Parameters
-    ----------
-    threads : of a CPU; None: as they are
-    tf32 : bool, see Processes; None: as it is
-    """
+    "Set what PyTorch has one of in a process, as far as it is given."
     import torch
     if threads: torch.set_num_threads(threads)
     if tf32 is not None: torch.set_float32_matmul_precision('high' if tf32 else 'highest')
@@ -511,12 +493,7 @@ def _is_free_here(name, port):
 class _Meeting:
     """The commands that ask for one run, one on each host. `number` 0 is the endpoint's, `names` are the hosts'. Raises
     TimeoutError where not all come in time, LaunchError where another gives up, ValueError where one was given other
-    settings.
-
-    Parameters
-    ----------
-    hosts, endpoint, settings, wait, name : settings: dict, alike on all hosts
-    """
+    settings."""
     def __init__(self, hosts, endpoint, settings=None, wait=_WAIT, name=None):  # settings: dict, alike on all hosts
         self.hosts, self.address, self.wait = hosts, _read_endpoint(endpoint)[0], wait
         self._board, self._until = _Board(endpoint, hosts, wait), time.monotonic() + wait
@@ -614,12 +591,7 @@ def speak(line):
 
 # %% ../nbs/machinery/03_launch.ipynb #p0302
 class Progress:
-    """Counts what is done, and says so at most every `every` seconds: a function called with a number of things.
-
-    Parameters
-    ----------
-    say, what, total, every, clock : say: function called with lines of text
-    """
+    "Counts what is done, and says so at most every `every` seconds: a function called with a number of things."
     def __init__(self, say, what, total, every=20., clock=time.monotonic):  # say: function called with lines of text
         self.say, self.what, self.total, self.every, self.clock = say, what, total, every, clock
         self.done, self.last = 0, clock()
@@ -671,18 +643,7 @@ def launch(
     environment=None, # dict, variables besides those of this process
     meeting=None,     # Meeting of the hosts, each of which starts its own ranks; host n writes ranks-n.log
 ):
-    """Run ranks to their end, passing on their progress. Raises LaunchError, saying why, if they leave no new result.
-
-    Parameters
-    ----------
-    command : list of str, see launch_command
-    folder : of the run; gets ranks.log and errors/
-    result : file that the run writes last
-    say : function called with lines of progress
-    grace : seconds that the ranks have to end once the result is there
-    environment : dict, variables besides those of this process
-    meeting : Meeting of the hosts, each of which starts its own ranks; host n writes ranks-n.log
-    """
+    "Run ranks to their end, passing on their progress. Raises LaunchError, saying why, if they leave no new result."
     folder, result, number = Path(folder), Path(result), meeting.number if meeting else 0
     stamp = lambda: result.stat().st_mtime_ns if result.exists() else None
     before, file = stamp(), f'ranks-{number}.log' if number else 'ranks.log'

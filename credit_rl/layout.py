@@ -65,9 +65,17 @@ def _rows(t, prefix):
     return rows, states
 
 # %% ../nbs/3_acting/23_layout.ipynb #c008
-def pack(groups, prefix=0, tree=False):
-    """Lay out groups of trajectories as a `Layout`. `prefix`: ids of the generation prefix that every context ends
-    with. `tree`: tokens that rows share are to be computed once."""
+def pack(
+    groups,      # list of Group, N trajectories in all
+    prefix=0,    # ids of the generation prefix that every context ends with
+    tree=False,  # True: tokens that rows share are to be computed once
+):
+    """Lay out groups of trajectories as a `Layout`.
+
+    groups: list of Group, N trajectories in all
+    prefix: ids of the generation prefix that every context ends with, >= 0
+    tree: bool, whether tokens that rows share are computed once
+    """
     counts = turn_counts(groups)
     if not counts: raise ValueError('there is nothing to pack: got no trajectories')
     rows, owner, states = [], [], torch.full((len(counts), max(counts) + 1, 2), -1)
@@ -103,12 +111,7 @@ def rows_of(
     layout,
     trajectories,  # (n,) long, or a list
 ):
-    """Find the rows of some trajectories, in the layout's order: (r,) long.
-
-    Parameters
-    ----------
-    trajectories : (n,) long, or a list
-    """
+    "Find the rows of some trajectories, in the layout's order: (r,) long."
     wanted = torch.as_tensor(trajectories, dtype=torch.long, device=layout.row_trajectory.device)
     return torch.isin(layout.row_trajectory, wanted).nonzero()[:, 0]
 
@@ -117,13 +120,7 @@ def turn_means(
     values,  # (R, T), one for every token
     layout,  # Layout of N trajectories of at most K turns
 ):
-    """Mean of a value over the trained tokens of every turn: (N, K) float64, NaN where there are none.
-
-    Parameters
-    ----------
-    values : (R, T), one for every token
-    layout : Layout of N trajectories of at most K turns
-    """
+    "Mean of a value over the trained tokens of every turn: (N, K) float64, NaN where there are none."
     n, k = layout.turn_mask.shape
     cell = (layout.row_trajectory[:, None] * k + layout.token_turns)[layout.trained]
     sums = torch.zeros(n * k, dtype=torch.float64, device=cell.device)
@@ -144,13 +141,11 @@ def loss_weights(
     """Weight (R, T) of every token in the loss, so that the loss is a plain weighted sum. Raises ValueError on an
     unknown average.
 
-    Parameters
-    ----------
-    token_turns : (R, T) long, -1 where nothing is trained
-    row_trajectory : (R,) long in [0, N)
-    average : one of AVERAGES
-    trajectory_weight : (N,) float, e.g. VSPO's ω; None: all 1
-    denominator : replaces the full batch's token count, number of trajectories, or 1
+    token_turns: (R, T) long, -1 where nothing is trained
+    row_trajectory: (R,) long in [0, N)
+    average: one of AVERAGES
+    trajectory_weight: (N,) float; None: all 1
+    denominator: float; None: tokens of the batch, trajectories, or 1
     """
     if average not in AVERAGES: raise ValueError(f'average must be one of {", ".join(AVERAGES)}, got {average!r}')
     trained = token_turns >= 0
@@ -209,16 +204,7 @@ def head_logps(
     pieces=HeadPieces(),
 ):
     """Log-probability of each target, in nats, and with `entropy` a pair: (n,) in float32 or better. Raises ValueError
-    on shapes that do not fit.
-
-    Parameters
-    ----------
-    head : module with out_features V, (c, d) → (c, V) logits: a model's get_output_embeddings()
-    hidden : (n, d) hidden states at the positions before the targets
-    target : (n,) long, the words that followed
-    temperature : > 0, a number or (n,), divides the logits; None: 1
-    entropy : True: that of each token's distribution too
-    """
+    on shapes that do not fit."""
     if hidden.ndim != 2 or target.shape != hidden.shape[:1]:
         raise ValueError(f'wanted hidden states (n, d) and targets (n,), got {tuple(hidden.shape)} and '
                          f'{tuple(target.shape)}')
@@ -239,14 +225,7 @@ def hidden_states(
     ids,        # (R, T) long, padded on the right
     tree=None,  # Tree of these rows: what they share is computed once; None: row by row
 ):
-    """Read rows once: last hidden states (R, T, d), or with a tree those of its columns (W, d).
-
-    Parameters
-    ----------
-    model : Hugging Face causal model
-    ids : (R, T) long, padded on the right
-    tree : Tree of these rows: what they share is computed once; None: row by row
-    """
+    "Read rows once: last hidden states (R, T, d), or with a tree those of its columns (W, d)."
     if tree is not None: return read_tree(model, tree)
     return model.base_model(input_ids=ids, use_cache=False).last_hidden_state
 
@@ -261,19 +240,7 @@ def token_logps(
     place=None,       # (R, T) long: where each token's state stands among those of a tree's columns
     pieces=HeadPieces(),  # how much of the head's output stands in memory at once
 ):
-    """Log-probability of each trained token, in nats, and with `entropy` a pair: (R, T) float32, 0 elsewhere.
-
-    Parameters
-    ----------
-    model : Hugging Face causal model
-    ids : (R, T) long, padded on the right
-    trained : (R, T) bool
-    temperature : > 0, divides the logits
-    entropy : True: that of each trained token's distribution too
-    hidden : last hidden states of the rows, where they are known (hidden_states)
-    place : (R, T) long: where each token's state stands among those of a tree's columns
-    pieces : how much of the head's output stands in memory at once
-    """
+    "Log-probability of each trained token, in nats, and with `entropy` a pair: (R, T) float32, 0 elsewhere."
     hidden = hidden_states(model, ids) if hidden is None else hidden
     target = trained.clone()
     target[:, 0] = False                                     # the first token of a row has no prediction

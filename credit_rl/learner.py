@@ -65,13 +65,7 @@ def deal(
     budget,   # most tokens in a micro-batch, padding included; a longer trajectory goes alone
     ranks=1,
 ):
-    """Deal trajectories into micro-batches: list (ranks) of equally long lists of lists of indices.
-
-    Parameters
-    ----------
-    lengths : (n,) tokens of each trajectory: its longest row times its rows
-    budget : most tokens in a micro-batch, padding included; a longer trajectory goes alone
-    """
+    "Deal trajectories into micro-batches: list (ranks) of equally long lists of lists of indices."
     shares, load = [[] for _ in range(ranks)], [0] * ranks
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         r = load.index(min(load))
@@ -95,15 +89,7 @@ def _needed(advantages, layout, loss, critic=False):
 
 # %% ../nbs/4_learning/52_learner.ipynb #c014
 class Critic(torch.nn.Module):
-    """A value head, on the policy's hidden states or on those of a model of its own.
-
-    Parameters
-    ----------
-    head : module, (n, d) → (n,): LinearHead, CompetenceHead
-    model : Hugging Face causal model to read with; None: the policy's backbone
-    mix : what the gradient into a shared backbone is multiplied by, >= 0
-    at : 'tokens': a value before each trained token; 'turns': before the first of each turn
-    """
+    "A value head, on the policy's hidden states or on those of a model of its own."
 
     def __init__(
         self,
@@ -132,16 +118,7 @@ def make_critic(
     at='tokens',      # see Critic
     mix=1.0,          # see Critic
 ):
-    """Build the critic that a policy starts with; all its values are alike at first. Raises ValueError on other names.
-
-    Parameters
-    ----------
-    model : Hugging Face causal model, the policy
-    kind : what reads: 'own', a copy of the policy; 'frozen', one that never learns; 'shared', the policy's backbone
-    head : 'linear', or 'competence': two layers and a sigmoid, for outcomes in [0, 1]
-    at : see Critic
-    mix : see Critic
-    """
+    "Build the critic that a policy starts with; all its values are alike at first. Raises ValueError on other names."
     heads = {'linear': LinearHead, 'competence': CompetenceHead}
     if kind not in CRITICS or head not in heads:
         raise ValueError(f"a critic is {', '.join(CRITICS)} and its head 'linear' or 'competence', got {kind!r} and "
@@ -167,17 +144,7 @@ class Scorer(torch.nn.Module):
         batch=None,      # AnswerBatch or TreeBatch to read instead of ids
         tree=None,       # Tree of the rows: what they share is computed once
     ):
-        """What is wanted, by name: (R, T) each, 0 where it is not asked. With a batch of answers, {'asked': (Q,)}.
-
-        Parameters
-        ----------
-        ids : (R, T) long
-        trained : (R, T) bool
-        valued : (R, T) bool, tokens before which the critic is read
-        want : of 'logp', 'entropy', 'values'
-        batch : AnswerBatch or TreeBatch to read instead of ids
-        tree : Tree of the rows: what they share is computed once
-        """
+        "What is wanted, by name: (R, T) each, 0 where it is not asked. With a batch of answers, {'asked': (Q,)}."
         if batch is not None: return {'asked': batch_logps(self.model, batch, self.temperature, self.pieces)}
         out, shared = {}, self.critic is not None and self.critic.model is None
         place = None if tree is None else tree.place
@@ -197,13 +164,7 @@ def parameter_groups(
     optimiser,  # Optimiser
 ):
     """Sort what is trained into dicts (torch's param groups) of policy, critic's model and critic's head. `rates` says
-    by which losses a group is moved, and how fast by each. What a shared critic doesn't read is a group of its own.
-
-    Parameters
-    ----------
-    scorer : Scorer
-    optimiser : Optimiser
-    """
+    by which losses a group is moved, and how fast by each. What a shared critic doesn't read is a group of its own."""
     o, critic, policy = optimiser, scorer.critic, scorer.model
     names = list(o.losses(critic))
     first, last = names[0], names[-1]
@@ -253,26 +214,20 @@ class AdamWByLoss(torch.optim.Optimizer):
                                       f'{prefix}exp_avg_sq': torch.zeros_like(p)}
             of = lambda name: [self.state[p][prefix + name] for p in held]
             adamw(held, [p.grad for p in held], of('exp_avg'), of('exp_avg_sq'), [],
-                  [torch.tensor(float(n)) for n in of('step')], amsgrad=False, beta1=group['betas'][0],
-                  beta2=group['betas'][1], lr=group['lr'], weight_decay=group['weight_decay'], eps=1e-8,
-                  maximize=False, foreach=group.get('foreach', False))
+                  [torch.tensor(float(n), device=p.device) for p, n in zip(held, of('step'))], amsgrad=False,
+                  beta1=group['betas'][0], beta2=group['betas'][1], lr=group['lr'], eps=1e-8, maximize=False,
+                  weight_decay=group['weight_decay'], foreach=False, fused=group.get('fused', False))
             for p in held: self.state[p][f'{prefix}step'] += 1
 
 # %% ../nbs/4_learning/52_learner.ipynb #n52adam2x2
 def make_adamw(
     groups,         # see parameter_groups
     optimiser,      # Optimiser
-    foreach=False,  # True: all weights of a group at once, which takes as much memory again as they are in float32
+    fused=False,    # True: one pass over weight, gradient and averages, which takes no further memory
 ):
-    """AdamW over groups of parameters: one for all, or one that steps for each loss by itself.
-
-    Parameters
-    ----------
-    groups : see parameter_groups
-    optimiser : Optimiser
-    foreach : True: all weights of a group at once, which takes as much memory again as they are in float32
-    """
-    apart, groups = any(set(group['rates']) != {'all'} for group in groups), [{**g, 'foreach': foreach} for g in groups]
+    "AdamW over groups of parameters: one for all, or one that steps for each loss by itself."
+    apart, groups = any(set(group['rates']) != {'all'} for group in groups), [
+        {**g, 'foreach': False, 'fused': fused} for g in groups]
     return (AdamWByLoss if apart else torch.optim.AdamW)(groups, betas=optimiser.betas)
 
 # %% ../nbs/4_learning/52_learner.ipynb #n52loss2
@@ -329,17 +284,7 @@ def update_tensors(
     loss,          # Loss
     critic=None,   # Critic
 ):
-    """Cut a mini-batch out: its `Layout`, and what its update needs of each token, a dict of (R, T) or None.
-
-    Parameters
-    ----------
-    layout : Layout of the whole batch
-    trajectories : of a mini-batch, sorted: list of int
-    seen : Measured, or None: the log-probabilities that were sampled are the old ones
-    credit : Credit
-    loss : Loss
-    critic : Critic
-    """
+    "Cut a mini-batch out: its `Layout`, and what its update needs of each token, a dict of (R, T) or None."
     sub, rows = take(layout, trajectories), rows_of(layout, trajectories)
     width, weight = sub.ids.shape[1], credit.trajectory_weight
     pick = lambda x: None if x is None else x[rows, :width]
@@ -438,12 +383,7 @@ _FORCE = 'TORCH_FORCE_WEIGHTS_ONLY_LOAD'
 def only_data(
     folder,  # that is read from, for the message
 ):
-    """Let torch read nothing but data from files, whoever asks it to. Raises ValueError where one holds more.
-
-    Parameters
-    ----------
-    folder : that is read from, for the message
-    """
+    "Let torch read nothing but data from files, whoever asks it to. Raises ValueError where one holds more."
     classes = [getattr(sys.modules[module], name) for module, name in _HELD if module in sys.modules]
     before = os.environ.get(_FORCE)
     os.environ[_FORCE] = '1'
@@ -465,12 +405,7 @@ def only_data(
 # %% ../nbs/4_learning/52_learner.ipynb #n52mas2
 class _Masters:
     """The trained weights of groups of parameters in float32: copies of those that are narrower, which gather their
-    gradients; others are their own masters.
-
-    Parameters
-    ----------
-    groups : see parameter_groups
-    """
+    gradients; others are their own masters."""
     def __init__(self, groups):  # see parameter_groups
         narrow = [p for g in groups for p in g['params'] if p.dtype in (torch.bfloat16, torch.float16)]
         self.copies = [(p, p.detach().float().requires_grad_()) for p in dict.fromkeys(narrow)]
@@ -502,12 +437,7 @@ class _Masters:
 
     @torch.no_grad()
     def restore(self, state=None):  # what `state` gave; None: begin with the narrow weights
-        """Take masters over from a checkpoint.
-
-        Parameters
-        ----------
-        state : what `state` gave; None: begin with the narrow weights
-        """
+        "Take masters over from a checkpoint."
         for (p, master), kept in zip(self.copies, state or [p for p, _ in self.copies], strict=True): master.copy_(kept)
 
 # %% ../nbs/4_learning/52_learner.ipynb #n52back2
@@ -583,8 +513,8 @@ class PlainBackend:
         else: scores = answer_logps(scorer.model, rows, states, query.golds, *how)
         return {**logp, 'gold_logp': scores.sums.float().cpu(), 'gold_tokens': scores.tokens.cpu()}
 
-    def whole(self, parameter):
-        "A parameter, of which this process may hold a piece, as a whole."
+    def whole(self, parameter, here=True):
+        "A parameter, of which this process may hold a piece, as a whole; None where it is not wanted `here`, if ever."
         return parameter
 
     def refresh(self, teacher):
@@ -623,13 +553,7 @@ def micro_batches(
     budget,   # most tokens in a forward, padding included; of a layout with nodes, most nodes
     ranks=1,
 ):
-    """Deal trajectories into forwards: list (ranks) of equally long lists of lists of places in `chosen`.
-
-    Parameters
-    ----------
-    chosen : (n,) long or range: trajectories
-    budget : most tokens in a forward, padding included; of a layout with nodes, most nodes
-    """
+    "Deal trajectories into forwards: list (ranks) of equally long lists of lists of places in `chosen`."
     if layout.nodes is None:
         sizes = _padded_tokens(layout)
         return deal([sizes[i] for i in chosen], budget, ranks)
@@ -650,17 +574,7 @@ def _frozen_scorer(model, policy):
 
 # %% ../nbs/4_learning/52_learner.ipynb #c022
 class Learner:
-    """Hold the weights: say what the models make of a batch, and take the steps that its credit asks for.
-
-    Parameters
-    ----------
-    model : Hugging Face causal model, trained in place
-    critic : Critic, see make_critic
-    frozen : the models that are only read
-    temperature : that rollouts are sampled at
-    seed : of the shuffling into mini-batches, and of dropout
-    backend : PlainBackend or DeepSpeedBackend, one for each learner; None: plain
-    """
+    "Hold the weights: say what the models make of a batch, and take the steps that its credit asks for."
 
     def __init__(
         self,
@@ -697,15 +611,7 @@ class Learner:
         golds=None,      # dict 'gold' or 'teacher' → list of N lists of AnswerTemplate (gold_templates)
         ends=False,      # True: score gold answers after the last turn too
     ):
-        """What models say of a layout before the update: `Measured`. Raises ValueError on what this learner cannot see.
-
-        Parameters
-        ----------
-        sees : of _SEES: log-probabilities and entropies, the critic's values, gold answers by the policy and by the
-            teacher, the reference's log-probabilities
-        golds : dict 'gold' or 'teacher' → list of N lists of AnswerTemplate (gold_templates)
-        ends : True: score gold answers after the last turn too
-        """
+        "What models say of a layout before the update: `Measured`. Raises ValueError on what this learner cannot see."
         self._check(sees, golds or {})
         self.scorer.eval()
         self.passes, out, budget = Counter(), {}, 4 * self.optimiser.row_tokens
@@ -755,12 +661,14 @@ class Learner:
         rate = self.optimiser.share(max(0, self.updates - 1)) * self.optimiser.learning_rate     # of the last update
         return {**mean, 'updates': sum(map(bool, logs)), 'learning_rate': rate}
 
-    def weights(self):
-        "Current weights by Hugging Face's names, tied ones under both: what an engine loads."
+    def weights(self, trained=False, here=True):
+        """Current weights by Hugging Face's names, tied ones under both: what an engine loads. All ranks ask alike, for
+        all weights or the trained ones alone; one that does not want them `here` gets none, and takes no memory."""
         model, whole = self.scorer.model, self.backend.whole
-        named = {n: whole(p) for n, p in model.named_parameters()}
+        named = {n: whole(p, here) for n, p in model.named_parameters() if p.requires_grad or not trained}
         head, table = model.get_output_embeddings().weight, model.get_input_embeddings().weight
-        return {**named, 'lm_head.weight': whole(head)} if head is table else named
+        if head is table and (head.requires_grad or not trained): named['lm_head.weight'] = whole(head, here)
+        return named if here else {}
 
     def head_weights(self):
         "Current weights of the critic's head, by name."
@@ -873,13 +781,7 @@ def teach_critic(
     layout,
     returns,  # (R, T) the critic's targets
 ):
-    """Take one update of a critic alone, at the rates of the learner's next one. Returns value_loss, critic_grad_norm.
-
-    Parameters
-    ----------
-    learner : Learner whose critic steps apart
-    returns : (R, T) the critic's targets
-    """
+    "Take one update of a critic alone, at the rates of the learner's next one. Returns value_loss, critic_grad_norm."
     everyone, nothing = torch.arange(len(layout.groups)), torch.zeros_like(returns)
     seen = learner.evaluate(layout, ('values',)) if learner.loss.value_clip else None
     learner.scorer.train()

@@ -19,16 +19,7 @@ def likelihood_falls(
     actions,     # (R, T) long, the number of the action that a trained token belongs to; not read elsewhere
 ):
     """Fall of the log-probability of each token of an action that is not blamed and has become less likely (LLDS): (R,
-    T) with gradient, 0 elsewhere. Raises ValueError on tensors of other shapes.
-
-    Parameters
-    ----------
-    logp : (R, T) log π_θ of each token, with gradient
-    old_logp : (R, T) log-probability when it was sampled
-    advantages : (R, T)
-    trained : (R, T) bool
-    actions : (R, T) long, the number of the action that a trained token belongs to; not read elsewhere
-    """
+    T) with gradient, 0 elsewhere. Raises ValueError on tensors of other shapes."""
     check_tensors(logp=logp, old_logp=old_logp, advantages=advantages, trained=trained, actions=actions)
     for name, x in (('old_logp', old_logp), ('advantages', advantages), ('trained', trained), ('actions', actions)):
         if x.shape != logp.shape:

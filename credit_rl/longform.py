@@ -47,15 +47,8 @@ _FIELDS = ('question', 'found', 'reference', 'answer')
 def parse_grounded(
     reply,  # str, what the judge said, or None
 ):
-    """Read whether an answer is free of inventions, from the first line of a reply behind its thinking, or else from
-    the last: 1, 0, or None where neither line begins with a verdict.
-
-    Parameters
-    ----------
-    reply : str, what the judge said, or None
-    """
-    unlike = ('invented', 'not grounded', 'not fully grounded', 'not entirely grounded', 'ungrounded')
-    return read_verdict(reply, {'grounded': 1, **dict.fromkeys(unlike, 0)}, last=True)
+    "Read whether an answer is free of inventions, where `read_verdict` looks: 1, 0, or None without a verdict."
+    return read_verdict(reply, {'grounded': 1, 'invented': 0})
 
 def _grounding(row, words):
     "What the judge is asked about inventions in a row of an evaluation: str. Fields inside the texts are not filled."
@@ -75,15 +68,7 @@ def judge_rows(
     match=PRS_JUDGE_PROMPT,          # the judge's instructions about the reference
     grounded=_HALLUCINATION_PROMPT,   # and what it is asked about inventions
 ):
-    """Judge each answer twice: list of dict of VERDICTS, 1, 0 or NaN where a verdict is missing.
-
-    Parameters
-    ----------
-    rows : list of dict, as `question_row` of 27_evaluate gives them
-    judge : has ask(prompts, parse) → list
-    match : the judge's instructions about the reference
-    grounded : and what it is asked about inventions
-    """
+    "Judge each answer twice: list of dict of VERDICTS, 1, 0 or NaN where a verdict is missing."
     said = [r for r in rows if r['prediction'] is not None]
     asked = [judge_messages(r['question'], r['prediction'], r['golds'], match) for r in said]
     asked += [_grounding(r, grounded) for r in said]
@@ -97,14 +82,7 @@ def long_rewards(
     verdicts,  # list of 1, 0 or NaN: the reference passes of these rows
     protocol,  # dict: that of the evaluation's manifest, whose tags are read
 ):
-    """PRS_long of each row (PRS eq. 14): list of float, NaN without a verdict, or where the protocol lacks a tag.
-
-    Parameters
-    ----------
-    rows : as for `judge_rows`
-    verdicts : list of 1, 0 or NaN: the reference passes of these rows
-    protocol : dict: that of the evaluation's manifest, whose tags are read
-    """
+    "PRS_long of each row (PRS eq. 14): list of float, NaN without a verdict, or where the protocol lacks a tag."
     tags = tuple(protocol[name] for name in ('think_tag', 'call_tag', 'answer_tag'))
     if None in tags: return [math.nan] * len(rows)
     groups = [Group(t.question, [t]) for t in (trajectory_from_json(r['trajectory']) for r in rows)]
@@ -116,13 +94,7 @@ def pass_rates(
     seed=0,  # of the intervals
 ):
     """Average the verdicts, of all and by type: dict name → rates, JSON values. A rate is over the verdicts that there
-    are; `missing` counts the others, and a rate without any is None.
-
-    Parameters
-    ----------
-    judged : list of dict with VERDICTS, 'prs_long' and 'type'
-    seed : of the intervals
-    """
+    are; `missing` counts the others, and a rate without any is None."""
     def rates(part):
         out, missing = {'questions': len(part)}, {}
         for name in (*VERDICTS, 'prs_long'):
@@ -193,16 +165,7 @@ def run_longform(
 ):
     """Evaluate on pairs, or take an evaluation, and judge its answers: the run folder, each set's folder with
     `judged.json`. Raises ValueError on bad input, ConnectionError where the judge does not answer,
-    FolderInUse.
-
-    Parameters
-    ----------
-    settings : dict of settings: of an evaluation, its `data` 'pairs' unless it says so, and of `JudgeChoice`
-    folder : an evaluation to judge instead of playing one
-    engine : as for run_evaluation
-    say : function called with lines of text
-    progress : progress bars
-    """
+    FolderInUse."""
     known = [*options_in(JudgeChoice), *options_in(Evaluation)]
     for name in settings:
         if name not in known: raise ValueError(f'there is no setting {name!r}{nearest(name, known)}')
@@ -225,12 +188,7 @@ def run_longform(
 
 # %% ../nbs/papers/77_longform.ipynb #c016x4
 def judged_table(folder):  # of a run
-    """The rates of each judged set of a run, of all questions and by type: DataFrame. Raises FileNotFoundError.
-
-    Parameters
-    ----------
-    folder : of a run
-    """
+    "The rates of each judged set of a run, of all questions and by type: DataFrame. Raises FileNotFoundError."
     import pandas as pd
     found = sorted(Path(folder).glob('*/judged.json'))
     if not found: raise FileNotFoundError(f'{folder} holds no judged set: credit-rl longform --folder {folder} judge=…')
@@ -242,12 +200,7 @@ def judged_table(folder):  # of a run
 # %% ../nbs/papers/77_longform.ipynb #c016x5
 def main(arguments=None):  # list of str; None: the command line's
     """`python -m credit_rl.longform path=PAIRS model=MODEL judge='{…}' setting=value …`, values as in YAML; `--folder
-    RUN` judges an evaluation.
-
-    Parameters
-    ----------
-    arguments : list of str; None: the command line's
-    """
+    RUN` judges an evaluation."""
     parser = make_parser('credit_rl.longform', 'Evaluate answers of several sentences, by a judge.')
     parser.add_argument('--folder', metavar='RUN', help='run folder of an evaluation whose answers are judged')
     try:

@@ -15,13 +15,7 @@ def weighted_sum(
     terms,    # (R, T) per-token terms
     weights,  # (R, T) >= 0, 0 for untrained tokens; the average lives here
 ):
-    """Sum weight · term over trained tokens: scalar. Raises on a weight that is negative or not finite.
-
-    Parameters
-    ----------
-    terms : (R, T) per-token terms
-    weights : (R, T) >= 0, 0 for untrained tokens; the average lives here
-    """
+    "Sum weight · term over trained tokens: scalar. Raises on a weight that is negative or not finite."
     if terms.shape != weights.shape:
         raise ValueError(f'weights must be {tuple(terms.shape)} like the terms, got {tuple(weights.shape)}')
     if not ((weights >= 0) & weights.isfinite()).all():
@@ -54,14 +48,7 @@ def sequence_log_ratio(
     trained,              # (R, T) bool
     row_trajectory=None,  # (R,) long, trajectory of each row; None: each row is one
 ):
-    """Average the log-ratio over a trajectory's trained tokens, whatever their rows (GSPO: Zheng et al. 2025): (R, 1).
-
-    Parameters
-    ----------
-    log_ratio : (R, T) log π_θ − log π_old, 0 where untrained
-    trained : (R, T) bool
-    row_trajectory : (R,) long, trajectory of each row; None: each row is one
-    """
+    "Average the log-ratio over a trajectory's trained tokens, whatever their rows (GSPO: Zheng et al. 2025): (R, 1)."
     total, count = log_ratio.sum(1), trained.sum(1).to(log_ratio.dtype)
     if row_trajectory is not None:
         if row_trajectory.shape != total.shape:
@@ -105,19 +92,7 @@ def policy_terms(
     row_trajectory=None,  # (R,) long, for the ratios of gspo; None: each row is one trajectory
 ):
     """Compute each token's loss term, 0 where untrained, and what to watch (see policy_loss): (R, T), dict of detached
-    scalars.
-
-    Parameters
-    ----------
-    logp : (R, T) log π_θ of each token, with gradient
-    old_logp : (R, T) log-probability when it was sampled; unused for reinforce
-    advantages : (R, T)
-    trained : (R, T) bool
-    kind : 'ppo', 'gspo', 'gspo-token', 'cispo', 'reinforce'
-    clip : low, high: ratios are clipped to [1 − low, 1 + high]; DAPO's clip-higher: high 0.28
-    dual_clip : > 1: bound on the ratio where the advantage is negative (TIPS's GRPO family: 3)
-    row_trajectory : (R,) long, for the ratios of gspo; None: each row is one trajectory
-    """
+    scalars."""
     if kind not in ('ppo', 'gspo', 'gspo-token', 'cispo', 'reinforce'):
         raise ValueError(f"kind is 'ppo', 'gspo', 'gspo-token', 'cispo' or 'reinforce', got {kind!r}")
     if dual_clip is not None and (dual_clip <= 1 or kind in ('cispo', 'reinforce')):
@@ -158,17 +133,15 @@ def policy_loss(
     """Sum weight · clipped surrogate (TSPO eq. 9, VSPO eq. 6; GSPO, CISPO, REINFORCE): scalar to minimise.
     Raises ValueError on probabilities in place of log-probabilities, and on NaN where the weight is not 0.
 
-    Parameters
-    ----------
-    logp : (R, T) log π_θ of each token, with gradient
-    old_logp : (R, T) log-probability when it was sampled
-    advantages : (R, T)
-    weights : (R, T) >= 0, 0 for untrained tokens; the average lives here
-    kind : 'ppo', 'gspo', 'gspo-token', 'cispo', 'reinforce'
-    clip_low : ratios are clipped to [1 − clip_low, 1 + clip_high]
-    clip_high : DAPO's clip-higher: 0.28
-    dual_clip : > 1: bound on the ratio where the advantage is negative
-    row_trajectory : (R,) long, for the ratios of gspo; None: each row is one trajectory
+    logp: (R, T) in nats, with gradient
+    old_logp: (R, T) in nats
+    advantages: (R, T)
+    weights: (R, T) >= 0
+    kind: 'ppo', 'gspo', 'gspo-token', 'cispo' or 'reinforce'
+    clip_low: float >= 0
+    clip_high: float >= 0
+    dual_clip: float > 1; None: no bound
+    row_trajectory: (R,) long; None: row i is trajectory i
     """
     check_tensors(logp=logp, old_logp=old_logp, advantages=advantages, weights=weights, row_trajectory=row_trajectory)
     terms, _ = policy_terms(logp, old_logp, advantages, weights != 0, kind, (clip_low, clip_high), dual_clip,
@@ -183,15 +156,7 @@ def kl(
     mask=None,   # (R, T) bool, trained tokens; None: all
 ):
     """Estimate KL(π_θ ‖ π_ref) per token (Schulman 2020): (R, T), 0 outside the mask.
-    Raises ValueError on probabilities in place of log-probabilities.
-
-    Parameters
-    ----------
-    logp : (R, T) log π_θ of each token
-    ref_logp : (R, T) log π_ref of the same tokens
-    kind : 'k1', 'k2', 'k3'
-    mask : (R, T) bool, trained tokens; None: all
-    """
+    Raises ValueError on probabilities in place of log-probabilities."""
     check_tensors(logp=logp, ref_logp=ref_logp, mask=mask)
     if kind not in ('k1', 'k2', 'k3'): raise ValueError(f"kind is 'k1', 'k2' or 'k3', got {kind!r}")
     mask = torch.ones_like(logp, dtype=torch.bool) if mask is None else mask
@@ -211,16 +176,7 @@ def value_loss(
 ):
     """Sum weight · ½ (V − R)², the larger of both errors where the value's step is clipped (PPO; CARL's value term):
     scalar. Raises ValueError on shapes that differ, on a clip that is not above 0, and where a trained token has no
-    finite value.
-
-    Parameters
-    ----------
-    values : (R, T) critic's values, with gradient
-    returns : (R, T) targets
-    weights : (R, T) >= 0, 0 for untrained tokens; the average lives here
-    old_values : (R, T) values when the batch was sampled, for clip
-    clip : > 0: largest step of a value that still lowers the loss
-    """
+    finite value."""
     if (clip is None) != (old_values is None):
         raise ValueError('clip and old_values, the values to step from, go together')
     if clip is not None and not clip > 0: raise ValueError(f'clip is the largest step of a value, above 0, got {clip}')
@@ -243,12 +199,7 @@ def value_loss(
 def entropy(
     logits,  # (..., V) unnormalised log-probabilities; -inf: impossible
 ):
-    """Entropy of each distribution, in nats: (...), in float32 or better.
-
-    Parameters
-    ----------
-    logits : (..., V) unnormalised log-probabilities; -inf: impossible
-    """
+    "Entropy of each distribution, in nats: (...), in float32 or better."
     logp = widen(logits).log_softmax(-1)
     return -(logp.exp() * logp.masked_fill(logp.isneginf(), 0.0)).sum(-1)
 
@@ -259,14 +210,7 @@ def overlong_penalty(
     buffer,      # int in (0, L_max], L_cache: the stretch over which the penalty grows
 ):
     """Penalise long rollouts softly, to be added to their outcomes (DAPO: Yu et al. 2025, eq. 13): (N,) float32 in
-    [-1, 0].
-
-    Parameters
-    ----------
-    lengths : (N,) tokens that the model wrote in each trajectory
-    max_length : int, L_max
-    buffer : int in (0, L_max], L_cache: the stretch over which the penalty grows
-    """
+    [-1, 0]."""
     if not 0 < buffer <= max_length:
         raise ValueError(f'buffer lies in (0, max_length], got {buffer} for max_length {max_length}')
     return ((max_length - buffer - lengths.float()) / buffer).clamp(-1, 0)

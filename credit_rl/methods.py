@@ -23,13 +23,7 @@ def gather(
     modules,  # that have PARTS
     kind,     # Reward, Rule, Sampling, Objective or Row
 ):
-    """The parts of one kind by their names: dict. Raises ValueError where two parts have one name.
-
-    Parameters
-    ----------
-    modules : that have PARTS
-    kind : Reward, Rule, Sampling, Objective or Row
-    """
+    "The parts of one kind by their names: dict. Raises ValueError where two parts have one name."
     found = {}
     for part in (p for m in modules for p in m.PARTS if type(p) is kind):
         if part.name in found: raise ValueError(f'two parts are called {part.name!r}; rename one of them')
@@ -65,15 +59,7 @@ def refusal(
     sampling='all',  # name in SAMPLINGS
     loss='ppo',      # name in LOSSES
 ):
-    """Why parts do not go together: str, or None if they do.
-
-    Parameters
-    ----------
-    rewards : names in REWARDS
-    rule : name in RULES
-    sampling : name in SAMPLINGS
-    loss : name in LOSSES
-    """
+    "Why parts do not go together: str, or None if they do."
     earned, rule, objective = [REWARDS[r] for r in rewards], RULES[rule], LOSSES[loss]
     outcomes = [r for r in earned if r.gives == 'outcome']
     if len(outcomes) != 1:
@@ -100,9 +86,7 @@ def compose(
     """Put parts together into a `Method`. Raises ValueError on an unknown part or option, and on parts that do not go
     together, saying why.
 
-    Parameters
-    ----------
-    row : Row; or its spelling, 'rewards/rule/sampling/loss', rewards joined by +, from the left as far as needed
+    row: Row, or its spelling
     """
     row = Row(row, row, None) if isinstance(row, str) else row
     first, *rest = row.spelling.split('/')
@@ -130,9 +114,7 @@ def get_method(
     """The row called `name`, or the parts that it spells out. Raises ValueError naming the nearest one, or why parts
     do not go together.
 
-    Parameters
-    ----------
-    name : str: a row of METHODS, or the spelling of one: 'prs+folr/turns'
+    name: str
     """
     if name in METHODS: return METHODS[name]
     return compose(name) if '/' in str(name) else _find(METHODS, 'method', name)
@@ -146,17 +128,7 @@ def extra_passes(
     teacher_every=0,  # 1: the teacher is the policy itself
     measure=(),       # of 'belief' and 'entropy': what is measured besides what the method and the loss need
 ):
-    """Forwards without gradient over the batch in one step, by model: dict, {} if the row needs none.
-
-    Parameters
-    ----------
-    method : Method
-    critic : 'own', 'shared' or 'frozen'; None: the row's
-    reference : the loss has a KL term
-    recompute : old log-probabilities by the learner instead of the engine's
-    teacher_every : 1: the teacher is the policy itself
-    measure : of 'belief' and 'entropy': what is measured besides what the method and the loss need
-    """
+    "Forwards without gradient over the batch in one step, by model: dict, {} if the row needs none."
     own = (critic or (method.rule.critic or {}).get('kind')) in ('own', 'frozen')
     values, gold = 'values' in method.sees, 'gold' in method.sees
     plain = (recompute and not (gold and not values)) or (values and not own) or 'entropy' in measure
@@ -169,12 +141,7 @@ def extra_passes(
 def method_table(
     methods=None,  # list of Method; None: all rows
 ):
-    """The table of methods in Markdown: equations, paper, what is seen, forwards besides the step, how ours differs.
-
-    Parameters
-    ----------
-    methods : list of Method; None: all rows
-    """
+    "The table of methods in Markdown: equations, paper, what is seen, forwards besides the step, how ours differs."
     lines = ['| method | what earns, what it is compared with | paper | sees | extra forwards | average | differs |',
              '|---|---|---|---|---|---|---|']
     for m in METHODS.values() if methods is None else methods:

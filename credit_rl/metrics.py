@@ -67,10 +67,8 @@ def exact_match(
     """Return 1.0 if the normalised prediction equals any normalised gold, else 0.0 (SQuAD). Raises on a string as
     golds.
 
-    Parameters
-    ----------
-    prediction : str, or None when there was no answer
-    golds : list of str, every answer that counts as right
+    prediction: str, or None
+    golds: list of str
     """
     prediction, golds = _normalized(prediction, golds)
     return float(prediction in golds)
@@ -81,13 +79,7 @@ def search_r1_answer(
     prompt_answers=1,  # answer pairs ascribed to the prompt, at least 0; 0: `text` is what came after the prompt
 ):
     """Return the inside of the last <answer>…</answer> as Search-R1's reward finds it, or None if only the prompt's
-    are there.
-
-    Parameters
-    ----------
-    text : str, the whole conversation, prompt included
-    prompt_answers : answer pairs ascribed to the prompt, at least 0; 0: `text` is what came after the prompt
-    """
+    are there."""
     if prompt_answers < 0: raise ValueError(f'prompt_answers must be at least 0, got {prompt_answers}')
     pairs = re.findall('<answer>(.*?)</answer>', text, re.DOTALL)
     return pairs[-1].strip() if len(pairs) > prompt_answers else None
@@ -98,14 +90,7 @@ def search_r1_em(
     golds,             # list of str
     prompt_answers=1,  # answer pairs ascribed to the prompt, at least 0
 ):
-    """Return Search-R1's reward: exact match of the last answer in the whole conversation, 1.0 or 0.0.
-
-    Parameters
-    ----------
-    text : str, the whole conversation, prompt included
-    golds : list of str
-    prompt_answers : answer pairs ascribed to the prompt, at least 0
-    """
+    "Return Search-R1's reward: exact match of the last answer in the whole conversation, 1.0 or 0.0."
     return exact_match(search_r1_answer(text, prompt_answers), golds)
 
 # %% ../nbs/2_environment/11_metrics.ipynb #c023
@@ -114,14 +99,7 @@ def cover_match(
     golds,              # list of str
     whole_words=False,  # True: the gold's words in a row, not just its characters
 ):
-    """Return 1.0 if any normalised gold is contained in the normalised prediction, else 0.0.
-
-    Parameters
-    ----------
-    prediction : str or None
-    golds : list of str
-    whole_words : True: the gold's words in a row, not just its characters
-    """
+    "Return 1.0 if any normalised gold is contained in the normalised prediction, else 0.0."
     prediction, golds = _normalized(prediction, golds)
     if whole_words: return float(any(f' {g} ' in f' {prediction} ' for g in golds))
     return float(any(g in prediction for g in golds))
@@ -131,13 +109,7 @@ def carl_match(
     prediction,  # str or None
     golds,       # list of str
 ):
-    """Return 1.0 on exact match, or if a gold of several words is contained in the prediction (CARL, evaluation).
-
-    Parameters
-    ----------
-    prediction : str or None
-    golds : list of str
-    """
+    "Return 1.0 on exact match, or if a gold of several words is contained in the prediction (CARL, evaluation)."
     prediction, golds = _normalized(prediction, golds)
     return float(any(g == prediction or (' ' in g and g in prediction) for g in golds))
 
@@ -148,10 +120,8 @@ def f1(
 ):
     """Return the word F1 against the best gold, in [0, 1], on multisets of normalised words (TIPS eq. 4, IGPO eq. 2).
 
-    Parameters
-    ----------
-    prediction : str or None
-    golds : list of str
+    prediction: str, or None
+    golds: list of str
     """
     prediction, golds = _normalized(prediction, golds)
     words = Counter(prediction.split())
@@ -181,14 +151,7 @@ def short_bleu(
     golds,         # list of str
     smooth=False,  # True: add one to numerator and denominator of p_2, p_3, p_4
 ):
-    """Return short-form BLEU against the best gold, in [0, 1], on normalised words (PRS eqs. 10-12).
-
-    Parameters
-    ----------
-    prediction : str or None
-    golds : list of str
-    smooth : True: add one to numerator and denominator of p_2, p_3, p_4
-    """
+    "Return short-form BLEU against the best gold, in [0, 1], on normalised words (PRS eqs. 10-12)."
     prediction, golds = _normalized(prediction, golds)
     return max((_bleu(prediction.split(), g.split(), smooth) for g in golds), default=0.0)
 
@@ -226,12 +189,7 @@ def plain_latex(text):
 def parse_number(
     text,  # str
 ):
-    """Read the one number in `text` as (value, has a percent sign), or None if there is none or more than one.
-
-    Parameters
-    ----------
-    text : str
-    """
+    "Read the one number in `text` as (value, has a percent sign), or None if there is none or more than one."
     found = list(_NUMBER.finditer(_without_latex(text)))
     if len(found) != 1: return None
     m = found[0]
@@ -255,14 +213,7 @@ def numeric_match(
     golds,         # list of str
     rel_tol=1e-4,  # in [0, 1): largest |prediction - gold| / |gold|
 ):
-    """Return 1.0 if the prediction's one number equals a gold's, else 0.0; a gold without a number is matched exactly.
-
-    Parameters
-    ----------
-    prediction : str or None
-    golds : list of str
-    rel_tol : in [0, 1): largest |prediction - gold| / |gold|
-    """
+    "Return 1.0 if the prediction's one number equals a gold's, else 0.0; a gold without a number is matched exactly."
     if not 0 <= rel_tol < 1: raise ValueError(f'rel_tol must be in [0, 1), got {rel_tol}; 0.01 accepts one percent')
     prediction, golds = _check(prediction, golds)
     p = parse_number(prediction)
@@ -279,14 +230,7 @@ def parts(
     between=';',    # what stands between the parts
 ):
     """Return the share of a gold's parts that are right at their place, in [0, 1], the best over the golds. A part
-    that normalises to nothing is never right.
-
-    Parameters
-    ----------
-    prediction : str or None
-    golds : list of str, each a list of parts
-    between : what stands between the parts
-    """
+    that normalises to nothing is never right."""
     prediction, golds = _check(prediction, golds)
     listed = lambda text: [normalize(part) for part in text.split(between)]
     said = listed(prediction)
@@ -297,24 +241,14 @@ def parts(
 def empty_golds(
     questions,  # list of Question
 ):
-    """Count golds that normalise to nothing, and questions that have no others: (int, int).
-
-    Parameters
-    ----------
-    questions : list of Question
-    """
+    "Count golds that normalise to nothing, and questions that have no others: (int, int)."
     empty = [[not normalize(gold) for gold in q.answers] for q in questions]
     return sum(map(sum, empty)), sum(map(all, empty))
 
 def gold_note(
     questions,  # list of Question
 ):
-    """What to say of golds that normalise to nothing: str, '' where there are none.
-
-    Parameters
-    ----------
-    questions : list of Question
-    """
+    "What to say of golds that normalise to nothing: str, '' where there are none."
     golds, hopeless = empty_golds(questions)
     if not golds: return ''
     first = next(gold for q in questions for gold in q.answers if not normalize(gold))
@@ -326,12 +260,7 @@ def benchmark_metric(
     name,  # a data set of BENCHMARKS
 ):
     """Return the function (prediction, golds) → float that a benchmark is scored by: exact match, BLEU, or numeric
-    match with its tolerance.
-
-    Parameters
-    ----------
-    name : a data set of BENCHMARKS
-    """
+    match with its tolerance."""
     bench = get_benchmark(name)
     if bench.metric != 'numeric': return {'em': exact_match, 'bleu': short_bleu}[bench.metric]
     return partial(numeric_match, rel_tol=bench.rel_tol)

@@ -182,13 +182,7 @@ def other_words(
     tokenizer,  # of the policy: a Hugging Face tokenizer, or the folder or hub name of its model
 ):
     """How a model's vocabulary differs from the policy's: str that names one token, '' where it gives the policy's
-    tokens the same ids. Raises ConnectionError where a tokenizer of the hub cannot be fetched.
-
-    Parameters
-    ----------
-    model : folder or hub name of the model that is to read
-    tokenizer : of the policy: a Hugging Face tokenizer, or the folder or hub name of its model
-    """
+    tokens the same ids. Raises ConnectionError where a tokenizer of the hub cannot be fetched."""
     def vocabulary(name):
         check_model(name)
         try: return load_tokenizer(name).get_vocab()

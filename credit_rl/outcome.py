@@ -34,10 +34,8 @@ def extract_answer(
     """Find the last well-formed answer in model text: str without outer blanks, or None (TSPO's tags, CARL's box).
     Raises ValueError on another form.
 
-    Parameters
-    ----------
-    text : str, what the MODEL wrote: no prompt, no observation
-    form : 'answer' for <answer>…</answer>, 'boxed' for \\boxed{…}
+    text: str, model text alone
+    form: 'answer' or 'boxed'
     """
     if form not in ('answer', 'boxed'):
         raise ValueError(f"form is 'answer' or 'boxed', got {form!r}")
@@ -60,13 +58,7 @@ def broke_format(
     opening='',  # str, what the generation prefix said of every turn before the model did, e.g. '<think>'
 ):
     """Tell whether a rollout gave no well-formed answer, wrote a malformed turn on the way, or a turn without its
-    reasoning tags (IGPO eq. 2): bool.
-
-    Parameters
-    ----------
-    think : str, tag of the reasoning that every turn must hold; None: not looked at
-    opening : str, what the generation prefix said of every turn before the model did, e.g. '<think>'
-    """
+    reasoning tags (IGPO eq. 2): bool."""
     if trajectory.answer is None or any(t.result == Result.MALFORMED for t in trajectory.turns): return True
     spoken = [opening + t.action_text for t in trajectory.turns if t.kind != 'assimilate']
     return think is not None and not all(_thought(text, think) for text in spoken)
@@ -79,13 +71,7 @@ def outcome_of(
     metric='em',
 ):
     """Score a rollout's answer against its question's golds: float, 0 without an answer. Raises ValueError on an
-    unknown metric, and on a source that has none.
-
-    Parameters
-    ----------
-    metric : name in METRICS, a function (prediction str, golds list of str) → float, or one of both for each source of
-        questions: a dict
-    """
+    unknown metric, and on a source that has none."""
     question = trajectory.question
     known = f'metric is one of {sorted(METRICS)} or a function (prediction, golds) → float'
     if isinstance(metric, dict):
@@ -106,16 +92,7 @@ def outcome_rewards(
     opening='',    # see broke_format
 ):
     """Score every rollout's answer against its question's golds (TSPO eq. 2, IGPO eq. 2): (N,) float32.
-    Raises ValueError on an unknown metric or a positive penalty.
-
-    Parameters
-    ----------
-    groups : list of Group, N trajectories in all
-    metric : see outcome_of
-    penalty : reward <= 0 of a rollout that broke the format (IGPO: -1.0); None: no answer scores 0
-    think : see broke_format; asked only where there is a penalty
-    opening : see broke_format
-    """
+    Raises ValueError on an unknown metric or a positive penalty."""
     if penalty is not None and penalty > 0:
         raise ValueError(f'penalty is what a broken format costs, a number <= 0, got {penalty}; write {-penalty}')
     broke = lambda t: penalty is not None and broke_format(t, think, opening)
@@ -135,6 +112,7 @@ def _check_metric(options):
 
 PARTS = (
     Reward('outcome', r'R_i', 'TSPO eq. 2; IGPO eq. 2', gives='outcome', chance=True, check=_check_metric,
+           ungraded=lambda o: '' if not o['penalty'] else f"outcome pays a penalty of {o['penalty']}; leave it out",
            text=lambda groups, o: outcome_rewards(groups, o['metric'], o['penalty'], o['tags'] and o['tags'][0],
                                                   o['opening']),
            options={'metric': Option('em', 'how an answer is scored: a name, a function, or a dict of them by data set',

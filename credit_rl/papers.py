@@ -36,23 +36,13 @@ class Entry:
 def _last_word(text): return re.split('[=/]', text)[-1].strip('[]{}')
 
 def training(file, *more):  # name of a file of runs/params without its ending; further settings, name=value
-    """The command that trains by a paper's settings: str. With further settings the run has a folder of its own.
-
-    Parameters
-    ----------
-    file, more : name of a file of runs/params without its ending; further settings, name=value
-    """
+    "The command that trains by a paper's settings: str. With further settings the run has a folder of its own."
     own = '_'.join([file, *filter(None, map(_last_word, more))])
     own = [f'run=runs/{own}'] if more else []
     return ' '.join([f'credit-rl train --params runs/params/{file}.yaml', *more, *own])
 
 def evaluation(paper, *more):  # whose file is eval_PAPER.yaml; further settings, name=value
-    """The command that evaluates as a paper does, MODEL and DATA to be filled in: str.
-
-    Parameters
-    ----------
-    paper, more : whose file is eval_PAPER.yaml; further settings, name=value
-    """
+    "The command that evaluates as a paper does, MODEL and DATA to be filled in: str."
     own = '_'.join([f'eval_{paper}', *map(_last_word, more)])
     return ' '.join([f'credit-rl evaluate --params runs/params/eval_{paper}.yaml', *more, f'run=runs/{own}',
                      'model=MODEL path=DATA'])
@@ -64,12 +54,7 @@ def _name_of(command):
     return Path(words['run'] if 'run' in words else re.search(r'params/(\S+)\.yaml', command)[1]).name
 
 def trained(paper, file, *more):  # whose file is eval_PAPER.yaml; as for `training`
-    """The commands that train, export what was made and evaluate it as a paper does, DATA to be filled in: str.
-
-    Parameters
-    ----------
-    paper, file, more : whose file is eval_PAPER.yaml; as for `training`
-    """
+    "The commands that train, export what was made and evaluate it as a paper does, DATA to be filled in: str."
     train = training(file, *more)
     name = _name_of(train)
     return (f'{train} && credit-rl export runs/{name} models/{name} && credit-rl evaluate --params '
@@ -295,12 +280,7 @@ LAST = {  # the highest numbers of a paper: (of its tables, of its figures), rea
 ABSENT = {('tips', 'table 7')}   # numbers that a paper leaves out
 
 def numbered(paper):  # a paper of LAST
-    """Names of all numbered tables and figures of a paper: list of str.
-
-    Parameters
-    ----------
-    paper : a paper of LAST
-    """
+    "Names of all numbered tables and figures of a paper: list of str."
     tables, figures = LAST[paper]
     names = [f'table {n + 1}' for n in range(tables)] + [f'figure {n + 1}' for n in range(figures)]
     return [name for name in names if (paper, name) not in ABSENT]
@@ -322,12 +302,7 @@ def count_states():
     return table.assign(all=table.sum(axis=1))
 
 def entry_table(paper=None):  # None: all
-    """The list of tables and figures with their states and commands: a pandas DataFrame, a row for each.
-
-    Parameters
-    ----------
-    paper : None: all
-    """
+    "The list of tables and figures with their states and commands: a pandas DataFrame, a row for each."
     import pandas as pd
     rows = [(e.paper, e.name, e.title, e.state + f': {e.differs}' * bool(e.differs), e.command)
             for of in ENTRIES.values() for e in of
@@ -348,12 +323,7 @@ def papers_folder():
 # %% ../nbs/papers/84_papers.ipynb #r004
 @cache
 def paper_numbers(paper):  # a paper of ENTRIES
-    """A paper's file: a pandas DataFrame with the columns table, unit, row, column and value, NaN where it gives none.
-
-    Parameters
-    ----------
-    paper : a paper of ENTRIES
-    """
+    "A paper's file: a pandas DataFrame with the columns table, unit, row, column and value, NaN where it gives none."
     import pandas as pd
     return pd.read_csv(papers_folder()/f'{paper}.csv')
 

@@ -7,11 +7,12 @@ __all__ = ['from_settings', 'notebook_settings', 'each_world', 'fill_names', 'en
            'one_dialect', 'make_parser', 'read_settings']
 
 # %% ../nbs/machinery/06_parameters.ipynb #c002
-import argparse, datetime, difflib, os, re, sys
+import argparse, datetime, difflib, numbers, os, re, sys, types
+from collections.abc import Mapping
 from pathlib import Path
 import yaml
 from .launch import expect_file
-from .options import nearest, options_in
+from .options import nearest, options_in, plain
 from .runlog import load_yaml, read_text
 
 # %% ../nbs/machinery/06_parameters.ipynb #c005
@@ -20,13 +21,7 @@ def from_settings(
     given,  # dict name -> value
 ):
     """An instance of `kind` from a dict. Raises ValueError on an unknown name, naming the nearest, and on a value that
-    is not allowed.
-
-    Parameters
-    ----------
-    kind : a dataclass of settings; a field without an `Option` is checked against its annotation
-    given : dict name -> value
-    """
+    is not allowed."""
     options = options_in(kind)
     for name in given:
         if name not in options: raise ValueError(f'there is no setting {name!r}{nearest(name, options)}')
@@ -38,42 +33,40 @@ def _written(option, value):
     if option.kind is str and type(value) is datetime.date: return value.isoformat()
     if not isinstance(value, str) or option.kind not in (dict, list): return value
     try:
-        found = load_yaml(value)
+        found = load_yaml(value, typed=True)
         alone = option.kind is list and not isinstance(found, list)
-        return [load_yaml(part) for part in value.split(',') if part.strip()] if alone else found
+        return [load_yaml(part, typed=True) for part in value.split(',') if part.strip()] if alone else found
     except yaml.YAMLError as e: raise ValueError(' '.join(str(e).split())) from e
 
 # %% ../nbs/machinery/06_parameters.ipynb #c008
-def notebook_settings(variables):
-    "The settings among a notebook's variables (its `globals()`): all that are plain values and not the notebook's own."
+def notebook_settings(
+    variables,  # dict name -> value: a notebook's `globals()`
+    *kinds,     # dataclasses of settings
+):
+    """The settings among a notebook's variables: those of plain values, those that have the name of a setting, and
+    numbers, paths and mappings whose name is near to one, so that it can be refused. Dict name -> value."""
     own = ('In', 'Out', 'exit', 'quit', 'open', 'get_ipython')
-    plain = (type(None), bool, int, float, str, list, dict, tuple)
-    return {n: v for n, v in variables.items() if not n.startswith('_') and n not in own and type(v) in plain}
+    known = [name for kind in kinds for name in options_in(kind)]
+    single = lambda v: isinstance(v, (os.PathLike, Mapping, numbers.Number)) or getattr(v, 'shape', None) == ()
+    def meant(n, v):
+        if n.startswith('_') or n in own or isinstance(v, types.ModuleType): return False
+        if n in known or type(v) in (type(None), bool, int, float, str, list, dict, tuple): return True
+        return single(v) and difflib.get_close_matches(n, known, 1)
+    return {n: plain(v) for n, v in variables.items() if meant(n, v)}
 
 # %% ../nbs/machinery/06_parameters.ipynb #a3e9f508
 def each_world(
     settings,     # dict as a file has them, perhaps with `worlds`: name -> settings of this world, or None
     chosen=None,  # names of those that are wanted; None: all
 ):
-    """The worlds of a file: dict name -> settings, {'': {}} where it has none. Raises ValueError on a name it has not.
-
-    Parameters
-    ----------
-    settings : dict as a file has them, perhaps with `worlds`: name -> settings of this world, or None
-    chosen : names of those that are wanted; None: all
-    """
+    "The worlds of a file: dict name -> settings, {'': {}} where it has none. Raises ValueError on a name it has not."
     worlds = settings.get('worlds') or {'': {}}
     for name in chosen or ():
         if name not in worlds: raise ValueError(f'there is no world {name!r}{nearest(name, worlds)}')
     return {name: more or {} for name, more in worlds.items() if chosen is None or name in chosen}
 
 def fill_names(settings, **names):  # dict of settings, and what stands for {seed}, {world}, … in their texts
-    """Settings with names filled into their texts, wherever these stand: dict.
-
-    Parameters
-    ----------
-    settings, names : dict of settings, and what stands for {seed}, {world}, … in their texts
-    """
+    "Settings with names filled into their texts, wherever these stand: dict."
     def fill(value):
         if isinstance(value, dict): return {key: fill(part) for key, part in value.items()}
         if isinstance(value, list): return [fill(part) for part in value]
@@ -98,23 +91,12 @@ def by_group(
     *groups,    # dataclasses of settings
     prefix='',  # before each name on the command line
 ):
-    """The settings of groups under their headings, the first line of each docstring: dict heading -> name -> Option.
-
-    Parameters
-    ----------
-    groups : dataclasses of settings
-    prefix : before each name on the command line
-    """
+    "The settings of groups under their headings, the first line of each docstring: dict heading -> name -> Option."
     return {g.__doc__.strip().splitlines()[0].rstrip('.'): {prefix + name: o for name, o in options_in(g).items()}
             for g in groups}
 
 def settings_help(groups):  # dict heading -> name -> Option, see by_group
-    """The settings that a command takes, as text: a line for each with default, purpose and range.
-
-    Parameters
-    ----------
-    groups : dict heading -> name -> Option, see by_group
-    """
+    "The settings that a command takes, as text: a line for each with default, purpose and range."
     lines = ['settings, as name=value or as lines of the YAML file:']
     for heading, options in groups.items():
         lines += ['', f'  {heading}:']
@@ -129,14 +111,7 @@ def one_dialect(
     parser,     # argparse.ArgumentParser, of whose own arguments nothing is changed
 ):
     """Write what was typed in one way: settings as `name=value`, a command's own arguments as `--name value …`, a list
-    with commas apart.
-
-    Parameters
-    ----------
-    arguments : list of str, as typed
-    known : dict name -> Option of the settings
-    parser : argparse.ArgumentParser, of whose own arguments nothing is changed
-    """
+    with commas apart."""
     own, left = {o: a for a in parser._actions for o in a.option_strings}, list(arguments)
     several = lambda text: text.strip('[]').replace(',', ' ').split()
     settings, rest, words = [], [], []
@@ -163,13 +138,7 @@ def make_parser(
     about,   # one line: what the command does
 ):
     """The parser of a command, to which it adds arguments of its own: argparse.ArgumentParser. Its help shows defaults,
-    and of a flag that there is not it names the nearest.
-
-    Parameters
-    ----------
-    module : str, e.g. 'credit_rl.train'
-    about : one line: what the command does
-    """
+    and of a flag that there is not it names the nearest."""
     return _Parser(prog=f'python -m {module}', description=about, formatter_class=_Help)
 
 class _Help(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
@@ -201,16 +170,9 @@ def read_settings(
     arguments=None,  # list of str; None: the command line's
     groups=None,     # settings that --help lists, see by_group
 ):
-    """Read a command's `--params FILE` and `setting=value …`, values as in YAML: (settings: dict, what the parser was
+    """Read a command's `--params FILE` and `setting=value …`, see `_typed`: (settings: dict, what the parser was
     given). `-p setting value`, as papermill has it, and `--setting value` say the same; `setting.key` is one key of a
-    setting that is a dict. Raises OSError, ValueError where a file does not hold settings.
-
-    Parameters
-    ----------
-    parser : argparse.ArgumentParser with the command's own arguments, if any
-    arguments : list of str; None: the command line's
-    groups : settings that --help lists, see by_group
-    """
+    setting that is a dict. Raises OSError, ValueError where a file does not hold settings."""
     parser.add_argument('--params', metavar='FILE', help='YAML file of settings')
     parser.add_argument('settings', nargs='*', metavar='setting=value', help='over those of the file')
     if groups: parser.epilog = settings_help(groups).replace('%', '%%')
@@ -224,9 +186,18 @@ def read_settings(
         settings = (load_yaml(read_text(given.params), given.params) if given.params else None) or {}
         if not isinstance(settings, dict):
             raise ValueError(f'{given.params}: wanted lines such as "steps: 70", got {settings!r:.60}')
-        over = {name: load_yaml(value) for name, value in (text.split('=', 1) for text in given.settings)}
+        over = {name: _typed(known.get(name), value) for name, value in (text.split('=', 1) for text in given.settings)}
     except yaml.YAMLError as e: raise ValueError(' '.join(str(e).split())) from e
     return _nested(settings, over, known), given
+
+def _typed(option, text):
+    """What a typed value means: the text itself where the setting is one (null is None where it may be, and quotes
+    around all of it are YAML's), else what YAML says, with decimal numbers. Raises yaml.YAMLError."""
+    kind = (option.kind or type(option.default)) if option else None
+    quoted = len(text) > 1 and text[0] == text[-1] and text[0] in '\'"'
+    if kind not in (str, object) or quoted or kind is object and text.lstrip()[:1] in ('{', '['):
+        return load_yaml(text, typed=True)
+    return None if option.default is None and text.strip() in ('', '~', 'null', 'Null', 'NULL') else text
 
 def _params_file(path):
     "A path that was given to --params. Raises FileNotFoundError with the name that is nearest."

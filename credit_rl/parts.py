@@ -69,14 +69,7 @@ def to_tokens(
     row_trajectory=None,  # (R,) long, trajectory of each row; None: row i is trajectory i
 ):
     """Give every trained token its turn's value, others 0: (R, T).
-    Raises ValueError on a turn that the table does not have, or that was not measured.
-
-    Parameters
-    ----------
-    turn_values : (N, K) value of each turn
-    token_turns : (R, T) long, turn of each trained token, -1 elsewhere
-    row_trajectory : (R,) long, trajectory of each row; None: row i is trajectory i
-    """
+    Raises ValueError on a turn that the table does not have, or that was not measured."""
     n, k = turn_values.shape
     if token_turns.is_floating_point() or token_turns.ndim != 2 or (row_trajectory is None and len(token_turns) != n):
         raise ValueError(f'token_turns must be (R, T) integers, R = {n} without row_trajectory, '
@@ -122,6 +115,10 @@ class Reward(Part):
     gives: str = 'turns'    # 'outcome', 'bonus' or 'turns'
     # (groups, options) -> tensor, from the rollouts' text; or a pair of it and what else was found, dict of (N,) to log
     text: object = None
+    # or else (groups, grade, options) -> tensor: on top of the outcome's grade of the answer, (N,) in [0, 1], NaN for
+    # none. An outcome's text may give another 'grade' than its reward
+    graded: object = None
+    ungraded: object = None  # of an outcome: options -> why its rewards are no grades; '': they are
     model: object = None    # or else (layout, seen, options) -> tensor, from what models found
     sees: str = None        # what `model` reads of Measured: 'gold', the policy's scores, or 'teacher'
     potential: object = None  # (seen, options) -> (N, K+1): Φ, in nats, of the states whose changes `model` pays
@@ -173,25 +170,14 @@ class Objective(Part):
 def total_rewards(
     rewards,  # dict with outcome (N,), turns (N, K), missing (N,) bool
 ):
-    """Add up outcome and turn rewards of each rollout: (N,), NaN where something is missing.
-
-    Parameters
-    ----------
-    rewards : dict with outcome (N,), turns (N, K), missing (N,) bool
-    """
+    "Add up outcome and turn rewards of each rollout: (N,), NaN where something is missing."
     return torch.where(rewards['missing'], torch.nan, rewards['outcome'] + rewards['turns'].sum(1))
 
 def rewards_on_last(
     rewards,  # dict with outcome (N,), turns (N, K), missing (N,) bool
     layout,   # Layout of the N trajectories
 ):
-    """Add the outcome to the turn reward of each last turn: (N, K), a row of NaN where something is missing.
-
-    Parameters
-    ----------
-    rewards : dict with outcome (N,), turns (N, K), missing (N,) bool
-    layout : Layout of the N trajectories
-    """
+    "Add the outcome to the turn reward of each last turn: (N, K), a row of NaN where something is missing."
     total = rewards['turns'] + at_last_turn(rewards['outcome'].nan_to_num(), layout.turn_mask)
     return torch.where(rewards['missing'][:, None], torch.nan, total)
 
@@ -199,25 +185,14 @@ def every_turn(
     x,       # (N,) credit of each rollout
     layout,  # Layout of the N trajectories
 ):
-    """Give every turn of a rollout the same credit: (N, K), 0 where there is no turn.
-
-    Parameters
-    ----------
-    x : (N,) credit of each rollout
-    layout : Layout of the N trajectories
-    """
+    "Give every turn of a rollout the same credit: (N, K), 0 where there is no turn."
     return x[:, None] * layout.turn_mask
 
 # %% ../nbs/1_rules/29_parts.ipynb #c0125
 def first_tokens(
     token_turns,  # (R, T) long, turn (or segment) of each trained token, -1 elsewhere
 ):
-    """Mark the first token of every turn: (R, T) bool.
-
-    Parameters
-    ----------
-    token_turns : (R, T) long, turn (or segment) of each trained token, -1 elsewhere
-    """
+    "Mark the first token of every turn: (R, T) bool."
     return (token_turns >= 0) & (token_turns != torch.nn.functional.pad(token_turns[:, :-1], (1, 0), value=-1))
 
 def _begins(layout):
@@ -229,13 +204,7 @@ def start_values(
     values,  # (R, T) value before each token
     layout,  # Layout of N trajectories
 ):
-    """Pick the values before the first token of every turn: (N, K), NaN where there is none.
-
-    Parameters
-    ----------
-    values : (R, T) value before each token
-    layout : Layout of N trajectories
-    """
+    "Pick the values before the first token of every turn: (N, K), NaN where there is none."
     row, position, cell = _begins(layout)
     return values.new_full(layout.turn_mask.shape, torch.nan).index_put(cell, values[row, position])
 
@@ -243,13 +212,7 @@ def turn_starts(
     values,  # (R, T) value before each token
     layout,  # Layout of N trajectories
 ):
-    """`start_values` (N, K) where every turn has one stretch of trained tokens. Raises ValueError where one has not.
-
-    Parameters
-    ----------
-    values : (R, T) value before each token
-    layout : Layout of N trajectories
-    """
+    "`start_values` (N, K) where every turn has one stretch of trained tokens. Raises ValueError where one has not."
     row, _, cell = _begins(layout)
     found = torch.zeros_like(layout.turn_mask, dtype=torch.long)
     if (found.index_put(cell, torch.ones_like(row), accumulate=True) != layout.turn_mask).any():
@@ -349,15 +312,24 @@ class Method:
         "All options with `options` put in: dict. Raises ValueError on one that there is not, or out of its range."
         given = read_options(f'method {self.name!r}', self.knobs, options)
         values = {**self.options, **{name: given[name] for name in options}}
-        for p in (p for p in self.parts if p.check): p.check(replace(self, options=values).own(p))
+        replace(self, options=values).check()
         return values
+
+    def check(self):
+        "Refuse options that cannot work together, of a part or of a reward and the outcome whose grade it takes."
+        for p in (p for p in self.parts if p.check): p.check(self.own(p))
+        takers = [r.name for r in self.rewards if r.graded]
+        for r in (r for r in self.rewards if takers and r.ungraded):
+            if why := r.ungraded(self.own(r)):
+                raise ValueError(f'{self.name}: {takers[0]} needs grades of answers in [0, 1], and {why}')
 
     def text_rewards(self, groups):
         "What the text tells: dict of 'right' (N,), 'outcome' (N,), 'turns' (N, K), and what parts read."
         out = {'right': self.right(groups, self.options['right']), 'turns': torch.zeros(index_groups(groups)[0].shape)}
-        for r in sorted((r for r in self.rewards if r.text), key=lambda r: r.gives != 'outcome'):
-            value = r.text(groups, self.own(r))
+        for r in sorted((r for r in self.rewards if r.text or r.graded), key=lambda r: r.gives != 'outcome'):
+            value = r.graded(groups, out['grade'], self.own(r)) if r.graded else r.text(groups, self.own(r))
             if isinstance(value, tuple): value, out = value[0], out | value[1]
+            out.setdefault('grade', value)                # the outcome comes first
             if r.per_turn and not self.rule.turnwise: value = value / index_groups(groups)[0].sum(1, keepdim=True)
             if r.gives == 'turns': out['turns'] = out['turns'] + value
             else: out['outcome'] = value if r.gives == 'outcome' else out['outcome'] + value
@@ -397,22 +369,14 @@ def bind(
     loss=None,   # Loss; None: the method's own
 ):
     """The method of a run. Raises ValueError on options that it does not have, and where a part cannot work with what
-    the run knows.
-
-    Parameters
-    ----------
-    method : Method
-    options : of the run, by name
-    loss : Loss; None: the method's own
-    """
+    the run knows."""
     values, usual, names = method.settings(options), method.knobs, _option_names(method.parts)
     takes = {'right': 'metric', **{names[p.name][n]: fact for p in method.parts for n, fact in p.facts.items()}}
     for name, fact in takes.items():
         known = getattr(facts, fact)
         if known is not None and name not in options and values[name] == usual[name].default: values[name] = known
     bound = replace(method, options=values, loss=loss or method.loss)
-    for p in bound.parts:
-        if p.check: p.check(bound.own(p))
+    bound.check()
     return bound
 
 # %% ../nbs/1_rules/29_parts.ipynb #c025
@@ -462,15 +426,13 @@ def assign(
 ):
     """Compute the credit of every token of a batch of rollouts: `Batch`, empty where no group is worth an update.
 
-    Parameters
-    ----------
-    method : Method, bound to a run and a step
-    groups : list of Group, N trajectories in all
-    look : (layout, Asks) -> Measured, or None where nothing is asked
-    rng : torch.Generator of the sampling, the same on every rank
-    prefix : ids of the generation prefix that every context ends with
-    rewards : what text_rewards gave, where it is known; None: it is called
-    tree : True: tokens that rows share are to be computed once, see `pack`
+    method: Method
+    groups: list of Group, N trajectories in all
+    look: (layout, Asks) -> Measured, or None
+    rng: torch.Generator, the same on every rank
+    prefix: ids of the generation prefix, >= 0
+    rewards: what text_rewards gave; None: it is called
+    tree: bool, see `pack`
     """
     text = method.text_rewards(groups) if rewards is None else rewards
     kept, omega = method.keep(groups, text, rng)
@@ -516,11 +478,6 @@ def part_metrics(method, batch):
 def services(
     method,  # Method
 ):
-    """Who is asked for a method's rewards, judges that answer or fail to: list, each once.
-
-    Parameters
-    ----------
-    method : Method
-    """
+    "Who is asked for a method's rewards, judges that answer or fail to: list, each once."
     found = [r.service(method.own(r)) for r in method.rewards if r.service]
     return list({id(s): s for s in found if s is not None}.values())

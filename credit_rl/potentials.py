@@ -22,11 +22,9 @@ def answer_potential(
     NaN where a gold was not scored. Raises ValueError on positive values (probabilities, most likely) and on a state
     without golds.
 
-    Parameters
-    ----------
-    logps : (..., M) summed log-probability of each gold answer, in nats, <= 0; NaN: could not be scored
-    gold_mask : (..., M) bool, golds that exist (sizes of 1 are stretched); None: all
-    reduce : 'logsumexp': any gold will do (TIPS section 3.2); 'mean' of the log-probabilities (appendix H.1)
+    logps: (..., M) in nats, <= 0; NaN: not scored
+    gold_mask: (..., M) bool; None: all
+    reduce: 'logsumexp' or 'mean'
     """
     check_tensors(logps=logps, gold_mask=gold_mask)
     if reduce not in ('logsumexp', 'mean'): raise ValueError(f"reduce is 'logsumexp' or 'mean', got {reduce!r}")
@@ -61,13 +59,7 @@ def bridge(
 ):
     """Carry the last known state over missing ones, so that differences still telescope: (N, K+1).
     NaN beyond a trajectory's end S_{K_i}, and in the whole row where S_0 is missing.
-    Raises ValueError on infinite states and on shapes that do not fit.
-
-    Parameters
-    ----------
-    x : (N, K+1) measured states S_0 … S_K; NaN: missing, and padding after a trajectory's own end
-    turn_mask : (N, K) bool
-    """
+    Raises ValueError on infinite states and on shapes that do not fit."""
     own, _ = _own_states(x, turn_mask)
     if (x.isinf() & own).any():
         raise ValueError('infinite states cannot be differenced; a log-probability of -inf means that something '
@@ -82,13 +74,7 @@ def missing_states(
     turn_mask,  # (N, K) bool
 ):
     """Count each trajectory's missing states among S_0 … S_{K_i - 1}: (N,) long.
-    Its end S_{K_i} is scored only on request and not counted.
-
-    Parameters
-    ----------
-    x : (N, K+1) measured states; NaN: missing
-    turn_mask : (N, K) bool
-    """
+    Its end S_{K_i} is scored only on request and not counted."""
     own, turns = _own_states(x, turn_mask)
     return (x.isnan() & own & (torch.arange(x.shape[1], device=x.device) < turns)).sum(1)
 
@@ -103,12 +89,10 @@ def shaping_rewards(
     0 outside the mask, NaN in a trajectory that was not measured.
     Raises ValueError on α < 0 and on 'teacher' without any scored end.
 
-    Parameters
-    ----------
-    phi : (N, K+1) potential of each state, in nats; NaN: missing, and padding
-    turn_mask : (N, K) bool
-    alpha : α >= 0, reward per nat
-    terminal : 'zero': Φ(S_K) = 0 (TIPS eq. 20), S_K is not read; 'teacher': phi's own, not invariant
+    phi: (N, K+1) in nats; NaN: missing, and padding
+    turn_mask: (N, K) bool
+    alpha: float >= 0, per nat
+    terminal: 'zero' or 'teacher'
     """
     if terminal not in ('zero', 'teacher'): raise ValueError(f"terminal is 'zero' or 'teacher', got {terminal!r}")
     if not 0 <= alpha < math.inf: raise ValueError(f'alpha is a reward per nat, a number >= 0, got {alpha}')
@@ -128,10 +112,8 @@ def history_max(
     """Measure by how much each turn raises the record of the potential (TIPS appendix E.6), unscaled: (N, K).
     0 on a trajectory's last turn and outside the mask, NaN in a trajectory that was not measured.
 
-    Parameters
-    ----------
-    phi : (N, K+1) potential of each state, in nats; NaN: missing, and padding; the end S_K is not read
-    turn_mask : (N, K) bool
+    phi: (N, K+1) in nats; NaN: missing, and padding
+    turn_mask: (N, K) bool
     """
     own, turns = _own_states(phi, turn_mask)
     states = bridge(widen(phi).scatter(1, turns, torch.nan), turn_mask)  # the end repeats the state before: no record
@@ -145,14 +127,7 @@ def mean_abs_reward(
     refund=False,  # True: each trajectory's last turn counts too, with its −αΦ(S_{K−1})
 ):
     """Average the size of the shaping over the turns before the last, mean |α ΔΦ| (TIPS appendix D): float, NaN if no
-    such turn was measured.
-
-    Parameters
-    ----------
-    shaping : (N, K) shaping rewards; NaN: missing
-    turn_mask : (N, K) bool
-    refund : True: each trajectory's last turn counts too, with its −αΦ(S_{K−1})
-    """
+    such turn was measured."""
     check_turns(turn_mask, shaping)
     counted = turn_mask if refund else turn_mask & torch.nn.functional.pad(turn_mask[:, 1:], (0, 1))
     return widen(shaping)[counted & ~shaping.isnan()].abs().mean().item()
@@ -166,16 +141,7 @@ def pilot_alpha(
     refund=False,  # as for mean_abs_reward
 ):
     """Choose α from a pilot run so that the shaping gets the wanted mean size (TIPS appendix D): float.
-    Raises ValueError if the run shows no shaping at all.
-
-    Parameters
-    ----------
-    shaping : (N, K) shaping rewards of a pilot run; NaN: missing
-    turn_mask : (N, K) bool
-    alpha : the α that they were made with
-    target : wanted mean of |α ΔΦ|
-    refund : as for mean_abs_reward
-    """
+    Raises ValueError if the run shows no shaping at all."""
     size = mean_abs_reward(shaping, turn_mask, refund)
     if not size > 0:
         raise ValueError(f'the pilot run shows no shaping (mean size {size}), so no α can be chosen from it')
@@ -246,16 +212,7 @@ def scoring_flops(
     answer_length=10.0  # tokens per gold answer, mean
 ):
     """Count the operations of scoring all golds at all states with shared prefixes (TIPS appendix H.1): float, in
-    TFLOPs.
-
-    Parameters
-    ----------
-    shape : ModelShape of the teacher
-    lengths : list of S numbers, tokens of each scored prefix
-    batch : rollouts
-    answers : gold answers per question, mean
-    answer_length : tokens per gold answer, mean
-    """
+    TFLOPs."""
     if len(lengths) == 0 or min(lengths) <= 0:
         raise ValueError(f'lengths are the token counts > 0 of the scored prefixes, got {lengths}')
     attention, longest = 4 * shape.q * shape.layers, max(lengths)

@@ -14,7 +14,7 @@ import torch
 from .critics import brier, expected_calibration_error
 from .dry_run import is_large, no_gpu, rank_tflops
 from .engine import seed_of
-from .estimate import describe, memory, read_sizes, step_seconds
+from .estimate import Load, describe, memory, read_sizes, step_seconds
 from .environment import open_search
 from .launch import LaunchError, Ranks, is_rank, join_ranks, keep_traceback, set_torch, speak
 from .layout import pack
@@ -72,7 +72,7 @@ def make_warming(settings):
 
 def read_warming(variables):
     "The `Warming` set by a notebook's variables (its `globals()`)."
-    return make_warming(notebook_settings(variables))
+    return make_warming(notebook_settings(variables, Warming))
 
 # %% ../nbs/5_run/65_prepare.ipynb #c007
 def check_warming(config):
@@ -199,10 +199,10 @@ def _forecast(settings, choice):
     sizes, plan, task, most = read_sizes(settings.acting.model), _plan(settings, choice), settings.task, choice.per_tier
     n = min(task.questions, choice.sorted_questions or task.questions) + task.dev_questions
     (tflops, taken), length = rank_tflops(settings.host, settings.acting.dtype), settings.acting.max_tokens
-    took = lambda rollouts: step_seconds(sizes, plan, rollouts * length, length, tflops)
+    took = lambda rollouts: step_seconds(sizes, plan, Load(rollouts * length, length), tflops)
     most = 2 * (sum(most) if isinstance(most, (list, tuple)) else 2 * most)  # of both parts
     rollouts = n * choice.tries + min(n, most) * len(choice.prompts) * choice.repeats
-    return [*describe(sizes, plan, {'learning': took(choice.warm_batch)['learning']}, choice.warm_steps),
+    return [*describe(sizes, plan, {k: took(choice.warm_batch)[k] for k in ('learning', 'updating')}, choice.warm_steps),
             f'before that, {rollouts:,} rollouts at most: {took(rollouts)["acting"] / 3600:.3g} h {taken}']
 
 # %% ../nbs/5_run/65_prepare.ipynb #c018
@@ -211,13 +211,7 @@ def prepare(
     say=None,  # function called with lines of text; None: print
 ):
     """Warm a critic up (CARL section 3.3, appendix C). Returns the run folder, whose summary says whether it passed.
-    Bad settings are refused before any compute.
-
-    Parameters
-    ----------
-    config : Warming, or a dict of its settings
-    say : function called with lines of text; None: print
-    """
+    Bad settings are refused before any compute."""
     c = make_warming(config) if isinstance(config, dict) else config
     say = say or (speak if is_rank() else lambda line: print(line, flush=True))
     s, choice = settings_of(c), group_of(WarmUpChoice, c)
@@ -371,12 +365,7 @@ def _summaries(folders):
 
 def warmup_table(folders):  # list of folders of finished warm-ups, or one folder that holds them
     """What warm-ups came to (the paper's ablation: cold, random, curated), means over seeds: a pandas DataFrame, a row
-    for each kind; NaN for how far the policy moved where that was not kept. Raises ValueError on an empty list.
-
-    Parameters
-    ----------
-    folders : list of folders of finished warm-ups, or one folder that holds them
-    """
+    for each kind; NaN for how far the policy moved where that was not kept. Raises ValueError on an empty list."""
     import pandas as pd
     rows = [{'critic': _kind(x), 'seeds': 1, **{n: x['report'][n] for n in GATE}, 'ECE': x['ece'], 'Brier': x['brier'],
              'V, known': x['value_tier']['2'], 'V, not known': x['value_tier']['1'],
@@ -387,12 +376,7 @@ def warmup_table(folders):  # list of folders of finished warm-ups, or one folde
 
 def calibration_pairs(folders):  # as in warmup_table
     """What V(s_0) said and what came of it, on the held-out rollouts with the choice, by kind of warm-up, its seeds
-    together: dict of tensors (2, n). Without those that kept no pairs.
-
-    Parameters
-    ----------
-    folders : as in warmup_table
-    """
+    together: dict of tensors (2, n). Without those that kept no pairs."""
     pairs = {}
     for summary in _summaries(folders): pairs.setdefault(_kind(summary), []).extend(summary.get('calibration', []))
     return {kind: torch.tensor([*zip(*found)], dtype=torch.float64) for kind, found in pairs.items() if found}

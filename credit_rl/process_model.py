@@ -19,13 +19,7 @@ from .parts import Reward
 def process_texts(
     trajectory,  # Trajectory
 ):
-    """The conversation up to the end of each turn's own text: list of K str, a line for the question, turn and
-    response.
-
-    Parameters
-    ----------
-    trajectory : Trajectory
-    """
+    "The conversation up to the end of each turn's own text: list of K str, a line for the question, turn and response."
     texts, said = [], trajectory.question.text
     for turn in trajectory.turns:
         texts.append(f'{said}\n{turn.action_text}')
@@ -63,16 +57,7 @@ class _Scorer:
 
 # %% ../nbs/1_rules/38_process_model.ipynb #p37010s5
 class ClassifierScorer(_Scorer):
-    """Score texts by a sequence classifier. Raises ValueError on a model without a classifier's head.
-
-    Parameters
-    ----------
-    model : folder, or name on the hub
-    label : class whose probability is the score: int or its name; None: the last
-    batch : texts in a forward
-    max_tokens : of a text; None: as many as the model has positions for, 4096 at most
-    device : None: a GPU where there is one
-    """
+    "Score texts by a sequence classifier. Raises ValueError on a model without a classifier's head."
 
     def __init__(
         self,
@@ -121,18 +106,7 @@ class ClassifierScorer(_Scorer):
 
 # %% ../nbs/1_rules/38_process_model.ipynb #p37016
 class ServerScorer(_Scorer):
-    """Score texts by a classifier at vLLM's or SGLang's /classify. Raises ValueError on an address that is none.
-
-    Parameters
-    ----------
-    base_url : 'http://localhost:8000'; /classify is added
-    model : the name that the server gives it
-    api_key : never written down
-    label : class whose probability is the score: int; None: the last
-    batch : texts in a request
-    timeout : seconds per try
-    tries : of a request
-    """
+    "Score texts by a classifier at vLLM's or SGLang's /classify. Raises ValueError on an address that is none."
 
     def __init__(
         self,
@@ -186,13 +160,7 @@ def process_scores(
     groups,  # list of Group, N trajectories in all, the longest of K turns
     scorer,  # has score(texts) -> list of float, NaN where there is none
 ):
-    """Score every turn by a process reward model, each different text once: (N, K) float32, 0 where there is no turn.
-
-    Parameters
-    ----------
-    groups : list of Group, N trajectories in all, the longest of K turns
-    scorer : has score(texts) -> list of float, NaN where there is none
-    """
+    "Score every turn by a process reward model, each different text once: (N, K) float32, 0 where there is no turn."
     texts = [process_texts(t) for g in groups for t in g.trajectories]
     different = list(dict.fromkeys(text for row in texts for text in row))
     scores = dict(zip(different, scorer.score(different), strict=True))
@@ -204,12 +172,7 @@ def process_scores(
 def check_scorer(
     settings,  # dict: the arguments of ServerScorer where it has a base_url, with key_from for its key, else of
 ):             # ClassifierScorer; or an object with score(texts)
-    """Refuse a scorer's settings that are none, hold a key, or name what there is not: ValueError.
-
-    Parameters
-    ----------
-    settings : dict: the arguments of ServerScorer where it has a base_url, with key_from for its key, else of
-    """
+    "Refuse a scorer's settings that are none, hold a key, or name what there is not: ValueError."
     if not settings:
         raise ValueError("the reward prm wants a classifier: give options={'prm': {'model': 'FOLDER'}}, or with "
                          "'base_url' the address of a server")
@@ -227,12 +190,7 @@ def check_scorer(
 def make_scorer(
     settings,  # as for check_scorer
 ):
-    """The scorer that options name, the same one for the same settings.
-
-    Parameters
-    ----------
-    settings : as for check_scorer
-    """
+    "The scorer that options name, the same one for the same settings."
     return _scorer_at(json.dumps(settings, sort_keys=True)) if isinstance(settings, dict) else settings
 
 @functools.cache

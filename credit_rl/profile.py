@@ -29,12 +29,7 @@ _BETWEEN = {'dev': ('development questions', 'raise eval_every, or ask fewer dev
 
 def line_seconds(folder):  # of a run of training
     """Seconds of a mean step by line of the loop, and of what comes between steps: dict, in the order of the loop.
-    Lines that never ran are left out. Raises ValueError where no step was timed.
-
-    Parameters
-    ----------
-    folder : of a run of training
-    """
+    Lines that never ran are left out. Raises ValueError where no step was timed."""
     if metrics_file(folder) is None:
         raise ValueError(f'{folder} holds no metrics.jsonl; wanted the folder of a training run')
     table = read_metrics(folder)
@@ -51,12 +46,7 @@ def line_seconds(folder):  # of a run of training
 KINDS = ('prompt', 'sampled', 'observed', 'padded', 'shared')
 
 def layout_tokens(layout):  # with nodes, see pack
-    """Count a layout's tokens by kind: dict of KINDS. The first four are the whole rectangle; `shared` lies in them.
-
-    Parameters
-    ----------
-    layout : with nodes, see pack
-    """
+    "Count a layout's tokens by kind: dict of KINDS. The first four are the whole rectangle; `shared` lies in them."
     there = torch.arange(layout.ids.shape[1]) < layout.lengths[:, None]
     begun = layout.trained.long().cumsum(1) > 0
     some = layout.trained.any(1, keepdim=True)
@@ -67,12 +57,7 @@ def layout_tokens(layout):  # with nodes, see pack
 
 def kept_tokens(folder):  # of a run of training
     """Tokens by kind of the rollouts that a run kept, added up over its steps, and how many these were: (dict of KINDS,
-    int). Each step's are laid out by themselves. ({}, 0) where none were kept.
-
-    Parameters
-    ----------
-    folder : of a run of training
-    """
+    int). Each step's are laid out by themselves. ({}, 0) where none were kept."""
     steps, total = {}, {}
     for row in read_turns(folder):
         if row.get('kind') == 'train': steps.setdefault(row['step'], []).append(trajectory_from_json(row['trajectory']))
@@ -123,12 +108,7 @@ def _profile_figure(folder):  # of a run of training
 
 # %% ../nbs/machinery/78_profile.ipynb #f018
 def main(arguments=None):  # list of str; None: the command line's
-    """`credit-rl profile RUN`: say where a run's time went, by line of the loop, and on which tokens.
-
-    Parameters
-    ----------
-    arguments : list of str; None: the command line's
-    """
+    "`credit-rl profile RUN`: say where a run's time went, by line of the loop, and on which tokens."
     parser = make_parser('credit_rl.profile', "Say where a run's time went, by line of the loop, and on which tokens.")
     parser.add_argument('run', help='folder of a training run')
     parser.add_argument('--out', help='file of a figure, .png, .svg or .pdf')

@@ -50,13 +50,7 @@ class Baseline:
         chat,  # Chat of its protocol
         tool,  # has call(list of query lists) → list of (text, Result)
     ):
-        """Make the `Chat` by which a rollout asks.
-
-        Parameters
-        ----------
-        chat : Chat of its protocol
-        tool : has call(list of query lists) → list of (text, Result)
-        """
+        "Make the `Chat` by which a rollout asks."
         return _RetrievalChat(self, chat, tool) if self.when in ('question', 'lines') else chat
 
 # %% ../nbs/2_environment/17_prompting.ipynb #c007

@@ -4,8 +4,9 @@
 
 # %% auto #0
 __all__ = ['ANSWER_STOPS', 'CALL_STOPS', 'CHATML', 'PLAIN', 'TEMPLATES', 'TOOL_PROMPT', 'CARL_PROMPTS', 'PROTOCOLS', 'WORDS',
-           'Protocol', 'Action', 'boxed', 'last_answer', 'parse', 'read_context', 'reaches', 'byte_tokenizer',
-           'Encoder', 'Pieces', 'Chat', 'check_tokenizer', 'worded', 'prompt_hash', 'read_protocol', 'get_protocol']
+           'Protocol', 'Action', 'calls_in', 'boxed', 'last_answer', 'parse', 'read_context', 'reaches',
+           'byte_tokenizer', 'Encoder', 'Pieces', 'Chat', 'check_tokenizer', 'worded', 'prompt_hash', 'read_protocol',
+           'get_protocol']
 
 # %% ../nbs/2_environment/14_protocol.ipynb #c002
 import contextlib, ctypes, hashlib, json, re, threading
@@ -113,12 +114,42 @@ def _json_call(text, names):
 def _read_call(text, protocol):
     "Parse the inside of a call tag. Raises ValueError saying what is wrong."
     style = protocol.call_style
+    if style == 'python' and not text: raise ValueError('the code is empty')
     if style == 'python': return {'name': 'python', 'code': text}
     name, queries = _json_call(text, protocol.tool_names) if style == 'json' else (protocol.tool_names[0], [text])
     if style == 'text': queries = [q.strip() for q in text.split(';')]
     if not isinstance(queries, list) or not queries or not all(isinstance(q, str) and q.strip() for q in queries):
         raise ValueError('a search needs at least one query that is not empty')
     return {'name': name, 'queries': queries}
+
+# %% ../nbs/2_environment/14_protocol.ipynb #c0102
+def _spoken(protocol, text):
+    "A message without the thoughts that it closes, in which nothing is called."
+    tag = '|'.join(map(re.escape, filter(None, {protocol.think_tag, 'think'})))
+    return re.sub(rf'(?:\A|<(?:{tag})>)(?:(?!</?(?:{tag})>).)*</(?:{tag})>', '', text, flags=re.S)
+
+def calls_in(protocol, text):
+    """Read the calls of a message between tags, in order: list of `Action`, an error for one that cannot be read, or is
+    opened behind the last and not closed. Thoughts that are closed hold none."""
+    tag, calls, rest = re.escape(protocol.call_tag), [], 0
+    if protocol.call_style in ('none', 'code'): return []
+    spoken = _spoken(protocol, text)
+    for found in re.finditer(rf'<{tag}>((?:(?!</?{tag}>).)*)</{tag}>', spoken, re.S):
+        rest = found.end()
+        try: calls.append(Action(call=_read_call(found[1].strip(), protocol)))
+        except ValueError as e: calls.append(Action(error=str(e)))
+    if calls and f'<{protocol.call_tag}>' in spoken[rest:]: calls.append(Action(error='the call is not closed'))
+    return calls
+
+def _one_action(calls):
+    "The calls of one message as its `Action`: all queries in order, or what is wrong with which of them."
+    if len(calls) == 1: return calls[0]
+    wrong = [f'call {i} of {len(calls)}: {a.error}' for i, a in enumerate(calls, 1) if a.error]
+    if wrong: return Action(error='; '.join(wrong))
+    names = list(dict.fromkeys(a.call['name'] for a in calls))
+    if len(names) > 1: return Action(error=f'one message calls one tool, got {" and ".join(names)}')
+    if 'code' in calls[0].call: return Action(error=f'one message runs one program, got {len(calls)}')
+    return Action(call={'name': names[0], 'queries': [q for a in calls for q in a.call['queries']]})
 
 # %% ../nbs/2_environment/14_protocol.ipynb #c013
 def boxed(text):
@@ -136,13 +167,7 @@ def last_answer(
     protocol,  # Protocol
     text,      # str, one message of the MODEL
 ):
-    """Find the last well-formed answer in a message: str without outer blanks; None if there is none, or it is empty.
-
-    Parameters
-    ----------
-    protocol : Protocol
-    text : str, one message of the MODEL
-    """
+    "Find the last well-formed answer in a message: str without outer blanks; None if there is none, or it is empty."
     if protocol.answer_tag is None: return boxed(text)
     tag = re.escape(protocol.answer_tag)
     return (re.findall(rf'<{tag}>((?:(?!</?{tag}>).)*)</{tag}>', text, re.S) or [''])[-1].strip() or None
@@ -169,21 +194,18 @@ def _parse_code(protocol, text):
 def parse(protocol, text):
     "Read one turn's text as an `Action`."
     if protocol.call_style == 'code': return _parse_code(protocol, text)
-    tags = [t for t in (protocol.call_tag if protocol.call_style != 'none' else None, protocol.answer_tag) if t]
-    either = '|'.join(map(re.escape, tags))
-    found = re.search(rf'<({either})>((?:(?!<\1>).)*)</\1>\s*\Z', text, re.S) if tags else None
-    answer = None if found and found[1] != protocol.answer_tag else _within(protocol, text)
+    theirs = '|'.join(map(re.escape, filter(None, {protocol.response_tag, 'tool_response'})))
+    if faked := re.search(f'</?(?:{theirs})>', _spoken(protocol, text)):
+        return Action(error=f'the message holds {faked[0]}, which only the answer of a tool does')
+    if calls := calls_in(protocol, text): return _one_action(calls)
+    tag = protocol.answer_tag
+    last = re.search(rf'<{tag}>((?:(?!<{tag}>).)*)</{tag}>\s*\Z', text, re.S) if tag else None
+    answer = _within(protocol, text) or (last and protocol.answer_stop == 'first' and last[1].strip())
     if answer: return Action(answer=answer)
-    if not found:
-        wanted = ' or '.join([f'<{t}>' for t in tags] + ([] if protocol.answer_tag else [r'\boxed{}']))
-        return Action(error=f'no well-formed {wanted} at the end of the turn')
-    tag, inside = found[1], found[2].strip()
-    if protocol.call_style == 'python' and not inside: return Action(error='the code is empty')
-    if tag == protocol.answer_tag:
-        return Action(answer=inside) if inside and protocol.answer_stop == 'first' else Action(
-            error=f'the <{protocol.answer_tag}> is empty')
-    try: return Action(call=_read_call(inside, protocol))
-    except ValueError as e: return Action(error=str(e))
+    if last: return Action(error=f'the <{tag}> is empty')
+    called = [f'<{protocol.call_tag}>'] if protocol.call_style != 'none' else []
+    wanted = ' or '.join([*called, f'<{tag}>' if tag else r'\boxed{}'])
+    return Action(error=f'no well-formed {wanted} at the end of the turn')
 
 # %% ../nbs/2_environment/14_protocol.ipynb #c023
 def read_context(protocol, text):
@@ -218,17 +240,7 @@ def byte_tokenizer(
     texts=(),                   # list of str to learn merges from
     merges=0,                   # int, how many to learn (byte-level BPE)
 ):
-    """Make a Hugging Face tokenizer with one token per byte, special tokens, and merges if wanted.
-
-    Parameters
-    ----------
-    chat_template : str, jinja; None: none
-    eos : str or None
-    bos : str or None
-    special : further special tokens
-    texts : list of str to learn merges from
-    merges : int, how many to learn (byte-level BPE)
-    """
+    "Make a Hugging Face tokenizer with one token per byte, special tokens, and merges if wanted."
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -358,15 +370,7 @@ def _is_ours(turn):
 # %% ../nbs/2_environment/14_protocol.ipynb #c034
 class _Markup:
     """A chat template, asked how it shows tools, a system message and a response. Raises ValueError where there is
-    none, or it does not show them, or does not know an option.
-
-    Parameters
-    ----------
-    protocol : Protocol
-    encoder : Encoder of the tokenizer
-    template : str, jinja: instead of the tokenizer's own
-    options : dict of variables for the template
-    """
+    none, or it does not show them, or does not know an option."""
 
     def __init__(self,
         protocol,       # Protocol
@@ -523,16 +527,7 @@ def _next_context(chat, question, turns):
 # %% ../nbs/2_environment/14_protocol.ipynb #c040
 class Chat:
     """A protocol in the ids of one tokenizer's chat template. Raises ValueError on a template that is missing or cannot
-    show a conversation, on an option that it does not know, and on an unknown `history`.
-
-    Parameters
-    ----------
-    protocol : Protocol
-    tokenizer : Hugging Face tokenizer
-    template : str, jinja: instead of the tokenizer's own
-    options : dict of variables for the template, e.g. {'enable_thinking': False}
-    history : 'as-sampled', 'template', or None: 'template' where the template rewrites earlier turns
-    """
+    show a conversation, on an option that it does not know, and on an unknown `history`."""
 
     def __init__(self,
         protocol,       # Protocol
@@ -614,17 +609,7 @@ def check_tokenizer(
     vocabulary=None,  # int: how many ids the model embeds (its config's vocab_size); None: not compared
 ):
     """Check a tokenizer alone against a protocol. Returns its `Chat`; raises ValueError that names everything that is
-    wrong.
-
-    Parameters
-    ----------
-    tokenizer : Hugging Face tokenizer
-    protocol : Protocol
-    template : as for Chat
-    options : as for Chat
-    history : as for Chat
-    vocabulary : int: how many ids the model embeds (its config's vocab_size); None: not compared
-    """
+    wrong."""
     chat, wrong = Chat(protocol, tokenizer, template, options, history), []
     if tokenizer.eos_token_id is None and not chat.end:
         wrong.append('it has no eos_token and its template no end-of-turn token, so that a model could never end a '
@@ -767,19 +752,7 @@ def worded(
 ):
     """Say a protocol in other words, from text files. A system message with {tools} and {tag} needs no text about tools
     besides. Raises ValueError naming a file that is not there or empty, a placeholder that is missing or unknown, a
-    text about tools where a protocol has none, and {today} without a day.
-
-    Parameters
-    ----------
-    protocol : Protocol
-    system_prompt : file of the system message; None: the protocol's own, and so with the others
-    user_prompt : file of the user message
-    tool_prompt : file of what the system message says about the tools
-    answer_stop : one of ANSWER_STOPS; 'first': the protocol's own
-    call_stop : one of CALL_STOPS; None: the protocol's own
-    gold_schema : two texts around an answer whose probability is asked; None: the protocol's own
-    today : what {today} in these texts stands for, as '2026-01-31'
-    """
+    text about tools where a protocol has none, and {today} without a day."""
     own = {'call_stop': call_stop, 'gold_schema': gold_schema}
     new = {'answer_stop': protocol.answer_stop if answer_stop == 'first' else answer_stop,
            **{name: value for name, value in own.items() if value is not None}}
@@ -809,12 +782,7 @@ def prompt_hash(
     prompt,  # Protocol; or str, the words for a judge
 ):
     """Hash what a protocol tells the model: system and user message, tools and the text about them, ours where it has
-    none; or a judge's words. 12 hex digits.
-
-    Parameters
-    ----------
-    prompt : Protocol; or str, the words for a judge
-    """
+    none; or a judge's words. 12 hex digits."""
     p, texts = prompt, prompt
     if isinstance(p, Protocol):
         about = p.tool_text or TOOL_PROMPT if p.tools else None

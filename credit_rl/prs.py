@@ -30,14 +30,7 @@ def process_reward(
     executed=None,  # like calls_parsed: the calls that ran and returned something; None: not asked
 ):
     """Reward a working rollout, 1 with and 0 without an answer, -1 if any call failed (PRS eq. 8): float. Raises on
-    other flags.
-
-    Parameters
-    ----------
-    calls_parsed : list of bool, one per tool call, empty without calls; or one bool for all of them
-    answer_parsed : bool, there is a well-formed answer
-    executed : like calls_parsed: the calls that ran and returned something; None: not asked
-    """
+    other flags."""
     working = _every('calls_parsed', calls_parsed) and (executed is None or _every('executed', executed))
     answered = _every('answer_parsed', answer_parsed)
     return float(answered) if working else -1.0
@@ -46,12 +39,7 @@ def process_reward(
 def format_reward(
     complete,  # bool, all that the model wrote stands in its tags
 ):
-    """Reward a complete package of tags with 0.1 (PRS eq. 9): float, 0.1 or 0.
-
-    Parameters
-    ----------
-    complete : bool, all that the model wrote stands in its tags
-    """
+    "Reward a complete package of tags with 0.1 (PRS eq. 9): float, 0.1 or 0."
     return 0.1 if _every('complete', complete) else 0.0
 
 # %% ../nbs/1_rules/34_prs.ipynb #c013
@@ -62,13 +50,7 @@ def complete_package(
     text,           # str, what the model wrote in one turn
     tags=PRS_TAGS,  # names of the reasoning, call and answer tags
 ):
-    """Tell whether a turn is one reasoning block and then one call or answer, nothing besides (PRS eq. 9): bool.
-
-    Parameters
-    ----------
-    text : str, what the model wrote in one turn
-    tags : names of the reasoning, call and answer tags
-    """
+    "Tell whether a turn is one reasoning block and then one call or answer, nothing besides (PRS eq. 9): bool."
     reasoning, call, answer = map(re.escape, tags)
     inside = rf'(?:(?!</?(?:{reasoning}|{call}|{answer})>).)*'
     package = rf'\s*<{reasoning}>{inside}</{reasoning}>\s*<({call}|{answer})>{inside}</\1>\s*'
@@ -116,14 +98,7 @@ def prs_short(
     answer,   # in [0, 1] (short_bleu); not read unless process is 1
 ):
     """Add the answer's score once the process is right (PRS eq. 13): float, or a tensor (N,). Raises ValueError on
-    scores out of range, TypeError where some are tensors and others are not.
-
-    Parameters
-    ----------
-    process : -1, 0 or 1 (process_reward); or a tensor (N,) of them, and then all three are
-    format : 0 or 0.1 (format_reward), in [0, 1)
-    answer : in [0, 1] (short_bleu); not read unless process is 1
-    """
+    scores out of range, TypeError where some are tensors and others are not."""
     if any(isinstance(x, torch.Tensor) for x in (process, format, answer)): return _many_short(process, format, answer)
     _check_start(process, format)
     return process + format + (_check_answer(answer) if process == 1 else 0.0)
@@ -136,15 +111,7 @@ def prs_long(
     answer,   # in [0, 1] (short_bleu); not read unless judge is 1
 ):
     """Add the verdict once the process is right, then the answer's score once the verdict is (PRS eq. 14): float, NaN
-    without one.
-
-    Parameters
-    ----------
-    process : -1, 0 or 1 (process_reward)
-    format : 0 or 0.1 (format_reward), in [0, 1)
-    judge : 0 or 1; None or NaN: no verdict. Not read unless process is 1
-    answer : in [0, 1] (short_bleu); not read unless judge is 1
-    """
+    without one."""
     _check_start(process, format)
     if process < 1: return float(process + format)
     if judge is None or math.isnan(judge): return math.nan
@@ -217,15 +184,7 @@ def judge_messages(
     prompt=PRS_JUDGE_PROMPT,  # the judge's instructions
 ):
     """Write the judge's conversation (PRS appendix B): list of {'role', 'content'}. Raises TypeError on a string as
-    golds.
-
-    Parameters
-    ----------
-    question : str
-    response : str, the rollout's answer
-    golds : list of str, reference answers, alternatives
-    prompt : the judge's instructions
-    """
+    golds."""
     if isinstance(golds, str):
         raise TypeError(f'golds must be a list of strings, got the string {golds!r}; write [{golds!r}]')
     parts = zip(_LABELS, map(_without_labels, (question, response, ' or '.join(golds))))
@@ -236,15 +195,10 @@ def judge_messages(
 def parse_verdict(
     reply,  # str, what the judge said, or None
 ):
-    """Read a judge's reply, Match or Mismatch after the last 'Evaluation Rating' or on its first line, behind its
-    thinking (PRS appendix B): 1, 0, or None if it is neither.
-
-    Parameters
-    ----------
-    reply : str, what the judge said, or None
-    """
+    """Read a judge's reply, Match or Mismatch behind the last 'Evaluation Rating', else where `read_verdict` looks (PRS
+    appendix B): 1, 0, or None if it is neither."""
     rating = re.split(r'Evaluation Rating\W*:', after_thought(reply or ''), flags=re.IGNORECASE)[-1]
-    return read_verdict(rating, {'match': 1, '1': 1, 'mismatch': 0, '0': 0})
+    return read_verdict(rating, {'match': 1}, plain=True)
 
 # %% ../nbs/1_rules/34_prs.ipynb #c038
 def read_calls(
@@ -252,13 +206,7 @@ def read_calls(
     tags=PRS_TAGS,  # names of the reasoning, call and answer tags
 ):
     """List which tool calls of a rollout could be parsed and which ran (PRS eq. 8): two lists of bool, one entry per
-    call.
-
-    Parameters
-    ----------
-    trajectory : Trajectory
-    tags : names of the reasoning, call and answer tags
-    """
+    call."""
     def failed_answer(turn):
         return turn is trajectory.turns[-1] and turn.call is None and f'<{tags[1]}>' not in turn.action_text
     calls = [turn.result for turn in trajectory.turns
@@ -302,19 +250,7 @@ def prs_rewards(
 ):
     """Reward rollouts stage by stage (PRS eqs. 8-14): rewards (N,) float32, NaN where a needed verdict is missing, and
     their stages, a dict of (N,): process, format, answer, judge.
-    Raises ValueError on another form, or a judge where none fits.
-
-    Parameters
-    ----------
-    groups : list of Group, N trajectories in all
-    form : 'short' (eq. 13) or 'long' (eq. 14)
-    judge : for 'long': has ask(prompts, parse) → list (Judge of 18_judge); or N verdicts 1, 0, None
-    executed : True: a call must also have run
-    smooth : True: smoothed BLEU
-    tags : names of the reasoning, call and answer tags
-    prompt : the judge's instructions, for a judge that is asked
-    opening : what the generation prefix said of every turn before the model did, e.g. '<reasoning>'
-    """
+    Raises ValueError on another form, or a judge where none fits."""
     if form not in ('short', 'long'): raise ValueError(f"form is 'short' or 'long', got {form!r}")
     if (form == 'long') != (judge is not None):
         raise ValueError(_NEEDS_JUDGE if judge is None else _NO_JUDGE)
@@ -336,12 +272,7 @@ def prs_rewards(
 def sigmoid(
     x,  # float
 ):
-    """Squash into [0, 1] by 1 / (1 + exp(-x)), without overflow: float.
-
-    Parameters
-    ----------
-    x : float
-    """
+    "Squash into [0, 1] by 1 / (1 + exp(-x)), without overflow: float."
     return 0.5 * (1 + math.tanh(x / 2))
 
 # %% ../nbs/1_rules/34_prs.ipynb #c051
@@ -351,14 +282,7 @@ def progressive(
     squash=sigmoid,  # function of a later stage's reward; lambda x: x for none (eqs. 13, 14)
 ):
     """Add stages up to the first that misses its threshold (PRS eq. 15): float, NaN if a stage that counts is missing.
-    Raises ValueError where thresholds are not one fewer than stages.
-
-    Parameters
-    ----------
-    rewards : list of float, reward of each stage in order; None or NaN: missing
-    thresholds : list of float, one fewer: what stage j must reach before stage j + 1 counts
-    squash : function of a later stage's reward; lambda x: x for none (eqs. 13, 14)
-    """
+    Raises ValueError where thresholds are not one fewer than stages."""
     stages = [math.nan if r is None else float(r) for r in rewards]
     if not stages or len(thresholds) != len(stages) - 1:
         raise ValueError(f'every stage but the last needs a threshold: {len(stages)} stages, {len(thresholds)} '
@@ -391,10 +315,12 @@ def _check_settings(o):
 
 # %% ../nbs/1_rules/34_prs.ipynb #p0023
 def _staged(groups, o):
-    "PRS's rewards by a method's options, (N,), and its stages: dict of (N,)."
+    "PRS's rewards by a method's options, (N,), its stages, and the grade of answers whose calls parse: dict of (N,)."
     rewards, stages = prs_rewards(groups, o['form'], make_judge(o['judge']), o['executed'], o['smooth'],
                                   tuple(o['tags']), _words(o), o['opening'])
-    return rewards, {f'prs_{name}': stage for name, stage in stages.items()}
+    paid = stages['answer'] * (stages['judge'] >= 1) if o['form'] == 'long' else stages['answer']
+    grade = torch.where(stages['process'] == 1, paid, torch.nan)
+    return rewards, {'grade': grade, **{f'prs_{name}': stage for name, stage in stages.items()}}
 
 # %% ../nbs/1_rules/34_prs.ipynb #p0023s5
 _STAGES = {'prs_process': 'mean process reward of PRS, from -1, a broken call, to 1, an answer',

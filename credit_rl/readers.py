@@ -52,16 +52,7 @@ def read_field(
     hint='',     # what an error says besides
     label=None,  # what an error calls the field; None: its name
 ):
-    """Read field `name` of a row, a non-blank `kind`. Raises RowError.
-
-    Parameters
-    ----------
-    row : dict, or list of cells
-    name : of the field, or the number of a column
-    kind : type, or tuple of types, that the value must have
-    hint : what an error says besides
-    label : what an error calls the field; None: its name
-    """
+    "Read field `name` of a row, a non-blank `kind`. Raises RowError."
     label = name if label is None else label
     if not isinstance(row, (dict, list)): raise RowError('(row)', f'is malformed: {describe_row(row)}')
     if not has_field(row, name): raise RowError(label, f'is missing; {describe_row(row)}{hint}')
@@ -252,13 +243,7 @@ def read_rows(
     path,       # a file
     name=None,  # what to call it in messages, with its suffix, if not by its own name
 ):
-    """Yield (where, row) from a data file by its suffix. Raises on an unknown suffix, a missing or broken file.
-
-    Parameters
-    ----------
-    path : a file
-    name : what to call it in messages, with its suffix, if not by its own name
-    """
+    "Yield (where, row) from a data file by its suffix. Raises on an unknown suffix, a missing or broken file."
     path = Path(path)
     name = name or path.name
     suffix = Path(name.removesuffix('.gz')).suffix
@@ -293,14 +278,7 @@ def collect_rows(
     parse,     # function(row) → item, None: not for us; raises RowError
     on_error,  # malformed row: 'raise', or 'skip' it, count and warn
 ):
-    """Parse rows into a `LoadedRows`. Raises a malformed row with its place, and ValueError where no row is good.
-
-    Parameters
-    ----------
-    rows : (where, row) pairs, as read_rows yields them
-    parse : function(row) → item, None: not for us; raises RowError
-    on_error : malformed row: 'raise', or 'skip' it, count and warn
-    """
+    "Parse rows into a `LoadedRows`. Raises a malformed row with its place, and ValueError where no row is good."
     if on_error not in ('raise', 'skip'): raise ValueError(f'on_error must be "raise" or "skip", got {on_error!r}')
     out, seen = LoadedRows(), 0
     for where, row in rows:

@@ -45,13 +45,7 @@ def attempts_of(
     rows,       # list of dict, as `read_turns` gives them
     size=None,  # attempts at a question in a step of training, at most; None: any number
 ):
-    """Put rows that follow each other and are of one step, kind and question together: list of `Attempts`.
-
-    Parameters
-    ----------
-    rows : list of dict, as `read_turns` gives them
-    size : attempts at a question in a step of training, at most; None: any number
-    """
+    "Put rows that follow each other and are of one step, kind and question together: list of `Attempts`."
     found, key = [], lambda r: (r['step'], r['kind'], r.get('dataset'), r['trajectory']['question']['id'])
     for (_, kind, *_), same in itertools.groupby(rows, key):
         same = list(same)
@@ -101,13 +95,7 @@ def read_recording(
     most=500,  # rollouts, the newest; None: all
 ):
     """Read what a run kept: `Recording`. Raises FileNotFoundError where it kept no rollouts, ValueError where its file
-    is damaged.
-
-    Parameters
-    ----------
-    folder : of a run of training, or of evaluation
-    most : rollouts, the newest; None: all
-    """
+    is damaged."""
     folder, name = Path(folder), 'turns.jsonl.gz'
     places = [folder] if (folder/name).exists() else sorted(p.parent for p in folder.glob(f'*/{name}'))
     if not places:
@@ -234,15 +222,7 @@ def recorded_credit(
 ):
     """Work out a rule's credit for what a run kept, step by step: for each of its attempts G lists with a float for
     each turn, NaN where it is missing, or a str that says why there is none. Raises ValueError on a name or option that
-    there is not.
-
-    Parameters
-    ----------
-    recording : Recording
-    name : str: a row of METHODS, or the spelling of one
-    options : of the method; None: the run's
-    seed : of a sampling that draws groups
-    """
+    there is not."""
     settings, protocol = recording.settings, recording.protocol
     if options is None: options = settings.course.options if settings else {}
     method = bind(get_method(name), options, _facts(settings, protocol))
@@ -264,14 +244,7 @@ def cut_text(
     text,    # str: all of them as one text
     slip=8,  # characters that may stand between two pieces
 ):
-    """Cut a text where its tokens end: list of A str whose sum is the text; [text] where there are no pieces.
-
-    Parameters
-    ----------
-    pieces : list of A str: each token decoded by itself
-    text : str: all of them as one text
-    slip : characters that may stand between two pieces
-    """
+    "Cut a text where its tokens end: list of A str whose sum is the text; [text] where there are no pieces."
     out, at = [], 0
     for piece in pieces:
         end = at
@@ -288,12 +261,7 @@ def token_texts(
     tokenizer,
 ):
     """Cut the text of each turn where its tokens end: list of lists of str. Raises NotKept where the tokenizer cannot
-    be the one that wrote them.
-
-    Parameters
-    ----------
-    turns : iterable of Turn
-    """
+    be the one that wrote them."""
     turns = list(turns)
     ids = sorted({i for turn in turns for i in turn.action_ids})
     known = dict(zip(ids, tokenizer.batch_decode([[i] for i in ids])))

@@ -39,12 +39,7 @@ class RegimeBase:
         return replace(self.plan, teacher=self.player, world={**self.plan.world, **regime.world}, caps=caps)
 
 def regime_environment(regime, world, chat):  # Regime; World; Chat
-    """The `Environment` of a world of a regime.
-
-    Parameters
-    ----------
-    regime, world, chat : Regime; World; Chat
-    """
+    "The `Environment` of a world of a regime."
     return tiny_environment(world, chat, max_turns=regime.max_turns, max_tokens=regime.max_tokens)
 
 # %% ../nbs/experiments/55_regimes.ipynb #c006
@@ -85,14 +80,6 @@ def measure_base(
     all_right, mixed, all_wrong: groups, by exact match; malformed: turns; answer_rate, turns, tokens: of a rollout; and
     belief_auc, belief_shown, belief_unshown, see `belief_of`. found, near_miss, lost and belief are NaN
     where no gold is evidence (`evidence_golds`).
-
-    Parameters
-    ----------
-    model : Hugging Face model
-    chat : Chat of its tokenizer
-    regime : Regime
-    questions : of the train world
-    seed : of world and rollouts
     """
     world = world_of(regime.world, 'train', seed, questions)
     engine = HFEngine(model, chat.tokenizer, max_length=regime.max_tokens)
@@ -105,13 +92,7 @@ def describe_play(
     groups,        # list of Group, of two or more attempts each
     metric='em',   # what an outcome is, see outcome_of
 ):
-    """Shares and means of a base's play, as of `measure_base`: dict.
-
-    Parameters
-    ----------
-    groups : list of Group, of two or more attempts each
-    metric : what an outcome is, see outcome_of
-    """
+    "Shares and means of a base's play, as of `measure_base`: dict."
     em, scores = outcome_rewards(groups), summarize(groups)
     table = op_table(em, first_turns(groups), has_evidence(groups))
     (_, near), (_, lost) = (table / table.sum()).tolist()

@@ -70,15 +70,7 @@ def bm25_reference(
     variant='lucene', # 'lucene', 'robertson' or 'atire'
 ):
     """Score one query against every passage by the written-out formula (Kamphuis et al. 2020, table 1): list of P
-    floats.
-
-    Parameters
-    ----------
-    passages : list of Passage
-    query : str
-    b : k1 >= 0: saturation of repeated words; b in [0, 1]: how far length counts
-    variant : 'lucene', 'robertson' or 'atire'
-    """
+    floats."""
     counts = [Counter(words(document(p))) for p in passages]
     mean = sum(c.total() for c in counts) / len(counts)
     def score(c):
@@ -181,15 +173,7 @@ def _import_bm25s():
 # %% ../nbs/2_environment/12_retrieval.ipynb #c032
 class BM25:
     """Search by BM25 over scores computed in advance (bm25s). Raises on an empty corpus, an unknown variant, senseless
-    k1 or b.
-
-    Parameters
-    ----------
-    passages : list of Passage
-    b : k1 >= 0: saturation of repeated words; b in [0, 1]: how far length counts
-    variant : 'lucene', 'robertson' or 'atire'
-    progress : progress bars while indexing; None: from 20,000 passages on
-    """
+    k1 or b."""
     def __init__(self,
         passages,          # list of Passage
         k1=0.9, b=0.4,     # k1 >= 0: saturation of repeated words; b in [0, 1]: how far length counts
@@ -248,13 +232,7 @@ class BM25:
 
 # %% ../nbs/2_environment/12_retrieval.ipynb #c039
 class RankBM25:
-    """Search by rank_bm25's BM25Okapi on the same words: a slow, independent reference.
-
-    Parameters
-    ----------
-    passages : list of Passage
-    b : as in BM25; the defaults are the library's
-    """
+    "Search by rank_bm25's BM25Okapi on the same words: a slow, independent reference."
     def __init__(self,
         passages,        # list of Passage
         k1=1.5, b=0.75,  # as in BM25; the defaults are the library's
@@ -481,17 +459,7 @@ def build_index(
     most=2 ** 23,      # >= 1: pairs of word and passage that are merged at a time
 ):
     """Index passages with bounded memory. Returns how many there were. Raises on an empty corpus, an id that stands
-    twice, and as `BM25` does; then nothing is written.
-
-    Parameters
-    ----------
-    passages : iterable of Passage, read once, one at a time
-    folder : where the index goes, as BM25.save would write it
-    b : as in BM25
-    variant : 'lucene', 'robertson' or 'atire'
-    shard : >= 1: passages whose words are counted at a time
-    most : >= 1: pairs of word and passage that are merged at a time
-    """
+    twice, and as `BM25` does; then nothing is written."""
     bm25s = _import_bm25s()
     _check_settings(k1, b, variant)
     if shard < 1 or most < 1: raise ValueError(f'shard and most must be at least 1, got {shard} and {most}')

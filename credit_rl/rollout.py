@@ -239,14 +239,7 @@ def check_lengths(
     response_tokens,  # most ids after it, or None
     max_tokens,       # most ids of a row
 ):
-    """Refuse caps on prompt and response that do not fit into `max_tokens` together. Raises ValueError.
-
-    Parameters
-    ----------
-    prompt_tokens : most ids of a prompt, or None
-    response_tokens : most ids after it, or None
-    max_tokens : most ids of a row
-    """
+    "Refuse caps on prompt and response that do not fit into `max_tokens` together. Raises ValueError."
     if (prompt_tokens or 1) + (response_tokens or 1) > max(2, max_tokens):
         raise ValueError(f'prompt_tokens={prompt_tokens} and response_tokens={response_tokens} do not fit into '
                          f'max_tokens={max_tokens} together: raise max_tokens')
@@ -273,13 +266,7 @@ def check_prompts(
 ):
     """Refuse questions whose prompt is longer than `prompt_tokens`, or leaves nothing of `max_tokens`, before anything
     is played. Raises ValueError that names one. Counted are only those with as many bytes, since a token has at least
-    one.
-
-    Parameters
-    ----------
-    env : Environment
-    questions : list of Question
-    """
+    one."""
     size = lambda text: len(text.encode('utf-8', 'replace'))
     around, most = sum(map(size, env.chat.pieces.question)), env.max_tokens - 1
     if env.prompt_tokens is not None: most = min(most, env.prompt_tokens)
@@ -342,20 +329,7 @@ def rollout(
     progress=None,  # function called with the number of trajectories that just ended
     each=None,      # function called with these trajectories themselves, a list
 ):
-    """Let the agent attempt every question `group_size` times. Returns a list of `Group`, in the order of the
-    questions.
-
-    Parameters
-    ----------
-    engine : has stream(sampling) -> submit / release / iterate (HFEngine, ScriptedEngine, …)
-    env : Environment
-    questions : list of Question
-    group_size : attempts per question, G
-    sampling : SamplingParams; its stop strings are the protocol's
-    seed : with it, the question's id and the attempt's number, every sample is fixed
-    progress : function called with the number of trajectories that just ended
-    each : function called with these trajectories themselves, a list
-    """
+    "Let the agent attempt every question `group_size` times. Returns a list of `Group`, in the order of the questions."
     if not questions or group_size < 1:
         raise ValueError(f'a rollout needs questions and a group size of at least 1, got {len(questions)} questions '
                          f'and {group_size}')
@@ -398,18 +372,7 @@ def continuations(
     progress=None,  # function called with the number of trajectories that just ended
 ):
     """Let the agent go on `count` times from each state: a `Group` for each, of whole trajectories whose first k turns
-    are those of the state. Raises ValueError on a turn that a trajectory does not have.
-
-    Parameters
-    ----------
-    engine : as for rollout
-    env : Environment
-    states : list of (Trajectory, k): as it was before its turn k; 0 is the prompt
-    count : how often each is continued, M
-    sampling : SamplingParams; its stop strings are the protocol's
-    seed : with it, what was read and the attempt's number, every sample is fixed
-    progress : function called with the number of trajectories that just ended
-    """
+    are those of the state. Raises ValueError on a turn that a trajectory does not have."""
     if not states or count < 1:
         raise ValueError(f'continuations need states and a count of at least 1, got {len(states)} and {count}')
     longest, drafts = min(env.max_tokens, engine.max_length), {}
@@ -428,14 +391,7 @@ def add_message(
     text,        # str, what the agent says next
 ):
     """Add one message, and what the environment says to it: (Trajectory, whether it is over). Raises ValueError on a
-    protocol that edits contexts.
-
-    Parameters
-    ----------
-    env : Environment, of a protocol that does not edit contexts
-    trajectory : Trajectory under way: all that was said, whatever its `stop`
-    text : str, what the agent says next
-    """
+    protocol that edits contexts."""
     if env.chat.protocol.context_tag:
         raise ValueError(f'protocol {env.chat.protocol.name!r} edits contexts, and a text alone does not say in which '
                          'one it was written')

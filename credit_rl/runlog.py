@@ -44,13 +44,7 @@ def _sync(path):
 # %% ../nbs/machinery/02_runlog.ipynb #c008
 def atomic_write(path,   # file to replace or make
                  write): # write(temporary path) fills a new file
-    """Replace a file as a whole: a kill at any moment leaves the old version or the new one.
-
-    Parameters
-    ----------
-    path : file to replace or make
-    write : write(temporary path) fills a new file
-    """
+    "Replace a file as a whole: a kill at any moment leaves the old version or the new one."
     path = Path(path)
     part = _hidden(path, 'part')
     if part.is_symlink(): part.unlink()                # else what is written would go where it leads
@@ -77,13 +71,7 @@ def check_secrets(
     given,  # settings: dict of JSON values
     place,  # file or folder that would keep them
 ):
-    """Refuse settings that hold a judge's key, at any depth. Raises ValueError, which does not repeat it.
-
-    Parameters
-    ----------
-    given : settings: dict of JSON values
-    place : file or folder that would keep them
-    """
+    "Refuse settings that hold a judge's key, at any depth. Raises ValueError, which does not repeat it."
     if isinstance(given, str) and re.search('api_key|base_url', given):      # as papermill's -p hands a dict over
         with contextlib.suppress(yaml.YAMLError): given = load_yaml(given)
     if isinstance(given, (list, tuple)): given = dict(enumerate(given))
@@ -122,12 +110,38 @@ def _would_lose(text, path, begun):
         if path.exists() and (path.parent/'params.yaml').exists(): begun[path] = _steps_written(path.parent)
     return begun.get(path) == _steps_written(path.parent) and not all(counts)
 
+# %% ../nbs/machinery/02_runlog.ipynb #hosts022
+def _is_here(name):
+    "Whether a host's name is this host's."
+    try:
+        family, kind, *_, address = socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind) as s: s.bind(address)
+    except OSError: return False
+    return True
+
+_LOCKS = {}    # of notebooks of runs on several hosts: an open file, None where another papermill writes
+
+def _is_ours(text, path):
+    "Whether this process writes a notebook."
+    notebook = json.loads(text)
+    given = notebook.get('metadata', {}).get('papermill', {}).get('parameters', {})
+    hosts, endpoint = (given.get(name, _parameter(notebook, name)) for name in ('hosts', 'endpoint'))
+    if not (isinstance(hosts, int) and hosts > 1 and isinstance(endpoint, str)): return True    # or it is refused
+    if path not in _LOCKS:
+        _LOCKS[path] = None
+        if _is_here(endpoint.rpartition(':')[0].strip('[]')):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            file = open(_hidden(path, 'lock'), 'w')
+            if _flock(file) is not False: _LOCKS[path] = file
+    return _LOCKS[path] is not None
+
 # %% ../nbs/machinery/02_runlog.ipynb #c011
 class RunFolders:
     """How papermill reads and writes what lies below `runs/`: a folder that is missing is made, and a notebook is
     replaced as a whole. One that would be replaced though its run cannot begin is kept, and so is one whose run would
     lie in another folder, would meet another writer or has a key among its settings: FileExistsError, ValueError,
-    FolderInUse. That of a run which is taken up again is kept until the run has made a step or come to its end."""
+    FolderInUse. That of a run which is taken up again is kept until the run has made a step or come to its end. Of a
+    run on several hosts one notebook is written, by the first of them."""
     _begun = {}
 
     @staticmethod
@@ -138,6 +152,7 @@ class RunFolders:
 
     @staticmethod
     def write(text, path):
+        if not _is_ours(text, Path(path).absolute()): return
         _check_notebook(text, Path(path))
         if _would_lose(text, Path(path).absolute(), RunFolders._begun): return
         Path(path).parent.mkdir(parents=True, exist_ok=True)
@@ -174,12 +189,7 @@ def _settle(path):
 def atomic_folder(path):  # folder to replace or make
     """Give an empty folder to fill and make it `path` as a whole; a kill leaves the old version or the new one. Where
     `path` is a link, the folder that it leads to is replaced. Raises NotADirectoryError where something else is there,
-    or a link that leads to itself.
-
-    Parameters
-    ----------
-    path : folder to replace or make
-    """
+    or a link that leads to itself."""
     path = Path(os.path.realpath(path)) if Path(path).is_symlink() else Path(path)
     if path.is_symlink() or path.exists() and not path.is_dir():
         raise NotADirectoryError(f'{path} is no folder, so none can be put in its place: give another name')
@@ -348,13 +358,7 @@ def _number(x):
 # %% ../nbs/machinery/02_runlog.ipynb #r107
 def write_json(path,    # file to replace or make
                values): # dict of JSON values; NaN and infinities are written as `plain_json` has them
-    """Write JSON as a whole: an entry a line, but a list of numbers on one.
-
-    Parameters
-    ----------
-    path : file to replace or make
-    values : dict of JSON values; NaN and infinities are written as `plain_json` has them
-    """
+    "Write JSON as a whole: an entry a line, but a list of numbers on one."
     text = json.dumps(plain_json(values), indent=1)
     text = re.sub(r'\[[^][{}"]*\]', lambda m: re.sub(r'\n\s*', ' ', m[0]), text)
     atomic_write(path, lambda part: part.write_text(text + '\n'))
@@ -366,13 +370,7 @@ _MOST_STEP = 256 << 20   # bytes of a step's rollouts, unpacked
 def read_text(path,         # file
               most=_MOST):  # bytes
     """The text of a file of at most so many bytes, without the mark that some editors put before it (BOM). Raises
-    ValueError on one that is larger, or is no UTF-8.
-
-    Parameters
-    ----------
-    path : file
-    most : bytes
-    """
+    ValueError on one that is larger, or is no UTF-8."""
     with open(path, 'rb') as f: data = f.read(most + 1)
     if len(data) > most:
         raise ValueError(f'{path} has more than {most / 2 ** 20:.3g} MiB, far more than such a file holds: it was not '
@@ -382,13 +380,7 @@ def read_text(path,         # file
 
 def read_json(path,       # file
               most=_MOST): # bytes
-    """Read a JSON file whole. Raises ValueError on one that is too large, nested too deep, or no JSON.
-
-    Parameters
-    ----------
-    path : file
-    most : bytes
-    """
+    "Read a JSON file whole. Raises ValueError on one that is too large, nested too deep, or no JSON."
     text = read_text(path, most)
     try: return json.loads(text)
     except RecursionError: raise ValueError(f'{path} is nested too deep') from None
@@ -417,21 +409,38 @@ class _Values(yaml.SafeLoader):
         return node
 
 # %% ../nbs/machinery/02_runlog.ipynb #w011s2
+_NUMBERS = [('tag:yaml.org,2002:int', re.compile('[-+]?[0-9]+(?:_[0-9]+)*$')),
+            ('tag:yaml.org,2002:float', re.compile(r'(?:[-+]?(?:[0-9]+\.[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?|'
+                                                   r'[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$'))]
+
+def _decimal(loader):
+    "Let a reader of values take decimal numbers for numbers, and nothing else: the reader."
+    rest = {first: [form for form in forms if form[0] not in dict(_NUMBERS)]
+            for first, forms in loader.yaml_implicit_resolvers.items()}
+    loader.yaml_implicit_resolvers = rest | {first: rest.get(first, []) + _NUMBERS for first in '-+.0123456789'}
+    whole = {'tag:yaml.org,2002:int': lambda loader, node: int(loader.construct_scalar(node))}
+    loader.yaml_constructors = loader.yaml_constructors | whole
+    return loader
+
+def _check_comments(text):
+    "Refuse a typed value of which YAML would drop a part as a comment. Raises yaml.YAMLError."
+    end = 0
+    for token in yaml.scan(text, Loader=yaml.SafeLoader):
+        if '#' in (lost := text[end:token.start_mark.index]):
+            raise yaml.YAMLError(f'{text!r}: {lost.strip()!r} would be dropped as a comment: put the text into quotes '
+                                 'of its own')
+        end = token.end_mark.index
+
 def load_yaml(
     text,          # str
     name='',       # what to call it in messages
     aliases=True,  # whether it may have any
+    typed=False,   # whether it is a value from a command line: decimal numbers, no comments
 ):
     """Read settings that people write. Raises yaml.YAMLError with the place, on a key that stands there twice, values
-    without bounds and dates that are none too.
-
-    Parameters
-    ----------
-    text : str
-    name : what to call it in messages
-    aliases : whether it may have any
-    """
-    loader = _Values(text)
+    without bounds and dates that are none too."""
+    if typed: _check_comments(text)
+    loader = _decimal(_Values(text)) if typed else _Values(text)
     loader.name, loader.aliases = name or loader.name, aliases
     try: return loader.get_single_data()
     except RecursionError: raise yaml.YAMLError(f'{loader.name} is nested too deep') from None
@@ -440,13 +449,7 @@ def load_yaml(
 
 def read_yaml(path,            # file
               most=_MOST // 64): # bytes
-    """Read a YAML file of a run. Raises ValueError on one that is too large, nested too deep, no YAML, or has aliases.
-
-    Parameters
-    ----------
-    path : file
-    most : bytes
-    """
+    "Read a YAML file of a run. Raises ValueError on one that is too large, nested too deep, no YAML, or has aliases."
     text = read_text(path, most)
     try: return load_yaml(text, str(path), aliases=False)
     except yaml.YAMLError as e: raise ValueError(f'{path} cannot be read: {" ".join(str(e).split())}') from None
@@ -475,14 +478,7 @@ def read_members(
     path,   # its name, for messages
     end=0,  # that beginning, in bytes
 ):
-    """Yield (end offset, decompressed bytes) of the whole gzip members that follow. Raises ValueError as said above.
-
-    Parameters
-    ----------
-    file : open for reading bytes, at the beginning of a member
-    path : its name, for messages
-    end : that beginning, in bytes
-    """
+    "Yield (end offset, decompressed bytes) of the whole gzip members that follow. Raises ValueError as said above."
     data, gz = bytearray(), zlib.decompressobj(wbits=31)
     while chunk := file.read(1 << 20):
         while chunk:
@@ -515,12 +511,7 @@ class BoundedGzip(gzip.GzipFile):
     @staticmethod
     @contextlib.contextmanager
     def whole(path, way):  # str, how to go on without it
-        """Open one that must be there to its end. Raises ValueError where it is not, with the way to go on.
-
-        Parameters
-        ----------
-        path, way : str, how to go on without it
-        """
+        "Open one that must be there to its end. Raises ValueError where it is not, with the way to go on."
         try:
             with BoundedGzip(path) as file: yield file
         except (EOFError, zlib.error, gzip.BadGzipFile) as e:
@@ -558,12 +549,7 @@ _HELD = {}                    # of this process: path of a `.writer` that it hol
 class FolderInUse(OSError): "A run folder is written already."
 
 def is_alive(pid):  # of this host
-    """Tell whether a process runs. One that has ended keeps its number, a zombie, until its parent asks how.
-
-    Parameters
-    ----------
-    pid : of this host
-    """
+    "Tell whether a process runs. One that has ended keeps its number, a zombie, until its parent asks how."
     try: os.kill(pid, 0)                               # asks, and does nothing else
     except ProcessLookupError: return False
     except PermissionError: return True                # another user's
@@ -643,12 +629,7 @@ def _release(path):
 # %% ../nbs/machinery/02_runlog.ipynb #w005
 class Hold:
     """A folder that this process alone writes, until it is closed, is no longer used, or the process ends. Raises
-    FolderInUse with the one that writes it. A fork does not inherit it.
-
-    Parameters
-    ----------
-    folder : that exists
-    """
+    FolderInUse with the one that writes it. A fork does not inherit it."""
     def __init__(self, folder):  # that exists
         self._path = _take(folder)
         self._end = weakref.finalize(self, _release, self._path)
@@ -710,12 +691,7 @@ def _made(folder):
 @contextlib.contextmanager
 def writing(folder):  # made if missing
     """Let this process alone write a folder; one that was made and stays empty is removed. Raises FolderInUse with the
-    one that writes it, OSError where it cannot be written.
-
-    Parameters
-    ----------
-    folder : made if missing
-    """
+    one that writes it, OSError where it cannot be written."""
     folder, there = Path(folder), Path(folder).exists()
     with _said_of(_made(folder)): hold = Hold(folder)
     try:
@@ -764,22 +740,12 @@ def _checkpoints(folder):
     return dict(sorted(found.items()))
 
 def latest_checkpoint(folder):  # of a run
-    """Newest complete checkpoint: (step, path), or None.
-
-    Parameters
-    ----------
-    folder : of a run
-    """
+    "Newest complete checkpoint: (step, path), or None."
     return next(reversed(_checkpoints(folder).items()), None)
 
 def named_checkpoint(folder,       # of a run
                      name='best'):
-    """Checkpoint that a name points to: (step, path), or None.
-
-    Parameters
-    ----------
-    folder : of a run
-    """
+    "Checkpoint that a name points to: (step, path), or None."
     link = Path(folder)/'checkpoints'/name
     if not link.is_symlink(): return None
     place = os.readlink(link)
@@ -833,16 +799,7 @@ def save_checkpoint(folder,    # of a run
                     keep=2,    # how many of the newest stay
                     name=None): # e.g. 'best': let this name point to it
     """Save a checkpoint as a whole, drop old ones, and give its path. What the run's growing files hold by then is
-    forced to the disk before, and their sizes are kept in it.
-
-    Parameters
-    ----------
-    folder : of a run
-    step : >= 0, not before one that is there
-    write : write(path) fills an empty folder
-    keep : how many of the newest stay
-    name : e.g. 'best': let this name point to it
-    """
+    forced to the disk before, and their sizes are kept in it."""
     later = [at for at in _checkpoints(folder) if at > step]
     if keep < 1 or step < 0: raise ValueError(f'wanted keep >= 1 and step >= 0, got keep={keep}, step={step}')
     if later: raise ValueError(f'checkpoints of later steps {later} are there; RunLog.cut({step}) drops them')
@@ -887,12 +844,7 @@ _TRACKERS = {'tensorboard': _tensorboard, 'wandb': _wandb, 'trackio': _trackio}
 
 # %% ../nbs/machinery/02_runlog.ipynb #c047
 def check_trackers(names):  # list of str
-    """Refuse trackers that are unknown or not installed. Raises ValueError, ImportError.
-
-    Parameters
-    ----------
-    names : list of str
-    """
+    "Refuse trackers that are unknown or not installed. Raises ValueError, ImportError."
     for name in names:
         if name not in _TRACKERS: raise ValueError(f'a tracker is one of {", ".join(_TRACKERS)}, got {name!r}')
         if importlib.util.find_spec(name) is None:
@@ -900,12 +852,7 @@ def check_trackers(names):  # list of str
 
 # %% ../nbs/machinery/02_runlog.ipynb #c050
 class _Clock:
-    """Seconds of a run over all its sittings, and of the stages since the last line.
-
-    Parameters
-    ----------
-    before : seconds of earlier sittings
-    """
+    "Seconds of a run over all its sittings, and of the stages since the last line."
     def __init__(self, before=0.0):  # seconds of earlier sittings
         self.before, self.since, self.stages = before, time.monotonic(), {}
 
@@ -927,12 +874,7 @@ class _Clock:
         return seconds
 
 class _Trackers:
-    """Trackers of a run, opened at its first line.
-
-    Parameters
-    ----------
-    names : in TRACKERS
-    """
+    "Trackers of a run, opened at its first line."
     def __init__(self, names):  # in TRACKERS
         check_trackers(names)
         self.names, self.params, self.opened = names, {}, None
@@ -974,14 +916,7 @@ def _undo_beginning(folder):
 
 # %% ../nbs/machinery/02_runlog.ipynb #c054
 class RunLog(Hold):
-    """The folder of one run, written by this process alone until it is closed. Raises at once where it cannot be used.
-
-    Parameters
-    ----------
-    folder : runs/NAME; made if missing
-    resume : True: continue the run that it holds, if any; False: refuse a folder that holds one
-    trackers : names in TRACKERS, which show the metrics as well
-    """
+    "The folder of one run, written by this process alone until it is closed. Raises at once where it cannot be used."
     def __init__(self, folder,   # runs/NAME; made if missing
                  resume=False,   # True: continue the run that it holds, if any; False: refuse a folder that holds one
                  trackers=()):   # names in TRACKERS, which show the metrics as well
@@ -1006,23 +941,12 @@ class RunLog(Hold):
         return self._clock.elapsed
 
     def timed(self, stage):  # 'rollout' is logged as `seconds_rollout`
-        """Add the seconds of a `with` block to the next metrics line.
-
-        Parameters
-        ----------
-        stage : 'rollout' is logged as `seconds_rollout`
-        """
+        "Add the seconds of a `with` block to the next metrics line."
         return self._clock.timed(stage)
 
     def write_params(self, params,     # dict of JSON values
                      may_change=()):   # names that may differ from the run that is resumed
-        """Write the parameters, or compare them with those of the run that is resumed.
-
-        Parameters
-        ----------
-        params : dict of JSON values
-        may_change : names that may differ from the run that is resumed
-        """
+        "Write the parameters, or compare them with those of the run that is resumed."
         _write_params(self.folder/'params.yaml', params, may_change)
         self._trackers.params = params
 
@@ -1038,13 +962,7 @@ class RunLog(Hold):
 
     def metrics(self, step,  # >= 0, never goes back
                 **values):   # number or string for each name in METRICS
-        """Append one line of metrics, and the clocks. Raises on an unknown name and on a step that goes back.
-
-        Parameters
-        ----------
-        step : >= 0, never goes back
-        values : number or string for each name in METRICS
-        """
+        "Append one line of metrics, and the clocks. Raises on an unknown name and on a step that goes back."
         _check_metrics(values)
         self._append('metrics.jsonl', step, _line(step, {**(clocks := self._clock.read()), **values}))
         self._trackers.show(self.folder, step, {**clocks, **values})
@@ -1057,40 +975,19 @@ class RunLog(Hold):
         self._last[name] = step
 
     def turns(self, step, rows):  # step as above; list of dict of JSON values
-        """Append the rollouts of one step.
-
-        Parameters
-        ----------
-        step, rows : step as above; list of dict of JSON values
-        """
+        "Append the rollouts of one step."
         self._append('turns.jsonl.gz', step, _member(step, rows))
 
     def summary(self, values):  # dict of JSON values
-        """Write the results as a whole.
-
-        Parameters
-        ----------
-        values : dict of JSON values
-        """
+        "Write the results as a whole."
         write_json(self.folder/'summary.json', values)
 
     def bad_step(self, values):  # dict of JSON values
-        """Write what is known of an update that was refused, over that of an earlier one.
-
-        Parameters
-        ----------
-        values : dict of JSON values
-        """
+        "Write what is known of an update that was refused, over that of an earlier one."
         write_json(self.folder/'bad_step.json', values)
 
     def cut(self, step):  # the checkpoint's; -1 drops everything
-        """Drop lines, turns and checkpoints later than `step`, half-written entries and the summary; set the clock
-        back.
-
-        Parameters
-        ----------
-        step : the checkpoint's; -1 drops everything
-        """
+        "Drop lines, turns and checkpoints later than `step`, half-written entries and the summary; set the clock back."
         _check_sizes(self.folder, step)              # raises ValueError where what the checkpoint saw is gone
         last = {name: _cut(self.folder/name, read, step) for name, read in _GROWING.items()}
         self._last = {name: row.get('step', -1) for name, row in last.items()}
@@ -1100,12 +997,7 @@ class RunLog(Hold):
 
 # %% ../nbs/machinery/02_runlog.ipynb #c059
 def metrics_file(folder):  # of a run
-    """Where a run's metrics lie: `metrics.jsonl`, or packed by gzip, `metrics.jsonl.gz`; None where there are none.
-
-    Parameters
-    ----------
-    folder : of a run
-    """
+    "Where a run's metrics lie: `metrics.jsonl`, or packed by gzip, `metrics.jsonl.gz`; None where there are none."
     return next(filter(Path.exists, (Path(folder)/name for name in ('metrics.jsonl', 'metrics.jsonl.gz'))), None)
 
 def metrics_by_step(folder):
@@ -1120,12 +1012,7 @@ def metrics_by_step(folder):
     return steps
 
 def read_metrics(folder):  # of a run
-    """Metrics of a run as a pandas DataFrame: a row for each step, NaN where a metric was not logged.
-
-    Parameters
-    ----------
-    folder : of a run
-    """
+    "Metrics of a run as a pandas DataFrame: a row for each step, NaN where a metric was not logged."
     import pandas as pd
     return pd.DataFrame(list(metrics_by_step(folder).values()))
 
@@ -1135,34 +1022,18 @@ _MEASURED = ('turn_rewards', 'values', 'belief', 'potential')  # of the turns or
 def read_turns(folder,     # of a run
                step=None): # only this step's
     """Rollout rows of a run: list of dict, each with its `step`; none where none were kept. What was measured of turns
-    and states and is missing is NaN. Raises without a folder.
-
-    Parameters
-    ----------
-    folder : of a run
-    step : only this step's
-    """
+    and states and is missing is NaN. Raises without a folder."""
     path = Path(folder)/'turns.jsonl.gz'
     if not path.parent.is_dir(): raise FileNotFoundError(f'{folder} is not a folder; wanted that of a run, runs/NAME')
     rows = [row for _, block in _members(path) for row in _rows(path, block) if step in (None, row['step'])]
     return [{k: list(map(_number, v)) if k in _MEASURED else v for k, v in row.items()} for row in rows]
 
 def read_params(folder):  # of a run
-    """Parameters of a run, as resolved: dict. Raises FileNotFoundError where the folder has none.
-
-    Parameters
-    ----------
-    folder : of a run
-    """
+    "Parameters of a run, as resolved: dict. Raises FileNotFoundError where the folder has none."
     return _params_at(Path(folder)/'params.yaml')
 
 def read_summary(folder):  # of a run
-    """Results of a run: dict, None of a run that has not finished.
-
-    Parameters
-    ----------
-    folder : of a run
-    """
+    "Results of a run: dict, None of a run that has not finished."
     path = Path(folder)/'summary.json'
     return read_json(path) if path.exists() else None
 
@@ -1176,13 +1047,7 @@ def _equal(x, y, tolerance):
 # %% ../nbs/machinery/02_runlog.ipynb #c071
 def same_metrics(a, b,           # folders of two runs
                  tolerance=0.0): # largest absolute difference of two numbers that count as equal
-    """Differences between the metrics of two runs, clocks apart: list of str, empty if there are none.
-
-    Parameters
-    ----------
-    b : folders of two runs
-    tolerance : largest absolute difference of two numbers that count as equal
-    """
+    "Differences between the metrics of two runs, clocks apart: list of str, empty if there are none."
     first, second, differences = metrics_by_step(a), metrics_by_step(b), []
     for step in sorted(first.keys() | second.keys()):
         x, y = first.get(step), second.get(step)
@@ -1212,12 +1077,7 @@ def _tree_text(node):
     return f'{type(node).__name__}({",".join(kept)})'
 
 def source_hash(source):  # str, Python
-    """Hash code by its syntax tree without docstrings: 16 hexadecimal digits.
-
-    Parameters
-    ----------
-    source : str, Python
-    """
+    "Hash code by its syntax tree without docstrings: 16 hexadecimal digits."
     return hashlib.sha256(_tree_text(ast.parse(source)).encode()).hexdigest()[:16]
 
 # %% ../nbs/machinery/02_runlog.ipynb #r108
@@ -1242,12 +1102,7 @@ def _module(name):
 
 def imported_modules(entry):  # name of a module of this library, such as 'train'
     """List the modules of this library that a module reaches by imports, itself and those imported inside functions
-    included, in alphabetical order. Raises ValueError on a name that is no module.
-
-    Parameters
-    ----------
-    entry : name of a module of this library, such as 'train'
-    """
+    included, in alphabetical order. Raises ValueError on a name that is no module."""
     if _module(entry) is None: raise ValueError(f'credit_rl has no module {entry!r}')
     reached, left = set(), [entry]
     while left:
@@ -1259,29 +1114,14 @@ def imported_modules(entry):  # name of a module of this library, such as 'train
 
 # %% ../nbs/machinery/02_runlog.ipynb #r110
 def module_hashes(modules):  # iterable of names such as 'folr'
-    """Hash modules of this library as they are now (`source_hash`): dict name → 16 hexadecimal digits, or 'gone'.
-
-    Parameters
-    ----------
-    modules : iterable of names such as 'folr'
-    """
+    "Hash modules of this library as they are now (`source_hash`): dict name → 16 hexadecimal digits, or 'gone'."
     return {m: found[0] if (found := _module(m)) else 'gone' for m in modules}
 
 def code_hashes(entry):  # 'train', 'sft', 'prepare': what made the run
-    """Hash what an entry point rests on: dict name → 16 hexadecimal digits, for its summary.
-
-    Parameters
-    ----------
-    entry : 'train', 'sft', 'prepare': what made the run
-    """
+    "Hash what an entry point rests on: dict name → 16 hexadecimal digits, for its summary."
     return module_hashes(imported_modules(entry))
 
 def changed_modules(code):  # dict name → hash, as a summary keeps it
     """List the modules that are not as they were when `code` was recorded. Hashes of 12 digits are of whole files and
-    of modules listed by hand, an older way that says nothing of today's code: all of them count as changed.
-
-    Parameters
-    ----------
-    code : dict name → hash, as a summary keeps it
-    """
+    of modules listed by hand, an older way that says nothing of today's code: all of them count as changed."""
     return sorted(m for m, h in code.items() if module_hashes([m])[m] != h)

@@ -43,15 +43,7 @@ def answer_ids(
     suffix='',  # str that stands after it
 ):
     """Encode prefix, gold and suffix as one text and find the gold's tokens by their offsets: `AnswerTemplate`.
-    Raises ValueError on a gold without tokens or with unknown ones, TypeError on a tokenizer that knows no offsets.
-
-    Parameters
-    ----------
-    tokenizer : fast Hugging Face tokenizer
-    prefix : str that stands before the gold
-    gold : str, not blank
-    suffix : str that stands after it
-    """
+    Raises ValueError on a gold without tokens or with unknown ones, TypeError on a tokenizer that knows no offsets."""
     if not getattr(tokenizer, 'is_fast', False):
         raise TypeError(f'gold tokens are found by offsets, which {type(tokenizer).__name__} does not give; load the '
                         'fast tokenizer (use_fast=True)')
@@ -103,12 +95,7 @@ class Schema:
 def answer_form(
     protocol,  # Protocol
 ):
-    r"""What stands before and after an answer as the protocol's prompt writes it: two str, as '<answer> ' or '\boxed{'.
-
-    Parameters
-    ----------
-    protocol : Protocol
-    """
+    r"What stands before and after an answer as the protocol's prompt writes it: two str, as '<answer> ' or '\boxed{'."
     tag = protocol.answer_tag
     if tag is None: return '\\boxed{', '}'
     example = re.compile(rf'<{re.escape(tag)}>(\s*)[^<>]*?(\s*)</{re.escape(tag)}>')
@@ -125,13 +112,7 @@ def read_schema(
     schema,         # 'own', a name in SCHEMAS, a Schema, or a list of its two texts
     protocol=None,  # Protocol whose own is meant; None: one that has no words of its own
 ):
-    """The `Schema` that is meant. Raises ValueError on anything else.
-
-    Parameters
-    ----------
-    schema : 'own', a name in SCHEMAS, a Schema, or a list of its two texts
-    protocol : Protocol whose own is meant; None: one that has no words of its own
-    """
+    "The `Schema` that is meant. Raises ValueError on anything else."
     if isinstance(schema, Schema): return schema
     if isinstance(schema, str) and schema == SCHEMA_OPTION.default:
         return Schema(*protocol.gold_schema) if protocol else Schema()
@@ -175,15 +156,7 @@ def gold_templates(
 ):
     """Encode the accepted answers of every trajectory's question: list of N lists of `AnswerTemplate`; the same text
     counts once. Raises ValueError on an unknown schema, a question without golds or without what the schema tells of
-    it, and a gold that cannot be encoded, naming its question.
-
-    Parameters
-    ----------
-    chat : Chat: protocol and tokenizer
-    groups : list of Group, N trajectories in all
-    schema : see read_schema
-    most : accepted answers of a question, at most: its first ones; None: all
-    """
+    it, and a gold that cannot be encoded, naming its question."""
     schema, header, out = read_schema(schema, chat.protocol), answer_header(chat), []
     for g in groups:
         if not g.question.answers:
@@ -202,14 +175,7 @@ def schema_warning(
     tokenizer=None,  # fast Hugging Face tokenizer; None: only whether the schema can be written is looked at
 ):
     """Say which words before a gold the tokenizer does not know, and what to do: str, '' if it knows them all. Raises
-    ValueError on a schema that cannot be written in the protocol.
-
-    Parameters
-    ----------
-    schema : see read_schema
-    protocol : Protocol
-    tokenizer : fast Hugging Face tokenizer; None: only whether the schema can be written is looked at
-    """
+    ValueError on a schema that cannot be written in the protocol."""
     before, _ = _wrap(read_schema(schema, protocol), protocol)
     if tokenizer is None or tokenizer.unk_token_id is None: return ''
     coded = tokenizer(before, add_special_tokens=False, return_offsets_mapping=True)
@@ -225,13 +191,7 @@ def acting_states(
     states,     # (N, K+1, 2) long, row and last position of S_0 … S_K, -1 where there is none
     turn_mask,  # (N, K) bool
 ):
-    """Keep the states in which the policy still had to act, S_0 … S_{K_i - 1}: (N, K+1, 2), -1 elsewhere.
-
-    Parameters
-    ----------
-    states : (N, K+1, 2) long, row and last position of S_0 … S_K, -1 where there is none
-    turn_mask : (N, K) bool
-    """
+    "Keep the states in which the policy still had to act, S_0 … S_{K_i - 1}: (N, K+1, 2), -1 elsewhere."
     acts = torch.nn.functional.pad(turn_mask, (0, 1))
     return states.masked_fill(~acts[..., None], -1)
 
@@ -438,19 +398,7 @@ def answer_batches(
     tree=False,       # True: a list of `TreeBatch` instead, where what rows share is read once; budget counts nodes
 ):
     """Pack rows and their answers into few rectangles: list of `AnswerBatch`, and the golds' token counts (N, S, M).
-    Raises ValueError on states outside their rows and on a gold longer than the context.
-
-    Parameters
-    ----------
-    rows : ids (R, T) long padded on the right, lengths (R,)
-    states : (N, S, 2) long, row and last position of each state; -1 where there is none
-    answers : list of N lists of AnswerTemplate
-    budget : most tokens in a batch, padding and branches included; a longer row goes alone
-    max_length : the model's context; None: unlimited
-    trained : (R, T) bool, tokens whose log-probability is asked besides; None: none
-    multiple : widths are rounded up to a multiple of this: 128 for flex attention's blocks
-    tree : True: a list of `TreeBatch` instead, where what rows share is read once; budget counts nodes
-    """
+    Raises ValueError on states outside their rows and on a gold longer than the context."""
     work = _work(rows, states, answers, math.inf if max_length is None else max_length)
     return _packed_rounds(rows, work, budget, trained, multiple, tree), work.tokens
 
@@ -564,15 +512,7 @@ def batch_logps(
     pieces=HeadPieces(),  # how much of the head's output stands in memory at once
 ):
     """Read one batch: the log-probability (Q,) of every token that is asked. A learner that wraps its model calls this
-    inside.
-
-    Parameters
-    ----------
-    model : Hugging Face causal model that takes a tree mask
-    batch : AnswerBatch or TreeBatch on the model's device
-    temperature : > 0; divides the logits of trained tokens, not those of golds
-    pieces : how much of the head's output stands in memory at once
-    """
+    inside."""
     if isinstance(batch, TreeBatch): asked = read_tree(model, batch.tree)[batch.source]
     else:
         hidden = model.base_model(input_ids=batch.ids, attention_mask=_attention(model, batch),
@@ -589,15 +529,7 @@ def gather_scores(
     trained=None,  # (R, T) bool, as answer_batches was given
 ):
     """Add up what all batches said: `Scores`, or with `trained` the log-probabilities (R, T) of the trained tokens, 0
-    elsewhere, and `Scores`.
-
-    Parameters
-    ----------
-    batches : list of AnswerBatch or TreeBatch
-    values : their log-probabilities: list of (Q,)
-    tokens : (N, S, M) long, token counts as answer_batches gives them
-    trained : (R, T) bool, as answer_batches was given
-    """
+    elsewhere, and `Scores`."""
     golds, size = tokens.numel(), tokens.numel() + (0 if trained is None else trained.numel())
     total = torch.zeros(size, dtype=values[0].dtype if values else torch.float32, device=tokens.device)
     seen = torch.zeros(size, dtype=torch.bool, device=tokens.device)
@@ -639,16 +571,7 @@ def answer_logps_separate(
     answers,          # list of N lists of AnswerTemplate
     max_length=None,  # the model's context; None: as its configuration says
 ):
-    """Score every gold at every state by a plain forward of its own, the slow reference for `answer_logps`: `Scores`.
-
-    Parameters
-    ----------
-    model : Hugging Face causal model
-    rows : ids (R, T) long padded on the right, lengths (R,)
-    states : (N, S, 2) long, row and last position of each state; -1 where there is none
-    answers : list of N lists of AnswerTemplate
-    max_length : the model's context; None: as its configuration says
-    """
+    "Score every gold at every state by a plain forward of its own, the slow reference for `answer_logps`: `Scores`."
     work = _work(rows, states, answers, max_length or _setting(model, 'max_position_embeddings'))
     values = torch.zeros(len(work.cell), dtype=torch.promote_types(model.dtype, torch.float32))
     with _measuring(model):
@@ -663,12 +586,7 @@ def answer_logps_separate(
 def takes_tree_mask(
     model,  # Hugging Face causal model
 ):
-    """Tell whether a model obeys a mask with four axes and explicit positions, by trying: bool.
-
-    Parameters
-    ----------
-    model : Hugging Face causal model
-    """
+    "Tell whether a model obeys a mask with four axes and explicit positions, by trying: bool."
     ids = torch.arange(1, 25) * 7919 % model.get_input_embeddings().num_embeddings
     rows, states = (ids[None, :12], torch.tensor([12])), torch.tensor([[[0, 4], [0, 11]]])
     answers = [[AnswerTemplate(ids[12:18].tolist(), 2, 6), AnswerTemplate(ids[18:].tolist(), 1, 6)]]
@@ -765,15 +683,13 @@ def answer_logps(
     gradient. NaN where a state or a gold does not exist, or both together do not fit into the context.
     Raises ValueError on states outside their rows and on a gold that fits nowhere.
 
-    Parameters
-    ----------
-    model : Hugging Face causal model
-    rows : ids (R, T) long padded on the right, lengths (R,)
-    states : (N, S, 2) long, row and last position of each state; -1 where there is none
-    answers : list of N lists of AnswerTemplate
-    method : 'auto', 'packed', 'cache', 'flex', or 'tree': what rows share is read once (07_trees)
-    budget : most tokens in a forward, padding included; a longer row goes alone
-    max_length : the model's context; None: as its configuration says
+    model: causal model
+    rows: ids (R, T) long, padded on the right, and lengths (R,)
+    states: (N, S, 2) long, row and last position; -1: none
+    answers: N lists of AnswerTemplate
+    method: 'auto', 'packed', 'cache', 'flex' or 'tree'
+    budget: most tokens in a forward
+    max_length: the model's context, in tokens; None: as configured
     """
     work = _work(rows, states, answers, max_length or _setting(model, 'max_position_embeddings'))
     return _score(model, rows, work, method, budget)
@@ -791,19 +707,7 @@ def joint_logps(
 ):
     """Read every row once for both: log-probability (R, T) of its trained tokens, 0 elsewhere, as `token_logps`, and
     `Scores` of all golds, as `answer_logps`.
-    Raises ValueError on states outside their rows, a gold that fits nowhere, and a mask of another shape.
-
-    Parameters
-    ----------
-    model : Hugging Face causal model
-    rows : ids (R, T) long padded on the right, lengths (R,)
-    trained : (R, T) bool, the tokens that the model wrote
-    states : (N, S, 2) long, row and last position of each state; -1 where there is none
-    answers : list of N lists of AnswerTemplate
-    temperature : > 0, of the trained tokens
-    method : 'auto', 'packed', 'cache', 'flex', or 'tree': what rows share is read once (07_trees)
-    budget : most tokens in a forward, padding included; a longer row goes alone
-    """
+    Raises ValueError on states outside their rows, a gold that fits nowhere, and a mask of another shape."""
     if trained.shape != rows[0].shape or trained.dtype != torch.bool:
         raise ValueError(f'trained must be bool {tuple(rows[0].shape)} like the ids, got {trained.dtype} '
                          f'{tuple(trained.shape)}')
@@ -817,14 +721,7 @@ def teacher_chat(
     protocol,   # Protocol of the run
 ):
     """How a teacher that has words of its own gets rollouts: its `Chat`, None where it reads the policy's ids. Raises
-    ValueError on a protocol that edits contexts, and on a tokenizer that cannot tell the protocol.
-
-    Parameters
-    ----------
-    teacher : 'self', 'base', or the folder or hub name of a model
-    tokenizer : of the policy: a Hugging Face tokenizer, or the folder or hub name of its model
-    protocol : Protocol of the run
-    """
+    ValueError on a protocol that edits contexts, and on a tokenizer that cannot tell the protocol."""
     from credit_rl.models import load_tokenizer, other_words     # here: rewards are known where there is torch alone
     if teacher in ('self', 'base') or not (why := other_words(teacher, tokenizer)): return None
     if protocol.context_tag:
@@ -854,13 +751,5 @@ def retell(
     ends=False,  # True: to be imitated, so that a message that no stop string ended has its end-of-turn token
 ):
     """Tell rollouts in the words and the template of another model, whose potential is then defined on the same text
-    (TIPS table 6): list of Group. Ids are the other model's; log-probabilities are NaN, since it sampled nothing.
-
-    Parameters
-    ----------
-    groups : list of Group, as the policy played them
-    chat : Chat of another model
-    opening : what the policy's generation prefix said of each of its messages, `Chat.opening`
-    ends : True: to be imitated, so that a message that no stop string ended has its end-of-turn token
-    """
+    (TIPS table 6): list of Group. Ids are the other model's; log-probabilities are NaN, since it sampled nothing."""
     return [Group(g.question, [_retold(t, chat, opening, ends) for t in g.trajectories]) for g in groups]

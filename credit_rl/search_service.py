@@ -7,7 +7,7 @@ __all__ = ['search_app', 'SearchServer', 'Patience', 'open_retriever', 'serve', 
            'SearchCache', 'is_kept_searches', 'read_corpus', 'build', 'main']
 
 # %% ../nbs/machinery/16_search_service.ipynb #c003
-import fcntl, functools, json, multiprocessing, os, re, signal, socket, sys, threading, time, warnings
+import functools, json, multiprocessing, os, re, signal, socket, sys, threading, time, warnings
 from dataclasses import dataclass
 from http.client import HTTPException
 from multiprocessing.connection import wait
@@ -86,16 +86,7 @@ def search_app(
     limit=2 ** 26,  # bytes of a request
     threads=4,      # searches at a time
 ):
-    """The web application of a search server: FastAPI.
-
-    Parameters
-    ----------
-    retriever : has search(queries, k); called from several threads
-    k : passages per query where a request does not say
-    about : dict: what /health says besides the process
-    limit : bytes of a request
-    threads : searches at a time
-    """
+    "The web application of a search server: FastAPI."
     fastapi, _ = _serving()
     from anyio import CapacityLimiter, to_thread
     from starlette.exceptions import HTTPException
@@ -146,16 +137,7 @@ def _uvicorn_config(app):
 # %% ../nbs/machinery/16_search_service.ipynb #s6x3
 class SearchServer:
     """Serve a `Retriever` over HTTP in a background thread, as Search-R1 does; a context manager. Raises OSError on a
-    taken port, ImportError without the extra `serve`.
-
-    Parameters
-    ----------
-    retriever : has search(queries, k); called from several threads
-    host : address to listen on; the default is reached from this machine only
-    port : 0: any free one, see `url`
-    k : passages per query where a request does not say
-    about : dict: what /health says
-    """
+    taken port, ImportError without the extra `serve`."""
     def __init__(self,
         retriever,         # has search(queries, k); called from several threads
         host='127.0.0.1',  # address to listen on; the default is reached from this machine only
@@ -205,15 +187,7 @@ def open_retriever(
     patience=None,  # Patience, with a server; None: its defaults
 ):
     """Open what can be searched as it is. Raises on a place that is none of these, and ValueError on `how` where there
-    are no vectors; a server is not asked yet.
-
-    Parameters
-    ----------
-    place : the url of a search server, a file of kept answers, or the folder of a saved index
-    keep : file in which answers are kept, see SearchCache
-    how : DenseSearch, of an index of vectors; None: its defaults
-    patience : Patience, with a server; None: its defaults
-    """
+    are no vectors; a server is not asked yet."""
     file = Path(place).is_file()
     if str(place).startswith(('http://', 'https://')) or file:
         if how: raise ValueError(f'{place} is no index of vectors: nprobe, query_tokens and gpu are settings of one')
@@ -263,19 +237,7 @@ def serve(
     say=print,         # function(str): is given the line with the url
     how=None,          # as for open_retriever
 ):
-    """Serve what `place` names until interrupted or terminated. Raises on a place that is nothing, and a taken port.
-
-    Parameters
-    ----------
-    place : as for open_retriever
-    keep : as for open_retriever
-    host : address to listen on
-    port : 0: any free one
-    k : passages per query where a request does not say
-    workers : >= 1: processes that search
-    say : function(str): is given the line with the url
-    how : as for open_retriever
-    """
+    "Serve what `place` names until interrupted or terminated. Raises on a place that is nothing, and a taken port."
     _serving()
     if workers < 1: raise ValueError(f'workers must be at least 1, got {workers}')
     about = open_retriever(place, keep, how).about()     # a broken index is refused here, not by each worker
@@ -333,17 +295,7 @@ def _read_answer(url, body, queries, k):
 # %% ../nbs/machinery/16_search_service.ipynb #c019
 class SearchClient:
     """Search by a server that speaks Search-R1's `/retrieve`: a `Retriever`. Raises ValueError on settings that make
-    no sense.
-
-    Parameters
-    ----------
-    url : 'http://host:port/retrieve'; without a path, /retrieve is added
-    seconds : > 0: how long one try may take without a sign of life
-    tries : >= 1
-    pause : >= 0: seconds before the second try; doubles
-    batch : >= 1: most queries in one request
-    deadline : > 0: seconds that all requests and pauses of one search have together
-    """
+    no sense."""
     def __init__(self,
         url,          # 'http://host:port/retrieve'; without a path, /retrieve is added
         seconds=30.,  # > 0: how long one try may take without a sign of life
@@ -395,13 +347,7 @@ _HEADER = {'searches': 1}  # the first line of a file of kept answers, with its 
 
 class SearchCache:
     """Search by kept answers, and by a retriever for what is not among them: a `Retriever`. Raises ValueError on a file
-    of something else, FileNotFoundError where a file that is not there shall be replayed.
-
-    Parameters
-    ----------
-    path : JSON lines file of kept answers; made where it is not there
-    retriever : has search(queries, k); None: replay, nothing is asked and nothing written
-    """
+    of something else, FileNotFoundError where a file that is not there shall be replayed."""
     def __init__(self,
         path,            # JSON lines file of kept answers; made where it is not there
         retriever=None,  # has search(queries, k); None: replay, nothing is asked and nothing written
@@ -438,6 +384,7 @@ class SearchCache:
             raise ValueError(f'{self.path}, line {number + 1} is not a kept search: {type(e).__name__}: {e}') from None
 
     def _append(self, rows):
+        import fcntl
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with open(self.path, 'ab+') as file:
             fcntl.flock(file, fcntl.LOCK_EX)
@@ -488,14 +435,7 @@ def read_corpus(
     on_error='raise',  # malformed row: 'raise', or 'skip' it, count and warn
 ):
     """Yield the passages of a corpus, those without an id numbered. Raises on a malformed row, with its place, and
-    ValueError where no row is good.
-
-    Parameters
-    ----------
-    name : a data set of BENCHMARKS, whose layout rows have
-    path : a file of passages, read one row at a time; a folder or a file of questions is read whole
-    on_error : malformed row: 'raise', or 'skip' it, count and warn
-    """
+    ValueError where no row is good."""
     bench, path, count = get_benchmark(name), Path(path), 0
     first = None if path.is_dir() else next(iter(read_rows(path)), (None, None))[1]
     if path.is_dir() or is_question_row(first):
@@ -527,12 +467,7 @@ def _progress(passages, every=20., clock=time.monotonic):
     if last > since: print(f'all {n:,} passages read: the index is being written', flush=True)
 
 def build(arguments=None):  # list of str; None: the command line's
-    """`credit-rl index CORPUS FOLDER`: save an index of passages, for `corpus=FOLDER` and for a server.
-
-    Parameters
-    ----------
-    arguments : list of str; None: the command line's
-    """
+    "`credit-rl index CORPUS FOLDER`: save an index of passages, for `corpus=FOLDER` and for a server."
     parser = make_parser('credit_rl.search_service', 'Save an index of passages: BM25, or vectors.')
     parser.prog = 'credit-rl index'
     parser.add_argument('corpus', help='file of {"id", "contents"} or {"title", "text"} rows, or of questions that '
@@ -556,12 +491,7 @@ def build(arguments=None):  # list of str; None: the command line's
 
 # %% ../nbs/machinery/16_search_service.ipynb #c026
 def main(arguments=None):  # list of str; None: the command line's
-    """`credit-rl serve PLACE`: serve a saved index until interrupted.
-
-    Parameters
-    ----------
-    arguments : list of str; None: the command line's
-    """
+    "`credit-rl serve PLACE`: serve a saved index until interrupted."
     parser = make_parser('credit_rl.search_service', "Serve a saved index, in Search-R1's protocol.")
     parser.prog = 'credit-rl serve'
     parser.add_argument('place', help='what credit-rl index wrote; or the url of another server, or a file of kept '

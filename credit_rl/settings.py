@@ -109,7 +109,8 @@ class Host(Processes, EngineChoice):
     lora: dict = setting({}, "of peft's LoraConfig, e.g. {'r': 16}: only low-rank additions are trained; {}: all "
                              'weights')
     gradient_checkpointing: bool = setting(False, 'less memory for a third more time')
-    act_rows: int = setting(256, 'conversations that a rank plays at once; others wait', least=1)
+    act_rows: int = setting(256, 'conversations that a rank plays at once, of vLLM those that its pages hold; others wait',
+                            least=1)
     tflops: float = setting(None, '10¹² FLOPs a second that one rank does, for the estimate; None: measured on this '
                                   'host', above=0)
 
@@ -172,12 +173,7 @@ class Learning(SettingsGroup):
             raise ValueError(f'betas are two numbers from 0 up to 1, got {self.betas}')
 
     def optimiser(self, critic):  # CriticChoice
-        """The learner's `Optimiser`.
-
-        Parameters
-        ----------
-        critic : CriticChoice
-        """
+        "The learner's `Optimiser`."
         return Optimiser(self.learning_rate, critic.critic_rate, weight_decay=self.weight_decay,
                          betas=tuple(self.betas), clip=self.clip, warmup=self.warmup, minibatches=self.minibatches,
                          epochs=self.epochs, row_tokens=self.row_tokens, backbone_rate=critic.critic_backbone_rate,
@@ -293,9 +289,14 @@ def flat_form(name, groups, about):
 Config = flat_form('Config', GROUPS.values(), 'Everything that determines a training run.')
 
 # %% ../nbs/5_run/61_settings.ipynb #c009
-def make_config(settings):
+def make_config(
+    settings,  # dict name -> value
+):
     """A `Config` from a dict. Raises ValueError on an unknown name, naming the nearest or the option that it is, and on
-    a value not allowed."""
+    a value not allowed.
+
+    settings: dict name -> value
+    """
     _refuse_options(settings)
     return from_settings(Config, settings)
 
@@ -310,8 +311,8 @@ def _refuse_options(settings):
                              f'{value} on the command line, and options: {{{name}: {value}}} elsewhere')
 
 def read_parameters(variables):
-    "The `Config` set by a notebook's variables (its `globals()`), all that are plain values."
-    return make_config(notebook_settings(variables))
+    "The `Config` set by a notebook's variables (its `globals()`), see `notebook_settings`."
+    return make_config(notebook_settings(variables, Config))
 
 # %% ../nbs/5_run/61_settings.ipynb #n0114
 @dataclass(frozen=True)
@@ -332,12 +333,7 @@ def group_of(group, config):
     return group(**{name: getattr(config, name) for name in options_in(group)})
 
 def settings_of(config):  # Config, or another flat form that has its names
-    """The groups of a flat record: `Settings`. Raises ValueError on a value that is not allowed.
-
-    Parameters
-    ----------
-    config : Config, or another flat form that has its names
-    """
+    "The groups of a flat record: `Settings`. Raises ValueError on a value that is not allowed."
     return Settings(**{name: group_of(group, config) for name, group in GROUPS.items()})
 
 # %% ../nbs/5_run/61_settings.ipynb #c018
@@ -428,15 +424,7 @@ def check_engine(
     ahead=0,   # steps by which playing runs ahead of learning
 ):
     """Refuse settings of an engine that is not asked for, and those with which vLLM cannot act for this run. Raises
-    ValueError.
-
-    Parameters
-    ----------
-    host : Host
-    mismatch : Mismatch
-    acting : Acting
-    ahead : steps by which playing runs ahead of learning
-    """
+    ValueError."""
     vllm = host.vllm
     if host.engine == 'hf' and (vllm or mismatch.correction and not ahead):
         raise ValueError("vllm and correction are settings of engine='vllm' (correction of ahead=1 too), but engine is "
@@ -450,7 +438,7 @@ def check_engine(
     if host.ranks > 1 and torch.cuda.is_available() and not vllm.get('untried'):
         raise ValueError('several ranks, each with a vLLM of its own on its own GPU, have been run on CPUs only; '
                          'allow them with untried=True among the settings of vllm')
-    rank_devices(vllm.get('devices'), host.ranks)
+    rank_devices(vllm, host.ranks)
     spread = host.ranks > 1 or host.learner == 'deepspeed' and host.stage == 3
     if (transfer := vllm.get('transfer')) in ('ipc', 'nccl') and spread:
         raise ValueError(f"transfer={transfer!r} wants whole weights on one GPU, and one learner that sends them; "
@@ -542,12 +530,7 @@ def _check_words(acting, data):
 def check_lora(
     lora,  # dict, of peft's LoraConfig
 ):
-    """Refuse low-rank additions that train, or change, more than themselves: no run would keep it. Raises ValueError.
-
-    Parameters
-    ----------
-    lora : dict, of peft's LoraConfig
-    """
+    "Refuse low-rank additions that train, or change, more than themselves: no run would keep it. Raises ValueError."
     for name, usual in (('bias', 'none'), ('lora_bias', False), ('modules_to_save', None), ('layer_replication', None),
                         ('trainable_token_indices', None), ('target_parameters', None),
                         ('alora_invocation_tokens', None), ('peft_type', 'LORA')):
@@ -569,13 +552,7 @@ def tree_notes(
     learning,  # Learning
     what,      # str, what reads rows as they are
 ):
-    """What to say where `tree` is set for something that does not heed it: list of str.
-
-    Parameters
-    ----------
-    learning : Learning
-    what : str, what reads rows as they are
-    """
+    "What to say where `tree` is set for something that does not heed it: list of str."
     return [f'tree=true is heeded by training by reinforcement alone: {what}'] if learning.tree else []
 
 # %% ../nbs/5_run/61_settings.ipynb #sp61b
@@ -602,13 +579,7 @@ def scored_schemas(
     method,   # Method with the options of a run
     measure,  # names in MEASURES
 ):
-    """How the golds that a run scores are written down: list, see `read_schema`.
-
-    Parameters
-    ----------
-    method : Method with the options of a run
-    measure : names in MEASURES
-    """
+    "How the golds that a run scores are written down: list, see `read_schema`."
     asked = method.asks([]).schemas
     measured = 'belief' in measure and 'gold' not in asked
     return [*asked.values(), *[SCHEMA_OPTION.default] * measured]

@@ -9,7 +9,7 @@ __all__ = ['Setup', 'tiny_worlds', 'known_worlds', 'make_setup', 'real_questions
            'weigh', 'Examiner', 'examine']
 
 # %% ../nbs/5_run/62_setup.ipynb #c002
-import dataclasses, importlib.util, os, random, sys, tempfile
+import dataclasses, importlib.util, os, random, sys
 from dataclasses import dataclass
 from inspect import signature
 from pathlib import Path
@@ -22,7 +22,7 @@ from .engine import HFEngine, seed_of
 from .environment import asked_protocol, is_searched, make_environment, open_search, protocol_row
 from .estimate import (KNOWN_SIZES, Load, TrainingPlan, describe, describe_ahead, describe_likely,
                                 describe_sharing, kept_lengths, memory, read_sizes, rows_work, step_seconds)
-from .launch import missing_for_hosts
+from .launch import Ranks, missing_for_hosts
 from .learner import FrozenModels, Learner, make_critic, seeded
 from .methods import extra_passes, get_method
 from .metrics import benchmark_metric, gold_note
@@ -38,7 +38,7 @@ from .settings import (check, check_ahead, check_engine, check_lora, data_sets, 
 from .sharded import DeepSpeedBackend
 from .tiny import ceiling, make_base, tiny_environment
 from .trees import attend_by_trees
-from .vllm_engine import VLLMEngine, VLLMSettings, rank_devices, save_adapter
+from .vllm_engine import VLLMEngine, VLLMSettings, rank_devices, save_adapter, weights_place
 from .warmup import read_warmed
 from .world import get_regime, world_of
 
@@ -61,12 +61,7 @@ def tiny_worlds(
     task,  # Task, for its world and the numbers of questions
     seed,
 ):
-    """The tiny worlds of a run: {'train', 'dev', 'test'} -> `World`.
-
-    Parameters
-    ----------
-    task : Task, for its world and the numbers of questions
-    """
+    "The tiny worlds of a run: {'train', 'dev', 'test'} -> `World`."
     sizes = {'train': task.questions, 'dev': task.dev_questions, 'test': task.test_questions}
     return {part: world_of(world_arguments(task.world, part), part, seed, n) for part, n in sizes.items()}
 
@@ -83,17 +78,7 @@ def make_setup(
     say=print,  # function called with lines of text
     real=None,  # (questions, search) of a data set, if they are there already
 ):
-    """Make or load model, questions and search for a run: `Setup`.
-
-    Parameters
-    ----------
-    task : Task
-    acting : Acting
-    origin : Origin: the weights to begin with
-    seed : of worlds and questions
-    say : function called with lines of text
-    real : (questions, search) of a data set, if they are there already
-    """
+    "Make or load model, questions and search for a run: `Setup`."
     if task.data == 'tiny':
         worlds = tiny_worlds(task, seed)
         if acting.model == 'tiny': _make_tiny_base(origin.base, acting.protocol, seed, worlds, say)
@@ -194,10 +179,6 @@ def real_questions(
     Dev and test questions are drawn from `dev_split`, train questions from what they leave of `train_split`. A single
     file is all splits at once: it is shuffled by the seed, and dev and test take at most half of it. A set whose splits
     are the parts of a run (`real`) gives a draw of each. Raises ValueError on too few questions.
-
-    Parameters
-    ----------
-    task : Task: data, path, splits, and how many questions of each part
     """
     if len(data_sets(task)) > 1: return _mixed_questions(task, data_sets(task), seed)
     if get_benchmark(task.data).parts and task.dev_split is None: return _own_parts(task, seed)
@@ -246,13 +227,7 @@ def real_search(
     protocol,  # a row of PROTOCOLS or a file, 'direct', or None
 ):
     """What is searched: `corpus`, or the path's corpus, or the paragraphs of the questions; None for a set that is
-    asked without.
-
-    Parameters
-    ----------
-    task : Task
-    protocol : a row of PROTOCOLS or a file, 'direct', or None
-    """
+    asked without."""
     first = data_sets(task)[0]
     if not is_searched(first, protocol, task.corpus): return None
     has_paragraphs = get_benchmark(first).paragraphs is not None
@@ -286,14 +261,7 @@ def run_facts(
     chat=None,           # Chat; None: nothing of the protocol is known yet
     max_turns=None,      # of a rollout; None: not known yet
 ):
-    """What a run knows that a method's options may take: `Facts`.
-
-    Parameters
-    ----------
-    task : Task
-    chat : Chat; None: nothing of the protocol is known yet
-    max_turns : of a rollout; None: not known yet
-    """
+    "What a run knows that a method's options may take: `Facts`."
     protocol, tiny = chat and chat.protocol, get_regime(task.regime).metric if task.regime else None
     return Facts(metric=tiny if task.data == 'tiny' else _data_metric(data_sets(task)),
                  tags=protocol and (protocol.think_tag, protocol.call_tag, protocol.answer_tag),
@@ -307,16 +275,7 @@ def bound_method(
     loss=None,           # Loss of the run; None: the method's own
     max_turns=None,      # of a rollout; None: not known yet
 ):
-    """A run's `Method`, with the options that are set, and for the others what the run knows.
-
-    Parameters
-    ----------
-    course : Course: the method and its options
-    task : Task
-    chat : Chat; None: nothing of the protocol is known yet
-    loss : Loss of the run; None: the method's own
-    max_turns : of a rollout; None: not known yet
-    """
+    "A run's `Method`, with the options that are set, and for the others what the run knows."
     options = {**(get_regime(task.regime).options if task.regime else {}), **course.options}
     return bind(get_method(course.method), options, run_facts(task, questions_per_step, chat, max_turns), loss)
 
@@ -334,21 +293,13 @@ def make_engine(
     model,      # Hugging Face model that acts, whole; of a vLLM engine only its folder is read
     tokenizer,
 ):
-    """Who acts in a run: the learner's model itself, or vLLM, which begins with the weights of the folder.
-
-    Parameters
-    ----------
-    host : Host
-    acting : Acting
-    folder : of the weights that it begins with
-    model : Hugging Face model that acts, whole; of a vLLM engine only its folder is read
-    """
+    "Who acts in a run: the learner's model itself, or vLLM, which begins with the weights of the folder."
     how = {'max_length': acting.max_tokens, 'max_rows': host.act_rows}
     if host.engine == 'hf': return HFEngine(model, tokenizer, **how)
     ranks = [r for r in (1, 8, 16, 32, 64, 128, 256, 320, 512) if r >= host.lora.get('r', 8)]  # those that vLLM takes
     adapters = {'enable_lora': True, 'max_lora_rank': ranks[0]} if host.lora else {}
     mine = os.environ['LOCAL_RANK'] if host.ranks > 1 and torch.cuda.is_available() else None
-    own = {'devices': rank_devices(host.vllm.get('devices'), host.ranks, mine), 'own_process': host.own_process,
+    own = {'devices': rank_devices(host.vllm, host.ranks, mine), 'own_process': host.own_process,
            'arguments': {**adapters, **host.vllm.get('arguments', {})}}
     return VLLMEngine(folder, tokenizer, settings=VLLMSettings(**{'dtype': acting.dtype, **host.vllm, **own}), **how)
 
@@ -359,18 +310,18 @@ def hand_over(
     learner,
     engine,
     host,     # Host: which engine it is, and whether low-rank additions alone are trained
+    ranks=Ranks(),
 ):
-    """Give the engine the learner's weights: all of them, or to a vLLM engine only an adapter.
-
-    Parameters
-    ----------
-    host : Host: which engine it is, and whether low-rank additions alone are trained
-    """
-    named = learner.weights()
-    if not host.lora or host.engine == 'hf': return engine.load(named)
-    with tempfile.TemporaryDirectory() as folder:
-        save_adapter(named, {'target_modules': _LINEAR, **host.lora}, folder)
-        engine.load_adapter(folder)
+    """Give the engine the learner's weights, all of them or low-rank additions alone. What vLLM gets as files is written
+    by one rank of each host."""
+    added = bool(host.lora)
+    if host.engine == 'hf' or not (added or engine.by_file): return engine.load(learner.weights(added))
+    named = learner.weights(added, here=not ranks.local)
+    how = {'target_modules': _LINEAR, **host.lora}
+    write = (lambda folder: save_adapter(named, how, folder)) if added else lambda folder: engine.write(named, folder)
+    with ranks.host_folder(write, weights_place()) as folder:
+        if added: engine.load_adapter(folder)
+        else: engine.load_file(folder)
 
 # %% ../nbs/5_run/62_setup.ipynb #c055
 def add_lora(
@@ -379,14 +330,7 @@ def add_lora(
     seed=0,    # of the additions' first factors
 ):
     """Put low-rank additions into a model and freeze all else. Raises ImportError without the extra `train`,
-    ValueError on settings that peft does not take, and on those that train more than such additions.
-
-    Parameters
-    ----------
-    model : Hugging Face causal model, changed in place
-    settings : dict, of peft's LoraConfig; target_modules: all linear layers of Qwen's and Llama's kind
-    seed : of the additions' first factors
-    """
+    ValueError on settings that peft does not take, and on those that train more than such additions."""
     try: from peft import LoraConfig, inject_adapter_in_model
     except ImportError as e: raise ImportError('lora needs peft: pip install credit_rl[train]') from e
     check_lora(settings)
@@ -411,12 +355,7 @@ def _tied_weights(model):
 @torch.no_grad()
 def merge_lora(model):  # Hugging Face causal model, changed in place
     """Add a model's low-rank additions (`add_lora`) to the weights they stand beside, and take them out. Raises
-    ValueError on a model that has none, and where the merged model computes something else.
-
-    Parameters
-    ----------
-    model : Hugging Face causal model, changed in place
-    """
+    ValueError on a model that has none, and where the merged model computes something else."""
     from peft.tuners.lora import LoraLayer
     found = [(name, module) for name, module in model.named_modules() if isinstance(module, LoraLayer)]
     if not found: raise ValueError('the model has no low-rank additions to merge')
@@ -453,24 +392,12 @@ def base_folder(
     folder,            # of the run
     critic_from=None,  # folder of the warm-up that came before it
 ):
-    """Folder or name of the model that a run began as.
-
-    Parameters
-    ----------
-    model : 'tiny', a folder or a name
-    folder : of the run
-    critic_from : folder of the warm-up that came before it
-    """
+    "Folder or name of the model that a run began as."
     return str(Path(critic_from or folder)/'base') if model == 'tiny' else model
 
 def origin_of(course, acting, host, critic):  # Course, Acting, Host, CriticChoice
     """The `Origin` of a run. Where the policy shares its backbone with a warmed-up critic, it starts from the backbone
-    that this one moved.
-
-    Parameters
-    ----------
-    course, acting, host, critic : Course, Acting, Host, CriticChoice
-    """
+    that this one moved."""
     base = base_folder(acting.model, course.run, critic.critic_from)
     moved = critic.critic_from and critic.kind(get_method(course.method)) == 'shared'
     start = str(read_warmed(critic.critic_from).folder) if moved else base
@@ -483,14 +410,7 @@ def make_learner(
     origin,    # Origin
     model,     # Hugging Face model that learns
 ):
-    """The learner of a run, with the critic, teacher and reference that its method and loss ask for.
-
-    Parameters
-    ----------
-    settings : Settings of a run
-    origin : Origin
-    model : Hugging Face model that learns
-    """
+    "The learner of a run, with the critic, teacher and reference that its method and loss ask for."
     s, host, method = settings, settings.host, get_method(settings.course.method)
     loss, optimiser = s.learning.loss_of(method), s.learning.optimiser(s.critic)
     # models that are only read wait there, until the policy is spread and has left room for them
@@ -519,16 +439,7 @@ def start_critic(
     seed,             # of the run, from which the head is drawn
     dtype='float32',  # of a backbone that a warm-up moved
 ):
-    """The critic that a method begins with, warmed up where the run names a warm-up; None where it has none.
-
-    Parameters
-    ----------
-    method : Method
-    choice : CriticChoice
-    model : Hugging Face model of the policy
-    seed : of the run, from which the head is drawn
-    dtype : of a backbone that a warm-up moved
-    """
+    "The critic that a method begins with, warmed up where the run names a warm-up; None where it has none."
     if not method.critic: return None
     with seeded(seed_of('critic', seed)): critic = make_critic(model, **{**method.critic, **choice.given})
     if choice.critic_from: _warm(critic, read_warmed(choice.critic_from), dtype)
@@ -548,12 +459,7 @@ def _warm(critic, warmed, dtype):
 def plan_of(
     settings,  # Settings of a run
 ):
-    """What of a run's settings its memory and time depend on: `TrainingPlan`.
-
-    Parameters
-    ----------
-    settings : Settings of a run
-    """
+    "What of a run's settings its memory and time depend on: `TrainingPlan`."
     s, host, learning, method = settings, settings.host, settings.learning, get_method(settings.course.method)
     adapted, teacher = origin_of(s.course, s.acting, host, s.critic).adapted, s.teacher.teacher
     critic, every = s.critic.kind(method), s.teacher.period(method, s.course.steps)
@@ -563,19 +469,20 @@ def plan_of(
             'teacher': copies or alone}
     vllm, apart = host.engine == 'vllm', host.own_process and host.vllm.get('transfer') in (None, 'file')
     acts = not host.vllm.get('devices') if vllm else bool(learning.ahead)      # with a copy of its own, on this device
-    played = -(-learning.questions_per_step // host.ranks) * learning.group_size
+    # vLLM has pages for what its share of the memory holds, and lets others wait: it must hold one trajectory
+    played = 1 if vllm else min(host.act_rows, -(-learning.questions_per_step // host.ranks) * learning.group_size)
     return TrainingPlan(
         host.stage if host.learner == 'deepspeed' else None, host.ranks, 4 if s.acting.dtype == 'float32' else 2,
         critic == 'own', sum(held.values()) + frozen, sum(held[n] for n in host.offload), learning.row_tokens,
         host.gradient_checkpointing, 'offload_optimizer' in host.deepspeed.get('zero_optimization', {}),
-        min(host.act_rows, played) * s.acting.max_tokens, _lora_share(s.acting.model, host.lora),
+        bool(host.tflops) or torch.cuda.is_available(), played * s.acting.max_tokens, _lora_share(s.acting.model, host.lora),
         copies=acts, sleeps=bool(host.vllm.get('sleep_level')), copied=copies + frozen,
         renewed=every not in (None, 0, 1), by_file=vllm and apart and not host.lora,
         twice=critic == 'shared' and s.critic.critic_step == 'apart' and s.critic.critic_mix != 0,
         both=bool(learning.ahead) and acts, together=critic == 'own' and s.critic.critic_step != 'apart',
         **_forwards(s.acting, learning, learning.loss_of(method), s.keeping.measure),
         branches=max(_answer_tokens(s.acting, bind(method, s.course.options), s.keeping.measure).values(), default=0),
-        prompts=0 if vllm else min(_READ_TOKENS, min(host.act_rows, played) * s.acting.max_tokens),
+        prompts=0 if vllm else min(_READ_TOKENS, played * s.acting.max_tokens),
         **_sent_at_a_time(host.deepspeed))
 
 # %% ../nbs/5_run/62_setup.ipynb #c083s1
@@ -626,12 +533,7 @@ def _answer_tokens(acting, method, measure):
 def load_of(
     settings,  # Settings of a run
 ):
-    """What a step of a run computes, if every trajectory is as long as it may be: `Load`.
-
-    Parameters
-    ----------
-    settings : Settings of a run
-    """
+    "What a step of a run computes, if every trajectory is as long as it may be: `Load`."
     s, learning, method = settings, settings.learning, get_method(settings.course.method)
     loss, most = learning.loss_of(method), settings.acting.max_tokens
     reads = extra_passes(method, s.critic.critic, bool(loss.kl),
@@ -647,15 +549,10 @@ def load_of(
 def forecast(
     settings,  # Settings of a run
 ):
-    """The estimate of a run, as lines.
-
-    Parameters
-    ----------
-    settings : Settings of a run
-    """
+    "The estimate of a run, as lines."
     s, plan, sizes, load = settings, plan_of(settings), read_sizes(settings.acting.model), load_of(settings)
     tflops, taken = rank_tflops(s.host, s.acting.dtype)
-    seconds = step_seconds(sizes, plan, load.tokens, load.length, tflops, load.reads, load.epochs)
+    seconds = step_seconds(sizes, plan, load, tflops)
     likely = describe_likely(sizes, plan, load, tflops, s.course.steps, kept_lengths(s.course.run))
     ahead = [describe_ahead(seconds)] if s.learning.ahead else []
     shared = [_sharing_line(sizes, s.acting, s.learning)] if s.learning.tree else []
@@ -673,12 +570,7 @@ def _sharing_line(sizes, acting, learning):  # Sizes, Acting, Learning
 def weigh(
     settings,  # Settings of a run
 ):
-    """Bytes that a training needs: dict, see `memory`.
-
-    Parameters
-    ----------
-    settings : Settings of a run
-    """
+    "Bytes that a training needs: dict, see `memory`."
     return memory(read_sizes(settings.acting.model), plan_of(settings))
 
 @dataclass(frozen=True)
@@ -695,13 +587,7 @@ def examine(
     examiner=Examiner(),
 ):
     """Look at all that a run needs, without starting it, and say what it would take. Returns its folder. Raises
-    ValueError naming all that is missing.
-
-    Parameters
-    ----------
-    config : Config
-    say : function called with lines of text
-    """
+    ValueError naming all that is missing."""
     examiner.check(dataclasses.replace(config, engine='hf', vllm={}, correction=None, ahead=0))
     s, notes = settings_of(config), []
     run, model, task = Path(s.course.run), s.acting.model, s.task

@@ -43,15 +43,7 @@ def keep_right(
     seed=0,          # which ones, where there are more
 ):
     """Keep right rollouts, different ones, a few of each question (rejection sampling): list of Group, without those
-    that have none.
-
-    Parameters
-    ----------
-    groups : list of Group
-    metric : outcome, see outcome_rewards; 1 is right
-    per_question : most rollouts of one question
-    seed : which ones, where there are more
-    """
+    that have none."""
     rng, kept = random.Random(seed), []
     if per_question < 1: raise ValueError(f'per_question must be at least 1, got {per_question}')
     for g in groups:
@@ -96,18 +88,7 @@ def fine_tune(
     on_bad_step='stop',   # where a gradient is not finite: 'stop' raises BadStep, 'skip' goes on without it
 ):
     """Train on what groups wrote: list of what the learner logs of each update. Raises ValueError without groups, and
-    BadStep with the number of the update, `step`, and the rollouts that made it, `rollouts`.
-
-    Parameters
-    ----------
-    model : Hugging Face causal model, trained in place
-    groups : list of Group: what is imitated
-    how : epochs, learning rate, batch, numbers
-    row_tokens : most tokens, padding included, in one forward
-    seed : of the order
-    say : function called with lines of text; None: nobody is told how it goes
-    on_bad_step : where a gradient is not finite: 'stop' raises BadStep, 'skip' goes on without it
-    """
+    BadStep with the number of the update, `step`, and the rollouts that made it, `rollouts`."""
     rows = [Group(g.question, [t]) for g in groups for t in g.trajectories]
     if not rows:
         raise ValueError('there is nothing to imitate: no rollout was right; play more attempts, or begin with a '
@@ -151,12 +132,7 @@ def rejection_sft(
 ):
     """Play and keep what was right, or take demonstrations; fine-tune; compare on the test questions. Returns the run
     folder, with the model in `model/`. With `resume` one that did not come to its end begins anew, and one that did is
-    left as it is.
-
-    Parameters
-    ----------
-    config : Config or dict of its settings: stage, questions and evaluation; its method plays no part
-    """
+    left as it is."""
     c = make_config(config) if isinstance(config, dict) else config
     if c.dry_run: raise ValueError('dry_run is for training by reinforcement; this fine-tuning has none')
     check(c)
@@ -271,12 +247,7 @@ def write_demos(
     say=print,
 ):
     """Demonstrate the training questions of a run. Returns the folder, with the right ones as rollouts of step 0.
-    Raises ValueError where nothing is searched, the protocol has no demonstrations, or none is right.
-
-    Parameters
-    ----------
-    config : Config or dict of its settings: questions, search, protocol, the model's tokenizer
-    """
+    Raises ValueError where nothing is searched, the protocol has no demonstrations, or none is right."""
     c = make_config(config) if isinstance(config, dict) else config
     if c.data == 'tiny': raise ValueError('the tiny world has players of its own (25_tiny): give another data set')
     check(c)
@@ -313,13 +284,7 @@ def read_demos(
     chat,    # Chat by which they are to be imitated
 ):
     """Read demonstrations: list of Group, and their summary. Raises ValueError where they are of other words or another
-    tokenizer.
-
-    Parameters
-    ----------
-    folder : that write_demos made
-    chat : Chat by which they are to be imitated
-    """
+    tokenizer."""
     folder = Path(folder)
     if not (folder/'summary.json').is_file():
         raise ValueError(f'{folder} holds no demonstrations: credit-rl demos makes them')
@@ -344,15 +309,7 @@ def read_rollouts(
     seed,          # which ones, where there are more
 ):
     """Read what another model did right, in the words of a chat: list of Group, and the number of rollouts that it was
-    chosen from. Raises ValueError where there is nothing, or it was asked with another prompt.
-
-    Parameters
-    ----------
-    folder : of an evaluation
-    chat : Chat by which its rollouts are to be imitated
-    per_question : most of one question
-    seed : which ones, where there are more
-    """
+    chosen from. Raises ValueError where there is nothing, or it was asked with another prompt."""
     kept, count = {}, 0
     for place in sorted(p.parent for p in Path(folder).glob('*/manifest.json')):
         manifest = read_manifest(place)

@@ -52,12 +52,7 @@ def merged_pieces(
     folder,  # a checkpoint's, which holds a folder 'deepspeed'
 ):
     """Put together what other ranks wrote: float32 weights by name, AdamW's averages by key and name, its numbers of
-    steps by name and key, and the state that `save` was given. A group without an average yet has zeros.
-
-    Parameters
-    ----------
-    folder : a checkpoint's, which holds a folder 'deepspeed'
-    """
+    steps by name and key, and the state that `save` was given. A group without an average yet has zeros."""
     from deepspeed.utils import zero_to_fp32 as zero
     place = os.path.join(folder, 'deepspeed')
     with only_data(folder):
@@ -88,14 +83,7 @@ def merged_pieces(
 # %% ../nbs/machinery/53_sharded.ipynb #s53head2
 class _ExactHead:
     """A critic's head in float32, outside DeepSpeed: whole on every rank, with an optimiser of its own. Without a
-    critic it is empty. `others`: the groups of parameters that it leaves to DeepSpeed.
-
-    Parameters
-    ----------
-    critic : Critic, or None
-    groups : see parameter_groups
-    make : function of groups: their optimiser
-    """
+    critic it is empty. `others`: the groups of parameters that it leaves to DeepSpeed."""
     def __init__(
         self,
         critic,  # Critic, or None
@@ -187,14 +175,7 @@ def _own_piece(value, parameter):
 
 # %% ../nbs/machinery/53_sharded.ipynb #s012
 class DeepSpeedBackend:
-    """Run a learner through DeepSpeed, on as many ranks as were launched. See `PlainBackend` for what each method does.
-
-    Parameters
-    ----------
-    stage : ZeRO stage, 0 to 3
-    dtype : of forward and backward: 'float32', 'bfloat16'; optimiser and critic's head: float32
-    settings : dict, entries of DeepSpeed's own configuration that add to or replace ours
-    """
+    "Run a learner through DeepSpeed, on as many ranks as were launched. See `PlainBackend` for what each method does."
     scorer = None
 
     def __init__(
@@ -210,7 +191,7 @@ class DeepSpeedBackend:
 
     def make_optimiser(self, groups, optimiser):
         "AdamW over groups of parameters (parameter_groups), of which ZeRO makes a flat one each."
-        return make_adamw(groups, optimiser, foreach=self.stage > 0)
+        return make_adamw(groups, optimiser, fused=self.stage > 0)
 
     def wrap(self, scorer, groups, optimiser):
         """Take over a `Scorer` and its parameters by groups: the engine that its forwards go through. In bfloat16 at
@@ -306,11 +287,12 @@ class DeepSpeedBackend:
         scores = gather_scores(batches, found[:len(batches)], tokens, trained)
         return (scores, None) if trained is None else (scores[1], scores[0])
 
-    def whole(self, parameter):
-        "A parameter; under stage 3 a copy in main memory of what the ranks hold together."
+    def whole(self, parameter, here=True):
+        "A parameter; under stage 3 a copy in main memory of what the ranks hold together, if it is wanted `here`."
         if self.stage < 3: return parameter
         import deepspeed
-        with deepspeed.zero.GatheredParameters([parameter]): return parameter.detach().to('cpu', copy=True)
+        with deepspeed.zero.GatheredParameters([parameter]):
+            return parameter.detach().to('cpu', copy=True) if here else None
 
     def refresh(self, teacher):
         "Make a frozen copy of the policy the policy again."
@@ -319,7 +301,7 @@ class DeepSpeedBackend:
     def save(self, folder, state, teacher=None):
         "Write weights, optimiser and what else is in `state`, this rank's pieces, all into the same folder."
         if teacher is not None:
-            named = {name: self.whole(p) for name, p in teacher.named_parameters()}
+            named = {name: self.whole(p, self.rank == 0) for name, p in teacher.named_parameters()}
             if self.rank == 0: torch.save(named, os.path.join(folder, 'teacher.pt'))
         client = {'generator': state['generator'], 'learner_updates': state['updates']}
         self.engine.save_checkpoint(str(folder), tag='deepspeed', save_latest=False, client_state=client)

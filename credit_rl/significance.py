@@ -13,12 +13,7 @@ def mean_interval(
     differences,  # n numbers, one for each seed
 ):
     """Mean, its 95 % interval and the p-value of 0 (Student): (mean, low, high, p); all but the mean are NaN of one,
-    and of equal ones that are not 0, which say nothing of luck.
-
-    Parameters
-    ----------
-    differences : n numbers, one for each seed
-    """
+    and of equal ones that are not 0, which say nothing of luck."""
     from scipy.stats import ttest_1samp
     mean = sum(differences) / len(differences)
     if len(differences) < 2: return mean, math.nan, math.nan, math.nan
@@ -31,13 +26,7 @@ def welch(
     mean, error, free,     # of one estimate: value, standard error, degrees of freedom
     mean2, error2, free2,  # of the other
 ):
-    """Difference of two estimates, the first less the second, each with a variance of its own: (d, low, high, p).
-
-    Parameters
-    ----------
-    free : of one estimate: value, standard error, degrees of freedom
-    free2 : of the other
-    """
+    "Difference of two estimates, the first less the second, each with a variance of its own: (d, low, high, p)."
     from scipy.stats import t
     a, b, d = error ** 2, error2 ** 2, mean - mean2
     if not a + b > 0: return d, *((0., 0., 1.) if d == a + b == 0 else (math.nan,) * 3)
@@ -49,12 +38,7 @@ def welch(
 def holm(
     p,  # n p-values, NaN: not known
 ):
-    """P-values that hold for all tests together (Holm 1979): list, NaN stays.
-
-    Parameters
-    ----------
-    p : n p-values, NaN: not known
-    """
+    "P-values that hold for all tests together (Holm 1979): list, NaN stays."
     known, out, most = sorted((i for i, x in enumerate(p) if x == x), key=lambda i: p[i]), list(p), 0.
     for rank, i in enumerate(known): out[i] = most = max(most, min(1., (len(known) - rank) * p[i]))
     return out
@@ -65,14 +49,7 @@ def verdict(
     p,           # of no difference, after Holm
     margin=.02,  # what counts as level
 ):
-    """'ahead', 'behind', 'within ± margin', 'not told apart', or 'unknown' of an interval that was not measured.
-
-    Parameters
-    ----------
-    high : 95 % interval of a difference
-    p : of no difference, after Holm
-    margin : what counts as level
-    """
+    "'ahead', 'behind', 'within ± margin', 'not told apart', or 'unknown' of an interval that was not measured."
     if math.isnan(low) or math.isnan(high): return 'unknown'
     if p < .05: return 'ahead' if low + high > 0 else 'behind'
     return f'within ± {margin:g}'.replace('0.', '.') if -margin <= low and high <= margin else 'not told apart'
@@ -83,14 +60,7 @@ def detectable(
     level=.05, # of the test, divided by the number of comparisons for Holm's first step
     power=.8,
 ):
-    """The difference that a paired t test over n seeds finds with a chance of `power`: float, NaN of fewer than two.
-
-    Parameters
-    ----------
-    spread : standard deviation of the differences
-    n : seeds
-    level : of the test, divided by the number of comparisons for Holm's first step
-    """
+    "The difference that a paired t test over n seeds finds with a chance of `power`: float, NaN of fewer than two."
     from scipy.optimize import brentq
     from scipy.stats import nct, t
     if n < 2 or math.isnan(spread): return math.nan
@@ -106,14 +76,7 @@ def wilson(
     questions,  # n >= 1
     z=1.96,     # standard errors to each side
 ):
-    """Interval of a share of n questions (Wilson 1927): (low, high).
-
-    Parameters
-    ----------
-    share : in [0, 1]
-    questions : n >= 1
-    z : standard errors to each side
-    """
+    "Interval of a share of n questions (Wilson 1927): (low, high)."
     if not 0 <= share <= 1 or questions < 1:
         raise ValueError(f'wanted a share in [0, 1] of at least one question, got {share} of {questions}')
     middle = share + z * z / (2 * questions)
@@ -126,14 +89,7 @@ def jackknife(
     pairs=0.,  # variance that comes of pairs, which leaving out one at a time counts twice
     ends=None, # the least and the greatest that the value can be; None: there are none
 ):
-    """A value and its 95 % interval by the jackknife: (value, low, high), NaN where one value is not known.
-
-    Parameters
-    ----------
-    values : (1 + B,) tensor, of all and with each of B left out
-    pairs : variance that comes of pairs, which leaving out one at a time counts twice
-    ends : the least and the greatest that the value can be; None: there are none
-    """
+    "A value and its 95 % interval by the jackknife: (value, low, high), NaN where one value is not known."
     from scipy.stats import t
     value, b = values[0].item(), len(values) - 1
     variance = (b - 1) / b * (values[1:] - values[1:].mean()).pow(2).sum() - pairs
@@ -149,13 +105,7 @@ def ratio_interval(
     sums, counts,  # (B,) tensors: sum and number of the values of each question
     ends=None,     # the least and the greatest that one value can be; None: there are none
 ):
-    """Mean of values over questions, and its 95 % interval: (mean, low, high), NaN of fewer than two questions.
-
-    Parameters
-    ----------
-    counts : (B,) tensors: sum and number of the values of each question
-    ends : the least and the greatest that one value can be; None: there are none
-    """
+    "Mean of values over questions, and its 95 % interval: (mean, low, high), NaN of fewer than two questions."
     s, c = sums[counts != 0].double(), counts[counts != 0].double()
     if len(c) < 2: return float(s.sum() / c.sum()), math.nan, math.nan
     return jackknife(torch.cat([(s.sum() / c.sum())[None], (s.sum() - s) / (c.sum() - c)]), ends=ends)

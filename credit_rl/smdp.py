@@ -16,12 +16,7 @@ def segment_kinds(
     calls,  # int >= 0, tool calls K of a rollout that answered
 ):
     """Name the segments of a rollout: 2K + 1 of 'invoke', 'assimilate', 'commit' (CARL section 3.1).
-    Raises ValueError on K < 0.
-
-    Parameters
-    ----------
-    calls : int >= 0, tool calls K of a rollout that answered
-    """
+    Raises ValueError on K < 0."""
     if calls < 0: raise ValueError(f'a rollout makes no call or some, got {calls} calls')
     return ('invoke', 'assimilate') * calls + ('commit',)
 
@@ -35,12 +30,10 @@ def segment_advantages(
     """Credit each segment with the change of the critic's value across it, R at the end (CARL eqs. 1, 6): (N, S).
     0 outside the mask and for a missing rollout. Raises ValueError on shapes that do not fit and on infinite values.
 
-    Parameters
-    ----------
-    values : (N, S) critic's value at the START of each segment; NaN outside the mask is padding, inside missing
-    segment_mask : (N, S) bool, each rollout's segments first
-    reward : (N,) outcome R, reached at the end of the last segment; NaN: missing
-    lam : λ in [0, 1]: 0 each segment's own change (CARL), 1 everything that came after
+    values: (N, S), at the START of each segment; NaN: padding, or missing
+    segment_mask: (N, S) bool
+    reward: (N,) outcome; NaN: missing
+    lam: in [0, 1]
     """
     check_turns(segment_mask, values)
     check_tensors(reward=reward)

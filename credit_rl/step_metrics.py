@@ -56,13 +56,7 @@ def known_tiers(
     folder,        # of a warm-up; None: there was none
     part='train',  # or 'dev'
 ):
-    """Tiers of the questions of a part that a warm-up sorted, where it kept them: dict (source, id) → 1 or 2.
-
-    Parameters
-    ----------
-    folder : of a warm-up; None: there was none
-    part : or 'dev'
-    """
+    "Tiers of the questions of a part that a warm-up sorted, where it kept them: dict (source, id) → 1 or 2."
     path = folder and Path(folder)/f'rollouts-{part}.jsonl.gz'
     return read_tiers(path) if path and path.exists() else {}
 
@@ -78,14 +72,7 @@ def describe_rollouts(
     rewards,   # dict with right (N,) and outcome (N,)
     tiers={},  # (source, id) of a question -> 1 or 2, see known_tiers
 ):
-    """Metrics of a step's rollouts: dict. What compares attempts at a question is NaN where each has one.
-
-    Parameters
-    ----------
-    groups : list of Group, N trajectories in all
-    rewards : dict with right (N,) and outcome (N,)
-    tiers : (source, id) of a question -> 1 or 2, see known_tiers
-    """
+    "Metrics of a step's rollouts: dict. What compares attempts at a question is NaN where each has one."
     (mask, index), scores, rest = index_groups(groups), summarize(groups), dict.fromkeys(_COMPARED, math.nan)
     if len(index) > len(groups):
         share = group_share(rewards['right'], index)
@@ -116,14 +103,7 @@ def reencoding_drift(
     trajectory,  # Trajectory that it made
     most=200,    # changes that are counted
 ):
-    """How many ids of a rollout's last row would change if its conversation were encoded again from its text: int.
-
-    Parameters
-    ----------
-    chat : Chat
-    trajectory : Trajectory that it made
-    most : changes that are counted
-    """
+    "How many ids of a rollout's last row would change if its conversation were encoded again from its text: int."
     kept = list(trajectory.prompt_ids)
     for turn in trajectory.turns:
         if turn.context_ids is not None: kept = list(turn.context_ids)
@@ -139,14 +119,7 @@ def mean_drift(
     groups,   # list of Group
     most=16,  # trajectories that are looked at, the first
 ):
-    """Mean `reencoding_drift` of the first trajectories: float, NaN without any.
-
-    Parameters
-    ----------
-    chat : Chat
-    groups : list of Group
-    most : trajectories that are looked at, the first
-    """
+    "Mean `reencoding_drift` of the first trajectories: float, NaN without any."
     played = [t for g in groups for t in g.trajectories][:most]
     return sum(reencoding_drift(chat, t) for t in played) / len(played) if played else math.nan
 
@@ -157,15 +130,7 @@ def credit_metrics(
     critic=None,     # the learner's, where there is one
     segments=False,  # True: the model writes its context itself, in segments (CARL)
 ):
-    """Metrics of a step's credit, and of what was seen for it: dict.
-
-    Parameters
-    ----------
-    method : Method of the step
-    batch : Batch of N trajectories
-    critic : the learner's, where there is one
-    segments : True: the model writes its context itself, in segments (CARL)
-    """
+    "Metrics of a step's credit, and of what was seen for it: dict."
     layout, rewards, seen, credit = batch.layout, batch.rewards, batch.seen, batch.credit
     moved = layout.row_trajectory[(credit.advantages != 0).any(1)].unique()
     heard, size = layout.groups[moved].unique(), int((layout.groups == layout.groups[0]).sum())
@@ -198,13 +163,7 @@ def credited_tokens(
     credit,  # Credit of N trajectories, as the update gets it
     layout,  # Layout of the same
 ):
-    """Count the trained tokens that have an advantage other than 0, those of a trajectory of weight 0 apart: int.
-
-    Parameters
-    ----------
-    credit : Credit of N trajectories, as the update gets it
-    layout : Layout of the same
-    """
+    "Count the trained tokens that have an advantage other than 0, those of a trajectory of weight 0 apart: int."
     weight = credit.trajectory_weight
     counted = torch.ones(len(layout.groups)) if weight is None else weight
     return int(((credit.advantages != 0) & (counted != 0)[layout.row_trajectory][:, None]).sum())
@@ -239,14 +198,7 @@ def rollout_rows(
     batch,   # Batch of N trajectories
     shown,   # list of indices
 ):
-    """Rollouts as JSON values, with what their turns earned and what their states were found to be: list of dict.
-
-    Parameters
-    ----------
-    method : Method, bound to a run
-    batch : Batch of N trajectories
-    shown : list of indices
-    """
+    "Rollouts as JSON values, with what their turns earned and what their states were found to be: list of dict."
     earned, played = batch.rewards['outcome'].tolist(), batch.trajectories
     tables, most = _turn_records(batch, method) if shown else {}, batch.layout.turn_mask.shape[1]
     means = turn_means(batch.credit.advantages, batch.layout)
@@ -270,13 +222,7 @@ def is_kept(
     most,  # first steps that are all kept
 ):
     """Whether the rollouts of a step are written: of the first `most` steps all, up to twice as many every second, up
-    to four times as many every fourth, and so on, so that the log grows as the logarithm of the steps.
-
-    Parameters
-    ----------
-    step : 1, 2, …
-    most : first steps that are all kept
-    """
+    to four times as many every fourth, and so on, so that the log grows as the logarithm of the steps."""
     return step % 2 ** max(0, math.ceil(math.log2(step / most))) == 0
 
 # %% ../nbs/5_run/57_step_metrics.ipynb #m5722
@@ -285,13 +231,7 @@ def score_groups(
     metric,  # what the data are scored by: a name, a function, or a dict of them by data set
 ):
     """Means over an evaluation's rollouts: dict, as of `summarize`. Where the data are scored by more than exact match,
-    'right' is the share right by that, of each set too where there are several.
-
-    Parameters
-    ----------
-    groups : list of Group
-    metric : what the data are scored by: a name, a function, or a dict of them by data set
-    """
+    'right' is the share right by that, of each set too where there are several."""
     scores = summarize(groups)
     if metric in ('em', exact_match): return scores
     right = outcome_rewards(groups, metric).double()
@@ -301,12 +241,7 @@ def score_groups(
 def dev_metrics(
     scores,  # dict, from score_groups
 ):
-    """What of an evaluation on dev questions is logged: dict.
-
-    Parameters
-    ----------
-    scores : dict, from score_groups
-    """
+    "What of an evaluation on dev questions is logged: dict."
     names, of_sets = ('em', 'right', 'f1', 'answer_rate', 'turns', 'calls'), ('em_', 'f1_', 'right_')
     shown = lambda k: k in names or k.startswith(of_sets)
     return {f'dev_em_{k}' if k.isdigit() else f'dev_{k}': v for k, v in scores.items() if k.isdigit() or shown(k)}
@@ -366,13 +301,7 @@ def is_shown(
     step,     # 1, 2, …
     first=1,  # step of a sitting
 ):
-    """Whether the line of a step is shown where dev is not evaluated: the first three of a sitting, and every fifth.
-
-    Parameters
-    ----------
-    step : 1, 2, …
-    first : step of a sitting
-    """
+    "Whether the line of a step is shown where dev is not evaluated: the first three of a sitting, and every fifth."
     return step - first < 3 or step % 5 == 0
 
 def step_line(
@@ -381,14 +310,7 @@ def step_line(
     metrics,   # dict
     dev=None,  # exact match on dev questions, where it was measured
 ):
-    """How a step went: a line.
-
-    Parameters
-    ----------
-    steps : of the run
-    metrics : dict
-    dev : exact match on dev questions, where it was measured
-    """
+    "How a step went: a line."
     return (f'step {step}/{steps}  reward {metrics["reward"]:.3f}  EM {metrics["em"]:.3f}  answers '
             f'{metrics["answer_rate"]:.2f}' + ('' if dev is None else f'  dev EM {dev:.3f}'))
 
@@ -413,12 +335,7 @@ def log_lines(folder):
     return lines + (final_lines(summary) if summary else [])
 
 def over_line(course):  # Course
-    """That a run which is resumed is over, and how to take more steps: a line.
-
-    Parameters
-    ----------
-    course : Course
-    """
+    "That a run which is resumed is over, and how to take more steps: a line."
     summary = read_summary(course.run)
     if summary['collapsed']: why = 'stopped where its answer rate collapsed, and more steps would not mend it'
     elif summary['steps'] > course.steps: why = f'has {summary["steps"]} steps, more than steps={course.steps}'

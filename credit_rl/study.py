@@ -17,12 +17,7 @@ from .runlog import atomic_write, read_json, read_summary
 
 # %% ../nbs/experiments/76_study.ipynb #s006
 def regimes_of(folder):  # of a study
-    """Names of the regimes of a study, those with an audit or a run. Raises FileNotFoundError where there are none.
-
-    Parameters
-    ----------
-    folder : of a study
-    """
+    "Names of the regimes of a study, those with an audit or a run. Raises FileNotFoundError where there are none."
     found = sorted({p.relative_to(folder).parts[0] for what in ('*/audits/*/audit.csv', '*/*/params.yaml')
                     for p in Path(folder).glob(what)})
     if not found: raise FileNotFoundError(f'{folder} holds no study: no REGIME/audits/SEED/audit.csv and no run')
@@ -34,13 +29,7 @@ def read_audits(
 ):
     """What audits say: DataFrame, a row for each regime, seed of a base, and rule, with the columns of `audit` and,
     from `audit.json`, what share of the credit lies before the last turn. A rule that was audited by other options has
-    these rows alone. Raises FileNotFoundError where there is none.
-
-    Parameters
-    ----------
-    folder : of a study
-    what : of its bases; 'midway': of what GRPO had made of them half-way
-    """
+    these rows alone. Raises FileNotFoundError where there is none."""
     import pandas as pd
     tables, own = [], {}
     for path in sorted(Path(folder).glob(f'*/{what}*/*/audit.csv')):
@@ -58,33 +47,18 @@ def read_audits(
 SCORE = 'signal to noise over grpo'
 
 def word(low, high):  # ends of the interval of a difference
-    """'ahead', 'behind' or 'level'; 'unknown' of an interval that was not measured.
-
-    Parameters
-    ----------
-    low, high : ends of the interval of a difference
-    """
+    "'ahead', 'behind' or 'level'; 'unknown' of an interval that was not measured."
     if math.isnan(low) or math.isnan(high): return 'unknown'
     return 'ahead' if low > 0 else 'behind' if high < 0 else 'level'
 
 def joined(values, lows, highs):  # arrays
-    """The mean of independent estimates, and its 95 % interval from theirs: (mean, low, high), NaN of none.
-
-    Parameters
-    ----------
-    values, lows, highs : arrays
-    """
+    "The mean of independent estimates, and its 95 % interval from theirs: (mean, low, high), NaN of none."
     if not len(values): return (math.nan,) * 3
     mean, n = values.mean(), len(values)
     return mean, mean - ((values - lows) ** 2).sum() ** .5 / n, mean + ((highs - values) ** 2).sum() ** .5 / n
 
 def predict(audits):  # DataFrame of read_audits
-    """What is expected of each rule: DataFrame with regime, rule, bases, score, its interval, and `expected`.
-
-    Parameters
-    ----------
-    audits : DataFrame of read_audits
-    """
+    "What is expected of each rule: DataFrame with regime, rule, bases, score, its interval, and `expected`."
     import pandas as pd
     rows = []
     for (regime, rule), of in audits.groupby(['regime', 'rule']):
@@ -126,13 +100,7 @@ def study_tables(
     baseline='grpo',
 ):
     """Every rule against the baseline in every regime, by each measure: dict metric -> DataFrame with regime, rule,
-    seeds, difference, low, high, p (after Holm, over all tables), detectable (at Holm's first step), says.
-
-    Parameters
-    ----------
-    folder : of a study
-    metrics : of a run, as in paired_differences
-    """
+    seeds, difference, low, high, p (after Holm, over all tables), detectable (at Holm's first step), says."""
     import pandas as pd
     rows = [{'metric': metric, 'regime': regime, 'rule': rule, 'seeds': len(d), 'spread': d.std().item(),
              **dict(zip(('difference', 'low', 'high', 'p'), mean_interval(d.tolist())))}
@@ -151,13 +119,7 @@ def judge(
     differences,  # a DataFrame of study_tables
 ):
     """Predictions beside what came out, where both are known: DataFrame with `expected`, `says`, whether it `held`, and
-    whether "always level" would have.
-
-    Parameters
-    ----------
-    predictions : DataFrame of predict
-    differences : a DataFrame of study_tables
-    """
+    whether "always level" would have."""
     both = predictions[['regime', 'rule', 'score', 'expected']].merge(differences.drop(columns=['low', 'high']),
                                                                       on=['regime', 'rule'])
     both = both[(both.expected != 'unknown') & (both.says != 'unknown')]
@@ -169,12 +131,7 @@ def judge(
 def rank_agreement(both):  # DataFrame of judge
     """Does agreement with true credit predict learning? Kendall's τ-b of score and difference over rule × regime:
     (τ, low, high), with a 95 % interval, NaN of fewer than three regimes or rules. Variances of two jackknives are
-    added, one leaves out regimes and one rules, since what one rule does in two regimes is not independent.
-
-    Parameters
-    ----------
-    both : DataFrame of judge
-    """
+    added, one leaves out regimes and one rules, since what one rule does in two regimes is not independent."""
     x, y = (torch.tensor(v.to_numpy(float)) for v in (both.score, both.difference))
     a, b = ((v[:, None] - v).round(decimals=6).sign() for v in (x, y))
     def tau(kept):                                                                   # (T, n) -> (T,)
@@ -196,13 +153,7 @@ def which_rule_when(
 ):
     """The study in a table: DataFrame, a row for each regime, with the share of true credit before the last turn; how
     much more signal to noise than GRPO's true credit has in its bases, which is what there is to gain; how often they
-    are right; and the rules ahead of GRPO and behind it, each with its difference.
-
-    Parameters
-    ----------
-    audits : DataFrame of read_audits
-    differences : a DataFrame of study_tables
-    """
+    are right; and the rules ahead of GRPO and behind it, each with its difference."""
     import pandas as pd
     rows = {}
     for regime, of in differences.groupby('regime', sort=False):
@@ -224,13 +175,7 @@ def study_figure(
     predictions,  # DataFrame of predict
     label='area under the development curve, less GRPO\'s',
 ):
-    """Draw differences from the baseline, a panel for each regime, coloured by what was expected: matplotlib figure.
-
-    Parameters
-    ----------
-    differences : a DataFrame of study_tables
-    predictions : DataFrame of predict
-    """
+    "Draw differences from the baseline, a panel for each regime, coloured by what was expected: matplotlib figure."
     import matplotlib.pyplot as plt, seaborn as sns
     word_of = predictions.set_index(['regime', 'rule']).expected.to_dict()
     regimes, rules = list(dict.fromkeys(differences.regime)), list(dict.fromkeys(differences.rule))
@@ -268,12 +213,7 @@ def choose_rates(folder):  # of a study
     `rate`, which `end` of those tried it is (−1 the lowest, 1 the highest, 0 neither), and what was right at each
     rate, mean over seeds. It is written to `rates.csv`; what that holds already of a rule in a regime is kept.
     Raises ValueError where a run is missing that another rate or rule of the regime has, FileNotFoundError where
-    there is none.
-
-    Parameters
-    ----------
-    folder : of a study
-    """
+    there is none."""
     import pandas as pd
     place, found, rows = Path(folder)/'rates.csv', _rate_runs(folder), []
     for regime, of in found.groupby('regime', sort=False):
@@ -295,12 +235,7 @@ def choose_rates(folder):  # of a study
 # %% ../nbs/experiments/76_study.ipynb #s019
 def write_predictions(folder):  # of a study
     """Write `predictions.csv` from the audits of a study; what it holds already of a rule in a regime is kept as it is.
-    Returns the table. Raises ValueError where a rule without a prediction has a run.
-
-    Parameters
-    ----------
-    folder : of a study
-    """
+    Returns the table. Raises ValueError where a rule without a prediction has a run."""
     import pandas as pd
     place, found = Path(folder)/'predictions.csv', predict(read_audits(folder))
     old = pd.read_csv(place) if place.exists() else found.iloc[:0]

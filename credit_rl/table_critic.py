@@ -24,12 +24,7 @@ def situations(
 ):
     """Which situation each segment begins in: (N, K) long, -1 where there is none. With m pages missing, and k, s, w
     and r 1 where the question is known, its gold was shown, it was written down, and an output is to be read, it is
-    8 (6 k + m) + 4 s + 2 w + r. Raises ValueError on questions that do not say whether they are known.
-
-    Parameters
-    ----------
-    groups : list of Group of the tiny world, N trajectories of at most K segments
-    """
+    8 (6 k + m) + 4 s + 2 w + r. Raises ValueError on questions that do not say whether they are known."""
     mask, _ = index_groups(groups)
     out = torch.full(mask.shape, -1)
     for i, t in enumerate(t for g in groups for t in g.trajectories):
@@ -50,13 +45,7 @@ def tally(
     found,    # (N, K) long, situations
     outcome,  # (N,) outcome of each rollout; NaN: missing, and not counted
 ):
-    """Sum of outcomes and number of states of each situation: (2, SITUATIONS).
-
-    Parameters
-    ----------
-    found : (N, K) long, situations
-    outcome : (N,) outcome of each rollout; NaN: missing, and not counted
-    """
+    "Sum of outcomes and number of states of each situation: (2, SITUATIONS)."
     counted = (found >= 0) & outcome.isfinite()[:, None]
     earned = outcome[:, None].expand(found.shape)[counted].double()
     sums = torch.zeros(2, SITUATIONS, dtype=torch.float64)
@@ -67,13 +56,7 @@ def table_values(
     found,   # (N, K) long, situations
     counts,  # (2, SITUATIONS), see tally
 ):
-    """Mean outcome of each segment's situation: (N, K), NaN where there is none or nothing was counted.
-
-    Parameters
-    ----------
-    found : (N, K) long, situations
-    counts : (2, SITUATIONS), see tally
-    """
+    "Mean outcome of each segment's situation: (N, K), NaN where there is none or nothing was counted."
     return torch.where(found >= 0, (counts[0] / counts[1])[found], torch.nan).float()
 
 # %% ../nbs/4_learning/56_table_critic.ipynb #s015

@@ -49,12 +49,7 @@ def _is_evaluation(folder):
 
 def sort_folders(folders):  # list of run folders, or of folders of such
     """Sort run folders: dict 'training', 'warm-up' and 'evaluation' → list of Path. Raises FileNotFoundError on a
-    folder that holds no run.
-
-    Parameters
-    ----------
-    folders : list of run folders, or of folders of such
-    """
+    folder that holds no run."""
     found = {'training': [], 'warm-up': [], 'evaluation': []}
     for folder in map(Path, folders):
         inside = [p for p in sorted(folder.glob('*')) if _is_evaluation(p)]
@@ -181,14 +176,7 @@ def score_table(
     metric='em',  # as in set_values
     also=(),      # further metrics, each with columns of its own
 ):
-    """A metric by set: a pandas DataFrame, a row for each evaluation and each kind of finished run of training.
-
-    Parameters
-    ----------
-    folders : as in sort_folders
-    metric : as in set_values
-    also : further metrics, each with columns of its own
-    """
+    "A metric by set: a pandas DataFrame, a row for each evaluation and each kind of finished run of training."
     kinds = sort_folders(folders)
     done = [run for run in kinds['training'] if read_summary(run) is not None]
     places = [*zip(_folder_names(kinds['evaluation']), kinds['evaluation']), *zip(_run_names(done), done)]
@@ -205,14 +193,7 @@ def gain_table(
 ):
     """Finished runs by their settings, and in brackets by what else they differ in: a pandas DataFrame with exact
     match, F1, the sets' exact match, the gain over the baseline on the same model and questions as a share of it, and
-    how many collapsed.
-
-    Parameters
-    ----------
-    folders : as in sort_folders
-    by : settings as in setting_value, whose values tell the rows apart
-    baseline : the first of these methods that was run
-    """
+    how many collapsed."""
     runs, rows, base = _finished_runs(folders), [], {}
     least = next((m for m in baseline if any(p['method'] == m for p, _ in runs)), None)
     asked = lambda p: tuple(str(_setting_value(p, n)) for n in ('model', 'data', 'world', 'regime', 'test_questions'))
@@ -285,17 +266,7 @@ def trained_table(
 ):
     """Evaluations of what runs of training made, by the settings of these runs: a pandas DataFrame with each metric by
     set, its mean, the gain over the baseline as a share of it, and how many collapsed. Raises ValueError where every
-    evaluation lacks a set.
-
-    Parameters
-    ----------
-    folders : as in sort_folders
-    by : as in gain_table
-    sets : names of the sets that the paper means; None: all that were evaluated
-    metrics : as in set_values
-    means : True: the means over sets alone
-    baseline : as in gain_table
-    """
+    evaluation lacks a set."""
     made = [(run, {m: _sets_of(folder, sets, m) for m in metrics}) for folder, run, _ in _trained(folders)]
     found = [(run, read_params(run), values) for run, values in made if None not in values.values()]
     if not found: raise ValueError(f'none of {len(made)} evaluations has all of {", ".join(sets)}')
@@ -355,13 +326,7 @@ def process_table(
     pool=False,  # True: the rollouts of all folders are counted together
 ):
     """Outcome against process over the kept rollouts of each folder, counted, and Pearson's statistic, NaN where a row
-    or column is empty (TSPO table 1): a pandas DataFrame.
-
-    Parameters
-    ----------
-    folders : as in sort_folders
-    pool : True: the rollouts of all folders are counted together
-    """
+    or column is empty (TSPO table 1): a pandas DataFrame."""
     return _for_each(_process_counts, folders, pool)
 
 def _process_counts(folders):
@@ -381,13 +346,7 @@ def reward_table(
     pool=False,  # True: the rollouts of all folders together
 ):
     """Mean reward of each turn, the outcome and what FOLR adds to it (TSPO eq. 6), by outcome and process (TSPO table
-    2) in each folder: a pandas DataFrame, NaN where no rollout has it.
-
-    Parameters
-    ----------
-    folders : as in sort_folders
-    pool : True: the rollouts of all folders together
-    """
+    2) in each folder: a pandas DataFrame, NaN where no rollout has it."""
     return _for_each(_turn_rewards, folders, pool)
 
 def _part_names(method):
@@ -408,13 +367,7 @@ def near_miss_table(
     folders,  # as in sort_folders
     most=5,   # rollouts shown
 ):
-    """Rollouts that were shown a gold and answered wrong (TSPO table 7): a pandas DataFrame with their texts.
-
-    Parameters
-    ----------
-    folders : as in sort_folders
-    most : rollouts shown
-    """
+    "Rollouts that were shown a gold and answered wrong (TSPO table 7): a pandas DataFrame with their texts."
     import pandas as pd
     rollouts = _kept_rollouts(folders)
     right, first, scored = _processes(rollouts)
@@ -426,12 +379,7 @@ def near_miss_table(
 
 # %% ../nbs/papers/85_tables.ipynb #u019
 def teacher_shape(sizes):  # Sizes
-    """What the cost of a teacher depends on, of a model's sizes: `ModelShape`.
-
-    Parameters
-    ----------
-    sizes : Sizes
-    """
+    "What the cost of a teacher depends on, of a model's sizes: `ModelShape`."
     return ModelShape(sizes.layers, sizes.hidden, sizes.intermediate, sizes.query, sizes.kv, sizes.vocabulary)
 
 # %% ../nbs/papers/85_tables.ipynb #s8520
@@ -442,12 +390,7 @@ def _model_sizes(params):
     return read_sizes(params['model'])
 
 def widths_table(folders):  # as in sort_folders
-    """Widths and parameters of the models of runs (TIPS table 12): a pandas DataFrame.
-
-    Parameters
-    ----------
-    folders : as in sort_folders
-    """
+    "Widths and parameters of the models of runs (TIPS table 12): a pandas DataFrame."
     sizes = [(_setting_value(p, 'model'), _model_sizes(p)) for p in map(read_params, _of_kind(folders))]
     return _table_of([(n, {'query': float(s.query), 'key': float(s.kv), 'value': float(s.kv),
                           'N dense': float(teacher_shape(s).dense)}) for n, s in sizes], 'model')
@@ -465,13 +408,7 @@ def lengths_table(
     folders,         # as in sort_folders
     gold_tokens=10,  # L_a, as the paper takes it: a run keeps no tokens of its golds
 ):
-    """Numbers and lengths for `scoring_flops`, of the rollouts that runs kept (TIPS table 13): a pandas DataFrame.
-
-    Parameters
-    ----------
-    folders : as in sort_folders
-    gold_tokens : L_a, as the paper takes it: a run keeps no tokens of its golds
-    """
+    "Numbers and lengths for `scoring_flops`, of the rollouts that runs kept (TIPS table 13): a pandas DataFrame."
     rows = []
     for name, run in zip(_run_names(_of_kind(folders)), _of_kind(folders)):
         p, rollouts = read_params(run), [t for _, t, _ in _kept_rollouts([run])]
@@ -484,12 +421,7 @@ def lengths_table(
 
 # %% ../nbs/papers/85_tables.ipynb #s8525
 def flops_table(folders):  # as in sort_folders
-    """TFLOPs of the teacher's scoring in a step, of the rollouts that runs kept (TIPS table 11): a pandas DataFrame.
-
-    Parameters
-    ----------
-    folders : as in sort_folders
-    """
+    "TFLOPs of the teacher's scoring in a step, of the rollouts that runs kept (TIPS table 11): a pandas DataFrame."
     rows = []
     for name, run in zip(_run_names(_of_kind(folders)), _of_kind(folders)):
         n = lengths_table([run]).iloc[0]
@@ -511,12 +443,7 @@ def _logged(folders, names):
 
 def time_table(folders):  # as in sort_folders
     """Seconds of a step, of them the teacher's scoring, the step without it, and what scoring adds to that (TIPS tables
-    14 and 15, TSPO table 5): a pandas DataFrame.
-
-    Parameters
-    ----------
-    folders : as in sort_folders
-    """
+    14 and 15, TSPO table 5): a pandas DataFrame."""
     rows = []
     for name, table in _logged(folders, ['seconds_step']):
         step, scoring = table.seconds_step.mean(), table.get('seconds_teacher', 0 * table.seconds_step).fillna(0).mean()
@@ -526,12 +453,7 @@ def time_table(folders):  # as in sort_folders
 
 def regression_table(folders):  # as in sort_folders
     """Seconds of a step as a line in the mean length of its rollouts, least squares: slope, intercept, R², mean length
-    (TIPS table 16): a pandas DataFrame. NaN where all steps are equally long.
-
-    Parameters
-    ----------
-    folders : as in sort_folders
-    """
+    (TIPS table 16): a pandas DataFrame. NaN where all steps are equally long."""
     rows = []
     for name, table in _logged(folders, ['seconds_step', 'tokens']):
         x, y = table.tokens.to_numpy(), table.seconds_step.to_numpy()
@@ -601,14 +523,7 @@ def curve_figure(
     metrics,   # names in METRICS, or 'gold_entropy_fall'
     x='step',  # 'step', 'trajectories', 'trained_tokens' or 'seconds'
 ):
-    """Draw metrics of runs of training, a panel for each that was logged: matplotlib figure. Raises ValueError of none.
-
-    Parameters
-    ----------
-    folders : as in sort_folders
-    metrics : names in METRICS, or 'gold_entropy_fall'
-    x : 'step', 'trajectories', 'trained_tokens' or 'seconds'
-    """
+    "Draw metrics of runs of training, a panel for each that was logged: matplotlib figure. Raises ValueError of none."
     table = _curves(folders)
     curves = {m: seed_curves(table, m, x) for m in metrics if m in table}
     curves = {m: c for m, c in curves.items() if len(c)}
@@ -634,16 +549,7 @@ def checkpoint_figure(
     also=(),      # names in METRICS that the runs logged, each with a panel before the others
 ):
     """Draw evaluations of the checkpoints of runs of training by step, a panel for each set and one for their mean:
-    matplotlib figure. Raises ValueError where no two steps of a run were evaluated.
-
-    Parameters
-    ----------
-    folders : as in sort_folders
-    sets : as in trained_table
-    metric : as in set_values
-    means : True: the panel of the means over sets alone
-    also : names in METRICS that the runs logged, each with a panel before the others
-    """
+    matplotlib figure. Raises ValueError where no two steps of a run were evaluated."""
     import pandas as pd
     made = [(run, step, _sets_of(folder, sets, metric)) for folder, run, step in _trained(folders, every=True)]
     found = [(run, step, values) for run, step, values in made if values and step is not None]
@@ -676,14 +582,7 @@ def option_figure(
     sets=None, # as in trained_table
 ):
     """Draw the exact match of evaluations of what runs made against an option of these runs, a line for each set and
-    one for their mean, a panel for each model: matplotlib figure.
-
-    Parameters
-    ----------
-    folders : as in sort_folders
-    by : an option of the method, as in gain_table
-    sets : as in trained_table
-    """
+    one for their mean, a panel for each model: matplotlib figure."""
     found = {}
     for folder, run, _ in _trained(folders):
         params = read_params(run)
@@ -709,12 +608,7 @@ def _response(t):
     return sum(len(turn.action_ids) + len(turn.observation_ids) for turn in t.turns)
 
 def length_figure(folders):  # as in sort_folders
-    """Draw the mean length of kept rollouts by step, observations counted (TSPO figure 6): matplotlib figure.
-
-    Parameters
-    ----------
-    folders : as in sort_folders
-    """
+    """Draw the mean length of kept rollouts by step, observations counted (TSPO figure 6): matplotlib figure."""
     import pandas as pd
     rows = [{'method': name, 'x': r['step'], 'y': float(_response(t))} for name, t, r in
             _kept_rollouts(_of_kind(folders)) if t.turns]
@@ -730,13 +624,7 @@ def stack_figure(
     folders,  # as in sort_folders
     metrics,  # shares that add up to 1
 ):
-    """Draw shares by step, stacked, a panel for each name of a run, means over its seeds: matplotlib figure.
-
-    Parameters
-    ----------
-    folders : as in sort_folders
-    metrics : shares that add up to 1
-    """
+    "Draw shares by step, stacked, a panel for each name of a run, means over its seeds: matplotlib figure."
     table = _curves(folders)
     if not {*metrics} <= {*table}: raise ValueError(f'none of these runs logged {", ".join(metrics)}')
     means = table.dropna(subset=list(metrics)).groupby(['method', 'step'], sort=False)[list(metrics)].mean()
@@ -762,13 +650,7 @@ def refresh_figure(
 ):
     """Draw held-out questions by step for each refresh interval of the teacher, and the mean exact match of evaluations
     of what the runs made by interval, a line for each model (TIPS figure 6): matplotlib figure. Without such an
-    evaluation there is the first panel alone.
-
-    Parameters
-    ----------
-    folders : as in sort_folders
-    sets : as in trained_table
-    """
+    evaluation there is the first panel alone."""
     table, ends = _curves(folders), {}
     try: made = _trained(folders)
     except ValueError: made = []
@@ -793,12 +675,7 @@ def refresh_figure(
 # %% ../nbs/papers/85_tables.ipynb #u032s1
 def size_figure(folders):  # as in sort_folders
     """Draw the score of evaluations against the size of their models: matplotlib figure. Raises ValueError where no
-    model's configuration is here.
-
-    Parameters
-    ----------
-    folders : as in sort_folders
-    """
+    model's configuration is here."""
     own = _of_kind(folders, 'evaluation')
     labels = dict(zip(own, _folder_names(own)))
     places = [(folder, name, read_manifest(folder/name)['model']['name']) for folder in own
@@ -832,12 +709,7 @@ def _token_advantages(t, row):
 
 def advantage_figure(folders):  # as in sort_folders
     """Draw how the advantages of trained tokens are spread in the last tenth of a run's steps (TIPS figure 5):
-    matplotlib figure.
-
-    Parameters
-    ----------
-    folders : as in sort_folders
-    """
+    matplotlib figure."""
     found, runs = {}, sort_folders(folders)['training']
     for name, run in zip(_run_names(runs), runs):
         own = [a for t, row in _last_rollouts(run) for turn in _token_advantages(t, row) for a in turn if a is not None]
@@ -898,13 +770,7 @@ def rollout_figure(
     folders,     # as in sort_folders
     right=True,  # a rollout that is right, or one that is wrong
 ):
-    """Draw a rollout's texts, its tokens coloured by advantage (TIPS figures 8 to 11): matplotlib figure.
-
-    Parameters
-    ----------
-    folders : as in sort_folders
-    right : a rollout that is right, or one that is wrong
-    """
+    "Draw a rollout's texts, its tokens coloured by advantage (TIPS figures 8 to 11): matplotlib figure."
     from matplotlib import colormaps
     from matplotlib.patches import Rectangle
     t, row, name, run = _chosen(folders, right)
@@ -937,14 +803,7 @@ def state_figure(
     most=40,           # rollouts of a panel, the first
 ):
     """Draw what was found at the states of rollouts, turn by turn, right ones and wrong ones, with a ring where a turn
-    showed the gold and the measure fell (TIPS figure 12), a panel for each name of a run: matplotlib figure.
-
-    Parameters
-    ----------
-    folders : as in sort_folders
-    what : or 'values', 'belief', as runs keep them
-    most : rollouts of a panel, the first
-    """
+    showed the gold and the measure fell (TIPS figure 12), a panel for each name of a run: matplotlib figure."""
     found = {}
     for r in _kept_rollouts(folders):
         if r[2].get(what): found.setdefault(r[0], []).append(r)
@@ -1021,13 +880,7 @@ def asking_rates(
     sets=None,  # names of the sets that count; None: all
 ):
     """Who calls a tool, who is right, and who answers wrong, by tier (CARL tables 3 and 19): a pandas DataFrame, a row
-    for each evaluation, of questions whose tier its base's tries tell.
-
-    Parameters
-    ----------
-    folders : as in sort_folders
-    sets : names of the sets that count; None: all
-    """
+    for each evaluation, of questions whose tier its base's tries tell."""
     import pandas as pd
     tiers, kinds, rows = _asked_tiers(folders), sort_folders(folders), {}
     for label, folder in zip(_folder_names(kinds['evaluation']), kinds['evaluation']):
@@ -1054,23 +907,13 @@ def _tier_row(found):
 
 # %% ../nbs/papers/85_tables.ipynb #s8554
 def broken_table(folders):  # as in sort_folders
-    """Exact match on what is known, with a tool that fails (CARL table 16): a pandas DataFrame, see `resilience_table`.
-
-    Parameters
-    ----------
-    folders : as in sort_folders
-    """
+    "Exact match on what is known, with a tool that fails (CARL table 16): a pandas DataFrame, see `resilience_table`."
     return _by_model(resilience_table, folders)
 
 # %% ../nbs/papers/85_tables.ipynb #s8557
 def tier_table(folders):  # as in sort_folders
     """Share of the questions of each set that a model does not know without tools, of five tries (CARL table 1): a
-    pandas DataFrame, a column for each model.
-
-    Parameters
-    ----------
-    folders : as in sort_folders
-    """
+    pandas DataFrame, a column for each model."""
     import pandas as pd
     columns = {}
     for model, tiers in _asked_tiers(folders).items():
@@ -1081,12 +924,7 @@ def tier_table(folders):  # as in sort_folders
 
 # %% ../nbs/papers/85_tables.ipynb #s8560
 def mechanism_table(folders):  # as in sort_folders
-    """What critics tell apart and what notes keep, before and after (CARL table 14): a pandas DataFrame.
-
-    Parameters
-    ----------
-    folders : as in sort_folders
-    """
+    "What critics tell apart and what notes keep, before and after (CARL table 14): a pandas DataFrame."
     alone = lambda runs: resilience_table(runs).filter(items=['no tool, all, base'])
     joined = lambda runs: play_table(runs).join(critics_table(runs), how='left').join(alone(runs))
     table = _by_model(joined, folders)
@@ -1096,12 +934,7 @@ def mechanism_table(folders):  # as in sort_folders
 # %% ../nbs/papers/85_tables.ipynb #s8562
 def sign_rates(folders):  # as in sort_folders
     """How often the critic rose where a note kept a gold, and fell where it lost one (CARL table 12): a pandas
-    DataFrame, a row for each method and case. Raises ValueError on runs without a critic.
-
-    Parameters
-    ----------
-    folders : as in sort_folders
-    """
+    DataFrame, a row for each method and case. Raises ValueError on runs without a critic."""
     rows = [(f'{method}, {case}', {'n': float(x['n']), 'did': float(x['did'])})
             for method, f in _found_critics(folders) if f['critic']
             for case, x in f['critic']['signs'].items()]
@@ -1118,12 +951,7 @@ def _binned(chances, outcomes):
 # %% ../nbs/papers/85_tables.ipynb #s8565
 def calibration_table(folders):  # as in sort_folders
     """Share right in ten bins of the critic's chance at the question, with ECE, Brier score and AUC (CARL table 11): a
-    pandas DataFrame, a column for each method, seeds together; NaN in empty bins.
-
-    Parameters
-    ----------
-    folders : as in sort_folders
-    """
+    pandas DataFrame, a column for each method, seeds together; NaN in empty bins."""
     import pandas as pd
     found = {}
     for method, f in _found_critics(folders):
@@ -1141,12 +969,7 @@ def calibration_table(folders):  # as in sort_folders
 # %% ../nbs/papers/85_tables.ipynb #s8568
 def competence_figure(folders):  # as in sort_folders
     """Draw the calibration of warm-ups by how their rollouts were collected, held-out questions, and calls on what is
-    known, by step (CARL figure 2): matplotlib figure.
-
-    Parameters
-    ----------
-    folders : as in sort_folders
-    """
+    known, by step (CARL figure 2): matplotlib figure."""
     kinds = sort_folders(folders)
     pairs = calibration_pairs(done) if (done := [w for w in kinds['warm-up'] if read_summary(w)]) else {}
     curves = _curves(folders) if kinds['training'] else {}
@@ -1170,12 +993,7 @@ def competence_figure(folders):  # as in sort_folders
 
 # %% ../nbs/papers/85_tables.ipynb #u043
 def bucket_table(folders):  # as in sort_folders
-    """Rollouts of warm-ups by tier of the question and by prompt (CARL table 4): a pandas DataFrame, a column for each.
-
-    Parameters
-    ----------
-    folders : as in sort_folders
-    """
+    "Rollouts of warm-ups by tier of the question and by prompt (CARL table 4): a pandas DataFrame, a column for each."
     import pandas as pd
     columns = {}
     own = _of_kind(folders, 'warm-up')
@@ -1196,12 +1014,7 @@ def _tier(question, tiers):
 def tier_figure(folders):  # as in sort_folders
     """Draw how the warmed-up critic's value at the question is spread, by tier (CARL figure 4), of the training
     rollouts that were kept of the first step, whose values were read before any update, a panel for each name of a run:
-    matplotlib figure.
-
-    Parameters
-    ----------
-    folders : as in sort_folders
-    """
+    matplotlib figure."""
     tiers, found = {}, {}
     for run in _of_kind(folders):
         if (source := read_params(run).get('critic_from')) and Path(source).exists(): tiers |= known_tiers(source)
@@ -1223,12 +1036,7 @@ def tier_figure(folders):  # as in sort_folders
 # %% ../nbs/papers/85_tables.ipynb #s8576
 def explained_table(folders):  # as in sort_folders
     """Explained variance of the outcome by the critic's values on held-out rollouts, by step (CARL table 13): a pandas
-    DataFrame, a column for each name of a run, at every fiftieth step, or ten of a run that is shorter.
-
-    Parameters
-    ----------
-    folders : as in sort_folders
-    """
+    DataFrame, a column for each name of a run, at every fiftieth step, or ten of a run that is shorter."""
     import pandas as pd
     columns = {}
     for name, table in _logged(folders, ['gate_explained']):
@@ -1249,14 +1057,7 @@ def error_counts(
     most=None,  # wrong rollouts of each set, the first; None: all
 ):
     """Wrong rollouts of evaluations by category, and by hops where questions tell them (CARL table 7): a pandas
-    DataFrame, see `error_table`.
-
-    Parameters
-    ----------
-    folders : as in sort_folders
-    data : the set whose rollouts are sorted; None: all
-    most : wrong rollouts of each set, the first; None: all
-    """
+    DataFrame, see `error_table`."""
     import pandas as pd
     own, tables = _of_kind(folders, 'evaluation'), {}
     for label, folder in zip(_folder_names(own), own):
@@ -1271,12 +1072,7 @@ def error_counts(
 # %% ../nbs/papers/85_tables.ipynb #s8584
 def hop_scores(folders):  # as in sort_folders
     """Right by number of hops, HotpotQA and 2Wiki as two (CARL table 18): a pandas DataFrame, a column for each
-    evaluation, and the number of questions. Raises ValueError where no set is one of the three.
-
-    Parameters
-    ----------
-    folders : as in sort_folders
-    """
+    evaluation, and the number of questions. Raises ValueError where no set is one of the three."""
     import pandas as pd
     own, columns, two = _of_kind(folders, 'evaluation'), {}, ('hotpotqa', '2wikimultihopqa')
     for label, folder in zip(_folder_names(own), own):
@@ -1299,34 +1095,19 @@ def _by_set(folders, row):
     return pd.DataFrame(list(rows.values()), pd.MultiIndex.from_tuples(rows, names=['run', 'data']))
 
 def retriever_table(folders):  # as in sort_folders
-    """What was searched, and how (TIPS table 8): a pandas DataFrame, a row for each set of an evaluation.
-
-    Parameters
-    ----------
-    folders : as in sort_folders
-    """
+    "What was searched, and how (TIPS table 8): a pandas DataFrame, a row for each set of an evaluation."
     return _by_set(folders, lambda about: {**(about['retriever'] or {'kind': 'none'}),
                                            **{f'corpus, {k}': v for k, v in (about['corpus'] or {}).items()}})
 
 # %% ../nbs/papers/85_tables.ipynb #s8590
 def sources_table(folders):  # as in sort_folders
-    """Questions of the sets that were evaluated, and where they come from (TSPO table 6): a pandas DataFrame.
-
-    Parameters
-    ----------
-    folders : as in sort_folders
-    """
+    "Questions of the sets that were evaluated, and where they come from (TSPO table 6): a pandas DataFrame."
     return _by_set(folders, lambda about: {n: about['questions'][n] for n in ('revision', 'split', 'loaded', 'asked')}
                                           | {'model': about['model']['name']})
 
 # %% ../nbs/papers/85_tables.ipynb #s8593
 def judged_rates(folders):  # as in sort_folders
-    """Pass rates of long answers by type (PRS tables 1, 3 and 6): a pandas DataFrame, see `judged_table`.
-
-    Parameters
-    ----------
-    folders : as in sort_folders
-    """
+    "Pass rates of long answers by type (PRS tables 1, 3 and 6): a pandas DataFrame, see `judged_table`."
     import pandas as pd
     judged = [f for f in _of_kind(folders, 'evaluation') if list(f.glob('*/judged.json'))]
     if not judged: raise ValueError('none of these evaluations was judged: credit-rl longform --folder RUN judge=…')
@@ -1367,14 +1148,7 @@ def settings_table(
     file,          # as in paper_settings
     differ=False,  # True: only what differs
 ):
-    """A paper's settings beside those of runs, with the source of each: a pandas DataFrame, a row for each setting.
-
-    Parameters
-    ----------
-    folders : as in sort_folders
-    file : as in paper_settings
-    differ : True: only what differs
-    """
+    "A paper's settings beside those of runs, with the source of each: a pandas DataFrame, a row for each setting."
     import pandas as pd
     kinds, paper = sort_folders(folders), _paper_settings(file)
     own = kinds['evaluation'] + kinds['training']
@@ -1400,14 +1174,7 @@ def draw_entry(
     pool=False,  # True: a table that counts rollouts counts those of all folders together
 ):
     """Draw a table or figure of a paper from run folders: a pandas DataFrame or a matplotlib figure. Raises ValueError,
-    with the command that would help, where it is not drawn from folders or these do not hold what it takes.
-
-    Parameters
-    ----------
-    entry : Entry
-    folders : as in sort_folders
-    pool : True: a table that counts rollouts counts those of all folders together
-    """
+    with the command that would help, where it is not drawn from folders or these do not hold what it takes."""
     where = f'{entry.paper}, {entry.name} ({entry.title})'
     if not entry.draw:
         why = f': {entry.differs}' if entry.differs else ''
@@ -1444,12 +1211,7 @@ def _own_file(paper, run):
 
 def setting_gaps(paper, folders):  # a paper of ENTRIES; as in sort_folders
     """In what settings runs differ from a paper: list of str, a line for each setting of each run, or one that says
-    that the paper's settings are not here.
-
-    Parameters
-    ----------
-    paper, folders : a paper of ENTRIES; as in sort_folders
-    """
+    that the paper's settings are not here."""
     kinds, lines = sort_folders(folders), []
     runs = kinds['evaluation'] + kinds['training']
     for label, run in zip(_folder_names(runs), runs):
@@ -1477,15 +1239,7 @@ def entry_lines(
     pool=False, # as in draw_entry
 ):
     """What is said of an entry: what the paper reports, or that its numbers are not here, and beside it what the
-    folders hold: list of str.
-
-    Parameters
-    ----------
-    entry : Entry
-    folders : as in sort_folders
-    out : folder for files; None: tables are shown, figures need one
-    pool : as in draw_entry
-    """
+    folders hold: list of str."""
     drawing = draw_entry(entry, folders, pool)
     try: said = report(entry.paper, entry.name)
     except FileNotFoundError as e: said = str(e)
@@ -1501,12 +1255,7 @@ def entry_lines(
 # %% ../nbs/papers/85_tables.ipynb #s8598
 def main(arguments=None):  # list of str; None: the command line's
     """`credit-rl tables PAPER [RUN_FOLDERS…]`: the tables and figures of a paper, those that the folders hold drawn and
-    the others with the command that would make them.
-
-    Parameters
-    ----------
-    arguments : list of str; None: the command line's
-    """
+    the others with the command that would make them."""
     about = "A paper's tables and figures, from run folders; without folders the list of them."
     parser = make_parser('credit_rl.tables', about)
     parser.add_argument('paper', choices=[*ENTRIES], help='whose')

@@ -169,12 +169,7 @@ def _query(name, relation, start, luck, player, rng):
 def player_state(
     text,  # str, everything so far
 ):
-    """What a player goes by, which is less than all that was said: it goes on alike from texts whose states are equal.
-
-    Parameters
-    ----------
-    text : str, everything so far
-    """
+    "What a player goes by, which is less than all that was said: it goes on alike from texts whose states are equal."
     return repr(_understand(text))
 
 # %% ../nbs/3_acting/25_tiny.ipynb #c020
@@ -185,13 +180,7 @@ def ceiling(
     k=1, max_turns=None, max_tokens=192, response_tokens=None,  # as for tiny_environment
 ):
     """Measure the exact match of the perfect player on a world's questions: {hops: share, 'all': share}, what search
-    and turns allow. Raises ValueError on calls that no player knows.
-
-    Parameters
-    ----------
-    questions : of the world; None: all of them
-    response_tokens : as for tiny_environment
-    """
+    and turns allow. Raises ValueError on calls that no player knows."""
     style = chat.protocol.call_style
     if style not in ('text', 'python'):
         raise ValueError(f"the perfect players write calls in the style 'text' or 'python', not {style!r} as protocol "
@@ -227,15 +216,7 @@ def demonstrations(
     caps={},          # of their environment: max_turns, max_tokens
     batch=250,        # games in a world
 ):
-    """Play `count` games of a scripted player, on as many random train worlds as it takes: list of `Group`.
-
-    Parameters
-    ----------
-    seed : games, and what they are drawn from
-    world : settings of their worlds, see world_of; those of 300 pages and chains of 1 to 3 unless it says
-    caps : of their environment: max_turns, max_tokens
-    batch : games in a world
-    """
+    "Play `count` games of a scripted player, on as many random train worlds as it takes: list of `Group`."
     engine, groups = ScriptedEngine(lambda text, rng: act(text, rng, player), chat.tokenizer), []
     while len(groups) < count:
         own = seed_of('demonstrations', seed, len(groups))
@@ -356,14 +337,7 @@ def warm_start(
     progress=print,  # called with a line of text
     start=None,      # folder of a base that copies and plays already; None: begin with nothing
 ):
-    """Train a tiny model to a weak base. Returns the model. Raises RuntimeError if a part falls short.
-
-    Parameters
-    ----------
-    known : worlds whose `known` facts are taught as well
-    progress : called with a line of text
-    start : folder of a base that copies and plays already; None: begin with nothing
-    """
+    "Train a tiny model to a weak base. Returns the model. Raises RuntimeError if a part falls short."
     if start: model, _ = load_model(str(start), device='cpu')
     else:
         model, generator = tiny_model(chat.tokenizer, seed), torch.Generator().manual_seed(seed)
@@ -570,14 +544,7 @@ def knowing_loss(
     labels,  # (R, T) long: 0 or 1 where it is asked, −1 elsewhere
     words,   # token ids of the words for 0 and 1
 ):
-    """How far a model is from knowing what it knows, were it to say one of two words: mean cross-entropy, nats.
-
-    Parameters
-    ----------
-    ids : (R, T) long, padded on the right
-    labels : (R, T) long: 0 or 1 where it is asked, −1 elsewhere
-    words : token ids of the words for 0 and 1
-    """
+    "How far a model is from knowing what it knows, were it to say one of two words: mean cross-entropy, nats."
     asked = labels >= 0
     logits = model.get_output_embeddings()(hidden_states(model, ids)[asked])[:, list(words)].float()
     return torch.nn.functional.cross_entropy(logits, labels[asked])
@@ -632,13 +599,7 @@ def code_warm_start(
     progress=print,  # called with a line of text
 ):
     """Train a tiny model from nothing to a weak base of CARL's protocol: it invokes, assimilates, commits. Raises
-    RuntimeError if a part falls short.
-
-    Parameters
-    ----------
-    known : worlds whose `known` facts are taught
-    progress : called with a line of text
-    """
+    RuntimeError if a part falls short."""
     p, model, generator = plan, tiny_model(tokenizer, seed), torch.Generator().manual_seed(seed)
     drill = lambda size: iter(lambda: _copy_rows(tokenizer, size, generator, words=[*WORDS, *_NUMBERS]), None)
     _train_part(_Part('copy', p.copied, p.copy), model, drill(64), progress)
@@ -675,16 +636,7 @@ def make_base(
     start=None,       # for 'tiny', folder of a base to begin with; None: nothing
 ):
     """Write a warm-started model and its tokenizer into `folder` (a Hugging Face folder), unless it is there. Raises
-    ValueError on another protocol.
-
-    Parameters
-    ----------
-    protocol : or 'carl-tiny'
-    plan : WarmStart, or CodeWarmStart for 'carl-tiny'; None: the defaults, by whether searches fail
-    known : worlds whose `known` facts are taught
-    progress : called with a line of text
-    start : for 'tiny', folder of a base to begin with; None: nothing
-    """
+    ValueError on another protocol."""
     if protocol not in ('tiny', 'carl-tiny'):
         raise ValueError(f"a base is made for the protocol 'tiny' or 'carl-tiny', got {protocol!r}")
     if not (Path(folder)/'config.json').exists():

@@ -82,14 +82,7 @@ def cut(
     max_tokens,          # int >= 1, or None: no limit
     count=count_words,   # function(text) → int; must not fall when text grows
 ):
-    """Cut `text` after the last whole word that keeps its count within `max_tokens`.
-
-    Parameters
-    ----------
-    text : str
-    max_tokens : int >= 1, or None: no limit
-    count : function(text) → int; must not fall when text grows
-    """
+    "Cut `text` after the last whole word that keeps its count within `max_tokens`."
     if max_tokens is None or count(text) <= max_tokens: return text
     ends = [m.end() for m in re.finditer(r'\S+', text)]
     fits, too_many = 0, len(ends) + 1          # so many words fit; so many are too many
@@ -130,19 +123,7 @@ def within(function, deadline):
 # %% ../nbs/2_environment/13_tools.ipynb #c019
 class SearchTool:
     """Search a corpus and write what was found as an observation. Raises on a retriever without search, k or
-    max_tokens below 1.
-
-    Parameters
-    ----------
-    retriever : has search(queries, k) → list of lists of Passage
-    k : passages per query, >= 1
-    max_tokens : longest text of a passage (its title not counted), >= 1; None: whole passages
-    count_tokens : function(text) → int; None: words
-    seconds : time limit of a `call`; None: wait as long as it takes, without a thread
-    render : function(list of (query, passages), empty) → Observation
-    empty : what stands for a search that found nothing
-    observation_tokens : longest observation, of all passages with their titles, >= 1; None: as long as it is
-    """
+    max_tokens below 1."""
     def __init__(self,
         retriever,              # has search(queries, k) → list of lists of Passage
         k,                      # passages per query, >= 1
@@ -249,13 +230,7 @@ def read_observation(
     text,          # str, what a tool said
     queries=None,  # list of str that it answers, of which several are echoed; None: any line "Query: …" is an echo
 ):
-    """Find what a tool returned in a plain text, by taking off our labels, echoed queries and errors: `Observation`.
-
-    Parameters
-    ----------
-    text : str, what a tool said
-    queries : list of str that it answers, of which several are echoed; None: any line "Query: …" is an echo
-    """
+    "Find what a tool returned in a plain text, by taking off our labels, echoed queries and errors: `Observation`."
     ours, at, is_json = [], 0, text.startswith('{"result": "')
     if is_json: ours = [m.span() for m in _IN_JSON.finditer(text)]
     while at < len(text) and not is_json:
@@ -277,24 +252,14 @@ def returned_texts(
     turn,  # Turn
 ):
     """What the tool returned to a turn, field by field: tuple of str. Where the turn does not say it (it was stored
-    before, or by others) it is read from the observation's text.
-
-    Parameters
-    ----------
-    turn : Turn
-    """
+    before, or by others) it is read from the observation's text."""
     return turn.returned or (_read_turn(turn).returned() if turn.observation_text else ())
 
 # %% ../nbs/2_environment/13_tools.ipynb #ob13h
 def observation_of(
     turn,  # Turn
 ):
-    """A turn's `Observation`: its text with the places of what the tool returned, as far as they are found in it.
-
-    Parameters
-    ----------
-    turn : Turn
-    """
+    "A turn's `Observation`: its text with the places of what the tool returned, as far as they are found in it."
     found, spans, at = _read_turn(turn), [], 0
     if not turn.returned or found.returned() == turn.returned: return found
     for field in turn.returned:
@@ -446,18 +411,7 @@ _ALIKE = {'sleep': 'zero', 'datetime': datetime.datetime(2025, 1, 1), 'random_st
 
 class PythonTool:
     """Run programs of an agent in a sandbox (CARL section 3.1). Raises ValueError on limits that are not positive,
-    TypeError on a `search` that is neither.
-
-    Parameters
-    ----------
-    search : what `search(query)` does: a `SearchTool`, or function(query) → text; None: there is none
-    seconds : longest time a program may compute; searches have a limit of their own
-    memory_mb : most memory of a program, in MB
-    output_chars : most characters that it may print
-    searches : most searches of one program
-    workers : programs that run at the same time
-    empty : what stands for a program that printed nothing
-    """
+    TypeError on a `search` that is neither."""
     def __init__(self,
         search=None,        # what `search(query)` does: a `SearchTool`, or function(query) → text; None: there is none
         seconds=2.0,        # longest time a program may compute; searches have a limit of their own
@@ -562,13 +516,7 @@ def skipping(
     tool,  # SearchTool, or PythonTool whose programs search by one, or what is `around` such a tool
     skip,  # how many of the best hits are left out; None: all
 ):
-    """The same tool, whose searches miss their best hits. Raises TypeError on a tool that has no such search.
-
-    Parameters
-    ----------
-    tool : SearchTool, or PythonTool whose programs search by one, or what is `around` such a tool
-    skip : how many of the best hits are left out; None: all
-    """
+    "The same tool, whose searches miss their best hits. Raises TypeError on a tool that has no such search."
     if hasattr(tool, 'around'): return tool.around(skipping(tool.tool, skip))   # one that changes another's outputs
     search = tool.search if isinstance(tool, PythonTool) else tool
     if not isinstance(search, SearchTool):

@@ -20,7 +20,7 @@ from .evaluate import evaluate, question_key, summarize
 from .information_gain import belief_schema, belief_warning
 from .judge import Judge, judge_counts
 from .launch import (LaunchError, Progress, Ranks, is_rank, join_ranks, keep_traceback, launch,
-                              gloo_environment, launch_command, meet, set_torch, speak)
+                              launch_command, meet, rank_environment, set_torch, speak)
 from .layout import pack
 from .learner import BadStep, Learner, teach_critic
 from .dry_run import is_large, no_gpu
@@ -54,14 +54,7 @@ def train_step(
     step,               # 1, 2, …
     measure_kl=False,   # also how far the policy is from its base: two more forwards
 ):
-    """Take one training step. Returns its metrics; rollouts and clocks go to the run's log.
-
-    Parameters
-    ----------
-    run : Run
-    step : 1, 2, …
-    measure_kl : also how far the policy is from its base: two more forwards
-    """
+    "Take one training step. Returns its metrics; rollouts and clocks go to the run's log."
     s, method, look = run.settings, at(run.method, run.memory['method']), run.look(step)
     ahead, since = run.ahead if run.ahead and run.ahead.step == step else None, time.monotonic()
     before = _service_counts(method)
@@ -85,7 +78,7 @@ def train_step(
             update = run.learner.step(batch.layout, batch.seen, credit)
             if run.replay: update |= run.replay.teach(run.learner, step, run.prefix, s.learning.tree)
         run.learner.tick(step)
-    with run.log.timed('load'): hand_over(run.learner, run.engine, s.host)
+    with run.log.timed('load'): hand_over(run.learner, run.engine, s.host, run.ranks)
     run.memory['method'] = move(method, run.memory['method'], batch)
     keep_rollouts(run.log, step, run.method, batch, s.keeping, run.setup.chat)
     if look.left_out: metrics['golds_left_out'] = look.left_out
@@ -153,7 +146,7 @@ class Run:
         "Go back to a checkpoint. Raises ValueError on one that keeps its method's state in another form."
         self.learner.restore(path)
         self.memory, self.ahead = read_memory(path)
-        hand_over(self.learner, self.engine, self.settings.host)
+        hand_over(self.learner, self.engine, self.settings.host, self.ranks)
 
     def checkpoint(self, step, name=None):
         "Save learner and memory atomically: all ranks write into the folder that the first one makes."
@@ -184,19 +177,15 @@ class _AnswerCheck:
 
     def suffice(self, step, asked):  # asked: what `_asked_since` counted
         """Whether enough of what was asked for a step has a verdict. Raises ConnectionError at the fifth step in a row
-        of which it has not.
-
-        Parameters
-        ----------
-        step, asked : asked: what `_asked_since` counted
-        """
+        of which it has not."""
         lost, unread = asked.get('judge_failures', 0), asked.get('judge_unparsable', 0)
         if lost + unread <= self.most * asked.get('judge_calls', 0):
             self.in_row = 0
             return True
         self.in_row += 1
         line = (f'step {step} is not learned from: of {asked["judge_calls"]} prompts for the judge {lost} were not '
-                f'answered, and {unread} replies could not be read')
+                f'answered, and {unread} replies could not be read, {asked.get("judge_empty", 0)} of them empty and '
+                f'{asked.get("judge_cut", 0)} cut off at max_tokens')
         self.say(' · '.join([line, *(s.last_error for s in self.services if lost and s.last_error)]))
         if self.in_row < 5: return False
         raise ConnectionError(f'{line}, the fifth step in a row of which more than unanswered={self.most:g} is '
@@ -271,7 +260,7 @@ class Actor:
         """Let an engine act that slept while the learner was made, with the weights that it began with, or the
         learner's where it forgot them."""
         if self.host.engine == 'hf': return
-        if self.engine.hollow: hand_over(learner, self.engine, self.host)
+        if self.engine.hollow: hand_over(learner, self.engine, self.host, self.ranks)
         else: self.engine.wake()
 
     def close(self):
@@ -314,15 +303,7 @@ def play_step(
     ahead=None,  # AheadBatch of this step, where it was played ahead
 ):
     """Play a step's questions, dealt out over the ranks, as far as they were not played ahead: groups, and what their
-    text earned. A sampling that wants more groups than it finds worth an update gets another round, up to its limit.
-
-    Parameters
-    ----------
-    actor : Actor
-    method : Method of the step
-    step : 1, 2, …
-    ahead : AheadBatch of this step, where it was played ahead
-    """
+    text earned. A sampling that wants more groups than it finds worth an update gets another round, up to its limit."""
     groups, part, ranks = list(ahead.groups) if ahead else [], method.sampling, actor.ranks
     for again in range(part.rounds(method.own(part)) if part.rounds else 1):
         questions, play = actor.round(step, again)
@@ -349,16 +330,7 @@ def _asked_since(before, method, ranks):
 class Look:
     """Answers what a method asks about a batch and what its run measures, by the run's learner, and by its engine
     where the policy is to play on. `passes` counts the forwards of each model, `tokens` what they read, and `left_out`
-    the accepted answers that were not scored.
-
-    Parameters
-    ----------
-    log : its clock
-    own : as in Asks.sees: what the run wants to see, whatever the method asks
-    belief : whether the policy's belief in the gold is measured
-    act : function of Asks, called first: values of states by playing on (N, K), or None
-    teacher : Chat of a teacher that has words of its own; None: it reads the policy's ids
-    """
+    the accepted answers that were not scored."""
     def __init__(
         self,
         learner,
@@ -427,12 +399,7 @@ def _answer_tokens(answers, scored):
 
 # %% ../nbs/5_run/63_train.ipynb #t6307
 def keep_rollouts(log, step, method, batch, keeping, chat=None):  # RunLog, int, Method, Batch, Keeping, Chat
-    """Write the first groups of a step to the log, with their drift where their chat is known.
-
-    Parameters
-    ----------
-    log, step, method, batch, keeping, chat : RunLog, int, Method, Batch, Keeping, Chat
-    """
+    "Write the first groups of a step to the log, with their drift where their chat is known."
     if not is_kept(step, keeping.log_steps): return
     shown = [i for i, b in enumerate(batch.layout.groups.tolist()) if b < keeping.log_rollouts]
     rows = rollout_rows(method, batch, shown)
@@ -453,13 +420,7 @@ def correct_credit(
     batch,     # Batch
 ):
     """The credit with its advantages times the importance weights of learner over engine, and metrics of their
-    difference. Raises RuntimeError where the two are too far apart.
-
-    Parameters
-    ----------
-    mismatch : Mismatch: what another engine may differ by, and what is done about it; None: the learner itself acts
-    batch : Batch
-    """
+    difference. Raises RuntimeError where the two are too far apart."""
     layout, seen, credit = batch.layout, batch.seen, batch.credit
     if mismatch is None: return credit, {}
     metrics = logp_gap(seen.logp, layout.logps, layout.trained)
@@ -491,14 +452,7 @@ def staleness(
     groups,   # list of Group: all of the step
     updates,  # that the learner has taken by now
 ):
-    """How old a step's batch is: updates that the learner has taken since, mean over groups.
-
-    Parameters
-    ----------
-    ahead : AheadBatch of a step; None: nothing was played ahead
-    groups : list of Group: all of the step
-    updates : that the learner has taken by now
-    """
+    "How old a step's batch is: updates that the learner has taken since, mean over groups."
     return (updates - ahead.updates) * len(ahead.groups) / len(groups) if ahead else 0
 
 def write_ahead(path, ahead):
@@ -622,12 +576,7 @@ def finished(
     course,  # Course: run, resume, steps
 ):
     """Whether a run is resumed that is complete: its summary is there and has as many steps (or says that it
-    collapsed).
-
-    Parameters
-    ----------
-    course : Course: run, resume, steps
-    """
+    collapsed)."""
     path = Path(course.run)/'summary.json'
     if not (course.resume and path.exists()): return False
     summary = read_json(path)
@@ -653,12 +602,7 @@ class SilentLog:
 # %% ../nbs/5_run/63_train.ipynb #t6313
 @contextlib.contextmanager
 def saving(path):  # of a checkpoint
-    """Say of a checkpoint that cannot be written what its disk and this process's limits allow. Raises OSError.
-
-    Parameters
-    ----------
-    path : of a checkpoint
-    """
+    "Say of a checkpoint that cannot be written what its disk and this process's limits allow. Raises OSError."
     try: yield
     except (OSError, RuntimeError) as e:
         of_torch = re.search('inline_container|PytorchStreamWriter|Parent directory', str(e))     # torch.save's own
@@ -692,13 +636,7 @@ def begin_run(
     ranks=Ranks(),
 ):
     """Set everything up that a run needs, on every rank: `Run`. Bad data and an absent judge leave no parameters
-    behind, a folder that is written already is refused before a model is loaded.
-
-    Parameters
-    ----------
-    config : Config
-    say : function called with lines of text
-    """
+    behind, a folder that is written already is refused before a model is loaded."""
     s, say = settings_of(config), say if ranks.first else lambda line: None
     (course, task, acting, host), real = (s.course, s.task, s.acting, s.host), None
     method = bound_method(course, task, s.learning.questions_per_step)
@@ -802,7 +740,7 @@ def _finish(run):
     final, done = last, len(run.memory['rates'])
     if step != done:
         run.learner.restore(path)
-        hand_over(run.learner, run.engine, run.settings.host)
+        hand_over(run.learner, run.engine, run.settings.host, run.ranks)
         final, groups = run.evaluate('test')
     _keep_examples(run.log, done + 1, groups, 'after')
     c, top, base = run.settings.course, run.setup.ceiling, run.memory['base']
@@ -826,12 +764,7 @@ def _finish(run):
 def judge_hashes(
     method,  # Method of a run
 ):
-    """Hash the words in which rewards ask a judge: dict name of the reward -> 12 hex digits, {} where none asks.
-
-    Parameters
-    ----------
-    method : Method of a run
-    """
+    "Hash the words in which rewards ask a judge: dict name of the reward -> 12 hex digits, {} where none asks."
     words = {r.name: r.words(method.own(r)) for r in method.rewards if r.words}
     return {name: prompt_hash(text) for name, text in words.items() if text}
 
@@ -841,13 +774,7 @@ def train(
     say=None,  # function called with lines of text; None: print
 ):
     """Run a training configuration from start (or checkpoint) to summary. Returns the run folder. Bad configurations
-    are refused before any compute.
-
-    Parameters
-    ----------
-    config : Config, or a dict of its settings
-    say : function called with lines of text; None: print
-    """
+    are refused before any compute."""
     config = make_config(config) if isinstance(config, dict) else config
     say = say or (speak if is_rank() else lambda line: print(line, flush=True))
     s = settings_of(config)
@@ -888,15 +815,7 @@ def launch_ranks(
     may_change=MAY_CHANGE,       # settings that may differ from those that a resumed run began with
 ):
     """Start the ranks of a run, of several hosts those of this one, and wait for its summary. Returns the run folder.
-    Raises LaunchError where they end without one.
-
-    Parameters
-    ----------
-    config : Config
-    say : function called with lines of text
-    module : that each rank runs, with the settings as its --params
-    may_change : settings that may differ from those that a resumed run began with
-    """
+    Raises LaunchError where they end without one."""
     host, flat = settings_of(config).host, vars(config)
     folder, hosts = Path(flat['run']), (host.hosts, host.endpoint)
     if host.hosts > 1: say(f'waiting for {host.hosts} hosts at {host.endpoint}')
@@ -905,7 +824,7 @@ def launch_ranks(
         around = ' of all hosts' * bool(meeting)
         say(f'{host.ranks} ranks{around}: ' + ' '.join(['python', *command[1:]]))
         start = lambda: launch(command, folder, folder/'summary.json', say, meeting=meeting, environment=
-                               gloo_environment(host.hostfile, *hosts, torch.cuda.is_available()))
+                               rank_environment(host.ranks, host.hostfile, *hosts, torch.cuda.is_available()))
         if meeting and meeting.number: start()                       # host 0 holds the folder, with rank 0
         else: _hold_and_start(config, may_change, start)
     return folder
@@ -936,13 +855,7 @@ def end_interrupted(
     command,  # str, what was interrupted
     folder,   # of its run
 ):
-    """Say in a line how an interrupted run goes on, and end the program with exit code 130.
-
-    Parameters
-    ----------
-    command : str, what was interrupted
-    folder : of its run
-    """
+    "Say in a line how an interrupted run goes on, and end the program with exit code 130."
     found, begun = latest_checkpoint(folder), (Path(folder)/'params.yaml').exists()
     how = f'with resume=true the same command goes on after step {found[0]}' if found else \
         'it had no checkpoint yet, so ' + 'with resume=true ' * begun + 'the same command begins anew'

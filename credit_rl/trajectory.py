@@ -36,7 +36,14 @@ def _freeze(obj, **fields):
 
 @dataclass(frozen=True)
 class Question:
-    "A question and every answer that counts as right."
+    """A question and every answer that counts as right.
+
+    id: str, unique within its source
+    text: str
+    answers: (M,) str, every accepted gold answer
+    source: str, data set or world
+    meta: dict of JSON values
+    """
     id: str               # unique within its source
     text: str             # what the agent is asked
     answers: tuple        # (M,) str, all accepted gold answers
@@ -52,7 +59,19 @@ class Question:
 # %% ../nbs/1_rules/00_trajectory.ipynb #c013
 @dataclass(frozen=True)
 class Turn:
-    "One stretch of model tokens and what the environment appended to it."
+    """One stretch of model tokens and what the environment appended to it.
+
+    kind: 'tool' or 'answer' ('invoke', 'assimilate', 'commit' in CARL)
+    action_ids: (A,) int, sampled by the model
+    action_logps: (A,) float, in nats, <= 0
+    observation_ids: (O,) int, appended by the environment
+    action_text: str
+    observation_text: str
+    call: parsed call, or None
+    result: Result
+    context_ids: int ids of an edited context; None: all that came before
+    returned: (F,) str, what the tool returned, by field
+    """
     kind: str                # 'tool' or 'answer' ('invoke', 'assimilate', 'commit' for CARL's segments)
     action_ids: tuple        # (A,) ids the model sampled, its end-of-turn token included
     action_logps: tuple      # (A,) log-probability of each, in nats, <= 0
@@ -77,7 +96,14 @@ class Turn:
 # %% ../nbs/1_rules/00_trajectory.ipynb #c015
 @dataclass(frozen=True)
 class Trajectory:
-    "One attempt at one question."
+    """One attempt at one question.
+
+    question: Question
+    prompt_ids: (P,) int, generation prefix included
+    turns: (K,) Turn
+    stop: Stop
+    answer: str, or None
+    """
     question: Question
     prompt_ids: tuple    # (P,) ids of the prompt, generation prefix included
     turns: tuple         # (K,) Turn
@@ -89,7 +115,11 @@ class Trajectory:
 
 @dataclass(frozen=True)
 class Group:
-    "Several attempts at one question: the unit that is compared within."
+    """Several attempts at one question: the unit that is compared within.
+
+    question: Question
+    trajectories: (G,) Trajectory, attempts at that question
+    """
     question: Question
     trajectories: tuple  # (G,) Trajectory
 

@@ -18,13 +18,7 @@ def node_numbers(
     lengths,  # (R,) long, without padding
 ):
     """Number the nodes of the trie over the rows, parents before children and every subtree in one stretch: (R, T)
-    long, -1 at padding. Two tokens have one number where their rows agree up to them.
-
-    Parameters
-    ----------
-    ids : (R, T) long, padded on the right
-    lengths : (R,) long, without padding
-    """
+    long, -1 at padding. Two tokens have one number where their rows agree up to them."""
     there = torch.arange(ids.shape[1]) < lengths[:, None]
     rows = [row[:n] for row, n in zip(ids.tolist(), lengths.tolist())]
     order = torch.tensor(sorted(range(len(rows)), key=rows.__getitem__), dtype=torch.long)
@@ -79,13 +73,7 @@ def plant(
     ids,    # (R, T) long
     nodes,  # (R, T) long, as node_numbers gives them, of these rows among others; -1 at padding
 ):
-    """Make the `Tree` of some rows.
-
-    Parameters
-    ----------
-    ids : (R, T) long
-    nodes : (R, T) long, as node_numbers gives them, of these rows among others; -1 at padding
-    """
+    "Make the `Tree` of some rows."
     there = nodes >= 0
     numbers, column = nodes[there].unique(return_inverse=True)
     place = torch.full_like(nodes, -1).masked_scatter(there, column)
@@ -141,15 +129,7 @@ def path_attention(
     paths,       # Paths
     scale=None,  # of the products; None: D ** -0.5
 ):
-    """Attend to the ancestors of each column, without a mask over all of them: (1, H, W, D).
-
-    Parameters
-    ----------
-    query : (1, H, W, D)
-    value : (1, H, W, D) each
-    paths : Paths
-    scale : of the products; None: D ** -0.5
-    """
+    "Attend to the ancestors of each column, without a mask over all of them: (1, H, W, D)."
     sizes, out = [n for n, _ in paths.spans], []
     query, key, value = (x.split(sizes, 2) for x in (query, key, value))
     for i, (_, path) in enumerate(paths.spans):
@@ -163,24 +143,13 @@ def block_lists(
     whole,  # (B, n, n) bool: whether it sees all of it; never both
 ):
     """List blocks as flex attention takes them, the numbers (B, 1, n) and the indices (B, 1, n, n) of those that are
-    seen in part and of those that are seen whole, by their queries and then by their keys: tuple of 8 tensors.
-
-    Parameters
-    ----------
-    some : (B, n, n) bool: whether a block of queries (second axis) sees a part of a block of keys (third)
-    whole : (B, n, n) bool: whether it sees all of it; never both
-    """
+    seen in part and of those that are seen whole, by their queries and then by their keys: tuple of 8 tensors."""
     count = lambda x: x.sum(-1, dtype=torch.int32)[:, None]
     place = lambda x: x.int().argsort(dim=-1, descending=True, stable=True).int().contiguous()[:, None]
     return tuple(f(x) for x in (some, whole, some.mT, whole.mT) for f in (count, place))
 
 def tree_blocks(tree):  # Tree, padded to a multiple of 128
-    """List the blocks of a tree's columns that attend to each other, see block_lists.
-
-    Parameters
-    ----------
-    tree : Tree, padded to a multiple of 128
-    """
+    "List the blocks of a tree's columns that attend to each other, see block_lists."
     ends = tree.ends.view(-1, _BLOCK)
     first = torch.arange(len(ends), device=ends.device) * _BLOCK
     before = first < first[:, None]
@@ -189,12 +158,7 @@ def tree_blocks(tree):  # Tree, padded to a multiple of 128
     return block_lists(some[None], whole[None])
 
 def block_mask(ends, lists):  # (W,), and what tree_blocks says
-    """The ancestor mask as flex attention takes it.
-
-    Parameters
-    ----------
-    ends, lists : (W,), and what tree_blocks says
-    """
+    "The ancestor mask as flex attention takes it."
     from torch.nn.attention.flex_attention import BlockMask
     width = lists[0].shape[2] * _BLOCK
     return BlockMask((width, width), *lists, BLOCK_SIZE=(_BLOCK, _BLOCK),
@@ -227,16 +191,7 @@ def flex_attend(
     lists,       # tree_blocks of the tree
     scale=None,  # of the products; None: D ** -0.5
 ):
-    """Attend to the ancestors of each column by blocks, without a mask over all of them: (1, H, W, D).
-
-    Parameters
-    ----------
-    query : (1, H, W, D)
-    value : (1, KV, W, D) each; H is a multiple of KV, and shared keys are not copied
-    ends : (W,) long, see Tree
-    lists : tree_blocks of the tree
-    scale : of the products; None: D ** -0.5
-    """
+    "Attend to the ancestors of each column by blocks, without a mask over all of them: (1, H, W, D)."
     usual = query.shape[3] ** -.5
     if scale not in (None, usual): query = query * (scale / usual)
     for x, axis in ((query, 2), (key, 2), (value, 2), (ends, 0), *((x, a) for x in lists for a in range(2, x.ndim))):
@@ -266,12 +221,7 @@ ARCHITECTURES = ('llama', 'mistral', 'qwen2', 'qwen3')   # tests/machinery/test_
 def check_tree(
     config,  # Hugging Face configuration of a causal model
 ):
-    """Refuse `tree` with a sentence for a model that is not known to read trees rightly. Raises ValueError.
-
-    Parameters
-    ----------
-    config : Hugging Face configuration of a causal model
-    """
+    "Refuse `tree` with a sentence for a model that is not known to read trees rightly. Raises ValueError."
     kind = config.model_type
     if kind not in ARCHITECTURES:
         raise ValueError(f'tree is known to be right for {", ".join(ARCHITECTURES)}, not for {kind!r}: leave it out')
@@ -292,12 +242,7 @@ def attend_by_trees(
     model,  # Hugging Face causal model
 ):
     """Let a model read trees from now on; rows of their own it reads as before. Raises ValueError on a model that
-    check_tree refuses, on dropout in it, and on an attention that has no form for trees.
-
-    Parameters
-    ----------
-    model : Hugging Face causal model
-    """
+    check_tree refuses, on dropout in it, and on an attention that has no form for trees."""
     if model.config._attn_implementation in NAMES.values(): return
     check_tree(model.config)
     if found := [n for n, m in model.named_modules() if isinstance(m, torch.nn.Dropout) and m.p > 0]:
@@ -313,12 +258,7 @@ def attend_by_trees(
 def adds_mask(
     model,  # Hugging Face causal model
 ):
-    """Whether a model's attention adds its mask to the scores, so that booleans would be wrong: bool.
-
-    Parameters
-    ----------
-    model : Hugging Face causal model
-    """
+    "Whether a model's attention adds its mask to the scores, so that booleans would be wrong: bool."
     return model.config._attn_implementation in ('eager', NAMES['eager'])
 
 @functools.cache
@@ -340,14 +280,7 @@ def read_tree(
     tree,       # Tree on its device
     flex=None,  # True: by flex attention; None: on all devices but a CPU
 ):
-    """Read a forest once: last hidden states (W, d). Raises ValueError on a model that check_tree refuses.
-
-    Parameters
-    ----------
-    model : Hugging Face causal model
-    tree : Tree on its device
-    flex : True: by flex attention; None: on all devices but a CPU
-    """
+    "Read a forest once: last hidden states (W, d). Raises ValueError on a model that check_tree refuses."
     attend_by_trees(model)
     width, flex = len(tree.ids), tree.ids.device.type != 'cpu' if flex is None else flex
     if flex: tree = tree.padded(_step(width))
@@ -362,26 +295,14 @@ def states_at(
     where,       # (R, T) bool
     place=None,  # (R, T) long: the column of each token, see Tree
 ):
-    """Pick the states of some tokens of rows: (n, d).
-
-    Parameters
-    ----------
-    hidden : (R, T, d) states of rows, or with `place` (W, d) of columns
-    where : (R, T) bool
-    place : (R, T) long: the column of each token, see Tree
-    """
+    "Pick the states of some tokens of rows: (n, d)."
     return hidden[where] if place is None else hidden.index_select(0, place[where])
 
 # %% ../nbs/machinery/07_trees.ipynb #t022
 _WORTH = 1.05   # a rectangle of rows is read as it is unless its tokens, padding included, are so many times the nodes
 
 def tree_of(ids, nodes):  # (R, T) each
-    """The `Tree` of some rows, None where they are read as they are: they share next to nothing and are equally long.
-
-    Parameters
-    ----------
-    ids, nodes : (R, T) each
-    """
+    "The `Tree` of some rows, None where they are read as they are: they share next to nothing and are equally long."
     if nodes is None: return None
     width = int((nodes >= 0).sum(1).max())
     tree = plant(ids[:, :width], nodes[:, :width])
@@ -393,14 +314,7 @@ def deal_nodes(
     ranks=1,
     extra=None,  # nodes that each unit has besides, of which nothing is known: list of int
 ):
-    """Deal units into parts that share much: list (ranks) of equally long lists of lists of indices.
-
-    Parameters
-    ----------
-    units : list of long tensors: the numbers of each unit's nodes, each once
-    budget : most nodes in a part
-    extra : nodes that each unit has besides, of which nothing is known: list of int
-    """
+    "Deal units into parts that share much: list (ranks) of equally long lists of lists of indices."
     extra, order = extra or [0] * len(units), sorted(range(len(units)), key=lambda i: units[i].tolist())
     met = torch.full((1 + max((int(u.max()) for u in units if len(u)), default=0),), -1)
 

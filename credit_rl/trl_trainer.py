@@ -33,9 +33,7 @@ def question_rows(
 ):
     """Rows of a data set for TRL: list of dict with the text that it shows as `prompt`, and the question as JSON.
 
-    Parameters
-    ----------
-    questions : list of Question
+    questions: list of Question
     """
     return [{'prompt': q.text, 'question': json.dumps(asdict(q))} for q in questions]
 
@@ -66,16 +64,7 @@ def play_rows(
     seed,      # with it, question and attempt, every sample is fixed
 ):
     """Play a question for every row: list of Group, in the order of the rows. Raises ValueError where a share of the
-    batch does not hold whole groups.
-
-    Parameters
-    ----------
-    engine : HFEngine, VLLMEngine, ScriptedEngine
-    env : Environment
-    rows : list of dict (question_rows), the members of a group side by side
-    sampling : Sampling
-    seed : with it, question and attempt, every sample is fixed
-    """
+    batch does not hold whole groups."""
     runs = _same_question(rows)
     return rollout(engine, env, [run[0] for run in runs], len(runs[0]), sampling, seed)
 
@@ -84,12 +73,7 @@ def trl_rollouts(
     groups,  # list of Group
 ):
     """Prompt and completion of every trajectory as TRL's `rollout_func` returns them: dict of lists, with `env_mask`, 1
-    where the model wrote. Raises ValueError on a trajectory whose contexts were edited: TRL has one row for each.
-
-    Parameters
-    ----------
-    groups : list of Group
-    """
+    where the model wrote. Raises ValueError on a trajectory whose contexts were edited: TRL has one row for each."""
     out = {'prompt_ids': [], 'completion_ids': [], 'logprobs': [], 'env_mask': []}
     for t in (t for g in groups for t in g.trajectories):
         if any(turn.context_ids is not None for turn in t.turns):
@@ -121,13 +105,7 @@ def policy_look(
     chat,   # Chat
 ):
     """What answers `Asks` about gold answers by a model: function (layout, Asks) -> Measured, None where nothing is
-    asked.
-
-    Parameters
-    ----------
-    model : Hugging Face causal model, whole on this device
-    chat : Chat
-    """
+    asked."""
     def look(layout, asks):
         if not asks.sees: return None
         golds = gold_templates(chat, asks.groups, asks.schemas['gold'], asks.most.get('gold'))
@@ -188,7 +166,14 @@ class _Shared:
 # %% ../nbs/7_elsewhere/82_trl_trainer.ipynb #c022x2s5
 @dataclass
 class TurnCredit(_Shared):
-    "What TRL's trainer asks of us: rollouts for its prompts, their outcomes, and what each of their tokens earned."
+    """What TRL's trainer asks of us: rollouts for its prompts, their outcomes, and what each of their tokens earned.
+
+    method: Method
+    environment: Environment
+    sampling: Sampling
+    seed: int, of the rollouts
+    engine: None: TRL's model itself
+    """
     method: object       # Method; `bind` sets its options
     environment: object  # Environment
     sampling: object = field(default_factory=SamplingParams)  # Sampling; temperature as in GRPOConfig
@@ -262,10 +247,8 @@ def environment_rows(
 ):
     """Rows of a data set for TRL's own rollouts: list of dict with `prompt` as messages, and the question as JSON.
 
-    Parameters
-    ----------
-    chat : Chat, of the environment
-    questions : list of Question
+    chat: Chat
+    questions: list of Question
     """
     return [{'prompt': chat.messages(q.text), 'question': json.dumps(asdict(q))} for q in questions]
 
@@ -291,12 +274,7 @@ class SearchTask:
 def task_class(
     environment,  # Environment, of a protocol that searches
 ):
-    """The class of `SearchTask`s with the tool of a protocol. Raises ValueError on a protocol that TRL cannot play.
-
-    Parameters
-    ----------
-    environment : Environment, of a protocol that searches
-    """
+    "The class of `SearchTask`s with the tool of a protocol. Raises ValueError on a protocol that TRL cannot play."
     protocol = environment.chat.protocol
     if protocol.context_tag or protocol.runs_code or protocol.call_style == 'none':
         raise ValueError(f'protocol {protocol.name!r} is not played by TRL, which knows tools with arguments, and '
@@ -346,17 +324,7 @@ def task_trajectory(
     messages,     # list of dict, as TRL read them
     replies,      # what the `SearchTask` kept
 ):
-    """A rollout that TRL played: `Trajectory`. Raises ValueError where messages and stretches are not as many.
-
-    Parameters
-    ----------
-    environment : Environment
-    question : Question
-    prompt : list of int, ids of the prompt
-    tokens : (mask, ids, log-probabilities) of what follows: lists; 1 where the model wrote
-    messages : list of dict, as TRL read them
-    replies : what the `SearchTask` kept
-    """
+    "A rollout that TRL played: `Trajectory`. Raises ValueError where messages and stretches are not as many."
     said = [i for i, m in enumerate(messages) if m['role'] == 'assistant']
     runs, replies, chat = _stretches(*tokens), list(replies), environment.chat
     if len(runs) != len(said):
@@ -383,7 +351,12 @@ def task_trajectory(
 # %% ../nbs/7_elsewhere/82_trl_trainer.ipynb #e82012
 @dataclass
 class EnvironmentCredit(_Shared):
-    "What TRL's trainer asks of us where it plays in our environment itself: the environment, outcomes, advantages."
+    """What TRL's trainer asks of us where it plays in our environment itself: the environment, outcomes, advantages.
+
+    method: Method
+    environment: Environment, of a protocol that searches
+    seed: int, of samplings that draw
+    """
     method: object       # Method; `bind` sets its options
     environment: object  # Environment, of a protocol that searches
     seed: int = 0        # of samplings that draw
@@ -481,13 +454,7 @@ def trl_run(
     say=print,  # function called with lines of text
 ):
     """Train under TRL what `credit_rl.train` would train: the folder of the run, with params.yaml and the dev scores in
-    metrics.jsonl. Raises ValueError on a method that TRL cannot serve.
-
-    Parameters
-    ----------
-    config : Config, or a dict of its settings
-    say : function called with lines of text
-    """
+    metrics.jsonl. Raises ValueError on a method that TRL cannot serve."""
     from datasets import Dataset
     config = make_config(config) if isinstance(config, dict) else config
     if config.dry_run: raise ValueError('training under TRL has no dry_run')

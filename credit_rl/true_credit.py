@@ -26,13 +26,7 @@ def turn_changes(
     turn_mask,  # (N, K) bool
 ):
     """Change of the value across every turn, with value 0 after the last: (N, K), 0 outside the mask, sums −V(S_0).
-    Raises ValueError on a mask that does not fit or has holes.
-
-    Parameters
-    ----------
-    values : (N, K) value of the state before each turn
-    turn_mask : (N, K) bool
-    """
+    Raises ValueError on a mask that does not fit or has holes."""
     check_turns(turn_mask, values)
     known = torch.where(turn_mask, values, 0.)
     after = torch.nn.functional.pad(known[:, 1:], (0, 1))
@@ -43,27 +37,14 @@ def turn_credit(
     outcome,    # (N,) what each rollout earned
     turn_mask,  # (N, K) bool
 ):
-    """True credit of every turn, A_k = V(S_{k+1}) − V(S_k) and R − V(S_{K−1}) at the last: (N, K), sums R − V(S_0).
-
-    Parameters
-    ----------
-    values : (N, K) value of the state before each turn
-    outcome : (N,) what each rollout earned
-    turn_mask : (N, K) bool
-    """
+    "True credit of every turn, A_k = V(S_{k+1}) − V(S_k) and R − V(S_{K−1}) at the last: (N, K), sums R − V(S_0)."
     return turn_changes(values, turn_mask) + at_last_turn(outcome, turn_mask)
 
 def credit_errors(
     errors,     # (N, K) standard error of the value before each turn
     turn_mask,  # (N, K) bool
 ):
-    """Standard error of every turn's true credit, where values were measured apart: (N, K), 0 outside the mask.
-
-    Parameters
-    ----------
-    errors : (N, K) standard error of the value before each turn
-    turn_mask : (N, K) bool
-    """
+    "Standard error of every turn's true credit, where values were measured apart: (N, K), 0 outside the mask."
     check_turns(turn_mask, errors)
     known = torch.where(turn_mask, errors, 0.)
     return torch.where(turn_mask, (known ** 2 + torch.nn.functional.pad(known[:, 1:], (0, 1)) ** 2).sqrt(), 0.)
@@ -73,12 +54,7 @@ def distinct_states(
     groups,  # list of Group, N trajectories in all
 ):
     """The states before the turns of all rollouts, each once: list of (Trajectory, k), and where they belong, (N, K)
-    long, -1 where a rollout has no such turn.
-
-    Parameters
-    ----------
-    groups : list of Group, N trajectories in all
-    """
+    long, -1 where a rollout has no such turn."""
     turn_mask, _ = index_groups(groups)
     index, states, numbers = torch.full(turn_mask.shape, -1), [], {}
     for i, t in enumerate(t for g in groups for t in g.trajectories):
@@ -98,12 +74,7 @@ def sampling_variance(
     outcomes,  # (S, M) outcome of each continuation of each state; NaN: missing
 ):
     """Variance of the mean of each row, estimated without bias: (S,), 0 where all are alike. For sums of squares; an
-    interval takes the errors of `state_values`.
-
-    Parameters
-    ----------
-    outcomes : (S, M) outcome of each continuation of each state; NaN: missing
-    """
+    interval takes the errors of `state_values`."""
     known = outcomes.isfinite()
     count = known.sum(1)
     away = torch.where(known, outcomes - (outcomes.nansum(1) / count)[:, None], 0.)
@@ -115,13 +86,7 @@ def state_values(
     index,     # (N, K) long, the state before each turn, -1 where there is none (distinct_states)
 ):
     """Mean outcome from the state before every turn, and its standard error: two tensors (N, K), NaN where there is no
-    turn. Of outcomes that are 0 or 1 the error is that of a rate (wins + ½) / (M + 1), so that none is 0.
-
-    Parameters
-    ----------
-    outcomes : (S, M) outcome of each continuation of each state; NaN: missing
-    index : (N, K) long, the state before each turn, -1 where there is none (distinct_states)
-    """
+    turn. Of outcomes that are 0 or 1 the error is that of a rate (wins + ½) / (M + 1), so that none is 0."""
     known = outcomes.isfinite()
     count, total = known.sum(1), outcomes.nansum(1)
     rate = (total + .5) / (count + 1)
@@ -135,13 +100,7 @@ def score_continuations(
     played,   # list of S Group, the continuations of each state
     outcome,  # list of Group -> (N,) outcomes; None: exact match
 ):
-    """Outcomes of the continuations of states: (S, M).
-
-    Parameters
-    ----------
-    played : list of S Group, the continuations of each state
-    outcome : list of Group -> (N,) outcomes; None: exact match
-    """
+    "Outcomes of the continuations of states: (S, M)."
     earned = outcome_rewards(played, exact_match) if outcome is None else outcome(played)
     return earned.view(len(played), -1)
 
@@ -154,17 +113,7 @@ def continuation_values(
     sampling=None,  # Sampling
     seed=0,
 ):
-    """Values of the states before all turns by `n` continuations of the policy, and their standard errors: two (N, K).
-
-    Parameters
-    ----------
-    engine : as for rollout
-    env : Environment
-    groups : list of Group, N trajectories of at most K turns
-    n : continuations of every state, M
-    outcome : list of Group -> (N,) outcomes; None: exact match
-    sampling : Sampling
-    """
+    "Values of the states before all turns by `n` continuations of the policy, and their standard errors: two (N, K)."
     states, index = distinct_states(groups)
     return state_values(score_continuations(continuations(engine, env, states, n, sampling, seed), outcome), index)
 
@@ -208,13 +157,7 @@ def said_next(
     policy,  # (text, rng) -> text, a scripted player
     text,    # str, everything so far
 ):
-    """All that a scripted player may say next: dict text -> probability, which sum to 1.
-
-    Parameters
-    ----------
-    policy : (text, rng) -> text, a scripted player
-    text : str, everything so far
-    """
+    "All that a scripted player may say next: dict text -> probability, which sum to 1."
     out, paths = {}, [()]
     while paths:
         rng = _Choices(paths.pop())
@@ -239,16 +182,7 @@ def exact_values(
     state=None,    # text -> what the player goes by, the same for texts that it continues alike; None: the text
 ):
     """Values of the states before all turns of a scripted player, by following everything that it may say: (N, K)
-    float32, NaN where there is no turn. Raises ValueError on a player that draws several things at once.
-
-    Parameters
-    ----------
-    policy : (text, rng) -> text, a scripted player
-    env : Environment whose tool, its faults apart, always says the same to the same call
-    groups : list of Group, N trajectories of at most K turns
-    outcome : list of Group -> (N,) outcomes; None: exact match
-    state : text -> what the player goes by, the same for texts that it continues alike; None: the text
-    """
+    float32, NaN where there is no turn. Raises ValueError on a player that draws several things at once."""
     known, decode, ways = {}, env.chat.tokenizer.decode, _with_each_fault(env)
     earned = (lambda g: outcome_rewards(g, exact_match)) if outcome is None else outcome
     def value(t):
@@ -275,12 +209,7 @@ def _before(trajectory, turn):
 def missing_pages(
     trajectory,  # of a question of the tiny world
 ):
-    """How many of the pages that its question needs were not shown before each turn, and after the last: list of K + 1.
-
-    Parameters
-    ----------
-    trajectory : of a question of the tiny world
-    """
+    "How many of the pages that its question needs were not shown before each turn, and after the last: list of K + 1."
     wanted, out = {name for name, _ in fact_chain(trajectory.question)}, []
     for shown in ('', *(turn.observation_text for turn in trajectory.turns)):
         wanted = {name for name in wanted if f'{name} is ' not in shown}
@@ -299,13 +228,7 @@ def solver_rates(
     groups,   # list of Group of the tiny world, N trajectories in all
     outcome,  # (N,) what each rollout earned, from 0 to 1
 ):
-    """Rates of a policy (ours): SolverRates. A rate of n is (sum + ½) / (n + 1), so that none is 0 or 1.
-
-    Parameters
-    ----------
-    groups : list of Group of the tiny world, N trajectories in all
-    outcome : (N,) what each rollout earned, from 0 to 1
-    """
+    "Rates of a policy (ours): SolverRates. A rate of n is (sum + ½) / (n + 1), so that none is 0 or 1."
     rate = lambda values: (sum(values) + .5) / (len(values) + 1)
     played = [(t, missing_pages(t), float(r)) for t, r in zip((t for g in groups for t in g.trajectories), outcome)]
     query = [left[k + 1] < left[k] for t, left, _ in played for k, turn in enumerate(t.turns)
@@ -334,14 +257,7 @@ def solver_values(
     turns,   # turns that a rollout may take, its answer included
     rates,   # SolverRates
 ):
-    """The solver's value of the state before every turn (ours): (N, K), NaN where there is no turn.
-
-    Parameters
-    ----------
-    groups : list of Group of the tiny world, N trajectories of at most K turns
-    turns : turns that a rollout may take, its answer included
-    rates : SolverRates
-    """
+    "The solver's value of the state before every turn (ours): (N, K), NaN where there is no turn."
     turn_mask, _ = index_groups(groups)
     out = torch.full(turn_mask.shape, torch.nan)
     for i, t in enumerate(t for g in groups for t in g.trajectories):
@@ -357,12 +273,7 @@ def note_values(
     groups,  # list of Group, N trajectories of at most K turns, of questions of the tiny world that have parts
 ):
     """What an answer would earn that copies the notes made before every turn (ours): (N, K) in [0, 1], NaN where there
-    is no turn. Raises ValueError on a question without parts.
-
-    Parameters
-    ----------
-    groups : list of Group, N trajectories of at most K turns, of questions of the tiny world that have parts
-    """
+    is no turn. Raises ValueError on a question without parts."""
     turn_mask, _ = index_groups(groups)
     out = torch.full(turn_mask.shape, torch.nan)
     for i, t in enumerate(t for g in groups for t in g.trajectories):
@@ -419,13 +330,7 @@ def turn_score(
 ):
     """The geometric mean over turns of a rule's signal to noise over another one's (ours): dict with `score`, 0 of a
     rule that does not teach a turn and NaN where no turn counts, `turns` that count, `untaught` ones among these, and
-    `missing` ones, which the other rule is not seen to teach.
-
-    Parameters
-    ----------
-    own : (K, 2) signal to noise of each turn by a rule, and the lower end of its 95 % interval; NaN: t_k is not told
-    base : (K, 2) by the rule that it is compared with
-    """
+    `missing` ones, which the other rule is not seen to teach."""
     if own.shape != base.shape or own.ndim != 2 or own.shape[1] != 2:
         raise ValueError(f'signal to noise and its lower end are wanted, (K, 2) of both rules, got {tuple(own.shape)} '
                          f'and {tuple(base.shape)}')

@@ -20,16 +20,7 @@ def turn_gae(
     lam=0.9,     # λ of a turn, in [0, 1]
 ):
     """Advantages and the critic's targets of every turn, a turn being one step (Turn-PPO): two tensors (N, K), 0
-    outside the mask. Raises ValueError where rewards or values of a turn are missing.
-
-    Parameters
-    ----------
-    rewards : (N, K) reward of each turn, the outcome on the last
-    values : (N, K) value before each turn
-    turn_mask : (N, K) bool
-    gamma : discount of a turn, in [0, 1]
-    lam : λ of a turn, in [0, 1]
-    """
+    outside the mask. Raises ValueError where rewards or values of a turn are missing."""
     return gae(rewards, values, turn_mask, gamma, lam)
 
 # %% ../nbs/1_rules/43_turn_ppo.ipynb #c011

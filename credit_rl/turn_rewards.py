@@ -9,6 +9,7 @@ __all__ = ['JUDGE_PROMPT', 'PARTS', 'rule_rewards', 'tool_segments', 'rule_turn_
 # %% ../nbs/1_rules/35_turn_rewards.ipynb #c003
 import json, re, torch
 from functools import partial
+from .judge import after_thought
 from .readers import to_nfc
 from .tools import returned_texts
 
@@ -23,18 +24,7 @@ def rule_rewards(
     returned=None,        # list of S lists of str, what the tool returned in each; None: the observations
 ):
     """Pay each tool segment by rule: it ran, and a gold is in its result (TIPS appendix E.4): list of S floats.
-    Raises ValueError on lists of unequal length, TypeError on a string where a list belongs.
-
-    Parameters
-    ----------
-    observations : list of S str, what the environment said in each tool segment
-    golds : list of str, accepted answers
-    called : list of S bool, whether the segment's turn held a well-formed call
-    exec_reward : c_exec >= 0, reward of a call that ran
-    answer_reward : c_ans >= 0, more if a gold is in the result
-    variant : 'answer-aware', or 'tool-only' without the second term
-    returned : list of S lists of str, what the tool returned in each; None: the observations
-    """
+    Raises ValueError on lists of unequal length, TypeError on a string where a list belongs."""
     if variant not in ('answer-aware', 'tool-only'):
         raise ValueError(f"variant is 'answer-aware' or 'tool-only', got {variant!r}")
     if isinstance(observations, str) or isinstance(golds, str):
@@ -53,12 +43,7 @@ def rule_rewards(
 def tool_segments(
     groups,  # list of Group, N trajectories in all, the longest of K turns
 ):
-    """Mark the turns that the environment answered, TIPS's tool segments (appendix E.4): (N, K) bool.
-
-    Parameters
-    ----------
-    groups : list of Group, N trajectories in all, the longest of K turns
-    """
+    "Mark the turns that the environment answered, TIPS's tool segments (appendix E.4): (N, K) bool."
     rows = [torch.tensor([len(turn.observation_ids) > 0 for turn in t.turns]) for g in groups for t in g.trajectories]
     return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=False)
 
@@ -67,13 +52,7 @@ def rule_turn_rewards(
     groups,             # list of Group, N trajectories in all, the longest of K turns
     rule=rule_rewards,  # function (observations, golds, called, returned=…) -> list of float, one per tool segment
 ):
-    """Pay every tool segment of every rollout by a rule: (N, K) float32, 0 on other turns.
-
-    Parameters
-    ----------
-    groups : list of Group, N trajectories in all, the longest of K turns
-    rule : function (observations, golds, called, returned=…) -> list of float, one per tool segment
-    """
+    "Pay every tool segment of every rollout by a rule: (N, K) float32, 0 on other turns."
     out = torch.zeros(tool_segments(groups).shape)
     for i, t in enumerate(t for g in groups for t in g.trajectories):
         at = [k for k, turn in enumerate(t.turns) if turn.observation_ids]
@@ -91,15 +70,7 @@ def place_rewards(
     placement='last',     # 'last': on the turn's last trained token; 'distributed': evenly over its tokens
 ):
     """Put each turn's reward on its trained tokens (TIPS appendix E.4 and eq. 18): (R, T), 0 elsewhere.
-    Raises ValueError on a reward whose turn has no token, and on a turn that has tokens but no finite reward.
-
-    Parameters
-    ----------
-    turn_rewards : (N, K) reward of each turn; read where a turn has tokens
-    token_turns : (R, T) long, turn of each trained token, -1 elsewhere
-    row_trajectory : (R,) long, trajectory of each row, rows in order; None: row i is trajectory i
-    placement : 'last': on the turn's last trained token; 'distributed': evenly over its tokens
-    """
+    Raises ValueError on a reward whose turn has no token, and on a turn that has tokens but no finite reward."""
     if placement not in ('last', 'distributed'):
         raise ValueError(f"placement is 'last' or 'distributed', got {placement!r}")
     key, mask = _turn_of_token(turn_rewards, token_turns, row_trajectory)
@@ -181,13 +152,7 @@ def judge_prompt(
     prompt=JUDGE_PROMPT,  # str with {question} and {pairs}
 ):
     """Write the judge's prompt for one rollout (TIPS appendix E.7): the text, and the number of its pairs.
-    Raises ValueError on a prompt without the two fields.
-
-    Parameters
-    ----------
-    trajectory : Trajectory
-    prompt : str with {question} and {pairs}
-    """
+    Raises ValueError on a prompt without the two fields."""
     for name in ('{question}', '{pairs}'):
         if name not in prompt: raise ValueError(f'a judge prompt needs the field {name}, got {prompt!r:.80}')
     turns = [t for t in trajectory.turns if t.observation_ids]
@@ -198,7 +163,7 @@ def judge_prompt(
     return re.sub(r'\{(question|pairs)\}', lambda m: fields[m[1]], prompt), len(turns)
 
 # %% ../nbs/1_rules/35_turn_rewards.ipynb #c029
-_LAST_RATINGS = re.compile(r'ratings_by_pair\s*[=:]\s*(?=\[)')
+_LAST_RATINGS = re.compile(r'ratings_by_pair["\'*`]*\s*[=:]\s*(?=\[)')
 _TRIPLES = re.compile(r'\[\s*\[[^][]*\](?:\s*,\s*\[[^][]*\])*\s*\]')
 
 # %% ../nbs/1_rules/35_turn_rewards.ipynb #c030
@@ -208,18 +173,11 @@ def parse_ratings(
     criteria=3,  # ratings per pair
     top=2,       # best rating; the worst is 0
 ):
-    """Read the last `ratings_by_pair=[[c,e,a],…]` of a judge's reply (TIPS appendix E.7): lists of int, None if
-    malformed.
-
-    Parameters
-    ----------
-    reply : str, what the judge wrote
-    pairs : int, number of pairs it was asked about; None: any
-    criteria : ratings per pair
-    top : best rating; the worst is 0
-    """
-    starts = [m.end() for m in _LAST_RATINGS.finditer(reply)]
-    found = _TRIPLES.match(reply, starts[-1]) if starts else None
+    """Read the last `ratings_by_pair=[[c,e,a],…]` of a judge's reply, behind its thinking (TIPS appendix E.7): lists of
+    int, None if malformed."""
+    said = after_thought(reply)
+    starts = [m.end() for m in _LAST_RATINGS.finditer(said)]
+    found = _TRIPLES.match(said, starts[-1]) if starts else None
     try: ratings = json.loads(found[0]) if found else []
     except ValueError: return None
     good = all(len(r) == criteria and all(type(v) is int and 0 <= v <= top for v in r) for r in ratings)
@@ -232,14 +190,7 @@ def rating_scores(
     top=2,              # best rating
 ):
     """Weight each pair's ratings into one score (TIPS appendix E.7, u): list of S floats in [0, 1].
-    Raises ValueError on weights that are negative, all 0, or not one per criterion.
-
-    Parameters
-    ----------
-    ratings : list of S lists of integers in [0, top], one per criterion
-    weights : weight >= 0 of each criterion; divided by their sum
-    top : best rating
-    """
+    Raises ValueError on weights that are negative, all 0, or not one per criterion."""
     if min(weights) < 0 or sum(weights) <= 0 or any(len(r) != len(weights) for r in ratings):
         raise ValueError(f'weights must be >= 0, not all 0, and one per criterion, got {weights} for {ratings[:1]}')
     return [sum(w * q for w, q in zip(weights, r)) / (top * sum(weights)) for r in ratings]
@@ -252,15 +203,7 @@ def judge_rewards(
     prompt=JUDGE_PROMPT,  # str with {question} and {pairs}
 ):
     """Have a language model grade every tool segment (TIPS appendix E.7): (N, K) float32 in [0, 1], 0 on other turns.
-    NaN in the segments of a rollout whose request failed or whose reply could not be read.
-
-    Parameters
-    ----------
-    groups : list of Group, N trajectories in all, the longest of K turns
-    judge : Judge, or anything with ask(prompts, parse) -> list of ratings, None where it has none
-    weights : weight >= 0 of correctness, efficiency, clarity; divided by their sum
-    prompt : str with {question} and {pairs}
-    """
+    NaN in the segments of a rollout whose request failed or whose reply could not be read."""
     segments = tool_segments(groups)
     out = torch.where(segments, torch.nan, torch.zeros(segments.shape))
     trajectories = [t for g in groups for t in g.trajectories]

@@ -33,13 +33,7 @@ def gold_spans(
     text,   # str; of an Observation only what the tool returned is looked at
     golds,  # list of str, accepted answers
 ):
-    """Find where golds stand in a text, by the rule of TSPO's first occurrence (sec. 3.2): sorted list of (start, end).
-
-    Parameters
-    ----------
-    text : str; of an Observation only what the tool returned is looked at
-    golds : list of str, accepted answers
-    """
+    "Find where golds stand in a text, by the rule of TSPO's first occurrence (sec. 3.2): sorted list of (start, end)."
     fields = text.spans if isinstance(text, Observation) else [(0, len(text))]
     spans = [(a + start, b + start) for start, end in fields for a, b in _gold_words(text[start:end], golds)]
     merged = []
@@ -184,12 +178,7 @@ class View:
     def _repr_html_(self): return self.html
 
     def save(self, path):  # file to write
-        """Write a page of its own that follows the browser's light or dark setting. Returns the path.
-
-        Parameters
-        ----------
-        path : file to write
-        """
+        "Write a page of its own that follows the browser's light or dark setting. Returns the path."
         page = ('<!doctype html><html><head><meta charset="utf-8"><meta name="color-scheme" content="light dark">'
                 f'<title>{html.escape(self.what)}</title></head><body '
                 f'style="font-family:system-ui,sans-serif;margin:20px">{self.html}</body></html>')
@@ -233,16 +222,7 @@ def show_rollout(
     measured={},      # the row of `read_turns`: turn_rewards, values, belief, potential, drift, those that it has
 ):
     """Show one rollout turn by turn, each with its advantage, and what a run measured of it: `View`. Raises ValueError
-    on advantages or measurements of another number of turns.
-
-    Parameters
-    ----------
-    trajectory : Trajectory
-    advantages : (K,) tensor, or list with None for NaN: one for each turn; None: no credit is shown
-    title : str above the turns
-    fold : observations of more characters are folded
-    measured : the row of `read_turns`: turn_rewards, values, belief, potential, drift, those that it has
-    """
+    on advantages or measurements of another number of turns."""
     title = 'rollout' if title is None else title
     return _view([trajectory], [_numbers(advantages, trajectory)], [title], fold, f'{title} of question '
                  f'{trajectory.question.id}', measured)
@@ -251,12 +231,7 @@ def show_rollout(
 def telling_group(rows):  # list of dict, as `read_turns` gives them
     """The kept rollouts of one step and question that show credit best, best one first: of the last group in which a
     rollout's turns differ in their advantages, else of the last with any, else of the last; [] without any rows of
-    kind 'train'.
-
-    Parameters
-    ----------
-    rows : list of dict, as `read_turns` gives them
-    """
+    kind 'train'."""
     groups = {}
     for row in rows:
         if row['kind'] == 'train': groups.setdefault((row['step'], row['trajectory']['question']['id']), []).append(row)
@@ -275,15 +250,7 @@ def show_group(
     fold=400,         # observations of more characters are folded
 ):
     """Show the rollouts of a group side by side, turn beside turn, on one scale of advantages: `View`. Raises
-    ValueError on another number of rows.
-
-    Parameters
-    ----------
-    group : Group
-    advantages : (G, K) tensor or lists, K the longest rollout's number of turns; None: no credit is shown
-    titles : list of G str
-    fold : observations of more characters are folded
-    """
+    ValueError on another number of rows."""
     trajectories = group.trajectories
     rows = [None] * len(trajectories) if advantages is None else list(advantages)
     titles = [f'rollout {i}' for i in range(len(trajectories))] if titles is None else list(titles)
@@ -467,12 +434,7 @@ class Page:
                 f'{html.escape(said)}</iframe>')
 
     def save(self, path):  # file to write
-        """Write the page. Returns the path.
-
-        Parameters
-        ----------
-        path : file to write
-        """
+        "Write the page. Returns the path."
         Path(path).write_text(self.page, encoding='utf-8')
         return Path(path)
 
@@ -484,26 +446,13 @@ def show_run(
     characters=20_000,  # of a text, at most
 ):
     """Make the page of a run, its rollouts with the credit of each rule: `Page`. Raises FileNotFoundError where the run
-    kept no rollouts, ValueError on a rule that there is not.
-
-    Parameters
-    ----------
-    folder : of a run of training or evaluation, or a `Recording`
-    rules : list of str: rows of METHODS or spellings whose credit is worked out; None: all rows
-    most : rollouts, the newest; None: all
-    characters : of a text, at most
-    """
+    kept no rollouts, ValueError on a rule that there is not."""
     recording = folder if isinstance(folder, Recording) else read_recording(folder, most)
     return Page(_page(_page_data(recording, rules, characters)), f'run {recording.folder.name}')
 
 # %% ../nbs/6_looking/72_view.ipynb #v134
 def main(arguments=None):  # list of str; None: the command line's
-    """`credit-rl view RUN`: write the rollouts of a run as one page that needs no network.
-
-    Parameters
-    ----------
-    arguments : list of str; None: the command line's
-    """
+    "`credit-rl view RUN`: write the rollouts of a run as one page that needs no network."
     parser = make_parser('credit_rl.view', 'Write the rollouts of a run, with the credit of each rule, as one page '
                                            'that opens without a network.')
     parser.add_argument('run', help='folder of a run of training or evaluation')

@@ -14,12 +14,7 @@ from .trajectory import Stop
 def void_turns(
     trajectory,  # Trajectory
 ):
-    """Mark the turns that neither call nor answer (SimpleTIR, arXiv 2509.02479): list of bool.
-
-    Parameters
-    ----------
-    trajectory : Trajectory
-    """
+    "Mark the turns that neither call nor answer (SimpleTIR, arXiv 2509.02479): list of bool."
     answered = trajectory.stop is Stop.ANSWER
     last = len(trajectory.turns) - 1
     return [turn.call is None and turn.kind != 'assimilate' and not (answered and k == last)
@@ -29,12 +24,7 @@ def void_turns(
 def void_rollouts(
     groups,  # list of Group, N trajectories in all
 ):
-    """Mark the rollouts that have a void turn: (N,) bool.
-
-    Parameters
-    ----------
-    groups : list of Group, N trajectories in all
-    """
+    "Mark the rollouts that have a void turn: (N,) bool."
     return torch.tensor([any(void_turns(t)) for g in groups for t in g.trajectories])
 
 # %% ../nbs/1_rules/45_void_turns.ipynb #v45009

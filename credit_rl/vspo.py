@@ -31,13 +31,7 @@ def informative(
     eps=1e-6,  # smallest variance that counts
 ):
     """Mark the groups whose rewards vary enough to be kept, σ² >= ε (VSPO, below eq. 17): (B,) bool.
-    Raises ValueError if G < 2.
-
-    Parameters
-    ----------
-    rewards : (B, G) scalar outcomes; NaN: missing
-    eps : smallest variance that counts
-    """
+    Raises ValueError if G < 2."""
     if not eps >= 0: raise ValueError(f'eps is a variance, at least 0, got {eps}')
     return _moments(rewards)[1] >= eps
 
@@ -48,9 +42,7 @@ def task_values(
     """Value a group by its distance from the batch's best and its variance, (R_max − μ) · σ² (VSPO eq. 18): (B,).
     NaN where nothing was measured. Raises ValueError if G < 2.
 
-    Parameters
-    ----------
-    rewards : (B, G) scalar outcomes; NaN: missing
+    rewards: (B, G) outcomes; NaN: missing
     """
     mean, variance = _moments(rewards)
     there = ~rewards.isnan()
@@ -63,14 +55,7 @@ def sampling_probabilities(
     keep=None,    # (B,) bool, groups that may be drawn; None: all
 ):
     """Turn values into a softmax over the kept groups (VSPO eq. 19): (B,), 0 for groups not kept.
-    Raises ValueError on T <= 0 and on a kept group without a value.
-
-    Parameters
-    ----------
-    values : (B,) task values
-    temperature : T > 0: low favours the highest value, infinity draws evenly
-    keep : (B,) bool, groups that may be drawn; None: all
-    """
+    Raises ValueError on T <= 0 and on a kept group without a value."""
     check_tensors(values=values, keep=keep)
     if not temperature > 0: raise ValueError(f'temperature must be above 0, got {temperature}')
     keep = torch.ones_like(values, dtype=torch.bool) if keep is None else keep
@@ -88,13 +73,7 @@ def value_smoothing(
     alpha,  # α >= 1, the most that a group can count; 1: every group counts once
 ):
     """Shrink N places to a weight ω = α − (α − 1)/N (VSPO eq. 21), 0 at N = 0: float, or a tensor like count.
-    Raises ValueError on α < 1 and on a count that is no count.
-
-    Parameters
-    ----------
-    count : N, times the group stands in the batch, its own place included: int, or a tensor of them
-    alpha : α >= 1, the most that a group can count; 1: every group counts once
-    """
+    Raises ValueError on α < 1 and on a count that is no count."""
     if not 1 <= alpha < math.inf:
         raise ValueError(f'alpha must be a number of at least 1, got {alpha}; for no smoothing set clip=False')
     n = count if isinstance(count, torch.Tensor) else torch.tensor(count, dtype=torch.float64)
@@ -116,15 +95,13 @@ def vspo_weights(
     """Drop silent groups and give their places to others by weight (VSPO eqs. 16-21): weights ω and places N, (B,).
     ΣN = B; all 1 if no group or every group is silent. Raises ValueError if G < 2 and on settings out of range.
 
-    Parameters
-    ----------
-    rewards : (B, G) scalar outcomes; NaN: missing
-    temperature : T > 0 of the draw by value
-    alpha : α >= 1 of the smoothing
-    eps : groups with a smaller variance are dropped
-    generator : torch.Generator, the same on every rank; None: torch's own
-    sampling : how free places are drawn: 'value', 'random', 'none' (no group is dropped: GRPO)
-    clip : smooth the weights (eq. 21); False: ω = N
+    rewards: (B, G) outcomes; NaN: missing
+    temperature: float > 0
+    alpha: float >= 1
+    eps: float >= 0, least variance of a group
+    generator: torch.Generator; None: torch's own
+    sampling: 'value', 'random' or 'none'
+    clip: bool, whether weights are smoothed
     """
     if sampling not in ('value', 'random', 'none'):
         raise ValueError(f"sampling is 'value', 'random' or 'none', got {sampling!r}")
@@ -170,19 +147,7 @@ def kept_and_weights(
 ):
     """Choose groups, and give the ω by which the advantages of their trajectories are multiplied (VSPO eqs. 6, 20-21).
     The mean of the loss goes over the places of the whole batch. List of positions among the sorted groups, and ω
-    (n,), 0 for a missing member. Raises ValueError if no group has two members.
-
-    Parameters
-    ----------
-    rewards : (N,) scalar outcomes; NaN: missing
-    groups : (N,) integer, group of each trajectory; groups may differ in size
-    temperature : T > 0 of the draw by value
-    alpha : α >= 1 of the smoothing
-    eps : groups with a smaller variance are dropped
-    generator : torch.Generator, the same on every rank; None: torch's own
-    sampling : how free places are drawn: 'value', 'random', 'none'
-    clip : smooth the weights (eq. 21); False: ω = N
-    """
+    (n,), 0 for a missing member. Raises ValueError if no group has two members."""
     table, index = _by_group(rewards, groups)
     weights, counts = vspo_weights(table, temperature, alpha, eps, generator, sampling, clip)
     return (counts > 0).nonzero()[:, 0].tolist(), _of_members(weights, counts, rewards, index)

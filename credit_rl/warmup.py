@@ -39,13 +39,7 @@ def tiers(
     metric='em',  # outcome, see outcome_rewards; 1 is right
 ):
     """Sort questions by what the policy knows without tools (CARL appendix C): (B,) long, 2 if any rollout is right,
-    else 1.
-
-    Parameters
-    ----------
-    groups : list of Group, no-tool rollouts of each question
-    metric : outcome, see outcome_rewards; 1 is right
-    """
+    else 1."""
     right = [outcome_rewards([g], metric).max() == 1 for g in groups]
     return torch.tensor([2 if r else 1 for r in right])
 
@@ -56,15 +50,7 @@ def cluster_questions(
     seed=0,
     embed=None,  # function list of str -> (B, d) array; None: TF-IDF of the words
 ):
-    """Cluster questions by k-means (CARL appendix C): list of B ints in [0, k). Raises ImportError without
-    scikit-learn.
-
-    Parameters
-    ----------
-    texts : list of str
-    k : clusters; CARL: 50, and 30 for GSM8K
-    embed : function list of str -> (B, d) array; None: TF-IDF of the words
-    """
+    "Cluster questions by k-means (CARL appendix C): list of B ints in [0, k). Raises ImportError without scikit-learn."
     try:
         from sklearn.cluster import KMeans
         from sklearn.feature_extraction.text import TfidfVectorizer
@@ -79,13 +65,7 @@ def draw_evenly(
     n,         # items wanted, at most B
     seed=0,
 ):
-    """Draw items round by round, one of each cluster that has any left (CARL appendix C): list of n indices.
-
-    Parameters
-    ----------
-    clusters : list of B ints, cluster of each item
-    n : items wanted, at most B
-    """
+    "Draw items round by round, one of each cluster that has any left (CARL appendix C): list of n indices."
     if not 0 <= n <= len(clusters): raise ValueError(f'wanted 0 to {len(clusters)} items, got {n}')
     rng, piles = random.Random(seed), {}
     for i, c in enumerate(clusters): piles.setdefault(c, []).append(i)
@@ -140,16 +120,7 @@ def gate(
     returns,     # as many outcomes
 ):
     """Examine a critic on held-out rollouts (CARL appendix C): `GateReport`.
-    Raises ValueError on tiers other than 1 and 2 and on pairs that are not (P, 2) with 0 or 1.
-
-    Parameters
-    ----------
-    values_s0 : (Q,) the critic's value of each question's prompt
-    tier : (Q,) long, 1 or 2
-    sign_pairs : (P, 2) change of V at assimilate, and 1 if the context kept the gold that was shown, 0 if it lost it
-    values : values of all held-out states, any shape
-    returns : as many outcomes
-    """
+    Raises ValueError on tiers other than 1 and 2 and on pairs that are not (P, 2) with 0 or 1."""
     tier, pairs = torch.as_tensor(tier), torch.as_tensor(sign_pairs, dtype=torch.float64).reshape(-1, 2)
     if not ((tier == 1) | (tier == 2)).all(): raise ValueError(f'tier must be 1 or 2, got {tier.unique().tolist()}')
     change, kept = pairs.unbind(1)
@@ -179,14 +150,7 @@ def make_pairs(
     metric='em',  # outcome, see outcome_rewards
 ):
     """Collect the states before all segments with their rollouts' outcomes (CARL section 3.3): `Pairs`. Raises
-    ValueError unless there is one bucket a group.
-
-    Parameters
-    ----------
-    groups : list of Group
-    buckets : (B,) long, bucket of each group
-    metric : outcome, see outcome_rewards
-    """
+    ValueError unless there is one bucket a group."""
     if len(buckets) != len(groups):
         raise ValueError(f'wanted a bucket for each of {len(groups)} groups, got {len(buckets)}')
     layout, outcome = pack(groups), outcome_rewards(groups, metric)
@@ -203,14 +167,7 @@ def draw_pairs(
     n,          # pairs wanted
     generator,  # torch.Generator
 ):
-    """Draw pairs, uniformly over buckets and inside each (CARL appendix C): (n,) long, with replacement.
-
-    Parameters
-    ----------
-    buckets : (P,) long
-    n : pairs wanted
-    generator : torch.Generator
-    """
+    "Draw pairs, uniformly over buckets and inside each (CARL appendix C): (n,) long, with replacement."
     kinds, place, size = buckets.unique(return_inverse=True, return_counts=True)
     order, before = place.argsort(stable=True), size.cumsum(0) - size
     kind = torch.randint(len(kinds), (n,), generator=generator)
@@ -222,13 +179,7 @@ def gold_shown(
     protocol=PROTOCOLS['carl'], # says what of a segment is its context
 ):
     """Assimilate segments that were shown the gold and are not the last: list of (place, whether the context kept it).
-    What is written around the context is gone, so it counts for nothing, and so does a note that was lost.
-
-    Parameters
-    ----------
-    trajectory : a rollout in segments
-    protocol : says what of a segment is its context
-    """
+    What is written around the context is gone, so it counts for nothing, and so does a note that was lost."""
     turns, golds = trajectory.turns, trajectory.question.answers
     holds = lambda texts: first_occurrence([texts], golds) is not None
     shown = [k for k in range(1, len(turns) - 1)
@@ -241,13 +192,7 @@ def sign_pairs(
     values,  # (N, S) the critic's value at the start of each segment, NaN where there is none
 ):
     """Pair the change of V across each assimilate segment that was shown the gold with whether it kept it (CARL
-    appendix I): (P, 2).
-
-    Parameters
-    ----------
-    groups : list of Group, rollouts in segments
-    values : (N, S) the critic's value at the start of each segment, NaN where there is none
-    """
+    appendix I): (P, 2)."""
     played = [t for g in groups for t in g.trajectories]
     out = [[values[i, k + 1].item() - values[i, k].item(), float(kept)]
            for i, t in enumerate(played)
@@ -261,14 +206,7 @@ def segment_statistics(
     values=None,  # (R, T) the critic's, before each token that it values; None: there is none
 ):
     """What to log of a step's segments: tool_rate, context_tokens, and with a critic value_start, sign_kept, sign_lost
-    (CARL appendices E and I), NaN where there is nothing.
-
-    Parameters
-    ----------
-    groups : list of Group, rollouts in segments
-    layout : of all of them
-    values : (R, T) the critic's, before each token that it values; None: there is none
-    """
+    (CARL appendices E and I), NaN where there is nothing."""
     played = [t for g in groups for t in g.trajectories]
     mean = lambda x: sum(x) / len(x) if x else math.nan
     lengths = [len(turn.action_ids) for t in played for turn in t.turns if turn.kind == 'assimilate']
@@ -287,15 +225,7 @@ def gate_again(
     table,        # (N, S) the critic's value at the start of each segment, NaN where there is none
     metric='em',  # outcome, see outcome_rewards
 ):
-    """Examine a critic on what the policy does as it is now: `GateReport`.
-
-    Parameters
-    ----------
-    groups : list of Group, that a policy played by itself
-    tier : (B,) tier of each group's question, 1 or 2; 0: not known, so its V(s_0) is not ranked
-    table : (N, S) the critic's value at the start of each segment, NaN where there is none
-    metric : outcome, see outcome_rewards
-    """
+    "Examine a critic on what the policy does as it is now: `GateReport`."
     mask, index = index_groups(groups)
     outcome, own = outcome_rewards(groups, metric)[:, None].expand(mask.shape), torch.as_tensor(tier)[index]
     counted, ranked = mask & table.isfinite() & outcome.isfinite(), (own > 0) & table[:, 0].isfinite()
@@ -309,16 +239,7 @@ def context_values(
     contexts,          # list of P lists of ids
     row_tokens=4096,   # most padded tokens in a forward
 ):
-    """Read a critic at the end of contexts, each once, in batches of similar length: (P,), with gradient where it is
-    on.
-
-    Parameters
-    ----------
-    model : Hugging Face causal model
-    head : module, (n, d) → (n,)
-    contexts : list of P lists of ids
-    row_tokens : most padded tokens in a forward
-    """
+    "Read a critic at the end of contexts, each once, in batches of similar length: (P,), with gradient where it is on."
     order = sorted(range(len(contexts)), key=lambda i: len(contexts[i]))
     values, start = [None] * len(contexts), 0
     device = next(model.parameters()).device
@@ -368,18 +289,7 @@ def critic_learner(
     at='turns',       # where the critic will be read, and is taught: 'turns' or 'tokens', see Critic
 ):
     """Make a learner that teaches a critic on the policy's backbone, and nothing else. The output layer's weights, and
-    embeddings tied to them, are frozen.
-
-    Parameters
-    ----------
-    model : Hugging Face causal model, its backbone trained in place
-    head : CompetenceHead or LinearHead, trained in place
-    how : WarmUp
-    frozen : a reference, where the policy's drift from it is to be measured
-    temperature : that rollouts are sampled at
-    backend : as of Learner; None: plain
-    at : where the critic will be read, and is taught: 'turns' or 'tokens', see Critic
-    """
+    embeddings tied to them, are frozen."""
     model.requires_grad_(bool(how.backbone_rate))
     model.get_output_embeddings().weight.requires_grad_(False)
     optimiser = Optimiser(how.backbone_rate, how.head_rate, (.9, .999), .01, how.clip, how.rise, minibatches=1,
@@ -427,17 +337,7 @@ def warm_up(
     kept=None,  # such a dict, to go on from with a learner that was restored to that step
 ):
     """Teach a critic until it passes (CARL section 3.3, appendix C): list of (step, GateReport). Raises GateFailed if
-    it never does, unless it need not, and BadStep.
-
-    Parameters
-    ----------
-    learner : see critic_learner
-    pairs : Pairs
-    examine : function () -> GateReport, on held-out rollouts, of the critic as it is
-    say : function called with a line of text at each examination
-    keep : function called after each examination with a dict of what, besides the learner, the next step depends on
-    kept : such a dict, to go on from with a learner that was restored to that step
-    """
+    it never does, unless it need not, and BadStep."""
     generator, history = torch.Generator().manual_seed(how.seed), []
     def sit(step, loss):
         history.append((step, examine()))
@@ -465,13 +365,7 @@ def prompted(
 ):
     """The same environment under another of CARL's system prompts (CARL appendix C), in the words of its file
     where one is set. Raises ValueError where there is
-    none.
-
-    Parameters
-    ----------
-    env : Environment of one of CARL's protocols
-    mode : 'direct', 'forced', 'optional', 'multi-hop'
-    """
+    none."""
     chat, name = env.chat, env.chat.protocol.name
     root = next((r for r in ('carl-tiny', 'carl') if name.startswith(r)), None)
     wanted = root if mode == 'optional' else f'{root}-{mode}'
@@ -502,13 +396,7 @@ def searching(
     env,        # Environment whose tool runs programs
     retriever,  # has search(queries, k)
 ):
-    """The same environment with another search inside its programs; one that cannot search stays as it is.
-
-    Parameters
-    ----------
-    env : Environment whose tool runs programs
-    retriever : has search(queries, k)
-    """
+    "The same environment with another search inside its programs; one that cannot search stays as it is."
     tool, old = env.tool, env.tool and env.tool.search
     if old is None: return env
     search = SearchTool(retriever, old.k, old.max_tokens, old.count_tokens, old.seconds, old.render, old.empty,
@@ -588,12 +476,7 @@ def read_tiers(path):
 
 # %% ../nbs/4_learning/54_warmup.ipynb #15f2f736
 def forced_rollouts(folder):  # of a warm-up
-    """Rollouts with a demanded call that a critic was taught on: (list of Group, one rollout each, (N,) their buckets).
-
-    Parameters
-    ----------
-    folder : of a warm-up
-    """
+    "Rollouts with a demanded call that a critic was taught on: (list of Group, one rollout each, (N,) their buckets)."
     data = read_collected(Path(folder)/'rollouts-train.jsonl.gz')
     forced = [i for i, prompt in enumerate(data.prompts) if prompt == 'forced']
     if not forced: raise ValueError(f'{folder} holds no rollouts with a demanded call, so there is nothing to replay')
@@ -622,15 +505,7 @@ def choose_questions(
     embed=None, # as for cluster_questions
 ):
     """Draw so many questions of each tier, evenly over clusters, or (random) as many of any: list of indices. A tier
-    that has no more than are wanted is taken whole.
-
-    Parameters
-    ----------
-    questions : list of Q Question
-    tier : (Q,) long
-    how : CollectionPlan
-    embed : as for cluster_questions
-    """
+    that has no more than are wanted is taken whole."""
     if how.collected == 'random':
         return sorted(random.Random(how.seed).sample(range(len(questions)), min(sum(how.wanted), len(questions))))
     clusters, out = _clusters(questions, how, embed), []
@@ -645,14 +520,7 @@ def obedience(
     called,   # list of N bool, whether it called a tool
     tiers,    # list of N ints, the tier of its question
 ):
-    """Say how often a call follows the prompt that asks for one: a line of text.
-
-    Parameters
-    ----------
-    prompts : list of N str, the prompt of each rollout
-    called : list of N bool, whether it called a tool
-    tiers : list of N ints, the tier of its question
-    """
+    "Say how often a call follows the prompt that asks for one: a line of text."
     did = [[c for p, c, t in zip(prompts, called, tiers) if p == 'forced' and t == tier] for tier in (1, 2)]
     shares = [f'{sum(x) / len(x):.0%} of rollouts of Tier {tier}' for tier, x in zip((1, 2), did) if x]
     return f'told to call, it does in {" and ".join(shares)}; a rollout counts as what it is, not as what it was told'
@@ -681,17 +549,7 @@ def collect(
     say=lambda line: None,  # function called with a line of text
 ):
     """Sort questions into tiers and play those that are chosen under every prompt (CARL appendix C): `WarmupRollouts`.
-    Raises ValueError where a tier is empty.
-
-    Parameters
-    ----------
-    player : Sampler
-    env : Environment with the prompt of the training to come
-    questions : list of Question
-    other : Environment that searches elsewhere, for the other share; None: all search in `env`
-    embed : as for cluster_questions
-    say : function called with a line of text
-    """
+    Raises ValueError where a tier is empty."""
     tier = tiers(player.play(prompted(env, 'direct'), questions, how.tries, 'tiers', how.seed), how.metric)
     found = [int((tier == t).sum()) for t in (1, 2)]
     say(f'{len(questions)} questions: {found[1]} that it knows (Tier 2), {found[0]} that it does not (Tier 1)')
@@ -721,16 +579,7 @@ def collect(
 
 # %% ../nbs/4_learning/54_warmup.ipynb #c067
 class Examination:
-    """The gate's three questions on held-out rollouts, ready to be asked of any critic.
-
-    Parameters
-    ----------
-    data : WarmupRollouts, of held-out questions
-    env : Environment with the prompt of the training to come
-    metric : outcome, see outcome_rewards
-    row_tokens : padded tokens in a forward
-    ranks : that share the states which a model with a head reads
-    """
+    "The gate's three questions on held-out rollouts, ready to be asked of any critic."
     def __init__(
         self,
         data,              # WarmupRollouts, of held-out questions

@@ -19,13 +19,7 @@ from .view import show_rollout, telling_group
 
 # %% ../nbs/machinery/79_watch.ipynb #c006
 class NewestRollouts:
-    """The last rollouts in a growing turns.jsonl.gz, of which each look reads what is new.
-
-    Parameters
-    ----------
-    folder : of a run, there or not yet
-    most : rollouts
-    """
+    "The last rollouts in a growing turns.jsonl.gz, of which each look reads what is new."
     def __init__(self, folder,  # of a run, there or not yet
                  most=64):      # rollouts
         self.path, self.end, self.lines = Path(folder)/'turns.jsonl.gz', 0, deque(maxlen=most)
@@ -133,14 +127,7 @@ def read_status(
     newest=None,   # NewestRollouts of it; None: they are read from the start
     now=None,      # seconds since 1970; None: the clock
 ):
-    """What a run's folder tells now: `Status`. A file that is damaged is said in its line.
-
-    Parameters
-    ----------
-    folder : of a run, there or not yet
-    newest : NewestRollouts of it; None: they are read from the start
-    now : seconds since 1970; None: the clock
-    """
+    "What a run's folder tells now: `Status`. A file that is damaged is said in its line."
     folder, now = Path(folder), time.time() if now is None else now
     params, metrics, rollouts, summary, trouble = {}, {}, [], None, ''
     try:
@@ -173,14 +160,7 @@ def plot(
     width=30,   # characters
     height=4,   # lines
 ):
-    """Draw a curve in characters of Braille, from its least to its largest value: list of `height` str.
-
-    Parameters
-    ----------
-    values : list of floats, evenly spaced; NaN: nothing is known there, and a line goes on to the next
-    width : characters
-    height : lines
-    """
+    "Draw a curve in characters of Braille, from its least to its largest value: list of `height` str."
     values = [v if math.isfinite(v) else math.nan for v in values]
     known = [v for v in values if v == v]
     if not known: return [' ' * width] * height
@@ -232,14 +212,7 @@ def screen(
     width=100,   # characters
     height=40,   # lines, at most
 ):
-    """What is shown of a run: list of at most `height` lines of at most `width` characters.
-
-    Parameters
-    ----------
-    status : Status
-    width : characters
-    height : lines, at most
-    """
+    "What is shown of a run: list of at most `height` lines of at most `width` characters."
     method, seed = status.params.get('method'), status.params.get('seed')
     name = f'{status.folder}' + (f' · {method}' if method else '') + ('' if seed is None else f', seed {seed}')
     head = [name, *textwrap.wrap(clean(status.line), width), '']
@@ -256,14 +229,7 @@ def follow(
     every=2.,          # seconds between two looks
     sleep=time.sleep,  # waits so many seconds
 ):
-    """Look at a run again and again, until it has ended or died: yields `Status`.
-
-    Parameters
-    ----------
-    folder : of a run, there or not yet
-    every : seconds between two looks
-    sleep : waits so many seconds
-    """
+    "Look at a run again and again, until it has ended or died: yields `Status`."
     newest = NewestRollouts(folder)
     while True:
         status = read_status(folder, newest)
@@ -277,15 +243,7 @@ def watch(
     once=False,  # True: one look
     out=None,    # text stream; None: the standard output. What is no terminal gets one look
 ):
-    """Show a run in a terminal while it goes on, redrawn in place: returns the last `Status`.
-
-    Parameters
-    ----------
-    folder : of a run, there or not yet
-    every : seconds between two looks
-    once : True: one look
-    out : text stream; None: the standard output. What is no terminal gets one look
-    """
+    "Show a run in a terminal while it goes on, redrawn in place: returns the last `Status`."
     out = sys.stdout if out is None else out
     still = once or not out.isatty()
     for status in follow(folder, every):
@@ -302,14 +260,7 @@ def watch_figure(
     every=5.,           # seconds between two looks
     sleep=time.sleep,   # waits so many seconds
 ):
-    """Show a run in a notebook while it goes on, its figure and newest rollout redrawn in place: the last `Status`.
-
-    Parameters
-    ----------
-    folder : of a run, there or not yet
-    every : seconds between two looks
-    sleep : waits so many seconds
-    """
+    "Show a run in a notebook while it goes on, its figure and newest rollout redrawn in place: the last `Status`."
     from IPython.display import HTML, display
     name, *parts = [display(HTML(''), display_id=True) for _ in range(3)]
     seen = None
@@ -328,12 +279,7 @@ def watch_figure(
 # %% ../nbs/machinery/79_watch.ipynb #c027
 def main(arguments=None):  # list of str; None: the command line's
     """`credit-rl watch RUN`: show a run while it goes on. Returns the exit code: 1 where it died or fell
-    silent, 0 else, and where one stops to watch.
-
-    Parameters
-    ----------
-    arguments : list of str; None: the command line's
-    """
+    silent, 0 else, and where one stops to watch."""
     parser = make_parser('credit_rl.watch', 'Show a run while it goes on: how far it is, curves, newest rollouts.')
     parser.add_argument('run', help='folder of a run, there or not yet')
     parser.add_argument('--every', type=float, default=2., help='seconds between two looks')

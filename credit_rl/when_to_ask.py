@@ -39,14 +39,7 @@ def asking_values(
     """What asking and answering at once are worth: DataFrame, rows 'known' and 'unknown', with `questions`, `ask rate`
     (of rollouts that do either) and its standard error over questions, `ask` and `answer` (means over questions of the
     outcome after that beginning), `both` (questions that met both), and on these `delta`, answer less ask, with its
-    95 % interval. NaN: not measured.
-
-    Parameters
-    ----------
-    groups : list of Group, several attempts at each question, sampled with the choice left open
-    known : as many booleans
-    metric : outcome, see outcome_rewards
-    """
+    95 % interval. NaN: not measured."""
     import pandas as pd
     rows, mean = {}, lambda x: sum(x) / len(x) if x else math.nan
     for name, of in (('known', True), ('unknown', False)):
@@ -73,16 +66,7 @@ def value_bias(
     known,     # P booleans: whether that is known
 ):
     """A critic's bias by tier and kind of state: DataFrame with `states`, mean `value` and `outcome`, `bias`, and its
-    standard `error` over questions, NaN of one question.
-
-    Parameters
-    ----------
-    values : list of P numbers, a critic's values of states
-    outcomes : P outcomes of the rollouts that the states are from
-    kinds : P str: where each state stands
-    asked : P str: the question it belongs to
-    known : P booleans: whether that is known
-    """
+    standard `error` over questions, NaN of one question."""
     import pandas as pd
     table = pd.DataFrame({'value': values, 'outcome': outcomes, 'kind': kinds, 'asked': asked,
                           'tier': ['known' if k else 'unknown' for k in known]})
@@ -121,14 +105,7 @@ def form_auc(
 ):
     """How well the form alone tells known from unknown: AUC of 'logistic' regression and of 'trees', means over folds
     of questions that they did not learn from; twins (`ask_twins`) are never parted. NaN where all or none are known.
-    Raises ImportError without scikit-learn, ValueError on one question alone.
-
-    Parameters
-    ----------
-    questions : list of Q Question
-    known : Q booleans: whether each is known
-    folds : fewer where there are fewer questions
-    """
+    Raises ImportError without scikit-learn, ValueError on one question alone."""
     try:
         from sklearn.ensemble import HistGradientBoostingClassifier
         from sklearn.feature_extraction import DictVectorizer
@@ -155,14 +132,7 @@ def asking_says(
     bias=None,  # DataFrame of value_bias; None: there is no critic
     form=None,  # dict of form_auc; None: not measured
 ):
-    """Say whether a rule can learn here when to ask: str.
-
-    Parameters
-    ----------
-    asking : DataFrame of asking_values
-    bias : DataFrame of value_bias; None: there is no critic
-    form : dict of form_auc; None: not measured
-    """
+    "Say whether a rule can learn here when to ask: str."
     a, b = asking.loc['known'], asking.loc['unknown']
     between = lambda r: f'{r.delta:+.2f} ({r.low:+.2f} to {r.high:+.2f})'
     if math.isnan(a.low): says = ['Too few known questions were both asked about and answered at once to measure what '
@@ -220,13 +190,7 @@ def run_asking(
     say=print, # function called with lines of text
 ):
     """Find out whether asking can be learned: writes `asking.json` into the run's folder. Returns (sentence, asking,
-    bias or None, form). Raises ValueError on a protocol that leaves no choice, FolderInUse.
-
-    Parameters
-    ----------
-    config : Config of the training to come, by a protocol that leaves the choice
-    say : function called with lines of text
-    """
+    bias or None, form). Raises ValueError on a protocol that leaves no choice, FolderInUse."""
     if not (config.protocol or '').startswith('carl'):
         raise ValueError(f"wanted a protocol that leaves the choice, 'carl' or 'carl-tiny', got {config.protocol!r}")
     with writing(config.run) as folder:
@@ -258,14 +222,7 @@ def asking_settings(
     seeds=None,   # list of int; None: the settings' own
     worlds=None,  # names of the worlds that are wanted; None: all
 ):
-    """Settings of each question to be put, by world and seed: list of dict, each with a folder of its own.
-
-    Parameters
-    ----------
-    settings : dict: of a run, perhaps with `worlds`, and `methods`, which count for nothing here
-    seeds : list of int; None: the settings' own
-    worlds : names of the worlds that are wanted; None: all
-    """
+    "Settings of each question to be put, by world and seed: list of dict, each with a folder of its own."
     shared = {'run': _COURSE.run, **{k: v for k, v in settings.items() if k not in ('worlds', 'methods')}}
     out = []
     for world, more in each_world(settings, worlds).items():
@@ -310,12 +267,7 @@ def read_asking(folder):  # of answers to `credit-rl asking`
     """What was found before training: DataFrame, a row for each `asking.json`, by world and seed. `delta`, `low` and
     `high` of known questions, `tells` by how much more it asks for the rest, `unknown` the delta of these; `bias` and
     its `error` at the start of known ones; `form`, the better AUC. NaN: not measured. Raises FileNotFoundError where
-    there is none.
-
-    Parameters
-    ----------
-    folder : of answers to `credit-rl asking`
-    """
+    there is none."""
     import pandas as pd
     rows, number = {}, lambda x: math.nan if x is None else x
     for path in sorted(Path(folder).glob('**/asking.json')):

@@ -20,12 +20,7 @@ from .trajectory import Group
 
 # %% ../nbs/experiments/49_which_rule.ipynb #w4905
 def count_answers(groups):  # list of Group: all rollouts of one question each
-    """Count what rollouts came to, by question: list of dict with attempts, right, shown, turns, answered.
-
-    Parameters
-    ----------
-    groups : list of Group: all rollouts of one question each
-    """
+    "Count what rollouts came to, by question: list of dict with attempts, right, shown, turns, answered."
     right, shown, out, at = outcome_rewards(groups, 'em'), first_turns(groups) >= 0, [], 0
     for g in groups:
         mine, q = slice(at, at := at + len(g.trajectories)), g.question
@@ -49,15 +44,7 @@ def gains_over(
 ):
     """Differences of rules on the same questions: DataFrame, a row a pair, with both means, the difference, its 95 %
     interval (Student, over questions), p after Holm, a verdict, and the difference that would be found four times of
-    five. Raises ValueError on a rule without answers.
-
-    Parameters
-    ----------
-    answers : DataFrame: rule, seed, how, question, and what `count_answers` counts
-    pairs : list of (rule, other)
-    how : or 'greedy'
-    what : or 'shown', 'turns', 'answered'
-    """
+    five. Raises ValueError on a rule without answers."""
     import pandas as pd
     shares, rows = _shares(answers, how, what), []
     for name in {name for pair in pairs for name in pair} - set(shares):
@@ -75,12 +62,7 @@ def gains_over(
 # %% ../nbs/experiments/49_which_rule.ipynb #w4914
 def counted_answers(folders):  # dict (rule, seed) -> list of folders of evaluations
     """What evaluations answered, counted by question; greedy and sampled ones apart: DataFrame for `gains_over`. Raises
-    FileNotFoundError on a folder that is none.
-
-    Parameters
-    ----------
-    folders : dict (rule, seed) -> list of folders of evaluations
-    """
+    FileNotFoundError on a folder that is none."""
     import pandas as pd
     rows = []
     for (rule, seed), places in folders.items():
@@ -94,12 +76,7 @@ def counted_answers(folders):  # dict (rule, seed) -> list of folders of evaluat
     return pd.DataFrame(rows)
 
 def main(arguments=None):  # list of str; None: the command line's
-    """`python -m credit_rl.which_rule FILE RULE:SEED=FOLDER[,FOLDER…] …`: count what evaluations answered.
-
-    Parameters
-    ----------
-    arguments : list of str; None: the command line's
-    """
+    "`python -m credit_rl.which_rule FILE RULE:SEED=FOLDER[,FOLDER…] …`: count what evaluations answered."
     parser = make_parser('credit_rl.which_rule', 'Count what evaluations of several rules answered, by question.')
     parser.add_argument('file', help='CSV file to write')
     parser.add_argument('folders', nargs='+', metavar='RULE:SEED=FOLDER', help='evaluations, with commas between')

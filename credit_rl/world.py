@@ -225,19 +225,7 @@ def make_world(
     parametric=0.0,  # share of questions whose facts are listed in `known`, for a warm start to teach
     competence=Competence(),  # famous facts and calculations that are asked besides
 ) -> World:
-    """Make a world. Raises ValueError on arguments that no world satisfies.
-
-    Parameters
-    ----------
-    split : 'train', 'dev' or 'test': worlds of different splits share no entity
-    seed : everything is deterministic in it
-    size : number of entities, each with a page
-    questions : number of questions
-    hops : dealt out evenly over the questions
-    mirrors : share of entities that are mirror-named distractors, in [0, 0.4]
-    parametric : share of questions whose facts are listed in `known`, for a warm start to teach
-    competence : famous facts and calculations that are asked besides
-    """
+    "Make a world. Raises ValueError on arguments that no world satisfies."
     if split not in SPLITS: raise ValueError(f'split must be one of {SPLITS}, got {split!r}')
     if size < 50: raise ValueError(f'size must be at least 50 entities, got {size}')
     if not 0 <= mirrors <= 0.4: raise ValueError(f'mirrors must be in [0, 0.4], got {mirrors}')
@@ -272,14 +260,7 @@ def reachable(
     search,        # function: query text -> list of page texts
 ) -> bool:
     """Tell whether a perfect agent could still answer from here. A calculation beyond the table takes one call, as
-    long as no observation holds its result.
-
-    Parameters
-    ----------
-    observations : texts the agent has seen so far
-    calls_left : number of tool calls it may still make
-    search : function: query text -> list of page texts
-    """
+    long as no observation holds its result."""
     if 'arithmetic' in question.meta:
         return question.meta['parametric'] or calls_left > 0 or question.answers[0] in ' '.join(observations).split()
     missing = missing_facts(world, question, observations)
@@ -388,12 +369,7 @@ def withdraw_pages(
     share,  # of the questions, in [0, 1): at least so many need a page that is withdrawn
 ):
     """Take pages out of the encyclopedia until a share of its questions can't be answered, which their `meta` says as
-    'hopeless'. Raises ValueError on another share, and where memory answers too many.
-
-    Parameters
-    ----------
-    share : of the questions, in [0, 1): at least so many need a page that is withdrawn
-    """
+    'hopeless'. Raises ValueError on another share, and where memory answers too many."""
     if not 0 <= share < 1: raise ValueError(f'hopeless is a share of the questions, in [0, 1), got {share}')
     needed, hopeless, gone = {}, set(), set()
     for i, q in enumerate(world.questions):
@@ -420,16 +396,7 @@ def world_of(
     seed,       # where the settings name none
     questions,  # as for make_world
 ):
-    """Make a world from flat settings. Raises ValueError on values that no world satisfies.
-
-    Parameters
-    ----------
-    settings : dict as parameter files write it: make_world's size, hops, mirrors, parametric; Competence's famous,
-        famous_relations, easy, hard; and parts, two_pages, twins, hopeless, nothing, sibling, lost; and seed
-    split : as for make_world
-    seed : where the settings name none
-    questions : as for make_world
-    """
+    "Make a world from flat settings. Raises ValueError on values that no world satisfies."
     names = {'famous': 'famous', 'famous_relations': 'relations', 'easy': 'easy', 'hard': 'hard'}
     competence = Competence(**{names[k]: v for k, v in settings.items() if k in names})
     rest = {k: v for k, v in settings.items() if k not in names}

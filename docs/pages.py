@@ -4,12 +4,12 @@ import importlib
 import inspect
 import re
 import shlex
-import textwrap
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pandas as pd
 import yaml
+from fastcore.docments import docments
 
 from credit_rl import parameters, settings
 from credit_rl.audit import AuditChoice
@@ -340,21 +340,16 @@ def _plain(text):
     return re.sub(r'([*_<|])', r'\\\1', text)
 
 
-def _documented(doc):
-    "A docstring as Markdown, what it says of arguments as a list."
-    text, *said = re.split(r'\n\n(?:Parameters\n-+|Arguments:)\n', inspect.cleandoc(doc or ''))
-    about = re.findall(r'^(\S.*?) ?: (.*(?:\n    .*)*)', textwrap.dedent('\n'.join(said)), re.M)
-    lines = [f'- `{name}`: {_plain(" ".join(what.split()))}' for name, what in about]
-    return '\n\n'.join(p for p in [_plain(text), '\n'.join(lines)] if p)
-
-
 def name_entry(name, module):  # module: ModuleType
-    "What the page says of one name: signature, docstring, arguments."
+    "What the page says of one name: signature, docstring, and of the arguments what the comments beside them say."
     thing = getattr(module, name)
     if not callable(thing): return f'### {name}\n\n`{type(thing).__name__}` of {len(thing)}: {", ".join(thing)}'
     signature = str(inspect.signature(thing))
     if len(signature) > 100: signature = '(\n    ' + signature[1:].replace(', ', ',\n    ').replace(')', ',\n)', 1)
-    return f'### {name}\n\n```python\n{name}{signature}\n```\n\n{_documented(thing.__doc__)}'
+    about = {} if thing is settings.Config else docments(thing, returns=False)   # settings have a page of their own
+    lines = [f'- `{argument}`: {_plain(" ".join(text.split()))}' for argument, text in about.items() if text]
+    text = _plain(inspect.getdoc(thing).split('\n\n')[0])
+    return '\n\n'.join([f'### {name}', f'```python\n{name}{signature}\n```', text, '\n'.join(lines)]).strip()
 
 
 def api_page(homes):  # dict name -> name of the module that it lives in

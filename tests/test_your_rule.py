@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-COPIED = ('nbs', 'credit_rl', 'docs/export.py', 'data/tiny_base', 'runs/params', 'settings.ini', 'setup.py',
+COPIED = ('nbs', 'credit_rl', 'data/tiny_base', 'runs/params', 'settings.ini', 'setup.py',
           'pyproject.toml', 'README.md', 'LICENSE')
 SECONDS = 300   # for each command, on a machine with company
 

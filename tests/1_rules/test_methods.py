@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from credit_rl.engine import HFEngine, ScriptedEngine
-from credit_rl.folr import first_turns, tspo_advantages
+from credit_rl.folr import first_turns, folr_rewards, tspo_advantages
 from credit_rl.information_gain import igpo_advantages, with_outcome
 from credit_rl.layout import pack
 from credit_rl.learner import FrozenModels, Learner, Optimiser, PlainBackend, make_critic
@@ -29,7 +29,7 @@ from credit_rl.settings import check, make_config, settings_of
 from credit_rl.setup import Setup
 from credit_rl.tiny import NOISY, act, tiny_environment
 from credit_rl.train import Run, train_step
-from credit_rl.trajectory import example_group, Group
+from credit_rl.trajectory import example_group, Group, Result
 from credit_rl.true_credit import continuation_values
 from credit_rl.vspo import task_values, vspo_weights
 from credit_rl.world import make_world
@@ -219,7 +219,9 @@ def test_every_rule_takes_the_outcome_of_igpo_or_of_prs_by_name(world, name):
     of = lambda method: method.text_rewards(groups)['outcome']
     igpo, plain = of(bind(METHODS['igpo-f1'], {})), of(METHODS['grpo'])
     assert not torch.equal(igpo, plain)
-    assert torch.equal(of(bind(row, {'metric': 'f1', 'penalty': -1.})), igpo)
+    if any(r.graded for r in row.rewards):            # which takes grades in [0, 1]
+        with pytest.raises(ValueError, match='penalty'): bind(row, {'metric': 'f1', 'penalty': -1.})
+    else: assert torch.equal(of(bind(row, {'metric': 'f1', 'penalty': -1.})), igpo)
     assert torch.equal(of(bind(row, {'metric': 'em', 'penalty': None})), plain)
     rewards = '+'.join('prs' if r.name == 'outcome' else r.name for r in row.rewards)
     if name == 'carl':                                # whose critic is a chance of success
@@ -234,6 +236,35 @@ def test_tspo_is_what_its_function_says(world):
     by_hand = tspo_advantages(right_answers(groups), first_turns(groups), layout.turn_mask, layout.groups)
     credit = assign(METHODS['tspo'], groups, look=lambda layout, asks: None).credit
     torch.testing.assert_close(credit.advantages, to_tokens(by_hand, layout.token_turns), atol=1e-6, rtol=0)
+
+
+def answers(group, *said):
+    "The same rollouts with other answers in their last turns; None: a malformed call, and no answer."
+    def other(t, text):
+        last = t.turns[-1]
+        if text is None: last = dataclasses.replace(last, action_text='<tool_call>', result=Result.MALFORMED)
+        return dataclasses.replace(t, turns=[*t.turns[:-1], last], answer=text)
+    return Group(group.question, [other(t, text) for t, text in zip(group.trajectories, said)])
+
+
+def test_graded_outcomes_with_folr_by_hand():
+    """F1 of one word of two against one is 2/3: what was shown the gold earns α of the rest up to it; under exact match
+    the rewards are eq. 6's; a broken call of PRS earns -1 in all turns, and a grade out of [0, 1] is refused."""
+    group = answers(example_group(), 'Budapest', 'Budapest city', 'Vienna')
+    def table(spelling, group, **options):
+        rewards = bind(compose(spelling), options).text_rewards([group])
+        return rewards['outcome'][:, None] + rewards['turns']
+    f1 = table('outcome+folr/turns', group, metric='f1', right='em', alpha=.5)
+    torch.testing.assert_close(f1, torch.tensor([[1.] * 4, [5 / 6, 5 / 6, 2 / 3, 2 / 3], [0.] * 4]))
+    torch.testing.assert_close(table('outcome+folr/turns', group, metric='f1', right='f1', alpha=.5), f1)
+    em = table('outcome+folr/turns', group, alpha=.3)
+    assert torch.equal(em, folr_rewards(torch.tensor([1., 0, 0]), torch.tensor([1, 1, -1]), em > -1, .3))
+    tags = dict(tags=('think', 'tool_call', 'answer'))
+    whole = table('prs+folr/turns', answers(example_group(), 'Budapest', 'Vienna', 'Vienna'), **tags)
+    torch.testing.assert_close(whole, torch.tensor([[2.1] * 4, [2.1, 2.1, 1.1, 1.1], [1.1] * 4]))
+    broken = table('prs+folr/turns', answers(example_group(), 'Budapest', None, 'Vienna'), **tags)
+    torch.testing.assert_close(broken, torch.tensor([[2.1] * 4, [-1.] * 4, [1.1] * 4]))
+    with pytest.raises(ValueError, match='grades'): table('outcome+folr/turns', group, metric=lambda said, golds: 2.)
 
 
 def test_igpo_is_what_its_function_says(world):

@@ -282,13 +282,14 @@ def test_unsmoothed_answers_longer_than_a_short_gold_score_nothing(r, said):
 VERDICTS = {
     'Match': 1, '<Evaluation Rating>: Match': 1, '**Match**': 1, '<Evaluation Rating>: <Match>': 1, '1': 1,
     'It is a mismatch. <Evaluation Rating>: Match\n': 1, 'mismatch': 0, '<Evaluation Rating>:Mismatch.': 0,
-    'Evaluation Rating: [Mismatch]': 0, '0': 0, 'not a match': None, 'no Match': None, 'Match/Mismatch': None,
+    'Evaluation Rating: [Mismatch]': 0, '0': 0, 'not a match': 0, 'no Match': 0, 'Match/Mismatch': None,
     'Matching': None, '<Evaluation Rating>:': None, '': None, None: None, '10': None, '1. The response': None,
     # behind thinking, before a reason, behind a label
     '<think>A match? No.</think>\n\nMismatch': 0, 'It is so.\n</think>\nMatch': 1, '<think>Match': None,
     '<think>Match</think>': None, 'Match\n\nReason: no mismatch is left.': 1, 'Mismatch - it does not match': 0,
     'Mismatch, because they match in no word.': 0, '**Evaluation Rating**: Match\nBoth say so.': 1,
-    'Rating: Mismatch': 0, 'Final verdict: **Match**': 1, 'The response says so.\nMatch': None,
+    'Rating: Mismatch': 0, 'Final verdict: **Match**': 1, 'The response says so.\nMatch': 1,
+    'Match: Mismatch': 0, 'Match: no': 0, '{"match": false}': 0, 'Match: same city': 1,
     '<Evaluation Rating>:\n\nMatch (both name Orvane)': 1, '0.5': None, 'Match or Mismatch': None}
 
 

@@ -305,8 +305,7 @@ def no_proxy(monkeypatch):
     monkeypatch.setenv('NO_PROXY', '*')
 
 
-def count(calls, retries=0, failures=0, unparsable=0):
-    return {'calls': calls, 'retries': retries, 'failures': failures, 'unparsable': unparsable}
+def count(calls, **more): return dict(calls=calls, retries=0, failures=0, unparsable=0, empty=0, cut=0) | more
 
 
 def upper(reply):
@@ -371,7 +370,7 @@ def test_unreadable_replies_are_counted_apart_from_failures():
     with Stub(lambda prompt, attempt: prompt) as stub:
         judge = stub.judge()
         assert judge.ask(['mumble', 'x', ''], [upper, upper, lambda reply: reply or None]) == [None, 'X', None]
-        assert judge.counts == count(3, unparsable=2) and judge.last_error is None
+        assert judge.counts == count(3, unparsable=2, empty=1) and judge.last_error is None
 
 
 @pytest.mark.parametrize('answer', [b'<html>welcome</html>', b'', {'choices': []}, {'choices': [{}]}, {'choices': None},
@@ -395,12 +394,12 @@ def test_an_unparsable_reply_leaves_the_statistics_and_is_counted():
         method = bind(get_method('outcome+judge/calls'), {'judge': stub.judge()})
         batch, without = (assign(method, [Group(g.question, g.trajectories[:n])], look) for n in (3, 2))
         logged = judges.judge_counts(*services(method))
-    assert len(stub.requests) == 3                                              # two of five were answered before
+    assert len(stub.requests) == 3 + 1              # one is asked about again; two of five were answered before
     assert batch.rewards['turns'][2].isnan().any() and batch.credit.trajectory_weight.tolist() == [1, 1, 0]
     width = without.layout.ids.shape[1]
     assert without.credit.advantages.any() and not batch.credit.advantages[2].any()
     assert_close(batch.credit.advantages[:2, :width], without.credit.advantages, atol=1e-6, rtol=0)
-    assert logged == {'judge_calls': 5, 'judge_retries': 0, 'judge_failures': 0, 'judge_unparsable': 1}
+    assert logged == {f'judge_{name}': n for name, n in count(5, unparsable=1).items()}
     assert all(name in METRICS for name in logged)
 
 
@@ -408,7 +407,7 @@ def test_a_completion_without_text_is_an_empty_reply():
     "A model that spent its tokens on reasoning has content null."
     with Stub(lambda prompt, attempt: {'choices': [{'message': {'role': 'assistant', 'content': None}}]}) as stub:
         judge = stub.judge()
-        assert judge.ask(['x'], lambda reply: reply or None) == [None] and judge.counts == count(1, unparsable=1)
+        assert judge.ask(['x'], lambda reply: reply or None) == [None] and judge.counts == count(1, unparsable=1, empty=1)
 
 
 def test_a_judge_that_is_down_is_refused_before_and_counted_during_a_run():
@@ -441,7 +440,7 @@ def test_judge_rewards_from_end_to_end():
     with Stub(lambda prompt, attempt: next(v for k, v in says.items() if f'about {k}?' in prompt)) as stub:
         judge = stub.judge()
         out = judge_rewards(groups, judge, weights=(2, 1, 1))
-        assert len(stub.requests) == 3 + 3
+        assert len(stub.requests) == 3 + 3 + 2       # three attempts of what broke, two unreadable asked again
     assert_close(out, torch.tensor([[1, 5 / 8, 0], [NAN, NAN, 0], [NAN, NAN, 0], [NAN, NAN, 0], [0, 0, 0]]),
                  equal_nan=True)
     assert judge.counts == count(4, retries=2, failures=1, unparsable=2)

@@ -6,16 +6,21 @@ import threading
 import time
 
 import pytest
+from hypothesis import given, settings, strategies as st
 
 from credit_rl.judge import Judge, after_thought, judge_counts, quote_thought, read_verdict
 from judge_server import Stub
 
-WORDS = {'yes': 1, 'no': 0, 'not yes': 0}
+WORDS = {'yes': 1, 'no': 0}
+MATCH, GROUNDED = dict(words={'match': 1}, plain=True), dict(words={'grounded': 1, 'invented': 0})
 
 
 @pytest.fixture(autouse=True)
 def no_proxy(monkeypatch):
     monkeypatch.setenv('NO_PROXY', '*')
+
+
+def counted(calls, **more): return dict(calls=calls, retries=0, failures=0, unparsable=0, empty=0, cut=0) | more
 
 
 def asked(stub): return [r['messages'][-1]['content'] for r in stub.requests]
@@ -29,7 +34,7 @@ def test_equal_prompts_are_asked_once_and_the_file_answers_later(tmp_path):
         judge.keep(path)
         assert judge.ask(['a', 'b', 'a'], str.upper) == ['SAID A', 'SAID B', 'SAID A']
         assert judge.ask(['b', 'c'], [len, str.upper]) == [6, 'SAID C'] and sorted(asked(stub)) == ['a', 'b', 'c']
-        assert judge.counts == {'calls': 5, 'retries': 0, 'failures': 0, 'unparsable': 0}
+        assert judge.counts == counted(5)
         other = stub.judge(options={'temperature': 1.})
         other.keep(path)
         assert other.ask(['a'], str.upper) == ['SAID A'] and len(stub.requests) == 4
@@ -42,13 +47,62 @@ def test_equal_prompts_are_asked_once_and_the_file_answers_later(tmp_path):
         ('stub', x, f'said {x}') for x in 'abca'] and len({r['key'] for r in rows}) == 4
 
 
-def test_a_failure_is_not_kept_and_an_unreadable_reply_is(tmp_path):
-    with Stub(lambda prompt, attempt: 400 if prompt == 'bad' and attempt == 0 else 'mumble') as stub:
+def test_a_failure_is_not_kept_and_an_unreadable_reply_is_asked_for_again(tmp_path):
+    "Once in the call, and once in each later one; also by another process, which finds it in the file."
+    path, says = tmp_path / 'kept', ['mumble']
+    with Stub(lambda prompt, attempt: 400 if prompt == 'bad' and attempt == 0 else says[0]) as stub:
+        judge = stub.judge()
+        judge.keep(path)
+        assert judge.ask(['bad', 'bad', 'x', 'x'], WORDS.get) == [None] * 4
+        assert judge.counts == counted(4, failures=2, unparsable=2) and asked(stub).count('x') == 2
+        assert judge.ask(['bad', 'x'], len) == [6, 6] and asked(stub).count('x') == 2     # another parser reads it
+        assert judge.ask(['x'], WORDS.get) == [None] and asked(stub).count('x') == 3
+        says[0] = 'yes'
+        later = stub.judge()
+        later.keep(path)
+        assert later.ask(['x', 'x'], WORDS.get) == [1, 1] and asked(stub).count('x') == 4
+        assert later.counts == counted(2)
+        last = stub.judge(retries=0)
+    last.keep(path)
+    assert last.ask(['x'], WORDS.get) == [1]
+
+
+def completion(text, finish):
+    return {'choices': [{'message': {'role': 'assistant', 'content': text}, 'finish_reason': finish}]}
+
+
+@pytest.mark.parametrize('text, finish, kind', [
+    ('yes', 'length', 'cut'), ('', 'length', 'cut'), (None, 'stop', 'empty'), (' \n', 'stop', 'empty'),
+    (None, 'content_filter', 'empty'), ('mumble', 'stop', None)])
+def test_what_could_not_be_read_is_counted_by_kind_and_never_final(text, finish, kind, tmp_path):
+    "A cut-off reply is not read, whatever its beginning says; once the judge does better, its word counts."
+    with Stub(lambda prompt, attempt: completion(*((text, finish) if attempt < 2 else ('no', 'stop')))) as stub:
         judge = stub.judge()
         judge.keep(tmp_path / 'kept')
-        assert judge.ask(['bad', 'bad', 'x'], WORDS.get) == [None] * 3
-        assert judge.counts == {'calls': 3, 'retries': 0, 'failures': 2, 'unparsable': 1}
-        assert judge.ask(['bad', 'x'], len) == [6, 6] and asked(stub).count('x') == 1
+        assert judge.ask(['a'], WORDS.get) == [None] and len(stub.requests) == 2
+        assert judge.counts == counted(1, unparsable=1, **{kind: 1} if kind else {})
+        later = stub.judge()
+        later.keep(tmp_path / 'kept')
+        assert later.ask(['a'], WORDS.get) == [0] and len(stub.requests) == 3 and later.counts == counted(1)
+
+
+def test_one_bad_reply_costs_one_more_request_and_no_verdict():
+    with Stub(lambda prompt, attempt: completion('', 'length') if attempt == 0 else 'yes') as stub:
+        judge = stub.judge()
+        assert judge.ask(['a', 'b', 'a'], WORDS.get) == [1, 1, 1] and sorted(asked(stub)) == ['a', 'a', 'b', 'b']
+        assert judge.counts == counted(3)
+
+
+def test_replies_of_a_judge_that_moved_are_read_though_they_were_kept_by_its_address(tmp_path):
+    "As earlier versions wrote them: the key was made of the address, and no finish_reason was kept."
+    row = {'key': '0' * 32, 'model': 'stub', 'messages': [{'role': 'user', 'content': 'a'}], 'reply': 'yes'}
+    (tmp_path / 'kept').write_bytes(gzip.compress(json.dumps(row).encode() + b'\n'))
+    moved = Judge('http://127.0.0.1:9/v1', 'stub', retries=0)
+    moved.keep(tmp_path / 'kept')
+    assert moved.ask(['a', 'b'], WORDS.get) == [1, None] and moved.counts == counted(2, failures=1)
+    other = Judge('http://127.0.0.1:9/v1', 'another model', retries=0)
+    other.keep(tmp_path / 'kept')
+    assert other.ask(['a'], WORDS.get) == [None]
 
 
 def test_a_file_that_was_cut_off_keeps_what_stands_before(tmp_path):
@@ -135,19 +189,64 @@ def test_a_key_that_a_reply_repeats_is_not_kept(tmp_path):
     assert b'sk-secret' not in gzip.decompress((tmp_path / 'kept').read_bytes())
 
 
-@pytest.mark.parametrize('reply, verdict', [
-    ('yes', 1), ('No.', 0), ('Not yes', 0), ('**Yes**', 1), ('"no"', 0), ('Verdict: no', 0), ('I would say: yes!', 1),
-    ('<think>no</think>yes', 1), ('<think>\n\n</think>\n\nNo', 0), ('yes\nno', 1), ('yes - both', 1), ('yes. Both', 1),
-    ('**No.** They differ', 0), ('yes (both)', 1), ('no because they differ', 0), ('yes/no', None), ('yes-no', None),
-    ('yesterday', None), ('no one knows', None), ('It is yes', None), ('<think>yes', None),
-    ('<think>yes</think>', None), ('', None), (None, None), ('Claims.\nyes', None)])
-def test_a_verdict_begins_the_first_line(reply, verdict):
-    assert read_verdict(reply, WORDS) == verdict and (read_verdict(reply, WORDS) is None) == (verdict is None)
+MARKUP = st.sampled_from(['{}', '**{}**', '"{}"', '[{}]', '`{}`', '<{}>', '{}.', ' {} ', '<verdict>{}</verdict>',
+                          '<answer>\n{}\n</answer>', '\\boxed{{{}}}', '_{}_'])
+LABELS = st.sampled_from(['', 'Verdict: ', 'Rating: ', 'Final verdict: ', '**Verdict:**\n\n', 'Evaluation Rating:\n',
+                          '<Evaluation Rating>: ', 'My reading. Verdict: ', 'I would say: '])
+BEFORE = st.sampled_from(['', '', '<think>Match? Mismatch? grounded? invented?</think>\n', 'Both are named.\n\n'])
+BEHIND = st.sampled_from(['', '', '\n', '\nThe reference says so.', ' - the reference says so', ', because it is the same',
+                          ' (both name Orvane)', ': same city', '. Both name Orvane.'])
+AGAINST = st.sampled_from([' - not really', ': not the same city', ', but the year is missing', ' (no)', ' in part',
+                           '? Not quite', ': unclear', ' or {other}', '/{other}', ': 0.5', '. Rather {other}',
+                           '\nVerdict: {other}', '\n{other}', ' and no'])
+FIELDS = st.sampled_from(['{key}: {value}', '{{"{key}": {value}}}', '{{"{key}": "{value}"}}', '{key} = {value}',
+                          '```json\n{{\n  "{key}": {value}\n}}\n```', '<{key}>{value}</{key}>', '**{key}:** {value}',
+                          '{key}? {value}', '{{"is_{key}": {value}}}', "{{'{key}': {value}}}", '{key}: {value}, see above'])
+NO = {'match': ['Mismatch', 'not a match', 'No match', 'not match', 'does not match', "doesn't match", 'Non-match',
+                'Partial match', 'partly match', 'not an exact match', 'MISMATCH'],
+      'grounded': ['invented', 'not grounded', 'ungrounded', 'Not fully grounded', 'partly grounded', 'un-grounded',
+                   "isn't grounded", 'mostly grounded']}
+YES = {'match': ['Match', 'MATCH', 'match', 'a match', 'It is a match', 'Exact match', 'not a mismatch'],
+       'grounded': ['grounded', 'Grounded', 'fully grounded', 'not invented', 'The answer is grounded']}
+VALUES = {1: ['yes', 'true', '1', 'True', 'Yes'], 0: ['no', 'false', '0', 'False', 'NO']}
 
 
-def test_the_last_line_counts_where_it_is_asked_and_the_first_says_nothing():
-    assert read_verdict('Claims.\nVerdict: no', WORDS, last=True) == 0 and read_verdict('yes\nno', WORDS, True) == 1
-    assert read_verdict('Claims.\nperhaps', WORDS, last=True) is None
+@st.composite
+def replies(draw):
+    "A reply that is built from a verdict: its reader's settings, its text, what it means (None: it takes itself back)."
+    name, meant = draw(st.sampled_from(['match', 'grounded'])), draw(st.sampled_from([0, 1]))
+    words, other = draw(st.sampled_from((YES if meant else NO)[name])), draw(st.sampled_from((NO if meant else YES)[name]))
+    form = draw(st.sampled_from(['word', 'field', 'both', 'whatever']))
+    if form == 'field':
+        value = draw(st.sampled_from([*VALUES[meant], words]))
+        text = draw(FIELDS).format(key=draw(st.sampled_from([name, name.title(), 'verdict', 'rating'])), value=value)
+    elif form == 'whatever':
+        tail = draw(st.one_of(AGAINST.filter(lambda x: '{' not in x), BEHIND))
+        text, meant = draw(st.sampled_from(NO[name][:5])) + tail, 0
+    elif form == 'both':
+        text, meant = draw(st.sampled_from([name, name.title()])) + draw(AGAINST).format(other=NO[name][0]), None
+    else: text = draw(LABELS) + draw(MARKUP).format(words) + draw(BEHIND)
+    before = draw(BEFORE) if form != 'both' else ''
+    return (MATCH if name == 'match' else GROUNDED), before + text, meant
+
+
+@settings(deadline=None, max_examples=250)
+@given(replies())
+def test_a_reply_is_read_as_it_was_meant_or_not_at_all(case):
+    reader, text, meant = case
+    assert read_verdict(text, **reader) in (meant, None)
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.text('matchismnogrude:/?!,.0 1{}"<>\n', max_size=40))
+def test_any_text_is_read_as_one_of_the_two_or_not_at_all(text):
+    assert read_verdict(text, **MATCH) in (0, 1, None) and read_verdict(text, **GROUNDED) in (0, 1, None)
+
+
+@pytest.mark.parametrize('text', [x * 4000 for x in ('_', 'it ', 'not ', ':', '</', 'a:', 'match: ', 'verdict:', "n't", '?')])
+def test_long_replies_do_not_hold_a_run_up(text):
+    since = time.monotonic()
+    assert read_verdict(text, **MATCH) is None and time.monotonic() - since < 2
 
 
 def test_who_quotes_a_thought_has_not_stopped_thinking():
@@ -159,4 +258,4 @@ def test_counts_have_the_names_of_metrics():
     with Stub(lambda prompt, attempt: 'yes') as stub:
         judge = stub.judge()
         judge.ask(['a', 'a'], WORDS.get)
-        assert judge_counts(judge) == {'judge_calls': 2, 'judge_retries': 0, 'judge_failures': 0, 'judge_unparsable': 0}
+        assert judge_counts(judge) == {f'judge_{name}': n for name, n in counted(2).items()}

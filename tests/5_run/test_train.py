@@ -505,8 +505,8 @@ def test_a_dry_run_weighs_gpus_and_memory(tmp_path, gpus, monkeypatch):
     monkeypatch.setattr(dry_run, '_free_memory', lambda: 79e9)
     memory, file, *others = lacking(config, needs)
     assert memory == 'the memory of this host has 79.0 GB free, but 8 ranks take at least 80.0 GB'
-    assert file.startswith('/dev/shm has ') and file.endswith(' GB free, but the weights that 8 ranks give to vLLM '
-                                                              'take 8000000.0 GB')
+    assert file.startswith('/dev/shm has ') and file.endswith(' GB free, but the weights that go to vLLM '
+                                                              'take 1000000.0 GB')
     assert others == [
         f'GPU {i} has 80.0 GB, but a rank needs at least 90.0 GB at its start, when models are whole' for i in range(8)
     ]
@@ -523,6 +523,8 @@ def test_the_start_is_weighed_beside_a_vllm_that_does_not_sleep(gpus):
     (lacks,) = lacking(config(), needs)
     assert lacks.startswith("GPU 0 has 80.0 GB, of which vLLM takes 32.0 GB, but 50.0 GB are the learner's")
     assert lacking(config(devices='1'), needs) == []                          # it is on another GPU
+    (small,) = lacking(config(sleep_level=1), {**needs, 'keys and values': 23e9})
+    assert small == 'GPU 0 has 32.0 GB for vLLM, but its weights and one trajectory take 33.0 GB'
 
 
 def test_free_memory_is_a_containers_too(tmp_path):
@@ -636,6 +638,13 @@ def test_a_transfer_that_wants_whole_weights_on_one_gpu_is_refused_elsewhere(tra
 def test_devices_for_all_ranks_are_refused():
     config = training.make_config(dict(model=BASE, engine='vllm', learner='deepspeed', ranks=2, vllm={'devices': '0'}))
     with pytest.raises(ValueError, match='leave devices out'): training.check(config)
+
+
+@pytest.mark.parametrize('name', ['tensor_parallel_size', 'pipeline_parallel_size'])
+def test_a_model_over_several_gpus_is_refused_where_a_rank_has_one(name):
+    config = training.make_config(dict(model=BASE, engine='vllm', learner='deepspeed', ranks=2,
+                                       vllm={'arguments': {name: 2}}))
+    with pytest.raises(ValueError, match=f'has one GPU for its vLLM, got {name}=2'): training.check(config)
 
 
 def test_an_estimate_counts_what_vllm_makes_the_learner_read():

@@ -1,14 +1,15 @@
 """The package from outside: what `import credit_rl` costs and gives, and the command `credit-rl`."""
-import ast
 import importlib
 import inspect
 import os
-import runpy
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from fastcore.docments import docments
 
 import credit_rl
 from credit_rl.api import HOMES, MODULES
@@ -17,15 +18,29 @@ from credit_rl.options import options_in
 from credit_rl.evaluate import Evaluation, set_names
 from credit_rl.parameters import by_group, make_parser, read_settings
 from credit_rl.prepare import Warming
-from credit_rl.runlog import source_hash
 from credit_rl.settings import GROUPS, data_sets, make_config
 
 ROOT = Path(__file__).resolve().parents[2]
-EXPORT = runpy.run_path(str(ROOT / 'docs' / 'export.py'))   # its functions, by name
 
 
 def test_importing_the_package_imports_nothing_heavy():
     code = 'import sys, credit_rl; assert not {"torch", "transformers", "numpy", "pandas", "yaml"} & set(sys.modules)'
+    done = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_every_module_is_imported_where_there_is_no_fcntl():
+    "As on Windows: only what locks a file asks for it."
+    code = """
+import importlib, pkgutil, sys
+sys.modules.pop('fcntl', None)
+class Without:
+    def find_spec(self, name, *rest):
+        if name == 'fcntl': raise ModuleNotFoundError(f'No module named {name!r}', name=name)
+sys.meta_path.insert(0, Without())
+import credit_rl
+for m in pkgutil.walk_packages(credit_rl.__path__, 'credit_rl.'): importlib.import_module(m.name)
+"""
     done = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
@@ -112,72 +127,30 @@ def test_modules_by_the_names_of_the_field(name, module):
 
 # ---- what help says ----
 
-def test_help_says_what_arguments_are():
-    "In a plain import of one module; without nbdev or fastcore, which the package does not need."
-    code = ('import sys, credit_rl.folr, inspect; print(inspect.getdoc(credit_rl.folr.tspo_advantages)); '
-            'assert not {"nbdev", "fastcore"} & set(sys.modules)')
-    done = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert 'Parameters\n----------\noutcome : (N,) 0 or 1\n' in done.stdout
-    assert 'alpha : reward of the turns up to first_turn in a wrong rollout, in [0, 1]' in done.stdout
-    assert 'Compare first-occurrence rewards' in done.stdout
+@pytest.mark.parametrize('name', [n for n in HOMES if inspect.isfunction(getattr(credit_rl, n))])
+def test_a_docstring_of_the_package_has_a_line_for_every_argument(name):
+    "With the same shape as the comment beside it."
+    function = getattr(credit_rl, name)
+    lines = dict(re.findall(r'^(\w+): (.+)', inspect.getdoc(function), re.M))
+    comments = docments(function, returns=False)
+    assert set(lines) == set(comments) == set(inspect.signature(function).parameters)
+    for argument, comment in comments.items():
+        shape = re.match(r'\(.*?\)', comment)
+        assert not shape or shape[0] in lines[argument], argument
 
 
-def comments_of(source, name):
-    "What docs/export.py reads of the arguments of a function or class."
-    named = lambda tree, name: next((n for n in tree.body if getattr(n, 'name', '') == name), None)
-    thing = named(ast.parse(source), name)
-    if isinstance(thing, ast.ClassDef): thing = named(thing, '__init__')
-    return EXPORT['argument_comments'](thing, source.split('\n')) if thing else {}
-
-
-@pytest.mark.parametrize('name', [n for n in HOMES if n.islower()])
-def test_every_described_argument_of_the_package_is_in_its_help(name):
-    source = inspect.getsource(importlib.import_module(f'credit_rl.{HOMES[name]}'))
-    help_text = ' '.join(inspect.getdoc(getattr(credit_rl, name)).split())
-    for argument, text in comments_of(source, name).items():
-        assert f'{argument} : {" ".join(text.split())}' in help_text
-
-
-def test_modules_are_as_the_export_leaves_them():
-    "After `nbdev_export` alone what arguments mean is not in their docstrings: `make export`."
-    for path in sorted((ROOT / 'credit_rl').glob('[!_]*.py')):
-        source = path.read_text(encoding='utf-8')
-        assert EXPORT['with_parameters'](source) == source, path.name
-
-
-def test_comments_of_arguments_are_read():
-    source = ('# %% a cell\ndef f(a, b):  # two of them\n    pass\ndef g(\n    x,  # (N,) of #1\n    # before\n'
-              '    y="# no",\n    z=(1,\n       2),  # a pair\n           # that goes on\n'
-              '    # and\n    # more\n    *, k  # last\n'
-              '): pass\n# behind\ndef h(x): pass\nclass C:\n    def __init__(self, a):  # of a C\n        pass\n')
-    assert [comments_of(source, name) for name in 'fghC'] == [
-        {'a, b': 'two of them'},
-        {'x': '(N,) of #1', 'y': 'before', 'z': 'a pair that goes on', 'k': 'and more last'}, {}, {'a': 'of a C'}]
-
-
-def test_sections_are_written_once_into_what_is_public():
-    source = ('def f(a):  # é, \\d\n    "Doc."; return a\ndef _g(a):  # private\n    "Doc."\n'
-              'def h(\n    a,  # one\n):\n    r"""Long\n    doc."""\n'
-              'class C:\n    "Class."\n    def __init__(self, b):  # two\n        pass\n'
-              '    def m(self, c):  # three\n        \'Method.\'\n    def n(self, c): "None."\n'
-              'def z(d):  # none\n    pass\n')
-    new = EXPORT['with_parameters'](source)
-    loaded = {}
-    exec(new, loaded)
-    section = '\n\nParameters\n----------\n'
-    docs = [inspect.getdoc(thing) for thing in (loaded['f'], loaded['_g'], loaded['h'], loaded['C'], loaded['C'].m)]
-    assert docs == [f'Doc.{section}a : é, \\d', 'Doc.', f'Long\ndoc.{section}a : one', f'Class.{section}b : two',
-                    f'Method.{section}c : three']
-    assert loaded['f'](1) == 1 and loaded['C'].n.__doc__ == 'None.' and loaded['z'].__doc__ is None
-    assert EXPORT['with_parameters'](new) == new and source_hash(new) == source_hash(source)
-
-
-def test_a_long_line_is_broken_where_three_quotation_marks_are_too_many():
-    source = f'def f(a):  # {"word " * 40}\n    "{"x" * 57} {"y" * 56}"\n'
-    assert len(source.split('\n')[1]) == 120
-    new = EXPORT['with_parameters'](source)
-    assert max(map(len, new.split('\n')[1:])) <= 120 and new.count('word') == 80
+def test_an_export_of_a_fresh_clone_changes_nothing(tmp_path):
+    "The modules are as `nbdev_export` writes them from the notebooks."
+    for name in ('nbs', 'credit_rl'):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns('__pycache__', '.*'))
+    shutil.copy(ROOT / 'settings.ini', tmp_path)
+    files = lambda: {p.name: p.read_bytes() for p in (tmp_path / 'credit_rl').iterdir()}
+    before = files()
+    command = [Path(sys.executable).parent / 'nbdev_export']
+    done = subprocess.run(command, cwd=tmp_path, env={**os.environ, 'PYTHONPATH': str(tmp_path)}, text=True,
+                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    assert done.returncode == 0, done.stdout
+    assert [name for name, text in files().items() if before.get(name) != text] == []
 
 
 # ---- the ways in which settings are written ----

@@ -16,8 +16,8 @@ import pytest
 
 from credit_rl import runlog
 from credit_rl.command import main as command
-from credit_rl.runlog import (FolderInUse, Hold, RunLog, atomic_folder, changed_modules, check_secrets, code_hashes,
-                              imported_modules, metrics_by_step, module_hashes, read_yaml, save_checkpoint,
+from credit_rl.runlog import (FolderInUse, Hold, RunFolders, RunLog, atomic_folder, changed_modules, check_secrets,
+                              code_hashes, imported_modules, metrics_by_step, module_hashes, read_yaml, save_checkpoint,
                               source_hash, writing)
 
 # argv: how many file operations to let pass, the run folder. The process dies at the next one and exits 9; if none is
@@ -522,3 +522,22 @@ def test_settings_are_written_in_utf_8_whatever_the_host_speaks(tmp_path, run_py
     code = "import sys; from credit_rl.runlog import RunLog; RunLog(sys.argv[1]).write_params({'path': 'caf\\u00e9'})"
     run_python('-X', 'utf8=0', '-c', code, str(tmp_path / 'run'), env={'LC_ALL': 'C', 'PYTHONCOERCECLOCALE': '0'})
     assert read_yaml(tmp_path / 'run' / 'params.yaml')['path'] == 'caf\u00e9'
+
+
+@pytest.mark.parametrize('endpoint, writes', [('127.0.0.1:29500', 'the first'), ('nowhere.invalid:29500', 'none')])
+def test_a_run_on_several_hosts_has_one_notebook(tmp_path, run_python, endpoint, writes):
+    """By the first of the papermills on the endpoint's host. The run has begun by the time that the second one comes,
+    and is held by the first one's kernel."""
+    folder = tmp_path / 'runs' / 'one'
+    text = lambda who: json.dumps({
+        'cells': [{'cell_type': 'code', 'source': f"run = ''\nresume = False  # {who}", 'execution_count': None,
+                   'metadata': {'tags': ['parameters']}}],
+        'metadata': {'papermill': {'parameters': {'run': str(folder), 'hosts': 2, 'endpoint': endpoint}}}})
+    code = 'import sys\nfrom credit_rl.runlog import RunFolders\nRunFolders.write(*sys.argv[1:])'
+    RunFolders.write(text('first'), folder / 'notebook.ipynb')
+    folder.mkdir(parents=True, exist_ok=True)
+    with RunLog(folder) as log:
+        log.write_params({'steps': 1})
+        run_python('-c', code, text('second'), str(folder / 'notebook.ipynb'))
+    found = (folder / 'notebook.ipynb').read_text() if (folder / 'notebook.ipynb').exists() else None
+    assert found == (text('first') if writes == 'the first' else None)

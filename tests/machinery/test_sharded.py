@@ -195,21 +195,23 @@ def test_a_restored_learner_goes_on_as_if_nothing_had_happened(results, ranks, s
     assert went_on == restored and went_on[0]['updates'] == 2
 
 
-@pytest.mark.parametrize('stage', STAGES[1])
-def test_an_offloaded_optimiser_takes_the_same_steps_and_is_restored(results, plain, stage):
-    """In the host's memory, as the papers' files have it: the plain learner's losses, and after a checkpoint the very
-    same ones."""
-    found = results(1)[0][stage]['offloaded']
+@pytest.mark.parametrize('ranks, stage', [run for run in RUNS if run[1] > 1])
+def test_an_offloaded_optimiser_takes_the_same_steps_and_is_restored(results, plain, ranks, stage):
+    """In the host's memory: losses and weights are those without it, up to the rounding of a norm that DeepSpeed adds up
+    in another order; and after a checkpoint they are the very same ones."""
+    found = results(ranks)[0][stage]['offloaded']
     assert 'cpu' in found['where']
+    assert_same_logs(found['logs'], found['logs here'], atol=2e-6, rtol=2e-6)
+    assert_close(found['weights'], found['weights here'], atol=2e-6, rtol=0)
     assert_same_logs(found['logs'], plain['tspo']['logs'][:deepspeed_steps.STEPS], atol=1e-4, rtol=1e-5)
     assert found['again'] == found['logs'][3:] and assert_close(found['weights again'], found['weights'], atol=0,
                                                                 rtol=0) is None
 
 
-@pytest.mark.parametrize('stage', STAGES[1])
-def test_an_offloaded_optimiser_moves_nothing_that_a_loss_does_not_reach(results, plain, stage):
+@pytest.mark.parametrize('ranks, stage', [run for run in RUNS if run[1] > 1])
+def test_an_offloaded_optimiser_moves_nothing_that_a_loss_does_not_reach(results, plain, ranks, stage):
     "Output embeddings at the critic's steps, whose last gradient, the policy's, still lies in the host's memory."
-    assert_learned_the_same(results(1)[0][stage]['offloaded']['untied'], plain[deepspeed_steps.UNTIED, 'adamw'])
+    assert_learned_the_same(results(ranks)[0][stage]['offloaded']['untied'], plain[deepspeed_steps.UNTIED, 'adamw'])
 
 
 def test_weights_that_a_critic_does_not_reach_would_be_moved_by_far_more_than_the_tolerance(plain):

@@ -140,7 +140,7 @@ def test_the_reward_is_the_one_of_a_training(verdict):
 @pytest.mark.parametrize('reply, verdict', [
     ('grounded', 1), ('Invented.', 0), ('**Grounded**', 1), ('not grounded', 0), ('Not grounded.', 0),
     ('The answer is not grounded.', 0), ('ungrounded', 0), ('not fully grounded', 0), ('The answer is grounded.', 1),
-    ('Verdict: **invented**', 0), ('invented\n\nOnly the year is grounded', 0), ('grounded (nothing is invented)', 1),
+    ('Verdict: **invented**', 0), ('invented\n\nOnly the year is grounded', 0), ('grounded (nothing is invented)', None),
     ('Claim 1: supported.\nClaim 2: supported.\n\ngrounded', 1), ('Claim 1: in neither.\nFinal verdict: invented', 0),
     ('<think>grounded? No: invented.</think>\n\ngrounded', 1), ('so\n</think>\ninvented', 0),
     ('<think>grounded', None), ('The claim is grounded, the date is invented', None), ('grounded or invented', None),
@@ -190,8 +190,7 @@ def test_pairs_are_evaluated_and_judged_by_one_call(tmp_path):
     assert table.loc[('pairs', 'all'), list(VERDICTS)].tolist() == [.5, .75]
     assert table.loc[('pairs', 'multi'), list(VERDICTS)].tolist() == [.5, .5]
     about = json.loads((run / 'pairs' / 'judged.json').read_text())
-    assert about['judge'] == 'stub' and about['counts'] == dict(judge_calls=8, judge_retries=0, judge_failures=0,
-                                                                judge_unparsable=0)
+    assert about['judge'] == 'stub' and about['counts'].pop('judge_calls') == 8 and not any(about['counts'].values())
     assert about['prompts'].keys() == {'match', 'grounded'} and len(set(about['prompts'].values())) == 2
     assert 'pairs: reference pass 0.500, hallucination pass 0.750' in lines[-1]
 

@@ -95,7 +95,7 @@ FAMILIES = {
              answer_stop='last', malformed='end', passages=3, passage_tokens=500, observation_format='json',
              data='nq+hotpotqa', stage=3),
     ('tspo', ):
-        dict(protocol='tspo', data='nq+hotpotqa', average='group-mean-token-sum', answer_stop='last',
+        dict(protocol='tspo', data='nq+hotpotqa', average='token-mean', answer_stop='last',
              observation_tokens=500, passage_tokens=None, warmup=int(.285 * 500) * 2),
     ('igpo', ):
         dict(protocol='igpo', max_turns=10, turn_tokens=2000, max_tokens=30767 + 2000, temperature=1.0,

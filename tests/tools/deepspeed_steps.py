@@ -259,10 +259,12 @@ def go_on(stage, folder):
 
 def offloaded(stage, folder):
     """TSPO's batch with the optimiser in the host's memory: five steps, the last two once more by a fresh learner that
-    restored what was saved before them. Then UNTIED, whose last two are taken by such a one."""
+    restored what was saved before them; five steps without that. Then UNTIED, whose last two are taken by a fresh
+    one."""
     *batch, parts = tspo()
     settings = {'zero_optimization': {**SPREAD_ALL['zero_optimization'], 'offload_optimizer': {'device': 'cpu'}}}
-    learner, fresh = (make_learner(parts(), DeepSpeedBackend(stage, settings=settings)) for _ in range(2))
+    learner, fresh, here = (make_learner(parts(), DeepSpeedBackend(stage, settings=how))
+                            for how in (settings, settings, SPREAD_ALL))
     logs = steps(learner, *batch, 3)
     os.makedirs(folder, exist_ok=True)
     learner.save(folder)
@@ -270,6 +272,7 @@ def offloaded(stage, folder):
     fresh.restore(folder)
     where = str(learner.backend.engine.zero_offload_optimizer().device)
     return {'where': where, 'logs': logs, 'weights': weights_of(learner), 'again': steps(fresh, *batch, 2),
+            'logs here': steps(here, *batch), 'weights here': weights_of(here),
             'weights again': weights_of(fresh),
             'untied': learn(DeepSpeedBackend, UNTIED, folder, stage=stage, settings=settings)}
 
@@ -305,7 +308,7 @@ def sharded(stage, folder, others=None, offload=()):
     fresh.restore(folder)
     out['resumed'] = before, steps(fresh, *batch, 1)
     if others and os.path.isdir(others): out |= go_on(stage, others)
-    if offload: out['offloaded'] = offloaded(stage, f'{folder}/offloaded')
+    if stage > 1: out['offloaded'] = offloaded(stage, f'{folder}/offloaded')
     half, again = (make_learner(parts() | {'frozen': FrozenModels(model(0, 100))},
                                 DeepSpeedBackend(dtype='bfloat16', **how), offload) for _ in range(2))
     seen = half.evaluate(batch[0], ('logp', 'ref_logp'))      # the reference is the same model

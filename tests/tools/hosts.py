@@ -6,8 +6,8 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
-from credit_rl.launch import (expect_file, gloo_environment, is_rank, join_ranks, keep_traceback, launch,
-                              launch_command, meet, speak)
+from credit_rl.launch import (expect_file, is_rank, join_ranks, keep_traceback, launch, launch_command, meet,
+                              rank_environment, speak)
 
 if __name__ == '__main__':
     folder, endpoint, what, *data = sys.argv[1:]
@@ -19,7 +19,7 @@ if __name__ == '__main__':
                 Path(folder).mkdir(exist_ok=True)
                 (Path(folder) / 'launch.yaml').write_text('{}')
             launch(launch_command('tests.tools.hosts', sys.argv[1:], 2, meeting=meeting), folder, result,
-                   meeting=meeting, environment=gloo_environment(hosts=2, endpoint=endpoint))
+                   meeting=meeting, environment=rank_environment(2, hosts=2, endpoint=endpoint))
         print('all is well', flush=True)
     else:
         expect_file(Path(folder) / 'launch.yaml')

@@ -97,7 +97,7 @@ def main():
     modules, tests, runs = names_of(notebooks_of(given.changed) if given.changed else changed_since(given.since))
     if runs: print('left out, papermill runs them in `make test-all`:', *sorted(runs))
     if not modules | tests: return print(f'no notebook and no test differs from {given.since}')
-    if not given.list: subprocess.run([sys.executable, ROOT / 'docs' / 'export.py'], check=True)
+    if not given.list: subprocess.run([BIN / 'nbdev_export'], cwd=ROOT, check=True)
     notebooks, files = chosen(modules, tests)
     print('notebooks:', *(p.stem for p in notebooks), '\ntests:', *(p.stem for p in files), flush=True)
     if given.list: return
