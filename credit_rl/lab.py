@@ -7,7 +7,8 @@ __all__ = ['TRIALS', 'FORETOLD', 'CHARTS', 'Contender', 'get_contender', 'believ
            'move_rewards', 'move_weights', 'Pupils', 'true_gradient', 'turn_gradients', 'all_paths', 'all_groups',
            'Estimate', 'exact_estimate', 'estimate_of', 'sampled_estimate', 'unit_rate', 'learn', 'censored_mean',
            'step_ratio', 'Trial', 'get_trial', 'LabChoice', 'read_learned', 'best_rate', 'run_lab', 'main', 'lab_table',
-           'Chart', 'chart_says', 'chart_figure', 'situation', 'nearest_worlds', 'map_page', 'judge_expected']
+           'Chart', 'chart_says', 'chart_figure', 'world_facts', 'situation', 'nearest_worlds', 'map_page',
+           'judge_expected', 'predict']
 
 # %% ../nbs/experiments/67_lab.ipynb #c002
 import functools, itertools, json, math, sys, time
@@ -17,6 +18,7 @@ import torch
 from torch.nn.functional import pad
 from .engine import seed_of
 from .folr import first_turns, folr_rewards, near_miss_statistics
+from .foretell import with_rivals
 from .games import (Moves, action_chances, asking, base_right, chain, draw_moves, earned_before, game_values,
                              group_moves, many_parts, near_miss, play_on, repair, searches, silent, staged, stopping,
                              visit_chances)
@@ -138,18 +140,20 @@ def belief_noise(
     auc,  # in (.5, 1)
 ):
     """The spread of the noise of a belief's logit at which the base's belief tells spots where the gold was shown from
-    others, as often as the base comes there, with an area under the curve of `auc`: float. In a game that shows no gold
-    they are told from those that nothing can be earned from. Raises ValueError where there is none."""
+    others before the same turn, as often as the base comes there, with an area under the curve of `auc`: float. In a
+    game that shows no gold, spots that can still be right are told from those that can't. Raises ValueError where exact
+    belief itself is not that good."""
     pi = action_chances(game, game.base[None])
     values, visits, shows = game_values(game, pi)[0], visit_chances(game, pi)[0].double(), game.reads[1]
     seen = torch.zeros(len(game.cell) + 1, dtype=torch.bool)
     for layer in game.layers:
         found = (shows[layer] | seen[layer, None, None]) & (game.chance[layer] > 0)
         seen[game.after[layer][found]] = True
-    seen = seen[:-1] if shows.any() else values[:-1] > 0
-    x, total = values[:-1].clamp(1e-3, 1 - 1e-3).logit().double(), visits[seen].sum() * visits[~seen].sum()
-    apart, pairs = x[seen][:, None] - x[~seen], visits[seen][:, None] * visits[~seen] / total
-    area = lambda spread: (pairs * torch.special.ndtr(apart / (spread * 2 ** .5))).sum().item()
+    seen, x = seen[:-1] if shows.any() else values[:-1] > 0, values[:-1].clamp(1e-3, 1 - 1e-3).logit().double()
+    turn = torch.arange(len(game.layers)).repeat_interleave(torch.tensor([k.stop - k.start for k in game.layers]))
+    apart, pairs = x[seen][:, None] - x[~seen], visits[seen][:, None] * visits[~seen]
+    pairs = pairs * (turn[seen][:, None] == turn[~seen])
+    area = lambda spread: float((pairs * torch.special.ndtr(apart / (spread * 2 ** .5))).sum() / pairs.sum())
     low, high = 1e-3, 1e3
     for _ in range(40): low, high = (low, middle) if area(middle := (low * high) ** .5) < auc else (middle, high)
     if not abs(area(low) - auc) < .01:
@@ -278,7 +282,7 @@ class Pupils:
     "P policies of a game that learn by one contender."
     def __init__(self, game, contender, count, generator):
         self.game, self.contender, self.generator = game, contender, generator
-        self.weights = game.base.expand(count, -1, -1).clone()
+        self.weights, self.alike = game.base.expand(count, -1, -1).clone(), True
         start, told = action_chances(game, game.base[None]), contender.sight != 'blind'
         self.first = game_values(game, start)
         sizes = torch.tensor([layer.stop - layer.start for layer in game.layers])
@@ -286,6 +290,10 @@ class Pupils:
         worth = (self.first - self.potential(self.first))[0, :-1]
         table = _place_means(game, start, worth if told else worth + _earned_on_arrival(game, start), self.place)
         self.table = (table if contender.critic == 'warm' else 0. * table).expand(count, -1).clone()
+
+    def move(self, change):  # (P, D, A)
+        "Add to the weights."
+        self.weights, self.alike = self.weights + change, False
 
     def potential(self, belief):
         "α Φ of a teacher's belief: same shape; 0 where a method has no teacher. A critic's targets lie lower by it."
@@ -310,7 +318,7 @@ class Pupils:
         if c.auc < 1:
             state, at = histories(self.game, moves).unique(return_inverse=True)
             noise = belief_noise(self.game, c.auc) * torch.randn(len(state), generator=self.generator)[at]
-            shown['belief'] = (shown['belief'].logit() + pad(noise, (0, 1))).sigmoid().clamp(1e-3, 1.)
+            shown['belief'] = (shown['belief'].logit() + pad(noise, (0, 1))).sigmoid().clamp(1e-12, 1.)
         if c.critic in ('cold', 'warm'):
             values = self.table[moves.owner[:, None], self.place[moves.spot.clamp(min=0)]]
             shown['values'] = torch.where(moves.turn_mask, values, torch.nan) if c.sight == 'blind' else after(values)
@@ -339,11 +347,18 @@ class Pupils:
                                                  for name, x in shown.items()})
         return out
 
-    def gradient(self, moves=None, size=None, by_turn=False):
+    def play(self):
+        "Chances of actions and values of all policies: (P, S, A) and (P, S + 1), worked out once where none has moved."
+        pi = action_chances(self.game, self.weights[:1] if self.alike else self.weights)
+        values = game_values(self.game, pi)
+        return pi.expand(len(self.weights), -1, -1), values.expand(len(self.weights), -1)
+
+    def gradient(self, moves=None, size=None, by_turn=False, known=None):
         """What a step adds to the weights at a rate of 1: (P, D, A), and with `by_turn` what each of the game's K turns
-        adds to that, (P, K, D, A); the turns that it took (P,). The table learns."""
-        pi = action_chances(self.game, self.weights)
-        moves, values = self.draw(pi) if moves is None else moves, game_values(self.game, pi)
+        adds to that, (P, K, D, A); the turns that it took (P,). The table learns. `known`: what `play` gives, if it
+        was asked already."""
+        pi, values = self.play() if known is None else known
+        moves = self.draw(pi) if moves is None else moves
         earned, _ = earned_before(self.game, moves)
         shown, turns = self.show(pi, values, moves, earned)
         credit, targets = self.credit(pi, moves, shown, size or self.game.group_size)
@@ -433,6 +448,10 @@ class Estimate:
         return self.signal / max(float(self.mean.pow(2).sum()) - excess, 1e-12) ** .5
     @property
     def signal_to_noise(self): return self.signal / self.noise ** .5
+    @property
+    def squared_error(self):
+        "Mean squared distance of a step from the gradient, both of the expectation's length 1: bias and noise."
+        return 2 - 2 * self.cosine + self.noise * (self.cosine / self.signal) ** 2
 
     @property
     def error(self):
@@ -526,20 +545,22 @@ def learn(
     steps, turns = torch.full((len(rates),), -1), torch.zeros(len(rates))
     moments = torch.zeros(2, *pupils.weights.shape)
     for step in range(most + 1):
-        right = game_values(game, action_chances(game, pupils.weights))[:, game.starts].mean(1)
+        known = pupils.play()
+        right = known[1][:, game.starts].mean(1)
         if (there := right >= game.goal).any():
             steps[live[there]] = step
             pupils.keep(~there)
+            known = [x[~there] for x in known]
             live, moments = live[~there], moments[:, ~there]
             done = [rate for rate in rates.unique() if (steps[rates == rate] >= 0).all()]
             if done: most = min(most, round(after * max(1, step))) if after < math.inf else most
         if not len(live) or step >= most: break
-        change, taken = pupils.gradient()
+        change, taken = pupils.gradient(known=known)
         if adam:
             moments = torch.stack([.9 * moments[0] + .1 * change, .999 * moments[1] + .001 * change ** 2])
             mean, square = moments[0] / (1 - .9 ** (step + 1)), moments[1] / (1 - .999 ** (step + 1))
             change = mean / (square.sqrt() + 1e-8)
-        pupils.weights = pupils.weights + rates[live][:, None, None] * change
+        pupils.move(rates[live][:, None, None] * change)
         turns[live] += taken
     return steps, turns
 
@@ -748,6 +769,7 @@ def _exact_rows(name, trial, drawn, rules=None, seed=0):
                 scored = (estimate(warm) if warm != contender else e).score(first)
             if rules and rule not in rules: continue
             rows.append({'world': name, 'rule': rule, 'how': how, 'right': base_right(game), 'cosine': e.cosine,
+                         'squared_error': e.squared_error,
                          'signal_to_noise': e.signal_to_noise, **dict(zip(('over_first', 'error'), e.over(first))),
                          **{key: scored.get(key, math.nan) for key in ('score', 'untaught', 'missing')}})
     return rows
@@ -813,17 +835,31 @@ def main(arguments=None):
     print(folder)
 
 # %% ../nbs/experiments/67_lab.ipynb #m003
-def _compared(name, rule, fresh, most):  # fresh: dict (world, rule) -> block
+def _across(ratios):  # of each draw: (ratio, low, high, p), NaN where it is not known
+    """A ratio and its 95 % interval, of one draw by its seeds, of several by the mean logarithm over the draws where it
+    is known: the same four."""
+    known = torch.tensor([x for x in ratios if x[0] == x[0]]).double()
+    if len(ratios) == 1 or not len(known): return ratios[0] if len(known) else (math.nan,) * 4
+    logs = known[:, 0].log()
+    if len(logs) == 1: return float(known[0, 0]), *(math.nan,) * 3
+    *ends, p = welch(float(logs.mean()), float(logs.std() / len(logs) ** .5), len(logs) - 1, 0., 0., 1e9)
+    return *map(math.exp, ends), p
+
+def _compared(name, rule, fresh, most):  # fresh: dict (world, rule) -> list of blocks, one a draw
     "Steps and turns of a rule in a world against GRPO's: dict, {} where one was not learned yet."
     first = get_trial(name).rules[0]
     if rule == first or not {(name, rule), (name, first)} <= fresh.keys(): return {}
-    both = fresh[name, rule], fresh[name, first]
-    steps, turns = ([torch.tensor(b[what]) for b in both] for what in ('steps', 'turns'))
-    ratio, low, high, p = step_ratio(*steps, most)
-    by_turns = _cost_ratio(*((spent, s >= 0) for spent, s in zip(turns, steps)))
+    own, other = ({b.get('draw', 0): b for b in fresh[name, r]} for r in (rule, first))
+    column = lambda blocks, what: [torch.tensor(blocks[draw][what]) for draw in sorted(own.keys() & other.keys())]
+    steps, base = column(own, 'steps'), column(other, 'steps')
+    if not steps: return {}
+    ratio, low, high, p = _across([step_ratio(a, b, most) for a, b in zip(steps, base)])
+    by_turns = _across([_cost_ratio((spent, a >= 0), (paid, b >= 0)) for spent, a, paid, b in zip(
+        column(own, 'turns'), steps, column(other, 'turns'), base)])
+    share = lambda found: (torch.cat(found) >= 0).float().mean().item()
     return {'steps': ratio, 'low': low, 'high': high, 'p': p,
             **dict(zip(('turns', 'turns_low', 'turns_high'), by_turns)),
-            'seeds': len(steps[0]), 'reached': (steps[0] >= 0).float().mean().item()}
+            'seeds': sum(map(len, steps)), 'reached': share(steps), 'first_reached': share(base)}
 
 def _rate(name, rule, blocks, most):
     "The rate that was chosen, and on which edge of those that were tried it lies: dict, NaN where none was tried."
@@ -831,22 +867,22 @@ def _rate(name, rule, blocks, most):
     return dict(zip(('rate', 'edge'), best_rate(tuned, most) if tuned else (math.nan, math.nan)))
 
 # %% ../nbs/experiments/67_lab.ipynb #m003s1
-_COLUMNS = 'steps', 'low', 'high', 'p', 'turns', 'turns_low', 'turns_high', 'seeds', 'reached'
+_COLUMNS = 'steps', 'low', 'high', 'p', 'turns', 'turns_low', 'turns_high', 'seeds', 'reached', 'first_reached'
 
 def lab_table(folder):
     """What every rule is worth in every world, over GRPO: DataFrame with world, rule, right, cosine, signal and its
-    standard error, rate and edge (`best_rate`), steps (low, high, p after Holm), turns (turns_low, turns_high), seeds,
-    reached, verdict; NaN where it is not known."""
+    standard error, score by turn, rate and edge (`best_rate`), steps (low, high, p after Holm), turns (turns_low,
+    turns_high), seeds, reached, and by GRPO first_reached, verdict; NaN where it is not known."""
     import pandas as pd
     exact = pd.read_csv(Path(folder)/'exact.csv').query('how == "drawn"').set_index(['world', 'rule'])
     most = json.loads((Path(folder)/'settings.json').read_text())['most']
     blocks = read_learned(folder)
-    fresh = {(b['world'], b['rule']): b for b in blocks if b['phase'] == 'fresh'}
-    rows = []
+    fresh, rows = {}, []
+    for b in (b for b in blocks if b['phase'] == 'fresh'): fresh.setdefault((b['world'], b['rule']), []).append(b)
     for name, rule in exact.index:
         own = exact.loc[name, rule]
         rows.append({'world': name, 'rule': rule, 'right': own.right, 'cosine': own.cosine, 'signal': own.over_first,
-                     'error': own.error, **_rate(name, rule, blocks, most), **dict.fromkeys(_COLUMNS, math.nan),
+                     'error': own.error, 'score': own.score, **_rate(name, rule, blocks, most), **dict.fromkeys(_COLUMNS, math.nan),
                      **_compared(name, rule, fresh, most)})
     table = pd.DataFrame(rows).assign(p=lambda t: holm(t.p.tolist()))
     log = lambda x: math.log(x) if x == x else math.nan
@@ -965,6 +1001,25 @@ def chart_figure(
 
 # %% ../nbs/experiments/67_lab.ipynb #m013
 @functools.lru_cache
+def world_facts(
+    name,          # of a world
+    groups=4000,   # of its base
+):
+    """What a world's base says of turns and groups: dict with `turns` of a rollout, `decides`, the share of them in
+    which some action is worth more than another, `mixed`, the share of groups whose outcomes differ, and `partial`,
+    whether more than right or wrong is shown: a gold on the way, or parts."""
+    game = get_trial(name).make()
+    pi, generator = action_chances(game, game.base[None]), torch.Generator().manual_seed(0)
+    values, visits = game_values(game, pi)[0], visit_chances(game, pi)[0]
+    worth = (game.chance * (game.earns + values[game.after])).sum(2)
+    apart = worth.masked_fill(~game.allowed, -math.inf).amax(1) - worth.masked_fill(~game.allowed, math.inf).amin(1)
+    asked = torch.randint(len(game.questions), (1, groups), generator=generator)
+    outcome = earned_before(game, draw_moves(game, pi, asked, game.group_size, generator))[1].view(groups, -1)
+    return {'turns': float(visits.sum()), 'decides': float(visits[apart > 1e-5].sum() / visits.sum()),
+            'mixed': float((outcome.amax(1) > outcome.amin(1)).float().mean()),
+            'partial': game.metric == 'parts' or bool(game.reads[1].any())}
+
+@functools.lru_cache
 def situation(
     name,           # of a world
     rollouts=512,   # of its base
@@ -1024,6 +1079,19 @@ def judge_expected(
     return both[['world', 'rule', 'expected', 'signal', 'steps', 'low', 'high']].assign(
         held=(both.low <= both.expected) & (both.expected <= both.high), error=error(both.expected),
         error_signal=error(both.signal), error_always_1=error(both.expected * 0 + 1))
+
+# %% ../nbs/experiments/67_lab.ipynb #m017s1
+def predict(
+    folder,  # with exact.csv of the worlds
+):
+    """What the score and its rivals say of every rule in every world of a folder: writes `predictions.csv` there, and
+    returns it as a DataFrame."""
+    import pandas as pd
+    exact = pd.read_csv(Path(folder)/'exact.csv').query('how == "drawn"')
+    facts = pd.DataFrame([{'world': name, **world_facts(name)} for name in exact.world.unique()])
+    found = with_rivals(exact.merge(facts, on='world'))
+    atomic_write(Path(folder)/'predictions.csv', functools.partial(found.round(5).to_csv, index=False))
+    return found
 
 # %% ../nbs/experiments/67_lab.ipynb #c057
 if __name__ == '__main__' and '__file__' in globals(): main()  # a notebook has no file
