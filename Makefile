@@ -90,13 +90,13 @@ $(VENV)/.ok-torch: $(VENV)/.ok-python constraints.txt
 $(VENV)/.ok-demo: $(VENV)/.ok-torch constraints.txt settings.ini setup.py pyproject.toml
 	@echo '[3/3] credit_rl and what it rests on'
 	$(begin)
-	@$(PIP) $(PINS) -e . $(failed)
+	@$(PIP) $(PINS) -e '.[run]' $(failed)
 	$(end)
 
 $(VENV)/.ok-test: $(VENV)/.ok-torch constraints.txt settings.ini setup.py pyproject.toml tests/releases.txt
 	@echo '[3/3] credit_rl, the trainers, the search service and the test tools'
 	$(begin)
-	@$(PIP) $(PINS) -e '.[train,serve,dense,dev]' $(failed)
+	@$(PIP) $(PINS) -e '.[run,lab,train,serve,dense,dev]' $(failed)
 	@$(PIP) --no-deps --upgrade --target $(VENV)/releases -r tests/releases.txt $(failed)
 	@touch $(VENV)/.ok-demo
 	$(end)
@@ -104,14 +104,14 @@ $(VENV)/.ok-test: $(VENV)/.ok-torch constraints.txt settings.ini setup.py pyproj
 $(VENV)/.ok-real: $(VENV)/.ok-torch constraints.txt settings.ini setup.py pyproject.toml
 	@echo '[3/3] credit_rl and what reads a GGUF file'
 	$(begin)
-	@$(PIP) $(PINS) -e '.[gguf]' $(failed)
+	@$(PIP) $(PINS) -e '.[run,gguf]' $(failed)
 	@touch $(VENV)/.ok-demo
 	$(end)
 
 $(VENV)/.ok-docs: $(VENV)/.ok-torch constraints.txt settings.ini setup.py pyproject.toml
 	@echo '[3/3] credit_rl and what builds its site'
 	$(begin)
-	@$(PIP) $(PINS) -e '.[docs]' $(failed)
+	@$(PIP) $(PINS) -e '.[run,docs]' $(failed)
 	@touch $(VENV)/.ok-demo
 	$(end)
 
@@ -196,13 +196,14 @@ docs: export OMP_NUM_THREADS := 1
 docs: $(VENV)/.ok-docs
 	@$(PY) docs/build.py
 
-# The kernel is called as the notebooks call it, or JupyterLab would write another name into each that it saves.
+# The kernel is called as the notebooks call it, or JupyterLab would write another name into each that it saves. What it
+# saves is written in the form in which git has it (docs/saved.py).
 lab: $(VENV)/.ok-test
 	@$(PY) -m ipykernel install --sys-prefix --name python3 --display-name python3 > $(VENV)/kernel.log 2>&1
-	@$(PY) -m jupyter lab nbs
+	@$(PY) -m jupyter lab nbs --config docs/saved.py
 
 export: $(VENV)/.ok-test
-	@$(EXPORT)
+	@$(PY) docs/saved.py && $(EXPORT)
 
 # The state of the notebooks and modules: a checksum for each file.
 tree = find nbs credit_rl -type f ! -name _modidx.py ! -path '*/__pycache__/*' ! -path '*/.ipynb_checkpoints/*' -exec cksum {} + \

@@ -33,8 +33,8 @@ setup(
     extras_require=extras,
     entry_points={
         'console_scripts': ['credit-rl = credit_rl.command:main'],
-        # papermill makes a new run's folder, and keeps a finished notebook; it chooses by how a path begins
-        'papermill.io': ['runs/ = credit_rl.runlog:RunFolders', './runs/ = credit_rl.runlog:RunFolders'],
+        # in a clone papermill makes a new run's folder, and keeps a finished notebook; it chooses by how a path begins
+        'papermill.io': ['runs/ = credit_rl.runlog:RunPaths', './runs/ = credit_rl.runlog:RunPaths'],
     },
     zip_safe=False,
 )

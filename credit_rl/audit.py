@@ -19,7 +19,7 @@ from .launch import Progress, set_torch
 from .layout import hidden_states, pack, turn_means
 from .methods import get_method
 from .options import setting, with_defaults
-from .parameters import by_group, from_settings, make_parser, read_settings
+from .parameters import by_group, error_line, from_settings, make_parser, read_settings
 from .parts import assign
 from .rollout import RolloutSize, continuations, rollout
 from .runlog import atomic_write, plain_json, write_json, writing
@@ -302,12 +302,22 @@ def audit(
 _CONTROLS = ('half', 'vine', 'even', 'chance')    # rows of an audit that are no rules to choose from
 _ENDS = '', ', low', ', high'                     # of a score's columns
 
+def _credit_shares(squares):
+    """Which share of the true credit lies in each of KINDS: list of (mean, low, high), all NaN where the true credit
+    itself is not told from none."""
+    low = ratio_interval(squares.sum(1), torch.ones(len(squares)))[1]
+    return [ratio_interval(x, squares.sum(1)) if low > 0 else (math.nan,) * 3 for x in squares.T]
+
 def _findings(table, squares):
     "What an audit says, in sentences made from its numbers: str."
-    ends = [ratio_interval(x, squares.sum(1)) for x in squares.T]
+    shares = _credit_shares(squares)
+    signal = [_signal_finding(table)] if 'signal to noise' in table else []
+    if math.isnan(shares[0][0]):
+        return ' '.join(['In which kind of turn the true credit lies cannot be told from so few questions: it is not '
+                         'told from none.', *signal])
     said = ['Of the true credit (Σ A², noise taken off, so that a share may be below 0) ' + ', '.join(
         f'{mean:.0%} ({low:.0%} to {high:.0%}) lies in the kind of turn "{kind}"'
-        for kind, (mean, low, high), x in zip(KINDS, ends, squares.T) if x.any()) + '.']
+        for kind, (mean, low, high), x in zip(KINDS, shares, squares.T) if x.any()) + '.']
     rules, main = table[~table.index.isin(_CONTROLS)], KINDS[int(squares.sum(0).argmax())]
     sees = lambda kind: [f'{r} ({rules[kind][r]:+.2f})' for r in rules.index if rules[f'{kind}, low'][r] > 0]
     blind = [r for r in rules.index if not rules[f'{main}, low'][r] > 0]
@@ -315,8 +325,7 @@ def _findings(table, squares):
     said.append(f'Within groups, in the kind of turn "{main}", τ with true credit is shown to be above 0 for '
                 f'{", ".join(best) if best else "no rule"}' +
                 (f', and not for {", ".join(blind)}.' if blind and best else '.'))
-    if 'signal to noise' in table: said.append(_signal_finding(table))
-    return ' '.join(said)
+    return ' '.join(said + signal)
 
 def _signal_finding(table):
     "Which gradient has the most signal to noise: a sentence."
@@ -340,16 +349,16 @@ def _audit_figure(
     true credit that lies there, and beside it the signal to noise of the gradient, with intervals. Returns the
     matplotlib figure."""
     import matplotlib.pyplot as plt, seaborn as sns
-    share = squares.sum(0) / squares.sum()
     scored = 'signal to noise' in table and table['signal to noise'].notna().any()
     with sns.axes_style('white'):
         size = 6.4 + 3.6 * scored, 1.8 + .34 * len(table)
         figure, axes = plt.subplots(1, 1 + scored, figsize=size, layout='constrained', squeeze=False)
-    there = [(kind, float(x)) for kind, x in zip(KINDS, share) if table[kind].notna().any()]
+    there = [(kind, x) for kind, (x, _, _) in zip(KINDS, _credit_shares(squares)) if table[kind].notna().any()]
     sns.heatmap(table[[kind for kind, _ in there]], vmin=-1, vmax=1, cmap='RdBu', annot=True, fmt='.2f', ax=axes[0, 0],
                 cbar_kws={'label': "agreement, Kendall's τ"})
     axes[0, 0].set(ylabel='', title='Which rule sees what')
-    axes[0, 0].set_xticklabels([kind.replace(' and ', '\nand ') + f'\n{x:.0%} of credit' for kind, x in there])
+    axes[0, 0].set_xticklabels([kind.replace(' and ', '\nand ') + ('' if math.isnan(x) else f'\n{x:.0%} of credit')
+                                for kind, x in there])
     axes[0, 0].tick_params(axis='both', rotation=0, length=0)
     if scored:
         ax, x = axes[0, 1], table['signal to noise']
@@ -491,7 +500,7 @@ def _write_audit(folder, truth, table, more):
     squares = squares_by_kind(truth, turn_kinds(truth.groups))
     (folder/'figures').mkdir(parents=True, exist_ok=True)
     atomic_write(folder/'audit.csv', table.to_csv)
-    share = (squares.sum(0) / squares.sum()).tolist()
+    share = [mean for mean, _, _ in _credit_shares(squares)]
     sight = {'in_question': gold_in_question([g.question for g in truth.groups]),
              'by_chance': chance_occurrence(truth.groups)}
     said = _findings(table, squares), saving_says(more['saving'].values()), _gold_finding(sight)
@@ -524,7 +533,7 @@ def main(arguments=None):
     try:
         given, _ = read_settings(parser, arguments, by_group(AuditChoice, *(GROUPS | {'course': _COURSE}).values()))
         folder = run_audit(*read_audit_settings(given), lambda line: print(line, flush=True))
-    except (ValueError, OSError, ImportError) as e: sys.exit(f'credit_rl.audit: {e}')
+    except (ValueError, OSError, ImportError) as e: sys.exit(f'credit_rl.audit: {error_line(e)}')
     except KeyboardInterrupt: parser.exit(130, 'credit_rl.audit: interrupted; the same command begins anew\n')
     print(f'{json.loads((folder/"audit.json").read_text())["findings"]}\n{folder}')
 

@@ -15,7 +15,7 @@ from .information_gain import shown_states
 from .layout import pack
 from .metrics import exact_match
 from .models import load_model
-from .parameters import make_parser
+from .parameters import error_line, make_parser
 from .protocol import Chat
 from .runlog import atomic_write, plain_json, read_params, read_turns, write_json, writing
 from .scoring import acting_states, answer_form, answer_header, answer_logps, gold_templates
@@ -200,7 +200,7 @@ def main(arguments=None):  # list of str; None: the command line's
         models = dict(text.split('=', 1) for text in given.models)
         _measure_beliefs(stored_groups(given.rollouts, given.questions), models, protocol, given.folder,
                          lambda line: print(line, flush=True))
-    except (ValueError, OSError, ImportError) as e: sys.exit(f'credit_rl.beliefs: {e}')
+    except (ValueError, OSError, ImportError) as e: sys.exit(f'credit_rl.beliefs: {error_line(e)}')
     print(given.folder)
 
 # %% ../nbs/experiments/47_beliefs.ipynb #b9919

@@ -9,6 +9,7 @@ __all__ = ['VERBS', 'main']
 import importlib, sys
 from .launch import let_threads_sleep
 from .options import nearest
+from .parameters import error_line
 
 # %% ../nbs/machinery/89_command.ipynb #c005
 VERBS = {  # verb -> module (whose main it is, unless a function is named), what it does
@@ -51,6 +52,7 @@ def main(arguments=None):  # list of str; None: the command line's
     module, _, function = VERBS[verb][0].partition(':')
     let_threads_sleep()                                             # before a verb imports PyTorch
     try: return getattr(importlib.import_module(f'credit_rl.{module}'), function or 'main')(rest)
+    except ModuleNotFoundError as e: sys.exit(f'credit-rl {verb}: {error_line(e)}')
     except KeyboardInterrupt:
         print(f'credit-rl {verb}: interrupted; give the same command again', file=sys.stderr)
         return 130

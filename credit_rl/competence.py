@@ -34,7 +34,7 @@ from .prepare import is_warmup
 from .protocol import PROTOCOLS, read_context
 from .rollout import check_prompts, rollout
 from .runlog import latest_checkpoint, named_checkpoint, plain_json, write_json
-from .runlog import read_metrics, read_params, read_summary, read_turns
+from .runlog import read_metrics, read_params, read_summary, read_turns, stored_folders
 from .parameters import from_settings, make_parser
 from .settings import Host, make_config, settings_of
 from .setup import bound_method, make_engine, make_setup, origin_of
@@ -538,7 +538,8 @@ def dose_figure(
     each method through its means, a point for each examined seed. Returns the matplotlib figure. Raises
     FileNotFoundError where no run was examined."""
     import matplotlib.pyplot as plt, seaborn as sns
-    worlds = sorted({run.parent for run in Path(folder).glob('*/*-*') if 'competence' in (read_summary(run) or {})})
+    worlds = sorted({run.parent for run in stored_folders(folder, '*/*-*/summary.json')
+                     if 'competence' in read_summary(run)})
     if not worlds: raise FileNotFoundError(f'{folder} holds no examined run: WORLD/METHOD-SEED, credit-rl competence')
     runs = {}                                                # (method, world) -> what was found on each seed
     for x, world in enumerate(worlds):

@@ -21,7 +21,7 @@ from .methods import METHODS
 from .metrics import carl_match, normalize
 from .outcome import outcome_of, outcome_rewards
 from .protocol import read_context
-from .runlog import metrics_by_step, read_metrics, read_params, read_summary, read_turns
+from .runlog import is_stored, metrics_by_step, read_metrics, read_params, read_summary, read_turns
 from .significance import wilson
 from .tools import PythonTool, SearchTool, returned_texts
 from .trajectory import Result
@@ -145,7 +145,7 @@ def _read_run(folder):
     steps = {m: [step for step, row in metrics_by_step(folder).items() if m in row] for m in table}
     if 'groups_mixed' in table:
         table, steps['groups_equal'] = table.assign(groups_equal=1 - table.groups_mixed), steps['groups_mixed']
-    params = read_params(folder) if (folder/'params.yaml').exists() else {}
+    params = read_params(folder) if is_stored(folder/'params.yaml') else {}
     return params, table, steps, read_summary(folder) or {}
 
 def _panels(table, chosen_by=None):  # metric that chose the checkpoint

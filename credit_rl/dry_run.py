@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from .estimate import measure_tflops, read_sizes
 from .launch import ranks_here, set_torch
+from .parameters import error_line
 
 # %% ../nbs/machinery/59_dry_run.ipynb #d5906
 def complaints(
@@ -18,7 +19,7 @@ def complaints(
 ):
     "What is wrong by a function that raises: list of str."
     try: look()
-    except (ValueError, OSError, ImportError) as e: return [str(e)]
+    except (ValueError, OSError, ImportError) as e: return [error_line(e)]
     return []
 
 # %% ../nbs/machinery/59_dry_run.ipynb #d5909

@@ -25,7 +25,7 @@ from .metrics import benchmark_metric, carl_match, cover_match, empty_golds, exa
 from .models import (Policy, json_hash, load_model, load_tokenizer, local_folder, model_hashes, read_template,
                               tokenizer_hash)
 from .options import SettingsGroup, nearest, setting, with_defaults
-from .parameters import by_group, from_settings, make_parser, read_settings
+from .parameters import by_group, error_line, from_settings, make_parser, read_settings
 from .prompting import BASELINES
 from .protocol import PROTOCOLS, prompt_hash, worded
 from .rollout import check_prompts, rollout
@@ -431,7 +431,9 @@ def manifest_differences(
     "Find what differs between two manifests: list of str 'part: a before, b now', empty if nothing does."
     old, new, absent = dict(_flat(before)), dict(_flat(now)), 'absent'
     skip = ('settings', *ignore)
-    names = [n for n in {**old, **new} if n.split('.')[0] not in skip and n not in ('questions.ids', 'model.name')]
+    moved = ('retriever.url',) if old.get('corpus.hash') and old['corpus.hash'] == new.get('corpus.hash') else ()
+    names = [n for n in {**old, **new}
+             if n.split('.')[0] not in skip and n not in ('questions.ids', 'model.name', *moved)]
     pairs = [(n, old.get(n, absent), new.get(n, absent)) for n in names]
     return [f'{n}: {_shown(a, b)} before, {_shown(b, a)} now' for n, a, b in pairs if a != b]
 
@@ -893,7 +895,7 @@ def main(arguments=None):  # list of str; None: the command line's
         elif given.replay: found = replay_evaluation(given.replay, changes=settings)
         else: return print(evaluation_table(run_evaluation(settings)).to_string())
         if not all(r.same for r in found.values()): sys.exit(1)
-    except (ValueError, OSError, ImportError, LaunchError, EngineLost) as e: sys.exit(f'credit_rl.evaluate: {e}')
+    except (ValueError, OSError, ImportError, LaunchError, EngineLost) as e: sys.exit(f'credit_rl.evaluate: {error_line(e)}')
     except KeyboardInterrupt:
         print('credit_rl.evaluate: interrupted; the same command goes on with what is left', file=sys.stderr)
         sys.exit(130)

@@ -10,7 +10,7 @@ import dataclasses, json, sys
 from pathlib import Path
 from .learner import saved_policy
 from .models import load_model
-from .parameters import make_parser
+from .parameters import error_line, make_parser
 from .runlog import atomic_folder, latest_checkpoint, named_checkpoint, read_json, read_params, writing
 from .settings import make_config
 from .setup import add_lora, base_folder, merge_lora
@@ -77,7 +77,7 @@ def main(arguments=None):  # list of str; None: the command line's
     parser.add_argument('--checkpoint', default='best', help="'best' by the dev questions, 'newest', or a step")
     given = parser.parse_args(arguments)
     try: print(export_run(given.run, given.folder, given.checkpoint))
-    except (OSError, ValueError, ImportError) as e: sys.exit(f'credit_rl.export: {e}')
+    except (OSError, ValueError, ImportError) as e: sys.exit(f'credit_rl.export: {error_line(e)}')
     except KeyboardInterrupt: parser.exit(130, 'credit_rl.export: interrupted; the same command begins anew\n')
 
 # %% ../nbs/machinery/66_export.ipynb #c014

@@ -13,7 +13,7 @@ import torch
 from .datasets import ask_hub
 from .models import check_model
 from .options import nearest
-from .parameters import make_parser
+from .parameters import error_line, make_parser
 from .runlog import atomic_folder, read_json, writing
 
 # %% ../nbs/machinery/87_fetch.ipynb #f005
@@ -225,7 +225,7 @@ def main(arguments=None):  # list of str; None: the command line's
             made = convert_gguf(given.what, given.folder)
         else: made = fetch(given.what)                      # says which names there are
         print(made)
-    except (OSError, ValueError, ImportError) as e: sys.exit(f'credit_rl.fetch: {e}')
+    except (OSError, ValueError, ImportError) as e: sys.exit(f'credit_rl.fetch: {error_line(e)}')
     except KeyboardInterrupt:
         parser.exit(130, 'credit_rl.fetch: interrupted; the same command goes on with what was fetched\n')
 

@@ -10,7 +10,7 @@ import os, re, signal, subprocess, threading, time
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from .runlog import metrics_file, read_metrics, read_params
+from .runlog import has_metrics, is_stored, read_metrics, read_params
 
 # %% ../nbs/machinery/73_jobs.ipynb #j005
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Job:
     def name(self): return f'{self.method}, seed {self.seed}'
 
     @property
-    def done(self): return (self.folder/'summary.json').exists()
+    def done(self): return is_stored(self.folder/'summary.json')
 
     @property
     def begun(self):
@@ -38,8 +38,8 @@ def status_table(jobs,        # list of Job
     for job in jobs:
         state = states.get(job) or ('done' if job.done else 'unfinished' if job.begun else 'to do')
         step, em = '', ''
-        if metrics_file(job.folder) and not (table := read_metrics(job.folder)).empty:
-            params = read_params(job.folder) if (job.folder/'params.yaml').exists() else {}
+        if has_metrics(job.folder) and not (table := read_metrics(job.folder)).empty:
+            params = read_params(job.folder) if is_stored(job.folder/'params.yaml') else {}
             step = f'{table.step.iloc[-1]}/{params.get("warm_steps", params.get("steps", "?"))}'
             if 'dev_em' in table: em = f'{table.dev_em.dropna().iloc[-1]:.3f}' if table.dev_em.notna().any() else ''
         lines.append((job.method, str(job.seed), state, step, em))

@@ -54,6 +54,17 @@ def _check(prediction, golds):
                         f'{type(prediction).__name__}')
     return prediction or '', golds
 
+def _bare(text):
+    "Normalise a text of which `normalize` leaves nothing: articles are kept, and signs where there is nothing else."
+    text = to_nfc(text).lower()
+    return ' '.join((drop_punctuation(text).strip() or text).split())
+
+def _compared(prediction, golds):
+    "Pairs of the prediction and a gold as exact match and F1 compare them; blank golds are left out."
+    prediction, golds = _check(prediction, golds)
+    said = normalize(prediction)
+    return [(said, g) if (g := normalize(gold)) else (_bare(prediction), _bare(gold)) for gold in golds if gold.strip()]
+
 def _normalized(prediction, golds):
     "Normalise both; golds that become empty are left out."
     prediction, golds = _check(prediction, golds)
@@ -64,14 +75,13 @@ def exact_match(
     prediction,  # str, or None when there was no answer
     golds,       # list of str, every answer that counts as right
 ):
-    """Return 1.0 if the normalised prediction equals any normalised gold, else 0.0 (SQuAD). Raises on a string as
-    golds.
+    """Return 1.0 if the normalised prediction equals any normalised gold, else 0.0 (SQuAD); a gold that normalises to
+    nothing is compared unstripped. Raises on a string as golds.
 
     prediction: str, or None
     golds: list of str
     """
-    prediction, golds = _normalized(prediction, golds)
-    return float(prediction in golds)
+    return float(any(said == gold for said, gold in _compared(prediction, golds)))
 
 # %% ../nbs/2_environment/11_metrics.ipynb #c018
 def search_r1_answer(
@@ -123,10 +133,9 @@ def f1(
     prediction: str, or None
     golds: list of str
     """
-    prediction, golds = _normalized(prediction, golds)
-    words = Counter(prediction.split())
-    def score(gold): return 2 * (words & gold).total() / (words.total() + gold.total())
-    return max((score(Counter(g.split())) for g in golds), default=0.0)
+    def score(said, gold): return 2 * (said & gold).total() / (said.total() + gold.total())
+    return max((score(Counter(said.split()), Counter(gold.split())) for said, gold in _compared(prediction, golds)),
+               default=0.0)
 
 # %% ../nbs/2_environment/11_metrics.ipynb #c035
 def _ngrams(words, n):
@@ -156,34 +165,52 @@ def short_bleu(
     return max((_bleu(prediction.split(), g.split(), smooth) for g in golds), default=0.0)
 
 # %% ../nbs/2_environment/11_metrics.ipynb #c043
-_NUMBER = re.compile(r'''
+_MINUS = r'-\u2212\ufe63\uff0d'
+_NUMBER = re.compile(rf'''
     (?<![\w.,])                                      # not inside a word or another number
-    (?P<sign>[-+\u2212\ufe63\uff0d]?|[\u2010-\u2015](?=[$€£.\d]))     # a dash is a minus right before its number
-    \s* [$€£]? \s* (?P<sign2>[-+\u2212\ufe63\uff0d\u2010-\u2015]?)
-    (?P<digits>(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|\.\d+)
-    (?P<exponent>e[-+\u2212\ufe63\uff0d\u2010-\u2015]?\d+)?
-    (?![.,]?\d)                                      # the whole number, not a piece of one
-    (?P<percent>\s*(?:%|per\s?cent\b|pct\b))?''', re.VERBOSE | re.IGNORECASE)
+    (?P<sign>(?:minus|negative)(?=\s)|[{_MINUS}+]?|[\u2010-\u2015](?=[$€£.\d([{{]))   # a dash right before its number
+    \s* [$€£]? \s* (?P<open>(?:[([{{]\s*)*) [$€£]? \s* (?P<sign2>[{_MINUS}+\u2010-\u2015]?)
+    (?P<digits>(?:\d{{1,3}}(?:,\d{{3}})+|\d+)(?:\.\d+)?|\.\d+)
+    (?P<exponent>e[{_MINUS}+\u2010-\u2015]?\d+)?
+    (?![.,]?\d|_|\w*\d|x[\da-f]|[²³¹⁰-ⁿ₀-₉]|\s*[¼-¾⅐-⅟↉])   # the whole number, not a piece of one
+    (?:\s*[)\]}}])* (?P<percent>\s*(?:%|per\s?cent\b|pct\b))?''', re.VERBOSE | re.IGNORECASE)
 
 # %% ../nbs/2_environment/11_metrics.ipynb #c044
-_WRAPPED = re.compile(r'\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox|emph)\s*\{([^{}]*)\}')
+_WRAPPED = re.compile(r'\\(?:text(?:bf|it|rm|tt|sf|sc|sl|up|md|normal)?|math(?:rm|bf|it|tt|sf|normal)|[mhf]box|emph|'
+                      r'underline|boldsymbol|bm|operatorname)\s*\{([^{}]*)\}|'
+                      r'\{\\(?:bf|it|rm|tt|sf|sc|sl|em)(?:series|shape|family)?\s+([^{}]*)\}')     # {\bf so}
+_FRACTION = re.compile(r'(?<![\d.,])(\d+)?\s*\\[dtc]?frac\s*(?:\{\s*([-+]?[\d.,]+)\s*\}|(\d))\s*'
+                       r'(?:\{\s*([\d.,]+)\s*\}|(\d))(?![\d.,]*\d)')
+
+def _divided(m):
+    r"The value of `\frac{1}{2}`, and of a mixed number such as `1\frac{1}{2}`; what is no number stays as it is."
+    try:
+        above, below = (float((a or b).replace(',', '')) for a, b in ((m[2], m[3]), (m[4], m[5])))
+        value = int(m[1] or 0) + above / below
+    except (ValueError, ZeroDivisionError): return m[0]
+    signed = (m[2] or '')[:1] in ('-', '+') and (m[1] or m.string[:m.start()].rstrip()[-1:] in ('-', '+'))
+    return m[0] if signed else f' {value!r} '
 
 def _without_latex(text):
-    r"Take LaTeX's wrapping off a number: `\$`, `\%`, `{,}`, thin spaces, `\text{…}`."
-    text = _WRAPPED.sub(r' \1 ', text)
+    r"Take LaTeX's wrapping off a number: `\$`, `\%`, `{,}`, thin spaces, `\text{…}`, `\left(`, fractions."
+    text = re.sub(r'\\(?:left|right)(?=[()\[\]])', '', _WRAPPED.sub(lambda m: f' {m[1] or m[2] or ""} ', text))
+    text = _FRACTION.sub(_divided, text)
     return re.sub(r'\\([$%])', r'\1', re.sub(r'\{,\}|(?<=\d)\\[,!](?=\d{3})', ',', text)).replace('\\,', ' ')
 
 # %% ../nbs/2_environment/11_metrics.ipynb #w1102
 def _unwrapped(m):
     r"The inside of a wrapper, and a blank between it and a digit outside: `5\text{km}` is 5 km."
     digit = lambda char: ' ' if char.isdigit() else ''
-    return digit(m.string[m.start() - 1:m.start()]) + m[1] + digit(m.string[m.end():m.end() + 1])
+    inside = m[1] if m[1] is not None else m[2]
+    return digit(m.string[m.start() - 1:m.start()]) + inside + digit(m.string[m.end():m.end() + 1])
 
 def plain_latex(text):
-    r"""Take LaTeX's markup off words: `\text{Paris}` is Paris, and so with \textbf, \textit, \textrm, \mathrm, \mathbf,
-    \mbox and \emph, one inside another too; `\$` is $ (CARL, whose answers stand in a box). Formulas stay: str."""
+    r"""Take LaTeX's markup off words: `\text{Paris}` is Paris, and so with \textbf, \texttt, \mathit, \underline, \emph
+    and their like, one inside another too; `~` and `\ ` are blanks, `\$` is $ (CARL, whose answers stand in a box).
+    Formulas stay: str."""
     while (inner := _WRAPPED.sub(_unwrapped, text)) != text: text = inner
-    return re.sub(r'\\([$%&#_])', r'\1', text)
+    text = re.sub(r'(?<=\d)\\[,!](?=\d{3})', ',', text)                      # 1\,234 is one number
+    return re.sub(r'\\([$%&#_])', r'\1', re.sub(r'\\[ ,;:]|\\q?quad\b|(?<!\\)~', ' ', text).replace('\\!', ''))
 
 # %% ../nbs/2_environment/11_metrics.ipynb #c045
 def parse_number(
@@ -195,7 +222,8 @@ def parse_number(
     m = found[0]
     exponent = re.sub(r'(?<=[eE])[^-+\d]', '-', m['exponent'] or '')                      # a minus by any of its signs
     value = float(m['digits'].replace(',', '') + exponent)
-    if any(s not in ('', '+') for s in (m['sign'], m['sign2'])): value = -value
+    outer, inner = (m[name] not in ('', '+') for name in ('sign', 'sign2'))
+    if (outer != inner if m['open'] else outer or inner): value = -value              # -(-3.2) is 3.2
     return (value, bool(m['percent'])) if math.isfinite(value) else None
 
 # %% ../nbs/2_environment/11_metrics.ipynb #c049
@@ -253,7 +281,7 @@ def gold_note(
     if not golds: return ''
     first = next(gold for q in questions for gold in q.answers if not normalize(gold))
     return (f'{golds} golds normalise to nothing (the first: {first!r}); {hopeless} of {len(questions)} questions have '
-            'no other and cannot be answered right')
+            'no other: exact match and F1 compare these as they stand, and no text shows them')
 
 # %% ../nbs/2_environment/11_metrics.ipynb #c054
 def benchmark_metric(

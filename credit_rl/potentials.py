@@ -4,10 +4,11 @@
 
 # %% auto #0
 __all__ = ['REWARD_BANDS', 'MODEL_SHAPES', 'PARTS', 'answer_potential', 'bridge', 'missing_states', 'shaping_rewards',
-           'history_max', 'mean_abs_reward', 'pilot_alpha', 'AlphaController', 'ModelShape', 'scoring_flops']
+           'history_max', 'mean_abs_reward', 'pilot_alpha', 'AlphaPilot', 'AlphaController', 'ModelShape',
+           'scoring_flops']
 
 # %% ../nbs/1_rules/31_potentials.ipynb #c003
-import math, torch
+import math, torch, warnings
 from dataclasses import dataclass
 from .groups import cast_like, check_tensors, check_turns, widen
 
@@ -128,9 +129,13 @@ def mean_abs_reward(
 ):
     """Average the size of the shaping over the turns before the last, mean |α ΔΦ| (TIPS appendix D): float, NaN if no
     such turn was measured."""
+    return _sizes(shaping, turn_mask, refund).mean().item()
+
+def _sizes(shaping, turn_mask, refund):
+    "The sizes themselves, of the turns that count: (n,)."
     check_turns(turn_mask, shaping)
     counted = turn_mask if refund else turn_mask & torch.nn.functional.pad(turn_mask[:, 1:], (0, 1))
-    return widen(shaping)[counted & ~shaping.isnan()].abs().mean().item()
+    return widen(shaping)[counted & ~shaping.isnan()].abs()
 
 # %% ../nbs/1_rules/31_potentials.ipynb #c042
 def pilot_alpha(
@@ -146,6 +151,33 @@ def pilot_alpha(
     if not size > 0:
         raise ValueError(f'the pilot run shows no shaping (mean size {size}), so no α can be chosen from it')
     return alpha * target / size
+
+# %% ../nbs/1_rules/31_potentials.ipynb #c0441
+@dataclass
+class AlphaPilot:
+    """Choose α once, after a few steps, so that their shaping would have had a wanted mean size (TIPS section 4.3,
+    appendix D). Its fields are its whole state, as `AlphaController`'s are."""
+    alpha: float = 0.1   # in force: provisional, > 0, while there are steps to take
+    steps: int = 5       # measured steps to take before α is fixed (ours)
+    target: float = 0.2  # wanted mean of |α ΔΦ|
+    total: float = 0.    # sum of |ΔΦ| over the turns of these steps, in nats
+    turns: int = 0       # their number
+
+    def update(self, sizes):  # (n,) |α ΔΦ| of a step's turns, n > 0, made with the present α
+        """Take in a step; returns the next α. Raises ValueError where all steps show no shaping, and warns of an α
+        outside of the band in which the paper's lie."""
+        if not self.steps: return self.alpha
+        self.total, self.turns = self.total + sizes.double().sum().item() / self.alpha, self.turns + len(sizes)
+        self.steps -= 1
+        if self.steps: return self.alpha
+        if not self.total > 0:
+            raise ValueError(f'the pilot shows no shaping in {self.turns} turns, so no α can be chosen from it; does '
+                             'the teacher know the words in which golds are scored (the option schema)?')
+        self.alpha = self.target * self.turns / self.total
+        if not 0.05 <= self.alpha <= 0.3:
+            warnings.warn(f"the pilot sets alpha to {self.alpha:.3g}: mean |ΔΦ| is {self.total / self.turns:.3g} nats; "
+                          "the paper's pilots end in [0.05, 0.3]")
+        return self.alpha
 
 # %% ../nbs/1_rules/31_potentials.ipynb #c046
 REWARD_BANDS = {'small': (0.001, 0.05), 'medium': (0.05, 0.3), 'large': (0.3, 1.0)}  # mean |α ΔΦ|, TIPS appendix D
@@ -232,25 +264,37 @@ def _phi(seen, o):
     return answer_potential(seen.teacher_logp, (seen.teacher_tokens > 0).any(1, keepdim=True), o['reduce'])
 
 def _controller(o):
-    "State of a fresh controller of α for a band, or None without one."
+    "State of a fresh controller of α for a band, or of a pilot; None without one."
+    if o['alpha'] == 'pilot': return asdict(AlphaPilot())
     return None if o['band'] is None else asdict(AlphaController(*REWARD_BANDS[o['band']], o['alpha']))
 
 def _check_options(o):
-    "Refuse an α that no controller can begin with, and an answer form that there is not."
+    "Refuse an α that is none or that no controller can begin with, and an answer form that there is not."
+    if o['alpha'] == 'pilot' and o['band']:
+        raise ValueError(f"alpha: pilot fixes alpha and band: {o['band']} moves it; take one (band: null for none)")
+    if o['alpha'] != 'pilot' and not (type(o['alpha']) in (int, float) and o['alpha'] >= 0):
+        raise ValueError(f"alpha must be at least 0, in reward per nat, or the word pilot, got {o['alpha']!r}")
     _controller(o)
     read_schema(o['schema'])
 
-def _moved(state, size):
-    "A controller's state after a step of shaping rewards of mean size; unmoved where nothing was measured."
-    controller = AlphaController(**state)
-    if not math.isnan(size): controller.update(size)
+def _alpha(o):
+    "α in force. Raises ValueError on a pilot's outside of the steps of a training run."
+    if o['alpha'] == 'pilot':
+        raise ValueError('alpha: pilot is chosen by a training run, from its first steps; give a number here')
+    return o['alpha']
+
+def _moved(state, sizes):
+    "A controller's or pilot's state after a step of shaping rewards of sizes (n,); unmoved where nothing was measured."
+    controller = AlphaPilot(**state) if 'steps' in state else AlphaController(**state)
+    if len(sizes): controller.update(sizes if 'steps' in state else sizes.mean().item())
     return asdict(controller)
 
 # %% ../nbs/1_rules/31_potentials.ipynb #p003
 def _shaping_part(name, equation, paper, model, more, **about):
     "A reward by a teacher's Φ: α, its band and the logarithm are common to all."
-    size = lambda rewards, layout, o: mean_abs_reward(rewards[name], layout.turn_mask, o['refund'])
-    options = {'alpha': Option(0.1, 'reward per nat of Φ', least=0),
+    sizes = lambda rewards, layout, o: _sizes(rewards[name], layout.turn_mask, o['refund'])
+    options = {'alpha': Option(0.1, 'reward per nat of Φ; pilot: 0.1 for five steps, then fixed by their mean |ΔΦ|',
+                               object),
                'band': Option(None, 'range of the mean |α ΔΦ| that a controller of α aims at', str,
                               choices=tuple(REWARD_BANDS)),
                'refund': Option(False, 'the mean |α ΔΦ| counts the last turn with its -αΦ(S_{K-1}) too'),
@@ -261,23 +305,23 @@ def _shaping_part(name, equation, paper, model, more, **about):
         name, equation, paper, model=model, sees='teacher', potential=_phi, schema=lambda o: o['schema'],
         golds=lambda o: o['golds'], options=options | more, check=_check_options,
         keeps=Keeps(_controller, lambda o, state: {**o, 'alpha': state['alpha']},
-                    lambda o, state, rewards, layout: _moved(state, size(rewards, layout, o))),
-        metrics=lambda batch, o: {'alpha': o['alpha'],
-                                  'mean_abs_shaping': size(batch.rewards, batch.layout, o)},
+                    lambda o, state, rewards, layout: _moved(state, sizes(rewards, layout, o))),
+        metrics=lambda batch, o: {'alpha': _alpha(o),
+                                  'mean_abs_shaping': sizes(batch.rewards, batch.layout, o).mean().item()},
         logs={'alpha': 'weight of the shaping rewards in force, in units of reward per nat',
               'mean_abs_shaping': 'mean size of the shaping reward of a turn before the last (with the option refund, '
                                   'of any turn), in units of reward'}, **about)
 
 PARTS = (
     _shaping_part('shaping', r'r_{i,k} = \alpha[\Phi(S_{k+1}) - \Phi(S_k)],\ \Phi(S_K) = 0', 'TIPS eqs. 15-20',
-                  lambda layout, seen, o: shaping_rewards(_phi(seen, o), layout.turn_mask, o['alpha'], o['terminal']),
+                  lambda layout, seen, o: shaping_rewards(_phi(seen, o), layout.turn_mask, _alpha(o), o['terminal']),
                   {'terminal': Option('zero', "Φ at the end: 0, or the teacher's own", choices=('zero', 'teacher'))},
                   ends=lambda o: o['terminal'] == 'teacher', telescopes=True,
                   unsummed='shaping sums to -αΦ(S_0), the same for the whole group',
                   differs='the paper gives no rule for moving α; ours is written out in 31_potentials'),
     _shaping_part('record', r'r_{i,k} = \alpha\max(0, \max_{j \le k+1}\Phi(S_j) - \max_{j \le k}\Phi(S_j))',
                   'TIPS appendix E.6',
-                  lambda layout, seen, o: o['alpha'] * history_max(_phi(seen, o), layout.turn_mask), {},
+                  lambda layout, seen, o: _alpha(o) * history_max(_phi(seen, o), layout.turn_mask), {},
                   differs='called invariant in the paper; it is not (31_potentials)'),
     Row('tips', 'outcome+shaping/gae', 'TIPS eqs. 15-20', '#de8f05'),
     Row('tips-hmax', 'outcome+record/gae', 'TIPS appendix E.6', '#f0b84d'))

@@ -24,9 +24,11 @@ from .methods import get_method
 from .models import find_model, load_model
 from .options import setting, with_defaults
 from .outcome import outcome_rewards
-from .parameters import by_group, from_settings, make_parser, notebook_settings, read_settings
+from .parameters import (by_group, error_line, from_settings, make_parser, notebook_settings,
+                                  read_settings)
 from .protocol import PROTOCOLS, prompt_hash
-from .runlog import RunLog, latest_checkpoint, read_json, read_metrics, read_params, save_checkpoint
+from .runlog import (RunLog, latest_checkpoint, read_json, read_metrics, read_params, save_checkpoint,
+                              stored_folders)
 from .settings import (GROUPS, Course, CriticChoice, check, data_sets, flat_form, group_of, settings_of,
                                 tree_notes)
 from .sharded import DeepSpeedBackend
@@ -81,7 +83,7 @@ def check_warming(config):
     check(c)
     group_of(WarmUpChoice, c)
     if importlib.util.find_spec('sklearn') is None:
-        raise ImportError('a warm-up clusters its questions with scikit-learn: pip install scikit-learn')
+        raise ImportError('a warm-up clusters its questions with scikit-learn: pip install credit_rl[run]')
     if not method.critic:
         raise ValueError(f'{c.method} has no critic to warm up; take carl, ppo, tips or another with one')
     if c.critic_from: raise ValueError(f'critic_from={c.critic_from!r} is for the training that comes after a warm-up')
@@ -359,7 +361,7 @@ def _kind(summary):
 
 def _summaries(folders):
     "Read what warm-ups came to: list of dict. Raises ValueError where there are none."
-    if isinstance(folders, (str, Path)): folders = sorted(p.parent for p in Path(folders).glob('*/summary.json'))
+    if isinstance(folders, (str, Path)): folders = stored_folders(folders, '*/summary.json')
     if not folders: raise ValueError('got no finished warm-up to tell of')
     return [read_json(Path(f)/'summary.json') for f in folders]
 
@@ -396,7 +398,7 @@ def main(arguments=None):
         print(gate_table(folder).to_string())
         read_warmed(folder)
     except (ValueError, OSError, ImportError, LaunchError, EngineLost, BadStep) as e:
-        sys.exit(f'credit_rl.prepare: {e}')
+        sys.exit(f'credit_rl.prepare: {error_line(e)}')
     except KeyboardInterrupt: end_interrupted('credit_rl.prepare', run)
 
 # %% ../nbs/5_run/65_prepare.ipynb #c030

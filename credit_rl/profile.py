@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from .layout import pack
 from .parameters import make_parser
-from .runlog import metrics_file, read_metrics, read_turns
+from .runlog import has_metrics, read_metrics, read_turns
 from .trajectory import Group, trajectory_from_json
 
 # %% ../nbs/machinery/78_profile.ipynb #f005
@@ -30,7 +30,7 @@ _BETWEEN = {'dev': ('development questions', 'raise eval_every, or ask fewer dev
 def line_seconds(folder):  # of a run of training
     """Seconds of a mean step by line of the loop, and of what comes between steps: dict, in the order of the loop.
     Lines that never ran are left out. Raises ValueError where no step was timed."""
-    if metrics_file(folder) is None:
+    if not has_metrics(folder):
         raise ValueError(f'{folder} holds no metrics.jsonl; wanted the folder of a training run')
     table = read_metrics(folder)
     steps = table[table.seconds_step.notna()] if 'seconds_step' in table else table[:0]

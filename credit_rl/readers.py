@@ -10,6 +10,7 @@ __all__ = ['to_nfc', 'marks', 'RowError', 'describe_row', 'has_field', 'read_fie
 import csv, functools, gzip, io, json, re, unicodedata, warnings, zlib
 from dataclasses import dataclass
 from pathlib import Path
+from .options import plain
 
 # %% ../nbs/2_environment/08_readers.ipynb #u0802
 def to_nfc(text):
@@ -65,7 +66,8 @@ def read_field(
 # %% ../nbs/2_environment/08_readers.ipynb #c011
 def read_answers(values, name):
     "Read the distinct non-blank strings of a list, stripped, in order. Raises RowError on anything else, and on none."
-    if not isinstance(values, (list, tuple)): raise RowError(name, f'is {values!r:.60}, wanted a list of strings')
+    values = plain(values)                                          # arrays too
+    if not isinstance(values, list): raise RowError(name, f'is {values!r:.60}, wanted a list of strings')
     for v in values:
         if not isinstance(v, str): raise RowError(name, f'holds {v!r:.60}, wanted strings')
     out = list(dict.fromkeys(s for v in values if (s := v.strip())))
@@ -210,7 +212,9 @@ def _table_rows(path, name, delimiter=','):
             else: yield f'{name}, line {last}', dict(zip(header, cells))
             if columns is None and isinstance(cells, list): columns = len(cells)
 
-def _is_header(names): return bool({name.lower() for name in names} & {'question', 'text', 'contents'})
+def _is_header(names):
+    known = {'question', 'text', 'contents', 'messages', 'completion', 'output'}   # of questions, passages, rollouts
+    return bool({name.lower() for name in names} & known)
 
 def _named_once(names, name):
     "Names of columns, those that are blank aside each once. Raises ValueError on one that stands twice."
@@ -227,7 +231,7 @@ def _parquet_rows(path, name):
     "Yield (where, row) of a parquet file. Raises ImportError without pyarrow."
     try: import pyarrow.parquet as parquet
     except ImportError as e:
-        raise ImportError('reading parquet needs `pyarrow`: pip install "credit_rl[train]"; or convert the file to '
+        raise ImportError('reading parquet needs `pyarrow`: pip install "credit_rl[run]"; or convert the file to '
                           '.jsonl') from e
     try: file = parquet.ParquetFile(path)
     except ValueError as e: raise ValueError(f'{name} is not parquet: {e}') from None

@@ -13,16 +13,14 @@ from http.client import HTTPException
 from multiprocessing.connection import wait
 from pathlib import Path
 
-import requests
-from urllib3.exceptions import HTTPError
-
 from .benchmarks import get_benchmark, is_question_row, read_passages
 from .datasets import load_corpus
 from .dense import E5, DenseSearch, build_dense, open_index
 from .options import SettingsGroup, options_in, setting
-from .parameters import make_parser
+from .parameters import error_line, make_parser
 from .readers import Passage, RowError, read_contents, read_field, read_rows, read_title
 from .retrieval import Retriever, build_index, check_search, contents
+from .runlog import atomic_write
 
 # %% ../nbs/machinery/16_search_service.ipynb #c005
 def _document(passage):
@@ -260,12 +258,14 @@ class SearchLost(SearchError, ConnectionError):
 
 def _reason(e):
     "What lies below an error of a connection: refused, reset, …"
+    from urllib3.exceptions import HTTPError
     while isinstance(e.__context__, (OSError, HTTPError, HTTPException)): e = e.__context__
     return e
 
 def _ask(client, value, deadline):
     """Send one request, again if need be and before the deadline (time.monotonic seconds); the body of the answer
     (bytes). Raises SearchError; SearchLost of no answer."""
+    import requests
     problem = SearchLost(f'{client.url} did not answer within {client.deadline:g} s, the deadline of a search.')
     for left in reversed(range(client.tries)):
         if (seconds := min(client.seconds, deadline - time.monotonic())) <= 0: break
@@ -311,7 +311,8 @@ class SearchClient:
                              f'{tries}, {pause}, {batch}, {deadline}')
         self.url = url if re.match(r'https?://[^/]+/.', url) else url.rstrip('/') + '/retrieve'
         self.seconds, self.tries, self.pause, self.batch, self.deadline = seconds, tries, pause, batch, deadline
-        self.session = requests.Session()      # keeps connections open, one for each thread that asks
+        from requests import Session
+        self.session = Session()      # keeps connections open, one for each thread that asks
         self.session.trust_env = False
 
     def search(self, queries, k):
@@ -335,12 +336,38 @@ class SearchClient:
 
     def about(self):
         "Its address, and which passages the server's /health says that it has: a dict; None where it does not say."
+        import requests
         try:
             answer = self.session.get(self.url.rstrip('/').rpartition('/')[0] + '/health', timeout=self.seconds)
             said = answer.json() if answer.status_code == 200 else None
         except (requests.RequestException, ValueError): said = None   # other servers need not have a /health
         said = said if isinstance(said, dict) else {}
         return {'name': 'SearchClient', 'url': self.url, **{x: said.get(x) for x in ('passages', 'corpus')}}
+
+    def keep(self, path, queries, k):
+        "Write down what the server has: its passages' hash where it says that, and its answers to some queries."
+        found = zip(queries, self.search(queries, k))
+        answers = {q: [[p.title, p.text] for p in hits] for q, hits in found}
+        kept = {'url': self.url, 'corpus': self.about()['corpus'], 'k': k, 'answers': answers}
+        atomic_write(path, lambda part: part.write_text(json.dumps(kept, indent=1) + '\n'))
+
+    def agrees(self, path):
+        """Whether the server has the passages of the one that `keep` wrote down, which may have had another url; False
+        where nothing was kept. By the hash where both say it, else by the kept answers. Raises ValueError where they
+        differ."""
+        if not Path(path).exists(): return False
+        kept = json.loads(Path(path).read_text())
+        if kept['url'] == self.url: return True
+        now = kept['corpus'] and self.about()['corpus']
+        if now: differs = f'passages of hash {now}, {kept["corpus"]} there' if now != kept['corpus'] else None
+        else:
+            found = zip(kept['answers'].items(), self.search(list(kept['answers']), kept['k']))
+            differs = next((f'another answer to {q!r:.80}' for (q, before), hits in found
+                            if before != [[p.title, p.text] for p in hits]), None)
+        if differs:
+            raise ValueError(f'{self.url} takes the place of {kept["url"]}, but has {differs}: give a server of the '
+                             'same passages, or begin another run')
+        return True
 
 # %% ../nbs/machinery/16_search_service.ipynb #c022
 _HEADER = {'searches': 1}  # the first line of a file of kept answers, with its format's number
@@ -485,7 +512,7 @@ def build(arguments=None):  # list of str; None: the command line's
         passages = _progress(read_corpus(given.data, given.corpus, given.on_error))
         if given.dense: count = build_dense(passages, given.folder, given.dense, factory=given.factory)
         else: count = build_index(passages, given.folder)
-    except (OSError, ValueError, ImportError) as e: parser.exit(1, f'credit-rl index: {e}\n')
+    except (OSError, ValueError, ImportError) as e: parser.exit(1, f'credit-rl index: {error_line(e)}\n')
     except KeyboardInterrupt: parser.exit(130, 'credit-rl index: interrupted; the same command begins anew\n')
     print(f'{count:,} passages in {given.folder}')
 
@@ -509,7 +536,7 @@ def main(arguments=None):  # list of str; None: the command line's
         how = DenseSearch(**{name: given.pop(name) for name in options_in(DenseSearch)})
         serve(**given, say=functools.partial(print, flush=True), how=None if how == DenseSearch() else how)
     except KeyboardInterrupt: pass
-    except (OSError, ValueError, ImportError, RuntimeError) as e: parser.exit(1, f'credit-rl serve: {e}\n')
+    except (OSError, ValueError, ImportError, RuntimeError) as e: parser.exit(1, f'credit-rl serve: {error_line(e)}\n')
 
 # %% ../nbs/machinery/16_search_service.ipynb #c028
 if __name__ == '__main__' and '__file__' in globals(): main()  # a notebook has no file

@@ -22,7 +22,7 @@ from .learner import BadStep, Learner, Optimiser
 from .models import load_tokenizer, tokenizer_hash
 from .options import SettingsGroup, nearest, options_in, setting
 from .outcome import outcome_rewards
-from .parameters import by_group, from_settings, make_parser, read_settings
+from .parameters import by_group, error_line, from_settings, make_parser, read_settings
 from .parts import Credit, Loss
 from .protocol import prompt_hash
 from .rollout import rollout
@@ -339,7 +339,7 @@ def _command(name, about, kind, run, arguments):
             wrong = prefix + unknown[0]
             raise ValueError(f'no setting {wrong!r}{nearest(wrong, [prefix + n for n in known])}')
         run(settings, from_settings(kind, own))
-    except (ValueError, OSError, TypeError, ImportError, BadStep) as e: sys.exit(f'credit_rl.{name}: {e}')
+    except (ValueError, OSError, TypeError, ImportError, BadStep) as e: sys.exit(f'credit_rl.{name}: {error_line(e)}')
     except KeyboardInterrupt:
         print(f'credit_rl.{name}: interrupted; the same command begins anew', file=sys.stderr)
         sys.exit(130)

@@ -7,19 +7,19 @@ __all__ = ['SCORE', 'EXPECTED', 'regimes_of', 'read_audits', 'word', 'joined', '
            'rank_agreement', 'which_rule_when', 'study_figure', 'choose_rates', 'write_predictions', 'main']
 
 # %% ../nbs/experiments/76_study.ipynb #s003
-import math, sys
+import io, math, sys
 from pathlib import Path
 import torch
 from .compare import find_runs, paired_differences, sampled_right
 from .significance import detectable, holm, mean_interval, verdict
 from .parameters import make_parser
-from .runlog import atomic_write, read_json, read_summary
+from .runlog import atomic_write, read_json, read_summary, read_text, stored_folders
 
 # %% ../nbs/experiments/76_study.ipynb #s006
 def regimes_of(folder):  # of a study
     "Names of the regimes of a study, those with an audit or a run. Raises FileNotFoundError where there are none."
     found = sorted({p.relative_to(folder).parts[0] for what in ('*/audits/*/audit.csv', '*/*/params.yaml')
-                    for p in Path(folder).glob(what)})
+                    for p in stored_folders(folder, what)})
     if not found: raise FileNotFoundError(f'{folder} holds no study: no REGIME/audits/SEED/audit.csv and no run')
     return found
 
@@ -32,10 +32,11 @@ def read_audits(
     these rows alone. Raises FileNotFoundError where there is none."""
     import pandas as pd
     tables, own = [], {}
-    for path in sorted(Path(folder).glob(f'*/{what}*/*/audit.csv')):
-        found, (regime, kind, seed) = read_json(path.parent/'audit.json'), path.parts[-4:-1]
-        rule, before = kind.removeprefix(what).removeprefix('-'), 1 - found['bottleneck']['answer']
-        table = pd.read_csv(path).assign(regime=regime, seed=int(seed), before=before, right=found['right'])
+    for place in stored_folders(folder, f'*/{what}*/*/audit.csv'):
+        found, (regime, kind, seed) = read_json(place/'audit.json'), place.parts[-3:]
+        rule, answer = kind.removeprefix(what).removeprefix('-'), found['bottleneck']['answer']   # None: not told
+        before, text = math.nan if answer is None else 1 - answer, read_text(place/'audit.csv')
+        table = pd.read_csv(io.StringIO(text)).assign(regime=regime, seed=int(seed), before=before, right=found['right'])
         if rule: own.setdefault((regime, rule), []).append(table[table.rule == rule])
         else: tables.append(table)
     if not tables: raise FileNotFoundError(f'{folder} holds no audits: REGIME/{what}/SEED/audit.csv')
@@ -82,7 +83,7 @@ def _seed_differences(folder, metric, baseline):
     "Differences of all rules in all regimes from the baseline's run of the same seed: list of (regime, rule, (n,))."
     found = []
     for regime in regimes_of(folder):
-        if not list((Path(folder)/regime).glob('*/params.yaml')): continue
+        if not stored_folders(Path(folder)/regime, '*/params.yaml'): continue
         runs = {run: run.name.rpartition('-')[::2] for run in find_runs(Path(folder)/regime)}
         done = {of: run for run, of in runs.items() if read_summary(run) is not None}
         for rule in dict.fromkeys(name for name, _ in done):
@@ -204,8 +205,7 @@ def _rate_runs(folder):  # of a study
     "What the finished runs of a rate search got right as they sampled: DataFrame, regime, rule, rate, seed, right."
     import pandas as pd
     rows = [(regime.name, *reversed(run.name.rpartition('-')[::2]), float(rate.name), sampled_right(run))
-            for rate in sorted((Path(folder)/'rates').glob('*')) for regime in sorted(rate.glob('*'))
-            if list(regime.glob('*/params.yaml')) for run in find_runs(regime) if read_summary(run) is not None]
+            for run in stored_folders(Path(folder)/'rates', '*/*/*/summary.json') for rate, regime in [run.parents[1::-1]]]
     return pd.DataFrame(rows, columns=['regime', 'seed', 'rule', 'rate', 'right'])
 
 def choose_rates(folder):  # of a study
@@ -241,8 +241,8 @@ def write_predictions(folder):  # of a study
     old = pd.read_csv(place) if place.exists() else found.iloc[:0]
     held = {*zip(old.regime, old.rule)}
     new = found[[of not in held for of in zip(found.regime, found.rule)]]
-    begun = [f'{r.regime}/{run.name}' for r in new.itertuples() for run in sorted((Path(folder)/r.regime).glob('*-*'))
-             if run.name.rpartition('-')[0] == r.rule and (run/'params.yaml').exists()]
+    begun = [f'{r.regime}/{run.name}' for r in new.itertuples() for run in stored_folders(Path(folder)/r.regime, '*-*/params.yaml')
+             if run.name.rpartition('-')[0] == r.rule]
     if begun: raise ValueError(f'a prediction is made before the first run, and there are {", ".join(begun[:3])}: move '
                                'the runs away, or take the audits of this regime away')
     table = pd.concat([old, new], ignore_index=True) if len(old) else new

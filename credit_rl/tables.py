@@ -35,7 +35,7 @@ from .papers import ENTRIES, find_entry, report
 from .parameters import make_parser
 from .prepare import calibration_pairs, is_warmup
 from .options import options_in
-from .runlog import METRICS, read_json, read_params, read_summary, read_turns
+from .runlog import METRICS, is_stored, read_json, read_params, read_summary, read_turns, stored_folders
 from .settings import GROUPS
 from .setup import base_folder
 from .trajectory import Group, trajectory_from_json
@@ -56,7 +56,7 @@ def sort_folders(folders):  # list of run folders, or of folders of such
         if _is_evaluation(folder): found['evaluation'].append(folder)
         else:
             found['evaluation'] += inside
-            for run in [] if inside and not list(folder.glob('*/params.yaml')) else find_runs(folder):
+            for run in [] if inside and not stored_folders(folder, '*/params.yaml') else find_runs(folder):
                 found['warm-up' if is_warmup(run) else 'training'].append(run)
     return {kind: list({run.resolve(): run for run in runs}.values()) for kind, runs in found.items()}
 
@@ -98,7 +98,7 @@ def _setting_value(params, name):
     if name == 'model': return Path(str(value)).name
     if name != 'critic_from': return value
     if value is None: return 'cold'
-    return read_params(value).get('collected', 'curated') if (Path(value)/'params.yaml').exists() else Path(value).name
+    return read_params(value).get('collected', 'curated') if is_stored(Path(value)/'params.yaml') else Path(value).name
 
 # %% ../nbs/papers/85_tables.ipynb #u008s5
 # settings that change nothing of what comes out, or stand in a name already

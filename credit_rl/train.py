@@ -26,15 +26,16 @@ from .learner import BadStep, Learner, teach_critic
 from .dry_run import is_large, no_gpu
 from .models import find_model
 from .outcome import outcome_rewards
-from .parameters import by_group, make_parser, read_settings
+from .parameters import by_group, error_line, make_parser, read_settings
 from .parts import (Asks, Measured, assign, at, begin, every_turn, move, services, start_values,
                              to_tokens)
 from .world import get_regime
 from .protocol import prompt_hash
 from .rollout import continuations, rollout
-from .runlog import (RunLog, BoundedGzip, atomic_write, latest_checkpoint, code_hashes, named_checkpoint,
+from .runlog import (RunLog, BoundedGzip, atomic_write, lasting, latest_checkpoint, code_hashes, named_checkpoint,
                               read_json, read_params, save_checkpoint, write_json)
 from .scoring import GOLDS_OPTION, answer_header, gold_templates, gold_texts, retell, teacher_chat
+from .search_service import SearchClient
 from .settings import (GROUPS, Acting, Config, Host, Learning, Settings, check, make_config, schema_notes,
                                 scored_schemas, settings_of, weight_limits)
 from .setup import (Setup, add_lora, bound_method, draw_questions, examine, forecast, hand_over, make_engine,
@@ -566,7 +567,7 @@ def check_same_params(config, may_change=MAY_CHANGE):
     count. Raises ValueError."""
     before, now = read_params(config.run), json.loads(json.dumps(vars(config)))
     changed = [f'{k}: {before[k]!r} before, {now[k]!r} now' for k in before
-               if k in now and k not in may_change and before[k] != now[k]]
+               if k in now and k not in may_change and lasting(before[k]) != lasting(now[k])]
     if changed:
         raise ValueError(f'{config.run} holds a finished run with other parameters ({"; ".join(changed)}): give the '
                          'same, or choose another name')
@@ -649,7 +650,11 @@ def begin_run(
         for service in asked: service.keep(log.folder/'judge.jsonl.gz')
         if task.data != 'tiny': real = real_questions(task, course.seed), real_search(task, acting.protocol)
         for line in schema_notes(acting, task.data, scored_schemas(method, s.keeping.measure), load=True): say(line)
-        note_params(log, config)
+        served = ranks.first and real and isinstance(real[1], SearchClient)
+        same = served and real[1].agrees(log.folder/'search.json')               # the passages may have moved
+        note_params(log, config, (*MAY_CHANGE, 'corpus') if same else MAY_CHANGE)
+        if served and not same:
+            real[1].keep(log.folder/'search.json', [q.text for q in real[0]['train'][:10]], acting.passages)
         # the first makes the base that the others load
         setup = ranks.in_turn(lambda: make_setup(task, acting, origin, course.seed, say, real))
         if real and ranks.first: _note_dev(log.folder, setup.questions['dev'])
@@ -848,7 +853,7 @@ def main(arguments=None):
         settings = read_settings(parser, arguments, by_group(*GROUPS.values()))[0]
         folder = settings.get('run', folder)
         train(settings)
-    except (ValueError, OSError, ImportError, LaunchError, EngineLost, BadStep) as e: sys.exit(f'credit_rl.train: {e}')
+    except (ValueError, OSError, ImportError, LaunchError, EngineLost, BadStep) as e: sys.exit(f'credit_rl.train: {error_line(e)}')
     except KeyboardInterrupt: end_interrupted('credit_rl.train', folder)
 
 def end_interrupted(

@@ -16,7 +16,7 @@ from .engine import HFEngine, SamplingParams, seed_of
 from .evaluate import evaluate
 from .layout import loss_weights
 from .methods import get_method
-from .parameters import by_group, make_parser, read_settings
+from .parameters import by_group, error_line, make_parser, read_settings
 from .parts import Measured, assign
 from .protocol import PROTOCOLS, last_answer
 from .rollout import rollout
@@ -494,7 +494,7 @@ def main(arguments=None):
     "`python -m credit_rl.trl_trainer setting=value …`, the settings of `credit_rl.train`."
     parser = make_parser('credit_rl.trl_trainer', "Train a policy under TRL with one of the methods.")
     try: trl_run(read_settings(parser, arguments, by_group(*GROUPS.values()))[0])
-    except (ValueError, OSError, ImportError) as e: sys.exit(f'credit_rl.trl_trainer: {e}')
+    except (ValueError, OSError, ImportError) as e: sys.exit(f'credit_rl.trl_trainer: {error_line(e)}')
 
 # %% ../nbs/7_elsewhere/82_trl_trainer.ipynb #c028
 if __name__ == '__main__' and '__file__' in globals(): main()  # a notebook has no file

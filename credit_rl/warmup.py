@@ -54,7 +54,7 @@ def cluster_questions(
     try:
         from sklearn.cluster import KMeans
         from sklearn.feature_extraction.text import TfidfVectorizer
-    except ImportError as e: raise ImportError('cluster_questions needs scikit-learn: pip install scikit-learn') from e
+    except ImportError as e: raise ImportError('cluster_questions needs scikit-learn: pip install credit_rl[run]') from e
     if k < 1: raise ValueError(f'wanted at least one cluster, got {k}')
     x = TfidfVectorizer(token_pattern=r'\S+').fit_transform(texts) if embed is None else embed(texts)
     return KMeans(min(k, len(texts)), n_init=3, random_state=seed % 2**32).fit_predict(x).tolist()

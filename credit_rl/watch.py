@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from .diagnostics import training_curves
 from .parameters import make_parser, one_dialect
-from .runlog import (latest_checkpoint, metrics_by_step, metrics_file, read_json, read_members, read_params,
+from .runlog import (latest_checkpoint, metrics_by_step, has_metrics, is_stored, read_json, read_members, read_params,
                               read_summary)
 from .trajectory import trajectory_from_json
 from .view import show_rollout, telling_group
@@ -132,8 +132,8 @@ def read_status(
     params, metrics, rollouts, summary, trouble = {}, {}, [], None, ''
     try:
         summary = read_summary(folder)      # before the rest: a run that has ended by now has written all of it
-        if (folder/'params.yaml').exists(): params = read_params(folder) or {}
-        if metrics_file(folder): metrics = metrics_by_step(folder)
+        if is_stored(folder/'params.yaml'): params = read_params(folder) or {}
+        if has_metrics(folder): metrics = metrics_by_step(folder)
         rollouts = (newest or NewestRollouts(folder)).read()
     except ValueError as e: trouble = f' ({" ".join(str(e).split())})'
     phase, line = _phase(folder, params, metrics, summary, now)

@@ -17,9 +17,10 @@ from .evaluate import bootstrap_interval
 from .models import load_model
 from .options import with_defaults
 from .outcome import outcome_rewards
-from .parameters import by_group, each_world, fill_names, from_settings, make_parser, read_settings
+from .parameters import (by_group, each_world, error_line, fill_names, from_settings, make_parser,
+                                  read_settings)
 from .rollout import RolloutSize, rollout
-from .runlog import plain_json, read_json, write_json, writing
+from .runlog import plain_json, read_json, stored_folders, write_json, writing
 from .settings import GROUPS, Acting, Course, Task, check, make_config, settings_of
 from .setup import bound_method, make_engine, make_setup, origin_of
 from .warmup import TierChoice, context_values, make_pairs, prompted, read_warmed, tiers
@@ -111,7 +112,7 @@ def form_auc(
         from sklearn.feature_extraction import DictVectorizer
         from sklearn.linear_model import LogisticRegression
         from sklearn.model_selection import GroupKFold
-    except ImportError as e: raise ImportError('form_auc needs scikit-learn: pip install scikit-learn') from e
+    except ImportError as e: raise ImportError('form_auc needs scikit-learn: pip install credit_rl[run]') from e
     y, x = torch.as_tensor(known).bool().numpy(), DictVectorizer(sparse=False).fit_transform(map(_form_of, questions))
     pairs = [min(q.id, q.meta.get('twin', q.id)) for q in questions]
     made = {'logistic': lambda: LogisticRegression(max_iter=1000),
@@ -260,7 +261,7 @@ def main(arguments=None):
         wanted = asking_settings({k: v for k, v in given.items() if k not in own}, more.seeds, more.worlds)
         for settings in wanted: check(make_config(settings))
         for settings in wanted: _ask(settings, how)
-    except (ValueError, OSError, ImportError) as e: sys.exit(f'credit_rl.when_to_ask: {e}')
+    except (ValueError, OSError, ImportError) as e: sys.exit(f'credit_rl.when_to_ask: {error_line(e)}')
 
 # %% ../nbs/experiments/68_when_to_ask.ipynb #q039
 def read_asking(folder):  # of answers to `credit-rl asking`
@@ -270,12 +271,12 @@ def read_asking(folder):  # of answers to `credit-rl asking`
     there is none."""
     import pandas as pd
     rows, number = {}, lambda x: math.nan if x is None else x
-    for path in sorted(Path(folder).glob('**/asking.json')):
-        found = read_json(path)
+    for place in stored_folders(folder, '**/asking.json'):
+        found = read_json(place/'asking.json')
         known, rest = ({k: number(v) for k, v in found['asking'][tier].items()} for tier in ('known', 'unknown'))
         start = [b for b in found['bias'] or [] if b['kind'] == 'start']
         off = next((b for b in start if b['tier'] == 'known'), {})
-        rows[path.parts[-3], path.parts[-2]] = {k: number(v) for k, v in {
+        rows[place.parts[-2:]] = {k: number(v) for k, v in {
             **{k: known[k] for k in ('ask rate', 'ask', 'answer', 'delta', 'low', 'high')},
             'tells': rest['ask rate'] - known['ask rate'], 'unknown': rest['delta'],
             'bias': off.get('bias'), 'error': off.get('error'),

@@ -7,6 +7,8 @@ from configparser import ConfigParser
 from dataclasses import dataclass
 from pathlib import Path
 
+from credit_rl.parameters import notebooks_in
+
 TOUR = 'nbs/000_tour.ipynb'
 UNNUMBERED = ('machinery', 'experiments', 'papers')   # chapters without a number come last, in this order
 COPIED = ('CITATION.cff', 'LICENSE', 'nbs/figures/*', 'runs/params/*.yaml')   # what pages link to besides pages
@@ -32,10 +34,11 @@ def read_site(root):
     "Read the `Site` of a repository."
     root = Path(root)
     rank = lambda name: (UNNUMBERED.index(name) + 1 if name in UNNUMBERED else 0, name)
-    folders = sorted({p.parent.name for p in root.glob('nbs/[!._]*/[0-9]*_*.ipynb')}, key=rank)
     found = lambda pattern: [str(p.relative_to(root)) for p in sorted(root.glob(pattern))]
-    chapters = {folder: found(f'nbs/{folder}/[0-9]*_*.ipynb') for folder in folders}
-    paths = [*(path for of in chapters.values() for path in of), *found('nbs/[0-9]*_*.ipynb')]
+    numbered = [p.relative_to(root) for p in notebooks_in(root / 'nbs') if p.name[0].isdigit()]
+    of_folder = lambda name: [str(p) for p in numbered if p.parent.name == name]
+    chapters = {folder: of_folder(folder) for folder in sorted({p.parent.name for p in numbered} - {'nbs'}, key=rank)}
+    paths = [*(path for of in chapters.values() for path in of), *of_folder('nbs')]
     paths.sort(key=lambda path: path != TOUR)
     pages = {path: path for path in [*paths, 'nbs/your_rule.md', 'runs/LOG.md', *found('runs/log/*.md')[::-1]]}
     pages |= dict.fromkeys(('README.md', 'nbs/index.ipynb'), 'index.md')

@@ -2,6 +2,7 @@
 form, the settings, the names of the package, the results. In a page a notebook's name in code type becomes a link."""
 import importlib
 import inspect
+import io
 import re
 import shlex
 from dataclasses import dataclass, field
@@ -19,9 +20,10 @@ from credit_rl.methods import METHODS, MODULES, extra_passes, method_table
 from credit_rl.parameters import by_group
 from credit_rl.parts import Loss
 from credit_rl.prepare import WarmUpChoice
-from credit_rl.runlog import read_params
+from credit_rl.runlog import read_params, read_summary, read_text, stored_folders
 from credit_rl.settings import GROUPS
 from credit_rl.sft import Imitation
+from kept import kept
 
 
 # ---- pages of methods ----
@@ -198,12 +200,22 @@ def methods_page():
 
 # ---- what is stored ----
 
+def kept_folders(
+    root,     # top of the repository
+    pattern,  # of a file, from `runs/`
+):
+    "Folders of stored runs with such a file; a reader's own, of which git keeps nothing, are no part of the site."
+    runs = Path(root, 'runs')
+    ours = {path.relative_to(runs).parts[0] for path in kept(root, 'runs/**/*')}
+    return [folder for folder in stored_folders(runs, pattern) if folder.relative_to(runs).parts[0] in ours]
+
+
 def comparisons(root):  # top of the repository
     """Folders of stored runs and what was compared there, the widest first: dict folder -> names of runs, without the
     seed, of methods and variants that have a curve."""
     found = {}
-    for folder in sorted({p.parents[1] for p in Path(root, 'runs').glob('*/*/metrics.jsonl*')}):
-        runs = {run: read_params(run) for run in find_runs(folder) if (run/'summary.json').exists()}
+    for folder in sorted({run.parent for run in kept_folders(root, '*/*/params.yaml')}):
+        runs = {run: read_params(run) for run in find_runs(folder) if read_summary(run) is not None}
         found[folder] = sorted({stem for run, params in runs.items() if (stem := run.name.rpartition('-')[0]) in
                                 (run_label(run, params), *_stems(params['method']))})
     return dict(sorted(found.items(), key=lambda item: -len(item[1])))
@@ -230,16 +242,17 @@ def _measures(row):
 def stored_audits(root):
     "Rows of the audits that are stored, by MEASURES: dict method -> folder -> column -> text."
     found = {}
-    for path in sorted(Path(root, 'runs').rglob('audit.csv')):
-        for name, row in pd.read_csv(path, index_col=0, dtype=str, keep_default_na=False).iterrows():
-            found.setdefault(name, {})[str(path.parent.relative_to(root))] = _measures(row.to_dict())
+    for folder in kept_folders(root, '**/audit.csv'):
+        table = pd.read_csv(io.StringIO(read_text(folder/'audit.csv')), index_col=0, dtype=str, keep_default_na=False)
+        for name, row in table.iterrows():
+            found.setdefault(name, {})[str(folder.relative_to(root))] = _measures(row.to_dict())
     return found
 
 
 def params_files(root):
     "Files of settings by the method that they name: dict method -> paths from `root`."
     found = {}
-    for path in sorted(Path(root, 'runs', 'params').glob('*.yaml')):
+    for path in kept(root, 'runs/params/*.yaml'):
         name = yaml.safe_load(path.read_text(encoding='utf-8')).get('method')
         if name: found.setdefault(name, []).append(str(path.relative_to(root)))
     return found

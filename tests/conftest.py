@@ -5,6 +5,7 @@ import inspect
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,9 +22,31 @@ LONG = 5                                        # seconds from which on a test m
 BOUND = 540                                     # seconds for a process that a test starts, less than for the test
 
 
+OPENED = ('nbs/000_tour.ipynb', 'nbs/1_rules/32_folr.ipynb', 'nbs/figures/readme_2.png', 'runs/LOG.md',
+          'runs/log/2026-11-20.md', 'runs/params/demo.yaml', 'runs/sweep/grpo-201/summary.json', 'runs/lab/exact.csv',
+          'runs/study/bases.csv', 'runs/smollm2/rules/answers.csv', 'data/README.md', 'data/rows/gsm8k.jsonl',
+          'data/tiny_base/config.json')
+
+
+def leave_checkpoints():
+    """Put beside files of the checkout the copies that JupyterLab makes of what it opens: no test may mind them.
+    Returns what removes those that were not there."""
+    made = contextlib.ExitStack()
+    for path in map(ROOT.joinpath, OPENED):
+        copy = path.parent / '.ipynb_checkpoints' / f'{path.stem}-checkpoint{path.suffix}'
+        if not path.exists() or copy.exists(): continue
+        if not copy.parent.exists():
+            copy.parent.mkdir()
+            made.callback(shutil.rmtree, copy.parent, ignore_errors=True)
+        shutil.copy(path, copy)
+        made.callback(copy.unlink, missing_ok=True)
+    return made.close
+
+
 def pytest_configure(config):
-    """Give SIGINT and SIGQUIT back what they do, for the processes that tests start too: a shell without job control
-    starts what runs in its background with both ignored."""
+    """Leave JupyterLab's copies about. Give SIGINT and SIGQUIT back what they do, for the processes that tests start
+    too: a shell without job control starts what runs in its background with both ignored."""
+    if not hasattr(config, 'workerinput'): config.add_cleanup(leave_checkpoints())
     if threading.current_thread() is threading.main_thread():
         for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGQUIT, signal.SIG_DFL)):
             if signal.getsignal(number) is signal.SIG_IGN: signal.signal(number, handler)
@@ -105,6 +128,7 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         fixtures = [d.func for defs in item._fixtureinfo.name2fixturedefs.values() for d in defs]
         if starts_processes(item.function, *fixtures): item.add_marker('process')
+        if 'open_tab' in item.function.__code__.co_names: item.add_marker('browser')
     below, at_least = config.getoption('below'), config.getoption('at_least')
     if below is not None: keep(config, items, lambda item: not takes_long(item, seconds, below))
     if at_least is not None:

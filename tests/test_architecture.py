@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from credit_rl.parameters import notebooks_in
+
 ROOT = Path(__file__).resolve().parents[1]
 NUMBERED = re.compile(r'(\d\d\d?)_([a-z][a-z0-9_]*)')
 APART = ('experiments', 'papers')   # chapters
@@ -106,7 +108,7 @@ def floors(nb, numbers):
 @functools.cache
 def apart():
     "Modules of the chapters that nothing else may stand on."
-    return {p.stem.partition('_')[2] for chapter in APART for p in (ROOT / 'nbs' / chapter).glob('[!.]*.ipynb')}
+    return {p.stem.partition('_')[2] for chapter in APART for p in notebooks_in(ROOT / 'nbs' / chapter)}
 
 
 def experiments_and_papers_apart(nb, numbers):
@@ -288,7 +290,7 @@ RULES = [
 
 # ---- the tests ----
 
-PATHS_OF_NOTEBOOKS = sorted((ROOT / 'nbs').rglob('[!.]*.ipynb'), key=lambda p: p.stem)
+PATHS_OF_NOTEBOOKS = sorted(notebooks_in(ROOT / 'nbs'), key=lambda p: p.stem)
 NOTEBOOKS = [Notebook(p.stem, p.read_text(encoding='utf-8'), p.parent.name) for p in PATHS_OF_NOTEBOOKS]
 NUMBERS = {nb.name: nb.number for nb in NOTEBOOKS if nb.number is not None and not nb.runs}
 

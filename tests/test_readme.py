@@ -3,9 +3,11 @@ import json
 import re
 from pathlib import Path
 
+from credit_rl.parameters import notebooks_in
+
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / 'README.md').read_text(encoding='utf-8')
-CHAPTERS = {p.parent for p in (ROOT / 'nbs').glob('*/*.ipynb')}
+CHAPTERS = {p.parent for p in notebooks_in(ROOT / 'nbs')} - {ROOT / 'nbs'}
 
 
 def cells_of(name):
@@ -38,7 +40,7 @@ def test_readme_is_made_from_the_index():
     assert README == text, 'README.md differs from nbs/index.ipynb: run `make readme`'
     for path, data in pictures.items():
         assert (ROOT / path).read_bytes() == data, f'{path} is not the picture of the index: run `make readme`'
-    assert {str(p.relative_to(ROOT)) for p in (ROOT / 'nbs' / 'figures').iterdir()} == set(pictures)
+    assert {str(p.relative_to(ROOT)) for p in (ROOT / 'nbs' / 'figures').glob('[!.]*')} == set(pictures)
     assert len(pictures) == 2 and all(len(data) < 200_000 for data in pictures.values())
 
 
@@ -83,7 +85,7 @@ def test_maps_show_every_chapter_and_the_tour_every_notebook():
         (row,) = (line for line in table.splitlines() if line.startswith(f'| `{folder.name}` |'))
         links = re.findall(r'\]\(([^)]+)\)', row)
         assert about[folder.name] in row and sorted(links) == \
-            sorted(f'{p.parent.name}/{p.name}' for p in folder.glob('*.ipynb')), 'execute nbs/000_tour.ipynb again'
+            sorted(f'{p.parent.name}/{p.name}' for p in notebooks_in(folder)), 'execute nbs/000_tour.ipynb again'
 
 
 def test_the_readmes_numbers_are_computed():

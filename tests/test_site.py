@@ -8,7 +8,6 @@ import re
 import shlex
 import shutil
 import subprocess
-import sys
 import threading
 import time
 import urllib.request
@@ -18,19 +17,21 @@ from pathlib import Path
 import pytest
 
 from credit_rl import api
+from credit_rl.compare import find_runs
 from credit_rl.methods import METHODS, compose
 from credit_rl.options import Option
+from credit_rl.parameters import notebooks_in
 from credit_rl.parts import Row
+from credit_rl.runlog import read_summary
 from credit_rl.settings import Config, check, make_config
+import build as site_build   # docs/build.py and what it is made of
+import notebooks
+import pages as site_pages
+from kept import kept
+from links import dead_links, foreign_loads
+from pages import SECTIONS, method_page, page_name, read_archive, stored_about
 
 ROOT = next(folder for folder in Path(__file__).resolve().parents if (folder / 'settings.ini').exists())
-sys.path.insert(0, str(ROOT / 'docs'))
-import build as site_build  # noqa: E402  docs/build.py and what it is made of
-import notebooks  # noqa: E402
-import pages as site_pages  # noqa: E402
-from links import dead_links, foreign_loads  # noqa: E402
-from pages import SECTIONS, method_page, page_name, read_archive, stored_about  # noqa: E402
-
 BUILT_WITH = ('mkdocs', 'material', 'mkdocs_jupyter', 'latex2mathml')    # the extra `docs`
 without_docs = pytest.mark.skipif(not all(map(importlib.util.find_spec, BUILT_WITH)), reason="the extra 'docs' is "
                                   'not installed: make docs installs it')
@@ -109,8 +110,7 @@ def test_a_stored_curve_is_drawn_and_its_results_shown(archive, tmp_path):
 
 def test_every_method_that_was_run_has_its_curve(root, archive):
     "Also one whose folders cannot have its name (mt-grpo*), and one that was given an option (tips)."
-    folders = (root / 'runs' / 'sweep').glob('*/summary.json')
-    run = {json.loads(path.read_text())['method'] for path in folders} & set(METHODS)
+    run = {read_summary(folder)['method'] for folder in find_runs(root / 'runs' / 'sweep')} & set(METHODS)
     assert {'mt-grpo*', 'tips', 'tspo'} <= run
     for name in run:
         about = stored_about(METHODS[name], archive)
@@ -138,8 +138,25 @@ def test_an_old_audits_signal_has_no_interval():
 
 def test_results_are_the_stored_tables(root):
     page = site_pages.results_page(read_archive(root))
-    tables = sorted((root / 'runs').glob('*/table.md'))
+    tables = kept(root, 'runs/*/table.md')
     assert tables and all(table.read_text().strip() in page for table in tables)
+
+
+def test_own_runs_are_no_part_of_the_site(tmp_path):
+    "What git ignores or has not been given, and files of settings too."
+    audits = {name: tmp_path / 'runs' / name / 'audit.csv' for name in ('ours', 'mine', 'new')}
+    for path in audits.values():
+        path.parent.mkdir(parents=True)
+        path.write_text(',sign,seconds\ntspo,0.5,3\n')
+        (tmp_path / 'runs' / 'params').mkdir(exist_ok=True)
+        (tmp_path / 'runs' / 'params' / f'{path.parent.name}.yaml').write_text('method: tspo')
+    (tmp_path / '.gitignore').write_text('runs/mine')
+    assert set(read_archive(tmp_path).audits['tspo']) == {'runs/ours', 'runs/mine', 'runs/new'}    # no clone yet
+    for command in (['init', '-q'], ['add', 'runs/ours', 'runs/params/ours.yaml']):
+        subprocess.run(['git', *command], cwd=tmp_path, check=True)
+    archive = read_archive(tmp_path)
+    assert set(archive.audits['tspo']) == {'runs/ours'} and archive.params == {'tspo': ['runs/params/ours.yaml']}
+    assert kept(tmp_path, 'runs/*/audit.csv') == [audits['ours']]
 
 
 def test_every_setting_and_every_name_has_its_line():
@@ -173,8 +190,8 @@ def test_notebooks_lose_directives_and_hidden_cells_and_keep_outputs(site_read):
 
 
 def test_the_contents_follow_the_chapters(site_read, root):
-    assert set(site_read.notebooks) == {str(p.relative_to(root)) for p in root.glob('nbs/**/[0-9]*_*.ipynb')
-                                        if '.ipynb_checkpoints' not in p.parts}
+    assert set(site_read.notebooks) == {str(p.relative_to(root)) for p in notebooks_in(root / 'nbs')} - {
+        'nbs/index.ipynb'}
     folders = list(site_read.chapters)
     assert folders == [*sorted(f for f in folders if f[0].isdigit()), 'machinery', 'experiments', 'papers']
     sections = {title: of for entry in notebooks.notebook_nav(site_read) for title, of in entry.items()}
@@ -244,7 +261,7 @@ def test_the_log_has_a_line_for_each_finding_newest_first(root):
     lines = re.findall(r'^- (.*)', (root / 'runs' / 'LOG.md').read_text(encoding='utf-8'), re.M)
     found = [re.fullmatch(r'\[(\d{4}-\d\d-\d\d)\]\(log/(.*)\.md#(.*?)\) — \S.*\.', line) for line in lines]
     assert all(found) and all(m[1] == m[2] for m in found) and max(len(m[0]) - len(m[3]) for m in found) < 300
-    days = sorted((p.stem for p in (root / 'runs' / 'log').iterdir()), reverse=True)
+    days = sorted((p.stem for p in (root / 'runs' / 'log').glob('*.md')), reverse=True)
     headings = [heading for day in days for heading in re.findall(
         '^## (.*)', (root / 'runs' / 'log' / f'{day}.md').read_text(encoding='utf-8'), re.M)]
     assert [m[1] for m in found] == [heading[:10] for heading in headings]

@@ -22,13 +22,13 @@ from credit_rl.parts import (Asks, Credit, Facts, Loss, Row, Measured, assign, b
                              to_tokens)
 from credit_rl.protocol import PROTOCOLS, Chat
 from credit_rl.rollout import rollout
-from credit_rl.runlog import RunLog
+from credit_rl.runlog import RunLog, latest_checkpoint, read_metrics
 from credit_rl.scoring import gold_templates
 from credit_rl.smdp import segment_advantages
 from credit_rl.settings import check, make_config, settings_of
 from credit_rl.setup import Setup
 from credit_rl.tiny import NOISY, act, tiny_environment
-from credit_rl.train import Run, train_step
+from credit_rl.train import Run, read_memory, train, train_step
 from credit_rl.trajectory import example_group, Group, Result
 from credit_rl.true_credit import continuation_values
 from credit_rl.vspo import task_values, vspo_weights
@@ -506,6 +506,22 @@ def test_the_controller_moves_alpha_and_survives_in_json(world, tmp_path):
         means.append(run.memory['method']['shaping']['mean'])
     assert alphas[0] == 1.0 and alphas[2] <= alphas[1] < 1.0                   # far above the band: α falls
     assert len(set(means)) == 3                                                # every step is remembered
+
+
+def test_a_pilot_fixes_alpha_through_a_resumption_and_teachers_made_anew(tmp_path):
+    "Five steps at .1, then .2 over the mean size of their turns, by a whole run as by one resumed after three steps."
+    small = dict(model='data/tiny_base', method='tips', options={'alpha': 'pilot'}, questions_per_step=2, group_size=2,
+                 questions=20, dev_questions=2, test_questions=2, max_turns=3, turn_tokens=12, world={'size': 100},
+                 threads=1, eval_every=1, teacher_every=2, log_kl=False)
+    def play(name, steps, **more):
+        train({**small, 'run': str(tmp_path / name), 'steps': steps, **more}, say=lambda line: None)
+        return read_metrics(tmp_path / name).alpha.dropna().tolist()
+    whole = play('whole', 8)
+    assert whole[:5] == [.1] * 5 and len(set(whole[5:])) == 1 and whole[5] != .1
+    play('parts', 3)
+    assert play('parts', 8, resume=True) == whole
+    kept = read_memory(latest_checkpoint(tmp_path / 'parts')[1])[0]['method']['shaping']
+    assert kept['steps'] == 0 and math.isclose(kept['alpha'], .2 * kept['turns'] / kept['total'])
 
 
 def test_shaping_with_folr_keeps_its_own_alpha(world, tmp_path):

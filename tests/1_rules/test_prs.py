@@ -153,6 +153,8 @@ def test_a_package_is_complete_only_whole(thought, said, tag, gap):
     parts = ['<reasoning>', thought, '</reasoning>', gap, f'<{tag}>', said, f'</{tag}>']
     assert complete_package(''.join(parts))
     for i in (0, 2, 4, 6): assert not complete_package(''.join(p for j, p in enumerate(parts) if j != i))
+    assert complete_package('<think> x\n</think>\n\n' + ''.join(parts))
+    assert not complete_package('<think> x ' + ''.join(parts)) and not complete_package('x </think>' + ''.join(parts))
     assert not complete_package(''.join(parts) + ' so') and not complete_package('so ' + ''.join(parts))
     assert not complete_package(''.join(parts) * 2) and not complete_package(''.join(parts[4:] + parts[:4]))
     assert complete_package(''.join(parts).replace('reasoning', 'r.t'), ('r.t', 'tool_call', 'answer'))
@@ -175,7 +177,15 @@ def test_a_malformed_end_is_a_failed_answer_unless_it_opened_a_call(text, call, 
     assert read_calls(t)[0] == [True] + parsed
     assert process_reward(read_calls(t)[0], t.answer is not None) == (-1 if parsed else 0)
     middle = dataclasses.replace(t, turns=[turn(Result.MALFORMED, text, call), turn(Result.OK)])
-    assert read_calls(middle)[0] == [False, True]  # in the middle it is a step without a readable call
+    assert read_calls(middle)[0] == parsed + [True]  # in the middle what holds no call breaks none
+
+
+def test_a_message_without_a_call_costs_the_format_and_nothing_else():
+    "Text, call, right answer: every call is parsed, so eq. 8 gives 1; the same with a call that is not closed, -1."
+    said = turn(Result.NONE, '<reasoning> x </reasoning> <answer> NYC </answer>', None)
+    def rewards(first): return prs_rewards([Group(Q, [Trajectory(Q, [0], [
+        turn(Result.MALFORMED, first, None), turn(Result.OK), said], Stop.ANSWER, 'NYC')])])[0].tolist()
+    assert rewards('I should look this up.') == [2.0] and rewards('<tool_call> {"name"') == [-1.0]
 
 
 # ---------------------------------------------------------------- batches
@@ -187,13 +197,15 @@ def test_batches_are_the_stages_of_each_rollout(cases, executed, smooth, data):
     verdicts = [data.draw(st.sampled_from([0, 1, None])) for _ in rollouts]
     short, stages = prs_rewards([Group(Q, rollouts)], executed=executed, smooth=smooth)
     long, _ = prs_rewards([Group(Q, rollouts)], 'long', verdicts, executed, smooth)
-    for i, ((what, answer), verdict) in enumerate(zip(cases, verdicts)):
-        fine = all(r == Result.OK for r in what) if executed else Result.MALFORMED not in what
+    passed = [all(r == Result.OK for r in what) if executed else Result.MALFORMED not in what for what, _ in cases]
+    lost = any(fine and a is not None and v is None for fine, (_, a), v in zip(passed, cases, verdicts))
+    for i, ((what, answer), verdict, fine) in enumerate(zip(cases, verdicts, passed)):
         process, bleu = -1 if not fine else int(answer is not None), short_bleu(answer, Q.answers, smooth)
         assert stages['process'][i] == process and math.isclose(stages['format'][i], 0.1, rel_tol=1e-6)
         assert math.isclose(stages['answer'][i], bleu, rel_tol=1e-6) and stages['judge'][i].isnan()
         assert math.isclose(short[i], prs_short(process, 0.1, bleu), rel_tol=1e-6)
-        assert_close(long[i], torch.tensor(prs_long(process, 0.1, verdict, bleu)), equal_nan=True)
+        wanted = NAN if lost and process < 1 else prs_long(process, 0.1, verdict, bleu)
+        assert_close(long[i], torch.tensor(wanted), equal_nan=True)
     order = data.draw(st.permutations(range(len(rollouts))))
     split, _ = prs_rewards([Group(Q, [rollouts[i]]) for i in order], executed=executed, smooth=smooth)
     assert torch.equal(split, short[order])
@@ -216,17 +228,61 @@ def test_the_judge_is_asked_only_where_it_matters_and_nan_leaves_the_group():
         attempt([Result.OK], 'York')
     ]
     judge = Judge({'Boston': 'Mismatch', 'NYC': '<Evaluation Rating>: Match'})
-    rewards, stages = prs_rewards([Group(Q, rollouts)], 'long', judge, prompt='Be kind.')
+    alone = prs_rewards([Group(Q, [t]) for t in rollouts], 'long', judge)[0]
+    judge.asked.clear()
+    rewards, stages = prs_rewards([Group(Q, rollouts)], 'long', judge, asks={'reference': 'Be kind.'})
     assert [m[1]['content'] for m in judge.asked
             ] == [judge_messages(Q.text, a, Q.answers)[1]['content'] for a in ('Boston', 'NYC', 'York')]
     assert {m[0]['content'] for m in judge.asked} == {'Be kind.'}
-    assert_close(rewards, torch.tensor([1.1, -0.9, 0.1, 3.1, NAN]), equal_nan=True)
+    assert_close(alone, torch.tensor([1.1, -0.9, 0.1, 3.1, NAN]), equal_nan=True)
+    # in a group that lost York's verdict what did not answer is not compared, so that it is not praised for that
+    assert_close(rewards, torch.tensor([1.1, NAN, NAN, 3.1, NAN]), equal_nan=True)
     assert stages['judge'].isnan().tolist() == [False, True, True, False, True]
     advantages = group_normalize(rewards, torch.zeros(5).long())
-    assert advantages[4] == 0 and not advantages.isnan().any()
-    assert_close(advantages[:4], group_normalize(rewards[:4], torch.zeros(4).long()))
+    assert (advantages[[1, 2, 4]] == 0).all() and not advantages.isnan().any()
+    assert_close(advantages[[0, 3]], group_normalize(rewards[[0, 3]], torch.zeros(2).long()))
     for dtype in (torch.bfloat16, torch.float64):
         assert_close(prs_rewards([Group(Q, rollouts)], 'long', stages['judge'].to(dtype))[0], rewards, equal_nan=True)
+
+
+class Two:
+    "A judge with one word about the reference and one about inventions; None: it does not answer."
+    def __init__(self, match, grounded): self.says, self.asked = {True: match, False: grounded}, []
+    def ask(self, prompts, parse):
+        self.asked += prompts
+        words = [self.says[isinstance(p, list)] for p in prompts]
+        return [None if w is None else parse(w) for w in words]
+
+
+@pytest.mark.parametrize('match', ['Match', 'Mismatch', None])
+@pytest.mark.parametrize('grounded', ['grounded', 'invented', None])
+def test_the_judge_is_asked_about_the_reference_or_inventions_or_both(match, grounded):
+    "Of both the verdict is the product: a no decides, and what is missing is missing only beside a yes."
+    value = {'Match': 1, 'grounded': 1, 'Mismatch': 0, 'invented': 0, None: NAN}
+    a, b = value[match], value[grounded]
+    wanted = {'reference': a, 'grounded': b, 'both': 0 if 0 in (a, b) else a * b}
+    found = dataclasses.replace(turn(Result.OK), observation_text='The mayor lives in New York City.')
+    said = attempt([], 'NYC').turns[-1]
+    groups = [Group(Q, [Trajectory(Q, [0], [found, said], Stop.ANSWER, 'NYC')])]
+    for asks, verdict in wanted.items():
+        judge = Two(match, grounded)
+        options = {'form': 'long', 'judge': judge, 'judge_asks': asks}
+        batch = bind(get_method('prs'), options).text_rewards(groups)
+        assert_close(batch['outcome'], torch.tensor([prs_long(1, 0.1, verdict, 1.)]), equal_nan=True)
+        about = [p for p in judge.asked if isinstance(p, str)]
+        assert len(about) == (asks != 'reference' and not (asks == 'both' and a == 0))
+        assert all('The mayor lives' in p and 'NYC' in p for p in about)
+        judged = bind(get_method('judged/group'), {'judge': judge, 'judge_asks': asks}).text_rewards(groups)
+        assert_close(judged['outcome'], torch.tensor([float(verdict)]), equal_nan=True)
+
+
+def test_what_a_judge_is_not_asked_needs_no_words(tmp_path):
+    (path := tmp_path / 'words.txt').write_text('{question} {found} {reference} {answer}')
+    judge = {'base_url': 'http://127.0.0.1:9/v1', 'model': 'm'}
+    for asks, name in (('reference', 'hallucination_prompt'), ('grounded', 'judge_prompt')):
+        with pytest.raises(ValueError, match='judge_asks'):
+            bind(get_method('prs'), {'form': 'long', 'judge': judge, 'judge_asks': asks, name: str(path)})
+    with pytest.raises(ValueError, match='no judge'): bind(get_method('prs'), {'judge_asks': 'both'})
 
 
 def test_a_judge_that_raises_is_not_a_verdict():

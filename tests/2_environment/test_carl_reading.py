@@ -13,7 +13,8 @@ from credit_rl.warmup import prompted
 CARL = PROTOCOLS['carl']
 
 
-@pytest.mark.parametrize('wrapper', ['text', 'textbf', 'textit', 'mathrm', 'mbox', 'emph'])
+@pytest.mark.parametrize('wrapper', ['text', 'textbf', 'textit', 'mathrm', 'mbox', 'emph', 'underline', 'texttt',
+                                     'mathit', 'textsf', 'textsc', 'mathtt', 'fbox', 'boldsymbol', 'operatorname'])
 def test_latex_around_words_is_markup(wrapper):
     said = rf'So it is \boxed{{\{wrapper}{{Paris}}}}.'
     assert boxed(said) == extract_answer(said, 'boxed') == parse(CARL, said).answer == 'Paris'
@@ -23,12 +24,16 @@ def test_latex_around_words_is_markup(wrapper):
 @pytest.mark.parametrize('inside, wanted', [
     (r'\text{\textbf{Paris}}', 'Paris'), (r'\textbf{New} \emph{York}', 'New York'), (r'\$5', '$5'),
     (r'\text{Marks \& Spencer}', 'Marks & Spencer'), (r'5\text{km}', '5 km'), (r'\text{USD}5', 'USD 5'),
-    (r'\frac{1}{2}', r'\frac{1}{2}'), (r'{a}', '{a}')])
+    (r'\frac{1}{2}', r'\frac{1}{2}'), (r'{a}', '{a}'), ('New~York', 'New York'), (r'New\ York', 'New York'),
+    (r'{\bf Paris}', 'Paris'), (r'\underline{\texttt{New~York}}', 'New York'), (r'1\,234', '1,234'),
+    (r'a\~b', r'a\~b')])
 def test_it_may_be_nested_and_formulas_stay(inside, wanted):
     assert plain_latex(inside) == boxed(rf'\boxed{{{inside}}}') == wanted
 
 
 def test_numbers_are_read_as_before():
+    for inside, gold in ((r'\frac{1}{2}', '.5'), (r'1\,234', '1234')):
+        assert numeric_match(boxed(rf'\boxed{{{inside}}}'), [gold]) == 1
     for inside in (r'5\text{ km}', r'\text{USD}5', r'\$5', r'\mathbf{5}', r'5.0\%'.replace(r'\%', '')):
         assert numeric_match(boxed(rf'\boxed{{{inside}}}'), ['5']) == 1
 

@@ -79,12 +79,13 @@ def test_what_is_not_utf_8_is_refused_by_its_name(tmp_path):
     place = str(latin)
     for read in (lambda: worded(PROTOCOLS['tspo'], user_prompt=place), lambda: read_template(place),
                  lambda: check_hosts(1, place), lambda: read_key(place), lambda: judge_text(place, ''),
-                 lambda: read_json(place), lambda: read_dump(place, 'search-r1')):
+                 lambda: read_json(place)):
         with pytest.raises(ValueError, match=r'latin.txt is no text in UTF-8'): read()
     for name in ('a.jsonl', 'a.json', 'a.csv'):
         (tmp_path / name).write_bytes('{"text": "Montréal"}'.encode('latin1'))
         with pytest.raises(ValueError, match=f'{name} cannot be read.*no text in UTF-8'):
             load_corpus('nq', tmp_path / name)
+        with pytest.raises(ValueError, match=f'{name} cannot be read.*no text in UTF-8'): read_dump(tmp_path / name)
 
 
 # ---- two spellings of a letter, and marks ----

@@ -194,14 +194,15 @@ MARKUP = st.sampled_from(['{}', '**{}**', '"{}"', '[{}]', '`{}`', '<{}>', '{}.',
 LABELS = st.sampled_from(['', 'Verdict: ', 'Rating: ', 'Final verdict: ', '**Verdict:**\n\n', 'Evaluation Rating:\n',
                           '<Evaluation Rating>: ', 'My reading. Verdict: ', 'I would say: '])
 BEFORE = st.sampled_from(['', '', '<think>Match? Mismatch? grounded? invented?</think>\n', 'Both are named.\n\n'])
-BEHIND = st.sampled_from(['', '', '\n', '\nThe reference says so.', ' - the reference says so', ', because it is the same',
-                          ' (both name Orvane)', ': same city', '. Both name Orvane.'])
+BEHIND = st.sampled_from(['', '', '\n', '\nThe reference says so.', ' - the reference says so',
+                          ', because it is the same', ' (both name Orvane)', ': same city', '. Both name Orvane.'])
 AGAINST = st.sampled_from([' - not really', ': not the same city', ', but the year is missing', ' (no)', ' in part',
                            '? Not quite', ': unclear', ' or {other}', '/{other}', ': 0.5', '. Rather {other}',
                            '\nVerdict: {other}', '\n{other}', ' and no'])
 FIELDS = st.sampled_from(['{key}: {value}', '{{"{key}": {value}}}', '{{"{key}": "{value}"}}', '{key} = {value}',
                           '```json\n{{\n  "{key}": {value}\n}}\n```', '<{key}>{value}</{key}>', '**{key}:** {value}',
-                          '{key}? {value}', '{{"is_{key}": {value}}}', "{{'{key}': {value}}}", '{key}: {value}, see above'])
+                          '{key}? {value}', '{{"is_{key}": {value}}}', "{{'{key}': {value}}}",
+                          '{key}: {value}, see above'])
 NO = {'match': ['Mismatch', 'not a match', 'No match', 'not match', 'does not match', "doesn't match", 'Non-match',
                 'Partial match', 'partly match', 'not an exact match', 'MISMATCH'],
       'grounded': ['invented', 'not grounded', 'ungrounded', 'Not fully grounded', 'partly grounded', 'un-grounded',
@@ -215,7 +216,7 @@ VALUES = {1: ['yes', 'true', '1', 'True', 'Yes'], 0: ['no', 'false', '0', 'False
 def replies(draw):
     "A reply that is built from a verdict: its reader's settings, its text, what it means (None: it takes itself back)."
     name, meant = draw(st.sampled_from(['match', 'grounded'])), draw(st.sampled_from([0, 1]))
-    words, other = draw(st.sampled_from((YES if meant else NO)[name])), draw(st.sampled_from((NO if meant else YES)[name]))
+    words = draw(st.sampled_from((YES if meant else NO)[name]))
     form = draw(st.sampled_from(['word', 'field', 'both', 'whatever']))
     if form == 'field':
         value = draw(st.sampled_from([*VALUES[meant], words]))
@@ -243,7 +244,8 @@ def test_any_text_is_read_as_one_of_the_two_or_not_at_all(text):
     assert read_verdict(text, **MATCH) in (0, 1, None) and read_verdict(text, **GROUNDED) in (0, 1, None)
 
 
-@pytest.mark.parametrize('text', [x * 4000 for x in ('_', 'it ', 'not ', ':', '</', 'a:', 'match: ', 'verdict:', "n't", '?')])
+@pytest.mark.parametrize('text', [
+    x * 4000 for x in ('_', 'it ', 'not ', ':', '</', 'a:', 'match: ', 'verdict:', "n't", '?')])
 def test_long_replies_do_not_hold_a_run_up(text):
     since = time.monotonic()
     assert read_verdict(text, **MATCH) is None and time.monotonic() - since < 2

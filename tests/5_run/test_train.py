@@ -23,6 +23,7 @@ import torch
 import yaml
 
 from credit_rl import dry_run, prepare as preparing, setup as staging, step_metrics, train as training
+from credit_rl.compare import find_runs
 from credit_rl.diagnostics import before_after, training_curves
 from credit_rl.estimate import read_sizes
 from credit_rl.layout import pack
@@ -30,10 +31,12 @@ from credit_rl.learner import BadStep, Learner, saved_policy
 from credit_rl.methods import extra_passes, get_method
 from credit_rl.parts import Batch, Credit, Measured, bind
 from credit_rl.search_service import SearchServer
-from credit_rl.runlog import RunLog, latest_checkpoint, named_checkpoint, read_metrics, read_turns, same_metrics
-from credit_rl.settings import Keeping, make_config, settings_of
+from credit_rl.readers import Passage
+from credit_rl.runlog import (RunLog, latest_checkpoint, named_checkpoint, read_metrics, read_params, read_turns,
+                              same_metrics)
+from credit_rl.settings import Config, Keeping, make_config, settings_of
 from credit_rl.step_metrics import is_kept
-from credit_rl.train import main, train
+from credit_rl.train import begin_run, main, train
 from credit_rl.trajectory import Group, example_group, trajectory_from_json
 from credit_rl.view import show_rollout
 from credit_rl.vllm_engine import VLLMSettings
@@ -474,6 +477,30 @@ def test_a_dry_run_asks_a_search_server(tmp_path, spoken):
     assert len(asked) == 1
 
 
+def test_a_run_goes_on_with_its_search_server_at_another_address(tmp_path, spoken):
+    "Where it gives the answers to ten questions that the first one gave; any other setting is compared as ever."
+    pytest.importorskip('fastapi', reason='the extra `serve` is not installed')
+    class Search:
+        def __init__(self, text): self.text = text
+        def search(self, queries, k): return [[Passage('0', q, self.text, 1.)] for q in queries]
+    def begin(server, **more):
+        begin_run(Config(run=str(tmp_path / 'run'), model=spoken, max_tokens=8192, data='hotpotqa', threads=1,
+                         path=str(ROOT / 'data' / 'hotpotqa_sample.json'), dev_questions=1, test_questions=1, track='',
+                         corpus=server.url, **more), lambda line: None).close()
+    with SearchServer(Search('so')) as first, SearchServer(Search('so')) as moved, SearchServer(Search('no')) as other:
+        begin(first)
+        kept = json.loads((tmp_path / 'run' / 'search.json').read_text())
+        assert 1 <= len(kept['answers']) <= 10 and kept['url'].startswith(first.url)
+        begin(moved, resume=True)
+        assert read_params(tmp_path / 'run')['corpus'] == moved.url
+        with pytest.raises(ValueError, match='another answer'): begin(other, resume=True)
+        with pytest.raises(ValueError, match='seed'): begin(moved, resume=True, seed=7)
+        begin(first, resume=True)
+        (tmp_path / 'run' / 'search.json').unlink()           # as of a run that an earlier version began
+        with pytest.raises(ValueError, match='corpus'): begin(moved, resume=True)
+        assert not (tmp_path / 'run' / 'search.json').exists()
+
+
 def test_a_dry_run_says_where_there_is_no_gpu(tmp_path, gpus):
     "Two ranks on a CPU are allowed; that a paper's eight will not be happy there is said."
     lines, refused = dry(**PAPER, run=str(tmp_path / 'run'))
@@ -856,10 +883,9 @@ def test_surprisal_is_of_the_samples_and_entropy_of_the_distributions(tmp_path):
 
 def test_stored_runs_say_surprisal():
     "Runs that were stored when the estimate was called entropy were renamed, so that they can be replayed."
-    others = 'carl_warm', 'carl_demo', 'trl'
-    stored = [p for p in (ROOT / 'runs').glob('*/*/metrics.jsonl*') if p.parts[-3] not in others]
-    assert stored
-    for path in stored: assert 'surprisal' in read_metrics(path.parent), path
+    live = [path.parent for path in (ROOT / 'runs' / 'smollm2').glob('**/metrics.jsonl')]
+    assert live
+    for run in (*live, *find_runs(ROOT / 'runs' / 'compare')): assert 'surprisal' in read_metrics(run), run
 
 
 def test_kept_rollouts_tell_of_their_turns_and_states(tmp_path):

@@ -82,6 +82,23 @@ def test_a_run_that_ended_goes_on_when_its_judge_is_mended(root, tmp_path):
     assert len(table) == 6 and table.turn_reward.notna().tolist() == [False] * 4 + [True] * 2
 
 
+def test_a_run_goes_on_though_its_judge_moved(root, tmp_path):
+    "To another address, asked otherwise; what it said before it moved is not asked again. Another model is refused."
+    folder, lines = tmp_path / 'run', []
+    with Stub(failing(0)) as stub:
+        one_more(stub, root, folder, lines, eval_every=2, steps=2)
+        before = {r['messages'][-1]['content'] for r in stub.requests}
+    with Stub(failing(0)) as stub:
+        moved = {'timeout': 7., 'concurrency': 2, 'deadline': 99., 'retries': 1}
+        with pytest.raises(ValueError, match='other parameters'):
+            one_more(stub, root, folder, lines, {**moved, 'model': 'other'}, eval_every=2, steps=3, resume=True)
+        asked = len(stub.requests)
+        end = one_more(stub, root, folder, lines, moved, eval_every=2, steps=3, resume=True)
+        again = {r['messages'][-1]['content'] for r in stub.requests[asked + 1:]}
+    assert end == folder and read_summary(end)['steps'] == 3 and 'resumed after step 2' in lines
+    assert again and not again & before and read_metrics(end)[1:].turn_reward.notna().all()
+
+
 def test_more_may_be_missing_where_a_run_says_so(root, tmp_path):
     end, _, _ = run_with(failing(50), root, tmp_path / 'run', unanswered=1., steps=2)
     assert read_metrics(end)[1:].turn_reward.notna().all()

@@ -13,9 +13,9 @@ from scipy.stats import kendalltau
 from torch.testing import assert_close
 
 from credit_rl import audit as audit_module, train as train_module
-from credit_rl.audit import (FEW, KINDS, Truth, agreement_intervals, agreements, audit, find_truth, kendall, main,
-                             read_audit_settings, rollouts_saved, saving_says, signal_to_noise, squares_by_kind,
-                             turn_kinds)
+from credit_rl.audit import (FEW, KINDS, Truth, _audit_figure, _findings, agreement_intervals, agreements, audit,
+                             find_truth, kendall, main, read_audit_settings, rollouts_saved, saving_says,
+                             signal_to_noise, squares_by_kind, turn_kinds)
 from credit_rl.engine import ScriptedEngine
 from credit_rl.launch import Progress
 from credit_rl.metrics import exact_match
@@ -316,3 +316,14 @@ def test_settings_that_an_audit_does_not_heed_are_refused_and_rules_of_chains_kn
         read_audit_settings({'learner': 'deepspeed'})
     assert [name for name in ('oracle', 'vine', 'tspo', 'outcome+notes/turns') if audit_module._reads_chains(name)] == [
         'oracle', 'outcome+notes/turns']
+
+
+def test_shares_of_a_credit_that_is_not_told_from_none_are_not_told():
+    "Four questions whose credit, its noise taken off, is about nothing in all: no share, whatever the division gives."
+    squares = torch.tensor([[.5, -.3, .1, 0.], [-.6, .2, 0., 0.], [.3, .1, -.2, 0.], [-.1, 0., -.1 + 1e-9, 0.]])
+    table = pd.DataFrame({f'{kind}{end}': [.5] for kind in KINDS for end in ('', ', low', ', high')}, index=['tspo'])
+    said = _findings(table, squares)
+    assert '%' not in said and 'tspo' not in said and 'cannot be told' in said
+    assert '%' in _findings(table, squares + 2) and 'tspo' in _findings(table, squares + 2)
+    shown = [label.get_text() for label in _audit_figure(table, squares).axes[0].get_xticklabels()]
+    assert not any('%' in text for text in shown) and len(shown) == len(KINDS)

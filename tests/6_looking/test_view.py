@@ -2,17 +2,15 @@
 import dataclasses
 import html
 import json
-import os
 import re
 import shutil
 import subprocess
 import sys
-import time
 from html.parser import HTMLParser
 
 import nbformat
 import pytest
-from browser import Tab, find_browser, open_tab, targets
+from browser import Tab, find_browser, open_lab, open_tab, targets
 from hypothesis import given, settings, strategies as st
 from nbformat.v4 import new_code_cell, new_notebook, new_output
 
@@ -385,45 +383,20 @@ def test_500_rollouts_open(tmp_path):
         assert '501 rollouts of 501, 167 groups' in tab.ask('document.body.innerText') and not tab.errors
 
 
-@pytest.fixture
-def lab(tmp_path):
-    "A JupyterLab on this machine alone: its folder of notebooks, its address, and its variables."
-    env = {**os.environ, 'HOME': str(tmp_path),
-           **{f'JUPYTER_{n}_DIR': str(tmp_path / n.lower()) for n in ('DATA', 'CONFIG', 'RUNTIME')}}
-    work = tmp_path / 'notebooks'
-    work.mkdir()
-    server = subprocess.Popen(
-        [sys.executable, '-m', 'jupyter', 'lab', '--no-browser', '--allow-root', '--port=0',
-         '--IdentityProvider.token=x', f'--ServerApp.root_dir={work}', 
-         '--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate',
-         '--LabApp.news_url=None'], env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    try:
-        until = time.monotonic() + 120
-        while not (found := list((tmp_path / 'runtime').glob('jpserver-*.json'))):
-            assert server.poll() is None and time.monotonic() < until, 'JupyterLab did not start'
-            time.sleep(.1)
-        yield work, json.loads(found[0].read_text())['url'], env
-    finally:
-        server.terminate()
-        try: server.wait(30)
-        except subprocess.TimeoutExpired:
-            server.kill()
-            server.wait(30)
-
-
-def test_in_a_real_jupyterlab(tmp_path, lab):
+def test_in_a_real_jupyterlab(tmp_path):
     "A trusted notebook shows the page in a frame, one that is not says why there is none; neither reports an error."
     find_browser()
-    work, url, env = lab
+    work = tmp_path / 'notebooks'
+    work.mkdir()
     page = show_run(rich_run(tmp_path / 'run'), ['grpo', 'igpo'])
     said = new_output('execute_result', {'text/html': page._repr_html_(), 'text/plain': repr(page)}, execution_count=1)
     for name in ('trusted', 'plain'):
         cell = new_code_cell(f'{name} = page', execution_count=1, outputs=[said])
         nbformat.write(new_notebook(cells=[cell]), work / f'{name}.ipynb')
-    subprocess.run([sys.executable, '-m', 'jupyter', 'trust', str(work / 'trusted.ipynb')], env=env, check=True,
-                   capture_output=True, timeout=120)
     output = 'document.querySelector(".jp-OutputArea-output")'
-    with open_tab(tmp_path) as tab:
+    with open_lab(work, tmp_path) as (url, env), open_tab(tmp_path) as tab:
+        subprocess.run([sys.executable, '-m', 'jupyter', 'trust', str(work / 'trusted.ipynb')], env=env, check=True,
+                       capture_output=True, timeout=120)
         tab.size(1000, 900)
         tab.open(f'{url}lab/tree/plain.ipynb?token=x&reset', output)
         assert tab.ask(f'{output}.innerText').startswith('run run: a notebook that is not trusted shows no pages')

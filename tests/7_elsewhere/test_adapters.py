@@ -252,6 +252,19 @@ def test_rewards_lie_on_their_turn_or_behind_it():
     with pytest.raises(ValueError, match='like the mask'): rewards_of_turns(torch.ones(1, 6), turns)
 
 
+@pytest.mark.parametrize('name', ['tspo', 'mt-grpo', 'mt-grpo*', 'igpo'])
+def test_a_rule_of_turns_is_refused_outcomes_alone(name):
+    "It would be GRPO, or nothing. Zeros that somebody hands over are turns that earned nothing."
+    mask = torch.tensor([[1., 0., 1.], [1., 0., 1.]])
+    alone = {'token_level_rewards': torch.tensor([[0., 0., 1.], [0., 0., 0.]]), 'response_mask': mask}
+    with pytest.raises(ValueError, match='turn'): estimator(name)(**alone, index=['q', 'q'])
+    with pytest.raises(ValueError, match='turn'): assign_arrays(name, Arrays(mask, ['q', 'q'], [1., 0.]))
+    zeros = assign_arrays(name, Arrays(mask, ['q', 'q'], [1., 0.], [[0., 0.], [0., 0.]])).advantages
+    assert_close(estimator(name, zeros=True)(**alone, index=['q', 'q'])[0], zeros)
+    assert estimator(name)(mask.new_tensor([[0., 0., 1.], [.5, 0., 0.]]), mask, ['q', 'q'])[0].any()
+    assert estimator('grpo')(**alone, index=['q', 'q'])[0].any()
+
+
 def test_a_missing_measure_and_an_empty_row_leave_the_comparison():
     mask = torch.tensor([[1, 0, 1], [1, 0, 1], [1, 0, 1], [0, 0, 0]])
     turns = torch.tensor([[1., 0], [0., 0], [torch.nan, 0], [0, 0]])

@@ -1,8 +1,14 @@
 """Rollouts as others write them: marks of chat templates left in a text, calls in every form that is about, scores that
 are none. None of these is a reason to refuse a file."""
 import json
+from decimal import Decimal
 
+import numpy as np
+import pandas as pd
 import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from credit_rl.dumps import read_dump
 from credit_rl.trajectory import Result, Stop
@@ -139,3 +145,49 @@ def test_groups_that_are_null_are_told_apart_by_their_questions():
 def test_tool_calls_that_say_there_are_none_are_no_broken_call(none):
     t, _ = only(talk(said('<answer>x</answer>', tool_calls=none)))
     assert [(turn.kind, turn.result) for turn in t.turns] == [('answer', Result.NONE)]
+
+
+# ---- values of other kinds, files of other kinds ----
+
+ROW = {'input': 'Q?', 'output': DONE, 'score': 1.}
+KEPT = [lambda g: g, np.array, lambda g: np.array(g, dtype=object), tuple, pd.array, pd.Series, json.dumps, repr,
+        '<|answer_split|>'.join, lambda g: {'target': g}, lambda g: {'target': np.array(g)},
+        lambda g: json.dumps({'target': g}), lambda g: [np.str_(x) for x in g], lambda g: [*g, None, pd.NA],
+        lambda g: str(np.array(g)), lambda g: f'[{" ".join(map(repr, g))}]']
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.text('abC é0.', min_size=1, max_size=6).map(str.strip).filter(bool), min_size=1, max_size=3,
+                unique=True), st.sampled_from(KEPT), st.sampled_from(['answers', 'ground_truth', 'reward_model']))
+def test_golds_in_whatever_they_are_kept_are_these_golds_or_refused(golds, keep, name):
+    "An array, a JSON text, verl's separator became one false gold, by which every rule gives 0."
+    row = {**ROW, name: {'ground_truth': keep(golds)} if name == 'reward_model' else keep(golds)}
+    try: dump = read_dump([row], 'tspo')
+    except ValueError as e: assert 'answers' in str(e) and len(golds) > 1
+    else: assert dump.groups[0].question.answers == tuple(golds)
+
+
+@pytest.mark.parametrize('score', [np.float32(.5), np.float64(.5), np.array(.5), torch.tensor(.5), Decimal('.5'), '.5'])
+def test_a_reward_of_any_kind_of_number_is_read(score):
+    assert read_dump([{**ROW, 'answers': ['x'], 'score': score}]).rewards.tolist() == [.5]
+
+
+@pytest.mark.parametrize('suffix', ['.jsonl', '.json', '.csv', '.tsv', '.parquet', '.jsonl.gz'])
+def test_a_file_is_read_by_its_suffix_through_the_readers(tmp_path, suffix):
+    rows, path = [{**ROW, 'answers': ['x', 'y']}, {**ROW, 'answers': ['x', 'y'], 'score': 0.}], tmp_path / f'd{suffix}'
+    frame = pd.DataFrame(rows)
+    if suffix == '.parquet': frame.to_parquet(path)
+    elif suffix == '.json': frame.to_json(path, orient='records')
+    elif 'jsonl' in suffix: frame.to_json(path, orient='records', lines=True)
+    else: frame.to_csv(path, index=False, sep='\t' if suffix == '.tsv' else ',')
+    for read in (read_dump(path), read_dump(str(path)), read_dump(frame)):
+        assert read.groups[0].question.answers == ('x', 'y') and read.rewards.tolist() == [1., 0.]
+
+
+def test_conversations_and_ids_in_a_table_are_read(tmp_path):
+    said = [{'role': 'user', 'content': 'Q?'}, {'role': 'assistant', 'content': DONE}]
+    pd.DataFrame([{'messages': json.dumps(said), 'answer': 'x', 'reward': 1}]).to_csv(tmp_path / 'd.csv', index=False)
+    assert read_dump(tmp_path / 'd.csv').groups[0].trajectories[0].answer == 'x'
+    frame = pd.DataFrame([{'messages': np.array(said, dtype=object), 'answer': np.array(['x']), 'uid': np.int64(3)}])
+    assert read_dump(frame).groups[0].question.id == '3'
+    with pytest.raises(ValueError, match='suffixes'): read_dump(tmp_path / 'd.log')

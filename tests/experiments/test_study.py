@@ -1,6 +1,5 @@
 """76_study: what a study finds, on stored runs of another comparison, and what it refuses."""
 import json
-import shutil
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +16,7 @@ from credit_rl.parts import Facts, bind
 from credit_rl.protocol import PROTOCOLS, Chat
 from credit_rl.regimes import regime_environment
 from credit_rl.rollout import rollout
-from credit_rl.runlog import load_yaml, read_params, read_summary
+from credit_rl.runlog import load_yaml, metrics_by_step, read_params, read_summary, read_text, stored_folders
 from credit_rl.significance import holm
 from credit_rl.study import (SCORE, joined, predict, rank_agreement, read_audits, regimes_of, study_tables,
                              which_rule_when)
@@ -32,7 +31,11 @@ STORED = ROOT / 'runs' / 'sweep_weak'
 def study(tmp_path):
     "One regime, with all seeds of GRPO and fewer of TSPO, and a run that did not finish."
     for name in ('grpo-201', 'grpo-202', 'grpo-203', 'tspo-201', 'tspo-202', 'tspo-203'):
-        shutil.copytree(STORED / name, tmp_path / 'weak' / name)
+        (tmp_path / 'weak' / name).mkdir(parents=True)
+        for file in ('params.yaml', 'summary.json'):
+            (tmp_path / 'weak' / name / file).write_text(read_text(STORED / name / file))
+        rows = metrics_by_step(STORED / name).values()
+        (tmp_path / 'weak' / name / 'metrics.jsonl').write_text(''.join(json.dumps(row) + '\n' for row in rows))
     (tmp_path / 'weak' / 'tspo-202' / 'summary.json').unlink()
     return tmp_path
 
@@ -164,7 +167,8 @@ def test_the_stored_study_again_is_whole_and_each_run_has_its_rules_rate():
     foretold = pd.read_csv(place / 'predictions.csv')
     assert set(rates.index) == {*zip(foretold.regime, foretold.rule), *((world, 'grpo') for world in foretold.regime)}
     for (world, rule), rate in rates.items():
-        runs = {int(run.name.rpartition('-')[2]): run for run in (place / world).glob(f'{rule}-6*')}
+        runs = {int(run.name.rpartition('-')[2]): run 
+                for run in stored_folders(place / world, f'{rule}-6*/params.yaml')}
         assert sorted(runs) == list(range(611, 623)), (world, rule)
         for seed, run in runs.items():
             params = read_params(run)

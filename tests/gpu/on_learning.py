@@ -11,6 +11,7 @@ from pathlib import Path
 
 import yaml
 
+from credit_rl.runlog import read_summary, stored_folders
 from credit_rl.sft import Imitation, rejection_sft, write_demos
 from credit_rl.train import train
 
@@ -94,7 +95,7 @@ def section(record, a):
         except Stop: pass
         else: raise AssertionError('the run was not stopped')
         summary = summary_of(train({**asked, 'run': f'{folder}/run', 'resume': True}, say))
-    stored = [json.loads(path.read_text()) for path in sorted(STORED.glob('tspo-*/summary.json'))]
+    stored = [read_summary(run) for run in stored_folders(STORED, 'tspo-*/summary.json')]
     ends = [interval(s['final_em'], s['questions']) for s in stored]
     low, high = min(e[0] for e in ends), max(e[1] for e in ends)
     record.put('TSPO', found := {**measured(summary), 'stored_final_em': [s['final_em'] for s in stored],

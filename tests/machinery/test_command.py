@@ -92,11 +92,20 @@ def test_an_unknown_verb_names_the_nearest():
         main(['trian'])
 
 
+def test_a_verb_whose_package_is_missing_names_the_extra(monkeypatch):
+    def missing(arguments): raise ModuleNotFoundError("No module named 'faiss'", name='faiss')
+    monkeypatch.setattr('credit_rl.view.main', missing)
+    with pytest.raises(SystemExit, match=r'credit-rl view: .*credit_rl\[dense\]'): main(['view', 'runs/x'])
+
+
 def test_importing_the_package_changes_nothing_in_a_program_of_others(tmp_path):
-    "No hooks, and no variable of the environment, whatever is imported, also where that program is run by `-m`."
+    """No hooks, no variable of the environment, no filter of papermill's log, whatever is imported, also where that
+    program is run by `-m`."""
     (tmp_path / 'theirs.py').write_text(
-        'import os, sys\nstate = lambda: (list(sys.meta_path), sys.excepthook, dict(os.environ))\nbefore = state()\n'
-        'import credit_rl, credit_rl.api, credit_rl.launch, credit_rl.options\nassert state() == before\n')
+        'import logging, os, sys\nstate = lambda: (list(sys.meta_path), sys.excepthook, dict(os.environ),\n'
+        '                 list(logging.getLogger("papermill").filters))\nbefore = state()\n'
+        'import credit_rl, credit_rl.api, credit_rl.launch, credit_rl.options, credit_rl.runlog\n'
+        'assert state() == before\n')
     env = {**os.environ, 'PYTHONPATH': os.pathsep.join([str(tmp_path), str(ROOT)])}
     env.pop('OMP_WAIT_POLICY', None)
     for how in (['theirs.py'], ['-m', 'theirs']):

@@ -11,9 +11,10 @@ from credit_rl.papers import paper_numbers
 from credit_rl.prepare import make_warming
 from credit_rl.settings import make_config
 from credit_rl.train import MAY_CHANGE, train
+from kept import kept
 
 ROOT = Path(__file__).resolve().parents[2]
-FILES = {p.stem: p for p in sorted((ROOT / 'runs' / 'params').glob('*.yaml'))}
+FILES = {p.stem: p for p in kept(ROOT, 'runs/params/*.yaml')}
 PAPERS = {'1': 'tips', '2': 'tspo', '3': 'igpo', '4': 'prs', '5': 'carl'}
 
 

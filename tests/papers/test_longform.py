@@ -18,19 +18,20 @@ from credit_rl.diagnostics import training_curves
 from credit_rl.engine import ScriptedEngine
 from credit_rl.evaluate import question_row, run_evaluation, set_names
 from credit_rl.longform import (JudgeChoice, VERDICTS, judge_rows, judged_table, long_rewards,
-                                main, parse_grounded, pass_rates, run_longform)
+                                main, pass_rates, run_longform)
 from credit_rl.methods import get_method
 from credit_rl.models import load_tokenizer
 from credit_rl.options import options_in
 from credit_rl.parameters import from_settings
 from credit_rl.parts import bind
 from credit_rl.protocol import PROTOCOLS, Chat, byte_tokenizer
-from credit_rl.prs import prs_long
+from credit_rl.prs import parse_grounded, prs_long
 from credit_rl.readers import RowError
 from credit_rl.runlog import read_metrics, read_turns
 from credit_rl.sft import Imitation, read_rollouts, rejection_sft
 from credit_rl.train import train
 from credit_rl.trajectory import Group, Question, Stop, Trajectory, Turn
+from kept import kept
 from paper_player import answer_of, call_of, write_model
 from test_paper_settings import unsaid
 from judge_server import Stub
@@ -202,7 +203,8 @@ def test_what_was_evaluated_is_judged_from_its_folder(tmp_path, capsys):
                    engine=gossip(None), say=lambda line: None, progress=False)
     for reply, rate in (('Match', 1), ('Mismatch', 0)):
         with Stub(lambda prompt, attempt: 'invented' if 'search found:' in prompt else reply) as stub:
-            main(['--folder', str(tmp_path), f'judge={json.dumps(settings_for(stub, tmp_path)["judge"])}'])
+            judge = {**settings_for(stub, tmp_path)['judge'], 'model': f'stub {rate}'}     # replies are kept by model
+            main(['--folder', str(tmp_path), f'judge={json.dumps(judge)}'])
         table = judged_table(tmp_path)
         assert table.loc[('hotpotqa', 'all'), list(VERDICTS)].tolist() == [rate, 0]
     assert 'hotpotqa: reference pass 0.000' in capsys.readouterr().out
@@ -274,7 +276,7 @@ def test_the_papers_file_is_cited_and_runs_with_a_local_model(tmp_path):
     assert len(rows) == 4 and judged_table(run).loc[('pairs', 'all'), 'questions'] == 4
 
 
-LONG = {p.stem: p for p in sorted((ROOT / 'runs' / 'params').glob('*_long*_qwen3_*.yaml'))}
+LONG = {p.stem: p for p in kept(ROOT, 'runs/params/*_long*_qwen3_*.yaml')}
 # of the sample, with a judge on this machine: sizes and host, and nothing else
 SMALL = dict(path=str(SAMPLE), corpus=str(PAGES), steps=2, group_size=4, questions_per_step=2, dev_questions=1,
              test_questions=1, eval_every=2, max_tokens=4096, turn_tokens=512, threads=1, recompute=True, minibatches=1,
@@ -364,7 +366,7 @@ def test_the_judged_outcome_by_hand():
     with Stub(lambda prompt, attempt: 'what?' if 'Odd.' in prompt else knows(prompt, attempt)) as stub:
         bound = bind(method, {'judge': judge_of(stub)})
         rewards = bound.text_rewards([Group(question, tries)])
-        assert len(stub.requests) == 3
+        assert len(stub.requests) == 4       # three, and once more what could not be read
     assert rewards['outcome'][:3].tolist() == [1, 0, 0] and rewards['outcome'][3].isnan()
     with pytest.raises(ValueError, match='judged asks a judge'): bind(method, {})
 

@@ -43,6 +43,7 @@ from credit_rl.setup import plan_of
 from credit_rl.train import train
 from credit_rl.trajectory import example_group
 from credit_rl.warmup import read_collected
+from kept import kept
 from paper_player import Player, write_model, write_sets
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -52,17 +53,17 @@ OURS = ('sweep', 'sweep_weak', 'claims', 'engines', 'ahead', 'carl_warm', 'carl_
         'asking')
 FILES = {
     p.stem: p
-    for p in sorted((ROOT / 'runs' / 'params').glob('*.yaml'))
+    for p in kept(ROOT, 'runs/params/*.yaml')
     if p.stem not in ('demo', 'carl_demo', 'real', 'real_rules', *OURS) and not p.stem.endswith('_warmup')
     and not p.stem.startswith('eval_') and '_long' not in p.stem                  # long answers: test_longform.py
 }
 # how a paper evaluates, for credit_rl.evaluate; long answers: test_longform.py
-EVALUATIONS = {p.stem: p for p in sorted((ROOT / 'runs' / 'params').glob('eval_*.yaml')) if p.stem != 'eval_prs_long'
+EVALUATIONS = {p.stem: p for p in kept(ROOT, 'runs/params/eval_*.yaml') if p.stem != 'eval_prs_long'
                and not p.stem.startswith('eval_carl_')}
 # one of them with other passages: CARL's appendix G
-SEARCHES = {p.stem: p for p in sorted((ROOT / 'runs' / 'params').glob('eval_carl_*.yaml'))}
+SEARCHES = {p.stem: p for p in kept(ROOT, 'runs/params/eval_carl_*.yaml')}
 # what a warm-up is told besides
-WARM = {p.stem.removesuffix('_warmup'): p for p in sorted((ROOT / 'runs' / 'params').glob('*_warmup.yaml'))}
+WARM = {p.stem.removesuffix('_warmup'): p for p in kept(ROOT, 'runs/params/*_warmup.yaml')}
 BOTH = lambda *names: [f'{name}_qwen2.5_{size}' for name in names for size in ('3b', '7b')]
 # what IGPO is compared with in table 2: file -> method
 OTHERS = {f'igpo_{name}_qwen2.5_7b': method for name, method in (('rloo', 'rloo'), ('ppo', 'ppo'), ('gspo', 'gspo'),
@@ -656,7 +657,7 @@ def test_an_evaluation_is_its_papers(name):
                        f'runs/{name} -p model MODEL -p path DATA')
 
 
-@pytest.mark.parametrize('name', [p.stem for p in sorted((ROOT / 'runs' / 'params').glob('eval_*.yaml'))])
+@pytest.mark.parametrize('name', [p.stem for p in kept(ROOT, 'runs/params/eval_*.yaml')])
 def test_an_evaluation_plays_by_the_engine_of_the_training(name):
     "On as many ranks, in the same numbers. A rank's vLLM has its own GPU, which is allowed."
     told = yaml.safe_load((ROOT / 'runs' / 'params' / f'{name}.yaml').read_text())

@@ -24,8 +24,9 @@ from credit_rl.datasets import load_corpus, load_questions
 from credit_rl.diagnostics import wilson
 from credit_rl.learner import Learner, Optimiser
 from credit_rl.models import find_model, load_model, local_folder
+from credit_rl.parameters import notebooks_in
 from credit_rl.parts import Loss
-from credit_rl.runlog import FolderInUse, Hold, RunFolders, RunLog
+from credit_rl.runlog import FolderInUse, Hold, RunFolders, RunLog, RunPaths
 from credit_rl.settings import make_config, settings_of
 from credit_rl.setup import forecast
 from credit_rl.train import train
@@ -181,9 +182,27 @@ def test_papermill_hands_such_a_path_to_us(path, monkeypatch):
     io.register('local', iorw.LocalHandler())
     for line in given['entry_points']['papermill.io']:
         prefix, place = line.split(' = ')
-        assert place == 'credit_rl.runlog:RunFolders'
-        io.register(prefix, RunFolders)
-    assert io.get_handler(path) is RunFolders and io.get_handler('elsewhere/notebook.ipynb') is not RunFolders
+        assert place == 'credit_rl.runlog:RunPaths'
+        io.register(prefix, RunPaths)
+    assert io.get_handler(path) is RunPaths and io.get_handler('elsewhere/notebook.ipynb') is not RunPaths
+
+
+@pytest.mark.parametrize('settings', ['', '[DEFAULT]\nlib_name = theirs\n', '[DEFAULT]\nlib_name = credit_rl\n'])
+def test_only_a_clone_of_ours_has_its_runs_written_by_us(settings, tmp_path, monkeypatch):
+    "In any other project papermill writes as it does without us: a folder that is missing is its error."
+    pytest.importorskip('papermill.iorw')
+    if settings: (tmp_path / 'settings.ini').write_text(settings)
+    (tmp_path / 'part').mkdir()
+    monkeypatch.chdir(tmp_path / 'part')
+    path, filters = 'runs/x/notebook.ipynb', list(logging.getLogger('papermill').filters)
+    RunPaths.pretty_path(path)
+    if 'credit_rl' in settings: RunPaths.write('{"cells": []}', path)
+    else:
+        with pytest.raises(FileNotFoundError, match='output folder'): RunPaths.write('{"cells": []}', path)
+        Path('runs/x').mkdir(parents=True)
+        RunPaths.write('{"cells": []}', path)
+        assert logging.getLogger('papermill').filters == filters
+    assert RunPaths.read(path) == '{"cells": []}' and RunPaths.listdir('runs/x') == [path]
 
 
 def test_the_notebook_of_a_run_taken_up_again_is_kept_until_there_is_more(tmp_path, monkeypatch):
@@ -250,6 +269,7 @@ def test_papermill_calls_no_setting_of_ours_unknown(ours, tmp_path, monkeypatch,
     path = tmp_path / 'some.ipynb'
     path.write_text('from credit_rl.train import train' if ours else 'import json')
     monkeypatch.setattr(sys, 'argv', ['papermill', str(path), 'runs/x/notebook.ipynb', '-p', 'lr', '1e-5'])
+    RunFolders.pretty_path('runs/x/notebook.ipynb')
     log = logging.getLogger('papermill')
     for line in ('Passed unknown parameter: lr', 'Executing notebook'): log.warning(line)
     assert [r.getMessage() for r in caplog.records] == (['Passed unknown parameter: lr'] * (not ours)
@@ -550,7 +570,7 @@ def test_the_readme_lines_that_start_a_run_have_folders_of_their_own():
 
 def test_jupyterlab_calls_the_kernel_as_the_notebooks_do():
     "Else it writes its own name of the kernel into each notebook that is saved."
-    names = {json.loads(p.read_text())['metadata']['kernelspec']['display_name'] for p in ROOT.glob('nbs/**/*.ipynb')}
+    names = {json.loads(p.read_text())['metadata']['kernelspec']['display_name'] for p in notebooks_in(ROOT / 'nbs')}
     lab = re.search(r'^lab:.*\n(\t.*\n)+', (ROOT / 'Makefile').read_text(), re.M)[0]
     assert names == {re.search(r'ipykernel install .*--name python3 --display-name (\S+)', lab)[1]}
 

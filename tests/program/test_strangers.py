@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 
-from credit_rl import protocol, runlog
+from credit_rl import protocol
 from credit_rl.critics import LinearHead
 from credit_rl.datasets import load_questions
 from credit_rl.estimate import read_sizes
@@ -28,7 +28,7 @@ from credit_rl.parameters import make_parser, read_settings
 from credit_rl.protocol import CHATML, PROTOCOLS, Chat, byte_tokenizer
 from credit_rl.readers import Passage
 from credit_rl.retrieval import BM25
-from credit_rl.runlog import (RunFolders, RunLog, atomic_write, latest_checkpoint, metrics_by_step, named_checkpoint,
+from credit_rl.runlog import (RunFolders, RunLog, atomic_write, latest_checkpoint, named_checkpoint,
                               read_json, read_params, read_summary, read_turns, read_yaml, save_checkpoint)
 from credit_rl.warmup import WarmupResult, read_collected, read_tiers, read_warmed
 from credit_rl.watch import NewestRollouts
@@ -320,7 +320,6 @@ def peak(function):
 BOMBS = {'rollouts': ('turns.jsonl.gz', lambda path: read_turns(path.parent), 256),
          'rollouts of a run that goes on': ('turns.jsonl.gz', lambda path: RunLog(path.parent, resume=True), 256),
          'rollouts that are watched': ('turns.jsonl.gz', lambda path: NewestRollouts(path.parent).read(), 256),
-         'metrics': ('metrics.jsonl.gz', lambda path: metrics_by_step(path.parent), 64),
          'a warm-up': ('rollouts-train.jsonl.gz', read_collected, 113),
          'its tiers': ('rollouts-train.jsonl.gz', read_tiers, 113),
          'rows': ('rows.jsonl.gz', lambda path: load_questions('gsm8k', str(path), 'test'), 113),
@@ -336,14 +335,6 @@ def test_a_packed_file_that_inflates_is_refused_at_a_stated_size(tmp_path, kind)
         with pytest.raises(ValueError, match=f'{name}.* has more than {most}[.\\d]* MiB when it is unpacked'):
             read(tmp_path / name)
     assert peak(refused) < 4 * most + 40                        # bytes, and the text that is made of them
-
-
-def test_metrics_of_many_lines_are_bounded_too(tmp_path, monkeypatch):
-    "By a smaller bound, for each line takes its time."
-    monkeypatch.setattr(runlog, '_MOST', 1 << 20)
-    with gzip.open(tmp_path / 'metrics.jsonl.gz', 'wb') as f:
-        for _ in range(1 << 4): f.write(b'{"step": 1}\n' * (1 << 16))
-    with pytest.raises(ValueError, match='has more than [.\\d]* MiB when it is unpacked'): metrics_by_step(tmp_path)
 
 
 def test_what_we_pack_is_read(tmp_path):
@@ -377,7 +368,7 @@ def test_what_we_write_is_read(tmp_path):
     assert latest_checkpoint(tmp_path) is None
 
 
-@pytest.mark.parametrize('kind', ['metrics', 'a warm-up', 'its tiers'])
+@pytest.mark.parametrize('kind', ['a warm-up', 'its tiers'])
 def test_a_packed_file_that_lost_its_end_is_told(tmp_path, kind):
     name, read, _ = BOMBS[kind]
     path, rng = tmp_path / name, np.random.default_rng(0)

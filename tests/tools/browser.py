@@ -1,9 +1,12 @@
-"""A headless Chromium, driven through its debugging port: opens pages, types, takes pictures, and collects errors."""
+"""A headless Chromium, driven through its debugging port: opens pages, types, takes pictures, and collects errors. A
+JupyterLab for it to look at."""
 import base64
 import contextlib
 import json
+import os
 import shutil
 import subprocess
+import sys
 import time
 import urllib.request
 
@@ -126,3 +129,28 @@ def wait_for_port(path, process, seconds):
         assert process.poll() is None, f'the browser ended with {process.returncode}'
         time.sleep(.05)
     raise TimeoutError(f'the browser did not listen within {seconds} s')
+
+
+@contextlib.contextmanager
+def open_lab(work, home, *words, **env):
+    """A JupyterLab on loopback for the folder `work`, which ends with the block: its address and its variables. What it
+    writes besides lies in `home`."""
+    env = {**os.environ, 'HOME': str(home),
+           **{f'JUPYTER_{n}_DIR': str(home / n.lower()) for n in ('DATA', 'CONFIG', 'RUNTIME')}, **env}
+    server = subprocess.Popen(
+        [sys.executable, '-m', 'jupyter', 'lab', str(work), '--no-browser', '--allow-root', '--port=0',
+         '--IdentityProvider.token=x', '--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate',
+         '--LabApp.news_url=None', *words], env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        until = time.monotonic() + 120
+        while not (found := list((home / 'runtime').glob('jpserver-*.json'))):
+            assert server.poll() is None and time.monotonic() < until, 'JupyterLab did not start'
+            time.sleep(.1)
+        yield json.loads(found[0].read_text())['url'], env
+    finally:
+        server.terminate()
+        try:
+            server.wait(30)
+        except subprocess.TimeoutExpired:
+            server.kill()
+            server.wait(30)

@@ -15,6 +15,8 @@ import sys
 import time
 from pathlib import Path
 
+from credit_rl.parameters import notebooks_in
+
 ROOT = Path(__file__).resolve().parents[2]
 BIN = Path(sys.executable).parent
 TOUR = 'tour'                  # the notebook that newcomers run first: it stands on nearly everything
@@ -54,7 +56,7 @@ def names_of(paths):
 def chosen(modules, tests):
     "The notebooks to run and the test files, in order."
     code = {p.stem: imports(p) for p in (ROOT / 'credit_rl').glob('*.py')}
-    books = sorted((ROOT / 'nbs').rglob('[0-9i]*.ipynb'), key=lambda p: p.stem)
+    books = sorted(notebooks_in(ROOT / 'nbs'), key=lambda p: p.stem)
     library = [p for p in books if not '90' <= p.stem < 'a']
     name = lambda p: p.stem.partition('_')[2] or p.stem                     # index.ipynb has no number
     run = [p for p in library if name(p) in {*modules, TOUR} or code.get(name(p), set()) & modules]
@@ -74,7 +76,8 @@ def read_arguments():
 
 def notebooks_of(names):
     "The notebooks that export modules: list of paths from the root."
-    paths = [p.relative_to(ROOT) for name in names for p in (ROOT / 'nbs').rglob(f'[0-8][0-9]*_{name}.ipynb')]
+    paths = [p.relative_to(ROOT) for name in names for p in notebooks_in(ROOT / 'nbs')
+             if p.stem < '90' and p.stem.partition('_')[2] == name]
     if len(paths) != len(names): sys.exit(f'wanted names of modules, such as advantages, got {names}')
     return paths
 
