@@ -484,19 +484,21 @@ def exact_estimate(
     across the batch, where a step has several questions."""
     if contender.alone and questions > 1:
         raise ValueError(f'{contender.name} compares across a batch: take questions=1, or sampled_estimate')
-    pi, size, k = action_chances(game, game.base[None]), size or game.group_size, len(game.layers)
-    true = torch.stack([true_gradient(game, game.base), *turn_gradients(game, game.base)])
-    mean, second = torch.zeros(1 + k, *game.base.shape).double(), torch.zeros(1 + k).double()
+    pi, size, true = action_chances(game, game.base[None]), size or game.group_size, turn_gradients(game, game.base)
+    mean, second = torch.zeros(game.base.shape).double(), 0.
+    means, seconds = torch.zeros(true.shape).double(), torch.zeros(len(true)).double()
     for q in range(len(game.questions)):
         moves, chances = all_groups(game, pi, q, size)
         pupils = Pupils(game, contender, len(chances), torch.Generator().manual_seed(0))
-        whole, apart = pupils.gradient(moves, size, by_turn=True)[0]
-        found = torch.cat([whole[:, None], apart], 1).double()
-        mean += torch.einsum('m,mkda->kda', chances, found) / len(game.questions)
-        second += (chances[:, None] * found.pow(2).sum((2, 3))).sum(0) / len(game.questions)
-    noise = (second - mean.pow(2).sum((1, 2))) / questions
-    whole, *turns = [Estimate(m.float(), n, t) for m, n, t in zip(mean, noise.tolist(), true)]
-    return replace(whole, turns=tuple(turns))
+        found, apart = (x.double() for x in pupils.gradient(moves, size, by_turn=True)[0])
+        mean += torch.einsum('m,mda->da', chances, found) / len(game.questions)
+        second += float((chances * found.pow(2).sum((1, 2))).sum()) / len(game.questions)
+        means += torch.einsum('m,mkda->kda', chances, apart) / len(game.questions)
+        seconds += torch.einsum('m,mk->k', chances, apart.pow(2).sum((2, 3))) / len(game.questions)
+    noises = ((seconds - means.pow(2).sum((1, 2))) / questions).tolist()
+    turns = tuple(map(Estimate, means.float(), noises, true))
+    return Estimate(mean.float(), (second - float(mean.pow(2).sum())) / questions, true_gradient(game, game.base),
+                    turns=turns)
 
 # %% ../nbs/experiments/67_lab.ipynb #c036s2
 def estimate_of(
