@@ -5,14 +5,15 @@
 # %% auto #0
 __all__ = ['needs', 'turns_from_mask', 'rewards_of_turns', 'Arrays', 'assign_arrays', 'response_arrays', 'estimator',
            'register_verl', 'register_skyrl', 'verl_loop', 'ExperienceMixin', 'openrlhf_maker', 'slime_rewards',
-           'slime_advantages', 'prime_credit', 'AlgorithmMixin', 'prime_algorithm', 'ActorMixin', 'areal_actor']
+           'slime_advantages', 'prime_credit', 'AlgorithmMixin', 'prime_algorithm', 'ActorMixin', 'areal_actor',
+           'explain_advantages', 'read_batch', 'main']
 
 # %% ../nbs/7_elsewhere/80_adapters.ipynb #c002
 import functools, importlib, math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 import numpy as np, torch
-from .methods import get_method
+from .methods import METHODS, get_method
 from .parts import Credit, Measured, assign, bind
 from .trajectory import Group, Question, Trajectory, Turn, example_group
 
@@ -341,6 +342,7 @@ def register_verl(
     method: Method, or the name of one
     name: str; None: credit_rl/ and the method's
     options: dict, of the method
+    zeros: bool, as for `estimator`
     """
     register = _imported(['verl.trainer.ppo.core_algos'], 'register_adv_est', 'verl')
     name, estimate = name or f'credit_rl/{_given_rewards(method, options).name}', estimator(method, options, zeros)
@@ -362,6 +364,7 @@ def register_skyrl(
     method: Method, or the name of one
     name: str; None: credit_rl/ and the method's
     options: dict, of the method
+    zeros: bool, as for `estimator`
     """
     places = ['skyrl.backends.skyrl_train.utils.ppo_utils', 'skyrl_train.utils.ppo_utils']
     register = _imported(places, 'register_advantage_estimator', 'SkyRL')
@@ -671,3 +674,125 @@ def areal_actor(
     """
     base = _imported(['areal.trainer.ppo.actor'], 'PPOActor', 'AReaL')
     return type('CreditActor', (ActorMixin, base), {'credited': (_given_rewards(method, options), {})})
+
+# %% ../nbs/7_elsewhere/80_adapters.ipynb #x802
+_READINGS = {   # what a trainer may take for rewards -> what it does with those of turns
+    'outcomes alone': 'What turns earned was dropped.',
+    'the sums of all rewards': 'What turns earned was added to the outcome, and all turns of a rollout get the same.',
+    'what each turn earned': 'Each turn is credited for what it and its rollout earned.'}
+
+def _read_as(arrays):
+    "The batch as a trainer may take it, for each of the readings that it allows: dict of `Arrays`."
+    found = {'outcomes alone': replace(arrays, turns=None)}
+    if arrays.turns is not None:
+        turns = torch.as_tensor(arrays.turns).detach().float().cpu()
+        found['the sums of all rewards'] = replace(arrays, turns=None, outcome=arrays.outcome + turns.sum(1))
+        found['what each turn earned'] = arrays
+    return found
+
+def _rules_like(arrays, advantages):
+    "The rules of METHODS that give such advantages, up to a factor: list of (reading, name, factor), exact ones first."
+    found = []
+    for reading, batch in _read_as(arrays).items():
+        tried = []
+        for name, method in METHODS.items():
+            wanted = needs(method)
+            there = all(getattr(batch, x) is not None for x in wanted)
+            fits = there and ('turns' in wanted) == (batch.turns is not None)
+            key = method.rule.name, method.own(method.rule)       # rows may differ in their reward or loss alone
+            if not fits or key in tried or method.sampling.selects or method.sampling.reads: continue
+            tried.append(key)
+            ours = assign_arrays(method, batch).advantages
+            size = (ours * ours).sum()
+            if not size: continue
+            factor = float((ours * advantages).sum() / size)
+            if factor > 0 and torch.allclose(factor * ours, advantages, atol=2e-3 * float(advantages.abs().max())):
+                found.append((reading, name, 1. if abs(factor - 1) < 2e-3 else factor))
+    return sorted(found, key=lambda rule: rule[2] != 1)
+
+# %% ../nbs/7_elsewhere/80_adapters.ipynb #x805
+def explain_advantages(
+    arrays,      # Arrays: mask, groups, outcome, and what turns earned
+    advantages,  # (R, T), as a trainer gave them to the tokens
+):
+    """What a trainer made of rewards: (text, DataFrame), a row for each turn with what it earned and got. The text says
+    whose rule that is, and what was dropped. Raises ValueError on advantages of another shape than the mask.
+
+    arrays: Arrays, with what turns earned
+    advantages: (R, T), of the tokens
+    """
+    import pandas as pd
+    given = torch.as_tensor(advantages).detach().float().cpu()
+    if given.shape != arrays.mask.shape:
+        raise ValueError(f'advantages must be {tuple(arrays.mask.shape)} like the mask, got {tuple(given.shape)}')
+    own, owner = turns_from_mask(arrays.mask, arrays.row_trajectory), arrays.row_trajectory[:, None]
+    trained, missing = own >= 0, given.isnan()
+    n, k = len(arrays.groups), max(1, int(own.max()) + 1)
+    cell = (owner * k + own)[trained]
+    count = torch.zeros(n * k).index_add(0, cell, torch.ones(len(cell)))
+    got = torch.zeros(n * k).index_add(0, cell, given[trained]) / count
+    spread = (torch.full((n * k,), -math.inf).scatter_reduce(0, cell, given[trained], 'amax')
+              - torch.full((n * k,), math.inf).scatter_reduce(0, cell, given[trained], 'amin'))
+    earned = torch.zeros(n, k) if arrays.turns is None else torch.as_tensor(arrays.turns).float()[:, :k]
+    paid = earned.flatten().tolist()
+    rows = [(c // k, c % k, paid[c], got[c].item(), int(count[c])) for c in range(n * k) if count[c]]
+    table = pd.DataFrame(rows, columns=['rollout', 'turn', 'earned', 'advantage', 'tokens'])
+    rules, said = _rules_like(arrays, torch.where(trained, given, 0.)), []
+    if not given[trained].any(): said.append('All advantages are 0: nothing is learned from this batch.')
+    elif rules:
+        (reading, name, factor), *others = rules
+        times = lambda factor: f' times {factor:.3g}' if factor != 1 else ''
+        said.append(f'These are the advantages of {name}{times(factor)} on {reading}.')
+        if others: said.append('This batch cannot tell them from those of ' + ', '.join(
+            f'{other}{times(by)}{"" if on == reading else f" on {on}"}' for on, other, by in others) + '.')
+        if arrays.turns is not None: said.append(_READINGS[reading])
+    else:
+        said.append('No rule of ours gives these advantages.')
+        apart = table.groupby('rollout').advantage.agg(lambda x: x.max() - x.min())
+        if len(apart) < len(table) and not (apart > 1e-6).any(): said.append('All turns of a rollout get the same.')
+    unpaid = table[(table.earned != 0) & (table.advantage == 0)]
+    if len(unpaid): said.append(f'{len(unpaid)} of {int((table.earned != 0).sum())} turns that earned something are '
+                                'trained at 0.')
+    if uneven := int((spread[count > 0] > 1e-6).sum()): said.append(f'In {uneven} of {len(table)} turns tokens differ.')
+    if stray := int((given[~trained] != 0).sum()): said.append(f'{stray} tokens that the model did not write have an '
+                                                               'advantage: does the loss mask them?')
+    if missing.any(): said.append(f'{int(missing.sum())} advantages are missing.')
+    return ' '.join(said), table
+
+# %% ../nbs/7_elsewhere/80_adapters.ipynb #x808
+def read_batch(path):  # file of a trainer's batch
+    "A batch and its advantages from a file: (Arrays, (R, T)). Raises ValueError on a file without one of its names."
+    from credit_rl.readers import read_rows
+    if str(path).endswith('.npz'):
+        with np.load(path) as file: held = {name: file[name].tolist() for name in file.files}
+    else:
+        rows = [row for _, row in read_rows(path)]
+        held = {name: [row.get(name) for row in rows] for name in (rows[0] if rows else ())}
+    for names in (('response_mask',), ('advantages',), ('uid',), ('token_level_rewards', 'reward')):
+        if not any(name in held for name in names):
+            raise ValueError(f'{path} has {sorted(held)}, wanted {" or ".join(names)} too')
+    pad = lambda lists: torch.nn.utils.rnn.pad_sequence([torch.tensor(x, dtype=torch.float32) for x in lists],
+                                                        batch_first=True)
+    mask, turns = pad(held['response_mask']), None
+    if 'token_level_rewards' in held:
+        outcome, turns = rewards_of_turns(pad(held['token_level_rewards']), turns_from_mask(mask))
+        if not (turns != 0).any(): turns = None
+    else:
+        outcome = held['reward']
+        if 'turn_rewards' in held: turns = _padded([_listed({'turn_rewards': x}) for x in held['turn_rewards']])
+    return Arrays(mask, held['uid'], outcome, turns), pad(held['advantages'])
+
+def main(arguments=None):  # list of str; None: the command line's
+    "`credit-rl explain FILE`: what a trainer did with what turns earned."
+    import sys
+    from credit_rl.parameters import make_parser
+    parser = make_parser('credit_rl.adapters', "Say what a trainer's advantages made of the rewards of turns.")
+    parser.add_argument('file', help='rows of JSON lines or a table, or .npz: response_mask, advantages, uid, and '
+                                     'token_level_rewards, or reward and turn_rewards')
+    given = parser.parse_args(sys.argv[1:] if arguments is None else arguments)
+    try: said, table = explain_advantages(*read_batch(given.file))
+    except (ValueError, OSError) as e: parser.exit(1, f'credit_rl.adapters: {e}\n')
+    print(said, table.to_string(index=False, max_rows=40, float_format='{:.3g}'.format), sep='\n')
+
+# %% ../nbs/7_elsewhere/80_adapters.ipynb #x810
+if __name__ == '__main__' and '__file__' in globals(): main()  # a notebook has no file

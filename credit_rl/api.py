@@ -27,11 +27,12 @@ NAMES = {  # module -> names that `credit_rl` gives
     'parts': ('assign',),
     'methods': ('METHODS', 'compose', 'get_method'),
     'settings': ('Config', 'make_config'),
-    'adapters': ('Arrays', 'assign_arrays', 'register_verl', 'register_skyrl', 'openrlhf_maker', 'slime_rewards',
-                 'slime_advantages', 'prime_algorithm', 'prime_credit', 'areal_actor', 'verl_loop'),
-    'trl_trainer': ('EnvironmentCredit', 'TurnCredit', 'credit_trainer', 'environment_rows', 'environment_trainer',
+    'adapters': ('Arrays', 'assign_arrays', 'explain_advantages', 'register_verl', 'register_skyrl',
+                 'openrlhf_maker', 'slime_rewards', 'slime_advantages', 'prime_algorithm', 'prime_credit',
+                 'areal_actor', 'verl_loop'),
+    'trl_trainer': ('EnvironmentCredit', 'TurnAdvantages', 'TurnCredit', 'credit_trainer', 'environment_rows',
                     'question_rows'),
-    'dumps': ('read_dump', 'text_credit', 'compare_rules'),
+    'dumps': ('read_dump', 'text_credit', 'dump_credit', 'compare_rules'),
 }
 MODULES = ('train', 'rollout', 'evaluate', 'information_gain', 'tspo', 'carl')
 HOMES = {name: module for module, names in NAMES.items() for name in names}

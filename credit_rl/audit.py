@@ -535,7 +535,7 @@ def read_audit_settings(
     "The settings of an audit: (Config, AuditChoice). Raises ValueError on an unknown name or a value not allowed."
     own = {f.name for f in dataclasses.fields(AuditChoice)}
     auditing = from_settings(AuditChoice, {k: v for k, v in given.items() if k in own})
-    config = make_config({'run': _COURSE.run, **{k: v for k, v in given.items() if k not in own}})
+    config = make_config({'run': _COURSE.run, **{k: v for k, v in given.items() if k not in own}}, print)
     if config.dry_run: raise ValueError('dry_run is for a training: an audit has none')
     check(config)
     if (config.engine, config.learner, config.ranks) != ('hf', 'plain', 1):

@@ -24,6 +24,7 @@ VERBS = {  # verb -> module (whose main it is, unless a function is named), what
     'fetch': ('fetch', 'have a language model as a folder: smollm2, or any GGUF file'),
     'export': ('export', 'write what a run made as a Hugging Face folder'),
     'view': ('view', 'write the rollouts of a run, with the credit of each rule, as one page'),
+    'explain': ('adapters', 'what did a trainer do with the rewards of turns? from a batch in a file'),
     'watch': ('watch', 'show a run while it goes on'),
     'profile': ('profile', "where a run's time went, by line of the loop, and on which tokens"),
     'asking': ('when_to_ask', 'before training: can a rule learn here when to ask?'),

@@ -180,6 +180,7 @@ def load_questions(
     # 'train', 'dev' or 'test': which file of a folder or of the hub; a file given as path is taken as it is
     split=None,
     on_error='raise',  # malformed row: 'raise', or 'skip' it, count and warn
+    tokens=None,       # one of TOKENS of 11_metrics, kept in the meta of each question; None: not said
 ):
     """Load a benchmark as a list of `Question`, with `skipped` as an attribute.
     Raises on an unknown name or layout, a malformed row, an id that stands twice, a file of other sets.
@@ -188,6 +189,7 @@ def load_questions(
     path: file or folder; None: download
     split: 'train', 'dev' or 'test'; None: all there is
     on_error: malformed row: 'raise' or 'skip'
+    tokens: what a word of an answer is, kept in each question's meta
     """
     bench, seen, others = get_benchmark(name), Counter(), Counter()
     def parse(row):
@@ -195,6 +197,7 @@ def load_questions(
             others[other] += 1
             return None
         question, given = read_question(bench, row)
+        if tokens is not None: question.meta['tokens'] = tokens
         seen[question.id] += 1
         n = seen[question.id]
         if n > 1 and given:

@@ -38,7 +38,7 @@ def rank_tflops(
         try: tflops = measure_tflops(dtype=getattr(torch, dtype))
         finally: torch.set_float32_matmul_precision(precise)
         if not torch.cuda.is_available(): tflops /= _ranks_here(host)                # they share the processor
-    return tflops, f'({how} {tflops:.3g} TFLOP/s for a rank that learns, a tenth of it for one that acts)'
+    return tflops, f'({how} {tflops:.3g} TFLOP/s for a rank that learns)'
 
 # %% ../nbs/machinery/59_dry_run.ipynb #d5911
 def is_large(model):

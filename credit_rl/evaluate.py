@@ -16,12 +16,13 @@ import numpy as np, torch
 from .benchmarks import BENCHMARKS, find_benchmark, get_benchmark
 from .datasets import MIXTURES, load_questions, subsample
 from .engine import Decoding, HFEngine, SamplingParams
-from .environment import Conversation, Source, asked_protocol, is_searched, make_environment, open_search
+from .environment import (Conversation, Source, as_played, asked_protocol, is_searched, make_environment,
+                                   open_search)
 from .readers import RowError
 from .launch import (LaunchError, Processes, Progress, Ranks, check_hosts, check_threads, is_rank, join_ranks,
                               keep_traceback, launch, launch_command, meet, rank_environment, set_torch, speak)
 from .layout import hidden_states, pack
-from .metrics import benchmark_metric, carl_match, cover_match, empty_golds, exact_match, f1, gold_note
+from .metrics import benchmark_metric, carl_match, cover_match, empty_golds, exact_match, f1, gold_note, score_answer
 from .models import (Policy, json_hash, load_model, load_tokenizer, local_folder, model_hashes, read_template,
                               tokenizer_hash)
 from .options import SettingsGroup, nearest, setting, with_defaults
@@ -38,8 +39,8 @@ from .vllm_engine import EngineChoice, EngineLost, VLLMEngine, VLLMSettings, che
 def measure(trajectory):
     """Measure one trajectory, as a row of numbers: exact match, F1, whether it answered, turns, calls, tokens the model
     wrote, share of malformed turns."""
-    t, golds = trajectory, list(trajectory.question.answers)
-    scores = (0., 0.) if t.answer is None else (exact_match(t.answer, golds), f1(t.answer, golds))
+    t = trajectory
+    scores = (0., 0.) if t.answer is None else [score_answer(rule, t.question, t.answer) for rule in (exact_match, f1)]
     return {
         'em': scores[0], 'f1': scores[1], 'answer_rate': float(t.answer is not None), 'turns': len(t.turns),
         'calls': sum(turn.call is not None for turn in t.turns),
@@ -92,9 +93,10 @@ def score(
 ):
     """Measure one trajectory by the rules of a benchmark: `measure`, 'cover_em', and 'numeric' where that
     is its metric."""
-    t, golds, name = trajectory, list(trajectory.question.answers), _metric_of(benchmark, metric)
-    own = {name: (_SCORES.get(name) or benchmark_metric(benchmark))(t.answer, golds)}
-    return {**(own if name not in ('em', 'f1') else {}), 'cover_em': cover_match(t.answer, golds), **measure(t)}
+    t, name = trajectory, _metric_of(benchmark, metric)
+    own = {name: score_answer(_SCORES.get(name) or benchmark_metric(benchmark), t.question, t.answer)}
+    cover = {'cover_em': score_answer(cover_match, t.question, t.answer)}
+    return {**(own if name not in ('em', 'f1') else {}), **cover, **measure(t)}
 
 # %% ../nbs/3_acting/27_evaluate.ipynb #c011
 def evaluate(engine, env, questions, sampling=None, seed=0, progress=None):
@@ -223,7 +225,7 @@ def _questions(name, source, choice, seed):
     set."""
     bench, path = get_benchmark(name), _place(name, source.path, 'path')
     split = choice.split or bench.eval_split
-    try: pool = load_questions(name, path, split, choice.on_error)
+    try: pool = load_questions(name, path, split, choice.on_error, source.tokens)
     except RowError: raise
     except ValueError as e: raise ValueError(f'{name}: {e}') from None
     if source.questions and len(pool) < source.questions:
@@ -345,6 +347,7 @@ def _asking(s, player, env):
     chat = env.chat
     contexts = {'context_tokens': s.context_tokens} if chat.protocol.context_tag else {}
     if chat.protocol.runs_code: contexts['output_chars'] = env.tool.output_chars
+    contexts |= {n: v for n, v in (('program', s.program), ('notes', s.notes)) if v not in ({}, 'asked')}
     contexts |= {n: v for n in ('prompt_tokens', 'response_tokens') if (v := getattr(s, n)) is not None}
     base = BASELINES.get(s.baseline)
     base = {'baseline': {'name': s.baseline, 'when': base.when, 'max_turns': base.max_turns}} if base else {}
@@ -668,8 +671,10 @@ def run_evaluation(
 ):
     """Evaluate a model on all benchmarks asked for, those that are done already left out. Returns the run folder. Bad
     input is refused before a model is loaded."""
-    s = from_settings(Evaluation, settings) if isinstance(settings, dict) else settings
     say, opened = say or (speak if is_rank() else lambda line: print(line, flush=True)), {}
+    if isinstance(settings, dict):
+        settings = from_settings(Evaluation, as_played(settings, Evaluation, None if is_rank() else say))
+    s = settings
     if engine is not None and s.ranks > 1:
         raise ValueError(f'an engine that is here cannot play on {s.ranks} ranks: leave ranks at 1')
     if s.gaps and engine is not None and getattr(engine, 'model', None) is None:

@@ -6,13 +6,15 @@
 __all__ = ['read_policy', 'export_run', 'main']
 
 # %% ../nbs/machinery/66_export.ipynb #c002
-import dataclasses, json, sys
+import dataclasses, sys
 from pathlib import Path
+from .environment import asked_protocol, playing
 from .learner import saved_policy
-from .models import load_model
+from .models import load_model, read_template, write_model
 from .parameters import error_line, make_parser
+from .protocol import Chat, worded
 from .runlog import atomic_folder, latest_checkpoint, named_checkpoint, read_json, read_params, writing
-from .settings import make_config
+from .settings import make_config, settings_of
 from .setup import add_lora, base_folder, merge_lora
 
 # %% ../nbs/machinery/66_export.ipynb #c008
@@ -61,12 +63,13 @@ def export_run(
 def _write_model(folder, run, model, tokenizer, step):
     "Write a policy and where it comes from, as a whole."
     about = read_params(run)
+    how, data = settings_of(make_config(about)).acting, about['data']
+    chat = Chat(worded(asked_protocol(how.protocol, data), **how.words), tokenizer,
+                *((None, {}) if data == 'tiny' else (read_template(how.template), how.template_options)))
     with atomic_folder(folder) as part:
-        model.save_pretrained(part)
-        tokenizer.save_pretrained(part)
         origin = {'run': run.name, 'step': step, **{k: about[k] for k in ('method', 'model', 'seed', 'lora')}}
         if (run/'dev.json').exists(): origin['dev'] = read_json(run/'dev.json')
-        (part/'credit_rl.json').write_text(json.dumps(origin, indent=1) + '\n')
+        write_model(part, model, tokenizer, chat, {**origin, 'play': playing(how, chat, part)})
 
 # %% ../nbs/machinery/66_export.ipynb #c013
 def main(arguments=None):  # list of str; None: the command line's

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 import torch
 from .datasets import ask_hub
-from .models import check_model
+from .models import check_model, write_model
 from .options import nearest
 from .parameters import error_line, make_parser
 from .runlog import atomic_folder, read_json, writing
@@ -114,9 +114,8 @@ def convert_gguf(
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.load_state_dict(read.state_dict())
     with writing(folder), atomic_folder(folder) as part:
-        for thing in (model, tokenizer): thing.save_pretrained(part)
-        origin = {'file': path.name, 'sha256': _sha256(path), 'name': entries.get('general.name')}
-        (part/'credit_rl.json').write_text(json.dumps(origin, indent=1) + '\n')
+        write_model(part, model, tokenizer, about={
+            'file': path.name, 'sha256': _sha256(path), 'name': entries.get('general.name')})
     return folder
 
 # %% ../nbs/machinery/87_fetch.ipynb #f010s1

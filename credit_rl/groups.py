@@ -7,7 +7,7 @@ __all__ = ['index_groups', 'check_tensors', 'check_some', 'check_groups', 'check
            'standardize', 'group_normalize', 'group_share', 'at_last_turn', 'discounted_suffix', 'discounted_sum']
 
 # %% ../nbs/1_rules/28_groups.ipynb #c003
-import torch
+import torch, warnings
 from .trajectory import group_index, turn_counts
 
 # %% ../nbs/1_rules/28_groups.ipynb #c020
@@ -109,10 +109,12 @@ def standardize(
     ddof=0,       # 0 population, 1 sample standard deviation
     eps=1e-6,     # added to the standard deviation
     scale=True,   # False: subtract the mean only (Dr. GRPO)
+    least=0.,     # least deviation that is divided by (ours)
 ):
-    "Compare each valid entry with its cell: (M,) in float32 or better, exactly 0 without spread and where not valid."
+    """Compare each valid entry with its cell: (M,) in float32 or better, exactly 0 without spread and where not valid.
+    Warns of a deviation below .001 where `least` allows it: what is divided by so little may be noise."""
     if ddof not in (0, 1): raise ValueError(f'ddof is 0 (population) or 1 (sample), got {ddof}')
-    if not eps >= 0: raise ValueError(f'eps is added to a deviation, so it is at least 0, got {eps}')
+    if not min(eps, least) >= 0: raise ValueError(f'eps and least are of a deviation, at least 0, got {eps}, {least}')
     x = widen(x.detach())                         # credit is a number for the loss, not a way back into what earned it
     valid = torch.ones_like(x, dtype=torch.bool) if valid is None else valid
     cells = int(cell.max()) + 1 if cell.numel() else 0
@@ -124,7 +126,10 @@ def standardize(
     spread = extreme(-torch.inf, 'amax') > extreme(torch.inf, 'amin')
     if scale:
         std = (total(centered ** 2) / (count - ddof).clamp(min=1)).sqrt()
-        centered = centered / (std + eps)[cell]
+        if least < 1e-3 and (spread & (std < 1e-3)).any():
+            warnings.warn('rewards that are compared with each other deviate by less than .001; divided by so little, '
+                          'noise becomes credit of ±1: the option least bounds the deviation from below')
+        centered = centered / (std.clamp(min=least) + eps)[cell]
     return torch.where(valid & spread[cell], centered, 0.0)
 
 # %% ../nbs/1_rules/28_groups.ipynb #c041
@@ -135,6 +140,7 @@ def group_normalize(
     ddof=0,      # 0 population, 1 sample standard deviation
     eps=1e-6,    # added to the standard deviation
     scale=True,  # False: subtract the mean only (Dr. GRPO)
+    least=0.,    # least deviation that is divided by (ours)
 ):
     """Compare each entry with its group, jointly over turns (GRPO: TSPO eq. 3; IGPO eqs. 5-6): shape of x.
     Exactly 0 where a group has no spread. Raises ValueError if no group has two members.
@@ -145,13 +151,14 @@ def group_normalize(
     ddof: 0 or 1
     eps: float >= 0
     scale: False: subtract the mean only
+    least: float >= 0
     """
     check_tensors(x=x, mask=mask)
     if x.ndim not in (1, 2): raise ValueError(f'x is (N,) outcomes or (N, K) turn rewards, got {tuple(x.shape)}')
     index = check_groups(groups, len(x))
     valid = measured(x, mask)
     cell = index if x.ndim == 1 else index[:, None].expand(x.shape)
-    out = standardize(x.flatten(), cell.flatten(), valid.flatten(), ddof, eps, scale).view(x.shape)
+    out = standardize(x.flatten(), cell.flatten(), valid.flatten(), ddof, eps, scale, least).view(x.shape)
     return cast_like(out, x)
 
 # %% ../nbs/1_rules/28_groups.ipynb #c050

@@ -111,12 +111,12 @@ def _cells(index, is_last, norm):
     return index[:, None] * width + kind
 
 # %% ../nbs/1_rules/33_information_gain.ipynb #c023
-def _released_norm(x, cell, valid, ddof, eps):
+def _released_norm(x, cell, valid, ddof, eps, scale, least):
     "Z-score with the released code's deviation sqrt(variance + 1e-8)."
     centered = standardize(x, cell, valid, scale=False)
     total = lambda v: v.new_zeros(int(cell.max()) + 1).index_add(0, cell, v)
     variance = total(centered ** 2) / (total(valid.to(centered.dtype)) - ddof).clamp(min=1)
-    return centered / ((variance + 1e-8).sqrt() + eps)[cell]
+    return centered / ((variance + 1e-8).sqrt().clamp(min=least) + eps)[cell]
 
 # %% ../nbs/1_rules/33_information_gain.ipynb #c024
 def _melt(x, gamma):
@@ -138,6 +138,7 @@ def igpo_advantages(
     eps=1e-6,         # added to the standard deviation
     variant='paper',  # 'released': as the released code (second version) computes it
     parts='both',     # 'both', 'gain' (answer turns get 0) or 'outcome' (γ = 1: GRPO on the outcome)
+    least=0.,         # least deviation that is divided by (ours)
 ):
     """Compare turn rewards in the group, then accumulate backwards (IGPO eqs. 5-7): (N, K).
     0 outside the mask and where missing.
@@ -152,6 +153,7 @@ def igpo_advantages(
     eps: float >= 0
     variant: 'paper' or 'released'
     parts: 'both', 'gain' or 'outcome'
+    least: float >= 0
     """
     for name, value, known in (('norm', norm, NORMS), ('variant', variant, ('paper', 'released')),
                                ('parts', parts, ('both', 'gain', 'outcome'))):
@@ -162,7 +164,7 @@ def igpo_advantages(
     counted = valid if parts == 'both' else valid & (is_last if parts == 'outcome' else ~is_last)
     if variant == 'released': counted = counted & (is_last | (rewards != 0))
     flat = [v.flatten() for v in (rewards, _cells(index, is_last, norm), counted)]
-    x = (_released_norm if variant == 'released' else standardize)(*flat, ddof, eps).view(rewards.shape)
+    x = (_released_norm if variant == 'released' else standardize)(*flat, ddof, eps, True, least).view(rewards.shape)
     y = _melt(x, gamma) if variant == 'released' else discounted_sum(x, turn_mask, gamma)
     return cast_like(y, rewards)                                          # x is 0 where nothing counts, and so is y
 
@@ -306,7 +308,7 @@ def belief_of(
 
 # %% ../nbs/1_rules/33_information_gain.ipynb #p002
 from .options import Option
-from .parts import Reward, Row, Rule, rewards_on_last
+from .parts import SPREAD, Reward, Row, Rule, rewards_on_last
 
 def _check_schema(o):
     "Refuse a schema that there is not."
@@ -321,7 +323,7 @@ def _gain(layout, seen, o):
 def _accumulated(rewards, layout, seen, o):
     "Discounted sums of normalised rewards, the outcome on the last turn: (N, K)."
     return igpo_advantages(rewards_on_last(rewards, layout), layout.turn_mask, layout.groups, o['gamma'], o['norm'],
-                           o['ddof'], o['eps'], o['variant'], o['parts'])
+                           o['ddof'], o['eps'], o['variant'], o['parts'], o['least'])
 
 # %% ../nbs/1_rules/33_information_gain.ipynb #p003
 _F1 = {'metric': 'f1', 'penalty': -1.0}
@@ -338,8 +340,7 @@ PARTS = (
                   'norm': Option('joint', 'what is normalised together', choices=NORMS),
                   'variant': Option('paper', 'or as the released code does it', choices=('paper', 'released')),
                   'parts': Option('both', 'rewards that are summed', choices=('both', 'gain', 'outcome')),
-                  'ddof': Option(0, '1: sample deviation', choices=(0, 1)),
-                  'eps': Option(1e-6, 'added to the deviation', least=0)},
+                  **SPREAD},
          differs="GRPO's average of the loss, not compared with eq. 8"),
     Row('igpo', 'outcome+gain/accumulate', 'IGPO eqs. 2-8', '#029e73', _F1),
     Row('igpo-ig', 'outcome+gain/accumulate', 'IGPO, ablation: information gain only', '#00563f',

@@ -5,7 +5,8 @@
 # %% auto #0
 __all__ = ['LAUNCHER', 'Ranks', 'is_rank', 'join_ranks', 'check_same_files', 'expect_file', 'keep_traceback', 'failure',
            'check_threads', 'check_hosts', 'ranks_here', 'rank_environment', 'missing_for_hosts', 'launch_command',
-           'Processes', 'set_torch', 'LaunchError', 'meet', 'speak', 'Progress', 'launch', 'let_threads_sleep']
+           'Processes', 'set_torch', 'LaunchError', 'meet', 'speak', 'Progress', 'told_to_end', 'launch',
+           'let_threads_sleep']
 
 # %% ../nbs/machinery/03_launch.ipynb #c002
 import atexit, contextlib, datetime, json, os, queue, re, shutil, signal, socket, subprocess, sys, tempfile, threading
@@ -106,7 +107,9 @@ def join_ranks(
                                 rank=rank, world_size=count, timeout=datetime.timedelta(hours=2))
         atexit.register(_leave_ranks)
     ranks = Ranks(rank, count)
-    if settings: check_same_files(ranks, settings.run, _named_files(vars(settings)))
+    if settings:
+        _beat(settings.run, rank)
+        check_same_files(ranks, settings.run, _named_files(vars(settings)))
     return ranks
 
 def _leave_ranks():
@@ -367,14 +370,16 @@ def launch_command(
     ranks,          # number of processes, all hosts together
     hostfile=None,  # None: all on this host, or on those of the meeting
     meeting=None,   # Meeting of the hosts, each of which starts its own ranks
+    saves=0,        # seconds that torchrun gives ranks to end; 0: as it does, half a minute
 ):
     "Write the command that starts the ranks: list of str. Raises ValueError where the hostfile has another number."
+    patience = ['--shutdown-timeout', str(saves)] if saves else []
     if hostfile is None:
         where = ['--nproc_per_node', str(ranks), '--master_addr', '127.0.0.1', '--master_port', str(_free_port())]
         if meeting:
             where = ['--nnodes', str(meeting.hosts), '--node_rank', str(meeting.number), '--nproc_per_node',
                      str(ranks // meeting.hosts), '--master_addr', meeting.address, '--master_port', str(meeting.port)]
-        start = ['torch.distributed.run', *where, '-m', module]
+        start = ['torch.distributed.run', *where, *patience, '-m', module]
     else:
         _check_hostfile(hostfile, ranks)
         hosts = _read_hostfile(hostfile)
@@ -633,6 +638,60 @@ def _lines(process):
         if line is None: return
         yield line
 
+# %% ../nbs/machinery/03_launch.ipynb #end032
+_END = '.end'    # file in a run's folder by which a launcher tells all ranks to save and end: the signal's number
+
+@contextlib.contextmanager
+def told_to_end(folder):
+    """Let SIGTERM and SIGUSR1 ask for an end: a function that gives the signal's number, 0 while nobody has asked. Ranks
+    are asked by their launcher, through a file in the run's `folder`; a signal alone ends a rank, and a second one any
+    process."""
+    heard, file, rank = [], Path(folder)/_END, is_rank()
+    alone = threading.current_thread() is threading.main_thread()
+    ours = [s for s in (signal.SIGTERM, signal.SIGUSR1) if alone and signal.getsignal(s) is signal.SIG_DFL]
+    def hear(number, frame):
+        if heard and not rank: sys.exit(128 + number)      # asked twice
+        heard.append(number)
+    for s in ours: signal.signal(s, hear)
+    if rank and ours: _end_unless(file.exists)
+    try: yield lambda: (int(file.read_text()) if file.exists() else 0) if rank else next(iter(heard), 0)
+    finally:
+        if rank and ours: signal.set_wakeup_fd(-1)
+        for s in ours: signal.signal(s, signal.SIG_DFL)
+
+def _end_unless(asked, seconds=10):
+    "End this process some seconds after a signal, wherever it is, unless an end was `asked` for."
+    reads, writes = socket.socketpair()
+    writes.setblocking(False)
+    signal.set_wakeup_fd(writes.fileno(), warn_on_full_buffer=False)
+    def watch(reads, writes):                          # the signal writes its number, whatever the main thread does
+        while number := reads.recv(1):
+            if number[0] not in (signal.SIGTERM, signal.SIGUSR1): continue
+            time.sleep(seconds)
+            if not asked(): os._exit(128 + number[0])
+    threading.Thread(target=watch, args=(reads, writes), daemon=True).start()
+
+# %% ../nbs/machinery/03_launch.ipynb #end035
+_BEATS, _PATIENCE = '.beats', 240     # folder in a run's, with a file for each rank; seconds without a change
+
+def _beat(folder, rank, every=30):
+    "Change this rank's file over and over, as long as the process lives and the folder of beats is there."
+    file, name = Path(folder)/_BEATS/f'rank-{rank}', socket.gethostname()
+    def go():
+        while True:
+            with contextlib.suppress(OSError): file.write_text(f'{name} {time.time()}')
+            time.sleep(every)
+    threading.Thread(target=go, daemon=True).start()
+
+def _silent_ranks(folder, heard, patience=_PATIENCE):
+    "Ranks whose files have not changed for so long, with their hosts: set of str. `heard` is kept between the calls."
+    for file in (Path(folder)/_BEATS).glob('rank-*'):
+        with contextlib.suppress(OSError):
+            if (said := file.read_text()) and said != heard.get(file.name, ('',))[0]:
+                heard[file.name] = said, time.monotonic()
+    return {f'{name.replace("-", " ")} on {said.split()[0]}' for name, (said, at) in heard.items()
+            if time.monotonic() - at > patience}
+
 # %% ../nbs/machinery/03_launch.ipynb #c025
 def launch(
     command,          # list of str, see launch_command
@@ -642,8 +701,10 @@ def launch(
     grace=60,         # seconds that the ranks have to end once the result is there
     environment=None, # dict, variables besides those of this process
     meeting=None,     # Meeting of the hosts, each of which starts its own ranks; host n writes ranks-n.log
+    saves=0,          # seconds that ranks have to save, by told_to_end, when this process is told to end; 0: they cannot
 ):
-    "Run ranks to their end, passing on their progress. Raises LaunchError, saying why, if they leave no new result."
+    """Run ranks to their end, passing on their progress. Raises LaunchError, saying why, if they leave no new result;
+    SystemExit where they saved and ended because they were told to."""
     folder, result, number = Path(folder), Path(result), meeting.number if meeting else 0
     stamp = lambda: result.stat().st_mtime_ns if result.exists() else None
     before, file = stamp(), f'ranks-{number}.log' if number else 'ranks.log'
@@ -651,9 +712,12 @@ def launch(
     if meeting: _check_same_folder(meeting, folder)
     # host 0 judges, for a shared folder may show another host its files late
     over = (lambda: stamp() not in (None, before)) if number == 0 else meeting.is_over
-    with _sigterm_interrupts(): text = _follow(command, folder/file, say, over, grace, environment, meeting)
+    with told_to_end(folder) if saves else _sigterm_interrupts() as asked:
+        text = _follow(command, folder/file, say, over, grace, environment, meeting, saves and (saves, asked))
     if number and not (_killed(text) or _notes(folder)): _await_end(meeting, grace)    # host 0's ranks end later
+    if number == 0: shutil.rmtree(folder/_BEATS, ignore_errors=True)
     if not over():
+        if (folder/_END).exists(): sys.exit(128 + int((folder/_END).read_text()))
         why = _cause(folder, text, file, meeting)
         raise LaunchError(f'the run in {folder} ended without {result.name}: {why}')
 
@@ -685,13 +749,16 @@ def _clear(folder):
     folder.mkdir(parents=True, exist_ok=True)
     shutil.rmtree(folder/'errors', ignore_errors=True)
     if (folder/'errors').is_symlink(): (folder/'errors').unlink()           # it would lead elsewhere
-    for path in folder.glob('ranks*.log'): path.unlink()
+    for path in (*folder.glob('ranks*.log'), *folder.glob(_END)): path.unlink()
+    shutil.rmtree(folder/_BEATS, ignore_errors=True)
+    (folder/_BEATS).mkdir()
 
 # %% ../nbs/machinery/03_launch.ipynb #s3xd
-def _follow(command, file, say, over, grace, environment, meeting):
+def _follow(command, file, say, over, grace, environment, meeting, saves=None):
     """Run a launcher until it ends, the run is over for `grace` seconds, or another host is in trouble. Returns the end
-    of what it printed; all of it goes to a file."""
-    text, since = [], None
+    of what it printed; all of it goes to a file. `saves`: seconds that ranks have to save, and the function that tells
+    whether they must."""
+    text, since, until, heard, silent = [], None, None, {}, set()
     with open(file, 'w') as log:
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
@@ -707,6 +774,15 @@ def _follow(command, file, say, over, grace, environment, meeting):
                 if since is None and over(): since = time.monotonic()
                 if since is not None and time.monotonic() - since > grace: break
                 if meeting and meeting.trouble(): break
+                if saves and until is None and (number := saves[1]()):
+                    until = time.monotonic() + saves[0]
+                    atomic_write(file.parent/_END, lambda part: part.write_text(str(number)))
+                    say(f'told to end ({signal.Signals(number).name}): this step is finished and saved first, within '
+                        f'{saves[0]} s')
+                if until and time.monotonic() > until: break
+                for who in sorted(_silent_ranks(file.parent, heard) - silent):
+                    silent.add(who)
+                    say(f'{who} has been silent for {_PATIENCE} s: does its host answer?')
         finally: _end(process)
     return ''.join(text)
 

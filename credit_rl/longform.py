@@ -11,6 +11,7 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from .benchmarks import PAIRS
+from .environment import as_played
 from .evaluate import Evaluation, bootstrap_interval, read_manifest, read_scores, run_evaluation
 from .judge import check_judge, judge_counts, judge_text, make_judge
 from .options import SettingsGroup, nearest, options_in, setting
@@ -133,7 +134,8 @@ def run_longform(
         if name not in known: raise ValueError(f'there is no setting {name!r}{nearest(name, known)}')
     mine = {k: v for k, v in settings.items() if k in options_in(JudgeChoice)}
     judging = from_settings(JudgeChoice, mine)
-    played = from_settings(Evaluation, {'data': PAIRS.name, **{k: v for k, v in settings.items() if k not in mine}})
+    rest = {'data': PAIRS.name, **{k: v for k, v in settings.items() if k not in mine}}
+    played = from_settings(Evaluation, as_played(rest, Evaluation, say))
     _check(played, judging, folder)
     words, judge = _words(judging), make_judge(judging.judge)
     judge.check()

@@ -30,6 +30,7 @@ class Option:
         YAML 1.1 takes 1e-3, a number without a point, for text."""
         if value is None and self.default is None: return None
         value = plain(value)
+        if isinstance(self.default, tuple) and isinstance(value, list): value = tuple(value)
         kind = self.kind or (object if self.default is None else type(self.default))
         value = _at_home(value if kind is str else number(value))
         if kind is float and type(value) is int: value = float(value)

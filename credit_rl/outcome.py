@@ -8,7 +8,8 @@ __all__ = ['METRICS', 'PARTS', 'extract_answer', 'broke_format', 'outcome_of', '
 # %% ../nbs/1_rules/30_outcome.ipynb #c003
 import re, torch
 from .trajectory import Result
-from .metrics import cover_match, exact_match, f1, numeric_match, parts, plain_latex, short_bleu
+from .metrics import (cover_match, exact_match, f1, numeric_match, parts, plain_latex, score_answer,
+                              short_bleu)
 
 # %% ../nbs/1_rules/30_outcome.ipynb #c006
 _ANSWER = re.compile(r'<answer>((?:(?!</?answer>).)*)</answer>', re.DOTALL)
@@ -81,7 +82,7 @@ def outcome_of(
         metric = metric[question.source]
     if not callable(metric) and metric not in METRICS: raise ValueError(f'{known}, got {metric!r}')
     score = metric if callable(metric) else METRICS[metric]
-    return 0. if trajectory.answer is None else float(score(trajectory.answer, list(question.answers)))
+    return 0. if trajectory.answer is None else float(score_answer(score, question, trajectory.answer))
 
 # %% ../nbs/1_rules/30_outcome.ipynb #c016
 def outcome_rewards(

@@ -202,7 +202,8 @@ def _typed(option, text):
     around all of it are YAML's), else what YAML says, with decimal numbers. Raises yaml.YAMLError."""
     kind = (option.kind or type(option.default)) if option else None
     quoted = len(text) > 1 and text[0] == text[-1] and text[0] in '\'"'
-    if kind not in (str, object) or quoted or kind is object and text.lstrip()[:1] in ('{', '['):
+    number = kind is object and isinstance(option.default, int)      # or something else, such as a pair of them
+    if kind not in (str, object) or quoted or number or kind is object and text.lstrip()[:1] in ('{', '['):
         return load_yaml(text, typed=True)
     return None if option.default is None and text.strip() in ('', '~', 'null', 'Null', 'NULL') else text
 

@@ -15,7 +15,7 @@ from .critics import brier, expected_calibration_error
 from .dry_run import is_large, no_gpu, rank_tflops
 from .engine import seed_of
 from .estimate import Load, describe, memory, read_sizes, step_seconds
-from .environment import open_search
+from .environment import as_played, open_search
 from .launch import LaunchError, Ranks, is_rank, join_ranks, keep_traceback, set_torch, speak
 from .layout import pack
 from .learner import BadStep, FrozenModels, only_data
@@ -70,7 +70,7 @@ Warming = flat_form('Warming', _GROUPS.values(), "A training's settings, and its
 
 def make_warming(settings):
     "A `Warming` from a dict. Raises ValueError on an unknown name, naming the nearest, and on a value not allowed."
-    return from_settings(Warming, settings)
+    return from_settings(Warming, as_played(settings, Warming, None if is_rank() else print))
 
 def read_warming(variables):
     "The `Warming` set by a notebook's variables (its `globals()`)."
@@ -100,9 +100,10 @@ def check_warming(config):
 # %% ../nbs/5_run/65_prepare.ipynb #c010
 def _collecting(choice, course, metric, part):
     """How rollouts of a part are collected. The held-out ones are curated whatever the taught ones are, or there would
-    be nothing to compare."""
+    be nothing to compare, and under all prompts, which the gate asks under."""
     kind = 'random' if part == 'train' and choice.collected == 'random' else 'curated'
-    return CollectionPlan(**vars(group_of(Collection, choice)) | {'collected': kind}, metric=metric,
+    same = {'collected': kind} | ({} if part == 'train' else {'prompts_by': 'all'})
+    return CollectionPlan(**vars(group_of(Collection, choice)) | same, metric=metric,
                           seed=seed_of('warm-up', course.seed, part))
 
 def _elsewhere(choice, task, env):
@@ -229,7 +230,7 @@ def prepare(
         model = s.acting.model
         if model != 'tiny': find_model(model)
         for line in [*_forecast(s, choice), *no_gpu(s.host, model)] if is_large(model) else (): say(line)
-        if s.host.ranks > 1: return launch_ranks(c, say, 'credit_rl.prepare', (*MAY_CHANGE, 'warm_steps'))
+        if s.host.ranks > 1: return launch_ranks(c, say, 'credit_rl.prepare', (*MAY_CHANGE, 'warm_steps'), saves=False)
     return _prepare(c, say, Ranks())
 
 # %% ../nbs/5_run/65_prepare.ipynb #c019
@@ -271,7 +272,8 @@ def _warmed(s, choice, params, log, ranks, say):
     with _keeping_bad(log, stage.chat.tokenizer):
         learner, history = _teach(teaching, data['train'], exam, log, ranks, say)
     summary = {**_summary(choice, s.course, history, exam, learner), 'protocol': stage.chat.protocol.name,
-               'prompt_hash': prompt_hash(stage.chat.protocol)}
+               'prompt_hash': prompt_hash(stage.chat.protocol),
+               'rendered_hash': prompt_hash(stage.chat)}
     write_warmed(log.folder, learner, stage.chat.tokenizer, summary, log, ranks)
     ranks.wait()
     say(('passed: ' if history[-1][1].passed else 'NOT passed: ') + str(history[-1][1]))

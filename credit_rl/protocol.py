@@ -4,12 +4,12 @@
 
 # %% auto #0
 __all__ = ['ANSWER_STOPS', 'CALL_STOPS', 'CHATML', 'PLAIN', 'TEMPLATES', 'TOOL_PROMPT', 'CARL_PROMPTS', 'PROTOCOLS', 'WORDS',
-           'Protocol', 'Action', 'calls_in', 'boxed', 'last_answer', 'parse', 'read_context', 'reaches',
-           'byte_tokenizer', 'Encoder', 'Pieces', 'Chat', 'check_tokenizer', 'worded', 'prompt_hash', 'read_protocol',
-           'get_protocol']
+           'Protocol', 'Action', 'calls_in', 'boxed', 'last_answer', 'stops_short', 'parse', 'read_context', 'reaches',
+           'byte_tokenizer', 'Encoder', 'Pieces', 'Chat', 'check_tokenizer', 'without_search', 'worded', 'prompt_hash',
+           'read_protocol', 'get_protocol']
 
 # %% ../nbs/2_environment/14_protocol.ipynb #c002
-import contextlib, ctypes, hashlib, json, re, threading
+import ast, contextlib, ctypes, datetime, hashlib, json, re, threading
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
@@ -69,7 +69,7 @@ class Protocol:
     @property
     def stop(self):
         "The strings at which generation stops: a call's end and, where the first answer ends a message, an answer's."
-        call = {'code': ('```\n',), 'none': ()}.get(self.call_style, (f'</{self.call_tag}>',))
+        call = {'code': ('```\n', '```\r\n'), 'none': ()}.get(self.call_style, (f'</{self.call_tag}>',))
         if self.call_stop == 'message': call = ()
         return (*call, f'</{self.answer_tag}>') if self.answer_tag and self.answer_stop == 'first' else call
 
@@ -177,18 +177,40 @@ def _within(protocol, text):
     return last_answer(protocol, text) if protocol.answer_tag is None or protocol.answer_stop == 'last' else None
 
 # %% ../nbs/2_environment/14_protocol.ipynb #c0153
-_FENCED = re.compile(r'^([ \t]*)```(?:python3?|py)?[ \t]*\n((?:(?![ \t]*```).*\n)*)[ \t]*```\s*\Z', re.I | re.M)
+_FENCE = re.compile(r'^([ \t]*)```([\w+#-]*)[ \t]*\r?$', re.M)
+_PYTHON = ('python', 'python3', 'py')
+
+def _prints(code):
+    "Whether a block that does not say its language is a program: Python that calls print or search."
+    try: found = ast.walk(ast.parse(code))
+    except (SyntaxError, ValueError, RecursionError, MemoryError): return False
+    return any(isinstance(x, ast.Call) and getattr(x.func, 'id', None) in ('print', 'search') for x in found)
+
+def _programs(text):
+    "The closed programs of a message and where each ends: list of (code, int); and whether one was opened and not closed."
+    found, opened = [], None
+    for fence in _FENCE.finditer(text):
+        if opened is None or fence[2]: opened = fence
+        else:
+            code = text[opened.end() + 1:fence.start()].replace('\r\n', '\n')
+            code = re.sub(rf'^[ \t]{{0,{len(opened[1])}}}', '', code, flags=re.M)         # indented as its fence
+            name, opened = opened[2].lower(), None
+            if name in _PYTHON or not name and _prints(code): found.append((code, fence.end()))
+    return found, opened is not None and opened[2].lower() in (*_PYTHON, '')
 
 def _parse_code(protocol, text):
-    """Read a turn of a protocol whose calls are fenced blocks of Python. A fence stands alone on its line; where it is
-    indented, so is the program."""
-    block = _FENCED.search(text)
-    code = block and re.sub(rf'^[ \t]{{0,{len(block[1])}}}', '', block[2], flags=re.M)
-    if block and not code.strip(): return Action(error='the code block is empty')
-    if block: return Action(call={'name': 'python', 'code': code})
-    answer = _within(protocol, text)
+    "Read a turn of a protocol whose calls are fenced blocks of Python."
+    programs, opened = _programs(text)
+    if len(programs) > 1: return Action(error=f'one message runs one program, got {len(programs)}')
+    if programs and not programs[0][0].strip(): return Action(error='the code block is empty')
+    if programs: return Action(call={'name': 'python', 'code': programs[0][0]})
+    answer = None if opened else _within(protocol, text)
     return Action(answer=answer) if answer else Action(
         error=r'no closed block that begins with ```python at the end of the turn, and no \boxed{} with an answer')
+
+def stops_short(protocol, text):
+    "Whether generation stopped at a fence that ends no program, so that the message goes on."
+    return protocol.call_style == 'code' and not _programs(text)[0] and bool(re.search(r'```\r?\n\s*\Z', text))
 
 # %% ../nbs/2_environment/14_protocol.ipynb #c0156
 def parse(protocol, text):
@@ -219,7 +241,8 @@ def read_context(protocol, text):
 def reaches(protocol, text):
     "Say whether a segment's text opens a call, well-formed or not."
     if protocol.call_style == 'none': return False
-    return ('```' if protocol.call_style == 'code' else f'<{protocol.call_tag}>') in text
+    if protocol.call_style == 'code': return bool(_programs(text)[0]) or _programs(text)[1]
+    return f'<{protocol.call_tag}>' in text
 
 # %% ../nbs/2_environment/14_protocol.ipynb #c044
 CHATML = ("{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
@@ -368,6 +391,25 @@ def _is_ours(turn):
     return turn.result is Result.MALFORMED
 
 # %% ../nbs/2_environment/14_protocol.ipynb #c034
+def _dated_options(options):
+    "A template's variables, with a function in the place of the day that `strftime_now` is to say."
+    if 'strftime_now' not in options: return options
+    try: day = datetime.date.fromisoformat(str(options['strftime_now']))
+    except ValueError:
+        raise ValueError("the option strftime_now is the day that a template prints, as '2026-01-31', got "
+                         f'{options["strftime_now"]!r}') from None
+    return {**options, 'strftime_now': day.strftime}
+
+def _refuse_todays_date(markup, text, messages):
+    "Refuse a chat template (its jinja) that prints another prompt every day. Raises ValueError."
+    if 'strftime_now' not in text or 'strftime_now' in markup.options: return
+    try: days = {markup.render(messages, strftime_now=datetime.date(year, 1, 1).strftime) for year in (1999, 2001)}
+    except Exception: return                                                # one that fails is refused elsewhere
+    if len(days) == 1: return
+    name, day = ('date_string', '26 Jul 2024') if 'date_string' in text else ('strftime_now', '2026-01-31')
+    raise ValueError(f"{markup.name} prints today's date, so prompts would differ from day to day: fix it by "
+                     f"template_options={{'{name}': '{day}'}}")
+
 class _Markup:
     """A chat template, asked how it shows tools, a system message and a response. Raises ValueError where there is
     none, or it does not show them, or does not know an option."""
@@ -399,14 +441,15 @@ class _Markup:
         talk = [{'role': 'system', 'content': self.system}, {'role': 'user', 'content': _Q}]
         self.folded = bool(self.system) and not self.shows(self.system.strip(), talk)   # into the user's message
         _seat_response(self)
+        _refuse_todays_date(self, str(text), talk)
 
-    def render(self, messages, prompt=True, tools=None):
+    def render(self, messages, prompt=True, tools=None, **over):
         """The template's text of messages, the generation prefix included. Raises TimeoutError after five seconds,
         ValueError of a text that is too long."""
         with _at_most(_MOST_SECONDS):
             text = self.encoder.tokenizer.apply_chat_template(
                 messages, tools=tools or self.tools, chat_template=self.template, tokenize=False,
-                add_generation_prompt=prompt, **self.options)
+                add_generation_prompt=prompt, **{**_dated_options(self.options), **over})
         if len(text) > _MOST_CHARS: raise ValueError(f'it writes more than {_MOST_CHARS:,} characters')
         return text
 
@@ -510,9 +553,11 @@ def _read_samples(tokenizer, end_id, samples, reasons):
     own = [list(ids[:-1] if end or why == 'eos' else ids) for ids, end, why in zip(samples, ended, reasons)]
     return tokenizer.batch_decode(own), ended
 
-def _until_stop(text, stop):
-    "`text` up to the end of the first stop string in it: what the same token brought after it is not looked at."
-    ends = [i + len(s) for s in stop if (i := text.find(s)) >= 0]
+def _until_stop(protocol, text):
+    """A text up to the end of the first stop string, or of the first program, in it: what the same token brought after
+    it is not looked at."""
+    if protocol.call_style == 'code': ends = [end for _, end in _programs(text)[0]]
+    else: ends = [i + len(s) for s in protocol.stop if (i := text.find(s)) >= 0]
     return text[:min(ends)] if ends else text
 
 def _next_context(chat, question, turns):
@@ -593,7 +638,7 @@ class Chat:
 
     def parse(self, text, why='stop'):
         "Read one turn's text as an `Action`; `why` is the reason for which it was stopped."
-        return parse(self.protocol, _until_stop(text, self.protocol.stop) if why == 'stop' else text)
+        return parse(self.protocol, _until_stop(self.protocol, text) if why == 'stop' else text)
 
     def next_context(self, question, turns):
         "Ids of the context after `turns` (list of Turn) if that is not simply everything so far, else None."
@@ -665,9 +710,10 @@ The last step is
 <answer>the answer alone</answer>"""
 
 # %% ../nbs/2_environment/14_protocol.ipynb #c071
+_FINDS = ('search(query) returns passages about a query (print it to read them; a loop over it gives one after the other, '
+          'each with .title and .text), and ')
 _CODE = (' use Python code to answer the question: a block that begins with the line ```python and ends with the line '
-         '``` is run, and what it prints comes back. Inside it, search(query) returns passages about a query, and '
-         'arithmetic can be done. When the output has come, write down what matters of it between <context> and '
+         '``` is run, and what it prints comes back. Inside it, ' + _FINDS + 'arithmetic can be done. When the output has come, write down what matters of it between <context> and '
          '</context>; nothing else of it will stay. Then put the answer alone into \\boxed{}.')
 CARL_PROMPTS = {
     'direct': 'Answer the question directly, without tools and without code. Put the answer alone into \\boxed{}.',
@@ -676,6 +722,11 @@ CARL_PROMPTS = {
     'multi-hop': f'You must{_CODE} The question may take several searches: code may be run more than once.'}
 _TINY_PROMPTS = {'direct': 'known', 'forced': 'python', 'optional': None}
 _VALUE = ('<think> {last_relation} ', ' </think>')   # where an agent of the tiny world first names what it has found
+
+def without_search(protocol):
+    "CARL's protocol in words of ours that tell of no search, for sets that have nothing to search; others' words stay."
+    said = (protocol.system or '').replace(_FINDS, '').replace('take several searches:', 'take several steps:')
+    return protocol if not protocol.system else replace(protocol, system=said)
 
 def _carl():
     """CARL's protocols: the one that may choose is `carl`, the others are named after their prompt; the same for the
@@ -779,11 +830,12 @@ def worded(
 
 # %% ../nbs/2_environment/14_protocol.ipynb #w007
 def prompt_hash(
-    prompt,  # Protocol; or str, the words for a judge
+    prompt,  # Protocol; Chat: as its template renders it; or str, the words for a judge
 ):
     """Hash what a protocol tells the model: system and user message, tools and the text about them, ours where it has
-    none; or a judge's words. 12 hex digits."""
+    none; the same as rendered, a date and the template's own words included; or a judge's words. 12 hex digits."""
     p, texts = prompt, prompt
+    if isinstance(p, Chat): texts = [*p.pieces.question, *(getattr(p.pieces, name) for name in ('between', 'after'))]
     if isinstance(p, Protocol):
         about = p.tool_text or TOOL_PROMPT if p.tools else None
         texts = [p.system, p.user, list(p.tools), about]

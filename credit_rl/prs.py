@@ -10,9 +10,10 @@ __all__ = ['PRS_TAGS', 'PRS_JUDGE_PROMPT', 'HALLUCINATION_PROMPT', 'GROUNDED_FIE
 # %% ../nbs/1_rules/34_prs.ipynb #c003
 import math, re, torch
 from collections.abc import Iterable
+from functools import partial
 from .groups import check_tensors, widen
 from .judge import after_thought, quote_thought, read_verdict
-from .metrics import short_bleu
+from .metrics import check_tokens, score_answer, short_bleu
 from .tools import returned_texts
 from .trajectory import Result, turn_counts
 
@@ -297,18 +298,20 @@ def prs_rewards(
 ):
     """Reward rollouts stage by stage (PRS eqs. 8-14): rewards (N,) float32, and their stages, a dict of (N,): process,
     format, answer, judge. Where a needed verdict is missing the reward is NaN, and so are those of the group's rollouts
-    that needed none. Raises ValueError on another form, or a judge where none fits."""
+    that needed none. Raises ValueError on another form, a judge where none fits, and golds of
+    which nobody says what a word is."""
     if form not in ('short', 'long'): raise ValueError(f"form is 'short' or 'long', got {form!r}")
     if (form == 'long') != (judge is not None):
         raise ValueError(_NEEDS_JUDGE if judge is None else _NO_JUDGE)
     turn_counts(groups)
+    check_tokens([g.question for g in groups])
     trajectories, opening = [t for g in groups for t in g.trajectories], _package_opening(opening)
     process, format, answer = [], [], []
     for t in trajectories:
         parsed, ran = read_calls(t, tags)
         process.append(process_reward(parsed, t.answer is not None, ran if executed else None))
         format.append(format_reward(all(complete_package(opening + turn.action_text, tags) for turn in t.turns)))
-        answer.append(short_bleu(t.answer, list(t.question.answers), smooth))
+        answer.append(score_answer(partial(short_bleu, smooth=smooth), t.question, t.answer))
     verdict = _verdicts(judge, trajectories, process, asks)
     rewards = (list(map(prs_short, process, format, answer)) if form == 'short' else
                list(map(prs_long, process, format, verdict, answer)))

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from .benchmarks import find_benchmark, get_benchmark
 from .engine import Decoding, SamplingParams
-from .environment import Conversation, Source, asked_protocol, protocol_row
+from .environment import Conversation, Source, as_played, asked_protocol, protocol_row
 from .launch import Processes, check_hosts, check_threads
 from .layout import AVERAGES
 from .learner import CRITICS, Optimiser, check_offload
@@ -114,6 +114,11 @@ class Host(Processes, EngineChoice):
     tflops: float = setting(None, '10¹² FLOPs a second that one rank does, for the estimate; None: measured on this '
                                   'host', above=0)
 
+    restarts: int = setting(0, 'times that ranks are started again after one of them died, from the last checkpoint; '
+                               'counted anew from each new checkpoint', least=0)
+    grace: int = setting(900, 'seconds that several ranks have to finish a step and save it when they are told to end '
+                              '(SIGTERM, SIGUSR1)', least=1)
+
     @property
     def own_process(self):
         "Whether vLLM is a process of its own."
@@ -148,7 +153,8 @@ class Learning(SettingsGroup):
     minibatches: int = setting(2, 'updates that a batch is dealt out to', least=1)
     epochs: int = setting(1, 'times through the batch', least=1)
     clip: float = setting(1.0, 'gradient norm', above=0)
-    on_bad_step: str = setting('stop', 'where a gradient is not finite; skip goes on without that update',
+    on_bad_step: str = setting('stop', 'where a gradient is not finite; skip goes on without that update, up to nine '
+                                     'in a row',
                                choices=('stop', 'skip'))
     row_tokens: int = setting(4096, 'padded tokens in one forward with gradient; a CPU likes few, a GPU as many as fit',
                               least=1)
@@ -163,6 +169,9 @@ class Learning(SettingsGroup):
                             'with the weights from before this one, while this one is learned from; wants correction',
                          choices=(0, 1))
 
+    draw_version: int = setting(2, 'of what is drawn: a question that a step asks twice has other rollouts the second '
+                                   'time; 1: the same ones twice, as in runs that were begun without this setting',
+                                choices=(1, 2))
     unanswered: float = setting(0.1, 'share of what a judge was asked for a step: where more of it has no verdict, the '
                                      'step is not learned from, and five such steps in a row end the run', least=0,
                                 most=1)
@@ -171,6 +180,10 @@ class Learning(SettingsGroup):
         super().__post_init__()
         if len(self.betas) != 2 or not all(0 <= b < 1 for b in self.betas):
             raise ValueError(f'betas are two numbers from 0 up to 1, got {self.betas}')
+        for name in ('average', 'kl'):
+            if getattr(self, name) is not None and name in self.loss:
+                raise ValueError(f'{name} is given twice, {getattr(self, name)!r} and as loss.{name} '
+                                 f'{self.loss[name]!r}; give one')
 
     def optimiser(self, critic):  # CriticChoice
         "The learner's `Optimiser`."
@@ -247,6 +260,8 @@ _MEASURES = ('belief', 'entropy')
 class Keeping(SettingsGroup):
     "What is measured and kept."
     eval_every: int = setting(10, 'steps between dev evaluations, each with a checkpoint', least=1)
+    save_every: float = setting(30., 'minutes after which a checkpoint is written without one, at the end of a step; 0: '
+                                     'never', least=0)
     chosen_by: str = setting(None, "what of dev questions chooses the checkpoint, 'em' or 'f1'; None: exact match, or "
                                    "where a data set has another metric the share right by that", choices=('em', 'f1'))
     keep: int = setting(2, 'newest checkpoints kept', least=1)
@@ -291,14 +306,12 @@ Config = flat_form('Config', GROUPS.values(), 'Everything that determines a trai
 # %% ../nbs/5_run/61_settings.ipynb #c009
 def make_config(
     settings,  # dict name -> value
+    say=None,  # function called with a line of text where a model's folder says how it plays; None: nobody is told
 ):
-    """A `Config` from a dict. Raises ValueError on an unknown name, naming the nearest or the option that it is, and on
-    a value not allowed.
-
-    settings: dict name -> value
-    """
+    """A `Config` from a dict, and where it says nothing from how an exported model plays (`as_played`). Raises
+    ValueError on an unknown name, naming the nearest or the option that it is, and on a value not allowed."""
     _refuse_options(settings)
-    return from_settings(Config, settings)
+    return from_settings(Config, as_played(settings, Config, say))
 
 def _refuse_options(settings):
     "Refuse an option of the method that stands among the settings."
@@ -312,7 +325,7 @@ def _refuse_options(settings):
 
 def read_parameters(variables):
     "The `Config` set by a notebook's variables (its `globals()`), see `notebook_settings`."
-    return make_config(notebook_settings(variables, Config))
+    return make_config(notebook_settings(variables, Config), print)
 
 # %% ../nbs/5_run/61_settings.ipynb #n0114
 @dataclass(frozen=True)
@@ -354,6 +367,7 @@ def check(config):
     if task.regime: _check_regime(task, acting.model, s.course.seed)
     if task.data == 'tiny': _check_world(task.world, s.course.seed)
     else: _check_sets(task, acting.protocol)
+    if not (s.course.resume and (Path(s.course.run)/'params.yaml').exists()): _check_unread(task, acting.protocol)
     _check_words(acting, task.data)
     schema_notes(acting, task.data, scored_schemas(bind(method, s.course.options), s.keeping.measure))
     if s.critic.critic_from: _check_warmed(s, method)
@@ -369,6 +383,19 @@ def data_sets(task):
 def world_arguments(world, part):
     "Arguments of `make_world` for a part, 'train', 'dev' or 'test': a dict of parts has one value for each."
     return {name: value[part] if isinstance(value, dict) else value for name, value in world.items()}
+
+def _check_unread(task, protocol):
+    "Refuse settings that the chosen data does not read; a stored run goes on with them, as it was begun."
+    tiny, direct = task.data == 'tiny', protocol == 'direct'
+    unread = ('path', 'corpus', 'dense', 'patience', 'mix', 'train_split', 'dev_split') if tiny else \
+        ('world', *(('corpus', 'dense', 'patience') if direct else ()))
+    options = options_in(type(task))
+    for name in unread:
+        if (value := getattr(task, name)) == options[name].default or value is None: continue
+        why = ("data='tiny' makes its own questions and passages", 'name the set that they are of by data=NAME') if tiny \
+            else (f"world is of data='tiny', and data is {task.data!r}", "give data='tiny'") if name == 'world' else \
+            ("protocol='direct' asks without a search", 'take a protocol that searches')
+        raise ValueError(f'{why[0]}, so {name}={value!r} would not be read: leave it out, or {why[1]}')
 
 def _check_sets(task, protocol):
     "Refuse data sets that are unknown or cannot be mixed."

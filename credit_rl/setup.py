@@ -6,10 +6,10 @@
 __all__ = ['Setup', 'tiny_worlds', 'known_worlds', 'make_setup', 'real_questions', 'real_search', 'real_passages',
            'draw_questions', 'run_facts', 'bound_method', 'make_engine', 'hand_over', 'add_lora', 'merge_lora',
            'Origin', 'base_folder', 'origin_of', 'make_learner', 'start_critic', 'plan_of', 'load_of', 'forecast',
-           'weigh', 'Examiner', 'examine']
+           'foretell', 'weigh', 'Examiner', 'examine']
 
 # %% ../nbs/5_run/62_setup.ipynb #c002
-import dataclasses, importlib.util, os, random, sys
+import dataclasses, importlib.util, os, random, sys, tempfile
 from dataclasses import dataclass
 from inspect import signature
 from pathlib import Path
@@ -21,12 +21,12 @@ from .dry_run import complaints, missing_room, no_gpu, rank_tflops
 from .engine import HFEngine, seed_of
 from .environment import asked_protocol, is_searched, make_environment, open_search, protocol_row
 from .estimate import (KNOWN_SIZES, Load, TrainingPlan, describe, describe_ahead, describe_likely,
-                                describe_sharing, kept_lengths, memory, read_sizes, rows_work, step_seconds)
-from .launch import Ranks, missing_for_hosts
+                                describe_sharing, kept_lengths, likely_load, memory, read_sizes, rows_work, step_seconds)
+from .launch import Ranks, missing_for_hosts, ranks_here
 from .learner import FrozenModels, Learner, make_critic, seeded
 from .methods import extra_passes, get_method
 from .metrics import benchmark_metric, gold_note
-from .models import find_model, load_model, load_tokenizer
+from .models import find_model, load_model, load_tokenizer, write_model
 from .parts import Facts, bind, services
 from .protocol import check_tokenizer, worded
 from .retrieval import BM25
@@ -36,7 +36,7 @@ from .scoring import GOLDS_OPTION
 from .settings import (check, check_ahead, check_engine, check_lora, data_sets, own_tokenizer, schema_notes,
                                 scored_schemas, settings_of, world_arguments)
 from .sharded import DeepSpeedBackend
-from .tiny import ceiling, make_base, tiny_environment
+from .tiny import ceiling, make_base, player_state, tiny_environment
 from .trees import attend_by_trees
 from .vllm_engine import VLLMEngine, VLLMSettings, rank_devices, save_adapter, weights_place
 from .warmup import read_warmed
@@ -86,6 +86,11 @@ def make_setup(
     else:
         real = real or (real_questions(task, seed), real_search(task, acting.protocol))
         setup = _real_setup(acting, task, real, origin.start, say)
+    with tempfile.TemporaryDirectory() as place:                   # what cannot be saved is found now, not at the end
+        left = write_model(place, setup.model, setup.chat.tokenizer, setup.chat, weights={})
+    if left:
+        say(f'{acting.model} brings settings of generation that are not heeded here and left out of what is saved: '
+            + ', '.join(f'{n}={v!r}' for n, v in left.items()))
     most = getattr(setup.model.config, 'max_position_embeddings', acting.max_tokens)
     if acting.max_tokens > most:
         say(f'max_tokens={acting.max_tokens}, but the model has {most} positions: rollouts end there')
@@ -109,11 +114,22 @@ def _tiny_setup(acting, worlds, folder, say):
         say('ceiling of perfect play on the test questions: ' + ', '.join(f'{k} {v:.3f}' for k, v in top.items()))
     return Setup(chat, model, {part: list(w.questions) for part, w in worlds.items()}, environments, top)
 
+def _check_players(chat, question):
+    "Refuse a tokenizer through whose chat template the perfect players cannot read a question. Raises ValueError."
+    try: player_state(chat.tokenizer.decode(chat.prompt_ids(question.text)))
+    except TypeError:
+        raise ValueError(f"data='tiny' is for model='tiny', or a folder of such a model: the players of the tiny world "
+                         f'cannot read a question through the chat template of {chat.encoder.name}; with a model of '
+                         'your own name your questions by data=NAME') from None
+
 def _tiny_environments(acting, worlds, tokenizer):
     "The environments of tiny worlds by part, and the rules that all of them have."
     chat = check_tokenizer(tokenizer, worded(asked_protocol(acting.protocol, 'tiny'), **acting.words))
+    if chat.protocol.call_style == 'text': _check_players(chat, worlds['test'].questions[0])
     rules = dict(k=acting.passages, max_turns=acting.max_turns, max_tokens=acting.max_tokens,
                  response_tokens=acting.response_tokens)
+    if acting.program:
+        raise ValueError(f'the tiny world limits its programs itself, got program={acting.program}: leave it out')
     printed = {'output_chars': acting.output_chars} if acting.output_chars else {}
     return {part: dataclasses.replace(tiny_environment(w, chat, **rules, **printed), **acting.rules)
             for part, w in worlds.items()}, rules
@@ -183,9 +199,10 @@ def real_questions(
     if len(data_sets(task)) > 1: return _mixed_questions(task, data_sets(task), seed)
     if get_benchmark(task.data).parts and task.dev_split is None: return _own_parts(task, seed)
     split = task.dev_split or get_benchmark(task.data).eval_split
-    held = _distinct(load_questions(task.data, task.path, split))
+    held = _distinct(load_questions(task.data, task.path, split, tokens=task.tokens))
     single = task.path is not None and Path(task.path).is_file()
-    pool = held if single or task.train_split == split else load_questions(task.data, task.path, task.train_split)
+    pool = held if single or task.train_split == split else \
+        load_questions(task.data, task.path, task.train_split, tokens=task.tokens)
     wanted = min(task.dev_questions + task.test_questions, len(held) // 2 if pool is held else len(held))
     held = random.Random(seed_of('held out', seed)).sample(held, wanted)
     taken = {q.text for q in held}
@@ -200,7 +217,8 @@ def real_questions(
 def _own_parts(task, seed):
     "The parts of a set that has its own, or a draw of each: dict of lists."
     sizes = {'train': task.questions, 'dev': task.dev_questions, 'test': task.test_questions}
-    return {part: subsample(load_questions(task.data, task.path, part), n, seed) for part, n in sizes.items()}
+    return {part: subsample(load_questions(task.data, task.path, part, tokens=task.tokens), n, seed)
+            for part, n in sizes.items()}
 
 # %% ../nbs/5_run/62_setup.ipynb #c033s6
 def _mixed_questions(task, names, seed):
@@ -475,7 +493,7 @@ def plan_of(
         host.stage if host.learner == 'deepspeed' else None, host.ranks, 4 if s.acting.dtype == 'float32' else 2,
         critic == 'own', sum(held.values()) + frozen, sum(held[n] for n in host.offload), learning.row_tokens,
         host.gradient_checkpointing, 'offload_optimizer' in host.deepspeed.get('zero_optimization', {}),
-        bool(host.tflops) or torch.cuda.is_available(), played * s.acting.max_tokens, _lora_share(s.acting.model, host.lora),
+        bool(host.tflops) or torch.cuda.is_available(), ranks_here(host.ranks, host.hostfile, host.hosts), played * s.acting.max_tokens, _lora_share(s.acting.model, host.lora),
         copies=acts, sleeps=bool(host.vllm.get('sleep_level')), copied=copies + frozen,
         renewed=every not in (None, 0, 1), by_file=vllm and apart and not host.lora,
         twice=critic == 'shared' and s.critic.critic_step == 'apart' and s.critic.critic_mix != 0,
@@ -542,8 +560,12 @@ def load_of(
                          [name for name in s.keeping.measure if not (name == 'entropy' and loss.entropy)])
     golds = _answer_tokens(s.acting, bind(method, s.course.options), s.keeping.measure)
     behind = sum(golds.values()) * _rows_of_context(s.acting) / most               # read behind what is read anyway
+    rows = _forwards(s.acting, learning, loss, s.keeping.measure)['rows']
     return Load(learning.questions_per_step * learning.group_size * most, most, sum(reads.values()) + behind,
-                learning.epochs, learning.minibatches)
+                learning.epochs, learning.minibatches, rows if learning.tree else min(rows, _ROWS),
+                1 - (s.acting.prompt_tokens or 0) / most, s.host.act_rows, _SEARCH * (s.acting.max_turns - 1))
+
+_ROWS, _SEARCH = 4., .5     # times a trajectory's tokens that its rows are, where contexts are edited; seconds of a search
 
 # %% ../nbs/5_run/62_setup.ipynb #s6206
 def forecast(
@@ -557,6 +579,14 @@ def forecast(
     ahead = [describe_ahead(seconds)] if s.learning.ahead else []
     shared = [_sharing_line(sizes, s.acting, s.learning)] if s.learning.tree else []
     return [*describe(sizes, plan, seconds, s.course.steps), likely, *ahead, taken, *shared]
+
+def foretell(
+    settings,  # Settings of a run
+    lengths,   # of trajectories that were played
+):
+    "The seconds of a step whose trajectories are so long, by their parts: see `step_seconds`."
+    sizes, tflops = read_sizes(settings.acting.model), rank_tflops(settings.host, settings.acting.dtype)[0]
+    return step_seconds(sizes, plan_of(settings), likely_load(load_of(settings), lengths), tflops)
 
 def _sharing_line(sizes, acting, learning):  # Sizes, Acting, Learning
     "What computing shared tokens once saves, predicted from lengths alone: str."

@@ -14,12 +14,12 @@ from pathlib import Path
 import torch
 from .demonstrations import demonstrate_all, reach, write_message
 from .engine import HFEngine, seed_of
-from .environment import asked_protocol, make_environment
+from .environment import asked_protocol, make_environment, playing
 from .evaluate import evaluate, read_manifest, right_rows
 from .launch import Progress, set_torch
 from .layout import pack
 from .learner import BadStep, Learner, Optimiser
-from .models import load_tokenizer, tokenizer_hash
+from .models import load_tokenizer, tokenizer_hash, write_model
 from .options import SettingsGroup, nearest, options_in, setting
 from .outcome import outcome_rewards
 from .parameters import by_group, error_line, from_settings, make_parser, read_settings
@@ -133,7 +133,7 @@ def rejection_sft(
     """Play and keep what was right, or take demonstrations; fine-tune; compare on the test questions. Returns the run
     folder, with the model in `model/`. With `resume` one that did not come to its end begins anew, and one that did is
     left as it is."""
-    c = make_config(config) if isinstance(config, dict) else config
+    c = make_config(config, say) if isinstance(config, dict) else config
     if c.dry_run: raise ValueError('dry_run is for training by reinforcement; this fine-tuning has none')
     check(c)
     if c.resume and (Path(c.run)/'summary.json').exists(): return _finished(c, how, say)
@@ -155,8 +155,10 @@ def rejection_sft(
             history = fine_tune(stage.model, kept, how, s.learning.row_tokens, c.seed, say, s.learning.on_bad_step)
         final, tested = test()
         if host.lora: merge_lora(stage.model)
-        with atomic_folder(log.folder/'model') as place:
-            for part in (stage.model, stage.chat.tokenizer): part.save_pretrained(place)
+        with atomic_folder(log.folder/'model') as part:
+            about = {'fine_tuned': {'run': log.folder.name, 'model': c.model, 'seed': c.seed, 'lora': host.lora},
+                     'play': playing(acting, stage.chat, part)}
+            write_model(part, stage.model, stage.chat.tokenizer, stage.chat, about)
         log.summary(summary := {
             **_summary(stage, base, final, tested, history), 'seed': c.seed, 'trajectories': played,
             'base_right': right_marks(before), 'final_right': right_marks(tested),
@@ -248,7 +250,7 @@ def write_demos(
 ):
     """Demonstrate the training questions of a run. Returns the folder, with the right ones as rollouts of step 0.
     Raises ValueError where nothing is searched, the protocol has no demonstrations, or none is right."""
-    c = make_config(config) if isinstance(config, dict) else config
+    c = make_config(config, say) if isinstance(config, dict) else config
     if c.data == 'tiny': raise ValueError('the tiny world has players of its own (25_tiny): give another data set')
     check(c)
     s = settings_of(c)
@@ -273,6 +275,7 @@ def write_demos(
                      'tokens': int(layout.lengths.sum()), 'trained_tokens': int(layout.trained.sum()),
                      'sets': dict(Counter(g.question.source for g in kept)), 'tokenizer': tokenizer_hash(tokenizer),
                      'protocol': env.chat.protocol.name, 'prompt_hash': prompt_hash(env.chat.protocol),
+                     'rendered_hash': prompt_hash(env.chat),
                      'code': code_hashes('sft'), 'seconds': log.elapsed})
         say(f'{len(layout.lengths)} demonstrations of {len(kept)} questions, {int(layout.lengths.sum()):,} tokens, '
             f'{int(layout.trained.sum()):,} of them to be learned; {log.elapsed:.0f} s')

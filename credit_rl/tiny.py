@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from .engine import HFEngine, SamplingParams, ScriptedEngine, seed_of
 from .layout import hidden_states, loss_weights, pack, take, token_logps
-from .models import load_model
+from .models import load_model, write_model
 from .protocol import CHATML, PROTOCOLS, Chat
 from .readers import Passage
 from .retrieval import BM25
@@ -650,6 +650,5 @@ def make_base(
                                 knower=replace(usual.knower, recall=.2), says=True, recalled=.1, least=2600)
             model = code_warm_start(chat.tokenizer, seed, plan or usual, known, progress)
         with atomic_folder(folder) as part:
-            model.save_pretrained(part)
-            chat.tokenizer.save_pretrained(part)
+            write_model(part, model, chat.tokenizer)
     return Path(folder)

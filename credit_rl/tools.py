@@ -7,30 +7,40 @@ __all__ = ['RENDERS', 'Observation', 'render_documents', 'render_plain', 'render
            'SearchTool', 'read_observation', 'returned_texts', 'observation_of', 'PythonTool', 'Faults', 'skipping']
 
 # %% ../nbs/2_environment/13_tools.ipynb #c003
-import contextlib, copy, datetime, json, os, queue, re, signal, threading, time
+import contextlib, copy, datetime, functools, json, os, queue, re, signal, threading, time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
+from .readers import marks
 from .trajectory import Result
 
 # %% ../nbs/2_environment/13_tools.ipynb #c005
 class Observation(str):
-    "What a tool says; `spans` are the places of what it found in it, (start, end) in order. The rest is our words."
-    def __new__(cls, text, spans=()):
+    """What a tool says; `spans` are the places of what it found in it, (start, end) in order. The rest is our words.
+    Where they are `escaped` they are written as inside of JSON strings."""
+    def __new__(cls, text, spans=(), escaped=False):
         self = super().__new__(cls, text)
-        self.spans = tuple(spans)
+        self.spans, self.escaped = tuple(spans), escaped
         return self
 
     def first(self, n):
         "Its first `n` characters: `Observation`."
-        return Observation(self[:n], [(start, min(end, n)) for start, end in self.spans if start < n])
+        return Observation(self[:n], [(start, min(end, n)) for start, end in self.spans if start < n],
+                           self.escaped)
 
     def returned(self):
-        "What the tool found, field by field: tuple of str."
-        return tuple(self[start:end] for start, end in self.spans if self[start:end].strip())
+        "What the tool found, field by field, as it was before it was escaped: tuple of str."
+        fields = (self[start:end] for start, end in self.spans)
+        return tuple(f for f in (map(_unescape, fields) if self.escaped else fields) if f.strip())
+
+def _unescape(text):
+    "A piece of a JSON string as it reads; what the piece cuts off, or what ends the string, is left out."
+    whole = re.sub(r'((?:[^\\"]|\\u[0-9a-fA-F]{4}|\\["\\/bfnrt])*).*', r'\1', text, flags=re.DOTALL)
+    return json.loads(f'"{whole}"', strict=False)
 
 def _join_pieces(
     pieces,  # list of str, our words, and of (str,), what was found
+    escaped=False,  # what was found is written as inside of JSON strings
 ):
     "Join pieces to an `Observation`."
     texts, spans, at = [], [], 0
@@ -38,7 +48,7 @@ def _join_pieces(
         texts.append(piece[0] if isinstance(piece, tuple) else piece)
         if isinstance(piece, tuple): spans.append((at, at + len(texts[-1])))
         at += len(texts[-1])
-    return Observation(''.join(texts), spans)
+    return Observation(''.join(texts), spans, escaped)
 
 # %% ../nbs/2_environment/13_tools.ipynb #ob13a
 def _between(parts, sign):
@@ -60,14 +70,13 @@ def render_plain(results, empty):
 # %% ../nbs/2_environment/13_tools.ipynb #fl132
 def render_json(results, empty):
     "Number the passages inside JSON, as verl's search tool does (TIPS figure 12); queries are not repeated."
-    lines = lambda text: [json.dumps(line, ensure_ascii=False)[1:-1] for line in text.split('\n')]
-    found = lambda text: _between([[(line,)] for line in lines(text)], r'\n')
+    found = lambda text: [(json.dumps(text, ensure_ascii=False)[1:-1],)]
     def block(passages):
         numbered = enumerate(passages, 1)
         documents = [[f'Doc {i} (Title: \\"', *found(p.title), r'\")\n', *found(p.text)] for i, p in numbered]
         return _between(documents, r'\n\n') or [empty]
     blocks = _between([block(passages) for _, passages in results], r'\n---\n')
-    return _join_pieces(['{"result": "', *blocks, '"}'])
+    return _join_pieces(['{"result": "', *blocks, '"}'], escaped=True)
 
 RENDERS = {'lines': render_documents, 'json': render_json}   # how an observation may be written
 
@@ -82,15 +91,27 @@ def cut(
     max_tokens,          # int >= 1, or None: no limit
     count=count_words,   # function(text) → int; must not fall when text grows
 ):
-    "Cut `text` after the last whole word that keeps its count within `max_tokens`."
+    """Cut `text` after the last whole word that keeps its count within `max_tokens`; a word that alone has more is cut
+    inside, after a whole character."""
     if max_tokens is None or count(text) <= max_tokens: return text
-    ends = [m.end() for m in re.finditer(r'\S+', text)]
-    fits, too_many = 0, len(ends) + 1          # so many words fit; so many are too many
-    while too_many - fits > 1:
-        middle = (fits + too_many) // 2
-        if count(text[:ends[middle - 1]]) <= max_tokens: fits = middle
-        else: too_many = middle
+    def last(ends):
+        "How many of these places, in order, can be the end."
+        fits, too_many = 0, len(ends) + 1
+        while too_many - fits > 1:
+            middle = (fits + too_many) // 2
+            if count(text[:ends[middle - 1]]) <= max_tokens: fits = middle
+            else: too_many = middle
+        return fits
+    words = list(re.finditer(r'\S+', text))
+    ends = [m.end() for m in words]
+    fits = last(ends)
+    if fits < len(words) and count(words[fits][0]) > max_tokens:
+        inside = [m.end() for m in _character().finditer(text, words[fits].start(), ends[fits])]
+        if n := last(inside): return text[:inside[n - 1]]
     return text[:ends[fits - 1]] if fits else ''
+
+@functools.cache
+def _character(): return re.compile(rf'\S[{marks()}\u200c\u200d]*')    # a letter with its marks is never parted
 
 # %% ../nbs/2_environment/13_tools.ipynb #c013
 def _error(problem):
@@ -223,7 +244,9 @@ def _labels(text, at, end, queries):
         return [(at, title[0]), (title[1], found.end())]
     return [(at, end)] if _CUT_DOCUMENT.match(text, at) else []
 
-_IN_JSON = re.compile(r'\A\{"result": "|(?:\\n)*(?:---(?:\\n)+)?Doc \d+ \(Title: (?:\\")*|(?:\\")*\)\\n|\\n|"\}\s*\Z')
+_IN_JSON = re.compile(r'(?:\A\{"result": "|(?:\\n)+(?:---(?:\\n)+)?)(?:-{1,2}|Do?c?|Doc \d*(?: \(?T?i?t?l?e?:? ?)?)'
+                      r'\\?\Z'                                                           # a label that was cut off
+                      r'|\A\{"result": "|(?:\\n)*(?:---(?:\\n)+)?Doc \d+ \(Title: (?:\\")*|(?:\\")*\)\\n|\\n|"\}\s*\Z')
 
 # %% ../nbs/2_environment/13_tools.ipynb #ob13f
 def read_observation(
@@ -240,7 +263,8 @@ def read_observation(
         at = max([end, *(stop for _, stop in ours[-1:])]) + 1
     edges = [0, *(edge for span in ours for edge in span), len(text)]
     blanks = lambda a, b: (b - len(text[a:b].lstrip()), a + len(text[a:b].rstrip()))   # without those around a field
-    return Observation(text, [blanks(a, b) for a, b in zip(edges[::2], edges[1::2]) if text[a:b].strip()])
+    return Observation(text, [blanks(a, b) for a, b in zip(edges[::2], edges[1::2]) if text[a:b].strip()],
+                       is_json)
 
 def _read_turn(turn):
     "What a turn's observation shows that it was returned, whatever the turn says: `Observation`."
@@ -263,11 +287,12 @@ def observation_of(
     found, spans, at = _read_turn(turn), [], 0
     if not turn.returned or found.returned() == turn.returned: return found
     for field in turn.returned:
-        start = found.find(field, at)
+        written = [json.dumps(field, ensure_ascii=False)[1:-1]] * found.escaped + [field]   # a stored one may be escaped
+        start, size = next(((i, len(form)) for form in written if (i := found.find(form, at)) >= 0), (-1, 0))
         if start < 0: continue
-        at = start + len(field)
+        at = start + size
         spans.append((start, at))
-    return Observation(found, spans)
+    return Observation(found, spans, found.escaped)
 
 # %% ../nbs/2_environment/13_tools.ipynb #c032
 @dataclass
@@ -309,6 +334,360 @@ class _Program:
         "What was printed, without line breaks at the end; one character longer than the limit if that was passed."
         return ''.join(self.printed).rstrip('\n')
 
+# %% ../nbs/2_environment/13_tools.ipynb #sb02
+_SANDBOX_SHARED = r'''
+class _Module:
+    pass
+
+def _module(members):
+    made = _Module()
+    for name, value in members.items(): setattr(made, name, value)
+    return made
+
+_builtin_len = len
+def len(x):
+    try: return _builtin_len(x)
+    except TypeError:
+        if hasattr(x, '_len'): return x._len()
+        raise
+'''
+
+_SANDBOX_ROUND = r'''
+_builtin_round = round
+def round(number, ndigits=None):
+    exact = isinstance(number, float) and isinstance(ndigits, int) and ndigits >= 0
+    if exact: return float(f'{number:.{ndigits}f}')
+    return _builtin_round(number) if ndigits is None else _builtin_round(number, ndigits)
+'''
+
+_SANDBOX_SEARCH = r'''
+class _Found:
+    def __init__(self, said, parts, title=None, text=None):
+        self._said, self._parts, self.title, self.text = said, parts, title, text
+    def __str__(self): return self._said
+    def __repr__(self): return repr(self._said)
+    def _len(self): return len(self._parts or self._said)
+    def __iter__(self): return iter(self._parts or list(self._said))
+    def __contains__(self, x): return str(x) in self._said
+    def __getitem__(self, i):
+        if isinstance(i, str): return {'title': self.title, 'text': self.text}[i]
+        n = len(self._parts)
+        if isinstance(i, slice):
+            within = [e is None or -n <= e <= n for e in (i.start, i.stop)]
+            if not n or not all(within): return self._said[i]
+            parts = self._parts[i]
+            return _Found('\n'.join([p._said for p in parts]), parts)
+        return self._parts[i] if n else self._said[i]
+    def get(self, name, default=None): return {'title': self.title, 'text': self.text}.get(name, default)
+    def __add__(self, x): return self._said + str(x)
+    def __radd__(self, x): return str(x) + self._said
+    def lower(self): return self._said.lower()
+    def upper(self): return self._said.upper()
+    def strip(self, *a): return self._said.strip(*a)
+    def split(self, *a): return self._said.split(*a)
+    def splitlines(self): return self._said.splitlines()
+    def replace(self, *a): return self._said.replace(*a)
+    def find(self, *a): return self._said.find(*a)
+    def index(self, *a): return self._said.index(*a)
+    def count(self, *a): return self._said.count(*a)
+    def startswith(self, *a): return self._said.startswith(*a)
+    def endswith(self, *a): return self._said.endswith(*a)
+
+def search(query, k=None):
+    said, passages = _search(query, k)
+    return _Found(said, [_Found(line, [], title, text) for line, title, text in passages])
+'''
+
+# %% ../nbs/2_environment/13_tools.ipynb #sb03
+_SANDBOX_STATISTICS = r'''
+def _make():
+    import math
+    def data_of(data, least, name):
+        data = list(data)
+        if len(data) < least: raise ValueError(f'{name} requires at least {least} data points')
+        return data
+    def ints(data): return all([isinstance(x, int) for x in data])
+    def whole(top, bottom): return top // bottom if top % bottom == 0 else top / bottom
+    def mean(data):
+        data = data_of(data, 1, 'mean')
+        return whole(sum(data), len(data)) if ints(data) else math.fsum(data) / len(data)
+    def fmean(data): return float(mean(data))
+    def at(data, i): return sorted(data)[i]
+    def median(data):
+        data = data_of(data, 1, 'median')
+        n = len(data)
+        return at(data, n // 2) if n % 2 else (at(data, n // 2 - 1) + at(data, n // 2)) / 2
+    def median_low(data): return at(data, (len(data) - 1) // 2)
+    def median_high(data): return at(data, len(data) // 2)
+    def multimode(data):
+        data = list(data)
+        counts = {}
+        for x in data: counts[x] = counts.get(x, 0) + 1
+        return [x for x in counts if counts[x] == max(counts.values())]
+    def mode(data): return multimode(data_of(data, 1, 'mode'))[0]
+    def spread(data, less, name):
+        data = data_of(data, 1 + less, name)
+        n = len(data)
+        if ints(data): return whole(n * sum([x * x for x in data]) - sum(data) ** 2, n * (n - less))
+        middle = math.fsum(data) / n
+        return math.fsum([(x - middle) ** 2 for x in data]) / (n - less)
+    def variance(data): return spread(data, 1, 'variance')
+    def pvariance(data): return spread(data, 0, 'pvariance')
+    def stdev(data): return math.sqrt(spread(data, 1, 'stdev'))
+    def pstdev(data): return math.sqrt(spread(data, 0, 'pstdev'))
+    def harmonic_mean(data):
+        data = data_of(data, 1, 'harmonic_mean')
+        return len(data) / math.fsum([1 / x for x in data])
+    def geometric_mean(data): return math.exp(fmean([math.log(x) for x in data]))
+    return _module({'mean': mean, 'fmean': fmean, 'median': median, 'median_low': median_low, 'mode': mode,
+                    'median_high': median_high, 'multimode': multimode, 'variance': variance, 'stdev': stdev,
+                    'pvariance': pvariance, 'pstdev': pstdev, 'harmonic_mean': harmonic_mean,
+                    'geometric_mean': geometric_mean})
+_statistics = _make()
+'''
+
+_SANDBOX_FRACTIONS = r'''
+import math as _math
+
+def _parts(x):
+    if isinstance(x, Fraction): return x.numerator, x.denominator
+    if isinstance(x, int): return int(x), 1
+    if isinstance(x, str):
+        top, _, bottom = x.strip().partition('/')
+        if bottom: return int(top), int(bottom)
+        whole, _, digits = top.partition('.')
+        return int(whole + digits), 10 ** len(digits)
+    top, bottom = x, 1
+    while top != int(top): top, bottom = top * 2, bottom * 2
+    return int(top), bottom
+
+class Fraction:
+    def __init__(self, numerator=0, denominator=1):
+        a, b = _parts(numerator)
+        c, d = _parts(denominator)
+        top, bottom = a * d, b * c
+        if bottom == 0: raise ZeroDivisionError(f'Fraction({top}, 0)')
+        shared = _math.gcd(top, bottom) * (1 if bottom > 0 else -1)
+        self.numerator, self.denominator = top // shared, bottom // shared
+    def __str__(self):
+        return f'{self.numerator}/{self.denominator}' if self.denominator > 1 else str(self.numerator)
+    def __repr__(self): return f'Fraction({self.numerator}, {self.denominator})'
+    def __float__(self): return self.numerator / self.denominator
+    def __int__(self): return int(self.numerator / self.denominator)
+    def __add__(self, other):
+        if isinstance(other, float): return float(self) + other
+        c, d = _parts(other)
+        return Fraction(self.numerator * d + c * self.denominator, self.denominator * d)
+    def __radd__(self, other): return self + other
+    def __neg__(self): return Fraction(-self.numerator, self.denominator)
+    def __sub__(self, other): return self + -other
+    def __rsub__(self, other): return -self + other
+    def __mul__(self, other):
+        if isinstance(other, float): return float(self) * other
+        c, d = _parts(other)
+        return Fraction(self.numerator * c, self.denominator * d)
+    def __rmul__(self, other): return self * other
+    def __truediv__(self, other):
+        if isinstance(other, float): return float(self) / other
+        c, d = _parts(other)
+        return Fraction(self.numerator * d, self.denominator * c)
+    def __rtruediv__(self, other):
+        return other / float(self) if isinstance(other, float) else Fraction(other) / self
+    def __pow__(self, n):
+        if not isinstance(n, int): return float(self) ** n
+        if n < 0: return Fraction(self.denominator ** -n, self.numerator ** -n)
+        return Fraction(self.numerator ** n, self.denominator ** n)
+    def __eq__(self, other):
+        if isinstance(other, float): return float(self) == other
+        return _parts(self) == _parts(other) if isinstance(other, (int, Fraction)) else False
+    def __abs__(self): return Fraction(abs(self.numerator), self.denominator)
+    def __round__(self, n=None): return round(self.numerator / self.denominator, n)
+    def limit_denominator(self, most=1000000):
+        a, b, c, d, n, m = 0, 1, 1, 0, abs(self.numerator), self.denominator
+        if m <= most: return Fraction(self.numerator, self.denominator)
+        while True:
+            q = n // m
+            if b + q * d > most: break
+            a, b, c, d, n, m = c, d, a + q * c, b + q * d, m, n - q * m
+        k = (most - b) // d
+        one, two = Fraction(a + k * c, b + k * d), Fraction(c, d)
+        near = two if abs(float(two) - abs(float(self))) <= abs(float(one) - abs(float(self))) else one
+        return near if self.numerator > 0 else -near
+
+_Fraction = Fraction
+_fractions = _module({'Fraction': Fraction})
+'''
+
+# %% ../nbs/2_environment/13_tools.ipynb #sb04
+_SANDBOX_NUMPY = r'''
+def _make():
+    import math
+    size = len
+    def lists(x):
+        if isinstance(x, Array): return x.data
+        return [lists(v) for v in x] if isinstance(x, (list, tuple, range)) else x
+    def each(f, x): return [each(f, v) for v in x] if isinstance(x, list) else f(x)
+    def pairs(f, a, b):
+        if not isinstance(a, list) and not isinstance(b, list): return f(a, b)
+        if not isinstance(a, list): return [pairs(f, a, v) for v in b]
+        if not isinstance(b, list): return [pairs(f, v, b) for v in a]
+        if isinstance(a[0], list) and not isinstance(b[0], list): return [pairs(f, row, b) for row in a]
+        if isinstance(b[0], list) and not isinstance(a[0], list): return [pairs(f, a, row) for row in b]
+        if size(a) != size(b): raise ValueError(f'operands of {size(a)} and {size(b)} elements do not go together')
+        return [pairs(f, v, w) for v, w in zip(a, b)]
+    def flat(x): return [v for row in x for v in flat(row)] if isinstance(x, list) else [x]
+    def made(x): return Array(x) if isinstance(x, list) else x
+    def both(f): return lambda a, b: made(pairs(f, lists(a), lists(b)))
+    def over(f): return lambda x: made(each(f, lists(x)))
+    def reduce(f):
+        def reduced(x, axis=None):
+            data = lists(x)
+            if axis is None: return f(flat(data))
+            if axis in (0, -2): return Array([f(list(column)) for column in zip(*data)])
+            return Array([f(row) for row in data])
+        return reduced
+    def mean_of(x): return sum(x) / size(x)
+    def var_of(x, ddof=0):
+        middle = mean_of(x)
+        return sum([(v - middle) ** 2 for v in x]) / (size(x) - ddof)
+    def quantile_of(x, q):
+        x, place = sorted(x), (size(x) - 1) * q
+        low = math.floor(place)
+        high = min(low + 1, size(x) - 1)
+        return x[low] + (x[high] - x[low]) * (place - low)
+    def text(x, places):
+        if isinstance(x, bool): return str(x)
+        if not isinstance(x, float): return str(x)
+        said = f'{x:.{places}f}'
+        return said.rstrip('0') if places else said + '.'
+    def shown(data):
+        leaves = flat(data)
+        places = None
+        if any([isinstance(v, float) for v in leaves]):
+            leaves, data = [float(v) for v in leaves], each(float, data)
+            places = max([size(f'{v:.8f}'.rstrip('0').partition('.')[2]) for v in leaves])
+        said = [text(v, places) for v in leaves]
+        right = max([size(s.partition('.')[2]) for s in said])
+        def padded(s): return s + ' ' * (right - size(s.partition('.')[2]))
+        wide = max([size(padded(s)) for s in said])
+        def lines(x, depth):
+            if not isinstance(x[0], list): return '[' + ' '.join([wide_of(v) for v in x]) + ']'
+            return '[' + ('\n' + ' ' * depth).join([lines(row, depth + 1) for row in x]) + ']'
+        def wide_of(v): return padded(text(v, places)).rjust(wide)
+        return lines(data, 1) if leaves else '[]'
+    class Array:
+        def __init__(self, data):
+            self.data = lists(data)
+            if any([isinstance(v, float) for v in flat(self.data)]): self.data = each(float, self.data)
+            self.size = size(flat(self.data))
+            rows = self.data and isinstance(self.data[0], list)
+            self.shape = (size(self.data), size(self.data[0])) if rows else (size(self.data),)
+            self.ndim = size(self.shape)
+        def __str__(self): return shown(self.data)
+        def __repr__(self): return 'array(' + str(self.data) + ')'
+        def __iter__(self): return iter([made(v) for v in self.data])
+        def __getitem__(self, i):
+            if isinstance(i, tuple):
+                rows = self.data[i[0]]
+                return made([row[i[1]] for row in rows]) if isinstance(i[0], slice) else made(rows[i[1]])
+            return made(self.data[i])
+        def __setitem__(self, i, value): self.data[i] = lists(value)
+        def __contains__(self, x): return x in flat(self.data)
+        def __add__(self, o): return add(self, o)
+        def __radd__(self, o): return add(o, self)
+        def __sub__(self, o): return subtract(self, o)
+        def __rsub__(self, o): return subtract(o, self)
+        def __mul__(self, o): return multiply(self, o)
+        def __rmul__(self, o): return multiply(o, self)
+        def __truediv__(self, o): return divide(self, o)
+        def __rtruediv__(self, o): return divide(o, self)
+        def __floordiv__(self, o): return both(lambda a, b: a // b)(self, o)
+        def __mod__(self, o): return both(lambda a, b: a % b)(self, o)
+        def __pow__(self, o): return power(self, o)
+        def __rpow__(self, o): return power(o, self)
+        def __neg__(self): return multiply(self, -1)
+        def __abs__(self): return over(abs)(self)
+        def sum(self, axis=None): return reduce(sum)(self, axis)
+        def mean(self, axis=None): return reduce(mean_of)(self, axis)
+        def min(self, axis=None): return reduce(min)(self, axis)
+        def max(self, axis=None): return reduce(max)(self, axis)
+        def prod(self, axis=None): return reduce(math.prod)(self, axis)
+        def std(self, axis=None, ddof=0): return reduce(lambda x: math.sqrt(var_of(x, ddof)))(self, axis)
+        def var(self, axis=None, ddof=0): return reduce(lambda x: var_of(x, ddof))(self, axis)
+        def round(self, decimals=0): return around(self, decimals)
+        def cumsum(self): return running(self)
+        def _len(self): return size(self.data)
+        def tolist(self): return self.data
+        def argmax(self): return flat(self.data).index(max(flat(self.data)))
+        def argmin(self): return flat(self.data).index(min(flat(self.data)))
+    add, subtract = both(lambda a, b: a + b), both(lambda a, b: a - b)
+    multiply, divide, power = both(lambda a, b: a * b), both(lambda a, b: a / b), both(lambda a, b: a ** b)
+    def array(x): return Array(x)
+    def around(x, decimals=0): return over(lambda v: round(v, decimals) if isinstance(v, float) else v)(x)
+    def running(x):
+        out, total = [], 0
+        for v in flat(lists(x)):
+            total = total + v
+            out.append(total)
+        return Array(out)
+    def diff(x):
+        x = lists(x)
+        return Array([b - a for a, b in zip(x, x[1:])])
+    def dot(a, b):
+        a, b = lists(a), lists(b)
+        if not isinstance(a[0], list): return sum([v * w for v, w in zip(a, b)])
+        if not isinstance(b[0], list): return Array([sum([v * w for v, w in zip(row, b)]) for row in a])
+        return Array([[sum([v * w for v, w in zip(row, c)]) for c in zip(*b)] for row in a])
+    def arange(*parts):
+        if all([isinstance(p, int) for p in parts]): return Array(list(range(*parts)))
+        start, stop, step = (0, parts[0], 1) if size(parts) == 1 else (*parts, 1) if size(parts) == 2 else parts
+        return Array([start + i * step for i in range(math.ceil((stop - start) / step))])
+    def linspace(start, stop, num=50): return Array([start + (stop - start) * i / (num - 1) for i in range(num)])
+    def percentile(x, q): return quantile_of(flat(lists(x)), q / 100)
+    def std_of(x, axis=None, ddof=0): return Array(x).std(axis, ddof)
+    def variance(x, axis=None, ddof=0): return Array(x).var(axis, ddof)
+    def average(x, weights=None):
+        return mean_of(flat(lists(x))) if weights is None else dot(x, weights) / sum(flat(lists(weights)))
+    return _module({
+        'array': array, 'asarray': array, 'add': add, 'subtract': subtract, 'multiply': multiply, 'divide': divide,
+        'power': power, 'dot': dot, 'round': around, 'around': around, 'cumsum': running, 'diff': diff, 'arange': arange,
+        'linspace': linspace, 'percentile': percentile, 'average': average, 'std': std_of, 'var': variance,
+        'sum': reduce(sum), 'mean': reduce(mean_of), 'min': reduce(min), 'max': reduce(max), 'amin': reduce(min),
+        'amax': reduce(max), 'prod': reduce(math.prod), 'median': lambda x: quantile_of(flat(lists(x)), .5),
+        'sqrt': over(math.sqrt), 'abs': over(abs), 'absolute': over(abs), 'exp': over(math.exp), 'log': over(math.log),
+        'log2': over(math.log2), 'log10': over(math.log10), 'floor': over(lambda v: float(math.floor(v))),
+        'ceil': over(lambda v: float(math.ceil(v))), 'zeros': lambda n: Array([0.] * n),
+        'ones': lambda n: Array([1.] * n), 'pi': math.pi, 'e': math.e, 'inf': math.inf, 'nan': math.nan,
+        'float64': float, 'int64': int, 'ndarray': Array})
+_numpy = _make()
+'''
+
+# %% ../nbs/2_environment/13_tools.ipynb #sb05
+_MODULES = {'statistics': _SANDBOX_STATISTICS, 'fractions': _SANDBOX_FRACTIONS, 'numpy': _SANDBOX_NUMPY}
+_IMPORT = re.compile(rf"^([ \t]*)(?:import[ \t]+([\w., \t]+?)|from[ \t]+({'|'.join(_MODULES)})[ \t]+import[ \t]+\(?([\w, \t]+?)\)?)"
+                     r'(?=[ \t]*(?:;|#|$))', re.M)
+
+def _own_imports(code):
+    "A program whose imports of `_MODULES` take ours, on the same lines: str."
+    def named(part):
+        name, _, other = part.partition(' as ')
+        return name.strip(), (other or name).strip()
+    def line(m):
+        if m[3]: return m[1] + '; '.join(f'{other} = _{m[3]}.{name}' for name, other in map(named, m[4].split(',')))
+        parts = [p.strip() for p in m[2].split(',')]
+        ours = [named(p)[0] in _MODULES for p in parts]
+        if not any(ours): return m[0]
+        return m[1] + '; '.join(f'{named(p)[1]} = _{named(p)[0]}' if own else f'import {p}' for p, own in zip(parts, ours))
+    return _IMPORT.sub(line, code)
+
+def _prepared(code, searches):
+    "What is run before a program, '' for nothing, and the program itself; `searches`: it may search."
+    code, wanted = _own_imports(code), []
+    if re.search(r'\bround\s*\(', code): wanted.append(_SANDBOX_ROUND)
+    if searches and 'search' in code: wanted.append(_SANDBOX_SEARCH)
+    wanted += [text for name, text in _MODULES.items() if f'_{name}' in code]
+    return ''.join([_SANDBOX_SHARED, *wanted]) if wanted else '', code
+
 # %% ../nbs/2_environment/13_tools.ipynb #c033
 def _verdict(tool, program, error):
     "What to say about a Monty error, and the Result."
@@ -333,7 +712,7 @@ def _step(tool, program, resume):
     try:
         now, program.waits = resume(), None
         while not isinstance(now, monty.MontyComplete):
-            if tool.search is not None and isinstance(now, monty.FunctionSnapshot) and now.function_name == 'search':
+            if tool.search is not None and isinstance(now, monty.FunctionSnapshot) and now.function_name == '_search':
                 program.waits = now
                 return
             now = now.resume_auto()
@@ -343,26 +722,37 @@ def _step(tool, program, resume):
 
 # %% ../nbs/2_environment/13_tools.ipynb #c036
 def _query(snapshot):
-    "The query of a suspended `search(query)`. Raises TypeError on other arguments."
-    args, named = snapshot.args, snapshot.kwargs
-    if len(args) + len(named) != 1 or (named and 'query' not in named):
-        raise TypeError('search takes one query: search("…")')
-    return [*args, *named.values()][0]
+    "Query and k of a suspended `search(query, k)`. Raises TypeError on another k."
+    query, k = snapshot.args
+    if k is None or type(k) is int and k >= 1: return query, k
+    raise TypeError(f'search takes a query and how many passages are wanted, as in search("…", k=2), got k={k!r:.40}')
 
-def _ask(search, queries):
-    "Ask for many queries: list of text or exception. A `SearchTool` gets all of them in one call."
+def _passages_of(text, titled):
+    "The passages in what a search said: list of (how it is shown, title, text)."
+    fields = list(read_observation(text).returned() if not isinstance(text, Observation) else
+                  [text[start:end] for start, end in text.spans])
+    pairs = list(zip(fields[::2], fields[1::2])) if titled else [('', field) for field in fields]
+    return [(f'{title}: {body}' if title else str(body), str(title), str(body)) for title, body in pairs]
+
+def _ask(search, asked):
+    "Ask for many (query, k): list of (text, passages) or exception. A `SearchTool` gets all of one k in one call."
     def alone(query):
         problem = _malformed([query])
         if problem: return ValueError(problem)
         try: text = search(query)
         except TimeoutError as e: return TimeoutError(str(e) or 'the search took too long')
         except Exception as e: return RuntimeError(f'the search failed: {type(e).__name__}: {e}')
-        if isinstance(text, str): return str(text)
+        if isinstance(text, str): return str(text), _passages_of(text, False)
         return RuntimeError(f'the search failed: it gave {type(text).__name__}, not a text')
-    if not isinstance(search, SearchTool): return [alone(q) for q in queries]
-    kinds = {Result.TIMEOUT: TimeoutError, Result.MALFORMED: ValueError, Result.ERROR: RuntimeError}
-    return [str(text) if result is Result.OK else kinds[result](text.removeprefix('Error: '))
-            for text, result in search.call([[q] for q in queries])]
+    if not isinstance(search, SearchTool): return [alone(query) for query, _ in asked]
+    kinds, found = {Result.TIMEOUT: TimeoutError, Result.MALFORMED: ValueError, Result.ERROR: RuntimeError}, {}
+    most = [search.k if k is None else min(k, search.k) for _, k in asked]
+    for k in dict.fromkeys(most):
+        alike, tool = [i for i, other in enumerate(most) if other == k], copy.copy(search)
+        tool.k = k
+        found.update(zip(alike, tool.call([[asked[i][0]] for i in alike])))
+    return [(str(text), _passages_of(text, search.render is render_documents)) if result is Result.OK else
+            kinds[result](text.removeprefix('Error: ')) for text, result in map(found.get, range(len(asked)))]
 
 # %% ../nbs/2_environment/13_tools.ipynb #c038
 def _serve(tool, waiting, served):
@@ -383,14 +773,17 @@ def _run_programs(tool, codes):
     "Run at most `tool.workers` programs side by side: list of `_Program`, all of them over."
     programs, served = [_Program(tool.output_chars) for _ in codes], {}
     import pydantic_monty as monty
-    lookup = {} if tool.search is None else {'search': lambda query: None}   # its calls are answered in rounds
+    lookup = {} if tool.search is None else {'_search': lambda query, k: None}   # its calls are answered in rounds
     def begin(program, code):
         try: program.begin(tool.session())
         except monty.MontyCrashedError:               # a worker that did not answer; another takes its place
             program.failed, program.crashed = ('the interpreter crashed', Result.ERROR), True
             return
-        _step(tool, program,
-              lambda: program.session.feed_start(code, print_callback=program.listen, external_lookup=lookup))
+        before, code = _prepared(code, tool.search is not None)
+        def start():
+            if before: program.session.feed_run(before)
+            return program.session.feed_start(code, print_callback=program.listen, external_lookup=lookup)
+        _step(tool, program, start)
     with ThreadPoolExecutor(len(codes)) as threads:
         try:
             list(threads.map(begin, programs, codes))

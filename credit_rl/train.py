@@ -9,7 +9,7 @@ __all__ = ['AHEAD_FILE', 'MAY_CHANGE', 'train_step', 'Run', 'Actor', 'play_step'
            'judge_hashes', 'train', 'launch_ranks', 'main', 'end_interrupted']
 
 # %% ../nbs/5_run/63_train.ipynb #c002
-import contextlib, copy, dataclasses, gzip, json, math, os, re, shutil, sys, threading, time
+import contextlib, copy, dataclasses, gzip, json, math, os, re, shutil, signal, sys, threading, time
 from collections import Counter, deque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -20,10 +20,12 @@ from .evaluate import evaluate, question_key, summarize
 from .information_gain import belief_schema, belief_warning
 from .judge import Judge, judge_counts
 from .launch import (LaunchError, Progress, Ranks, is_rank, join_ranks, keep_traceback, launch,
-                              launch_command, meet, rank_environment, set_torch, speak)
+                              launch_command, meet, rank_environment, set_torch, speak,
+                              told_to_end)
 from .layout import pack
 from .learner import BadStep, Learner, teach_critic
 from .dry_run import is_large, no_gpu
+from .estimate import kept_lengths
 from .models import find_model
 from .outcome import outcome_rewards
 from .parameters import by_group, error_line, make_parser, read_settings
@@ -38,7 +40,7 @@ from .scoring import GOLDS_OPTION, answer_header, gold_templates, gold_texts, re
 from .search_service import SearchClient
 from .settings import (GROUPS, Acting, Config, Host, Learning, Settings, check, make_config, schema_notes,
                                 scored_schemas, settings_of, weight_limits)
-from .setup import (Setup, add_lora, bound_method, draw_questions, examine, forecast, hand_over, make_engine,
+from .setup import (Setup, add_lora, bound_method, draw_questions, examine, forecast, foretell, hand_over, make_engine,
                              make_learner, make_setup, origin_of, real_questions, real_search)
 from .step_metrics import (base_lines, base_report, collapsed, credit_metrics, credited_tokens,
                                     describe_rollouts, dev_metrics, final_lines, is_kept, is_shown, kl_from_base,
@@ -194,6 +196,14 @@ class _AnswerCheck:
                               'judge answers')
 
 # %% ../nbs/5_run/63_train.ipynb #t6302
+def _each_once(questions):
+    "Questions, those that stand there again by ids of their own, of which their rollouts are drawn: list."
+    before = Counter()
+    def named(q):
+        before[q.id] += 1
+        return q if before[q.id] == 1 else dataclasses.replace(q, id=f'{q.id} (again {before[q.id] - 1})')
+    return [named(q) for q in questions]
+
 @dataclass(frozen=True)
 class Actor:
     "Who plays a run's questions: an engine in its environments, on all ranks."
@@ -216,7 +226,8 @@ class Actor:
             shown = Progress(self.say, f'step {step}: rollouts played', len(share) * size)
             return rollout(self.engine, self.setup.environments['train'], share, size, self.acting.sampling,
                            seed_of(self.seed, step, *extra), lambda ended: (off(), shown(ended)), each)
-        return draw_questions(self.setup.questions['train'], self.learning.questions_per_step, step, seed), play
+        drawn = draw_questions(self.setup.questions['train'], self.learning.questions_per_step, step, seed)
+        return drawn if self.learning.draw_version == 1 else _each_once(drawn), play
 
     def evaluate(self, part):
         "Play the 'dev' or 'test' questions greedily: list of Group."
@@ -556,10 +567,23 @@ def read_memory(path):
 # %% ../nbs/5_run/63_train.ipynb #c072
 MAY_CHANGE = ('steps', 'resume', 'run', 'threads', 'eval_every', 'keep', 'track', 'measure', 'hostfile', 'hosts',
               'endpoint', 'ranks', 'act_rows', 'tflops', 'dry_run', 'offload', 'on_bad_step', 'log_steps',
-              'patience', 'healthy')  # resumed
+              'patience', 'healthy', 'save_every', 'restarts', 'grace')  # resumed
+
+def _knows_draw_version(folder):
+    "Whether a run's stored parameters, if there are any, say which version of its draws it has."
+    return not (Path(folder)/'params.yaml').exists() or 'draw_version' in read_params(folder)
+
+def _as_begun(config):
+    "A `Config`, or where a run is resumed that was begun without the setting `draw_version`, one that draws as it did."
+    return dataclasses.replace(config, draw_version=1) if config.resume and not _knows_draw_version(config.run) else config
 
 def note_params(log, config, may_change=MAY_CHANGE):
-    "Write a run's parameters, or compare them with those it was begun with. Raises ValueError naming what changed."
+    """Write a run's parameters, or compare them with those it was begun with; a setting that came into being since then
+    may have its default. Raises ValueError naming what changed."""
+    if (log.folder/'params.yaml').exists():
+        before, usual = read_params(log.folder), vars(type(config)())
+        may_change = (*may_change, 'draw_version' if 'draw_version' not in before else '', *(
+            name for name, value in vars(config).items() if name not in before and value == usual[name]))
     log.write_params({k: list(v) if isinstance(v, tuple) else v for k, v in vars(config).items()}, may_change)
 
 def check_same_params(config, may_change=MAY_CHANGE):
@@ -718,9 +742,17 @@ def _sample_base(actor, method, count, say):
     return report
 
 # %% ../nbs/5_run/63_train.ipynb #c090
-def _steps(run, first):
-    "Take the steps from `first` on, until the run is over or has collapsed."
+def _foretold(run, pace):
+    "What a step takes beside what was foretold of rollouts as long as those that were kept: a line of text."
+    seconds = foretell(run.settings, kept_lengths(run.log.folder))
+    parts = ', '.join(f'{part} {took:.3g}' for part, took in seconds.items() if took)
+    return f'a step takes {pace:.3g} s; foretold were {sum(seconds.values()):.3g} s ({parts})'
+
+def _steps(run, first, asked):
+    """Take the steps from `first` on, until the run is over or has collapsed, or was `asked` to end: the signal's
+    number then, 0 otherwise."""
     keeping, steps, since = run.settings.keeping, run.settings.course.steps, time.monotonic()
+    saved, every = since, 60 * keeping.save_every or math.inf
     for step in range(first, first if run.memory.get('collapsed') else steps + 1):
         due = step % keeping.eval_every == 0 or step == steps
         with run.log.timed('step'): metrics = train_step(run, step, keeping.log_kl and due)
@@ -732,10 +764,20 @@ def _steps(run, first):
         pace = (time.monotonic() - since) / (step - first + 1)
         if due or is_shown(step, first):
             run.say(f'{step_line(step, steps, metrics, dev)}  {pace:.2f} s/step, {pace * (steps - step):.0f} s left')
+        if step == first + 2 and is_large(run.settings.acting.model) and run.ranks.first: run.say(_foretold(run, pace))
         if run.memory['collapsed']:
             run.say(f'stopped at step {step}: the answer rate of the last 5 steps fell below {keeping.collapse:.0%} of '
                     'its best; try a smaller learning rate, or a KL term')
-            return
+            return 0
+        ends = max(run.ranks.each(list(range(run.ranks.count)), lambda mine: [asked()] * len(mine)))
+        if not due and (ends or run.ranks.once(lambda: time.monotonic() - saved > every)): run.checkpoint(step)
+        elif not due: continue
+        saved = time.monotonic()
+        if ends and step < steps:
+            run.say(f'saved after step {step} and ended, as it was told to ({signal.Signals(ends).name}): with '
+                    'resume=true the same command goes on')
+            return ends
+    return 0
 
 # %% ../nbs/5_run/63_train.ipynb #c079
 def _finish(run):
@@ -755,6 +797,7 @@ def _finish(run):
     summary = {
         'method': c.method, 'options': c.options, 'seed': c.seed, 'steps': c.steps, 'best_step': step,
         'protocol': run.setup.chat.protocol.name, 'prompt_hash': prompt_hash(run.setup.chat.protocol),
+        'rendered_hash': prompt_hash(run.setup.chat),
         **({'judge_prompt_hashes': judged} if judged else {}),
         'questions': len(groups), 'questions_by_hops': hops, 'questions_by_set': sets if len(sets) > 1 else {},
         'base_em': base['em'], 'final_em': final['em'], 'last_em': last['em'], 'ceiling_em': top and top['all'],
@@ -780,8 +823,9 @@ def train(
 ):
     """Run a training configuration from start (or checkpoint) to summary. Returns the run folder. Bad configurations
     are refused before any compute."""
-    config = make_config(config) if isinstance(config, dict) else config
     say = say or (speak if is_rank() else lambda line: print(line, flush=True))
+    told = None if is_rank() else say
+    config = _as_begun(make_config(config, told) if isinstance(config, dict) else config)
     s = settings_of(config)
     if s.course.dry_run: return examine(config, say)
     check(config)
@@ -804,13 +848,13 @@ def _train(config, say, ranks):
             for line in [*log_lines(s.course.run), over_line(s.course)]: say(line)
         return Path(s.course.run)
     set_torch(s.host.threads, s.host.tf32)
-    run = begin_run(config, say, ranks)
-    with contextlib.closing(run):
+    with told_to_end(s.course.run) as asked, contextlib.closing(begin_run(config, say, ranks)) as run:
         with run.log.beginning(): first = _begin(run)
-        _steps(run, first)
-        _finish(run)
+        ends = _steps(run, first, asked)
+        if not ends: _finish(run)
         ranks.wait()
-    return run.log.folder
+    if ends and not is_rank(): sys.exit(128 + ends)               # a launcher knows it
+    return Path(s.course.run)
 
 # %% ../nbs/5_run/63_train.ipynb #c091
 def launch_ranks(
@@ -818,17 +862,31 @@ def launch_ranks(
     say,                         # function called with lines of text
     module='credit_rl.train',    # that each rank runs, with the settings as its --params
     may_change=MAY_CHANGE,       # settings that may differ from those that a resumed run began with
+    saves=True,                  # whether ranks save and end when they are told to
 ):
-    """Start the ranks of a run, of several hosts those of this one, and wait for its summary. Returns the run folder.
-    Raises LaunchError where they end without one."""
+    """Start the ranks of a run, of several hosts those of this one, and wait for its summary; where they end without
+    one, start them again as often as `restarts` allows. Returns the run folder. Raises LaunchError."""
+    host, reached, failed = settings_of(config).host, None, 0
+    while True:
+        try: return _launch_once(config, say, module, may_change, host.grace if saves else 0)
+        except LaunchError as e:
+            found = latest_checkpoint(config.run)
+            failed = 1 if found != reached else failed + 1
+            if failed > host.restarts: raise
+            say(f'{e}; started again ({failed} of {host.restarts} times without a new checkpoint)')
+            config, reached = dataclasses.replace(config, resume=True), found
+
+def _launch_once(config, say, module, may_change, saves):
+    "Start the ranks of a run on this host and wait for its summary. Returns the run folder. Raises LaunchError."
     host, flat = settings_of(config).host, vars(config)
     folder, hosts = Path(flat['run']), (host.hosts, host.endpoint)
     if host.hosts > 1: say(f'waiting for {host.hosts} hosts at {host.endpoint}')
     with meet(*hosts, flat) as meeting:
-        command = launch_command(module, ['--params', str(folder/'launch.yaml')], host.ranks, host.hostfile, meeting)
+        command = launch_command(module, ['--params', str(folder/'launch.yaml')], host.ranks, host.hostfile, meeting,
+                                 saves)
         around = ' of all hosts' * bool(meeting)
         say(f'{host.ranks} ranks{around}: ' + ' '.join(['python', *command[1:]]))
-        start = lambda: launch(command, folder, folder/'summary.json', say, meeting=meeting, environment=
+        start = lambda: launch(command, folder, folder/'summary.json', say, meeting=meeting, saves=saves, environment=
                                rank_environment(host.ranks, host.hostfile, *hosts, torch.cuda.is_available()))
         if meeting and meeting.number: start()                       # host 0 holds the folder, with rank 0
         else: _hold_and_start(config, may_change, start)

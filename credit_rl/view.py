@@ -77,7 +77,8 @@ def _legend(limit):
 
 # %% ../nbs/6_looking/72_view.ipynb #c017
 def _say(text):
-    "A turn's text as HTML: each outer tag on a line of its own, nothing lost."
+    "A turn's text as HTML: each outer tag on a line of its own, nothing lost; of blanks alone, how many there are."
+    if not text.strip(): return f'<div class="crl-say"><div><span class="crl-tag">{len(text)} blanks</span></div></div>'
     out, open_tag, depth = [], '', 0
     for piece in re.split(r'(</?[A-Za-z_]+>)', text.strip()):
         if tag := re.fullmatch(r'<(/?)([A-Za-z_]+)>', piece):
@@ -390,16 +391,25 @@ def _page_data(
     surprisal = [x for g in groups for r in g['rollouts'] for turn in r['turns'] for x in turn['surprisal'] or ()]
     notes = list(recording.notes)
     if recording.left_out: notes.append(f'{recording.left_out:,} older rollouts are not on this page')
+    first = _first(groups, {i: rows[i]['limit'] for i in chosen})
     return {'name': recording.folder.name, 'method': recording.params.get('method'), 'rules': rows, 'notes': notes,
-            'chosen': chosen, 'first': _first(groups, chosen), 'groups': groups, 'tokens': why,
+            'chosen': chosen, 'first': first, 'groups': groups, 'tokens': why,
             'rollouts': recording.rollouts, 'surprisal': [_plain(x) for x in _scale(surprisal)],
             'potential': [_plain(x) for x in _scale(of('potential'))], 'values': _reach(of('values'))}
 
-def _first(groups, rules):
-    "The group that is looked at first: the last in which a rule tells turns of a rollout apart, else the first."
+def _first(groups, rules):  # as the page has them; rules: dict index -> end of its scale
+    """The group that is looked at first: the one on whose turns rules disagree most, each on its own scale; where none
+    does, the last in which a rule tells turns of a rollout apart; else the first."""
     differ = lambda x: len({a for a in x or () if a is not None}) > 1
-    telling = [i for i, g in enumerate(groups) if any(differ(r['credit'][j]) for r in g['rollouts'] for j in rules)]
-    return (telling or [0])[-1]
+    def telling(i):
+        rollouts, apart = groups[i]['rollouts'], []
+        for r in rollouts:
+            scaled = [[None if a is None else a / end for a in r['credit'][j]] for j, end in rules.items()
+                      if end and r['credit'][j]]
+            apart += [max(known) - min(known) for turn in zip(*scaled) if (known := [a for a in turn if a is not None])]
+        some = any(differ(r['credit'][j]) for r in rollouts for j in rules)
+        return round(sum(apart) / max(1, len(apart)), 3), some, i if some else -i
+    return max(range(len(groups)), key=telling, default=0)
 
 def _reach(values):
     "From 0 to 1, or as far as values go: [low, high]."

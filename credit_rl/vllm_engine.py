@@ -11,9 +11,9 @@ __all__ = ['parameter_shapes', 'complete', 'weights_place', 'make_transfer', 'En
 import contextlib, importlib.util, math, os, random, signal, subprocess, sys, tempfile, threading, time
 from dataclasses import dataclass, field, fields
 import torch
-from .engine import (FinishedTurn, SamplingParams, check_numbers, check_request, end_ids,
-                              continue_prompts, stop_tokens)
+from .engine import FinishedTurn, SamplingParams, check_numbers, check_request, continue_prompts, stop_tokens
 from .launch import LAUNCHER
+from .models import end_ids
 from .options import SettingsGroup, setting
 
 # %% ../nbs/machinery/21_vllm_engine.ipynb #c010

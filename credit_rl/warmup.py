@@ -23,10 +23,11 @@ from .groups import index_groups
 from .launch import Ranks
 from .layout import hidden_states, pack
 from .learner import BadStep, Critic, FrozenModels, Learner, Optimiser, only_data
+from .models import write_model
 from .parts import Credit, Loss
 from .options import SettingsGroup, setting
 from .outcome import outcome_rewards
-from .protocol import PROTOCOLS, Chat, read_context, worded
+from .protocol import PROTOCOLS, Chat, read_context, without_search, worded
 from .rollout import rollout
 from .runlog import BoundedGzip, atomic_folder, atomic_write, read_json, read_params
 from .tools import PythonTool, SearchTool, returned_texts
@@ -375,6 +376,7 @@ def prompted(
     asked = chat.protocol if wanted == name else replace(PROTOCOLS[wanted], user=chat.protocol.user)
     if mode in env.other_prompts and wanted != name:
         asked = worded(asked, system_prompt=env.other_prompts[mode], today=env.today)
+    if env.tool is not None and env.tool.search is None: asked = without_search(asked)
     chat = Chat(asked, chat.tokenizer, chat.template, chat.options, chat.history)
     return replace(env, chat=chat, tool=None if mode == 'direct' else env.tool)
 
@@ -418,6 +420,9 @@ class Collection(TierChoice):
     collected: str = setting('curated', "'random': no tiers, no clusters, one search; 'cold': nothing is taught, only "
                                         'examined', choices=('curated', 'random', 'cold'))
     prompts: list = setting(['direct', 'forced', 'optional'], 'under which each question is played')
+    prompts_by: str = setting('all', "'all': each question under all of them, so that no prompt tells the tier; 'paper': "
+                                     'optional for Tier 2 alone, multi-hop for questions of several hops alone (CARL '
+                                     'appendix C)', choices=('all', 'paper'))
     per_tier: object = setting(8000, 'questions of each tier that are played, at most: one number, or [of Tier 1, of '
                                      'Tier 2]; the paper has [8800, 7200] at 7B')
     repeats: int = setting(1, 'rollouts of a question under each prompt', least=1)
@@ -564,8 +569,11 @@ def collect(
     if other and how.collected != 'random':
         elsewhere |= set(random.Random(how.seed + 1).sample(chosen, round(how.other_share * len(chosen))))
     played, prompts, own = [], [], []
+    several = lambda i: (questions[i].meta.get('hops') or 1) > 1
+    fits = {'optional': lambda i: tier[i] == 2, 'multi-hop': several} if how.prompts_by == 'paper' else {}
     for mode in how.prompts:
         for part, where in ((sorted(set(chosen) - elsewhere), env), (sorted(elsewhere), other)):
+            part = list(filter(fits.get(mode, lambda i: True), part))
             if not part: continue
             groups = player.play(prompted(where, mode), [questions[i] for i in part], how.repeats, 'collect', how.seed,
                                  mode)
@@ -631,8 +639,7 @@ def write_warmed(folder, learner, tokenizer, summary, log, ranks=Ranks()):
     weights, head = learner.weights(), learner.head_weights()
     if not ranks.first: return
     with atomic_folder(Path(folder)/'critic') as part:
-        learner.scorer.model.save_pretrained(part, state_dict=weights)
-        tokenizer.save_pretrained(part)
+        write_model(part, learner.scorer.model, tokenizer, weights=weights)
         torch.save(head, part/'head.pt')
     log.summary(summary)
 

@@ -235,7 +235,7 @@ def asking_settings(
 # %% ../nbs/experiments/68_when_to_ask.ipynb #135bb1a6x1
 def _ask(settings, how):  # dict, AskingChoice
     "Find out, or read what was found before, and print it. Raises ValueError where that was by other settings."
-    config = make_config(settings)
+    config = make_config(settings, print)
     if (path := Path(config.run)/'asking.json').exists():
         found, now = read_json(path), _asked_of(vars(config), how)
         changed = [f'{k}: {found["settings"].get(k)!r} before, {v!r} now' for k, v in now.items()

@@ -35,13 +35,11 @@ def write_pages(
 ):
     "Write everything that the site is built from."
     shutil.rmtree(out, ignore_errors=True)
-    sources = {'index.md': 'README.md', **{path: path for path in site.pages if path.endswith('.md')
-                                           and site.pages[path] == path}}
+    sources = {page: path for path, page in site.pages.items() if path.endswith('.md')}
     texts = {page: notebooks.with_links((site.root/path).read_text(encoding='utf-8'), path, site)
              for page, path in sources.items()}
-    made = {**pages.made_pages(site.root, out, homes),
-            **{f'nbs/{folder}/index.md': notebooks.chapter_page(folder, site) for folder in site.chapters}}
-    texts |= {page: notebooks.with_links(text, page, site) for page, text in made.items()}
+    texts |= {page: notebooks.with_links(text, page, site)
+              for page, text in pages.made_pages(site.root, out, homes).items()}
     for page, hidden in HIDDEN.items(): texts[page] = f'---\nhide: [{hidden}]\n---\n{texts[page]}'
     texts |= {path: json.dumps(notebooks.site_notebook(nb, path, site)) for path, nb in site.notebooks.items()}
     for page, text in texts.items():

@@ -19,7 +19,7 @@ class Site:
     "What the site shows of a repository."
     root: Path         # top of the repository
     notebooks: dict    # path in the repository -> notebook, as JSON has it; the tour first, then chapter by chapter
-    chapters: dict     # folder below nbs -> paths of its notebooks
+    chapters: dict     # folder below nbs -> paths of its notebooks, in the order in which its README lists them
     pages: dict        # path in the repository, of a file or a folder -> path of its page before it is built
     copied: tuple      # paths of files that are copied as they are
     repository: str    # where the rest is read
@@ -37,7 +37,10 @@ def read_site(root):
     found = lambda pattern: [str(p.relative_to(root)) for p in sorted(root.glob(pattern))]
     numbered = [p.relative_to(root) for p in notebooks_in(root / 'nbs') if p.name[0].isdigit()]
     of_folder = lambda name: [str(p) for p in numbered if p.parent.name == name]
-    chapters = {folder: of_folder(folder) for folder in sorted({p.parent.name for p in numbered} - {'nbs'}, key=rank)}
+    chapters = {}
+    for folder in sorted({p.parent.name for p in numbered} - {'nbs'}, key=rank):
+        listed = (root / 'nbs' / folder / 'README.md').read_text(encoding='utf-8')
+        chapters[folder] = sorted(of_folder(folder), key=lambda path: listed.find(f'({Path(path).name})'))
     paths = [*(path for of in chapters.values() for path in of), *of_folder('nbs')]
     paths.sort(key=lambda path: path != TOUR)
     pages = {path: path for path in [*paths, 'nbs/your_rule.md', 'runs/LOG.md', *found('runs/log/*.md')[::-1]]}
@@ -125,41 +128,21 @@ def _linked_output(output, path, site):
 
 def notebook_title(notebook):  # dict, as JSON has it
     "What a notebook calls itself: its first heading."
-    return re.search('^# (.*)', _prose(notebook), re.M)[1]
+    prose = ''.join(''.join(c['source']) + '\n' for c in notebook['cells'] if c['cell_type'] == 'markdown')
+    return re.search('^# (.*)', prose, re.M)[1]
 
 
-def notebook_sentence(notebook):  # dict, as JSON has it
-    "What a notebook is about, the sentence under its heading: str, '' where there is none."
-    found = re.search('^> (.*)', _prose(notebook), re.M)
-    return found[1] if found else ''
-
-
-def _prose(notebook):
-    return ''.join(''.join(c['source']) + '\n' for c in notebook['cells'] if c['cell_type'] == 'markdown')
 
 
 def chapter_title(folder, site):
-    "What a chapter is called: the heading of its README, or its folder's name."
-    readme = site.root / 'nbs' / folder / 'README.md'
-    if readme.exists(): return re.search('^# (.*)', readme.read_text(encoding='utf-8'), re.M)[1]
-    return re.sub(r'^\d+_', '', folder).replace('_', ' ').capitalize()
-
-
-def chapter_page(folder, site):
-    "The page of a chapter, in Markdown: its README, and its notebooks with a sentence for each."
-    readme = site.root / 'nbs' / folder / 'README.md'
-    text = readme.read_text(encoding='utf-8').strip() if readme.exists() else f'# {chapter_title(folder, site)}'
-    lines = [f'- [{_label(path, site)}]({Path(path).name}): {notebook_sentence(site.notebooks[path])}'
-             for path in site.chapters[folder]]
-    return text + '\n\n' + '\n'.join(lines) + '\n'
-
-
-def _label(path, site): return f'{Path(path).stem.split("_")[0]} · {notebook_title(site.notebooks[path])}'
+    "What a chapter is called: the heading of its README."
+    return re.search('^# (.*)', (site.root / 'nbs' / folder / 'README.md').read_text(encoding='utf-8'), re.M)[1]
 
 
 def notebook_nav(site):
     "The notebooks in the site's contents, as mkdocs.yml has them: a list, a section for each chapter."
-    entries = lambda paths: [{_label(path, site).replace('`', ''): path} for path in paths]
+    label = lambda path: f'{Path(path).stem.split("_")[0]} · {notebook_title(site.notebooks[path])}'
+    entries = lambda paths: [{label(path).replace('`', ''): path} for path in paths]
     sections = [{chapter_title(folder, site): [f'nbs/{folder}/index.md', *entries(paths)]}
                 for folder, paths in site.chapters.items()]
     alone = [path for path in site.notebooks if path.count('/') == 1 and path != TOUR]

@@ -3,11 +3,13 @@ import json
 import re
 from pathlib import Path
 
+import pytest
+
 from credit_rl.parameters import notebooks_in
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / 'README.md').read_text(encoding='utf-8')
-CHAPTERS = {p.parent for p in notebooks_in(ROOT / 'nbs')} - {ROOT / 'nbs'}
+CHAPTERS = sorted({p.parent for p in notebooks_in(ROOT / 'nbs')} - {ROOT / 'nbs'})
 
 
 def cells_of(name):
@@ -65,7 +67,31 @@ def test_tour_comes_first():
     assert links[0] == 'nbs/000_tour.ipynb'
     path = re.search('The path for a newcomer: (.*)', README)[1]
     assert [re.sub(r'\D.*', '', Path(link).name) for link in re.findall(r'\]\(([^)]+)\)', path)] == \
-        ['000', '00', '28', '29', '30', '43', '60', '63']
+        ['000', '00', '28', '30', '43', '29', '60', '63']
+
+
+def pages_of(folder):
+    "Pages that a chapter's README lists, in its order: list of (name of the notebook, what is said of it)."
+    return re.findall(r'^- \[.*\]\((\w+)\.ipynb\): (.*)$', (folder / 'README.md').read_text(encoding='utf-8'), re.M)
+
+
+@pytest.mark.parametrize('folder', CHAPTERS, ids=lambda folder: folder.name)
+def test_a_chapter_lists_its_pages_once_and_they_lead_on_in_its_order(folder):
+    names = [name for name, _ in pages_of(folder)]
+    assert sorted(names) == sorted(p.stem for p in notebooks_in(folder))
+    following = dict(zip(names, names[1:])) | {'60_methods': '63_train'}           # the path goes on to the loop
+    for name, said in pages_of(folder):
+        prose = '\n'.join(''.join(c['source']) for c in cells_of(f'{folder.name}/{name}')
+                          if c['cell_type'] == 'markdown')
+        assert f'\n> {said}\n' in prose, f'{folder.name}/README.md says of {name} what its page does not say of itself'
+        assert re.findall(r'Next, `(\w+)`', prose) in ([], [following.get(name)]), name
+
+
+def test_every_page_on_the_path_leads_to_the_next():
+    rules = [f'1_rules/{name}' for name, _ in pages_of(ROOT / 'nbs' / '1_rules')]
+    path = ['000_tour', *rules[:rules.index('1_rules/60_methods') + 1]]
+    for name, after in zip(path, [*path[1:], '5_run/63_train']):
+        assert f'Next, `{Path(after).name}`' in ''.join(cells_of(name)[-1]['source']), name
 
 
 def test_five_papers_have_their_notebooks():

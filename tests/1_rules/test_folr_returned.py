@@ -5,6 +5,7 @@ import math
 import re
 import string
 import unicodedata
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings, strategies as st
@@ -18,6 +19,7 @@ from credit_rl.metrics import normalize
 from credit_rl.parts import bind
 from credit_rl.protocol import PROTOCOLS
 from credit_rl.readers import marks
+from credit_rl.tools import observation_of, render_json
 from credit_rl.trajectory import Group, Question, Result, Trajectory, Turn, example_group, group_from_json, to_json
 from credit_rl.turn_rewards import rule_turn_rewards
 from credit_rl.warmup import gold_shown
@@ -137,3 +139,17 @@ def test_unseen_is_an_option_of_folr():
     for unseen, paid in ((False, 2.), (True, 0.)):
         method = bind(get_method('tspo'), {'unseen': unseen})
         assert method.text_rewards([wrong])['turns'].sum().item() == paid
+
+
+def test_a_field_inside_json_is_searched_as_it_was_and_a_cut_label_is_ours():
+    "A tab or a line break hides no gold; however short an observation is cut, our words are no find."
+    page = SimpleNamespace(title='A "b"', text='Seat:\tParis\nin New\nYork')
+    whole = render_json([('q', [page] * 2)], 'none')
+    assert whole.returned() == (page.title, page.text) * 2 and str(page.text) not in whole
+    asked = group([turn(str(whole), returned=whole.returned())], ['New York'])
+    assert first_turns([asked]).tolist() == first_turns([group([turn(str(whole))], ['Paris'])]).tolist() == [0]
+    assert len(observation_of(asked.trajectories[0].turns[0]).spans) == 4
+    for n in range(len(whole[:whole.index('Doc')]), len(whole)):
+        for gold in ('Doc', 'Title', 'result'):
+            assert first_turns([group([turn(whole[:n])], [gold])]).tolist() == [-1], whole[:n]
+    assert whole.first(whole.index('Paris') - 1).returned() == (page.title, 'Seat:')    # in the middle of an escape

@@ -505,7 +505,7 @@ def test_parquet_without_pyarrow(tmp_path, monkeypatch):
     (tmp_path / 'a.parquet').write_text('')
     monkeypatch.setitem(sys.modules, 'pyarrow', None)
     monkeypatch.setitem(sys.modules, 'pyarrow.parquet', None)
-    with pytest.raises(ImportError, match=r'credit_rl\[train\]'): load_questions('nq', tmp_path / 'a.parquet')
+    with pytest.raises(ImportError, match='pyarrow'): load_questions('nq', tmp_path / 'a.parquet')
 
 
 CELL = st.text(st.characters(codec='utf-8', exclude_characters='\r\x00'), max_size=12)

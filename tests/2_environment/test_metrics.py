@@ -183,7 +183,8 @@ def test_latex_around_a_number_changes_nothing(x):
 
 
 @pytest.mark.parametrize(
-    'text', [r'\frac{1}{0}', r'-\frac{-1}{2}', r'1.5\frac{1}{2}', r'\frac{1}{2}5', r'12 \text{ or } 13', r'10^6', r'1\,5', r'\{1, 2\}', '12 % of 30', 'between $3 and $4']
+    'text', [r'\frac{x}{2}', r'\sqrt{2}', r'2\sqrt{x}', r'\frac{1}{0}', r'-\frac{-1}{2}', r'1.5\frac{1}{2}',
+             r'\frac{1}{2}5', r'12 \text{ or } 13', r'10^6', r'1\,5', r'\{1, 2\}', '12 % of 30', 'between $3 and $4']
 )
 def test_latex_that_is_not_one_number(text):
     assert parse_number(text) is None

@@ -18,7 +18,7 @@ from credit_rl.metrics import normalize
 from credit_rl.recorded import read_recording
 from credit_rl.runlog import RunLog
 from credit_rl.trajectory import Group, Question, Result, Stop, Trajectory, Turn, example_group, to_json
-from credit_rl.view import gold_spans, main, show_group, show_rollout, show_run, telling_group
+from credit_rl.view import _first, gold_spans, main, show_group, show_rollout, show_run, telling_group
 
 NAN = float('nan')
 ATTACKS = [
@@ -401,10 +401,23 @@ def test_in_a_real_jupyterlab(tmp_path):
         tab.open(f'{url}lab/tree/plain.ipynb?token=x&reset', output)
         assert tab.ask(f'{output}.innerText').startswith('run run: a notebook that is not trusted shows no pages')
         tab.open(f'{url}lab/tree/trusted.ipynb?token=x&reset', f'{output} && {output}.querySelector("iframe")')
-        [frame] = [Tab(address, tab.seconds, tab.port) for address in targets(tab.port, 'iframe')]
+        [frame] = [Tab(address, tab.seconds, tab.port) for address in targets(tab.port, 'iframe', tab.seconds)]
         frame.wait(DRAWN)
         assert frame.ask('document.querySelectorAll(".rule").length') == 3 * 4 * 3      # rollouts × turns × rules
         frame.key('s')
         assert frame.ask('document.querySelector(".title > b").textContent') == 'rollout 1' and not frame.errors
         frame.socket.close()
         assert not [e for e in tab.errors if 'beforeunload' not in e]    # Chromium's word on leaving a notebook
+
+
+def test_the_page_opens_where_rules_disagree_most():
+    "Each rule on its own scale: the second group, where one praises what the other blames."
+    group = lambda *credit: {'rollouts': [{'credit': list(credit)}]}
+    groups = [group([1., 1.], [2., 2.]), group([1., 1.], [-2., 2.]), group([1., 0.], [2., 0.])]
+    assert _first(groups, {0: 1., 1: 2.}) == 1 and _first(groups, {0: 1.}) == 2
+    assert _first([group([0., 0.], None), group([0., None], None)], {0: 1., 1: None}) == 0 and _first([], {}) == 0
+
+
+def test_a_turn_of_blanks_can_be_seen(tmp_path):
+    "On the page too, where Chromium lays it out."
+    assert '3 blanks' in show_group(Group(attempt().question, [attempt(action=' \n ')])).html

@@ -210,9 +210,9 @@ def test_trl_gets_our_advantages(judged, monkeypatch):
     # DAPO's mean goes over the groups that it keeps, TRL's over all
     kept = judged.mask[judged.ours.any(1)].sum() if judged.name == 'dapo' else judged.mask.sum()
     wanted = judged.ours * judged.mask.sum() / kept
-    close(credit.advantages(judged.mask.shape[1], trainer), wanted)
-    credit.rows, credit.first = [None] * 3, 3                                  # the second of two processes
-    close(credit.advantages(judged.mask.shape[1], trainer), wanted[3:])
+    close(credit.advantages({'completion_ids': judged.mask}, trainer), wanted)
+    credit.first = 3                                                           # the second of two processes
+    close(credit.advantages({'completion_ids': judged.mask[3:]}, trainer), wanted[3:])
 
 
 def test_arrays_of_a_rollout_in_several_rows_get_our_advantages():
@@ -691,3 +691,36 @@ def test_a_missing_outcome_is_none_to_trl(trl):
     credit = trl.TurnCredit(bind(get_method('tspo')), None)
     credit.rewards, credit.first = {'outcome': torch.tensor([1., torch.nan, 0.])}, 1
     assert credit.outcome(['a', 'b']) == [None, 0.]
+
+
+# ---- what a trainer did with the rewards of turns ----
+
+PAID = Arrays(torch.tensor([[1, 1, 0, 1], [1, 0, 0, 1], [1, 0, 1, 0], [1, 0, 1, 1]]), ['q'] * 4, [1., 0., 0., 0.],
+              [[0., 0.], [1., 0.], [.5, 0.], [0., 0.]])
+
+
+@pytest.mark.parametrize('made, words', [
+    (lambda: assign_arrays('grpo', replace(PAID, turns=None)).advantages, ('grpo on outcomes alone', 'dropped')),
+    (lambda: assign_arrays('grpo', replace(PAID, turns=None, outcome=[1., 1., .5, 0.])).advantages * .5,
+     ('grpo times 0.5', 'sums of all rewards', 'same')),
+    (lambda: assign_arrays('igpo', PAID).advantages, ('igpo on what each turn earned',)),
+    (lambda: torch.where(PAID.mask, 0., 0.), ('All advantages are 0', '2 of 2 turns', 'trained at 0')),
+    (lambda: torch.tensor([[2., 2, 0, 2], [1., 0, 0, 1], [3., 0, 3, 0], [-1., 0, -1, -1]]),
+     ('No rule of ours', 'All turns of a rollout get the same')),
+    (lambda: torch.tensor([[2., 1, 5, 2], [1., 0, 0, 1], [3., 0, 0, 0], [-1., 0, -1, 1]]),
+     ('No rule of ours', '2 of 8 turns tokens differ', '1 tokens that the model did not write'))])
+def test_what_a_trainer_did_with_turn_rewards_is_said(made, words):
+    said, table = adapters.explain_advantages(PAID, made())
+    for word in words: assert word in said, said
+    assert table.earned.tolist() == [0., 0., 1., 0., .5, 0., 0., 0.] and table.tokens.sum() == 10
+
+
+def test_a_batch_in_a_file_is_explained(tmp_path, capsys):
+    rows = [{'response_mask': [1, 0, 1], 'uid': 'q', 'reward': r, 'turn_rewards': t, 'advantages': [a, 0., a]}
+            for r, t, a in ((1., [0., 0.], 1.), (0., [1., 0.], -1.))]
+    (tmp_path / 'batch.jsonl').write_text('\n'.join(map(json.dumps, rows)))
+    adapters.main([str(tmp_path / 'batch.jsonl')])
+    assert 'grpo on outcomes alone' in capsys.readouterr().out
+    (tmp_path / 'batch.jsonl').write_text('{"response_mask": [1]}')
+    with pytest.raises(SystemExit): adapters.main([str(tmp_path / 'batch.jsonl')])
+    assert 'advantages' in capsys.readouterr().err

@@ -167,9 +167,21 @@ def test_the_lines_for_areal_make_an_actor_that_credits(root, monkeypatch):
     close(row['advantages'], torch.nn.functional.pad(WANTED, (0, 1)))
 
 
-@pytest.mark.parametrize('heading, trainer', [('How to use it', 'credit_trainer'),
-                                              ("TRL's own rollouts: environments", 'environment_trainer')])
-def test_the_lines_for_trl_make_its_trainer(root, tmp_path, monkeypatch, heading, trainer):
+class Library:
+    "An environment of somebody's own, as TRL wants it."
+    def reset(self, **row): self.seen_at = None
+
+    def search(self, query: str):
+        """Look something up.
+
+        Args:
+            query: what
+        """
+        return query
+
+
+@pytest.mark.parametrize('heading', ['How to use it', 'In our environment', "Our search as TRL's environment"])
+def test_the_lines_for_trl_make_its_trainer(root, tmp_path, monkeypatch, heading):
     "TRL's own GRPOTrainer is made by them, with a tiny model; the settings are the page's own."
     trl = pytest.importorskip('trl', reason='pip install credit_rl[train]')
     from transformers import Qwen2Config, Qwen2ForCausalLM
@@ -193,9 +205,11 @@ def test_the_lines_for_trl_make_its_trainer(root, tmp_path, monkeypatch, heading
     on_cpu = lambda *a, **k: config(*a, **k, use_cpu=True, bf16=False, report_to='none', gradient_checkpointing=False)
     monkeypatch.setattr(trl, 'GRPOConfig', on_cpu)
     (lines,) = page(root, '82_trl_trainer', heading)
-    typed(lines, model=model, tokenizer=tokenizer, environment=environment, questions=questions, Dataset=Dataset)
+    rows = [{'prompt': [{'role': 'user', 'content': q.text}]} for q in questions]
+    typed(lines, model=model, tokenizer=tokenizer, environment=environment, questions=questions, Dataset=Dataset,
+          Library=Library, dataset=Dataset.from_list(rows), is_right=lambda completions, **row: [0.] * len(completions))
     (made,) = calls
-    assert type(made).__name__.lower() == trainer.replace('_', '') and len(made.train_dataset) == 12
+    assert type(made).__name__ == 'CreditTrainer' and len(made.train_dataset) == 12
 
 
 def test_the_lines_for_dumps_read_and_compare(root, tmp_path, monkeypatch, capsys):
@@ -216,4 +230,4 @@ def test_no_page_of_a_trainer_is_left_out(root):
     sections = {s.split('\n')[0].strip('# ') for t in texts for s in t.split('\n## ') if '\n    from ' in s
                 or '\n    import ' in s}
     assert sections == {'verl and SkyRL', 'Turn rewards in verl', 'OpenRLHF', 'slime', 'prime-rl and verifiers',
-                        'AReaL', 'How to use it', "TRL's own rollouts: environments"}
+                        'AReaL', 'How to use it', 'In our environment', "Our search as TRL's environment"}

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from credit_rl.dumps import read_dump
+from credit_rl.dumps import dump_credit, read_dump
 from credit_rl.trajectory import Result, Stop
 
 CALL = '<tool_call>{"name": "search", "arguments": {"query_list": ["%s"]}}</tool_call>'
@@ -191,3 +191,65 @@ def test_conversations_and_ids_in_a_table_are_read(tmp_path):
     frame = pd.DataFrame([{'messages': np.array(said, dtype=object), 'answer': np.array(['x']), 'uid': np.int64(3)}])
     assert read_dump(frame).groups[0].question.id == '3'
     with pytest.raises(ValueError, match='suffixes'): read_dump(tmp_path / 'd.log')
+
+
+# ---- formats of others ----
+
+def atif_trajectory(answer, rewards):
+    "One of ATIF's own models: a search, what it found, an answer; the steps' rewards in their `extra`."
+    atif = pytest.importorskip('atif', reason='pip install credit_rl[dev]')
+    found = atif.Observation(results=[atif.ObservationResult(source_call_id='1', content='It is x.')])
+    call = atif.ToolCall(tool_call_id='1', function_name='search', arguments={'query': 'a'})
+    steps = [atif.Step(step_id=1, source='user', message='Q?'),
+             atif.Step(step_id=2, source='agent', message='', reasoning_content='look', tool_calls=[call],
+                       observation=found, extra=rewards[0]),
+             atif.Step(step_id=3, source='agent', message=f'<answer> {answer} </answer>', extra=rewards[1])]
+    return atif.Trajectory(schema_version='ATIF-v1.8', agent=atif.Agent(name='a', version='1'), steps=steps,
+                           extra={'answer': 'x', 'reward': float(answer == 'x')}).to_json_dict()
+
+
+def test_trajectories_of_atif_are_read_with_what_their_steps_earned(tmp_path):
+    rows = [atif_trajectory('x', [{'reward': .5}, None]), atif_trajectory('y', [{'reward': 1.}, {'reward': 0.}])]
+    (tmp_path / 'rollouts.jsonl').write_text('\n'.join(map(json.dumps, rows)))
+    dump = read_dump(tmp_path / 'rollouts.jsonl')
+    (group,) = dump.groups
+    first, second = group.trajectories
+    assert [turn.result for turn in first.turns] == [Result.OK, Result.NONE] and first.turns[0].call['queries'] == ['a']
+    assert (first.answer, second.answer) == ('x', 'y') and dump.rewards.tolist() == [1., 0.]
+    assert first.turns[0].observation_text == 'It is x.' and 'look' in first.turns[0].action_text
+    assert dump.turns[1].tolist() == [1., 0.] and dump.turns[0, 0] == .5 and dump.turns[0, 1].isnan()
+
+
+def test_a_forked_trace_is_its_last_branch_with_the_rewards_of_its_own_nodes():
+    "The second attempt at the first call goes on; a demonstration in the prompt is no turn."
+    def node(role, content, parent, sampled=False):
+        return {'parent': parent, 'sampled': sampled, 'message': {'role': role, 'content': content}}
+    nodes = [node('user', 'Q?', None), node('assistant', 'shown', 0), node('user', 'Q2?', 1),
+             node('assistant', CALL % 'lost', 2, True), node('assistant', CALL % 'kept', 2, True),
+             node('tool', 'p', 4), node('assistant', DONE, 5, True)]
+    row = {'task': {'type': 'T', 'data': {'answer': 'x'}, 'hash': 'h'}, 'nodes': nodes,
+           'info': {'turn_rewards': [1, 2, 3]}, 'rewards': {'a': {'score': 1., 'weight': .5}, 'b': None}}
+    dump = read_dump([row])
+    (t,) = dump.groups[0].trajectories
+    assert t.question.text == 'Q2?' and t.question.id == 'h'
+    assert [turn.call and turn.call['queries'] for turn in t.turns] == [['kept'], None]
+    assert dump.turns.tolist() == [[2., 3.]] and dump.rewards.tolist() == [.5]
+    with pytest.raises(ValueError, match='2 numbers for 3'): read_dump([row | {'info': {'turn_rewards': [1, 2]}}])
+
+
+@pytest.mark.parametrize('given', [{'turn_rewards': [.5, None]}, {'step_rewards': [.5, None]},
+                                   {'info': {'turn_rewards': [.5, None]}}, {'metadata': {'turn_rewards': [.5, None]}}])
+def test_turn_rewards_are_read_under_the_keys_that_others_use(given):
+    row = talk(said(CALL % 'a'), {'role': 'tool', 'content': 'p'}, said(DONE)) | GOLD | {'reward': 1.}
+    dump = read_dump([row | given, row])
+    assert dump.turns[0, 0] == .5 and dump.turns.isnan().sum() == 3
+    with pytest.raises(ValueError, match='for each of 2 turns'): read_dump([row | {'turn_rewards': [1.]}])
+
+
+def test_what_a_file_says_that_turns_earned_is_credited_by_the_formula():
+    "Two wrong rollouts, of which one saw the answer in its first turn: TSPO gives ±1 to the first turns, by hand."
+    row = talk(said(CALL % 'a'), {'role': 'tool', 'content': 'p'}, said(DONE)) | GOLD | {'reward': 0.}
+    dump = read_dump([row | {'turn_rewards': [1., 0.]}, row | {'turn_rewards': [0., 0.]}])
+    torch.testing.assert_close(dump_credit(dump, 'tspo'), torch.tensor([[1., 0.], [-1., 0.]]), atol=1e-4, rtol=0)
+    with pytest.raises(ValueError, match='earned'): dump_credit(read_dump([row, row]), 'tspo')
+    with pytest.raises(ValueError, match='reward'): dump_credit(read_dump([row | {'reward': None}] * 2), 'grpo')

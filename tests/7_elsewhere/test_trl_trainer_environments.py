@@ -60,7 +60,7 @@ def trained(root, folder, method, **more):
                     report_to='none', disable_tqdm=True, logging_strategy='no', dataloader_pin_memory=False,
                     max_grad_norm=1., weight_decay=0.)
     credit = ours.EnvironmentCredit(method, room)
-    trainer = ours.environment_trainer()(
+    trainer = ours.credit_trainer()(
         model, credit=credit, processing_class=tokenizer, args=trl.GRPOConfig(str(folder), **settings | more),
         train_dataset=Dataset.from_list(ours.environment_rows(room.chat, world.questions)))
     seen = []

@@ -243,7 +243,7 @@ log.write_params({'seed': 1})
 log.metrics(0, reward=.5)
 if sys.argv[2] == 'share': log.share()
 if sys.argv[2] == 'fork' and os.fork() == 0: os.setsid()
-print(os.getpid(), flush=True)
+os.write(1, f'{os.getpid()}{os.linesep}'.encode())                  # a whole line, also of two processes
 time.sleep(600)
 """
 

@@ -86,7 +86,8 @@ GAE = {'gamma': 1.0, 'lam': 1.0, 'whiten': True}
 CRITIC = dict(critic='own', critic_step='apart', critic_rate=1e-5, critic_backbone_rate=1e-5, clip=1.0, critic_clip=1.0)
 DUAL = dict(average='token-mean', loss={'clip_low': 0.2, 'clip_high': 0.2, 'dual_clip': 3.0, 'entropy': 0.0})
 F1 = {'metric': 'f1', 'penalty': -1.0}
-GAIN = {**F1, 'mode': 'prob', 'norm': 'joint', 'gamma': 1.0}
+SAMPLE = {'ddof': 1}              # of verl; TSPO's worked example has the population's
+GAIN = {**F1, **SAMPLE, 'mode': 'prob', 'norm': 'joint', 'gamma': 1.0}
 GRPO_MEAN = {'average': 'sequence-mean-token-mean'}
 VARIANT = {'3b': 'answer-aware', '7b': 'tool-only'}
 RULES = lambda size: {'variant': VARIANT[size], 'exec_reward': .1, 'answer_reward': .15}
@@ -118,32 +119,32 @@ MORE = {
              'terminal': 'zero', **GAE}
     }),
     **dict.fromkeys(BOTH('ppo'), {'method': 'ppo', 'options': GAE, **CRITIC}),
-    **dict.fromkeys(BOTH('grpo'), {'method': 'grpo', **DUAL}),
+    **dict.fromkeys(BOTH('grpo'), {'method': 'grpo', 'options': SAMPLE, **DUAL}),
     **{f'mt_ppo_qwen2.5_{s}': {'method': 'mt-ppo', 'options': {**RULES(s), 'placement': 'last', **GAE}, **CRITIC}
        for s in ('3b', '7b')},
     **{f'mt_grpo_star_qwen2.5_{s}': {'method': 'mt-grpo*', **DUAL, 'options': {
-        **RULES(s), 'lambda_mid': 1.0, 'lambda_final': 1.0, 'literal': False}} for s in ('3b', '7b')},
-    **dict.fromkeys(BOTH('tspo'), {'method': 'tspo', 'options': {'alpha': 1.0, 'strategy': 'all-wrong'}}),
-    **dict.fromkeys(BOTH('tspo_grpo'), {'method': 'grpo'}),
+        **RULES(s), 'lambda_mid': 1.0, 'lambda_final': 1.0, 'literal': False, **SAMPLE}} for s in ('3b', '7b')},
+    **dict.fromkeys(BOTH('tspo'), {'method': 'tspo', 'options': {'alpha': 1.0, 'strategy': 'all-wrong', 'ddof': 0}}),
+    **dict.fromkeys(BOTH('tspo_grpo'), {'method': 'grpo', 'options': {'ddof': 0}}),
     **dict.fromkeys(BOTH('igpo'), {'method': 'igpo', 'options': GAIN, **GRPO_MEAN}),
-    **dict.fromkeys(BOTH('igpo_f1'), {'method': 'igpo-f1', 'options': F1, **GRPO_MEAN}),
+    **dict.fromkeys(BOTH('igpo_f1'), {'method': 'igpo-f1', 'options': F1 | SAMPLE, **GRPO_MEAN}),
     **dict.fromkeys(BOTH('igpo_ig'), {'method': 'igpo-ig', 'options': {**GAIN, 'parts': 'gain'}, **GRPO_MEAN}),
-    **{name: {'method': method, 'options': F1, 'average': None, 'loss': {'entropy': 0.0}}
+    **{name: {'method': method, 'options': F1 if method == 'rloo' else F1 | SAMPLE, 'average': None, 'loss': {'entropy': 0.0}}
        for name, method in OTHERS.items() if method != 'ppo'},
     'igpo_ppo_qwen2.5_7b': {'method': 'ppo', 'options': {**F1, **GAE}, 'average': None, 'loss': {'entropy': 0.0},
                             **CRITIC},
-    **dict.fromkeys(BOTH('prs'), {'method': 'prs', 'options': {'form': 'short'},
+    **dict.fromkeys(BOTH('prs'), {'method': 'prs', 'options': {'form': 'short', **SAMPLE},
                                   'average': 'sequence-mean-token-mean'}),
-    **dict.fromkeys(BOTH('prs_grpo'), {'method': 'grpo', 'options': {'metric': 'em'}}),
+    **dict.fromkeys(BOTH('prs_grpo'), {'method': 'grpo', 'options': {'metric': 'em', **SAMPLE}}),
     'prs_ppo_qwen2.5_3b': {'method': 'prs/gae', 'options': {'form': 'short', **GAE}, 'critic': 'own'},
     **dict.fromkeys(BOTH('vspo'), {'method': 'prs+vspo', 'options': {
-        'form': 'short', 'draw': 'value', 'temperature': 0.1, 'clip': True, 'smoothing': 2, 'least_variance': 1e-6}}),
+        'form': 'short', 'draw': 'value', 'temperature': 0.1, 'clip': True, 'smoothing': 2, 'least_variance': 1e-6, **SAMPLE}}),
     **dict.fromkeys(BOTH('carl'), {
         'method': 'carl', 'options': {'lam': 0.0, 'whiten': False}, 'critic': 'shared', 'critic_step': 'apart',
         'critic_rate': 5e-6, 'critic_backbone_rate': 5e-7,
         'critic_mix': None, 'critic_clip': 1.0, 'average': 'segment-mean',
         'loss': {'clip_low': 0.2, 'clip_high': 0.2, 'entropy': 0.001, 'value': 1.0}}),
-    **dict.fromkeys(BOTH('carl_grpo'), {'method': 'grpo'}),
+    **dict.fromkeys(BOTH('carl_grpo'), {'method': 'grpo', 'options': SAMPLE}),
     'search_r1_ppo_qwen2.5_7b': dict(method='ppo', options={'gamma': 1.0, 'lam': 0.95, 'whiten': True}, critic='frozen',
                                      critic_step='apart', critic_rate=1e-5, critic_mix=None),
 }
@@ -522,7 +523,7 @@ def test_a_dry_run_of_what_is_there_says_so(tmp_path):
 
 # what a run at a small size is given instead: of all else each file's own settings are what is run
 SMALL = dict(steps=2, eval_every=2, dev_questions=10, test_questions=5, learner='plain', ranks=1, deepspeed={},
-             engine='hf', vllm={}, dtype='float32', recompute=True, threads=1, track='')
+             engine='hf', vllm={}, dtype='float32', recompute=True, threads=1, track='', template_options={})
 SMALL_WARM = dict(per_tier=[8, 6], warm_steps=2, warm_least=1, warm_every=1, warm_rise=1, warm_batch=16,
                   must_pass=False)
 

@@ -91,10 +91,15 @@ class Tab:
         return path
 
 
-def targets(port, kind):
-    "Addresses of a browser's pages, or of the frames ('iframe') that it keeps apart from theirs, as sandboxed ones."
-    with urllib.request.urlopen(f'http://127.0.0.1:{port}/json', timeout=60) as answer:
-        return [t['webSocketDebuggerUrl'] for t in json.load(answer) if t['type'] == kind]
+def targets(port, kind, seconds=0):
+    """Addresses of a browser's pages, or of the frames ('iframe') that it keeps apart from theirs, as sandboxed ones; where
+    there is none yet, it is asked again for so long."""
+    end = time.monotonic() + seconds
+    while True:
+        with urllib.request.urlopen(f'http://127.0.0.1:{port}/json', timeout=60) as answer:
+            found = [t['webSocketDebuggerUrl'] for t in json.load(answer) if t['type'] == kind]
+        if found or time.monotonic() > end: return found
+        time.sleep(.2)
 
 
 @contextlib.contextmanager

@@ -19,7 +19,7 @@ from credit_rl.methods import METHODS
 from credit_rl.protocol import PROTOCOLS, Chat
 from credit_rl.rollout import rollout
 from credit_rl.scoring import gold_templates
-from credit_rl.sharded import DeepSpeedBackend, merged_pieces
+from credit_rl.sharded import DeepSpeedBackend, SavedPieces
 from credit_rl.tiny import NOISY, act, tiny_environment, tiny_tokenizer
 from credit_rl.trajectory import Group, example_group
 from credit_rl.world import make_world
@@ -289,7 +289,7 @@ def sharded(stage, folder, others=None, offload=()):
     if others is None:
         ways = {'learner': lambda place: make_learner(parts(), DeepSpeedBackend(**how)).restore(place),
                 'policy': lambda place: saved_policy(place) and None}
-        if stage: ways['other ranks'] = lambda place: merged_pieces(place) and None
+        if stage: ways['other ranks'] = lambda place: SavedPieces(place) and None
         *_, parts = grpo()
         learner.save(folder)
         out['stranger'] = strangers_files(folder, ways, f'{folder}/harm')

@@ -10,7 +10,7 @@ from credit_rl.readers import read_rows
 
 ROOT = Path(__file__).resolve().parents[2]
 SAMPLE = ROOT / 'data' / 'hotpotqa_sample.json'
-OWN = {p.name: p for p in (ROOT / 'data' / 'rows').iterdir()} | {SAMPLE.name: SAMPLE}
+OWN = {p.name: p for p in (ROOT / 'data' / 'rows').iterdir() if p.is_file()} | {SAMPLE.name: SAMPLE}
 FILES = {
     'nq': 'nq.jsonl', 'triviaqa': 'triviaqa.json', 'popqa': 'popqa.tsv', 'hotpotqa': SAMPLE.name, '2wikimultihopqa':
     '2wikimultihopqa.json', 'musique': 'musique.jsonl', 'bamboogle': 'bamboogle.csv', 'gsm8k': 'gsm8k.jsonl', 'finqa':

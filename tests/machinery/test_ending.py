@@ -1,0 +1,103 @@
+"""A run that is told to end saves its step first, and one whose rank dies starts again: both end with the numbers of a
+run that nobody disturbed."""
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from credit_rl.estimate import likely_load, memory, read_sizes, step_seconds
+from credit_rl.runlog import latest_checkpoint, read_metrics, same_metrics
+from credit_rl.settings import make_config, settings_of
+from credit_rl.setup import load_of, plan_of
+from credit_rl.train import train
+
+psutil = pytest.importorskip('psutil')
+ROOT = Path(__file__).resolve().parents[2]
+SHORT = dict(model=str(ROOT / 'data' / 'tiny_base'), steps=4, eval_every=4, questions_per_step=3, group_size=4,
+             questions=50, dev_questions=7, test_questions=7, max_turns=3, turn_tokens=12, kl=.01, learning_rate=1e-4,
+             world={'size': 200}, threads=1, track='')
+TWO = dict(learner='deepspeed', stage=2, ranks=2)
+
+
+def start(folder, **given):
+    environment = {**os.environ, 'OMP_NUM_THREADS': '1', 'PYTHONUNBUFFERED': '1', 'CUDA_VISIBLE_DEVICES': '',
+                   'PYTHONPATH': str(ROOT)}
+    words = [f'{k}={json.dumps(v)}' for k, v in {**SHORT, **given, 'run': str(folder)}.items()]
+    return subprocess.Popen([sys.executable, '-m', 'credit_rl.train', *words], env=environment, text=True,
+                            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+
+
+def read_until(process, words, said=''):
+    while words not in said:
+        line = process.stdout.readline()
+        if not line: pytest.fail(f'{words!r} was never said, but:\n{said}')
+        said += line
+    return said
+
+
+@pytest.fixture(scope='module')
+def whole(tmp_path_factory):
+    return train({**SHORT, 'run': str(tmp_path_factory.mktemp('whole') / 'run')}, say=lambda line: None)
+
+
+@pytest.mark.parametrize('sent', [signal.SIGTERM, signal.SIGUSR1])
+def test_a_run_that_is_told_to_end_saves_its_step(tmp_path, whole, sent):
+    process = start(tmp_path / 'run')
+    read_until(process, 'step 1/4')
+    process.send_signal(sent)
+    said = process.communicate(timeout=240)[0]
+    assert process.returncode == 128 + sent and f'as it was told to ({sent.name})' in said, said
+    assert 1 <= (reached := latest_checkpoint(tmp_path / 'run')[0]) < 4
+    lines = []
+    train({**SHORT, 'run': str(tmp_path / 'run'), 'resume': True}, lines.append)
+    assert f'resumed after step {reached}' in lines and same_metrics(whole, tmp_path / 'run', 0.) == []
+
+
+def test_a_checkpoint_is_written_between_evaluations(tmp_path, whole):
+    "When so many minutes are over; none of it changes a number."
+    seen = []
+    def say(line):
+        if line.startswith('step '): seen.append(latest_checkpoint(tmp_path / 'run')[0])
+    train({**SHORT, 'run': str(tmp_path / 'run'), 'save_every': 1e-6}, say)
+    assert seen[:2] == [0, 1] and same_metrics(whole, tmp_path / 'run', 0.) == []
+    assert read_metrics(whole).step.tolist() == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.long
+def test_two_ranks_start_again_save_when_told_and_go_on(tmp_path, whole):
+    """A rank is killed after the first step, then the launcher is told to end; the same command goes on. Besides the
+    gradient's norm, which ranks add up in another order, all numbers are those of one process."""
+    pytest.importorskip('deepspeed')
+    folder = tmp_path / 'run'
+    process = start(folder, **TWO, restarts=1, save_every=1e-6)
+    said = read_until(process, 'step 1/4')
+    ranks = [p for p in psutil.Process(process.pid).children(recursive=True) if 'LOCAL_RANK' in p.environ()]
+    while latest_checkpoint(folder)[0] < 1: time.sleep(.1)
+    ranks[-1].send_signal(signal.SIGKILL)
+    said = read_until(process, 'step ', read_until(process, 'resumed after step '))
+    process.send_signal(signal.SIGTERM)
+    said += process.communicate(timeout=240)[0]
+    assert process.returncode == 128 + signal.SIGTERM and 'as it was told to (SIGTERM)' in said, said
+    assert not (folder / 'summary.json').exists() and latest_checkpoint(folder)[0] >= 2
+    again = start(folder, **TWO, resume=True)
+    said = again.communicate(timeout=400)[0]
+    assert again.returncode == 0 and 'final: EM' in said, said
+    assert [line for line in same_metrics(whole, folder, 1e-4) if 'grad_norm' not in line] == []
+
+
+def test_host_files_leave_time_for_a_step_and_its_save():
+    "As the estimate has them: what Slurm's warning and Kubernetes' patience give is what the run's own setting gives."
+    s = settings_of(make_config(yaml.safe_load((ROOT / 'runs/params/tspo_qwen2.5_7b.yaml').read_text())))
+    sizes, plan = read_sizes(s.acting.model), plan_of(s)
+    takes = memory(sizes, plan)['checkpoint'] / 2e9 + sum(
+        step_seconds(sizes, plan, likely_load(load_of(s), []), s.host.tflops).values())
+    slurm = (ROOT / 'runs/hosts/slurm.sh').read_text()
+    *_, job = yaml.safe_load_all((ROOT / 'runs/hosts/kubernetes.yaml').read_text())
+    patience = job['spec']['template']['spec']['terminationGracePeriodSeconds']
+    assert f'--signal=USR1@{patience}\n' in slurm and patience == s.host.grace > takes
