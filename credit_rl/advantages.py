@@ -123,6 +123,7 @@ def mt_grpo(
     beta=0.5,     # share of the call's own reward in its advantage, in [0, 1]; no published value
     ddof=0,       # 0 population, 1 sample standard deviation
     eps=1e-6,     # added to the standard deviation
+    least=0.,     # least deviation that is divided by (ours)
 ):
     """Mix the call's and the outcome's comparison on the first turn (MT-GRPO: TIPS appendix E.5): (N, K). Raises on a
     third turn.
@@ -140,10 +141,10 @@ def mt_grpo(
     if turn_mask[:, 2:].any():
         raise ValueError('mt_grpo knows one tool call and one answer; for more turns use mt_grpo_star')
     check_turns(turn_mask, turn_mask)
-    final = group_normalize(widen(outcome), groups, ddof=ddof, eps=eps)
+    final = group_normalize(widen(outcome), groups, ddof=ddof, eps=eps, least=least)
     # a missing rollout leaves both comparisons
     call_reward = torch.where(measured(outcome), widen(call_reward), torch.nan)
-    by_call = group_normalize(call_reward, groups, ddof=ddof, eps=eps)
+    by_call = group_normalize(call_reward, groups, ddof=ddof, eps=eps, least=least)
     first = torch.where(measured(call_reward), beta * by_call + (1 - beta) * final, final)
     is_first = torch.arange(turn_mask.shape[1], device=turn_mask.device) == 0
     return cast_like(torch.where(turn_mask, torch.where(is_first, first[:, None], final[:, None]), 0.0), outcome)
@@ -162,6 +163,7 @@ def mt_grpo_star(
     turn_tokens=None,  # (N, K) model tokens of each turn, for literal
     ddof=0,            # 0 population, 1 sample standard deviation
     eps=1e-6,          # added to the standard deviation
+    least=0.,          # least deviation that is divided by (ours)
 ):
     """Add each call's own comparison to the outcome's (MT-GRPO*: TIPS appendix E.5): (N, K), 0 outside the mask.
     Raises ValueError on another norm, an infinite reward, and literal without turn_tokens or the other way round.
@@ -191,8 +193,8 @@ def mt_grpo_star(
     valid = tool & ~rewards.isnan() & measured(outcome)[:, None]
     index = check_groups(groups, len(rewards))[:, None].expand_as(tool)
     cell = index if norm == 'pooled' else index * len(k) + (tool.cumsum(1) - 1).clamp(min=0)
-    mid = standardize(rewards.flatten(), cell.flatten(), valid.flatten(), ddof, eps).view(rewards.shape)
-    final = group_normalize(widen(outcome), groups, ddof=ddof, eps=eps)[:, None]
+    mid = standardize(rewards.flatten(), cell.flatten(), valid.flatten(), ddof, eps, True, least).view(rewards.shape)
+    final = group_normalize(widen(outcome), groups, ddof=ddof, eps=eps, least=least)[:, None]
     return cast_like(torch.where(turn_mask, lambda_mid * mid + lambda_final * final, 0.0), rewards)
 
 # %% ../nbs/1_rules/40_advantages.ipynb #c032
@@ -223,6 +225,7 @@ def gigpo(
     mode='mean_norm',  # 'mean_norm' subtracts means, 'mean_std_norm' divides by deviations too
     ddof=0,            # 0 population, 1 sample standard deviation
     eps=1e-6,          # added to the standard deviation
+    least=0.,          # least deviation that is divided by (ours)
 ):
     """Compare episodes in the group and turns at the same anchor (GiGPO: Feng et al. 2025): (N, K), 0 outside the mask.
 
@@ -246,10 +249,10 @@ def gigpo(
     scale, index = mode == 'mean_std_norm', check_groups(groups, len(rewards))
     valid, to_go = measured(rewards, turn_mask), discounted_sum(widen(rewards), turn_mask, gamma)
     total = torch.where(turn_mask, widen(rewards), 0.0).sum(1)
-    episode = group_normalize(total, groups, ddof=ddof, eps=eps, scale=scale)
+    episode = group_normalize(total, groups, ddof=ddof, eps=eps, scale=scale, least=least)
     known, number = anchors.unique(return_inverse=True)
     cell = (index[:, None] * len(known) + number).flatten().unique(return_inverse=True)[1]
-    step = standardize(to_go.flatten(), cell, valid.flatten(), ddof, eps, scale).view(rewards.shape)
+    step = standardize(to_go.flatten(), cell, valid.flatten(), ddof, eps, scale, least).view(rewards.shape)
     return cast_like(torch.where(valid, episode[:, None] + step_weight * step, 0.0), rewards)
 
 # %% ../nbs/1_rules/40_advantages.ipynb #c034
@@ -267,12 +270,10 @@ def anchor_share(
 # %% ../nbs/1_rules/40_advantages.ipynb #p002
 from .groups import at_last_turn
 from .options import Option
-from .parts import Credit, Row, Rule, Sampling, every_turn, rewards_on_last, total_rewards
+from .parts import SPREAD, Credit, Row, Rule, Sampling, every_turn, rewards_on_last, total_rewards
 from .turn_rewards import place_rewards, tool_segments
 
 _ALONE = {'average': 'token-mean', 'turnwise': False}
-_SPREAD = {'ddof': Option(0, '1: sample deviation', choices=(0, 1)),
-           'eps': Option(1e-6, 'added to the deviation', least=0)}
 
 def _rule(function):
     "A rule's credit from a function of (total rewards (N,), layout, options) -> (N,)."
@@ -280,8 +281,9 @@ def _rule(function):
 
 _RULES = (
     Rule('group', r'A_i = \frac{R_i - \operatorname{mean}_j R_j}{\operatorname{std}_j R_j + \epsilon}',
-         'GRPO; TSPO eq. 3', average='sequence-mean-token-mean', turnwise=False, options=_SPREAD,
-         credit=_rule(lambda x, layout, o: group_normalize(x, layout.groups, ddof=o['ddof'], eps=o['eps'])),
+         'GRPO; TSPO eq. 3', average='sequence-mean-token-mean', turnwise=False, options=SPREAD,
+         credit=_rule(lambda x, layout, o: group_normalize(x, layout.groups, ddof=o['ddof'], eps=o['eps'],
+                                                           least=o['least'])),
          differs='population standard deviation; a group without spread gets exactly 0'),
     Rule('mean', r'A_i = R_i - \operatorname{mean}_j R_j', 'Dr. GRPO (Liu et al. 2025)',
          credit=_rule(lambda x, layout, o: group_normalize(x, layout.groups, scale=False)),
@@ -290,7 +292,8 @@ _RULES = (
          credit=_rule(lambda x, layout, o: rloo(x, layout.groups)), **_ALONE),
     Rule('batch', r'A_i = \frac{R_i - \operatorname{mean} R}{\operatorname{std} R + \epsilon}\ \text{over the batch}',
          'REINFORCE++ (Hu 2025)', compares=False, every_group='compared with the batch these teach too',
-         options={**_SPREAD, 'baseline': Option(False, "subtract the group's mean first")}, **_ALONE,
+         options={'ddof': SPREAD['ddof'], 'eps': SPREAD['eps'],
+                  'baseline': Option(False, "subtract the group's mean first")}, **_ALONE,
          credit=_rule(lambda x, layout, o: reinforce_pp(x, layout.groups if o['baseline'] else None, o['ddof'],
                                                         o['eps']))))
 
@@ -298,7 +301,8 @@ _RULES = (
 def _one_call(rewards, layout, seen, o):
     "MT-GRPO, the first turn's reward compared apart from the outcome: (N, K)."
     call = torch.where(rewards['tool'][:, 0], rewards['turns'][:, 0], torch.nan)
-    return mt_grpo(call, rewards['outcome'], layout.turn_mask, layout.groups, o['beta'], o['ddof'], o['eps'])
+    return mt_grpo(call, rewards['outcome'], layout.turn_mask, layout.groups, o['beta'], o['ddof'], o['eps'],
+                   o['least'])
 
 # %% ../nbs/1_rules/40_advantages.ipynb #p0042
 def _turn_tokens(layout):
@@ -310,13 +314,13 @@ def _many_calls(rewards, layout, seen, o):
     "MT-GRPO*, every call's reward compared apart from the outcome: (N, K)."
     return mt_grpo_star(rewards['turns'], rewards['outcome'], layout.turn_mask, layout.groups, rewards['tool'],
                         o['lambda_mid'], o['lambda_final'], o['norm'], o['literal'],
-                        _turn_tokens(layout) if o['literal'] else None, o['ddof'], o['eps'])
+                        _turn_tokens(layout) if o['literal'] else None, o['ddof'], o['eps'], o['least'])
 
 # %% ../nbs/1_rules/40_advantages.ipynb #p0044
 def _anchored(rewards, layout, seen, o):
     "GiGPO, the outcome and the returns from equal contexts compared: (N, K)."
     return gigpo(rewards_on_last(rewards, layout), rewards['anchors'], layout.turn_mask, layout.groups, o['gamma'],
-                 o['step_weight'], o['mode'], o['ddof'], o['eps'])
+                 o['step_weight'], o['mode'], o['ddof'], o['eps'], o['least'])
 
 # %% ../nbs/1_rules/40_advantages.ipynb #p0047
 _CALLS = {'average': 'group-mean-token-sum', 'wants_turns': True, 'skips_last': True,
@@ -324,13 +328,13 @@ _CALLS = {'average': 'group-mean-token-sum', 'wants_turns': True, 'skips_last': 
 _TURN_RULES = (
     Rule('call', r'A_{i,0} = \beta\,\tilde r_i + (1-\beta)\tilde R_i,\ A_{i,1} = \tilde R_i',
          'MT-GRPO; TIPS appendix E.5', credit=_one_call, most_turns=2,
-         options={'beta': Option(0.5, 'share of the first turn', least=0, most=1), **_SPREAD},
+         options={'beta': Option(0.5, 'share of the first turn', least=0, most=1), **SPREAD},
          differs='one call and an answer only; β has no published value', **_CALLS),
     Rule('calls', r'A_{i,k} = \lambda_{mid}\,\tilde r_{i,k} + \lambda_{final}\,\tilde R_i',
          'MT-GRPO*; TIPS appendix E.5', credit=_many_calls,
          options={'lambda_mid': Option(1.0, 'weight of the turn'), 'lambda_final': Option(1.0, 'weight of the outcome'),
                   'norm': Option('turn', 'what is normalised together', choices=('turn', 'pooled')),
-                  'literal': Option(False, "divide by the turn's tokens as written"), **_SPREAD},
+                  'literal': Option(False, "divide by the turn's tokens as written"), **SPREAD},
          differs="λ have no published values; the reward itself, not its average over tokens; eq. 5's mean over "
          'rollouts of token sums, where table 9 names token-mean', **_CALLS),
     Rule('anchors', r'A_{i,k} = \tilde R_i + w\,\tilde y_{i,k}\ \text{among equal contexts}',
@@ -339,7 +343,7 @@ _TURN_RULES = (
          options={'gamma': Option(0.95, 'discount of later turns', least=0, most=1),
                   'step_weight': Option(1.0, 'w, weight of the comparison among equal contexts'),
                   'mode': Option('mean_norm', 'how it is normalised', choices=('mean_norm', 'mean_std_norm')),
-                  **_SPREAD},
+                  **SPREAD},
          differs="an anchor is the context's ids"))
 
 # %% ../nbs/1_rules/40_advantages.ipynb #p006
