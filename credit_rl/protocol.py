@@ -18,7 +18,7 @@ from .options import nearest
 from .trajectory import Result, Turn
 
 # %% ../nbs/2_environment/14_protocol.ipynb #c004
-_CALL_STYLES = ('json', 'query', 'text', 'code', 'python', 'none')
+_CALL_STYLES = ('json', 'tools', 'query', 'text', 'code', 'python', 'none')   # 'tools': JSON with any arguments
 ANSWER_STOPS = ('first', 'last')
 CALL_STOPS = ('tag', 'message')
 
@@ -93,13 +93,15 @@ class Protocol:
 @dataclass(frozen=True)
 class Action:
     "What one turn's text says: a call, an answer, or an error (exactly one is set)."
-    call: dict = None   # {'name': str, 'queries': [str, ...]}, or {'name': 'python', 'code': str}
+    # {'name': str, 'queries': [str, ...]}, {'name': 'python', 'code': str}, or, of one's own tools, {'name': str, 'calls':
+    # [{'name', 'arguments'}, ...]}
+    call: dict = None
     answer: str = None
     error: str = None   # why it is neither
 
 # %% ../nbs/2_environment/14_protocol.ipynb #c010
 def _json_call(text, names):
-    "(name, queries) of a JSON call. Raises ValueError saying what is wrong."
+    "(name, arguments) of a JSON call. Raises ValueError saying what is wrong."
     try: body = json.loads(text)
     except ValueError as e: raise ValueError(f'the call is not valid JSON ({getattr(e, "msg", e)})') from None
     except RecursionError: raise ValueError('the call is not valid JSON (nested too deep)') from None
@@ -108,15 +110,19 @@ def _json_call(text, names):
     name, arguments = body.get('name'), body['arguments']
     if name not in names:
         raise ValueError(f'there is no tool named {name!r:.60}, only {" and ".join(map(repr, names))}')
-    queries = arguments.get('query_list', arguments.get('query'))
-    return name, [queries] if isinstance(queries, str) else queries
+    return name, arguments
 
 def _read_call(text, protocol):
     "Parse the inside of a call tag. Raises ValueError saying what is wrong."
     style = protocol.call_style
     if style == 'python' and not text: raise ValueError('the code is empty')
     if style == 'python': return {'name': 'python', 'code': text}
-    name, queries = _json_call(text, protocol.tool_names) if style == 'json' else (protocol.tool_names[0], [text])
+    name, queries = protocol.tool_names[0], [text]
+    if style in ('json', 'tools'): name, arguments = _json_call(text, protocol.tool_names)
+    if style == 'tools': return {'name': name, 'calls': [{'name': name, 'arguments': arguments}]}
+    if style == 'json':
+        queries = arguments.get('query_list', arguments.get('query'))
+        queries = [queries] if isinstance(queries, str) else queries
     if style == 'text': queries = [q.strip() for q in text.split(';')]
     if not isinstance(queries, list) or not queries or not all(isinstance(q, str) and q.strip() for q in queries):
         raise ValueError('a search needs at least one query that is not empty')
@@ -147,6 +153,7 @@ def _one_action(calls):
     wrong = [f'call {i} of {len(calls)}: {a.error}' for i, a in enumerate(calls, 1) if a.error]
     if wrong: return Action(error='; '.join(wrong))
     names = list(dict.fromkeys(a.call['name'] for a in calls))
+    if 'calls' in calls[0].call: return Action(call={'name': ', '.join(names), 'calls': [c for a in calls for c in a.call['calls']]})
     if len(names) > 1: return Action(error=f'one message calls one tool, got {" and ".join(names)}')
     if 'code' in calls[0].call: return Action(error=f'one message runs one program, got {len(calls)}')
     return Action(call={'name': names[0], 'queries': [q for a in calls for q in a.call['queries']]})
@@ -758,7 +765,10 @@ _SEARCHING = (
              source='IGPO, sections 2.1 and 3.2, appendix F'),
     Protocol('prs', _rules('call wiki_search', 'reasoning', '', 'xxx'), tools=(_WIKI_SEARCH,), think_tag='reasoning',
              source='PRS, appendix A'))
-PROTOCOLS = {p.name: p for p in (*_SEARCHING, *_carl())}
+_TOOLS = Protocol('tools', 'Answer the question at the end. You may call tools; what they return comes back between '
+                  '<tool_response> and </tool_response>. As soon as you know it, give the answer alone between <answer> '
+                  'and </answer>. Question: {question}', _HELPFUL, call_style='tools', source="one's own tools, in our words")
+PROTOCOLS = {p.name: p for p in (*_SEARCHING, _TOOLS, *_carl())}
 
 # %% ../nbs/2_environment/14_protocol.ipynb #w002
 def _need_placeholders(what, text, needed, known):
