@@ -46,10 +46,10 @@ class Source(SettingsGroup):
     tokens: str = setting(None, "what of an answer EM, F1 and BLEU compare: 'words', or 'characters' of scripts that put "
                                 "no blanks between words, and words of others; None: words, and refused by PRS where all "
                                 'golds are of such scripts', choices=TOKENS)
-    tools: list = setting([], "functions that the model may call, each 'module:function' or the function itself; nothing is "
-                              'searched then')
-    environment: object = setting(None, "a class with a state for each rollout, whose public methods are tools, 'module:Class' "
-                                        "or the class itself; as TRL's environment_factory")
+    tools: list = setting([], "functions that the model may call, each 'module:function' or the function itself; nothing "
+                              'is searched then')
+    environment: object = setting(None, 'a class with a state for each rollout, whose public methods are tools, '
+                                        "'module:Class' or the class itself; as TRL's environment_factory")
     reward: object = setting(None, "the outcome in [0, 1]: function (question, answer), or of TRL's signature, "
                                    "'module:function' or the function itself; None: get_reward of the environment, or "
                                    'answers are compared with golds')
@@ -218,7 +218,8 @@ class NoSearch:
 
 def make_environment(
     tokenizer,
-    search,           # has search(queries, k), or OwnTools; None: nothing to search, and DIRECT unless the protocol is one of CARL's
+    # has search(queries, k), or OwnTools; None: nothing to search, and DIRECT unless the protocol is one of CARL's
+    search,
     how=Conversation(),
     vocabulary=None,  # int: how many ids the model embeds; None: not compared
     baseline=None,    # a row of BASELINES, instead of a protocol

@@ -72,7 +72,9 @@ class Earned:
     right: float = None   # in (0, 1]: 1 from there on, else 0; None: the number itself
     def __call__(self, trajectory):
         found = trajectory.earned
-        if found is None: raise ValueError('no reward of one\'s own scored this rollout: play it with reward, or an environment that has get_reward')
+        if found is None:
+            raise ValueError("no reward of one's own scored this rollout: play it with reward, or in an environment that "
+                             'has get_reward')
         return found if self.right is None or found != found else float(found >= self.right)
 
 def outcome_of(

@@ -382,7 +382,8 @@ def bind(
     """The method of a run. Raises ValueError on options that it does not have, and where a part cannot work with what
     the run knows."""
     values, usual, names = method.settings(options), method.knobs, _option_names(method.parts)
-    takes = {'right': 'metric' if facts.right is None else 'right', **{names[p.name][n]: fact for p in method.parts for n, fact in p.facts.items()}}
+    takes = {'right': 'metric' if facts.right is None else 'right',
+             **{names[p.name][n]: fact for p in method.parts for n, fact in p.facts.items()}}
     for name, fact in takes.items():
         known = getattr(facts, fact)
         if known is not None and name not in options and values[name] == usual[name].default: values[name] = known

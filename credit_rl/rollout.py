@@ -37,7 +37,7 @@ class Environment:
     response_tokens: int = None  # most ids of a row after the prompt, observations included; None: the same
     other_prompts: dict = field(default_factory=dict)   # files of CARL's other system messages by prompt: `prompted`
     today: str = None                                   # what {today} in them stands for
-    reward: object = None        # of one's own (`own_outcome`); None: the environment's get_reward, or answers are compared
+    reward: object = None        # of one's own, see `own_outcome`; None: the environment's get_reward, or golds
     faults: object = None        # Faults of its searches and notes; None: each finds what it can, and all notes last
 
     def __post_init__(self):
@@ -162,7 +162,8 @@ def _call(env, drafts, actions):
     """Run the calls of many actions as one batch, those that fail alike together: list of (str, Result), an
     `Observation` where the tool says what of it was found."""
     if not actions: return []
-    if isinstance(env.tool, OwnTools): return env.tool.call([a.call['calls'] for a in actions], [d.task for d in drafts])
+    if isinstance(env.tool, OwnTools):
+        return env.tool.call([a.call['calls'] for a in actions], [d.task for d in drafts])
     runs_code = env.chat.protocol.runs_code
     calls = [a.call['code'] if runs_code else a.call['queries'] for a in actions]
     if env.faults is None: return env.tool.call(calls)

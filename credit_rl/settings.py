@@ -544,7 +544,8 @@ def _check_own(s, method):
     if tools is not None and task.data == 'tiny':
         raise ValueError("data='tiny' brings its own tool: with tools or environment give questions of your own by path")
     for n in ('corpus', 'dense') if tools is not None else ():
-        if getattr(task, n): raise ValueError(f"{n} would not be searched: the model calls tools of one's own; leave it out")
+        if not getattr(task, n): continue
+        raise ValueError(f"{n} would not be searched: the model calls tools of one's own; leave it out")
     if tools is not None and tools.make and bind(method, s.course.options).asks([]).plays:
         raise ValueError(f'{name} plays on from every state, and an environment of one\'s own cannot be brought back to one: '
                          'take another method')

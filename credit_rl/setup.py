@@ -245,7 +245,8 @@ def real_search(
     task,      # Task
     protocol,  # a row of PROTOCOLS or a file, 'direct', or None
 ):
-    """What is searched, or tools of one's own in its place: `corpus`, or the path's corpus, or the paragraphs of the questions; None for a set that is
+    """What is searched, or tools of one's own in its place: `corpus`, or
+    the path's corpus, or the paragraphs of the questions; None for a set that is
     asked without."""
     if task.has_own: return task.own_tools()
     first = data_sets(task)[0]

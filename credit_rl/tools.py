@@ -9,7 +9,8 @@ __all__ = ['RENDERS', 'Observation', 'render_documents', 'render_plain', 'render
            'find_own']
 
 # %% ../nbs/2_environment/13_tools.ipynb #c003
-import asyncio, contextlib, copy, datetime, functools, importlib, inspect, json, math, os, queue, re, signal, sys, threading, time
+import asyncio, contextlib, copy, datetime, functools, importlib, inspect, json, math, os, queue, re
+import signal, sys, threading, time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
