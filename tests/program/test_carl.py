@@ -740,7 +740,10 @@ def test_three_questions_in_ten_are_looked_up_in_another_corpus(spoken, rows, tm
     path, corpus, code = rows('hotpotqa'), tmp_path / 'corpus.jsonl', 'print(search("river Ossel"))'
     corpus.write_text(''.join(
         json.dumps({'title': f'Elsewhere {i}', 'text': 'The river Ossel.'}) + '\n' for i in range(4)))
-    gold = {row['question']: row['answer'] for row in json.loads(Path(path).read_text())}
+    many = [{**row, '_id': f'{row["_id"]}-{n}', 'question': f'{row["question"]} [{n}]'}
+            for row in json.loads(Path(path).read_text()) for n in range(9)]             # a fifth of them is for dev
+    (path := tmp_path / 'many.json').write_text(json.dumps(many))
+    gold = {row['question']: row['answer'] for row in many}
     def act(text, rng):
         asked = next(q for q in gold if q in text)
         # it knows every second one
@@ -757,7 +760,7 @@ def test_three_questions_in_ten_are_looked_up_in_another_corpus(spoken, rows, tm
     }
     warm = prepare(
         {
-            **settings, 'data': 'hotpotqa', 'path': path, 'model': spoken, 'collected': 'cold', 'must_pass': False,
+            **settings, 'data': 'hotpotqa', 'path': str(path), 'model': spoken, 'collected': 'cold', 'must_pass': False,
             'clusters': 2, 'other_corpus': str(corpus), 'run': str(tmp_path / 'warm')
         }, say=lambda line: None)
     for part in ('train', 'dev'):
