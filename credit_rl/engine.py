@@ -10,7 +10,6 @@ __all__ = ['SamplingParams', 'Decoding', 'FinishedTurn', 'Samples', 'seed_of', '
 import functools, hashlib, math, random
 from dataclasses import dataclass
 import torch
-from .models import end_ids
 from .options import SettingsGroup, setting
 from .trees import ARCHITECTURES, adds_mask, check_tree
 
@@ -544,6 +543,7 @@ class HFEngine:
                              f"that came before, up to {self.max_length}: give max_tokens={window}, or engine='vllm'")
         self.device = next(model.parameters()).device
         self.fixed_shapes = self.device.type == 'cuda' and _replays(model) if fixed_shapes is None else fixed_shapes
+        from credit_rl.models import end_ids            # rules import this module with PyTorch alone
         ends = end_ids(model.generation_config.eos_token_id if model.generation_config else None, tokenizer)
         self.eos_ids = torch.tensor(sorted(ends), device=self.device, dtype=torch.long)
         self.kept, self._tables = None, {}   # the `_Stream` of kept conversations; tokens to look at, by stop strings
