@@ -351,7 +351,7 @@ def test_pairs_are_found_by_their_name_in_any_process(tmp_path):
         return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=hidden)
     found, lost = ask(f'path={SAMPLE}'), ask()
     assert found.returncode == 0, found.stderr
-    assert '2 train questions, 1 dev questions, 1 test questions' in found.stdout
+    assert '1 train questions, 1 dev questions, 1 test questions' in found.stdout
     assert lost.returncode and 'pairs has no questions of its own: give path=FILE' in lost.stderr
 
 

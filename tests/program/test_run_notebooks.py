@@ -62,7 +62,7 @@ def test_a_papers_commands_with_a_small_model(kind, tmp_path):
     if said['learner'] == 'deepspeed':
         pytest.importorskip('deepspeed', reason='deepspeed is not installed: pip install credit_rl[train]')
     (tmp_path / 'runs').mkdir()
-    for folder in ('nbs', 'runs/params'): (tmp_path / folder).symlink_to(ROOT / folder)
+    for part in ('nbs', 'runs/params', 'settings.ini'): (tmp_path / part).symlink_to(ROOT / part)
     *warm, train = commands_of(name)
     for words in warm: typed(words, {**SMALL, **changes, **CLUSTERS}, tmp_path)
     notebook = typed(train, {**SMALL, **changes}, tmp_path)
