@@ -301,6 +301,10 @@ class Method:
     @property
     def metric(self): return self.options['right']
     @property
+    def own_scorer(self):
+        "The outcome that compares answers in its own way, whatever a run scores them by: str, None where there is none."
+        return next((r.name for r in self.rewards if r.gives == 'outcome' and 'metric' not in r.facts.values()), None)
+    @property
     def sees(self):
         "What `evaluate` must find out besides what the loss needs, see `Asks.sees`: tuple of str."
         return tuple(dict.fromkeys([r.sees for r in self.rewards if r.sees] + ['values'] * bool(self.rule.critic)))

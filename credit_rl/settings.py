@@ -363,7 +363,7 @@ def check(config):
     s = settings_of(config)
     method, acting, task = get_method(s.course.method), s.acting, s.task
     _check_method(s, method)
-    _check_own(s, method)
+    _check_tools(s, method)
     if acting.top_p < 1 or acting.top_k:
         raise ValueError(f'training takes top_p=1 and top_k=0, got {acting.top_p} and {acting.top_k}: with a cut-off '
                          'distribution the sampled log-probabilities belong to another policy than the one that is '
@@ -544,7 +544,7 @@ def _check_method(s, method):
                          f'least 2, got {s.learning.group_size}')
     _check_learning(s.learning, method)
 
-def _check_own(s, method):
+def _check_tools(s, method):
     "Refuse tools and a reward of one's own that cannot be read, or do not go with the data, with each other or the method."
     name, task, tools, reward = s.course.method, s.task, s.task.own_tools(), s.task.own_reward()
     given = bool(reward) or tools is not None and tools.scores
@@ -558,15 +558,15 @@ def _check_own(s, method):
                          f'{"with" if tools else "without"} them')
     if tools is not None and task.data == 'tiny':
         raise ValueError("data='tiny' brings its own tool: with tools or environment give questions of your own by path")
-    for n in ('corpus', 'dense') if tools is not None else ():
+    for n in ('corpus', 'cut', 'dense', 'patience') if tools is not None else ():
         if not getattr(task, n): continue
         raise ValueError(f"{n} would not be searched: the model calls tools of one's own; leave it out")
     if tools is not None and tools.make and bind(method, s.course.options).asks([]).plays:
         raise ValueError(f'{name} plays on from every state, and an environment of one\'s own cannot be brought back to one: '
                          'take another method')
     if not given: return
-    if unread := [r.name for r in method.rewards if r.gives == 'outcome' and 'metric' not in r.facts.values()]:
-        raise ValueError(f"{name} scores answers by {unread[0]}, and would not read a reward of one's own: take a method "
+    if method.own_scorer:
+        raise ValueError(f"{name} scores answers by {method.own_scorer}, and would not read a reward of one's own: take a method "
                          'whose outcome is outcome, or leave out reward')
     if method.rule.chance_only and not task.right:
         raise ValueError(f'{name} learns the chance of a right answer: say by right=… from which reward on one is right')

@@ -9,7 +9,7 @@ __all__ = ['RENDERS', 'Observation', 'render_documents', 'render_plain', 'render
            'find_own']
 
 # %% ../nbs/2_environment/13_tools.ipynb #c003
-import asyncio, contextlib, copy, datetime, functools, importlib, inspect, json, math, os, queue, re
+import asyncio, atexit, contextlib, copy, datetime, functools, importlib, inspect, json, math, os, queue, re
 import signal, sys, threading, time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -958,9 +958,14 @@ def task_methods(kind):
 
 @functools.cache
 def _loop():
-    "An event loop in a thread of its own, which all awaited tools share."
+    "An event loop in a thread of its own, which all awaited tools share; it ends before the program does."
     loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, daemon=True).start()
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+    def end():
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(5)
+    atexit.register(end)
     return loop
 
 def _awaited(started):

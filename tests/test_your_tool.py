@@ -116,6 +116,31 @@ def test_what_cannot_be_played_is_refused():
     assert own_outcome(group.trajectories[0], lambda completions: [None]) != 0      # NaN: missing
 
 
+ENDING = """
+import atexit, threading
+atexit.register(lambda: print(sorted(t.name for t in threading.enumerate())))    # the last to run
+from credit_rl.tools import tool_of
+
+async def greet(name: str):
+    '''Greet somebody.
+
+    Args:
+        name: Who.
+    '''
+    return f'Hello {name}'
+
+print(*tool_of(greet).call([[{'name': 'greet', 'arguments': {'name': 'Bo'}}]])[0])
+"""
+
+
+def test_a_program_with_an_asynchronous_tool_ends(root):
+    "No thread of the tools is left when the interpreter goes."
+    done = subprocess.run([sys.executable, '-c', ENDING], env={**os.environ, 'PYTHONPATH': str(root)}, timeout=120, text=True,
+                          stdin=subprocess.DEVNULL, capture_output=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split('\n')[:2] == ['Hello Bo Result.OK', "['MainThread']"]
+
+
 @pytest.mark.long
 @pytest.mark.process
 def test_the_page_runs_as_it_stands(root, tmp_path):
