@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['Setup', 'tiny_worlds', 'known_worlds', 'make_setup', 'real_questions', 'real_search', 'real_passages',
-           'draw_questions', 'gives_outcome', 'run_facts', 'bound_method', 'make_engine', 'hand_over', 'add_lora',
-           'merge_lora', 'Origin', 'base_folder', 'origin_of', 'make_learner', 'start_critic', 'plan_of', 'load_of',
-           'forecast', 'foretell', 'weigh', 'Examiner', 'examine']
+           'draw_questions', 'run_facts', 'bound_method', 'make_engine', 'hand_over', 'add_lora', 'merge_lora',
+           'Origin', 'base_folder', 'origin_of', 'make_learner', 'start_critic', 'plan_of', 'load_of', 'forecast',
+           'foretell', 'weigh', 'Examiner', 'examine']
 
 # %% ../nbs/5_run/62_setup.ipynb #c002
 import dataclasses, importlib.util, os, random, sys, tempfile
@@ -294,10 +294,6 @@ def draw_questions(questions, n, step, seed):
     return chosen
 
 # %% ../nbs/5_run/62_setup.ipynb #p6310
-def gives_outcome(task):  # Task
-    "Whether a reward of one's own gives the outcome."
-    return bool(task.reward or task.environment and task.own_tools().scores)
-
 def run_facts(
     task,                # Task
     questions_per_step,
@@ -307,7 +303,7 @@ def run_facts(
     "What a run knows that a method's options may take: `Facts`."
     protocol, tiny = chat and chat.protocol, get_regime(task.regime).metric if task.regime else None
     metric, right = tiny if task.data == 'tiny' else _data_metric(data_sets(task)), None
-    if gives_outcome(task): metric, right = Earned(), Earned(task.right or 1.)
+    if task.reward or task.environment and task.own_tools().scores: metric, right = Earned(), Earned(task.right or 1.)
     return Facts(metric=metric, right=right,
                  tags=protocol and (protocol.think_tag, protocol.call_tag, protocol.answer_tag),
                  opening=chat and chat.opening, questions_per_step=questions_per_step, max_turns=max_turns)

@@ -5,8 +5,7 @@
 # %% auto #0
 __all__ = ['RENDERS', 'Observation', 'render_documents', 'render_plain', 'render_json', 'count_words', 'cut', 'within',
            'SearchTool', 'read_observation', 'returned_texts', 'observation_of', 'PythonTool', 'Faults', 'skipping',
-           'schema_of', 'reply_of', 'task_methods', 'OwnTools', 'tool_of', 'task_row', 'reads_rows', 'own_outcome',
-           'find_own']
+           'schema_of', 'reply_of', 'OwnTools', 'tool_of', 'reads_rows', 'own_outcome', 'find_own']
 
 # %% ../nbs/2_environment/13_tools.ipynb #c003
 import asyncio, atexit, contextlib, copy, datetime, functools, importlib, inspect, json, math, os, queue, re
@@ -951,11 +950,6 @@ def reply_of(value):
     return Observation(text, [(0, len(text))])
 
 # %% ../nbs/2_environment/13_tools.ipynb #own05
-def task_methods(kind):
-    "Names of the methods of an environment class that a model may call, all public ones but reset and get_reward: list."
-    return [name for name, _ in inspect.getmembers(kind, inspect.isfunction)
-            if not name.startswith('_') and name not in ('reset', 'get_reward')]
-
 @functools.cache
 def _loop():
     "An event loop in a thread of its own, which all awaited tools share; it ends before the program does."
@@ -995,7 +989,8 @@ class OwnTools:
         if environment and not callable(getattr(task, 'reset', None)):
             raise ValueError(f'environment {environment!r} needs a method reset(**row), as for TRL')
         self.functions = {f.__name__: f for f in functions}
-        self.methods = task_methods(type(task)) if environment else []
+        self.methods = [name for name, _ in inspect.getmembers(type(task), inspect.isfunction)
+                        if not name.startswith('_') and name not in ('reset', 'get_reward')] if environment else []
         names = [*(f.__name__ for f in functions), *self.methods]
         if not names: raise ValueError('nothing can be called: give functions, or an environment with public methods')
         if twins := {name for name in names if names.count(name) > 1}: raise ValueError(f'two tools are called {twins}')
@@ -1007,7 +1002,7 @@ class OwnTools:
         "A rollout's environment, and what its `reset` says: (object, str); (None, '') without one."
         if self.make is None: return None, ''
         task = self.idle.pop() if self.idle else self.make()
-        ((said, error),) = _awaited([(task.reset(**_given(task.reset, task_row(question))), None)])
+        ((said, error),) = _awaited([(task.reset(**_given(task.reset, _task_row(question))), None)])
         if error: raise error
         return task, said or ''
 
@@ -1047,7 +1042,7 @@ def _together(said):  # list of (Observation, Result), of the calls of one messa
 def tool_of(*functions): return OwnTools(functions)   # of one function or several
 
 # %% ../nbs/2_environment/13_tools.ipynb #own07
-def task_row(question):  # Question
+def _task_row(question):  # Question
     "A question as the row of a data set: dict of its meta, prompt, question, id, answers, answer."
     golds = list(question.answers)
     return {**question.meta, 'prompt': question.text, 'question': question.text, 'id': question.id, 'answers': golds,
@@ -1077,7 +1072,7 @@ def own_outcome(
             if message['content']]
         row = {'prompts': t.question.text, 'completions': talk, 'environments': task,
                'completion_ids': [i for turn in t.turns for i in turn.action_ids]}
-        return reward(**_given(reward, {name: [v] for name, v in {**task_row(t.question), **row}.items()}))
+        return reward(**_given(reward, {name: [v] for name, v in {**_task_row(t.question), **row}.items()}))
     ((found, error),) = _awaited([(value(), None)])
     if error: raise error
     if rows: (found,) = found
