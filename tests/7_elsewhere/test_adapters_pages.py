@@ -240,14 +240,15 @@ def test_no_page_of_a_trainer_is_left_out(root):
 
 FINDER = """
 import importlib.util, sys
+from importlib.machinery import PathFinder
 
-class Installed:       # as an editable install has it: asked last
+class Installed:       # as an editable install has it: asked after the folders
     @staticmethod
     def find_spec(name, path=None, target=None):
         if name == 'credit_rl':
             return importlib.util.spec_from_file_location(name, ROOT + '/__init__.py', submodule_search_locations=[ROOT])
 
-sys.meta_path.append(Installed)
+sys.meta_path.insert(sys.meta_path.index(PathFinder) + 1, Installed)
 """
 
 

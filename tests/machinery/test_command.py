@@ -94,7 +94,7 @@ def test_an_unknown_verb_names_the_nearest():
 
 def test_a_verb_whose_package_is_missing_names_the_extra(monkeypatch):
     def missing(arguments): raise ModuleNotFoundError("No module named 'faiss'", name='faiss')
-    monkeypatch.setattr('credit_rl.view.main', missing)
+    monkeypatch.setattr('credit_rl.dumps.view_main', missing)
     with pytest.raises(SystemExit, match=r'credit-rl view: .*credit_rl\[dense\]'): main(['view', 'runs/x'])
 
 
