@@ -13,6 +13,7 @@ from .parameters import error_line
 
 # %% ../nbs/machinery/89_command.ipynb #c005
 VERBS = {  # verb -> module (whose main it is, unless a function is named), what it does
+    'new': ('datasets:new_main', 'from your files to settings: one file of questions, documents, a model'),
     'train': ('train', 'train a policy with one of the methods'),
     'evaluate': ('evaluate', 'play benchmarks with a model or a prompting baseline, or an evaluation again'),
     'longform': ('longform', 'evaluate answers of several sentences, by a judge'),
