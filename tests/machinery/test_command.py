@@ -229,3 +229,10 @@ def test_an_interrupt_ends_in_a_line(module, function, words, tmp_path, monkeypa
     monkeypatch.setattr(importlib.import_module(f'credit_rl.{module}'), function, interrupted)
     with pytest.raises(SystemExit) as ended: main([word.replace('OUT', str(tmp_path / 'out')) for word in words])
     assert ended.value.code == 130 and 'interrupted; the same command begins anew' in capsys.readouterr().err
+
+
+def test_a_model_is_exported_into_its_run_unless_a_folder_is_named(monkeypatch, capsys):
+    monkeypatch.setattr('credit_rl.export.export_run', lambda run, folder, checkpoint: folder)
+    main(['export', 'runs/x'])
+    main(['export', 'runs/x', 'models/y'])
+    assert capsys.readouterr().out == f'{Path("runs/x/model")}\nmodels/y\n'
