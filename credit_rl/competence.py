@@ -13,8 +13,8 @@ import contextlib, dataclasses, json, math, os, sys
 from dataclasses import dataclass, fields
 from pathlib import Path
 import torch, yaml
-from .compare import find_runs, run_label
-from .significance import mean_interval
+from .compare import curves, each_run, find_runs
+from .significance import paired
 from .critics import CompetenceHead, LinearHead, brier, expected_calibration_error, explained_variance
 from .diagnostics import assimilation, competence_table, critic_report, crossover, hop_table
 from .diagnostics import asked_turns, method_colours, resilience
@@ -318,12 +318,11 @@ def examined(folders):  # as in find_runs
     """What `examine_run` found for each run: list of (method, seed, dict). Raises FileNotFoundError where a finished
     run was not examined."""
     out = []
-    for folder in find_runs(folders):
-        params, summary = read_params(folder), read_summary(folder)
+    for folder, label, params, summary in each_run(folders):
         if summary is None or is_warmup(folder): continue                # under way, or a warm-up
         if 'competence' not in summary:
             raise FileNotFoundError(f'{folder} was not examined: python -m credit_rl.competence {folder}')
-        out.append((run_label(folder, params), params['seed'], summary['competence']))
+        out.append((label, params['seed'], summary['competence']))
     if not out: raise FileNotFoundError(f'{folders} holds no finished training run')
     return out
 
@@ -400,10 +399,10 @@ def set_table(folders):  # as in find_runs
     where no run was examined on sets."""
     import pandas as pd
     rows, critic = [], {'AUC': 'auc', 'ECE': 'ece', 'explained variance': 'explained_variance'}
-    for run in find_runs(folders):
-        for name, found in ((read_summary(run) or {}).get('competence_sets') or {}).items():
+    for _, label, _, summary in each_run(folders):
+        for name, found in ((summary or {}).get('competence_sets') or {}).items():
             tiers, judge = found['tiers'], found['critic'] or {}
-            rows.append({'method': run_label(run, read_params(run)), 'set': name, 'questions': sum(tiers.values()),
+            rows.append({'method': label, 'set': name, 'questions': sum(tiers.values()),
                          'known': tiers['2'] / sum(tiers.values()),
                          **{title: _measure(found['greedy'], *of) for title, of in _ASKED.items()},
                          **{title: judge.get(key) for title, key in critic.items()},
@@ -448,8 +447,8 @@ def critics_table(folders):  # as in find_runs
 def gate_curves(folders):  # as in find_runs
     "Draw what the gate says of critics while they teach, a line for each run: matplotlib figure; None if no run asked."
     import matplotlib.pyplot as plt, seaborn as sns
-    runs = [(run_label(f, read_params(f)), read_metrics(f).set_index('step')) for f in find_runs(folders)
-            if not is_warmup(f)]
+    runs = [(label, read_metrics(folder).set_index('step')) for folder, label, *_ in each_run(folders)
+            if not is_warmup(folder)]
     runs = [(method, table) for method, table in runs if _READ['auc'] in table]
     if not runs: return None
     colours, labels = method_colours(list(dict.fromkeys(method for method, _ in runs))), set()
@@ -472,24 +471,22 @@ def gate_curves(folders):  # as in find_runs
 _READ = {'auc': 'gate_auc', 'sign_accuracy': 'gate_sign', 'explained_variance': 'gate_explained'}
 
 # %% ../nbs/experiments/75_competence.ipynb #c023
-def _paired(
+def _seed_table(
     runs,    # {method: {seed: {measure: number}}}
     method,  # which is compared with every other
 ):
     "Differences over the seeds that two methods have in common: a pandas DataFrame, a row for each pair and measure."
-    import pandas as pd
-    rows = {}
+    found = {}
     for other in (o for o in runs if o != method):
         both = sorted(runs[other].keys() & runs[method].keys())
         if not both:
             raise ValueError(f'{other} has the seeds {sorted(runs[other])}, {method} {sorted(runs[method])}: a pair '
                              'needs the same seed')
         for name in runs[method][both[0]]:
-            d = [runs[method][s][name] - runs[other][s][name] for s in both]
-            mean, low, high, _ = mean_interval(d)
-            rows[f'{method} − {other}', name] = {'mean': mean, 'low': low, 'high': high,
-                                                 'lower in': f'{sum(x < 0 for x in d)} of {len(d)}', 'seeds': len(d)}
-    return pd.DataFrame.from_dict(rows, orient='index')
+            found[f'{method} − {other}', name] = [runs[method][s][name] - runs[other][s][name] for s in both]
+    table = paired(found).rename(columns={'n': 'seeds', 'difference': 'mean'})
+    table['lower in'] = [f'{sum(x < 0 for x in d)} of {len(d)}' for d in found.values()]
+    return table[['mean', 'low', 'high', 'lower in', 'seeds']]
 
 def asking_differences(
     folders,         # as in find_runs
@@ -503,8 +500,7 @@ def asking_differences(
     for name, seed, found in examined(folders):
         runs.setdefault(name, {})[seed] = {title: _measure(found[play], *of) for title, of in measures.items()}
     if method not in runs: raise ValueError(f'no examined run of {method!r}; there are {", ".join(runs)}')
-    return _paired(runs, method)
-
+    return _seed_table(runs, method)
 
 # %% ../nbs/experiments/75_competence.ipynb #c027
 def asking_figure(folders):  # as in find_runs
@@ -567,11 +563,11 @@ def asking_course(folders):  # as in find_runs
     DataFrame with `method`, `seed` and `step`; runs that did not know their questions apart are left out."""
     import pandas as pd
     names, tables = {'tool_rate_tier_2': 'known', 'tool_rate_tier_1': 'not known'}, []
-    for run in find_runs(folders):
+    for run, label, params, _ in each_run(folders):
         table = read_metrics(run)
         if is_warmup(run) or not names.keys() <= set(table): continue
-        params, table = read_params(run), table[['step', *names]].dropna(thresh=2).rename(columns=names)
-        tables.append(table.assign(method=run_label(run, params), seed=params['seed']))
+        table = table[['step', *names]].dropna(thresh=2).rename(columns=names)
+        tables.append(table.assign(method=label, seed=params['seed']))
     return pd.concat(tables, ignore_index=True) if tables else pd.DataFrame()
 
 # %% ../nbs/experiments/75_competence.ipynb #c0urse02x3
@@ -589,7 +585,7 @@ def course_differences(
     for (name, seed), of in kept.groupby(['method', 'seed'], sort=False):
         runs.setdefault(name, {})[seed] = {f'tool rate, {tier}': of[tier].mean() for tier in ('known', 'not known')}
     if method not in runs: raise ValueError(f'no run of {method!r} logged its tiers; there are {", ".join(runs)}')
-    return _paired(runs, method)
+    return _seed_table(runs, method)
 
 # %% ../nbs/experiments/75_competence.ipynb #sp754
 def course_figure(
@@ -607,9 +603,7 @@ def course_figure(
     with sns.axes_style('ticks'):
         fig, axes = plt.subplots(1, 2, figsize=(8.6, 3), layout='constrained', sharey=True)
         for ax, tier in zip(axes, ('known', 'not known')):
-            sns.lineplot(table, x='step', y=tier, hue='method', palette=colours, errorbar='se', ax=ax,
-                         err_kws={'alpha': .12})
-            ax.legend_.remove()
+            curves(ax, table.rename(columns={'step': 'x', tier: 'y'}), colours, 'error')
             ax.set(title=tier, xlabel=f'step (means of {every})', ylabel='share of rollouts with a call',
                    ylim=(-.03, 1.05))
         fig.legend(*axes[1].get_legend_handles_labels(), loc='outside right center', frameon=False)
@@ -626,10 +620,9 @@ def first_credit(
     method and seed; runs that have neither are left out."""
     import pandas as pd
     rows = {}
-    for run in find_runs(folders):
-        kept = ((read_summary(run) or {}).get('competence') or {}).get('first credit') if until == _EARLY else None
-        params, earned = read_params(run), _early_credit(run, until) or kept
-        if earned: rows[run_label(run, params), params.get('seed', 0)] = earned
+    for run, label, params, summary in each_run(folders):
+        kept = ((summary or {}).get('competence') or {}).get('first credit') if until == _EARLY else None
+        if earned := _early_credit(run, until) or kept: rows[label, params.get('seed', 0)] = earned
     if not rows: return pd.DataFrame()
     return pd.DataFrame.from_dict(rows, orient='index').astype(float).rename_axis(['method', 'seed'])
 

@@ -11,7 +11,7 @@ import io, math, sys
 from pathlib import Path
 import torch
 from .compare import find_runs, paired_differences, sampled_right
-from .significance import detectable, holm, mean_interval, verdict
+from .significance import paired
 from .parameters import make_parser
 from .runlog import atomic_write, read_json, read_summary, read_text, stored_folders
 
@@ -71,7 +71,7 @@ def predict(audits):  # DataFrame of read_audits
     return pd.DataFrame(rows)
 
 # %% ../nbs/experiments/76_study.ipynb #s012
-def _paired(run, other, metric, baseline):
+def _difference(run, other, metric, baseline):
     "Difference of a run and the baseline's of its seed. Raises ValueError where they did not begin with one base."
     if read_summary(run)['base'] != read_summary(other)['base']:
         raise ValueError(f'{run} and {other} began with bases that play differently: a base is made anew where it is '
@@ -80,8 +80,8 @@ def _paired(run, other, metric, baseline):
     return paired_differences([run, other], metric, baseline)['mean difference'].item()
 
 def _seed_differences(folder, metric, baseline):
-    "Differences of all rules in all regimes from the baseline's run of the same seed: list of (regime, rule, (n,))."
-    found = []
+    "Differences of all rules in all regimes from the baseline's run of the same seed: dict (regime, rule) → list."
+    found = {}
     for regime in regimes_of(folder):
         if not stored_folders(Path(folder)/regime, '*/params.yaml'): continue
         runs = {run: run.name.rpartition('-')[::2] for run in find_runs(Path(folder)/regime)}
@@ -89,10 +89,9 @@ def _seed_differences(folder, metric, baseline):
         for rule in dict.fromkeys(name for name, _ in done):
             seeds = [seed for name, seed in done if name == rule and (baseline, seed) in done]
             if rule == baseline or not seeds: continue
-            apart = torch.tensor([_paired(done[rule, seed], done[baseline, seed], metric, baseline) for seed in seeds])
-            if (known := apart[apart.isfinite()]).numel(): found.append((regime, rule, known))
+            apart = [_difference(done[rule, seed], done[baseline, seed], metric, baseline) for seed in seeds]
+            found[regime, rule] = [d for d in apart if math.isfinite(d)]
     return found
-
 
 # %% ../nbs/experiments/76_study.ipynb #s0124
 def study_tables(
@@ -103,16 +102,12 @@ def study_tables(
     """Every rule against the baseline in every regime, by each measure: dict metric -> DataFrame with regime, rule,
     seeds, difference, low, high, p (after Holm, over all tables), detectable (at Holm's first step), says."""
     import pandas as pd
-    rows = [{'metric': metric, 'regime': regime, 'rule': rule, 'seeds': len(d), 'spread': d.std().item(),
-             **dict(zip(('difference', 'low', 'high', 'p'), mean_interval(d.tolist())))}
-            for metric in metrics for regime, rule, d in _seed_differences(folder, metric, baseline) if len(d) > 1]
-    level = .05 / max(1, len(rows))
-    for row, p in zip(rows, holm([row['p'] for row in rows])):
-        row |= {'p': p, 'detectable': detectable(row.pop('spread'), row['seeds'], level),
-                'says': verdict(row['low'], row['high'], p)}
-    columns = ['regime', 'rule', 'seeds', 'difference', 'low', 'high', 'p', 'detectable', 'says']
-    return {metric: pd.DataFrame([row for row in rows if row['metric'] == metric], columns=columns)
-            for metric in metrics}
+    found = {(metric, *of): d for metric in metrics for of, d in _seed_differences(folder, metric, baseline).items()}
+    several = {of: d for of, d in found.items() if len(d) > 1}
+    table = paired(several).drop(columns='better in').rename(columns={'n': 'seeds'})
+    table.index = pd.MultiIndex.from_tuples([*several], names=['metric', 'regime', 'rule'])
+    table = table.reset_index()
+    return {metric: table[table.metric == metric].drop(columns='metric').reset_index(drop=True) for metric in metrics}
 
 # %% ../nbs/experiments/76_study.ipynb #s012x1
 def judge(

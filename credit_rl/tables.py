@@ -16,7 +16,7 @@ import inspect, math, re, sys, textwrap
 from importlib.resources import files
 from pathlib import Path
 import numpy as np, torch, yaml
-from .compare import find_runs, load_runs, seed_curves
+from .compare import curves, find_runs, load_runs, seed_curves
 from .competence import critics_table, play_table, resilience_table
 from .critics import brier, expected_calibration_error
 from .diagnostics import SPARE_COLOURS, error_table, method_colours
@@ -500,18 +500,6 @@ def _colours(names):
         first.add(method)
     return own
 
-def _draw_lines(
-    ax,
-    curves,   # DataFrame with method, x, y
-    colours,  # dict method → colour
-    mark='',  # of points
-):
-    "Draw a line for each method, the mean of y, with a band from the lowest to the highest."
-    for name, own in curves.groupby('method', sort=False):
-        y = own.groupby('x').y.agg(['mean', 'min', 'max'])
-        ax.plot(y.index, y['mean'], mark + '-', ms=3, color=colours[name], label=name, lw=1.4)
-        ax.fill_between(y.index, y['min'], y['max'], color=colours[name], alpha=.15, lw=0)
-
 def _add_legend(fig, axes):
     "One legend for all panels, below them."
     named = {label: h for ax in axes for h, label in zip(*ax.get_legend_handles_labels())}
@@ -525,14 +513,14 @@ def curve_figure(
 ):
     "Draw metrics of runs of training, a panel for each that was logged: matplotlib figure. Raises ValueError of none."
     table = _curves(folders)
-    curves = {m: seed_curves(table, m, x) for m in metrics if m in table}
-    curves = {m: c for m, c in curves.items() if len(c)}
-    if not curves: raise ValueError(f'none of these runs logged {" or ".join(metrics)}')
-    fig, axes = _panels(len(curves))
+    found = {m: seed_curves(table, m, x) for m in metrics if m in table}
+    found = {m: c for m, c in found.items() if len(c)}
+    if not found: raise ValueError(f'none of these runs logged {" or ".join(metrics)}')
+    fig, axes = _panels(len(found))
     colours = _colours(dict.fromkeys(table.method))
     unit = {'step': 'training step', 'trained_tokens': 'trained tokens with credit'}.get(x, x)
-    for ax, (m, c) in zip(axes, curves.items()):
-        _draw_lines(ax, c, colours)
+    for ax, (m, c) in zip(axes, found.items()):
+        curves(ax, c, colours)
         ax.set_title(textwrap.fill({**METRICS, **_DERIVED}.get(m, m), 56), fontsize=7.5)
         ax.set(ylabel=m.replace('_', ' '), xlabel=unit)
         ax.locator_params(nbins=5)
@@ -566,10 +554,10 @@ def checkpoint_figure(
     colours = _colours(names.values())
     for ax, m in zip(axes, also):
         if m not in logged: raise ValueError(f'none of these runs logged {m}')
-        _draw_lines(ax, seed_curves(logged, m), colours)
+        curves(ax, seed_curves(logged, m), colours)
         ax.set(title=textwrap.fill(METRICS[m], 56), ylabel=m.replace('_', ' '))
     for ax, n in zip(axes[len(also):], shown):
-        _draw_lines(ax, table[['method', 'x']].assign(y=table[n]), colours, 'o')
+        curves(ax, table[['method', 'x']].assign(y=table[n]), colours, mark='o')
         ax.set(title='mean of the sets' if n == 'mean' and not means else n, ylabel=metric.replace('_', ' '))
     for ax in axes: ax.set(xlabel='training step')
     _add_legend(fig, axes)
@@ -614,7 +602,7 @@ def length_figure(folders):  # as in sort_folders
             _kept_rollouts(_of_kind(folders)) if t.turns]
     table = pd.DataFrame(rows).groupby(['method', 'x'], sort=False).y.mean().reset_index()
     fig, axes = _panels(1, 4.4)
-    _draw_lines(axes[0], table, _colours(dict.fromkeys(table.method)))
+    curves(axes[0], table, _colours(dict.fromkeys(table.method)))
     axes[0].set(xlabel='training step', ylabel='tokens of a rollout, observations counted')
     _add_legend(fig, axes)
     return fig
@@ -663,8 +651,7 @@ def refresh_figure(
         ends.setdefault(_setting_value(p, 'model'), {}).setdefault(every, []).append(values['mean'])
     fig, axes = _panels(2 if ends else 1)
     colours = _colours(dict.fromkeys(table.method))
-    for name, own in seed_curves(table, 'dev_em').groupby('method', sort=False):
-        axes[0].plot(own.groupby('x').y.mean(), color=colours[name], label=name, lw=1.4)
+    curves(axes[0], seed_curves(table, 'dev_em'), colours, band=None)
     axes[0].set(xlabel='training step', ylabel='exact match, held-out questions')
     for model, of in ends.items():
         axes[-1].plot(sorted(of), [sum(of[n]) / len(of[n]) for n in sorted(of)], 'o-', label=model, ms=4)
@@ -972,9 +959,9 @@ def competence_figure(folders):  # as in sort_folders
     known, by step (CARL figure 2): matplotlib figure."""
     kinds = sort_folders(folders)
     pairs = calibration_pairs(done) if (done := [w for w in kinds['warm-up'] if read_summary(w)]) else {}
-    curves = _curves(folders) if kinds['training'] else {}
-    wanted = ('dev_right' if 'dev_right' in curves else 'dev_em', 'tool_rate_tier_2')
-    names = [n for n in wanted if n in curves and curves[n].notna().any()]
+    logged = _curves(folders) if kinds['training'] else {}
+    wanted = ('dev_right' if 'dev_right' in logged else 'dev_em', 'tool_rate_tier_2')
+    names = [n for n in wanted if n in logged and logged[n].notna().any()]
     if not pairs and not names: raise ValueError('no finished warm-up, and no run of training that logged its steps')
     fig, axes = _panels(bool(pairs) + len(names))
     for kind, colour in zip(pairs, ('#0173b2', '#de8f05', '#029e73', *SPARE_COLOURS)):
@@ -985,7 +972,7 @@ def competence_figure(folders):  # as in sort_folders
     labels = {'dev_right': 'right, held-out questions', 'dev_em': 'exact match, held-out questions',
               'tool_rate_tier_2': 'share with a call, known'}
     for ax, name in zip(axes[bool(pairs):], names):
-        _draw_lines(ax, seed_curves(curves, name), _colours(dict.fromkeys(curves.method)))
+        curves(ax, seed_curves(logged, name), _colours(dict.fromkeys(logged.method)))
         ax.set(xlabel='training step', ylabel=labels[name])
         ax.xaxis.get_major_locator().set_params(integer=True)
     _add_legend(fig, axes)

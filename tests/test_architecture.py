@@ -91,7 +91,7 @@ def definitions(cells):
 # ---- rules on one notebook ----
 
 def floors(nb, numbers):
-    "Imports come from smaller numbers only; cells that are not exported may import their own module."
+    "Imports of what exports come from smaller numbers; cells that are not exported may import their own module."
     for c in nb.code:
         for name in imports(c.tree):
             if name.startswith('.'):
@@ -101,7 +101,7 @@ def floors(nb, numbers):
                 own = module == nb.name and not c.exported
                 if module not in numbers:
                     yield f'imports {name}, which no notebook exports'
-                elif not own and numbers[module] >= (100 if nb.number is None else nb.number):
+                elif not own and numbers[module] >= (nb.number if nb.exported and nb.number is not None else 100):
                     yield f'imports {name} of notebook {numbers[module]:02d}'
 
 
@@ -120,7 +120,8 @@ def experiments_and_papers_apart(nb, numbers):
 
 
 def named_like_its_module(nb, numbers):
-    if nb.runs or nb.number is None:
+    over = nb.chapter == 'experiments' and not nb.exported     # a page that only reads what a study wrote
+    if nb.runs or nb.number is None or over:
         return [f'exports to {nb.modules}'] if nb.modules or nb.exported else []
     return [] if nb.modules == [nb.name] else [f'wanted one `default_exp {nb.name}`, got {nb.modules}']
 
