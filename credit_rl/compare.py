@@ -641,7 +641,7 @@ def _check_regimes(jobs):
     "Refuse jobs in a regime whose base was not made yet. Raises ValueError with the commands that make them."
     from credit_rl.world import get_regime
     asked = sorted({(r, job.seed) for job in jobs if _wants_base(job) and (r := job.settings.get('regime'))})
-    missing = [f'python -m credit_rl.regimes {r} seed={seed}' for r, seed in asked
+    missing = [f'python -m credit_rl.studies.regimes {r} seed={seed}' for r, seed in asked
                if not Path(get_regime(r).base_folder(seed)).exists()]
     if missing: raise ValueError('bases of regimes are missing; make them first:\n  ' + '\n  '.join(missing))
 
