@@ -7,7 +7,7 @@ __all__ = ['Warming', 'WarmUpChoice', 'make_warming', 'read_warming', 'check_war
            'gate_table', 'is_warmup', 'warmup_table', 'calibration_pairs', 'main']
 
 # %% ../nbs/5_run/65_prepare.ipynb #c002
-import contextlib, importlib.util, math, os, sys
+import contextlib, importlib.util, math, sys
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 import torch

@@ -9,12 +9,12 @@ __all__ = ['AHEAD_FILE', 'MAY_CHANGE', 'train_step', 'Run', 'Actor', 'play_step'
            'judge_hashes', 'train', 'held', 'main', 'end_interrupted']
 
 # %% ../nbs/5_run/63_train.ipynb #c002
-import contextlib, copy, dataclasses, gzip, json, math, os, re, shutil, signal, sys, threading, time
+import contextlib, copy, dataclasses, gzip, json, math, re, shutil, signal, sys, threading, time
 from collections import Counter, deque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-import torch, yaml
+import torch
 from .engine import seed_of
 from .evaluate import evaluate, note_seen, seen_lines, summarize, train_keys
 from .information_gain import belief_schema, belief_warning
@@ -32,7 +32,7 @@ from .parts import (Asks, Measured, assign, at, begin, every_turn, move, service
 from .world import get_regime
 from .protocol import prompt_hash
 from .rollout import continuations, rollout
-from .runlog import (RunLog, BoundedGzip, atomic_write, lasting, latest_checkpoint, code_hashes, named_checkpoint,
+from .runlog import (RunLog, BoundedGzip, lasting, latest_checkpoint, code_hashes, named_checkpoint,
                               read_json, read_params, save_checkpoint)
 from .scoring import GOLDS_OPTION, answer_header, gold_templates, gold_texts, retell, teacher_chat
 from .search_service import SearchClient
