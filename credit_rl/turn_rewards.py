@@ -216,7 +216,7 @@ def judge_rewards(
 # %% ../nbs/1_rules/35_turn_rewards.ipynb #p002
 from .judge import JUDGE_LOGS, check_judge, judge_text, make_judge
 from .options import Option
-from .parts import Reward, Row
+from .parts import Needs, Reward, Row
 
 def _needs_judge(o):
     "Refuse settings without a judge."
@@ -225,7 +225,7 @@ def _needs_judge(o):
 
 def _words(o): return judge_text(o['judge_prompt'], JUDGE_PROMPT, ('question', 'pairs'))
 
-def _by_rules(groups, o):
+def _by_rules(groups, rewards, o):
     "Rule rewards of the tool turns: (N, K)."
     return rule_turn_rewards(groups, partial(rule_rewards, exec_reward=o['exec_reward'],
                                              answer_reward=o['answer_reward'], variant=o['variant']))
@@ -237,8 +237,8 @@ PARTS = (
                     'variant': Option('answer-aware', 'or without the second term',
                                       choices=('answer-aware', 'tool-only'))}),
     Reward('judge', r'r_{i,k} = \tfrac{1}{2\sum w}\sum_c w_c q_{k,c}', 'TIPS appendix E.7', check=_needs_judge,
-           words=_words,
-           text=lambda groups, o: judge_rewards(groups, make_judge(o['judge']), tuple(o['weights']), _words(o)),
+           needs=lambda o: Needs(words={'judge': _words(o)}),
+           text=lambda groups, rewards, o: judge_rewards(groups, make_judge(o['judge']), tuple(o['weights']), _words(o)),
            service=lambda o: make_judge(o['judge']), logs=JUDGE_LOGS,
            options={'judge': Option(None, 'settings of the judge: base_url, model, key_from, …', object),
                     'judge_prompt': Option(None, 'text file with {question} and {pairs}; None: our own words', str),
