@@ -53,6 +53,7 @@ class Needs:
     ends: bool = False       # they are scored after the last turn too
     plays: int = 0           # how often the policy plays on from the state before every turn
     rounds: int = 1          # rounds of rollouts that a step may take to find enough groups
+    tools: bool = False      # the rewards that tool calls bring
     words: dict = field(default_factory=dict)   # reward -> words in which it asks a judge
     groups: list = ()        # of Group: the batch
 
@@ -290,6 +291,7 @@ def _option_names(parts):
 class Facts:
     "What a run knows that an option may take unless it is set; None: it does not know."
     metric: object = None             # what the data are scored by: a name, a function, or a dict of them by data set
+    right: object = None              # by what an answer is right, where that is not `metric`
     tags: tuple = None                # the protocol's tags of reasoning, call and answer
     opening: str = None               # what the generation prefix says of every turn before the model does: '<think>\n'
     questions_per_step: int = None
@@ -317,6 +319,14 @@ class Method:
     def critic(self): return self.rule.critic
     @property
     def metric(self): return self.options['right']
+    @property
+    def own_scorer(self):
+        "The outcome that compares answers in its own way, whatever a run scores them by: str, None where there is none."
+        return next((r.name for r in self.rewards if r.gives == 'outcome' and 'metric' not in r.facts.values()), None)
+    @property
+    def learns_chance(self):
+        "Whether its critic learns the chance of a right answer, and has to pass a gate before it may teach."
+        return bool(self.critic) and self.critic.get('head') == 'competence'
     @property
     def needs(self):
         "What its parts need besides the text, and its critic's values: `Needs`."
@@ -355,7 +365,8 @@ class Method:
         """The method of a run. Raises ValueError on options that it does not have, and where a part cannot work with
         what the run knows."""
         values, usual, names = self.settings(options), self.knobs, _option_names(self.parts)
-        takes = {'right': 'metric', **{names[p.name][n]: fact for p in self.parts for n, fact in p.facts.items()}}
+        takes = {'right': 'metric' if facts.right is None else 'right',
+                 **{names[p.name][n]: fact for p in self.parts for n, fact in p.facts.items()}}
         for name, fact in takes.items():
             known = getattr(facts, fact)
             if known is not None and name not in options and values[name] == usual[name].default: values[name] = known
@@ -367,6 +378,10 @@ class Method:
         "What the text tells: dict of 'right' (N,), 'outcome' (N,), 'grade' (N,), 'turns' (N, K), and what parts read."
         mask = index_groups(groups)[0]
         out = {'right': self.right(groups, self.options['right']), 'turns': torch.zeros(mask.shape)}
+        paid = any(turn.reward is not None for g in groups for t in g.trajectories for turn in t.turns)
+        if paid and not self.needs.tools:
+            raise ValueError(f'{self.name} does not read the rewards that tool calls bring: take a method with the reward '
+                             "'brought', such as outcome+brought/turns")
         for r in sorted((r for r in self.rewards if r.text), key=lambda r: r.gives != 'outcome'):
             value = r.text(groups, out, self.own(r))
             if isinstance(value, tuple): value, out = value[0], out | value[1]

@@ -68,8 +68,9 @@ def _by_segment(rewards, layout, seen, o):
 
 def _outcome_alone(other, o):
     "Why CARL's rule does not go with a part: its critic is a chance of success."
-    if isinstance(other, Reward) and other.name != 'outcome':
-        return f'smdp credits turns through its critic, a chance of success, and takes outcome alone, not {other.name}'
+    if isinstance(other, Reward) and not (other.gives == 'outcome' and 'metric' in other.facts.values()):
+        return (f"smdp credits turns through its critic, a chance of success by the run's metric, and takes such an "
+                f'outcome alone, not {other.name}')
 
 PARTS = (
     Rule('smdp', r'A_k = V(s_{k+1}) - V(s_k),\ \text{last: } R - V(s_N)', 'CARL eqs. 1-6', credit=_by_segment,

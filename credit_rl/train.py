@@ -129,7 +129,7 @@ class Run:
     def gated(self):
         "Whether the critic had to pass a gate, or was warmed up for one."
         return bool(self.segments and self.learner.critic
-                    and (self.method.critic['head'] == 'competence' or self.settings.critic.critic_from))
+                    and (self.method.learns_chance or self.settings.critic.critic_from))
 
     def look(self, step=0):
         "What answers the method's questions about a step's batch: `Look`."
