@@ -71,7 +71,7 @@ def _search_together(retriever, asked):
     return found
 
 def _respond(retriever, k, bodies):
-    "Status and JSON (bytes) with which a search server answers each of the `bodies` (bytes) of requests: list of pairs."
+    "What a search server answers to the `bodies` (bytes) of requests: list of (status, JSON as bytes)."
     read = []
     for body in bodies:
         try: read.append(_read_request(body, k))
