@@ -25,7 +25,7 @@ from .options import SettingsGroup, nearest, setting
 from .outcome import METRICS
 from .parameters import by_group, from_settings, make_parser, read_settings
 from .parts import Measured, assign, bind, to_tokens
-from .runlog import atomic_write, writing
+from .runlog import Journal, atomic_write, writing
 from .significance import holm, verdict, welch
 
 # %% ../nbs/experiments/67_lab.ipynb #c027
@@ -496,8 +496,7 @@ _SAME = 'rates', 'tuning', 'fresh', 'most', 'drawn'   # settings that all result
 
 def read_learned(folder):
     "What was learned: list of dict with world, rule, phase, rates (P,), steps (P,), turns (P,), unit, seconds."
-    path = Path(folder)/'learned.jsonl'
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return list(Journal(Path(folder)/'learned.jsonl').rows())
 
 # %% ../nbs/experiments/67_lab.ipynb #c051
 def _block(game, contender, how, phase, rates, seeds):
@@ -586,8 +585,7 @@ def _learn_one(folder, name, rule, how, say):
     blocks = [b for b in read_learned(folder) if (b['world'], b['rule']) == (name, rule)]
     if any(b['phase'] == 'fresh' for b in blocks): return
     def save(block):
-        lines = [*read_learned(folder), {'world': name, 'rule': rule, **block}]
-        atomic_write(folder/'learned.jsonl', lambda part: part.write_text('\n'.join(map(json.dumps, lines)) + '\n'))
+        Journal(folder/'learned.jsonl').append([{'world': name, 'rule': rule, **block}])
         steps = torch.tensor(block['steps']).double()
         say(f'{name}, {rule}, {block["phase"]}: median {torch.where(steps < 0, math.inf, steps).median():.0f} steps, '
             f'{block["seconds"]:.0f} s')

@@ -279,6 +279,7 @@ class Config(Keeping, TeacherChoice, CriticChoice, Learning, Mismatch, Host, Act
         own, options = get_regime(self.regime).settings(self.seed) if self.regime else {}, options_in(self)
         for name, value in own.items():
             if getattr(self, name) == options[name].default: object.__setattr__(self, name, value)
+        if self.protocol is None and self.has_own: object.__setattr__(self, 'protocol', 'tools')
         super().__post_init__()
 
     @property
@@ -295,7 +296,11 @@ def make_config(
     say=None,  # function called with a line of text where a model's folder says how it plays; None: nobody is told
 ):
     """A `Config` from a dict, and where it says nothing from how an exported model plays (`as_played`). Raises
-    ValueError on an unknown name, naming the nearest or the option that it is, and on a value not allowed."""
+    ValueError on an unknown name, naming the nearest or the option that it is, and on a value not allowed.
+
+    settings: dict name -> value
+    say: function called with a line of text; None: nobody is told
+    """
     _refuse_options(settings)
     return from_settings(Config, as_played(settings, Config, say))
 
@@ -320,6 +325,7 @@ def check(
     "Refuse a configuration that cannot work. Raises ValueError with what was got, what is wanted, and how to mend it."
     method = get_method(c.method)
     _check_method(c, method)
+    _check_tools(c, method)
     if c.top_p < 1 or c.top_k:
         raise ValueError(f'training takes top_p=1 and top_k=0, got {c.top_p} and {c.top_k}: with a cut-off '
                          'distribution the sampled log-probabilities belong to another policy than the one that is '
@@ -496,6 +502,33 @@ def _check_method(c, method):
         raise ValueError(f'{name} compares the attempts at one question with each other, so group_size must be at '
                          f'least 2, got {c.group_size}')
     _check_learning(c, method)
+
+def _check_tools(c, method):
+    "Refuse tools and a reward of one's own that cannot be read, or do not go with the data, with each other or the method."
+    name, tools, reward = c.method, c.own_tools(), c.own_reward()
+    given = bool(reward) or tools is not None and tools.scores
+    if reward and tools is not None and tools.scores:
+        raise ValueError(f'{c.environment} has get_reward: leave out reward={c.reward!r}, or that method')
+    if c.right and not given:
+        raise ValueError(f"right={c.right} is a threshold of one's own reward: give reward, or leave it out")
+    protocol = asked_protocol(c.protocol, c.data)
+    if (tools is not None) != (protocol.call_style == 'tools'):
+        raise ValueError(f"tools or an environment of one's own go with protocol='tools', got protocol={protocol.name!r} "
+                         f'{"with" if tools else "without"} them')
+    if tools is not None and c.data == 'tiny':
+        raise ValueError("data='tiny' brings its own tool: with tools or environment give questions of your own by path")
+    for n in ('corpus', 'cut', 'dense', 'patience') if tools is not None else ():
+        if not getattr(c, n): continue
+        raise ValueError(f"{n} would not be searched: the model calls tools of one's own; leave it out")
+    if tools is not None and tools.make and bind(method, c.options).asks([]).plays:
+        raise ValueError(f'{name} plays on from every state, and an environment of one\'s own cannot be brought back to one: '
+                         'take another method')
+    if not given: return
+    if method.own_scorer:
+        raise ValueError(f"{name} scores answers by {method.own_scorer}, and would not read a reward of one's own: take a method "
+                         'whose outcome is outcome, or leave out reward')
+    if method.rule.chance_only and not c.right:
+        raise ValueError(f'{name} learns the chance of a right answer: say by right=… from which reward on one is right')
 
 def _check_learning(learning, method):
     "Refuse a loss that there is not, and more mini-batches than rollouts."

@@ -15,7 +15,8 @@ from credit_rl.methods import METHODS
 
 ROOT = Path(__file__).resolve().parents[1]
 HIDDEN = {'methods/index.md': 'toc',                      # page -> list beside it that is left out
-          **dict.fromkeys(('index.md', 'settings.md', 'api.md', 'nbs/your_rule.md', 'runs/LOG.md'), 'navigation')}
+          **dict.fromkeys(('index.md', 'settings.md', 'api.md', 'nbs/your_rule.md', 'nbs/your_tool.md', 'runs/LOG.md'),
+                         'navigation')}
 
 
 def site_nav(site):  # notebooks.Site
@@ -23,6 +24,7 @@ def site_nav(site):  # notebooks.Site
     days = [path for path in site.pages if path.startswith('runs/log/')]
     return [{'Home': 'index.md'}, *([{'Tour': notebooks.TOUR}] if notebooks.TOUR in site.notebooks else []),
             {'Notebooks': notebooks.notebook_nav(site)}, {'Your rule in 30 lines': 'nbs/your_rule.md'},
+            {'Your tools and your reward': 'nbs/your_tool.md'},
             {'Methods': ['methods/index.md', *({m: f'methods/{pages.page_name(m)}.md'} for m in METHODS)]},
             {'Settings': 'settings.md'}, {'Package': 'api.md'},
             {'Results': ['results.md', {'Log of findings': ['runs/LOG.md', *({Path(day).stem: day} for day in days)]}]}]

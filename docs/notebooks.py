@@ -43,7 +43,7 @@ def read_site(root):
         chapters[folder] = sorted(of_folder(folder), key=lambda path: listed.find(f'({Path(path).name})'))
     paths = [*(path for of in chapters.values() for path in of), *of_folder('nbs')]
     paths.sort(key=lambda path: path != TOUR)
-    pages = {path: path for path in [*paths, 'nbs/your_rule.md', 'runs/LOG.md', *found('runs/log/*.md')[::-1]]}
+    pages = {path: path for path in [*paths, *found('nbs/your_*.md'), 'runs/LOG.md', *found('runs/log/*.md')[::-1]]}
     pages |= dict.fromkeys(('README.md', 'nbs/index.ipynb'), 'index.md')
     for name in chapters: pages |= dict.fromkeys((f'nbs/{name}', f'nbs/{name}/README.md'), f'nbs/{name}/index.md')
     settings = ConfigParser(delimiters=['='], interpolation=None)
