@@ -7,7 +7,7 @@ __all__ = ['WarmUpChoice', 'Warming', 'make_warming', 'read_warming', 'check_war
            'gate_table', 'is_warmup', 'warmup_table', 'calibration_pairs', 'main']
 
 # %% ../nbs/5_run/65_prepare.ipynb #c002
-import contextlib, importlib.util, math, os, sys
+import contextlib, importlib.util, math, sys
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 import torch
@@ -16,7 +16,7 @@ from .dry_run import is_large, no_gpu, rank_tflops
 from .engine import seed_of
 from .estimate import Load, describe, memory, read_sizes, step_seconds
 from .environment import as_played, open_search
-from .launch import LaunchError, Ranks, is_rank, join_ranks, keep_traceback, set_torch, speak
+from .launch import LaunchError, Ranks, is_rank, on_ranks, set_torch, speak
 from .layout import pack
 from .learner import BadStep, FrozenModels, only_data
 from .losses import kl
@@ -33,7 +33,7 @@ from .settings import Config, check, data_sets, tree_notes
 from .sharded import DeepSpeedBackend
 from .setup import (Examiner, bound_method, examine, make_engine, make_setup, origin_of, plan_of,
                              real_questions, real_search, start_critic)
-from .train import MAY_CHANGE, SilentLog, check_same_params, end_interrupted, launch_ranks, saving
+from .train import MAY_CHANGE, SilentLog, check_same_params, end_interrupted, held, saving
 from .vllm_engine import EngineLost
 from .warmup import (GATE, Collection, CollectionPlan, Examination, GateFailed, Missing, Sampler, WarmUp,
                               collect, critic_learner, make_pairs, read_collected, report_from, searching, warm_up,
@@ -222,13 +222,12 @@ def prepare(
         if c.other_corpus: open_search(data_sets(c)[0], c.path, c.other_corpus)
         return examine(c, say, Examiner(check_warming, _weigh, _forecast))
     check_warming(c)
-    if is_rank():
-        with keep_traceback(c.run, int(os.environ['RANK'])): return _prepare(c, say, join_ranks(c.ranks, c))
-    if _finished_warming(c) is None:
+    over = _finished_warming(c) is not None
+    if not (over or is_rank()):
         if c.model != 'tiny': find_model(c.model)
         for line in [*_forecast(c), *no_gpu(c, c.model)] if is_large(c.model) else (): say(line)
-        if c.ranks > 1: return launch_ranks(c, say, 'credit_rl.prepare', (*MAY_CHANGE, 'warm_steps'), saves=False)
-    return _prepare(c, say, Ranks())
+    return on_ranks('credit_rl.prepare', c, say, lambda ranks: _prepare(c, say, ranks),
+                    lambda s: held(s, (*MAY_CHANGE, 'warm_steps')), over, c.restarts)
 
 # %% ../nbs/5_run/65_prepare.ipynb #c019
 def _prepare(c, say, ranks):

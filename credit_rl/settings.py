@@ -400,7 +400,7 @@ def _check_regime(c):
     regime = get_regime(c.regime)
     if c.data != 'tiny': raise ValueError(f"a regime is for data='tiny', got data={c.data!r}: leave out regime")
     if c.model == regime.base_folder(c.seed) and not Path(c.model).exists():
-        raise ValueError(f'the base of the regime is not in {c.model}: make it by python -m credit_rl.regimes '
+        raise ValueError(f'the base of the regime is not in {c.model}: make it by python -m credit_rl.studies.regimes '
                          f'{regime.name} seed={c.seed}, or name another model')
 
 def _check_world(world, seed=0):
