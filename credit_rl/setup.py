@@ -343,13 +343,14 @@ _LINEAR = ['q_proj', 'k_proj', 'v_proj', 'o_proj', 'gate_proj', 'up_proj', 'down
 def hand_over(
     learner,
     engine,
+    kind,     # 'hf' or 'vllm'
     lora,     # dict, of peft's LoraConfig, where low-rank additions alone are trained; {}: all weights
     ranks=Ranks(),
 ):
     """Give the engine the learner's weights, all of them or low-rank additions alone. What vLLM gets as files is written
     by one rank of each host."""
     added = bool(lora)
-    if isinstance(engine, HFEngine) or not (added or engine.by_file): return engine.load(learner.weights(added))
+    if kind == 'hf' or not (added or engine.by_file): return engine.load(learner.weights(added))
     named = learner.weights(added, here=not ranks.local)
     how = {'target_modules': _LINEAR, **lora}
     write = (lambda folder: save_adapter(named, how, folder)) if added else lambda folder: engine.write(named, folder)

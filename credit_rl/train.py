@@ -78,7 +78,7 @@ def train_step(
             update = run.learner.step(batch.layout, batch.seen, credit)
             if run.replay: update |= run.replay.teach(run.learner, step, run.prefix, c.tree)
         run.learner.tick(step)
-    with run.log.timed('load'): hand_over(run.learner, run.engine, c.lora, run.ranks)
+    with run.log.timed('load'): hand_over(run.learner, run.engine, c.engine, c.lora, run.ranks)
     run.memory['method'] = move(method, run.memory['method'], batch)
     keep_rollouts(run.log, step, run.method, batch, c.log_rollouts, c.log_steps, run.setup.chat)
     if look.left_out: metrics['golds_left_out'] = look.left_out
@@ -144,7 +144,7 @@ class Run:
         "Go back to a checkpoint. Raises ValueError on one that keeps its method's state in another form."
         self.learner.restore(path)
         self.memory, self.ahead = read_memory(path)
-        hand_over(self.learner, self.engine, self.config.lora, self.ranks)
+        hand_over(self.learner, self.engine, self.config.engine, self.config.lora, self.ranks)
 
     def checkpoint(self, step, name=None):
         "Save learner and memory atomically: all ranks write into the folder that the first one makes."
@@ -162,7 +162,7 @@ class Run:
         """Let an engine act that slept while the learner was made, with the weights that it began with, or the
         learner's where it forgot them."""
         if self.config.engine == 'hf': return
-        if self.engine.hollow: hand_over(self.learner, self.engine, self.config.lora, self.ranks)
+        if self.engine.hollow: hand_over(self.learner, self.engine, self.config.engine, self.config.lora, self.ranks)
         else: self.engine.wake()
 
     def close(self):
@@ -782,7 +782,7 @@ def _finish(run):
     final, done = last, len(run.memory['rates'])
     if step != done:
         run.learner.restore_policy(path)
-        hand_over(run.learner, run.engine, run.config.lora, run.ranks)
+        hand_over(run.learner, run.engine, run.config.engine, run.config.lora, run.ranks)
         final, groups = run.evaluate('test')
     _keep_examples(run.log, done + 1, groups, 'after')
     c, top, base = run.config, run.setup.ceiling, run.memory['base']
