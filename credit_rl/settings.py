@@ -24,7 +24,7 @@ from .methods import METHODS, get_method
 from .models import Policy, check_model, load_tokenizer
 from .options import SettingsGroup, options_in, read_options, setting
 from .parameters import from_settings, notebook_settings
-from .parts import Facts, Loss, bind
+from .parts import Facts, Loss
 from .protocol import PROTOCOLS, worded
 from .rollout import check_lengths
 from .runlog import RunFolder, check_trackers, read_json
@@ -237,7 +237,7 @@ class TeacherChoice(SettingsGroup):
     def teacher_period(self, method, steps):
         """Steps after which the copy of the policy that teaches is made anew, 0: never, 1: it is the policy itself;
         None where there is no such teacher."""
-        if 'teacher' not in method.sees or self.teacher != 'self': return None
+        if not method.needs.teacher or self.teacher != 'self': return None
         return max(1, round(.4 * steps)) if self.teacher_every is None else self.teacher_every
 
 # %% ../nbs/5_run/61_settings.ipynb #n0110
@@ -340,7 +340,7 @@ def check(
     else: _check_sets(c)
     if not (c.resume and (Path(c.run)/'params.yaml').exists()): _check_unread(c)
     _check_words(c)
-    schema_notes(c, scored_schemas(bind(method, c.options), c.measure))
+    schema_notes(c, scored_schemas(method.bind(c.options), c.measure))
     if c.critic_from: _check_warmed(c, method)
     check_lora(c.lora)
     if c.tree: _check_tree(c.model, c.lora)
@@ -480,18 +480,18 @@ def check_ahead(
     if not c.correction:
         raise ValueError("ahead=1 learns from what older weights sampled, but correction is None, and nothing would "
                          "weigh it: give correction='truncated' or correction='masked'")
-    if plays := bind(get_method(c.method), c.options).asks([]).plays:
+    if plays := get_method(c.method).bind(c.options).needs.plays:
         raise ValueError(f'{c.method} plays on {plays} times from every state, and with ahead=1 the engine is '
                          'busy with the next step by then: leave ahead at 0, or take another method')
 
 # %% ../nbs/5_run/61_settings.ipynb #c024
 def _check_method(c, method):
     "Refuse more turns than a method's rule knows, a lone attempt where it compares, and settings that say nothing."
-    name, most, turns = c.method, method.rule.most_turns, c.max_turns
-    row = protocol_row(c.protocol)
-    bind(method, c.options, Facts(tags=row and (row.think_tag, row.call_tag, row.answer_tag)))
-    if most and turns > most:
-        raise ValueError(f'{name} is for rollouts of {most} turns, so max_turns must be {most}, got {turns}')
+    name, row = c.method, protocol_row(c.protocol)
+    facts = Facts(tags=row and (row.think_tag, row.call_tag, row.answer_tag), max_turns=c.max_turns)
+    method.bind(c.options, facts)
+    for part in method.parts:
+        if why := part.fits(facts, {}): raise ValueError(f'{name}: {why}')
     if c.critic and not method.critic:
         raise ValueError(f'{name} has no critic; leave out critic={c.critic!r}')
     if c.teacher != 'self' and c.teacher_every:
@@ -520,14 +520,14 @@ def _check_tools(c, method):
     for n in ('corpus', 'cut', 'dense', 'patience') if tools is not None else ():
         if not getattr(c, n): continue
         raise ValueError(f"{n} would not be searched: the model calls tools of one's own; leave it out")
-    if tools is not None and tools.make and bind(method, c.options).asks([]).plays:
+    if tools is not None and tools.make and method.bind(c.options).needs.plays:
         raise ValueError(f'{name} plays on from every state, and an environment of one\'s own cannot be brought back to one: '
                          'take another method')
     if not given: return
     if method.own_scorer:
         raise ValueError(f"{name} scores answers by {method.own_scorer}, and would not read a reward of one's own: take a method "
                          'whose outcome is outcome, or leave out reward')
-    if method.rule.chance_only and not c.right:
+    if method.learns_chance and not c.right:
         raise ValueError(f'{name} learns the chance of a right answer: say by right=… from which reward on one is right')
 
 def _check_learning(learning, method):
@@ -615,9 +615,9 @@ def scored_schemas(
     measure,  # names in MEASURES
 ):
     "How the golds that a run scores are written down: list, see `read_schema`."
-    asked = method.asks([]).schemas
-    measured = 'belief' in measure and 'gold' not in asked
-    return [*asked.values(), *[SCHEMA_OPTION.default] * measured]
+    needs = method.needs
+    measured = 'belief' in measure and not needs.gold
+    return [*(golds.schema for golds in needs.golds.values()), *[SCHEMA_OPTION.default] * measured]
 
 def schema_notes(
     c,         # Config

@@ -28,7 +28,7 @@ from .methods import extra_passes, get_method
 from .outcome import Earned
 from .metrics import benchmark_metric, gold_note
 from .models import find_model, load_model, load_tokenizer, write_model
-from .parts import Facts, bind, services
+from .parts import Facts
 from .protocol import check_tokenizer, worded
 from .retrieval import BM25
 from .rollout import check_prompts
@@ -311,8 +311,8 @@ def bound_method(
     "A run's `Method`, with the options that are set, and for the others what the run knows."
     options = {**(get_regime(c.regime).options if c.regime else {}), **c.options}
     method, facts = get_method(c.method), run_facts(c, chat, max_turns)
-    if facts.right and method.rule.chance_only: facts = dataclasses.replace(facts, metric=facts.right)
-    return bind(method, options, facts, loss)
+    if facts.right and method.learns_chance: facts = dataclasses.replace(facts, metric=facts.right)
+    return method.bind(options, facts, loss)
 
 def _data_metric(names):
     "What data sets are scored by: one function, or a dict by set where they differ."
@@ -455,7 +455,7 @@ def make_learner(
     reference = origin.load_base(aside) if c.log_kl or loss.kl else None
     warmed = c.critic_from and read_warmed(c.critic_from)
     critic = start_critic(c.critic_of(method), model, c.seed, warmed, origin.dtype)
-    teacher = _load_teacher(c.teacher, origin, aside) if 'teacher' in method.sees else None
+    teacher = _load_teacher(c.teacher, origin, aside) if method.needs.teacher else None
     frozen = FrozenModels(reference, teacher, c.teacher_period(method, c.steps), tuple(c.offload))
     if c.gradient_checkpointing:
         for m in (model, critic and critic.model):
@@ -502,7 +502,7 @@ def plan_of(
     adapted, teacher = origin_of(c).adapted, c.teacher
     critic, every = c.critic_of(method).get('kind'), c.teacher_period(method, c.steps)
     copies, frozen = every not in (None, 1), critic == 'frozen'
-    alone = 'teacher' in method.sees and teacher != 'self' and not (teacher == 'base' and adapted)
+    alone = bool(method.needs.teacher) and teacher != 'self' and not (teacher == 'base' and adapted)
     held = {'reference': bool(c.log_kl or c.loss_of(method).kl) and not adapted,
             'teacher': copies or alone}
     vllm, apart = c.engine == 'vllm', c.own_process and c.vllm.get('transfer') in (None, 'file')
@@ -520,7 +520,7 @@ def plan_of(
         twice=critic == 'shared' and c.critic_step == 'apart' and c.critic_mix != 0,
         both=bool(c.ahead) and acts, together=critic == 'own' and c.critic_step != 'apart',
         **_forwards(c, c.loss_of(method)),
-        branches=max(_answer_tokens(c, bind(method, c.options)).values(), default=0),
+        branches=max(_answer_tokens(c, method.bind(c.options)).values(), default=0),
         prompts=0 if vllm else min(_READ_TOKENS, played * c.max_tokens),
         **_sent_at_a_time(c.deepspeed))
 
@@ -560,10 +560,10 @@ _ANSWER = 24     # ids of a gold answer and of the words around it, about those 
 def _answer_tokens(c, method):
     """Ids of the gold answers that are asked at the states of a row, at most, by whom: dict 'gold' or 'teacher' -> int.
     Where nothing caps the accepted answers of a question they are taken to be as many as GOLDS_OPTION allows."""
-    asked = method.asks([])
-    golds = {who: asked.most.get(who, GOLDS_OPTION.default) for who in asked.schemas}
+    needs = method.needs
+    golds = {who: asked.most or GOLDS_OPTION.default for who, asked in needs.golds.items()}
     if 'belief' in c.measure: golds.setdefault('gold', GOLDS_OPTION.default)
-    states = -(-(c.max_turns + asked.ends) // _rows_of_context(c))
+    states = -(-(c.max_turns + needs.ends) // _rows_of_context(c))
     return {who: states * most * _ANSWER for who, most in golds.items()}
 
 # %% ../nbs/5_run/62_setup.ipynb #n0306
@@ -577,7 +577,7 @@ def load_of(
                          bool(c.recompute or c.engine == 'vllm' or c.ahead),
                          c.teacher_period(method, c.steps) or 0,
                          [name for name in c.measure if not (name == 'entropy' and loss.entropy)])
-    golds = _answer_tokens(c, bind(method, c.options))
+    golds = _answer_tokens(c, method.bind(c.options))
     behind = sum(golds.values()) * _rows_of_context(c) / most               # read behind what is read anyway
     rows = _forwards(c, loss)['rows']
     return Load(c.questions_per_step * c.group_size * most, most, sum(reads.values()) + behind,
@@ -665,7 +665,7 @@ def examine(
         if not Path(model).exists(): notes.append(f'{model} is a name on the hub: its weights were not looked at')
         for line in notes: say(line)
     method = bound_method(c)
-    wrong += complaints(lambda: [service.check() for service in services(method)])      # a judge is asked one word
+    wrong += complaints(lambda: [service.check() for service in method.services])      # a judge is asked one word
     if c.learner == 'deepspeed' and importlib.util.find_spec('deepspeed') is None:
         wrong.append("learner='deepspeed' needs DeepSpeed: pip install 'credit_rl[train]'")
     scored = scored_schemas(method, c.measure)
